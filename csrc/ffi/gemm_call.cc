@@ -108,7 +108,7 @@ const char* WrongEpilogue(const GemmOptions& options, const GemmBuffers& buffers
 
 const char* WrongScales(const GemmBuffers& buffers, const OverlapProblem& p) {
   if (IsByteFloat(p.lhs_type) != (p.scaling != Scaling::kNone))
-    return "8-bit operands need scales, and only they do";
+    return "8-bit operands need scales, and others take none";
   if (p.scaling == Scaling::kTensor && !(IsArray(buffers.lhs_scale_inv, DataType::kF32, 1) &&
                                          IsArray(buffers.rhs_scale_inv, DataType::kF32, 1))) {
     return "tensor scales are one float32 per operand";

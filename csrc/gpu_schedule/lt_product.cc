@@ -88,7 +88,7 @@ Status DescribeLtProduct(const std::string& op, const GemmTask& task, const LtOp
   const bool is_narrow = IsByteFloat(task.a.type);
   const DataType c_type = LtHasEpilogue(task) ? task.c_type : DataType::kF32;
   if (!HasTypes(task.a.type, task.b.type, c_type)) {
-    return refuse("operands and result of these element types are not multiplied");
+    return refuse("cuBLASLt does not support these types of operands and result");
   }
   LtProduct& p = *product;
   p = {};
@@ -108,7 +108,7 @@ Status DescribeLtProduct(const std::string& op, const GemmTask& task, const LtOp
     p.has_block_scales = task.a.scales.is_blocks;
     p.accumulates_fast = !options.use_split_accumulator;
     if (!p.transposes_a || p.transposes_b) {
-      return refuse("8-bit operands are multiplied only along their lines");
+      return refuse("8-bit operands need the contracted dimension to be the last of each");
     }
     if (task.k % 16 != 0 || task.n % 16 != 0 || AlignmentOf(task.a.data) < 16 ||
         AlignmentOf(task.b.data) < 16 || AlignmentOf(task.c) < 16) {

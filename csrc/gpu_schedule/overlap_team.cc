@@ -197,7 +197,7 @@ Status OverlapTeam::Enqueue(const std::string& op, GpuQueues* queues) {
     const Step& step = stream.steps[stream.next];
     return {StatusCode::kInternal, op + ": rank " + std::to_string(i / 2) + " waits for signal '" +
                                        step.name + "' of rank " + std::to_string(step.peer) +
-                                       ", which nothing sends."};
+                                       ", which no rank sends."};
   }
   return Status::Ok();
 }

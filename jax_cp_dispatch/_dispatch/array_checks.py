@@ -23,7 +23,7 @@ def check_num_rows(op: str, name: str, value: Any) -> int:
         num_rows = None
     if num_rows is None:
         raise TypeError(
-            f"{op}: {name} is {value!r}; it needs to be a static int, as the shape of the result."
+            f"{op}: {name} is {value!r}; it needs to be a static int, because it is a shape."
         )
     if num_rows < 0:
         raise ValueError(f"{op}: {name} is {num_rows}; it needs to be at least 0 rows.")
@@ -35,8 +35,8 @@ def check_size(op: str, what: str, num_rows: int, array: Any) -> None:
     num_bytes = num_rows * math.prod(array.shape[1:]) * array.dtype.itemsize
     if num_bytes >= MOST_BYTES:
         raise ValueError(
-            f"{op}: {what}, so an array of the result would have {num_bytes} bytes, more than any "
-            "memory. Pass no more rows than the largest num_total_recv_tokens."
+            f"{op}: {what}, so an array of the result would take {num_bytes} bytes, more than any "
+            "machine has. Pass no more rows than the largest num_total_recv_tokens."
         )
 
 

@@ -46,7 +46,7 @@ def find_context(op: str, names: tuple[str, ...], mesh: Any, arrays: Sequence[An
         return CallContext(around, False, tuple(x for x in rest if around.shape[x] > 1))
     if any(name in manual for name in names):
         raise ValueError(
-            f"{op}: of axis_name {names} only {tuple(manual)} are manual here. Make all of them "
+            f"{op}: only {tuple(manual)} of axis_name {names} are manual here. Make all of them "
             f"manual, or none: jax.shard_map(..., axis_names={set(names)})."
         )
     found = around if manual else find_mesh(names, mesh, around, arrays)

@@ -64,7 +64,7 @@ def publish_and_read_all(op: str, name: str, value: Any, timeout: float) -> list
         except jax.errors.JaxRuntimeError as error:
             raise RuntimeError(
                 f"{op}: process {process} waited {timeout:g} s for process {other}, expected its "
-                f"'{name}', seen nothing. Every process of the job must call {op}(); see whether "
+                f"'{name}', seen nothing. Every process of the job must call {op}(); check whether "
                 f"that one raised its own error. ({error})"
             ) from error
         heard.append(json.loads(text))

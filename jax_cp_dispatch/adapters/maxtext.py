@@ -21,7 +21,7 @@ def maxtext_attention(*, algorithm: Any = "zigzag", **options: Any) -> Iterator[
     global, sliding, chunked, block-diffusion, full and latent (MLA) attention, with attention
     sinks, masks of images and the largest logits, of packed documents or not, with MaxText's load
     balance (its reordering of tokens) or without. The results are MaxText's, except that padding is
-    zero, and that blocks of image tokens stay within documents, in the order of these.
+    zero, and that blocks of image tokens never cross documents.
 
     MaxText computes all other calls: those on one context device, decoding and prefill, and with a
     warning those that need what `context_parallel_attention` lacks: masks of indexers and

@@ -19,7 +19,7 @@ def maxtext_gemms(**options: Any) -> Iterator[None]:
     Products with kernels that are sharded over the mesh axis "tensor_sequence" only (MLP and
     projections, with `ici_tensor_sequence_parallelism`) become `all_gather_matmul` or
     `matmul_reduce_scatter`. Others stay as they are. With `fused_qkv` and `fused_mlp`, the tokens
-    of several kernels are gathered once. Takes MaxText's place for a quantization.
+    of several kernels are gathered once. Installed in place of MaxText's quantization.
 
     Args:
       options: of both functions: `method`, `implementation`, `deadline`.

@@ -22,7 +22,7 @@ class Balanced:
     """Every rank computes an equal share of the query-key pairs; see `balanced_attention`.
 
     Queries and keys move to the ranks that a plan selects. Use it for packed documents, whose work
-    is unequal in any fixed layout. Supports causal attention of contiguous tokens only.
+    is unequal in any fixed layout. Supports contiguous tokens only.
 
     Attributes:
       config: block size and capacities of plans made in the call. A plan that you pass has its own.
@@ -79,8 +79,8 @@ class Hamilton:
 class Ulysses:
     """Each rank computes a share of the heads, over whole documents; see `ulysses_attention`.
 
-    Use it if the ranks divide the query heads: all ranks have equal work in any mask, and little
-    moves. Tokens and documents stay as they are.
+    Use it if the ranks divide the query heads: all ranks have equal work under any mask, and few
+    bytes move. Tokens and documents stay as they are.
 
     Attributes:
       inner: not supported: the mesh axis of an all-to-all inside a ring (USP).

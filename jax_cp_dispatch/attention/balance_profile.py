@@ -58,7 +58,7 @@ class BalanceProfile:
 
     @property
     def busiest(self) -> float:
-        """Seconds of the rank that takes longest: what a step of all ranks takes, at least."""
+        """Seconds of the slowest rank: a lower bound for a step of all ranks."""
         return max(self.seconds)
 
     @property

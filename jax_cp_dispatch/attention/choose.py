@@ -95,7 +95,8 @@ def choose_algorithm(
     Returns:
       The choice. Times within 3 % of the shortest count as equal; among these, the best balanced
       algorithm is chosen, then the simplest. `predictions` exclude the rearrangement; `reason`
-      includes it, and says if documents are so short that balance gains less than pairs promise.
+      includes it, and says if documents are so short that balance saves less time than pair counts
+      suggest.
     Raises:
       TypeError: `hardware` is not a `Hardware`.
       ValueError: sizes do not match, or there is no entry for the default backend.
@@ -251,7 +252,7 @@ def _reason(best, seconds, predictions, with_backward, hardware: Hardware) -> st
             share = prediction.exposed_communication / prediction.total
             part += f" ({share:.0%} waiting for communication)"
         parts.append(part)
-    reason = f"{best}: predicted {passes}: " + ", ".join(parts) + "."
+    reason = f"{best}: predicted times, {passes}: " + ", ".join(parts) + "."
     if seconds[best] > min(seconds.values()):
         reason += (
             f" {best} is within {_CLOSE - 1:.0%} of the fastest, and better balanced or simpler."
@@ -277,8 +278,9 @@ def _about_tiles(workload: Workload) -> str:
     if share <= _MUCH:
         return ""
     return (
-        f" Tiles of {_TILE} x {_TILE} compute {share:.0%} of their pairs outside the mask, because "
-        "documents, windows or chunks are short: balance gains less time than pairs promise."
+        f" {share:.0%} of the pairs in computed tiles of {_TILE} x {_TILE} lie outside the mask, "
+        "because documents, windows or chunks are short: balance saves less time than "
+        "pair counts suggest."
     )
 
 

@@ -136,8 +136,8 @@ def check_specs(op: str, expansion: Expansion, heads: Sequence[str]) -> None:
             if name not in heads:
                 raise ValueError(
                     f"{op}: weight_specs shard weights over axis {name!r}, but head_axis is "
-                    f"{tuple(heads)}. Name it as head_axis, or omit it; weights are gathered over "
-                    "other axes."
+                    f"{tuple(heads)}. Pass it as head_axis, or remove it from weight_specs; "
+                    "weights are gathered over other axes."
                 )
 
 

@@ -8,8 +8,8 @@ from typing import ParamSpec, TypeVar
 Given = ParamSpec("Given")
 Returned = TypeVar("Returned")
 
-_NO_BIAS = "no term is added to the logits. Omit it, or call jax.nn.dot_product_attention"
-_NO_DROPOUT = "weights are never stored, so there is no dropout of them. Omit it"
+_NO_BIAS = "a bias of the logits is not supported. Omit it, or call jax.nn.dot_product_attention"
+_NO_DROPOUT = "attention weights are never stored, so they cannot be dropped. Omit it"
 _MASK = "pass mask='causal' or 'full', or an object of jax_cp_dispatch.masks"
 _WINDOW = "pass mask=masks.SlidingWindow(left, right), where left counts the query's own key"
 _DOCUMENTS = "documents are named by segment_ids, one for each token"
@@ -43,7 +43,7 @@ PEER_ARGUMENTS = {
 
 
 def explains_peer_arguments(function: Callable[Given, Returned]) -> Callable[Given, Returned]:
-    """Returns a function of attention with an error in words for arguments of its peers."""
+    """Returns the function, with errors that explain arguments of other libraries."""
     known = frozenset(inspect.signature(function).parameters)
     foreign = {name: words for name, words in PEER_ARGUMENTS.items() if name not in known}
 

@@ -30,7 +30,7 @@ class Exchange:
       x: rows of all ranks [W * tokens, *feature].
       capacity: rows that the rank with most receives.
       runs: programs by name. All that receive rows give the same ones.
-      collectives: likewise those of XLA.
+      collectives: the same with XLA.
     """
 
     def __init__(self, ranks: Ranks, tokens: int, feature: tuple[int, ...], dtype: Any):

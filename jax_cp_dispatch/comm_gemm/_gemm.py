@@ -234,8 +234,8 @@ def _read_gelu_input(op: str, call: GemmCall, gelu_input) -> Array | None:
     if (gelu_input is not None) != (call.fuse_gelu and call.grad):
         raise ValueError(
             f"{op}: got {'a' if gelu_input is not None else 'no'} gelu_input with "
-            f"fuse_gelu={call.fuse_gelu}, grad={call.grad}; it goes with both, for "
-            "GELU's derivative. "
+            f"fuse_gelu={call.fuse_gelu}, grad={call.grad}; it is required with "
+            "both, for the derivative of GELU, and only then. "
             f"{'Omit it' if gelu_input is not None else 'Pass pre_gelu of the forward pass'}."
         )
     if gelu_input is None:

@@ -152,19 +152,19 @@ def _read_bias(op, call: GroupedCall, bias, shape) -> Array:
             f"{op}: got a bias where rows are contracted; it has no rows to be added to. Omit it."
         )
     if bias.shape != shape:
-        raise ValueError(f"{op}: bias has shape {bias.shape}; it needs {shape}, one of each group.")
+        raise ValueError(f"{op}: bias has shape {bias.shape}; it needs {shape}, one row per group.")
     return bias
 
 
 def _check_scales(op, mode: ScalingMode, num_groups: int, scales) -> None:
     if mode == ScalingMode.MXFP8_1D_SCALING:
         raise ValueError(
-            f"{op}: got {mode}; groups have one scale each. Take CURRENT_TENSOR_SCALING or "
+            f"{op}: got {mode}; groups have one scale each. Use CURRENT_TENSOR_SCALING or "
             "DELAYED_TENSOR_SCALING, or dequantize."
         )
     for name, scale in scales_of_mode(op, mode, scales).items():
         if (jnp.shape(scale), jnp.result_type(scale).name) != ((num_groups,), "float32"):
             raise ValueError(
                 f"{op}: {name}_scale_inv is {jnp.result_type(scale).name}{list(jnp.shape(scale))}; "
-                f"it needs float32 [{num_groups}], one of each group."
+                f"it needs float32 [{num_groups}], one per group."
             )

@@ -94,7 +94,7 @@ def all_gather_matmul(
         allocates memory for each call.
       row_counts: tokens of each rank (per batch), if they differ. Each rank's x then has T =
         max(row_counts) rows, and M = sum(row_counts). Rows after a rank's own are not read. Only
-        inside `jax.shard_map`; the tokens of global arrays need not divide.
+        inside `jax.shard_map`; global arrays are padded internally.
       gathered: "keep" stores the gathered tokens (M K elements) for the derivative; "again" gathers
         them again during its GEMMs.
       scaling_mode: quantizes x and w to 8 bits internally, so that x moves in 8 bits with its
@@ -198,7 +198,7 @@ def matmul_reduce_scatter(
         partial sums. Without it, XLA allocates memory for each call, for float32 partial sums.
       row_counts: tokens of each rank (per batch), if they differ: M = sum(row_counts), and the
         result has T = max(row_counts) rows; rows after a rank's own are zero. By default M is
-        divided evenly. Only inside `jax.shard_map`; the tokens of global arrays need not divide.
+        divided evenly. Only inside `jax.shard_map`; global arrays are padded internally.
       scaling_mode, scaling_state: see `all_gather_matmul`. Here K of one rank is contracted, sums
         move in float32, and in the derivative the gradient moves in 8 bits.
       preferred_element_type, mesh, implementation, deadline: see `all_gather_matmul`.

@@ -45,7 +45,7 @@ def check_operand_types(op: str, lhs: Array, rhs: Array, mode: ScalingMode) -> N
         )
     if (lhs.dtype.name == "float64") != (rhs.dtype.name == "float64"):
         raise TypeError(
-            f"{op}: lhs is {lhs.dtype} and rhs {rhs.dtype}; float64 goes with float64 alone. "
+            f"{op}: lhs is {lhs.dtype} and rhs {rhs.dtype}; float64 can only be used with float64. "
             "Convert one."
         )
 
@@ -66,6 +66,6 @@ def result_dtype(op: str, x: Array, w: Array, preferred: Any) -> str:
     if name not in FLOATS or (name == "float64") != (natural.name == "float64"):
         raise TypeError(
             f"{op}: preferred_element_type is {name} for operands of {natural.name}; it needs to "
-            f"be one of {FLOATS}, and float64 goes with float64 alone."
+            f"be one of {FLOATS}, and float64 can only be used with float64."
         )
     return name

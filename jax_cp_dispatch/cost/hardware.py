@@ -68,8 +68,8 @@ class Hardware:
         size = min(self.ranks_per_node or num_ranks, num_ranks)
         if num_ranks % size:
             raise ValueError(
-                f"Hardware: {num_ranks} ranks do not fill nodes of {size}. Pass a multiple, or "
-                "another ranks_per_node (dataclasses.replace)."
+                f"Hardware: {num_ranks} ranks cannot be divided into nodes of {size}. Pass a "
+                "multiple, or another ranks_per_node (dataclasses.replace)."
             )
         return size
 

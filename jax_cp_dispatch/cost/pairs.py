@@ -30,7 +30,7 @@ def count_pairs(
     Returns:
       The pairs that the mask admits, as int64.
     Raises:
-      TypeError: `mask` is no mask.
+      TypeError: `mask` is not a mask.
     """
     mask = read_mask_of_numbers("count_pairs", mask)
     start, end = np.asarray(start, np.int64), np.asarray(end, np.int64)

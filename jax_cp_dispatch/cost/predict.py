@@ -54,7 +54,7 @@ def predict(
       A prediction for each of `ALGORITHMS`; "hamilton_nodes" only for several nodes, "placed" only
       with `placed_tokens`, and "ulysses" only if the ranks divide the query heads.
     Raises:
-      ValueError: the ranks do not fill the nodes.
+      ValueError: the ranks cannot be divided into nodes.
     """
     passes = (False, True) if with_backward else (False,)
     options = {

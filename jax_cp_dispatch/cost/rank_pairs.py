@@ -41,7 +41,7 @@ def rank_pairs(
     Returns:
       Pairs, as float64.
     Raises:
-      TypeError, ValueError: `mask` is no mask, or its arrays have another shape.
+      TypeError, ValueError: `mask` is not a mask, or its arrays have another shape.
     """
     mask = read_mask_on_host("rank_pairs", mask, (1, num_ranks * tokens_per_rank))
     cuts = np.arange(2 * num_ranks + 1) * tokens_per_rank // 2

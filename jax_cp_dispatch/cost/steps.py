@@ -77,8 +77,8 @@ def step_costs(
       The steps. On "shared_memory", where nothing can be hidden, computation and communication
       alternate.
     Raises:
-      ValueError: the algorithm is unknown, the ranks do not fill the nodes, or, for "ulysses", they
-        do not divide the query heads.
+      ValueError: the algorithm is unknown, the ranks cannot be divided into nodes, or, for
+        "ulysses", do not divide the query heads.
     References:
       Ring: arXiv:2310.01889. Hamilton: arXiv:2509.26541. Ulysses: arXiv:2309.14509. All-gather:
       arXiv:2407.21783, 3.3.2.

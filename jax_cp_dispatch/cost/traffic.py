@@ -60,7 +60,7 @@ def rows_by_link(
       capacity: rows of the receive buffer of each rank, if known.
     Raises:
       TypeError: `sent` does not have integers for all pairs of ranks.
-      ValueError: the ranks do not fill the nodes.
+      ValueError: the ranks cannot be divided into nodes.
     """
     sent = np.asarray(sent)
     if (
@@ -77,8 +77,8 @@ def rows_by_link(
     size = min(ranks_per_node or n, n)
     if n % size:
         raise ValueError(
-            f"rows_by_link: {n} ranks do not fill nodes of {size}. Pass a divisor of {n} as "
-            "ranks_per_node."
+            f"rows_by_link: {n} ranks cannot be divided into nodes of {size}. Pass a divisor of "
+            f"{n} as ranks_per_node."
         )
     node = np.arange(n) // size
     same = node[:, None] == node

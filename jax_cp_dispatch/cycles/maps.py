@@ -30,7 +30,7 @@ def cycles_of_maps(
             row.append(following)
             following = _receiver(sent[following], chunk)
         if following < 0 or len(row) != num_ranks:
-            end = "ends there" if following < 0 else "is back where it began"
+            end = "ends there" if following < 0 else "returns there too early"
             raise ValueError(
                 f"{op}: chunk {chunk} goes from rank 0 along {row} and {end}. Each chunk must "
                 f"visit all {num_ranks} ranks. Use chunk_maps of hamiltonian_cycles."

@@ -43,8 +43,8 @@ def check_ranks(op: str, config: Any, world_size: int) -> None:
         )
     if size is not None and world_size % size:
         raise ValueError(
-            f"{op}: {world_size} ranks do not fill nodes of ranks_per_node={size}. Pass a divisor "
-            "of world_size."
+            f"{op}: {world_size} ranks cannot be divided into nodes of ranks_per_node={size}. Pass "
+            "a divisor of world_size."
         )
 
 

@@ -37,7 +37,7 @@ def fit_plan_config(
       batches: for each batch its lengths as for `plan_attention`, or its segment ids. A
         two-dimensional array is segment ids [B, columns], whatever its values are.
       world_size, columns: as for `plan_attention`.
-      mask: likewise; masks with arrays as a list, one for each batch.
+      mask: see `plan_attention`; masks with arrays as a list, one for each batch.
       overflow: wanted share of batches that do not fit, between 0 and 1.
       config: other choices of the plans, such as the numbers of heads. Capacities that it has are
         kept.

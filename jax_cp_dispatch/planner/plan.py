@@ -102,7 +102,7 @@ def plan_attention(
     Returns:
       The plan for all ranks, the same in every process with the same inputs.
     Raises:
-      TypeError: inputs are not integers, or mask is no mask.
+      TypeError: inputs are not integers, or `mask` is not a mask.
       ValueError: shapes do not match. With concrete inputs also: a segment id is negative, or
         occurs in separate runs of one batch row whose positions do not start again; a position
         exceeds 32 bits; or a capacity is too small and there is no fallback. Or the arrays of

@@ -38,7 +38,7 @@ def plot_overlap(profiles: Mapping[str, OverlapProfile], path: str | os.PathLike
     panels = figure.subplots(len(profiles), 1, sharex=True, squeeze=False, height_ratios=ranks)
     for axes, (title, profile) in zip(panels[:, 0], profiles.items(), strict=True):
         exposed = profile.exposed_communication
-        times = f"{_ms(profile.total)} ms, of which {_ms(exposed)} ms are communication alone"
+        times = f"{_ms(profile.total)} ms, of which {_ms(exposed)} ms is communication alone"
         axes.set_title(f"{title}: {times}", loc="left", fontsize=9)
         _draw_run(axes, profile, total)
     panels[-1, 0].set(xlabel="ms", xlim=(0, 1e3 * total))

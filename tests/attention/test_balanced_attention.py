@@ -302,7 +302,7 @@ def call(small, **options):
         ),
         (
             {"layout": "zigzag"},
-            "plans attention of tokens in order; got layout='zigzag'. Choose another algorithm",
+            "needs tokens in contiguous order; got layout='zigzag'. Choose another algorithm",
         ),
         ({"mask": "no"}, "context_parallel_attention: mask is 'no'; it needs to be"),
         ({"algorithm": Balanced}, r"it needs to be one of.*object with options: Balanced\(\), "),

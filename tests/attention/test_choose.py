@@ -60,7 +60,8 @@ def choose(lengths, num_ranks=8, hardware="h100", **options):
 def test_choices(lengths, options, expected):
     choice = choose(lengths, **options)
     assert choice.algorithm == expected, choice.reason
-    assert choice.reason.startswith(f"{choice.algorithm.name}: predicted forward and backward: ")
+    name = choice.algorithm.name
+    assert choice.reason.startswith(f"{name}: predicted times, forward and backward: ")
 
 
 @pytest.mark.parametrize(
@@ -74,8 +75,8 @@ def test_choices(lengths, options, expected):
 )
 def test_short_documents_are_not_promised_the_gain_of_pairs(lengths, options, share):
     reason = choose(lengths, **options).reason
-    assert ("balance gains less time than pairs promise" in reason) == (share is not None)
-    assert share is None or f"compute {share} of their pairs outside the mask" in reason
+    assert ("balance saves less time than pair counts suggest" in reason) == (share is not None)
+    assert share is None or f"{share} of the pairs in computed tiles" in reason
 
 
 def test_a_two_sided_window_is_counted():

@@ -287,7 +287,7 @@ def test_memory_is_linear():
         ({}, {"block_heads": 3}, ValueError, "block_heads is 3, but must be .* divides the 2 KV"),
         ({}, {"block_heads": 2.0}, ValueError, "block_heads is 2.0, but must be an integer"),
         ({"k": jnp.bfloat16}, {}, TypeError, "float32, bfloat16, float32"),
-        ({"q": jnp.int32, "k": jnp.int32, "v": jnp.int32}, {}, TypeError, "must all be bfloat16"),
+        ({"q": jnp.int32, "k": jnp.int32, "v": jnp.int32}, {}, TypeError, "must have the same one"),
         ({"kv_end": jnp.float32}, {}, TypeError, "kv_end has dtype float32"),
     ],
 )

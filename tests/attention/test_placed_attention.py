@@ -200,7 +200,7 @@ def test_plans_are_for_their_own_algorithm():
         attend(algorithm="ring", plan=placed)
     with pytest.raises(ValueError, match=r"mask is Full\(\), but the plan is for Causal"):
         attend(algorithm="placed", plan=placed, mask="full")
-    with pytest.raises(ValueError, match="'placed' plans attention of tokens in order; got layout"):
+    with pytest.raises(ValueError, match="'placed' needs tokens in contiguous order; got layout"):
         attend(algorithm="placed", plan=placed, layout="zigzag")
     with pytest.raises(ValueError, match="16 rows but the plan is for 8"):
         other = place_tokens(segment_ids=segment_ids[:, :16], world_size=2).plan

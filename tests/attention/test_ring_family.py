@@ -207,7 +207,7 @@ ONE_LINK_TWICE = r"rows 0 and 1 of cycles both go from rank 0 to rank 1"
         (
             "hamilton",
             {"num_ranks": 4, "maps": TWO_PAIRS},
-            r"chunk 0 goes from rank 0 along \[0, 1\] and is back where it began",
+            r"chunk 0 goes from rank 0 along \[0, 1\] and returns there too early",
         ),
         ("hamilton", {"num_ranks": 1, "cycles": ((0, 1),)}, "cycles"),
         ("ring", {"mask": np.tri(12, dtype=bool)}, r"mask is an array of shape \[12, 12\]"),

@@ -22,10 +22,10 @@ pytestmark = pytest.mark.usefixtures("unchecked_types")
     "op, options, message",
     [
         (GATHER, {"method": "pipeline"}, r"got CommOverlapMethod\.PIPELINE with CommOverlapType\.AG"
-         r"; .* not gathered\. Take CommOverlapMethod\.RING_EXCHANGE"),
+         r"; .* not gathered\. Use CommOverlapMethod\.RING_EXCHANGE"),
         (GATHER, {"method": "bulk"}, r"method is CommOverlapMethod\.BULK, which moves an array duri"
-         r"ng an independent GEMM\. Take CommOverlapMethod\.RING_EXCHANGE, or gemm\("),
-        (SCATTER, {"method": "bulk"}, r"method is CommOverlapMethod\.BULK, .* Take CommOverlapMet"),
+         r"ng an independent GEMM\. Use CommOverlapMethod\.RING_EXCHANGE, or gemm\("),
+        (SCATTER, {"method": "bulk"}, r"method is CommOverlapMethod\.BULK, .* Use CommOverlapMet"),
         (SCATTER, {"method": "pipeline", "num_splits": 0}, r"num_splits is 0; it needs to be an i"),
         (SCATTER, {"rs_overlap_first_gemm": True}, r"got rs_overlap_first_gemm with CommOverlapMeth"
          r"od\.RING_EXCHANGE; it orders the chunks of CommOverlapMethod\.PIPELINE\. Omit it"),
@@ -64,7 +64,7 @@ def test_options_of_layers(op, options, message):
 def test_pairs_of_chunks_need_an_even_number_of_ranks():
     run = on_ranks(lambda x, w: GATHER(x, w, aggregate=True), mesh_of(3), jit=False)
     with pytest.raises(
-        ValueError, match=r"got aggregate_ag with tp_size=3; pairs need an even one"
+        ValueError, match=r"got aggregate_ag with tp_size=3; pairs need an even number"
     ):
         jax.eval_shape(run, np.ones((3, T, K), np.float32), np.ones((3, K, N), np.float32))
 
@@ -93,7 +93,7 @@ def test_pairs_of_chunks_need_an_even_number_of_ranks():
             ones(K, N),
             ones(K),
             ValueError,
-            r"bias has shape \(3,\); it needs \(5,\), an",
+            r"bias has shape \(3,\); it needs \(5,\), one",
         ),
         (ones(M, K), ones(K, N), ones(1, N), ValueError, r"bias has shape \(1, 5\); it needs \(5,"),
         (
@@ -125,7 +125,7 @@ def test_operands_of_layers(op, x, w, bias, error, message):
 
 
 @pytest.mark.parametrize("dtype, message", [
-    ("float64", r"preferred_element_type is float64 for operands of float32; .* goes with float64"),
+    ("float64", r"preferred_element_type is float64 for operands of float32; .* used with float64"),
     ("int32", r"preferred_element_type is int32 for operands of float32; it needs to be one of"),
 ])  # fmt: skip
 def test_types_of_results(dtype, message):
@@ -142,7 +142,7 @@ def test_types_of_results(dtype, message):
 def test_double_with_single_precision():
     with jax.enable_x64(True):
         x, w = ones(M, K, dtype=np.float64), ones(K, N)
-        match = r"x is float64 and w float32; float64 goes with float64 alone. Convert one"
+        match = r"x is float64 and w float32; float64 can only be used with float64. Convert one"
         for op in (GATHER, SCATTER):
             refused(op, x, w, error=TypeError, match=match)
 
@@ -156,7 +156,7 @@ DELAYED, MXFP8 = "DELAYED_TENSOR_SCALING", "MXFP8_1D_SCALING"
     [
         ({"scaling_mode": "FP8"}, ValueError, "scaling_mode is 'FP8'; it needs to be one of "),
         ({"scaling_mode": DELAYED}, ValueError, r"got no scaling_state with ScalingMode\.DELAYED_TE"
-         r"NSOR_SCALING; the scales of earlier steps belong to DELAYED_TENSOR_SCALING\. Begin with "
+         r"NSOR_SCALING; only DELAYED_TENSOR_SCALING uses the scales of earlier steps\. Begin with "
          r"MatmulScaling\.init\(\)"),
         ({"scaling_state": STATE}, ValueError, r"got a scaling_state with ScalingMode\.NO_SCALING; "
          r".*\. Omit it"),

@@ -176,9 +176,9 @@ def fallen(fn, *arguments):
 
 def test_unsupported_gemms_fall_back_to_xla_with_a_reason():
     half = X.astype(jnp.bfloat16)
-    assert "does not multiply bfloat16 with float32" in fallen(gemm, half, K)
+    assert "does not multiply bfloat16 by float32" in fallen(gemm, half, K)
     to_half = functools.partial(gemm, preferred_element_type=jnp.bfloat16)
-    assert "does not multiply float32 with float32 to bfloat16" in fallen(to_half, X, K)
+    assert "does not multiply float32 by float32 with a result in bfloat16" in fallen(to_half, X, K)
     sizes = np.array([3, 5], np.int32)
     assert "ragged_dot" in fallen(grouped_gemm, X, np.zeros((2, 32, 16), np.float32), sizes)
 
@@ -229,5 +229,5 @@ def test_one_gpu_that_holds_all_ranks(kind, method):
     assert f"tensor<{W}x{call.out_shape[0]}x{N}xf32>" in results
     scratch = f"{W}x{SCRATCH}xui8" if gathers else f"{W}x{-(-SCRATCH // 4)}xf32"
     assert f"tensor<{scratch}>" in results
-    with pytest.raises(NotImplementedError, match="does not multiply bfloat16 with float32"):
+    with pytest.raises(NotImplementedError, match="does not multiply bfloat16 by float32"):
         lowered(fn, x.astype(jnp.bfloat16), w)

@@ -138,7 +138,7 @@ def test_buffers_of_another_type_than_the_scaled_operand():
         ({"fuse_bias": False, "bias": jnp.ones(N)}, r"got a bias with fuse_bias=False, grad=False; "
          r".*\. Omit it"),
         ({"grad": True, "fuse_gelu": True}, r"got no gelu_input with fuse_gelu=True, grad=True; "
-         r"it goes with both, for GELU's derivative\. Pass pre_gelu of the forward pass"),
+         r"it is required with both, for the derivative of GELU, and only then\. Pass pre"),
         ({"fuse_gelu": True, "gelu_input": jnp.ones((M, N))}, r"got a gelu_input with fuse_gelu=Tru"
          r"e, grad=False; .*\. Omit it"),
         ({"grad": True, "fuse_bias": True, "gelu_input": jnp.ones((M, N))}, "got a gelu_input"),

@@ -63,7 +63,7 @@ def test_axis_names_are_text(mode):
 @pytest.mark.parametrize("dtype", ["nonsense", "int8", 5])
 def test_values_are_floats(dtype):
     q = quantize(jnp.ones((2, 32)), MXFP8)
-    needs = "it needs to be a type of real floats. Pass jnp.float32 or jnp.bfloat16"
+    needs = "it needs to be a floating-point type. Pass jnp.float32 or jnp.bfloat16"
     with pytest.raises(ValueError, match=f"dequantize: dtype is {dtype!r}; {needs}"):
         dequantize(q, dtype)
 

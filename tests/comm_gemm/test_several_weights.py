@@ -220,7 +220,7 @@ X, W = ones(2, 3), ones(3, 5)
         (
             lambda x, w: GATHER(x, (w, w.astype("bfloat16"))),
             TypeError,
-            r"w is bfloat16 and float32; several weights need one type\. Convert",
+            r"w is bfloat16 and float32; several weights need the same dtype\. Convert",
         ),
         (lambda x, w: GATHER(x, (w, w), bias=w[0]), ValueError, r"bias is \w+; it needs to be a t"),
         (lambda x, w: GATHER(x, w, bias=(w[0],)), ValueError, r"bias is a tuple of 1; .* an array"),

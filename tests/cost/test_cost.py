@@ -286,7 +286,7 @@ def test_errors_name_the_remedy(unchecked_types):
         ValueError, match=r"'placed' needs placed_tokens.*of the plan of place_tokens"
     ):
         step_costs("placed", TINY, hardware=SLOW)
-    with pytest.raises(ValueError, match=r"12 ranks do not fill nodes of 8. Pass a multiple"):
+    with pytest.raises(ValueError, match=r"12 ranks cannot be divided into nodes of 8. Pass a mul"):
         predict(model(12), hardware=HARDWARE["h100"])
     with pytest.raises(ValueError, match="'torus'; it needs to be one of 'full_mesh'"):
         dataclasses.replace(SLOW, topology="torus")

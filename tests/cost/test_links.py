@@ -14,7 +14,7 @@ def test_rows_by_link():
     two = rows_by_link(SENT, ranks_per_node=2, capacity=30)
     assert two == Traffic(15 / 4, 6 / 4, 6.0, 4.0, 30)
     assert (two.total, two.times(2).total) == (21 / 4, 21 / 2)
-    with pytest.raises(ValueError, match=r"4 ranks do not fill nodes of 3. Pass a divisor of 4"):
+    with pytest.raises(ValueError, match=r"4 ranks cannot be divided into nodes of 3. Pass a divi"):
         rows_by_link(SENT, ranks_per_node=3)
 
 

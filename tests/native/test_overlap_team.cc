@@ -195,7 +195,7 @@ void AWaitWithoutASignalIsRefused() {
   OverlapTeam team(2, 1, 0, 2);
   team.streams(1).compute.Wait({0, "chunk 0 arrived"}, 1, 0);
   CHECK(Contains(team.Enqueue("op", &device),
-                 "op: rank 1 waits for signal 'chunk 0 arrived' of rank 0, which nothing sends"));
+                 "op: rank 1 waits for signal 'chunk 0 arrived' of rank 0, which no rank sends"));
 }
 
 const Register kTests("test_overlap_team", [](const Numbers&) {

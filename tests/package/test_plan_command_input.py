@@ -48,12 +48,12 @@ def test_every_form_of_input(folder, name, expected):
 @pytest.mark.parametrize(
     "name, options, understood",
     [
-        ("list.json", {}, "list.json: a list of 3 lengths. Taken as one batch row."),
-        ("rows.json", {"row": 1}, "rows.json: 2 lists of lengths. Taken as row 1 of 2, alone."),
-        ("rows.json", {"join": True}, "2 lists of lengths. Taken as one batch row."),
-        ("rows.json", {}, "Taken as 2 rows of one batch, planned together. If they are separate"),
-        ("ids.npy", {}, "ids.npy: segment ids of 20 documents. Taken as 2 rows of one batch"),
-        ("one.npy", {}, "one.npy: segment ids of 2 documents. Taken as one batch row."),
+        ("list.json", {}, "list.json: a list of 3 lengths. Read as one batch row."),
+        ("rows.json", {"row": 1}, "rows.json: 2 lists of lengths. Read as row 1 of 2, alone."),
+        ("rows.json", {"join": True}, "2 lists of lengths. Read as one batch row."),
+        ("rows.json", {}, "Read as 2 rows of one batch, planned together. If they are separate"),
+        ("ids.npy", {}, "ids.npy: segment ids of 20 documents. Read as 2 rows of one batch"),
+        ("one.npy", {}, "one.npy: segment ids of 2 documents. Read as one batch row."),
     ],
 )
 def test_what_was_understood(folder, name, options, understood):
@@ -117,7 +117,10 @@ def test_filling_ranks_cuts_one_document_per_row():
         (["binary.json"], "binary.json is not JSON: 'utf-8' codec can't decode"),
         (["empty.json"], "empty.json has no documents with tokens"),
         (["list.json", "--ranks", "8,x"], "--ranks is '8,x'; pass one number, or several"),
-        (["list.json", "--ranks", "12"], "12 ranks do not fill h100 nodes of 8. Pass --nodes"),
+        (
+            ["list.json", "--ranks", "12"],
+            "12 ranks cannot be divided into h100 nodes of 8. Pass",
+        ),
         (["list.json", "--nodes", "3"], "--nodes 3 does not divide 8 ranks"),
         (["list.json", "--nodes", "2", "--hardware", "cpu"], "has no links between nodes"),
         (
@@ -133,7 +136,7 @@ def test_filling_ranks_cuts_one_document_per_row():
         (["list.json", "--head-size", "1" + "0" * 23], "--head-size is 1000000000"),
         (["list.json", "--heads", "1" + "0" * 23], "pass 1 to 65536"),
         (["list.json", "--itemsize", "32"], "--itemsize is 32; pass 1 to 16"),
-        (["deep.json"], "deep.json has lists inside lists that are too deep to read"),
+        (["deep.json"], "deep.json has lists that are nested too deeply"),
         (
             ["text.json"],
             "text.json item 0 is '100'; it needs a whole number of tokens",
@@ -145,7 +148,7 @@ def test_filling_ranks_cuts_one_document_per_row():
         (["list.json", "--row", "-1"], "--row is -1, but the file has only row 0"),
         (["list.json", "--ranks", "99999"], "so pass at most 16384"),
         (["huge.json", "--ranks", "2", "--hardware", "cpu"], "rank would hold 5000000000 tokens"),
-        (["long.json"], "more query-key pairs than plans count"),
+        (["long.json"], "more than 2**61 query-key pairs, the most"),
         (["rows.json", "--row", "0", "--join"], "got --join and --row. Pass one of them"),
     ],
 )

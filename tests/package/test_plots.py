@@ -72,7 +72,7 @@ def test_the_suffix_selects_the_format_and_files_repeat(name, tmp_path):
         ),
         (
             "plot_overlap",
-            ["both: 3 ms, of which 1 ms are communication alone", "rank 1", "GEMM 0", "send"],
+            ["both: 3 ms, of which 1 ms is communication alone", "rank 1", "GEMM 0", "send"],
         ),
     ],
 )  # fmt: skip

@@ -118,7 +118,7 @@ CASES = [
         lambda: cp.context_parallel_attention(
             *(Q, Q, Q[..., :0]), axis_name=AXIS, mesh=mesh_of(W), algorithm="ring"
         ),
-        "heads of v have size 0; they need one feature",
+        "heads of v have size 0; they need at least one",
     ),
     (
         "balanced_attention",

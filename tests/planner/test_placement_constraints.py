@@ -214,7 +214,7 @@ def test_near_the_optimum_with_speeds_and_nodes(seed):
         ),
         ({"block": 300}, r"block is 300 but a rank holds 256 tokens"),
         ({"rank_speeds": (1.0, 2.0)}, r"rank_speeds has 2 numbers but there are 4 ranks"),
-        ({"ranks_per_node": 3}, r"4 ranks do not fill nodes of ranks_per_node=3"),
+        ({"ranks_per_node": 3}, r"4 ranks cannot be divided into nodes of ranks_per_node=3"),
     ],
 )
 def test_constraints_that_no_placement_keeps(options, message):

@@ -103,7 +103,7 @@ def test_positions_count_from_0_and_those_of_padding_do_not_count(made):
 def test_positions_need_the_ids():
     """Only ids say where padding is."""
     qkv, (segment_ids, positions) = draw()
-    with pytest.raises(ValueError, match="positions without segment_ids, which say where padding"):
+    with pytest.raises(ValueError, match="positions without segment_ids, which mark the padding"):
         attend(qkv, make_plan(segment_ids), None, positions)
 
 

@@ -221,7 +221,7 @@ def test_speeds_are_positive_numbers(kind, speeds, unchecked_types):
         ({"q_capacity": 255}, r"1024 queries .* 4 ranks, .* at least 256 .* Pass q_capacity>=256"),
         ({"kv_capacity": 600, "q_capacity": 256}, r"rank \d would receive \d+ rows of .* but "),
         ({"rank_speeds": (1.0, 2.0)}, r"rank_speeds has 2 numbers but there are 4 ranks"),
-        ({"ranks_per_node": 3}, r"4 ranks do not fill nodes of ranks_per_node=3"),
+        ({"ranks_per_node": 3}, r"4 ranks cannot be divided into nodes of ranks_per_node=3"),
     ],
 )
 def test_constraints_that_no_plan_keeps(options, message):

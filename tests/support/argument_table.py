@@ -20,7 +20,7 @@ ALGORITHMS = ("balanced", "placed", "ring", "zigzag", "hamilton", "ulysses", "au
 W, T, N, H = 4, 16, 4, 8
 IDS = np.repeat([[1, 2]], T // 2, axis=1)
 POSITIONS = np.tile(np.arange(T // 2, dtype=np.int32), (1, 2))
-TRACED = "ids, known in the program only"
+TRACED = "traced segment ids"
 
 MASKS = {
     "Causal": masks.Causal(),
@@ -145,7 +145,7 @@ def table() -> tuple[str, list[str]]:
             by_all.append(name)
         else:
             lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join([f"Taken by all: {', '.join(by_all)}.", "", *lines, ""]), errors
+    return "\n".join([f"Supported by all: {', '.join(by_all)}.", "", *lines, ""]), errors
 
 
 def page(shown: str) -> str:

@@ -51,7 +51,7 @@ const char* Wrong(const GroupedGemmOptions& options, const GroupedGemmBuffers& b
   p.output_type = ToRealType(b.output.element_type());
   if (!GemmIsSupported(p.lhs_type, p.rhs_type, p.output_type)) return "a type is not supported";
   if (IsByteFloat(p.lhs_type) != (options.scaling_mode != 0)) {
-    return "8-bit operands need scales, and only they do";
+    return "8-bit operands need scales, and others take none";
   }
   const bool fits = contracts_rows     ? HasDims(b.rhs, {p.m, p.n})
                     : p.rhs_transposed ? HasDims(b.rhs, {p.num_groups, p.n, p.k})

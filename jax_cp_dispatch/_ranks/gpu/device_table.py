@@ -73,7 +73,7 @@ def _in_order(ctx: Any, comm: Communicator) -> np.ndarray:
     devices = devices.transpose([mesh.axis_names.index(axis) for axis in order]).reshape(-1)
     if devices.size % comm.num_ranks:
         raise ValueError(
-            f"{devices.size} devices do not divide among groups of {comm.num_ranks} ranks."
+            f"{devices.size} devices cannot be divided into groups of {comm.num_ranks} ranks."
         )
     return devices
 

@@ -114,7 +114,7 @@ def _why_not_ready() -> str:
     if num_gpus == 0:
         return f"this process has no GPU: {reason}"
     if jax.local_device_count() != 1:
-        return f"{jax.local_device_count()} GPUs, where one per process is needed"
+        return f"{jax.local_device_count()} GPUs in this process, but it needs exactly one"
     return ""
 
 
@@ -185,8 +185,8 @@ def _connect_nvshmem(publish: _Publish) -> str | None:
         slabs, failed = [], str(error)
     if slabs and not all(slabs) and os.environ.get("NVSHMEM_REMOTE_TRANSPORT") == "none":
         failed = (
-            f"cannot map the memory of process {slabs.index(0)} (no NVLink or PCIe between), and "
-            "NVSHMEM_REMOTE_TRANSPORT is none"
+            f"cannot map the memory of process {slabs.index(0)} (no NVLink or PCIe between them), "
+            "and NVSHMEM_REMOTE_TRANSPORT is none"
         )
     uses_pointers = os.environ.get(_POINTERS_VARIABLE, "1") != "0"
     mapped = [p == process or (uses_pointers and slab != 0) for p, slab in enumerate(slabs)]

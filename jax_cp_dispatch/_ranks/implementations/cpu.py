@@ -11,9 +11,9 @@ from jax_cp_dispatch._ranks.implementations.implementation import Implementation
 from jax_cp_dispatch._ranks.processes import share_memory, transport_choice
 
 _REMEDY = (
-    "Pass implementation='xla', or run on CPU devices: JAX_PLATFORMS=cpu, with "
-    "jax.config.update('jax_num_cpu_devices', n) for virtual ones of one process, or "
-    "jax_cp_dispatch.initialize() in several of one host."
+    "Pass implementation='xla', or run on CPU devices with JAX_PLATFORMS=cpu: for virtual devices "
+    "of one process, set jax.config.update('jax_num_cpu_devices', n); for several processes of one "
+    "host, call jax_cp_dispatch.initialize()."
 )
 
 

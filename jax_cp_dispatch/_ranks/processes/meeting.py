@@ -70,7 +70,7 @@ def _gather(address: str, port: int, own: JobMember, timeout: float) -> bool:
                 wrong = (
                     f"process 0 waited {timeout:g} s at {address} for {names} of "
                     f"{own.num_processes}, which did not join. Start every process of the job. "
-                    "Check whether the missing one raised an error, and whether it reaches this "
+                    "Check whether the missing one raised an error, and whether it can reach this "
                     "address."
                 )
             is_one_host = all(member.host == own.host for _, member in came)
@@ -133,7 +133,7 @@ def _join(host: str, port: int, address: str, own: JobMember, timeout: float) ->
                 raise RuntimeError(
                     f"initialize: process {own.process} waited {timeout:g} s for process 0 at "
                     f"{address} ({why}). Start process 0. Check whether it raised an error, and "
-                    "whether this host reaches the address."
+                    "whether this host can reach the address."
                 ) from error
             time.sleep(_RETRY_SECONDS)
     if wrong:

@@ -126,7 +126,7 @@ def check_addresses(others: Sequence[ProcessInfo]) -> None:
             raise RuntimeError(
                 f"initialize: process {process} runs on host {other.host_name}, whose name "
                 f"resolves to {found} there. XLA's collectives (gloo) need an address that the "
-                "other hosts reach. Map the name to one on that host, in /etc/hosts or DNS."
+                "other hosts can reach. Map the name to such an address, in /etc/hosts or DNS."
             )
 
 

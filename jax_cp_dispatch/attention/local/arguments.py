@@ -26,8 +26,8 @@ def check_operands(name: str, q: Any, k: Any, v: Any) -> None:
     check_arrays(name, q=q, k=k, v=v)
     if q.dtype not in _FLOATS or k.dtype != q.dtype or v.dtype != q.dtype:
         raise TypeError(
-            f"{name}: q, k, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}, but must all be "
-            "bfloat16, float16, float32 or float64, the same. Cast them."
+            f"{name}: q, k, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}, but must have "
+            "the same one: bfloat16, float16, float32 or float64. Cast them."
         )
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
         raise ValueError(
@@ -48,7 +48,7 @@ def check_operands(name: str, q: Any, k: Any, v: Any) -> None:
     for heads, size in (("q and k", H), ("v", v.shape[3])):
         if size == 0:
             raise ValueError(
-                f"{name}: heads of {heads} have size 0; they need one feature at least."
+                f"{name}: heads of {heads} have size 0; they need at least one feature."
             )
 
 

@@ -28,7 +28,7 @@ def merge_partials(
       out: output over the keys seen so far; zero where `lse` is `-inf`.
       lse: their logarithm of the sum of exponentials.
       block_out: output over further keys.
-      block_lse: likewise of the further keys.
+      block_lse: the same for the further keys.
       sink: a logit per head without a value, see `local_attention`. Pass it with the last part
         only: it joins the denominator once.
     Returns:

@@ -18,7 +18,7 @@ def check_sink(op: str, sink: Any, num_heads: int) -> None:
         return
     check_array(op, "sink", sink)
     if not jnp.issubdtype(sink.dtype, jnp.floating):
-        raise TypeError(f"{op}: sink has dtype {sink.dtype}, but is a logit. Pass floats.")
+        raise TypeError(f"{op}: sink has dtype {sink.dtype}, but holds logits. Pass floats.")
     if sink.shape != (num_heads,):
         raise ValueError(
             f"{op}: sink has shape {list(sink.shape)}, but needs one logit per query head, "

@@ -57,8 +57,8 @@ def check_call(
     check_rows(options.op, q, k, v, segment_ids, positions)
     if positions is not None and segment_ids is None:
         raise ValueError(
-            f"{options.op}: got a plan and positions without segment_ids, which say where padding "
-            "is: its positions do not count. Pass both, or segment_ids alone."
+            f"{options.op}: got a plan and positions without segment_ids, which mark the padding, "
+            "whose positions are ignored. Pass both, or segment_ids alone."
         )
     if is_stack(plan):
         raise ValueError(

@@ -195,7 +195,7 @@ def _read_method(op: str, method: Any) -> CommOverlapMethod:
 def _refuse_bulk(op: str, method: CommOverlapMethod) -> None:
     if method == CommOverlapMethod.BULK:
         raise ValueError(
-            f"{op}: method is {method}, which moves an array during an independent GEMM. Take "
+            f"{op}: method is {method}, which moves an array during an independent GEMM. Use "
             "CommOverlapMethod.RING_EXCHANGE, or gemm(..., aux_in=...) for bulk."
         )
 
@@ -208,7 +208,7 @@ def _check_options(
         if options.details:
             raise ValueError(
                 f"{op}: got {options.details[0]} with {method}, which has no chunks. Omit "
-                "it, or name another method."
+                "it, or specify another method."
             )
         return
     of_method = {

@@ -48,8 +48,8 @@ def with_overlap(
         )
     if call.fuse_gelu and (is_bulk or not gathers):
         raise ValueError(
-            f"{op}: got fuse_gelu with {kind}, {method}; GELU of a product whose sum is not "
-            "complete, or during a bulk transfer, is not possible. Apply jax.nn.gelu after it."
+            f"{op}: got fuse_gelu with {kind}, {method}; GELU needs a complete sum, and cannot "
+            "run during a bulk transfer. Apply jax.nn.gelu afterwards."
         )
     if return_aux and not gathers:
         raise ValueError(f"{op}: got return_aux with {kind}; only an all-gather has one.")

@@ -52,7 +52,7 @@ def what_gpus_lack(call: GemmCall, operands: GemmOperands) -> str | None:
     else:
         fits = lhs == rhs and lhs in _WIDE and results <= {lhs, "float32"}
     if not fits:
-        return f"cuBLASLt does not multiply {types[0]} with {types[1]} to {types[2]}"
+        return f"cuBLASLt does not multiply {types[0]} by {types[1]} with a result in {types[2]}"
     chunks = 1
     if call.overlap.method == CommOverlapMethod.PIPELINE:
         chunks = max(1, min(call.overlap.num_splits, n))
@@ -61,9 +61,9 @@ def what_gpus_lack(call: GemmCall, operands: GemmOperands) -> str | None:
             f"8-bit operands need K in multiples of 16 and N of {16 * chunks}, not K={k} and N={n}"
         )
     if call.comm.num_ranks > _MAX_RANKS:
-        return f"there are {call.comm.num_ranks} ranks, and at most {_MAX_RANKS} overlap"
+        return f"there are {call.comm.num_ranks} ranks, but at most {_MAX_RANKS} can overlap"
     if call.is_bulk and not call.gathers and operands.aux_in.dtype.name not in _WIDE:
-        return f"{operands.aux_in.dtype.name} is not summed on GPUs"
+        return f"GPUs cannot sum {operands.aux_in.dtype.name} here"
     if call.is_mxfp8:
         if call.comm.axis_names:
             return "MXFP8 products do not overlap with communication on GPUs"

@@ -91,8 +91,8 @@ def _no_derivative(primals, tangents, *, call: GemmCall, names):
             "Use all_gather_matmul or matmul_reduce_scatter, which are each other's derivative "
             "(reverse mode)."
         )
-    what = "with communication" if call.comm.axis_names else "of scaled operands, or with grad,"
-    raise NotImplementedError(f"{call.op}: {what} it has no derivative of its own. {remedy}")
+    what = "communication" if call.comm.axis_names else "scaled operands or grad"
+    raise NotImplementedError(f"{call.op}: with {what}, no derivative is defined. {remedy}")
 
 
 ad.primitive_jvps[gemm_p] = _no_derivative

@@ -18,8 +18,8 @@ def read_operands(op: str, kind: CommOverlapType, x: Any, w: Any, bias: Any) -> 
     if isinstance(w, list) and any(hasattr(one, "shape") for one in w):
         raise TypeError(f"{op}: w is a list of {len(w)} arrays; pass several weights as a tuple.")
     if is_several and not (gathers and w):
-        has = "no weights" if gathers else "several weights, but their x are not the same"
-        raise ValueError(f"{op}: w is a tuple of {len(w)}, that is {has}. Pass an array.")
+        has = "at least one is needed" if gathers else "several weights need a common x"
+        raise ValueError(f"{op}: w is a tuple of {len(w)}, but {has}. Pass an array.")
     num_biases = len(bias) if isinstance(bias, tuple) else None
     if num_biases != (len(w) if is_several else None) and bias is not None:
         got = f"{type(bias).__name__}" if num_biases is None else f"a tuple of {num_biases}"
@@ -46,10 +46,10 @@ def _check_types(op: str, operands: Operands, names: list[str]) -> None:
             raise TypeError(f"{op}: {name} is {array.dtype}; it needs to be one of {FLOATS}.")
     if len({w.dtype for w in ws}) > 1:
         types = " and ".join(sorted({w.dtype.name for w in ws}))
-        raise TypeError(f"{op}: w is {types}; several weights need one type. Convert them.")
+        raise TypeError(f"{op}: w is {types}; several weights need the same dtype. Convert them.")
     if (x.dtype.name == "float64") != (ws[0].dtype.name == "float64"):
         raise TypeError(
-            f"{op}: x is {x.dtype} and w {ws[0].dtype}; float64 goes with float64 alone. "
+            f"{op}: x is {x.dtype} and w {ws[0].dtype}; float64 can only be used with float64. "
             "Convert one."
         )
 
@@ -75,7 +75,7 @@ def _check_shapes(
     columns = w.shape[num_contracted:]
     if bias is not None and bias.shape != columns:
         raise ValueError(
-            f"{op}: bias has shape {bias.shape}; it needs {columns}, an element for each column "
+            f"{op}: bias has shape {bias.shape}; it needs {columns}, one element for each column "
             f"of {name}."
         )
 

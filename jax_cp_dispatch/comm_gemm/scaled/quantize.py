@@ -174,15 +174,15 @@ def quantize(
         )
     if is_delayed != (state is not None):
         raise ValueError(
-            f"quantize: got {'no state' if is_delayed else 'a state'} with {mode}; the scale of "
-            "an earlier step belongs to DELAYED_TENSOR_SCALING alone. "
+            f"quantize: got {'no state' if is_delayed else 'a state'} with {mode}; only "
+            "DELAYED_TENSOR_SCALING uses the scales of earlier steps. "
             + ("Begin with state=DelayedScaling.init()." if is_delayed else "Omit it.")
         )
     if state is not None:
         remedy = "Begin with DelayedScaling.init()."
         check_type("quantize", "state", state, DelayedScaling, remedy)
     if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise ValueError(f"quantize: x is {x.dtype}; it needs to be real floats. Convert it first.")
+        raise ValueError(f"quantize: x is {x.dtype}; it needs to be floating-point. Convert it.")
     is_blocks = mode == ScalingMode.MXFP8_1D_SCALING
     if is_blocks:
         check_blocks("quantize", "x", x.shape, layout)
@@ -252,7 +252,7 @@ def _check_result(op: str, dtype: Any) -> None:
         is_floating = False
     if not is_floating:
         raise ValueError(
-            f"{op}: dtype is {dtype!r}; it needs to be a type of real floats. Pass jnp.float32 or "
+            f"{op}: dtype is {dtype!r}; it needs to be a floating-point type. Pass jnp.float32 or "
             "jnp.bfloat16."
         )
 

@@ -74,8 +74,8 @@ def read_scaling(
         )
     if is_delayed != (state is not None):
         raise ValueError(
-            f"{op}: got {'no' if is_delayed else 'a'} scaling_state with {mode}; the scales of "
-            "earlier steps belong to DELAYED_TENSOR_SCALING. "
+            f"{op}: got {'no' if is_delayed else 'a'} scaling_state with {mode}; only "
+            "DELAYED_TENSOR_SCALING uses the scales of earlier steps. "
             + ("Begin with MatmulScaling.init()." if is_delayed else "Omit it.")
         )
     if mode == ScalingMode.NO_SCALING:

@@ -81,7 +81,7 @@ def place_tokens(
     Returns:
       The placement. Its plans are for arrays in placed order.
     Raises:
-      TypeError: lengths or ids are not integers, or mask is no mask.
+      TypeError: lengths or ids are not integers, or `mask` is not a mask.
       ValueError: sizes do not match, a document is not contiguous, or the placement exceeds a
         capacity of the config and there is no fallback.
     """
