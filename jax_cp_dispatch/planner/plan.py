@@ -149,6 +149,7 @@ def plan_attention(
     return plan_inside(segment_ids, positions, grid=grid, mask=mask, config=config)
 
 
+@jax.named_scope("cpd.plan")
 def plan_of_rank(
     packed: tuple[Mask, Ids, Ids | None], *, world_size: int, config: PlanConfig, rank: Any
 ) -> AttentionPlan:
