@@ -59,14 +59,26 @@ ffi::Error Ended(const std::string& op, cudaError_t error) {
   return ToError({StatusCode::kInternal, op + ": " + cudaGetErrorString(error)});
 }
 
+Status Begin(const std::string& op, int device, bool executes) {
+  cudaError_t error = cudaSetDevice(device);
+  if (error == cudaSuccess && !executes) error = LoadAttentionKernels();
+  if (error == cudaSuccess) return {};
+  cudaGetLastError();
+  return {StatusCode::kInternal,
+          op + ": loading kernels on GPU " + std::to_string(device) +
+              " failed: " + cudaGetErrorString(error) +
+              ". Rebuild the package for this GPU, or set JAX_CP_DISPATCH_ATTENTION_KERNEL=0."};
+}
+
 template <bool kExecute>
-ffi::Error AttendIn(cudaStream_t stream, Bf16s q, Bf16s k, Bf16s v, Ints start, Ints end,
-                    ffi::RemainingArgs seen, ffi::Result<Floats> peak, ffi::Result<Floats> total,
-                    ffi::Result<Floats> acc, float scale) {
+ffi::Error AttendIn(int32_t device, cudaStream_t stream, Bf16s q, Bf16s k, Bf16s v, Ints start,
+                    Ints end, ffi::RemainingArgs seen, ffi::Result<Floats> peak,
+                    ffi::Result<Floats> total, ffi::Result<Floats> acc, float scale) {
   const std::string op = "local_attention";
-  if (!kExecute) return Ended(op, LoadAttentionKernels());
+  Status status = Begin(op, device, kExecute);
+  if (!status.ok() || !kExecute) return ToError(status);
   kernels::AttendCall call{};
-  const Status status = Read(op, q, k, v, start, end, scale, &call);
+  status = Read(op, q, k, v, start, end, scale, &call);
   if (!status.ok()) return ToError(status);
   const float* of_seen[3] = {};
   for (size_t i = 0; i < seen.size() && i < 3; ++i) {
@@ -84,14 +96,15 @@ ffi::Error AttendIn(cudaStream_t stream, Bf16s q, Bf16s k, Bf16s v, Ints start, 
 }
 
 template <bool kExecute>
-ffi::Error GradientsIn(cudaStream_t stream, Bf16s q, Bf16s k, Bf16s v, Ints start, Ints end,
-                       Bf16s dout, Floats lse, Floats delta, ffi::Result<Floats> dq,
+ffi::Error GradientsIn(int32_t device, cudaStream_t stream, Bf16s q, Bf16s k, Bf16s v, Ints start,
+                       Ints end, Bf16s dout, Floats lse, Floats delta, ffi::Result<Floats> dq,
                        ffi::Result<Floats> dk, ffi::Result<Floats> dv, ffi::Result<Ints> reach,
                        float scale) {
   const std::string op = "local_attention_backward";
-  if (!kExecute) return Ended(op, LoadAttentionKernels());
+  Status status = Begin(op, device, kExecute);
+  if (!status.ok() || !kExecute) return ToError(status);
   kernels::GradientsCall call{};
-  const Status status = Read(op, q, k, v, start, end, scale, &call);
+  status = Read(op, q, k, v, start, end, scale, &call);
   if (!status.ok()) return ToError(status);
   const int64_t num_steps = (call.num_rows + kernels::kTile - 1) / kernels::kTile *
                             int64_t{kernels::kTile / kernels::kStep};
@@ -111,6 +124,7 @@ ffi::Error GradientsIn(cudaStream_t stream, Bf16s q, Bf16s k, Bf16s v, Ints star
 template <ffi::ExecutionStage kStage>
 auto BindAttend() {
   return ffi::Ffi::Bind<kStage>()
+      .template Ctx<ffi::DeviceOrdinal>()
       .template Ctx<ffi::PlatformStream<cudaStream_t>>()
       .template Arg<Bf16s>()  // q
       .template Arg<Bf16s>()  // k
@@ -127,6 +141,7 @@ auto BindAttend() {
 template <ffi::ExecutionStage kStage>
 auto BindGradients() {
   return ffi::Ffi::Bind<kStage>()
+      .template Ctx<ffi::DeviceOrdinal>()
       .template Ctx<ffi::PlatformStream<cudaStream_t>>()
       .template Arg<Bf16s>()   // q
       .template Arg<Bf16s>()   // k
