@@ -21,11 +21,13 @@ os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no metadata server 
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # there is no device to fight for
 os.environ["JAX_PLATFORMS"] = "cpu"
 
-from programs import PROGRAMS, PROGRAMS_FOR_GPUS, Shapes
+from programs import PROGRAMS, PROGRAMS_FOR_GPUS, PROGRAMS_FOR_TPUS, Shapes
 from schedule import Program as Scheduled
 from targets import TARGETS, Target, versions
 
 from jax_cp_dispatch._ranks import runtime
+
+_VMEM = re.compile(r'custom_call_target="tpu_custom_call".*"used_scoped_memory_.*?"size":"(\d+)"')
 
 
 def compiled(target: Target, shapes: Shapes, name: str, program: Any) -> dict[str, Any]:
@@ -49,6 +51,8 @@ def compiled(target: Target, shapes: Shapes, name: str, program: Any) -> dict[st
         "loops": schedule.count("while"),
         "conditionals": schedule.count("conditional"),
         "cudnn": text.count("__cudnn$"),
+        "kernels": text.count('custom_call_target="tpu_custom_call"'),
+        "vmem_MB": max((int(size) >> 20 for size in _VMEM.findall(text)), default=None),
         "custom_calls": sorted(set(re.findall(r'custom_call_target="(jax_cp_[^"]+)"', text))),
     }
 
@@ -80,6 +84,7 @@ def main() -> None:
             continue
         os.environ["JAX_CP_DISPATCH_RAGGED"] = str(int(target.has_ragged))
         own = PROGRAMS_FOR_GPUS if target.platform == "cuda" and runtime.cuda else {}
+        own = PROGRAMS_FOR_TPUS if target.platform == "tpu" and not options.maxtext else own
         for name, program in (programs | own).items():
             if re.search(options.programs, name):
                 rows.append(compiled(target, shapes, name, program))

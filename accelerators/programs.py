@@ -140,6 +140,31 @@ def local_attention(shapes: Shapes) -> Program:
     return Program(cpd.local_attention, (q, k, k, *ranges), (0, 1, 2))
 
 
+class Heads(NamedTuple):
+    queries: int = 8
+    keys: int = 2
+    size: int = 128
+    values: int = 128
+
+
+def local_kernel(
+    shapes: Shapes, num_tokens: int, heads: Heads, of_queries: bool = False
+) -> Program:
+    """Local attention of more tokens, or of other heads; keys may have ranges of queries."""
+    device = jax.sharding.SingleDeviceSharding(shapes.mesh.devices.flat[0])
+    like = lambda *shape, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(
+        (1, num_tokens, *shape), dtype, sharding=device
+    )
+    kv = like(heads.keys, heads.size), like(heads.keys, heads.values)
+    ranges = (like(dtype=jnp.int32),) * (4 if of_queries else 2)
+
+    def run(q, k, v, *ranges):
+        names = ("kv_start", "kv_end", "q_start", "q_end")
+        return cpd.local_attention(q, k, v, **dict(zip(names, ranges, strict=False)))
+
+    return Program(run, (like(heads.queries, heads.size), *kv, *ranges), (0, 1, 2))
+
+
 def _movement(shapes: Shapes) -> cpd.Metadata:
     return shapes.placement.plan.kv_metadata
 
@@ -277,4 +302,13 @@ _OWN: dict[str, Callable[..., Program]] = {
 PROGRAMS_FOR_GPUS: dict[str, Callable[[Shapes], Program]] = {
     f"{name}, cuda_peer": functools.partial(program, implementation="cuda_peer")
     for name, program in _OWN.items()
+}
+PROGRAMS_FOR_TPUS: dict[str, Callable[[Shapes], Program]] = {
+    "local_attention, 8K tokens": functools.partial(
+        local_kernel, num_tokens=8192, heads=Heads(), of_queries=True
+    ),
+    "local_attention, 64K tokens": functools.partial(local_kernel, num_tokens=65536, heads=Heads()),
+    "local_attention, 64K tokens, 16 heads of 192 and 128 per KV head": functools.partial(
+        local_kernel, num_tokens=65536, heads=Heads(16, 1, 192)
+    ),
 }

@@ -1,12 +1,13 @@
-"""Attention lowered for TPUs, where rows move by XLA's collectives; nothing runs."""
+"""Attention lowered for TPUs: kernels, and rows that move by XLA's collectives; nothing runs."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
 from on_mesh import AXIS, mesh_of
 
-from jax_cp_dispatch import context_parallel_attention, place_tokens
+from jax_cp_dispatch import context_parallel_attention, local_attention, place_tokens
 from jax_cp_dispatch._warning import say_once
 
 W, T = 4, 32
@@ -40,3 +41,17 @@ def test_rows_move_by_xla(algorithm, num_moved):
         text = lowered(algorithm=algorithm, plan=plan)
     assert "custom_call @jax_cp_dispatch" not in text
     assert text.count("custom_call @ragged_all_to_all(") >= num_moved
+    assert text.count("custom_call @tpu_custom_call(") == 3  # the output, dq, and dk with dv
+
+
+@pytest.mark.parametrize(
+    "dtype, automatic_axes, num_kernels",
+    [("float32", 0, 3), ("float16", 0, 0), ("float32", 1, 0)],
+)
+def test_local_attention_has_kernels(dtype, automatic_axes, num_kernels):
+    """Where they are known to compile: not for float16, nor where XLA partitions the program."""
+    shardings = [NamedSharding(mesh_of(2), P()), None]
+    q = jax.ShapeDtypeStruct((1, 64, 2, 8), dtype, sharding=shardings[not automatic_axes])
+    loss = lambda q: local_attention(q, q, q)[0].sum()
+    text = jax.jit(jax.grad(loss)).trace(q).lower(lowering_platforms=("tpu",)).as_text()
+    assert text.count("custom_call @tpu_custom_call(") == num_kernels

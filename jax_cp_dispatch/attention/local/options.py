@@ -48,6 +48,7 @@ class LocalOptions:
             block_kv=block_kv,
             block_heads=int(block_heads),
             return_max_logits=self.return_max_logits,
+            kv_heads=K,
         )
 
 
@@ -63,6 +64,7 @@ class PassOptions:
     # Query rows of a contiguous piece of the sequence, if the rows of a call contain several.
     piece_rows: int | None = None
     return_max_logits: bool = False
+    kv_heads: int = 1  # of a batch row: that many matrices in turn have the same ranges
 
 
 def _heads_together(num_groups: int, logits_of_head: int) -> int:

@@ -1,6 +1,7 @@
 """The two passes of local attention over blocks, as primitives.
 
-Lowering selects the implementation: cuDNN for CUDA if it supports the blocks, else blockwise code.
+Lowering selects the implementation: cuDNN for CUDA and kernels for TPUs if they support the blocks,
+else blockwise code.
 """
 
 from __future__ import annotations
@@ -73,25 +74,41 @@ def _batch(primitive, operands, dims, **params):
 # ---- Lowering.
 
 
-def _define(primitive, shapes, blockwise, by_cudnn):
-    blockwise, by_cudnn = (functools.partial(_call, pass_) for pass_ in (blockwise, by_cudnn))
+def _define(primitive, shapes, blockwise, by_platform):
+    """`by_platform`: a function of the platform's module, which `takes` some operands."""
 
-    def lower_for_cuda(ctx, *leaves, options, tree):
+    def lower_by(find_pass, ctx, *leaves, options, tree):
         q, *others = tree.unflatten(ctx.avals_in)
         (ranges,) = (x for x in others if isinstance(x, KeyRanges))
-        k, v = others[-2]
-        takes = ranges.queries is None and cudnn.takes(options, q, k, v)
-        chosen = by_cudnn if takes else blockwise
-        lower = mlir.lower_fun(chosen, multiple_results=True)
+        pass_ = find_pass(ctx, options, q, ranges, others[-2]) or blockwise
+        lower = mlir.lower_fun(functools.partial(_call, pass_), multiple_results=True)
         return lower(ctx, *leaves, options=options, tree=tree)
 
     primitive.def_abstract_eval(shapes)
     compiled = jax.jit(primitive.bind, static_argnames=("options", "tree"))
     primitive.def_impl(compiled)
     batching.primitive_batchers[primitive] = functools.partial(_batch, primitive)
-    mlir.register_lowering(primitive, mlir.lower_fun(blockwise, multiple_results=True))
-    mlir.register_lowering(primitive, lower_for_cuda, platform="cuda")
+    blocks = functools.partial(_call, blockwise)
+    mlir.register_lowering(primitive, mlir.lower_fun(blocks, multiple_results=True))
+    for platform, find_pass in by_platform.items():
+        lower = functools.partial(lower_by, find_pass)
+        mlir.register_lowering(primitive, lower, platform=platform)
 
 
-_define(attend_p, _attend_shapes, attend_blockwise, cudnn.attend)
-_define(gradients_p, _gradients_shapes, gradients_blockwise, cudnn.gradients)
+def _cudnn(name, ctx, options, q, ranges, kv):
+    takes = ranges.queries is None and cudnn.takes(options, q, *kv)
+    return getattr(cudnn, name) if takes else None
+
+
+def _tpu(name, ctx, options, q, ranges, kv):
+    from jax_cp_dispatch.attention.local import tpu  # imports Pallas, which takes half a second
+
+    return getattr(tpu, name) if tpu.takes(ctx, options, q, *kv) else None
+
+
+def _by_platform(name):
+    return {"cuda": functools.partial(_cudnn, name), "tpu": functools.partial(_tpu, name)}
+
+
+_define(attend_p, _attend_shapes, attend_blockwise, _by_platform("attend"))
+_define(gradients_p, _gradients_shapes, gradients_blockwise, _by_platform("gradients"))

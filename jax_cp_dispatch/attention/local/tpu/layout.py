@@ -1,0 +1,92 @@
+"""The blocks of a pass cut anew, to 128 queries and 128 keys: the lanes of a TPU's vectors."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from jax_cp_dispatch.attention.local.arguments import divisors
+from jax_cp_dispatch.attention.local.blocks import KeyRanges
+from jax_cp_dispatch.attention.local.options import PassOptions
+
+LANES = 128
+_ROWS = 1024  # of the queries of one step: for each key, as many products as hide a step's overhead
+
+
+class TpuBlocks(NamedTuple):
+    """What every kernel reads; R = G * 128 rows of queries."""
+
+    q: Float[Array, "M nq R H"]
+    k: Float[Array, "M nk 128 H"]
+    v: Float[Array, "M nk 128 Hv"]
+    # Of each query: the first key row, one past the last, and its index if keys have ranges of
+    # queries. Of each key row then: the first index, and one past the last.
+    of_queries: Int32[Array, "M nq rows R"]
+    of_keys: Int32[Array, "M nk 2 128"] | None
+
+    @property
+    def key_arrays(self) -> tuple[Array, ...]:
+        """Returns keys, values, and their ranges of queries if there are any."""
+        return self.k, self.v, *(() if self.of_keys is None else (self.of_keys,))
+
+
+def cut(options: PassOptions, q, ranges: KeyRanges, kv) -> TpuBlocks:
+    """Cuts the operands of a pass."""
+    num_keys = kv[0].shape[1] * kv[0].shape[2]
+    rows = [cut_rows(options, ranges.start, num_keys), cut_rows(options, ranges.end)]
+    of_keys = None
+    if (queries := ranges.queries) is not None:
+        rows.append(cut_rows(options, queries.index))
+        of_keys = jnp.stack([_cut_keys(x[..., None])[..., 0] for x in (queries.start, queries.end)])
+        of_keys = jnp.moveaxis(of_keys, 0, 2)
+    k, v = map(_cut_keys, kv)
+    return TpuBlocks(cut_queries(options, q), k, v, jnp.stack(rows, 2), of_keys)
+
+
+def matrices_together(options: PassOptions, blocks: TpuBlocks) -> int:
+    """Returns how many KV heads one step computes: if few queries share a head, several."""
+    most = max(1, _ROWS // blocks.q.shape[2])
+    return max(x for x in divisors(options.kv_heads) if x <= most)
+
+
+def cut_queries(options: PassOptions, x, fill: int | float = 0):
+    """`[M, blocks, G*block_q, F] -> [M, blocks, G*128, F]`; pads the last block with `fill`."""
+    return _cut_again(x, options.block_q, LANES, fill)
+
+
+def uncut_queries(options: PassOptions, x, num_blocks: int):
+    """The inverse."""
+    return _cut_again(x, LANES, options.block_q, 0)[:, :num_blocks]
+
+
+def cut_rows(options: PassOptions, x, fill: int | float = 0):
+    """`cut_queries` of one number per row, `[M, blocks, G*block_q]`."""
+    return cut_queries(options, x[..., None], fill)[..., 0]
+
+
+def uncut_keys(x, like):
+    """Returns keys or values in the blocks of `like`, `[M, nk, block_kv, F]`."""
+    x = x.reshape(x.shape[0], -1, x.shape[3])[:, : like.shape[1] * like.shape[2]]
+    return x.reshape(like.shape)
+
+
+def _cut_again(x, rows: int, new_rows: int, fill: int | float):
+    if rows == new_rows:
+        return x
+    M, blocks, all_rows, F = x.shape
+    heads = all_rows // rows
+    x = jnp.swapaxes(x.reshape(M, blocks, heads, rows, F), 1, 2).reshape(M, heads, -1, F)
+    x = _padded(x, new_rows, fill).reshape(M, heads, -1, new_rows, F)
+    return jnp.swapaxes(x, 1, 2).reshape(M, -1, heads * new_rows, F)
+
+
+def _cut_keys(x):
+    x = _padded(x.reshape(x.shape[0], 1, -1, x.shape[3]), LANES, 0)
+    return x.reshape(x.shape[0], -1, LANES, x.shape[3])
+
+
+def _padded(x, multiple: int, fill: int | float):
+    widths = [(0, 0), (0, 0), (0, -x.shape[2] % multiple), (0, 0)]
+    return jnp.pad(x, widths, constant_values=fill)
