@@ -197,4 +197,16 @@ VIEWS = {
         {"{algorithm}": "{mark}{ms}{mark}"},
         shown.choice,
     ),
+    "tpu_blocks": View(
+        "**Local attention on TPUs, counted**: {tokens_per_rank} tokens per rank. Query-key pairs "
+        "of the blocks that are computed, over those of the mask; and steps over blocks computed. "
+        "Nothing has run on a TPU.",
+        {"": "{mask}"},
+        {
+            "pairs": "{pairs:.2f}",
+            "steps, output and dq": "{forward_and_dq:.3f}",
+            "steps, dk and dv": "{dk_and_dv:.3f}",
+            "pairs, splash attention": "{splash_pairs:.2f}",
+        },
+    ),
 }  # by the name of the result file
