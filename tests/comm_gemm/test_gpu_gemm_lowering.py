@@ -186,7 +186,7 @@ def test_unsupported_gemms_fall_back_to_xla_with_a_reason():
 def test_a_named_transport_is_rejected_with_a_reason():
     half = X.astype(jnp.bfloat16)
     named = functools.partial(gemm, implementation="cuda_peer")
-    with pytest.raises(NotImplementedError, match=r"'cuda_peer' cannot serve .* bfloat16 with fl"):
+    with pytest.raises(NotImplementedError, match=r"'cuda_peer' cannot serve .* bfloat16 by fl"):
         lowered(named, half, K)
 
 
