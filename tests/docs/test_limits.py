@@ -309,4 +309,4 @@ def test_gpu_limits_match_the_sources():
     size = lambda name: re.findall(rf"\b{name} = (\d+)", header)[0]
     page = (ROOT / "docs" / "gpu.md").read_text()
     ranks, plans, arrays = map(size, ("kMaxRanks", "kMaxParts", "kMaxArrays"))
-    assert f"Up to {ranks} ranks, {plans} plans and {arrays} arrays per call." in page
+    assert f"One call supports up to {ranks} ranks, {plans} plans and {arrays} arrays." in page
