@@ -10,6 +10,8 @@ from jax_cp_dispatch._ranks import runtime
 @pytest.fixture
 def cuda(monkeypatch):
     """Pretends that the extension exists, built or not; nothing may be executed."""
-    extension = types.SimpleNamespace(set_process=lambda process: None, take_errors=lambda: [])
+    extension = types.SimpleNamespace(
+        set_process=lambda process: None, take_errors=lambda: [], registrations=dict
+    )
     monkeypatch.setattr(runtime, "cuda", extension)
     return extension
