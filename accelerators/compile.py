@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no metadata server to ask
-os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # there is no device to fight for
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no device is opened
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 from programs import PROGRAMS, PROGRAMS_FOR_GPUS, PROGRAMS_FOR_TPUS, Shapes
@@ -83,8 +83,11 @@ def main() -> None:
                 sys.exit(f"not compiled: anything for {target.name}")
             continue
         os.environ["JAX_CP_DISPATCH_RAGGED"] = str(int(target.has_ragged))
-        own = PROGRAMS_FOR_GPUS if target.platform == "cuda" and runtime.cuda else {}
-        own = PROGRAMS_FOR_TPUS if target.platform == "tpu" and not options.maxtext else own
+        own = {}
+        if target.platform == "cuda" and runtime.cuda:
+            own = PROGRAMS_FOR_GPUS
+        if target.platform == "tpu" and not options.maxtext:
+            own = PROGRAMS_FOR_TPUS
         for name, program in (programs | own).items():
             if re.search(options.programs, name):
                 rows.append(compiled(target, shapes, name, program))

@@ -134,27 +134,21 @@ def balanced_with_a_plan(shapes: Shapes) -> Program:
     return Program(attend, shapes.qkv, (0, 1, 2))
 
 
-def local_attention(shapes: Shapes) -> Program:
-    q, k = (shapes.on_one_device(1, TOKENS, n, HEAD_SIZE) for n in (HEADS, KV_HEADS))
-    ranges = (shapes.on_one_device(1, TOKENS, dtype=jnp.int32),) * 2
-    return Program(cpd.local_attention, (q, k, k, *ranges), (0, 1, 2))
-
-
 class Heads(NamedTuple):
-    queries: int = 8
-    keys: int = 2
-    size: int = 128
-    values: int = 128
+    queries: int = HEADS
+    keys: int = KV_HEADS
+    size: int = HEAD_SIZE
+    values: int = HEAD_SIZE
 
 
-def local_kernel(
-    shapes: Shapes, num_tokens: int, heads: Heads, of_queries: bool = False
+_HEADS = Heads()
+
+
+def local_attention(
+    shapes: Shapes, num_tokens: int = TOKENS, heads: Heads = _HEADS, of_queries: bool = False
 ) -> Program:
-    """Local attention of more tokens, or of other heads; keys may have ranges of queries."""
-    device = jax.sharding.SingleDeviceSharding(shapes.mesh.devices.flat[0])
-    like = lambda *shape, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(
-        (1, num_tokens, *shape), dtype, sharding=device
-    )
+    """Of one device; `of_queries`: keys have ranges of queries."""
+    like = functools.partial(shapes.on_one_device, 1, num_tokens)
     kv = like(heads.keys, heads.size), like(heads.keys, heads.values)
     ranges = (like(dtype=jnp.int32),) * (4 if of_queries else 2)
 
@@ -305,10 +299,12 @@ PROGRAMS_FOR_GPUS: dict[str, Callable[[Shapes], Program]] = {
 }
 PROGRAMS_FOR_TPUS: dict[str, Callable[[Shapes], Program]] = {
     "local_attention, 8K tokens": functools.partial(
-        local_kernel, num_tokens=8192, heads=Heads(), of_queries=True
+        local_attention, num_tokens=8192, heads=Heads(keys=2), of_queries=True
     ),
-    "local_attention, 64K tokens": functools.partial(local_kernel, num_tokens=65536, heads=Heads()),
+    "local_attention, 64K tokens": functools.partial(
+        local_attention, num_tokens=65536, heads=Heads(keys=2)
+    ),
     "local_attention, 64K tokens, 16 heads of 192 and 128 per KV head": functools.partial(
-        local_kernel, num_tokens=65536, heads=Heads(16, 1, 192)
+        local_attention, num_tokens=65536, heads=Heads(16, 1, 192)
     ),
 }

@@ -86,7 +86,7 @@ class LinearAttention:
     def prepare(
         self, inputs: dict[str, Array], piece_ids: Int32[Array, "G L"]
     ) -> tuple[Prepared, Float[Array, "n G N C F"]]:
-        """Returns the prepared, and the log decays of the rows."""
+        """Also returns the log decays of the rows."""
         dtype, num_heads = inputs["v"].dtype, inputs["v"].shape[2]
         chunks = chunks_of(piece_ids, self.chunk, num_heads, wide_dtype(inputs))
         u, kd, into, q, scores, log = chunks.apply(self._prepare, inputs)

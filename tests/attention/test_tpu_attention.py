@@ -168,7 +168,8 @@ def with_sink(operands, pairs, sink, **options):
     out, lse = masked_attention(q, k, v, pairs, **options)
     sink = np.asarray(sink, np.float64)[:, None]
     whole = np.where(np.isinf(lse), lse, np.logaddexp(lse, sink))
-    share = np.where(np.isinf(lse), 0, np.exp(np.where(np.isinf(lse), 0, lse - whole)))
+    sees = np.isfinite(lse)
+    share = sees * np.exp(np.subtract(lse, whole, out=np.zeros_like(whole), where=sees))
     # Of out' = share out and lse' = lse - log(share), where d share = share (1 - share) d lse.
     by_row = np.swapaxes(share, 1, 2)[..., None]
     of_share = np.swapaxes((np.asarray(dout, np.float64) * out).sum(-1), 1, 2)

@@ -81,7 +81,8 @@ ffi::Error AttendIn(int32_t device, cudaStream_t stream, Bf16s q, Bf16s k, Bf16s
   status = Read(op, q, k, v, start, end, scale, &call);
   if (!status.ok()) return ToError(status);
   const float* of_seen[3] = {};
-  for (size_t i = 0; i < seen.size() && i < 3; ++i) {
+  if (seen.size() != 0 && seen.size() != 3) return ToError(Invalid(op, "a part of a softmax"));
+  for (size_t i = 0; i < seen.size(); ++i) {
     const auto x = seen.get<Floats>(i);
     if (!x.has_value()) return ToError(Invalid(op, "an online softmax that is not float32"));
     of_seen[i] = x->typed_data();
@@ -122,7 +123,7 @@ ffi::Error GradientsIn(int32_t device, cudaStream_t stream, Bf16s q, Bf16s k, Bf
 }
 
 template <ffi::ExecutionStage kStage>
-auto BindAttend() {
+auto BindOperands() {
   return ffi::Ffi::Bind<kStage>()
       .template Ctx<ffi::DeviceOrdinal>()
       .template Ctx<ffi::PlatformStream<cudaStream_t>>()
@@ -130,8 +131,13 @@ auto BindAttend() {
       .template Arg<Bf16s>()  // k
       .template Arg<Bf16s>()  // v
       .template Arg<Ints>()   // start
-      .template Arg<Ints>()   // end
-      .RemainingArgs()        // peak, total and acc of other keys; or none
+      .template Arg<Ints>();  // end
+}
+
+template <ffi::ExecutionStage kStage>
+auto BindAttend() {
+  return BindOperands<kStage>()
+      .RemainingArgs()  // peak, total and acc of other keys; or none
       .template Ret<Floats>()
       .template Ret<Floats>()
       .template Ret<Floats>()
@@ -140,14 +146,7 @@ auto BindAttend() {
 
 template <ffi::ExecutionStage kStage>
 auto BindGradients() {
-  return ffi::Ffi::Bind<kStage>()
-      .template Ctx<ffi::DeviceOrdinal>()
-      .template Ctx<ffi::PlatformStream<cudaStream_t>>()
-      .template Arg<Bf16s>()   // q
-      .template Arg<Bf16s>()   // k
-      .template Arg<Bf16s>()   // v
-      .template Arg<Ints>()    // start
-      .template Arg<Ints>()    // end
+  return BindOperands<kStage>()
       .template Arg<Bf16s>()   // dout
       .template Arg<Floats>()  // lse
       .template Arg<Floats>()  // delta

@@ -74,13 +74,14 @@ def _batch(primitive, operands, dims, **params):
 # ---- Lowering.
 
 
-def _define(primitive, shapes, blockwise, by_platform):
-    """`by_platform`: a function of the platform's module, which `takes` some operands."""
+def _define(primitive, shapes, blockwise, name):
+    """`name`: of the pass in the modules of platforms."""
 
-    def lower_by(find_pass, ctx, *leaves, options, tree):
+    def lower_by(find_module, ctx, *leaves, options, tree):
         q, *others = tree.unflatten(ctx.avals_in)
         (ranges,) = (x for x in others if isinstance(x, KeyRanges))
-        pass_ = find_pass(ctx, options, q, ranges, others[-2]) or blockwise
+        module = find_module(ctx, options, q, ranges, others[-2])
+        pass_ = blockwise if module is None else getattr(module, name)
         lower = mlir.lower_fun(functools.partial(_call, pass_), multiple_results=True)
         return lower(ctx, *leaves, options=options, tree=tree)
 
@@ -90,25 +91,20 @@ def _define(primitive, shapes, blockwise, by_platform):
     batching.primitive_batchers[primitive] = functools.partial(_batch, primitive)
     blocks = functools.partial(_call, blockwise)
     mlir.register_lowering(primitive, mlir.lower_fun(blocks, multiple_results=True))
-    for platform, find_pass in by_platform.items():
-        lower = functools.partial(lower_by, find_pass)
+    for platform, find_module in {"cuda": _cudnn, "tpu": _tpu}.items():
+        lower = functools.partial(lower_by, find_module)
         mlir.register_lowering(primitive, lower, platform=platform)
 
 
-def _cudnn(name, ctx, options, q, ranges, kv):
-    takes = ranges.queries is None and cudnn.takes(options, q, *kv)
-    return getattr(cudnn, name) if takes else None
+def _cudnn(ctx, options, q, ranges, kv):
+    return cudnn if ranges.queries is None and cudnn.takes(options, q, *kv) else None
 
 
-def _tpu(name, ctx, options, q, ranges, kv):
+def _tpu(ctx, options, q, ranges, kv):
     from jax_cp_dispatch.attention.local import tpu  # imports Pallas, which takes half a second
 
-    return getattr(tpu, name) if tpu.takes(ctx, options, q, *kv) else None
+    return tpu if tpu.takes(ctx, options, q, *kv) else None
 
 
-def _by_platform(name):
-    return {"cuda": functools.partial(_cudnn, name), "tpu": functools.partial(_tpu, name)}
-
-
-_define(attend_p, _attend_shapes, attend_blockwise, _by_platform("attend"))
-_define(gradients_p, _gradients_shapes, gradients_blockwise, _by_platform("gradients"))
+_define(attend_p, _attend_shapes, attend_blockwise, "attend")
+_define(gradients_p, _gradients_shapes, gradients_blockwise, "gradients")
