@@ -28,7 +28,7 @@ def linen_layer(**options):
     return linen.MultiHeadDotProductAttention(num_heads=HEADS, **options)
 
 
-def test_nnx():
+def test_flax_attention_fn_in_nnx():
     x, g, segment_ids, mask = batch(0, window=9)
     dense, params, rest = nnx_layer()
     options = {"algorithm": "zigzag", "mask": SlidingWindow(9), **SHARDED}
@@ -41,7 +41,7 @@ def test_nnx():
     assert_same(partial(apply, dense, mask[:, None]), partial(apply, ours, documents), params, x, g)
 
 
-def test_linen():
+def test_flax_attention_fn_in_linen():
     """Traced ids, planned in the step."""
     x, g, segment_ids, mask = batch(1)
     dense = linen_layer()

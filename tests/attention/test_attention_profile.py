@@ -48,7 +48,7 @@ def profile(algorithm, *operands, **options):
         ),
     ],
 )
-def test_output_times_and_trace(algorithm, options, rearranged, tmp_path):
+def test_ring_and_hamilton_attention_profile(algorithm, options, rearranged, tmp_path):
     case = Case(algorithm, W, 7, documents="both", **options)
     operands = draw(case)
     stored = [None if x is None else x[:, case.order] for x in operands]
@@ -118,7 +118,7 @@ def planned(kind, case, operands):
 @pytest.mark.parametrize(
     "kind, steps", [("balanced", ["send", "attend", "return"]), ("placed", ["send", "attend"])]
 )
-def test_profiles_by_a_plan(kind, steps):
+def test_balanced_and_placed_attention_profile(kind, steps):
     """Exchanges and attention alternate; the output is that of dense attention."""
     case = Case("ring", W, 7, documents="both")
     operands = draw(case)

@@ -57,7 +57,7 @@ def choose(lengths, num_ranks=8, hardware="h100", **options):
         (None, {"hardware": "cpu"}, Zigzag()),
     ],
 )
-def test_choices(lengths, options, expected):
+def test_choose_algorithm(lengths, options, expected):
     choice = choose(lengths, **options)
     assert choice.algorithm == expected, choice.reason
     name = choice.algorithm.name

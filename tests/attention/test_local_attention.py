@@ -196,7 +196,7 @@ def test_derivative_through_the_merge():
         assert_close(actual, wanted, 1e-5)
 
 
-def test_backward_accepts_no_lse_cotangent_and_returns_float32():
+def test_local_attention_backward_accepts_no_lse_cotangent_and_returns_float32():
     q, k, v, dout, dlse = inputs(14, dtype=jnp.bfloat16)
     start, end = RANGES["causal"](2, 37, 45)
     out, lse, *rounded = run(q, k, v, start, end, dout, 0 * dlse, **BLOCKS)

@@ -39,7 +39,7 @@ def float32(*arrays):
 
 @given(seed=st.integers(0, 2**32 - 1), empty_share=st.sampled_from([0.0, 0.5, 1.0]))
 @examples(15)
-def test_equals_the_definition(seed, empty_share):
+def test_merge_partials_equals_the_definition(seed, empty_share):
     rng = np.random.default_rng(seed)
     parts = *partial_result(rng, empty_share), *partial_result(rng, empty_share)
     out, lse = merge_partials(*float32(*parts))

@@ -68,7 +68,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_equals_dense_attention(case):
+def test_ring_zigzag_hamilton_and_ulysses_attention_equal_dense_attention(case):
     """On permuted devices; NaN in padding rows reaches no result."""
     operands = draw(case)
     order = np.random.default_rng(0).permutation(case.num_ranks)

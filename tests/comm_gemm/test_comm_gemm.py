@@ -58,7 +58,9 @@ def run_all(op, mesh, *operands, check_vma=True, **options):
         (8, (2,), None, (3, 0, 7, 1, 6, 2, 5, 4), False),
     ],
 )
-def test_every_method_gives_the_product(num_ranks, batch, counts, order, check_vma):
+def test_every_method_of_all_gather_matmul_and_matmul_reduce_scatter(
+    num_ranks, batch, counts, order, check_vma
+):
     """Adds the bias once; tokens are uneven or absent, in several batches, on permuted devices."""
     mesh, options = mesh_of(num_ranks, order), {"row_counts": counts, "check_vma": check_vma}
     x, w, bias = of_gather(num_ranks, batch, max(counts or (3,)))

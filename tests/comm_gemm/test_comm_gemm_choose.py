@@ -48,7 +48,7 @@ def table(**seconds):
     hardware=st.sampled_from(sorted(HARDWARE)),
 )
 @examples(50)
-def test_predictions_are_at_least_the_bound(op, m, k, n, num_ranks, hardware):
+def test_predict_comm_gemm_is_at_least_the_bound(op, m, k, n, num_ranks, hardware):
     """Overlap is never faster than the product alone; without overlap, times add up."""
     machine = dataclasses.replace(HARDWARE[hardware], ranks_per_node=None)
     shape = CommGemmShape(op, m, k, n, num_ranks, 2)
@@ -58,7 +58,7 @@ def test_predictions_are_at_least_the_bound(op, m, k, n, num_ranks, hardware):
         assert predict_comm_gemm(shape, method, hardware=machine) >= gemm * (1 - 1e-9)
 
 
-def test_overlap_is_chosen_only_if_there_is_communication_to_hide():
+def test_choose_comm_gemm_overlaps_only_if_there_is_communication_to_hide():
     large = CommGemmShape(AG, 16384, 8192, 3584, 8, 2)
     choice = choose_comm_gemm(large, hardware=HARDWARE["h100"])
     assert choice.options["method"] == "RING_EXCHANGE"
@@ -81,7 +81,7 @@ def test_a_measured_shape_decides_and_the_nearest_corrects_others():
     assert choose_comm_gemm(other, table=measured).seconds == without.seconds
 
 
-def test_auto_follows_the_table_also_backward():
+def test_auto_follows_use_tuning_also_backward():
     mesh = Mesh(np.array(jax.devices()[:4]), ("tp",))
     x, w = jnp.ones((8, 6)), jnp.ones((6, 4))
     forward = CommGemmShape(AG, 8, 6, 1, 4, 4)
@@ -149,7 +149,7 @@ def test_invalid_calls_are_rejected(tmp_path):
         TuningTable.load(broken)
 
 
-def test_nothing_to_choose_on_one_rank():
+def test_comm_gemm_methods_of_one_rank():
     mesh = Mesh(np.array(jax.devices()[:1]), ("tp",))
     product = jax.shard_map(
         lambda x, w: matmul_reduce_scatter(x, w, axis_name="tp"),

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("unchecked_types")
 # ---- Counts.
 
 
-def test_equal_arguments_share_one_counted_buffer():
+def test_create_comm_overlap_buffer_counts_equal_arguments_as_one_buffer():
     buffer, second = create(), create(tp_size=2)
     assert create() == create() == buffer
     listed = list_comm_overlap_buffers()
@@ -67,7 +67,7 @@ def test_ids_without_a_buffer():
             destroy_comm_overlap_buffer(wrong)  # pyright: ignore
 
 
-def test_threads_that_create_and_destroy_at_the_same_time():
+def test_create_and_destroy_comm_overlap_buffer_in_many_threads():
     errors = []
 
     def work(thread):

@@ -152,7 +152,9 @@ def test_ids_are_the_same_in_every_process():
     ],
 )
 @pytest.mark.parametrize("dtype, size", [("bfloat16", 2), ("float32", 4), ("float64", 8)])
-def test_bytes_before_a_buffer_exists(kind, method, options, num_elements, dtype, size):
+def test_comm_overlap_buffer_bytes_before_a_buffer_exists(
+    kind, method, options, num_elements, dtype, size
+):
     arguments = {**BASE, "comm_type": kind, "method": method, "buffer_dtype": dtype, **options}
     assert comm_overlap_buffer_bytes(**arguments) == num_elements * size
     assert list_comm_overlap_buffers() == {}
@@ -168,7 +170,7 @@ def test_bytes_before_a_buffer_exists(kind, method, options, num_elements, dtype
         ((64, 32), {"method": "BULK"}, 64 * 32),  # whose array has no rows
     ],
 )
-def test_bytes_with_scales(shape, options, num_bytes):
+def test_comm_overlap_buffer_bytes_with_scales(shape, options, num_bytes):
     arguments = {**BASE, "comm_type": "AG", "method": "RING_EXCHANGE", "buffer_shape": shape}
     arguments |= {"buffer_dtype": "float8_e4m3fn", **options}
     assert comm_overlap_buffer_bytes(**arguments) == num_bytes

@@ -17,7 +17,7 @@ def laid(x, layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", [(128, 4), (130, 9)])
-def test_padding_is_zero_and_can_be_removed(shape, layout):
+def test_pad_scales_pads_with_zeros_and_unpad_scales_removes_them(shape, layout):
     scales = np.random.default_rng(0).integers(1, 255, shape).astype(np.uint8)
     padded = laid(pad_scales(jnp.asarray(laid(scales, layout)), layout=layout), layout)
     assert padded.shape == (-(-shape[0] // 128) * 128, -(-shape[1] // 4) * 4)
@@ -27,7 +27,7 @@ def test_padding_is_zero_and_can_be_removed(shape, layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_swizzle_follows_the_offset_formula(layout):
+def test_swizzle_scales_and_unswizzle_scales_follow_the_offset_formula(layout):
     shape = 256, 12
     scales = np.random.default_rng(0).integers(0, 256, shape).astype(np.uint8)
     tiles = swizzle_scales(jnp.asarray(laid(scales, layout)), layout=layout)

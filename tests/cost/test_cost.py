@@ -17,6 +17,7 @@ from jax_cp_dispatch.cost import (
     HARDWARE,
     Hardware,
     Workload,
+    count_pairs,
     predict,
     rank_pairs,
     step_costs,
@@ -59,8 +60,17 @@ MASKS = ["causal", "full", *(SlidingWindow(*x) for x in WINDOWS), *map(Chunked, 
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_count_pairs(mask):
+    """Of a part of each document; without its length, the document ends with the part."""
+    start, end, length = np.array([[0, 0, 4, 5], [1, 9, 9, 6], [9, 9, 12, 8]])
+    for of, options in ((length, {"length": length}), (end, {})):
+        want = [visible(mask, n)[a:b].sum() for a, b, n in zip(start, end, of, strict=True)]
+        np.testing.assert_array_equal(count_pairs(start, end, mask=mask, **options), want)
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("zigzag", [True, False])
-def test_pairs_of_ranks(mask, zigzag):
+def test_rank_pairs(mask, zigzag):
     rng = np.random.default_rng(0)
     for num_ranks in range(1, 8):
         for tokens in (2, 4, 10):
@@ -73,7 +83,7 @@ def test_pairs_of_ranks(mask, zigzag):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_pairs_of_ranks_under_masks_of_arrays(kind):
+def test_rank_pairs_under_masks_of_arrays(kind):
     rng = np.random.default_rng()
     for num_ranks, tokens in ((1, 9), (3, 8), (4, 7)):
         total = num_ranks * tokens
@@ -113,7 +123,7 @@ def test_pairs_of_ranks_under_masks_of_arrays(kind):
         ("placed", True, [(12.5, 0, 0), (0, 25, 24)]),
     ],
 )
-def test_two_ranks_by_hand(algorithm, backward, expected):
+def test_step_costs_of_two_ranks_by_hand(algorithm, backward, expected):
     options = {"hardware": SLOW, "backward": backward, "moved_tokens": (1, 2), "placed_tokens": 3}
     steps = step_costs(algorithm, TINY, **options)
     np.testing.assert_allclose([step[:3] for step in steps], expected)
@@ -139,7 +149,7 @@ def test_ulysses_by_hand(kv_heads, backward, expected):
     assert "ulysses" not in predict(TINY, hardware=SLOW)
 
 
-def test_prediction_adds_up():
+def test_predict_adds_up():
     ring, zigzag = (predict(TINY, hardware=SLOW)[x] for x in ("ring", "zigzag"))
     assert (ring.total, ring.compute, ring.communication) == (9, 7, 5)
     assert (ring.exposed_communication, ring.bytes_per_rank) == (2, 4)

@@ -133,7 +133,7 @@ def test_chunks_that_follow_the_maps_visit_every_rank_once():
 
 
 @pytest.mark.parametrize("rail_aligned", [False, True])
-def test_two_levels_use_each_link_inside_once_and_one_between(rail_aligned):
+def test_two_level_cycles_use_each_link_inside_once_and_one_between(rail_aligned):
     for m, u in NODES:
         if rail_aligned and (m % 2 or u % 2):
             continue

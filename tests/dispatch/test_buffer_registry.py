@@ -136,7 +136,7 @@ def in_threads(work, num_threads=8):
     return [results[thread] for thread in range(num_threads)]
 
 
-def test_threads_that_create_and_destroy_at_the_same_time():
+def test_create_dispatch_buffer_in_many_threads():
     before = create()
 
     def work(thread):
@@ -154,7 +154,7 @@ def test_threads_that_create_and_destroy_at_the_same_time():
     assert {id for id in given if exists(id)} == {id for mine in ids for id in mine[::2]}
 
 
-def test_exactly_one_of_several_threads_destroys_a_buffer():
+def test_destroy_dispatch_buffer_succeeds_in_one_of_several_threads():
     ids = [create() for _ in range(100)]
 
     def work(thread):

@@ -51,7 +51,7 @@ def all_ranks(tree):
     return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), tree)
 
 
-def test_same_as_two_calls():
+def test_dispatch_qkv_and_combine_qkv_are_two_calls_in_one():
     def together(q, kv, q_back, kv_back, mq, mkv):
         there = dispatch_qkv(q, kv, mq, mkv, **SEND)
         return there, combine_qkv(q_back, kv_back, mq, mkv, **BRING)

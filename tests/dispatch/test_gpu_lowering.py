@@ -191,7 +191,7 @@ def test_a_place_is_a_process_and_a_device_of_it():
     assert device_table._entry(device) == 3 * 65536 + 5
 
 
-def test_errors_that_gpus_found_are_raised_once(cuda):
+def test_raise_gpu_errors_raises_each_once(cuda):
     found = ["dispatch: rank 1 waited", "combine: rank 0 expects"]
     cuda.take_errors = lambda: [found.pop(0) for _ in list(found)]
     with pytest.raises(RuntimeError, match="rank 1 waited\ncombine: rank 0 expects"):

@@ -23,7 +23,7 @@ LARGE = 2**40
 
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
-def test_the_three_geometries_are_the_definition(data):
+def test_the_three_geometries_of_static_masks_are_the_definition(data):
     """For any queries of a document, and for tiles of queries and keys."""
     mask = data.draw(any_mask(24)).simplified()
     length = data.draw(st.integers(1, 20))
@@ -77,7 +77,7 @@ def test_equal_masks_are_one():
 
 
 @pytest.mark.parametrize("mask", [Full(), Causal(), SlidingWindow(3, 1), Chunked(4)], ids=str)
-def test_masks_are_static_pytrees(mask):
+def test_static_masks_are_pytrees_without_leaves(mask):
     leaves, tree = jax.tree.flatten(mask)
     assert not leaves and jax.tree.unflatten(tree, leaves) == mask
     assert pickle.loads(pickle.dumps(mask)) == mask

@@ -33,7 +33,7 @@ def without_num_seqs(arguments) -> tuple[Any, ...]:
     ("world_size", "num_shards", "num_replicas"),
     [(1, 1, None), (1, 6, 3), (6, 1, 1), (3, 5, None), (4, 65, None), (4, 23, 3)],
 )
-def test_plan_equals_oracle(world_size, num_shards, num_replicas):
+def test_compute_metadata_equals_oracle(world_size, num_shards, num_replicas):
     rng = np.random.default_rng(world_size * num_shards)
     seq_len, dispatch = oracle.random_shards(rng, world_size, num_shards, num_replicas)
     plans = compute_metadata(seq_len, dispatch)
@@ -43,7 +43,7 @@ def test_plan_equals_oracle(world_size, num_shards, num_replicas):
 
 
 @pytest.mark.parametrize("size", [(1, 1, 1), (3, 5, 4), (5, 30, 3)])
-def test_kv_plan_of_documents_that_span_ranks(size):
+def test_compute_metadata_kv_of_documents_that_span_ranks(size):
     arguments = kv_arguments(7, *size)
     plans = compute_metadata_kv(*arguments)
     expected = oracle.plan_kv(*without_num_seqs(arguments), num_slots=plans[1].seq_len.shape[1])
@@ -63,7 +63,7 @@ def test_kv_counts_by_the_rank_of_the_key():
 
 
 @pytest.mark.parametrize(("world_size", "num_shards"), [(1, 1), (3, 4), (4, 70)])
-def test_attention_lengths(world_size, num_shards):
+def test_compute_attn_layout_seqlens(world_size, num_shards):
     rng = np.random.default_rng(num_shards)
     shard_len, dispatch = oracle.random_shards(rng, world_size, num_shards)
     context = shard_len + rng.integers(0, 9, shard_len.shape)  # also in padding: ignored

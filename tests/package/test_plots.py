@@ -9,9 +9,11 @@ from pictures import texts
 
 from jax_cp_dispatch import compute_metadata, cost, plan_attention
 from jax_cp_dispatch.cycles import hamiltonian_cycles
+from jax_cp_dispatch.masks import SlidingWindow
 from jax_cp_dispatch.plots import (
     CyclesRow,
     plot_cycles,
+    plot_masks,
     plot_overlap,
     plot_plan,
     plot_schedules,
@@ -35,6 +37,9 @@ def steps():
 
 PLOTS: dict[str, Any] = {
     "plot_plan": lambda path: plot_plan(plan_attention(lengths=[[4, 4]], world_size=2), path),
+    "plot_masks": lambda path: plot_masks(
+        {"near": SlidingWindow(2)}, np.array([[1, 1, 1, 2]]), path
+    ),
     "plot_timeline": lambda path: plot_timeline(steps(), path),
     "plot_cycles": lambda path: plot_cycles([CyclesRow("five", hamiltonian_cycles(5))], path),
     "plot_schedules": lambda path: plot_schedules(3, path),
@@ -64,6 +69,7 @@ def test_the_suffix_selects_the_format_and_files_repeat(name, tmp_path):
         ("plot_plan", ["after planning: max/mean 1.00", "queries"]),
         ("plot_timeline", ["ring", "zigzag", "predicted steps of one layer"]),
         ("plot_cycles", ["five", *"01234"]),
+        ("plot_masks", ["near"]),
         # Pairs of 3 ranks of 4 tokens: 10 + 16 + 16 for the last; 78 / 3 in the mean.
         (
             "plot_schedules",

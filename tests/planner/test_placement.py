@@ -44,7 +44,7 @@ def test_extreme_batches(name, world_size, mask):
 
 @given(data=st.data())
 @examples(50)
-def test_any_batch(data):
+def test_place_tokens_of_any_batch(data):
     """Any lengths on any number of ranks, with padding and any mask."""
     world_size = data.draw(st.integers(1, 8))
     columns = world_size * data.draw(st.integers(1, 24))

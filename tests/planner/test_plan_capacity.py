@@ -42,7 +42,7 @@ def needs_of(plan):
     return *received, *sent, pieces
 
 
-def test_needs_are_those_of_the_plan_inside_jit():
+def test_needs_inside_jit_are_those_of_the_plan():
     rng = np.random.default_rng()
     for _ in range(10):
         segment_ids, positions = pack(rng, 2, T, max_length=int(rng.integers(2, T)))

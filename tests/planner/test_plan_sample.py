@@ -76,7 +76,7 @@ def test_needs_are_the_least_capacities(kind):
 
 
 @KINDS
-def test_the_expected_rate_does_not_fit(kind):
+def test_fit_plan_config_and_fit_placement_config_keep_the_expected_rate(kind):
     rng = np.random.default_rng(1)
     sample = [draw(rng) for _ in range(60)]
 

@@ -61,7 +61,7 @@ SOME_MASKS = [None, SlidingWindow(7), Chunked(9), Full(), SlidingWindow(5, 8)]
 
 @examples(30)
 @given(data=st.data())
-def test_plan_is_exact_for_any_packing(data):
+def test_plan_attention_is_exact_for_any_packing(data):
     """Made on the host and inside a program."""
     batch, world_size, columns, block = data.draw(st.sampled_from(SHAPES))
     length = st.integers(-6, 12) | st.integers(20, 60)
@@ -249,7 +249,7 @@ def test_errors_name_the_cause_and_the_remedy(change, error, message):
         plan_attention(**(arguments | change), config=PlanConfig(**config))
 
 
-def test_cost_counts_products():
+def test_attention_flops_and_rows_bytes_count_products():
     pairs = 8192 * 8193 / 2
     forward = attention_flops(pairs, num_heads=8, head_size=64)
     assert forward == 4 * pairs * 8 * 64

@@ -56,7 +56,7 @@ print(float(x.sum()), os.environ["PJRT_NPROC"])
 """
 
 
-def test_started_devices_run_a_long_chain_of_programs():
+def test_start_cpu_devices_runs_a_long_chain_of_programs():
     assert run(STARTED, PJRT_NPROC="3").split() == ["2.0", "16"]
 
 
@@ -120,7 +120,9 @@ def test_no_device():
         ({"GLIBC_TUNABLES": "glibc.malloc.arena_max=2"}, 0),
     ],
 )
-def test_memory_is_kept_unless_the_environment_configures_it(monkeypatch, environment, num_options):
+def test_keep_freed_memory_unless_the_environment_configures_it(
+    monkeypatch, environment, num_options
+):
     asked = []
     library = types.SimpleNamespace(mallopt=lambda *option: asked.append(option))
     monkeypatch.setattr(cpu_devices.ctypes, "CDLL", lambda name: library)

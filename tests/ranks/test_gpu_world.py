@@ -49,7 +49,7 @@ def outputs():
         ("no gpu on one", "xla", "process 1: this process has no GPU: no driver", None),
     ],
 )
-def test_all_processes_choose_alike(outputs, scene, chosen, reason, slabs):
+def test_connect_gpus_chooses_alike_in_all_processes(outputs, scene, chosen, reason, slabs):
     for number, out in enumerate(of_scene(scene, out) for out in outputs):
         assert f"chose {chosen}: " in out and reason in out, out
         if slabs is None:

@@ -264,7 +264,7 @@ def test_ranks_without_rows(implementation):
 # ---- The choice.
 
 
-def test_names_and_reasons():
+def test_available_implementations_have_names_and_reasons():
     found = available_implementations()
     gpus = ["cuda_peer", "nvshmem", "cuda_ipc"]
     assert list(found) == ["in_process", "shared_memory", *gpus, "xla"]

@@ -79,7 +79,7 @@ def test_processes_that_cannot_share_memory(wrong):
     assert f"[1] {wrong} ok\n" in done.stdout
 
 
-def test_mistakes_at_the_start_are_reported(monkeypatch):
+def test_mistakes_before_initialize_are_reported(monkeypatch):
     """Without these errors, every process would silently compute alone, or on more devices."""
     monkeypatch.setenv("PYTHONPATH", str(PROGRAMS))
     done = launch("-m", "mistakes")

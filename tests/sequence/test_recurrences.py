@@ -198,7 +198,7 @@ def test_kernel_of_a_user(order, num_ranks):
     np.testing.assert_array_equal(got, sums)
 
 
-def test_checkpoint_and_scan_over_layers_with_the_same_pieces():
+def test_document_pieces_found_once_serve_checkpoint_and_scan_over_layers():
     """Layers in `lax.scan`, each under `jax.checkpoint`, with the pieces found once."""
     segment_ids = BATCHES["mixed"]
     inputs, _ = draw(segment_ids, op="gated_delta_rule", per_channel=False, heads=(2, 2), size=12)

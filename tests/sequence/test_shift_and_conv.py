@@ -32,7 +32,7 @@ def random_conv(segment_ids, rng, width=4, channels=6):
 
 
 @CASES
-def test_convolution_and_gradients(order, batch, num_ranks):
+def test_causal_conv_and_gradients(order, batch, num_ranks):
     place = "on_global_arrays" if batch == "mixed" else "on_ranks"
     segment_ids, rng = BATCHES[batch], np.random.default_rng()
     x, weights, g = random_conv(segment_ids, rng)
@@ -62,7 +62,7 @@ def test_convolution_and_gradients(order, batch, num_ranks):
 
 
 @CASES
-def test_shift_and_its_adjoint(order, batch, num_ranks):
+def test_shift_documents_and_its_adjoint(order, batch, num_ranks):
     """To later tokens on 8 ranks, to earlier ones on fewer."""
     offset = 3 if num_ranks == 8 else -17
     segment_ids, rng = BATCHES[batch], np.random.default_rng()
