@@ -68,7 +68,7 @@ def of_layers(lengths: list[int], world_size: int, alone: Placement) -> dict[str
 def measure(lengths: list[int], world_size: int, repeats: int) -> dict[str, object]:
     placement, plan_ms = place(lengths, world_size, PlacementConfig(), repeats)
     plan, num_tokens = placement.plan, world_size * TOKENS
-    least = least_keys(lengths, world_size, TOKENS, placement.config.balance_tolerance)
+    fewest = least_keys(lengths, world_size, TOKENS, placement.config.balance_tolerance)
     row = {
         "world_size": world_size,
         "tokens_per_rank": TOKENS,
@@ -77,7 +77,7 @@ def measure(lengths: list[int], world_size: int, repeats: int) -> dict[str, obje
         "plan_ms": plan_ms,
         "imbalance": round(plan.imbalance, 5),
         "kv_moved_share": round(plan.num_kv_tokens_moved / sum(lengths), 5),
-        "least_kv_moved_share": round(least / num_tokens, 5),
+        "least_kv_moved_share": round(fewest / num_tokens, 5),
         "kv_capacity_per_token": round(plan.kv_capacity / TOKENS, 3),
         "slots_per_rank": plan.kv_metadata.seq_len.shape[1],
     }

@@ -25,7 +25,7 @@ def bandwidth(row_bytes, implementation, total_bytes, repeats):
     metadata, _ = compute_metadata(lengths, np.tile(np.arange(W, dtype=np.int32), (W, 1)))
     options = {"axis_name": "cp", "implementation": implementation}
     send = jax.jit(lambda x, m: dispatch(x, m, capacity=tokens, **options))
-    bring = jax.jit(lambda y, m: combine(y, m, num_tokens=tokens, **options))
+    combine_rows = jax.jit(lambda y, m: combine(y, m, num_tokens=tokens, **options))
     copy = jax.jit(lambda x: x ^ jnp.uint32(1))  # reads and writes every byte once
     x = jax.random.bits(jax.random.key(0), (W * tokens, row_bytes // 4), jnp.uint32)
     moved = 2 * x.nbytes
@@ -33,7 +33,7 @@ def bandwidth(row_bytes, implementation, total_bytes, repeats):
     seconds = {
         "copy": common.seconds_in_a_row(lambda: copy(x), repeats),
         "dispatch": common.seconds_in_a_row(lambda: send(x, metadata), repeats),
-        "combine": common.seconds_in_a_row(lambda: bring(x, metadata), repeats),
+        "combine": common.seconds_in_a_row(lambda: combine_rows(x, metadata), repeats),
     }
     for name, value in seconds.items():
         result[f"{name}_GB_per_s"] = round(moved / value / 1e9, 1)

@@ -43,7 +43,7 @@ end=$((budget - (budget > 100 ? 10 : 1)))  # seconds; the rest is for what follo
 supposed=0  # seconds that the steps of a dry run would have taken
 usual=      # seconds of a step, if usually much less than its limit
 left_out=()
-least=5  # seconds with which a step is begun
+shortest=5  # seconds with which a step is begun
 report=$out/report.txt
 steps=$out/steps.tsv
 : >"$report"
@@ -77,7 +77,7 @@ step() {  # step NAME SECONDS COMMAND...: runs it, and notes how it went
   shift 2
   is_chosen "$name" || return 1
   if [ "$mode" = dry ]; then left=$((end - supposed)); else left=$((end - SECONDS)); fi
-  if [ "$left" -lt "$((limit < least ? limit : least))" ]; then
+  if [ "$left" -lt "$((limit < shortest ? limit : shortest))" ]; then
     left_out+=("$name")
     printf '%s\tleft out\t0\n' "$name" >>"$steps"
     return 1
@@ -211,7 +211,7 @@ smoke() {  # smoke SECONDS LINE...: these lines at a time
   local limit=$1 began=$SECONDS left=$((end - SECONDS)) line lines=()
   shift
   for line; do ! is_chosen "smoke: $line" || lines+=("$line"); done
-  if [ "$mode" = dry ] || [ "$left" -lt "$least" ]; then
+  if [ "$mode" = dry ] || [ "$left" -lt "$shortest" ]; then
     for line in ${lines[@]+"${lines[@]}"}; do
       usual=5 step "smoke: $line" "$limit" "$python" tests/gpu/smoke.py "$line"
     done

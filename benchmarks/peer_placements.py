@@ -115,7 +115,7 @@ def greedy(
     lengths: list[int],
     num_ranks: int,
     tolerance: float = 0.01,
-    least: int = 32,
+    block: int = 32,
     num_kv_heads: int = HEADS["num_kv_heads"],
 ) -> Outcome:
     """Moves pieces to the rank with the largest deficit, until no rank exceeds the tolerance."""
@@ -142,8 +142,8 @@ def greedy(
             for piece in computed[giver]:
                 tokens = piece.tokens
                 if piece.work > want:  # its tail, with about the wanted work
-                    tokens = int(want / (piece.end + 1)) // least * least
-                if tokens < min(least, piece.tokens):
+                    tokens = int(want / (piece.end + 1)) // block * block
+                if tokens < min(block, piece.tokens):
                     continue
                 tail = Piece(piece.document, piece.end - tokens, piece.end)
                 keys = max(0, tail.end - held[taker][tail.document])

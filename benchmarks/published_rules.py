@@ -78,9 +78,9 @@ def fixed_groups(lengths: Iterable[int], num_ranks: int, group: int) -> Round:
     members: list[list[int]] = [[] for _ in range(num_ranks // group)]
     tokens = [0] * len(members)
     for length in lengths:
-        least = tokens.index(min(tokens))
-        members[least].append(length)
-        tokens[least] += length
+        shortest = tokens.index(min(tokens))
+        members[shortest].append(length)
+        tokens[shortest] += length
     return side_by_side(zigzag(documents, group) for documents in members)
 
 

@@ -77,12 +77,14 @@ def main() -> None:
     expected = with_gradients(dense, *arrays)
     automatic = mesh_of((2, 2, 2), names, AxisType.Auto)
 
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         many, results = run("automatic axes, not named", automatic, arrays)
     verify(results, expected)
-    print(*(f"  warned: {x.message}" for x in told), sep="\n")
-    assert ["batch_axis" in str(told[0].message), "head_axis" in str(told[1].message)] == [True] * 2
+    print(*(f"  warned: {x.message}" for x in warned), sep="\n")
+    assert ["batch_axis" in str(warned[0].message), "head_axis" in str(warned[1].message)] == [
+        True
+    ] * 2
 
     named = {"batch_axis": "data", "head_axis": "tp"}
     few, results = run("automatic axes, named", automatic, arrays, **named)

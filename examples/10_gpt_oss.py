@@ -50,8 +50,8 @@ class Layer(nnx.Module):
         return x + self.experts(self.norms[1](x))
 
     def experts(self, x):  # every token by every expert; 09_expert_parallel.py skips the others
-        least = jax.lax.top_k(logits := self.router(x), CHOSEN)[0][..., -1:]
-        shares = jax.nn.softmax(jnp.where(logits >= least, logits, -jnp.inf))
+        threshold = jax.lax.top_k(logits := self.router(x), CHOSEN)[0][..., -1:]
+        shares = jax.nn.softmax(jnp.where(logits >= threshold, logits, -jnp.inf))
         hidden = jax.nn.silu(jnp.einsum("btd,edh->bteh", x, self.up[...]))
         return jnp.einsum("bteh,ehd,bte->btd", hidden, self.down[...], shares)
 
@@ -78,8 +78,8 @@ def train(tokens, attends, operands):
     model = Model(nnx.Rngs(0))
 
     def mean_loss(model, tokens, operands):
-        words = jax.nn.one_hot(tokens["label"], VOCAB)  # no word for a label of -1
-        return -(words * jax.nn.log_softmax(model(tokens, attends(operands)))).sum() / COLUMNS
+        labels = jax.nn.one_hot(tokens["label"], VOCAB)  # no word for a label of -1
+        return -(labels * jax.nn.log_softmax(model(tokens, attends(operands)))).sum() / COLUMNS
 
     @nnx.jit
     def step(model, tokens, operands):

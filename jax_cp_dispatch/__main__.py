@@ -6,7 +6,7 @@ from typing import NoReturn
 
 from jax_cp_dispatch.bench_command import run as bench
 from jax_cp_dispatch.demo import run as demo
-from jax_cp_dispatch.demo.arguments import add_arguments as add_demo_arguments
+from jax_cp_dispatch.demo.command_line import add_arguments as add_demo_arguments
 from jax_cp_dispatch.doctor import run as doctor
 from jax_cp_dispatch.plan_command import run as plan
 

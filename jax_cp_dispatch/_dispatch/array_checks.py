@@ -12,7 +12,7 @@ from jax.core import Tracer
 from jaxtyping import Array
 
 from jax_cp_dispatch._dispatch.buffers import MOST_BYTES
-from jax_cp_dispatch._dispatch.operands import COMBINE_DTYPES
+from jax_cp_dispatch._dispatch.exchange_operands import COMBINE_DTYPES
 
 
 def check_num_rows(op: str, name: str, value: Any) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 from jax.interpreters import mlir
 
-from jax_cp_dispatch._dispatch.operands import Exchange, by_group, read_operands
+from jax_cp_dispatch._dispatch.exchange_operands import Exchange, by_group, read_operands
 from jax_cp_dispatch._dispatch.ragged_choice import may_be_ragged
 from jax_cp_dispatch._dispatch.xla_collectives import combine_with_xla, dispatch_with_xla
 from jax_cp_dispatch._dispatch.xla_plan import XlaRanks

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_cp_dispatch._dispatch.operands import Exchange
+from jax_cp_dispatch._dispatch.exchange_operands import Exchange
 from jax_cp_dispatch._ranks import runtime
 
 

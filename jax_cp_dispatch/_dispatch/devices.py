@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from jax_cp_dispatch._dispatch.operands import Exchange
+from jax_cp_dispatch._dispatch.exchange_operands import Exchange
 from jax_cp_dispatch._ranks.call_context import CallContext, is_traced, retype, with_manual_axes
 from jax_cp_dispatch._ranks.varying import vary_alike, varying_axes
 

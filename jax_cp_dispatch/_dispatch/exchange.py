@@ -12,7 +12,7 @@ from jaxtyping import Array
 from jax_cp_dispatch._dispatch.arguments import Argument
 from jax_cp_dispatch._dispatch.array_checks import check_size, check_storage, rows_per_rank
 from jax_cp_dispatch._dispatch.devices import place_arrays, vary_with
-from jax_cp_dispatch._dispatch.operands import Collectives, Exchange, OperandGroup
+from jax_cp_dispatch._dispatch.exchange_operands import Collectives, Exchange, OperandGroup
 from jax_cp_dispatch._dispatch.primitives import combine_p, dispatch_p
 from jax_cp_dispatch._dispatch.read_metadata import read_metadata
 from jax_cp_dispatch._ranks.call_context import CallContext

@@ -11,7 +11,7 @@ from jax.extend.core import Primitive
 
 from jax_cp_dispatch._dispatch import by_xla, on_cpu, on_gpu
 from jax_cp_dispatch._dispatch.devices import on_every_device
-from jax_cp_dispatch._dispatch.operands import Exchange
+from jax_cp_dispatch._dispatch.exchange_operands import Exchange
 from jax_cp_dispatch._dispatch.partitioning import lower_partitioned, run_over_ranks
 from jax_cp_dispatch._ranks.implementations import (
     ON_CPU,

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 
 from jax_cp_dispatch._dispatch.custom_call import aliases_of, attributes_of, target_of
-from jax_cp_dispatch._dispatch.operands import Exchange
+from jax_cp_dispatch._dispatch.exchange_operands import Exchange
 from jax_cp_dispatch._ranks.lowering import Choice, lower_rank_and_group, prepare_cpu_devices
 
 

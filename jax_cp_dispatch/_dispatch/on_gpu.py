@@ -8,7 +8,7 @@ import jax
 from jax.interpreters import mlir
 
 from jax_cp_dispatch._dispatch.custom_call import aliases_of, attributes_of, target_of
-from jax_cp_dispatch._dispatch.operands import Exchange
+from jax_cp_dispatch._dispatch.exchange_operands import Exchange
 from jax_cp_dispatch._ranks.axis import rank_index
 from jax_cp_dispatch._ranks.gpu import all_ranks_here, chosen_copy_path, on_collective_stream
 from jax_cp_dispatch._ranks.lowering import Choice

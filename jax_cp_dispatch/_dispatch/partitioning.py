@@ -15,7 +15,7 @@ from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from jax_cp_dispatch._dispatch.devices import row_spec
-from jax_cp_dispatch._dispatch.operands import Exchange, Operands, read_operands
+from jax_cp_dispatch._dispatch.exchange_operands import Exchange, Operands, read_operands
 from jax_cp_dispatch._ranks.call_context import with_manual_axes
 from jax_cp_dispatch._ranks.partitioning import mesh_of_program, named
 

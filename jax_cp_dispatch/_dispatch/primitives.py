@@ -17,8 +17,7 @@ from jax._src.dispatch import prim_requires_devices_during_lowering
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jax_cp_dispatch._dispatch.lowering import lower
-from jax_cp_dispatch._dispatch.operands import (
+from jax_cp_dispatch._dispatch.exchange_operands import (
     Exchange,
     Operands,
     group_of_each,
@@ -26,6 +25,7 @@ from jax_cp_dispatch._dispatch.operands import (
     select_arrays,
     summable,
 )
+from jax_cp_dispatch._dispatch.lowering import lower
 from jax_cp_dispatch._ranks.lowering import one_after_another, run_alone
 from jax_cp_dispatch._ranks.varying import vary_alike, varying_axes
 

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec as P
 from jaxtyping import Array
 
-from jax_cp_dispatch._dispatch.operands import MetadataOperands
+from jax_cp_dispatch._dispatch.exchange_operands import MetadataOperands
 from jax_cp_dispatch._dispatch.xla_collectives import combine_with_xla, dispatch_with_xla
 from jax_cp_dispatch._dispatch.xla_plan import XlaRanks
 from jax_cp_dispatch._ranks.implementations import default_platform

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_cp_dispatch._dispatch.operands import MetadataOperands
+from jax_cp_dispatch._dispatch.exchange_operands import MetadataOperands
 from jax_cp_dispatch._dtypes import index_dtype
 from jax_cp_dispatch.metadata import Metadata
 

@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int32, Shaped
 
-from jax_cp_dispatch._dispatch.operands import MetadataOperands
+from jax_cp_dispatch._dispatch.exchange_operands import MetadataOperands
 from jax_cp_dispatch._dispatch.xla_plan import Plan, XlaRanks, find_sources, read_plan
 from jax_cp_dispatch._dispatch.xla_ragged import return_rows, send_rows
 from jax_cp_dispatch._ranks.varying import vary_alike

@@ -3,7 +3,7 @@
 All algorithms use the two passes of `local` (one range of keys per query); `local/merge` is for
 your own steps. In `planned`, rows move by a plan: queries and keys in `balanced`, only keys in
 `placed`. In `rotating`, keys rotate through the ranks: `sequence` arranges rows, `attend` runs the
-steps, `schedules`, `layout` and `chunks` define which rank holds what, and `communication`
+steps, `schedules`, `layout` and `key_chunks` define which rank holds what, and `communication`
 moves it. Both folders have a `profile`, with its common parts in the folder `profile`;
 `balance_profile` runs `rank_programs`, the part of each rank alone, on one device. `choose`, by the
 plans of `planned_traffic`, and `api` use all of them. A call's `options` are made once and passed

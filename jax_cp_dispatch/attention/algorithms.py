@@ -13,7 +13,7 @@ import numpy as np
 from jax_cp_dispatch._arguments import check_integer
 from jax_cp_dispatch._ranks.axis import AxisName
 from jax_cp_dispatch.cost import Hardware
-from jax_cp_dispatch.cycles.rows import CycleRows, integer_rows
+from jax_cp_dispatch.cycles.integer_rows import CycleRows, integer_rows
 from jax_cp_dispatch.planner import PlanConfig
 
 

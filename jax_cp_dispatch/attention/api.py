@@ -17,7 +17,8 @@ from jax_cp_dispatch._arguments import is_on_host
 from jax_cp_dispatch._ranks.axis import AxisName
 from jax_cp_dispatch._ranks.options import read_options
 from jax_cp_dispatch.attention.algorithms import Algorithm, Auto, Balanced, read_algorithm
-from jax_cp_dispatch.attention.arguments import (
+from jax_cp_dispatch.attention.auto import choose_for_call
+from jax_cp_dispatch.attention.check_arguments import (
     HostOrDevice,
     check_global,
     check_groups,
@@ -25,7 +26,6 @@ from jax_cp_dispatch.attention.arguments import (
     is_stack,
     read_mask_of_plan,
 )
-from jax_cp_dispatch.attention.auto import choose_for_call
 from jax_cp_dispatch.attention.latents import Expansion, check_specs, read_latents
 from jax_cp_dispatch.attention.local.sink import check_sink
 from jax_cp_dispatch.attention.mesh_axes import Caller, GivenAxes, find_axes

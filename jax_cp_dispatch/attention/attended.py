@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.masks import MaskRanges
-from jax_cp_dispatch.planner.blocks import document_ends, document_starts
+from jax_cp_dispatch.planner.block_grid import document_ends, document_starts
 
 
 def attended_tokens(packed: PackedMask, shape: tuple[int, int]) -> MaskRanges:

@@ -20,7 +20,7 @@ from jax_cp_dispatch.attention.algorithms import (
     Ulysses,
     Zigzag,
 )
-from jax_cp_dispatch.attention.arguments import check_layout
+from jax_cp_dispatch.attention.check_arguments import check_layout
 from jax_cp_dispatch.attention.planned_traffic import balanced_plan, placement, traffic_of_plans
 from jax_cp_dispatch.cost import HARDWARE, Hardware, Prediction, Workload, predict
 from jax_cp_dispatch.cost.pairs import wasted_pairs

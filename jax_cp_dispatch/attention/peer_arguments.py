@@ -45,7 +45,7 @@ PEER_ARGUMENTS = {
 def explains_peer_arguments(function: Callable[Given, Returned]) -> Callable[Given, Returned]:
     """Returns the function, with errors that explain arguments of other libraries."""
     known = frozenset(inspect.signature(function).parameters)
-    foreign = {name: words for name, words in PEER_ARGUMENTS.items() if name not in known}
+    foreign = {name: advice for name, advice in PEER_ARGUMENTS.items() if name not in known}
 
     @functools.wraps(function)
     def explained(*args: Given.args, **kwargs: Given.kwargs) -> Returned:

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P, reshard
 from jax_cp_dispatch._ranks.varying import can_check_varying
 from jax_cp_dispatch._residuals import named_context
 from jax_cp_dispatch.attention.algorithms import Algorithm, Balanced, Placed, Rotating, Ulysses
-from jax_cp_dispatch.attention.arguments import is_stack
+from jax_cp_dispatch.attention.check_arguments import is_stack
 from jax_cp_dispatch.attention.gather import gather_sequence
 from jax_cp_dispatch.attention.latents import check_heads_here
 from jax_cp_dispatch.attention.mesh_axes import MeshAxes

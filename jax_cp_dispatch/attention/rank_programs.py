@@ -17,7 +17,7 @@ from jaxtyping import Int
 
 from jax_cp_dispatch.attention.algorithms import Rotating
 from jax_cp_dispatch.attention.attended import attended_tokens
-from jax_cp_dispatch.attention.local.arguments import check_operands
+from jax_cp_dispatch.attention.local.check_operands import check_operands
 from jax_cp_dispatch.attention.operands import Operands
 from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.attention.packed_mask import PackedMask

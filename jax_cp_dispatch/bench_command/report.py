@@ -33,9 +33,9 @@ def section_table(rows: Sequence[Row], earlier: Mapping[int, Earlier]) -> str:
             + ([] if limited or compared else [duration(old.seconds) if old else _NONE])
             for row, old in ((row, earlier.get(index)) for index, row in items)
         ]
-        words = [f"limit: {first.limit}"] * limited
-        words += [f"speedup over {first.alternative}"] * compared
-        title = f"{first.section}: {size}" + (f" ({'; '.join(words)})" if words else "")
+        details = [f"limit: {first.limit}"] * limited
+        details += [f"speedup over {first.alternative}"] * compared
+        title = f"{first.section}: {size}" + (f" ({'; '.join(details)})" if details else "")
         parts.append(f"{paragraph(title, indent=0)}\n{table(header, lines)}")
     return "\n".join(parts)
 

@@ -34,13 +34,13 @@ from jax_cp_dispatch.comm_gemm.scaled.mxfp8 import (
     unpad_scales,
     unswizzle_scales,
 )
-from jax_cp_dispatch.comm_gemm.scaled.operands import MatmulScaling
 from jax_cp_dispatch.comm_gemm.scaled.quantize import (
     DelayedScaling,
     Quantized,
     dequantize,
     quantize,
 )
+from jax_cp_dispatch.comm_gemm.scaled.scaled_operands import MatmulScaling
 from jax_cp_dispatch.comm_gemm.types import CommOverlapMethod, CommOverlapType, ScalingMode
 
 __all__ = [

@@ -24,13 +24,17 @@ from jax_cp_dispatch.comm_gemm.layers.global_arrays import (
     matmul_of_all_ranks,
     matmul_on_rank,
 )
-from jax_cp_dispatch.comm_gemm.layers.operands import Operands
+from jax_cp_dispatch.comm_gemm.layers.matmul_operands import Operands
 from jax_cp_dispatch.comm_gemm.layers.rank import Matmul
 from jax_cp_dispatch.comm_gemm.layers.read_operands import read_operands, read_row_counts
 from jax_cp_dispatch.comm_gemm.layers.reverse_mode import reverse_mode_only
 from jax_cp_dispatch.comm_gemm.operand_types import result_dtype
-from jax_cp_dispatch.comm_gemm.scaled.operands import FORWARD_DTYPE, MatmulScaling, gradient_dtype
 from jax_cp_dispatch.comm_gemm.scaled.read_scales import check_contracted_blocks, read_scaling
+from jax_cp_dispatch.comm_gemm.scaled.scaled_operands import (
+    FORWARD_DTYPE,
+    MatmulScaling,
+    gradient_dtype,
+)
 from jax_cp_dispatch.comm_gemm.types import CommOverlapMethod, CommOverlapType, ScalingMode
 
 Method = CommOverlapMethod | str

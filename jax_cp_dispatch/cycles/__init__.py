@@ -2,7 +2,7 @@
 
 `decomposition`: Hamiltonian cycles that use each link once. `paths`: Hamiltonian paths inside a
   node. `two_level`: cycles over nodes of ranks. `sources`: whose chunk a rank holds at each
-  step. `maps`: which chunk each rank sends to each other rank. `rows`: types and checks of a
+  step. `maps`: which chunk each rank sends to each other rank. `integer_rows`: checks of a
   caller's cycles and maps. Everything is plain integers: nothing is traced, equal arguments give
   equal results in every process, and every call returns new lists.
 """

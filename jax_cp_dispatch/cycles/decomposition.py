@@ -1,6 +1,6 @@
 """Decompositions of the complete digraph into Hamiltonian cycles."""
 
-from jax_cp_dispatch.cycles.rows import check_count, check_cycles
+from jax_cp_dispatch.cycles.integer_rows import check_count, check_cycles
 
 
 def hamiltonian_cycles(n: int) -> list[list[int]]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from jax_cp_dispatch.cycles.rows import CycleRows, check_chunk_maps, ranks_and_cycles
+from jax_cp_dispatch.cycles.integer_rows import CycleRows, check_chunk_maps, ranks_and_cycles
 
 
 def cycles_of_maps(

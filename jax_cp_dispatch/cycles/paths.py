@@ -1,7 +1,7 @@
 """Paths over the ranks of a node, from which cycles over several nodes are built."""
 
 from jax_cp_dispatch.cycles.decomposition import hamiltonian_cycles
-from jax_cp_dispatch.cycles.rows import check_count
+from jax_cp_dispatch.cycles.integer_rows import check_count
 
 
 def hamiltonian_paths(m: int) -> list[list[int]]:

@@ -1,6 +1,6 @@
 """Whose chunk each rank holds at each step (`num_ranks² * num_chunks` entries)."""
 
-from jax_cp_dispatch.cycles.rows import CycleRows, ranks_and_cycles
+from jax_cp_dispatch.cycles.integer_rows import CycleRows, ranks_and_cycles
 
 
 def source_is_earlier(cycles: CycleRows) -> list[list[list[bool]]]:

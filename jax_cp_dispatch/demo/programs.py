@@ -66,12 +66,15 @@ def movement_alone(mesh: Mesh) -> Any:
     def local(q, k, v, plan):
         q, k, v = (x[0] for x in (q, k, v))
         send = partial(dispatch, axis_name=AXIS)
-        bring = partial(combine, axis_name=AXIS, num_tokens=len(q))
+        return_rows = partial(combine, axis_name=AXIS, num_tokens=len(q))
         received_q = send(q, plan.q_metadata, capacity=plan.q_capacity)
         received_kv = send((k, v), plan.kv_metadata, capacity=plan.kv_capacity)
-        out = bring(received_q, plan.q_metadata)
+        out = return_rows(received_q, plan.q_metadata)
         dout = send(out, plan.q_metadata, capacity=plan.q_capacity)
-        dq, (dk, dv) = bring(dout, plan.q_metadata), bring(received_kv, plan.kv_metadata)
+        dq, (dk, dv) = (
+            return_rows(dout, plan.q_metadata),
+            return_rows(received_kv, plan.kv_metadata),
+        )
         return dq[None], dk[None], dv[None]
 
     rows = P(None, AXIS)

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jax_cp_dispatch._command import InputError, end_command
 from jax_cp_dispatch._progress import Progress
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
-from jax_cp_dispatch.demo.arguments import check_arguments
+from jax_cp_dispatch.demo.command_line import check_arguments
 from jax_cp_dispatch.demo.packing import pack_documents, read_documents
 from jax_cp_dispatch.demo.programs import (
     AXIS,

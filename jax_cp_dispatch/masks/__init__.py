@@ -8,9 +8,9 @@ reads the argument `mask=` of all functions.
 
 from jax_cp_dispatch.masks.array_mask import ArrayMask
 from jax_cp_dispatch.masks.block_causal import BlockCausal
-from jax_cp_dispatch.masks.blocks import Blocks
 from jax_cp_dispatch.masks.causal import Causal
 from jax_cp_dispatch.masks.chunked import Chunked
+from jax_cp_dispatch.masks.document_blocks import Blocks
 from jax_cp_dispatch.masks.full import Full
 from jax_cp_dispatch.masks.mask import Mask, MaskRanges
 from jax_cp_dispatch.masks.prefix_lm import PrefixLM

@@ -72,8 +72,8 @@ class Inputs:
         """Raises at the first element of `name` that is `bad`."""
         if bad.any():
             at = tuple(int(i) for i in np.argwhere(bad)[0])
-            words = ("rank", "slot", "replica", "component")
-            place = ", ".join(f"{word} {i}" for word, i in zip(words, at, strict=False))
+            axes = ("rank", "slot", "replica", "component")
+            place = ", ".join(f"{axis} {i}" for axis, i in zip(axes, at, strict=False))
             raise ValueError(f"{self.op}: {name} at {place} is {self[name][at]}; it {needs}.")
 
     def require_tokens(self, what: str, per_rank: np.ndarray, *, high: int = _MAX_UINT32) -> None:

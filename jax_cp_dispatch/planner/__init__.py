@@ -4,11 +4,11 @@
 `stack`: plans of several batches as one.
 On the host: `request`: what a plan is made of. `documents`: their positions in a batch. `home`:
   what ranks hold of them. `on_host`: the plan, assigned by `csrc/planner`, whose input is
-  `native_problem`. `pieces`: their rows on ranks. `transfers`: what moves, and its metadata.
+  `native_problem`. `piece_table`: their rows on ranks. `transfers`: what moves, and its metadata.
   `runs`: key ranges. `sizes`: static sizes of these arrays. `sample`: the tail of the needs of a
   sample of batches. `fit`: capacities from it. `fallback`: the plan of a batch that does not fit.
   `planned_pieces`: what ranks compute, read back from a plan. `describe`: a text for people.
-Inside `jit`: `capacities`: sizes that are always sufficient. `blocks`: documents on a grid of
+Inside `jit`: `capacities`: sizes that are always sufficient. `block_grid`: documents on a grid of
   blocks, and their cost. `balance`: assigns blocks to ranks; replace this part for another planner.
   `stages`: the arrays of the plan. `slots`: metadata.
 `segment_ids`: the meaning of segment ids, for all of attention. `fingerprint`: checksums that tie a

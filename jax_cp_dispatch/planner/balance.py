@@ -5,7 +5,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int32
 
 from jax_cp_dispatch._ranks.varying import vary_alike
-from jax_cp_dispatch.planner.blocks import divided, running_sum, smallest, sum_by_key
+from jax_cp_dispatch.planner.block_grid import divided, running_sum, smallest, sum_by_key
 
 # The repair stops after this many moves.
 _MOVES_PER_RANK = 4
@@ -104,14 +104,14 @@ def _repair(
 
     def move(state):
         assigned, (load, rows), moves_left = state
-        (most, giver), (least, taker) = smallest(-load, load)
-        most = -most
+        (heaviest, giver), (lightest, taker) = smallest(-load, load)
+        heaviest = -heaviest
         fits = (assigned == giver) & (rows[taker] + num_rows <= row_limit)
         # The larger of the two loads after the move; values below the mean gain nothing, and
         # blocks without cost change nothing.
-        after = jnp.maximum(jnp.maximum(most - cost, least + cost), mean)
-        ((after, block),) = smallest(jnp.where(fits, after, most))
-        helps = after < most
+        after = jnp.maximum(jnp.maximum(heaviest - cost, lightest + cost), mean)
+        ((after, block),) = smallest(jnp.where(fits, after, heaviest))
+        helps = after < heaviest
         # Comparisons of all elements; `at[]` would compile to more.
         sign = (ranks == taker).astype(jnp.int32) - (ranks == giver).astype(jnp.int32)
         sign = jnp.where(helps, sign, 0)[None]

@@ -10,7 +10,7 @@ import numpy as np
 from jax_cp_dispatch._arguments import check_array, check_integer, is_on_host
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.read import check_mask_arrays, read_mask
-from jax_cp_dispatch.planner.blocks import BlockGrid, document_starts
+from jax_cp_dispatch.planner.block_grid import BlockGrid, document_starts
 from jax_cp_dispatch.planner.config import CAPACITIES, PlanConfig, check_config
 from jax_cp_dispatch.planner.received import Capacities
 from jax_cp_dispatch.planner.segment_ids import Ids, read_documents

@@ -15,13 +15,13 @@ from jax_cp_dispatch.planner.fingerprint import (
     digest_of_plan,
     make_fingerprint,
 )
-from jax_cp_dispatch.planner.pieces import Pieces
+from jax_cp_dispatch.planner.piece_table import PieceTable
 from jax_cp_dispatch.planner.request import PlanRequest
 from jax_cp_dispatch.planner.segment_ids import fold_to_int32
 
 
 def fingerprint_of_pieces(
-    request: PlanRequest, computed: Pieces, held: Pieces, in_order: Mask | None = None
+    request: PlanRequest, computed: PieceTable, held: PieceTable, in_order: Mask | None = None
 ) -> Int32[np.ndarray, "W F"]:
     """Returns the fingerprint of a plan of all ranks.
 
@@ -60,7 +60,7 @@ def fingerprint_of_pieces(
     return make_fingerprint(own, digest)
 
 
-def _by_row(pieces: Pieces) -> tuple[Int[np.ndarray, " P"], ...]:
+def _by_row(pieces: PieceTable) -> tuple[Int[np.ndarray, " P"], ...]:
     """Returns rank, first row, length, document and start of each piece, by rank and row."""
     order = np.lexsort((pieces.row, pieces.rank))
     columns = pieces.rank, pieces.row, pieces.end - pieces.start, pieces.document, pieces.start

@@ -4,12 +4,12 @@ import numpy as np
 from jaxtyping import Float32
 
 from jax_cp_dispatch.planner.documents import Documents
-from jax_cp_dispatch.planner.pieces import Pieces
+from jax_cp_dispatch.planner.piece_table import PieceTable
 from jax_cp_dispatch.planner.request import PlanRequest
 from jax_cp_dispatch.planner.transfers import sums_of_ranks
 
 
-def home_pieces(documents: Documents, world_size: int) -> Pieces:
+def home_pieces(documents: Documents, world_size: int) -> PieceTable:
     """Returns the pieces at home, by document; their `origin` is that of the home's own rows."""
     first, lengths = documents.first, documents.lengths
     columns = documents.columns // world_size
@@ -22,10 +22,10 @@ def home_pieces(documents: Documents, world_size: int) -> Pieces:
     start, end = np.maximum(begin, 0), np.minimum(begin + columns, lengths[number])
     batch, rank = np.divmod(cell, world_size)
     row = batch * columns + start - begin
-    return Pieces(rank, number, start, end, row, row - start)
+    return PieceTable(rank, number, start, end, row, row - start)
 
 
-def pairs_of_ranks(request: PlanRequest, pieces: Pieces) -> Float32[np.ndarray, " held"]:
+def pairs_of_ranks(request: PlanRequest, pieces: PieceTable) -> Float32[np.ndarray, " held"]:
     """Returns the query-key pairs of each rank's pieces."""
     pairs = request.seen.pairs(pieces.document, pieces.start, pieces.end)
     pairs = sums_of_ranks(pieces.rank, pairs, request.world_size)

@@ -18,7 +18,7 @@ from jax_cp_dispatch.planner.fallback import plan_of_fallback
 from jax_cp_dispatch.planner.fingerprint_of_pieces import fingerprint_of_pieces
 from jax_cp_dispatch.planner.home import home_pieces, pairs_of_ranks
 from jax_cp_dispatch.planner.native_problem import native_problem
-from jax_cp_dispatch.planner.pieces import Pieces, Spans, lay_out
+from jax_cp_dispatch.planner.piece_table import PieceTable, Spans, lay_out
 from jax_cp_dispatch.planner.request import PlanRequest
 from jax_cp_dispatch.planner.row_ranges import row_ranges
 from jax_cp_dispatch.planner.runs import runs_of_pieces
@@ -37,7 +37,7 @@ _OP = "plan_attention"
 class _Moves(NamedTuple):
     """What ranks compute, its keys, what moves, and the needs in the order of `CAPACITIES`."""
 
-    pieces: Pieces
+    pieces: PieceTable
     spans: Spans
     queries: Transfers
     keys: Transfers
@@ -94,7 +94,7 @@ def plan_on_host(request: PlanRequest, *, fallback: str | None) -> AttentionPlan
     )
 
 
-def _moves(request: PlanRequest, home: Pieces) -> _Moves:
+def _moves(request: PlanRequest, home: PieceTable) -> _Moves:
     documents, config, world_size = request.documents, request.config, request.world_size
     problem = native_problem(
         native.QueryProblem,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32, Integer
 
-from jax_cp_dispatch.planner.blocks import (
+from jax_cp_dispatch.planner.block_grid import (
     are_all,
     columns_of_begins,
     document_starts,

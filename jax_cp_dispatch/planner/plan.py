@@ -13,7 +13,7 @@ from jax_cp_dispatch._arguments import check_integer
 from jax_cp_dispatch.masks import Mask, StaticMask
 from jax_cp_dispatch.masks.read import check_mask_arrays, read_mask, read_mask_on_host
 from jax_cp_dispatch.planner.attention_plan import AttentionPlan
-from jax_cp_dispatch.planner.blocks import BlockGrid
+from jax_cp_dispatch.planner.block_grid import BlockGrid
 from jax_cp_dispatch.planner.capacities import (
     check_shapes,
     read_host_documents,

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jax_cp_dispatch.masks import MaskRanges
-from jax_cp_dispatch.planner.pieces import Pieces, Spans
+from jax_cp_dispatch.planner.piece_table import PieceTable, Spans
 from jax_cp_dispatch.planner.query_table import QueryTable
 from jax_cp_dispatch.planner.request import PlanRequest
 
@@ -27,7 +27,7 @@ class _Rows(NamedTuple):
     row: Int[np.ndarray, " X"]
 
     @classmethod
-    def of(cls, parts: Pieces | Spans, rank: int) -> _Rows:
+    def of(cls, parts: PieceTable | Spans, rank: int) -> _Rows:
         here = np.flatnonzero(parts.rank == rank)
         order = here[np.lexsort((parts.start[here], parts.document[here]))]
         return cls(*(x[order] for x in (parts.document, parts.start, parts.end, parts.row)))
@@ -58,7 +58,7 @@ class _Rows(NamedTuple):
 
 
 def row_ranges(
-    request: PlanRequest, pieces: Pieces, spans: Spans, *, num_queries: int, num_keys: int
+    request: PlanRequest, pieces: PieceTable, spans: Spans, *, num_queries: int, num_keys: int
 ) -> MaskRanges | None:
     """Returns what the received queries and keys of each rank see, in its rows; `[held, rows]`.
 

@@ -13,8 +13,8 @@ import numpy as np
 from jaxtyping import Int, Int32
 
 from jax_cp_dispatch.masks import StaticMask
-from jax_cp_dispatch.planner.blocks import running_max
-from jax_cp_dispatch.planner.pieces import Pieces
+from jax_cp_dispatch.planner.block_grid import running_max
+from jax_cp_dispatch.planner.piece_table import PieceTable
 from jax_cp_dispatch.planner.slices import order_by_rank, slice_of_rank
 from jax_cp_dispatch.planner.transfers import number_on_rank
 
@@ -41,7 +41,7 @@ class LocalRuns(NamedTuple):
 
 
 def runs_of_pieces(
-    pieces: Pieces,
+    pieces: PieceTable,
     counts: Int[np.ndarray, " W"],
     *,
     num_runs: int,
@@ -59,7 +59,7 @@ def runs_of_pieces(
       num_rows: of a rank; the row of unused runs.
       rank: the only one whose runs are returned; None: all.
     """
-    pieces = Pieces._make(x[order_by_rank(pieces.rank, rank)] for x in pieces)
+    pieces = PieceTable._make(x[order_by_rank(pieces.rank, rank)] for x in pieces)
     counts, ranks = counts[slice_of_rank(rank)], pieces.rank - (rank or 0)
     index = ranks, number_on_rank(ranks, counts)
     runs = {

@@ -10,7 +10,7 @@ from jaxtyping import Array, Int32
 
 from jax_cp_dispatch.masks import Mask, MaskRanges, StaticMask
 from jax_cp_dispatch.masks.pairs import traced_pairs_per_query
-from jax_cp_dispatch.planner.blocks import document_ends, running_max
+from jax_cp_dispatch.planner.block_grid import document_ends, running_max
 
 
 class SeenColumns(NamedTuple):

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int32
 
 from jax_cp_dispatch.metadata import Metadata
-from jax_cp_dispatch.planner.blocks import (
+from jax_cp_dispatch.planner.block_grid import (
     BlockGrid,
     divided,
     places,

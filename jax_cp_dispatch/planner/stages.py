@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float32, Int32
 from jax_cp_dispatch.masks import Mask, MaskRanges
 from jax_cp_dispatch.metadata import Metadata
 from jax_cp_dispatch.planner.balance import balance_blocks
-from jax_cp_dispatch.planner.blocks import (
+from jax_cp_dispatch.planner.block_grid import (
     WINDOW,
     BlockGrid,
     block_ranges,

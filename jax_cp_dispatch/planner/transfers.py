@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jax_cp_dispatch.metadata import Metadata
-from jax_cp_dispatch.planner.pieces import Pieces, Spans
+from jax_cp_dispatch.planner.piece_table import PieceTable, Spans
 from jax_cp_dispatch.planner.slices import order_by_rank, slice_of_rank
 
 
@@ -23,10 +23,10 @@ class Transfers(NamedTuple):
     tokens: Int[Any, " X"]
 
 
-def list_transfers(pieces: Pieces, spans: Spans) -> Transfers:
+def list_transfers(pieces: PieceTable, spans: Spans) -> Transfers:
     """Returns the longest ranges that spans take from the rows of one rank."""
     order = np.lexsort((pieces.start, pieces.document))
-    by_place = Pieces._make(x[order] for x in pieces)
+    by_place = PieceTable._make(x[order] for x in pieces)
     longest = int(pieces.end.max(initial=0)) + 1
     key = by_place.document * longest + by_place.start
     first = np.searchsorted(key, spans.document * longest + spans.start, side="right") - 1

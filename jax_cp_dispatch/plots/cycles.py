@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jax_cp_dispatch.cycles.rows import CycleRows, check_cycles
+from jax_cp_dispatch.cycles.integer_rows import CycleRows, check_cycles
 from jax_cp_dispatch.plots.figure import LINE, color, figure_class, save
 
 _SIZE = 1.25  # inches of a diagram

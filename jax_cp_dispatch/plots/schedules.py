@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from jax_cp_dispatch.attention import Hamilton, Ring
-from jax_cp_dispatch.attention.rotating.chunks import Chunking
+from jax_cp_dispatch.attention.rotating.key_chunks import Chunking
 from jax_cp_dispatch.attention.rotating.layout import (
     SequenceLayout,
     contiguous_layout,

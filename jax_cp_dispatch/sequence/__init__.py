@@ -5,8 +5,8 @@
 `halo`: the rows next to a cut. `shift`, `conv`: the layers that need them. `loader`: the shift of a
   data loader.
 `recurrence`: states that pass along documents; `chains`: the exchange of maps. `delta_rule`,
-  `linear_attention`, `linear_recurrence`: kernels, whose arrays `operands` checks. `chunks`,
-  `decays`, `inverse`, `states`: their matrix products.
+  `linear_attention`, `linear_recurrence`: kernels, whose arrays `recurrence_arrays` checks.
+  `chunks`, `decays`, `inverse`, `states`: their matrix products.
 """
 
 from jax_cp_dispatch.sequence.conv import causal_conv

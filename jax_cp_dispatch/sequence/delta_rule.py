@@ -11,16 +11,16 @@ from jaxtyping import Array, Float, Int32, Integer
 
 from jax_cp_dispatch._ranks.axis import AxisName
 from jax_cp_dispatch._residuals import named_pairs
-from jax_cp_dispatch.attention.arguments import HostOrDevice
+from jax_cp_dispatch.attention.check_arguments import HostOrDevice
 from jax_cp_dispatch.planner import PlacedPlan
 from jax_cp_dispatch.sequence.chunks import chunks_of, default_chunk, dot, lower
 from jax_cp_dispatch.sequence.decays import decayed_scores, decays_of
 from jax_cp_dispatch.sequence.inverse import inverse_of_unit_lower
-from jax_cp_dispatch.sequence.operands import check_heads, heads_first, wide_dtype
 from jax_cp_dispatch.sequence.options import Options
 from jax_cp_dispatch.sequence.pieces import Pieces
 from jax_cp_dispatch.sequence.ranks import Axes, Layer, Where, call_layer
 from jax_cp_dispatch.sequence.recurrence import Ends, Entry, Recur
+from jax_cp_dispatch.sequence.recurrence_arrays import check_heads, heads_first, wide_dtype
 from jax_cp_dispatch.sequence.states import Prepared, Steps, read
 from jax_cp_dispatch.sequence.summaries import products_of_pieces, states_of_pieces
 

@@ -21,7 +21,7 @@ from jax_cp_dispatch.attention.rotating.layout import (
     contiguous_layout,
     zigzag_layout,
 )
-from jax_cp_dispatch.planner.blocks import document_starts, running_max
+from jax_cp_dispatch.planner.block_grid import document_starts, running_max
 from jax_cp_dispatch.planner.segment_ids import fold_to_int32, read_documents
 from jax_cp_dispatch.sequence.options import Options
 from jax_cp_dispatch.sequence.pieces import Cuts, Pieces

@@ -12,13 +12,13 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, Int32, Integer
 
 from jax_cp_dispatch._ranks.axis import AxisName
-from jax_cp_dispatch.attention.arguments import HostOrDevice
+from jax_cp_dispatch.attention.check_arguments import HostOrDevice
 from jax_cp_dispatch.planner import PlacedPlan
-from jax_cp_dispatch.sequence.operands import check_elementwise, wide
 from jax_cp_dispatch.sequence.options import Options
 from jax_cp_dispatch.sequence.pieces import Pieces
 from jax_cp_dispatch.sequence.ranks import Axes, Layer, Where, call_layer
 from jax_cp_dispatch.sequence.recurrence import Ends, Entry, Recur
+from jax_cp_dispatch.sequence.recurrence_arrays import check_elementwise, wide
 
 _OP = "linear_recurrence"
 

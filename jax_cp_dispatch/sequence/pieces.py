@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32, PyTree, Shaped
 
-from jax_cp_dispatch.planner.blocks import running_max
+from jax_cp_dispatch.planner.block_grid import running_max
 
 
 class Cuts(NamedTuple):

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P, reshard
 
 from jax_cp_dispatch._ranks.varying import can_check_varying, vary_alike
-from jax_cp_dispatch.attention.arguments import check_groups, check_plan, is_stack
+from jax_cp_dispatch.attention.check_arguments import check_groups, check_plan, is_stack
 from jax_cp_dispatch.attention.mesh_axes import Caller, GivenAxes, MeshAxes, find_axes
 from jax_cp_dispatch.attention.nested import shard_map_inside, varies_outside
 from jax_cp_dispatch.attention.rotating.sequence import read_sequences

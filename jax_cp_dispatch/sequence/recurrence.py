@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Bool, Int32, Integer, PyTree, Shaped
 
 from jax_cp_dispatch._ranks.axis import AxisName
-from jax_cp_dispatch.attention.arguments import HostOrDevice
+from jax_cp_dispatch.attention.check_arguments import HostOrDevice
 from jax_cp_dispatch.planner import PlacedPlan
 from jax_cp_dispatch.sequence.chains import states_before
 from jax_cp_dispatch.sequence.options import Options

@@ -89,13 +89,13 @@ def test_a_plan_need_not_be_told_its_mask_again():
     rng = np.random.default_rng()
     arrays, segment_ids, mask, _ = draw("tree", rng)
     plan = plan_attention(segment_ids, world_size=W, mask=mask, config=CONFIG)
-    told = attend(arrays, plan, segment_ids, mask)
-    jax.tree.map(np.testing.assert_array_equal, attend(arrays, plan, segment_ids, None), told)
+    explicit = attend(arrays, plan, segment_ids, mask)
+    jax.tree.map(np.testing.assert_array_equal, attend(arrays, plan, segment_ids, None), explicit)
     out = context_parallel_attention(
         *arrays[:3], mesh=mesh_of(W), axis_name=AXIS, algorithm=Balanced(CONFIG),
         segment_ids=segment_ids, mask=mask,
     )  # fmt: skip
-    np.testing.assert_array_equal(out, told[0])
+    np.testing.assert_array_equal(out, explicit[0])
 
 
 def test_another_mask_is_refused():

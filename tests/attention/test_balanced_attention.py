@@ -47,14 +47,14 @@ def out_and_gradients(fn, q, k, v, g):
     return out, *pull_back(g)
 
 
-def assert_close(results, references, *, relative=1e-5, least=1e-30):
+def assert_close(results, references, *, relative=1e-5, smallest_scale=1e-30):
     """Compares relative to the largest entry, because gradients of one softmax differ widely.
 
-    If entries are differences of larger numbers, `least` is the size of these numbers.
+    If entries are differences of larger numbers, `smallest_scale` is the size of these numbers.
     """
     assert len(results) == len(references)
     for name, got, want in zip(("out", "dq", "dk", "dv"), results, references, strict=False):
-        scale = max(np.abs(want).max(), least)
+        scale = max(np.abs(want).max(), smallest_scale)
         difference = np.abs(np.asarray(got, np.float64) - want).max()
         assert difference <= relative * scale, f"{name}: {difference / scale:.1e}"
 
@@ -126,8 +126,8 @@ def test_extreme_documents(kind):
     results = attend_by_plan(q, k, v, g, plan, mesh=mesh_of(8))
     # A single token has dq = p (g v - g out) k with out = v.
     is_alone = kind in ("one token each", "last row only")
-    least = float(np.prod([np.abs(x).max() for x in (g, v, k)])) if is_alone else 1e-30
-    assert_close(results, expected(q, k, v, g, segment_ids), least=least)
+    smallest_scale = float(np.prod([np.abs(x).max() for x in (g, v, k)])) if is_alone else 1e-30
+    assert_close(results, expected(q, k, v, g, segment_ids), smallest_scale=smallest_scale)
     padding = segment_ids == 0
     for result in results:
         assert not np.asarray(result)[padding].any()

@@ -17,7 +17,7 @@ from sequences import attended
 from jax_cp_dispatch.attention.algorithms import Hamilton, Ring
 from jax_cp_dispatch.attention.attended import attended_tokens
 from jax_cp_dispatch.attention.packed_mask import PackedMask
-from jax_cp_dispatch.attention.rotating.chunks import Chunking
+from jax_cp_dispatch.attention.rotating.key_chunks import Chunking
 from jax_cp_dispatch.attention.rotating.layout import (
     contiguous_layout,
     halves_in_zigzag,

@@ -140,11 +140,11 @@ def test_automatic_axes_in_a_program_cause_one_warning():
     mesh = mesh_of_kind(AxisType.Auto)
     operands = draw(CASE)
     arrays = placed(operands[:4], mesh)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         compiled_program(mesh, arrays, operands[4])
         gathering = compiled_program(mesh, arrays, operands[4])
-    messages = [str(x.message) for x in told if issubclass(x.category, UserWarning)]
+    messages = [str(x.message) for x in warned if issubclass(x.category, UserWarning)]
     assert len(messages) == 2
     batch, heads = messages
     assert (
@@ -172,8 +172,10 @@ def test_a_mesh_with_explicit_axes_is_set():
         assert gradient(w).shape == w.shape
     options["mesh"] = mesh
     jax.clear_caches()
-    told = pytest.warns(UserWarning, match=r"explicit axes but is not set.*jax.set_mesh\(mesh\)")
-    with pytest.raises(Exception, match="Contracting dimensions are sharded"), told as warned:
+    expected = pytest.warns(
+        UserWarning, match=r"explicit axes but is not set.*jax.set_mesh\(mesh\)"
+    )
+    with pytest.raises(Exception, match="Contracting dimensions are sharded"), expected as warned:
         gradient(w)
     assert warned[0].filename == __file__
 

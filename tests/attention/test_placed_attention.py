@@ -66,10 +66,10 @@ def attend_placed(arrays, placement, mesh, **options):
     return placement.restore([np.asarray(x) for x in results])
 
 
-def assert_close(results, references, *, relative=1e-5, least=1e-30):
+def assert_close(results, references, *, relative=1e-5, smallest_scale=1e-30):
     assert len(results) == len(references)
     for name, got, want in zip(("out", "dq", "dk", "dv"), results, references, strict=False):
-        scale = max(np.abs(want).max(), least)
+        scale = max(np.abs(want).max(), smallest_scale)
         difference = np.abs(np.asarray(got, np.float64) - want).max()
         assert difference <= relative * scale, f"{name}: {difference / scale:.1e}"
 
@@ -93,8 +93,8 @@ def test_masks(mask):
     results = attend_placed(arrays, placement, mesh_of(4))
     # If a token attends only to itself, its gradients are differences of equal numbers.
     only_itself = mask in (SlidingWindow(1), Chunked(1))
-    least = float(np.prod([np.abs(x).max() for x in arrays[1:]])) if only_itself else 1e-30
-    assert_close(results, expected(arrays, segment_ids, mask), least=least)
+    smallest_scale = float(np.prod([np.abs(x).max() for x in arrays[1:]])) if only_itself else 1e-30
+    assert_close(results, expected(arrays, segment_ids, mask), smallest_scale=smallest_scale)
 
 
 @pytest.mark.parametrize("world_size", [2, 8])
@@ -125,8 +125,8 @@ def test_extreme_documents(lengths):
     )
     placement = place_tokens([lengths], columns=192, world_size=8, config=config)
     results = attend_placed(arrays, placement, mesh_of(8))
-    least = float(np.prod([np.abs(x).max() for x in arrays[1:]]))
-    assert_close(results, expected(arrays, segment_ids), least=least)
+    smallest_scale = float(np.prod([np.abs(x).max() for x in arrays[1:]]))
+    assert_close(results, expected(arrays, segment_ids), smallest_scale=smallest_scale)
     for result in results:
         assert not result[segment_ids == 0].any()
 

@@ -157,8 +157,8 @@ def test_options_of_a_buffer_reach_the_gpu(cuda):
     )
     x, w = np.zeros((32, 32), np.float32), np.zeros((32, 16), np.float32)
     ((attributes, _),) = calls(lowered(jax.shard_map(fn, **spec), x, w))
-    told = [attributes[n] for n in ("gemm_priority", "comm_priority", "num_comm_sm")]
-    assert told == ["1", "3", "12"]
+    lowered_options = [attributes[n] for n in ("gemm_priority", "comm_priority", "num_comm_sm")]
+    assert lowered_options == ["1", "3", "12"]
     assert attributes["set_sm_margin"] == "true" and attributes["copies"] == "false"
     assert attributes["comm_overlap_id"] == str(buffer)
     destroy_comm_overlap_buffer(buffer)

@@ -17,7 +17,7 @@ from jax_cp_dispatch.cycles import (
     two_level_cycles,
     two_level_maps,
 )
-from jax_cp_dispatch.cycles.rows import check_chunk_maps, check_cycles
+from jax_cp_dispatch.cycles.integer_rows import check_chunk_maps, check_cycles
 
 DECOMPOSABLE = [n for n in range(2, 65) if n not in (4, 6)]
 NODES = [(m, u) for m in range(1, 13) for u in range(1, 7) if u > 1 or m not in (4, 6)]

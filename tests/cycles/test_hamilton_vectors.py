@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 from on_mesh import AXIS, mesh_of
 
 from jax_cp_dispatch.attention.local.merge import merge_partials
-from jax_cp_dispatch.attention.rotating.chunks import Chunking
 from jax_cp_dispatch.attention.rotating.hamilton import hamilton_attention
+from jax_cp_dispatch.attention.rotating.key_chunks import Chunking
 from jax_cp_dispatch.attention.rotating.layout import zigzag_layout, zigzag_permutation
 from jax_cp_dispatch.attention.rotating.ring import ring_attention, zigzag_ring_attention
 

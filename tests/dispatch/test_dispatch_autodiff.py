@@ -26,10 +26,10 @@ def operations(plan, check_vma=True):
     send = on_ranks(
         lambda x, m: dispatch(x, m, axis_name=AXIS, capacity=capacity), mesh, check_vma=check_vma
     )
-    bring = on_ranks(
+    combine_rows = on_ranks(
         lambda y, m: combine(y, m, axis_name=AXIS, num_tokens=T), mesh, check_vma=check_vma
     )
-    return (lambda x: send(x, metadata)), (lambda y: bring(y, metadata)), capacity
+    return (lambda x: send(x, metadata)), (lambda y: combine_rows(y, metadata)), capacity
 
 
 def integers(rng, *shape):
@@ -41,20 +41,20 @@ def integers(rng, *shape):
 def test_adjoint(plan, check_vma):
     """<dispatch(x), y> = <x, combine(y)>, and the VJPs are the adjoints."""
     rng = np.random.default_rng(0)
-    send, bring, capacity = operations(plan, check_vma)
+    send, combine_rows, capacity = operations(plan, check_vma)
     x, y = integers(rng, W, T, 3), integers(rng, W, capacity, 3)
-    assert np.vdot(send(x), y) == np.vdot(x, bring(y))
+    assert np.vdot(send(x), y) == np.vdot(x, combine_rows(y))
     np.testing.assert_array_equal(jax.vjp(send, x)[1](y)[0], combined(plan, y, T))
-    np.testing.assert_array_equal(jax.vjp(bring, y)[1](x)[0], dispatched(plan, x, capacity))
+    np.testing.assert_array_equal(jax.vjp(combine_rows, y)[1](x)[0], dispatched(plan, x, capacity))
 
 
 def test_forward_mode_is_the_operation_itself(plan):
     rng = np.random.default_rng(1)
-    send, bring, capacity = operations(plan)
+    send, combine_rows, capacity = operations(plan)
     x, y = integers(rng, 2, W, T, 3), integers(rng, 2, W, capacity, 3)
     _, tangent = jax.jvp(send, (x[0],), (x[1],))
     np.testing.assert_array_equal(tangent, dispatched(plan, x[1], capacity))
-    _, tangent = jax.jvp(bring, (y[0],), (y[1],))
+    _, tangent = jax.jvp(combine_rows, (y[0],), (y[1],))
     np.testing.assert_array_equal(tangent, combined(plan, y[1], T))
 
 

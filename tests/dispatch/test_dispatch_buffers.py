@@ -216,12 +216,12 @@ def test_a_late_rank_gets_the_error_of_the_others():
 
 def test_combine():
     buffer = create()
-    bring = program(lambda y, m: combine(y, m, axis_name=AXIS, num_tokens=T, buffer=buffer))
-    np.testing.assert_array_equal(bring(Y, METADATA), combined(PLAN, Y, T))
+    combine_rows = program(lambda y, m: combine(y, m, axis_name=AXIS, num_tokens=T, buffer=buffer))
+    np.testing.assert_array_equal(combine_rows(Y, METADATA), combined(PLAN, Y, T))
     longer = np.concatenate([Y, Y[:, :1]], axis=1)
     message = rf"y has {CAPACITY + 1} rows per rank but the capacity of buffer {buffer} is"
     with pytest.raises(ValueError, match=message):
-        bring(longer, METADATA)
+        combine_rows(longer, METADATA)
 
 
 def test_queries_and_keys_have_separate_buffers():

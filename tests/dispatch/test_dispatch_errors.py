@@ -31,7 +31,7 @@ def move(plan, x, mesh=None, **options):
     return jax.block_until_ready(run(x, Metadata(**plan)))
 
 
-def bring(plan, y, **options):
+def combine_rows(plan, y, **options):
     options = {"axis_name": AXIS, "num_tokens": T, **options}
     run = on_ranks(lambda y, m: combine(y, m, **options), mesh_of(W))
     return jax.block_until_ready(run(y, Metadata(**plan)))
@@ -58,7 +58,7 @@ def test_capacity_too_small(plan, op):
     if op == "dispatch":
         expect_on_every_rank(lambda: move(plan, rows(2), capacity=need - 1), message)
     else:
-        expect_on_every_rank(lambda: bring(plan, rows(2, num_rows=need - 1)), message)
+        expect_on_every_rank(lambda: combine_rows(plan, rows(2, num_rows=need - 1)), message)
 
 
 def test_rank_out_of_range(plan):

@@ -19,7 +19,7 @@ from failing import (
     X,
     Y,
     all_say,
-    bring,
+    combine_rows,
     errors_of,
     good,
     send,
@@ -50,7 +50,7 @@ def test_rank_that_never_comes():
     """All others wait until the deadline."""
 
     def local(y, m):
-        here = lambda y: bring(y, m, deadline=DEADLINE)
+        here = lambda y: combine_rows(y, m, deadline=DEADLINE)
         away = lambda y: y[:T] * 0
         return jax.lax.cond(jax.lax.axis_index(AXIS) == 0, away, here, y)
 
@@ -69,7 +69,7 @@ def test_rank_that_never_comes():
 
 ELSEWHERE = {
     "another call": lambda x, m, d: send(x + 1, m, deadline=d),
-    "another operation": lambda x, m, d: bring(jnp.tile(x, (W, 1)), m, deadline=d)[:1] * 0,
+    "another operation": lambda x, m, d: combine_rows(jnp.tile(x, (W, 1)), m, deadline=d)[:1] * 0,
     "another dtype": lambda x, m, d: send(x.astype(jnp.int8), m, deadline=d).astype(x.dtype),
     "a larger buffer": lambda x, m, d: send(x, m, capacity=CAPACITY + 8, deadline=d),
     "fewer slots": lambda x, m, d: send(x, fewer_slots(m), deadline=d),
@@ -129,7 +129,7 @@ def test_in_the_middle_of_a_loop():
     """Step 2 of 4 fails; the same program runs on good plans before and after."""
 
     def local(x, plans):
-        step = lambda x, m: (x + bring(send(x, m), m), None)
+        step = lambda x, m: (x + combine_rows(send(x, m), m), None)
         return jax.lax.scan(step, x, plans)[0]
 
     bad, message = spoiled()
@@ -149,7 +149,7 @@ def test_in_the_backward_pass():
 
     move.defvjp(
         lambda x, m, backward: (send(x, m), backward),
-        lambda backward, ct: (bring(ct, backward), None, None),
+        lambda backward, ct: (combine_rows(ct, backward), None, None),
     )
 
     def local(x, y, m, backward):

@@ -280,9 +280,9 @@ def test_branches_and_loops():
 
     def run(x, y, flag, steps):
         send = lambda x: dispatch(x, METADATA, axis_name=AXIS, capacity=CAPACITY)
-        bring = lambda y: combine(y, METADATA, axis_name=AXIS, num_tokens=T)
-        branch = jax.lax.cond(flag, lambda: 2 * send(x), lambda: send(bring(y)))
-        step = lambda carry: (carry[0] - 1, bring(send(carry[1])))
+        combine_rows = lambda y: combine(y, METADATA, axis_name=AXIS, num_tokens=T)
+        branch = jax.lax.cond(flag, lambda: 2 * send(x), lambda: send(combine_rows(y)))
+        step = lambda carry: (carry[0] - 1, combine_rows(send(carry[1])))
         return branch, jax.lax.while_loop(lambda carry: carry[0] > 0, step, (steps, x))[1]
 
     inside = jax.shard_map(

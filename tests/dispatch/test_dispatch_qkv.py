@@ -19,7 +19,7 @@ METADATA = tuple(Metadata(**plan) for plan in PLANS)
 Q_ROWS, KV_ROWS = (int(plan["num_total_recv_tokens"].max()) + 1 for plan in PLANS)
 
 SEND = {"axis_name": AXIS, "q_capacity": Q_ROWS, "kv_capacity": KV_ROWS}
-BRING = {"axis_name": AXIS, "q_num_tokens": TQ, "kv_num_tokens": TKV}
+COMBINE = {"axis_name": AXIS, "q_num_tokens": TQ, "kv_num_tokens": TKV}
 
 
 def tokens(num_q, num_kv, *, seed, dtype=np.float32):
@@ -33,7 +33,7 @@ def sent(q, kv):
     return dispatched(PLANS[0], q, Q_ROWS), tuple(dispatched(PLANS[1], x, KV_ROWS) for x in kv)
 
 
-def brought(q, kv):
+def returned(q, kv):
     home = lambda plan, y, num_tokens: combined(plan, y, num_tokens).astype(y.dtype)
     return home(PLANS[0], q, TQ), tuple(home(PLANS[1], y, TKV) for y in kv)
 
@@ -54,7 +54,7 @@ def all_ranks(tree):
 def test_dispatch_qkv_and_combine_qkv_are_two_calls_in_one():
     def together(q, kv, q_back, kv_back, mq, mkv):
         there = dispatch_qkv(q, kv, mq, mkv, **SEND)
-        return there, combine_qkv(q_back, kv_back, mq, mkv, **BRING)
+        return there, combine_qkv(q_back, kv_back, mq, mkv, **COMBINE)
 
     def apart(q, kv, q_back, kv_back, mq, mkv):
         q = dispatch(q, mq, axis_name=AXIS, capacity=Q_ROWS)
@@ -68,7 +68,7 @@ def test_dispatch_qkv_and_combine_qkv_are_two_calls_in_one():
     for fn, num_exchanges in (together, 2), (apart, 4):
         lowered = on_ranks(fn, mesh_of(W, [2, 0, 3, 1])).lower(*x, *y, *METADATA)
         assert lowered.as_text().count("custom_call @jax_cp_dispatch") == num_exchanges
-        expect_equal(lowered.compile()(*x, *y, *METADATA), (sent(*x), brought(*y)))
+        expect_equal(lowered.compile()(*x, *y, *METADATA), (sent(*x), returned(*y)))
 
 
 @pytest.mark.parametrize(
@@ -83,13 +83,15 @@ def test_on_arrays_of_all_ranks_with_gradients(implementation, kind):
     @jax.jit
     def run(x, y):
         send = lambda q, kv: dispatch_qkv(q, kv, *METADATA, **SEND, implementation=implementation)
-        bring = lambda q, kv: combine_qkv(q, kv, *METADATA, **BRING, implementation=implementation)
-        (there, pull_there), (home, pull_home) = jax.vjp(send, *x), jax.vjp(bring, *y)
+        combine_rows = lambda q, kv: combine_qkv(
+            q, kv, *METADATA, **COMBINE, implementation=implementation
+        )
+        (there, pull_there), (home, pull_home) = jax.vjp(send, *x), jax.vjp(combine_rows, *y)
         return there, home, pull_there(there), pull_home(home)
 
     there, home, pulled, pushed = run(*jax.device_put(all_ranks((x, y)), split))
-    expect_equal((there, home), (sent(*x), brought(*y)))
-    expect_equal((pulled, pushed), (brought(*sent(*x)), sent(*brought(*y))))
+    expect_equal((there, home), (sent(*x), returned(*y)))
+    expect_equal((pulled, pushed), (returned(*sent(*x)), sent(*returned(*y))))
     inner = lambda *trees: sum(map(np.vdot, *map(jax.tree.leaves, trees)))
     assert inner(there, all_ranks(y)) == inner(all_ranks(x), home)
 
@@ -177,13 +179,13 @@ def test_the_invalid_plan_is_named(unchecked_types, bad, name):
     """It also stops the other plan: both fail on every rank."""
     x, y = tokens(TQ, TKV, seed=8), tokens(Q_ROWS, KV_ROWS, seed=9)
     run = on_ranks(lambda q, kv, *m: dispatch_qkv(q, kv, *m, **SEND), mesh_of(W))
-    bring = on_ranks(lambda q, kv, *m: combine_qkv(q, kv, *m, **BRING), mesh_of(W))
+    combine_rows = on_ranks(lambda q, kv, *m: combine_qkv(q, kv, *m, **COMBINE), mesh_of(W))
     metadata = list(METADATA)
     metadata[bad] = Metadata(**{**PLANS[bad], "seq_len": PLANS[bad]["seq_len"] + 100})
-    for op, fn, rows in ("dispatch", run, x), ("combine", bring, y):
+    for op, fn, rows in ("dispatch", run, x), ("combine", combine_rows, y):
         with pytest.raises(
             jax.errors.JaxRuntimeError, match=rf"{op}.*, plan {bad} of 0\.\.1: rank"
         ):
             jax.block_until_ready(fn(*rows, *metadata))
     expect_equal(run(*x, *METADATA), sent(*x))
-    expect_equal(bring(*y, *METADATA), brought(*y))
+    expect_equal(combine_rows(*y, *METADATA), returned(*y))

@@ -56,7 +56,7 @@ def send_both(x, m):
     )
 
 
-def bring(y, m):
+def combine_rows(y, m):
     return combine(y, m, axis_name=AXIS, num_tokens=T)
 
 
@@ -91,11 +91,11 @@ def test_the_copy_path_is_that_of_the_environment(monkeypatch):
 
 def test_combine_and_gradients():
     y = np.zeros((W * CAPACITY, 3), np.float32)
-    ((target, _),) = calls(lowered(on_ranks(bring, mesh_of(W)), y, PLAN))
+    ((target, _),) = calls(lowered(on_ranks(combine_rows, mesh_of(W)), y, PLAN))
     assert target == "combine"
     loss = lambda x, m: (on_ranks(send, mesh_of(W))(x, m) ** 2).sum()
     assert {name for name, _ in calls(lowered(jax.grad(loss), X, PLAN))} == {"dispatch", "combine"}
-    loss = lambda y, m: (on_ranks(bring, mesh_of(W))(y, m) ** 2).sum()
+    loss = lambda y, m: (on_ranks(combine_rows, mesh_of(W))(y, m) ** 2).sum()
     assert {name for name, _ in calls(lowered(jax.grad(loss), y, PLAN))} == {"dispatch", "combine"}
 
 

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 from movement_oracle import combined, dispatched, random_plan
 from on_mesh import AXIS, mesh_of, on_ranks
 
-from jax_cp_dispatch._dispatch.operands import MetadataOperands
+from jax_cp_dispatch._dispatch.exchange_operands import MetadataOperands
 from jax_cp_dispatch._dispatch.xla_collectives import combine_with_xla, dispatch_with_xla
 from jax_cp_dispatch._dispatch.xla_plan import XlaRanks
 
@@ -61,7 +61,7 @@ def move(arrays, m, axis_names=(AXIS,), num_ranks=W, capacity=CAPACITY):
     return dispatch_with_xla(ranks(axis_names, num_ranks), m, arrays, capacity=capacity)
 
 
-def bring(arrays, m, axis_names=(AXIS,), num_ranks=W, num_tokens=T, dtypes=None):
+def move_back(arrays, m, axis_names=(AXIS,), num_ranks=W, num_tokens=T, dtypes=None):
     return combine_with_xla(
         ranks(axis_names, num_ranks),
         m,
@@ -72,7 +72,7 @@ def bring(arrays, m, axis_names=(AXIS,), num_ranks=W, num_tokens=T, dtypes=None)
 
 
 def both(x, y, m, **kwargs):
-    return move([x], m, **kwargs)[0], bring([y], m, **kwargs)[0]
+    return move([x], m, **kwargs)[0], move_back([y], m, **kwargs)[0]
 
 
 def random_rows(rng, num_ranks=W, num_features=3):
@@ -115,7 +115,7 @@ def test_sums_have_a_fixed_order_and_round_once():
             else rng.normal(size=(W, CAPACITY, 2)).astype(jnp.dtype(name))
             for name, _, _ in SUMMED
         ]
-        got = on_ranks(lambda y, m: bring(y, m, dtypes=results), mesh_of(W))(y, operands(plan))
+        got = on_ranks(lambda y, m: move_back(y, m, dtypes=results), mesh_of(W))(y, operands(plan))
         for (name, accumulate, result), total, rows in zip(SUMMED, got, y, strict=True):
             expected = combined(plan, rows, T, accumulate).astype(jnp.dtype(result))
             assert total.dtype == expected.dtype
@@ -130,7 +130,7 @@ def test_a_row_with_one_source_keeps_its_bits(has_src_offset):
         plan["src_offset"] = np.cumsum(plan["seq_len"], 1, dtype=np.uint32) - plan["seq_len"]
     names = ("float32", "bfloat16", "float8_e4m3fn")
     y = [random_bits(rng, (W, CAPACITY, 2), name) for name in names]
-    got = on_ranks(bring, mesh_of(W))(y, operands(plan))
+    got = on_ranks(move_back, mesh_of(W))(y, operands(plan))
     for total, rows in zip(got, y, strict=True):
         raw = rows.view(f"u{rows.itemsize}")
         np.testing.assert_array_equal(bits(total), bits(combined(plan, raw, T, raw.dtype)))
@@ -270,7 +270,7 @@ def test_invalid_plans_are_reported_in_every_dtype():
     m.num_recv_tokens[2, 1] = 4
     floats = ["bfloat16", "float32", "complex64", "float8_e4m3b11fnuz", "float8_e8m0fnu"]
     x = [np.ones((W, T, 2), jnp.dtype(name)) for name in [*floats, "int8", "uint32", "bool"]]
-    run = on_ranks(lambda x, m: (move(x, m), bring(x[:-1], m)), mesh_of(W))
+    run = on_ranks(lambda x, m: (move(x, m), move_back(x[:-1], m)), mesh_of(W))
     for out in map(np.asarray, jax.tree.leaves(run(x, m))):
         if jnp.issubdtype(out.dtype, np.complexfloating):
             assert np.isnan(np.real(out)).all() and np.isnan(np.imag(out)).all()
@@ -306,7 +306,7 @@ def test_plans_buffers_and_arrays_may_be_empty(num_slots, num_tokens, capacity):
     x = [np.ones((W, num_tokens, features), np.float32) for features in (2, 0)]
     y = [np.ones((W, capacity, features), np.float32) for features in (2, 0)]
     run = on_ranks(
-        lambda x, y, m: (move(x, m, capacity=capacity), bring(y, m, num_tokens=num_tokens)),
+        lambda x, y, m: (move(x, m, capacity=capacity), move_back(y, m, num_tokens=num_tokens)),
         mesh_of(W),
     )
     sent, home = run(x, y, m)

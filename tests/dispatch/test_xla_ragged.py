@@ -17,7 +17,7 @@ from on_mesh import AXIS, mesh_of, on_ranks, permuted_mesh
 
 from jax_cp_dispatch import Metadata, combine, dispatch
 from jax_cp_dispatch._dispatch import lowering, ragged_choice
-from jax_cp_dispatch._dispatch.operands import MetadataOperands
+from jax_cp_dispatch._dispatch.exchange_operands import MetadataOperands
 from jax_cp_dispatch._dispatch.xla_collectives import combine_with_xla, dispatch_with_xla
 from jax_cp_dispatch._dispatch.xla_plan import XlaRanks
 

@@ -59,13 +59,13 @@ def main() -> None:
         "deadline": 8.0,  # each process compiles and loads kernels by itself
     }
     send = on_ranks(lambda x, m: dispatch(x, m, capacity=capacity, **name))
-    bring = on_ranks(lambda y, m: combine(y, m, num_tokens=T, **name))
+    combine_rows = on_ranks(lambda y, m: combine(y, m, num_tokens=T, **name))
     x = np.zeros((num_ranks, T, 3, 5), np.float32)
     for _ in range(ROUNDS):
         x = rng.normal(size=(num_ranks, T, 3, 5)).astype(np.float32)
         y = rng.normal(size=(num_ranks, capacity, 4)).astype(np.float32)
         there = local(send(global_array(x), metadata))
-        home = local(bring(global_array(y), metadata))
+        home = local(combine_rows(global_array(y), metadata))
         raise_gpu_errors()
         np.testing.assert_array_equal(there, dispatched(plan, x, capacity)[rank])
         np.testing.assert_array_equal(home, combined(plan, y, T, np.float32)[rank])

@@ -91,18 +91,18 @@ def test_every_section_is_measured_and_compared_with_an_earlier_run(tiny, capsys
     earlier.write_text(json.dumps(report))
     pictures = tmp_path / "pictures"
     assert bench("gemm", "--compare", earlier, "--pictures", pictures) == 0
-    told = capsys.readouterr().out
-    assert "8 of 8 rows have earlier results" in told
-    assert "8 noticeably slower" in told and "gemm: all_gather_matmul, none: 0.0" in told
+    printed = capsys.readouterr().out
+    assert "8 of 8 rows have earlier results" in printed
+    assert "8 noticeably slower" in printed and "gemm: all_gather_matmul, none: 0.0" in printed
     assert [path.name for path in pictures.iterdir()] == ["gemm.png"]
 
 
 def test_a_wrong_result_is_an_error_and_the_other_sections_still_run(tiny, capsys, monkeypatch):
     monkeypatch.setattr(movement, "dispatch", lambda x, m, **options: x)
     assert bench("movement", "planning") == 1
-    told = capsys.readouterr().out
-    assert "movement" not in told.split("planning:")[1]
-    assert "Error: " in told and "plan_attention, 8 ranks" in told
+    printed = capsys.readouterr().out
+    assert "movement" not in printed.split("planning:")[1]
+    assert "Error: " in printed and "plan_attention, 8 ranks" in printed
 
 
 def test_dense_attention_is_omitted_without_the_memory_for_it(tiny, capsys, monkeypatch):
@@ -125,9 +125,9 @@ def test_ctrl_c_keeps_what_was_measured(tiny, capsys, monkeypatch):
     assert [row["what"] for row in report["rows"]] == ["plan_attention, 8 ranks"]
     assert report["errors"] == {"planning": run.INTERRUPTED}
     assert bench("planning", "movement") == 130
-    told = capsys.readouterr().out
-    assert "plan_attention, 8 ranks" in told and run.INTERRUPTED in told
-    assert "movement" not in told
+    printed = capsys.readouterr().out
+    assert "plan_attention, 8 ranks" in printed and run.INTERRUPTED in printed
+    assert "movement" not in printed
 
 
 def test_processes_end_with_the_measurement(tiny, monkeypatch):

@@ -59,8 +59,8 @@ def test_texts_contain_no_literal_numbers(module):
     formats = {node.value for node in specs if isinstance(node, ast.Constant)}
     for text in texts:
         if isinstance(text, str) and text not in formats:
-            words = re.sub(r"\{[^}]*\}|float(16|32|64)|MXFP8(_1D)?|H100|h100", "", text)
-            assert not re.search(r"\d", words), text
+            without_names = re.sub(r"\{[^}]*\}|float(16|32|64)|MXFP8(_1D)?|H100|h100", "", text)
+            assert not re.search(r"\d", without_names), text
 
 
 @pytest.mark.parametrize("name", sorted(RESULTS))

@@ -42,7 +42,7 @@ def test_demo_is_right(folder, tmp_path_factory):
     options = ("--tokens-per-rank", 1024, "--ranks", 4)
     done = run_demo(folder, *options, "--picture", "picture.png", cwd=work)
     assert done.returncode == 0, done.stderr
-    for words in (
+    for text in (
         "documents ",
         "tokens  ",
         "work before planning  max/mean",
@@ -54,7 +54,7 @@ def test_demo_is_right(folder, tmp_path_factory):
         "largest difference    out ",
         "correct: the tolerance is",
     ):
-        assert words in done.stdout
+        assert text in done.stdout
     assert (work / "picture.png").read_bytes().startswith(b"\x89PNG")
     assert "[7/7]" in done.stderr
 

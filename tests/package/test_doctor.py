@@ -18,9 +18,9 @@ def report(capsys, *, is_json=True):
 
 
 def test_reports_what_is_available_and_tests_every_transport(capsys):
-    code, told = report(capsys)
-    assert code == 0 and told["ok"]
-    findings = {finding.pop("name"): finding for finding in told["findings"]}
+    code, reported = report(capsys)
+    assert code == 0 and reported["ok"]
+    findings = {finding.pop("name"): finding for finding in reported["findings"]}
     assert jax.__version__ in findings["jax"]["found"]
     assert findings["devices"] == {
         "found": "8 of cpu, 1 process(es)",
@@ -44,10 +44,10 @@ def test_a_transport_that_moves_nothing_is_wrong(capsys, monkeypatch):
     monkeypatch.setattr(run, "look_at_machine", lambda: ())
     monkeypatch.setattr(run, "try_processes", lambda: Finding("transport of processes", "right"))
     monkeypatch.setattr(self_test, "dispatch", lambda *a, **options: 0 * move(*a, **options))
-    code, told = report(capsys, is_json=False)
+    code, reported = report(capsys, is_json=False)
     assert code == 1
-    assert "XX  transport in_process       dispatch returned the wrong rows" in told
-    assert "Something is wrong" in told
+    assert "XX  transport in_process       dispatch returned the wrong rows" in reported
+    assert "Something is wrong" in reported
 
 
 def test_failures_and_missing_transports_are_reported(capsys, monkeypatch):
@@ -55,8 +55,8 @@ def test_failures_and_missing_transports_are_reported(capsys, monkeypatch):
     monkeypatch.setattr(run, "look_at_machine", lambda: ())
     monkeypatch.setattr(run, "try_processes", lambda: Finding("transport of processes", "right"))
     monkeypatch.setattr(self_test, "available_implementations", lambda: there)
-    code, told = report(capsys)
-    first, second, _ = told["findings"]
+    code, reported = report(capsys)
+    first, second, _ = reported["findings"]
     assert (first["found"], first["verdict"]) == ("no such processes", "missing")
     assert second["verdict"] == "wrong" and "implementation is 'b'" in second["found"]
     assert code == 1

@@ -61,8 +61,8 @@ def test_a_plan_that_exceeds_the_capacity():
     )
 
     def gradient(y, m):
-        bring = lambda y: cp.combine(y, m, axis_name=AXIS, num_tokens=T)
-        (dy,) = jax.linear_transpose(bring, y)(0 * y)
+        combine_rows = lambda y: cp.combine(y, m, axis_name=AXIS, num_tokens=T)
+        (dy,) = jax.linear_transpose(combine_rows, y)(0 * y)
         return dy
 
     assert f"the transpose of combine over axis 'cp': {too_few}" in said(

@@ -85,10 +85,10 @@ def test_near_the_optimum_of_small_cases(seed):
         config = PlacementConfig(balance_tolerance=tolerance)
         placement = place_tokens([lengths], world_size=world_size, config=config)
         pairs, moved = check_placement(placement, [lengths])
-        least = fewest_keys(lengths // UNIT, world_size, (1 + tolerance) * mean, unit=UNIT)
-        if least is not None:
+        needed = fewest_keys(lengths // UNIT, world_size, (1 + tolerance) * mean, unit=UNIT)
+        if needed is not None:
             assert pairs.max() <= (1 + tolerance) * mean
-            assert moved <= 1.25 * least + 2
+            assert moved <= 1.25 * needed + 2
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -104,19 +104,19 @@ def test_no_placement_of_small_cases_is_below_the_bounds(seed):
     mean = (UNIT * lengths * (UNIT * lengths + 1) / 2).sum() / world_size
     for tolerance in (0.01, 0.05, 0.25):
         limit = (1 + tolerance) * mean
-        least = fewest_keys(lengths, world_size, limit, unit=UNIT)
+        needed = fewest_keys(lengths, world_size, limit, unit=UNIT)
         for bound in (keys_if_fillers_were_free, keys_of_the_longest_document):
             keys = bound(UNIT * lengths, world_size, UNIT * share, tolerance)
-            assert least is None or keys <= least
+            assert needed is None or keys <= needed
 
 
 def test_one_long_document_is_near_its_bound():
     """Within 0.1 % of what any placement of this batch moves."""
     batches = json.loads((PACKED / "wlbllm.json").read_text())
     lengths = next(x["lengths"] for x in batches if x["ranks"] == 8)
-    least = keys_of_the_longest_document(lengths, 8, TOKENS, tolerance=0.01)
+    needed = keys_of_the_longest_document(lengths, 8, TOKENS, tolerance=0.01)
     moved = place_tokens(lengths, world_size=8).plan.num_kv_tokens_moved
-    assert 0.7704 * sum(lengths) < least <= moved <= 1.001 * least
+    assert 0.7704 * sum(lengths) < needed <= moved <= 1.001 * needed
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 8, 32])
@@ -148,8 +148,8 @@ def test_real_lengths(lengths, world_size):
     lengths = np.array(lengths, np.int64)
     assert plan.pairs.sum() == pytest.approx((lengths * (lengths + 1) // 2).sum(), rel=1e-6)
     assert (np.asarray(plan.num_rows) == TOKENS).all()
-    least = least_keys(lengths, world_size, TOKENS, tolerance=0.01)
-    assert least <= plan.num_kv_tokens_moved <= 1.5 * least + 0.02 * lengths.sum()
+    needed = least_keys(lengths, world_size, TOKENS, tolerance=0.01)
+    assert needed <= plan.num_kv_tokens_moved <= 1.5 * needed + 0.02 * lengths.sum()
 
 
 def packed_batches():

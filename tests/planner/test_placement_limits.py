@@ -31,9 +31,9 @@ def test_less_capacity_costs_balance_by_degrees(name, ranks):
     """From the need of the best placement to the longest document, or to whole ones alone."""
     lengths = real_lengths(name, ranks)
     most = int(np.max(place(lengths, ranks).plan.kv_metadata.num_total_recv_tokens))
-    least = max(int(lengths.max()), TOKENS + 2048)
+    needed = max(int(lengths.max()), TOKENS + 2048)
     before, bound = 1.01, 1.0
-    for capacity in np.linspace(most, least, 9).astype(int):
+    for capacity in np.linspace(most, needed, 9).astype(int):
         placement = place(lengths, ranks, kv_capacity=int(capacity))
         received = placement.plan.kv_metadata.num_total_recv_tokens
         assert np.max(received) <= capacity

@@ -75,11 +75,11 @@ def test_near_the_optimum_of_small_cases(seed):
         config = PlanConfig(1, balance_tolerance=tolerance, num_kv_heads=num_kv_heads)
         plan = plan_attention(lengths=UNIT * lengths, world_size=world_size, config=config)
         q = 32 // num_kv_heads
-        least = fewest_bytes(lengths, world_size, (1 + tolerance) * mean, unit=UNIT, q=q)
-        if least is not None:
+        needed = fewest_bytes(lengths, world_size, (1 + tolerance) * mean, unit=UNIT, q=q)
+        if needed is not None:
             assert plan.pairs_after.max() <= (1 + tolerance) * mean * (1 + 1e-6)
             cost = q * plan.num_q_tokens_moved + plan.num_kv_tokens_moved
-            assert cost <= 1.25 * least + 2
+            assert cost <= 1.25 * needed + 2
 
 
 def test_more_tolerance_moves_fewer_bytes():

@@ -178,12 +178,12 @@ def test_near_the_optimum_with_speeds_and_nodes(seed):
         plan = plan_attention(lengths=UNIT * lengths, world_size=world_size, config=config)
         limits = (1 + tolerance) * work
         size = 2 if nodes else 1
-        least = fewest_bytes(lengths, world_size, limits, unit=UNIT, q=4, ranks_per_node=size)
-        if least is None:
+        needed = fewest_bytes(lengths, world_size, limits, unit=UNIT, q=4, ranks_per_node=size)
+        if needed is None:
             continue
         assert (plan.pairs_after <= limits * (1 + 1e-6)).all()
         q, kv = plan.num_tokens_moved_between_nodes(size)
-        assert 4 * q + kv <= 1.25 * least + 2
+        assert 4 * q + kv <= 1.25 * needed + 2
 
 
 def test_the_backward_pass_weighs_keys_more():

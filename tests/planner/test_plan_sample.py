@@ -67,12 +67,12 @@ def fits(batch, config):
 def test_needs_are_the_least_capacities(kind):
     batch = draw(np.random.default_rng(0))
     _, needs = plan_of(batch, kind())
-    least = kind(**dict(zip(CAPACITIES[kind], needs, strict=True)))
-    assert plan_of(batch, least) == (needs, needs)
+    smallest = kind(**dict(zip(CAPACITIES[kind], needs, strict=True)))
+    assert plan_of(batch, smallest) == (needs, needs)
     for name, need in zip(CAPACITIES[kind], needs, strict=True):
         if not name.endswith("_capacity"):  # these are kept by another plan if possible
             with pytest.raises(ValueError, match=name):
-                plan_of(batch, dataclasses.replace(least, **{name: need - 1}))
+                plan_of(batch, dataclasses.replace(smallest, **{name: need - 1}))
 
 
 @KINDS

@@ -22,8 +22,8 @@ module = importlib.import_module("jax_cp_dispatch._ranks.processes.initialize")
 wrong = sys.argv[1]
 process = int(coordination.os.environ["JAX_PROCESS_ID"])
 if process == 1:  # as if it belonged to another host
-    told = getattr(module, f"_{wrong}")()
-    setattr(module, f"_{wrong}", lambda: told + " of another")
+    own = getattr(module, f"_{wrong}")()
+    setattr(module, f"_{wrong}", lambda: own + " of another")
 
 if wrong == "version":
     try:

@@ -36,7 +36,7 @@ from jax_cp_dispatch._ranks.job import publish, read_published
 DEADLINE = 3.0
 
 # The expected message after the operation, by kind, with the victim's rank and process.
-TOLD = {
+EXPECTED = {
     "late": r"missing ranks \[{rank}\].*\[{rank}\] of process {process} \(pid {pid}, alive\)",
     "raises": r"missing ranks \[{rank}\].*\[{rank}\] of process {process} \(pid {pid}, alive\)",
     "shapes": r"Expected rank {rank} in: dispatch of 16 tokens, capacity (\d+) .*"
@@ -56,15 +56,15 @@ RING, PIPELINE = (
     for name in ("RING_EXCHANGE", "PIPELINE")
 )
 ANOTHER = "Seen: it came to another call: "
-TOLD |= {
-    "gemm late": TOLD["late"],
+EXPECTED |= {
+    "gemm late": EXPECTED["late"],
     "gemm shapes": rf"Expected rank {{rank}} in: {RING}.*8,5\].*{ANOTHER}{RING}.*8,6\]",
     "gemm method": rf"Expected rank {{rank}} in: {RING}.*{ANOTHER}{PIPELINE}",
-    "gemm stop": TOLD["stop"]
+    "gemm stop": EXPECTED["stop"]
     + r"|(waited 1500 ms for rank {rank} of process {process} \(pid {pid}, stopped\), signal)"
     r"|(process {process} \(pid {pid}, stopped\) the parts of ranks \[{rank}\] are not done)",
-    "gemm kill": TOLD["kill"],
-    "ring late": TOLD["late"],
+    "gemm kill": EXPECTED["kill"],
+    "ring late": EXPECTED["late"],
     "ring shapes": r"ring_attention over .*Expected rank {rank} in: .*\[1,1,16\].*"
     rf"{ANOTHER}.*\[1,1,8\]",
 }
@@ -219,14 +219,14 @@ def fail(kind, job, pid):
         job.call(job.rotate(T // 2), job.here, job.ids)
     elif kind == "operation":
         num_rows = job.capacity
-        bring = on_ranks(
+        combine_rows = on_ranks(
             lambda x, m: cp.combine(
                 jax.numpy.resize(x, (num_rows, 3)), m, axis_name=AXIS, num_tokens=T,
                 deadline=DEADLINE,
             ),
             job.mesh,
         )  # fmt: skip
-        job.call(bring)
+        job.call(combine_rows)
     elif kind == "version":  # of the program: it sends additional data
         options: Any = {"axis_name": AXIS, "deadline": DEADLINE}
         capacities: Any = {"q_capacity": job.capacity, "kv_capacity": job.capacity}
@@ -273,8 +273,8 @@ def trial(kind, job, pids):
     job.prove()
     if kind.endswith("stop"):
         job.catch_up(kind)
-    told = TOLD[kind].format(rank=rank, process=victim, pid=pids[victim])
-    is_right = here == victim or re.search(told, error, re.S)
+    expected = EXPECTED[kind].format(rank=rank, process=victim, pid=pids[victim])
+    is_right = here == victim or re.search(expected, error, re.S)
     if not is_right:
         print(f"{kind}: after {seconds:.2f} s wrong: {error}", flush=True)
     return is_right, seconds, job
@@ -283,7 +283,7 @@ def trial(kind, job, pids):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--trials", type=int, default=1)
-    parser.add_argument("kinds", nargs="*", default=list(TOLD))
+    parser.add_argument("kinds", nargs="*", default=list(EXPECTED))
     options = parser.parse_args()
     if jax.process_count() < 3:
         parser.error(f"there are {jax.process_count()} processes; 3 are needed. See above.")

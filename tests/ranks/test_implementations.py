@@ -127,8 +127,8 @@ def test_values_and_gradients_are_the_same_bits(kind):
         def local(x, y, m, name=name):
             options: Any = {"axis_name": AXIS, "implementation": name}
             send = lambda x: dispatch(x, m, capacity=capacity, **options)
-            bring = lambda y: combine(y, m, num_tokens=T, **options)
-            (sent, pull), (home, push) = jax.vjp(send, x), jax.vjp(bring, y)
+            combine_rows = lambda y: combine(y, m, num_tokens=T, **options)
+            (sent, pull), (home, push) = jax.vjp(send, x), jax.vjp(combine_rows, y)
             twice = lambda tree: jax.tree.map(lambda a: 2 * a, tree)
             return sent, home, pull(twice(y))[0], push(twice(x))[0]
 

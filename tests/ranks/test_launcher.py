@@ -17,11 +17,11 @@ def test_the_launcher_forwards_output_and_ends_all_processes(tmp_path):
         "import os, pathlib, sys, time\n"
         "print(os.environ['JAX_PROCESS_ID'], sys.argv[1:], os.environ['JAX_NUM_CPU_DEVICES'])\n"
         "sys.stdout.flush()\n"
-        f"told = pathlib.Path({str(tmp_path / 'told')!r})\n"
+        f"started = pathlib.Path({str(tmp_path / 'started')!r})\n"
         "if os.environ['JAX_PROCESS_ID'] == '0':\n"
-        "    told.touch()\n"
+        "    started.touch()\n"
         "    time.sleep(1000)\n"
-        "while not told.exists():\n"
+        "while not started.exists():\n"
         "    time.sleep(0.01)\n"
         "sys.exit(7)\n"
     )
@@ -71,12 +71,12 @@ def test_the_launcher_forwards_signals(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(
         "import signal, sys, time\n"
-        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(print('told')))\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(print('stopped')))\n"
         "print('up')\ntime.sleep(1000)\n"
     )
     job = subprocess.Popen(command(program), stdout=subprocess.PIPE, text=True)
     assert job.stdout is not None
     assert sorted(job.stdout.readline() for _ in range(2)) == ["[0] up\n", "[1] up\n"]
     job.send_signal(signal.SIGTERM)
-    assert sorted(job.communicate(timeout=1200)[0].splitlines()) == ["[0] told", "[1] told"]
+    assert sorted(job.communicate(timeout=1200)[0].splitlines()) == ["[0] stopped", "[1] stopped"]
     assert job.returncode == 128 + signal.SIGTERM

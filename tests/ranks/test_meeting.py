@@ -39,20 +39,20 @@ def test_processes_meet():
 
 def test_missing_processes_are_named():
     places = [JobMember(process, 4, "a", "name of a") for process in range(4)]
-    for told in meet_all(places[:2], 1.0):
-        assert "waited 1 s at 127.0.0.1:" in told
-        assert "for process 2, process 3 of 4, which did not join" in told
-    for process, told in enumerate(meet_all(places[1:], 1.0)):
-        assert f"process {process + 1} waited 1 s for process 0 at 127.0.0.1:" in told
+    for error in meet_all(places[:2], 1.0):
+        assert "waited 1 s at 127.0.0.1:" in error
+        assert "for process 2, process 3 of 4, which did not join" in error
+    for process, error in enumerate(meet_all(places[1:], 1.0)):
+        assert f"process {process + 1} waited 1 s for process 0 at 127.0.0.1:" in error
 
 
 def test_processes_of_another_job_are_named():
     places = [JobMember(0, 2, "a", "name of a"), JobMember(1, 3, "b", "name of b")]
-    for told in meet_all(places, 30.0):
-        assert "process 1 of 3 on host name of b joined a job of 2 processes" in told
+    for error in meet_all(places, 30.0):
+        assert "process 1 of 3 on host name of b joined a job of 2 processes" in error
     places = [JobMember(0, 3, "a", "name of a"), *[JobMember(1, 3, "b", "name of b")] * 2]
-    for told in meet_all(places, 30.0):
-        assert "two processes, on hosts name of b and name of b, joined as process 1" in told
+    for error in meet_all(places, 30.0):
+        assert "two processes, on hosts name of b and name of b, joined as process 1" in error
 
 
 def test_a_port_of_another_program_is_named():

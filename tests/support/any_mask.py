@@ -13,6 +13,6 @@ def causal_mask(most):
 
 def any_mask(most):
     """Draws any mask of numbers."""
-    left, right = (st.none() | st.integers(least, most) for least in (1, 0))
+    left, right = (st.none() | st.integers(lowest, most) for lowest in (1, 0))
     more = st.builds(SlidingWindow, left, right) | st.builds(BlockCausal, st.integers(1, most))
     return causal_mask(most) | st.just(Full()) | more

@@ -25,9 +25,9 @@ X, Y = integers(W * T, F, seed=1), integers(W * CAPACITY, F, seed=2)
 def moves_and_gradients(x, y, metadata, *, axis_name: AxisName = AXIS, **where):
     """Returns dispatch, combine and the vector-Jacobian product of each, on any number of rows."""
     send = lambda x: dispatch(x, metadata, axis_name=axis_name, capacity=CAPACITY, **where)
-    bring = lambda y: combine(y, metadata, axis_name=axis_name, num_tokens=T, **where)
+    combine_rows = lambda y: combine(y, metadata, axis_name=axis_name, num_tokens=T, **where)
     sent, pull_sent = jax.vjp(send, x)
-    home, pull_home = jax.vjp(bring, y)
+    home, pull_home = jax.vjp(combine_rows, y)
     return sent, home, pull_sent(2 * y)[0], pull_home(2 * x)[0]
 
 

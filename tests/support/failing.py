@@ -28,7 +28,7 @@ def send(x, m, **options):
     return dispatch(x, m, **{"axis_name": AXIS, "capacity": CAPACITY, **options})
 
 
-def bring(y, m, **options):
+def combine_rows(y, m, **options):
     return combine(y, m, axis_name=AXIS, num_tokens=T, **options)
 
 

@@ -26,8 +26,8 @@ def run_dispatch(plan, x, capacity, mesh=None, **options):
 
 
 def run_combine(plan, y, num_tokens, mesh=None, **kwargs):
-    bring = on_ranks(
+    combine_rows = on_ranks(
         lambda y, m: combine(y, m, axis_name=AXIS, num_tokens=num_tokens, **kwargs),
         mesh or mesh_of(plan["world_size"]),
     )
-    return jax.tree.map(np.asarray, bring(y, Metadata(**plan)))
+    return jax.tree.map(np.asarray, combine_rows(y, Metadata(**plan)))

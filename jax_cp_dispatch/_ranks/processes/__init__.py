@@ -8,7 +8,7 @@ from jax_cp_dispatch._ranks.processes.choice import (
 )
 from jax_cp_dispatch._ranks.processes.coordination import refuse_alone
 from jax_cp_dispatch._ranks.processes.initialize import initialize
-from jax_cp_dispatch._ranks.processes.programs import program_begins
+from jax_cp_dispatch._ranks.processes.watch_programs import program_begins
 
 __all__ = [
     "TransportChoice",

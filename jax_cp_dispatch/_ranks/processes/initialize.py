@@ -13,7 +13,6 @@ from jax_cp_dispatch._ranks.job import is_in_job, place_in_job, publish_and_read
 from jax_cp_dispatch._ranks.processes import coordination
 from jax_cp_dispatch._ranks.processes.choice import TransportChoice, remember, transport_choice
 from jax_cp_dispatch._ranks.processes.connect import new_token
-from jax_cp_dispatch._ranks.processes.programs import watch_programs
 from jax_cp_dispatch._ranks.processes.segment import Segment, listen, make_segment
 from jax_cp_dispatch._ranks.processes.shared_memory_groups import (
     ProcessInfo,
@@ -22,6 +21,7 @@ from jax_cp_dispatch._ranks.processes.shared_memory_groups import (
     find_shared_memory_groups,
     own_address,
 )
+from jax_cp_dispatch._ranks.processes.watch_programs import watch_programs
 from jax_cp_dispatch.cpu_devices import keep_freed_memory
 
 _BY_XLA = "XLA's collectives move rows between them"

@@ -13,7 +13,6 @@ from jaxtyping import Array, Float, Int
 
 from jax_cp_dispatch._ranks.varying import vary_alike, vary_like
 from jax_cp_dispatch._residuals import named_context
-from jax_cp_dispatch.attention.local.arguments import check_arrays
 from jax_cp_dispatch.attention.local.backward import (
     SoftmaxGradients,
     begin_dq,
@@ -21,6 +20,7 @@ from jax_cp_dispatch.attention.local.backward import (
     finish_dq,
 )
 from jax_cp_dispatch.attention.local.blocks import RowRanges, accumulator, cut_operands
+from jax_cp_dispatch.attention.local.check_operands import check_arrays
 from jax_cp_dispatch.attention.local.derivative_order import (
     forbid_second_derivative,
     in_reverse_only,

@@ -24,7 +24,7 @@ from jax_cp_dispatch.attention.local.query_ranges import (
     cut_query_ranges,
 )
 from jax_cp_dispatch.attention.local.rows import BlockIndex, block_of, to_rows
-from jax_cp_dispatch.planner.blocks import running_sum
+from jax_cp_dispatch.planner.block_grid import running_sum
 
 
 class KeyRanges(NamedTuple):

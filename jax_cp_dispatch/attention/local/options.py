@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from jax_cp_dispatch.attention.local.arguments import (
+from jax_cp_dispatch.attention.local.check_operands import (
     check_blocks,
     check_operands,
     check_softmax,

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jax_cp_dispatch.attention.attended import attended_tokens
-from jax_cp_dispatch.attention.local.arguments import check_arrays
 from jax_cp_dispatch.attention.local.blocks import RowRanges
+from jax_cp_dispatch.attention.local.check_operands import check_arrays
 from jax_cp_dispatch.attention.local.query_ranges import KeyQueries
 from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.masks import MaskRanges

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 from jax_cp_dispatch._residuals import named_context
-from jax_cp_dispatch.attention.arguments import check_rows, is_stack
+from jax_cp_dispatch.attention.check_arguments import check_rows, is_stack
 from jax_cp_dispatch.attention.latents import UNUSED_ROW
 from jax_cp_dispatch.attention.local.api import local_attention, local_attention_backward
 from jax_cp_dispatch.attention.local.backward import SoftmaxGradients

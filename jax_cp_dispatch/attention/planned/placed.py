@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Integer
 from jax_cp_dispatch._ranks.axis import AxisName, num_ranks_here
 from jax_cp_dispatch._ranks.options import read_options
 from jax_cp_dispatch._residuals import named_context_received
-from jax_cp_dispatch.attention.arguments import check_plan, read_mask_of_plan
+from jax_cp_dispatch.attention.check_arguments import check_plan, read_mask_of_plan
 from jax_cp_dispatch.attention.local.sink import sink_gradient
 from jax_cp_dispatch.attention.operands import Operands, Outputs, softmax_gradients
 from jax_cp_dispatch.attention.options import AttentionOptions

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jaxtyping import Float
 
-from jax_cp_dispatch.attention.arguments import (
+from jax_cp_dispatch.attention.check_arguments import (
     HostOrDevice,
     check_plan,
     check_rows,

@@ -16,7 +16,7 @@ from jax_cp_dispatch._dispatch import move, outgoing
 from jax_cp_dispatch._ranks.axis import AxisName, num_ranks_here
 from jax_cp_dispatch._ranks.options import CollectiveOptions, read_options
 from jax_cp_dispatch.attention.transport import dispatch_or_collectives
-from jax_cp_dispatch.cycles.rows import CycleRows, check_chunk_maps
+from jax_cp_dispatch.cycles.integer_rows import CycleRows, check_chunk_maps
 from jax_cp_dispatch.metadata import Metadata
 
 # Chunk c of rank r goes to rank `routes[c][r]`, into the same slot c; -1: it is not sent.

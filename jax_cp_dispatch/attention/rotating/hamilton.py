@@ -14,7 +14,7 @@ from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.attention.peer_arguments import explains_peer_arguments
 from jax_cp_dispatch.attention.rotating.call import rotating_attention
-from jax_cp_dispatch.cycles.rows import CycleRows
+from jax_cp_dispatch.cycles.integer_rows import CycleRows
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.read import read_mask
 

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jaxtyping import Float
 
 from jax_cp_dispatch.attention.algorithms import Hamilton, Ring, Rotating, Zigzag
-from jax_cp_dispatch.attention.arguments import HostOrDevice, check_rows
+from jax_cp_dispatch.attention.check_arguments import HostOrDevice, check_rows
 from jax_cp_dispatch.attention.local.forward import OnlineSoftmax
 from jax_cp_dispatch.attention.local.query_ranges import KeyQueries
 from jax_cp_dispatch.attention.operands import Operands
@@ -29,7 +29,7 @@ from jax_cp_dispatch.attention.rotating.sequence import (
     to_layout,
     token_ranges,
 )
-from jax_cp_dispatch.cycles.rows import CycleRows
+from jax_cp_dispatch.cycles.integer_rows import CycleRows
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.read import read_mask_on_host
 from jax_cp_dispatch.timeline import COMMUNICATION, COMPUTATION

@@ -7,8 +7,8 @@ import functools
 from jax_cp_dispatch.attention.algorithms import Hamilton, Rotating, check_algorithm
 from jax_cp_dispatch.attention.rotating.schedules import CycleSchedule, DirectSchedule
 from jax_cp_dispatch.cycles import hamiltonian_cycles, two_level_cycles
+from jax_cp_dispatch.cycles.integer_rows import CycleRows, check_cycles
 from jax_cp_dispatch.cycles.maps import cycles_of_maps
-from jax_cp_dispatch.cycles.rows import CycleRows, check_cycles
 
 
 def schedule_of(op: str, algorithm: Rotating, num_ranks: int) -> CycleSchedule | DirectSchedule:

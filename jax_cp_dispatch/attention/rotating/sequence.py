@@ -13,8 +13,8 @@ from jaxtyping import Array, Shaped
 from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch._ranks.varying import vary_alike
 from jax_cp_dispatch._residuals import named_context
-from jax_cp_dispatch.attention.arguments import check_rows
 from jax_cp_dispatch.attention.attended import attended_tokens
+from jax_cp_dispatch.attention.check_arguments import check_rows
 from jax_cp_dispatch.attention.gather import gather_sequence
 from jax_cp_dispatch.attention.latents import shapes_of_keys
 from jax_cp_dispatch.attention.local.blocks import accumulator, attended_keys
@@ -24,8 +24,8 @@ from jax_cp_dispatch.attention.operands import Operands, Outputs
 from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.attention.rotating.attend import Rotation, TokenRanges, attend_rotating
-from jax_cp_dispatch.attention.rotating.chunks import Chunking
 from jax_cp_dispatch.attention.rotating.communication import move_chunks, reverse
+from jax_cp_dispatch.attention.rotating.key_chunks import Chunking
 from jax_cp_dispatch.attention.rotating.layout import (
     SequenceLayout,
     contiguous_layout,

@@ -14,8 +14,8 @@ from jax_cp_dispatch._dtypes import sum_dtype
 from jax_cp_dispatch._ranks.axis import num_ranks_here
 from jax_cp_dispatch._ranks.varying import vary_alike, vary_like
 from jax_cp_dispatch._residuals import named_context, named_context_received
-from jax_cp_dispatch.attention.arguments import check_rows
 from jax_cp_dispatch.attention.attended import attended_tokens
+from jax_cp_dispatch.attention.check_arguments import check_rows
 from jax_cp_dispatch.attention.gather import gather_sequence
 from jax_cp_dispatch.attention.kv_heads import kv_copies
 from jax_cp_dispatch.attention.local.api import local_attention, local_attention_backward

@@ -35,8 +35,8 @@ from jax_cp_dispatch.comm_gemm.layers.rank import (
 )
 from jax_cp_dispatch.comm_gemm.layers.token_axes import keeps_token_axes, split_like
 from jax_cp_dispatch.comm_gemm.layers.vmap import with_examples
-from jax_cp_dispatch.comm_gemm.scaled.operands import Scales, amax_of
 from jax_cp_dispatch.comm_gemm.scaled.read_scales import check_contracted_blocks
+from jax_cp_dispatch.comm_gemm.scaled.scaled_operands import Scales, amax_of
 from jax_cp_dispatch.comm_gemm.types import CommOverlapType
 
 _partition_gather = with_examples(partition_gather)

@@ -16,11 +16,11 @@ from jaxtyping import Array
 from jax_cp_dispatch._ranks.call_context import CallContext, is_traced, retype, with_manual_axes
 from jax_cp_dispatch._ranks.varying import refuse_mapped_explicit_axes, vary_alike, varying_axes
 from jax_cp_dispatch.comm_gemm.layers.derivatives import gathered_matmul, scattered_matmul
-from jax_cp_dispatch.comm_gemm.layers.operands import Operands
+from jax_cp_dispatch.comm_gemm.layers.matmul_operands import Operands
 from jax_cp_dispatch.comm_gemm.layers.partitioning import with_rows
 from jax_cp_dispatch.comm_gemm.layers.rank import Matmul
 from jax_cp_dispatch.comm_gemm.layers.token_axes import tell_lost_axes
-from jax_cp_dispatch.comm_gemm.scaled.operands import scales_of
+from jax_cp_dispatch.comm_gemm.scaled.scaled_operands import scales_of
 from jax_cp_dispatch.comm_gemm.types import CommOverlapType
 
 

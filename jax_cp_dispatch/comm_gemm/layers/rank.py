@@ -13,14 +13,14 @@ from jax_cp_dispatch._ranks.varying import vary_like, varying_axes
 from jax_cp_dispatch.comm_gemm.engine.call import GemmCall
 from jax_cp_dispatch.comm_gemm.engine.overlap import Overlap
 from jax_cp_dispatch.comm_gemm.engine.primitive import bind_gemm
-from jax_cp_dispatch.comm_gemm.layers.operands import join_columns, split_columns
-from jax_cp_dispatch.comm_gemm.scaled.operands import (
+from jax_cp_dispatch.comm_gemm.layers.matmul_operands import join_columns, split_columns
+from jax_cp_dispatch.comm_gemm.scaled.quantize import DelayedScaling, quantize
+from jax_cp_dispatch.comm_gemm.scaled.scaled_operands import (
     FORWARD_DTYPE,
     ScaledOperands,
     dequantize_gathered,
     flat,
 )
-from jax_cp_dispatch.comm_gemm.scaled.quantize import DelayedScaling, quantize
 from jax_cp_dispatch.comm_gemm.types import CommOverlapMethod, CommOverlapType, ScalingMode
 
 

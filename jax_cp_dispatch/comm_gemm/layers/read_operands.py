@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxtyping import Array
 
-from jax_cp_dispatch.comm_gemm.layers.operands import Operands
+from jax_cp_dispatch.comm_gemm.layers.matmul_operands import Operands
 from jax_cp_dispatch.comm_gemm.operand_types import read_array
 from jax_cp_dispatch.comm_gemm.types import FLOATS, CommOverlapType
 

@@ -13,7 +13,7 @@ from jax_cp_dispatch.comm_gemm.scaled.mxfp8 import (
     padded_shape,
     scales_shape,
 )
-from jax_cp_dispatch.comm_gemm.scaled.operands import MatmulScaling
+from jax_cp_dispatch.comm_gemm.scaled.scaled_operands import MatmulScaling
 from jax_cp_dispatch.comm_gemm.types import ScalingMode
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.planner.fingerprint_of_pieces import fingerprint_of_pieces
 from jax_cp_dispatch.planner.home import pairs_of_ranks
-from jax_cp_dispatch.planner.pieces import Pieces, Spans, lay_out
+from jax_cp_dispatch.planner.piece_table import PieceTable, Spans, lay_out
 from jax_cp_dispatch.planner.placement.config import CAPACITIES, PlacementConfig
 from jax_cp_dispatch.planner.placement.cuts import cut_pieces, cut_table
 from jax_cp_dispatch.planner.placement.plan import PlacedPlan
@@ -24,7 +24,7 @@ from jax_cp_dispatch.planner.transfers import (
 
 
 def plan_of_pieces(
-    request: PlanRequest, held: Pieces, in_order: Mask | None
+    request: PlanRequest, held: PieceTable, in_order: Mask | None
 ) -> tuple[PlacedPlan, PlacementConfig]:
     """Builds the plan of one mask for pieces in their rows, which are the same for all masks.
 
@@ -37,7 +37,7 @@ def plan_of_pieces(
 
 
 def build_plan(
-    request: PlanRequest, pieces: Pieces, spans: Spans, in_order: Mask | None = None
+    request: PlanRequest, pieces: PieceTable, spans: Spans, in_order: Mask | None = None
 ) -> tuple[PlacedPlan, PlacementConfig]:
     """Builds the plan of a placement, as arrays of static size, and a config of what it needs.
 

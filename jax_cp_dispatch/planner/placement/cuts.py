@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int, Int32
 
-from jax_cp_dispatch.planner.pieces import Pieces
+from jax_cp_dispatch.planner.piece_table import PieceTable
 from jax_cp_dispatch.planner.slices import slice_of_rank
 from jax_cp_dispatch.planner.transfers import number_on_rank
 
@@ -33,7 +33,7 @@ class CutPieces(NamedTuple):
     linked: Int[np.ndarray, " W"]
 
 
-def cut_pieces(pieces: Pieces, lengths: Int[np.ndarray, " D"], world_size: int) -> CutPieces:
+def cut_pieces(pieces: PieceTable, lengths: Int[np.ndarray, " D"], world_size: int) -> CutPieces:
     """Finds the cut pieces and counts what each rank has to know of them."""
     cut = np.flatnonzero(pieces.end - pieces.start < lengths[pieces.document])
     held = np.bincount(pieces.rank[cut], minlength=world_size)

@@ -44,10 +44,10 @@ def read_layers(
     for x in layers:
         check_integer(op, "layers", x)
     factor = math.gcd(*(int(x) for x in layers))
-    least = [int(x) // max(factor, 1) for x in layers]
-    if min(layers) < 1 or max(least) > _MOST:
+    reduced = [int(x) // max(factor, 1) for x in layers]
+    if min(layers) < 1 or max(reduced) > _MOST:
         raise ValueError(f"{op}: layers is {layers!r}; pass numbers from 1 to {_MOST}.")
-    return Layers(seen, tuple(least))
+    return Layers(seen, tuple(reduced))
 
 
 def describe_layers(

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Int, Shaped
 
 from jax_cp_dispatch.masks import Mask
-from jax_cp_dispatch.planner.pieces import Pieces
+from jax_cp_dispatch.planner.piece_table import PieceTable
 from jax_cp_dispatch.planner.request import PlanRequest
 
 
@@ -28,7 +28,7 @@ def by_columns(x: Shaped[Any, "places ..."], batch: int, num_held: int) -> Shape
     return x.reshape(batch, num_held * rows, *rest)
 
 
-def pieces_ascend(pieces: Pieces) -> bool:
+def pieces_ascend(pieces: PieceTable) -> bool:
     """Whether the pieces of a document on a rank are in order."""
     order = np.lexsort((pieces.row, pieces.document, pieces.rank))
     rank, document, start = (x[order] for x in (pieces.rank, pieces.document, pieces.start))

@@ -15,7 +15,7 @@ from jax_cp_dispatch.planner.constraints import check_longest_keys, check_ranks
 from jax_cp_dispatch.planner.documents import Row, documents_of
 from jax_cp_dispatch.planner.fallback import check_fallback
 from jax_cp_dispatch.planner.native_problem import native_problem
-from jax_cp_dispatch.planner.pieces import Pieces, lay_out
+from jax_cp_dispatch.planner.piece_table import PieceTable, lay_out
 from jax_cp_dispatch.planner.placement.build import plan_of_pieces
 from jax_cp_dispatch.planner.placement.config import CAPACITIES, PlacementConfig
 from jax_cp_dispatch.planner.placement.fallback import moves_of_fallback, plan_of_fallback
@@ -146,7 +146,7 @@ def _check_config(request: PlanRequest) -> None:
         )
 
 
-def _place(requests: Requests, layers: Layers) -> Pieces:
+def _place(requests: Requests, layers: Layers) -> PieceTable:
     """Returns the pieces of documents in the rows of the ranks."""
     for request in requests:
         check_longest_keys(_OP, request)
@@ -156,7 +156,7 @@ def _place(requests: Requests, layers: Layers) -> Pieces:
 
 
 def _plans(
-    requests: Requests, pieces: Pieces, moves: Sequence[np.ndarray]
+    requests: Requests, pieces: PieceTable, moves: Sequence[np.ndarray]
 ) -> tuple[tuple[PlacedPlan, ...], PlacementConfig]:
     """Returns a plan for each mask, and the capacities that they need."""
     built = [plan_of_pieces(x, pieces, in_placed_order(x, moves)) for x in requests]
@@ -201,7 +201,7 @@ def _assign(requests: Requests, layers: Layers) -> Int[np.ndarray, "P 4"]:
     return assigned.astype(np.int64)  # nanobind says "long long"
 
 
-def _moves(request: PlanRequest, pieces: Pieces):
+def _moves(request: PlanRequest, pieces: PieceTable):
     """Returns source, place and length of every range, by place; padding comes last per rank."""
     documents, world_size, num_tokens = request.documents, request.world_size, request.num_tokens
     tokens = pieces.end - pieces.start

@@ -16,7 +16,7 @@ from jax_cp_dispatch.masks.read import read_mask_on_host
 from jax_cp_dispatch.metadata.describe import rows_between_ranks
 from jax_cp_dispatch.planner.describe import PlanToDescribe, Rows, describe_plan
 from jax_cp_dispatch.planner.home import home_pieces, pairs_of_ranks
-from jax_cp_dispatch.planner.pieces import Pieces
+from jax_cp_dispatch.planner.piece_table import PieceTable
 from jax_cp_dispatch.planner.placement.build import plan_of_pieces
 from jax_cp_dispatch.planner.placement.config import PlacementConfig
 from jax_cp_dispatch.planner.placement.cuts import describe_cuts
@@ -61,7 +61,7 @@ class Placement:
     plans: tuple[PlacedPlan, ...]
     layers: tuple[int, ...]
     config: PlacementConfig
-    made_of: tuple[tuple[PlanRequest, ...], Pieces | None]
+    made_of: tuple[tuple[PlanRequest, ...], PieceTable | None]
     source: Int[np.ndarray, " P"]
     place: Int[np.ndarray, " P"]
     tokens: Int[np.ndarray, " P"]

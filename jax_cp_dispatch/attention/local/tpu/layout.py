@@ -7,8 +7,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from jax_cp_dispatch.attention.local.arguments import divisors
 from jax_cp_dispatch.attention.local.blocks import KeyRanges
+from jax_cp_dispatch.attention.local.check_operands import divisors
 from jax_cp_dispatch.attention.local.options import PassOptions
 
 LANES = 128

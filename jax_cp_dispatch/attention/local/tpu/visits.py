@@ -37,10 +37,10 @@ def find_visits(options: PassOptions, blocks: TpuBlocks) -> Visits:
     start, end = blocks.of_queries[:, :, 0], blocks.of_queries[:, :, 1]
     used = start < end
     start, end = jnp.where(used, start, num_keys), jnp.where(used, end, 0)
-    least = lambda x: x.min(-1).reshape(-1, together, x.shape[1]).min(1)
-    most = lambda x: -least(-x)
-    first, last = least(start) // LANES, -(-most(end) // LANES)
-    of_queries = [-(-most(start) // LANES), least(end) // LANES]
+    smallest = lambda x: x.min(-1).reshape(-1, together, x.shape[1]).min(1)
+    largest = lambda x: -smallest(-x)
+    first, last = smallest(start) // LANES, -(-largest(end) // LANES)
+    of_queries = [-(-largest(start) // LANES), smallest(end) // LANES]
     of_keys = []
     key_block = jnp.arange(blocks.k.shape[1])
     meet = (first[..., None] <= key_block) & (key_block < last[..., None])
@@ -48,8 +48,16 @@ def find_visits(options: PassOptions, blocks: TpuBlocks) -> Visits:
         index = blocks.of_queries[:, :, 2]
         starts, ends = blocks.of_keys[:, :, 0], blocks.of_keys[:, :, 1]
         seen = starts < ends  # others, as those that pad the last block, hide nothing less
-        of_queries += [least(jnp.where(used, index, _LARGEST)), most(jnp.where(used, index, -1))]
-        of_keys = [least(jnp.where(seen, starts, _LARGEST)), most(starts), least(ends), most(ends)]
+        of_queries += [
+            smallest(jnp.where(used, index, _LARGEST)),
+            largest(jnp.where(used, index, -1)),
+        ]
+        of_keys = [
+            smallest(jnp.where(seen, starts, _LARGEST)),
+            largest(starts),
+            smallest(ends),
+            largest(ends),
+        ]
         meet &= of_keys[0][:, None] <= of_queries[3][..., None]
         meet &= of_keys[3][:, None] > of_queries[2][..., None]
     tables = ([*_walks(meet), *of_queries], [*_walks(jnp.swapaxes(meet, 1, 2)), *of_keys])

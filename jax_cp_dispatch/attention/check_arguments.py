@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jax_cp_dispatch._ranks.axis import check_axis_name, check_mesh
-from jax_cp_dispatch.attention.local.arguments import check_arrays, check_operands
+from jax_cp_dispatch.attention.local.check_operands import check_arrays, check_operands
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.array_mask import MaskKind
 from jax_cp_dispatch.masks.read import read_mask
@@ -55,7 +55,7 @@ def check_plan(op: str, plan: Any, *kinds: type) -> None:
     """Requires a plan of one of these kinds."""
     if isinstance(plan, kinds):
         return
-    names, sources = (" or ".join(words) for words in zip(*(_PLANS[k] for k in kinds), strict=True))
+    names, sources = (" or ".join(texts) for texts in zip(*(_PLANS[k] for k in kinds), strict=True))
     raise TypeError(
         f"{op}: plan is of type {type(plan).__name__}; it needs to be {names}. Pass {sources}."
     )

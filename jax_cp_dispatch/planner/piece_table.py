@@ -1,4 +1,4 @@
-"""Pieces of documents on ranks: their rows, and the keys that they need."""
+"""`PieceTable`: pieces of documents on ranks, their rows, and the keys that they need."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ from jaxtyping import Int
 from jax_cp_dispatch.planner.seen_keys import SeenKeys
 
 
-class Pieces(NamedTuple):
+class PieceTable(NamedTuple):
     """Tokens [start, end) of documents, in the order of the ranks' rows; `row` is local to a rank.
 
     `origin` is the received row where the document starts, or would start.
@@ -35,8 +35,8 @@ class Spans(NamedTuple):
 def lay_out(
     assigned: Int[np.ndarray, "P 4"],
     seen: SeenKeys,
-    held: Pieces | None = None,
-) -> tuple[Pieces, Spans]:
+    held: PieceTable | None = None,
+) -> tuple[PieceTable, Spans]:
     """Lays out pieces, given as sorted rows (rank, document, start, end), in rows of ranks.
 
     Cut documents come first on each rank. All its whole documents and the last cut one are then one
@@ -69,13 +69,13 @@ def lay_out(
         piece_order = np.argsort(np.lexsort((held.start, held.document, held.rank)))
     rank, document, start, end = assigned[piece_order].T
     origin = (row - earliest[first])[span][piece_order]
-    pieces = Pieces(rank, document, start, end, _before(end - start, rank), origin)
+    pieces = PieceTable(rank, document, start, end, _before(end - start, rank), origin)
     return pieces, spans
 
 
 def _lay_out_documents(
-    assigned: Int[np.ndarray, "P 4"], seen: SeenKeys, held: Pieces | None
-) -> tuple[Pieces, Spans]:
+    assigned: Int[np.ndarray, "P 4"], seen: SeenKeys, held: PieceTable | None
+) -> tuple[PieceTable, Spans]:
     """`lay_out` if a query may see keys of several spans: those of a document are adjacent rows.
 
     Keys between them, which no query of the rank sees, are not sent. `origin` has no meaning.
@@ -111,7 +111,7 @@ def _lay_out_documents(
         piece_order = np.argsort(np.lexsort((held.start, held.document, held.rank)))
     rank, document, start, end = assigned[piece_order].T
     row = _before(end - start, rank)
-    return Pieces(rank, document, start, end, row, np.zeros_like(row)), spans
+    return PieceTable(rank, document, start, end, row, np.zeros_like(row)), spans
 
 
 def _before(size: Int[np.ndarray, " N"], rank: Int[np.ndarray, " N"]) -> Int[np.ndarray, " N"]:
