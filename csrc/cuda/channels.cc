@@ -66,7 +66,7 @@ Status Channel::Make(const std::string& op, const ChannelKey& key, const Channel
   bytes_ = shape.bytes;
   key_ = key;
   in_slab_ = in_slab;
-  num_parts_ = shape.num_parts;
+  num_groups_ = shape.num_groups;
   for (const int64_t entry : key.devices) devices_.push_back(DeviceEntry::From(entry));
   Status status =
       in_slab ? Slab::Get().Allocate(op, devices_, bytes_, key.layout, &memory_, &generation_)
@@ -127,7 +127,8 @@ std::string Channel::TakeError(const std::string& op) {
       kernels::ErrorRecord* record = local.errors + r;
       const uint64_t raised = __atomic_load_n(&record->raised, __ATOMIC_ACQUIRE);
       if (raised == record->reported) continue;
-      const std::string text = Describe(op, *record, static_cast<int>(devices_.size()), num_parts_);
+      const std::string text =
+          Describe(op, *record, static_cast<int>(devices_.size()), num_groups_);
       // The rank that rejected the call names the cause; the others only name that rank.
       const bool is_cause = record->failure != kernels::Failure::kPeer;
       __atomic_store_n(&record->reported, raised, __ATOMIC_RELEASE);

@@ -20,9 +20,9 @@ namespace cpd {
 
 // The key of a channel. Calls with the same key share a channel and run in sequence.
 struct ChannelKey {
-  std::string layout;                            // everything that determines the memory layout
-  std::vector<int64_t> buffers;                  // ids of registered buffers, per part; 0: none
-  std::vector<int64_t> devices;                  // of the ranks, in order
+  std::string layout;            // everything that determines the memory layout
+  std::vector<int64_t> buffers;  // ids of registered buffers, per operand group; 0: none
+  std::vector<int64_t> devices;  // of the ranks, in order
   const char* maker = "create_dispatch_buffer";  // creates those buffers, for messages
 
   bool operator<(const ChannelKey& other) const;
@@ -33,7 +33,7 @@ struct ChannelShape {
   int64_t bytes;        // shared among ranks; bytes of each
   int64_t local_bytes;  // of each local rank; starts with kernels::State
   int num_local;        // ranks on one device: one or all
-  int num_parts;        // plans, for messages
+  int num_groups;       // plans, for messages
 };
 
 // One channel, as one process sees it.
@@ -73,7 +73,7 @@ class Channel {
   std::map<int, Local> locals_;  // by the first rank of a device of this process
   int64_t generation_ = 0;
   int64_t bytes_ = 0;
-  int num_parts_ = 1;
+  int num_groups_ = 1;
   bool in_slab_ = false;
 };
 

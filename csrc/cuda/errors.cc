@@ -8,10 +8,10 @@ namespace cpd {
 using kernels::ErrorRecord;
 using kernels::Failure;
 
-std::string Describe(const std::string& op, const ErrorRecord& e, int num_ranks, int num_parts) {
+std::string Describe(const std::string& op, const ErrorRecord& e, int num_ranks, int num_groups) {
   std::ostringstream text;
   text << op;
-  if (num_parts > 1) text << ", plan " << e.part << " of 0.." << num_parts - 1;
+  if (num_groups > 1) text << ", plan " << e.group << " of 0.." << num_groups - 1;
   text << ": rank " << e.rank;
   const auto slot = [&]() -> std::ostream& { return text << " slot " << e.slot; };
   const auto target = [&]() -> std::ostream& { return slot() << " replica " << e.replica; };

@@ -7,8 +7,8 @@
 
 namespace cpd {
 
-// `op` begins the message; `num_ranks` and `num_parts` are those of the call.
+// `op` begins the message; `num_ranks` and `num_groups` are those of the call.
 std::string Describe(const std::string& op, const kernels::ErrorRecord& error, int num_ranks,
-                     int num_parts);
+                     int num_groups);
 
 }  // namespace cpd

@@ -62,22 +62,22 @@ void GpuArithmetic::Sum(const SumTask& task) const {
   Check(LaunchSum(CallOf(task), share_.num_comm_blocks, stream_), "launching a sum");
 }
 
-void GpuArithmetic::Copy(const std::vector<RowCopy>& pieces) const {
-  for (const RowCopy& piece : pieces) {
-    if (piece.num_rows == 0 || piece.row_bytes == 0) continue;
-    const bool is_one = piece.num_rows == 1 ||
-                        (piece.to_pitch == piece.row_bytes && piece.from_pitch == piece.row_bytes);
+void GpuArithmetic::Copy(const std::vector<RowCopy>& copies) const {
+  for (const RowCopy& copy : copies) {
+    if (copy.num_rows == 0 || copy.row_bytes == 0) continue;
+    const bool is_one = copy.num_rows == 1 ||
+                        (copy.to_pitch == copy.row_bytes && copy.from_pitch == copy.row_bytes);
     if (is_one && !share_.use_copy_engine) {
-      Check(LaunchCopy(piece.to, piece.from, piece.num_rows * piece.row_bytes,
-                       share_.num_comm_blocks, stream_),
+      Check(LaunchCopy(copy.to, copy.from, copy.num_rows * copy.row_bytes, share_.num_comm_blocks,
+                       stream_),
             "launching a copy");
     } else if (is_one) {
-      Check(cudaMemcpyAsync(piece.to, piece.from, piece.num_rows * piece.row_bytes,
-                            cudaMemcpyDefault, stream_),
+      Check(cudaMemcpyAsync(copy.to, copy.from, copy.num_rows * copy.row_bytes, cudaMemcpyDefault,
+                            stream_),
             "copying");
     } else {
-      Check(cudaMemcpy2DAsync(piece.to, piece.to_pitch, piece.from, piece.from_pitch,
-                              piece.row_bytes, piece.num_rows, cudaMemcpyDefault, stream_),
+      Check(cudaMemcpy2DAsync(copy.to, copy.to_pitch, copy.from, copy.from_pitch, copy.row_bytes,
+                              copy.num_rows, cudaMemcpyDefault, stream_),
             "copying rows");
     }
   }

@@ -35,7 +35,7 @@ class GpuArithmetic final : public Arithmetic {
 
   void Multiply(const GemmTask& task) const override;
   void Sum(const SumTask& task) const override;
-  void Copy(const std::vector<RowCopy>& pieces) const override;
+  void Copy(const std::vector<RowCopy>& copies) const override;
   void Clear(char* rows, int64_t pitch, int64_t num_rows, int64_t row_bytes) const override;
   // Computes only the bias gradient: Prepare() has already swizzled the scales.
   void Finish(const OverlapProblem& problem, const RankMemory& memory,

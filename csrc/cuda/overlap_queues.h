@@ -32,7 +32,7 @@ class OverlapQueues final : public GpuQueues {
   void Join(cudaStream_t stream);
 
   void Choose(int rank, Lane lane) override;
-  void Copy(const std::vector<RowCopy>& pieces) override { arithmetic_->Copy(pieces); }
+  void Copy(const std::vector<RowCopy>& copies) override { arithmetic_->Copy(copies); }
   int RecordEvent() override;
   void WaitForEvent(int event) override;
   void SignalPeer(int rank, int peer, int signal) override;

@@ -42,7 +42,7 @@ bool ReadIntegers(ByteReader* reader, int64_t expected, DispatchContribution* ra
   return true;
 }
 
-bool ReadPart(ByteReader* reader, DispatchContribution* rank, DispatchPart* part) {
+bool ReadPart(ByteReader* reader, DispatchContribution* rank, OperandGroup* group) {
   int64_t num_arrays = 0;
   if (!reader->Get(&num_arrays) || num_arrays < 0 || num_arrays > reader->num_left()) return false;
   for (int64_t a = 0; a < num_arrays; ++a) {
@@ -52,30 +52,30 @@ bool ReadPart(ByteReader* reader, DispatchContribution* rank, DispatchPart* part
         !reader->Get(&types.out)) {
       return false;
     }
-    part->tokens.push_back(tokens);
-    part->buffers.push_back(buffer);
-    part->types.push_back(types);
+    group->tokens.push_back(tokens);
+    group->buffers.push_back(buffer);
+    group->types.push_back(types);
   }
   uint8_t has_src_offset = 0, has_fingerprint = 0;
-  if (!reader->Get(&part->num_slots) || !reader->Get(&part->num_replicas) ||
+  if (!reader->Get(&group->num_slots) || !reader->Get(&group->num_replicas) ||
       !reader->Get(&has_src_offset) || !reader->Get(&has_fingerprint)) {
     return false;
   }
-  const int64_t slots = part->num_slots, replicas = part->num_replicas;
+  const int64_t slots = group->num_slots, replicas = group->num_replicas;
   if (slots < 0 || replicas < 0 || (replicas > 0 && slots > reader->num_left() / replicas)) {
     return false;
   }
-  return ReadIntegers(reader, rank->num_ranks + 1, rank, &part->num_recv_tokens) &&
-         ReadIntegers(reader, slots, rank, &part->seq_len) &&
-         ReadIntegers(reader, slots * replicas, rank, &part->dst_rank) &&
-         ReadIntegers(reader, slots * replicas, rank, &part->dst_offset) &&
-         (!has_src_offset || ReadIntegers(reader, slots, rank, &part->src_offset)) &&
-         (!has_fingerprint || ReadIntegers(reader, kFingerprintSize, rank, &part->fingerprint));
+  return ReadIntegers(reader, rank->num_ranks + 1, rank, &group->num_recv_tokens) &&
+         ReadIntegers(reader, slots, rank, &group->seq_len) &&
+         ReadIntegers(reader, slots * replicas, rank, &group->dst_rank) &&
+         ReadIntegers(reader, slots * replicas, rank, &group->dst_offset) &&
+         (!has_src_offset || ReadIntegers(reader, slots, rank, &group->src_offset)) &&
+         (!has_fingerprint || ReadIntegers(reader, kFingerprintSize, rank, &group->fingerprint));
 }
 
 }  // namespace
 
-void DispatchPart::Select(int64_t rank) {
+void OperandGroup::Select(int64_t rank) {
   if (num_views == 1) return;
   num_recv_tokens = num_recv_tokens.From(rank * (num_views + 1));
   seq_len = seq_len.From(rank * num_slots);
@@ -87,34 +87,34 @@ void DispatchPart::Select(int64_t rank) {
 
 std::string DispatchContribution::Write() const {
   ByteWriter writer;
-  writer.Put<int64_t>(parts.size());
-  for (const DispatchPart& part : parts) {
-    writer.Put<int64_t>(part.tokens.size());
-    for (size_t a = 0; a < part.tokens.size(); ++a) {
-      WriteRows(part.tokens[a], &writer);
-      WriteRows(part.buffers[a], &writer);
-      const SumTypes types = a < part.types.size() ? part.types[a] : SumTypes{};
+  writer.Put<int64_t>(groups.size());
+  for (const OperandGroup& group : groups) {
+    writer.Put<int64_t>(group.tokens.size());
+    for (size_t a = 0; a < group.tokens.size(); ++a) {
+      WriteRows(group.tokens[a], &writer);
+      WriteRows(group.buffers[a], &writer);
+      const SumTypes types = a < group.types.size() ? group.types[a] : SumTypes{};
       writer.Put(types.in);
       writer.Put(types.out);
     }
-    writer.Put(part.num_slots);
-    writer.Put(part.num_replicas);
-    writer.Put<uint8_t>(part.src_offset ? 1 : 0);
-    writer.Put<uint8_t>(part.fingerprint ? 1 : 0);
-    WriteIntegers(part.num_recv_tokens, num_ranks + 1, &writer);
-    WriteIntegers(part.seq_len, part.num_slots, &writer);
-    WriteIntegers(part.dst_rank, part.num_slots * part.num_replicas, &writer);
-    WriteIntegers(part.dst_offset, part.num_slots * part.num_replicas, &writer);
-    if (part.src_offset) WriteIntegers(part.src_offset, part.num_slots, &writer);
-    if (part.fingerprint) WriteIntegers(part.fingerprint, kFingerprintSize, &writer);
+    writer.Put(group.num_slots);
+    writer.Put(group.num_replicas);
+    writer.Put<uint8_t>(group.src_offset ? 1 : 0);
+    writer.Put<uint8_t>(group.fingerprint ? 1 : 0);
+    WriteIntegers(group.num_recv_tokens, num_ranks + 1, &writer);
+    WriteIntegers(group.seq_len, group.num_slots, &writer);
+    WriteIntegers(group.dst_rank, group.num_slots * group.num_replicas, &writer);
+    WriteIntegers(group.dst_offset, group.num_slots * group.num_replicas, &writer);
+    if (group.src_offset) WriteIntegers(group.src_offset, group.num_slots, &writer);
+    if (group.fingerprint) WriteIntegers(group.fingerprint, kFingerprintSize, &writer);
   }
   return std::move(writer).Finish();
 }
 
 std::vector<SharedArray> DispatchContribution::SharedArrays() {
   std::vector<SharedArray> shared;
-  for (DispatchPart& part : parts) {
-    for (RowArray& array : direction == Direction::kDispatch ? part.tokens : part.buffers) {
+  for (OperandGroup& group : groups) {
+    for (RowArray& array : direction == Direction::kDispatch ? group.tokens : group.buffers) {
       shared.push_back({&array.shared, array.num_bytes()});
     }
   }
@@ -127,11 +127,11 @@ std::unique_ptr<Contribution> ReadDispatchContribution(Direction direction, int 
   rank->direction = direction;
   rank->num_ranks = num_ranks;
   ByteReader reader(bytes);
-  int64_t num_parts = 0;
-  if (!reader.Get(&num_parts) || num_parts < 0 || num_parts > reader.num_left()) return nullptr;
-  rank->parts.resize(num_parts);
-  for (DispatchPart& part : rank->parts) {
-    if (!ReadPart(&reader, rank.get(), &part)) return nullptr;
+  int64_t num_groups = 0;
+  if (!reader.Get(&num_groups) || num_groups < 0 || num_groups > reader.num_left()) return nullptr;
+  rank->groups.resize(num_groups);
+  for (OperandGroup& group : rank->groups) {
+    if (!ReadPart(&reader, rank.get(), &group)) return nullptr;
   }
   if (reader.num_left() != 0) return nullptr;
   return rank;

@@ -13,32 +13,32 @@ namespace {
 // Target size of a task in bytes: large enough to hide its bookkeeping, small enough to share.
 constexpr int64_t kTaskBytes = 512 << 10;
 
-// The parts of all ranks, part by part; every rank contributes the same number.
-Status SplitParts(const std::string& op,
-                  const std::vector<std::unique_ptr<Contribution>>& contributions,
-                  std::vector<Ranks>* parts) {
+// The operand groups of all ranks, one by one; every rank contributes the same number.
+Status SplitGroups(const std::string& op,
+                   const std::vector<std::unique_ptr<Contribution>>& contributions,
+                   std::vector<Ranks>* groups) {
   for (size_t r = 0; r < contributions.size(); ++r) {
     const auto* rank = static_cast<const DispatchContribution*>(contributions[r].get());
-    if (r == 0) parts->resize(rank->parts.size());
-    if (rank->parts.size() != parts->size()) {
-      return Invalid(op, ": rank ", r, " has ", rank->parts.size(), " plans but rank 0 has ",
-                     parts->size(), ". All ranks must run the same program.");
+    if (r == 0) groups->resize(rank->groups.size());
+    if (rank->groups.size() != groups->size()) {
+      return Invalid(op, ": rank ", r, " has ", rank->groups.size(), " plans but rank 0 has ",
+                     groups->size(), ". All ranks must run the same program.");
     }
-    for (size_t p = 0; p < parts->size(); ++p) (*parts)[p].push_back(&rank->parts[p]);
+    for (size_t p = 0; p < groups->size(); ++p) (*groups)[p].push_back(&rank->groups[p]);
   }
   return Status::Ok();
 }
 
-// The start of a message about one part: its number if there are several.
-std::string PartName(const std::string& op, size_t part, size_t num_parts) {
-  if (num_parts == 1) return op;
-  return op + ", plan " + std::to_string(part) + " of 0.." + std::to_string(num_parts - 1);
+// The start of a message about one operand group: its number if there are several.
+std::string GroupName(const std::string& op, size_t group, size_t num_groups) {
+  if (num_groups == 1) return op;
+  return op + ", plan " + std::to_string(group) + " of 0.." + std::to_string(num_groups - 1);
 }
 
-// The name of the argument that sets the capacity of a part.
-std::string CapacityName(const std::string& names, size_t part) {
+// The name of the argument that sets the capacity of a group.
+std::string CapacityName(const std::string& names, size_t group) {
   size_t begin = 0;
-  for (; part > 0 && begin != std::string::npos; --part) {
+  for (; group > 0 && begin != std::string::npos; --group) {
     const size_t comma = names.find(',', begin);
     begin = comma == std::string::npos ? comma : comma + 1;
   }
@@ -47,24 +47,25 @@ std::string CapacityName(const std::string& names, size_t part) {
   return name.empty() ? "capacity" : name;
 }
 
-// Names the need of every part, so that the next attempt does not fail on another one.
-Status RefuseOverflows(std::string message, const std::vector<Ranks>& parts,
+// Names the need of every group, so that the next attempt does not fail on another one.
+Status RefuseOverflows(std::string message, const std::vector<Ranks>& groups,
                        const std::string& capacity_names) {
-  for (size_t p = 0; p < parts.size(); ++p) {
-    const std::string overflow = DescribeOverflow(parts[p], CapacityName(capacity_names, p));
+  for (size_t p = 0; p < groups.size(); ++p) {
+    const std::string overflow = DescribeOverflow(groups[p], CapacityName(capacity_names, p));
     if (!overflow.empty()) message += " " + overflow;
   }
   return Status::Invalid(message);
 }
 
-// Any part of a fallback may exceed the numbers of ranges or pieces too, which only the host knows.
-Status RefuseFallback(const std::string& op, const std::vector<Ranks>& parts,
+// Any group of a fallback may exceed the numbers of ranges or pieces too, which only the host
+// knows.
+Status RefuseFallback(const std::string& op, const std::vector<Ranks>& groups,
                       const std::string& capacity_names) {
   const std::string message =
       ": the plan is a fallback: its batch does not fit the config, so nothing was planned. Use "
       "another algorithm, such as a ring, where `fits` of the plan is false. Its `describe` says "
       "what the batch needs.";
-  return RefuseOverflows(op + message, parts, capacity_names);
+  return RefuseOverflows(op + message, groups, capacity_names);
 }
 
 // A copy, or a fill with zeros if src == nullptr.
@@ -74,32 +75,32 @@ struct Copy {
   int64_t num_bytes;
 };
 
-// Pieces of work, gathered into tasks of about kTaskBytes: one thread runs a small exchange alone.
-template <typename Piece>
+// Items of work, gathered into tasks of about kTaskBytes: one thread runs a small exchange alone.
+template <typename Item>
 class TaskList {
  public:
-  void Add(Piece piece, int64_t num_bytes) {
-    pieces_.push_back(std::move(piece));
+  void Add(Item item, int64_t num_bytes) {
+    items_.push_back(std::move(item));
     open_bytes_ += num_bytes;
     if (open_bytes_ >= kTaskBytes) CloseTask();
   }
 
-  WorkList Finish(void (*run)(const Piece&)) && {
+  WorkList Finish(void (*run)(const Item&)) && {
     if (open_bytes_ > 0) CloseTask();
     const auto num_tasks = static_cast<int64_t>(task_ends_.size());
     return {num_tasks,
-            [run, pieces = std::move(pieces_), ends = std::move(task_ends_)](int64_t task) {
-              for (size_t i = task == 0 ? 0 : ends[task - 1]; i < ends[task]; ++i) run(pieces[i]);
+            [run, items = std::move(items_), ends = std::move(task_ends_)](int64_t task) {
+              for (size_t i = task == 0 ? 0 : ends[task - 1]; i < ends[task]; ++i) run(items[i]);
             }};
   }
 
  private:
   void CloseTask() {
-    task_ends_.push_back(pieces_.size());
+    task_ends_.push_back(items_.size());
     open_bytes_ = 0;
   }
 
-  std::vector<Piece> pieces_;
+  std::vector<Item> items_;
   std::vector<size_t> task_ends_;
   int64_t open_bytes_ = 0;
 };
@@ -120,16 +121,14 @@ void RunCopy(const Copy& copy) {
 }
 
 // Rows of one array on one rank that all have the same sources.
-struct SumPiece {
+struct RowsSum {
   SumTypes types;
   char* out;
   int64_t num_elements;
   std::vector<const char*> sources;
 };
 
-void RunSum(const SumPiece& piece) {
-  SumRows(piece.types, piece.sources, piece.num_elements, piece.out);
-}
+void RunSum(const RowsSum& sum) { SumRows(sum.types, sum.sources, sum.num_elements, sum.out); }
 
 // The rows of one owner between two neighbouring boundaries of its segments, and the segments that
 // cover them, in (slot, replica) order.
@@ -174,8 +173,9 @@ void AddStaging(const RowArray& array, Ranges ranges, std::vector<StagedCopy>* s
   }
 }
 
-Status PlanDispatchPart(const std::string& op, const Ranks& ranks, const std::string& capacity_name,
-                        TaskList<Copy>* tasks, std::vector<StagedCopy>* staging) {
+Status PlanDispatchGroup(const std::string& op, const Ranks& ranks,
+                         const std::string& capacity_name, TaskList<Copy>* tasks,
+                         std::vector<StagedCopy>* staging) {
   std::vector<Segment> segments;
   std::vector<std::vector<Segment>> received;
   Status status = ReadAndCheck(op, ranks, capacity_name, &segments, &received);
@@ -213,8 +213,8 @@ Status PlanDispatchPart(const std::string& op, const Ranks& ranks, const std::st
   return Status::Ok();
 }
 
-Status PlanCombinePart(const std::string& op, const Ranks& ranks, const std::string& capacity_name,
-                       TaskList<SumPiece>* tasks, std::vector<StagedCopy>* staging) {
+Status PlanCombineGroup(const std::string& op, const Ranks& ranks, const std::string& capacity_name,
+                        TaskList<RowsSum>* tasks, std::vector<StagedCopy>* staging) {
   std::vector<Segment> segments;
   std::vector<std::vector<Segment>> received;
   Status status = CheckTypes(op, ranks);
@@ -234,12 +234,12 @@ Status PlanCombinePart(const std::string& op, const Ranks& ranks, const std::str
       for (const Interval& interval : CutIntervals(sent[src], out.num_rows)) {
         for (int64_t row = interval.begin; row < interval.end; row += rows_per_task) {
           const int64_t n = std::min(rows_per_task, interval.end - row);
-          SumPiece piece{types, out.data + row * out.row_bytes, n * elements_per_row, {}};
+          RowsSum sum{types, out.data + row * out.row_bytes, n * elements_per_row, {}};
           for (const Segment* s : interval.cover) {
-            piece.sources.push_back(ranks[s->dst_rank]->buffers[a].source() +
-                                    (s->dst_row + row - s->src_row) * in_row_bytes);
+            sum.sources.push_back(ranks[s->dst_rank]->buffers[a].source() +
+                                  (s->dst_row + row - s->src_row) * in_row_bytes);
           }
-          tasks->Add(std::move(piece), n * out.row_bytes);
+          tasks->Add(std::move(sum), n * out.row_bytes);
         }
       }
     }
@@ -259,27 +259,27 @@ Status PlanCombinePart(const std::string& op, const Ranks& ranks, const std::str
   return Status::Ok();
 }
 
-// Plans all parts with `plan_part` before anything runs: one invalid part stops the others too.
-template <typename Piece>
-Status PlanParts(const std::string& op,
-                 const std::vector<std::unique_ptr<Contribution>>& contributions,
-                 const PlanWords& words,
-                 Status (*plan_part)(const std::string&, const Ranks&, const std::string&,
-                                     TaskList<Piece>*, std::vector<StagedCopy>*),
-                 void (*run)(const Piece&), WorkList* work) {
-  std::vector<Ranks> parts;
-  Status status = SplitParts(op, contributions, &parts);
-  for (size_t p = 0; p < parts.size() && status.ok(); ++p) {
-    status = IsFallback(parts[p]) ? RefuseFallback(op, parts, words.capacity_names)
-                                  : CheckFingerprints(op, parts[p], words.processes);
+// Plans all groups with `plan_group` before anything runs: one invalid group stops the others too.
+template <typename Item>
+Status PlanGroups(const std::string& op,
+                  const std::vector<std::unique_ptr<Contribution>>& contributions,
+                  const MessageNames& names,
+                  Status (*plan_group)(const std::string&, const Ranks&, const std::string&,
+                                       TaskList<Item>*, std::vector<StagedCopy>*),
+                  void (*run)(const Item&), WorkList* work) {
+  std::vector<Ranks> groups;
+  Status status = SplitGroups(op, contributions, &groups);
+  for (size_t p = 0; p < groups.size() && status.ok(); ++p) {
+    status = IsFallback(groups[p]) ? RefuseFallback(op, groups, names.capacity_names)
+                                   : CheckFingerprints(op, groups[p], names.processes);
   }
-  TaskList<Piece> tasks;
+  TaskList<Item> tasks;
   std::vector<StagedCopy> staging;
-  for (size_t p = 0; p < parts.size() && status.ok(); ++p) {
-    status = plan_part(PartName(op, p, parts.size()), parts[p],
-                       CapacityName(words.capacity_names, p), &tasks, &staging);
-    if (!status.ok() && !DescribeOverflow(parts[p], "").empty()) {
-      status = RefuseOverflows(op + ":", parts, words.capacity_names);
+  for (size_t p = 0; p < groups.size() && status.ok(); ++p) {
+    status = plan_group(GroupName(op, p, groups.size()), groups[p],
+                        CapacityName(names.capacity_names, p), &tasks, &staging);
+    if (!status.ok() && !DescribeOverflow(groups[p], "").empty()) {
+      status = RefuseOverflows(op + ":", groups, names.capacity_names);
     }
   }
   if (status.ok()) {
@@ -293,14 +293,14 @@ Status PlanParts(const std::string& op,
 
 Status PlanDispatch(const std::string& op,
                     const std::vector<std::unique_ptr<Contribution>>& contributions, WorkList* work,
-                    const PlanWords& words) {
-  return PlanParts(op, contributions, words, PlanDispatchPart, RunCopy, work);
+                    const MessageNames& names) {
+  return PlanGroups(op, contributions, names, PlanDispatchGroup, RunCopy, work);
 }
 
 Status PlanCombine(const std::string& op,
                    const std::vector<std::unique_ptr<Contribution>>& contributions, WorkList* work,
-                   const PlanWords& words) {
-  return PlanParts(op, contributions, words, PlanCombinePart, RunSum, work);
+                   const MessageNames& names) {
+  return PlanGroups(op, contributions, names, PlanCombineGroup, RunSum, work);
 }
 
 }  // namespace cpd

@@ -27,7 +27,7 @@ struct RowArray {
 
 // Arrays that move by the same metadata, and one rank's view of that metadata. Both operations use
 // the forward metadata: combine is the adjoint of dispatch.
-struct DispatchPart {
+struct OperandGroup {
   // Rows in the owner's layout: read by dispatch, written by combine.
   std::vector<RowArray> tokens;
   // Rows of the receive buffer: written by dispatch, read by combine.
@@ -61,7 +61,7 @@ enum class Direction : uint8_t { kDispatch, kCombine };
 struct DispatchContribution final : Contribution {
   Direction direction = Direction::kDispatch;
   int num_ranks = 0;
-  std::vector<DispatchPart> parts;
+  std::vector<OperandGroup> groups;
   std::vector<std::vector<int64_t>> integers;  // the metadata of a rank in another process
 
   std::string Write() const override;
@@ -72,9 +72,10 @@ struct DispatchContribution final : Contribution {
 std::unique_ptr<Contribution> ReadDispatchContribution(Direction direction, int num_ranks,
                                                        std::string_view bytes);
 
-// Words for error messages.
-struct PlanWords {
-  std::string capacity_names = {};  // of the parts: the capacity arguments, comma-separated
+// Names in error messages.
+struct MessageNames {
+  std::string capacity_names =
+      {};  // of the operand groups: the capacity arguments, comma-separated
   const std::vector<int>* processes = nullptr;  // by rank; nullptr: all ranks are in this process
 };
 
@@ -83,11 +84,11 @@ struct PlanWords {
 
 // buffers[d][dst_offset + i] = tokens[s][src_offset + i]; rows without a source become zero.
 Status PlanDispatch(const std::string& op, const std::vector<std::unique_ptr<Contribution>>& ranks,
-                    WorkList* work, const PlanWords& words = {});
+                    WorkList* work, const MessageNames& names = {});
 
 // tokens[s][src_offset + i] = sum over slots, then replicas, of buffers[d][dst_offset + i]. The
 // order is fixed, so the result is bitwise repeatable. Rows without a source become zero.
 Status PlanCombine(const std::string& op, const std::vector<std::unique_ptr<Contribution>>& ranks,
-                   WorkList* work, const PlanWords& words = {});
+                   WorkList* work, const MessageNames& names = {});
 
 }  // namespace cpd

@@ -12,9 +12,9 @@ constexpr int64_t kManyRows = int64_t{1} << 48;
 
 // Every rank contributes arrays and metadata of the same structure.
 Status CheckShapes(const std::string& op, const Ranks& ranks) {
-  const DispatchPart& first = *ranks[0];
+  const OperandGroup& first = *ranks[0];
   for (size_t r = 1; r < ranks.size(); ++r) {
-    const DispatchPart& other = *ranks[r];
+    const OperandGroup& other = *ranks[r];
     if (other.num_slots != first.num_slots || other.num_replicas != first.num_replicas) {
       return Invalid(op, ": rank ", r, " has metadata of ", other.num_slots, " slots x ",
                      other.num_replicas, " replicas but rank 0 of ", first.num_slots, " x ",
@@ -39,7 +39,7 @@ Status CheckShapes(const std::string& op, const Ranks& ranks) {
 Status ReadSegments(const std::string& op, const Ranks& ranks, std::vector<Segment>* segments) {
   const auto num_ranks = static_cast<int32_t>(ranks.size());
   for (int32_t src = 0; src < num_ranks; ++src) {
-    const DispatchPart& rank = *ranks[src];
+    const OperandGroup& rank = *ranks[src];
     int64_t next_row = 0;
     for (int64_t slot = 0; slot < rank.num_slots; ++slot) {
       const int64_t num_rows = rank.seq_len[slot];
@@ -82,7 +82,7 @@ Status ReadSegments(const std::string& op, const Ranks& ranks, std::vector<Segme
 
 std::vector<int64_t> AnnouncedNeeds(const Ranks& ranks) {
   std::vector<int64_t> need;
-  for (const DispatchPart* rank : ranks) need.push_back(rank->num_recv_tokens[ranks.size()]);
+  for (const OperandGroup* rank : ranks) need.push_back(rank->num_recv_tokens[ranks.size()]);
   return need;
 }
 
@@ -210,7 +210,7 @@ Status CheckFingerprints(const std::string& op, const Ranks& ranks,
 }
 
 bool IsFallback(const Ranks& ranks) {
-  return std::all_of(ranks.begin(), ranks.end(), [](const DispatchPart* rank) {
+  return std::all_of(ranks.begin(), ranks.end(), [](const OperandGroup* rank) {
     return rank->fingerprint && rank->fingerprint[1] == kNoRank;
   });
 }

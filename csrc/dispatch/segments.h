@@ -10,8 +10,8 @@
 
 namespace cpd {
 
-// One part, as each rank contributes it.
-using Ranks = std::vector<const DispatchPart*>;
+// One operand group, as each rank contributes it.
+using Ranks = std::vector<const OperandGroup*>;
 
 // One replica of one shard, with everything that planning needs to know about it.
 struct Segment {
@@ -22,10 +22,10 @@ struct Segment {
   int64_t num_rows;
 };
 
-template <typename... Parts>
-Status Invalid(const Parts&... parts) {
+template <typename... What>
+Status Invalid(const What&... what) {
   std::ostringstream message;
-  (message << ... << parts);
+  (message << ... << what);
   return Status::Invalid(message.str());
 }
 
@@ -40,7 +40,7 @@ bool IsFallback(const Ranks& ranks);
 // `capacity_name` is the argument that sets their size.
 std::string DescribeOverflow(const Ranks& ranks, const std::string& capacity_name);
 
-// Reads the segments of one part and sorts those of each destination by row. Rejects inconsistent
+// Reads the segments of one group and sorts those of each destination by row. Rejects inconsistent
 // arrays, ranges outside of them, rows written twice and wrong counts.
 Status ReadAndCheck(const std::string& op, const Ranks& ranks, const std::string& capacity_name,
                     std::vector<Segment>* segments, std::vector<std::vector<Segment>>* received);

@@ -14,11 +14,11 @@ namespace {
 
 using Dims = ffi::Span<const int64_t>;
 
-template <typename... Parts>
-Status Wrong(const DispatchCall& call, const Parts&... parts) {
+template <typename... What>
+Status Wrong(const DispatchCall& call, const What&... what) {
   std::ostringstream message;
   message << call.op << ": the operands are not those of this version's primitives: ";
-  (message << ... << parts);
+  (message << ... << what);
   message << ". Call it through jax_cp_dispatch.";
   return Status::Invalid(message.str());
 }
@@ -70,7 +70,7 @@ class Reader {
   Status Read() {
     int64_t num_fields = 0;
     size_t num_arrays = 0;
-    for (size_t p = 0; p < call_.parts.size(); ++p) {
+    for (size_t p = 0; p < call_.groups.size(); ++p) {
       num_fields += options_.has_src_offset[p] != 0 ? 5 : 4;
       if (options_.has_fingerprint[p] != 0) ++num_fields;
       num_arrays += options_.num_arrays[p];  // checked: positive, and few in total
@@ -82,9 +82,9 @@ class Reader {
                    " results, but num_arrays needs ", num_args, " and ", num_arrays);
     }
     Status status;
-    for (size_t p = 0; p < call_.parts.size() && status.ok(); ++p) status = Metadata(p);
-    for (size_t p = 0; p < call_.parts.size() && status.ok(); ++p) status = Fingerprint(p);
-    for (size_t p = 0; p < call_.parts.size() && status.ok(); ++p) status = Arrays(p);
+    for (size_t p = 0; p < call_.groups.size() && status.ok(); ++p) status = Metadata(p);
+    for (size_t p = 0; p < call_.groups.size() && status.ok(); ++p) status = Fingerprint(p);
+    for (size_t p = 0; p < call_.groups.size() && status.ok(); ++p) status = Arrays(p);
     return status;
   }
 
@@ -105,12 +105,12 @@ class Reader {
   }
 
   Status Metadata(size_t p) {
-    DispatchPart& part = call_.parts[p];
+    OperandGroup& group = call_.groups[p];
     const int64_t num_ranks = call_.num_ranks;
     Dims counts, slots, targets, offsets;
     // The first field tells whether there is a dimension of views.
     has_views_dim_ = false;
-    Status status = Field(p, "num_recv_tokens", 2, &part.num_recv_tokens, &counts);
+    Status status = Field(p, "num_recv_tokens", 2, &group.num_recv_tokens, &counts);
     if (!status.ok()) return status;
     has_views_dim_ = counts.size() == 2;
     num_views_ = has_views_dim_ ? counts.front() : 1;
@@ -118,23 +118,23 @@ class Reader {
       return Wrong(call_, "num_recv_tokens of plan ", p, " has shape ", Text(counts),
                    " but there are ", num_ranks, " ranks");
     }
-    part.num_views = num_views_;
+    group.num_views = num_views_;
     const size_t leading = has_views_dim_ ? 1 : 0;
-    status = Field(p, "seq_len", 1, &part.seq_len, &slots);
-    if (status.ok()) status = Field(p, "dst_rank", 2, &part.dst_rank, &targets);
-    if (status.ok()) status = Field(p, "dst_offset", 2, &part.dst_offset, &offsets);
+    status = Field(p, "seq_len", 1, &group.seq_len, &slots);
+    if (status.ok()) status = Field(p, "dst_rank", 2, &group.dst_rank, &targets);
+    if (status.ok()) status = Field(p, "dst_offset", 2, &group.dst_offset, &offsets);
     if (status.ok() && options_.has_src_offset[p] != 0) {
       Dims sources;
-      status = Field(p, "src_offset", 1, &part.src_offset, &sources);
+      status = Field(p, "src_offset", 1, &group.src_offset, &sources);
       if (status.ok() && !(sources == slots)) {
         return Wrong(call_, "src_offset of plan ", p, " has shape ", Text(sources), " but seq_len ",
                      Text(slots));
       }
     }
     if (!status.ok()) return status;
-    part.num_slots = slots.back();
-    part.num_replicas = targets.size() == leading + 2 ? targets.back() : 1;
-    if (targets[leading] != part.num_slots || !(offsets == targets)) {
+    group.num_slots = slots.back();
+    group.num_replicas = targets.size() == leading + 2 ? targets.back() : 1;
+    if (targets[leading] != group.num_slots || !(offsets == targets)) {
       return Wrong(call_, "dst_rank and dst_offset of plan ", p, " have shapes ", Text(targets),
                    " and ", Text(offsets), " but seq_len ", Text(slots));
     }
@@ -145,7 +145,7 @@ class Reader {
     if (options_.has_fingerprint[p] == 0) return Status::Ok();
     Dims dims;
     has_views_dim_ = false;
-    Status status = Field(p, "fingerprint", 1, &call_.parts[p].fingerprint, &dims);
+    Status status = Field(p, "fingerprint", 1, &call_.groups[p].fingerprint, &dims);
     if (status.ok() && dims.front() != kFingerprintSize) {
       status = Wrong(call_, "fingerprint of plan ", p, " has shape ", Text(dims));
     }
@@ -158,16 +158,16 @@ class Reader {
   }
 
   Status Arrays(size_t p) {
-    DispatchPart& part = call_.parts[p];
+    OperandGroup& group = call_.groups[p];
     const bool is_dispatch = call_.is_dispatch();
     const int64_t num_tokens = options_.num_tokens[p], capacity = options_.capacity[p];
     const int64_t rows_in = is_dispatch ? num_tokens : capacity;
     const int64_t rows_out = is_dispatch ? capacity : num_tokens;
     const auto num_arrays =
         static_cast<size_t>(options_.num_arrays[p]);  // at most as many as were passed
-    part.tokens.reserve(num_arrays);
-    part.buffers.reserve(num_arrays);
-    part.types.reserve(num_arrays);
+    group.tokens.reserve(num_arrays);
+    group.buffers.reserve(num_arrays);
+    group.types.reserve(num_arrays);
     for (int64_t a = 0; a < options_.num_arrays[p]; ++a) {
       const auto arg = args_.get<ffi::AnyBuffer>(next_arg_++);
       auto result = results_.get<ffi::AnyBuffer>(next_result_++);
@@ -204,9 +204,9 @@ class Reader {
       if (bytes_in < 0 || bytes_out < 0) return wrong("has elements or rows of no size in bytes");
       const RowArray in{static_cast<char*>(arg->untyped_data()), rows_in, bytes_in};
       const RowArray written{static_cast<char*>(out.untyped_data()), rows_out, bytes_out};
-      part.tokens.push_back(is_dispatch ? in : written);
-      part.buffers.push_back(is_dispatch ? written : in);
-      part.types.push_back(types);
+      group.tokens.push_back(is_dispatch ? in : written);
+      group.buffers.push_back(is_dispatch ? written : in);
+      group.types.push_back(types);
     }
     return Status::Ok();
   }
@@ -253,14 +253,14 @@ Status ReadAttributes(Direction direction, const DispatchOptions& options, Dispa
   }
   call->num_ranks = static_cast<int>(options.num_ranks);
   call->deadline = std::chrono::milliseconds(options.deadline_ms);
-  const size_t num_parts = options.num_arrays.size();
-  for (const auto* of_parts : {&options.has_src_offset, &options.has_fingerprint,
-                               &options.num_tokens, &options.capacity, &options.buffer}) {
-    if (num_parts > 0 && num_parts <= kMostArrays && of_parts->size() == num_parts) continue;
-    return Wrong(*call, "num_arrays has ", num_parts, " entries, another attribute ",
-                 of_parts->size());
+  const size_t num_groups = options.num_arrays.size();
+  for (const auto* of_groups : {&options.has_src_offset, &options.has_fingerprint,
+                                &options.num_tokens, &options.capacity, &options.buffer}) {
+    if (num_groups > 0 && num_groups <= kMostArrays && of_groups->size() == num_groups) continue;
+    return Wrong(*call, "num_arrays has ", num_groups, " entries, another attribute ",
+                 of_groups->size());
   }
-  for (size_t p = 0; p < num_parts; ++p) {
+  for (size_t p = 0; p < num_groups; ++p) {
     if (options.num_arrays[p] < 1 || options.num_arrays[p] > kMostArrays) {
       return Wrong(*call, "num_arrays is ", options.num_arrays[p], " for plan ", p);
     }
@@ -268,7 +268,7 @@ Status ReadAttributes(Direction direction, const DispatchOptions& options, Dispa
       if (rows < 0 || rows >= kMostRows) return Wrong(*call, "plan ", p, " is for ", rows, " rows");
     }
   }
-  call->parts.resize(num_parts);
+  call->groups.resize(num_groups);
   return Status::Ok();
 }
 

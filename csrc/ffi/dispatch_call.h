@@ -13,13 +13,13 @@
 
 namespace cpd {
 
-// The attributes of a call; vectors have an entry per part.
+// The attributes of a call; vectors have an entry per operand group.
 struct DispatchOptions {
   std::string op;    // the function that was called, for messages
   std::string axis;  // likewise
   int64_t num_ranks;
   int64_t deadline_ms;
-  std::string capacity_names;            // of all parts, for messages; see dispatch/dispatch.h
+  std::string capacity_names;            // of all groups, for messages; see dispatch/dispatch.h
   std::vector<int64_t> has_src_offset;   // whether the metadata ends with src_offset
   std::vector<int64_t> has_fingerprint;  // whether there is a fingerprint
   std::vector<int64_t> num_arrays;       // arrays that move
@@ -38,21 +38,22 @@ struct DispatchCall {
   Direction direction;
   int num_ranks;
   std::chrono::milliseconds deadline;
-  std::vector<DispatchPart> parts;
+  std::vector<OperandGroup> groups;
 
   bool is_dispatch() const { return direction == Direction::kDispatch; }
 };
 
-// Reads everything but the parts. Rejects attributes that are out of range or inconsistent.
+// Reads everything but the operand groups. Rejects attributes that are out of range or
+// inconsistent.
 Status ReadAttributes(Direction direction, const DispatchOptions& options, DispatchCall* call);
 
-// Reads the parts, after the attributes. The arrays hold the rows of `num_held` ranks. Rejects
+// Reads the groups, after the attributes. The arrays hold the rows of `num_held` ranks. Rejects
 // operands and results whose number, shapes or types do not match the attributes.
 //
-// Operands: first the metadata of all parts, each field as one rank's view [...] or [1, ...], or as
-// the views of all ranks [W, ...]: num_recv_tokens [W + 1], seq_len [S], dst_rank [S(, C)],
+// Operands: first the metadata of all groups, each field as one rank's view [...] or [1, ...], or
+// as the views of all ranks [W, ...]: num_recv_tokens [W + 1], seq_len [S], dst_rank [S(, C)],
 // dst_offset [S(, C)], and src_offset [S] if present. Then the fingerprint [9], of this rank only,
-// of each part that has one. Then the arrays of all parts: x [T, feature...] for dispatch, y
+// of each group that has one. Then the arrays of all groups: x [T, feature...] for dispatch, y
 // [capacity, feature...] for combine. For dispatch, storage to reuse may follow. Results:
 // [capacity, feature...] for dispatch, [T, feature...] for combine.
 Status ReadOperands(const DispatchOptions& options, const xla::ffi::RemainingArgs& args,

@@ -55,7 +55,7 @@ void HostArithmetic::Sum(const SumTask& task) const {
   }
 }
 
-void HostArithmetic::Copy(const std::vector<RowCopy>& pieces) const { CopyRows(pieces); }
+void HostArithmetic::Copy(const std::vector<RowCopy>& copies) const { CopyRows(copies); }
 
 void HostArithmetic::Clear(char* rows, int64_t pitch, int64_t num_rows, int64_t row_bytes) const {
   if (row_bytes == 0) return;

@@ -30,7 +30,7 @@ class Arithmetic {
 
   virtual void Multiply(const GemmTask& task) const = 0;
   virtual void Sum(const SumTask& task) const = 0;
-  virtual void Copy(const std::vector<RowCopy>& pieces) const = 0;
+  virtual void Copy(const std::vector<RowCopy>& copies) const = 0;
   // Fills rows of `row_bytes` with zeros; each starts `pitch` bytes after the previous one.
   virtual void Clear(char* rows, int64_t pitch, int64_t num_rows, int64_t row_bytes) const = 0;
   // See FinishProduct().
@@ -45,7 +45,7 @@ class HostArithmetic final : public Arithmetic {
 
   void Multiply(const GemmTask& task) const override { gemm_(task); }
   void Sum(const SumTask& task) const override;
-  void Copy(const std::vector<RowCopy>& pieces) const override;
+  void Copy(const std::vector<RowCopy>& copies) const override;
   void Clear(char* rows, int64_t pitch, int64_t num_rows, int64_t row_bytes) const override;
   void Finish(const OverlapProblem& problem, const RankMemory& memory,
               const char* lhs_scales) const override {

@@ -172,25 +172,25 @@ std::vector<RowCopy> CommOverlapCore::CopyChunk(int chunk, const char* rows, con
                                                 bool is_alone, int to) const {
   if (p_.ranks[to].is_elsewhere) return {};  // that process knows the destination
   const bool is_bulk = p_.config.method == CommMethod::kBulk;
-  std::vector<RowCopy> pieces;
+  std::vector<RowCopy> copies;
   const auto copy = [&](const char* from, int64_t bytes, char* gathered) {  // bytes of a row
     for (int64_t batch = 0; batch < p_.rows.num_batches; ++batch) {
       const int64_t there = batch * p_.rows.total() + offsets_[chunk];
       const int64_t here = is_alone ? batch * p_.rows.capacity : there;
-      pieces.push_back({gathered + there * bytes, bytes, from + here * bytes, bytes,
+      copies.push_back({gathered + there * bytes, bytes, from + here * bytes, bytes,
                         p_.rows.counts[chunk], bytes});
     }
   };
   copy(rows, width() * ElementBytes(is_bulk ? p_.aux_type : p_.lhs_type), GatheredRows(to));
-  if (is_bulk) return pieces;
+  if (is_bulk) return copies;
   if (p_.scaling == Scaling::kBlocks) {
     copy(scales, ScalesPitch(p_, /*of_lhs=*/true), GatheredScales(to));
   } else if (p_.scaling == Scaling::kTensor) {
     constexpr auto kBytes = static_cast<int64_t>(sizeof(float));
     const char* from = is_alone ? scales : scales + chunk * kBytes;
-    pieces.push_back({GatheredScales(to) + chunk * kBytes, kBytes, from, kBytes, 1, kBytes});
+    copies.push_back({GatheredScales(to) + chunk * kBytes, kBytes, from, kBytes, 1, kBytes});
   }
-  return pieces;
+  return copies;
 }
 
 std::vector<RowCopy> CommOverlapCore::OwnToGathered(int rank, int to) const {

@@ -100,11 +100,11 @@ void CommOverlapP2PBase::RecordPairs(int rank, RankStreams streams) const {
                         [this, rank, first](Counters&) { MultiplyGatheredPair(rank, first); });
     if (step == p / 2 - 1) break;
     wait(streams.communicate, step, first);
-    auto pieces = GatheredToGathered(first, rank, next);
-    for (RowCopy& piece : GatheredToGathered(first + 1, rank, next)) {
-      pieces.push_back(piece);
+    auto copies = GatheredToGathered(first, rank, next);
+    for (RowCopy& copy : GatheredToGathered(first + 1, rank, next)) {
+      copies.push_back(copy);
     }
-    streams.communicate.Put(Chunk("send ", first) + Chunk(", ", first + 1), next, std::move(pieces),
+    streams.communicate.Put(Chunk("send ", first) + Chunk(", ", first + 1), next, std::move(copies),
                             Arrived(first));
   }
 }

@@ -11,7 +11,7 @@
 namespace cpd::kernels {
 
 constexpr int kMaxRanks = 64;
-constexpr int kMaxParts = 4;
+constexpr int kMaxOperandGroups = 4;
 constexpr int kMaxArrays = 64;
 constexpr int kTagRun = 1024;  // tags that one put sends over the network
 constexpr int64_t kFingerprintSize = 9;
@@ -33,7 +33,7 @@ struct Array {
 };
 
 // Arrays that move by the same metadata.
-struct Part {
+struct OperandGroup {
   IntArray num_recv_tokens;  // [W + 1]
   IntArray seq_len;          // [S]
   IntArray dst_rank;         // [S, C]
@@ -45,12 +45,12 @@ struct Part {
   int64_t num_replicas;
   int64_t num_tokens;
   int64_t capacity;
-  int64_t rows_per_piece;  // that a block moves at a time
+  int64_t rows_per_strip;  // that a block moves at a time
   int first_array;
   int num_arrays;
   int64_t tags;         // offset of the tags of its rows in half a channel
   int64_t staged_rows;  // of each array: sent ones for dispatch, fetched ones for combine
-  int64_t first_slot;   // offset of its slots among those of all parts
+  int64_t first_slot;   // offset of its slots among those of all groups
 };
 
 // An error found on a device, as the host reads it. The device increments `raised`, the host
@@ -80,7 +80,7 @@ struct ErrorRecord {
   uint64_t raised;
   uint64_t reported;
   Failure failure;
-  int64_t part, rank, peer, slot, replica, expected, seen;
+  int64_t group, rank, peer, slot, replica, expected, seen;
   uint64_t epoch;
 };
 
@@ -93,15 +93,15 @@ struct State {
   uint64_t blocks_sent, blocks_done;  // that have pushed, and unpacked
   uint64_t waiting_since;             // nanoseconds; 0: it has not waited yet
   uint64_t ready, taken;              // senders, by bit: rows that unpack takes now, or took before
-  uint64_t rows_written[kMaxParts];
-  int64_t first_piece[kMaxParts + 1];  // rows that this rank sends, by part
+  uint64_t rows_written[kMaxOperandGroups];
+  int64_t first_strip[kMaxOperandGroups + 1];  // rows that this rank sends, by group
 };
 enum : uint64_t { kFine, kRefused, kGivenUp };
 
 struct Slot {
   int64_t src_row;
   int64_t num_rows;
-  int64_t first_piece;
+  int64_t first_strip;
 };
 
 struct Call {
@@ -112,7 +112,7 @@ struct Call {
   int32_t pe[kMaxRanks];  // the network's number of a remote rank; -1: it is mapped
   int64_t half_begin, half_bytes;
   int64_t staged_messages, staged_tags;  // in a channel
-  // For each local rank, local_bytes apart: State, sent [parts, W], then the slots of all parts;
+  // For each local rank, local_bytes apart: State, sent [groups, W], then the slots of all groups;
   // with a network, the start of the rows that are fetched for each slot.
   char* local;
   int64_t local_bytes, first_fetched;
@@ -123,18 +123,18 @@ struct Call {
   int num_ranks;
   int first_rank;  // local ranks: one, or all of them on one device
   int num_local;
-  int num_parts;
+  int num_groups;
   int num_arrays;
   bool in_bulk;   // rows move in bulk where the GPU can; see bulk.h
   int num_early;  // rounds of unpack before all ranks have signalled; see WaitSome
   bool is_dispatch;
-  Part parts[kMaxParts];
+  OperandGroup groups[kMaxOperandGroups];
   Array arrays[kMaxArrays];
 };
 
 // ---- Layout. A channel begins with `arrived`: for each rank, the last call of which it has sent
-// everything. Each half holds messages [W][2 + parts] (whether the sender failed, its program, and
-// the rows it sent of each part), for dispatch a tag per row, then the rows of all arrays, unless
+// everything. Each half holds messages [W][2 + groups] (whether the sender failed, its program, and
+// the rows it sent of each group), for dispatch a tag per row, then the rows of all arrays, unless
 // one device holds all ranks. With a network, a staging area follows that only its own rank and the
 // network access: messages [W], for dispatch a run of tags, then the rows of all arrays.
 
@@ -157,9 +157,9 @@ CPD_HOST_DEVICE inline uint64_t TagInPlace(uint64_t epoch) {
   return (epoch & kEpochOfTag) | kInPlace;
 }
 
-// Two words, the rows sent of each part, and the checksum of each part's plan.
+// Two words, the rows sent of each group, and the checksum of each group's plan.
 CPD_HOST_DEVICE inline int64_t MessageBytes(const Call& call) {
-  return 8 * (2 + 2 * call.num_parts);
+  return 8 * (2 + 2 * call.num_groups);
 }
 
 // Appends the staging area to a channel of `at` bytes.
@@ -168,16 +168,16 @@ CPD_HOST_DEVICE inline int64_t LayOutStaging(Call* call, int64_t at) {
   at += AlignUp(call->num_ranks * MessageBytes(*call));
   call->staged_tags = at;
   if (call->is_dispatch) at += AlignUp(8 * kTagRun);
-  for (int p = 0; p < call->num_parts; ++p) {
-    Part& part = call->parts[p];
-    const int64_t named = part.num_tokens * part.num_replicas;  // for slots that do not overlap
-    const int64_t held = part.capacity * call->num_ranks;
-    part.staged_rows = call->is_dispatch                  ? part.num_tokens
-                       : named < held && !part.src_offset ? named
-                                                          : held;
-    for (int a = part.first_array; a < part.first_array + part.num_arrays; ++a) {
+  for (int p = 0; p < call->num_groups; ++p) {
+    OperandGroup& group = call->groups[p];
+    const int64_t named = group.num_tokens * group.num_replicas;  // for slots that do not overlap
+    const int64_t held = group.capacity * call->num_ranks;
+    group.staged_rows = call->is_dispatch                   ? group.num_tokens
+                        : named < held && !group.src_offset ? named
+                                                            : held;
+    for (int a = group.first_array; a < group.first_array + group.num_arrays; ++a) {
       call->arrays[a].staged = at;
-      at += AlignUp(part.staged_rows * call->arrays[a].in_row_bytes);
+      at += AlignUp(group.staged_rows * call->arrays[a].in_row_bytes);
     }
   }
   return at;
@@ -187,16 +187,16 @@ CPD_HOST_DEVICE inline int64_t LayOutStaging(Call* call, int64_t at) {
 CPD_HOST_DEVICE inline int64_t LayOutChannel(Call* call) {
   call->half_begin = AlignUp(8 * call->num_ranks);
   int64_t at = AlignUp(call->num_ranks * MessageBytes(*call));
-  for (int p = 0; p < call->num_parts; ++p) {
-    Part& part = call->parts[p];
-    part.tags = at;
-    if (call->is_dispatch) at += AlignUp(8 * part.capacity);
+  for (int p = 0; p < call->num_groups; ++p) {
+    OperandGroup& group = call->groups[p];
+    group.tags = at;
+    if (call->is_dispatch) at += AlignUp(8 * group.capacity);
   }
-  for (int p = 0; p < call->num_parts; ++p) {
-    const Part& part = call->parts[p];
-    for (int a = part.first_array; a < part.first_array + part.num_arrays; ++a) {
+  for (int p = 0; p < call->num_groups; ++p) {
+    const OperandGroup& group = call->groups[p];
+    for (int a = group.first_array; a < group.first_array + group.num_arrays; ++a) {
       call->arrays[a].data = at;
-      if (!HoldsAllRanks(*call)) at += AlignUp(part.capacity * call->arrays[a].in_row_bytes);
+      if (!HoldsAllRanks(*call)) at += AlignUp(group.capacity * call->arrays[a].in_row_bytes);
     }
   }
   call->half_bytes = at;
@@ -206,11 +206,11 @@ CPD_HOST_DEVICE inline int64_t LayOutChannel(Call* call) {
 
 CPD_HOST_DEVICE inline int64_t LayOutLocal(Call* call) {
   int64_t num_slots = 0;
-  for (int p = 0; p < call->num_parts; ++p) {
-    call->parts[p].first_slot = num_slots;
-    num_slots += call->parts[p].num_slots;
+  for (int p = 0; p < call->num_groups; ++p) {
+    call->groups[p].first_slot = num_slots;
+    num_slots += call->groups[p].num_slots;
   }
-  call->local_bytes = AlignUp(sizeof(State)) + AlignUp(8 * call->num_parts * call->num_ranks) +
+  call->local_bytes = AlignUp(sizeof(State)) + AlignUp(8 * call->num_groups * call->num_ranks) +
                       AlignUp(num_slots * static_cast<int64_t>(sizeof(Slot)));
   call->first_fetched = call->local_bytes;
   if (call->has_network) call->local_bytes += AlignUp(8 * num_slots);
@@ -226,28 +226,28 @@ struct Rank {
   CPD_DEVICE State* state() const {
     return reinterpret_cast<State*>(call.local + local * call.local_bytes);
   }
-  CPD_DEVICE uint64_t* sent(int part) const {
+  CPD_DEVICE uint64_t* sent(int group) const {
     return reinterpret_cast<uint64_t*>(call.local + local * call.local_bytes +
                                        AlignUp(sizeof(State))) +
-           part * call.num_ranks;
+           group * call.num_ranks;
   }
-  CPD_DEVICE Slot* slots(const Part& part) const {
+  CPD_DEVICE Slot* slots(const OperandGroup& group) const {
     return reinterpret_cast<Slot*>(call.local + local * call.local_bytes + AlignUp(sizeof(State)) +
-                                   AlignUp(8 * call.num_parts * call.num_ranks)) +
-           part.first_slot;
+                                   AlignUp(8 * call.num_groups * call.num_ranks)) +
+           group.first_slot;
   }
   // For each slot, the start among the staged rows of the rows that combine fetches.
-  CPD_DEVICE int64_t* first_fetched(const Part& part) const {
+  CPD_DEVICE int64_t* first_fetched(const OperandGroup& group) const {
     return reinterpret_cast<int64_t*>(call.local + local * call.local_bytes + call.first_fetched) +
-           part.first_slot;
+           group.first_slot;
   }
   // The memory of this rank's own channel.
   CPD_DEVICE char* channel() const { return call.symmetric[rank()]; }
   CPD_DEVICE ErrorRecord* error() const { return call.errors + local; }
 
   // A field of this rank, with `count` elements per rank.
-  CPD_DEVICE IntArray Field(const Part& part, const IntArray& field, int64_t count) const {
-    return part.has_all_views ? field.From(static_cast<int64_t>(rank()) * count) : field;
+  CPD_DEVICE IntArray Field(const OperandGroup& group, const IntArray& field, int64_t count) const {
+    return group.has_all_views ? field.From(static_cast<int64_t>(rank()) * count) : field;
   }
 
   // Whether a rank is on this device, and where it is among those: the rows of their arrays are
@@ -257,19 +257,19 @@ struct Rank {
   }
   CPD_DEVICE int64_t IndexHere(int64_t rank) const { return rank - call.first_rank; }
 
-  CPD_DEVICE const char* in(const Part& part, const Array& array) const {
-    const int64_t rows = call.is_dispatch ? part.num_tokens : part.capacity;
+  CPD_DEVICE const char* in(const OperandGroup& group, const Array& array) const {
+    const int64_t rows = call.is_dispatch ? group.num_tokens : group.capacity;
     return array.in + local * rows * array.in_row_bytes;
   }
-  CPD_DEVICE char* out(const Part& part, const Array& array) const {
-    const int64_t rows = call.is_dispatch ? part.capacity : part.num_tokens;
+  CPD_DEVICE char* out(const OperandGroup& group, const Array& array) const {
+    const int64_t rows = call.is_dispatch ? group.capacity : group.num_tokens;
     return array.out + local * rows * array.out_row_bytes;
   }
 
-  // Where a rank begins among `n` pieces: each one behind itself. Ranks whose plans name receivers
+  // Where a rank begins among `n` strips: each one behind itself. Ranks whose plans name receivers
   // in order then write to different ranks, and read from different ones, at the same time.
-  CPD_DEVICE int64_t Turned(int64_t piece, int64_t n) const {
-    const int64_t turned = piece + n * (rank() + 1) / call.num_ranks;
+  CPD_DEVICE int64_t Turned(int64_t strip, int64_t n) const {
+    const int64_t turned = strip + n * (rank() + 1) / call.num_ranks;
     return turned < n ? turned : turned - n;
   }
 };
@@ -284,8 +284,8 @@ CPD_DEVICE char* Half(const Call& call, int at, uint64_t epoch) {
 CPD_DEVICE uint64_t* Message(const Call& call, int at, uint64_t epoch, int from) {
   return reinterpret_cast<uint64_t*>(Half(call, at, epoch) + from * MessageBytes(call));
 }
-CPD_DEVICE uint64_t* Tags(const Call& call, int at, uint64_t epoch, const Part& part) {
-  return reinterpret_cast<uint64_t*>(Half(call, at, epoch) + part.tags);
+CPD_DEVICE uint64_t* Tags(const Call& call, int at, uint64_t epoch, const OperandGroup& group) {
+  return reinterpret_cast<uint64_t*>(Half(call, at, epoch) + group.tags);
 }
 
 // The staging place of a message that the network will read.
@@ -299,7 +299,7 @@ CPD_DEVICE void RaiseAs(ErrorRecord* record, const ErrorRecord& what, int rank, 
   const uint64_t raised = record->raised;
   if (raised != LoadAcquire(&record->reported)) return;
   record->failure = what.failure;
-  record->part = what.part;
+  record->group = what.group;
   record->rank = rank;
   record->peer = what.peer;
   record->slot = what.slot;

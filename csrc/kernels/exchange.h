@@ -40,9 +40,9 @@ CPD_DEVICE void Signal(const Block& block, const Rank& rank) {
     if (!has_given_up) {
       written[0] = state.failed;
       written[1] = call.program;
-      for (int p = 0; p < call.num_parts; ++p) {
+      for (int p = 0; p < call.num_groups; ++p) {
         written[2 + p] = rank.sent(p)[to];
-        written[2 + call.num_parts + p] = ChecksumOfPlan(call, p);
+        written[2 + call.num_groups + p] = ChecksumOfPlan(call, p);
       }
     }
     if constexpr (Fabric::kHasNetwork) {
@@ -103,15 +103,15 @@ CPD_DEVICE ErrorRecord CheckPeer(const Rank& rank, int from, uint64_t arrived) {
     error.failure = Failure::kProgram;
     return error;
   }
-  for (int p = 0; p < call.num_parts; ++p) {
-    const Part& part = call.parts[p];
+  for (int p = 0; p < call.num_groups; ++p) {
+    const OperandGroup& group = call.groups[p];
     const auto plan = static_cast<int64_t>(ChecksumOfPlan(call, p));
     const auto sent = static_cast<int64_t>(message[2 + p]);
-    const auto plan_of_peer = static_cast<int64_t>(message[2 + call.num_parts + p]);
-    const int64_t announced = rank.Field(part, part.num_recv_tokens, call.num_ranks + 1)[from];
+    const auto plan_of_peer = static_cast<int64_t>(message[2 + call.num_groups + p]);
+    const int64_t announced = rank.Field(group, group.num_recv_tokens, call.num_ranks + 1)[from];
     if (plan == plan_of_peer && announced == sent) continue;
     error.failure = plan == plan_of_peer ? Failure::kCounts : Failure::kPlan;
-    error.part = p;
+    error.group = p;
     error.expected = plan == plan_of_peer ? announced : plan;
     error.seen = plan == plan_of_peer ? sent : plan_of_peer;
     return error;

@@ -10,21 +10,21 @@
 
 namespace cpd::kernels {
 
-// A piece that goes to or comes from one remote rank.
-struct RemotePiece : Piece {
+// A strip that goes to or comes from one remote rank.
+struct RemoteStrip : Strip {
   int rank;
   int64_t row;         // of that rank
   int64_t num_before;  // remote replicas of the slot before this one
 };
 
 template <typename Fabric, typename Move>
-CPD_DEVICE void ForEachRemotePiece(const Block& block, const Rank& rank, Move move) {
-  ForEachPiece(block, rank, [&](const Piece& piece) {
+CPD_DEVICE void ForEachRemoteStrip(const Block& block, const Rank& rank, Move move) {
+  ForEachStrip(block, rank, [&](const Strip& strip) {
     int64_t num_before = 0;
-    for (int64_t t = piece.first_target; t < piece.end_target; ++t) {
-      const int64_t dst = piece.dst_rank[t];
+    for (int64_t t = strip.first_target; t < strip.end_target; ++t) {
+      const int64_t dst = strip.dst_rank[t];
       if (dst < 0 || !IsRemote<Fabric>(rank.call, dst)) continue;
-      move(RemotePiece{piece, static_cast<int>(dst), piece.dst_offset[t] + piece.begin,
+      move(RemoteStrip{strip, static_cast<int>(dst), strip.dst_offset[t] + strip.begin,
                        num_before++});
     }
   });
@@ -40,9 +40,9 @@ CPD_DEVICE void StageToPut(const Block& block, const Rank& rank) {
        i += block.num_blocks * block.num_threads) {
     tags[i] = TagOf(state.epoch, rank.rank());
   }
-  for (int p = 0; p < call.num_parts; ++p) {
-    const Part& part = call.parts[p];
-    CopyIn(block, rank, part, {part.staged_rows, rank.channel(), &Array::staged}, ByRegisters{});
+  for (int p = 0; p < call.num_groups; ++p) {
+    const OperandGroup& group = call.groups[p];
+    CopyIn(block, rank, group, {group.staged_rows, rank.channel(), &Array::staged}, ByRegisters{});
   }
 }
 
@@ -50,20 +50,20 @@ CPD_DEVICE void StageToPut(const Block& block, const Rank& rank) {
 template <typename Fabric>
 CPD_DEVICE void Put(const Block& block, const Rank& rank) {
   const Call& call = rank.call;
-  ForEachRemotePiece<Fabric>(block, rank, [&](const RemotePiece& piece) {
-    const Part& part = piece.part;
-    char* half = Half(call, piece.rank, rank.state()->epoch);
-    const int64_t src_row = rank.slots(part)[piece.slot].src_row + piece.begin;
-    for (int64_t r = 0; r < piece.num_rows; r += kTagRun) {
-      const int64_t n = piece.num_rows - r < kTagRun ? piece.num_rows - r : kTagRun;
-      Fabric::Put(block, half + part.tags + 8 * (piece.row + r), rank.channel() + call.staged_tags,
-                  8 * n, call.pe[piece.rank]);
+  ForEachRemoteStrip<Fabric>(block, rank, [&](const RemoteStrip& strip) {
+    const OperandGroup& group = strip.group;
+    char* half = Half(call, strip.rank, rank.state()->epoch);
+    const int64_t src_row = rank.slots(group)[strip.slot].src_row + strip.begin;
+    for (int64_t r = 0; r < strip.num_rows; r += kTagRun) {
+      const int64_t n = strip.num_rows - r < kTagRun ? strip.num_rows - r : kTagRun;
+      Fabric::Put(block, half + group.tags + 8 * (strip.row + r), rank.channel() + call.staged_tags,
+                  8 * n, call.pe[strip.rank]);
     }
-    for (int a = part.first_array; a < part.first_array + part.num_arrays; ++a) {
+    for (int a = group.first_array; a < group.first_array + group.num_arrays; ++a) {
       const Array& array = call.arrays[a];
-      Fabric::Put(block, half + array.data + piece.row * array.in_row_bytes,
+      Fabric::Put(block, half + array.data + strip.row * array.in_row_bytes,
                   rank.channel() + array.staged + src_row * array.in_row_bytes,
-                  piece.num_rows * array.in_row_bytes, call.pe[piece.rank]);
+                  strip.num_rows * array.in_row_bytes, call.pe[strip.rank]);
     }
   });
 }
@@ -73,16 +73,16 @@ CPD_DEVICE void Put(const Block& block, const Rank& rank) {
 template <typename Fabric>
 CPD_DEVICE void Fetch(const Block& block, const Rank& rank) {
   const Call& call = rank.call;
-  ForEachRemotePiece<Fabric>(block, rank, [&](const RemotePiece& piece) {
-    const Part& part = piece.part;
-    const char* half = Half(call, piece.rank, rank.state()->epoch);
-    const int64_t row = rank.first_fetched(part)[piece.slot] +
-                        piece.num_before * rank.slots(part)[piece.slot].num_rows + piece.begin;
-    for (int a = part.first_array; a < part.first_array + part.num_arrays; ++a) {
+  ForEachRemoteStrip<Fabric>(block, rank, [&](const RemoteStrip& strip) {
+    const OperandGroup& group = strip.group;
+    const char* half = Half(call, strip.rank, rank.state()->epoch);
+    const int64_t row = rank.first_fetched(group)[strip.slot] +
+                        strip.num_before * rank.slots(group)[strip.slot].num_rows + strip.begin;
+    for (int a = group.first_array; a < group.first_array + group.num_arrays; ++a) {
       const Array& array = call.arrays[a];
       Fabric::Get(block, rank.channel() + array.staged + row * array.in_row_bytes,
-                  half + array.data + piece.row * array.in_row_bytes,
-                  piece.num_rows * array.in_row_bytes, call.pe[piece.rank]);
+                  half + array.data + strip.row * array.in_row_bytes,
+                  strip.num_rows * array.in_row_bytes, call.pe[strip.rank]);
     }
   });
 }

@@ -1,4 +1,4 @@
-// The first kernel of a call: one block per rank checks its plan and cuts it into pieces.
+// The first kernel of a call: one block per rank checks its plan and cuts it into strips.
 #pragma once
 
 #include "kernels/block.h"
@@ -22,18 +22,18 @@ CPD_DEVICE int64_t Clamp(int64_t rows) {
 }
 
 // A slot without destination may be longer than the array; none of it moves.
-CPD_DEVICE int64_t NumPieces(const Part& part, int64_t rows) {
-  return rows > part.num_tokens ? 0 : (rows + part.rows_per_piece - 1) / part.rows_per_piece;
+CPD_DEVICE int64_t NumStrips(const OperandGroup& group, int64_t rows) {
+  return rows > group.num_tokens ? 0 : (rows + group.rows_per_strip - 1) / group.rows_per_strip;
 }
 
 // The error in replica `c` of slot `s`, if any: the checks of csrc/dispatch/segments.cc that one
 // rank can make.
-CPD_DEVICE ErrorRecord CheckTarget(const Rank& rank, const Part& part, int64_t src_row, int64_t s,
-                                   int64_t c) {
+CPD_DEVICE ErrorRecord CheckTarget(const Rank& rank, const OperandGroup& group, int64_t src_row,
+                                   int64_t s, int64_t c) {
   const Call& call = rank.call;
-  const int64_t target = s * part.num_replicas + c;
-  const int64_t num_targets = part.num_slots * part.num_replicas;
-  const int64_t num_rows = rank.Field(part, part.seq_len, part.num_slots)[s];
+  const int64_t target = s * group.num_replicas + c;
+  const int64_t num_targets = group.num_slots * group.num_replicas;
+  const int64_t num_rows = rank.Field(group, group.seq_len, group.num_slots)[s];
   ErrorRecord error{};
   error.slot = s;
   error.replica = c;
@@ -44,21 +44,21 @@ CPD_DEVICE ErrorRecord CheckTarget(const Rank& rank, const Part& part, int64_t s
     return error;
   }
   if (num_rows == 0) return error;
-  const int64_t dst = rank.Field(part, part.dst_rank, num_targets)[target];
+  const int64_t dst = rank.Field(group, group.dst_rank, num_targets)[target];
   if (dst == -1) return error;
   if (dst < -1 || dst >= call.num_ranks) {
     error.failure = Failure::kDstRank;
     error.seen = dst;
-  } else if (num_rows > part.num_tokens || src_row > part.num_tokens - num_rows) {
+  } else if (num_rows > group.num_tokens || src_row > group.num_tokens - num_rows) {
     error.failure = Failure::kTokens;
     error.seen = num_rows;
     error.expected = src_row;
   } else {
-    const int64_t dst_row = rank.Field(part, part.dst_offset, num_targets)[target];
+    const int64_t dst_row = rank.Field(group, group.dst_offset, num_targets)[target];
     if (dst_row < 0 || dst_row > kManyRows) {
       error.failure = Failure::kDstOffset;
       error.seen = dst_row;
-    } else if (dst_row > part.capacity - num_rows) {
+    } else if (dst_row > group.capacity - num_rows) {
       error.failure = Failure::kCapacity;
       error.peer = dst;
       error.seen = dst_row + num_rows;
@@ -67,50 +67,50 @@ CPD_DEVICE ErrorRecord CheckTarget(const Rank& rank, const Part& part, int64_t s
   return error;
 }
 
-// Writes where the slots of a part begin, and the pieces in which they move.
+// Writes where the slots of a group begin, and the strips in which they move.
 CPD_DEVICE void CutSlots(const Block& block, const Rank& rank, int p, PlanScratch* scratch) {
-  const Part& part = rank.call.parts[p];
-  Slot* slots = rank.slots(part);
-  const IntArray seq_len = rank.Field(part, part.seq_len, part.num_slots);
+  const OperandGroup& group = rank.call.groups[p];
+  Slot* slots = rank.slots(group);
+  const IntArray seq_len = rank.Field(group, group.seq_len, group.num_slots);
   const IntArray src_offset =
-      part.src_offset ? rank.Field(part, part.src_offset, part.num_slots) : IntArray{};
-  const Share mine = ShareOf(block, part.num_slots);
-  int64_t rows = 0, pieces = 0, total;
+      group.src_offset ? rank.Field(group, group.src_offset, group.num_slots) : IntArray{};
+  const Share mine = ShareOf(block, group.num_slots);
+  int64_t rows = 0, strips = 0, total;
   for (int64_t s = mine.begin; s < mine.end; ++s) {
     const int64_t n = Clamp(seq_len[s]);
     rows += n;
-    pieces += NumPieces(part, n);
+    strips += NumStrips(group, n);
   }
   int64_t row = SumBefore(block, rows, scratch->scan, &total);
-  int64_t piece = SumBefore(block, pieces, scratch->scan, &total);
-  const int64_t first = rank.state()->first_piece[p];
+  int64_t strip = SumBefore(block, strips, scratch->scan, &total);
+  const int64_t first = rank.state()->first_strip[p];
   for (int64_t s = mine.begin; s < mine.end; ++s) {
     const int64_t n = Clamp(seq_len[s]);
-    slots[s] = {src_offset ? src_offset[s] : row, n, first + piece};
+    slots[s] = {src_offset ? src_offset[s] : row, n, first + strip};
     row += n;
-    piece += NumPieces(part, n);
+    strip += NumStrips(group, n);
   }
   block.Sync();
-  if (block.thread == 0) rank.state()->first_piece[p + 1] = first + total;
+  if (block.thread == 0) rank.state()->first_strip[p + 1] = first + total;
   block.Sync();
 }
 
 // The checksum of the plan that a rank follows; 0 without a fingerprint.
 CPD_DEVICE uint64_t ChecksumOfPlan(const Call& call, int p) {
-  const IntArray& fingerprint = call.parts[p].fingerprint;
+  const IntArray& fingerprint = call.groups[p].fingerprint;
   return fingerprint ? static_cast<uint64_t>(fingerprint[0]) : 0;
 }
 
 // Checks that the plan was made for this rank, and for the batch that it sees.
 CPD_DEVICE bool CheckFingerprint(const Block& block, const Rank& rank, int p) {
-  const IntArray& fingerprint = rank.call.parts[p].fingerprint;
+  const IntArray& fingerprint = rank.call.groups[p].fingerprint;
   if (!fingerprint) return true;
   for (int64_t i = 1; i < kFingerprintSize; i += 2) {
     if (fingerprint[i] == fingerprint[i + 1]) continue;
     if (block.thread == 0) {
       ErrorRecord error{};
       error.failure = Failure::kBatch;
-      error.part = p;
+      error.group = p;
       error.slot = i / 2;
       error.expected = fingerprint[i];
       error.seen = fingerprint[i + 1];
@@ -121,20 +121,20 @@ CPD_DEVICE bool CheckFingerprint(const Block& block, const Rank& rank, int p) {
   return true;
 }
 
-// Checks every target of a part and counts the rows of each rank; raises the first error.
-CPD_DEVICE bool CheckPart(const Block& block, const Rank& rank, int p, PlanScratch* scratch) {
+// Checks every target of a group and counts the rows of each rank; raises the first error.
+CPD_DEVICE bool CheckGroup(const Block& block, const Rank& rank, int p, PlanScratch* scratch) {
   const Call& call = rank.call;
-  const Part& part = call.parts[p];
-  const Slot* slots = rank.slots(part);
+  const OperandGroup& group = call.groups[p];
+  const Slot* slots = rank.slots(group);
   uint64_t* sent = rank.sent(p);
-  const int64_t num_targets = part.num_slots * part.num_replicas;
-  const IntArray dst_rank = rank.Field(part, part.dst_rank, num_targets);
+  const int64_t num_targets = group.num_slots * group.num_replicas;
+  const IntArray dst_rank = rank.Field(group, group.dst_rank, num_targets);
   if (block.thread == 0) scratch->first_bad = kNowhere;
   for (int r = block.thread; r < call.num_ranks; r += block.num_threads) sent[r] = 0;
   block.Sync();
   for (int64_t t = block.thread; t < num_targets; t += block.num_threads) {
-    const int64_t s = t / part.num_replicas;
-    if (CheckTarget(rank, part, slots[s].src_row, s, t % part.num_replicas).failure !=
+    const int64_t s = t / group.num_replicas;
+    if (CheckTarget(rank, group, slots[s].src_row, s, t % group.num_replicas).failure !=
         Failure::kNone) {
       Lower(&scratch->first_bad, t);
     } else if (slots[s].num_rows > 0 && dst_rank[t] >= 0) {
@@ -142,20 +142,20 @@ CPD_DEVICE bool CheckPart(const Block& block, const Rank& rank, int p, PlanScrat
     }
   }
   block.Sync();
-  const int64_t need = rank.Field(part, part.num_recv_tokens, call.num_ranks + 1)[call.num_ranks];
-  const bool is_bad = scratch->first_bad != kNowhere || need > part.capacity;
+  const int64_t need = rank.Field(group, group.num_recv_tokens, call.num_ranks + 1)[call.num_ranks];
+  const bool is_bad = scratch->first_bad != kNowhere || need > group.capacity;
   if (is_bad && block.thread == 0) {
     ErrorRecord error{};
     if (scratch->first_bad != kNowhere) {
       const auto t = static_cast<int64_t>(scratch->first_bad);
-      const int64_t s = t / part.num_replicas;
-      error = CheckTarget(rank, part, slots[s].src_row, s, t % part.num_replicas);
+      const int64_t s = t / group.num_replicas;
+      error = CheckTarget(rank, group, slots[s].src_row, s, t % group.num_replicas);
     } else {
       error.failure = Failure::kCapacity;
       error.peer = rank.rank();
       error.seen = need;
     }
-    error.part = p;
+    error.group = p;
     Raise(rank, error);
   }
   block.Sync();
@@ -167,30 +167,30 @@ CPD_DEVICE bool CheckPart(const Block& block, const Rank& rank, int p, PlanScrat
 template <typename Fabric>
 CPD_DEVICE bool CutFetches(const Block& block, const Rank& rank, int p, PlanScratch* scratch) {
   const Call& call = rank.call;
-  const Part& part = call.parts[p];
-  const Slot* slots = rank.slots(part);
-  const IntArray dst_rank = rank.Field(part, part.dst_rank, part.num_slots * part.num_replicas);
-  int64_t* first_fetched = rank.first_fetched(part);
-  const Share mine = ShareOf(block, part.num_slots);
+  const OperandGroup& group = call.groups[p];
+  const Slot* slots = rank.slots(group);
+  const IntArray dst_rank = rank.Field(group, group.dst_rank, group.num_slots * group.num_replicas);
+  int64_t* first_fetched = rank.first_fetched(group);
+  const Share mine = ShareOf(block, group.num_slots);
   int64_t rows = 0, total;
   for (int64_t s = mine.begin; s < mine.end; ++s) {
     first_fetched[s] = rows;  // from the thread's own first slot
-    for (int64_t c = 0; c < part.num_replicas && slots[s].num_rows > 0; ++c) {
-      const int64_t dst = dst_rank[s * part.num_replicas + c];
+    for (int64_t c = 0; c < group.num_replicas && slots[s].num_rows > 0; ++c) {
+      const int64_t dst = dst_rank[s * group.num_replicas + c];
       if (dst >= 0 && IsRemote<Fabric>(call, dst)) rows += slots[s].num_rows;
     }
   }
   const int64_t before = SumBefore(block, rows, scratch->scan, &total);
   for (int64_t s = mine.begin; s < mine.end; ++s) first_fetched[s] += before;
-  if (total > part.staged_rows && block.thread == 0) {
+  if (total > group.staged_rows && block.thread == 0) {
     ErrorRecord error{};
     error.failure = Failure::kFetched;
-    error.part = p;
-    error.expected = part.staged_rows;
+    error.group = p;
+    error.expected = group.staged_rows;
     error.seen = total;
     Raise(rank, error);
   }
-  return total <= part.staged_rows;
+  return total <= group.staged_rows;
 }
 
 // Begins the rank's next call. A rejected plan moves nothing and tells every rank.
@@ -205,8 +205,8 @@ CPD_DEVICE void Prepare(const Block& block, const Rank& rank, PlanScratch* scrat
     state->blocks_done = 0;
     state->waiting_since = 0;
     state->ready = state->taken = 0;
-    state->first_piece[0] = 0;
-    for (int p = 0; p < call.num_parts; ++p) state->rows_written[p] = 0;
+    state->first_strip[0] = 0;
+    for (int p = 0; p < call.num_groups; ++p) state->rows_written[p] = 0;
   }
   block.Sync();
   bool is_fine = true;
@@ -220,10 +220,10 @@ CPD_DEVICE void Prepare(const Block& block, const Rank& rank, PlanScratch* scrat
       Raise(rank, error);
     }
   }
-  for (int p = 0; p < call.num_parts; ++p) {
+  for (int p = 0; p < call.num_groups; ++p) {
     CutSlots(block, rank, p, scratch);
     is_fine = is_fine && CheckFingerprint(block, rank, p);
-    is_fine = is_fine && CheckPart(block, rank, p, scratch);
+    is_fine = is_fine && CheckGroup(block, rank, p, scratch);
     if constexpr (Fabric::kHasNetwork) {
       if (!call.is_dispatch) is_fine = is_fine && CutFetches<Fabric>(block, rank, p, scratch);
     }

@@ -219,10 +219,6 @@ struct TransposeCall {
 
 constexpr int kTile = 64, kWide = 16;
 
-struct alignas(16) Wide {
-  uint32_t words[kWide / 4];
-};
-
 // One word more per line: the lanes of a warp that read a column meet different banks.
 struct TransposeScratch {
   alignas(4) char bytes[kTile][kTile + 4];
@@ -247,7 +243,7 @@ CPD_DEVICE void Transpose(const Block& block, const TransposeCall& call,
       const char* from = call.from + (row + line) * num_columns + column + at;
       char* kept = scratch->bytes[line] + at;
       if (is_wide) {
-        const Wide value = *reinterpret_cast<const Wide*>(from);
+        const Vector16 value = *reinterpret_cast<const Vector16*>(from);
         CPD_UNROLL
         for (int w = 0; w < kWide / 4; ++w) reinterpret_cast<uint32_t*>(kept)[w] = value.words[w];
       } else {
@@ -260,13 +256,13 @@ CPD_DEVICE void Transpose(const Block& block, const TransposeCall& call,
       if (column + line >= num_columns || row + at >= num_rows) continue;
       char* to = call.to + (column + line) * num_rows + row + at;
       if (is_wide) {
-        Wide value{};
+        Vector16 value{};
         CPD_UNROLL
         for (int b = 0; b < kWide; ++b) {
           const auto byte = static_cast<uint8_t>(scratch->bytes[at + b][line]);
           value.words[b / 4] |= static_cast<uint32_t>(byte) << (b % 4 * 8);
         }
-        *reinterpret_cast<Wide*>(to) = value;
+        *reinterpret_cast<Vector16*>(to) = value;
       } else {
         for (int b = 0; b < kWide && row + at + b < num_rows; ++b) {
           to[b] = scratch->bytes[at + b][line];

@@ -17,85 +17,85 @@ struct PushScratch {
   int num;
 };
 
-// The last of `n` slots, by first piece, that begins at or before a piece. It contains the piece,
+// The last of `n` slots, by first strip, that begins at or before a strip. It contains the strip,
 // since empty slots begin where the next one does.
-CPD_DEVICE int64_t FindSlot(const Slot* slots, int64_t n, int64_t piece) {
+CPD_DEVICE int64_t FindSlot(const Slot* slots, int64_t n, int64_t strip) {
   int64_t low = 0, high = n;
   while (high - low > 1) {
     const int64_t middle = (low + high) / 2;
-    (slots[middle].first_piece <= piece ? low : high) = middle;
+    (slots[middle].first_strip <= strip ? low : high) = middle;
   }
   return low;
 }
 
 // Rows of a slot that a block moves at a time; whole shards if they are small.
-struct Piece {
-  const Part& part;
+struct Strip {
+  const OperandGroup& group;
   int64_t slot;
   int64_t begin, num_rows;           // of the slot
   IntArray dst_rank, dst_offset;     // of all slots
   int64_t first_target, end_target;  // those of this slot
 };
 
-// Calls visit(piece) for each piece of this block, with all its threads.
+// Calls visit(strip) for each strip of this block, with all its threads.
 template <typename Visit>
-CPD_DEVICE void ForEachPiece(const Block& block, const Rank& rank, Visit visit) {
+CPD_DEVICE void ForEachStrip(const Block& block, const Rank& rank, Visit visit) {
   const Call& call = rank.call;
   const State& state = *rank.state();
   if (state.failed != kFine) return;
-  const int64_t num_pieces = state.first_piece[call.num_parts];
-  for (int64_t i = block.index; i < num_pieces; i += block.num_blocks) {
-    const int64_t piece = rank.Turned(i, num_pieces);
+  const int64_t num_strips = state.first_strip[call.num_groups];
+  for (int64_t i = block.index; i < num_strips; i += block.num_blocks) {
+    const int64_t strip = rank.Turned(i, num_strips);
     int p = 0;
-    while (piece >= state.first_piece[p + 1]) ++p;
-    const Part& part = call.parts[p];
-    const int64_t s = FindSlot(rank.slots(part), part.num_slots, piece);
-    const Slot slot = rank.slots(part)[s];
-    const int64_t begin = (piece - slot.first_piece) * part.rows_per_piece;
+    while (strip >= state.first_strip[p + 1]) ++p;
+    const OperandGroup& group = call.groups[p];
+    const int64_t s = FindSlot(rank.slots(group), group.num_slots, strip);
+    const Slot slot = rank.slots(group)[s];
+    const int64_t begin = (strip - slot.first_strip) * group.rows_per_strip;
     const int64_t rest = slot.num_rows - begin;
-    const int64_t num_targets = part.num_slots * part.num_replicas;
-    visit(Piece{part, s, begin, rest < part.rows_per_piece ? rest : part.rows_per_piece,
-                rank.Field(part, part.dst_rank, num_targets),
-                rank.Field(part, part.dst_offset, num_targets), s * part.num_replicas,
-                (s + 1) * part.num_replicas});
+    const int64_t num_targets = group.num_slots * group.num_replicas;
+    visit(Strip{group, s, begin, rest < group.rows_per_strip ? rest : group.rows_per_strip,
+                rank.Field(group, group.dst_rank, num_targets),
+                rank.Field(group, group.dst_offset, num_targets), s * group.num_replicas,
+                (s + 1) * group.num_replicas});
   }
 }
 
 // Where row `row` of an array goes at rank `to`: into its result or its channel.
-CPD_DEVICE char* PlaceOf(const Rank& rank, const Part& part, const Array& array, int to,
+CPD_DEVICE char* PlaceOf(const Rank& rank, const OperandGroup& group, const Array& array, int to,
                          int64_t row) {
   const Call& call = rank.call;
   if (rank.IsHere(to)) {
-    return array.out + (rank.IndexHere(to) * part.capacity + row) * array.out_row_bytes;
+    return array.out + (rank.IndexHere(to) * group.capacity + row) * array.out_row_bytes;
   }
   return Half(call, to, rank.state()->epoch) + array.data + row * array.in_row_bytes;
 }
 
-// Copies the rows of a piece for some of its replicas: each array is read once.
+// Copies the rows of a strip for some of its replicas: each array is read once.
 template <typename CopyPath>
-CPD_DEVICE void PushRows(const Block& block, const Rank& rank, const Piece& piece,
+CPD_DEVICE void PushRows(const Block& block, const Rank& rank, const Strip& strip,
                          PushScratch* scratch, const CopyPath& path) {
   const Call& call = rank.call;
-  const Part& part = piece.part;
-  const int64_t n = piece.num_rows;
-  const int64_t src_row = rank.slots(part)[piece.slot].src_row + piece.begin;
+  const OperandGroup& group = strip.group;
+  const int64_t n = strip.num_rows;
+  const int64_t src_row = rank.slots(group)[strip.slot].src_row + strip.begin;
   const uint64_t epoch = rank.state()->epoch;
   CPD_NO_UNROLL
   for (int i = 0; i < scratch->num; ++i) {
     const int to = scratch->rank[i];
-    uint64_t* tags = Tags(call, to, epoch, part) + scratch->row[i];
+    uint64_t* tags = Tags(call, to, epoch, group) + scratch->row[i];
     const uint64_t tag = rank.IsHere(to) ? TagInPlace(epoch) : TagOf(epoch, rank.rank());
     CPD_NO_UNROLL
     for (int64_t r = block.thread; r < n; r += block.num_threads) StoreRelaxed(&tags[r], tag);
   }
-  for (int a = part.first_array; a < part.first_array + part.num_arrays; ++a) {
+  for (int a = group.first_array; a < group.first_array + group.num_arrays; ++a) {
     const Array& array = call.arrays[a];
     for (int i = block.thread; i < scratch->num; i += block.num_threads) {
-      scratch->to[i] = PlaceOf(rank, part, array, scratch->rank[i], scratch->row[i]);
+      scratch->to[i] = PlaceOf(rank, group, array, scratch->rank[i], scratch->row[i]);
     }
     block.Sync();
-    path.Copy(block, rank.in(part, array) + src_row * array.in_row_bytes, scratch->to, scratch->num,
-              n * array.in_row_bytes);
+    path.Copy(block, rank.in(group, array) + src_row * array.in_row_bytes, scratch->to,
+              scratch->num, n * array.in_row_bytes);
     block.Sync();
   }
 }
@@ -105,21 +105,21 @@ template <typename Fabric = Mapped, typename CopyPath = ByRegisters>
 CPD_DEVICE void Push(const Block& block, const Rank& rank, PushScratch* scratch,
                      const CopyPath& path = {}) {
   const Call& call = rank.call;
-  ForEachPiece(block, rank, [&](const Piece& piece) {
-    for (int64_t t = piece.first_target; t < piece.end_target;) {
+  ForEachStrip(block, rank, [&](const Strip& strip) {
+    for (int64_t t = strip.first_target; t < strip.end_target;) {
       int num = 0;  // t and num are equal on all threads
-      for (; t < piece.end_target && num < kMulticast; ++t) {
-        const int64_t dst = piece.dst_rank[t];
+      for (; t < strip.end_target && num < kMulticast; ++t) {
+        const int64_t dst = strip.dst_rank[t];
         if (dst < 0 || IsRemote<Fabric>(call, dst)) continue;
         if (block.thread == 0) {
           scratch->rank[num] = static_cast<int>(dst);
-          scratch->row[num] = piece.dst_offset[t] + piece.begin;
+          scratch->row[num] = strip.dst_offset[t] + strip.begin;
         }
         ++num;
       }
       if (block.thread == 0) scratch->num = num;
       block.Sync();
-      if (scratch->num > 0) PushRows(block, rank, piece, scratch, path);
+      if (scratch->num > 0) PushRows(block, rank, strip, scratch, path);
       block.Sync();
     }
   });

@@ -17,7 +17,7 @@ struct Source {
   const char* half;
 };
 
-// If a piece of rows has more sources, they are looked up row by row, which is slow.
+// If a strip of rows has more sources, they are looked up row by row, which is slow.
 constexpr int kMaxSources = 256;
 
 struct SumScratch {
@@ -25,14 +25,14 @@ struct SumScratch {
   Source sources[kMaxSources];
 };
 
-// A piece of an owner's rows, [begin, end), and its sources.
-struct OwnedPiece {
+// A strip of an owner's rows, [begin, end), and its sources.
+struct OwnedStrip {
   int64_t begin, end;
   const Source* gathered;
   int64_t num_gathered;
 };
 
-// One row of an owner, and the gathered sources of its piece.
+// One row of an owner, and the gathered sources of its strip.
 struct OwnedRow {
   int64_t row;
   const Source* gathered;
@@ -48,26 +48,27 @@ struct OwnedRow {
 template <typename Fabric>
 struct Sources {
   const Rank& rank;
-  const Part& part;
+  const OperandGroup& group;
 
   // Read again where they are needed: registers are scarce.
-  CPD_DEVICE const Slot& SlotAt(int64_t s) const { return rank.slots(part)[s]; }
+  CPD_DEVICE const Slot& SlotAt(int64_t s) const { return rank.slots(group)[s]; }
   CPD_DEVICE int64_t Target(const IntArray& field, int64_t s, int64_t c) const {
-    return rank.Field(part, field, part.num_slots * part.num_replicas)[s * part.num_replicas + c];
+    return rank.Field(group, field,
+                      group.num_slots * group.num_replicas)[s * group.num_replicas + c];
   }
 
   // `num_fetched`: remote replicas of the slot before this one.
   CPD_DEVICE Source At(int64_t s, int64_t c, int64_t num_fetched) const {
     const Slot slot = SlotAt(s);
-    const int64_t dst = Target(part.dst_rank, s, c);
+    const int64_t dst = Target(group.dst_rank, s, c);
     if (IsRemote<Fabric>(rank.call, dst)) {
-      const int64_t first = rank.first_fetched(part)[s] + num_fetched * slot.num_rows;
+      const int64_t first = rank.first_fetched(group)[s] + num_fetched * slot.num_rows;
       return {slot.src_row, slot.src_row + slot.num_rows, first - slot.src_row, rank.channel()};
     }
-    const int64_t shift = Target(part.dst_offset, s, c) - slot.src_row;
+    const int64_t shift = Target(group.dst_offset, s, c) - slot.src_row;
     if (rank.IsHere(dst)) {
       return {slot.src_row, slot.src_row + slot.num_rows,
-              shift + rank.IndexHere(dst) * part.capacity, nullptr};
+              shift + rank.IndexHere(dst) * group.capacity, nullptr};
     }
     return {slot.src_row, slot.src_row + slot.num_rows, shift,
             Half(rank.call, static_cast<int>(dst), rank.state()->epoch)};
@@ -83,8 +84,8 @@ struct Sources {
         continue;
       }
       int64_t num_fetched = 0;
-      for (int64_t c = 0; c < part.num_replicas; ++c) {
-        const int64_t dst = Target(part.dst_rank, s, c);
+      for (int64_t c = 0; c < group.num_replicas; ++c) {
+        const int64_t dst = Target(group.dst_rank, s, c);
         if (dst < 0) continue;
         visit(At(s, c, num_fetched));
         num_fetched += IsRemote<Fabric>(rank.call, dst);
@@ -96,7 +97,7 @@ struct Sources {
   template <typename Visit>
   CPD_DEVICE void ForEachOf(const OwnedRow& owned, Visit visit) const {
     if (owned.num_gathered > kMaxSources) {
-      ForEach(0, part.num_slots, owned.row, owned.row + 1, visit);
+      ForEach(0, group.num_slots, owned.row, owned.row + 1, visit);
       return;
     }
     CPD_NO_UNROLL
@@ -116,7 +117,7 @@ struct Sources {
   // not fit.
   CPD_DEVICE int64_t Gather(const Block& block, int64_t begin, int64_t end,
                             SumScratch* scratch) const {
-    const Share mine = ShareOf(block, part.num_slots);
+    const Share mine = ShareOf(block, group.num_slots);
     int64_t count = 0, total;
     ForEach(mine.begin, mine.end, begin, end, [&](const Source&) { ++count; });
     int64_t at = SumBefore(block, count, scratch->scan, &total);

@@ -15,26 +15,26 @@
 
 namespace cpd::kernels {
 
-// Where rows of a part lie in a channel: those of each array at `base` plus its offset.
+// Where rows of a group lie in a channel: those of each array at `base` plus its offset.
 struct RowsInChannel {
   int64_t num_rows;
   char* base;
   int64_t Array::* offset;
 };
 
-// Copies the first rows of a part into this rank's own channel.
+// Copies the first rows of a group into this rank's own channel.
 template <typename CopyPath>
-CPD_DEVICE void CopyIn(const Block& block, const Rank& rank, const Part& part,
+CPD_DEVICE void CopyIn(const Block& block, const Rank& rank, const OperandGroup& group,
                        const RowsInChannel& rows, const CopyPath& path) {
   const int64_t num_rows = rows.num_rows;
-  for (int64_t begin = block.index * part.rows_per_piece; begin < num_rows;
-       begin += block.num_blocks * part.rows_per_piece) {
+  for (int64_t begin = block.index * group.rows_per_strip; begin < num_rows;
+       begin += block.num_blocks * group.rows_per_strip) {
     const int64_t n =
-        num_rows - begin < part.rows_per_piece ? num_rows - begin : part.rows_per_piece;
-    for (int a = part.first_array; a < part.first_array + part.num_arrays; ++a) {
+        num_rows - begin < group.rows_per_strip ? num_rows - begin : group.rows_per_strip;
+    for (int a = group.first_array; a < group.first_array + group.num_arrays; ++a) {
       const Array& array = rank.call.arrays[a];
       char* to = rows.base + array.*rows.offset + begin * array.in_row_bytes;
-      path.Copy(block, rank.in(part, array) + begin * array.in_row_bytes, &to, 1,
+      path.Copy(block, rank.in(group, array) + begin * array.in_row_bytes, &to, 1,
                 n * array.in_row_bytes);
     }
   }
@@ -46,9 +46,9 @@ CPD_DEVICE void Stage(const Block& block, const Rank& rank, const CopyPath& path
   const Call& call = rank.call;
   const State& state = *rank.state();
   if (state.failed != kFine) return;
-  for (int p = 0; p < call.num_parts; ++p) {
-    const Part& part = call.parts[p];
-    CopyIn(block, rank, part, {part.capacity, Half(call, rank.rank(), state.epoch), &Array::data},
+  for (int p = 0; p < call.num_groups; ++p) {
+    const OperandGroup& group = call.groups[p];
+    CopyIn(block, rank, group, {group.capacity, Half(call, rank.rank(), state.epoch), &Array::data},
            path);
   }
 }
@@ -178,20 +178,20 @@ CPD_DEVICE void SumByType(DataType in, DataType out, const Arguments&... argumen
   }
 }
 
-// Pulls a piece of one array. The sources of a row are found once; most rows have one, whose bits
+// Pulls a strip of one array. The sources of a row are found once; most rows have one, whose bits
 // they keep.
 template <typename Fabric>
 CPD_DEVICE void PullRows(const Block& block, const Sources<Fabric>& sources, const Array& array,
-                         const OwnedPiece& piece) {
+                         const OwnedStrip& strip) {
   const Block takers = RowTakers(block, array.in_row_bytes);
   if (takers.index >= takers.num_blocks) return;
-  char* out = sources.rank.out(sources.part, array);
+  char* out = sources.rank.out(sources.group, array);
   const uint64_t places = reinterpret_cast<uint64_t>(array.in) | reinterpret_cast<uint64_t>(out);
   const bool is_wide =
-      piece.num_gathered <= kMaxSources && array.in_row_bytes % 16 == 0 && places % 16 == 0;
+      strip.num_gathered <= kMaxSources && array.in_row_bytes % 16 == 0 && places % 16 == 0;
   CPD_NO_UNROLL
-  for (int64_t row = piece.begin + takers.index; row < piece.end; row += takers.num_blocks) {
-    const OwnedRow owned{row, piece.gathered, piece.num_gathered, out + row * array.out_row_bytes};
+  for (int64_t row = strip.begin + takers.index; row < strip.end; row += takers.num_blocks) {
+    const OwnedRow owned{row, strip.gathered, strip.num_gathered, out + row * array.out_row_bytes};
     const char* from = nullptr;
     int num = 0;
     sources.ForEachOf(owned, [&](const Source& source) {
@@ -215,17 +215,17 @@ CPD_DEVICE void Pull(const Block& block, const Rank& rank, SumScratch* scratch) 
     Spoil(block, rank);
     return;
   }
-  for (int p = 0; p < call.num_parts; ++p) {
-    const Part& part = call.parts[p];
-    const Sources<Fabric> sources{rank, part};
-    const int64_t num_pieces = (part.num_tokens + part.rows_per_piece - 1) / part.rows_per_piece;
-    for (int64_t piece = block.index; piece < num_pieces; piece += block.num_blocks) {
-      const int64_t begin = rank.Turned(piece, num_pieces) * part.rows_per_piece;
-      const int64_t end = begin + part.rows_per_piece < part.num_tokens
-                              ? begin + part.rows_per_piece
-                              : part.num_tokens;
+  for (int p = 0; p < call.num_groups; ++p) {
+    const OperandGroup& group = call.groups[p];
+    const Sources<Fabric> sources{rank, group};
+    const int64_t num_strips = (group.num_tokens + group.rows_per_strip - 1) / group.rows_per_strip;
+    for (int64_t strip = block.index; strip < num_strips; strip += block.num_blocks) {
+      const int64_t begin = rank.Turned(strip, num_strips) * group.rows_per_strip;
+      const int64_t end = begin + group.rows_per_strip < group.num_tokens
+                              ? begin + group.rows_per_strip
+                              : group.num_tokens;
       const int64_t num_gathered = sources.Gather(block, begin, end, scratch);
-      for (int a = part.first_array; a < part.first_array + part.num_arrays; ++a) {
+      for (int a = group.first_array; a < group.first_array + group.num_arrays; ++a) {
         PullRows(block, sources, call.arrays[a], {begin, end, scratch->sources, num_gathered});
       }
       block.Sync();

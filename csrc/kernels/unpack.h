@@ -16,10 +16,10 @@ inline int NumEarly(const Call& call) {
   constexpr int64_t kBytes = 16 << 20;  // of rows, for each round: about 10 us of a GPU's memory
   if (!call.is_dispatch || HoldsAllRanks(call)) return 0;
   int64_t bytes = 0;
-  for (int p = 0; p < call.num_parts; ++p) {
-    const Part& part = call.parts[p];
-    for (int a = part.first_array; a < part.first_array + part.num_arrays; ++a) {
-      bytes += part.capacity * call.arrays[a].in_row_bytes;
+  for (int p = 0; p < call.num_groups; ++p) {
+    const OperandGroup& group = call.groups[p];
+    for (int a = group.first_array; a < group.first_array + group.num_arrays; ++a) {
+      bytes += group.capacity * call.arrays[a].in_row_bytes;
     }
   }
   int num = 0;
@@ -52,7 +52,7 @@ struct Tagged {
   }
 };
 
-// Rows of a piece.
+// Rows of a strip.
 struct Written {
   uint32_t num;  // in all
   uint32_t num_ready;
@@ -66,21 +66,21 @@ struct UnpackScratch {
 // Fills a result that has no valid plan: NaN for floats, -1 for signed integers.
 CPD_DEVICE void Spoil(const Block& block, const Rank& rank) {
   const Call& call = rank.call;
-  for (int p = 0; p < call.num_parts; ++p) {
-    const Part& part = call.parts[p];
-    const int64_t num_rows = call.is_dispatch ? part.capacity : part.num_tokens;
+  for (int p = 0; p < call.num_groups; ++p) {
+    const OperandGroup& group = call.groups[p];
+    const int64_t num_rows = call.is_dispatch ? group.capacity : group.num_tokens;
     const int64_t each = (num_rows + block.num_blocks - 1) / block.num_blocks;
     const int64_t begin = block.index * each;
     const int64_t n = begin + each < num_rows ? each : num_rows - begin;
-    for (int a = part.first_array; a < part.first_array + part.num_arrays && n > 0; ++a) {
+    for (int a = group.first_array; a < group.first_array + group.num_arrays && n > 0; ++a) {
       const Array& array = call.arrays[a];
-      Fill(block, rank.out(part, array) + begin * array.out_row_bytes, 0xff,
+      Fill(block, rank.out(group, array) + begin * array.out_row_bytes, 0xff,
            n * array.out_row_bytes);
     }
   }
 }
 
-// Counts the rows of a piece by their tags. `turn` is the number of the piece, modulo 3.
+// Counts the rows of a strip by their tags. `turn` is the number of the strip, modulo 3.
 template <Phase kPhase>
 CPD_DEVICE Written CountWritten(const Block& block, const Tagged<kPhase>& tagged, int64_t n,
                                 int turn, UnpackScratch* scratch) {
@@ -127,21 +127,21 @@ CPD_DEVICE void UnpackRows(const Block& block, const Tagged<kPhase>& tagged,
   }
 }
 
-// Takes the rows of a part that are ready. In the last round it also clears rows that were not
+// Takes the rows of a group that are ready. In the last round it also clears rows that were not
 // written, and counts those that were.
 template <Phase kPhase, typename CopyPath>
-CPD_DEVICE void UnpackPart(const Block& block, const Rank& rank, int p, int* turn,
-                           UnpackScratch* scratch, const CopyPath& path) {
+CPD_DEVICE void UnpackGroup(const Block& block, const Rank& rank, int p, int* turn,
+                            UnpackScratch* scratch, const CopyPath& path) {
   const Call& call = rank.call;
-  const Part& part = call.parts[p];
+  const OperandGroup& group = call.groups[p];
   State* state = rank.state();
   const char* half = Half(call, rank.rank(), state->epoch);
-  const int64_t num_pieces = (part.capacity + part.rows_per_piece - 1) / part.rows_per_piece;
-  for (int64_t piece = block.index; piece < num_pieces; piece += block.num_blocks) {
-    const int64_t begin = rank.Turned(piece, num_pieces) * part.rows_per_piece;
-    const int64_t n =
-        part.capacity - begin < part.rows_per_piece ? part.capacity - begin : part.rows_per_piece;
-    const Tagged<kPhase> tagged{Tags(call, rank.rank(), state->epoch, part) + begin, state->epoch,
+  const int64_t num_strips = (group.capacity + group.rows_per_strip - 1) / group.rows_per_strip;
+  for (int64_t strip = block.index; strip < num_strips; strip += block.num_blocks) {
+    const int64_t begin = rank.Turned(strip, num_strips) * group.rows_per_strip;
+    const int64_t n = group.capacity - begin < group.rows_per_strip ? group.capacity - begin
+                                                                    : group.rows_per_strip;
+    const Tagged<kPhase> tagged{Tags(call, rank.rank(), state->epoch, group) + begin, state->epoch,
                                 state->ready};
     const Written written = CountWritten(block, tagged, n, *turn, scratch);
     *turn = *turn == 2 ? 0 : *turn + 1;
@@ -152,10 +152,10 @@ CPD_DEVICE void UnpackPart(const Block& block, const Rank& rank, int p, int* tur
     const bool all_are_done = kPhase == Phase::kLast && written.num == n;
     if (written.num_ready == 0 && (kPhase == Phase::kEarly || all_are_done)) continue;
     const bool are_same = written.num_ready == n || none_is_written;
-    for (int a = part.first_array; a < part.first_array + part.num_arrays; ++a) {
+    for (int a = group.first_array; a < group.first_array + group.num_arrays; ++a) {
       const Array& array = call.arrays[a];
       const ArrivedRows arrived{half + array.data + begin * array.in_row_bytes,
-                                rank.out(part, array) + begin * array.out_row_bytes, n,
+                                rank.out(group, array) + begin * array.out_row_bytes, n,
                                 array.in_row_bytes, are_same};
       UnpackRows(block, tagged, arrived, path);
     }
@@ -163,15 +163,15 @@ CPD_DEVICE void UnpackPart(const Block& block, const Rank& rank, int p, int* tur
 }
 
 template <Phase kPhase, typename CopyPath>
-CPD_DEVICE void UnpackParts(const Block& block, const Rank& rank, UnpackScratch* scratch,
-                            const CopyPath& path) {
+CPD_DEVICE void UnpackGroups(const Block& block, const Rank& rank, UnpackScratch* scratch,
+                             const CopyPath& path) {
   if (block.thread == 0) {
     for (Written& written : scratch->written) written = {};
   }
   block.Sync();
   int turn = 0;
-  for (int p = 0; p < rank.call.num_parts; ++p) {
-    UnpackPart<kPhase>(block, rank, p, &turn, scratch, path);
+  for (int p = 0; p < rank.call.num_groups; ++p) {
+    UnpackGroup<kPhase>(block, rank, p, &turn, scratch, path);
   }
 }
 
@@ -181,14 +181,14 @@ CPD_DEVICE void UnpackReady(const Block& block, const Rank& rank, UnpackScratch*
                             const CopyPath& path = {}) {
   const State& state = *rank.state();
   if (state.failed != kFine || state.ready == 0) return;
-  UnpackParts<Phase::kEarly>(block, rank, scratch, path);
+  UnpackGroups<Phase::kEarly>(block, rank, scratch, path);
 }
 
 // Every tag denotes one row: fewer tags than sent rows mean that a row was written twice.
 CPD_DEVICE void CheckWritten(const Rank& rank) {
   const Call& call = rank.call;
   State* state = rank.state();
-  for (int p = 0; p < call.num_parts; ++p) {
+  for (int p = 0; p < call.num_groups; ++p) {
     uint64_t sent = 0;
     for (int from = 0; from < call.num_ranks; ++from) {
       sent += Message(call, rank.rank(), state->epoch, from)[2 + p];
@@ -197,7 +197,7 @@ CPD_DEVICE void CheckWritten(const Rank& rank) {
     if (sent == written) continue;
     ErrorRecord error{};
     error.failure = Failure::kOverlap;
-    error.part = p;
+    error.group = p;
     error.expected = static_cast<int64_t>(sent);
     error.seen = static_cast<int64_t>(written);
     Raise(rank, error);
@@ -213,7 +213,7 @@ CPD_DEVICE void Unpack(const Block& block, const Rank& rank, UnpackScratch* scra
     Spoil(block, rank);
     return;
   }
-  UnpackParts<Phase::kLast>(block, rank, scratch, path);
+  UnpackGroups<Phase::kLast>(block, rank, scratch, path);
   if (block.thread != 0 ||
       AddAndFetch(&state->blocks_done, 1) != static_cast<uint64_t>(block.num_blocks)) {
     return;

@@ -45,7 +45,7 @@ class Stream {
 
   // Copies into memory of `peer`, then adds one to its signal: a stream that has waited for the
   // signal sees the whole copy.
-  virtual void Put(std::string name, int peer, std::vector<RowCopy> pieces, Signal signal) = 0;
+  virtual void Put(std::string name, int peer, std::vector<RowCopy> copies, Signal signal) = 0;
 
   // Adds one to a signal of `peer`. If that is this rank, it is an event between its streams.
   virtual void Add(int peer, Signal signal) = 0;

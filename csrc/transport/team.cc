@@ -17,15 +17,14 @@ constexpr int kStreamsPerRank = 2;
 
 }  // namespace
 
-void CopyRows(const std::vector<RowCopy>& pieces) {
-  for (const RowCopy& piece : pieces) {
-    if (piece.to_pitch == piece.row_bytes && piece.from_pitch == piece.row_bytes) {
-      std::memcpy(piece.to, piece.from, piece.num_rows * piece.row_bytes);
+void CopyRows(const std::vector<RowCopy>& copies) {
+  for (const RowCopy& copy : copies) {
+    if (copy.to_pitch == copy.row_bytes && copy.from_pitch == copy.row_bytes) {
+      std::memcpy(copy.to, copy.from, copy.num_rows * copy.row_bytes);
       continue;
     }
-    for (int64_t i = 0; i < piece.num_rows; ++i) {
-      std::memcpy(piece.to + i * piece.to_pitch, piece.from + i * piece.from_pitch,
-                  piece.row_bytes);
+    for (int64_t i = 0; i < copy.num_rows; ++i) {
+      std::memcpy(copy.to + i * copy.to_pitch, copy.from + i * copy.from_pitch, copy.row_bytes);
     }
   }
 }
@@ -103,7 +102,7 @@ class Team::RecordedStream final : public Stream {
   }
 
   // Processes do not write each other's memory: the peer is notified and fetches the rows.
-  void Put(std::string name, int peer, std::vector<RowCopy> pieces, Signal signal) override {
+  void Put(std::string name, int peer, std::vector<RowCopy> copies, Signal signal) override {
     if (team_->elsewhere_.Holds(peer)) return Add(peer, team_->Fetchable(signal));
     if (is_elsewhere_) {
       steps_.push_back([this, peer, fetchable = team_->Fetchable(signal)] {
@@ -112,12 +111,12 @@ class Team::RecordedStream final : public Stream {
       name += " from rank " + std::to_string(rank_);
     }
     const int copier = is_elsewhere_ ? peer : rank_;
-    steps_.push_back([this, copier, name = std::move(name), peer, pieces = std::move(pieces),
+    steps_.push_back([this, copier, name = std::move(name), peer, copies = std::move(copies),
                       signal = std::move(signal)] {
       {
         const SpanScope span(team_->call_.op, team_->call_.group, copier, SpanKind::kCommunication,
                              name);
-        team_->link_(pieces);
+        team_->link_(copies);
       }
       team_->counters_[copier]->Add(peer, signal);
       return true;

@@ -18,7 +18,7 @@ namespace cpd {
 // How the bytes of a put reach the peer; tests replace it with a slow link.
 using Link = std::function<void(const std::vector<RowCopy>&)>;
 
-void CopyRows(const std::vector<RowCopy>& pieces);
+void CopyRows(const std::vector<RowCopy>& copies);
 
 // The ranks of one call that have met. Its tasks wait for one another, so all of them must run at
 // the same time.

@@ -29,7 +29,7 @@ inline int64_t Draw(Rng& rng, int64_t low, int64_t high) {
   return std::uniform_int_distribution<int64_t>(low, high)(rng);
 }
 
-// One part of one rank, and the arrays that its ranks hold.
+// One operand group of one rank, and the arrays that its ranks hold.
 struct Plan {
   Seen<int32_t> num_recv_tokens, seq_len, dst_rank, src_offset;
   Seen<int64_t> dst_offset;
@@ -46,7 +46,7 @@ struct World {
   };
   int num_ranks;
   bool is_dispatch;
-  std::vector<Made> parts;
+  std::vector<Made> groups;
   std::vector<Seen<uint64_t>> symmetric, local;
   Seen<ErrorRecord> errors;
   DataType in_type = DataType::kU8, out_type = DataType::kU8;
@@ -56,7 +56,7 @@ struct World {
   uint64_t deadline_ns = 20'000'000'000;  // threads may wait for a busy machine
 #endif
   int num_blocks = 2, num_threads = 3;
-  int64_t rows_per_piece = 3;
+  int64_t rows_per_strip = 3;
   bool use_src_offset = true;
   bool in_bulk = false;
   int num_early = 0;               // rounds of unpack before all ranks have signalled
@@ -79,22 +79,22 @@ struct World {
       call.pe[r] = IsRemote(rank, r) ? r : -1;
       call.has_network = call.has_network || IsRemote(0, r);
     }
-    for (Made& made : parts) {
-      Part& part = call.parts[call.num_parts++];
+    for (Made& made : groups) {
+      OperandGroup& group = call.groups[call.num_groups++];
       Plan& plan = made.plans[rank];
-      part.num_recv_tokens = {plan.num_recv_tokens.data(), IntType::kI32};
-      part.seq_len = {plan.seq_len.data(), IntType::kI32};
-      part.dst_rank = {plan.dst_rank.data(), IntType::kI32};
-      part.dst_offset = {plan.dst_offset.data(), IntType::kI64};
-      if (use_src_offset) part.src_offset = {plan.src_offset.data(), IntType::kU32};
-      if (!plan.fingerprint.empty()) part.fingerprint = {plan.fingerprint.data(), IntType::kI32};
-      part.num_slots = made.num_slots;
-      part.num_replicas = made.num_replicas;
-      part.num_tokens = made.num_tokens;
-      part.capacity = made.capacity;
-      part.rows_per_piece = rows_per_piece;
-      part.first_array = call.num_arrays;
-      part.num_arrays = static_cast<int>(made.row_bytes.size());
+      group.num_recv_tokens = {plan.num_recv_tokens.data(), IntType::kI32};
+      group.seq_len = {plan.seq_len.data(), IntType::kI32};
+      group.dst_rank = {plan.dst_rank.data(), IntType::kI32};
+      group.dst_offset = {plan.dst_offset.data(), IntType::kI64};
+      if (use_src_offset) group.src_offset = {plan.src_offset.data(), IntType::kU32};
+      if (!plan.fingerprint.empty()) group.fingerprint = {plan.fingerprint.data(), IntType::kI32};
+      group.num_slots = made.num_slots;
+      group.num_replicas = made.num_replicas;
+      group.num_tokens = made.num_tokens;
+      group.capacity = made.capacity;
+      group.rows_per_strip = rows_per_strip;
+      group.first_array = call.num_arrays;
+      group.num_arrays = static_cast<int>(made.row_bytes.size());
       for (size_t a = 0; a < made.row_bytes.size(); ++a) {
         Array& array = call.arrays[call.num_arrays++];
         array.in = made.x[a][rank].data();
@@ -127,8 +127,8 @@ struct World {
 
   // Fills the results with poison.
   void Clear() {
-    for (Made& part : parts) {
-      for (auto& ranks : part.out) {
+    for (Made& group : groups) {
+      for (auto& ranks : group.out) {
         for (auto& rows : ranks) std::memset(rows.data(), 0x7f, rows.size());
       }
     }
@@ -152,14 +152,14 @@ struct World {
 
 // A plan with everything that Metadata allows: holes, replicas, rows used twice, destinations in
 // any order.
-inline World::Made MakePart(Rng& rng, int num_ranks, int64_t num_slots, int64_t num_replicas,
-                            int64_t num_tokens, std::vector<int64_t> row_bytes,
-                            bool has_src_offset) {
-  World::Made part{num_slots, num_replicas, num_tokens, 0, row_bytes, {}, {}, {}};
-  part.plans.resize(num_ranks);
+inline World::Made MakeGroup(Rng& rng, int num_ranks, int64_t num_slots, int64_t num_replicas,
+                             int64_t num_tokens, std::vector<int64_t> row_bytes,
+                             bool has_src_offset) {
+  World::Made group{num_slots, num_replicas, num_tokens, 0, row_bytes, {}, {}, {}};
+  group.plans.resize(num_ranks);
   std::vector<int64_t> filled(num_ranks);
   for (int r = 0; r < num_ranks; ++r) {
-    Plan& plan = part.plans[r];
+    Plan& plan = group.plans[r];
     plan.num_recv_tokens.assign(num_ranks + 1, 0);
     int64_t row = 0;
     for (int64_t s = 0; s < num_slots; ++s) {
@@ -171,7 +171,7 @@ inline World::Made MakePart(Rng& rng, int num_ranks, int64_t num_slots, int64_t 
     }
   }
   for (int r = 0; r < num_ranks; ++r) {
-    Plan& plan = part.plans[r];
+    Plan& plan = group.plans[r];
     for (int64_t s = 0; s < num_slots; ++s) {
       for (int64_t c = 0; c < num_replicas; ++c) {
         const int64_t dst = Draw(rng, -1, num_ranks - 1);
@@ -180,24 +180,24 @@ inline World::Made MakePart(Rng& rng, int num_ranks, int64_t num_slots, int64_t 
         plan.dst_offset.push_back(dst < 0 ? -7 : filled[dst] + gap);
         if (dst < 0) continue;
         filled[dst] += gap + plan.seq_len[s];
-        part.plans[dst].num_recv_tokens[r] += plan.seq_len[s];
-        part.plans[dst].num_recv_tokens[num_ranks] += plan.seq_len[s];
+        group.plans[dst].num_recv_tokens[r] += plan.seq_len[s];
+        group.plans[dst].num_recv_tokens[num_ranks] += plan.seq_len[s];
       }
     }
   }
-  part.capacity = *std::max_element(filled.begin(), filled.end()) + Draw(rng, 1, 5);
-  return part;
+  group.capacity = *std::max_element(filled.begin(), filled.end()) + Draw(rng, 1, 5);
+  return group;
 }
 
 inline void FillArrays(World* world, Rng& rng, bool small_floats = false) {
-  for (World::Made& part : world->parts) {
-    const int64_t in_rows = world->is_dispatch ? part.num_tokens : part.capacity;
-    const int64_t out_rows = world->is_dispatch ? part.capacity : part.num_tokens;
-    part.x.assign(part.row_bytes.size(), {});
-    part.out.assign(part.row_bytes.size(), {});
-    for (size_t a = 0; a < part.row_bytes.size(); ++a) {
+  for (World::Made& group : world->groups) {
+    const int64_t in_rows = world->is_dispatch ? group.num_tokens : group.capacity;
+    const int64_t out_rows = world->is_dispatch ? group.capacity : group.num_tokens;
+    group.x.assign(group.row_bytes.size(), {});
+    group.out.assign(group.row_bytes.size(), {});
+    for (size_t a = 0; a < group.row_bytes.size(); ++a) {
       for (int r = 0; r < world->num_ranks; ++r) {
-        Seen<char> rows(in_rows * part.row_bytes[a]);
+        Seen<char> rows(in_rows * group.row_bytes[a]);
         if (small_floats) {
           auto* values = reinterpret_cast<float*>(rows.data());
           std::normal_distribution<float> normal;
@@ -205,10 +205,10 @@ inline void FillArrays(World* world, Rng& rng, bool small_floats = false) {
         } else {
           for (char& byte : rows) byte = static_cast<char>(Draw(rng, 0, 255));
         }
-        part.x[a].push_back(std::move(rows));
+        group.x[a].push_back(std::move(rows));
         const int64_t out_row =
-            part.row_bytes[a] / ElementBytes(world->in_type) * ElementBytes(world->out_type);
-        part.out[a].push_back(Seen<char>(out_rows * out_row));
+            group.row_bytes[a] / ElementBytes(world->in_type) * ElementBytes(world->out_type);
+        group.out[a].push_back(Seen<char>(out_rows * out_row));
       }
     }
   }
@@ -216,37 +216,37 @@ inline void FillArrays(World* world, Rng& rng, bool small_floats = false) {
 
 // By definition: out[d][dst_offset + i] = x[s][src_offset + i].
 inline void CheckDispatched(const World& world) {
-  for (const World::Made& part : world.parts) {
-    for (size_t a = 0; a < part.row_bytes.size(); ++a) {
-      const int64_t bytes = part.row_bytes[a];
-      std::vector<Seen<char>> wanted(world.num_ranks, Seen<char>(part.capacity * bytes));
+  for (const World::Made& group : world.groups) {
+    for (size_t a = 0; a < group.row_bytes.size(); ++a) {
+      const int64_t bytes = group.row_bytes[a];
+      std::vector<Seen<char>> wanted(world.num_ranks, Seen<char>(group.capacity * bytes));
       for (int r = 0; r < world.num_ranks; ++r) {
-        const Plan& plan = part.plans[r];
-        for (int64_t t = 0; t < part.num_slots * part.num_replicas; ++t) {
-          const int64_t s = t / part.num_replicas;
+        const Plan& plan = group.plans[r];
+        for (int64_t t = 0; t < group.num_slots * group.num_replicas; ++t) {
+          const int64_t s = t / group.num_replicas;
           if (plan.dst_rank[t] < 0 || plan.seq_len[s] == 0) continue;
           std::memcpy(&wanted[plan.dst_rank[t]][plan.dst_offset[t] * bytes],
-                      &part.x[a][r][plan.src_offset[s] * bytes], plan.seq_len[s] * bytes);
+                      &group.x[a][r][plan.src_offset[s] * bytes], plan.seq_len[s] * bytes);
         }
       }
-      for (int r = 0; r < world.num_ranks; ++r) CHECK(part.out[a][r] == wanted[r]);
+      for (int r = 0; r < world.num_ranks; ++r) CHECK(group.out[a][r] == wanted[r]);
     }
   }
 }
 
 // x[s][src_offset + i] = the float32 sum over slots, then replicas, from left to right.
 inline void CheckCombined(const World& world) {
-  for (const World::Made& part : world.parts) {
-    for (size_t a = 0; a < part.row_bytes.size(); ++a) {
-      const int64_t width = part.row_bytes[a] / 4;
+  for (const World::Made& group : world.groups) {
+    for (size_t a = 0; a < group.row_bytes.size(); ++a) {
+      const int64_t width = group.row_bytes[a] / 4;
       for (int r = 0; r < world.num_ranks; ++r) {
-        const Plan& plan = part.plans[r];
-        std::vector<float> wanted(part.num_tokens * width);
-        std::vector<bool> has(part.num_tokens);
-        for (int64_t t = 0; t < part.num_slots * part.num_replicas; ++t) {
-          const int64_t s = t / part.num_replicas;
+        const Plan& plan = group.plans[r];
+        std::vector<float> wanted(group.num_tokens * width);
+        std::vector<bool> has(group.num_tokens);
+        for (int64_t t = 0; t < group.num_slots * group.num_replicas; ++t) {
+          const int64_t s = t / group.num_replicas;
           if (plan.dst_rank[t] < 0) continue;
-          const auto* y = reinterpret_cast<const float*>(part.x[a][plan.dst_rank[t]].data());
+          const auto* y = reinterpret_cast<const float*>(group.x[a][plan.dst_rank[t]].data());
           for (int64_t i = 0; i < plan.seq_len[s]; ++i) {
             const int64_t row = plan.src_offset[s] + i;
             for (int64_t e = 0; e < width; ++e) {
@@ -256,7 +256,7 @@ inline void CheckCombined(const World& world) {
             has[row] = true;
           }
         }
-        CHECK(std::memcmp(part.out[a][r].data(), wanted.data(), part.out[a][r].size()) == 0);
+        CHECK(std::memcmp(group.out[a][r].data(), wanted.data(), group.out[a][r].size()) == 0);
       }
     }
   }
@@ -264,8 +264,8 @@ inline void CheckCombined(const World& world) {
 
 // Whether every byte of a rank's results is 0xff, as a call that failed leaves them.
 inline bool IsSpoiled(const World& world, int rank) {
-  for (const World::Made& part : world.parts) {
-    for (const auto& ranks : part.out) {
+  for (const World::Made& group : world.groups) {
+    for (const auto& ranks : group.out) {
       for (const char byte : ranks[rank]) {
         if (static_cast<uint8_t>(byte) != 0xff) return false;
       }
@@ -279,20 +279,20 @@ inline World RandomWorld(Rng& rng, bool is_dispatch) {
   world.num_ranks = static_cast<int>(Draw(rng, 1, 4));
   world.is_dispatch = is_dispatch;
   world.use_src_offset = Draw(rng, 0, 1);
-  world.rows_per_piece = Draw(rng, 1, 9);
+  world.rows_per_strip = Draw(rng, 1, 9);
   world.num_blocks = static_cast<int>(Draw(rng, 1, 3));
   world.num_threads = static_cast<int>(Draw(rng, 1, 4));
   world.num_early = static_cast<int>(Draw(rng, 0, 2));
   if (!is_dispatch) world.in_type = world.out_type = DataType::kF32;
-  const int64_t num_parts = Draw(rng, 1, 2);
-  for (int64_t p = 0; p < num_parts; ++p) {
+  const int64_t num_groups = Draw(rng, 1, 2);
+  for (int64_t p = 0; p < num_groups; ++p) {
     std::vector<int64_t> row_bytes;
     const int64_t num_arrays = Draw(rng, 1, 3);
     for (int64_t a = 0; a < num_arrays; ++a) {
       row_bytes.push_back(is_dispatch ? Draw(rng, 1, 70) : 4 * Draw(rng, 1, 20));
     }
-    world.parts.push_back(MakePart(rng, world.num_ranks, Draw(rng, 1, 7), Draw(rng, 1, 3),
-                                   Draw(rng, 1, 30), row_bytes, world.use_src_offset));
+    world.groups.push_back(MakeGroup(rng, world.num_ranks, Draw(rng, 1, 7), Draw(rng, 1, 3),
+                                     Draw(rng, 1, 30), row_bytes, world.use_src_offset));
   }
   FillArrays(&world, rng, !is_dispatch);
   return world;

@@ -51,7 +51,7 @@ Program Write(Chooser& c, int64_t num_held_of) {
   const bool is_dispatch = p.direction == Direction::kDispatch;
   const int64_t num_ranks = c.Number(1, 4), num_held = num_held_of == 0 ? 1 : num_ranks;
   std::vector<Shape> fingerprints, arrays;
-  for (int64_t part = c.Number(1, 2); part > 0; --part) {
+  for (int64_t group = c.Number(1, 2); group > 0; --group) {
     const int64_t num_slots = c.Number(0, 4), replicas = c.Number(0, 3);
     const int64_t views = c.Number(0, 2);  // none, one, or all
     const bool has_src_offset = c.Flag();
@@ -138,8 +138,8 @@ void RunOnCpu(Chooser& c) {
     auto mine = std::make_unique<DispatchContribution>();
     mine->direction = call.direction;
     mine->num_ranks = call.num_ranks;
-    for (DispatchPart& part : call.parts) part.Select(rank);
-    mine->parts = std::move(call.parts);
+    for (OperandGroup& group : call.groups) group.Select(rank);
+    mine->groups = std::move(call.groups);
     ranks.push_back(std::move(mine));
   }
   WorkList work;
@@ -152,24 +152,24 @@ void RunOnCpu(Chooser& c) {
 // Reads what the kernels may read and writes what they may write.
 void Touch(const kernels::Call& call) {
   volatile int64_t seen = 0;
-  for (int p = 0; p < call.num_parts; ++p) {
-    const kernels::Part& part = call.parts[p];
-    const int64_t views = part.has_all_views ? call.num_ranks : 1;
-    const int64_t targets = part.num_slots * part.num_replicas;
+  for (int p = 0; p < call.num_groups; ++p) {
+    const kernels::OperandGroup& group = call.groups[p];
+    const int64_t views = group.has_all_views ? call.num_ranks : 1;
+    const int64_t targets = group.num_slots * group.num_replicas;
     const auto read = [&](const IntArray& field, int64_t count) {
       for (int64_t i = 0; i < views * count; ++i) seen = seen + field[i] % 2;
     };
-    read(part.num_recv_tokens, call.num_ranks + 1);
-    read(part.seq_len, part.num_slots);
-    read(part.dst_rank, targets);
-    read(part.dst_offset, targets);
-    if (part.src_offset) read(part.src_offset, part.num_slots);
-    for (int64_t i = 0; part.fingerprint && i < kFingerprintSize; ++i)
-      seen = seen + part.fingerprint[i] % 2;
-    const int64_t in_rows = call.is_dispatch ? part.num_tokens : part.capacity;
-    const int64_t out_rows = call.is_dispatch ? part.capacity : part.num_tokens;
-    if (part.rows_per_piece < 1) __builtin_trap();
-    for (int a = part.first_array; a < part.first_array + part.num_arrays; ++a) {
+    read(group.num_recv_tokens, call.num_ranks + 1);
+    read(group.seq_len, group.num_slots);
+    read(group.dst_rank, targets);
+    read(group.dst_offset, targets);
+    if (group.src_offset) read(group.src_offset, group.num_slots);
+    for (int64_t i = 0; group.fingerprint && i < kFingerprintSize; ++i)
+      seen = seen + group.fingerprint[i] % 2;
+    const int64_t in_rows = call.is_dispatch ? group.num_tokens : group.capacity;
+    const int64_t out_rows = call.is_dispatch ? group.capacity : group.num_tokens;
+    if (group.rows_per_strip < 1) __builtin_trap();
+    for (int a = group.first_array; a < group.first_array + group.num_arrays; ++a) {
       const kernels::Array& array = call.arrays[a];
       for (int64_t i = 0; i < call.num_local * in_rows * array.in_row_bytes; ++i) {
         seen = seen + array.in[i];

@@ -39,12 +39,12 @@ class Chooser {
   Chooser(const uint8_t* bytes, size_t num_bytes) : data_(bytes, num_bytes) {}
 
   bool Flag() { return data_.ConsumeBool(); }
-  int64_t Number(int64_t least, int64_t most) {
-    return data_.ConsumeIntegralInRange<int64_t>(least, most);
+  int64_t Number(int64_t low, int64_t high) {
+    return data_.ConsumeIntegralInRange<int64_t>(low, high);
   }
   bool Seldom() { return Number(0, 63) == 63; }
-  int64_t Mostly(int64_t fitting, int64_t least, int64_t most) {
-    return Seldom() ? Number(least, most) : fitting;
+  int64_t Mostly(int64_t fitting, int64_t low, int64_t high) {
+    return Seldom() ? Number(low, high) : fitting;
   }
   int64_t Hostile() { return kHostile[Number(0, std::size(kHostile) - 1)]; }
   int64_t MostlyOrHostile(int64_t fitting) {

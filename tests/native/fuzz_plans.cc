@@ -55,7 +55,7 @@ void Fuzz(FuzzedDataProvider& data) {
   Memory memory;
   const bool is_dispatch = data.ConsumeBool();
   const int64_t num_ranks = data.ConsumeIntegralInRange(1, 4);
-  const int64_t num_parts = data.ConsumeIntegralInRange(1, 2);
+  const int64_t num_groups = data.ConsumeIntegralInRange(1, 2);
   const int64_t num_slots = data.ConsumeIntegralInRange(0, 4);
   const int64_t num_replicas = data.ConsumeIntegralInRange(1, 3);
   const int64_t num_arrays = data.ConsumeIntegralInRange(1, 2);
@@ -65,27 +65,27 @@ void Fuzz(FuzzedDataProvider& data) {
   std::vector<std::unique_ptr<Contribution>> ranks;
   for (int64_t rank = 0; rank < num_ranks; ++rank) {
     auto mine = std::make_unique<DispatchContribution>();
-    for (int64_t p = Alike(data, num_parts, 2); p > 0; --p) {
-      DispatchPart part;
-      part.num_slots = Alike(data, num_slots, 4);
-      part.num_replicas = Alike(data, num_replicas, 3);
-      part.dst_rank = memory.Integers(data, part.num_slots * part.num_replicas);
-      part.dst_offset = memory.Integers(data, part.num_slots * part.num_replicas);
-      part.seq_len = memory.Integers(data, part.num_slots);
-      if (has_src_offset) part.src_offset = memory.Integers(data, part.num_slots);
-      part.num_recv_tokens = memory.Integers(data, num_ranks + 1);
+    for (int64_t p = Alike(data, num_groups, 2); p > 0; --p) {
+      OperandGroup group;
+      group.num_slots = Alike(data, num_slots, 4);
+      group.num_replicas = Alike(data, num_replicas, 3);
+      group.dst_rank = memory.Integers(data, group.num_slots * group.num_replicas);
+      group.dst_offset = memory.Integers(data, group.num_slots * group.num_replicas);
+      group.seq_len = memory.Integers(data, group.num_slots);
+      if (has_src_offset) group.src_offset = memory.Integers(data, group.num_slots);
+      group.num_recv_tokens = memory.Integers(data, num_ranks + 1);
       if (data.ConsumeIntegralInRange(0, 7) == 0)
-        part.fingerprint = memory.Integers(data, kFingerprintSize);
+        group.fingerprint = memory.Integers(data, kFingerprintSize);
       const RowArray tokens = Rows(data, memory, row_elements * kTypeBytes[type]);
       const RowArray buffers = Rows(data, memory, row_elements * kTypeBytes[type]);
       for (int64_t a = Alike(data, num_arrays, 2); a > 0; --a) {
-        part.tokens.push_back(tokens);
-        part.tokens.back().data = memory.Take(tokens.num_rows * tokens.row_bytes);
-        part.buffers.push_back(buffers);
-        part.buffers.back().data = memory.Take(buffers.num_rows * buffers.row_bytes);
-        part.types.push_back({kTypes[type], kTypes[type]});
+        group.tokens.push_back(tokens);
+        group.tokens.back().data = memory.Take(tokens.num_rows * tokens.row_bytes);
+        group.buffers.push_back(buffers);
+        group.buffers.back().data = memory.Take(buffers.num_rows * buffers.row_bytes);
+        group.types.push_back({kTypes[type], kTypes[type]});
       }
-      mine->parts.push_back(std::move(part));
+      mine->groups.push_back(std::move(group));
     }
     ranks.push_back(std::move(mine));
   }

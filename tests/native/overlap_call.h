@@ -38,8 +38,8 @@ class SeenReads final : public Stream {
     }
     stream_->Run(kind, std::move(name), std::move(work));
   }
-  void Put(std::string name, int peer, std::vector<RowCopy> pieces, Signal signal) override {
-    stream_->Put(std::move(name), peer, std::move(pieces), std::move(signal));
+  void Put(std::string name, int peer, std::vector<RowCopy> copies, Signal signal) override {
+    stream_->Put(std::move(name), peer, std::move(copies), std::move(signal));
   }
   void Add(int peer, Signal signal) override { stream_->Add(peer, std::move(signal)); }
   void Wait(Signal signal, int64_t count, int peer) override {

@@ -80,38 +80,38 @@ class Rank {
                               : PlanCombine("stress", ranks, work);
     };
     auto mine = std::make_unique<DispatchContribution>();
-    for (Part& part : call.parts) mine->parts.push_back(Bring(call, part));
+    for (RandomGroup& group : call.groups) mine->groups.push_back(Contributed(call, group));
     if (is_faulty && program_.fault == Fault::kRefused) {
       open_.push_back({round, c, Refuse(exchange, Status::Invalid("no such buffer"))});
       return;
     }
     if (is_faulty && program_.fault == Fault::kBadPlan) {
-      mine->parts[0].num_recv_tokens = {too_many_.data(), IntType::kI64};
+      mine->groups[0].num_recv_tokens = {too_many_.data(), IntType::kI64};
     }
     open_.push_back({round, c, Join(exchange, rank_, std::move(mine), std::ref(helpers_))});
   }
 
-  DispatchPart Bring(const Call& call, Part& part) {
-    RankPart& mine = part.ranks[rank_];
-    DispatchPart brought;
-    for (size_t a = 0; a < part.row_elements.size(); ++a) {
+  OperandGroup Contributed(const Call& call, RandomGroup& group) {
+    RankOperands& mine = group.ranks[rank_];
+    OperandGroup operands;
+    for (size_t a = 0; a < group.row_elements.size(); ++a) {
       auto& out = call.is_dispatch ? mine.buffers[a] : mine.tokens[a];
       std::fill(out.begin(), out.end(), kPoison);
-      const int64_t row_bytes = part.row_elements[a] * 4;
-      brought.tokens.push_back(
-          {reinterpret_cast<char*>(mine.tokens[a].data()), part.num_tokens, row_bytes});
-      brought.buffers.push_back(
-          {reinterpret_cast<char*>(mine.buffers[a].data()), part.capacity, row_bytes});
-      brought.types.push_back({DataType::kI32, DataType::kI32});
+      const int64_t row_bytes = group.row_elements[a] * 4;
+      operands.tokens.push_back(
+          {reinterpret_cast<char*>(mine.tokens[a].data()), group.num_tokens, row_bytes});
+      operands.buffers.push_back(
+          {reinterpret_cast<char*>(mine.buffers[a].data()), group.capacity, row_bytes});
+      operands.types.push_back({DataType::kI32, DataType::kI32});
     }
-    brought.num_slots = part.num_slots;
-    brought.num_replicas = part.num_replicas;
-    brought.dst_rank = mine.dst_rank_view;
-    brought.dst_offset = mine.dst_offset_view;
-    brought.seq_len = mine.seq_len_view;
-    brought.src_offset = mine.src_offset_view;
-    brought.num_recv_tokens = mine.num_recv_view;
-    return brought;
+    operands.num_slots = group.num_slots;
+    operands.num_replicas = group.num_replicas;
+    operands.dst_rank = mine.dst_rank_view;
+    operands.dst_offset = mine.dst_offset_view;
+    operands.seq_len = mine.seq_len_view;
+    operands.src_offset = mine.src_offset_view;
+    operands.num_recv_tokens = mine.num_recv_view;
+    return operands;
   }
 
   // Waits for all open calls. Returns false if something failed; the program then ends here.
@@ -151,8 +151,8 @@ class Rank {
   }
 
   void Compare(const Call& call) {
-    for (const Part& part : call.parts) {
-      const RankPart& mine = part.ranks[rank_];
+    for (const RandomGroup& group : call.groups) {
+      const RankOperands& mine = group.ranks[rank_];
       const auto& out = call.is_dispatch ? mine.buffers : mine.tokens;
       CHECK(out == mine.expected);
       for (const auto& array : out) counts_.num_bytes += static_cast<int64_t>(array.size()) * 4;
@@ -161,8 +161,8 @@ class Rank {
 
   // A failed call has moved nothing.
   void CheckUntouched(const Call& call) {
-    for (const Part& part : call.parts) {
-      const RankPart& mine = part.ranks[rank_];
+    for (const RandomGroup& group : call.groups) {
+      const RankOperands& mine = group.ranks[rank_];
       for (const auto& array : call.is_dispatch ? mine.buffers : mine.tokens) {
         for (const int32_t element : array) CHECK(element == kPoison);
       }

@@ -35,44 +35,44 @@ struct Integers {
   }
 };
 
-// One rank's share of one part, with the expected contents after the exchange.
-struct RankPart {
+// One rank's share of one operand group, with the expected contents after the exchange.
+struct RankOperands {
   Integers dst_rank, dst_offset, seq_len, src_offset, num_recv_tokens;
   IntArray dst_rank_view, dst_offset_view, seq_len_view, src_offset_view, num_recv_view;
   std::vector<std::vector<int32_t>> tokens, buffers, expected;  // per array
 };
 
-struct Part {
+struct RandomGroup {
   int64_t num_slots, num_replicas, num_tokens, capacity;
   std::vector<int64_t> row_elements;  // per array
-  std::vector<RankPart> ranks;
+  std::vector<RankOperands> ranks;
 };
 
-// One call of one group.
+// One call of one group of ranks.
 struct Call {
   bool is_dispatch;
-  std::vector<Part> parts;
+  std::vector<RandomGroup> groups;
 };
 
-inline void DrawMetadata(Rng& rng, int num_ranks, Part* part) {
-  part->num_slots = Draw(rng, 0, 5);
-  part->num_replicas = Draw(rng, 1, 3);
-  part->num_tokens = Draw(rng, 1, 40);
-  part->ranks.resize(num_ranks);
+inline void DrawMetadata(Rng& rng, int num_ranks, RandomGroup* group) {
+  group->num_slots = Draw(rng, 0, 5);
+  group->num_replicas = Draw(rng, 1, 3);
+  group->num_tokens = Draw(rng, 1, 40);
+  group->ranks.resize(num_ranks);
   const bool has_src_offset = Draw(rng, 0, 1);
   std::vector<int64_t> filled(num_ranks);
   for (int r = 0; r < num_ranks; ++r)
-    part->ranks[r].num_recv_tokens.values.assign(num_ranks + 1, 0);
+    group->ranks[r].num_recv_tokens.values.assign(num_ranks + 1, 0);
   for (int r = 0; r < num_ranks; ++r) {
-    RankPart& mine = part->ranks[r];
+    RankOperands& mine = group->ranks[r];
     int64_t next = 0;
-    for (int64_t slot = 0; slot < part->num_slots; ++slot) {
-      const int64_t start = has_src_offset ? Draw(rng, 0, part->num_tokens) : next;
-      const int64_t length = Draw(rng, 0, part->num_tokens - start);
+    for (int64_t slot = 0; slot < group->num_slots; ++slot) {
+      const int64_t start = has_src_offset ? Draw(rng, 0, group->num_tokens) : next;
+      const int64_t length = Draw(rng, 0, group->num_tokens - start);
       next += length;
       mine.seq_len.values.push_back(length);
       mine.src_offset.values.push_back(start);
-      for (int64_t c = 0; c < part->num_replicas; ++c) {
+      for (int64_t c = 0; c < group->num_replicas; ++c) {
         const int64_t dst = Draw(rng, -1, num_ranks - 1);
         mine.dst_rank.values.push_back(dst);
         if (dst < 0) {
@@ -82,13 +82,13 @@ inline void DrawMetadata(Rng& rng, int num_ranks, Part* part) {
         filled[dst] += Draw(rng, 0, 3) == 0 ? Draw(rng, 0, 3) : 0;  // rows without a source
         mine.dst_offset.values.push_back(filled[dst]);
         filled[dst] += length;
-        part->ranks[dst].num_recv_tokens.values[r] += length;
-        part->ranks[dst].num_recv_tokens.values[num_ranks] += length;
+        group->ranks[dst].num_recv_tokens.values[r] += length;
+        group->ranks[dst].num_recv_tokens.values[num_ranks] += length;
       }
     }
   }
-  part->capacity = *std::max_element(filled.begin(), filled.end()) + Draw(rng, 0, 8);
-  for (RankPart& mine : part->ranks) {
+  group->capacity = *std::max_element(filled.begin(), filled.end()) + Draw(rng, 0, 8);
+  for (RankOperands& mine : group->ranks) {
     mine.dst_rank_view = mine.dst_rank.View(rng, true);
     mine.dst_offset_view = mine.dst_offset.View(rng, false);
     mine.seq_len_view = mine.seq_len.View(rng, false);
@@ -98,16 +98,16 @@ inline void DrawMetadata(Rng& rng, int num_ranks, Part* part) {
 }
 
 // The definition of both operations, one element at a time.
-inline void Expect(bool is_dispatch, Part* part) {
-  for (size_t a = 0; a < part->row_elements.size(); ++a) {
-    const int64_t width = part->row_elements[a];
-    for (size_t src = 0; src < part->ranks.size(); ++src) {
-      RankPart& mine = part->ranks[src];
-      for (int64_t slot = 0; slot < part->num_slots; ++slot) {
-        for (int64_t c = 0; c < part->num_replicas; ++c) {
-          const int64_t at = slot * part->num_replicas + c;
+inline void Expect(bool is_dispatch, RandomGroup* group) {
+  for (size_t a = 0; a < group->row_elements.size(); ++a) {
+    const int64_t width = group->row_elements[a];
+    for (size_t src = 0; src < group->ranks.size(); ++src) {
+      RankOperands& mine = group->ranks[src];
+      for (int64_t slot = 0; slot < group->num_slots; ++slot) {
+        for (int64_t c = 0; c < group->num_replicas; ++c) {
+          const int64_t at = slot * group->num_replicas + c;
           if (mine.dst_rank.values[at] < 0) continue;
-          RankPart& theirs = part->ranks[mine.dst_rank.values[at]];
+          RankOperands& theirs = group->ranks[mine.dst_rank.values[at]];
           const int64_t home = mine.src_offset.values[slot] * width;
           const int64_t away = mine.dst_offset.values[at] * width;
           for (int64_t i = 0; i < mine.seq_len.values[slot] * width; ++i) {
@@ -126,24 +126,24 @@ inline void Expect(bool is_dispatch, Part* part) {
 inline Call DrawCall(Rng& rng, int num_ranks) {
   Call call;
   call.is_dispatch = Draw(rng, 0, 1);
-  call.parts.resize(Draw(rng, 1, 2));
-  for (Part& part : call.parts) {
-    DrawMetadata(rng, num_ranks, &part);
+  call.groups.resize(Draw(rng, 1, 2));
+  for (RandomGroup& group : call.groups) {
+    DrawMetadata(rng, num_ranks, &group);
     const int64_t num_arrays = Draw(rng, 1, 2);
     for (int64_t a = 0; a < num_arrays; ++a) {
-      part.row_elements.push_back(Draw(rng, 0, 20) == 0 ? 2048 : Draw(rng, 1, 50));
+      group.row_elements.push_back(Draw(rng, 0, 20) == 0 ? 2048 : Draw(rng, 1, 50));
     }
-    for (RankPart& mine : part.ranks) {
-      for (const int64_t width : part.row_elements) {
-        mine.tokens.emplace_back(part.num_tokens * width);
-        mine.buffers.emplace_back(part.capacity * width);
+    for (RankOperands& mine : group.ranks) {
+      for (const int64_t width : group.row_elements) {
+        mine.tokens.emplace_back(group.num_tokens * width);
+        mine.buffers.emplace_back(group.capacity * width);
         auto& in = call.is_dispatch ? mine.tokens.back() : mine.buffers.back();
         auto& out = call.is_dispatch ? mine.buffers.back() : mine.tokens.back();
         for (int32_t& element : in) element = static_cast<int32_t>(Draw(rng, -1000000, 1000000));
         mine.expected.emplace_back(out.size());
       }
     }
-    Expect(call.is_dispatch, &part);
+    Expect(call.is_dispatch, &group);
   }
   return call;
 }

@@ -75,15 +75,15 @@ World WorldOf(Rng& rng, int num_ranks, bool is_dispatch) {
   world.is_dispatch = is_dispatch;
   world.in_bulk = true;
   world.use_src_offset = Draw(rng, 0, 1);
-  world.rows_per_piece = Draw(rng, 1, 12);
+  world.rows_per_strip = Draw(rng, 1, 12);
   world.num_blocks = static_cast<int>(Draw(rng, 1, 2));
   world.num_threads = static_cast<int>(Draw(rng, 1, 2));
   world.num_early = static_cast<int>(Draw(rng, 0, 2));
   if (!is_dispatch) world.in_type = world.out_type = DataType::kF32;
   for (int64_t p = Draw(rng, 1, 2); p > 0; --p) {
     std::vector<int64_t> row_bytes = {16 * Draw(rng, 1, 9), 4 * Draw(rng, 1, 20)};
-    world.parts.push_back(MakePart(rng, num_ranks, Draw(rng, 1, 7), Draw(rng, 1, 3),
-                                   Draw(rng, 1, 30), row_bytes, world.use_src_offset));
+    world.groups.push_back(MakeGroup(rng, num_ranks, Draw(rng, 1, 7), Draw(rng, 1, 3),
+                                     Draw(rng, 1, 30), row_bytes, world.use_src_offset));
   }
   FillArrays(&world, rng, !is_dispatch);
   return world;

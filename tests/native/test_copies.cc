@@ -53,10 +53,10 @@ void SumsAre(DataType in_type, DataType out_type, int64_t width) {
   world.in_type = in_type;
   world.out_type = out_type;
   world.num_threads = 4;
-  world.parts.push_back(MakePart(rng, 3, 5, 3, 12, {width * int64_t{sizeof(In)}}, true));
-  World::Made& part = world.parts[0];
+  world.groups.push_back(MakeGroup(rng, 3, 5, 3, 12, {width * int64_t{sizeof(In)}}, true));
+  World::Made& group = world.groups[0];
   FillArrays(&world, rng);
-  for (auto& rows : part.x[0]) {
+  for (auto& rows : group.x[0]) {
     auto* values = reinterpret_cast<In*>(rows.data());
     for (size_t i = 0; i < rows.size() / sizeof(In); ++i) values[i] = Small<In>(rng);
   }
@@ -64,13 +64,13 @@ void SumsAre(DataType in_type, DataType out_type, int64_t width) {
   CHECK(world.IsFine());
   int most = 0;
   for (int r = 0; r < 3; ++r) {
-    const Plan& plan = part.plans[r];
-    for (int64_t row = 0; row < part.num_tokens; ++row) {
+    const Plan& plan = group.plans[r];
+    for (int64_t row = 0; row < group.num_tokens; ++row) {
       std::vector<const In*> sources;
-      for (int64_t t = 0; t < part.num_slots * part.num_replicas; ++t) {
-        const int64_t s = t / part.num_replicas, i = row - plan.src_offset[s];
+      for (int64_t t = 0; t < group.num_slots * group.num_replicas; ++t) {
+        const int64_t s = t / group.num_replicas, i = row - plan.src_offset[s];
         if (plan.dst_rank[t] < 0 || i < 0 || i >= plan.seq_len[s]) continue;
-        const auto& y = part.x[0][plan.dst_rank[t]];
+        const auto& y = group.x[0][plan.dst_rank[t]];
         sources.push_back(reinterpret_cast<const In*>(y.data()) + (plan.dst_offset[t] + i) * width);
       }
       most = std::max(most, static_cast<int>(sources.size()));
@@ -78,7 +78,7 @@ void SumsAre(DataType in_type, DataType out_type, int64_t width) {
         Acc sum{};
         for (const In* source : sources) sum = static_cast<Acc>(sum + static_cast<Acc>(source[e]));
         const Out wanted = Round<Out>(sum);
-        const auto* out = reinterpret_cast<const Out*>(part.out[0][r].data()) + row * width + e;
+        const auto* out = reinterpret_cast<const Out*>(group.out[0][r].data()) + row * width + e;
         CHECK(std::memcmp(out, &wanted, sizeof(Out)) == 0);
       }
     }

@@ -32,18 +32,18 @@ void ManyReplicasAndSources() {
   World there{};
   there.num_ranks = 3;
   there.is_dispatch = true;
-  there.parts.push_back(MakePart(rng, 3, 4, 21, 12, {48, 17}, true));
+  there.groups.push_back(MakeGroup(rng, 3, 4, 21, 12, {48, 17}, true));
   FillArrays(&there, rng);
   RunRanks(there);
   CHECK(there.IsFine());
   CheckDispatched(there);
 
-  World back{};  // every row of a piece has far more sources than the block can gather
+  World back{};  // every row of a strip has far more sources than the block can gather
   back.num_ranks = 2;
   back.is_dispatch = false;
   back.in_type = back.out_type = DataType::kF32;
-  back.parts.push_back(MakePart(rng, 2, 150, 4, 9, {16, 12}, true));
-  back.rows_per_piece = 64;
+  back.groups.push_back(MakeGroup(rng, 2, 150, 4, 9, {16, 12}, true));
+  back.rows_per_strip = 64;
   FillArrays(&back, rng, true);
   RunRanks(back);
   CHECK(back.IsFine());
@@ -56,7 +56,7 @@ World SmallWorld(int num_ranks, bool is_dispatch) {
   world.num_ranks = num_ranks;
   world.is_dispatch = is_dispatch;
   if (!is_dispatch) world.in_type = world.out_type = DataType::kF32;
-  world.parts.push_back(MakePart(rng, num_ranks, 4, 2, 16, {32, 8}, true));
+  world.groups.push_back(MakeGroup(rng, num_ranks, 4, 2, 16, {32, 8}, true));
   FillArrays(&world, rng, !is_dispatch);
   return world;
 }
@@ -80,24 +80,24 @@ void BadPlansAreRefusedEverywhere() {
        [](World::Made*, Plan* plan) { plan->fingerprint = {7, 1, 1, -3, -3, 5, 5, 0, 4}; }},
       {Failure::kLength, [](World::Made*, Plan* plan) { plan->seq_len[2] = -1; }},
       {Failure::kTokens,
-       [](World::Made* part, Plan* plan) { plan->src_offset[1] = part->num_tokens; }},
+       [](World::Made* group, Plan* plan) { plan->src_offset[1] = group->num_tokens; }},
       {Failure::kDstOffset, [](World::Made*, Plan* plan) { plan->dst_offset[1] = -1; }},
       {Failure::kDstOffset, [](World::Made*, Plan* plan) { plan->dst_offset[1] = 1LL << 50; }},
       {Failure::kCapacity,
-       [](World::Made* part, Plan* plan) { plan->dst_offset[1] = part->capacity; }},
+       [](World::Made* group, Plan* plan) { plan->dst_offset[1] = group->capacity; }},
       {Failure::kCapacity,
-       [](World::Made* part, Plan* plan) { plan->num_recv_tokens[3] = part->capacity + 1; }},
+       [](World::Made* group, Plan* plan) { plan->num_recv_tokens[3] = group->capacity + 1; }},
   };
   for (const bool is_dispatch : {true, false}) {
     for (const Case& one : cases) {
       World world = SmallWorld(3, is_dispatch);
-      Plan& plan = world.parts[0].plans[1];
+      Plan& plan = world.groups[0].plans[1];
       for (auto& n : plan.seq_len) n = std::max(n, 1);  // counts no longer fit; checked later
       for (auto& row : plan.src_offset) row = 0;
       for (auto& dst : plan.dst_rank) dst = std::max(dst, 0);
       for (auto& row : plan.dst_offset) row = std::max<int64_t>(row, 0);
-      for (auto& row : plan.dst_offset) row = std::min(row, world.parts[0].capacity - 16);
-      one.spoil(&world.parts[0], &plan);
+      for (auto& row : plan.dst_offset) row = std::min(row, world.groups[0].capacity - 16);
+      one.spoil(&world.groups[0], &plan);
       RunRanks(world);
       CHECK(world.Take(1).failure == one.failure);
       for (const int r : {0, 2}) {
@@ -106,7 +106,7 @@ void BadPlansAreRefusedEverywhere() {
       }
       for (int r = 0; r < 3; ++r) CHECK(IsSpoiled(world, r));
       const World good = SmallWorld(3, is_dispatch);
-      world.parts[0].plans = good.parts[0].plans;
+      world.groups[0].plans = good.groups[0].plans;
       RunRanks(world, 3);
       CHECK(world.IsFine());
       is_dispatch ? CheckDispatched(world) : CheckCombined(world);
@@ -118,7 +118,7 @@ void BadPlansAreRefusedEverywhere() {
 void PlansAreCompared() {
   World world = SmallWorld(3, true);
   for (int r = 0; r < 3; ++r)
-    world.parts[0].plans[r].fingerprint = {r == 1 ? 8 : -7, r, r, 1, 1, 2, 2, 3, 3};
+    world.groups[0].plans[r].fingerprint = {r == 1 ? 8 : -7, r, r, 1, 1, 2, 2, 3, 3};
   RunRanks(world);
   for (int r = 0; r < 3; ++r) {
     const ErrorRecord error = world.Take(r);
@@ -126,7 +126,7 @@ void PlansAreCompared() {
     CHECK(error.expected == (r == 1 ? 8 : -7) && error.seen == (r == 1 ? -7 : 8));
     CHECK(IsSpoiled(world, r));
   }
-  world.parts[0].plans[1].fingerprint[0] = -7;
+  world.groups[0].plans[1].fingerprint[0] = -7;
   RunRanks(world, 3);
   CHECK(world.IsFine());
   CheckDispatched(world);
@@ -134,7 +134,7 @@ void PlansAreCompared() {
 
 void ReceiversCheckCountsAndOverlaps() {
   World counts = SmallWorld(3, true);
-  counts.parts[0].plans[2].num_recv_tokens[1] += 1;
+  counts.groups[0].plans[2].num_recv_tokens[1] += 1;
   RunRanks(counts);
   const ErrorRecord error = counts.Take(2);
   CHECK(error.failure == Failure::kCounts && error.peer == 1 && error.expected == error.seen + 1);
@@ -144,9 +144,9 @@ void ReceiversCheckCountsAndOverlaps() {
   World overlap{};
   overlap.num_ranks = 2;
   overlap.is_dispatch = true;
-  World::Made part{1, 1, 4, 8, {16}, {}, {}, {}};
-  part.plans = {{{0, 0, 0}, {4}, {1}, {0}, {0}}, {{4, 4, 8}, {4}, {1}, {0}, {3}}};
-  overlap.parts.push_back(part);
+  World::Made group{1, 1, 4, 8, {16}, {}, {}, {}};
+  group.plans = {{{0, 0, 0}, {4}, {1}, {0}, {0}}, {{4, 4, 8}, {4}, {1}, {0}, {3}}};
+  overlap.groups.push_back(group);
   Rng rng(5);
   FillArrays(&overlap, rng);
   overlap.num_blocks = 1;

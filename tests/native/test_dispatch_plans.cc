@@ -17,16 +17,16 @@ void UnknownTypesAreRefused() {
   float row = 0;
   int32_t dst_rank = 0;
   uint32_t zero = 0, one = 1, num_recv_tokens[] = {1, 1};
-  DispatchPart part;
-  part.tokens = part.buffers = {{reinterpret_cast<char*>(&row), 1, sizeof row}};
-  part.types = {{DataType::kOther, DataType::kOther}};
-  part.num_slots = part.num_replicas = 1;
-  part.dst_rank = {&dst_rank, IntType::kI32};
-  part.dst_offset = part.src_offset = {&zero, IntType::kU32};
-  part.seq_len = {&one, IntType::kU32};
-  part.num_recv_tokens = {num_recv_tokens, IntType::kU32};
+  OperandGroup group;
+  group.tokens = group.buffers = {{reinterpret_cast<char*>(&row), 1, sizeof row}};
+  group.types = {{DataType::kOther, DataType::kOther}};
+  group.num_slots = group.num_replicas = 1;
+  group.dst_rank = {&dst_rank, IntType::kI32};
+  group.dst_offset = group.src_offset = {&zero, IntType::kU32};
+  group.seq_len = {&one, IntType::kU32};
+  group.num_recv_tokens = {num_recv_tokens, IntType::kU32};
   auto mine = std::make_unique<DispatchContribution>();
-  mine->parts = {part};
+  mine->groups = {group};
   std::vector<std::unique_ptr<Contribution>> contributions;
   contributions.push_back(std::move(mine));
   WorkList work;
@@ -43,26 +43,27 @@ void HostileNumbersAreRefused(int64_t seq_len, int64_t src_offset, int64_t dst_o
   std::vector<int64_t> ranks(kSlots, -1), first_rows(kSlots, src_offset);
   ranks.back() = 0;
   int64_t num_recv_tokens[] = {1, 1};
-  DispatchPart part;
-  part.tokens = part.buffers = {{reinterpret_cast<char*>(&row), 1, sizeof row}};
-  part.types = {{DataType::kF32, DataType::kF32}};
-  part.num_slots = kSlots;
-  part.num_replicas = 1;
-  part.dst_rank = {ranks.data(), IntType::kI64};
-  part.dst_offset = {offsets.data(), IntType::kU64};
-  part.seq_len = {lengths.data(), IntType::kI64};
-  if (src_offset != 0) part.src_offset = {first_rows.data(), IntType::kI64};
-  part.num_recv_tokens = {num_recv_tokens, IntType::kI64};
+  OperandGroup group;
+  group.tokens = group.buffers = {{reinterpret_cast<char*>(&row), 1, sizeof row}};
+  group.types = {{DataType::kF32, DataType::kF32}};
+  group.num_slots = kSlots;
+  group.num_replicas = 1;
+  group.dst_rank = {ranks.data(), IntType::kI64};
+  group.dst_offset = {offsets.data(), IntType::kU64};
+  group.seq_len = {lengths.data(), IntType::kI64};
+  if (src_offset != 0) group.src_offset = {first_rows.data(), IntType::kI64};
+  group.num_recv_tokens = {num_recv_tokens, IntType::kI64};
   std::vector<std::unique_ptr<Contribution>> contributions;
   auto mine = std::make_unique<DispatchContribution>();
-  mine->parts = {part};
+  mine->groups = {group};
   contributions.push_back(std::move(mine));
   WorkList work;
   CHECK(Contains(PlanDispatch("send", contributions, &work), message));
-  CHECK(Contains(PlanCombine("bring", contributions, &work), message));
+  CHECK(Contains(PlanCombine("combine", contributions, &work), message));
 }
 
-// One part per row of `need`: the tokens that each rank would receive, into buffers of four rows.
+// One operand group per row of `need`: the tokens that each rank would receive, into buffers of
+// four rows.
 std::vector<std::unique_ptr<Contribution>> Announcing(
     std::vector<std::vector<std::array<int64_t, 4>>>* need) {
   static char rows[4];
@@ -72,22 +73,23 @@ std::vector<std::unique_ptr<Contribution>> Announcing(
   for (size_t rank = 0; rank < 3; ++rank) {
     auto mine = std::make_unique<DispatchContribution>();
     mine->num_ranks = 3;
-    for (auto& part_need : *need) {
-      DispatchPart part;
-      part.tokens = part.buffers = {{rows, 4, 1}};
-      part.num_slots = part.num_replicas = 1;
-      part.dst_rank = {&nowhere, IntType::kI64};
-      part.dst_offset = part.seq_len = {&none, IntType::kI64};
-      part.num_recv_tokens = {part_need[rank].data(), IntType::kI64};
-      mine->parts.push_back(part);
+    for (auto& group_need : *need) {
+      OperandGroup group;
+      group.tokens = group.buffers = {{rows, 4, 1}};
+      group.num_slots = group.num_replicas = 1;
+      group.dst_rank = {&nowhere, IntType::kI64};
+      group.dst_offset = group.seq_len = {&none, IntType::kI64};
+      group.num_recv_tokens = {group_need[rank].data(), IntType::kI64};
+      mine->groups.push_back(group);
     }
     contributions.push_back(std::move(mine));
   }
   return contributions;
 }
 
-// The message names the largest need, of every part, and the arguments that set the capacities.
-void OverflowsNameTheLargestNeedOfEveryPart() {
+// The message names the largest need, of every operand group, and the arguments that set the
+// capacities.
+void OverflowsNameTheLargestNeedOfEveryGroup() {
   std::vector<std::vector<std::array<int64_t, 4>>> need = {
       {{0, 0, 0, 5}, {0, 0, 0, 9}, {0, 0, 0, 7}}, {{0, 0, 0, 6}, {0, 0, 0, 2}, {0, 0, 0, 8}}};
   WorkList work;
@@ -104,7 +106,7 @@ void FingerprintsAreCompared() {
     auto contributions = Announcing(&need);
     for (int rank = 0; rank < 3; ++rank) {
       auto* mine = static_cast<DispatchContribution*>(contributions[rank].get());
-      mine->parts[0].fingerprint = {fingerprints[rank].data(), IntType::kI32};
+      mine->groups[0].fingerprint = {fingerprints[rank].data(), IntType::kI32};
       // As other processes read it.
       contributions[rank] = ReadDispatchContribution(Direction::kDispatch, 3, mine->Write());
       CHECK(contributions[rank] != nullptr);
@@ -135,15 +137,16 @@ void FingerprintsAreCompared() {
 // Without arrays nothing bounds the slots and nothing moves; the lengths are not summed either.
 void HostileNumbersWithoutArrays() {
   const int64_t zeros[] = {0, 0}, lengths[] = {std::numeric_limits<int64_t>::max(), 1};
-  DispatchPart part;
-  part.num_slots = 2;
-  part.num_replicas = 1;
-  part.dst_rank = part.dst_offset = part.src_offset = part.num_recv_tokens = {zeros, IntType::kI64};
-  part.seq_len = {lengths, IntType::kI64};
+  OperandGroup group;
+  group.num_slots = 2;
+  group.num_replicas = 1;
+  group.dst_rank = group.dst_offset = group.src_offset =
+      group.num_recv_tokens = {zeros, IntType::kI64};
+  group.seq_len = {lengths, IntType::kI64};
   for (const auto plan : {PlanDispatch, PlanCombine}) {
     std::vector<std::unique_ptr<Contribution>> contributions;
     auto mine = std::make_unique<DispatchContribution>();
-    mine->parts.push_back(part);
+    mine->groups.push_back(group);
     contributions.push_back(std::move(mine));
     WorkList work;
     CHECK(plan("send", contributions, &work, {}).ok());
@@ -161,7 +164,7 @@ const Register kTests("test_dispatch_plans", [](const Numbers&) {
   HostileNumbersAreRefused(0, -1, 0, "both must be at least 0");
   HostileNumbersAreRefused(-1, 1, 0, "both must be at least 0");
   HostileNumbersWithoutArrays();
-  OverflowsNameTheLargestNeedOfEveryPart();
+  OverflowsNameTheLargestNeedOfEveryGroup();
   FingerprintsAreCompared();
 });
 

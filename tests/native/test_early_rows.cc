@@ -15,12 +15,12 @@ World WorldOf(Rng& rng, int num_ranks, int num_early) {
   world.is_dispatch = true;
   world.num_early = num_early;
   world.use_src_offset = Draw(rng, 0, 1);
-  world.rows_per_piece = Draw(rng, 1, 9);
+  world.rows_per_strip = Draw(rng, 1, 9);
   world.num_blocks = static_cast<int>(Draw(rng, 1, 2));
   world.num_threads = static_cast<int>(Draw(rng, 1, 2));
   for (int64_t p = Draw(rng, 1, 2); p > 0; --p) {
-    world.parts.push_back(MakePart(rng, num_ranks, Draw(rng, 1, 7), Draw(rng, 1, 2),
-                                   Draw(rng, 1, 30), {Draw(rng, 1, 70)}, world.use_src_offset));
+    world.groups.push_back(MakeGroup(rng, num_ranks, Draw(rng, 1, 7), Draw(rng, 1, 2),
+                                     Draw(rng, 1, 30), {Draw(rng, 1, 70)}, world.use_src_offset));
   }
   FillArrays(&world, rng);
   return world;
@@ -46,8 +46,8 @@ World OneRowEach(int num_ranks, int64_t row_bytes = 16) {
   world.num_ranks = num_ranks;
   world.is_dispatch = true;
   world.num_early = 1;
-  world.rows_per_piece = 2;
-  World::Made part{num_ranks, 1, num_ranks, num_ranks + 1, {row_bytes}, {}, {}, {}};
+  world.rows_per_strip = 2;
+  World::Made group{num_ranks, 1, num_ranks, num_ranks + 1, {row_bytes}, {}, {}, {}};
   for (int r = 0; r < num_ranks; ++r) {
     Plan plan;
     plan.num_recv_tokens.assign(num_ranks + 1, 1);
@@ -58,9 +58,9 @@ World OneRowEach(int num_ranks, int64_t row_bytes = 16) {
       plan.src_offset.push_back(to);
       plan.dst_offset.push_back(r);
     }
-    part.plans.push_back(plan);
+    group.plans.push_back(plan);
   }
-  world.parts.push_back(part);
+  world.groups.push_back(group);
   Rng rng(32);
   FillArrays(&world, rng);
   return world;
@@ -91,10 +91,10 @@ struct Steps {
 
 // Whether a row of the result is that of its sender; if not, it is still poison.
 bool HasRow(const World& world, int at, int from) {
-  const World::Made& part = world.parts[0];
-  const int64_t bytes = part.row_bytes[0];
-  const char* row = part.out[0][at].data() + from * bytes;
-  if (std::memcmp(row, part.x[0][from].data() + at * bytes, bytes) == 0) return true;
+  const World::Made& group = world.groups[0];
+  const int64_t bytes = group.row_bytes[0];
+  const char* row = group.out[0][at].data() + from * bytes;
+  if (std::memcmp(row, group.x[0][from].data() + at * bytes, bytes) == 0) return true;
   for (int64_t i = 0; i < bytes; ++i) CHECK(row[i] == 0x7f);
   return false;
 }
@@ -112,10 +112,10 @@ void RowsAreTakenAsTheirSendersSignal() {
     third.Send();
     own.TakeSome();  // waits for two of three
     CHECK(HasRow(world, 0, 1) && !HasRow(world, 0, 2) && HasRow(world, 0, 3));
-    const Part& part = own.call.parts[0];
+    const OperandGroup& group = own.call.groups[0];
     char* rows =
-        Half(own.call, 0, own.rank.state()->epoch) + own.call.arrays[part.first_array].data;
-    const int64_t bytes = world.parts[0].row_bytes[0];
+        Half(own.call, 0, own.rank.state()->epoch) + own.call.arrays[group.first_array].data;
+    const int64_t bytes = world.groups[0].row_bytes[0];
     std::memset(rows + bytes, 0x55, bytes);  // has been read
     second.Send();
     own.TakeSome();  // waits for the third
@@ -185,7 +185,7 @@ void RejectedMessagesEndTheRounds() {
   for (const int what : {0, 1, 2}) {
     World world = OneRowEach(4);
     Steps own(world, 0), first(world, 1), second(world, 2), third(world, 3);
-    if (what == 0) world.parts[0].plans[1].dst_rank[2] = -2;
+    if (what == 0) world.groups[0].plans[1].dst_rank[2] = -2;
     if (what == 1) first.call.program = 7;
     if (what == 2) first.rank.state()->broken = 1;
     world.Clear();
@@ -206,7 +206,7 @@ void RejectedMessagesEndTheRounds() {
 // A rank with a rejected plan takes nothing early.
 void OwnRejectedPlan() {
   World world = OneRowEach(2);
-  world.parts[0].plans[0].seq_len[0] = -1;
+  world.groups[0].plans[0].seq_len[0] = -1;
   Steps own(world, 0), other(world, 1);
   world.Clear();
   other.Send();
@@ -223,8 +223,8 @@ void SmallCallsHaveNoRounds() {
     call.num_ranks = num_ranks;
     call.num_local = num_local;
     call.is_dispatch = true;
-    call.num_parts = call.parts[0].num_arrays = 1;
-    call.parts[0].capacity = megabytes << 10;
+    call.num_groups = call.groups[0].num_arrays = 1;
+    call.groups[0].capacity = megabytes << 10;
     call.arrays[0].in_row_bytes = 1 << 10;
     return NumEarly(call);
   };

@@ -95,18 +95,18 @@ void Run(World& world, const std::vector<cudaStream_t>& streams, int times, bool
   }
 }
 
-// Rows and pieces that are worth a bulk copy, and some that cannot have one.
+// Rows and strips that are worth a bulk copy, and some that cannot have one.
 World LargeRows(Rng& rng, bool is_dispatch) {
   World world{};
   world.num_ranks = static_cast<int>(Draw(rng, 2, 4));
   world.is_dispatch = is_dispatch;
   world.use_src_offset = Draw(rng, 0, 1);
-  world.rows_per_piece = Draw(rng, 1, 20);
+  world.rows_per_strip = Draw(rng, 1, 20);
   world.num_early = static_cast<int>(Draw(rng, 0, 2));
   if (!is_dispatch) world.in_type = world.out_type = DataType::kF32;
-  world.parts.push_back(MakePart(rng, world.num_ranks, 5, 2, 40,
-                                 {16 * Draw(rng, 64, 512), 16 * Draw(rng, 1, 64), 4 * 251},
-                                 world.use_src_offset));
+  world.groups.push_back(MakeGroup(rng, world.num_ranks, 5, 2, 40,
+                                   {16 * Draw(rng, 64, 512), 16 * Draw(rng, 1, 64), 4 * 251},
+                                   world.use_src_offset));
   FillArrays(&world, rng, !is_dispatch);
   return world;
 }
@@ -168,7 +168,7 @@ int main(int argc, char** argv) {
   }
   World world = RandomWorld(rng, true);
   while (world.num_ranks < 2) world = RandomWorld(rng, true);
-  world.parts[0].plans[1].seq_len[0] = -1;
+  world.groups[0].plans[1].seq_len[0] = -1;
   Run(world, streams, 1, false);
   CHECK(world.Take(1).failure == Failure::kLength);
   CHECK(world.Take(0).failure == Failure::kPeer);

@@ -37,41 +37,41 @@ float* Row(const RowArray& rows, int64_t row) {
   return reinterpret_cast<float*>(rows.data + row * rows.row_bytes);
 }
 
-void Run(decltype(PlanDispatch) plan, const DispatchPart& part) {
+void Run(decltype(PlanDispatch) plan, const OperandGroup& group) {
   std::vector<std::unique_ptr<Contribution>> ranks;
   auto mine = std::make_unique<DispatchContribution>();
-  mine->parts.push_back(part);
+  mine->groups.push_back(group);
   ranks.push_back(std::move(mine));
   WorkList work;
-  CHECK(plan("large", ranks, &work, PlanWords{}).ok());
+  CHECK(plan("large", ranks, &work, MessageNames{}).ok());
   for (int64_t task = 0; task < work.num_tasks; ++task) work.run(task);
 }
 
 const Register kTests("test_large_offsets", [](const Numbers&) {
   const int64_t dst_rank = 0, length = 1, counts[] = {1, 1};
-  DispatchPart part;
-  part.tokens.push_back({Reserve(), kNumRows, kRowBytes});
-  part.buffers.push_back({Reserve(), kNumRows, kRowBytes});
-  part.types.push_back({DataType::kF32, DataType::kF32});
-  part.num_slots = part.num_replicas = 1;
-  part.dst_rank = {&dst_rank, IntType::kI64};
-  part.dst_offset = {&kDstRow, IntType::kI64};
-  part.seq_len = {&length, IntType::kI64};
-  part.src_offset = {&kSrcRow, IntType::kI64};
-  part.num_recv_tokens = {counts, IntType::kI64};
-  const RowArray &tokens = part.tokens[0], &buffer = part.buffers[0];
+  OperandGroup group;
+  group.tokens.push_back({Reserve(), kNumRows, kRowBytes});
+  group.buffers.push_back({Reserve(), kNumRows, kRowBytes});
+  group.types.push_back({DataType::kF32, DataType::kF32});
+  group.num_slots = group.num_replicas = 1;
+  group.dst_rank = {&dst_rank, IntType::kI64};
+  group.dst_offset = {&kDstRow, IntType::kI64};
+  group.seq_len = {&length, IntType::kI64};
+  group.src_offset = {&kSrcRow, IntType::kI64};
+  group.num_recv_tokens = {counts, IntType::kI64};
+  const RowArray &tokens = group.tokens[0], &buffer = group.buffers[0];
 
   constexpr int64_t kNum = kRowBytes / 4;
   for (int64_t i = 0; i < kNum; ++i) Row(tokens, kSrcRow)[i] = static_cast<float>(i);
   std::memset(Row(buffer, kDstRow - 1), 0x7f, 3 * kRowBytes);
-  Run(PlanDispatch, part);
+  Run(PlanDispatch, group);
   for (int64_t i = 0; i < kNum; ++i) {
     CHECK(Row(buffer, kDstRow)[i] == static_cast<float>(i));
     CHECK(Row(buffer, kDstRow - 1)[i] == 0 && Row(buffer, kDstRow + 1)[i] == 0);
   }
 
   std::memset(Row(tokens, kSrcRow - 1), 0x7f, 3 * kRowBytes);
-  Run(PlanCombine, part);
+  Run(PlanCombine, group);
   for (int64_t i = 0; i < kNum; ++i) {
     CHECK(Row(tokens, kSrcRow)[i] == static_cast<float>(i));
     CHECK(Row(tokens, kSrcRow - 1)[i] == 0 && Row(tokens, kSrcRow + 1)[i] == 0);

@@ -67,28 +67,28 @@ World SmallWorld(bool is_dispatch, std::vector<int> memory_groups) {
   world.memory_groups = std::move(memory_groups);
   world.is_dispatch = is_dispatch;
   if (!is_dispatch) world.in_type = world.out_type = DataType::kF32;
-  world.parts.push_back(MakePart(rng, world.num_ranks, 4, 2, 16, {32, 12}, true));
+  world.groups.push_back(MakeGroup(rng, world.num_ranks, 4, 2, 16, {32, 12}, true));
   FillArrays(&world, rng, !is_dispatch);
   return world;
 }
 
-// A piece with more tags than one put sends, in rows of odd sizes.
-void LongPieces() {
+// A strip with more tags than one put sends, in rows of odd sizes.
+void LongStrips() {
   Rng rng(13);
   World world{};
   world.num_ranks = 2;
   world.memory_groups = {0, 1};
   world.is_dispatch = true;
-  world.rows_per_piece = 5000;
-  world.parts.push_back(MakePart(rng, 2, 2, 1, 3 * kTagRun, {1, 3}, true));
-  for (Plan& plan : world.parts[0].plans) plan.src_offset = {0, 1};
+  world.rows_per_strip = 5000;
+  world.groups.push_back(MakeGroup(rng, 2, 2, 1, 3 * kTagRun, {1, 3}, true));
+  for (Plan& plan : world.groups[0].plans) plan.src_offset = {0, 1};
   FillArrays(&world, rng);
   CHECK(Run(world) > 0);
   CHECK(world.IsFine());
   CheckDispatched(world);
 }
 
-// More sources for a piece than a block gathers: they are looked up row by row.
+// More sources for a strip than a block gathers: they are looked up row by row.
 void ManySources() {
   Rng rng(14);
   World world{};
@@ -97,8 +97,8 @@ void ManySources() {
   world.in_type = world.out_type = DataType::kF32;
   world.use_src_offset = false;
   world.num_threads = 4;
-  world.rows_per_piece = 400;
-  world.parts.push_back(MakePart(rng, 3, 200, 3, 400, {16}, false));
+  world.rows_per_strip = 400;
+  world.groups.push_back(MakeGroup(rng, 3, 200, 3, 400, {16}, false));
   FillArrays(&world, rng, true);
   CHECK(Run(world) > 0);
   CHECK(world.IsFine());
@@ -108,7 +108,7 @@ void ManySources() {
 void NothingMoves() {
   for (const bool is_dispatch : {true, false}) {
     World world = SmallWorld(is_dispatch, {0, 1, 1});
-    for (Plan& plan : world.parts[0].plans) {
+    for (Plan& plan : world.groups[0].plans) {
       for (auto& n : plan.seq_len) n = 0;
       for (auto& n : plan.num_recv_tokens) n = 0;
     }
@@ -122,8 +122,8 @@ void NothingMoves() {
 void BadPlansAreRefusedEverywhere() {
   for (const bool is_dispatch : {true, false}) {
     World world = SmallWorld(is_dispatch, {0, 1, 0});
-    const auto good = world.parts[0].plans;
-    world.parts[0].plans[1].seq_len[2] = -1;
+    const auto good = world.groups[0].plans;
+    world.groups[0].plans[1].seq_len[2] = -1;
     CHECK(Run(world) >= 0);
     CHECK(world.Take(1).failure == Failure::kLength);
     for (const int r : {0, 2}) {
@@ -131,7 +131,7 @@ void BadPlansAreRefusedEverywhere() {
       CHECK(error.failure == Failure::kPeer && error.peer == 1);
     }
     for (int r = 0; r < 3; ++r) CHECK(IsSpoiled(world, r));
-    world.parts[0].plans = good;
+    world.groups[0].plans = good;
     Run(world, 3);
     CHECK(world.IsFine());
     is_dispatch ? CheckDispatched(world) : CheckCombined(world);
@@ -145,21 +145,21 @@ void OverlappingRanges() {
     world.num_ranks = 2;
     world.memory_groups = {0, 1};
     world.in_type = world.out_type = DataType::kF32;
-    World::Made part{num_slots, 1, 8, 16, {16}, {}, {}, {}};
-    part.plans.resize(2);
+    World::Made group{num_slots, 1, 8, 16, {16}, {}, {}, {}};
+    group.plans.resize(2);
     for (int s = 0; s < num_slots; ++s) {  // all rows of rank 0, from one half of rank 1's
-      part.plans[0].seq_len.push_back(8);
-      part.plans[0].dst_rank.push_back(1);
-      part.plans[0].dst_offset.push_back(4);
-      part.plans[0].src_offset.push_back(0);
-      part.plans[1].seq_len.push_back(0);
-      part.plans[1].dst_rank.push_back(-1);
-      part.plans[1].dst_offset.push_back(0);
-      part.plans[1].src_offset.push_back(0);
+      group.plans[0].seq_len.push_back(8);
+      group.plans[0].dst_rank.push_back(1);
+      group.plans[0].dst_offset.push_back(4);
+      group.plans[0].src_offset.push_back(0);
+      group.plans[1].seq_len.push_back(0);
+      group.plans[1].dst_rank.push_back(-1);
+      group.plans[1].dst_offset.push_back(0);
+      group.plans[1].src_offset.push_back(0);
     }
-    part.plans[0].num_recv_tokens = {0, 0, 0};
-    part.plans[1].num_recv_tokens = {8 * num_slots, 0, 16};
-    world.parts.push_back(part);
+    group.plans[0].num_recv_tokens = {0, 0, 0};
+    group.plans[1].num_recv_tokens = {8 * num_slots, 0, 16};
+    world.groups.push_back(group);
     Rng rng(15);
     FillArrays(&world, rng, true);
     Run(world);
@@ -210,9 +210,9 @@ void TheSameBits() {
     Run(far);
     Run(near);
     CHECK(near.IsFine() && far.IsFine());
-    for (size_t a = 0; a < near.parts[0].out.size(); ++a) {
+    for (size_t a = 0; a < near.groups[0].out.size(); ++a) {
       for (int r = 0; r < near.num_ranks; ++r) {
-        CHECK(near.parts[0].out[a][r] == far.parts[0].out[a][r]);
+        CHECK(near.groups[0].out[a][r] == far.groups[0].out[a][r]);
       }
     }
   }
@@ -220,7 +220,7 @@ void TheSameBits() {
 
 const Register kTests("test_network", [](const Numbers& numbers) {
   RandomPlans(numbers.Get(0, 6));
-  LongPieces();
+  LongStrips();
   ManySources();
   NothingMoves();
   BadPlansAreRefusedEverywhere();

@@ -21,7 +21,7 @@ World WorldOf(Rng& rng, int num_ranks, bool is_dispatch) {
   world.num_ranks = num_ranks;
   world.is_dispatch = is_dispatch;
   world.use_src_offset = Draw(rng, 0, 1);
-  world.rows_per_piece = Draw(rng, 1, 9);
+  world.rows_per_strip = Draw(rng, 1, 9);
   world.num_blocks = static_cast<int>(Draw(rng, 1, 2));
   world.num_threads = static_cast<int>(Draw(rng, 1, 3));
   if (!is_dispatch) world.in_type = world.out_type = DataType::kF32;
@@ -30,8 +30,8 @@ World WorldOf(Rng& rng, int num_ranks, bool is_dispatch) {
     for (int64_t a = Draw(rng, 1, 2); a > 0; --a) {
       row_bytes.push_back(is_dispatch ? Draw(rng, 1, 70) : 4 * Draw(rng, 1, 20));
     }
-    world.parts.push_back(MakePart(rng, num_ranks, Draw(rng, 1, 7), Draw(rng, 1, 3),
-                                   Draw(rng, 1, 30), row_bytes, world.use_src_offset));
+    world.groups.push_back(MakeGroup(rng, num_ranks, Draw(rng, 1, 7), Draw(rng, 1, 3),
+                                     Draw(rng, 1, 30), row_bytes, world.use_src_offset));
   }
   FillArrays(&world, rng, !is_dispatch);
   return world;
@@ -61,8 +61,8 @@ void NoRowPassesThroughTheChannel() {
     World world = WorldOf(rng, 4, is_dispatch);
     const OneLaunch launch(world);
     int64_t half = AlignUp(4 * MessageBytes(launch.call));
-    for (const World::Made& part : world.parts) {
-      if (is_dispatch) half += AlignUp(8 * part.capacity);
+    for (const World::Made& group : world.groups) {
+      if (is_dispatch) half += AlignUp(8 * group.capacity);
     }
     CHECK(launch.call.half_bytes == half);
   }
@@ -73,9 +73,9 @@ void APlanThatOneRankRejectsHasNoResult() {
   Rng rng(23);
   for (const bool is_dispatch : {true, false}) {
     World world = WorldOf(rng, 4, is_dispatch);
-    const int32_t good = world.parts[0].plans[2].seq_len[0];
+    const int32_t good = world.groups[0].plans[2].seq_len[0];
     OneLaunch launch(world);
-    int32_t& length = launch.fields[0].seq_len[2 * world.parts[0].num_slots];
+    int32_t& length = launch.fields[0].seq_len[2 * world.groups[0].num_slots];
     length = -1;
     Run(world, launch, 1);
     CHECK(world.Take(2).failure == Failure::kLength);
@@ -96,11 +96,11 @@ void ARowThatIsWrittenTwiceIsFound() {
   world.num_ranks = 2;
   world.is_dispatch = true;
   world.num_blocks = world.num_threads = 1;
-  World::Made part{2, 1, 8, 8, {16}, {}, {}, {}};
+  World::Made group{2, 1, 8, 8, {16}, {}, {}, {}};
   // Rank 1 writes rows 0 to 3 twice: one block in sequence, or a sanitizer would rightly object.
-  part.plans = {{{0, 8, 8}, {0, 0}, {-1, -1}, {0, 0}, {0, 0}},
-                {{0, 0, 0}, {4, 4}, {0, 0}, {0, 4}, {0, 0}}};
-  world.parts.push_back(part);
+  group.plans = {{{0, 8, 8}, {0, 0}, {-1, -1}, {0, 0}, {0, 0}},
+                 {{0, 0, 0}, {4, 4}, {0, 0}, {0, 4}, {0, 0}}};
+  world.groups.push_back(group);
   Rng rng(24);
   FillArrays(&world, rng);
   OneLaunch launch(world);

@@ -14,16 +14,16 @@
 namespace cpd::test_overlap_team {
 
 // Messages between devices: the sender, and the signal.
-using Told = std::set<std::array<int, 2>>;  // rank that is told, signal
+using Signals = std::set<std::array<int, 2>>;  // receiver, signal
 
 // One device. An operation that is not ready returns false and runs later.
 class FakeDevice final : public GpuQueues {
  public:
-  explicit FakeDevice(Told* told) : told_(told) {}
+  explicit FakeDevice(Signals* signals) : signals_(signals) {}
 
   void Choose(int rank, Lane lane) override { chosen_ = &streams_[{rank, static_cast<int>(lane)}]; }
-  void Copy(const std::vector<RowCopy>& pieces) override {
-    Then([pieces] { CopyRows(pieces); });
+  void Copy(const std::vector<RowCopy>& copies) override {
+    Then([copies] { CopyRows(copies); });
   }
   int RecordEvent() override {
     const int event = num_events_++;
@@ -35,10 +35,10 @@ class FakeDevice final : public GpuQueues {
     chosen_->push_back([this, event] { return reached_.count(event) > 0; });
   }
   void SignalPeer(int, int peer, int signal) override {
-    Then([this, peer, signal] { CHECK(told_->insert({peer, signal}).second); });
+    Then([this, peer, signal] { CHECK(signals_->insert({peer, signal}).second); });
   }
   void WaitForPeer(int rank, int, int signal) override {
-    chosen_->push_back([this, rank, signal] { return told_->count({rank, signal}) > 0; });
+    chosen_->push_back([this, rank, signal] { return signals_->count({rank, signal}) > 0; });
   }
   void BeginSpan(int, SpanKind, const std::string&) override { ++num_open_; }
   void EndSpan() override { --num_open_; }
@@ -73,7 +73,7 @@ class FakeDevice final : public GpuQueues {
  private:
   using Operation = std::function<bool()>;
 
-  Told* const told_;
+  Signals* const signals_;
   std::map<std::array<int, 2>, std::vector<Operation>> streams_;
   std::vector<Operation>* chosen_ = nullptr;
   std::set<int> reached_;
@@ -91,8 +91,8 @@ class QueuedArithmetic final : public Arithmetic {
   void Sum(const SumTask& task) const override {
     Then([task](auto& host) { host.Sum(task); });
   }
-  void Copy(const std::vector<RowCopy>& pieces) const override {
-    Then([pieces](auto& host) { host.Copy(pieces); });
+  void Copy(const std::vector<RowCopy>& copies) const override {
+    Then([copies](auto& host) { host.Copy(copies); });
   }
   void Clear(char* rows, int64_t pitch, int64_t num_rows, int64_t row_bytes) const override {
     Then([=](auto& host) { host.Clear(rows, pitch, num_rows, row_bytes); });
@@ -109,11 +109,11 @@ class QueuedArithmetic final : public Arithmetic {
 void Run(const Call& call, bool on_one_device, std::mt19937* rng) {
   const int num_ranks = call.problem().num_ranks();
   const int num_local = on_one_device ? num_ranks : 1;
-  Told told;
+  Signals signals;
   std::vector<std::unique_ptr<FakeDevice>> devices;
   std::vector<std::unique_ptr<CommOverlapCore>> schedules;  // kept until all has run
   for (int first = 0; first < num_ranks; first += num_local) {
-    devices.push_back(std::make_unique<FakeDevice>(&told));
+    devices.push_back(std::make_unique<FakeDevice>(&signals));
     OverlapProblem problem = call.problem();
     for (int rank = 0; rank < num_ranks; ++rank) {
       if (rank >= first && rank < first + num_local) continue;
@@ -190,8 +190,8 @@ void KernelsAreKnownByWhatChoosesThem() {
 
 // A schedule that waits for a signal that never comes is rejected instead of left hanging.
 void AWaitWithoutASignalIsRefused() {
-  Told told;
-  FakeDevice device(&told);
+  Signals signals;
+  FakeDevice device(&signals);
   OverlapTeam team(2, 1, 0, 2);
   team.streams(1).compute.Wait({0, "chunk 0 arrived"}, 1, 0);
   CHECK(Contains(team.Enqueue("op", &device),

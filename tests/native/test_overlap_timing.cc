@@ -38,11 +38,11 @@ double SecondsOf(const OverlapProblem& problem, Times times) {
                                                                 : p.n;
   const double all = static_cast<double>((p.num_ranks() - 1) * p.rows.counts[0] * width) *
                      static_cast<double>(sizeof(float));
-  const auto put = [=, &call](const std::vector<RowCopy>& pieces) {
+  const auto put = [=, &call](const std::vector<RowCopy>& copies) {
     double bytes = 0;
-    for (const RowCopy& piece : pieces) {
-      if (call.RankOf(piece.from) == call.RankOf(piece.to)) continue;
-      bytes += static_cast<double>(piece.num_rows * piece.row_bytes);
+    for (const RowCopy& copy : copies) {
+      if (call.RankOf(copy.from) == call.RankOf(copy.to)) continue;
+      bytes += static_cast<double>(copy.num_rows * copy.row_bytes);
     }
     return times.communication * bytes / all;
   };
@@ -105,9 +105,9 @@ StandIns MeetIn(const Call& call, Meetings* meetings) {
     meetings->Multiply(call.RankOf(task.c));
     PlainGemm(task);
   };
-  stand_ins.link = [&call, meetings](const std::vector<RowCopy>& pieces) {
-    meetings->Communicate(call.RankOf(pieces[0].from));
-    CopyRows(pieces);
+  stand_ins.link = [&call, meetings](const std::vector<RowCopy>& copies) {
+    meetings->Communicate(call.RankOf(copies[0].from));
+    CopyRows(copies);
   };
   stand_ins.read = [meetings](int rank) { meetings->Communicate(rank); };
   return stand_ins;
@@ -266,13 +266,13 @@ void ASlowLinkIsNamed() {
   stand_ins.gemm = [&](const GemmTask& task) {
     if (call.RankOf(task.c) == 0) has_arrived.Wait();
   };
-  stand_ins.link = [&](const std::vector<RowCopy>& pieces) {
-    if (call.RankOf(pieces[0].to) == 1) {
+  stand_ins.link = [&](const std::vector<RowCopy>& copies) {
+    if (call.RankOf(copies[0].to) == 1) {
       has_failed.Wait();
     } else {
       has_arrived.Open();
     }
-    CopyRows(pieces);
+    CopyRows(copies);
   };
   stand_ins.failed = [&] { has_failed.Open(); };
   CHECK(Contains(call.Run(stand_ins),

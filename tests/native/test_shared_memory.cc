@@ -23,7 +23,7 @@ Exchange MakeExchange(int64_t run_id, const std::vector<int>& processes, millise
                                              : PlanCombine("test", ranks, work);
   };
   exchange.processes = &processes;
-  exchange.signature = direction == Direction::kDispatch ? "send" : "bring";
+  exchange.signature = direction == Direction::kDispatch ? "dispatch" : "combine";
   exchange.reader = [=](std::string_view bytes) {
     return ReadDispatchContribution(direction, num_ranks, bytes);
   };
@@ -45,22 +45,23 @@ struct AllToAll {
     }
   }
 
-  std::unique_ptr<Contribution> Bring(Direction direction, RowArray tokens, RowArray buffer) const {
-    DispatchPart part;
-    part.tokens = {tokens};
-    part.buffers = {buffer};
-    part.types = {{DataType::kF32, DataType::kF32}};
-    part.num_slots = num_ranks;
-    part.num_replicas = 1;
-    part.dst_rank = {dst_rank.data(), IntType::kI64};
-    part.dst_offset = {dst_offset.data(), IntType::kI64};
-    part.seq_len = {seq_len.data(), IntType::kI64};
-    if (!src_offset.empty()) part.src_offset = {src_offset.data(), IntType::kI64};
-    part.num_recv_tokens = {num_recv_tokens.data(), IntType::kI64};
+  std::unique_ptr<Contribution> Contribute(Direction direction, RowArray tokens,
+                                           RowArray buffer) const {
+    OperandGroup group;
+    group.tokens = {tokens};
+    group.buffers = {buffer};
+    group.types = {{DataType::kF32, DataType::kF32}};
+    group.num_slots = num_ranks;
+    group.num_replicas = 1;
+    group.dst_rank = {dst_rank.data(), IntType::kI64};
+    group.dst_offset = {dst_offset.data(), IntType::kI64};
+    group.seq_len = {seq_len.data(), IntType::kI64};
+    if (!src_offset.empty()) group.src_offset = {src_offset.data(), IntType::kI64};
+    group.num_recv_tokens = {num_recv_tokens.data(), IntType::kI64};
     auto rank = std::make_unique<DispatchContribution>();
     rank->direction = direction;
     rank->num_ranks = num_ranks;
-    rank->parts = {part};
+    rank->groups = {group};
     return rank;
   }
 
@@ -97,8 +98,8 @@ void Loops(Job& job, const std::vector<int>& processes, int num_rounds, int64_t 
           const bool forth = direction == Direction::kDispatch;
           const Status status =
               JoinIn(job, MakeExchange(100, processes, milliseconds(60000), direction), rank,
-                     plan.Bring(direction, Rows(forth ? x : home, row_floats),
-                                Rows(buffer, row_floats)))
+                     plan.Contribute(direction, Rows(forth ? x : home, row_floats),
+                                     Rows(buffer, row_floats)))
                   .get();
           CHECK(status.ok());
         }
@@ -131,10 +132,10 @@ void AProcessEnds(std::chrono::microseconds after) {
       Status status;
       while (status.ok()) {  // until it is notified
         const Exchange exchange = MakeExchange(1, processes, milliseconds(20000));
-        status =
-            JoinIn(job, exchange, rank,
-                   plan.Bring(Direction::kDispatch, Rows(x, kRowFloats), Rows(buffer, kRowFloats)))
-                .get();
+        status = JoinIn(job, exchange, rank,
+                        plan.Contribute(Direction::kDispatch, Rows(x, kRowFloats),
+                                        Rows(buffer, kRowFloats)))
+                     .get();
         for (const float value : buffer) CHECK(!status.ok() || value == 1);
       }
       CHECK(Contains(status, "seen: it has ended"));
@@ -150,16 +151,21 @@ void AMissingRankIsNamed() {
   const Exchange exchange = MakeExchange(5, processes, milliseconds(2000));
   std::vector<float> x(4), buffer(4);
   const AllToAll plan(0, {{0, 0, 0}, {0, 0, 0}, {0, 0, 0}});
-  const auto bring = [&] { return plan.Bring(Direction::kDispatch, Rows(x, 1), Rows(buffer, 1)); };
+  const auto contribute = [&] {
+    return plan.Contribute(Direction::kDispatch, Rows(x, 1), Rows(buffer, 1));
+  };
   Exchange other = MakeExchange(5, processes, milliseconds(20000), Direction::kCombine);
-  auto elsewhere = JoinIn(job, other, 1, plan.Bring(Direction::kCombine, Rows(x, 1), Rows(x, 1)));
-  auto first = JoinIn(job, exchange, 0, bring()), second = JoinIn(job, exchange, 2, bring());
+  auto elsewhere =
+      JoinIn(job, other, 1, plan.Contribute(Direction::kCombine, Rows(x, 1), Rows(x, 1)));
+  auto first = JoinIn(job, exchange, 0, contribute()),
+       second = JoinIn(job, exchange, 2, contribute());
   for (auto* rank : {&first, &second, &elsewhere}) {
     CHECK(Contains(rank->get(),
                    "2/3 ranks arrived, ranks [0, 2] wait for missing ranks [1]: [1] "
                    "of process 1 (pid "));
   }
-  CHECK(Contains(JoinIn(job, exchange, 1, bring()).get(), "deadline of 2000 ms passed"));  // late
+  CHECK(Contains(JoinIn(job, exchange, 1, contribute()).get(),
+                 "deadline of 2000 ms passed"));  // late
 }
 
 void BadPlansAndTwiceTheSameRank() {
@@ -170,8 +176,9 @@ void BadPlansAndTwiceTheSameRank() {
   std::vector<AllToAll> plans = {{0, {{1, 1}, {1, 1}}}, {1, {{1, 1}, {1, 1}}}};
   ++plans[1].num_recv_tokens[0];
   const auto join = [&](int64_t run_id, int rank) {
-    ranks.push_back(JoinIn(job, MakeExchange(run_id, processes, milliseconds(20000)), rank,
-                           plans[rank].Bring(Direction::kDispatch, Rows(x, 1), Rows(buffer, 1))));
+    ranks.push_back(
+        JoinIn(job, MakeExchange(run_id, processes, milliseconds(20000)), rank,
+               plans[rank].Contribute(Direction::kDispatch, Rows(x, 1), Rows(buffer, 1))));
   };
   join(1, 0), join(1, 1);
   for (auto& rank : ranks) CHECK(Contains(rank.get(), "rank 1 expects 2 tokens from rank 0"));
@@ -187,7 +194,7 @@ void HostileMessagesDoNoHarm() {
   std::vector<float> x(4), buffer(4);
   const AllToAll plan(0, {{0, 0}, {0, 0}});
   auto waiting = JoinIn(job, MakeExchange(0, processes, milliseconds(500)), 0,
-                        plan.Bring(Direction::kDispatch, Rows(x, 1), Rows(buffer, 1)));
+                        plan.Contribute(Direction::kDispatch, Rows(x, 1), Rows(buffer, 1)));
   std::mt19937 rng(0);
   for (int i = 0; i < 2000; ++i) {
     std::string bytes(rng() % 100 + 1, '\0');
@@ -226,8 +233,9 @@ void OffsetsAbove4GiB() {
       plan.src_offset.assign(2, forth ? kRows - kSent : 0);
       if (!forth) plan.dst_offset.assign(2, kRows - kSent);
       const RowArray rows = Rows(small[rank], kRowBytes / 4);
-      ranks.push_back(JoinIn(job, MakeExchange(1, processes, milliseconds(60000), direction), rank,
-                             plan.Bring(direction, forth ? large : rows, forth ? rows : large)));
+      ranks.push_back(
+          JoinIn(job, MakeExchange(1, processes, milliseconds(60000), direction), rank,
+                 plan.Contribute(direction, forth ? large : rows, forth ? rows : large)));
     }
     for (int rank = 0; rank < 2; ++rank) {
       CHECK(ranks[rank].get().ok());

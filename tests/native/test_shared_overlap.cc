@@ -183,7 +183,7 @@ void AProcessEnds(Job& job, const OverlapProblem& problem, std::chrono::microsec
 void APartThatIsNotDone(Job& job, const OverlapProblem& problem) {
   static const Processes processes = {0, 1, 0, 2};
   // No rank waits in the middle of a direct all-gather.
-  const char* told =
+  const char* missing =
       problem.config.copies ? ", signal 'chunk " : "the parts of ranks [1] are not done";
   const Call call(problem);
   std::atomic<bool> is_over{false};
@@ -204,10 +204,10 @@ void APartThatIsNotDone(Job& job, const OverlapProblem& problem) {
   for (const int rank : {0, 2, 3}) {
     const Status status = ranks[rank].get();
     CHECK(status.code == StatusCode::kDeadlineExceeded);
-    CHECK(Contains(status, "of process 1 (pid ") && Contains(status, told));
+    CHECK(Contains(status, "of process 1 (pid ") && Contains(status, missing));
   }
   is_over = true;
-  CHECK(Contains(ranks[1].get(), told));
+  CHECK(Contains(ranks[1].get(), missing));
 }
 
 // A failure of one rank: all are notified at once.

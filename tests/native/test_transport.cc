@@ -72,20 +72,20 @@ void LoopsOfGroups(int num_ranks, int num_groups, int num_rounds) {
         for (size_t i = 0; i < x.size(); ++i) x[i] = static_cast<float>(rng() % 1000 + rank);
 
         const auto move = [&](bool forth, std::vector<float>& tokens) {
-          DispatchPart part;
+          OperandGroup operands;
           const int64_t row_bytes = kRowFloats * sizeof(float);
-          part.tokens = {{reinterpret_cast<char*>(tokens.data()), kTokens, row_bytes}};
-          part.buffers = {{reinterpret_cast<char*>(buffer.data()), capacity, row_bytes}};
-          part.types = {{DataType::kF32, DataType::kF32}};
-          part.num_slots = num_ranks;
-          part.num_replicas = 1;
-          part.dst_rank = {dst_rank.data(), IntType::kI32};
-          part.dst_offset = {dst_offset.data(), IntType::kU32};
-          part.seq_len = {lengths[rank].data(), IntType::kU32};
-          part.src_offset = {src_offset.data(), IntType::kU32};
-          part.num_recv_tokens = {num_recv_tokens.data(), IntType::kU32};
+          operands.tokens = {{reinterpret_cast<char*>(tokens.data()), kTokens, row_bytes}};
+          operands.buffers = {{reinterpret_cast<char*>(buffer.data()), capacity, row_bytes}};
+          operands.types = {{DataType::kF32, DataType::kF32}};
+          operands.num_slots = num_ranks;
+          operands.num_replicas = 1;
+          operands.dst_rank = {dst_rank.data(), IntType::kI32};
+          operands.dst_offset = {dst_offset.data(), IntType::kU32};
+          operands.seq_len = {lengths[rank].data(), IntType::kU32};
+          operands.src_offset = {src_offset.data(), IntType::kU32};
+          operands.num_recv_tokens = {num_recv_tokens.data(), IntType::kU32};
           auto mine = std::make_unique<DispatchContribution>();
-          mine->parts = {part};
+          mine->groups = {operands};
           Exchange exchange{"loop", {100, forth, group}, num_ranks, milliseconds(60000), {}};
           exchange.planner = [forth](const auto& ranks, WorkList* work) {
             return forth ? PlanDispatch("loop", ranks, work) : PlanCombine("loop", ranks, work);
@@ -112,7 +112,7 @@ void LoopsOfGroups(int num_ranks, int num_groups, int num_rounds) {
 // The rest of a rank's program may wait for the rest of another's.
 void CompletionsWaitForEachOther() {
   constexpr int kRanks = 8;
-  std::vector<std::promise<void>> told(kRanks);
+  std::vector<std::promise<void>> ended(kRanks);
   std::atomic<int> num_left{kRanks};
   std::promise<void> all;
   std::shared_future<void> everyone = all.get_future();
@@ -122,11 +122,11 @@ void CompletionsWaitForEachOther() {
                               [&, rank](const Status&) {
                                 if (--num_left == 0) all.set_value();
                                 everyone.wait();
-                                told[rank].set_value();
+                                ended[rank].set_value();
                               },
                               0, {});
   }
-  for (auto& one : told) one.get_future().wait();
+  for (auto& one : ended) one.get_future().wait();
 }
 
 void EveryRankGetsThePlannersError(int64_t run_id, const Planner& planner, const char* message) {

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "cuda/kernels.h"
-#include "kernels/pieces.h"
+#include "kernels/strips.h"
 
 #define CUDA(call)                                                                           \
   do {                                                                                       \
@@ -78,29 +78,29 @@ class TimedCall {
     call.in_bulk = timed.in_bulk;
     call.num_ranks = kRanks;
     call.num_local = timed.num_passes == 1 ? kRanks : 1;
-    call.num_parts = call.num_arrays = 1;
+    call.num_groups = call.num_arrays = 1;
     call.deadline_ns = 2'000'000'000;
     for (int r = 0; r < kRanks; ++r) call.pe[r] = -1;
-    Part& part = call.parts[0];
+    OperandGroup& group = call.groups[0];
     char* at = fields_.data();
     for (const auto& [field, values] :
-         {std::pair{&part.num_recv_tokens, &received}, std::pair{&part.seq_len, &lengths},
-          std::pair{&part.dst_rank, &ranks}, std::pair{&part.dst_offset, &offsets}}) {
+         {std::pair{&group.num_recv_tokens, &received}, std::pair{&group.seq_len, &lengths},
+          std::pair{&group.dst_rank, &ranks}, std::pair{&group.dst_offset, &offsets}}) {
       CUDA(cudaMemcpy(at, values->data(), 4 * values->size(), cudaMemcpyHostToDevice));
       *field = {at, IntType::kI32};
       at += 4 * values->size();
     }
-    part.has_all_views = true;
-    part.num_slots = kRanks;
-    part.num_replicas = 1;
-    part.num_tokens = part.capacity = tokens_;
-    part.num_arrays = 1;
+    group.has_all_views = true;
+    group.num_slots = kRanks;
+    group.num_replicas = 1;
+    group.num_tokens = group.capacity = tokens_;
+    group.num_arrays = 1;
     const DataType type = timed.is_dispatch ? DataType::kU8 : DataType::kF32;
     call.arrays[0].in = in_.data();
     call.arrays[0].out = out_.data();
     call.arrays[0].in_row_bytes = call.arrays[0].out_row_bytes = row_bytes;
     call.arrays[0].in_type = call.arrays[0].out_type = type;
-    part.rows_per_piece = RowsPerPiece(call, part, num_blocks);
+    group.rows_per_strip = RowsPerStrip(call, group, num_blocks);
     const int64_t channel_bytes = AlignUp(LayOutChannel(&call));
     channel_ = std::make_unique<DeviceMemory>(kRanks * channel_bytes);
     for (int r = 0; r < kRanks; ++r) call.symmetric[r] = channel_->data() + r * channel_bytes;

@@ -97,9 +97,9 @@ class VirtualStreams {
         work(own());
       });
     }
-    void Put(std::string, int peer, std::vector<RowCopy> pieces, Signal signal) override {
-      steps_.push_back([this, peer, pieces = std::move(pieces), signal = std::move(signal)] {
-        Pass(all_->times_.put(pieces));
+    void Put(std::string, int peer, std::vector<RowCopy> copies, Signal signal) override {
+      steps_.push_back([this, peer, copies = std::move(copies), signal = std::move(signal)] {
+        Pass(all_->times_.put(copies));
         own().Add(peer, signal);
       });
     }

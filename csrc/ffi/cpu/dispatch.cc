@@ -76,20 +76,20 @@ ffi::Future Move(Direction direction, const DispatchState& state, ffi::ThreadPoo
   Transport* transport = nullptr;
   status = state.site.Describe(calling, &exchange, &transport);
   if (!status.ok()) return Failed(status);
-  PlanWords words{options.capacity_names, exchange.processes};
-  exchange.planner = [is_dispatch = call.is_dispatch(), op = call.op, words = std::move(words)](
+  MessageNames names{options.capacity_names, exchange.processes};
+  exchange.planner = [is_dispatch = call.is_dispatch(), op = call.op, names = std::move(names)](
                          const auto& ranks, WorkList* work) {
-    return is_dispatch ? PlanDispatch(op, ranks, work, words) : PlanCombine(op, ranks, work, words);
+    return is_dispatch ? PlanDispatch(op, ranks, work, names) : PlanCombine(op, ranks, work, names);
   };
 
   auto promise = std::make_shared<ffi::Promise>();
   ffi::Future future(*promise);
   auto use = std::make_unique<BufferUse>();
-  for (size_t p = 0; p < call.parts.size() && status.ok(); ++p) {
-    DispatchPart& part = call.parts[p];
+  for (size_t p = 0; p < call.groups.size() && status.ok(); ++p) {
+    OperandGroup& group = call.groups[p];
     // A rank out of range must not index the metadata; the transport rejects it.
-    part.Select(std::clamp(calling.rank, 0, call.num_ranks - 1));
-    for (const RowArray& array : call.is_dispatch() ? part.buffers : part.tokens) {
+    group.Select(std::clamp(calling.rank, 0, call.num_ranks - 1));
+    for (const RowArray& array : call.is_dispatch() ? group.buffers : group.tokens) {
       PreferHugePages(array.data, array.num_bytes());
     }
     if (options.buffer[p] != 0) status = use->Acquire(options.buffer[p], exchange.op);
@@ -102,7 +102,7 @@ ffi::Future Move(Direction direction, const DispatchState& state, ffi::ThreadPoo
   auto mine = std::make_unique<DispatchContribution>();
   mine->direction = call.direction;
   mine->num_ranks = call.num_ranks;
-  mine->parts = std::move(call.parts);
+  mine->groups = std::move(call.groups);
   // Read only once: the answer comes from a file.
   static const int num_helpers =
       std::max(1, static_cast<int>(std::thread::hardware_concurrency()) - 1);

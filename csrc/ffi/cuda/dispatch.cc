@@ -52,16 +52,16 @@ ChannelKey KeyOf(const CudaOptions& options, const kernels::Call& call,
   add(call.num_ranks);
   add(call.num_local);
   if (call.has_network) key.layout += "network,";
-  for (int p = 0; p < call.num_parts; ++p) {
-    const kernels::Part& part = call.parts[p];
+  for (int p = 0; p < call.num_groups; ++p) {
+    const kernels::OperandGroup& group = call.groups[p];
     if (call.has_network) {  // these are also the sizes of the staging area
-      add(part.num_tokens);
-      add(static_cast<bool>(part.src_offset));
+      add(group.num_tokens);
+      add(static_cast<bool>(group.src_offset));
     }
-    add(part.capacity);
-    add(part.num_slots);
-    add(part.num_replicas);
-    for (int a = part.first_array; a < part.first_array + part.num_arrays; ++a) {
+    add(group.capacity);
+    add(group.num_slots);
+    add(group.num_replicas);
+    for (int a = group.first_array; a < group.first_array + group.num_arrays; ++a) {
       add(call.arrays[a].in_row_bytes);
     }
     key.layout += ";";
@@ -109,7 +109,7 @@ Status Move(Direction direction, const CudaOptions& options, const StageOnDevice
   kernels::LayOutLocal(&call);
   shape.local_bytes = call.local_bytes;
   shape.num_local = call.num_local;
-  shape.num_parts = call.num_parts;
+  shape.num_groups = call.num_groups;
   const bool is_recorded = at.executes && IsRecorded(at.stream);
   status =
       ChannelRegistry::Get().Find(op, key, shape, options.memory == "slab", !is_recorded, &channel);

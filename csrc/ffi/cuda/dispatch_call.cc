@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "kernels/pieces.h"
+#include "kernels/strips.h"
 #include "kernels/unpack.h"
 
 namespace ffi = xla::ffi;
@@ -50,7 +50,7 @@ Status ReadCudaAttributes(Direction direction, const DispatchOptions& options, D
   if (!status.ok()) return status;
   int64_t num_arrays = 0;
   for (const int64_t n : options.num_arrays) num_arrays += n;
-  if (call->num_ranks <= kernels::kMaxRanks && call->parts.size() <= kernels::kMaxParts &&
+  if (call->num_ranks <= kernels::kMaxRanks && call->groups.size() <= kernels::kMaxOperandGroups &&
       num_arrays <= kernels::kMaxArrays) {
     return status;
   }
@@ -70,30 +70,30 @@ Status ReadCudaOperands(const DispatchOptions& options, const ffi::RemainingArgs
   if (!status.ok()) return status;
   on_device->is_dispatch = call->is_dispatch();
   on_device->num_ranks = call->num_ranks;
-  on_device->num_parts = static_cast<int>(call->parts.size());
+  on_device->num_groups = static_cast<int>(call->groups.size());
   on_device->deadline_ns = static_cast<uint64_t>(call->deadline.count()) * 1'000'000;
-  for (size_t p = 0; p < call->parts.size(); ++p) {
-    const DispatchPart& read = call->parts[p];
+  for (size_t p = 0; p < call->groups.size(); ++p) {
+    const OperandGroup& read = call->groups[p];
     if (read.num_slots < 1 || read.num_replicas < 1 || read.num_replicas > kMostReplicas) {
       return Status::Invalid(call->op + ": plan " + std::to_string(p) + " has " +
                              std::to_string(read.num_slots) + " slots x " +
                              std::to_string(read.num_replicas) +
                              " replicas. Call it through jax_cp_dispatch.");
     }
-    kernels::Part& part = on_device->parts[p];
-    part.num_recv_tokens = read.num_recv_tokens;
-    part.seq_len = read.seq_len;
-    part.dst_rank = read.dst_rank;
-    part.dst_offset = read.dst_offset;
-    part.src_offset = read.src_offset;
-    part.fingerprint = read.fingerprint;
-    part.has_all_views = read.num_views > 1;
-    part.num_slots = read.num_slots;
-    part.num_replicas = read.num_replicas;
-    part.num_tokens = options.num_tokens[p];
-    part.capacity = options.capacity[p];
-    part.first_array = on_device->num_arrays;
-    part.num_arrays = static_cast<int>(read.tokens.size());
+    kernels::OperandGroup& group = on_device->groups[p];
+    group.num_recv_tokens = read.num_recv_tokens;
+    group.seq_len = read.seq_len;
+    group.dst_rank = read.dst_rank;
+    group.dst_offset = read.dst_offset;
+    group.src_offset = read.src_offset;
+    group.fingerprint = read.fingerprint;
+    group.has_all_views = read.num_views > 1;
+    group.num_slots = read.num_slots;
+    group.num_replicas = read.num_replicas;
+    group.num_tokens = options.num_tokens[p];
+    group.capacity = options.capacity[p];
+    group.first_array = on_device->num_arrays;
+    group.num_arrays = static_cast<int>(read.tokens.size());
     for (size_t a = 0; a < read.tokens.size(); ++a) {
       const RowArray& in = call->is_dispatch() ? read.tokens[a] : read.buffers[a];
       const RowArray& out = call->is_dispatch() ? read.buffers[a] : read.tokens[a];
@@ -105,7 +105,7 @@ Status ReadCudaOperands(const DispatchOptions& options, const ffi::RemainingArgs
       array.in_type = read.types[a].in;
       array.out_type = read.types[a].out;
     }
-    part.rows_per_piece = kernels::RowsPerPiece(*on_device, part, num_blocks);
+    group.rows_per_strip = kernels::RowsPerStrip(*on_device, group, num_blocks);
   }
   on_device->num_early = kernels::NumEarly(*on_device);
   return status;

@@ -37,10 +37,10 @@ struct RankLocation {
 Status LocateRanks(const std::string& op, int64_t here, int64_t num_ranks, Counts device_table,
                    RankLocation* location);
 
-// Reads everything but the parts; rejects calls beyond the GPU limits.
+// Reads everything but the operand groups; rejects calls beyond the GPU limits.
 Status ReadCudaAttributes(Direction direction, const DispatchOptions& options, DispatchCall* call);
 
-// Reads the parts, after the attributes, and fills in the kernels' parameter, whose `num_local` is
+// Reads the groups, after the attributes, and fills in the kernels' parameter, whose `num_local` is
 // known. Rejects what no kernel could process.
 Status ReadCudaOperands(const DispatchOptions& options, const xla::ffi::RemainingArgs& args,
                         const xla::ffi::RemainingRets& results, int num_blocks, DispatchCall* call,
