@@ -297,8 +297,10 @@ together "4 by put and get" "put_and_get and 4"
 
 # ---- What may take all the rest of the time.
 sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
-step memcheck 20 "$sanitizer" --tool memcheck --error-exitcode 3 "$kernels" one-launch 2
-step racecheck 20 "$sanitizer" --tool racecheck --error-exitcode 3 "$kernels" one-launch 2
+for tool in memcheck racecheck; do
+  step $tool 20 "$sanitizer" --tool $tool --error-exitcode 3 "$kernels" one-launch 2
+  step "$tool of attention" 20 "$sanitizer" --tool $tool --error-exitcode 3 "$kernels" attention 1
+done
 
 say_left_out() {
   local names
@@ -315,6 +317,7 @@ if [ "$mode" = dry ]; then
   exit
 fi
 say_left_out | tee -a "$report"
+rm -f "$out/configure.log"
 
 "$python" - "$out" <<'PYTHON'
 """Puts the steps and their results into one file."""

@@ -11,17 +11,9 @@
 
 #include "check.h"
 #include "kernels/call.h"
+#include "seen.h"
 
 namespace cpd::kernels {
-
-// Memory that the kernels access: the test on a GPU passes an allocator.
-#ifdef CPD_TEST_ALLOCATOR
-template <typename T>
-using Seen = std::vector<T, CPD_TEST_ALLOCATOR<T>>;
-#else
-template <typename T>
-using Seen = std::vector<T>;
-#endif
 
 using Rng = std::mt19937;
 

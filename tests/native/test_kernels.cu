@@ -1,11 +1,15 @@
 // The GPU kernels on one GPU: one stream per rank, all ranks in one launch, and recorded calls that
-// are replayed, against the same plain loops as test_device.cc. Also for compute-sanitizer.
-// `test_kernels one-launch [WORLDS]` does only the second of these; `test_kernels time [FILE]`
-// times the kernels instead, and `test_kernels profile` runs some of them for a profiler.
+// are replayed, against the same plain loops as test_device.cc; and those of attention, as in
+// test_attention_kernels.cc. For compute-sanitizer, `test_kernels one-launch [WORLDS]` and
+// `test_kernels attention [PROBLEMS]` do only one of these. `test_kernels time [FILE]` times the
+// kernels instead, and `test_kernels profile` runs some of them for a profiler.
 #include <cuda_runtime_api.h>
 
+#include <cctype>
 #include <new>
+#include <string>
 
+#include "cuda/attention_kernels.h"
 #include "cuda/kernels.h"
 
 // Whether host and GPU may access managed memory at the same time, as these tests do. Otherwise
@@ -57,6 +61,7 @@ struct Shared {
 };
 #define CPD_TEST_ALLOCATOR Shared
 
+#include "attention_problem.h"
 #include "device_world.h"
 #include "kernel_times.h"
 #include "one_launch.h"
@@ -65,6 +70,59 @@ namespace {
 
 using namespace cpd;           // NOLINT
 using namespace cpd::kernels;  // NOLINT
+
+// Launches, perhaps by recording and replaying.
+template <typename F>
+void RunRecorded(cudaStream_t stream, bool recorded, F launch) {
+  if (!recorded) {
+    launch();
+  } else {
+    cudaGraph_t graph;
+    cudaGraphExec_t replay;
+    CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+    launch();
+    CUDA(cudaStreamEndCapture(stream, &graph));
+    CUDA(cudaGraphInstantiate(&replay, graph, 0));
+    CUDA(cudaGraphLaunch(replay, stream));
+    CUDA(cudaStreamSynchronize(stream));
+    CUDA(cudaGraphExecDestroy(replay));
+    CUDA(cudaGraphDestroy(graph));
+  }
+  CUDA(cudaStreamSynchronize(stream));
+}
+
+// Launched and recorded, with the same bits. Tensor cores cut off what does not fit float32 when
+// they add, instead of rounding it: of_lse.
+template <int H>
+AttentionErrors EqualsLoops(Rng& rng, const AttentionShape& shape, cudaStream_t stream) {
+  const AttentionProblem<H> problem(rng, shape);
+  const auto run = [&](bool recorded) {
+    return RunAttention(
+        problem, recorded,
+        [&](const AttendCall& call) {
+          RunRecorded(stream, recorded, [&] { CUDA(LaunchAttend(call, H, stream)); });
+        },
+        [&](const GradientsCall& call) {
+          RunRecorded(stream, recorded, [&] { CUDA(LaunchGradients(call, H, stream)); });
+        });
+  };
+  const AttentionResults results = run(false);
+  CHECK(run(true) == results);
+  const AttentionErrors errors = ErrorsOf(problem, results);
+  CheckErrors(errors, 1e-5);
+  return errors;
+}
+
+void RunAttentions(Rng& rng, int num_problems, cudaStream_t stream) {
+  CUDA(LoadAttentionKernels());
+  AttentionErrors worst{};
+  for (int i = 0; i < num_problems; ++i) {
+    const AttentionShape shape = RandomAttentionShape(rng);
+    Enlarge(&worst, EqualsLoops<64>(rng, shape, stream));
+    Enlarge(&worst, EqualsLoops<128>(rng, shape, stream));
+  }
+  Print(stdout, worst);
+}
 
 // Every rank's call on its own stream, `times` in a row; recorded once and replayed, or not.
 void Run(World& world, const std::vector<cudaStream_t>& streams, int times, bool recorded) {
@@ -128,32 +186,8 @@ void RunOneLaunch(Rng& rng, cudaStream_t stream) {
   }
 }
 
-}  // namespace
-
-int main(int argc, char** argv) {
-  int num_gpus = 0;
-  if (cudaGetDeviceCount(&num_gpus) != cudaSuccess || num_gpus == 0) {
-    std::printf("no GPU\n");
-    return 77;
-  }
-  int num_blocks = 0;
-  CUDA(NumResidentBlocks(&num_blocks));
-  if (argc > 1 && std::strcmp(argv[1], "time") == 0) {
-    return TimeKernels(num_blocks, argc > 2 ? argv[2] : nullptr);
-  }
-  if (argc > 1 && std::strcmp(argv[1], "profile") == 0) return ProfileKernels(num_blocks);
-  Rng rng(11);
-  std::vector<cudaStream_t> streams(4);
-  for (cudaStream_t& stream : streams) {
-    CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-  }
-  const bool in_one = argc > 1 && std::strcmp(argv[1], "one-launch") == 0;
-  const int num_worlds = argc > 1 + in_one ? std::atoi(argv[1 + in_one]) : 50;
-  for (int i = 0; i < num_worlds; ++i) RunOneLaunch(rng, streams[0]);
-  if (in_one) {
-    std::printf("ok\n");
-    return 0;
-  }
+// Every rank on its stream, with a channel; also one whose plan is invalid.
+void RunChannels(Rng& rng, int num_worlds, const std::vector<cudaStream_t>& streams) {
   for (int i = 0; i < num_worlds; ++i) {
     for (const bool is_dispatch : {true, false}) {
       World world = i % 2 == 0 ? RandomWorld(rng, is_dispatch) : LargeRows(rng, is_dispatch);
@@ -172,5 +206,31 @@ int main(int argc, char** argv) {
   Run(world, streams, 1, false);
   CHECK(world.Take(1).failure == Failure::kLength);
   CHECK(world.Take(0).failure == Failure::kPeer);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  int num_gpus = 0;
+  if (cudaGetDeviceCount(&num_gpus) != cudaSuccess || num_gpus == 0) {
+    std::printf("no GPU\n");
+    return 77;
+  }
+  const bool is_named = argc > 1 && std::isdigit(argv[1][0]) == 0;
+  const std::string name = is_named ? argv[1] : "";
+  const char* argument = argc > 1 + is_named ? argv[1 + is_named] : nullptr;
+  int num_blocks = 0;
+  if (name != "attention") CUDA(NumResidentBlocks(&num_blocks));  // loads all kernels of exchanges
+  if (name == "time") return TimeKernels(num_blocks, argument);
+  if (name == "profile") return ProfileKernels(num_blocks);
+  Rng rng(11);
+  std::vector<cudaStream_t> streams(4);
+  for (cudaStream_t& stream : streams) {
+    CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  }
+  const int times = argument ? std::atoi(argument) : 50;
+  for (int i = 0; i < times && name != "attention"; ++i) RunOneLaunch(rng, streams[0]);
+  if (!is_named) RunChannels(rng, times, streams);
+  if (name != "one-launch") RunAttentions(rng, times, streams[0]);
   std::printf("ok\n");
 }

@@ -83,6 +83,13 @@ def test_the_smoke_table_has_a_line_for_each_operation():
     assert " ".join(groups).split() == list(load(ROOT / "tests/gpu/smoke.py").LINES)
 
 
+def test_every_part_of_the_kernels_tests_is_known_to_them():
+    parts = set(re.findall(r'"\$kernels" ([a-z-]+)', SCRIPT.read_text()))
+    source = (ROOT / "tests/native/test_kernels.cu").read_text()
+    assert {"attention", "one-launch", "time"} <= parts
+    assert all(f'name == "{part}"' in source or f'name != "{part}"' in source for part in parts)
+
+
 def test_a_line_without_a_gpu_names_the_reason():
     ran = subprocess.run(
         [sys.executable, ROOT / "tests/gpu/smoke.py", "dispatch"],
