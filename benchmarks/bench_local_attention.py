@@ -5,12 +5,16 @@ The matmul rates, in float32 and in the operands' dtype, are those of a `jnp.mat
 the same rounds. Dense attention is `jax.nn.dot_product_attention` with a mask.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import common
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jax_cp_dispatch import local_attention
+from jax_cp_dispatch.bench_command.attention import passes, random_operands
 from jax_cp_dispatch.cost import attention_flops
 
 NUM_HEADS, HEAD_SIZE, PACKED_LENGTH = 8, 64, 1024
@@ -25,37 +29,25 @@ def key_ranges(case, num_tokens):
     return position // length * length, position + 1
 
 
-def passes(name, attend, q, k, v, dout):
-    """Returns the forward pass, and both passes in one program."""
-
-    def with_gradients(q, k, v):
-        out, vjp = jax.vjp(attend, q, k, v)
-        return out, *vjp(dout.astype(out.dtype))
-
-    forward, both = jax.jit(attend), jax.jit(with_gradients)
-    return {
-        f"{name}_forward": lambda: forward(q, k, v),
-        f"{name}_forward_backward": lambda: both(q, k, v),
-    }
-
-
 def measure(dtype, case, num_tokens, repeats):
-    rng = np.random.default_rng(0)
-    shape = (4, 1, num_tokens, NUM_HEADS, HEAD_SIZE)
-    operands = tuple(jnp.asarray(rng.normal(size=shape), dtype))
-    square = jnp.asarray(rng.normal(size=(MATMUL_SIZE, MATMUL_SIZE)), jnp.float32)
-    runs = {
-        f"matmul_{x.dtype}": lambda x=x: jnp.matmul(x, x) for x in (square, square.astype(dtype))
+    operands = [jnp.asarray(x) for x in random_operands(num_tokens, NUM_HEADS, HEAD_SIZE, dtype)]
+    square = np.random.default_rng(0).normal(size=(MATMUL_SIZE, MATMUL_SIZE))
+    squares = jnp.asarray(square, jnp.float32), jnp.asarray(square, dtype)
+    runs: dict[str, Callable[[], Any]] = {
+        f"matmul_{x.dtype}": lambda x=x: jnp.matmul(x, x) for x in squares
     }
+    add = lambda name, attend: runs.update(
+        {f"{name}_{what}": run for what, run in passes(attend, *operands).items()}
+    )
     start, end = key_ranges(case, num_tokens)
     pairs = (end - start).sum()
     ranges = jnp.asarray(start[None], jnp.int32), jnp.asarray(end[None], jnp.int32)
-    runs |= passes("local", lambda q, k, v: local_attention(q, k, v, *ranges)[0], *operands)
+    add("local", lambda q, k, v: local_attention(q, k, v, *ranges)[0])
     if case == "packed":  # the masked part does not change the time
         position = np.arange(num_tokens)
         mask = jnp.asarray((position >= start[:, None]) & (position < end[:, None]))
         dense = lambda *x: jax.nn.dot_product_attention(*x, mask=mask[None, None])
-        runs |= passes("dense", dense, *operands)
+        add("dense", dense)
     seconds = common.interleaved(runs, repeats)
 
     flops = {

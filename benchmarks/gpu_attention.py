@@ -14,31 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_cp_dispatch import local_attention
+from jax_cp_dispatch.bench_command.attention import passes, random_operands
 from jax_cp_dispatch.cost import attention_flops
 
 HEADS, KV_HEADS, HEAD_SIZE = 32, 8, 128
-
-
-def passes(attend, q, k, v, dout):
-    """Returns the forward pass, and both passes in one program."""
-
-    def with_gradients(q, k, v):
-        out, vjp = jax.vjp(attend, q, k, v)
-        return out, *vjp(dout.astype(out.dtype))
-
-    forward, both = jax.jit(attend), jax.jit(with_gradients)
-    return {"forward": lambda: forward(q, k, v), "forward_backward": lambda: both(q, k, v)}
 
 
 class Measurements:
     """Measures each pass of cuDNN's causal attention and of ours, for each document length."""
 
     def __init__(self, num_tokens, repeats):
-        rng = np.random.default_rng(0)
-        sizes = (HEADS, KV_HEADS, KV_HEADS, HEADS)
-        self.operands = [
-            jnp.asarray(rng.normal(size=(1, num_tokens, n, HEAD_SIZE)), jnp.bfloat16) for n in sizes
-        ]
+        operands = random_operands(num_tokens, HEADS, HEAD_SIZE, "bfloat16", kv_heads=KV_HEADS)
+        self.operands = [jnp.asarray(x) for x in operands]
         self.num_tokens, self.repeats = num_tokens, repeats
         self.position = np.arange(num_tokens)
         self.of_cudnn: dict[str, float] = {}

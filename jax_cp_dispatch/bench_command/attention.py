@@ -88,11 +88,25 @@ def gradients(attend: Callable[..., Any]) -> Callable[..., Any]:
     return of
 
 
-def random_operands(tokens: int, heads: int, head_size: int, dtype: str) -> list[np.ndarray]:
-    """Draws q, k, v and the cotangent of the output."""
+def passes(attend: Callable[..., Any], q, k, v, cotangent) -> dict[str, Callable[[], Any]]:
+    """Returns runs of the forward pass, and of both passes in one program."""
+    forward, both = jax.jit(attend), jax.jit(gradients(attend))
+    return {
+        "forward": lambda: forward(q, k, v),
+        "forward_backward": lambda: both(q, k, v, cotangent),
+    }
+
+
+def random_operands(
+    tokens: int, heads: int, head_size: int, dtype: str, *, kv_heads: int | None = None
+) -> list[np.ndarray]:
+    """Draws q, k, v and the cotangent of the output; k and v have `kv_heads`, or as many heads."""
     rng = np.random.default_rng(tokens)
-    shape = (1, tokens, heads, head_size)
-    return [rng.standard_normal(shape, np.float32).astype(jnp.dtype(dtype)) for _ in range(4)]
+    kv_heads = kv_heads or heads
+    return [
+        rng.standard_normal((1, tokens, n, head_size), np.float32).astype(jnp.dtype(dtype))
+        for n in (heads, kv_heads, kv_heads, heads)
+    ]
 
 
 class _Gradients:
