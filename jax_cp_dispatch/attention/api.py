@@ -27,7 +27,6 @@ from jax_cp_dispatch.attention.check_arguments import (
     read_mask_of_plan,
 )
 from jax_cp_dispatch.attention.latents import Expansion, check_specs, read_latents
-from jax_cp_dispatch.attention.local.sink import check_sink
 from jax_cp_dispatch.attention.mesh_axes import Caller, GivenAxes, find_axes
 from jax_cp_dispatch.attention.operands import Operands
 from jax_cp_dispatch.attention.options import AttentionOptions
@@ -36,7 +35,6 @@ from jax_cp_dispatch.attention.peer_arguments import explains_peer_arguments
 from jax_cp_dispatch.attention.program import GlobalOptions, attend_global
 from jax_cp_dispatch.attention.rotating.sequence import read_sequences
 from jax_cp_dispatch.masks import Mask
-from jax_cp_dispatch.masks.array_mask import MaskKind
 from jax_cp_dispatch.masks.read import (
     check_mask_arrays,
     read_mask,
@@ -156,13 +154,13 @@ def context_parallel_attention(
     check_global(_OP, mesh=mesh, axis_name=axis_name, plan=plan)
     algorithm = read_algorithm(_OP, algorithm)
     operands, expansion = _read_operands(q, k, v, sink, (expand, weights, weight_specs))
+    check_rows(_OP, operands, segment_ids, positions)
     axes = find_axes(
         *(q, *operands.moved),
         caller=Caller(_OP, _ON_A_RANK.get(algorithm.name) or ", or ".join(_ON_A_RANK.values())),
         given=GivenAxes(mesh, axis_name, batch_axis, head_axis),
         covers_batch=plan is not None and not is_stack(plan),
     )
-    check_rows(_OP, q, operands.k, operands.v, segment_ids, positions)
     if expansion is not None:
         check_specs(_OP, expansion, axes.heads)
     attention = AttentionOptions(
@@ -176,11 +174,9 @@ def context_parallel_attention(
     )
     options = GlobalOptions(axes, algorithm, attention)
     _check_plan(options, q, plan)
-    attention.check()
-    check_sink(_OP, sink, q.shape[2])
     attended = read_mask(_OP, mask) if plan is None else read_mask_of_plan(_OP, mask, plan)
     check_mask_arrays(_OP, attended, q.shape[:2])
-    _check_choice(options, plan, attended)
+    _check_choice(options, plan)
     if plan is None:
         segment_ids, positions = read_sequences(
             _OP, segment_ids, positions, layout=layout, num_ranks=options.num_ranks
@@ -203,7 +199,7 @@ def context_parallel_attention(
     if isinstance(algorithm, Auto):
         algorithm, plan = choose_for_call(options, algorithm, operands, packed, plan)
         options = dataclasses.replace(options, algorithm=algorithm)
-        _check_choice(options, plan, attended)
+        _check_choice(options, plan)
     if isinstance(algorithm, Balanced) and plan is None:
         if segment_ids is None:
             packed = packed._replace(segment_ids=np.ones(operands.q.shape[:2], np.int32))
@@ -228,7 +224,6 @@ def _read_operands(q, k, v, sink, expanding) -> tuple[Operands, Expansion | None
             raise TypeError(f"{_OP}: v is missing. Pass k and v, or latent rows with expand=.")
         if any(x is not None for x in expanding):
             raise TypeError(f"{_OP}: got weights or weight_specs without expand. Pass it too.")
-        check_rows(_OP, q, k, v)
         return Operands(q, k, v, sink), None
     if v is not None:
         raise TypeError(f"{_OP}: got v with expand. Pass latent rows in place of k, and no v.")
@@ -244,7 +239,7 @@ def _pad(x: Any, missing: int) -> Any:
     return pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))
 
 
-def _check_choice(options: GlobalOptions, plan, mask: Mask | MaskKind) -> None:
+def _check_choice(options: GlobalOptions, plan) -> None:
     """Requires that the algorithm supports the options."""
     attention, name = options.attention, options.algorithm.name
     if name in ("balanced", "placed") and attention.layout != "contiguous":

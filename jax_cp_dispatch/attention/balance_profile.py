@@ -131,7 +131,6 @@ def balance_profile(
     dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
     qkv = [Shape((*rows, n, head_size), dtype) for n in heads]
     options = AttentionOptions(read_options(_OP, "ranks"))
-    options.check()
     chosen = [_read(x, world_size, rows) for x in algorithms]
     packed = PackedMask(mask, documents.numbers())
     programs = [_program(options, x, packed, qkv, backward) for x in chosen]

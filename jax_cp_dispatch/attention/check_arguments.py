@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from typing import Any, TypeAlias
 
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
 from jax_cp_dispatch._ranks.axis import check_axis_name, check_mesh
-from jax_cp_dispatch.attention.local.check_operands import check_arrays, check_operands
+from jax_cp_dispatch.attention.local.check_operands import (
+    check_arrays,
+    check_documents,
+    check_operands,
+)
+from jax_cp_dispatch.attention.local.sink import check_sink
+from jax_cp_dispatch.attention.operands import Operands
+from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.array_mask import MaskKind
-from jax_cp_dispatch.masks.read import read_mask
+from jax_cp_dispatch.masks.read import check_mask_arrays, read_mask
 from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan
+from jax_cp_dispatch.planner.segment_ids import read_documents
 
 HostOrDevice: TypeAlias = Array | np.ndarray
 LAYOUTS = ("contiguous", "zigzag")
@@ -23,21 +30,31 @@ _PLANS = {
 }
 
 
-def check_rows(op, q, k, v, segment_ids=None, positions=None) -> None:
+def check_rows(op: str, operands: Operands, segment_ids: Any, positions: Any) -> None:
     """Requires that arrays of one rank, or of all ranks, match."""
+    q, k, v, sink, _ = operands
     if v is not None:  # not latent rows, which `read_latents` checks
         _check_qkv(op, q, k, v)
-    check_arrays(op, segment_ids=segment_ids, positions=positions)
-    for name, x in (("segment_ids", segment_ids), ("positions", positions)):
-        if x is None:
-            continue
-        if not jnp.issubdtype(x.dtype, jnp.integer):
-            raise TypeError(f"{op}: {name} has dtype {x.dtype}; it needs to be integers.")
-        if x.shape != q.shape[:2]:
-            raise ValueError(
-                f"{op}: {name} has shape {x.shape} but q has B, T = {q.shape[:2]}; they need to "
-                "be equal."
-            )
+    check_sink(op, sink, q.shape[2])
+    check_documents(op, segment_ids, positions, q.shape[:2], "q has B, T =")
+
+
+def read_rows(
+    op: str, operands: Operands, mask: Any, segment_ids: Any, positions: Any
+) -> PackedMask:
+    """Checks the arrays of one rank, and reads its mask and documents."""
+    check_rows(op, operands, segment_ids, positions)
+    mask = read_mask(op, mask)
+    check_mask_arrays(op, mask, operands.q.shape[:2])
+    return PackedMask(mask, *read_documents(op, segment_ids, positions))
+
+
+def read_rows_of_plan(
+    op: str, operands: Operands, plan: Any, mask: Any, segment_ids: Any, positions: Any
+) -> PackedMask:
+    """Checks the arrays of one rank, and reads what it compares with its plan."""
+    check_rows(op, operands, segment_ids, positions)
+    return PackedMask(read_mask_of_plan(op, mask, plan), segment_ids, positions)
 
 
 def _check_qkv(op: str, q: Any, k: Any, v: Any) -> None:

@@ -26,7 +26,7 @@ from jax_cp_dispatch.cost import HARDWARE, Hardware, Prediction, Workload, predi
 from jax_cp_dispatch.cost.pairs import wasted_pairs
 from jax_cp_dispatch.masks import Mask, StaticMask
 from jax_cp_dispatch.masks.read import read_mask_on_host
-from jax_cp_dispatch.planner.capacities import read_host_documents
+from jax_cp_dispatch.planner.documents import from_segment_ids
 
 _CLOSE = 1.03
 _TILE = 128  # queries, and keys, of usual kernels
@@ -206,19 +206,12 @@ def document_lengths(
     Args:
       segment_ids, positions: on the host; see `context_parallel_attention`.
     Raises:
-      ValueError: an id is negative, or a document has separate runs.
+      TypeError, ValueError: ids or positions are no integers [B, T] that this process knows, an
+        id is negative, or a document has separate runs.
     """
-    segment_ids, positions = read_host_documents("document_lengths", segment_ids, positions)
-    new = np.ones(segment_ids.shape, bool)
-    new[:, 1:] = segment_ids[:, 1:] != segment_ids[:, :-1]
-    if positions is not None:
-        new[:, 1:] |= positions[:, 1:] <= positions[:, :-1]
-    lengths = []
-    for row, is_first in zip(segment_ids, new, strict=True):
-        first = np.flatnonzero(is_first)
-        tokens = np.diff(np.append(first, row.size))
-        lengths.append(tuple(tokens[row[first] != 0].tolist()))
-    return tuple(lengths)
+    documents = from_segment_ids("document_lengths", segment_ids, positions)
+    row = documents.first // documents.columns
+    return tuple(tuple(documents.lengths[row == b].tolist()) for b in range(documents.batch))
 
 
 def _rearrangement_seconds(workload: Workload, hardware: Hardware, with_backward: bool) -> float:

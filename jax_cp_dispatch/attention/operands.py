@@ -16,7 +16,6 @@ from jax_cp_dispatch.attention.local.derivative_order import (
     forbid_second_derivative,
     in_reverse_only,
 )
-from jax_cp_dispatch.attention.local.sink import check_sink
 
 
 class Operands(NamedTuple):
@@ -46,7 +45,6 @@ class Operands(NamedTuple):
         A sink and weights are the same on all ranks: their gradients are summed over them, in
         float32, and those of latent rows over ranks of other heads.
         """
-        check_sink(exchange.op, self.sink, self.q.shape[2])
         wide = self._replace(sink=_widened(self.sink), weights=_widened(self.weights))
         if self.v is None:
             wide = wide._replace(k=_widened(self.k))

@@ -17,7 +17,7 @@ from jax_cp_dispatch.attention.operands import Outputs
 
 @dataclasses.dataclass(frozen=True)
 class AttentionOptions:
-    """The options of every algorithm; static.
+    """The options of every algorithm, checked; static.
 
     Attributes:
       exchange: the checked options of the exchanges, with the op and the axis.
@@ -40,13 +40,13 @@ class AttentionOptions:
     def op(self) -> str:
         return self.exchange.op
 
-    def check(self) -> None:
-        """Raises the errors documented in `ring_attention`."""
+    def __post_init__(self):
         check_layout(self.op, self.layout)
         check_softmax(self.op, self.scale, self.logit_soft_cap)
 
     def returned(self, outputs: Outputs) -> Any:
         """Returns what the caller asked for: the output alone, or a tuple."""
         out, lse, max_logits = outputs
-        asked = [lse] * self.return_lse + [max_logits] * self.return_max_logits
+        asked = [lse] if self.return_lse else []
+        asked += [max_logits] if self.return_max_logits else []
         return (out, *asked) if asked else out

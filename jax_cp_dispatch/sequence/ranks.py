@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P, reshard
 
 from jax_cp_dispatch._ranks.varying import can_check_varying, vary_alike
 from jax_cp_dispatch.attention.check_arguments import check_groups, check_plan, is_stack
+from jax_cp_dispatch.attention.local.check_operands import check_documents
 from jax_cp_dispatch.attention.mesh_axes import Caller, GivenAxes, MeshAxes, find_axes
 from jax_cp_dispatch.attention.nested import shard_map_inside, varies_outside
 from jax_cp_dispatch.attention.rotating.sequence import read_sequences
@@ -90,17 +91,7 @@ def _check_where(op: str, where: Where, shape: tuple[int, ...]) -> None:
     plan = where.plan
     if plan is not None and not isinstance(plan, Pieces):
         check_plan(op, plan, PlacedPlan)
-    for name in ("segment_ids", "positions"):
-        x = getattr(where, name)
-        if x is None:
-            continue
-        if not jnp.issubdtype(x.dtype, jnp.integer):
-            raise TypeError(f"{op}: {name} has dtype {x.dtype}; it needs to be integers.")
-        if x.shape != shape:
-            raise ValueError(
-                f"{op}: {name} has shape {x.shape} but the tokens have B, T = {shape}; they need "
-                "to be equal."
-            )
+    check_documents(op, where.segment_ids, where.positions, shape, "the tokens have B, T =")
     if isinstance(plan, PlacedPlan) and where.positions is not None and where.segment_ids is None:
         raise ValueError(
             f"{op}: got a plan and positions without segment_ids, which mark the padding. Pass "

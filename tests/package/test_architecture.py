@@ -43,7 +43,7 @@ INSIDE = {
         "attended": {"packed_mask"},
         "local": {"peer_arguments", "packed_mask", "attended"},
         "algorithms": set(),
-        "check_arguments": {"local"},
+        "check_arguments": {"local", "operands", "packed_mask"},
         "operands": {"local"},
         "latents": {"operands"},
         "options": {"latents", "local", "check_arguments", "operands"},

@@ -14,11 +14,9 @@ _FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
 
 def check_arrays(op: str, **arrays: Any) -> None:
     """Requires arrays of JAX or NumPy; optional ones may be None."""
-    optional = ("segment_ids", "positions", "dlse")
     for name, x in arrays.items():
-        if x is None and name in optional:
-            continue
-        check_array(op, name, x)
+        if x is not None or name != "dlse":
+            check_array(op, name, x)
 
 
 def check_operands(name: str, q: Any, k: Any, v: Any) -> None:
@@ -52,6 +50,24 @@ def check_operands(name: str, q: Any, k: Any, v: Any) -> None:
             )
 
 
+def check_documents(op: str, segment_ids: Any, positions: Any, shape: Any, tokens: str) -> None:
+    """Requires integers of this shape, or None.
+
+    Args:
+      tokens: what has the shape, for the message.
+    """
+    for name, x in (("segment_ids", segment_ids), ("positions", positions)):
+        if x is None:
+            continue
+        check_array(op, name, x)
+        if not jnp.issubdtype(x.dtype, jnp.integer):
+            raise TypeError(f"{op}: {name} has dtype {x.dtype}; it needs to be integers.")
+        if x.shape != shape:
+            raise ValueError(
+                f"{op}: {name} has shape {x.shape} but {tokens} {shape}; they need to be equal."
+            )
+
+
 def check_softmax(name: str, scale: Any, logit_soft_cap: Any) -> None:
     """Requires numbers that are known when a program is traced, or None."""
     _check_number(name, "scale", scale)
@@ -78,7 +94,7 @@ def check_blocks(name: str, block_q, block_kv, block_heads, *, num_kv_heads: int
 
 def _check_number(name: str, what: str, value: Any) -> None:
     try:
-        if not isinstance(value, bool | np.bool_):
+        if not isinstance(value, bool | np.bool_ | str | bytes):
             float(0 if value is None else value)
             return
     except (TypeError, ValueError):

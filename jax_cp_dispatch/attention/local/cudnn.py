@@ -112,12 +112,13 @@ def gradients(options: PassOptions, q, cotangents: OutputCotangents, ranges: Key
         return of_any(options, q, cotangents, ranges, kv, dq)
     tile = functools.partial(_gradients, dataclasses.replace(options, piece_rows=None), None)
     in_tiles = functools.partial(gradients_in_tiles, tile, options)
-    by_kernel = functools.partial(range_kernels.gradients, options)
+    by_kernel = lambda queries, *others: range_kernels.gradients(options, *queries, *others)
     of_any = by_kernel if has_kernel else in_tiles
-    return _gradients(options, of_any, q, cotangents, ranges, kv, dq)
+    return _gradients(options, of_any, (q, cotangents), ranges, kv, dq)
 
 
-def _gradients(options, of_any, q, cotangents, ranges, kv, dq):
+def _gradients(options, of_any, queries, ranges, kv, dq):
+    q, cotangents = queries
     rows = _QueryRows(options, q, ranges)
     out, dout = (rows.of(x).astype(q.dtype) for x in (cotangents.out, cotangents.dout))
     lse, delta = (rows.of(x[..., None])[..., 0] for x in (cotangents.lse, cotangents.delta))
@@ -143,7 +144,7 @@ def _gradients(options, of_any, q, cotangents, ranges, kv, dq):
         attended = jnp.arange(k.shape[2])[None] < lengths[:, None]
         return dq, *(jnp.where(attended[:, None, :, None], dx, 0) for dx in dkv)
 
-    other = of_any and (lambda: of_any(q, cotangents, ranges, kv, dq))
+    other = of_any and (lambda: of_any(queries, ranges, kv, dq))
     return rows.switch(lambda: nothing, calls_of, kv, other)
 
 

@@ -10,7 +10,7 @@ from jaxtyping import Array
 
 from jax_cp_dispatch.attention.attended import attended_tokens
 from jax_cp_dispatch.attention.local.blocks import RowRanges
-from jax_cp_dispatch.attention.local.check_operands import check_arrays
+from jax_cp_dispatch.attention.local.check_operands import check_arrays, check_documents
 from jax_cp_dispatch.attention.local.query_ranges import KeyQueries
 from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.masks import MaskRanges
@@ -59,13 +59,7 @@ def _of_mask(op: str, sizes: tuple[int, int, int], packed: PackedMask) -> RowRan
             "tokens. Pass kv_start and kv_end."
         )
     mask = read_mask(op, packed.mask)
-    arrays = {"segment_ids": packed.segment_ids, "positions": packed.positions}
-    for name, x in arrays.items():
-        if x is not None and x.shape != (B, S):
-            raise ValueError(
-                f"{op}: {name} has shape {list(x.shape)}, but k needs one number per token, "
-                f"[{B}, {S}]."
-            )
+    check_documents(op, packed.segment_ids, packed.positions, (B, S), "k has B, S =")
     check_mask_arrays(op, mask, (B, S))
     segment_ids, positions = read_documents(op, packed.segment_ids, packed.positions)
     if segment_ids is None and positions is not None:

@@ -39,27 +39,25 @@ def attend_in_tiles(
     return lax.fori_loop(0, q.shape[1] // q_blocks, one_query_tile, seen)
 
 
-def gradients_in_tiles(
-    gradients, options: PassOptions, q, cotangents: OutputCotangents, ranges: KeyRanges, kv, dq
-):
-    """Likewise `gradients_of_blocks`."""
+def gradients_in_tiles(gradients, options: PassOptions, queries, ranges: KeyRanges, kv, dq):
+    """Likewise `gradients_of_blocks`; `queries` are q and its cotangents."""
 
     def one_query_tile(i, grads):
         def add_tile(j, carry):
             dq_tile, dkv = carry
             held = _take(kv, kv_blocks, j)
             at = _shifted(its, held[0], j)
-            dq_tile, *added = gradients(*its_queries, at, held, dq_tile)
+            dq_tile, *added = gradients(its_queries, at, held, dq_tile)
             added = jax.tree.map(jnp.add, _take(dkv, kv_blocks, j), tuple(added))
             return dq_tile, _put(dkv, added, kv_blocks, j)
 
         dq, *dkv = grads
-        arrays = (q, cotangents), ranges, dq
-        its_queries, its, dq_tile = (_take(x, q_blocks, i) for x in arrays)
+        its_queries, its, dq_tile = (_take(x, q_blocks, i) for x in (queries, ranges, dq))
         carry = dq_tile, tuple(dkv)
         dq_tile, dkv = lax.fori_loop(*_reach(its, kv_blocks), add_tile, carry)
         return _put(dq, dq_tile, q_blocks, i), *dkv
 
+    q, _ = queries
     q_blocks = _blocks_of_tile(q, options.block_q)
     kv_blocks = _blocks_of_tile(kv[0], options.block_kv)
     nothing = dq, *vary_like((jnp.zeros(x.shape, dq.dtype) for x in kv), dq)

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Integer
 from jax_cp_dispatch._ranks.axis import AxisName, num_ranks_here
 from jax_cp_dispatch._ranks.options import read_options
 from jax_cp_dispatch._residuals import named_context, named_context_received
-from jax_cp_dispatch.attention.check_arguments import check_plan, read_mask_of_plan
+from jax_cp_dispatch.attention.check_arguments import check_plan, read_rows_of_plan
 from jax_cp_dispatch.attention.local.derivative_order import forbid_second_derivative
 from jax_cp_dispatch.attention.local.sink import sink_gradient
 from jax_cp_dispatch.attention.operands import Operands, Outputs, softmax_gradients
@@ -101,8 +101,9 @@ def balanced_attention(
     instead = "context_parallel_attention(..., algorithm='balanced')"
     num_ranks_here(options.op, axis_name, instead)
     check_plan(options.op, plan, AttentionPlan)
-    packed = PackedMask(read_mask_of_plan(options.op, mask, plan), segment_ids, positions)
-    outputs = attend_balanced(options, Operands(q, k, v, sink), plan, packed)
+    operands = Operands(q, k, v, sink)
+    packed = read_rows_of_plan(options.op, operands, plan, mask, segment_ids, positions)
+    outputs = attend_balanced(options, operands, plan, packed)
     return options.returned(outputs)
 
 
@@ -110,7 +111,6 @@ def attend_balanced(
     options: AttentionOptions, operands: Operands, plan, packed: PackedMask
 ) -> Outputs:
     """`balanced_attention` with options, which name the public function."""
-    options.check()
     check_call(options, operands, plan, packed)
     fingerprint = fingerprint_of_call(options, plan, packed)
     return attend_rows(_attend, options, operands, plan, fingerprint)

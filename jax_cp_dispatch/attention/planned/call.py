@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 from jax_cp_dispatch._residuals import named_context
-from jax_cp_dispatch.attention.check_arguments import check_rows, is_stack
+from jax_cp_dispatch.attention.check_arguments import is_stack
 from jax_cp_dispatch.attention.latents import UNUSED_ROW
 from jax_cp_dispatch.attention.local.api import local_attention, local_attention_backward
 from jax_cp_dispatch.attention.local.backward import SoftmaxGradients
@@ -50,12 +50,10 @@ def check_call(
     packed: PackedMask,
 ) -> None:
     """Requires that the rows match each other and the plan."""
-    _, segment_ids, positions = packed
-    q, k, v, *_ = operands
+    q = operands.q
     is_placed = isinstance(plan, PlacedPlan)
     advice = "Place the tokens" if is_placed else "Plan with the segment ids"
-    check_rows(options.op, q, k, v, segment_ids, positions)
-    if positions is not None and segment_ids is None:
+    if packed.positions is not None and packed.segment_ids is None:
         raise ValueError(
             f"{options.op}: got a plan and positions without segment_ids, which mark the padding, "
             "whose positions are ignored. Pass both, or segment_ids alone."

@@ -165,7 +165,7 @@ def _call(
     """Checks the arguments and puts the arrays on the mesh."""
     axis_name = stopwatch.axis_name
     mask, documents, options = read_keywords(op, axis_name, given, {"scale", "logit_soft_cap"})
-    check_rows(op, *qkv, *documents)
+    check_rows(op, Operands(*qkv), *documents)
     check_tokens(op, qkv[0].shape[1], stopwatch)
     if is_stack(plan):
         raise ValueError(f"{op}: got stacked plans. Pass the plan of one batch.")

@@ -31,5 +31,4 @@ def sharded_sequence(
     options: AttentionOptions, algorithm: Rotating, schedule: Schedule, mask: Mask
 ) -> ShardedSequence:
     """Describes the sequence; a causal mask uses zigzag layout, except in a plain ring."""
-    options.check()
     return ShardedSequence(options, schedule, mask.is_causal and not isinstance(algorithm, Ring))

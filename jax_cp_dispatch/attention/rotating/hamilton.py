@@ -9,14 +9,13 @@ from jaxtyping import Array, Float, Integer
 from jax_cp_dispatch._ranks.axis import AxisName
 from jax_cp_dispatch._ranks.options import read_options
 from jax_cp_dispatch.attention.algorithms import Hamilton
+from jax_cp_dispatch.attention.check_arguments import read_rows
 from jax_cp_dispatch.attention.operands import Operands
 from jax_cp_dispatch.attention.options import AttentionOptions
-from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.attention.peer_arguments import explains_peer_arguments
 from jax_cp_dispatch.attention.rotating.call import rotating_attention
 from jax_cp_dispatch.cycles.integer_rows import CycleRows
 from jax_cp_dispatch.masks import Mask
-from jax_cp_dispatch.masks.read import read_mask
 
 
 @explains_peer_arguments
@@ -84,6 +83,7 @@ def hamilton_attention(
         return_lse=return_lse,
         return_max_logits=return_max_logits,
     )
-    packed = PackedMask(read_mask(options.op, mask), segment_ids, positions)
-    outputs = rotating_attention(options, algorithm, Operands(q, k, v, sink), packed)
+    operands = Operands(q, k, v, sink)
+    packed = read_rows(options.op, operands, mask, segment_ids, positions)
+    outputs = rotating_attention(options, algorithm, operands, packed)
     return options.returned(outputs)

@@ -116,7 +116,7 @@ def _profile(
     mask, documents, options = read_keywords(
         op, axis_name, given, {"layout", "scale", "logit_soft_cap"}
     )
-    check_rows(op, *qkv, *documents)
+    check_rows(op, Operands(*qkv), *documents)
     check_tokens(op, qkv[0].shape[1], stopwatch)
     mask = read_mask_on_host(op, mask, qkv[0].shape[:2])
     sequence = sharded_sequence(options, algorithm, schedule, mask)

@@ -14,7 +14,6 @@ from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch._ranks.varying import vary_alike
 from jax_cp_dispatch._residuals import named_context
 from jax_cp_dispatch.attention.attended import attended_tokens
-from jax_cp_dispatch.attention.check_arguments import check_rows
 from jax_cp_dispatch.attention.gather import gather_sequence
 from jax_cp_dispatch.attention.latents import shapes_of_keys
 from jax_cp_dispatch.attention.local.blocks import accumulator, attended_keys
@@ -35,7 +34,6 @@ from jax_cp_dispatch.attention.rotating.layout import (
 )
 from jax_cp_dispatch.attention.rotating.schedules import Schedule
 from jax_cp_dispatch.masks import Mask, MaskRanges
-from jax_cp_dispatch.masks.read import check_mask_arrays
 from jax_cp_dispatch.planner.order import is_in_order
 from jax_cp_dispatch.planner.segment_ids import read_documents
 
@@ -96,12 +94,7 @@ def attend_sequence(
     packed: PackedMask,
 ) -> Outputs:
     """Computes attention of this rank's rows, for all schedules."""
-    options, op = sequence.options, sequence.options.op
-    q, k, v, *_ = operands
-    mask, segment_ids, positions = packed
-    check_rows(op, q, k, v, segment_ids, positions)
-    check_mask_arrays(op, mask, q.shape[:2])
-    packed = PackedMask(mask, *read_documents(op, segment_ids, positions))
+    options, q = sequence.options, operands.q
     B, T = q.shape[:2]
     if B * T == 0:
         return empty_outputs(options, operands)

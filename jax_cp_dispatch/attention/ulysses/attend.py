@@ -15,7 +15,6 @@ from jax_cp_dispatch._ranks.axis import num_ranks_here
 from jax_cp_dispatch._ranks.varying import vary_alike, vary_like
 from jax_cp_dispatch._residuals import named_context, named_context_received
 from jax_cp_dispatch.attention.attended import attended_tokens
-from jax_cp_dispatch.attention.check_arguments import check_rows
 from jax_cp_dispatch.attention.gather import gather_sequence
 from jax_cp_dispatch.attention.kv_heads import kv_copies
 from jax_cp_dispatch.attention.local.api import local_attention, local_attention_backward
@@ -29,10 +28,8 @@ from jax_cp_dispatch.attention.rotating.layout import zigzag_permutation
 from jax_cp_dispatch.attention.rotating.sequence import empty_outputs
 from jax_cp_dispatch.attention.ulysses.exchange import HeadExchange
 from jax_cp_dispatch.masks import MaskRanges
-from jax_cp_dispatch.masks.read import check_mask_arrays
 from jax_cp_dispatch.planner.fingerprint import fingerprint_of_order
 from jax_cp_dispatch.planner.order import is_in_order
-from jax_cp_dispatch.planner.segment_ids import read_documents
 
 
 class _Call(NamedTuple):
@@ -69,19 +66,13 @@ def attend_ulysses(options: AttentionOptions, operands: Operands, packed: Packed
     op, exchange = options.op, options.exchange
     instead = "context_parallel_attention(..., algorithm='ulysses')"
     num_ranks = num_ranks_here(op, exchange.axis_name, instead)
-    options.check()
-    q, k, v, *_ = operands
-    mask, segment_ids, positions = packed
-    check_rows(op, q, k, v, segment_ids, positions)
-    check_mask_arrays(op, mask, q.shape[:2])
-    packed = PackedMask(mask, *read_documents(op, segment_ids, positions))
-    check_heads(op, q.shape[2], num_ranks)
-    B, T, N, _ = q.shape
+    B, T, N, _ = operands.q.shape
+    check_heads(op, N, num_ranks)
     if B * T == 0:
         return empty_outputs(options, operands)
     operands = operands.varying(exchange)
     heads = HeadExchange(exchange, num_ranks, options.layout)
-    call = _Call(options, heads, kv_copies(N, k.shape[2], num_ranks))
+    call = _Call(options, heads, kv_copies(N, operands.k.shape[2], num_ranks))
     ranges, in_order = token_ranges(options, heads, packed, (B, T))
     leaves, tree = jax.tree.flatten((operands, ranges, in_order))
     return _attend(call, *tree.unflatten(vary_alike(leaves)))
