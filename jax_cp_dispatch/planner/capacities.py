@@ -5,13 +5,13 @@ import dataclasses
 import jax
 import jax.core
 import jax.numpy as jnp
-import numpy as np
 
-from jax_cp_dispatch._arguments import check_array, check_integer, is_on_host
+from jax_cp_dispatch._arguments import check_array, check_integer
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.read import check_mask_arrays, read_mask
 from jax_cp_dispatch.planner.block_grid import BlockGrid, document_starts
 from jax_cp_dispatch.planner.config import CAPACITIES, PlanConfig, check_config
+from jax_cp_dispatch.planner.documents import require_host
 from jax_cp_dispatch.planner.received import Capacities
 from jax_cp_dispatch.planner.segment_ids import Ids, read_documents
 from jax_cp_dispatch.planner.stages import assign, kv_transfers_bound, q_bound
@@ -56,7 +56,8 @@ def needs_inside_jit(
     mask = read_mask(op, mask)
     grid = check_shapes(op, segment_ids, positions, world_size, config)
     check_mask_arrays(op, mask, segment_ids.shape)
-    segment_ids, positions = read_host_documents(op, segment_ids, positions)
+    require_host(op, segment_ids=segment_ids, positions=positions)
+    segment_ids, positions = read_documents(op, segment_ids, positions)
     options = {"mask": mask, "tolerance": config.balance_tolerance}
     with jax.core.eval_context():
         starts = jax.jit(document_starts)(segment_ids, positions)
@@ -99,16 +100,3 @@ def check_shapes(op: str, segment_ids, positions, world_size: int, config: PlanC
         )
     columns //= world_size
     return BlockGrid(batch, world_size, columns, min(config.rows_per_block, columns))
-
-
-def read_host_documents(
-    op: str, segment_ids: Ids, positions: Ids | None
-) -> tuple[np.ndarray, np.ndarray | None]:
-    """Returns checked ids and positions; requires values that this process knows."""
-    for x in (segment_ids, positions):
-        if x is not None and not is_on_host(x):
-            raise ValueError(
-                f"{op}: an input is traced or spread over processes. Pass the whole array, as "
-                "NumPy, on every process, or plan inside jit."
-            )
-    return read_documents(op, segment_ids, positions)

@@ -56,7 +56,7 @@ def check_traced(op: str, config: Any) -> None:
     if given:
         raise ValueError(
             f"{op}: plans made inside jit do not support {', '.join(given)} of PlanConfig. Plan "
-            "outside jit, for example in the data loader, or omit them."
+            "outside jit, for example in the data loader, or use their defaults."
         )
 
 

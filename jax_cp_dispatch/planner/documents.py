@@ -3,11 +3,12 @@
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
+import jax
 import jax.core
 import numpy as np
 from jaxtyping import Int, Int32
 
-from jax_cp_dispatch._arguments import check_positive
+from jax_cp_dispatch._arguments import check_positive, is_on_host
 from jax_cp_dispatch.planner.segment_ids import read_documents
 
 # Lengths of the documents of a batch row.
@@ -70,7 +71,7 @@ def documents_of(
       TypeError, ValueError: the arguments do not match, or the ranks cannot share the columns.
     """
     check_positive(op, world_size=world_size)
-    _refuse_traced(op, lengths=lengths, segment_ids=segment_ids, positions=positions)
+    require_host(op, lengths=lengths)
     if (lengths is None) == (segment_ids is None):
         got = "neither lengths nor" if lengths is None else "both lengths and"
         raise ValueError(f"{op}: got {got} segment_ids. Pass one of them.")
@@ -115,12 +116,46 @@ def from_lengths(op: str, lengths: Any, columns: int | None, world_size: int) ->
     return Documents(lengths, first, ids, len(rows), columns)
 
 
-def _refuse_traced(op: str, **arguments: Any) -> None:
+def from_segment_ids(op: str, segment_ids: Any, positions: Any) -> Documents:
+    """Returns runs of one segment id, also split where positions do not increase; 0 is padding."""
+    require_host(op, segment_ids=segment_ids, positions=positions)
+    given = ids = _integers(op, "segment_ids", segment_ids)
+    if ids.ndim != 2 or 0 in ids.shape:
+        raise ValueError(
+            f"{op}: segment_ids has shape {ids.shape} but must be [B, columns], not empty. For a "
+            "single packed row pass segment_ids[None]."
+        )
+    if positions is not None:
+        positions = _integers(op, "positions", positions)
+        if positions.shape != ids.shape:
+            raise ValueError(
+                f"{op}: positions has shape {positions.shape} but segment_ids has {ids.shape}. "
+                "Pass equal shapes, or positions=None."
+            )
+    ids, positions = read_documents(op, ids, positions)
+    new = np.ones(ids.shape, bool)
+    new[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    if positions is not None:
+        new[:, 1:] |= positions[:, 1:] <= positions[:, :-1]
+    first = np.flatnonzero(new)
+    lengths = np.diff(np.append(first, ids.size))
+    is_document = ids.reshape(-1)[first] > 0
+    lengths, first = lengths[is_document], first[is_document]
+    return Documents(lengths, first, given.reshape(-1)[first], *ids.shape)
+
+
+def require_host(op: str, **arguments: Any) -> None:
+    """Requires that this process knows all values."""
     for name, value in arguments.items():
         if isinstance(value, jax.core.Tracer):
             raise TypeError(
-                f"{op}: {name} is traced, but documents are read on the host here. Call {op} in "
-                "the data loader, outside jit, and pass the plan to the step."
+                f"{op}: {name} is traced, but documents are read on the host here. Call {op} "
+                "outside jit, for example in the data loader."
+            )
+        if isinstance(value, jax.Array) and not is_on_host(value):
+            raise ValueError(
+                f"{op}: {name} is spread over processes. Pass the whole array, as NumPy, on every "
+                "process."
             )
 
 
@@ -184,33 +219,6 @@ def _row(op: str, b: int, given: Any) -> Int[np.ndarray, " D"]:
             f"positions have 32 bits. Pass documents of at most {_MOST_ROWS} tokens."
         )
     return row.astype(np.int64)
-
-
-def from_segment_ids(op: str, segment_ids: Any, positions: Any) -> Documents:
-    """Returns runs of one segment id, also split where positions do not increase; 0 is padding."""
-    given = ids = _integers(op, "segment_ids", segment_ids)
-    if ids.ndim != 2 or 0 in ids.shape:
-        raise ValueError(
-            f"{op}: segment_ids has shape {ids.shape} but must be [B, columns], not empty. For a "
-            "single packed row pass segment_ids[None]."
-        )
-    if positions is not None:
-        positions = _integers(op, "positions", positions)
-        if positions.shape != ids.shape:
-            raise ValueError(
-                f"{op}: positions has shape {positions.shape} but segment_ids has {ids.shape}. "
-                "Pass equal shapes, or positions=None."
-            )
-    ids, positions = read_documents(op, ids, positions)
-    new = np.ones(ids.shape, bool)
-    new[:, 1:] = ids[:, 1:] != ids[:, :-1]
-    if positions is not None:
-        new[:, 1:] |= positions[:, 1:] <= positions[:, :-1]
-    first = np.flatnonzero(new)
-    lengths = np.diff(np.append(first, ids.size))
-    is_document = ids.reshape(-1)[first] > 0
-    lengths, first = lengths[is_document], first[is_document]
-    return Documents(lengths, first, given.reshape(-1)[first], *ids.shape)
 
 
 def _integers(op: str, name: str, values: Any) -> np.ndarray:

@@ -26,8 +26,9 @@ def check_fallback(op: str, fallback: str | None, config: Any, capacities: tuple
     missing = [name for name in capacities if getattr(config, name) is None]
     if missing:
         raise ValueError(
-            f"{op}: fallback='ring' needs plans of equal shapes but {', '.join(missing)} is None. "
-            f"Pass a config with all capacities, for example from {_FIT[op]}."
+            f"{op}: fallback='ring' needs plans of equal shapes, but the config has no "
+            f"{', '.join(missing)}. Pass a config with all capacities, for example from "
+            f"{_FIT[op]}."
         )
 
 

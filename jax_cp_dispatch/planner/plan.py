@@ -14,14 +14,10 @@ from jax_cp_dispatch.masks import Mask, StaticMask
 from jax_cp_dispatch.masks.read import check_mask_arrays, read_mask, read_mask_on_host
 from jax_cp_dispatch.planner.attention_plan import AttentionPlan
 from jax_cp_dispatch.planner.block_grid import BlockGrid
-from jax_cp_dispatch.planner.capacities import (
-    check_shapes,
-    read_host_documents,
-    static_capacities,
-)
+from jax_cp_dispatch.planner.capacities import check_shapes, static_capacities
 from jax_cp_dispatch.planner.config import CAPACITIES, PlanConfig, check_config
 from jax_cp_dispatch.planner.constraints import check_traced
-from jax_cp_dispatch.planner.documents import Documents, Row, documents_of
+from jax_cp_dispatch.planner.documents import Row, documents_of
 from jax_cp_dispatch.planner.fallback import check_fallback
 from jax_cp_dispatch.planner.fingerprint import (
     ID_STEP,
@@ -37,7 +33,7 @@ from jax_cp_dispatch.planner.on_host import plan_on_host
 from jax_cp_dispatch.planner.order import starts_in_order
 from jax_cp_dispatch.planner.request import PlanRequest
 from jax_cp_dispatch.planner.seen_columns import ranges_of_columns
-from jax_cp_dispatch.planner.seen_keys import SeenKeys, seen_keys
+from jax_cp_dispatch.planner.seen_keys import seen_keys
 from jax_cp_dispatch.planner.segment_ids import Ids, fold_to_int32, read_documents
 from jax_cp_dispatch.planner.slices import check_rank
 from jax_cp_dispatch.planner.stages import assign, build
@@ -72,13 +68,14 @@ def plan_attention(
     capacities default to what the plan needs, rounded up by at most 1/8 (or 8 blocks, or 8 ranges)
     so that similar batches share compiled programs. Constants inside `jit` count as concrete.
 
-    Traced arrays are planned block by block. They are not checked: negative segments are padding,
-    and each run of a segment id is a separate document. Capacities default to bounds that are
-    always large enough: with T rows per rank, B batch rows and J blocks of a rank in one of them,
-    `q_capacity` is 2 * T + block, `kv_capacity` is W * T, `max_q_transfers` is B * J,
-    `max_kv_transfers` is B * (J + W - 1), or B * (J + 2 * (W - 1)) if queries see later keys, and
-    `max_pieces` is `q_capacity`. If given capacities are too small, `AttentionPlan.fits` is false.
-    The counts in the metadata then contain the true need, and `dispatch` fails on all ranks.
+    Traced arrays are planned block by block. Negative segments are padding. An id with several runs
+    in a batch row is not an error here, but attention with such a plan fails on all ranks.
+    Capacities default to bounds that are always large enough: with T rows per rank, B batch rows
+    and J blocks of a rank in one of them, `q_capacity` is 2 * T + block, `kv_capacity` is W * T,
+    `max_q_transfers` is B * J, `max_kv_transfers` is B * (J + W - 1), or B * (J + 2 * (W - 1)) if
+    queries see later keys, and `max_pieces` is `q_capacity`. If given capacities are too small,
+    `AttentionPlan.fits` is false. The counts in the metadata then contain the true need, and
+    `dispatch` fails on all ranks.
 
     Args:
       segment_ids: integers [B, columns] of any dtype; each rank holds an equal range of columns, in
@@ -114,39 +111,37 @@ def plan_attention(
     world_size = int(world_size)
     check_fallback(_OP, fallback, config, CAPACITIES)
     check_rank(_OP, rank, world_size)
-    of_ranks = {"world_size": world_size, "config": config, "rank": rank}
-    traced_mask = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(mask))
-    if segment_ids is None or lengths is not None:
-        given = {"lengths": lengths, "segment_ids": segment_ids, "positions": positions}
-        documents = documents_of(_OP, world_size=world_size, columns=columns, **given)
-        seen = _seen_on_host(mask, documents)
-        request = PlanRequest(documents, positions=None, seen=seen, **of_ranks)
-        return plan_on_host(request, fallback=fallback)
-    if isinstance(segment_ids, list | tuple):
-        raise TypeError(
-            f"{_OP}: segment_ids is of type {type(segment_ids).__name__}; it needs to be an array. "
-            "Pass numpy.asarray(segment_ids), or document lengths as lengths=."
-        )
-    if columns is not None:
-        raise ValueError(f"{_OP}: got columns without lengths. Omit columns.")
-    grid = check_shapes(_OP, segment_ids, positions, world_size, config)
-    check_mask_arrays(_OP, mask, segment_ids.shape)
-    if not any(isinstance(x, jax.core.Tracer) for x in (segment_ids, positions)) | traced_mask:
-        ids, positions = read_host_documents(_OP, segment_ids, positions)
-        given_ids = {"segment_ids": ids, "positions": positions}
-        documents = documents_of(_OP, world_size=world_size, **given_ids)
-        given = np.asarray(segment_ids).reshape(-1)[documents.first]
-        documents = documents._replace(ids=given)
-        seen = _seen_on_host(mask, documents)
-        request = PlanRequest(documents, positions=positions, seen=seen, **of_ranks)
-        return plan_on_host(request, fallback=fallback)
-    check_traced(_OP, config)
-    if rank is not None:
-        raise ValueError(
-            f"{_OP}: rank is {rank} but the plan is made inside jit, by all ranks. Omit rank, or "
-            "plan outside jit."
-        )
-    return plan_inside(segment_ids, positions, grid=grid, mask=mask, config=config)
+    if segment_ids is not None and lengths is None:
+        if isinstance(segment_ids, list | tuple):
+            raise TypeError(
+                f"{_OP}: segment_ids is of type {type(segment_ids).__name__}; it needs to be an "
+                "array. Pass numpy.asarray(segment_ids), or document lengths as lengths=."
+            )
+        if columns is not None:
+            raise ValueError(f"{_OP}: got columns without lengths. Omit columns.")
+        grid = check_shapes(_OP, segment_ids, positions, world_size, config)
+        check_mask_arrays(_OP, mask, segment_ids.shape)
+        arrays = jax.tree.leaves((segment_ids, positions, mask))
+        if any(isinstance(x, jax.core.Tracer) for x in arrays):
+            check_traced(_OP, config)
+            if rank is not None:
+                raise ValueError(
+                    f"{_OP}: rank is {rank} but the plan is made inside jit, by all ranks. Omit "
+                    "rank, or plan outside jit."
+                )
+            return plan_inside(segment_ids, positions, grid=grid, mask=mask, config=config)
+    documents = documents_of(
+        _OP,
+        world_size=world_size,
+        lengths=lengths,
+        segment_ids=segment_ids,
+        positions=positions,
+        columns=columns,
+    )
+    shape = documents.batch, documents.columns
+    seen = seen_keys(read_mask_on_host(_OP, mask, shape), documents)
+    request = PlanRequest(documents, positions, world_size, seen, config, rank)
+    return plan_on_host(request, fallback=fallback)
 
 
 @jax.named_scope("cpd.plan")
@@ -207,12 +202,6 @@ def plan_inside(
         kv_capacity=capacities.kv,
         mask=mask.kind,
     )
-
-
-def _seen_on_host(mask: Mask, documents: Documents) -> SeenKeys:
-    """Returns what queries see; requires a mask of the batch that this process knows."""
-    shape = documents.batch, documents.columns
-    return seen_keys(read_mask_on_host(_OP, mask, shape), documents)
 
 
 def _own_checksums(

@@ -2,12 +2,10 @@
 
 from typing import Any, NamedTuple
 
-import numpy as np
-from jaxtyping import Int
-
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.planner.documents import Documents
 from jax_cp_dispatch.planner.seen_keys import SeenKeys, seen_keys
+from jax_cp_dispatch.planner.segment_ids import Ids
 from jax_cp_dispatch.planner.slices import slice_of_rank
 
 
@@ -24,7 +22,7 @@ class PlanRequest(NamedTuple):
     """
 
     documents: Documents
-    positions: Int[np.ndarray, "B T"] | None
+    positions: Ids | None
     world_size: int
     seen: SeenKeys
     config: Any

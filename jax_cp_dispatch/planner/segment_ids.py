@@ -130,8 +130,8 @@ def _check_runs(op: str, segment_ids: np.ndarray, positions: np.ndarray | None) 
         raise ValueError(
             f"{op}: segment {segment[at]} occurs in separate runs of batch row {row[at]}, but a "
             "document must be contiguous. Give each run its own segment id, or sort the row by "
-            "document. For tokens in placed order, pass algorithm='placed' with their plan; for "
-            "tokens in zigzag order, layout='zigzag'."
+            "document. For tokens in placed order, pass their plan, to attention with "
+            "algorithm='placed'; for tokens in zigzag order, layout='zigzag'."
         )
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Integer, PyTree, Shaped
 
 from jax_cp_dispatch._arguments import check_integer
-from jax_cp_dispatch.planner.segment_ids import read_documents
+from jax_cp_dispatch.planner.documents import from_segment_ids
 
 _OP = "shift_documents"
 
@@ -42,27 +42,18 @@ def shift_documents(
     import jax  # only its trees; no device is used
 
     check_integer(_OP, "offset", offset)
-    ids, places = read_documents(_OP, np.asarray(segment_ids), positions)
-    if ids.ndim != 2 or (places is not None and places.shape != ids.shape):
-        raise ValueError(
-            f"{_OP}: segment_ids has shape {ids.shape}; it needs [B, T], like positions."
-        )
-    num_tokens = ids.shape[1]
-    new = np.ones(ids.shape, bool)
-    new[:, 1:] = ids[:, 1:] != ids[:, :-1]
-    if places is not None:
-        new[:, 1:] |= places[:, 1:] <= places[:, :-1]
-    document = np.where(ids > 0, np.cumsum(new, axis=1), 0)
+    document = from_segment_ids(_OP, segment_ids, positions).numbers()
+    num_tokens = document.shape[1]
     source = np.arange(num_tokens) - offset
     inside = (source >= 0) & (source < num_tokens)
     source = np.clip(source, 0, max(num_tokens - 1, 0))
     valid = inside & (document == document[:, source]) & (document > 0)
 
     def shifted(x: Any) -> Any:
-        if x.shape[:2] != ids.shape:
+        if x.shape[:2] != document.shape:
             raise ValueError(
-                f"{_OP}: an array has shape {x.shape} but segment_ids {ids.shape}; it needs to "
-                "start with [B, T]."
+                f"{_OP}: an array has shape {x.shape} but segment_ids {document.shape}; it needs "
+                "to start with [B, T]."
             )
         keep = valid.reshape(*valid.shape, *[1] * (x.ndim - 2))
         return np.where(keep, x[:, source], np.asarray(fill, x.dtype))
