@@ -7,6 +7,7 @@ in a separate folder, so committed ones do not change. Exits with 1 if a benchma
 
 import argparse
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -28,11 +29,11 @@ def last_time(name: str, results: pathlib.Path) -> float | None:
     return json.loads(path.read_text()).get("took_s") if path.exists() else None
 
 
-def run(name: str, results: pathlib.Path, *options: str) -> bool:
+def run(name: str, results: pathlib.Path, *options: str, env: dict[str, str]) -> bool:
     output = results / f"{name}.json"
     program = HERE / f"bench_{name}.py"
-    done = subprocess.run([sys.executable, program, "--output", output, *options])
-    return done.returncode == 0
+    command = [sys.executable, program, "--output", output, *options]
+    return subprocess.run(command, env=env).returncode == 0
 
 
 def main() -> int:
@@ -47,8 +48,9 @@ def main() -> int:
     if unknown := sorted(set(arguments.names) - set(NAMES)):
         parser.error(f"no benchmark is called {', '.join(unknown)}; there are {', '.join(NAMES)}")
     names = arguments.names or NAMES
-    results, options = pages.RESULTS, []
+    results, options, env = pages.RESULTS, [], dict(os.environ)
     if arguments.quick:
+        env["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # compiling takes most of the time
         results = arguments.folder / "results"
         options = ["--quick", "--pictures", arguments.folder]
     results.mkdir(parents=True, exist_ok=True)
@@ -58,7 +60,7 @@ def main() -> int:
         expected = "" if before is None else f", {minutes(before)} last time"
         passed = f"{minutes(time.perf_counter() - began)} so far"
         print(f"== {number} of {len(names)}: {name}{expected} ({passed})", flush=True)
-        if not run(name, results, *map(str, options)):
+        if not run(name, results, *map(str, options), env=env):
             print(f"== {name} has failed", flush=True)
             failed.append(name)
     for path, text in pages.pages(results).items():

@@ -10,9 +10,9 @@ from jax.core import Tracer
 def check_array(op: str, name: str, x: Any) -> None:
     """Requires an array of JAX or NumPy, or its shape and dtype."""
     if not isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+        remedy = f"Pass numpy.asarray({name})." if x is not None else "Pass it."
         raise TypeError(
-            f"{op}: {name} is of type {type(x).__name__}; it needs to be an array. Pass "
-            f"numpy.asarray({name})."
+            f"{op}: {name} is of type {type(x).__name__}; it needs to be an array. {remedy}"
         )
 
 

@@ -51,7 +51,10 @@ def _check_shapes(op: str, name: str, *arrays: tuple[tuple[int, ...], Any]) -> N
         raise ValueError(f"{op}: {name} holds no array. Pass at least one array [rows, ...].")
     for shape, dtype in arrays:
         if not shape:
-            raise ValueError(f"{op}: {name} holds a scalar; every array needs rows: [rows, ...].")
+            raise ValueError(
+                f"{op}: {name} holds a scalar; every array needs rows: [rows, ...]. Pass "
+                f"numpy.asarray of a list of numbers."
+            )
         if shape[0] != arrays[0][0][0]:
             raise ValueError(
                 f"{op}: the arrays of {name} have {[s[0] for s, _ in arrays]} rows; arrays that "

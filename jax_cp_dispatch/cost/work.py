@@ -1,10 +1,11 @@
 """The work of attention: its shapes and documents, floating-point operations, bytes of rows."""
 
 import dataclasses
+from typing import cast
 
 from jax_cp_dispatch._arguments import check_positive
 from jax_cp_dispatch.masks import Mask
-from jax_cp_dispatch.masks.read import read_mask, read_mask_on_host
+from jax_cp_dispatch.masks.read import read_mask_on_host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +43,11 @@ class Workload:
     def __post_init__(self) -> None:
         sizes = ("num_ranks", "num_heads", "num_kv_heads", "head_size", "itemsize")
         check_positive("Workload", **{name: getattr(self, name) for name in sizes})
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"Workload: {self.num_heads} query heads cannot share {self.num_kv_heads} KV "
+                "heads; num_heads must be a multiple of num_kv_heads."
+            )
         num_tokens = self.num_ranks * self.tokens_per_rank
         mask = read_mask_on_host("Workload", self.mask, (len(self.rows), num_tokens))
         object.__setattr__(self, "mask", mask)
@@ -56,7 +62,7 @@ class Workload:
     @property
     def visible(self) -> Mask:
         """`mask`, as an object."""
-        return read_mask("Workload", self.mask)
+        return cast(Mask, self.mask)
 
     @property
     def rows(self) -> tuple[tuple[int, ...], ...]:

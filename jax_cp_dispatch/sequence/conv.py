@@ -13,6 +13,7 @@ from jax_cp_dispatch._ranks.axis import AxisName
 from jax_cp_dispatch.attention.check_arguments import HostOrDevice
 from jax_cp_dispatch.planner import PlacedPlan
 from jax_cp_dispatch.sequence.halo import receive_halo
+from jax_cp_dispatch.sequence.operands import check_floats
 from jax_cp_dispatch.sequence.options import Options
 from jax_cp_dispatch.sequence.pieces import Pieces
 from jax_cp_dispatch.sequence.ranks import Axes, Layer, Where, call_layer
@@ -74,6 +75,7 @@ def causal_conv(
 
 
 def _check(x, weight, bias) -> None:
+    check_floats(_OP, x=x, weight=weight, bias=bias)
     if x.ndim != 3 or weight.ndim != 2 or weight.shape[0] < 1 or weight.shape[1] != x.shape[2]:
         raise ValueError(
             f"{_OP}: x has shape {x.shape} and weight {weight.shape}; they need [B, T, C] and "

@@ -7,9 +7,22 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jax_cp_dispatch._arguments import check_array
+
+
+def check_floats(op: str, **arrays: Any) -> None:
+    """Requires arrays of floats; those that are None are not given."""
+    for name, x in arrays.items():
+        if x is None:
+            continue
+        check_array(op, name, x)
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(f"{op}: {name} has dtype {x.dtype}; it needs to be floats. Cast it.")
+
 
 def check_heads(op: str, q: Any, k: Any, v: Any, log_decay: Any, beta: Any = None) -> None:
     """Requires queries, keys and values of matching heads, with their decays."""
+    check_floats(op, q=q, k=k, v=v, log_decay=log_decay, beta=beta)
     if q.ndim != 4 or v.ndim != 4 or q.shape != k.shape or q.shape[:2] != v.shape[:2]:
         raise ValueError(
             f"{op}: q, k, v have shapes {q.shape}, {k.shape}, {v.shape}; they need [B, T, K, H], "
@@ -33,6 +46,7 @@ def check_heads(op: str, q: Any, k: Any, v: Any, log_decay: Any, beta: Any = Non
 
 
 def check_elementwise(op: str, x: Any, log_decay: Any) -> None:
+    check_floats(op, x=x, log_decay=log_decay)
     if x.ndim < 2 or x.shape != log_decay.shape:
         raise ValueError(
             f"{op}: x has shape {x.shape} and log_decay {log_decay.shape}; they need to be equal, "
