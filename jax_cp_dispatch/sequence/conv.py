@@ -13,10 +13,10 @@ from jax_cp_dispatch._ranks.axis import AxisName
 from jax_cp_dispatch.attention.check_arguments import HostOrDevice
 from jax_cp_dispatch.planner import PlacedPlan
 from jax_cp_dispatch.sequence.halo import receive_halo
-from jax_cp_dispatch.sequence.operands import check_floats
 from jax_cp_dispatch.sequence.options import Options
 from jax_cp_dispatch.sequence.pieces import Pieces
 from jax_cp_dispatch.sequence.ranks import Axes, Layer, Where, call_layer
+from jax_cp_dispatch.sequence.recurrence_arrays import check_floats
 
 _OP = "causal_conv"
 
