@@ -41,6 +41,11 @@ def gen_seq_lens(
 
     Call anywhere; `key` may be traced, the sizes are static.
 
+    Args:
+      key: of the random numbers.
+      world_size: number of ranks W.
+      num_seqs: lengths of each rank.
+      total_len: their sum, in tokens.
     Raises:
       TypeError: a size is not an integer.
       ValueError: `total_len` is too short for `num_seqs` lengths, or a size is not positive.
@@ -155,6 +160,12 @@ def create_qkv_dispatch(
     … or `max_cp_degree` equal shards; shards of one document go to different ranks while there
     are enough. Shard i of a document attends to its KV shards 0 … i. Call outside `jit`.
 
+    Args:
+      key: of the random numbers.
+      world_size: number of ranks W.
+      total_seq_len: tokens of each rank.
+      num_seqs: documents of each rank.
+      max_cp_degree: most shards of a document.
     Returns:
       Forward and reverse plan of the queries, forward and reverse plan of the keys and values,
       and the lengths in attention layout.

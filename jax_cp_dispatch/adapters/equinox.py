@@ -41,6 +41,8 @@ def equinox_attention(
       process_heads: as in the layer, for one batch row.
       options: keywords of `context_parallel_attention`, except those that `Documents` has.
         Attention is causal unless `Documents` has a mask.
+    Returns:
+      The output of the layer, sharded as `query`.
     Raises:
       TypeError, ValueError: the mask is an array; and see `context_parallel_attention`.
       NotImplementedError: dropout of attention weights.

@@ -73,6 +73,8 @@ def overlap_profile(fn: Callable[..., Any], *operands: Any) -> OverlapProfile:
     Args:
       fn: a function under `jax.jit`.
       operands: its arguments.
+    Returns:
+      The result of the second run, and the spans of every rank.
     Raises:
       TypeError: `fn` cannot be called.
       ValueError: nothing was recorded, because the program has no such call or uses XLA's

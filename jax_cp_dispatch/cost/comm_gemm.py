@@ -56,7 +56,12 @@ class CommGemmMethod(NamedTuple):
 
 
 def comm_gemm_methods(op: CommGemmOp, num_ranks: int) -> dict[str, CommGemmMethod]:
-    """Returns the methods to compare, by label, simplest first."""
+    """Returns the methods to compare, by label, simplest first.
+
+    Args:
+      op: "all_gather_matmul" or "matmul_reduce_scatter".
+      num_ranks: p; pairs need an even number.
+    """
     ring = lambda copies: CommGemmMethod("RING_EXCHANGE", num_ranks, copies)
     methods = {"none": CommGemmMethod("NONE", 1), "ring": ring(True), "ring direct": ring(False)}
     if op == "all_gather_matmul":
@@ -83,6 +88,8 @@ def predict_comm_gemm(shape: CommGemmShape, method: CommGemmMethod, *, hardware:
       shape: of the GEMM.
       method: how it runs.
       hardware: rates of ranks and links.
+    Returns:
+      Seconds.
     """
     p = shape.num_ranks
     if hardware.topology == "shared_memory":
