@@ -53,6 +53,11 @@ def local(q: Any = Q[:, :4], k: Any = Q[:, :4], start: Any = RANGES, **options: 
     return cp.local_attention(q, k, k, start, start, **options)
 
 
+def local_of(segment_ids: Any):
+    q = Q[:, :4]
+    return cp.local_attention(q, q, q, mask="causal", segment_ids=segment_ids)
+
+
 # Name, call, and the message after "<operation>: ".
 CASES = [
     # Attention.
@@ -173,6 +178,7 @@ CASES = [
         )
     ),
     ("choose_algorithm", lambda: choose([3]), r"lengths is \[3\]; it needs.*See document_lengths"),
+    ("Workload", lambda: choose(num_heads=3), "3 query heads cannot share 2 KV heads"),
     ("choose_algorithm", lambda: choose([]), "no batch row. Pass at least one"),
     ("choose_algorithm", lambda: choose(num_ranks=0), "num_ranks is 0; it needs to be at least 1"),
     ("choose_algorithm", lambda: choose(layout="no"), "layout is 'no'; it needs"),
@@ -208,6 +214,10 @@ CASES = [
     ("local_attention", lambda: local(block_q=True), "block_q is True, but must be an integer"),
     ("local_attention", lambda: local(start=RANGES * 1.0), "dtype float.*Pass integers"),
     ("local_attention", lambda: local(logit_soft_cap=-1.0), "soft_cap is -1.0, but must be > 0"),
+    ("local_attention", lambda: local(scale="1"), "scale is '1', but must be a number"),
+    ("local_attention", lambda: local_of([[1] * 4]), "segment_ids is of type list"),
+    ("local_attention", lambda: local_of(IDS[:, :4] * 1.0), "segment_ids has dtype float64"),
+    ("local_attention", lambda: local_of(IDS[:, :3]), r"\(1, 3\) but k has B, S = \(1, 4\)"),
     ("zigzag_permutation", lambda: cp.zigzag_permutation(7, 2), "7 tokens.*Pad the sequence"),
     (
         "hamiltonian_cycles",

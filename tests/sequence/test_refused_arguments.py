@@ -10,6 +10,7 @@ TOKENS = np.zeros((1, 16, 4), np.float32)
 HEADS = np.zeros((1, 16, 2, 4), np.float32)
 GATES = np.zeros((1, 16, 2), np.float32)
 IDS = np.ones((1, 16), np.int32)
+INTEGERS = np.zeros((1, 16, 4), np.int32)
 DELTA = {"q": HEADS, "k": HEADS, "v": HEADS, "log_decay": GATES, "beta": GATES}
 CONV = {"x": TOKENS, "weight": np.zeros((3, 4), np.float32)}
 
@@ -26,6 +27,20 @@ CONV = {"x": TOKENS, "weight": np.zeros((3, 4), np.float32)}
         ("causal_conv", CONV | {"segment_ids": IDS[:, :8]}, ValueError, "segment_ids has shape"),
         ("causal_conv", CONV | {"segment_ids": IDS * 1.0}, TypeError, "needs to be integers"),
         ("causal_conv", CONV | {"plan": "plan"}, TypeError, "plan"),
+        (
+            "causal_conv",
+            CONV | {"segment_ids": [[1] * 16]},
+            TypeError,
+            "segment_ids is of type list",
+        ),
+        (
+            "causal_conv",
+            CONV | {"x": INTEGERS},
+            TypeError,
+            "x has dtype int32; it needs to be floats",
+        ),
+        ("gated_delta_rule", DELTA | {"v": INTEGERS}, TypeError, "v has dtype int32"),
+        ("linear_recurrence", {"x": INTEGERS, "log_decay": TOKENS}, TypeError, "x has dtype int32"),
         ("gated_delta_rule", DELTA | {"q": TOKENS}, ValueError, "Pass heads as axis 2"),
         ("gated_delta_rule", DELTA | {"beta": HEADS}, ValueError, "one number per head"),
         ("gated_delta_rule", DELTA | {"log_decay": TOKENS}, ValueError, "per channel"),
