@@ -201,7 +201,7 @@ def orchestrate_simulate(tensor: ArrayLike, output: ArrayLike, metadata: Metadat
     if not isinstance(metadata, Metadata):
         raise TypeError(
             f"orchestrate_simulate: metadata is {type(metadata).__name__}; it needs to be "
-            "Metadata, as compute_metadata returns it."
+            "Metadata. Pass one of the two that compute_metadata returns."
         )
     tensor, output = jnp.asarray(tensor), jnp.asarray(output)
     world_size = metadata.world_size

@@ -54,7 +54,7 @@ def local(q: Any = Q[:, :4], k: Any = Q[:, :4], start: Any = RANGES, **options: 
 
 
 def local_of(segment_ids: Any):
-    q = Q[:, :4]
+    q: Any = Q[:, :4]
     return cp.local_attention(q, q, q, mask="causal", segment_ids=segment_ids)
 
 
