@@ -47,6 +47,7 @@ nanobind_add_module(_cuda STABLE_ABI NB_STATIC
   csrc/ffi/cuda/module.cc
   csrc/ffi/cuda/rank_location.cc
   csrc/ffi/dispatch_call.cc
+  csrc/ffi/gemm_buffers.cc
   csrc/ffi/gemm_call.cc)
 target_include_directories(_cuda SYSTEM PRIVATE "${JAXLIB_INCLUDE_DIR}")
 target_link_libraries(_cuda PRIVATE cpd_cuda)

@@ -11,47 +11,21 @@ def find_buffer(op: str, id: int) -> int: ...
 
 _Span = tuple[str, int, int, bool, str, int, int]
 
-def create_overlap_buffer(
-    op: str,
-    id: int,
-    comm_type: int,
-    method: int,
-    num_splits: int,
-    atomic: bool,
-    overlap_first_gemm: bool,
-    aggregate: bool,
-    copies: bool,
-    num_ranks: int,
-    rank_bytes: int,
-    dtype: str,
-    parameters: str,
-) -> None: ...
+def create_overlap_buffer(op: str, config: object) -> None: ...
 def destroy_overlap_buffer(op: str, id: int) -> None: ...
 def destroy_all_overlap_buffers(op: str) -> None: ...
 def find_overlap_buffer(op: str, id: int) -> None: ...
 def list_overlap_buffers() -> dict[int, tuple[int, int, int, int]]: ...
 def overlap_buffer_bytes(
-    comm_type: int,
-    method: int,
-    copies: bool,
+    overlap: object,
+    *,
     num_ranks: int,
-    rows: int,
-    slot_rows: int,
-    columns: int,
+    shape: tuple[int, int, int],
     dtype: str,
     has_scales: bool,
     gathers_to_aux: bool,
 ) -> int: ...
-def gemm_scratch_bytes(
-    m: int,
-    n: int,
-    k: int,
-    output_dtype: str,
-    has_scales: bool,
-    lhs_transposed: bool,
-    rhs_transposed: bool,
-    fuse_gelu: bool,
-) -> int: ...
+def gemm_scratch_bytes(mnk: tuple[int, int, int], call: object, *, has_scales: bool) -> int: ...
 def load_blas(sgemm: object, dgemm: object) -> str: ...
 def start_spans() -> None: ...
 def stop_spans() -> list[_Span]: ...

@@ -1,4 +1,4 @@
-// One call of the GEMM handler: its attributes, buffers, and the problem that they describe.
+// One call of the GEMM handler: its attributes, and the problem that they describe.
 #include "ffi/gemm_call.h"
 
 #include <algorithm>

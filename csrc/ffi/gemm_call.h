@@ -1,4 +1,4 @@
-// One call of the GEMM handler: its attributes, buffers, and the problem that they describe.
+// One call of the GEMM handler: its attributes, and the problem that they describe.
 #pragma once
 
 #include <cstdint>
@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "ffi/attributes.h"
+#include "ffi/gemm_buffers.h"
 #include "gemm/comm_overlap.h"
 #include "transport/transport.h"
 #include "xla/ffi/api/ffi.h"
@@ -46,13 +47,6 @@ struct GemmOptions {
 
 // Reads the attributes that CPU and GPU calls have in common.
 void ReadOptions(AttributeReader* attributes, GemmOptions* options);
-
-// Absent operands and results have one element, which is never read.
-struct GemmBuffers {
-  xla::ffi::AnyBuffer lhs, lhs_scale_inv, rhs, rhs_scale_inv, bias, gelu_input, aux_in;
-  xla::ffi::AnyBuffer output, bias_grad, pre_gelu_out, aux_out, lhs_swizzled, rhs_swizzled,
-      workspace;
-};
 
 // Describes the problem, without its memory. Python has checked the call; this checks only what
 // could corrupt memory or hang.

@@ -142,11 +142,16 @@ struct World {
   }
 };
 
+struct GroupShape {
+  int64_t num_slots, num_replicas, num_tokens;
+  std::vector<int64_t> row_bytes;  // per array
+  bool has_src_offset;
+};
+
 // A plan with everything that Metadata allows: holes, replicas, rows used twice, destinations in
 // any order.
-inline World::Made MakeGroup(Rng& rng, int num_ranks, int64_t num_slots, int64_t num_replicas,
-                             int64_t num_tokens, std::vector<int64_t> row_bytes,
-                             bool has_src_offset) {
+inline World::Made MakeGroup(Rng& rng, int num_ranks, const GroupShape& shape) {
+  const auto& [num_slots, num_replicas, num_tokens, row_bytes, has_src_offset] = shape;
   World::Made group{num_slots, num_replicas, num_tokens, 0, row_bytes, {}, {}, {}};
   group.plans.resize(num_ranks);
   std::vector<int64_t> filled(num_ranks);
@@ -283,8 +288,9 @@ inline World RandomWorld(Rng& rng, bool is_dispatch) {
     for (int64_t a = 0; a < num_arrays; ++a) {
       row_bytes.push_back(is_dispatch ? Draw(rng, 1, 70) : 4 * Draw(rng, 1, 20));
     }
-    world.groups.push_back(MakeGroup(rng, world.num_ranks, Draw(rng, 1, 7), Draw(rng, 1, 3),
-                                     Draw(rng, 1, 30), row_bytes, world.use_src_offset));
+    world.groups.push_back(MakeGroup(
+        rng, world.num_ranks,
+        {Draw(rng, 1, 7), Draw(rng, 1, 3), Draw(rng, 1, 30), row_bytes, world.use_src_offset}));
   }
   FillArrays(&world, rng, !is_dispatch);
   return world;

@@ -82,8 +82,9 @@ World WorldOf(Rng& rng, int num_ranks, bool is_dispatch) {
   if (!is_dispatch) world.in_type = world.out_type = DataType::kF32;
   for (int64_t p = Draw(rng, 1, 2); p > 0; --p) {
     std::vector<int64_t> row_bytes = {16 * Draw(rng, 1, 9), 4 * Draw(rng, 1, 20)};
-    world.groups.push_back(MakeGroup(rng, num_ranks, Draw(rng, 1, 7), Draw(rng, 1, 3),
-                                     Draw(rng, 1, 30), row_bytes, world.use_src_offset));
+    world.groups.push_back(MakeGroup(
+        rng, num_ranks,
+        {Draw(rng, 1, 7), Draw(rng, 1, 3), Draw(rng, 1, 30), row_bytes, world.use_src_offset}));
   }
   FillArrays(&world, rng, !is_dispatch);
   return world;

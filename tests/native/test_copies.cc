@@ -53,7 +53,7 @@ void SumsAre(DataType in_type, DataType out_type, int64_t width) {
   world.in_type = in_type;
   world.out_type = out_type;
   world.num_threads = 4;
-  world.groups.push_back(MakeGroup(rng, 3, 5, 3, 12, {width * int64_t{sizeof(In)}}, true));
+  world.groups.push_back(MakeGroup(rng, 3, {5, 3, 12, {width * int64_t{sizeof(In)}}, true}));
   World::Made& group = world.groups[0];
   FillArrays(&world, rng);
   for (auto& rows : group.x[0]) {

@@ -32,7 +32,7 @@ void ManyReplicasAndSources() {
   World there{};
   there.num_ranks = 3;
   there.is_dispatch = true;
-  there.groups.push_back(MakeGroup(rng, 3, 4, 21, 12, {48, 17}, true));
+  there.groups.push_back(MakeGroup(rng, 3, {4, 21, 12, {48, 17}, true}));
   FillArrays(&there, rng);
   RunRanks(there);
   CHECK(there.IsFine());
@@ -42,7 +42,7 @@ void ManyReplicasAndSources() {
   back.num_ranks = 2;
   back.is_dispatch = false;
   back.in_type = back.out_type = DataType::kF32;
-  back.groups.push_back(MakeGroup(rng, 2, 150, 4, 9, {16, 12}, true));
+  back.groups.push_back(MakeGroup(rng, 2, {150, 4, 9, {16, 12}, true}));
   back.rows_per_strip = 64;
   FillArrays(&back, rng, true);
   RunRanks(back);
@@ -56,7 +56,7 @@ World SmallWorld(int num_ranks, bool is_dispatch) {
   world.num_ranks = num_ranks;
   world.is_dispatch = is_dispatch;
   if (!is_dispatch) world.in_type = world.out_type = DataType::kF32;
-  world.groups.push_back(MakeGroup(rng, num_ranks, 4, 2, 16, {32, 8}, true));
+  world.groups.push_back(MakeGroup(rng, num_ranks, {4, 2, 16, {32, 8}, true}));
   FillArrays(&world, rng, !is_dispatch);
   return world;
 }

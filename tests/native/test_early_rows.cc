@@ -19,8 +19,12 @@ World WorldOf(Rng& rng, int num_ranks, int num_early) {
   world.num_blocks = static_cast<int>(Draw(rng, 1, 2));
   world.num_threads = static_cast<int>(Draw(rng, 1, 2));
   for (int64_t p = Draw(rng, 1, 2); p > 0; --p) {
-    world.groups.push_back(MakeGroup(rng, num_ranks, Draw(rng, 1, 7), Draw(rng, 1, 2),
-                                     Draw(rng, 1, 30), {Draw(rng, 1, 70)}, world.use_src_offset));
+    world.groups.push_back(MakeGroup(rng, num_ranks,
+                                     {Draw(rng, 1, 7),
+                                      Draw(rng, 1, 2),
+                                      Draw(rng, 1, 30),
+                                      {Draw(rng, 1, 70)},
+                                      world.use_src_offset}));
   }
   FillArrays(&world, rng);
   return world;

@@ -162,9 +162,9 @@ World LargeRows(Rng& rng, bool is_dispatch) {
   world.rows_per_strip = Draw(rng, 1, 20);
   world.num_early = static_cast<int>(Draw(rng, 0, 2));
   if (!is_dispatch) world.in_type = world.out_type = DataType::kF32;
-  world.groups.push_back(MakeGroup(rng, world.num_ranks, 5, 2, 40,
-                                   {16 * Draw(rng, 64, 512), 16 * Draw(rng, 1, 64), 4 * 251},
-                                   world.use_src_offset));
+  world.groups.push_back(MakeGroup(
+      rng, world.num_ranks,
+      {5, 2, 40, {16 * Draw(rng, 64, 512), 16 * Draw(rng, 1, 64), 4 * 251}, world.use_src_offset}));
   FillArrays(&world, rng, !is_dispatch);
   return world;
 }

@@ -67,7 +67,7 @@ World SmallWorld(bool is_dispatch, std::vector<int> memory_groups) {
   world.memory_groups = std::move(memory_groups);
   world.is_dispatch = is_dispatch;
   if (!is_dispatch) world.in_type = world.out_type = DataType::kF32;
-  world.groups.push_back(MakeGroup(rng, world.num_ranks, 4, 2, 16, {32, 12}, true));
+  world.groups.push_back(MakeGroup(rng, world.num_ranks, {4, 2, 16, {32, 12}, true}));
   FillArrays(&world, rng, !is_dispatch);
   return world;
 }
@@ -80,7 +80,7 @@ void LongStrips() {
   world.memory_groups = {0, 1};
   world.is_dispatch = true;
   world.rows_per_strip = 5000;
-  world.groups.push_back(MakeGroup(rng, 2, 2, 1, 3 * kTagRun, {1, 3}, true));
+  world.groups.push_back(MakeGroup(rng, 2, {2, 1, 3 * kTagRun, {1, 3}, true}));
   for (Plan& plan : world.groups[0].plans) plan.src_offset = {0, 1};
   FillArrays(&world, rng);
   CHECK(Run(world) > 0);
@@ -98,7 +98,7 @@ void ManySources() {
   world.use_src_offset = false;
   world.num_threads = 4;
   world.rows_per_strip = 400;
-  world.groups.push_back(MakeGroup(rng, 3, 200, 3, 400, {16}, false));
+  world.groups.push_back(MakeGroup(rng, 3, {200, 3, 400, {16}, false}));
   FillArrays(&world, rng, true);
   CHECK(Run(world) > 0);
   CHECK(world.IsFine());

@@ -30,8 +30,9 @@ World WorldOf(Rng& rng, int num_ranks, bool is_dispatch) {
     for (int64_t a = Draw(rng, 1, 2); a > 0; --a) {
       row_bytes.push_back(is_dispatch ? Draw(rng, 1, 70) : 4 * Draw(rng, 1, 20));
     }
-    world.groups.push_back(MakeGroup(rng, num_ranks, Draw(rng, 1, 7), Draw(rng, 1, 3),
-                                     Draw(rng, 1, 30), row_bytes, world.use_src_offset));
+    world.groups.push_back(MakeGroup(
+        rng, num_ranks,
+        {Draw(rng, 1, 7), Draw(rng, 1, 3), Draw(rng, 1, 30), row_bytes, world.use_src_offset}));
   }
   FillArrays(&world, rng, !is_dispatch);
   return world;

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <string>
+#include <tuple>
 
 #include "ffi/recorded_spans.h"
 #include "gemm/blas.h"
@@ -11,6 +12,7 @@
 #include "gemm/overlap_problem.h"
 #include "gpu_schedule/gemm_scratch.h"
 #include "nanobind/stl/string.h"
+#include "nanobind/stl/tuple.h"
 #include "transport/spans.h"
 
 namespace nb = nanobind;
@@ -32,36 +34,44 @@ DataType FloatType(const std::string& name) {
   return DataType::kOther;
 }
 
-void Create(const std::string& op, int64_t id, int comm_type, int method, int64_t num_splits,
-            bool atomic, bool overlap_first_gemm, bool aggregate, bool copies, int64_t num_ranks,
-            int64_t rank_bytes, const std::string& dtype, const std::string& parameters) {
-  OverlapBufferSpec spec;
-  spec.config.type = static_cast<CommType>(comm_type);
-  spec.config.method = static_cast<CommMethod>(method);
-  spec.config.num_splits = num_splits;
-  spec.config.atomic = atomic;
-  spec.config.overlap_first_gemm = overlap_first_gemm;
-  spec.config.aggregate = aggregate;
-  spec.config.copies = copies;
-  spec.num_ranks = num_ranks;
-  spec.rank_bytes = rank_bytes;
-  spec.type = FloatType(dtype);
-  spec.parameters = parameters;
-  Check(OverlapBuffers::Get().Create(op, id, spec));
+template <typename T>
+T Field(const nb::handle& from, const char* name) {
+  return nb::cast<T>(from.attr(name));
 }
 
+// The way of communicating of a CommOverlapConfig or an Overlap, of jax_cp_dispatch/comm_gemm.
+OverlapConfig ConfigOf(const nb::handle& overlap) {
+  OverlapConfig config;
+  config.type = static_cast<CommType>(Field<int>(overlap, "comm_type"));
+  config.method = static_cast<CommMethod>(Field<int>(overlap, "method"));
+  config.copies = Field<bool>(overlap, "use_ce");
+  return config;
+}
+
+// `config` is a CommOverlapConfig.
+void Create(const std::string& op, const nb::object& config) {
+  OverlapBufferSpec spec;
+  spec.config = ConfigOf(config);
+  spec.config.num_splits = Field<int64_t>(config, "num_splits");
+  spec.config.atomic = Field<bool>(config, "atomic_gemm");
+  spec.config.overlap_first_gemm = Field<bool>(config, "rs_overlap_first_gemm");
+  spec.config.aggregate = Field<bool>(config, "aggregate_ag");
+  spec.num_ranks = Field<int64_t>(config, "tp_size");
+  spec.rank_bytes = Field<int64_t>(config, "rank_bytes");
+  spec.type = FloatType(Field<std::string>(config, "buffer_dtype"));
+  spec.parameters = Field<std::string>(config, "text");
+  Check(OverlapBuffers::Get().Create(op, Field<int64_t>(config, "id"), spec));
+}
+
+using Sizes = std::tuple<int64_t, int64_t, int64_t>;
+
 // The smallest buffer that holds what moves, however 8-bit elements are scaled.
-int64_t BufferBytesFor(int comm_type, int method, bool copies, int64_t num_ranks, int64_t rows,
-                       int64_t slot_rows, int64_t columns, const std::string& dtype,
-                       bool has_scales, bool gathers_to_aux) {
+int64_t BufferBytesFor(const nb::object& overlap, int64_t num_ranks, const Sizes& shape,
+                       const std::string& dtype, bool has_scales, bool gathers_to_aux) {
   BufferRoom room;
-  room.config.type = static_cast<CommType>(comm_type);
-  room.config.method = static_cast<CommMethod>(method);
-  room.config.copies = copies;
+  room.config = ConfigOf(overlap);
   room.num_ranks = num_ranks;
-  room.rows = rows;
-  room.slot_rows = slot_rows;
-  room.columns = columns;
+  std::tie(room.rows, room.slot_rows, room.columns) = shape;
   room.type = FloatType(dtype);
   room.gathers_to_aux = gathers_to_aux;
   // On GPUs even an auxiliary array moves through the buffer.
@@ -73,17 +83,15 @@ int64_t BufferBytesFor(int comm_type, int method, bool copies, int64_t num_ranks
   return std::max(of_tensors, room.Bytes());
 }
 
-int64_t ScratchBytes(int64_t m, int64_t n, int64_t k, const std::string& output_dtype,
-                     bool has_scales, bool lhs_transposed, bool rhs_transposed, bool fuse_gelu) {
+// `call` is a GemmCall.
+int64_t ScratchBytes(const Sizes& mnk, const nb::object& call, bool has_scales) {
   OverlapProblem problem;
-  problem.m = m;
-  problem.n = n;
-  problem.k = k;
-  problem.output_type = FloatType(output_dtype);
+  std::tie(problem.m, problem.n, problem.k) = mnk;
+  problem.output_type = FloatType(Field<std::string>(call, "out_dtype"));
   problem.scaling = has_scales ? Scaling::kTensor : Scaling::kNone;
-  problem.lhs_transposed = lhs_transposed;
-  problem.rhs_transposed = rhs_transposed;
-  problem.fuse_gelu = fuse_gelu;
+  problem.lhs_transposed = Field<bool>(call, "lhs_transposed");
+  problem.rhs_transposed = Field<bool>(call, "rhs_transposed");
+  problem.fuse_gelu = Field<bool>(call, "fuse_gelu");
   GemmScratch scratch;
   return GemmScratch::Lay(problem, nullptr, &scratch);
 }
@@ -105,10 +113,7 @@ void* RoutineOf(nb::capsule capsule) { return capsule.data(); }
 
 void BindCommGemm(nb::module_& m) {
   using nb::arg;
-  m.def("create_overlap_buffer", &Create, arg("op"), arg("id"), nb::kw_only(), arg("comm_type"),
-        arg("method"), arg("num_splits"), arg("atomic"), arg("overlap_first_gemm"),
-        arg("aggregate"), arg("copies"), arg("num_ranks"), arg("rank_bytes"), arg("dtype"),
-        arg("parameters"));
+  m.def("create_overlap_buffer", &Create, arg("op"), arg("config"));
   m.def(
       "destroy_overlap_buffer",
       [](const std::string& op, int64_t id) { Check(OverlapBuffers::Get().Destroy(op, id)); },
@@ -124,12 +129,11 @@ void BindCommGemm(nb::module_& m) {
       },
       arg("op"), arg("id"));
   m.def("list_overlap_buffers", &List);
-  m.def("overlap_buffer_bytes", &BufferBytesFor, nb::kw_only(), arg("comm_type"), arg("method"),
-        arg("copies"), arg("num_ranks"), arg("rows"), arg("slot_rows"), arg("columns"),
-        arg("dtype"), arg("has_scales"), arg("gathers_to_aux"), "Returns the bytes of one rank.");
-  m.def("gemm_scratch_bytes", &ScratchBytes, nb::kw_only(), arg("m"), arg("n"), arg("k"),
-        arg("output_dtype"), arg("has_scales"), arg("lhs_transposed"), arg("rhs_transposed"),
-        arg("fuse_gelu"), "Returns the bytes of one rank on a GPU.");
+  m.def("overlap_buffer_bytes", &BufferBytesFor, arg("overlap"), nb::kw_only(), arg("num_ranks"),
+        arg("shape"), arg("dtype"), arg("has_scales"), arg("gathers_to_aux"),
+        "Returns the bytes of one rank. The shape: rows of all ranks, of one rank, and columns.");
+  m.def("gemm_scratch_bytes", &ScratchBytes, arg("mnk"), arg("call"), nb::kw_only(),
+        arg("has_scales"), "Returns the bytes of one rank on a GPU.");
   m.def(
       "load_blas",
       [](nb::capsule sgemm, nb::capsule dgemm) {

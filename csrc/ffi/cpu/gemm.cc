@@ -7,6 +7,7 @@
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "ffi/common.h"
 #include "ffi/cpu/call_site.h"
@@ -93,21 +94,14 @@ ffi::Future Gemm(const CallSite& site, const CallingRank& calling, const GemmOpt
 }
 
 ffi::Future GemmIn(const GemmState* state, ffi::RunId run_id, ffi::BufferR0<ffi::S32> rank,
-                   ffi::BufferR0<ffi::S32> group, ffi::AnyBuffer lhs, ffi::AnyBuffer lhs_scale_inv,
-                   ffi::AnyBuffer rhs, ffi::AnyBuffer rhs_scale_inv, ffi::AnyBuffer bias,
-                   ffi::AnyBuffer gelu_input, ffi::AnyBuffer aux_in,
-                   ffi::Result<ffi::AnyBuffer> output, ffi::Result<ffi::AnyBuffer> bias_grad,
-                   ffi::Result<ffi::AnyBuffer> pre_gelu_out, ffi::Result<ffi::AnyBuffer> aux_out,
-                   ffi::Result<ffi::AnyBuffer> lhs_swizzled,
-                   ffi::Result<ffi::AnyBuffer> rhs_swizzled,
-                   ffi::Result<ffi::AnyBuffer> workspace) {
+                   ffi::BufferR0<ffi::S32> group, ffi::RemainingArgs args,
+                   ffi::RemainingRets results) {
   try {
-    const GemmBuffers buffers{lhs,           lhs_scale_inv, rhs,      rhs_scale_inv,
-                              bias,          gelu_input,    aux_in,   *output,
-                              *bias_grad,    *pre_gelu_out, *aux_out, *lhs_swizzled,
-                              *rhs_swizzled, *workspace};
+    std::vector<ffi::AnyBuffer> arrays;
+    const Status status = ReadArrays(state->options.op, args, results, &arrays);
+    if (!status.ok()) return Failed(status);
     const CallingRank calling{run_id.run_id, *rank.typed_data(), *group.typed_data()};
-    return Gemm(state->site, calling, state->options, buffers);
+    return Gemm(state->site, calling, state->options, BuffersOf(arrays));
   } catch (const std::exception& error) {  // no memory or no thread: this rank never arrives
     return Failed({StatusCode::kInternal, std::string("jax_cp_dispatch: ") + error.what()});
   }
@@ -119,20 +113,8 @@ XLA_FFI_DEFINE_HANDLER(GemmHandler, GemmIn,
                            .Ctx<ffi::RunId>()               // the same on all ranks
                            .Arg<ffi::BufferR0<ffi::S32>>()  // rank: place on the axis
                            .Arg<ffi::BufferR0<ffi::S32>>()  // group: place on the other axes
-                           .Arg<ffi::AnyBuffer>()           // lhs
-                           .Arg<ffi::AnyBuffer>()           // lhs_scale_inv
-                           .Arg<ffi::AnyBuffer>()           // rhs
-                           .Arg<ffi::AnyBuffer>()           // rhs_scale_inv
-                           .Arg<ffi::AnyBuffer>()           // bias [n]
-                           .Arg<ffi::AnyBuffer>()           // gelu_input
-                           .Arg<ffi::AnyBuffer>()           // aux_in
-                           .Ret<ffi::AnyBuffer>()           // output
-                           .Ret<ffi::AnyBuffer>()           // bias_grad
-                           .Ret<ffi::AnyBuffer>()           // pre_gelu_out
-                           .Ret<ffi::AnyBuffer>()           // aux_out
-                           .Ret<ffi::AnyBuffer>()           // lhs_swizzled
-                           .Ret<ffi::AnyBuffer>()           // rhs_swizzled
-                           .Ret<ffi::AnyBuffer>());  // workspace, of the type of partial sums
+                           .RemainingArgs()                 // both in the order of GemmBuffers
+                           .RemainingRets());
 
 }  // namespace
 

@@ -26,10 +26,16 @@ Status Invalid(const std::string& op, const std::string& got) {
                          "; this is a fault of jax_cp_dispatch, please report it");
 }
 
-// Blocked arrays [matrices, blocks, rows, H]; rows of all blocks are contiguous.
-Status Read(const std::string& op, const Bf16s& q, const Bf16s& k, const Bf16s& v,
-            const Ints& start, const Ints& end, float scale, kernels::AttentionOperands* of) {
-  const auto rows = q.dimensions(), keys = k.dimensions();
+// What both calls read. Blocked arrays [matrices, blocks, rows, H]; rows of all blocks are
+// contiguous.
+struct Operands {
+  Bf16s q, k, v;
+  Ints start, end;
+  float scale;
+};
+
+Status Read(const std::string& op, const Operands& x, kernels::AttentionOperands* of) {
+  const auto rows = x.q.dimensions(), keys = x.k.dimensions();
   if (rows.size() != 4 || keys.size() != 4 || rows[0] != keys[0] || rows[3] != keys[3]) {
     return Invalid(op, "q and k of different matrices or heads");
   }
@@ -38,19 +44,19 @@ Status Read(const std::string& op, const Bf16s& q, const Bf16s& k, const Bf16s& 
     return Invalid(op, "more than 2^31 rows");
   }
   const auto all_rows = static_cast<size_t>(rows[0] * num_rows);
-  if (v.element_count() != k.element_count() || start.element_count() != all_rows ||
-      end.element_count() != all_rows) {
+  if (x.v.element_count() != x.k.element_count() || x.start.element_count() != all_rows ||
+      x.end.element_count() != all_rows) {
     return Invalid(op, "v or ranges of another size");
   }
-  *of = {Bits(q),
-         Bits(k),
-         Bits(v),
-         start.typed_data(),
-         end.typed_data(),
+  *of = {Bits(x.q),
+         Bits(x.k),
+         Bits(x.v),
+         x.start.typed_data(),
+         x.end.typed_data(),
          rows[0],
          static_cast<int>(num_rows),
          static_cast<int>(num_keys),
-         scale};
+         x.scale};
   return {};
 }
 
@@ -78,7 +84,7 @@ ffi::Error AttendIn(int32_t device, cudaStream_t stream, Bf16s q, Bf16s k, Bf16s
   Status status = Begin(op, device, kExecute);
   if (!status.ok() || !kExecute) return ToError(status);
   kernels::AttendCall call{};
-  status = Read(op, q, k, v, start, end, scale, &call);
+  status = Read(op, {q, k, v, start, end, scale}, &call);
   if (!status.ok()) return ToError(status);
   const float* of_seen[3] = {};
   if (seen.size() != 0 && seen.size() != 3) return ToError(Invalid(op, "a part of a softmax"));
@@ -105,7 +111,7 @@ ffi::Error GradientsIn(int32_t device, cudaStream_t stream, Bf16s q, Bf16s k, Bf
   Status status = Begin(op, device, kExecute);
   if (!status.ok() || !kExecute) return ToError(status);
   kernels::GradientsCall call{};
-  status = Read(op, q, k, v, start, end, scale, &call);
+  status = Read(op, {q, k, v, start, end, scale}, &call);
   if (!status.ok()) return ToError(status);
   const int64_t num_steps = (call.num_rows + kernels::kTile - 1) / kernels::kTile *
                             int64_t{kernels::kTile / kernels::kStep};

@@ -9,8 +9,6 @@ namespace ffi = xla::ffi;
 namespace cpd {
 namespace {
 
-constexpr size_t kNumArgs = 7, kNumResults = 7;
-
 Status Wrong(const std::string& op, const char* what) {
   return Status::Invalid(op + ": the operands are not those of this version's primitives: " + what +
                          ". Call it through jax_cp_dispatch.");
@@ -83,20 +81,9 @@ Status CheckRanksOnGpu(const std::string& op, const CudaGemmOptions& options) {
 Status ReadGemmCall(const std::string& op, const CudaGemmOptions& options,
                     const ffi::RemainingArgs& args, const ffi::RemainingRets& results,
                     bool has_all_ranks, CudaGemmCall* call) {
-  if (args.size() != kNumArgs || results.size() != kNumResults) {
-    return Wrong(op, "their number is wrong");
-  }
   std::vector<ffi::AnyBuffer> all;
-  for (size_t i = 0; i < kNumArgs; ++i) {
-    const auto arg = args.get<ffi::AnyBuffer>(i);
-    if (!arg.has_value()) return Wrong(op, "one is not an array");
-    all.push_back(*arg);
-  }
-  for (size_t i = 0; i < kNumResults; ++i) {
-    auto result = results.get<ffi::AnyBuffer>(i);
-    if (!result.has_value()) return Wrong(op, "a result is not an array");
-    all.push_back(**result);
-  }
+  Status status = ReadArrays(op, args, results, &all);
+  if (!status.ok()) return status;
   const int64_t num_local = has_all_ranks ? options.num_ranks() : 1;
   for (const ffi::AnyBuffer& buffer : all) {
     if (!has_all_ranks || HoldsRanks(buffer, num_local)) continue;
@@ -107,14 +94,12 @@ Status ReadGemmCall(const std::string& op, const CudaGemmOptions& options,
     for (ffi::AnyBuffer& buffer : own) {
       if (has_all_ranks) buffer = call->views.emplace_back(buffer, rank, num_local).get();
     }
-    const auto& b = own;
-    call->buffers.push_back(
-        {b[0], b[1], b[2], b[3], b[4], b[5], b[6], b[7], b[8], b[9], b[10], b[11], b[12], b[13]});
+    call->buffers.push_back(BuffersOf(own));
   }
   GemmOptions described = options.call;
   described.comm_overlap_id = -1;  // the workspace is scratch, not a buffer
   const GemmBuffers& first = call->buffers[0];
-  const Status status = Describe(op, described, first, &call->problem);
+  status = Describe(op, described, first, &call->problem);
   if (!status.ok()) return status;
   if (call->problem.scaling == Scaling::kBlocks) {
     if (options.overlaps()) {

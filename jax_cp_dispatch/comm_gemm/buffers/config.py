@@ -63,13 +63,9 @@ class CommOverlapConfig:
         rows, columns = self.buffer_shape
         is_ring = self.method == CommOverlapMethod.RING_EXCHANGE
         return runtime.native.overlap_buffer_bytes(
-            comm_type=int(self.comm_type),
-            method=int(self.method),
-            copies=self.use_ce,
+            self,
             num_ranks=self.tp_size,
-            rows=rows,
-            slot_rows=-(-rows // self.tp_size),
-            columns=columns,
+            shape=(rows, -(-rows // self.tp_size), columns),
             dtype=self.buffer_dtype,
             has_scales=is_ring and self.buffer_dtype in BYTE_FLOATS,
             # Without copies each rank reads the others' rows in place; scales always move.

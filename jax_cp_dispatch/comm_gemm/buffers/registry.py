@@ -109,21 +109,7 @@ def create_comm_overlap_buffer(
         aggregate_ag=aggregate_ag,
     )
     with _lock:
-        runtime.native.create_overlap_buffer(
-            op,
-            config.id,
-            comm_type=int(config.comm_type),
-            method=int(config.method),
-            num_splits=config.num_splits,
-            atomic=config.atomic_gemm,
-            overlap_first_gemm=config.rs_overlap_first_gemm,
-            aggregate=config.aggregate_ag,
-            copies=config.use_ce,
-            num_ranks=config.tp_size,
-            rank_bytes=config.rank_bytes,
-            dtype=config.buffer_dtype,
-            parameters=config.text,
-        )
+        runtime.native.create_overlap_buffer(op, config)
         runtime.restore_buffer(config.id)
         _configs[config.id] = config
     return config.id

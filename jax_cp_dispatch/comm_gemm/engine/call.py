@@ -172,13 +172,13 @@ class GemmCall:
         num_bytes = 0
         if not overlap.buffer:
             num_bytes = runtime.native.overlap_buffer_bytes(
-                comm_type=int(overlap.comm_type),
-                method=int(overlap.method),
-                copies=overlap.use_ce,
+                overlap,
                 num_ranks=self.comm.num_ranks,
-                rows=self.num_batches * sum(self.row_counts),
-                slot_rows=self.num_batches * max(self.row_counts),
-                columns=self.out_shape[-1] if is_sum else operands.lhs.shape[-1],
+                shape=(
+                    self.num_batches * sum(self.row_counts),
+                    self.num_batches * max(self.row_counts),
+                    self.out_shape[-1] if is_sum else operands.lhs.shape[-1],
+                ),
                 dtype=moved.name,
                 has_scales=is_scaled and not is_sum,
                 gathers_to_aux=self.gathers_to_aux,

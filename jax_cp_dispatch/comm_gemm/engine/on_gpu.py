@@ -85,17 +85,8 @@ def _compute_capability() -> float | None:
 
 def scratch_bytes(call: GemmCall, operands: GemmOperands) -> int:
     """Returns the bytes of a rank's scratch memory, at any alignment."""
-    m, n, k = _sizes(call, operands)
-    return runtime.native.gemm_scratch_bytes(
-        m=m,
-        n=n,
-        k=k,
-        output_dtype=call.out_dtype,
-        has_scales=operands.lhs_scale_inv is not None,
-        lhs_transposed=call.lhs_transposed,
-        rhs_transposed=call.rhs_transposed,
-        fuse_gelu=call.fuse_gelu,
-    )
+    has_scales = operands.lhs_scale_inv is not None
+    return runtime.native.gemm_scratch_bytes(_sizes(call, operands), call, has_scales=has_scales)
 
 
 def _scratch(call: GemmCall, operands: GemmOperands, workspace) -> tuple[tuple[int], Any]:
