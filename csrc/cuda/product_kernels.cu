@@ -122,8 +122,8 @@ cudaError_t LaunchColumns(const ColumnsCall& call, int num_blocks, cudaStream_t 
 }
 
 cudaError_t LaunchTranspose(const TransposeCall& call, int num_blocks, cudaStream_t stream) {
-  const int64_t tiles =
-      ((call.num_rows + kTile - 1) / kTile) * ((call.num_columns + kTile - 1) / kTile);
+  const int64_t tiles = ((call.num_rows + kTransposeTile - 1) / kTransposeTile) *
+                        ((call.num_columns + kTransposeTile - 1) / kTransposeTile);
   TransposeKernel<<<Blocks(tiles, num_blocks), kThreads, 0, stream>>>(call);
   return cudaGetLastError();
 }

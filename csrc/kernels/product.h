@@ -217,27 +217,28 @@ struct TransposeCall {
   int64_t num_rows, num_columns;
 };
 
-constexpr int kTile = 64, kWide = 16;
+constexpr int kTransposeTile = 64, kWide = 16;
 
 // One word more per line: the lanes of a warp that read a column meet different banks.
 struct TransposeScratch {
-  alignas(4) char bytes[kTile][kTile + 4];
+  alignas(4) char bytes[kTransposeTile][kTransposeTile + 4];
 };
 
 // A block takes tiles of 64 x 64 bytes; a thread reads and writes 16 bytes of a line at once, or
 // what is left of them, byte by byte, if lines or addresses are not multiples of 16 bytes.
 CPD_DEVICE void Transpose(const Block& block, const TransposeCall& call,
                           TransposeScratch* scratch) {
-  constexpr int kChunks = kTile / kWide;  // of a line of a tile
+  constexpr int kChunks = kTransposeTile / kWide;  // of a line of a tile
   const int64_t num_rows = call.num_rows, num_columns = call.num_columns;
   const auto addresses =
       reinterpret_cast<uintptr_t>(call.from) | reinterpret_cast<uintptr_t>(call.to);
   const bool is_wide = num_rows % kWide == 0 && num_columns % kWide == 0 && addresses % kWide == 0;
-  const int64_t tiles_across = (num_columns + kTile - 1) / kTile;
-  const int64_t num_tiles = tiles_across * ((num_rows + kTile - 1) / kTile);
+  const int64_t tiles_across = (num_columns + kTransposeTile - 1) / kTransposeTile;
+  const int64_t num_tiles = tiles_across * ((num_rows + kTransposeTile - 1) / kTransposeTile);
   for (int64_t tile = block.index; tile < num_tiles; tile += block.num_blocks) {
-    const int64_t row = tile / tiles_across * kTile, column = tile % tiles_across * kTile;
-    for (int i = block.thread; i < kTile * kChunks; i += block.num_threads) {
+    const int64_t row = tile / tiles_across * kTransposeTile,
+                  column = tile % tiles_across * kTransposeTile;
+    for (int i = block.thread; i < kTransposeTile * kChunks; i += block.num_threads) {
       const int line = i / kChunks, at = i % kChunks * kWide;
       if (row + line >= num_rows || column + at >= num_columns) continue;
       const char* from = call.from + (row + line) * num_columns + column + at;
@@ -251,7 +252,7 @@ CPD_DEVICE void Transpose(const Block& block, const TransposeCall& call,
       }
     }
     block.Sync();
-    for (int i = block.thread; i < kTile * kChunks; i += block.num_threads) {
+    for (int i = block.thread; i < kTransposeTile * kChunks; i += block.num_threads) {
       const int line = i / kChunks, at = i % kChunks * kWide;
       if (column + line >= num_columns || row + at >= num_rows) continue;
       char* to = call.to + (column + line) * num_rows + row + at;

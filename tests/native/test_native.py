@@ -7,6 +7,7 @@ import pathlib
 import re
 import shutil
 import subprocess
+from typing import NamedTuple
 
 import pytest
 
@@ -17,39 +18,58 @@ LIMIT = 1200
 # Random programs here; `tests/native/stress.sh` runs 2,000 in each build.
 NUM_PROGRAMS = 25
 
-# Each group is compiled in one piece: standard headers and templates take most of the time.
 KERNELS = ("test_bulk", "test_device", "test_early_rows", "test_network", "test_one_launch")
 RANKS = (
-    *("test_transport", "test_shared_memory", "test_shared_overlap", "test_dispatch_buffers"),
-    *("test_dispatch_plans", "test_comm_overlap", "test_overlap_buffers", "test_overlap_timing"),
-    "stress",
+    *("test_transport", "test_transport_failures", "test_completions", "test_waiting_tasks"),
+    *("test_shared_memory", "test_shared_overlap", "test_shared_overlap_failures"),
+    *("test_dispatch_buffers", "test_dispatch_plans", "test_comm_overlap"),
+    *("test_overlap_buffers", "test_overlap_timing", "stress"),
 )
 ON_ONE_THREAD = (
     *("test_overlap_team", "test_cublaslt", "test_placement", "test_move_queries"),
     "test_attention_kernels",
 )
-GROUPS = {
-    "thread": ((*KERNELS, "test_product_kernels"), RANKS),
+EXCHANGES = ("numerics", "transport", "dispatch")
+
+
+class Build(NamedTuple):
+    """The tests of a program, and the folders and files of csrc that they need.
+
+    All tests are compiled in one piece, and each group of sources: standard headers and templates
+    take most of the time.
+    """
+
+    tests: tuple[str, ...]
+    sources: tuple[tuple[str, ...], ...]
+
+
+BUILDS = {
+    "thread": Build(
+        (*KERNELS, "test_sum_kernels", "test_layout_kernels", "test_meeting", *RANKS),
+        ((*EXCHANGES, "gemm"),),
+    ),
     # Sums of every type run on threads as those of the other kernels' tests do.
-    "address,undefined": ((*KERNELS, "test_copies"), RANKS, ON_ONE_THREAD),
+    "address,undefined": Build(
+        (*KERNELS, "test_copies", *RANKS, *ON_ONE_THREAD),
+        ((*EXCHANGES, "gemm", "gpu_schedule"), ("planner",)),
+    ),
     # What no sanitizer allows: a multiple of the address space, and neither threads nor memory.
-    "": (("test_large_offsets", "test_transport", "test_overlap_buffers"),),
+    "": Build(
+        ("test_large_offsets", "test_completions", "test_overlap_buffers"),
+        ((*EXCHANGES, "gemm/overlap_buffers.cc"),),
+    ),
 }
-# The sources without XLA and Python. The planner has one thread.
-FOLDERS = ("transport", "dispatch", "numerics", "gemm", "gpu_schedule")
-SOURCES = (ROOT / "csrc/cuda/errors.cc", ROOT / "tests/native/main.cc")
-# Parsed once per build.
-STANDARD_HEADERS = (
-    *("algorithm", "atomic", "chrono", "cmath", "condition_variable", "cstdint", "cstdio"),
-    *("cstdlib", "cstring", "deque", "functional", "map", "memory", "mutex", "random", "set"),
-    *("string", "string_view", "thread", "utility", "vector"),
-)
+ALWAYS = (ROOT / "csrc/cuda/errors.cc", ROOT / "tests/native/main.cc")
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 
+def files_of(path):
+    return sorted(path.glob("*.cc")) if path.is_dir() else [path]
+
+
 def compile_(folder, *arguments):
-    command = [COMPILER, "-std=c++17", "-g1", f"-I{ROOT / 'csrc'}", *arguments]
+    command = [COMPILER, "-std=c++17", f"-I{ROOT / 'csrc'}", *arguments]
     subprocess.run(command, check=True, timeout=LIMIT, cwd=folder)
 
 
@@ -80,34 +100,31 @@ def programs(tmp_path_factory):
         folder = tmp_path_factory.mktemp("native")
         options = []
         if sanitizer:
-            options = [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
+            options = ["-g1", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
             if "undefined" in sanitizer:  # traps compile faster than messages
                 options.append("-fsanitize-undefined-trap-on-error")
-            require_sanitizer(options[0], folder)
-        folders = FOLDERS + ("planner",) * (ON_ONE_THREAD in GROUPS[sanitizer])
-        units = {name: sorted((ROOT / "csrc" / name).glob("*.cc")) for name in folders}
-        for number, names in enumerate(GROUPS[sanitizer]):
-            units[f"tests_{number}"] = [ROOT / f"tests/native/{name}.cc" for name in names]
-        units["more"] = list(SOURCES)
-        headers = [f"#include <{name}>\n" for name in STANDARD_HEADERS]
-        (folder / "standard.h").write_text("".join(headers))
-        compile_(folder, *options, "-x", "c++-header", "standard.h", "-o", "standard.h.gch")
-        for name, sources in units.items():
-            text = "".join(f'#include "{source}"\n' for source in sources)
-            (folder / f"{name}.cc").write_text(text)
-        library = ROOT / "tests/native/fake_cublaslt.cc"
-        compile_(folder, "-shared", "-fPIC", library, "-o", "libfake_cublaslt.so")
-        to_object = [*options, "-include", folder / "standard.h", "-c"]
+            require_sanitizer(options[1], folder)
+        tests, sources = BUILDS[sanitizer]
+        units = [[*ALWAYS, *(ROOT / f"tests/native/{name}.cc" for name in tests)]]
+        for group in sources:
+            units.append([file for name in group for file in files_of(ROOT / "csrc" / name)])
+        for number, files in enumerate(units):
+            text = "".join(f'#include "{file}"\n' for file in files)
+            (folder / f"unit_{number}.cc").write_text(text)
+        if "test_cublaslt" in tests:
+            library = ROOT / "tests/native/fake_cublaslt.cc"
+            compile_(folder, "-shared", "-fPIC", library, "-o", "libfake_cublaslt.so")
+        names = [f"unit_{number}" for number in range(len(units))]
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
-            list(pool.map(lambda name: compile_(folder, *to_object, f"{name}.cc"), units))
-        objects = [f"{name}.o" for name in units]
+            list(pool.map(lambda name: compile_(folder, *options, "-c", f"{name}.cc"), names))
+        objects = [f"{name}.o" for name in names]
         compile_(folder, *options, *objects, "-pthread", "-ldl", "-o", "native_tests")
         return folder / "native_tests"
 
     return build
 
 
-TESTS = [(build, name) for build, groups in GROUPS.items() for name in sum(groups, ())]
+TESTS = [(name, test) for name, build in BUILDS.items() for test in build.tests]
 
 
 @pytest.mark.parametrize("sanitizer, name", [test for test in TESTS if test[1] != "stress"])
@@ -117,7 +134,7 @@ def test_core(programs, sanitizer, name):
     assert ran.stdout == "ok\n"
 
 
-@pytest.mark.parametrize("sanitizer", [build for build in GROUPS if build])
+@pytest.mark.parametrize("sanitizer", [name for name in BUILDS if name])
 def test_random_programs(programs, sanitizer):
     ran = run(programs(sanitizer), "stress", str(NUM_PROGRAMS))
     assert ran.returncode == 0, ran.stderr

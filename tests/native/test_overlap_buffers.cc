@@ -1,10 +1,7 @@
-// The registry of communication buffers, and tasks that wait for one another, with a gate and an
-// outcome, through the transport.
+// The registry of communication buffers: ids, descriptions, memory, and calls that take turns.
 #include <algorithm>
 #include <atomic>
-#include <condition_variable>
 #include <cstring>
-#include <mutex>
 #include <thread>
 
 #include "gemm/overlap_buffers.h"
@@ -12,8 +9,6 @@
 #include "ranks.h"
 
 namespace cpd::test_overlap_buffers {
-
-using std::chrono::milliseconds;
 
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
 constexpr bool kCanRunOutOfMemory = false;  // a sanitizer aborts the process instead
@@ -36,8 +31,6 @@ std::shared_ptr<OverlapBufferLease> Lease(int64_t id, int64_t group = 0) {
   CHECK(Registry().Lease("call", id, group, true, &lease).ok());
   return lease;
 }
-
-// ---- The description under an id.
 
 void DestroyedAsOftenAsCreated() {
   CHECK(Contains(Registry().Destroy("destroy", 1), "destroy: there is no buffer 1. Create it"));
@@ -171,130 +164,6 @@ void ThreadsUseTheRegistryAtOnce() {
   CHECK(Registry().DestroyAll("destroy").ok());
 }
 
-// ---- Tasks that wait for one another.
-
-// A barrier for `count` threads.
-class Barrier {
- public:
-  explicit Barrier(int64_t count) : num_missing_(count) {}
-  bool Wait() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    if (--num_missing_ == 0) all_.notify_all();
-    return all_.wait_for(lock, std::chrono::seconds(20), [this] { return num_missing_ <= 0; });
-  }
-
- private:
-  std::mutex mutex_;
-  std::condition_variable all_;
-  int64_t num_missing_;
-};
-
-Exchange MakeExchange(int64_t run_id, int num_ranks, Planner planner) {
-  return {"test", {run_id, 1, 0}, num_ranks, milliseconds(20000), std::move(planner)};
-}
-
-std::vector<std::future<Status>> JoinAll(const Exchange& exchange) {
-  std::vector<std::future<Status>> ranks;
-  for (int rank = 0; rank < exchange.num_ranks; ++rank) ranks.push_back(Join(exchange, rank));
-  return ranks;
-}
-
-void PiecesRunAtTheSameTime(int64_t run_id, int64_t num_tasks) {
-  std::atomic<int64_t> num_run{0};
-  const Exchange exchange = MakeExchange(run_id, 3, [&](const auto&, WorkList* work) {
-    auto barrier = std::make_shared<Barrier>(num_tasks);
-    work->num_tasks = num_tasks;
-    work->tasks_wait = true;
-    work->run = [&num_run, barrier](int64_t) {
-      CHECK(barrier->Wait());
-      ++num_run;
-    };
-    return Status::Ok();
-  });
-  for (int round = 1; round <= 10; ++round) {
-    for (auto& status : JoinAll(exchange)) CHECK(status.get().ok());
-    CHECK(num_run == round * num_tasks);
-  }
-}
-
-// The ranks of the call, those that wait elsewhere in the execution, and later ones.
-void TheOutcomeIsThatOfEveryRank() {
-  const Exchange exchange = MakeExchange(200, 3, [](const auto&, WorkList* work) {
-    work->num_tasks = 4;
-    work->tasks_wait = true;
-    work->run = [](int64_t) {};
-    work->outcome = [] { return Status{StatusCode::kInternal, "out of paper"}; };
-    return Status::Ok();
-  });
-  Exchange other = exchange;
-  other.key.call_site = 2;
-  auto waiting = Join(other, 0);
-  for (auto& status : JoinAll(exchange)) {
-    const Status result = status.get();
-    CHECK(result.code == StatusCode::kInternal && result.message == "out of paper");
-  }
-  CHECK(Contains(waiting.get(), "out of paper"));
-  CHECK(Contains(Join(other, 1).get(), "out of paper"));
-}
-
-void TheGateHoldsTheWorkBack() {
-  std::atomic<int> num_run{0};
-  std::function<void()> begin;
-  auto held = std::make_shared<int>(0);  // by the work
-  const Exchange exchange =
-      MakeExchange(201, 2, [&num_run, &begin, &held](const auto&, WorkList* work) {
-        work->num_tasks = 2;
-        work->tasks_wait = true;
-        work->run = [&num_run, held](int64_t) { ++num_run; };
-        work->gate = [&begin](std::function<void()> open) { begin = std::move(open); };
-        return Status::Ok();
-      });
-  auto ranks = JoinAll(exchange);
-  CHECK(ranks[0].wait_for(milliseconds(50)) == std::future_status::timeout);
-  CHECK(begin && num_run == 0);
-  std::thread(std::move(begin)).join();
-  for (auto& status : ranks) CHECK(status.get().ok());
-  CHECK(num_run == 2);
-  CHECK(held.use_count() == 1);  // releases what it holds before any rank is notified
-}
-
-// As for calls on one buffer: the lease is the gate, and its end lets the next call begin.
-void CallsOnOneBufferTakeTurns() {
-  static constexpr int kCalls = 6, kGroups = 2, kTasks = 4;
-  CHECK(Registry().Create("create", 1, Spec("a")).ok());
-  std::atomic<int> inside[kGroups] = {};  // 1 + the call that has the group's memory
-  std::vector<std::future<Status>> ranks;
-  for (int call = 0; call < kCalls; ++call) {
-    for (int group = 0; group < kGroups; ++group) {
-      Exchange exchange =
-          MakeExchange(300 + call, 2, [&inside, call, group](const auto&, WorkList* work) {
-            auto lease = Lease(1, group);
-            auto barrier = std::make_shared<Barrier>(kTasks);
-            work->num_tasks = kTasks;
-            work->tasks_wait = true;
-            work->run = [&inside, call, group, lease, barrier](int64_t) {
-              int nobody = 0;
-              CHECK(inside[group].compare_exchange_strong(nobody, call + 1) || nobody == call + 1);
-              std::this_thread::sleep_for(milliseconds(2));
-              CHECK(inside[group] == call + 1);
-              CHECK(barrier->Wait());
-            };
-            work->outcome = [&inside, group, lease] {
-              std::memset(lease->memory(0), 1, 64);  // unless they take turns, this is a race
-              inside[group] = 0;
-              return Status::Ok();
-            };
-            work->gate = [lease](std::function<void()> begin) { lease->Enter(std::move(begin)); };
-            return Status::Ok();
-          });
-      exchange.key.group = group;
-      for (auto& status : JoinAll(exchange)) ranks.push_back(std::move(status));
-    }
-  }
-  for (auto& status : ranks) CHECK(status.get().ok());
-  CHECK(Registry().Destroy("destroy", 1).ok());  // a rank that has been notified no longer uses it
-}
-
 const Register kTests("test_overlap_buffers", [](const Numbers&) {
   DestroyedAsOftenAsCreated();
   ABufferInUseStays();
@@ -302,11 +171,6 @@ const Register kTests("test_overlap_buffers", [](const Numbers&) {
   if (kCanRunOutOfMemory) NoMemoryIsAnError();
   CallsOfAGroupTakeTurns();
   ThreadsUseTheRegistryAtOnce();
-  PiecesRunAtTheSameTime(100, 1);
-  PiecesRunAtTheSameTime(101, 24);  // more than cores
-  TheOutcomeIsThatOfEveryRank();
-  TheGateHoldsTheWorkBack();
-  CallsOnOneBufferTakeTurns();
 });
 
 }  // namespace cpd::test_overlap_buffers

@@ -1,44 +1,14 @@
-// The transport within one process, without XLA and Python: ranks are threads, under loads and
-// failures that a JAX program cannot reproduce.
-#include <dlfcn.h>
-#include <pthread.h>
-
-#include <algorithm>
-#include <atomic>
-#include <cerrno>
-#include <map>
-#include <mutex>
+// The transport within one process, without XLA and Python: ranks are threads, under a load that a
+// JAX program cannot reproduce.
 #include <numeric>
-#include <stdexcept>
 
 #include "dispatch/dispatch.h"
 #include "native_test.h"
 #include "ranks.h"
-#include "transport/completion_pool.h"
-
-// Thread creation that fails on demand; sanitizers need the symbol for themselves.
-static std::atomic<bool> refuse_threads{false};
-#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
-constexpr bool kCanRefuseThreads = false;
-#else
-constexpr bool kCanRefuseThreads = true;
-extern "C" int pthread_create(pthread_t* thread, const pthread_attr_t* attributes,
-                              void* (*start)(void*), void* argument) {
-  static const auto create =
-      reinterpret_cast<decltype(&pthread_create)>(dlsym(RTLD_NEXT, "pthread_create"));
-  return refuse_threads ? EAGAIN : create(thread, attributes, start, argument);
-}
-#endif
 
 namespace cpd::test_transport {
 
 using std::chrono::milliseconds;
-
-Exchange MakeExchange(int64_t run_id, int num_ranks, milliseconds deadline, Planner planner) {
-  return {"test", {run_id, 1, 0}, num_ranks, deadline, std::move(planner)};
-}
-
-const Planner kNothingToDo = [](const auto&, WorkList*) { return Status::Ok(); };
 
 // Every rank sends shard d, of random length, to rank d with dispatch and returns it with combine,
 // repeatedly under the same keys, while other groups do the same.
@@ -109,167 +79,7 @@ void LoopsOfGroups(int num_ranks, int num_groups, int num_rounds) {
   for (std::thread& thread : threads) thread.join();
 }
 
-// The rest of a rank's program may wait for the rest of another's.
-void CompletionsWaitForEachOther() {
-  constexpr int kRanks = 8;
-  std::vector<std::promise<void>> ended(kRanks);
-  std::atomic<int> num_left{kRanks};
-  std::promise<void> all;
-  std::shared_future<void> everyone = all.get_future();
-  const Exchange exchange = MakeExchange(1, kRanks, milliseconds(20000), kNothingToDo);
-  for (int rank = 0; rank < kRanks; ++rank) {
-    InProcessTransport().Join(exchange, rank, nullptr,
-                              [&, rank](const Status&) {
-                                if (--num_left == 0) all.set_value();
-                                everyone.wait();
-                                ended[rank].set_value();
-                              },
-                              0, {});
-  }
-  for (auto& one : ended) one.get_future().wait();
-}
-
-void EveryRankGetsThePlannersError(int64_t run_id, const Planner& planner, const char* message) {
-  const Exchange exchange = MakeExchange(run_id, 3, milliseconds(20000), planner);
-  std::vector<std::future<Status>> ranks;
-  for (int rank = 0; rank < 3; ++rank) ranks.push_back(Join(exchange, rank));
-  for (auto& status : ranks) CHECK(Contains(status.get(), message));
-}
-
-void LateRanksFindTheError() {
-  const Exchange exchange = MakeExchange(2, 3, milliseconds(2000), kNothingToDo);
-  auto first = Join(exchange, 0), second = Join(exchange, 2);
-  CHECK(Contains(first.get(), "2/3 ranks arrived, ranks [0, 2] wait for missing ranks [1]"));
-  CHECK(Contains(second.get(), "missing ranks [1]"));
-  // Had it waited for a meeting of its own, the others would be missing.
-  CHECK(Contains(Join(exchange, 1).get(), "2/3 ranks arrived, ranks [0, 2] wait for missing"));
-}
-
-// Other groups and other calls of a failed execution fail too; other executions continue.
-void OneFailureFailsTheExecution() {
-  Exchange exchange = MakeExchange(6, 2, milliseconds(20000), kNothingToDo);
-  Exchange group = exchange, call = exchange, other = exchange;
-  group.key.group = 1;
-  call.key.call_site = 2;
-  other.key.run_id = 7;
-  exchange.planner = [](const auto&, WorkList*) { return Status::Invalid("no such plan"); };
-  auto in_group = Join(group, 0), in_call = Join(call, 1), in_other = Join(other, 0);
-  auto first = Join(exchange, 0), second = Join(exchange, 1), late = Join(group, 1);
-  for (auto* status : {&in_group, &in_call, &first, &second, &late}) {
-    CHECK(Contains(status->get(), "no such plan"));
-  }
-  CHECK(Join(other, 1).get().ok());
-  CHECK(in_other.get().ok());
-}
-
-void RanksThatCannotBe(int64_t run_id, int rank, const char* message) {
-  const Exchange exchange = MakeExchange(run_id, 3, milliseconds(20000), kNothingToDo);
-  auto waiting = Join(exchange, 0), wrong = Join(exchange, rank), late = Join(exchange, 1);
-  for (auto* status : {&waiting, &wrong, &late}) CHECK(Contains(status->get(), message));
-}
-
-// A rank that arrived with another operation is named, together with this operation.
-void RanksInAnotherCallAreNamed() {
-  Exchange dispatch = MakeExchange(8, 3, milliseconds(100), kNothingToDo);
-  Exchange combine = dispatch, in_other_group = dispatch, in_other_run = dispatch;
-  dispatch.op = "dispatch over axis 'cp'";
-  combine.op = "combine over axis 'cp'";
-  combine.deadline = in_other_group.deadline = in_other_run.deadline = milliseconds(20000);
-  combine.key.call_site = in_other_group.key.call_site = in_other_run.key.call_site = 2;
-  in_other_group.key.group = 1;
-  in_other_run.key.run_id = 9;
-  std::vector<std::future<Status>> ranks;
-  ranks.push_back(Join(combine, 1));
-  ranks.push_back(Join(in_other_group, 2));
-  auto unconcerned = Join(in_other_run, 2);
-  ranks.push_back(Join(dispatch, 0));
-  for (auto& status : ranks) {
-    const Status result = status.get();
-    CHECK(Contains(result, "missing ranks [1, 2]. Rank 1 waits in another call: combine over"));
-    CHECK(result.message.find("Rank 2") == std::string::npos);
-  }
-  Join(in_other_run, 0), Join(in_other_run, 1);
-  CHECK(unconcerned.get().ok());
-}
-
-// A rank that may not join fails the ranks that wait for it and those that come later.
-void ARefusedRankFailsTheExecution() {
-  const Exchange exchange = MakeExchange(13, 3, milliseconds(20000), kNothingToDo);
-  Exchange call = exchange;
-  call.key.call_site = 2;
-  auto waiting = Join(exchange, 0), in_call = Join(call, 2);
-  auto refused = Refuse(exchange, Status::Invalid("no such buffer"));
-  auto late = Join(exchange, 2), again = Refuse(call, Status::Invalid("no such buffer"));
-  for (auto* status : {&waiting, &in_call, &refused, &late, &again}) {
-    CHECK(Contains(status->get(), "no such buffer"));
-  }
-}
-
-// Tasks never wait for busy threads; idle threads are reused, and end when there is nothing to do.
-void ThePoolGrowsAndShrinks() {
-  constexpr int kTasks = 6;
-  static auto* pool = new CompletionPool(std::chrono::hours(1));  // its threads outlive this
-  std::map<std::thread::id, int> num_rounds;                      // by thread
-  std::mutex mutex;
-  const auto has_worked_again = [&] {
-    std::lock_guard<std::mutex> lock(mutex);
-    return std::any_of(num_rounds.begin(), num_rounds.end(),
-                       [](const auto& thread) { return thread.second > 1; });
-  };
-  while (!has_worked_again()) {
-    std::atomic<int> num_left{kTasks};
-    std::promise<void> all;
-    std::shared_future<void> everyone = all.get_future();
-    std::vector<std::promise<void>> done(kTasks);
-    for (auto& one : done) {
-      pool->Run([&] {
-        {
-          std::lock_guard<std::mutex> lock(mutex);
-          ++num_rounds[std::this_thread::get_id()];
-        }
-        if (--num_left == 0) all.set_value();
-        everyone.wait();
-        one.set_value();
-      });
-    }
-    for (auto& one : done) one.get_future().wait();
-  }
-  CHECK(pool->num_threads() >= kTasks);
-  static auto* small = new CompletionPool(milliseconds(10));
-  std::promise<void> done;
-  small->Run([&] { done.set_value(); });
-  done.get_future().wait();
-  while (small->num_threads() > 0) std::this_thread::sleep_for(milliseconds(1));
-}
-
-// First in a process, when the pool has no thread yet, and again when it has some.
-void CompletesWithoutNewThreads(int64_t run_id) {
-  InProcessTransport();
-  const Exchange exchange = MakeExchange(run_id, 4, milliseconds(20000), kNothingToDo);
-  refuse_threads = true;
-  std::vector<std::future<Status>> ranks;
-  for (int rank = 0; rank < 4; ++rank) ranks.push_back(Join(exchange, rank));
-  for (auto& status : ranks) CHECK(status.get().ok());
-  refuse_threads = false;
-}
-
 const Register kTests("test_transport", [](const Numbers&) {
-  if (kCanRefuseThreads) CompletesWithoutNewThreads(20);
-  CompletionsWaitForEachOther();
-  if (kCanRefuseThreads) CompletesWithoutNewThreads(21);
-  EveryRankGetsThePlannersError(
-      3, [](const auto&, WorkList*) { return Status::Invalid("no such plan"); }, "no such plan");
-  EveryRankGetsThePlannersError(
-      4, [](const auto&, WorkList*) -> Status { throw std::runtime_error("out of paper"); },
-      "out of paper");
-  LateRanksFindTheError();
-  OneFailureFailsTheExecution();
-  RanksInAnotherCallAreNamed();
-  ARefusedRankFailsTheExecution();
-  ThePoolGrowsAndShrinks();
-  RanksThatCannotBe(10, 0, "rank 0 arrived twice; ranks are 0..2");
-  RanksThatCannotBe(11, 3, "rank 3 arrived but ranks are 0..2");
-  RanksThatCannotBe(12, -1, "rank -1 arrived but ranks are 0..2");
   LoopsOfGroups(2, 1, 40);
   LoopsOfGroups(4, 2, 10);
   LoopsOfGroups(1, 3, 10);
