@@ -99,7 +99,7 @@ void EveryQueryIsComputedOnce(int seed) {
 }
 
 const Register kTests("test_move_queries", [](const Numbers& numbers) {
-  for (int seed = 0; seed < numbers.Get(0, 20); ++seed) EveryQueryIsComputedOnce(seed);
+  for (int seed = 0; seed < numbers.Get(0, 12); ++seed) EveryQueryIsComputedOnce(seed);
 });
 
 }  // namespace cpd::test_move_queries
