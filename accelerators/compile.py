@@ -21,8 +21,9 @@ os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no metadata server 
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no device is opened
 os.environ["JAX_PLATFORMS"] = "cpu"
 
-from programs import PROGRAMS, PROGRAMS_FOR_GPUS, PROGRAMS_FOR_TPUS, Shapes
+from programs import PROGRAMS, PROGRAMS_FOR_GPUS, PROGRAMS_FOR_TPUS
 from schedule import Program as Scheduled
+from shapes import Shapes
 from targets import TARGETS, Target, versions
 
 from jax_cp_dispatch._ranks import runtime

@@ -12,7 +12,7 @@ from flax.linen import partitioning
 from maxtext.configs import pyconfig  # pyright: ignore[reportMissingImports]
 from maxtext.trainers.pre_train import train, train_compile  # pyright: ignore[reportMissingImports]
 from maxtext.utils import maxtext_utils, sharding  # pyright: ignore[reportMissingImports]
-from programs import HEAD_SIZE, HEADS, KV_HEADS, TOKENS, Shapes
+from shapes import HEAD_SIZE, HEADS, KV_HEADS, TOKENS, Shapes
 
 from jax_cp_dispatch.adapters import maxtext_attention
 

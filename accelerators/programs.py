@@ -2,194 +2,102 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
+from programs_of_attention import (
+    Heads,
+    attention,
+    attention_of_a_rank,
+    balanced_plan,
+    balanced_with_a_plan,
+    local_attention,
+    local_attention_backward,
+    merge_partials,
+    on_three_axes,
+    planned_attention_of_a_rank,
+    ring_of_trees,
+)
+from shapes import HEAD_SIZE, HEADS, KV_HEADS, ROWS, TOKENS, Program, Shapes, on_ranks
 
 import jax_cp_dispatch as cpd
-from jax_cp_dispatch import masks, sequence
-
-TOKENS = 4096  # of a rank
-HEADS, KV_HEADS, HEAD_SIZE = 8, 4, 128
-ROWS = P(None, "cp")
-
-
-class Program(NamedTuple):
-    """A function of arrays, and their shapes with shardings."""
-
-    run: Callable[..., Any]
-    shapes: tuple[jax.ShapeDtypeStruct, ...]
-    argnums: tuple[int, ...]  # of the arrays with gradients
-
-    def trace(self) -> Any:
-        """Traces the result and the gradients of all floating-point arrays."""
-        if not self.argnums:
-            return jax.jit(self.run).trace(*self.shapes)
-
-        def loss(*arrays: Any) -> Any:
-            results = jax.tree.leaves(self.run(*arrays))
-            return sum((x.astype(jnp.float32) ** 2).sum() for x in results)
-
-        return jax.jit(jax.value_and_grad(loss, self.argnums)).trace(*self.shapes)
-
-
-class Shapes:
-    """The arrays of one rank's size, for a mesh of all devices.
-
-    Args:
-      devices: all of them.
-      data: devices over which batch rows are split, one row each.
-      tensor: devices over which heads are split.
-    """
-
-    def __init__(self, devices: list[Any], data: int = 1, tensor: int = 1):
-        self.devices, self.data, self.tensor = devices, data, tensor
-        shape, names = (data, -1, tensor), ("data", "cp", "tensor")
-        if data == tensor == 1:
-            shape, names = -1, ("cp",)
-        self.mesh = Mesh(np.array(devices).reshape(shape), names)
-        self.num_ranks = self.mesh.shape["cp"]
-        self.num_tokens = TOKENS * self.num_ranks
-        random = np.random.default_rng(0)
-        shares = random.dirichlet(np.full(12, 0.4), data)
-        self.lengths = [random.multinomial(self.num_tokens, row).tolist() for row in shares]
-
-    def array(self, shape: tuple[int, ...], dtype: Any, spec: P) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, spec))
-
-    def tokens(self, *rest: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
-        names = self.mesh.axis_names
-        axes = ("data", "cp", "tensor")[: 2 + len(rest)]
-        spec = P(*(name if name in names else None for name in axes))
-        return self.array((self.data, self.num_tokens, *rest), dtype, spec)
-
-    def on_one_device(self, *shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
-        device = jax.sharding.SingleDeviceSharding(self.devices[0])
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=device)
-
-    @property
-    def qkv(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        heads = max(HEADS, self.num_ranks)  # of which every rank can have a share
-        return tuple(self.tokens(n, HEAD_SIZE) for n in (heads, KV_HEADS, KV_HEADS))
-
-    @property
-    def ids(self) -> jax.ShapeDtypeStruct:
-        return self.tokens(dtype=jnp.int32)
-
-    @functools.cached_property
-    def placement(self) -> cpd.Placement:
-        return cpd.place_tokens(self.lengths, world_size=self.num_ranks)
-
-    @property
-    def plan(self) -> cpd.PlacedPlan:
-        """The plan of each group of ranks."""
-        if self.data == 1:
-            return self.placement.plan
-        place = functools.partial(cpd.place_tokens, world_size=self.num_ranks)
-        return cpd.stack_plans([place([row]).plan for row in self.lengths])
-
-    @property
-    def on_axis(self) -> dict[str, Any]:
-        options = {"mesh": self.mesh, "axis_name": "cp", "implementation": "xla"}
-        if "data" in self.mesh.axis_names:
-            options |= {"batch_axis": "data", "head_axis": "tensor"}
-        return options
-
-
-def attention(shapes: Shapes, algorithm: str) -> Program:
-    def run(q, k, v, ids):
-        options: dict[str, Any] = {"algorithm": algorithm, "segment_ids": ids}
-        if algorithm == "placed":
-            options["plan"] = shapes.plan
-        return cpd.context_parallel_attention(q, k, v, **options, **shapes.on_axis)
-
-    return Program(run, (*shapes.qkv, shapes.ids), (0, 1, 2))
-
-
-def on_three_axes(shapes: Shapes, algorithm: str) -> Program:
-    """Groups of ranks for the rows of a batch, and heads of several devices, as in training."""
-    data = 2 if len(shapes.devices) >= 8 else 1
-    return attention(Shapes(shapes.devices, data=data, tensor=2), algorithm)
-
-
-def ring_of_trees(shapes: Shapes) -> Program:
-    """A mask of arrays, whose keys have ranges of queries."""
-
-    def run(q, k, v, ids, subtree_end):
-        mask = masks.Ranges(jnp.zeros_like(ids), ids + 1, jnp.zeros_like(ids), subtree_end)
-        options: dict[str, Any] = {"algorithm": "ring", "mask": mask}
-        return cpd.context_parallel_attention(q, k, v, **options, **shapes.on_axis)
-
-    return Program(run, (*shapes.qkv, shapes.ids, shapes.ids), (0, 1, 2))
-
-
-def balanced_with_a_plan(shapes: Shapes) -> Program:
-    plan = cpd.plan_attention(lengths=shapes.lengths, world_size=shapes.num_ranks)
-    attend = functools.partial(
-        cpd.context_parallel_attention, algorithm="balanced", plan=plan, **shapes.on_axis
-    )
-    return Program(attend, shapes.qkv, (0, 1, 2))
-
-
-class Heads(NamedTuple):
-    queries: int = HEADS
-    keys: int = KV_HEADS
-    size: int = HEAD_SIZE
-    values: int = HEAD_SIZE
-
-
-_HEADS = Heads()
-
-
-def local_attention(
-    shapes: Shapes, num_tokens: int = TOKENS, heads: Heads = _HEADS, of_queries: bool = False
-) -> Program:
-    """Of one device; `of_queries`: keys have ranges of queries."""
-    like = functools.partial(shapes.on_one_device, 1, num_tokens)
-    kv = like(heads.keys, heads.size), like(heads.keys, heads.values)
-    ranges = (like(dtype=jnp.int32),) * (4 if of_queries else 2)
-
-    def run(q, k, v, *ranges):
-        names = ("kv_start", "kv_end", "q_start", "q_end")
-        return cpd.local_attention(q, k, v, **dict(zip(names, ranges, strict=False)))
-
-    return Program(run, (like(heads.queries, heads.size), *kv, *ranges), (0, 1, 2))
+from jax_cp_dispatch import metadata, scaling, sequence
 
 
 def _movement(shapes: Shapes) -> cpd.Metadata:
     return shapes.placement.plan.kv_metadata
 
 
-def _rows(shapes: Shapes, num_rows: int) -> jax.ShapeDtypeStruct:
-    return shapes.array((num_rows, KV_HEADS, HEAD_SIZE), jnp.bfloat16, P("cp"))
+def _rows(shapes: Shapes, num_rows: int, heads: int = KV_HEADS) -> jax.ShapeDtypeStruct:
+    return shapes.array((num_rows, heads, HEAD_SIZE), jnp.bfloat16, P("cp"))
 
 
-def _on_each_rank(shapes: Shapes, move: Callable[..., Any]) -> Callable[..., Any]:
+def _on_each_rank(shapes: Shapes, move: Callable[..., Any], *plans: cpd.Metadata) -> Any:
     """Calls a function of one rank's rows and metadata on every rank."""
-    specs = jax.tree.map(lambda _: P("cp"), _movement(shapes))
-    on_ranks = jax.shard_map(
-        move, mesh=shapes.mesh, in_specs=(P("cp"), specs), out_specs=P("cp"), check_vma=False
-    )
-    return lambda x: on_ranks(x, _movement(shapes))
+    run = on_ranks(shapes, move, P("cp"), P("cp"))
+    return lambda *rows: run(*rows, *plans)
 
 
-def dispatch(shapes: Shapes, *, on_ranks: bool, implementation: str = "xla") -> Program:
+def dispatch(shapes: Shapes, *, of_a_rank: bool, implementation: str = "xla") -> Program:
     options = {"capacity": shapes.placement.plan.kv_capacity, "axis_name": "cp"}
     move = functools.partial(cpd.dispatch, implementation=implementation, **options)
     run = lambda x: move(x, _movement(shapes), mesh=shapes.mesh)
     x = _rows(shapes, shapes.num_tokens)
-    return Program(_on_each_rank(shapes, move) if on_ranks else run, (x,), (0,))
+    each = _on_each_rank(shapes, move, _movement(shapes))
+    return Program(each if of_a_rank else run, (x,), (0,))
 
 
-def combine(shapes: Shapes, *, on_ranks: bool, implementation: str = "xla") -> Program:
+def combine(shapes: Shapes, *, of_a_rank: bool, implementation: str = "xla") -> Program:
     options = {"num_tokens": TOKENS, "axis_name": "cp"}
     move = functools.partial(cpd.combine, implementation=implementation, **options)
     run = lambda y: move(y, _movement(shapes), mesh=shapes.mesh)
     y = _rows(shapes, shapes.placement.plan.kv_capacity * shapes.num_ranks)
-    return Program(_on_each_rank(shapes, move) if on_ranks else run, (y,), (0,))
+    each = _on_each_rank(shapes, move, _movement(shapes))
+    return Program(each if of_a_rank else run, (y,), (0,))
+
+
+def dispatch_qkv(shapes: Shapes) -> Program:
+    plan = balanced_plan(shapes)
+    move = functools.partial(
+        cpd.dispatch_qkv,
+        **{"q_capacity": plan.q_capacity, "kv_capacity": plan.kv_capacity},
+        **{"axis_name": "cp", "implementation": "xla"},
+    )
+    rows = tuple(_rows(shapes, shapes.num_tokens, heads) for heads in (HEADS, KV_HEADS))
+    return Program(_on_each_rank(shapes, move, plan.q_metadata, plan.kv_metadata), rows, (0, 1))
+
+
+def combine_qkv(shapes: Shapes) -> Program:
+    plan = balanced_plan(shapes)
+    move = functools.partial(
+        cpd.combine_qkv,
+        **{"q_num_tokens": TOKENS, "kv_num_tokens": TOKENS},
+        **{"axis_name": "cp", "implementation": "xla"},
+    )
+    sizes = (plan.q_capacity, HEADS), (plan.kv_capacity, KV_HEADS)
+    rows = tuple(_rows(shapes, size * shapes.num_ranks, heads) for size, heads in sizes)
+    return Program(_on_each_rank(shapes, move, plan.q_metadata, plan.kv_metadata), rows, (0, 1))
+
+
+def ring_exchange(shapes: Shapes) -> Program:
+    move = functools.partial(cpd.ring_exchange, axis_name="cp", implementation="xla")
+    rows = _rows(shapes, shapes.num_tokens)
+    return Program(on_ranks(shapes, move, P("cp"), P("cp")), (rows,), (0,))
+
+
+def chunk_exchange(shapes: Shapes) -> Program:
+    """A chunk from each rank to each other one."""
+    ranks = np.arange(shapes.num_ranks)
+    sent = np.where(ranks == ranks[:, None], -1, (ranks - ranks[:, None] - 1) % len(ranks))
+    maps = sent.tolist(), sent.T.tolist()
+    move = lambda chunks: cpd.chunk_exchange(chunks, *maps, axis_name="cp", implementation="xla")
+    size = len(ranks) - 1, 128
+    split = lambda x: move(x.reshape(*size, *x.shape[1:])).reshape(x.shape)
+    rows = _rows(shapes, np.prod(size) * len(ranks))
+    return Program(on_ranks(shapes, split, P("cp"), P("cp")), (rows,), (0,))
 
 
 def plan_attention(shapes: Shapes) -> Program:
@@ -198,19 +106,31 @@ def plan_attention(shapes: Shapes) -> Program:
     return Program(run, (ids,), ())
 
 
+def metadata_of_shards(shapes: Shapes) -> Program:
+    """All plans of an exchange with 16 shards for each rank, of which keys go to 4 ranks."""
+    like = functools.partial(shapes.on_one_device, shapes.num_ranks, dtype=jnp.int32)
+    shards, replicas = like(16), like(16, 4)
+
+    def run(shard, num_seqs, to_query, query_rank):
+        sizes: dict[str, Any] = {"max_recv_seqs": 64}
+        keys = metadata.compute_metadata_kv(
+            to_query, query_rank, shard, shard, shard, shard, num_seqs, shard, **sizes
+        )
+        lengths = metadata.compute_attn_layout_seqlens(shard, shard, shard, **sizes)
+        return cpd.compute_metadata(shard, shard, **sizes), keys, lengths
+
+    return Program(run, (shards, like(), like(16, 4, 2), replicas), ())
+
+
 def all_gather_matmul_of_global_arrays(shapes: Shapes) -> Program:
     options = {"axis_name": "cp", "implementation": "xla", "mesh": shapes.mesh}
     one = all_gather_matmul(shapes)
     return one._replace(run=lambda x, w: cpd.all_gather_matmul(x, w, **options))
 
 
-def _on_ranks(shapes: Shapes, fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
-    return jax.shard_map(fn, mesh=shapes.mesh, in_specs=in_specs, out_specs=out_specs)
-
-
 def all_gather_matmul(shapes: Shapes, implementation: str = "xla") -> Program:
     fn = functools.partial(cpd.all_gather_matmul, axis_name="cp", implementation=implementation)
-    run = _on_ranks(shapes, lambda x, w: fn(x, w), (P("cp"), P(None, "cp")), P(None, "cp"))
+    run = on_ranks(shapes, lambda x, w: fn(x, w), (P("cp"), P(None, "cp")), P(None, "cp"))
     x = shapes.array((shapes.num_tokens, 1024), jnp.bfloat16, P("cp"))
     w = shapes.array((1024, 512 * shapes.num_ranks), jnp.bfloat16, P(None, "cp"))
     return Program(run, (x, w), (0, 1))
@@ -219,7 +139,7 @@ def all_gather_matmul(shapes: Shapes, implementation: str = "xla") -> Program:
 def matmul_reduce_scatter(shapes: Shapes, implementation: str = "xla") -> Program:
     options = {"axis_name": "cp", "implementation": implementation}
     fn = functools.partial(cpd.matmul_reduce_scatter, **options)
-    run = _on_ranks(shapes, lambda x, w: fn(x, w), (P(None, "cp"), P("cp")), P("cp"))
+    run = on_ranks(shapes, lambda x, w: fn(x, w), (P(None, "cp"), P("cp")), P("cp"))
     x = shapes.array((shapes.num_tokens, 512 * shapes.num_ranks), jnp.bfloat16, P(None, "cp"))
     w = shapes.array((512 * shapes.num_ranks, 1024), jnp.bfloat16, P("cp"))
     return Program(run, (x, w), (0, 1))
@@ -232,40 +152,84 @@ def gemm(shapes: Shapes, implementation: str = "xla") -> Program:
     return Program(run, (x, w, bias), (0, 1, 2))
 
 
+def gemm_of_8_bits(shapes: Shapes) -> Program:
+    """Of MXFP8; its scales also go through the order in which tensor cores read them, and back."""
+    mode = "MXFP8_1D_SCALING"
+
+    def scales(q):
+        padded = scaling.pad_scales(q.scale_inv, layout=q.layout)
+        swizzled = scaling.swizzle_scales(padded, layout=q.layout)
+        back = scaling.unswizzle_scales(swizzled, layout=q.layout)
+        back = scaling.unpad_scales(back, shape=q.scale_inv.shape)
+        return scaling.pad_scales(back, layout=q.layout)
+
+    def run(x, w):
+        x, w = scaling.quantize(x, mode), scaling.quantize(w, mode, layout="column")
+        options = {"lhs_scale_inv": scales(x), "rhs_scale_inv": scales(w), "scaling_mode": mode}
+        return cpd.gemm(x.data, w.data, implementation="xla", **options), scaling.dequantize(x)
+
+    return Program(run, tuple(shapes.on_one_device(*x) for x in ((TOKENS, 1024), (1024, 4096))), ())
+
+
 def grouped_gemm(shapes: Shapes) -> Program:
     x, w = (shapes.on_one_device(*shape) for shape in ((TOKENS, 1024), (8, 1024, 512)))
     sizes = shapes.on_one_device(8, dtype=jnp.int32)
     return Program(cpd.grouped_gemm, (x, w, sizes), (0, 1))
 
 
-def _layer(name: str, shapes: Shapes) -> Program:
+def _layer(shapes: Shapes, layer: Callable[..., Any]) -> Program:
     """A layer of `cpd.sequence` in placed order."""
-    plan, options = shapes.placement.plan, shapes.on_axis
     heads = shapes.tokens(HEADS, 64)
     gate = shapes.tokens(HEADS, dtype=jnp.float32)
     weights = shapes.array((4, 512), jnp.float32, P())
     features = shapes.tokens(512)
-    layer = functools.partial(getattr(sequence, name), plan=plan, **options)
     arrays = {
-        "shift": (features,),
-        "causal_conv": (features, weights),
-        "gated_delta_rule": (heads, heads, heads, gate, gate),
-        "linear_attention": (heads, heads, heads, gate),
-        "linear_recurrence": (features, features),
-    }[name]
-    if name == "shift":
+        sequence.shift: (features,),
+        sequence.causal_conv: (features, weights),
+        sequence.gated_delta_rule: (heads, heads, heads, gate, gate),
+        sequence.linear_attention: (heads, heads, heads, gate),
+        sequence.linear_recurrence: (features, features),
+    }[layer]
+    if layer is sequence.shift:
         layer = functools.partial(layer, offset=-1)
+    layer = functools.partial(layer, plan=shapes.placement.plan, **shapes.on_axis)
     return Program(lambda *x: layer(*x), arrays, tuple(range(len(arrays))))
 
 
-_LAYERS = ("shift", "causal_conv", "gated_delta_rule", "linear_attention", "linear_recurrence")
+def layer_on_pieces(shapes: Shapes) -> Program:
+    """A layer of a rank, whose documents are found first."""
+    options: dict[str, Any] = {"axis_name": "cp", "implementation": "xla"}
+
+    def run(x, ids):
+        pieces = sequence.document_pieces(ids, **options)
+        return sequence.linear_recurrence(x, x, plan=pieces, **options)
+
+    return Program(on_ranks(shapes, run, ROWS, ROWS), (shapes.tokens(512), shapes.ids), (0,))
+
+
+_LAYERS = (
+    *(sequence.shift, sequence.causal_conv, sequence.gated_delta_rule),
+    *(sequence.linear_attention, sequence.linear_recurrence),
+)
+_OF_A_RANK = (
+    *(cpd.ring_attention, cpd.zigzag_ring_attention, cpd.hamilton_attention),
+    cpd.ulysses_attention,
+)
+_PLANNED = {
+    cpd.balanced_attention: balanced_plan,
+    cpd.placed_attention: lambda shapes: shapes.plan,
+}
 PROGRAMS: dict[str, Callable[[Shapes], Program]] = {
     "ring": functools.partial(attention, algorithm="ring"),
     "placed": functools.partial(attention, algorithm="placed"),
-    "dispatch": functools.partial(dispatch, on_ranks=True),
-    "combine": functools.partial(combine, on_ranks=True),
-    "dispatch, global arrays": functools.partial(dispatch, on_ranks=False),
-    "combine, global arrays": functools.partial(combine, on_ranks=False),
+    "dispatch": functools.partial(dispatch, of_a_rank=True),
+    "combine": functools.partial(combine, of_a_rank=True),
+    "dispatch, global arrays": functools.partial(dispatch, of_a_rank=False),
+    "combine, global arrays": functools.partial(combine, of_a_rank=False),
+    "dispatch_qkv": dispatch_qkv,
+    "combine_qkv": combine_qkv,
+    "ring_exchange": ring_exchange,
+    "chunk_exchange": chunk_exchange,
     "zigzag": functools.partial(attention, algorithm="zigzag"),
     **{
         f"{name}, data and tensor axes": functools.partial(on_three_axes, algorithm=name)
@@ -277,18 +241,28 @@ PROGRAMS: dict[str, Callable[[Shapes], Program]] = {
     "balanced, planned inside": functools.partial(attention, algorithm="balanced"),
     "balanced, planned before": balanced_with_a_plan,
     "local_attention": local_attention,
+    "local_attention_backward": local_attention_backward,
+    "merge_partials": merge_partials,
     "plan_attention": plan_attention,
+    "metadata": metadata_of_shards,
     "all_gather_matmul": all_gather_matmul,
     "matmul_reduce_scatter": matmul_reduce_scatter,
     "gemm": gemm,
+    "gemm, MXFP8": gemm_of_8_bits,
     "grouped_gemm": grouped_gemm,
     "all_gather_matmul, global arrays": all_gather_matmul_of_global_arrays,
-    **{f"sequence.{name}": functools.partial(_layer, name) for name in _LAYERS},
+    **{f"sequence.{x.__name__}": functools.partial(_layer, layer=x) for x in _LAYERS},
+    "sequence.document_pieces": layer_on_pieces,
+    **{x.__name__: functools.partial(attention_of_a_rank, attend=x) for x in _OF_A_RANK},
+    **{
+        x.__name__: functools.partial(planned_attention_of_a_rank, attend=x, plan=plan)
+        for x, plan in _PLANNED.items()
+    },
 }
 # By this package's own kernels: custom calls.
 _OWN: dict[str, Callable[..., Program]] = {
-    "dispatch": functools.partial(dispatch, on_ranks=True),
-    "combine": functools.partial(combine, on_ranks=True),
+    "dispatch": functools.partial(dispatch, of_a_rank=True),
+    "combine": functools.partial(combine, of_a_rank=True),
     "gemm": gemm,
     "all_gather_matmul": all_gather_matmul,
     "matmul_reduce_scatter": matmul_reduce_scatter,
@@ -307,4 +281,18 @@ PROGRAMS_FOR_TPUS: dict[str, Callable[[Shapes], Program]] = {
     "local_attention, 64K tokens, 16 heads of 192 and 128 per KV head": functools.partial(
         local_attention, num_tokens=65536, heads=Heads(16, 1, 192)
     ),
+}
+# Public functions that are in no program. A module stands for all its functions.
+NOT_COMPILED: dict[str, tuple[str, ...]] = {
+    "computes on the host": (
+        *("buffers", "cost", "cycles", "available_implementations", "choose_algorithm"),
+        *("choose_comm_gemm", "document_lengths", "fit_placement_config", "fit_plan_config"),
+        *("needs_inside_jit", "shift_documents", "zigzag_permutation"),
+    ),
+    "needs the devices themselves": ("gpu", "initialize", "profiling"),
+    "calls functions that are compiled, for a layer of another library": (
+        *("equinox_attention", "flax_attention_fn", "maxtext_gemms"),
+    ),
+    "is part of compiled layers, with the caller's own function in them": ("recurrence",),
+    "makes random cases for tests": ("scenarios",),
 }

@@ -15,7 +15,10 @@ KINDS = (
 )
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%(\S+) = (.*?) ([a-z][a-z0-9-]*)\((.*)$")
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%(\S+) \(.*\{$")
-_CALLED = re.compile(r"(?:calls|body|to_apply|branch_computations=\{[^}]*?)=?%([\w.\-]+)")
+_CALLED = re.compile(
+    r"(?:calls|body|to_apply|(?:true|false|branch)_computations?)=(\{[^}]*\}|%[\w.\-]+)"
+)
+_NAME = re.compile(r"%([\w.\-]+)")
 _ARRAY = re.compile(r"(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
 # What the names of operations tell of the work: attention has named scopes.
 _WORK = {"attention": "cpd.attention", "product": "dot_general"}
@@ -100,7 +103,7 @@ class Program:
             return set()
         works = {work for work, scope in _WORK.items() if scope in step.rest}
         if depth:
-            for name in _CALLED.findall(step.rest):
+            for name in _NAME.findall(" ".join(_CALLED.findall(step.rest))):
                 for inner in self.computations.get(name, ()):
                     works |= self._work(inner, depth - 1)
         return works

@@ -1,9 +1,13 @@
 """The compilers without devices: what is read from a compiled program, and the page of results."""
 
+import ast
 import importlib
+import inspect
 import pathlib
 
 import pytest
+
+import jax_cp_dispatch as cpd
 
 FOLDER = pathlib.Path(__file__).parents[2] / "accelerators"
 
@@ -15,6 +19,10 @@ HloModule jit_f, is_scheduled=true
   ROOT %e = f32[8]{0} exponential(%p), metadata={op_name="jit(f)/cpd.attention/exp"}
 }
 
+%nothing.1 (n: f32[8]) -> f32[8] {
+  ROOT %n = f32[8]{0} parameter(0)
+}
+
 ENTRY %main (x: bf16[4,128]) -> bf16[4,128] {
   %x = bf16[4,128]{1,0} parameter(0)
   %start = (bf16[4,128]{1,0}, bf16[4,128]{1,0}, u32[]) collective-permute-start(%x), channel_id=1
@@ -22,6 +30,9 @@ ENTRY %main (x: bf16[4,128]) -> bf16[4,128] {
   %done = bf16[4,128]{1,0} collective-permute-done(%start)
   %second = (bf16[4,128]{1,0}, bf16[4,128]{1,0}, u32[]) collective-permute-start(%done)
   %ready = bf16[4,128]{1,0} collective-permute-done(%second)
+  %third = (bf16[4,128]{1,0}, bf16[4,128]{1,0}, u32[]) collective-permute-start(%ready)
+  %z = f32[8]{0} conditional(%i, %y, %y), branch_computations={%nothing.1, %attend.1}
+  %came = bf16[4,128]{1,0} collective-permute-done(%third)
   %gathered = bf16[16,128]{1,0} all-gather(%ready), dimensions={0}
   ROOT %r = bf16[4,128]{1,0} copy(%ready)
 }
@@ -36,11 +47,11 @@ def module(monkeypatch):
 
 def test_what_lies_between_the_parts_of_a_collective_overlaps_with_it(module):
     program = module("schedule").Program(PROGRAM)
-    assert program.collectives() == {"all-gather": 1, "collective-permute": 2}
+    assert program.collectives() == {"all-gather": 1, "collective-permute": 3}
     assert program.count("fusion") == 1
     row = 4 * 128 * 2
     assert program.overlap() == {
-        "collective-permute": {"bytes": 2 * row, "attention": row},
+        "collective-permute": {"bytes": 3 * row, "attention": 2 * row},
         "all-gather": {"bytes": 16 * 128 * 2},
     }
 
@@ -52,3 +63,24 @@ def test_the_page_shows_the_results(module):
 
 def test_recorded_gpu_calls_keep_their_order_by_default(module):
     module("targets").check_order_of_recorded_calls()
+
+
+def test_every_public_function_that_runs_on_devices_is_in_a_program(module):
+    """Named by a program, or by the list of those in none, and only by one of them."""
+    left_out = {name for group in module("programs").NOT_COMPILED.values() for name in group}
+    parts = {name: getattr(cpd, name) for name in cpd.__all__}
+    modules = {name: part for name, part in parts.items() if inspect.ismodule(part)}
+    names = set()
+    for path in FOLDER.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("cpd", *modules):
+                names.add(node.attr)
+            elif isinstance(node, ast.alias):
+                names.add(node.name)
+    functions = set()
+    for part in (cpd, *(part for name, part in modules.items() if name not in left_out)):
+        public = {name: getattr(part, name) for name in part.__all__}
+        functions |= {name for name, value in public.items() if inspect.isroutine(value)}
+    assert functions - names - left_out == set()
+    assert left_out - functions - modules.keys() == set()
+    assert left_out & functions & names == set()

@@ -1,0 +1,107 @@
+"""The programs that are compiled of attention: whole calls, and the functions of a rank."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from shapes import HEAD_SIZE, HEADS, KV_HEADS, ROWS, TOKENS, Program, Shapes, on_ranks
+
+import jax_cp_dispatch as cpd
+from jax_cp_dispatch import masks
+
+
+def attention(shapes: Shapes, algorithm: str) -> Program:
+    def run(q, k, v, ids):
+        options: dict[str, Any] = {"algorithm": algorithm, "segment_ids": ids}
+        if algorithm == "placed":
+            options["plan"] = shapes.plan
+        return cpd.context_parallel_attention(q, k, v, **options, **shapes.on_axis)
+
+    return Program(run, (*shapes.qkv, shapes.ids), (0, 1, 2))
+
+
+def on_three_axes(shapes: Shapes, algorithm: str) -> Program:
+    """Groups of ranks for the rows of a batch, and heads of several devices, as in training."""
+    data = 2 if len(shapes.devices) >= 8 else 1
+    return attention(Shapes(shapes.devices, data=data, tensor=2), algorithm)
+
+
+def ring_of_trees(shapes: Shapes) -> Program:
+    """A mask of arrays, whose keys have ranges of queries."""
+
+    def run(q, k, v, ids, subtree_end):
+        mask = masks.Ranges(jnp.zeros_like(ids), ids + 1, jnp.zeros_like(ids), subtree_end)
+        options: dict[str, Any] = {"algorithm": "ring", "mask": mask}
+        return cpd.context_parallel_attention(q, k, v, **options, **shapes.on_axis)
+
+    return Program(run, (*shapes.qkv, shapes.ids, shapes.ids), (0, 1, 2))
+
+
+def balanced_plan(shapes: Shapes) -> cpd.AttentionPlan:
+    return cpd.plan_attention(lengths=shapes.lengths, world_size=shapes.num_ranks)
+
+
+def balanced_with_a_plan(shapes: Shapes) -> Program:
+    attend = functools.partial(
+        cpd.context_parallel_attention,
+        algorithm="balanced",
+        plan=balanced_plan(shapes),
+        **shapes.on_axis,
+    )
+    return Program(attend, shapes.qkv, (0, 1, 2))
+
+
+def attention_of_a_rank(shapes: Shapes, attend: Callable[..., Any]) -> Program:
+    """A function that is called inside `shard_map`, of the rows of a rank."""
+    options = {"axis_name": "cp", "implementation": "xla"}
+    run = lambda q, k, v, ids: attend(q, k, v, segment_ids=ids, **options)
+    return Program(on_ranks(shapes, run, ROWS, ROWS), (*shapes.qkv, shapes.ids), (0, 1, 2))
+
+
+def planned_attention_of_a_rank(
+    shapes: Shapes, attend: Callable[..., Any], plan: Callable[..., Any]
+) -> Program:
+    options = {"axis_name": "cp", "implementation": "xla"}
+    run = on_ranks(shapes, functools.partial(attend, **options), (*(ROWS,) * 3, P("cp")), ROWS)
+    return Program(lambda *qkv: run(*qkv, plan(shapes)), shapes.qkv, (0, 1, 2))
+
+
+class Heads(NamedTuple):
+    queries: int = HEADS
+    keys: int = KV_HEADS
+    size: int = HEAD_SIZE
+    values: int = HEAD_SIZE
+
+
+_HEADS = Heads()
+
+
+def local_attention(
+    shapes: Shapes, num_tokens: int = TOKENS, heads: Heads = _HEADS, of_queries: bool = False
+) -> Program:
+    """Of one device; `of_queries`: keys have ranges of queries."""
+    like = functools.partial(shapes.on_one_device, 1, num_tokens)
+    kv = like(heads.keys, heads.size), like(heads.keys, heads.values)
+    ranges = (like(dtype=jnp.int32),) * (4 if of_queries else 2)
+
+    def run(q, k, v, *ranges):
+        names = ("kv_start", "kv_end", "q_start", "q_end")
+        return cpd.local_attention(q, k, v, **dict(zip(names, ranges, strict=False)))
+
+    return Program(run, (like(heads.queries, heads.size), *kv, *ranges), (0, 1, 2))
+
+
+def local_attention_backward(shapes: Shapes) -> Program:
+    like = functools.partial(shapes.on_one_device, 1)
+    q, kv = like(TOKENS, HEADS, HEAD_SIZE), like(TOKENS, KV_HEADS, HEAD_SIZE)
+    ids, lse = like(TOKENS, dtype=jnp.int32), like(HEADS, TOKENS, dtype=jnp.float32)
+    run = cpd.local_attention_backward
+    return Program(run, (q, kv, kv, ids, ids, q, lse, q), ())
+
+
+def merge_partials(shapes: Shapes) -> Program:
+    out = shapes.on_one_device(1, TOKENS, HEADS, HEAD_SIZE, dtype=jnp.float32)
+    lse = shapes.on_one_device(1, HEADS, TOKENS, dtype=jnp.float32)
+    return Program(cpd.merge_partials, (out, lse, out, lse), (0, 1, 2, 3))
