@@ -1,7 +1,8 @@
 """Movement by XLA's collectives alone: `implementation="xla"`, on every platform.
 
 Rows move by `ragged_all_to_all` where the caller allows it; see xla_ragged.py. Otherwise every rank
-gathers the rows of all ranks and selects from them. No error can be raised at run time: a plan that
+gathers the rows of all ranks and selects from them; for a combine of more than `MAX_GATHERED_BYTES`
+in turns, see xla_turns.py. No error can be raised at run time: a plan that
 the native handlers would reject fills the results of all ranks, floating-point ones with NaN,
 others with zeros.
 
@@ -21,6 +22,7 @@ from jaxtyping import Array, Int32, Shaped
 from jax_cp_dispatch._dispatch.exchange_operands import MetadataOperands
 from jax_cp_dispatch._dispatch.xla_plan import Plan, XlaRanks, find_sources, read_plan
 from jax_cp_dispatch._dispatch.xla_ragged import return_rows, send_rows
+from jax_cp_dispatch._dispatch.xla_turns import MAX_GATHERED_BYTES, gather_in_turns
 from jax_cp_dispatch._ranks.varying import vary_alike
 
 
@@ -100,12 +102,17 @@ def combine_with_xla(
     # since a plan in which ranges overlap there is not valid.
     num_named = 1 if is_named_once else plan.num_rows.shape[1]
     num_home = min(num_tokens * num_named * plan.dst_rank.shape[2], ranks.num_ranks * capacity)
+    num_bytes = ranks.num_ranks * sum(y.nbytes for y in bits)  # gathered
+    num_at_once = max(1, MAX_GATHERED_BYTES * capacity // max(1, num_bytes))
+    homes = begin = None
     if ranks.are_ragged(num_home, plan):
         homes, begin = return_rows(plan, ranks, bits, num_home=num_home)
-        held, dst_rank = [home[None] for home in homes], jnp.minimum(plan.dst_rank, 0)
-    else:
+    elif ranks.axis_names and num_at_once < capacity:
+        homes, begin = gather_in_turns(plan, ranks, bits, num_home, num_at_once)
+    if homes is None:
         held, dst_rank = [ranks.gather(y) for y in bits], plan.dst_rank
-        begin = None
+    else:
+        held, dst_rank = [home[None] for home in homes], jnp.minimum(plan.dst_rank, 0)
     sources = [_Sources(*each) for each in zip(held, dtypes_in, dtypes_out, strict=True)]
 
     def bring_home(rank):

@@ -70,6 +70,17 @@ class Plan(NamedTuple):
     received: Received
     is_valid: Bool[Array, ""]
 
+    @property
+    def num_moved(self) -> Int32[Array, "W S C"]:
+        """Rows of each replica; zero everywhere if the plan is invalid."""
+        return jnp.where((self.dst_rank >= 0) & self.is_valid, self.num_rows[..., None], 0)
+
+    @property
+    def begin_at_home(self) -> Int32[Array, "W S C"]:
+        """The first row of each replica where those of a rank's shards are in order."""
+        flat = self.num_moved.reshape(self.dst_rank.shape[0], -1)
+        return (lax.cumsum(flat, axis=1) - flat).reshape(self.dst_rank.shape)
+
 
 def read_plan(
     metadata: MetadataOperands,

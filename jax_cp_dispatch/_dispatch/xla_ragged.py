@@ -32,7 +32,7 @@ def send_rows(
     plan: Plan, ranks: XlaRanks, arrays: Sequence[Shaped[Array, "T ..."]], *, capacity: int
 ) -> list[Shaped[Array, "capacity ..."]]:
     """Returns this rank's receive buffers of a dispatch; rows that no rank writes are zero."""
-    num_rows, rank = _num_moved(plan), ranks.rank
+    num_rows, rank = plan.num_moved, ranks.rank
     first_row = jnp.broadcast_to(plan.src_row[..., None], num_rows.shape)
     num_ranks = plan.dst_rank.shape[0]
     everywhere = lambda x: jnp.broadcast_to(x[rank], (num_ranks, *x.shape[1:]))
@@ -55,10 +55,9 @@ def return_rows(
       The rows of all replicas of this rank's shards, by slots, then replicas; and where each
       replica begins.
     """
-    num_rows, rank = _num_moved(plan), ranks.rank
+    num_rows, rank = plan.num_moved, ranks.rank
+    home = plan.begin_at_home
     num_ranks = plan.dst_rank.shape[0]
-    flat = num_rows.reshape(num_ranks, -1)
-    home = (lax.cumsum(flat, axis=1) - flat).reshape(num_rows.shape)
     from_ = jnp.arange(num_ranks, dtype=jnp.int32)[:, None, None]
     updates = _Updates(
         begin=plan.dst_row,
@@ -82,8 +81,3 @@ def _exchange(
         x, out = vary_alike([x, jnp.zeros((num_rows, *x.shape[1:]), x.dtype)])
         results.append(lax.ragged_all_to_all(x, out, *flat, axis_name=axis_names))
     return results
-
-
-def _num_moved(plan: Plan) -> Int32[Array, "W S C"]:
-    """Returns the rows of each replica; zero everywhere if the plan is invalid."""
-    return jnp.where((plan.dst_rank >= 0) & plan.is_valid, plan.num_rows[..., None], 0)

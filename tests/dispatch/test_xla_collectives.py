@@ -13,6 +13,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 from movement_oracle import combined, dispatched, random_plan
 from on_mesh import AXIS, mesh_of, on_ranks
 
+from jax_cp_dispatch._dispatch import xla_collectives
 from jax_cp_dispatch._dispatch.exchange_operands import MetadataOperands
 from jax_cp_dispatch._dispatch.xla_collectives import combine_with_xla, dispatch_with_xla
 from jax_cp_dispatch._dispatch.xla_plan import XlaRanks
@@ -203,6 +204,25 @@ def test_metadata_may_have_64_bits():
         }
         for what, fields in invalid.items():
             assert all(np.isnan(out).all() for out in run(x, y, m._replace(**fields))), what
+
+
+@pytest.mark.parametrize("num_turns", [2, 5])
+def test_a_combine_of_many_bytes_gathers_in_turns(num_turns, monkeypatch):
+    """Of 192 rows per rank, which the turns divide, and do not."""
+    limit = -(-W * CAPACITY * 3 * 4 // num_turns)
+    monkeypatch.setattr(xla_collectives, "MAX_GATHERED_BYTES", limit)
+    gather, gathered = XlaRanks.gather, []
+    note = lambda self, x: gathered.append(x.size * W * 4) or gather(self, x)
+    monkeypatch.setattr(XlaRanks, "gather", note)
+    move_all_back = on_ranks(lambda y, m: move_back([y], m)[0], mesh_of(W))
+    for seed in range(4):
+        rng = np.random.default_rng(seed)
+        plan = random_plan(rng, W, S, T, C)
+        plan["src_offset"] = rng.integers(0, T - plan["seq_len"] + 1).astype(np.uint32)
+        y = random_rows(rng)[1]
+        got = move_all_back(y, operands(plan))
+        np.testing.assert_array_equal(got, combined(plan, y, T, np.float32))
+    assert limit / 2 < max(gathered) <= limit
 
 
 @pytest.mark.parametrize("has_src_offset", [False, True])
