@@ -1,17 +1,20 @@
 """Compares whole calls with dense attention: masks, algorithms, layouts, sinks and latents.
 
     python tests/stress/sweep_models.py --seed 3 --seconds 200
+    python tests/stress/sweep_models.py --tpu --seconds 600  # the kernels for TPUs, interpreted
 
 Draws calls of `context_parallel_attention` over 1, 3 or 8 ranks until the time is over: packed
-documents, any mask, placed or not, a sink, latent rows in place of keys, heads, `lse`. Each is
-compared, forward and backward, with the oracle. Exits with 1 if one differs or does not run.
+documents, any mask, placed or not, a sink, latent rows in place of keys, heads, a soft cap, `lse`.
+Each is compared, forward and backward, with the oracle. Exits with 1 if one differs or does not
+run, or if accesses of the interpreted kernels race.
 """
 
 import argparse
+import contextlib
 import pathlib
 import sys
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.extend(str(pathlib.Path(__file__).parents[1] / name) for name in ("oracles", "support"))
 
@@ -20,28 +23,63 @@ import jax.numpy as jnp
 import numpy as np
 from array_masks import KINDS, random_mask
 from attention_oracle import masked_attention, masked_attention_gradients
+from jax.experimental.pallas import tpu as pltpu
 from mask_oracle import batch_ranges, batch_visible, range_pairs
 from on_mesh import AXIS, mesh_of
 from packed_batches import pack
 from sweep_attention import MASKS, draw_mask
 
 import jax_cp_dispatch as cpd
+from jax_cp_dispatch.attention.local import api, tpu
+from jax_cp_dispatch.attention.rotating import attend
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
 
-NUM_RANKS, TOLERANCE, H, LATENT = (1, 3, 8), 2e-5, 8, 5
+TOLERANCE, LATENT = 2e-5, 5
 ALGORITHMS = ("balanced", "placed", "ring", "zigzag", "hamilton", "ulysses", "auto")
 WITH_LAYOUT = ("ring", "zigzag", "hamilton", "ulysses")
+
+
+class Sizes(NamedTuple):
+    """From which a call draws: ranks; heads (N, K); features (H, Hv); half the tokens of a rank."""
+
+    num_ranks: tuple[int, ...] = (1, 3, 8)
+    heads: tuple[tuple[int, int], ...] = ((1, 1), (2, 1), (4, 2), (3, 3))
+    features: tuple[tuple[int, int], ...] = ((8, 4),)
+    halves: tuple[int, int] = (2, 9)
+
+
+SIZES = Sizes()
+SIZES_ON_TPUS = Sizes(
+    num_ranks=(1, 2),
+    heads=((1, 1), (4, 2), (16, 1)),
+    features=((64, 64), (128, 128), (192, 128), (256, 256)),
+    halves=(2, 150),
+)
+
+
+@contextlib.contextmanager
+def tpu_kernels():
+    """Interprets the kernels for TPUs on CPU devices, from here on."""
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # the only place of `races`
+
+    passes = {"attend_blocks": tpu.attend, "gradients_of_blocks": tpu.gradients}
+    for module in (api, attend):  # before anything is traced
+        vars(module).update(passes)
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True)):
+        yield
+    races = interpret_pallas_call.races
+    assert races is not None and not races.races_found
 
 
 def expand(weights, rows):
     return tuple(jnp.einsum("rl,lnh->rnh", rows, weights[name]) for name in "kv")
 
 
-def dense(operands, allowed, cotangents):
+def dense(operands, allowed, cotangents, **options):
     """Returns out, lse and the gradients of all operands, in float64."""
     q, keys, sink = operands["q"], operands["keys"], operands["sink"]
     k, v = keys if "weights" not in operands else _project(keys, operands["weights"])
-    out, lse = masked_attention(q, k, v, allowed)
+    out, lse = masked_attention(q, k, v, allowed, **options)
     g, dlse = cotangents
     dlse = np.where(np.isfinite(lse), np.swapaxes(dlse, 1, 2), 0)
     share, results = np.ones(lse.shape), {}  # of keys, not of the sink
@@ -52,7 +90,7 @@ def dense(operands, allowed, cotangents):
         results["sink"] = (dlse * (1 - share) - moved).sum((0, 2))
         lse, dlse = np.where(share > 0, np.logaddexp(lse, sink[:, None]), lse), dlse * share + moved
     weight = np.swapaxes(share, 1, 2)[..., None]
-    dq, dk, dv = masked_attention_gradients(q, k, v, allowed, g * weight, dlse)
+    dq, dk, dv = masked_attention_gradients(q, k, v, allowed, g * weight, dlse, **options)
     results |= {"q": dq, "keys": (dk, dv)}
     if "weights" in operands:
         w = operands["weights"]
@@ -69,8 +107,9 @@ def _project(rows, weights):
     return tuple(np.einsum("btl,lnh->btnh", rows, weights[name]) for name in "kv")
 
 
-def draw_operands(rng, algorithm, num_ranks, shape):
-    N, K = ((1, 1), (2, 1), (4, 2), (3, 3))[rng.integers(4)]
+def draw_operands(rng, algorithm, num_ranks, shape, sizes):
+    N, K = sizes.heads[rng.integers(len(sizes.heads))]
+    H, Hv = sizes.features[rng.integers(len(sizes.features))]
     if algorithm == "ulysses":
         N, K = N * num_ranks, K * int(rng.choice([1, num_ranks]))
     draw = lambda *size: rng.normal(size=size)
@@ -79,10 +118,10 @@ def draw_operands(rng, algorithm, num_ranks, shape):
         operands["sink"] = 2 * draw(N)
     if rng.integers(2) and algorithm != "ulysses":
         operands["keys"] = draw(*shape, LATENT)
-        operands["weights"] = {"k": draw(LATENT, K, H) / 2, "v": draw(LATENT, K, 4)}
+        operands["weights"] = {"k": draw(LATENT, K, H) / 2, "v": draw(LATENT, K, Hv)}
     else:
-        operands["keys"] = draw(*shape, K, H), draw(*shape, K, 4)
-    return operands, (draw(*shape, N, 4), draw(*shape, N))
+        operands["keys"] = draw(*shape, K, H), draw(*shape, K, Hv)
+    return operands, (draw(*shape, N, Hv), draw(*shape, N))
 
 
 def draw_masks(rng, kind, ids):
@@ -94,18 +133,21 @@ def draw_masks(rng, kind, ids):
     return mask, batch_visible(ids, range_pairs(*batch_ranges(mask, ids)))
 
 
-def run(rng, algorithm, num_ranks, kind):
+def run(rng, sizes, algorithm, num_ranks, kind):
     """Returns the largest relative error of a random call."""
     layout = "contiguous"
     if algorithm in WITH_LAYOUT and rng.integers(2):
         layout = "zigzag"
     in_halves = layout == "zigzag" or algorithm == "placed"
-    T = 2 * num_ranks * int(rng.integers(2, 9)) + (0 if in_halves else int(rng.integers(2)))
+    T = 2 * num_ranks * int(rng.integers(*sizes.halves)) + (
+        0 if in_halves else int(rng.integers(2))
+    )
     ids, _ = pack(rng, int(rng.integers(1, 3)), T, max_length=max(2, int(rng.choice([8, T]))))
-    operands, cotangents = draw_operands(rng, algorithm, num_ranks, ids.shape)
+    operands, cotangents = draw_operands(rng, algorithm, num_ranks, ids.shape, sizes)
     mask, allowed = draw_masks(rng, kind, ids)
-    want = dense(operands, allowed, cotangents)
-    options: dict[str, Any] = {"algorithm": algorithm, "layout": layout}
+    cap = (None, 2.0)[rng.integers(2)]
+    want = dense(operands, allowed, cotangents, logit_soft_cap=cap)
+    options: dict[str, Any] = {"algorithm": algorithm, "layout": layout, "logit_soft_cap": cap}
     order = np.arange(T)
     there, back = (lambda x: x[:, order]), lambda x: np.asarray(x)[:, np.argsort(order)]
     mask_there = lambda x: jax.tree.map(there, x)
@@ -162,16 +204,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tpu", action="store_true")
     options = parser.parse_args()
-    start_cpu_devices(max(NUM_RANKS))
+    sizes = SIZES_ON_TPUS if options.tpu else SIZES
+    start_cpu_devices(max(sizes.num_ranks))
+    with tpu_kernels() if options.tpu else contextlib.nullcontext():
+        return sweep(sizes, options.seed, options.seconds)
+
+
+def sweep(sizes: Sizes, first_seed: int, seconds: float) -> int:
     begin, count, failures, worst = time.monotonic(), 0, 0, 0.0
-    cases = [(a, n, m) for a in ALGORITHMS for n in NUM_RANKS for m in MASKS]
-    order = np.random.default_rng(options.seed).permutation(len(cases))
-    while time.monotonic() - begin < options.seconds:
+    cases = [(a, n, m) for a in ALGORITHMS for n in sizes.num_ranks for m in MASKS]
+    order = np.random.default_rng(first_seed).permutation(len(cases))
+    while time.monotonic() - begin < seconds:
         case = cases[order[count % len(cases)]]
-        seed, count = (options.seed, count), count + 1
+        seed, count = (first_seed, count), count + 1
         try:
-            error = run(np.random.default_rng(seed), *case)
+            error = run(np.random.default_rng(seed), sizes, *case)
         except Exception as problem:
             error, text = np.inf, f"{type(problem).__name__}: {str(problem)[:400]}"
         else:
@@ -182,7 +231,7 @@ def main() -> int:
             print(f"{case}, seed {seed}: {text}", flush=True)
         if count % 20 == 0:
             jax.clear_caches()
-    print(f"{count} calls, {failures} failures, worst error {worst:.1e}, seed {options.seed}")
+    print(f"{count} calls, {failures} failures, worst error {worst:.1e}, seed {first_seed}")
     return 1 if failures else 0
 
 
