@@ -39,6 +39,10 @@ def tables(rows: list[Row]) -> str:
         lines += ["|---|---|---|"]
         rows_here = [found[program, target] for program in programs if (program, target) in found]
         lines += [_details(row) for row in rows_here if _is_detailed(row)]
+    lines += ["", "Programs with the kernels for TPUs:", ""]
+    for target in targets:
+        names = [name for name in programs if found.get((name, target), {}).get("kernels")]
+        lines += [f"- {target}: {'; '.join(names)}."] if names else []
     versions = {target: found[programs[0], target]["versions"] for target in targets}
     lines += ["", *_versions(versions)]
     return "\n".join(lines)
