@@ -202,10 +202,12 @@ def keys(rows=16, size=H, heads=2):
     return lambda *_: (jnp.zeros((rows, heads, size)), jnp.zeros((rows, heads, HV)))
 
 
+@pytest.mark.usefixtures("unchecked_types")
 @pytest.mark.parametrize(
     "given, error, says",
     [
         ({"v": Q, "expand": keys()}, TypeError, "got v with expand. Pass latent rows in place of"),
+        ({"expand": 3}, TypeError, "expand is of type int. Pass a function"),
         ({"k": Q}, TypeError, "v is missing. Pass k and v, or latent rows with expand="),
         ({"k": Q, "v": Q, "weights": ROWS}, TypeError, "got weights or weight_specs without exp"),
         ({"k": ROWS[:, :9], "expand": keys()}, ValueError, "shape \\[1, 9, 3\\], but q has B, T"),

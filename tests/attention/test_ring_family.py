@@ -186,11 +186,6 @@ ONE_LINK_TWICE = r"rows 0 and 1 of cycles both go from rank 0 to rank 1"
 @pytest.mark.parametrize(
     "algorithm, options, message",
     [
-        ("ring", {"layout": "spiral"}, "layout is 'spiral'; it needs to be one of 'contiguous'"),
-        ("zigzag", {"mask": "casual"}, "mask is 'casual'; it needs to be 'causal', 'full', or"),
-        ("ring", {"implementation": "smoke"}, "implementation is 'smoke'; it needs to be 'in_pr"),
-        ("ring", {"logit_soft_cap": 0.0}, "logit_soft_cap is 0.0, but must be > 0"),
-        ("hamilton", {"nodes": 2}, "nodes is 2 but there are 3 ranks; it needs to divide them"),
         ("hamilton", {"nodes": 0}, "nodes is 0 but there are 3 ranks"),
         ("hamilton", {"nodes": 3, "cycles": "direct"}, "got both nodes and cycles"),
         ("hamilton", {"cycles": "scenic"}, "cycles is 'scenic'; it needs to be rows of ranks"),

@@ -244,6 +244,11 @@ def test_shapes_of_communicating_products():
         match=r"lhs contracts its first dimensions; its chunks are rows, .* Transpose it",
     )
     refused(
+        lambda x, w: ENGINE(x, w, comm_overlap=gather),
+        *(ones(0, K), ones(K, N)),
+        match=r"gemm: got arrays of shapes \(0, 3\), \(3, 5\) with a buffer; each needs at least",
+    )
+    refused(
         lambda x, w: ENGINE(x, w, comm_overlap=scatter),
         *(ones(M - 2, K), ones(K, N)),
         match=r"6 rows of lhs are not a multiple of the 4 ranks\. Pad them, or use matmul_reduce_",

@@ -27,6 +27,11 @@ pytestmark = pytest.mark.usefixtures("unchecked_types")
          r"ng an independent GEMM\. Use CommOverlapMethod\.RING_EXCHANGE, or gemm\("),
         (SCATTER, {"method": "bulk"}, r"method is CommOverlapMethod\.BULK, .* Use CommOverlapMet"),
         (SCATTER, {"method": "pipeline", "num_splits": 0}, r"num_splits is 0; it needs to be an i"),
+        (SCATTER, {"method": "auto", "num_splits": 2}, r"got num_splits with method='auto', which"),
+        (SCATTER, {"method": "none", "num_splits": 2}, r"got num_splits with CommOverlapMethod\.NON"
+         r"E, which has no chunks\. Omit it"),
+        (SCATTER, {"num_splits": 2}, r"got num_splits with CommOverlapMethod\.RING_EXCHANGE; it is "
+         r"an option of CommOverlapMethod\.PIPELINE\. Omit it"),
         (SCATTER, {"rs_overlap_first_gemm": True}, r"got rs_overlap_first_gemm with CommOverlapMeth"
          r"od\.RING_EXCHANGE; it orders the chunks of CommOverlapMethod\.PIPELINE\. Omit it"),
         (GATHER, {"aggregate": True, "atomic": True}, r"got aggregate_ag with CommOverlapType\.AG, "

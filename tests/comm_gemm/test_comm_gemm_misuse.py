@@ -1,16 +1,11 @@
 """Unsupported operands and derivatives of GEMMs: errors name the function that was called."""
 
-import re
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jax_cp_dispatch import all_gather_matmul, gemm, grouped_gemm, matmul_reduce_scatter
-from jax_cp_dispatch.buffers import comm_overlap_buffer_bytes
-from jax_cp_dispatch.profiling import tune
 
 pytestmark = pytest.mark.usefixtures("unchecked_types")
 X, W, SIZES = jnp.ones((8, 4)), jnp.ones((4, 8)), jnp.array([3, 5])
@@ -38,12 +33,6 @@ PRODUCTS = {
     "gemm": gemm,
     "grouped_gemm": grouped,
 }
-
-
-def test_several_weights_are_a_tuple():
-    message = "^all_gather_matmul: w is a list of 2 arrays; pass several weights as a tuple"
-    with pytest.raises(TypeError, match=message):
-        gather(X, [W, W])
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
@@ -81,23 +70,6 @@ def test_unknown_dtypes(name):
     message = rf"^{name}: preferred_element_type is 'foo' for operands of float32; it needs to be"
     with pytest.raises(TypeError, match=message):
         PRODUCTS[name](X, W, preferred_element_type="foo")
-
-
-def test_other_arguments():
-    wrong: Any = {"dims": 3, "names": (("a",), 0), "mesh": "cp"}
-    state: Any = {"scaling_mode": "DELAYED_TENSOR_SCALING", "scaling_state": 3}
-    refused = [
-        (lambda: gather(X, W, **state), "all_gather_matmul: scaling_state is int; it needs to be"),
-        (lambda: gemm(X, W, contracting_dims=wrong["dims"]), "gemm: contracting_dims is 3; it nee"),
-        (lambda: gemm(X, W, contracting_dims=wrong["names"]), "gemm: contracting_dims is (("),
-        (lambda: comm_overlap_buffer_bytes("AG", "BULK", (8, 8), "float32", 4, foo=3),
-         "comm_overlap_buffer_bytes: got an unexpected keyword argument 'foo'"),
-        (lambda: tune([], mesh=wrong["mesh"], axis_name="tp"), "tune: mesh is 'cp'; it needs to b"),
-        (lambda: tune([], mesh=mesh(), axis_name="tp", dtype="foo"), "tune: dtype is 'foo'; it"),
-    ]  # fmt: skip
-    for call, message in refused:
-        with pytest.raises((TypeError, ValueError), match="^" + re.escape(message)):
-            call()
 
 
 def test_zero_features():

@@ -1,6 +1,7 @@
-"""Invalid calls of dispatch, combine and their buffers: each is rejected while it is traced.
+"""Invalid calls of dispatch and combine: each is rejected while it is traced.
 
-Errors in the values of a plan appear at run time: see test_dispatch_errors.py.
+Of buffers: test_buffer_registry.py. Errors in the values of a plan appear at run time: see
+test_dispatch_errors.py.
 """
 
 from typing import Any
@@ -98,6 +99,11 @@ CASES = [
     ("dispatch", lambda: dispatch(X[:, 0, 0]), "x holds a scalar; every array needs rows"),
     ("dispatch", lambda: dispatch((X, X[:, :4])), r"the arrays of x have \[6, 4\] rows"),
     ("dispatch", lambda: dispatch(X.astype(jnp.int4)), "x has dtype int4, less than a byte"),
+    (
+        "dispatch",
+        lambda: dispatch(jax.random.split(jax.random.key(0), (W, T))),
+        "x has dtype key.*; move its data, not the keys",
+    ),
     ("dispatch", lambda: dispatch(out=X), r"out holds .* but the result is float32\[24, 2\]"),
     ("dispatch", lambda: dispatch(out=1.0), r"out holds float32\[\] but the result is float32\["),
     ("combine", lambda: combine(X > 0), "cannot sum bool; it sums bfloat16"),
@@ -130,14 +136,6 @@ CASES = [
      "world_size=8 but axis 'cp' has 4 devices"),
     ("dispatch_qkv", lambda: dispatch_qkv_outside(PLAN.get_slice(0)),
      r"metadata.seq_len has shape \[2\]; it needs \[4, S\]"),
-    # Buffers.
-    ("dispatch", lambda: dispatch(capacity=None, buffer=77), "77.*create_dispatch_buffer"),
-    ("create_dispatch_buffer", lambda: cp.buffers.create_dispatch_buffer(capacity=-1),
-     "capacity is -1; it needs"),
-    ("create_dispatch_buffer", lambda: cp.buffers.create_dispatch_buffer(capacity=2**62),
-     "capacity is 4611686018427387904; it needs to be below"),
-    ("destroy_dispatch_buffer", lambda: cp.buffers.destroy_dispatch_buffer(2**40),
-     "no buffer 1099511627776.*Pass"),
 ]  # fmt: skip
 
 

@@ -1,5 +1,7 @@
 """Brute-force oracle of planning: NumPy loops over shards and tokens, without package code."""
 
+from typing import Any
+
 import numpy as np
 
 
@@ -161,3 +163,11 @@ def move(tensor, output, dst_rank, dst_offset, seq_len, src_offset=None):
 def assert_fields(metadata, expected):
     for name, want in expected.items():
         np.testing.assert_array_equal(np.asarray(getattr(metadata, name)), want, err_msg=name)
+
+
+def kv_arguments(seed=0, world_size=3, num_shards=5, num_replicas=4) -> tuple[Any, ...]:
+    """Arguments of `compute_metadata_kv`, of documents that span ranks."""
+    rng = np.random.default_rng(seed)
+    *rest, q_dispatch = spanning_documents(rng, world_size, num_shards, num_replicas)
+    num_seqs = last_used((rest[5] > 0) | (rest[1] >= 0).any(-1))
+    return (*rest, num_seqs, q_dispatch)

@@ -94,20 +94,3 @@ def test_received_rows_beyond_32_bits_are_rejected():
     needs = np.array([5, 2**31])
     with pytest.raises(ValueError, match="rank 1 would receive 2147483648 rows of keys, but row"):
         static_size(*sizes, needs, 8)
-
-
-@both
-@pytest.mark.parametrize(
-    "options, error, message",
-    [
-        ({"columns": 0}, ValueError, "columns is 0; it needs to be at least 1"),
-        ({"columns": 8.0}, TypeError, "columns is 8.0; it needs to be an integer"),
-        ({"rank": 1.0}, TypeError, "rank is 1.0; it needs to be an integer"),
-        ({"rank": True}, TypeError, "rank is True; it needs to be an integer"),
-        ({"config": None}, TypeError, "config is .*None.*; it needs to be "),
-        ({"config": {}}, TypeError, "config is .*; it needs to be "),
-    ],
-)
-def test_other_options_are_rejected(make, options, error, message, unchecked_types):
-    with pytest.raises(error, match=message):
-        make([3], world_size=2, **options)

@@ -223,6 +223,8 @@ def test_apply_and_restore():
     jax.tree.map(np.testing.assert_array_equal, placement.restore(placed), arrays)
     on_device = jax.jit(lambda x: placement.restore(placement.apply(x)))(arrays["tokens"])
     np.testing.assert_array_equal(on_device, arrays["tokens"])
+    no_features = np.zeros((2, columns, 0))
+    assert placement.restore(placement.apply(no_features)).shape == no_features.shape
 
 
 def test_the_order_is_read_only():

@@ -256,3 +256,14 @@ def test_a_plan_fits_what_it_needs(seed):
     said = re.findall(r"(\w+)=(\d+)", str(error.value).split("best balance needs")[1])
     enough: Any = {name: int(value) for name, value in said}
     assert PlacementConfig(**enough) == placement.needs
+
+
+def test_capacities_of_the_config_are_used():
+    lengths = [[600, 300, 100, 24]]
+    config = PlacementConfig(
+        kv_capacity=2000, max_transfers=32, max_pieces=16, max_cut_pieces=16, max_linked_pieces=99
+    )
+    plan = place_tokens(lengths, world_size=4, config=config).plan
+    assert plan.kv_capacity == 2000
+    assert plan.kv_metadata.dst_rank.shape == (4, 32)
+    assert plan.run_row.shape == (4, 16)

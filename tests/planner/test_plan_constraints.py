@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from any_mask import causal_mask
@@ -15,7 +14,7 @@ from hypothesis import given, strategies as st
 from planner_oracle import check_plan, fewest_bytes
 from properties import examples
 
-from jax_cp_dispatch import PlacementConfig, PlanConfig, plan_attention
+from jax_cp_dispatch import PlanConfig, plan_attention
 
 TOKENS = 65536
 PACKED = Path(__file__).parents[1] / "data" / "packed"
@@ -198,52 +197,6 @@ def test_the_backward_pass_weighs_keys_more():
     assert both.num_kv_tokens_moved < forward.num_kv_tokens_moved
 
 
-LENGTHS = [[600, 300, 100, 24]]
-
-
-@pytest.mark.parametrize("kind", [PlanConfig, PlacementConfig])
-@pytest.mark.parametrize("speeds", [("a", 1), 5, (), (1.0, 0.0), (1.0, float("nan")), (10**400,)])
-def test_speeds_are_positive_numbers(kind, speeds, unchecked_types):
-    said = re.escape(
-        f"{kind.__name__}: rank_speeds is {speeds!r}; it needs one positive number per"
-    )
-    with pytest.raises(ValueError, match=said):
-        kind(rank_speeds=speeds)
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (
-            {"kv_capacity": 599},
-            r"document 0 \(segment id 1 of batch row 0\) attends to 600 keys.*capacity>=600 or N",
-        ),
-        ({"q_capacity": 255}, r"1024 queries .* 4 ranks, .* at least 256 .* Pass q_capacity>=256"),
-        ({"kv_capacity": 600, "q_capacity": 256}, r"rank \d would receive \d+ rows of .* but "),
-        ({"rank_speeds": (1.0, 2.0)}, r"rank_speeds has 2 numbers but there are 4 ranks"),
-        ({"ranks_per_node": 3}, r"4 ranks cannot be divided into nodes of ranks_per_node=3"),
-    ],
-)
-def test_constraints_that_no_plan_keeps(options, message):
-    with pytest.raises(ValueError, match=message):
-        plan_attention(lengths=LENGTHS, world_size=4, config=PlanConfig(**options))
-
-
-@pytest.mark.parametrize("kind", [PlanConfig, PlacementConfig])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"block": 0},
-        {"rank_speeds": ()},
-        {"rank_speeds": (1.0, 0.0)},
-        {"ranks_per_node": 0},
-    ],
-)
-def test_constraints_out_of_their_domain_are_refused(kind, options):
-    with pytest.raises(ValueError, match=f"{kind.__name__}: {next(iter(options))} is "):
-        kind(**options)
-
-
 def test_an_error_has_the_needs_of_the_plan_with_the_best_balance():
     """Capacities that are raised one error at a time would end in a plan without balance."""
     lengths = [[6228, 62, 342, 66, 149, 652, 629, 64]]
@@ -261,16 +214,3 @@ def test_an_error_has_the_needs_of_the_plan_with_the_best_balance():
     )
     fallback = plan_attention(lengths=lengths, world_size=8, config=half, fallback="ring")
     np.testing.assert_array_equal(fallback.needs[0], free.needs[0])
-
-
-def test_lengths_passed_as_segment_ids_are_named(unchecked_types):
-    with pytest.raises(TypeError, match="document lengths as lengths="):
-        plan_attention([[600, 424]], world_size=4)  # pyright: ignore[reportArgumentType]
-
-
-def test_constraints_are_refused_inside_jit():
-    config = PlanConfig(rank_speeds=(1.0, 2.0), ranks_per_node=2)
-    with pytest.raises(ValueError, match="do not support rank_speeds, ranks_per_node of PlanCo"):
-        jax.eval_shape(
-            lambda x: plan_attention(x, world_size=2, config=config), np.ones((1, 8), np.int32)
-        )

@@ -1,4 +1,4 @@
-"""Invalid calls of attention and its schedules: each is rejected before anything moves."""
+"""Invalid calls of attention: each is rejected before anything moves."""
 
 from functools import partial
 from typing import Any, cast
@@ -63,7 +63,54 @@ CASES = [
     # Attention.
     ("context_parallel_attention", lambda: attend(algorithm="no"), "'no'; it needs to be one of"),
     ("context_parallel_attention", lambda: attend(axis_name="no"), "'no' but the mesh has axes"),
+    (
+        "context_parallel_attention",
+        lambda: attend(batch_axis="no"),
+        "batch_axis is 'no' but the mesh has axes",
+    ),
+    (
+        "context_parallel_attention",
+        lambda: attend(batch_axis=AXIS),
+        "a mesh axis can shard one dimension only",
+    ),
+    (
+        "context_parallel_attention",
+        lambda: attend(algorithm="zigzag", layout="zigzag", mesh=mesh_of(3)),
+        "T is 16 but mesh axis 'cp' has 3 devices, which must divide it",
+    ),
+    (
+        "context_parallel_attention",
+        lambda: attend(algorithm="balanced", layout="zigzag"),
+        "needs tokens in contiguous order; got layout='zigzag'. Choose another algorithm",
+    ),
+    (
+        "context_parallel_attention",
+        lambda: attend(algorithm=cp.Balanced),
+        r"it needs to be one of.*object with options: Balanced\(\), ",
+    ),
+    (
+        "context_parallel_attention",
+        lambda: jax.eval_shape(lambda ids: attend(algorithm="auto", segment_ids=ids), IDS),
+        "algorithm='auto' reads segment_ids on the host, but they are traced",
+    ),
     ("context_parallel_attention", lambda: attend(q=Q[0]), r"shapes \(16, 2, 8\).*they need"),
+    ("context_parallel_attention", lambda: attend(k=Q[:, ::2]), "with equal B and T"),
+    (
+        "context_parallel_attention",
+        lambda: attend(k=Q[:, :, [0, 1, 1]]),
+        "N must be a multiple of K",
+    ),
+    (
+        "context_parallel_attention",
+        lambda: attend(logit_soft_cap=-1.0),
+        "logit_soft_cap is -1.0, but must be > 0",
+    ),
+    (
+        "context_parallel_attention",
+        lambda: attend(implementation="a"),
+        "implementation is 'a'; it needs",
+    ),
+    ("context_parallel_attention", lambda: attend(mask="no"), "mask is 'no'; it needs to be"),
     (
         "context_parallel_attention",
         lambda: attend(segment_ids=IDS[:, :3]),
@@ -209,26 +256,16 @@ CASES = [
         lambda: on_heads(cp.hamilton_attention, nodes=3),
         "nodes is 3.*needs to",
     ),
-    ("local_attention", lambda: local(k=Q[:, :4, :, :3]), "4, 2, 3.*needs"),
     ("local_attention", lambda: local(start=RANGES.tolist()), "kv_start is of type list; it needs"),
     ("local_attention", lambda: local(block_q=True), "block_q is True, but must be an integer"),
-    ("local_attention", lambda: local(start=RANGES * 1.0), "dtype float.*Pass integers"),
-    ("local_attention", lambda: local(logit_soft_cap=-1.0), "soft_cap is -1.0, but must be > 0"),
     ("local_attention", lambda: local(scale="1"), "scale is '1', but must be a number"),
     ("local_attention", lambda: local_of([[1] * 4]), "segment_ids is of type list"),
     ("local_attention", lambda: local_of(IDS[:, :4] * 1.0), "segment_ids has dtype float64"),
     ("local_attention", lambda: local_of(IDS[:, :3]), r"\(1, 3\) but k has B, S = \(1, 4\)"),
-    ("zigzag_permutation", lambda: cp.zigzag_permutation(7, 2), "7 tokens.*Pad the sequence"),
     (
-        "hamiltonian_cycles",
-        lambda: cp.cycles.hamiltonian_cycles(0),
-        "n is 0; it needs to be at least 1",
-    ),
-    ("chunk_maps", lambda: cp.cycles.chunk_maps([[0, 1, 1]]), "not a permutation.*must visit each"),
-    (
-        "two_level_cycles",
-        lambda: cp.cycles.two_level_cycles(2, 0),
-        "u is 0; it needs to be at least 1",
+        "merge_partials",
+        lambda: cast(Any, cp.merge_partials)(Q, Q[..., 0], Q, Q[..., 0]),
+        r"lse \(1, 16, 2\).* do not match; with out \[B, T, N, Hv\] both lse must be \[B, N, T\]",
     ),
 ]
 

@@ -1,0 +1,80 @@
+"""Invalid masks: each is rejected where it is made."""
+
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from refusals import check_names, check_rejected
+
+from jax_cp_dispatch.masks import (
+    BlockCausal,
+    Blocks,
+    Chunked,
+    PrefixLM,
+    Ranges,
+    SharedPrefix,
+    SlidingWindow,
+    Tree,
+)
+
+pytestmark = pytest.mark.usefixtures("unchecked_types")
+
+INTS = np.zeros((2, 6), np.int32)
+
+# Name, call, and the message after "<operation>: ".
+CASES = [
+    ("SlidingWindow", lambda: SlidingWindow(0), "left is 0; it needs to be at least 1"),
+    ("SlidingWindow", lambda: SlidingWindow(3, -1), "right is -1.*at least 0"),
+    ("SlidingWindow", lambda: SlidingWindow(cast(Any, 2.5)), "left is 2.5; it needs to be an int"),
+    ("Chunked", lambda: Chunked(0), "size is 0; it needs to be at least 1"),
+    ("Chunked", lambda: Chunked(cast(Any, None)), "size is None; it needs to be an int"),
+    ("BlockCausal", lambda: BlockCausal(0), "size is 0; it needs to be at least 1"),
+    ("PrefixLM", lambda: PrefixLM(INTS), "in_prefix has dtype int32; .*booleans.*Pass"),
+    (
+        "PrefixLM",
+        lambda: PrefixLM(INTS[0] > 0),
+        r"in_prefix has shape \[6\]; it needs to be",
+    ),
+    ("Blocks", lambda: Blocks(INTS > 0), "block_ids has dtype bool; it needs to be integers"),
+    ("Blocks", lambda: Blocks(cast(Any, [[1]])), "block_ids is of type list.*numpy.asarray"),
+    (
+        "SharedPrefix",
+        lambda: SharedPrefix(INTS[..., None]),
+        r"completion_ids has shape \[2, 6, 1",
+    ),
+    (
+        "SharedPrefix",
+        lambda: SharedPrefix(np.array([[0, 1, 2, 1]])),
+        "completion 1 begins again at column 3",
+    ),
+    (
+        "Ranges",
+        lambda: Ranges(INTS, INTS[:1]),
+        r"k_end has shape \[1, 6\]; .*\[2, 6\], as",
+    ),
+    ("Ranges", lambda: Ranges(INTS, INTS, q_end=INTS > 0), "q_end has dtype bool"),
+    ("Tree", lambda: Tree(INTS, INTS[:1]), "span_ids has 2 batch rows and parents has 1"),
+    ("Tree", lambda: Tree(INTS, INTS[0]), r"parents has shape \[6\]; it needs to be \[B, T\]"),
+    ("Tree", lambda: Tree(INTS + 6, INTS - 1), r"span_ids\[0, 0\] is 6, but parents has 6 spans"),
+    ("Tree", lambda: Tree(INTS, INTS - 2), r"parents\[0, 0\] is -2"),
+    ("Tree", lambda: Tree(INTS, INTS), "batch row 0: span 0 is its own ancestor.*Pass -1"),
+    (
+        "Tree",
+        lambda: Tree(np.array([[0, 1, 0]]), np.array([[-1, 0]])),
+        "span 0 is not one run of tokens",
+    ),
+    (
+        "Tree",
+        lambda: Tree(np.array([[0, 1, 2, 3]]), np.array([[-1, -1, 0, 0]])),
+        "span 0 has descendants that do not follow it in one run.*depth-first",
+    ),
+]
+
+
+def test_the_list_is_of_public_functions():
+    check_names(CASES)
+
+
+@pytest.mark.parametrize("index", range(len(CASES)), ids=lambda i: f"{CASES[i][0]}-{i}")
+def test_rejected(index):
+    check_rejected(*CASES[index])

@@ -1,0 +1,116 @@
+"""Invalid calls of layers beside attention: each is rejected before anything is compiled."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from on_mesh import AXIS, mesh_of
+from refusals import check_names, check_rejected
+
+from jax_cp_dispatch import place_tokens, sequence
+
+pytestmark = pytest.mark.usefixtures("unchecked_types")
+
+TOKENS = np.zeros((1, 16, 4), np.float32)
+HEADS = np.zeros((1, 16, 2, 4), np.float32)
+INTEGERS = np.zeros((1, 16, 4), np.int32)
+GATES = np.zeros((1, 16, 2), np.float32)
+IDS = np.ones((1, 16), np.int32)
+KERNEL = SimpleNamespace(summary=len, apply=len, run=len)
+PLAN = place_tokens(segment_ids=IDS, world_size=1).plan
+OF_2, OF_3 = (place_tokens([[6 * n]], world_size=n).plan for n in (2, 3))
+
+
+def call(op: str, **given: Any):
+    return getattr(sequence, op)(**{"axis_name": AXIS, "mesh": mesh_of(1), **given})
+
+
+def shift(x: Any = TOKENS, **given: Any):
+    return call("shift", x=x, **{"offset": 1, **given})
+
+
+def conv(**given: Any):
+    return call("causal_conv", **{"x": TOKENS, "weight": np.zeros((3, 4), np.float32), **given})
+
+
+def delta(**given: Any):
+    heads = {"q": HEADS, "k": HEADS, "v": HEADS, "log_decay": GATES, "beta": GATES}
+    return call("gated_delta_rule", **{**heads, **given})
+
+
+def recur(**given: Any):
+    return call("recurrence", **{"inputs": TOKENS, "local": KERNEL, **given})
+
+
+# Name, call, and the message after "<operation>: ".
+CASES = [
+    ("shift", lambda: shift(offset=1.5), "offset is 1.5; it needs to be an int"),
+    ("shift", lambda: shift({}), "at least one such array"),
+    ("shift", lambda: shift(layout="striped"), "layout is 'striped'; it needs"),
+    (
+        "shift",
+        lambda: shift(layout="zigzag", mesh=mesh_of(3)),
+        "T is 16 but .* 3 devices, which must divide it with layout='zigzag'. Pad",
+    ),
+    ("shift", lambda: shift(plan=PLAN, layout="zigzag"), "got a plan and layout='zigzag'.* Omit"),
+    ("shift", lambda: shift(plan=PLAN, positions=IDS), "got a plan and positions without segment_"),
+    ("shift", lambda: shift(plan=OF_2), "plan is for world_size=2 but .* Place the tokens again"),
+    (
+        "shift",
+        lambda: shift(plan=OF_3, mesh=mesh_of(3)),
+        "T is 16 but .* 3 devices, which must divide it with a plan",
+    ),
+    (
+        "shift",
+        lambda: shift(plan=OF_2, mesh=mesh_of(2)),
+        "a rank holds 1 x 8 rows but the plan is for 1 x 6. Place the tokens of this batch",
+    ),
+    ("causal_conv", lambda: conv(weight=np.zeros((3, 5))), "weight for each tap"),
+    ("causal_conv", lambda: conv(bias=np.zeros(3)), "one value for each channel"),
+    ("causal_conv", lambda: conv(segment_ids=IDS[:, :8]), "segment_ids has shape"),
+    ("causal_conv", lambda: conv(segment_ids=IDS * 1.0), "needs to be integers"),
+    ("causal_conv", lambda: conv(segment_ids=[[1] * 16]), "segment_ids is of type list"),
+    ("causal_conv", lambda: conv(x=INTEGERS), "x has dtype int32; it needs to be floats"),
+    ("causal_conv", lambda: conv(plan="plan"), "plan is of type str; it needs"),
+    ("gated_delta_rule", lambda: delta(q=TOKENS), "Pass heads as axis 2"),
+    (
+        "gated_delta_rule",
+        lambda: delta(**dict.fromkeys("qk", np.zeros((1, 16, 3, 4), np.float32))),
+        "v has 2 heads but k has 3, which must divide them",
+    ),
+    ("gated_delta_rule", lambda: delta(v=INTEGERS), "v has dtype int32"),
+    ("gated_delta_rule", lambda: delta(beta=HEADS), "one number per head"),
+    ("gated_delta_rule", lambda: delta(log_decay=TOKENS), "per channel"),
+    (
+        "linear_recurrence",
+        lambda: call("linear_recurrence", x=INTEGERS, log_decay=TOKENS),
+        "x has dtype int32",
+    ),
+    (
+        "linear_recurrence",
+        lambda: call("linear_recurrence", x=TOKENS, log_decay=GATES),
+        "broadcast_to",
+    ),
+    ("recurrence", lambda: recur(local=None), "local is of type NoneType, without summary"),
+    ("recurrence", lambda: recur(inputs={}), "at least one such array"),
+    (
+        "shift_documents",
+        lambda: sequence.shift_documents(TOKENS, 1, segment_ids=IDS[0]),
+        r"segment_ids has shape \(16,\) but must be \[B, columns\]",
+    ),
+    (
+        "shift_documents",
+        lambda: sequence.shift_documents(TOKENS[:, :8], 1, segment_ids=IDS),
+        r"an array has shape \(1, 8, 4\) but segment_ids \(1, 16\)",
+    ),
+]
+
+
+def test_the_list_is_of_public_functions():
+    check_names(CASES)
+
+
+@pytest.mark.parametrize("index", range(len(CASES)), ids=lambda i: f"{CASES[i][0]}-{i}")
+def test_rejected(index):
+    check_rejected(*CASES[index])
