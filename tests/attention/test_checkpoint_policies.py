@@ -124,9 +124,10 @@ def test_what_runs_again(place, algorithm):
         row = table[policy]
         (column,) = (name for name in row if f"`{algorithm}`" in name)
         assert (str(exchanges), str(attention // steps)) == (row[column], row["attention"]), policy
-    program = gradient(place[algorithm], OFFLOADED, on_ranks)
-    kept = counts(program, *weights_and_tokens(), gathers=int(rotates))
-    assert kept == (exchanges, attention), "offloaded is as kept"
+    if place is GLOBAL and algorithm in ("placed", "ring"):  # JAX treats a name alike everywhere
+        program = gradient(place[algorithm], OFFLOADED)
+        kept = counts(program, *weights_and_tokens(), gathers=int(rotates))
+        assert kept == (exchanges, attention), "offloaded is as kept"
 
 
 def test_plan_of_a_layer_is_kept():

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from any_mask import any_mask
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from mask_oracle import batch_ranges, visible
 from packed_batches import pack
+from properties import examples
 
 from jax_cp_dispatch._ranks.runtime import native
 from jax_cp_dispatch.attention.attended import attended_tokens
@@ -21,7 +22,7 @@ from jax_cp_dispatch.masks.read import read_mask
 LARGE = 2**40
 
 
-@settings(max_examples=200, deadline=None)
+@examples(60)
 @given(data=st.data())
 def test_the_three_geometries_of_static_masks_are_the_definition(data):
     """For any queries of a document, and for tiles of queries and keys."""
@@ -42,7 +43,7 @@ def test_the_three_geometries_of_static_masks_are_the_definition(data):
     assert mask.num_keys(length) == seen.sum(1).max()
 
 
-@settings(max_examples=60, deadline=None)
+@examples(20)
 @given(mask=any_mask(30), seed=st.integers(0, 2**32 - 1))
 def test_ranges_of_packed_documents(mask, seed):
     """On the device, and in NumPy at any place: a document may start at any coordinate."""
