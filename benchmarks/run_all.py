@@ -1,8 +1,9 @@
 """Runs the benchmarks, each in its own process, and writes the tables: `./run bench`.
 
 Each `bench_NAME.py` writes `results/NAME.json`; nothing else does. Pass `NAME ...` to run only
-these. `--quick` tries everything in a few minutes: small sizes, one round, and results and tables
-in a separate folder, so committed ones do not change. Exits with 1 if a benchmark has failed.
+these. `--quick` tries everything in about 15 minutes on 2 cores: small sizes, one round, and
+results and tables in a separate folder, so committed ones do not change. Exits with 1 if a
+benchmark has failed.
 """
 
 import argparse

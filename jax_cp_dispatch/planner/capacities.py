@@ -4,16 +4,15 @@ import dataclasses
 
 import jax
 import jax.core
-import jax.numpy as jnp
 
-from jax_cp_dispatch._arguments import check_array, check_integer
+from jax_cp_dispatch._arguments import check_positive
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.read import check_mask_arrays, read_mask
 from jax_cp_dispatch.planner.block_grid import BlockGrid, document_starts
 from jax_cp_dispatch.planner.config import CAPACITIES, PlanConfig, check_config
-from jax_cp_dispatch.planner.documents import require_host
+from jax_cp_dispatch.planner.documents import check_columns, require_host
 from jax_cp_dispatch.planner.received import Capacities
-from jax_cp_dispatch.planner.segment_ids import Ids, read_documents
+from jax_cp_dispatch.planner.segment_ids import Ids, check_ids, read_documents
 from jax_cp_dispatch.planner.stages import assign, kv_transfers_bound, q_bound
 
 
@@ -69,30 +68,10 @@ def needs_inside_jit(
 def check_shapes(op: str, segment_ids, positions, world_size: int, config: PlanConfig) -> BlockGrid:
     """Checks types and shapes of a plan's arguments; returns the blocks of the batch."""
     check_config(op, config)
-    check_integer(op, "world_size", world_size)
-    arrays = {"segment_ids": segment_ids}
-    if positions is not None:
-        arrays["positions"] = positions
-    for name, x in arrays.items():
-        check_array(op, name, x)
-        if not jnp.issubdtype(x.dtype, jnp.integer):
-            raise TypeError(f"{op}: {name} has dtype {x.dtype}; it needs an integer dtype.")
-    if segment_ids.ndim != 2 or 0 in segment_ids.shape:
-        raise ValueError(
-            f"{op}: segment_ids has shape {segment_ids.shape} but must be [B, columns], "
-            "not empty. For a single packed row pass segment_ids[None]."
-        )
-    if positions is not None and positions.shape != segment_ids.shape:
-        raise ValueError(
-            f"{op}: positions has shape {positions.shape} but segment_ids has "
-            f"{segment_ids.shape}. Pass equal shapes, or positions=None."
-        )
+    check_positive(op, world_size=world_size)
+    check_ids(op, segment_ids, positions)
     batch, columns = segment_ids.shape
-    if world_size < 1 or columns % world_size:
-        raise ValueError(
-            f"{op}: {columns} columns cannot be split over world_size={world_size} "
-            "ranks. Pad the columns with segment 0 to a multiple of world_size >= 1."
-        )
+    check_columns(op, columns, world_size)
     if batch * columns >= 2**31:
         raise ValueError(
             f"{op}: {batch} x {columns} rows exceed 32-bit row numbers. "

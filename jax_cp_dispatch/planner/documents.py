@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Int, Int32
 
 from jax_cp_dispatch._arguments import check_positive, is_on_host
-from jax_cp_dispatch.planner.segment_ids import read_documents
+from jax_cp_dispatch.planner.segment_ids import check_ids, read_documents
 
 # Lengths of the documents of a batch row.
 Row: TypeAlias = Iterable[int | np.integer]
@@ -85,11 +85,7 @@ def documents_of(
         documents = from_lengths(op, lengths, columns, world_size)
     else:
         documents = from_segment_ids(op, segment_ids, positions)
-    if documents.columns % world_size:
-        raise ValueError(
-            f"{op}: {documents.columns} columns cannot be split over world_size={world_size} "
-            "ranks. Pad the columns with segment 0 to a multiple of world_size."
-        )
+    check_columns(op, documents.columns, world_size)
     _check_sizes(op, documents, world_size)
     return documents
 
@@ -119,20 +115,10 @@ def from_lengths(op: str, lengths: Any, columns: int | None, world_size: int) ->
 def from_segment_ids(op: str, segment_ids: Any, positions: Any) -> Documents:
     """Returns runs of one segment id, also split where positions do not increase; 0 is padding."""
     require_host(op, segment_ids=segment_ids, positions=positions)
-    given = ids = _integers(op, "segment_ids", segment_ids)
-    if ids.ndim != 2 or 0 in ids.shape:
-        raise ValueError(
-            f"{op}: segment_ids has shape {ids.shape} but must be [B, columns], not empty. For a "
-            "single packed row pass segment_ids[None]."
-        )
-    if positions is not None:
-        positions = _integers(op, "positions", positions)
-        if positions.shape != ids.shape:
-            raise ValueError(
-                f"{op}: positions has shape {positions.shape} but segment_ids has {ids.shape}. "
-                "Pass equal shapes, or positions=None."
-            )
-    ids, positions = read_documents(op, ids, positions)
+    given = np.asarray(segment_ids)
+    positions = None if positions is None else np.asarray(positions)
+    check_ids(op, given, positions)
+    ids, positions = read_documents(op, given, positions)
     new = np.ones(ids.shape, bool)
     new[:, 1:] = ids[:, 1:] != ids[:, :-1]
     if positions is not None:
@@ -157,6 +143,15 @@ def require_host(op: str, **arguments: Any) -> None:
                 f"{op}: {name} is spread over processes. Pass the whole array, as NumPy, on every "
                 "process."
             )
+
+
+def check_columns(op: str, columns: int, world_size: int) -> None:
+    """Requires columns that the ranks can share equally."""
+    if columns % world_size:
+        raise ValueError(
+            f"{op}: {columns} columns cannot be split over world_size={world_size} ranks. Pad the "
+            "columns with segment 0 to a multiple of world_size."
+        )
 
 
 def _check_sizes(op: str, documents: Documents, world_size: int) -> None:
@@ -219,10 +214,3 @@ def _row(op: str, b: int, given: Any) -> Int[np.ndarray, " D"]:
             f"positions have 32 bits. Pass documents of at most {_MOST_ROWS} tokens."
         )
     return row.astype(np.int64)
-
-
-def _integers(op: str, name: str, values: Any) -> np.ndarray:
-    values = np.asarray(values)
-    if not np.issubdtype(values.dtype, np.integer):
-        raise TypeError(f"{op}: {name} has dtype {values.dtype}; it needs an integer dtype.")
-    return values

@@ -14,10 +14,30 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Integer
 
-from jax_cp_dispatch._arguments import is_on_host
+from jax_cp_dispatch._arguments import check_array, is_on_host
 
 Ids = Integer[Array, "B T"] | Integer[np.ndarray, "B T"]
 _INT32 = np.iinfo(np.int32)
+
+
+def check_ids(op: str, segment_ids: Any, positions: Any) -> None:
+    """Requires integers of whole batch rows, of the same shape; positions may be None."""
+    for name, x in (("segment_ids", segment_ids), ("positions", positions)):
+        if x is None and name == "positions":
+            continue
+        check_array(op, name, x)
+        if not jnp.issubdtype(x.dtype, jnp.integer):
+            raise TypeError(f"{op}: {name} has dtype {x.dtype}; it needs an integer dtype.")
+    if segment_ids.ndim != 2 or 0 in segment_ids.shape:
+        raise ValueError(
+            f"{op}: segment_ids has shape {segment_ids.shape} but must be [B, columns], not empty. "
+            "For a single packed row pass segment_ids[None]."
+        )
+    if positions is not None and positions.shape != segment_ids.shape:
+        raise ValueError(
+            f"{op}: positions has shape {positions.shape} but segment_ids has "
+            f"{segment_ids.shape}. Pass equal shapes, or positions=None."
+        )
 
 
 def read_documents(

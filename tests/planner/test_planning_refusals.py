@@ -83,7 +83,7 @@ CASES = [
         lambda: plan(world_size=5),
         "96 columns cannot be split over world_size=5 ranks. Pad the columns",
     ),
-    ("plan_attention", lambda: plan(world_size=0), "world_size=0"),
+    ("plan_attention", lambda: plan(world_size=0), "world_size is 0"),
     ("plan_attention", lambda: plan(world_size=2.0), "world_size is 2.0; it needs to be an int"),
     ("plan_attention", lambda: plan(rank=4), r"rank is 4; it needs to be in \[0, 4\), or None"),
     ("plan_attention", lambda: plan(rank=True), "rank is True; it needs to be an integer"),
