@@ -308,5 +308,5 @@ def test_gpu_limits_match_the_sources():
     header = "".join(path.read_text() for path in (ROOT / "csrc" / "kernels").glob("*.h"))
     size = lambda name: re.findall(rf"\b{name} = (\d+)", header)[0]
     page = (ROOT / "docs" / "gpu.md").read_text()
-    ranks, plans, arrays = map(size, ("kMaxRanks", "kMaxParts", "kMaxArrays"))
+    ranks, plans, arrays = map(size, ("kMaxRanks", "kMaxOperandGroups", "kMaxArrays"))
     assert f"One call supports up to {ranks} ranks, {plans} plans and {arrays} arrays." in page
