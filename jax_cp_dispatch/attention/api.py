@@ -154,13 +154,13 @@ def context_parallel_attention(
     check_global(_OP, mesh=mesh, axis_name=axis_name, plan=plan)
     algorithm = read_algorithm(_OP, algorithm)
     operands, expansion = _read_operands(q, k, v, sink, (expand, weights, weight_specs))
-    check_rows(_OP, operands, segment_ids, positions)
     axes = find_axes(
         *(q, *operands.moved),
         caller=Caller(_OP, _ON_A_RANK.get(algorithm.name) or ", or ".join(_ON_A_RANK.values())),
         given=GivenAxes(mesh, axis_name, batch_axis, head_axis),
         covers_batch=plan is not None and not is_stack(plan),
     )
+    check_rows(_OP, operands, segment_ids, positions)
     if expansion is not None:
         check_specs(_OP, expansion, axes.heads)
     attention = AttentionOptions(
