@@ -27,6 +27,7 @@ from jax_cp_dispatch.attention.check_arguments import (
     read_mask_of_plan,
 )
 from jax_cp_dispatch.attention.latents import Expansion, check_specs, read_latents
+from jax_cp_dispatch.attention.local.check_operands import check_arrays
 from jax_cp_dispatch.attention.mesh_axes import Caller, GivenAxes, find_axes
 from jax_cp_dispatch.attention.operands import Operands
 from jax_cp_dispatch.attention.options import AttentionOptions
@@ -224,6 +225,7 @@ def _read_operands(q, k, v, sink, expanding) -> tuple[Operands, Expansion | None
             raise TypeError(f"{_OP}: v is missing. Pass k and v, or latent rows with expand=.")
         if any(x is not None for x in expanding):
             raise TypeError(f"{_OP}: got weights or weight_specs without expand. Pass it too.")
+        check_arrays(_OP, q=q, k=k, v=v)
         return Operands(q, k, v, sink), None
     if v is not None:
         raise TypeError(f"{_OP}: got v with expand. Pass latent rows in place of k, and no v.")
