@@ -130,4 +130,15 @@ def test_balancer_bounds_rows_for_any_costs(data):
     assert load.max() <= max(cost.sum((0, 2)).max(), load.mean() + cost.max())
 
 
+def test_the_last_step_respects_the_row_limit():
+    """Without room it moves nothing, as if the balance were good enough before it."""
+    rng, rows, moved = np.random.default_rng(0), jnp.full((1, 4, 6), 8, jnp.int32), 0
+    for _ in range(20):
+        cost = jnp.asarray(rng.integers(1, 100, rows.shape), jnp.int32)
+        before = _balance(cost, rows, row_limit=10**6, tolerance=9.0)
+        np.testing.assert_array_equal(_balance(cost, rows, row_limit=0, tolerance=0.01), before)
+        moved += (_balance(cost, rows, row_limit=10**6, tolerance=0.01) != before).sum()
+    assert moved > 0
+
+
 _balance = jax.jit(balance_blocks, static_argnames=("row_limit", "tolerance"))
