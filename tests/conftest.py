@@ -73,15 +73,17 @@ def full_optimization():
     jax.clear_caches()
 
 
-@pytest.fixture
-def operations_compiled_once(monkeypatch):
-    """Compiles an operation of a `jax.shard_map` without jit once.
+@pytest.fixture(scope="module")
+def operations_compiled_once():
+    """Compiles an operation of a `jax.shard_map` without jit once for all tests of a file.
 
     JAX makes a function of it, by which it finds the program, and forgets it after each call.
     """
     from jax._src import shard_map, util
 
-    monkeypatch.setattr(shard_map, "HashablePartial", functools.cache(util.HashablePartial))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shard_map, "HashablePartial", functools.cache(util.HashablePartial))
+        yield
 
 
 @pytest.fixture

@@ -43,6 +43,11 @@ def on_global_arrays(algorithm, q, k, v, ids):
     return context_parallel_attention(q, k, v, algorithm=algorithm, segment_ids=ids, **options)
 
 
+def drawn():
+    rng = np.random.default_rng()
+    return [rng.normal(size=(1, sum(LENGTHS), n, 8)).astype(np.float32) for n in (2, 1, 1)]
+
+
 # XLA compiles each operation by itself: each algorithm and each place once, not all pairs.
 # Gradients of placed attention take fewer operations than those of balanced attention, none others;
 # those over global arrays are tested with rings.
@@ -51,9 +56,7 @@ def on_global_arrays(algorithm, q, k, v, ids):
     [("balanced", on_each_rank, True), ("placed", on_global_arrays, False)],
 )
 def test_values_gradients_and_errors(algorithm, call, has_gradients):
-    rng = np.random.default_rng()
-    qkv = [rng.normal(size=(1, sum(LENGTHS), n, 8)).astype(np.float32) for n in (2, 1, 1)]
-    ids = CALLS[algorithm][2]
+    qkv, ids = drawn(), CALLS[algorithm][2]
 
     def loss(qkv):
         out = call(algorithm, *qkv, ids)
@@ -81,10 +84,10 @@ def test_gradients_of_rings():
 
 
 def test_ids_are_planned():
-    """Without a plan, on the host."""
-    q = np.random.default_rng().normal(size=(1, sum(LENGTHS), 1, 8)).astype(np.float32)
+    """Without a plan, on the host; the operations have the shapes of the tests above."""
+    q, k, v = drawn()
     options = {"mesh": mesh_of(W), "axis_name": AXIS, "segment_ids": IDS}
-    wanted = context_parallel_attention(q, q, q, algorithm="balanced", **options)
+    wanted = context_parallel_attention(q, k, v, algorithm="balanced", **options)
     with jax.disable_jit():
-        found = context_parallel_attention(q, q, q, algorithm="balanced", **options)
+        found = context_parallel_attention(q, k, v, algorithm="balanced", **options)
     np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5)
