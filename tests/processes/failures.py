@@ -33,7 +33,8 @@ from places import AXIS, T, check, draw, on_ranks, place, plan_of
 import jax_cp_dispatch as cp
 from jax_cp_dispatch._ranks.job import publish, read_published
 
-DEADLINE = 1.0
+DEADLINE = 2.0
+WAITED = f"|(waited {DEADLINE * 1000:.0f} ms for rank"
 
 # The expected message after the operation, by kind, with the victim's rank and process.
 EXPECTED = {
@@ -61,10 +62,12 @@ EXPECTED |= {
     "gemm shapes": rf"Expected rank {{rank}} in: {RING}.*8,5\].*{ANOTHER}{RING}.*8,6\]",
     "gemm method": rf"Expected rank {{rank}} in: {RING}.*{ANOTHER}{PIPELINE}",
     "gemm stop": EXPECTED["stop"]
-    + r"|(waited 1000 ms for rank {rank} of process {process} \(pid {pid}, stopped\), signal)"
+    + WAITED
+    + r" {rank} of process {process} \(pid {pid}, stopped\), signal)"
     r"|(process {process} \(pid {pid}, stopped\) the parts of ranks \[{rank}\] are not done)",
     "gemm kill": EXPECTED["kill"]
-    + r"|(waited 1000 ms for rank {rank} of process {process} \(pid {pid}, ended\), signal)",
+    + WAITED
+    + r" {rank} of process {process} \(pid {pid}, ended\), signal)",
     "ring late": EXPECTED["late"],
     "ring shapes": r"ring_attention over .*Expected rank {rank} in: .*\[1,1,16\].*"
     rf"{ANOTHER}.*\[1,1,8\]",
