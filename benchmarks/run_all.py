@@ -30,10 +30,13 @@ def last_time(name: str, results: pathlib.Path) -> float | None:
     return json.loads(path.read_text()).get("took_s") if path.exists() else None
 
 
-def run(name: str, results: pathlib.Path, *options: str, env: dict[str, str]) -> bool:
+def run(name: str, results: pathlib.Path, *options: str) -> bool:
     output = results / f"{name}.json"
     program = HERE / f"bench_{name}.py"
     command = [sys.executable, program, "--output", output, *options]
+    env = dict(os.environ)
+    if "--quick" in options:
+        env["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # compiling takes most of the time
     return subprocess.run(command, env=env).returncode == 0
 
 
@@ -49,9 +52,8 @@ def main() -> int:
     if unknown := sorted(set(arguments.names) - set(NAMES)):
         parser.error(f"no benchmark is called {', '.join(unknown)}; there are {', '.join(NAMES)}")
     names = arguments.names or NAMES
-    results, options, env = pages.RESULTS, [], dict(os.environ)
+    results, options = pages.RESULTS, []
     if arguments.quick:
-        env["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # compiling takes most of the time
         results = arguments.folder / "results"
         options = ["--quick", "--pictures", arguments.folder]
     results.mkdir(parents=True, exist_ok=True)
@@ -61,7 +63,7 @@ def main() -> int:
         expected = "" if before is None else f", {minutes(before)} last time"
         passed = f"{minutes(time.perf_counter() - began)} so far"
         print(f"== {number} of {len(names)}: {name}{expected} ({passed})", flush=True)
-        if not run(name, results, *map(str, options), env=env):
+        if not run(name, results, *map(str, options)):
             print(f"== {name} has failed", flush=True)
             failed.append(name)
     for path, text in pages.pages(results).items():
