@@ -22,9 +22,10 @@ _INT32 = np.iinfo(np.int32)
 
 def check_ids(op: str, segment_ids: Any, positions: Any) -> None:
     """Requires integers of whole batch rows, of the same shape; positions may be None."""
-    for name, x in (("segment_ids", segment_ids), ("positions", positions)):
-        if x is None and name == "positions":
-            continue
+    arrays = {"segment_ids": segment_ids}
+    if positions is not None:
+        arrays["positions"] = positions
+    for name, x in arrays.items():
         check_array(op, name, x)
         if not jnp.issubdtype(x.dtype, jnp.integer):
             raise TypeError(f"{op}: {name} has dtype {x.dtype}; it needs an integer dtype.")
