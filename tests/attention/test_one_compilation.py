@@ -240,7 +240,7 @@ def test_a_fallback_whose_rows_fit_fails_too(made, limit):
     "fallback, message",
     [
         ("dense", "fallback is 'dense'; it needs to be 'ring' or None"),
-        ("ring", r"kv_capacity, max_.* is None. Pass a config .* from fit_"),
+        ("ring", r"config has no .*kv_capacity, max_.*. Pass a config .* from fit_"),
     ],
 )
 def test_refusals(fallback, message):
