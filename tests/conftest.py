@@ -7,6 +7,7 @@ import functools
 import gc
 import importlib.util
 import os
+import tempfile
 
 import jaxlib.version
 
@@ -30,6 +31,13 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
     if jaxlib.version.__version_info__ < (0, 11):
         flags.append("--xla_cpu_use_fusion_emitters=false")
     os.environ.setdefault("XLA_FLAGS", " ".join(flags))
+# Workers, and programs that tests start, compile the same programs, most of them operations without
+# jit. The first process of the suite makes the cache, and removes it.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    cache = tempfile.TemporaryDirectory(prefix="compiled")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = cache.name
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 import jax  # noqa: E402
 import jaxtyping  # noqa: E402
@@ -91,7 +99,7 @@ def environment_of_a_user(monkeypatch):
     """Programs that the test starts compile as they do for a user."""
     for name in ("DISABLE_MOST_OPTIMIZATIONS", "TRACEBACK_IN_LOCATIONS_LIMIT"):
         monkeypatch.delenv(f"JAX_{name}", raising=False)
-    for name in ("PJRT_NPROC", "XLA_FLAGS"):
+    for name in ("PJRT_NPROC", "XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR"):
         monkeypatch.delenv(name, raising=False)
 
 

@@ -20,7 +20,7 @@ from jax_cp_dispatch.attention.program import GlobalOptions
 from jax_cp_dispatch.attention.rotating.layout import zigzag_permutation
 from jax_cp_dispatch.cost import Workload
 from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan
-from jax_cp_dispatch.planner.sizes import DoesNotFitError
+from jax_cp_dispatch.planner.static_size import DoesNotFitError
 
 
 def choose_for_call(

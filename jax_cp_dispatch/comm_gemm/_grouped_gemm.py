@@ -88,12 +88,7 @@ def grouped_gemm(
     check_operand_types(op, lhs, rhs, mode)
     read_flag(op, "use_split_accumulator", use_split_accumulator)
     check_implementation(op, implementation)
-    dims = tuple(contracting_dims[0]), tuple(contracting_dims[1])
-    if dims not in _FORMS:
-        raise ValueError(
-            f"{op}: contracting_dims is {contracting_dims!r}; it needs to be one of "
-            f"{', '.join(map(str, _FORMS))}. Transpose an operand."
-        )
+    dims = _read_dims(op, contracting_dims)
     contracts_rows, rhs_transposed = _FORMS[dims]
     _check_shapes(op, lhs, rhs, group_sizes, dims)
     call = GroupedCall(
@@ -119,6 +114,19 @@ def grouped_gemm(
         with reverse_mode_only(op):
             return gemm_of_groups(call, lhs, rhs, rest[0] if rest else None, group_sizes)
     return bind_grouped(call, lhs, rhs, bias, group_sizes, (lhs_scale_inv, rhs_scale_inv))
+
+
+def _read_dims(op: str, given: Any) -> Any:
+    try:
+        dims = tuple(map(tuple, given))
+        if dims in _FORMS:
+            return dims
+    except TypeError:
+        pass
+    raise ValueError(
+        f"{op}: contracting_dims is {given!r}; it needs to be one of "
+        f"{', '.join(map(str, _FORMS))}. Transpose an operand."
+    )
 
 
 def _check_shapes(op, lhs, rhs, group_sizes, dims) -> None:

@@ -46,7 +46,7 @@ class Tree(ArrayMask):
         if len(span_ids) != len(parents):
             raise ValueError(
                 f"Tree: span_ids has {len(span_ids)} batch rows and parents has {len(parents)}; "
-                "they need to be equal."
+                "Pass arrays with as many rows as the batch."
             )
         on_host = not is_traced(span_ids, parents)
         if on_host:

@@ -5,7 +5,7 @@ from typing import Any
 
 from jax_cp_dispatch._arguments import check_positive
 from jax_cp_dispatch.planner.request import PlanRequest
-from jax_cp_dispatch.planner.sizes import DoesNotFitError
+from jax_cp_dispatch.planner.static_size import DoesNotFitError
 
 
 def check_domains(config: Any, capacities: tuple[str, ...]) -> None:

@@ -22,7 +22,7 @@ from jax_cp_dispatch.planner.piece_table import PieceTable, Spans, lay_out
 from jax_cp_dispatch.planner.request import PlanRequest
 from jax_cp_dispatch.planner.row_ranges import row_ranges
 from jax_cp_dispatch.planner.runs import runs_of_pieces
-from jax_cp_dispatch.planner.sizes import DoesNotFitError, static_size
+from jax_cp_dispatch.planner.static_size import DoesNotFitError, static_size
 from jax_cp_dispatch.planner.transfers import (
     Transfers,
     list_transfers,

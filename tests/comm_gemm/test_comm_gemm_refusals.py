@@ -35,6 +35,11 @@ def gemm(**options: Any):
     return jax.eval_shape(lambda x, w: cp.gemm(x, w, **options), ROWS, ROWS.T)
 
 
+def grouped(rhs: Any = np.ones((2, 4, 3), np.float32), **options: Any):
+    sizes = np.array([5, 3], np.int32)
+    return jax.eval_shape(lambda x, w: cp.grouped_gemm(x, w, sizes, **options), ROWS, rhs)
+
+
 def tune_on(shapes: Any = (), **options: Any):
     return tune(shapes, **{"mesh": mesh(), "axis_name": "tp", **options})
 
@@ -62,6 +67,16 @@ CASES = [
     ),
     ("gemm", lambda: gemm(contracting_dims=3), "contracting_dims is 3; it nee"),
     ("gemm", lambda: gemm(contracting_dims=(("a",), 0)), r"contracting_dims is \(\("),
+    ("grouped_gemm", lambda: grouped(contracting_dims=3), "contracting_dims is 3; it needs"),
+    ("grouped_gemm", lambda: grouped(contracting_dims=((1,),)), "it needs to be one of"),
+    ("grouped_gemm", lambda: grouped(ROWS), "two and three dimensions"),
+    ("grouped_gemm", lambda: grouped(np.ones((3, 4, 3), "f")), "3 matrices but there are 2 groups"),
+    ("grouped_gemm", lambda: grouped(bias=np.ones(3)), r"bias has shape \(3,\); .*one row per"),
+    (
+        "grouped_gemm",
+        lambda: grouped(ROWS, contracting_dims=((0,), (0,)), bias=np.ones((2, 4))),
+        "got a bias where rows are contracted; .* Omit it",
+    ),
     (
         "comm_overlap_buffer_bytes",
         lambda: cp.buffers.comm_overlap_buffer_bytes(

@@ -27,7 +27,7 @@ from jax_cp_dispatch.attention.local.derivative_order import (
 )
 from jax_cp_dispatch.attention.local.options import LocalOptions
 from jax_cp_dispatch.attention.local.passes import attend_blocks, gradients_of_blocks
-from jax_cp_dispatch.attention.local.ranges import read_ranges
+from jax_cp_dispatch.attention.local.read_ranges import read_ranges
 from jax_cp_dispatch.attention.local.rows import from_rows
 from jax_cp_dispatch.attention.local.sink import add_sink, check_sink, sink_gradient
 from jax_cp_dispatch.attention.packed_mask import PackedMask

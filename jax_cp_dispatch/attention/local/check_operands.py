@@ -64,7 +64,8 @@ def check_documents(op: str, segment_ids: Any, positions: Any, shape: Any, token
             raise TypeError(f"{op}: {name} has dtype {x.dtype}; it needs to be integers.")
         if x.shape != shape:
             raise ValueError(
-                f"{op}: {name} has shape {x.shape} but {tokens} {shape}; they need to be equal."
+                f"{op}: {name} has shape {x.shape} but {tokens} {shape}. Pass one integer for "
+                "each token."
             )
 
 

@@ -14,7 +14,7 @@ from jax_cp_dispatch.planner.placement.plan import PlacedPlan
 from jax_cp_dispatch.planner.request import PlanRequest
 from jax_cp_dispatch.planner.row_ranges import row_ranges
 from jax_cp_dispatch.planner.runs import runs_of_pieces
-from jax_cp_dispatch.planner.sizes import static_size
+from jax_cp_dispatch.planner.static_size import static_size
 from jax_cp_dispatch.planner.transfers import (
     list_transfers,
     metadata_of,

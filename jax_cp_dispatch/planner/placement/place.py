@@ -25,8 +25,8 @@ from jax_cp_dispatch.planner.placement.placement import Placement
 from jax_cp_dispatch.planner.placement.plan import OF_ALL_MASKS, PlacedPlan
 from jax_cp_dispatch.planner.request import PlanRequest
 from jax_cp_dispatch.planner.seen_keys import seen_keys
-from jax_cp_dispatch.planner.sizes import DoesNotFitError
 from jax_cp_dispatch.planner.slices import check_rank, order_by_rank
+from jax_cp_dispatch.planner.static_size import DoesNotFitError
 
 _OP = "place_tokens"
 # A batch with each of the masks.

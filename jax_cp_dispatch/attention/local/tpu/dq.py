@@ -7,7 +7,7 @@ import functools
 import jax.numpy as jnp
 
 from jax_cp_dispatch.attention.local.options import PassOptions
-from jax_cp_dispatch.attention.local.tpu.call import Arrays, Kernel, call
+from jax_cp_dispatch.attention.local.tpu.kernel_call import Arrays, Kernel, call
 from jax_cp_dispatch.attention.local.tpu.layout import TpuBlocks, cut_queries, uncut_queries
 from jax_cp_dispatch.attention.local.tpu.scores import allowed, dot, gradients_of
 from jax_cp_dispatch.attention.local.tpu.visits import Visits

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax_cp_dispatch.attention.local.blocks import KeyRanges
 from jax_cp_dispatch.attention.local.forward import OnlineSoftmax
 from jax_cp_dispatch.attention.local.options import PassOptions
-from jax_cp_dispatch.attention.local.tpu.call import Arrays, Kernel, call
+from jax_cp_dispatch.attention.local.tpu.kernel_call import Arrays, Kernel, call
 from jax_cp_dispatch.attention.local.tpu.layout import cut, cut_queries, cut_rows, uncut_queries
 from jax_cp_dispatch.attention.local.tpu.scores import allowed, dot, logits_of
 from jax_cp_dispatch.attention.local.tpu.visits import find_visits
