@@ -20,6 +20,7 @@ pytestmark = pytest.mark.usefixtures("unchecked_types")
 SCALES: Any = np.ones((128, 4), np.uint8)
 SHAPE = cp.cost.CommGemmShape("all_gather_matmul", 8, 8, 8, 4, 4)
 ROWS = np.ones((8, 4), np.float32)
+MATRICES = np.ones((2, 4, 3), np.float32)
 
 
 def mesh():
@@ -35,7 +36,7 @@ def gemm(**options: Any):
     return jax.eval_shape(lambda x, w: cp.gemm(x, w, **options), ROWS, ROWS.T)
 
 
-def grouped(rhs: Any = np.ones((2, 4, 3), np.float32), **options: Any):
+def grouped(rhs: Any = MATRICES, **options: Any):
     sizes = np.array([5, 3], np.int32)
     return jax.eval_shape(lambda x, w: cp.grouped_gemm(x, w, sizes, **options), ROWS, rhs)
 

@@ -1,6 +1,5 @@
 """The plan command: numbers that agree with their sources."""
 
-import argparse
 import json
 import pathlib
 import re
@@ -8,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from plan_inputs import ROWS, ids_of, mask_arrays, write_inputs
+from plan_inputs import ROWS, ids_of, mask_arrays, run, write_inputs
 
 from jax_cp_dispatch import (
     PlacementConfig,
@@ -19,15 +18,8 @@ from jax_cp_dispatch import (
 )
 from jax_cp_dispatch.cost import HARDWARE
 from jax_cp_dispatch.masks import BlockCausal, Blocks, PrefixLM, Ranges, SharedPrefix, Tree
-from jax_cp_dispatch.plan_command.run import add_arguments, main
 
 ROOT = pathlib.Path(__file__).parents[2]
-
-
-def run(*arguments):
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    return main(parser.parse_args([str(x) for x in arguments]))
 
 
 @pytest.fixture

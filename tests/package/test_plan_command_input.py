@@ -1,25 +1,17 @@
 """What the plan command reads: every form of input, and helpful errors."""
 
-import argparse
 import pathlib
 import subprocess
 import sys
 
 import pytest
-from plan_inputs import ROWS, write_inputs
+from plan_inputs import ROWS, run, write_inputs
 
 from jax_cp_dispatch.__main__ import main as command
 from jax_cp_dispatch.plan_command.batch import fill_ranks
 from jax_cp_dispatch.plan_command.lengths import Lengths, read_lengths
-from jax_cp_dispatch.plan_command.run import add_arguments, main
 
 ROOT = pathlib.Path(__file__).parents[2]
-
-
-def run(*arguments):
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    return main(parser.parse_args([str(x) for x in arguments]))
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from hypothesis import given, strategies as st
 from placement_bounds import keys_if_fillers_were_free, keys_of_the_longest_document, least_keys
 from placement_oracle import check_placement, fewest_keys
 from properties import examples
+from random_lengths import UNIT, causal_pairs, cut, large_case
 
 from jax_cp_dispatch import PlacementConfig, place_tokens
 from jax_cp_dispatch.masks import Chunked, SlidingWindow
@@ -68,19 +69,14 @@ def test_place_tokens_of_any_batch(data):
     check_placement(placement, lengths, mask)
 
 
-UNIT = 64  # tokens; a placement may cut anywhere, the exact search only at multiples of this
-
-
 @pytest.mark.parametrize("seed", range(12))
 def test_near_the_optimum_of_small_cases(seed):
     """Within the limit if any placement is, with few more keys than the minimum."""
     rng = np.random.default_rng(seed)
     world_size = int(rng.integers(2, 4))
     total = world_size * int(rng.integers(3, 7 if world_size == 2 else 5))
-    num_cuts = int(rng.integers(0, 5))
-    cuts = np.sort(rng.choice(np.arange(1, total), num_cuts, replace=False))
-    lengths = UNIT * np.diff([0, *cuts, total])
-    mean = (lengths * (lengths + 1) / 2).sum() / world_size
+    lengths = UNIT * cut(rng, total, rng.integers(0, 5))
+    mean = causal_pairs(lengths) / world_size
     for tolerance in (0.01, 0.05, 0.25, 1.0):
         config = PlacementConfig(balance_tolerance=tolerance)
         placement = place_tokens([lengths], world_size=world_size, config=config)
@@ -98,10 +94,9 @@ def test_no_placement_of_small_cases_is_below_the_bounds(seed):
     world_size, share = ((2, 6), (3, 4), (2, 7), (3, 3))[seed % 4]
     total = world_size * share
     longest = int(rng.integers(share, total))
-    num_cuts = int(rng.integers(0, min(4, total - longest)))
-    cuts = np.sort(rng.choice(np.arange(1, total - longest), num_cuts, replace=False))
-    lengths = np.append(np.diff([0, *cuts, total - longest]), longest)
-    mean = (UNIT * lengths * (UNIT * lengths + 1) / 2).sum() / world_size
+    short = cut(rng, total - longest, rng.integers(0, min(4, total - longest)))
+    lengths = np.append(short, longest)
+    mean = causal_pairs(UNIT * lengths) / world_size
     for tolerance in (0.01, 0.05, 0.25):
         limit = (1 + tolerance) * mean
         needed = fewest_keys(lengths, world_size, limit, unit=UNIT)
@@ -274,14 +269,7 @@ sys.stdout.buffer.write(pickle.dumps((placement, batch)))
 def test_no_rank_is_above_the_tolerance(seed):
     """With some hundred tokens per rank, even if most of them are padding."""
     rng = np.random.default_rng(seed)
-    world_size, tokens = int(rng.integers(2, 33)), int(rng.integers(400, 4000))
-    left = int(world_size * tokens * rng.choice([1, 1, 0.9, 0.3]))
-    longest = int(rng.integers(1, left + 1))
-    lengths = []
-    while left > 0:
-        most = longest if rng.random() < 0.25 else max(longest // 50, 1)
-        lengths.append(min(int(rng.integers(1, most + 1)), left))
-        left -= lengths[-1]
+    world_size, tokens, lengths = large_case(rng)
     size, right = rng.integers(1, 2 * tokens, 2).tolist()
     kind = "none" if rng.random() < 0.6 else rng.choice(["window", "chunks"])
     limited = {"window": SlidingWindow(size, right * (seed % 2)), "chunks": Chunked(size)}

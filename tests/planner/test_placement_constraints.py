@@ -12,6 +12,7 @@ from any_mask import any_mask
 from hypothesis import given, strategies as st
 from placement_oracle import check_placement, documents_of, fewest_keys
 from properties import examples
+from random_lengths import UNIT, causal_pairs, small_case
 
 from jax_cp_dispatch import PlacementConfig, place_tokens
 
@@ -172,20 +173,14 @@ def test_fewer_keys_move_between_nodes(name, ranks):
     )
 
 
-UNIT = 64
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_near_the_optimum_with_speeds_and_nodes(seed):
     """Of small cases, against all placements that cut at units."""
     rng = np.random.default_rng(seed)
     nodes = seed % 2 == 0
-    world_size, share = (4, 2) if nodes else (3, 3)
-    total = world_size * share
-    cuts = np.sort(rng.choice(np.arange(1, total), int(rng.integers(0, 4)), replace=False))
-    lengths = UNIT * np.diff([0, *cuts, total])
-    speeds = np.ones(world_size) if nodes else rng.permutation([1.0, 1.5, 2.0])
-    work = (lengths * (lengths + 1) / 2).sum() * speeds / speeds.sum()
+    units, speeds = small_case(rng, nodes=nodes)
+    lengths, world_size = UNIT * units, len(speeds)
+    work = causal_pairs(lengths) * speeds / speeds.sum()
     for tolerance in (0.25, 1.0):
         config = PlacementConfig(
             balance_tolerance=tolerance,
@@ -196,7 +191,7 @@ def test_near_the_optimum_with_speeds_and_nodes(seed):
         pairs, moved = check_placement(placement, [lengths])
         limits = (1 + tolerance) * work
         nodes_of = np.arange(world_size) // 2 if nodes else None
-        needed = fewest_keys(lengths // UNIT, world_size, limits, unit=UNIT, nodes=nodes_of)
+        needed = fewest_keys(units, world_size, limits, unit=UNIT, nodes=nodes_of)
         if needed is None:
             continue
         assert (pairs <= limits + 1e-6 * work).all()

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from placement_oracle import check_placement, fewest_keys
+from random_lengths import UNIT, cut
 
 from jax_cp_dispatch import PlacementConfig, place_tokens, stack_plans
 from jax_cp_dispatch.masks import Chunked, SlidingWindow
@@ -64,17 +65,13 @@ def test_chunks_are_balanced(lengths, world_size, size):
     assert plan.num_kv_tokens_moved <= (size - 1) * cuts
 
 
-UNIT = 64
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_near_the_optimum_of_small_cases(seed):
     """Of full attention: within the limit if any placement is, with few more keys than needed."""
     rng = np.random.default_rng(seed)
     world_size = int(rng.integers(2, 4))
     total = world_size * int(rng.integers(3, 6 if world_size == 2 else 5))
-    cuts = np.sort(rng.choice(np.arange(1, total), int(rng.integers(0, 5)), replace=False))
-    lengths = UNIT * np.diff([0, *cuts, total])
+    lengths = UNIT * cut(rng, total, rng.integers(0, 5))
     mean = (lengths**2).sum() / world_size
     for tolerance in (0.05, 0.25, 1.0):
         config = PlacementConfig(balance_tolerance=tolerance)

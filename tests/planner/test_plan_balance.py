@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 from planner_oracle import check_plan, fewest_bytes
 from properties import examples
+from random_lengths import UNIT, causal_pairs, cut, large_case
 
 from jax_cp_dispatch import PlanConfig, plan_attention
 from jax_cp_dispatch.masks import BlockCausal, Chunked, Full, SlidingWindow
@@ -33,14 +34,7 @@ def keys_of_queries(mask, length):
 def test_no_rank_is_above_the_tolerance(seed):
     """With some hundred tokens per rank, also if most of them are padding."""
     rng = np.random.default_rng(seed)
-    world_size, tokens = int(rng.integers(2, 33)), int(rng.integers(400, 4000))
-    left = int(world_size * tokens * rng.choice([1, 1, 0.9, 0.3]))
-    longest = int(rng.integers(1, left + 1))
-    lengths = []
-    while left > 0:
-        most = longest if rng.random() < 0.25 else max(longest // 50, 1)
-        lengths.append(min(int(rng.integers(1, most + 1)), left))
-        left -= lengths[-1]
+    world_size, tokens, lengths = large_case(rng)
     size = int(rng.integers(1, 2 * tokens))
     mask = [
         *(None, None, SlidingWindow(size), Chunked(size)),
@@ -59,18 +53,14 @@ def test_no_rank_is_above_the_tolerance(seed):
     assert plan.pairs_after.sum(dtype=float) == pytest.approx(pairs, rel=1e-5)
 
 
-UNIT = 64  # tokens; the planner may cut anywhere, the exact search at multiples of these
-
-
 @pytest.mark.parametrize("seed", range(12))
 def test_near_the_optimum_of_small_cases(seed):
     """Never above the limit if some plan is below it, and few more bytes than the least."""
     rng = np.random.default_rng(seed)
     world_size = int(rng.integers(2, 4))
     total = world_size * int(rng.integers(3, 6 if world_size == 2 else 4))
-    cuts = np.sort(rng.choice(np.arange(1, total), int(rng.integers(0, 4)), replace=False))
-    lengths = np.diff([0, *cuts, total])
-    mean = (UNIT * lengths * (UNIT * lengths + 1) / 2).sum() / world_size
+    lengths = cut(rng, total, rng.integers(0, 4))
+    mean = causal_pairs(UNIT * lengths) / world_size
     for num_kv_heads, tolerance in itertools.product((8, 32), (0.05, 0.25)):
         config = PlanConfig(1, balance_tolerance=tolerance, num_kv_heads=num_kv_heads)
         plan = plan_attention(lengths=UNIT * lengths, world_size=world_size, config=config)

@@ -13,6 +13,7 @@ from any_mask import causal_mask
 from hypothesis import given, strategies as st
 from planner_oracle import check_plan, fewest_bytes
 from properties import examples
+from random_lengths import UNIT, causal_pairs, small_case
 
 from jax_cp_dispatch import PlanConfig, plan_attention
 
@@ -154,20 +155,14 @@ def test_fewer_bytes_between_nodes(name, ranks, part):
     assert sum(plan.num_tokens_moved_between_nodes(8)) == sum(counted)
 
 
-UNIT = 64
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_near_the_optimum_with_speeds_and_nodes(seed):
     """Of small cases, against all plans that cut at units."""
     rng = np.random.default_rng(seed)
     nodes = seed % 2 == 0
-    world_size, share = (4, 2) if nodes else (3, 3)
-    total = world_size * share
-    cuts = np.sort(rng.choice(np.arange(1, total), int(rng.integers(0, 4)), replace=False))
-    lengths = np.diff([0, *cuts, total])
-    speeds = np.ones(world_size) if nodes else rng.permutation([1.0, 1.5, 2.0])
-    work = (UNIT * lengths * (UNIT * lengths + 1) / 2).sum() * speeds / speeds.sum()
+    lengths, speeds = small_case(rng, nodes=nodes)
+    world_size = len(speeds)
+    work = causal_pairs(UNIT * lengths) * speeds / speeds.sum()
     for tolerance in (0.25, 1.0):
         config = PlanConfig(
             balance_tolerance=tolerance,

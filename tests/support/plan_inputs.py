@@ -1,10 +1,20 @@
 """Files that the plan command reads, and those that it refuses."""
 
+import argparse
 import json
 
 import numpy as np
 
+from jax_cp_dispatch.plan_command.run import add_arguments, main
+
 ROWS = [[700, 200], [50] * 18]
+
+
+def run(*arguments):
+    """Runs the command with these arguments."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return main(parser.parse_args([str(x) for x in arguments]))
 
 
 def write_inputs(folder):
