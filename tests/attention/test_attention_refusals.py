@@ -114,7 +114,7 @@ CASES = [
     (
         "context_parallel_attention",
         lambda: attend(segment_ids=IDS[:, :3]),
-        r"shape \(1, 3\) but q has.*need to",
+        r"shape \(1, 3\) but q has.*Pass one int",
     ),
     *(
         ("context_parallel_attention", call, says)
