@@ -34,7 +34,7 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
 # Workers, and programs that tests start, compile the same programs, most of them operations without
 # jit. The first process of the suite makes the cache, and removes it.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    cache = tempfile.TemporaryDirectory(prefix="compiled")
+    cache = tempfile.TemporaryDirectory(prefix="compiled", ignore_cleanup_errors=True)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = cache.name
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
