@@ -1,4 +1,4 @@
-"""Calls that `gemm` rejects at trace time, and buffers that do not match a call."""
+"""Calls that `gemm` rejects when it is traced, and buffers that do not match a call."""
 
 import re
 from functools import partial
@@ -212,6 +212,8 @@ def test_gemm_where_ranks_are_missing():
          r"contracting_dims of rhs are \(1, 0\)"),
         ((4, 3), (3, 5), {"bias": np.ones(4, np.float32)}, ValueError, r"bias has shape \(4,\); it "
          "needs 5 elements, one per column"),
+        ((4, 3), (3, 5), {"contracting_dims": 3}, ValueError, "contracting_dims is 3; it needs"),
+        ((4, 3), (3, 5), {"contracting_dims": (("a",), 0)}, ValueError, r"dims is \(\('a',\), 0\)"),
         ((), (3, 5), {}, ValueError, r"contracting_dims of lhs are \(-1,\) for shape \(\)"),
         ((4, 3), (3, 5), {"implementation": "cuda"}, ValueError, "implementation is 'cuda'; it"),
         ((4, 3), (3, 5), {"deadline": -1.0}, ValueError, "deadline is -1.0; it needs to be a posi"),

@@ -66,6 +66,15 @@ def test_options_of_layers(op, options, message):
     )
 
 
+def test_weights_in_a_list():
+    refused(
+        lambda x, w: GATHER(x, [w, w]),
+        *(ones(T, K), ones(K, N)),
+        error=TypeError,
+        match="all_gather_matmul: w is a list of 2 arrays; pass several weights as a tuple",
+    )
+
+
 def test_pairs_of_chunks_need_an_even_number_of_ranks():
     run = on_ranks(lambda x, w: GATHER(x, w, aggregate=True), mesh_of(3), jit=False)
     with pytest.raises(
@@ -163,6 +172,7 @@ DELAYED, MXFP8 = "DELAYED_TENSOR_SCALING", "MXFP8_1D_SCALING"
         ({"scaling_mode": DELAYED}, ValueError, r"got no scaling_state with ScalingMode\.DELAYED_TE"
          r"NSOR_SCALING; only DELAYED_TENSOR_SCALING uses the scales of earlier steps\. Begin with "
          r"MatmulScaling\.init\(\)"),
+        ({"scaling_mode": DELAYED, "scaling_state": 3}, TypeError, "scaling_state is int; it need"),
         ({"scaling_state": STATE}, ValueError, r"got a scaling_state with ScalingMode\.NO_SCALING; "
          r".*\. Omit it"),
         ({"scaling_state": STATE, "scaling_mode": MXFP8}, ValueError, "got a scaling_state with"),
