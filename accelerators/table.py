@@ -39,12 +39,7 @@ def tables(rows: list[Row]) -> str:
         lines += ["|---|---|---|"]
         rows_here = [found[program, target] for program in programs if (program, target) in found]
         lines += [_details(row) for row in rows_here if _is_detailed(row)]
-    lines += ["", "Programs with the kernels for TPUs:", ""]
-    for target in targets:
-        names = [name for name in programs if found.get((name, target), {}).get("kernels")]
-        lines += [f"- {target}: {'; '.join(names)}."] if names else []
-    versions = {target: found[programs[0], target]["versions"] for target in targets}
-    lines += ["", *_versions(versions)]
+    lines += ["", *_versions(rows)]
     return "\n".join(lines)
 
 
@@ -60,7 +55,12 @@ def _state(row: Row | None, reasons: list[str]) -> str:
 
 
 def _is_detailed(row: Row) -> bool:
-    """Whether a collective of this program could overlap, or its memory matters."""
+    """Whether a collective of this program could overlap, or its memory matters.
+
+    Not again of the function of a rank, such as `ring_attention`, that a program calls.
+    """
+    if row["program"].endswith("_attention"):
+        return False
     works = {work for moved in row.get("overlap", {}).values() for work in moved}
     return bool(works - {"bytes"}) or row["program"] in DETAILED_PROGRAMS
 
@@ -76,12 +76,17 @@ def _details(row: Row) -> str:
     return f"| {row['program']} | {row['temporary_MB']} MB | {'; '.join(moves) or '-'} |"
 
 
-def _versions(versions: dict[str, dict[str, str]]) -> list[str]:
-    texts: dict[str, list[str]] = {}
-    for target, named in versions.items():
+def _versions(rows: list[Row]) -> list[str]:
+    dates: dict[str, dict[str, set[str]]] = {}
+    for row in rows:
+        named = row["versions"]
         text = ", ".join(f"{name} {version}" for name, version in named.items() if name != "date")
-        texts.setdefault(f"{text}, {named['date']}", []).append(target)
-    return [f"{', '.join(targets)}: {text}." for text, targets in texts.items()]
+        dates.setdefault(text, {}).setdefault(named["date"], set()).add(row["target"])
+    lines = []
+    for text, by_date in dates.items():
+        where = ", ".join(name for name in TARGETS if any(name in x for x in by_date.values()))
+        lines.append(f"{where}: {text}; {' to '.join(sorted({min(by_date), max(by_date)}))}.")
+    return lines
 
 
 def page() -> str:

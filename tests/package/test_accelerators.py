@@ -3,6 +3,7 @@
 import ast
 import importlib
 import inspect
+import json
 import pathlib
 
 import pytest
@@ -59,6 +60,17 @@ def test_what_lies_between_the_parts_of_a_collective_overlaps_with_it(module):
 def test_the_page_shows_the_results(module):
     table = module("table")
     assert table.PAGE.read_text() == table.page(), "run python accelerators/table.py"
+
+
+def test_attention_has_its_kernels_on_every_tpu(module):
+    table, targets = module("table"), module("targets").TARGETS
+    programs = {name: set() for name, target in targets.items() if target.platform == "tpu"}
+    for row in json.loads(table.RESULTS.read_text())["rows"]:
+        if row.get("kernels"):
+            programs[row["target"]].add(row["program"])
+    attending = ("ring", "placed", "ulysses_attention", "ring, data and tensor axes")
+    for names in programs.values():
+        assert names == programs["TPU v5e 2x2"] and names.issuperset(attending)
 
 
 def test_recorded_gpu_calls_keep_their_order_by_default(module):
