@@ -20,7 +20,7 @@ def in_reverse_only(op: str, arrays: Sequence[Any]) -> list[Any]:
 
 def forbid_second_derivative(op: str, arrays: Sequence[Any]) -> list[Any]:
     """Returns the arrays for the rules of a derivative, which is not differentiable itself."""
-    return not_again_p.bind(*arrays, op=op)
+    return first_only_p.bind(*arrays, op=op)
 
 
 def _refuse_forward_mode(*_, op, **__):
@@ -38,7 +38,7 @@ def _refuse_second_derivative(*_, op, **__):
 
 
 reverse_only_p = Primitive("in_reverse_only")
-not_again_p = Primitive("forbid_second_derivative")
+first_only_p = Primitive("forbid_second_derivative")
 tangents_p = Primitive("tangents_to_transpose")
 
 
@@ -67,10 +67,10 @@ def _complete(primitive: Primitive) -> None:
     mlir.register_lowering(primitive, lambda ctx, *arrays, op: list(arrays))
 
 
-for _primitive in (reverse_only_p, not_again_p, tangents_p):
+for _primitive in (reverse_only_p, first_only_p, tangents_p):
     _complete(_primitive)
 ad.primitive_jvps[reverse_only_p] = _jvp
-ad.primitive_jvps[not_again_p] = _refuse_second_derivative
+ad.primitive_jvps[first_only_p] = _refuse_second_derivative
 tangents_p.def_impl(_refuse_forward_mode)
 mlir.register_lowering(tangents_p, _refuse_forward_mode)
 ad.primitive_jvps[tangents_p] = _refuse_second_derivative
