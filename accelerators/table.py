@@ -57,7 +57,7 @@ def _state(row: Row | None, reasons: list[str]) -> str:
 def _is_detailed(row: Row) -> bool:
     """Whether a collective of this program could overlap, or its memory matters.
 
-    Not again of the function of a rank, such as `ring_attention`, that a program calls.
+    Functions of a rank, such as `ring_attention`, need what the programs need that call them.
     """
     if row["program"].endswith("_attention"):
         return False
@@ -77,15 +77,16 @@ def _details(row: Row) -> str:
 
 
 def _versions(rows: list[Row]) -> list[str]:
-    dates: dict[str, dict[str, set[str]]] = {}
+    alike: dict[str, list[Row]] = {}
     for row in rows:
-        named = row["versions"]
-        text = ", ".join(f"{name} {version}" for name, version in named.items() if name != "date")
-        dates.setdefault(text, {}).setdefault(named["date"], set()).add(row["target"])
+        named = row["versions"].items()
+        text = ", ".join(f"{name} {version}" for name, version in named if name != "date")
+        alike.setdefault(text, []).append(row)
     lines = []
-    for text, by_date in dates.items():
-        where = ", ".join(name for name in TARGETS if any(name in x for x in by_date.values()))
-        lines.append(f"{where}: {text}; {' to '.join(sorted({min(by_date), max(by_date)}))}.")
+    for text, same in alike.items():
+        where = ", ".join(name for name in TARGETS if name in {row["target"] for row in same})
+        dates = sorted({row["versions"]["date"] for row in same})
+        lines.append(f"{where}: {text}; {' to '.join(dict.fromkeys((dates[0], dates[-1])))}.")
     return lines
 
 
