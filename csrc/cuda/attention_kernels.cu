@@ -6,10 +6,10 @@ namespace {
 
 using namespace kernels;  // NOLINT: this file is its other half
 
-extern __shared__ __align__(16) unsigned char block_memory[];
+extern __shared__ __align__(1024) unsigned char block_memory[];
 
 template <int H>
-__global__ void __launch_bounds__(kAttentionThreads)
+__global__ void __launch_bounds__(kAttentionThreads, kHasWarpgroups ? 3 : 1)
     AttendKernel(const __grid_constant__ AttendCall call) {
   AsyncCopies copies;
   Attend<H>(call, blockIdx.x, reinterpret_cast<AttendScratch<H>*>(block_memory), &copies);

@@ -14,8 +14,8 @@ struct AttendCall : AttentionOperands {
 
 template <int H>
 struct AttendScratch {
-  alignas(16) KeyStages<H> stages;
-  RowNumbers<kTile> rows;
+  KeyStages<H> stages;
+  RowNumbers rows;
 };
 
 // 16 queries. Logits are in units of log2; a finite first peak keeps rows without keys at 0.
@@ -50,64 +50,72 @@ struct AttendWarp {
 
   // Adds the tile of keys from `first_key` on; `rows`: of the block, of which the warp has those
   // from `of_warp` on.
-  CPD_DEVICE void Add(const RowNumbers<kTile>& rows, int of_warp, int first_key, float scale,
-                      const uint16_t* k, const uint16_t* v) {
+  CPD_DEVICE void Add(const RowNumbers& rows, int of_warp, int first_key, float scale,
+                      const Tile<H>& k, const Tile<H>& v) {
     Lanes<Sums> logits[kTile / 8];
-    CPD_UNROLL
-    for (int n = 0; n < kTile / 16; ++n) {
-      MultiplyTransposed<H>(logits + 2 * n, q, k + 16 * n * kPitch<H>);
-    }
+    Products([&] { MultiplyTransposed<kTile>(logits, q, k, 0); }, logits);
     Lanes<float> highest[2];
-    ForLanes([&](int lane) {
-      CPD_UNROLL
-      for (int r = 0; r < 2; ++r) {
-        const int row = of_warp + lane / 4 + 8 * r;
-        const int start = rows.start[row], end = rows.end[row];
-        float highest_here = peak[r][lane];
+    const auto scale_logits = [&](auto sees) {
+      ForLanes([&](int lane) {
         CPD_UNROLL
-        for (int n = 0; n < kTile / 8; ++n) {
+        for (int r = 0; r < 2; ++r) {
+          const int row = of_warp + lane / 4 + 8 * r;
+          const int start = rows.start[row], end = rows.end[row];
+          float highest_here = peak[r][lane];
           CPD_UNROLL
-          for (int i = 0; i < 2; ++i) {
-            const int key = first_key + 8 * n + ColumnOf(lane, i);
-            float& x = logits[n][lane].x[2 * r + i];
-            x = key >= start && key < end ? x * scale : -INFINITY;
-            highest_here = fmaxf(highest_here, x);
+          for (int n = 0; n < kTile / 8; ++n) {
+            CPD_UNROLL
+            for (int i = 0; i < 2; ++i) {
+              const int key = first_key + 8 * n + ColumnOf(lane, i);
+              float& x = logits[n][lane].x[2 * r + i];
+              x = sees(key, start, end) ? x * scale : -INFINITY;
+              highest_here = fmaxf(highest_here, x);
+            }
           }
+          highest[r][lane] = highest_here;
         }
-        highest[r][lane] = highest_here;
-      }
-    });
+      });
+    };
+    if (rows.SeeAll<kWarpRows>(of_warp, first_key, first_key + kTile)) {
+      scale_logits([](int, int, int) { return true; });
+    } else {
+      scale_logits([](int key, int start, int end) { return key >= start && key < end; });
+    }
     CPD_UNROLL
     for (int r = 0; r < 2; ++r) {
       OverRow(&highest[r], [](float x, float y) { return fmaxf(x, y); });
     }
+    Lanes<float> keep[2];
     ForLanes([&](int lane) {
       CPD_UNROLL
       for (int r = 0; r < 2; ++r) {
-        const float keep = exp2f(peak[r][lane] - highest[r][lane]);
+        keep[r][lane] = Exp2(peak[r][lane] - highest[r][lane]);
         peak[r][lane] = highest[r][lane];
-        float sum = total[r][lane] * keep;
+        float sum = total[r][lane] * keep[r][lane];
         CPD_UNROLL
         for (int n = 0; n < kTile / 8; ++n) {
           CPD_UNROLL
           for (int i = 2 * r; i < 2 * r + 2; ++i) {
             float& x = logits[n][lane].x[i];
-            x = exp2f(x - peak[r][lane]);
+            x = Exp2(x - peak[r][lane]);
             sum += x;
           }
         }
         total[r][lane] = sum;
-        CPD_UNROLL
-        for (int n = 0; n < H / 8; ++n) {
-          acc[n][lane].x[2 * r] *= keep;
-          acc[n][lane].x[2 * r + 1] *= keep;
-        }
       }
     });
-    CPD_UNROLL
-    for (int n = 0; n < kTile / 16; ++n) {
-      AddProduct<H>(acc, logits + 2 * n, v + 16 * n * kPitch<H>);
+    if (LanesWhere([&](int lane) { return keep[0][lane] != 1 || keep[1][lane] != 1; })) {
+      ForLanes([&](int lane) {
+        CPD_UNROLL
+        for (int n = 0; n < H / 8; ++n) {
+          CPD_UNROLL
+          for (int i = 0; i < 4; ++i) acc[n][lane].x[i] *= keep[i / 2][lane];
+        }
+      });
     }
+    Lanes<Four> p[kTile / 16];
+    Round(p, logits);
+    Products([&] { AddProduct(acc, p, v, 0); }, acc);
   }
 
   CPD_DEVICE void End(const AttendCall& call, int64_t first, int num_rows) {
@@ -133,7 +141,7 @@ CPD_DEVICE void Attend(const AttendCall& call, int64_t index, AttendScratch<H>* 
   const int num_tiles = NumTiles(call.num_rows);
   const int64_t matrix = index / num_tiles;
   const int first = static_cast<int>(index % num_tiles) * kTile;
-  RowNumbers<kTile>& rows = scratch->rows;
+  RowNumbers& rows = scratch->rows;
   rows.Copy(copies, call, matrix, first, nullptr, nullptr);
   copies->Commit();
   const auto of_warp = [&](int at, auto f) {
@@ -146,7 +154,7 @@ CPD_DEVICE void Attend(const AttendCall& call, int64_t index, AttendScratch<H>* 
   copies->Wait(0);
   SyncAttention();
   ForTilesOfKeys<H>(call, matrix, rows, &scratch->stages, copies,
-                    [&](int key, const uint16_t* k, const uint16_t* v) {
+                    [&](int key, const Tile<H>& k, const Tile<H>& v) {
                       ForWarps(&warps, [&](AttendWarp<H>& warp, int at) {
                         warp.Add(rows, at, key, call.scale * kLog2E, k, v);
                       });

@@ -6,44 +6,53 @@
 
 namespace cpd::kernels {
 
-constexpr int kStep = 32;  // queries that a block of keys reads at a time
-
-CPD_DEVICE int NumSteps(int num_rows) { return NumTiles(num_rows) * (kTile / kStep); }
+// Columns of logits at a time: registers are scarce where each warp loads its own operands.
+constexpr int kAtOnce = kHasWarpgroups ? kTile : 16;
 
 struct GradientsCall : AttentionOperands {
   const uint16_t* dout;      // [num_matrices, num_rows, H]
   const float *lse, *delta;  // [num_matrices, num_rows], of the whole softmax: sum of dout out
-  int32_t* reach;            // [num_matrices, NumSteps(num_rows), 2]: keys seen in each step
+  int32_t* reach;            // [num_matrices, NumTiles(num_rows), 2]: keys that each tile sees
   float* dq;                 // [num_matrices, num_rows, H]
   float *dk, *dv;            // [num_matrices, num_keys, H]
 };
 
-// Of [16, 16] logits: x becomes the probabilities, dx the derivatives of the scaled logits. Rows
-// are queries from `query` on, and columns keys from `key` on, or the other way around.
-template <bool kRowsAreKeys, int kRows>
-CPD_DEVICE void Differentiate(Lanes<Sums>* x, Lanes<Sums>* dx, const RowNumbers<kRows>& rows,
-                              int query, int key, float scale) {
-  ForLanes([&](int lane) {
-    CPD_UNROLL
-    for (int n = 0; n < 2; ++n) {
+// Of [16, kAtOnce] logits: x becomes the probabilities, dx the derivatives of the scaled logits.
+// Rows are queries from `query` on, and columns keys from `key` on, or the other way around.
+template <bool kRowsAreKeys>
+CPD_DEVICE void Differentiate(Lanes<Sums>* x, Lanes<Sums>* dx, const RowNumbers& rows, int query,
+                              int key, float scale) {
+  constexpr int kQueries = kRowsAreKeys ? kAtOnce : kWarpRows;
+  constexpr int kKeys = kRowsAreKeys ? kWarpRows : kAtOnce;
+  const auto differentiate = [&](auto sees) {
+    ForLanes([&](int lane) {
       CPD_UNROLL
-      for (int i = 0; i < 4; ++i) {
-        const int row = RowOf(lane, i), column = 8 * n + ColumnOf(lane, i);
-        const int of_query = query + (kRowsAreKeys ? column : row);
-        const int of_key = key + (kRowsAreKeys ? row : column);
-        float &p = x[n][lane].x[i], &dp = dx[n][lane].x[i];
-        const bool sees = rows.Sees(of_query, of_key);
-        p = sees ? exp2f(p * (scale * kLog2E) - rows.lse[of_query] * kLog2E) : 0.0f;
-        dp = p * (dp - rows.delta[of_query]);
+      for (int n = 0; n < kAtOnce / 8; ++n) {
+        CPD_UNROLL
+        for (int i = 0; i < 4; ++i) {
+          const int row = RowOf(lane, i), column = 8 * n + ColumnOf(lane, i);
+          const int of_query = query + (kRowsAreKeys ? column : row);
+          const int of_key = key + (kRowsAreKeys ? row : column);
+          float &p = x[n][lane].x[i], &dp = dx[n][lane].x[i];
+          p = sees(of_query, of_key)
+                  ? Exp2(p * (scale * kLog2E) - rows.lse[of_query] * kLog2E)
+                  : 0.0f;
+          dp = p * (dp - rows.delta[of_query]);
+        }
       }
-    }
-  });
+    });
+  };
+  if (rows.SeeAll<kQueries>(query, key, key + kKeys)) {
+    differentiate([](int, int) { return true; });
+  } else {
+    differentiate([&](int of_query, int of_key) { return rows.Sees(of_query, of_key); });
+  }
 }
 
 template <int H>
 struct QueriesScratch {
-  alignas(16) KeyStages<H> stages;
-  RowNumbers<kTile> rows;
+  KeyStages<H> stages;
+  RowNumbers rows;
 };
 
 template <int H>
@@ -52,20 +61,11 @@ struct QueriesWarp {
   Lanes<Sums> dq[H / 8];
 };
 
-// Tells which keys the steps of a block's queries see: [first, last), empty if none.
-CPD_DEVICE void WriteReach(const GradientsCall& call, int64_t matrix, int first,
-                           const RowNumbers<kTile>& rows) {
+// Tells which keys a block's queries see: [first, last), empty if none.
+CPD_DEVICE void WriteReach(const GradientsCall& call, int64_t tile, const RowNumbers& rows) {
+  const int start = rows.FirstKey(0, call.num_keys), end = rows.EndOfKeys();
   ForAttentionThreads([&](int thread) {
-    if (thread >= kTile / kStep) return;
-    int start = kNone, end = 0;
-    for (int row = thread * kStep; row < (thread + 1) * kStep; ++row) {
-      if (rows.start[row] >= rows.end[row]) continue;
-      start = rows.start[row] < start ? rows.start[row] : start;
-      end = rows.end[row] > end ? rows.end[row] : end;
-    }
-    int32_t* to = call.reach + 2 * (matrix * NumSteps(call.num_rows) + first / kStep + thread);
-    to[0] = start;
-    to[1] = end;
+    if (thread == 0) call.reach[2 * tile] = start, call.reach[2 * tile + 1] = end;
   });
 }
 
@@ -77,7 +77,7 @@ CPD_DEVICE void GradientsOfQueries(const GradientsCall& call, int64_t index,
   const int64_t matrix = index / num_tiles;
   const int first = static_cast<int>(index % num_tiles) * kTile;
   const int64_t first_row = matrix * call.num_rows + first;
-  RowNumbers<kTile>& rows = scratch->rows;
+  RowNumbers& rows = scratch->rows;
   rows.Copy(copies, call, matrix, first, call.lse, call.delta);
   copies->Commit();
   Warps<QueriesWarp<H>> warps;
@@ -88,16 +88,22 @@ CPD_DEVICE void GradientsOfQueries(const GradientsCall& call, int64_t index,
   });
   copies->Wait(0);
   SyncAttention();
-  WriteReach(call, matrix, first, rows);
-  const auto add = [&](int first_key, const uint16_t* k, const uint16_t* v) {
+  WriteReach(call, index, rows);
+  const auto add = [&](int first_key, const Tile<H>& k, const Tile<H>& v) {
     ForWarps(&warps, [&](QueriesWarp<H>& warp, int at) {
       CPD_UNROLL
-      for (int key = 0; key < kTile; key += 16) {
-        Lanes<Sums> p[2], dp[2];
-        MultiplyTransposed<H>(p, warp.q, k + key * kPitch<H>);
-        MultiplyTransposed<H>(dp, warp.dout, v + key * kPitch<H>);
+      for (int key = 0; key < kTile; key += kAtOnce) {
+        Lanes<Sums> p[kAtOnce / 8], dp[kAtOnce / 8];
+        Products(
+            [&] {
+              MultiplyTransposed<kAtOnce>(p, warp.q, k, key);
+              MultiplyTransposed<kAtOnce>(dp, warp.dout, v, key);
+            },
+            p, dp);
         Differentiate<false>(p, dp, rows, at, first_key + key, call.scale);
-        AddProduct<H>(warp.dq, dp, k + key * kPitch<H>);
+        Lanes<Four> left[kAtOnce / 16];
+        Round(left, dp);
+        Products([&] { AddProduct(warp.dq, left, k, key); }, warp.dq);
       }
     });
   };
@@ -109,82 +115,96 @@ CPD_DEVICE void GradientsOfQueries(const GradientsCall& call, int64_t index,
 
 template <int H>
 struct KeysScratch {
-  alignas(16) uint16_t k[kTile * kPitch<H>], v[kTile * kPitch<H>];
-  alignas(16) uint16_t q[2][kStep * kPitch<H>], dout[2][kStep * kPitch<H>];
-  RowNumbers<kStep> rows[2];
+  Tile<H> k, v;
+  Tile<H> q[2], dout[2];
+  RowNumbers rows[2];
 };
 
 template <int H>
 struct KeysWarp {
   Lanes<Sums> dk[H / 8], dv[H / 8];
 
-  // Adds 16 queries. Keys and values are read again each time: dk and dv fill the registers.
-  CPD_DEVICE void Add(const KeysScratch<H>& scratch, int at, int first_key, int stage, int query,
+  // Adds a tile of queries. Keys and values are read again each time: dk and dv fill the registers.
+  CPD_DEVICE void Add(const KeysScratch<H>& scratch, int at, int first_key, int stage,
                       float scale) {
-    const uint16_t* q = scratch.q[stage] + query * kPitch<H>;
-    const uint16_t* dout = scratch.dout[stage] + query * kPitch<H>;
-    Lanes<Sums> p[2], dp[2];
-    const auto against = [&](Lanes<Sums>* sums, const uint16_t* x, const uint16_t* y) {
-      Lanes<Four> left[H / 16];
-      CPD_UNROLL
-      for (int n = 0; n < H / 16; ++n) LoadLeft(&left[n], x + at * kPitch<H> + 16 * n, kPitch<H>);
-      MultiplyTransposed<H>(sums, left, y);
-    };
-    against(p, scratch.k, q);
-    against(dp, scratch.v, dout);
-    Differentiate<true>(p, dp, scratch.rows[stage], query, first_key + at, scale);
-    AddProduct<H>(dv, p, dout);
-    AddProduct<H>(dk, dp, q);
+    const Tile<H>&q = scratch.q[stage], &dout = scratch.dout[stage];
+    CPD_NO_UNROLL
+    for (int query = 0; query < kTile; query += kAtOnce) {
+      Lanes<Sums> p[kAtOnce / 8], dp[kAtOnce / 8];
+      Products(
+          [&] {
+            MultiplyTransposed<kAtOnce>(p, scratch.k, at, q, query);
+            MultiplyTransposed<kAtOnce>(dp, scratch.v, at, dout, query);
+          },
+          p, dp);
+      Differentiate<true>(p, dp, scratch.rows[stage], query, first_key + at, scale);
+      Lanes<Four> left[kAtOnce / 16], of_dk[kAtOnce / 16];
+      Round(left, p);
+      Round(of_dk, dp);
+      Products(
+          [&] {
+            AddProduct(dv, left, dout, query);
+            AddProduct(dk, of_dk, q, query);
+          },
+          dv, dk);
+    }
   }
 };
 
-// Finds the steps of queries that see one of the keys [first_key, first_key + kTile), in order.
-class StepsOfKeys {
+// Finds the tiles of queries whose reach has one of the keys [first_key, first_key + kTile), in
+// order. Not all of them see one: the reach has holes.
+class QueryTiles {
  public:
-  CPD_DEVICE StepsOfKeys(const GradientsCall& call, int64_t matrix, int first_key)
-      : start_(call.start + matrix * call.num_rows),
-        end_(call.end + matrix * call.num_rows),
-        reach_(call.reach + 2 * matrix * NumSteps(call.num_rows)),
-        num_rows_(call.num_rows),
-        first_key_(first_key),
-        last_key_(first_key + kTile < call.num_keys ? first_key + kTile : call.num_keys) {}
+  CPD_DEVICE QueryTiles(const GradientsCall& call, int64_t matrix, int first_key)
+      : reach_(call.reach + 2 * matrix * NumTiles(call.num_rows)),
+        num_tiles_(NumTiles(call.num_rows)),
+        first_key_(first_key) {}
 
-  // The first query of the next step; kNone after the last one. All lanes of a warp call it.
+  // The first query of the next tile; kNone after the last one. All lanes of a warp call it.
   CPD_DEVICE int Next() {
-    const int num_steps = NumSteps(num_rows_);
-    while (true) {
-      while (!candidates_) {
-        if (group_ >= num_steps) return kNone;
-        candidates_ = LanesWhere([&](int lane) {
-          const int step = group_ + lane;
-          return step < num_steps && Meet(reach_[2 * step], reach_[2 * step + 1]);
-        });
-        group_ += 32;
+    while (!candidates_) {
+      if (first_ + 64 < end_) {  // the second half of the tiles that were read
+        first_ += 64;
+        candidates_ = later_;
+        continue;
       }
-      const int query = (group_ - 32 + FirstBit(candidates_)) * kStep;
-      candidates_ &= candidates_ - 1;
-      const auto sees = [&](int lane) {  // exactly: the reach has holes
-        const int row = query + lane;
-        return row < num_rows_ && start_[row] < end_[row] && Meet(start_[row], end_[row]);
-      };
-      if (LanesWhere(sees)) return query;
+      if (end_ >= num_tiles_) return kNone;
+      first_ = end_;
+      end_ += 128;
+      candidates_ = Meeting(first_);
+      later_ = Meeting(first_ + 64);
     }
+    const int query = (first_ + FirstBit(candidates_)) * kTile;
+    candidates_ &= candidates_ - 1;
+    return query;
   }
 
  private:
-  CPD_DEVICE bool Meet(int start, int end) const { return start < last_key_ && end > first_key_; }
-  CPD_DEVICE static int FirstBit(uint32_t bits) {
+  // Which of the 64 tiles from `first` on meet the keys.
+  CPD_DEVICE uint64_t Meeting(int first) const {
+    uint32_t bits[2];
+    CPD_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      bits[i] = LanesWhere([&](int lane) {
+        const int tile = first + 32 * i + lane;
+        return tile < num_tiles_ && reach_[2 * tile] < first_key_ + kTile &&
+               reach_[2 * tile + 1] > first_key_;
+      });
+    }
+    return bits[0] | uint64_t{bits[1]} << 32;
+  }
+  CPD_DEVICE static int FirstBit(uint64_t bits) {
 #ifdef __CUDACC__
-    return __ffs(static_cast<int>(bits)) - 1;
+    return __ffsll(static_cast<long long>(bits)) - 1;
 #else
-    return __builtin_ctz(bits);
+    return __builtin_ctzll(bits);
 #endif
   }
 
-  const int32_t *start_, *end_, *reach_;
-  int num_rows_, first_key_, last_key_;
-  int group_ = 0;  // of steps after those of the candidates
-  uint32_t candidates_ = 0;
+  const int32_t* reach_;
+  int num_tiles_, first_key_;
+  int first_ = 0, end_ = 0;  // of the tiles that were read; the candidates' first one
+  uint64_t candidates_ = 0, later_ = 0;
 };
 
 // dk and dv, after the reach. Block `index` of num_matrices * NumTiles(num_keys).
@@ -195,12 +215,12 @@ CPD_DEVICE void GradientsOfKeys(const GradientsCall& call, int64_t index, KeysSc
   const int64_t matrix = index / num_tiles;
   const int first = static_cast<int>(index % num_tiles) * kTile;
   const int64_t of_matrix = matrix * call.num_rows * H;
-  CopyRows<H, kTile>(copies, scratch->k, call.k + matrix * call.num_keys * H, first, call.num_keys);
-  CopyRows<H, kTile>(copies, scratch->v, call.v + matrix * call.num_keys * H, first, call.num_keys);
+  scratch->k.Copy(copies, call.k + matrix * call.num_keys * H, first, call.num_keys);
+  scratch->v.Copy(copies, call.v + matrix * call.num_keys * H, first, call.num_keys);
   const auto load = [&](int query, int stage) {
     if (query != kNone) {
-      CopyRows<H, kStep>(copies, scratch->q[stage], call.q + of_matrix, query, call.num_rows);
-      CopyRows<H, kStep>(copies, scratch->dout[stage], call.dout + of_matrix, query, call.num_rows);
+      scratch->q[stage].Copy(copies, call.q + of_matrix, query, call.num_rows);
+      scratch->dout[stage].Copy(copies, call.dout + of_matrix, query, call.num_rows);
       scratch->rows[stage].Copy(copies, call, matrix, query, call.lse, call.delta);
     }
     copies->Commit();
@@ -210,19 +230,21 @@ CPD_DEVICE void GradientsOfKeys(const GradientsCall& call, int64_t index, KeysSc
     Clear<H>(warp.dk);
     Clear<H>(warp.dv);
   });
-  StepsOfKeys steps(call, matrix, first);
+  QueryTiles tiles(call, matrix, first);
+  const int end = first + kTile < call.num_keys ? first + kTile : call.num_keys;
   int stage = 0;
-  int query = steps.Next();
+  int query = tiles.Next();
   load(query, stage);
   while (query != kNone) {
-    const int next = steps.Next();
+    const int next = tiles.Next();
     load(next, 1 - stage);
     copies->Wait(1);
-    SyncAttention();
-    ForWarps(&warps, [&](KeysWarp<H>& warp, int at) {
-      CPD_UNROLL
-      for (int i = 0; i < kStep; i += 16) warp.Add(*scratch, at, first, stage, i, call.scale);
-    });
+    SyncCopies();
+    if (scratch->rows[stage].See(first, end)) {
+      ForWarps(&warps, [&](KeysWarp<H>& warp, int at) {
+        warp.Add(*scratch, at, first, stage, call.scale);
+      });
+    }
     SyncAttention();
     query = next;
     stage = 1 - stage;

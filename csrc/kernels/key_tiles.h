@@ -2,14 +2,10 @@
 // to. A block has four warps of 16 rows.
 #pragma once
 
-#include "kernels/async_copy.h"
-#include "kernels/warp.h"
+#include "kernels/tile.h"
 
 namespace cpd::kernels {
 
-constexpr int kAttentionWarps = 4, kWarpRows = 16;
-constexpr int kTile = kAttentionWarps * kWarpRows;  // rows of a block; keys that it reads at a time
-constexpr int kAttentionThreads = 32 * kAttentionWarps;
 constexpr int kNone = 0x7fffffff;
 constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
@@ -45,52 +41,16 @@ CPD_DEVICE void ForWarps(Warps<T>* warps, F f) {
 #endif
 }
 
-template <typename F>
-CPD_DEVICE void ForAttentionThreads(F f) {
-#ifdef __CUDACC__
-  f(static_cast<int>(threadIdx.x));
-#else
-  for (int thread = 0; thread < kAttentionThreads; ++thread) f(thread);
-#endif
-}
-
-CPD_DEVICE void SyncAttention() {
-#ifdef __CUDACC__
-  __syncthreads();
-#endif  // on the host, one thread runs all phases in turn
-}
-
-// Rows in the block's memory are 16 bytes apart, so that eight of them are in different banks.
-template <int H>
-constexpr int kPitch = H + 8;
-
-// Copies kRows rows from row `first` on; zeros beyond num_rows.
-template <int H, int kRows>
-CPD_DEVICE void CopyRows(AsyncCopies* copies, uint16_t* to, const uint16_t* matrix, int first,
-                         int num_rows) {
-  constexpr int kVectors = H / 8;
-  ForAttentionThreads([&](int thread) {
-    CPD_UNROLL
-    for (int i = thread; i < kRows * kVectors; i += kAttentionThreads) {
-      const int row = first + i / kVectors, column = i % kVectors * 8;
-      const bool is_there = row < num_rows;
-      const uint16_t* from = matrix + (is_there ? int64_t{row} * H + column : 0);
-      copies->Copy<16>(to + i / kVectors * kPitch<H> + column, from, is_there);
-    }
-  });
-}
-
 // Numbers of rows in the block's memory; those of rows that do not exist are 0.
-template <int kRows>
 struct RowNumbers {
-  int32_t start[kRows], end[kRows];
-  float lse[kRows], delta[kRows];
+  int32_t start[kTile], end[kTile];
+  float lse[kTile], delta[kTile];
 
   // `lse` and `delta` of the matrices' rows may be nullptr.
   CPD_DEVICE void Copy(AsyncCopies* copies, const AttentionOperands& of, int64_t matrix, int first,
                        const float* all_lse, const float* all_delta) {
     ForAttentionThreads([&](int thread) {
-      for (int i = thread; i < kRows; i += kAttentionThreads) {
+      for (int i = thread; i < kTile; i += kAttentionThreads) {
         const bool is_there = first + i < of.num_rows;
         const int64_t at = is_there ? matrix * of.num_rows + first + i : 0;
         copies->Copy<4>(start + i, of.start + at, is_there);
@@ -103,12 +63,25 @@ struct RowNumbers {
 
   CPD_DEVICE bool Sees(int row, int key) const { return key >= start[row] && key < end[row]; }
 
+  // Whether kNum rows, from `first` on, see all the keys [from, to).
+  template <int kNum>
+  CPD_DEVICE bool SeeAll(int first, int from, int to) const {
+    return !LanesWhere([&](int lane) {
+      bool sees = true;
+      CPD_UNROLL
+      for (int row = first + lane; row < first + kNum; row += 32) {
+        sees = sees && start[row] <= from && end[row] >= to;
+      }
+      return !sees;
+    });
+  }
+
   // The first key from `from` on that one of the rows sees; kNone if there is none.
   CPD_DEVICE int FirstKey(int from, int num_keys) const {
     return SmallestOfWarp([&](int lane) {
       int first = kNone;
       CPD_UNROLL
-      for (int row = lane; row < kRows; row += 32) {
+      for (int row = lane; row < kTile; row += 32) {
         const int key = start[row] > from ? start[row] : from;
         const int stop = end[row] < num_keys ? end[row] : num_keys;
         if (key < stop && key < first) first = key;
@@ -116,18 +89,33 @@ struct RowNumbers {
       return first;
     });
   }
+
+  // After the last key that one of the rows sees; 0 if there is none.
+  CPD_DEVICE int EndOfKeys() const {
+    return -SmallestOfWarp([&](int lane) {
+      int last = 0;
+      CPD_UNROLL
+      for (int row = lane; row < kTile; row += 32) {
+        if (start[row] < end[row] && end[row] > last) last = end[row];
+      }
+      return -last;
+    });
+  }
+
+  // Whether one of the rows sees one of the keys [from, to).
+  CPD_DEVICE bool See(int from, int to) const { return FirstKey(from, to) != kNone; }
 };
 
 template <int H>
 struct KeyStages {
-  uint16_t k[2][kTile * kPitch<H>], v[2][kTile * kPitch<H>];
+  Tile<H> k[2], v[2];
 };
 
 // Calls f(first key, k, v) for the tiles of keys that a row sees, and for no others, in order. The
 // next tile arrives meanwhile.
 template <int H, typename F>
 CPD_DEVICE void ForTilesOfKeys(const AttentionOperands& of, int64_t matrix,
-                               const RowNumbers<kTile>& rows, KeyStages<H>* stages,
+                               const RowNumbers& rows, KeyStages<H>* stages,
                                AsyncCopies* copies, F f) {
   const uint16_t *k = of.k + matrix * of.num_keys * H, *v = of.v + matrix * of.num_keys * H;
   const auto tile_from = [&](int key) {
@@ -136,8 +124,8 @@ CPD_DEVICE void ForTilesOfKeys(const AttentionOperands& of, int64_t matrix,
   };
   const auto load = [&](int tile, int stage) {
     if (tile != kNone) {
-      CopyRows<H, kTile>(copies, stages->k[stage], k, tile, of.num_keys);
-      CopyRows<H, kTile>(copies, stages->v[stage], v, tile, of.num_keys);
+      stages->k[stage].Copy(copies, k, tile, of.num_keys);
+      stages->v[stage].Copy(copies, v, tile, of.num_keys);
     }
     copies->Commit();
   };
@@ -148,7 +136,7 @@ CPD_DEVICE void ForTilesOfKeys(const AttentionOperands& of, int64_t matrix,
     const int next = tile_from(tile + kTile);
     load(next, 1 - stage);
     copies->Wait(1);
-    SyncAttention();
+    SyncCopies();
     f(tile, stages->k[stage], stages->v[stage]);
     SyncAttention();
     tile = next;
@@ -169,37 +157,6 @@ CPD_DEVICE void ReadLeft(Lanes<Four>* left, const uint16_t* rows, int num_rows) 
       }
     }
   });
-}
-
-// sums [16, 16] = left y', where y has 16 rows in the block's memory.
-template <int H>
-CPD_DEVICE void MultiplyTransposed(Lanes<Sums>* sums, const Lanes<Four>* left, const uint16_t* y) {
-  ForLanes([&](int lane) { sums[0][lane] = sums[1][lane] = Sums{}; });
-  CPD_UNROLL
-  for (int k = 0; k < H / 16; ++k) {
-    Lanes<Four> right;
-    LoadRightOfTranspose(&right, y + 16 * k, kPitch<H>);
-    MultiplyAdd(&sums[0], left[k], right, 0);
-    MultiplyAdd(&sums[1], left[k], right, 1);
-  }
-}
-
-// out [16, H] += p y, where p [16, 16] is rounded to bfloat16.
-template <int H>
-CPD_DEVICE void AddProduct(Lanes<Sums>* out, const Lanes<Sums>* p, const uint16_t* y) {
-  Lanes<Four> left;
-  ForLanes([&](int lane) {
-    const float *a = p[0][lane].x, *b = p[1][lane].x;
-    left[lane] = {
-        {PackBf16(a[0], a[1]), PackBf16(a[2], a[3]), PackBf16(b[0], b[1]), PackBf16(b[2], b[3])}};
-  });
-  CPD_UNROLL
-  for (int n = 0; n < H / 16; ++n) {
-    Lanes<Four> right;
-    LoadRight(&right, y + 16 * n, kPitch<H>);
-    MultiplyAdd(&out[2 * n], left, right, 0);
-    MultiplyAdd(&out[2 * n + 1], left, right, 1);
-  }
 }
 
 template <int H>

@@ -50,6 +50,17 @@ CPD_DEVICE uint32_t PackBf16(float low, float high) {
 #endif
 }
 
+// 2^x; 0 instead of a result below 2^-126.
+CPD_DEVICE float Exp2(float x) {
+#ifdef __CUDACC__
+  float power;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
+  return power;
+#else
+  return exp2f(x);
+#endif
+}
+
 CPD_DEVICE uint32_t PairAt(const uint16_t* at) { return *reinterpret_cast<const uint32_t*>(at); }
 
 // A lane's part of four 8 x 8 matrices of bfloat16, two neighbours of one row of each: of one
@@ -97,23 +108,6 @@ CPD_DEVICE void LoadFour(Lanes<Four>* to, F row_of) {
     }
   }
 #endif
-}
-
-// The 16 x 16 matrix at `from`, as the left of a product.
-CPD_DEVICE void LoadLeft(Lanes<Four>* to, const uint16_t* from, int pitch) {
-  LoadFour<false>(to, [=](int lane) { return from + lane % 16 * pitch + lane / 16 * 8; });
-}
-
-// Two neighbours of 16 x 8 on the right of a product, from the 16 x 16 matrix at `from`: its
-// columns, ...
-CPD_DEVICE void LoadRight(Lanes<Four>* to, const uint16_t* from, int pitch) {
-  LoadFour<true>(to, [=](int lane) { return from + lane % 16 * pitch + lane / 16 * 8; });
-}
-
-// ... or its rows, so that the product is with the transpose.
-CPD_DEVICE void LoadRightOfTranspose(Lanes<Four>* to, const uint16_t* from, int pitch) {
-  LoadFour<false>(
-      to, [=](int lane) { return from + (lane / 16 * 8 + lane % 8) * pitch + lane / 8 % 2 * 8; });
 }
 
 // sums += left right, where `half` names one of the two matrices in `right`.

@@ -220,8 +220,8 @@ AttentionResults RunAttention(const AttentionProblem<H>& problem, bool begins_wi
 
     const size_t of_keys = size_t(keys) * H;  // elements of a matrix
     Seen<float> dk(shape.num_matrices * of_keys, kPoison), dv(dk);
-    const int num_steps = (problem.num_rows + kTile - 1) / kTile * (kTile / kStep);
-    Seen<int32_t> reach(size_t(2) * shape.num_matrices * num_steps, -1);
+    const int num_tiles = (problem.num_rows + kTile - 1) / kTile;
+    Seen<int32_t> reach(size_t(2) * shape.num_matrices * num_tiles, -1);
     results.dq.emplace_back(rows * H, kPoison);
     differentiate(GradientsCall{problem.Operands(held, keys), problem.dout.data(), lse.data(),
                                 delta.data(), reach.data(), results.dq.back().data(), dk.data(),

@@ -108,7 +108,7 @@ void ReachesTheEndOfLargeMatrices(std::mt19937& rng) {
     call.dk = of_keys(call.dk, H);
     call.dv = of_keys(call.dv, H);
     std::vector<int32_t> reach;  // of the last matrix
-    for (int step = 0; step < NumSteps(num_rows); ++step) {
+    for (int tile = 0; tile < NumTiles(num_rows); ++tile) {
       reach.insert(reach.end(), {kNone, 0});
     }
     call.reach = Ahead(reach.data(), (kMatrices - 1) * static_cast<int64_t>(reach.size()));
@@ -133,7 +133,7 @@ void VisitsNoOtherTiles() {
   std::vector<int> tiles[2];
   for (int block = 0; block < 2; ++block) {
     auto stages = std::make_unique<KeyStages<64>>();
-    RowNumbers<kTile> rows;
+    RowNumbers rows;
     AsyncCopies copies(true);
     rows.Copy(&copies, of, 0, block * kTile, nullptr, nullptr);
     ForTilesOfKeys<64>(of, 0, rows, stages.get(), &copies,
@@ -141,19 +141,23 @@ void VisitsNoOtherTiles() {
   }
   CHECK((tiles[0] == std::vector<int>{0, 1, 9, 10, 11}));
   CHECK((tiles[1] == std::vector<int>{4}));
-  std::vector<int32_t> reach{10, kKeys, 9 * kTile, kKeys, 5 * kTile - 1, 5 * kTile, kNone, 0};
+  std::vector<int32_t> reach{10, kKeys, 5 * kTile - 1, 5 * kTile};
   GradientsCall call{of, {}, {}, {}, {}, {}, {}, {}};
   call.reach = reach.data();
-  const auto steps = [&](int tile) {
+  const auto queries = [&](int tile) {
     std::vector<int> found;
-    StepsOfKeys all(call, 0, tile * kTile);
+    QueryTiles all(call, 0, tile * kTile);
     for (int query = all.Next(); query != kNone; query = all.Next()) found.push_back(query);
     return found;
   };
-  CHECK((steps(1) == std::vector<int>{0}));
-  CHECK((steps(4) == std::vector<int>{64}));
-  CHECK((steps(5).empty()));  // in the reach of the first step, but none of its rows sees it
-  CHECK((steps(11) == std::vector<int>{32}));
+  CHECK((queries(1) == std::vector<int>{0}));
+  CHECK((queries(4) == std::vector<int>{0, 64}));  // the reach of the first tile has holes
+  CHECK((queries(11) == std::vector<int>{0}));
+  RowNumbers rows;
+  AsyncCopies copies(true);
+  rows.Copy(&copies, of, 0, 0, nullptr, nullptr);
+  CHECK(rows.See(kTile, 2 * kTile));
+  CHECK(!rows.See(4 * kTile, 5 * kTile));
 }
 
 AttentionErrors OfRandomShape(std::mt19937& rng) {

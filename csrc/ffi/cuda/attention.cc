@@ -113,9 +113,8 @@ ffi::Error GradientsIn(int32_t device, cudaStream_t stream, Bf16s q, Bf16s k, Bf
   kernels::GradientsCall call{};
   status = Read(op, {q, k, v, start, end, scale}, &call);
   if (!status.ok()) return ToError(status);
-  const int64_t num_steps = (call.num_rows + kernels::kTile - 1) / kernels::kTile *
-                            int64_t{kernels::kTile / kernels::kStep};
-  if (reach->element_count() != static_cast<size_t>(2 * num_steps * call.num_matrices)) {
+  const int64_t num_tiles = call.num_matrices * kernels::NumTiles(call.num_rows);
+  if (reach->element_count() != static_cast<size_t>(2 * num_tiles)) {
     return ToError(Invalid(op, "scratch memory of another size"));
   }
   call.dout = Bits(dout);

@@ -76,7 +76,8 @@ def _attend(options, of_any, q, ranges, kv, seen):
     rows = _QueryRows(options, q, ranges)
 
     def calls_of(parts):
-        outs, lses = zip(*(call(*part) for part in parts()), strict=True)
+        of_rows = rows.of(_here(q))
+        outs, lses = zip(*(call(of_rows, *part) for part in parts()), strict=True)
         lse = jnp.where(rows.used[:, None], jnp.concatenate(lses, axis=2), -jnp.inf)
         out = jnp.where(rows.used[:, None, :, None], jnp.concatenate(outs, axis=2), 0)
         lse, out = rows.blocks(lse[..., None])[..., 0], rows.blocks(widen(out))
@@ -88,10 +89,10 @@ def _attend(options, of_any, q, ranges, kv, seen):
         acc = seen.acc * keep[..., None] + out * add[..., None]
         return OnlineSoftmax(peak, seen.total * keep + add, acc)
 
-    def call(mask, piece, k, v, lengths):
+    def call(q, mask, piece, k, v, lengths):
         if mask is None:
-            return masked_attention(rows.q, (k, v), (rows.start, rows.end), options.scale)
-        operands = _operands(mask, rows.q[:, :, piece], k, v, lengths)
+            return masked_attention(q, (k, v), (rows.start, rows.end), options.scale)
+        operands = _operands(mask, q[:, :, piece], k, v, lengths)
         return fused._dot_product_attention_fwd_p.bind(
             *operands, mask_type=mask, scale=options.scale, is_training=True, **_CALL
         )
@@ -120,24 +121,25 @@ def gradients(options: PassOptions, q, cotangents: OutputCotangents, ranges: Key
 def _gradients(options, of_any, queries, ranges, kv, dq):
     q, cotangents = queries
     rows = _QueryRows(options, q, ranges)
-    out, dout = (rows.of(x).astype(q.dtype) for x in (cotangents.out, cotangents.dout))
-    lse, delta = (rows.of(x[..., None])[..., 0] for x in (cotangents.lse, cotangents.delta))
-    # Queries without keys here get no part of the softmax: exp(logit - lse) is 0.
-    lse = jnp.minimum(jnp.where(rows.used[:, None], lse, jnp.inf), 1e30)
     nothing = dq, *vary_like((jnp.zeros(x.shape, dq.dtype) for x in kv), dq)
 
     def calls_of(parts):
-        dqs, dks, dvs = zip(*(call(*part) for part in parts()), strict=True)
+        of_q, of = _here((q, cotangents))
+        out, dout = (rows.of(x).astype(q.dtype) for x in (of.out, of.dout))
+        lse, delta = (rows.of(x[..., None])[..., 0] for x in (of.lse, of.delta))
+        # Queries without keys here get no part of the softmax: exp(logit - lse) is 0.
+        lse = jnp.minimum(jnp.where(rows.used[:, None], lse, jnp.inf), 1e30)
+        of_rows = OutputCotangents(dout, lse, delta, out)
+        dqs, dks, dvs = zip(*(call(rows.of(of_q), of_rows, *part) for part in parts()), strict=True)
         added = jnp.swapaxes(rows.blocks(widen(jnp.concatenate(dqs, axis=2))), 2, 3)
         return dq + added, *map(_key_blocks, (dks, dvs), kv)
 
-    def call(mask, piece, k, v, lengths):
+    def call(q, of_rows, mask, piece, k, v, lengths):
         if mask is None:
             ranges = rows.start, rows.end
-            of_rows = OutputCotangents(dout, lse, delta, None)
-            return masked_gradients(rows.q, (k, v), ranges, options.scale, of_rows)
-        operands = _operands(mask, rows.q[:, :, piece], k, v, lengths)
-        of_piece = (x[:, :, piece] for x in (lse, out, dout))
+            return masked_gradients(q, (k, v), ranges, options.scale, of_rows)
+        operands = _operands(mask, q[:, :, piece], k, v, lengths)
+        of_piece = (x[:, :, piece] for x in (of_rows.lse, of_rows.out, of_rows.dout))
         dq, *dkv = fused._dot_product_attention_bwd_p.bind(
             *operands, *of_piece, mask_type=mask, scale=options.scale, **_CALL
         )
@@ -149,12 +151,11 @@ def _gradients(options, of_any, queries, ranges, kv, dq):
 
 
 class _QueryRows:
-    """Query blocks in cuDNN's layout, `[B*K, G, rows, ...]`, and the kind of their ranges."""
+    """Queries in cuDNN's layout, `[B*K, G, rows, ...]`, and the kind of their ranges."""
 
     def __init__(self, options: PassOptions, q, ranges: KeyRanges):
         self.block_q = options.block_q
-        self.q = self.of(q)
-        num_rows = self.q.shape[2]
+        self.num_rows = num_rows = q.shape[1] * options.block_q
         self.start, self.end = (self.of(x[..., None])[:, 0, :, 0] for x in ranges[:2])
         self.used: Bool[Array, "M rows"] = self.start < self.end
         size = options.piece_rows or num_rows
@@ -180,10 +181,9 @@ class _QueryRows:
         k, v = (x.reshape(x.shape[0], 1, -1, x.shape[3]) for x in kv)
         lengths = [self._length(piece) for piece in self.pieces]
         longest = functools.reduce(jnp.maximum, lengths)
-        num_rows = self.q.shape[2]
 
         def causal():
-            keys = (_resized(x, num_rows) for x in (k, v))
+            keys = (_resized(x, self.num_rows) for x in (k, v))
             return [(fused.MaskType.CAUSAL, slice(None), *keys, longest)]
 
         def prefixes():
@@ -193,7 +193,7 @@ class _QueryRows:
         def masked():
             return [(None, slice(None), k, v, longest)]
 
-        is_causal = self._all_end_at(jnp.arange(1, num_rows + 1)[None])
+        is_causal = self._all_end_at(jnp.arange(1, self.num_rows + 1)[None])
         ends = [
             jnp.broadcast_to(x[:, None], self.end[:, p].shape)
             for x, p in zip(lengths, self.pieces, strict=True)
@@ -209,6 +209,11 @@ class _QueryRows:
 
     def _all_end_at(self, end) -> Bool[Array, ""]:
         return jnp.all(~self.used | (self.start == 0) & (self.end == end))
+
+
+def _here(operands):
+    """Keeps XLA from moving what a branch computes of them ahead of the conditional."""
+    return lax.optimization_barrier(operands)
 
 
 def _operands(mask, q, k, v, lengths):

@@ -21,7 +21,7 @@ from jax_cp_dispatch.attention.local.options import PassOptions
 ATTEND_TARGET = "jax_cp_dispatch.attend"
 GRADIENTS_TARGET = "jax_cp_dispatch.attention_gradients"
 _HEAD_SIZES = (64, 128)
-_TILE, _STEPS = 64, 2  # rows of a tile; parts of which the kernel notes the keys
+_TILE = 64  # rows
 
 
 def takes(q) -> bool:
@@ -49,7 +49,7 @@ def gradients(options: PassOptions, q, cotangents: OutputCotangents, ranges: Key
     """`gradients_of_blocks` of `passes.py`, likewise."""
     num_tiles = -(-q.shape[1] * q.shape[2] // _TILE)
     shapes = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (q, *kv)]
-    reach = jax.ShapeDtypeStruct((q.shape[0], num_tiles * _STEPS, 2), jnp.int32)
+    reach = jax.ShapeDtypeStruct((q.shape[0], num_tiles, 2), jnp.int32)
     of_rows = cotangents.dout.astype(q.dtype), cotangents.lse, cotangents.delta
     operands = q, *kv, *ranges[:2], *of_rows
     added, *dkv, _ = _call(GRADIENTS_TARGET, (*shapes, reach), options, operands)
