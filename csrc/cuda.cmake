@@ -2,6 +2,10 @@
 #
 # No GPU and no driver is needed to build them, and _cuda loads without any CUDA library.
 
+# The tensor cores of Hopper multiply matrices of warpgroups in code for sm_90a alone.
+list(TRANSFORM CMAKE_CUDA_ARCHITECTURES REPLACE "^90-real$" "90a-real")
+list(TRANSFORM CMAKE_CUDA_ARCHITECTURES REPLACE "^90$" "90a-real;90-virtual")
+
 set(CMAKE_CUDA_STANDARD 17)
 set(CMAKE_CUDA_STANDARD_REQUIRED ON)
 set(CMAKE_CUDA_RUNTIME_LIBRARY Static)

@@ -63,7 +63,7 @@ def read(log: str) -> Found:
         of_kernel.update({name: max(n, of_kernel.get(name, 0)) for name, n in numbers.items()})
 
     for line in log.splitlines():
-        if entry := re.search(r"Compiling entry function .* for 'sm_(\d+)'", line):
+        if entry := re.search(r"Compiling entry function .* for 'sm_(\d+)a?'", line):
             architecture = entry[1]
             place = (_kernel_in(line), architecture)
         elif "Function properties for" in line:  # of a kernel, or of a function

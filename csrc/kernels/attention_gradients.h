@@ -34,9 +34,8 @@ CPD_DEVICE void Differentiate(Lanes<Sums>* x, Lanes<Sums>* dx, const RowNumbers&
           const int of_query = query + (kRowsAreKeys ? column : row);
           const int of_key = key + (kRowsAreKeys ? row : column);
           float &p = x[n][lane].x[i], &dp = dx[n][lane].x[i];
-          p = sees(of_query, of_key)
-                  ? Exp2(p * (scale * kLog2E) - rows.lse[of_query] * kLog2E)
-                  : 0.0f;
+          p = sees(of_query, of_key) ? Exp2(p * (scale * kLog2E) - rows.lse[of_query] * kLog2E)
+                                     : 0.0f;
           dp = p * (dp - rows.delta[of_query]);
         }
       }

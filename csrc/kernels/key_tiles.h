@@ -114,9 +114,8 @@ struct KeyStages {
 // Calls f(first key, k, v) for the tiles of keys that a row sees, and for no others, in order. The
 // next tile arrives meanwhile.
 template <int H, typename F>
-CPD_DEVICE void ForTilesOfKeys(const AttentionOperands& of, int64_t matrix,
-                               const RowNumbers& rows, KeyStages<H>* stages,
-                               AsyncCopies* copies, F f) {
+CPD_DEVICE void ForTilesOfKeys(const AttentionOperands& of, int64_t matrix, const RowNumbers& rows,
+                               KeyStages<H>* stages, AsyncCopies* copies, F f) {
   const uint16_t *k = of.k + matrix * of.num_keys * H, *v = of.v + matrix * of.num_keys * H;
   const auto tile_from = [&](int key) {
     key = rows.FirstKey(key, of.num_keys);

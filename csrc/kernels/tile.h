@@ -78,15 +78,13 @@ struct alignas(1024) Tile {
 
 // ---- Products of a warp's 16 rows, inside `Products`.
 
-// sums [16, kColumns] = left y', where y has kColumns rows of a tile, from row `first` on.
-template <int kColumns, int H>
-CPD_DEVICE void MultiplyTransposed(Lanes<Sums>* sums, const Lanes<Four>* left,
-                                   const Tile<H>& y, int first) {
+// sums [16, kColumns] = left y', where y has kColumns rows of a tile, from row `first` on, and
+// left_of(k) is the 16 columns of left from 16 k on.
+template <int kColumns, int H, typename F>
+CPD_DEVICE void MultiplyByWarps(Lanes<Sums>* sums, F left_of, const Tile<H>& y, int first) {
   CPD_UNROLL
   for (int k = 0; k < H / 16; ++k) {
-#ifdef CPD_HAS_WARPGROUPS
-    MultiplyAsync<kColumns, false>(sums, left[k].value[0], y.Rows(first, 16 * k), k > 0);
-#else
+    const Lanes<Four> left = left_of(k);
     CPD_UNROLL
     for (int n = 0; n < kColumns / 8; n += 2) {
       if (k == 0) ForLanes([&](int lane) { sums[n][lane] = sums[n + 1][lane] = Sums{}; });
@@ -94,31 +92,43 @@ CPD_DEVICE void MultiplyTransposed(Lanes<Sums>* sums, const Lanes<Four>* left,
       LoadFour<false>(&right, [&](int lane) {
         return y.At(first + 8 * n + lane / 16 * 8 + lane % 8, 16 * k + lane / 8 % 2 * 8);
       });
-      MultiplyAdd(&sums[n], left[k], right, 0);
-      MultiplyAdd(&sums[n + 1], left[k], right, 1);
+      MultiplyAdd(&sums[n], left, right, 0);
+      MultiplyAdd(&sums[n + 1], left, right, 1);
     }
-#endif
   }
 }
 
-// The same, where left has the rows of the warp in a tile, from row `of_warp` on.
+// sums [16, kColumns] = left y', where left lies in registers, ...
 template <int kColumns, int H>
-CPD_DEVICE void MultiplyTransposed(Lanes<Sums>* sums, const Tile<H>& left, int of_warp,
+CPD_DEVICE void MultiplyTransposed(Lanes<Sums>* sums, const Lanes<Four> (&left)[H / 16],
                                    const Tile<H>& y, int first) {
+#ifdef CPD_HAS_WARPGROUPS
+  CPD_UNROLL
+  for (int k = 0; k < H / 16; ++k) {
+    MultiplyAsync<kColumns, false>(sums, left[k].value[0], y.Rows(first, 16 * k), k > 0);
+  }
+#else
+  MultiplyByWarps<kColumns>(sums, [&](int k) { return left[k]; }, y, first);
+#endif
+}
+
+// ... or is the warp's rows of a tile, from row `of_warp` on.
+template <int kColumns, int H>
+CPD_DEVICE void MultiplyTransposed(Lanes<Sums>* sums, const Tile<H>& left,
+                                   [[maybe_unused]] int of_warp, const Tile<H>& y, int first) {
 #ifdef CPD_HAS_WARPGROUPS
   CPD_UNROLL
   for (int k = 0; k < H / 16; ++k) {
     MultiplyAsync<kColumns>(sums, left.Rows(0, 16 * k), y.Rows(first, 16 * k), k > 0);
   }
 #else
-  Lanes<Four> rows[H / 16];
-  CPD_UNROLL
-  for (int k = 0; k < H / 16; ++k) {
-    LoadFour<false>(&rows[k], [&](int lane) {
-      return left.At(of_warp + lane % 16, 16 * k + lane / 16 * 8);
-    });
-  }
-  MultiplyTransposed<kColumns>(sums, rows, y, first);
+  const auto rows = [&](int k) {
+    Lanes<Four> part;
+    LoadFour<false>(&part,
+                    [&](int lane) { return left.At(of_warp + lane % 16, 16 * k + lane / 16 * 8); });
+    return part;
+  };
+  MultiplyByWarps<kColumns>(sums, rows, y, first);
 #endif
 }
 
@@ -129,16 +139,16 @@ CPD_DEVICE void Round(Lanes<Four> (&left)[kParts], const Lanes<Sums>* p) {
     CPD_UNROLL
     for (int k = 0; k < kParts; ++k) {
       const float *a = p[2 * k][lane].x, *b = p[2 * k + 1][lane].x;
-      left[k][lane] = {{PackBf16(a[0], a[1]), PackBf16(a[2], a[3]), PackBf16(b[0], b[1]),
-                        PackBf16(b[2], b[3])}};
+      left[k][lane] = {
+          {PackBf16(a[0], a[1]), PackBf16(a[2], a[3]), PackBf16(b[0], b[1]), PackBf16(b[2], b[3])}};
     }
   });
 }
 
 // out [16, H] += left y, where y has the rows of a tile from `first` on.
 template <int kParts, int H>
-CPD_DEVICE void AddProduct(Lanes<Sums>* out, const Lanes<Four> (&left)[kParts],
-                           const Tile<H>& y, int first) {
+CPD_DEVICE void AddProduct(Lanes<Sums>* out, const Lanes<Four> (&left)[kParts], const Tile<H>& y,
+                           int first) {
   CPD_UNROLL
   for (int k = 0; k < kParts; ++k) {
 #ifdef CPD_HAS_WARPGROUPS

@@ -1,7 +1,7 @@
 // Matrix products of a warpgroup, which is a block of attention: four warps, one after another a
-// quarter of the rows of the left matrix. The tensor cores of compute capability 9.0 read the block's
-// memory themselves; code for sm_90a has them. PTX ISA, "Asynchronous Warpgroup Level Matrix
-// Multiply-Accumulate Instructions".
+// quarter of the rows of the left matrix. The tensor cores of compute capability 9.0 read the
+// block's memory themselves; code for sm_90a has them. PTX ISA, "Asynchronous Warpgroup Level
+// Matrix Multiply-Accumulate Instructions".
 #pragma once
 
 #include "kernels/warp.h"
@@ -29,17 +29,20 @@ CPD_DEVICE uint64_t DescriptorOf(const uint16_t* matrix, int panel_bytes) {
          kSwizzled;
 }
 
-#define CPD_SUMS(i) \
+#define CPD_SUMS(i)                                                             \
   "+f"(s[i].value[0].x[0]), "+f"(s[i].value[0].x[1]), "+f"(s[i].value[0].x[2]), \
       "+f"(s[i].value[0].x[3])
 #define CPD_SUMS4(i) CPD_SUMS(i), CPD_SUMS(i + 1), CPD_SUMS(i + 2), CPD_SUMS(i + 3)
-#define CPD_32                                                                             \
-  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define CPD_64                                                                              \
-  CPD_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51," \
-         "%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-#define CPD_WGMMA(n, sums, adds) \
-  "{\n.reg .pred adds;\nsetp.ne.b32 adds, " adds ", 0;\n" \
+#define CPD_32                                                                                     \
+  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25," \
+  "%26,%27,%28,%29,%30,%31"
+#define CPD_64                                                                            \
+  CPD_32                                                                                  \
+      ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51," \
+      "%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define CPD_WGMMA(n, sums, adds)                 \
+  "{\n.reg .pred adds;\nsetp.ne.b32 adds, " adds \
+  ", 0;\n"                                       \
   "wgmma.mma_async.sync.aligned.m64n" n "k16.f32.bf16.bf16 {" sums "}, "
 
 // s [64, kColumns] = left right, or += if it `adds`: 16 columns of the left matrix, which lies in

@@ -17,7 +17,7 @@ KERNELS = [
 NAME = "_ZN3cpd43_GLOBAL__N__2168_10_kernels_cu_0e9e{n}{kernel}Kernel{path}ENS_6device4CallE"
 IN_BULK = "INS_6MappedENS_6InBulkINS_10BulkEngineEEEEv"
 LINES = """\
-ptxas info    : Compiling entry function '{name}' for 'sm_90'
+ptxas info    : Compiling entry function '{name}' for 'sm_90a'
     {stack} bytes stack frame, {spills} bytes spill stores, 0 bytes spill loads
 ptxas info    : Used {registers} registers, used 1 barriers, {shared} bytes smem
 """
@@ -25,7 +25,7 @@ ptxas info    : Used {registers} registers, used 1 barriers, {shared} bytes smem
 OVER_NVSHMEM = [*KERNELS[:6], "Signal", "StageToPut", "Put", "Fetch", "Quiet"]
 NVSHMEM_NAME = "__nv_static_45__18_nvshmem_kernels_cu_9d{n}{kernel}KernelINS0_7NvshmemEEEvNS4_CallE"
 LINKED = f"""\
-nvlink info    : Function properties for '{NVSHMEM_NAME}': (target: sm_90)
+nvlink info    : Function properties for '{NVSHMEM_NAME}': (target: sm_90a)
 nvlink info    : used 44 registers, used 1 barriers, {{stack}} stack, 0 bytes smem
 """
 
