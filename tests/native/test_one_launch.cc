@@ -2,8 +2,10 @@
 // the sender's array into the receiver's. Worlds of 2, 4 and 8 ranks against plain loops.
 #include <cstdio>
 #include <cstdlib>
+#include <utility>
 
 #include "device.h"
+#include "kernels/strips.h"
 #include "native_test.h"
 #include "one_launch.h"
 
@@ -52,6 +54,19 @@ void RandomPlans(int num_worlds) {
         }
       }
     }
+  }
+}
+
+// A strip has a row for each warp where a rank has enough of them for its share of the blocks.
+void StripsAreThoseOfOneRank() {
+  Call call{};
+  OperandGroup& group = call.groups[0];
+  group.num_tokens = group.capacity = 4096;
+  group.num_arrays = 1;
+  call.arrays[0].in_row_bytes = 16384;
+  for (const auto& [num_local, rows] : {std::pair{8, 8}, std::pair{1, 3}}) {
+    call.num_local = num_local;
+    CHECK(RowsPerStrip(call, group, 264) == rows);
   }
 }
 
@@ -112,6 +127,7 @@ void ARowThatIsWrittenTwiceIsFound() {
 
 const Register kTests("test_one_launch", [](const Numbers& numbers) {
   RandomPlans(numbers.Get(0, 4));
+  StripsAreThoseOfOneRank();
   NoRowPassesThroughTheChannel();
   APlanThatOneRankRejectsHasNoResult();
   ARowThatIsWrittenTwiceIsFound();
