@@ -70,6 +70,27 @@ void StripsAreThoseOfOneRank() {
   }
 }
 
+// Rows that were not written, in every array: holes, and a tail of several turns of each block.
+void UnwrittenRowsAreCleared() {
+  Rng rng(25);
+  World world{};
+  world.num_ranks = 2;
+  world.is_dispatch = true;
+  world.num_blocks = 3;
+  world.num_threads = 8;
+  for (const int64_t tail : {0, 5, 400}) {
+    world.groups.push_back(MakeGroup(rng, 2, {6, 2, 60, {1, 70, 2064}, true}));
+    world.groups.back().capacity += tail;
+  }
+  FillArrays(&world, rng);
+  OneLaunch launch(world);
+  for (int i = 0; i < 3; ++i) {
+    Run(world, launch, 1);
+    CHECK(world.IsFine());
+    CheckDispatched(world);
+  }
+}
+
 // The channel of such a call has tags and messages, but no rows.
 void NoRowPassesThroughTheChannel() {
   Rng rng(22);
@@ -128,6 +149,7 @@ void ARowThatIsWrittenTwiceIsFound() {
 const Register kTests("test_one_launch", [](const Numbers& numbers) {
   RandomPlans(numbers.Get(0, 4));
   StripsAreThoseOfOneRank();
+  UnwrittenRowsAreCleared();
   NoRowPassesThroughTheChannel();
   APlanThatOneRankRejectsHasNoResult();
   ARowThatIsWrittenTwiceIsFound();
