@@ -91,6 +91,25 @@ void UnwrittenRowsAreCleared() {
   }
 }
 
+// Each block has more sources than it gathers once; its strips have some of one source.
+void SourcesAreGatheredByStrip() {
+  Rng rng(26);
+  World world{};
+  world.num_ranks = 4;
+  world.in_type = world.out_type = DataType::kF32;
+  world.num_blocks = 2;
+  world.num_threads = 3;
+  world.rows_per_strip = 4;
+  for (const int64_t num_replicas : {1, 2}) {
+    world.groups.push_back(MakeGroup(rng, 4, {60, num_replicas, 240, {16, 12}, true}));
+  }
+  FillArrays(&world, rng, true);
+  OneLaunch launch(world);
+  Run(world, launch, 2);
+  CHECK(world.IsFine());
+  CheckCombined(world);
+}
+
 // The channel of such a call has tags and messages, but no rows.
 void NoRowPassesThroughTheChannel() {
   Rng rng(22);
@@ -150,6 +169,7 @@ const Register kTests("test_one_launch", [](const Numbers& numbers) {
   RandomPlans(numbers.Get(0, 4));
   StripsAreThoseOfOneRank();
   UnwrittenRowsAreCleared();
+  SourcesAreGatheredByStrip();
   NoRowPassesThroughTheChannel();
   APlanThatOneRankRejectsHasNoResult();
   ARowThatIsWrittenTwiceIsFound();
