@@ -147,6 +147,15 @@ CPD_DEVICE void AddOfAll(uint32_t* p, uint32_t mine) {
 #endif
 }
 
+// A place in a list of the block, by its length.
+CPD_DEVICE uint32_t Append(uint32_t* length) {
+#ifdef __CUDACC__
+  return atomicAdd(length, 1u);
+#else
+  return __atomic_fetch_add(length, 1, __ATOMIC_RELAXED);
+#endif
+}
+
 CPD_DEVICE void Lower(uint64_t* p, uint64_t value) {
 #ifdef __CUDACC__
   atomicMin(reinterpret_cast<unsigned long long*>(p), value);

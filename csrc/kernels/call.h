@@ -267,7 +267,7 @@ struct Rank {
   }
 
   // Where a rank begins among `n` strips: each one behind itself. Ranks whose plans name receivers
-  // in order then write to different ranks, and read from different ones, at the same time.
+  // in order then write to different ranks at the same time.
   CPD_DEVICE int64_t Turned(int64_t strip, int64_t n) const {
     const int64_t turned = strip + n * (rank() + 1) / call.num_ranks;
     return turned < n ? turned : turned - n;

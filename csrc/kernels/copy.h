@@ -128,6 +128,13 @@ CPD_DEVICE Block RowTakers(const Block& block, int64_t row_bytes) {
   return takers;
 }
 
+// All threads of a block, which take rows together.
+CPD_DEVICE Block AllTakers(Block block) {
+  block.index = 0;
+  block.num_blocks = 1;
+  return block;
+}
+
 // Fills `bytes` with one value.
 CPD_DEVICE void Fill(const Block& block, char* to, uint8_t value, int64_t bytes) {
   const Cut cut = CutCopy(reinterpret_cast<uint64_t>(to), 0, bytes);

@@ -5,15 +5,19 @@
 
 namespace cpd::kernels {
 
-// Each thread owns the items [begin, end) of n.
+// Each of some threads or blocks owns the items [begin, end) of n.
 struct Share {
   int64_t begin, end;
 };
 
-CPD_DEVICE Share ShareOf(const Block& block, int64_t n) {
-  const int64_t each = (n + block.num_threads - 1) / block.num_threads;
-  const int64_t begin = block.thread * each < n ? block.thread * each : n;
+CPD_DEVICE Share ShareOf(int index, int num, int64_t n) {
+  const int64_t each = (n + num - 1) / num;
+  const int64_t begin = index * each < n ? index * each : n;
   return {begin, begin + each < n ? begin + each : n};
+}
+
+CPD_DEVICE Share ShareOf(const Block& block, int64_t n) {
+  return ShareOf(block.thread, block.num_threads, n);
 }
 
 // The sum of `mine` over the threads before this one; `*total` becomes the sum over all threads.

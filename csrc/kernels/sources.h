@@ -19,20 +19,35 @@ struct Source {
 
 // If a strip of rows has more sources, they are looked up row by row, which is slow.
 constexpr int kMaxSources = 256;
+// If all rows of a block have at most so many, they are gathered once.
+constexpr int kFewSources = 16;
 
 struct SumScratch {
   int64_t scan[2 * kMaxThreads];
   Source sources[kMaxSources];
 };
 
-// A strip of an owner's rows, [begin, end), and its sources.
+// A strip of an owner's rows, [begin, end), and their sources; maybe also those of rows nearby.
 struct OwnedStrip {
   int64_t begin, end;
   const Source* gathered;
   int64_t num_gathered;
+
+  // Whether all rows have the same single source, or none.
+  CPD_DEVICE bool IsWhole() const {
+    if (num_gathered > kMaxSources) return false;
+    int num = 0;
+    CPD_NO_UNROLL
+    for (int64_t s = 0; s < num_gathered; ++s) {
+      const Source& source = gathered[s];
+      if (source.begin >= end || source.end <= begin) continue;
+      if (++num > 1 || source.begin > begin || source.end < end) return false;
+    }
+    return true;
+  }
 };
 
-// One row of an owner, and the gathered sources of its strip.
+// One row of an owner, or the first of several, and the gathered sources of its strip.
 struct OwnedRow {
   int64_t row;
   const Source* gathered;
@@ -114,7 +129,7 @@ struct Sources {
   }
 
   // Gathers the sources of rows [begin, end) in `scratch`; returns their number, even if they do
-  // not fit.
+  // not fit. Threads may still read those gathered before when others begin.
   CPD_DEVICE int64_t Gather(const Block& block, int64_t begin, int64_t end,
                             SumScratch* scratch) const {
     const Share mine = ShareOf(block, group.num_slots);

@@ -10,8 +10,9 @@
 
 namespace cpd::kernels {
 
-// Strips of about 100 kB, and several per block if there is enough data. Each array's share is a
-// whole number of a block's steps if a strip can hold so many rows.
+// Strips of about 100 kB, and several per block if there is enough data; `num_blocks` are those of
+// all local ranks. Each array's share is a whole number of a block's steps if a strip can hold so
+// many rows.
 inline int64_t RowsPerStrip(const Call& call, const OperandGroup& group, int num_blocks) {
   int64_t row_bytes = 0, in_steps = 1;
   for (int a = group.first_array; a < group.first_array + group.num_arrays; ++a) {
@@ -20,8 +21,9 @@ inline int64_t RowsPerStrip(const Call& call, const OperandGroup& group, int num
     in_steps = std::lcm(in_steps, kStepBytes / std::gcd(kStepBytes, bytes));
   }
   const int64_t rows = std::max(group.num_tokens, group.capacity);
+  const int64_t blocks_of_rank = std::max(1, num_blocks / call.num_local);
   const int64_t bytes =
-      std::clamp<int64_t>(rows * row_bytes / (4 * num_blocks), 32 << 10, 128 << 10);
+      std::clamp<int64_t>(rows * row_bytes / (4 * blocks_of_rank), 32 << 10, 128 << 10);
   const int64_t wanted = std::max<int64_t>(1, bytes / std::max<int64_t>(1, row_bytes));
   return wanted < in_steps ? wanted : wanted - wanted % in_steps;
 }

@@ -179,18 +179,20 @@ CPD_DEVICE void SumByType(DataType in, DataType out, const Arguments&... argumen
 }
 
 // Pulls a strip of one array. The sources of a row are found once; most rows have one, whose bits
-// they keep.
+// they keep. A strip of one source is pulled like one long row.
 template <typename Fabric>
 CPD_DEVICE void PullRows(const Block& block, const Sources<Fabric>& sources, const Array& array,
                          const OwnedStrip& strip) {
-  const Block takers = RowTakers(block, array.in_row_bytes);
+  const bool is_whole = array.in_type == array.out_type && strip.IsWhole();
+  const Block takers = is_whole ? AllTakers(block) : RowTakers(block, array.in_row_bytes);
+  const int64_t rows = is_whole ? strip.end - strip.begin : 1;
   if (takers.index >= takers.num_blocks) return;
   char* out = sources.rank.out(sources.group, array);
   const uint64_t places = reinterpret_cast<uint64_t>(array.in) | reinterpret_cast<uint64_t>(out);
   const bool is_wide =
       strip.num_gathered <= kMaxSources && array.in_row_bytes % 16 == 0 && places % 16 == 0;
   CPD_NO_UNROLL
-  for (int64_t row = strip.begin + takers.index; row < strip.end; row += takers.num_blocks) {
+  for (int64_t row = strip.begin + takers.index; row < strip.end; row += takers.num_blocks * rows) {
     const OwnedRow owned{row, strip.gathered, strip.num_gathered, out + row * array.out_row_bytes};
     const char* from = nullptr;
     int num = 0;
@@ -199,15 +201,16 @@ CPD_DEVICE void PullRows(const Block& block, const Sources<Fabric>& sources, con
     });
     char* to = owned.to;
     if (num == 0) {
-      Fill(takers, to, 0, array.out_row_bytes);
+      Fill(takers, to, 0, rows * array.out_row_bytes);
     } else if (num == 1 && array.in_type == array.out_type) {
-      Copy(takers, Global(from), &to, 1, array.in_row_bytes);
+      Copy(takers, Global(from), &to, 1, rows * array.in_row_bytes);
     } else {
       SumByType(array.in_type, array.out_type, takers, sources, array, owned, is_wide);
     }
   }
 }
 
+// Each block pulls one run of rows, of different ranks at the same time, in strips.
 template <typename Fabric = Mapped>
 CPD_DEVICE void Pull(const Block& block, const Rank& rank, SumScratch* scratch) {
   const Call& call = rank.call;
@@ -218,17 +221,16 @@ CPD_DEVICE void Pull(const Block& block, const Rank& rank, SumScratch* scratch) 
   for (int p = 0; p < call.num_groups; ++p) {
     const OperandGroup& group = call.groups[p];
     const Sources<Fabric> sources{rank, group};
-    const int64_t num_strips = (group.num_tokens + group.rows_per_strip - 1) / group.rows_per_strip;
-    for (int64_t strip = block.index; strip < num_strips; strip += block.num_blocks) {
-      const int64_t begin = rank.Turned(strip, num_strips) * group.rows_per_strip;
-      const int64_t end = begin + group.rows_per_strip < group.num_tokens
-                              ? begin + group.rows_per_strip
-                              : group.num_tokens;
-      const int64_t num_gathered = sources.Gather(block, begin, end, scratch);
+    const Share mine = ShareOf(block.index, block.num_blocks, group.num_tokens);
+    int64_t num_gathered = sources.Gather(block, mine.begin, mine.end, scratch);
+    const bool has_few = num_gathered <= kFewSources;
+    for (int64_t begin = mine.begin; begin < mine.end; begin += group.rows_per_strip) {
+      const int64_t end =
+          begin + group.rows_per_strip < mine.end ? begin + group.rows_per_strip : mine.end;
+      if (!has_few) num_gathered = sources.Gather(block, begin, end, scratch);
       for (int a = group.first_array; a < group.first_array + group.num_arrays; ++a) {
         PullRows(block, sources, call.arrays[a], {begin, end, scratch->sources, num_gathered});
       }
-      block.Sync();
     }
   }
 }

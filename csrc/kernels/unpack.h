@@ -58,9 +58,16 @@ struct Written {
   uint32_t num_ready;
 };
 
-// One of the three is added to, one is read, and one is cleared; they take turns.
+// Tags that a thread loads at once where no row passes through the channel.
+constexpr int kTagsInFlight = 8;
+
 struct UnpackScratch {
+  // One of the three is added to, one is read, and one is cleared; they take turns.
   Written written[3];
+  // Where no row does: written rows of each group; others in all groups, and those of this turn.
+  uint32_t num_written[kMaxOperandGroups];
+  uint32_t num_unwritten;
+  uint32_t unwritten[kTagsInFlight * kMaxThreads];
 };
 
 // Fills a result that has no valid plan: NaN for floats, -1 for signed integers.
@@ -111,8 +118,7 @@ template <Phase kPhase, typename CopyPath>
 CPD_DEVICE void UnpackRows(const Block& block, const Tagged<kPhase>& tagged,
                            const ArrivedRows& arrived, const CopyPath& path) {
   const int64_t n = arrived.num_rows, row_bytes = arrived.row_bytes;
-  Block takers = arrived.are_same ? block : RowTakers(block, row_bytes);
-  if (arrived.are_same) takers.index = 0, takers.num_blocks = 1;
+  const Block takers = arrived.are_same ? AllTakers(block) : RowTakers(block, row_bytes);
   const int64_t rows = arrived.are_same ? n : 1;
   if (takers.index >= takers.num_blocks) return;
   CPD_NO_UNROLL
@@ -184,6 +190,78 @@ CPD_DEVICE void UnpackReady(const Block& block, const Rank& rank, UnpackScratch*
   UnpackGroups<Phase::kEarly>(block, rank, scratch, path);
 }
 
+// Clears the rows of a group that were not written; the others are in place. Returns how many of
+// those this thread has seen. `num_cleared`: by the block, so far.
+CPD_DEVICE uint32_t ClearGroup(const Block& block, const Rank& rank, int p, uint32_t* num_cleared,
+                               UnpackScratch* scratch) {
+  const OperandGroup& group = rank.call.groups[p];
+  const int64_t capacity = group.capacity;
+  const uint64_t epoch = rank.state()->epoch;
+  const Tagged<Phase::kLast> tagged{Tags(rank.call, rank.rank(), epoch, group), epoch, 0};
+  // After 8 rows, whose tags have 64 bytes, the next block takes its turn: all of them share a long
+  // run of rows that were not written.
+  const int run = block.num_threads % 8 == 0 ? 8 : 1;
+  const int64_t mine =
+      int64_t{block.thread / run * block.num_blocks + block.index} * run + block.thread % run;
+  const int64_t step = int64_t{block.num_threads} * block.num_blocks;
+  uint32_t num_written = 0;
+  CPD_NO_UNROLL
+  for (int64_t first = 0; first < capacity; first += kTagsInFlight * step) {
+    uint64_t tags[kTagsInFlight];
+    CPD_UNROLL
+    for (int k = 0; k < kTagsInFlight; ++k) {
+      const int64_t row = first + mine + k * step;
+      tags[k] = row < capacity ? tagged[row] : epoch;
+    }
+    uint32_t unwritten = 0;  // by bit
+    CPD_UNROLL
+    for (int k = 0; k < kTagsInFlight; ++k) {
+      const bool is_written = tagged.IsWritten(tags[k]);
+      num_written += is_written && first + mine + k * step < capacity;
+      unwritten |= uint32_t{!is_written} << k;
+    }
+    CPD_NO_UNROLL
+    for (int k = 0; unwritten >> k != 0; ++k) {
+      if ((unwritten >> k & 1) == 0) continue;
+      const uint32_t at = Append(&scratch->num_unwritten) - *num_cleared;
+      scratch->unwritten[at] = static_cast<uint32_t>(mine + k * step);
+    }
+    block.Sync();
+    const uint32_t num = scratch->num_unwritten - *num_cleared;
+    for (int a = group.first_array; a < group.first_array + group.num_arrays && num > 0; ++a) {
+      const Array& array = rank.call.arrays[a];
+      const Block takers = RowTakers(block, array.out_row_bytes);
+      if (takers.index >= takers.num_blocks) continue;
+      char* out = rank.out(group, array) + first * array.out_row_bytes;
+      CPD_NO_UNROLL
+      for (uint32_t u = takers.index; u < num; u += takers.num_blocks) {
+        Fill(takers, out + scratch->unwritten[u] * array.out_row_bytes, 0, array.out_row_bytes);
+      }
+    }
+    *num_cleared += num;
+    block.Sync();
+  }
+  return num_written;
+}
+
+// The last phase where one device holds all ranks: rows that were written are in place.
+CPD_DEVICE void ClearGroups(const Block& block, const Rank& rank, UnpackScratch* scratch) {
+  if (block.thread == 0) {
+    scratch->num_unwritten = 0;
+    for (uint32_t& num : scratch->num_written) num = 0;
+  }
+  block.Sync();
+  uint32_t num_cleared = 0;
+  for (int p = 0; p < rank.call.num_groups; ++p) {
+    AddOfAll(&scratch->num_written[p], ClearGroup(block, rank, p, &num_cleared, scratch));
+  }
+  block.Sync();
+  CPD_NO_UNROLL
+  for (int p = 0; p < rank.call.num_groups && block.thread == 0; ++p) {
+    Add(&rank.state()->rows_written[p], scratch->num_written[p]);
+  }
+}
+
 // Every tag denotes one row: fewer tags than sent rows mean that a row was written twice.
 CPD_DEVICE void CheckWritten(const Rank& rank) {
   const Call& call = rank.call;
@@ -213,7 +291,11 @@ CPD_DEVICE void Unpack(const Block& block, const Rank& rank, UnpackScratch* scra
     Spoil(block, rank);
     return;
   }
-  UnpackGroups<Phase::kLast>(block, rank, scratch, path);
+  if (HoldsAllRanks(rank.call)) {
+    ClearGroups(block, rank, scratch);
+  } else {
+    UnpackGroups<Phase::kLast>(block, rank, scratch, path);
+  }
   if (block.thread != 0 ||
       AddAndFetch(&state->blocks_done, 1) != static_cast<uint64_t>(block.num_blocks)) {
     return;

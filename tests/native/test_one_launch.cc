@@ -2,8 +2,10 @@
 // the sender's array into the receiver's. Worlds of 2, 4 and 8 ranks against plain loops.
 #include <cstdio>
 #include <cstdlib>
+#include <utility>
 
 #include "device.h"
+#include "kernels/strips.h"
 #include "native_test.h"
 #include "one_launch.h"
 
@@ -53,6 +55,59 @@ void RandomPlans(int num_worlds) {
       }
     }
   }
+}
+
+// A strip has a row for each warp where a rank has enough of them for its share of the blocks.
+void StripsAreThoseOfOneRank() {
+  Call call{};
+  OperandGroup& group = call.groups[0];
+  group.num_tokens = group.capacity = 4096;
+  group.num_arrays = 1;
+  call.arrays[0].in_row_bytes = 16384;
+  for (const auto& [num_local, rows] : {std::pair{8, 8}, std::pair{1, 3}}) {
+    call.num_local = num_local;
+    CHECK(RowsPerStrip(call, group, 264) == rows);
+  }
+}
+
+// Rows that were not written, in every array: holes, and a tail of several turns of each block.
+void UnwrittenRowsAreCleared() {
+  Rng rng(25);
+  World world{};
+  world.num_ranks = 2;
+  world.is_dispatch = true;
+  world.num_blocks = 3;
+  world.num_threads = 8;
+  for (const int64_t tail : {0, 5, 400}) {
+    world.groups.push_back(MakeGroup(rng, 2, {6, 2, 60, {1, 70, 2064}, true}));
+    world.groups.back().capacity += tail;
+  }
+  FillArrays(&world, rng);
+  OneLaunch launch(world);
+  for (int i = 0; i < 3; ++i) {
+    Run(world, launch, 1);
+    CHECK(world.IsFine());
+    CheckDispatched(world);
+  }
+}
+
+// Each block has more sources than it gathers once; its strips have some of one source.
+void SourcesAreGatheredByStrip() {
+  Rng rng(26);
+  World world{};
+  world.num_ranks = 4;
+  world.in_type = world.out_type = DataType::kF32;
+  world.num_blocks = 2;
+  world.num_threads = 3;
+  world.rows_per_strip = 4;
+  for (const int64_t num_replicas : {1, 2}) {
+    world.groups.push_back(MakeGroup(rng, 4, {60, num_replicas, 240, {16, 12}, true}));
+  }
+  FillArrays(&world, rng, true);
+  OneLaunch launch(world);
+  Run(world, launch, 2);
+  CHECK(world.IsFine());
+  CheckCombined(world);
 }
 
 // The channel of such a call has tags and messages, but no rows.
@@ -112,6 +167,9 @@ void ARowThatIsWrittenTwiceIsFound() {
 
 const Register kTests("test_one_launch", [](const Numbers& numbers) {
   RandomPlans(numbers.Get(0, 4));
+  StripsAreThoseOfOneRank();
+  UnwrittenRowsAreCleared();
+  SourcesAreGatheredByStrip();
   NoRowPassesThroughTheChannel();
   APlanThatOneRankRejectsHasNoResult();
   ARowThatIsWrittenTwiceIsFound();
