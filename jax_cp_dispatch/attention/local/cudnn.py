@@ -120,12 +120,14 @@ def gradients(options: PassOptions, q, cotangents: OutputCotangents, ranges: Key
 
 def _gradients(options, of_any, queries, ranges, kv, dq):
     q, cotangents = queries
+    dout, out = (x.astype(q.dtype) for x in (cotangents.dout, cotangents.out))
+    cotangents = cotangents._replace(dout=dout, out=out)
     rows = _QueryRows(options, q, ranges)
     nothing = dq, *vary_like((jnp.zeros(x.shape, dq.dtype) for x in kv), dq)
 
     def calls_of(parts):
         of_q, of = _here((q, cotangents))
-        out, dout = (rows.of(x).astype(q.dtype) for x in (of.out, of.dout))
+        out, dout = rows.of(of.out), rows.of(of.dout)
         lse, delta = (rows.of(x[..., None])[..., 0] for x in (of.lse, of.delta))
         # Queries without keys here get no part of the softmax: exp(logit - lse) is 0.
         lse = jnp.minimum(jnp.where(rows.used[:, None], lse, jnp.inf), 1e30)
@@ -146,7 +148,7 @@ def _gradients(options, of_any, queries, ranges, kv, dq):
         attended = jnp.arange(k.shape[2])[None] < lengths[:, None]
         return dq, *(jnp.where(attended[:, None, :, None], dx, 0) for dx in dkv)
 
-    other = of_any and (lambda: of_any(queries, ranges, kv, dq))
+    other = of_any and (lambda: of_any((q, cotangents), ranges, kv, dq))
     return rows.switch(lambda: nothing, calls_of, kv, other)
 
 
