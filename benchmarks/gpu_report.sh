@@ -322,6 +322,7 @@ rm -f "$out/configure.log"
 "$python" - "$out" <<'PYTHON'
 """Puts the steps and their results into one file."""
 import datetime, json, pathlib, subprocess, sys
+from importlib import metadata
 
 out = pathlib.Path(sys.argv[1])
 steps = [line.split("\t") for line in (out / "steps.tsv").read_text().splitlines()]
@@ -330,9 +331,11 @@ try:
     gpu = subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.strip()
 except OSError:
     gpu = "none"
+named = ((d.metadata["Name"] or "", d.version) for d in metadata.distributions())
 report = {
     "date": datetime.date.today().isoformat(),
     "gpu": gpu,
+    "versions": {n: v for n, v in sorted(named) if n.startswith(("jax", "nvidia-")) or n == "numpy"},
     "steps": [{"step": n, "status": s, "seconds": int(t)} for n, s, t in steps],
 }
 for name in ("kernels", "bandwidth", "bandwidth_in_bulk", "gemm", "attention"):
