@@ -1,4 +1,4 @@
-"""Reads the machine code of the kernels of an exchange; fails where it is slow, or could block.
+"""Reads the machine code of kernels; fails where it is slow, or could block.
 
 check_machine_code.py LIBRARY, with cuobjdump and nvdisasm in PATH
 
@@ -6,6 +6,7 @@ Local memory must not be accessed. Every way of moving rows must have four loads
 flight before it uses the first. A loop that moves rows must contain no fence and no
 compare-and-swap. Tags must be counted by a sum over each warp. The kernel that waits for other
 ranks must not let the next one start: its blocks would fill the GPU before a rank there has sent.
+Code of attention for sm_90a must multiply by warpgroups.
 """
 
 import dataclasses
@@ -17,7 +18,9 @@ import sys
 _COPIES = {"Push": 1, "Stage": 1, "Unpack": 1, "UnpackReady": 1, "Pull": 11}
 _COUNT_TAGS = ("Unpack", "UnpackReady")
 _WAIT = ("Wait", "WaitSome")
-_FABRIC = "6Mapped"  # part of the mangled name: kernels over memory of this host's GPUs
+_ATTENTION = ("Attend", "QueryGradients", "KeyGradients")
+# Parts of mangled names: kernels over memory of this host's GPUs, and for one size of heads.
+_NAMED = r"\d([A-Z][A-Za-z]*?)Kernel(?:\w*6Mapped|ILi\d)"
 _IN_FLIGHT = 4
 
 # Kernels that move rows in bulk, where the architecture can: their name, and its mangled part.
@@ -73,11 +76,15 @@ class Facts:
     num_releases: int  # of the next kernel
     num_bulk_loads: int
     num_bulk_stores: int
+    num_warpgroup_products: int
 
     def is_good(self, kernel: str, architecture: str) -> bool:
         """Returns whether this kernel may look like this."""
         if kernel in _WAIT:
             return not self.num_local and not self.num_releases
+        if kernel in _ATTENTION:
+            has_warpgroups = architecture.endswith("a")
+            return not self.num_local and has_warpgroups == (self.num_warpgroup_products > 0)
         is_bulk = (
             kernel.startswith(_BULK) and int(re.sub(r"\D", "", architecture)) >= _FIRST_WITH_BULK
         )
@@ -99,7 +106,7 @@ def parse(listing: str) -> dict[tuple[str, str], list[Instruction]]:
         if of := re.match(r"\s*code for sm_(\w+)", line):
             architecture = of[1]
         elif function := re.match(r"\s*Function : (\S+)", line):
-            named = re.search(r"\d([A-Z][A-Za-z]*?)Kernel\w*" + _FABRIC, function[1])
+            named = re.search(_NAMED, function[1])
             bulk = _BULK if _BULK_MOVER in function[1] else ""
             code = found.setdefault((bulk + named[1], architecture), []) if named else None
         elif code is not None and (
@@ -203,6 +210,7 @@ def study(code: list[Instruction]) -> Facts:
         num_releases=count("PREEXIT", in_loops=False),
         num_bulk_loads=count(r"UBLKCP\.S\.G", in_loops=False),
         num_bulk_stores=count(r"UBLKCP\.G\.S", in_loops=False),
+        num_warpgroup_products=count("HGMMA", in_loops=False),
     )
 
 
@@ -212,7 +220,7 @@ def main() -> int:
     code = parse(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     num_bad = 0
     for architecture in sorted({architecture for _, architecture in code} or {"?"}):
-        for kernel in (*_COPIES, *_WAIT, *(_BULK + name for name in _BULK_COPIES)):
+        for kernel in (*_COPIES, *_WAIT, *(_BULK + name for name in _BULK_COPIES), *_ATTENTION):
             instructions = code.get((kernel, architecture), [])
             facts = study(instructions)
             is_good = bool(instructions) and facts.is_good(kernel, architecture)

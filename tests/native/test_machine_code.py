@@ -107,6 +107,18 @@ def test_older_gpus_copy_nothing_in_bulk(check):
         assert check.study(found["BulkPush", "80"]).is_good("BulkPush", "80") == is_good
 
 
+def test_hopper_multiplies_by_warpgroups(check):
+    for architecture, product, is_good in [
+        ("90a", "HGMMA.64x64x16.F32.BF16", True),
+        ("90a", "HMMA.16816.F32.BF16", False),
+        ("80", "HMMA.16816.F32.BF16", True),
+    ]:
+        text = listing("Attend", [f"{product} R24, R4", "EXIT"], architecture)
+        found = check.parse(text.replace(MAPPED, "Li128E"))
+        facts = check.study(found["Attend", architecture])
+        assert facts.is_good("Attend", architecture) == is_good
+
+
 def test_other_kernels_are_not_read(check):
     text = listing("Push", LOOP) + "\n" + listing("Sum", LOOP).replace("6Mapped", "4Else")
     assert list(check.parse(text)) == [("Push", "90")]
