@@ -40,7 +40,7 @@ def check():
     return module
 
 
-def listing(kernel, code, architecture=90):
+def listing(kernel, code, architecture="90"):
     types = MAPPED + IN_BULK * kernel.startswith("Bulk")
     kernel = kernel.removeprefix("Bulk")
     function = FUNCTION.format(n=len(kernel) + 6, kernel=kernel, types=types)
@@ -103,7 +103,7 @@ def test_what_is_bad(check, kernel, code, is_good):
 
 def test_older_gpus_copy_nothing_in_bulk(check):
     for code, is_good in [(LOOP, True), (LOOP + BULK_LOAD + BULK_STORE, False)]:
-        found = check.parse(listing("BulkPush", code, architecture=80))
+        found = check.parse(listing("BulkPush", code, architecture="80"))
         assert check.study(found["BulkPush", "80"]).is_good("BulkPush", "80") == is_good
 
 
