@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence as Names
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh
@@ -16,6 +15,7 @@ from jaxtyping import Array, Float, Integer, PyTree
 from jax_cp_dispatch._arguments import is_on_host
 from jax_cp_dispatch._ranks.axis import AxisName
 from jax_cp_dispatch._ranks.options import read_options
+from jax_cp_dispatch._ranks.uneven_tokens import cut_tokens, pad_tokens
 from jax_cp_dispatch.attention.algorithms import Algorithm, Auto, Balanced, read_algorithm
 from jax_cp_dispatch.attention.auto import choose_for_call
 from jax_cp_dispatch.attention.check_arguments import (
@@ -192,7 +192,7 @@ def context_parallel_attention(
     has_plan = plan is not None
     if missing and segment_ids is None and not has_plan:
         segment_ids = np.ones(q.shape[:2], np.int32)
-    pad = lambda tree: jax.tree.map(lambda x: _pad(x, missing), tree)
+    pad = lambda tree: pad_tokens(tree, missing)
     operands = operands._replace(q=pad(q), k=pad(operands.k), v=pad(operands.v))
     segment_ids, positions, attended = pad((segment_ids, positions, attended))
     packed = PackedMask(attended, segment_ids, positions)
@@ -213,7 +213,7 @@ def context_parallel_attention(
         options = dataclasses.replace(options, attention=attention)
     outputs = attend_global(operands, plan, packed, options=options)
     if missing:
-        cut = lambda x: x if x is None else x[:, :num_tokens]
+        cut = lambda x: cut_tokens(x, num_tokens, axes.mesh)
         outputs = outputs._replace(out=cut(outputs.out), lse=cut(outputs.lse))
     return attention.returned(outputs)
 
@@ -231,14 +231,6 @@ def _read_operands(q, k, v, sink, expanding) -> tuple[Operands, Expansion | None
         raise TypeError(f"{_OP}: got v with expand. Pass latent rows in place of k, and no v.")
     latents = read_latents(_OP, q, k, *expanding)
     return Operands(q, latents.rows, None, sink, latents.weights), latents.expansion
-
-
-def _pad(x: Any, missing: int) -> Any:
-    """Appends tokens of segment 0, so that all ranks hold the same number."""
-    if x is None or not missing:
-        return x
-    pad = np.pad if isinstance(x, np.ndarray) else jnp.pad  # keeps known values known under jit
-    return pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))
 
 
 def _check_choice(options: GlobalOptions, plan) -> None:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P, reshard
 
+from jax_cp_dispatch._ranks.uneven_tokens import cut_tokens, pad_tokens
 from jax_cp_dispatch._ranks.varying import can_check_varying, vary_alike
 from jax_cp_dispatch.attention.check_arguments import check_groups, check_plan, is_stack
 from jax_cp_dispatch.attention.local.check_operands import check_documents
@@ -153,13 +154,12 @@ def _on_global_arrays(layer: Layer, tokens: Any, weights: Any, where: Where, axe
         if missing and segment_ids is None:
             segment_ids = np.ones(leaves[0].shape[:2], np.int32)
     documents = segment_ids, positions
-    if missing:
-        tokens, documents = jax.tree.map(partial(_pad, missing), (tokens, documents))
+    tokens, documents = pad_tokens((tokens, documents), missing)
     if layer.num_heads is not None:
         for name in layer.grouped:
             tokens[name] = found.repeat_kv_heads(tokens[name], layer.num_heads)
     out = _program(tokens, weights, plan, documents, layer=layer, axes=found)
-    return jax.tree.map(lambda x: x[:, :num_tokens], out) if missing else out
+    return cut_tokens(out, num_tokens, found.mesh) if missing else out
 
 
 def _check_plan(op: str, plan: PlacedPlan, axes: MeshAxes, num_tokens: int) -> None:
@@ -174,11 +174,6 @@ def _check_plan(op: str, plan: PlacedPlan, axes: MeshAxes, num_tokens: int) -> N
             "the tokens of the placement."
         )
     check_groups(op, plan, num_groups=axes.num_groups, batch=axes.batch)
-
-
-def _pad(missing: int, x: Any) -> Any:
-    pad = np.pad if isinstance(x, np.ndarray) else jnp.pad  # keeps known values known under jit
-    return pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))
 
 
 @partial(jax.jit, static_argnames=("layer", "axes"))

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 from on_mesh import AXIS, mesh_of, permuted_mesh
 from sequences import Case, check, draw
 
@@ -72,6 +73,15 @@ def test_equals_dense_attention(algorithm, options):
     """Three ranks do not divide the tokens."""
     case = Case("ring", 1, T, documents="both", batch=2, heads=(4, 2), **options)
     check(case, draw(case), program(mesh_of(3, [2, 0, 1]), algorithm=algorithm, **options))
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "balanced"])
+def test_explicit_axes_shard_equal_parts_only(algorithm):
+    """So they shard neither these tokens nor the result."""
+    case = Case("ring", 1, T, documents="both", batch=2, heads=(4, 2))
+    mesh = permuted_mesh((3,), (AXIS,), AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        check(case, draw(case), program(mesh, algorithm=algorithm))
 
 
 @pytest.mark.parametrize(

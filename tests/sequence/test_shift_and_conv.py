@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import sequence_oracle as oracle
-from on_mesh import AXIS, mesh_of
+from jax.sharding import AxisType
+from on_mesh import AXIS, permuted_mesh
 from orders import BATCHES, Order, packed
 
 from jax_cp_dispatch import sequence
@@ -125,10 +126,11 @@ def test_uneven_chunks_of_zigzag_order(num_tokens):
     np.testing.assert_array_equal(got, expected)
 
 
-def test_padding_of_tokens_that_the_ranks_do_not_divide():
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_padding_of_tokens_that_the_ranks_do_not_divide(kind):
     segment_ids = packed([[11, 8]])
     x = np.random.default_rng().normal(size=(1, 19, 2)).astype(np.float32)
-    given = {"axis_name": AXIS, "mesh": mesh_of(8)}
+    given = {"axis_name": AXIS, "mesh": permuted_mesh((8,), (AXIS,), kind)}
     got = sequence.shift(x, -1, segment_ids=segment_ids, **given)
     expected = sequence.shift_documents(x, -1, segment_ids=segment_ids)
     np.testing.assert_array_equal(got, expected)
