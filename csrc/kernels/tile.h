@@ -51,14 +51,14 @@ struct alignas(1024) Tile {
 
   // Copies rows of a matrix from row `first` on; zeros beyond num_rows.
   CPD_DEVICE void Copy(AsyncCopies* copies, const uint16_t* matrix, int first, int num_rows) {
-    constexpr int kParts = H / 8, kAtOnce = kAttentionThreads / kParts;  // parts and rows
-    static_assert(kAtOnce % 8 == 0 && kTile % kAtOnce == 0, "the same permutation");
+    constexpr int kParts = H / 8, kRowsAtOnce = kAttentionThreads / kParts;
+    static_assert(kRowsAtOnce % 8 == 0 && kTile % kRowsAtOnce == 0, "the same permutation");
     ForAttentionThreads([&](int thread) {
       const int row = thread / kParts, column = thread % kParts * 8;
       const uint16_t* from = matrix + int64_t{first + row} * H + column;
       uint16_t* to = At(row, column);
       CPD_UNROLL
-      for (int i = 0; i < kTile; i += kAtOnce) {
+      for (int i = 0; i < kTile; i += kRowsAtOnce) {
         copies->Copy<16>(to + i * 64, from + i * H, first + row + i < num_rows);
       }
     });
@@ -119,7 +119,8 @@ CPD_DEVICE void MultiplyTransposed(Lanes<Sums>* sums, const Tile<H>& left,
 #ifdef CPD_HAS_WARPGROUPS
   CPD_UNROLL
   for (int k = 0; k < H / 16; ++k) {
-    MultiplyAsync<kColumns>(sums, left.Rows(0, 16 * k), y.Rows(first, 16 * k), k > 0);
+    static_assert(kColumns == 64);
+    MultiplyAsync(sums, left.Rows(0, 16 * k), y.Rows(first, 16 * k), k > 0);
   }
 #else
   const auto rows = [&](int k) {

@@ -1,7 +1,7 @@
-// Matrix products of a warpgroup, which is a block of attention: four warps, one after another a
-// quarter of the rows of the left matrix. The tensor cores of compute capability 9.0 read the
-// block's memory themselves; code for sm_90a has them. PTX ISA, "Asynchronous Warpgroup Level
-// Matrix Multiply-Accumulate Instructions".
+// Matrix products of a warpgroup: the four warps of an attention block, with 16 rows of the left
+// matrix each. Tensor cores of compute capability 9.0 read the block's memory themselves; only code
+// for sm_90a can use this. PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate
+// Instructions".
 #pragma once
 
 #include "kernels/warp.h"
@@ -46,7 +46,8 @@ CPD_DEVICE uint64_t DescriptorOf(const uint16_t* matrix, int panel_bytes) {
   "wgmma.mma_async.sync.aligned.m64n" n "k16.f32.bf16.bf16 {" sums "}, "
 
 // s [64, kColumns] = left right, or += if it `adds`: 16 columns of the left matrix, which lies in
-// registers or in the block's memory. Transposed: the columns of the right matrix are contiguous.
+// registers or, for 64 columns, in the block's memory. Transposed: the columns of the right matrix
+// are contiguous.
 template <int kColumns, bool kTransposed>
 CPD_DEVICE void MultiplyAsync(Lanes<Sums>* s, const Four& left, uint64_t right, bool adds) {
   const uint32_t* a = left.pairs;
@@ -63,9 +64,7 @@ CPD_DEVICE void MultiplyAsync(Lanes<Sums>* s, const Four& left, uint64_t right, 
                    "n"(int{kTransposed}));
   }
 }
-template <int kColumns>
 CPD_DEVICE void MultiplyAsync(Lanes<Sums>* s, uint64_t left, uint64_t right, bool adds) {
-  static_assert(kColumns == 64);
   asm volatile(CPD_WGMMA("64", CPD_32, "%34") "%32, %33, adds, 1, 1, 0, 0;\n}"
                : CPD_SUMS4(0), CPD_SUMS4(4)
                : "l"(left), "l"(right), "r"(int{adds}));

@@ -192,9 +192,10 @@ def context_parallel_attention(
     has_plan = plan is not None
     if missing and segment_ids is None and not has_plan:
         segment_ids = np.ones(q.shape[:2], np.int32)
-    pad = lambda tree: pad_tokens(tree, missing)
-    operands = operands._replace(q=pad(q), k=pad(operands.k), v=pad(operands.v))
-    segment_ids, positions, attended = pad((segment_ids, positions, attended))
+    q, k, v = pad_tokens((q, operands.k, operands.v), missing)
+    operands = operands._replace(q=q, k=k, v=v)
+    documents = segment_ids, positions, attended
+    segment_ids, positions, attended = pad_tokens(documents, missing)
     packed = PackedMask(attended, segment_ids, positions)
     is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(packed))
     if isinstance(algorithm, Auto):
@@ -213,8 +214,8 @@ def context_parallel_attention(
         options = dataclasses.replace(options, attention=attention)
     outputs = attend_global(operands, plan, packed, options=options)
     if missing:
-        cut = lambda x: cut_tokens(x, num_tokens, axes.mesh)
-        outputs = outputs._replace(out=cut(outputs.out), lse=cut(outputs.lse))
+        out, lse = cut_tokens((outputs.out, outputs.lse), num_tokens, axes.mesh)
+        outputs = outputs._replace(out=out, lse=lse)
     return attention.returned(outputs)
 
 
