@@ -47,7 +47,8 @@ def dispatch(
         unplaced arguments).
       implementation: see `available_implementations`; None selects one.
       deadline: seconds until the ranks that have arrived give up on the others; None means that of
-        `buffer`, or 60. No effect with `implementation="xla"`.
+        `buffer`, or 60, on GPUs 600, or `JAX_CP_DISPATCH_DEADLINE`. No effect with
+        `implementation="xla"`.
     Returns:
       Received tokens in attention layout, in the structure of `x`; rows that no rank writes are
       zero.

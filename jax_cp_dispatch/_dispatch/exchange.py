@@ -27,7 +27,7 @@ def move(
 ) -> list[Any]:
     """Makes one exchange of all arguments; returns their results, structured like the arrays."""
     op = options.op
-    deadlines = [x.limits.deadline for x in arguments if x.limits]
+    deadlines = [x.limits.deadline for x in arguments if x.limits and x.limits.deadline]
     if options.deadline is None and deadlines:
         options = dataclasses.replace(options, deadline=max(deadlines))
     typed = [x for argument in arguments for x in (*argument.arrays, argument.metadata.seq_len)]
