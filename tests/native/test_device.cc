@@ -161,9 +161,10 @@ void ReceiversCheckCountsAndOverlaps() {
   }
   const Rank receiver{second, 0};
   Launch<MeetScratch>(1, 1, [&](const Block& b, MeetScratch* s) { Wait(b, receiver, s); });
-  Launch<UnpackScratch>(1, 1, [&](const Block& b, UnpackScratch* s) { Unpack(b, receiver, s); });
+  Launch<UnpackScratch>(3, 2, [&](const Block& b, UnpackScratch* s) { Unpack(b, receiver, s); });
   const ErrorRecord found = overlap.Take(1);
   CHECK(found.failure == Failure::kOverlap && found.expected == 8 && found.seen == 7);
+  CHECK(IsSpoiled(overlap, 1));
 }
 
 // A rank that makes another call than the others is detected; its data is not read as theirs.
