@@ -19,9 +19,10 @@ from jax_cp_dispatch._ranks.implementations import (
     XLA,
     Operation,
     choose_on_one_device,
+    fall_back_to_xla,
     register_lowering,
 )
-from jax_cp_dispatch._ranks.lowering import choose, lower_opened
+from jax_cp_dispatch._ranks.lowering import choose, fall_back, lower_opened
 from jax_cp_dispatch._ranks.partitioning import can_partition
 
 register_lowering(Operation.EXCHANGE, on_cpu.lower, on=ON_CPU)
@@ -44,11 +45,16 @@ def lower(primitive: Primitive, ctx: Any, *operands: Any, exchange: Exchange) ->
         implementation = choose_on_one_device(
             op, comm.implementation, ctx.module_context.platforms, comm.num_ranks
         )
+        if implementation in ON_GPU and (missing := on_gpu.what_gpus_lack(exchange)):
+            implementation = fall_back_to_xla(op, comm.implementation, missing)
         on_one_device = implementation.lowerings[Operation.EXCHANGE_ON_ONE_DEVICE]
         return lower_partitioned(
             primitive, ctx, *operands, exchange=exchange, on_one_device=on_one_device(ctx, exchange)
         )
-    return choose(ctx, op, comm).lower(Operation.EXCHANGE, ctx, *operands, exchange=exchange)
+    choice = choose(ctx, op, comm)
+    if choice.implementation in ON_GPU and (missing := on_gpu.what_gpus_lack(exchange)):
+        choice = fall_back(choice, op, comm, missing)
+    return choice.lower(Operation.EXCHANGE, ctx, *operands, exchange=exchange)
 
 
 def _opened(primitive: Primitive, *operands: Any, exchange: Exchange) -> Any:

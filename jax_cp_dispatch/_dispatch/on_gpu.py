@@ -13,6 +13,15 @@ from jax_cp_dispatch._ranks.axis import rank_index
 from jax_cp_dispatch._ranks.gpu import all_ranks_here, chosen_copy_path, on_collective_stream
 from jax_cp_dispatch._ranks.lowering import Choice
 
+_MAX_ARRAYS = 64  # of one call, as in csrc/kernels/call.h
+
+
+def what_gpus_lack(exchange: Exchange) -> str | None:
+    """Returns why an exchange needs XLA, whatever the transport; None if it does not."""
+    if exchange.num_arrays <= _MAX_ARRAYS:
+        return None
+    return f"{exchange.num_arrays} arrays, but a call on GPUs takes at most {_MAX_ARRAYS}"
+
 
 def lower(ctx: Any, *operands: Any, exchange: Exchange, choice: Choice) -> Any:
     """Lowers the part of one rank."""

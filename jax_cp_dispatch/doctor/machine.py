@@ -98,7 +98,7 @@ def _nvshmem() -> Finding:
     library = ctypes.util.find_library("nvshmem_host")
     if package or library:
         return Finding("NVSHMEM", f"package {package}" if package else str(library))
-    remedy = "Only for GPUs of several processes: pip install nvidia-nvshmem-cu13 (or -cu12)."
+    remedy = "Only for GPUs of several hosts: pip install nvidia-nvshmem-cu13 (or -cu12)."
     return Finding("NVSHMEM", "neither package nor library", "missing", remedy)
 
 

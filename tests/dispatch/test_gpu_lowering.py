@@ -1,5 +1,6 @@
 """Programs lowered for GPUs without a GPU: attributes of the custom calls, and errors."""
 
+import itertools
 import pathlib
 import re
 
@@ -10,11 +11,20 @@ from jax.sharding import AxisType, Mesh, PartitionSpec as P
 from movement_oracle import random_plan
 from on_mesh import AXIS, mesh_of, permuted_mesh
 
-from jax_cp_dispatch import Metadata, combine, dispatch, dispatch_qkv
+from jax_cp_dispatch import (
+    Metadata,
+    available_implementations,
+    combine,
+    dispatch,
+    dispatch_qkv,
+)
+from jax_cp_dispatch._dispatch import on_gpu
 from jax_cp_dispatch._ranks import runtime
 from jax_cp_dispatch._ranks.gpu import device_table, peers
-from jax_cp_dispatch._ranks.implementations import CUDA_PEER, gpu as implementations_gpu
+from jax_cp_dispatch._ranks.implementations import CUDA_PEER, gpu as implementations_gpu, table
 from jax_cp_dispatch._warning import say_once
+from jax_cp_dispatch.doctor.finding import Finding
+from jax_cp_dispatch.doctor.self_test import try_implementations
 from jax_cp_dispatch.gpu import raise_gpu_errors
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -231,7 +241,7 @@ def pairs_in(size):
     return tuple(tuple(jax.devices()[i : i + size]) for i in range(0, W, size))
 
 
-def test_gpus_without_peer_access_use_xla(cuda):
+def test_gpus_without_peer_access_use_xla(cuda, monkeypatch):
     """Asked once for the devices of each group; not for ranks that one device holds."""
     asked = []
 
@@ -250,6 +260,11 @@ def test_gpus_without_peer_access_use_xla(cuda):
     assert asked == [[0, 1, 2, 3]]
     assert CUDA_PEER.why_not(["cuda"], pairs_in(2)) == "GPU 0 cannot reach the memory of GPU 3"
     assert asked[1:] == [[0, 1], [2, 3]]
+    why = "GPU 0 cannot reach the memory of GPU 3"
+    monkeypatch.setattr(table, "default_platform", lambda: "cuda")
+    assert available_implementations()["cuda_peer"] == (False, why)
+    *_, found = itertools.islice(try_implementations(), 3)  # of the doctor
+    assert found == Finding("transport cuda_peer", why, "missing")
     assert calls(lowered(send, X, PLAN))  # one device
     cuda.device_count = lambda: (2, "")  # a program for another machine
     peers._reason.cache_clear()
@@ -270,10 +285,23 @@ def test_more_ranks_than_a_call_takes_use_xla(cuda, monkeypatch):
             lowered(run, X, PLAN)
 
 
-def test_the_limit_of_ranks_is_that_of_the_kernels():
+def test_more_arrays_than_a_call_takes_use_xla():
+    many = [X] * (on_gpu._MAX_ARRAYS + 1)
+    why = "dispatch: XLA serves this call .* 65 arrays, but a call on GPUs takes at most 64"
+    for run in (on_ranks(lambda x, m: send(x, m), mesh_of(W)), lambda x, m: send(x, m)):
+        say_once.cache_clear()
+        with pytest.warns(UserWarning, match=why):
+            assert not calls(lowered(run, many, PLAN))
+    named = lambda x, m: send(x, m, implementation="cuda_peer")
+    with pytest.raises(NotImplementedError, match="at most 64"):
+        lowered(on_ranks(named, mesh_of(W)), many, PLAN)
+
+
+def test_limits_are_those_of_the_kernels():
     header = (ROOT / "csrc/kernels/call.h").read_text()
-    (most,) = re.findall(r"constexpr int kMaxRanks = (\d+);", header)
-    assert int(most) == implementations_gpu.MAX_RANKS
+    limits = dict(re.findall(r"constexpr int kMax(\w+) = (\d+);", header))
+    assert int(limits["Ranks"]) == implementations_gpu.MAX_RANKS
+    assert int(limits["Arrays"]) == on_gpu._MAX_ARRAYS
 
 
 def test_raise_gpu_errors_raises_each_once(cuda):

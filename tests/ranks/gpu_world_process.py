@@ -76,6 +76,13 @@ def set_slab(bases, num_bytes, memory_groups, process):
     print(f"slabs {bases} of {num_bytes}, groups {memory_groups}", flush=True)
 
 
+def say_of_agreement(agree):
+    """Prints what the processes tell each other where they make a channel, one of them alone."""
+    print("agreed", agree("a/0/free", f"of {PROCESS}", [2, 0, 2, 1], 600_000), flush=True)
+    print("agreed", agree("a/0/free", f"of {PROCESS}", [PROCESS], 600_000), flush=True)
+    print("agreed", agree(f"b/{PROCESS}", "alone", [0, 1, 2], 1500), flush=True)
+
+
 def num_gpus():
     return (0, "no driver") if "no gpu on one" in SCENE and PROCESS == 1 else (2, "")
 
@@ -147,6 +154,7 @@ runtime.cuda = types.SimpleNamespace(
     write_pattern=lambda device, address, seed: seed >> 16 == PROCESS,
     has_pattern=has_pattern,
     set_slab=set_slab,
+    set_agree=lambda agree: say_of_agreement(agree) if SCENE == "one host" else None,
     set_network_launcher=lambda launcher: print(f"network by {launcher}", flush=True),
 )
 runtime.load_nvshmem = lambda: (importlib.import_module("fake_nvshmem"), "")

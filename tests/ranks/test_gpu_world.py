@@ -117,6 +117,15 @@ def test_processes_that_cannot_connect_use_xla_and_know_why(outputs, scene, reas
             assert ("closed 7000" in out) == (number == 1 or (number == 2 and "lost" in scene))
 
 
+def test_processes_agree_on_channels(outputs):
+    """In the order of the ranks; a process that repeats itself is heard once."""
+    for number, out in enumerate(in_all(outputs, "one host")):
+        assert "agreed (['of 2', 'of 0', 'of 2', 'of 1'], '')\n" in out
+        assert f"agreed (['of {number}'], '')\n" in out
+        late = min({0, 1, 2} - {number})
+        assert f"agreed ([], 'process {late} did not come to this call within 1.5 s" in out
+
+
 def test_hosts_without_a_network_connect_inside(outputs):
     why = (
         "nvshmem: process 0 of several hosts, on a, has no InfiniBand adapter "

@@ -80,13 +80,13 @@ def connect_gpus(*, timeout: float = 120.0) -> GpuWorld:
             f"connect_gpus: {_TRANSPORT_VARIABLE} is {wanted!r}; "
             "it needs to be nvshmem or cuda_ipc."
         )
-    publish = partial(publish_and_read_all, "connect_gpus", timeout=timeout)
-    _world, _slabs = _connect(publish, wanted)
+    publish_all = partial(publish_and_read_all, "connect_gpus", timeout=timeout)
+    _world, _slabs = _connect(publish_all, wanted)
     return _world
 
 
-def _connect(publish: Any, wanted: str | None) -> tuple[GpuWorld, Slabs | None]:
-    found = publish("ready", [_why_not_ready(), len(_local_gpus()), _host(), _slab_bytes()])
+def _connect(publish_all: Any, wanted: str | None) -> tuple[GpuWorld, Slabs | None]:
+    found = publish_all("ready", [_why_not_ready(), len(_local_gpus()), _host(), _slab_bytes()])
     reasons = [f"process {p}: {why}" for p, (why, *_) in enumerate(found) if why]
     if not reasons and max(num_gpus for _, num_gpus, *_ in found) > 1:
         p, num_gpus = next((p, one[1]) for p, one in enumerate(found) if one[1] > 1)
@@ -101,7 +101,7 @@ def _connect(publish: Any, wanted: str | None) -> tuple[GpuWorld, Slabs | None]:
         return GpuWorld("xla", "; ".join(reasons)), None
     hosts = [one[2] for one in found]
     device = _local_gpus()[0].local_hardware_id
-    job = GpuJob(publish, jax.process_index(), device or 0, hosts, sizes[0])
+    job = GpuJob(publish_all, jax.process_index(), device or 0, hosts, sizes[0])
     ways = {"cuda_ipc": connect_ipc, "nvshmem": partial(connect_nvshmem, is_named=bool(wanted))}
     num_hosts = len(set(hosts))
     for name in sorted(ways, reverse=num_hosts > 1):  # the better one first
@@ -125,20 +125,19 @@ def _agree(
 ) -> tuple[list[str], str]:
     """Publishes a message; returns those of `processes` in their order, and an error or ""."""
     end = time.monotonic() + milliseconds / 1000
-    read: dict[int, str] = {}
-    try:
-        publish("channel", name, message, may_repeat=True)
-        for process in set(processes):
+    found: dict[int, str] = {}
+    publish("channel", name, message, may_repeat=True)
+    for process in sorted(set(processes)):
+        try:
             left = max(0.001, end - time.monotonic())
-            read[process] = read_from("channel", name, process, left)
-    except (RuntimeError, jax.errors.JaxRuntimeError) as error:
-        missing = [process for process in processes if process not in read]
-        return [], (
-            f"process {missing[0]} did not come to this call within {milliseconds / 1000:g} s, "
-            "three deadlines, which a first call has. It runs another program, or is slower; pass "
-            f"a longer deadline. ({str(error).splitlines()[0]})"
-        )
-    return [read[process] for process in processes], ""
+            found[process] = read_from("channel", name, process, left)
+        except RuntimeError:
+            return [], (
+                f"process {process} did not come to this call within {milliseconds / 1000:g} s, "
+                "three deadlines, which a first call has. It runs another program, has ended, or "
+                "is slower; pass a longer deadline."
+            )
+    return [found[process] for process in processes], ""
 
 
 def _describe(slabs: Slabs, num_hosts: int, reasons: list[str]) -> GpuWorld:

@@ -152,7 +152,7 @@ def fall_back_to_xla(op: str, wanted: str | None, missing: str) -> Implementatio
     """
     if wanted is not None:
         raise NotImplementedError(_refusal(op, IMPLEMENTATIONS[wanted], missing))
-    say_once(f"{op}: XLA's products and collectives (implementation='xla'): {missing}.")
+    say_once(f"{op}: XLA serves this call (implementation='xla'): {missing}.")
     return XLA
 
 

@@ -1,0 +1,86 @@
+"""Builds the extension for GPUs with a planted fault, from a folder in which it has been built.
+
+    python tests/gpu/build_mutant.py BUILD OUTPUT [--fault early-signal]
+
+Compiles one file again, with the changed header, and links it with the other objects of BUILD, a
+folder of CMake with Ninja. OUTPUT is the extension, for races.py.
+"""
+
+import argparse
+import pathlib
+import re
+import shlex
+import shutil
+import subprocess
+
+ROOT = pathlib.Path(__file__).parents[2]
+_PUSH = """\
+  MoveWith<Here<CopyPath>>(ThisBlock(), &of_path, [&](const Here<CopyPath>& path) {
+    Push<Fabric>(ThisBlock(), ThisRank(call), &scratch, path);
+  });
+"""
+_SIGNAL = """\
+  if constexpr (kSignalsLast<Fabric>) SignalLast(ThisBlock(), ThisRank(call), &is_last);
+"""
+_FENCE = '  asm volatile("fence.acq_rel.sys;" ::: "memory");\n'
+# By name: the header, and pairs of texts, what is there and what replaces it.
+FAULTS = {
+    "early-signal": ("cuda/call_kernels.h", [(_PUSH + _SIGNAL, _SIGNAL + _PUSH)]),
+    "no-fences": (
+        "kernels/block.h",
+        [
+            (_FENCE, ""),
+            ("st.release.sys.global.u64", "st.relaxed.sys.global.u64"),
+            ("atom.acq_rel.sys.global.add.u64", "atom.relaxed.sys.global.add.u64"),
+        ],
+    ),
+}
+_FILE = "csrc/cuda/kernels.cu"
+
+
+def commands_of(build: pathlib.Path, target: str) -> list[str]:
+    listed = subprocess.run(
+        ["ninja", "-C", str(build), "-t", "commands", target],
+        check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    return listed.stdout.splitlines()
+
+
+def plant(fault: str, folder: pathlib.Path) -> None:
+    """Copies the sources to `folder`, with the fault."""
+    shutil.copytree(ROOT / "csrc", folder / "csrc", dirs_exist_ok=True)
+    name, changes = FAULTS[fault]
+    header = folder / "csrc" / name
+    text = header.read_text()
+    for there, instead in changes:
+        if there not in text:
+            raise SystemExit(f"{name} has changed: no {there.strip().splitlines()[0]!r}")
+        text = text.replace(there, instead)
+    header.write_text(text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("build", type=pathlib.Path)
+    parser.add_argument("output", type=pathlib.Path)
+    parser.add_argument("--fault", choices=FAULTS, default="early-signal")
+    options = parser.parse_args()
+    build, output = options.build.resolve(), options.output.resolve()
+    folder = build / "mutant"
+    plant(options.fault, folder)
+    object_ = folder / "kernels.cu.o"
+    (compile_,) = [line for line in commands_of(build, "_cuda") if f"-c {ROOT / _FILE}" in line]
+    compile_ = compile_.replace(str(ROOT / "csrc"), str(folder / "csrc"))
+    compile_ = re.sub(r"-o \S+kernels\.cu\.o", f"-o {shlex.quote(str(object_))}", compile_)
+    subprocess.run(compile_, shell=True, check=True, cwd=build)
+    library = folder / "libcpd_cuda.a"
+    shutil.copy(build / "libcpd_cuda.a", library)
+    subprocess.run(["ar", "r", str(library), str(object_)], check=True)
+    link = commands_of(build, "_cuda")[-1]
+    link = re.sub(r"-o (_cuda\S*\.so)", f"-o {shlex.quote(str(output))}", link)
+    subprocess.run(link.replace("libcpd_cuda.a", str(library)), shell=True, check=True, cwd=build)
+    print(f"{output}: {options.fault}")
+
+
+if __name__ == "__main__":
+    main()
