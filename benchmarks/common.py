@@ -48,8 +48,8 @@ def seconds_in_a_row(run: Callable[[], Any], repeats: int) -> float:
 class Report:
     """Result rows: printed when measured, written after each section."""
 
-    def __init__(self, output: pathlib.Path | None, title: str):
-        self.output, self.title = output, title
+    def __init__(self, output: pathlib.Path | None, title: str, *packages: str):
+        self.output, self.title, self.packages = output, title, packages
         self.rows: list[dict[str, Any]] = []
         self.has_failed = False
 
@@ -62,7 +62,7 @@ class Report:
             traceback.print_exc()
             self.has_failed = True
             self._take({"what": what, "error": f"{type(error).__name__}: {error}"})
-        write(self.output, self.title, self.rows)
+        write(self.output, self.title, self.rows, *self.packages)
 
     def _take(self, row: dict[str, Any]) -> None:
         print(*(f"{name}={value}" for name, value in row.items()), flush=True)
