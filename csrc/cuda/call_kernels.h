@@ -24,7 +24,6 @@ using namespace kernels;  // NOLINT: this file is its other half
 
 constexpr int kPlanThreads = 256;
 constexpr int kMoveThreads = kMaxThreads;
-constexpr int kMoveBlocks = 2;  // of one multiprocessor, at least
 constexpr int kMeetThreads = kMaxRanks;
 
 __device__ Block ThisBlock() {

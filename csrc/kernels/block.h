@@ -21,6 +21,7 @@
 namespace cpd {
 
 constexpr int kMaxThreads = 256;  // of a block that moves data
+constexpr int kMoveBlocks = 2;    // of these on one multiprocessor, at least
 
 #ifndef __CUDACC__
 // The equivalent of `__syncthreads()`.

@@ -70,6 +70,14 @@ void StripsAreThoseOfOneRank() {
   }
 }
 
+// A number of multiprocessors is one of blocks, unless it names all of them: two on each.
+void MultiprocessorsAreBlocks() {
+  for (const auto& [num_comm_sm, blocks] :
+       {std::pair{0, 264}, {1, 1}, {48, 48}, {131, 131}, {132, 264}, {1000, 264}, {-1, 264}}) {
+    CHECK(NumMoveBlocks(num_comm_sm, 264) == blocks);
+  }
+}
+
 // Rows that were not written, in every array: holes, and a tail of several turns of each block.
 void UnwrittenRowsAreCleared() {
   Rng rng(25);
@@ -168,6 +176,7 @@ void ARowThatIsWrittenTwiceIsFound() {
 const Register kTests("test_one_launch", [](const Numbers& numbers) {
   RandomPlans(numbers.Get(0, 4));
   StripsAreThoseOfOneRank();
+  MultiprocessorsAreBlocks();
   UnwrittenRowsAreCleared();
   SourcesAreGatheredByStrip();
   NoRowPassesThroughTheChannel();
