@@ -10,9 +10,9 @@
 
 namespace cpd::kernels {
 
-// The blocks that move rows, of all local ranks, on a device that runs `num_resident` at once. Blocks
-// go to multiprocessors that are free, so `num_comm_sm` blocks never use more than these. Two on
-// each where all of them are used.
+// The blocks that move rows, of all local ranks, on a device that runs `num_resident` at once.
+// Blocks go to multiprocessors that are free, so `num_comm_sm` blocks never use more than these.
+// Two on each where all of them are used.
 inline int NumMoveBlocks(int64_t num_comm_sm, int num_resident) {
   const bool are_all = num_comm_sm <= 0 || num_comm_sm >= num_resident / kMoveBlocks;
   return are_all ? num_resident : static_cast<int>(num_comm_sm);

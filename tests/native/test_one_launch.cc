@@ -26,6 +26,7 @@ World WorldOf(Rng& rng, int num_ranks, bool is_dispatch) {
   world.rows_per_strip = Draw(rng, 1, 9);
   world.num_blocks = static_cast<int>(Draw(rng, 1, 2));
   world.num_threads = static_cast<int>(Draw(rng, 1, 3));
+  world.is_small = Draw(rng, 0, 1);
   if (!is_dispatch) world.in_type = world.out_type = DataType::kF32;
   for (int64_t p = Draw(rng, 1, 2); p > 0; --p) {
     std::vector<int64_t> row_bytes;

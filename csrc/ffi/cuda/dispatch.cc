@@ -18,6 +18,7 @@
 #include "ffi/cuda/dispatch_call.h"
 #include "ffi/cuda/rank_location.h"
 #include "ffi/cuda/targets.h"
+#include "kernels/small.h"
 #include "kernels/strips.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -104,6 +105,7 @@ Status Move(Direction direction, const CudaOptions& options, const StageOnDevice
   if (!status.ok()) return status;
   call.in_bulk = options.copy_path == "bulk";
   FindRemotes(options, location, &call);
+  kernels::ChooseSmall(&call, num_resident);
   const ChannelKey key = KeyOf(options, call, location.devices);
   std::shared_ptr<Channel> channel;
   ChannelShape shape;
