@@ -45,7 +45,7 @@ struct OperandGroup {
   int64_t num_replicas;
   int64_t num_tokens;
   int64_t capacity;
-  int64_t rows_per_strip;  // that a block moves at a time
+  int64_t rows_per_strip;  // see RowsAtATime
   int first_array;
   int num_arrays;
   int64_t tags;         // offset of the tags of its rows in half a channel
@@ -95,6 +95,9 @@ struct State {
   uint64_t ready, taken;              // senders, by bit: rows that unpack takes now, or took before
   uint64_t rows_written[kMaxOperandGroups];
   int64_t first_strip[kMaxOperandGroups + 1];  // rows that this rank sends, by group
+  // Small calls so far; only grow. Of the first local rank: parts that blocks have drawn.
+  uint64_t parts_drawn;
+  uint64_t parts_sent;  // of this rank: those that have ended
 };
 enum : uint64_t { kFine, kRefused, kGivenUp };
 
@@ -126,6 +129,7 @@ struct Call {
   int num_groups;
   int num_arrays;
   bool in_bulk;   // rows move in bulk where the GPU can; see bulk.h
+  bool is_small;  // one kernel; see small.h
   int num_early;  // rounds of unpack before all ranks have signalled; see WaitSome
   bool is_dispatch;
   OperandGroup groups[kMaxOperandGroups];
@@ -141,6 +145,14 @@ struct Call {
 // Whether one device holds all ranks. Their rows then pass through no channel.
 CPD_HOST_DEVICE inline bool HoldsAllRanks(const Call& call) {
   return call.num_local == call.num_ranks;
+}
+
+// Rows of a group that a block moves at a time. In a small call all of them; its strips are for
+// warps that push.
+CPD_HOST_DEVICE inline int64_t RowsAtATime(const Call& call, const OperandGroup& group) {
+  if (!call.is_small) return group.rows_per_strip;
+  const int64_t rows = group.num_tokens < group.capacity ? group.capacity : group.num_tokens;
+  return rows > 0 ? rows : 1;
 }
 
 // The tag of a row: the call in which it was written, and its sender; or that it is in the result

@@ -1,4 +1,4 @@
-// How the host cuts the rows of a call into strips, each of which a block moves at a time.
+// How many blocks move the rows of a call, and into which strips the host cuts these for them.
 #pragma once
 
 #include <algorithm>
@@ -9,6 +9,14 @@
 #include "kernels/copy.h"
 
 namespace cpd::kernels {
+
+// The blocks that move rows, of all local ranks, on a device that runs `num_resident` at once.
+// Blocks go to multiprocessors that are free, so `num_comm_sm` blocks never use more than these.
+// Two on each where all of them are used.
+inline int NumMoveBlocks(int64_t num_comm_sm, int num_resident) {
+  const bool are_all = num_comm_sm <= 0 || num_comm_sm >= num_resident / kMoveBlocks;
+  return are_all ? num_resident : static_cast<int>(num_comm_sm);
+}
 
 // Strips of about 100 kB, and several per block if there is enough data; `num_blocks` are those of
 // all local ranks. Each array's share is a whole number of a block's steps if a strip can hold so

@@ -86,6 +86,7 @@ def move(
         sums=None if arguments[0].sums is None else tuple(sums),
         is_global=context.is_global,
         by_collectives=by_collectives,
+        num_comm_sm=options.num_comm_sm,
     )
     moved = _run(exchange, context, fields + fingerprints, arrays, storage) if groups else []
     return _results(arguments, moved, num_ranks if context.is_global else 1)

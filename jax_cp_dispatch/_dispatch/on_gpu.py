@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from jax.interpreters import mlir
 
 from jax_cp_dispatch._dispatch.custom_call import aliases_of, attributes_of, target_of
@@ -12,6 +13,9 @@ from jax_cp_dispatch._dispatch.exchange_operands import Exchange
 from jax_cp_dispatch._ranks.axis import rank_index
 from jax_cp_dispatch._ranks.gpu import all_ranks_here, chosen_copy_path, on_collective_stream
 from jax_cp_dispatch._ranks.lowering import Choice
+
+_ALL = 0  # multiprocessors, for the handler
+_MOST_SMS = 2**31 - 1  # of any GPU
 
 
 def lower(ctx: Any, *operands: Any, exchange: Exchange, choice: Choice) -> Any:
@@ -30,7 +34,12 @@ def _move(avals_out: Any, ranks: dict[str, Any], exchange: Exchange, *operands: 
     shapes = [jax.ShapeDtypeStruct(out.shape, out.dtype) for out in avals_out]
     aliases = aliases_of(exchange, operands)
     move = jax.ffi.ffi_call(target_of(exchange), shapes, input_output_aliases=aliases)
-    attributes = {**attributes_of(exchange), **ranks, "copy_path": chosen_copy_path(exchange.op)}
+    attributes = {
+        **attributes_of(exchange),
+        **ranks,
+        "copy_path": chosen_copy_path(exchange.op),
+        "num_comm_sm": np.int64(min(exchange.num_comm_sm or _ALL, _MOST_SMS)),
+    }
     comm = exchange.comm
     axes = ((), ()) if exchange.is_global else (comm.axis_names, comm.group_axes)
     return on_collective_stream(functools.partial(move, **attributes))(

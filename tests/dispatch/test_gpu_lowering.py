@@ -89,6 +89,17 @@ def test_the_copy_path_is_that_of_the_environment(monkeypatch):
         lowered(on_ranks(lambda x, m: send(x, m), mesh_of(W)), X, PLAN)
 
 
+def test_multiprocessors_of_an_exchange_are_those_of_its_derivative():
+    def numbers(fn, x):
+        return re.findall(r"num_comm_sm = (\d+)", lowered(fn, x, PLAN))
+
+    assert numbers(on_ranks(send, mesh_of(W)), X) == ["0"]  # all
+    some = on_ranks(lambda x, m: send(x, m, num_comm_sm=48), mesh_of(W))
+    assert numbers(jax.grad(lambda x, m: (some(x, m) ** 2).sum()), X) == ["48", "48"]
+    many = on_ranks(lambda x, m: send(x, m, num_comm_sm=2**70), mesh_of(W))
+    assert numbers(many, X) == [str(2**31 - 1)]
+
+
 def test_combine_and_gradients():
     y = np.zeros((W * CAPACITY, 3), np.float32)
     ((target, _),) = calls(lowered(on_ranks(combine_rows, mesh_of(W)), y, PLAN))

@@ -77,6 +77,21 @@ def test_both_copy_paths_give_the_same_bits(num_ranks, copy_path, monkeypatch):
             )
 
 
+@pytest.mark.parametrize("num_comm_sm", [1, 20, 1000])
+def test_any_number_of_multiprocessors_gives_the_same_bits(num_comm_sm):
+    plan = plan_of(4)
+    capacity = capacity_of(plan)
+    x = np.random.default_rng(8).integers(0, 256, (4, T, 4096), np.uint8)
+    options = {**OURS, "num_comm_sm": num_comm_sm}
+    move = jax.jit(lambda x, m: dispatch(x, m, capacity=capacity, **options))
+    there = per_rank(move(flat(x), Metadata(**plan)), 4)
+    np.testing.assert_array_equal(there, dispatched(plan, x, capacity))
+    y = np.random.default_rng(9).normal(size=(4, capacity, 1024)).astype(np.float32)
+    home = jax.jit(lambda y, m: combine(y, m, num_tokens=T, **options))
+    back = per_rank(home(flat(y), Metadata(**plan)), 4)
+    np.testing.assert_array_equal(back, combined(plan, y, T, np.float32))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32", "uint8"])
 def test_combine_sums_in_order(num_ranks, dtype):
     plan = plan_of(num_ranks)

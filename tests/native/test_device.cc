@@ -166,6 +166,23 @@ void ReceiversCheckCountsAndOverlaps() {
   CHECK(found.failure == Failure::kOverlap && found.expected == 8 && found.seen == 7);
 }
 
+// Ranks may use different numbers of blocks, and cut their rows into different strips.
+void RanksDifferInBlocks() {
+  Rng rng(6);
+  for (const bool is_dispatch : {true, false}) {
+    World world = RandomWorld(rng, is_dispatch);
+    while (world.num_ranks < 3) world = RandomWorld(rng, is_dispatch);
+    Concurrently(world, -1, [&](Call call) {
+      for (int p = 0; p < call.num_groups; ++p) {
+        call.groups[p].rows_per_strip = 1 + 3 * call.first_rank;
+      }
+      for (int i = 0; i < 3; ++i) RunCall(call, 1 + call.first_rank, 2);
+    });
+    CHECK(world.IsFine());
+    is_dispatch ? CheckDispatched(world) : CheckCombined(world);
+  }
+}
+
 // A rank that makes another call than the others is detected; its data is not read as theirs.
 void AnotherProgramIsNamed() {
   World world = SmallWorld(2, true);
@@ -220,6 +237,7 @@ const Register kTests("test_device", [](const Numbers& numbers) {
   BadPlansAreRefusedEverywhere();
   PlansAreCompared();
   ReceiversCheckCountsAndOverlaps();
+  RanksDifferInBlocks();
   AnotherProgramIsNamed();
   AnAbsentRankIsNamed();
 });

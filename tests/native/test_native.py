@@ -18,7 +18,10 @@ LIMIT = 1200
 # Random programs here; `tests/native/stress.sh` runs 2,000 in each build.
 NUM_PROGRAMS = 25
 
-KERNELS = ("test_bulk", "test_device", "test_early_rows", "test_network", "test_one_launch")
+KERNELS = (
+    *("test_bulk", "test_device", "test_early_rows", "test_network", "test_one_launch"),
+    "test_small_calls",
+)
 RANKS = (
     *("test_transport", "test_transport_failures", "test_completions", "test_waiting_tasks"),
     *("test_shared_memory", "test_shared_overlap", "test_shared_overlap_failures"),

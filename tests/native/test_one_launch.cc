@@ -26,6 +26,7 @@ World WorldOf(Rng& rng, int num_ranks, bool is_dispatch) {
   world.rows_per_strip = Draw(rng, 1, 9);
   world.num_blocks = static_cast<int>(Draw(rng, 1, 2));
   world.num_threads = static_cast<int>(Draw(rng, 1, 3));
+  world.is_small = Draw(rng, 0, 1);
   if (!is_dispatch) world.in_type = world.out_type = DataType::kF32;
   for (int64_t p = Draw(rng, 1, 2); p > 0; --p) {
     std::vector<int64_t> row_bytes;
@@ -67,6 +68,14 @@ void StripsAreThoseOfOneRank() {
   for (const auto& [num_local, rows] : {std::pair{8, 8}, std::pair{1, 3}}) {
     call.num_local = num_local;
     CHECK(RowsPerStrip(call, group, 264) == rows);
+  }
+}
+
+// A number of multiprocessors is one of blocks, unless it names all of them: two on each.
+void MultiprocessorsAreBlocks() {
+  for (const auto& [num_comm_sm, blocks] :
+       {std::pair{0, 264}, {1, 1}, {48, 48}, {131, 131}, {132, 264}, {1000, 264}, {-1, 264}}) {
+    CHECK(NumMoveBlocks(num_comm_sm, 264) == blocks);
   }
 }
 
@@ -168,6 +177,7 @@ void ARowThatIsWrittenTwiceIsFound() {
 const Register kTests("test_one_launch", [](const Numbers& numbers) {
   RandomPlans(numbers.Get(0, 4));
   StripsAreThoseOfOneRank();
+  MultiprocessorsAreBlocks();
   UnwrittenRowsAreCleared();
   SourcesAreGatheredByStrip();
   NoRowPassesThroughTheChannel();

@@ -18,6 +18,8 @@
 #include "ffi/cuda/dispatch_call.h"
 #include "ffi/cuda/rank_location.h"
 #include "ffi/cuda/targets.h"
+#include "kernels/small.h"
+#include "kernels/strips.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -25,8 +27,8 @@ namespace ffi = xla::ffi;
 namespace cpd {
 namespace {
 
-// Also loads the kernels, once per device.
-Status FindNumBlocks(const std::string& op, int device, int* num_blocks) {
+// Blocks that the device runs at once. Also loads the kernels, once per device.
+Status FindNumResident(const std::string& op, int device, int* num_resident) {
   static std::atomic<int> known[64];
   std::atomic<int>& found = known[device & 63];
   if (found == 0) {
@@ -40,7 +42,7 @@ Status FindNumBlocks(const std::string& op, int device, int* num_blocks) {
     }
     found = count;
   }
-  *num_blocks = found;
+  *num_resident = found;
   return Status::Ok();
 }
 
@@ -95,13 +97,15 @@ Status Move(Direction direction, const CudaOptions& options, const StageOnDevice
 
   kernels::Call call{};
   call.num_local = location.on_one_device ? read.num_ranks : 1;
-  int num_blocks = 0;
-  status = FindNumBlocks(op, at.device, &num_blocks);
+  int num_resident = 0;
+  status = FindNumResident(op, at.device, &num_resident);
   if (!status.ok()) return status;
+  const int num_blocks = kernels::NumMoveBlocks(options.num_comm_sm, num_resident);
   status = ReadCudaOperands(options.call, args, results, num_blocks, &read, &call);
   if (!status.ok()) return status;
   call.in_bulk = options.copy_path == "bulk";
   FindRemotes(options, location, &call);
+  kernels::ChooseSmall(&call, num_resident);
   const ChannelKey key = KeyOf(options, call, location.devices);
   std::shared_ptr<Channel> channel;
   ChannelShape shape;
