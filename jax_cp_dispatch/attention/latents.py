@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Shaped
 
 from jax_cp_dispatch._arguments import check_array
 from jax_cp_dispatch._dtypes import sum_dtype
+from jax_cp_dispatch.attention.kv_heads import OwnHeads
 from jax_cp_dispatch.attention.operands import Operands, is_float
 
 Rows = Sequence[Shaped[Array, "R _"]]
@@ -31,6 +32,7 @@ class Expansion:
       weights, rows: the structures of its arguments.
       features: the shape of one row, for each array of rows.
       specs: how each array of weights is sharded over the heads.
+      own_heads: those of the device, of the heads that several expand alike; None: all.
     """
 
     function: Callable[..., Any]
@@ -38,11 +40,13 @@ class Expansion:
     rows: Any
     features: tuple[tuple[int, ...], ...]
     specs: tuple[P, ...]
+    own_heads: OwnHeads | None = None
 
     def __call__(self, weights: Sequence[Array], rows: Rows) -> Any:
         """Returns the keys and values of rows, `[R, K, H]` and `[R, K, Hv]`."""
         shaped = [x.reshape(-1, *shape) for x, shape in zip(rows, self.features, strict=True)]
-        return self.function(self.weights.unflatten(weights), self.rows.unflatten(shaped))
+        made = self.function(self.weights.unflatten(weights), self.rows.unflatten(shaped))
+        return made if self.own_heads is None else tuple(map(self.own_heads.of, made))
 
     def with_transpose(
         self, weights: Sequence[Array], rows: Rows
@@ -127,28 +131,6 @@ def _specs(op: str, weights: Any, weight_specs: Any) -> tuple[P, ...]:
             "array of weights, or for each part of the pytree."
         ) from error
     return tuple(jax.tree.leaves(specs, is_leaf=is_spec))
-
-
-def check_specs(op: str, expansion: Expansion, heads: Sequence[str]) -> None:
-    """Requires weights that are sharded over the axes of the heads only."""
-    for spec in expansion.specs:
-        for name in jax.tree.leaves(tuple(spec)):
-            if name not in heads:
-                raise ValueError(
-                    f"{op}: weight_specs shard weights over axis {name!r}, but head_axis is "
-                    f"{tuple(heads)}. Pass it as head_axis, or remove it from weight_specs; "
-                    "weights are gathered over other axes."
-                )
-
-
-def check_heads_here(op: str, expansion: Expansion, operands: Operands) -> None:
-    """Requires, on one device, the KV heads of the query heads that it holds."""
-    N, K = operands.q.shape[2], shapes_of_keys(expansion, operands)[0].shape[2]
-    if N % K:
-        raise ValueError(
-            f"{op}: expand returns {K} KV heads on a device that holds {N} query heads. Pass "
-            "weight_specs, so that it returns those of its query heads."
-        )
 
 
 def _check_expanded(op: str, q: Any, expansion: Expansion, operands: Operands) -> None:

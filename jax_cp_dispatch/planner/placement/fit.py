@@ -22,6 +22,7 @@ def fit_placement_config(
     masks: Sequence[Mask | str] | None = None,
     layers: Sequence[int] | None = None,
     config: PlacementConfig = PlacementConfig(),
+    num_groups: int = 1,
 ) -> PlacementConfig:
     """Finds capacities for a run from a sample of its batches.
 
@@ -38,6 +39,7 @@ def fit_placement_config(
         plan of each mask. A mask with arrays is that of one batch: see `place_tokens`.
       overflow: wanted share of batches that do not fit, between 0 and 1.
       config: balance and constraints of the placements. Capacities that it has are kept.
+      num_groups: as for `place_tokens`; capacities suffice for each group.
     Returns:
       The config with all capacities, and `expected_overflow` of those that were found.
     Raises:
@@ -47,6 +49,7 @@ def fit_placement_config(
     check_type(_OP, "config", config, PlacementConfig, "Omit it for the default.")
 
     seen: dict[str, Any] = {"mask": mask, "masks": masks, "layers": layers}
+    seen["num_groups"] = num_groups
 
     def needs(**given: Any) -> Needs:
         placement = place_tokens(world_size=world_size, **seen, **given)
