@@ -247,6 +247,24 @@ fi
 smoke 45 nvshmem put
 rm -f "$out/nvshmem.log"
 
+# ---- Between GPUs: what they compute, then how fast.
+between() {  # between NAME SECONDS COMMAND...
+  usual=60 step "between GPUs: $1" "$2" env JAX_PLATFORMS=cuda,cpu JAX_CP_DISPATCH_TEST_LIMIT=0 \
+    JAX_CP_DISPATCH_PROCESS_LIMIT=$(($2 - 10)) "${@:3}"
+}
+gpus=$("$python" -c 'from jax_cp_dispatch._ranks import runtime
+print(runtime.cuda.device_count()[0] if runtime.cuda else 0)' 2>/dev/null)
+if [ "${gpus:-0}" -ge 2 ] || { [ "$mode" = dry ] && [ "${gpus:-0}" = 0 ]; }; then
+  for case in "one process" "one process by bulk copies" cuda_ipc nvshmem "put and get"; do
+    between "$case" 180 XLA_FLAGS="$untuned" "$python" -m pytest -q \
+      "tests/gpu/test_several_gpus.py::test_every_operation[$case]"
+  done
+  between rates 240 LIMIT=100 benchmarks/multi_gpu.sh --quick --output "$out/between_gpus.json"
+elif is_chosen "between GPUs"; then
+  echo "between GPUs: one GPU" | tee -a "$report"
+  printf 'between GPUs\tone GPU\t0\n' >>"$steps"
+fi
+
 # ---- Measurements.
 step bandwidth 30 env JAX_PLATFORMS=cuda "$python" benchmarks/gpu_exchange.py \
   --repeats 3 --output "$out/bandwidth.json"
@@ -308,7 +326,7 @@ say_left_out() {
   echo "left out of $budget s: ${names:-nothing}"
 }
 if [ "$mode" = dry ]; then
-  failed=$(awk -F'\t' '$2 != 0 && $2 != "left out" { print $1 }' "$steps" | paste -sd, -)
+  failed=$(awk -F'\t' '$2 != 0 && $2 != "left out" && $2 != "one GPU" { print $1 }' "$steps" | paste -sd, -)
   rm -f "$report" "$steps"
   echo "cannot run: ${failed:-nothing}"
   say_left_out
@@ -337,14 +355,14 @@ report = {
     "versions": {n: v for n, v in sorted(named) if n.startswith(("jax", "nvidia-")) or n == "numpy"},
     "steps": [{"step": n, "status": s, "seconds": int(t)} for n, s, t in steps],
 }
-for name in ("kernels", "bandwidth", "bandwidth_in_bulk", "gemm", "attention"):
+for name in ("kernels", "between_gpus", "bandwidth", "bandwidth_in_bulk", "gemm", "attention"):
     path = out / f"{name}.json"
     if path.is_file():
         report[name] = json.loads(path.read_text())
         path.unlink()
 (out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
 (out / "steps.tsv").unlink()
-failed = [n for n, s, _ in steps if s not in ("0", "left out")]
+failed = [n for n, s, _ in steps if s not in ("0", "left out", "one GPU")]
 print("failed:", ", ".join(failed) if failed else "nothing")
 sys.exit(bool(failed))
 PYTHON

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 sys.path.extend(str(pathlib.Path(__file__).parents[1] / name) for name in ("oracles", "support"))
+from launched import num_gpus
 from movement_oracle import combined, dispatched, random_plan
 from products import multiply
 
@@ -27,8 +28,10 @@ def main() -> None:
     parser.add_argument("--absent", type=int, default=-1)
     options = parser.parse_args()
     num_ranks, rank = options.num_processes, options.process
-    # All processes share one GPU, which NCCL rejects: only calls of this package may run.
-    jax.distributed.initialize(options.address, num_ranks, rank, local_device_ids=[0])
+    # Where processes share a GPU, NCCL rejects them: only calls of this package may run.
+    jax.distributed.initialize(
+        options.address, num_ranks, rank, local_device_ids=[rank % num_gpus()]
+    )
     world = connect_gpus()
     if world.implementation == "xla":
         sys.exit(f"not connected: {world.reason}")
