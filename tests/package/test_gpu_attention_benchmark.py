@@ -3,6 +3,7 @@
 import json
 import pathlib
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -109,6 +110,27 @@ def test_wrong_results_of_this_package_fail(monkeypatch):
     measurement = gpu_attention.Measurement(WORKLOADS["documents"](16), ["ours"])
     with pytest.raises(RuntimeError, match=r"relative errors .* above"):
         list(measurement.rows(1))
+
+
+def test_programs_that_need_too_much_memory_are_not_run(monkeypatch):
+    device = types.SimpleNamespace(memory_stats=lambda: {"bytes_limit": 1000})
+    memory = types.SimpleNamespace(temp_size_in_bytes=900)
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    with pytest.raises(peers.Unsupported, match=r"needs 900 B of memory; 1.0 KB"):
+        gpu_attention.check_memory(types.SimpleNamespace(memory_analysis=lambda: memory))
+
+
+def test_the_profile_tells_own_kernels_from_others(monkeypatch):
+    own, other = "void cpd::(anonymous namespace)::AttendKernel<128>(cpd::AttendCall)", "fusion"
+    calls = gpu_attention.TRACED_CALLS
+    kernels = [Kernel(own, "Stream #1", 0, 2e6 * calls), Kernel(other, "Stream #1", 9e6, 9.3e6)]
+    trace = device_trace.Trace(kernels, {"attention 0": (0, 10e6)})
+    monkeypatch.setattr(device_trace, "traced", lambda run, names: trace)
+    measurement = gpu_attention.Measurement(WORKLOADS["documents"](16), ["ours"])
+    measurement.runs["ours", "forward"] = lambda: None
+    (row,) = gpu_attention.profile([measurement])
+    assert (row["own_kernels_ms"], row["device_ms"], row["kernels"]) == (2, 2.1, 0.7)
+    assert row["longest"] == {own: 2, other: 0.1} and list(row["longest"]) == [own, other]
 
 
 def test_profiles_have_the_times_of_annotations():
