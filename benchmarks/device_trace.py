@@ -1,12 +1,14 @@
 """What ran on a GPU according to JAX's profiler: kernels, their streams and times."""
 
 import pathlib
+import re
 import tempfile
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
 
+OWN_KERNEL = re.compile(r"\bcpd::|_ZN3cpd")  # names of this package's kernels
 Interval = tuple[float, float]
 
 

@@ -10,7 +10,6 @@ import argparse
 import concurrent.futures
 import dataclasses
 import functools
-import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,7 +27,6 @@ from jax_cp_dispatch.gpu import raise_gpu_errors
 
 FAST, SLOW = 0.005, 0.2  # seconds of a call: measured in batches of ten; measured once
 LARGEST_ERROR = 0.02  # of this package's results
-OWN_KERNEL = re.compile(r"\bcpd::|_ZN3cpd")
 PASSES = "forward", "forward_backward"
 TRACED_CALLS, LISTED_KERNELS = 3, 8
 MEMORY = 0.75  # of JAX's, for the temporary arrays of one program
@@ -192,7 +190,7 @@ def profile(measurements: list[Measurement]) -> Iterator[dict[str, Any]]:
     ms = lambda kernels: round(1e-6 * device_trace.busy(kernels) / TRACED_CALLS, 4)
     for annotation, (row, _) in calls.items():
         kernels = trace.within(annotation)
-        own = [x for x in kernels if OWN_KERNEL.search(x.name)]
+        own = [x for x in kernels if device_trace.OWN_KERNEL.search(x.name)]
         by_name = {name[:80]: ms([x for x in kernels if x.name == name])
                    for name in {x.name for x in kernels}}  # fmt: skip
         longest = sorted(by_name.items(), key=lambda x: -x[1])[:LISTED_KERNELS]
