@@ -33,9 +33,22 @@ class Trace(NamedTuple):
     windows: dict[str, Interval]
 
     def within(self, name: str) -> list[Kernel]:
-        """Returns the kernels whose middle lies in an annotation; it has to wait for them."""
+        """Returns the kernels whose middle lies in an annotation; it has to wait for them.
+
+        Raises:
+          RuntimeError: there are none.
+        """
         start, end = self.windows[name]
-        return [x for x in self.kernels if start <= (x.start + x.end) / 2 < end]
+        found = [x for x in self.kernels if start <= (x.start + x.end) / 2 < end]
+        if not found:
+            times = (
+                f"from {self.kernels[0].start} to {self.kernels[-1].end}" if self.kernels else ""
+            )
+            raise RuntimeError(
+                f"the profile has {len(self.kernels)} kernels {times}, but none in {name!r}, from "
+                f"{start} to {end}"
+            )
+        return found
 
 
 def traced(run: Callable[[], Any], annotations: Iterable[str] = ()) -> Trace:

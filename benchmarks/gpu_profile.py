@@ -130,19 +130,12 @@ def times(programs: Programs, repeats: int) -> Iterator[dict[str, Any]]:
 
 
 def profile(programs: Programs) -> Iterator[dict[str, Any]]:
-    runs = programs.together()
-    for run in runs.values():
+    for name, run in programs.together().items():
         jax.block_until_ready(run())  # compiles
-
-    def run_all():
-        for name, run in runs.items():
-            with jax.profiler.TraceAnnotation(name):
-                for _ in range(CALLS):
-                    jax.block_until_ready(run())
-
-    trace = device_trace.traced(run_all, runs)
-    for name in runs:
-        yield {"program": name, **overlap_row(trace.within(name))}
+        trace = device_trace.traced(
+            lambda run=run: [jax.block_until_ready(run()) for _ in range(CALLS)]
+        )
+        yield {"program": name, **overlap_row(trace.kernels)}
 
 
 def main() -> None:
