@@ -1,12 +1,14 @@
 """What ran on a GPU according to JAX's profiler: kernels, their streams and times."""
 
 import pathlib
+import re
 import tempfile
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
 
+OWN_KERNEL = re.compile(r"\bcpd::|_ZN3cpd")  # names of this package's kernels
 Interval = tuple[float, float]
 
 
@@ -31,9 +33,22 @@ class Trace(NamedTuple):
     windows: dict[str, Interval]
 
     def within(self, name: str) -> list[Kernel]:
-        """Returns the kernels whose middle lies in an annotation; it has to wait for them."""
+        """Returns the kernels whose middle lies in an annotation; it has to wait for them.
+
+        Raises:
+          RuntimeError: there are none.
+        """
         start, end = self.windows[name]
-        return [x for x in self.kernels if start <= (x.start + x.end) / 2 < end]
+        found = [x for x in self.kernels if start <= (x.start + x.end) / 2 < end]
+        if not found:
+            times = (
+                f"from {self.kernels[0].start} to {self.kernels[-1].end}" if self.kernels else ""
+            )
+            raise RuntimeError(
+                f"the profile has {len(self.kernels)} kernels {times}, but none in {name!r}, from "
+                f"{start} to {end}"
+            )
+        return found
 
 
 def traced(run: Callable[[], Any], annotations: Iterable[str] = ()) -> Trace:

@@ -10,7 +10,6 @@ import argparse
 import concurrent.futures
 import dataclasses
 import functools
-import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,14 +21,15 @@ import jax
 from attention_peers import IMPLEMENTATIONS, Unsupported
 from attention_workloads import Heads, Workload
 
+from jax_cp_dispatch._text import byte_count
 from jax_cp_dispatch.cost import attention_flops
 from jax_cp_dispatch.gpu import raise_gpu_errors
 
 FAST, SLOW = 0.005, 0.2  # seconds of a call: measured in batches of ten; measured once
 LARGEST_ERROR = 0.02  # of this package's results
-OWN_KERNEL = re.compile(r"\bcpd::|_ZN3cpd")
 PASSES = "forward", "forward_backward"
-TRACED_CALLS = 3
+TRACED_CALLS, LISTED_KERNELS = 3, 8
+MEMORY = 0.75  # of JAX's, for the temporary arrays of one program
 Runs = dict[tuple[str, str], Callable[[], Any]]  # by implementation and pass
 
 
@@ -52,6 +52,14 @@ def path_of(program: Any) -> str:
     marks = {"own kernel": 'custom_call_target="jax_cp_dispatch.', "cuDNN": "__cudnn$fmha"}
     found = [what for what, mark in marks.items() if mark in text]
     return " or ".join(found) + ", chosen at run time" * (len(found) > 1) or "blockwise"
+
+
+def check_memory(program: Any) -> None:
+    """Raises Unsupported if a program needs more memory than there is: it would end all others."""
+    statistics = jax.devices()[0].memory_stats()
+    needed = program.memory_analysis().temp_size_in_bytes
+    if statistics and needed > MEMORY * (limit := statistics["bytes_limit"]):
+        raise Unsupported(f"it needs {byte_count(needed)} of memory; {byte_count(limit)} are there")
 
 
 class Measurement:
@@ -109,6 +117,8 @@ class Measurement:
             for name, steps in jobs.items():
                 try:
                     programs = [(job.result(), args) for job, args in steps]
+                    for program, _ in programs:
+                        check_memory(program)
                 except Exception as error:
                     reasons[name] = reason_of(error)
                     continue
@@ -175,14 +185,20 @@ def profile(measurements: list[Measurement]) -> Iterator[dict[str, Any]]:
                     jax.block_until_ready(run())
 
     trace = device_trace.traced(run_all, calls)
-    if not trace.kernels:
-        raise RuntimeError("the profile has no kernel of a GPU")
-    ms = lambda kernels: round(1e-6 * device_trace.busy(kernels) / TRACED_CALLS, 3)
+    ms = lambda kernels: round(1e-6 * device_trace.busy(kernels) / TRACED_CALLS, 4)
     for annotation, (row, _) in calls.items():
         kernels = trace.within(annotation)
-        own = [x for x in kernels if OWN_KERNEL.search(x.name)]
-        number = len(kernels) / TRACED_CALLS
-        yield {**row, "device_ms": ms(kernels), "own_kernels_ms": ms(own), "kernels": number}
+        own = [x for x in kernels if device_trace.OWN_KERNEL.search(x.name)]
+        by_name = {name[:80]: ms([x for x in kernels if x.name == name])
+                   for name in {x.name for x in kernels}}  # fmt: skip
+        longest = sorted(by_name.items(), key=lambda x: -x[1])[:LISTED_KERNELS]
+        yield {
+            **row,
+            "device_ms": ms(kernels),
+            "own_kernels_ms": ms(own),
+            "kernels": round(len(kernels) / TRACED_CALLS, 1),
+            "longest": dict(longest),
+        }
 
 
 def varied(heads: Heads, variant: str) -> Heads:

@@ -272,6 +272,9 @@ step "bandwidth in bulk" 20 env JAX_PLATFORMS=cuda JAX_CP_DISPATCH_COPY_PATH=bul
   benchmarks/gpu_exchange.py --repeats 3 --output "$out/bandwidth_in_bulk.json"
 step gemm 60 env JAX_PLATFORMS=cuda XLA_FLAGS="$measured --xla_gpu_enable_command_buffer=" \
   "$python" benchmarks/gpu_gemm.py --repeats 3 --output "$out/gemm.json"
+step "beside a GEMM" 40 env JAX_PLATFORMS=cuda \
+  XLA_FLAGS="$measured --xla_gpu_enable_command_buffer=" \
+  "$python" benchmarks/gpu_profile.py --output "$out/beside.json"
 step "attention rate" 120 env JAX_PLATFORMS=cuda XLA_FLAGS="$measured" "$python" \
   benchmarks/gpu_attention.py --output "$out/attention.json"
 ncu=$(command -v ncu || echo /usr/local/cuda/bin/ncu)
@@ -355,7 +358,9 @@ report = {
     "versions": {n: v for n, v in sorted(named) if n.startswith(("jax", "nvidia-")) or n == "numpy"},
     "steps": [{"step": n, "status": s, "seconds": int(t)} for n, s, t in steps],
 }
-for name in ("kernels", "between_gpus", "bandwidth", "bandwidth_in_bulk", "gemm", "attention"):
+for name in (
+    *("kernels", "between_gpus", "bandwidth", "bandwidth_in_bulk", "gemm", "beside", "attention"),
+):
     path = out / f"{name}.json"
     if path.is_file():
         report[name] = json.loads(path.read_text())

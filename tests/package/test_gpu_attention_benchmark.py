@@ -3,6 +3,7 @@
 import json
 import pathlib
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -88,10 +89,7 @@ def test_every_workload_is_measured_and_every_failure_has_a_reason(tmp_path, mon
     assert ended.value.code == 1  # the profile needs a GPU
     rows = json.loads(output.read_text())["rows"]
     *rows, profile = rows
-    assert profile == {
-        "what": "profile",
-        "error": "RuntimeError: the profile has no kernel of a GPU",
-    }
+    assert profile["error"].startswith("RuntimeError: the profile has 0 kernels")
     ours = [row for row in rows if row["implementation"] == "ours"]
     assert len(ours) == 6 and all(row["path"] == "blockwise" for row in ours)
     for row in rows:
@@ -111,6 +109,27 @@ def test_wrong_results_of_this_package_fail(monkeypatch):
         list(measurement.rows(1))
 
 
+def test_programs_that_need_too_much_memory_are_not_run(monkeypatch):
+    device = types.SimpleNamespace(memory_stats=lambda: {"bytes_limit": 1000})
+    memory = types.SimpleNamespace(temp_size_in_bytes=900)
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    with pytest.raises(peers.Unsupported, match=r"needs 900 B of memory; 1.0 KB"):
+        gpu_attention.check_memory(types.SimpleNamespace(memory_analysis=lambda: memory))
+
+
+def test_the_profile_tells_own_kernels_from_others(monkeypatch):
+    own, other = "void cpd::(anonymous namespace)::AttendKernel<128>(cpd::AttendCall)", "fusion"
+    calls = gpu_attention.TRACED_CALLS
+    kernels = [Kernel(own, "Stream #1", 0, 2e6 * calls), Kernel(other, "Stream #1", 9e6, 9.3e6)]
+    trace = device_trace.Trace(kernels, {"attention 0": (0, 10e6)})
+    monkeypatch.setattr(device_trace, "traced", lambda run, names: trace)
+    measurement = gpu_attention.Measurement(WORKLOADS["documents"](16), ["ours"])
+    measurement.runs["ours", "forward"] = lambda: None
+    (row,) = gpu_attention.profile([measurement])
+    assert (row["own_kernels_ms"], row["device_ms"], row["kernels"]) == (2, 2.1, 0.7)
+    assert row["longest"] == {own: 2, other: 0.1} and list(row["longest"]) == [own, other]
+
+
 def test_profiles_have_the_times_of_annotations():
     def run():
         with jax.profiler.TraceAnnotation("here"):
@@ -128,3 +147,5 @@ def test_overlap_of_kernels():
     assert device_trace.overlap(exchange, product) == 4
     trace = device_trace.Trace(exchange + product, {"here": (10, 40)})
     assert trace.within("here") == [exchange[1], *product]
+    with pytest.raises(RuntimeError, match=r"4 kernels from 0 to 40, but none in 'later'"):
+        trace._replace(windows={"later": (50, 60)}).within("later")
