@@ -100,7 +100,7 @@ class TimedCall {
     call.arrays[0].out = out_.data();
     call.arrays[0].in_row_bytes = call.arrays[0].out_row_bytes = row_bytes;
     call.arrays[0].in_type = call.arrays[0].out_type = type;
-    group.rows_per_strip = RowsPerStrip(call, group, num_blocks);
+    group.rows_per_strip = group.rows_per_push = RowsPerStrip(call, group, num_blocks);
     const int64_t channel_bytes = AlignUp(LayOutChannel(&call));
     channel_ = std::make_unique<DeviceMemory>(kRanks * channel_bytes);
     for (int r = 0; r < kRanks; ++r) call.symmetric[r] = channel_->data() + r * channel_bytes;
