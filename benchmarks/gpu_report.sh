@@ -252,6 +252,11 @@ step bandwidth 30 env JAX_PLATFORMS=cuda "$python" benchmarks/gpu_exchange.py \
   --repeats 3 --output "$out/bandwidth.json"
 step "bandwidth in bulk" 20 env JAX_PLATFORMS=cuda JAX_CP_DISPATCH_COPY_PATH=bulk "$python" \
   benchmarks/gpu_exchange.py --repeats 3 --output "$out/bandwidth_in_bulk.json"
+libraries=$("$python" -c 'import nvidia; print(*(at + "/cu13/lib" for at in nvidia.__path__), sep=":")' \
+  2>/dev/null):/usr/local/cuda/lib64  # cuBLASLt
+step "small calls" 20 "$kernels" small "$out/small_calls.json"
+step "beside a GEMM" 30 env LD_LIBRARY_PATH="$libraries${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}" \
+  "$kernels" beside "$out/beside_gemm.json"
 step gemm 60 env JAX_PLATFORMS=cuda XLA_FLAGS="$measured --xla_gpu_enable_command_buffer=" \
   "$python" benchmarks/gpu_gemm.py --repeats 3 --output "$out/gemm.json"
 step "attention rate" 75 env JAX_PLATFORMS=cuda XLA_FLAGS="$measured" \
@@ -338,7 +343,10 @@ report = {
     "versions": {n: v for n, v in sorted(named) if n.startswith(("jax", "nvidia-")) or n == "numpy"},
     "steps": [{"step": n, "status": s, "seconds": int(t)} for n, s, t in steps],
 }
-for name in ("kernels", "bandwidth", "bandwidth_in_bulk", "gemm", "attention"):
+for name in (
+    *("kernels", "bandwidth", "bandwidth_in_bulk", "small_calls", "beside_gemm"),
+    *("gemm", "attention"),
+):
     path = out / f"{name}.json"
     if path.is_file():
         report[name] = json.loads(path.read_text())
