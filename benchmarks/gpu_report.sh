@@ -270,11 +270,16 @@ step bandwidth 30 env JAX_PLATFORMS=cuda "$python" benchmarks/gpu_exchange.py \
   --repeats 3 --output "$out/bandwidth.json"
 step "bandwidth in bulk" 20 env JAX_PLATFORMS=cuda JAX_CP_DISPATCH_COPY_PATH=bulk "$python" \
   benchmarks/gpu_exchange.py --repeats 3 --output "$out/bandwidth_in_bulk.json"
+libraries=$("$python" -c 'import nvidia; print(*(at + "/cu13/lib" for at in nvidia.__path__), sep=":")' \
+  2>/dev/null):/usr/local/cuda/lib64  # cuBLASLt
+step "small calls" 20 "$kernels" small "$out/small_calls.json"
+step "blocks beside a GEMM" 30 env LD_LIBRARY_PATH="$libraries${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}" \
+  "$kernels" beside "$out/blocks_beside_gemm.json"
 step gemm 60 env JAX_PLATFORMS=cuda XLA_FLAGS="$measured --xla_gpu_enable_command_buffer=" \
   "$python" benchmarks/gpu_gemm.py --repeats 3 --output "$out/gemm.json"
-step "beside a GEMM" 40 env JAX_PLATFORMS=cuda \
+step "profile beside a GEMM" 40 env JAX_PLATFORMS=cuda \
   XLA_FLAGS="$measured --xla_gpu_enable_command_buffer=" \
-  "$python" benchmarks/gpu_profile.py --output "$out/beside.json"
+  "$python" benchmarks/gpu_profile.py --output "$out/profile_beside_gemm.json"
 step "attention rate" 120 env JAX_PLATFORMS=cuda XLA_FLAGS="$measured" "$python" \
   benchmarks/gpu_attention.py --output "$out/attention.json"
 ncu=$(command -v ncu || echo /usr/local/cuda/bin/ncu)
@@ -359,7 +364,8 @@ report = {
     "steps": [{"step": n, "status": s, "seconds": int(t)} for n, s, t in steps],
 }
 for name in (
-    *("kernels", "between_gpus", "bandwidth", "bandwidth_in_bulk", "gemm", "beside", "attention"),
+    *("kernels", "between_gpus", "bandwidth", "bandwidth_in_bulk", "small_calls"),
+    *("blocks_beside_gemm", "gemm", "profile_beside_gemm", "attention"),
 ):
     path = out / f"{name}.json"
     if path.is_file():

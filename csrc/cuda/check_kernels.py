@@ -13,12 +13,12 @@ import sys
 
 _CALLS = ("Plan", "Push", "Stage", "Wait", "Unpack", "Pull")
 # Over mapped memory only.
-_EARLY = ("WaitSome", "UnpackReady")
+_MAPPED = ("WaitSome", "UnpackReady", "SmallDispatch", "SmallCombine")
 _BULK = "Bulk"  # the prefix of kernels that move rows in bulk
 _IN_BULK = tuple(_BULK + name for name in ("Push", "Stage", "Unpack", "UnpackReady"))
 _KERNELS = (
     *_CALLS,
-    *_EARLY,
+    *_MAPPED,
     *_IN_BULK,
     *("Attend", "QueryGradients", "KeyGradients"),
     *("Sum", "Columns", "Transpose", "Swizzle", "Copy", "Begin", "Tell", "WaitFor", "Spoil"),

@@ -96,7 +96,6 @@ CPD_DEVICE uint64_t LoadAcquire(const uint64_t* p) {
 
 CPD_DEVICE void StoreRelease(uint64_t* p, uint64_t value) {
 #ifdef __CUDACC__
-  asm volatile("fence.acq_rel.sys;" ::: "memory");
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(value) : "memory");
 #else
   __atomic_store_n(p, value, __ATOMIC_RELEASE);

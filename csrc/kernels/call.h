@@ -45,7 +45,8 @@ struct OperandGroup {
   int64_t num_replicas;
   int64_t num_tokens;
   int64_t capacity;
-  int64_t rows_per_strip;  // see RowsAtATime
+  int64_t rows_per_strip;  // that a block moves at a time; in a small call all
+  int64_t rows_per_push;   // the same when it pushes; in a small call those of a warp
   int first_array;
   int num_arrays;
   int64_t tags;         // offset of the tags of its rows in half a channel
@@ -145,14 +146,6 @@ struct Call {
 // Whether one device holds all ranks. Their rows then pass through no channel.
 CPD_HOST_DEVICE inline bool HoldsAllRanks(const Call& call) {
   return call.num_local == call.num_ranks;
-}
-
-// Rows of a group that a block moves at a time. In a small call all of them; its strips are for
-// warps that push.
-CPD_HOST_DEVICE inline int64_t RowsAtATime(const Call& call, const OperandGroup& group) {
-  if (!call.is_small) return group.rows_per_strip;
-  const int64_t rows = group.num_tokens < group.capacity ? group.capacity : group.num_tokens;
-  return rows > 0 ? rows : 1;
 }
 
 // The tag of a row: the call in which it was written, and its sender; or that it is in the result

@@ -49,7 +49,7 @@ inline bool IsSmall(const Call& call, int num_resident) {
   return bytes <= kSmallBytes;
 }
 
-// Decides whether a call is small. The strips of a small call are for warps.
+// Decides whether a call is small. Its rows are pushed by warps; everything else moves at once.
 inline void ChooseSmall(Call* call, int num_resident) {
   constexpr int64_t kLeast = 2 << 10,
                     kMost = 8 << 10;  // bytes of a strip; one step of a warp is 2 kB
@@ -62,7 +62,9 @@ inline void ChooseSmall(Call* call, int num_resident) {
     }
     const int64_t of_warp = group.num_tokens * row_bytes * kWarpThreads / kMaxThreads;
     const int64_t bytes = of_warp < kLeast ? kLeast : of_warp < kMost ? of_warp : kMost;
-    group.rows_per_strip = bytes > row_bytes && row_bytes > 0 ? bytes / row_bytes : 1;
+    group.rows_per_push = bytes > row_bytes && row_bytes > 0 ? bytes / row_bytes : 1;
+    const int64_t rows = group.num_tokens < group.capacity ? group.capacity : group.num_tokens;
+    group.rows_per_strip = rows > 0 ? rows : 1;
   }
 }
 

@@ -26,9 +26,11 @@ struct RowsInChannel {
 template <typename CopyPath>
 CPD_DEVICE void CopyIn(const Block& block, const Rank& rank, const OperandGroup& group,
                        const RowsInChannel& rows, const CopyPath& path) {
-  const int64_t num_rows = rows.num_rows, each = RowsAtATime(rank.call, group);
-  for (int64_t begin = block.index * each; begin < num_rows; begin += block.num_blocks * each) {
-    const int64_t n = num_rows - begin < each ? num_rows - begin : each;
+  const int64_t num_rows = rows.num_rows;
+  for (int64_t begin = block.index * group.rows_per_strip; begin < num_rows;
+       begin += block.num_blocks * group.rows_per_strip) {
+    const int64_t n =
+        num_rows - begin < group.rows_per_strip ? num_rows - begin : group.rows_per_strip;
     for (int a = group.first_array; a < group.first_array + group.num_arrays; ++a) {
       const Array& array = rank.call.arrays[a];
       char* to = rows.base + array.*rows.offset + begin * array.in_row_bytes;
@@ -222,9 +224,9 @@ CPD_DEVICE void Pull(const Block& block, const Rank& rank, SumScratch* scratch) 
     const Share mine = ShareOf(block.index, block.num_blocks, group.num_tokens);
     int64_t num_gathered = sources.Gather(block, mine.begin, mine.end, scratch);
     const bool has_few = num_gathered <= kFewSources;
-    const int64_t each = RowsAtATime(call, group);
-    for (int64_t begin = mine.begin; begin < mine.end; begin += each) {
-      const int64_t end = begin + each < mine.end ? begin + each : mine.end;
+    for (int64_t begin = mine.begin; begin < mine.end; begin += group.rows_per_strip) {
+      const int64_t end =
+          begin + group.rows_per_strip < mine.end ? begin + group.rows_per_strip : mine.end;
       if (!has_few) num_gathered = sources.Gather(block, begin, end, scratch);
       for (int a = group.first_array; a < group.first_array + group.num_arrays; ++a) {
         PullRows(block, sources, call.arrays[a], {begin, end, scratch->sources, num_gathered});

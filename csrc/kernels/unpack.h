@@ -142,11 +142,11 @@ CPD_DEVICE void UnpackGroup(const Block& block, const Rank& rank, int p, int* tu
   const OperandGroup& group = call.groups[p];
   State* state = rank.state();
   const char* half = Half(call, rank.rank(), state->epoch);
-  const int64_t each = RowsAtATime(call, group);
-  const int64_t num_strips = (group.capacity + each - 1) / each;
+  const int64_t num_strips = (group.capacity + group.rows_per_strip - 1) / group.rows_per_strip;
   for (int64_t strip = block.index; strip < num_strips; strip += block.num_blocks) {
-    const int64_t begin = rank.Turned(strip, num_strips) * each;
-    const int64_t n = group.capacity - begin < each ? group.capacity - begin : each;
+    const int64_t begin = rank.Turned(strip, num_strips) * group.rows_per_strip;
+    const int64_t n = group.capacity - begin < group.rows_per_strip ? group.capacity - begin
+                                                                    : group.rows_per_strip;
     const Tagged<kPhase> tagged{Tags(call, rank.rank(), state->epoch, group) + begin, state->epoch,
                                 state->ready};
     const Written written = CountWritten(block, tagged, n, *turn, scratch);

@@ -86,7 +86,7 @@ struct World {
       group.num_replicas = made.num_replicas;
       group.num_tokens = made.num_tokens;
       group.capacity = made.capacity;
-      group.rows_per_strip = rows_per_strip;
+      group.rows_per_strip = group.rows_per_push = rows_per_strip;
       group.first_array = call.num_arrays;
       group.num_arrays = static_cast<int>(made.row_bytes.size());
       for (size_t a = 0; a < made.row_bytes.size(); ++a) {

@@ -9,7 +9,7 @@ import pytest
 CHECK = pathlib.Path(__file__).parents[2] / "csrc/cuda/check_kernels.py"
 KERNELS = [
     *("Plan", "Push", "Stage", "Wait", "Unpack", "Pull"),
-    *("WaitSome", "UnpackReady"),
+    *("WaitSome", "UnpackReady", "SmallDispatch", "SmallCombine"),
     *("BulkPush", "BulkStage", "BulkUnpack", "BulkUnpackReady"),
     *("Attend", "QueryGradients", "KeyGradients"),
     *("Sum", "Columns", "Transpose", "Swizzle", "Copy", "Begin", "Tell", "WaitFor", "Spoil"),

@@ -175,6 +175,7 @@ void RanksDifferInBlocks() {
     Concurrently(world, -1, [&](Call call) {
       for (int p = 0; p < call.num_groups; ++p) {
         call.groups[p].rows_per_strip = 1 + 3 * call.first_rank;
+        call.groups[p].rows_per_push = 8 - 2 * call.first_rank;
       }
       for (int i = 0; i < 3; ++i) RunCall(call, 1 + call.first_rank, 2);
     });

@@ -235,20 +235,22 @@ void WhichCallsAreSmall() {
   CHECK(!is_small(network));
 }
 
-// Strips of a small call are for warps; everything else takes all rows at a time.
-void StripsAreForWarps() {
+// Warps push the rows of a small call; everything else moves them at once.
+void WarpsPush() {
   for (const auto& [rows, row_bytes, strip] :
        {std::tuple{64, 1024, 8}, {4096, 16, 512}, {8, 16, 128}, {1, 60000, 1}, {0, 16, 128}}) {
     Call call = CallOf(8, 1, rows, row_bytes);
-    call.groups[0].rows_per_strip = 99;
+    OperandGroup& group = call.groups[0];
+    group.rows_per_strip = group.rows_per_push = 99;
     ChooseSmall(&call, 264);
-    CHECK(call.is_small && call.groups[0].rows_per_strip == strip);
-    CHECK(RowsAtATime(call, call.groups[0]) == (rows ? rows : 1));
+    CHECK(call.is_small && group.rows_per_push == strip);
+    CHECK(group.rows_per_strip == (rows ? rows : 1));
   }
   Call large = CallOf(8, 1, 65, 1024);
-  large.groups[0].rows_per_strip = 99;
+  large.groups[0].rows_per_strip = large.groups[0].rows_per_push = 99;
   ChooseSmall(&large, 264);
-  CHECK(!large.is_small && RowsAtATime(large, large.groups[0]) == 99);
+  CHECK(!large.is_small);
+  CHECK(large.groups[0].rows_per_strip == 99 && large.groups[0].rows_per_push == 99);
 }
 
 const Register kTests("test_small_calls", [](const Numbers& numbers) {
@@ -261,7 +263,7 @@ const Register kTests("test_small_calls", [](const Numbers& numbers) {
   AnAbsentRankIsNamed();
   APartThatDoesNotEnd();
   WhichCallsAreSmall();
-  StripsAreForWarps();
+  WarpsPush();
 });
 
 }  // namespace cpd::kernels::test_small_calls

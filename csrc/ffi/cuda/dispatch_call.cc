@@ -107,6 +107,7 @@ Status ReadCudaOperands(const DispatchOptions& options, const ffi::RemainingArgs
       array.out_type = read.types[a].out;
     }
     group.rows_per_strip = kernels::RowsPerStrip(*on_device, group, num_blocks);
+    group.rows_per_push = group.rows_per_strip;
   }
   on_device->num_early = kernels::NumEarly(*on_device);
   return status;
