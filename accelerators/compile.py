@@ -47,6 +47,7 @@ def compiled(target: Target, shapes: Shapes, name: str, program: Any) -> dict[st
         "state": "compiled",
         "seconds": round(time.monotonic() - began, 1),
         "temporary_MB": memory.temp_size_in_bytes >> 20 if memory else None,
+        "moved_MB": round(schedule.moved_bytes() / 1e6),
         "collectives": schedule.collectives(),
         "overlap": schedule.overlap(),
         "loops": schedule.count("while"),

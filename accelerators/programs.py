@@ -14,6 +14,7 @@ from programs_of_attention import (
     attention_of_a_rank,
     balanced_plan,
     balanced_with_a_plan,
+    documents,
     local_attention,
     local_attention_backward,
     merge_partials,
@@ -270,6 +271,9 @@ _OWN: dict[str, Callable[..., Program]] = {
 PROGRAMS_FOR_GPUS: dict[str, Callable[[Shapes], Program]] = {
     f"{name}, cuda_peer": functools.partial(program, implementation="cuda_peer")
     for name, program in _OWN.items()
+} | {
+    "documents": functools.partial(documents, backward=False),
+    "documents, both passes": functools.partial(documents, backward=True),
 }
 PROGRAMS_FOR_TPUS: dict[str, Callable[[Shapes], Program]] = {
     "local_attention, 8K tokens": functools.partial(

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from shapes import HEAD_SIZE, HEADS, KV_HEADS, ROWS, TOKENS, Program, Shapes, on_ranks
@@ -91,6 +92,22 @@ def local_attention(
         return cpd.local_attention(q, k, v, **dict(zip(names, ranges, strict=False)))
 
     return Program(run, (like(heads.queries, heads.size), *kv, *ranges), (0, 1, 2))
+
+
+def documents(shapes: Shapes, backward: bool) -> Program:
+    """Local attention of 8192 tokens in documents, the measured case; `backward`: both passes."""
+    like = functools.partial(shapes.on_one_device, 1, 8192)
+    q, kv, ids = like(32, 128), like(8, 128), like(dtype=jnp.int32)
+
+    def attend(q, k, v, start, end):
+        return cpd.local_attention(q, k, v, start, end, out_dtype=q.dtype)[0]
+
+    def both(q, k, v, start, end, dout):
+        out, pull_back = jax.vjp(lambda q, k, v: attend(q, k, v, start, end), q, k, v)
+        return out, pull_back(dout)
+
+    arrays = (q, kv, kv, ids, ids)
+    return Program(both, (*arrays, q), ()) if backward else Program(attend, arrays, ())
 
 
 def local_attention_backward(shapes: Shapes) -> Program:

@@ -20,6 +20,11 @@ _CALLED = re.compile(
 )
 _NAME = re.compile(r"%([\w.\-]+)")
 _ARRAY = re.compile(r"(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
+# Operations that move no bytes, or whose bytes are not XLA's.
+_FREE = (
+    *("bitcast", "constant", "custom-call", "get-tuple-element", "parameter", "tuple"),
+    *("after-all", "opt-barrier", "partition-id", "replica-id"),
+)
 # What the names of operations tell of the work: attention has named scopes.
 _WORK = {"attention": "cpd.attention", "product": "dot_general"}
 
@@ -44,6 +49,14 @@ class Instruction:
     @property
     def num_bytes(self) -> int:
         """Bytes of the largest array of the result."""
+        return max(self._sizes(), default=0)
+
+    @property
+    def all_bytes(self) -> int:
+        """Bytes of all arrays of the result."""
+        return sum(self._sizes())
+
+    def _sizes(self) -> list[int]:
         sizes = []
         for dtype, dims in _ARRAY.findall(self.shape):
             bits = int(re.findall(r"\d+", dtype)[0]) if dtype != "pred" else 8
@@ -51,7 +64,7 @@ class Instruction:
             for dim in filter(None, dims.split(",")):
                 size *= int(dim)
             sizes.append(size)
-        return max(sizes, default=0)
+        return sizes
 
 
 class Program:
@@ -59,10 +72,13 @@ class Program:
 
     def __init__(self, text: str):
         self.computations: dict[str, list[Instruction]] = {}
+        self.entry = ""
         current: list[Instruction] = []
         for line in text.splitlines():
             if named := _COMPUTATION.match(line):
                 current = self.computations[named[1]] = []
+                if line.startswith("ENTRY"):
+                    self.entry = named[1]
             elif parts := _INSTRUCTION.match(line):
                 current.append(Instruction(*parts.groups()))
 
@@ -70,6 +86,32 @@ class Program:
         """Returns how often each kind of collective stands in the program."""
         kinds = (each.kind for steps in self.computations.values() for each in steps)
         return dict(sorted(collections.Counter(kind for kind in kinds if kind).items()))
+
+    def moved_bytes(self) -> int:
+        """Returns the bytes that XLA's own operations read and write in memory.
+
+        Custom calls and collectives do not count. Each array that an operation names counts as a
+        whole; of a conditional counts the branch that moves the most, of a loop every turn.
+        """
+        return self._moved(self.entry)
+
+    def _moved(self, name: str) -> int:
+        steps = self.computations[name]
+        sizes = {step.name: step.all_bytes for step in steps}
+        moved = 0
+        for step in steps:
+            called = _NAME.findall(" ".join(_CALLED.findall(step.rest)))
+            if step.op == "conditional":
+                moved += max(map(self._moved, called))
+            elif step.op == "while":
+                turns = re.search(r'"known_trip_count":\{"n":"(\d+)"', step.rest)
+                moved += (int(turns[1]) if turns else 1) * sum(map(self._moved, called))
+            elif step.op in ("call", "async-start"):
+                moved += sum(map(self._moved, called))
+            elif step.op not in _FREE and step.kind is None and not step.op.endswith("-done"):
+                operands = _NAME.findall(step.rest.split("), ")[0])
+                moved += step.all_bytes + sum(sizes.get(operand, 0) for operand in operands)
+        return moved
 
     def count(self, op: str) -> int:
         return sum(each.op == op for steps in self.computations.values() for each in steps)

@@ -8,43 +8,37 @@ using namespace kernels;  // NOLINT: this file is its other half
 
 extern __shared__ __align__(1024) unsigned char block_memory[];
 
-template <int H>
+template <typename Element, int H, int Hv>
 __global__ void __launch_bounds__(kAttentionThreads, kHasWarpgroups ? 3 : 1)
     AttendKernel(const __grid_constant__ AttendCall call) {
   AsyncCopies copies;
-  Attend<H>(call, blockIdx.x, reinterpret_cast<AttendScratch<H>*>(block_memory), &copies);
+  Attend<Element>(call, static_cast<int>(blockIdx.x), reinterpret_cast<AttendScratch<H, Hv>*>(block_memory), &copies);
 }
 
-template <int H>
+template <typename Element, int H, int Hv>
 __global__ void __launch_bounds__(kAttentionThreads)
     QueryGradientsKernel(const __grid_constant__ GradientsCall call) {
   AsyncCopies copies;
-  GradientsOfQueries<H>(call, blockIdx.x, reinterpret_cast<QueriesScratch<H>*>(block_memory),
-                        &copies);
+  GradientsOfQueries<Element>(call, static_cast<int>(blockIdx.x),
+                              reinterpret_cast<QueriesScratch<H, Hv>*>(block_memory), &copies);
 }
 
-template <int H>
+template <typename Element, int H, int Hv>
 __global__ void __launch_bounds__(kAttentionThreads)
     KeyGradientsKernel(const __grid_constant__ GradientsCall call) {
   AsyncCopies copies;
-  GradientsOfKeys<H>(call, blockIdx.x, reinterpret_cast<KeysScratch<H>*>(block_memory), &copies);
+  GradientsOfKeys<Element>(call, static_cast<int>(blockIdx.x), reinterpret_cast<KeysScratch<H, Hv>*>(block_memory),
+                           &copies);
 }
 
 template <typename Scratch, typename Call>
-cudaError_t Launch(void (*kernel)(Call), const Call& call, int num_rows, cudaStream_t stream) {
-  const int64_t num_blocks = call.num_matrices * ((num_rows + kTile - 1) / kTile);
+cudaError_t Launch(void (*kernel)(Call), const Call& call, int64_t num_heads, int num_rows,
+                   cudaStream_t stream) {
+  const int64_t num_blocks = int64_t{call.batch} * num_heads * ((num_rows + kTile - 1) / kTile);
   if (num_blocks == 0) return cudaSuccess;
   if (num_blocks >= kNone) return cudaErrorInvalidValue;
   kernel<<<static_cast<unsigned>(num_blocks), kAttentionThreads, sizeof(Scratch), stream>>>(call);
   return cudaGetLastError();
-}
-
-template <int H>
-cudaError_t LaunchGradientsOf(const GradientsCall& call, cudaStream_t stream) {
-  const cudaError_t error =
-      Launch<QueriesScratch<H>>(QueryGradientsKernel<H>, call, call.num_rows, stream);
-  if (error != cudaSuccess) return error;
-  return Launch<KeysScratch<H>>(KeyGradientsKernel<H>, call, call.num_keys, stream);
 }
 
 template <typename Scratch, typename Call>
@@ -53,32 +47,54 @@ cudaError_t Load(void (*kernel)(Call)) {
                               static_cast<int>(sizeof(Scratch)));
 }
 
-template <int H>
-cudaError_t LoadOf() {
-  cudaError_t error = Load<AttendScratch<H>>(AttendKernel<H>);
-  if (error == cudaSuccess) error = Load<QueriesScratch<H>>(QueryGradientsKernel<H>);
-  if (error == cudaSuccess) error = Load<KeysScratch<H>>(KeyGradientsKernel<H>);
+// The kernels of one type and size of heads.
+template <typename Element, int H, int Hv>
+struct Kernels {
+  static cudaError_t Launch(const AttendCall& call, cudaStream_t stream) {
+    return cpd::Launch<AttendScratch<H, Hv>>(AttendKernel<Element, H, Hv>, call, call.num_heads,
+                                             call.num_rows, stream);
+  }
+  static cudaError_t Launch(const GradientsCall& call, cudaStream_t stream) {
+    const cudaError_t error = cpd::Launch<QueriesScratch<H, Hv>>(
+        QueryGradientsKernel<Element, H, Hv>, call, call.num_heads, call.num_rows, stream);
+    if (error != cudaSuccess) return error;
+    return cpd::Launch<KeysScratch<H, Hv>>(KeyGradientsKernel<Element, H, Hv>, call,
+                                           call.num_kv_heads, call.num_keys, stream);
+  }
+  static cudaError_t Load() {
+    cudaError_t error = cpd::Load<AttendScratch<H, Hv>>(AttendKernel<Element, H, Hv>);
+    if (error != cudaSuccess) return error;
+    error = cpd::Load<QueriesScratch<H, Hv>>(QueryGradientsKernel<Element, H, Hv>);
+    if (error != cudaSuccess) return error;
+    return cpd::Load<KeysScratch<H, Hv>>(KeyGradientsKernel<Element, H, Hv>);
+  }
+};
+
+// Calls f(Kernels) for these heads, until it returns an error; or for all, if `heads` is nullptr.
+template <typename F>
+cudaError_t ForKernels(const HeadType* heads, F f) {
+  cudaError_t error = heads ? cudaErrorInvalidValue : cudaSuccess;
+  const auto offer = [&](auto kernels, const HeadType& type) {
+    if (!heads && error == cudaSuccess) error = f(kernels);
+    if (heads && *heads == type) error = f(kernels);
+  };
+  offer(Kernels<BF16, 64, 64>{}, {DataType::kBF16, 64, 64});
+  offer(Kernels<BF16, 128, 128>{}, {DataType::kBF16, 128, 128});
   return error;
 }
 
 }  // namespace
 
-cudaError_t LaunchAttend(const AttendCall& call, int head_size, cudaStream_t stream) {
-  if (head_size == 64) {
-    return Launch<AttendScratch<64>>(AttendKernel<64>, call, call.num_rows, stream);
-  }
-  if (head_size != 128) return cudaErrorInvalidValue;
-  return Launch<AttendScratch<128>>(AttendKernel<128>, call, call.num_rows, stream);
+cudaError_t LaunchAttend(const AttendCall& call, const HeadType& heads, cudaStream_t stream) {
+  return ForKernels(&heads, [&](auto kernels) { return kernels.Launch(call, stream); });
 }
 
-cudaError_t LaunchGradients(const GradientsCall& call, int head_size, cudaStream_t stream) {
-  if (head_size == 64) return LaunchGradientsOf<64>(call, stream);
-  return head_size == 128 ? LaunchGradientsOf<128>(call, stream) : cudaErrorInvalidValue;
+cudaError_t LaunchGradients(const GradientsCall& call, const HeadType& heads, cudaStream_t stream) {
+  return ForKernels(&heads, [&](auto kernels) { return kernels.Launch(call, stream); });
 }
 
 cudaError_t LoadAttentionKernels() {
-  const cudaError_t error = LoadOf<64>();
-  return error == cudaSuccess ? LoadOf<128>() : error;
+  return ForKernels(nullptr, [](auto kernels) { return kernels.Load(); });
 }
 
 }  // namespace cpd

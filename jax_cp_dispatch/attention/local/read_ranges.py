@@ -11,9 +11,10 @@ from jaxtyping import Array
 from jax_cp_dispatch.attention.attended import attended_tokens
 from jax_cp_dispatch.attention.local.blocks import RowRanges
 from jax_cp_dispatch.attention.local.check_operands import check_arrays, check_documents
+from jax_cp_dispatch.attention.local.options import CAUSAL, FULL
 from jax_cp_dispatch.attention.local.query_ranges import KeyQueries
 from jax_cp_dispatch.attention.packed_mask import PackedMask
-from jax_cp_dispatch.masks import MaskRanges
+from jax_cp_dispatch.masks import Causal, Full, MaskRanges
 from jax_cp_dispatch.masks.read import check_mask_arrays, read_mask
 from jax_cp_dispatch.planner.segment_ids import read_documents
 
@@ -49,6 +50,19 @@ def read_ranges(
     index = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
     start, end = (jnp.clip(x, 0, T).astype(jnp.int32) for x in (given.q_start, given.q_end))
     return RowRanges(k_start, k_end, KeyQueries(index, start, end))
+
+
+def dense_ranges(
+    shapes: tuple[Any, Any], given: MaskRanges, packed: PackedMask
+) -> str | None:
+    """Returns how checked ranges of `read_ranges` are dense, if that is known; see `PassOptions`."""
+    is_of_mask = all(x is None for x in (*given, packed.segment_ids, packed.positions))
+    if not is_of_mask:
+        return None
+    mask = read_mask("local_attention", packed.mask).simplified()
+    if isinstance(mask, Full):
+        return FULL
+    return CAUSAL if isinstance(mask, Causal) and shapes[0][1] == shapes[1][1] else None
 
 
 def _of_mask(op: str, sizes: tuple[int, int, int], packed: PackedMask) -> RowRanges:

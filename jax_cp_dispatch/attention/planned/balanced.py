@@ -168,10 +168,8 @@ def _backward(options, residuals, dhome: Outputs):
     whole = softmax_gradients(options.op, out, lse, cotangents)
     dq, dkv, dweights = gradients_of_received(options, received, weights, whole)
     # A query is computed on one rank, so dq is rounded before it moves; dk and dv are sums.
-    dtype = dhome.out.dtype
-    dq, dkv = exchanges.return_qkv(
-        options.exchange, plan, dq.astype(dtype), dkv, None if options.expansion else dtype
-    )
+    dtype = None if options.expansion else dhome.out.dtype
+    dq, dkv = exchanges.return_qkv(options.exchange, plan, dq, dkv, dtype)
     dsink = None if sink is None else sink_gradient(sink, whole)
     return operand_gradients(received, dq, dkv, dsink, dweights), None, None
 

@@ -120,14 +120,15 @@ def attend_received(options: AttentionOptions, received: Received, sink=None, we
         kv = [x[None] for x in options.expansion(weights, received.rows_to_expand())]
     k, v = kv
     out, lse, *max_logits = attend_locally(options, q, k, v, ranges, sink=sink)
+    out, lse = named_context((out, lse))
     max_logits = jax.lax.pmax(*max_logits, options.exchange.axis_name) if max_logits else None
-    return *named_context((out.astype(q.dtype), lse)), max_logits
+    return out, lse, max_logits
 
 
 def gradients_of_received(
     options: AttentionOptions, received: Received, weights: Any, whole: SoftmaxGradients
 ) -> tuple[Any, Any, Any]:
-    """Returns the gradients of received queries and rows, unrounded, and those of the weights."""
+    """Returns the gradients of received queries, in their dtype, of rows, unrounded, and weights."""
     q, kv, ranges = received
     if options.expansion is None:
         k, v = kv
@@ -148,16 +149,16 @@ def operand_gradients(received: Received, dq, dkv, dsink, dweights) -> Operands:
 
 
 def attend_locally(options: AttentionOptions, q, k, v, ranges: MaskRanges, sink=None):
-    """Computes `local_attention` of the rows that a rank holds."""
-    asked = {"sink": sink, "return_max_logits": options.return_max_logits}
+    """Computes `local_attention` of the rows that a rank holds; the output in their dtype."""
+    asked = {"sink": sink, "return_max_logits": options.return_max_logits, "out_dtype": q.dtype}
     keywords = _local_keywords(options, q, k, ranges)
     return local_attention(q, k, v, *ranges[:2], **asked, **keywords)
 
 
 def attend_locally_backward(options: AttentionOptions, q, k, v, ranges: MaskRanges, *whole):
-    """Computes its derivative."""
+    """Computes its derivative: dq in the dtype of q; dk and dv unrounded, because they are summed."""
     keywords = _local_keywords(options, q, k, ranges)
-    return local_attention_backward(q, k, v, *ranges[:2], *whole, **keywords)
+    return local_attention_backward(q, k, v, *ranges[:2], *whole, dq_dtype=q.dtype, **keywords)
 
 
 def _local_keywords(options: AttentionOptions, q, k, ranges: MaskRanges) -> dict[str, Any]:

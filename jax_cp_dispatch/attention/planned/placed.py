@@ -130,11 +130,11 @@ def _backward(options, residuals, cotangents: Outputs):
     received, out, lse, sink, weights, plan = residuals
     cotangents = jax.tree.map(lambda x: x[None], cotangents)
     whole = softmax_gradients(options.op, out, lse, cotangents)
-    dtype = whole.dout.dtype
     dq, dkv, dweights = gradients_of_received(options, received, weights, whole)
-    dkv = exchanges.return_kv(options.exchange, plan, dkv, None if options.expansion else dtype)
+    dtype = None if options.expansion else whole.dout.dtype
+    dkv = exchanges.return_kv(options.exchange, plan, dkv, dtype)
     dsink = None if sink is None else sink_gradient(sink, whole)
-    gradients = operand_gradients(received, dq.astype(dtype), dkv, dsink, dweights)
+    gradients = operand_gradients(received, dq, dkv, dsink, dweights)
     return gradients, None, None
 
 

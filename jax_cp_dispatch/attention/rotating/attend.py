@@ -124,7 +124,9 @@ class Rotation:
     def result(self, seen: OnlineSoftmax):
         """Output, logarithm of the sum of exponentials, and the largest logits or None."""
         asked = self.passes.return_max_logits
-        max_logits = seen.max_logits(self.q_shape, self.num_groups) if asked else None
+        max_logits = None
+        if asked:
+            max_logits = jnp.max(seen.max_logits(self.q_shape, self.num_groups), axis=(0, 2))
         return *seen.result(self.q_shape, self.num_groups), max_logits
 
     def gradients(

@@ -72,7 +72,6 @@ class ShardedSequence:
             return_max_logits=self.options.return_max_logits,
             **blocks_of_ranks(layout.num_rows, held, N, K, rows=256),
         ).resolved(q, k, v)
-        passes = dataclasses.replace(passes, piece_rows=layout.block_rows)
         shape = B, layout.num_rows, N, H
         return Rotation(
             *(self.schedule, layout, self.options.exchange, passes, shape, K, Hv),

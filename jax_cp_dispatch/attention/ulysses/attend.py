@@ -129,7 +129,7 @@ def _forward(call: _Call, operands: Operands, ranges: MaskRanges, in_order):
         out = jnp.where(in_order, out, jnp.nan)
     out, lse = named_context((out, lse))
     of_lse = [jnp.swapaxes(lse, 1, 2)[..., None]] if call.options.return_lse else []
-    home, *of_lse = named_context(call.heads.to_tokens([out.astype(q.dtype), *of_lse]))
+    home, *of_lse = named_context(call.heads.to_tokens([out, *of_lse]))
     outputs = Outputs(
         home,
         of_lse[0][..., 0] if of_lse else None,
@@ -145,10 +145,11 @@ def _backward(call: _Call, residuals, cotangents: Outputs):
     dout, *of_lse = call.heads.to_heads([dhome, *of_lse])
     cotangents = Outputs(dout, of_lse[0][..., 0] if of_lse else None)
     whole = softmax_gradients(call.options.op, out, lse, cotangents)
-    dq, *dkv = attend_heads_backward(call.options, received, whole)
-    if call.copies == 1:  # each gradient is final; gradients of copies are summed first
-        dkv = [x.astype(dhome.dtype) for x in dkv]
-    dq, dk, dv = call.heads.to_tokens([dq.astype(dhome.dtype), *dkv])
+    # Each gradient is final; those of copies are summed first.
+    dkv_dtype = dhome.dtype if call.copies == 1 else None
+    dtypes = {"dq_dtype": dhome.dtype, "dkv_dtype": dkv_dtype}
+    dq, dk, dv = attend_heads_backward(call.options, received, whole, dtypes)
+    dq, dk, dv = call.heads.to_tokens([dq, dk, dv])
     if call.copies > 1:
         dk, dv = (_sum_of_copies(x, call.copies).astype(dhome.dtype) for x in (dk, dv))
     dsink = None
@@ -161,19 +162,21 @@ _attend.defvjp(_forward, _backward)
 
 
 def attend_heads(options: AttentionOptions, operands, sink=None):
-    """Computes local attention of whole sequences; returns output and lse, unrounded."""
+    """Computes local attention of whole sequences; returns the output in their dtype, and lse."""
     q, k, v, ranges = operands
     keywords = _local_keywords(options, q, k, ranges)
-    asked = {"sink": sink, "return_max_logits": options.return_max_logits}
+    asked = {"sink": sink, "return_max_logits": options.return_max_logits, "out_dtype": q.dtype}
     return local_attention(q, k, v, *ranges[:2], **keywords, **asked)
 
 
-def attend_heads_backward(options: AttentionOptions, operands, whole: SoftmaxGradients):
-    """Computes its derivative, unrounded."""
+def attend_heads_backward(
+    options: AttentionOptions, operands, whole: SoftmaxGradients, dtypes: dict[str, Any]
+):
+    """Computes its derivative, of these dtypes."""
     q, k, v, ranges = operands
     keywords = _local_keywords(options, q, k, ranges)
     k_start, k_end = ranges[:2]
-    return local_attention_backward(q, k, v, k_start, k_end, *whole, **keywords)
+    return local_attention_backward(q, k, v, k_start, k_end, *whole, **dtypes, **keywords)
 
 
 def _local_keywords(options: AttentionOptions, q, k, ranges: MaskRanges) -> dict[str, Any]:
