@@ -8,15 +8,19 @@ from jax_cp_dispatch._dispatch.buffers import (
     destroy_dispatch_buffer,
 )
 from jax_cp_dispatch._dispatch.exchange import move
+from jax_cp_dispatch._dispatch.pair_api import combine_start, dispatch_start, exchange_done
 
 __all__ = [
     "combine",
     "combine_qkv",
+    "combine_start",
     "create_dispatch_buffer",
     "destroy_all_dispatch_buffers",
     "destroy_dispatch_buffer",
     "dispatch",
     "dispatch_qkv",
+    "dispatch_start",
+    "exchange_done",
     "move",
     "outgoing",
     "returning",
