@@ -26,8 +26,8 @@ class StartedExchange:
         self._call, self._values = call, values
         self._is_done = False
 
-    def done(self, beside: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Returns the results of all arguments, and `beside`."""
+    def done(self, beside: Any) -> tuple[list[Any], Any]:
+        """Returns the results of all arguments, and `beside`, a pytree."""
         if self._is_done:
             raise ValueError(
                 f"exchange_done: this exchange of {self.op} is done. Start another one for each "
@@ -37,32 +37,35 @@ class StartedExchange:
         exchange, moved = self._call.exchange, []
         if exchange is not None and self._values is not None:
             fields = self._call.operands[: exchange.num_before_arrays]
-            values = self._values._replace(beside=list(beside))
+            leaves, tree = _flatten(beside)
+            values = self._values._replace(beside=leaves)
             with jax.named_scope(SCOPE):
                 outs = done_p.bind(*fields, *values.flat(), exchange=exchange)
-            moved, beside = outs[: exchange.num_arrays], outs[exchange.num_arrays :]
-        return results_of(self._call.layouts, moved), list(beside)
+            moved, leaves = outs[: exchange.num_arrays], outs[exchange.num_arrays :]
+            beside = jax.tree.unflatten(tree, leaves)
+        return results_of(self._call.layouts, moved), beside
 
 
 def start(
-    options: CollectiveOptions, arguments: Sequence[Argument], beside: Sequence[Any]
-) -> tuple[StartedExchange, list[Any]]:
-    """Starts one exchange of all arguments; returns it and `beside`."""
+    options: CollectiveOptions, arguments: Sequence[Argument], beside: Any
+) -> tuple[StartedExchange, Any]:
+    """Starts one exchange of all arguments; returns it and `beside`, a pytree."""
     call, values = prepare(options, arguments), None
     exchange = call.exchange
     if exchange is not None:
         fields = call.operands[: exchange.num_before_arrays]
+        leaves, tree = _flatten(beside)
         with jax.named_scope(SCOPE):
             outs = start_p.bind(
                 *call.operands,
-                *beside,
+                *leaves,
                 exchange=exchange,
-                num_beside=len(beside),
+                num_beside=len(leaves),
                 num_held=num_held(fields),
             )
         values = PairValues.read(outs, exchange)
-        beside = values.beside
-    return StartedExchange(options.op, call, values), list(beside)
+        beside = jax.tree.unflatten(tree, values.beside)
+    return StartedExchange(options.op, call, values), beside
 
 
 def dispatch_start(
@@ -105,7 +108,7 @@ def dispatch_start(
     options = read_options(
         op, axis_name, mesh=mesh, implementation=implementation, deadline=deadline
     )
-    return _start(options, argument, beside)
+    return start(options, [argument], beside)
 
 
 def combine_start(
@@ -141,7 +144,7 @@ def combine_start(
     options = read_options(
         op, axis_name, mesh=mesh, implementation=implementation, deadline=deadline
     )
-    return _start(options, argument, beside)
+    return start(options, [argument], beside)
 
 
 def exchange_done(exchange: StartedExchange, *, beside: Any = None) -> tuple[Any, Any]:
@@ -164,15 +167,8 @@ def exchange_done(exchange: StartedExchange, *, beside: Any = None) -> tuple[Any
             f"exchange_done: got {type(exchange).__name__}; it needs the first result of "
             "dispatch_start or combine_start."
         )
-    leaves, tree = _flatten(beside)
-    (rows,), leaves = exchange.done(leaves)
-    return rows, jax.tree.unflatten(tree, leaves)
-
-
-def _start(options: CollectiveOptions, argument: Argument, beside: Any):
-    leaves, tree = _flatten(beside)
-    started, leaves = start(options, [argument], leaves)
-    return started, jax.tree.unflatten(tree, leaves)
+    (rows,), beside = exchange.done(beside)
+    return rows, beside
 
 
 def _flatten(beside: Any) -> tuple[list[Any], Any]:
