@@ -86,6 +86,7 @@ def _done(exchange: Exchange, *operands: Any) -> list[Any]:
         runtime.EXCHANGE_DONE_TARGET,
         _like(rest[:n]),
         input_output_aliases={i: i for i in range(n)},
+        has_side_effect=True,  # it stays where it is
     )
     return [*call(*rest[: 2 * n], held), *beside]
 

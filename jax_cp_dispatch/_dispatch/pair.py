@@ -272,7 +272,7 @@ def _of_linear(cotangents: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
 # ---- The primitives.
 
 register(start_p, _start_shapes, lower_start)
-register(done_p, _done_shapes, lower_done)
+register(done_p, _done_shapes, lower_done, cacheable=False)  # it looks at their origin
 batching.primitive_batchers[start_p] = _batch_start
 batching.primitive_batchers[done_p] = _batch_done
 ad.primitive_jvps[start_p] = _jvp_start

@@ -4,6 +4,7 @@ import functools
 from typing import Any
 
 import jax.numpy as jnp
+from jax.interpreters.mlir import ir
 
 from jax_cp_dispatch._dispatch import on_gpu
 from jax_cp_dispatch._dispatch.exchange_operands import Exchange
@@ -33,12 +34,25 @@ def lower_start(
 
 
 def lower_done(ctx: Any, *operands: Any, exchange: Exchange) -> Any:
-    """Lowers the second call; nothing is left to do after a whole exchange."""
+    """Lowers the second call; nothing is left to do after a whole exchange.
+
+    A first call in another loop, branch or function is the whole exchange, because the runtime
+    finds no second call for it.
+    """
     choice = _choice(ctx, exchange)
-    if choice is None:
-        first, n = exchange.num_before_arrays, exchange.num_arrays
+    first, n = exchange.num_before_arrays, exchange.num_arrays
+    if choice is None or not all(map(_is_result_here, operands[first : first + 2 * n])):
         return [*operands[first : first + n], *operands[first + 2 * n + 1 :]]
     return choice.lower(Operation.EXCHANGE_DONE, ctx, *operands, exchange=exchange)
+
+
+def _is_result_here(value: Any) -> bool:
+    """Whether a value is the result of a custom call in the block that is being lowered."""
+    owner = value.owner
+    if isinstance(owner, ir.Block):  # an argument
+        return False
+    here = ir.InsertionPoint.current.block
+    return owner.name == "stablehlo.custom_call" and owner.operation.block == here
 
 
 def _choice(ctx: Any, exchange: Exchange) -> Choice | None:

@@ -171,12 +171,15 @@ def _combine_adjoint(linear: Operands, dtypes, exchange: Exchange):
 # ---- The primitives.
 
 
-def register(primitive: Primitive, shapes, lowering) -> None:
-    """Registers what the primitives of exchanges have in common."""
+def register(primitive: Primitive, shapes, lowering, *, cacheable: bool = True) -> None:
+    """Registers what the primitives of exchanges have in common.
+
+    `cacheable`: whether the lowering depends on the operands' types alone.
+    """
     primitive.multiple_results = True
     primitive.def_abstract_eval(shapes)
     primitive.def_impl(functools.partial(run_alone, primitive))
-    mlir.register_lowering(primitive, lowering)
+    mlir.register_lowering(primitive, lowering, cacheable=cacheable)
     # Private, but the only way to make `jit` provide what a partitioned lowering needs.
     prim_requires_devices_during_lowering.add(primitive)
 
