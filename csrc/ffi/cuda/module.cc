@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cuda/channels.h"
+#include "cuda/exchange_stream.h"
 #include "cuda/gpu_spans.h"
 #include "cuda/ipc.h"
 #include "cuda/kernels.h"
@@ -121,5 +122,7 @@ NB_MODULE(_cuda, m) {
   m.def(
       "take_errors", [] { return ChannelRegistry::Get().TakeErrors(); },
       "Returns the errors that no call has reported yet.");
+  m.def("num_exchanges_beside_programs", &cpd::ExchangeStream::NumStarted,
+        "Returns how many exchanges went on beside their program.");
   cpd::BindSlab(m);
 }

@@ -8,7 +8,6 @@ from jax_cp_dispatch._ranks.gpu.device_table import (
     what_pointers_lack,
 )
 from jax_cp_dispatch._ranks.gpu.errors import raise_gpu_errors
-from jax_cp_dispatch._ranks.gpu.stream import on_collective_stream
 from jax_cp_dispatch._ranks.gpu.world import GpuWorld, connect_gpus, connected_gpus
 
 __all__ = [
@@ -18,7 +17,6 @@ __all__ = [
     "connect_gpus",
     "connected_gpus",
     "gpu_attributes",
-    "on_collective_stream",
     "raise_gpu_errors",
     "remember_mesh",
     "what_pointers_lack",

@@ -100,29 +100,35 @@ def attend_rows(
     return Outputs(by_batch(out), None if lse is None else by_batch(lse), max_logits)
 
 
-def received_rows(
-    options: AttentionOptions, plan: AttentionPlan | PlacedPlan, q: Any, kv: Any
-) -> Received:
-    """Returns received rows, and what they see."""
+def ranges_here(options: AttentionOptions, plan: AttentionPlan | PlacedPlan) -> MaskRanges:
+    """Returns what the rows of this rank see."""
     ranges = named_context(plan.local_ranges(jax.lax.axis_index(options.exchange.axis_name)))
-    q, kv, ranges = jax.tree.map(lambda x: x[None], (q, tuple(kv), tuple(ranges)))
-    return Received(q, kv, MaskRanges(*ranges))
+    return MaskRanges(*(x[None] for x in ranges))
+
+
+def received_rows(ranges: MaskRanges, q: Any, kv: Any) -> Received:
+    """Returns received rows, and what they see."""
+    q, kv = jax.tree.map(lambda x: x[None], (q, tuple(kv)))
+    return Received(q, kv, ranges)
 
 
 def attend_received(options: AttentionOptions, received: Received, sink=None, weights: Any = None):
     """Returns the output in the dtype of q, and its lse.
 
-    Both are final: all keys of a query are on its rank. Also returns the largest logits of all
-    ranks, if they are asked for, otherwise None.
+    Both are final: all keys of a query are on its rank. Also returns the largest logits here, if
+    they are asked for, otherwise None.
     """
     q, kv, ranges = received
     if options.expansion is not None:
         kv = [x[None] for x in options.expansion(weights, received.rows_to_expand())]
     k, v = kv
     out, lse, *max_logits = attend_locally(options, q, k, v, ranges, sink=sink)
-    out, lse = named_context((out, lse))
-    max_logits = jax.lax.pmax(*max_logits, options.exchange.axis_name) if max_logits else None
-    return out, lse, max_logits
+    return *named_context((out, lse)), *(max_logits or [None])
+
+
+def of_all_ranks(options: AttentionOptions, max_logits: Any) -> Any:
+    """Returns the largest logits of all ranks."""
+    return None if max_logits is None else jax.lax.pmax(max_logits, options.exchange.axis_name)
 
 
 def gradients_of_received(
