@@ -41,7 +41,9 @@ def lower(primitive: Primitive, ctx: Any, *operands: Any, exchange: Exchange) ->
         if not can_partition(ctx):
             over_ranks = functools.partial(run_over_ranks, primitive, exchange=exchange)
             return lower_opened(over_ranks, ctx, *operands)
-        implementation = choose_on_one_device(op, comm.implementation, ctx.module_context.platforms)
+        implementation = choose_on_one_device(
+            op, comm.implementation, ctx.module_context.platforms, comm.num_ranks
+        )
         on_one_device = implementation.lowerings[Operation.EXCHANGE_ON_ONE_DEVICE]
         return lower_partitioned(
             primitive, ctx, *operands, exchange=exchange, on_one_device=on_one_device(ctx, exchange)

@@ -30,7 +30,7 @@ class CallContext(NamedTuple):
         return self.mesh and math.prod(self.mesh.shape[name] for name in names)
 
     def groups(self, names: Sequence[str]) -> Groups | None:
-        """Returns the processes of the ranks, if already known."""
+        """Returns the devices of the ranks, if already known."""
         if self.mesh is None:
             return None
         others = [name for name in self.mesh.axis_names if name not in names]

@@ -1,6 +1,8 @@
-"""Identifies a custom call across processes, and the processes of its ranks."""
+"""Identifies a custom call across processes, and the devices of its ranks."""
 
-from collections.abc import Sequence
+import contextlib
+import contextvars
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -9,6 +11,19 @@ from jax._src.mesh import get_concrete_mesh  # private, but get_mesh fails durin
 
 from jax_cp_dispatch._ranks.communicator import Communicator, Groups
 from jax_cp_dispatch._ranks.processes import program_begins
+
+_mesh_around: contextvars.ContextVar[Any] = contextvars.ContextVar("mesh_around", default=None)
+
+
+@contextlib.contextmanager
+def remember_mesh(ctx: Any) -> Iterator[None]:
+    """Remembers the mesh while axes are made manual; inside, types show an abstract mesh."""
+    mesh = _mesh_of(ctx)
+    token = _mesh_around.set(mesh if _is_concrete(mesh) else _mesh_around.get())
+    try:
+        yield
+    finally:
+        _mesh_around.reset(token)
 
 
 def call_site_attributes(
@@ -37,7 +52,7 @@ def call_site_attributes(
                 "jax.make_mesh, or set it with jax.set_mesh."
             )
         program_begins()
-        processes = [process for group in groups for process in group]
+        processes = [device.process_index for group in groups for device in group]
     return {
         "transport": transport,
         "signature": signature,
@@ -46,35 +61,38 @@ def call_site_attributes(
 
 
 def groups_of_program(ctx: Any, comm: Communicator) -> Groups | None:
-    """Returns the processes of the ranks of the program that is being lowered.
+    """Returns the devices of the ranks of the program that is being lowered.
 
     Args:
       ctx: of the lowering rule.
       comm: the ranks of the call.
     Returns:
-      None if there is one process, or if the devices of the mesh are unknown.
+      None if the devices of the mesh are unknown; () for a call without ranks.
     """
-    if jax.process_count() == 1:
-        return None
     if not comm.axis_names:
         return ()
-    mesh = getattr(ctx.module_context.axis_context, "mesh", None)
-    return groups_of_mesh(mesh, comm.axis_names, comm.group_axes)
+    return groups_of_mesh(_mesh_of(ctx), comm.axis_names, comm.group_axes)
 
 
 def groups_of_mesh(
     mesh: Any, axis_names: Sequence[str], group_axes: Sequence[str]
 ) -> Groups | None:
-    """Returns the same for a mesh."""
-    if jax.process_count() == 1:
+    """Returns the same for a mesh, or for the one that is set if it is None."""
+    for found in mesh, _mesh_around.get(), get_concrete_mesh():
+        if _is_concrete(found) and (mesh is None or found.shape_tuple == mesh.shape_tuple):
+            break
+    else:
         return None
-    if not isinstance(mesh, jax.sharding.Mesh):
-        found = get_concrete_mesh()
-        if found.empty or (mesh is not None and found.shape_tuple != mesh.shape_tuple):
-            return None
-        mesh = found
     order = [*group_axes, *axis_names]
-    order += [name for name in mesh.axis_names if name not in order]  # of one device each
-    devices = mesh.devices.transpose([mesh.axis_names.index(name) for name in order])
-    num_groups = int(np.prod([mesh.shape[name] for name in group_axes], dtype=int))
-    return tuple(tuple(d.process_index for d in row) for row in devices.reshape(num_groups, -1))
+    order += [name for name in found.axis_names if name not in order]  # of one device each
+    devices = found.devices.transpose([found.axis_names.index(name) for name in order])
+    num_groups = int(np.prod([found.shape[name] for name in group_axes], dtype=int))
+    return tuple(map(tuple, devices.reshape(num_groups, -1)))
+
+
+def _mesh_of(ctx: Any) -> Any:
+    return getattr(ctx.module_context.axis_context, "mesh", None)
+
+
+def _is_concrete(mesh: Any) -> bool:
+    return isinstance(mesh, jax.sharding.Mesh) and not mesh.empty

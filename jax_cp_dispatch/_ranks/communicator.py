@@ -7,8 +7,8 @@ import numpy as np
 
 from jax_cp_dispatch._ranks.axis import other_axes
 
-Groups = tuple[tuple[int, ...], ...]
-"""The process of each rank, group by group."""
+Groups = tuple[tuple[Any, ...], ...]
+"""The device of each rank, group by group."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

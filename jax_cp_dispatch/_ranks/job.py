@@ -53,22 +53,26 @@ def publish_and_read_all(op: str, name: str, value: Any, timeout: float) -> list
         raise RuntimeError(
             f"{op}: this process belongs to no job. Call jax.distributed.initialize() first."
         )
-    process, num_processes = place_in_job()
-    client: Any = distributed.global_state.client
-    prefix = f"jax_cp_dispatch/{op}/{name}"
     publish(op, name, value)
-    heard = []
-    for other in range(num_processes):
-        try:
-            text = client.blocking_key_value_get(f"{prefix}/{other}", round(1000 * timeout))
-        except jax.errors.JaxRuntimeError as error:
-            raise RuntimeError(
-                f"{op}: process {process} waited {timeout:g} s for process {other}, expected its "
-                f"'{name}', seen nothing. Every process of the job must call {op}(); check whether "
-                f"that one raised its own error. ({error})"
-            ) from error
-        heard.append(json.loads(text))
-    return heard
+    return [read_from(op, name, other, timeout) for other in range(place_in_job()[1])]
+
+
+def read_from(op: str, name: str, process: int, timeout: float) -> Any:
+    """Returns the value that one process publishes by `publish`, within `timeout` seconds.
+
+    Raises:
+      RuntimeError: it published nothing.
+    """
+    client: Any = distributed.global_state.client
+    key = f"jax_cp_dispatch/{op}/{name}/{process}"
+    try:
+        return json.loads(client.blocking_key_value_get(key, round(1000 * timeout)))
+    except jax.errors.JaxRuntimeError as error:
+        raise RuntimeError(
+            f"{op}: process {place_in_job()[0]} waited {timeout:g} s for process {process}, "
+            f"expected its '{name}', seen nothing. Every process of the job must call {op}(); "
+            f"check whether that one raised its own error. ({error})"
+        ) from error
 
 
 def first_failure(name: str, attempt: Callable[[], str], timeout: float) -> str:

@@ -15,9 +15,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from jax_cp_dispatch._ranks.axis import rank_index
-from jax_cp_dispatch._ranks.call_site import groups_of_program
+from jax_cp_dispatch._ranks.call_site import groups_of_program, remember_mesh
 from jax_cp_dispatch._ranks.communicator import Communicator, Groups
-from jax_cp_dispatch._ranks.gpu import remember_mesh
 from jax_cp_dispatch._ranks.implementations import (
     Implementation,
     Operation,
@@ -63,7 +62,7 @@ class Choice(NamedTuple):
 
     Attributes:
       implementation: the chosen one.
-      groups: the processes of the ranks; see `groups_of_program`.
+      groups: the devices of the ranks; see `groups_of_program`.
     """
 
     implementation: Implementation

@@ -129,6 +129,22 @@ cuda, cuda_reason = _load_cuda()
 """The extension for GPUs and ""; or None and the reason. It loads without a GPU."""
 
 
+def nvshmem_library() -> str:
+    """Returns the file of NVSHMEM's library in its wheel, or "".
+
+    It is opened before the extension, whose search path is wrong after `pip install --target`.
+    """
+    try:
+        spec = importlib.util.find_spec("nvidia.nvshmem")
+    except ModuleNotFoundError:
+        return ""
+    for folder in spec.submodule_search_locations or () if spec is not None else ():
+        library = pathlib.Path(folder, "lib/libnvshmem_host.so.3")
+        if library.is_file():
+            return str(library)
+    return ""
+
+
 def load_nvshmem() -> tuple[Any, str]:
     """Returns the extension for NVSHMEM and ""; or None and the reason. Does not start NVSHMEM."""
     if importlib.util.find_spec("jax_cp_dispatch._nvshmem") is None:
@@ -137,12 +153,8 @@ def load_nvshmem() -> tuple[Any, str]:
             "the package with `CPD_CUDA=ON pip install .`"
         )
     try:
-        # Preloaded: the extension's search path is wrong after `pip install --target`.
-        spec = importlib.util.find_spec("nvidia.nvshmem")
-        for folder in spec.submodule_search_locations or () if spec is not None else ():
-            library = pathlib.Path(folder, "lib/libnvshmem_host.so.3")
-            if library.is_file():
-                ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+        if library := nvshmem_library():
+            ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
         return importlib.import_module("jax_cp_dispatch._nvshmem"), ""
     except (ImportError, OSError) as error:
         return None, f"the extension '_nvshmem' does not load ({error}); is NVSHMEM installed?"

@@ -15,9 +15,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from on_mesh import AXIS, mesh_of
 
 from jax_cp_dispatch import all_gather_matmul, gemm, grouped_gemm, matmul_reduce_scatter
-from jax_cp_dispatch._ranks import runtime
+from jax_cp_dispatch._ranks import lowering, runtime
 from jax_cp_dispatch._ranks.communicator import Communicator
 from jax_cp_dispatch._ranks.gpu import device_table
+from jax_cp_dispatch._ranks.gpu.slabs import Slabs
 from jax_cp_dispatch._warning import say_once
 from jax_cp_dispatch.buffers import create_comm_overlap_buffer, destroy_comm_overlap_buffer
 from jax_cp_dispatch.comm_gemm.engine.call import GemmCall
@@ -36,10 +37,11 @@ def cuda(monkeypatch):
     """Pretends that the extension exists, built or not; these tests execute nothing."""
     released = []
     extension = types.SimpleNamespace(
-        set_process=lambda process: None,
+        set_process=lambda process, ordinals: None,
         restore_buffer=lambda id: None,
         release_buffer=released.append,
         released=released,
+        device_count=lambda: (0, "no driver"),
     )
     monkeypatch.setattr(runtime, "cuda", extension)
     return extension
@@ -191,16 +193,14 @@ def test_a_named_transport_is_rejected_with_a_reason():
 
 
 def test_ranks_over_the_network_use_xla_and_neighbours_do_not(monkeypatch):
-    monkeypatch.setattr(device_table, "connected_shared_memory_groups", lambda: [0, 0, 2, 2])
-    on = lambda *processes: np.array([types.SimpleNamespace(process_index=p) for p in processes])
-    monkeypatch.setattr(device_table, "_in_order", lambda *_: on(0, 1, 2, 3))
-    assert (
-        device_table.what_pointers_lack(None, Communicator(axis_names=(AXIS,), num_ranks=2)) is None
-    )
+    slabs = Slabs("nvshmem", [1, 2, 3, 3], [0, 0, 2, 2])
+    monkeypatch.setattr(device_table, "connected_slabs", lambda: slabs)
+    devices = tuple(type("Device", (), {"process_index": p, "id": 0})() for p in range(4))
+    comm = Communicator(axis_names=(AXIS,), num_ranks=W)
     said = "processes 0 and 2 reach each other over the network only"
-    assert (
-        device_table.what_pointers_lack(None, Communicator(axis_names=(AXIS,), num_ranks=4)) == said
-    )
+    assert device_table.what_pointers_lack(None, comm, (devices,)) == said
+    assert device_table.what_pointers_lack(None, comm, (devices[:2], devices[2:])) is None
+    monkeypatch.setattr(lowering, "groups_of_program", lambda *_: (devices,))
     product = on_ranks(lambda x, w: all_gather_matmul(x, w, axis_name=AXIS))
     assert said in fallen(product, np.zeros((32, 32), np.float32), K)
     assert calls(lowered(gemm, X, K))  # a single rank

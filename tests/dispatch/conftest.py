@@ -11,7 +11,10 @@ from jax_cp_dispatch._ranks import runtime
 def cuda(monkeypatch):
     """Pretends that the extension exists, built or not; nothing may be executed."""
     extension = types.SimpleNamespace(
-        set_process=lambda process: None, take_errors=lambda: [], registrations=dict
+        set_process=lambda process, ordinals: None,
+        take_errors=lambda: [],
+        registrations=dict,
+        device_count=lambda: (0, "no driver"),
     )
     monkeypatch.setattr(runtime, "cuda", extension)
     return extension

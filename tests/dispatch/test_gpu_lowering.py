@@ -2,7 +2,6 @@
 
 import pathlib
 import re
-import types
 
 import jax
 import numpy as np
@@ -13,7 +12,8 @@ from on_mesh import AXIS, mesh_of, permuted_mesh
 
 from jax_cp_dispatch import Metadata, combine, dispatch, dispatch_qkv
 from jax_cp_dispatch._ranks import runtime
-from jax_cp_dispatch._ranks.gpu import device_table
+from jax_cp_dispatch._ranks.gpu import device_table, peers
+from jax_cp_dispatch._ranks.implementations import CUDA_PEER, gpu as implementations_gpu
 from jax_cp_dispatch._warning import say_once
 from jax_cp_dispatch.gpu import raise_gpu_errors
 
@@ -197,9 +197,83 @@ def test_transports_between_processes_need_several():
             lowered(call, X, PLAN)
 
 
-def test_a_place_is_a_process_and_a_device_of_it():
-    device = types.SimpleNamespace(process_index=3, local_hardware_id=5, id=29)
-    assert device_table._entry(device) == 3 * 65536 + 5
+class Device:
+    """A device as JAX describes it to process 0, which does not know CUDA's numbers of others."""
+
+    def __init__(self, process, id, ordinal):
+        self.process_index, self.id, self.local_hardware_id = process, id, ordinal
+
+
+@pytest.fixture
+def devices(monkeypatch):
+    """Of three processes; this one, 0, uses the GPUs 4 and 6 of its machine."""
+    found = [Device(0, 1, 4), Device(0, 0, 6), Device(1, 8, None), Device(1, 9, None)]
+    found += [Device(2, 16, None), Device(2, 17, None)]
+    monkeypatch.setattr(jax, "devices", lambda: found)
+    peers._numbers.cache_clear()
+    peers._reason.cache_clear()
+    yield found
+    peers._numbers.cache_clear()
+    peers._reason.cache_clear()
+
+
+def test_a_place_is_a_process_and_a_device_of_it(devices):
+    """Not the number that CUDA gives it: programs must be the same in all processes."""
+    assert [device_table._entry(d) for d in devices] == [1, 0, 65536, 65537, 131072, 131073]
+    assert peers.local_ordinals() == [6, 4]
+    assert device_table._entry(Device(0, 3, None)) == 3  # of a machine for which we compile
+
+
+# ---- GPUs that do not reach each other's memory.
+
+
+def pairs_in(size):
+    return tuple(tuple(jax.devices()[i : i + size]) for i in range(0, W, size))
+
+
+def test_gpus_without_peer_access_use_xla(cuda):
+    """Asked once for the devices of each group; not for ranks that one device holds."""
+    asked = []
+
+    def connect_peers(ordinals):
+        asked.append(ordinals)
+        return "GPU 0 cannot reach the memory of GPU 3" if 3 in ordinals else ""
+
+    cuda.device_count, cuda.connect_peers = lambda: (8, ""), connect_peers
+    peers._reason.cache_clear()
+    say_once.cache_clear()
+    with pytest.warns(UserWarning, match="'xla'.: GPU 0 cannot reach the memory of GPU 3"):
+        assert not calls(lowered(on_ranks(lambda x, m: send(x, m), mesh_of(W)), X, PLAN))
+    named = lambda x, m: send(x, m, implementation="cuda_peer")
+    with pytest.raises(NotImplementedError, match=r"'cuda_peer' .* reach the memory of GPU 3"):
+        lowered(on_ranks(named, mesh_of(W)), X, PLAN)
+    assert asked == [[0, 1, 2, 3]]
+    assert CUDA_PEER.why_not(["cuda"], pairs_in(2)) == "GPU 0 cannot reach the memory of GPU 3"
+    assert asked[1:] == [[0, 1], [2, 3]]
+    assert calls(lowered(send, X, PLAN))  # one device
+    cuda.device_count = lambda: (2, "")  # a program for another machine
+    peers._reason.cache_clear()
+    assert CUDA_PEER.why_not(["cuda"], pairs_in(4)) is None
+    peers._reason.cache_clear()
+
+
+def test_more_ranks_than_a_call_takes_use_xla(cuda, monkeypatch):
+    monkeypatch.setattr(implementations_gpu, "MAX_RANKS", W - 1)
+    why = "there are 4 ranks, but a call on GPUs takes at most 3"
+    for run in (on_ranks(lambda x, m: send(x, m), mesh_of(W)), lambda x, m: send(x, m)):
+        say_once.cache_clear()
+        with pytest.warns(UserWarning, match=why):
+            assert not calls(lowered(run, X, PLAN))
+    named = lambda x, m: send(x, m, implementation="cuda_peer")
+    for run in (on_ranks(named, mesh_of(W)), named):
+        with pytest.raises(NotImplementedError, match=why):
+            lowered(run, X, PLAN)
+
+
+def test_the_limit_of_ranks_is_that_of_the_kernels():
+    header = (ROOT / "csrc/kernels/call.h").read_text()
+    (most,) = re.findall(r"constexpr int kMaxRanks = (\d+);", header)
+    assert int(most) == implementations_gpu.MAX_RANKS
 
 
 def test_raise_gpu_errors_raises_each_once(cuda):

@@ -1,4 +1,4 @@
-"""Runs a program in two processes of this host that meet at one address."""
+"""Runs a program in two or more processes of this host that meet at one address."""
 
 import os
 import socket
@@ -7,9 +7,13 @@ import sys
 
 
 def outputs_of_two(program, **environment):
-    """Runs `program address process` twice on CPU, and returns what each printed.
+    return outputs_of(2, program, **environment)
 
-    Options for XLA are not inherited. Both must end with 0.
+
+def outputs_of(num_processes, program, **environment):
+    """Runs `program address process` in several processes on CPU; returns what each printed.
+
+    Options for XLA are not inherited. All must end with 0.
     """
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("XLA_")}
     with socket.socket() as probe:
@@ -21,7 +25,7 @@ def outputs_of_two(program, **environment):
             env={**inherited, "JAX_PLATFORMS": "cpu", **environment},
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
-        for process in range(2)
+        for process in range(num_processes)
     ]  # fmt: skip
     try:
         results = [process.communicate(timeout=1200) for process in processes]

@@ -4,11 +4,16 @@ from jax_cp_dispatch._ranks.gpu.copy_path import chosen_copy_path
 from jax_cp_dispatch._ranks.gpu.device_table import (
     all_ranks_here,
     gpu_attributes,
-    remember_mesh,
     what_pointers_lack,
 )
 from jax_cp_dispatch._ranks.gpu.errors import raise_gpu_errors
-from jax_cp_dispatch._ranks.gpu.world import GpuWorld, connect_gpus, connected_gpus
+from jax_cp_dispatch._ranks.gpu.peers import why_no_peer_access
+from jax_cp_dispatch._ranks.gpu.world import (
+    GpuWorld,
+    connect_gpus,
+    connected_gpus,
+    connected_slabs,
+)
 
 __all__ = [
     "GpuWorld",
@@ -16,8 +21,9 @@ __all__ = [
     "chosen_copy_path",
     "connect_gpus",
     "connected_gpus",
+    "connected_slabs",
     "gpu_attributes",
     "raise_gpu_errors",
-    "remember_mesh",
     "what_pointers_lack",
+    "why_no_peer_access",
 ]

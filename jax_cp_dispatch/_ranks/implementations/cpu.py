@@ -7,7 +7,12 @@ import jax
 
 from jax_cp_dispatch._ranks.call_site import call_site_attributes
 from jax_cp_dispatch._ranks.communicator import Groups
-from jax_cp_dispatch._ranks.implementations.implementation import Implementation
+from jax_cp_dispatch._ranks.implementations.implementation import (
+    Implementation,
+    all_groups,
+    processes_of,
+    why_not_one_process,
+)
 from jax_cp_dispatch._ranks.processes import share_memory, transport_choice
 
 _REMEDY = (
@@ -18,17 +23,7 @@ _REMEDY = (
 
 
 def _why_not_in_process(platforms: Sequence[str], groups: Groups | None) -> str | None:
-    missing = _why_not_cpu(platforms)
-    if missing is not None or jax.process_count() == 1:
-        return missing
-    for group in _all_groups(groups):
-        if len(set(group)) > 1:
-            processes = ", ".join(map(str, sorted(set(group))[:4]))
-            return (
-                f"ranks of one group are in {len(set(group))} processes ({processes}"
-                f"{', ...' if len(set(group)) > 4 else ''}), but it serves those of one"
-            )
-    return None
+    return _why_not_cpu(platforms) or why_not_one_process(groups)
 
 
 def _why_not_shared_memory(platforms: Sequence[str], groups: Groups | None) -> str | None:
@@ -40,16 +35,13 @@ def _why_not_shared_memory(platforms: Sequence[str], groups: Groups | None) -> s
     choice = transport_choice()
     if choice is None:
         return "jax_cp_dispatch.initialize() has not been called in this process"
-    return None if all(map(share_memory, _all_groups(groups))) else choice.reason
+    found = map(processes_of, all_groups(groups))
+    return None if all(map(share_memory, found)) else choice.reason
 
 
 def _why_not_cpu(platforms: Sequence[str]) -> str | None:
     other = [name for name in platforms if name != "cpu"]
     return f"the platform is {other[0]!r}, but it serves CPU devices" if other else None
-
-
-def _all_groups(groups: Groups | None) -> Groups:
-    return (tuple(range(jax.process_count())),) if groups is None else groups
 
 
 def _why_shared_memory() -> str:

@@ -8,8 +8,21 @@ import jax
 
 from jax_cp_dispatch._ranks import runtime
 from jax_cp_dispatch._ranks.communicator import Groups
-from jax_cp_dispatch._ranks.gpu import connected_gpus, gpu_attributes
-from jax_cp_dispatch._ranks.implementations.implementation import Implementation
+from jax_cp_dispatch._ranks.gpu import (
+    connected_gpus,
+    connected_slabs,
+    gpu_attributes,
+    why_no_peer_access,
+)
+from jax_cp_dispatch._ranks.implementations.implementation import (
+    Implementation,
+    all_groups,
+    processes_of,
+    why_not_one_process,
+)
+
+MAX_RANKS = 64
+"""As in csrc/kernels/call.h: ranks are bits of a word."""
 
 _GRAPH_MODE = "xla_gpu_command_buffer_scheduling_mode"
 _GRAPH_REGION = "xla_gpu_graph_enable_concurrent_region"
@@ -27,11 +40,20 @@ def _why_not_cuda(platforms: Sequence[str]) -> str | None:
     return None
 
 
+def _why_too_many(groups: Groups | None) -> str | None:
+    most = max(map(len, all_groups(groups)), default=0)
+    if most <= MAX_RANKS:
+        return None
+    return f"there are {most} ranks, but a call on GPUs takes at most {MAX_RANKS}"
+
+
 def _why_not_in_one_process(platforms: Sequence[str], groups: Groups | None) -> str | None:
-    missing = _why_not_cuda(platforms)
-    if missing is None and jax.process_count() > 1:
-        return f"there are {jax.process_count()} processes, but it serves the GPUs of one"
-    return missing
+    return (
+        _why_not_cuda(platforms)
+        or why_not_one_process(groups)
+        or _why_too_many(groups)
+        or why_no_peer_access(all_groups(groups))
+    )
 
 
 def _why_not_connected(name: str, platforms: Sequence[str], groups: Groups | None) -> str | None:
@@ -43,7 +65,12 @@ def _why_not_connected(name: str, platforms: Sequence[str], groups: Groups | Non
     world = connected_gpus()
     if world is None:
         return "jax_cp_dispatch.gpu.connect_gpus() has not been called in this process"
-    return None if world.implementation == name else world.reason
+    slabs = connected_slabs()
+    if slabs is not None and slabs.transport != name:
+        return f"{slabs.transport} connects the processes: {world.reason}"
+    if slabs is None or not all(map(slabs.reach, map(processes_of, all_groups(groups)))):
+        return world.reason
+    return _why_too_many(groups)
 
 
 def _concurrent_graphs() -> str | None:

@@ -2,8 +2,10 @@
 
 import dataclasses
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+
+import jax
 
 from jax_cp_dispatch._ranks.communicator import Communicator, Groups
 
@@ -29,11 +31,11 @@ class Implementation:
       is_collectives: whether XLA's collectives move the data; code that has such collectives of its
         own uses them instead of a dispatch.
       spans_processes: whether ranks of one group may be in several processes.
-      why_not: from the platforms of a program and the processes of its ranks, why it cannot serve
-        the program, or None. See `choose_implementation`.
+      why_not: from the platforms of a program and the devices of its ranks, why it cannot serve the
+        program, or None. See `choose_implementation`.
       serves: what it serves, as text, if it is available.
       remedy: the next step, for the error if it cannot serve a program.
-      rank_attributes: from the context of a lowering rule, the ranks, their processes and a
+      rank_attributes: from the context of a lowering rule, the ranks, their devices and a
         description of the operation, the attributes by which a custom call finds its ranks.
       lowerings: the rule of each operation; see `register_lowering`.
     """
@@ -47,3 +49,26 @@ class Implementation:
     remedy: str
     rank_attributes: Callable[[Any, Communicator, Groups | None, str], dict[str, Any]]
     lowerings: dict[Operation, Callable[..., Any]] = dataclasses.field(default_factory=dict)
+
+
+def all_groups(groups: Groups | None) -> Groups:
+    """Returns the devices of the ranks by group; all devices in one if they are unknown."""
+    return (tuple(jax.devices()),) if groups is None else groups
+
+
+def processes_of(group: Iterable[Any]) -> list[int]:
+    """Returns the processes of some devices."""
+    return sorted({device.process_index for device in group})
+
+
+def why_not_one_process(groups: Groups | None) -> str | None:
+    """Returns which ranks of one group are in several processes; None if there are none."""
+    for group in all_groups(groups) if jax.process_count() > 1 else ():
+        processes = processes_of(group)
+        if len(processes) > 1:
+            named = ", ".join(map(str, processes[:4])) + (", ..." if len(processes) > 4 else "")
+            return (
+                f"ranks of one group are in {len(processes)} processes ({named}), but it serves "
+                "those of one"
+            )
+    return None

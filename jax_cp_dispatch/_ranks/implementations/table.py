@@ -9,7 +9,12 @@ from jax_cp_dispatch._ranks.communicator import Groups
 from jax_cp_dispatch._ranks.fork import refuse_after_fork
 from jax_cp_dispatch._ranks.implementations.cpu import ON_CPU
 from jax_cp_dispatch._ranks.implementations.gpu import ON_GPU
-from jax_cp_dispatch._ranks.implementations.implementation import Implementation, Operation
+from jax_cp_dispatch._ranks.implementations.implementation import (
+    Implementation,
+    Operation,
+    all_groups,
+    processes_of,
+)
 from jax_cp_dispatch._ranks.implementations.xla import XLA
 from jax_cp_dispatch._ranks.processes import refuse_alone
 from jax_cp_dispatch._warning import say_once
@@ -87,7 +92,7 @@ def choose_implementation(
     Args:
       op: the public operation, for error messages.
       wanted: the caller's choice, checked; None selects the first that can serve the program.
-      groups: the processes of the ranks, by group; None if all devices form one group.
+      groups: the devices of the ranks, by group; None if all devices form one group.
     Raises:
       NotImplementedError: `wanted` cannot serve these platforms or groups.
     """
@@ -96,22 +101,26 @@ def choose_implementation(
         return IMPLEMENTATIONS[wanted]
     row = next(r for r in IMPLEMENTATIONS.values() if r.why_not(platforms, groups) is None)
     if row is XLA:
-        why = _likeliest(platforms).why_not(platforms, groups)
+        why = _likeliest(platforms, groups).why_not(platforms, groups)
         say_once(f"moves rows with XLA's collectives (implementation='xla'): {why}.")
     return row
 
 
-def _likeliest(platforms: Sequence[str]) -> Implementation:
-    """Returns the transport whose reason says most: that for as many processes as there are."""
+def _likeliest(platforms: Sequence[str], groups: Groups | None) -> Implementation:
+    """Returns the transport whose reason says most: that for as many processes as a group has."""
     rows = ON_GPU if set(platforms) == {"cuda"} else ON_CPU
-    return next(row for row in rows if row.spans_processes == (jax.process_count() > 1))
+    spans_processes = any(len(processes_of(group)) > 1 for group in all_groups(groups))
+    return next(row for row in rows if row.spans_processes == spans_processes)
 
 
-def choose_on_one_device(op: str, wanted: str | None, platforms: Sequence[str]) -> Implementation:
+def choose_on_one_device(
+    op: str, wanted: str | None, platforms: Sequence[str], num_ranks: int
+) -> Implementation:
     """Returns the implementation of an exchange if one device holds the rows of all ranks."""
     row = None if wanted is None else IMPLEMENTATIONS[wanted]
     if set(platforms) == {"cuda"} and (row is None or row.platform == "cuda"):
-        return choose_implementation(op, wanted, platforms)
+        here = (jax.local_devices()[0],) * num_ranks
+        return choose_implementation(op, wanted, platforms, (here,))
     return XLA
 
 
@@ -132,7 +141,7 @@ def check_groups(op: str, wanted: str | None, groups: Groups | None) -> None:
     """Rejects, before lowering, a transport between CPU devices that does not reach all ranks.
 
     Raises:
-      NotImplementedError: `wanted` cannot serve groups of these processes.
+      NotImplementedError: `wanted` cannot serve groups of these devices.
     """
     if groups is None or wanted is None or IMPLEMENTATIONS[wanted].platform != "cpu":
         return

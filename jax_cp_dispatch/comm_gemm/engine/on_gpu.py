@@ -21,7 +21,6 @@ from jax_cp_dispatch.comm_gemm.engine.call import (
 )
 from jax_cp_dispatch.comm_gemm.types import BYTE_FLOATS, CommOverlapMethod, CommOverlapType
 
-_MAX_RANKS = 64
 _WIDE = ("float32", "bfloat16", "float16")
 _BLACKWELL = 10.0  # the first compute capability with MXFP8
 
@@ -60,8 +59,6 @@ def what_gpus_lack(call: GemmCall, operands: GemmOperands) -> str | None:
         return (
             f"8-bit operands need K in multiples of 16 and N of {16 * chunks}, not K={k} and N={n}"
         )
-    if call.comm.num_ranks > _MAX_RANKS:
-        return f"there are {call.comm.num_ranks} ranks, but at most {_MAX_RANKS} can overlap"
     if call.is_bulk and not call.gathers and operands.aux_in.dtype.name not in _WIDE:
         return f"GPUs cannot sum {operands.aux_in.dtype.name} here"
     if call.is_mxfp8:
@@ -115,7 +112,7 @@ def lower(ctx: Any, *values: Any, call: GemmCall, names: tuple[str, ...], choice
     """Lowers a call, or leaves it to XLA; `names` are those of the operands in `values`."""
     missing = what_gpus_lack(call, GemmOperands.of(dict(zip(names, ctx.avals_in, strict=True))))
     if missing is None and call.comm.axis_names:
-        unmapped = what_pointers_lack(ctx, call.comm)
+        unmapped = what_pointers_lack(ctx, call.comm, choice.groups)
         missing = unmapped and f"{unmapped}, and products overlap through mapped memory"
     if missing is None:
         return _lower_custom_call(ctx, *values, call=call, names=names, choice=choice)
