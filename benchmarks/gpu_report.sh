@@ -199,13 +199,11 @@ export nvshmem
 
 # ---- The smoke table: each line its own process, up to three at a time.
 smoke_line() {
-  local flags=$untuned stream=1
-  [ "$1" != replay ] || { flags=$recorded; stream=0; }
-  env JAX_PLATFORMS=cuda,cpu XLA_FLAGS="$flags" JAX_CP_DISPATCH_COLLECTIVE_STREAM=$stream \
+  env JAX_PLATFORMS=cuda,cpu XLA_FLAGS="$untuned" \
     XLA_PYTHON_CLIENT_MEM_FRACTION=.2 "$python" tests/gpu/smoke.py "$1"
 }
 export -f smoke_line
-export untuned recorded
+export untuned
 
 smoke() {  # smoke SECONDS LINE...: these lines at a time
   local limit=$1 began=$SECONDS left=$((end - SECONDS)) line lines=()
@@ -236,7 +234,7 @@ smoke() {  # smoke SECONDS LINE...: these lines at a time
   done
 }
 jobs=()
-smoke 20 dispatch combine replay
+smoke 20 dispatch combine pair
 smoke 20 bf16 fp8 ring
 smoke 45 pipeline causal packed
 smoke 45 ipc
@@ -307,16 +305,15 @@ if "$python" -c 'import xdist' 2>/dev/null; then
 fi
 step "one GPU" 100 env JAX_PLATFORMS=cuda,cpu XLA_FLAGS="$recorded" "${at_once[@]}" \
   "$python" -m pytest -q ${workers[@]+"${workers[@]}"} \
-  tests/gpu/test_one_gpu.py tests/gpu/test_one_gpu_gemm.py tests/gpu/test_gpu_attention.py
-step "recorded loops" 20 env JAX_PLATFORMS=cuda,cpu XLA_FLAGS="$recorded" \
-  JAX_CP_DISPATCH_COLLECTIVE_STREAM=0 "$python" -m pytest -q -k replays \
-  tests/gpu/test_one_gpu.py tests/gpu/test_one_gpu_gemm.py
+  tests/gpu/test_one_gpu.py tests/gpu/test_one_gpu_pairs.py tests/gpu/test_one_gpu_gemm.py \
+  tests/gpu/test_gpu_attention.py
 together() {  # together NAME TEST: tests of several processes; more than the processes may take
   step "$1" 45 env JAX_PLATFORMS=cuda,cpu XLA_FLAGS="$untuned" \
     "$python" -m pytest -v tests/gpu/test_gpu_processes.py -k "$2"
 }
 together "a process that does not call" "does_not_call"
 together "4 by IPC" "4-cuda_ipc"
+together "attention in parts" "parts_of_heads"
 together "4 by NVSHMEM" "4-nvshmem"
 together "4 by put and get" "put_and_get and 4"
 

@@ -32,6 +32,12 @@ def test_exchanges_by_put_and_get(num_processes):
         assert f"process {process} over nvshmem, network: ok" in output
 
 
+@pytest.mark.parametrize("algorithm", ["placed", "balanced"])
+def test_attention_in_parts_of_heads(algorithm):
+    codes, outputs = run(2, "cuda_ipc", "--attention", algorithm)
+    assert codes == [0, 0], printed(codes, outputs)
+
+
 def test_a_process_that_does_not_call_is_named_to_the_others():
     codes, outputs = run(2, "cuda_ipc", "--absent", "1")
     assert codes[0] == 0, printed(codes, outputs)

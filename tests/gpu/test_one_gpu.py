@@ -124,8 +124,8 @@ def test_gradients_equal_those_of_xla(num_ranks):
         np.testing.assert_array_equal(ours, xla)
 
 
-def test_a_loop_of_calls_replays(num_ranks):
-    """XLA may record the body once; epochs live on the GPU."""
+def test_a_loop_of_calls(num_ranks):
+    """The number of a call is counted on the GPU."""
     plan = Metadata(**plan_of(num_ranks, 1))
     capacity = int(np.max(plan.num_total_recv_tokens))
     x = flat(np.random.default_rng(4).normal(size=(num_ranks, T, 16)).astype(np.float32))
