@@ -124,11 +124,12 @@ def test_gradients_equal_those_of_xla(num_ranks):
         np.testing.assert_array_equal(ours, xla)
 
 
-def test_a_loop_of_calls(num_ranks):
+@pytest.mark.parametrize("width", [16, 1024], ids=["one kernel", "several"])
+def test_a_loop_of_calls(num_ranks, width):
     """The number of a call is counted on the GPU."""
     plan = Metadata(**plan_of(num_ranks, 1))
     capacity = int(np.max(plan.num_total_recv_tokens))
-    x = flat(np.random.default_rng(4).normal(size=(num_ranks, T, 16)).astype(np.float32))
+    x = flat(np.random.default_rng(4).normal(size=(num_ranks, T, width)).astype(np.float32))
 
     def body(_, x, implementation="cuda_peer"):
         options = {**OURS, "implementation": implementation}

@@ -140,6 +140,11 @@ inline std::string RowBeside(const char* what, const Timed& timed, int num_block
   const Both first = beside->Time(exchange, true), second = beside->Time(exchange, false);
   const float serial = alone + beside->gemm_ms();
   const auto whole = [](const Both& both) { return std::max(both.exchange_ms, both.gemm_ms); };
+  std::printf("%-9s %-9s %6d | %8.3f %8.0f %8.3f | %8.3f %8.3f %8.3f | %8.3f %8.3f %8.3f\n", what,
+              timed.in_bulk ? "bulk" : "registers", num_blocks, alone, 1e-6 * bytes / alone, serial,
+              first.exchange_ms, first.gemm_ms, whole(first), second.exchange_ms, second.gemm_ms,
+              whole(second));
+  std::fflush(stdout);
   char text[640];
   std::snprintf(
       text, sizeof text,
@@ -195,29 +200,31 @@ inline std::vector<std::string> KernelsBeside(const Timed& timed, int num_blocks
   return rows;
 }
 
-// Prints a row for each number of blocks, and writes them to a file.
+// Prints a table, and writes its rows to a file.
 inline int TimeBesideGemm(int num_resident, const char* path) {
   constexpr int64_t kRowBytes = 8192;
   Beside beside;
   std::vector<std::string> rows;
-  const auto add = [&](std::string row) {
-    std::printf("%s\n", row.c_str());
-    std::fflush(stdout);
-    rows.push_back(std::move(row));
-  };
   if (!beside.status().ok()) {
     std::printf("%s\n", beside.status().message.c_str());
     return 1;
   }
+  std::printf(
+      "A GEMM of 8192 alone: %.3f ms. Milliseconds from a common begin; rates of payload.\n"
+      "%26s | %26s | %26s | %26s\n"
+      "what      copies    blocks | %8s %8s %8s | %8s %8s %8s | %8s %8s %8s\n",
+      beside.gemm_ms(), "", "alone", "exchange launched first", "GEMM launched first", "ms", "GB/s",
+      "+ GEMM", "exchange", "GEMM", "both", "exchange", "GEMM", "both");
   for (const int num_blocks : {16, 32, 48, 64, 96, num_resident / 2, num_resident}) {
     for (const bool in_bulk : {false, true}) {
       if (in_bulk && !CopiesInBulk()) continue;
-      add(WholeBeside({true, 1, in_bulk, kRowBytes, kTimedBytes / 2}, num_blocks, &beside));
+      rows.push_back(
+          WholeBeside({true, 1, in_bulk, kRowBytes, kTimedBytes / 2}, num_blocks, &beside));
       for (std::string& row : KernelsBeside({true, 2, in_bulk, kRowBytes}, num_blocks, &beside)) {
-        add(std::move(row));
+        rows.push_back(std::move(row));
       }
     }
-    add(WholeBeside({false, 1, false, kRowBytes, kTimedBytes / 2}, num_blocks, &beside));
+    rows.push_back(WholeBeside({false, 1, false, kRowBytes, kTimedBytes / 2}, num_blocks, &beside));
   }
   const int status = Report("exchanges beside a GEMM of 8192", rows, path);
   return beside.status().ok() ? status : 1;

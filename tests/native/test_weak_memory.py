@@ -38,24 +38,35 @@ class Mutant(NamedTuple):
     new: str
 
 
+_RELAXED = "__ATOMIC_RELAXED)"
 MUTANTS = [
-    Mutant("an acquire that is none", "block.h", "__ATOMIC_ACQUIRE)", "__ATOMIC_RELAXED)"),
-    Mutant("a release that is none", "block.h", "value, __ATOMIC_RELEASE)", "value, __ATOMIC_RELAXED)"),
-    Mutant("an addition without order", "block.h", "__ATOMIC_ACQ_REL)", "__ATOMIC_RELAXED)"),
+    Mutant("an acquire that is none", "block.h", "__ATOMIC_ACQUIRE)", _RELAXED),
+    Mutant("a release that is none", "block.h", "__ATOMIC_RELEASE)", _RELAXED),
+    Mutant("an addition without order", "block.h", "__ATOMIC_ACQ_REL)", _RELAXED),
     Mutant(
         "a signal before the rows of the other block", "exchange.h",
         "&rank.state()->blocks_sent, 1) == num_blocks;", "&rank.state()->blocks_sent, 1) == 1;",
     ),
     Mutant(
         "a signal before the rows of a small call", "small.h",
-        "    const Block warp = WarpOf(block);", "    Signal(block, rank); const Block warp = WarpOf(block);",
+        "    const Block warp = WarpOf(block);",
+        "    Signal(block, rank);\n    const Block warp = WarpOf(block);",
+    ),
+    Mutant(
+        "a small call whose threads do not wait for those that wait", "small.h",
+        "  Wait(block, rank, &scratch->meet);\n  block.Sync();\n",
+        "  Wait(block, rank, &scratch->meet);\n",
+    ),
+    Mutant(
+        "early rows of senders that have not signalled", "unpack.h",
+        "(ready >> (tag >> kSenderBit) & 1)", "(ready | 1)",
     ),
     Mutant(
         "no acknowledgement by ranks that pull nothing", "exchange.h",
         "    uint64_t arrived;\n",
         "    if (!call.is_dispatch && rank.sent(0)[from] == 0) continue;\n    uint64_t arrived;\n",
     ),
-    Mutant("always the same half", "call.h", "(epoch & 1) * call.half_bytes", "0 * call.half_bytes"),
+    Mutant("always the same half", "call.h", "(epoch & 1) * call.half_", "0 * call.half_"),
 ]  # fmt: skip
 
 

@@ -9,13 +9,10 @@
 #include <cstdlib>
 #include <cstring>
 #include <new>
-#include <relacy/relacy.hpp>
 #include <sstream>
 #include <type_traits>
-// It renames what it replaces.
-#undef new
-#undef delete
-#undef sched_yield
+
+#include "relacy_only.h"
 
 namespace cpd::model {
 namespace {
