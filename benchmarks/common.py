@@ -80,13 +80,13 @@ class Report:
                 self._take(row)
         except Exception as error:
             traceback.print_exc()
-            self.has_failed = True
             row = {"what": what, "error": f"{type(error).__name__}: {error}"}
             self._take((unless_it_ends or {}) | row)
         self._write(self.rows)
 
     def _take(self, row: dict[str, Any]) -> None:
         self.rows.append(row)
+        self.has_failed = self.has_failed or "error" in row
         if not self.is_silent:
             print(*(f"{name}={value}" for name, value in row.items()), flush=True)
 
@@ -117,4 +117,6 @@ def write(
         "rows": rows,
     }
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    part = output.with_name(f"{output.name}.part")  # an interruption leaves the file as it was
+    part.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    part.replace(output)

@@ -10,9 +10,9 @@ import argparse
 import json
 import os
 import pathlib
-import socket
 import subprocess
 import sys
+from importlib import metadata
 from typing import Any
 
 from multi_gpu_sizes import SIZES, Sizes, runs_of, sections_of
@@ -27,6 +27,7 @@ MACHINE = {
     ],
 }
 RECORDED = ("XLA_", "JAX_", "NCCL_", "NVSHMEM_", "CUDA_VISIBLE", "UCX_", "SLURM_JOB_NUM_NODES")
+PACKAGES = ("jax", "nvidia-", "transformer", "maxtext")
 NOT_OVER = "it did not end: another process failed, or the time limit ended it; see the output"
 
 
@@ -85,6 +86,10 @@ def about() -> dict[str, object]:
             found[name] = ran.stdout.splitlines() or ran.stderr.splitlines()
         except (OSError, subprocess.TimeoutExpired) as error:
             found[name] = f"{type(error).__name__}: {error}"
+    named = ((each.metadata["Name"] or "", each.version) for each in metadata.distributions())
+    found["packages"] = {
+        name: version for name, version in sorted(named) if name.startswith(PACKAGES)
+    }
     found["environment"] = {k: v for k, v in sorted(os.environ.items()) if k.startswith(RECORDED)}
     return found
 
@@ -121,7 +126,7 @@ def main() -> int:
 
     import common
     import jax
-    from multi_gpu_programs import of_all
+    from multi_gpu_programs import hosts
 
     from jax_cp_dispatch import available_implementations, initialize
     from jax_cp_dispatch.bench_command.ranks import Ranks
@@ -132,16 +137,16 @@ def main() -> int:
     sections = {name: make(name, ranks, sizes) for name in names}
     make_room({name: section.symmetric_bytes for name, section in sections.items()})
     initialize()
-    hosts = of_all("hosts", socket.gethostname())
+    speaks = jax.process_index() == 0
     report = common.Report(
         options.output,
         f"{ranks.name}, {jax.devices()[0].device_kind}, {jax.process_count()} processes on "
-        f"{len(set(hosts))} hosts",
-        is_silent=jax.process_index() > 0,
+        f"{len(set(hosts()))} hosts",
+        is_silent=not speaks,
         transports={name: list(row) for name, row in available_implementations().items()},
         **about(),
     )
-    if options.output is not None and options.output.is_file():
+    if speaks and options.output is not None and options.output.is_file():
         earlier = json.loads(options.output.read_text())["rows"]
         report.rows = [row for row in earlier if row["section"] not in names]
     for name, section in sections.items():

@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P, SingleDeviceSharding
 from multi_gpu_peers import transformer_engine_attention
-from multi_gpu_programs import Program, symmetric_bytes, timed
+from multi_gpu_programs import Program, failing, symmetric_bytes, timed
 from multi_gpu_sizes import Sizes
 
 from jax_cp_dispatch import PlanConfig, local_attention, place_tokens, plan_attention
 from jax_cp_dispatch.attention import context_parallel_attention
-from jax_cp_dispatch.bench_command.attention import CAUSAL, PACKED, TOLERANCE, gradients
+from jax_cp_dispatch.bench_command.attention import TOLERANCE, gradients
 from jax_cp_dispatch.bench_command.packed_lengths import segment_ids_of
 from jax_cp_dispatch.bench_command.ranks import AXIS, BY_RANK, Ranks
 from jax_cp_dispatch.cost import attention_flops, count_pairs
@@ -58,7 +58,7 @@ class Attention:
         }
         self._programs: dict[tuple[str, str], Program] = {}
         self._plans: dict[str, Any] = {}
-        for algorithm in CAUSAL if case == "causal" else PACKED:
+        for algorithm in sizes.causal if case == "causal" else sizes.packed:
             self._add(algorithm, self._ours(algorithm))
         self._add(ONE, _alone(alone))
 
@@ -76,22 +76,29 @@ class Attention:
         drawn = {where: [_draw(shape) for shape in shapes] for where, shapes in
                  self._shapes.items()}  # fmt: skip
         plans = {name: jax.tree.map(self._ranks.put, plan) for name, plan in self._plans.items()}
-        runs = {}
+        runs, programs = {}, {}
         for (name, what), program in self._programs.items():
             operands = drawn[ONE if name == ONE else "all"][: PASSES[what]]
-            runs[name, what] = partial(program, *operands, plans.get(name))
-        self._check(runs)
-        found = timed({f"{name}, {what}": run for (name, what), run in runs.items()},
-                      self._sizes.rounds)  # fmt: skip
-        rates = {of: self._flops(*of) / times["us"] / 1e6 for of, times in
-                 zip(runs, found.values(), strict=True)}  # fmt: skip
-        for (name, what), times in zip(runs, found.values(), strict=True):
+            run = partial(program, *operands, plans.get(name))
+            runs[f"{name}, {what}"], programs[f"{name}, {what}"] = run, (name, what)
+        for what, error in failing(runs).items():
+            yield {"what": what, "tokens_per_gpu": self._tokens, "error": error}
+            del runs[what], programs[what]
+        self._check({programs[name]: run for name, run in runs.items()})
+        found = timed(runs, self._sizes.rounds)
+        rates = {
+            programs[name]: self._flops(*programs[name]) / times["us"] / 1e6
+            for name, times in found.items()
+        }
+        for what, times in found.items():
+            of = programs[what]
+            alone = rates.get((ONE, of[1]))
             yield {
-                **{"what": f"{name}, {what}", "case": self._case, "tokens_per_gpu": self._tokens},
+                **{"what": what, "case": self._case, "tokens_per_gpu": self._tokens},
                 **times,
-                "TFLOP_per_s_per_gpu": rates[name, what],
-                "efficiency": rates[name, what] / rates[ONE, what],
-                "path": self._programs[name, what].path,
+                "TFLOP_per_s_per_gpu": rates[of],
+                "efficiency": rates[of] / alone if alone else None,
+                "path": self._programs[of].path,
             }
 
     def _add(self, name: str, attend: Callable[..., Any]) -> None:
@@ -141,7 +148,10 @@ class Attention:
         difference = jax.jit(lambda a, b: abs(a - b).max() / abs(b).max())
         moved = ("placed", ONE, PEER)  # other orders of tokens
         for what in PASSES:
-            first, *others = [name for name, of in runs if of == what and name not in moved]
+            kept = [name for name, of in runs if of == what and name not in moved]
+            if len(kept) < 2:
+                continue
+            first, *others = kept
             want = jax.tree.leaves(runs[first, what]())
             for name in others:
                 for got, expected in zip(jax.tree.leaves(runs[name, what]()), want, strict=True):

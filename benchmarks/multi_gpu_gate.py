@@ -17,14 +17,14 @@ from multi_gpu_sizes import Sizes
 
 from jax_cp_dispatch import place_tokens
 from jax_cp_dispatch.attention import context_parallel_attention
-from jax_cp_dispatch.bench_command.attention import CAUSAL, PACKED, TOLERANCE, random_operands
+from jax_cp_dispatch.bench_command.attention import TOLERANCE, random_operands
 from jax_cp_dispatch.bench_command.gemm import GATHER, METHODS, SCATTER, Product
 from jax_cp_dispatch.bench_command.movement import Exchange
 from jax_cp_dispatch.bench_command.packed_lengths import segment_ids_of
 from jax_cp_dispatch.bench_command.ranks import AXIS, Ranks
 
 TOKENS_OF = P(None, AXIS)
-DOCUMENTS = (23, 41)  # tokens; of each rank
+DOCUMENTS: list[int] = [23, 41]  # tokens; of each rank
 
 
 class Gate:
@@ -59,7 +59,7 @@ class Gate:
     def _attention(self) -> None:
         """Forward, in the order of tokens and placed."""
         ranks, sizes = self._ranks, self._sizes
-        lengths = list(DOCUMENTS) * ranks.count
+        lengths = DOCUMENTS * ranks.count
         ids, placement = segment_ids_of(lengths), place_tokens(lengths, world_size=ranks.count)
         q, k, v, _ = random_operands(
             sum(lengths), sizes.heads, sizes.head_size, sizes.dtype, kv_heads=sizes.kv_heads
@@ -68,7 +68,7 @@ class Gate:
         dense = jax.jit(partial(jax.nn.dot_product_attention, mask=mask, is_causal=True))
         want = np.asarray(dense(*(x.astype(np.float32) for x in (q, k, v))))
         attend = partial(context_parallel_attention, mesh=ranks.mesh, axis_name=AXIS)
-        for algorithm in dict.fromkeys((*CAUSAL, *PACKED)):
+        for algorithm in dict.fromkeys((*sizes.causal, *sizes.packed)):
             is_placed = algorithm == "placed"
             order = placement.apply if is_placed else lambda x: x
             how: dict[str, Any] = {"plan": placement.plan} if is_placed else {"segment_ids": ids}

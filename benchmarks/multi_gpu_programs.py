@@ -4,9 +4,11 @@ A section traces its programs before the processes connect: the exchanges that i
 symmetric memory they need.
 """
 
+import functools
 import itertools
 import math
 import re
+import socket
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,6 +20,7 @@ import numpy as np
 from jax_cp_dispatch import available_implementations
 from jax_cp_dispatch._dispatch.exchange_operands import Exchange, group_of_each, read_operands
 from jax_cp_dispatch._measuring import seconds_of_a_call
+from jax_cp_dispatch._ranks.implementations import default_platform
 from jax_cp_dispatch._ranks.job import is_in_job, publish_and_read_all
 from jax_cp_dispatch.gpu import raise_gpu_errors
 
@@ -69,9 +72,11 @@ class Program:
         """Yields each exchange: what its channel depends on, and the channel's bytes per rank."""
         for equation in _equations(self._traced.jaxpr.jaxpr):
             exchange = equation.params.get("exchange")
-            if isinstance(exchange, Exchange):
+            # The second call of a pair uses the channel of the first.
+            if isinstance(exchange, Exchange) and not equation.primitive.name.endswith("_done"):
+                key = (exchange.comm.num_ranks, exchange.groups, exchange.sums)
                 shapes = tuple(str(operand.aval) for operand in equation.invars)
-                yield (exchange, shapes), _channel_bytes(exchange, equation.invars)
+                yield (*key, shapes), _channel_bytes(exchange, equation.invars)
 
 
 def transport() -> str:
@@ -92,15 +97,22 @@ def _channel_bytes(exchange: Exchange, operands: Any) -> int:
     for group, array in zip(group_of_each(exchange), arrays, strict=True):
         row = int(np.prod(array.aval.shape[1:])) * array.aval.dtype.itemsize
         num_bytes += 2 * group.capacity * (row + 8)
-        if jax.process_count() > jax.local_device_count():
+        if len(set(hosts())) > 1:
             num_bytes += max(group.capacity, group.num_tokens) * row
     return num_bytes
 
 
 def _equations(jaxpr: Any) -> Iterator[Any]:
+    """Yields all equations; of a choice by platform, those of the branch for this one."""
     for equation in jaxpr.eqns:
         yield equation
-        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
+        inner = dict(equation.params)
+        if platforms := inner.get("branches_platforms"):
+            own = next(
+                i for i, names in enumerate(platforms) if not names or default_platform() in names
+            )
+            inner = {"branch": inner["branches"][own]}
+        for value in jax.tree.leaves(list(inner.values()), is_leaf=_is_jaxpr):
             if _is_jaxpr(value):
                 yield from _equations(getattr(value, "jaxpr", value))
 
@@ -114,6 +126,27 @@ def of_all(what: str, value: Any) -> list[Any]:
     if not is_in_job():
         return [value]
     return publish_and_read_all("multi_gpu", f"{what} {next(_numbers)}", value, WAIT)
+
+
+@functools.cache
+def hosts() -> list[str]:
+    """Returns the host of each process."""
+    return of_all("hosts", socket.gethostname())
+
+
+def failing(runs: Mapping[str, Callable[[], Any]]) -> dict[str, str]:
+    """Runs each once; returns the error, by name, of those that fail in any process."""
+    errors = {}
+    for name, run in runs.items():
+        reason = ""
+        try:
+            jax.block_until_ready(run())
+            raise_gpu_errors()
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"[:500]
+        if reason := next(filter(None, of_all(f"first {name}", reason)), ""):
+            errors[name] = reason
+    return errors
 
 
 def timed(runs: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, dict[str, float]]:

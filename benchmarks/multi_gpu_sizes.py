@@ -17,6 +17,7 @@ class Sizes:
       square: rows and columns of that GEMM.
       tokens: per GPU, of attention.
       heads, kv_heads, head_size, dtype: of attention.
+      causal, packed: algorithms of one document, and of packed ones.
       gemms: (M, K, N) of global size, of an all-gather GEMM; transposed of a reduce-scatter one.
     """
 
@@ -29,6 +30,8 @@ class Sizes:
     kv_heads: int = 8
     head_size: int = 128
     dtype: str = "bfloat16"
+    causal: tuple[str, ...] = ("ring", "zigzag", "balanced")
+    packed: tuple[str, ...] = ("zigzag", "balanced", "placed")
     gemms: tuple[tuple[int, int, int], ...] = ((8192, 4096, 28672), (32768, 8192, 8192))
 
 
@@ -42,6 +45,7 @@ SIZES = {
     "tiny": Sizes(
         rounds=2, moved=(1 << 10, 1 << 16), beside=(1 << 16,), square=64, tokens=(64,), heads=2,
         kv_heads=1, head_size=8, dtype="float32", gemms=((64, 16, 64),),
+        causal=("ring", "balanced"), packed=("placed",),
     ),
 }  # fmt: skip
 
