@@ -35,11 +35,12 @@ class Gemms:
 
     @property
     def symmetric_bytes(self) -> int:
-        """The buffers of a ring and a pipeline for each shape; others need no more."""
+        """A buffer for each shape and method: a ring's, or the whole array."""
         total = 0
         for op, m, k, n in self._shapes:
             kind, width = ("AG", k) if op == GATHER else ("RS", n)
-            for method in ("RING_EXCHANGE", *(["PIPELINE"] * 2 if kind == "RS" else ["BULK"])):
+            whole = "PIPELINE" if kind == "RS" else "BULK"
+            for method in ("RING_EXCHANGE", *[whole] * (len(METHODS[op]) - 1)):
                 total += comm_overlap_buffer_bytes(
                     kind, method, (m, width), "float32", self._ranks.count
                 )
