@@ -257,7 +257,7 @@ if [ "${gpus:-0}" -ge 2 ] || { [ "$mode" = dry ] && [ "${gpus:-0}" = 0 ]; }; the
     between "$case" 180 XLA_FLAGS="$untuned" "$python" -m pytest -q \
       "tests/gpu/test_several_gpus.py::test_every_operation[$case]"
   done
-  between rates 240 LIMIT=100 benchmarks/multi_gpu.sh --quick --output "$out/between_gpus.json"
+  between rates 240 LIMIT=100 benchmarks/multi_gpu.sh --sizes quick --output "$out/between_gpus.json"
 elif is_chosen "between GPUs"; then
   echo "between GPUs: one GPU" | tee -a "$report"
   printf 'between GPUs\tone GPU\t0\n' >>"$steps"

@@ -42,11 +42,16 @@ def interleaved(
         for name, run in runs.items():
             if longest is not None and times[name] and times[name][0] > longest:
                 continue
-            jax.block_until_ready(run())
-            start = time.perf_counter()
-            jax.block_until_ready([run() for _ in range(calls)][-1])
-            times[name].append((time.perf_counter() - start) / calls)
+            times[name].append(seconds_of_a_call(run, calls))
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def seconds_of_a_call(run: Callable[[], Any], calls: int = 1) -> float:
+    """Returns the mean seconds of calls in a row, after one that is not timed."""
+    jax.block_until_ready(run())
+    start = time.perf_counter()
+    jax.block_until_ready([run() for _ in range(calls)][-1])
+    return (time.perf_counter() - start) / calls
 
 
 def machine() -> dict[str, Any]:

@@ -3,8 +3,9 @@
     python tests/gpu/several_gpus.py                                 # one process with all GPUs
     python tests/gpu/several_gpus.py ADDRESS NUM_PROCESSES PROCESS   # one of a process per GPU
 
-test_several_gpus.py starts it. Each process compares the results of its own ranks with NumPy. If
-XLA's collectives would serve instead of a transport of this package, a test fails.
+test_several_gpus.py starts it. Names of tests, after these arguments, choose some. Each process
+compares the results of its own ranks with NumPy. If XLA's collectives would serve instead of a
+transport of this package, a test fails.
 """
 
 import pathlib
@@ -113,8 +114,9 @@ TESTS_OF_ALL = (
 
 
 def main() -> None:
-    arguments = sys.argv[1:4]
-    if arguments:
+    names = {test.__name__ for test in TESTS_OF_ALL}
+    chosen = names & set(sys.argv) or names
+    if len(arguments := [x for x in sys.argv[1:] if x not in names]) == 3:
         address, count, process = arguments[0], *map(int, arguments[1:])
         jax.distributed.initialize(address, count, process, local_device_ids=[process])
     world = connect_gpus()
@@ -124,7 +126,7 @@ def main() -> None:
     if over == "xla":
         sys.exit(f"no transport serves: {found}")
     warnings.filterwarnings("error", message="jax_cp_dispatch: .*XLA's")
-    for test in TESTS_OF_ALL:
+    for test in (test for test in TESTS_OF_ALL if test.__name__ in chosen):
         if "over the network" in world.reason and test.__module__ == "gemms":
             continue  # XLA computes them there
         test()

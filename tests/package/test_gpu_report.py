@@ -117,6 +117,19 @@ def test_a_line_without_a_gpu_names_the_reason():
     assert re.match(r"dispatch: (no GPU is here|the package was built without CUDA)", ran.stderr)
 
 
+def test_the_tests_between_gpus_run_between_cpu_devices():
+    """Those of their own; the others are run by tests/processes."""
+    ran = subprocess.run(
+        [sys.executable, ROOT / "tests/gpu/several_gpus.py", "test_large_exchanges",
+         "test_products_in_loops_and_of_global_arrays"],
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert "process 0: test_large_exchanges over in_process: ok" in ran.stdout
+    assert "process 0: all over in_process: ok" in ran.stdout
+
+
 def test_a_dead_gpu_is_found_by_touching_it():
     conftest = load(ROOT / "tests/gpu/conftest.py")
 
