@@ -9,7 +9,8 @@ namespace cpd::kernels {
 // Rows of numbers are [batch, num_heads, num_rows]. An online softmax is, of each row, the largest
 // logit (the peak), the sum of exp(logit - peak), and this sum times values.
 struct AttendCall : AttentionOperands {
-  const float *seen_peak, *seen_total, *seen_acc;  // of other keys; nullptr: none
+  // Of other keys, perhaps where the results go; nullptr: none.
+  const float *seen_peak, *seen_total, *seen_acc;
   float* peak;   // also of a whole softmax; there it may be nullptr, and is -inf without keys
   float* total;  // nullptr: the softmax is whole, and out and lse are results
   float* acc;    // [batch, num_rows, num_heads, Hv]
@@ -140,7 +141,7 @@ struct AttendWarp {
     for (int r = 0; r < 2; ++r) OverRow(&total[r], [](float x, float y) { return x + y; });
     if (call.total) {
       const auto all = RowsOf<Hv>(call.acc, at.batch, call.num_rows, call.num_heads, at.head);
-      WriteRows<Hv>(all, acc, [](int, int) { return 1.0f; }, first, call.num_rows);
+      WriteRows<Hv>(all, false, acc, [](int, int) { return 1.0f; }, first, call.num_rows);
       for_rows([&](int lane, int r, int64_t row) {
         call.peak[row] = peak[r][lane] * kLn2;
         call.total[row] = total[r][lane];

@@ -27,6 +27,7 @@ struct Floats {
 struct MutableFloats {
   void* data;
   bool is_wide;
+  bool adds = false;  // to what it holds; it is wide then
 };
 
 // left [16, H] of a product, from row `first` on; rows beyond num_rows are zero.
@@ -62,10 +63,10 @@ struct alignas(8) FourElements {
   uint32_t pairs[2];
 };
 
-// Writes x [16, H] times a factor of each row, from row `first` on, up to num_rows.
+// Writes x [16, H] times a factor of each row, from row `first` on, up to num_rows; or adds it.
 template <int H, typename F>
-CPD_DEVICE void WriteRows(const HeadRows<float>& to, const Lanes<Sums>* x, F factor_of, int first,
-                          int num_rows) {
+CPD_DEVICE void WriteRows(const HeadRows<float>& to, bool adds, const Lanes<Sums>* x, F factor_of,
+                          int first, int num_rows) {
   ForLanes([&](int lane) {
     CPD_UNROLL
     for (int r = 0; r < 2; ++r) {
@@ -75,8 +76,9 @@ CPD_DEVICE void WriteRows(const HeadRows<float>& to, const Lanes<Sums>* x, F fac
       CPD_UNROLL
       for (int n = 0; n < H / 8; ++n) {
         const float* pair = x[n][lane].x + 2 * r;
-        *reinterpret_cast<FloatPair*>(to.Row(row) + 8 * n + ColumnOf(lane, 0)) = {
-            {pair[0] * factor, pair[1] * factor}};
+        auto* at = reinterpret_cast<FloatPair*>(to.Row(row) + 8 * n + ColumnOf(lane, 0));
+        const FloatPair before = adds ? *at : FloatPair{};
+        *at = {{before.x[0] + pair[0] * factor, before.x[1] + pair[1] * factor}};
       }
     }
   });
@@ -118,7 +120,7 @@ CPD_DEVICE void WriteRows(const MutableFloats& to, int batch, int num_rows, int 
                           int head, const Lanes<Sums>* x, F factor_of, int first) {
   if (to.is_wide) {
     const auto rows = RowsOf<H>(static_cast<float*>(to.data), batch, num_rows, num_heads, head);
-    WriteRows<H>(rows, x, factor_of, first, num_rows);
+    WriteRows<H>(rows, to.adds, x, factor_of, first, num_rows);
   } else {
     const auto rows = RowsOf<H>(static_cast<uint16_t*>(to.data), batch, num_rows, num_heads, head);
     WriteRows<Element, H>(rows, x, factor_of, first, num_rows);

@@ -43,6 +43,12 @@ inline AttentionShape RandomAttentionShape(std::mt19937& rng) {
           draw(1, 2),             draw(0, 1) == 1};
 }
 
+template <typename T>
+bool SameBits(const Seen<T>& x, const Seen<T>& y) {
+  const size_t bytes = sizeof(T) * x.size();
+  return x.size() == y.size() && (bytes == 0 || std::memcmp(x.data(), y.data(), bytes) == 0);
+}
+
 // An array that a kernel writes, as floats or as elements; it begins with NaN.
 template <typename Element>
 struct Written {
@@ -60,9 +66,8 @@ struct Written {
   size_t size() const { return is_wide ? wide.size() : narrow.size(); }
   double operator[](size_t i) const { return is_wide ? wide[i] : float{Element{narrow[i]}}; }
   bool operator==(const Written& other) const {
-    return is_wide == other.is_wide && size() == other.size() &&
-           std::memcmp(wide.data(), other.wide.data(), 4 * wide.size()) == 0 &&
-           std::memcmp(narrow.data(), other.narrow.data(), 2 * narrow.size()) == 0;
+    return is_wide == other.is_wide && SameBits(wide, other.wide) &&
+           SameBits(narrow, other.narrow);
   }
 };
 
@@ -235,15 +240,11 @@ template <typename Element>
 struct AttentionResults {
   Written<Element> out;
   Seen<float> lse, peak;
-  std::vector<Written<Element>> dq;  // of each set of keys
-  Written<Element> dk, dv;
+  Written<Element> dq, dk, dv;
 
   bool operator==(const AttentionResults& other) const {
-    const auto same = [](const Seen<float>& x, const Seen<float>& y) {
-      return x.size() == y.size() && std::memcmp(x.data(), y.data(), 4 * x.size()) == 0;
-    };
-    return out == other.out && same(lse, other.lse) && same(peak, other.peak) && dq == other.dq &&
-           dk == other.dk && dv == other.dv;
+    return out == other.out && SameBits(lse, other.lse) && SameBits(peak, other.peak) &&
+           dq == other.dq && dk == other.dk && dv == other.dv;
   }
 };
 
@@ -271,7 +272,7 @@ AttentionResults<Element> RunWhole(const AttentionProblem<Element, H, Hv>& probl
   AttentionResults<Element> results{{problem.out.size(), is_wide},
                                     poison,
                                     poison,
-                                    {{problem.dq.size(), is_wide}},
+                                    {problem.dq.size(), is_wide},
                                     {problem.dk.size(), is_wide},
                                     {problem.dv.size(), !is_wide}};
   AttendCall call{};
@@ -291,7 +292,7 @@ AttentionResults<Element> RunWhole(const AttentionProblem<Element, H, Hv>& probl
   back.dlse = problem.dlse.data();
   back.tiles = scratch.tiles.data();
   back.numbers = scratch.numbers.data();
-  back.dq = results.dq[0].Data();
+  back.dq = results.dq.Data();
   back.dk = results.dk.Data();
   back.dv = results.dv.Data();
   differentiate(back);
@@ -308,14 +309,17 @@ AttentionResults<Element> RunParts(const AttentionProblem<Element, H, Hv>& probl
   const AttentionShape& shape = problem.shape;
   const size_t rows = problem.lse.size();
   const Seen<float> poison(rows, kPoison);
-  AttentionResults<Element> results{{problem.out.size(), true}, poison, poison, {},
+  AttentionResults<Element> results{{problem.out.size(), true}, poison,
+                                    poison,                     {problem.dq.size(), true},
                                     {problem.dk.size(), true},  {problem.dv.size(), true}};
-  Seen<float> seen[3], lse(problem.lse.begin(), problem.lse.end());
+  Seen<float> softmax[3]{poison, poison, Seen<float>(rows * Hv, kPoison)};
+  bool has_seen = begins_with_nothing;
+  Seen<float> lse(problem.lse.begin(), problem.lse.end());
   const Seen<float> delta(problem.delta.begin(), problem.delta.end());
   if (begins_with_nothing) {  // as OnlineSoftmax.of_nothing() has it
-    seen[0].assign(rows, std::numeric_limits<float>::lowest());
-    seen[1].assign(rows, 0);
-    seen[2].assign(rows * Hv, 0);
+    softmax[0].assign(rows, std::numeric_limits<float>::lowest());
+    softmax[1].assign(rows, 0);
+    softmax[2].assign(rows * Hv, 0);
   }
   for (const bool is_first : {true, false}) {
     const int from = is_first ? 0 : first_keys, to = is_first ? first_keys : shape.num_keys;
@@ -323,22 +327,19 @@ AttentionResults<Element> RunParts(const AttentionProblem<Element, H, Hv>& probl
     const auto held = problem.Keys(from, to);
     AttendCall call{};
     static_cast<AttentionOperands&>(call) = problem.Operands(held);
-    if (!seen[0].empty()) {
-      call.seen_peak = seen[0].data();
-      call.seen_total = seen[1].data();
-      call.seen_acc = seen[2].data();
+    if (has_seen) {  // in place
+      call.seen_peak = softmax[0].data();
+      call.seen_total = softmax[1].data();
+      call.seen_acc = softmax[2].data();
     }
-    Seen<float> softmax[3];
-    for (int i = 0; i < 3; ++i) softmax[i].assign(i == 2 ? rows * Hv : rows, kPoison);
     call.peak = softmax[0].data();
     call.total = softmax[1].data();
     call.acc = softmax[2].data();
     attend(call);
-    for (int i = 0; i < 3; ++i) seen[i] = softmax[i];
+    has_seen = true;
 
     Written<Element> dk(held.k.size(), true), dv(held.v.size(), true);
     GradientsScratch<AttentionProblem<Element, H, Hv>> scratch(problem);
-    results.dq.emplace_back(problem.dq.size(), true);
     GradientsCall back{};
     static_cast<AttentionOperands&>(back) = problem.Operands(held);
     back.dout = problem.dout.data();
@@ -346,7 +347,8 @@ AttentionResults<Element> RunParts(const AttentionProblem<Element, H, Hv>& probl
     back.delta = delta.data();
     back.tiles = scratch.tiles.data();
     back.numbers = scratch.numbers.data();
-    back.dq = results.dq.back().Data();
+    back.dq = results.dq.Data();
+    back.dq.adds = !is_first && first_keys > 0;
     back.dk = dk.Data();
     back.dv = dv.Data();
     differentiate(back);
@@ -364,13 +366,13 @@ AttentionResults<Element> RunParts(const AttentionProblem<Element, H, Hv>& probl
     for (int t = 0; t < shape.num_queries; ++t) {
       for (int n = 0; n < shape.NumHeads(); ++n) {
         const size_t row = problem.Row(b, t, n), query = problem.Query(b, t, n);
-        const float total = seen[1][row];
-        CHECK(std::isfinite(seen[0][row]));
-        results.peak[row] = total == 0 ? -INFINITY : seen[0][row];
+        const float total = softmax[1][row];
+        CHECK(std::isfinite(softmax[0][row]));
+        results.peak[row] = total == 0 ? -INFINITY : softmax[0][row];
         results.lse[row] = results.peak[row] + std::log(total);
         for (int h = 0; h < Hv; ++h) {
           results.out.wide[query * Hv + h] =
-              seen[2][query * Hv + h] / (total == 0 ? 1 : total);
+              softmax[2][query * Hv + h] / (total == 0 ? 1 : total);
         }
       }
     }
@@ -400,13 +402,9 @@ using AttentionErrors = std::array<double, 5>;
 template <typename Element, int H, int Hv>
 AttentionErrors ErrorsOf(const AttentionProblem<Element, H, Hv>& problem,
                          const AttentionResults<Element>& results) {
-  std::vector<double> dq(problem.dq.size());
-  for (const auto& of_keys : results.dq) {
-    for (size_t i = 0; i < dq.size(); ++i) dq[i] += of_keys[i];
-  }
   const double of_peak = LargestError(results.peak, problem.peak);
   return {std::fmax(LargestError(results.lse, problem.lse), of_peak),
-          LargestError(results.out, problem.out), LargestError(dq, problem.dq),
+          LargestError(results.out, problem.out), LargestError(results.dq, problem.dq),
           LargestError(results.dk, problem.dk), LargestError(results.dv, problem.dv)};
 }
 
@@ -427,23 +425,26 @@ inline void CheckErrors(const AttentionErrors& errors, double of_lse) {
   for (const int gradient : {2, 3, 4}) CHECK(errors[gradient] <= 8e-3);
 }
 
-// Runs a problem in all ways: whole, with float32 and with rounded results, and in two parts.
-template <typename Element, int H, int Hv, typename Attend, typename Differentiate>
-AttentionErrors RunAttention(std::mt19937& rng, const AttentionShape& shape, double of_lse,
-                             Attend attend, Differentiate differentiate) {
+// Runs a problem in all ways: whole, with float32 and with rounded results, and in two parts. `by`
+// is called with each, a function of `attend` and `differentiate`, and returns its results.
+template <typename Element, int H, int Hv, typename By>
+AttentionErrors RunAttention(std::mt19937& rng, const AttentionShape& shape, double of_lse, By by) {
   const AttentionProblem<Element, H, Hv> problem(rng, shape);
   AttentionErrors worst{};
-  const auto check = [&](const AttentionResults<Element>& results) {
-    const AttentionErrors errors = ErrorsOf(problem, results);
+  const auto check = [&](auto run) {
+    const AttentionErrors errors = ErrorsOf(problem, by(run));
     CheckErrors(errors, of_lse);
     Enlarge(&worst, errors);
   };
   for (const bool is_wide : {true, false}) {
-    check(RunWhole(problem, is_wide, attend, differentiate));
+    check([&](auto... kernels) { return RunWhole(problem, is_wide, kernels...); });
   }
   if (!shape.has_sink) {
     const int first_keys = static_cast<int>(rng() % (shape.num_keys + 1));
-    check(RunParts(problem, first_keys, rng() % 2 == 0, attend, differentiate));
+    const bool begins_with_nothing = rng() % 2 == 0;
+    check([&](auto... kernels) {
+      return RunParts(problem, first_keys, begins_with_nothing, kernels...);
+    });
   }
   return worst;
 }

@@ -47,10 +47,12 @@ void DifferentiateOnHost(const GradientsCall& call, bool is_early, int first_of_
 
 template <typename Element, int H, int Hv>
 AttentionErrors EqualsLoops(std::mt19937& rng, const AttentionShape& shape, bool is_early) {
-  return RunAttention<Element, H, Hv>(
-      rng, shape, 2e-6,
-      [&](const AttendCall& call) { AttendOnHost<Element, H, Hv>(call, is_early); },
-      [&](const GradientsCall& call) { DifferentiateOnHost<Element, H, Hv>(call, is_early); });
+  return RunAttention<Element, H, Hv>(rng, shape, 2e-6, [&](auto run) {
+    return run([&](const AttendCall& call) { AttendOnHost<Element, H, Hv>(call, is_early); },
+               [&](const GradientsCall& call) {
+                 DifferentiateOnHost<Element, H, Hv>(call, is_early);
+               });
+  });
 }
 
 // Where an array would begin if its first `num_elements` were ahead of these.

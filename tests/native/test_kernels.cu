@@ -96,24 +96,24 @@ void RunRecorded(cudaStream_t stream, bool recorded, F launch) {
 
 // Launched and recorded, with the same bits. Tensor cores cut off what does not fit float32 when
 // they add, instead of rounding it: of_lse.
-template <int H>
+template <typename Element, int H, int Hv>
 AttentionErrors EqualsLoops(Rng& rng, const AttentionShape& shape, cudaStream_t stream) {
-  const AttentionProblem<H> problem(rng, shape);
-  const auto run = [&](bool recorded) {
-    return RunAttention(
-        problem, recorded,
-        [&](const AttendCall& call) {
-          RunRecorded(stream, recorded, [&] { CUDA(LaunchAttend(call, H, stream)); });
-        },
-        [&](const GradientsCall& call) {
-          RunRecorded(stream, recorded, [&] { CUDA(LaunchGradients(call, H, stream)); });
-        });
+  const HeadType heads{std::is_same_v<Element, BF16> ? DataType::kBF16 : DataType::kF16, H, Hv};
+  const auto attend = [&](bool recorded) {
+    return [&, recorded](const AttendCall& call) {
+      RunRecorded(stream, recorded, [&] { CUDA(LaunchAttend(call, heads, stream)); });
+    };
   };
-  const AttentionResults results = run(false);
-  CHECK(run(true) == results);
-  const AttentionErrors errors = ErrorsOf(problem, results);
-  CheckErrors(errors, 1e-5);
-  return errors;
+  const auto differentiate = [&](bool recorded) {
+    return [&, recorded](const GradientsCall& call) {
+      RunRecorded(stream, recorded, [&] { CUDA(LaunchGradients(call, heads, stream)); });
+    };
+  };
+  return RunAttention<Element, H, Hv>(rng, shape, 1e-5, [&](auto run) {
+    const auto results = run(attend(false), differentiate(false));
+    CHECK(run(attend(true), differentiate(true)) == results);
+    return results;
+  });
 }
 
 void RunAttentions(Rng& rng, int num_problems, cudaStream_t stream) {
@@ -121,8 +121,8 @@ void RunAttentions(Rng& rng, int num_problems, cudaStream_t stream) {
   AttentionErrors worst{};
   for (int i = 0; i < num_problems; ++i) {
     const AttentionShape shape = RandomAttentionShape(rng);
-    Enlarge(&worst, EqualsLoops<64>(rng, shape, stream));
-    Enlarge(&worst, EqualsLoops<128>(rng, shape, stream));
+    Enlarge(&worst, EqualsLoops<BF16, 64, 64>(rng, shape, stream));
+    Enlarge(&worst, EqualsLoops<BF16, 128, 128>(rng, shape, stream));
   }
   Print(stdout, worst);
 }

@@ -96,7 +96,8 @@ template <typename To>
 Status ReadFloats(const std::string& op, const Operands& of, Any x,
                   const std::vector<int64_t>& shape, To* to) {
   if (!HasShape(x, shape) || !of.IsFloat(x)) return Invalid(op, "rows of another shape or type");
-  *to = {x.untyped_data(), x.element_type() == ffi::F32};
+  to->data = x.untyped_data();
+  to->is_wide = x.element_type() == ffi::F32;
   return {};
 }
 
@@ -234,6 +235,15 @@ ffi::Error GradientsIn(int32_t device, cudaStream_t stream, Any q, Any k, Any v,
       [&] { return has_delta ? Status{} : number(1, &call.dlse); },
       [&] { return ReadNumbers(op, of, lse, &call.lse); },
       [&] { return ReadFloats(op, of, *dq, of.OfQueries(q.dimensions()[3]), &call.dq); },
+      [&]() -> Status {
+        if (!has_delta || others.size() < 2) return {};
+        const auto before = others.get<Floats>(1);
+        if (!before.has_value() || before->untyped_data() != call.dq.data || !call.dq.is_wide) {
+          return Invalid(op, "a dq that is not where the result goes");
+        }
+        call.dq.adds = true;
+        return {};
+      },
       [&] {
         const auto dims = k.dimensions();
         return ReadFloats(op, of, *dk, {dims.begin(), dims.end()}, &call.dk);
@@ -293,7 +303,7 @@ auto BindGradients() {
   return BindOperands<kStage>()
       .template Arg<Any>()     // dout
       .template Arg<Floats>()  // lse
-      .RemainingArgs()         // delta; or out, and perhaps dlse
+      .RemainingArgs()         // delta, and perhaps a dq to add to; or out, and perhaps dlse
       .template Ret<Any>()     // dq
       .template Ret<Any>()     // dk
       .template Ret<Any>()     // dv

@@ -50,7 +50,7 @@ def attend(options: PassOptions, operands):
     shapes = out, row, *[row] * options.return_max_logits
     sinks = () if sink is None else (sink.astype(jnp.float32),)
     operands = q, k, v, *_rows(ranges, k.shape[1]), *sinks
-    out, *others = _call(ATTEND_TARGET, shapes, operands, scale=options.scale)
+    out, *others = _call(ATTEND_TARGET, shapes, operands, {}, scale=options.scale)
     return out.astype(options.out_dtype), *others
 
 
@@ -62,7 +62,7 @@ def gradients(options: PassOptions, operands):
     operands = q, k, v, *_rows(ranges, k.shape[1]), dout.astype(q.dtype), others[0], out
     operands += tuple(others[1:])
     wide = [jnp.dtype(x) != q.dtype for x in options.gradient_dtypes]
-    results = _gradients(operands, wide, options, has_delta=False)
+    results = _gradients(operands, wide, options, in_place={}, has_delta=False)
     return tuple(x.astype(to) for x, to in zip(results, options.gradient_dtypes, strict=True))
 
 
@@ -75,7 +75,8 @@ def attend_in_blocks(
     shapes.append(_array(_as_head(wide), jnp.float32))
     others = () if seen is None else (*map(_row, seen[:2]), _head(seen.acc))
     operands = *map(_head, (q, *kv)), *map(_tokens, ranges[:2]), *others
-    results = _call(ATTEND_MORE_TARGET, shapes, operands, scale=options.scale)
+    in_place = {5 + i: i for i in range(len(others))}
+    results = _call(ATTEND_MORE_TARGET, shapes, operands, in_place, scale=options.scale)
     return OnlineSoftmax(*(x.reshape(s) for x, s in zip(results, (rows, rows, wide), strict=True)))
 
 
@@ -84,24 +85,23 @@ def gradients_in_blocks(
 ):
     """`gradients_of_blocks` of `passes.py`, likewise."""
     dout, lse, delta = cotangents
-    of_rows = _head(dout.astype(q.dtype)), _row(lse), _row(delta)
+    before = _head(jnp.swapaxes(dq, 2, 3))
+    of_rows = _head(dout.astype(q.dtype)), _row(lse), _row(delta), before
     operands = *map(_head, (q, *kv)), *map(_tokens, ranges[:2]), *of_rows
-    added, *dkv = _gradients(operands, [True] * 3, options, has_delta=True)
-    added = jnp.swapaxes(added.reshape(q.shape), 2, 3)
-    return dq + added, *(dx.reshape(x.shape) for dx, x in zip(dkv, kv, strict=True))
+    dq, *dkv = _gradients(operands, [True] * 3, options, in_place={8: 0}, has_delta=True)
+    dq = jnp.swapaxes(dq.reshape(q.shape), 2, 3)
+    return dq, *(dx.reshape(x.shape) for dx, x in zip(dkv, kv, strict=True))
 
 
-def _gradients(operands, wide, options, *, has_delta):
+def _gradients(operands, wide, options, *, in_place, has_delta):
     q = operands[0]
     B, T, N, _ = q.shape
     pairs = zip(operands[:3], wide, strict=True)
     shapes = [_array(x.shape, jnp.float32 if is_wide else q.dtype) for x, is_wide in pairs]
     scratch = _array((B, -(-T // _TILE), 4), jnp.int32), _array((B, N, T, 2), jnp.float32)
     shapes = *shapes, *scratch
-    results = _call(
-        GRADIENTS_TARGET, shapes, operands, scale=options.scale, has_delta=np.bool_(has_delta)
-    )
-    return results[:3]
+    attributes = {"scale": options.scale, "has_delta": np.bool_(has_delta)}
+    return _call(GRADIENTS_TARGET, shapes, operands, in_place, **attributes)[:3]
 
 
 def _rows(ranges, num_keys):
@@ -137,6 +137,7 @@ def _array(shape, dtype):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def _call(target, shapes, operands, *, scale, **attributes):
-    results = jax.ffi.ffi_call(target, shapes)(*operands, scale=np.float32(scale), **attributes)
+def _call(target, shapes, operands, in_place, *, scale, **attributes):
+    call = jax.ffi.ffi_call(target, shapes, input_output_aliases=in_place)
+    results = call(*operands, scale=np.float32(scale), **attributes)
     return vary_like(results, operands[0])
