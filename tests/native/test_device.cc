@@ -5,6 +5,7 @@
 
 #include "device.h"
 #include "device_world.h"
+#include "kernels/held_fields.h"
 #include "native_test.h"
 
 namespace cpd::kernels::test_device {
@@ -48,6 +49,40 @@ void ManyReplicasAndSources() {
   RunRanks(back);
   CHECK(back.IsFine());
   CheckCombined(back);
+}
+
+// A call that runs beside its program reads copies of the metadata.
+void CopiesOfFieldsTakeTheirPlace(bool is_dispatch) {
+  Rng rng(5);
+  World world = RandomWorld(rng, is_dispatch);
+  std::vector<Seen<uint64_t>> memory;
+  std::vector<Call> calls;
+  for (int r = 0; r < world.num_ranks; ++r) {
+    Call call = world.MakeCall(r);
+    HeldFields held;
+    Call sized = call;
+    const int64_t bytes = HoldFields(&sized, nullptr, &held);
+    memory.emplace_back(bytes / 8);
+    CHECK(HoldFields(&call, reinterpret_cast<char*>(memory.back().data()), &held) == bytes);
+    Launch<int>(held.num, world.num_threads, [&](const Block& b, int*) { Hold(b, held); });
+    calls.push_back(call);
+  }
+  world.Clear();
+  const auto plans = world.groups;
+  for (auto& group : world.groups) {
+    for (Plan& plan : group.plans) {
+      for (auto* field : {&plan.num_recv_tokens, &plan.seq_len, &plan.dst_rank, &plan.src_offset}) {
+        std::fill(field->begin(), field->end(), -9);
+      }
+      std::fill(plan.dst_offset.begin(), plan.dst_offset.end(), -9);
+    }
+  }
+  std::vector<std::thread> threads;
+  for (const Call& call : calls) threads.emplace_back([&] { RunCall(call, 2, 3); });
+  for (std::thread& thread : threads) thread.join();
+  for (size_t p = 0; p < plans.size(); ++p) world.groups[p].plans = plans[p].plans;
+  CHECK(world.IsFine());
+  is_dispatch ? CheckDispatched(world) : CheckCombined(world);
 }
 
 World SmallWorld(int num_ranks, bool is_dispatch) {
@@ -235,6 +270,8 @@ const Register kTests("test_device", [](const Numbers& numbers) {
   CopiesAreCutAtTheWidestVector();
   RandomPlans(numbers.Get(0, 6));
   ManyReplicasAndSources();
+  CopiesOfFieldsTakeTheirPlace(true);
+  CopiesOfFieldsTakeTheirPlace(false);
   BadPlansAreRefusedEverywhere();
   PlansAreCompared();
   ReceiversCheckCountsAndOverlaps();

@@ -30,7 +30,7 @@ RANKS = (
 )
 ON_ONE_THREAD = (
     *("test_overlap_team", "test_cublaslt", "test_placement", "test_move_queries"),
-    "test_attention_kernels",
+    *("test_attention_kernels", "test_exchange_pairs"),
 )
 EXCHANGES = ("numerics", "transport", "dispatch")
 
