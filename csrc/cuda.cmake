@@ -33,8 +33,10 @@ add_library(cpd_cuda STATIC
   csrc/cuda/lanes.cc
   csrc/cuda/memory.cc
   csrc/cuda/overlap_queues.cc
+  csrc/cuda/peers.cc
   csrc/cuda/product_kernels.cu
-  csrc/cuda/rehearsal.cc)
+  csrc/cuda/rehearsal.cc
+  csrc/cuda/slab.cc)
 target_include_directories(cpd_cuda SYSTEM PUBLIC ${CPD_CUDA_INCLUDE_DIRS})
 target_link_libraries(cpd_cuda PUBLIC cpd_core CUDA::cudart_static)
 target_compile_options(cpd_cuda PRIVATE
@@ -49,6 +51,7 @@ nanobind_add_module(_cuda STABLE_ABI NB_STATIC
   csrc/ffi/cuda/dispatch_call.cc
   csrc/ffi/cuda/gemm.cc
   csrc/ffi/cuda/gemm_call.cc
+  csrc/ffi/cuda/memory_bindings.cc
   csrc/ffi/cuda/module.cc
   csrc/ffi/cuda/rank_location.cc
   csrc/ffi/dispatch_call.cc

@@ -3,44 +3,33 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cstring>
 #include <tuple>
+#include <utility>
 
 #include "cuda/errors.h"
 
 namespace cpd {
 namespace {
 
-// Signals of a later generation of the same memory are larger than all earlier ones.
-constexpr int kGenerationBits = 40;
+// Processes make a channel at the first call of a program, which they may have compiled, or begun to
+// compile, at different times.
+constexpr int kFirstCallDeadlines = 3;
 
 Status Failed(const std::string& op, const char* what, cudaError_t error) {
   cudaGetLastError();
   return {StatusCode::kInternal, op + ": " + what + " failed: " + cudaGetErrorString(error)};
 }
 
-// Copies on a separate stream: the default stream waits for others, on which ranks may wait.
-cudaError_t CopyToDevice(char* to, const std::vector<char>& from) {
-  cudaStream_t stream = nullptr;
-  cudaError_t error = cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
-  if (error != cudaSuccess) return error;
-  error = cudaMemcpyAsync(to, from.data(), from.size(), cudaMemcpyHostToDevice, stream);
-  if (error == cudaSuccess) error = cudaStreamSynchronize(stream);
-  cudaStreamDestroy(stream);
-  return error;
-}
-
 // The state and error records of `num_ranks` ranks on the current device.
-Status MakeLocal(const std::string& op, int num_ranks, int64_t bytes_per_rank, uint64_t first_epoch,
+Status MakeLocal(const std::string& op, int num_ranks, int64_t bytes_per_rank,
                  Channel::Local* local) {
   const int64_t bytes = num_ranks * bytes_per_rank;
-  std::vector<char> state(bytes);
-  for (int r = 0; r < num_ranks; ++r) {
-    reinterpret_cast<kernels::State*>(state.data() + r * bytes_per_rank)->epoch = first_epoch;
-  }
   cudaError_t error = cudaMalloc(reinterpret_cast<void**>(&local->state), bytes);
-  if (error == cudaSuccess) error = CopyToDevice(local->state, state);
   if (error == cudaSuccess) {
+    const Status status = ClearOnDevice(op, local->state, bytes);
+    if (!status.ok()) return status;
     error = cudaHostAlloc(reinterpret_cast<void**>(&local->errors),
                           num_ranks * sizeof(kernels::ErrorRecord),
                           cudaHostAllocMapped | cudaHostAllocPortable);
@@ -64,30 +53,45 @@ bool ChannelKey::operator<(const ChannelKey& other) const {
 Status Channel::Make(const std::string& op, const ChannelKey& key, const ChannelShape& shape,
                      bool in_slab, int64_t process) {
   bytes_ = shape.bytes;
-  key_ = key;
   in_slab_ = in_slab;
   num_groups_ = shape.num_groups;
   for (const int64_t entry : key.devices) devices_.push_back(DeviceEntry::From(entry));
+  request_ = {op, key.layout, {}, bytes_, kFirstCallDeadlines * shape.deadline};
+  for (const DeviceEntry& entry : devices_) request_.processes.push_back(entry.process);
   Status status =
-      in_slab ? Slab::Get().Allocate(op, devices_, bytes_, key.layout, &memory_, &generation_)
-              : AllocateOnDevices(op, devices_, bytes_, &memory_);
-  const auto first_epoch = static_cast<uint64_t>(generation_) << kGenerationBits;
+      in_slab ? Allocate(op, process) : AllocateOnDevices(op, devices_, bytes_, &memory_);
   int before = 0;
   cudaGetDevice(&before);
   if (shape.num_local > 1) {
     cudaSetDevice(devices_[0].device);
     if (status.ok()) {
-      status = MakeLocal(op, shape.num_local, shape.local_bytes, first_epoch, &locals_[0]);
+      status = MakeLocal(op, shape.num_local, shape.local_bytes, &locals_[0]);
     }
   } else {
     for (size_t r = 0; r < devices_.size() && status.ok(); ++r) {
       if (devices_[r].process != process) continue;
       cudaSetDevice(devices_[r].device);
-      status = MakeLocal(op, 1, shape.local_bytes, first_epoch, &locals_[static_cast<int>(r)]);
+      status = MakeLocal(op, 1, shape.local_bytes, &locals_[static_cast<int>(r)]);
     }
   }
   cudaSetDevice(before);
   if (!status.ok()) Free();
+  return status;
+}
+
+Status Channel::Allocate(const std::string& op, int64_t process) {
+  const auto clear = [&](char* memory, int64_t bytes) {
+    int before = 0;
+    cudaGetDevice(&before);
+    for (const DeviceEntry& entry : devices_) {
+      if (entry.process == process) cudaSetDevice(entry.device);
+    }
+    const Status status = ClearOnDevice(op, memory, bytes);
+    cudaSetDevice(before);
+    return status;
+  };
+  Status status = Slab::Get().Allocate(request_, clear, &memory_);
+  if (!status.ok()) status.message = op + ": " + status.message;
   return status;
 }
 
@@ -103,7 +107,7 @@ void Channel::Free() {
   locals_.clear();
   cudaSetDevice(before);
   if (in_slab_) {
-    Slab::Get().Free(devices_, memory_, key_.layout, generation_);
+    Slab::Get().Free(request_, memory_);
   } else {
     FreeOnDevices(devices_, memory_);
   }
@@ -200,6 +204,26 @@ void ChannelRegistry::Release(int64_t buffer) {
 void ChannelRegistry::Restore(int64_t buffer) {
   std::lock_guard<std::mutex> lock(mutex_);
   released_.erase(buffer);
+}
+
+void ChannelRegistry::SetProcess(int64_t process, std::vector<int64_t> ordinals) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  process_ = process;
+  ordinals_ = std::move(ordinals);
+}
+
+int64_t ChannelRegistry::NameOf(int32_t ordinal) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = std::find(ordinals_.begin(), ordinals_.end(), ordinal);
+  const int64_t number = found == ordinals_.end() ? ordinal : found - ordinals_.begin();
+  return process_ << 16 | number;
+}
+
+int64_t ChannelRegistry::ToOrdinal(int64_t entry) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto [process, number] = DeviceEntry::From(entry);
+  if (process != process_ || number >= static_cast<int>(ordinals_.size())) return entry;
+  return process << 16 | ordinals_[number];
 }
 
 std::vector<std::string> ChannelRegistry::TakeErrors() {

@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -13,6 +14,7 @@
 #include <vector>
 
 #include "cuda/memory.h"
+#include "cuda/slab.h"
 #include "kernels/call.h"
 #include "transport/transport.h"
 
@@ -34,6 +36,7 @@ struct ChannelShape {
   int64_t local_bytes;  // of each local rank; starts with kernels::State
   int num_local;        // ranks on one device: one or all
   int num_groups;       // plans, for messages
+  std::chrono::milliseconds deadline;  // for other processes to make it too
 };
 
 // One channel, as one process sees it.
@@ -67,11 +70,12 @@ class Channel {
               int64_t process);
   void Free();
 
-  ChannelKey key_;
+  Status Allocate(const std::string& op, int64_t process);
+
+  SlabRequest request_;  // where it is in slabs
   std::vector<DeviceEntry> devices_;
   std::vector<char*> memory_;
   std::map<int, Local> locals_;  // by the first rank of a device of this process
-  int64_t generation_ = 0;
   int64_t bytes_ = 0;
   int num_groups_ = 1;
   bool in_slab_ = false;
@@ -96,8 +100,12 @@ class ChannelRegistry {
   // Errors that no call has reported yet.
   std::vector<std::string> TakeErrors();
 
-  void set_process(int64_t process) { process_ = process; }
-  int64_t process() const { return process_; }
+  // How JAX counts the processes, and the devices of this one: `ordinals` are CUDA's numbers.
+  void SetProcess(int64_t process, std::vector<int64_t> ordinals);
+  // A device of this process as the device table names it; and the other way round, where devices
+  // of other processes stay as they are.
+  int64_t NameOf(int32_t ordinal);
+  int64_t ToOrdinal(int64_t entry);
 
  private:
   // Sets `channel` if it exists. Called with `mutex_` held.
@@ -110,6 +118,7 @@ class ChannelRegistry {
   std::map<ChannelKey, std::shared_ptr<Channel>> channels_;
   std::set<int64_t> released_;
   int64_t process_ = 0;
+  std::vector<int64_t> ordinals_;
 };
 
 }  // namespace cpd

@@ -49,4 +49,17 @@ Status OpenIpcSlab(int device, const std::string& handle, uint64_t* address) {
   return status;
 }
 
+Status CloseIpcSlab(int device, uint64_t address) {
+  Status status = ToStatus("selecting the GPU", cudaSetDevice(device));
+  if (!status.ok()) return status;
+  return ToStatus("cudaIpcCloseMemHandle",
+                  cudaIpcCloseMemHandle(reinterpret_cast<void*>(address)));
+}
+
+Status FreeIpcSlab(int device, uint64_t address) {
+  Status status = ToStatus("selecting the GPU", cudaSetDevice(device));
+  if (!status.ok()) return status;
+  return ToStatus("freeing symmetric memory", cudaFree(reinterpret_cast<void*>(address)));
+}
+
 }  // namespace cpd

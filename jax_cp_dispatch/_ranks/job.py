@@ -24,10 +24,14 @@ def coordinator_host() -> str:
     return address.rpartition(":")[0].strip("[]")
 
 
-def publish(op: str, name: str, value: Any) -> None:
-    """Publishes `value`; other processes of the job read it with `read_published`."""
+def publish(op: str, name: str, value: Any, may_repeat: bool = False) -> None:
+    """Publishes `value`; other processes of the job read it with `read_published`.
+
+    A second value under the same name is an error, or if `may_repeat` is true replaces the first.
+    """
     client: Any = distributed.global_state.client
-    client.key_value_set(f"jax_cp_dispatch/{op}/{name}/{place_in_job()[0]}", json.dumps(value))
+    key = f"jax_cp_dispatch/{op}/{name}/{place_in_job()[0]}"
+    client.key_value_set(key, json.dumps(value), may_repeat)
 
 
 def read_published(op: str, name: str) -> dict[int, Any]:

@@ -51,12 +51,12 @@ bool SameBits(const Seen<T>& x, const Seen<T>& y) {
 
 // An array that a kernel writes, as floats or as elements; it begins with NaN.
 template <typename Element>
-struct Written {
+struct PoisonedArray {
   bool is_wide;
   Seen<float> wide;
   Seen<uint16_t> narrow;
 
-  Written(size_t size, bool is_wide) : is_wide(is_wide) {
+  PoisonedArray(size_t size, bool is_wide) : is_wide(is_wide) {
     if (is_wide) wide.assign(size, std::numeric_limits<float>::quiet_NaN());
     if (!is_wide) narrow.assign(size, 0xffff);
   }
@@ -65,7 +65,7 @@ struct Written {
   }
   size_t size() const { return is_wide ? wide.size() : narrow.size(); }
   double operator[](size_t i) const { return is_wide ? wide[i] : float{Element{narrow[i]}}; }
-  bool operator==(const Written& other) const {
+  bool operator==(const PoisonedArray& other) const {
     return is_wide == other.is_wide && SameBits(wide, other.wide) &&
            SameBits(narrow, other.narrow);
   }
@@ -238,9 +238,9 @@ struct AttentionProblem {
 // What the kernels leave: the softmax of all keys, and the gradients.
 template <typename Element>
 struct AttentionResults {
-  Written<Element> out;
+  PoisonedArray<Element> out;
   Seen<float> lse, peak;
-  Written<Element> dq, dk, dv;
+  PoisonedArray<Element> dq, dk, dv;
 
   bool operator==(const AttentionResults& other) const {
     return out == other.out && SameBits(lse, other.lse) && SameBits(peak, other.peak) &&
@@ -338,7 +338,7 @@ AttentionResults<Element> RunParts(const AttentionProblem<Element, H, Hv>& probl
     attend(call);
     has_seen = true;
 
-    Written<Element> dk(held.k.size(), true), dv(held.v.size(), true);
+    PoisonedArray<Element> dk(held.k.size(), true), dv(held.v.size(), true);
     GradientsScratch<AttentionProblem<Element, H, Hv>> scratch(problem);
     GradientsCall back{};
     static_cast<AttentionOperands&>(back) = problem.Operands(held);
@@ -352,7 +352,7 @@ AttentionResults<Element> RunParts(const AttentionProblem<Element, H, Hv>& probl
     back.dk = dk.Data();
     back.dv = dv.Data();
     differentiate(back);
-    const auto put = [&](const Written<Element>& x, int size, Written<Element>* all) {
+    const auto put = [&](const PoisonedArray<Element>& x, int size, PoisonedArray<Element>* all) {
       const size_t width = size_t(shape.num_kv_heads) * size, of_part = (to - from) * width;
       for (int b = 0; b < shape.batch; ++b) {
         std::copy_n(x.wide.begin() + b * of_part, of_part,

@@ -48,7 +48,7 @@ class Build(NamedTuple):
 
 BUILDS = {
     "thread": Build(
-        (*KERNELS, "test_sum_kernels", "test_layout_kernels", "test_meeting", *RANKS),
+        (*KERNELS, "test_sum_kernels", "test_layout_kernels", "test_meeting", "test_slab", *RANKS),
         ((*EXCHANGES, "gemm"),),
     ),
     # Sums of every type run on threads as those of the other kernels' tests do.
@@ -62,7 +62,10 @@ BUILDS = {
         ((*EXCHANGES, "gemm/overlap_buffers.cc"),),
     ),
 }
-ALWAYS = (ROOT / "csrc/cuda/errors.cc", ROOT / "tests/native/main.cc")
+ALWAYS = (
+    *(ROOT / "csrc/cuda" / name for name in ("errors.cc", "slab.cc")),
+    ROOT / "tests/native/main.cc",
+)
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 

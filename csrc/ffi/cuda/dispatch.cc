@@ -78,11 +78,11 @@ ChannelKey KeyOf(const CudaOptions& options, const kernels::Call& call,
 // Finds the ranks that this one reaches over the network. All ranks agree whether there are any.
 void FindRemotes(const CudaOptions& options, const RankLocation& location, kernels::Call* call) {
   if (options.memory != "slab") return;
-  call->has_network = Slab::Get().NeedsNetwork(location.devices);
-  const int64_t here = DeviceEntry::From(location.devices[location.rank]).process;
-  for (size_t r = 0; r < location.devices.size(); ++r) {
-    const int64_t there = DeviceEntry::From(location.devices[r]).process;
-    call->pe[r] = Slab::Get().IsRemote(here, there) ? static_cast<int32_t>(there) : -1;
+  const std::vector<int64_t> processes = location.processes();
+  call->has_network = Slab::Get().NeedsNetwork(processes);
+  for (size_t r = 0; r < processes.size(); ++r) {
+    const bool is_remote = Slab::Get().IsRemote(processes[location.rank], processes[r]);
+    call->pe[r] = is_remote ? static_cast<int32_t>(processes[r]) : -1;
   }
 }
 
@@ -160,6 +160,7 @@ Status Move(Direction direction, Part part, const CudaOptions& options, const St
   shape.local_bytes = call.local_bytes;
   shape.num_local = call.num_local;
   shape.num_groups = call.num_groups;
+  shape.deadline = read.deadline;
   const bool is_recorded = at.executes && IsRecorded(at.stream);
   status =
       ChannelRegistry::Get().Find(op, key, shape, options.memory == "slab", !is_recorded, &channel);

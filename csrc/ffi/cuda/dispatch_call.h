@@ -30,6 +30,12 @@ struct RankLocation {
   int rank = 0;                  // the first rank on this device
   int group = 0;
   bool on_one_device = false;  // one device holds all ranks
+
+  std::vector<int64_t> processes() const {
+    std::vector<int64_t> of_ranks;
+    for (const int64_t entry : devices) of_ranks.push_back(entry >> 16);
+    return of_ranks;
+  }
 };
 
 // Finds `here`, a device of a process, among `device_table`, which are those of all groups, one

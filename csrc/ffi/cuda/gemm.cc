@@ -130,7 +130,7 @@ Status Overlap(const std::string& op, const CudaGemmOptions& options, const Stag
   OverlapProblem& problem = call.problem;
   const auto num_ranks = static_cast<int>(options.call.num_ranks);
   const auto num_local = static_cast<int>(buffers.size());
-  if (options.memory == "slab" && Slab::Get().NeedsNetwork(location.devices)) {
+  if (options.memory == "slab" && Slab::Get().NeedsNetwork(location.processes())) {
     return Status::Invalid(op +
                            ": some ranks reach each other over the network only, and products "
                            "overlap through mapped memory. Pass implementation='xla'.");
@@ -145,7 +145,8 @@ Status Overlap(const std::string& op, const CudaGemmOptions& options, const Stag
   const int64_t before_buffer = kernels::MeetingBytes(num_ranks, num_signals);
   const int64_t buffer_bytes = BufferBytes(problem);
   const ChannelShape shape{before_buffer + std::max<int64_t>(buffer_bytes, 1),
-                           kernels::AlignUp(sizeof(kernels::State)), num_local, 1};
+                           kernels::AlignUp(sizeof(kernels::State)), num_local, 1,
+                           std::chrono::milliseconds(options.call.deadline_ms)};
   const ChannelKey key = KeyOf(options, location, num_local, num_signals, buffer_bytes);
   const bool is_recorded = at.executes && IsRecorded(stream);
   std::shared_ptr<Channel> channel;

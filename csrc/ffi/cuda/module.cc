@@ -4,13 +4,13 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cuda/channels.h"
 #include "cuda/exchange_stream.h"
 #include "cuda/gpu_spans.h"
-#include "cuda/ipc.h"
-#include "cuda/kernels.h"
+#include "ffi/cuda/memory_bindings.h"
 #include "ffi/cuda/targets.h"
 #include "ffi/recorded_spans.h"
 #include "nanobind/nanobind.h"
@@ -52,47 +52,6 @@ nb::tuple Versions() {
   return nb::make_tuple(driver, runtime);
 }
 
-void Check(const Status& status) {
-  if (!status.ok()) throw std::runtime_error(status.message);
-}
-
-void BindSlab(nb::module_& m) {
-  using nb::arg;
-  m.def(
-      "make_slab",
-      [](int device, int64_t bytes) {
-        uint64_t address = 0;
-        std::string handle;
-        Check(MakeIpcSlab(device, bytes, &address, &handle));
-        return nb::make_tuple(address, nb::bytes(handle.data(), handle.size()));
-      },
-      arg("device"), arg("bytes"),
-      "Allocates zeros; returns (address, handle for the other processes).");
-  m.def(
-      "open_slab",
-      [](int device, nb::bytes handle) {
-        uint64_t address = 0;
-        Check(OpenIpcSlab(device, std::string(handle.c_str(), handle.size()), &address));
-        return address;
-      },
-      arg("device"), arg("handle"), "Returns the address of another process's slab in this one.");
-  m.def(
-      "set_slab",
-      [](const std::vector<uint64_t>& bases, int64_t bytes, std::vector<int64_t> memory_groups) {
-        std::vector<char*> pointers;
-        for (const uint64_t base : bases) pointers.push_back(reinterpret_cast<char*>(base));
-        Slab::Get().Set(std::move(pointers), bytes, std::move(memory_groups));
-      },
-      arg("bases"), arg("bytes"), arg("memory_groups"),
-      "Sets the slabs of all processes; those of one group map each other's memory.");
-  m.def(
-      "set_network_launcher",
-      [](nb::capsule launcher) {
-        SetNetworkLauncher(reinterpret_cast<CallLauncher>(launcher.data(kLauncherName)));
-      },
-      arg("launcher"), "Sets the launcher of calls between groups, _nvshmem.launcher().");
-}
-
 }  // namespace
 }  // namespace cpd
 
@@ -105,7 +64,9 @@ NB_MODULE(_cuda, m) {
       "(major, minor) of the XLA FFI headers that this was built with.");
   m.def("device_count", &cpd::DeviceCount, "Returns (number of GPUs, why there are none).");
   m.def("versions", &cpd::Versions, "CUDA (of the driver, of the runtime): 13000 is 13.0.");
-  m.def("set_process", [](int64_t process) { ChannelRegistry::Get().set_process(process); });
+  m.def("set_process", [](int64_t process, std::vector<int64_t> ordinals) {
+    ChannelRegistry::Get().SetProcess(process, std::move(ordinals));
+  });
   m.def(
       "release_buffer", [](int64_t id) { ChannelRegistry::Get().Release(id); },
       nb::call_guard<nb::gil_scoped_release>());
@@ -124,5 +85,5 @@ NB_MODULE(_cuda, m) {
       "Returns the errors that no call has reported yet.");
   m.def("num_exchanges_beside_programs", &cpd::ExchangeStream::NumStarted,
         "Returns how many exchanges went on beside their program.");
-  cpd::BindSlab(m);
+  cpd::BindMemory(m);
 }

@@ -15,8 +15,11 @@ Status FindRank(const std::string& op, int32_t device, int64_t num_ranks, Counts
     return {StatusCode::kInternal,
             op + ": cannot use GPU " + std::to_string(device) + ": " + cudaGetErrorString(error)};
   }
-  const int64_t here = ChannelRegistry::Get().process() << 16 | device;
-  return LocateRanks(op, here, num_ranks, device_table, location);
+  auto& registry = ChannelRegistry::Get();
+  Status status =
+      LocateRanks(op, registry.NameOf(device), num_ranks, device_table, location);
+  for (int64_t& entry : location->devices) entry = registry.ToOrdinal(entry);
+  return status;
 }
 
 bool IsRecorded(cudaStream_t stream) {

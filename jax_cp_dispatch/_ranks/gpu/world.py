@@ -3,6 +3,7 @@
 import os
 import pathlib
 import socket
+import time
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from jax_cp_dispatch._ranks.gpu.ipc import connect_ipc
 from jax_cp_dispatch._ranks.gpu.nvshmem import connect_nvshmem
 from jax_cp_dispatch._ranks.gpu.shared_memory_groups import describe_shared_memory_groups
 from jax_cp_dispatch._ranks.gpu.slabs import GpuJob, Slabs
-from jax_cp_dispatch._ranks.job import publish_and_read_all
+from jax_cp_dispatch._ranks.job import publish, publish_and_read_all, read_from
 
 _SLAB_BYTES = 1 << 30
 _SLAB_VARIABLE = "JAX_CP_DISPATCH_SYMMETRIC_BYTES"
@@ -114,8 +115,30 @@ def _connect(publish: Any, wanted: str | None) -> tuple[GpuWorld, Slabs | None]:
 
 
 def _use(job: GpuJob, slabs: Slabs) -> None:
-    """Gives the slabs to the extension."""
+    """Gives the slabs to the extension, from which the processes allocate channels together."""
     runtime.cuda.set_slab(slabs.bases, job.slab_bytes, slabs.memory_groups, job.process)
+    runtime.cuda.set_agree(_agree)
+
+
+def _agree(
+    name: str, message: str, processes: list[int], milliseconds: int
+) -> tuple[list[str], str]:
+    """Publishes a message; returns those of `processes` in their order, and an error or ""."""
+    end = time.monotonic() + milliseconds / 1000
+    read: dict[int, str] = {}
+    try:
+        publish("channel", name, message, may_repeat=True)
+        for process in set(processes):
+            left = max(0.001, end - time.monotonic())
+            read[process] = read_from("channel", name, process, left)
+    except (RuntimeError, jax.errors.JaxRuntimeError) as error:
+        missing = [process for process in processes if process not in read]
+        return [], (
+            f"process {missing[0]} did not come to this call within {milliseconds / 1000:g} s, "
+            "three deadlines, which a first call has. It runs another program, or is slower; pass "
+            f"a longer deadline. ({str(error).splitlines()[0]})"
+        )
+    return [read[process] for process in processes], ""
 
 
 def _describe(slabs: Slabs, num_hosts: int, reasons: list[str]) -> GpuWorld:

@@ -1,0 +1,188 @@
+// One slab of memory per process, from which the processes allocate channels together.
+#include "cuda/slab.h"
+
+#include <algorithm>
+#include <set>
+#include <sstream>
+#include <utility>
+
+#include "kernels/call.h"
+
+namespace cpd {
+namespace {
+
+constexpr char kFailure = '!';  // begins a message that is not a place
+
+std::string NameOf(const SlabRequest& request) {
+  std::string name = request.layout;
+  for (const int64_t process : request.processes) name += "/" + std::to_string(process);
+  return name;
+}
+
+// The same in all processes; names of keys may be limited.
+uint64_t HashOf(const std::string& text) {
+  uint64_t hash = 0xcbf29ce484222325;  // FNV-1a
+  for (const char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3;
+  return hash;
+}
+
+std::set<int64_t> NumbersIn(const std::string& text) {
+  std::istringstream words(text);
+  std::set<int64_t> numbers;
+  for (int64_t number; words >> number;) numbers.insert(number);
+  return numbers;
+}
+
+// The first number that all messages have; -1: none.
+int64_t FirstInAll(const std::vector<std::string>& messages) {
+  for (const int64_t number : NumbersIn(messages[0])) {
+    if (std::all_of(messages.begin(), messages.end(), [&](const std::string& message) {
+          return NumbersIn(message).count(number) > 0;
+        })) {
+      return number;
+    }
+  }
+  return -1;
+}
+
+}  // namespace
+
+Slab& Slab::Get() {
+  static auto* slab = new Slab;
+  return *slab;
+}
+
+void Slab::Set(std::vector<char*> bases, int64_t bytes, std::vector<int64_t> memory_groups,
+               int64_t process) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  bases_ = std::move(bases);
+  memory_groups_ = std::move(memory_groups);
+  process_ = process;
+  bytes_ = bytes;
+  used_ = 0;
+  series_.clear();
+}
+
+void Slab::SetAgree(Agree agree) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  agree_ = std::move(agree);
+}
+
+bool Slab::IsRemote(int64_t process, int64_t other) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto num_processes = static_cast<int64_t>(memory_groups_.size());
+  return process < num_processes && other < num_processes &&
+         memory_groups_[process] != memory_groups_[other];
+}
+
+bool Slab::NeedsNetwork(const std::vector<int64_t>& processes) {
+  return std::any_of(processes.begin(), processes.end(),
+                     [&](int64_t process) { return IsRemote(processes[0], process); });
+}
+
+Status Slab::Meet(const SlabRequest& request, const std::string& step, const std::string& message,
+                  std::vector<std::string>* messages) {
+  const auto& processes = request.processes;
+  if (std::all_of(processes.begin(), processes.end(), [&](int64_t p) { return p == process_; })) {
+    messages->assign(processes.size(), message);
+    return Status::Ok();
+  }
+  if (!agree_) return {StatusCode::kInternal, "the processes cannot agree on memory"};
+  const std::string name = NameOf(request);
+  std::ostringstream key;
+  key << std::hex << HashOf(name) << "/" << std::dec << series_[name].next << "/" << step;
+  return agree_(key.str(), message, processes, request.deadline, messages);
+}
+
+// Memory that no other process knows.
+Status Slab::Take(const SlabRequest& request, Series* series, int64_t* place) {
+  if (!series->spare.empty()) {
+    *place = series->spare.back();
+    series->spare.pop_back();
+    return Status::Ok();
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  const int64_t bytes = kernels::AlignUp(request.bytes);
+  if (used_ + bytes > bytes_) {
+    return Status::Invalid("process " + std::to_string(process_) + " needs " +
+                           std::to_string(bytes) + " more bytes of symmetric memory, of " +
+                           std::to_string(bytes_) + " bytes " + std::to_string(used_) +
+                           " are taken. Start with a larger JAX_CP_DISPATCH_SYMMETRIC_BYTES.");
+  }
+  *place = used_;
+  used_ += bytes;
+  return Status::Ok();
+}
+
+// Chooses and clears the memory of the next channel: some that all processes have freed, or other.
+Status Slab::Begin(const SlabRequest& request, const Clear& clear, Series* series) {
+  std::string numbers;
+  for (const auto& [number, place] : series->free) numbers += std::to_string(number) + " ";
+  std::vector<std::string> messages;
+  Status status = Meet(request, "free", numbers, &messages);
+  if (!status.ok()) return status;
+  int64_t place = -1;
+  const int64_t number = FirstInAll(messages);
+  if (number < 0) {
+    status = Take(request, series, &place);
+  } else {
+    place = series->free.at(number);
+    series->free.erase(number);
+  }
+  if (status.ok()) status = clear(bases_[process_] + place, request.bytes);
+  series->begun = status.ok() ? std::to_string(place) : kFailure + status.message;
+  if (!status.ok() && place >= 0) series->spare.push_back(place);
+  return Status::Ok();
+}
+
+Status Slab::Allocate(const SlabRequest& request, const Clear& clear, std::vector<char*>* memory) {
+  const std::vector<int64_t>& processes = request.processes;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto num_processes = static_cast<int64_t>(bases_.size());
+    for (const int64_t process : processes) {
+      if (process >= 0 && process < num_processes) continue;
+      return Status::Invalid(
+          num_processes == 0
+              ? "the processes share no memory yet. Call jax_cp_dispatch.initialize() in every "
+                "process, before the program is compiled."
+              : "process " + std::to_string(process) +
+                    " did not take part in jax_cp_dispatch.initialize().");
+    }
+  }
+  Series& series = series_[NameOf(request)];
+  Status status = series.begun.empty() ? Begin(request, clear, &series) : Status::Ok();
+  std::vector<std::string> messages;
+  if (status.ok()) status = Meet(request, "place", series.begun, &messages);
+  if (!status.ok()) return status;
+  const std::string mine = std::exchange(series.begun, "");
+  const int64_t number = series.next++;
+  for (const std::string& theirs : messages) {
+    if (theirs[0] != kFailure) continue;
+    if (mine[0] != kFailure) series.spare.push_back(std::stoll(mine));
+    return Status::Invalid(theirs.substr(1));
+  }
+  series.used[number] = std::stoll(mine);
+  memory->clear();
+  for (size_t r = 0; r < processes.size(); ++r) {
+    memory->push_back(bases_[processes[r]] + std::stoll(messages[r]));
+  }
+  return status;
+}
+
+void Slab::Free(const SlabRequest& request, const std::vector<char*>& memory) {
+  if (memory.empty()) return;
+  Series& series = series_[NameOf(request)];
+  for (size_t r = 0; r < memory.size(); ++r) {
+    if (request.processes[r] != process_) continue;
+    const int64_t place = memory[r] - bases_[process_];
+    for (auto at = series.used.begin(); at != series.used.end(); ++at) {
+      if (at->second != place) continue;
+      series.free.insert(*at);
+      series.used.erase(at);
+      return;
+    }
+  }
+}
+
+}  // namespace cpd
