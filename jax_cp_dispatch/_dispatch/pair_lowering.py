@@ -61,7 +61,7 @@ def _choice(ctx: Any, exchange: Exchange) -> Choice | None:
     if comm.open_axes or (exchange.is_global and module.axis_context.num_devices != 1):
         return None  # the arrays of other devices are here too, until the program is partitioned
     if exchange.is_global:
-        row = choose_on_one_device(op, comm.implementation, module.platforms)
+        row = choose_on_one_device(op, comm.implementation, module.platforms, comm.num_ranks)
         choice = Choice(row, None)
     else:
         choice = choose(ctx, op, comm)
