@@ -1,4 +1,4 @@
-"""Local attention on one GPU: cuDNN's and blockwise passes, and the kernels, against NumPy."""
+"""Local attention on one GPU: the kernels, cuDNN's and blockwise passes, against NumPy."""
 
 from typing import Any
 
@@ -50,8 +50,60 @@ def test_shapes(shapes, ranges):
     assert_equals_oracle(actual, q, k, v, ranges, dout, TOLERANCE["bfloat16"])
 
 
+@pytest.mark.parametrize("mask", ["causal", "full"])
+@pytest.mark.parametrize("head", [64, 128])
+def test_one_dense_document_by_cudnn(mask, head):
+    shapes: Any = SHAPES | {"H": head, "Hv": head}
+    q, k, v, dout, dlse = inputs(4, **shapes, dtype=jnp.bfloat16)
+
+    @jax.jit
+    def both(q, k, v, dout):
+        attend = lambda q, k, v: local_attention(q, k, v, mask=mask, out_dtype=q.dtype)[0]
+        out, vjp = jax.vjp(attend, q, k, v)
+        return out, *vjp(dout)
+
+    start, end = RANGES[mask](2, 384, 384)
+    out, _ = attention(q, k, v, start, end)
+    wanted = out, *attention_gradients(q, k, v, start, end, dout, 0 * dlse)
+    for x, y in zip(both(q, k, v, dout.astype(q.dtype)), wanted, strict=True):
+        assert_close(x, y, TOLERANCE["bfloat16"])
+
+
+def test_results_in_the_dtype_of_the_operands():
+    """And unused rows are not read, although they contain NaN."""
+    q, k, v, dout, dlse = inputs(5, **SHAPES, dtype=jnp.bfloat16)
+    start, end = RANGES["packed"](2, 384, 384)
+    start, end = start.at[:, 100:150].set(7), end.at[:, 100:150].set(7)
+    end = jnp.minimum(end, 300)
+    queries, keys = (start < end)[..., None, None], (jnp.arange(384) < 300)[:, None, None]
+    dout = dout.astype(q.dtype)
+    spoilt = [jnp.where(queries, q, jnp.nan), *(jnp.where(keys, x, jnp.nan) for x in (k, v))]
+
+    @jax.jit
+    def both(q, k, v, dout, dlse):
+        attend = lambda q, k, v: local_attention(q, k, v, start, end, out_dtype=q.dtype)
+        (out, lse), vjp = jax.vjp(attend, q, k, v)
+        return out, lse, *vjp((dout, dlse))
+
+    actual = both(*spoilt, jnp.where(queries, dout, jnp.nan), dlse)
+    wanted = *attention(q, k, v, start, end), *attention_gradients(q, k, v, start, end, dout, dlse)
+    assert actual[0].dtype == q.dtype and [x.dtype for x in actual[2:]] == [q.dtype] * 3
+    for x, y in zip(actual, wanted, strict=True):
+        assert_close(x, y, 2e-2)
+
+
+def test_sink_and_largest_logits():
+    q, k, v, *_ = inputs(6, **SHAPES, dtype=jnp.bfloat16)
+    start, end = RANGES["packed"](2, 384, 384)
+    asked: Any = {"sink": jnp.linspace(-1, 2, 4), "return_max_logits": True}
+    attend = jax.jit(lambda *x: local_attention(*x, start, end, **asked))
+    wide = [x.astype(jnp.float32) for x in (q, k, v)]
+    for x, y in zip(attend(q, k, v), attend(*wide), strict=True):
+        assert_close(x, y, TOLERANCE["bfloat16"])
+
+
 def test_gradients_of_merged_parts():
-    """cuDNN's derivative receives the lse and the output of the whole softmax."""
+    """The derivative receives the lse and the output of the whole softmax."""
     q, k, v, dout, _ = inputs(2, **SHAPES, dtype=jnp.bfloat16)
     part = RANGES["full"](2, 384, 192)
     held: Any = [(k[:, :192], v[:, :192], *part), (k[:, 192:], v[:, 192:], *part)]
