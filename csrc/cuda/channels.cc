@@ -36,7 +36,8 @@ Status MakeLocal(const std::string& op, int num_ranks, int64_t bytes_per_rank, u
   const int64_t bytes = num_ranks * bytes_per_rank;
   std::vector<char> state(bytes);
   for (int r = 0; r < num_ranks; ++r) {
-    reinterpret_cast<kernels::State*>(state.data() + r * bytes_per_rank)->epoch = first_epoch;
+    auto* of_rank = reinterpret_cast<kernels::State*>(state.data() + r * bytes_per_rank);
+    of_rank->epoch = of_rank->begun = of_rank->finished = first_epoch;
   }
   cudaError_t error = cudaMalloc(reinterpret_cast<void**>(&local->state), bytes);
   if (error == cudaSuccess) error = CopyToDevice(local->state, state);
