@@ -104,12 +104,18 @@ def write(path: pathlib.Path | None, rows: list[dict[str, Any]]) -> None:
     if path is None:
         return
     held = json.loads(path.read_text())["rows"] if path.is_file() else []
-    new = {(row["target"], row["program"]) for row in rows}
-    held = [row for row in held if (row["target"], row["program"]) not in new]
     date = time.strftime("%Y-%m-%d")
     for row in rows:
         row.setdefault("versions", versions() | {"date": date})
+    new = {_key(row) for row in rows}
+    held = [row for row in held if _key(row) not in new]
     path.write_text(json.dumps({"rows": held + rows}, indent=1) + "\n")
+
+
+def _key(row: dict[str, Any]) -> tuple[str, ...]:
+    """Rows with the same key replace each other. Programs of GPUs have one for each JAX release."""
+    release = ".".join(row["versions"]["jax"].split(".")[:2])
+    return row["target"], row["program"], release if row["program"] in PROGRAMS_FOR_GPUS else ""
 
 
 if __name__ == "__main__":

@@ -13,12 +13,13 @@ import jax_cp_dispatch as cpd
 from jax_cp_dispatch import masks
 
 
-def attention(shapes: Shapes, algorithm: str) -> Program:
+def attention(shapes: Shapes, algorithm: str, implementation: str = "xla") -> Program:
     def run(q, k, v, ids):
-        options: dict[str, Any] = {"algorithm": algorithm, "segment_ids": ids}
+        options: dict[str, Any] = {"algorithm": algorithm, "segment_ids": ids} | shapes.on_axis
+        options["implementation"] = implementation
         if algorithm == "placed":
             options["plan"] = shapes.plan
-        return cpd.context_parallel_attention(q, k, v, **options, **shapes.on_axis)
+        return cpd.context_parallel_attention(q, k, v, **options)
 
     return Program(run, (*shapes.qkv, shapes.ids), (0, 1, 2))
 
@@ -44,12 +45,12 @@ def balanced_plan(shapes: Shapes) -> cpd.AttentionPlan:
     return cpd.plan_attention(lengths=shapes.lengths, world_size=shapes.num_ranks)
 
 
-def balanced_with_a_plan(shapes: Shapes) -> Program:
+def balanced_with_a_plan(shapes: Shapes, implementation: str = "xla") -> Program:
     attend = functools.partial(
         cpd.context_parallel_attention,
         algorithm="balanced",
         plan=balanced_plan(shapes),
-        **shapes.on_axis,
+        **(shapes.on_axis | {"implementation": implementation}),
     )
     return Program(attend, shapes.qkv, (0, 1, 2))
 

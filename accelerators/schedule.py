@@ -1,7 +1,8 @@
-"""Reads a compiled program: its collectives, and what runs between the start and end of each.
+"""Reads a compiled program: what it moves, and what runs between the start and end of each move.
 
 The text of a compiled program lists the instructions of each computation in the order in which they
-run. A collective in two parts, `-start` and `-done`, overlaps with what lies between them.
+run. A collective in two parts, `-start` and `-done`, overlaps with what lies between them; likewise
+an exchange of this package in two custom calls.
 """
 
 import collections
@@ -13,6 +14,9 @@ KINDS = (
     *("all-gather", "all-reduce", "all-to-all", "collective-permute", "ragged-all-to-all"),
     "reduce-scatter",
 )
+EXCHANGE = "exchange"  # of this package, in one custom call or in two
+_EXCHANGE_CALL = re.compile(r'custom_call_target="jax_cp_dispatch\.(?:dispatch|combine)(_start)?"')
+_EXCHANGE_DONE = 'custom_call_target="jax_cp_dispatch.exchange_done"'
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%(\S+) = (.*?) ([a-z][a-z0-9-]*)\((.*)$")
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%(\S+) \(.*\{$")
 _CALLED = re.compile(
@@ -38,7 +42,9 @@ class Instruction:
 
     @property
     def kind(self) -> str | None:
-        """The collective, whether in one part or the first of two."""
+        """The collective or exchange, whether in one part or the first of two."""
+        if self.op == "custom-call":
+            return EXCHANGE if _EXCHANGE_CALL.search(self.rest) else None
         op = self.op.removesuffix("-start")
         if op in KINDS:
             return op
@@ -47,9 +53,19 @@ class Instruction:
         return None
 
     @property
+    def is_start(self) -> bool:
+        """Whether it is the first of two parts."""
+        if self.kind == EXCHANGE:
+            return "_start" in _EXCHANGE_CALL.findall(self.rest)
+        return self.op.endswith("-start")
+
+    @property
     def num_bytes(self) -> int:
-        """Bytes of the largest array of the result."""
-        return max(self._sizes(), default=0)
+        """Bytes of the largest array of the result; of an exchange, those of all rows that came."""
+        sizes = self._sizes()
+        if self.kind == EXCHANGE:  # the first call of two also returns its operands
+            return sum(sizes[: len(sizes) // 2] if self.is_start else sizes)
+        return max(sizes, default=0)
 
     @property
     def all_bytes(self) -> int:
@@ -83,7 +99,7 @@ class Program:
                 current.append(Instruction(*parts.groups()))
 
     def collectives(self) -> dict[str, int]:
-        """Returns how often each kind of collective stands in the program."""
+        """Returns how often each kind of collective, and an exchange, stands in the program."""
         kinds = (each.kind for steps in self.computations.values() for each in steps)
         return dict(sorted(collections.Counter(kind for kind in kinds if kind).items()))
 
@@ -117,7 +133,7 @@ class Program:
         return sum(each.op == op for steps in self.computations.values() for each in steps)
 
     def overlap(self) -> dict[str, dict[str, int]]:
-        """Returns, by kind, the bytes that collectives move, and those moved beside some work."""
+        """Returns, by kind, the bytes that are moved, and those moved beside some work."""
         found: dict[str, dict[str, int]] = {}
         for steps in self.computations.values():
             for place, step in enumerate(steps):
@@ -130,12 +146,17 @@ class Program:
         return found
 
     def _beside(self, start: Instruction, later: Iterable[Instruction]) -> set[str]:
-        """Returns the work between the two parts of a collective."""
-        if not start.op.endswith("-start"):
+        """Returns the work between the two parts of a move."""
+        if not start.is_start:
             return set()
         works: set[str] = set()
+        results: set[str] = set()  # of an exchange
         for step in later:
             if step.op.endswith("-done") and f"%{start.name})" in step.rest:
+                break
+            if step.op == "get-tuple-element" and f"%{start.name})" in step.rest:
+                results.add(step.name)
+            if _EXCHANGE_DONE in step.rest and results & set(_NAME.findall(step.rest)):
                 break
             works |= self._work(step)
         return works

@@ -21,7 +21,7 @@ _KERNELS = (
     *_MAPPED,
     *_IN_BULK,
     *("Attend", "QueryGradients", "KeyGradients"),
-    *("Sum", "Columns", "Transpose", "Swizzle", "Copy", "Begin", "Tell", "WaitFor", "Spoil"),
+    *("Sum", "Columns", "Transpose", "Swizzle", "Copy", "Begin", "Tell", "WaitFor", "End", "Hold"),
 )
 _NVSHMEM = "Nvshmem"  # the fabric, and the prefix of its kernels here
 _FOR_NETWORKS = ("Signal", "StageToPut", "Put", "Fetch", "Quiet")

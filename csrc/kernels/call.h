@@ -91,7 +91,8 @@ struct State {
   // 0, or why this call has no result: kRefused (the next call may succeed) or kBroken.
   uint64_t failed;
   uint64_t broken;                    // permanent
-  uint64_t blocks_sent, blocks_done;  // that have pushed, and unpacked
+  uint64_t blocks_sent, blocks_done;  // that have pushed, and unpacked or ended
+  uint64_t begun, finished;           // of a meeting: calls that have arrived here, and that ended
   uint64_t waiting_since;             // nanoseconds; 0: it has not waited yet
   uint64_t ready, taken;              // senders, by bit: rows that unpack takes now, or took before
   uint64_t rows_written[kMaxOperandGroups];

@@ -161,9 +161,12 @@ Status Move(Direction direction, Part part, const CudaOptions& options, const St
   shape.num_local = call.num_local;
   shape.num_groups = call.num_groups;
   shape.deadline = read.deadline;
-  const bool is_recorded = at.executes && IsRecorded(at.stream);
-  status =
-      ChannelRegistry::Get().Find(op, key, shape, options.memory == "slab", !is_recorded, &channel);
+  if (at.executes && IsRecorded(at.stream)) {  // no handler here says that it may be
+    return {StatusCode::kInternal,
+            op + ": exchanges cannot be recorded into a CUDA graph, but its stream is."};
+  }
+  status = ChannelRegistry::Get().Find(op, key, shape, options.memory == "slab", /*may_make=*/true,
+                                       &channel);
   if (!status.ok()) return status;
   ExchangePairs::Addresses arrays;
   ffi::AnyBuffer held(nullptr);
@@ -185,27 +188,21 @@ Status Move(Direction direction, Part part, const CudaOptions& options, const St
   call.local = channel->local(location.rank).state;
   call.errors = channel->local(location.rank).errors_on_device;
   // An error of an earlier call. Taken before the launch, after which this call may raise its own.
-  std::string message = is_recorded ? "" : channel->TakeError(op);
+  std::string message = channel->TakeError(op);
   // Launch even after an error: the other ranks run this call too, and wait for this one.
   const auto enqueue_on = [&](cudaStream_t stream) {
     cudaError_t launched = cudaSuccess;
-    const auto launch = [&] { launched = LaunchCall(call, num_blocks, stream); };
-    if (is_recorded) {
-      launch();
-      return launched;
-    }
-    const cudaError_t ordered = channel->Enqueue(location.rank, stream, launch);
+    const cudaError_t ordered = channel->Enqueue(
+        location.rank, stream, [&] { launched = LaunchCall(call, num_blocks, stream); });
     return launched != cudaSuccess ? launched : ordered;
   };
   // If this call ends with an error, so does the program, without the second call.
-  if (own != nullptr && !is_recorded && message.empty() && !ChecksEachCall() &&
-      own->pairs.IsPair(arrays)) {
+  if (own != nullptr && message.empty() && !ChecksEachCall() && own->pairs.IsPair(arrays)) {
     return StartBeside(op, own, arrays, held, at, [&] { return enqueue_on(own->stream); }, &call);
   }
   if (const cudaError_t error = enqueue_on(at.stream); error != cudaSuccess) {
     return {StatusCode::kInternal, op + ": launching failed: " + cudaGetErrorString(error)};
   }
-  if (is_recorded) return status;
   if (ChecksEachCall()) {
     if (const cudaError_t error = cudaStreamSynchronize(at.stream); error != cudaSuccess) {
       return {StatusCode::kInternal, op + ": failed: " + cudaGetErrorString(error)};
