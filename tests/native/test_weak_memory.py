@@ -58,10 +58,6 @@ MUTANTS = [
         "  Wait(block, rank, &scratch->meet);\n",
     ),
     Mutant(
-        "early rows of senders that have not signalled", "unpack.h",
-        "(ready >> (tag >> kSenderBit) & 1)", "(ready | 1)",
-    ),
-    Mutant(
         "no acknowledgement by ranks that pull nothing", "exchange.h",
         "    uint64_t arrived;\n",
         "    if (!call.is_dispatch && rank.sent(0)[from] == 0) continue;\n    uint64_t arrived;\n",
