@@ -5,7 +5,7 @@ import threading
 from typing import NamedTuple, SupportsIndex
 
 from jax_cp_dispatch._ranks import runtime
-from jax_cp_dispatch._ranks.deadline import DEFAULT_DEADLINE, check_deadline
+from jax_cp_dispatch._ranks.deadline import check_deadline
 
 MOST_BYTES = 2**48  # of one array; processors address no more
 _MOST = 2**63 - 1  # ids have 64 bits
@@ -18,17 +18,18 @@ class BufferLimits(NamedTuple):
 
     Attributes:
       capacity: rows of the result of a call, on each rank.
-      deadline: seconds until the ranks that have arrived give up on those that have not.
+      deadline: seconds until the ranks that have arrived give up on those that have not; None: the
+        platform's default.
     """
 
     capacity: int
-    deadline: float
+    deadline: float | None
 
 
 _limits: dict[int, BufferLimits] = {}
 
 
-def create_dispatch_buffer(*, capacity: SupportsIndex, deadline: float = DEFAULT_DEADLINE) -> int:
+def create_dispatch_buffer(*, capacity: SupportsIndex, deadline: float | None = None) -> int:
     """Creates a buffer, whose capacity and deadline apply to `dispatch(..., buffer=id)`.
 
     Between CPU devices, rows are copied directly from the sender's array into the receiver's, and a
@@ -40,7 +41,7 @@ def create_dispatch_buffer(*, capacity: SupportsIndex, deadline: float = DEFAULT
     Args:
       capacity: rows of the result of a call, on each rank, at least 1.
       deadline: seconds until the ranks that have arrived give up on the others; rounded to
-        milliseconds.
+        milliseconds. None is 60, on GPUs 600, or `JAX_CP_DISPATCH_DEADLINE`.
     Returns:
       The id, a positive int. It is never reused in this process, and is not valid in others.
     Raises:
@@ -52,7 +53,8 @@ def create_dispatch_buffer(*, capacity: SupportsIndex, deadline: float = DEFAULT
         raise ValueError(f"{op}: capacity is {num_rows}; it needs to be {needs}.")
     if num_rows >= MOST_BYTES:
         raise ValueError(f"{op}: capacity is {num_rows}; it needs to be below 2**48 rows.")
-    check_deadline(op, deadline)
+    if deadline is not None:
+        check_deadline(op, deadline)
     with _lock:
         id = runtime.native.create_buffer()
         _limits[id] = BufferLimits(num_rows, deadline)

@@ -60,7 +60,7 @@ def prepare(
 ) -> Prepared:
     """Checks all arguments, and puts them in the order of the operands."""
     op = options.op
-    deadlines = [x.limits.deadline for x in arguments if x.limits]
+    deadlines = [x.limits.deadline for x in arguments if x.limits and x.limits.deadline]
     if options.deadline is None and deadlines:
         options = dataclasses.replace(options, deadline=max(deadlines))
     typed = [x for argument in arguments for x in (*argument.arrays, argument.metadata.seq_len)]

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from jax_cp_dispatch._ranks.axis import other_axes
+from jax_cp_dispatch._ranks.deadline import default_deadline_ms
 
 Groups = tuple[tuple[Any, ...], ...]
 """The device of each rank, group by group."""
@@ -22,7 +23,7 @@ class Communicator:
       group_axes: mesh axes on which a device's index is its group. Groups are independent.
       open_axes: mesh axes that the lowering must make manual.
       implementation: the caller's choice; None selects one.
-      deadline_ms: milliseconds that a rank waits for another.
+      deadline_ms: milliseconds that a rank waits for another; None: the platform's default.
     """
 
     axis_names: tuple[str, ...] = ()
@@ -30,7 +31,7 @@ class Communicator:
     group_axes: tuple[str, ...] = ()
     open_axes: tuple[str, ...] = ()
     implementation: str | None = None
-    deadline_ms: int = 60_000
+    deadline_ms: int | None = None
 
     def inside(self, mesh: Any) -> "Communicator":
         """Returns the same ranks with all axes of `mesh` manual."""
@@ -38,9 +39,9 @@ class Communicator:
         return dataclasses.replace(self, group_axes=groups, open_axes=())
 
     def attributes(self) -> dict[str, Any]:
-        """Returns the attributes that every handler reads."""
+        """Returns the attributes that every handler reads; GPUs have another default deadline."""
         return {
             "axis": ",".join(self.axis_names),
             "num_ranks": np.int64(self.num_ranks),
-            "deadline_ms": np.int64(self.deadline_ms),
+            "deadline_ms": np.int64(self.deadline_ms or default_deadline_ms()),
         }

@@ -1,6 +1,7 @@
 """A rank does not do its part: all ranks get one error in time, and the process continues."""
 
 import dataclasses
+import re
 import threading
 
 import jax
@@ -32,18 +33,25 @@ from on_mesh import AXIS, mesh_of, on_ranks
 from jax_cp_dispatch import (
     Metadata,
 )
-from jax_cp_dispatch._ranks.deadline import DEFAULT_DEADLINE
 
 pytestmark = pytest.mark.usefixtures("unchecked_types")
 
 # ---- Ranks that never arrive, or arrive at another call.
 
 
-def test_default_deadline_is_a_minute_and_can_be_set():
-    assert DEFAULT_DEADLINE == 60
-    for deadline, milliseconds in ((None, 60_000), (0.25, 250)):
-        run = on_ranks(lambda x, m, d=deadline: send(x, m, deadline=d), mesh_of(W))
-        assert f"deadline_ms = {milliseconds} : i64" in run.lower(X, METADATA).as_text()
+def deadline_of(**options):
+    run = on_ranks(lambda x, m: send(x, m, **options), mesh_of(W))
+    return re.findall(r"deadline_ms = (\d+) : i64", run.lower(X, METADATA).as_text())
+
+
+def test_default_deadline_is_a_minute_and_can_be_set(monkeypatch):
+    assert deadline_of() == ["60000"] and deadline_of(deadline=0.25) == ["250"]
+    monkeypatch.setenv("JAX_CP_DISPATCH_DEADLINE", "1.5")
+    assert deadline_of() == ["1500"] and deadline_of(deadline=0.25) == ["250"]
+    for wrong in "soon", "0", "inf", "nan":
+        monkeypatch.setenv("JAX_CP_DISPATCH_DEADLINE", wrong)
+        with pytest.raises(ValueError, match=f"DEADLINE is '{wrong}'; it needs to be a positive"):
+            deadline_of()
 
 
 def test_rank_that_never_comes():

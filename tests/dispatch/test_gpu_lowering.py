@@ -100,6 +100,17 @@ def test_multiprocessors_of_an_exchange_are_those_of_its_derivative():
     assert numbers(many, X) == [str(2**31 - 1)]
 
 
+def test_gpus_wait_ten_minutes_or_as_long_as_asked(monkeypatch):
+    """A rank that compiles or saves a checkpoint meanwhile does not cost the channel."""
+    lasting = lambda **options: re.findall(
+        r"deadline_ms = (\d+)",
+        lowered(on_ranks(lambda x, m: send(x, m, **options), mesh_of(W)), X, PLAN),
+    )
+    assert lasting() == ["600000"] and lasting(deadline=3.0) == ["3000"]
+    monkeypatch.setenv("JAX_CP_DISPATCH_DEADLINE", "90")
+    assert lasting() == ["90000"] and lasting(deadline=3.0) == ["3000"]
+
+
 def test_combine_and_gradients():
     y = np.zeros((W * CAPACITY, 3), np.float32)
     ((target, _),) = calls(lowered(on_ranks(combine_rows, mesh_of(W)), y, PLAN))

@@ -7,6 +7,7 @@ import numpy as np
 
 from jax_cp_dispatch._ranks import runtime
 from jax_cp_dispatch._ranks.communicator import Communicator, Groups
+from jax_cp_dispatch._ranks.deadline import default_deadline_ms
 from jax_cp_dispatch._ranks.gpu.peers import local_ordinals, number_in_process
 from jax_cp_dispatch._ranks.gpu.world import connected_slabs
 
@@ -14,7 +15,7 @@ from jax_cp_dispatch._ranks.gpu.world import connected_slabs
 def gpu_attributes(
     memory: str, ctx: Any, comm: Communicator, groups: Groups | None, what: str
 ) -> dict[str, Any]:
-    """Returns the attributes `device_table` and `memory` of the custom call of one rank.
+    """Returns the attributes of the custom call of one rank that tell of all ranks.
 
     Args:
       memory: in which the ranks meet: "devices" of this process, or a "slab" per process.
@@ -28,7 +29,11 @@ def gpu_attributes(
     if runtime.cuda is not None:
         runtime.cuda.set_process(jax.process_index(), local_ordinals())
     devices = [device for group in groups or _first_devices(ctx, comm) for device in group]
-    return {"device_table": np.array([_entry(d) for d in devices], np.int64), "memory": memory}
+    return {
+        "device_table": np.array([_entry(d) for d in devices], np.int64),
+        "memory": memory,
+        "deadline_ms": np.int64(comm.deadline_ms or default_deadline_ms(on_gpus=True)),
+    }
 
 
 def what_pointers_lack(ctx: Any, comm: Communicator, groups: Groups | None) -> str | None:

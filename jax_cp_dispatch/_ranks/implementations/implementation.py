@@ -36,7 +36,8 @@ class Implementation:
       serves: what it serves, as text, if it is available.
       remedy: the next step, for the error if it cannot serve a program.
       rank_attributes: from the context of a lowering rule, the ranks, their devices and a
-        description of the operation, the attributes by which a custom call finds its ranks.
+        description of the operation, the attributes by which a custom call finds its ranks. They
+        replace those of the operation.
       lowerings: the rule of each operation; see `register_lowering`.
     """
 

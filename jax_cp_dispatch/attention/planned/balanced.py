@@ -83,8 +83,8 @@ def balanced_attention(
       scale: factor on the logits; None is `1 / sqrt(H)`.
       logit_soft_cap: c > 0 replaces a scaled logit x with `c * tanh(x / c)`.
       implementation: of the exchanges; see `dispatch`.
-      deadline: seconds until an exchange gives up on a missing rank; None is 60. No effect with
-        "xla".
+      deadline: seconds until an exchange gives up on a missing rank; None is 60, on GPUs 600, or
+        `JAX_CP_DISPATCH_DEADLINE`. No effect with "xla".
     Returns:
       The output in the layout and dtype of q; zero for padding.
     Raises:

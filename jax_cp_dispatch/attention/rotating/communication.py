@@ -43,8 +43,8 @@ def ring_exchange(
       implementation: "in_process" or "shared_memory", this package's transports between CPU devices
         of one process or of several; "xla", a collective-permute of each array; None prefers this
         package's transports.
-      deadline: seconds until an exchange gives up on a missing rank; None is 60. No effect with
-        "xla".
+      deadline: seconds until an exchange gives up on a missing rank; None is 60, on GPUs 600, or
+        `JAX_CP_DISPATCH_DEADLINE`. No effect with "xla".
     Returns:
       Arrays in the structure of `x`.
     Raises:

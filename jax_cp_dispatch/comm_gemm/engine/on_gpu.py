@@ -139,8 +139,8 @@ def _lower_custom_call(ctx, *values, call: GemmCall, names, choice: Choice):
             avals_out=[aval(none if s is None else s) for s in all_shapes],
         ),
         *(*first, *(empty if x is None else x for x in operands)),
-        **_attributes(call, 0 if avals.aux_in is None else avals.aux_in.ndim),
-        **choice.rank_attributes(ctx, call.comm, ""),
+        **_attributes(call, 0 if avals.aux_in is None else avals.aux_in.ndim)
+        | choice.rank_attributes(ctx, call.comm, ""),
     )
     # The workspace result keeps the program's shape; it is never read.
     written = dict(zip(GemmResults._fields, results, strict=True))
