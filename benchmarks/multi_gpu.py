@@ -129,14 +129,16 @@ def main() -> int:
     from multi_gpu_programs import hosts
 
     from jax_cp_dispatch import available_implementations, initialize
+    from jax_cp_dispatch._ranks.job import is_in_job
     from jax_cp_dispatch.bench_command.ranks import Ranks
 
+    connect = initialize if is_in_job() else lambda: None
     if jax.default_backend() != "gpu":
-        initialize()  # no process may trace a program before; on GPUs it needs to know the memory
+        connect()  # no process may trace a program before; on GPUs it needs to know the memory
     ranks = Ranks.of_devices(jax.device_count(), sizes.rounds)
     sections = {name: make(name, ranks, sizes) for name in names}
     make_room({name: section.symmetric_bytes for name, section in sections.items()})
-    initialize()
+    connect()
     speaks = jax.process_index() == 0
     report = common.Report(
         options.output,

@@ -38,11 +38,10 @@ fi
 one() {  # one PROCESS SECTIONS ...: a process of this host
   local index=$1 sections=$2
   shift 2
-  if [ -z "$in_slurm" ]; then
+  if [ -z "$in_slurm" ] && [ $((hosts * processes)) -gt 1 ]; then
     export JAX_COORDINATOR_ADDRESS=${COORDINATOR:-127.0.0.1}:$port NUM_PROCESSES=$((hosts * processes))
     export PROCESS_ID=$((host * processes + index))
-    [ "$processes" = 1 ] || export JAX_LOCAL_DEVICE_IDS=$index
-    [ "${JAX_PLATFORMS:-}" != cpu ] || unset JAX_LOCAL_DEVICE_IDS
+    [ "${JAX_PLATFORMS:-}" = cpu ] || export JAX_LOCAL_DEVICE_IDS=$index
   fi
   exec timeout --kill-after=10 "$limit" "$python" "$program" --sections "$sections" "$@"
 }

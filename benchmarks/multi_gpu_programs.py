@@ -156,10 +156,12 @@ def timed(runs: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, dict[
       runs: by name; the same in all processes.
       rounds: samples of each; fewer, but at least 3, of those that would take longer than LONGEST.
     """
+    # Of virtual CPU devices, programs in flight may wait for each other's threads.
+    most = MOST_CALLS if default_platform() == "cuda" else 1
     calls, samples = {}, {}
     for name, run in runs.items():
         seconds = max(of_all(name, seconds_of_a_call(run)))
-        calls[name] = int(min(max(1.0, SAMPLE // seconds), MOST_CALLS))
+        calls[name] = int(min(max(1.0, SAMPLE // seconds), most))
         samples[name] = min(rounds, max(3, int(LONGEST // seconds)))
     times: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(rounds):
