@@ -19,6 +19,7 @@ from on_mesh import mesh_of
 from sequences import Case, check, draw
 
 from jax_cp_dispatch._ranks import runtime
+from jax_cp_dispatch._warning import say_once
 from jax_cp_dispatch.attention.local import api as local, range_kernels, uncut
 from jax_cp_dispatch.attention.local.api import local_attention
 from jax_cp_dispatch.attention.rotating import attend as rotating
@@ -131,8 +132,8 @@ def test_rings(algorithm):
 @pytest.fixture
 def extension(monkeypatch):
     """Pretends that the extension exists, built or not."""
-    names = {range_kernels.ATTEND_TARGET: {}, range_kernels.GRADIENTS_TARGET: {}}
-    monkeypatch.setattr(runtime, "cuda", types.SimpleNamespace(registrations=lambda: names))
+    monkeypatch.setattr(runtime, "cuda", types.SimpleNamespace())
+    say_once.cache_clear()
 
 
 def text_of(fn, *arguments):
@@ -189,13 +190,24 @@ def test_nothing_else_touches_the_arrays():
 
 @pytest.mark.usefixtures("extension")
 @pytest.mark.parametrize(
-    "case", [{"dtype": jnp.float32}, {"H": 32, "Hv": 32}, {"logit_soft_cap": 9.0}, {"off": "0"}]
+    "case, reason",
+    [
+        ({"dtype": jnp.float32}, "bfloat16, not float32"),
+        ({"H": 32, "Hv": 32}, "not 32 and 32"),
+        ({"logit_soft_cap": 9.0}, "no logit_soft_cap"),
+        ({"off": "0"}, "ATTENTION_KERNEL=0 is set"),
+    ],
+    ids=str,
 )
-def test_others_are_not_by_the_kernels(case, monkeypatch):
+def test_others_are_not_by_the_kernels(case, reason, monkeypatch):
+    """And a warning says so once, with the reason."""
+    case = dict(case)
     monkeypatch.setenv("JAX_CP_DISPATCH_ATTENTION_KERNEL", case.pop("off", "1"))
     options = {name: case.pop(name) for name in ("logit_soft_cap",) if name in case}
     shapes: Any = {"B": 1, "T": 64, "S": 64, "H": 64, "Hv": 64, "dtype": jnp.bfloat16}
-    assert calls(*inputs(0, **(shapes | case))[:3], **options) == []
+    with pytest.warns(UserWarning, match=f"slow passes on this GPU, because .*{reason}") as seen:
+        assert calls(*inputs(0, **(shapes | case))[:3], **options) == []
+    assert len([x for x in seen if "slow passes" in str(x.message)]) == 1
 
 
 @pytest.mark.usefixtures("extension")

@@ -90,8 +90,8 @@ def local_attention(
         capped, without the sink and without derivative.
       scale: factor on the logits, `1 / sqrt(H)` if None.
       logit_soft_cap: c > 0 replaces a scaled logit x with `c * tanh(x / c)`.
-      out_dtype: of `out`: that of q, or None for the dtype of sums. The derivative keeps `out`. Pass
-        `q.dtype` unless results are merged: it saves memory, and on GPUs a pass over `out`.
+      out_dtype: of `out`: that of q, or None for the dtype of sums. Pass `q.dtype` unless results
+        are merged: it saves memory, and on GPUs a pass over `out`. The derivative keeps `out`.
       block_q: query rows per block; None chooses from the shapes.
       block_kv: key rows per block; None chooses from the shapes.
       block_heads: KV heads whose blocks are computed together, a divisor of K; None chooses from

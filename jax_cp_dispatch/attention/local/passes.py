@@ -93,12 +93,7 @@ def _define(primitive, shapes, blockwise, platforms):
 
 
 def _cuda(pass_, ctx, options, q, ranges, kv):
-    takes = range_kernels.takes(options, _heads(q), _heads(kv[1]), ranges.queries is not None)
-    return pass_ if takes else None
-
-
-def _heads(x):
-    return jax.ShapeDtypeStruct((x.shape[0], x.shape[1] * x.shape[2], 1, x.shape[3]), x.dtype)
+    return pass_ if range_kernels.take(options, q, kv[1], ranges.queries is not None) else None
 
 
 def _tpu(name, ctx, options, q, ranges, kv):

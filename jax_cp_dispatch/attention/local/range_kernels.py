@@ -15,6 +15,7 @@ import numpy as np
 from jax_cp_dispatch._dtypes import index_dtype
 from jax_cp_dispatch._ranks import runtime
 from jax_cp_dispatch._ranks.varying import vary_like
+from jax_cp_dispatch._warning import say_once
 from jax_cp_dispatch.attention.local.backward import OutputCotangents
 from jax_cp_dispatch.attention.local.blocks import KeyRanges
 from jax_cp_dispatch.attention.local.forward import OnlineSoftmax
@@ -23,21 +24,41 @@ from jax_cp_dispatch.attention.local.options import PassOptions
 ATTEND_TARGET = "jax_cp_dispatch.attend"
 ATTEND_MORE_TARGET = "jax_cp_dispatch.attend_more"
 GRADIENTS_TARGET = "jax_cp_dispatch.attention_gradients"
+_DTYPES = (jnp.bfloat16,)
 _HEAD_SIZES = ((64, 64), (128, 128))
 _TILE = 64  # rows
 
 
-def takes(options: PassOptions, q, v, has_query_ranges: bool) -> bool:
-    """Whether the kernels serve such heads and options, whatever the ranges of keys."""
-    return (
-        runtime.cuda is not None
-        and ATTEND_TARGET in runtime.cuda.registrations()
-        and os.environ.get("JAX_CP_DISPATCH_ATTENTION_KERNEL", "1") != "0"
-        and q.dtype == jnp.bfloat16
-        and (q.shape[3], v.shape[3]) in _HEAD_SIZES
-        and options.logit_soft_cap is None
-        and not has_query_ranges
-    )
+def take(options: PassOptions, q, v, has_query_ranges: bool) -> bool:
+    """Whether the kernels serve such heads and options, whatever the ranges of keys.
+
+    Otherwise a warning says once why not.
+    """
+    reason = why_not(options, q.dtype, (q.shape[3], v.shape[3]), has_query_ranges)
+    if reason is not None:
+        say_once(
+            f"local attention takes slow passes on this GPU, because {reason}. See "
+            "docs/gpu_attention.md."
+        )
+    return reason is None
+
+
+def why_not(
+    options: PassOptions, dtype, head_sizes: tuple[int, int], has_query_ranges: bool
+) -> str | None:
+    """Returns why the kernels do not serve a call; None if they do."""
+    if os.environ.get("JAX_CP_DISPATCH_ATTENTION_KERNEL", "1") == "0":
+        return "JAX_CP_DISPATCH_ATTENTION_KERNEL=0 is set"
+    if runtime.cuda is None:
+        return f"the package's CUDA extension is missing ({runtime.cuda_reason})"
+    if dtype not in _DTYPES:
+        return f"its kernels need bfloat16, not {dtype}"
+    if head_sizes not in _HEAD_SIZES:
+        sizes = ", ".join(str(size) for size, _ in _HEAD_SIZES)
+        return f"its kernels have heads of {sizes}, not {head_sizes[0]} and {head_sizes[1]}"
+    if options.logit_soft_cap is not None:
+        return "its kernels have no logit_soft_cap"
+    return "its kernels have no ranges of queries" if has_query_ranges else None
 
 
 def attend(options: PassOptions, operands):

@@ -52,10 +52,8 @@ def read_ranges(
     return RowRanges(k_start, k_end, KeyQueries(index, start, end))
 
 
-def dense_ranges(
-    shapes: tuple[Any, Any], given: MaskRanges, packed: PackedMask
-) -> str | None:
-    """Returns how checked ranges of `read_ranges` are dense, if that is known; see `PassOptions`."""
+def dense_ranges(shapes: tuple[Any, Any], given: MaskRanges, packed: PackedMask) -> str | None:
+    """Returns how ranges that `read_ranges` has checked are dense, if that is known."""
     is_of_mask = all(x is None for x in (*given, packed.segment_ids, packed.positions))
     if not is_of_mask:
         return None

@@ -162,7 +162,7 @@ def _cuda_gradients(options: PassOptions, operands: Backward):
 
 def _has_kernel(options: PassOptions, operands: Forward | Backward) -> bool:
     has_queries = operands.ranges.queries is not None
-    return range_kernels.takes(options, operands.q, operands.v, has_queries)
+    return range_kernels.take(options, operands.q, operands.v, has_queries)
 
 
 _define(attend_p, _attend_shapes, attend_cut, _cuda_attend)

@@ -134,7 +134,10 @@ def of_all_ranks(options: AttentionOptions, max_logits: Any) -> Any:
 def gradients_of_received(
     options: AttentionOptions, received: Received, weights: Any, whole: SoftmaxGradients
 ) -> tuple[Any, Any, Any]:
-    """Returns the gradients of received queries, in their dtype, of rows, unrounded, and weights."""
+    """Returns the gradients of received queries in their dtype, those of rows, and of the weights.
+
+    Rows are not yet rounded, because several ranks sum them.
+    """
     q, kv, ranges = received
     if options.expansion is None:
         k, v = kv
@@ -162,7 +165,7 @@ def attend_locally(options: AttentionOptions, q, k, v, ranges: MaskRanges, sink=
 
 
 def attend_locally_backward(options: AttentionOptions, q, k, v, ranges: MaskRanges, *whole):
-    """Computes its derivative: dq in the dtype of q; dk and dv unrounded, because they are summed."""
+    """Computes its derivative: dq in the dtype of q, dk and dv unrounded."""
     keywords = _local_keywords(options, q, k, ranges)
     return local_attention_backward(q, k, v, *ranges[:2], *whole, dq_dtype=q.dtype, **keywords)
 
