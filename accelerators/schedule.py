@@ -25,7 +25,7 @@ _CALLED = re.compile(
 _NAME = re.compile(r"%([\w.\-]+)")
 _ARRAY = re.compile(r"(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
 # What the names of operations tell of the work: attention has named scopes.
-_WORK = {"attention": "cpd.attention", "product": "dot_general"}
+WORKS = {"attention": "cpd.attention", "product": "dot_general"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Program:
     def _work(self, step: Instruction, depth: int = 4) -> set[str]:
         if step.op in ("bitcast", "copy", "get-tuple-element", "tuple", "parameter", "constant"):
             return set()
-        works = {work for work, scope in _WORK.items() if scope in step.rest}
+        works = {work for work, scope in WORKS.items() if scope in step.rest}
         if depth:
             for name in _NAME.findall(" ".join(_CALLED.findall(step.rest))):
                 for inner in self.computations.get(name, ()):
