@@ -30,7 +30,7 @@ _FREE = (
     *("after-all", "opt-barrier", "partition-id", "replica-id"),
 )
 # What the names of operations tell of the work: attention has named scopes.
-_WORK = {"attention": "cpd.attention", "product": "dot_general"}
+WORKS = {"attention": "cpd.attention", "product": "dot_general"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +164,7 @@ class Program:
     def _work(self, step: Instruction, depth: int = 4) -> set[str]:
         if step.op in ("bitcast", "copy", "get-tuple-element", "tuple", "parameter", "constant"):
             return set()
-        works = {work for work, scope in _WORK.items() if scope in step.rest}
+        works = {work for work, scope in WORKS.items() if scope in step.rest}
         if depth:
             for name in _NAME.findall(" ".join(_CALLED.findall(step.rest))):
                 for inner in self.computations.get(name, ()):
