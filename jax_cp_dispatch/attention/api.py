@@ -35,7 +35,7 @@ from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.attention.peer_arguments import explains_peer_arguments
 from jax_cp_dispatch.attention.program import GlobalOptions, attend_global
-from jax_cp_dispatch.attention.rotating.sequence import read_sequences
+from jax_cp_dispatch.attention.rotating.sequence import check_known_mask, read_sequences
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.read import (
     check_mask_arrays,
@@ -184,6 +184,8 @@ def context_parallel_attention(
         segment_ids, positions = read_sequences(
             _OP, segment_ids, positions, layout=layout, num_ranks=options.num_ranks
         )
+        known = PackedMask(attended, segment_ids, positions)
+        check_known_mask(_OP, known, layout=layout, num_ranks=options.num_ranks)
     else:
         segment_ids, positions = (
             fold_to_int32(x) if x is not None and is_on_host(x) else x
@@ -211,7 +213,7 @@ def context_parallel_attention(
             plan = options.plan(packed, algorithm.config)
     if plan is not None and not has_plan:
         packed = PackedMask(plan.mask)  # nothing to compare
-    if not any(isinstance(x, Tracer) or not is_on_host(x) for x in packed[1:] if x is not None):
+    if all(map(is_on_host, jax.tree.leaves(packed))):
         attention = dataclasses.replace(attention, checks_order=False)  # checked above
         options = dataclasses.replace(options, attention=attention)
     outputs = attend_global(operands, plan, packed, options=options)

@@ -90,6 +90,34 @@ def check_arrays(op: str, **arrays: Any) -> None:
         shape = x.shape
 
 
+OF_OTHER_COLUMNS = (
+    "is made of other columns. Make it from whole batch rows in packed order, and permute it like "
+    "the tokens."
+)
+
+
+def ends_fit(column: Any, end: Any) -> Any:
+    """Whether an end is that of a run with this column: behind it, and the same up to there."""
+    return (end > column) & ((column + 1 >= end) | (_shifted(end, -1) == end))
+
+
+def ends_nest(column: Any, end: Any) -> Any:
+    """Whether an end is behind its column, and no end between them is behind it."""
+    return (end > column) & ((column + 1 >= end) | (_shifted(end, -1) <= end))
+
+
+def before(x: Any) -> Any:
+    """Returns the value of the column before; of the first, its own."""
+    return _shifted(x, 1)
+
+
+def _shifted(x: Any, columns: int) -> Any:
+    xp = jnp if is_traced(x) else np
+    edge = x[:, :columns] if columns > 0 else x[:, columns:]
+    kept = x[:, :-columns] if columns > 0 else x[:, -columns:]
+    return xp.concatenate([edge, kept] if columns > 0 else [kept, edge], axis=1)
+
+
 def ends_of_runs(x: Any) -> Any:
     """Returns one past the last column of the run of equal values at each column, `[B, T]`."""
     num_tokens = x.shape[1]

@@ -6,7 +6,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32, Integer
 
-from jax_cp_dispatch.masks.array_mask import ArrayMask, array_mask, check_arrays, ends_of_runs
+from jax_cp_dispatch.masks.array_mask import (
+    OF_OTHER_COLUMNS,
+    ArrayMask,
+    array_mask,
+    check_arrays,
+    ends_fit,
+    ends_of_runs,
+)
 from jax_cp_dispatch.masks.mask import MaskRanges, is_traced, minimum
 
 _NO_END = np.int32(2**31 - 1)
@@ -45,6 +52,17 @@ class SharedPrefix(ArrayMask):
     @property
     def has_query_ranges(self) -> bool:
         return True
+
+    def rules(self, column: Any, start: Any, end: Any) -> list[tuple[Any, str]]:
+        in_prompt = self.q_end == _NO_END
+        return [
+            (in_prompt | ends_fit(column, self.q_end), OF_OTHER_COLUMNS),
+            (
+                in_prompt | (column != start),
+                "has a document that begins with a completion. Give a "
+                "prompt and its completions one segment id, and the prompt completion id 0.",
+            ),
+        ]
 
     def ranges(self, column: Any, start: Any, end: Any) -> MaskRanges:
         return MaskRanges(start, column + 1, start, minimum(end, self.q_end))

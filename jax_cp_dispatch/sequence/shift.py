@@ -76,7 +76,7 @@ def shift(
             f"{_OP}: the arrays have shapes {[x.shape for x in leaves]}; they need [B, T, ...] "
             "with equal B and T. Pass at least one such array."
         )
-    layer = Layer(options, _Shift(int(offset), fill), like_tokens=True)
+    layer = Layer(options, _Shift(int(offset), fill), like_tokens=True, moves=offset != 0)
     where, axes = Where(segment_ids, positions, plan), Axes(mesh, batch_axis, head_axis)
     return call_layer(layer, x, (), where, axes)
 

@@ -96,6 +96,18 @@ def test_masks_are_pytrees_of_their_arrays():
 
 def test_numbers_of_traced_spans_may_be_wrong():
     """They name no span; nothing reads another batch row."""
-    span_ids = jnp.array([[0, 9, 1], [0, 1, 1]])
+    span_ids = jnp.array([[0, 1, 9], [0, 1, 1]])
     got = jax.jit(Tree)(span_ids, jnp.array([[-1, 0], [-1, 7]]))
-    np.testing.assert_array_equal(got.q_end, [[3, 0, 3], [1, 3, 3]])
+    np.testing.assert_array_equal(got.q_end, [[2, 2, 0], [1, 3, 3]])
+
+
+def test_traced_trees_out_of_order_get_ends_that_attention_refuses():
+    """A child after its sibling, a span in two runs, a cycle of parents."""
+    for span_ids, parents in (
+        ([[0, 1, 2, 3]], [[-1, 0, 0, 1]]),
+        ([[0, 1, 0, 1]], [[-1, -1, -1, -1]]),
+        ([[0, 1, 2, 3]], [[1, 0, -1, -1]]),
+    ):
+        mask = jax.jit(Tree)(jnp.array(span_ids), jnp.array(parents))
+        ((rule, _),) = mask.rules(jnp.arange(4)[None], jnp.zeros((1, 4)), jnp.full((1, 4), 4))
+        assert not rule.any()

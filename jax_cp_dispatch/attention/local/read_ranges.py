@@ -6,8 +6,10 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
+from jax_cp_dispatch._arguments import is_on_host
 from jax_cp_dispatch.attention.attended import attended_tokens
 from jax_cp_dispatch.attention.local.blocks import RowRanges
 from jax_cp_dispatch.attention.local.check_operands import check_arrays, check_documents
@@ -16,6 +18,8 @@ from jax_cp_dispatch.attention.local.query_ranges import KeyQueries
 from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.masks import Causal, Full, MaskRanges
 from jax_cp_dispatch.masks.read import check_mask_arrays, read_mask
+from jax_cp_dispatch.planner.documents import from_segment_ids
+from jax_cp_dispatch.planner.query_table import check_mask_of_documents
 from jax_cp_dispatch.planner.segment_ids import read_documents
 
 
@@ -75,7 +79,11 @@ def _of_mask(op: str, sizes: tuple[int, int, int], packed: PackedMask) -> RowRan
     check_mask_arrays(op, mask, (B, S))
     segment_ids, positions = read_documents(op, packed.segment_ids, packed.positions)
     if segment_ids is None and positions is not None:
-        segment_ids = jnp.ones((B, S), jnp.int32)
+        segment_ids = np.ones((B, S), np.int32)
+    if mask.has_arrays and all(map(is_on_host, jax.tree.leaves((mask, segment_ids, positions)))):
+        known = jax.tree.map(np.asarray, mask)
+        ids = np.ones((B, S), np.int32) if segment_ids is None else segment_ids
+        check_mask_of_documents(op, known, from_segment_ids(op, ids, positions))
     packed = jax.tree.map(jnp.asarray, PackedMask(mask, segment_ids, positions))
     ranges = attended_tokens(packed, (B, S))
     start, end = (x[:, S - T :] for x in ranges[:2])

@@ -31,6 +31,7 @@ from jax_cp_dispatch.planner.placement.layers import Layers, describe_layers, re
 from jax_cp_dispatch.planner.placement.order import in_placed_order
 from jax_cp_dispatch.planner.placement.placement import Placement
 from jax_cp_dispatch.planner.placement.plan import OF_ALL_MASKS, PlacedPlan
+from jax_cp_dispatch.planner.query_table import check_mask_of_documents
 from jax_cp_dispatch.planner.request import PlanRequest
 from jax_cp_dispatch.planner.seen_keys import seen_keys
 from jax_cp_dispatch.planner.slices import check_rank, order_by_rank
@@ -109,6 +110,8 @@ def place_tokens(
     layers_of = read_layers(_OP, mask, masks, layers)
     shape = documents.batch, documents.columns
     masks_read = [read_mask_on_host(_OP, x, shape) for x in layers_of.masks]
+    for read in masks_read:
+        check_mask_of_documents(_OP, read, documents)
     _check_groups(documents, num_groups, rank)
     requests_of = [
         tuple(PlanRequest(rows, at, world_size, seen_keys(x, rows), config, rank) for x in own)

@@ -29,6 +29,7 @@ from jax_cp_dispatch.planner.placement.order import (
 )
 from jax_cp_dispatch.planner.placement.plan import PlacedPlan
 from jax_cp_dispatch.planner.planned_pieces import Home, PlannedPieces, pieces_of_placed
+from jax_cp_dispatch.planner.query_table import check_mask_of_documents
 from jax_cp_dispatch.planner.request import PlanRequest
 from jax_cp_dispatch.planner.slices import check_all_ranks, slice_of
 from jax_cp_dispatch.planner.traffic import num_moved
@@ -120,6 +121,7 @@ class Placement:
         """Returns the plan of a single group."""
         ((requests, pieces),) = self.made_of
         assert pieces is not None
+        check_mask_of_documents(op, read, requests[0].documents)
         request = requests[0].with_mask(read)._replace(rank=self.rank)
         if read.has_arrays and self.rank is not None:
             raise ValueError(
