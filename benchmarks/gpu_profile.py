@@ -62,8 +62,10 @@ class Programs:
             ),
         }
         if _IN_TWO_CALLS:
-            pair = functools.partial(jax.jit(self._pair), *operands)
-            programs["dispatch_start, exchange_done"] = pair
+            for num_comm_sm in (None, 64, 16):
+                pair = jax.jit(functools.partial(self._pair, num_comm_sm))
+                name = f"dispatch_start, exchange_done, num_comm_sm={num_comm_sm}"
+                programs[name] = functools.partial(pair, *operands)
         return programs
 
     def check(self, result: tuple[list[jax.Array], jax.Array]) -> None:
@@ -79,10 +81,13 @@ class Programs:
     def _beside(self, kv, metadata, x, w):
         return self._dispatch(kv, metadata), x @ w
 
-    def _pair(self, kv, metadata, x, w):
+    def _pair(self, num_comm_sm, kv, metadata, x, w):
+        """Of rows that the program computes: those of its arguments would have to be copied."""
         start, done = (getattr(cpd, name) for name in _IN_TWO_CALLS)
-        exchange, x = start(kv, metadata, beside=x, **self.options)
-        return done(exchange, beside=x @ w)
+        kv = [-y for y in kv]
+        exchange, x = start(kv, metadata, beside=x, num_comm_sm=num_comm_sm, **self.options)
+        kv, product = done(exchange, beside=x @ w)
+        return [-y for y in kv], product
 
 
 def by_name(kernels: list[Kernel]) -> dict[str, float]:

@@ -51,8 +51,9 @@ def dispatch(
         `buffer`, or 60, on GPUs 600, or `JAX_CP_DISPATCH_DEADLINE`. No effect with
         `implementation="xla"`.
       num_comm_sm: multiprocessors of a GPU that the exchange may use, on this rank alone; ranks of
-        one device share them, and each uses at least one. None means all. The result is the same.
-        No effect on CPU, and with `implementation="xla"`.
+        one device share them, and each uses at least one. None means all if one device holds all
+        ranks, otherwise 64. The result is the same. No effect on CPU, and with
+        `implementation="xla"`.
     Returns:
       Received tokens in attention layout, in the structure of `x`; rows that no rank writes are
       zero.

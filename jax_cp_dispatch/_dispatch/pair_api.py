@@ -79,6 +79,7 @@ def dispatch_start(
     mesh: Any = None,
     implementation: str | None = None,
     deadline: float | None = None,
+    num_comm_sm: int | None = None,
 ) -> tuple[StartedExchange, Any]:
     """Starts a `dispatch` that moves rows beside other work of the program.
 
@@ -96,7 +97,8 @@ def dispatch_start(
 
     Args:
       beside: any arrays, the inputs of the work. Use the returned ones in it.
-      x, metadata, axis_name, capacity, buffer, mesh, implementation, deadline: see `dispatch`.
+      x, metadata, axis_name, capacity, buffer: see `dispatch`.
+      mesh, implementation, deadline, num_comm_sm: see `dispatch`.
     Returns:
       The exchange, for `exchange_done`; and `beside`, unchanged.
     Raises:
@@ -106,7 +108,12 @@ def dispatch_start(
     op = "dispatch_start"
     argument = outgoing(op, "x", x, metadata, capacity=capacity, buffer=buffer)
     options = read_options(
-        op, axis_name, mesh=mesh, implementation=implementation, deadline=deadline
+        op,
+        axis_name,
+        mesh=mesh,
+        implementation=implementation,
+        deadline=deadline,
+        num_comm_sm=num_comm_sm,
     )
     return start(options, [argument], beside)
 
@@ -123,6 +130,7 @@ def combine_start(
     mesh: Any = None,
     implementation: str | None = None,
     deadline: float | None = None,
+    num_comm_sm: int | None = None,
 ) -> tuple[StartedExchange, Any]:
     """Starts a `combine` that returns rows beside other work of the program.
 
@@ -131,7 +139,7 @@ def combine_start(
     Args:
       beside: any arrays, the inputs of the work. Use the returned ones in it.
       y, metadata, axis_name, num_tokens, preferred_element_type, buffer: see `combine`.
-      mesh, implementation, deadline: see `dispatch`.
+      mesh, implementation, deadline, num_comm_sm: see `dispatch`.
     Returns:
       The exchange, for `exchange_done`; and `beside`, unchanged.
     Raises:
@@ -142,7 +150,12 @@ def combine_start(
         op, "y", y, metadata, num_tokens=num_tokens, dtype=preferred_element_type
     ).in_buffer(op, buffer)
     options = read_options(
-        op, axis_name, mesh=mesh, implementation=implementation, deadline=deadline
+        op,
+        axis_name,
+        mesh=mesh,
+        implementation=implementation,
+        deadline=deadline,
+        num_comm_sm=num_comm_sm,
     )
     return start(options, [argument], beside)
 

@@ -71,12 +71,22 @@ void StripsAreThoseOfOneRank() {
   }
 }
 
-// A number of multiprocessors is one of blocks, unless it names all of them: two on each.
+// A number of multiprocessors is one of blocks, unless it names all of them: two on each. By
+// default, an exchange between devices leaves some to other work.
 void MultiprocessorsAreBlocks() {
-  for (const auto& [num_comm_sm, blocks] :
-       {std::pair{0, 264}, {1, 1}, {48, 48}, {131, 131}, {132, 264}, {1000, 264}, {-1, 264}}) {
-    CHECK(NumMoveBlocks(num_comm_sm, 264) == blocks);
+  for (const bool on_one_device : {true, false}) {
+    const int by_default = on_one_device ? 264 : 64;
+    for (const auto& [num_comm_sm, blocks] : {std::pair{0, by_default},
+                                              {1, 1},
+                                              {48, 48},
+                                              {131, 131},
+                                              {132, 264},
+                                              {1000, 264},
+                                              {-1, by_default}}) {
+      CHECK(NumMoveBlocks(num_comm_sm, 264, on_one_device) == blocks);
+    }
   }
+  CHECK(NumMoveBlocks(0, 40, false) == 40);  // a small GPU
 }
 
 // Rows that were not written, in every array: holes, and a tail of several turns of each block.

@@ -146,7 +146,8 @@ Status Move(Direction direction, Part part, const CudaOptions& options, const St
   int num_resident = 0;
   status = FindNumResident(op, at.device, &num_resident);
   if (!status.ok()) return status;
-  const int num_blocks = kernels::NumMoveBlocks(options.num_comm_sm, num_resident);
+  const int num_blocks =
+      kernels::NumMoveBlocks(options.num_comm_sm, num_resident, location.on_one_device);
   status = ReadCudaOperands(options.call, args, results, num_blocks, &read, &call);
   if (!status.ok()) return status;
   call.in_bulk = options.copy_path == "bulk";
