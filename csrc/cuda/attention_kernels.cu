@@ -12,11 +12,12 @@ template <typename Element, int H, int Hv>
 __global__ void __launch_bounds__(kAttentionThreads, kHasWarpgroups ? 3 : 1)
     AttendKernel(const __grid_constant__ AttendCall call) {
   AsyncCopies copies;
-  Attend<Element>(call, static_cast<int>(blockIdx.x), reinterpret_cast<AttendScratch<H, Hv>*>(block_memory), &copies);
+  Attend<Element>(call, static_cast<int>(blockIdx.x),
+                  reinterpret_cast<AttendScratch<H, Hv>*>(block_memory), &copies);
 }
 
 template <typename Element, int H, int Hv>
-__global__ void __launch_bounds__(kAttentionThreads)
+__global__ void __launch_bounds__(kAttentionThreads, 1)
     QueryGradientsKernel(const __grid_constant__ GradientsCall call) {
   AsyncCopies copies;
   GradientsOfQueries<Element>(call, static_cast<int>(blockIdx.x),
@@ -24,11 +25,11 @@ __global__ void __launch_bounds__(kAttentionThreads)
 }
 
 template <typename Element, int H, int Hv>
-__global__ void __launch_bounds__(kAttentionThreads)
+__global__ void __launch_bounds__(kAttentionThreads, 1)
     KeyGradientsKernel(const __grid_constant__ GradientsCall call) {
   AsyncCopies copies;
-  GradientsOfKeys<Element>(call, static_cast<int>(blockIdx.x), reinterpret_cast<KeysScratch<H, Hv>*>(block_memory),
-                           &copies);
+  GradientsOfKeys<Element>(call, static_cast<int>(blockIdx.x),
+                           reinterpret_cast<KeysScratch<H, Hv>*>(block_memory), &copies);
 }
 
 template <typename Scratch, typename Call>

@@ -36,7 +36,7 @@ _LAST_BLOCK = ("Push", "Stage", "Unpack", "SmallDispatch")
 _READ_EARLY = ("UnpackReady",)
 _ATTENTION = ("Attend", "QueryGradients", "KeyGradients")
 # Parts of mangled names: kernels over memory of this host's GPUs, and for one size of heads.
-_NAMED = r"\d([A-Z][A-Za-z]*?)Kernel(?:\w*6Mapped|ILi\d)"
+_NAMED = r"\d([A-Z][A-Za-z]*?)Kernel(?:\w*6Mapped|INS_\w+?Li\d)"
 _IN_FLIGHT = 4
 
 # Kernels that move rows in bulk, where the architecture can: their name, and its mangled part.

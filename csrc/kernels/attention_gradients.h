@@ -160,13 +160,13 @@ CPD_DEVICE void GradientsOfQueries(const GradientsCall& call, int index,
   SyncAttention();
   rows.FindCommon();
   if (tile.head == 0) {  // the same for all heads
-    WriteQueryTile(call.tiles + int64_t{tile.batch} * NumTiles(call.num_rows) + tile.first / kTile, rows);
+    WriteQueryTile(call.tiles + int64_t{tile.batch} * NumTiles(call.num_rows) + tile.first / kTile,
+                   rows);
   }
   ForTilesOfKeys(call, tile, rows, &scratch->stages, copies,
                  [&](int key, const Tile<H>& k, const Tile<Hv>& v) {
-                   ForWarps(&warps, [&](Warp& warp, int at) {
-                     warp.Add(rows, at, key, call.scale, k, v);
-                   });
+                   ForWarps(&warps,
+                            [&](Warp& warp, int at) { warp.Add(rows, at, key, call.scale, k, v); });
                  });
   const TileOfHead done = TileOfHead::OfQueries(call, Again(index));
   ForWarps(&warps, [&](Warp& warp, int at) {
@@ -224,7 +224,8 @@ struct KeysWarp {
       const auto row_of = [&](int lane, int n, int i) { return query + 8 * n + ColumnOf(lane, i); };
       const auto differentiate = [&](auto sees) {
         Differentiate(
-            p, dp, scale, [&](int lane, int n, int i) { return rows.numbers[row_of(lane, n, i)].lse; },
+            p, dp, scale,
+            [&](int lane, int n, int i) { return rows.numbers[row_of(lane, n, i)].lse; },
             [&](int lane, int n, int i) { return rows.numbers[row_of(lane, n, i)].delta; }, sees);
       };
       const int key = first_key + at;
@@ -253,40 +254,41 @@ struct KeysWarp {
 class QueryTiles {
  public:
   struct One {
-    int head;  // of the group
+    int head;   // of the group
     int first;  // query; kNone after the last tile
     uint64_t used;
   };
 
   CPD_DEVICE QueryTiles(const GradientsCall& call, int batch, int first_key)
-      : tiles_(call.tiles + int64_t{batch} * NumTiles(call.num_rows)),
-        num_tiles_(NumTiles(call.num_rows)),
-        first_key_(first_key),
-        group_(call.num_heads / call.num_kv_heads),
-        one_{group_, 0, 0} {}
+      : call_(call), batch_(batch), first_key_(first_key) {}
 
   // All lanes of a warp call it.
   CPD_DEVICE One Next() {
-    if (one_.first != kNone && ++one_.head < group_) return one_;
-    const int tile = NextTile();
-    if (tile == kNone) return one_ = {0, kNone, 0};
-    const QueryTile& of = tiles_[tile];
-    return one_ = {0, tile * kTile, of.used[0] | uint64_t{of.used[1]} << 32};
+    if (tile_ == kNone || ++head_ == call_.num_heads / call_.num_kv_heads) {
+      head_ = 0;
+      tile_ = NextTile();
+    }
+    if (tile_ == kNone) return {0, kNone, 0};
+    const uint32_t (&used)[2] = Tiles()[tile_].used;
+    return {head_, tile_ * kTile, used[0] | uint64_t{used[1]} << 32};
   }
 
  private:
+  CPD_DEVICE int NumTilesOfQueries() const { return NumTiles(call_.num_rows); }
+  CPD_DEVICE const QueryTile* Tiles() const {
+    return call_.tiles + int64_t{batch_} * NumTilesOfQueries();
+  }
+
   CPD_DEVICE int NextTile() {
     while (!candidates_) {
-      if (first_ + 64 < end_) {  // the second half of the tiles that were read
-        first_ += 64;
+      first_ += 64;
+      if (first_ >= NumTilesOfQueries()) return kNone;
+      if (first_ & 64) {  // read with the 64 tiles before
         candidates_ = later_;
-        continue;
+      } else {
+        candidates_ = Meeting(first_);
+        later_ = Meeting(first_ + 64);
       }
-      if (end_ >= num_tiles_) return kNone;
-      first_ = end_;
-      end_ += 128;
-      candidates_ = Meeting(first_);
-      later_ = Meeting(first_ + 64);
     }
     const int tile = first_ + FirstBit(candidates_);
     candidates_ &= candidates_ - 1;
@@ -300,8 +302,8 @@ class QueryTiles {
     for (int i = 0; i < 2; ++i) {
       bits[i] = LanesWhere([&](int lane) {
         const int tile = first + 32 * i + lane;
-        return tile < num_tiles_ && tiles_[tile].first < first_key_ + kTile &&
-               tiles_[tile].last > first_key_;
+        return tile < NumTilesOfQueries() && Tiles()[tile].first < first_key_ + kTile &&
+               Tiles()[tile].last > first_key_;
       });
     }
     return bits[0] | uint64_t{bits[1]} << 32;
@@ -314,20 +316,20 @@ class QueryTiles {
 #endif
   }
 
-  const QueryTile* tiles_;
-  int num_tiles_, first_key_, group_;
-  One one_;
-  int first_ = 0, end_ = 0;  // of the tiles that were read; the candidates' first one
+  const GradientsCall& call_;
+  int batch_, first_key_;
+  int head_ = 0, tile_ = kNone;
+  int first_ = -64;  // the first one of the candidates
   uint64_t candidates_ = 0, later_ = 0;
 };
 
 // dk and dv, after the blocks of queries. Block `index` of batch * num_kv_heads *
 // NumTiles(num_keys).
 template <typename Element, int H, int Hv>
-CPD_DEVICE void GradientsOfKeys(const GradientsCall& call, int index,
-                                KeysScratch<H, Hv>* scratch, AsyncCopies* copies) {
+CPD_DEVICE void GradientsOfKeys(const GradientsCall& call, int index, KeysScratch<H, Hv>* scratch,
+                                AsyncCopies* copies) {
   const TileOfHead tile = TileOfHead::OfKeys(call, index);
-  const int first = tile.first, first_head = tile.head * (call.num_heads / call.num_kv_heads);
+  const int first = tile.first;
   const auto k = RowsOf<H>(call.k, tile.batch, call.num_keys, call.num_kv_heads, tile.head);
   const auto v = RowsOf<Hv>(call.v, tile.batch, call.num_keys, call.num_kv_heads, tile.head);
   const uint64_t keys = LowBits(call.num_keys - first);
@@ -335,7 +337,7 @@ CPD_DEVICE void GradientsOfKeys(const GradientsCall& call, int index,
   scratch->v.Copy(copies, v.Row(first), v.stride, keys);
   const auto load = [&](const QueryTiles::One& of, int stage) {
     if (of.first != kNone) {
-      const int head = first_head + of.head;
+      const int head = tile.head * (call.num_heads / call.num_kv_heads) + of.head;
       const auto q = RowsOf<H>(call.q, tile.batch, call.num_rows, call.num_heads, head);
       const auto dout = RowsOf<Hv>(call.dout, tile.batch, call.num_rows, call.num_heads, head);
       scratch->q[stage].Copy(copies, q.Row(of.first), q.stride, of.used);
@@ -360,20 +362,20 @@ CPD_DEVICE void GradientsOfKeys(const GradientsCall& call, int index,
     copies->Wait(1);
     SyncCopies();
     if (scratch->rows[stage].FirstKey(first) < first + kTile) {
-      ForWarps(&warps, [&](Warp& warp, int at) {
-        warp.Add(*scratch, at, first, stage, call.scale);
-      });
+      ForWarps(&warps,
+               [&](Warp& warp, int at) { warp.Add(*scratch, at, first, stage, call.scale); });
     }
     SyncAttention();
     queries = next;
     stage = 1 - stage;
   }
   copies->Wait(0);  // of the keys, which nothing may have read
+  const TileOfHead done = TileOfHead::OfKeys(call, Again(index));
   ForWarps(&warps, [&](Warp& warp, int at) {
     const auto write = [&](const MutableFloats& to, auto size, const Lanes<Sums>* x, float factor) {
       WriteRows<Element, size>(
-          to, tile.batch, call.num_keys, call.num_kv_heads, tile.head, x,
-          [&](int, int) { return factor; }, first + at);
+          to, done.batch, call.num_keys, call.num_kv_heads, done.head, x,
+          [&](int, int) { return factor; }, done.first + at);
     };
     write(call.dk, std::integral_constant<int, H>{}, warp.dk, call.scale);
     write(call.dv, std::integral_constant<int, Hv>{}, warp.dv, 1);

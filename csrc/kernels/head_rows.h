@@ -107,8 +107,8 @@ CPD_DEVICE void WriteRows(const HeadRows<uint16_t>& to, const Lanes<Sums>* x, F 
         const int row = first + lane / 4 + 8 * r;
         if (row >= num_rows) return;
         uint16_t* at = to.Row(row) + 8 * (n + lane % 2) + lane % 4 / 2 * 4;
-        *reinterpret_cast<FourElements*>(at) =
-            lane % 2 ? FourElements{{got[lane], kept[lane]}} : FourElements{{kept[lane], got[lane]}};
+        *reinterpret_cast<FourElements*>(at) = lane % 2 ? FourElements{{got[lane], kept[lane]}}
+                                                        : FourElements{{kept[lane], got[lane]}};
       });
     }
   }
@@ -116,8 +116,8 @@ CPD_DEVICE void WriteRows(const HeadRows<uint16_t>& to, const Lanes<Sums>* x, F 
 
 // Likewise into one head of an array of either type.
 template <typename Element, int H, typename F>
-CPD_DEVICE void WriteRows(const MutableFloats& to, int batch, int num_rows, int num_heads,
-                          int head, const Lanes<Sums>* x, F factor_of, int first) {
+CPD_DEVICE void WriteRows(const MutableFloats& to, int batch, int num_rows, int num_heads, int head,
+                          const Lanes<Sums>* x, F factor_of, int first) {
   if (to.is_wide) {
     const auto rows = RowsOf<H>(static_cast<float*>(to.data), batch, num_rows, num_heads, head);
     WriteRows<H>(rows, to.adds, x, factor_of, first, num_rows);

@@ -131,10 +131,10 @@ CPD_DEVICE void MultiplyAdd(Lanes<Sums>* sums, const Lanes<Four>& left, const La
 #ifdef __CUDACC__
   float* c = sums->value[0].x;
   const uint32_t *a = left.value[0].pairs, *b = right.value[0].pairs + 2 * half;
-#define CPD_MMA(type)                                                                            \
-  asm("mma.sync.aligned.m16n8k16.row.col.f32." type "." type                                     \
-      ".f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"                                  \
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                           \
+#define CPD_MMA(type)                                           \
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." type "." type    \
+      ".f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};" \
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])          \
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
   if constexpr (std::is_same_v<Element, BF16>) {
     CPD_MMA("bf16");
@@ -150,7 +150,8 @@ CPD_DEVICE void MultiplyAdd(Lanes<Sums>* sums, const Lanes<Four>& left, const La
       for (int r = 0; r < 4; ++r) {
         a[g + r % 2 * 8][k + r / 2 * 8] = Unpack<Element>(left[lane].pairs[r], i);
       }
-      for (int r = 0; r < 2; ++r) b[k + 8 * r][g] = Unpack<Element>(right[lane].pairs[2 * half + r], i);
+      for (int r = 0; r < 2; ++r)
+        b[k + 8 * r][g] = Unpack<Element>(right[lane].pairs[2 * half + r], i);
     }
   }
   for (int lane = 0; lane < 32; ++lane) {

@@ -34,8 +34,7 @@ CPD_DEVICE uint64_t DescriptorOf(const uint16_t* matrix, int panel_bytes) {
       "+f"(s[i].value[0].x[3])
 #define CPD_SUMS4(i) CPD_SUMS(i), CPD_SUMS(i + 1), CPD_SUMS(i + 2), CPD_SUMS(i + 3)
 #define CPD_16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
-#define CPD_32 \
-  CPD_16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define CPD_32 CPD_16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define CPD_64                                                                        \
   CPD_32                                                                              \
   ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51," \
@@ -47,25 +46,27 @@ CPD_DEVICE uint64_t DescriptorOf(const uint16_t* matrix, int panel_bytes) {
 #define CPD_LEFT \
   "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(right), "r"(int{adds}), "n"(int{kTransposed})
 // The left matrix lies in registers, ...
-#define CPD_MULTIPLY_REGISTERS(type)                                                              \
-  if constexpr (kColumns == 32) {                                                                 \
-    asm volatile(CPD_WGMMA("32", type, CPD_16, "%21") "{%16,%17,%18,%19}, %20, adds, 1, 1, %22;\n}" \
-                 : CPD_SUMS4(0)                                                                   \
-                 : CPD_LEFT);                                                                     \
-  } else if constexpr (kColumns == 64) {                                                          \
-    asm volatile(CPD_WGMMA("64", type, CPD_32, "%37") "{%32,%33,%34,%35}, %36, adds, 1, 1, %38;\n}" \
-                 : CPD_SUMS4(0), CPD_SUMS4(4)                                                     \
-                 : CPD_LEFT);                                                                     \
-  } else {                                                                                        \
-    asm volatile(CPD_WGMMA("128", type, CPD_64,                                                   \
-                           "%69") "{%64,%65,%66,%67}, %68, adds, 1, 1, %70;\n}"                   \
-                 : CPD_SUMS4(0), CPD_SUMS4(4), CPD_SUMS4(8), CPD_SUMS4(12)                        \
-                 : CPD_LEFT);                                                                     \
+#define CPD_MULTIPLY_REGISTERS(type)                                                        \
+  if constexpr (kColumns == 32) {                                                           \
+    asm volatile(                                                                           \
+        CPD_WGMMA("32", type, CPD_16, "%21") "{%16,%17,%18,%19}, %20, adds, 1, 1, %22;\n}"  \
+        : CPD_SUMS4(0)                                                                      \
+        : CPD_LEFT);                                                                        \
+  } else if constexpr (kColumns == 64) {                                                    \
+    asm volatile(                                                                           \
+        CPD_WGMMA("64", type, CPD_32, "%37") "{%32,%33,%34,%35}, %36, adds, 1, 1, %38;\n}"  \
+        : CPD_SUMS4(0), CPD_SUMS4(4)                                                        \
+        : CPD_LEFT);                                                                        \
+  } else {                                                                                  \
+    asm volatile(                                                                           \
+        CPD_WGMMA("128", type, CPD_64, "%69") "{%64,%65,%66,%67}, %68, adds, 1, 1, %70;\n}" \
+        : CPD_SUMS4(0), CPD_SUMS4(4), CPD_SUMS4(8), CPD_SUMS4(12)                           \
+        : CPD_LEFT);                                                                        \
   }
 // ... or in the block's memory.
-#define CPD_MULTIPLY_MEMORY(type)                                                     \
+#define CPD_MULTIPLY_MEMORY(type)                                                    \
   asm volatile(CPD_WGMMA("64", type, CPD_32, "%34") "%32, %33, adds, 1, 1, 0, 0;\n}" \
-               : CPD_SUMS4(0), CPD_SUMS4(4)                                           \
+               : CPD_SUMS4(0), CPD_SUMS4(4)                                          \
                : "l"(left), "l"(right), "r"(int{adds}))
 
 // s [64, kColumns] = left right, or += if it `adds`: 16 columns of the left matrix, which lies in

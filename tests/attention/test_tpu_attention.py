@@ -136,6 +136,8 @@ def test_masks(name):
 def test_options(monkeypatch):
     """16 query heads of 192 and 128 numbers, soft cap, sink, largest logits; JAX's derivatives."""
     sizes, dtype, tolerance = (16, 1, 192, 128), jnp.bfloat16, 1e-2
+    monkeypatch.setattr(uncut, "attend", uncut.attend_cut)
+    monkeypatch.setattr(uncut, "gradients", uncut.gradients_cut)
     monkeypatch.setattr(uncut, "attend_blocks", tpu.attend)
     monkeypatch.setattr(uncut, "gradients_of_blocks", tpu.gradients)
     for name in ("_forward", "_backward"):  # cached traces would bypass the patch

@@ -21,7 +21,7 @@ namespace cpd::kernels {
 
 struct AttentionShape {
   int num_queries, num_keys;
-  int group = 1;     // query heads of a KV head
+  int group = 1;  // query heads of a KV head
   int num_kv_heads = 1;
   int batch = 2;
   bool has_sink = false;
@@ -39,8 +39,8 @@ inline AttentionShape RandomAttentionShape(std::mt19937& rng) {
     return is_at_end ? draw(1, most / kTile) * kTile + draw(-1, 1) : draw(1, most);
   };
   const int group = 1 << draw(0, 3);
-  return {size(240 / group + 40), size(256),    group, 1 + (group < 8 ? draw(0, 1) : 0),
-          draw(1, 2),             draw(0, 1) == 1};
+  return {size(240 / group + 40),           size(256),  group,
+          1 + (group < 8 ? draw(0, 1) : 0), draw(1, 2), draw(0, 1) == 1};
 }
 
 template <typename T>
@@ -66,8 +66,7 @@ struct PoisonedArray {
   size_t size() const { return is_wide ? wide.size() : narrow.size(); }
   double operator[](size_t i) const { return is_wide ? wide[i] : float{Element{narrow[i]}}; }
   bool operator==(const PoisonedArray& other) const {
-    return is_wide == other.is_wide && SameBits(wide, other.wide) &&
-           SameBits(narrow, other.narrow);
+    return is_wide == other.is_wide && SameBits(wide, other.wide) && SameBits(narrow, other.narrow);
   }
 };
 
@@ -142,9 +141,9 @@ struct AttentionProblem {
   }
 
   AttentionOperands Operands(const Part& part) const {
-    return {q.data(),          part.k.data(), part.v.data(),      part.start.data(),
-            part.end.data(),   shape.batch,   shape.num_queries,  part.num_keys,
-            shape.NumHeads(),  shape.num_kv_heads, 1 / std::sqrt(float{H})};
+    return {q.data(),         part.k.data(),      part.v.data(),          part.start.data(),
+            part.end.data(),  shape.batch,        shape.num_queries,      part.num_keys,
+            shape.NumHeads(), shape.num_kv_heads, 1 / std::sqrt(float{H})};
   }
 
  private:
@@ -309,9 +308,12 @@ AttentionResults<Element> RunParts(const AttentionProblem<Element, H, Hv>& probl
   const AttentionShape& shape = problem.shape;
   const size_t rows = problem.lse.size();
   const Seen<float> poison(rows, kPoison);
-  AttentionResults<Element> results{{problem.out.size(), true}, poison,
-                                    poison,                     {problem.dq.size(), true},
-                                    {problem.dk.size(), true},  {problem.dv.size(), true}};
+  AttentionResults<Element> results{{problem.out.size(), true},
+                                    poison,
+                                    poison,
+                                    {problem.dq.size(), true},
+                                    {problem.dk.size(), true},
+                                    {problem.dv.size(), true}};
   Seen<float> softmax[3]{poison, poison, Seen<float>(rows * Hv, kPoison)};
   bool has_seen = begins_with_nothing;
   Seen<float> lse(problem.lse.begin(), problem.lse.end());
@@ -371,8 +373,7 @@ AttentionResults<Element> RunParts(const AttentionProblem<Element, H, Hv>& probl
         results.peak[row] = total == 0 ? -INFINITY : softmax[0][row];
         results.lse[row] = results.peak[row] + std::log(total);
         for (int h = 0; h < Hv; ++h) {
-          results.out.wide[query * Hv + h] =
-              softmax[2][query * Hv + h] / (total == 0 ? 1 : total);
+          results.out.wide[query * Hv + h] = softmax[2][query * Hv + h] / (total == 0 ? 1 : total);
         }
       }
     }

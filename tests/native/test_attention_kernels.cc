@@ -29,9 +29,9 @@ void Launch(int first, int num_blocks, bool is_early, Kernel kernel) {
 
 template <typename Element, int H, int Hv>
 void AttendOnHost(const AttendCall& call, bool is_early, int first = 0) {
-  Launch<AttendScratch<H, Hv>>(
-      first, call.batch * call.num_heads * NumTiles(call.num_rows), is_early,
-      [&](auto... arguments) { Attend<Element>(call, arguments...); });
+  Launch<AttendScratch<H, Hv>>(first, call.batch * call.num_heads * NumTiles(call.num_rows),
+                               is_early,
+                               [&](auto... arguments) { Attend<Element>(call, arguments...); });
 }
 
 template <typename Element, int H, int Hv>
@@ -48,10 +48,9 @@ void DifferentiateOnHost(const GradientsCall& call, bool is_early, int first_of_
 template <typename Element, int H, int Hv>
 AttentionErrors EqualsLoops(std::mt19937& rng, const AttentionShape& shape, bool is_early) {
   return RunAttention<Element, H, Hv>(rng, shape, 2e-6, [&](auto run) {
-    return run([&](const AttendCall& call) { AttendOnHost<Element, H, Hv>(call, is_early); },
-               [&](const GradientsCall& call) {
-                 DifferentiateOnHost<Element, H, Hv>(call, is_early);
-               });
+    return run(
+        [&](const AttendCall& call) { AttendOnHost<Element, H, Hv>(call, is_early); },
+        [&](const GradientsCall& call) { DifferentiateOnHost<Element, H, Hv>(call, is_early); });
   });
 }
 
@@ -61,8 +60,8 @@ T* Ahead(T* array, int64_t num_elements) {
   return reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(array) - num_elements * sizeof(T));
 }
 
-// Rows and keys of one head, as the last ones of the last of three large batch rows. Only the blocks
-// run that access them.
+// Rows and keys of one head, as the last ones of the last of three large batch rows. Only the
+// blocks run that access them.
 void ReachesTheEndOfLargeArrays(std::mt19937& rng) {
   constexpr int H = 64, kBefore = 1 << 25;  // of rows, and of keys
   constexpr int kBatch = 3;
@@ -131,8 +130,8 @@ void VisitsNoOtherTiles() {
   start[60] = 9 * kTile, end[60] = kKeys;              // tiles 9, 10 and 11
   start[70] = 5 * kTile - 1, end[70] = start[70] + 1;  // tile 4, in the second block
   std::vector<uint16_t> zeros(kKeys * 64);
-  AttentionOperands of{zeros.data(), zeros.data(), zeros.data(), start.data(), end.data(), 1,
-                       kRows,        kKeys,        1,            1,            1};
+  AttentionOperands of{
+      zeros.data(), zeros.data(), zeros.data(), start.data(), end.data(), 1, kRows, kKeys, 1, 1, 1};
   std::vector<int> tiles[2];
   RowRanges rows[2];
   for (int block = 0; block < 2; ++block) {

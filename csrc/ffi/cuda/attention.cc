@@ -149,24 +149,25 @@ ffi::Error AttendIn(int32_t device, cudaStream_t stream, Any q, Any k, Any v, In
   if (!status.ok() || !kExecute) return ToError(status);
   const Operands of{q, k, v, start, end, scale};
   kernels::AttendCall call{};
-  status = InTurn(
-      [&] { return Read(op, of, &call); },
-      [&] { return ReadFloats(op, of, *out, of.OfQueries(v.dimensions()[3]), &call.out); },
-      [&] { return ReadNumbers(op, of, *lse, &call.lse); },
-      [&]() -> Status {
-        if (peak.size() == 0) return {};
-        const auto x = peak.get<Floats>(0);
-        if (!x.has_value()) return Invalid(op, "a peak that is not float32");
-        return ReadNumbers(op, of, **x, &call.peak);
-      },
-      [&]() -> Status {
-        if (sink.size() == 0) return {};
-        const auto x = sink.get<Floats>(0);
-        const auto heads = static_cast<size_t>(call.batch) * call.num_heads;
-        if (!x.has_value() || x->element_count() != heads) return Invalid(op, "another sink");
-        call.sink = x->typed_data();
-        return {};
-      });
+  status =
+      InTurn([&] { return Read(op, of, &call); },
+             [&] { return ReadFloats(op, of, *out, of.OfQueries(v.dimensions()[3]), &call.out); },
+             [&] { return ReadNumbers(op, of, *lse, &call.lse); },
+             [&]() -> Status {
+               if (peak.size() == 0) return {};
+               const auto x = peak.get<Floats>(0);
+               if (!x.has_value()) return Invalid(op, "a peak that is not float32");
+               return ReadNumbers(op, of, **x, &call.peak);
+             },
+             [&]() -> Status {
+               if (sink.size() == 0) return {};
+               const auto x = sink.get<Floats>(0);
+               const auto heads = static_cast<size_t>(call.batch) * call.num_heads;
+               if (!x.has_value() || x->element_count() != heads)
+                 return Invalid(op, "another sink");
+               call.sink = x->typed_data();
+               return {};
+             });
   if (!status.ok()) return ToError(status);
   return Ended(op, LaunchAttend(call, of.Heads(), stream));
 }
@@ -180,23 +181,22 @@ ffi::Error AttendMoreIn(int32_t device, cudaStream_t stream, Any q, Any k, Any v
   if (!status.ok() || !kExecute) return ToError(status);
   const Operands of{q, k, v, start, end, scale};
   kernels::AttendCall call{};
-  status = InTurn(
-      [&] { return Read(op, of, &call); },
-      [&] { return ReadNumbers(op, of, *peak, &call.peak); },
-      [&] { return ReadNumbers(op, of, *total, &call.total); },
-      [&]() -> Status {
-        const auto size = of.NumRows() * v.dimensions()[3];
-        if (acc->element_count() != size) return Invalid(op, "values of another size");
-        call.acc = acc->typed_data();
-        if (seen.size() == 0) return {};
-        call.seen_peak = FloatsAt(seen, 0);
-        call.seen_total = FloatsAt(seen, 1);
-        call.seen_acc = FloatsAt(seen, 2);
-        if (!call.seen_peak || !call.seen_total || !call.seen_acc) {
-          return Invalid(op, "an online softmax that is not float32");
-        }
-        return {};
-      });
+  status = InTurn([&] { return Read(op, of, &call); },
+                  [&] { return ReadNumbers(op, of, *peak, &call.peak); },
+                  [&] { return ReadNumbers(op, of, *total, &call.total); },
+                  [&]() -> Status {
+                    const auto size = of.NumRows() * v.dimensions()[3];
+                    if (acc->element_count() != size) return Invalid(op, "values of another size");
+                    call.acc = acc->typed_data();
+                    if (seen.size() == 0) return {};
+                    call.seen_peak = FloatsAt(seen, 0);
+                    call.seen_total = FloatsAt(seen, 1);
+                    call.seen_acc = FloatsAt(seen, 2);
+                    if (!call.seen_peak || !call.seen_total || !call.seen_acc) {
+                      return Invalid(op, "an online softmax that is not float32");
+                    }
+                    return {};
+                  });
   if (!status.ok()) return ToError(status);
   return Ended(op, LaunchAttend(call, of.Heads(), stream));
 }
@@ -281,7 +281,7 @@ auto BindOperands() {
 template <ffi::ExecutionStage kStage>
 auto BindAttend() {
   return BindOperands<kStage>()
-      .RemainingArgs()  // sink; or none
+      .RemainingArgs()         // sink; or none
       .template Ret<Any>()     // out
       .template Ret<Floats>()  // lse
       .RemainingRets()         // peak; or none
