@@ -204,7 +204,7 @@ def _transpose_done(cotangents, *operands, exchange: Exchange):
     n = exchange.num_arrays
     cts, beside = list(cotangents[:n]), list(cotangents[n:])
     keep, work = _is_nonzero(cts), _is_nonzero(beside)
-    zeros = PairValues.read(map(_zero_of, values.flat()), exchange)._replace(beside=beside)
+    zeros = PairValues.read([*map(_zero_of, values.flat())], exchange)._replace(beside=beside)
     out = zeros
     if any(keep):
         linear, kept = _select(fields, exchange, cts, keep)

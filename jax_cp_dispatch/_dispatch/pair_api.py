@@ -160,7 +160,7 @@ def combine_start(
     return start(options, [argument], beside)
 
 
-def exchange_done(exchange: StartedExchange, *, beside: Any = None) -> tuple[Any, Any]:
+def exchange_done(exchange: Any, *, beside: Any = None) -> tuple[Any, Any]:
     """Ends an exchange: returns what `dispatch` or `combine` returns.
 
     Call once for each `dispatch_start` and `combine_start`, in the same traced function. Its
