@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.core import Tracer
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Shaped
 
@@ -136,7 +137,7 @@ def _specs(op: str, weights: Any, weight_specs: Any) -> tuple[P, ...]:
 def _check_expanded(op: str, q: Any, expansion: Expansion, operands: Operands) -> None:
     """Requires keys and values of the queries, one for each row."""
     num_rows, (N, H) = q.shape[0] * q.shape[1], q.shape[2:]
-    found = expanded_shapes(expansion, operands)
+    found = _traced(op, expansion, operands)
     needs = f"(k, v), [R, K, {H}] and [R, K, Hv] in {q.dtype}, of R = {num_rows} rows"
     if not (isinstance(found, tuple | list) and len(found) == 2):
         raise TypeError(
@@ -154,12 +155,28 @@ def _check_expanded(op: str, q: Any, expansion: Expansion, operands: Operands) -
         raise ValueError(f"{described}, and K needs to divide the {N} query heads.")
 
 
-def expanded_shapes(expansion: Expansion, operands: Operands) -> Any:
-    """Returns shapes and dtypes of what `expand` returns."""
+def _traced(op: str, expansion: Expansion, operands: Operands) -> Any:
+    """Returns `expanded_shapes`; requires that `expand` reads no traced array but its arguments."""
+    program, found = jax.make_jaxpr(expansion, return_shape=True)(*_arguments(operands))
+    for x in program.consts:
+        if isinstance(x, Tracer):
+            raise ValueError(
+                f"{op}: expand closes over a traced array of shape {list(x.shape)}. Pass it as "
+                "weights=, and read it from the first argument of expand."
+            )
+    return found
+
+
+def _arguments(operands: Operands) -> tuple[list[Any], list[Any]]:
+    """Returns shapes and dtypes of weights and rows."""
     B, T = operands.q.shape[:2]
     weights = [Shape(x.shape, x.dtype) for x in operands.weights]
-    rows = [Shape((B * T, x.shape[3]), x.dtype) for x in operands.k]
-    return jax.eval_shape(expansion, weights, rows)
+    return weights, [Shape((B * T, x.shape[3]), x.dtype) for x in operands.k]
+
+
+def expanded_shapes(expansion: Expansion, operands: Operands) -> Any:
+    """Returns shapes and dtypes of what `expand` returns."""
+    return jax.eval_shape(expansion, *_arguments(operands))
 
 
 def shapes_of_keys(expansion: Expansion | None, operands: Operands) -> tuple[Any, Any]:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_cp_dispatch._arguments import check_array
+from jax_cp_dispatch._arguments import check_array, clip_to_int32
 from jax_cp_dispatch.masks.mask import Mask, is_traced
 
 _Kind = TypeVar("_Kind", bound="type[ArrayMask]")
@@ -47,9 +47,9 @@ class ArrayMask(Mask):
         return MaskKind(type(self))
 
     def _store(self, **arrays: Any) -> None:
-        """Sets the fields, as int32; for constructors, whose arguments may be other arrays."""
+        """Sets the fields, clipped to int32; for constructors, which take other arrays."""
         for name, x in arrays.items():
-            stored = x if x is None else x.astype(np.int32)
+            stored = x if x is None else clip_to_int32(x)
             object.__setattr__(self, name, stored)
 
     def __repr__(self) -> str:

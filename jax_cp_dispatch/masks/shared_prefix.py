@@ -25,8 +25,9 @@ class SharedPrefix(ArrayMask):
 
     `SharedPrefix(completion_ids)` takes integers `[B, T]`, which may be traced: 0 in the prompt,
     another id in each completion after it. A completion is one run of its id; completions that
-    touch have different ids. Positions of a completion usually count on from the prompt; then pass
-    segment ids alone, which separate the documents.
+    touch have different ids. A prompt and its completions are one document, with one segment id.
+    Pass no positions to attention, or those that count all of its tokens: positions for RoPE, which
+    return to the end of the prompt in each completion, would end the document.
 
     Attributes:
       q_end: one past the last column of the completion, for its keys; the largest int32 for those
@@ -60,7 +61,8 @@ class SharedPrefix(ArrayMask):
             (
                 in_prompt | (column != start),
                 "has a document that begins with a completion. Give a "
-                "prompt and its completions one segment id, and the prompt completion id 0.",
+                "prompt and its completions one segment id and the prompt completion id 0, and "
+                "omit positions.",
             ),
         ]
 

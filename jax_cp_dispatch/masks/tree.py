@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int32, Integer
 
+from jax_cp_dispatch._arguments import clip_to_int32
 from jax_cp_dispatch.masks.array_mask import (
     OF_OTHER_COLUMNS,
     ArrayMask,
@@ -100,7 +101,7 @@ class _Forest(NamedTuple):
         first = S * np.arange(B, dtype=np.int32)[:, None]
 
         def numbered(x):
-            x = x.astype(np.int32)
+            x = clip_to_int32(x)
             return xp.where((x >= 0) & (x < S), x + first, B * S).astype(np.int32)
 
         none = np.full(1, B * S, np.int32)

@@ -247,6 +247,17 @@ def test_weights_of_other_heads_are_refused(specs, says):
         )  # fmt: skip
 
 
+def test_a_traced_array_that_expand_closes_over_is_named():
+    def loss(w):
+        expand = lambda _, rows: (jnp.einsum("rl,lnh->rnh", rows, w),) * 2
+        return context_parallel_attention(
+            *(Q, ROWS), expand=expand, mesh=mesh_of(2), axis_name=AXIS, algorithm="ring"
+        ).sum()
+
+    with pytest.raises(ValueError, match=r"closes over a traced array of shape \[3, 4, 12\].*weig"):
+        jax.eval_shape(jax.grad(loss), np.ones((3, N, H), np.float32))
+
+
 def keys(rows=16, size=H, heads=2):
     return lambda *_: (jnp.zeros((rows, heads, size)), jnp.zeros((rows, heads, HV)))
 

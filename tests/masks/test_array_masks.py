@@ -12,7 +12,7 @@ from packed_batches import pack
 
 from jax_cp_dispatch.attention.attended import attended_tokens
 from jax_cp_dispatch.attention.packed_mask import PackedMask
-from jax_cp_dispatch.masks import Blocks, MaskRanges, PrefixLM, SharedPrefix, Tree
+from jax_cp_dispatch.masks import Blocks, MaskRanges, PrefixLM, Ranges, SharedPrefix, Tree
 from jax_cp_dispatch.masks.pairs import pairs_per_query, traced_pairs_per_query
 
 SHAPE = (3, 24)
@@ -111,3 +111,10 @@ def test_traced_trees_out_of_order_get_ends_that_attention_refuses():
         mask = jax.jit(Tree)(jnp.array(span_ids), jnp.array(parents))
         ((rule, _),) = mask.rules(jnp.arange(4)[None], jnp.zeros((1, 4)), jnp.full((1, 4), 4))
         assert not rule.any()
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint32, np.uint64])
+def test_numbers_beyond_int32_are_no_limit(dtype):
+    none = np.full((1, 4), np.iinfo(dtype).max, dtype)
+    mask = Ranges(np.zeros((1, 4), dtype), none)
+    np.testing.assert_array_equal(mask.k_end, np.iinfo(np.int32).max)

@@ -88,7 +88,7 @@ CASES = [
         lambda: cp.place_tokens(
             segment_ids=IDS,
             world_size=1,
-            mask=jax.tree.map(lambda x: x[:, ::-1], Tree(IDS, np.array([[-1, -1, 1]]))),
+            mask=jax.tree.map(lambda x: x[:, ::-1], Tree(IDS, np.array([[-1, -1, -1]]))),
         ),
         "Tree has tokens that are not in depth-first order, or is made of other columns",
     ),

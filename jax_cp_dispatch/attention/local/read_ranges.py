@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
 
-from jax_cp_dispatch._arguments import is_on_host
+from jax_cp_dispatch._arguments import clip_to_int32, is_on_host
 from jax_cp_dispatch.attention.attended import attended_tokens
 from jax_cp_dispatch.attention.local.blocks import RowRanges
 from jax_cp_dispatch.attention.local.check_operands import check_arrays, check_documents
@@ -46,13 +45,13 @@ def read_ranges(
         )
     check_arrays(op, kv_start=given.k_start, kv_end=given.k_end)
     _check(op, "kv", (given.k_start, given.k_end), (B, T), "one range per query row")
-    k_start, k_end = cast(Array, given.k_start), cast(Array, given.k_end)
+    k_start, k_end = clip_to_int32(given.k_start), clip_to_int32(given.k_end)
     if given.q_start is None and given.q_end is None:
         return RowRanges(k_start, k_end)
     check_arrays(op, q_start=given.q_start, q_end=given.q_end)
     _check(op, "q", (given.q_start, given.q_end), (B, S), "one range per key row")
     index = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
-    start, end = (jnp.clip(x, 0, T).astype(jnp.int32) for x in (given.q_start, given.q_end))
+    start, end = (jnp.clip(clip_to_int32(x), 0, T) for x in (given.q_start, given.q_end))
     return RowRanges(k_start, k_end, KeyQueries(index, start, end))
 
 
