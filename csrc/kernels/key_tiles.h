@@ -19,7 +19,7 @@ struct AttentionOperands {
   float scale;                  // of logits
 };
 
-CPD_DEVICE int NumTiles(int rows) { return (rows + kTile - 1) / kTile; }
+CPD_HOST_DEVICE inline int NumTiles(int rows) { return (rows + kTile - 1) / kTile; }
 
 // The tile of rows of one head that a block computes.
 struct TileOfHead {

@@ -94,24 +94,29 @@ void RunRecorded(cudaStream_t stream, bool recorded, F launch) {
   CUDA(cudaStreamSynchronize(stream));
 }
 
+// Runs the kernels of attention.
+struct AttentionLauncher {
+  HeadType heads;
+  cudaStream_t stream;
+  bool recorded;
+
+  void operator()(const AttendCall& call) const {
+    RunRecorded(stream, recorded, [&] { CUDA(LaunchAttend(call, heads, stream)); });
+  }
+  void operator()(const GradientsCall& call) const {
+    RunRecorded(stream, recorded, [&] { CUDA(LaunchGradients(call, heads, stream)); });
+  }
+};
+
 // Launched and recorded, with the same bits. Tensor cores cut off what does not fit float32 when
 // they add, instead of rounding it: of_lse.
 template <typename Element, int H, int Hv>
 AttentionErrors EqualsLoops(Rng& rng, const AttentionShape& shape, cudaStream_t stream) {
   const HeadType heads{std::is_same_v<Element, BF16> ? DataType::kBF16 : DataType::kF16, H, Hv};
-  const auto attend = [&](bool recorded) {
-    return [&, recorded](const AttendCall& call) {
-      RunRecorded(stream, recorded, [&] { CUDA(LaunchAttend(call, heads, stream)); });
-    };
-  };
-  const auto differentiate = [&](bool recorded) {
-    return [&, recorded](const GradientsCall& call) {
-      RunRecorded(stream, recorded, [&] { CUDA(LaunchGradients(call, heads, stream)); });
-    };
-  };
+  const AttentionLauncher launch{heads, stream, false}, replay{heads, stream, true};
   return RunAttention<Element, H, Hv>(rng, shape, 1e-5, [&](auto run) {
-    const auto results = run(attend(false), differentiate(false));
-    CHECK(run(attend(true), differentiate(true)) == results);
+    const auto results = run(launch, launch);
+    CHECK(run(replay, replay) == results);
     return results;
   });
 }
