@@ -68,6 +68,7 @@ struct UnpackScratch {
   uint32_t num_written[kMaxOperandGroups];
   uint32_t num_unwritten;
   uint32_t unwritten[kTagsInFlight * kMaxThreads];
+  uint32_t overlaps;  // whether the last block has found that rows overlap
 };
 
 // Fills a result that has no valid plan: NaN for floats, -1 for signed integers.
@@ -262,10 +263,11 @@ CPD_DEVICE void ClearGroups(const Block& block, const Rank& rank, UnpackScratch*
   }
 }
 
-// Every tag denotes one row: fewer tags than sent rows mean that a row was written twice.
-CPD_DEVICE void CheckWritten(const Rank& rank) {
+// Whether rows were written twice: every tag denotes one row, and there are fewer than rows sent.
+CPD_DEVICE bool FindOverlap(const Rank& rank) {
   const Call& call = rank.call;
   State* state = rank.state();
+  bool overlaps = false;
   for (int p = 0; p < call.num_groups; ++p) {
     uint64_t sent = 0;
     for (int from = 0; from < call.num_ranks; ++from) {
@@ -279,28 +281,39 @@ CPD_DEVICE void CheckWritten(const Rank& rank) {
     error.expected = static_cast<int64_t>(sent);
     error.seen = static_cast<int64_t>(written);
     Raise(rank, error);
+    overlaps = true;
   }
+  return overlaps;
 }
 
-// Takes all rows that have not been taken, and clears those that were not written.
+// Takes all rows that have not been taken, and clears those that were not written. If some were
+// written twice, the last block spoils the result: it alone sees the counts of all blocks, and
+// their rows are there.
 template <typename CopyPath = ByRegisters>
 CPD_DEVICE void Unpack(const Block& block, const Rank& rank, UnpackScratch* scratch,
                        const CopyPath& path = {}) {
   State* state = rank.state();
-  if (state->failed != kFine) {
-    Spoil(block, rank);
-    return;
+  Block spoilers = block;
+  bool is_spoiled = state->failed != kFine;
+  if (!is_spoiled) {
+    if (HoldsAllRanks(rank.call)) {
+      ClearGroups(block, rank, scratch);
+    } else {
+      UnpackGroups<Phase::kLast>(block, rank, scratch, path);
+    }
+    path.Finish(block);
+    block.Sync();
+    if (block.thread == 0) {
+      const auto num_blocks = static_cast<uint64_t>(block.num_blocks);
+      const bool is_last = AddAndFetch(&state->blocks_done, 1) == num_blocks;
+      scratch->overlaps = is_last && FindOverlap(rank);
+    }
+    block.Sync();
+    is_spoiled = scratch->overlaps != 0;
+    spoilers.index = 0;
+    spoilers.num_blocks = 1;
   }
-  if (HoldsAllRanks(rank.call)) {
-    ClearGroups(block, rank, scratch);
-  } else {
-    UnpackGroups<Phase::kLast>(block, rank, scratch, path);
-  }
-  if (block.thread != 0 ||
-      AddAndFetch(&state->blocks_done, 1) != static_cast<uint64_t>(block.num_blocks)) {
-    return;
-  }
-  CheckWritten(rank);  // the last block sees the counts of all
+  if (is_spoiled) Spoil(spoilers, rank);
 }
 
 }  // namespace cpd::kernels

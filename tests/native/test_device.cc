@@ -196,9 +196,10 @@ void ReceiversCheckCountsAndOverlaps() {
   }
   const Rank receiver{second, 0};
   Launch<MeetScratch>(1, 1, [&](const Block& b, MeetScratch* s) { Wait(b, receiver, s); });
-  Launch<UnpackScratch>(1, 1, [&](const Block& b, UnpackScratch* s) { Unpack(b, receiver, s); });
+  Launch<UnpackScratch>(3, 2, [&](const Block& b, UnpackScratch* s) { Unpack(b, receiver, s); });
   const ErrorRecord found = overlap.Take(1);
   CHECK(found.failure == Failure::kOverlap && found.expected == 8 && found.seen == 7);
+  CHECK(IsSpoiled(overlap, 1));
 }
 
 // Ranks may use different numbers of blocks, and cut their rows into different strips.

@@ -182,6 +182,7 @@ void ARowThatIsWrittenTwiceIsFound() {
   Run(world, launch, 1);
   const ErrorRecord found = world.Take(0);
   CHECK(found.failure == Failure::kOverlap && found.expected == 8 && found.seen == 4);
+  CHECK(IsSpoiled(world, 0) && !IsSpoiled(world, 1));
 }
 
 const Register kTests("test_one_launch", [](const Numbers& numbers) {
