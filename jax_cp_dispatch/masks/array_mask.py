@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P, reshard
 
 from jax_cp_dispatch._arguments import check_array, clip_to_int32
 from jax_cp_dispatch.masks.mask import Mask, is_traced
@@ -88,6 +89,21 @@ def check_arrays(op: str, **arrays: Any) -> None:
             needs = "[B, T]" if shape is None else f"{list(shape)}, as the other arrays"
             raise ValueError(f"{op}: {name} has shape {list(x.shape)}; it needs to be {needs}.")
         shape = x.shape
+
+
+def gathered(x: Any, *, rows: bool = False) -> Any:
+    """Returns an array whose columns, and with `rows` whose rows, no explicit mesh axis shards.
+
+    Runs and trees cross the shards. Attention shards what it takes.
+    """
+    if not is_traced(x):
+        return x
+    sharding = jax.typeof(x).sharding
+    sharded, *columns = (*sharding.spec, None, None)[:2]
+    kept = None if rows else sharded
+    if (kept, None) == (sharded, *columns):
+        return x
+    return reshard(x, NamedSharding(sharding.mesh, P(kept, None)))
 
 
 OF_OTHER_COLUMNS = (

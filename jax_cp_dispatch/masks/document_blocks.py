@@ -12,6 +12,7 @@ from jax_cp_dispatch.masks.array_mask import (
     check_arrays,
     ends_fit,
     ends_of_runs,
+    gathered,
 )
 from jax_cp_dispatch.masks.mask import MaskRanges, maximum, minimum
 
@@ -31,6 +32,7 @@ class Blocks(ArrayMask):
 
     def __init__(self, block_ids: Integer[Array | np.ndarray, "B T"]) -> None:
         check_arrays("Blocks", block_ids=block_ids)
+        block_ids = gathered(block_ids)
         self._store(block_end=ends_of_runs(block_ids) * (block_ids > 0))
 
     @property

@@ -13,6 +13,7 @@ from jax_cp_dispatch.masks.array_mask import (
     before,
     ends_fit,
     ends_of_runs,
+    gathered,
 )
 from jax_cp_dispatch.masks.mask import MaskRanges, maximum, minimum
 
@@ -41,6 +42,7 @@ class PrefixLM(ArrayMask):
             raise ValueError(
                 f"PrefixLM: in_prefix has shape {list(in_prefix.shape)}; it needs to be [B, T]."
             )
+        in_prefix = gathered(in_prefix)
         self._store(prefix_end=ends_of_runs(in_prefix) * in_prefix)
 
     @property

@@ -13,6 +13,7 @@ from jax_cp_dispatch.masks.array_mask import (
     check_arrays,
     ends_fit,
     ends_of_runs,
+    gathered,
 )
 from jax_cp_dispatch.masks.mask import MaskRanges, is_traced, minimum
 
@@ -43,6 +44,7 @@ class SharedPrefix(ArrayMask):
         xp = jnp if is_traced(completion_ids) else np
         if isinstance(completion_ids, np.ndarray):
             _check_runs(completion_ids)
+        completion_ids = gathered(completion_ids)
         ends = ends_of_runs(completion_ids)
         self._store(q_end=xp.where(completion_ids == 0, _NO_END, ends))
 

@@ -16,6 +16,7 @@ from jax_cp_dispatch.masks.array_mask import (
     array_mask,
     check_arrays,
     ends_nest,
+    gathered,
 )
 from jax_cp_dispatch.masks.mask import MaskRanges, is_traced, minimum
 
@@ -56,6 +57,7 @@ class Tree(ArrayMask):
                 f"Tree: span_ids has {len(span_ids)} batch rows and parents has {len(parents)}; "
                 "Pass arrays with as many rows as the batch."
             )
+        span_ids, parents = (gathered(x, rows=True) for x in (span_ids, parents))
         on_host = not is_traced(span_ids, parents)
         if on_host:
             _check_numbers(span_ids, parents)

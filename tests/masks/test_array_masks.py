@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from array_masks import KINDS, random_mask, random_trees
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from mask_oracle import batch_visible, range_pairs, tree_pairs
+from on_mesh import permuted_mesh
 from packed_batches import pack
 
 from jax_cp_dispatch.attention.attended import attended_tokens
@@ -118,3 +120,16 @@ def test_numbers_beyond_int32_are_no_limit(dtype):
     none = np.full((1, 4), np.iinfo(dtype).max, dtype)
     mask = Ranges(np.zeros((1, 4), dtype), none)
     np.testing.assert_array_equal(mask.k_end, np.iinfo(np.int32).max)
+
+
+@pytest.mark.parametrize("kind", KINDS[:4])
+def test_arrays_that_explicit_axes_shard(kind):
+    """Over rows and columns, as segment ids may be; spans have rows of their own."""
+    mesh = permuted_mesh((2, 2), ("data", "cp"), AxisType.Explicit)
+    segment_ids, _ = pack(np.random.default_rng(), 2, 24, max_length=20)
+    constructor, arrays, _ = random_mask(kind, np.random.default_rng(), segment_ids)
+    with jax.set_mesh(mesh):
+        of = lambda x: P("data", "cp" if x.shape[1] == 24 else None)
+        sharded = [jax.device_put(x, NamedSharding(mesh, of(x))) for x in arrays]
+        got = jax.jit(constructor)(*sharded)
+    jax.tree.map(np.testing.assert_array_equal, got, constructor(*arrays))
