@@ -68,7 +68,7 @@ class PassOptions:
     # Of calls on whole arrays.
     dense: str | None = None  # all ranges are those of one document: CAUSAL or FULL
     out_dtype: Any = None
-    gradient_dtypes: tuple[Any, Any, Any] | None = None  # of q, k and v
+    gradient_dtypes: tuple[Any, ...] = ()  # of q, k and v
 
 
 def _heads_together(num_groups: int, logits_of_head: int) -> int:

@@ -203,7 +203,9 @@ def _backward(options, residuals, dhome: Outputs):
         parts[::-1],  # the part with most heads returns first
         gradients,
         send=lambda part: exchanges.sent_q(exchange, plan, part[3]),
-        give_back=lambda outputs: exchanges.returned_qkv(exchange, plan, *outputs[:2], sum_dtype),
+        give_back=lambda outputs: exchanges.returned_qkv(
+            exchange, plan, outputs[0], outputs[1], sum_dtype
+        ),
     )[::-1]
     dq, dkv = join([part.returned for part in done], 1)
     *_, dweights, _ = done[0].outputs

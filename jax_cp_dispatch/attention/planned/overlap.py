@@ -55,10 +55,10 @@ def parts_of_heads(options: AttentionOptions, operands: Operands) -> list[Heads]
 def cut_softmax(whole: SoftmaxGradients, num_heads: Sequence[int]) -> list[SoftmaxGradients]:
     """Cuts the softmax of all heads into parts of some each."""
     ends = list(itertools.accumulate(num_heads))[:-1]
-    axes = SoftmaxGradients(out=2, lse=1, dout=2, dlse=1)
+    axes_of_heads = 2, 1, 2, 1
     cut = [
         [None] * len(num_heads) if x is None else jnp.split(x, ends, axis)
-        for x, axis in zip(whole, axes, strict=True)
+        for x, axis in zip(whole, axes_of_heads, strict=True)
     ]
     return [SoftmaxGradients(*part) for part in zip(*cut, strict=True)]
 
@@ -74,20 +74,20 @@ class Part(NamedTuple):
     """One part after its computation.
 
     Attributes:
-      received: what came from other ranks; one entry for each argument. None: nothing.
+      received: what came from other ranks; one entry for each argument.
       outputs: of the computation.
       returned: what went to other ranks, as it arrived here; like `received`.
     """
 
-    received: list[Any] | None
+    received: list[Any]
     outputs: Any
-    returned: list[Any] | None
+    returned: list[Any]
 
 
 def in_parts(
     options: CollectiveOptions,
     parts: Sequence[Any],
-    work: Callable[[Any, list[Any] | None], Any],
+    work: Callable[[Any, list[Any]], Any],
     *,
     send: Callable[[Any], list[Argument]] | None = None,
     give_back: Callable[[Any], list[Argument]] | None = None,
@@ -101,7 +101,7 @@ def in_parts(
       send: what other ranks receive of a part, before its computation.
       give_back: what other ranks receive of its outputs.
     """
-    received: list[Any] = [None] * len(parts)
+    received: list[list[Any]] = [[] for _ in parts]
     done: list[Part] = []
     if send is not None:
         received[0] = move(options, send(parts[0]))
@@ -118,7 +118,7 @@ def in_parts(
         if going is not None:
             returned, outputs = going.done(outputs)
             done[-1] = done[-1]._replace(returned=returned)
-        done.append(Part(inputs[1], outputs, None))
+        done.append(Part(inputs[1], outputs, []))
     if give_back is not None:
         done[-1] = done[-1]._replace(returned=move(options, give_back(done[-1].outputs)))
     return done
