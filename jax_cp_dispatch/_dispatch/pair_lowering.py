@@ -48,11 +48,11 @@ def lower_done(ctx: Any, *operands: Any, exchange: Exchange) -> Any:
 
 def _is_result_here(value: Any) -> bool:
     """Whether a value is the result of a custom call in the block that is being lowered."""
-    owner: Any = value.owner
+    owner = value.owner
     if isinstance(owner, ir.Block):  # an argument
         return False
-    here = ir.InsertionPoint.current.block
-    return owner.name == "stablehlo.custom_call" and owner.operation.block == here
+    current: Any = ir.InsertionPoint.current
+    return owner.name == "stablehlo.custom_call" and owner.operation.block == current.block
 
 
 def _choice(ctx: Any, exchange: Exchange) -> Choice | None:
