@@ -101,6 +101,8 @@ def mps():
     """Runs MPS for the processes that are started inside; says so if it cannot run."""
     with tempfile.TemporaryDirectory() as folder:
         places = {f"CUDA_MPS_{name}_DIRECTORY": folder for name in ("PIPE", "LOG")}
+        # The processes share the GPU's hardware queues.
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "2"
         os.environ.update(places)
         control = ["nvidia-cuda-mps-control"]
         try:
