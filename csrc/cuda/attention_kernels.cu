@@ -8,8 +8,11 @@ using namespace kernels;  // NOLINT: this file is its other half
 
 extern __shared__ __align__(1024) unsigned char block_memory[];
 
+// Blocks of a multiprocessor: as many as the registers of large heads, or memory, allow.
+constexpr int BlocksOf(int H, int Hv) { return !kHasWarpgroups ? 1 : H + Hv > 256 ? 2 : 3; }
+
 template <typename Element, int H, int Hv>
-__global__ void __launch_bounds__(kAttentionThreads, kHasWarpgroups ? 3 : 1)
+__global__ void __launch_bounds__(kAttentionThreads, BlocksOf(H, Hv))
     AttendKernel(const __grid_constant__ AttendCall call) {
   AsyncCopies copies;
   Attend<Element>(call, static_cast<int>(blockIdx.x),
@@ -24,12 +27,12 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
                               reinterpret_cast<QueriesScratch<H, Hv>*>(block_memory), &copies);
 }
 
-template <typename Element, int H, int Hv>
+template <typename Element, Part kPart, int H, int Hv>
 __global__ void __launch_bounds__(kAttentionThreads, 1)
     KeyGradientsKernel(const __grid_constant__ GradientsCall call) {
   AsyncCopies copies;
-  GradientsOfKeys<Element>(call, static_cast<int>(blockIdx.x),
-                           reinterpret_cast<KeysScratch<H, Hv>*>(block_memory), &copies);
+  GradientsOfKeys<Element, kPart>(call, static_cast<int>(blockIdx.x),
+                                  reinterpret_cast<KeysScratch<H, Hv>*>(block_memory), &copies);
 }
 
 template <typename Scratch, typename Call>
@@ -42,8 +45,17 @@ cudaError_t Launch(void (*kernel)(Call), const Call& call, int64_t num_heads, in
   return cudaGetLastError();
 }
 
+// A kernel that needs more memory than a block of this device may have cannot be launched.
 template <typename Scratch, typename Call>
 cudaError_t Load(void (*kernel)(Call)) {
+  int device = 0, most = 0;
+  cudaFuncAttributes attributes;
+  cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+  if (error == cudaSuccess) error = cudaGetDevice(&device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  }
+  if (error != cudaSuccess || static_cast<int>(sizeof(Scratch)) > most) return error;
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                               static_cast<int>(sizeof(Scratch)));
 }
@@ -51,23 +63,35 @@ cudaError_t Load(void (*kernel)(Call)) {
 // The kernels of one type and size of heads.
 template <typename Element, int H, int Hv>
 struct Kernels {
+  static constexpr auto kAttend = AttendKernel<Element, H, Hv>;
+  static constexpr auto kQueries = QueryGradientsKernel<Element, H, Hv>;
+  static constexpr Part kFirst = H + Hv > 256 ? Part::kK : Part::kBoth;
+  static constexpr auto kKeys = KeyGradientsKernel<Element, kFirst, H, Hv>;
+
   static cudaError_t Launch(const AttendCall& call, cudaStream_t stream) {
-    return cpd::Launch<AttendScratch<H, Hv>>(AttendKernel<Element, H, Hv>, call, call.num_heads,
-                                             call.num_rows, stream);
+    return cpd::Launch<AttendScratch<H, Hv>>(kAttend, call, call.num_heads, call.num_rows, stream);
   }
   static cudaError_t Launch(const GradientsCall& call, cudaStream_t stream) {
-    const cudaError_t error = cpd::Launch<QueriesScratch<H, Hv>>(
-        QueryGradientsKernel<Element, H, Hv>, call, call.num_heads, call.num_rows, stream);
-    if (error != cudaSuccess) return error;
-    return cpd::Launch<KeysScratch<H, Hv>>(KeyGradientsKernel<Element, H, Hv>, call,
-                                           call.num_kv_heads, call.num_keys, stream);
+    cudaError_t error =
+        cpd::Launch<QueriesScratch<H, Hv>>(kQueries, call, call.num_heads, call.num_rows, stream);
+    const auto launch_keys = [&](auto kernel) {
+      if (error != cudaSuccess) return;
+      error =
+          cpd::Launch<KeysScratch<H, Hv>>(kernel, call, call.num_kv_heads, call.num_keys, stream);
+    };
+    launch_keys(kKeys);
+    if constexpr (kFirst == Part::kK) launch_keys(KeyGradientsKernel<Element, Part::kV, H, Hv>);
+    return error;
   }
   static cudaError_t Load() {
-    cudaError_t error = cpd::Load<AttendScratch<H, Hv>>(AttendKernel<Element, H, Hv>);
-    if (error != cudaSuccess) return error;
-    error = cpd::Load<QueriesScratch<H, Hv>>(QueryGradientsKernel<Element, H, Hv>);
-    if (error != cudaSuccess) return error;
-    return cpd::Load<KeysScratch<H, Hv>>(KeyGradientsKernel<Element, H, Hv>);
+    cudaError_t error = cpd::Load<AttendScratch<H, Hv>>(kAttend);
+    if (error == cudaSuccess) error = cpd::Load<QueriesScratch<H, Hv>>(kQueries);
+    if (error == cudaSuccess) error = cpd::Load<KeysScratch<H, Hv>>(kKeys);
+    if constexpr (kFirst == Part::kK) {
+      const auto last = KeyGradientsKernel<Element, Part::kV, H, Hv>;
+      if (error == cudaSuccess) error = cpd::Load<KeysScratch<H, Hv>>(last);
+    }
+    return error;
   }
 };
 
@@ -79,8 +103,18 @@ cudaError_t ForKernels(const HeadType* heads, F f) {
     if (!heads && error == cudaSuccess) error = f(kernels);
     if (heads && *heads == type) error = f(kernels);
   };
-  offer(Kernels<BF16, 64, 64>{}, {DataType::kBF16, 64, 64});
-  offer(Kernels<BF16, 128, 128>{}, {DataType::kBF16, 128, 128});
+  const auto offer_sizes = [&](auto element, DataType type) {
+    using Element = decltype(element);
+    offer(Kernels<Element, 64, 64>{}, {type, 64, 64});
+    offer(Kernels<Element, 96, 96>{}, {type, 96, 96});
+    offer(Kernels<Element, 128, 128>{}, {type, 128, 128});
+    offer(Kernels<Element, 192, 128>{}, {type, 192, 128});
+    offer(Kernels<Element, 256, 256>{}, {type, 256, 256});
+  };
+  offer_sizes(BF16{}, DataType::kBF16);
+#ifndef CPD_ONLY_BF16
+  offer_sizes(F16{}, DataType::kF16);
+#endif
   return error;
 }
 

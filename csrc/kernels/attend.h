@@ -21,21 +21,26 @@ struct AttendCall : AttentionOperands {
 
 template <int H, int Hv>
 struct AttendScratch {
-  KeyStages<H, Hv> stages;
+  static constexpr bool kHasQueries = H > 192;  // else they are in registers
+  KeyStages<H, Hv, (H + Hv > 320 ? 1 : 2)> stages;
+  Tile<kHasQueries ? H : 0> q;
   RowRanges rows;
 };
 
 // 16 queries. Logits are in units of log2; a finite first peak keeps rows without keys at 0.
 template <typename Element, int H, int Hv>
 struct AttendWarp {
-  Lanes<Four> q[H / 16];
+  static constexpr bool kHasQueries = AttendScratch<H, Hv>::kHasQueries;
+  Lanes<Four> q[kHasQueries ? 1 : H / 16];
   Lanes<Sums> acc[Hv / 8];
   Lanes<float> peak[2], total[2];  // of rows lane / 4 and lane / 4 + 8; a lane's part of the total
 
   // `first`: of the warp's rows.
   CPD_DEVICE void Begin(const AttendCall& call, const TileOfHead& at, int first) {
-    const auto queries = RowsOf<H>(call.q, at.batch, call.num_rows, call.num_heads, at.head);
-    ReadLeft<H>(q, queries, first, call.num_rows);
+    if constexpr (!kHasQueries) {
+      const auto queries = RowsOf<H>(call.q, at.batch, call.num_rows, call.num_heads, at.head);
+      ReadLeft<H>(q, queries, first, call.num_rows);
+    }
     Clear<Hv>(acc);
     const auto seen = RowsOf<Hv>(call.seen_acc, at.batch, call.num_rows, call.num_heads, at.head);
     const int64_t numbers = (int64_t{at.batch} * call.num_heads + at.head) * call.num_rows;
@@ -58,12 +63,38 @@ struct AttendWarp {
     });
   }
 
-  // Adds the tile of keys from `first_key` on; `rows`: of the block, of which the warp has those
-  // from `of_warp` on.
-  CPD_DEVICE void Add(const RowRanges& rows, int of_warp, int first_key, float scale,
-                      const Tile<H>& k, const Tile<Hv>& v) {
+  // Adds the tile of keys from `first_key` on. The warp has the rows of the block from `of_warp`
+  // on.
+  CPD_DEVICE void Add(const AttendCall& call, const AttendScratch<H, Hv>& scratch, int of_warp,
+                      int first_key, const Tile<H>& k, const Tile<Hv>& v, const KeyRanges& keys) {
+    const RowRanges& rows = scratch.rows;
     Lanes<Sums> logits[kTile / 8];
-    Products([&] { MultiplyTransposed<Element, kTile>(logits, q, k, 0); }, logits);
+    Products(
+        [&] {
+          if constexpr (kHasQueries) {
+            MultiplyTransposed<Element, kTile>(logits, scratch.q, of_warp, k, 0);
+          } else {
+            MultiplyTransposed<Element, kTile>(logits, q, k, 0);
+          }
+        },
+        logits);
+    float scale = call.scale * kLog2E;
+    if (call.IsSpecial()) {
+      scale = 1;
+      ForLanes([&](int lane) {
+        CPD_UNROLL
+        for (int n = 0; n < kTile / 8; ++n) {
+          CPD_UNROLL
+          for (int i = 0; i < 4; ++i) {
+            float& x = logits[n][lane].x[i];
+            x = call.soft_cap > 0 ? Cap(x * call.scale, call.soft_cap).logit
+                                  : x * (call.scale * kLog2E);
+            const int key = 8 * n + ColumnOf(lane, i), row = of_warp + RowOf(lane, i);
+            if (call.index && !keys.Allows(key, rows.index[row])) x = -INFINITY;
+          }
+        }
+      });
+    }
     Lanes<float> highest[2];
     const auto scale_logits = [&](auto sees) {
       ForLanes([&](int lane) {
@@ -181,17 +212,21 @@ CPD_DEVICE void Attend(const AttendCall& call, int index, AttendScratch<H, Hv>* 
   const TileOfHead tile = TileOfHead::OfQueries(call, index);
   RowRanges& rows = scratch->rows;
   rows.Copy(copies, call, tile.batch, tile.first);
+  if constexpr (AttendScratch<H, Hv>::kHasQueries) {
+    const auto q = RowsOf<H>(call.q, tile.batch, call.num_rows, call.num_heads, tile.head);
+    scratch->q.Copy(copies, q.Row(tile.first), q.stride, LowBits(call.num_rows - tile.first));
+  }
   copies->Commit();
   using Warp = AttendWarp<Element, H, Hv>;
   Warps<Warp> warps;
   ForWarps(&warps, [&](Warp& warp, int at) { warp.Begin(call, tile, tile.first + at); });
   copies->Wait(0);
-  SyncAttention();
-  rows.FindCommon();
+  SyncCopies();
+  rows.FindCommon(call.index);
   ForTilesOfKeys(call, tile, rows, &scratch->stages, copies,
-                 [&](int key, const Tile<H>& k, const Tile<Hv>& v) {
+                 [&](int key, const Tile<H>& k, const Tile<Hv>& v, const KeyRanges& keys) {
                    ForWarps(&warps, [&](Warp& warp, int at) {
-                     warp.Add(rows, at, key, call.scale * kLog2E, k, v);
+                     warp.Add(call, *scratch, at, key, k, v, keys);
                    });
                  });
   const TileOfHead done = TileOfHead::OfQueries(call, Again(index));

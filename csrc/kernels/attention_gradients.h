@@ -13,6 +13,8 @@ constexpr int kAtOnce = kHasWarpgroups ? kTile : 16;
 struct alignas(16) QueryTile {
   int32_t first, last;  // the keys that its rows see are in [first, last), which has holes
   uint32_t used[2];     // the rows that see any, as bits
+  int32_t first_index, last_index;  // theirs, if keys have ranges
+  int32_t unused[2];
 };
 
 // The blocks of queries tell it the blocks of keys: lse in units of log2, inf if the row has no
@@ -35,7 +37,8 @@ struct GradientsCall : AttentionOperands {
 };
 
 // Of [16, kAtOnce] logits: x becomes the probabilities, dx the derivatives of the scaled logits.
-// `lse_of`, in units of log2, `delta_of` and `sees` take a lane, a column / 8 and its element.
+// `scale`, to units of log2. `lse_of`, `delta_of` and `sees` take a lane, a column / 8 and its
+// element.
 template <typename Lse, typename Delta, typename Sees>
 CPD_DEVICE void Differentiate(Lanes<Sums>* x, Lanes<Sums>* dx, float scale, Lse lse_of,
                               Delta delta_of, Sees sees) {
@@ -46,8 +49,28 @@ CPD_DEVICE void Differentiate(Lanes<Sums>* x, Lanes<Sums>* dx, float scale, Lse 
       for (int i = 0; i < 4; ++i) {
         float &p = x[n][lane].x[i], &dp = dx[n][lane].x[i];
         const bool is_seen = sees(lane, n, i);
-        p = is_seen ? Exp2(p * (scale * kLog2E) - lse_of(lane, n, i)) : 0.0f;
+        p = is_seen ? Exp2(p * scale - lse_of(lane, n, i)) : 0.0f;
         dp = is_seen ? p * (dp - delta_of(lane, n, i)) : 0.0f;
+      }
+    }
+  });
+}
+
+// The same of logits with a soft cap, or of keys with ranges, whose Allows() is `allows`.
+template <typename Lse, typename Delta, typename Sees, typename Allows>
+CPD_DEVICE void DifferentiateSpecial(const AttentionOperands& of, Lanes<Sums>* x, Lanes<Sums>* dx,
+                                     Lse lse_of, Delta delta_of, Sees sees, Allows allows) {
+  ForLanes([&](int lane) {
+    CPD_UNROLL
+    for (int n = 0; n < kAtOnce / 8; ++n) {
+      CPD_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        float &p = x[n][lane].x[i], &dp = dx[n][lane].x[i];
+        Capped capped{p * (of.scale * kLog2E), 1};
+        if (of.soft_cap > 0) capped = Cap(p * of.scale, of.soft_cap);
+        const bool is_seen = sees(lane, n, i) && (!of.index || allows(lane, n, i));
+        p = is_seen ? Exp2(capped.logit - lse_of(lane, n, i)) : 0.0f;
+        dp = is_seen ? p * (dp - delta_of(lane, n, i)) * capped.slope : 0.0f;
       }
     }
   });
@@ -55,14 +78,18 @@ CPD_DEVICE void Differentiate(Lanes<Sums>* x, Lanes<Sums>* dx, float scale, Lse 
 
 template <int H, int Hv>
 struct QueriesScratch {
-  KeyStages<H, Hv> stages;
+  static constexpr bool kHasQueries = H + Hv > 256;  // else they are in registers
+  KeyStages<H, Hv, (kHasQueries ? 1 : 2)> stages;
+  Tile<kHasQueries ? H : 0> q;
+  Tile<kHasQueries ? Hv : 0> dout;
   RowRanges rows;
 };
 
 // 16 queries.
 template <typename Element, int H, int Hv>
 struct QueriesWarp {
-  Lanes<Four> q[H / 16], dout[Hv / 16];
+  static constexpr bool kHasQueries = QueriesScratch<H, Hv>::kHasQueries;
+  Lanes<Four> q[kHasQueries ? 1 : H / 16], dout[kHasQueries ? 1 : Hv / 16];
   Lanes<Sums> dq[H / 8];
   Lanes<float> lse[2], delta[2];  // of rows lane / 4 and lane / 4 + 8
 
@@ -72,15 +99,18 @@ struct QueriesWarp {
     };
     constexpr std::integral_constant<int, H> kKey;
     constexpr std::integral_constant<int, Hv> kValue;
-    ReadLeft<H>(q, rows_of(call.q, kKey), first, call.num_rows);
-    ReadLeft<Hv>(dout, rows_of(call.dout, kValue), first, call.num_rows);
+    const auto of_dout = rows_of(call.dout, kValue);
+    if constexpr (!kHasQueries) {
+      ReadLeft<H>(q, rows_of(call.q, kKey), first, call.num_rows);
+      ReadLeft<Hv>(dout, of_dout, first, call.num_rows);
+    }
     Clear<H>(dq);
     if (!call.delta && call.out.is_wide) {
       const auto* out = static_cast<const float*>(call.out.data);
-      Dot<Element, Hv>(delta, dout, rows_of(out, kValue), first, call.num_rows);
+      Dot<Element, Hv>(delta, of_dout, rows_of(out, kValue), first, call.num_rows);
     } else if (!call.delta) {
       const auto* out = static_cast<const uint16_t*>(call.out.data);
-      Dot<Element, Hv>(delta, dout, rows_of(out, kValue), first, call.num_rows);
+      Dot<Element, Hv>(delta, of_dout, rows_of(out, kValue), first, call.num_rows);
     }
     const int64_t numbers = (int64_t{at.batch} * call.num_heads + at.head) * call.num_rows;
     ForLanes([&](int lane) {
@@ -103,30 +133,39 @@ struct QueriesWarp {
   }
 
   // Adds the tile of keys from `first_key` on.
-  CPD_DEVICE void Add(const RowRanges& rows, int of_warp, int first_key, float scale,
-                      const Tile<H>& k, const Tile<Hv>& v) {
+  CPD_DEVICE void Add(const GradientsCall& call, const QueriesScratch<H, Hv>& scratch, int of_warp,
+                      int first_key, const Tile<H>& k, const Tile<Hv>& v, const KeyRanges& keys) {
+    const RowRanges& rows = scratch.rows;
     CPD_UNROLL
     for (int key = 0; key < kTile; key += kAtOnce) {
       Lanes<Sums> p[kAtOnce / 8], dp[kAtOnce / 8];
       Products(
           [&] {
-            MultiplyTransposed<Element, kAtOnce>(p, q, k, key);
-            MultiplyTransposed<Element, kAtOnce>(dp, dout, v, key);
+            if constexpr (kHasQueries) {
+              MultiplyTransposed<Element, kAtOnce>(p, scratch.q, of_warp, k, key);
+              MultiplyTransposed<Element, kAtOnce>(dp, scratch.dout, of_warp, v, key);
+            } else {
+              MultiplyTransposed<Element, kAtOnce>(p, q, k, key);
+              MultiplyTransposed<Element, kAtOnce>(dp, dout, v, key);
+            }
           },
           p, dp);
-      const auto differentiate = [&](auto sees) {
-        Differentiate(
-            p, dp, scale, [&](int lane, int, int i) { return lse[i / 2][lane]; },
-            [&](int lane, int, int i) { return delta[i / 2][lane]; }, sees);
-      };
+      const auto lse_of = [&](int lane, int, int i) { return lse[i / 2][lane]; };
+      const auto delta_of = [&](int lane, int, int i) { return delta[i / 2][lane]; };
       const int first = first_key + key;
-      if (rows.of_warp[of_warp / kWarpRows].Have(first, first + kAtOnce)) {
-        differentiate([](int, int, int) { return true; });
-      } else {
-        differentiate([&](int lane, int n, int i) {
-          const SeenColumns seen(rows, of_warp + RowOf(lane, i), first + ColumnOf(lane, 0));
-          return seen.Have(8 * n + i % 2);
+      const auto sees = [&](int lane, int n, int i) {
+        const SeenColumns seen(rows, of_warp + RowOf(lane, i), first + ColumnOf(lane, 0));
+        return seen.Have(8 * n + i % 2);
+      };
+      const float scale = call.scale * kLog2E;
+      if (call.IsSpecial()) {
+        DifferentiateSpecial(call, p, dp, lse_of, delta_of, sees, [&](int lane, int n, int i) {
+          return keys.Allows(key + 8 * n + ColumnOf(lane, i), rows.index[of_warp + RowOf(lane, i)]);
         });
+      } else if (rows.of_warp[of_warp / kWarpRows].Have(first, first + kAtOnce)) {
+        Differentiate(p, dp, scale, lse_of, delta_of, [](int, int, int) { return true; });
+      } else {
+        Differentiate(p, dp, scale, lse_of, delta_of, sees);
       }
       Lanes<Four> left[kAtOnce / 16];
       Round<Element>(left, dp);
@@ -141,7 +180,12 @@ CPD_DEVICE void WriteQueryTile(QueryTile* tile, const RowRanges& rows) {
   const uint64_t used = rows.UsedRows();
   ForAttentionThreads([&](int thread) {
     if (thread != 0) return;
-    *tile = {start, end, {static_cast<uint32_t>(used), static_cast<uint32_t>(used >> 32)}};
+    *tile = {start,
+             end,
+             {static_cast<uint32_t>(used), static_cast<uint32_t>(used >> 32)},
+             rows.first_index,
+             rows.last_index,
+             {}};
   });
 }
 
@@ -152,21 +196,29 @@ CPD_DEVICE void GradientsOfQueries(const GradientsCall& call, int index,
   const TileOfHead tile = TileOfHead::OfQueries(call, index);
   RowRanges& rows = scratch->rows;
   rows.Copy(copies, call, tile.batch, tile.first);
+  if constexpr (QueriesScratch<H, Hv>::kHasQueries) {
+    const auto q = RowsOf<H>(call.q, tile.batch, call.num_rows, call.num_heads, tile.head);
+    const auto dout = RowsOf<Hv>(call.dout, tile.batch, call.num_rows, call.num_heads, tile.head);
+    const uint64_t there = LowBits(call.num_rows - tile.first);
+    scratch->q.Copy(copies, q.Row(tile.first), q.stride, there);
+    scratch->dout.Copy(copies, dout.Row(tile.first), dout.stride, there);
+  }
   copies->Commit();
   using Warp = QueriesWarp<Element, H, Hv>;
   Warps<Warp> warps;
   ForWarps(&warps, [&](Warp& warp, int at) { warp.Begin(call, tile, tile.first + at); });
   copies->Wait(0);
-  SyncAttention();
-  rows.FindCommon();
+  SyncCopies();
+  rows.FindCommon(call.index);
   if (tile.head == 0) {  // the same for all heads
     WriteQueryTile(call.tiles + int64_t{tile.batch} * NumTiles(call.num_rows) + tile.first / kTile,
                    rows);
   }
   ForTilesOfKeys(call, tile, rows, &scratch->stages, copies,
-                 [&](int key, const Tile<H>& k, const Tile<Hv>& v) {
-                   ForWarps(&warps,
-                            [&](Warp& warp, int at) { warp.Add(rows, at, key, call.scale, k, v); });
+                 [&](int key, const Tile<H>& k, const Tile<Hv>& v, const KeyRanges& keys) {
+                   ForWarps(&warps, [&](Warp& warp, int at) {
+                     warp.Add(call, *scratch, at, key, k, v, keys);
+                   });
                  });
   const TileOfHead done = TileOfHead::OfQueries(call, Again(index));
   ForWarps(&warps, [&](Warp& warp, int at) {
@@ -200,15 +252,20 @@ struct KeysScratch {
   Tile<H> q[2];
   Tile<Hv> dout[2];
   QueryRows rows[2];
+  KeyRanges keys;  // if they have any
 };
 
-template <typename Element, int H, int Hv>
+// What a block of keys computes. Registers do not hold both for large heads.
+enum class Part { kBoth, kK, kV };
+
+template <typename Element, int H, int Hv, Part kPart>
 struct KeysWarp {
-  Lanes<Sums> dk[H / 8], dv[Hv / 8];
+  static constexpr bool kHasK = kPart != Part::kV, kHasV = kPart != Part::kK;
+  Lanes<Sums> dk[kHasK ? H / 8 : 1], dv[kHasV ? Hv / 8 : 1];
 
   // Adds a tile of queries. Keys and values are read again each time: dk and dv fill the registers.
-  CPD_DEVICE void Add(const KeysScratch<H, Hv>& scratch, int at, int first_key, int stage,
-                      float scale) {
+  CPD_DEVICE void Add(const GradientsCall& call, const KeysScratch<H, Hv>& scratch, int at,
+                      int first_key, int stage) {
     const Tile<H>& q = scratch.q[stage];
     const Tile<Hv>& dout = scratch.dout[stage];
     const QueryRows& rows = scratch.rows[stage];
@@ -218,31 +275,40 @@ struct KeysWarp {
       Products(
           [&] {
             MultiplyTransposed<Element, kAtOnce>(p, scratch.k, at, q, query);
-            MultiplyTransposed<Element, kAtOnce>(dp, scratch.v, at, dout, query);
+            if constexpr (kHasK) {
+              MultiplyTransposed<Element, kAtOnce>(dp, scratch.v, at, dout, query);
+            }
           },
           p, dp);
+      if constexpr (!kHasK) Clear<kAtOnce>(dp);  // nothing reads it
       const auto row_of = [&](int lane, int n, int i) { return query + 8 * n + ColumnOf(lane, i); };
-      const auto differentiate = [&](auto sees) {
-        Differentiate(
-            p, dp, scale,
-            [&](int lane, int n, int i) { return rows.numbers[row_of(lane, n, i)].lse; },
-            [&](int lane, int n, int i) { return rows.numbers[row_of(lane, n, i)].delta; }, sees);
+      const auto lse_of = [&](int lane, int n, int i) {
+        return rows.numbers[row_of(lane, n, i)].lse;
+      };
+      const auto delta_of = [&](int lane, int n, int i) {
+        return rows.numbers[row_of(lane, n, i)].delta;
       };
       const int key = first_key + at;
-      if (rows.Common<kAtOnce>(query).Have(key, key + kWarpRows)) {
-        differentiate([](int, int, int) { return true; });
-      } else {
-        differentiate([&](int lane, int n, int i) {
-          return rows.Sees(row_of(lane, n, i), key + RowOf(lane, i));
+      const auto sees = [&](int lane, int n, int i) {
+        return rows.Sees(row_of(lane, n, i), key + RowOf(lane, i));
+      };
+      const float scale = call.scale * kLog2E;
+      if (call.IsSpecial()) {
+        DifferentiateSpecial(call, p, dp, lse_of, delta_of, sees, [&](int lane, int n, int i) {
+          return scratch.keys.Allows(at + RowOf(lane, i), rows.index[row_of(lane, n, i)]);
         });
+      } else if (rows.Common<kAtOnce>(query).Have(key, key + kWarpRows)) {
+        Differentiate(p, dp, scale, lse_of, delta_of, [](int, int, int) { return true; });
+      } else {
+        Differentiate(p, dp, scale, lse_of, delta_of, sees);
       }
       Lanes<Four> left[kAtOnce / 16], of_dk[kAtOnce / 16];
-      Round<Element>(left, p);
-      Round<Element>(of_dk, dp);
+      if constexpr (kHasV) Round<Element>(left, p);
+      if constexpr (kHasK) Round<Element>(of_dk, dp);
       Products(
           [&] {
-            AddProduct<Element>(dv, left, dout, query);
-            AddProduct<Element>(dk, of_dk, q, query);
+            if constexpr (kHasV) AddProduct<Element>(dv, left, dout, query);
+            if constexpr (kHasK) AddProduct<Element>(dk, of_dk, q, query);
           },
           dv, dk);
     }
@@ -259,8 +325,9 @@ class QueryTiles {
     uint64_t used;
   };
 
-  CPD_DEVICE QueryTiles(const GradientsCall& call, int batch, int first_key)
-      : call_(call), batch_(batch), first_key_(first_key) {}
+  // `keys` have found their earliest and latest query, if they have ranges.
+  CPD_DEVICE QueryTiles(const GradientsCall& call, int batch, int first_key, const KeyRanges& keys)
+      : call_(call), keys_(keys), batch_(batch), first_key_(first_key) {}
 
   // All lanes of a warp call it.
   CPD_DEVICE One Next() {
@@ -302,8 +369,10 @@ class QueryTiles {
     for (int i = 0; i < 2; ++i) {
       bits[i] = LanesWhere([&](int lane) {
         const int tile = first + 32 * i + lane;
-        return tile < NumTilesOfQueries() && Tiles()[tile].first < first_key_ + kTile &&
-               Tiles()[tile].last > first_key_;
+        if (tile >= NumTilesOfQueries()) return false;
+        const QueryTile& of = Tiles()[tile];
+        if (of.first >= first_key_ + kTile || of.last <= first_key_) return false;
+        return !call_.index || (of.first_index < keys_.latest && of.last_index >= keys_.earliest);
       });
     }
     return bits[0] | uint64_t{bits[1]} << 32;
@@ -317,6 +386,7 @@ class QueryTiles {
   }
 
   const GradientsCall& call_;
+  const KeyRanges& keys_;
   int batch_, first_key_;
   int head_ = 0, tile_ = kNone;
   int first_ = -64;  // the first one of the candidates
@@ -325,7 +395,7 @@ class QueryTiles {
 
 // dk and dv, after the blocks of queries. Block `index` of batch * num_kv_heads *
 // NumTiles(num_keys).
-template <typename Element, int H, int Hv>
+template <typename Element, Part kPart, int H, int Hv>
 CPD_DEVICE void GradientsOfKeys(const GradientsCall& call, int index, KeysScratch<H, Hv>* scratch,
                                 AsyncCopies* copies) {
   const TileOfHead tile = TileOfHead::OfKeys(call, index);
@@ -335,6 +405,13 @@ CPD_DEVICE void GradientsOfKeys(const GradientsCall& call, int index, KeysScratc
   const uint64_t keys = LowBits(call.num_keys - first);
   scratch->k.Copy(copies, k.Row(first), k.stride, keys);
   scratch->v.Copy(copies, v.Row(first), v.stride, keys);
+  if (call.index) {
+    scratch->keys.Copy(copies, call, tile.batch, first);
+    copies->Commit();
+    copies->Wait(0);
+    SyncAttention();
+    scratch->keys.FindQueries();
+  }
   const auto load = [&](const QueryTiles::One& of, int stage) {
     if (of.first != kNone) {
       const int head = tile.head * (call.num_heads / call.num_kv_heads) + of.head;
@@ -346,13 +423,13 @@ CPD_DEVICE void GradientsOfKeys(const GradientsCall& call, int index, KeysScratc
     }
     copies->Commit();
   };
-  using Warp = KeysWarp<Element, H, Hv>;
+  using Warp = KeysWarp<Element, H, Hv, kPart>;
   Warps<Warp> warps;
   ForWarps(&warps, [](Warp& warp, int) {
-    Clear<H>(warp.dk);
-    Clear<Hv>(warp.dv);
+    if constexpr (Warp::kHasK) Clear<H>(warp.dk);
+    if constexpr (Warp::kHasV) Clear<Hv>(warp.dv);
   });
-  QueryTiles tiles(call, tile.batch, first);
+  QueryTiles tiles(call, tile.batch, first, scratch->keys);
   int stage = 0;
   QueryTiles::One queries = tiles.Next();
   load(queries, stage);
@@ -362,8 +439,7 @@ CPD_DEVICE void GradientsOfKeys(const GradientsCall& call, int index, KeysScratc
     copies->Wait(1);
     SyncCopies();
     if (scratch->rows[stage].FirstKey(first) < first + kTile) {
-      ForWarps(&warps,
-               [&](Warp& warp, int at) { warp.Add(*scratch, at, first, stage, call.scale); });
+      ForWarps(&warps, [&](Warp& warp, int at) { warp.Add(call, *scratch, at, first, stage); });
     }
     SyncAttention();
     queries = next;
@@ -377,8 +453,10 @@ CPD_DEVICE void GradientsOfKeys(const GradientsCall& call, int index, KeysScratc
           to, done.batch, call.num_keys, call.num_kv_heads, done.head, x,
           [&](int, int) { return factor; }, done.first + at);
     };
-    write(call.dk, std::integral_constant<int, H>{}, warp.dk, call.scale);
-    write(call.dv, std::integral_constant<int, Hv>{}, warp.dv, 1);
+    if constexpr (Warp::kHasK) {
+      write(call.dk, std::integral_constant<int, H>{}, warp.dk, call.scale);
+    }
+    if constexpr (Warp::kHasV) write(call.dv, std::integral_constant<int, Hv>{}, warp.dv, 1);
   });
 }
 

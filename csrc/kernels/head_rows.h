@@ -127,10 +127,10 @@ CPD_DEVICE void WriteRows(const MutableFloats& to, int batch, int num_rows, int 
   }
 }
 
-// Sums of products [16]: of left [16, H], and of the same rows of an array.
+// Sums of products [16] of rows [16, H] of two arrays, of which the first has elements.
 template <typename Element, int H, typename T>
-CPD_DEVICE void Dot(Lanes<float> (&sums)[2], const Lanes<Four>* left, const HeadRows<T>& rows,
-                    int first, int num_rows) {
+CPD_DEVICE void Dot(Lanes<float> (&sums)[2], const HeadRows<const uint16_t>& left,
+                    const HeadRows<T>& rows, int first, int num_rows) {
   ForLanes([&](int lane) {
     CPD_UNROLL
     for (int r = 0; r < 2; ++r) {
@@ -138,11 +138,12 @@ CPD_DEVICE void Dot(Lanes<float> (&sums)[2], const Lanes<Four>* left, const Head
       float sum = 0;
       if (row < num_rows) {
         const T* at = rows.Row(row) + lane % 4 * 2;
+        const uint16_t* of_left = left.Row(row) + lane % 4 * 2;
         CPD_UNROLL
         for (int k = 0; k < H / 16; ++k) {
           CPD_UNROLL
           for (int half = 0; half < 2; ++half) {
-            const uint32_t pair = left[k][lane].pairs[r + 2 * half];
+            const uint32_t pair = PairAt(of_left + 16 * k + 8 * half);
             const T* two = at + 16 * k + 8 * half;
             float x[2];
             if constexpr (sizeof(T) == 2) {

@@ -9,15 +9,31 @@ namespace cpd::kernels {
 constexpr int kNone = 0x7fffffff;
 constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
-// Arrays are dense, in the order of the caller. Elements are the bits of BF16 or F16.
+// Arrays are dense, in the order of the caller. Elements are the bits of BF16 or F16. A query sees
+// a key of its range if its own index is in the range of the key.
 struct AttentionOperands {
   const uint16_t* q;           // [batch, num_rows, num_heads, H]
   const uint16_t *k, *v;       // [batch, num_keys, num_kv_heads, H]; of v: Hv
   const int32_t *start, *end;  // [batch, num_rows]: the keys of each row, in [0, num_keys]
   int batch, num_rows, num_keys;
-  int num_heads, num_kv_heads;  // query head n reads head n / (num_heads / num_kv_heads)
-  float scale;                  // of logits
+  int num_heads, num_kv_heads;             // query head n reads head n / (num_heads / num_kv_heads)
+  float scale;                             // of logits
+  float soft_cap;                          // of scaled logits; 0: none
+  const int32_t* index;                    // [batch, num_rows]; or nullptr: keys have no ranges
+  const int32_t *first_query, *end_query;  // [batch, num_keys]
+
+  // Whether logits are more than products.
+  CPD_DEVICE bool IsSpecial() const { return soft_cap > 0 || index; }
 };
+
+// c tanh(x / c), in units of log2, for a soft cap c of the scaled x; and the derivative.
+struct Capped {
+  float logit, slope;
+};
+CPD_DEVICE Capped Cap(float x, float soft_cap) {
+  const float ratio = Tanh(x / soft_cap);
+  return {soft_cap * kLog2E * ratio, 1 - ratio * ratio};
+}
 
 CPD_HOST_DEVICE inline int NumTiles(int rows) { return (rows + kTile - 1) / kTile; }
 
@@ -82,6 +98,8 @@ struct CommonKeys {
 // Ranges of rows in the block's memory; those of rows that do not exist are empty.
 struct RowRanges {
   int32_t start[kTile], end[kTile];
+  int32_t index[kTile];             // if keys have ranges
+  int32_t first_index, last_index;  // of rows that see keys
   CommonKeys of_warp[kAttentionWarps], of_block;
 
   CPD_DEVICE void Copy(AsyncCopies* copies, const AttentionOperands& of, int batch, int first) {
@@ -91,6 +109,7 @@ struct RowRanges {
         const int64_t at = is_there ? int64_t{batch} * of.num_rows + first + i : 0;
         copies->Copy<4>(start + i, of.start + at, is_there);
         copies->Copy<4>(end + i, of.end + at, is_there);
+        if (of.index) copies->Copy<4>(index + i, of.index + at, is_there);
       }
     });
   }
@@ -119,14 +138,15 @@ struct RowRanges {
     return {from, to};
   }
 
-  // Finds of_warp and of_block, for all threads.
-  CPD_DEVICE void FindCommon() {
+  // Finds of_warp and of_block, for all threads; with ranges of keys, also the indices.
+  CPD_DEVICE void FindCommon(bool has_index) {
     Warps<char> warps;
     ForWarps(&warps, [&](char&, int at) {
       const CommonKeys here = Common<kWarpRows>(at), all = Common<kTile>(0);
+      const int first = has_index ? SmallestIndex(1) : 0, last = has_index ? -SmallestIndex(-1) : 0;
       ForLanes([&](int lane) {
         if (lane == 0) of_warp[at / kWarpRows] = here;
-        if (lane == 0 && at == 0) of_block = all;
+        if (lane == 0 && at == 0) of_block = all, first_index = first, last_index = last;
       });
     });
     SyncAttention();
@@ -185,6 +205,18 @@ struct RowRanges {
   }
 
  private:
+  // Of sign * index, over rows that see keys; kNone if there are none.
+  CPD_DEVICE int SmallestIndex(int sign) const {
+    return SmallestOfWarp([&](int lane) {
+      int smallest = kNone;
+      CPD_UNROLL
+      for (int row = lane; row < kTile; row += 32) {
+        const int here = start[row] < end[row] ? sign * index[row] : kNone;
+        smallest = here < smallest ? here : smallest;
+      }
+      return smallest;
+    });
+  }
   CPD_DEVICE static int InWord(int bit) { return bit < 0 ? 0 : bit > 32 ? 32 : bit; }
 };
 
@@ -197,33 +229,102 @@ struct SeenColumns {
   CPD_DEVICE bool Have(int column) const { return column >= from && column < to; }
 };
 
-template <int H, int Hv>
-struct KeyStages {
-  Tile<H> k[2];
-  Tile<Hv> v[2];
+// Ranges of keys in the block's memory; those of keys that do not exist are empty.
+struct KeyRanges {
+  int32_t first[kTile], end[kTile];
+  int32_t earliest, latest;  // of the queries that may see a key: [earliest, latest)
+
+  CPD_DEVICE void Copy(AsyncCopies* copies, const AttentionOperands& of, int batch, int from) {
+    ForAttentionThreads([&](int thread) {
+      for (int i = thread; i < kTile; i += kAttentionThreads) {
+        const bool is_there = from + i < of.num_keys;
+        const int64_t at = is_there ? int64_t{batch} * of.num_keys + from + i : 0;
+        copies->Copy<4>(first + i, of.first_query + at, is_there);
+        copies->Copy<4>(end + i, of.end_query + at, is_there);
+      }
+    });
+  }
+
+  // Finds the queries that may see a key, for all threads.
+  CPD_DEVICE void FindQueries() {
+    const auto smallest = [&](auto of_key) {
+      return SmallestOfWarp([&](int lane) {
+        int found = kNone;
+        CPD_UNROLL
+        for (int key = lane; key < kTile; key += 32) {
+          const int here = first[key] < end[key] ? of_key(key) : kNone;
+          found = here < found ? here : found;
+        }
+        return found;
+      });
+    };
+    const int begin = smallest([&](int key) { return first[key]; });
+    const int stop = smallest([&](int key) { return -end[key]; });
+    ForAttentionThreads([&](int thread) {
+      if (thread == 0) earliest = begin, latest = -stop;
+    });
+    SyncAttention();
+  }
+
+  CPD_DEVICE bool Allows(int key, int index) const {
+    return index >= first[key] && index < end[key];
+  }
 };
 
-// Calls f(first key, k, v) for the tiles of keys that a row sees, and for no others, in order. The
-// next tile arrives meanwhile. Keys that no row sees are zeros: 0 * NaN is NaN. `rows` have found
-// what they have in common.
-template <int H, int Hv, typename F>
+// Which of the kTile keys from `from` on a query may see whose index is in [first, last].
+CPD_DEVICE uint64_t KeysAllowing(const AttentionOperands& of, int batch, int from, int first,
+                                 int last) {
+  const auto bits_of = [&](int half) -> uint64_t {
+    return LanesWhere([&](int lane) {
+      const int key = from + 32 * half + lane;
+      if (key >= of.num_keys) return false;
+      const int64_t at = int64_t{batch} * of.num_keys + key;
+      const int earliest = of.first_query[at], end = of.end_query[at];
+      return earliest < end && earliest <= last && end > first;
+    });
+  };
+  const uint64_t low = bits_of(0), high = bits_of(1);
+  return low | high << 32;
+}
+
+template <int H, int Hv, int kStages>
+struct KeyStages {
+  Tile<H> k[kStages];
+  Tile<Hv> v[kStages];
+  KeyRanges ranges[kStages];  // if keys have any
+};
+
+// Calls f(first key, k, v, ranges) for the tiles of keys that a row sees, and for no others, in
+// order. With two stages, the next tile arrives meanwhile. Keys that no row sees are zeros: 0 * NaN
+// is NaN. `rows` have found what they have in common.
+template <int H, int Hv, int kStages, typename F>
 CPD_DEVICE void ForTilesOfKeys(const AttentionOperands& of, const TileOfHead& at,
-                               const RowRanges& rows, KeyStages<H, Hv>* stages, AsyncCopies* copies,
-                               F f) {
+                               const RowRanges& rows, KeyStages<H, Hv, kStages>* stages,
+                               AsyncCopies* copies, F f) {
   const int head = at.head / (of.num_heads / of.num_kv_heads);
   const auto k = RowsOf<H>(of.k, at.batch, of.num_keys, of.num_kv_heads, head);
   const auto v = RowsOf<Hv>(of.v, at.batch, of.num_keys, of.num_kv_heads, head);
+  const auto used_keys = [&](int tile) {
+    const bool are_common = rows.of_block.Have(tile, tile + kTile);
+    uint64_t used = are_common ? ~uint64_t{0} : rows.UsedKeys(tile);
+    if (of.index) used &= KeysAllowing(of, at.batch, tile, rows.first_index, rows.last_index);
+    return used;
+  };
   const auto tile_from = [&](int key) {
-    if (rows.of_block.Have(key, key + 1)) return key;
-    key = rows.FirstKey(key);
-    return key == kNone ? kNone : key / kTile * kTile;
+    if (!of.index && rows.of_block.Have(key, key + 1)) return key;
+    while ((key = rows.FirstKey(key)) != kNone) {
+      key = key / kTile * kTile;
+      if (!of.index || used_keys(key)) break;
+      key += kTile;
+    }
+    return key;
   };
   const auto load = [&](int tile, int stage) {
     if (tile != kNone) {
-      const bool are_common = rows.of_block.Have(tile, tile + kTile);
-      const uint64_t used = are_common ? ~uint64_t{0} : rows.UsedKeys(tile);
+      const uint64_t used = used_keys(tile);
       stages->k[stage].Copy(copies, k.Row(tile), k.stride, used);
       stages->v[stage].Copy(copies, v.Row(tile), v.stride, used);
+      if (of.index) stages->ranges[stage].Copy(copies, of, at.batch, tile);
     }
     copies->Commit();
   };
@@ -232,13 +333,17 @@ CPD_DEVICE void ForTilesOfKeys(const AttentionOperands& of, const TileOfHead& at
   load(tile, stage);
   while (tile != kNone) {
     const int next = tile_from(tile + kTile);
-    load(next, 1 - stage);
-    copies->Wait(1);
+    if constexpr (kStages > 1) load(next, 1 - stage);
+    copies->Wait(kStages - 1);
     SyncCopies();
-    f(tile, stages->k[stage], stages->v[stage]);
+    f(tile, stages->k[stage], stages->v[stage], stages->ranges[stage]);
     SyncAttention();
     tile = next;
-    stage = 1 - stage;
+    if constexpr (kStages > 1) {
+      stage = 1 - stage;
+    } else {
+      load(tile, stage);
+    }
   }
 }
 

@@ -93,6 +93,9 @@ struct alignas(1024) Tile {
 #endif
 };
 
+template <>
+struct Tile<0> {};
+
 // ---- Products of a warp's 16 rows, inside `Products`.
 
 // sums [16, kColumns] = left y', where y has kColumns rows of a tile, from row `first` on, and

@@ -75,6 +75,14 @@ CPD_DEVICE float Exp2(float x) {
 #endif
 }
 
+CPD_DEVICE float Tanh(float x) {
+#ifdef __CUDACC__
+  return 1 - __fdividef(2, 1 + Exp2(2.885390081777927f * x));  // e^2x; tanh.approx has 11 bits
+#else
+  return tanhf(x);
+#endif
+}
+
 CPD_DEVICE uint32_t PairAt(const uint16_t* at) { return *reinterpret_cast<const uint32_t*>(at); }
 
 // A lane's part of four 8 x 8 matrices of elements, two neighbours of one row of each: of one

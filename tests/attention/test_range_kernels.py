@@ -18,6 +18,7 @@ from local_cases import RANGES, assert_close, inputs
 from on_mesh import mesh_of
 from sequences import Case, check, draw
 
+from jax_cp_dispatch import masks
 from jax_cp_dispatch._ranks import runtime
 from jax_cp_dispatch._warning import say_once
 from jax_cp_dispatch.attention.local import api as local, range_kernels, uncut
@@ -25,23 +26,36 @@ from jax_cp_dispatch.attention.local.api import local_attention
 from jax_cp_dispatch.attention.rotating import attend as rotating
 
 
-def emulation(target, shapes, operands, in_place, *, scale, has_delta=None):
+def emulation(target, shapes, operands, in_place, *, scale, soft_cap, has_queries, has_delta=False):
     """The kernels' results, in plain JAX."""
     q, k, v, start, end, *others = operands
+    of_rows = ()
+    if target == range_kernels.GRADIENTS_TARGET:
+        of_rows, others = others[:2], others[2:]
+    queries, others = others[: 3 * has_queries], others[3 * has_queries :]
+    at = len(operands) - len(others)
     group = q.shape[2] // k.shape[2]
     k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
     key = jnp.arange(k.shape[1])
-    sees = ((key >= start[..., None]) & (key < end[..., None]))[:, None]
-    logits = jnp.where(sees, scale * jnp.einsum("btnh,bsnh->bnts", q, k), -jnp.inf)
-    of_rows = lambda x: jnp.swapaxes(x, 1, 2)[..., None]
+    sees = (key >= start[..., None]) & (key < end[..., None])
+    if has_queries:
+        index, first, last = queries
+        index = index[..., None]
+        sees &= (index >= first[:, None]) & (index < last[:, None])
+    logits, slope = scale * jnp.einsum("btnh,bsnh->bnts", q, k), 1
+    if soft_cap:
+        ratio = jnp.tanh(logits / soft_cap)
+        logits, slope = soft_cap * ratio, 1 - ratio**2
+    logits = jnp.where(sees[:, None], logits, -jnp.inf)
+    by_rows = lambda x: jnp.swapaxes(x, 1, 2)[..., None]
     if target != range_kernels.GRADIENTS_TARGET:
         seen = others if target == range_kernels.ATTEND_MORE_TARGET else []
-        assert in_place == {5 + i: i for i in range(len(seen))}
+        assert in_place == {at + i: i for i in range(len(seen))}
         nothing = jnp.zeros(logits.shape[:3])
         peak, total, acc = seen or [nothing - 1e30, nothing, jnp.zeros((*q.shape[:3], v.shape[3]))]
         new_peak = jnp.maximum(peak, logits.max(3))
         p, keep = jnp.exp(logits - new_peak[..., None]), jnp.exp(peak - new_peak)
-        acc = acc * of_rows(keep) + jnp.einsum("bnts,bsnh->btnh", p, v)
+        acc = acc * by_rows(keep) + jnp.einsum("bnts,bsnh->btnh", p, v)
         total = total * keep + p.sum(3)
         results = [new_peak, total, acc]
         if target == range_kernels.ATTEND_TARGET:
@@ -49,20 +63,19 @@ def emulation(target, shapes, operands, in_place, *, scale, has_delta=None):
                 total += jnp.where(total > 0, jnp.exp(others[0][..., None] - new_peak), 0)
             is_empty = total == 0
             lse = jnp.where(is_empty, -jnp.inf, new_peak + jnp.log(total))
-            out = acc / of_rows(jnp.where(is_empty, 1, total))
+            out = acc / by_rows(jnp.where(is_empty, 1, total))
             results = [out, lse, jnp.where(is_empty, -jnp.inf, new_peak)][: len(shapes)]
     else:
-        dout, lse, *others = others
+        dout, lse = of_rows
         dq = 0
         if has_delta:
-            delta, *more = others
-            assert in_place == ({8: 0} if more else {})
-            dq = more[0] if more else 0
+            delta, dq = others
+            assert in_place == {at + 1: 0}
         else:
             out, *more = others
             delta = jnp.einsum("btnh,btnh->bnt", dout, out) - (more[0] if more else 0)
         p = jnp.exp(logits - jnp.where(lse == -jnp.inf, jnp.inf, lse)[..., None])
-        ds = scale * p * (jnp.einsum("btnh,bsnh->bnts", dout, v) - delta[..., None])
+        ds = scale * slope * p * (jnp.einsum("btnh,bsnh->bnts", dout, v) - delta[..., None])
         of_keys = lambda x: x.reshape(*x.shape[:2], -1, group, x.shape[3]).sum(3)
         results = [
             dq + jnp.einsum("bnts,bsnh->btnh", ds, k),
@@ -105,16 +118,39 @@ def test_ranges(ranges, with_dlse):
         assert_close(actual, expected, 1e-5)
 
 
+TREE = masks.Ranges(
+    np.zeros((2, 45), np.int32),
+    np.tile(np.arange(1, 46, dtype=np.int32), (2, 1)),
+    np.zeros((2, 45), np.int32),
+    np.tile(np.random.default_rng(0).integers(0, 46, 45, dtype=np.int32), (2, 1)),
+)
+
+
 @pytest.mark.usefixtures("only_kernels")
-def test_sink_and_largest_logits():
-    q, k, v, *_ = inputs(1)
-    start, end = RANGES["packed"](2, 37, 45)
-    sink = jnp.linspace(-1, 2, 4)
-    asked: Any = {"sink": sink, "return_max_logits": True}
-    by_kernels = local_attention(q, k, v, start, end, **asked)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sink": jnp.linspace(-1, 2, 4), "return_max_logits": True},
+        {"logit_soft_cap": 0.7, "scale": -0.3},
+        {"mask": TREE},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_options(options):
+    """As the blockwise passes have them."""
+    q, k, v, dout, dlse = inputs(1)
+    ranges = () if "mask" in options else RANGES["packed"](2, 37, 45)
+
+    def results():
+        attend = lambda *x: local_attention(*x, *ranges, **options)
+        (*outs,), vjp = jax.vjp(attend, q, k, v)
+        return *outs, *vjp((dout, jnp.where(jnp.isinf(outs[1]), 0, dlse), *outs[2:]))
+
+    by_kernels = results()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(uncut, "attend", uncut.attend_cut)
-        by_blocks = local_attention(q, k, v, start, end, **asked)
+        patch.setattr(uncut, "gradients", uncut.gradients_cut)
+        by_blocks = results()
     for actual, expected in zip(by_kernels, by_blocks, strict=True):
         assert_close(actual, expected, 1e-5)
 
@@ -166,9 +202,19 @@ def test_the_calls_read_and_write_the_callers_arrays():
     types_of = lambda operands, results: f"({', '.join(operands)}) -> ({', '.join(results)})"
     assert forward == ("attend", "scale = 3.750000e-01 : f32", types_of(operands, [query, row]))
     assert backward[0] == "attention_gradients"
-    scratch = ["tensor<1x4x4xi32>", "tensor<1x4x200x2xf32>"]
+    scratch = ["tensor<1x4x8xi32>", "tensor<1x4x200x2xf32>"]
     operands += [query, row, query]
     assert backward[2] == types_of(operands, [query, key, key, *scratch])
+
+
+@pytest.mark.usefixtures("extension")
+@pytest.mark.parametrize("sizes, heads", [((80, 80), (96, 96)), ((192, 64), (192, 128))], ids=str)
+def test_other_heads_are_padded(sizes, heads):
+    shapes: Any = {"B": 1, "T": 64, "S": 64, "N": 2, "K": 1, "H": sizes[0], "Hv": sizes[1]}
+    forward, backward = calls(*inputs(0, **shapes, dtype=jnp.float16)[:3], logit_soft_cap=30.0)
+    for _, _, types_of in (forward, backward):
+        for size in heads:
+            assert f"x{size}xf16>" in types_of
 
 
 @pytest.mark.usefixtures("extension")
@@ -192,9 +238,8 @@ def test_nothing_else_touches_the_arrays():
 @pytest.mark.parametrize(
     "case, reason",
     [
-        ({"dtype": jnp.float32}, "bfloat16, not float32"),
-        ({"H": 32, "Hv": 32}, "not 32 and 32"),
-        ({"logit_soft_cap": 9.0}, "no logit_soft_cap"),
+        ({"dtype": jnp.float32}, "bfloat16 or float16, not float32"),
+        ({"H": 320, "Hv": 64}, "at most 256, not 320"),
         ({"off": "0"}, "ATTENTION_KERNEL=0 is set"),
     ],
     ids=str,
@@ -203,10 +248,9 @@ def test_others_are_not_by_the_kernels(case, reason, monkeypatch):
     """And a warning says so once, with the reason."""
     case = dict(case)
     monkeypatch.setenv("JAX_CP_DISPATCH_ATTENTION_KERNEL", case.pop("off", "1"))
-    options = {name: case.pop(name) for name in ("logit_soft_cap",) if name in case}
     shapes: Any = {"B": 1, "T": 64, "S": 64, "H": 64, "Hv": 64, "dtype": jnp.bfloat16}
     with pytest.warns(UserWarning, match=f"slow passes on this GPU, because .*{reason}") as seen:
-        assert calls(*inputs(0, **(shapes | case))[:3], **options) == []
+        assert calls(*inputs(0, **(shapes | case))[:3]) == []
     assert len([x for x in seen if "slow passes" in str(x.message)]) == 1
 
 

@@ -9,7 +9,7 @@ import pytest
 from attention_oracle import attention, attention_gradients
 from local_cases import RANGES, assert_close, inputs
 
-from jax_cp_dispatch import local_attention, local_attention_backward, merge_partials
+from jax_cp_dispatch import local_attention, local_attention_backward, masks, merge_partials
 
 SHAPES = {"B": 2, "T": 384, "S": 384, "N": 4, "K": 2, "H": 64, "Hv": 64}
 # Relative to the largest magnitude; probabilities and gradients are rounded to 8 bits.
@@ -42,7 +42,16 @@ def test_equals_numpy(ranges, dtype):
 
 
 @pytest.mark.parametrize("ranges", ["causal", "packed"])
-@pytest.mark.parametrize("shapes", [{"T": 301, "S": 333}, {"H": 128, "Hv": 128}], ids=str)
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        {"T": 301, "S": 333},
+        *({"H": size, "Hv": size} for size in (96, 128, 256)),
+        {"H": 192, "Hv": 128},
+        {"H": 80, "Hv": 72},  # of no kernel: padded
+    ],
+    ids=str,
+)
 def test_shapes(shapes, ranges):
     q, k, v, dout, _ = inputs(1, **(SHAPES | shapes), dtype=jnp.bfloat16)
     ranges = RANGES[ranges](2, q.shape[1], k.shape[1])
@@ -92,14 +101,40 @@ def test_results_in_the_dtype_of_the_operands():
         assert_close(x, y, 2e-2)
 
 
-def test_sink_and_largest_logits():
-    q, k, v, *_ = inputs(6, **SHAPES, dtype=jnp.bfloat16)
-    start, end = RANGES["packed"](2, 384, 384)
-    asked: Any = {"sink": jnp.linspace(-1, 2, 4), "return_max_logits": True}
-    attend = jax.jit(lambda *x: local_attention(*x, start, end, **asked))
+TREE = {
+    "mask": masks.Ranges(
+        np.zeros((2, 384), np.int32),
+        np.tile(np.arange(1, 385, dtype=np.int32), (2, 1)),
+        np.zeros((2, 384), np.int32),
+        np.random.default_rng(0).integers(0, 385, (2, 384), dtype=np.int32),
+    )
+}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sink": jnp.linspace(-1, 2, 4), "return_max_logits": True},
+        {"logit_soft_cap": 0.7, "scale": -0.3},
+        TREE,
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_options(options, dtype):
+    """As the blockwise passes have them, in float32."""
+    q, k, v, dout, dlse = inputs(6, **SHAPES, dtype=jnp.dtype(dtype))
+    ranges = () if "mask" in options else RANGES["packed"](2, 384, 384)
+
+    @jax.jit
+    def both(q, k, v):
+        outs, vjp = jax.vjp(lambda *x: local_attention(*x, *ranges, **options), q, k, v)
+        rest = (jnp.where(jnp.isinf(outs[1]), 0, dlse), *map(jnp.zeros_like, outs[2:]))
+        return *outs, *vjp((dout, *rest))
+
     wide = [x.astype(jnp.float32) for x in (q, k, v)]
-    for x, y in zip(attend(q, k, v), attend(*wide), strict=True):
-        assert_close(x, y, TOLERANCE["bfloat16"])
+    for x, y in zip(both(q, k, v), both(*wide), strict=True):
+        assert_close(x, y, TOLERANCE[dtype])
 
 
 def test_gradients_of_merged_parts():

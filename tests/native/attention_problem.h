@@ -24,7 +24,8 @@ struct AttentionShape {
   int group = 1;  // query heads of a KV head
   int num_kv_heads = 1;
   int batch = 2;
-  bool has_sink = false;
+  bool has_sink = false, has_soft_cap = false;
+  bool has_query_ranges = false;  // of keys
 
   int NumHeads() const { return group * num_kv_heads; }
 };
@@ -39,8 +40,12 @@ inline AttentionShape RandomAttentionShape(std::mt19937& rng) {
     return is_at_end ? draw(1, most / kTile) * kTile + draw(-1, 1) : draw(1, most);
   };
   const int group = 1 << draw(0, 3);
-  return {size(240 / group + 40),           size(256),  group,
-          1 + (group < 8 ? draw(0, 1) : 0), draw(1, 2), draw(0, 1) == 1};
+  AttentionShape shape{size(240 / group + 40), size(256), group, 1 + (group < 8 ? draw(0, 1) : 0),
+                       draw(1, 2)};
+  shape.has_sink = draw(0, 1) == 1;
+  shape.has_soft_cap = draw(0, 2) == 0;
+  shape.has_query_ranges = draw(0, 2) == 0;
+  return shape;
 }
 
 template <typename T>
@@ -73,10 +78,12 @@ struct PoisonedArray {
 // The operands, and what plain loops compute. Rows that nothing uses are NaN.
 template <typename Element, int H, int Hv>
 struct AttentionProblem {
+  static constexpr float kSoftCap = 1.5f;
   AttentionShape shape;
   Seen<uint16_t> q, k, v, dout;
-  Seen<int32_t> start, end;
-  Seen<float> sink, dlse;  // of each head; of each row
+  Seen<int32_t> start, end, index;
+  Seen<int32_t> first_query, end_query;  // of each key, indices of queries
+  Seen<float> sink, dlse;                // of each head; of each row
   std::vector<double> out, lse, peak, delta, dq, dk, dv;
 
   AttentionProblem(std::mt19937& rng, const AttentionShape& shape) : shape(shape) {
@@ -89,7 +96,10 @@ struct AttentionProblem {
     std::normal_distribution<float> normal;
     for (int i = 0; i < shape.batch * shape.NumHeads(); ++i) sink.push_back(normal(rng));
     for (size_t i = 0; i < queries; ++i) dlse.push_back(normal(rng));
-    for (int b = 0; b < shape.batch; ++b) DrawRanges(rng);
+    for (int b = 0; b < shape.batch; ++b) {
+      DrawRanges(rng);
+      DrawQueries(rng);
+    }
     out.assign(queries * Hv, 0);
     dq.assign(queries * H, 0);
     lse.assign(queries, -INFINITY);
@@ -120,10 +130,10 @@ struct AttentionProblem {
   struct Part {
     int num_keys;
     Seen<uint16_t> k, v;
-    Seen<int32_t> start, end;
+    Seen<int32_t> start, end, first_query, end_query;
   };
   Part Keys(int from, int to) const {
-    Part part{to - from, {}, {}, start, end};
+    Part part{to - from, {}, {}, start, end, {}, {}};
     for (int b = 0; b < shape.batch; ++b) {
       const auto take = [&](Seen<uint16_t>* out, const Seen<uint16_t>& x, int size) {
         const auto row = x.begin() + int64_t{b} * shape.num_keys * shape.num_kv_heads * size;
@@ -132,6 +142,12 @@ struct AttentionProblem {
       };
       take(&part.k, k, H);
       take(&part.v, v, Hv);
+      const int64_t row = int64_t{b} * shape.num_keys;
+      const auto take_range = [&](Seen<int32_t>* out, const Seen<int32_t>& x) {
+        out->insert(out->end(), x.begin() + row + from, x.begin() + row + to);
+      };
+      take_range(&part.first_query, first_query);
+      take_range(&part.end_query, end_query);
     }
     for (size_t i = 0; i < start.size(); ++i) {
       part.start[i] = std::clamp(start[i], from, to) - from;
@@ -141,12 +157,45 @@ struct AttentionProblem {
   }
 
   AttentionOperands Operands(const Part& part) const {
-    return {q.data(),         part.k.data(),      part.v.data(),          part.start.data(),
-            part.end.data(),  shape.batch,        shape.num_queries,      part.num_keys,
-            shape.NumHeads(), shape.num_kv_heads, 1 / std::sqrt(float{H})};
+    AttentionOperands of{};
+    of.q = q.data();
+    of.k = part.k.data();
+    of.v = part.v.data();
+    of.start = part.start.data();
+    of.end = part.end.data();
+    of.batch = shape.batch;
+    of.num_rows = shape.num_queries;
+    of.num_keys = part.num_keys;
+    of.num_heads = shape.NumHeads();
+    of.num_kv_heads = shape.num_kv_heads;
+    of.scale = 1 / std::sqrt(float{H});
+    of.soft_cap = shape.has_soft_cap ? kSoftCap : 0;
+    if (!shape.has_query_ranges) return of;
+    of.index = index.data();
+    of.first_query = part.first_query.data();
+    of.end_query = part.end_query.data();
+    return of;
   }
 
  private:
+  // Of the length of a query's document, on either side of a key; a few keys are hidden.
+  void DrawQueries(std::mt19937& rng) {
+    const auto below = [&](int n) { return static_cast<int>(rng() % n); };
+    for (int i = 0; i < shape.num_queries; ++i) index.push_back(7 + 2 * i);
+    for (int j = 0; j < shape.num_keys; ++j) {
+      const int first = 7 + 2 * j - below(60), length = below(11) == 0 ? 0 : below(200);
+      first_query.push_back(first);
+      end_query.push_back(first + length);
+    }
+  }
+
+  bool IsVisible(int b, int t, int j) const {
+    const size_t row = size_t(b) * shape.num_queries + t, key = size_t(b) * shape.num_keys + j;
+    if (j < start[row] || j >= end[row]) return false;
+    return !shape.has_query_ranges ||
+           (index[row] >= first_query[key] && index[row] < end_query[key]);
+  }
+
   static double At(const Seen<uint16_t>& x, size_t i) { return float{Element{x[i]}}; }
 
   static void Draw(std::mt19937& rng, size_t size, Seen<uint16_t>* x) {
@@ -177,13 +226,16 @@ struct AttentionProblem {
 
   void Compute(int b, int t, int n) {
     const size_t query = Query(b, t, n), row = Row(b, t, n);
-    const int first = start[size_t(b) * shape.num_queries + t];
-    const int last = end[size_t(b) * shape.num_queries + t];
     const double scale = 1 / std::sqrt(double{H});
-    std::vector<double> p;
+    std::vector<double> p, slope;
+    std::vector<size_t> keys;
     double total = 0;
-    for (int j = first; j < last; ++j) {
-      const double x = scale * Dot(q, query, k, Key(b, j, n), H);
+    for (int j = 0; j < shape.num_keys; ++j) {
+      if (!IsVisible(b, t, j)) continue;
+      keys.push_back(Key(b, j, n));
+      double x = scale * Dot(q, query, k, keys.back(), H), ratio = 0;
+      if (shape.has_soft_cap) ratio = std::tanh(x / kSoftCap), x = kSoftCap * ratio;
+      slope.push_back(1 - ratio * ratio);
       peak[row] = std::max(peak[row], x);
       p.push_back(std::exp(x));
       total += p.back();
@@ -193,7 +245,7 @@ struct AttentionProblem {
     lse[row] = std::log(total);
     for (size_t j = 0; j < p.size(); ++j) {
       p[j] /= total;
-      const size_t key = Key(b, first + static_cast<int>(j), n);
+      const size_t key = keys[j];
       for (int h = 0; h < Hv; ++h) {
         out[query * Hv + h] += p[j] * At(v, key * Hv + h);
         dv[key * Hv + h] += p[j] * At(dout, query * Hv + h);
@@ -202,8 +254,9 @@ struct AttentionProblem {
     for (int h = 0; h < Hv; ++h) delta[row] += out[query * Hv + h] * At(dout, query * Hv + h);
     delta[row] -= dlse[row];
     for (size_t j = 0; j < p.size(); ++j) {
-      const size_t key = Key(b, first + static_cast<int>(j), n);
-      const double dx = p[j] * (Dot(dout, query, v, key, Hv) - delta[row]) * scale;
+      const size_t key = keys[j];
+      const double dp = Dot(dout, query, v, key, Hv) - delta[row],
+                   dx = p[j] * dp * slope[j] * scale;
       for (int h = 0; h < H; ++h) {
         dq[query * H + h] += dx * At(k, key * H + h);
         dk[key * H + h] += dx * At(q, query * H + h);
@@ -220,7 +273,10 @@ struct AttentionProblem {
       std::vector<bool> used(shape.num_keys);
       for (int t = 0; t < shape.num_queries; ++t) {
         const size_t row = size_t(b) * shape.num_queries + t;
-        for (int j = start[row]; j < end[row]; ++j) used[j] = true;
+        for (int j = start[row]; j < end[row]; ++j) {
+          const size_t key = size_t(b) * shape.num_keys + j;
+          if (!shape.has_query_ranges || first_query[key] < end_query[key]) used[j] = true;
+        }
         if (start[row] < end[row]) continue;
         spoil(&q, row, shape.NumHeads(), H);
         spoil(&dout, row, shape.NumHeads(), Hv);

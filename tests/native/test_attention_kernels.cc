@@ -40,9 +40,18 @@ void DifferentiateOnHost(const GradientsCall& call, bool is_early, int first_of_
   Launch<QueriesScratch<H, Hv>>(
       first_of_rows, call.batch * call.num_heads * NumTiles(call.num_rows), is_early,
       [&](auto... arguments) { GradientsOfQueries<Element>(call, arguments...); });
-  Launch<KeysScratch<H, Hv>>(
-      first_of_keys, call.batch * call.num_kv_heads * NumTiles(call.num_keys), is_early,
-      [&](auto... arguments) { GradientsOfKeys<Element>(call, arguments...); });
+  const int num_blocks = call.batch * call.num_kv_heads * NumTiles(call.num_keys);
+  const auto of_keys = [&](auto part) {
+    Launch<KeysScratch<H, Hv>>(first_of_keys, num_blocks, is_early, [&](auto... arguments) {
+      GradientsOfKeys<Element, part>(call, arguments...);
+    });
+  };
+  if constexpr (H + Hv > 256) {
+    of_keys(std::integral_constant<Part, Part::kK>{});
+    of_keys(std::integral_constant<Part, Part::kV>{});
+  } else {
+    of_keys(std::integral_constant<Part, Part::kBoth>{});
+  }
 }
 
 template <typename Element, int H, int Hv>
@@ -110,7 +119,7 @@ void ReachesTheEndOfLargeArrays(std::mt19937& rng) {
     call.dq.data = of_rows(static_cast<float*>(call.dq.data), H);
     call.dk.data = of_keys(static_cast<float*>(call.dk.data), H);
     call.dv.data = of_keys(static_cast<uint16_t*>(call.dv.data), H);
-    std::vector<QueryTile> tiles(NumTiles(num_rows), {kNone, 0, {0, 0}});  // of the last batch row
+    std::vector<QueryTile> tiles(NumTiles(num_rows), QueryTile{kNone, 0, {}, 0, 0, {}});
     call.tiles = Ahead(tiles.data(), (kBatch - 1) * static_cast<int64_t>(tiles.size()));
     std::vector<RowNumbers> numbers(shape.num_queries);
     call.numbers = of_rows(numbers.data(), 1);
@@ -130,15 +139,20 @@ void VisitsNoOtherTiles() {
   start[60] = 9 * kTile, end[60] = kKeys;              // tiles 9, 10 and 11
   start[70] = 5 * kTile - 1, end[70] = start[70] + 1;  // tile 4, in the second block
   std::vector<uint16_t> zeros(kKeys * 64);
-  AttentionOperands of{
-      zeros.data(), zeros.data(), zeros.data(), start.data(), end.data(), 1, kRows, kKeys, 1, 1, 1};
+  AttentionOperands of{};
+  of.q = of.k = of.v = zeros.data();
+  of.start = start.data();
+  of.end = end.data();
+  of.batch = of.num_heads = of.num_kv_heads = 1;
+  of.num_rows = kRows;
+  of.num_keys = kKeys;
   std::vector<int> tiles[2];
   RowRanges rows[2];
   for (int block = 0; block < 2; ++block) {
-    auto stages = std::make_unique<KeyStages<64, 64>>();
+    auto stages = std::make_unique<KeyStages<64, 64, 2>>();
     AsyncCopies copies(true);
     rows[block].Copy(&copies, of, 0, block * kTile);
-    rows[block].FindCommon();
+    rows[block].FindCommon(false);
     ForTilesOfKeys(of, TileOfHead{0, 0, block * kTile}, rows[block], stages.get(), &copies,
                    [&](int key, auto...) { tiles[block].push_back(key / kTile); });
   }
@@ -156,7 +170,8 @@ void VisitsNoOtherTiles() {
   call.tiles = found.data();
   const auto queries = [&](int tile) {
     std::vector<int> heads_and_queries;
-    QueryTiles all(call, 0, tile * kTile);
+    const KeyRanges none{};
+    QueryTiles all(call, 0, tile * kTile, none);
     for (auto one = all.Next(); one.first != kNone; one = all.Next()) {
       heads_and_queries.insert(heads_and_queries.end(), {one.head, one.first});
     }
@@ -178,7 +193,7 @@ void FindsCommonAndUsedKeys(std::mt19937& rng) {
     rows.end[i] = 50 + static_cast<int>(rng() % 100);
   }
   rows.end[17] = 3;  // in the second warp
-  rows.FindCommon();
+  rows.FindCommon(false);
   uint64_t used = 0;
   for (int key = 0; key < kTile; ++key) {
     for (int row = 0; row < kTile; ++row) used |= uint64_t{rows.Sees(row, 32 + key)} << key;
@@ -197,8 +212,20 @@ void FindsCommonAndUsedKeys(std::mt19937& rng) {
 AttentionErrors OfRandomShape(std::mt19937& rng) {
   const AttentionShape shape = RandomAttentionShape(rng);
   const bool is_early = rng() % 2 == 0;
-  return rng() % 2 == 0 ? EqualsLoops<BF16, 64, 64>(rng, shape, is_early)
-                        : EqualsLoops<BF16, 128, 128>(rng, shape, is_early);
+  switch (rng() % 6) {
+    case 0:
+      return EqualsLoops<F16, 64, 64>(rng, shape, is_early);
+    case 1:
+      return EqualsLoops<BF16, 96, 96>(rng, shape, is_early);
+    case 2:
+      return EqualsLoops<BF16, 192, 128>(rng, shape, is_early);
+    case 3:
+      return EqualsLoops<F16, 256, 256>(rng, shape, is_early);
+    case 4:
+      return EqualsLoops<BF16, 64, 64>(rng, shape, is_early);
+    default:
+      return EqualsLoops<BF16, 128, 128>(rng, shape, is_early);
+  }
 }
 
 const Register kTests("test_attention_kernels", [](const Numbers& numbers) {
@@ -209,6 +236,10 @@ const Register kTests("test_attention_kernels", [](const Numbers& numbers) {
   FindsCommonAndUsedKeys(rng);
   ReachesTheEndOfLargeArrays(rng);
   EqualsLoops<BF16, 64, 64>(rng, {136, 216}, true);
+  EqualsLoops<F16, 64, 64>(rng, {150, 200, 1, 1, 1, false, true, true}, false);
+  EqualsLoops<BF16, 96, 96>(rng, {70, 70}, false);
+  EqualsLoops<BF16, 192, 128>(rng, {40, 90}, true);
+  EqualsLoops<BF16, 256, 256>(rng, {70, 70, 1, 1, 1}, true);
   EqualsLoops<BF16, 64, 64>(rng, {70, 130, 2, 2, 1, true}, false);
   EqualsLoops<BF16, 128, 128>(rng, {37, 100, 4, 2, 1}, true);
   AttentionErrors worst{};

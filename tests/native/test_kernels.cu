@@ -128,6 +128,11 @@ void RunAttentions(Rng& rng, int num_problems, cudaStream_t stream) {
     const AttentionShape shape = RandomAttentionShape(rng);
     Enlarge(&worst, EqualsLoops<BF16, 64, 64>(rng, shape, stream));
     Enlarge(&worst, EqualsLoops<BF16, 128, 128>(rng, shape, stream));
+    if (i % 5 == 0) Enlarge(&worst, EqualsLoops<F16, 64, 64>(rng, shape, stream));
+    if (i % 5 == 1) Enlarge(&worst, EqualsLoops<BF16, 96, 96>(rng, shape, stream));
+    if (i % 5 == 2) Enlarge(&worst, EqualsLoops<BF16, 192, 128>(rng, shape, stream));
+    if (i % 5 == 3) Enlarge(&worst, EqualsLoops<F16, 256, 256>(rng, shape, stream));
+    if (i % 5 == 4) Enlarge(&worst, EqualsLoops<F16, 192, 128>(rng, shape, stream));
   }
   Print(stdout, worst);
 }

@@ -36,7 +36,7 @@ bool HasShape(const Any& x, const std::vector<int64_t>& shape) {
 struct Operands {
   Any q, k, v;
   Ints start, end;
-  float scale;
+  float scale, soft_cap;
 
   HeadType Heads() const {
     return {ToDataType(q.element_type()), static_cast<int>(q.dimensions()[3]),
@@ -87,8 +87,28 @@ Status Read(const std::string& op, const Operands& x, kernels::AttentionOperands
          static_cast<int>(keys[1]),
          static_cast<int>(rows[2]),
          static_cast<int>(keys[2]),
-         x.scale};
+         x.scale,
+         x.soft_cap,
+         nullptr,
+         nullptr,
+         nullptr};
   return {};
+}
+
+// The first three remaining arguments: the index of each row, and the range of each key.
+Status ReadQueries(const std::string& op, const ffi::RemainingArgs& arguments,
+                   kernels::AttentionOperands* of) {
+  const auto numbers = [&](size_t i, int64_t size) -> const int32_t* {
+    if (i >= arguments.size()) return nullptr;
+    const auto x = arguments.get<Ints>(i);
+    const auto wanted = static_cast<size_t>(of->batch * size);
+    return x.has_value() && x->element_count() == wanted ? x->typed_data() : nullptr;
+  };
+  of->index = numbers(0, of->num_rows);
+  of->first_query = numbers(1, of->num_keys);
+  of->end_query = numbers(2, of->num_keys);
+  if (of->index && of->first_query && of->end_query) return {};
+  return Invalid(op, "ranges of queries of another size");
 }
 
 // Rows of floats; an invalid status if they have another shape or type.
@@ -142,15 +162,17 @@ const float* FloatsAt(const ffi::RemainingArgs& arguments, size_t i) {
 
 template <bool kExecute>
 ffi::Error AttendIn(int32_t device, cudaStream_t stream, Any q, Any k, Any v, Ints start, Ints end,
-                    ffi::RemainingArgs sink, ffi::Result<Any> out, ffi::Result<Floats> lse,
-                    ffi::RemainingRets peak, float scale) {
+                    ffi::RemainingArgs others, ffi::Result<Any> out, ffi::Result<Floats> lse,
+                    ffi::RemainingRets peak, float scale, float soft_cap, bool has_queries) {
   const std::string op = "local_attention";
   Status status = Begin(op, device, kExecute);
   if (!status.ok() || !kExecute) return ToError(status);
-  const Operands of{q, k, v, start, end, scale};
+  const Operands of{q, k, v, start, end, scale, soft_cap};
+  const size_t first = has_queries ? 3 : 0;  // of the remaining arguments
   kernels::AttendCall call{};
   status =
       InTurn([&] { return Read(op, of, &call); },
+             [&] { return has_queries ? ReadQueries(op, others, &call) : Status{}; },
              [&] { return ReadFloats(op, of, *out, of.OfQueries(v.dimensions()[3]), &call.out); },
              [&] { return ReadNumbers(op, of, *lse, &call.lse); },
              [&]() -> Status {
@@ -160,8 +182,8 @@ ffi::Error AttendIn(int32_t device, cudaStream_t stream, Any q, Any k, Any v, In
                return ReadNumbers(op, of, **x, &call.peak);
              },
              [&]() -> Status {
-               if (sink.size() == 0) return {};
-               const auto x = sink.get<Floats>(0);
+               if (others.size() == first) return {};
+               const auto x = others.get<Floats>(first);
                const auto heads = static_cast<size_t>(call.batch) * call.num_heads;
                if (!x.has_value() || x->element_count() != heads)
                  return Invalid(op, "another sink");
@@ -174,24 +196,27 @@ ffi::Error AttendIn(int32_t device, cudaStream_t stream, Any q, Any k, Any v, In
 
 template <bool kExecute>
 ffi::Error AttendMoreIn(int32_t device, cudaStream_t stream, Any q, Any k, Any v, Ints start,
-                        Ints end, ffi::RemainingArgs seen, ffi::Result<Floats> peak,
-                        ffi::Result<Floats> total, ffi::Result<Floats> acc, float scale) {
+                        Ints end, ffi::RemainingArgs others, ffi::Result<Floats> peak,
+                        ffi::Result<Floats> total, ffi::Result<Floats> acc, float scale,
+                        float soft_cap, bool has_queries) {
   const std::string op = "local_attention";
   Status status = Begin(op, device, kExecute);
   if (!status.ok() || !kExecute) return ToError(status);
-  const Operands of{q, k, v, start, end, scale};
+  const Operands of{q, k, v, start, end, scale, soft_cap};
+  const size_t first = has_queries ? 3 : 0;  // of the remaining arguments
   kernels::AttendCall call{};
   status = InTurn([&] { return Read(op, of, &call); },
+                  [&] { return has_queries ? ReadQueries(op, others, &call) : Status{}; },
                   [&] { return ReadNumbers(op, of, *peak, &call.peak); },
                   [&] { return ReadNumbers(op, of, *total, &call.total); },
                   [&]() -> Status {
                     const auto size = of.NumRows() * v.dimensions()[3];
                     if (acc->element_count() != size) return Invalid(op, "values of another size");
                     call.acc = acc->typed_data();
-                    if (seen.size() == 0) return {};
-                    call.seen_peak = FloatsAt(seen, 0);
-                    call.seen_total = FloatsAt(seen, 1);
-                    call.seen_acc = FloatsAt(seen, 2);
+                    if (others.size() == first) return {};
+                    call.seen_peak = FloatsAt(others, first);
+                    call.seen_total = FloatsAt(others, first + 1);
+                    call.seen_acc = FloatsAt(others, first + 2);
                     if (!call.seen_peak || !call.seen_total || !call.seen_acc) {
                       return Invalid(op, "an online softmax that is not float32");
                     }
@@ -206,29 +231,31 @@ ffi::Error GradientsIn(int32_t device, cudaStream_t stream, Any q, Any k, Any v,
                        Ints end, Any dout, Floats lse, ffi::RemainingArgs others,
                        ffi::Result<Any> dq, ffi::Result<Any> dk, ffi::Result<Any> dv,
                        ffi::Result<Ints> tiles, ffi::Result<Floats> numbers, float scale,
-                       bool has_delta) {
+                       float soft_cap, bool has_queries, bool has_delta) {
   const std::string op = "local_attention_backward";
   Status status = Begin(op, device, kExecute);
   if (!status.ok() || !kExecute) return ToError(status);
-  const Operands of{q, k, v, start, end, scale};
+  const Operands of{q, k, v, start, end, scale, soft_cap};
+  const size_t first = has_queries ? 3 : 0;  // of the remaining arguments
   kernels::GradientsCall call{};
   const auto number = [&](size_t i, const float** to) -> Status {
-    if (i >= others.size()) return {};
-    const auto x = others.get<Floats>(i);
+    if (first + i >= others.size()) return {};
+    const auto x = others.get<Floats>(first + i);
     if (!x.has_value()) return Invalid(op, "numbers that are not float32");
     return ReadNumbers(op, of, *x, to);
   };
   status = InTurn(
       [&] { return Read(op, of, &call); },
+      [&] { return has_queries ? ReadQueries(op, others, &call) : Status{}; },
       [&]() -> Status {
         const auto shape = of.OfQueries(v.dimensions()[3]);
         if (!HasShape(dout, shape) || dout.element_type() != q.element_type()) {
           return Invalid(op, "dout of another shape or type");
         }
         call.dout = Bits(dout);
-        if (others.size() == 0) return Invalid(op, "neither out nor delta");
+        if (others.size() == first) return Invalid(op, "neither out nor delta");
         if (has_delta) return number(0, &call.delta);
-        const auto out = others.get<Any>(0);
+        const auto out = others.get<Any>(first);
         if (!out.has_value()) return Invalid(op, "no out");
         return ReadFloats(op, of, *out, shape, &call.out);
       },
@@ -236,8 +263,8 @@ ffi::Error GradientsIn(int32_t device, cudaStream_t stream, Any q, Any k, Any v,
       [&] { return ReadNumbers(op, of, lse, &call.lse); },
       [&] { return ReadFloats(op, of, *dq, of.OfQueries(q.dimensions()[3]), &call.dq); },
       [&]() -> Status {
-        if (!has_delta || others.size() < 2) return {};
-        const auto before = others.get<Floats>(1);
+        if (!has_delta || others.size() < first + 2) return {};
+        const auto before = others.get<Floats>(first + 1);
         if (!before.has_value() || before->untyped_data() != call.dq.data || !call.dq.is_wide) {
           return Invalid(op, "a dq that is not where the result goes");
         }
@@ -254,7 +281,7 @@ ffi::Error GradientsIn(int32_t device, cudaStream_t stream, Any q, Any k, Any v,
       },
       [&]() -> Status {
         const auto num_tiles = static_cast<size_t>(call.batch) * kernels::NumTiles(call.num_rows);
-        if (4 * num_tiles != tiles->element_count() ||
+        if (sizeof(kernels::QueryTile) / 4 * num_tiles != tiles->element_count() ||
             2 * of.NumRows() != numbers->element_count()) {
           return Invalid(op, "scratch memory of another size");
         }
@@ -281,11 +308,13 @@ auto BindOperands() {
 template <ffi::ExecutionStage kStage>
 auto BindAttend() {
   return BindOperands<kStage>()
-      .RemainingArgs()         // sink; or none
+      .RemainingArgs()         // of queries, if they have ranges; sink; or none
       .template Ret<Any>()     // out
       .template Ret<Floats>()  // lse
       .RemainingRets()         // peak; or none
-      .template Attr<float>("scale");
+      .template Attr<float>("scale")
+      .template Attr<float>("soft_cap")  // 0: none
+      .template Attr<bool>("has_queries");
 }
 
 template <ffi::ExecutionStage kStage>
@@ -295,7 +324,9 @@ auto BindAttendMore() {
       .template Ret<Floats>()  // peak
       .template Ret<Floats>()  // total
       .template Ret<Floats>()  // acc
-      .template Attr<float>("scale");
+      .template Attr<float>("scale")
+      .template Attr<float>("soft_cap")  // 0: none
+      .template Attr<bool>("has_queries");
 }
 
 template <ffi::ExecutionStage kStage>
@@ -310,6 +341,8 @@ auto BindGradients() {
       .template Ret<Ints>()    // scratch memory: tiles of queries
       .template Ret<Floats>()  // scratch memory: numbers of rows
       .template Attr<float>("scale")
+      .template Attr<float>("soft_cap")
+      .template Attr<bool>("has_queries")
       .template Attr<bool>("has_delta");
 }
 

@@ -93,7 +93,7 @@ def _define(primitive, shapes, blockwise, platforms):
 
 
 def _cuda(pass_, ctx, options, q, ranges, kv):
-    return pass_ if range_kernels.take(options, q, kv[1], ranges.queries is not None) else None
+    return pass_ if range_kernels.take(q, kv[1]) else None
 
 
 def _tpu(name, ctx, options, q, ranges, kv):

@@ -150,19 +150,14 @@ def _define(primitive, shapes, cut, find_cuda):
 def _cuda_attend(options: PassOptions, operands: Forward):
     if cudnn.takes(options, operands.q, operands.v) and operands.sink is None:
         return cudnn.attend
-    return range_kernels.attend if _has_kernel(options, operands) else None
+    return range_kernels.attend if range_kernels.take(operands.q, operands.v) else None
 
 
 def _cuda_gradients(options: PassOptions, operands: Backward):
     # cuDNN multiplies out and dout itself, and accepts no cotangent of the lse.
     if cudnn.takes(options, operands.q, operands.v) and operands.whole.dlse is None:
         return cudnn.gradients
-    return range_kernels.gradients if _has_kernel(options, operands) else None
-
-
-def _has_kernel(options: PassOptions, operands: Forward | Backward) -> bool:
-    has_queries = operands.ranges.queries is not None
-    return range_kernels.take(options, operands.q, operands.v, has_queries)
+    return range_kernels.gradients if range_kernels.take(operands.q, operands.v) else None
 
 
 _define(attend_p, _attend_shapes, attend_cut, _cuda_attend)
