@@ -55,12 +55,9 @@ def parts_of_heads(options: AttentionOptions, operands: Operands) -> list[Heads]
 def cut_softmax(whole: SoftmaxGradients, num_heads: Sequence[int]) -> list[SoftmaxGradients]:
     """Cuts the softmax of all heads into parts of some each."""
     ends = list(itertools.accumulate(num_heads))[:-1]
-    axes = SoftmaxGradients(out=2, lse=1, dout=2, dlse=1)
-    cut = [
-        [None] * len(num_heads) if x is None else jnp.split(x, ends, axis)
-        for x, axis in zip(whole, axes, strict=True)
-    ]
-    return [SoftmaxGradients(*part) for part in zip(*cut, strict=True)]
+    out, lse, dout = map(jnp.split, whole[:3], [ends] * 3, (2, 1, 2))
+    dlse = [None] * len(num_heads) if whole.dlse is None else jnp.split(whole.dlse, ends, 1)
+    return [SoftmaxGradients(*part) for part in zip(out, lse, dout, dlse, strict=True)]
 
 
 def join(parts: Sequence[Any], axis: int) -> Any:
@@ -74,14 +71,12 @@ class Part(NamedTuple):
     """One part after its computation.
 
     Attributes:
-      received: what came from other ranks; one entry for each argument. None: nothing.
       outputs: of the computation.
-      returned: what went to other ranks, as it arrived here; like `received`.
+      returned: what came of the outputs of other ranks; one entry for each argument.
     """
 
-    received: list[Any] | None
     outputs: Any
-    returned: list[Any] | None
+    returned: list[Any]
 
 
 def in_parts(
@@ -118,7 +113,7 @@ def in_parts(
         if going is not None:
             returned, outputs = going.done(outputs)
             done[-1] = done[-1]._replace(returned=returned)
-        done.append(Part(inputs[1], outputs, None))
+        done.append(Part(outputs, []))
     if give_back is not None:
         done[-1] = done[-1]._replace(returned=move(options, give_back(done[-1].outputs)))
     return done
