@@ -64,9 +64,7 @@ def main() -> None:
     parser.add_argument("--targets", default="", help="regular expression of names of targets")
     parser.add_argument("--programs", default="", help="likewise of programs")
     parser.add_argument("--maxtext", action="store_true", help="MaxText's step, and nothing else")
-    parser.add_argument(
-        "--own", action="store_true", help="programs with this package's calls only"
-    )
+    parser.add_argument("--own", action="store_true", help="programs with own calls only")
     parser.add_argument("--platform", default="", help="of the compiler that is installed here")
     parser.add_argument("--output", type=pathlib.Path, help="write the rows here as JSON")
     options = parser.parse_args()

@@ -48,7 +48,7 @@ def lower_done(ctx: Any, *operands: Any, exchange: Exchange) -> Any:
 
 def _is_result_here(value: Any) -> bool:
     """Whether a value is the result of a custom call in the block that is being lowered."""
-    owner = value.owner
+    owner: Any = value.owner
     if isinstance(owner, ir.Block):  # an argument
         return False
     current: Any = ir.InsertionPoint.current

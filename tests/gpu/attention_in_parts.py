@@ -43,8 +43,8 @@ def attend(algorithm: str, num_ranks: int, rank: int, place: Callable, read: Cal
         run = cpd.balanced_attention
     random = np.random.default_rng(0)
 
-    def with_gradients(plan, q, k, v, dout):
-        q, k, v, dout = (x[None] for x in (q, k, v, dout))
+    def with_gradients(plan, *arrays):
+        q, k, v, dout = (x[None] for x in arrays)
         out, transpose = jax.vjp(lambda *qkv: run(*qkv, plan, **name), q, k, v)
         return [x[0] for x in (out, *transpose(dout))]
 
@@ -52,7 +52,7 @@ def attend(algorithm: str, num_ranks: int, rank: int, place: Callable, read: Cal
     programs = []
     for is_cut in (False, True):
         overlap.moves_beside_work = lambda _, is_cut=is_cut: is_cut
-        program = on_ranks(lambda *arrays: with_gradients(*arrays))
+        program = on_ranks(lambda plan, *arrays: with_gradients(plan, *arrays))
         programs.append(
             program.lower(plans, *_arrays(random, num_ranks, order, place)[1]).compile()
         )
@@ -65,7 +65,8 @@ def attend(algorithm: str, num_ranks: int, rank: int, place: Callable, read: Cal
         for whole, parts in zip(one, two, strict=True):
             np.testing.assert_array_equal(whole, parts)
         start = np.cumsum([0, *lengths])[ids - 1]
-        exact, _ = attention(*qkv, start, np.arange(tokens)[None] + 1)
+        q, k, v = qkv
+        exact, _ = attention(q, k, v, start, np.arange(tokens)[None] + 1)
         mine = order(exact.astype(np.float32)).reshape(num_ranks, -1, HEADS, HEAD_SIZE)[rank]
         np.testing.assert_allclose(two[0].astype(np.float32), mine, atol=0.02, rtol=0.02)
 

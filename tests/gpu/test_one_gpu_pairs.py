@@ -69,8 +69,8 @@ def products(a, num=6):
 
 def sent(x, a, metadata=METADATA, **options):
     """Returns the rows that `dispatch_start` sends beside products, and these."""
-    options = {"capacity": CAPACITY} | options
-    exchange, a = dispatch_start(x, metadata, beside=a, **OURS, **options)
+    options = {**OURS, "capacity": CAPACITY, **options}
+    exchange, a = dispatch_start(x, metadata, beside=a, **options)
     return exchange_done(exchange, beside=products(a))
 
 

@@ -190,30 +190,30 @@ def _backward(options, residuals, dhome: Outputs):
     sum_dtype = None if options.expansion else dhome.out.dtype
     ends = list(itertools.accumulate(part.q.shape[2] for part in received))[:-1]
     cotangents = [jnp.split(x, ends, 1) for x in dhome[:2] if x is not None]
-    parts = list(zip(received, out, lse, zip(*cotangents, strict=True), strict=True))
+    sinks = [None] * len(received) if sink is None else jnp.split(sink, ends)
+    parts = list(zip(received, out, lse, sinks, zip(*cotangents, strict=True), strict=True))
 
     def gradients(part, came):
-        rows, out, lse, _ = part
+        rows, out, lse, sink, _ = part
         whole = softmax_gradients(op, out, lse, Outputs(*(x[None] for x in came[0])))
         dq, dkv, dweights = gradients_of_received(options, rows, weights, whole)
-        return dq, dkv, dweights, whole
+        dsink = None if sink is None else sink_gradient(sink, whole)
+        return dq, dkv, dsink, dweights
+
+    def give_back(outputs):
+        dq, dkv, *_ = outputs
+        return exchanges.returned_qkv(exchange, plan, dq, dkv, sum_dtype)
 
     done = in_parts(
         exchange,
         parts[::-1],  # the part with most heads returns first
         gradients,
-        send=lambda part: exchanges.sent_q(exchange, plan, part[3]),
-        give_back=lambda outputs: exchanges.returned_qkv(
-            exchange, plan, outputs[0], outputs[1], sum_dtype
-        ),
+        send=lambda part: exchanges.sent_q(exchange, plan, part[-1]),
+        give_back=give_back,
     )[::-1]
     dq, dkv = join([part.returned for part in done], 1)
-    *_, dweights, _ = done[0].outputs
-    dsink = None
-    if sink is not None:
-        sinks = jnp.split(sink, ends)
-        wholes = [part.outputs[3] for part in done]
-        dsink = join([sink_gradient(*x) for x in zip(sinks, wholes, strict=True)], 0)
+    dsink = join([part.outputs[2] for part in done], 0)
+    dweights = done[0].outputs[3]
     return operand_gradients(received[0], dq, dkv, dsink, dweights), None, None
 
 

@@ -55,12 +55,9 @@ def parts_of_heads(options: AttentionOptions, operands: Operands) -> list[Heads]
 def cut_softmax(whole: SoftmaxGradients, num_heads: Sequence[int]) -> list[SoftmaxGradients]:
     """Cuts the softmax of all heads into parts of some each."""
     ends = list(itertools.accumulate(num_heads))[:-1]
-    axes_of_heads = 2, 1, 2, 1
-    cut = [
-        [None] * len(num_heads) if x is None else jnp.split(x, ends, axis)
-        for x, axis in zip(whole, axes_of_heads, strict=True)
-    ]
-    return [SoftmaxGradients(*part) for part in zip(*cut, strict=True)]
+    out, lse, dout = map(jnp.split, whole[:3], [ends] * 3, (2, 1, 2))
+    dlse = [None] * len(num_heads) if whole.dlse is None else jnp.split(whole.dlse, ends, 1)
+    return [SoftmaxGradients(*part) for part in zip(out, lse, dout, dlse, strict=True)]
 
 
 def join(parts: Sequence[Any], axis: int) -> Any:
@@ -74,12 +71,10 @@ class Part(NamedTuple):
     """One part after its computation.
 
     Attributes:
-      received: what came from other ranks; one entry for each argument.
       outputs: of the computation.
-      returned: what went to other ranks, as it arrived here; like `received`.
+      returned: what came of the outputs of other ranks; one entry for each argument.
     """
 
-    received: list[Any]
     outputs: Any
     returned: list[Any]
 
@@ -118,7 +113,7 @@ def in_parts(
         if going is not None:
             returned, outputs = going.done(outputs)
             done[-1] = done[-1]._replace(returned=returned)
-        done.append(Part(inputs[1], outputs, []))
+        done.append(Part(outputs, []))
     if give_back is not None:
         done[-1] = done[-1]._replace(returned=move(options, give_back(done[-1].outputs)))
     return done
