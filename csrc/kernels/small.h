@@ -77,7 +77,7 @@ CPD_HOST_DEVICE inline int NumParts(const Call& call) {
   return call.num_local == 1 ? 1 : 2 * call.num_local;
 }
 
-struct Part {
+struct CallPart {
   int local;  // the rank
   bool sends, takes;
   uint64_t number;  // of this small call of the device; 0: one block has both parts
@@ -94,7 +94,7 @@ struct SmallScratch {
   uint64_t drawn;
 };
 
-CPD_DEVICE Part DrawPart(const Block& block, const Call& call, SmallScratch* scratch) {
+CPD_DEVICE CallPart DrawPart(const Block& block, const Call& call, SmallScratch* scratch) {
   if (call.num_local == 1) return {0, true, true, 0};
   if (block.thread == 0) scratch->drawn = Append(&Rank{call, 0}.state()->parts_drawn);
   block.Sync();
@@ -163,7 +163,7 @@ CPD_DEVICE void TakeSmall(const Block& block, const Rank& rank, SmallScratch* sc
 // Run by NumParts(call) blocks.
 template <bool kIsDispatch>
 CPD_DEVICE void RunSmall(const Block& block, const Call& call, SmallScratch* scratch) {
-  const Part part = DrawPart(block, call, scratch);
+  const CallPart part = DrawPart(block, call, scratch);
   const Rank rank{call, part.local};
   const Block alone = AllTakers(block);  // the only one that sends, or takes, for its rank
   if (part.sends) SendSmall<kIsDispatch>(alone, rank, part.number, scratch);

@@ -7,7 +7,7 @@ It reads and writes arrays `[B, T, N, H]`. The blocks of a ring are such arrays 
 from __future__ import annotations
 
 import os
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -126,8 +126,8 @@ class _Call(NamedTuple):
     queries: tuple[Array, ...]  # index of rows, first and end query of keys; or none
 
     @classmethod
-    def of(cls, options: PassOptions, q, k, v, ranges) -> _Call:
-        size, value_size = _served(q.shape[3], v.shape[3])
+    def of(cls, options: PassOptions, q, k, v, ranges: RowRanges) -> _Call:
+        size, value_size = cast(tuple[int, int], _served(q.shape[3], v.shape[3]))
         bounds = (x.astype(index_dtype(x.dtype)) for x in ranges[:2])
         bounds = tuple(jnp.clip(x, 0, k.shape[1]).astype(jnp.int32) for x in bounds)
         queries = () if ranges.queries is None else tuple(ranges.queries)
@@ -142,7 +142,8 @@ class _Call(NamedTuple):
         if queries is not None:
             queries = KeyQueries(*map(tokens, (queries.index, queries.start, queries.end)))
         rows = RowRanges(tokens(ranges.start), tokens(ranges.end), queries)
-        return cls.of(options, _head(q), *map(_head, kv), rows)
+        k, v = map(_head, kv)
+        return cls.of(options, _head(q), k, v, rows)
 
     def gradients(self, wide, of_rows, others, *, has_delta: bool = False):
         """Returns dq, dk and dv; float32 those that are `wide`. A dq that is given is added to."""
