@@ -47,6 +47,7 @@ def compiled(target: Target, shapes: Shapes, name: str, program: Any) -> dict[st
         "state": "compiled",
         "seconds": round(time.monotonic() - began, 1),
         "temporary_MB": memory.temp_size_in_bytes >> 20 if memory else None,
+        "moved_MB": round(schedule.moved_bytes() / 1e6),
         "collectives": schedule.collectives(),
         "overlap": schedule.overlap(),
         "loops": schedule.count("while"),
@@ -63,12 +64,15 @@ def main() -> None:
     parser.add_argument("--targets", default="", help="regular expression of names of targets")
     parser.add_argument("--programs", default="", help="likewise of programs")
     parser.add_argument("--maxtext", action="store_true", help="MaxText's step, and nothing else")
+    parser.add_argument("--own", action="store_true", help="programs with own calls only")
     parser.add_argument("--platform", default="", help="of the compiler that is installed here")
     parser.add_argument("--output", type=pathlib.Path, help="write the rows here as JSON")
     options = parser.parse_args()
     programs: dict[str, Callable[[Shapes], Any]] = dict(PROGRAMS)
     if options.maxtext:  # in an environment with it
         from maxtext_step import PROGRAMS as programs
+    if options.own:
+        programs = {}
     rows = []
     for target in TARGETS.values():
         if options.platform not in ("", target.platform):
@@ -103,12 +107,18 @@ def write(path: pathlib.Path | None, rows: list[dict[str, Any]]) -> None:
     if path is None:
         return
     held = json.loads(path.read_text())["rows"] if path.is_file() else []
-    new = {(row["target"], row["program"]) for row in rows}
-    held = [row for row in held if (row["target"], row["program"]) not in new]
     date = time.strftime("%Y-%m-%d")
     for row in rows:
         row.setdefault("versions", versions() | {"date": date})
+    new = {_key(row) for row in rows}
+    held = [row for row in held if _key(row) not in new]
     path.write_text(json.dumps({"rows": held + rows}, indent=1) + "\n")
+
+
+def _key(row: dict[str, Any]) -> tuple[str, ...]:
+    """Rows with the same key replace each other. Programs of GPUs have one for each JAX release."""
+    release = ".".join(row["versions"]["jax"].split(".")[:2])
+    return row["target"], row["program"], release if row["program"] in PROGRAMS_FOR_GPUS else ""
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from programs_of_attention import (
     attention_of_a_rank,
     balanced_plan,
     balanced_with_a_plan,
+    documents,
     local_attention,
     local_attention_backward,
     merge_partials,
@@ -57,6 +58,68 @@ def combine(shapes: Shapes, *, of_a_rank: bool, implementation: str = "xla") -> 
     y = _rows(shapes, shapes.placement.plan.kv_capacity * shapes.num_ranks)
     each = _on_each_rank(shapes, move, _movement(shapes))
     return Program(each if of_a_rank else run, (y,), (0,))
+
+
+def _in_two_calls(shapes: Shapes, start: Any, work: Any, weights: Any, *, is_data: bool) -> Program:
+    """An exchange beside products of a rank's tokens and the weights; the plan may be data."""
+    plan = _movement(shapes)
+
+    def run(x, plan, *weights):
+        exchange, x = start(x, plan, *weights)
+        return cpd.exchange_done(exchange, beside=work(x, *weights))
+
+    specs = P("cp"), P("cp"), *(P() for _ in weights)
+    on_each = on_ranks(shapes, run, specs, P("cp"))
+    arrays = [shapes.array((1024, n), jnp.bfloat16, P()) for n in weights]
+    x = shapes.array((shapes.num_tokens, 1024), jnp.bfloat16, P("cp"))
+    argnums = range(1 + len(weights))
+    if not is_data:
+        return Program(lambda x, *w: on_each(x, plan, *w), (x, *arrays), tuple(argnums))
+    fields, tree = jax.tree.flatten(plan)
+    fields = [shapes.array(x.shape, x.dtype, P("cp")) for x in fields]
+    with_plan = lambda x, *rest: on_each(
+        x, tree.unflatten(rest[len(weights) :]), *rest[: len(weights)]
+    )
+    return Program(with_plan, (x, *arrays, *fields), tuple(argnums))
+
+
+def beside_two_products(shapes: Shapes, *, is_data: bool, implementation: str = "xla") -> Program:
+    """Keys and values in one exchange beside two independent products."""
+    options: dict[str, Any] = {"axis_name": "cp", "implementation": implementation}
+    options["capacity"] = shapes.placement.plan.kv_capacity
+
+    def start(x, plan, *_):
+        return cpd.dispatch_start((x[:, :512], x[:, 512:]), plan, beside=x, **options)
+
+    work = lambda x, a, b: (x @ a, x @ b)
+    return _in_two_calls(shapes, start, work, (1024, 1024), is_data=is_data)
+
+
+def projections(shapes: Shapes, *, is_data: bool, implementation: str = "xla") -> Program:
+    """A layer that projects queries while its keys and values move."""
+    options: dict[str, Any] = {"axis_name": "cp", "implementation": implementation}
+    options["capacity"] = shapes.placement.plan.kv_capacity
+
+    def start(x, plan, wk, wv, _):
+        return cpd.dispatch_start((x @ wk, x @ wv), plan, beside=x, **options)
+
+    work = lambda x, wk, wv, wq: x @ wq
+    return _in_two_calls(shapes, start, work, (512, 512, 1024), is_data=is_data)
+
+
+def return_of_rows(shapes: Shapes, implementation: str = "xla") -> Program:
+    """Rows return beside a product."""
+    options: dict[str, Any] = {"axis_name": "cp", "implementation": implementation}
+
+    def run(y, plan, x, w):
+        exchange, x = cpd.combine_start(y, plan, beside=x, num_tokens=TOKENS, **options)
+        return cpd.exchange_done(exchange, beside=x @ w)
+
+    on_each = on_ranks(shapes, run, (P("cp"), P("cp"), P("cp"), P()), P("cp"))
+    y = _rows(shapes, shapes.placement.plan.kv_capacity * shapes.num_ranks)
+    x = shapes.array((shapes.num_tokens, 1024), jnp.bfloat16, P("cp"))
+    w = shapes.array((1024, 1024), jnp.bfloat16, P())
+    return Program(lambda y, x, w: on_each(y, _movement(shapes), x, w), (y, x, w), (0, 1, 2))
 
 
 def dispatch_qkv(shapes: Shapes) -> Program:
@@ -228,6 +291,8 @@ PROGRAMS: dict[str, Callable[[Shapes], Program]] = {
     "combine, global arrays": functools.partial(combine, of_a_rank=False),
     "dispatch_qkv": dispatch_qkv,
     "combine_qkv": combine_qkv,
+    "dispatch_start": functools.partial(projections, is_data=False),
+    "combine_start": return_of_rows,
     "ring_exchange": ring_exchange,
     "chunk_exchange": chunk_exchange,
     "zigzag": functools.partial(attention, algorithm="zigzag"),
@@ -263,6 +328,19 @@ PROGRAMS: dict[str, Callable[[Shapes], Program]] = {
 _OWN: dict[str, Callable[..., Program]] = {
     "dispatch": functools.partial(dispatch, of_a_rank=True),
     "combine": functools.partial(combine, of_a_rank=True),
+    **{
+        f"{name}, plan {'as data' if is_data else 'closed over'}": functools.partial(
+            program, is_data=is_data
+        )
+        for name, program in {
+            "dispatch_start beside two products": beside_two_products,
+            "dispatch_start beside the projection of queries": projections,
+        }.items()
+        for is_data in (False, True)
+    },
+    "combine_start beside a product": return_of_rows,
+    "placed": functools.partial(attention, algorithm="placed"),
+    "balanced, planned before": balanced_with_a_plan,
     "gemm": gemm,
     "all_gather_matmul": all_gather_matmul,
     "matmul_reduce_scatter": matmul_reduce_scatter,
@@ -270,6 +348,9 @@ _OWN: dict[str, Callable[..., Program]] = {
 PROGRAMS_FOR_GPUS: dict[str, Callable[[Shapes], Program]] = {
     f"{name}, cuda_peer": functools.partial(program, implementation="cuda_peer")
     for name, program in _OWN.items()
+} | {
+    "documents": functools.partial(documents, backward=False),
+    "documents, both passes": functools.partial(documents, backward=True),
 }
 PROGRAMS_FOR_TPUS: dict[str, Callable[[Shapes], Program]] = {
     "local_attention, 8K tokens": functools.partial(

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from shapes import HEAD_SIZE, HEADS, KV_HEADS, ROWS, TOKENS, Program, Shapes, on_ranks
@@ -12,12 +13,13 @@ import jax_cp_dispatch as cpd
 from jax_cp_dispatch import masks
 
 
-def attention(shapes: Shapes, algorithm: str) -> Program:
+def attention(shapes: Shapes, algorithm: str, implementation: str = "xla") -> Program:
     def run(q, k, v, ids):
-        options: dict[str, Any] = {"algorithm": algorithm, "segment_ids": ids}
+        options: dict[str, Any] = {"algorithm": algorithm, "segment_ids": ids} | shapes.on_axis
+        options["implementation"] = implementation
         if algorithm == "placed":
             options["plan"] = shapes.plan
-        return cpd.context_parallel_attention(q, k, v, **options, **shapes.on_axis)
+        return cpd.context_parallel_attention(q, k, v, **options)
 
     return Program(run, (*shapes.qkv, shapes.ids), (0, 1, 2))
 
@@ -43,12 +45,12 @@ def balanced_plan(shapes: Shapes) -> cpd.AttentionPlan:
     return cpd.plan_attention(lengths=shapes.lengths, world_size=shapes.num_ranks)
 
 
-def balanced_with_a_plan(shapes: Shapes) -> Program:
+def balanced_with_a_plan(shapes: Shapes, implementation: str = "xla") -> Program:
     attend = functools.partial(
         cpd.context_parallel_attention,
         algorithm="balanced",
         plan=balanced_plan(shapes),
-        **shapes.on_axis,
+        **(shapes.on_axis | {"implementation": implementation}),
     )
     return Program(attend, shapes.qkv, (0, 1, 2))
 
@@ -91,6 +93,22 @@ def local_attention(
         return cpd.local_attention(q, k, v, **dict(zip(names, ranges, strict=False)))
 
     return Program(run, (like(heads.queries, heads.size), *kv, *ranges), (0, 1, 2))
+
+
+def documents(shapes: Shapes, backward: bool) -> Program:
+    """Local attention of 8192 tokens in documents, the measured case; `backward`: both passes."""
+    like = functools.partial(shapes.on_one_device, 1, 8192)
+    q, kv, ids = like(32, 128), like(8, 128), like(dtype=jnp.int32)
+
+    def attend(q, k, v, start, end):
+        return cpd.local_attention(q, k, v, start, end, out_dtype=q.dtype)[0]
+
+    def both(q, k, v, start, end, dout):
+        out, pull_back = jax.vjp(lambda q, k, v: attend(q, k, v, start, end), q, k, v)
+        return out, pull_back(dout)
+
+    arrays = (q, kv, kv, ids, ids)
+    return Program(both, (*arrays, q), ()) if backward else Program(attend, arrays, ())
 
 
 def local_attention_backward(shapes: Shapes) -> Program:

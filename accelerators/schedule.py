@@ -1,7 +1,8 @@
-"""Reads a compiled program: its collectives, and what runs between the start and end of each.
+"""Reads a compiled program: what it moves, and what runs between the start and end of each move.
 
 The text of a compiled program lists the instructions of each computation in the order in which they
-run. A collective in two parts, `-start` and `-done`, overlaps with what lies between them.
+run. A collective in two parts, `-start` and `-done`, overlaps with what lies between them; likewise
+an exchange of this package in two custom calls.
 """
 
 import collections
@@ -13,6 +14,9 @@ KINDS = (
     *("all-gather", "all-reduce", "all-to-all", "collective-permute", "ragged-all-to-all"),
     "reduce-scatter",
 )
+EXCHANGE = "exchange"  # of this package, in one custom call or in two
+_EXCHANGE_CALL = re.compile(r'custom_call_target="jax_cp_dispatch\.(?:dispatch|combine)(_start)?"')
+_EXCHANGE_DONE = 'custom_call_target="jax_cp_dispatch.exchange_done"'
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%(\S+) = (.*?) ([a-z][a-z0-9-]*)\((.*)$")
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%(\S+) \(.*\{$")
 _CALLED = re.compile(
@@ -20,8 +24,13 @@ _CALLED = re.compile(
 )
 _NAME = re.compile(r"%([\w.\-]+)")
 _ARRAY = re.compile(r"(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
+# Operations that move no bytes, or whose bytes are not XLA's.
+_FREE = (
+    *("bitcast", "constant", "custom-call", "get-tuple-element", "parameter", "tuple"),
+    *("after-all", "opt-barrier", "partition-id", "replica-id"),
+)
 # What the names of operations tell of the work: attention has named scopes.
-_WORK = {"attention": "cpd.attention", "product": "dot_general"}
+WORKS = {"attention": "cpd.attention", "product": "dot_general"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +42,9 @@ class Instruction:
 
     @property
     def kind(self) -> str | None:
-        """The collective, whether in one part or the first of two."""
+        """The collective or exchange, whether in one part or the first of two."""
+        if self.op == "custom-call":
+            return EXCHANGE if _EXCHANGE_CALL.search(self.rest) else None
         op = self.op.removesuffix("-start")
         if op in KINDS:
             return op
@@ -42,8 +53,26 @@ class Instruction:
         return None
 
     @property
+    def is_start(self) -> bool:
+        """Whether it is the first of two parts."""
+        if self.kind == EXCHANGE:
+            return "_start" in _EXCHANGE_CALL.findall(self.rest)
+        return self.op.endswith("-start")
+
+    @property
     def num_bytes(self) -> int:
-        """Bytes of the largest array of the result."""
+        """Bytes of the largest array of the result; of an exchange, those of all rows that came."""
+        sizes = self._sizes()
+        if self.kind == EXCHANGE:  # the first call of two also returns its operands
+            return sum(sizes[: len(sizes) // 2] if self.is_start else sizes)
+        return max(sizes, default=0)
+
+    @property
+    def all_bytes(self) -> int:
+        """Bytes of all arrays of the result."""
+        return sum(self._sizes())
+
+    def _sizes(self) -> list[int]:
         sizes = []
         for dtype, dims in _ARRAY.findall(self.shape):
             bits = int(re.findall(r"\d+", dtype)[0]) if dtype != "pred" else 8
@@ -51,7 +80,7 @@ class Instruction:
             for dim in filter(None, dims.split(",")):
                 size *= int(dim)
             sizes.append(size)
-        return max(sizes, default=0)
+        return sizes
 
 
 class Program:
@@ -59,23 +88,52 @@ class Program:
 
     def __init__(self, text: str):
         self.computations: dict[str, list[Instruction]] = {}
+        self.entry = ""
         current: list[Instruction] = []
         for line in text.splitlines():
             if named := _COMPUTATION.match(line):
                 current = self.computations[named[1]] = []
+                if line.startswith("ENTRY"):
+                    self.entry = named[1]
             elif parts := _INSTRUCTION.match(line):
                 current.append(Instruction(*parts.groups()))
 
     def collectives(self) -> dict[str, int]:
-        """Returns how often each kind of collective stands in the program."""
+        """Returns how often each kind of collective, and an exchange, stands in the program."""
         kinds = (each.kind for steps in self.computations.values() for each in steps)
         return dict(sorted(collections.Counter(kind for kind in kinds if kind).items()))
+
+    def moved_bytes(self) -> int:
+        """Returns the bytes that XLA's own operations read and write in memory.
+
+        Custom calls and collectives do not count. Each array that an operation names counts as a
+        whole; of a conditional counts the branch that moves the most, of a loop every turn.
+        """
+        return self._moved(self.entry)
+
+    def _moved(self, name: str) -> int:
+        steps = self.computations[name]
+        sizes = {step.name: step.all_bytes for step in steps}
+        moved = 0
+        for step in steps:
+            called = _NAME.findall(" ".join(_CALLED.findall(step.rest)))
+            if step.op == "conditional":
+                moved += max(map(self._moved, called))
+            elif step.op == "while":
+                turns = re.search(r'"known_trip_count":\{"n":"(\d+)"', step.rest)
+                moved += (int(turns[1]) if turns else 1) * sum(map(self._moved, called))
+            elif step.op in ("call", "async-start"):
+                moved += sum(map(self._moved, called))
+            elif step.op not in _FREE and step.kind is None and not step.op.endswith("-done"):
+                operands = _NAME.findall(step.rest.split("), ")[0])
+                moved += step.all_bytes + sum(sizes.get(operand, 0) for operand in operands)
+        return moved
 
     def count(self, op: str) -> int:
         return sum(each.op == op for steps in self.computations.values() for each in steps)
 
     def overlap(self) -> dict[str, dict[str, int]]:
-        """Returns, by kind, the bytes that collectives move, and those moved beside some work."""
+        """Returns, by kind, the bytes that are moved, and those moved beside some work."""
         found: dict[str, dict[str, int]] = {}
         for steps in self.computations.values():
             for place, step in enumerate(steps):
@@ -88,12 +146,17 @@ class Program:
         return found
 
     def _beside(self, start: Instruction, later: Iterable[Instruction]) -> set[str]:
-        """Returns the work between the two parts of a collective."""
-        if not start.op.endswith("-start"):
+        """Returns the work between the two parts of a move."""
+        if not start.is_start:
             return set()
         works: set[str] = set()
+        results: set[str] = set()  # of an exchange
         for step in later:
             if step.op.endswith("-done") and f"%{start.name})" in step.rest:
+                break
+            if step.op == "get-tuple-element" and f"%{start.name})" in step.rest:
+                results.add(step.name)
+            if _EXCHANGE_DONE in step.rest and results & set(_NAME.findall(step.rest)):
                 break
             works |= self._work(step)
         return works
@@ -101,7 +164,7 @@ class Program:
     def _work(self, step: Instruction, depth: int = 4) -> set[str]:
         if step.op in ("bitcast", "copy", "get-tuple-element", "tuple", "parameter", "constant"):
             return set()
-        works = {work for work, scope in _WORK.items() if scope in step.rest}
+        works = {work for work, scope in WORKS.items() if scope in step.rest}
         if depth:
             for name in _NAME.findall(" ".join(_CALLED.findall(step.rest))):
                 for inner in self.computations.get(name, ()):

@@ -4,6 +4,8 @@ import json
 import pathlib
 from typing import Any
 
+from programs import PROGRAMS_FOR_GPUS
+from schedule import EXCHANGE, WORKS
 from targets import TARGETS
 
 HERE = pathlib.Path(__file__).parent
@@ -20,6 +22,8 @@ Row = dict[str, Any]
 
 
 def tables(rows: list[Row]) -> str:
+    own = [row for row in rows if row["program"] in PROGRAMS_FOR_GPUS]
+    rows = [row for row in rows if row["program"] not in PROGRAMS_FOR_GPUS]
     found = {(row["program"], row["target"]): row for row in rows}
     programs = list(dict.fromkeys(row["program"] for row in rows))
     targets = [name for name in TARGETS if any(name == row["target"] for row in rows)]
@@ -39,8 +43,32 @@ def tables(rows: list[Row]) -> str:
         lines += ["|---|---|---|"]
         rows_here = [found[program, target] for program in programs if (program, target) in found]
         lines += [_details(row) for row in rows_here if _is_detailed(row)]
-    lines += ["", *_versions(rows)]
+    lines += ["", *_own_programs(own), "", *_versions(rows + own)]
     return "\n".join(lines)
+
+
+def _own_programs(rows: list[Row]) -> list[str]:
+    """The table of programs with this package's own calls, by JAX version."""
+    versions = sorted({row["versions"]["jax"] for row in rows})
+    found = {(row["program"], row["versions"]["jax"]): row for row in rows}
+    lines = ["With this package's own calls (`cuda_peer`), for 8 H100:", ""]
+    lines += [f"| program | {' | '.join(f'JAX {version}' for version in versions)} |"]
+    lines += ["|---" * (1 + len(versions)) + "|"]
+    for program in PROGRAMS_FOR_GPUS:
+        cells = [_own_state(found.get((program, version))) for version in versions]
+        lines.append(f"| {program.removesuffix(', cuda_peer')} | {' | '.join(cells)} |")
+    return lines
+
+
+def _own_state(row: Row | None) -> str:
+    if row is None or row["state"] != "compiled":
+        return "-" if row is None else f"refused: {row['reason']}"
+    moved = row["overlap"].get(EXCHANGE)
+    if moved is None:
+        return "compiled"
+    num = row["collectives"][EXCHANGE]
+    works = [f"{moved[work] / moved['bytes']:.0%} beside {work}" for work in WORKS if work in moved]
+    return f"{num} exchanges, {' and '.join(works) or 'one call each'}"
 
 
 def _state(row: Row | None, reasons: list[str]) -> str:

@@ -100,5 +100,7 @@ def versions() -> dict[str, str]:
     from importlib import metadata
 
     names = ("jax", "jaxlib", "libtpu", "jax-cuda13-pjrt")
-    found = {dist.metadata["Name"]: dist.version for dist in metadata.distributions()}
+    found: dict[str, str] = {}
+    for dist in metadata.distributions():
+        found.setdefault(dist.metadata["Name"], dist.version)  # the first on the path is imported
     return {name: found[name] for name in names if name in found} | {"jax": jax.__version__}

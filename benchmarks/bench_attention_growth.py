@@ -15,6 +15,7 @@ import common
 import jax
 
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
+from jax_cp_dispatch.plots.figure import figure_class, label_log_axis, save
 
 METHODS = ("zigzag", "hamilton", "balanced", programs.LOCAL, programs.PACKAGE, programs.DENSE)
 
@@ -44,12 +45,8 @@ def run_alone(method: str, num_tokens: int, dtype: str, repeats: int) -> dict:
 
 
 def draw(rows: list[dict], picture: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("svg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    figure = figure_class("bench_attention_growth")(figsize=(9, 3.6), layout="constrained")
+    axes = figure.subplots(1, 2)
     for axis, key, label in ((axes[0], "s", "seconds"), (axes[1], "peak_MB", "MB at the peak")):
         for method in METHODS:
             points = [
@@ -61,10 +58,11 @@ def draw(rows: list[dict], picture: Path) -> None:
         ticks = sorted({row["tokens"] for row in rows})
         axis.set_xticks(ticks, [f"{tick // 1024}K" for tick in ticks])
         axis.minorticks_off()
+        label_log_axis(axis.yaxis)
         axis.grid(alpha=0.3)
     axes[0].legend(fontsize=8, frameon=False)
     figure.suptitle("One causal document, forward and backward, 8 virtual devices", fontsize=10)
-    figure.savefig(picture, metadata={"Date": None})
+    save(figure, picture)
 
 
 def main() -> None:

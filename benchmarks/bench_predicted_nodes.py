@@ -22,6 +22,7 @@ from matplotlib.figure import Figure
 from jax_cp_dispatch import PlacementConfig, PlanConfig, place_tokens, plan_attention
 from jax_cp_dispatch.cost import HARDWARE, Prediction, Traffic, Workload, predict, rows_by_link
 from jax_cp_dispatch.metadata import Metadata
+from jax_cp_dispatch.plots.figure import label_log_axis
 
 MACHINES = ("h100", "h200", "b200")
 RANKS = (8, 32, 128, 512, 4096)
@@ -147,6 +148,7 @@ def draw_picture(result: list[dict[str, Any]], path: pathlib.Path) -> None:
                     axes.plot(*zip(*points, strict=True), marker=".", label=algorithm)
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
+            label_log_axis(axes.yaxis)
             axes.set_title(f"{machine.upper()}: {documents}, {size}")
             axes.set_xticks(RANKS, [str(x) for x in RANKS])
             axes.grid(alpha=0.3)

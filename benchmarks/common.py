@@ -46,27 +46,58 @@ def seconds_in_a_row(run: Callable[[], Any], repeats: int) -> float:
 
 
 class Report:
-    """Result rows: printed when measured, written after each section."""
+    """Result rows: printed when measured, written after each section.
 
-    def __init__(self, output: pathlib.Path | None, title: str):
-        self.output, self.title = output, title
+    Args:
+      output, title: of the file.
+      packages: whose versions the file also says.
+      is_silent: neither prints nor writes, as a process that is not the first.
+      about: more that the file says, by name.
+    """
+
+    def __init__(
+        self,
+        output: pathlib.Path | None,
+        title: str,
+        *packages: str,
+        is_silent: bool = False,
+        **about: Any,
+    ):
+        self.output, self.title, self.about = None if is_silent else output, title, about
+        self.packages, self.is_silent = packages, is_silent
         self.rows: list[dict[str, Any]] = []
         self.has_failed = False
 
-    def section(self, what: str, measured: Callable[[], Iterable[dict[str, Any]]]) -> None:
-        """Adds the rows of one section; an error becomes a row, and the next section still runs."""
+    def section(
+        self,
+        what: str,
+        measured: Callable[[], Iterable[dict[str, Any]]],
+        *,
+        unless_it_ends: dict[str, Any] | None = None,
+    ) -> None:
+        """Adds the rows of one section; an error becomes a row, and the next section still runs.
+
+        The file has the row `unless_it_ends` until the section has ended.
+        """
+        if unless_it_ends is not None:
+            self._write([*self.rows, unless_it_ends])
         try:
             for row in measured():
                 self._take(row)
         except Exception as error:
             traceback.print_exc()
-            self.has_failed = True
-            self._take({"what": what, "error": f"{type(error).__name__}: {error}"})
-        write(self.output, self.title, self.rows)
+            row = {"what": what, "error": f"{type(error).__name__}: {error}"}
+            self._take((unless_it_ends or {}) | row)
+        self._write(self.rows)
 
     def _take(self, row: dict[str, Any]) -> None:
-        print(*(f"{name}={value}" for name, value in row.items()), flush=True)
         self.rows.append(row)
+        self.has_failed = self.has_failed or "error" in row
+        if not self.is_silent:
+            print(*(f"{name}={value}" for name, value in row.items()), flush=True)
+
+    def _write(self, rows: list[dict[str, Any]]) -> None:
+        write(self.output, self.title, rows, *self.packages, **self.about)
 
 
 def write(
@@ -92,4 +123,6 @@ def write(
         "rows": rows,
     }
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    part = output.with_name(f"{output.name}.part")  # an interruption leaves the file as it was
+    part.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    part.replace(output)

@@ -16,6 +16,7 @@ from jax_cp_dispatch import combine, compute_metadata, dispatch, plan_attention
 W = 8
 TOTAL_BYTES = 512 << 20
 ROW_BYTES = (256, 512, 1024, 2048, 4096, 8192, 16384)
+LAUNCH_ROWS = (W, 4096)  # of 16 bytes
 
 
 def bandwidth(row_bytes, implementation, total_bytes, repeats):
@@ -42,18 +43,23 @@ def bandwidth(row_bytes, implementation, total_bytes, repeats):
     return result
 
 
-def launch_overhead(implementation, repeats):
-    """Measures a nearly empty exchange, alone and in a loop inside one program."""
+def launch_overhead(rows, implementation, repeats):
+    """Measures a nearly empty exchange, alone and in a loop inside one program.
+
+    Arrays have `rows` rows per rank, of which `W` move: few are a small call, in one kernel; many
+    are a call in several.
+    """
     metadata, _ = compute_metadata(
         np.ones((W, W), np.int32), np.tile(np.arange(W, dtype=np.int32), (W, 1))
     )
     options = {"axis_name": "cp", "implementation": implementation}
-    once = lambda x: dispatch(x, metadata, capacity=W, **options)
+    once = lambda x: dispatch(x, metadata, capacity=rows, **options)
     many = lambda x: jax.lax.fori_loop(0, 100, lambda _, x: once(x), x)
-    x = jnp.zeros((W * W, 4), jnp.float32)
+    x = jnp.zeros((W * rows, 4), jnp.float32)
     alone, loop = jax.jit(once), jax.jit(many)
     return {
         "what": "launch",
+        "rows": rows,
         "implementation": implementation,
         "alone_us": round(1e6 * common.seconds_in_a_row(lambda: alone(x), repeats), 2),
         "in_a_loop_us": round(1e4 * common.seconds_in_a_row(lambda: loop(x), repeats), 2),
@@ -81,16 +87,21 @@ def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--implementation", default="cuda_peer", help="cuda_peer, or xla")
     parser.add_argument("--bytes", type=int, default=TOTAL_BYTES, help="rows of all ranks")
+    parser.add_argument("--only", choices=["bandwidth", "launch", "planning"])
     arguments = parser.parse_args()
     chosen, repeats = arguments.implementation, arguments.repeats
     device = jax.devices()[0]
     report = common.Report(arguments.output, f"{W} ranks on one {device.device_kind}")
-    for n in ROW_BYTES:
+    for n in ROW_BYTES if arguments.only in (None, "bandwidth") else ():
         report.section(
             f"rows of {n} bytes", lambda n=n: [bandwidth(n, chosen, arguments.bytes, repeats)]
         )
-    report.section("launch", lambda: [launch_overhead(chosen, repeats)])
-    report.section("planning", lambda: [planning(repeats)])
+    if arguments.only in (None, "launch"):
+        report.section(
+            "launch", lambda: [launch_overhead(rows, chosen, repeats) for rows in LAUNCH_ROWS]
+        )
+    if arguments.only in (None, "planning"):
+        report.section("planning", lambda: [planning(repeats)])
     sys.exit(report.has_failed)
 
 

@@ -199,13 +199,11 @@ export nvshmem
 
 # ---- The smoke table: each line its own process, up to three at a time.
 smoke_line() {
-  local flags=$untuned stream=1
-  [ "$1" != replay ] || { flags=$recorded; stream=0; }
-  env JAX_PLATFORMS=cuda,cpu XLA_FLAGS="$flags" JAX_CP_DISPATCH_COLLECTIVE_STREAM=$stream \
+  env JAX_PLATFORMS=cuda,cpu XLA_FLAGS="$untuned" \
     XLA_PYTHON_CLIENT_MEM_FRACTION=.2 "$python" tests/gpu/smoke.py "$1"
 }
 export -f smoke_line
-export untuned recorded
+export untuned
 
 smoke() {  # smoke SECONDS LINE...: these lines at a time
   local limit=$1 began=$SECONDS left=$((end - SECONDS)) line lines=()
@@ -236,7 +234,7 @@ smoke() {  # smoke SECONDS LINE...: these lines at a time
   done
 }
 jobs=()
-smoke 20 dispatch combine replay
+smoke 20 dispatch combine pair
 smoke 20 bf16 fp8 ring
 smoke 45 pipeline causal packed
 smoke 45 ipc
@@ -247,16 +245,41 @@ fi
 smoke 45 nvshmem put
 rm -f "$out/nvshmem.log"
 
+# ---- Between GPUs: what they compute, then how fast.
+between() {  # between NAME SECONDS COMMAND...
+  usual=60 step "between GPUs: $1" "$2" env JAX_PLATFORMS=cuda,cpu JAX_CP_DISPATCH_TEST_LIMIT=0 \
+    JAX_CP_DISPATCH_PROCESS_LIMIT=$(($2 - 10)) "${@:3}"
+}
+gpus=$("$python" -c 'from jax_cp_dispatch._ranks import runtime
+print(runtime.cuda.device_count()[0] if runtime.cuda else 0)' 2>/dev/null)
+if [ "${gpus:-0}" -ge 2 ] || { [ "$mode" = dry ] && [ "${gpus:-0}" = 0 ]; }; then
+  for case in "one process" "one process by bulk copies" cuda_ipc nvshmem "put and get"; do
+    between "$case" 180 XLA_FLAGS="$untuned" "$python" -m pytest -q \
+      "tests/gpu/test_several_gpus.py::test_every_operation[$case]"
+  done
+  between rates 240 LIMIT=100 benchmarks/multi_gpu.sh --sizes quick --output "$out/between_gpus.json"
+elif is_chosen "between GPUs"; then
+  echo "between GPUs: one GPU" | tee -a "$report"
+  printf 'between GPUs\tone GPU\t0\n' >>"$steps"
+fi
+
 # ---- Measurements.
 step bandwidth 30 env JAX_PLATFORMS=cuda "$python" benchmarks/gpu_exchange.py \
   --repeats 3 --output "$out/bandwidth.json"
 step "bandwidth in bulk" 20 env JAX_PLATFORMS=cuda JAX_CP_DISPATCH_COPY_PATH=bulk "$python" \
   benchmarks/gpu_exchange.py --repeats 3 --output "$out/bandwidth_in_bulk.json"
+libraries=$("$python" -c 'import nvidia; print(*(at + "/cu13/lib" for at in nvidia.__path__), sep=":")' \
+  2>/dev/null):/usr/local/cuda/lib64  # cuBLASLt
+step "small calls" 20 "$kernels" small "$out/small_calls.json"
+step "blocks beside a GEMM" 30 env LD_LIBRARY_PATH="$libraries${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}" \
+  "$kernels" beside "$out/blocks_beside_gemm.json"
 step gemm 60 env JAX_PLATFORMS=cuda XLA_FLAGS="$measured --xla_gpu_enable_command_buffer=" \
   "$python" benchmarks/gpu_gemm.py --repeats 3 --output "$out/gemm.json"
-step "attention rate" 75 env JAX_PLATFORMS=cuda XLA_FLAGS="$measured" \
-  "$python" benchmarks/gpu_attention.py --documents 8192 1000 --repeats 3 \
-  --output "$out/attention.json"
+step "profile beside a GEMM" 40 env JAX_PLATFORMS=cuda \
+  XLA_FLAGS="$measured --xla_gpu_enable_command_buffer=" \
+  "$python" benchmarks/gpu_profile.py --output "$out/profile_beside_gemm.json"
+step "attention rate" 120 env JAX_PLATFORMS=cuda XLA_FLAGS="$measured" "$python" \
+  benchmarks/gpu_attention.py --output "$out/attention.json"
 ncu=$(command -v ncu || echo /usr/local/cuda/bin/ncu)
 if [ -x "$ncu" ]; then
   step profile 40 "$ncu" --clock-control none --kernel-name 'regex:Push|Unpack|Pull' --metrics \
@@ -282,16 +305,15 @@ if "$python" -c 'import xdist' 2>/dev/null; then
 fi
 step "one GPU" 100 env JAX_PLATFORMS=cuda,cpu XLA_FLAGS="$recorded" "${at_once[@]}" \
   "$python" -m pytest -q ${workers[@]+"${workers[@]}"} \
-  tests/gpu/test_one_gpu.py tests/gpu/test_one_gpu_gemm.py tests/gpu/test_gpu_attention.py
-step "recorded loops" 20 env JAX_PLATFORMS=cuda,cpu XLA_FLAGS="$recorded" \
-  JAX_CP_DISPATCH_COLLECTIVE_STREAM=0 "$python" -m pytest -q -k replays \
-  tests/gpu/test_one_gpu.py tests/gpu/test_one_gpu_gemm.py
+  tests/gpu/test_one_gpu.py tests/gpu/test_one_gpu_pairs.py tests/gpu/test_one_gpu_gemm.py \
+  tests/gpu/test_gpu_attention.py
 together() {  # together NAME TEST: tests of several processes; more than the processes may take
   step "$1" 45 env JAX_PLATFORMS=cuda,cpu XLA_FLAGS="$untuned" \
     "$python" -m pytest -v tests/gpu/test_gpu_processes.py -k "$2"
 }
 together "a process that does not call" "does_not_call"
 together "4 by IPC" "4-cuda_ipc"
+together "attention in parts" "parts_of_heads"
 together "4 by NVSHMEM" "4-nvshmem"
 together "4 by put and get" "put_and_get and 4"
 
@@ -309,7 +331,7 @@ say_left_out() {
   echo "left out of $budget s: ${names:-nothing}"
 }
 if [ "$mode" = dry ]; then
-  failed=$(awk -F'\t' '$2 != 0 && $2 != "left out" { print $1 }' "$steps" | paste -sd, -)
+  failed=$(awk -F'\t' '$2 != 0 && $2 != "left out" && $2 != "one GPU" { print $1 }' "$steps" | paste -sd, -)
   rm -f "$report" "$steps"
   echo "cannot run: ${failed:-nothing}"
   say_left_out
@@ -338,14 +360,17 @@ report = {
     "versions": {n: v for n, v in sorted(named) if n.startswith(("jax", "nvidia-")) or n == "numpy"},
     "steps": [{"step": n, "status": s, "seconds": int(t)} for n, s, t in steps],
 }
-for name in ("kernels", "bandwidth", "bandwidth_in_bulk", "gemm", "attention"):
+for name in (
+    *("kernels", "between_gpus", "bandwidth", "bandwidth_in_bulk", "small_calls"),
+    *("blocks_beside_gemm", "gemm", "profile_beside_gemm", "attention"),
+):
     path = out / f"{name}.json"
     if path.is_file():
         report[name] = json.loads(path.read_text())
         path.unlink()
 (out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
 (out / "steps.tsv").unlink()
-failed = [n for n, s, _ in steps if s not in ("0", "left out")]
+failed = [n for n, s, _ in steps if s not in ("0", "left out", "one GPU")]
 print("failed:", ", ".join(failed) if failed else "nothing")
 sys.exit(bool(failed))
 PYTHON

@@ -1,71 +1,164 @@
-"""Measures dispatch, attention and GEMMs over several GPUs; each is first compared with XLA's.
+"""Measures sections of the benchmark of several GPUs; `multi_gpu.sh` starts it for all of them.
 
-One process with all GPUs:      python benchmarks/multi_gpu.py --output report.json
-One process per GPU:            benchmarks/multi_gpu.sh (plain, or under Slurm's srun)
-The same without GPUs:          python benchmarks/multi_gpu.py --cpu-devices 4 --small
+    python benchmarks/multi_gpu.py --sections movement,gemm --output report.json
 
-The measurements are those of `python -m jax_cp_dispatch bench`.
+Every process of a job runs it, or one process with all GPUs. Process 0 puts the rows of each
+section into the file, beside those of others. Without GPUs, it uses CPU devices (--sizes tiny).
 """
 
-import dataclasses
+import argparse
+import json
 import os
+import pathlib
+import subprocess
+import sys
+from importlib import metadata
+from typing import Any
 
-import common
-import jax
+from multi_gpu_sizes import SIZES, Sizes, runs_of, sections_of
 
-from jax_cp_dispatch import available_implementations
-from jax_cp_dispatch.bench_command import attention, gemm, movement
-from jax_cp_dispatch.bench_command.ranks import Ranks, Row
-from jax_cp_dispatch.bench_command.sizes import sizes_for
-from jax_cp_dispatch.cpu_devices import start_cpu_devices
-from jax_cp_dispatch.gpu import connect_gpus
+MACHINE = {
+    "topology": ["nvidia-smi", "topo", "-m"],
+    "gpus": [
+        "nvidia-smi",
+        "--query-gpu=index,name,driver_version,memory.total,clocks.sm,clocks.max.sm,clocks.mem,"
+        "power.limit,mig.mode.current",
+        "--format=csv,noheader",
+    ],
+}
+RECORDED = ("XLA_", "JAX_", "NCCL_", "NVSHMEM_", "CUDA_VISIBLE", "UCX_", "SLURM_JOB_NUM_NODES")
+PACKAGES = ("jax", "nvidia-", "transformer", "maxtext")
+NOT_OVER = "it did not end: another process failed, or the time limit ended it; see the output"
 
 
-def say(text: object) -> None:
+def read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--list", action="store_true", help="print the sections of each start")
+    parser.add_argument("--sections", default="", help="some of those that --list prints")
+    parser.add_argument("--sizes", choices=SIZES, default="full")
+    parser.add_argument("--output", type=pathlib.Path, help="JSON file; its other rows are kept")
+    return parser.parse_args()
+
+
+def join() -> None:
+    """Joins the other processes of a job, if there are any; each uses the GPU of its number.
+
+    multi_gpu.sh sets the place in the job, or Slurm.
+    """
+    import jax
+
+    if os.environ.get("JAX_PLATFORMS") == "cpu":
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    if "SLURM_STEP_NODELIST" in os.environ:
+        jax.distributed.initialize()
+    elif (count := int(os.environ.get("NUM_PROCESSES", 1))) > 1:
+        jax.distributed.initialize(num_processes=count, process_id=int(os.environ["PROCESS_ID"]))
+
+
+def gpu_memory() -> int | None:
+    import jax
+
+    statistics = jax.local_devices()[0].memory_stats() or {}
+    return statistics.get("bytes_limit")
+
+
+def make_room(needs: dict[str, int]) -> None:
+    """Says what each section needs before memory is taken, and sets what all of them need."""
+    import jax
+
+    memory, gib = gpu_memory(), 1 << 30
+    need = sum(needs.values())
+    os.environ.setdefault("JAX_CP_DISPATCH_SYMMETRIC_BYTES", str(max(need + need // 8, gib)))
+    given = int(os.environ["JAX_CP_DISPATCH_SYMMETRIC_BYTES"])
     if jax.process_index() == 0:
-        print(text, flush=True)
+        for name, need in needs.items():
+            print(f"{name}: needs {need / gib:.2f} GiB of each GPU for exchanges, and its arrays")
+        of = f" of {memory / gib:.0f} GiB that JAX may use" if memory else ""
+        print(f"for exchanges: {given / gib:.2f} GiB{of}", flush=True)
 
 
-def measure(ranks: Ranks, *, small: bool) -> list[Row]:
-    sizes = sizes_for(
-        "cpu" if small else "gpu", quick=small, num_ranks=ranks.count, num_processes=1
+def about() -> dict[str, object]:
+    """Returns the machine as the drivers see it, and what else changes results."""
+    found: dict[str, object] = {}
+    for name, command in MACHINE.items():
+        try:
+            ran = subprocess.run(command, capture_output=True, text=True, timeout=30)
+            found[name] = ran.stdout.splitlines() or ran.stderr.splitlines()
+        except (OSError, subprocess.TimeoutExpired) as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    named = ((each.metadata["Name"] or "", each.version) for each in metadata.distributions())
+    found["packages"] = {
+        name: version for name, version in sorted(named) if name.startswith(PACKAGES)
+    }
+    found["environment"] = {k: v for k, v in sorted(os.environ.items()) if k.startswith(RECORDED)}
+    return found
+
+
+def rounded(row: dict[str, Any]) -> dict[str, Any]:
+    return {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()}
+
+
+def make(name: str, ranks: Any, sizes: Sizes) -> Any:
+    """Returns a section: `symmetric_bytes`, what its exchanges need, and `rows()`."""
+    from multi_gpu_attention import Attention
+    from multi_gpu_gate import Gate
+    from multi_gpu_gemm import Gemms
+    from multi_gpu_movement import Movement
+    from multi_gpu_peers import MaxText
+
+    kind, *tokens = name.split()
+    made = {"gate": Gate, "movement": Movement, "gemm": Gemms, "maxtext": MaxText}
+    return made[kind](ranks, sizes) if kind in made else Attention(kind, int(*tokens), ranks, sizes)
+
+
+def main() -> int:
+    options = read_options()
+    sizes = SIZES[options.sizes]
+    if options.list:
+        print(*runs_of(sizes), sep="\n")
+        return 0
+    names = options.sections.split(",")
+    if not set(names) <= set(sections_of(sizes)):
+        sys.exit(f"--sections is {options.sections!r}. Pass some of {sections_of(sizes)}.")
+    # Exchanges take memory that JAX has not reserved.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    join()
+
+    import common
+    import jax
+    from multi_gpu_programs import hosts
+
+    from jax_cp_dispatch import available_implementations, initialize
+    from jax_cp_dispatch._ranks.job import is_in_job
+    from jax_cp_dispatch.bench_command.ranks import Ranks
+
+    connect = initialize if is_in_job() else lambda: None
+    if jax.default_backend() != "gpu":
+        connect()  # no process may trace a program before; on GPUs it needs to know the memory
+    ranks = Ranks.of_devices(jax.device_count(), sizes.rounds)
+    sections = {name: make(name, ranks, sizes) for name in names}
+    make_room({name: section.symmetric_bytes for name, section in sections.items()})
+    connect()
+    speaks = jax.process_index() == 0
+    report = common.Report(
+        options.output,
+        f"{ranks.name}, {jax.devices()[0].device_kind}, {jax.process_count()} processes on "
+        f"{len(set(hosts()))} hosts",
+        is_silent=not speaks,
+        transports={name: list(row) for name, row in available_implementations().items()},
+        **about(),
     )
-    moved = sizes.moved_tokens, sizes.feature, jax.numpy.dtype(sizes.moved_dtype)
-    attended = sizes.attention_tokens, sizes.heads, sizes.head_size, sizes.dtype
-    rows = []
-    for section in (
-        movement.large(ranks, *moved, movement.SECTION),
-        movement.small(ranks, movement.SECTION),
-        attention.measure(ranks, *attended),
-        gemm.measure(ranks, sizes.gemms, sizes.dtype),
-    ):
-        for row in section:
-            say(row)
-            rows.append(row)
-    return rows
-
-
-def main() -> None:
-    parser = common.parser(__doc__)
-    parser.add_argument("--distributed", action="store_true", help="join the other processes")
-    parser.add_argument("--cpu-devices", type=int, default=0, help="virtual CPU devices instead")
-    parser.add_argument("--small", action="store_true", help="sizes that take seconds on a CPU")
-    options = parser.parse_args()
-    if options.distributed:  # Slurm or multi_gpu.sh sets the coordinator
-        address = os.environ.get("COORDINATOR_ADDRESS")
-        count = int(os.environ.get("NUM_PROCESSES", 0)) or None
-        process = os.environ.get("PROCESS_ID")
-        jax.distributed.initialize(address, count, None if process is None else int(process))
-        say(connect_gpus())
-    elif options.cpu_devices:
-        start_cpu_devices(options.cpu_devices)
-    say({name: tuple(found) for name, found in available_implementations().items()})
-    ranks = Ranks.of_devices(jax.device_count(), options.repeats)
-    rows = measure(ranks, small=options.small)
-    if jax.process_index() == 0:
-        title = f"{ranks.name}, {jax.devices()[0].device_kind}, {jax.process_count()} processes"
-        common.write(options.output, title, [dataclasses.asdict(row) for row in rows])
+    if speaks and options.output is not None and options.output.is_file():
+        earlier = json.loads(options.output.read_text())["rows"]
+        report.rows = [row for row in earlier if row["section"] not in names]
+    for name, section in sections.items():
+        rows = lambda name=name, section=section: (
+            {"section": name} | rounded(row) for row in section.rows()
+        )
+        report.section(name, rows, unless_it_ends={"section": name, "error": NOT_OVER})
+        sections[name] = None  # frees its arrays
+    return int(report.has_failed)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,31 +1,81 @@
 #!/usr/bin/env bash
-# One process per GPU, then one table: multi_gpu.sh [options of multi_gpu.py].
-#   on one host             benchmarks/multi_gpu.sh --output report.json
-#   with Slurm              srun --ntasks-per-node=8 --gpus-per-task=1 benchmarks/multi_gpu.sh ...
-#   on two hosts            HOSTS=2 HOST=0 COORDINATOR_ADDRESS=host0:12355 benchmarks/multi_gpu.sh ...
-#                           HOSTS=2 HOST=1 COORDINATOR_ADDRESS=host0:12355 benchmarks/multi_gpu.sh ...
-#   without GPUs            PROCESSES=2 JAX_PLATFORMS=cpu benchmarks/multi_gpu.sh --small
-# PROCESSES is the number of processes on this host, by default its GPUs. Between hosts rows go over
-# the network that NVSHMEM finds (compiled, not run); the first line says which processes reach each
-# other how. Without InfiniBand XLA's collectives serve; docs/gpu.md tells of other networks.
-set -euo pipefail
+# The benchmark of several GPUs: multi_gpu.sh [--sizes full | quick | tiny] --output report.json
+#   on one host          benchmarks/multi_gpu.sh --output report.json
+#   with Slurm           srun --ntasks-per-node=8 --gpus-per-node=8 --gpu-bind=none \
+#                          benchmarks/multi_gpu.sh --output report.json
+#   on two hosts         HOSTS=2 HOST=0 COORDINATOR=host0 benchmarks/multi_gpu.sh --output ...
+#                        HOSTS=2 HOST=1 COORDINATOR=host0 benchmarks/multi_gpu.sh --output ...
+#   in one process       PROCESSES=1 benchmarks/multi_gpu.sh --output report.json
+#   without GPUs         PROCESSES=2 JAX_PLATFORMS=cpu benchmarks/multi_gpu.sh --sizes tiny
+# Starts one process per GPU, anew for each section (SECTIONS, a regular expression, chooses), and
+# ends them after LIMIT seconds. If the first section, a check of results, fails, no other runs.
+# The file is written after each section; each says before it starts how much memory it needs.
+#
+# All GPUs must be visible to each process: with Slurm, --gpus-per-task would hide them from each
+# other. CUDA_VISIBLE_DEVICES stays as it is. PROCESSES is the number of processes on this host, by
+# default the GPUs that CUDA finds; PORT is the first of the ports of the coordinator.
+set -uo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 python=${PYTHON:-python3}
-if [ -n "${SLURM_PROCID:-}" ]; then
-  exec "$python" "$here/multi_gpu.py" --distributed "$@"
+program=$here/multi_gpu.py
+export PYTHONPATH=$here/..${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+limit=${LIMIT:-1800} port=${PORT:-12355} hosts=${HOSTS:-1} host=${HOST:-0}
+in_slurm=${SLURM_STEP_NODELIST:+yes}
+mapfile -t runs < <("$python" "$program" --list "$@")
+if [ "${#runs[@]}" = 0 ]; then exit 2; fi
+
+if [ -z "$in_slurm" ]; then
+  processes=${PROCESSES:-$("$python" -c 'from jax_cp_dispatch._ranks import runtime
+print(runtime.cuda.device_count()[0] if runtime.cuda else 0)')}
+  if [ "${processes:-0}" -lt 1 ]; then
+    echo "multi_gpu.sh: CUDA finds no GPU, or the package was built without CUDA. Set PROCESSES." >&2
+    exit 2
+  fi
+  echo "multi_gpu.sh: $((hosts * processes)) processes on $hosts hosts; sections: $(IFS=,; echo "${runs[*]}");" \
+    "each at most $limit s"
 fi
-processes=${PROCESSES:-$(nvidia-smi -L | wc -l)}
-hosts=${HOSTS:-1} host=${HOST:-0}
-export COORDINATOR_ADDRESS=${COORDINATOR_ADDRESS:-127.0.0.1:12355}
-export NUM_PROCESSES=$((hosts * processes))
-pids=()
-trap 'kill "${pids[@]}" 2>/dev/null || true' EXIT
-for ((i = 0; i < processes; ++i)); do
-  PROCESS_ID=$((host * processes + i)) CUDA_VISIBLE_DEVICES=$i \
-    "$python" "$here/multi_gpu.py" --distributed "$@" &
-  pids+=($!)
-done
+
+one() {  # one PROCESS SECTIONS ...: a process of this host
+  local index=$1 sections=$2
+  shift 2
+  if [ -z "$in_slurm" ] && [ $((hosts * processes)) -gt 1 ]; then
+    export JAX_COORDINATOR_ADDRESS=${COORDINATOR:-127.0.0.1}:$port NUM_PROCESSES=$((hosts * processes))
+    export PROCESS_ID=$((host * processes + index))
+    [ "${JAX_PLATFORMS:-}" = cpu ] || export JAX_LOCAL_DEVICE_IDS=$index
+  fi
+  exec timeout --kill-after=10 "$limit" "$python" "$program" --sections "$sections" "$@"
+}
+
+measure() {  # measure SECTIONS ...: all processes of this host; the first failure ends the others
+  local index status=0 ended pids=()
+  if [ -n "$in_slurm" ]; then
+    (one 0 "$@")
+    return
+  fi
+  for ((index = 0; index < processes; ++index)); do
+    (one "$index" "$@") &
+    pids[$!]=$!
+  done
+  while [ "${#pids[@]}" -gt 0 ]; do
+    wait -n -p ended "${pids[@]}" || {
+      [ "$status" != 0 ] || (sleep 20; kill "${pids[@]}") >/dev/null 2>&1 &
+      status=1
+    }
+    unset "pids[$ended]"
+  done
+  return "$status"
+}
+
 status=0
-for pid in "${pids[@]}"; do wait "$pid" || status=$?; done
-trap - EXIT
+for sections in "${runs[@]}"; do
+  port=$((port + 1))
+  export JAX_COORDINATOR_PORT=$port  # for Slurm: an earlier section may not have left its port yet
+  [[ -z ${SECTIONS:-} || $sections =~ $SECTIONS ]] || continue
+  measure "$sections" "$@" && continue
+  status=1
+  if [ "$sections" = gate ]; then
+    echo "multi_gpu.sh: results are wrong or missing; nothing is measured" >&2
+    break
+  fi
+done
 exit "$status"

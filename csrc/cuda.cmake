@@ -25,6 +25,7 @@ add_library(cpd_cuda STATIC
   csrc/cuda/attention_kernels.cu
   csrc/cuda/channels.cc
   csrc/cuda/errors.cc
+  csrc/cuda/exchange_stream.cc
   csrc/cuda/gpu_arithmetic.cc
   csrc/cuda/gpu_spans.cc
   csrc/cuda/ipc.cc

@@ -20,7 +20,15 @@ from jax_cp_dispatch import (
     scenarios,
     sequence,
 )
-from jax_cp_dispatch._dispatch import combine, combine_qkv, dispatch, dispatch_qkv
+from jax_cp_dispatch._dispatch import (
+    combine,
+    combine_qkv,
+    combine_start,
+    dispatch,
+    dispatch_qkv,
+    dispatch_start,
+    exchange_done,
+)
 from jax_cp_dispatch._ranks.implementations import Availability, available_implementations
 from jax_cp_dispatch._ranks.processes import TransportChoice, initialize
 from jax_cp_dispatch.attention import (
@@ -97,13 +105,16 @@ __all__ = [
     "chunk_exchange",
     "combine",
     "combine_qkv",
+    "combine_start",
     "compute_metadata",
     "context_parallel_attention",
     "cost",
     "cycles",
     "dispatch",
     "dispatch_qkv",
+    "dispatch_start",
     "document_lengths",
+    "exchange_done",
     "fit_placement_config",
     "fit_plan_config",
     "gemm",

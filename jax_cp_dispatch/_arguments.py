@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
@@ -37,6 +38,32 @@ def check_positive(op: str, **values: Any) -> None:
         check_integer(op, name, value)
         if value < 1:
             raise ValueError(f"{op}: {name} is {value}; it needs to be at least 1.")
+
+
+def clip_to_int32(x: Any) -> Any:
+    """Returns integers as int32, those beyond it as its limits; NumPy gives NumPy."""
+    if x.dtype.itemsize >= 4 and x.dtype != np.int32:
+        limits, own = np.iinfo(np.int32), np.iinfo(x.dtype)
+        xp = jnp if isinstance(x, jax.Array) else np
+        x = xp.minimum(x, x.dtype.type(limits.max))
+        if own.min:
+            x = xp.maximum(x, x.dtype.type(limits.min))
+    return x.astype(np.int32)
+
+
+def check_value_of(op: str, name: str, value: Any, dtype: Any) -> None:
+    """Requires a number that an array of this dtype can hold."""
+    dtype = np.dtype(dtype)
+    lowest, highest = 0, 1
+    if jnp.issubdtype(dtype, np.integer):
+        lowest, highest = (int(x) for x in (jnp.iinfo(dtype).min, jnp.iinfo(dtype).max))
+    elif dtype.kind != "b":
+        return
+    if value != value or value != int(value) or not lowest <= value <= highest:
+        raise ValueError(
+            f"{op}: {name} is {value!r}, but an array has dtype {dtype}. Pass an integer in "
+            f"[{lowest}, {highest}], or cast the array."
+        )
 
 
 def is_on_host(x: jax.Array | np.ndarray) -> bool:

@@ -6,21 +6,23 @@ import pathlib
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, TypeVar
 
 import jax
 import jaxlib.version
 import numpy as np
 
+Name = TypeVar("Name", bound=Hashable)
+
 
 def interleaved(
-    runs: Mapping[str, Callable[[], Any]],
+    runs: Mapping[Name, Callable[[], Any]],
     repeats: int,
     *,
     longest: float | None = 20.0,
     calls: int = 1,
-) -> dict[str, float]:
+) -> dict[Name, float]:
     """Returns the median seconds of each run; all run in turn, `repeats` times.
 
     Runs are interleaved because the speed of a shared machine varies; ratios are then more reliable
@@ -35,16 +37,21 @@ def interleaved(
         processes measure together: each must run everything equally often.
       calls: calls in a row that are timed together; several hide the host's overhead on a GPU.
     """
-    times: dict[str, list[float]] = {name: [] for name in runs}
+    times: dict[Name, list[float]] = {name: [] for name in runs}
     for _ in range(repeats):
         for name, run in runs.items():
             if longest is not None and times[name] and times[name][0] > longest:
                 continue
-            jax.block_until_ready(run())
-            start = time.perf_counter()
-            jax.block_until_ready([run() for _ in range(calls)][-1])
-            times[name].append((time.perf_counter() - start) / calls)
+            times[name].append(seconds_of_a_call(run, calls))
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def seconds_of_a_call(run: Callable[[], Any], calls: int = 1) -> float:
+    """Returns the mean seconds of calls in a row, after one that is not timed."""
+    jax.block_until_ready(run())
+    start = time.perf_counter()
+    jax.block_until_ready([run() for _ in range(calls)][-1])
+    return (time.perf_counter() - start) / calls
 
 
 def machine() -> dict[str, Any]:

@@ -8,77 +8,128 @@ using namespace kernels;  // NOLINT: this file is its other half
 
 extern __shared__ __align__(1024) unsigned char block_memory[];
 
-template <int H>
-__global__ void __launch_bounds__(kAttentionThreads, kHasWarpgroups ? 3 : 1)
+// Blocks of a multiprocessor: as many as the registers of large heads, or memory, allow.
+constexpr int BlocksOf(int H, int Hv) { return !kHasWarpgroups ? 1 : H + Hv > 256 ? 2 : 3; }
+
+template <typename Element, int H, int Hv>
+__global__ void __launch_bounds__(kAttentionThreads, BlocksOf(H, Hv))
     AttendKernel(const __grid_constant__ AttendCall call) {
   AsyncCopies copies;
-  Attend<H>(call, blockIdx.x, reinterpret_cast<AttendScratch<H>*>(block_memory), &copies);
+  Attend<Element>(call, static_cast<int>(blockIdx.x),
+                  reinterpret_cast<AttendScratch<H, Hv>*>(block_memory), &copies);
 }
 
-template <int H>
-__global__ void __launch_bounds__(kAttentionThreads)
+template <typename Element, int H, int Hv>
+__global__ void __launch_bounds__(kAttentionThreads, 1)
     QueryGradientsKernel(const __grid_constant__ GradientsCall call) {
   AsyncCopies copies;
-  GradientsOfQueries<H>(call, blockIdx.x, reinterpret_cast<QueriesScratch<H>*>(block_memory),
-                        &copies);
+  GradientsOfQueries<Element>(call, static_cast<int>(blockIdx.x),
+                              reinterpret_cast<QueriesScratch<H, Hv>*>(block_memory), &copies);
 }
 
-template <int H>
-__global__ void __launch_bounds__(kAttentionThreads)
+template <typename Element, Part kPart, int H, int Hv>
+__global__ void __launch_bounds__(kAttentionThreads, 1)
     KeyGradientsKernel(const __grid_constant__ GradientsCall call) {
   AsyncCopies copies;
-  GradientsOfKeys<H>(call, blockIdx.x, reinterpret_cast<KeysScratch<H>*>(block_memory), &copies);
+  GradientsOfKeys<Element, kPart>(call, static_cast<int>(blockIdx.x),
+                                  reinterpret_cast<KeysScratch<H, Hv>*>(block_memory), &copies);
 }
 
 template <typename Scratch, typename Call>
-cudaError_t Launch(void (*kernel)(Call), const Call& call, int num_rows, cudaStream_t stream) {
-  const int64_t num_blocks = call.num_matrices * ((num_rows + kTile - 1) / kTile);
+cudaError_t Launch(void (*kernel)(Call), const Call& call, int64_t num_heads, int num_rows,
+                   cudaStream_t stream) {
+  const int64_t num_blocks = int64_t{call.batch} * num_heads * ((num_rows + kTile - 1) / kTile);
   if (num_blocks == 0) return cudaSuccess;
   if (num_blocks >= kNone) return cudaErrorInvalidValue;
   kernel<<<static_cast<unsigned>(num_blocks), kAttentionThreads, sizeof(Scratch), stream>>>(call);
   return cudaGetLastError();
 }
 
-template <int H>
-cudaError_t LaunchGradientsOf(const GradientsCall& call, cudaStream_t stream) {
-  const cudaError_t error =
-      Launch<QueriesScratch<H>>(QueryGradientsKernel<H>, call, call.num_rows, stream);
-  if (error != cudaSuccess) return error;
-  return Launch<KeysScratch<H>>(KeyGradientsKernel<H>, call, call.num_keys, stream);
-}
-
+// A kernel that needs more memory than a block of this device may have cannot be launched.
 template <typename Scratch, typename Call>
 cudaError_t Load(void (*kernel)(Call)) {
+  int device = 0, most = 0;
+  cudaFuncAttributes attributes;
+  cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+  if (error == cudaSuccess) error = cudaGetDevice(&device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  }
+  if (error != cudaSuccess || static_cast<int>(sizeof(Scratch)) > most) return error;
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                               static_cast<int>(sizeof(Scratch)));
 }
 
-template <int H>
-cudaError_t LoadOf() {
-  cudaError_t error = Load<AttendScratch<H>>(AttendKernel<H>);
-  if (error == cudaSuccess) error = Load<QueriesScratch<H>>(QueryGradientsKernel<H>);
-  if (error == cudaSuccess) error = Load<KeysScratch<H>>(KeyGradientsKernel<H>);
+// The kernels of one type and size of heads.
+template <typename Element, int H, int Hv>
+struct Kernels {
+  static constexpr auto kAttend = AttendKernel<Element, H, Hv>;
+  static constexpr auto kQueries = QueryGradientsKernel<Element, H, Hv>;
+  static constexpr Part kFirst = H + Hv > 256 ? Part::kK : Part::kBoth;
+  static constexpr auto kKeys = KeyGradientsKernel<Element, kFirst, H, Hv>;
+
+  static cudaError_t Launch(const AttendCall& call, cudaStream_t stream) {
+    return cpd::Launch<AttendScratch<H, Hv>>(kAttend, call, call.num_heads, call.num_rows, stream);
+  }
+  static cudaError_t Launch(const GradientsCall& call, cudaStream_t stream) {
+    cudaError_t error =
+        cpd::Launch<QueriesScratch<H, Hv>>(kQueries, call, call.num_heads, call.num_rows, stream);
+    const auto launch_keys = [&](auto kernel) {
+      if (error != cudaSuccess) return;
+      error =
+          cpd::Launch<KeysScratch<H, Hv>>(kernel, call, call.num_kv_heads, call.num_keys, stream);
+    };
+    launch_keys(kKeys);
+    if constexpr (kFirst == Part::kK) launch_keys(KeyGradientsKernel<Element, Part::kV, H, Hv>);
+    return error;
+  }
+  static cudaError_t Load() {
+    cudaError_t error = cpd::Load<AttendScratch<H, Hv>>(kAttend);
+    if (error == cudaSuccess) error = cpd::Load<QueriesScratch<H, Hv>>(kQueries);
+    if (error == cudaSuccess) error = cpd::Load<KeysScratch<H, Hv>>(kKeys);
+    if constexpr (kFirst == Part::kK) {
+      const auto last = KeyGradientsKernel<Element, Part::kV, H, Hv>;
+      if (error == cudaSuccess) error = cpd::Load<KeysScratch<H, Hv>>(last);
+    }
+    return error;
+  }
+};
+
+// Calls f(Kernels) for these heads, until it returns an error; or for all, if `heads` is nullptr.
+template <typename F>
+cudaError_t ForKernels(const HeadType* heads, F f) {
+  cudaError_t error = heads ? cudaErrorInvalidValue : cudaSuccess;
+  const auto offer = [&](auto kernels, const HeadType& type) {
+    if (!heads && error == cudaSuccess) error = f(kernels);
+    if (heads && *heads == type) error = f(kernels);
+  };
+  const auto offer_sizes = [&](auto element, DataType type) {
+    using Element = decltype(element);
+    offer(Kernels<Element, 64, 64>{}, {type, 64, 64});
+    offer(Kernels<Element, 96, 96>{}, {type, 96, 96});
+    offer(Kernels<Element, 128, 128>{}, {type, 128, 128});
+    offer(Kernels<Element, 192, 128>{}, {type, 192, 128});
+    offer(Kernels<Element, 256, 256>{}, {type, 256, 256});
+  };
+  offer_sizes(BF16{}, DataType::kBF16);
+#ifndef CPD_ONLY_BF16
+  offer_sizes(F16{}, DataType::kF16);
+#endif
   return error;
 }
 
 }  // namespace
 
-cudaError_t LaunchAttend(const AttendCall& call, int head_size, cudaStream_t stream) {
-  if (head_size == 64) {
-    return Launch<AttendScratch<64>>(AttendKernel<64>, call, call.num_rows, stream);
-  }
-  if (head_size != 128) return cudaErrorInvalidValue;
-  return Launch<AttendScratch<128>>(AttendKernel<128>, call, call.num_rows, stream);
+cudaError_t LaunchAttend(const AttendCall& call, const HeadType& heads, cudaStream_t stream) {
+  return ForKernels(&heads, [&](auto kernels) { return kernels.Launch(call, stream); });
 }
 
-cudaError_t LaunchGradients(const GradientsCall& call, int head_size, cudaStream_t stream) {
-  if (head_size == 64) return LaunchGradientsOf<64>(call, stream);
-  return head_size == 128 ? LaunchGradientsOf<128>(call, stream) : cudaErrorInvalidValue;
+cudaError_t LaunchGradients(const GradientsCall& call, const HeadType& heads, cudaStream_t stream) {
+  return ForKernels(&heads, [&](auto kernels) { return kernels.Launch(call, stream); });
 }
 
 cudaError_t LoadAttentionKernels() {
-  const cudaError_t error = LoadOf<64>();
-  return error == cudaSuccess ? LoadOf<128>() : error;
+  return ForKernels(nullptr, [](auto kernels) { return kernels.Load(); });
 }
 
 }  // namespace cpd

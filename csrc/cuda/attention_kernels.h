@@ -8,9 +8,21 @@
 
 namespace cpd {
 
-// Heads of 64 or 128; others are an invalid value.
-cudaError_t LaunchAttend(const kernels::AttendCall& call, int head_size, cudaStream_t stream);
-cudaError_t LaunchGradients(const kernels::GradientsCall& call, int head_size, cudaStream_t stream);
+// The elements of queries, keys and values, and the sizes of their heads.
+struct HeadType {
+  DataType element;
+  int size, value_size;
+
+  bool operator==(const HeadType& other) const {
+    return element == other.element && size == other.size && value_size == other.value_size;
+  }
+};
+
+// bfloat16, and heads of 64 or 128; others are an invalid value.
+cudaError_t LaunchAttend(const kernels::AttendCall& call, const HeadType& heads,
+                         cudaStream_t stream);
+cudaError_t LaunchGradients(const kernels::GradientsCall& call, const HeadType& heads,
+                            cudaStream_t stream);
 
 // Loads every kernel now, on the current device, and lets it use the memory that it needs.
 cudaError_t LoadAttentionKernels();

@@ -14,6 +14,7 @@
 #include "kernels/network.h"
 #include "kernels/plan.h"
 #include "kernels/push.h"
+#include "kernels/small.h"
 #include "kernels/sum.h"
 #include "kernels/unpack.h"
 
@@ -24,7 +25,6 @@ using namespace kernels;  // NOLINT: this file is its other half
 
 constexpr int kPlanThreads = 256;
 constexpr int kMoveThreads = kMaxThreads;
-constexpr int kMoveBlocks = 2;  // of one multiprocessor, at least
 constexpr int kMeetThreads = kMaxRanks;
 
 __device__ Block ThisBlock() {
@@ -126,6 +126,22 @@ __global__ void __launch_bounds__(kMoveThreads, kMoveBlocks)
   Pull<Fabric>(ThisBlock(), ThisRank(call), &scratch);
 }
 
+// ---- For mapped memory only: small calls, each in one kernel.
+
+template <typename Fabric>
+__global__ void __launch_bounds__(kMoveThreads, 1)
+    SmallDispatchKernel(const __grid_constant__ Call call) {
+  __shared__ SmallScratch scratch;
+  RunSmall<true>(ThisBlock(), call, &scratch);
+}
+
+template <typename Fabric>
+__global__ void __launch_bounds__(kMoveThreads, 1)
+    SmallCombineKernel(const __grid_constant__ Call call) {
+  __shared__ SmallScratch scratch;
+  RunSmall<false>(ThisBlock(), call, &scratch);
+}
+
 // ---- For mapped memory only: rows of ranks that have signalled, before all have.
 
 template <typename Fabric>
@@ -212,6 +228,13 @@ cudaError_t LaunchWith(const Call& call, int num_blocks, cudaStream_t stream, bo
     config.numAttrs = may_overlap && !is_first ? 1 : 0;
     if (error == cudaSuccess) error = cudaLaunchKernelEx(&config, kernel, call);
   };
+  if constexpr (!Fabric::kHasNetwork) {
+    if (call.is_small) {
+      launch(call.is_dispatch ? SmallDispatchKernel<Fabric> : SmallCombineKernel<Fabric>,
+             dim3(NumParts(call)), kMoveThreads, true);
+      return error == cudaSuccess ? cudaGetLastError() : error;
+    }
+  }
   launch(PlanKernel<Fabric>, one, kPlanThreads, true);
   if (call.is_dispatch) {
     if constexpr (Fabric::kHasNetwork) {  // in transit while the rest is copied
@@ -276,7 +299,8 @@ cudaError_t LoadKernelsOver() {
           QuietKernel<Fabric>});
   } else {
     load({WaitSomeKernel<Fabric>, UnpackReadyKernel<Fabric, ByRegisters>, PushKernel<Fabric, Bulk>,
-          StageKernel<Fabric, Bulk>, UnpackKernel<Fabric, Bulk>, UnpackReadyKernel<Fabric, Bulk>});
+          StageKernel<Fabric, Bulk>, UnpackKernel<Fabric, Bulk>, UnpackReadyKernel<Fabric, Bulk>,
+          SmallDispatchKernel<Fabric>, SmallCombineKernel<Fabric>});
   }
   return error;
 }

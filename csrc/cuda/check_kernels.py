@@ -13,15 +13,15 @@ import sys
 
 _CALLS = ("Plan", "Push", "Stage", "Wait", "Unpack", "Pull")
 # Over mapped memory only.
-_EARLY = ("WaitSome", "UnpackReady")
+_MAPPED = ("WaitSome", "UnpackReady", "SmallDispatch", "SmallCombine")
 _BULK = "Bulk"  # the prefix of kernels that move rows in bulk
 _IN_BULK = tuple(_BULK + name for name in ("Push", "Stage", "Unpack", "UnpackReady"))
 _KERNELS = (
     *_CALLS,
-    *_EARLY,
+    *_MAPPED,
     *_IN_BULK,
     *("Attend", "QueryGradients", "KeyGradients"),
-    *("Sum", "Columns", "Transpose", "Swizzle", "Copy", "Begin", "Tell", "WaitFor", "Spoil"),
+    *("Sum", "Columns", "Transpose", "Swizzle", "Copy", "Begin", "Tell", "WaitFor", "End", "Hold"),
 )
 _NVSHMEM = "Nvshmem"  # the fabric, and the prefix of its kernels here
 _FOR_NETWORKS = ("Signal", "StageToPut", "Put", "Fetch", "Quiet")

@@ -7,6 +7,11 @@ flight before it uses the first. A loop that moves rows must contain no fence an
 compare-and-swap. Tags must be counted by a sum over each warp. The kernel that waits for other
 ranks must not let the next one start: its blocks would fill the GPU before a rank there has sent.
 Code of attention for sm_90a must multiply by warpgroups.
+
+What ranks of different GPUs write and read must have the system as its scope: a signal is a store
+after a barrier of memory, a wait a load after which the cache is invalid, and the block that
+signals is found by an atomic addition with both. No load may use the cache for constants, which
+does not see what another GPU writes.
 """
 
 import dataclasses
@@ -14,13 +19,24 @@ import re
 import subprocess
 import sys
 
-# The kernels, and how many ways of moving rows each has: Pull copies and sums ten types.
-_COPIES = {"Push": 1, "Stage": 1, "Unpack": 1, "UnpackReady": 1, "Pull": 11}
-_COUNT_TAGS = ("Unpack", "UnpackReady")
+# The kernels, and how many ways of moving rows each has: Pull copies and sums ten types. A small
+# call does everything in one kernel.
+_COPIES = {
+    **{"Push": 1, "Stage": 1, "Unpack": 1, "UnpackReady": 1, "Pull": 11},
+    **{"SmallDispatch": 2, "SmallCombine": 12},
+}
+_COUNT_TAGS = ("Unpack", "UnpackReady", "SmallDispatch")
 _WAIT = ("Wait", "WaitSome")
+_SMALL = ("SmallDispatch", "SmallCombine")
+# Those that signal other ranks, that wait for them, in which the last block does something, and
+# that read tags while other ranks may write them.
+_SIGNAL = ("Plan", "Push", "Stage", *_SMALL)
+_ACQUIRE = (*_WAIT, *_SMALL)
+_LAST_BLOCK = ("Push", "Stage", "Unpack", "SmallDispatch")
+_READ_EARLY = ("UnpackReady",)
 _ATTENTION = ("Attend", "QueryGradients", "KeyGradients")
 # Parts of mangled names: kernels over memory of this host's GPUs, and for one size of heads.
-_NAMED = r"\d([A-Z][A-Za-z]*?)Kernel(?:\w*6Mapped|ILi\d)"
+_NAMED = r"\d([A-Z][A-Za-z]*?)Kernel(?:\w*6Mapped|INS_\w+?Li\d)"
 _IN_FLIGHT = 4
 
 # Kernels that move rows in bulk, where the architecture can: their name, and its mangled part.
@@ -77,24 +93,47 @@ class Facts:
     num_bulk_loads: int
     num_bulk_stores: int
     num_warpgroup_products: int
+    num_signals: int  # 64 bits stored for the system after a barrier of its memory
+    num_acquires: int  # 64 bits loaded from the system, before the cache is invalid
+    num_additions: int  # for the system, with both
+    num_system_loads: int
+    num_narrow: int  # loads and stores with an order, but for fewer than the system
+    num_constant: int  # loads through the cache for constants
 
     def is_good(self, kernel: str, architecture: str) -> bool:
         """Returns whether this kernel may look like this."""
-        if kernel in _WAIT:
-            return not self.num_local and not self.num_releases
         if kernel in _ATTENTION:
             has_warpgroups = architecture.endswith("a")
             return not self.num_local and has_warpgroups == (self.num_warpgroup_products > 0)
+        if self.num_local or not self._has_scopes(kernel.removeprefix(_BULK)):
+            return False
+        if kernel == "Plan":
+            return True
+        if kernel in (*_WAIT, *_SMALL) and self.num_releases:
+            return False
+        if kernel in _WAIT:
+            return True
         is_bulk = (
             kernel.startswith(_BULK) and int(re.sub(r"\D", "", architecture)) >= _FIRST_WITH_BULK
         )
         if is_bulk != (self.num_bulk_loads > 0) or is_bulk != (self.num_bulk_stores > 0):
             return False
         kernel = kernel.removeprefix(_BULK)
-        is_slow = self.num_local or self.num_fences or self.num_swaps
+        is_slow = self.num_fences or self.num_swaps
         has_sums = self.num_warp_sums > 0 or kernel not in _COUNT_TAGS
         has_moves = self.num_loops > 0 and self.num_fours >= _COPIES[kernel]
         return not is_slow and has_sums and has_moves
+
+    def _has_scopes(self, kernel: str) -> bool:
+        """Returns whether other GPUs see what they must, and whether it sees what they write."""
+        needed = [
+            (_SIGNAL, self.num_signals),
+            (_ACQUIRE, self.num_acquires),
+            (_LAST_BLOCK, self.num_additions),
+            (_READ_EARLY, self.num_system_loads),
+        ]
+        is_wrong = self.num_narrow or self.num_constant
+        return not is_wrong and all(num or kernel not in kernels for kernels, num in needed)
 
 
 def parse(listing: str) -> dict[tuple[str, str], list[Instruction]]:
@@ -189,6 +228,27 @@ def find_moving_loops(code: list[Instruction]) -> list[set[int]]:
     return [{one.address for block in loop for one in blocks[block]} for loop in loops]
 
 
+# Memory that other threads see, and what orders it.
+_MEMORY = re.compile(r"(LD|ST|ATOM|RED|UBLKCP)(?!S|C|L|UX)|CCTL|MEMBAR|BAR\b")
+_BARRIER, _INVALID = re.compile(r"MEMBAR\.\w+\.SYS"), re.compile(r"CCTL\.IVALL")
+
+
+def _count_ordered(code: list[Instruction], access: str, *, before: bool, after: bool) -> int:
+    """Counts accesses right after a barrier of the system's memory, or before an invalid cache.
+
+    Other accesses, and the end of a basic block, must not come between.
+    """
+    num = 0
+    for block in _blocks(code).values():
+        ordering = [one.name for one in block if _MEMORY.match(one.name)]
+        for i, name in enumerate(ordering):
+            last, following = ordering[max(i - 1, 0) : i], ordering[i + 1 : i + 2]
+            is_ordered = not before or any(map(_BARRIER.match, last))
+            is_ordered = is_ordered and (not after or any(map(_INVALID.match, following)))
+            num += bool(re.fullmatch(access, name) and is_ordered)
+    return num
+
+
 def study(code: list[Instruction]) -> Facts:
     """Returns the facts of one kernel."""
     loops = find_moving_loops(code)
@@ -211,6 +271,14 @@ def study(code: list[Instruction]) -> Facts:
         num_bulk_loads=count(r"UBLKCP\.S\.G", in_loops=False),
         num_bulk_stores=count(r"UBLKCP\.G\.S", in_loops=False),
         num_warpgroup_products=count("HGMMA", in_loops=False),
+        num_signals=_count_ordered(code, r"STG?\.E\.64\.STRONG\.SYS", before=True, after=False),
+        num_acquires=_count_ordered(code, r"LDG?\.E\.64\.STRONG\.SYS", before=False, after=True),
+        num_additions=_count_ordered(
+            code, r"ATOMG?\.E\.ADD\.64\.STRONG\.SYS", before=True, after=True
+        ),
+        num_system_loads=count(r"LDG?\.E\.64\.STRONG\.SYS", in_loops=False),
+        num_narrow=count(r"(LD|ST)G?\.\S*STRONG\.(?!SYS)", in_loops=False),
+        num_constant=count(r"LD\S*\.(CONSTANT|NC)\b", in_loops=False),
     )
 
 
@@ -220,7 +288,13 @@ def main() -> int:
     code = parse(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     num_bad = 0
     for architecture in sorted({architecture for _, architecture in code} or {"?"}):
-        for kernel in (*_COPIES, *_WAIT, *(_BULK + name for name in _BULK_COPIES), *_ATTENTION):
+        for kernel in (
+            "Plan",
+            *_COPIES,
+            *_WAIT,
+            *(_BULK + name for name in _BULK_COPIES),
+            *_ATTENTION,
+        ):
             instructions = code.get((kernel, architecture), [])
             facts = study(instructions)
             is_good = bool(instructions) and facts.is_good(kernel, architecture)

@@ -38,6 +38,13 @@ std::string Describe(const std::string& op, const ErrorRecord& e, int num_ranks,
                 "different ids, or positions that start again.";
         break;
       }
+      if (e.slot == 0 && e.expected == kernels::kWrongMask) {
+        text << ": the mask is not one of these tokens and documents. Make it from whole batch "
+                "rows in packed order, and permute it like the tokens. In each document, the "
+                "prefix of PrefixLM and the prompt of SharedPrefix come first, and the spans of "
+                "Tree in depth-first order.";
+        break;
+      }
       if (e.slot == 0) {
         text << ": this is the part of rank " << e.expected << ", on rank " << e.seen
              << ". A rank is a position on the mesh axis, not a process. Place on each device the "

@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include "kernels/call.h"
+#include "kernels/held_fields.h"
 
 namespace cpd {
 
@@ -12,6 +13,9 @@ namespace cpd {
 using CallLauncher = cudaError_t (*)(const kernels::Call& call, int num_blocks,
                                      cudaStream_t stream);
 cudaError_t LaunchCall(const kernels::Call& call, int num_blocks, cudaStream_t stream);
+
+// Copies the fields of a call whose kernels run on another stream.
+cudaError_t LaunchHold(const kernels::HeldFields& held, cudaStream_t stream);
 
 // Launches calls in which some ranks reach each other only over a network. The extension that
 // starts NVSHMEM provides it, because NVSHMEM's device code belongs to the module that starts it.

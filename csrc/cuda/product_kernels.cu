@@ -66,8 +66,8 @@ __global__ void __launch_bounds__(32)
 }
 
 __global__ void __launch_bounds__(kThreads)
-    SpoilKernel(const State* state, char* data, int64_t num_bytes) {
-  Spoil(ThisBlock(), state, data, num_bytes);
+    EndKernel(const __grid_constant__ MeetingResults results) {
+  End(ThisBlock(), results);
 }
 
 using Sum = void (*)(SumCall);
@@ -157,10 +157,10 @@ cudaError_t LaunchWaitFor(const Meeting& meeting, int peer, int signal, cudaStre
   return cudaGetLastError();
 }
 
-cudaError_t LaunchSpoil(const State* state, char* data, int64_t num_bytes, int num_blocks,
-                        cudaStream_t stream) {
-  SpoilKernel<<<Blocks(num_bytes / (4 * kThreads), num_blocks), kThreads, 0, stream>>>(state, data,
-                                                                                       num_bytes);
+cudaError_t LaunchEnd(const MeetingResults& results, int num_blocks, cudaStream_t stream) {
+  int64_t num_bytes = 0;
+  for (const int64_t bytes : results.num_bytes) num_bytes = std::max(num_bytes, bytes);
+  EndKernel<<<Blocks(num_bytes / (4 * kThreads), num_blocks), kThreads, 0, stream>>>(results);
   return cudaGetLastError();
 }
 
@@ -184,7 +184,7 @@ cudaError_t LoadProductKernels() {
   load(BeginKernel);
   load(TellKernel);
   load(WaitForKernel);
-  load(SpoilKernel);
+  load(EndKernel);
   return error;
 }
 

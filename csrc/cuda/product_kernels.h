@@ -23,8 +23,7 @@ cudaError_t LaunchBegin(const kernels::Meeting& meeting, cudaStream_t stream);
 cudaError_t LaunchTell(const kernels::Meeting& meeting, int peer, int signal, cudaStream_t stream);
 cudaError_t LaunchWaitFor(const kernels::Meeting& meeting, int peer, int signal,
                           cudaStream_t stream);
-cudaError_t LaunchSpoil(const kernels::State* state, char* data, int64_t num_bytes, int num_blocks,
-                        cudaStream_t stream);
+cudaError_t LaunchEnd(const kernels::MeetingResults& results, int num_blocks, cudaStream_t stream);
 
 // Loads every kernel now, on the current device; see LoadKernels() in kernels.cu.
 cudaError_t LoadProductKernels();

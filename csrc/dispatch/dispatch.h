@@ -51,9 +51,9 @@ struct OperandGroup {
 // First the checksum of the whole plan, which is equal on all ranks. Then pairs of what the plan
 // says and what this rank sees: its rank, and checksums of its segment ids and of its positions.
 constexpr int64_t kFingerprintSize = 9;
-// The plan's rank in a fallback, which no rank may follow, and of tokens that are not in the order
-// that the call assumes.
-constexpr int64_t kNoRank = -1, kOutOfOrder = -2;
+// The plan's rank in a fallback, which no rank may follow, of tokens that are not in the order that
+// the call assumes, and of a mask that is not that of the tokens.
+constexpr int64_t kNoRank = -1, kOutOfOrder = -2, kWrongMask = -3;
 
 enum class Direction : uint8_t { kDispatch, kCombine };
 

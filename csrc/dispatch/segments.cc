@@ -196,6 +196,13 @@ Status CheckFingerprints(const std::string& op, const Ranks& ranks,
             "zigzag order, layout='zigzag'; for tokens in order, omit layout. Different ",
             "documents need different ids, or positions that start again.");
       }
+      if (i == 0 && expected == kWrongMask) {
+        return Invalid(
+            op, ": the mask is not one of these tokens and documents. Make it from whole ",
+            "batch rows in packed order, and permute it like the tokens. In each document, ",
+            "the prefix of PrefixLM and the prompt of SharedPrefix come first, and the spans ",
+            "of Tree in depth-first order.");
+      }
       if (i == 0) {
         return Invalid(op, ": this is the part of rank ", expected, ", on ", name(r),
                        ". A rank is a position on the mesh axis, not a process. Place on each "

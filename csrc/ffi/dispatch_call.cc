@@ -76,10 +76,12 @@ class Reader {
       num_arrays += options_.num_arrays[p];  // checked: positive, and few in total
     }
     const size_t num_args = num_fields + num_arrays;
-    const bool has_storage = call_.is_dispatch() && args_.size() == num_args + num_arrays;
-    if (results_.size() != num_arrays || (args_.size() != num_args && !has_storage)) {
+    const size_t num_results = call_.is_start ? 2 * num_arrays + 1 : num_arrays;
+    const bool has_storage =
+        call_.is_dispatch() && !call_.is_start && args_.size() == num_args + num_arrays;
+    if (results_.size() != num_results || (args_.size() != num_args && !has_storage)) {
       return Wrong(call_, "there are ", args_.size(), " operands and ", results_.size(),
-                   " results, but num_arrays needs ", num_args, " and ", num_arrays);
+                   " results, but num_arrays needs ", num_args, " and ", num_results);
     }
     Status status;
     for (size_t p = 0; p < call_.groups.size() && status.ok(); ++p) status = Metadata(p);

@@ -39,6 +39,7 @@ struct DispatchCall {
   int num_ranks;
   std::chrono::milliseconds deadline;
   std::vector<OperandGroup> groups;
+  bool is_start = false;  // the first call of two; see ReadOperands
 
   bool is_dispatch() const { return direction == Direction::kDispatch; }
 };
@@ -55,7 +56,8 @@ Status ReadAttributes(Direction direction, const DispatchOptions& options, Dispa
 // dst_offset [S(, C)], and src_offset [S] if present. Then the fingerprint [9], of this rank only,
 // of each group that has one. Then the arrays of all groups: x [T, feature...] for dispatch, y
 // [capacity, feature...] for combine. For dispatch, storage to reuse may follow. Results:
-// [capacity, feature...] for dispatch, [T, feature...] for combine.
+// [capacity, feature...] for dispatch, [T, feature...] for combine. The first call of two takes no
+// storage, and has more results: the arrays, and memory for the other operands.
 Status ReadOperands(const DispatchOptions& options, const xla::ffi::RemainingArgs& args,
                     const xla::ffi::RemainingRets& results, int64_t num_held, DispatchCall* call);
 

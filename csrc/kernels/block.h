@@ -21,6 +21,13 @@
 namespace cpd {
 
 constexpr int kMaxThreads = 256;  // of a block that moves data
+constexpr int kMoveBlocks = 2;    // of these on one multiprocessor, at least
+constexpr int kWarpThreads = 32;
+#ifdef __CUDACC__
+constexpr int kMaxWarps = kMaxThreads / kWarpThreads;  // of a block
+#else
+constexpr int kMaxWarps = kMaxThreads;  // see WarpOf
+#endif
 
 #ifndef __CUDACC__
 // The equivalent of `__syncthreads()`.
@@ -38,12 +45,31 @@ struct Block {
   int index;  // of the block among the blocks of its rank
   int num_blocks;
 #ifdef __CUDACC__
-  CPD_DEVICE void Sync() const { __syncthreads(); }
+  bool is_warp = false;
+  CPD_DEVICE void Sync() const {
+    if (is_warp) {
+      __syncwarp();
+    } else {
+      __syncthreads();
+    }
+  }
 #else
   BlockBarrier* barrier;
-  void Sync() const { barrier->Wait(); }
+  void Sync() const {
+    if (num_threads > 1) barrier->Wait();
+  }
 #endif
 };
+
+// A warp of a rank's only block, as one of several blocks. A warp of the host is one thread.
+CPD_DEVICE Block WarpOf(const Block& block) {
+#ifdef __CUDACC__
+  return {block.thread % kWarpThreads, kWarpThreads, block.thread / kWarpThreads,
+          block.num_threads / kWarpThreads, true};
+#else
+  return {0, 1, block.thread, block.num_threads, nullptr};
+#endif
+}
 
 // A pointer read from memory, of which the compiler cannot know that it is not the block's memory:
 // faster loads and stores.
@@ -70,7 +96,6 @@ CPD_DEVICE uint64_t LoadAcquire(const uint64_t* p) {
 
 CPD_DEVICE void StoreRelease(uint64_t* p, uint64_t value) {
 #ifdef __CUDACC__
-  asm volatile("fence.acq_rel.sys;" ::: "memory");
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(value) : "memory");
 #else
   __atomic_store_n(p, value, __ATOMIC_RELEASE);
@@ -147,10 +172,18 @@ CPD_DEVICE void AddOfAll(uint32_t* p, uint32_t mine) {
 #endif
 }
 
-// A place in a list of the block, by its length.
+// A place in a list, by its length.
 CPD_DEVICE uint32_t Append(uint32_t* length) {
 #ifdef __CUDACC__
   return atomicAdd(length, 1u);
+#else
+  return __atomic_fetch_add(length, 1, __ATOMIC_RELAXED);
+#endif
+}
+
+CPD_DEVICE uint64_t Append(uint64_t* length) {
+#ifdef __CUDACC__
+  return atomicAdd(reinterpret_cast<unsigned long long*>(length), 1ull);
 #else
   return __atomic_fetch_add(length, 1, __ATOMIC_RELAXED);
 #endif

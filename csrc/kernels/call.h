@@ -15,8 +15,8 @@ constexpr int kMaxOperandGroups = 4;
 constexpr int kMaxArrays = 64;
 constexpr int kTagRun = 1024;  // tags that one put sends over the network
 constexpr int64_t kFingerprintSize = 9;
-// The plan's rank in a fallback, and of tokens that are not in order; see dispatch/dispatch.h.
-constexpr int64_t kNoRank = -1, kOutOfOrder = -2;
+// The plan's rank in a fallback, of tokens out of order, and of a wrong mask; see dispatch/dispatch.h.
+constexpr int64_t kNoRank = -1, kOutOfOrder = -2, kWrongMask = -3;
 
 CPD_HOST_DEVICE inline int64_t AlignUp(int64_t bytes) { return (bytes + 255) & ~int64_t{255}; }
 
@@ -45,7 +45,8 @@ struct OperandGroup {
   int64_t num_replicas;
   int64_t num_tokens;
   int64_t capacity;
-  int64_t rows_per_strip;  // that a block moves at a time
+  int64_t rows_per_strip;  // that a block moves at a time; in a small call all
+  int64_t rows_per_push;   // the same when it pushes; in a small call those of a warp
   int first_array;
   int num_arrays;
   int64_t tags;         // offset of the tags of its rows in half a channel
@@ -90,11 +91,15 @@ struct State {
   // 0, or why this call has no result: kRefused (the next call may succeed) or kBroken.
   uint64_t failed;
   uint64_t broken;                    // permanent
-  uint64_t blocks_sent, blocks_done;  // that have pushed, and unpacked
+  uint64_t blocks_sent, blocks_done;  // that have pushed, and unpacked or ended
+  uint64_t begun, finished;           // of a meeting: calls that have arrived here, and that ended
   uint64_t waiting_since;             // nanoseconds; 0: it has not waited yet
   uint64_t ready, taken;              // senders, by bit: rows that unpack takes now, or took before
   uint64_t rows_written[kMaxOperandGroups];
   int64_t first_strip[kMaxOperandGroups + 1];  // rows that this rank sends, by group
+  // Small calls so far; only grow. Of the first local rank: parts that blocks have drawn.
+  uint64_t parts_drawn;
+  uint64_t parts_sent;  // of this rank: those that have ended
 };
 enum : uint64_t { kFine, kRefused, kGivenUp };
 
@@ -126,6 +131,7 @@ struct Call {
   int num_groups;
   int num_arrays;
   bool in_bulk;   // rows move in bulk where the GPU can; see bulk.h
+  bool is_small;  // one kernel; see small.h
   int num_early;  // rounds of unpack before all ranks have signalled; see WaitSome
   bool is_dispatch;
   OperandGroup groups[kMaxOperandGroups];

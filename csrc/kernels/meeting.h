@@ -3,6 +3,9 @@
 //
 // A rank announces call e when its stream has finished e - 1. A rank that has received
 // this from all ranks may write to their buffers. Nothing is ever reset.
+//
+// A call begins when the one before it on this device has ended, also if nothing else orders them:
+// a recording does not wait for work outside of it.
 #pragma once
 
 #include "kernels/block.h"
@@ -66,15 +69,32 @@ struct BeginScratch {
   uint64_t first_bad;
 };
 
+// Counts a call, and waits until the one before it has ended; false after the deadline. Run by one
+// thread.
+CPD_DEVICE bool TakeTurn(const Meeting& m) {
+  const uint64_t begin = Nanoseconds(), turn = AddAndFetch(&m.state->begun, 1);
+  bool is_free = true;
+  while (is_free && LoadAcquire(&m.state->finished) + 1 < turn) {
+    is_free = Nanoseconds() - begin < m.deadline_ns;
+    Pause();
+  }
+  m.state->epoch = turn;
+  return is_free;
+}
+
 // The first kernel of a call: one thread per rank. A rank that gives up halfway cannot know what
 // the others did since, so the buffer cannot be used again.
 CPD_DEVICE void Begin(const Block& block, const Meeting& m, BeginScratch* scratch) {
   if (block.thread == 0) {
     scratch->first_bad = kNowhere;
-    m.state->epoch += 1;
+    const bool is_free = TakeTurn(m);
     m.state->failed = m.state->broken ? kGivenUp : kFine;
+    m.state->blocks_done = 0;
     if (m.state->broken) {
       Fail(m, Failure::kBroken, m.rank, 0);
+    } else if (!is_free) {
+      Fail(m, Failure::kDeadline, m.rank, m.state->finished);
+      m.state->failed = kGivenUp;
     } else if (m.rank_operand && *m.rank_operand != m.rank) {
       Fail(m, Failure::kRank, m.rank, *m.rank_operand);
       m.state->failed = kGivenUp;
@@ -124,12 +144,28 @@ CPD_DEVICE void WaitFor(const Meeting& m, int peer, int signal) {
   if (AddAndFetch(&m.state->broken, 1) == 1) Fail(m, failure, peer, seen);  // of both streams
 }
 
-// Fills a result of a failed call with NaN, for every float type: bytes 0xff.
-CPD_DEVICE void Spoil(const Block& block, const State* state, char* data, int64_t num_bytes) {
-  if (state->failed == kFine) return;
-  for (int64_t i = block.index * int64_t{block.num_threads} + block.thread; i < num_bytes;
-       i += int64_t{block.num_blocks} * block.num_threads) {
-    data[i] = static_cast<char>(0xff);
+// The results of a call.
+struct MeetingResults {
+  static constexpr int kMost = 4;
+  State* state;
+  char* data[kMost];
+  int64_t num_bytes[kMost];
+};
+
+// The last kernel of a call. Fills the results of a failed one with NaN, for every float type:
+// bytes 0xff.
+CPD_DEVICE void End(const Block& block, const MeetingResults& results) {
+  State* state = results.state;
+  for (int r = 0; r < MeetingResults::kMost && state->failed != kFine; ++r) {
+    for (int64_t i = block.index * int64_t{block.num_threads} + block.thread;
+         i < results.num_bytes[r]; i += int64_t{block.num_blocks} * block.num_threads) {
+      results.data[r][i] = static_cast<char>(0xff);
+    }
+  }
+  block.Sync();
+  if (block.thread == 0 &&
+      AddAndFetch(&state->blocks_done, 1) == static_cast<uint64_t>(block.num_blocks)) {
+    StoreRelease(&state->finished, state->epoch);
   }
 }
 

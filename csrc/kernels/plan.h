@@ -23,7 +23,7 @@ CPD_DEVICE int64_t Clamp(int64_t rows) {
 
 // A slot without destination may be longer than the array; none of it moves.
 CPD_DEVICE int64_t NumStrips(const OperandGroup& group, int64_t rows) {
-  return rows > group.num_tokens ? 0 : (rows + group.rows_per_strip - 1) / group.rows_per_strip;
+  return rows > group.num_tokens ? 0 : (rows + group.rows_per_push - 1) / group.rows_per_push;
 }
 
 // The error in replica `c` of slot `s`, if any: the checks of csrc/dispatch/segments.cc that one

@@ -51,10 +51,10 @@ CPD_DEVICE void ForEachStrip(const Block& block, const Rank& rank, Visit visit) 
     const OperandGroup& group = call.groups[p];
     const int64_t s = FindSlot(rank.slots(group), group.num_slots, strip);
     const Slot slot = rank.slots(group)[s];
-    const int64_t begin = (strip - slot.first_strip) * group.rows_per_strip;
+    const int64_t begin = (strip - slot.first_strip) * group.rows_per_push;
     const int64_t rest = slot.num_rows - begin;
     const int64_t num_targets = group.num_slots * group.num_replicas;
-    visit(Strip{group, s, begin, rest < group.rows_per_strip ? rest : group.rows_per_strip,
+    visit(Strip{group, s, begin, rest < group.rows_per_push ? rest : group.rows_per_push,
                 rank.Field(group, group.dst_rank, num_targets),
                 rank.Field(group, group.dst_offset, num_targets), s * group.num_replicas,
                 (s + 1) * group.num_replicas});

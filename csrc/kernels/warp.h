@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "kernels/block.h"
+#include "numerics/element.h"
 
 namespace cpd::kernels {
 
@@ -34,20 +35,33 @@ CPD_DEVICE void ForLanes(F f) {
 #endif
 }
 
-// The bits of bfloat16, rounded to nearest even; neither may be NaN. `low` comes first in memory.
-CPD_DEVICE uint32_t PackBf16(float low, float high) {
+// The bits of two elements, BF16 or F16, rounded to nearest even. `low` comes first in memory.
+template <typename Element>
+CPD_DEVICE uint32_t Pack(float low, float high) {
 #ifdef __CUDACC__
   uint32_t pair;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  if constexpr (std::is_same_v<Element, BF16>) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  }
   return pair;
 #else
-  const auto round = [](float x) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, 4);
-    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-  };
-  return round(low) | round(high) << 16;
+  return Element::Round(low).bits | uint32_t{Element::Round(high).bits} << 16;
 #endif
+}
+
+// Element i of two.
+template <typename Element>
+CPD_DEVICE float Unpack(uint32_t pair, int i) {
+#ifdef __CUDACC__
+  if constexpr (std::is_same_v<Element, F16>) {
+    float x;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(static_cast<uint16_t>(pair >> 16 * i)));
+    return x;
+  }
+#endif
+  return Element{static_cast<uint16_t>(pair >> 16 * i)};
 }
 
 // 2^x; 0 instead of a result below 2^-126.
@@ -61,9 +75,17 @@ CPD_DEVICE float Exp2(float x) {
 #endif
 }
 
+CPD_DEVICE float Tanh(float x) {
+#ifdef __CUDACC__
+  return 1 - __fdividef(2, 1 + Exp2(2.885390081777927f * x));  // e^2x; tanh.approx has 11 bits
+#else
+  return tanhf(x);
+#endif
+}
+
 CPD_DEVICE uint32_t PairAt(const uint16_t* at) { return *reinterpret_cast<const uint32_t*>(at); }
 
-// A lane's part of four 8 x 8 matrices of bfloat16, two neighbours of one row of each: of one
+// A lane's part of four 8 x 8 matrices of elements, two neighbours of one row of each: of one
 // 16 x 16 matrix on the left of a product, or of two 16 x 8 matrices on the right.
 struct Four {
   uint32_t pairs[4];
@@ -111,30 +133,33 @@ CPD_DEVICE void LoadFour(Lanes<Four>* to, F row_of) {
 }
 
 // sums += left right, where `half` names one of the two matrices in `right`.
+template <typename Element>
 CPD_DEVICE void MultiplyAdd(Lanes<Sums>* sums, const Lanes<Four>& left, const Lanes<Four>& right,
                             int half) {
 #ifdef __CUDACC__
   float* c = sums->value[0].x;
   const uint32_t *a = left.value[0].pairs, *b = right.value[0].pairs + 2 * half;
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},"
-      "{%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#define CPD_MMA(type)                                           \
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." type "." type    \
+      ".f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};" \
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])          \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
+  if constexpr (std::is_same_v<Element, BF16>) {
+    CPD_MMA("bf16");
+  } else {
+    CPD_MMA("f16");
+  }
+#undef CPD_MMA
 #else
   float a[16][16], b[16][8];
-  const auto element = [](uint32_t pair, int i) {
-    const uint32_t bits = i ? pair & 0xffff0000u : pair << 16;
-    float x;
-    std::memcpy(&x, &bits, 4);
-    return x;
-  };
   for (int lane = 0; lane < 32; ++lane) {
     for (int i = 0; i < 2; ++i) {
       const int g = lane / 4, k = lane % 4 * 2 + i;
       for (int r = 0; r < 4; ++r) {
-        a[g + r % 2 * 8][k + r / 2 * 8] = element(left[lane].pairs[r], i);
+        a[g + r % 2 * 8][k + r / 2 * 8] = Unpack<Element>(left[lane].pairs[r], i);
       }
-      for (int r = 0; r < 2; ++r) b[k + 8 * r][g] = element(right[lane].pairs[2 * half + r], i);
+      for (int r = 0; r < 2; ++r)
+        b[k + 8 * r][g] = Unpack<Element>(right[lane].pairs[2 * half + r], i);
     }
   }
   for (int lane = 0; lane < 32; ++lane) {
@@ -160,6 +185,17 @@ CPD_DEVICE void OverRow(Lanes<float>* x, F f) {
   }
 }
 
+// Swaps values with the neighbour, whose number differs in the last bit.
+CPD_DEVICE Lanes<uint32_t> OfNeighbours(const Lanes<uint32_t>& x) {
+  Lanes<uint32_t> y;
+#ifdef __CUDACC__
+  y.value[0] = __shfl_xor_sync(~0u, x.value[0], 1);
+#else
+  for (int lane = 0; lane < 32; ++lane) y[lane] = x[lane ^ 1];
+#endif
+  return y;
+}
+
 // The smallest of f(lane), on every lane.
 template <typename F>
 CPD_DEVICE int SmallestOfWarp(F f) {
@@ -169,6 +205,18 @@ CPD_DEVICE int SmallestOfWarp(F f) {
   int smallest = f(0);
   for (int lane = 1; lane < 32; ++lane) smallest = f(lane) < smallest ? f(lane) : smallest;
   return smallest;
+#endif
+}
+
+// The bits that are set in one f(lane) at least, on every lane.
+template <typename F>
+CPD_DEVICE uint32_t BitsOfWarp(F f) {
+#ifdef __CUDACC__
+  return __reduce_or_sync(~0u, f(static_cast<int>(threadIdx.x % 32)));
+#else
+  uint32_t bits = 0;
+  for (int lane = 0; lane < 32; ++lane) bits |= f(lane);
+  return bits;
 #endif
 }
 

@@ -33,48 +33,73 @@ CPD_DEVICE uint64_t DescriptorOf(const uint16_t* matrix, int panel_bytes) {
   "+f"(s[i].value[0].x[0]), "+f"(s[i].value[0].x[1]), "+f"(s[i].value[0].x[2]), \
       "+f"(s[i].value[0].x[3])
 #define CPD_SUMS4(i) CPD_SUMS(i), CPD_SUMS(i + 1), CPD_SUMS(i + 2), CPD_SUMS(i + 3)
-#define CPD_32                                                                                     \
-  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25," \
-  "%26,%27,%28,%29,%30,%31"
+#define CPD_16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+#define CPD_32 CPD_16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define CPD_64                                                                        \
   CPD_32                                                                              \
   ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51," \
   "%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-#define CPD_WGMMA(n, sums, adds)                 \
+#define CPD_WGMMA(n, type, sums, adds)           \
   "{\n.reg .pred adds;\nsetp.ne.b32 adds, " adds \
   ", 0;\n"                                       \
-  "wgmma.mma_async.sync.aligned.m64n" n "k16.f32.bf16.bf16 {" sums "}, "
+  "wgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type " {" sums "}, "
+#define CPD_LEFT \
+  "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(right), "r"(int{adds}), "n"(int{kTransposed})
+// The left matrix lies in registers, ...
+#define CPD_MULTIPLY_REGISTERS(type)                                                        \
+  if constexpr (kColumns == 32) {                                                           \
+    asm volatile(                                                                           \
+        CPD_WGMMA("32", type, CPD_16, "%21") "{%16,%17,%18,%19}, %20, adds, 1, 1, %22;\n}"  \
+        : CPD_SUMS4(0)                                                                      \
+        : CPD_LEFT);                                                                        \
+  } else if constexpr (kColumns == 64) {                                                    \
+    asm volatile(                                                                           \
+        CPD_WGMMA("64", type, CPD_32, "%37") "{%32,%33,%34,%35}, %36, adds, 1, 1, %38;\n}"  \
+        : CPD_SUMS4(0), CPD_SUMS4(4)                                                        \
+        : CPD_LEFT);                                                                        \
+  } else {                                                                                  \
+    asm volatile(                                                                           \
+        CPD_WGMMA("128", type, CPD_64, "%69") "{%64,%65,%66,%67}, %68, adds, 1, 1, %70;\n}" \
+        : CPD_SUMS4(0), CPD_SUMS4(4), CPD_SUMS4(8), CPD_SUMS4(12)                           \
+        : CPD_LEFT);                                                                        \
+  }
+// ... or in the block's memory.
+#define CPD_MULTIPLY_MEMORY(type)                                                    \
+  asm volatile(CPD_WGMMA("64", type, CPD_32, "%34") "%32, %33, adds, 1, 1, 0, 0;\n}" \
+               : CPD_SUMS4(0), CPD_SUMS4(4)                                          \
+               : "l"(left), "l"(right), "r"(int{adds}))
 
 // s [64, kColumns] = left right, or += if it `adds`: 16 columns of the left matrix, which lies in
 // registers or, for 64 columns, in the block's memory. Transposed: the columns of the right matrix
 // are contiguous.
-template <int kColumns, bool kTransposed>
+template <typename Element, int kColumns, bool kTransposed>
 CPD_DEVICE void MultiplyAsync(Lanes<Sums>* s, const Four& left, uint64_t right, bool adds) {
   const uint32_t* a = left.pairs;
-  static_assert(kColumns == 64 || kColumns == 128);
-  if constexpr (kColumns == 64) {
-    asm volatile(CPD_WGMMA("64", CPD_32, "%37") "{%32,%33,%34,%35}, %36, adds, 1, 1, %38;\n}"
-                 : CPD_SUMS4(0), CPD_SUMS4(4)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(right), "r"(int{adds}),
-                   "n"(int{kTransposed}));
+  static_assert(kColumns == 32 || kColumns == 64 || kColumns == 128);
+  if constexpr (std::is_same_v<Element, BF16>) {
+    CPD_MULTIPLY_REGISTERS("bf16")
   } else {
-    asm volatile(CPD_WGMMA("128", CPD_64, "%69") "{%64,%65,%66,%67}, %68, adds, 1, 1, %70;\n}"
-                 : CPD_SUMS4(0), CPD_SUMS4(4), CPD_SUMS4(8), CPD_SUMS4(12)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(right), "r"(int{adds}),
-                   "n"(int{kTransposed}));
+    CPD_MULTIPLY_REGISTERS("f16")
   }
 }
+template <typename Element>
 CPD_DEVICE void MultiplyAsync(Lanes<Sums>* s, uint64_t left, uint64_t right, bool adds) {
-  asm volatile(CPD_WGMMA("64", CPD_32, "%34") "%32, %33, adds, 1, 1, 0, 0;\n}"
-               : CPD_SUMS4(0), CPD_SUMS4(4)
-               : "l"(left), "l"(right), "r"(int{adds}));
+  if constexpr (std::is_same_v<Element, BF16>) {
+    CPD_MULTIPLY_MEMORY("bf16");
+  } else {
+    CPD_MULTIPLY_MEMORY("f16");
+  }
 }
 
 #undef CPD_SUMS
 #undef CPD_SUMS4
+#undef CPD_16
 #undef CPD_32
 #undef CPD_64
 #undef CPD_WGMMA
+#undef CPD_LEFT
+#undef CPD_MULTIPLY_REGISTERS
+#undef CPD_MULTIPLY_MEMORY
 
 // Keeps accesses of the sums on this side of what is asynchronous.
 template <int kNum>

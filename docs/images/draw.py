@@ -52,7 +52,8 @@ def overlaps() -> dict[str, OverlapProfile]:
         "ring of a reduce-scatter": scatter_in_ring,
         "pipeline of 4": scatter_in_pipeline,
     }
-    return {f"{title}, predicted": on_all_ranks(schedule) for title, schedule in schedules.items()}
+    where = f"predicted on {P} H100"
+    return {f"{x}, {where}": on_all_ranks(schedule) for x, schedule in schedules.items()}
 
 
 def on_all_ranks(schedule: Callable[[int], Track]) -> OverlapProfile:

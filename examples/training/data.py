@@ -13,7 +13,6 @@ import pathlib
 import re
 import threading
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import absl.flags
@@ -149,14 +148,13 @@ class Arrange:
             max_cut_pieces=pieces,
             max_linked_pieces=self.config.context * pieces,
         )
-        place = partial(cpd.place_tokens, world_size=self.config.context, config=sizes)
-        groups = {name: np.split(x, self.config.data) for name, x in batch.items()}
-        placements = [place(segment_ids=ids) for ids in groups["segment_ids"]]
-        placed: dict[str, Any] = {
-            name: np.concatenate([p.apply(x) for p, x in zip(placements, parts, strict=True)])
-            for name, parts in groups.items()
-        }
-        return placed | {"plan": cpd.stack_plans(placement.plan for placement in placements)}
+        placement = cpd.place_tokens(
+            segment_ids=batch["segment_ids"],
+            world_size=self.config.context,
+            num_groups=self.config.data,
+            config=sizes,
+        )
+        return placement.apply(batch) | {"plan": placement.plan}
 
 
 def make_loader(config: DataConfig) -> grain.DatasetIterator:

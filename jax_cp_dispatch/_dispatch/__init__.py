@@ -1,23 +1,29 @@
 """Moves tokens between ranks: the public calls, their primitives and implementations."""
 
 from jax_cp_dispatch._dispatch.api import combine, combine_qkv, dispatch, dispatch_qkv
-from jax_cp_dispatch._dispatch.arguments import outgoing, returning
+from jax_cp_dispatch._dispatch.arguments import Argument, outgoing, returning
 from jax_cp_dispatch._dispatch.buffers import (
     create_dispatch_buffer,
     destroy_all_dispatch_buffers,
     destroy_dispatch_buffer,
 )
 from jax_cp_dispatch._dispatch.exchange import move
+from jax_cp_dispatch._dispatch.pair_api import combine_start, dispatch_start, exchange_done, start
 
 __all__ = [
+    "Argument",
     "combine",
     "combine_qkv",
+    "combine_start",
     "create_dispatch_buffer",
     "destroy_all_dispatch_buffers",
     "destroy_dispatch_buffer",
     "dispatch",
     "dispatch_qkv",
+    "dispatch_start",
+    "exchange_done",
     "move",
     "outgoing",
     "returning",
+    "start",
 ]

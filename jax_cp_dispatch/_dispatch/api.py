@@ -22,6 +22,7 @@ def dispatch(
     mesh: Any = None,
     implementation: str | None = None,
     deadline: float | None = None,
+    num_comm_sm: int | None = None,
 ) -> PyTree[Shaped[Rows, "capacity ..."]]:
     """Sends each shard of `x` to the ranks that `metadata` names, bit for bit.
 
@@ -49,6 +50,10 @@ def dispatch(
       deadline: seconds until the ranks that have arrived give up on the others; None means that of
         `buffer`, or 60, on GPUs 600, or `JAX_CP_DISPATCH_DEADLINE`. No effect with
         `implementation="xla"`.
+      num_comm_sm: multiprocessors of a GPU that the exchange may use, on this rank alone; ranks of
+        one device share them, and each uses at least one. None means all if one device holds all
+        ranks, otherwise 64. The result is the same. No effect on CPU, and with
+        `implementation="xla"`.
     Returns:
       Received tokens in attention layout, in the structure of `x`; rows that no rank writes are
       zero.
@@ -67,7 +72,12 @@ def dispatch(
     op = "dispatch"
     argument = outgoing(op, "x", x, metadata, capacity=capacity, buffer=buffer)
     options = read_options(
-        op, axis_name, mesh=mesh, implementation=implementation, deadline=deadline
+        op,
+        axis_name,
+        mesh=mesh,
+        implementation=implementation,
+        deadline=deadline,
+        num_comm_sm=num_comm_sm,
     )
     return move(options, [argument._replace(storage=out)])[0]
 
@@ -88,6 +98,7 @@ def dispatch_qkv(
     mesh: Any = None,
     implementation: str | None = None,
     deadline: float | None = None,
+    num_comm_sm: int | None = None,
 ) -> tuple[PyTree[Shaped[Rows, "q_capacity ..."]], PyTree[Shaped[Rows, "kv_capacity ..."]]]:
     """Sends queries by one plan and keys and values by another, in one exchange.
 
@@ -98,7 +109,7 @@ def dispatch_qkv(
     Args:
       q, kv: tokens in MLP layout; `kv` is usually the pair (k, v).
       q_metadata, kv_metadata: the two plans; see `dispatch`.
-      axis_name, mesh, implementation, deadline: see `dispatch`.
+      axis_name, mesh, implementation, deadline, num_comm_sm: see `dispatch`.
       q_capacity, kv_capacity: rows of the two receive buffers.
       q_buffer, kv_buffer: ids of registered buffers, instead of capacities.
       q_out, kv_out: storage to reuse.
@@ -114,7 +125,12 @@ def dispatch_qkv(
     if (q_out is None) != (kv_out is None):
         raise ValueError(f"{op}: got only one of q_out and kv_out. Pass both or none.")
     options = read_options(
-        op, axis_name, mesh=mesh, implementation=implementation, deadline=deadline
+        op,
+        axis_name,
+        mesh=mesh,
+        implementation=implementation,
+        deadline=deadline,
+        num_comm_sm=num_comm_sm,
     )
     received = move(options, [of_q._replace(storage=q_out), of_kv._replace(storage=kv_out)])
     return received[0], received[1]
@@ -131,6 +147,7 @@ def combine(
     mesh: Any = None,
     implementation: str | None = None,
     deadline: float | None = None,
+    num_comm_sm: int | None = None,
 ) -> PyTree[Num[Rows, "T ..."]]:
     """Returns tokens from attention layout to their ranks, and sums the replicas of each.
 
@@ -149,7 +166,7 @@ def combine(
       num_tokens: rows T of the result, per rank.
       preferred_element_type: dtype of the result; None means the dtype of `y`.
       buffer: the id of a registered buffer, whose limits and deadline apply.
-      mesh, implementation, deadline: see `dispatch`.
+      mesh, implementation, deadline, num_comm_sm: see `dispatch`.
     Returns:
       Tokens in MLP layout, in the structure of `y`; rows that no shard names are zero.
     Raises:
@@ -160,7 +177,12 @@ def combine(
     argument = returning(op, "y", y, metadata, num_tokens=num_tokens, dtype=dtype)
     argument = argument.in_buffer(op, buffer)
     options = read_options(
-        op, axis_name, mesh=mesh, implementation=implementation, deadline=deadline
+        op,
+        axis_name,
+        mesh=mesh,
+        implementation=implementation,
+        deadline=deadline,
+        num_comm_sm=num_comm_sm,
     )
     return move(options, [argument])[0]
 
@@ -180,6 +202,7 @@ def combine_qkv(
     mesh: Any = None,
     implementation: str | None = None,
     deadline: float | None = None,
+    num_comm_sm: int | None = None,
 ) -> tuple[PyTree[Num[Rows, "Tq ..."]], PyTree[Num[Rows, "Tkv ..."]]]:
     """Returns rows of queries by one plan and of keys and values by another, in one exchange.
 
@@ -190,7 +213,7 @@ def combine_qkv(
       q, kv: rows in attention layout.
       q_metadata, kv_metadata: the forward metadata.
       q_num_tokens, kv_num_tokens: rows of the two results, per rank.
-      axis_name, preferred_element_type, mesh, implementation, deadline: see `combine`.
+      axis_name, preferred_element_type, mesh, implementation, deadline, num_comm_sm: see `combine`.
       q_buffer, kv_buffer: ids of registered buffers, whose limits apply.
     Returns:
       The results of `combine` for `q` and for `kv`.
@@ -203,7 +226,12 @@ def combine_qkv(
     of_kv = returning(op, "kv", kv, kv_metadata, num_tokens=kv_num_tokens, dtype=dtype)
     arguments = [of_q.in_buffer(op, q_buffer), of_kv.in_buffer(op, kv_buffer)]
     options = read_options(
-        op, axis_name, mesh=mesh, implementation=implementation, deadline=deadline
+        op,
+        axis_name,
+        mesh=mesh,
+        implementation=implementation,
+        deadline=deadline,
+        num_comm_sm=num_comm_sm,
     )
     home = move(options, arguments)
     return home[0], home[1]

@@ -13,6 +13,11 @@ def target_of(exchange: Exchange) -> str:
     return runtime.DISPATCH_TARGET if exchange.sums is None else runtime.COMBINE_TARGET
 
 
+def start_target_of(exchange: Exchange) -> str:
+    """Returns the name of the handler of the first of two calls, on GPUs."""
+    return f"{target_of(exchange)}_start"
+
+
 def attributes_of(exchange: Exchange) -> dict[str, Any]:
     """Returns what a handler reads besides the places of the ranks."""
     groups = exchange.groups

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,24 @@ from jax_cp_dispatch._ranks.call_context import CallContext
 from jax_cp_dispatch._ranks.options import CollectiveOptions, find_ranks
 from jax_cp_dispatch._ranks.varying import vary_alike
 
+SCOPE = "cpd.exchange"
+
+
+class Prepared(NamedTuple):
+    """The operands of one call of a primitive, and what makes results from its own.
+
+    Attributes:
+      exchange: None if nothing moves.
+      operands: of the primitive, without storage.
+      storage: arrays that the results may reuse, if any.
+      layouts: of the results, one for each argument.
+    """
+
+    exchange: Exchange | None
+    operands: list[Array]
+    storage: list[Array]
+    layouts: list["_Layout"]
+
 
 def move(
     options: CollectiveOptions,
@@ -26,6 +44,21 @@ def move(
     by_collectives: Collectives | None = None,
 ) -> list[Any]:
     """Makes one exchange of all arguments; returns their results, structured like the arrays."""
+    call = prepare(options, arguments, by_collectives)
+    moved = []
+    if call.exchange is not None:
+        primitive = dispatch_p if call.exchange.sums is None else combine_p
+        with jax.named_scope(SCOPE):
+            moved = primitive.bind(*call.operands, *call.storage, exchange=call.exchange)
+    return results_of(call.layouts, moved)
+
+
+def prepare(
+    options: CollectiveOptions,
+    arguments: Sequence[Argument],
+    by_collectives: Collectives | None = None,
+) -> Prepared:
+    """Checks all arguments, and puts them in the order of the operands."""
     op = options.op
     deadlines = [x.limits.deadline for x in arguments if x.limits and x.limits.deadline]
     if options.deadline is None and deadlines:
@@ -86,9 +119,12 @@ def move(
         sums=None if arguments[0].sums is None else tuple(sums),
         is_global=context.is_global,
         by_collectives=by_collectives,
+        num_comm_sm=options.num_comm_sm,
     )
-    moved = _run(exchange, context, fields + fingerprints, arrays, storage) if groups else []
-    return _results(arguments, moved, num_ranks if context.is_global else 1)
+    layouts = [_Layout.of(x, num_ranks if context.is_global else 1) for x in arguments]
+    if not groups:
+        return Prepared(None, [], [], layouts)
+    return _placed(exchange, context, fields + fingerprints, arrays, storage, layouts)
 
 
 def _moving(argument: Argument) -> list[int]:
@@ -108,33 +144,55 @@ def _with_rows(array: Array, num_rows: int) -> Array:
     return vary_alike([jnp.zeros((num_rows, *array.shape[1:]), array.dtype), array])[0]
 
 
-@jax.named_scope("cpd.exchange")
-def _run(exchange: Exchange, context: CallContext, fields, arrays, storage) -> list[Array]:
-    arrays, names = arrays + storage, exchange.comm.axis_names
+@jax.named_scope(SCOPE)
+def _placed(exchange: Exchange, context: CallContext, fields, arrays, storage, layouts) -> Prepared:
+    """Returns the operands on the devices that use them, varying over the axes of the ranks."""
+    arrays, names, num_storage = arrays + storage, exchange.comm.axis_names, len(storage)
     if context.is_global or context.open_axes:
-        arrays = place_arrays(context, names, arrays, len(storage))
+        arrays = place_arrays(context, names, arrays, num_storage)
     if not context.is_global:
         arrays = vary_with(fields, names, arrays)
     elif context.mesh is not None and not context.open_axes:
         exchange = exchange._replace(mesh=context.mesh.abstract_mesh)
-    primitive = dispatch_p if exchange.sums is None else combine_p
-    return primitive.bind(*fields, *arrays, exchange=exchange)
+    num_arrays = len(arrays) - num_storage
+    return Prepared(exchange, fields + arrays[:num_arrays], arrays[num_arrays:], layouts)
 
 
-def _results(arguments: Sequence[Argument], moved: Sequence[Array], factor: int) -> list[Any]:
+class _Layout(NamedTuple):
+    """How one argument's results are made from those of a primitive.
+
+    Attributes:
+      tree: their structure.
+      dtypes: theirs, or None as in `dispatch`.
+      zeros: results that do not move; None for those that do.
+    """
+
+    tree: Any
+    dtypes: list[Any] | None
+    zeros: list[Array | None]
+
+    @classmethod
+    def of(cls, argument: Argument, factor: int) -> "_Layout":
+        moving, zeros = set(_moving(argument)), []
+        for i, x in enumerate(argument.arrays):
+            zero = None
+            if i not in moving:
+                shape = (factor * argument.num_rows, *x.shape[1:])
+                like = [jnp.zeros(shape, x.dtype), x, argument.metadata.seq_len]
+                zero = vary_alike(like)[0]
+            zeros.append(zero)
+        return cls(argument.tree, argument.dtypes, zeros)
+
+
+def results_of(layouts: Sequence[_Layout], moved: Sequence[Array]) -> list[Any]:
     """Returns rounded results, structured like the arrays; those that did not move are zero."""
     rest, results = iter(moved), []
-    for argument in arguments:
-        moving = set(_moving(argument))
-        leaves = []
-        for i, x in enumerate(argument.arrays):
-            if i in moving:
-                leaf = next(rest)
-            else:
-                shape = (factor * argument.num_rows, *x.shape[1:])
-                leaf = vary_alike([jnp.zeros(shape, x.dtype), x, argument.metadata.seq_len])[0]
-            if argument.dtypes is not None and leaf.dtype != argument.dtypes[i]:
-                leaf = leaf.astype(argument.dtypes[i])
-            leaves.append(leaf)
-        results.append(jax.tree.unflatten(argument.tree, leaves))
+    for layout in layouts:
+        leaves = [next(rest) if zero is None else zero for zero in layout.zeros]
+        if layout.dtypes is not None:
+            leaves = [
+                x if x.dtype == dtype else x.astype(dtype)
+                for x, dtype in zip(leaves, layout.dtypes, strict=True)
+            ]
+        results.append(jax.tree.unflatten(layout.tree, leaves))
     return results

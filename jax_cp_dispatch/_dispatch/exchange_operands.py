@@ -72,6 +72,7 @@ class Exchange(NamedTuple):
       is_global: whether arrays hold the rows of all ranks, to be split; else this rank's.
       by_collectives: the plan as collectives, cheaper than those for any plan.
       mesh: the abstract mesh of a global call that the partitioner splits, if it is known.
+      num_comm_sm: multiprocessors of a GPU that it uses; None is the default.
     """
 
     op: str
@@ -81,6 +82,7 @@ class Exchange(NamedTuple):
     is_global: bool = False
     by_collectives: Collectives | None = None
     mesh: Any = None
+    num_comm_sm: int | None = None
 
     @property
     def num_before_arrays(self) -> int:

@@ -1,19 +1,34 @@
-"""Lowers an exchange between GPUs, or on one that holds all ranks: a custom call on its stream."""
+"""Lowers an exchange between GPUs, or on one that holds all ranks: one custom call, or two.
+
+One call runs on the program's stream. The first of two puts the exchange on a stream of the
+package and returns; the second makes the program's stream wait. XLA keeps the memory that the
+exchange uses, because the second call takes all results of the first; and it puts the work between
+them, because optimization barriers make the work depend on `held`, and the second call on both.
+"""
 
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from jax.interpreters import mlir
 
-from jax_cp_dispatch._dispatch.custom_call import aliases_of, attributes_of, target_of
+from jax_cp_dispatch._dispatch.custom_call import (
+    aliases_of,
+    attributes_of,
+    start_target_of,
+    target_of,
+)
 from jax_cp_dispatch._dispatch.exchange_operands import Exchange
+from jax_cp_dispatch._ranks import runtime
 from jax_cp_dispatch._ranks.axis import rank_index
-from jax_cp_dispatch._ranks.gpu import all_ranks_here, chosen_copy_path, on_collective_stream
+from jax_cp_dispatch._ranks.gpu import all_ranks_here, chosen_copy_path
 from jax_cp_dispatch._ranks.lowering import Choice
 
 _MAX_ARRAYS = 64  # of one call, as in csrc/kernels/call.h
+_ALL = 0  # multiprocessors, for the handler
+_MOST_SMS = 2**31 - 1  # of any GPU
 
 
 def what_gpus_lack(exchange: Exchange) -> str | None:
@@ -36,12 +51,78 @@ def on_one_device(ctx: Any, exchange: Exchange) -> Callable[..., Any]:
 
 
 def _move(avals_out: Any, ranks: dict[str, Any], exchange: Exchange, *operands: Any) -> Any:
-    shapes = [jax.ShapeDtypeStruct(out.shape, out.dtype) for out in avals_out]
     aliases = aliases_of(exchange, operands)
-    move = jax.ffi.ffi_call(target_of(exchange), shapes, input_output_aliases=aliases)
-    attributes = {**attributes_of(exchange), **ranks, "copy_path": chosen_copy_path(exchange.op)}
+    move = jax.ffi.ffi_call(target_of(exchange), _like(avals_out), input_output_aliases=aliases)
+    return move(*_places(exchange), *operands, **_attributes(exchange, ranks))
+
+
+def lower_start(
+    ctx: Any, *operands: Any, exchange: Exchange, num_beside: int, choice: Choice
+) -> Any:
+    """Lowers the first call of two."""
+    ranks = all_ranks_here()
+    if not exchange.is_global:
+        ranks = choice.rank_attributes(ctx, exchange.comm, "")
+    start = functools.partial(_start, ctx.avals_out, ranks, exchange, num_beside)
+    return mlir.lower_fun(start, multiple_results=True)(ctx, *operands)
+
+
+def _start(
+    avals_out: Any, ranks: dict[str, Any], exchange: Exchange, num_beside: int, *operands: Any
+) -> list[Any]:
+    num_moving = len(operands) - num_beside
+    moving, beside = operands[:num_moving], operands[num_moving:]
+    places, n = _places(exchange), exchange.num_arrays
+    first = len(places) + exchange.num_before_arrays
+    call = jax.ffi.ffi_call(
+        start_target_of(exchange),
+        _like(avals_out[: 2 * n + 1]),
+        input_output_aliases={first + i: n + i for i in range(n)},
+        has_side_effect=True,  # two calls of the same exchange must not become one
+    )
+    *started, held = call(*places, *moving, **_attributes(exchange, ranks))
+    return [*started, *_one_after_another(held, beside)]
+
+
+def lower_done(ctx: Any, *operands: Any, exchange: Exchange, choice: Choice) -> Any:
+    """Lowers the second call."""
+    done = functools.partial(_done, exchange)
+    return mlir.lower_fun(done, multiple_results=True)(ctx, *operands)
+
+
+def _done(exchange: Exchange, *operands: Any) -> list[Any]:
+    n = exchange.num_arrays
+    rest = operands[exchange.num_before_arrays :]
+    held, *beside = _one_after_another(rest[2 * n], rest[2 * n + 1 :])
+    call = jax.ffi.ffi_call(
+        runtime.EXCHANGE_DONE_TARGET,
+        _like(rest[:n]),
+        input_output_aliases={i: i for i in range(n)},
+        has_side_effect=True,  # it stays where it is
+    )
+    return [*call(*rest[: 2 * n], held), *beside]
+
+
+def _one_after_another(held: Any, beside: Any) -> list[Any]:
+    """Returns all values; whatever reads one of them depends on all."""
+    return list(jax.lax.optimization_barrier((held, *beside))) if beside else [held]
+
+
+def _like(avals: Any) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
+
+
+def _places(exchange: Exchange) -> list[Any]:
+    """Returns the device's rank and group, the first operands."""
     comm = exchange.comm
     axes = ((), ()) if exchange.is_global else (comm.axis_names, comm.group_axes)
-    return on_collective_stream(functools.partial(move, **attributes))(
-        *map(rank_index, axes), *operands
-    )
+    return list(map(rank_index, axes))
+
+
+def _attributes(exchange: Exchange, ranks: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **attributes_of(exchange),
+        **ranks,
+        "copy_path": chosen_copy_path(exchange.op),
+        "num_comm_sm": np.int64(min(exchange.num_comm_sm or _ALL, _MOST_SMS)),
+    }

@@ -8,6 +8,7 @@ Both are linear in the arrays and each is the other's transpose:
 
 import functools
 import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -42,6 +43,12 @@ def _dispatch_shapes(*operands, exchange: Exchange):
         x.update(shape=(n, *x.shape[1:]), weak_type=False)
         for x, n in zip(arrays, rows, strict=True)
     ]
+
+
+def result_shapes(operands: Sequence[Any], exchange: Exchange) -> list[Any]:
+    """Returns the shapes of the results of an exchange."""
+    shapes = _dispatch_shapes if exchange.sums is None else _combine_shapes
+    return shapes(*operands, exchange=exchange)
 
 
 def _combine_shapes(*operands, exchange: Exchange):
@@ -127,19 +134,24 @@ def _transpose(adjoint, cotangents, *operands, exchange: Exchange):
         linear = split._replace(arrays=list(cotangents))
         linear, kept = select_arrays(linear, exchange, keep)
         dtypes = [x.aval.dtype for x in itertools.compress(split.arrays, keep)]
-        kept = kept._replace(op=_transposed(kept.op))
-        if kept.by_collectives is not None:
-            kept = kept._replace(by_collectives=kept.by_collectives.transposed())
-        adjoints = iter(adjoint(linear, dtypes, kept))
+        adjoints = iter(adjoint(linear, dtypes, transposed(kept)))
         results = [
             next(adjoints) if live else zero for live, zero in zip(keep, results, strict=True)
         ]
     return [None] * exchange.num_before_arrays + results + [None] * len(split.storage)
 
 
-def _transposed(op: str) -> str:
-    prefix = "the transpose of "
-    return op.removeprefix(prefix) if op.startswith(prefix) else prefix + op
+def transposed(exchange: Exchange) -> Exchange:
+    """Returns the exchange with the name of its transpose, but not yet its sums."""
+    op, prefix = exchange.op, "the transpose of "
+    op = op.removeprefix(prefix) if op.startswith(prefix) else prefix + op
+    by_collectives = exchange.by_collectives and exchange.by_collectives.transposed()
+    return exchange._replace(op=op, by_collectives=by_collectives)
+
+
+def adjoint_of(exchange: Exchange) -> Callable[..., list[Any]]:
+    """Returns the adjoint as a function of (operands, dtypes of the results, `transposed`)."""
+    return _dispatch_adjoint if exchange.sums is None else _combine_adjoint
 
 
 def _dispatch_adjoint(linear: Operands, dtypes, exchange: Exchange):
@@ -159,13 +171,21 @@ def _combine_adjoint(linear: Operands, dtypes, exchange: Exchange):
 # ---- The primitives.
 
 
-def _complete(primitive: Primitive, shapes, adjoint) -> None:
+def register(primitive: Primitive, shapes, lowering, *, cacheable: bool = True) -> None:
+    """Registers what the primitives of exchanges have in common.
+
+    `cacheable`: whether the lowering depends on the operands' types alone.
+    """
     primitive.multiple_results = True
     primitive.def_abstract_eval(shapes)
     primitive.def_impl(functools.partial(run_alone, primitive))
-    mlir.register_lowering(primitive, functools.partial(lower, primitive))
+    mlir.register_lowering(primitive, lowering, cacheable=cacheable)
     # Private, but the only way to make `jit` provide what a partitioned lowering needs.
     prim_requires_devices_during_lowering.add(primitive)
+
+
+def _complete(primitive: Primitive, shapes, adjoint) -> None:
+    register(primitive, shapes, functools.partial(lower, primitive))
     batching.primitive_batchers[primitive] = functools.partial(_batch, primitive)
     ad.primitive_jvps[primitive] = functools.partial(_jvp, primitive)
     ad.primitive_transposes[primitive] = functools.partial(_transpose, adjoint)

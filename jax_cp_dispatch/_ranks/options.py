@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from jax_cp_dispatch._arguments import check_positive
 from jax_cp_dispatch._ranks.axis import AxisName, check_axis_name, check_mesh, other_axes
 from jax_cp_dispatch._ranks.call_context import CallContext, find_context
 from jax_cp_dispatch._ranks.communicator import Communicator
@@ -23,6 +24,7 @@ class CollectiveOptions:
       mesh: of global arrays, if given.
       implementation: the caller's choice; None selects one.
       deadline: seconds that a rank waits for another; None is the default.
+      num_comm_sm: multiprocessors of a GPU that an exchange uses; None is the default.
     """
 
     op: str
@@ -30,6 +32,7 @@ class CollectiveOptions:
     mesh: Any = None
     implementation: str | None = None
     deadline: float | None = None
+    num_comm_sm: int | None = None
 
     def communicator(self, **ranks: Any) -> Communicator:
         """Returns the ranks, without `ranks` none, with these options."""
@@ -49,6 +52,7 @@ def read_options(
     mesh: Any = None,
     implementation: str | None = None,
     deadline: float | None = None,
+    num_comm_sm: int | None = None,
 ) -> CollectiveOptions:
     """Checks the options of a call of `op` over a mesh axis.
 
@@ -59,7 +63,9 @@ def read_options(
     names = check_axis_name(op, axis_name)
     check_mesh(op, mesh)
     alone = read_options_alone(op, implementation=implementation, deadline=deadline)
-    return dataclasses.replace(alone, axis_names=names, mesh=mesh)
+    if num_comm_sm is not None:
+        check_positive(op, num_comm_sm=num_comm_sm)
+    return dataclasses.replace(alone, axis_names=names, mesh=mesh, num_comm_sm=num_comm_sm)
 
 
 def read_options_alone(

@@ -92,6 +92,7 @@ native = _cpu
 
 DISPATCH_TARGET = "jax_cp_dispatch.dispatch"
 COMBINE_TARGET = "jax_cp_dispatch.combine"
+EXCHANGE_DONE_TARGET = "jax_cp_dispatch.exchange_done"  # on GPUs
 GEMM_TARGET = "jax_cp_dispatch.gemm"
 GROUPED_GEMM_TARGET = "jax_cp_dispatch.grouped_gemm"
 

@@ -26,7 +26,8 @@ from jax_cp_dispatch.attention.check_arguments import (
     is_stack,
     read_mask_of_plan,
 )
-from jax_cp_dispatch.attention.latents import Expansion, check_specs, read_latents
+from jax_cp_dispatch.attention.expanded_heads import check_specs
+from jax_cp_dispatch.attention.latents import Expansion, read_latents
 from jax_cp_dispatch.attention.local.check_operands import check_arrays
 from jax_cp_dispatch.attention.mesh_axes import Caller, GivenAxes, find_axes
 from jax_cp_dispatch.attention.operands import Operands
@@ -34,7 +35,7 @@ from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.attention.peer_arguments import explains_peer_arguments
 from jax_cp_dispatch.attention.program import GlobalOptions, attend_global
-from jax_cp_dispatch.attention.rotating.sequence import read_sequences
+from jax_cp_dispatch.attention.rotating.sequence import check_known_mask, read_sequences
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.read import (
     check_mask_arrays,
@@ -139,7 +140,8 @@ def context_parallel_attention(
       weights: a pytree of arrays, the same on all ranks of `axis_name`; their gradients are summed
         over all ranks.
       weight_specs: how weights are sharded over `head_axis`: a `PartitionSpec` for each, or for
-        each part of the pytree. On its device, `expand` returns the KV heads of its query heads.
+        each part of the pytree. From its part, `expand` returns the device's part of the KV heads.
+        None: weights are whole; each device expands all heads, and keeps those of its query heads.
       scale: factor on the logits; None is `1 / sqrt(H)`.
       logit_soft_cap: c > 0 replaces a scaled logit x with `c * tanh(x / c)`.
       implementation: of the exchanges; None selects one.
@@ -163,7 +165,7 @@ def context_parallel_attention(
     )
     check_rows(_OP, operands, segment_ids, positions)
     if expansion is not None:
-        check_specs(_OP, expansion, axes.heads)
+        check_specs(_OP, expansion, operands.weights, axes)
     attention = AttentionOptions(
         read_options(_OP, axes.axis_name, implementation=implementation, deadline=deadline),
         layout=layout,
@@ -182,6 +184,8 @@ def context_parallel_attention(
         segment_ids, positions = read_sequences(
             _OP, segment_ids, positions, layout=layout, num_ranks=options.num_ranks
         )
+        known = PackedMask(attended, segment_ids, positions)
+        check_known_mask(_OP, known, layout=layout, num_ranks=options.num_ranks)
     else:
         segment_ids, positions = (
             fold_to_int32(x) if x is not None and is_on_host(x) else x
@@ -209,7 +213,7 @@ def context_parallel_attention(
             plan = options.plan(packed, algorithm.config)
     if plan is not None and not has_plan:
         packed = PackedMask(plan.mask)  # nothing to compare
-    if not any(isinstance(x, Tracer) or not is_on_host(x) for x in packed[1:] if x is not None):
+    if all(map(is_on_host, jax.tree.leaves(packed))):
         attention = dataclasses.replace(attention, checks_order=False)  # checked above
         options = dataclasses.replace(options, attention=attention)
     outputs = attend_global(operands, plan, packed, options=options)

@@ -8,11 +8,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.core import Tracer
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Shaped
 
 from jax_cp_dispatch._arguments import check_array
 from jax_cp_dispatch._dtypes import sum_dtype
+from jax_cp_dispatch.attention.kv_heads import OwnHeads
 from jax_cp_dispatch.attention.operands import Operands, is_float
 
 Rows = Sequence[Shaped[Array, "R _"]]
@@ -31,6 +33,7 @@ class Expansion:
       weights, rows: the structures of its arguments.
       features: the shape of one row, for each array of rows.
       specs: how each array of weights is sharded over the heads.
+      own_heads: those of the device, of the heads that several expand alike; None: all.
     """
 
     function: Callable[..., Any]
@@ -38,11 +41,13 @@ class Expansion:
     rows: Any
     features: tuple[tuple[int, ...], ...]
     specs: tuple[P, ...]
+    own_heads: OwnHeads | None = None
 
     def __call__(self, weights: Sequence[Array], rows: Rows) -> Any:
         """Returns the keys and values of rows, `[R, K, H]` and `[R, K, Hv]`."""
         shaped = [x.reshape(-1, *shape) for x, shape in zip(rows, self.features, strict=True)]
-        return self.function(self.weights.unflatten(weights), self.rows.unflatten(shaped))
+        made = self.function(self.weights.unflatten(weights), self.rows.unflatten(shaped))
+        return made if self.own_heads is None else tuple(map(self.own_heads.of, made))
 
     def with_transpose(
         self, weights: Sequence[Array], rows: Rows
@@ -129,32 +134,10 @@ def _specs(op: str, weights: Any, weight_specs: Any) -> tuple[P, ...]:
     return tuple(jax.tree.leaves(specs, is_leaf=is_spec))
 
 
-def check_specs(op: str, expansion: Expansion, heads: Sequence[str]) -> None:
-    """Requires weights that are sharded over the axes of the heads only."""
-    for spec in expansion.specs:
-        for name in jax.tree.leaves(tuple(spec)):
-            if name not in heads:
-                raise ValueError(
-                    f"{op}: weight_specs shard weights over axis {name!r}, but head_axis is "
-                    f"{tuple(heads)}. Pass it as head_axis, or remove it from weight_specs; "
-                    "weights are gathered over other axes."
-                )
-
-
-def check_heads_here(op: str, expansion: Expansion, operands: Operands) -> None:
-    """Requires, on one device, the KV heads of the query heads that it holds."""
-    N, K = operands.q.shape[2], shapes_of_keys(expansion, operands)[0].shape[2]
-    if N % K:
-        raise ValueError(
-            f"{op}: expand returns {K} KV heads on a device that holds {N} query heads. Pass "
-            "weight_specs, so that it returns those of its query heads."
-        )
-
-
 def _check_expanded(op: str, q: Any, expansion: Expansion, operands: Operands) -> None:
     """Requires keys and values of the queries, one for each row."""
     num_rows, (N, H) = q.shape[0] * q.shape[1], q.shape[2:]
-    found = expanded_shapes(expansion, operands)
+    found = _traced(op, expansion, operands)
     needs = f"(k, v), [R, K, {H}] and [R, K, Hv] in {q.dtype}, of R = {num_rows} rows"
     if not (isinstance(found, tuple | list) and len(found) == 2):
         raise TypeError(
@@ -172,12 +155,28 @@ def _check_expanded(op: str, q: Any, expansion: Expansion, operands: Operands) -
         raise ValueError(f"{described}, and K needs to divide the {N} query heads.")
 
 
-def expanded_shapes(expansion: Expansion, operands: Operands) -> Any:
-    """Returns shapes and dtypes of what `expand` returns."""
+def _traced(op: str, expansion: Expansion, operands: Operands) -> Any:
+    """Returns `expanded_shapes`; requires that `expand` reads no traced array but its arguments."""
+    program, found = jax.make_jaxpr(expansion, return_shape=True)(*_arguments(operands))
+    for x in program.consts:
+        if isinstance(x, Tracer):
+            raise ValueError(
+                f"{op}: expand closes over a traced array of shape {list(x.shape)}. Pass it as "
+                "weights=, and read it from the first argument of expand."
+            )
+    return found
+
+
+def _arguments(operands: Operands) -> tuple[list[Any], list[Any]]:
+    """Returns shapes and dtypes of weights and rows."""
     B, T = operands.q.shape[:2]
     weights = [Shape(x.shape, x.dtype) for x in operands.weights]
-    rows = [Shape((B * T, x.shape[3]), x.dtype) for x in operands.k]
-    return jax.eval_shape(expansion, weights, rows)
+    return weights, [Shape((B * T, x.shape[3]), x.dtype) for x in operands.k]
+
+
+def expanded_shapes(expansion: Expansion, operands: Operands) -> Any:
+    """Returns shapes and dtypes of what `expand` returns."""
+    return jax.eval_shape(expansion, *_arguments(operands))
 
 
 def shapes_of_keys(expansion: Expansion | None, operands: Operands) -> tuple[Any, Any]:

@@ -14,8 +14,8 @@ from jax_cp_dispatch._ranks.varying import can_check_varying
 from jax_cp_dispatch._residuals import named_context
 from jax_cp_dispatch.attention.algorithms import Algorithm, Balanced, Placed, Rotating, Ulysses
 from jax_cp_dispatch.attention.check_arguments import is_stack
+from jax_cp_dispatch.attention.expanded_heads import with_own_heads
 from jax_cp_dispatch.attention.gather import gather_sequence
-from jax_cp_dispatch.attention.latents import check_heads_here
 from jax_cp_dispatch.attention.mesh_axes import MeshAxes
 from jax_cp_dispatch.attention.nested import shard_map_inside, varies_outside
 from jax_cp_dispatch.attention.operands import Operands, Outputs
@@ -70,6 +70,9 @@ def attend_global(
         operands = operands._replace(k=k, v=v)
     else:
         of_keys, of_weights = sequence, attention.expansion.specs
+        expansion = with_own_heads(attention.op, attention.expansion, operands, axes)
+        attention = dataclasses.replace(attention, expansion=expansion)
+        options = dataclasses.replace(options, attention=attention)
     in_specs = (*Operands(rows, of_keys, of_keys, P(axes.heads), of_weights), of_plan, sequence)
     sharded: Any = (*operands, plan, packed)
     out_specs = Outputs(
@@ -106,8 +109,6 @@ def _local(options: GlobalOptions, *sharded) -> Outputs:
 
 def _attend(options: GlobalOptions, operands: Operands, plan, packed: PackedMask) -> Outputs:
     algorithm, attention = options.algorithm, options.attention
-    if attention.expansion is not None:
-        check_heads_here(attention.op, attention.expansion, operands)
     if is_stack(plan):  # of which this group has one
         plan = jax.tree.map(lambda x: x[0], plan)
     if isinstance(algorithm, Placed):

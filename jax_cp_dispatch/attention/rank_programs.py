@@ -67,8 +67,7 @@ def planned_program(
         out, lse = attend_locally(options, q, k, v, ranges)
         if not backward:
             return out, lse
-        dout = out.astype(q.dtype)
-        return out, *attend_locally_backward(options, q, k, v, ranges, out, lse, dout)
+        return out, *attend_locally_backward(options, q, k, v, ranges, out, lse, out)
 
     ranges = [
         MaskRanges(*(x[None] for x in plan.local_ranges(rank))) for rank in range(plan.world_size)

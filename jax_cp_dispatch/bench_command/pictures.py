@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jax_cp_dispatch.bench_command.ranks import Row
-from jax_cp_dispatch.plots.figure import figure_class
+from jax_cp_dispatch.plots.figure import figure_class, label_log_axis
 
 _RATIOS = {"of_limit": "fraction of the limit", "speedup": "times as fast as the alternative"}
 
@@ -53,7 +53,6 @@ def _draw_ratio(axes: Any, name: str, values: Sequence[float | None]) -> None:
     axes.axvline(1, color="black", linewidth=0.8, linestyle="--")
     if name == "speedup":
         axes.set_xscale("log")
-        axes.xaxis.set_major_formatter("{x:g}")
-        axes.xaxis.set_minor_formatter("")
+        label_log_axis(axes.xaxis)
     axes.margins(x=0.2)  # for the values
     axes.set_xlabel(_RATIOS[name])

@@ -53,8 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="small sizes, one round: below 1 min; too small to show the gain of context "
-        "parallelism",
+        help="small sizes, one round: 106 s of CPU time were measured; too small to show the gain "
+        "of context parallelism",
     )
     parser.add_argument(
         "--devices", type=int, help="virtual CPU devices (default 8), or GPUs (default all)"

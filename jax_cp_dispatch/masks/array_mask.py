@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P, reshard
 
-from jax_cp_dispatch._arguments import check_array
+from jax_cp_dispatch._arguments import check_array, clip_to_int32
 from jax_cp_dispatch.masks.mask import Mask, is_traced
 
 _Kind = TypeVar("_Kind", bound="type[ArrayMask]")
@@ -47,9 +48,9 @@ class ArrayMask(Mask):
         return MaskKind(type(self))
 
     def _store(self, **arrays: Any) -> None:
-        """Sets the fields, as int32; for constructors, whose arguments may be other arrays."""
+        """Sets the fields, clipped to int32; for constructors, which take other arrays."""
         for name, x in arrays.items():
-            stored = x if x is None else x.astype(np.int32)
+            stored = x if x is None else clip_to_int32(x)
             object.__setattr__(self, name, stored)
 
     def __repr__(self) -> str:
@@ -88,6 +89,49 @@ def check_arrays(op: str, **arrays: Any) -> None:
             needs = "[B, T]" if shape is None else f"{list(shape)}, as the other arrays"
             raise ValueError(f"{op}: {name} has shape {list(x.shape)}; it needs to be {needs}.")
         shape = x.shape
+
+
+def gathered(x: Any, *, rows: bool = False) -> Any:
+    """Returns an array whose columns, and with `rows` whose rows, no explicit mesh axis shards.
+
+    Runs and trees cross the shards. Attention shards what it takes.
+    """
+    if not is_traced(x):
+        return x
+    sharding = jax.typeof(x).sharding
+    sharded, *columns = (*sharding.spec, None, None)[:2]
+    kept = None if rows else sharded
+    if (kept, None) == (sharded, *columns):
+        return x
+    return reshard(x, NamedSharding(sharding.mesh, P(kept, None)))
+
+
+OF_OTHER_COLUMNS = (
+    "is made of other columns. Make it from whole batch rows in packed order, and permute it like "
+    "the tokens."
+)
+
+
+def ends_fit(column: Any, end: Any) -> Any:
+    """Whether an end is that of a run with this column: behind it, and the same up to there."""
+    return (end > column) & ((column + 1 >= end) | (_shifted(end, -1) == end))
+
+
+def ends_nest(column: Any, end: Any) -> Any:
+    """Whether an end is behind its column, and no end between them is behind it."""
+    return (end > column) & ((column + 1 >= end) | (_shifted(end, -1) <= end))
+
+
+def before(x: Any) -> Any:
+    """Returns the value of the column before; of the first, its own."""
+    return _shifted(x, 1)
+
+
+def _shifted(x: Any, columns: int) -> Any:
+    xp = jnp if is_traced(x) else np
+    edge = x[:, :columns] if columns > 0 else x[:, columns:]
+    kept = x[:, :-columns] if columns > 0 else x[:, -columns:]
+    return xp.concatenate([edge, kept] if columns > 0 else [kept, edge], axis=1)
 
 
 def ends_of_runs(x: Any) -> Any:

@@ -5,7 +5,15 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Int32, Integer
 
-from jax_cp_dispatch.masks.array_mask import ArrayMask, array_mask, check_arrays, ends_of_runs
+from jax_cp_dispatch.masks.array_mask import (
+    OF_OTHER_COLUMNS,
+    ArrayMask,
+    array_mask,
+    check_arrays,
+    ends_fit,
+    ends_of_runs,
+    gathered,
+)
 from jax_cp_dispatch.masks.mask import MaskRanges, maximum, minimum
 
 
@@ -24,11 +32,16 @@ class Blocks(ArrayMask):
 
     def __init__(self, block_ids: Integer[Array | np.ndarray, "B T"]) -> None:
         check_arrays("Blocks", block_ids=block_ids)
+        block_ids = gathered(block_ids)
         self._store(block_end=ends_of_runs(block_ids) * (block_ids > 0))
 
     @property
     def is_causal(self) -> bool:
         return False
+
+    def rules(self, column: Any, start: Any, end: Any) -> list[tuple[Any, str]]:
+        fits = (self.block_end == 0) | ends_fit(column, self.block_end)
+        return [(fits, OF_OTHER_COLUMNS)]
 
     def ranges(self, column: Any, start: Any, end: Any) -> MaskRanges:
         return MaskRanges(start, minimum(end, maximum(column + 1, self.block_end)))

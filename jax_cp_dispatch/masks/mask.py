@@ -70,6 +70,14 @@ class Mask(abc.ABC):
           end: one past the last.
         """
 
+    def rules(self, column: Any, start: Any, end: Any) -> list[tuple[Any, str]]:
+        """Returns what the arrays of tokens in these documents have to be, as in `ranges`.
+
+        Each rule is booleans `[B, T]`, and what a false one means. Padding may break them. They
+        find a mask that was made of other columns than those of its tokens.
+        """
+        return []
+
     def num_keys(self, length: Any) -> Any:
         """Bounds the keys that a query of a document of `length` tokens sees."""
         return length

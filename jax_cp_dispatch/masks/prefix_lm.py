@@ -6,7 +6,15 @@ import numpy as np
 from jaxtyping import Array, Bool, Int32
 
 from jax_cp_dispatch._arguments import check_array
-from jax_cp_dispatch.masks.array_mask import ArrayMask, array_mask, ends_of_runs
+from jax_cp_dispatch.masks.array_mask import (
+    OF_OTHER_COLUMNS,
+    ArrayMask,
+    array_mask,
+    before,
+    ends_fit,
+    ends_of_runs,
+    gathered,
+)
 from jax_cp_dispatch.masks.mask import MaskRanges, maximum, minimum
 
 
@@ -34,11 +42,24 @@ class PrefixLM(ArrayMask):
             raise ValueError(
                 f"PrefixLM: in_prefix has shape {list(in_prefix.shape)}; it needs to be [B, T]."
             )
+        in_prefix = gathered(in_prefix)
         self._store(prefix_end=ends_of_runs(in_prefix) * in_prefix)
 
     @property
     def is_causal(self) -> bool:
         return False
+
+    def rules(self, column: Any, start: Any, end: Any) -> list[tuple[Any, str]]:
+        is_outside = self.prefix_end == 0
+        follows = (column == start) | (before(self.prefix_end) > 0)
+        return [
+            (is_outside | ends_fit(column, self.prefix_end), OF_OTHER_COLUMNS),
+            (
+                is_outside | follows,
+                "has a prefix that does not begin its document. Pass in_prefix "
+                "for the first tokens of a document; for others, Blocks.",
+            ),
+        ]
 
     def ranges(self, column: Any, start: Any, end: Any) -> MaskRanges:
         return MaskRanges(start, minimum(end, maximum(column + 1, self.prefix_end)))

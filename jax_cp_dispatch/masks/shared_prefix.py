@@ -6,7 +6,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32, Integer
 
-from jax_cp_dispatch.masks.array_mask import ArrayMask, array_mask, check_arrays, ends_of_runs
+from jax_cp_dispatch.masks.array_mask import (
+    OF_OTHER_COLUMNS,
+    ArrayMask,
+    array_mask,
+    check_arrays,
+    ends_fit,
+    ends_of_runs,
+    gathered,
+)
 from jax_cp_dispatch.masks.mask import MaskRanges, is_traced, minimum
 
 _NO_END = np.int32(2**31 - 1)
@@ -18,8 +26,9 @@ class SharedPrefix(ArrayMask):
 
     `SharedPrefix(completion_ids)` takes integers `[B, T]`, which may be traced: 0 in the prompt,
     another id in each completion after it. A completion is one run of its id; completions that
-    touch have different ids. Positions of a completion usually count on from the prompt; then pass
-    segment ids alone, which separate the documents.
+    touch have different ids. A prompt and its completions are one document, with one segment id.
+    Pass no positions to attention, or those that count all of its tokens: positions for RoPE, which
+    return to the end of the prompt in each completion, would end the document.
 
     Attributes:
       q_end: one past the last column of the completion, for its keys; the largest int32 for those
@@ -35,6 +44,7 @@ class SharedPrefix(ArrayMask):
         xp = jnp if is_traced(completion_ids) else np
         if isinstance(completion_ids, np.ndarray):
             _check_runs(completion_ids)
+        completion_ids = gathered(completion_ids)
         ends = ends_of_runs(completion_ids)
         self._store(q_end=xp.where(completion_ids == 0, _NO_END, ends))
 
@@ -45,6 +55,18 @@ class SharedPrefix(ArrayMask):
     @property
     def has_query_ranges(self) -> bool:
         return True
+
+    def rules(self, column: Any, start: Any, end: Any) -> list[tuple[Any, str]]:
+        in_prompt = self.q_end == _NO_END
+        return [
+            (in_prompt | ends_fit(column, self.q_end), OF_OTHER_COLUMNS),
+            (
+                in_prompt | (column != start),
+                "has a document that begins with a completion. Give a "
+                "prompt and its completions one segment id and the prompt completion id 0, and "
+                "omit positions.",
+            ),
+        ]
 
     def ranges(self, column: Any, start: Any, end: Any) -> MaskRanges:
         return MaskRanges(start, column + 1, start, minimum(end, self.q_end))

@@ -9,7 +9,15 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int32, Integer
 
-from jax_cp_dispatch.masks.array_mask import ArrayMask, array_mask, check_arrays
+from jax_cp_dispatch._arguments import clip_to_int32
+from jax_cp_dispatch.masks.array_mask import (
+    OF_OTHER_COLUMNS,
+    ArrayMask,
+    array_mask,
+    check_arrays,
+    ends_nest,
+    gathered,
+)
 from jax_cp_dispatch.masks.mask import MaskRanges, is_traced, minimum
 
 
@@ -31,7 +39,8 @@ class Tree(ArrayMask):
       q_end: one past the last column of the subtree of each token's span.
     Raises:
       ValueError: of arrays known on the host, a number is out of range, parents form a cycle, a
-        span is not one run, or tokens are not in depth-first order.
+        span is not one run, or tokens are not in depth-first order. Of traced ones, attention then
+        fails on all ranks.
     """
 
     q_end: Int32[Array | np.ndarray, "B T"]
@@ -48,15 +57,21 @@ class Tree(ArrayMask):
                 f"Tree: span_ids has {len(span_ids)} batch rows and parents has {len(parents)}; "
                 "Pass arrays with as many rows as the batch."
             )
+        span_ids, parents = (gathered(x, rows=True) for x in (span_ids, parents))
         on_host = not is_traced(span_ids, parents)
         if on_host:
             _check_numbers(span_ids, parents)
         forest = _Forest.of(span_ids, parents)
         last = forest.fold_tokens(forest.column + 1, "max")
         ends, above_roots = forest.fold_into_ancestors(last, "max")
+        q_end = ends[forest.span] * (forest.span < forest.none)
+        wrong = _wrong_order(forest, last, ends, above_roots)
         if on_host:
-            _check_order(forest, last, ends, above_roots)
-        self._store(q_end=ends[forest.span] * (forest.span < forest.none))
+            _refuse(forest, wrong)
+        else:  # attention refuses such ends
+            is_right = jnp.stack([x[:-1].all() for x, _ in wrong]).all()
+            q_end = jnp.where(is_right, q_end, -1)
+        self._store(q_end=q_end)
 
     @property
     def is_causal(self) -> bool:
@@ -65,6 +80,10 @@ class Tree(ArrayMask):
     @property
     def has_query_ranges(self) -> bool:
         return True
+
+    def rules(self, column: Any, start: Any, end: Any) -> list[tuple[Any, str]]:
+        fits = (self.q_end == 0) | ends_nest(column, self.q_end)
+        return [(fits, f"has tokens that are not in depth-first order, or {OF_OTHER_COLUMNS}")]
 
     def ranges(self, column: Any, start: Any, end: Any) -> MaskRanges:
         return MaskRanges(start, column + 1, start, minimum(end, self.q_end))
@@ -84,7 +103,7 @@ class _Forest(NamedTuple):
         first = S * np.arange(B, dtype=np.int32)[:, None]
 
         def numbered(x):
-            x = x.astype(np.int32)
+            x = clip_to_int32(x)
             return xp.where((x >= 0) & (x < S), x + first, B * S).astype(np.int32)
 
         none = np.full(1, B * S, np.int32)
@@ -125,8 +144,7 @@ class _Forest(NamedTuple):
 
 def _folded(x: Any, index: Any, values: Any, how: str) -> Any:
     if is_traced(x, index, values):
-        at = jnp.asarray(x).at[index]
-        return at.max(values) if how == "max" else at.min(values)
+        return getattr(jnp.asarray(x).at[index], how)(values)
     x = x.copy()
     {"max": np.maximum, "min": np.minimum, "add": np.add}[how].at(x, index, values)
     return x
@@ -144,29 +162,31 @@ def _check_numbers(span_ids: Any, parents: Any) -> None:
             )
 
 
-def _check_order(forest: _Forest, last: Any, ends: Any, above_roots: Any) -> None:
-    """Requires trees, in depth-first order; `ends` and `above_roots` are the folded `last`."""
+def _wrong_order(forest: _Forest, last: Any, ends: Any, above_roots: Any) -> list[tuple[Any, str]]:
+    """Returns whether spans are trees in depth-first order, and what is wrong if not.
+
+    `ends` and `above_roots` are the folded `last`.
+    """
     first = forest.fold_tokens(forest.column, "min", initial=forest.span.shape[1])
     size = forest.fold_tokens(np.int32(1), "add")
-    _require(
-        forest, above_roots == forest.none, "is its own ancestor. Pass -1 as the parent of a root."
-    )
-    _require(
-        forest,
-        (size == 0) | (last - first == size),
-        "is not one run of tokens. Pass the tokens of a span one after the other.",
-    )
     firsts, _ = forest.fold_into_ancestors(first, "min")
     sizes, _ = forest.fold_into_ancestors(size, "add")
-    _require(
-        forest,
-        (sizes == 0) | (ends - firsts == sizes) & ((size == 0) | (first == firsts)),
-        "has descendants that do not follow it in one run. Pass the tokens in depth-first order: a "
-        "span, then the subtree of each child.",
-    )
+    return [
+        (above_roots == forest.none, "is its own ancestor. Pass -1 as the parent of a root."),
+        (
+            (size == 0) | (last - first == size),
+            "is not one run of tokens. Pass the tokens of a span one after the other.",
+        ),
+        (
+            (sizes == 0) | (ends - firsts == sizes) & ((size == 0) | (first == firsts)),
+            "has descendants that do not follow it in one run. Pass the tokens in depth-first "
+            "order: a span, then the subtree of each child.",
+        ),
+    ]
 
 
-def _require(forest: _Forest, is_right: Any, wrong: str) -> None:
-    if not is_right[:-1].all():
-        row, span = divmod(int(np.argmin(is_right[:-1])), forest.spans_of_row)
-        raise ValueError(f"Tree: batch row {row}: span {span} {wrong}")
+def _refuse(forest: _Forest, wrong: list[tuple[Any, str]]) -> None:
+    for is_right, what in wrong:
+        if not is_right[:-1].all():
+            row, span = divmod(int(np.argmin(is_right[:-1])), forest.spans_of_row)
+            raise ValueError(f"Tree: batch row {row}: span {span} {what}")

@@ -76,7 +76,7 @@ def _prediction(comparison: Comparison, name: str) -> dict[str, float]:
         "compute_seconds": prediction.compute,
         "communication_seconds": prediction.communication,
         "waiting_seconds": prediction.exposed_communication,
-        "rearrangement_seconds": comparison.seconds[name] - prediction.total,
+        "rearrangement_seconds": comparison.rearrangement[name],
         "slowest_over_mean_of_steps": prediction.imbalance,
         "bytes_mean_rank": prediction.bytes_per_rank,
         "bytes_between_nodes_mean_rank": prediction.bytes_between_nodes,

@@ -62,7 +62,7 @@ class Comparison:
       choice: of `choose_algorithm`.
       seconds: predicted times with the rearrangement of tokens.
       balanced, placement: the plans.
-      steps: predicted steps of each algorithm; first the rearrangement of tokens.
+      steps: predicted steps of each algorithm, without the rearrangement.
     """
 
     workload: Workload
@@ -79,6 +79,11 @@ class Comparison:
     @property
     def num_tokens(self) -> int:
         return self.workload.num_ranks * self.workload.rows_per_rank
+
+    @property
+    def rearrangement(self) -> dict[str, float]:
+        """Predicted seconds to rearrange tokens and the output; 0 where none is needed."""
+        return {x: self.seconds[x] - y.total for x, y in self.choice.predictions.items()}
 
     @property
     def chosen(self) -> str:
@@ -115,9 +120,6 @@ def compare(
         if with_backward:
             for name in steps:
                 steps[name] = forward[name] + step_costs(name, workload, **options, backward=True)
-        for name, prediction in choice.predictions.items():
-            if seconds[name] > prediction.total:
-                steps[name] = [StepCost(0.0, seconds[name] - prediction.total, 0.0), *steps[name]]
         layouts = _layouts(workload, forward, balanced, placed)
     return Comparison(
         workload=workload,

@@ -127,7 +127,7 @@ def _run(options: argparse.Namespace) -> int:
         if not options.json:
             _show(comparison, batch, options)
         if options.pictures is not None:
-            _draw(comparison, options.pictures)
+            _draw(comparison, options.hardware, options.pictures)
     if options.json:
         given = {"hardware": options.hardware, "forward": options.forward}
         print(json.dumps(as_json(done, understood=found.understood, **given), indent=2))
@@ -207,8 +207,14 @@ def _check_pictures(folder: pathlib.Path) -> None:
         ) from None
 
 
-def _draw(comparison: Comparison, folder: pathlib.Path) -> None:
+def _draw(comparison: Comparison, hardware_name: str, folder: pathlib.Path) -> None:
     n = comparison.workload.num_ranks
+    passes = "forward and backward" if comparison.with_backward else "forward"
     plot_plan(comparison.balanced, folder / f"balanced_{n}.png")
     plot_plan(comparison.placement, folder / f"placed_{n}.png")
-    plot_timeline(comparison.steps, folder / f"timeline_{n}.png")
+    plot_timeline(
+        comparison.steps,
+        folder / f"timeline_{n}.png",
+        title=f"one layer, {passes}, on {n} ranks ({hardware_name})",
+        rearrangement=comparison.rearrangement,
+    )

@@ -23,9 +23,9 @@ Words = Int32[Array, "B T"] | Int32[np.ndarray, "B T"]
 
 # What a row of a run adds to the value of the row before it.
 ID_STEP, POSITION_STEP = 0, 1
-# Instead of the rank: in the fingerprint of a fallback, which no rank may follow, and of tokens
-# that are not in the order that the call assumes.
-NO_RANK, OUT_OF_ORDER = -1, -2
+# Instead of the rank: in the fingerprint of a fallback, which no rank may follow, of tokens out of
+# the order that the call assumes, and of a mask that is not that of the tokens.
+NO_RANK, OUT_OF_ORDER, WRONG_MASK = -1, -2, -3
 _FINGERPRINT_SIZE = 9  # that of `csrc/dispatch/dispatch.h`
 
 
@@ -125,17 +125,23 @@ def fingerprint_of_fallback(num_held: int, mask: Mask) -> Int32[np.ndarray, "R F
     return np.tile(np.array([0, NO_RANK, *own], np.int32), (num_held, 1))
 
 
-def refused_out_of_order(
-    fingerprint: Int32[Array, "W F"], is_in_order: Bool[Array, ""]
+def order_fault(is_in_order: Any, has_its_mask: Any = True) -> Int32[Array, ""]:
+    """Returns 0, or what every rank refuses: tokens out of order, or the mask of other tokens."""
+    of_mask = jnp.where(has_its_mask, 0, WRONG_MASK)
+    return jnp.where(is_in_order, of_mask, OUT_OF_ORDER).astype(jnp.int32)
+
+
+def refused_at_fault(
+    fingerprint: Int32[Array, "W F"], fault: Int32[Array, ""]
 ) -> Int32[Array, "W F"]:
-    """Returns a fingerprint that every rank refuses if the tokens are not in order."""
-    rank = jnp.where(is_in_order, fingerprint[:, 1], OUT_OF_ORDER)
+    """Returns a fingerprint that every rank refuses if there is an `order_fault`."""
+    rank = jnp.where(fault == 0, fingerprint[:, 1], fault)
     return fingerprint.at[:, 1].set(rank)
 
 
-def fingerprint_of_order(is_in_order: Bool[Array, ""], rank: Any) -> Int32[Array, " 9"]:
-    """Returns what is sent with an exchange without a plan, if the tokens have to be in order."""
-    expected = jnp.where(is_in_order, rank, OUT_OF_ORDER)
+def fingerprint_of_order(fault: Int32[Array, ""], rank: Any) -> Int32[Array, " 9"]:
+    """Returns what is sent with an exchange without a plan, with an `order_fault`."""
+    expected = jnp.where(fault == 0, rank, fault)
     nothing = jnp.zeros(_FINGERPRINT_SIZE - 3, jnp.int32)
     return jnp.concatenate([jnp.stack([0 * expected, expected, rank]), nothing])
 

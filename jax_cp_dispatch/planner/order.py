@@ -4,11 +4,14 @@ Segment ids and positions say so. In another order, such as that of a placement 
 layout, a document would silently be taken for several.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32, Integer
 
+from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.planner.block_grid import (
     are_all,
     columns_of_begins,
@@ -17,6 +20,16 @@ from jax_cp_dispatch.planner.block_grid import (
     running_maxima,
 )
 from jax_cp_dispatch.planner.segment_ids import Ids
+
+
+def follows_rules(mask: Mask, starts: Any, ends: Any) -> Any:
+    """Whether the arrays of a mask are those of the tokens of these documents; -1 is padding."""
+    if not mask.has_arrays:
+        return True
+    column = jnp.arange(starts.shape[1], dtype=jnp.int32)[None]
+    rules = [(x | (starts < 0)).all() for x, _ in mask.rules(column, starts, ends)]
+    return jnp.stack(rules).all() if rules else True
+
 
 _PerToken = Integer[Array, "B T"]
 

@@ -13,7 +13,7 @@ from jax_cp_dispatch._arguments import check_integer
 from jax_cp_dispatch.masks import Mask, StaticMask
 from jax_cp_dispatch.masks.read import check_mask_arrays, read_mask, read_mask_on_host
 from jax_cp_dispatch.planner.attention_plan import AttentionPlan
-from jax_cp_dispatch.planner.block_grid import BlockGrid
+from jax_cp_dispatch.planner.block_grid import BlockGrid, document_ends
 from jax_cp_dispatch.planner.capacities import check_shapes, static_capacities
 from jax_cp_dispatch.planner.config import CAPACITIES, PlanConfig, check_config
 from jax_cp_dispatch.planner.constraints import check_traced
@@ -27,10 +27,12 @@ from jax_cp_dispatch.planner.fingerprint import (
     digest_of_plan,
     fingerprint_of_order,
     make_fingerprint,
-    refused_out_of_order,
+    order_fault,
+    refused_at_fault,
 )
 from jax_cp_dispatch.planner.on_host import plan_on_host
-from jax_cp_dispatch.planner.order import starts_in_order
+from jax_cp_dispatch.planner.order import follows_rules, starts_in_order
+from jax_cp_dispatch.planner.query_table import check_mask_of_documents
 from jax_cp_dispatch.planner.request import PlanRequest
 from jax_cp_dispatch.planner.seen_columns import ranges_of_columns
 from jax_cp_dispatch.planner.seen_keys import seen_keys
@@ -139,7 +141,9 @@ def plan_attention(
         columns=columns,
     )
     shape = documents.batch, documents.columns
-    seen = seen_keys(read_mask_on_host(_OP, mask, shape), documents)
+    mask = read_mask_on_host(_OP, mask, shape)
+    check_mask_of_documents(_OP, mask, documents)
+    seen = seen_keys(mask, documents)
     request = PlanRequest(documents, positions, world_size, seen, config, rank)
     return plan_on_host(request, fallback=fallback)
 
@@ -181,16 +185,17 @@ def plan_inside(
     world_size = grid.world_size
     capacities = static_capacities(grid, config, mask)
     starts, in_order = starts_in_order(*read_documents(_OP, segment_ids, positions))
+    fault = order_fault(in_order, follows_rules(mask, starts, document_ends(starts)))
     assignment = assign(starts, grid=grid, mask=mask, tolerance=config.balance_tolerance)
     if rank is not None:  # the batch is that of this program
         if isinstance(mask, StaticMask):  # without runs, which would compile to more
             assignment = assignment._replace(ranges=ranges_of_columns(mask, starts))
-        fingerprint = fingerprint_of_order(in_order, rank)[None, :2]
+        fingerprint = fingerprint_of_order(fault, rank)[None, :2]
     else:
         own = _own_checksums(segment_ids, positions, starts, mask, world_size)
         received = assignment.received
         digest = digest_of_plan(config, mask.kind, received.block, received.rank)
-        fingerprint = refused_out_of_order(make_fingerprint(own, digest), in_order)
+        fingerprint = refused_at_fault(make_fingerprint(own, digest), fault)
     return AttentionPlan(
         **build(assignment, grid=grid, capacities=capacities, rank=rank)._asdict(),
         pairs_before=assignment.pairs_before,

@@ -126,7 +126,8 @@ def _check_signs(op: str, segment_ids: np.ndarray) -> None:
         row, column = np.argwhere(segment_ids < 0)[0]
         raise ValueError(
             f"{op}: segment_ids[{row}, {column}] is {segment_ids[row, column]}; it needs to "
-            "be at least 0. Mark padding with 0 and number documents from 1."
+            "be at least 0. Mark padding with 0 and number documents from 1: add 1 to ids that "
+            "count from 0, with padding -1."
         )
 
 
@@ -151,8 +152,9 @@ def _check_runs(op: str, segment_ids: np.ndarray, positions: np.ndarray | None) 
         raise ValueError(
             f"{op}: segment {segment[at]} occurs in separate runs of batch row {row[at]}, but a "
             "document must be contiguous. Give each run its own segment id, or sort the row by "
-            "document. For tokens in placed order, pass their plan, to attention with "
-            "algorithm='placed'; for tokens in zigzag order, layout='zigzag'."
+            "document. For SharedPrefix and Tree, whose positions return to those of the prompt or "
+            "of a parent, omit positions here. For tokens in placed order, pass their plan, to "
+            "attention with algorithm='placed'; for tokens in zigzag order, layout='zigzag'."
         )
 
 

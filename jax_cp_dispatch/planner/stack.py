@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Shaped
 
 from jax_cp_dispatch.planner.attention_plan import AttentionPlan
-from jax_cp_dispatch.planner.placement import PlacedPlan
+from jax_cp_dispatch.planner.placement.plan import PlacedPlan
 
 _OP = "stack_plans"
 Plan = TypeVar("Plan", AttentionPlan, PlacedPlan)

@@ -1,4 +1,4 @@
-"""Draws a plan: work of each rank and rows sent between ranks."""
+"""Draws a plan: work of each rank, and the rows that it sends to others."""
 
 import pathlib
 from typing import Any
@@ -16,7 +16,7 @@ _BEFORE, _AFTER = "#9aa5b1", "#1f77b4"
 def plot_plan(
     plan: AttentionPlan | PlacedPlan | Placement | Metadata, path: str | pathlib.Path
 ) -> None:
-    """Draws the work of each rank, and the tokens sent between ranks.
+    """Draws the work of each rank, and the tokens that it sends to others.
 
     For an `AttentionPlan` and a `Placement`, also the work before planning. For `Metadata`, the
     rows that each rank sends to and receives from others, instead of the work.
@@ -70,7 +70,7 @@ def _draw_ends(axes: Any, sent: Any) -> None:
     own = np.diag(sent)
     ends = {"sent to others": sent.sum(1) - own, "received from others": sent.sum(0) - own}
     _draw_bars(axes, ends)
-    axes.set(title="rows that move", xlabel="rank", ylabel="rows")
+    axes.set(title="moved rows of each rank", xlabel="rank", ylabel="rows")
 
 
 def _draw_bars(axes: Any, series: dict[str, np.ndarray]) -> None:
@@ -84,8 +84,10 @@ def _draw_bars(axes: Any, series: dict[str, np.ndarray]) -> None:
 
 
 def _draw_traffic(figure: Any, axes: Any, what: str, sent: Any) -> None:
-    sent = np.asarray(sent, float)
-    image = axes.imshow(np.where(sent > 0, sent, np.nan), cmap="viridis")
+    moved = np.array(sent, float)
+    np.fill_diagonal(moved, 0)
+    shown = {"cmap": "viridis", "vmin": 0, "vmax": max(moved.max(), 1)}
+    image = axes.imshow(np.where(moved > 0, moved, np.nan), **shown)
     figure.colorbar(image, ax=axes, label="tokens")
-    axes.set(title=what, xlabel="to rank", ylabel="from rank")
+    axes.set(title=f"{what} that move", xlabel="to rank", ylabel="from rank")
     axes.locator_params(integer=True)

@@ -71,7 +71,8 @@ def causal_conv(
     _check(x, weight, bias)
     weights = (weight,) if bias is None else (weight, bias)
     where, axes = Where(segment_ids, positions, plan), Axes(mesh, batch_axis, head_axis)
-    return call_layer(Layer(options, _convolve), x, weights, where, axes)
+    layer = Layer(options, _convolve, moves=len(weight) > 1)
+    return call_layer(layer, x, weights, where, axes)
 
 
 def _check(x, weight, bias) -> None:

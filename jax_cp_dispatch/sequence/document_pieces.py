@@ -1,7 +1,8 @@
 """The pieces of contiguous and zigzag order, from segment ids on the ranks.
 
 Only the first and last piece of a chunk (a rank's part of a batch row, or half of it in zigzag
-order) can be cut. So the ranks exchange what describes these, 24 bytes for each chunk.
+order) can be cut. So the ranks exchange what describes these, and whether ids ascend: at most 36
+bytes for each chunk.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from jax_cp_dispatch.attention.rotating.layout import (
     zigzag_layout,
 )
 from jax_cp_dispatch.planner.block_grid import document_starts, running_max
+from jax_cp_dispatch.planner.fingerprint import fingerprint_of_order, order_fault
 from jax_cp_dispatch.planner.segment_ids import fold_to_int32, read_documents
 from jax_cp_dispatch.sequence.options import Options
+from jax_cp_dispatch.sequence.order import are_in_order, order_of_chunks
 from jax_cp_dispatch.sequence.pieces import Cuts, Pieces
 
 
@@ -68,18 +71,29 @@ def pieces_of_ids(options: Options, segment_ids: Any, positions: Any, shape: Any
     is_zigzag = options.layout == "zigzag" and num_ranks > 1
     make = zigzag_layout if is_zigzag else contiguous_layout
     layout = make(num_ranks, num_tokens)
+    checks_order = options.checks_order and segment_ids is not None
     if segment_ids is None:
         segment_ids = np.ones(shape, np.int32)
     segment_ids, positions = read_documents(options.op, segment_ids, positions)
     segment_ids = fold_to_int32(segment_ids)
     ids, places = _grouped(layout, segment_ids), None
     if positions is not None:
-        places = _grouped(layout, fold_to_int32(positions))
+        positions = fold_to_int32(positions)
+        places = _grouped(layout, positions)
     starts = document_starts(ids, places)
     group = jnp.arange(len(starts), dtype=jnp.int32)[:, None] * layout.block_rows
-    edges = gather_sequence(options.exchange, _edges(layout, ids, places, starts, batch), num_ranks)
-    later, earlier = _cuts(layout, edges)
-    rank = jax.lax.axis_index(options.axis_name)
+    edges = _edges(layout, ids, places, starts)
+    if checks_order:
+        edges |= order_of_chunks(ids, places)
+    edges = {name: x.reshape(batch, -1) for name, x in edges.items()}
+    edges = _in_sequence(layout, gather_sequence(options.exchange, edges, num_ranks))
+    continues = _continues(edges)
+    later, earlier = _cuts(layout, edges, continues)
+    rank, fingerprint = jax.lax.axis_index(options.axis_name), None
+    if checks_order:
+        documents = segment_ids, positions
+        in_order = are_in_order(options.exchange, layout, documents, edges, continues[:, :-1])
+        fingerprint = fingerprint_of_order(order_fault(in_order), rank)
     begin = jnp.where(starts >= 0, starts + group, -1)
     (begin,) = vary_alike([begin], also=options.exchange.axis_names)
     return Pieces(
@@ -87,6 +101,7 @@ def pieces_of_ids(options: Options, segment_ids: Any, positions: Any, shape: Any
         later=later,
         earlier=earlier,
         rank=rank,
+        fingerprint=fingerprint,
         batch=batch,
         num_tokens=num_tokens,
         world_size=num_ranks,
@@ -102,9 +117,9 @@ def _grouped(layout: SequenceLayout, x: Any) -> Array:
     return jnp.pad(jnp.asarray(x), ((0, 0), (0, missing))).reshape(-1, layout.block_rows)
 
 
-def _edges(layout: SequenceLayout, ids, places, starts, batch: int) -> Any:
-    """Returns id, position and length of the first and last piece of each chunk, [B, chunks]."""
-    lengths = jnp.asarray(np.tile(layout.lengths[0], batch))
+def _edges(layout: SequenceLayout, ids, places, starts) -> dict[str, Array]:
+    """Returns id, position and length of the first and last piece of each chunk, [B * chunks]."""
+    lengths = jnp.asarray(np.tile(layout.lengths[0], len(ids) // layout.num_blocks))
     last = jnp.maximum(lengths - 1, 0)
     at_last = lambda x: jnp.take_along_axis(x, last[:, None], 1)[:, 0]
     is_first = (starts == 0) & (jnp.arange(starts.shape[1]) < lengths[:, None])
@@ -117,20 +132,33 @@ def _edges(layout: SequenceLayout, ids, places, starts, batch: int) -> Any:
     }
     if places is not None:
         edges |= {"first_position": places[:, 0], "last_position": at_last(places)}
-    return {name: x.reshape(batch, -1) for name, x in edges.items()}
+    return edges
 
 
-def _cuts(layout: SequenceLayout, edges: Any) -> tuple[Cuts, Cuts]:
-    """Returns the pieces that continue others, and those that are continued, of all ranks."""
-    starts, lengths = layout.starts.reshape(-1), layout.lengths.reshape(-1)
-    order = np.argsort(starts, kind="stable")  # chunks, one rank after another, in sequence order
-    starts, lengths = starts[order], lengths[order]
-    edges = {name: x[:, order] for name, x in edges.items()}
-    batch, num_chunks = edges["first"].shape
+def _order(layout: SequenceLayout) -> np.ndarray:
+    """Returns the chunks, which come one rank after another, in the order of the sequence."""
+    return np.argsort(layout.starts.reshape(-1), kind="stable")
+
+
+def _in_sequence(layout: SequenceLayout, edges: dict[str, Array]) -> dict[str, Array]:
+    """Returns what describes the chunks of all ranks, [B, chunks], in the order of the sequence."""
+    order = _order(layout)
+    return {name: x[:, order] for name, x in edges.items()}
+
+
+def _continues(edges: dict[str, Array]) -> Array:
+    """Returns whether the document at each edge goes on behind it, [B, chunks + 1]."""
     continues = (edges["first"][:, 1:] == edges["last"][:, :-1]) & (edges["first"][:, 1:] > 0)
     if "first_position" in edges:
         continues &= edges["first_position"][:, 1:] > edges["last_position"][:, :-1]
-    continues = jnp.pad(continues, ((0, 0), (1, 1)))
+    return jnp.pad(continues, ((0, 0), (1, 1)))
+
+
+def _cuts(layout: SequenceLayout, edges: dict[str, Array], continues: Array) -> tuple[Cuts, Cuts]:
+    """Returns the pieces that continue others, and those that are continued, of all ranks."""
+    order = _order(layout)
+    starts, lengths = layout.starts.reshape(-1)[order], layout.lengths.reshape(-1)[order]
+    batch, num_chunks = edges["first"].shape
     before, after = continues[:, :-1], continues[:, 1:]
     chunk = jnp.arange(num_chunks, dtype=jnp.int32)[None]
     is_whole = edges["last_tokens"] == lengths  # one piece

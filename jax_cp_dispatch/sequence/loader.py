@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Integer, PyTree, Shaped
 
-from jax_cp_dispatch._arguments import check_integer
+from jax_cp_dispatch._arguments import check_integer, check_value_of
 from jax_cp_dispatch.planner.documents import from_segment_ids
 
 _OP = "shift_documents"
@@ -55,6 +55,7 @@ def shift_documents(
                 f"{_OP}: an array has shape {x.shape} but segment_ids {document.shape}; it needs "
                 "to start with [B, T]."
             )
+        check_value_of(_OP, "fill", fill, x.dtype)
         keep = valid.reshape(*valid.shape, *[1] * (x.ndim - 2))
         return np.where(keep, x[:, source], np.asarray(fill, x.dtype))
 

@@ -16,10 +16,13 @@ class Options:
     Attributes:
       exchange: the op, its axis, and how to move.
       layout: "contiguous" or "zigzag"; a placement has its own order.
+      checks_order: whether ranks check that documents are in the order of the layout; not if that
+        was checked on the host.
     """
 
     exchange: CollectiveOptions
     layout: str = "contiguous"
+    checks_order: bool = True
 
     @classmethod
     def of_call(

@@ -70,7 +70,7 @@ class Pieces:
       later: pieces that continue an earlier one: at least all of the documents of this rank.
       earlier: pieces that a later one continues, likewise.
       rank: the index of this rank on the axis.
-      fingerprint: i32 [7] or None; what an exchange compares, see `dispatch`.
+      fingerprint: i32 [9] or None; what an exchange compares, see `dispatch`.
       batch, num_tokens: the rank's rows [B, T] (static).
       world_size: ranks (static).
       num_slots: the most pieces of `later`, and of `earlier`, on a rank (static).

@@ -23,6 +23,7 @@ from jax_cp_dispatch.planner import PlacedPlan
 from jax_cp_dispatch.planner.segment_ids import fold_to_int32, is_on_host
 from jax_cp_dispatch.sequence.document_pieces import pieces_of_ids
 from jax_cp_dispatch.sequence.options import Options
+from jax_cp_dispatch.sequence.order import confirmed, only_if_right
 from jax_cp_dispatch.sequence.pieces import Pieces
 from jax_cp_dispatch.sequence.placed import pieces_of_plan
 
@@ -55,6 +56,7 @@ class Layer:
       num_heads: of the output; None: there are no groups of heads.
       grouped: names of arrays with fewer heads, each of which serves several.
       like_tokens: whether the result has the structure of the tokens; else it is one array.
+      moves: whether it exchanges anything between several ranks.
     """
 
     options: Options
@@ -62,6 +64,7 @@ class Layer:
     num_heads: int | None = None
     grouped: tuple[str, ...] = ()
     like_tokens: bool = False
+    moves: bool = True
 
 
 def call_layer(layer: Layer, tokens: Any, weights: Any, where: Where, axes: Axes) -> Any:
@@ -120,7 +123,15 @@ def _on_rank(layer: Layer, tokens: Any, weights: Any, where: Where) -> Any:
         pieces = pieces_of_ids(options, where.segment_ids, where.positions, shape)
     tree = jax.tree.structure(tokens)
     tokens = tree.unflatten(vary_alike(leaves, also=options.exchange.axis_names))
-    return layer.run(options, pieces, tokens, weights)
+    out = layer.run(options, pieces, tokens, weights)
+    if pieces.fingerprint is None:
+        return out
+    expected, seen = pieces.fingerprint[1::2], pieces.fingerprint[2::2]
+    is_right = (expected == seen).all()
+    has_others = pieces.world_size > 1
+    if not (has_others and layer.moves) and (has_others or isinstance(where.plan, PlacedPlan)):
+        is_right &= confirmed(options.exchange, pieces)
+    return only_if_right(is_right, out)
 
 
 def _on_global_arrays(layer: Layer, tokens: Any, weights: Any, where: Where, axes: Axes) -> Any:
@@ -151,6 +162,10 @@ def _on_global_arrays(layer: Layer, tokens: Any, weights: Any, where: Where, axe
         segment_ids, positions = read_sequences(
             op, segment_ids, positions, layout=options.layout, num_ranks=found.num_ranks
         )
+        if all(x is None or is_on_host(x) for x in (segment_ids, positions)):  # checked above
+            layer = dataclasses.replace(
+                layer, options=dataclasses.replace(options, checks_order=False)
+            )
         if missing and segment_ids is None:
             segment_ids = np.ones(leaves[0].shape[:2], np.int32)
     documents = segment_ids, positions

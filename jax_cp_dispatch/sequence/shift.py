@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Integer, PyTree, Shaped
 
-from jax_cp_dispatch._arguments import check_integer
+from jax_cp_dispatch._arguments import check_integer, check_value_of
 from jax_cp_dispatch._ranks.axis import AxisName
 from jax_cp_dispatch.attention.check_arguments import HostOrDevice
 from jax_cp_dispatch.planner import PlacedPlan
@@ -76,7 +76,9 @@ def shift(
             f"{_OP}: the arrays have shapes {[x.shape for x in leaves]}; they need [B, T, ...] "
             "with equal B and T. Pass at least one such array."
         )
-    layer = Layer(options, _Shift(int(offset), fill), like_tokens=True)
+    for each in leaves:
+        check_value_of(_OP, "fill", fill, each.dtype)
+    layer = Layer(options, _Shift(int(offset), fill), like_tokens=True, moves=offset != 0)
     where, axes = Where(segment_ids, positions, plan), Axes(mesh, batch_axis, head_axis)
     return call_layer(layer, x, (), where, axes)
 

@@ -14,7 +14,7 @@ from array_masks import KINDS, random_mask
 from attention_oracle import masked_attention, masked_attention_gradients
 from jax.sharding import PartitionSpec as P
 from mask_oracle import batch_visible
-from on_mesh import AXIS, mesh_of, permuted_mesh
+from on_mesh import AXIS, all_fail, mesh_of, permuted_mesh
 from packed_batches import pack
 
 from jax_cp_dispatch import (
@@ -27,7 +27,7 @@ from jax_cp_dispatch import (
 )
 from jax_cp_dispatch.attention import auto
 from jax_cp_dispatch.cost import rank_pairs
-from jax_cp_dispatch.masks import Causal, PrefixLM, SharedPrefix, SlidingWindow
+from jax_cp_dispatch.masks import Blocks, Causal, PrefixLM, SharedPrefix, SlidingWindow
 
 BLOCKS: dict[str, Any] = {"block_q": 8, "block_kv": 8, "block_heads": 1}
 
@@ -149,6 +149,33 @@ def test_a_sharded_batch_and_one_rank_at_a_time():
     )  # fmt: skip
     arrays, segment_ids, mask, pairs = draw("tree", rng, (2, 24))
     check(with_gradients(attend)(*poison(arrays, segment_ids), segment_ids, mask), arrays, pairs)
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "balanced"])
+def test_the_mask_of_other_columns_fails_on_all_ranks(algorithm):
+    """In packed order for zigzag tokens; of one rank's columns; of a document without a prompt."""
+    mesh, order = mesh_of(4), zigzag_permutation(64, 4)
+    ids = np.repeat([[1, 2, 3]], [30, 20, 14], axis=1)
+    blocks = np.repeat([[0, 1, 0, 2, 0]], [20, 13, 7, 10, 14], axis=1)
+    q = np.ones((1, 64, 1, 4), np.float32)
+
+    def attend(ids, mask, **options):
+        options |= {"mesh": mesh, "axis_name": AXIS, "algorithm": algorithm}
+        return context_parallel_attention(q, q, q, segment_ids=ids, mask=mask, **options)
+
+    says = "the mask is not one of these tokens and documents"
+    if algorithm == "balanced":
+        in_rows = jax.jit(lambda ids, mask: attend(ids, mask))
+        all_fail(in_rows(ids, SharedPrefix(np.where(ids == 3, 1, 0))), says)
+        return
+    stored = jax.jit(lambda ids, mask: attend(ids, mask, layout="zigzag"))
+    all_fail(stored(ids[:, order], Blocks(blocks)), says)
+
+    def of_rank(q, ids, blocks):
+        return ring_attention(q, q, q, axis_name=AXIS, segment_ids=ids, mask=Blocks(blocks))
+
+    specs = {"in_specs": P(None, AXIS), "out_specs": P(None, AXIS)}
+    all_fail(jax.jit(jax.shard_map(of_rank, mesh=mesh, **specs))(q, ids, blocks), says)
 
 
 def test_a_mask_of_each_layer_inside_a_scan():

@@ -91,7 +91,8 @@ def counts(program, *operands, gathers=0):
     `gathers`: exchanges before the loop over layers, which gather the segment ids of all layers.
     """
     count = runs(jax.make_jaxpr(program)(*operands).jaxpr)
-    exchanges, attention = count["dispatch"] + count["combine"], count["attend_blocks"]
+    exchanges = count["dispatch"] + count["combine"]
+    attention = count["attend_blocks"] + count["local_attention"]
     assert (exchanges % LAYERS, attention % LAYERS) == (gathers, 0)
     return exchanges // LAYERS, attention // LAYERS
 

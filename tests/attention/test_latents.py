@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from jaxprs import flattened
 from on_mesh import AXIS, mesh_of, permuted_mesh
 from packed_batches import pack
@@ -187,15 +187,75 @@ def test_the_absorbed_form():
 Q, ROWS = np.zeros((1, 16, N, H), np.float32), np.zeros((1, 16, 3), np.float32)
 
 
-def test_weights_have_to_follow_the_heads():
-    """Without `weight_specs`, each device would expand the keys of all heads."""
-    mesh = permuted_mesh((2, 2), ("cp", "tp"))
-    (q, latents, weights), _, segment_ids = draw(1, 16)
-    with pytest.raises(ValueError, match="returns 4 KV heads on a device that holds 2 query heads"):
-        context_parallel_attention(
-            *(q, latents), expand=expand, weights=weights, algorithm="ring", mesh=mesh,
-            axis_name="cp", head_axis="tp", segment_ids=segment_ids,
+@pytest.mark.parametrize(
+    "algorithm, heads, num_kv_heads, specs, kind",
+    [
+        ("ring", {"tp": 2}, 2, None, AxisType.Explicit),  # head_axis is inferred
+        ("balanced", {"tp": 4}, 2, None, AxisType.Auto),  # a KV head for two devices
+        ("ring", {"tp": 2, "ep": 2}, 4, P(None, "tp"), AxisType.Auto),
+    ],
+)
+def test_devices_keep_the_kv_heads_of_their_query_heads(
+    algorithm, heads, num_kv_heads, specs, kind
+):
+    """Weights are whole, or sharded over the first axes of the heads only."""
+    mesh = permuted_mesh((2, *heads.values()), ("cp", *heads), kind)
+    (q, latents, weights), dout, segment_ids = draw(1, 16)
+    weights = {name: x[:, :num_kv_heads] for name, x in weights.items()}
+
+    def repeated(q, latents, weights):
+        weights = {name: jnp.repeat(x, N // num_kv_heads, axis=1) for name, x in weights.items()}
+        return dense(q, latents, weights, segment_ids, left=16)
+
+    want = with_gradients(repeated, (q, latents, weights), dout)
+    options = {"weight_specs": specs}
+    if kind == AxisType.Auto:
+        options["head_axis"] = tuple(heads)
+    else:
+        put = lambda x: jax.device_put(x, NamedSharding(mesh, P(None, "cp", "tp")))
+        q, dout = put(q), put(dout)
+
+    def attend(q, latents, weights):
+        return context_parallel_attention(
+            *(q, latents), expand=expand, weights=weights, algorithm=algorithm, mesh=mesh,
+            axis_name="cp", batch_axis=(), segment_ids=segment_ids, **options,
         )  # fmt: skip
+
+    with jax.set_mesh(mesh):
+        got = with_gradients(attend, (q, latents, weights), dout)
+    check(got, want)
+
+
+@pytest.mark.parametrize(
+    "specs, says",
+    [
+        (P(None, "b"), "over \\('b',\\), but q is sharded by heads over \\('a', 'b'\\)"),
+        (P(None, ("b", "a")), "Shard weights over the same axes in the same order"),
+        (P(None, None, ("a", "b")), "shard a dimension of 2 .* over 4 devices"),
+        (P(None, None, "a", None), "weights of shape \\[3, 4, 2\\]"),
+        (P(None, None, "a"), "expand returns 4 heads of k and 4 of v .* needs to give 2 of"),
+    ],
+)
+def test_weights_of_other_heads_are_refused(specs, says):
+    mesh = permuted_mesh((2, 2, 2), ("cp", "a", "b"))
+    weights = np.ones((3, N, 2), np.float32)
+    expand = lambda w, rows: (jnp.zeros((len(rows), w.shape[1], H)),) * 2
+    with pytest.raises(ValueError, match=f"^context_parallel_attention: .*{says}"):
+        context_parallel_attention(
+            *(Q, ROWS), expand=expand, weights=weights, weight_specs=specs, mesh=mesh,
+            axis_name="cp", head_axis=("a", "b"), batch_axis=(), algorithm="ring",
+        )  # fmt: skip
+
+
+def test_a_traced_array_that_expand_closes_over_is_named():
+    def loss(w):
+        expand = lambda _, rows: (jnp.einsum("rl,lnh->rnh", rows, w),) * 2
+        return context_parallel_attention(
+            *(Q, ROWS), expand=expand, mesh=mesh_of(2), axis_name=AXIS, algorithm="ring"
+        ).sum()
+
+    with pytest.raises(ValueError, match=r"closes over a traced array of shape \[3, 4, 12\].*weig"):
+        jax.eval_shape(jax.grad(loss), np.ones((3, N, H), np.float32))
 
 
 def keys(rows=16, size=H, heads=2):

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 from attention_oracle import attention, attention_gradients
-from on_mesh import AXIS, mesh_of
+from on_mesh import AXIS, mesh_of, permuted_mesh
 from packed_batches import causal_ranges
 
 from jax_cp_dispatch import (
@@ -23,6 +23,7 @@ from jax_cp_dispatch import (
     fit_plan_config,
     place_tokens,
     plan_attention,
+    stack_plans,
 )
 
 WORLD_SIZE, COLUMNS, SCALE = 4, 512, 512
@@ -151,6 +152,41 @@ def test_gradients_of_both_branches(kind):
         want = out, *attention_gradients(q, k, v, start, end, g, np.zeros(lse.shape))
         for name, x, y in zip(("out", "dq", "dk", "dv"), results, want, strict=True):
             np.testing.assert_allclose(x, y, atol=1e-5 * np.abs(y).max(), err_msg=name)
+    assert step._cache_size() == 1  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_groups_of_rows_fall_back_together():
+    """A ring cannot read the tokens of a group that was placed: of one document, nothing shows."""
+    mesh, columns = permuted_mesh((2, 2), ("data", AXIS)), 64
+    config = PlacementConfig(
+        kv_capacity=64, max_transfers=8, max_pieces=20, max_cut_pieces=8, max_linked_pieces=99
+    )
+
+    @jax.jit
+    def step(q, k, v, segment_ids, plan):
+        call = partial(
+            context_parallel_attention, mesh=mesh, axis_name=AXIS, batch_axis="data",
+            segment_ids=segment_ids,
+        )  # fmt: skip
+        planned = partial(call, algorithm="placed", plan=plan)
+        return jax.lax.cond(plan.fits, planned, partial(call, algorithm="ring"), q, k, v)
+
+    rng = np.random.default_rng(2)
+    arrays = [rng.normal(size=(2, columns, 1, 4)).astype(np.float32) for _ in range(3)]
+    for lengths, fits in (([[64], [1] * 64], False), ([[64], [60, 4]], True)):
+        ids = np.stack([np.repeat(np.arange(1, 1 + len(row)), row) for row in lengths])
+        options = {"world_size": 2, "columns": columns, "config": config, "fallback": "ring"}
+        placement = place_tokens(lengths, num_groups=2, **options)
+        assert bool(placement.plan.fits) == fits
+        assert fits or "group 1 of 2" in str(placement.reason)
+        out = placement.restore(np.asarray(step(*placement.apply((*arrays, ids)), placement.plan)))
+        q, k, v = (x.astype(np.float64) for x in arrays)
+        want, _ = attention(q, k, v, *causal_ranges(ids))
+        np.testing.assert_allclose(out, want, atol=1e-5)
+        apart = stack_plans([place_tokens([row], **options).plan for row in lengths])
+        if not fits:
+            with pytest.raises(jax.errors.JaxRuntimeError, match="the plan is a fallback"):
+                jax.block_until_ready(step(*arrays, ids, apart))
     assert step._cache_size() == 1  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -1,7 +1,7 @@
 """Local attention by this package's CUDA kernels, without a GPU: their operands and their place.
 
 `native/test_attention_kernels.cc` runs the kernels themselves on the host. Here plain JAX takes
-their place, on the contiguous rows that they get.
+their place.
 """
 
 import re
@@ -13,72 +13,153 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_oracle import attention, attention_gradients
-from cudnn_emulation import Backward, Forward
+from jax.sharding import PartitionSpec as P
 from local_cases import RANGES, assert_close, inputs
+from on_mesh import mesh_of
+from sequences import Case, check, draw
 
+from jax_cp_dispatch import masks
 from jax_cp_dispatch._ranks import runtime
-from jax_cp_dispatch.attention.local import api as local, cudnn, range_kernels
+from jax_cp_dispatch._warning import say_once
+from jax_cp_dispatch.attention.local import api as local, range_kernels, uncut
 from jax_cp_dispatch.attention.local.api import local_attention
+from jax_cp_dispatch.attention.rotating import attend as rotating
 
-BLOCKS: Any = {"block_q": 8, "block_kv": 16}
 
-
-def emulation(target, shapes, options, operands):
-    """The kernels' results, in plain JAX over the rows of each matrix."""
-    of_matrix = [x.reshape(x.shape[0], x.shape[1] * x.shape[2], *x.shape[3:]) for x in operands]
-    q, k, v, start, end, *others = of_matrix
+def emulation(target, shapes, operands, in_place, *, scale, soft_cap, has_queries, has_delta=False):
+    """The kernels' results, in plain JAX."""
+    q, k, v, start, end, *others = operands
+    of_rows = ()
+    if target == range_kernels.GRADIENTS_TARGET:
+        of_rows, others = others[:2], others[2:]
+    queries, others = others[: 3 * has_queries], others[3 * has_queries :]
+    at = len(operands) - len(others)
+    group = q.shape[2] // k.shape[2]
+    k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
     key = jnp.arange(k.shape[1])
     sees = (key >= start[..., None]) & (key < end[..., None])
-    logits = jnp.where(sees, options.scale * jnp.einsum("mth,msh->mts", q, k), -jnp.inf)
-    if target == range_kernels.ATTEND_TARGET:
-        nothing = jnp.zeros(q.shape[:2])
-        peak, total, acc = others or [nothing - 1e30, nothing, jnp.zeros(q.shape)]
-        new_peak = jnp.maximum(peak, logits.max(2))
+    if has_queries:
+        index, first, last = queries
+        index = index[..., None]
+        sees &= (index >= first[:, None]) & (index < last[:, None])
+    logits, slope = scale * jnp.einsum("btnh,bsnh->bnts", q, k), 1
+    if soft_cap:
+        ratio = jnp.tanh(logits / soft_cap)
+        logits, slope = soft_cap * ratio, 1 - ratio**2
+    logits = jnp.where(sees[:, None], logits, -jnp.inf)
+    by_rows = lambda x: jnp.swapaxes(x, 1, 2)[..., None]
+    if target != range_kernels.GRADIENTS_TARGET:
+        seen = others if target == range_kernels.ATTEND_MORE_TARGET else []
+        assert in_place == {at + i: i for i in range(len(seen))}
+        nothing = jnp.zeros(logits.shape[:3])
+        peak, total, acc = seen or [nothing - 1e30, nothing, jnp.zeros((*q.shape[:3], v.shape[3]))]
+        new_peak = jnp.maximum(peak, logits.max(3))
         p, keep = jnp.exp(logits - new_peak[..., None]), jnp.exp(peak - new_peak)
-        results = [new_peak, total * keep + p.sum(2), acc * keep[..., None] + p @ v]
+        acc = acc * by_rows(keep) + jnp.einsum("bnts,bsnh->btnh", p, v)
+        total = total * keep + p.sum(3)
+        results = [new_peak, total, acc]
+        if target == range_kernels.ATTEND_TARGET:
+            if others:
+                total += jnp.where(total > 0, jnp.exp(others[0][..., None] - new_peak), 0)
+            is_empty = total == 0
+            lse = jnp.where(is_empty, -jnp.inf, new_peak + jnp.log(total))
+            out = acc / by_rows(jnp.where(is_empty, 1, total))
+            results = [out, lse, jnp.where(is_empty, -jnp.inf, new_peak)][: len(shapes)]
     else:
-        dout, lse, delta = others
-        p = jnp.exp(logits - lse[..., None])
-        ds = options.scale * p * (dout @ jnp.swapaxes(v, 1, 2) - delta[..., None])
-        transposed = lambda x: jnp.swapaxes(x, 1, 2)
-        reach = jnp.zeros((q.shape[0], -(-q.shape[1] // 64), 2), jnp.int32)
-        results = [ds @ k, transposed(ds) @ q, transposed(p) @ dout, reach]
-    return [x.reshape(shape.shape) for x, shape in zip(results, shapes, strict=True)]
+        dout, lse = of_rows
+        dq = 0
+        if has_delta:
+            delta, dq = others
+            assert in_place == {at + 1: 0}
+        else:
+            out, *more = others
+            delta = jnp.einsum("btnh,btnh->bnt", dout, out) - (more[0] if more else 0)
+        p = jnp.exp(logits - jnp.where(lse == -jnp.inf, jnp.inf, lse)[..., None])
+        ds = scale * slope * p * (jnp.einsum("btnh,bsnh->bnts", dout, v) - delta[..., None])
+        of_keys = lambda x: x.reshape(*x.shape[:2], -1, group, x.shape[3]).sum(3)
+        results = [
+            dq + jnp.einsum("bnts,bsnh->btnh", ds, k),
+            of_keys(jnp.einsum("bnts,btnh->bsnh", ds, q)),
+            of_keys(jnp.einsum("bnts,btnh->bsnh", p, dout)),
+            *(jnp.zeros(x.shape, x.dtype) for x in shapes[3:]),
+        ]
+    assert [x.shape for x in results] == [x.shape for x in shapes]
+    return [x.astype(shape.dtype) for x, shape in zip(results, shapes, strict=True)]
 
 
 @pytest.fixture
 def only_kernels(monkeypatch):
-    """Makes CPU programs take the CUDA path; what is not dense must go to the kernels."""
-    poison = lambda *_: pytest.fail("not by the kernels")
-    for name in ("attend_in_tiles", "gradients_in_tiles", "gradients_blockwise"):
-        monkeypatch.setattr(cudnn, name, poison)
-    monkeypatch.setattr(cudnn.fused, "_dot_product_attention_fwd_p", Forward)
-    monkeypatch.setattr(cudnn.fused, "_dot_product_attention_bwd_p", Backward)
-    monkeypatch.setattr(range_kernels, "takes", lambda q: True)
+    """Makes CPU programs take the path of the kernels."""
     monkeypatch.setattr(range_kernels, "_call", emulation)
-    monkeypatch.setattr(local, "attend_blocks", cudnn.attend)
-    monkeypatch.setattr(local, "gradients_of_blocks", cudnn.gradients)
+    monkeypatch.setattr(uncut, "attend", range_kernels.attend)
+    monkeypatch.setattr(uncut, "gradients", range_kernels.gradients)
+    monkeypatch.setattr(rotating, "attend_blocks", range_kernels.attend_in_blocks)
+    monkeypatch.setattr(rotating, "gradients_of_blocks", range_kernels.gradients_in_blocks)
     for name in ("_forward", "_backward"):  # cached traces would bypass the patch
         monkeypatch.setattr(local, name, getattr(local, name).__wrapped__)
 
 
 @pytest.mark.usefixtures("only_kernels")
+@pytest.mark.parametrize("ranges", ["packed", "random"])
 @pytest.mark.parametrize("with_dlse", [False, True])
-def test_packed_documents_go_to_the_kernels(with_dlse):
-    q, k, v, dout, dlse = inputs(int(np.random.default_rng().integers(1 << 30)))
-    dlse = dlse * with_dlse
-    start, end = RANGES["packed"](2, 37, 45)
+def test_ranges(ranges, with_dlse):
+    q, k, v, dout, dlse = inputs(int(np.random.default_rng().integers(1 << 30)), Hv=5)
+    start, end = RANGES[ranges](2, 37, 45)
 
     @jax.jit
     def results(q, k, v):
-        attend = lambda q, k, v: local_attention(q, k, v, start, end, **BLOCKS)
-        (out, lse), vjp = jax.vjp(attend, q, k, v)
-        return out, lse, *vjp((dout, dlse) if with_dlse else (dout, jnp.zeros_like(dlse)))
+        attend = lambda q, k, v: local_attention(q, k, v, start, end)[: 1 + with_dlse]
+        results, vjp = jax.vjp(attend, q, k, v)
+        return *results, *vjp((dout, dlse)[: 1 + with_dlse])
 
-    wanted = attention(q, k, v, start, end)
-    wanted += tuple(attention_gradients(q, k, v, start, end, dout, dlse))
+    wanted = attention(q, k, v, start, end)[: 1 + with_dlse]
+    wanted += tuple(attention_gradients(q, k, v, start, end, dout, dlse * with_dlse))
     for actual, expected in zip(results(q, k, v), wanted, strict=True):
         assert_close(actual, expected, 1e-5)
+
+
+TREE = masks.Ranges(
+    np.zeros((2, 45), np.int32),
+    np.tile(np.arange(1, 46, dtype=np.int32), (2, 1)),
+    np.zeros((2, 45), np.int32),
+    np.tile(np.random.default_rng(0).integers(0, 46, 45, dtype=np.int32), (2, 1)),
+)
+
+
+@pytest.mark.usefixtures("only_kernels")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sink": jnp.linspace(-1, 2, 4), "return_max_logits": True},
+        {"logit_soft_cap": 0.7, "scale": -0.3},
+        {"mask": TREE},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_options(options):
+    """As the blockwise passes have them."""
+    q, k, v, dout, dlse = inputs(1)
+    ranges = () if "mask" in options else RANGES["packed"](2, 37, 45)
+
+    def results():
+        attend = lambda *x: local_attention(*x, *ranges, **options)
+        (*outs,), vjp = jax.vjp(attend, q, k, v)
+        return *outs, *vjp((dout, jnp.where(jnp.isinf(outs[1]), 0, dlse), *outs[2:]))
+
+    by_kernels = results()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(uncut, "attend", uncut.attend_cut)
+        patch.setattr(uncut, "gradients", uncut.gradients_cut)
+        by_blocks = results()
+    for actual, expected in zip(by_kernels, by_blocks, strict=True):
+        assert_close(actual, expected, 1e-5)
+
+
+@pytest.mark.usefixtures("only_kernels")
+@pytest.mark.parametrize("algorithm", ["ring", "hamilton"])
+def test_rings(algorithm):
+    case = Case(algorithm, 3, 8, heads=(4, 2))
+    check(case, draw(case))
 
 
 # ---- Lowering.
@@ -87,46 +168,106 @@ def test_packed_documents_go_to_the_kernels(with_dlse):
 @pytest.fixture
 def extension(monkeypatch):
     """Pretends that the extension exists, built or not."""
-    names = {range_kernels.ATTEND_TARGET: {}, range_kernels.GRADIENTS_TARGET: {}}
-    monkeypatch.setattr(runtime, "cuda", types.SimpleNamespace(registrations=lambda: names))
+    monkeypatch.setattr(runtime, "cuda", types.SimpleNamespace())
+    say_once.cache_clear()
+
+
+def text_of(fn, *arguments):
+    return jax.jit(fn).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def calls(q, k, v, **options):
     """Returns the operand and result types of the kernels' calls in a program with gradients."""
     start, end = RANGES["packed"](1, q.shape[1], k.shape[1])
-    attend = lambda q, k, v: local_attention(q, k, v, start, end, **options)[0]
-    loss = lambda q, k, v: attend(q, k, v).astype(jnp.float32).sum()
-    traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(q, k, v)
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+
+    def both(q, k, v):
+        attend = lambda *x: local_attention(*x, start, end, out_dtype=q.dtype, **options)[0]
+        out, vjp = jax.vjp(attend, q, k, v)
+        return vjp(out)
+
+    text = text_of(both, q, k, v)
     assert ("stablehlo.while" in text) == ("jax_cp_dispatch.att" not in text)
+    assert ("stablehlo.case" in text) == ("jax_cp_dispatch.att" not in text)
     found = re.findall(r"@jax_cp_dispatch\.(att\w+)\(.*(scale = \S+ : f32).* : (\(.*)", text)
     return [tuple(call) for call in found]
 
 
 @pytest.mark.usefixtures("extension")
-def test_operands_of_the_calls():
+def test_the_calls_read_and_write_the_callers_arrays():
     q, k, v, *_ = inputs(0, B=1, T=200, S=128, N=4, K=2, H=64, Hv=64, dtype=jnp.bfloat16)
     forward, backward = calls(q, k, v, scale=0.375)
-    rows, keys = "2x1x400x", "2x1x128x"
-    operands = [f"tensor<{size}64xbf16>" for size in (rows, keys, keys)]
-    operands += [f"tensor<{rows}i32>"] * 2
-    row, wide = f"tensor<{rows}f32>", f"tensor<{rows}64xf32>"
-    results = [row, row, wide]
+    query, key = "tensor<1x200x4x64xbf16>", "tensor<1x128x2x64xbf16>"
+    row, ids = "tensor<1x4x200xf32>", "tensor<1x200xi32>"
+    operands = [query, key, key, ids, ids]
     types_of = lambda operands, results: f"({', '.join(operands)}) -> ({', '.join(results)})"
-    assert forward == ("attend", "scale = 3.750000e-01 : f32", types_of(operands, results))
-    operands += [f"tensor<{rows}64xbf16>", row, row]
-    of_keys = f"tensor<{keys}64xf32>"
-    results = [wide, of_keys, of_keys, "tensor<2x7x2xi32>"]
+    assert forward == ("attend", "scale = 3.750000e-01 : f32", types_of(operands, [query, row]))
     assert backward[0] == "attention_gradients"
-    assert backward[2] == types_of(operands, results)
+    scratch = ["tensor<1x4x8xi32>", "tensor<1x4x200x2xf32>"]
+    operands += [query, row, query]
+    assert backward[2] == types_of(operands, [query, key, key, *scratch])
+
+
+@pytest.mark.usefixtures("extension")
+@pytest.mark.parametrize("sizes, heads", [((80, 80), (96, 96)), ((192, 64), (192, 128))], ids=str)
+def test_other_heads_are_padded(sizes, heads):
+    shapes: Any = {"B": 1, "T": 64, "S": 64, "N": 2, "K": 1, "H": sizes[0], "Hv": sizes[1]}
+    forward, backward = calls(*inputs(0, **shapes, dtype=jnp.float16)[:3], logit_soft_cap=30.0)
+    for _, _, types_of in (forward, backward):
+        for size in heads:
+            assert f"x{size}xf16>" in types_of
+
+
+@pytest.mark.usefixtures("extension")
+def test_nothing_else_touches_the_arrays():
+    """No pass over queries, keys or values before the calls, and none over the results after."""
+    q, k, v, *_ = inputs(0, B=1, T=256, S=256, N=4, K=2, H=64, Hv=64, dtype=jnp.bfloat16)
+    start, end = RANGES["packed"](1, 256, 256)
+
+    def both(q, k, v, dout):
+        attend = lambda *x: local_attention(*x, start, end, out_dtype=q.dtype)[0]
+        out, vjp = jax.vjp(attend, q, k, v)
+        return out, vjp(dout)
+
+    text = text_of(both, q, k, v, q)
+    lines = (line for line in text.splitlines() if re.search(r"256x[24]x64x", line))
+    touching = [line for line in lines if re.search(r"= stablehlo\.(?!custom_call)", line)]
+    assert touching == []
 
 
 @pytest.mark.usefixtures("extension")
 @pytest.mark.parametrize(
-    "case", [{"dtype": jnp.float16}, {"H": 32, "Hv": 32}, {"logit_soft_cap": 9.0}, {"off": "0"}]
+    "case, reason",
+    [
+        ({"dtype": jnp.float32}, "bfloat16 or float16, not float32"),
+        ({"H": 320, "Hv": 64}, "at most 256, not 320"),
+        ({"off": "0"}, "ATTENTION_KERNEL=0 is set"),
+    ],
+    ids=str,
 )
-def test_others_are_not_by_the_kernels(case, monkeypatch):
+def test_others_are_not_by_the_kernels(case, reason, monkeypatch):
+    """And a warning says so once, with the reason."""
+    case = dict(case)
     monkeypatch.setenv("JAX_CP_DISPATCH_ATTENTION_KERNEL", case.pop("off", "1"))
-    options = {name: case.pop(name) for name in ("logit_soft_cap",) if name in case}
     shapes: Any = {"B": 1, "T": 64, "S": 64, "H": 64, "Hv": 64, "dtype": jnp.bfloat16}
-    assert calls(*inputs(0, **(shapes | case))[:3], **options) == []
+    with pytest.warns(UserWarning, match=f"slow passes on this GPU, because .*{reason}") as seen:
+        assert calls(*inputs(0, **(shapes | case))[:3]) == []
+    assert len([x for x in seen if "slow passes" in str(x.message)]) == 1
+
+
+@pytest.mark.usefixtures("extension")
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_inside_shard_map_and_vmap(check_vma):
+    q, k, v, *_ = inputs(0, B=4, T=64, S=64, H=64, Hv=64, dtype=jnp.bfloat16)
+    start, end = RANGES["packed"](4, 64, 64)
+    rows = P("cp")
+
+    def loss(q, k, v):
+        of_one = lambda *x: local_attention(*(y[None] for y in x), sink=jnp.ones(4))[0]
+        return jnp.sum(jax.vmap(of_one)(q, k, v, start[: q.shape[0]], end[: q.shape[0]]), (1, 2, 3))
+
+    fn = jax.shard_map(
+        lambda *x: jax.grad(lambda *x: loss(*x).sum(), (0, 1, 2))(*x),
+        **{"mesh": mesh_of(2), "in_specs": (rows,) * 3, "out_specs": rows, "check_vma": check_vma},
+    )
+    found = re.findall(r"@jax_cp_dispatch\.(att\w+)\(.*: \((tensor<\S+>)", text_of(fn, q, k, v))
+    assert found == [(name, "tensor<2x64x4x64xbf16>") for name in ("attend", "attention_gradients")]

@@ -18,7 +18,7 @@ from mask_oracle import batch_ranges, batch_visible, range_pairs
 from packed_batches import pack
 
 from jax_cp_dispatch.attention.attended import attended_tokens
-from jax_cp_dispatch.attention.local import api as local, tpu
+from jax_cp_dispatch.attention.local import api as local, tpu, uncut
 from jax_cp_dispatch.attention.local.api import local_attention
 from jax_cp_dispatch.attention.local.backward import (
     SoftmaxGradients,
@@ -136,8 +136,10 @@ def test_masks(name):
 def test_options(monkeypatch):
     """16 query heads of 192 and 128 numbers, soft cap, sink, largest logits; JAX's derivatives."""
     sizes, dtype, tolerance = (16, 1, 192, 128), jnp.bfloat16, 1e-2
-    monkeypatch.setattr(local, "attend_blocks", tpu.attend)
-    monkeypatch.setattr(local, "gradients_of_blocks", tpu.gradients)
+    monkeypatch.setattr(uncut, "attend", uncut.attend_cut)
+    monkeypatch.setattr(uncut, "gradients", uncut.gradients_cut)
+    monkeypatch.setattr(uncut, "attend_blocks", tpu.attend)
+    monkeypatch.setattr(uncut, "gradients_of_blocks", tpu.gradients)
     for name in ("_forward", "_backward"):  # cached traces would bypass the patch
         monkeypatch.setattr(local, name, getattr(local, name).__wrapped__)
     rng = np.random.default_rng()

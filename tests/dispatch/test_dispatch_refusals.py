@@ -121,10 +121,14 @@ CASES = [
     ("ring_exchange", lambda: ring_exchange(axis_name=3), "axis_name is 3; it needs"),
     ("ring_exchange", lambda: ring_exchange(shift=1.5), "shift is 1.5; it needs to be an integer"),
     ("chunk_exchange", lambda: chunk_exchange(axis_name=3), "axis_name is 3; it needs"),
-    # Deadlines and implementations.
+    # Deadlines, multiprocessors and implementations.
     ("dispatch", lambda: dispatch(deadline=0), "deadline is 0; it needs to be a positive"),
     ("dispatch", lambda: dispatch(deadline=float("nan")), "deadline is nan; it needs to be"),
     ("ring_exchange", lambda: ring_exchange(deadline=-1), "deadline is -1; it needs"),
+    ("dispatch", lambda: dispatch(num_comm_sm=0), "num_comm_sm is 0; it needs to be at least 1"),
+    ("combine", lambda: combine(num_comm_sm=-4), "num_comm_sm is -4; it needs to be at least"),
+    ("dispatch_qkv", lambda: dispatch_qkv(num_comm_sm=1.5), "num_comm_sm is 1.5; it needs to be"),
+    ("combine_qkv", lambda: combine_qkv(num_comm_sm=True), "num_comm_sm is True; it needs to be"),
     ("dispatch", lambda: dispatch(implementation="nccl"), "is 'nccl'; it needs to be 'in_process'"),
     # Plans.
     ("dispatch", lambda: outside((PLAN, None)), "metadata is tuple; it needs to be Metadata"),

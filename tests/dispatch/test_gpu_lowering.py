@@ -99,6 +99,17 @@ def test_the_copy_path_is_that_of_the_environment(monkeypatch):
         lowered(on_ranks(lambda x, m: send(x, m), mesh_of(W)), X, PLAN)
 
 
+def test_multiprocessors_of_an_exchange_are_those_of_its_derivative():
+    def numbers(fn, x):
+        return re.findall(r"num_comm_sm = (\d+)", lowered(fn, x, PLAN))
+
+    assert numbers(on_ranks(send, mesh_of(W)), X) == ["0"]  # all
+    some = on_ranks(lambda x, m: send(x, m, num_comm_sm=48), mesh_of(W))
+    assert numbers(jax.grad(lambda x, m: (some(x, m) ** 2).sum()), X) == ["48", "48"]
+    many = on_ranks(lambda x, m: send(x, m, num_comm_sm=2**70), mesh_of(W))
+    assert numbers(many, X) == [str(2**31 - 1)]
+
+
 def test_gpus_wait_ten_minutes_or_as_long_as_asked(monkeypatch):
     """A rank that compiles or saves a checkpoint meanwhile does not cost the channel."""
     lasting = lambda **options: re.findall(

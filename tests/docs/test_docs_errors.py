@@ -99,6 +99,9 @@ RAISED_BY = {
     "plan of another batch": lambda: attend_with(plan_for(TWO_DOCUMENTS), ONE_DOCUMENT),
     "ranks with different plans": plans_of_two_batches,
     "tokens in another order": lambda: jax.jit(lambda ids: attend(segment_ids=ids))(IN_PIECES),
+    "mask of other tokens": lambda: jax.jit(
+        lambda ids: attend(mask=cpd.masks.SharedPrefix(ONE_DOCUMENT), segment_ids=ids)
+    )(ONE_DOCUMENT),
     "fallback instead of a plan": lambda: attend_with(
         plan_for(TWO_DOCUMENTS, config=TOO_SMALL, fallback="ring")
     ),

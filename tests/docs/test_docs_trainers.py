@@ -20,6 +20,18 @@ def dense(segment_ids):
     return lambda q, k, v: jax.nn.dot_product_attention(q, k, v, mask=mask)
 
 
+def check_fsdp(names):
+    """Gathers are as many as the page says, none of tokens; masters keep dtype and shards."""
+    gathered = names["gathered"]
+    assert f"`gathered` has {len(gathered)} shapes" in PAGE
+    rows = len(names["batch"]["tokens"])  # of tokens [B, T, ...]; no weight begins with so few
+    of_tokens = re.compile(rf"\(?\w+\[({rows}|{rows // names['NUM_GROUPS']}),")
+    assert not any(of_tokens.match(shape) for shape in gathered), gathered
+    masters = zip(*map(jax.tree.leaves, (names["masters"], names["shardings"])), strict=True)
+    for w, sharding in masters:
+        assert w.dtype == jnp.float32 and w.sharding.is_equivalent_to(sharding, w.ndim)
+
+
 def test_code_blocks_run():
     names: dict = {}
     blocks = re.findall(r"```python\n(.*?)```", PAGE, flags=re.S)
@@ -31,7 +43,7 @@ def test_code_blocks_run():
             continue
         exec(code, names)
         values += [names.pop("value")] if "value" in names else []
-    assert (len(blocks), len(values)) == (15, 7)
+    assert (len(blocks), len(values)) == (16, 7)
     assert 1 <= names["after"] <= names["before"][0]
     ring, placed = names["profiles"]
     assert sum(ring.pairs) == sum(placed.pairs) and names["speed_up"] > 0
@@ -40,6 +52,8 @@ def test_code_blocks_run():
     attend = dense(batch["segment_ids"])
     want = names["loss"](names["params"], batch, attend)
     np.testing.assert_allclose(values, want, rtol=1e-6)
+    np.testing.assert_allclose(names["bfloat16_value"], want, rtol=1e-2)
+    check_fsdp(names)
     short = {name: np.asarray(x) for name, x in names["short"].items()}
     want = names["loss"](names["params"], short, dense(short["segment_ids"]))
     np.testing.assert_allclose(names["short_value"], want, rtol=1e-6)

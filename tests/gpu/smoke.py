@@ -42,11 +42,14 @@ def movement(op):
     np.testing.assert_array_equal(np.asarray(got).reshape(wanted.shape), wanted)
 
 
-def replay():
-    """A loop whose body XLA may record; start with --xla_gpu_graph_min_graph_size=1."""
-    import test_one_gpu
+def pair():
+    """An exchange in two calls, beside a product."""
+    import test_one_gpu_pairs as tests
 
-    test_one_gpu.test_a_loop_of_calls_replays(2)
+    x, a = tests.rows(0), tests.matrix()
+    got, _ = jax.jit(tests.sent)(tests.flat(x), a)
+    wanted = tests.dispatched(tests.PLAN, x, tests.CAPACITY)
+    np.testing.assert_array_equal(np.asarray(got).reshape(wanted.shape), wanted)
 
 
 def product(dtype):
@@ -82,7 +85,7 @@ def processes(transport, pointers=True):
 LINES = {
     "dispatch": functools.partial(movement, "dispatch"),
     "combine": functools.partial(movement, "combine"),
-    "replay": replay,
+    "pair": pair,
     "bf16": functools.partial(product, "bfloat16"),
     "fp8": functools.partial(product, "fp8"),
     "ring": functools.partial(overlapped, "test_all_gather", "ring"),

@@ -77,6 +77,21 @@ def test_both_copy_paths_give_the_same_bits(num_ranks, copy_path, monkeypatch):
             )
 
 
+@pytest.mark.parametrize("num_comm_sm", [1, 20, 1000])
+def test_any_number_of_multiprocessors_gives_the_same_bits(num_comm_sm):
+    plan = plan_of(4)
+    capacity = capacity_of(plan)
+    x = np.random.default_rng(8).integers(0, 256, (4, T, 4096), np.uint8)
+    options = {**OURS, "num_comm_sm": num_comm_sm}
+    move = jax.jit(lambda x, m: dispatch(x, m, capacity=capacity, **options))
+    there = per_rank(move(flat(x), Metadata(**plan)), 4)
+    np.testing.assert_array_equal(there, dispatched(plan, x, capacity))
+    y = np.random.default_rng(9).normal(size=(4, capacity, 1024)).astype(np.float32)
+    home = jax.jit(lambda y, m: combine(y, m, num_tokens=T, **options))
+    back = per_rank(home(flat(y), Metadata(**plan)), 4)
+    np.testing.assert_array_equal(back, combined(plan, y, T, np.float32))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32", "uint8"])
 def test_combine_sums_in_order(num_ranks, dtype):
     plan = plan_of(num_ranks)
@@ -109,11 +124,12 @@ def test_gradients_equal_those_of_xla(num_ranks):
         np.testing.assert_array_equal(ours, xla)
 
 
-def test_a_loop_of_calls_replays(num_ranks):
-    """XLA may record the body once; epochs live on the GPU."""
+@pytest.mark.parametrize("width", [16, 1024], ids=["one kernel", "several"])
+def test_a_loop_of_calls(num_ranks, width):
+    """The number of a call is counted on the GPU."""
     plan = Metadata(**plan_of(num_ranks, 1))
     capacity = int(np.max(plan.num_total_recv_tokens))
-    x = flat(np.random.default_rng(4).normal(size=(num_ranks, T, 16)).astype(np.float32))
+    x = flat(np.random.default_rng(4).normal(size=(num_ranks, T, width)).astype(np.float32))
 
     def body(_, x, implementation="cuda_peer"):
         options = {**OURS, "implementation": implementation}

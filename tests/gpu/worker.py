@@ -10,6 +10,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 sys.path.extend(str(pathlib.Path(__file__).parents[1] / name) for name in ("oracles", "support"))
+from attention_in_parts import attend
+from launched import num_gpus
 from movement_oracle import combined, dispatched, random_plan
 from products import multiply
 
@@ -25,10 +27,13 @@ def main() -> None:
     parser.add_argument("num_processes", type=int)
     parser.add_argument("process", type=int)
     parser.add_argument("--absent", type=int, default=-1)
+    parser.add_argument("--attention", default="", help="placed or balanced, and nothing else")
     options = parser.parse_args()
     num_ranks, rank = options.num_processes, options.process
-    # All processes share one GPU, which NCCL rejects: only calls of this package may run.
-    jax.distributed.initialize(options.address, num_ranks, rank, local_device_ids=[0])
+    # Where processes share a GPU, NCCL rejects them: only calls of this package may run.
+    jax.distributed.initialize(
+        options.address, num_ranks, rank, local_device_ids=[rank % num_gpus()]
+    )
     world = connect_gpus()
     if world.implementation == "xla":
         sys.exit(f"not connected: {world.reason}")
@@ -58,6 +63,10 @@ def main() -> None:
         "implementation": world.implementation,
         "deadline": 8.0,  # each process compiles and loads kernels by itself
     }
+    if options.attention:
+        attend(options.attention, num_ranks, rank, global_array, local, on_ranks, name)
+        print(f"process {rank} attends: ok", flush=True)
+        return
     send = on_ranks(lambda x, m: dispatch(x, m, capacity=capacity, **name))
     combine_rows = on_ranks(lambda y, m: combine(y, m, num_tokens=T, **name))
     x = np.zeros((num_ranks, T, 3, 5), np.float32)

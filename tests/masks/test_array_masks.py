@@ -7,12 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from array_masks import KINDS, random_mask, random_trees
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from mask_oracle import batch_visible, range_pairs, tree_pairs
+from on_mesh import permuted_mesh
 from packed_batches import pack
 
 from jax_cp_dispatch.attention.attended import attended_tokens
 from jax_cp_dispatch.attention.packed_mask import PackedMask
-from jax_cp_dispatch.masks import Blocks, MaskRanges, PrefixLM, SharedPrefix, Tree
+from jax_cp_dispatch.masks import Blocks, MaskRanges, PrefixLM, Ranges, SharedPrefix, Tree
 from jax_cp_dispatch.masks.pairs import pairs_per_query, traced_pairs_per_query
 
 SHAPE = (3, 24)
@@ -96,6 +98,38 @@ def test_masks_are_pytrees_of_their_arrays():
 
 def test_numbers_of_traced_spans_may_be_wrong():
     """They name no span; nothing reads another batch row."""
-    span_ids = jnp.array([[0, 9, 1], [0, 1, 1]])
+    span_ids = jnp.array([[0, 1, 9], [0, 1, 1]])
     got = jax.jit(Tree)(span_ids, jnp.array([[-1, 0], [-1, 7]]))
-    np.testing.assert_array_equal(got.q_end, [[3, 0, 3], [1, 3, 3]])
+    np.testing.assert_array_equal(got.q_end, [[2, 2, 0], [1, 3, 3]])
+
+
+def test_traced_trees_out_of_order_get_ends_that_attention_refuses():
+    """A child after its sibling, a span in two runs, a cycle of parents."""
+    for span_ids, parents in (
+        ([[0, 1, 2, 3]], [[-1, 0, 0, 1]]),
+        ([[0, 1, 0, 1]], [[-1, -1, -1, -1]]),
+        ([[0, 1, 2, 3]], [[1, 0, -1, -1]]),
+    ):
+        mask = jax.jit(Tree)(jnp.array(span_ids), jnp.array(parents))
+        ((rule, _),) = mask.rules(jnp.arange(4)[None], jnp.zeros((1, 4)), jnp.full((1, 4), 4))
+        assert not rule.any()
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint32, np.uint64])
+def test_numbers_beyond_int32_are_no_limit(dtype):
+    none = np.full((1, 4), np.iinfo(dtype).max, dtype)
+    mask = Ranges(np.zeros((1, 4), dtype), none)
+    np.testing.assert_array_equal(mask.k_end, np.iinfo(np.int32).max)
+
+
+@pytest.mark.parametrize("kind", KINDS[:4])
+def test_arrays_that_explicit_axes_shard(kind):
+    """Over rows and columns, as segment ids may be; spans have rows of their own."""
+    mesh = permuted_mesh((2, 2), ("data", "cp"), AxisType.Explicit)
+    segment_ids, _ = pack(np.random.default_rng(), 2, 24, max_length=20)
+    constructor, arrays, _ = random_mask(kind, np.random.default_rng(), segment_ids)
+    with jax.set_mesh(mesh):
+        of = lambda x: P("data", "cp" if x.shape[1] == 24 else None)
+        sharded = [jax.device_put(x, NamedSharding(mesh, of(x))) for x in arrays]
+        got = jax.jit(constructor)(*sharded)
+    jax.tree.map(np.testing.assert_array_equal, got, constructor(*arrays))

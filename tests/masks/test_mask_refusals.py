@@ -2,10 +2,12 @@
 
 from typing import Any, cast
 
+import jax
 import numpy as np
 import pytest
 from refusals import check_names, check_rejected
 
+import jax_cp_dispatch as cp
 from jax_cp_dispatch.masks import (
     BlockCausal,
     Blocks,
@@ -20,6 +22,13 @@ from jax_cp_dispatch.masks import (
 pytestmark = pytest.mark.usefixtures("unchecked_types")
 
 INTS = np.zeros((2, 6), np.int32)
+IDS = np.array([[1, 1, 1, 2, 2, 2]])
+
+
+def attend(mask):
+    q = np.zeros((1, 6, 1, 4), np.float32)
+    return cp.local_attention(q, q, q, mask=mask, segment_ids=IDS)
+
 
 # Name, call, and the message after "<operation>: ".
 CASES = [
@@ -57,6 +66,32 @@ CASES = [
     ("Tree", lambda: Tree(INTS, INTS[0]), r"parents has shape \[6\]; it needs to be \[B, T\]"),
     ("Tree", lambda: Tree(INTS + 6, INTS - 1), r"span_ids\[0, 0\] is 6, but parents has 6 spans"),
     ("Tree", lambda: Tree(INTS, INTS - 2), r"parents\[0, 0\] is -2"),
+    (
+        "local_attention",
+        lambda: attend(PrefixLM(np.array([[1, 1, 0, 0, 1, 0]]) > 0)),
+        "in batch row 0, at column 4, PrefixLM has a prefix that does not begin its document",
+    ),
+    (
+        "local_attention",
+        lambda: attend(SharedPrefix(np.array([[0, 1, 2, 3, 4, 4]]))),
+        "at column 3, SharedPrefix has a document that begins with a completion.*prompt compl",
+    ),
+    (
+        "plan_attention",
+        lambda: cp.plan_attention(
+            IDS, world_size=1, mask=jax.tree.map(lambda x: x[:, ::-1], Blocks(IDS))
+        ),
+        "at column 2, Blocks is made of other columns. Make it from whole batch rows",
+    ),
+    (
+        "place_tokens",
+        lambda: cp.place_tokens(
+            segment_ids=IDS,
+            world_size=1,
+            mask=jax.tree.map(lambda x: x[:, ::-1], Tree(IDS, np.array([[-1, -1, -1]]))),
+        ),
+        "Tree has tokens that are not in depth-first order, or is made of other columns",
+    ),
     ("Tree", lambda: Tree(INTS, INTS), "batch row 0: span 0 is its own ancestor.*Pass -1"),
     (
         "Tree",

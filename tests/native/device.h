@@ -4,6 +4,7 @@
 
 #include <pthread.h>
 
+#include <atomic>
 #include <cstring>
 #include <functional>
 #include <memory>
@@ -17,6 +18,7 @@
 #include "kernels/network.h"
 #include "kernels/plan.h"
 #include "kernels/push.h"
+#include "kernels/small.h"
 #include "kernels/sum.h"
 #include "kernels/unpack.h"
 
@@ -60,11 +62,32 @@ void LaunchRanks(const Call& call, int num_blocks, int num_threads, Kernel kerne
   });
 }
 
+// A small call of a device, which runs `num_resident` blocks at once; 0: all of them.
+inline void RunSmallCall(const Call& call, int num_threads, int num_resident = 0) {
+  const auto run = [&](const Block& block, SmallScratch* scratch) {
+    (call.is_dispatch ? RunSmall<true> : RunSmall<false>)(block, call, scratch);
+  };
+  const int num_parts = NumParts(call);
+  std::atomic<int> next{0};
+  std::vector<std::thread> places;
+  for (int i = 0; i < (num_resident ? num_resident : num_parts); ++i) {
+    places.emplace_back([&] {
+      while (next++ < num_parts) Launch<SmallScratch>(1, num_threads, run);
+    });
+  }
+  for (std::thread& place : places) place.join();
+}
+
 // The work of a device's stream for one call, in the order of csrc/cuda/call_kernels.h. Calls
-// `meet` after this device has signalled and before it waits.
+// `meet` after this device has signalled and before it waits; not in a small call, which does both
+// in one kernel.
 template <typename Fabric, typename CopyPath>
 void RunCallWith(const Call& call, int blocks, int threads, const std::function<void()>& meet) {
   constexpr bool kSignalsLast = !Fabric::kHasNetwork;
+  if (kSignalsLast && call.is_small) {
+    RunSmallCall(call, threads);
+    return;
+  }
   LaunchRanks<PlanScratch>(call, 1, threads, [](const Block& b, const Rank& rank, PlanScratch* s) {
     Prepare<Fabric>(b, rank, s);
     if (!kSignalsLast || rank.call.is_dispatch || !HoldsAllRanks(rank.call)) return;

@@ -51,6 +51,7 @@ struct World {
   int64_t rows_per_strip = 3;
   bool use_src_offset = true;
   bool in_bulk = false;
+  bool is_small = false;           // each call is one kernel
   int num_early = 0;               // rounds of unpack before all ranks have signalled
   std::vector<int> memory_groups;  // of each rank: the ranks whose memory it maps; empty: all
 
@@ -66,6 +67,7 @@ struct World {
     call.is_dispatch = is_dispatch;
     call.deadline_ns = deadline_ns;
     call.in_bulk = in_bulk;
+    call.is_small = is_small;
     call.num_early = is_dispatch ? num_early : 0;
     for (int r = 0; r < num_ranks; ++r) {
       call.pe[r] = IsRemote(rank, r) ? r : -1;
@@ -84,7 +86,7 @@ struct World {
       group.num_replicas = made.num_replicas;
       group.num_tokens = made.num_tokens;
       group.capacity = made.capacity;
-      group.rows_per_strip = rows_per_strip;
+      group.rows_per_strip = group.rows_per_push = rows_per_strip;
       group.first_array = call.num_arrays;
       group.num_arrays = static_cast<int>(made.row_bytes.size());
       for (size_t a = 0; a < made.row_bytes.size(); ++a) {
@@ -280,6 +282,7 @@ inline World RandomWorld(Rng& rng, bool is_dispatch) {
   world.num_blocks = static_cast<int>(Draw(rng, 1, 3));
   world.num_threads = static_cast<int>(Draw(rng, 1, 4));
   world.num_early = static_cast<int>(Draw(rng, 0, 2));
+  world.is_small = Draw(rng, 0, 2) == 0;
   if (!is_dispatch) world.in_type = world.out_type = DataType::kF32;
   const int64_t num_groups = Draw(rng, 1, 2);
   for (int64_t p = 0; p < num_groups; ++p) {

@@ -168,7 +168,7 @@ void Touch(const kernels::Call& call) {
       seen = seen + group.fingerprint[i] % 2;
     const int64_t in_rows = call.is_dispatch ? group.num_tokens : group.capacity;
     const int64_t out_rows = call.is_dispatch ? group.capacity : group.num_tokens;
-    if (group.rows_per_strip < 1) __builtin_trap();
+    if (group.rows_per_strip < 1 || group.rows_per_push < 1) __builtin_trap();
     for (int a = group.first_array; a < group.first_array + group.num_arrays; ++a) {
       const kernels::Array& array = call.arrays[a];
       for (int64_t i = 0; i < call.num_local * in_rows * array.in_row_bytes; ++i) {

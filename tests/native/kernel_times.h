@@ -194,7 +194,23 @@ inline std::vector<Timed> AllTimed() {
   return all;
 }
 
-// Prints a row for each, and writes them to a file as JSON; nullptr: no file.
+// Writes rows to a file as JSON; nullptr: none. Returns the status of the program.
+inline int Report(const char* title, const std::vector<std::string>& rows, const char* path) {
+  if (std::FILE* file = path ? std::fopen(path, "w") : nullptr) {
+    std::fprintf(file, "{\"title\": \"%s, %d ranks on one GPU\", \"rows\": [\n", title,
+                 kTimedRanks);
+    for (size_t i = 0; i < rows.size(); ++i) {
+      std::fprintf(file, "%s%s\n", rows[i].c_str(), i + 1 < rows.size() ? "," : "]}");
+    }
+    std::fclose(file);
+  }
+  for (const std::string& row : rows) {
+    if (row.find("\"fine\": false") != std::string::npos) return 1;
+  }
+  return 0;
+}
+
+// Prints a row for each, and writes them to a file.
 inline int TimeKernels(int num_blocks, const char* path) {
   cudaStream_t stream;
   CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
@@ -213,17 +229,7 @@ inline int TimeKernels(int num_blocks, const char* path) {
     std::printf("%s\n", rows.back().c_str());
     std::fflush(stdout);
   }
-  if (std::FILE* file = path ? std::fopen(path, "w") : nullptr) {
-    std::fprintf(file, "{\"title\": \"kernels, %d ranks on one GPU\", \"rows\": [\n", kTimedRanks);
-    for (size_t i = 0; i < rows.size(); ++i) {
-      std::fprintf(file, "%s%s\n", rows[i].c_str(), i + 1 < rows.size() ? "," : "]}");
-    }
-    std::fclose(file);
-  }
-  for (const std::string& row : rows) {
-    if (row.find("\"fine\": false") != std::string::npos) return 1;
-  }
-  return 0;
+  return Report("kernels", rows, path);
 }
 
 }  // namespace cpd::kernels

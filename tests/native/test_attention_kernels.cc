@@ -18,8 +18,8 @@ namespace cpd::kernels::test_attention_kernels {
 
 // Runs the blocks from `first` on. Each has new scratch memory, which begins with NaN.
 template <typename Scratch, typename Kernel>
-void Launch(int64_t first, int64_t num_blocks, bool is_early, Kernel kernel) {
-  for (int64_t index = first; index < num_blocks; ++index) {
+void Launch(int first, int num_blocks, bool is_early, Kernel kernel) {
+  for (int index = first; index < num_blocks; ++index) {
     auto scratch = std::make_unique<Scratch>();
     std::memset(static_cast<void*>(scratch.get()), 0xff, sizeof(Scratch));
     AsyncCopies copies(is_early);
@@ -27,30 +27,40 @@ void Launch(int64_t first, int64_t num_blocks, bool is_early, Kernel kernel) {
   }
 }
 
-template <int H>
-void AttendOnHost(const AttendCall& call, bool is_early, int64_t first = 0) {
-  Launch<AttendScratch<H>>(first, call.num_matrices * NumTiles(call.num_rows), is_early,
-                           [&](auto... arguments) { Attend<H>(call, arguments...); });
+template <typename Element, int H, int Hv>
+void AttendOnHost(const AttendCall& call, bool is_early, int first = 0) {
+  Launch<AttendScratch<H, Hv>>(first, call.batch * call.num_heads * NumTiles(call.num_rows),
+                               is_early,
+                               [&](auto... arguments) { Attend<Element>(call, arguments...); });
 }
 
-template <int H>
-void DifferentiateOnHost(const GradientsCall& call, bool is_early, int64_t first_of_rows = 0,
-                         int64_t first_of_keys = 0) {
-  Launch<QueriesScratch<H>>(first_of_rows, call.num_matrices * NumTiles(call.num_rows), is_early,
-                            [&](auto... arguments) { GradientsOfQueries<H>(call, arguments...); });
-  Launch<KeysScratch<H>>(first_of_keys, call.num_matrices * NumTiles(call.num_keys), is_early,
-                         [&](auto... arguments) { GradientsOfKeys<H>(call, arguments...); });
+template <typename Element, int H, int Hv>
+void DifferentiateOnHost(const GradientsCall& call, bool is_early, int first_of_rows = 0,
+                         int first_of_keys = 0) {
+  Launch<QueriesScratch<H, Hv>>(
+      first_of_rows, call.batch * call.num_heads * NumTiles(call.num_rows), is_early,
+      [&](auto... arguments) { GradientsOfQueries<Element>(call, arguments...); });
+  const int num_blocks = call.batch * call.num_kv_heads * NumTiles(call.num_keys);
+  const auto of_keys = [&](auto part) {
+    Launch<KeysScratch<H, Hv>>(first_of_keys, num_blocks, is_early, [&](auto... arguments) {
+      GradientsOfKeys<Element, part>(call, arguments...);
+    });
+  };
+  if constexpr (H + Hv > 256) {
+    of_keys(std::integral_constant<Part, Part::kK>{});
+    of_keys(std::integral_constant<Part, Part::kV>{});
+  } else {
+    of_keys(std::integral_constant<Part, Part::kBoth>{});
+  }
 }
 
-template <int H>
+template <typename Element, int H, int Hv>
 AttentionErrors EqualsLoops(std::mt19937& rng, const AttentionShape& shape, bool is_early) {
-  const AttentionProblem<H> problem(rng, shape);
-  const auto results = RunAttention(
-      problem, is_early, [&](const AttendCall& call) { AttendOnHost<H>(call, is_early); },
-      [&](const GradientsCall& call) { DifferentiateOnHost<H>(call, is_early); });
-  const AttentionErrors errors = ErrorsOf(problem, results);
-  CheckErrors(errors, 1e-6);
-  return errors;
+  return RunAttention<Element, H, Hv>(rng, shape, 2e-6, [&](auto run) {
+    return run(
+        [&](const AttendCall& call) { AttendOnHost<Element, H, Hv>(call, is_early); },
+        [&](const GradientsCall& call) { DifferentiateOnHost<Element, H, Hv>(call, is_early); });
+  });
 }
 
 // Where an array would begin if its first `num_elements` were ahead of these.
@@ -59,15 +69,16 @@ T* Ahead(T* array, int64_t num_elements) {
   return reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(array) - num_elements * sizeof(T));
 }
 
-// Rows and keys of one matrix, as the last ones of the last of three large matrices. Only the
+// Rows and keys of one head, as the last ones of the last of three large batch rows. Only the
 // blocks run that access them.
-void ReachesTheEndOfLargeMatrices(std::mt19937& rng) {
+void ReachesTheEndOfLargeArrays(std::mt19937& rng) {
   constexpr int H = 64, kBefore = 1 << 25;  // of rows, and of keys
-  constexpr int64_t kMatrices = 3;
+  constexpr int kBatch = 3;
   static_assert(int64_t{kBefore} * H > std::numeric_limits<int32_t>::max());
   static_assert(kBefore % kTile == 0, "the same tiles");
-  const AttentionProblem<H> problem(rng, {70, 1, 100, 100, 1});
-  const int num_rows = kBefore + problem.num_rows, num_keys = kBefore + problem.shape.num_keys;
+  const AttentionShape shape{70, 100, 1, 1, 1};
+  const AttentionProblem<BF16, H, H> problem(rng, shape);
+  const int num_rows = kBefore + shape.num_queries, num_keys = kBefore + shape.num_keys;
   Seen<int32_t> start(problem.start), end(problem.end);
   for (size_t i = 0; i < start.size(); ++i) {
     if (start[i] >= end[i]) continue;
@@ -75,10 +86,10 @@ void ReachesTheEndOfLargeMatrices(std::mt19937& rng) {
     end[i] += kBefore;
   }
   const auto of_rows = [&](auto* array, int width) {
-    return Ahead(array, (kMatrices * num_rows - problem.num_rows) * width);
+    return Ahead(array, (int64_t{kBatch} * num_rows - shape.num_queries) * width);
   };
   const auto of_keys = [&](auto* array, int width) {
-    return Ahead(array, (kMatrices * num_keys - problem.shape.num_keys) * width);
+    return Ahead(array, (int64_t{kBatch} * num_keys - shape.num_keys) * width);
   };
   const auto enlarge = [&](AttentionOperands* of) {
     of->q = of_rows(of->q, H);
@@ -86,38 +97,38 @@ void ReachesTheEndOfLargeMatrices(std::mt19937& rng) {
     of->v = of_keys(of->v, H);
     of->start = of_rows(start.data(), 1);
     of->end = of_rows(end.data(), 1);
-    of->num_matrices = kMatrices;
+    of->batch = kBatch;
     of->num_rows = num_rows;
     of->num_keys = num_keys;
   };
-  const int64_t first_of_rows = kMatrices * NumTiles(num_rows) - NumTiles(problem.num_rows);
-  const int64_t first_of_keys = kMatrices * NumTiles(num_keys) - NumTiles(problem.shape.num_keys);
+  const int first_of_rows = kBatch * NumTiles(num_rows) - NumTiles(shape.num_queries);
+  const int first_of_keys = kBatch * NumTiles(num_keys) - NumTiles(shape.num_keys);
   const auto attend = [&](AttendCall call) {
     enlarge(&call);
     call.peak = of_rows(call.peak, 1);
-    call.total = of_rows(call.total, 1);
-    call.acc = of_rows(call.acc, H);
-    AttendOnHost<H>(call, false, first_of_rows);
+    call.lse = of_rows(call.lse, 1);
+    call.out.data = of_rows(static_cast<float*>(call.out.data), H);
+    AttendOnHost<BF16, H, H>(call, false, first_of_rows);
   };
   const auto differentiate = [&](GradientsCall call) {
     enlarge(&call);
     call.dout = of_rows(call.dout, H);
+    call.out.data = of_rows(static_cast<const float*>(call.out.data), H);
     call.lse = of_rows(call.lse, 1);
-    call.delta = of_rows(call.delta, 1);
-    call.dq = of_rows(call.dq, H);
-    call.dk = of_keys(call.dk, H);
-    call.dv = of_keys(call.dv, H);
-    std::vector<int32_t> reach;  // of the last matrix
-    for (int tile = 0; tile < NumTiles(num_rows); ++tile) {
-      reach.insert(reach.end(), {kNone, 0});
-    }
-    call.reach = Ahead(reach.data(), (kMatrices - 1) * static_cast<int64_t>(reach.size()));
-    DifferentiateOnHost<H>(call, false, first_of_rows, first_of_keys);
+    call.dlse = of_rows(call.dlse, 1);
+    call.dq.data = of_rows(static_cast<float*>(call.dq.data), H);
+    call.dk.data = of_keys(static_cast<float*>(call.dk.data), H);
+    call.dv.data = of_keys(static_cast<uint16_t*>(call.dv.data), H);
+    std::vector<QueryTile> tiles(NumTiles(num_rows), QueryTile{kNone, 0, {}, 0, 0, {}});
+    call.tiles = Ahead(tiles.data(), (kBatch - 1) * static_cast<int64_t>(tiles.size()));
+    std::vector<RowNumbers> numbers(shape.num_queries);
+    call.numbers = of_rows(numbers.data(), 1);
+    DifferentiateOnHost<BF16, H, H>(call, false, first_of_rows, first_of_keys);
   };
-  const auto small = RunAttention(
-      problem, false, [](const AttendCall& call) { AttendOnHost<H>(call, false); },
-      [](const GradientsCall& call) { DifferentiateOnHost<H>(call, false); });
-  CHECK(RunAttention(problem, false, attend, differentiate) == small);
+  const auto small = RunWhole(
+      problem, true, [](const AttendCall& call) { AttendOnHost<BF16, H, H>(call, false); },
+      [](const GradientsCall& call) { DifferentiateOnHost<BF16, H, H>(call, false); });
+  CHECK(RunWhole(problem, true, attend, differentiate) == small);
 }
 
 // A tile is visited if a row sees one of its keys, and only then.
@@ -128,43 +139,93 @@ void VisitsNoOtherTiles() {
   start[60] = 9 * kTile, end[60] = kKeys;              // tiles 9, 10 and 11
   start[70] = 5 * kTile - 1, end[70] = start[70] + 1;  // tile 4, in the second block
   std::vector<uint16_t> zeros(kKeys * 64);
-  AttentionOperands of{
-      zeros.data(), zeros.data(), zeros.data(), start.data(), end.data(), 1, kRows, kKeys, 1};
+  AttentionOperands of{};
+  of.q = of.k = of.v = zeros.data();
+  of.start = start.data();
+  of.end = end.data();
+  of.batch = of.num_heads = of.num_kv_heads = 1;
+  of.num_rows = kRows;
+  of.num_keys = kKeys;
   std::vector<int> tiles[2];
+  RowRanges rows[2];
   for (int block = 0; block < 2; ++block) {
-    auto stages = std::make_unique<KeyStages<64>>();
-    RowNumbers rows;
+    auto stages = std::make_unique<KeyStages<64, 64, 2>>();
     AsyncCopies copies(true);
-    rows.Copy(&copies, of, 0, block * kTile, nullptr, nullptr);
-    ForTilesOfKeys<64>(of, 0, rows, stages.get(), &copies,
-                       [&](int key, auto...) { tiles[block].push_back(key / kTile); });
+    rows[block].Copy(&copies, of, 0, block * kTile);
+    rows[block].FindCommon(false);
+    ForTilesOfKeys(of, TileOfHead{0, 0, block * kTile}, rows[block], stages.get(), &copies,
+                   [&](int key, auto...) { tiles[block].push_back(key / kTile); });
   }
   CHECK((tiles[0] == std::vector<int>{0, 1, 9, 10, 11}));
   CHECK((tiles[1] == std::vector<int>{4}));
-  std::vector<int32_t> reach{10, kKeys, 5 * kTile - 1, 5 * kTile};
-  GradientsCall call{of, {}, {}, {}, {}, {}, {}, {}};
-  call.reach = reach.data();
+  std::vector<QueryTile> found(2);
+  for (int block = 0; block < 2; ++block) WriteQueryTile(&found[block], rows[block]);
+  CHECK(found[0].first == 10 && found[0].last == kKeys);
+  CHECK(found[1].first == 5 * kTile - 1 && found[1].last == 5 * kTile);
+  CHECK(found[0].used[0] == 1u << 3 && found[0].used[1] == 1u << (60 - 32));
+  CHECK(found[1].used[0] == 1u << (70 - kTile) && found[1].used[1] == 0);
+  GradientsCall call{};
+  static_cast<AttentionOperands&>(call) = of;
+  call.num_heads = 2;
+  call.tiles = found.data();
   const auto queries = [&](int tile) {
-    std::vector<int> found;
-    QueryTiles all(call, 0, tile * kTile);
-    for (int query = all.Next(); query != kNone; query = all.Next()) found.push_back(query);
-    return found;
+    std::vector<int> heads_and_queries;
+    const KeyRanges none{};
+    QueryTiles all(call, 0, tile * kTile, none);
+    for (auto one = all.Next(); one.first != kNone; one = all.Next()) {
+      heads_and_queries.insert(heads_and_queries.end(), {one.head, one.first});
+    }
+    return heads_and_queries;
   };
-  CHECK((queries(1) == std::vector<int>{0}));
-  CHECK((queries(4) == std::vector<int>{0, 64}));  // the reach of the first tile has holes
-  CHECK((queries(11) == std::vector<int>{0}));
-  RowNumbers rows;
-  AsyncCopies copies(true);
-  rows.Copy(&copies, of, 0, 0, nullptr, nullptr);
-  CHECK(rows.See(kTile, 2 * kTile));
-  CHECK(!rows.See(4 * kTile, 5 * kTile));
+  CHECK((queries(1) == std::vector<int>{0, 0, 1, 0}));
+  // The keys of the first tile have holes.
+  CHECK((queries(4) == std::vector<int>{0, 0, 1, 0, 0, 64, 1, 64}));
+  CHECK((queries(11) == std::vector<int>{0, 0, 1, 0}));
+  CHECK(rows[0].FirstKey(kTile) == kTile);
+  CHECK(rows[0].FirstKey(4 * kTile) == 9 * kTile);
+}
+
+// What rows have in common, and which keys one of them sees.
+void FindsCommonAndUsedKeys(std::mt19937& rng) {
+  RowRanges rows{};
+  for (int i = 0; i < kTile; ++i) {
+    rows.start[i] = static_cast<int>(rng() % 40);
+    rows.end[i] = 50 + static_cast<int>(rng() % 100);
+  }
+  rows.end[17] = 3;  // in the second warp
+  rows.FindCommon(false);
+  uint64_t used = 0;
+  for (int key = 0; key < kTile; ++key) {
+    for (int row = 0; row < kTile; ++row) used |= uint64_t{rows.Sees(row, 32 + key)} << key;
+  }
+  CHECK(rows.UsedKeys(32) == used);
+  CHECK(!rows.of_block.Have(40, 41));
+  for (int w = 0; w < kAttentionWarps; ++w) {
+    for (int key = 0; key < 150; ++key) {
+      bool is_common = true;
+      for (int i = 0; i < kWarpRows; ++i) is_common &= rows.Sees(w * kWarpRows + i, key);
+      CHECK(rows.of_warp[w].Have(key, key + 1) == is_common);
+    }
+  }
 }
 
 AttentionErrors OfRandomShape(std::mt19937& rng) {
   const AttentionShape shape = RandomAttentionShape(rng);
   const bool is_early = rng() % 2 == 0;
-  return rng() % 2 == 0 ? EqualsLoops<64>(rng, shape, is_early)
-                        : EqualsLoops<128>(rng, shape, is_early);
+  switch (rng() % 6) {
+    case 0:
+      return EqualsLoops<F16, 64, 64>(rng, shape, is_early);
+    case 1:
+      return EqualsLoops<BF16, 96, 96>(rng, shape, is_early);
+    case 2:
+      return EqualsLoops<BF16, 192, 128>(rng, shape, is_early);
+    case 3:
+      return EqualsLoops<F16, 256, 256>(rng, shape, is_early);
+    case 4:
+      return EqualsLoops<BF16, 64, 64>(rng, shape, is_early);
+    default:
+      return EqualsLoops<BF16, 128, 128>(rng, shape, is_early);
+  }
 }
 
 const Register kTests("test_attention_kernels", [](const Numbers& numbers) {
@@ -172,11 +233,15 @@ const Register kTests("test_attention_kernels", [](const Numbers& numbers) {
   std::fprintf(stderr, "seed %d\n", seed);
   std::mt19937 rng(seed);
   VisitsNoOtherTiles();
-  ReachesTheEndOfLargeMatrices(rng);
-  EqualsLoops<64>(rng, {200, 1, 168, 168}, false);
-  EqualsLoops<64>(rng, {136, 1, 216, 72}, true);
-  EqualsLoops<128>(rng, {96, 1, 150, 80}, false);
-  EqualsLoops<128>(rng, {37, 4, 100, 33, 1}, true);
+  FindsCommonAndUsedKeys(rng);
+  ReachesTheEndOfLargeArrays(rng);
+  EqualsLoops<BF16, 64, 64>(rng, {136, 216}, true);
+  EqualsLoops<F16, 64, 64>(rng, {150, 200, 1, 1, 1, false, true, true}, false);
+  EqualsLoops<BF16, 96, 96>(rng, {70, 70}, false);
+  EqualsLoops<BF16, 192, 128>(rng, {40, 90}, true);
+  EqualsLoops<BF16, 256, 256>(rng, {70, 70, 1, 1, 1}, true);
+  EqualsLoops<BF16, 64, 64>(rng, {70, 130, 2, 2, 1, true}, false);
+  EqualsLoops<BF16, 128, 128>(rng, {37, 100, 4, 2, 1}, true);
   AttentionErrors worst{};
   for (int i = 0; i < numbers.Get(1, 1); ++i) {
     Enlarge(&worst, OfRandomShape(rng));

@@ -9,10 +9,10 @@ import pytest
 CHECK = pathlib.Path(__file__).parents[2] / "csrc/cuda/check_kernels.py"
 KERNELS = [
     *("Plan", "Push", "Stage", "Wait", "Unpack", "Pull"),
-    *("WaitSome", "UnpackReady"),
+    *("WaitSome", "UnpackReady", "SmallDispatch", "SmallCombine"),
     *("BulkPush", "BulkStage", "BulkUnpack", "BulkUnpackReady"),
     *("Attend", "QueryGradients", "KeyGradients"),
-    *("Sum", "Columns", "Transpose", "Swizzle", "Copy", "Begin", "Tell", "WaitFor", "Spoil"),
+    *("Sum", "Columns", "Transpose", "Swizzle", "Copy", "Begin", "Tell", "WaitFor", "End", "Hold"),
 ]
 NAME = "_ZN3cpd43_GLOBAL__N__2168_10_kernels_cu_0e9e{n}{kernel}Kernel{path}ENS_6device4CallE"
 IN_BULK = "INS_6MappedENS_6InBulkINS_10BulkEngineEEEEv"

@@ -5,6 +5,7 @@
 
 #include "device.h"
 #include "device_world.h"
+#include "kernels/held_fields.h"
 #include "native_test.h"
 
 namespace cpd::kernels::test_device {
@@ -48,6 +49,40 @@ void ManyReplicasAndSources() {
   RunRanks(back);
   CHECK(back.IsFine());
   CheckCombined(back);
+}
+
+// A call that runs beside its program reads copies of the metadata.
+void CopiesOfFieldsTakeTheirPlace(bool is_dispatch) {
+  Rng rng(5);
+  World world = RandomWorld(rng, is_dispatch);
+  std::vector<Seen<uint64_t>> memory;
+  std::vector<Call> calls;
+  for (int r = 0; r < world.num_ranks; ++r) {
+    Call call = world.MakeCall(r);
+    HeldFields held;
+    Call sized = call;
+    const int64_t bytes = HoldFields(&sized, nullptr, &held);
+    memory.emplace_back(bytes / 8);
+    CHECK(HoldFields(&call, reinterpret_cast<char*>(memory.back().data()), &held) == bytes);
+    Launch<int>(held.num, world.num_threads, [&](const Block& b, int*) { Hold(b, held); });
+    calls.push_back(call);
+  }
+  world.Clear();
+  const auto plans = world.groups;
+  for (auto& group : world.groups) {
+    for (Plan& plan : group.plans) {
+      for (auto* field : {&plan.num_recv_tokens, &plan.seq_len, &plan.dst_rank, &plan.src_offset}) {
+        std::fill(field->begin(), field->end(), -9);
+      }
+      std::fill(plan.dst_offset.begin(), plan.dst_offset.end(), -9);
+    }
+  }
+  std::vector<std::thread> threads;
+  for (const Call& call : calls) threads.emplace_back([&] { RunCall(call, 2, 3); });
+  for (std::thread& thread : threads) thread.join();
+  for (size_t p = 0; p < plans.size(); ++p) world.groups[p].plans = plans[p].plans;
+  CHECK(world.IsFine());
+  is_dispatch ? CheckDispatched(world) : CheckCombined(world);
 }
 
 World SmallWorld(int num_ranks, bool is_dispatch) {
@@ -167,6 +202,24 @@ void ReceiversCheckCountsAndOverlaps() {
   CHECK(IsSpoiled(overlap, 1));
 }
 
+// Ranks may use different numbers of blocks, and cut their rows into different strips.
+void RanksDifferInBlocks() {
+  Rng rng(6);
+  for (const bool is_dispatch : {true, false}) {
+    World world = RandomWorld(rng, is_dispatch);
+    while (world.num_ranks < 3) world = RandomWorld(rng, is_dispatch);
+    Concurrently(world, -1, [&](Call call) {
+      for (int p = 0; p < call.num_groups; ++p) {
+        call.groups[p].rows_per_strip = 1 + 3 * call.first_rank;
+        call.groups[p].rows_per_push = 8 - 2 * call.first_rank;
+      }
+      for (int i = 0; i < 3; ++i) RunCall(call, 1 + call.first_rank, 2);
+    });
+    CHECK(world.IsFine());
+    is_dispatch ? CheckDispatched(world) : CheckCombined(world);
+  }
+}
+
 // A rank that makes another call than the others is detected; its data is not read as theirs.
 void AnotherProgramIsNamed() {
   World world = SmallWorld(2, true);
@@ -218,9 +271,12 @@ const Register kTests("test_device", [](const Numbers& numbers) {
   CopiesAreCutAtTheWidestVector();
   RandomPlans(numbers.Get(0, 6));
   ManyReplicasAndSources();
+  CopiesOfFieldsTakeTheirPlace(true);
+  CopiesOfFieldsTakeTheirPlace(false);
   BadPlansAreRefusedEverywhere();
   PlansAreCompared();
   ReceiversCheckCountsAndOverlaps();
+  RanksDifferInBlocks();
   AnotherProgramIsNamed();
   AnAbsentRankIsNamed();
 });

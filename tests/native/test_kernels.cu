@@ -1,8 +1,9 @@
 // The GPU kernels on one GPU: one stream per rank, all ranks in one launch, and recorded calls that
 // are replayed, against the same plain loops as test_device.cc; and those of attention, as in
 // test_attention_kernels.cc. For compute-sanitizer, `test_kernels one-launch [WORLDS]` and
-// `test_kernels attention [PROBLEMS]` do only one of these. `test_kernels time [FILE]` times the
-// kernels instead, and `test_kernels profile` runs some of them for a profiler.
+// `test_kernels attention [PROBLEMS]` do only one of these. Instead, `test_kernels time [FILE]`
+// times the kernels, `test_kernels beside [FILE]` exchanges beside a GEMM, `test_kernels small
+// [FILE]` small calls, and `test_kernels profile` runs some of them for a profiler.
 #include <cuda_runtime_api.h>
 
 #include <cctype>
@@ -62,9 +63,11 @@ struct Shared {
 #define CPD_TEST_ALLOCATOR Shared
 
 #include "attention_problem.h"
+#include "beside_gemm.h"
 #include "device_world.h"
 #include "kernel_times.h"
 #include "one_launch.h"
+#include "small_times.h"
 
 namespace {
 
@@ -91,26 +94,31 @@ void RunRecorded(cudaStream_t stream, bool recorded, F launch) {
   CUDA(cudaStreamSynchronize(stream));
 }
 
+// Runs the kernels of attention.
+struct AttentionLauncher {
+  HeadType heads;
+  cudaStream_t stream;
+  bool recorded;
+
+  void operator()(const AttendCall& call) const {
+    RunRecorded(stream, recorded, [&] { CUDA(LaunchAttend(call, heads, stream)); });
+  }
+  void operator()(const GradientsCall& call) const {
+    RunRecorded(stream, recorded, [&] { CUDA(LaunchGradients(call, heads, stream)); });
+  }
+};
+
 // Launched and recorded, with the same bits. Tensor cores cut off what does not fit float32 when
 // they add, instead of rounding it: of_lse.
-template <int H>
+template <typename Element, int H, int Hv>
 AttentionErrors EqualsLoops(Rng& rng, const AttentionShape& shape, cudaStream_t stream) {
-  const AttentionProblem<H> problem(rng, shape);
-  const auto run = [&](bool recorded) {
-    return RunAttention(
-        problem, recorded,
-        [&](const AttendCall& call) {
-          RunRecorded(stream, recorded, [&] { CUDA(LaunchAttend(call, H, stream)); });
-        },
-        [&](const GradientsCall& call) {
-          RunRecorded(stream, recorded, [&] { CUDA(LaunchGradients(call, H, stream)); });
-        });
-  };
-  const AttentionResults results = run(false);
-  CHECK(run(true) == results);
-  const AttentionErrors errors = ErrorsOf(problem, results);
-  CheckErrors(errors, 1e-5);
-  return errors;
+  const HeadType heads{std::is_same_v<Element, BF16> ? DataType::kBF16 : DataType::kF16, H, Hv};
+  const AttentionLauncher launch{heads, stream, false}, replay{heads, stream, true};
+  return RunAttention<Element, H, Hv>(rng, shape, 1e-5, [&](auto run) {
+    const auto results = run(launch, launch);
+    CHECK(run(replay, replay) == results);
+    return results;
+  });
 }
 
 void RunAttentions(Rng& rng, int num_problems, cudaStream_t stream) {
@@ -118,8 +126,13 @@ void RunAttentions(Rng& rng, int num_problems, cudaStream_t stream) {
   AttentionErrors worst{};
   for (int i = 0; i < num_problems; ++i) {
     const AttentionShape shape = RandomAttentionShape(rng);
-    Enlarge(&worst, EqualsLoops<64>(rng, shape, stream));
-    Enlarge(&worst, EqualsLoops<128>(rng, shape, stream));
+    Enlarge(&worst, EqualsLoops<BF16, 64, 64>(rng, shape, stream));
+    Enlarge(&worst, EqualsLoops<BF16, 128, 128>(rng, shape, stream));
+    if (i % 5 == 0) Enlarge(&worst, EqualsLoops<F16, 64, 64>(rng, shape, stream));
+    if (i % 5 == 1) Enlarge(&worst, EqualsLoops<BF16, 96, 96>(rng, shape, stream));
+    if (i % 5 == 2) Enlarge(&worst, EqualsLoops<BF16, 192, 128>(rng, shape, stream));
+    if (i % 5 == 3) Enlarge(&worst, EqualsLoops<F16, 256, 256>(rng, shape, stream));
+    if (i % 5 == 4) Enlarge(&worst, EqualsLoops<F16, 192, 128>(rng, shape, stream));
   }
   Print(stdout, worst);
 }
@@ -169,13 +182,15 @@ World LargeRows(Rng& rng, bool is_dispatch) {
   return world;
 }
 
-// All ranks in one launch, as every program for one GPU runs them; by both copy paths.
+// All ranks in one launch, as every program for one GPU runs them; by both copy paths, and in one
+// kernel.
 void RunOneLaunch(Rng& rng, cudaStream_t stream) {
   for (const bool is_dispatch : {true, false}) {
     World world = Draw(rng, 0, 1) ? LargeRows(rng, is_dispatch) : RandomWorld(rng, is_dispatch);
     OneLaunch launch(world);
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < 6; ++i) {
       launch.call.in_bulk = i % 2 == 1;
+      launch.call.is_small = i % 3 == 2;
       launch.Clear();
       for (int j = 0; j < 3; ++j) CUDA(LaunchCall(launch.call, 4 * world.num_ranks, stream));
       CUDA(cudaStreamSynchronize(stream));
@@ -191,9 +206,10 @@ void RunChannels(Rng& rng, int num_worlds, const std::vector<cudaStream_t>& stre
   for (int i = 0; i < num_worlds; ++i) {
     for (const bool is_dispatch : {true, false}) {
       World world = i % 2 == 0 ? RandomWorld(rng, is_dispatch) : LargeRows(rng, is_dispatch);
-      for (const int way : {0, 1, 2, 3}) {
+      for (const int way : {0, 1, 2, 3, 4, 5}) {
         const bool recorded = way % 2 == 1;
-        world.in_bulk = way >= 2;
+        world.in_bulk = way / 2 == 1;
+        world.is_small = way / 2 == 2;
         Run(world, streams, 3, recorded);
         CHECK(world.IsFine());
         is_dispatch ? CheckDispatched(world) : CheckCombined(world);
@@ -222,6 +238,8 @@ int main(int argc, char** argv) {
   int num_blocks = 0;
   if (name != "attention") CUDA(NumResidentBlocks(&num_blocks));  // loads all kernels of exchanges
   if (name == "time") return TimeKernels(num_blocks, argument);
+  if (name == "beside") return TimeBesideGemm(num_blocks, argument);
+  if (name == "small") return TimeSmallCalls(num_blocks, argument);
   if (name == "profile") return ProfileKernels(num_blocks);
   Rng rng(11);
   std::vector<cudaStream_t> streams(4);

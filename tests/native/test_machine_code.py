@@ -14,6 +14,11 @@ FUNCTION = (
     "\t\tFunction : _ZN3cpd43_GLOBAL__N__9b_10_kernels_cu_0{n}{kernel}KernelI{types}EEvNS4_CallE"
 )
 MAPPED, IN_BULK = "NS_6MappedE", "NS_6InBulkINS_10BulkEngineEEE"
+# An addition that finds the last block, a signal, and a wait for one.
+ADD = ["MEMBAR.ALL.SYS", "ATOMG.E.ADD.64.STRONG.SYS PT, R2, desc[UR10][R4.64], R2", "CCTL.IVALL"]
+SIGNAL = ["MEMBAR.ALL.SYS", "ERRBAR", "STG.E.64.STRONG.SYS desc[UR10][R6.64], R14"]
+ACQUIRE = ["LDG.E.64.STRONG.SYS R12, desc[UR8][R12.64]", "CCTL.IVALL"]
+ORDERED = [*ADD, *SIGNAL, *ACQUIRE]
 # A loop as Push has it: four loads, then four stores.
 LOOP = [
     "LDG.E.128 R4, desc[UR6][R2.64]",
@@ -96,14 +101,56 @@ def replaced(old, *new):
     ],
 )
 def test_what_is_bad(check, kernel, code, is_good):
+    code = code + ORDERED
     found = check.parse(listing(kernel, code))
     assert list(found) == [(kernel, "90")] and len(found[kernel, "90"]) == len(code)
     assert check.study(found[kernel, "90"]).is_good(kernel, "90") == is_good
 
 
+# What a kernel of each kind needs, and what it may not have.
+FOR_GPU = [line.replace(".SYS", ".GPU") for line in ORDERED]
+WEAK_TAG = "LDG.E.64 R12, desc[UR8][R12.64]"
+
+
+@pytest.mark.parametrize(
+    "kernel, code, is_good",
+    [
+        ("Push", ADD + SIGNAL, True),
+        ("Push", ADD, False),
+        ("Push", SIGNAL, False),
+        ("Push", ADD + SIGNAL[-1:], False),  # no barrier
+        ("Push", ADD[1:] + SIGNAL, False),
+        ("Push", ADD[:-1] + SIGNAL, False),  # the cache may be old
+        ("Push", [*ADD, *SIGNAL[:-1], "STG.E.64 desc[UR10][R8.64], R4", SIGNAL[-1]], False),
+        ("Push", [*ADD, *SIGNAL[:-1], "BAR.SYNC.DEFER_BLOCKING 0x0", SIGNAL[-1]], False),
+        ("Push", FOR_GPU, False),
+        ("Push", ADD + SIGNAL + FOR_GPU[-2:], False),
+        ("Push", [*ADD, *SIGNAL, "LDG.E.64.CONSTANT R4, desc[UR6][R2.64]"], False),
+        ("Push", [*ADD, *SIGNAL, "LDC.64 R4, c[0x0][0x210]"], True),  # a parameter
+        ("Plan", SIGNAL, True),
+        ("Plan", SIGNAL[-1:], False),
+        ("Wait", ACQUIRE, True),
+        ("Wait", ACQUIRE[:1], False),
+        ("Wait", [WEAK_TAG, *ACQUIRE[1:]], False),
+        ("UnpackReady", ACQUIRE[:1], True),
+        ("UnpackReady", [WEAK_TAG], False),
+        ("SmallDispatch", ORDERED, True),
+        ("SmallDispatch", ADD + SIGNAL, False),
+        ("SmallDispatch", ["PREEXIT", *ORDERED], False),
+        ("SmallCombine", SIGNAL + ACQUIRE, True),
+        ("SmallCombine", ACQUIRE, False),
+    ],
+)
+def test_what_other_gpus_see(check, kernel, code, is_good):
+    rows = {"Plan": [], "Wait": [], "SmallCombine": LOOP[:-3] * 12 + ["@P0 BRA 0x0"]}
+    moves = rows.get(kernel, [*LOOP[:-2], *LOOP[:-3], *COUNT])
+    found = check.parse(listing(kernel, moves + code))
+    assert check.study(found[kernel, "90"]).is_good(kernel, "90") == is_good
+
+
 def test_older_gpus_copy_nothing_in_bulk(check):
     for code, is_good in [(LOOP, True), (LOOP + BULK_LOAD + BULK_STORE, False)]:
-        found = check.parse(listing("BulkPush", code, architecture="80"))
+        found = check.parse(listing("BulkPush", code + ORDERED, architecture="80"))
         assert check.study(found["BulkPush", "80"]).is_good("BulkPush", "80") == is_good
 
 

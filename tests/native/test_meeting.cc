@@ -33,6 +33,10 @@ struct Ranks {
     Launch<BeginScratch>(
         1, 4, [&](const Block& b, BeginScratch* s) { kernels::Begin(b, meetings[r], s); });
   }
+  void End(int r, char* result = nullptr, int64_t num_bytes = 0) {
+    const MeetingResults results{&states[r], {result}, {num_bytes}};
+    Launch<int>(2, 2, [&](const Block& b, int*) { kernels::End(b, results); });
+  }
   std::string Error(int r) const {
     return errors[r].raised == 0 ? "" : Describe("op", errors[r], meetings[r].num_ranks, 1);
   }
@@ -63,6 +67,7 @@ void RanksMeet() {
       Tell(ranks.meetings[r], next, 1);
       WaitFor(ranks.meetings[r], previous, 1);
       CHECK(buffer[r] == call);
+      ranks.End(r);
     }
   });
   for (int r = 0; r < kRanks; ++r) CHECK(ranks.Error(r).empty() && ranks.states[r].epoch == 50);
@@ -79,9 +84,7 @@ void ALateRankIsNamed() {
   CHECK(Contains(Status::Invalid(ranks.Error(1)), "rank 1 waited for rank 0"));
   for (int r = 0; r < 2; ++r) {
     float result[3] = {1, 2, 3};
-    Launch<int>(1, 2, [&](const Block& b, int*) {
-      Spoil(b, &ranks.states[r], reinterpret_cast<char*>(result), sizeof result);
-    });
+    ranks.End(r, reinterpret_cast<char*>(result), sizeof result);
     for (const float value : result) CHECK(std::isnan(value));
   }
   ranks.errors[0] = {};
@@ -89,7 +92,6 @@ void ALateRankIsNamed() {
   CHECK(Contains(Status::Invalid(ranks.Error(0)), "cannot use this buffer any more"));
   ranks.errors[1] = {};
   ranks.states[1].broken = ranks.states[1].failed = 0;
-  ranks.states[1].epoch = 1;
   ranks.Begin(1);  // ranks that did not fail are notified
   CHECK(Contains(Status::Invalid(ranks.Error(1)), "rank 0 gave up on this buffer"));
 }
@@ -106,6 +108,28 @@ void AMissingSignalIsNamed() {
   CHECK(Contains(Status::Invalid(ranks.Error(1)), "rank 0 gave up on this buffer"));
 }
 
+// A recorded call and one that is not may begin in any order.
+void ACallWaitsForTheOneBefore() {
+  Ranks ranks(1);
+  ranks.Begin(0);
+  bool has_ended = false;
+  std::thread next([&] {
+    ranks.Begin(0);
+    CHECK(has_ended && ranks.states[0].epoch == 2);
+    ranks.End(0);
+  });
+  while (LoadAcquire(&ranks.states[0].begun) < 2) std::this_thread::yield();
+  CHECK(ranks.states[0].epoch == 1);
+  has_ended = true;
+  ranks.End(0);
+  next.join();
+  CHECK(ranks.Error(0).empty() && ranks.states[0].finished == 2);
+  ranks.Begin(0);  // it never ends
+  ranks.meetings[0].deadline_ns = 30'000'000;
+  ranks.Begin(0);
+  CHECK(Contains(Status::Invalid(ranks.Error(0)), "rank 0 waited for rank 0 until the deadline"));
+}
+
 void AnotherProgramIsNamed() {
   Ranks ranks(2);
   ranks.meetings[1].program = 8;
@@ -118,6 +142,7 @@ const Register kTests("test_meeting", [](const Numbers&) {
   RanksMeet();
   ALateRankIsNamed();
   AMissingSignalIsNamed();
+  ACallWaitsForTheOneBefore();
   AnotherProgramIsNamed();
 });
 

@@ -18,7 +18,10 @@ LIMIT = 1200
 # Random programs here; `tests/native/stress.sh` runs 2,000 in each build.
 NUM_PROGRAMS = 25
 
-KERNELS = ("test_bulk", "test_device", "test_early_rows", "test_network", "test_one_launch")
+KERNELS = (
+    *("test_bulk", "test_device", "test_early_rows", "test_network", "test_one_launch"),
+    "test_small_calls",
+)
 RANKS = (
     *("test_transport", "test_transport_failures", "test_completions", "test_waiting_tasks"),
     *("test_shared_memory", "test_shared_overlap", "test_shared_overlap_failures"),
@@ -27,7 +30,7 @@ RANKS = (
 )
 ON_ONE_THREAD = (
     *("test_overlap_team", "test_cublaslt", "test_placement", "test_move_queries"),
-    "test_attention_kernels",
+    *("test_attention_kernels", "test_exchange_pairs"),
 )
 EXCHANGES = ("numerics", "transport", "dispatch")
 

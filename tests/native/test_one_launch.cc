@@ -26,6 +26,7 @@ World WorldOf(Rng& rng, int num_ranks, bool is_dispatch) {
   world.rows_per_strip = Draw(rng, 1, 9);
   world.num_blocks = static_cast<int>(Draw(rng, 1, 2));
   world.num_threads = static_cast<int>(Draw(rng, 1, 3));
+  world.is_small = Draw(rng, 0, 1);
   if (!is_dispatch) world.in_type = world.out_type = DataType::kF32;
   for (int64_t p = Draw(rng, 1, 2); p > 0; --p) {
     std::vector<int64_t> row_bytes;
@@ -68,6 +69,24 @@ void StripsAreThoseOfOneRank() {
     call.num_local = num_local;
     CHECK(RowsPerStrip(call, group, 264) == rows);
   }
+}
+
+// A number of multiprocessors is one of blocks, unless it names all of them: two on each. By
+// default, an exchange between devices leaves some to other work.
+void MultiprocessorsAreBlocks() {
+  for (const bool on_one_device : {true, false}) {
+    const int by_default = on_one_device ? 264 : 64;
+    for (const auto& [num_comm_sm, blocks] : {std::pair{0, by_default},
+                                              {1, 1},
+                                              {48, 48},
+                                              {131, 131},
+                                              {132, 264},
+                                              {1000, 264},
+                                              {-1, by_default}}) {
+      CHECK(NumMoveBlocks(num_comm_sm, 264, on_one_device) == blocks);
+    }
+  }
+  CHECK(NumMoveBlocks(0, 40, false) == 40);  // a small GPU
 }
 
 // Rows that were not written, in every array: holes, and a tail of several turns of each block.
@@ -169,6 +188,7 @@ void ARowThatIsWrittenTwiceIsFound() {
 const Register kTests("test_one_launch", [](const Numbers& numbers) {
   RandomPlans(numbers.Get(0, 4));
   StripsAreThoseOfOneRank();
+  MultiprocessorsAreBlocks();
   UnwrittenRowsAreCleared();
   SourcesAreGatheredByStrip();
   NoRowPassesThroughTheChannel();

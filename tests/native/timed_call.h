@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "cuda/kernels.h"
+#include "kernels/small.h"
 #include "kernels/strips.h"
 
 #define CUDA(call)                                                                           \
@@ -50,16 +51,18 @@ struct Timed {
   int num_passes;
   bool in_bulk;
   int64_t row_bytes;
+  int64_t num_bytes = kTimedBytes;  // of the rows of all ranks
+  bool is_small = false;            // one kernel
 };
 
 // Every rank sends an equal share of its rows to every rank.
 class TimedCall {
  public:
   TimedCall(const Timed& timed, int num_blocks)
-      : tokens_(kTimedBytes / kTimedRanks / timed.row_bytes),
+      : tokens_(timed.num_bytes / kTimedRanks / timed.row_bytes),
         fields_(4 * kTimedRanks * (4 * kTimedRanks + 1)),
-        in_(kTimedBytes),
-        out_(kTimedBytes) {
+        in_(timed.num_bytes),
+        out_(timed.num_bytes) {
     constexpr int kRanks = kTimedRanks;
     const int64_t row_bytes = timed.row_bytes;
     const auto share = static_cast<int32_t>(tokens_ / kRanks);
@@ -100,7 +103,15 @@ class TimedCall {
     call.arrays[0].out = out_.data();
     call.arrays[0].in_row_bytes = call.arrays[0].out_row_bytes = row_bytes;
     call.arrays[0].in_type = call.arrays[0].out_type = type;
-    group.rows_per_strip = RowsPerStrip(call, group, num_blocks);
+    group.rows_per_strip = group.rows_per_push = RowsPerStrip(call, group, num_blocks);
+    if (timed.is_small) {
+      ChooseSmall(&call, num_blocks);
+      if (!call.is_small) {
+        std::fprintf(stderr, "%lld bytes are not a small call\n",
+                     static_cast<long long>(timed.num_bytes));
+        std::exit(1);
+      }
+    }
     const int64_t channel_bytes = AlignUp(LayOutChannel(&call));
     channel_ = std::make_unique<DeviceMemory>(kRanks * channel_bytes);
     for (int r = 0; r < kRanks; ++r) call.symmetric[r] = channel_->data() + r * channel_bytes;

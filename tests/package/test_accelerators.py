@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import importlib.util
 import inspect
 import json
 import pathlib
@@ -9,6 +10,7 @@ import pathlib
 import pytest
 
 import jax_cp_dispatch as cpd
+from jax_cp_dispatch._ranks import runtime
 
 FOLDER = pathlib.Path(__file__).parents[2] / "accelerators"
 
@@ -40,6 +42,25 @@ ENTRY %main (x: bf16[4,128]) -> bf16[4,128] {
 """
 
 
+EXCHANGES = """\
+ENTRY %main (x: bf16[4,128]) -> bf16[6,128] {
+  %x = bf16[4,128]{1,0} parameter(0)
+  %whole = bf16[6,128]{1,0} custom-call(%x), custom_call_target="jax_cp_dispatch.dispatch"
+  %start = (bf16[6,128]{1,0}, bf16[4,128]{1,0}, f32[8]{0}) custom-call(%x), \
+custom_call_target="jax_cp_dispatch.dispatch_start", custom_call_has_side_effect=true
+  %held = f32[8]{0} get-tuple-element(%start), index=2
+  %got = bf16[6,128]{1,0} get-tuple-element(%start), index=0
+  %second = (bf16[4,128]{1,0}, bf16[6,128]{1,0}, f32[8]{0}) custom-call(%whole), \
+custom_call_target="jax_cp_dispatch.combine_start", custom_call_has_side_effect=true
+  %back = bf16[4,128]{1,0} get-tuple-element(%second), index=0
+  %done = bf16[4,128]{1,0} custom-call(%back), custom_call_target="jax_cp_dispatch.exchange_done"
+  %product = bf16[4,128]{1,0} fusion(%x), metadata={op_name="jit(f)/dot_general"}
+  %last = bf16[6,128]{1,0} custom-call(%got), custom_call_target="jax_cp_dispatch.exchange_done"
+  ROOT %sum = bf16[4,128]{1,0} fusion(%last), metadata={op_name="jit(f)/cpd.attention/add"}
+}
+"""
+
+
 @pytest.fixture
 def module(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
@@ -55,6 +76,33 @@ def test_what_lies_between_the_parts_of_a_collective_overlaps_with_it(module):
         "collective-permute": {"bytes": 3 * row, "attention": 2 * row},
         "all-gather": {"bytes": 16 * 128 * 2},
     }
+
+
+def test_what_lies_between_the_calls_of_an_exchange_overlaps_with_it(module):
+    program = module("schedule").Program(EXCHANGES)
+    assert program.collectives() == {"exchange": 3}
+    row = 128 * 2
+    assert program.overlap() == {"exchange": {"bytes": 16 * row, "product": 6 * row}}
+
+
+def test_exchanges_overlap_in_compiled_programs(module):
+    """By the compiler for H100, if it is installed: an environment of `./run accelerators`."""
+    if runtime.cuda is None:
+        pytest.skip(runtime.cuda_reason)
+    if importlib.util.find_spec("jax_plugins") is None:
+        pytest.skip("JAX's CUDA plugin, which has the compiler, is not installed")
+    target = module("targets").TARGETS["8 H100"]
+    shapes = module("shapes").Shapes(target.devices())
+    programs = module("programs").PROGRAMS_FOR_GPUS
+    wanted = {name: 1.0 for name in programs if "_start" in name}
+    wanted |= {"placed, cuda_peer": 0.5, "balanced, planned before, cuda_peer": 0.5}
+    for name, share in wanted.items():
+        row = module("compile").compiled(target, shapes, name, programs[name])
+        assert row["state"] == "compiled", row["reason"]
+        moved = row["overlap"]["exchange"]
+        assert max(moved.get("attention", 0), moved.get("product", 0)) >= share * moved["bytes"], (
+            name
+        )
 
 
 def test_the_page_shows_the_results(module):

@@ -45,7 +45,8 @@ INSIDE = {
         "algorithms": set(),
         "operands": {"local"},
         "check_arguments": {"local", "operands", "packed_mask"},
-        "latents": {"operands"},
+        "kv_heads": set(),
+        "latents": {"kv_heads", "operands"},
         "options": {"latents", "local", "check_arguments", "operands"},
         "transport": {"options"},
         "gather": {"options", "transport"},
@@ -74,7 +75,6 @@ INSIDE = {
             ),
             *("packed_mask", "attended", "operands"),
         },
-        "kv_heads": set(),
         "ulysses": {
             "peer_arguments",
             *(
@@ -96,9 +96,10 @@ INSIDE = {
         "planned_traffic": set(),
         "choose": {"algorithms", "check_arguments", "planned_traffic"},
         "mesh_axes": {"kv_heads"},
+        "expanded_heads": {"kv_heads", "latents", "mesh_axes", "operands"},
         "nested": set(),
         "program": {
-            "latents",
+            "expanded_heads",
             *(
                 "algorithms",
                 "check_arguments",
@@ -122,6 +123,7 @@ INSIDE = {
         },
         "api": {
             "peer_arguments",
+            "expanded_heads",
             "latents",
             "algorithms",
             "auto",

@@ -65,9 +65,27 @@ def test_what_does_not_fit_the_budget_is_left_out_by_name(tmp_path, everything, 
     for _, limit, name, _ in steps:
         assert min(limits[name], 5) <= int(limit) <= limits[name]
     # What runs beside other steps is stopped after its limit, but usually takes less.
-    usual = {"smoke": 5, "warm-": 10}
+    usual = {"smoke": 5, "warm-": 10, "betwe": 60}
     assert sum(min(int(n), usual.get(name[:5], 999)) for _, n, name, _ in steps) <= budget
     assert left_out, "the steps' own limits add up to more than 9 minutes"
+
+
+def test_between_gpus_needs_two(everything, tmp_path):
+    """Where CUDA finds one, the section says so; a machine that has none rehearses it."""
+    names = [name for _, _, name, _ in everything[0]]
+    rates = names.index("between GPUs: rates")
+    assert all(name.startswith("between GPUs: ") for name in names[rates - 5 : rates])
+    python = tmp_path / "python"
+    one = f'case "$2" in *device_count*) echo 1 ;; *) exec {sys.executable} "$@" ;; esac'
+    python.write_text(f"#!/bin/sh\n{one}\n")
+    python.chmod(0o755)
+    ran = subprocess.run(
+        [SCRIPT, "--dry-run", tmp_path / "out"],
+        env={**os.environ, "PYTHON": python, "STEPS": "between"},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert "between GPUs: one GPU" in ran.stdout and "between GPUs: rates" not in ran.stdout
+    assert "cannot run: between" not in ran.stdout
 
 
 def test_a_budget_is_a_number_of_seconds(tmp_path):
@@ -97,6 +115,19 @@ def test_a_line_without_a_gpu_names_the_reason():
     )  # fmt: skip
     assert ran.returncode == 1
     assert re.match(r"dispatch: (no GPU is here|the package was built without CUDA)", ran.stderr)
+
+
+def test_the_tests_between_gpus_run_between_cpu_devices():
+    """Those of their own; the others are run by tests/processes."""
+    ran = subprocess.run(
+        [sys.executable, ROOT / "tests/gpu/several_gpus.py", "test_large_exchanges",
+         "test_products_in_loops_and_of_global_arrays"],
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert "process 0: test_large_exchanges over in_process: ok" in ran.stdout
+    assert "process 0: all over in_process: ok" in ran.stdout
 
 
 def test_a_dead_gpu_is_found_by_touching_it():

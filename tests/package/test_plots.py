@@ -19,6 +19,7 @@ from jax_cp_dispatch.plots import (
     plot_schedules,
     plot_timeline,
 )
+from jax_cp_dispatch.plots.figure import figure_class, label_log_axis, save
 from jax_cp_dispatch.profiling import OverlapProfile
 from jax_cp_dispatch.timeline import COMMUNICATION, COMPUTATION, Span
 
@@ -40,7 +41,9 @@ PLOTS: dict[str, Any] = {
     "plot_masks": lambda path: plot_masks(
         {"near": SlidingWindow(2)}, np.array([[1, 1, 1, 2]]), path
     ),
-    "plot_timeline": lambda path: plot_timeline(steps(), path),
+    "plot_timeline": lambda path: plot_timeline(
+        steps(), path, title="2 ranks (h100)", rearrangement={"zigzag": 1e-6}
+    ),
     "plot_cycles": lambda path: plot_cycles([CyclesRow("five", hamiltonian_cycles(5))], path),
     "plot_schedules": lambda path: plot_schedules(3, path),
     "plot_overlap": lambda path: plot_overlap({"both": OverlapProfile(None, SPANS)}, path),
@@ -66,8 +69,11 @@ def test_the_suffix_selects_the_format_and_files_repeat(name, tmp_path):
 @pytest.mark.parametrize(
     "name, said",
     [
-        ("plot_plan", ["after planning: max/mean 1.00", "queries"]),
-        ("plot_timeline", ["ring", "zigzag", "predicted steps of one layer"]),
+        ("plot_plan", ["after planning: max/mean 1.00", "queries that move"]),
+        (
+            "plot_timeline",
+            ["ring", "zigzag", "2 ranks (h100): predicted, not measured", "rearrangement"],
+        ),
         ("plot_cycles", ["five", *"01234"]),
         ("plot_masks", ["near"]),
         # Pairs of 3 ranks of 4 tokens: 10 + 16 + 16 for the last; 78 / 3 in the mean.
@@ -89,7 +95,57 @@ def test_pictures_say_what_they_show(name, said, tmp_path):
     assert not any("does not fit" in text for text in found)
 
 
+def test_heat_maps_leave_out_what_stays(tmp_path, monkeypatch):
+    from matplotlib.axes import Axes
+
+    images, draw = [], Axes.imshow
+    spy = lambda axes, image, **options: (images.append(image), draw(axes, image, **options))[1]
+    monkeypatch.setattr(Axes, "imshow", spy)
+    plan = plan_attention(lengths=[[1] * 8, [8]], world_size=2)
+    plot_plan(plan, tmp_path / "plan.svg")
+    for image, metadata in zip(images, (plan.q_metadata, plan.kv_metadata), strict=True):
+        moved = np.array(metadata.rows_between_ranks())
+        assert moved.diagonal().all()
+        np.fill_diagonal(moved, 0)
+        assert np.array_equal(np.nan_to_num(image), moved)
+
+
+def test_a_rearrangement_is_no_communication(tmp_path, monkeypatch):
+    from matplotlib.axes import Axes
+
+    bars, draw = {}, Axes.broken_barh
+
+    def spy(axes, spans, where, **look):
+        bars.setdefault(look["facecolors"], []).extend((where[0], *span) for span in spans)
+        return draw(axes, spans, where, **look)
+
+    monkeypatch.setattr(Axes, "broken_barh", spy)
+    plot_timeline(
+        {"a": [cost.StepCost(2.0, 1.0, 0.0)]},
+        tmp_path / "a.svg",
+        title="",
+        rearrangement={"a": 3.0},
+    )
+    lanes = {"compute": -0.4, "communication": 0.0}
+    assert [*bars.values()] == [
+        [(lanes["communication"], 0.0, 3e3)],
+        [(lanes["compute"], 3e3, 2e3)],
+        [(lanes["communication"], 3e3, 1e3)],
+    ]
+
+
+def test_logarithmic_axes_have_ticks_within_a_decade(tmp_path):
+    figure = figure_class("test")()
+    axes = figure.subplots()
+    axes.set(xscale="log", xlim=(0.3, 3))
+    label_log_axis(axes.xaxis)
+    save(figure, tmp_path / "log.svg")
+    assert {"0.5", "1", "2"} <= set(texts(tmp_path / "log.svg"))
+
+
 def test_metadata_is_drawn_too(tmp_path):
     metadata = compute_metadata(np.full((2, 1), 4, np.int32), np.array([[1], [0]], np.int32))[0]
     plot_plan(metadata, tmp_path / "moves.svg")
-    assert {"rows that move", "received from others"} <= set(texts(tmp_path / "moves.svg"))
+    assert {"moved rows of each rank", "rows that move", "received from others"} <= set(
+        texts(tmp_path / "moves.svg")
+    )

@@ -159,9 +159,9 @@ def test_pictures(kind, tmp_path):
     plan = make_plan()
     before = f"before placing: max/mean {placement.imbalance_before:.2f}"
     drawn, labels = {
-        "moved": (plan, ["attention work", "queries", "keys and values"]),
-        "placement": (placement, ["attention work", "keys and values", before]),
-        "placed": (placement.plan, ["attention work", "keys and values"]),
+        "moved": (plan, ["attention work", "queries that move", "keys and values that move"]),
+        "placement": (placement, ["attention work", "keys and values that move", before]),
+        "placed": (placement.plan, ["attention work", "keys and values that move"]),
         "metadata": (plan.q_metadata, ["rows that move", "rows", "received from others"]),
     }[kind]
     plot_plan(drawn, tmp_path / "plan.svg")

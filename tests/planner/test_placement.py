@@ -5,18 +5,20 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 from any_mask import any_mask
 from hypothesis import given, strategies as st
+from packed_batches import pack
 from placement_bounds import keys_if_fillers_were_free, keys_of_the_longest_document, least_keys
 from placement_oracle import check_placement, fewest_keys
 from properties import examples
 from random_lengths import UNIT, causal_pairs, cut, large_case
 
-from jax_cp_dispatch import PlacementConfig, place_tokens
+from jax_cp_dispatch import PlacementConfig, masks, place_tokens, stack_plans
 from jax_cp_dispatch.masks import Chunked, SlidingWindow
 
 TOKENS = 65536
@@ -220,6 +222,38 @@ def test_apply_and_restore():
     np.testing.assert_array_equal(on_device, arrays["tokens"])
     no_features = np.zeros((2, columns, 0))
     assert placement.restore(placement.apply(no_features)).shape == no_features.shape
+
+
+def test_groups_of_rows_are_placed_on_ranks_of_their_own():
+    """As placements of the groups apart, with arrays and masks of the whole batch."""
+    rng = np.random.default_rng()
+    ids, positions = pack(rng, 6, 24, max_length=20)
+    ids[:2] = 0  # a group of padding
+    mask = masks.Blocks(rng.integers(0, 3, size=ids.shape))
+    options: dict[str, Any] = {"world_size": 2, "masks": ("causal", mask)}
+    placement = place_tokens(segment_ids=ids, positions=positions, num_groups=3, **options)
+    apart = []
+    for rows in np.split(np.arange(6), 3):
+        options["masks"] = "causal", jax.tree.map(lambda x, rows=rows: x[rows], mask)
+        apart.append(place_tokens(segment_ids=ids[rows], positions=positions[rows], **options))
+    for got, plans in zip(
+        placement.plans, zip(*(x.plans for x in apart), strict=True), strict=True
+    ):
+        jax.tree.map(np.testing.assert_array_equal, got, stack_plans(plans))
+    x = rng.normal(size=(6, 24, 3))
+    each = zip(apart, np.split(x, 3), strict=True)
+    placed = placement.apply(x)
+    np.testing.assert_array_equal(placed, np.concatenate([p.apply(part) for p, part in each]))
+    np.testing.assert_array_equal(placement.restore(placed), x)
+    np.testing.assert_array_equal(placement.pairs_before, [p.pairs_before for p in apart])
+    assert placement.imbalance == max(p.imbalance for p in apart)
+    assert placement.needs.kv_capacity == max(p.needs.kv_capacity or 0 for p in apart)
+    window = placement.plan_for(masks.SlidingWindow(4))
+    want = stack_plans([p.plan_for(masks.SlidingWindow(4)) for p in apart])
+    jax.tree.map(np.testing.assert_array_equal, window, want)
+    assert "Group 2 of 3" in placement.describe()
+    part = placement.groups[1].slice_of(1).apply(x[2:4])
+    np.testing.assert_array_equal(part, apart[1].slice_of(1).apply(x[2:4]))
 
 
 def test_the_order_is_read_only():

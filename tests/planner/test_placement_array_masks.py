@@ -1,6 +1,7 @@
 """Placements for masks with arrays: each query sees its keys, alone and beside other masks."""
 
 import pickle
+from typing import Any
 
 import jax
 import numpy as np
@@ -10,7 +11,7 @@ from mask_oracle import batch_visible
 from packed_batches import pack
 from planner_oracle import deliver
 
-from jax_cp_dispatch import PlacementConfig, place_tokens, stack_plans
+from jax_cp_dispatch import PlacementConfig, fit_placement_config, place_tokens, stack_plans
 from jax_cp_dispatch.masks import Causal, PrefixLM, SharedPrefix, SlidingWindow, Tree
 
 
@@ -120,3 +121,17 @@ def test_what_is_refused():
         fallback="ring",
     )  # fmt: skip
     assert [bool(x.fits) for x in fallback.plans] == [False, False]
+
+
+def test_capacities_from_the_masks_of_each_batch():
+    rng = np.random.default_rng()
+    batches = [np.repeat([1, 2], [size, 24 - size])[None] for size in (5, 20, 12)]
+    of_batches = [PrefixLM(np.arange(24)[None] < rng.integers(1, 24)) for _ in batches]
+    options: dict[str, Any] = {"world_size": 2}
+    config = fit_placement_config(batches, mask=of_batches, **options)
+    for ids, mask in zip(batches, of_batches, strict=True):
+        assert place_tokens(segment_ids=ids, mask=mask, config=config, **options).plan.fits
+    both = [("causal", mask) for mask in of_batches]
+    assert fit_placement_config(batches, masks=both, **options).kv_capacity
+    with pytest.raises(ValueError, match=r"got fewer masks than batches\. Pass one for each"):
+        fit_placement_config(batches, mask=of_batches[:2], **options)

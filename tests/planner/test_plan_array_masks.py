@@ -104,7 +104,7 @@ def test_plans_of_one_kind_stack_and_a_fallback_has_their_shapes():
     plans = []
     for size in (20, 3, 40):
         segment_ids = np.repeat(np.arange(1, 6, dtype=np.int32), [size, 5, 5, 5, 45 - size])[None]
-        mask = PrefixLM(rng.random((1, 60)) < 0.5)
+        mask = PrefixLM(np.arange(60)[None] < rng.integers(1, 60))
         options = {"world_size": 3, "mask": mask, "fallback": "ring"}
         plans.append(plan_attention(segment_ids, config=config, **options))
     tight = PlanConfig(None, 40, 21, 8, 8, 8)
@@ -128,7 +128,7 @@ def test_arrays_of_another_shape_are_refused():
 def test_capacities_from_a_sample_of_batches_and_of_one_inside_jit():
     rng = np.random.default_rng()
     batches = [np.repeat([1, 2], [size, 24 - size])[None] for size in (5, 20, 12)]
-    masks = [PrefixLM(rng.random((1, 24)) < 0.5) for _ in batches]
+    masks = [PrefixLM(np.arange(24)[None] < rng.integers(1, 24)) for _ in batches]
     config = fit_plan_config(batches, world_size=2, mask=masks)
     options = {"world_size": 2, "mask": masks[0]}
     assert plan_attention(batches[0], **options, config=config).fits

@@ -180,6 +180,13 @@ CASES = [
     ),
     ("place_tokens", lambda: place(segment_ids=IDS, columns=96), "columns without lengths"),
     ("place_tokens", lambda: place([]), "lengths is empty"),
+    ("place_tokens", lambda: place([[4]], num_groups=2), "2, which must divide the 1 batch rows"),
+    ("place_tokens", lambda: place([[4]] * 2, num_groups=2, rank=0), "call slice_of on one of"),
+    (
+        "Placement.slice_of",
+        lambda: place([[4]] * 2, num_groups=2).slice_of(0),
+        "got 2 groups. Call it on one of `groups`",
+    ),
     ("place_tokens", lambda: place([[4, -1]]), "document 1 of batch row 0 has length -1"),
     ("place_tokens", lambda: place([[1.5]]), "integer"),
     ("place_tokens", lambda: place([3], columns=0), "columns is 0; it needs to be at least 1"),

@@ -46,6 +46,14 @@ def recur(**given: Any):
 # Name, call, and the message after "<operation>: ".
 CASES = [
     ("shift", lambda: shift(offset=1.5), "offset is 1.5; it needs to be an int"),
+    ("shift", lambda: shift(INTEGERS, fill=0.5), r"fill is 0.5, but .* int32. Pass an integer in"),
+    ("shift", lambda: shift(INTEGERS > 0, fill=2), r"fill is 2, but .* bool. Pass .* \[0, 1\]"),
+    ("shift", lambda: shift(INTEGERS.astype(np.uint8), fill=-1), r"fill is -1, but .* \[0, 255\]"),
+    (
+        "shift_documents",
+        lambda: sequence.shift_documents(INTEGERS, 1, segment_ids=IDS, fill=2**40),
+        "fill is 1099511627776, but an array has dtype int32",
+    ),
     ("shift", lambda: shift({}), "at least one such array"),
     ("shift", lambda: shift(layout="striped"), "layout is 'striped'; it needs"),
     (

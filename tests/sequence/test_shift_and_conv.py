@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import sequence_oracle as oracle
 from jax.sharding import AxisType
-from on_mesh import AXIS, permuted_mesh
+from on_mesh import AXIS, all_fail, mesh_of, permuted_mesh
 from orders import BATCHES, Order, packed
 
-from jax_cp_dispatch import sequence
+from jax_cp_dispatch import place_tokens, sequence, zigzag_permutation
 
 CASES = pytest.mark.parametrize(
     ("order", "batch", "num_ranks"),
@@ -149,3 +149,60 @@ def test_bfloat16_accumulates_in_float32():
     assert out.dtype == jnp.bfloat16
     # bfloat16 has 8 bits: half a unit of rounding, after sums that are exact beside it.
     np.testing.assert_allclose(out.astype(np.float32), exact, rtol=2**-8, atol=1e-5)
+
+
+def _one_by_one(num_tokens, num_documents, num_ranks):
+    """The order of documents that are zigzagged one by one, and then stored as one sequence."""
+    order = zigzag_permutation(num_tokens, num_ranks).reshape(num_ranks, 1, -1)
+    first = num_tokens * np.arange(num_documents)[None, :, None]
+    return (order + first).reshape(-1)
+
+
+@pytest.mark.parametrize(
+    "taps, lengths, order, given",
+    [
+        (3, [30, 20, 14], zigzag_permutation(64, 4), {"layout": "contiguous"}),
+        (1, [30, 20, 14], zigzag_permutation(64, 4), {"layout": "contiguous"}),
+        (3, [32, 32], _one_by_one(32, 2, 4), {"layout": "zigzag", "positions": True}),
+    ],
+)
+def test_tokens_in_another_order_than_said_fail_on_all_ranks(taps, lengths, order, given):
+    """Traced ids show it, or positions: ids alone take equal halves for two documents in zigzag."""
+    ids = np.repeat([np.arange(1, 1 + len(lengths))], lengths, axis=1)[:, order]
+    positions = np.concatenate([np.arange(n) for n in lengths])[None, order]
+    options = {"axis_name": AXIS, "mesh": mesh_of(4), "layout": given["layout"]}
+    weight = np.ones((taps, 2), np.float32)
+
+    @jax.jit
+    def run(x, ids, positions):
+        places = positions if "positions" in given else None
+        return sequence.causal_conv(x, weight, segment_ids=ids, positions=places, **options)
+
+    x = np.ones((1, 64, 2), np.float32)
+    all_fail(run(x, ids, positions), "causal_conv .* a document has several pieces in its")
+
+
+def test_ids_that_do_not_ascend_are_compared_as_a_whole():
+    """Random ids in order are accepted; by XLA's collectives, an id that returns gives NaN."""
+    lengths, x = [30, 20, 14], np.arange(128.0, dtype=np.float32).reshape(1, 64, 2)
+    run = jax.jit(
+        lambda ids: sequence.shift(
+            x, 1, axis_name=AXIS, mesh=mesh_of(4), segment_ids=ids, implementation="xla"
+        )
+    )
+    out = run(np.repeat([[7, 2, 9]], lengths, axis=1))
+    np.testing.assert_array_equal(out, run(np.repeat([[1, 2, 3]], lengths, axis=1)))
+    assert np.isnan(run(np.repeat([[7, 2, 7]], lengths, axis=1))).all()
+
+
+@pytest.mark.parametrize("num_ranks, offset", [(1, 1), (2, 0)])
+def test_a_plan_of_another_batch_fails_where_nothing_moves(num_ranks, offset):
+    placement = place_tokens([[20, 12]], world_size=num_ranks)
+    ids = np.repeat([[1, 2]], [20, 12], axis=1)
+    x = np.ones((1, 32, 2), np.float32)
+    given = {"axis_name": AXIS, "mesh": mesh_of(num_ranks), "plan": placement.plan}
+    run = jax.jit(lambda x, ids: sequence.shift(x, offset, segment_ids=ids, **given))
+    out = run(*placement.apply((x, ids)))
+    assert np.isfinite(out).all()
+    with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match="made for another batch"):
+        jax.block_until_ready(run(x, np.ones_like(ids)))

@@ -29,7 +29,7 @@ MASKS = {
     "SlidingWindow(left, right)": masks.SlidingWindow(4, 4),
     "Chunked": masks.Chunked(4),
     "BlockCausal": masks.BlockCausal(4),
-    "PrefixLM": masks.PrefixLM(np.tile([True, False], T // 2)[None]),
+    "PrefixLM": masks.PrefixLM(POSITIONS < T // 4),
     "Blocks": masks.Blocks(np.repeat([[0, 1]], T // 2, axis=1)),
     "SharedPrefix": masks.SharedPrefix(np.repeat([[0, 1, 0, 2]], T // 4, axis=1)),
     "Tree": masks.Tree(np.repeat([[0, 1]], T // 2, axis=1), np.array([[-1, 0]])),

@@ -27,8 +27,8 @@ def random_trees(rng, rows, tokens, spans):
 def random_mask(kind, rng, segment_ids) -> Any:
     """Returns arguments of a mask of this kind, its constructor, and its pairs in each row."""
     shape = segment_ids.shape
+    first = np.diff(segment_ids, axis=1, prepend=-1) != 0
     if kind == "prefix":
-        first = np.diff(segment_ids, axis=1, prepend=0) != 0
         column = np.arange(shape[1])
         start = np.maximum.accumulate(np.where(first, column, 0), axis=1)
         length = np.where(first, rng.integers(0, 9, shape), 0)
@@ -39,7 +39,7 @@ def random_mask(kind, rng, segment_ids) -> Any:
         return Blocks, (ids,), block_pairs(ids)
     if kind == "shared_prefix":
         ids = np.cumsum(rng.random(shape) < 0.2, axis=1)  # every run another id, prompts apart
-        ids = np.where(ids % 4 == 0, 0, ids)
+        ids = np.where((ids % 4 == 0) | first, 0, ids)  # documents begin with a prompt
         return SharedPrefix, (ids,), shared_prefix_pairs(ids)
     if kind == "tree":
         trees = random_trees(rng, shape[0], shape[1], 6)

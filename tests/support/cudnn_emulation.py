@@ -1,30 +1,23 @@
-"""cuDNN's flash attention, `[B, N, T, H]`, in plain JAX: the assumed semantics of its calls.
-
-Values that cuDNN leaves undefined are NaN here.
-"""
+"""cuDNN's flash attention, `[B, T, N, H]`, in plain JAX: the assumed semantics of its calls."""
 
 import jax.numpy as jnp
 from jax._src.cudnn.fused_attention_stablehlo import AttentionLayout, MaskType
 from jax.nn import logsumexp
 
 
-def _logits(q, k, kv_lengths, mask_type, scale, layout, sliding_window_length):
-    assert layout == AttentionLayout.BNTH.value and sliding_window_length is None
-    T, S = q.shape[2], k.shape[2]
-    row, column = jnp.arange(T)[:, None], jnp.arange(S)
-    if mask_type is MaskType.CAUSAL:  # aligned at the top left
-        assert S >= T
-        allowed = (column <= row)[None]
-    else:
-        assert mask_type is MaskType.PADDING
-        allowed = jnp.broadcast_to(column < kv_lengths[:, None, None], (q.shape[0], T, S))
-    logits = scale * jnp.einsum("bnth,bnsh->bnts", q, k)
-    return jnp.where(allowed[:, None], logits, -jnp.inf), allowed
+def _logits(q, k, mask_type, scale, layout, sliding_window_length):
+    assert layout == AttentionLayout.BTNH.value and sliding_window_length is None
+    T, S = q.shape[1], k.shape[1]
+    logits = scale * jnp.einsum("btnh,bsnh->bnts", q, k)
+    if mask_type is MaskType.NO_MASK:
+        return logits
+    assert mask_type is MaskType.CAUSAL and S == T
+    return jnp.where(jnp.tri(T, S, dtype=bool), logits, -jnp.inf)
 
 
 def _float32(q, *others):
     """Converts all to float32 and repeats keys and values for each query head."""
-    repeated = (jnp.repeat(x, q.shape[1] // x.shape[1], 1) for x in others)
+    repeated = (jnp.repeat(x, q.shape[2] // x.shape[2], 2) for x in others)
     return [x.astype(jnp.float32) for x in (q, *repeated)]
 
 
@@ -32,34 +25,33 @@ class Forward:
     """Replaces JAX's primitive."""
 
     @staticmethod
-    def bind(q, k, v, bias, q_lengths, kv_lengths, *rest, mask_type, scale, is_training, **options):
-        assert is_training
+    def bind(q, k, v, *rest, mask_type, scale, is_training, **options):
+        assert is_training and [x.size for x in rest] == [0] * 7
         wide, k, v = _float32(q, k, v)
-        logits, _ = _logits(wide, k, kv_lengths, mask_type, scale, *_used(options))
+        logits = _logits(wide, k, mask_type, scale, *_used(options))
         lse = logsumexp(logits, axis=3)
-        return jnp.exp(logits - lse[..., None]).astype(q.dtype).astype(jnp.float32) @ v, lse
+        out = jnp.einsum("bnts,bsnh->btnh", jnp.exp(logits - lse[..., None]), v)
+        return out.astype(q.dtype), lse
 
 
 class Backward:
     """Likewise; uses the given `lse` and `out`, whatever these keys would give."""
 
     @staticmethod
-    def bind(q, k, v, bias, q_lengths, kv_lengths, *rest, mask_type, scale, **options):
+    def bind(q, k, v, *rest, mask_type, scale, **options):
         lse, out, dout = rest[-3:]
         wide_q, wide_k, wide_v, wide_out, wide_dout = _float32(q, k, v, out, dout)
-        logits, allowed = _logits(wide_q, wide_k, kv_lengths, mask_type, scale, *_used(options))
+        logits = _logits(wide_q, wide_k, mask_type, scale, *_used(options))
         p = jnp.exp(logits - lse[..., None])
-        delta = jnp.sum(wide_out * wide_dout, axis=3, keepdims=True)
-        ds = scale * p * (jnp.einsum("bnth,bnsh->bnts", wide_dout, wide_v) - delta)
-        undefined = jnp.where(jnp.any(allowed, axis=1), 0, jnp.nan)[:, None, :, None]
+        delta = jnp.einsum("btnh,btnh->bnt", wide_out, wide_dout)
+        ds = scale * p * (jnp.einsum("btnh,bsnh->bnts", wide_dout, wide_v) - delta[..., None])
 
         def of_keys(dx, x):
-            B, K, S, H = x.shape
-            return jnp.sum(dx.reshape(B, K, -1, S, H), axis=2).astype(x.dtype) + undefined
+            return jnp.sum(dx.reshape(*x.shape[:3], -1, x.shape[3]), axis=3).astype(x.dtype)
 
-        dk = of_keys(jnp.einsum("bnts,bnth->bnsh", ds, wide_q), k)
-        dv = of_keys(jnp.einsum("bnts,bnth->bnsh", p, wide_dout), v)
-        return (ds @ wide_k).astype(q.dtype), dk, dv
+        dq = jnp.einsum("bnts,bsnh->btnh", ds, wide_k).astype(q.dtype)
+        dk = of_keys(jnp.einsum("bnts,btnh->bsnh", ds, wide_q), k)
+        return dq, dk, of_keys(jnp.einsum("bnts,btnh->bsnh", p, wide_dout), v)
 
 
 def _used(options):

@@ -2,6 +2,7 @@
 // never waits.
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <string>
 #include <vector>
 
@@ -15,48 +16,116 @@ namespace ffi = xla::ffi;
 namespace cpd {
 namespace {
 
-using Bf16s = ffi::Buffer<ffi::BF16>;
+using Any = ffi::AnyBuffer;
 using Ints = ffi::Buffer<ffi::S32>;
 using Floats = ffi::Buffer<ffi::F32>;
-
-const uint16_t* Bits(const Bf16s& x) { return reinterpret_cast<const uint16_t*>(x.typed_data()); }
 
 Status Invalid(const std::string& op, const std::string& got) {
   return Status::Invalid(op + ": the kernel got " + got +
                          "; this is a fault of jax_cp_dispatch, please report it");
 }
 
-// What both calls read. Blocked arrays [matrices, blocks, rows, H]; rows of all blocks are
-// contiguous.
+const uint16_t* Bits(const Any& x) { return static_cast<const uint16_t*>(x.untyped_data()); }
+
+bool HasShape(const Any& x, const std::vector<int64_t>& shape) {
+  const auto dims = x.dimensions();
+  return std::equal(dims.begin(), dims.end(), shape.begin(), shape.end());
+}
+
+// What both calls read: arrays [batch, rows, heads, size], and the keys of each row.
 struct Operands {
-  Bf16s q, k, v;
+  Any q, k, v;
   Ints start, end;
-  float scale;
+  float scale, soft_cap;
+
+  HeadType Heads() const {
+    return {ToDataType(q.element_type()), static_cast<int>(q.dimensions()[3]),
+            static_cast<int>(v.dimensions()[3])};
+  }
+  std::vector<int64_t> OfQueries(int64_t size) const {
+    const auto rows = q.dimensions();
+    return {rows[0], rows[1], rows[2], size};
+  }
+  // Of numbers of each row.
+  size_t NumRows() const {
+    const auto rows = q.dimensions();
+    return static_cast<size_t>(rows[0] * rows[1] * rows[2]);
+  }
+  bool IsOfRows(const Floats& x) const { return x.element_count() == NumRows(); }
+  // Whether an array is float, or has the type of the elements.
+  bool IsFloat(const Any& x) const {
+    return x.element_type() == ffi::F32 || x.element_type() == q.element_type();
+  }
 };
 
 Status Read(const std::string& op, const Operands& x, kernels::AttentionOperands* of) {
-  const auto rows = x.q.dimensions(), keys = x.k.dimensions();
-  if (rows.size() != 4 || keys.size() != 4 || rows[0] != keys[0] || rows[3] != keys[3]) {
-    return Invalid(op, "q and k of different matrices or heads");
+  const auto rows = x.q.dimensions(), keys = x.k.dimensions(), values = x.v.dimensions();
+  if (rows.size() != 4 || keys.size() != 4 || values.size() != 4 || rows[0] != keys[0] ||
+      rows[3] != keys[3] || keys[2] <= 0 || rows[2] % keys[2] != 0 ||
+      !std::equal(keys.begin(), keys.end() - 1, values.begin())) {
+    return Invalid(op, "q, k and v of different batches or heads");
   }
-  const int64_t num_rows = rows[1] * rows[2], num_keys = keys[1] * keys[2];
-  if (num_rows >= kernels::kNone - kernels::kTile || num_keys >= kernels::kNone - kernels::kTile) {
-    return Invalid(op, "more than 2^31 rows");
+  if (x.k.element_type() != x.q.element_type() || x.v.element_type() != x.q.element_type()) {
+    return Invalid(op, "q, k and v of different types");
   }
-  const auto all_rows = static_cast<size_t>(rows[0] * num_rows);
-  if (x.v.element_count() != x.k.element_count() || x.start.element_count() != all_rows ||
-      x.end.element_count() != all_rows) {
-    return Invalid(op, "v or ranges of another size");
+  constexpr int64_t kMost = kernels::kNone - kernels::kTile;
+  if (rows[0] * rows[1] >= kMost || keys[1] >= kMost || rows[2] * rows[3] >= kMost ||
+      values[2] * values[3] >= kMost) {
+    return Invalid(op, "2^31 rows or elements of a row");
+  }
+  const auto all_rows = static_cast<size_t>(rows[0] * rows[1]);
+  if (x.start.element_count() != all_rows || x.end.element_count() != all_rows) {
+    return Invalid(op, "ranges of another size");
   }
   *of = {Bits(x.q),
          Bits(x.k),
          Bits(x.v),
          x.start.typed_data(),
          x.end.typed_data(),
-         rows[0],
-         static_cast<int>(num_rows),
-         static_cast<int>(num_keys),
-         x.scale};
+         static_cast<int>(rows[0]),
+         static_cast<int>(rows[1]),
+         static_cast<int>(keys[1]),
+         static_cast<int>(rows[2]),
+         static_cast<int>(keys[2]),
+         x.scale,
+         x.soft_cap,
+         nullptr,
+         nullptr,
+         nullptr};
+  return {};
+}
+
+// The first three remaining arguments: the index of each row, and the range of each key.
+Status ReadQueries(const std::string& op, const ffi::RemainingArgs& arguments,
+                   kernels::AttentionOperands* of) {
+  const auto numbers = [&](size_t i, int64_t size) -> const int32_t* {
+    if (i >= arguments.size()) return nullptr;
+    const auto x = arguments.get<Ints>(i);
+    const auto wanted = static_cast<size_t>(of->batch * size);
+    return x.has_value() && x->element_count() == wanted ? x->typed_data() : nullptr;
+  };
+  of->index = numbers(0, of->num_rows);
+  of->first_query = numbers(1, of->num_keys);
+  of->end_query = numbers(2, of->num_keys);
+  if (of->index && of->first_query && of->end_query) return {};
+  return Invalid(op, "ranges of queries of another size");
+}
+
+// Rows of floats; an invalid status if they have another shape or type.
+template <typename To>
+Status ReadFloats(const std::string& op, const Operands& of, Any x,
+                  const std::vector<int64_t>& shape, To* to) {
+  if (!HasShape(x, shape) || !of.IsFloat(x)) return Invalid(op, "rows of another shape or type");
+  to->data = x.untyped_data();
+  to->is_wide = x.element_type() == ffi::F32;
+  return {};
+}
+
+// Numbers of each row, of all heads.
+template <typename T>
+Status ReadNumbers(const std::string& op, const Operands& of, const Floats& x, T** to) {
+  if (!of.IsOfRows(x)) return Invalid(op, "numbers of another count of rows");
+  *to = x.typed_data();
   return {};
 }
 
@@ -76,55 +145,152 @@ Status Begin(const std::string& op, int device, bool executes) {
               ". Rebuild the package for this GPU, or set JAX_CP_DISPATCH_ATTENTION_KERNEL=0."};
 }
 
-template <bool kExecute>
-ffi::Error AttendIn(int32_t device, cudaStream_t stream, Bf16s q, Bf16s k, Bf16s v, Ints start,
-                    Ints end, ffi::RemainingArgs seen, ffi::Result<Floats> peak,
-                    ffi::Result<Floats> total, ffi::Result<Floats> acc, float scale) {
-  const std::string op = "local_attention";
-  Status status = Begin(op, device, kExecute);
-  if (!status.ok() || !kExecute) return ToError(status);
-  kernels::AttendCall call{};
-  status = Read(op, {q, k, v, start, end, scale}, &call);
-  if (!status.ok()) return ToError(status);
-  const float* of_seen[3] = {};
-  if (seen.size() != 0 && seen.size() != 3) return ToError(Invalid(op, "a part of a softmax"));
-  for (size_t i = 0; i < seen.size(); ++i) {
-    const auto x = seen.get<Floats>(i);
-    if (!x.has_value()) return ToError(Invalid(op, "an online softmax that is not float32"));
-    of_seen[i] = x->typed_data();
-  }
-  call.seen_peak = of_seen[0];
-  call.seen_total = of_seen[1];
-  call.seen_acc = of_seen[2];
-  call.peak = peak->typed_data();
-  call.total = total->typed_data();
-  call.acc = acc->typed_data();
-  return Ended(op, LaunchAttend(call, static_cast<int>(q.dimensions()[3]), stream));
+// The first error of several steps.
+template <typename... Steps>
+Status InTurn(Steps... steps) {
+  Status status;
+  ((status = status.ok() ? steps() : status), ...);
+  return status;
+}
+
+// Remaining argument i; nullptr if there is none, or it is not float32.
+const float* FloatsAt(const ffi::RemainingArgs& arguments, size_t i) {
+  if (i >= arguments.size()) return nullptr;
+  const auto x = arguments.get<Floats>(i);
+  return x.has_value() ? x->typed_data() : nullptr;
 }
 
 template <bool kExecute>
-ffi::Error GradientsIn(int32_t device, cudaStream_t stream, Bf16s q, Bf16s k, Bf16s v, Ints start,
-                       Ints end, Bf16s dout, Floats lse, Floats delta, ffi::Result<Floats> dq,
-                       ffi::Result<Floats> dk, ffi::Result<Floats> dv, ffi::Result<Ints> reach,
-                       float scale) {
+ffi::Error AttendIn(int32_t device, cudaStream_t stream, Any q, Any k, Any v, Ints start, Ints end,
+                    ffi::RemainingArgs others, ffi::Result<Any> out, ffi::Result<Floats> lse,
+                    ffi::RemainingRets peak, float scale, float soft_cap, bool has_queries) {
+  const std::string op = "local_attention";
+  Status status = Begin(op, device, kExecute);
+  if (!status.ok() || !kExecute) return ToError(status);
+  const Operands of{q, k, v, start, end, scale, soft_cap};
+  const size_t first = has_queries ? 3 : 0;  // of the remaining arguments
+  kernels::AttendCall call{};
+  status =
+      InTurn([&] { return Read(op, of, &call); },
+             [&] { return has_queries ? ReadQueries(op, others, &call) : Status{}; },
+             [&] { return ReadFloats(op, of, *out, of.OfQueries(v.dimensions()[3]), &call.out); },
+             [&] { return ReadNumbers(op, of, *lse, &call.lse); },
+             [&]() -> Status {
+               if (peak.size() == 0) return {};
+               const auto x = peak.get<Floats>(0);
+               if (!x.has_value()) return Invalid(op, "a peak that is not float32");
+               return ReadNumbers(op, of, **x, &call.peak);
+             },
+             [&]() -> Status {
+               if (others.size() == first) return {};
+               const auto x = others.get<Floats>(first);
+               const auto heads = static_cast<size_t>(call.batch) * call.num_heads;
+               if (!x.has_value() || x->element_count() != heads)
+                 return Invalid(op, "another sink");
+               call.sink = x->typed_data();
+               return {};
+             });
+  if (!status.ok()) return ToError(status);
+  return Ended(op, LaunchAttend(call, of.Heads(), stream));
+}
+
+template <bool kExecute>
+ffi::Error AttendMoreIn(int32_t device, cudaStream_t stream, Any q, Any k, Any v, Ints start,
+                        Ints end, ffi::RemainingArgs others, ffi::Result<Floats> peak,
+                        ffi::Result<Floats> total, ffi::Result<Floats> acc, float scale,
+                        float soft_cap, bool has_queries) {
+  const std::string op = "local_attention";
+  Status status = Begin(op, device, kExecute);
+  if (!status.ok() || !kExecute) return ToError(status);
+  const Operands of{q, k, v, start, end, scale, soft_cap};
+  const size_t first = has_queries ? 3 : 0;  // of the remaining arguments
+  kernels::AttendCall call{};
+  status = InTurn([&] { return Read(op, of, &call); },
+                  [&] { return has_queries ? ReadQueries(op, others, &call) : Status{}; },
+                  [&] { return ReadNumbers(op, of, *peak, &call.peak); },
+                  [&] { return ReadNumbers(op, of, *total, &call.total); },
+                  [&]() -> Status {
+                    const auto size = of.NumRows() * v.dimensions()[3];
+                    if (acc->element_count() != size) return Invalid(op, "values of another size");
+                    call.acc = acc->typed_data();
+                    if (others.size() == first) return {};
+                    call.seen_peak = FloatsAt(others, first);
+                    call.seen_total = FloatsAt(others, first + 1);
+                    call.seen_acc = FloatsAt(others, first + 2);
+                    if (!call.seen_peak || !call.seen_total || !call.seen_acc) {
+                      return Invalid(op, "an online softmax that is not float32");
+                    }
+                    return {};
+                  });
+  if (!status.ok()) return ToError(status);
+  return Ended(op, LaunchAttend(call, of.Heads(), stream));
+}
+
+template <bool kExecute>
+ffi::Error GradientsIn(int32_t device, cudaStream_t stream, Any q, Any k, Any v, Ints start,
+                       Ints end, Any dout, Floats lse, ffi::RemainingArgs others,
+                       ffi::Result<Any> dq, ffi::Result<Any> dk, ffi::Result<Any> dv,
+                       ffi::Result<Ints> tiles, ffi::Result<Floats> numbers, float scale,
+                       float soft_cap, bool has_queries, bool has_delta) {
   const std::string op = "local_attention_backward";
   Status status = Begin(op, device, kExecute);
   if (!status.ok() || !kExecute) return ToError(status);
+  const Operands of{q, k, v, start, end, scale, soft_cap};
+  const size_t first = has_queries ? 3 : 0;  // of the remaining arguments
   kernels::GradientsCall call{};
-  status = Read(op, {q, k, v, start, end, scale}, &call);
+  const auto number = [&](size_t i, const float** to) -> Status {
+    if (first + i >= others.size()) return {};
+    const auto x = others.get<Floats>(first + i);
+    if (!x.has_value()) return Invalid(op, "numbers that are not float32");
+    return ReadNumbers(op, of, *x, to);
+  };
+  status = InTurn(
+      [&] { return Read(op, of, &call); },
+      [&] { return has_queries ? ReadQueries(op, others, &call) : Status{}; },
+      [&]() -> Status {
+        const auto shape = of.OfQueries(v.dimensions()[3]);
+        if (!HasShape(dout, shape) || dout.element_type() != q.element_type()) {
+          return Invalid(op, "dout of another shape or type");
+        }
+        call.dout = Bits(dout);
+        if (others.size() == first) return Invalid(op, "neither out nor delta");
+        if (has_delta) return number(0, &call.delta);
+        const auto out = others.get<Any>(first);
+        if (!out.has_value()) return Invalid(op, "no out");
+        return ReadFloats(op, of, *out, shape, &call.out);
+      },
+      [&] { return has_delta ? Status{} : number(1, &call.dlse); },
+      [&] { return ReadNumbers(op, of, lse, &call.lse); },
+      [&] { return ReadFloats(op, of, *dq, of.OfQueries(q.dimensions()[3]), &call.dq); },
+      [&]() -> Status {
+        if (!has_delta || others.size() < first + 2) return {};
+        const auto before = others.get<Floats>(first + 1);
+        if (!before.has_value() || before->untyped_data() != call.dq.data || !call.dq.is_wide) {
+          return Invalid(op, "a dq that is not where the result goes");
+        }
+        call.dq.adds = true;
+        return {};
+      },
+      [&] {
+        const auto dims = k.dimensions();
+        return ReadFloats(op, of, *dk, {dims.begin(), dims.end()}, &call.dk);
+      },
+      [&] {
+        const auto dims = v.dimensions();
+        return ReadFloats(op, of, *dv, {dims.begin(), dims.end()}, &call.dv);
+      },
+      [&]() -> Status {
+        const auto num_tiles = static_cast<size_t>(call.batch) * kernels::NumTiles(call.num_rows);
+        if (sizeof(kernels::QueryTile) / 4 * num_tiles != tiles->element_count() ||
+            2 * of.NumRows() != numbers->element_count()) {
+          return Invalid(op, "scratch memory of another size");
+        }
+        call.tiles = reinterpret_cast<kernels::QueryTile*>(tiles->typed_data());
+        call.numbers = reinterpret_cast<kernels::RowNumbers*>(numbers->typed_data());
+        return {};
+      });
   if (!status.ok()) return ToError(status);
-  const int64_t num_tiles = call.num_matrices * kernels::NumTiles(call.num_rows);
-  if (reach->element_count() != static_cast<size_t>(2 * num_tiles)) {
-    return ToError(Invalid(op, "scratch memory of another size"));
-  }
-  call.dout = Bits(dout);
-  call.lse = lse.typed_data();
-  call.delta = delta.typed_data();
-  call.reach = reach->typed_data();
-  call.dq = dq->typed_data();
-  call.dk = dk->typed_data();
-  call.dv = dv->typed_data();
-  return Ended(op, LaunchGradients(call, static_cast<int>(q.dimensions()[3]), stream));
+  return Ended(op, LaunchGradients(call, of.Heads(), stream));
 }
 
 template <ffi::ExecutionStage kStage>
@@ -132,9 +298,9 @@ auto BindOperands() {
   return ffi::Ffi::Bind<kStage>()
       .template Ctx<ffi::DeviceOrdinal>()
       .template Ctx<ffi::PlatformStream<cudaStream_t>>()
-      .template Arg<Bf16s>()  // q
-      .template Arg<Bf16s>()  // k
-      .template Arg<Bf16s>()  // v
+      .template Arg<Any>()    // q
+      .template Arg<Any>()    // k
+      .template Arg<Any>()    // v
       .template Arg<Ints>()   // start
       .template Arg<Ints>();  // end
 }
@@ -142,28 +308,49 @@ auto BindOperands() {
 template <ffi::ExecutionStage kStage>
 auto BindAttend() {
   return BindOperands<kStage>()
-      .RemainingArgs()  // peak, total and acc of other keys; or none
-      .template Ret<Floats>()
-      .template Ret<Floats>()
-      .template Ret<Floats>()
-      .template Attr<float>("scale");
+      .RemainingArgs()         // of queries, if they have ranges; sink; or none
+      .template Ret<Any>()     // out
+      .template Ret<Floats>()  // lse
+      .RemainingRets()         // peak; or none
+      .template Attr<float>("scale")
+      .template Attr<float>("soft_cap")  // 0: none
+      .template Attr<bool>("has_queries");
+}
+
+template <ffi::ExecutionStage kStage>
+auto BindAttendMore() {
+  return BindOperands<kStage>()
+      .RemainingArgs()         // peak, total and acc of other keys; or none
+      .template Ret<Floats>()  // peak
+      .template Ret<Floats>()  // total
+      .template Ret<Floats>()  // acc
+      .template Attr<float>("scale")
+      .template Attr<float>("soft_cap")  // 0: none
+      .template Attr<bool>("has_queries");
 }
 
 template <ffi::ExecutionStage kStage>
 auto BindGradients() {
   return BindOperands<kStage>()
-      .template Arg<Bf16s>()   // dout
+      .template Arg<Any>()     // dout
       .template Arg<Floats>()  // lse
-      .template Arg<Floats>()  // delta
-      .template Ret<Floats>()  // dq
-      .template Ret<Floats>()  // dk
-      .template Ret<Floats>()  // dv
-      .template Ret<Ints>()    // reach: scratch memory
-      .template Attr<float>("scale");
+      .RemainingArgs()         // delta, and perhaps a dq to add to; or out, and perhaps dlse
+      .template Ret<Any>()     // dq
+      .template Ret<Any>()     // dk
+      .template Ret<Any>()     // dv
+      .template Ret<Ints>()    // scratch memory: tiles of queries
+      .template Ret<Floats>()  // scratch memory: numbers of rows
+      .template Attr<float>("scale")
+      .template Attr<float>("soft_cap")
+      .template Attr<bool>("has_queries")
+      .template Attr<bool>("has_delta");
 }
 
 XLA_FFI_DEFINE_HANDLER(InitializeAttend, AttendIn<false>, BindAttend<kInitialize>());
 XLA_FFI_DEFINE_HANDLER(ExecuteAttend, AttendIn<true>, BindAttend<kExecute>(),
+                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(InitializeAttendMore, AttendMoreIn<false>, BindAttendMore<kInitialize>());
+XLA_FFI_DEFINE_HANDLER(ExecuteAttendMore, AttendMoreIn<true>, BindAttendMore<kExecute>(),
                        {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(InitializeGradients, GradientsIn<false>, BindGradients<kInitialize>());
 XLA_FFI_DEFINE_HANDLER(ExecuteGradients, GradientsIn<true>, BindGradients<kExecute>(),
@@ -173,6 +360,7 @@ XLA_FFI_DEFINE_HANDLER(ExecuteGradients, GradientsIn<true>, BindGradients<kExecu
 
 std::vector<CudaTarget> CudaAttentionTargets() {
   return {{"jax_cp_dispatch.attend", InitializeAttend, ExecuteAttend},
+          {"jax_cp_dispatch.attend_more", InitializeAttendMore, ExecuteAttendMore},
           {"jax_cp_dispatch.attention_gradients", InitializeGradients, ExecuteGradients}};
 }
 

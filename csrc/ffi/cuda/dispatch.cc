@@ -13,11 +13,15 @@
 #include <vector>
 
 #include "cuda/channels.h"
+#include "cuda/exchange_stream.h"
 #include "cuda/kernels.h"
 #include "ffi/common.h"
 #include "ffi/cuda/dispatch_call.h"
 #include "ffi/cuda/rank_location.h"
 #include "ffi/cuda/targets.h"
+#include "kernels/held_fields.h"
+#include "kernels/small.h"
+#include "kernels/strips.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -25,8 +29,8 @@ namespace ffi = xla::ffi;
 namespace cpd {
 namespace {
 
-// Also loads the kernels, once per device.
-Status FindNumBlocks(const std::string& op, int device, int* num_blocks) {
+// Blocks that the device runs at once. Also loads the kernels, once per device.
+Status FindNumResident(const std::string& op, int device, int* num_resident) {
   static std::atomic<int> known[64];
   std::atomic<int>& found = known[device & 63];
   if (found == 0) {
@@ -40,7 +44,7 @@ Status FindNumBlocks(const std::string& op, int device, int* num_blocks) {
     }
     found = count;
   }
-  *num_blocks = found;
+  *num_resident = found;
   return Status::Ok();
 }
 
@@ -82,10 +86,54 @@ void FindRemotes(const CudaOptions& options, const RankLocation& location, kerne
   }
 }
 
-Status Move(Direction direction, const CudaOptions& options, const StageOnDevice& at,
+// A call in one piece, or the first of two; see gpu_schedule/exchange_pairs.h.
+enum class Part : uint8_t { kWhole, kStart };
+
+// The results of the first of two calls, which are the operands of the second.
+Status ReadPair(const std::string& op, const kernels::Call& call, const ffi::RemainingRets& results,
+                ExchangePairs::Addresses* arrays, ffi::AnyBuffer* held) {
+  for (size_t i = 0; i < results.size(); ++i) {
+    const auto result = results.get<ffi::AnyBuffer>(i);
+    if (!result.has_value()) return Status::Invalid(op + ": a result is not an array.");
+    arrays->push_back((*result)->untyped_data());
+    *held = **result;
+  }
+  for (int a = 0; a < call.num_arrays; ++a) {
+    if (call.arrays[a].in == (*arrays)[call.num_arrays + a]) continue;
+    return {StatusCode::kInternal, op + ": array " + std::to_string(a) +
+                                       " and its result are in different places. Call it through "
+                                       "jax_cp_dispatch."};
+  }
+  return Status::Ok();
+}
+
+// Enqueues a call whose kernels run beside the program. They read copies of the small operands.
+Status StartBeside(const std::string& op, ExchangeStream* own,
+                   const ExchangePairs::Addresses& arrays, const ffi::AnyBuffer& held,
+                   const StageOnDevice& at, const std::function<cudaError_t()>& launch,
+                   kernels::Call* call) {
+  kernels::HeldFields fields;
+  const int64_t need = kernels::HoldFields(call, static_cast<char*>(held.untyped_data()), &fields);
+  if (NumBytes(held) < need) {
+    return Status::Invalid(op + ": the held operands have " + std::to_string(need) +
+                           " bytes but their memory has " + std::to_string(NumBytes(held)) +
+                           ". Call it through jax_cp_dispatch.");
+  }
+  cudaError_t error = LaunchHold(fields, at.stream);
+  const bool is_started =
+      error == cudaSuccess && own->pairs.Start(arrays, at.stream, own->stream, [&] {
+        error = launch();
+        return error == cudaSuccess;
+      });
+  if (is_started) return Status::Ok();
+  return {StatusCode::kInternal, op + ": launching failed: " + cudaGetErrorString(error)};
+}
+
+Status Move(Direction direction, Part part, const CudaOptions& options, const StageOnDevice& at,
             const int32_t* rank_operand, const ffi::RemainingArgs& args,
             const ffi::RemainingRets& results) {
   DispatchCall read;
+  read.is_start = part == Part::kStart;
   RankLocation location;
   Status status = ReadCudaAttributes(direction, options.call, &read);
   const std::string& op = read.op;
@@ -95,13 +143,16 @@ Status Move(Direction direction, const CudaOptions& options, const StageOnDevice
 
   kernels::Call call{};
   call.num_local = location.on_one_device ? read.num_ranks : 1;
-  int num_blocks = 0;
-  status = FindNumBlocks(op, at.device, &num_blocks);
+  int num_resident = 0;
+  status = FindNumResident(op, at.device, &num_resident);
   if (!status.ok()) return status;
+  const int num_blocks =
+      kernels::NumMoveBlocks(options.num_comm_sm, num_resident, location.on_one_device);
   status = ReadCudaOperands(options.call, args, results, num_blocks, &read, &call);
   if (!status.ok()) return status;
   call.in_bulk = options.copy_path == "bulk";
   FindRemotes(options, location, &call);
+  kernels::ChooseSmall(&call, num_resident);
   const ChannelKey key = KeyOf(options, call, location.devices);
   std::shared_ptr<Channel> channel;
   ChannelShape shape;
@@ -111,10 +162,25 @@ Status Move(Direction direction, const CudaOptions& options, const StageOnDevice
   shape.num_local = call.num_local;
   shape.num_groups = call.num_groups;
   shape.deadline = read.deadline;
-  const bool is_recorded = at.executes && IsRecorded(at.stream);
-  status =
-      ChannelRegistry::Get().Find(op, key, shape, options.memory == "slab", !is_recorded, &channel);
-  if (!status.ok() || !at.executes) return status;
+  if (at.executes && IsRecorded(at.stream)) {  // no handler here says that it may be
+    return {StatusCode::kInternal,
+            op + ": exchanges cannot be recorded into a CUDA graph, but its stream is."};
+  }
+  status = ChannelRegistry::Get().Find(op, key, shape, options.memory == "slab", /*may_make=*/true,
+                                       &channel);
+  if (!status.ok()) return status;
+  ExchangePairs::Addresses arrays;
+  ffi::AnyBuffer held(nullptr);
+  ExchangeStream* own = nullptr;
+  if (part == Part::kStart) {
+    status = ReadPair(op, call, results, &arrays, &held);
+    if (status.ok()) status = ExchangeStream::Find(op, at.device, &own);
+    if (!status.ok()) return status;
+    if (!at.executes && !own->pairs.AnnounceStart(arrays, at.stream)) {
+      return {StatusCode::kInternal, op + ": making events failed."};
+    }
+  }
+  if (!at.executes) return status;
 
   call.first_rank = location.rank;
   call.rank_operand = location.on_one_device ? nullptr : rank_operand;
@@ -123,20 +189,21 @@ Status Move(Direction direction, const CudaOptions& options, const StageOnDevice
   call.local = channel->local(location.rank).state;
   call.errors = channel->local(location.rank).errors_on_device;
   // An error of an earlier call. Taken before the launch, after which this call may raise its own.
-  std::string message = is_recorded ? "" : channel->TakeError(op);
+  std::string message = channel->TakeError(op);
   // Launch even after an error: the other ranks run this call too, and wait for this one.
-  cudaError_t launched = cudaSuccess, ordered = cudaSuccess;
-  const auto launch = [&] { launched = LaunchCall(call, num_blocks, at.stream); };
-  if (is_recorded) {
-    launch();
-  } else {
-    ordered = channel->Enqueue(location.rank, at.stream, launch);
+  const auto enqueue_on = [&](cudaStream_t stream) {
+    cudaError_t launched = cudaSuccess;
+    const cudaError_t ordered = channel->Enqueue(
+        location.rank, stream, [&] { launched = LaunchCall(call, num_blocks, stream); });
+    return launched != cudaSuccess ? launched : ordered;
+  };
+  // If this call ends with an error, so does the program, without the second call.
+  if (own != nullptr && message.empty() && !ChecksEachCall() && own->pairs.IsPair(arrays)) {
+    return StartBeside(op, own, arrays, held, at, [&] { return enqueue_on(own->stream); }, &call);
   }
-  if (const cudaError_t error = launched != cudaSuccess ? launched : ordered;
-      error != cudaSuccess) {
+  if (const cudaError_t error = enqueue_on(at.stream); error != cudaSuccess) {
     return {StatusCode::kInternal, op + ": launching failed: " + cudaGetErrorString(error)};
   }
-  if (is_recorded) return status;
   if (ChecksEachCall()) {
     if (const cudaError_t error = cudaStreamSynchronize(at.stream); error != cudaSuccess) {
       return {StatusCode::kInternal, op + ": failed: " + cudaGetErrorString(error)};
@@ -146,7 +213,7 @@ Status Move(Direction direction, const CudaOptions& options, const StageOnDevice
   return message.empty() ? status : Status::Invalid(message);
 }
 
-template <Direction kDirection, bool kExecute>
+template <Direction kDirection, Part kPart, bool kExecute>
 ffi::Error MoveIn(int32_t device, cudaStream_t stream, ffi::BufferR0<ffi::S32> rank,
                   ffi::BufferR0<ffi::S32>, ffi::RemainingArgs args, ffi::RemainingRets results,
                   ffi::Dictionary attributes) {
@@ -155,33 +222,86 @@ ffi::Error MoveIn(int32_t device, cudaStream_t stream, ffi::BufferR0<ffi::S32> r
     if (const Status status = ReadOptions(attributes, &options); !status.ok()) {
       return ToError(status);
     }
-    return ToError(
-        Move(kDirection, options, {kExecute, device, stream}, rank.typed_data(), args, results));
+    return ToError(Move(kDirection, kPart, options, {kExecute, device, stream}, rank.typed_data(),
+                        args, results));
   } catch (const std::exception& error) {
     return ToError({StatusCode::kInternal, std::string("jax_cp_dispatch: ") + error.what()});
   }
 }
 
-// Both stages have the operands of the CPU handlers; see ffi/dispatch_call.h.
+// The second of two calls: returns its first operands, in place, once the exchange has written
+// them.
+template <bool kExecute>
+ffi::Error Done(int32_t device, cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets,
+                ffi::Dictionary) {
+  const std::string op = "the end of an exchange";
+  try {
+    ExchangePairs::Addresses arrays;
+    for (size_t i = 0; i < args.size(); ++i) {
+      const auto arg = args.get<ffi::AnyBuffer>(i);
+      if (!arg.has_value()) return ToError(Status::Invalid(op + ": an operand is not an array."));
+      arrays.push_back(arg->untyped_data());
+    }
+    ExchangeStream* own = nullptr;
+    cudaSetDevice(device);
+    if (const Status status = ExchangeStream::Find(op, device, &own); !status.ok()) {
+      return ToError(status);
+    }
+    if constexpr (kExecute) {
+      if (own->pairs.Done(arrays, stream)) return ffi::Error::Success();
+      return ToError({StatusCode::kInternal, op + ": waiting failed."});
+    }
+    own->pairs.AnnounceDone(arrays);
+    return ffi::Error::Success();
+  } catch (const std::exception& error) {
+    return ToError({StatusCode::kInternal, std::string("jax_cp_dispatch: ") + error.what()});
+  }
+}
+
+// Both stages have the operands of the CPU handlers; see ffi/dispatch_call.h. Exchanges are not
+// recorded into command buffers: XLA would run a recording as one chain, without any overlap.
 template <ffi::ExecutionStage kStage>
 auto Binding() {
   return BindOperands<kStage>().Attrs();
 }
 
-XLA_FFI_DEFINE_HANDLER(InitializeDispatch, (MoveIn<Direction::kDispatch, false>),
+template <ffi::ExecutionStage kStage>
+auto BindDone() {
+  return ffi::Ffi::Bind<kStage>()
+      .template Ctx<ffi::DeviceOrdinal>()
+      .template Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .RemainingArgs()
+      .RemainingRets()
+      .Attrs();
+}
+
+XLA_FFI_DEFINE_HANDLER(InitializeDispatch, (MoveIn<Direction::kDispatch, Part::kWhole, false>),
                        Binding<kInitialize>());
-XLA_FFI_DEFINE_HANDLER(InitializeCombine, (MoveIn<Direction::kCombine, false>),
+XLA_FFI_DEFINE_HANDLER(InitializeCombine, (MoveIn<Direction::kCombine, Part::kWhole, false>),
                        Binding<kInitialize>());
-XLA_FFI_DEFINE_HANDLER(ExecuteDispatch, (MoveIn<Direction::kDispatch, true>), Binding<kExecute>(),
-                       {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER(ExecuteCombine, (MoveIn<Direction::kCombine, true>), Binding<kExecute>(),
-                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(ExecuteDispatch, (MoveIn<Direction::kDispatch, Part::kWhole, true>),
+                       Binding<kExecute>());
+XLA_FFI_DEFINE_HANDLER(ExecuteCombine, (MoveIn<Direction::kCombine, Part::kWhole, true>),
+                       Binding<kExecute>());
+XLA_FFI_DEFINE_HANDLER(AnnounceDispatch, (MoveIn<Direction::kDispatch, Part::kStart, false>),
+                       Binding<kInitialize>());
+XLA_FFI_DEFINE_HANDLER(AnnounceCombine, (MoveIn<Direction::kCombine, Part::kStart, false>),
+                       Binding<kInitialize>());
+XLA_FFI_DEFINE_HANDLER(StartDispatch, (MoveIn<Direction::kDispatch, Part::kStart, true>),
+                       Binding<kExecute>());
+XLA_FFI_DEFINE_HANDLER(StartCombine, (MoveIn<Direction::kCombine, Part::kStart, true>),
+                       Binding<kExecute>());
+XLA_FFI_DEFINE_HANDLER(AnnounceDone, Done<false>, BindDone<kInitialize>());
+XLA_FFI_DEFINE_HANDLER(ExecuteDone, Done<true>, BindDone<kExecute>());
 
 }  // namespace
 
 std::vector<CudaTarget> CudaDispatchTargets() {
   return {{"jax_cp_dispatch.dispatch", InitializeDispatch, ExecuteDispatch},
-          {"jax_cp_dispatch.combine", InitializeCombine, ExecuteCombine}};
+          {"jax_cp_dispatch.combine", InitializeCombine, ExecuteCombine},
+          {"jax_cp_dispatch.dispatch_start", AnnounceDispatch, StartDispatch},
+          {"jax_cp_dispatch.combine_start", AnnounceCombine, StartCombine},
+          {"jax_cp_dispatch.exchange_done", AnnounceDone, ExecuteDone}};
 }
 
 }  // namespace cpd

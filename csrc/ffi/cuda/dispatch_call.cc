@@ -16,6 +16,7 @@ Status ReadOptions(const ffi::Dictionary& attributes, CudaOptions* options) {
   reader.Read("device_table", &options->device_table);
   reader.Read("memory", &options->memory);
   reader.Read("copy_path", &options->copy_path);
+  reader.Read("num_comm_sm", &options->num_comm_sm);
   return reader.Finish();
 }
 
@@ -106,6 +107,7 @@ Status ReadCudaOperands(const DispatchOptions& options, const ffi::RemainingArgs
       array.out_type = read.types[a].out;
     }
     group.rows_per_strip = kernels::RowsPerStrip(*on_device, group, num_blocks);
+    group.rows_per_push = group.rows_per_strip;
   }
   on_device->num_early = kernels::NumEarly(*on_device);
   return status;

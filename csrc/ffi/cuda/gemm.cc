@@ -90,14 +90,16 @@ ChannelKey KeyOf(const CudaGemmOptions& options, const RankLocation& location, i
   return key;
 }
 
-void SpoilResults(const GemmBuffers& buffers, const kernels::State* state, int num_blocks,
-                  cudaStream_t stream, const GpuArithmetic& arithmetic) {
+void EndCall(const GemmBuffers& buffers, kernels::State* state, int num_blocks, cudaStream_t stream,
+             const GpuArithmetic& arithmetic) {
+  kernels::MeetingResults results{state, {}, {}};
+  int i = 0;
   for (const ffi::AnyBuffer& result :
        {buffers.output, buffers.bias_grad, buffers.pre_gelu_out, buffers.aux_out}) {
-    arithmetic.Check(LaunchSpoil(state, static_cast<char*>(result.untyped_data()), NumBytes(result),
-                                 num_blocks, stream),
-                     "launching a check");
+    results.data[i] = static_cast<char*>(result.untyped_data());
+    results.num_bytes[i++] = NumBytes(result);
   }
+  arithmetic.Check(LaunchEnd(results, num_blocks, stream), "launching the end");
 }
 
 // The problem as GpuArithmetic::Prepare() changes it, for descriptions only.
@@ -201,7 +203,7 @@ Status Overlap(const std::string& op, const CudaGemmOptions& options, const Stag
       status = schedule.team.Enqueue(op, &queues);
       queues.Join(stream);
     }
-    if (meets) SpoilResults(buffers[0], meeting.state, share.num_blocks, stream, *arithmetic);
+    if (meets) EndCall(buffers[0], meeting.state, share.num_blocks, stream, *arithmetic);
   };
   if (is_recorded) {
     launch();

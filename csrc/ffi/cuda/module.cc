@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "cuda/channels.h"
+#include "cuda/exchange_stream.h"
 #include "cuda/gpu_spans.h"
 #include "ffi/cuda/memory_bindings.h"
 #include "ffi/cuda/targets.h"
@@ -82,5 +83,7 @@ NB_MODULE(_cuda, m) {
   m.def(
       "take_errors", [] { return ChannelRegistry::Get().TakeErrors(); },
       "Returns the errors that no call has reported yet.");
+  m.def("num_exchanges_beside_programs", &cpd::ExchangeStream::NumStarted,
+        "Returns how many exchanges went on beside their program.");
   cpd::BindMemory(m);
 }

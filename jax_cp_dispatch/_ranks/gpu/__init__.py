@@ -8,7 +8,6 @@ from jax_cp_dispatch._ranks.gpu.device_table import (
 )
 from jax_cp_dispatch._ranks.gpu.errors import raise_gpu_errors
 from jax_cp_dispatch._ranks.gpu.peers import why_no_peer_access
-from jax_cp_dispatch._ranks.gpu.stream import on_collective_stream
 from jax_cp_dispatch._ranks.gpu.world import (
     GpuWorld,
     connect_gpus,
@@ -24,7 +23,6 @@ __all__ = [
     "connected_gpus",
     "connected_slabs",
     "gpu_attributes",
-    "on_collective_stream",
     "raise_gpu_errors",
     "what_pointers_lack",
     "why_no_peer_access",

@@ -13,6 +13,7 @@ from jax_cp_dispatch._ranks.implementations.table import (
     choose_on_one_device,
     default_platform,
     fall_back_to_xla,
+    moves_beside_work,
     refuse_here,
     register_lowering,
 )
@@ -38,6 +39,7 @@ __all__ = [
     "choose_on_one_device",
     "default_platform",
     "fall_back_to_xla",
+    "moves_beside_work",
     "refuse_here",
     "register_lowering",
 ]

@@ -14,6 +14,8 @@ class Operation(enum.Enum):
     """What an implementation lowers."""
 
     EXCHANGE = "dispatch and combine"
+    EXCHANGE_START = "the first call of an exchange in two calls"
+    EXCHANGE_DONE = "the second call of it"
     EXCHANGE_ON_ONE_DEVICE = "the same where one device holds the rows of all ranks"
     GEMM = "gemm"
     GROUPED_GEMM = "grouped_gemm"

@@ -124,6 +124,19 @@ def choose_on_one_device(
     return XLA
 
 
+def moves_beside_work(wanted: str | None) -> bool:
+    """Whether a call in two parts moves rows beside the program, as far as it is known here.
+
+    Programs are traced before it is known what they are lowered for. This is the implementation of
+    programs for the default backend, unless the caller named one.
+    """
+    row = IMPLEMENTATIONS.get(wanted or "")
+    if row is None:
+        platforms = [default_platform()]
+        row = next(r for r in IMPLEMENTATIONS.values() if r.why_not(platforms, None) is None)
+    return Operation.EXCHANGE_START in row.lowerings
+
+
 def check_groups(op: str, wanted: str | None, groups: Groups | None) -> None:
     """Rejects, before lowering, a transport between CPU devices that does not reach all ranks.
 

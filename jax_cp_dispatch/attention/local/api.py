@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, cast
 
@@ -9,27 +10,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, DTypeLike, Float, Int
 
 from jax_cp_dispatch._ranks.varying import vary_alike, vary_like
 from jax_cp_dispatch._residuals import named_context
-from jax_cp_dispatch.attention.local.backward import (
-    SoftmaxGradients,
-    begin_dq,
-    cut_cotangents,
-    finish_dq,
-)
-from jax_cp_dispatch.attention.local.blocks import RowRanges, accumulator, cut_operands
-from jax_cp_dispatch.attention.local.check_operands import check_arrays
+from jax_cp_dispatch.attention.local import uncut
+from jax_cp_dispatch.attention.local.backward import SoftmaxGradients
+from jax_cp_dispatch.attention.local.blocks import RowRanges, accumulator
+from jax_cp_dispatch.attention.local.check_operands import check_arrays, check_result_dtype
 from jax_cp_dispatch.attention.local.derivative_order import (
     forbid_second_derivative,
     in_reverse_only,
 )
 from jax_cp_dispatch.attention.local.options import LocalOptions
-from jax_cp_dispatch.attention.local.passes import attend_blocks, gradients_of_blocks
-from jax_cp_dispatch.attention.local.read_ranges import read_ranges
-from jax_cp_dispatch.attention.local.rows import from_rows
-from jax_cp_dispatch.attention.local.sink import add_sink, check_sink, sink_gradient
+from jax_cp_dispatch.attention.local.read_ranges import dense_ranges, read_ranges
+from jax_cp_dispatch.attention.local.sink import check_sink, sink_gradient
 from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.attention.peer_arguments import explains_peer_arguments
 from jax_cp_dispatch.masks import Mask, MaskRanges
@@ -52,6 +47,7 @@ def local_attention(
     return_max_logits: bool = False,
     scale: float | None = None,
     logit_soft_cap: float | None = None,
+    out_dtype: DTypeLike | None = None,
     block_q: int | None = None,
     block_kv: int | None = None,
     block_heads: int | None = None,
@@ -94,12 +90,14 @@ def local_attention(
         capped, without the sink and without derivative.
       scale: factor on the logits, `1 / sqrt(H)` if None.
       logit_soft_cap: c > 0 replaces a scaled logit x with `c * tanh(x / c)`.
+      out_dtype: of `out`: that of q, or None for the dtype of sums. Pass `q.dtype` unless results
+        are merged: it saves memory, and on GPUs a pass over `out`. The derivative keeps `out`.
       block_q: query rows per block; None chooses from the shapes.
       block_kv: key rows per block; None chooses from the shapes.
       block_heads: KV heads whose blocks are computed together, a divisor of K; None chooses from
         the shapes.
     Returns:
-      out: float32 (float64 for float64 inputs), zero where the range is empty.
+      out: in `out_dtype`, or float32 (float64 for float64 inputs); zero where the range is empty.
       lse: logarithm of the denominator, `[B, N, T]`; `-inf` where the range is empty.
       max_logits: only if asked for, `[N]`; `-inf` if no query has keys.
     Raises:
@@ -120,7 +118,14 @@ def local_attention(
     check_sink("local_attention", sink, q.shape[2])
     given = (kv_start, kv_end, q_start, q_end)
     packed = PackedMask(cast(Mask, mask), segment_ids, positions)  # read with the ranges
-    ranges = read_ranges("local_attention", (q.shape, k.shape), MaskRanges(*given), packed)
+    shapes, dtypes = (q.shape, k.shape), (q.dtype, accumulator(q))
+    ranges = read_ranges("local_attention", shapes, MaskRanges(*given), packed)
+    options = dataclasses.replace(
+        options,
+        dense=dense_ranges(shapes, MaskRanges(*given), packed),
+        out_dtype=check_result_dtype("local_attention", "out_dtype", out_dtype, dtypes),
+        gradient_dtypes=(q.dtype,) * 3,
+    )
     q, k, v, *sinks = in_reverse_only("local_attention", [q, k, v] + [sink] * (sink is not None))
     sink = sinks[0] if sinks else None
     with jax.disable_jit(False):  # see `_attend`; the user may have disabled it
@@ -142,6 +147,8 @@ def local_attention_backward(
     q_end: Int[Array, "B S"] | None = None,
     scale: float | None = None,
     logit_soft_cap: float | None = None,
+    dq_dtype: DTypeLike | None = None,
+    dkv_dtype: DTypeLike | None = None,
     block_q: int | None = None,
     block_kv: int | None = None,
     block_heads: int | None = None,
@@ -159,8 +166,9 @@ def local_attention_backward(
       lse: merged logarithm of the sum of exponentials; `-inf` gives zero gradients.
       dout: cotangent of `out`.
       dlse: cotangent of `lse`; None is zero.
+      dq_dtype, dkv_dtype: of the results: that of q, or None for the dtype of sums.
     Returns:
-      dq, dk, dv: in float32 (float64 for float64 inputs), not yet rounded to the inputs' dtype.
+      dq, dk, dv: in float32 (float64 for float64 inputs), unless other dtypes are asked for.
     Raises:
       TypeError, ValueError: as `local_attention`.
     """
@@ -173,6 +181,10 @@ def local_attention_backward(
         block_kv=block_kv,
         block_heads=block_heads,
     ).resolved(q, k, v)
+    dtypes = q.dtype, accumulator(q)
+    of_q = check_result_dtype(name, "dq_dtype", dq_dtype, dtypes)
+    of_kv = check_result_dtype(name, "dkv_dtype", dkv_dtype, dtypes)
+    options = dataclasses.replace(options, gradient_dtypes=(of_q, of_kv, of_kv))
     given = MaskRanges(kv_start, kv_end, q_start, q_end)
     ranges = read_ranges(name, (q.shape, k.shape), given, None)
     out_shape, lse_shape = (*q.shape[:3], v.shape[3]), (q.shape[0], q.shape[2], q.shape[1])
@@ -222,9 +234,9 @@ def _attention_bwd(options, residuals, cotangents):
     dlse = [] if isinstance(dlse, SymbolicZero) else [dlse]  # most programs use `out` alone
     cotangents = forbid_second_derivative("local_attention", [dout, *dlse])
     whole = SoftmaxGradients(out, lse, *cotangents)
-    grads = _backward(options, *operands, whole)
+    grads = _backward(dataclasses.replace(options, return_max_logits=False), *operands, whole)
     dsink = None if sink is None else sink_gradient(sink, whole)
-    return *(g.astype(x.dtype) for g, x in zip(grads, operands[:3], strict=True)), None, dsink
+    return *grads, None, dsink
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)
@@ -235,28 +247,21 @@ _attend = jax.jit(_attention, static_argnums=0)
 @functools.partial(jax.jit, static_argnums=0)
 def _forward(options, q, k, v, ranges: RowRanges, sink):
     B, T, N, _ = q.shape
-    S, K, Hv = v.shape[1:]
+    S, _, Hv = v.shape[1:]
     if B * T * S == 0:
         dtype = accumulator(q)
-        empty = [jnp.zeros((B, T, N, Hv), dtype), jnp.full((B, N, T), -jnp.inf, dtype)]
+        empty = [jnp.zeros((B, T, N, Hv), options.out_dtype), jnp.full((B, N, T), -jnp.inf, dtype)]
         empty += [jnp.full(N, -jnp.inf, dtype)] * options.return_max_logits
         return tuple(vary_like(empty, q))
-    of = cut_operands(options, q, k, v, ranges)
-    softmax = attend_blocks(options, of.q, of.ranges, (of.k, of.v), None)
-    results = add_sink(*softmax.result(q.shape, K), sink)
-    return (*results, softmax.max_logits(q.shape, K)) if options.return_max_logits else results
+    sink = None if sink is None else jnp.broadcast_to(sink, (B, N))
+    out, lse, *max_logits = uncut.attend(options, uncut.Forward(q, k, v, ranges, sink))
+    return out, lse, *(jnp.max(x, axis=(0, 2)) for x in max_logits)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _backward(options, q, k, v, ranges: RowRanges, whole: SoftmaxGradients):
     B, T = q.shape[:2]
-    S, K = k.shape[1:3]
-    if B * T * S == 0:
-        dtype = accumulator(q)
-        return tuple(vary_like((jnp.zeros(x.shape, dtype) for x in (q, k, v)), q))
-    of = cut_operands(options, q, k, v, ranges)
-    cotangents = cut_cotangents(options, of.used, whole, K)
-    dq, kv = begin_dq(of.q), (of.k, of.v)
-    dq, *dkv = gradients_of_blocks(options, of.q, cotangents, of.ranges, kv, dq)
-    dk, dv = (from_rows(dx, x.shape, K) for dx, x in zip(dkv, (k, v), strict=True))
-    return finish_dq(dq, q.shape, K), dk, dv
+    if B * T * k.shape[1] == 0:
+        arrays = zip((q, k, v), options.gradient_dtypes, strict=True)
+        return tuple(vary_like((jnp.zeros(x.shape, dtype) for x, dtype in arrays), q))
+    return uncut.gradients(options, uncut.Backward(q, k, v, ranges, whole))

@@ -36,10 +36,9 @@ class OutputCotangents(NamedTuple):
     dL/dlogit_j = p_j (dout . v_j - delta), delta = dout . out - dlse, because dlse/dlogit_j = p_j.
     """
 
-    dout: Array  # [B*K, nq, G*block_q, Hv]
+    dout: Array  # [B*K, nq, G*block_q, Hv], in its own dtype
     lse: Array  # [B*K, nq, G*block_q]; inf, hence p = 0, for empty ranges
     delta: Array  # [B*K, nq, G*block_q]
-    out: Array | None  # [B*K, nq, G*block_q, Hv]; None if delta is not dout . out
 
 
 class SoftmaxGradients(NamedTuple):
@@ -55,14 +54,11 @@ def cut_cotangents(options, used, whole: SoftmaxGradients, num_groups) -> Output
     """Cuts the whole softmax into blocks; rows outside `used`, `[B, T]`, are zero."""
     out, lse, dout, dlse = whole
     dtype = accumulator(lse)
-    dout, lse = dout.astype(dtype), jnp.swapaxes(lse.astype(dtype), 1, 2)
+    lse = jnp.swapaxes(lse.astype(dtype), 1, 2)
     used = used[:, :, None] & (lse > -jnp.inf)
-    delta = jnp.sum(dout * out.astype(dtype), axis=-1)
+    delta = jnp.sum(dout.astype(dtype) * out.astype(dtype), axis=-1)
     if dlse is not None:
         delta = delta - jnp.swapaxes(dlse, 1, 2).astype(dtype)
-        out = None
-    else:
-        out = to_rows(jnp.where(used[..., None], out, 0), num_groups, options.block_q)
 
     def rows(x, fill: float = 0):
         return to_rows(x[..., None], num_groups, options.block_q, fill)[..., 0]
@@ -71,17 +67,17 @@ def cut_cotangents(options, used, whole: SoftmaxGradients, num_groups) -> Output
         to_rows(jnp.where(used[..., None], dout, 0), num_groups, options.block_q),
         rows(jnp.where(used, lse, jnp.inf), jnp.inf),
         rows(jnp.where(used, delta, 0)),
-        out,
     )
 
 
 def gradients_blockwise(options, q, cotangents: OutputCotangents, ranges: KeyRanges, kv, dq):
     """Implements `gradients_of_blocks` of `passes.py`."""
     q, (k, v) = options.scale * widen(q), map(widen, kv)
+    cotangents = cotangents._replace(dout=widen(cotangents.dout))
     k_columns = options.scale * jnp.swapaxes(k, 2, 3)
 
     def one_query_block(carry, index):
-        q_block, dout, lse, delta = (block_of(x, index) for x in (q, *cotangents[:3]))
+        q_block, dout, lse, delta = (block_of(x, index) for x in (q, *cotangents))
         start, end, first, last, queries = ranges.of_queries(index)
 
         def add_block(j, carry):

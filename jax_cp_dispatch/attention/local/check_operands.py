@@ -50,6 +50,19 @@ def check_operands(name: str, q: Any, k: Any, v: Any) -> None:
             )
 
 
+def check_result_dtype(name: str, what: str, asked: Any, dtypes: tuple[Any, Any]) -> Any:
+    """Returns the dtype that is asked for: that of the operands, or by default that of sums."""
+    of_operands, of_sums = map(jnp.dtype, dtypes)
+    if asked is None:
+        return of_sums
+    if jnp.dtype(asked) not in (of_operands, of_sums):
+        raise ValueError(
+            f"{name}: {what} is {jnp.dtype(asked)}, but must be the dtype of q, {of_operands}, or "
+            f"{of_sums}. Pass one of them, or None for {of_sums}."
+        )
+    return jnp.dtype(asked)
+
+
 def check_documents(op: str, segment_ids: Any, positions: Any, shape: Any, tokens: str) -> None:
     """Requires integers of this shape, or None.
 

@@ -51,9 +51,9 @@ class OnlineSoftmax(NamedTuple):
         return out, jnp.swapaxes(from_rows(lse[..., None], shape, num_groups)[..., 0], 1, 2)
 
     def max_logits(self, shape, num_groups):
-        """Returns the largest logit of each head, `[N]`; -inf if no row has keys."""
+        """Returns the largest logit of each row, `[B, N, T]`; -inf if it has no keys."""
         peak = jnp.where(self.total == 0, -jnp.inf, self.peak)
-        return jnp.max(from_rows(peak[..., None], shape, num_groups)[..., 0], axis=(0, 1))
+        return jnp.swapaxes(from_rows(peak[..., None], shape, num_groups)[..., 0], 1, 2)
 
 
 def attend_blockwise(

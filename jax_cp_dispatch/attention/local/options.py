@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from jax_cp_dispatch.attention.local.check_operands import (
     check_blocks,
@@ -11,6 +12,7 @@ from jax_cp_dispatch.attention.local.check_operands import (
     divisors,
 )
 
+CAUSAL, FULL = "causal", "full"
 _VECTOR = 8  # rows
 # Rows of a block's matrix. On CPU, XLA multiplies 256 x 256 blocks with heads of 64 on one thread
 # (65 of 125 GFLOP/s on 2 cores), 512 x 512 on all; larger blocks waste more work.
@@ -61,10 +63,12 @@ class PassOptions:
     block_q: int
     block_kv: int
     block_heads: int  # KV heads of a batch row whose blocks are computed together
-    # Query rows of a contiguous piece of the sequence, if the rows of a call contain several.
-    piece_rows: int | None = None
     return_max_logits: bool = False
     kv_heads: int = 1  # of a batch row: that many matrices in turn have the same ranges
+    # Of calls on whole arrays.
+    dense: str | None = None  # all ranges are those of one document: CAUSAL or FULL
+    out_dtype: Any = None
+    gradient_dtypes: tuple[Any, ...] = ()  # of q, k and v
 
 
 def _heads_together(num_groups: int, logits_of_head: int) -> int:

@@ -1,19 +1,18 @@
 """The two passes of local attention over blocks, as primitives.
 
-Lowering selects the implementation: cuDNN for CUDA and kernels for TPUs if they support the blocks,
-else blockwise code.
+Lowering selects the implementation: kernels for CUDA and for TPUs if they support the blocks, else
+blockwise code.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import jax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from jax_cp_dispatch.attention.local import cudnn
+from jax_cp_dispatch.attention.local import range_kernels
 from jax_cp_dispatch.attention.local.backward import OutputCotangents, gradients_blockwise
 from jax_cp_dispatch.attention.local.blocks import KeyRanges, accumulator
 from jax_cp_dispatch.attention.local.forward import OnlineSoftmax, attend_blockwise
@@ -28,7 +27,6 @@ def attend_blocks(options, q, ranges: KeyRanges, kv, seen: OnlineSoftmax | None)
 @jax.named_scope("cpd.attention_backward")
 def gradients_of_blocks(options, q, cotangents: OutputCotangents, ranges: KeyRanges, kv, dq):
     """Adds the part of one set of keys to `dq`, `[B*K, nq, H, G*block_q]`; returns all three."""
-    options = dataclasses.replace(options, return_max_logits=False)
     return _bind(gradients_p, options, q, cotangents, ranges, tuple(kv), dq)
 
 
@@ -61,10 +59,11 @@ def _gradients_shapes(*leaves, options, tree):
     return [x.update(dtype=dq.dtype, weak_type=False) for x in (dq, k, v)]
 
 
-# ---- Batching. Every operand has a leading axis of matrices, to which examples are added.
+# ---- Batching.
 
 
-def _batch(primitive, operands, dims, **params):
+def batch_leading(primitive, operands, dims, **params):
+    """Adds the examples to the leading axis, of matrices or batch rows, that all operands have."""
     (size,) = {x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None}
     moved = (batching.bdim_at_front(x, d, size) for x, d in zip(operands, dims, strict=True))
     outs = primitive.bind(*(x.reshape(-1, *x.shape[2:]) for x in moved), **params)
@@ -74,37 +73,48 @@ def _batch(primitive, operands, dims, **params):
 # ---- Lowering.
 
 
-def _define(primitive, shapes, blockwise, name):
-    """`name`: of the pass in the modules of platforms."""
-
-    def lower_by(find_module, ctx, *leaves, options, tree):
+def _define(primitive, shapes, blockwise, platforms):
+    def lower_by(find, ctx, *leaves, options, tree):
         q, *others = tree.unflatten(ctx.avals_in)
         (ranges,) = (x for x in others if isinstance(x, KeyRanges))
-        module = find_module(ctx, options, q, ranges, others[-2])
-        pass_ = blockwise if module is None else getattr(module, name)
+        pass_ = find(ctx, options, q, ranges, others[-2]) or blockwise
         lower = mlir.lower_fun(functools.partial(_call, pass_), multiple_results=True)
         return lower(ctx, *leaves, options=options, tree=tree)
 
     primitive.def_abstract_eval(shapes)
     compiled = jax.jit(primitive.bind, static_argnames=("options", "tree"))
     primitive.def_impl(compiled)
-    batching.primitive_batchers[primitive] = functools.partial(_batch, primitive)
+    batching.primitive_batchers[primitive] = functools.partial(batch_leading, primitive)
     blocks = functools.partial(_call, blockwise)
     mlir.register_lowering(primitive, mlir.lower_fun(blocks, multiple_results=True))
-    for platform, find_module in {"cuda": _cudnn, "tpu": _tpu}.items():
-        lower = functools.partial(lower_by, find_module)
+    for platform, find in platforms.items():
+        lower = functools.partial(lower_by, find)
         mlir.register_lowering(primitive, lower, platform=platform)
 
 
-def _cudnn(ctx, options, q, ranges, kv):
-    return cudnn if ranges.queries is None and cudnn.takes(options, q, *kv) else None
+def _cuda(pass_, ctx, options, q, ranges, kv):
+    return pass_ if range_kernels.take(q, kv[1]) else None
 
 
-def _tpu(ctx, options, q, ranges, kv):
+def _tpu(name, ctx, options, q, ranges, kv):
     from jax_cp_dispatch.attention.local import tpu  # imports Pallas, which takes half a second
 
-    return tpu if tpu.takes(ctx, options, q, *kv) else None
+    return getattr(tpu, name) if tpu.takes(ctx, options, q, *kv) else None
 
 
-_define(attend_p, _attend_shapes, attend_blockwise, "attend")
-_define(gradients_p, _gradients_shapes, gradients_blockwise, "gradients")
+def _platforms(cuda, tpu):
+    return {"cuda": functools.partial(_cuda, cuda), "tpu": functools.partial(_tpu, tpu)}
+
+
+_define(
+    attend_p,
+    _attend_shapes,
+    attend_blockwise,
+    _platforms(range_kernels.attend_in_blocks, "attend"),
+)
+_define(
+    gradients_p,
+    _gradients_shapes,
+    gradients_blockwise,
+    _platforms(range_kernels.gradients_in_blocks, "gradients"),
+)

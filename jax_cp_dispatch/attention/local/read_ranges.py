@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+import numpy as np
 
+from jax_cp_dispatch._arguments import clip_to_int32, is_on_host
 from jax_cp_dispatch.attention.attended import attended_tokens
 from jax_cp_dispatch.attention.local.blocks import RowRanges
 from jax_cp_dispatch.attention.local.check_operands import check_arrays, check_documents
+from jax_cp_dispatch.attention.local.options import CAUSAL, FULL
 from jax_cp_dispatch.attention.local.query_ranges import KeyQueries
 from jax_cp_dispatch.attention.packed_mask import PackedMask
-from jax_cp_dispatch.masks import MaskRanges
+from jax_cp_dispatch.masks import Causal, Full, MaskRanges
 from jax_cp_dispatch.masks.read import check_mask_arrays, read_mask
+from jax_cp_dispatch.planner.documents import from_segment_ids
+from jax_cp_dispatch.planner.query_table import check_mask_of_documents
 from jax_cp_dispatch.planner.segment_ids import read_documents
 
 
@@ -41,14 +45,25 @@ def read_ranges(
         )
     check_arrays(op, kv_start=given.k_start, kv_end=given.k_end)
     _check(op, "kv", (given.k_start, given.k_end), (B, T), "one range per query row")
-    k_start, k_end = cast(Array, given.k_start), cast(Array, given.k_end)
+    k_start, k_end = clip_to_int32(given.k_start), clip_to_int32(given.k_end)
     if given.q_start is None and given.q_end is None:
         return RowRanges(k_start, k_end)
     check_arrays(op, q_start=given.q_start, q_end=given.q_end)
     _check(op, "q", (given.q_start, given.q_end), (B, S), "one range per key row")
     index = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
-    start, end = (jnp.clip(x, 0, T).astype(jnp.int32) for x in (given.q_start, given.q_end))
+    start, end = (jnp.clip(clip_to_int32(x), 0, T) for x in (given.q_start, given.q_end))
     return RowRanges(k_start, k_end, KeyQueries(index, start, end))
+
+
+def dense_ranges(shapes: tuple[Any, Any], given: MaskRanges, packed: PackedMask) -> str | None:
+    """Returns how ranges that `read_ranges` has checked are dense, if that is known."""
+    is_of_mask = all(x is None for x in (*given, packed.segment_ids, packed.positions))
+    if not is_of_mask:
+        return None
+    mask = read_mask("local_attention", packed.mask).simplified()
+    if isinstance(mask, Full):
+        return FULL
+    return CAUSAL if isinstance(mask, Causal) and shapes[0][1] == shapes[1][1] else None
 
 
 def _of_mask(op: str, sizes: tuple[int, int, int], packed: PackedMask) -> RowRanges:
@@ -63,7 +78,11 @@ def _of_mask(op: str, sizes: tuple[int, int, int], packed: PackedMask) -> RowRan
     check_mask_arrays(op, mask, (B, S))
     segment_ids, positions = read_documents(op, packed.segment_ids, packed.positions)
     if segment_ids is None and positions is not None:
-        segment_ids = jnp.ones((B, S), jnp.int32)
+        segment_ids = np.ones((B, S), np.int32)
+    if mask.has_arrays and all(map(is_on_host, jax.tree.leaves((mask, segment_ids, positions)))):
+        known = jax.tree.map(np.asarray, mask)
+        ids = np.ones((B, S), np.int32) if segment_ids is None else segment_ids
+        check_mask_of_documents(op, known, from_segment_ids(op, ids, positions))
     packed = jax.tree.map(jnp.asarray, PackedMask(mask, segment_ids, positions))
     ranges = attended_tokens(packed, (B, S))
     start, end = (x[:, S - T :] for x in ranges[:2])

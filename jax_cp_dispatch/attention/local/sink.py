@@ -27,12 +27,12 @@ def check_sink(op: str, sink: Any, num_heads: int) -> None:
 
 
 def add_sink(
-    out: Float[Array, "B T N Hv"], lse: Float[Array, "B N T"], sink: Float[Array, " N"] | None
+    out: Float[Array, "B T N Hv"], lse: Float[Array, "B N T"], sink: Float[Array, "*B N"] | None
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B N T"]]:
     """Adds `exp(sink)` to the denominators of rows with keys; other rows stay (0, -inf)."""
     if sink is None:
         return out, lse
-    sink = sink.astype(lse.dtype)[:, None]
+    sink = sink.astype(lse.dtype)[..., None]
     share = jax.nn.sigmoid(lse - sink)
     out = out * jnp.swapaxes(share, 1, 2)[..., None]
     return out, jnp.where(lse > -jnp.inf, jnp.logaddexp(lse, sink), -jnp.inf)

@@ -1,5 +1,6 @@
 """Balanced attention: queries and keys move as planned, and results return."""
 
+import itertools
 from functools import partial
 from typing import Any
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
+from jax_cp_dispatch._dispatch import move
 from jax_cp_dispatch._ranks.axis import AxisName, num_ranks_here
 from jax_cp_dispatch._ranks.options import read_options
 from jax_cp_dispatch._residuals import named_context, named_context_received
@@ -25,9 +27,12 @@ from jax_cp_dispatch.attention.planned.call import (
     check_call,
     fingerprint_of_call,
     gradients_of_received,
+    of_all_ranks,
     operand_gradients,
+    ranges_here,
     received_rows,
 )
+from jax_cp_dispatch.attention.planned.overlap import in_parts, join, parts_of_heads
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.planner import AttentionPlan
 
@@ -123,57 +128,93 @@ def _attend(options, operands: Operands, plan, fingerprint) -> Outputs:
 
 def send(options, q, kv, plan, fingerprint) -> Received:
     """Sends the rows as planned."""
-    received = exchanges.send_qkv(options.exchange, plan, q, kv, fingerprint)
-    return received_rows(options, plan, *named_context_received(received))
+    arguments = exchanges.sent_qkv(options.exchange, plan, q, kv, fingerprint)
+    return received_rows(ranges_here(options, plan), *move(options.exchange, arguments))
 
 
 def return_output(options, out, plan, fingerprint):
     """Returns the output of local attention to the ranks of its queries."""
-    return named_context(exchanges.return_q(options.exchange, plan, out[0], fingerprint))
+    (out,) = move(
+        options.exchange, exchanges.returned_q(options.exchange, plan, out[0], fingerprint)
+    )
+    return out
 
 
-def _return_with_lse(options, out, lse, plan, fingerprint):
-    """Returns output and lse in one exchange.
+# Rows that do not come back are 0 there. A row without keys travels as 0 likewise, and an lse of 0
+# as the smallest normal number, which no sum of exponentials can tell from it.
 
-    Rows that do not come back are 0 there. A row without keys travels as 0 likewise, and 0 as the
-    smallest normal number, which no sum of exponentials can tell from it.
-    """
+
+def _lse_to_send(lse):
     tiny = jnp.finfo(lse.dtype).tiny
-    lse = jnp.where(lse == -jnp.inf, 0, jnp.where(lse == 0, tiny, lse))
-    arrays = out[0], lse[0].T
-    out, lse = named_context(exchanges.return_q(options.exchange, plan, arrays, fingerprint))
-    return out, jnp.where(lse == 0, -jnp.inf, lse)
+    return jnp.where(lse == -jnp.inf, 0, jnp.where(lse == 0, tiny, lse))
+
+
+def _lse_that_came(lse):
+    return jnp.where(lse == 0, -jnp.inf, lse)
 
 
 def _forward(options, operands: Operands, plan, fingerprint):
-    operands = operands.derived_once(options.op)
-    *_, sink, weights = operands
-    received = send(options, operands.q, operands.moved, plan, fingerprint)
-    out, lse, max_logits = attend_received(options, received, sink, weights)
+    operands, exchange = operands.derived_once(options.op), options.exchange
+    heads, ranges = parts_of_heads(options, operands), ranges_here(options, plan)
+
+    def attend(part: Operands, received):
+        received = received_rows(ranges, *named_context_received(received))
+        return received, attend_received(options, received, part.sink, part.weights)
+
+    def give_back(outputs):
+        _, (out, lse, _) = outputs
+        home = (out[0], _lse_to_send(lse)[0].T) if options.return_lse else out[0]
+        return exchanges.returned_q(exchange, plan, home, fingerprint)
+
+    done = in_parts(
+        exchange,
+        [part.operands(operands) for part in heads],
+        attend,
+        send=lambda part: exchanges.sent_qkv(exchange, plan, part.q, part.moved, fingerprint),
+        give_back=give_back,
+    )
+    received, computed = zip(*(part.outputs for part in done), strict=True)
+    out, lse, max_logits = zip(*computed, strict=True)
+    home = named_context(join([part.returned[0] for part in done], 1))
+    outputs = Outputs(home, None, of_all_ranks(options, join(max_logits, 0)))
     if options.return_lse:
-        home = _return_with_lse(options, out, lse, plan, fingerprint)
-    else:
-        home = return_output(options, out, plan, fingerprint), None
-    return Outputs(*home, max_logits), (received, out, lse, sink, weights, plan)
+        outputs = outputs._replace(out=home[0], lse=_lse_that_came(home[1]))
+    return outputs, (received, out, lse, operands.sink, operands.weights, plan)
 
 
 def _backward(options, residuals, dhome: Outputs):
     received, out, lse, sink, weights, plan = residuals
-    dhome = Outputs(*forbid_second_derivative(options.op, [x for x in dhome[:2] if x is not None]))
-    if dhome.lse is None:
-        cotangents = Outputs(exchanges.send_q(options.exchange, plan, dhome.out)[None])
-    else:
-        arrays = exchanges.send_q(options.exchange, plan, tuple(dhome[:2]))
-        cotangents = Outputs(*(x[None] for x in arrays))
-    whole = softmax_gradients(options.op, out, lse, cotangents)
-    dq, dkv, dweights = gradients_of_received(options, received, weights, whole)
+    exchange, op = options.exchange, options.op
+    dhome = Outputs(*forbid_second_derivative(op, [x for x in dhome[:2] if x is not None]))
     # A query is computed on one rank, so dq is rounded before it moves; dk and dv are sums.
-    dtype = dhome.out.dtype
-    dq, dkv = exchanges.return_qkv(
-        options.exchange, plan, dq.astype(dtype), dkv, None if options.expansion else dtype
-    )
-    dsink = None if sink is None else sink_gradient(sink, whole)
-    return operand_gradients(received, dq, dkv, dsink, dweights), None, None
+    sum_dtype = None if options.expansion else dhome.out.dtype
+    ends = list(itertools.accumulate(part.q.shape[2] for part in received))[:-1]
+    cotangents = [jnp.split(x, ends, 1) for x in dhome[:2] if x is not None]
+    sinks = [None] * len(received) if sink is None else jnp.split(sink, ends)
+    parts = list(zip(received, out, lse, sinks, zip(*cotangents, strict=True), strict=True))
+
+    def gradients(part, came):
+        rows, out, lse, sink, _ = part
+        whole = softmax_gradients(op, out, lse, Outputs(*(x[None] for x in came[0])))
+        dq, dkv, dweights = gradients_of_received(options, rows, weights, whole)
+        dsink = None if sink is None else sink_gradient(sink, whole)
+        return dq, dkv, dsink, dweights
+
+    def give_back(outputs):
+        dq, dkv, *_ = outputs
+        return exchanges.returned_qkv(exchange, plan, dq, dkv, sum_dtype)
+
+    done = in_parts(
+        exchange,
+        parts[::-1],  # the part with most heads returns first
+        gradients,
+        send=lambda part: exchanges.sent_q(exchange, plan, part[-1]),
+        give_back=give_back,
+    )[::-1]
+    dq, dkv = join([part.returned for part in done], 1)
+    dsink = join([part.outputs[2] for part in done], 0)
+    dweights = done[0].outputs[3]
+    return operand_gradients(received[0], dq, dkv, dsink, dweights), None, None
 
 
 _attend.defvjp(_forward, _backward)

@@ -100,34 +100,44 @@ def attend_rows(
     return Outputs(by_batch(out), None if lse is None else by_batch(lse), max_logits)
 
 
-def received_rows(
-    options: AttentionOptions, plan: AttentionPlan | PlacedPlan, q: Any, kv: Any
-) -> Received:
-    """Returns received rows, and what they see."""
+def ranges_here(options: AttentionOptions, plan: AttentionPlan | PlacedPlan) -> MaskRanges:
+    """Returns what the rows of this rank see."""
     ranges = named_context(plan.local_ranges(jax.lax.axis_index(options.exchange.axis_name)))
-    q, kv, ranges = jax.tree.map(lambda x: x[None], (q, tuple(kv), tuple(ranges)))
-    return Received(q, kv, MaskRanges(*ranges))
+    return MaskRanges(*(x[None] for x in ranges))
+
+
+def received_rows(ranges: MaskRanges, q: Any, kv: Any) -> Received:
+    """Returns received rows, and what they see."""
+    q, kv = jax.tree.map(lambda x: x[None], (q, tuple(kv)))
+    return Received(q, kv, ranges)
 
 
 def attend_received(options: AttentionOptions, received: Received, sink=None, weights: Any = None):
     """Returns the output in the dtype of q, and its lse.
 
-    Both are final: all keys of a query are on its rank. Also returns the largest logits of all
-    ranks, if they are asked for, otherwise None.
+    Both are final: all keys of a query are on its rank. Also returns the largest logits here, if
+    they are asked for, otherwise None.
     """
     q, kv, ranges = received
     if options.expansion is not None:
         kv = [x[None] for x in options.expansion(weights, received.rows_to_expand())]
     k, v = kv
     out, lse, *max_logits = attend_locally(options, q, k, v, ranges, sink=sink)
-    max_logits = jax.lax.pmax(*max_logits, options.exchange.axis_name) if max_logits else None
-    return *named_context((out.astype(q.dtype), lse)), max_logits
+    return *named_context((out, lse)), *(max_logits or [None])
+
+
+def of_all_ranks(options: AttentionOptions, max_logits: Any) -> Any:
+    """Returns the largest logits of all ranks."""
+    return None if max_logits is None else jax.lax.pmax(max_logits, options.exchange.axis_name)
 
 
 def gradients_of_received(
     options: AttentionOptions, received: Received, weights: Any, whole: SoftmaxGradients
 ) -> tuple[Any, Any, Any]:
-    """Returns the gradients of received queries and rows, unrounded, and those of the weights."""
+    """Returns the gradients of received queries in their dtype, those of rows, and of the weights.
+
+    Rows are not yet rounded, because several ranks sum them.
+    """
     q, kv, ranges = received
     if options.expansion is None:
         k, v = kv
@@ -148,16 +158,16 @@ def operand_gradients(received: Received, dq, dkv, dsink, dweights) -> Operands:
 
 
 def attend_locally(options: AttentionOptions, q, k, v, ranges: MaskRanges, sink=None):
-    """Computes `local_attention` of the rows that a rank holds."""
-    asked = {"sink": sink, "return_max_logits": options.return_max_logits}
+    """Computes `local_attention` of the rows that a rank holds; the output in their dtype."""
+    asked = {"sink": sink, "return_max_logits": options.return_max_logits, "out_dtype": q.dtype}
     keywords = _local_keywords(options, q, k, ranges)
     return local_attention(q, k, v, *ranges[:2], **asked, **keywords)
 
 
 def attend_locally_backward(options: AttentionOptions, q, k, v, ranges: MaskRanges, *whole):
-    """Computes its derivative."""
+    """Computes its derivative: dq in the dtype of q, dk and dv unrounded."""
     keywords = _local_keywords(options, q, k, ranges)
-    return local_attention_backward(q, k, v, *ranges[:2], *whole, **keywords)
+    return local_attention_backward(q, k, v, *ranges[:2], *whole, dq_dtype=q.dtype, **keywords)
 
 
 def _local_keywords(options: AttentionOptions, q, k, ranges: MaskRanges) -> dict[str, Any]:

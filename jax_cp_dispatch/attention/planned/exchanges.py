@@ -1,58 +1,54 @@
-"""The exchanges of an attention plan; their errors refer to the config of the plan."""
+"""What the exchanges of an attention plan move; their errors refer to the config of the plan."""
 
 from __future__ import annotations
 
-from jaxtyping import Array, DTypeLike, Float, Int32, PyTree, Shaped
+from jaxtyping import Array, DTypeLike, Int32
 
-from jax_cp_dispatch._dispatch.arguments import outgoing, returning
-from jax_cp_dispatch._dispatch.exchange import move
+from jax_cp_dispatch._dispatch import Argument, outgoing, returning
 from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan, PlacementConfig, PlanConfig
 
 
-def send_qkv(
+def sent_qkv(
     exchange: CollectiveOptions, plan: AttentionPlan, q, kv, fingerprint: Int32[Array, " 9"]
-) -> tuple[Float[Array, "q_capacity N H"], tuple[Shaped[Array, "kv_capacity _ _"], ...]]:
-    """Sends queries, keys and values to the ranks that use them, if the fingerprints match."""
+) -> list[Argument]:
+    """Queries, keys and values go to the ranks that use them, if the fingerprints match."""
     queries = _outgoing(exchange, "q", q, plan)
-    keys = _outgoing(exchange, "kv", kv, plan)
-    q, kv = move(exchange, [queries._replace(fingerprint=fingerprint), keys])
-    return q, kv
+    return [queries._replace(fingerprint=fingerprint), _outgoing(exchange, "kv", kv, plan)]
 
 
-def send_kv(
+def sent_kv(
     exchange: CollectiveOptions, plan: PlacedPlan, kv, fingerprint: Int32[Array, " 9"]
-) -> tuple[Shaped[Array, "kv_capacity _ _"], ...]:
-    """Sends keys and values, if the fingerprints match; queries do not move."""
-    keys = _outgoing(exchange, "kv", kv, plan)
-    return move(exchange, [keys._replace(fingerprint=fingerprint)])[0]
+) -> list[Argument]:
+    """Keys and values go there, if the fingerprints match; queries do not move."""
+    return [_outgoing(exchange, "kv", kv, plan)._replace(fingerprint=fingerprint)]
 
 
-def return_kv(exchange: CollectiveOptions, plan: PlacedPlan, dkv, dtype: DTypeLike | None):
-    """Returns the gradients of keys and values."""
-    return move(exchange, [_returning(exchange, "kv", dkv, plan, dtype)])[0]
+def returned_kv(
+    exchange: CollectiveOptions, plan: PlacedPlan, dkv, dtype: DTypeLike | None
+) -> list[Argument]:
+    """The gradients of keys and values return."""
+    return [_returning(exchange, "kv", dkv, plan, dtype)]
 
 
-def return_q(
+def returned_q(
     exchange: CollectiveOptions, plan: AttentionPlan, out, fingerprint: Int32[Array, " 9"]
-) -> PyTree[Float[Array, "T N ..."]]:
-    """Returns the output, with lse if asked for; NaN for a wrong fingerprint without errors."""
-    out = _returning(exchange, "q", out, plan)
-    return move(exchange, [out._replace(fingerprint=fingerprint)])[0]
+) -> list[Argument]:
+    """The output returns, with lse if asked for; NaN for a wrong fingerprint without errors."""
+    return [_returning(exchange, "q", out, plan)._replace(fingerprint=fingerprint)]
 
 
-def send_q(
-    exchange: CollectiveOptions, plan: AttentionPlan, dout
-) -> PyTree[Float[Array, "q_capacity N ..."]]:
-    """Sends the output's gradients to the ranks of the queries."""
-    return move(exchange, [_outgoing(exchange, "q", dout, plan)])[0]
+def sent_q(exchange: CollectiveOptions, plan: AttentionPlan, dout) -> list[Argument]:
+    """The output's gradients go to the ranks of the queries."""
+    return [_outgoing(exchange, "q", dout, plan)]
 
 
-def return_qkv(exchange: CollectiveOptions, plan: AttentionPlan, dq, dkv, dtype: DTypeLike | None):
-    """Returns the gradients, which are summed; those of keys are then rounded to `dtype`."""
+def returned_qkv(
+    exchange: CollectiveOptions, plan: AttentionPlan, dq, dkv, dtype: DTypeLike | None
+) -> list[Argument]:
+    """The gradients return and are summed; those of keys are then rounded to `dtype`."""
     queries = _returning(exchange, "q", dq, plan)
-    keys = _returning(exchange, "kv", dkv, plan, dtype)
-    return move(exchange, [queries, keys])
+    return [queries, _returning(exchange, "kv", dkv, plan, dtype)]
 
 
 def _outgoing(exchange, name, arrays, plan):

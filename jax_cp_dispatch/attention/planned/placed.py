@@ -6,6 +6,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float, Integer
 
+from jax_cp_dispatch._dispatch import move
 from jax_cp_dispatch._ranks.axis import AxisName, num_ranks_here
 from jax_cp_dispatch._ranks.options import read_options
 from jax_cp_dispatch._residuals import named_context_received
@@ -23,9 +24,12 @@ from jax_cp_dispatch.attention.planned.call import (
     check_call,
     fingerprint_of_call,
     gradients_of_received,
+    of_all_ranks,
     operand_gradients,
+    ranges_here,
     received_rows,
 )
+from jax_cp_dispatch.attention.planned.overlap import cut_softmax, in_parts, join, parts_of_heads
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.planner import PlacedPlan
 
@@ -113,28 +117,52 @@ def _attend(options, operands: Operands, plan, fingerprint) -> Outputs:
 
 def send(options, q, kv, plan, fingerprint) -> Received:
     """Sends keys and values."""
-    received = named_context_received(exchanges.send_kv(options.exchange, plan, kv, fingerprint))
-    return received_rows(options, plan, q, received)
+    arguments = exchanges.sent_kv(options.exchange, plan, kv, fingerprint)
+    (received,) = move(options.exchange, arguments)
+    return received_rows(ranges_here(options, plan), q, received)
 
 
 def _forward(options, operands: Operands, plan, fingerprint):
     operands = operands.derived_once(options.op)
-    *_, sink, weights = operands
-    received = send(options, operands.q, operands.moved, plan, fingerprint)
-    out, lse, max_logits = attend_received(options, received, sink, weights)
+    heads, ranges = parts_of_heads(options, operands), ranges_here(options, plan)
+
+    def attend(part: Operands, received):
+        received = received_rows(ranges, part.q, named_context_received(received[0]))
+        return received, attend_received(options, received, part.sink, part.weights)
+
+    done = in_parts(
+        options.exchange,
+        [part.operands(operands) for part in heads],
+        attend,
+        send=lambda part: exchanges.sent_kv(options.exchange, plan, part.moved, fingerprint),
+    )
+    received, computed = zip(*(part.outputs for part in done), strict=True)
+    out, lse, max_logits = map(join, zip(*computed, strict=True), (2, 1, 0))
     returned_lse = lse[0].T if options.return_lse else None
-    return Outputs(out[0], returned_lse, max_logits), (received, out, lse, sink, weights, plan)
+    outputs = Outputs(out[0], returned_lse, of_all_ranks(options, max_logits))
+    return outputs, (received, out, lse, operands.sink, operands.weights, plan)
 
 
 def _backward(options, residuals, cotangents: Outputs):
     received, out, lse, sink, weights, plan = residuals
     cotangents = jax.tree.map(lambda x: x[None], cotangents)
     whole = softmax_gradients(options.op, out, lse, cotangents)
-    dtype = whole.dout.dtype
-    dq, dkv, dweights = gradients_of_received(options, received, weights, whole)
-    dkv = exchanges.return_kv(options.exchange, plan, dkv, None if options.expansion else dtype)
+    sum_dtype = None if options.expansion else whole.dout.dtype
+
+    softmax = cut_softmax(whole, [part.q.shape[2] for part in received])
+    done = in_parts(
+        options.exchange,
+        list(zip(received, softmax, strict=True))[::-1],  # the part with most heads returns first
+        lambda part, _: gradients_of_received(options, part[0], weights, part[1]),
+        give_back=lambda outputs: exchanges.returned_kv(
+            options.exchange, plan, outputs[1], sum_dtype
+        ),
+    )[::-1]
+    dq = join([part.outputs[0] for part in done], 1)
+    dkv = join([part.returned[0] for part in done], 1)
+    dweights = done[0].outputs[2]
     dsink = None if sink is None else sink_gradient(sink, whole)
-    gradients = operand_gradients(received, dq.astype(dtype), dkv, dsink, dweights)
+    gradients = operand_gradients(received[0], dq, dkv, dsink, dweights)
     return gradients, None, None
 
 

@@ -48,14 +48,14 @@ class TokenRanges(NamedTuple):
       start, end: int32 `[B, rows]`; empty for rows that only pad a block.
       is_key: bool `[B, rows]`; whether any row may see this one; None: if it sees any itself.
       queries: the rows' own tokens, and the queries of every token of the sequence; None: all.
-      is_in_order: whether the tokens are in the order of the layout; None: known to be.
+      fault: `order_fault` of the tokens; None: known to be in the order of the layout.
     """
 
     start: Array
     end: Array
     is_key: Array | None = None
     queries: KeyQueries | None = None
-    is_in_order: Array | None = None
+    fault: Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +124,9 @@ class Rotation:
     def result(self, seen: OnlineSoftmax):
         """Output, logarithm of the sum of exponentials, and the largest logits or None."""
         asked = self.passes.return_max_logits
-        max_logits = seen.max_logits(self.q_shape, self.num_groups) if asked else None
+        max_logits = None
+        if asked:
+            max_logits = jnp.max(seen.max_logits(self.q_shape, self.num_groups), axis=(0, 2))
         return *seen.result(self.q_shape, self.num_groups), max_logits
 
     def gradients(
@@ -207,9 +209,9 @@ def forward(rotation: Rotation, operands: Operands, ranges: TokenRanges, rank=No
     queries, own, seen = rotation.begin(operands.q, operands.moved, ranges)
     weights, last = operands.weights, rotation.last_step
     fingerprint = None
-    if ranges.is_in_order is not None:
+    if ranges.fault is not None:
         here = lax.axis_index(rotation.exchange.axis_name)
-        fingerprint = fingerprint_of_order(ranges.is_in_order, here)
+        fingerprint = fingerprint_of_order(ranges.fault, here)
 
     def attend(held, seen, step):
         order = rotation.key_order(step, rank)
@@ -270,8 +272,8 @@ def _forward(rotation, operands: Operands, ranges):
     operands = operands.derived_once(rotation.exchange.op)
     out, lse, max_logits = forward(rotation, operands, ranges)
     out, lse = add_sink(out, lse, operands.sink)
-    if ranges.is_in_order is not None:  # one rank, and XLA's collectives, raise no error
-        out = jnp.where(ranges.is_in_order, out, jnp.nan)
+    if ranges.fault is not None:  # one rank, and XLA's collectives, raise no error
+        out = jnp.where(ranges.fault == 0, out, jnp.nan)
     out, lse = named_context((out, lse))
     if max_logits is not None:
         max_logits = lax.pmax(max_logits, rotation.exchange.axis_name)

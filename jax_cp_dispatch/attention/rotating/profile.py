@@ -158,7 +158,7 @@ def _run_steps(sequence: ShardedSequence, record: StepRecord, qkv, packed: Packe
 
     sees = _axes_of_ranges(packed.mask)
     ranges = program(
-        lambda packed: token_ranges(sequence, rotation, packed, shape)._replace(is_in_order=None),
+        lambda packed: token_ranges(sequence, rotation, packed, shape)._replace(fault=None),
         [_ROWS],
         sees,
     )

@@ -7,13 +7,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Shaped
 
+from jax_cp_dispatch._arguments import is_on_host
 from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch._ranks.varying import vary_alike
 from jax_cp_dispatch._residuals import named_context
-from jax_cp_dispatch.attention.attended import attended_tokens
+from jax_cp_dispatch.attention.attended import attended_tokens, order_of
 from jax_cp_dispatch.attention.gather import gather_sequence
 from jax_cp_dispatch.attention.latents import shapes_of_keys
 from jax_cp_dispatch.attention.local.blocks import accumulator, attended_keys
@@ -34,7 +36,8 @@ from jax_cp_dispatch.attention.rotating.layout import (
 )
 from jax_cp_dispatch.attention.rotating.schedules import Schedule
 from jax_cp_dispatch.masks import Mask, MaskRanges
-from jax_cp_dispatch.planner.order import is_in_order
+from jax_cp_dispatch.planner.documents import from_segment_ids
+from jax_cp_dispatch.planner.query_table import check_mask_of_documents
 from jax_cp_dispatch.planner.segment_ids import read_documents
 
 
@@ -72,7 +75,6 @@ class ShardedSequence:
             return_max_logits=self.options.return_max_logits,
             **blocks_of_ranks(layout.num_rows, held, N, K, rows=256),
         ).resolved(q, k, v)
-        passes = dataclasses.replace(passes, piece_rows=layout.block_rows)
         shape = B, layout.num_rows, N, H
         return Rotation(
             *(self.schedule, layout, self.options.exchange, passes, shape, K, Hv),
@@ -155,8 +157,8 @@ def token_ranges(
     seen = attended_tokens(packed, (B, num_tokens))
     token = rotation.layout.positions(lax.axis_index(exchange.axis_name))
     ranges = ranges_of_rows(packed.mask, seen, token)
-    if sequence.options.checks_order and packed.segment_ids is not None:
-        ranges = ranges._replace(is_in_order=is_in_order(packed.segment_ids, packed.positions))
+    if sequence.options.checks_order and jax.tree.leaves(packed):
+        ranges = ranges._replace(fault=order_of(packed, (B, num_tokens)))
     leaves, tree = jax.tree.flatten(ranges)
     leaves = named_context(vary_alike(leaves, also=sequence.options.exchange.axis_names))
     return tree.unflatten(leaves)
@@ -216,3 +218,17 @@ def read_sequences(op: str, segment_ids, positions, *, layout: str, num_ranks: i
     if layout == "zigzag" and known is not None:
         order = zigzag_permutation(known.shape[1], num_ranks, inverse=True)
     return read_documents(op, segment_ids, positions, order=order)
+
+
+def check_known_mask(op: str, packed: PackedMask, *, layout: str, num_ranks: int) -> None:
+    """Requires a mask of these tokens, if all arrays of whole sequences are known on the host."""
+    leaves = jax.tree.leaves(packed)
+    if not packed.mask.has_arrays or not all(map(is_on_host, leaves)):
+        return
+    columns = slice(None)
+    if layout == "zigzag":
+        columns = zigzag_permutation(leaves[0].shape[1], num_ranks, inverse=True)
+    mask, segment_ids, positions = jax.tree.map(lambda x: np.asarray(x)[:, columns], packed)
+    if segment_ids is None:
+        segment_ids = np.ones(leaves[0].shape, np.int32)
+    check_mask_of_documents(op, mask, from_segment_ids(op, segment_ids, positions))

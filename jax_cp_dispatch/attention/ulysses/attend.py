@@ -14,7 +14,7 @@ from jax_cp_dispatch._dtypes import sum_dtype
 from jax_cp_dispatch._ranks.axis import num_ranks_here
 from jax_cp_dispatch._ranks.varying import vary_alike, vary_like
 from jax_cp_dispatch._residuals import named_context, named_context_received
-from jax_cp_dispatch.attention.attended import attended_tokens
+from jax_cp_dispatch.attention.attended import attended_tokens, order_of
 from jax_cp_dispatch.attention.gather import gather_sequence
 from jax_cp_dispatch.attention.kv_heads import kv_copies
 from jax_cp_dispatch.attention.local.api import local_attention, local_attention_backward
@@ -29,7 +29,6 @@ from jax_cp_dispatch.attention.rotating.sequence import empty_outputs
 from jax_cp_dispatch.attention.ulysses.exchange import HeadExchange
 from jax_cp_dispatch.masks import MaskRanges
 from jax_cp_dispatch.planner.fingerprint import fingerprint_of_order
-from jax_cp_dispatch.planner.order import is_in_order
 
 
 class _Call(NamedTuple):
@@ -73,8 +72,8 @@ def attend_ulysses(options: AttentionOptions, operands: Operands, packed: Packed
     operands = operands.varying(exchange)
     heads = HeadExchange(exchange, num_ranks, options.layout)
     call = _Call(options, heads, kv_copies(N, operands.k.shape[2], num_ranks))
-    ranges, in_order = token_ranges(options, heads, packed, (B, T))
-    leaves, tree = jax.tree.flatten((operands, ranges, in_order))
+    ranges, fault = token_ranges(options, heads, packed, (B, T))
+    leaves, tree = jax.tree.flatten((operands, ranges, fault))
     return _attend(call, *tree.unflatten(vary_alike(leaves)))
 
 
@@ -92,7 +91,7 @@ def check_heads(op: str, num_heads: int, num_ranks: int) -> None:
 def token_ranges(
     options: AttentionOptions, heads: HeadExchange, packed: PackedMask, shape: tuple[int, int]
 ) -> tuple[MaskRanges, Any]:
-    """Returns what each token sees, and whether the tokens are in order; None if that is known."""
+    """Returns what each token sees, and the `order_fault` of the tokens; None if there is none."""
     num_tokens = shape[1] * heads.num_ranks
     if packed.segment_ids is None and packed.positions is not None:
         packed = packed._replace(segment_ids=jnp.ones(shape, jnp.int32))
@@ -100,36 +99,36 @@ def token_ranges(
     if heads.layout == "zigzag":
         order = zigzag_permutation(num_tokens, heads.num_ranks, inverse=True)
         packed = jax.tree.map(lambda x: x[:, order], packed)
-    in_order = None
-    if options.checks_order and packed.segment_ids is not None:
-        in_order = is_in_order(packed.segment_ids, packed.positions)
-    found = attended_tokens(packed, (shape[0], num_tokens)), in_order
+    fault, whole = None, (shape[0], num_tokens)
+    if options.checks_order and jax.tree.leaves(packed):
+        fault = order_of(packed, whole)
+    found = attended_tokens(packed, whole), fault
     leaves, tree = jax.tree.flatten(found)
     return tree.unflatten(named_context(vary_alike(leaves, also=heads.exchange.axis_names)))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(call: _Call, operands: Operands, ranges: MaskRanges, in_order) -> Outputs:
-    return _forward(call, operands, ranges, in_order)[0]
+def _attend(call: _Call, operands: Operands, ranges: MaskRanges, fault) -> Outputs:
+    return _forward(call, operands, ranges, fault)[0]
 
 
-def _forward(call: _Call, operands: Operands, ranges: MaskRanges, in_order):
+def _forward(call: _Call, operands: Operands, ranges: MaskRanges, fault):
     q, *kv, sink, _ = operands.derived_once(call.options.op)
     if call.copies > 1:
         kv = [jnp.repeat(x, call.copies, axis=2) for x in kv]
     fingerprint = None
-    if in_order is not None:
+    if fault is not None:
         here = lax.axis_index(call.options.exchange.axis_name)
-        fingerprint = fingerprint_of_order(in_order, here)
+        fingerprint = fingerprint_of_order(fault, here)
     q_there, k_there, v_there = named_context_received(call.heads.to_heads([q, *kv], fingerprint))
     received = q_there, k_there, v_there, ranges
     its_sink = None if sink is None else call.share_of(sink)
     out, lse, *max_logits = attend_heads(call.options, received, its_sink)
-    if in_order is not None:  # one rank, and XLA's collectives, raise no error
-        out = jnp.where(in_order, out, jnp.nan)
+    if fault is not None:  # one rank, and XLA's collectives, raise no error
+        out = jnp.where(fault == 0, out, jnp.nan)
     out, lse = named_context((out, lse))
     of_lse = [jnp.swapaxes(lse, 1, 2)[..., None]] if call.options.return_lse else []
-    home, *of_lse = named_context(call.heads.to_tokens([out.astype(q.dtype), *of_lse]))
+    home, *of_lse = named_context(call.heads.to_tokens([out, *of_lse]))
     outputs = Outputs(
         home,
         of_lse[0][..., 0] if of_lse else None,
@@ -145,10 +144,11 @@ def _backward(call: _Call, residuals, cotangents: Outputs):
     dout, *of_lse = call.heads.to_heads([dhome, *of_lse])
     cotangents = Outputs(dout, of_lse[0][..., 0] if of_lse else None)
     whole = softmax_gradients(call.options.op, out, lse, cotangents)
-    dq, *dkv = attend_heads_backward(call.options, received, whole)
-    if call.copies == 1:  # each gradient is final; gradients of copies are summed first
-        dkv = [x.astype(dhome.dtype) for x in dkv]
-    dq, dk, dv = call.heads.to_tokens([dq.astype(dhome.dtype), *dkv])
+    # Each gradient is final; those of copies are summed first.
+    dkv_dtype = dhome.dtype if call.copies == 1 else None
+    dtypes = {"dq_dtype": dhome.dtype, "dkv_dtype": dkv_dtype}
+    dq, dk, dv = attend_heads_backward(call.options, received, whole, dtypes)
+    dq, dk, dv = call.heads.to_tokens([dq, dk, dv])
     if call.copies > 1:
         dk, dv = (_sum_of_copies(x, call.copies).astype(dhome.dtype) for x in (dk, dv))
     dsink = None
@@ -161,19 +161,21 @@ _attend.defvjp(_forward, _backward)
 
 
 def attend_heads(options: AttentionOptions, operands, sink=None):
-    """Computes local attention of whole sequences; returns output and lse, unrounded."""
+    """Computes local attention of whole sequences; returns the output in their dtype, and lse."""
     q, k, v, ranges = operands
     keywords = _local_keywords(options, q, k, ranges)
-    asked = {"sink": sink, "return_max_logits": options.return_max_logits}
+    asked = {"sink": sink, "return_max_logits": options.return_max_logits, "out_dtype": q.dtype}
     return local_attention(q, k, v, *ranges[:2], **keywords, **asked)
 
 
-def attend_heads_backward(options: AttentionOptions, operands, whole: SoftmaxGradients):
-    """Computes its derivative, unrounded."""
+def attend_heads_backward(
+    options: AttentionOptions, operands, whole: SoftmaxGradients, dtypes: dict[str, Any]
+):
+    """Computes its derivative, of these dtypes."""
     q, k, v, ranges = operands
     keywords = _local_keywords(options, q, k, ranges)
     k_start, k_end = ranges[:2]
-    return local_attention_backward(q, k, v, k_start, k_end, *whole, **keywords)
+    return local_attention_backward(q, k, v, k_start, k_end, *whole, **dtypes, **keywords)
 
 
 def _local_keywords(options: AttentionOptions, q, k, ranges: MaskRanges) -> dict[str, Any]:

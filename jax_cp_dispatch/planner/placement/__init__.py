@@ -3,7 +3,8 @@
 `config`: the static choices. `layers`: the masks that a placement serves. `fit`: capacities from a
   sample of batches. `fallback`: the placement of a batch that does not fit. `build`: the plan of
   the keys, from the pieces of each rank. `plan`: its representation. `placement`: the order of
-  tokens. `place`: the public function. `csrc/planner` assigns pieces to ranks. Uses NumPy only, so
+  tokens. `place`: the public function, also
+  of several `groups`. `csrc/planner` assigns pieces to ranks. Uses NumPy only, so
   nothing here starts JAX.
 """
 

@@ -1,5 +1,6 @@
 """`fit_placement_config`: capacities of placements for a run, from a sample of its batches."""
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -18,10 +19,11 @@ def fit_placement_config(
     world_size: int,
     overflow: float = 1e-4,
     columns: int | None = None,
-    mask: Mask | str | None = None,
-    masks: Sequence[Mask | str] | None = None,
+    mask: Mask | str | Sequence[Mask] | None = None,
+    masks: Sequence[Mask | str] | Sequence[Sequence[Mask | str]] | None = None,
     layers: Sequence[int] | None = None,
     config: PlacementConfig = PlacementConfig(),
+    num_groups: int = 1,
 ) -> PlacementConfig:
     """Finds capacities for a run from a sample of its batches.
 
@@ -34,10 +36,12 @@ def fit_placement_config(
     Args:
       batches: for each batch its lengths as for `place_tokens`, or its segment ids. A
         two-dimensional array is segment ids [B, columns], whatever its values are.
-      world_size, columns, mask, masks, layers: as for `place_tokens`; capacities suffice for the
-        plan of each mask. A mask with arrays is that of one batch: see `place_tokens`.
+      world_size, columns, layers: as for `place_tokens`.
+      mask, masks: as for `place_tokens`; capacities suffice for the plan of each mask. Masks with
+        arrays as a list, with the `mask` or the `masks` of each batch.
       overflow: wanted share of batches that do not fit, between 0 and 1.
       config: balance and constraints of the placements. Capacities that it has are kept.
+      num_groups: as for `place_tokens`; capacities suffice for each group.
     Returns:
       The config with all capacities, and `expected_overflow` of those that were found.
     Raises:
@@ -46,10 +50,20 @@ def fit_placement_config(
     """
     check_type(_OP, "config", config, PlacementConfig, "Omit it for the default.")
 
-    seen: dict[str, Any] = {"mask": mask, "masks": masks, "layers": layers}
+    seen: dict[str, Any] = {"layers": layers, "num_groups": num_groups}
+    one = itertools.repeat(mask)
+    of_batches = iter(mask) if isinstance(mask, list | tuple) else one
+    several: Any = itertools.repeat(masks)
+    if masks and isinstance(masks, list | tuple) and isinstance(masks[0], list | tuple):
+        several = iter(masks)
+    both = zip(of_batches, several, strict=False)
 
     def needs(**given: Any) -> Needs:
-        placement = place_tokens(world_size=world_size, **seen, **given)
+        if (of_batch := next(both, None)) is None:
+            raise ValueError(f"{_OP}: got fewer masks than batches. Pass one for each.")
+        its_mask, its_masks = of_batch
+        options = {"mask": its_mask, "masks": its_masks, **seen}
+        placement = place_tokens(world_size=world_size, **options, **given)
         values = [getattr(placement.needs, name) for name in CAPACITIES]
         own, all_ranks = placement.plan.num_tokens, placement.plan.num_tokens * world_size
         most = all_ranks, all_ranks, own, own, all_ranks

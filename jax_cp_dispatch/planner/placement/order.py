@@ -20,11 +20,13 @@ def values_of_ranges(
     return np.repeat((value - start)[order], tokens[order])
 
 
-def by_columns(x: Shaped[Any, "places ..."], batch: int, num_held: int) -> Shaped[Any, "B T ..."]:
-    """Returns rows of ranks, one rank after another, as columns of the batch rows."""
+def by_columns(
+    x: Shaped[Any, "places ..."], batch: int, num_held: int, num_groups: int = 1
+) -> Shaped[Any, "B T ..."]:
+    """Returns rows of ranks, one rank of a group after another, as columns of the batch rows."""
     rest = x.shape[1:]
     rows = x.shape[0] // max(batch * num_held, 1)
-    x = x.reshape(num_held, batch, rows, *rest).swapaxes(0, 1)
+    x = x.reshape(num_groups, num_held, batch // num_groups, rows, *rest).swapaxes(1, 2)
     return x.reshape(batch, num_held * rows, *rest)
 
 

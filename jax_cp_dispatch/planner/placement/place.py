@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int, Int32
@@ -12,25 +12,32 @@ from jax_cp_dispatch._ranks.runtime import native
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.read import read_mask_on_host
 from jax_cp_dispatch.planner.constraints import check_longest_keys, check_ranks
-from jax_cp_dispatch.planner.documents import Row, documents_of
+from jax_cp_dispatch.planner.documents import Documents, Row, documents_of
 from jax_cp_dispatch.planner.fallback import check_fallback
 from jax_cp_dispatch.planner.native_problem import native_problem
 from jax_cp_dispatch.planner.piece_table import PieceTable, lay_out
 from jax_cp_dispatch.planner.placement.build import plan_of_pieces
 from jax_cp_dispatch.planner.placement.config import CAPACITIES, PlacementConfig
 from jax_cp_dispatch.planner.placement.fallback import moves_of_fallback, plan_of_fallback
+from jax_cp_dispatch.planner.placement.groups import (
+    PlacedGroup,
+    Requests,
+    joined_moves,
+    joined_plans,
+    joined_reasons,
+    rows_of_groups,
+)
 from jax_cp_dispatch.planner.placement.layers import Layers, describe_layers, read_layers
 from jax_cp_dispatch.planner.placement.order import in_placed_order
 from jax_cp_dispatch.planner.placement.placement import Placement
 from jax_cp_dispatch.planner.placement.plan import OF_ALL_MASKS, PlacedPlan
+from jax_cp_dispatch.planner.query_table import check_mask_of_documents
 from jax_cp_dispatch.planner.request import PlanRequest
 from jax_cp_dispatch.planner.seen_keys import seen_keys
 from jax_cp_dispatch.planner.slices import check_rank, order_by_rank
 from jax_cp_dispatch.planner.static_size import DoesNotFitError
 
 _OP = "place_tokens"
-# A batch with each of the masks.
-Requests: TypeAlias = tuple[PlanRequest, ...]
 
 
 def place_tokens(
@@ -45,6 +52,7 @@ def place_tokens(
     layers: Sequence[int] | None = None,
     config: PlacementConfig = PlacementConfig(),
     fallback: str | None = None,
+    num_groups: int = 1,
     rank: int | None = None,
 ) -> Placement:
     """Assigns each token of a batch to a rank, once, so that few keys move.
@@ -75,9 +83,12 @@ def place_tokens(
       fallback: "ring" returns, instead of an error for a batch that exceeds a limit of the config,
         a placement that leaves all tokens where they are. Its plan has the usual shapes, and
         `PlacedPlan.fits` is false: use a ring for this batch. Needs all capacities.
+      num_groups: groups of consecutive batch rows, each placed on W ranks of its own: the devices
+        of `batch_axis`. Their plans are stacked, as by `stack_plans`. With a fallback, all groups
+        are placed or none, since one step computes all of them.
       rank: returns the part of this rank alone, like `Placement.slice_of`, but without arrays of
         all ranks, whose counts of rows grow with W * W. It is the index on the mesh axis, not that
-        of a process. None: all ranks.
+        of a process. None: all ranks. With several groups, use `Placement.groups`.
     Returns:
       The placement. Its plans are for arrays in placed order.
     Raises:
@@ -98,35 +109,36 @@ def place_tokens(
     )
     layers_of = read_layers(_OP, mask, masks, layers)
     shape = documents.batch, documents.columns
-    seen = [seen_keys(read_mask_on_host(_OP, x, shape), documents) for x in layers_of.masks]
-    of_batch = documents, positions, world_size
-    requests = tuple(PlanRequest(*of_batch, x, config, rank) for x in seen)
-    request = requests[0]
+    masks_read = [read_mask_on_host(_OP, x, shape) for x in layers_of.masks]
+    for read in masks_read:
+        check_mask_of_documents(_OP, read, documents)
+    _check_groups(documents, num_groups, rank)
+    requests_of = [
+        tuple(PlanRequest(rows, at, world_size, seen_keys(x, rows), config, rank) for x in own)
+        for rows, at, own in rows_of_groups(documents, positions, masks_read, num_groups)
+    ]
+    request = requests_of[0][0]
     _check_config(request)
     check_fallback(_OP, fallback, config, CAPACITIES)
     check_rank(_OP, rank, world_size)
-    needed, reason, pieces = None, None, None
-    try:
-        pieces = _place(requests, layers_of)
-        moves = tuple(_moves(request, pieces))
-        plans, needed = _plans(requests, pieces, moves)
-    except DoesNotFitError as error:
-        text, needs = _capacities_that_suffice(requests, layers_of)
-        pieces, reason = None, str(error) + text
+    groups = [_place_group(x, layers_of) for x in requests_of]
+    reason = joined_reasons(_OP, groups)
+    if reason is not None:
         if fallback is None:
-            raise DoesNotFitError(reason) from None
-        plans = tuple(plan_of_fallback(x, needs) for x in requests)
-        moves = moves_of_fallback(documents, world_size)
+            raise DoesNotFitError(reason)
+        groups = [_left_in_place(x) for x in groups]
+    moves = joined_moves(groups, documents.num_tokens // num_groups)
     here = order_by_rank(moves[1] // max(request.num_tokens, 1), rank)
+    needed = [x.needed for x in groups]
     return Placement(
         batch=documents.batch,
         columns=documents.columns,
         world_size=world_size,
-        plans=plans,
+        plans=joined_plans([x.plans for x in groups]),
         layers=layers_of.layers,
-        made_of=(requests, pieces),
+        made_of=tuple(x.made_of for x in groups),
         config=config,
-        needed=needed,
+        needed=None if reason is not None else _largest(config, needed),
         reason=reason,
         rank=rank,
         source=moves[0][here],
@@ -146,6 +158,52 @@ def _check_config(request: PlanRequest) -> None:
         )
 
 
+def _check_groups(documents: Documents, num_groups: int, rank: int | None) -> None:
+    """Requires groups of equal batch rows, all ranks of them."""
+    check_positive(_OP, num_groups=num_groups)
+    if documents.batch % num_groups:
+        raise ValueError(
+            f"{_OP}: num_groups is {num_groups}, which must divide the {documents.batch} batch "
+            "rows. Pass the number of devices of batch_axis, and pad the batch with rows of "
+            "segment id 0."
+        )
+    if num_groups > 1 and rank is not None:
+        raise ValueError(
+            f"{_OP}: got rank with num_groups={num_groups}. Omit rank, and call slice_of on one of "
+            "Placement.groups."
+        )
+
+
+def _place_group(requests: Requests, layers: Layers) -> PlacedGroup:
+    """Places the tokens of a group, or says why they do not fit; its plans are then fallbacks."""
+    try:
+        pieces = _place(requests, layers)
+        moves = tuple(_moves(requests[0], pieces))
+        plans, needed = _plans(requests, pieces, moves)
+    except DoesNotFitError as error:
+        text, needs = _capacities_that_suffice(requests, layers)
+        plans = tuple(plan_of_fallback(x, needs) for x in requests)
+        moves = moves_of_fallback(requests[0].documents, requests[0].world_size)
+        reason = str(error).removeprefix(f"{_OP}: ") + text
+        return PlacedGroup(plans, moves, (requests, None), reason=reason)
+    return PlacedGroup(plans, moves, (requests, pieces), needed)
+
+
+def _left_in_place(group: PlacedGroup) -> PlacedGroup:
+    """Returns a group as if it did not fit."""
+    requests, _ = group.made_of
+    needs = np.asarray(group.plans[0].needs)[0]
+    plans = tuple(plan_of_fallback(x, needs) for x in requests)
+    moves = moves_of_fallback(requests[0].documents, requests[0].world_size)
+    return group._replace(plans=plans, moves=moves, made_of=(requests, None))
+
+
+def _largest(config: PlacementConfig, needed: Sequence[Any]) -> PlacementConfig:
+    """Returns capacities that suffice for all of these."""
+    most = {name: max(getattr(x, name) for x in needed) for name in CAPACITIES}
+    return dataclasses.replace(config, **most)
+
+
 def _place(requests: Requests, layers: Layers) -> PieceTable:
     """Returns the pieces of documents in the rows of the ranks."""
     for request in requests:
@@ -160,11 +218,10 @@ def _plans(
 ) -> tuple[tuple[PlacedPlan, ...], PlacementConfig]:
     """Returns a plan for each mask, and the capacities that they need."""
     built = [plan_of_pieces(x, pieces, in_placed_order(x, moves)) for x in requests]
-    most = {name: max(getattr(x, name) for _, x in built) for name in CAPACITIES}
     first = built[0][0]
     same = {name: getattr(first, name) for name in OF_ALL_MASKS}
     plans = (first, *(dataclasses.replace(x, **same) for x, _ in built[1:]))
-    return plans, dataclasses.replace(requests[0].config, **most)
+    return plans, _largest(requests[0].config, [x for _, x in built])
 
 
 def _capacities_that_suffice(

@@ -20,6 +20,7 @@ from jax_cp_dispatch.planner.piece_table import PieceTable
 from jax_cp_dispatch.planner.placement.build import plan_of_pieces
 from jax_cp_dispatch.planner.placement.config import PlacementConfig
 from jax_cp_dispatch.planner.placement.cuts import describe_cuts
+from jax_cp_dispatch.planner.placement.groups import joined_plans
 from jax_cp_dispatch.planner.placement.order import (
     by_columns,
     in_placed_order,
@@ -28,6 +29,7 @@ from jax_cp_dispatch.planner.placement.order import (
 )
 from jax_cp_dispatch.planner.placement.plan import PlacedPlan
 from jax_cp_dispatch.planner.planned_pieces import Home, PlannedPieces, pieces_of_placed
+from jax_cp_dispatch.planner.query_table import check_mask_of_documents
 from jax_cp_dispatch.planner.request import PlanRequest
 from jax_cp_dispatch.planner.slices import check_all_ranks, slice_of
 from jax_cp_dispatch.planner.traffic import num_moved
@@ -38,7 +40,8 @@ class Placement:
     """The assignment of the tokens of a batch `[batch, columns]` to ranks. Picklable; NumPy only.
 
     Places index the rows of all ranks: rank r holds places `[r * T, (r + 1) * T)`, with `T = batch
-    * columns / world_size`. In an array `[batch, columns, ...]` that is sharded over its columns,
+    * columns / world_size`; of several groups, rank r of group g is number `g * W + r`, and T that
+    of its rows. In an array `[batch, columns, ...]` that is sharded over its columns,
     these are the rank's columns of each batch row, one batch row after another.
 
     Attributes:
@@ -46,7 +49,7 @@ class Placement:
       world_size: number of ranks.
       plans: for `context_parallel_attention(algorithm="placed")`; one for each mask.
       layers: how many layers use each mask, without a common factor.
-      made_of: the batch with each of its masks, and its pieces, for `plan_for`.
+      made_of: of each group, the batch with each of its masks, and its pieces, for `plan_for`.
       config: the choices with which it was made.
       reason: why the batch does not fit, if this is the fallback of `place_tokens`; else None.
       rank: the rank whose part this is; None: all ranks.
@@ -61,7 +64,7 @@ class Placement:
     plans: tuple[PlacedPlan, ...]
     layers: tuple[int, ...]
     config: PlacementConfig
-    made_of: tuple[tuple[PlanRequest, ...], PieceTable | None]
+    made_of: tuple[tuple[tuple[PlanRequest, ...], PieceTable | None], ...]
     source: Int[np.ndarray, " P"]
     place: Int[np.ndarray, " P"]
     tokens: Int[np.ndarray, " P"]
@@ -71,8 +74,31 @@ class Placement:
 
     @property
     def plan(self) -> PlacedPlan:
-        """The plan of the first mask."""
+        """The plan of the first mask; of several groups, a stack of theirs."""
         return self.plans[0]
+
+    @property
+    def num_groups(self) -> int:
+        """The groups of batch rows, each placed on its own ranks."""
+        return len(self.made_of)
+
+    @functools.cached_property
+    def groups(self) -> "tuple[Placement, ...]":
+        """The placement of each group of batch rows; itself, if there is one."""
+        if self.num_groups == 1:
+            return (self,)
+        batch = self.batch // self.num_groups
+        tokens = batch * self.columns
+
+        def group(number: int) -> Placement:
+            here = self.place // max(tokens, 1) == number
+            of_group = jax.tree.map(lambda x: x[number], self.plans)
+            first = number * tokens
+            moves = {"source": self.source[here] - first, "place": self.place[here] - first}
+            changed = {"batch": batch, "plans": of_group, "made_of": (self.made_of[number],)}
+            return dataclasses.replace(self, tokens=self.tokens[here], **moves, **changed)
+
+        return tuple(map(group, range(self.num_groups)))
 
     def plan_for(self, mask: Mask | str) -> PlacedPlan:
         """Returns a plan for another mask over the same tokens; `imbalance` tells its balance.
@@ -83,10 +109,19 @@ class Placement:
           ValueError: no tokens were placed, or the plan exceeds a capacity of the config.
         """
         op = "Placement.plan_for"
-        requests, pieces = self.made_of
-        if pieces is None:
+        if self.reason is not None:
             raise ValueError(f"{op}: no tokens were placed. {self.reason}")
         read = read_mask_on_host(op, mask, (self.batch, self.columns))
+        batch = self.batch // self.num_groups
+        own = lambda n: jax.tree.map(lambda x: x[n * batch : (n + 1) * batch], read)
+        plans = [(group._plan_for(op, own(n)),) for n, group in enumerate(self.groups)]
+        return joined_plans(plans)[0]
+
+    def _plan_for(self, op: str, read: Mask) -> PlacedPlan:
+        """Returns the plan of a single group."""
+        ((requests, pieces),) = self.made_of
+        assert pieces is not None
+        check_mask_of_documents(op, read, requests[0].documents)
         request = requests[0].with_mask(read)._replace(rank=self.rank)
         if read.has_arrays and self.rank is not None:
             raise ValueError(
@@ -108,8 +143,12 @@ class Placement:
         of arrays of the whole batch. What depends on all ranks raises an error.
 
         Raises:
-          ValueError: rank is not in `[0, W)`, or this is a part already.
+          ValueError: rank is not in `[0, W)`, this is a part already, or has several groups.
         """
+        if self.num_groups > 1:
+            raise ValueError(
+                f"Placement.slice_of: got {self.num_groups} groups. Call it on one of `groups`."
+            )
         plans = tuple(slice_of("Placement.slice_of", x, rank) for x in self.plans)
         here = self.place // max(self.plan.num_tokens, 1) == rank
         moves = {name: getattr(self, name)[here] for name in ("source", "place", "tokens")}
@@ -143,18 +182,26 @@ class Placement:
         return self.needed
 
     @property
-    def pairs_before(self) -> Float32[np.ndarray, " W"]:
-        """Query-key pairs of each rank, of all layers, if tokens stay in the order of the batch."""
+    def pairs_before(self) -> Float32[np.ndarray, "*groups W"]:
+        """Query-key pairs of each rank, of all layers, if tokens stay in the order of the batch.
+
+        Of several groups, `[groups, W]`.
+        """
         self._check_whole("pairs_before")
         if self.reason is not None:  # they do
             return self._pairs
-        requests = [x._replace(rank=None) for x in self.made_of[0]]
+        if self.num_groups > 1:
+            return np.stack([group.pairs_before for group in self.groups])
+        requests = [x._replace(rank=None) for x in self.made_of[0][0]]
         home = home_pieces(requests[0].documents, self.world_size)
         return self._sum(pairs_of_ranks(x, home) for x in requests)
 
     @property
     def imbalance(self) -> float:
-        """Largest work of a rank in all layers by its share; see `PlacementConfig.rank_speeds`."""
+        """Largest work of a rank in all layers by its share; see `PlacementConfig.rank_speeds`.
+
+        Of several groups, the largest of all.
+        """
         self._check_whole("imbalance")
         return self._imbalance(self._pairs)
 
@@ -197,6 +244,9 @@ class Placement:
         op = "Placement.describe"
         if self.reason is not None:
             return f"{op}: no tokens were placed. {self.reason}"
+        if self.num_groups > 1:
+            parts = enumerate(self.groups)
+            return "\n\n".join(f"Group {n} of {self.num_groups}\n{x.describe()}" for n, x in parts)
         plan = self.plan
         keys = Rows(rows_between_ranks(op, plan.kv_metadata), plan.kv_capacity)
         text = describe_plan(
@@ -223,7 +273,7 @@ class Placement:
         return Home(self.batch, self.columns, self.world_size)
 
     @property
-    def _pairs(self) -> Float32[np.ndarray, " W"]:
+    def _pairs(self) -> Float32[np.ndarray, "*groups W"]:
         return self._sum(np.asarray(x.pairs) for x in self.plans)
 
     def _sum(self, pairs: Iterable[Any]) -> Any:
@@ -233,8 +283,9 @@ class Placement:
     def _imbalance(self, pairs: Any) -> float:
         pairs = np.asarray(pairs, np.float64)
         speeds = np.array(self.config.rank_speeds or [1.0] * self.world_size)
-        share = pairs.sum() * speeds / speeds.sum()
-        return float((pairs / share).max()) if pairs.sum() > 0 else 1.0
+        share = pairs.sum(-1, keepdims=True) * speeds / speeds.sum()
+        of_share = np.divide(pairs, share, out=np.ones_like(pairs), where=share > 0)
+        return float(of_share.max())
 
     def _pieces(self) -> PlannedPieces:
         """Returns what each rank computes."""
@@ -257,12 +308,13 @@ class Placement:
     def _apply(self, x: Any) -> Any:
         xp, rest = self._check_array("apply", x)
         x = xp.take(x.reshape(self.batch * self.columns, *rest), self.permutation, axis=0)
-        return by_columns(x, self.batch, self._num_held)
+        return by_columns(x, self.batch, self._num_held, self.num_groups)
 
     def _restore(self, x: Any) -> Any:
         xp, rest = self._check_array("restore", x)
         rows = self.columns // self.world_size
-        x = x.reshape(self.batch, self.world_size, rows, *rest).swapaxes(0, 1)
+        of_group = self.num_groups, self.batch // self.num_groups
+        x = x.reshape(*of_group, self.world_size, rows, *rest).swapaxes(1, 2)
         x = xp.take(x.reshape(self.batch * self.columns, *rest), self.inverse, axis=0)
         return x.reshape(self.batch, self.columns, *rest)
 

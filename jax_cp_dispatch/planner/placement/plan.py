@@ -118,13 +118,13 @@ class PlacedPlan:
     def fits(self) -> Bool[Array | np.ndarray, ""]:
         """Whether the batch fits its capacities; false only for a fallback of `place_tokens`.
 
+        Of stacked plans, false if none fits: tokens of a group that fits are placed, and no ring
+        may read them. `place_tokens(num_groups=)` places all groups or none.
         Inside a program, `jax.lax.cond` on this value can select another algorithm. Attention with
         a plan that does not fit fails on all ranks.
         """
-        num_rows = self.num_rows
-        if isinstance(num_rows, np.ndarray):
-            return np.asarray((num_rows >= 0).all())
-        return (num_rows >= 0).all()
+        fits = (self.num_rows >= 0).all(-1).any()
+        return np.asarray(fits) if isinstance(self.num_rows, np.ndarray) else fits
 
     def validate(
         self, segment_ids: Ids, positions: Ids | None = None, mask: Mask | None = None

@@ -1,0 +1,78 @@
+"""The gate of multi_gpu.py: exchanges, GEMMs and attention over all GPUs give the right results.
+
+Exchanges are compared bit for bit with XLA's collectives, GEMMs with XLA's product, attention with
+dense attention that each process computes alone. What follows a closed gate is not worth measuring.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+from multi_gpu_programs import transport
+from multi_gpu_sizes import Sizes
+
+from jax_cp_dispatch import place_tokens
+from jax_cp_dispatch.attention import context_parallel_attention
+from jax_cp_dispatch.bench_command.attention import TOLERANCE, random_operands
+from jax_cp_dispatch.bench_command.gemm import GATHER, METHODS, SCATTER, Product
+from jax_cp_dispatch.bench_command.movement import Exchange
+from jax_cp_dispatch.bench_command.packed_lengths import segment_ids_of
+from jax_cp_dispatch.bench_command.ranks import AXIS, Ranks
+
+TOKENS_OF = P(None, AXIS)
+DOCUMENTS: list[int] = [23, 41]  # tokens; of each rank
+
+
+class Gate:
+    """The section; raises ValueError at the first wrong result."""
+
+    symmetric_bytes = 1 << 30
+
+    def __init__(self, ranks: Ranks, sizes: Sizes):
+        self._ranks, self._sizes = ranks, sizes
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        for what, check in (
+            ("exchanges", self._exchanges),
+            ("GEMMs", self._gemms),
+            ("attention", self._attention),
+        ):
+            check()
+            yield {"what": what, "is_right": True, "path": transport()}
+
+    def _exchanges(self) -> None:
+        for tokens, feature in ((64, (3,)), (2048 if self._ranks.is_gpu else 128, (16, 128))):
+            Exchange(self._ranks, tokens, feature, jnp.bfloat16).check()
+
+    def _gemms(self) -> None:
+        n = 16 * self._ranks.count
+        for op, prefix in ((GATHER, ("none", "ring")), (SCATTER, ("none", "ring", "pipeline"))):
+            methods = [name for name in METHODS if name.startswith(prefix)]
+            if op == SCATTER or self._ranks.count % 2:
+                methods.remove("ring pairs")
+            Product(self._ranks, (op, 4 * n, 2 * n, 2 * n), self._sizes.dtype, methods).check()
+
+    def _attention(self) -> None:
+        """Forward, in the order of tokens and placed."""
+        ranks, sizes = self._ranks, self._sizes
+        lengths = DOCUMENTS * ranks.count
+        ids, placement = segment_ids_of(lengths), place_tokens(lengths, world_size=ranks.count)
+        q, k, v, _ = random_operands(
+            sum(lengths), sizes.heads, sizes.head_size, sizes.dtype, kv_heads=sizes.kv_heads
+        )
+        mask = (ids[0][:, None] == ids[0])[None, None]
+        dense = jax.jit(partial(jax.nn.dot_product_attention, mask=mask, is_causal=True))
+        want = np.asarray(dense(*(x.astype(np.float32) for x in (q, k, v))))
+        attend = partial(context_parallel_attention, mesh=ranks.mesh, axis_name=AXIS)
+        for algorithm in dict.fromkeys((*sizes.causal, *sizes.packed)):
+            is_placed = algorithm == "placed"
+            order = placement.apply if is_placed else lambda x: x
+            how: dict[str, Any] = {"plan": placement.plan} if is_placed else {"segment_ids": ids}
+            given = [ranks.put(order(x), TOKENS_OF) for x in (q, k, v)]
+            got = jax.jit(partial(attend, algorithm=algorithm, **how))(*given)
+            expected = ranks.put(order(want), TOKENS_OF)
+            ranks.check_equal(algorithm, got, expected, TOLERANCE[sizes.dtype])

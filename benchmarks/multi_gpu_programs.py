@@ -1,0 +1,181 @@
+"""Programs over all ranks of multi_gpu.py: traced, compiled, timed over all processes, and read.
+
+A section traces its programs before the processes connect: the exchanges that it finds say how much
+symmetric memory they need.
+"""
+
+import functools
+import itertools
+import math
+import re
+import socket
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_cp_dispatch import available_implementations
+from jax_cp_dispatch._dispatch.exchange_operands import Exchange, group_of_each, read_operands
+from jax_cp_dispatch._measuring import seconds_of_a_call
+from jax_cp_dispatch._ranks.implementations import default_platform
+from jax_cp_dispatch._ranks.job import is_in_job, publish_and_read_all
+from jax_cp_dispatch.gpu import raise_gpu_errors
+
+SAMPLE = 0.02  # seconds; a sample has as many calls, up to MOST_CALLS
+LONGEST = 20.0  # seconds of all samples of a program
+MOST_CALLS = 50
+WAIT = 600.0  # seconds for another process
+_COLLECTIVES = re.compile(
+    r" ((?:ragged-)?all-to-all|all-gather|all-reduce|reduce-scatter|collective-permute)"
+    r"(?:-start)?\("
+)
+_OURS = re.compile(r'custom_call_target="jax_cp_dispatch\.(\w+)')
+_numbers = itertools.count()
+
+
+class Program:
+    """A jitted function of global arrays: traced at once, compiled at its first call.
+
+    `options` are XLA's, for this program alone.
+    """
+
+    def __init__(self, jitted: Any, *shapes: Any, options: dict[str, Any] | None = None):
+        self._traced, self._options = jitted.trace(*shapes), options
+        self._compiled: Any = None
+
+    def __call__(self, *operands: Any) -> Any:
+        return self.compiled(*operands)
+
+    @property
+    def compiled(self) -> Any:
+        if self._compiled is None:
+            self._compiled = self._traced.lower().compile(compiler_options=self._options)
+        return self._compiled
+
+    @property
+    def path(self) -> str:
+        """What moves the data: a transport with its calls, and XLA's collectives."""
+        text = self.compiled.as_text()
+        ours, theirs = (Counter(regex.findall(text)) for regex in (_OURS, _COLLECTIVES))
+        found = {f"{transport()}: ": ours, "XLA: ": theirs}
+        parts = [
+            owner + ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
+            for owner, counts in found.items()
+            if counts
+        ]
+        return "; ".join(parts) or "nothing moves"
+
+    def exchanges(self) -> Iterator[tuple[Any, int]]:
+        """Yields each exchange: what its channel depends on, and the channel's bytes per rank."""
+        for equation in _equations(self._traced.jaxpr.jaxpr):
+            exchange = equation.params.get("exchange")
+            # The second call of a pair uses the channel of the first.
+            if isinstance(exchange, Exchange) and not equation.primitive.name.endswith("_done"):
+                key = (exchange.comm.num_ranks, exchange.groups, exchange.sums)
+                shapes = tuple(str(operand.aval) for operand in equation.invars)
+                yield (*key, shapes), _channel_bytes(exchange, equation.invars)
+
+
+def transport() -> str:
+    """Returns the implementation that programs over all ranks use."""
+    return next(name for name, row in available_implementations().items() if row.available)
+
+
+def symmetric_bytes(programs: Iterable[Program]) -> int:
+    """Returns the symmetric memory for all exchanges: calls that are alike share a channel."""
+    channels = dict(pair for program in programs for pair in program.exchanges())
+    return sum(channels.values())
+
+
+def _channel_bytes(exchange: Exchange, operands: Any) -> int:
+    """Two halves of tags and rows, and as much again where a network needs a staging area."""
+    arrays = read_operands(operands, exchange).arrays
+    num_bytes = 1 << 16
+    for group, array in zip(group_of_each(exchange), arrays, strict=True):
+        row = int(np.prod(array.aval.shape[1:])) * array.aval.dtype.itemsize
+        num_bytes += 2 * group.capacity * (row + 8)
+        if len(set(hosts())) > 1:
+            num_bytes += max(group.capacity, group.num_tokens) * row
+    return num_bytes
+
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    """Yields all equations; of a choice by platform, those of the branch for this one."""
+    for equation in jaxpr.eqns:
+        yield equation
+        inner = dict(equation.params)
+        if platforms := inner.get("branches_platforms"):
+            own = next(
+                i for i, names in enumerate(platforms) if not names or default_platform() in names
+            )
+            inner = {"branch": inner["branches"][own]}
+        for value in jax.tree.leaves(list(inner.values()), is_leaf=_is_jaxpr):
+            if _is_jaxpr(value):
+                yield from _equations(getattr(value, "jaxpr", value))
+
+
+def _is_jaxpr(value: Any) -> bool:
+    return hasattr(getattr(value, "jaxpr", value), "eqns")
+
+
+def of_all(what: str, value: Any) -> list[Any]:
+    """Returns the values of all processes, which call it in the same order."""
+    if not is_in_job():
+        return [value]
+    return publish_and_read_all("multi_gpu", f"{what} {next(_numbers)}", value, WAIT)
+
+
+@functools.cache
+def hosts() -> list[str]:
+    """Returns the host of each process."""
+    return of_all("hosts", socket.gethostname())
+
+
+def failing(runs: Mapping[str, Callable[[], Any]]) -> dict[str, str]:
+    """Runs each once; returns the error, by name, of those that fail in any process."""
+    errors = {}
+    for name, run in runs.items():
+        reason = ""
+        try:
+            jax.block_until_ready(run())
+            raise_gpu_errors()
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"[:500]
+        if reason := next(filter(None, of_all(f"first {name}", reason)), ""):
+            errors[name] = reason
+    return errors
+
+
+def timed(runs: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, dict[str, float]]:
+    """Measures runs in turn; returns median and 99th percentile over samples of all processes.
+
+    Args:
+      runs: by name; the same in all processes.
+      rounds: samples of each; fewer, but at least 3, of those that would take longer than LONGEST.
+    """
+    # Of virtual CPU devices, programs in flight may wait for each other's threads.
+    most = MOST_CALLS if default_platform() == "cuda" else 1
+    calls, samples = {}, {}
+    for name, run in runs.items():
+        seconds = max(of_all(name, seconds_of_a_call(run)))
+        calls[name] = int(min(max(1.0, SAMPLE // seconds), most))
+        samples[name] = min(rounds, max(3, int(LONGEST // seconds)))
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for number in range(rounds):
+        for name, run in runs.items():
+            if number < samples[name]:
+                times[name].append(seconds_of_a_call(run, calls[name]))
+    raise_gpu_errors()
+    result = {}
+    for name, own in times.items():
+        everywhere = sorted(itertools.chain(*of_all(name, own)))
+        result[name] = {
+            "us": 1e6 * statistics.median(everywhere),
+            "p99_us": 1e6 * everywhere[math.ceil(0.99 * len(everywhere)) - 1],
+            "samples": len(everywhere),
+            "calls": calls[name],
+        }
+    return result

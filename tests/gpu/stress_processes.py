@@ -1,0 +1,147 @@
+"""Exchanges of large rows between processes on one GPU, with delays: each row is checked.
+
+    python tests/gpu/stress_processes.py --processes 8 --rounds 500 --megabytes 64
+
+The processes run under MPS, so that their kernels run at the same time; without it, they take
+turns. Every round has another plan, other rows and random delays of the host and of the GPU before
+it. What a row has to be follows from its sender and the round, so the GPU checks all of them.
+"""
+
+import argparse
+import contextlib
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+
+import jax
+import jax.numpy as jnp
+import launched
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "oracles"))
+from movement_oracle import named_rows, random_plan
+
+from jax_cp_dispatch import Metadata, dispatch
+from jax_cp_dispatch.gpu import connect_gpus, raise_gpu_errors
+
+SLOTS, COLUMNS, NUM_PLANS = 16, 1024, 4
+CHECKED_AT_ONCE = 25  # rounds that the host enqueues before it waits
+MOST_SPINS, LONGEST_SLEEP = 200, 0.002  # of a loop on the GPU; seconds of the host
+
+
+def rows_of(ids, number):
+    """Returns rows [..., COLUMNS] that differ by sender's row and round; zero for id -1."""
+    mixed = (ids.astype(jnp.uint32) * 2654435761) ^ (number.astype(jnp.uint32) * 0x9E3779B9)
+    columns = jnp.arange(COLUMNS, dtype=jnp.uint32) * 0x85EBCA6B
+    return jnp.where(ids[..., None] >= 0, (mixed[..., None] ^ columns) | 1, 0)
+
+
+def worker(options) -> None:
+    address, (num_ranks, rank) = options.place[0], map(int, options.place[1:])
+    jax.distributed.initialize(address, num_ranks, rank, local_device_ids=[0])
+    world = connect_gpus()
+    if world.implementation != "cuda_ipc":
+        sys.exit(f"not connected by CUDA IPC: {world.reason}")
+    mesh = Mesh(np.array(jax.devices()), ("cp",))
+    tokens = (options.megabytes << 20) // (4 * COLUMNS)
+
+    def global_array(mine):
+        mine = jax.device_put(mine, jax.local_devices()[0])
+        shape = (num_ranks * mine.shape[0], *mine.shape[1:])
+        return jax.make_array_from_single_device_arrays(shape, NamedSharding(mesh, P("cp")), [mine])
+
+    common = np.random.default_rng(0)  # the same in all processes
+    plans = [random_plan(common, num_ranks, SLOTS, tokens) for _ in range(NUM_PLANS)]
+    capacity = max(int(plan["num_total_recv_tokens"].max()) for plan in plans)
+    cases = []
+    for plan in plans:
+        fields = {k: np.asarray(v)[rank][None] for k, v in plan.items() if k != "world_size"}
+        sources = np.full(capacity, -1, np.int32)
+        for sender, row, receiver, at in named_rows(plan):
+            if receiver == rank:
+                sources[at] = sender * tokens + row
+        metadata = Metadata(**{k: global_array(v) for k, v in fields.items()}, world_size=num_ranks)
+        cases.append((metadata, global_array(sources)))
+    mine = global_array(np.arange(tokens, dtype=np.int32) + rank * tokens)
+
+    def step(mine, metadata, sources, number, spins):
+        x = rows_of(mine, number[0])
+        delay = jax.lax.fori_loop(
+            0, spins[0], lambda _, y: jnp.sin(y), x[:1, 0].astype(jnp.float32)
+        )
+        x, _ = jax.lax.optimization_barrier((x, delay))
+        came = dispatch(
+            x, metadata, capacity=capacity, axis_name="cp", implementation="cuda_ipc", deadline=20.0
+        )
+        return jnp.any(came != rows_of(sources, number[0]), axis=1).sum()[None]
+
+    step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P("cp"), out_specs=P("cp")))
+    own = np.random.default_rng(1000 + rank)  # delays differ
+    wrong, begun = [], time.monotonic()
+    for number in range(options.rounds):
+        time.sleep(own.uniform(0, LONGEST_SLEEP))
+        scalars = (
+            global_array(np.array([x], np.int32)) for x in (number, own.integers(MOST_SPINS))
+        )
+        wrong.append(step(mine, *cases[common.integers(NUM_PLANS)], *scalars))
+        if len(wrong) % CHECKED_AT_ONCE == 0:
+            jax.block_until_ready(wrong[-1])
+    total = sum(int(np.asarray(x.addressable_data(0))[0]) for x in wrong)
+    raise_gpu_errors()
+    took = time.monotonic() - begun
+    print(f"process {rank}: {len(wrong)} rounds, {total} wrong rows, {took:.1f} s", flush=True)
+
+
+@contextlib.contextmanager
+def mps():
+    """Runs MPS for the processes that are started inside; says so if it cannot run."""
+    with tempfile.TemporaryDirectory() as folder:
+        places = {f"CUDA_MPS_{name}_DIRECTORY": folder for name in ("PIPE", "LOG")}
+        # The processes share the GPU's hardware queues.
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "2"
+        os.environ.update(places)
+        control = ["nvidia-cuda-mps-control"]
+        try:
+            subprocess.run([*control, "-d"], check=True, timeout=20)
+        except (OSError, subprocess.SubprocessError) as error:
+            print(f"without MPS: {error}", flush=True)
+            for name in places:
+                del os.environ[name]
+            yield
+            return
+        try:
+            yield
+        finally:
+            subprocess.run(control, input="quit\n", text=True, timeout=20, check=False)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--processes", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=500)
+    parser.add_argument("--megabytes", type=int, default=64, help="rows of each process")
+    parser.add_argument("place", nargs="*", help="of a process that this program starts")
+    options = parser.parse_args()
+    if options.place:
+        return worker(options)
+    arguments = [f"--{x}={getattr(options, x)}" for x in ("rounds", "megabytes")]
+    with mps():
+        codes, outputs = launched.run(
+            __file__,
+            options.processes,
+            "cuda_ipc",
+            *arguments,
+            slab=(8 * options.megabytes) << 20,
+            fraction=".06",
+        )
+    print(launched.printed(codes, outputs))
+    is_right = [f"{options.rounds} rounds, 0 wrong rows" in output for output in outputs]
+    sys.exit(any(codes) or not all(is_right))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,233 @@
+// Times exchanges with few and many blocks, alone and beside a GEMM on another stream: how many
+// blocks an exchange needs, and what each of the two loses. For test_kernels.cu.
+//
+// "dispatch" and "combine" are those of all ranks of the GPU in one pass. "push" and "unpack" are
+// the kernels of one rank, through channels, as between GPUs; but the channels are in this GPU.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdio>
+#include <functional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "gpu_schedule/cublaslt.h"
+#include "kernel_times.h"
+#include "timed_call.h"
+
+namespace cpd::kernels {
+
+// A product of bfloat16 matrices by cuBLASLt.
+class Gemm {
+ public:
+  static constexpr int64_t kSize = 8192;
+
+  Gemm() : a_(kBytes), b_(kBytes), d_(kBytes), workspace_(kWorkspace) {
+    FillLikeNumbers(a_.data());
+    FillLikeNumbers(b_.data());
+    product_.a = Matrix(a_);
+    product_.b = Matrix(b_);
+    product_.d = Matrix(d_);
+    status_ = CublasLt::Get().Open("gemm");
+    int device = 0;
+    CUDA(cudaGetDevice(&device));
+    if (status_.ok()) status_ = CublasLt::Get().Prepare("gemm", device);
+    resources_ = {device, workspace_.data(), kWorkspace, nullptr};
+  }
+
+  const Status& status() const { return status_; }
+  void Multiply(cudaStream_t stream) {
+    resources_.stream = stream;
+    if (status_.ok()) status_ = CublasLt::Get().Multiply("gemm", product_, resources_);
+  }
+
+ private:
+  static constexpr int64_t kBytes = 2 * kSize * kSize;
+  static constexpr int64_t kWorkspace = 32 << 20;
+
+  static LtMatrix Matrix(const DeviceMemory& memory) {
+    return {lt::kR16BF, kSize, kSize, kSize, memory.data(), nullptr};
+  }
+
+  // Numbers between -2 and 2: a product of zeros takes less power, hence less time.
+  static void FillLikeNumbers(char* to) {
+    constexpr int64_t kPart = 1 << 20;
+    std::vector<uint16_t> part(kPart / 2);
+    uint32_t state = 1;
+    for (uint16_t& number : part) {
+      state = state * 1664525 + 1013904223;
+      number = (state >> 16 & 0x80ff) | (0x3e00 + (state >> 8 & 0x0100));
+    }
+    for (int64_t at = 0; at < kBytes; at += kPart) {
+      CUDA(cudaMemcpy(to + at, part.data(), kPart, cudaMemcpyHostToDevice));
+    }
+  }
+
+  const DeviceMemory a_, b_, d_, workspace_;
+  LtProduct product_;
+  LtResources resources_;
+  Status status_;
+};
+
+// The time of an exchange and that of a GEMM, from a common begin.
+struct Both {
+  float exchange_ms, gemm_ms;
+};
+
+// Two streams; that of exchanges has the highest priority, as XLA's stream for collectives.
+class Beside {
+ public:
+  Beside() {
+    int least = 0, greatest = 0;
+    CUDA(cudaDeviceGetStreamPriorityRange(&least, &greatest));
+    CUDA(cudaStreamCreateWithPriority(&exchanges_, cudaStreamNonBlocking, greatest));
+    CUDA(cudaStreamCreateWithPriority(&gemms_, cudaStreamNonBlocking, least));
+    for (cudaEvent_t* event : {&begin_, &exchanged_, &multiplied_}) CUDA(cudaEventCreate(event));
+    gemm_.Multiply(gemms_);  // chooses the algorithm
+    CUDA(cudaDeviceSynchronize());
+    if (gemm_.status().ok()) gemm_ms_ = Milliseconds(gemms_, [&] { gemm_.Multiply(gemms_); });
+  }
+
+  const Status& status() const { return gemm_.status(); }
+  float gemm_ms() const { return gemm_ms_; }  // alone
+  cudaStream_t exchanges() const { return exchanges_; }
+
+  // The medians over some runs, in each of which one of the two is launched first.
+  Both Time(const std::function<void()>& exchange, bool exchange_is_first) {
+    std::vector<float> exchanges, gemms;
+    for (int i = 0; i < kTimes; ++i) {
+      CUDA(cudaEventRecord(begin_, gemms_));
+      CUDA(cudaStreamWaitEvent(exchanges_, begin_, 0));
+      for (const bool is_first : {true, false}) {
+        if (is_first == exchange_is_first) {
+          exchange();
+          CUDA(cudaEventRecord(exchanged_, exchanges_));
+        } else {
+          gemm_.Multiply(gemms_);
+          CUDA(cudaEventRecord(multiplied_, gemms_));
+        }
+      }
+      CUDA(cudaDeviceSynchronize());
+      exchanges.push_back(0);
+      gemms.push_back(0);
+      CUDA(cudaEventElapsedTime(&exchanges.back(), begin_, exchanged_));
+      CUDA(cudaEventElapsedTime(&gemms.back(), begin_, multiplied_));
+    }
+    return {MedianOf(exchanges), MedianOf(gemms)};
+  }
+
+ private:
+  static constexpr int kTimes = 7;
+
+  static float MedianOf(std::vector<float> times) {
+    std::nth_element(times.begin(), times.begin() + kTimes / 2, times.end());
+    return times[kTimes / 2];
+  }
+
+  Gemm gemm_;
+  cudaStream_t exchanges_, gemms_;
+  cudaEvent_t begin_, exchanged_, multiplied_;
+  float gemm_ms_ = 0;
+};
+
+inline std::string RowBeside(const char* what, const Timed& timed, int num_blocks, int64_t bytes,
+                             Beside* beside, const std::function<void()>& exchange) {
+  exchange();
+  CUDA(cudaDeviceSynchronize());
+  const float alone = Milliseconds(beside->exchanges(), exchange);
+  const Both first = beside->Time(exchange, true), second = beside->Time(exchange, false);
+  const float serial = alone + beside->gemm_ms();
+  const auto whole = [](const Both& both) { return std::max(both.exchange_ms, both.gemm_ms); };
+  std::printf("%-9s %-9s %6d | %8.3f %8.0f %8.3f | %8.3f %8.3f %8.3f | %8.3f %8.3f %8.3f\n", what,
+              timed.in_bulk ? "bulk" : "registers", num_blocks, alone, 1e-6 * bytes / alone, serial,
+              first.exchange_ms, first.gemm_ms, whole(first), second.exchange_ms, second.gemm_ms,
+              whole(second));
+  std::fflush(stdout);
+  char text[640];
+  std::snprintf(
+      text, sizeof text,
+      "{\"what\": \"%s\", \"copy_path\": \"%s\", \"blocks\": %d, \"alone_ms\": %.4f, "
+      "\"payload_GB_per_s\": %.1f, \"gemm_alone_ms\": %.4f, \"serial_ms\": %.4f, "
+      "\"exchange_first\": {\"exchange_ms\": %.4f, \"gemm_ms\": %.4f, \"both_ms\": %.4f}, "
+      "\"gemm_first\": {\"exchange_ms\": %.4f, \"gemm_ms\": %.4f, \"both_ms\": %.4f}",
+      what, timed.in_bulk ? "bulk" : "registers", num_blocks, alone, 1e-6 * bytes / alone,
+      beside->gemm_ms(), serial, first.exchange_ms, first.gemm_ms, whole(first), second.exchange_ms,
+      second.gemm_ms, whole(second));
+  return text;
+}
+
+inline std::string Ended(std::string row, bool is_fine) {
+  return row + ", \"fine\": " + (is_fine ? "true" : "false") + "}";
+}
+
+// All ranks in one launch.
+inline std::string WholeBeside(const Timed& timed, int num_blocks, Beside* beside) {
+  const TimedCall call(timed, num_blocks);
+  const char* what = timed.is_dispatch ? "dispatch" : "combine";
+  const std::string row = RowBeside(what, timed, num_blocks, timed.num_bytes, beside, [&] {
+    CUDA(LaunchCall(call.calls[0], num_blocks, beside->exchanges()));
+  });
+  return Ended(row, call.IsFine());
+}
+
+// The kernels of the first rank that push, and that unpack: one call of all ranks comes first. The
+// rows stay in the channel, and are taken again and again.
+inline std::vector<std::string> KernelsBeside(const Timed& timed, int num_blocks, Beside* beside) {
+  TimedCall call(timed, num_blocks);
+  std::vector<cudaGraph_t> graphs;
+  const auto steps = StepsOf(call.calls, num_blocks, beside->exchanges(), &graphs);
+  const auto launch = [&](const cudaKernelNodeParams& kernel) {
+    CUDA(cudaLaunchKernel(kernel.func, kernel.gridDim, kernel.blockDim, kernel.kernelParams,
+                          kernel.sharedMemBytes, beside->exchanges()));
+  };
+  for (const auto& step : steps) {
+    for (const cudaKernelNodeParams& kernel : step) launch(kernel);
+  }
+  CUDA(cudaDeviceSynchronize());
+  std::vector<std::string> rows;
+  for (const auto& [name, what] : {std::pair{"Unpack", "unpack"}, std::pair{"Push", "push"}}) {
+    for (const auto& step : steps) {
+      if (NameOf(step[0].func) != name) continue;
+      const int64_t bytes = timed.num_bytes / kTimedRanks;
+      const std::string row =
+          RowBeside(what, timed, num_blocks, bytes, beside, [&] { launch(step[0]); });
+      rows.push_back(Ended(row, call.IsFine()));
+    }
+  }
+  for (cudaGraph_t graph : graphs) CUDA(cudaGraphDestroy(graph));
+  return rows;
+}
+
+// Prints a table, and writes its rows to a file.
+inline int TimeBesideGemm(int num_resident, const char* path) {
+  constexpr int64_t kRowBytes = 8192;
+  Beside beside;
+  std::vector<std::string> rows;
+  if (!beside.status().ok()) {
+    std::printf("%s\n", beside.status().message.c_str());
+    return 1;
+  }
+  std::printf(
+      "A GEMM of 8192 alone: %.3f ms. Milliseconds from a common begin; rates of payload.\n"
+      "%26s | %26s | %26s | %26s\n"
+      "what      copies    blocks | %8s %8s %8s | %8s %8s %8s | %8s %8s %8s\n",
+      beside.gemm_ms(), "", "alone", "exchange launched first", "GEMM launched first", "ms", "GB/s",
+      "+ GEMM", "exchange", "GEMM", "both", "exchange", "GEMM", "both");
+  for (const int num_blocks : {16, 32, 48, 64, 96, num_resident / 2, num_resident}) {
+    for (const bool in_bulk : {false, true}) {
+      if (in_bulk && !CopiesInBulk()) continue;
+      rows.push_back(
+          WholeBeside({true, 1, in_bulk, kRowBytes, kTimedBytes / 2}, num_blocks, &beside));
+      for (std::string& row : KernelsBeside({true, 2, in_bulk, kRowBytes}, num_blocks, &beside)) {
+        rows.push_back(std::move(row));
+      }
+    }
+    rows.push_back(WholeBeside({false, 1, false, kRowBytes, kTimedBytes / 2}, num_blocks, &beside));
+  }
+  const int status = Report("exchanges beside a GEMM of 8192", rows, path);
+  return beside.status().ok() ? status : 1;
+}
+
+}  // namespace cpd::kernels
