@@ -13,8 +13,8 @@
 namespace cpd {
 namespace {
 
-// Processes make a channel at the first call of a program, which they may have compiled, or begun to
-// compile, at different times.
+// Processes make a channel at the first call of a program, which they may have compiled, or begun
+// to compile, at different times.
 constexpr int kFirstCallDeadlines = 3;
 
 Status Failed(const std::string& op, const char* what, cudaError_t error) {

@@ -32,10 +32,10 @@ struct ChannelKey {
 
 // The sizes of a channel.
 struct ChannelShape {
-  int64_t bytes;        // shared among ranks; bytes of each
-  int64_t local_bytes;  // of each local rank; starts with kernels::State
-  int num_local;        // ranks on one device: one or all
-  int num_groups;       // plans, for messages
+  int64_t bytes;                       // shared among ranks; bytes of each
+  int64_t local_bytes;                 // of each local rank; starts with kernels::State
+  int num_local;                       // ranks on one device: one or all
+  int num_groups;                      // plans, for messages
   std::chrono::milliseconds deadline;  // for other processes to make it too
 };
 

@@ -52,8 +52,7 @@ Status OpenIpcSlab(int device, const std::string& handle, uint64_t* address) {
 Status CloseIpcSlab(int device, uint64_t address) {
   Status status = ToStatus("selecting the GPU", cudaSetDevice(device));
   if (!status.ok()) return status;
-  return ToStatus("cudaIpcCloseMemHandle",
-                  cudaIpcCloseMemHandle(reinterpret_cast<void*>(address)));
+  return ToStatus("cudaIpcCloseMemHandle", cudaIpcCloseMemHandle(reinterpret_cast<void*>(address)));
 }
 
 Status FreeIpcSlab(int device, uint64_t address) {

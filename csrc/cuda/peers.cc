@@ -56,9 +56,8 @@ class Workbench {
     if (status_.ok()) status_ = Failed(what, step());
   }
   void Transfer(void* to, const void* from) {
-    Check("copying a pattern", [&] {
-      return cudaMemcpyAsync(to, from, kPatternBytes, cudaMemcpyDefault, stream_);
-    });
+    Check("copying a pattern",
+          [&] { return cudaMemcpyAsync(to, from, kPatternBytes, cudaMemcpyDefault, stream_); });
   }
   void ByKernel(char* to, const char* from) {
     Check("copying a pattern",
@@ -81,8 +80,8 @@ class Workbench {
 // Enables access. `has_enabled`: it was not enabled before.
 Status Enable(const Pair& pair, bool* has_enabled) {
   int can = 0;
-  Status status = Failed("cudaDeviceCanAccessPeer",
-                         cudaDeviceCanAccessPeer(&can, pair.first, pair.second));
+  Status status =
+      Failed("cudaDeviceCanAccessPeer", cudaDeviceCanAccessPeer(&can, pair.first, pair.second));
   if (!status.ok()) return status;
   if (!can) {
     return Status::Invalid("GPU " + std::to_string(pair.first) +

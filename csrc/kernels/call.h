@@ -15,7 +15,8 @@ constexpr int kMaxOperandGroups = 4;
 constexpr int kMaxArrays = 64;
 constexpr int kTagRun = 1024;  // tags that one put sends over the network
 constexpr int64_t kFingerprintSize = 9;
-// The plan's rank in a fallback, of tokens out of order, and of a wrong mask; see dispatch/dispatch.h.
+// The plan's rank in a fallback, of tokens out of order, and of a wrong mask; see
+// dispatch/dispatch.h.
 constexpr int64_t kNoRank = -1, kOutOfOrder = -2, kWrongMask = -3;
 
 CPD_HOST_DEVICE inline int64_t AlignUp(int64_t bytes) { return (bytes + 255) & ~int64_t{255}; }

@@ -1,7 +1,5 @@
 // Processes that allocate channels together, on threads: each has its own slab, and they meet on a
 // board, as through a key-value store.
-#include "cuda/slab.h"
-
 #include <algorithm>
 #include <condition_variable>
 #include <map>
@@ -9,6 +7,7 @@
 #include <vector>
 
 #include "check.h"
+#include "cuda/slab.h"
 #include "native_test.h"
 
 namespace cpd::test_slab {
@@ -154,7 +153,8 @@ void ALateProcessIsNamed() {
 void ProcessesThatHaveNotConnectedAreNamed() {
   Processes job(1);
   std::vector<char*> memory;
-  CHECK(job.Allocate(0, job.Ask("", {0, 1}, 8), &memory).message.rfind("process 1 did not", 0) == 0);
+  CHECK(job.Allocate(0, job.Ask("", {0, 1}, 8), &memory).message.rfind("process 1 did not", 0) ==
+        0);
   Slab slab;
   const Status status = slab.Allocate(job.Ask("", {0}, 8), Clear(), &memory);
   CHECK(status.message.rfind("the processes share no memory yet", 0) == 0);

@@ -49,9 +49,11 @@ Agree AgreeBy(nb::object function) {
 void BindPeers(nb::module_& m) {
   m.attr("PATTERN_BYTES") = kPatternBytes;
   m.def(
-      "connect_peers", [](const std::vector<int>& devices) { return ConnectPeers(devices).message; },
-      arg("devices"), Unlocked(),
-      "Lets GPUs of this process access each other's memory, and tries it; returns why not, or ''.");
+      "connect_peers",
+      [](const std::vector<int>& devices) { return ConnectPeers(devices).message; }, arg("devices"),
+      Unlocked(),
+      "Lets GPUs of this process access each other's memory, and tries it; returns why not, or "
+      "''.");
   m.def(
       "write_pattern",
       [](int device, uint64_t address, uint64_t seed) {

@@ -16,8 +16,7 @@ Status FindRank(const std::string& op, int32_t device, int64_t num_ranks, Counts
             op + ": cannot use GPU " + std::to_string(device) + ": " + cudaGetErrorString(error)};
   }
   auto& registry = ChannelRegistry::Get();
-  Status status =
-      LocateRanks(op, registry.NameOf(device), num_ranks, device_table, location);
+  Status status = LocateRanks(op, registry.NameOf(device), num_ranks, device_table, location);
   for (int64_t& entry : location->devices) entry = registry.ToOrdinal(entry);
   return status;
 }
