@@ -174,8 +174,9 @@ def test_the_mask_of_other_columns_fails_on_all_ranks(algorithm):
     def of_rank(q, ids, blocks):
         return ring_attention(q, q, q, axis_name=AXIS, segment_ids=ids, mask=Blocks(blocks))
 
-    specs = {"in_specs": P(None, AXIS), "out_specs": P(None, AXIS)}
-    all_fail(jax.jit(jax.shard_map(of_rank, mesh=mesh, **specs))(q, ids, blocks), says)
+    spec = P(None, AXIS)
+    on_ranks = jax.shard_map(of_rank, mesh=mesh, in_specs=spec, out_specs=spec)
+    all_fail(jax.jit(on_ranks)(q, ids, blocks), says)
 
 
 def test_a_mask_of_each_layer_inside_a_scan():

@@ -29,7 +29,7 @@ from jax_cp_dispatch.attention.rotating import attend as rotating
 def emulation(target, shapes, operands, in_place, *, scale, soft_cap, has_queries, has_delta=False):
     """The kernels' results, in plain JAX."""
     q, k, v, start, end, *others = operands
-    of_rows = ()
+    of_rows = []
     if target == range_kernels.GRADIENTS_TARGET:
         of_rows, others = others[:2], others[2:]
     queries, others = others[: 3 * has_queries], others[3 * has_queries :]
@@ -181,7 +181,9 @@ def calls(q, k, v, **options):
     start, end = RANGES["packed"](1, q.shape[1], k.shape[1])
 
     def both(q, k, v):
-        attend = lambda *x: local_attention(*x, start, end, out_dtype=q.dtype, **options)[0]
+        attend = lambda q, k, v: local_attention(q, k, v, start, end, out_dtype=q.dtype, **options)[
+            0
+        ]
         out, vjp = jax.vjp(attend, q, k, v)
         return vjp(out)
 
@@ -224,7 +226,7 @@ def test_nothing_else_touches_the_arrays():
     start, end = RANGES["packed"](1, 256, 256)
 
     def both(q, k, v, dout):
-        attend = lambda *x: local_attention(*x, start, end, out_dtype=q.dtype)[0]
+        attend = lambda q, k, v: local_attention(q, k, v, start, end, out_dtype=q.dtype)[0]
         out, vjp = jax.vjp(attend, q, k, v)
         return out, vjp(dout)
 

@@ -45,7 +45,7 @@ def attend(algorithm: str, num_ranks: int, rank: int, place: Callable, read: Cal
 
     def with_gradients(plan, *arrays):
         q, k, v, dout = (x[None] for x in arrays)
-        out, transpose = jax.vjp(lambda *qkv: run(*qkv, plan, **name), q, k, v)
+        out, transpose = jax.vjp(lambda q, k, v: run(q, k, v, plan, **name), q, k, v)
         return [x[0] for x in (out, *transpose(dout))]
 
     plans = jax.tree.map(lambda x: place(np.asarray(x)[:, None]), plan)

@@ -40,8 +40,12 @@ def main() -> None:
     import jax
 
     on_gpus = jax.config.values["jax_platforms"] != "cpu"
-    local = {"local_device_ids": [0]} if on_gpus else {}
-    jax.distributed.initialize(options.address, options.num_processes, options.process, **local)
+    jax.distributed.initialize(
+        options.address,
+        options.num_processes,
+        options.process,
+        local_device_ids=[0] if on_gpus else None,
+    )
     if options.host_memory:
         from pinned_slabs import use_pinned_memory
 

@@ -26,7 +26,7 @@ IDS = np.array([[1, 1, 1, 2, 2, 2]])
 
 
 def attend(mask):
-    q = np.zeros((1, 6, 1, 4), np.float32)
+    q: Any = np.zeros((1, 6, 1, 4), np.float32)
     return cp.local_attention(q, q, q, mask=mask, segment_ids=IDS)
 
 
