@@ -1,7 +1,7 @@
 """Channels in pinned memory of the host, in place of the memory that CUDA IPC shares.
 
 Then a GPU writes over PCIe, and what it signals must be ordered for the whole system, as between
-GPUs. For the test in races.py; the package never does this.
+GPUs. For stress_processes.py; the package never does this.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ _PORTABLE_AND_MAPPED = 1 | 2  # CU_MEMHOSTREGISTER_*
 
 
 def use_pinned_memory() -> None:
-    """Replaces how slabs are made and opened. Call before `initialize`."""
+    """Replaces how slabs are made and opened. Call before `connect_gpus`."""
     runtime.cuda = _Pinned(runtime.cuda)
 
 

@@ -1,12 +1,13 @@
-"""Builds the extension for GPUs with a planted fault, from a folder in which it has been built.
+"""Builds the extension for GPUs with a planted fault, for stress_processes.py.
 
-    python tests/gpu/build_mutant.py BUILD OUTPUT [--fault early-signal]
+    python tests/gpu/planted_fault.py BUILD OUTPUT [--fault early-signal]
 
 Compiles one file again, with the changed header, and links it with the other objects of BUILD, a
-folder of CMake with Ninja. OUTPUT is the extension, for races.py.
+folder of CMake with Ninja in which the extension has been built. OUTPUT is the new extension.
 """
 
 import argparse
+import os
 import pathlib
 import re
 import shlex
@@ -36,6 +37,16 @@ FAULTS = {
     ),
 }
 _FILE = "csrc/cuda/kernels.cu"
+
+
+def package_with(extension: str, folder: pathlib.Path) -> str:
+    """Makes the package in `folder`, with another extension; returns a path to import it from."""
+    package = folder / "jax_cp_dispatch"
+    package.mkdir()
+    for file in (ROOT / "jax_cp_dispatch").iterdir():
+        is_own = file.name.startswith("_cuda.")
+        (package / file.name).symlink_to(pathlib.Path(extension).resolve() if is_own else file)
+    return os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
 
 
 def commands_of(build: pathlib.Path, target: str) -> list[str]:
@@ -71,6 +82,7 @@ def main() -> None:
     object_ = folder / "kernels.cu.o"
     (compile_,) = [line for line in commands_of(build, "_cuda") if f"-c {ROOT / _FILE}" in line]
     compile_ = compile_.replace(str(ROOT / "csrc"), str(folder / "csrc"))
+    compile_ = re.sub(r"-MD -MT \S+ -MF \S+", "", compile_)  # those of the other object
     compile_ = re.sub(r"-o \S+kernels\.cu\.o", f"-o {shlex.quote(str(object_))}", compile_)
     subprocess.run(compile_, shell=True, check=True, cwd=build)
     library = folder / "libcpd_cuda.a"
