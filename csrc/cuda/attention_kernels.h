@@ -4,8 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include "kernels/attend.h"
-#include "kernels/key_gradients.h"
-#include "kernels/query_gradients.h"
+#include "kernels/attention_gradients.h"
 
 namespace cpd {
 

@@ -24,7 +24,7 @@ struct AttendScratch {
   static constexpr bool kHasQueries = H > 192;  // else they are in registers
   KeyStages<H, Hv, (H + Hv > 320 ? 1 : 2)> stages;
   Tile<kHasQueries ? H : 0> q;
-  QueryRanges rows;
+  RowRanges rows;
 };
 
 // 16 queries. Logits are in units of log2; a finite first peak keeps rows without keys at 0.
@@ -67,7 +67,7 @@ struct AttendWarp {
   // on.
   CPD_DEVICE void Add(const AttendCall& call, const AttendScratch<H, Hv>& scratch, int of_warp,
                       int first_key, const Tile<H>& k, const Tile<Hv>& v, const KeyRanges& keys) {
-    const QueryRanges& rows = scratch.rows;
+    const RowRanges& rows = scratch.rows;
     Lanes<Sums> logits[kTile / 8];
     Products(
         [&] {
@@ -210,7 +210,7 @@ template <typename Element, int H, int Hv>
 CPD_DEVICE void Attend(const AttendCall& call, int index, AttendScratch<H, Hv>* scratch,
                        AsyncCopies* copies) {
   const TileOfHead tile = TileOfHead::OfQueries(call, index);
-  QueryRanges& rows = scratch->rows;
+  RowRanges& rows = scratch->rows;
   rows.Copy(copies, call, tile.batch, tile.first);
   if constexpr (AttendScratch<H, Hv>::kHasQueries) {
     const auto q = RowsOf<H>(call.q, tile.batch, call.num_rows, call.num_heads, tile.head);

@@ -8,11 +8,10 @@
 #include <type_traits>
 #include <vector>
 
-#include "attention_results.h"
+#include "attention_problem.h"
 #include "check.h"
 #include "kernels/attend.h"
-#include "kernels/key_gradients.h"
-#include "kernels/query_gradients.h"
+#include "kernels/attention_gradients.h"
 #include "native_test.h"
 
 namespace cpd::kernels::test_attention_kernels {
@@ -148,7 +147,7 @@ void VisitsNoOtherTiles() {
   of.num_rows = kRows;
   of.num_keys = kKeys;
   std::vector<int> tiles[2];
-  QueryRanges rows[2];
+  RowRanges rows[2];
   for (int block = 0; block < 2; ++block) {
     auto stages = std::make_unique<KeyStages<64, 64, 2>>();
     AsyncCopies copies(true);
@@ -188,7 +187,7 @@ void VisitsNoOtherTiles() {
 
 // What rows have in common, and which keys one of them sees.
 void FindsCommonAndUsedKeys(std::mt19937& rng) {
-  QueryRanges rows{};
+  RowRanges rows{};
   for (int i = 0; i < kTile; ++i) {
     rows.start[i] = static_cast<int>(rng() % 40);
     rows.end[i] = 50 + static_cast<int>(rng() % 100);
