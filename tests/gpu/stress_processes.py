@@ -44,8 +44,10 @@ MOST_SPINS, LONGEST_SLEEP = 200, 0.002  # of a loop on the GPU; seconds of the h
 
 def rows_of(ids, number):
     """Returns rows [..., COLUMNS] that differ by sender's row and round; zero for id -1."""
-    mixed = (ids.astype(jnp.uint32) * 2654435761) ^ (number.astype(jnp.uint32) * 0x9E3779B9)
-    columns = jnp.arange(COLUMNS, dtype=jnp.uint32) * 0x85EBCA6B
+    mixed = (ids.astype(jnp.uint32) * np.uint32(2654435761)) ^ (
+        number.astype(jnp.uint32) * np.uint32(0x9E3779B9)
+    )
+    columns = jnp.arange(COLUMNS, dtype=jnp.uint32) * np.uint32(0x85EBCA6B)
     return jnp.where(ids[..., None] >= 0, (mixed[..., None] ^ columns) | 1, 0)
 
 
