@@ -163,6 +163,20 @@ def test_dispatch_and_combine():
     np.testing.assert_array_equal(back, x)
 
 
+def test_exchanges_in_two_calls():
+    forward, _ = one_shard()
+    x = normal(8, 3)
+
+    def there_and_back(x):
+        exchange, y = cpd.dispatch_start(x, forward, beside=x, axis_name=AXIS, capacity=8)
+        there, y = cpd.exchange_done(exchange, beside=y + 1)
+        exchange, y = cpd.combine_start(there, forward, beside=y, axis_name=AXIS, num_tokens=8)
+        return cpd.exchange_done(exchange, beside=y - 1)
+
+    for got in on_rank(there_and_back, x):
+        np.testing.assert_allclose(got, x, atol=1e-6)
+
+
 def test_dispatch_and_combine_of_queries_and_keys():
     forward, _ = one_shard()
     q, k = normal(8, 3), normal(8, 2, seed=1)

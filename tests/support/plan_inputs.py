@@ -67,10 +67,11 @@ def mask_arrays(ids):
     """Arrays of every mask of arrays, for ids of documents."""
     half = np.arange(ids.shape[1]) % 40 < 20
     column = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
+    first = np.maximum.accumulate(np.where(np.diff(ids, axis=1, prepend=-1) != 0, column, 0), 1)
     return {
         "in_prefix": half & (np.diff(ids, axis=1, prepend=0) != 0),
         "block_ids": half * ids,
-        "completion_ids": np.where(half, 0, ids),
+        "completion_ids": np.where(column - first < 20, 0, ids),  # after a prompt
         "span_ids": np.where(ids == 0, -1, ids - 1),
         "parents": np.full((len(ids), 18), -1),
         "k_start": column - 5,
