@@ -161,7 +161,7 @@ def test_hopper_multiplies_by_warpgroups(check):
         ("80", "HMMA.16816.F32.BF16", True),
     ]:
         text = listing("Attend", [f"{product} R24, R4", "EXIT"], architecture)
-        found = check.parse(text.replace(MAPPED, "Li128E"))
+        found = check.parse(text.replace(MAPPED, "NS_4BF16ELi128ELi128E"))
         facts = check.study(found["Attend", architecture])
         assert facts.is_good("Attend", architecture) == is_good
 
