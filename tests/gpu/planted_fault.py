@@ -23,14 +23,12 @@ _PUSH = """\
 _SIGNAL = """\
   if constexpr (kSignalsLast<Fabric>) SignalLast(ThisBlock(), ThisRank(call), &is_last);
 """
-_FENCE = '  asm volatile("fence.acq_rel.sys;" ::: "memory");\n'
 # By name: the header, and pairs of texts, what is there and what replaces it.
 FAULTS = {
     "early-signal": ("cuda/call_kernels.h", [(_PUSH + _SIGNAL, _SIGNAL + _PUSH)]),
-    "no-fences": (
+    "no-order": (
         "kernels/block.h",
         [
-            (_FENCE, ""),
             ("st.release.sys.global.u64", "st.relaxed.sys.global.u64"),
             ("atom.acq_rel.sys.global.add.u64", "atom.relaxed.sys.global.add.u64"),
         ],
