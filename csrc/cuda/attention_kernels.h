@@ -18,7 +18,7 @@ struct HeadType {
   }
 };
 
-// bfloat16, and heads of 64 or 128; others are an invalid value.
+// Heads for which no kernel is compiled are an invalid value.
 cudaError_t LaunchAttend(const kernels::AttendCall& call, const HeadType& heads,
                          cudaStream_t stream);
 cudaError_t LaunchGradients(const kernels::GradientsCall& call, const HeadType& heads,

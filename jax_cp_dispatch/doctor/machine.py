@@ -11,7 +11,9 @@ import warnings
 from collections.abc import Iterator
 
 import jax
+import jax.numpy as jnp
 
+from jax_cp_dispatch.attention.local import range_kernels
 from jax_cp_dispatch.cpu_devices import warn_of_deadlock
 from jax_cp_dispatch.doctor.finding import Finding
 
@@ -27,6 +29,8 @@ def look_at_machine() -> Iterator[Finding]:
     yield _devices()
     yield _threads()
     yield _gpu()
+    if has_gpu():
+        yield _attention_on_gpus()
     yield _nvshmem()
     yield _shared_memory()
     yield _peer_access()
@@ -91,6 +95,15 @@ def _gpu() -> Finding:
         remedy = "pip install 'jax[cuda13]', or [cuda12] for an older driver."
         return Finding("GPU", "a driver, but JAX has no CUDA plugin", "missing", remedy)
     return Finding("GPU", f"a driver, and JAX's CUDA plugin {plugin}")
+
+
+def _attention_on_gpus() -> Finding:
+    reason = range_kernels.why_not(jnp.dtype("bfloat16"), (128, 128))
+    if reason is not None:
+        remedy = "Build the package with CUDA, and do not set JAX_CP_DISPATCH_ATTENTION_KERNEL=0."
+        return Finding("attention on GPUs", f"slow passes: {reason}", "missing", remedy)
+    found = "kernels for bfloat16 and float16; slow passes for float32 and heads above 256"
+    return Finding("attention on GPUs", found)
 
 
 def _nvshmem() -> Finding:

@@ -7,6 +7,7 @@ import jax
 import pytest
 
 from jax_cp_dispatch import Availability, available_implementations
+from jax_cp_dispatch._ranks import runtime
 from jax_cp_dispatch.doctor import machine, run, self_test
 from jax_cp_dispatch.doctor.finding import Finding
 
@@ -65,12 +66,14 @@ def test_failures_and_missing_transports_are_reported(capsys, monkeypatch):
 def test_a_missing_gpu_library_or_memory_names_its_remedy(monkeypatch):
     monkeypatch.setattr(machine, "has_gpu", lambda: True)
     monkeypatch.setattr(machine, "_version_of", lambda *names: None)
+    monkeypatch.setattr(runtime, "cuda", None)
     monkeypatch.setattr(machine.ctypes.util, "find_library", lambda name: None)
     usage = machine.shutil.disk_usage("/")._replace(free=1 << 20)
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: usage)
     found = {finding.name: finding for finding in machine.look_at_machine()}
     for name, remedy in (
         ("GPU", "jax[cuda13]"),
+        ("attention on GPUs", "Build the package with CUDA"),
         ("NVSHMEM", "nvidia-nvshmem-cu13"),
         ("shared memory", "--shm-size"),
         ("pictures", "[plots]"),
