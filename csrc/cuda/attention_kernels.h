@@ -4,7 +4,8 @@
 #include <cuda_runtime_api.h>
 
 #include "kernels/attend.h"
-#include "kernels/attention_gradients.h"
+#include "kernels/key_gradients.h"
+#include "kernels/query_gradients.h"
 
 namespace cpd {
 

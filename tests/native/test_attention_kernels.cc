@@ -8,10 +8,8 @@
 #include <type_traits>
 #include <vector>
 
-#include "attention_problem.h"
+#include "attention_results.h"
 #include "check.h"
-#include "kernels/attend.h"
-#include "kernels/attention_gradients.h"
 #include "native_test.h"
 
 namespace cpd::kernels::test_attention_kernels {

@@ -62,7 +62,7 @@ struct Shared {
 };
 #define CPD_TEST_ALLOCATOR Shared
 
-#include "attention_problem.h"
+#include "attention_results.h"
 #include "beside_gemm.h"
 #include "device_world.h"
 #include "kernel_times.h"
