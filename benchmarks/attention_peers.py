@@ -6,7 +6,6 @@ implementation cannot compute the workload.
 """
 
 import importlib
-import inspect
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -19,7 +18,6 @@ from jax._src.cudnn import fused_attention_stablehlo as fused
 from jax_cp_dispatch import local_attention
 
 Attention = tuple[Callable[..., Any], Any]
-_HAS_OUT_DTYPE = "out_dtype" in inspect.signature(local_attention).parameters
 
 
 class Unsupported(Exception):
@@ -28,8 +26,7 @@ class Unsupported(Exception):
 
 def ours(workload: Workload) -> Attention:
     def attend(q, k, v, given):
-        dtype: dict[str, Any] = {"out_dtype": q.dtype} if _HAS_OUT_DTYPE else {}
-        return local_attention(q, k, v, **given, **dtype)[0].astype(q.dtype)
+        return local_attention(q, k, v, **given, out_dtype=q.dtype)[0]
 
     return attend, workload.given
 

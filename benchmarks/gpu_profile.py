@@ -24,8 +24,6 @@ from jax_cp_dispatch.gpu import raise_gpu_errors
 
 RANKS, ROW = 8, 1024  # elements of a row of keys, and of a row of values
 CALLS = 3  # of each program, in the profile
-# Versions before these functions are measured too.
-_IN_TWO_CALLS = [x for x in ("dispatch_start", "exchange_done") if hasattr(cpd, x)]
 OF_PRODUCT = re.compile(r"gemm|nvjet|cutlass|xmma|cublas", re.IGNORECASE)
 
 
@@ -61,11 +59,10 @@ class Programs:
                 jax.jit(constant), self.kv[:1], self.x, self.w
             ),
         }
-        if _IN_TWO_CALLS:
-            for num_comm_sm in (None, 64, 16):
-                pair = jax.jit(functools.partial(self._pair, num_comm_sm))
-                name = f"dispatch_start, exchange_done, num_comm_sm={num_comm_sm}"
-                programs[name] = functools.partial(pair, *operands)
+        for num_comm_sm in (None, 64, 16):
+            pair = jax.jit(functools.partial(self._pair, num_comm_sm))
+            name = f"dispatch_start, exchange_done, num_comm_sm={num_comm_sm}"
+            programs[name] = functools.partial(pair, *operands)
         return programs
 
     def check(self, result: tuple[list[jax.Array], jax.Array]) -> None:
@@ -83,10 +80,11 @@ class Programs:
 
     def _pair(self, num_comm_sm, kv, metadata, x, w):
         """Of rows that the program computes: those of its arguments would have to be copied."""
-        start, done = (getattr(cpd, name) for name in _IN_TWO_CALLS)
         kv = [-y for y in kv]
-        exchange, x = start(kv, metadata, beside=x, num_comm_sm=num_comm_sm, **self.options)
-        kv, product = done(exchange, beside=x @ w)
+        exchange, x = cpd.dispatch_start(
+            kv, metadata, beside=x, num_comm_sm=num_comm_sm, **self.options
+        )
+        kv, product = cpd.exchange_done(exchange, beside=x @ w)
         return [-y for y in kv], product
 
 
