@@ -16,6 +16,7 @@ errors. Otherwise it could not have found a race.
 
 import argparse
 import contextlib
+import functools
 import os
 import pathlib
 import subprocess
@@ -80,11 +81,17 @@ def worker(options) -> None:
                 sources[at] = sender * tokens + row
             if sender == rank:
                 returned[row] = sender * tokens + row
-        metadata = Metadata(**{k: global_array(v) for k, v in fields.items()}, world_size=num_ranks)
+        arrays = {k: global_array(v) for k, v in fields.items()}
+        metadata = Metadata(**arrays, normalized=False, world_size=num_ranks)
         cases.append((metadata, global_array(sources), global_array(returned)))
     mine = global_array(np.arange(tokens, dtype=np.int32) + rank * tokens)
-    name = {"axis_name": "cp", "implementation": "cuda_ipc"}
-    name["deadline"] = 3.0 if options.fault else 20.0
+    named = {
+        "axis_name": "cp",
+        "implementation": "cuda_ipc",
+        "deadline": 3.0 if options.fault else 20.0,
+    }
+    send = functools.partial(dispatch, **named)
+    send_back = functools.partial(combine, **named)
 
     def step(mine, metadata, sources, returned, number, spins):
         x = rows_of(mine, number[0])
@@ -92,10 +99,10 @@ def worker(options) -> None:
             0, spins[0], lambda _, y: jnp.sin(y), x[:1, 0].astype(jnp.float32)
         )
         x, _ = jax.lax.optimization_barrier((x, delay))
-        came = dispatch(x, metadata, capacity=capacity, **name)
+        came = send(x, metadata, capacity=capacity)
         wrong = jnp.any(came != rows_of(sources, number[0]), axis=1).sum()
         if not options.fault:  # after an error, a program ends before its next exchange
-            home = combine(came, metadata, num_tokens=tokens, **name)
+            home = send_back(came, metadata, num_tokens=tokens)
             wrong += jnp.any(home != rows_of(returned, number[0]), axis=1).sum()
         return wrong[None]
 
