@@ -72,6 +72,17 @@ class Instruction:
         """Bytes of all arrays of the result."""
         return sum(self._sizes())
 
+    @property
+    def called(self) -> list[str]:
+        """Names of the computations that it runs."""
+        return _NAME.findall(" ".join(_CALLED.findall(self.rest)))
+
+    @property
+    def turns(self) -> int:
+        """How often a loop runs its body, where that is known; otherwise 1."""
+        known = re.search(r'"known_trip_count":\{"n":"(\d+)"', self.rest)
+        return int(known[1]) if known and self.op == "while" else 1
+
     def _sizes(self) -> list[int]:
         sizes = []
         for dtype, dims in _ARRAY.findall(self.shape):
@@ -97,10 +108,20 @@ class Program:
                     self.entry = named[1]
             elif parts := _INSTRUCTION.match(line):
                 current.append(Instruction(*parts.groups()))
+        # How often each computation runs whose steps are instructions of the schedule.
+        self._executed: dict[str, int] = collections.defaultdict(int)
+        self._execute(self.entry, 1)
+
+    def _execute(self, name: str, times: int) -> None:
+        self._executed[name] += times
+        for step in self.computations[name]:
+            if step.op in ("while", "call", "conditional"):
+                for called in step.called:
+                    self._execute(called, times * step.turns)
 
     def collectives(self) -> dict[str, int]:
         """Returns how often each kind of collective, and an exchange, stands in the program."""
-        kinds = (each.kind for steps in self.computations.values() for each in steps)
+        kinds = (each.kind for name in self._executed for each in self.computations[name])
         return dict(sorted(collections.Counter(kind for kind in kinds if kind).items()))
 
     def moved_bytes(self) -> int:
@@ -116,14 +137,11 @@ class Program:
         sizes = {step.name: step.all_bytes for step in steps}
         moved = 0
         for step in steps:
-            called = _NAME.findall(" ".join(_CALLED.findall(step.rest)))
+            called = step.called
             if step.op == "conditional":
                 moved += max(map(self._moved, called))
-            elif step.op == "while":
-                turns = re.search(r'"known_trip_count":\{"n":"(\d+)"', step.rest)
-                moved += (int(turns[1]) if turns else 1) * sum(map(self._moved, called))
-            elif step.op in ("call", "async-start"):
-                moved += sum(map(self._moved, called))
+            elif step.op in ("while", "call", "async-start"):
+                moved += step.turns * sum(map(self._moved, called))
             elif step.op not in _FREE and step.kind is None and not step.op.endswith("-done"):
                 operands = _NAME.findall(step.rest.split("), ")[0])
                 moved += step.all_bytes + sum(sizes.get(operand, 0) for operand in operands)
@@ -133,16 +151,19 @@ class Program:
         return sum(each.op == op for steps in self.computations.values() for each in steps)
 
     def overlap(self) -> dict[str, dict[str, int]]:
-        """Returns, by kind, the bytes that are moved, and those moved beside some work."""
+        """Returns, by kind, the bytes that are moved, and those moved beside some work.
+
+        Every turn of a loop counts, and every branch of a conditional.
+        """
         found: dict[str, dict[str, int]] = {}
-        for steps in self.computations.values():
+        for name, times in self._executed.items():
+            steps = self.computations[name]
             for place, step in enumerate(steps):
                 if step.kind is None:
                     continue
                 row = found.setdefault(step.kind, {"bytes": 0})
-                row["bytes"] += step.num_bytes
-                for work in self._beside(step, steps[place + 1 :]):
-                    row[work] = row.get(work, 0) + step.num_bytes
+                for part in ("bytes", *self._beside(step, steps[place + 1 :])):
+                    row[part] = row.get(part, 0) + times * step.num_bytes
         return found
 
     def _beside(self, start: Instruction, later: Iterable[Instruction]) -> set[str]:
@@ -166,7 +187,7 @@ class Program:
             return set()
         works = {work for work, scope in WORKS.items() if scope in step.rest}
         if depth:
-            for name in _NAME.findall(" ".join(_CALLED.findall(step.rest))):
+            for name in step.called:
                 for inner in self.computations.get(name, ()):
                     works |= self._work(inner, depth - 1)
         return works

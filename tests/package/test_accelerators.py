@@ -42,6 +42,28 @@ ENTRY %main (x: bf16[4,128]) -> bf16[4,128] {
 """
 
 
+LOOP = """\
+%wrapped.1 (w: f32[16]) -> f32[16] {
+  %w = f32[16]{0} parameter(0)
+  ROOT %all = f32[16]{0} all-to-all(%w), dimensions={0}
+}
+
+%body.1 (b: f32[16]) -> f32[16] {
+  %b = f32[16]{0} parameter(0)
+  %go = ((f32[16]{0}), f32[16]{0}) all-to-all-start(%b), calls=%wrapped.1
+  %y = f32[16]{0} fusion(%b), metadata={op_name="jit(f)/cpd.attention/exp"}
+  ROOT %come = f32[16]{0} all-to-all-done(%go)
+}
+
+ENTRY %main (x: f32[16]) -> f32[16] {
+  %x = f32[16]{0} parameter(0)
+  %last = f32[16]{0} all-to-all(%x), dimensions={0}
+  ROOT %l = f32[16]{0} while(%last), condition=%until.1, body=%body.1, \
+backend_config={"known_trip_count":{"n":"7"}}
+}
+"""
+
+
 EXCHANGES = """\
 ENTRY %main (x: bf16[4,128]) -> bf16[6,128] {
   %x = bf16[4,128]{1,0} parameter(0)
@@ -76,6 +98,12 @@ def test_what_lies_between_the_parts_of_a_collective_overlaps_with_it(module):
         "collective-permute": {"bytes": 3 * row, "attention": 2 * row},
         "all-gather": {"bytes": 16 * 128 * 2},
     }
+
+
+def test_bytes_count_in_every_turn_of_a_loop(module):
+    program = module("schedule").Program(LOOP)
+    assert program.collectives() == {"all-to-all": 2}
+    assert program.overlap() == {"all-to-all": {"bytes": 8 * 64, "attention": 7 * 64}}
 
 
 def test_what_lies_between_the_calls_of_an_exchange_overlaps_with_it(module):
