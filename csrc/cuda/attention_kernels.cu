@@ -1,4 +1,6 @@
 // Binds kernels/attend.h, query_gradients.h and key_gradients.h to a GPU's blocks.
+#include <algorithm>
+
 #include "cuda/attention_kernels.h"
 
 namespace cpd {
@@ -45,17 +47,11 @@ cudaError_t Launch(void (*kernel)(Call), const Call& call, int64_t num_heads, in
   return cudaGetLastError();
 }
 
-// A kernel that needs more memory than a block of this device may have cannot be launched.
 template <typename Scratch, typename Call>
 cudaError_t Load(void (*kernel)(Call)) {
-  int device = 0, most = 0;
   cudaFuncAttributes attributes;
-  cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
-  if (error == cudaSuccess) error = cudaGetDevice(&device);
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  }
-  if (error != cudaSuccess || static_cast<int>(sizeof(Scratch)) > most) return error;
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+  if (error != cudaSuccess) return error;
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                               static_cast<int>(sizeof(Scratch)));
 }
@@ -67,6 +63,8 @@ struct Kernels {
   static constexpr auto kQueries = QueryGradientsKernel<Element, H, Hv>;
   static constexpr Part kFirst = H + Hv > 256 ? Part::kK : Part::kBoth;
   static constexpr auto kKeys = KeyGradientsKernel<Element, kFirst, H, Hv>;
+  static constexpr size_t kMemory = std::max(
+      {sizeof(AttendScratch<H, Hv>), sizeof(QueriesScratch<H, Hv>), sizeof(KeysScratch<H, Hv>)});
 
   static cudaError_t Launch(const AttendCall& call, cudaStream_t stream) {
     return cpd::Launch<AttendScratch<H, Hv>>(kAttend, call, call.num_heads, call.num_rows, stream);
@@ -129,7 +127,24 @@ cudaError_t LaunchGradients(const GradientsCall& call, const HeadType& heads, cu
 }
 
 cudaError_t LoadAttentionKernels() {
-  return ForKernels(nullptr, [](auto kernels) { return kernels.Load(); });
+  int device = 0, most = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  }
+  if (error != cudaSuccess) return error;
+  return ForKernels(nullptr, [&](auto kernels) {
+    return kernels.kMemory > static_cast<size_t>(most) ? cudaSuccess : kernels.Load();
+  });
+}
+
+size_t AttentionMemory(const HeadType& heads) {
+  size_t bytes = 0;
+  ForKernels(&heads, [&](auto kernels) {
+    bytes = kernels.kMemory;
+    return cudaSuccess;
+  });
+  return bytes;
 }
 
 }  // namespace cpd

@@ -3,6 +3,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cstddef>
+
 #include "kernels/attend.h"
 #include "kernels/key_gradients.h"
 #include "kernels/query_gradients.h"
@@ -25,7 +27,10 @@ cudaError_t LaunchAttend(const kernels::AttendCall& call, const HeadType& heads,
 cudaError_t LaunchGradients(const kernels::GradientsCall& call, const HeadType& heads,
                             cudaStream_t stream);
 
-// Loads every kernel now, on the current device, and lets it use the memory that it needs.
+// Loads every kernel now that the current device can run, and lets it use the memory it needs.
 cudaError_t LoadAttentionKernels();
+
+// Returns the bytes of shared memory that a block of these kernels needs at most; 0 without any.
+size_t AttentionMemory(const HeadType& heads);
 
 }  // namespace cpd

@@ -97,13 +97,18 @@ def _gpu() -> Finding:
     return Finding("GPU", f"a driver, and JAX's CUDA plugin {plugin}")
 
 
+_HEADS = (64, 128, 256)
+
+
 def _attention_on_gpus() -> Finding:
-    reason = range_kernels.why_not(jnp.dtype("bfloat16"), (128, 128))
-    if reason is not None:
+    reasons = {size: range_kernels.why_not(jnp.dtype("bfloat16"), (size, size)) for size in _HEADS}
+    served = [size for size, reason in reasons.items() if reason is None]
+    if not served:
         remedy = "Build the package with CUDA, and do not set JAX_CP_DISPATCH_ATTENTION_KERNEL=0."
-        return Finding("attention on GPUs", f"slow passes: {reason}", "missing", remedy)
-    found = "kernels for bfloat16 and float16; slow passes for float32 and heads above 256"
-    return Finding("attention on GPUs", found)
+        found = f"slow passes: {reasons[_HEADS[0]]}"
+        return Finding("attention on GPUs", found, "missing", remedy)
+    found = "kernels for bfloat16 and float16; slow passes for float32 and heads above"
+    return Finding("attention on GPUs", f"{found} {max(served)}")
 
 
 def _nvshmem() -> Finding:

@@ -165,10 +165,15 @@ def test_rings(algorithm):
 # ---- Lowering.
 
 
+def has_memory(monkeypatch, available: int):
+    memory = lambda size, value_size: ((size + value_size) << 9, available)
+    monkeypatch.setattr(runtime, "cuda", types.SimpleNamespace(attention_memory=memory))
+
+
 @pytest.fixture
 def extension(monkeypatch):
-    """Pretends that the extension exists, built or not."""
-    monkeypatch.setattr(runtime, "cuda", types.SimpleNamespace())
+    """Pretends that the extension exists, built or not, without GPUs."""
+    has_memory(monkeypatch, 0)
     say_once.cache_clear()
 
 
@@ -242,6 +247,7 @@ def test_nothing_else_touches_the_arrays():
     [
         ({"dtype": jnp.float32}, "bfloat16 or float16, not float32"),
         ({"H": 320, "Hv": 64}, "at most 256, not 320"),
+        ({"H": 120, "Hv": 8, "memory": 99}, "heads of 128 need 128 KB .*, and this GPU has 99"),
         ({"off": "0"}, "ATTENTION_KERNEL=0 is set"),
     ],
     ids=str,
@@ -250,6 +256,7 @@ def test_others_are_not_by_the_kernels(case, reason, monkeypatch):
     """And a warning says so once, with the reason."""
     case = dict(case)
     monkeypatch.setenv("JAX_CP_DISPATCH_ATTENTION_KERNEL", case.pop("off", "1"))
+    has_memory(monkeypatch, case.pop("memory", 0) << 10)
     shapes: Any = {"B": 1, "T": 64, "S": 64, "H": 64, "Hv": 64, "dtype": jnp.bfloat16}
     with pytest.warns(UserWarning, match=f"slow passes on this GPU, because .*{reason}") as seen:
         assert calls(*inputs(0, **(shapes | case))[:3]) == []

@@ -93,7 +93,7 @@ enum class Part : uint8_t { kWhole, kStart };
 Status ReadPair(const std::string& op, const kernels::Call& call, const ffi::RemainingRets& results,
                 ExchangePairs::Addresses* arrays, ffi::AnyBuffer* held) {
   for (size_t i = 0; i < results.size(); ++i) {
-    const auto result = results.get<ffi::AnyBuffer>(i);
+    auto result = results.get<ffi::AnyBuffer>(i);
     if (!result.has_value()) return Status::Invalid(op + ": a result is not an array.");
     arrays->push_back((*result)->untyped_data());
     *held = **result;

@@ -2,11 +2,13 @@
 // library: the runtime is linked in, and the driver is opened on first use.
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "cuda/attention_kernels.h"
 #include "cuda/channels.h"
 #include "cuda/exchange_stream.h"
 #include "cuda/gpu_spans.h"
@@ -45,6 +47,19 @@ nb::tuple DeviceCount() {
                         std::string(error == cudaSuccess ? "" : cudaGetErrorString(error)));
 }
 
+// (bytes of shared memory that attention to such heads needs in a block, the least that a block of
+// a GPU here may have; 0 without GPUs).
+nb::tuple BlockMemory(int size, int value_size) {
+  int count = 0, least = 0;
+  if (cudaGetDeviceCount(&count) != cudaSuccess) cudaGetLastError();
+  for (int device = 0; device < count; ++device) {
+    int most = 0;
+    cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    least = device == 0 ? most : std::min(least, most);
+  }
+  return nb::make_tuple(cpd::AttentionMemory({DataType::kBF16, size, value_size}), least);
+}
+
 nb::tuple Versions() {
   int driver = 0, runtime = 0;
   cudaDriverGetVersion(&driver);
@@ -63,6 +78,8 @@ NB_MODULE(_cuda, m) {
       "ffi_api_version", [] { return nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR); },
       "(major, minor) of the XLA FFI headers that this was built with.");
   m.def("device_count", &cpd::DeviceCount, "Returns (number of GPUs, why there are none).");
+  m.def("attention_memory", &cpd::BlockMemory,
+        "Returns the bytes of shared memory in a block (that attention needs, that GPUs have).");
   m.def("versions", &cpd::Versions, "CUDA (of the driver, of the runtime): 13000 is 13.0.");
   m.def("set_process", [](int64_t process, std::vector<int64_t> ordinals) {
     ChannelRegistry::Get().SetProcess(process, std::move(ordinals));

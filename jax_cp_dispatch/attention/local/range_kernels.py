@@ -54,9 +54,14 @@ def why_not(dtype, head_sizes: tuple[int, int]) -> str | None:
         return f"the package's CUDA extension is missing ({runtime.cuda_reason})"
     if dtype not in _DTYPES:
         return f"its kernels need bfloat16 or float16, not {dtype}"
-    if _served(*head_sizes) is None:
+    served = _served(*head_sizes)
+    if served is None:
         largest = max(size for size, _ in _HEAD_SIZES)
         return f"its kernels have heads of at most {largest}, not {max(head_sizes)}"
+    needed, available = runtime.cuda.attention_memory(*served)
+    if 0 < available < needed:  # it is 0 where no GPU is here: a program for another machine
+        kilobytes = f"need {-(-needed // 1024)} KB of shared memory in a block"
+        return f"its kernels of heads of {served[0]} {kilobytes}, and this GPU has {available >> 10}"
     return None
 
 
