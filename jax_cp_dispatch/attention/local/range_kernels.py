@@ -60,8 +60,8 @@ def why_not(dtype, head_sizes: tuple[int, int]) -> str | None:
         return f"its kernels have heads of at most {largest}, not {max(head_sizes)}"
     needed, available = runtime.cuda.attention_memory(*served)
     if 0 < available < needed:  # it is 0 where no GPU is here: a program for another machine
-        kilobytes = f"need {-(-needed // 1024)} KB of shared memory in a block"
-        return f"its kernels of heads of {served[0]} {kilobytes}, and this GPU has {available >> 10}"
+        sizes = f"{-(-needed // 1024)} KB of shared memory in a block, and this GPU has"
+        return f"its kernels of heads of {served[0]} need {sizes} {available // 1024}"
     return None
 
 
