@@ -7,11 +7,7 @@ from jax_cp_dispatch.attention import (
     RankProfile,
     StepProfile,
     balance_profile,
-    balanced_attention_profile,
     hamilton_attention_profile,
-    placed_attention_profile,
-    ring_attention_profile,
-    zigzag_ring_attention_profile,
 )
 from jax_cp_dispatch.comm_gemm import (
     CommGemmChoice,
@@ -35,13 +31,9 @@ __all__ = [
     "StepProfile",
     "TuningTable",
     "balance_profile",
-    "balanced_attention_profile",
     "current_tuning",
     "hamilton_attention_profile",
     "overlap_profile",
-    "placed_attention_profile",
-    "ring_attention_profile",
     "tune",
     "use_tuning",
-    "zigzag_ring_attention_profile",
 ]

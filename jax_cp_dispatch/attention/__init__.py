@@ -26,24 +26,16 @@ from jax_cp_dispatch.attention.local.api import local_attention, local_attention
 from jax_cp_dispatch.attention.local.merge import merge_partials
 from jax_cp_dispatch.attention.planned.balanced import balanced_attention
 from jax_cp_dispatch.attention.planned.placed import placed_attention
-from jax_cp_dispatch.attention.planned.profile import (
-    balanced_attention_profile,
-    placed_attention_profile,
-)
-from jax_cp_dispatch.attention.profile.record import (
+from jax_cp_dispatch.attention.rotating.communication import chunk_exchange, ring_exchange
+from jax_cp_dispatch.attention.rotating.hamilton import hamilton_attention
+from jax_cp_dispatch.attention.rotating.layout import zigzag_permutation
+from jax_cp_dispatch.attention.rotating.profile import hamilton_attention_profile
+from jax_cp_dispatch.attention.rotating.ring import ring_attention, zigzag_ring_attention
+from jax_cp_dispatch.attention.rotating.step_record import (
     AttentionProfile,
     RankProfile,
     StepProfile,
 )
-from jax_cp_dispatch.attention.rotating.communication import chunk_exchange, ring_exchange
-from jax_cp_dispatch.attention.rotating.hamilton import hamilton_attention
-from jax_cp_dispatch.attention.rotating.layout import zigzag_permutation
-from jax_cp_dispatch.attention.rotating.profile import (
-    hamilton_attention_profile,
-    ring_attention_profile,
-    zigzag_ring_attention_profile,
-)
-from jax_cp_dispatch.attention.rotating.ring import ring_attention, zigzag_ring_attention
 from jax_cp_dispatch.attention.ulysses.ulysses import ulysses_attention
 
 __all__ = [
@@ -61,7 +53,6 @@ __all__ = [
     "Zigzag",
     "balance_profile",
     "balanced_attention",
-    "balanced_attention_profile",
     "choose_algorithm",
     "chunk_exchange",
     "context_parallel_attention",
@@ -72,12 +63,9 @@ __all__ = [
     "local_attention_backward",
     "merge_partials",
     "placed_attention",
-    "placed_attention_profile",
     "ring_attention",
-    "ring_attention_profile",
     "ring_exchange",
     "ulysses_attention",
     "zigzag_permutation",
     "zigzag_ring_attention",
-    "zigzag_ring_attention_profile",
 ]

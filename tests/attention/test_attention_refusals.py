@@ -192,19 +192,16 @@ CASES = [
         lambda: attend(algorithm="placed", plan=PLACEMENT),
         r"plan is of type Placement; it needs.*place_tokens\(...\).plan",
     ),
-    *(
-        (
-            f"{name}_attention_profile",
-            lambda name=name: getattr(cp.profiling, f"{name}_attention_profile")(
-                *(Q, Q, Q, IDS), mesh=mesh_of(W), axis_name=AXIS
-            ),
-            "plan is of type ndarray; it needs to be",
-        )
-        for name in ("balanced", "placed")
-    ),
     ("hamilton_attention_profile", lambda: profile(mesh=None), "mesh is None; it needs to be"),
     ("hamilton_attention_profile", lambda: profile(axis_name=3), "axis_name is 3; it needs"),
     ("hamilton_attention_profile", lambda: profile(repeats=1.5), "repeats is 1.5; it needs to be"),
+    ("hamilton_attention_profile", lambda: profile(repeats=0), "repeats is 0"),
+    ("hamilton_attention_profile", lambda: profile(axis_name="no"), "axis_name is 'no' but the"),
+    ("hamilton_attention_profile", lambda: profile(nodes=3), f"nodes is 3 but there are {W}"),
+    ("hamilton_attention_profile", lambda: profile(layout="x"), "layout is 'x'"),
+    ("hamilton_attention_profile", lambda: profile(mask="no"), "mask is 'no'; it needs to be"),
+    ("hamilton_attention_profile", lambda: profile(colour=1), "got colour; it takes the keywords"),
+    ("hamilton_attention_profile", lambda: profile(mesh=mesh_of(3)), "T is .* but 'cp' has 3 dev"),
     *(
         ("balance_profile", lambda options=options: balance(**options), says)
         for options, says in (

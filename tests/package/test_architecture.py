@@ -50,7 +50,6 @@ INSIDE = {
         "options": {"latents", "local", "check_arguments", "operands"},
         "transport": {"options"},
         "gather": {"options", "transport"},
-        "profile": {"options"},
         "planned": {
             "peer_arguments",
             "latents",
@@ -58,7 +57,6 @@ INSIDE = {
             "check_arguments",
             "options",
             "packed_mask",
-            "profile",
             "operands",
         },
         "rotating": {
@@ -71,7 +69,6 @@ INSIDE = {
                 "options",
                 "transport",
                 "gather",
-                "profile",
             ),
             *("packed_mask", "attended", "operands"),
         },

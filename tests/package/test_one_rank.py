@@ -112,29 +112,11 @@ def test_stack_plans():
     close(out, causal(q, k, v))
 
 
-def test_profiles_by_a_plan():
+def test_profile():
     q, k, v = qkv()
-    options = {"mesh": mesh_of(1), "axis_name": AXIS, "repeats": 1}
-    plan = cpd.plan_attention(IDS, world_size=1)
-    profile = cpd.profiling.balanced_attention_profile(q, k, v, plan, **options)
-    close(profile.out, causal(q, k, v))
-    placement = cpd.place_tokens(segment_ids=IDS, world_size=1)
-    placed = [placement.apply(x) for x in (q, k, v)]
-    profile = cpd.profiling.placed_attention_profile(*placed, plan=placement.plan, **options)
-    close(placement.restore(profile.out), causal(q, k, v))
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        cpd.profiling.ring_attention_profile,
-        cpd.profiling.zigzag_ring_attention_profile,
-        cpd.profiling.hamilton_attention_profile,
-    ],
-)
-def test_profiles(function):
-    q, k, v = qkv()
-    profile = function(q, k, v, mesh=mesh_of(1), axis_name=AXIS, repeats=1)
+    profile = cpd.profiling.hamilton_attention_profile(
+        q, k, v, mesh=mesh_of(1), axis_name=AXIS, repeats=1
+    )
     close(profile.out, causal(q, k, v, np.ones_like(IDS)))
 
 

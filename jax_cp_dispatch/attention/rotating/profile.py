@@ -1,4 +1,4 @@
-"""Profiles ring, zigzag and Hamilton attention: runs and times each step on every rank."""
+"""Profiles Hamilton attention: runs and times each step on every rank."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jaxtyping import Float
 
-from jax_cp_dispatch.attention.algorithms import Hamilton, Ring, Rotating, Zigzag
+from jax_cp_dispatch._ranks.options import read_options
+from jax_cp_dispatch.attention.algorithms import Hamilton
 from jax_cp_dispatch.attention.check_arguments import HostOrDevice, check_rows
 from jax_cp_dispatch.attention.local.forward import OnlineSoftmax
 from jax_cp_dispatch.attention.local.query_ranges import KeyQueries
 from jax_cp_dispatch.attention.operands import Operands
+from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.attention.packed_mask import PackedMask
-from jax_cp_dispatch.attention.profile.keywords import read_keywords
-from jax_cp_dispatch.attention.profile.record import AttentionProfile, StepRecord
-from jax_cp_dispatch.attention.profile.stopwatch import Stopwatch, check_tokens, stopwatch_over
 from jax_cp_dispatch.attention.rotating.attend import TokenRanges
 from jax_cp_dispatch.attention.rotating.call import sharded_sequence
 from jax_cp_dispatch.attention.rotating.schedule_of import schedule_of
@@ -29,57 +28,12 @@ from jax_cp_dispatch.attention.rotating.sequence import (
     to_layout,
     token_ranges,
 )
+from jax_cp_dispatch.attention.rotating.step_record import AttentionProfile, StepRecord
+from jax_cp_dispatch.attention.rotating.stopwatch import check_tokens, stopwatch_over
 from jax_cp_dispatch.cycles.integer_rows import CycleRows
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.read import read_mask_on_host
 from jax_cp_dispatch.timeline import COMMUNICATION, COMPUTATION
-
-
-def ring_attention_profile(
-    q: Float[HostOrDevice, "B T N H"],
-    k: Float[HostOrDevice, "B T K H"],
-    v: Float[HostOrDevice, "B T K Hv"],
-    *,
-    mesh: Mesh,
-    axis_name: str,
-    repeats: int = 3,
-    **options: Any,
-) -> AttentionProfile:
-    """Times `ring_attention`, forward, as one program and step by step.
-
-    Call outside `jit` and `jax.shard_map`, in a process that owns all devices of the mesh. Each
-    step runs separately, with synchronisation before and after it.
-
-    Args:
-      q, k, v: global arrays; `axis_name` has n devices, and n divides T.
-      mesh: the mesh with `axis_name`; the arrays are replicated over its other axes.
-      axis_name: the mesh axis of the ranks.
-      repeats: runs of every program; medians are returned.
-      options: the other keywords of `ring_attention`; segment_ids and positions are global.
-    Returns:
-      The times, and the output in the layout of q.
-    Raises:
-      TypeError, ValueError: as `ring_attention`.
-    """
-    op = "ring_attention_profile"
-    stopwatch = stopwatch_over(op, mesh, axis_name, repeats)
-    return _profile(op, Ring(), stopwatch, (q, k, v), options)
-
-
-def zigzag_ring_attention_profile(
-    q: Float[HostOrDevice, "B T N H"],
-    k: Float[HostOrDevice, "B T K H"],
-    v: Float[HostOrDevice, "B T K Hv"],
-    *,
-    mesh: Mesh,
-    axis_name: str,
-    repeats: int = 3,
-    **options: Any,
-) -> AttentionProfile:
-    """Times `zigzag_ring_attention`, forward; otherwise as `ring_attention_profile`."""
-    op = "zigzag_ring_attention_profile"
-    stopwatch = stopwatch_over(op, mesh, axis_name, repeats)
-    return _profile(op, Zigzag(), stopwatch, (q, k, v), options)
 
 
 def hamilton_attention_profile(
@@ -95,41 +49,58 @@ def hamilton_attention_profile(
     repeats: int = 3,
     **options: Any,
 ) -> AttentionProfile:
-    """Times `hamilton_attention`, forward, with its `nodes`, `cycles` and `maps`.
+    """Times `hamilton_attention`, forward, as one program and step by step.
 
-    Otherwise as `ring_attention_profile`.
+    Call outside `jit` and `jax.shard_map`, in a process that owns all devices of the mesh. Each
+    step runs separately, with synchronisation before and after it. For other algorithms, use
+    `jax.profiler`: their operations have the scopes `cpd.attention` and `cpd.exchange`.
+
+    Args:
+      q, k, v: global arrays; `axis_name` has n devices, and n divides T.
+      mesh: the mesh with `axis_name`; the arrays are replicated over its other axes.
+      axis_name: the mesh axis of the ranks.
+      nodes, cycles, maps: as in `hamilton_attention`.
+      repeats: runs of every program; medians are returned.
+      options: the other keywords of `hamilton_attention`; segment_ids and positions are global.
+    Returns:
+      The times, and the output in the layout of q.
+    Raises:
+      TypeError, ValueError: as `hamilton_attention`.
     """
     op = "hamilton_attention_profile"
     stopwatch = stopwatch_over(op, mesh, axis_name, repeats)
-    return _profile(op, Hamilton(nodes, cycles, maps), stopwatch, (q, k, v), options)
-
-
-def _profile(
-    op: str,
-    algorithm: Rotating,
-    stopwatch: Stopwatch,
-    qkv: tuple[HostOrDevice, HostOrDevice, HostOrDevice],
-    given: dict[str, Any],
-) -> AttentionProfile:
-    num_ranks, axis_name = stopwatch.num_ranks, stopwatch.axis_name
+    num_ranks, algorithm = stopwatch.num_ranks, Hamilton(nodes, cycles, maps)
     schedule = schedule_of(op, algorithm, num_ranks)
-    mask, documents, options = read_keywords(
-        op, axis_name, given, {"layout", "scale", "logit_soft_cap"}
-    )
-    check_rows(op, Operands(*qkv), *documents)
-    check_tokens(op, qkv[0].shape[1], stopwatch)
-    mask = read_mask_on_host(op, mask, qkv[0].shape[:2])
-    sequence = sharded_sequence(options, algorithm, schedule, mask)
-    documents = read_sequences(op, *documents, layout=options.layout, num_ranks=num_ranks)
+    mask, documents, read = _read_keywords(op, axis_name, options)
+    check_rows(op, Operands(q, k, v), *documents)
+    check_tokens(op, q.shape[1], stopwatch)
+    mask = read_mask_on_host(op, mask, q.shape[:2])
+    sequence = sharded_sequence(read, algorithm, schedule, mask)
+    documents = read_sequences(op, *documents, layout=read.layout, num_ranks=num_ranks)
     sharding = NamedSharding(stopwatch.mesh, P(None, axis_name))
-    *qkv_on_mesh, packed = jax.device_put((*qkv, PackedMask(mask, *documents)), sharding)
-    attend = lambda *qkv: attend_sequence(sequence, Operands(*qkv[:3]), qkv[3]).out
+    *qkv, packed = jax.device_put((q, k, v, PackedMask(mask, *documents)), sharding)
+    attend = lambda q, k, v, packed: attend_sequence(sequence, Operands(q, k, v), packed).out
     whole = stopwatch.program(attend, 4 * [_ROWS], _ROWS)
-    seconds, _ = stopwatch.run(whole, *qkv_on_mesh, packed)
+    seconds, _ = stopwatch.run(whole, *qkv, packed)
     record = StepRecord(stopwatch)
-    out = _run_steps(sequence, record, qkv_on_mesh, packed)
-    name = op.removesuffix("_profile")
-    return AttentionProfile(name, max(seconds), tuple(record.steps), tuple(record.spans), out)
+    out = _run_steps(sequence, record, qkv, packed)
+    return AttentionProfile(max(seconds), tuple(record.steps), tuple(record.spans), out)
+
+
+def _read_keywords(
+    op: str, axis_name: str, given: dict[str, Any]
+) -> tuple[Any, tuple[Any, ...], AttentionOptions]:
+    """Returns the mask, segment ids and positions, and the options."""
+    exchange, documents = {"implementation", "deadline"}, ("segment_ids", "positions")
+    names = {"layout", "scale", "logit_soft_cap"}
+    if unknown := given.keys() - names - exchange - {"mask", *documents}:
+        raise TypeError(
+            f"{op}: got {', '.join(sorted(unknown))}; it takes the keywords of hamilton_attention."
+        )
+    others = {name: given[name] for name in names & given.keys()}
+    of_exchange = read_options(op, axis_name, **{name: given.get(name) for name in exchange})
+    options = AttentionOptions(of_exchange, **others)
+    return given.get("mask"), tuple(given.get(name) for name in documents), options
 
 
 # Axes that the ranks share: of rows, of chunks, of other arrays; `None` if all have the same.

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxtyping import Array
 
-from jax_cp_dispatch.attention.profile.stopwatch import Stopwatch
+from jax_cp_dispatch.attention.rotating.stopwatch import Stopwatch
 from jax_cp_dispatch.timeline import (
     COMMUNICATION,
     COMPUTATION,
@@ -24,7 +24,7 @@ class StepProfile:
     """One step; median seconds until the slowest rank was ready.
 
     Attributes:
-      name: "to zigzag", "step t" and "from zigzag"; by a plan "send", "attend" and "return".
+      name: "to zigzag", "step t" and "from zigzag".
       communication: time of the exchange of this step; 0 if there is none.
       computation: time of attention over the held keys.
     """
@@ -55,7 +55,6 @@ class AttentionProfile:
     """Times of a forward pass: as a whole, and by step.
 
     Attributes:
-      algorithm: name of the function.
       total: seconds of the whole program, compiled as one, where an exchange and the computation
         of its step overlap; median.
       steps: the same exchanges and attention, run step by step. The work before and after them
@@ -65,7 +64,6 @@ class AttentionProfile:
       out: the output, from the steps.
     """
 
-    algorithm: str
     total: float
     steps: tuple[StepProfile, ...]
     spans: tuple[Span, ...]
@@ -98,8 +96,8 @@ class AttentionProfile:
         ranks = [(f"rank {x.rank}", x.communication, x.computation) for x in self.ranks]
         return "\n".join(
             [
-                f"{self.algorithm}: {1e3 * self.total:.2f} ms as one program; step by step, until "
-                "the slowest rank is ready, ms:",
+                f"hamilton_attention: {1e3 * self.total:.2f} ms as one program; step by step, "
+                "until the slowest rank is ready, ms:",
                 *_table(rows),
                 "All steps, by rank, ms:",
                 *_table(ranks),
