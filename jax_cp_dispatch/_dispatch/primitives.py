@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src.dispatch import prim_requires_devices_during_lowering
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -27,6 +26,7 @@ from jax_cp_dispatch._dispatch.exchange_operands import (
     summable,
 )
 from jax_cp_dispatch._dispatch.lowering import lower
+from jax_cp_dispatch._jax_private import prim_requires_devices_during_lowering
 from jax_cp_dispatch._ranks.lowering import one_after_another, run_alone
 from jax_cp_dispatch._ranks.varying import vary_alike, varying_axes
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src.mesh import get_concrete_mesh  # private, but get_mesh fails during tracing
 
+from jax_cp_dispatch._jax_private import get_concrete_mesh
 from jax_cp_dispatch._ranks.communicator import Communicator, Groups
 from jax_cp_dispatch._ranks.processes import program_begins
 

@@ -5,7 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax._src import distributed
+
+from jax_cp_dispatch._jax_private import distributed
 
 
 def is_in_job() -> bool:

@@ -5,9 +5,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax._src.core import get_axis_env  # no public function returns the axes of jax.vmap
 from jax.typing import ArrayLike
 from jaxtyping import Array
+
+from jax_cp_dispatch._jax_private import get_axis_env
 
 
 def vary_alike(arrays: Iterable[ArrayLike], *, also: Iterable[str] = ()) -> list[Array]:

@@ -231,3 +231,12 @@ def test_no_cycle_of_files():
         for name in ready:
             del imports[name]
     assert not imports
+
+
+def test_private_names_of_jax_are_in_one_file():
+    using = {
+        file.relative_to(SOURCE).as_posix()
+        for file in SOURCE.rglob("*.py")
+        if any(name.startswith("jax._") for name in imported_modules(file))
+    }
+    assert using == {"_jax_private.py"}

@@ -5,9 +5,13 @@ import socket
 from typing import Any
 
 import jax
-from jax._src import distributed, xla_bridge
-from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
+from jax_cp_dispatch._jax_private import (
+    distributed,
+    get_distributed_runtime_client,
+    get_distributed_runtime_service,
+    xla_bridge,
+)
 from jax_cp_dispatch._ranks.job import is_in_job
 from jax_cp_dispatch._ranks.processes.ending import end_in_order
 from jax_cp_dispatch._ranks.processes.meeting import JobMember, meet
@@ -35,7 +39,7 @@ def job_environment(
 
 def host_service(address: str, num_processes: int) -> Any:
     """Starts the coordination service of a job, in a process outside the job."""
-    return _jax.get_distributed_runtime_service(
+    return get_distributed_runtime_service(
         address, num_processes, shutdown_timeout=5, recoverable=True
     )
 
@@ -114,7 +118,7 @@ def _start_client(address: str, num_processes: int, process_id: int, timeout: fl
     state.coordinator_address = address
     state.num_processes = num_processes
     state.process_id = process_id
-    client = _jax.get_distributed_runtime_client(
+    client = get_distributed_runtime_client(
         address, process_id, init_timeout=max(1, round(timeout)), use_compression=True
     )
     client.connect()

@@ -11,7 +11,7 @@ import threading
 import time
 from typing import Any, NoReturn
 
-from jax._src import distributed
+from jax_cp_dispatch._jax_private import distributed
 
 _ENDED = "jax_cp_dispatch/ended"
 _POLL_SECONDS = 0.05

@@ -13,8 +13,8 @@ import inspect
 from typing import Any
 
 import jax.numpy as jnp
-from jax._src.cudnn import fused_attention_stablehlo as fused
 
+from jax_cp_dispatch._jax_private import fused_attention_stablehlo as fused
 from jax_cp_dispatch.attention.local.options import CAUSAL, PassOptions
 
 _LARGEST_HEAD = 128  # 256 on Hopper and later, which is unknown when a program is lowered

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax._src.mesh import get_concrete_mesh  # private, but get_mesh fails during tracing
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from jax_cp_dispatch._dtypes import sum_dtype
+from jax_cp_dispatch._jax_private import get_concrete_mesh
 from jax_cp_dispatch._ranks.axis import other_axes
 from jax_cp_dispatch._ranks.call_context import with_manual_axes
 from jax_cp_dispatch._ranks.partitioning import mesh_of_program, named

@@ -12,11 +12,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax._src.sharding_impls import parse_flatten_op_sharding  # not available under a public name
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from jax_cp_dispatch._jax_private import parse_flatten_op_sharding
 from jax_cp_dispatch._ranks.axis import other_axes
 from jax_cp_dispatch._warning import say_once
 from jax_cp_dispatch.comm_gemm.layers.rank import Matmul

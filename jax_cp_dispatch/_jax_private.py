@@ -1,0 +1,33 @@
+"""All private names of JAX that this package uses: no public name does the same.
+
+A new release of JAX can change them; then only this file and its callers need a look.
+"""
+
+from typing import Any
+
+from jax._src import (
+    distributed,  # the client of jax.distributed, and how it is shut down
+    lib,
+    xla_bridge,  # whether the backends have started
+)
+from jax._src.core import get_axis_env  # the axes of jax.vmap
+from jax._src.cudnn import fused_attention_stablehlo  # cuDNN's attention with its lse
+from jax._src.dispatch import prim_requires_devices_during_lowering
+from jax._src.mesh import get_concrete_mesh  # get_mesh fails during tracing
+from jax._src.sharding_impls import parse_flatten_op_sharding
+
+_extension: Any = lib._jax  # pyright: ignore[reportPrivateImportUsage]
+get_distributed_runtime_client = _extension.get_distributed_runtime_client
+get_distributed_runtime_service = _extension.get_distributed_runtime_service
+
+__all__ = [
+    "distributed",
+    "fused_attention_stablehlo",
+    "get_axis_env",
+    "get_concrete_mesh",
+    "get_distributed_runtime_client",
+    "get_distributed_runtime_service",
+    "parse_flatten_op_sharding",
+    "prim_requires_devices_during_lowering",
+    "xla_bridge",
+]
