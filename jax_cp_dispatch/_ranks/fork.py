@@ -6,9 +6,10 @@ compiled are traced again in the child, and rejected there. The parent pays noth
 """
 
 import os
-from typing import Any
 
 import jax
+
+from jax_cp_dispatch._jax_private import xla_bridge
 
 _is_marked = jax.make_user_context(default_value=False)
 
@@ -28,20 +29,8 @@ def refuse_after_fork(op: str) -> None:
 
 
 def _mark() -> None:
-    if _backend_has_started():
+    if xla_bridge._backends:  # backends_are_initialized takes a lock, which a fork can leave held
         _is_marked(True).__enter__()  # never left: this thread is the child's only one
-
-
-def _backend_has_started() -> bool:
-    """JAX rejects a change of the number of devices once its backend has started."""
-    config: Any = jax.config  # its options are not known to type checkers
-    num_devices = config.jax_num_cpu_devices
-    try:
-        config.update("jax_num_cpu_devices", num_devices + 1)
-    except RuntimeError:
-        return True
-    config.update("jax_num_cpu_devices", num_devices)
-    return False
 
 
 os.register_at_fork(after_in_child=_mark)
