@@ -177,7 +177,7 @@ ffi::Error AttendIn(int32_t device, cudaStream_t stream, Any q, Any k, Any v, In
              [&] { return ReadNumbers(op, of, *lse, &call.lse); },
              [&]() -> Status {
                if (peak.size() == 0) return {};
-               const auto x = peak.get<Floats>(0);
+               auto x = peak.get<Floats>(0);
                if (!x.has_value()) return Invalid(op, "a peak that is not float32");
                return ReadNumbers(op, of, **x, &call.peak);
              },

@@ -7,7 +7,7 @@ from typing import Any
 from jax_cp_dispatch._ranks.options import read_options
 from jax_cp_dispatch.attention.options import AttentionOptions
 
-_EXCHANGE = {"implementation", "deadline", "num_comm_sm"}
+_EXCHANGE = {"implementation", "deadline"}
 _DOCUMENTS = ("segment_ids", "positions")
 
 
