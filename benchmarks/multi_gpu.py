@@ -12,6 +12,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import traceback
 from importlib import metadata
 from typing import Any
 
@@ -26,6 +27,7 @@ MACHINE = {
         "--format=csv,noheader",
     ],
 }
+ABOUT = (*MACHINE, "packages", "environment", "transports")
 RECORDED = ("XLA_", "JAX_", "NCCL_", "NVSHMEM_", "CUDA_VISIBLE", "UCX_", "SLURM_JOB_NUM_NODES")
 PACKAGES = ("jax", "nvidia-", "transformer", "maxtext")
 NOT_OVER = "it did not end: another process failed, or the time limit ended it; see the output"
@@ -111,6 +113,44 @@ def make(name: str, ranks: Any, sizes: Sizes) -> Any:
     return made[kind](ranks, sizes) if kind in made else Attention(kind, int(*tokens), ranks, sizes)
 
 
+def is_first() -> bool:
+    """Whether this is process 0 of the job, before it has joined; see `join`."""
+    return os.environ.get("PROCESS_ID", os.environ.get("SLURM_PROCID", "0")) == "0"
+
+
+def keep_errors(output: pathlib.Path | None, names: list[str], error: str) -> None:
+    """Puts an error into the file in place of the rows of these sections; all else stays."""
+    import common
+
+    if output is None or not is_first():
+        return
+    report = json.loads(output.read_text()) if output.is_file() else {}
+    others = [row for row in report.get("rows", []) if row["section"] not in names]
+    rows = others + [{"section": name, "error": error} for name in names]
+    title = report.get("title", "no section has begun")
+    common.write(output, title, rows, **{k: report[k] for k in ABOUT if k in report})
+
+
+def make_sections(names: list[str], sizes: Sizes) -> tuple[Any, dict[str, Any]]:
+    """Joins the job; returns its ranks, and the sections, whose memory is there."""
+    join()
+
+    import jax
+
+    from jax_cp_dispatch import initialize
+    from jax_cp_dispatch._ranks.job import is_in_job
+    from jax_cp_dispatch.bench_command.ranks import Ranks
+
+    connect = initialize if is_in_job() else lambda: None
+    if jax.default_backend() != "gpu":
+        connect()  # no process may trace a program before; on GPUs it needs to know the memory
+    ranks = Ranks.of_devices(jax.device_count(), sizes.rounds)
+    sections = {name: make(name, ranks, sizes) for name in names}
+    make_room({name: section.symmetric_bytes for name, section in sections.items()})
+    connect()
+    return ranks, sections
+
+
 def main() -> int:
     options = read_options()
     sizes = SIZES[options.sizes]
@@ -122,34 +162,30 @@ def main() -> int:
         sys.exit(f"--sections is {options.sections!r}. Pass some of {sections_of(sizes)}.")
     # Exchanges take memory that JAX has not reserved.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    join()
+    keep_errors(options.output, names, NOT_OVER)
+    try:
+        ranks, sections = make_sections(names, sizes)
+    except Exception as error:
+        traceback.print_exc()
+        keep_errors(options.output, names, f"{type(error).__name__}: {error}")
+        return 1
 
     import common
     import jax
     from multi_gpu_programs import hosts
 
-    from jax_cp_dispatch import available_implementations, initialize
-    from jax_cp_dispatch._ranks.job import is_in_job
-    from jax_cp_dispatch.bench_command.ranks import Ranks
+    from jax_cp_dispatch import available_implementations
 
-    connect = initialize if is_in_job() else lambda: None
-    if jax.default_backend() != "gpu":
-        connect()  # no process may trace a program before; on GPUs it needs to know the memory
-    ranks = Ranks.of_devices(jax.device_count(), sizes.rounds)
-    sections = {name: make(name, ranks, sizes) for name in names}
-    make_room({name: section.symmetric_bytes for name, section in sections.items()})
-    connect()
-    speaks = jax.process_index() == 0
     report = common.Report(
         options.output,
         f"{ranks.name}, {jax.devices()[0].device_kind}, {jax.process_count()} processes on "
         f"{len(set(hosts()))} hosts",
-        is_silent=not speaks,
+        is_silent=jax.process_index() > 0,
         transports={name: list(row) for name, row in available_implementations().items()},
         **about(),
     )
-    if speaks and options.output is not None and options.output.is_file():
-        earlier = json.loads(options.output.read_text())["rows"]
+    if report.output is not None:
+        earlier = json.loads(report.output.read_text())["rows"]
         report.rows = [row for row in earlier if row["section"] not in names]
     for name, section in sections.items():
         rows = lambda name=name, section=section: (

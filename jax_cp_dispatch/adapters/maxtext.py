@@ -29,7 +29,7 @@ def maxtext_attention(*, algorithm: Any = "zigzag", **options: Any) -> Iterator[
 
     Args:
       algorithm: as in `context_parallel_attention`; "balanced" without load balance only.
-      options: `implementation` and `deadline` of `context_parallel_attention`.
+      options: `implementation`, `deadline` and `num_comm_sm` of `context_parallel_attention`.
     Raises:
       TypeError, ValueError: while a model is traced; see `context_parallel_attention`.
     """

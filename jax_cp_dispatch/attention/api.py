@@ -81,6 +81,7 @@ def context_parallel_attention(
     logit_soft_cap: float | None = None,
     implementation: str | None = None,
     deadline: float | None = None,
+    num_comm_sm: int | None = None,
 ) -> Float[Array, "B T N Hv"] | Any:
     """Computes attention over packed documents, with the sequence sharded over a mesh axis.
 
@@ -147,6 +148,7 @@ def context_parallel_attention(
       implementation: of the exchanges; None selects one.
       deadline: seconds until an exchange gives up on a missing rank; None is 60, on GPUs 600, or
         `JAX_CP_DISPATCH_DEADLINE`. No effect with "xla".
+      num_comm_sm: multiprocessors of a GPU that each exchange may use; see `dispatch`.
     Returns:
       The output, sharded as q, in q's dtype; zero for padding.
     Raises:
@@ -167,7 +169,13 @@ def context_parallel_attention(
     if expansion is not None:
         check_specs(_OP, expansion, operands.weights, axes)
     attention = AttentionOptions(
-        read_options(_OP, axes.axis_name, implementation=implementation, deadline=deadline),
+        read_options(
+            _OP,
+            axes.axis_name,
+            implementation=implementation,
+            deadline=deadline,
+            num_comm_sm=num_comm_sm,
+        ),
         layout=layout,
         scale=scale,
         logit_soft_cap=logit_soft_cap,

@@ -145,6 +145,7 @@ CASES = [
                 lambda: attend(deadline="soon"),
                 "deadline is 'soon'; it needs to be a positive",
             ),
+            (lambda: attend(num_comm_sm=0), "num_comm_sm is 0; it needs to be at least 1"),
             (lambda: attend(scale=True), "scale is True, but must be a number"),
             (
                 lambda: attend_with(cp.Hamilton, nodes="2"),

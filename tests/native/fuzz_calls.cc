@@ -1,7 +1,7 @@
 // Coverage-guided fuzzing of how the handlers of dispatch and combine read a call: any attributes,
 // and any number, shapes and types of arrays, are rejected or describe valid memory. For a call on
 // CPU, the ranks' exchange is then planned and run; for a call on a GPU, all memory is touched that
-// its kernels may touch. See fuzz.sh.
+// its kernels may touch, in one call or between two. See fuzz.sh.
 #include <algorithm>
 #include <memory>
 #include <string>
@@ -9,6 +9,8 @@
 
 #include "ffi/cuda/dispatch_call.h"
 #include "fuzz_ffi.h"
+#include "kernels/held_fields.h"
+#include "kernels/strips.h"
 
 namespace cpd {
 namespace {
@@ -22,6 +24,7 @@ struct Program {
   Numbers has_src_offset, has_fingerprint, num_arrays, num_tokens, capacity, buffer, device_table;
   std::vector<Shape> args, results;
   size_t num_fields = 0;  // of args, which are metadata and fingerprints
+  bool is_start = false;  // the first call of two
 
   DispatchOptions options() const {
     DispatchOptions o;
@@ -40,7 +43,7 @@ struct Program {
   }
 };
 
-Program Write(Chooser& c, int64_t num_held_of) {
+Program Write(Chooser& c, int64_t num_held_of, bool is_start = false) {
   constexpr XLA_FFI_DataType kIntegers[] = {XLA_FFI_DataType_S32, XLA_FFI_DataType_U32,
                                             XLA_FFI_DataType_S64, XLA_FFI_DataType_U64};
   constexpr XLA_FFI_DataType kTypes[] = {XLA_FFI_DataType_F32, XLA_FFI_DataType_BF16,
@@ -90,7 +93,18 @@ Program Write(Chooser& c, int64_t num_held_of) {
   p.args.insert(p.args.end(), fingerprints.begin(), fingerprints.end());
   p.num_fields = p.args.size();
   p.args.insert(p.args.end(), arrays.begin(), arrays.end());
-  if (c.Flag() && is_dispatch) p.args.insert(p.args.end(), p.results.begin(), p.results.end());
+  p.is_start = is_start;
+  if (is_start) {  // the arrays, in place, and memory for copies of all else, as in pair.py
+    int64_t num_floats = 4;
+    for (size_t i = 0; i < p.num_fields; ++i) {
+      Shape field = p.args[i];
+      num_floats += (Arrays::Fit(&field) + 15) / 16 * 4;
+    }
+    p.results.insert(p.results.end(), arrays.begin(), arrays.end());
+    p.results.push_back({c.Type(XLA_FFI_DataType_F32), c.Dims({num_floats})});
+  } else if (c.Flag() && is_dispatch) {
+    p.args.insert(p.args.end(), p.results.begin(), p.results.end());
+  }
 
   p.num_ranks = c.MostlyOrHostile(num_ranks);
   p.deadline_ms = c.MostlyOrHostile(5000);
@@ -113,14 +127,27 @@ Program Write(Chooser& c, int64_t num_held_of) {
   return p;
 }
 
-// All operands and results of one rank.
-Frame Make(const Program& program, Chooser& c, Arrays* arrays) {
+// All operands and results of one rank. `results`, if asked for, keeps the latter.
+Frame Make(const Program& program, Chooser& c, Arrays* arrays,
+           std::vector<XLA_FFI_Buffer*>* results = nullptr) {
   Frame frame;
+  std::vector<XLA_FFI_Buffer*> sent;
   for (size_t i = 0; i < program.args.size(); ++i) {
-    frame.AddArg(arrays->Make(program.args[i]));
-    if (i < program.num_fields) arrays->FillWithIntegers(&c);
+    XLA_FFI_Buffer* arg = arrays->Make(program.args[i]);
+    frame.AddArg(arg);
+    if (i < program.num_fields) {
+      arrays->FillWithIntegers(&c);
+    } else {
+      sent.push_back(arg);
+    }
   }
-  for (const Shape& shape : program.results) frame.AddResult(arrays->Make(shape));
+  for (size_t i = 0; i < program.results.size(); ++i) {
+    const size_t array = i - sent.size();  // of those that a first call returns in place
+    const bool in_place = program.is_start && array < sent.size() && !c.Seldom();
+    XLA_FFI_Buffer* result = in_place ? sent[array] : arrays->Make(program.results[i]);
+    frame.AddResult(result);
+    if (results != nullptr) results->push_back(result);
+  }
   return frame;
 }
 
@@ -181,11 +208,50 @@ void Touch(const kernels::Call& call) {
   }
 }
 
+// Events and streams that do nothing.
+class NoOrder final : public StreamOrder {
+ public:
+  void* MakeEvent() override { return this; }
+  bool Record(void*, void*) override { return true; }
+  bool Wait(void*, void*) override { return true; }
+  bool IsOver(void*) override { return true; }
+};
+
+// The second call takes all results of the first, and returns `num_arrays` of them in place; or
+// something in it is invalid. Only with the same arrays are the two a pair.
+void ReadSecondCall(Chooser& c, const std::string& op, const ExchangePairs::Addresses& first,
+                    std::vector<XLA_FFI_Buffer*> operands, int num_arrays, Arrays* arrays) {
+  std::vector<XLA_FFI_Buffer*> results(operands.begin(), operands.begin() + num_arrays);
+  for (auto* list : {&operands, &results}) {
+    if (c.Seldom()) list->resize(c.Number(0, list->size()));
+    if (c.Seldom()) list->push_back(arrays->Make({XLA_FFI_DataType_F32, {1}}));
+    if (!list->empty() && c.Seldom()) {
+      (*list)[c.Number(0, list->size() - 1)] = arrays->Make({XLA_FFI_DataType_F32, {1}});
+    }
+  }
+  Frame frame;
+  for (XLA_FFI_Buffer* buffer : operands) frame.AddArg(buffer);
+  for (XLA_FFI_Buffer* buffer : results) frame.AddResult(buffer);
+  bool is_same = operands.size() == first.size();
+  for (size_t i = 0; is_same && i < first.size(); ++i) is_same = operands[i]->data == first[i];
+  ExchangePairs::Addresses second;
+  if (IsRefused(ReadDone(op, frame.args(), frame.results(), &second), op)) return;
+  for (size_t i = 0; i < results.size(); ++i) {
+    if (results[i]->data != operands.at(i)->data) __builtin_trap();
+  }
+  NoOrder order;
+  ExchangePairs pairs(&order);
+  if (!pairs.AnnounceStart(first, nullptr)) __builtin_trap();
+  pairs.AnnounceDone(second);
+  if (pairs.IsPair(first) != is_same) __builtin_trap();
+}
+
 void ReadOnGpu(Chooser& c) {
   const bool has_all_ranks = c.Flag();
-  const Program program = Write(c, has_all_ranks ? 1 : 0);
+  const Program program = Write(c, has_all_ranks ? 1 : 0, c.Flag());
   const DispatchOptions options = program.options();
   DispatchCall call;
+  call.is_start = program.is_start;
   if (IsRefused(ReadCudaAttributes(program.direction, options, &call), call.op)) return;
   RankLocation location;
   if (IsRefused(LocateRanks(call.op, 1, call.num_ranks, program.device_table, &location), call.op))
@@ -195,10 +261,15 @@ void ReadOnGpu(Chooser& c) {
     __builtin_trap();
   }
   Arrays arrays;
-  Frame frame = Make(program, c, &arrays);
+  std::vector<XLA_FFI_Buffer*> results;
+  Frame frame = Make(program, c, &arrays, &results);
+  const int32_t rank = 0;
   kernels::Call on_device{};
+  on_device.rank_operand = location.on_one_device ? nullptr : &rank;
   on_device.num_local = location.on_one_device ? call.num_ranks : 1;
-  const auto num_blocks = static_cast<int>(c.Number(1, 200));
+  const int num_blocks = kernels::NumMoveBlocks(
+      c.MostlyOrHostile(64), static_cast<int>(c.Number(1, 200)), location.on_one_device);
+  if (num_blocks < 1) __builtin_trap();
   if (IsRefused(
           ReadCudaOperands(options, frame.args(), frame.results(), num_blocks, &call, &on_device),
           call.op)) {
@@ -207,6 +278,15 @@ void ReadOnGpu(Chooser& c) {
   on_device.has_network = c.Flag();
   if (kernels::LayOutChannel(&on_device) <= 0 || kernels::LayOutLocal(&on_device) <= 0) {
     __builtin_trap();
+  }
+  if (program.is_start) {
+    ExchangePairs::Addresses first;
+    char* held = nullptr;
+    if (IsRefused(ReadStart(call.op, on_device, frame.results(), &first, &held), call.op)) return;
+    kernels::HeldFields fields;
+    kernels::HoldFields(&on_device, held, &fields);
+    for (int i = 0; i < fields.num; ++i) kernels::Hold({0, 1, i, fields.num, nullptr}, fields);
+    ReadSecondCall(c, call.op, first, results, on_device.num_arrays, &arrays);
   }
   Touch(on_device);
 }

@@ -92,15 +92,38 @@ def test_rates_are_those_of_the_bytes_that_leave(measured):
 
 
 def test_a_closed_gate_ends_the_benchmark_and_is_in_the_file(tmp_path):
-    """The processes cannot start, so no section ends; nothing is measured after the first."""
+    """The processes cannot start, so no section begins; nothing is measured after the first."""
     output = tmp_path / "report.json"
-    broken = tmp_path / "python"
-    broken.write_text(
-        f'#!/bin/sh\ncase $* in *--list*) exec {sys.executable} "$@" ;; esac\nexit 3\n'
-    )
-    broken.chmod(0o755)
-    said = ends(start(*TINY, output, PYTHON=str(broken), PROCESSES="2"), code=1)
+    said = ends(start(*TINY, output, JAX_PLATFORMS="absent", PROCESSES="1"), code=1)
     assert "nothing is measured" in said
+    (row,) = json.loads(output.read_text())["rows"]
+    assert row["section"] == "gate" and "absent" in row["error"]
+
+
+def test_a_section_that_does_not_begin_is_in_the_file(tmp_path, monkeypatch):
+    sys.path.insert(0, str(SCRIPT.parent))
+    import multi_gpu  # pyright: ignore[reportMissingImports]
+
+    output, in_between = tmp_path / "report.json", []
+    read = lambda: json.loads(output.read_text())
+    kept = {"section": "gemm", "us": 3}
+    earlier = {"title": "two GPUs", "topology": ["NV18"], "rows": [kept, {"section": "movement"}]}
+    output.write_text(json.dumps(earlier))
+
+    def make_sections(*_):
+        in_between.extend(read()["rows"])
+        raise RuntimeError("no GPU")
+
+    monkeypatch.setattr(multi_gpu, "make_sections", make_sections)
+    arguments = ["", "--sections", "movement", "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    assert multi_gpu.main() == 1
+    assert in_between == [kept, {"section": "movement", "error": multi_gpu.NOT_OVER}]
+    assert read()["rows"] == [kept, {"section": "movement", "error": "RuntimeError: no GPU"}]
+    assert (read()["title"], read()["topology"]) == ("two GPUs", ["NV18"])
+    monkeypatch.setenv("PROCESS_ID", "1")
+    before = output.read_text()
+    assert multi_gpu.main() == 1 and output.read_text() == before  # process 0 writes
 
 
 def test_a_failure_becomes_a_row_and_until_then_the_file_says_that_it_did_not_end(tmp_path):

@@ -27,6 +27,7 @@ HOSTS = {"one host": "aaa", "two hosts": "aab", "three hosts": "abc"}
 VARIABLES = ("NVSHMEM_REMOTE_TRANSPORT", "JAX_CP_DISPATCH_GPU_TRANSPORT", fake_nvshmem.HOW)
 ENVIRONMENT = {
     "nvshmem ends it": {fake_nvshmem.HOW: "ends"},
+    "mig on one": {fake_nvshmem.HOW: "ends"},
     "nvshmem makes no id": {fake_nvshmem.HOW: "silent"},
     "nvshmem is late": {fake_nvshmem.HOW: "late"},
     "nvshmem is named": {"JAX_CP_DISPATCH_GPU_TRANSPORT": "nvshmem"},
@@ -45,6 +46,7 @@ SCENES = (
     "one host, no ipc, nvshmem makes no id",
     "one host, no ipc, nvshmem is late",
     "one host, data is lost",
+    "one host, mig on one",
     "one host, nvshmem is named",
     "one host, nvshmem raises",
     "one host, nvshmem is named, no remote transport",
@@ -55,6 +57,12 @@ SCENES = (
     "one host, two gpus each",
     "one host, two gpus each, no peers on one",
 )
+
+
+def make_slab(device, num_bytes):
+    if "mig on one" in SCENE and PROCESS == 1:
+        raise RuntimeError("initialize: cudaIpcGetMemHandle failed: operation not supported")
+    return 5000 + PROCESS, bytes([PROCESS] * 64)
 
 
 def open_slab(device, handle):
@@ -147,7 +155,7 @@ runtime.cuda = types.SimpleNamespace(
     device_count=num_gpus,
     set_process=lambda process, ordinals: None,
     connect_peers=connect_peers,
-    make_slab=lambda device, num_bytes: (5000 + PROCESS, bytes([PROCESS] * 64)),
+    make_slab=make_slab,
     open_slab=open_slab,
     close_slab=lambda device, address: print(f"closed {address}", flush=True),
     free_slab=lambda device, address: print(f"freed {address}", flush=True),

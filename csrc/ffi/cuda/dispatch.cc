@@ -89,36 +89,12 @@ void FindRemotes(const CudaOptions& options, const RankLocation& location, kerne
 // A call in one piece, or the first of two; see gpu_schedule/exchange_pairs.h.
 enum class Part : uint8_t { kWhole, kStart };
 
-// The results of the first of two calls, which are the operands of the second.
-Status ReadPair(const std::string& op, const kernels::Call& call, const ffi::RemainingRets& results,
-                ExchangePairs::Addresses* arrays, ffi::AnyBuffer* held) {
-  for (size_t i = 0; i < results.size(); ++i) {
-    auto result = results.get<ffi::AnyBuffer>(i);
-    if (!result.has_value()) return Status::Invalid(op + ": a result is not an array.");
-    arrays->push_back((*result)->untyped_data());
-    *held = **result;
-  }
-  for (int a = 0; a < call.num_arrays; ++a) {
-    if (call.arrays[a].in == (*arrays)[call.num_arrays + a]) continue;
-    return {StatusCode::kInternal, op + ": array " + std::to_string(a) +
-                                       " and its result are in different places. Call it through "
-                                       "jax_cp_dispatch."};
-  }
-  return Status::Ok();
-}
-
 // Enqueues a call whose kernels run beside the program. They read copies of the small operands.
 Status StartBeside(const std::string& op, ExchangeStream* own,
-                   const ExchangePairs::Addresses& arrays, const ffi::AnyBuffer& held,
-                   const StageOnDevice& at, const std::function<cudaError_t()>& launch,
-                   kernels::Call* call) {
+                   const ExchangePairs::Addresses& arrays, char* held, const StageOnDevice& at,
+                   const std::function<cudaError_t()>& launch, kernels::Call* call) {
   kernels::HeldFields fields;
-  const int64_t need = kernels::HoldFields(call, static_cast<char*>(held.untyped_data()), &fields);
-  if (NumBytes(held) < need) {
-    return Status::Invalid(op + ": the held operands have " + std::to_string(need) +
-                           " bytes but their memory has " + std::to_string(NumBytes(held)) +
-                           ". Call it through jax_cp_dispatch.");
-  }
+  kernels::HoldFields(call, held, &fields);
   cudaError_t error = LaunchHold(fields, at.stream);
   const bool is_started =
       error == cudaSuccess && own->pairs.Start(arrays, at.stream, own->stream, [&] {
@@ -143,6 +119,7 @@ Status Move(Direction direction, Part part, const CudaOptions& options, const St
 
   kernels::Call call{};
   call.num_local = location.on_one_device ? read.num_ranks : 1;
+  call.rank_operand = location.on_one_device ? nullptr : rank_operand;
   int num_resident = 0;
   status = FindNumResident(op, at.device, &num_resident);
   if (!status.ok()) return status;
@@ -170,10 +147,10 @@ Status Move(Direction direction, Part part, const CudaOptions& options, const St
                                        &channel);
   if (!status.ok()) return status;
   ExchangePairs::Addresses arrays;
-  ffi::AnyBuffer held(nullptr);
+  char* held = nullptr;
   ExchangeStream* own = nullptr;
   if (part == Part::kStart) {
-    status = ReadPair(op, call, results, &arrays, &held);
+    status = ReadStart(op, call, results, &arrays, &held);
     if (status.ok()) status = ExchangeStream::Find(op, at.device, &own);
     if (!status.ok()) return status;
     if (!at.executes && !own->pairs.AnnounceStart(arrays, at.stream)) {
@@ -183,7 +160,6 @@ Status Move(Direction direction, Part part, const CudaOptions& options, const St
   if (!at.executes) return status;
 
   call.first_rank = location.rank;
-  call.rank_operand = location.on_one_device ? nullptr : rank_operand;
   call.program = std::hash<std::string>{}(key.layout);
   std::copy(channel->memory().begin(), channel->memory().end(), call.symmetric);
   call.local = channel->local(location.rank).state;
@@ -232,15 +208,13 @@ ffi::Error MoveIn(int32_t device, cudaStream_t stream, ffi::BufferR0<ffi::S32> r
 // The second of two calls: returns its first operands, in place, once the exchange has written
 // them.
 template <bool kExecute>
-ffi::Error Done(int32_t device, cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets,
-                ffi::Dictionary) {
+ffi::Error Done(int32_t device, cudaStream_t stream, ffi::RemainingArgs args,
+                ffi::RemainingRets results, ffi::Dictionary) {
   const std::string op = "the end of an exchange";
   try {
     ExchangePairs::Addresses arrays;
-    for (size_t i = 0; i < args.size(); ++i) {
-      const auto arg = args.get<ffi::AnyBuffer>(i);
-      if (!arg.has_value()) return ToError(Status::Invalid(op + ": an operand is not an array."));
-      arrays.push_back(arg->untyped_data());
+    if (const Status status = ReadDone(op, args, results, &arrays); !status.ok()) {
+      return ToError(status);
     }
     ExchangeStream* own = nullptr;
     cudaSetDevice(device);

@@ -4,12 +4,25 @@
 
 #include <algorithm>
 
+#include "ffi/common.h"
+#include "kernels/held_fields.h"
 #include "kernels/strips.h"
 #include "kernels/unpack.h"
 
 namespace ffi = xla::ffi;
 
 namespace cpd {
+namespace {
+
+constexpr char kCallIt[] = ". Call it through jax_cp_dispatch.";
+
+Status NotInPlace(const std::string& op, size_t array) {
+  return {StatusCode::kInternal, op + ": array " + std::to_string(array) +
+                                     " and its result are in different places" + kCallIt};
+}
+
+}  // namespace
+
 Status ReadOptions(const ffi::Dictionary& attributes, CudaOptions* options) {
   AttributeReader reader(attributes);
   ReadOptions(&reader, &options->call);
@@ -111,6 +124,47 @@ Status ReadCudaOperands(const DispatchOptions& options, const ffi::RemainingArgs
   }
   on_device->num_early = kernels::NumEarly(*on_device);
   return status;
+}
+
+Status ReadStart(const std::string& op, const kernels::Call& call,
+                 const ffi::RemainingRets& results, ExchangePairs::Addresses* addresses,
+                 char** held) {
+  int64_t held_bytes = 0;
+  for (size_t i = 0; i < results.size(); ++i) {
+    auto result = results.get<ffi::AnyBuffer>(i);
+    if (!result.has_value()) return Status::Invalid(op + ": a result is not an array" + kCallIt);
+    addresses->push_back((*result)->untyped_data());
+    *held = static_cast<char*>((*result)->untyped_data());
+    held_bytes = NumBytes(**result);
+  }
+  for (int a = 0; a < call.num_arrays; ++a) {
+    if (call.arrays[a].in != (*addresses)[call.num_arrays + a]) return NotInPlace(op, a);
+  }
+  kernels::Call reads_copies = call;
+  kernels::HeldFields fields;
+  const int64_t need = kernels::HoldFields(&reads_copies, *held, &fields);
+  if (held_bytes >= need) return Status::Ok();
+  return Status::Invalid(op + ": the other operands need " + std::to_string(need) +
+                         " bytes but their memory has " + std::to_string(held_bytes) + kCallIt);
+}
+
+Status ReadDone(const std::string& op, const ffi::RemainingArgs& args,
+                const ffi::RemainingRets& results, ExchangePairs::Addresses* addresses) {
+  for (size_t i = 0; i < args.size(); ++i) {
+    const auto arg = args.get<ffi::AnyBuffer>(i);
+    if (!arg.has_value()) return Status::Invalid(op + ": an operand is not an array" + kCallIt);
+    addresses->push_back(arg->untyped_data());
+  }
+  if (results.size() > args.size()) {
+    return Status::Invalid(op + ": there are " + std::to_string(args.size()) + " operands and " +
+                           std::to_string(results.size()) + " results" + kCallIt);
+  }
+  for (size_t i = 0; i < results.size(); ++i) {
+    auto result = results.get<ffi::AnyBuffer>(i);
+    if (!result.has_value()) return Status::Invalid(op + ": a result is not an array" + kCallIt);
+    if ((*result)->untyped_data() != (*addresses)[i]) return NotInPlace(op, i);
+  }
+  return Status::Ok();
 }
 
 }  // namespace cpd

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "ffi/dispatch_call.h"
+#include "gpu_schedule/exchange_pairs.h"
 #include "kernels/call.h"
 #include "transport/transport.h"
 #include "xla/ffi/api/ffi.h"
@@ -52,5 +53,18 @@ Status ReadCudaAttributes(Direction direction, const DispatchOptions& options, D
 Status ReadCudaOperands(const DispatchOptions& options, const xla::ffi::RemainingArgs& args,
                         const xla::ffi::RemainingRets& results, int num_blocks, DispatchCall* call,
                         kernels::Call* on_device);
+
+// Reads the results of the first of two calls, behind those that `ReadCudaOperands` has read: the
+// arrays that it sends, which must be in place, and `held`, memory for copies of its other
+// operands, which must suffice. `addresses` are those of all results; see
+// gpu_schedule/exchange_pairs.h.
+Status ReadStart(const std::string& op, const kernels::Call& call,
+                 const xla::ffi::RemainingRets& results, ExchangePairs::Addresses* addresses,
+                 char** held);
+
+// Reads the second of two calls, whose operands are the results of the first. Its own results must
+// be the first of them, in place.
+Status ReadDone(const std::string& op, const xla::ffi::RemainingArgs& args,
+                const xla::ffi::RemainingRets& results, ExchangePairs::Addresses* addresses);
 
 }  // namespace cpd

@@ -17,6 +17,8 @@ def connect_ipc(job: GpuJob) -> Slabs | str:
     handles = job.publish("ipc_handle", [failed, list(handle)])
     missing = first_reason([other for other, _ in handles])
     if missing is not None:
+        if not failed:
+            runtime.cuda.free_slab(job.device, address)
         return missing
     bases = [address] * len(handles)
     try:

@@ -55,6 +55,7 @@ def balanced_attention(
     logit_soft_cap: float | None = None,
     implementation: str | None = None,
     deadline: float | None = None,
+    num_comm_sm: int | None = None,
 ) -> Float[Array, "B T N Hv"] | Any:
     """Computes attention over packed documents, with equal work on every rank.
 
@@ -85,6 +86,7 @@ def balanced_attention(
       implementation: of the exchanges; see `dispatch`.
       deadline: seconds until an exchange gives up on a missing rank; None is 60, on GPUs 600, or
         `JAX_CP_DISPATCH_DEADLINE`. No effect with "xla".
+      num_comm_sm: multiprocessors of a GPU that each exchange may use; see `dispatch`.
     Returns:
       The output in the layout and dtype of q; zero for padding.
     Raises:
@@ -94,7 +96,11 @@ def balanced_attention(
         `dispatch`. With `implementation="xla"` the output is NaN instead.
     """
     exchange = read_options(
-        "balanced_attention", axis_name, implementation=implementation, deadline=deadline
+        "balanced_attention",
+        axis_name,
+        implementation=implementation,
+        deadline=deadline,
+        num_comm_sm=num_comm_sm,
     )
     options = AttentionOptions(
         exchange,

@@ -52,6 +52,7 @@ def placed_attention(
     logit_soft_cap: float | None = None,
     implementation: str | None = None,
     deadline: float | None = None,
+    num_comm_sm: int | None = None,
 ) -> Float[Array, "B T N Hv"] | Any:
     """Computes attention over packed documents whose tokens `place_tokens` has placed.
 
@@ -73,7 +74,7 @@ def placed_attention(
         determines attention; these are compared with it by a checksum, see `PlacedPlan.validate`.
         Positions need the ids. Without ids, a plan of another batch is not detected.
       sink, return_lse, return_max_logits: see `context_parallel_attention`.
-      scale, logit_soft_cap, implementation, deadline: see `balanced_attention`.
+      scale, logit_soft_cap, implementation, deadline, num_comm_sm: see `balanced_attention`.
     Returns:
       The output in the layout and dtype of q; zero for padding.
     Raises:
@@ -83,7 +84,11 @@ def placed_attention(
         With `implementation="xla"` the output is NaN instead.
     """
     exchange = read_options(
-        "placed_attention", axis_name, implementation=implementation, deadline=deadline
+        "placed_attention",
+        axis_name,
+        implementation=implementation,
+        deadline=deadline,
+        num_comm_sm=num_comm_sm,
     )
     options = AttentionOptions(
         exchange,

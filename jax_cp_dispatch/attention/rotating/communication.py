@@ -30,6 +30,7 @@ def ring_exchange(
     shift: int = 1,
     implementation: str | None = None,
     deadline: float | None = None,
+    num_comm_sm: int | None = None,
 ) -> PyTree[Shaped[Array, "..."]]:
     """Sends `x` to rank + shift and returns that of rank - shift, all arrays in one exchange.
 
@@ -40,11 +41,11 @@ def ring_exchange(
       x: any arrays, of the same shapes on all ranks.
       axis_name: the mesh axis of the ranks, or several, the major one first.
       shift: ranks to move by, modulo the size of the axis.
-      implementation: "in_process" or "shared_memory", this package's transports between CPU devices
-        of one process or of several; "xla", a collective-permute of each array; None prefers this
-        package's transports.
+      implementation: see `available_implementations`; "xla" makes a collective-permute of each
+        array. None is this package's transports between CPU devices, and "xla" on GPUs and TPUs.
       deadline: seconds until an exchange gives up on a missing rank; None is 60, on GPUs 600, or
         `JAX_CP_DISPATCH_DEADLINE`. No effect with "xla".
+      num_comm_sm: multiprocessors of a GPU that it may use; see `dispatch`.
     Returns:
       Arrays in the structure of `x`.
     Raises:
@@ -52,7 +53,11 @@ def ring_exchange(
       jax.errors.JaxRuntimeError: see `dispatch`.
     """
     exchange = read_options(
-        "ring_exchange", axis_name, implementation=implementation, deadline=deadline
+        "ring_exchange",
+        axis_name,
+        implementation=implementation,
+        deadline=deadline,
+        num_comm_sm=num_comm_sm,
     )
     check_integer("ring_exchange", "shift", shift)
     num_ranks = num_ranks_here("ring_exchange", axis_name, "dispatch")
@@ -70,6 +75,7 @@ def chunk_exchange(
     axis_name: AxisName,
     implementation: str | None = None,
     deadline: float | None = None,
+    num_comm_sm: int | None = None,
 ) -> PyTree[Shaped[Array, "C ..."]]:
     """Sends at most one chunk over each link, all in one exchange: a step of Hamilton attention.
 
@@ -81,8 +87,8 @@ def chunk_exchange(
       out_chunk: for ranks a, b the chunk that a sends to b, or -1; see `chunk_maps`.
       in_chunk: for ranks a, b the slot in which a receives from b, or -1: the transpose of
         `out_chunk`, because a chunk keeps its number.
-      axis_name, implementation, deadline: see `ring_exchange`; "xla" makes an all-to-all of
-        each array if all links are used, else a collective-permute of each chunk.
+      axis_name, implementation, deadline, num_comm_sm: see `ring_exchange`; "xla" makes an
+        all-to-all of each array if all links are used, else a collective-permute of each chunk.
     Returns:
       The received chunks in the structure of `chunks`; slots that no rank fills are zero.
     Raises:
@@ -90,7 +96,11 @@ def chunk_exchange(
       NotImplementedError, jax.errors.JaxRuntimeError: see `ring_exchange`.
     """
     exchange = read_options(
-        "chunk_exchange", axis_name, implementation=implementation, deadline=deadline
+        "chunk_exchange",
+        axis_name,
+        implementation=implementation,
+        deadline=deadline,
+        num_comm_sm=num_comm_sm,
     )
     num_ranks = num_ranks_here("chunk_exchange", axis_name, "dispatch")
     num_chunks, out_chunk, _ = check_chunk_maps(out_chunk, in_chunk, num_ranks, op="chunk_exchange")

@@ -39,6 +39,7 @@ def hamilton_attention(
     logit_soft_cap: float | None = None,
     implementation: str | None = None,
     deadline: float | None = None,
+    num_comm_sm: int | None = None,
 ) -> Float[Array, "B T N Hv"] | Any:
     """Computes attention over a sharded sequence, using the links between all ranks at once.
 
@@ -63,7 +64,7 @@ def hamilton_attention(
         them, or with "direct" return directly to their owners.
       segment_ids, positions, layout: as `ring_attention`.
       sink, return_lse, return_max_logits: as `ring_attention`.
-      scale, logit_soft_cap, implementation, deadline: as `ring_attention`.
+      scale, logit_soft_cap, implementation, deadline, num_comm_sm: as `ring_attention`.
     Returns:
       The output in the layout and dtype of q; zero for padding.
     Raises:
@@ -75,7 +76,11 @@ def hamilton_attention(
     algorithm = Hamilton(nodes, cycles, maps)
     options = AttentionOptions(
         read_options(
-            "hamilton_attention", axis_name, implementation=implementation, deadline=deadline
+            "hamilton_attention",
+            axis_name,
+            implementation=implementation,
+            deadline=deadline,
+            num_comm_sm=num_comm_sm,
         ),
         layout=layout,
         scale=scale,

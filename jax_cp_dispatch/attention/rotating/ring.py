@@ -35,6 +35,7 @@ def ring_attention(
     logit_soft_cap: float | None = None,
     implementation: str | None = None,
     deadline: float | None = None,
+    num_comm_sm: int | None = None,
 ) -> Float[Array, "B T N Hv"] | Any:
     """Computes attention over a sequence sharded over a mesh axis; queries do not move.
 
@@ -73,7 +74,7 @@ def ring_attention(
         `(out, max_logits)` or `(out, lse, max_logits)`.
       scale: factor on the logits; None is `1 / sqrt(H)`.
       logit_soft_cap: c > 0 replaces a scaled logit x with `c * tanh(x / c)`.
-      implementation, deadline: see `ring_exchange`.
+      implementation, deadline, num_comm_sm: see `ring_exchange`.
     Returns:
       The output in the layout and dtype of q; zero for padding.
     Raises:
@@ -84,7 +85,13 @@ def ring_attention(
       Liu, Zaharia, Abbeel, Ring Attention with Blockwise Transformers (arXiv:2310.01889).
     """
     options = AttentionOptions(
-        read_options("ring_attention", axis_name, implementation=implementation, deadline=deadline),
+        read_options(
+            "ring_attention",
+            axis_name,
+            implementation=implementation,
+            deadline=deadline,
+            num_comm_sm=num_comm_sm,
+        ),
         layout=layout,
         scale=scale,
         logit_soft_cap=logit_soft_cap,
@@ -115,6 +122,7 @@ def zigzag_ring_attention(
     logit_soft_cap: float | None = None,
     implementation: str | None = None,
     deadline: float | None = None,
+    num_comm_sm: int | None = None,
 ) -> Float[Array, "B T N Hv"] | Any:
     """Computes ring attention in zigzag layout: equal causal work for all ranks at every step.
 
@@ -129,7 +137,11 @@ def zigzag_ring_attention(
     """
     options = AttentionOptions(
         read_options(
-            "zigzag_ring_attention", axis_name, implementation=implementation, deadline=deadline
+            "zigzag_ring_attention",
+            axis_name,
+            implementation=implementation,
+            deadline=deadline,
+            num_comm_sm=num_comm_sm,
         ),
         layout=layout,
         scale=scale,

@@ -34,6 +34,7 @@ def ulysses_attention(
     logit_soft_cap: float | None = None,
     implementation: str | None = None,
     deadline: float | None = None,
+    num_comm_sm: int | None = None,
 ) -> Float[Array, "B T N Hv"] | Any:
     """Computes attention over a sequence sharded over a mesh axis; ranks share the heads.
 
@@ -52,8 +53,8 @@ def ulysses_attention(
     Args:
       q: this rank's T rows of the sequence; any T, the same on every rank. W ranks divide N.
       k, v, axis_name, mask, segment_ids, positions: as `ring_attention`.
-      layout, sink, return_lse, return_max_logits, scale, logit_soft_cap, implementation, deadline:
-        as `ring_attention`; "xla" makes an all-to-all of each array.
+      layout, sink, return_lse, return_max_logits, scale, logit_soft_cap: as `ring_attention`.
+      implementation, deadline, num_comm_sm: likewise; "xla" makes an all-to-all of each array.
     Returns:
       The output in the layout and dtype of q; zero for padding.
     Raises:
@@ -64,7 +65,11 @@ def ulysses_attention(
     """
     options = AttentionOptions(
         read_options(
-            "ulysses_attention", axis_name, implementation=implementation, deadline=deadline
+            "ulysses_attention",
+            axis_name,
+            implementation=implementation,
+            deadline=deadline,
+            num_comm_sm=num_comm_sm,
         ),
         layout=layout,
         scale=scale,
