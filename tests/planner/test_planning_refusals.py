@@ -95,6 +95,11 @@ CASES = [
     ("plan_attention", lambda: plan(columns=96), "got columns without lengths"),
     ("plan_attention", lambda: plan(lengths=[96]), "got both lengths and segment_ids"),
     ("plan_attention", lambda: plan(mask="no"), "mask is .no.; it needs to be .causal."),
+    (
+        "plan_attention",
+        lambda: plan(mask=[cp.masks.Causal()] * 299 + [cp.masks.Full()]),
+        r"mask is a list of 300 \(299 Causal, 1 Full\); it needs to be one mask. Pass one",
+    ),
     ("plan_attention", lambda: plan(config=None), "config is None; it needs to be a PlanConfig"),
     (
         "plan_attention",
