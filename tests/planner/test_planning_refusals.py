@@ -160,6 +160,7 @@ CASES = [
             ({"block": 0}, "block is 0; it needs to be at least 1"),
             ({"kv_capacity": True}, "kv_capacity is True; it needs"),
             ({"kv_capacity": 0}, "kv_capacity is 0; it needs to be at least 1"),
+            ({"kv_capacity": 2**40}, "kv_capacity is 1099511627776, but row numbers have 32 bits"),
             ({"ranks_per_node": 0}, "ranks_per_node is 0; it needs to be at least 1"),
             ({"balance_tolerance": -1.0}, r"balance_tolerance is -1.0; it needs to be in \["),
         )
