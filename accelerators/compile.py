@@ -87,7 +87,6 @@ def main() -> None:
             if options.platform:  # whose compiler is installed, so the caller says
                 sys.exit(f"not compiled: anything for {target.name}")
             continue
-        os.environ["JAX_CP_DISPATCH_RAGGED"] = str(int(target.has_ragged))
         own = {}
         if target.platform == "cuda" and runtime.cuda:
             own = PROGRAMS_FOR_GPUS

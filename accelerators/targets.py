@@ -23,14 +23,11 @@ class Target:
       name: for tables.
       platform: "tpu" or "cuda".
       topology: in the words of the platform's compiler.
-      has_ragged: whether the compiler takes `ragged-all-to-all`. Where it does not, the package's
-        self-test on the devices selects an all-gather.
     """
 
     name: str
     platform: str
     topology: str
-    has_ragged: bool = True
 
     def devices(self) -> list[Any]:
         """Returns devices that can compile, not run.
@@ -87,7 +84,7 @@ TARGETS = {
     target.name: target
     for target in (
         Target("TPU v5e 2x2", "tpu", "v5e:2x2"),
-        Target("TPU v5e 4x8", "tpu", "v5e:4x8", has_ragged=False),
+        Target("TPU v5e 4x8", "tpu", "v5e:4x8"),
         Target("TPU v5p 2x2x2", "tpu", "v5p:2x2x2"),
         Target("TPU v6e 2x4", "tpu", "v6e:2x4"),
         Target("8 H100", "cuda", "1x1x8"),

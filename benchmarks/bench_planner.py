@@ -69,7 +69,7 @@ def measure(
         **moved(plan, num_tokens, num_kv_heads),
         "q_capacity_per_token": round(plan.q_capacity / TOKENS, 3),
         "kv_capacity_per_token": round(plan.kv_capacity / TOKENS, 3),
-        "needs": np.asarray(plan.needs[0]).tolist(),
+        "needs": np.asarray(plan.largest_needs[0]).tolist(),
     }
     if inside is not None:
         traced, milliseconds = inside

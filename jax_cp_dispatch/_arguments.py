@@ -32,6 +32,19 @@ def check_integer(op: str, name: str, value: Any) -> None:
         raise TypeError(f"{op}: {name} is {value!r}; it needs to be an integer.")
 
 
+MOST_ROWS = 2**31 - 1
+"""Row numbers, offsets and counts of rows have 32 bits."""
+
+
+def check_rows(op: str, name: str, num_rows: int) -> None:
+    """Requires rows that 32-bit numbers can count."""
+    if num_rows > MOST_ROWS:
+        raise ValueError(
+            f"{op}: {name} is {num_rows}, but row numbers have 32 bits. Pass at most {MOST_ROWS}: "
+            "no plan needs more."
+        )
+
+
 def check_positive(op: str, **values: Any) -> None:
     """Requires integers of at least 1."""
     for name, value in values.items():

@@ -11,8 +11,10 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array
 
-from jax_cp_dispatch._dispatch.buffers import MOST_BYTES
+from jax_cp_dispatch._arguments import check_rows
 from jax_cp_dispatch._dispatch.exchange_operands import COMBINE_DTYPES
+
+_MOST_BYTES = 2**48  # of one array; processors address no more
 
 
 def check_num_rows(op: str, name: str, value: Any) -> int:
@@ -27,13 +29,14 @@ def check_num_rows(op: str, name: str, value: Any) -> int:
         )
     if num_rows < 0:
         raise ValueError(f"{op}: {name} is {num_rows}; it needs to be at least 0 rows.")
+    check_rows(op, name, num_rows)
     return num_rows
 
 
 def check_size(op: str, what: str, num_rows: int, array: Any) -> None:
     """Requires an addressable result; XLA aborts the process for sizes beyond 64 bits."""
     num_bytes = num_rows * math.prod(array.shape[1:]) * array.dtype.itemsize
-    if num_bytes >= MOST_BYTES:
+    if num_bytes >= _MOST_BYTES:
         raise ValueError(
             f"{op}: {what}, so an array of the result would take {num_bytes} bytes, more than any "
             "machine has. Pass no more rows than the largest num_total_recv_tokens."

@@ -4,10 +4,10 @@ import operator
 import threading
 from typing import NamedTuple, SupportsIndex
 
+from jax_cp_dispatch._arguments import check_rows
 from jax_cp_dispatch._ranks import runtime
 from jax_cp_dispatch._ranks.deadline import check_deadline
 
-MOST_BYTES = 2**48  # of one array; processors address no more
 _MOST = 2**63 - 1  # ids have 64 bits
 
 _lock = threading.Lock()
@@ -51,8 +51,7 @@ def create_dispatch_buffer(*, capacity: SupportsIndex, deadline: float | None = 
     num_rows = _integer(op, "capacity", capacity, needs)
     if num_rows < 1:
         raise ValueError(f"{op}: capacity is {num_rows}; it needs to be {needs}.")
-    if num_rows >= MOST_BYTES:
-        raise ValueError(f"{op}: capacity is {num_rows}; it needs to be below 2**48 rows.")
+    check_rows(op, "capacity", num_rows)
     if deadline is not None:
         check_deadline(op, deadline)
     with _lock:

@@ -16,7 +16,8 @@ from jax_cp_dispatch._ranks.lowering import Choice
 
 def lower(ctx: Any, *operands: Any, exchange: Exchange, choice: Choice) -> Any:
     """Lowers the part of one rank."""
-    ragged = may_be_ragged(ctx.module_context.platforms)
+    program = ctx.module_context
+    ragged = may_be_ragged(program.platforms, program.backend)
     move = functools.partial(_move, exchange, ragged)
     return mlir.lower_fun(move, multiple_results=True)(ctx, *operands)
 

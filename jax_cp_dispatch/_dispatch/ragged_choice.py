@@ -1,9 +1,14 @@
-"""Whether `implementation="xla"` may use `ragged_all_to_all`: a self-test at first use decides."""
+"""Whether `implementation="xla"` may use `ragged_all_to_all`: a test at first use decides.
+
+Devices that are here run it. For devices that are not, such as those of a topology, it is compiled:
+XLA refuses the operation for some TPU slices.
+"""
 
 import functools
-import os
+import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,30 +19,70 @@ from jaxtyping import Array
 from jax_cp_dispatch._dispatch.exchange_operands import MetadataOperands
 from jax_cp_dispatch._dispatch.xla_collectives import combine_with_xla, dispatch_with_xla
 from jax_cp_dispatch._dispatch.xla_plan import XlaRanks
-from jax_cp_dispatch._ranks.implementations import default_platform
+from jax_cp_dispatch._ranks.implementations import default_platform, program_platform
 from jax_cp_dispatch._ranks.job import first_failure
 from jax_cp_dispatch._warning import say_once
 from jax_cp_dispatch.metadata import compute_metadata
 
-_VARIABLE = "JAX_CP_DISPATCH_RAGGED"
 _PLATFORMS = {"cuda", "tpu"}  # XLA's CPU backend does not have the operation
 _TIMEOUT = 60.0  # seconds for the other processes to reach the self-test
 _AXIS, _ROWS, _CAPACITY = "ranks", 16, 10
 
 
-def may_be_ragged(platforms: Sequence[str]) -> bool:
+def may_be_ragged(platforms: Sequence[str], backend: Any) -> bool:
     """Whether a program that is lowered for `platforms` may use `ragged_all_to_all`.
 
     A program for the devices that are here needs the self-test, which all processes of a job run
-    together. A program for other devices is only lowered, and uses the operation.
-    `JAX_CP_DISPATCH_RAGGED=0` always chooses the all-gather, 1 never tests.
+    together. A program for other devices, those of `backend`, needs a compiler that takes the
+    operation. Any other program is only lowered, and uses it.
+
+    Args:
+      platforms: what the program is lowered for.
+      backend: the client whose devices the program is for; None if it is unknown.
     """
     if len(platforms) != 1 or platforms[0] not in _PLATFORMS:
         return False
-    wanted = os.environ.get(_VARIABLE)
-    if wanted in ("0", "1"):
-        return wanted == "1"
+    if backend is not None and program_platform(backend.platform) == platforms[0]:
+        devices = tuple(backend.devices())
+        if devices[0] not in jax.devices():
+            return _compiles(devices)
     return default_platform() != platforms[0] or _passes()
+
+
+@functools.lru_cache(maxsize=16)
+def _compiles(devices: tuple[Any, ...]) -> bool:
+    """Whether the compiler of these devices, which cannot run here, takes the operation."""
+    with ThreadPoolExecutor(1) as thread:
+        refused = thread.submit(_refusal, devices).result()
+    if refused:
+        say_once(f"moves all ranks' rows by all-gather (implementation='xla'): {refused}.")
+    return not refused
+
+
+def _refusal(devices: tuple[Any, ...]) -> str:
+    """Returns why the compiler refuses the operation, or "".
+
+    The slice decides, not the number of ranks. Few ranks compile in less than a second; with 256,
+    the compiler can take two minutes to refuse.
+    """
+    num_ranks = math.gcd(len(devices), 2)
+    mesh = Mesh(np.array(devices).reshape(-1, num_ranks), ("groups", _AXIS))
+
+    def exchange(x: Array) -> Array:
+        each = jnp.arange(num_ranks, dtype=jnp.int32)
+        one = jnp.ones_like(each)
+        return jax.lax.ragged_all_to_all(x, x, each, one, each, one, axis_name=_AXIS)
+
+    spec = P(mesh.axis_names)
+    run = jax.jit(jax.shard_map(exchange, mesh=mesh, in_specs=spec, out_specs=spec))
+    rows = jax.ShapeDtypeStruct((len(devices) * num_ranks, 8), jnp.float32)
+    platform = program_platform(devices[0].platform)
+    try:
+        run.trace(rows).lower(lowering_platforms=(platform,)).compile()
+    except Exception as error:  # whatever XLA raises, the all-gather remains
+        slice_, reason = f"{len(devices)} x {devices[0].device_kind}", str(error).splitlines()[0]
+        return f"XLA cannot compile ragged_all_to_all for {slice_}: {reason}"
+    return ""
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 """Reads the argument `mask=`, once, where a function is called."""
 
+import collections
 from typing import Any
 
 import jax
@@ -30,6 +31,14 @@ def read_mask(op: str, mask: Any) -> Mask:
             "jax_cp_dispatch.masks, with one range of keys for each query and one of queries for "
             "each key. Pass masks.Ranges, PrefixLM, Blocks, SharedPrefix or Tree, of arrays "
             "[B, T]; for several ranges of keys call local_attention for each, and merge_partials."
+        )
+    if isinstance(mask, list | tuple):
+        kinds = collections.Counter(type(x).__name__ for x in mask).most_common()
+        raise TypeError(
+            f"{op}: mask is a {type(mask).__name__} of {len(mask)} "
+            f"({', '.join(f'{n} {kind}' for kind, n in kinds)}); it needs to be one mask. Pass "
+            "one; place_tokens takes masks= for layers that differ, and fit_plan_config and "
+            "fit_placement_config take mask= with one for each batch."
         )
     error = ValueError if isinstance(mask, str) else TypeError
     raise error(

@@ -12,7 +12,7 @@ from jax_cp_dispatch._text import outline
 from jax_cp_dispatch.masks import Mask, MaskRanges, StaticMask
 from jax_cp_dispatch.masks.array_mask import MaskKind
 from jax_cp_dispatch.metadata.describe import known, rows_between_ranks
-from jax_cp_dispatch.planner.config import CAPACITIES
+from jax_cp_dispatch.planner.config import CAPACITIES, PlanConfig
 from jax_cp_dispatch.planner.describe import (
     PlanToDescribe,
     Rows,
@@ -26,6 +26,7 @@ from jax_cp_dispatch.planner.runs import key_ranges, local_runs
 from jax_cp_dispatch.planner.seen_rows import SeenRows
 from jax_cp_dispatch.planner.segment_ids import Ids
 from jax_cp_dispatch.planner.slices import check_all_ranks, slice_of
+from jax_cp_dispatch.planner.static_size import needed_sizes
 from jax_cp_dispatch.planner.traffic import num_moved
 
 # An array or `Metadata`, or anything that a transformation maps over the leaves.
@@ -57,8 +58,8 @@ class AttentionPlan:
       pairs_before, pairs_after: f32 `[W]`; query-key pairs of each rank without movement, and with
         this plan. Inside `jit` they are exact up to 2**24 pairs, beyond that correct to about 1e-4
         of the mean.
-      needs: i32 `[W, 5]`; in every row the largest need of all ranks: rows of queries, rows of
-        keys, ranges of queries sent, ranges of keys sent, pieces. See `fits`.
+      largest_needs: i32 `[W, 5]`; in every row the largest need of all ranks: rows of queries, rows
+        of keys, ranges of queries sent, ranges of keys sent, pieces. See `fits` and `needs`.
       fingerprint: i32 `[W, 4]`; for each rank, the checksum of the whole plan with its config, mask
         and batch; the rank; the checksums of its own columns of segment ids and positions, and of
         the arrays of the mask, if it has them. See `validate`.
@@ -76,7 +77,7 @@ class AttentionPlan:
     num_rows: Leaf
     pairs_before: Leaf
     pairs_after: Leaf
-    needs: Leaf
+    largest_needs: Leaf
     fingerprint: Leaf
     mask: StaticMask | MaskKind
     run_length: Leaf = None
@@ -125,9 +126,20 @@ class AttentionPlan:
         not fit makes attention fail on all ranks. To skip such a training step instead, or to use
         another algorithm, use `lax.cond` on this value.
         """
-        given = np.broadcast_to(np.array(_capacities(self), np.int32), self.needs.shape)
-        fits = (self.needs <= given).all() & (self.num_rows >= 0).all()
+        given = np.broadcast_to(np.array(_capacities(self), np.int32), self.largest_needs.shape)
+        fits = (self.largest_needs <= given).all() & (self.num_rows >= 0).all()
         return np.asarray(fits) if isinstance(fits, np.generic) else fits
+
+    @property
+    def needs(self) -> PlanConfig:
+        """The smallest capacities for this plan; other choices are defaults.
+
+        Of stacked plans, those that suffice for all. Read outside `jit`.
+
+        Raises:
+          TypeError: the values are traced. Inside `jit`, use `fits` or `largest_needs`.
+        """
+        return PlanConfig(**needed_sizes("AttentionPlan.needs", CAPACITIES, self.largest_needs))
 
     def validate(
         self, segment_ids: Ids, positions: Ids | None = None, mask: Mask | None = None
@@ -161,7 +173,7 @@ class AttentionPlan:
         """
         op = "AttentionPlan.describe"
         if known(op, self.num_rows).min() < 0:
-            exceeded = exceeded_capacities(CAPACITIES, self.needs, _capacities(self))
+            exceeded = exceeded_capacities(CAPACITIES, self.largest_needs, _capacities(self))
             return f"AttentionPlan: the batch does not fit {exceeded}. Nothing was planned."
         queries, keys = (rows_between_ranks(op, x) for x in (self.q_metadata, self.kv_metadata))
         columns = self.num_tokens // self.batch * self.world_size
@@ -238,6 +250,6 @@ class AttentionPlan:
 
 
 def _capacities(plan: AttentionPlan) -> tuple[int, ...]:
-    """Returns the static sizes, in the order of `needs`."""
+    """Returns the static sizes, in the order of `largest_needs`."""
     slots = (x.dst_rank.shape[-1] for x in (plan.q_metadata, plan.kv_metadata))
     return (plan.q_capacity, plan.kv_capacity, *slots, plan.run_row.shape[-1])

@@ -7,7 +7,7 @@ import dataclasses
 from jax_cp_dispatch._arguments import check_positive
 from jax_cp_dispatch.planner.constraints import check_domains
 
-# Fields of `PlanConfig`, in the order of `AttentionPlan.needs`.
+# Fields of `PlanConfig`, in the order of `AttentionPlan.largest_needs`.
 CAPACITIES = ("q_capacity", "kv_capacity", "max_q_transfers", "max_kv_transfers", "max_pieces")
 
 
@@ -82,7 +82,7 @@ class PlanConfig:
         """Whether these capacities are at least those of `needs`; None is always enough.
 
         Args:
-          needs: of one batch; see `needs_inside_jit`.
+          needs: of one batch; see `needs_inside_jit` and `AttentionPlan.needs`.
         """
         pairs = [(getattr(self, name), getattr(needs, name)) for name in CAPACITIES]
         return all(capacity is None or capacity >= (need or 0) for capacity, need in pairs)

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from jax_cp_dispatch._arguments import check_positive
+from jax_cp_dispatch._arguments import check_positive, check_rows
 from jax_cp_dispatch.planner.request import PlanRequest
 from jax_cp_dispatch.planner.static_size import DoesNotFitError
 
@@ -20,6 +20,8 @@ def check_domains(config: Any, capacities: tuple[str, ...]) -> None:
     values = {name: getattr(config, name) for name in optional}
     values = {name: x for name, x in values.items() if x is not None}
     check_positive(op, **values)
+    for name in set(values).intersection(capacities):
+        check_rows(op, name, values[name])
     if config.rank_speeds is not None:
         try:
             speeds = tuple(map(float, config.rank_speeds))

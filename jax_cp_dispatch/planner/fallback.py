@@ -72,7 +72,7 @@ def plan_of_fallback(request: PlanRequest, needs: Int32[np.ndarray, " 5"]) -> At
         num_rows=np.full(num_held, -1, np.int32),
         pairs_before=pairs,
         pairs_after=pairs,
-        needs=np.tile(needs, (num_held, 1)),
+        largest_needs=np.tile(needs, (num_held, 1)),
         fingerprint=fingerprint_of_fallback(num_held, request.mask),
         num_tokens=request.num_tokens,
         batch=request.documents.batch,

@@ -1,13 +1,12 @@
 """`fit_plan_config`: capacities of plans for a run, from a sample of its batches."""
 
-import itertools
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import Any
 
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.planner.config import CAPACITIES, PlanConfig, check_config
 from jax_cp_dispatch.planner.plan import plan_attention
-from jax_cp_dispatch.planner.sample import Needs, SampledPlanner, config_of_sample
+from jax_cp_dispatch.planner.sample import Needs, OfEachBatch, SampledPlanner, config_of_sample
 
 _OP = "fit_plan_config"
 
@@ -49,16 +48,16 @@ def fit_plan_config(
     """
     check_config(_OP, config)
 
-    masks = iter(mask) if isinstance(mask, list | tuple) else itertools.repeat(mask)
+    masks = OfEachBatch(_OP, "mask", mask, is_list=isinstance(mask, list | tuple))
 
     def needs(**given: Any) -> Needs:
-        if (of_batch := next(masks, masks)) is masks:
-            raise ValueError(f"{_OP}: mask has fewer masks than batches. Pass one for each.")
-        plan = plan_attention(world_size=world_size, mask=cast(Any, of_batch), **given)
+        plan = plan_attention(world_size=world_size, mask=next(masks), **given)
         own, all_ranks = plan.num_tokens, plan.num_tokens * world_size
         # A rank sends each of its queries once.
         most = all_ranks, all_ranks, own, all_ranks, all_ranks
-        return Needs(own, plan.needs[0].tolist(), [max(x, 1) for x in most])
+        return Needs(own, plan.largest_needs[0].tolist(), [max(x, 1) for x in most])
 
     planner = SampledPlanner(_OP, CAPACITIES, needs)
-    return config_of_sample(planner, batches, config, overflow=overflow, columns=columns)
+    found = config_of_sample(planner, batches, config, overflow=overflow, columns=columns)
+    masks.check_number()
+    return found

@@ -84,7 +84,7 @@ def plan_on_host(request: PlanRequest, *, fallback: str | None) -> AttentionPlan
         num_rows=moves.needs[0, held].astype(np.int32),
         pairs_before=pairs_of_ranks(request, home),
         pairs_after=pairs_of_ranks(request, pieces),
-        needs=np.tile(needs, (world_size, 1))[held],
+        largest_needs=np.tile(needs, (world_size, 1))[held],
         fingerprint=fingerprint_of_pieces(request, pieces, home, in_order)[held],
         num_tokens=request.num_tokens,
         batch=documents.batch,

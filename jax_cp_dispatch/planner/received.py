@@ -24,7 +24,7 @@ class Received(NamedTuple):
 
 
 class Capacities(NamedTuple):
-    """Static sizes of a plan, in the order of `AttentionPlan.needs`."""
+    """Static sizes of a plan, in the order of `AttentionPlan.largest_needs`."""
 
     q: int
     kv: int

@@ -27,6 +27,33 @@ class Needs(NamedTuple):
     most: Sequence[int]
 
 
+class OfEachBatch:
+    """A mask, or masks, of each batch: the elements of a list in order, or the same for all."""
+
+    def __init__(self, op: str, name: str, values: Any, *, is_list: bool) -> None:
+        self._op, self._name, self._values, self._is_list = op, name, values, is_list
+        self._num_batches = 0
+
+    def __next__(self) -> Any:
+        self._num_batches += 1
+        if not self._is_list:
+            return self._values
+        if self._num_batches > len(self._values):
+            self._refuse("more")
+        return self._values[self._num_batches - 1]
+
+    def check_number(self) -> None:
+        """Requires, after the last batch, that no element is left."""
+        if self._is_list and self._num_batches < len(self._values):
+            self._refuse(str(self._num_batches))
+
+    def _refuse(self, num_batches: str) -> None:
+        raise ValueError(
+            f"{self._op}: {self._name} is a list for {len(self._values)} batches, but there are "
+            f"{num_batches}. Pass one element for each batch."
+        )
+
+
 class SampledPlanner(NamedTuple):
     """What plans the batches of a sample.
 

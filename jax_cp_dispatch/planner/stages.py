@@ -63,7 +63,7 @@ class PlanArrays(NamedTuple):
     run_position: Int32[Array, "W P"]
     run_origin: Int32[Array, "W P"]
     num_rows: Int32[Array, " W"]
-    needs: Int32[Array, "W 5"]
+    largest_needs: Int32[Array, "W 5"]
     run_length: Int32[Array, "W P"] | None
     ranges: MaskRanges | None
 
@@ -155,7 +155,7 @@ def build(
         run_position=position,
         run_origin=origin,
         num_rows=plan.num_rows,
-        needs=jnp.broadcast_to(plan.needs, (grid.world_size, len(capacities))),
+        largest_needs=jnp.broadcast_to(plan.needs, (grid.world_size, len(capacities))),
         run_length=length,
         ranges=None if plan.ranges is None else _ranges(plan, grid, capacities, rank),
     )

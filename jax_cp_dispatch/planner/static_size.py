@@ -1,13 +1,26 @@
 """Static sizes of a plan made on the host: those configured, or what a batch needs, rounded up."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from jaxtyping import Int
 
+from jax_cp_dispatch.metadata.describe import known
+
 
 class DoesNotFitError(ValueError):
     """A batch does not fit its configured sizes or limits; another one may."""
+
+
+def needed_sizes(op: str, names: Sequence[str], needs: Any) -> dict[str, Any]:
+    """Returns the sizes that suffice for rows of needs of a plan; at least 1, as configs require.
+
+    Raises:
+      TypeError: the needs are traced.
+    """
+    largest = known(op, needs).reshape(-1, len(names)).max(0)
+    return dict(zip(names, np.maximum(largest, 1).tolist(), strict=True))
 
 
 def static_size(

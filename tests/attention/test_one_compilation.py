@@ -209,7 +209,7 @@ def test_a_plan_that_does_not_fit_is_not_computed():
     config = PlanConfig(1, 64, 40, 8, 8, 8)
     plan = plan_attention(lengths=[64], world_size=2, config=config, fallback="ring")
     assert not plan.fits
-    assert plan.needs[0, 1] == 64 and "kv_capacity 40: it needs 64" in plan.describe()
+    assert plan.needs.kv_capacity == 64 and "kv_capacity 40: it needs 64" in plan.describe()
     half = 32 * 33 / 2
     np.testing.assert_allclose(plan.pairs_before, [half, half + 32 * 32])
     np.testing.assert_allclose(plan.pairs_after, plan.pairs_before)

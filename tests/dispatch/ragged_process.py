@@ -37,8 +37,8 @@ def choose(scene):
         publish_and_read_all("test", "process 0 has chosen", None, 600.0)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        may = ragged_choice.may_be_ragged(["cuda"])
-        assert ragged_choice.may_be_ragged(["cuda"]) is may, "decided once"
+        may = ragged_choice.may_be_ragged(["cuda"], None)
+        assert ragged_choice.may_be_ragged(["cuda"], None) is may, "decided once"
     if scene == "late" and PROCESS == 0:
         publish_and_read_all("test", "process 0 has chosen", None, 600.0)
     reasons = [str(warning.message) for warning in found if "all-gather" in str(warning.message)]

@@ -62,12 +62,12 @@ def test_deadlines_are_whole_milliseconds_of_at_most_three_years(asked, millisec
 @pytest.mark.parametrize(
     "value, needs",
     [
-        *((value, "an integer of at least 1") for value in (0, -1, -(2**200))),
-        (2**48, "below 2**48"),
+        *((value, "; it needs to be an integer of at least 1") for value in (0, -1, -(2**200))),
+        (2**40, ", but row numbers have 32 bits. Pass at most 2147483647"),
     ],
 )
-def test_a_capacity_is_at_least_one(value, needs):
-    message = f"create_dispatch_buffer: capacity is {value}; it needs to be {needs}"
+def test_a_capacity_is_a_number_of_rows(value, needs):
+    message = f"create_dispatch_buffer: capacity is {value}{needs}"
     with pytest.raises(ValueError, match=re.escape(message)):
         create(capacity=value)
 

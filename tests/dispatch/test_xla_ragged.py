@@ -4,6 +4,7 @@ CPU programs run a stand-in made from an all-gather, with XLA's definition of th
 """
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -229,7 +230,7 @@ def tested(monkeypatch):
     """Makes the CPU devices pass for GPUs, and forgets earlier results."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     ragged_choice._passes.cache_clear()
-    yield lambda: ragged_choice.may_be_ragged(["cuda"])
+    yield lambda: ragged_choice.may_be_ragged(["cuda"], None)
     ragged_choice._passes.cache_clear()
 
 
@@ -252,8 +253,31 @@ def test_an_operation_that_cannot_run_chooses_the_all_gather(tested):
     assert not tested()  # decided once
 
 
-@pytest.mark.parametrize("value, expected", [("0", False), ("1", True)])
-def test_a_variable_decides_without_a_test(value, expected, monkeypatch):
-    monkeypatch.setenv("JAX_CP_DISPATCH_RAGGED", value)
-    assert ragged_choice.may_be_ragged(["tpu"]) is expected
-    assert not ragged_choice.may_be_ragged(["cpu"])
+# ---- Devices that a program is compiled for, and that are not here.
+
+
+def test_the_compiler_of_other_devices_decides(monkeypatch):
+    """A refusal costs the ragged exchange, and is said once; other slices keep it."""
+    refusing, taking = (object(),) * 4, (object(),) * 4
+    refusal = lambda devices: "limited routing" if devices == refusing else ""
+    monkeypatch.setattr(ragged_choice, "_refusal", refusal)
+    client = lambda devices: types.SimpleNamespace(platform="tpu", devices=lambda: list(devices))
+    with pytest.warns(UserWarning, match="by all-gather .* limited routing"):
+        assert not ragged_choice.may_be_ragged(["tpu"], client(refusing))
+    assert ragged_choice.may_be_ragged(["tpu"], client(taking))
+
+
+def test_a_program_for_unknown_devices_uses_the_operation():
+    for backend in (None, jax.devices()[0].client):
+        assert ragged_choice.may_be_ragged(["tpu"], backend)
+        assert not ragged_choice.may_be_ragged(["cpu"], backend)
+
+
+def test_a_compiler_that_lacks_the_operation_refuses():
+    assert "for 8 x cpu: UNIMPLEMENTED" in ragged_choice._refusal(tuple(jax.devices()))
+
+
+def test_a_compiler_that_has_the_operation_takes_it(calls):
+    for num_devices in (1, 3, 8):
+        assert ragged_choice._refusal(tuple(jax.devices()[:num_devices])) == ""
+    assert len(calls) == 3

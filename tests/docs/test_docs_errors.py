@@ -114,6 +114,20 @@ def test_the_page_and_this_test_have_the_same_kinds():
     assert list(EXAMPLES) == list(RAISED_BY)
 
 
+def test_the_code_of_an_error_is_that_of_its_own_program():
+    message = "dispatch over axis 'cp': rank 0 would receive 32 tokens"
+    failed = jax.jit(partial(send, capacity=4))(X)
+    later = failed + 1
+    for result, code in (
+        (failed, "INVALID_ARGUMENT: "),
+        (later, "INTERNAL: Error dispatching computation: "),
+    ):
+        with pytest.raises(jax.errors.JaxRuntimeError) as raised:
+            jax.block_until_ready(result)
+        assert str(raised.value).startswith(code + message)
+        assert f"`{code}dispatch over axis 'cp': " in PAGE
+
+
 @pytest.mark.parametrize("kind", RAISED_BY)
 def test_example(kind):
     parts = [re.escape(part.strip()) for part in EXAMPLES[kind].split("…")]

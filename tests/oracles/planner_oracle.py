@@ -82,7 +82,7 @@ def check_plan(plan, segment_ids, positions=None, mask=None):
     pieces = (np.asarray(plan.run_row) < np.asarray(plan.num_rows)[:, None]).sum(1)
     slots = (np.asarray(x.num_seqs).max() for x in (plan.q_metadata, plan.kv_metadata))
     needs = ((queries >= 0).sum(1).max(), (keys >= 0).sum(1).max(), *slots, pieces.max())
-    np.testing.assert_array_equal(plan.needs, np.tile(needs, (world_size, 1)))
+    np.testing.assert_array_equal(plan.largest_needs, np.tile(needs, (world_size, 1)))
     assert plan.fits
     plan.q_metadata.validate()
     plan.kv_metadata.validate()

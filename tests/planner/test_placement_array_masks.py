@@ -1,5 +1,6 @@
 """Placements for masks with arrays: each query sees its keys, alone and beside other masks."""
 
+import functools
 import pickle
 from typing import Any
 
@@ -133,5 +134,9 @@ def test_capacities_from_the_masks_of_each_batch():
         assert place_tokens(segment_ids=ids, mask=mask, config=config, **options).plan.fits
     both = [("causal", mask) for mask in of_batches]
     assert fit_placement_config(batches, masks=both, **options).kv_capacity
-    with pytest.raises(ValueError, match=r"got fewer masks than batches\. Pass one for each"):
-        fit_placement_config(batches, mask=of_batches[:2], **options)
+    fit = functools.partial(fit_placement_config, **options)
+    for number, name, masks in ((2, "mask", of_batches), (4, "masks", [*both, both[0]])):
+        with pytest.raises(
+            ValueError, match=f"{name} is a list for {number} batches.* Pass one el"
+        ):
+            fit(batches, **{name: masks[:number]})

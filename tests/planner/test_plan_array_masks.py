@@ -132,7 +132,7 @@ def test_capacities_from_a_sample_of_batches_and_of_one_inside_jit():
     config = fit_plan_config(batches, world_size=2, mask=masks)
     options = {"world_size": 2, "mask": masks[0]}
     assert plan_attention(batches[0], **options, config=config).fits
-    with pytest.raises(ValueError, match=r"fewer masks than batches\. Pass one for each"):
+    with pytest.raises(ValueError, match=r"a list for 2 batches, but there are more\. Pass one"):
         fit_plan_config(batches, world_size=2, mask=masks[:2])
     block = PlanConfig(block=3)
     needed = needs_inside_jit(batches[0], **options, config=block)

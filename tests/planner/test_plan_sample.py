@@ -46,12 +46,11 @@ def plan_of(lengths, config):
         plan = plan_attention(lengths=lengths, **options)
         slots = [x.seq_len.shape[1] for x in (plan.q_metadata, plan.kv_metadata)]
         sizes = [plan.q_capacity, plan.kv_capacity, *slots, plan.run_row.shape[1]]
-        return sizes, plan.needs[0].tolist()
-    placement = place_tokens(lengths, **options)
-    plan, needs = placement.plan, placement.needs
+        return sizes, [getattr(plan.needs, name) for name in CAPACITIES[PlanConfig]]
+    plan = place_tokens(lengths, **options).plan
     sizes = [plan.kv_capacity, plan.kv_metadata.seq_len.shape[1], plan.run_row.shape[1]]
     sizes += [plan.max_cut_pieces, plan.cut_pieces.shape[1] - plan.max_cut_pieces]
-    return sizes, [getattr(needs, name) for name in CAPACITIES[PlacementConfig]]
+    return sizes, [getattr(plan.needs, name) for name in CAPACITIES[PlacementConfig]]
 
 
 def fits(batch, config):

@@ -112,7 +112,7 @@ def test_extreme_batches(name, world_size, mask):
     slots = (x.dst_rank.shape[-1] for x in (plan.q_metadata, plan.kv_metadata))
     capacities = (plan.q_capacity, plan.kv_capacity, *slots, plan.run_row.shape[1])
     units = (8 * block, 8 * block, 8, 8, 8)
-    for need, capacity, step in zip(plan.needs[0], capacities, units, strict=True):
+    for need, capacity, step in zip(plan.largest_needs[0], capacities, units, strict=True):
         assert need <= capacity <= max(need + step, need * 9 // 8)
 
 

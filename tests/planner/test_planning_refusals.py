@@ -95,6 +95,11 @@ CASES = [
     ("plan_attention", lambda: plan(columns=96), "got columns without lengths"),
     ("plan_attention", lambda: plan(lengths=[96]), "got both lengths and segment_ids"),
     ("plan_attention", lambda: plan(mask="no"), "mask is .no.; it needs to be .causal."),
+    (
+        "plan_attention",
+        lambda: plan(mask=[cp.masks.Causal()] * 299 + [cp.masks.Full()]),
+        r"mask is a list of 300 \(299 Causal, 1 Full\); it needs to be one mask. Pass one",
+    ),
     ("plan_attention", lambda: plan(config=None), "config is None; it needs to be a PlanConfig"),
     (
         "plan_attention",
@@ -155,6 +160,7 @@ CASES = [
             ({"block": 0}, "block is 0; it needs to be at least 1"),
             ({"kv_capacity": True}, "kv_capacity is True; it needs"),
             ({"kv_capacity": 0}, "kv_capacity is 0; it needs to be at least 1"),
+            ({"kv_capacity": 2**40}, "kv_capacity is 1099511627776, but row numbers have 32 bits"),
             ({"ranks_per_node": 0}, "ranks_per_node is 0; it needs to be at least 1"),
             ({"balance_tolerance": -1.0}, r"balance_tolerance is -1.0; it needs to be in \["),
         )

@@ -14,6 +14,7 @@ from jax_cp_dispatch._ranks.implementations.table import (
     default_platform,
     fall_back_to_xla,
     moves_beside_work,
+    program_platform,
     refuse_here,
     register_lowering,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "default_platform",
     "fall_back_to_xla",
     "moves_beside_work",
+    "program_platform",
     "refuse_here",
     "register_lowering",
 ]

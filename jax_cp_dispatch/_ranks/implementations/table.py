@@ -63,8 +63,12 @@ def available_implementations() -> dict[str, Availability]:
 
 def default_platform() -> str:
     """Returns the default backend by the name that programs are lowered for."""
-    backend = jax.default_backend()
-    return {"gpu": "cuda"}.get(backend, backend)
+    return program_platform(jax.default_backend())
+
+
+def program_platform(name: str) -> str:
+    """Returns the name that programs are lowered for, of a backend's or a device's platform."""
+    return {"gpu": "cuda"}.get(name, name)
 
 
 def refuse_here(op: str) -> None:

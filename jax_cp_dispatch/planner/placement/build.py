@@ -78,7 +78,7 @@ def build_plan(
         cut_pieces=cut_table(cut, num_slots=num_cuts, num_linked=num_linked, rank=request.rank),
         num_rows=rows.astype(np.int32),
         pairs=pairs_of_ranks(request, pieces),
-        needs=np.tile(np.array([needed[x] for x in CAPACITIES], np.int32), (len(rows), 1)),
+        largest_needs=np.tile(np.array([needed[x] for x in CAPACITIES], np.int32), (len(rows), 1)),
         fingerprint=fingerprint_of_pieces(request, pieces, pieces, in_order)[held].copy(),
         ranges=row_ranges(
             request, pieces, spans, num_queries=request.num_tokens, num_keys=kv_capacity

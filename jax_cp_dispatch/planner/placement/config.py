@@ -4,7 +4,7 @@ import dataclasses
 
 from jax_cp_dispatch.planner.constraints import check_domains
 
-# Fields of `PlacementConfig`, in the order of `PlacedPlan.needs`.
+# Fields of `PlacementConfig`, in the order of `PlacedPlan.largest_needs`.
 CAPACITIES = ("kv_capacity", "max_transfers", "max_pieces", "max_cut_pieces", "max_linked_pieces")
 
 

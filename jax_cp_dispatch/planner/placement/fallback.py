@@ -32,7 +32,7 @@ def plan_of_fallback(request: PlanRequest, needs: Int32[np.ndarray, " 5"]) -> Pl
         cut_pieces=no_cuts(num_held, num_cuts + (config.max_linked_pieces or 1)),
         num_rows=np.full(num_held, -1, np.int32),
         pairs=pairs,
-        needs=np.tile(needs, (num_held, 1)),
+        largest_needs=np.tile(needs, (num_held, 1)),
         fingerprint=fingerprint_of_fallback(num_held, request.mask),
         ranges=row_ranges_of_fallback(
             request, num_held, num_queries=request.num_tokens, num_keys=config.kv_capacity or 1

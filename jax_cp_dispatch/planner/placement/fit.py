@@ -1,6 +1,5 @@
 """`fit_placement_config`: capacities of placements for a run, from a sample of its batches."""
 
-import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -8,7 +7,7 @@ from jax_cp_dispatch._arguments import check_type
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.planner.placement.config import CAPACITIES, PlacementConfig
 from jax_cp_dispatch.planner.placement.place import place_tokens
-from jax_cp_dispatch.planner.sample import Needs, SampledPlanner, config_of_sample
+from jax_cp_dispatch.planner.sample import Needs, OfEachBatch, SampledPlanner, config_of_sample
 
 _OP = "fit_placement_config"
 
@@ -51,23 +50,23 @@ def fit_placement_config(
     check_type(_OP, "config", config, PlacementConfig, "Omit it for the default.")
 
     seen: dict[str, Any] = {"layers": layers, "num_groups": num_groups}
-    one = itertools.repeat(mask)
-    of_batches = iter(mask) if isinstance(mask, list | tuple) else one
-    several: Any = itertools.repeat(masks)
-    if masks and isinstance(masks, list | tuple) and isinstance(masks[0], list | tuple):
-        several = iter(masks)
-    both = zip(of_batches, several, strict=False)
+    is_list = lambda x: isinstance(x, list | tuple)
+    of_batches = (
+        OfEachBatch(_OP, "mask", mask, is_list=is_list(mask)),
+        OfEachBatch(_OP, "masks", masks, is_list=is_list(masks) and any(map(is_list, masks or ()))),
+    )
 
     def needs(**given: Any) -> Needs:
-        if (of_batch := next(both, None)) is None:
-            raise ValueError(f"{_OP}: got fewer masks than batches. Pass one for each.")
-        its_mask, its_masks = of_batch
-        options = {"mask": its_mask, "masks": its_masks, **seen}
+        options = {**dict(zip(("mask", "masks"), map(next, of_batches), strict=True)), **seen}
         placement = place_tokens(world_size=world_size, **options, **given)
-        values = [getattr(placement.needs, name) for name in CAPACITIES]
+        needed = placement.needs
+        values = [getattr(needed, name) for name in CAPACITIES]
         own, all_ranks = placement.plan.num_tokens, placement.plan.num_tokens * world_size
         most = all_ranks, all_ranks, own, own, all_ranks
         return Needs(own, values, [max(x, 1) for x in most])
 
     planner = SampledPlanner(_OP, CAPACITIES, needs)
-    return config_of_sample(planner, batches, config, overflow=overflow, columns=columns)
+    found = config_of_sample(planner, batches, config, overflow=overflow, columns=columns)
+    for each in of_batches:
+        each.check_number()
+    return found

@@ -192,7 +192,7 @@ def _place_group(requests: Requests, layers: Layers) -> PlacedGroup:
 def _left_in_place(group: PlacedGroup) -> PlacedGroup:
     """Returns a group as if it did not fit."""
     requests, _ = group.made_of
-    needs = np.asarray(group.plans[0].needs)[0]
+    needs = np.asarray(group.plans[0].largest_needs)[0]
     plans = tuple(plan_of_fallback(x, needs) for x in requests)
     moves = moves_of_fallback(requests[0].documents, requests[0].world_size)
     return group._replace(plans=plans, moves=moves, made_of=(requests, None))
@@ -227,7 +227,7 @@ def _plans(
 def _capacities_that_suffice(
     requests: Requests, layers: Layers
 ) -> tuple[str, Int32[np.ndarray, " 5"]]:
-    """Returns a sentence with capacities that suffice, all at once, and `PlacedPlan.needs`.
+    """Returns a sentence with capacities that suffice, all at once, and `PlacedPlan.largest_needs`.
 
     Without capacities, it is empty.
     """

@@ -18,13 +18,14 @@ from jax_cp_dispatch.planner.describe import (
     exceeded_capacities,
 )
 from jax_cp_dispatch.planner.fingerprint import check_batch
-from jax_cp_dispatch.planner.placement.config import CAPACITIES
+from jax_cp_dispatch.planner.placement.config import CAPACITIES, PlacementConfig
 from jax_cp_dispatch.planner.planned_pieces import pieces_of_placed
 from jax_cp_dispatch.planner.row_ranges import local_rows
 from jax_cp_dispatch.planner.runs import key_ranges, local_runs
 from jax_cp_dispatch.planner.seen_rows import SeenRows
 from jax_cp_dispatch.planner.segment_ids import Ids
 from jax_cp_dispatch.planner.slices import check_all_ranks, slice_of
+from jax_cp_dispatch.planner.static_size import needed_sizes
 from jax_cp_dispatch.planner.traffic import num_moved
 
 # Fields that are equal in the plans of all masks of a placement.
@@ -55,8 +56,8 @@ class PlacedPlan:
         entries. The piece before one is that of the same document with the number before.
       num_rows: i32 `[W]`; rows of each rank that are not padding; -1 if the batch does not fit.
       pairs: f32 `[W]`; query-key pairs of each rank.
-      needs: i32 `[W, 5]`; in every row the largest need of all ranks: rows of keys, ranges of keys
-        sent, pieces, cut pieces, linked pieces. See `PlacementConfig`.
+      largest_needs: i32 `[W, 5]`; in every row the largest need of all ranks: rows of keys, ranges
+        of keys sent, pieces, cut pieces, linked pieces. See `needs`.
       fingerprint: i32 `[W, 4]`; for each rank, the checksum of the whole plan with its config, mask
         and placed batch; the rank; the checksums of its own rows of segment ids and positions in
         placed order. See `validate`.
@@ -76,7 +77,7 @@ class PlacedPlan:
     cut_pieces: Leaf
     num_rows: Leaf
     pairs: Leaf
-    needs: Leaf
+    largest_needs: Leaf
     fingerprint: Leaf
     mask: StaticMask | MaskKind
     ranges: MaskRanges | None = None
@@ -126,6 +127,18 @@ class PlacedPlan:
         fits = (self.num_rows >= 0).all(-1).any()
         return np.asarray(fits) if isinstance(self.num_rows, np.ndarray) else fits
 
+    @property
+    def needs(self) -> PlacementConfig:
+        """The smallest capacities for this plan; other choices are defaults.
+
+        Of stacked plans, those that suffice for all. Read outside `jit`. `Placement.needs` has the
+        other choices too.
+
+        Raises:
+          TypeError: the values are traced. Inside `jit`, use `fits` or `largest_needs`.
+        """
+        return PlacementConfig(**needed_sizes("PlacedPlan.needs", CAPACITIES, self.largest_needs))
+
     def validate(
         self, segment_ids: Ids, positions: Ids | None = None, mask: Mask | None = None
     ) -> None:
@@ -158,7 +171,7 @@ class PlacedPlan:
         """
         op = "PlacedPlan.describe"
         if known(op, self.num_rows).min() < 0:
-            exceeded = exceeded_capacities(CAPACITIES, self.needs, self._capacities)
+            exceeded = exceeded_capacities(CAPACITIES, self.largest_needs, self._capacities)
             return f"PlacedPlan: the batch does not fit {exceeded}. Nothing was placed."
         keys = Rows(rows_between_ranks(op, self.kv_metadata), self.kv_capacity)
         return describe_plan(
@@ -182,7 +195,7 @@ class PlacedPlan:
 
     @property
     def _capacities(self) -> tuple[int, ...]:
-        """The static sizes, in the order of `needs`."""
+        """The static sizes, in the order of `largest_needs`."""
         slots = (x.shape[-1] for x in (self.kv_metadata.dst_rank, self.run_row))
         linked = self.cut_pieces.shape[-2] - self.max_cut_pieces
         return self.kv_capacity, *slots, self.max_cut_pieces, linked
