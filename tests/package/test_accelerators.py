@@ -113,6 +113,20 @@ def test_what_lies_between_the_calls_of_an_exchange_overlaps_with_it(module):
     assert program.overlap() == {"exchange": {"bytes": 16 * row, "product": 6 * row}}
 
 
+def beside_work(row):
+    """Returns whether a compiled program has enough of its exchanges' bytes beside work."""
+    least = 1.0 if "_start" in row["program"] else 0.5  # half of the heads: of the bytes
+    moved = row["overlap"]["exchange"]
+    return max(moved.get("attention", 0), moved.get("product", 0)) >= least * moved["bytes"]
+
+
+def with_overlap(module):
+    programs = module("programs").PROGRAMS_FOR_GPUS
+    attending = "placed, cuda_peer", "balanced, planned before, cuda_peer"
+    return {name: program for name, program in programs.items()
+            if "_start" in name or name in attending}  # fmt: skip
+
+
 def test_exchanges_overlap_in_compiled_programs(module):
     """By the compiler for H100, if it is installed: an environment of `./run accelerators`."""
     if runtime.cuda is None:
@@ -121,16 +135,18 @@ def test_exchanges_overlap_in_compiled_programs(module):
         pytest.skip("JAX's CUDA plugin, which has the compiler, is not installed")
     target = module("targets").TARGETS["8 H100"]
     shapes = module("shapes").Shapes(target.devices())
-    programs = module("programs").PROGRAMS_FOR_GPUS
-    wanted = {name: 1.0 for name in programs if "_start" in name}
-    wanted |= {"placed, cuda_peer": 0.5, "balanced, planned before, cuda_peer": 0.5}
-    for name, share in wanted.items():
-        row = module("compile").compiled(target, shapes, name, programs[name])
+    for name, program in with_overlap(module).items():
+        row = module("compile").compiled(target, shapes, name, program)
         assert row["state"] == "compiled", row["reason"]
-        moved = row["overlap"]["exchange"]
-        assert max(moved.get("attention", 0), moved.get("product", 0)) >= share * moved["bytes"], (
-            name
-        )
+        assert beside_work(row), name
+
+
+def test_exchanges_overlap_in_the_results_of_every_release(module):
+    rows = json.loads(module("table").RESULTS.read_text())["rows"]
+    rows = [row for row in rows if row["program"] in with_overlap(module)]
+    found = {(row["program"], row["versions"]["jax"].rsplit(".", 1)[0]) for row in rows}
+    assert len(found) == 2 * len(with_overlap(module)) == len(rows)
+    assert all(beside_work(row) for row in rows), rows
 
 
 def test_the_page_shows_the_results(module):
