@@ -75,12 +75,12 @@ class Chunks:
             policy=jax.checkpoint_policies.save_only_these_names(PAIRS),
         )
         out = lax.map(lambda x: of_slice(*x), (slices, ids))
-        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), out)
+        return jax.tree.map(lambda x: lax.collapse(x, 0, 2), out)
 
     def join(self, x: Float[Array, "n G N C V"]) -> Float[Array, "G L N V"]:
         """Puts rows in chunks back."""
         x = jnp.moveaxis(x, (1, 3), (0, 2))  # [G, n, C, N, V]
-        return x.reshape(x.shape[0], -1, *x.shape[3:])[:, : self.num_rows]
+        return lax.collapse(x, 1, 3)[:, : self.num_rows]
 
     def index_of(self, row: Int32[Array, " P"], used: Bool[Array, " P"]) -> RowIndex:
         """Finds rows, counted over all groups, and the rows of their pieces in their chunks."""
@@ -128,7 +128,7 @@ def split(
     """Cuts rows into a multiple of so many chunks; the last ones are padded with zeros."""
     missing = -x.shape[1] % (size * multiple)
     x = jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))
-    return x.reshape(x.shape[0], -1, size, *x.shape[2:]).swapaxes(0, 1)
+    return x.reshape(x.shape[0], x.shape[1] // size, size, *x.shape[2:]).swapaxes(0, 1)
 
 
 def lower(

@@ -112,7 +112,7 @@ def _convolve(options: Options, pieces: Pieces, x: Array, weights: tuple[Array, 
 def _add_halo(options, pieces, rows, weight, total):
     """Adds what the tokens before a cut contribute to the first rows after it."""
     width, size = weight.shape[0] - 1, pieces.begin.size
-    flat = rows.reshape(size, -1)
+    flat = jax.lax.collapse(rows, 0, 2)
     before = receive_halo(options.exchange, pieces, flat, width)  # [P, width, C]
     padded = jnp.pad(before.astype(total.dtype), ((0, 0), (0, width), (0, 0)))
     # Row i of a piece takes tokens i, ..., i + W - 1 of (before, piece); those of the piece are in
@@ -121,5 +121,5 @@ def _add_halo(options, pieces, rows, weight, total):
     own, index = pieces.own_later, jnp.arange(width, dtype=jnp.int32)
     reaches = own.used[:, None] & (index < own.length[:, None])
     at = jnp.where(reaches, own.row[:, None] + index, size)
-    total = total.reshape(size, -1).at[at].add(added, mode="drop")
+    total = jax.lax.collapse(total, 0, 2).at[at].add(added, mode="drop")
     return total.reshape(rows.shape)

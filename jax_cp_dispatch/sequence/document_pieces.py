@@ -7,6 +7,7 @@ bytes for each chunk.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -66,6 +67,10 @@ def document_pieces(
 
 def pieces_of_ids(options: Options, segment_ids: Any, positions: Any, shape: Any) -> Pieces:
     """Returns the pieces of this rank's rows [B, T]; without ids, a batch row is one document."""
+    if 0 in shape:  # as of one row of padding: no layer reads them
+        one = jnp.zeros([max(n, 1) for n in shape], jnp.int32)
+        pieces = pieces_of_ids(options, one, None, one.shape)
+        return dataclasses.replace(pieces, batch=shape[0], num_tokens=shape[1])
     batch, num_tokens = shape
     num_ranks = jax.lax.axis_size(options.axis_name)
     is_zigzag = options.layout == "zigzag" and num_ranks > 1

@@ -95,7 +95,7 @@ class LinearRecurrence:
         return _Prepared(h, decay, piece_ids, dtype)
 
     def summaries(self, prepared: _Prepared, ends: Ends) -> tuple[Any, Any]:
-        at = lambda x: x.reshape(-1, *x.shape[2:])[ends.last]
+        at = lambda x: jax.lax.collapse(x, 0, 2)[ends.last]
         return at(prepared.h), (at(prepared.decay), at(prepared.h))
 
     def apply(self, map_: Any, state: Any) -> Any:

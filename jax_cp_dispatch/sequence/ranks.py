@@ -107,6 +107,8 @@ def _on_rank(layer: Layer, tokens: Any, weights: Any, where: Where) -> Any:
     """Computes this rank's part."""
     options, leaves = layer.options, jax.tree.leaves(tokens)
     shape = leaves[0].shape[:2]
+    if 0 in shape and not isinstance(where.plan, PlacedPlan):  # no placement is of no tokens
+        return _of_no_tokens(layer, tokens, weights)
     if isinstance(where.plan, Pieces):
         pieces = where.plan
         if shape != (pieces.batch, pieces.num_tokens):
@@ -121,8 +123,10 @@ def _on_rank(layer: Layer, tokens: Any, weights: Any, where: Where) -> Any:
         if where.positions is not None and where.segment_ids is None:
             where = dataclasses.replace(where, segment_ids=jnp.ones(shape, jnp.int32))
         pieces = pieces_of_ids(options, where.segment_ids, where.positions, shape)
-    tree = jax.tree.structure(tokens)
-    tokens = tree.unflatten(vary_alike(leaves, also=options.exchange.axis_names))
+    # Each result of a layer `like_tokens` varies as its array does.
+    alike = [[x] for x in leaves] if layer.like_tokens else [leaves]
+    leaves = [x for group in alike for x in vary_alike(group, also=options.exchange.axis_names)]
+    tokens = jax.tree.unflatten(jax.tree.structure(tokens), leaves)
     out = layer.run(options, pieces, tokens, weights)
     if pieces.fingerprint is None:
         return out
@@ -132,6 +136,17 @@ def _on_rank(layer: Layer, tokens: Any, weights: Any, where: Where) -> Any:
     if not (has_others and layer.moves) and (has_others or isinstance(where.plan, PlacedPlan)):
         is_right &= confirmed(options.exchange, pieces)
     return only_if_right(is_right, out)
+
+
+def _of_no_tokens(layer: Layer, tokens: Any, weights: Any) -> Any:
+    """Computes a row of padding and removes it, so the result has its shapes and dtypes."""
+    batch, num_tokens = jax.tree.leaves(tokens)[0].shape[:2]
+    missing = [(0, int(n == 0)) for n in (batch, num_tokens)]
+    pad = lambda x: jnp.pad(x, missing + [(0, 0)] * (x.ndim - 2))
+    rows = jax.tree.map(pad, tokens)
+    padding = jnp.zeros(jax.tree.leaves(rows)[0].shape[:2], jnp.int32)
+    out = _on_rank(layer, rows, weights, Where(segment_ids=padding))
+    return jax.tree.map(lambda x: x[:batch, :num_tokens], out)
 
 
 def _on_global_arrays(layer: Layer, tokens: Any, weights: Any, where: Where, axes: Axes) -> Any:
@@ -173,6 +188,9 @@ def _on_global_arrays(layer: Layer, tokens: Any, weights: Any, where: Where, axe
     if layer.num_heads is not None:
         for name in layer.grouped:
             tokens[name] = found.repeat_kv_heads(tokens[name], layer.num_heads)
+    if leaves[0].ndim < 3:
+        found = dataclasses.replace(found, heads=())  # of one device: no array has such an axis
+    _check_heads(op, tokens, found)
     out = _program(tokens, weights, plan, documents, layer=layer, axes=found)
     return cut_tokens(out, num_tokens, found.mesh) if missing else out
 
@@ -191,6 +209,17 @@ def _check_plan(op: str, plan: PlacedPlan, axes: MeshAxes, num_tokens: int) -> N
     check_groups(op, plan, num_groups=axes.num_groups, batch=axes.batch)
 
 
+def _check_heads(op: str, tokens: Any, axes: MeshAxes) -> None:
+    num_devices = axes.num_devices(axes.heads)
+    for x in jax.tree.leaves(tokens):
+        if x.ndim > 2 and x.shape[2] % num_devices:
+            raise ValueError(
+                f"{op}: an array has shape {x.shape} but head_axis {axes.heads!r} has "
+                f"{num_devices} devices, which must divide its axis 2. Pass head_axis=(), and each "
+                "of them computes all of it; or name an axis of fewer devices."
+            )
+
+
 @partial(jax.jit, static_argnames=("layer", "axes"))
 def _program(tokens, weights, plan, documents, *, layer: Layer, axes: MeshAxes):
     sequence = P(axes.batch, axes.axis_name)
@@ -199,12 +228,13 @@ def _program(tokens, weights, plan, documents, *, layer: Layer, axes: MeshAxes):
     of_plan = sequence if is_stack(plan) else P(axes.axis_name)
     in_specs = (rows, shared, of_plan, sequence)
     operands = (tokens, weights, plan, documents)
-    out_specs = rows if layer.like_tokens else P(*sequence, axes.heads)
+    of_heads = P(*sequence, axes.heads) if axes.heads else sequence
+    out_specs = rows if layer.like_tokens else of_heads
     shard_map = partial(jax.shard_map, check_vma=can_check_varying())
     if varies_outside(operands, axes.manual):
         shard_map = partial(shard_map_inside, num_differentiable=2)
     run = shard_map(
-        partial(_local, layer),
+        partial(_local, layer, axes.heads),
         mesh=axes.mesh,
         in_specs=in_specs,
         out_specs=out_specs,
@@ -224,8 +254,15 @@ def _reshard(mesh: Any, specs: Any, arrays: Any) -> Any:
     return jax.tree.map(of_spec, specs, arrays, is_leaf=lambda x: isinstance(x, P))
 
 
-def _local(layer: Layer, tokens, weights, plan, documents):
+def _local(layer: Layer, heads: tuple[str, ...], tokens, weights, plan, documents):
     if is_stack(plan):  # of which this group has one
         plan = jax.tree.map(lambda x: x[0], plan)
     segment_ids, positions = documents
-    return _on_rank(layer, tokens, weights, Where(segment_ids, positions, plan))
+    out = _on_rank(layer, tokens, weights, Where(segment_ids, positions, plan))
+    if heads and not layer.like_tokens and any(x.ndim < 3 for x in jax.tree.leaves(out)):
+        raise ValueError(
+            f"{layer.options.op}: an output is [B, T] but head_axis {heads!r} shards axis 2 of the "
+            "inputs, so each of its devices has an output of its own. Return [B, T, heads], or "
+            "pass head_axis=()."
+        )
+    return out

@@ -18,6 +18,7 @@ from jax_cp_dispatch.sequence.chains import states_before
 from jax_cp_dispatch.sequence.options import Options
 from jax_cp_dispatch.sequence.pieces import Pieces
 from jax_cp_dispatch.sequence.ranks import Axes, Layer, Where, call_layer
+from jax_cp_dispatch.sequence.recurrence_arrays import check_rows
 
 _OP = "recurrence"
 
@@ -112,7 +113,7 @@ def recurrence(
       axis_name: the mesh axis over which the sequence is sharded, or several, major axis first.
       segment_ids, positions, plan, layout: see `causal_conv`.
       mesh, batch_axis, head_axis: for global arrays, see `context_parallel_attention`; `head_axis`
-        shards axis 2 of each array, and of the outputs.
+        shards axis 2 of each array, and of the outputs, which then have one.
       implementation, deadline: of the exchange, see `dispatch`.
     Returns:
       What `run` returns, zero for padding.
@@ -127,12 +128,7 @@ def recurrence(
             f"{_OP}: local is of type {type(local).__name__}, without {', '.join(missing)}. Pass "
             "an object with the functions summary, apply and run."
         )
-    leaves = jax.tree.leaves(inputs)
-    if not leaves or any(x.ndim < 2 or x.shape[:2] != leaves[0].shape[:2] for x in leaves):
-        raise ValueError(
-            f"{_OP}: the inputs have shapes {[x.shape for x in leaves]}; they need [B, T, ...] "
-            "with equal B and T. Pass at least one such array."
-        )
+    check_rows(_OP, "inputs", inputs)
     layer = Layer(options, Recur(OfUser(local)))
     where, axes = Where(segment_ids, positions, plan), Axes(mesh, batch_axis, head_axis)
     return call_layer(layer, inputs, (), where, axes)
@@ -205,4 +201,11 @@ class OfUser:
             state = jax.eval_shape(lambda x: self.local.apply(self.local.summary(x), None), one)
             states = jax.tree.map(lambda x: jnp.zeros((0, *x.shape), x.dtype), state)
         edge = lambda x: jnp.pad(x, [(1, 1)] + [(0, 0)] * (x.ndim - 1))
-        return self.local.run(inputs, jax.tree.map(edge, states), ids)
+        out = self.local.run(inputs, jax.tree.map(edge, states), ids)
+        shapes = [jnp.shape(x) for x in jax.tree.leaves(out)]
+        if any(shape[:2] != ids.shape for shape in shapes):
+            raise ValueError(
+                f"{_OP}: local.run returned arrays of shapes {shapes} for rows {ids.shape}. Return "
+                "[G, rows, ...], an output for each row."
+            )
+        return out

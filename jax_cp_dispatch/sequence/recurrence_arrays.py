@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -20,6 +21,18 @@ def check_floats(op: str, **arrays: Any) -> None:
             raise TypeError(f"{op}: {name} has dtype {x.dtype}; it needs to be floats. Cast it.")
 
 
+def check_rows(op: str, name: str, tree: Any) -> None:
+    """Requires arrays [B, T, ...] of equal B and T, at least one."""
+    leaves = jax.tree.leaves(tree)
+    for x in leaves:
+        check_array(op, name, x)
+    if not leaves or any(x.ndim < 2 or x.shape[:2] != leaves[0].shape[:2] for x in leaves):
+        raise ValueError(
+            f"{op}: {name} has arrays of shapes {[x.shape for x in leaves]}; they need "
+            "[B, T, ...] with equal B and T. Pass at least one such array."
+        )
+
+
 def check_heads(op: str, q: Any, k: Any, v: Any, log_decay: Any, beta: Any = None) -> None:
     """Requires queries, keys and values of matching heads, with their decays."""
     check_floats(op, q=q, k=k, v=v, log_decay=log_decay, beta=beta)
@@ -28,10 +41,15 @@ def check_heads(op: str, q: Any, k: Any, v: Any, log_decay: Any, beta: Any = Non
             f"{op}: q, k, v have shapes {q.shape}, {k.shape}, {v.shape}; they need [B, T, K, H], "
             "[B, T, K, H] and [B, T, N, Hv]. Pass heads as axis 2."
         )
-    if not q.shape[2] or v.shape[2] % q.shape[2]:
+    if not q.shape[2] or not v.shape[2] or v.shape[2] % q.shape[2]:
         raise ValueError(
             f"{op}: v has {v.shape[2]} heads but k has {q.shape[2]}, which must divide them. Pass "
-            "one key head for each group of value heads."
+            "one key head for each group of value heads, at least one."
+        )
+    if not q.shape[3]:
+        raise ValueError(
+            f"{op}: heads of q and k have size 0; they need at least one feature. Pass those of a "
+            "state with rows."
         )
     heads = v.shape[:3]
     if log_decay.shape not in (heads, (*heads, q.shape[3])):

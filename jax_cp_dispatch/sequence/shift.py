@@ -12,12 +12,14 @@ from jaxtyping import Array, Integer, PyTree, Shaped
 
 from jax_cp_dispatch._arguments import check_integer, check_value_of
 from jax_cp_dispatch._ranks.axis import AxisName
+from jax_cp_dispatch._ranks.varying import varying_axes
 from jax_cp_dispatch.attention.check_arguments import HostOrDevice
 from jax_cp_dispatch.planner import PlacedPlan
 from jax_cp_dispatch.sequence.halo import receive_halo
 from jax_cp_dispatch.sequence.options import Options
 from jax_cp_dispatch.sequence.pieces import Pieces
 from jax_cp_dispatch.sequence.ranks import Axes, Layer, Where, call_layer
+from jax_cp_dispatch.sequence.recurrence_arrays import check_rows
 
 _OP = "shift"
 
@@ -44,8 +46,9 @@ def shift(
 
     Call inside `jax.shard_map` over `axis_name`, on every rank, or on global arrays. Linear in `x`;
     its derivative shifts back. For each cut of a document, abs(offset) rows move, in one exchange
-    for all arrays. To shift labels or tokens, `shift_documents` in the data loader moves nothing in
-    the step.
+    for all arrays, or, if `head_axis` shards only some of them, one for these and one for the
+    others. To shift labels or tokens, `shift_documents` in the data loader moves nothing in the
+    step.
 
     Args:
       x: arrays of any dtype.
@@ -70,13 +73,8 @@ def shift(
     """
     options = Options.of_call(_OP, axis_name, layout, implementation, deadline)
     check_integer(_OP, "offset", offset)
-    leaves = jax.tree.leaves(x)
-    if not leaves or any(x.ndim < 2 or x.shape[:2] != leaves[0].shape[:2] for x in leaves):
-        raise ValueError(
-            f"{_OP}: the arrays have shapes {[x.shape for x in leaves]}; they need [B, T, ...] "
-            "with equal B and T. Pass at least one such array."
-        )
-    for each in leaves:
+    check_rows(_OP, "x", x)
+    for each in jax.tree.leaves(x):
         check_value_of(_OP, "fill", fill, each.dtype)
     layer = Layer(options, _Shift(int(offset), fill), like_tokens=True, moves=offset != 0)
     where, axes = Where(segment_ids, positions, plan), Axes(mesh, batch_axis, head_axis)
@@ -92,25 +90,36 @@ class _Shift(NamedTuple):
     @jax.named_scope("cpd.shift")
     def __call__(self, options: Options, pieces: Pieces, x: Any, weights: tuple[()]) -> Any:
         offset, fill = self
-        size, width = pieces.begin.size, abs(offset)
-        rows = jax.tree.map(lambda x: x.reshape(size, *x.shape[2:]), pieces.arrange(x))
+        size, groups = pieces.begin.size, pieces.begin.shape
+        leaves, tree = jax.tree.flatten(pieces.arrange(x))
+        rows = [x.reshape(size, *x.shape[2:]) for x in leaves]
         source = _sources(pieces, offset)
-        halo = None
-        if width and pieces.world_size > 1:
-            halo = receive_halo(
-                options.exchange, pieces, rows, width, after=offset < 0, shifted=True
-            )
+        if offset and pieces.world_size > 1:
+            rows = _with_halo(options, pieces, rows, offset)
 
-        def shifted(x: Any, received: Any = None) -> Any:
-            if received is not None:
-                x = jnp.concatenate([x, received.reshape(-1, *x.shape[1:])])
+        def shifted(x: Array) -> Array:
             valid = (source >= 0).reshape(-1, *[1] * (x.ndim - 1))
             moved = x[jnp.maximum(source, 0)]
-            return jnp.where(valid, moved, jnp.asarray(fill, x.dtype))
+            moved = jnp.where(valid, moved, jnp.asarray(fill, x.dtype))
+            return moved.reshape(*groups, *x.shape[1:])
 
-        moved = jax.tree.map(shifted, rows, *([] if halo is None else [halo]))
-        groups = pieces.begin.shape
-        return pieces.restore(jax.tree.map(lambda x: x.reshape(*groups, *x.shape[1:]), moved))
+        return pieces.restore(tree.unflatten(map(shifted, rows)))
+
+
+def _with_halo(options: Options, pieces: Pieces, rows: list[Array], offset: int) -> list[Array]:
+    """Appends the halo: one exchange for all arrays that vary over the same mesh axes.
+
+    Beside others, an array would begin to vary over their axes.
+    """
+    whole = dict(enumerate(rows))
+    for axes in dict.fromkeys(map(varying_axes, rows)):
+        own = {i: x for i, x in enumerate(rows) if varying_axes(x) == axes}
+        halo = receive_halo(
+            options.exchange, pieces, own, abs(offset), after=offset < 0, shifted=True
+        )
+        for i, x in own.items():
+            whole[i] = jnp.concatenate([x, jax.lax.collapse(halo[i], 0, 2)])
+    return list(whole.values())
 
 
 def _sources(pieces: Pieces, offset: int) -> Array:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from jax_cp_dispatch._ranks.varying import vary_alike
+from jax_cp_dispatch._ranks.varying import vary_alike, vary_like
 from jax_cp_dispatch.sequence.chunks import Chunks, dot
 from jax_cp_dispatch.sequence.recurrence import Entry
 
@@ -73,8 +73,10 @@ def walk(
             u = u.at[at.where].add(-dot(steps.w[at.where], entry.state) * at.mask)
         remains = at.mask[:, :, -1] * into[at.where][:, :, -1]  # of pieces that reach the end
         where, born = jnp.stack(at.where), remains[..., None] * entry.state
-    start, u, kd, decay, born = vary_alike([jnp.zeros(shape, u.dtype), u, kd, decay, born])
-    return _scan((where, active, chunks.into, chunks.last), (start, u, w, kd, decay, born))
+    fixed = where, active, chunks.into, chunks.last
+    changing = jnp.zeros(shape, u.dtype), u, w, kd, decay, born
+    leaves, tree = jax.tree.flatten((fixed, changing))
+    return _scan(*tree.unflatten(vary_alike(leaves)))
 
 
 @jax.custom_vjp
@@ -105,7 +107,9 @@ def _scan(fixed, changing):
 
 def _scan_active(step, skip, active, start, xs, *, reverse=False):
     """Scans over chunks and skips those that are not active; `step` gets the index too."""
-    xs = jnp.arange(len(jax.tree.leaves(xs)[0]), dtype=jnp.int32), *xs
+    # In a branch nothing begins to vary: `jax.vmap` computes both, of operands that do already.
+    first = jax.tree.leaves(xs)[0]
+    xs = *vary_like([jnp.arange(len(first), dtype=jnp.int32)], first), *xs
     if active is None:
         return lax.scan(step, start, xs, reverse=reverse)
     chosen = lambda state, x: lax.cond(x[0], step, skip, state, x[1])

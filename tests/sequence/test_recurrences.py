@@ -1,5 +1,6 @@
 """Recurrences and all gradients equal loops over the tokens of each document, in every order."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -7,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import sequence_oracle as oracle
+from jax.sharding import AxisType
+from on_mesh import AXIS, mesh_of, permuted_mesh
 from orders import BATCHES, ORDERS, Order, packed
 
-from jax_cp_dispatch import sequence
+from jax_cp_dispatch import place_tokens, sequence, stack_plans
 
 NAMES = ("q", "k", "v", "log_decay", "beta")
 
@@ -95,6 +98,40 @@ def test_linear_attention(order, per_channel):
     inputs, g = draw(segment_ids, op="linear_attention", per_channel=per_channel)
     both = program("linear_attention", Order(order, segment_ids, 8))
     check(both, "linear_attention", inputs, g, segment_ids)
+
+
+@pytest.mark.parametrize("over", ["segment_ids", "plan"])
+def test_vmap_over_documents(over):
+    """Each example has documents, or a plan, of its own: one map over the rows of a batch."""
+    op, segment_ids = "gated_delta_rule", packed([[3, 7, -2, 4], [16]])
+    inputs, g = draw(segment_ids, op=op, per_channel=False, heads=(1, 1), size=2, columns=3)
+    placements = [place_tokens(segment_ids=ids[None], world_size=2) for ids in segment_ids]
+    given = {"axis_name": AXIS, "mesh": mesh_of(2), "batch_axis": (), "head_axis": ()}
+    documents = segment_ids if over == "segment_ids" else stack_plans([p.plan for p in placements])
+
+    def each(x, restore=False):
+        """Puts the rows in the order of their example."""
+        if over == "segment_ids":
+            return x
+        rows = [np.asarray(x)[i : i + 1] for i in range(len(placements))]
+        moved = (getattr(p, "restore" if restore else "apply") for p in placements)
+        return np.concatenate([move(row) for move, row in zip(moved, rows, strict=True)])
+
+    def example(tokens, documents):
+        tokens = {name: x[None] for name, x in tokens.items()}
+        where = {over: documents[None] if over == "segment_ids" else documents}
+        return sequence.gated_delta_rule(**tokens, **where, **given)[0]
+
+    @jax.jit
+    def run(tokens, g, documents):
+        out, pull = jax.vjp(lambda tokens: jax.vmap(example)(tokens, documents), tokens)
+        return out, pull(g)[0]
+
+    def both(tokens, g):
+        got = run(*jax.tree.map(each, (tokens, g)), documents)
+        return jax.tree.map(partial(each, restore=True), got)
+
+    check(both, op, inputs, g, segment_ids)
 
 
 @pytest.mark.parametrize("per_channel", [False, True])
@@ -195,6 +232,30 @@ def test_kernel_of_a_user(order, num_ranks):
     got = jax.jit(Order(order, segment_ids, num_ranks).on_ranks(layer))(x, ())
     sums = oracle.by_document(lambda x: np.cumsum(x, axis=0), segment_ids, x, like=x.shape)
     np.testing.assert_array_equal(got, sums)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_global_arrays_without_features(kind):
+    """[B, T] in and out, of a kernel of this package and of a user."""
+    segment_ids, rng = packed([[3, 6, -2, 5], [1, 15]]), np.random.default_rng()
+    mesh = permuted_mesh((2, 2), ("data", AXIS), kind)
+    x, log_decay = rng.normal(size=segment_ids.shape), -rng.random(segment_ids.shape)
+    given = {"axis_name": AXIS, "mesh": mesh, "segment_ids": segment_ids, "batch_axis": "data"}
+
+    @jax.jit
+    def run(x, log_decay):
+        summed = sequence.recurrence(x, RunningSum(), **given)
+        return sequence.linear_recurrence(x, log_decay, **given), summed
+
+    with jax.set_mesh(mesh):
+        got = run(*(x.astype(np.float32) for x in (x, log_decay)))
+    wanted = [np.zeros(x.shape) for _ in range(2)]
+    for row, a, b in oracle.documents(segment_ids):
+        of = (y[row, a:b] for y in (x, log_decay, x))
+        wanted[0][row, a:b] = oracle.linear_recurrence(*of)[0]
+        wanted[1][row, a:b] = np.cumsum(x[row, a:b])
+    for x, want in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(x, want, rtol=1e-5, atol=1e-5)
 
 
 def test_document_pieces_found_once_serve_checkpoint_and_scan_over_layers():

@@ -1,11 +1,12 @@
 """Invalid calls of layers beside attention: each is rejected before anything is compiled."""
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from on_mesh import AXIS, mesh_of
+from on_mesh import AXIS, mesh_of, permuted_mesh
 from refusals import check_names, check_rejected
 
 from jax_cp_dispatch import place_tokens, sequence
@@ -18,8 +19,25 @@ INTEGERS = np.zeros((1, 16, 4), np.int32)
 GATES = np.zeros((1, 16, 2), np.float32)
 IDS = np.ones((1, 16), np.int32)
 KERNEL = SimpleNamespace(summary=len, apply=len, run=len)
+OF_HEADS = permuted_mesh((1, 2), (AXIS, "tensor"))
 PLAN = place_tokens(segment_ids=IDS, world_size=1).plan
 OF_2, OF_3 = (place_tokens([[6 * n]], world_size=n).plan for n in (2, 3))
+
+
+@dataclasses.dataclass(frozen=True)
+class Returns:
+    """A kernel whose outputs have this shape."""
+
+    shape: tuple[int, ...]
+
+    def summary(self, inputs: Any) -> Any:
+        return inputs.sum((0, 1))
+
+    def apply(self, map_: Any, state: Any) -> Any:
+        return map_
+
+    def run(self, inputs: Any, states: Any, piece_ids: Any) -> Any:
+        return inputs.sum() + np.zeros(self.shape, np.float32)
 
 
 def call(op: str, **given: Any):
@@ -74,7 +92,14 @@ CASES = [
         lambda: shift(plan=OF_2, mesh=mesh_of(2)),
         "a rank holds 1 x 8 rows but the plan is for 1 x 6. Place the tokens of this batch",
     ),
+    ("shift", lambda: shift([TOKENS, 1]), "x is of type int; it needs to be an array"),
+    (
+        "shift",
+        lambda: shift([HEADS, TOKENS[..., :3]], mesh=OF_HEADS, head_axis="tensor"),
+        r"an array has shape \(1, 16, 3\) but head_axis .* has 2 devices.* Pass head_axis=\(\)",
+    ),
     ("causal_conv", lambda: conv(weight=np.zeros((3, 5))), "weight for each tap"),
+    ("causal_conv", lambda: conv(weight=np.zeros((0, 4))), "weight for each tap"),
     ("causal_conv", lambda: conv(bias=np.zeros(3)), "one value for each channel"),
     ("causal_conv", lambda: conv(segment_ids=IDS[:, :8]), "segment_ids has shape"),
     ("causal_conv", lambda: conv(segment_ids=IDS * 1.0), "needs to be integers"),
@@ -86,6 +111,12 @@ CASES = [
         "gated_delta_rule",
         lambda: delta(**dict.fromkeys("qk", np.zeros((1, 16, 3, 4), np.float32))),
         "v has 2 heads but k has 3, which must divide them",
+    ),
+    ("gated_delta_rule", lambda: delta(v=HEADS[:, :, :0]), "v has 0 heads but k has 2"),
+    (
+        "gated_delta_rule",
+        lambda: delta(**dict.fromkeys("qk", HEADS[..., :0])),
+        "heads of q and k have size 0; they need at least one feature",
     ),
     ("gated_delta_rule", lambda: delta(v=INTEGERS), "v has dtype int32"),
     ("gated_delta_rule", lambda: delta(beta=HEADS), "one number per head"),
@@ -102,6 +133,16 @@ CASES = [
     ),
     ("recurrence", lambda: recur(local=None), "local is of type NoneType, without summary"),
     ("recurrence", lambda: recur(inputs={}), "at least one such array"),
+    (
+        "recurrence",
+        lambda: recur(local=Returns((1, 8))),
+        r"returned arrays of shapes \[\(1, 8\)\] for rows \(1, 16\). Return \[G, rows",
+    ),
+    (
+        "recurrence",
+        lambda: recur(local=Returns((1, 16)), mesh=OF_HEADS, head_axis="tensor"),
+        r"an output is \[B, T\] but head_axis .* Return \[B, T, heads\], or pass head_axis=\(\)",
+    ),
     (
         "shift_documents",
         lambda: sequence.shift_documents(TOKENS, 1, segment_ids=IDS[0]),

@@ -138,6 +138,27 @@ def test_padding_of_tokens_that_the_ranks_do_not_divide(kind):
     np.testing.assert_array_equal(got[:, :-1], x[:, 1:])
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_shift_of_arrays_with_sharded_heads_beside_others(kind):
+    segment_ids, rng = packed([[3, 6, -2, 5]]), np.random.default_rng()
+    mesh = permuted_mesh((2, 2), (AXIS, "tensor"), kind)
+    given = {"axis_name": AXIS, "mesh": mesh, "batch_axis": (), "head_axis": "tensor"}
+    shapes = [segment_ids.shape, (*segment_ids.shape, 2)]
+    x, g = ([rng.integers(1, 9, s).astype(np.float32) for s in shapes] for _ in range(2))
+
+    @jax.jit
+    def both(x, g):
+        out, pull = jax.vjp(lambda x: sequence.shift(x, 1, segment_ids=segment_ids, **given), x)
+        return out, *pull(g)
+
+    with jax.set_mesh(mesh):
+        out, dx = both(x, g)
+    live = lambda x: np.where((segment_ids > 0).reshape(*shapes[0], *[1] * (x.ndim - 2)), x, 0)
+    back = lambda x: sequence.shift_documents(live(x), -1, segment_ids=segment_ids)
+    expected = sequence.shift_documents(x, 1, segment_ids=segment_ids), list(map(back, g))
+    jax.tree.map(np.testing.assert_array_equal, (out, dx), expected)
+
+
 def test_bfloat16_accumulates_in_float32():
     segment_ids = packed([[40, 24]])
     x, weights, _ = random_conv(segment_ids, np.random.default_rng(), width=8)

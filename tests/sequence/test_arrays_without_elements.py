@@ -1,0 +1,78 @@
+"""Layers of batches without rows, of rows without tokens, of tokens without channels or values."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from on_mesh import AXIS, mesh_of
+
+from jax_cp_dispatch import sequence
+
+SIZES = {"x": (3,), "heads": (2, 4), "v": (2, 3), "gates": (2,)}
+
+
+class Sum:
+    """A kernel that adds the sum of the document before the piece."""
+
+    def summary(self, inputs):
+        return inputs.sum((0, 1))
+
+    def apply(self, map_, state):
+        return map_ if state is None else state + map_
+
+    def run(self, inputs, states, piece_ids):
+        return inputs + states[jnp.minimum(piece_ids, len(states) - 1)]
+
+
+def arrays_of(batch, num_tokens, **without):
+    """Returns arrays [B, T, ...] and taps; `without`: sizes of the last axes, by name."""
+    shapes = {name: (*shape[:-1], without.get(name, shape[-1])) for name, shape in SIZES.items()}
+    rows = {name: (batch, num_tokens, *shape) for name, shape in shapes.items()}
+    arrays = {name: jnp.ones(shape, jnp.bfloat16) for name, shape in rows.items()}
+    return arrays | {"taps": jnp.ones((4, *shapes["x"]))}
+
+
+def layers(x, heads, v, gates, taps, **given):
+    """Returns the output of a layer of each kind, and an array of its shape and dtype."""
+    yield sequence.shift(x, 1, fill=1, **given), x
+    yield sequence.causal_conv(x, taps, **given), x
+    yield sequence.linear_recurrence(x, -x, **given), x
+    yield sequence.recurrence(x, Sum(), **given), x
+    yield sequence.gated_delta_rule(heads, heads, v, -gates, gates, **given), v
+
+
+def check(arrays, **given):
+    def loss(arrays):
+        found = list(layers(**arrays, **given))
+        assert all((y.shape, y.dtype) == (like.shape, like.dtype) for y, like in found)
+        outputs = [y for y, _ in found]
+        return sum(y.astype(jnp.float32).sum() for y in outputs), outputs
+
+    (value, outputs), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(arrays)
+    assert value == 0 and not any(y.size for y in outputs)
+    for name, x in arrays.items():
+        assert (gradients[name].shape, gradients[name].dtype) == (x.shape, x.dtype)
+        assert not gradients[name].any()
+
+
+@pytest.mark.parametrize("rows", [(0, 6), (2, 0)])
+def test_no_rows_and_no_tokens(rows):
+    ids = np.ones(rows, np.int32)
+    check(arrays_of(*rows), axis_name=AXIS, mesh=mesh_of(2), segment_ids=ids)
+
+
+def test_no_channels_and_no_values():
+    ids = np.array([[1, 1, 2, 2, 2, 2]])
+    check(arrays_of(1, 6, x=0, v=0), axis_name=AXIS, mesh=mesh_of(2), segment_ids=ids)
+
+
+def test_pieces_of_no_tokens():
+    def local(x, ids):
+        plan = sequence.document_pieces(ids, axis_name=AXIS)
+        return sequence.shift(x, 1, plan=plan, axis_name=AXIS)
+
+    x, ids = jnp.ones((1, 0, 3)), np.ones((1, 0), np.int32)
+    spec = P(None, AXIS)
+    run = jax.shard_map(local, mesh=mesh_of(2), in_specs=(spec, spec), out_specs=spec)
+    assert jax.jit(run)(x, ids).shape == x.shape
