@@ -35,7 +35,8 @@ std::string Describe(const std::string& op, const ErrorRecord& e, int num_ranks,
                 "positions of all ranks, but documents must be contiguous. For tokens in placed "
                 "order, pass algorithm='placed' with their plan; for tokens in zigzag order, "
                 "layout='zigzag'; for tokens in order, omit layout. Different documents need "
-                "different ids, or positions that start again.";
+                "different ids, or positions that start again. For SharedPrefix and Tree, whose "
+                "positions return to those of the prompt or of a parent, omit positions here.";
         break;
       }
       if (e.slot == 0 && e.expected == kernels::kWrongMask) {

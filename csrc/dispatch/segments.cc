@@ -194,7 +194,9 @@ Status CheckFingerprints(const std::string& op, const Ranks& ranks,
             "and positions of all ranks, but documents must be contiguous. For tokens ",
             "in placed order, pass algorithm='placed' with their plan; for tokens in ",
             "zigzag order, layout='zigzag'; for tokens in order, omit layout. Different ",
-            "documents need different ids, or positions that start again.");
+            "documents need different ids, or positions that start again. For SharedPrefix ",
+            "and Tree, whose positions return to those of the prompt or of a parent, omit ",
+            "positions here.");
       }
       if (i == 0 && expected == kWrongMask) {
         return Invalid(

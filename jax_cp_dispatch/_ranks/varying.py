@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
@@ -35,6 +36,21 @@ def _add_axes(array: ArrayLike, axes: frozenset[str]) -> Array:
 def varying_axes(array: ArrayLike) -> frozenset[str]:
     """Returns the mesh axes over which an array varies."""
     return frozenset(jax.typeof(array).manual_axis_type.varying)
+
+
+def whole_on_explicit_axes(arrays: Iterable[ArrayLike]) -> list[Array]:
+    """Returns arrays that no explicit mesh axis shards; their cotangents keep the sharding.
+
+    For a function of one device's arrays, whose custom derivative has results of unsharded types.
+    """
+    return [_whole(jnp.asarray(x)) for x in arrays]
+
+
+def _whole(x: Array) -> Array:
+    sharding = jax.typeof(x).sharding
+    if all(entry is None for entry in sharding.spec):
+        return x
+    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, P(*(None for _ in sharding.spec))))
 
 
 def mapped_axes() -> frozenset[str]:

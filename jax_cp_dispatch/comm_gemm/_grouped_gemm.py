@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
 from jax_cp_dispatch._ranks.implementations import check_implementation
-from jax_cp_dispatch._ranks.varying import vary_alike
+from jax_cp_dispatch._ranks.varying import vary_alike, whole_on_explicit_axes
 from jax_cp_dispatch.comm_gemm.engine.grouped import GroupedCall
 from jax_cp_dispatch.comm_gemm.layers.grouped import (
     bind_grouped,
@@ -110,7 +110,8 @@ def grouped_gemm(
     _check_scales(op, mode, num_groups, {"lhs": lhs_scale_inv, "rhs": rhs_scale_inv})
     if mode == ScalingMode.NO_SCALING:
         given = [x for x in (lhs, rhs, group_sizes, bias) if x is not None]
-        lhs, rhs, group_sizes, *rest = vary_alike(given)  # as their cotangents do
+        whole = whole_on_explicit_axes(given)
+        lhs, rhs, group_sizes, *rest = vary_alike(whole)  # as their cotangents do
         with reverse_mode_only(op):
             return gemm_of_groups(call, lhs, rhs, rest[0] if rest else None, group_sizes)
     return bind_grouped(call, lhs, rhs, bias, group_sizes, (lhs_scale_inv, rhs_scale_inv))

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from comm_gemm_cases import close, equal, integers, normal
 from hypothesis import given, strategies as st
-from jax.sharding import PartitionSpec as P
-from on_mesh import AXIS, mesh_of
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from on_mesh import AXIS, mesh_of, permuted_mesh
 from properties import examples
 from scaling_oracle import decode_byte
 
@@ -37,6 +37,22 @@ def products(lhs, rhs, sizes, bias=None):
 def products_of_rows(lhs, rhs, sizes):
     """[G, K, N]"""
     return np.stack([np.float64(lhs[rows]).T @ rhs[rows] for rows in slices(sizes)])
+
+
+def test_operands_that_explicit_axes_shard():
+    mesh = permuted_mesh((2, 2), ("a", "b"), AxisType.Explicit)
+    sizes = np.array([3, 5], np.int32)
+    values = integers(0, 8, K), integers(1, 2, K, N), integers(2, 2, N)
+    specs = P("a"), P("b", None, "a"), P(None, "b")
+    put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
+    operands = list(map(put, values, specs))
+    loss = lambda x, w, b: grouped_gemm(x, w, jnp.asarray(sizes), bias=b).sum()
+    total, gradients = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(*operands)
+    equal(total, products(*values[:2], sizes, values[2]).sum())
+    whole = jax.grad(loss, (0, 1, 2))(*map(jnp.asarray, values))
+    for got, expected, operand in zip(gradients, whole, operands, strict=True):
+        equal(got, expected)
+        assert jax.typeof(got) == jax.typeof(operand)
 
 
 @pytest.mark.parametrize("implementation", [None, "xla"])

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from comm_gemm_cases import K, N, equal, integers
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from on_mesh import permuted_mesh
 
 from jax_cp_dispatch import gemm
 
@@ -45,6 +47,24 @@ def test_plain_product_and_its_derivative(lhs, rhs, dims, text):
     for got, want in zip(gradients, pull(dy), strict=True):
         equal(got, want)
     equal(dbias, np.full(bias.shape, expected.size // bias.size))
+
+
+@pytest.mark.parametrize("specs", [(P("a"), P(None, "b")), (P("a", "b"), P()), (P(), P("b", "a"))])
+def test_operands_that_explicit_axes_shard(specs):
+    """The product is whole, as one device computes it; gradients are sharded like the operands."""
+    mesh = permuted_mesh((2, 2), ("a", "b"), AxisType.Explicit)
+    values = integers(0, 4, 8), integers(1, 8, 6)
+    put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
+    operands = list(map(put, values, specs))
+    bias = put(integers(2, 6), P("b"))
+    outs = jax.jit(lambda x, w, b: gemm(x, w, bias=b))(*operands, bias)
+    equal(outs, np.matmul(*values) + np.asarray(bias))
+    loss = lambda x, w, b: gemm(x, w, bias=b).sum() + gemm(x, w, bias=b, fuse_gelu=True)[1].sum()
+    gradients = jax.jit(jax.grad(loss, (0, 1, 2)))(*operands, bias)
+    want = jax.grad(lambda x, w, b: 2 * (x @ w + b).sum(), (0, 1, 2))(*values, np.asarray(bias))
+    for got, expected, operand in zip(gradients, want, (*operands, bias), strict=True):
+        equal(got, expected)
+        assert jax.typeof(got) == jax.typeof(operand)
 
 
 def test_plain_product_of_types():

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_cp_dispatch._dtypes import sum_dtype
-from jax_cp_dispatch._ranks.varying import vary_alike
+from jax_cp_dispatch._ranks.varying import vary_alike, whole_on_explicit_axes
 from jax_cp_dispatch.comm_gemm.engine.by_xla import values_of_operands
 from jax_cp_dispatch.comm_gemm.engine.call import GemmCall, GemmOperands, GemmResults
 from jax_cp_dispatch.comm_gemm.engine.primitive import bind_gemm
@@ -21,7 +21,8 @@ def gemm_of_one_device(call: GemmCall, **operands: Any) -> GemmResults:
     Differentiable without scales and without `grad`.
     """
     given = {name: x for name, x in operands.items() if x is not None}
-    arrays: Any = dict(zip(given, vary_alike(given.values()), strict=True))
+    whole = whole_on_explicit_axes(given.values())
+    arrays: Any = dict(zip(given, vary_alike(whole), strict=True))
     absent = GemmResults(*[None] * 7)
     if 0 in (*arrays["lhs"].shape, *arrays["rhs"].shape):
         return _of_nothing(call, GemmOperands.of(arrays))
