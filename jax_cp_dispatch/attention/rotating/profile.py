@@ -91,7 +91,10 @@ def _read_keywords(
     op: str, axis_name: str, given: dict[str, Any]
 ) -> tuple[Any, tuple[Any, ...], AttentionOptions]:
     """Returns the mask, segment ids and positions, and the options."""
-    exchange, documents = {"implementation", "deadline"}, ("segment_ids", "positions")
+    exchange, documents = (
+        {"implementation", "deadline", "num_comm_sm"},
+        ("segment_ids", "positions"),
+    )
     names = {"layout", "scale", "logit_soft_cap"}
     if unknown := given.keys() - names - exchange - {"mask", *documents}:
         raise TypeError(
