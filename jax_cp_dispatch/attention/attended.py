@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
@@ -10,7 +12,7 @@ from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.masks import MaskRanges
 from jax_cp_dispatch.planner.block_grid import document_ends, document_starts
 from jax_cp_dispatch.planner.fingerprint import order_fault
-from jax_cp_dispatch.planner.order import follows_rules, is_in_order
+from jax_cp_dispatch.planner.order import follows_rules, starts_in_order
 
 
 def attended_tokens(packed: PackedMask, shape: tuple[int, int]) -> MaskRanges:
@@ -20,23 +22,27 @@ def attended_tokens(packed: PackedMask, shape: tuple[int, int]) -> MaskRanges:
       packed: of the whole sequence, in order; without segment ids, each row is one document.
       shape: B and T.
     """
-    mask, num_tokens = packed.mask, shape[1]
-    token = jnp.arange(num_tokens, dtype=jnp.int32)
-    start, end = _edges(packed, shape)
-    ranges = mask.clipped(num_tokens).ranges(token[None], start, end)
-    return jax.tree.map(lambda x: jnp.where(start >= 0, x, 0), ranges)
+    return attended_in_order(packed, shape, False)[0]
 
 
-def order_of(packed: PackedMask, shape: tuple[int, int]) -> Int32[Array, ""]:
-    """Returns the `order_fault` of the tokens; arguments as in `attended_tokens`."""
+def attended_in_order(
+    packed: PackedMask, shape: tuple[int, int], checks_order: bool
+) -> tuple[MaskRanges, Int32[Array, ""] | None]:
+    """Returns `attended_tokens`, and the `order_fault` of the tokens if it is asked for."""
     mask, segment_ids, positions = packed
-    in_order = True if segment_ids is None else is_in_order(segment_ids, positions)
-    return order_fault(in_order, follows_rules(mask, *_edges(packed, shape)))
-
-
-def _edges(packed: PackedMask, shape: tuple[int, int]) -> tuple[Array, Array]:
-    """Returns the first column of the document of each token, -1 for padding, and its end."""
-    if packed.segment_ids is None:
-        return jnp.zeros(shape, jnp.int32), jnp.full(shape, shape[1], jnp.int32)
-    start = document_starts(packed.segment_ids, packed.positions)
-    return start, document_ends(start)
+    in_order: Any = True
+    if segment_ids is None:
+        start, end = jnp.zeros(shape, jnp.int32), jnp.full(shape, shape[1], jnp.int32)
+    else:
+        if checks_order:
+            start, in_order = starts_in_order(segment_ids, positions)
+        else:
+            start = document_starts(segment_ids, positions)
+        end = document_ends(start)
+    token = jnp.arange(shape[1], dtype=jnp.int32)
+    is_token = start >= 0
+    ranges = mask.clipped(shape[1]).ranges(token[None], start, end)
+    ranges = jax.tree.map(lambda x: jnp.where(is_token, x, 0), ranges)
+    if not checks_order:
+        return ranges, None
+    return ranges, order_fault(in_order, follows_rules(mask, start, end))

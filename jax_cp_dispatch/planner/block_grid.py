@@ -314,3 +314,13 @@ def divided(x: Int32[Array, "..."], divisor: int):
     x = x.astype(jnp.uint32)
     quotient, remainder = lax.div(x, np.uint32(divisor)), lax.rem(x, np.uint32(divisor))
     return quotient.astype(jnp.int32), remainder.astype(jnp.int32)
+
+
+def known_inside(
+    x: Shaped[Array | np.ndarray, "..."], index: Int32[Array, "..."], *, axis: int = 0
+) -> Shaped[Array, "..."]:
+    """Returns `jnp.take` of indices in [0, size); others would compile to more."""
+    x, place = jnp.asarray(x), jnp.asarray(index).astype(jnp.uint32)
+    if place.ndim == 0:
+        return lax.dynamic_index_in_dim(x, place, axis, False, allow_negative_indices=False)
+    return x.at[(slice(None),) * axis + (place,)].get(mode="promise_in_bounds")

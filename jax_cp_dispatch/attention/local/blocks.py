@@ -24,7 +24,7 @@ from jax_cp_dispatch.attention.local.query_ranges import (
     cut_query_ranges,
 )
 from jax_cp_dispatch.attention.local.rows import BlockIndex, block_of, to_rows
-from jax_cp_dispatch.planner.block_grid import running_sum
+from jax_cp_dispatch.planner.block_grid import divided, running_sum
 
 
 class KeyRanges(NamedTuple):
@@ -86,7 +86,7 @@ def cut_operands(options: PassOptions, q, k, v, ranges: RowRanges) -> BlockedOpe
 def attended_keys(start: Array, end: Array, num_keys: int) -> Array:
     """Returns which of the keys are in one of the ranges at least, bool `[B, num_keys]`."""
     B, used = start.shape[0], start < end
-    row = jnp.arange(B)[:, None]
+    row = jnp.arange(B, dtype=jnp.uint32)[:, None]
     step = used.astype(jnp.int32)
     edges = jnp.zeros((B, num_keys + 1), jnp.int32).at[row, start].add(step)
     edges = edges.at[row, end].add(-step)
@@ -104,8 +104,8 @@ def cut_ranges(
     end = of_heads(jnp.where(used, kv_end, 0))
     start = to_rows(start, num_groups, options.block_q, num_keys)[..., 0]
     end = to_rows(end, num_groups, options.block_q)[..., 0]
-    first = jnp.min(start, axis=-1) // options.block_kv
-    last = -(-jnp.max(end, axis=-1) // options.block_kv)
+    first, _ = divided(jnp.min(start, axis=-1), options.block_kv)
+    last, _ = divided(jnp.max(end, axis=-1) + options.block_kv - 1, options.block_kv)
     if queries is None:
         return KeyRanges(start, end, first, last)
     of_keys = cut_query_ranges(options, queries, used, q_shape, num_groups)
@@ -126,8 +126,8 @@ def each_query_block(options: PassOptions, one_block, carry, q):
     together = options.block_heads
 
     def body(number, carry):
-        index = BlockIndex(number // num_blocks * together, together, number % num_blocks)
-        return one_block(carry, index)
+        matrices, block = divided(number, num_blocks)
+        return one_block(carry, BlockIndex(matrices * together, together, block))
 
     return lax.fori_loop(0, num_matrices // together * num_blocks, body, carry)
 

@@ -13,8 +13,7 @@ def to_rows(x, num_groups, block, fill: int | float = 0):
     """`[B, L, K*G, F] -> [B*K, num_blocks, G*block, F]`; pads the last block with `fill`."""
     B, L, N, F = x.shape
     num_blocks = -(-L // block)
-    widths = ((0, 0), (0, num_blocks * block - L), (0, 0), (0, 0))
-    x = jnp.pad(x, widths, constant_values=fill)
+    x = with_rows(x, num_blocks * block, 1, fill)
     x = x.reshape(B, num_blocks, block, num_groups, N // num_groups, F)
     x = jnp.transpose(x, (0, 3, 1, 4, 2, 5))
     return x.reshape(B * num_groups, num_blocks, -1, F)
@@ -27,6 +26,15 @@ def from_rows(x, shape, num_groups):
     heads = N // num_groups
     x = x.reshape(B, num_groups, num_blocks, heads, rows // heads, F)
     return jnp.transpose(x, (0, 2, 4, 1, 3, 5)).reshape(B, -1, N, F)[:, :L]
+
+
+def with_rows(x, num_rows: int, axis: int, fill: int | float = 0):
+    """Pads the end of an axis; JAX would compile a padding of nothing too."""
+    missing = num_rows - x.shape[axis]
+    if not missing:
+        return x
+    widths = [(0, missing if a == axis else 0) for a in range(x.ndim)]
+    return jnp.pad(x, widths, constant_values=fill)
 
 
 class BlockIndex(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -86,6 +87,7 @@ def fingerprint_of_call(
     return rank_fingerprint(plan.fingerprint, rank, segment_ids, positions, mask)
 
 
+@partial(jax.jit, static_argnums=(0, 1))  # equal calls of a program are traced and lowered once
 def attend_rows(
     attend: Callable[..., Any],
     options: AttentionOptions,

@@ -6,9 +6,12 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Bool, Int, Shaped
 
+from jax_cp_dispatch.attention.local.rows import with_rows
 from jax_cp_dispatch.attention.rotating.layout import SequenceLayout
+from jax_cp_dispatch.planner.block_grid import known_inside
 
 
 class Chunking(NamedTuple):
@@ -44,8 +47,7 @@ class Chunking(NamedTuple):
         C, P = self.num_chunks, self.layout.num_blocks
         B, _, K, H = x.shape
         x = x.reshape(B, P, self.layout.block_rows, K, H)
-        short = C * self.piece_rows - self.layout.block_rows
-        x = jnp.pad(x, ((0, 0), (0, 0), (0, short), (0, 0), (0, 0)))
+        x = with_rows(x, C * self.piece_rows, 2)
         x = x.reshape(B, P, C, self.piece_rows, K, H)
         return jnp.transpose(x, (2, 0, 4, 1, 3, 5)).reshape(C, B * K, self.chunk_rows, H)
 
@@ -60,10 +62,10 @@ class Chunking(NamedTuple):
 
     def key_order(self, source: Int[Array, " C"], chunk: Int[Array, " C"]) -> KeyOrder:
         """Returns the order if each slot holds chunk `chunk[slot]` of rank `source[slot]`."""
-        first = chunk[:, None] * self.piece_rows
-        start = jnp.asarray(self.layout.starts)[source] + first
-        length = jnp.asarray(self.layout.lengths)[source] - first
-        return KeyOrder(self, start.reshape(-1), jnp.clip(length, 0, self.piece_rows).reshape(-1))
+        rows, first = np.int32(self.piece_rows), chunk[:, None] * self.piece_rows
+        blocks = known_inside(np.stack([self.layout.starts, self.layout.lengths], 1), source)
+        start, length = blocks[:, 0] + first, lax.clamp(np.int32(0), blocks[:, 1] - first, rows)
+        return KeyOrder(self, start.reshape(-1), length.reshape(-1))
 
 
 class KeyOrder(NamedTuple):
@@ -84,7 +86,8 @@ class KeyOrder(NamedTuple):
         """Returns the ordered rows that hold the tokens [start, end) of the sequence."""
 
         def tokens_before(token):
-            inside = jnp.clip(token[..., None] - self.start[None, None], 0, self.length[None, None])
+            inside = jnp.maximum(token[..., None] - self.start[None, None], 0)
+            inside = jnp.minimum(inside, self.length[None, None])
             return jnp.sum(inside, axis=-1, dtype=jnp.int32)
 
         return tokens_before(start), tokens_before(end)
@@ -102,8 +105,8 @@ class KeyOrder(NamedTuple):
         """Orders the rows as S = `num_rows` rows; rows after the last token repeat any token."""
         x = jnp.swapaxes(x, 0, 1).reshape(x.shape[1], -1, x.shape[3])
         if self.chunking.is_in_order:
-            return jnp.pad(x, ((0, 0), (0, num_rows - x.shape[1]), (0, 0)))
-        return x[:, self._slot_rows(num_rows)]
+            return with_rows(x, num_rows, 1)
+        return known_inside(x, self._slot_rows(num_rows), axis=1)
 
     def in_slots(self, x: Shaped[Array, "M S H"]) -> Shaped[Array, "C M chunk_rows H"]:
         """The inverse of `in_order`; padding rows of a piece become zero."""
@@ -119,13 +122,13 @@ class KeyOrder(NamedTuple):
         """Maps each ordered row to its row in slots; rows after the last token map to any row."""
         rows, num_pieces = self.chunking.piece_rows, self.start.size
         order = jnp.argsort(self.start).astype(jnp.int32)
-        length = self.length[order]
+        length = known_inside(self.length, order)
         end = jnp.cumsum(length, dtype=jnp.int32)
         row = jnp.arange(num_rows, dtype=jnp.int32)
         piece = jnp.searchsorted(end, row, side="right", method="compare_all")
         piece = jnp.minimum(piece, num_pieces - 1)
-        within = jnp.minimum(row - (end - length)[piece], rows - 1)
-        return order[piece] * rows + within
+        within = jnp.minimum(row - known_inside(end - length, piece), rows - 1)
+        return known_inside(order, piece) * rows + within
 
     def _ordered_rows(self) -> tuple[Int[Array, " S"], Bool[Array, " S"]]:
         """Maps each row in slots to its ordered row, and says whether it holds a token."""

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
+from jax_cp_dispatch.planner.block_grid import known_inside
+
 
 def zigzag_permutation(
     num_tokens: int, num_ranks: int, *, inverse: bool = False
@@ -80,7 +82,7 @@ class SequenceLayout(NamedTuple):
     def positions(self, rank):
         """Returns the token in each row of a rank, -1 for padding; int32 [num_rows]."""
         row = jnp.arange(self.block_rows, dtype=jnp.int32)[None]
-        start, length = jnp.asarray(self.starts)[rank], jnp.asarray(self.lengths)[rank]
+        start, length = known_inside(np.stack([self.starts, self.lengths], 1), rank)
         return jnp.where(row < length[:, None], start[:, None] + row, -1).reshape(-1)
 
 

@@ -20,6 +20,7 @@ from jax_cp_dispatch.attention.rotating.communication import (
     reverse,
     routes_of_cycles,
 )
+from jax_cp_dispatch.planner.block_grid import divided, known_inside
 
 
 class HeldChunks(NamedTuple):
@@ -79,10 +80,11 @@ class CycleSchedule(NamedTuple):
         return len(self.rows)
 
     def held(self, rank, step):
-        rows = np.array(self.rows, np.int32)
-        place = jnp.asarray(np.argsort(rows, axis=1).astype(np.int32))[:, rank]
-        chunk = jnp.arange(self.num_chunks, dtype=jnp.int32)
-        return HeldChunks(jnp.asarray(rows)[chunk, (place - step) % self.num_ranks], chunk)
+        rows, n = np.array(self.rows, np.int32), self.num_ranks
+        place = known_inside(np.argsort(rows, axis=1).astype(np.int32).T, rank)
+        _, source = divided(place + n - step, n)
+        chunk = np.arange(self.num_chunks, dtype=np.int32)
+        return HeldChunks(known_inside(rows.reshape(-1), source + n * chunk), jnp.asarray(chunk))
 
     def fetch_keys(self, exchange, own, held, step, fingerprint=None):
         return move_chunks(exchange, held, routes_of_cycles(self.rows), fingerprint)
@@ -114,12 +116,14 @@ class DirectSchedule(NamedTuple):
 
     def _chunks(self, step):
         """Returns the chunk in each slot at `step` >= 1."""
-        return (jnp.arange(self.num_chunks, dtype=jnp.int32) + 1 - step) % self.num_chunks
+        first = np.arange(self.num_chunks, dtype=np.int32) + 1 + self.num_chunks
+        return divided(jnp.asarray(first) - step, self.num_chunks)[1]
 
     def held(self, rank, step):
         slot = jnp.arange(self.num_chunks, dtype=jnp.int32)
         is_own = jnp.asarray(step) == 0
-        source = jnp.where(is_own, rank, (rank - 1 - slot) % self.num_ranks)
+        _, peer = divided(rank + self.num_ranks - 1 - slot, self.num_ranks)
+        source = jnp.where(is_own, rank, peer)
         return HeldChunks(source, jnp.where(is_own, slot, self._chunks(step)))
 
     def fetch_keys(self, exchange, own, held, step, fingerprint=None):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,12 +16,13 @@ from jax_cp_dispatch._arguments import is_on_host
 from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch._ranks.varying import vary_alike
 from jax_cp_dispatch._residuals import named_context
-from jax_cp_dispatch.attention.attended import attended_tokens, order_of
+from jax_cp_dispatch.attention.attended import attended_in_order
 from jax_cp_dispatch.attention.gather import gather_sequence
 from jax_cp_dispatch.attention.latents import shapes_of_keys
 from jax_cp_dispatch.attention.local.blocks import accumulator, attended_keys
 from jax_cp_dispatch.attention.local.options import LocalOptions, blocks_of_ranks
 from jax_cp_dispatch.attention.local.query_ranges import KeyQueries
+from jax_cp_dispatch.attention.local.rows import with_rows
 from jax_cp_dispatch.attention.operands import Operands, Outputs
 from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.attention.packed_mask import PackedMask
@@ -36,6 +38,7 @@ from jax_cp_dispatch.attention.rotating.layout import (
 )
 from jax_cp_dispatch.attention.rotating.schedules import Schedule
 from jax_cp_dispatch.masks import Mask, MaskRanges
+from jax_cp_dispatch.planner.block_grid import known_inside
 from jax_cp_dispatch.planner.documents import from_segment_ids
 from jax_cp_dispatch.planner.query_table import check_mask_of_documents
 from jax_cp_dispatch.planner.segment_ids import read_documents
@@ -90,6 +93,7 @@ class ShardedSequence:
         return make(self.num_ranks, num_tokens)
 
 
+@partial(jax.jit, static_argnums=0)  # equal calls of a program are traced and lowered once
 def attend_sequence(
     sequence: ShardedSequence,
     operands: Operands,
@@ -127,8 +131,8 @@ def empty_outputs(options: AttentionOptions, operands: Operands) -> Outputs:
 
 def to_layout(sequence: ShardedSequence, rotation: Rotation, arrays):
     """Arranges this rank's rows for the rotation: padded blocks, in zigzag order if needed."""
-    missing = rotation.layout.num_rows - arrays[0].shape[1]  # 1 if halves are uneven, otherwise 0
-    arrays = tuple(jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0))) for x in arrays)
+    num_rows = rotation.layout.num_rows  # one more than there are if halves are uneven
+    arrays = tuple(with_rows(x, num_rows, 1) for x in arrays)
     if sequence.rearranges:
         arrays = named_context(_to_zigzag(sequence.options.exchange, arrays))
     return arrays
@@ -154,11 +158,10 @@ def token_ranges(
     if sequence.options.layout == "zigzag":
         order = zigzag_permutation(num_tokens, sequence.num_ranks, inverse=True)
         packed = jax.tree.map(lambda x: x[:, order], packed)
-    seen = attended_tokens(packed, (B, num_tokens))
+    checks_order = sequence.options.checks_order and bool(jax.tree.leaves(packed))
+    seen, fault = attended_in_order(packed, (B, num_tokens), checks_order)
     token = rotation.layout.positions(lax.axis_index(exchange.axis_name))
-    ranges = ranges_of_rows(packed.mask, seen, token)
-    if sequence.options.checks_order and jax.tree.leaves(packed):
-        ranges = ranges._replace(fault=order_of(packed, (B, num_tokens)))
+    ranges = ranges_of_rows(packed.mask, seen, token)._replace(fault=fault)
     leaves, tree = jax.tree.flatten(ranges)
     leaves = named_context(vary_alike(leaves, also=sequence.options.exchange.axis_names))
     return tree.unflatten(leaves)
@@ -166,7 +169,8 @@ def token_ranges(
 
 def ranges_of_rows(mask: Mask, seen: MaskRanges, token: Any) -> TokenRanges:
     """Returns what the rows of `token` see, of what all tokens see; token -1 pads a block."""
-    of_rows = lambda x: jnp.where(token >= 0, x[:, token], 0)
+    is_row, column = token >= 0, jnp.maximum(token, 0)
+    of_rows = lambda x: jnp.where(is_row, known_inside(x, column, axis=1), 0)
     ranges = TokenRanges(of_rows(seen.k_start), of_rows(seen.k_end))
     if mask.has_arrays:
         is_key = attended_keys(seen.k_start, seen.k_end, seen.k_start.shape[1])

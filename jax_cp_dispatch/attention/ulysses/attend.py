@@ -14,7 +14,7 @@ from jax_cp_dispatch._dtypes import sum_dtype
 from jax_cp_dispatch._ranks.axis import num_ranks_here
 from jax_cp_dispatch._ranks.varying import vary_alike, vary_like
 from jax_cp_dispatch._residuals import named_context, named_context_received
-from jax_cp_dispatch.attention.attended import attended_tokens, order_of
+from jax_cp_dispatch.attention.attended import attended_in_order
 from jax_cp_dispatch.attention.gather import gather_sequence
 from jax_cp_dispatch.attention.kv_heads import kv_copies
 from jax_cp_dispatch.attention.local.api import local_attention, local_attention_backward
@@ -65,13 +65,21 @@ def attend_ulysses(options: AttentionOptions, operands: Operands, packed: Packed
     op, exchange = options.op, options.exchange
     instead = "context_parallel_attention(..., algorithm='ulysses')"
     num_ranks = num_ranks_here(op, exchange.axis_name, instead)
-    B, T, N, _ = operands.q.shape
+    N = operands.q.shape[2]
     check_heads(op, N, num_ranks)
-    if B * T == 0:
-        return empty_outputs(options, operands)
-    operands = operands.varying(exchange)
     heads = HeadExchange(exchange, num_ranks, options.layout)
     call = _Call(options, heads, kv_copies(N, operands.k.shape[2], num_ranks))
+    return _attend_whole(call, operands, packed)
+
+
+@partial(jax.jit, static_argnums=0)  # equal calls of a program are traced and lowered once
+def _attend_whole(call: _Call, operands: Operands, packed: PackedMask) -> Outputs:
+    """Computes attention of this rank's rows; the arguments are checked."""
+    options, heads = call.options, call.heads
+    B, T = operands.q.shape[:2]
+    if B * T == 0:
+        return empty_outputs(options, operands)
+    operands = operands.varying(options.exchange)
     ranges, fault = token_ranges(options, heads, packed, (B, T))
     leaves, tree = jax.tree.flatten((operands, ranges, fault))
     return _attend(call, *tree.unflatten(vary_alike(leaves)))
@@ -99,10 +107,8 @@ def token_ranges(
     if heads.layout == "zigzag":
         order = zigzag_permutation(num_tokens, heads.num_ranks, inverse=True)
         packed = jax.tree.map(lambda x: x[:, order], packed)
-    fault, whole = None, (shape[0], num_tokens)
-    if options.checks_order and jax.tree.leaves(packed):
-        fault = order_of(packed, whole)
-    found = attended_tokens(packed, whole), fault
+    checks_order = options.checks_order and bool(jax.tree.leaves(packed))
+    found = attended_in_order(packed, (shape[0], num_tokens), checks_order)
     leaves, tree = jax.tree.flatten(found)
     return tree.unflatten(named_context(vary_alike(leaves, also=heads.exchange.axis_names)))
 
