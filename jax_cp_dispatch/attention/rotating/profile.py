@@ -91,10 +91,8 @@ def _read_keywords(
     op: str, axis_name: str, given: dict[str, Any]
 ) -> tuple[Any, tuple[Any, ...], AttentionOptions]:
     """Returns the mask, segment ids and positions, and the options."""
-    exchange, documents = (
-        {"implementation", "deadline", "num_comm_sm"},
-        ("segment_ids", "positions"),
-    )
+    exchange = {"implementation", "deadline", "num_comm_sm"}
+    documents = ("segment_ids", "positions")
     names = {"layout", "scale", "logit_soft_cap"}
     if unknown := given.keys() - names - exchange - {"mask", *documents}:
         raise TypeError(
