@@ -317,7 +317,10 @@ def divided(x: Int32[Array, "..."], divisor: int):
 
 
 def known_inside(
-    x: Shaped[Array | np.ndarray, "..."], index: Int32[Array, "..."], *, axis: int = 0
+    x: Shaped[Array | np.ndarray, "..."],
+    index: Integer[Array | np.ndarray, "..."] | int,
+    *,
+    axis: int = 0,
 ) -> Shaped[Array, "..."]:
     """Returns `jnp.take` of indices in [0, size); others would compile to more."""
     x, place = jnp.asarray(x), jnp.asarray(index).astype(jnp.uint32)
