@@ -19,9 +19,9 @@ def chosen(
 
 
 class At(NamedTuple):
-    """Places in arrays: indices of some axes, which are in bounds."""
+    """Places in arrays: their indices in some axes, which are in bounds."""
 
-    index: Int32[Array, "P axes"]
+    places: Int32[Array, "P axes"]
     axes: tuple[int, ...]
 
     def take(self, x: Shaped[Array, "..."]) -> Shaped[Array, "P ..."]:
@@ -29,10 +29,10 @@ class At(NamedTuple):
         offset = tuple(range(1, 1 + x.ndim - len(self.axes)))
         numbers = lax.GatherDimensionNumbers(offset, self.axes, self.axes)
         sizes = tuple(1 if i in self.axes else n for i, n in enumerate(x.shape))
-        return lax.gather(x, self.index, numbers, sizes, mode="promise_in_bounds")
+        return lax.gather(x, self.places, numbers, sizes, mode="promise_in_bounds")
 
     def add(self, x: Shaped[Array, "..."], y: Shaped[Array, "P ..."]) -> Shaped[Array, "..."]:
         """Adds to what is there."""
         window = tuple(range(1, 1 + x.ndim - len(self.axes)))
         numbers = lax.ScatterDimensionNumbers(window, self.axes, self.axes)
-        return lax.scatter_add(x, self.index, y, numbers, mode="promise_in_bounds")
+        return lax.scatter_add(x, self.places, y, numbers, mode="promise_in_bounds")

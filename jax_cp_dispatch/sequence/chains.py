@@ -57,8 +57,8 @@ class CutPieces:
     def ids(self) -> Int32[Array, "G L"]:
         """Returns a number for each row: 0 for padding, 1, ..., P for `later`, more for others."""
         pieces, slot = self.pieces, self.pieces.slots(self.later)
-        fresh = jnp.where(pieces.is_token, pieces.begin + pieces.num_slots + 1, 0)
-        return jnp.where(slot > 0, slot, fresh)
+        fresh = only_where(pieces.is_token, pieces.begin + pieces.num_slots + 1)
+        return chosen(slot > 0, slot, fresh)
 
     @property
     def later_ids(self) -> Int32[Array, " P"]:
@@ -152,7 +152,7 @@ def _links(cuts: CutPieces) -> _Links:
     counts = jnp.concatenate([counts, counts.sum(1, keepdims=True, dtype=jnp.uint32)], 1)
     moves = (rows >= 0) & sent[..., None]
     dst_rank = jnp.where(moves, np.arange(world_size, dtype=np.int32), -1)
-    dst_offset = jnp.where(moves, rows, 0).astype(jnp.uint32)
+    dst_offset = only_where(moves, jnp.stack([rows, rows])).astype(jnp.uint32)
     first, others = (
         Metadata(
             dst_rank=dst_rank[i],

@@ -37,29 +37,29 @@ class Span(NamedTuple):
 
     Attributes:
       first, last: its first and last chunk.
-      index: of the one of them where a state enters or leaves it, and of its group of rows.
+      places: the one of them where a state enters or leaves it, and its group of rows.
       row: its last row, in its chunk.
       used: whether there is such a piece.
-      mask: 1 for its rows in the chunk `index`.
+      mask: 1 for its rows in that chunk.
     """
 
     first: Int32[Array, " P"]
     last: Int32[Array, " P"]
-    index: Int32[Array, "P 2"]
+    places: Int32[Array, "P 2"]
     row: Int32[Array, " P"]
     used: Bool[Array, " P"]
     mask: Float[Array, "P 1 C 1"]
 
     def chunk(self) -> At:
-        """Returns where arrays [n, G, ...] have what belongs to the chunk `index` of each piece."""
-        return At(self.index, (0, 1))
+        """Returns where arrays [n, G, ...] have what belongs to the chunk of each piece."""
+        return At(self.places, (0, 1))
 
     def last_row(self) -> At:
         """Returns where arrays [n, G, N, C, ...] have what belongs to the last row of each piece.
 
-        If `index` is that of the last chunk.
+        If the chunk in `places` is the last one.
         """
-        return At(jnp.concatenate([self.index, self.row[:, None]], 1), (0, 1, 3))
+        return At(jnp.concatenate([self.places, self.row[:, None]], 1), (0, 1, 3))
 
     def is_active(self, num_chunks: int) -> Bool[Array, " n"]:
         """Returns which chunks hold rows of these pieces."""
@@ -124,11 +124,11 @@ class Chunks:
         # Unsigned division would be several operations: chunks have a power of two of rows.
         first = own.row - group * self.num_rows
         last = jnp.maximum(first + own.length - 1, 0)
-        chunks = [x >> int(size).bit_length() - 1 for x in (first, last)]
-        index = jnp.stack([chunks[int(at_last)], group], 1)
-        mask = (At(index, (0, 1)).take(self.ids) == ids[:, None]) & own.used[:, None]
+        first, end = (x >> int(size).bit_length() - 1 for x in (first, last))
+        places = jnp.stack([end if at_last else first, group], 1)
+        mask = (At(places, (0, 1)).take(self.ids) == ids[:, None]) & own.used[:, None]
         mask = mask[:, None, :, None].astype(self.into.dtype)
-        return Span(*chunks, index, last & size - 1, own.used, mask)
+        return Span(first, end, places, last & size - 1, own.used, mask)
 
     def rows_between(
         self, first: Int32[Array, " P"], last: Int32[Array, " P"]

@@ -16,7 +16,6 @@ from jaxtyping import Array, Float
 
 from jax_cp_dispatch._residuals import named_pairs
 from jax_cp_dispatch.sequence.chunks import dot
-from jax_cp_dispatch.sequence.inverse import pairs_of_halves
 
 
 class Decays(NamedTuple):
@@ -110,14 +109,15 @@ _channel_scores.defvjp(_channel_scores_forward, _channel_scores_backward)
 def _levels(size: int, dtype: Any) -> tuple[Float[Array, "n C C"], Float[Array, "n C C"]]:
     """Returns, for blocks of 2, 4, ... rows, the rows between the middle and each row, and pairs.
 
-    The pairs are those of `pairs_of_halves`.
+    The pairs have a row in the right half of a block and a key in its left half. Every pair below
+    the diagonal is in one level.
     """
     row, column = np.indices((size, size))
-    pairs = np.stack(list(pairs_of_halves(size)))
-    half = 2 ** np.arange(len(pairs))[:, None, None]
+    half = 2 ** np.arange(size.bit_length() - 1)[:, None, None]
     middle = row // (2 * half) * 2 * half + half
     right = (middle <= column) & (column <= row)
     inside = np.where(row >= middle, right, (row < column) & (column < middle))
+    pairs = (row >= middle) & (column < middle) & (column >= middle - half)
     return jnp.asarray(inside, dtype), jnp.asarray(pairs, dtype)
 
 

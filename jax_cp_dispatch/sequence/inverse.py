@@ -1,25 +1,14 @@
 """The inverse of unit lower triangular matrices, by blocks."""
 
-from collections.abc import Iterator
-
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
 from jax_cp_dispatch.sequence.chunks import dot
 
-
-def pairs_of_halves(size: int) -> Iterator[np.ndarray]:
-    """Yields the pairs with a row in the right half of a block and a column in its left half.
-
-    For blocks of 2, 4, ... rows. Every pair below the diagonal is in one of these sets.
-    """
-    row, column = np.indices((size, size))
-    half = 1
-    while half < size:
-        same_block = row // (2 * half) == column // (2 * half)
-        yield same_block & (row % (2 * half) >= half) & (column % (2 * half) < half)
-        half *= 2
+# Matrices below this size are multiplied as sums: XLA makes a call of each product of a batch.
+_SMALL = 8
 
 
 @jax.custom_jvp
@@ -29,14 +18,28 @@ def inverse_of_unit_lower(a: Float[Array, "*batch C C"]) -> Float[Array, "*batch
     By diagonal blocks of size 1, 2, 4, ...: each is the inverse of a diagonal block of I + a, so it
     stays as small as the result. (Products of powers, by doubling, lose all digits if keys repeat.)
     """
-    out = np.eye(a.shape[-1], dtype=a.dtype)
-    for i, pairs in enumerate(pairs_of_halves(a.shape[-1])):
-        below = a * pairs.astype(a.dtype)
-        out = out - (dot(dot(out, below), out) if i else below)
-    return jax.numpy.broadcast_to(out, a.shape)
+    below, diagonal = [], a[..., None, :, :]  # of blocks [..., n, size, size], n = 1, 2, 4, ...
+    while (half := diagonal.shape[-1] // 2) > 1:
+        below.append(diagonal[..., half:, :half])
+        halves = diagonal[..., :half, :half], diagonal[..., half:, half:]
+        diagonal = jnp.stack(halves, -3).reshape(*a.shape[:-2], -1, half, half)
+    out = np.eye(diagonal.shape[-1], dtype=a.dtype) - diagonal
+    for block in reversed(below):
+        pairs = out.reshape(*block.shape[:-2], 2, *out.shape[-2:])
+        left, right = pairs[..., 0, :, :], pairs[..., 1, :, :]
+        lower = -_product(_product(right, block), left)
+        upper = jnp.concatenate([left, jnp.zeros_like(left)], -1)
+        out = jnp.concatenate([upper, jnp.concatenate([lower, right], -1)], -2)
+    return out[..., 0, :, :]
 
 
 @inverse_of_unit_lower.defjvp
 def _jvp(primals, tangents):
     inverse = inverse_of_unit_lower(*primals)
     return inverse, -dot(dot(inverse, tangents[0]), inverse)
+
+
+def _product(a: Array, b: Array) -> Array:
+    if a.shape[-1] < _SMALL:
+        return (a[..., None] * b[..., None, :, :]).sum(-2)
+    return dot(a, b)

@@ -16,6 +16,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int32, PyTree, Shaped
 
 from jax_cp_dispatch.planner.block_grid import running_max
+from jax_cp_dispatch.sequence.arrays import only_where
 
 
 class Cuts(NamedTuple):
@@ -52,11 +53,10 @@ class Cuts(NamedTuple):
     def on_rank(self, rank: Any, num_slots: int) -> Cuts:
         """Returns those of one rank by their slots, arrays [P]."""
         slot = jnp.where(self.used & (self.rank == rank), self.slot, num_slots)
-        table = np.tile(np.int32([-1, *[0] * (len(self) - 1)]), (num_slots, 1))
-        columns = (
-            jnp.asarray(table.T).at[:, slot.astype(jnp.uint32)].set(jnp.stack(self), mode="drop")
-        )
-        return Cuts._make(lax.index_in_dim(columns, i, keepdims=False) for i in range(len(self)))
+        none = np.zeros((len(self), num_slots), np.int32)
+        none[0] = -1
+        table = jnp.asarray(none).at[:, slot.astype(jnp.uint32)].set(jnp.stack(self), mode="drop")
+        return Cuts._make(lax.index_in_dim(table, i, keepdims=False) for i in range(len(self)))
 
 
 @jax.tree_util.register_dataclass
@@ -147,4 +147,4 @@ class Pieces:
         row = jnp.where(own.used, own.row, size).astype(jnp.uint32)
         at = jnp.zeros(size, jnp.int32).at[row].set(number, mode="drop")
         begin = jnp.maximum(self.begin, 0).astype(jnp.uint32)
-        return jnp.where(self.is_token, at.at[begin].get(mode="promise_in_bounds"), 0)
+        return only_where(self.is_token, at.at[begin].get(mode="promise_in_bounds"))

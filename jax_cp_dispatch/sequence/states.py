@@ -7,6 +7,7 @@ the derivatives behind its pieces, each rank computes its gradients in one pass 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -109,10 +110,8 @@ def _carry_backward(saved, gradients):
     dkd = dinto = 0
     if links is not None:
         at = links.earlier.chunk()
-        of_rows = _if_used(
-            links.later, lambda: _entering_gradient(steps, chunks, links, dstates, dnew), dentering
-        )
-        (g,) = pull(dentering + of_rows)
+        of_rows = lambda: _entering_gradient(steps, chunks, links, dstates, dnew)
+        (g,) = pull(dentering + _if_any(links.later.used, of_rows, dentering))
         before, decay, keys, added, is_inside = links.behind(steps, states, new, entering)
         dnew = at.add(dnew, dot(keys, g))
         dstates = at.add(dstates, only_where(~is_inside, decay * g))
@@ -139,28 +138,31 @@ def _carry_backward(saved, gradients):
 _carry.defvjp(_carry_forward, _carry_backward)
 
 
-def _maps(steps: Steps, chunks: Chunks, links: Links) -> tuple[Array, Array]:
-    """Returns the maps of `earlier`, from S to product S + added: in one walk, if there are any.
+def _maps(steps: Steps, chunks: Chunks, links: Links) -> tuple[Any, Array]:
+    """Returns the maps of `earlier`, from S to product S + added: of walks where there are any.
 
     If rows read, the product is the state from the identity if rows add nothing.
     """
-    num_columns, size = steps.u.shape[-1], steps.kd.shape[-1]
-    shape = len(links.earlier.used), steps.u.shape[2], size, num_columns
-    (start,) = vary_like([jnp.zeros(shape, steps.u.dtype)], steps.u)
-    if steps.w is not None:
-        identity = jnp.broadcast_to(np.eye(size, dtype=start.dtype), (*shape[:3], size))
-        start = jnp.concatenate([start, only_where(links.cuts.follows, identity)], -1)
-    active = links.earlier.is_active(len(chunks.ids))
+    earlier, follows = links.earlier, links.cuts.follows
+    size, lead = steps.kd.shape[-1], (len(follows), steps.u.shape[2])
 
-    def behind() -> Array:
-        entered = None if steps.w is None else links.later
-        states, new = walk(steps, chunks, entered, start, active=active)
-        before, decay, keys, new, _ = links.behind(steps, states, new, start)
-        return decay * before + dot(across(keys), new)
+    def behind(used: Array, steps: Steps, entering: Array, later: Span | None) -> Array:
+        def walked() -> Array:
+            active = earlier._replace(used=used).is_active(len(chunks.ids))
+            states, new = walk(steps, chunks, later, entering, active=active)
+            before, decay, keys, new, _ = links.behind(steps, states, new, entering)
+            return decay * before + dot(across(keys), new)
 
-    total = _if_used(links.earlier, behind, jnp.zeros_like(start))
-    product = links.decays if steps.w is None else total[..., num_columns:]
-    return product, total[..., :num_columns]
+        (entering,) = vary_like([entering], steps.u)
+        return _if_any(used, walked, entering)
+
+    zero = jnp.zeros((*lead, size, steps.u.shape[-1]), steps.u.dtype)
+    added = behind(earlier.used, steps, zero, None)
+    if steps.w is None:
+        return links.decays, added
+    identity = jnp.broadcast_to(np.eye(size, dtype=zero.dtype), (*lead, size, size))
+    adds_nothing = steps._replace(u=jnp.zeros_like(steps.w))
+    return behind(earlier.used & follows, adds_nothing, identity, links.later), added
 
 
 def _entering_gradient(steps, chunks, links, dstates, dnew):
@@ -174,10 +176,10 @@ def _entering_gradient(steps, chunks, links, dstates, dnew):
     return out
 
 
-def _if_used(span: Span, fn: Any, like: Array) -> Array:
-    """Returns `fn()`, or zeros if no rank's piece needs it."""
+def _if_any(used: Bool[Array, " P"], fn: Callable[[], Array], like: Array) -> Array:
+    """Returns `fn()`, or zeros if there is none."""
     zeros = lambda: vary_like([jnp.zeros_like(like)], like)[0]
-    return lax.cond(span.used.any(), fn, zeros)
+    return lax.cond(used.any(), fn, zeros)
 
 
 def _like_decay(steps: Steps, x: Float[Array, "... H V"]) -> Float[Array, "... F"]:

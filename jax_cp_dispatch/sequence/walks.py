@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from jax_cp_dispatch._ranks.varying import vary_alike, vary_like
-from jax_cp_dispatch.sequence.chunks import Chunks, dot
+from jax_cp_dispatch.sequence.chunks import Chunks, Span, dot
 
 
 class Steps(NamedTuple):
@@ -31,51 +31,54 @@ class Steps(NamedTuple):
     into: Float[Array, "n G N C F"]
 
 
-def walk(steps, chunks, later, entering, *, active=None):
+def walk(
+    steps: Steps,
+    chunks: Chunks,
+    later: Span | None,
+    entering: Float[Array, "P N H V"] | None,
+    *,
+    active: Bool[Array, " n"] | None = None,
+) -> tuple[Float[Array, "n G N H V"], Float[Array, "n G N C V"]]:
     """Walks through the chunks, in all groups and heads together.
 
     Args:
       steps: of every chunk.
       chunks: the pieces.
-      later: the pieces that do not start from zero, a `Span`; None: all do.
-      entering: their states; columns beyond those of u are of rows that add nothing.
+      later: the pieces that do not start from zero; None: all do.
+      entering: their states.
       active: the chunks to walk through; None is all.
     Returns:
       The state before each chunk, and what its rows add.
     """
     u, w, kd, _ = steps
-    num_columns = u.shape[-1] if entering is None else entering.shape[-1]
-    start = jnp.zeros((*kd.shape[1:3], kd.shape[-1], num_columns), u.dtype)
-    more = [(0, 0)] * 3 + [(0, num_columns - u.shape[-1])]
-    padded = lambda u: jnp.pad(u, more) if more[-1][1] else u
-    reads = born = None
-    if later is not None:
-        at, mask = later.chunk(), later.mask
-        reads = None if w is None else -dot(at.take(w), entering) * mask
-        born = at.take(decay_over(steps)) * mask[:, :, -1:] * entering
-    (start, *_) = vary_alike([start, u, kd, *([] if born is None else [born])])
+    start = jnp.zeros((*kd.shape[1:3], kd.shape[-1], u.shape[-1]), u.dtype)
+    at: Any = None
+    group: Any = None
+    born = start  # of entering states: what remains behind their first chunks
+    if later is not None and entering is not None:
+        first, mask = later.chunk(), later.mask
+        at, group = later.places[:, 0], later.places[:, 1]
+        born = first.take(decay_over(steps)) * mask[:, :, -1:] * entering
+        if w is not None:
+            u = first.add(u, -dot(first.take(w), entering) * mask)
+    (start, *_) = vary_alike([start, u, kd, born])
 
     def step(state: Any, x: Any) -> Any:
         index, u, w, kd, decay, into, last = x
-        new = padded(u) if w is None else padded(u) - dot(w * into, state)
-        after = decay * state
-        if later is not None:
-            here = later.index[:, 0] == index
+        new = u if w is None else u - dot(w * into, state)
+        after = decay * state + dot(across(kd * last), new)
+        if at is not None:
+            here = at == index
 
-            def enter(*to: Array) -> Any:
-                group = jnp.where(here, later.index[:, 1], len(state)).astype(jnp.uint32)
-                added = (born,) if w is None else (born, reads)
-                add = lambda x, y: x.at[group].add(y, mode="drop")
-                return tuple(map(add, to, added))
+            def enter(after: Array) -> Array:
+                only_here = jnp.where(here, group, len(state)).astype(jnp.uint32)
+                return after.at[only_here].add(born, mode="drop")
 
-            to = (after,) if w is None else (after, new)
-            after, *new_of_later = lax.cond(here.any(), enter, lambda *to: to, *to)
-            new = new if w is None else new_of_later[0]
-        after = after + dot(across(kd * last), new)
+            after = lax.cond(here.any(), enter, lambda x: x, after)
         return after, (state, new)
 
     def skip(state: Any, x: Any) -> Any:
-        return state, (state, padded(jnp.zeros_like(x[1])))
+        return state, (state, jnp.zeros_like(x[1]))
 
     xs = u, w, kd, decay_over(steps, chunks), chunks.into, chunks.last
     return _scan(step, skip, active, start, xs)
