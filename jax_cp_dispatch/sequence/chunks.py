@@ -122,7 +122,7 @@ class Chunks:
         number = np.arange(len(ids), dtype=np.int32)
         group = number if groups > 1 else 0 * number
         # Unsigned division would be several operations: chunks have a power of two of rows.
-        first = own.row - group * self.num_rows
+        first = jnp.maximum(own.row - group * self.num_rows, 0)  # 0 in unused slots
         last = jnp.maximum(first + own.length - 1, 0)
         first, end = (x >> int(size).bit_length() - 1 for x in (first, last))
         places = jnp.stack([end if at_last else first, group], 1)

@@ -15,7 +15,7 @@ _SMALL = 8
 def inverse_of_unit_lower(a: Float[Array, "*batch C C"]) -> Float[Array, "*batch C C"]:
     """Returns (I + a)^-1 for strictly lower triangular `a`; C is a power of two.
 
-    By diagonal blocks of size 1, 2, 4, ...: each is the inverse of a diagonal block of I + a, so it
+    By diagonal blocks of size 2, 4, ...: each is the inverse of a diagonal block of I + a, so it
     stays as small as the result. (Products of powers, by doubling, lose all digits if keys repeat.)
     """
     below, diagonal = [], a[..., None, :, :]  # of blocks [..., n, size, size], n = 1, 2, 4, ...
@@ -23,7 +23,7 @@ def inverse_of_unit_lower(a: Float[Array, "*batch C C"]) -> Float[Array, "*batch
         below.append(diagonal[..., half:, :half])
         halves = diagonal[..., :half, :half], diagonal[..., half:, half:]
         diagonal = jnp.stack(halves, -3).reshape(*a.shape[:-2], -1, half, half)
-    out = np.eye(diagonal.shape[-1], dtype=a.dtype) - diagonal
+    out = jnp.asarray(np.eye(diagonal.shape[-1], dtype=a.dtype)) - diagonal
     for block in reversed(below):
         pairs = out.reshape(*block.shape[:-2], 2, *out.shape[-2:])
         left, right = pairs[..., 0, :, :], pairs[..., 1, :, :]
