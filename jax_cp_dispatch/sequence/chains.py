@@ -6,6 +6,7 @@ its state instead. A receiver applies them in order.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,72 +14,108 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, PyTree, Shaped
+from jaxtyping import Array, Bool, Int32, PyTree, Shaped
 
 from jax_cp_dispatch._dispatch.arguments import outgoing
 from jax_cp_dispatch._dispatch.exchange import move
 from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch._ranks.varying import vary_alike
 from jax_cp_dispatch.metadata import Metadata
+from jax_cp_dispatch.planner.block_grid import divided
+from jax_cp_dispatch.sequence.arrays import At, chosen, only_where
 from jax_cp_dispatch.sequence.pieces import Cuts, Pieces
 
 # What a received row is.
 _NONE, _STATE, _MAP = range(3)
 
 
-def states_before(
-    exchange: CollectiveOptions,
-    pieces: Pieces,
-    states: PyTree[Shaped[Array, "P ..."]],
-    maps: PyTree[Shaped[Array, "P ..."]],
-    apply: Callable[[Any, Any], Any],
-) -> PyTree[Shaped[Array, "Q ..."]]:
-    """Returns the state before each piece of `pieces.later`, in one exchange.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class CutPieces:
+    """The cut pieces of this rank, by their slots, and the exchange of their maps.
 
-    Args:
-      exchange: options of the call.
-      pieces: of this rank.
-      states: after each piece of `pieces.earlier` that is the first of its document.
-      maps: of the others.
-      apply: returns the state after a piece, from its map and the state before.
+    Attributes:
+      exchange: options of the call (static).
+      pieces: of all ranks.
+      later, earlier: those of this rank that continue earlier ones, and that later ones continue.
     """
-    links = _links(pieces)
-    shape = pieces.chains
-    parts = []
-    for name, arrays, metadata in (("states", states, links.first), ("maps", maps, links.others)):
-        part = outgoing(exchange.op, name, arrays, metadata, capacity=shape[0] * shape[1])
-        parts.append(part._replace(capacity_name="PlacementConfig.max_linked_pieces"))
-    if pieces.fingerprint is not None:
-        parts[0] = parts[0]._replace(fingerprint=pieces.fingerprint)
-    received = move(exchange, parts)
-    by_step = lambda x: jnp.moveaxis(x.reshape(*shape, *x.shape[1:]), 1, 0)
-    kind, first, others = jax.tree.map(by_step, (links.kind, *received))
 
-    def step(state: Any, x: Any) -> Any:
-        kind, first, map_ = x
-        applied = lax.cond(
-            (kind == _MAP).any(), jax.vmap(apply), lambda map_, state: state, map_, state
-        )
+    exchange: CollectiveOptions = dataclasses.field(metadata={"static": True})
+    pieces: Pieces
+    later: Cuts
+    earlier: Cuts
 
-        def chosen(first: Any, applied: Any, state: Any) -> Any:
-            of_chain = kind.reshape(-1, *[1] * (state.ndim - 1))
-            later = jnp.where(of_chain == _MAP, applied, state)
-            return jnp.where(of_chain == _STATE, first, later)
+    @classmethod
+    def of(cls, exchange: CollectiveOptions, pieces: Pieces) -> CutPieces:
+        return cls(exchange, pieces, pieces.own_later, pieces.own_earlier)
 
-        state = jax.tree.map(chosen, first, applied, state)
-        return state, state
+    @property
+    def follows(self) -> Bool[Array, " P"]:
+        """Whether a piece of `earlier` also continues one: it is that of `later` with its slot."""
+        return self.earlier.start > 0
 
-    none = jax.tree.map(lambda x: jnp.zeros_like(x[0]), first)
-    leaves, tree = jax.tree.flatten(none)
-    none = tree.unflatten(vary_alike(leaves, also=exchange.axis_names))
-    after = lax.scan(step, none, (kind, first, others))[1]
-    used = pieces.own_later.used
+    def ids(self) -> Int32[Array, "G L"]:
+        """Returns a number for each row: 0 for padding, 1, ..., P for `later`, more for others."""
+        pieces, slot = self.pieces, self.pieces.slots(self.later)
+        fresh = only_where(pieces.is_token, pieces.begin + pieces.num_slots + 1)
+        return chosen(slot > 0, slot, fresh)
 
-    def entering(x: Any) -> Any:
-        of_piece = used.reshape(-1, *[1] * (x.ndim - 2))
-        return jnp.where(of_piece, x[links.last % shape[1], links.last // shape[1]], 0)
+    @property
+    def later_ids(self) -> Int32[Array, " P"]:
+        return jnp.arange(1, 1 + self.pieces.num_slots, dtype=jnp.int32)
 
-    return jax.tree.map(entering, after)
+    @property
+    def earlier_ids(self) -> Int32[Array, " P"]:
+        fresh = self.earlier.row + self.pieces.num_slots + 1
+        return jnp.where(self.follows, self.later_ids, fresh)
+
+    def states_before(
+        self,
+        states: PyTree[Shaped[Array, "P ..."]],
+        maps: PyTree[Shaped[Array, "P ..."]],
+        apply: Callable[[Any, Any], Any],
+    ) -> PyTree[Shaped[Array, "P ..."]]:
+        """Returns the state before each piece of `later`, in one exchange.
+
+        Args:
+          states: after each piece of `earlier` that is the first of its document.
+          maps: of the others.
+          apply: returns the state after a piece, from its map and the state before.
+        """
+        exchange, pieces = self.exchange, self.pieces
+        links = _links(self)
+        shape = pieces.chains
+        parts = []
+        sent = ("states", states, links.first), ("maps", maps, links.others)
+        for name, arrays, metadata in sent:
+            part = outgoing(exchange.op, name, arrays, metadata, capacity=shape[0] * shape[1])
+            parts.append(part._replace(capacity_name="PlacementConfig.max_linked_pieces"))
+        if pieces.fingerprint is not None:
+            parts[0] = parts[0]._replace(fingerprint=pieces.fingerprint)
+        received = move(exchange, parts)
+        by_step = lambda x: jnp.moveaxis(x.reshape(*shape, *x.shape[1:]), 1, 0)
+        kind, first, others = jax.tree.map(by_step, (links.kind, *received))
+
+        def step(state: Any, x: Any) -> Any:
+            kind, first, map_ = x
+            applied = lax.cond(
+                (kind == _MAP).any(), jax.vmap(apply), lambda map_, state: state, map_, state
+            )
+
+            def after(first: Any, applied: Any, state: Any) -> Any:
+                later = chosen(kind == _MAP, applied, state)
+                return chosen(kind == _STATE, first, later)
+
+            state = jax.tree.map(after, first, applied, state)
+            return state, state
+
+        none = jax.tree.map(lambda x: jnp.zeros_like(x[0]), first)
+        leaves, tree = jax.tree.flatten(none)
+        none = tree.unflatten(vary_alike(leaves, also=exchange.axis_names))
+        after = lax.scan(step, none, (kind, first, others))[1]
+        chain, step_of = divided(links.last, shape[1])
+        at = At(jnp.stack([step_of, chain], 1), (0, 1))
+        return jax.tree.map(lambda x: only_where(self.later.used, at.take(x)), after)
 
 
 class _Links(NamedTuple):
@@ -96,9 +133,9 @@ class _Links(NamedTuple):
     last: Array
 
 
-def _links(pieces: Pieces) -> _Links:
+def _links(cuts: CutPieces) -> _Links:
     """Finds which maps move, and in which rows they arrive: by documents, in order."""
-    own, mine = pieces.own_earlier, pieces.own_later
+    pieces, own, mine = cuts.pieces, cuts.earlier, cuts.later
     world_size, num_slots = pieces.world_size, pieces.num_slots
     follows = _follows(own, pieces.later)  # [P, later]
     to = jnp.broadcast_to(pieces.later.rank, follows.shape)
@@ -108,30 +145,32 @@ def _links(pieces: Pieces) -> _Links:
     arriving = _follows(pieces.earlier, mine)  # [earlier, P]
     arrival = jnp.where(arriving, mine.base + pieces.earlier.order[:, None], -1).max(1)
     receives, is_first = arrival >= 0, pieces.earlier.start == 0
-
-    def metadata(sent: Array, received: Array) -> Metadata:
-        counts = jnp.zeros(world_size, jnp.int32)
-        counts = counts.at[pieces.earlier.rank].add(received.astype(jnp.int32))
-        moves = (rows >= 0) & sent[:, None]
-        return Metadata(
-            dst_rank=jnp.where(moves, np.arange(world_size, dtype=np.int32), -1),
-            dst_offset=jnp.where(moves, rows, 0).astype(jnp.uint32),
+    sent = jnp.stack([own.start == 0, own.start > 0])
+    received = jnp.stack([receives & is_first, receives & ~is_first]).astype(jnp.uint32)
+    counts = jnp.zeros((2, world_size), jnp.uint32)
+    counts = counts.at[:, pieces.earlier.rank.astype(jnp.uint32)].add(received)
+    counts = jnp.concatenate([counts, counts.sum(1, keepdims=True, dtype=jnp.uint32)], 1)
+    moves = (rows >= 0) & sent[..., None]
+    dst_rank = jnp.where(moves, np.arange(world_size, dtype=np.int32), -1)
+    dst_offset = only_where(moves, jnp.stack([rows, rows])).astype(jnp.uint32)
+    first, others = (
+        Metadata(
+            dst_rank=dst_rank[i],
+            dst_offset=dst_offset[i],
             seq_len=jnp.ones(num_slots, jnp.uint32),
-            num_recv_tokens=jnp.append(counts, counts.sum()).astype(jnp.uint32),
+            num_recv_tokens=counts[i],
             world_size=world_size,
         )
-
+        for i in range(2)
+    )
     num_rows = pieces.chains[0] * pieces.chains[1]
-    kinds = jnp.full(num_rows, _NONE, jnp.int32)
-    kinds = kinds.at[jnp.where(receives, arrival, num_rows)].set(
-        jnp.where(is_first, _STATE, _MAP), mode="drop"
+    at = jnp.where(receives, arrival, num_rows).astype(jnp.uint32)
+    kinds = (
+        jnp.full(num_rows, _NONE, jnp.int32)
+        .at[at]
+        .set(jnp.where(is_first, _STATE, _MAP), mode="drop")
     )
-    return _Links(
-        metadata(own.start == 0, receives & is_first),
-        metadata(own.start > 0, receives & ~is_first),
-        kinds,
-        jnp.maximum(mine.base + mine.order - 1, 0),
-    )
+    return _Links(first, others, kinds, jnp.maximum(mine.base + mine.order - 1, 0))
 
 
 def _follows(earlier: Cuts, later: Cuts) -> Array:

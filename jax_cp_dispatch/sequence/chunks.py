@@ -14,23 +14,57 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, PyTree, Shaped
 
 from jax_cp_dispatch._residuals import PAIRS
+from jax_cp_dispatch.sequence.arrays import At
+from jax_cp_dispatch.sequence.pieces import Cuts
 
-# Float32 inside: without this, TPUs and GPUs round the factors of a product.
-dot = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+
+def dot(
+    a: Float[Array | np.ndarray, "*#batch M K"], b: Float[Array | np.ndarray, "*#batch K N"]
+) -> Float[Array, "..."]:
+    """Returns products of matrices; batch axes may be 1 in one of them.
+
+    Float32 inside: without a precision, TPUs and GPUs round the factors.
+    """
+    if a.shape[:-2] != b.shape[:-2] or a.dtype != b.dtype:
+        return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
+    batch = tuple(range(a.ndim - 2))  # directly, which is one operation
+    contracted = (a.ndim - 1,), (a.ndim - 2,)
+    return lax.dot_general(a, b, (contracted, (batch, batch)), precision=lax.Precision.HIGHEST)
 
 
-class RowIndex(NamedTuple):
-    """Rows in chunks.
+class Span(NamedTuple):
+    """Pieces of this rank in chunks, [P].
 
     Attributes:
-      where: the chunk and the group of each.
-      row: in its chunk.
-      mask: 1 for the rows of its piece in its chunk.
+      first, last: its first and last chunk.
+      places: the one of them where a state enters or leaves it, and its group of rows.
+      row: its last row, in its chunk.
+      used: whether there is such a piece.
+      mask: 1 for its rows in that chunk.
     """
 
-    where: tuple[Int32[Array, " P"], Int32[Array, " P"]]
+    first: Int32[Array, " P"]
+    last: Int32[Array, " P"]
+    places: Int32[Array, "P 2"]
     row: Int32[Array, " P"]
+    used: Bool[Array, " P"]
     mask: Float[Array, "P 1 C 1"]
+
+    def chunk(self) -> At:
+        """Returns where arrays [n, G, ...] have what belongs to the chunk of each piece."""
+        return At(self.places, (0, 1))
+
+    def last_row(self) -> At:
+        """Returns where arrays [n, G, N, C, ...] have what belongs to the last row of each piece.
+
+        If the chunk in `places` is the last one.
+        """
+        return At(jnp.concatenate([self.places, self.row[:, None]], 1), (0, 1, 3))
+
+    def is_active(self, num_chunks: int) -> Bool[Array, " n"]:
+        """Returns which chunks hold rows of these pieces."""
+        chunk = np.arange(num_chunks, dtype=np.int32)[:, None]
+        return (self.used & (self.first <= chunk) & (chunk <= self.last)).any(1)
 
 
 @jax.tree_util.register_dataclass
@@ -68,7 +102,7 @@ class Chunks:
         if len(self.ids) == count:
             return fn(split_rows(inputs), self.ids)
         slices = jax.tree.map(partial(split, size=count * self.size), inputs)
-        ids = self.ids.reshape(-1, count, *self.ids.shape[1:])
+        ids = self.ids.reshape(len(self.ids) // count, count, *self.ids.shape[1:])
         of_slice = jax.checkpoint(
             lambda x, ids: fn(split_rows(x), ids),
             prevent_cse=False,
@@ -79,16 +113,22 @@ class Chunks:
 
     def join(self, x: Float[Array, "n G N C V"]) -> Float[Array, "G L N V"]:
         """Puts rows in chunks back."""
-        x = jnp.moveaxis(x, (1, 3), (0, 2))  # [G, n, C, N, V]
+        x = x.transpose(1, 0, 3, 2, 4)  # [G, n, C, N, V]
         return lax.collapse(x, 1, 3)[:, : self.num_rows]
 
-    def index_of(self, row: Int32[Array, " P"], used: Bool[Array, " P"]) -> RowIndex:
-        """Finds rows, counted over all groups, and the rows of their pieces in their chunks."""
-        group, at = row // self.num_rows, row % self.num_rows
-        index = at // self.size, group
-        here = self.ids[index]
-        mask = (here == jnp.take_along_axis(here, at[:, None] % self.size, 1)) & used[:, None]
-        return RowIndex(index, at % self.size, mask[:, None, :, None].astype(self.into.dtype))
+    def span(self, own: Cuts, ids: Int32[Array, " P"], *, at_last: bool) -> Span:
+        """Finds cut pieces of this rank, by their slots, in chunks; their rows have these ids."""
+        groups, size = self.ids.shape[1:]
+        number = np.arange(len(ids), dtype=np.int32)
+        group = number if groups > 1 else 0 * number
+        # Unsigned division would be several operations: chunks have a power of two of rows.
+        first = jnp.maximum(own.row - group * self.num_rows, 0)  # 0 in unused slots
+        last = jnp.maximum(first + own.length - 1, 0)
+        first, end = (x >> int(size).bit_length() - 1 for x in (first, last))
+        places = jnp.stack([end if at_last else first, group], 1)
+        mask = (At(places, (0, 1)).take(self.ids) == ids[:, None]) & own.used[:, None]
+        mask = mask[:, None, :, None].astype(self.into.dtype)
+        return Span(first, end, places, last & size - 1, own.used, mask)
 
     def rows_between(
         self, first: Int32[Array, " P"], last: Int32[Array, " P"]
@@ -99,15 +139,6 @@ class Chunks:
         row = np.arange(groups, dtype=np.int32)[:, None] * self.num_rows + place
         first, last = (x[:, None, None, None] for x in (first, last))
         return jnp.asarray(place < self.num_rows) & (first <= row) & (row <= last)
-
-    def between(self, first: Int32[Array, " P"], last: Int32[Array, " P"]) -> Bool[Array, "P n"]:
-        """Returns which chunks are between two rows of one group: from the first's to the last's.
-
-        The chunk of the last row is not one of them.
-        """
-        chunk = jnp.arange(len(self.ids), dtype=jnp.int32)
-        of = lambda row: (row % self.num_rows // self.size)[:, None]
-        return (of(first) <= chunk) & (chunk < of(last))
 
 
 def chunks_of(piece_ids: Int32[Array, "G L"], size: int, num_heads: int, dtype: Any) -> Chunks:
@@ -127,30 +158,14 @@ def split(
 ) -> Shaped[Array, "n G C ..."]:
     """Cuts rows into a multiple of so many chunks; the last ones are padded with zeros."""
     missing = -x.shape[1] % (size * multiple)
-    x = jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))
+    if missing:
+        x = jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))
     return x.reshape(x.shape[0], x.shape[1] // size, size, *x.shape[2:]).swapaxes(0, 1)
 
 
-def lower(
-    ids: Int32[Array, "n G C"], dtype: Any, *, strict: bool = False
-) -> Float[Array, "n G 1 C C"]:
-    """Returns 1 for each row and those before it in its piece."""
-    same = ids[..., :, None] == ids[..., None, :]
-    below = np.tri(ids.shape[-1], k=-int(strict), dtype=bool)
-    return (same & below)[:, :, None].astype(dtype)
-
-
-def upper(ids: Int32[Array, "n G C"], dtype: Any) -> Float[Array, "n G 1 C C"]:
-    """Returns 1 for each row and those behind it in its piece."""
-    same = ids[..., :, None] == ids[..., None, :]
-    above = ~np.tri(ids.shape[-1], dtype=bool)
-    return (same & above)[:, :, None].astype(dtype)
-
-
-def blocks_of_four(left: Array, lower: Array, right: Array) -> Array:
-    """Returns [[left, 0], [lower, right]] of matrices of one size."""
-    rows = (left, jnp.zeros_like(left)), (lower, right)
-    return jnp.concatenate([jnp.concatenate(row, -1) for row in rows], -2)
+def same_piece(ids: Int32[Array, "n G C"], dtype: Any) -> Float[Array, "n G 1 C C"]:
+    """Returns 1 for each two rows of one piece."""
+    return (ids[:, :, None, :, None] == ids[:, :, None, None, :]).astype(dtype)
 
 
 def default_chunk() -> int:

@@ -6,16 +6,16 @@ after a strong decay; and a log decay of -inf is exact.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int32
+from jax import lax
+from jaxtyping import Array, Float
 
 from jax_cp_dispatch._residuals import named_pairs
-from jax_cp_dispatch.sequence.chunks import dot, lower, upper
+from jax_cp_dispatch.sequence.chunks import dot
 
 
 class Decays(NamedTuple):
@@ -32,10 +32,10 @@ class Decays(NamedTuple):
     out: Float[Array, "n G N C F"]
 
 
-def decays_of(log: Float[Array, "n G N C F"], ids: Int32[Array, "n G C"]) -> Decays:
-    """Sums log decays within the pieces of each chunk."""
-    within = lambda mask: jnp.exp(dot(mask(ids, log.dtype), log))
-    return Decays(log, within(lower), within(upper))
+def decays_of(log: Float[Array, "n G N C F"], same: Float[Array, "n G 1 C C"]) -> Decays:
+    """Sums log decays within the pieces of each chunk; `same`: 1 for two rows of one piece."""
+    lower = np.tri(log.shape[-2], dtype=log.dtype)
+    return Decays(log, *(jnp.exp(dot(same * mask, log)) for mask in (lower, 1 - lower)))
 
 
 def decayed_scores(
@@ -46,7 +46,7 @@ def decayed_scores(
     The sets of rows share the keys and decays. Values above the diagonal are zero.
     """
     shape, size = k.shape[:-2], k.shape[-2]
-    flat = lambda x: x.reshape(-1, *x.shape[-2:])  # one batch axis: XLA's products are faster
+    flat = lambda x: lax.collapse(x, 0, x.ndim - 2)  # one batch axis: XLA's products are faster
     rows, k, log = tuple(map(flat, rows)), flat(k), flat(decays.log)
     if log.shape[-1] > 1:
         scores = _channel_scores(rows, k, log)
@@ -65,12 +65,15 @@ def _channel_scores(rows, k, log):
     The derivative computes the factors again: they are as large as the keys, for each level.
     """
     eye = np.eye(k.shape[-2], dtype=k.dtype)
-    out = [(x * k).sum(-1, keepdims=True) * eye for x in rows]
-    for inside, pairs in _levels(k.shape[-2], k.dtype):
+    start = [(x * k).sum(-1, keepdims=True) * eye for x in rows]
+
+    def level(out: Any, x: Any) -> Any:
+        inside, pairs = x
         decay = jnp.exp(_sums(inside, log))
         keys = _transposed(k * decay)
-        out = [total + dot(x * decay, keys) * pairs for total, x in zip(out, rows, strict=True)]
-    return tuple(out)
+        return [y + dot(x * decay, keys) * pairs for y, x in zip(out, rows, strict=True)], None
+
+    return tuple(lax.scan(level, start, _levels(k.shape[-2], k.dtype))[0])
 
 
 def _channel_scores_forward(rows, k, log):
@@ -82,41 +85,44 @@ def _channel_scores_backward(saved, gradients):
     on_diagonal = [jnp.diagonal(g, axis1=-2, axis2=-1)[..., None] for g in gradients]
     drows = [g * k for g in on_diagonal]
     dk = sum(g * x for g, x in zip(on_diagonal, rows, strict=True))
-    dlog = jnp.zeros_like(log)
-    for inside, pairs in _levels(k.shape[-2], k.dtype):
+
+    def level(sums: Any, x: Any) -> Any:
+        drows, dk, dlog = sums
+        inside, pairs = x
         decay = jnp.exp(_sums(inside, log))
         keys, masked = k * decay, [g * pairs for g in gradients]
         of_rows = [dot(g, keys) * decay for g in masked]
         of_keys = sum(dot(_transposed(g), x * decay) for g, x in zip(masked, rows, strict=True))
         of_keys = of_keys * decay
         each = of_keys * k + sum(d * x for d, x in zip(of_rows, rows, strict=True))
-        dlog = dlog + _sums(inside.T, each)
         drows = [a + b for a, b in zip(drows, of_rows, strict=True)]
-        dk = dk + of_keys
+        return (drows, dk + of_keys, dlog + _sums(_transposed(inside), each)), None
+
+    start = drows, dk, jnp.zeros_like(log)
+    (drows, dk, dlog), _ = lax.scan(level, start, _levels(k.shape[-2], k.dtype))
     return tuple(drows), dk, dlog
 
 
 _channel_scores.defvjp(_channel_scores_forward, _channel_scores_backward)
 
 
-def _levels(size: int, dtype: Any) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields, for blocks of 2, 4, ... rows, the rows between the middle and each row, and pairs.
+def _levels(size: int, dtype: Any) -> tuple[Float[Array, "n C C"], Float[Array, "n C C"]]:
+    """Returns, for blocks of 2, 4, ... rows, the rows between the middle and each row, and pairs.
 
     The pairs have a row in the right half of a block and a key in its left half. Every pair below
     the diagonal is in one level.
     """
-    row, half = np.arange(size), 1
-    while half < size:
-        middle = (row // (2 * half) * 2 * half + half)[:, None]
-        i, j = row[:, None], row[None]
-        inside = np.where(i >= middle, (middle <= j) & (j <= i), (i < j) & (j < middle))
-        pairs = (i >= middle) & (j < middle) & (j >= middle - half)
-        yield inside.astype(dtype), pairs.astype(dtype)
-        half *= 2
+    row, column = np.indices((size, size))
+    half = 2 ** np.arange(size.bit_length() - 1)[:, None, None]
+    middle = row // (2 * half) * 2 * half + half
+    right = (middle <= column) & (column <= row)
+    inside = np.where(row >= middle, right, (row < column) & (column < middle))
+    pairs = (row >= middle) & (column < middle) & (column >= middle - half)
+    return jnp.asarray(inside, dtype), jnp.asarray(pairs, dtype)
 
 
-def _sums(inside: np.ndarray, x: Float[Array, "batch C H"]) -> Float[Array, "batch C H"]:
-    return dot(jnp.broadcast_to(jnp.asarray(inside), (len(x), *inside.shape)), x)
+def _sums(inside: Float[Array, "C C"], x: Float[Array, "batch C H"]) -> Float[Array, "batch C H"]:
+    return dot(jnp.broadcast_to(inside, (len(x), *inside.shape)), x)
 
 
 def _transposed(x: Array) -> Array:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence as Names
-from typing import Any
 
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, Int32, Integer
 
@@ -13,16 +13,17 @@ from jax_cp_dispatch._ranks.axis import AxisName
 from jax_cp_dispatch._residuals import named_pairs
 from jax_cp_dispatch.attention.check_arguments import HostOrDevice
 from jax_cp_dispatch.planner import PlacedPlan
-from jax_cp_dispatch.sequence.chunks import chunks_of, default_chunk, dot, lower
+from jax_cp_dispatch.sequence.chains import CutPieces
+from jax_cp_dispatch.sequence.chunks import chunks_of, default_chunk, dot, same_piece
 from jax_cp_dispatch.sequence.decays import decayed_scores, decays_of
 from jax_cp_dispatch.sequence.inverse import inverse_of_unit_lower
 from jax_cp_dispatch.sequence.options import Options
 from jax_cp_dispatch.sequence.pieces import Pieces
 from jax_cp_dispatch.sequence.ranks import Axes, Layer, Where, call_layer
-from jax_cp_dispatch.sequence.recurrence import Ends, Entry, Recur
+from jax_cp_dispatch.sequence.recurrence import Recur
 from jax_cp_dispatch.sequence.recurrence_arrays import check_heads, heads_first, wide_dtype
-from jax_cp_dispatch.sequence.states import Prepared, Steps, read
-from jax_cp_dispatch.sequence.summaries import products_of_pieces, states_of_pieces
+from jax_cp_dispatch.sequence.states import Links, read
+from jax_cp_dispatch.sequence.walks import Steps
 
 _OP = "gated_delta_rule"
 
@@ -96,28 +97,19 @@ class DeltaRule:
     scale: float
     chunk: int
 
-    def prepare(self, inputs: dict[str, Array], piece_ids: Int32[Array, "G L"]) -> Prepared:
-        dtype, num_heads = inputs["v"].dtype, inputs["v"].shape[2]
-        chunks = chunks_of(piece_ids, self.chunk, num_heads, wide_dtype(inputs))
+    def __call__(
+        self, inputs: dict[str, Array], ids: Int32[Array, "G L"], cuts: CutPieces | None
+    ) -> Float[Array, "G L N V"]:
+        chunks = chunks_of(ids, self.chunk, inputs["v"].shape[2], wide_dtype(inputs))
         u, w, kd, into, q, scores = chunks.apply(self._prepare, inputs)
-        return Prepared(Steps(u, w, kd, into, chunks), q, scores, dtype)
+        out = read(Steps(u, w, kd, into), q, scores, chunks, Links.of(cuts, chunks))
+        return out.astype(inputs["v"].dtype)
 
     def _prepare(self, rows: dict[str, Array], ids: Int32[Array, "n G C"]) -> tuple[Array, ...]:
         q, k, v, log, beta = heads_first(rows, self.scale)
-        decays, weighted = decays_of(log, ids), k * beta
+        same, strictly = same_piece(ids, k.dtype), np.tri(ids.shape[-1], k=-1, dtype=k.dtype)
+        decays, weighted = decays_of(log, same), k * beta
         own, scores = decayed_scores((weighted, q), k, decays)
-        inverse = named_pairs(inverse_of_unit_lower(own * lower(ids, k.dtype, strict=True)))
+        inverse = named_pairs(inverse_of_unit_lower(own * (same * strictly)))
         u, w = dot(inverse, v * beta), dot(inverse, weighted * decays.into)
-        scores = scores * lower(ids, k.dtype)
-        return u, w, k * decays.out, decays.into, q * decays.into, scores
-
-    def summaries(self, prepared: Prepared, ends: Ends) -> tuple[Any, Any]:
-        added = states_of_pieces(prepared.steps, ends)
-        return added, (products_of_pieces(prepared.steps, ends), added)
-
-    def apply(self, map_: Any, state: Any) -> Any:
-        product, added = map_
-        return dot(product, state) + added
-
-    def finish(self, prepared: Prepared, entry: Entry | None) -> Float[Array, "G L N V"]:
-        return read(prepared, entry)
+        return u, w, k * decays.out, decays.into, q * decays.into, scores * same

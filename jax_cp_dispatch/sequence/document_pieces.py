@@ -13,9 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Integer
 
 from jax_cp_dispatch._ranks.axis import AxisName, num_ranks_here
+from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch._ranks.varying import vary_alike
 from jax_cp_dispatch.attention.gather import gather_sequence
 from jax_cp_dispatch.attention.rotating.layout import (
@@ -23,9 +25,10 @@ from jax_cp_dispatch.attention.rotating.layout import (
     contiguous_layout,
     zigzag_layout,
 )
-from jax_cp_dispatch.planner.block_grid import document_starts, running_max
+from jax_cp_dispatch.planner.block_grid import columns_of_begins, running_maxima
 from jax_cp_dispatch.planner.fingerprint import fingerprint_of_order, order_fault
 from jax_cp_dispatch.planner.segment_ids import fold_to_int32, read_documents
+from jax_cp_dispatch.sequence.arrays import At
 from jax_cp_dispatch.sequence.options import Options
 from jax_cp_dispatch.sequence.order import are_in_order, order_of_chunks
 from jax_cp_dispatch.sequence.pieces import Cuts, Pieces
@@ -85,13 +88,13 @@ def pieces_of_ids(options: Options, segment_ids: Any, positions: Any, shape: Any
     if positions is not None:
         positions = fold_to_int32(positions)
         places = _grouped(layout, positions)
-    starts = document_starts(ids, places)
+    begins, highest = running_maxima([columns_of_begins(ids, places), jnp.maximum(ids, 0)])
+    starts = jnp.where(ids > 0, begins, -1)
     group = jnp.arange(len(starts), dtype=jnp.int32)[:, None] * layout.block_rows
     edges = _edges(layout, ids, places, starts)
     if checks_order:
-        edges |= order_of_chunks(ids, places)
-    edges = {name: x.reshape(batch, -1) for name, x in edges.items()}
-    edges = _in_sequence(layout, gather_sequence(options.exchange, edges, num_ranks))
+        edges |= order_of_chunks(ids, places, highest)
+    edges = _in_sequence(options.exchange, layout, edges)
     continues = _continues(edges)
     later, earlier = _cuts(layout, edges, continues)
     rank, fingerprint = jax.lax.axis_index(options.axis_name), None
@@ -124,9 +127,9 @@ def _grouped(layout: SequenceLayout, x: Any) -> Array:
 
 def _edges(layout: SequenceLayout, ids, places, starts) -> dict[str, Array]:
     """Returns id, position and length of the first and last piece of each chunk, [B * chunks]."""
-    lengths = jnp.asarray(np.tile(layout.lengths[0], len(ids) // layout.num_blocks))
-    last = jnp.maximum(lengths - 1, 0)
-    at_last = lambda x: jnp.take_along_axis(x, last[:, None], 1)[:, 0]
+    lengths = np.tile(layout.lengths[0], len(ids) // layout.num_blocks).astype(np.int32)
+    last = np.stack([np.arange(len(ids)), np.maximum(lengths - 1, 0)], 1).astype(np.int32)
+    at_last = At(jnp.asarray(last), (0, 1)).take
     is_first = (starts == 0) & (jnp.arange(starts.shape[1]) < lengths[:, None])
     last_start, last_id = at_last(starts), jnp.maximum(at_last(ids), 0)
     edges = {
@@ -145,10 +148,18 @@ def _order(layout: SequenceLayout) -> np.ndarray:
     return np.argsort(layout.starts.reshape(-1), kind="stable")
 
 
-def _in_sequence(layout: SequenceLayout, edges: dict[str, Array]) -> dict[str, Array]:
+def _in_sequence(
+    exchange: CollectiveOptions, layout: SequenceLayout, edges: dict[str, Array]
+) -> dict[str, Array]:
     """Returns what describes the chunks of all ranks, [B, chunks], in the order of the sequence."""
-    order = _order(layout)
-    return {name: x[:, order] for name, x in edges.items()}
+    own = jnp.stack(list(edges.values()), -1)  # one array moves
+    shape = -1, layout.num_ranks * layout.num_blocks, len(edges)
+    columns = own.reshape(-1, layout.num_blocks * len(edges))
+    everything = gather_sequence(exchange, columns, layout.num_ranks).reshape(shape)
+    if layout.num_blocks > 1:
+        everything = everything[:, _order(layout)]
+    named = enumerate(edges)
+    return {x: lax.index_in_dim(everything, i, axis=2, keepdims=False) for i, x in named}
 
 
 def _continues(edges: dict[str, Array]) -> Array:
@@ -168,9 +179,9 @@ def _cuts(layout: SequenceLayout, edges: dict[str, Array], continues: Array) -> 
     chunk = jnp.arange(num_chunks, dtype=jnp.int32)[None]
     is_whole = edges["last_tokens"] == lengths  # one piece
     # The chunk where the last document of a chunk begins, and its first token in the sequence.
-    head = running_max(jnp.where(before & is_whole, -1, chunk))
     first_token = starts + lengths - edges["last_tokens"]
-    origin = jnp.take_along_axis(first_token, head, 1)
+    own = [jnp.broadcast_to(chunk, before.shape), first_token]
+    head, origin = running_maxima([jnp.where(before & is_whole, -1, x) for x in own])
     number = jnp.arange(batch, dtype=jnp.int32)[:, None] * num_chunks + head
     previous = lambda x: jnp.pad(x[:, :-1], ((0, 0), (1, 0)))
     slot = order % layout.num_blocks

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence as Names
-from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
@@ -13,15 +12,16 @@ from jaxtyping import Array, Float, Int32, Integer
 from jax_cp_dispatch._ranks.axis import AxisName
 from jax_cp_dispatch.attention.check_arguments import HostOrDevice
 from jax_cp_dispatch.planner import PlacedPlan
-from jax_cp_dispatch.sequence.chunks import chunks_of, default_chunk, lower
+from jax_cp_dispatch.sequence.chains import CutPieces
+from jax_cp_dispatch.sequence.chunks import Chunks, chunks_of, default_chunk, same_piece
 from jax_cp_dispatch.sequence.decays import decayed_scores, decays_of
 from jax_cp_dispatch.sequence.options import Options
-from jax_cp_dispatch.sequence.pieces import Pieces
+from jax_cp_dispatch.sequence.pieces import Cuts, Pieces
 from jax_cp_dispatch.sequence.ranks import Axes, Layer, Where, call_layer
-from jax_cp_dispatch.sequence.recurrence import Ends, Entry, Recur
+from jax_cp_dispatch.sequence.recurrence import Recur
 from jax_cp_dispatch.sequence.recurrence_arrays import check_heads, heads_first, wide_dtype
-from jax_cp_dispatch.sequence.states import Prepared, Steps, read
-from jax_cp_dispatch.sequence.summaries import states_of_pieces
+from jax_cp_dispatch.sequence.states import Links, read
+from jax_cp_dispatch.sequence.walks import Steps
 
 _OP = "linear_attention"
 
@@ -83,32 +83,23 @@ class LinearAttention:
     scale: float
     chunk: int
 
-    def prepare(
-        self, inputs: dict[str, Array], piece_ids: Int32[Array, "G L"]
-    ) -> tuple[Prepared, Float[Array, "n G N C F"]]:
-        """Also returns the log decays of the rows."""
-        dtype, num_heads = inputs["v"].dtype, inputs["v"].shape[2]
-        chunks = chunks_of(piece_ids, self.chunk, num_heads, wide_dtype(inputs))
+    def __call__(
+        self, inputs: dict[str, Array], ids: Int32[Array, "G L"], cuts: CutPieces | None
+    ) -> Float[Array, "G L N V"]:
+        chunks = chunks_of(ids, self.chunk, inputs["v"].shape[2], wide_dtype(inputs))
         u, kd, into, q, scores, log = chunks.apply(self._prepare, inputs)
-        return Prepared(Steps(u, None, kd, into, chunks), q, scores, dtype), log
+        decays = None if cuts is None else self._decays(chunks, cuts.earlier, log)
+        out = read(Steps(u, None, kd, into), q, scores, chunks, Links.of(cuts, chunks, decays))
+        return out.astype(inputs["v"].dtype)
 
     def _prepare(self, rows: dict[str, Array], ids: Int32[Array, "n G C"]) -> tuple[Array, ...]:
         q, k, v, log = heads_first(rows, self.scale)
-        decays = decays_of(log, ids)
+        same = same_piece(ids, k.dtype)
+        decays = decays_of(log, same)
         (scores,) = decayed_scores((q,), k, decays)
-        scores = scores * lower(ids, k.dtype)
-        return v, k * decays.out, decays.into, q * decays.into, scores, log
+        return v, k * decays.out, decays.into, q * decays.into, scores * same, log
 
-    def summaries(self, prepared: Any, ends: Ends) -> tuple[Any, Any]:
-        (steps, *_), log = prepared
-        added = states_of_pieces(steps, ends)
-        rows = steps.chunks.rows_between(ends.first, ends.last).astype(log.dtype)
-        total = jnp.einsum("pngc,ngmcf->pmf", rows, log, precision="highest")
-        return added, (jnp.exp(total), added)
-
-    def apply(self, map_: Any, state: Any) -> Any:
-        decay, added = map_
-        return decay[..., None] * state + added
-
-    def finish(self, prepared: Any, entry: Entry | None) -> Float[Array, "G L N V"]:
-        return read(prepared[0], entry)
+    def _decays(self, chunks: Chunks, cuts: Cuts, log: Array) -> Float[Array, "P N F"]:
+        """Returns the decay over each cut piece."""
+        rows = chunks.rows_between(cuts.row, cuts.row + cuts.length - 1).astype(log.dtype)
+        return jnp.exp(jnp.einsum("pngc,ngmcf->pmf", rows, log, precision="highest"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence as Names
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +14,11 @@ from jaxtyping import Array, Float, Int32, Integer
 from jax_cp_dispatch._ranks.axis import AxisName
 from jax_cp_dispatch.attention.check_arguments import HostOrDevice
 from jax_cp_dispatch.planner import PlacedPlan
+from jax_cp_dispatch.sequence.chains import CutPieces
 from jax_cp_dispatch.sequence.options import Options
 from jax_cp_dispatch.sequence.pieces import Pieces
 from jax_cp_dispatch.sequence.ranks import Axes, Layer, Where, call_layer
-from jax_cp_dispatch.sequence.recurrence import Ends, Entry, Recur
+from jax_cp_dispatch.sequence.recurrence import Recur
 from jax_cp_dispatch.sequence.recurrence_arrays import check_elementwise, wide
 
 _OP = "linear_recurrence"
@@ -67,23 +68,16 @@ def linear_recurrence(
     return call_layer(layer, {"x": x, "log_decay": log_decay}, (), where, axes)
 
 
-class _Prepared(NamedTuple):
-    """The recurrence from zero, and the decay since the start of each piece, [G, L, *F]."""
-
-    h: Array
-    decay: Array
-    ids: Int32[Array, "G L"]
-    dtype: Any
-
-
 @dataclasses.dataclass(frozen=True)
 class LinearRecurrence:
     """The elementwise recurrence on one rank, by one associative scan."""
 
-    def prepare(self, inputs: dict[str, Array], piece_ids: Int32[Array, "G L"]) -> _Prepared:
+    def __call__(
+        self, inputs: dict[str, Array], ids: Int32[Array, "G L"], cuts: CutPieces | None
+    ) -> Array:
         dtype, inputs = inputs["x"].dtype, wide(inputs)
         x, decay = inputs["x"], jnp.exp(inputs["log_decay"])
-        new = jnp.pad(piece_ids[:, 1:] != piece_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+        new = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
         new = new.reshape(*new.shape, *[1] * (x.ndim - 2))
 
         def join(left: Any, right: Any) -> Any:
@@ -92,21 +86,16 @@ class LinearRecurrence:
             return new0 | new1, decay, jnp.where(new1, h1, decay1 * h0 + h1)
 
         _, decay, h = jax.lax.associative_scan(join, (new, decay, x), axis=1)
-        return _Prepared(h, decay, piece_ids, dtype)
+        if cuts is not None:
+            last = jnp.maximum(cuts.earlier.row + cuts.earlier.length - 1, 0)
+            at_last = lambda x: jax.lax.collapse(x, 0, 2)[last]
+            added, product = at_last(h), at_last(decay)
+            state = jnp.asarray(cuts.states_before(added, (product, added), _apply))
+            index = jnp.where(ids <= len(state), ids, 0)  # pieces 1, ..., P are entered
+            h = h + decay * jnp.pad(state, [(1, 0)] + [(0, 0)] * (state.ndim - 1))[index]
+        return h.astype(dtype)
 
-    def summaries(self, prepared: _Prepared, ends: Ends) -> tuple[Any, Any]:
-        at = lambda x: jax.lax.collapse(x, 0, 2)[ends.last]
-        return at(prepared.h), (at(prepared.decay), at(prepared.h))
 
-    def apply(self, map_: Any, state: Any) -> Any:
-        decay, added = map_
-        return decay * state + added
-
-    def finish(self, prepared: _Prepared, entry: Entry | None) -> Array:
-        h = prepared.h
-        if entry is not None:  # pieces 1, ..., P are entered
-            index = jnp.where(prepared.ids <= len(entry.used), prepared.ids, 0)
-            state = jnp.asarray(entry.state)
-            entering = jnp.pad(state, [(1, 0)] + [(0, 0)] * (state.ndim - 1))[index]
-            h = h + prepared.decay * entering
-        return h.astype(prepared.dtype)
+def _apply(map_: Any, state: Any) -> Any:
+    decay, added = map_
+    return decay * state + added

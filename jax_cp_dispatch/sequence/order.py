@@ -28,13 +28,14 @@ from jax_cp_dispatch.sequence.pieces import Pieces
 _NO_ID = np.int32(2**31 - 1)
 
 
-def order_of_chunks(ids: Int32[Array, "G L"], places: Any) -> dict[str, Int32[Array, " G"]]:
+def order_of_chunks(
+    ids: Int32[Array, "G L"], places: Any, highest: Int32[Array, "G L"]
+) -> dict[str, Int32[Array, " G"]]:
     """Returns the lowest and highest id of each chunk, and whether its ids ascend without restarts.
 
+    `highest` is the highest id so far, 0 before any.
     A restart is a document with the id of the one before it, which only positions separate.
     """
-    tokens = jnp.maximum(ids, 0)
-    highest = running_max(tokens)
     same = ids[:, 1:] == ids[:, :-1]
     ascends = same | (ids[:, 1:] <= 0) | (ids[:, 1:] > highest[:, :-1])
     if places is not None:

@@ -11,9 +11,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jaxtyping import Array, Bool, Int32, PyTree, Shaped
 
 from jax_cp_dispatch.planner.block_grid import running_max
+from jax_cp_dispatch.sequence.arrays import only_where
 
 
 class Cuts(NamedTuple):
@@ -25,7 +28,7 @@ class Cuts(NamedTuple):
       length: tokens of the piece.
       row: its first row on its rank.
       rank: its rank.
-      slot: its number there.
+      slot: its number there; in several groups of rows, the number of the group.
       order: its number among the pieces of the document.
       base: the row where its rank receives what the earlier pieces send, in order.
     """
@@ -50,11 +53,10 @@ class Cuts(NamedTuple):
     def on_rank(self, rank: Any, num_slots: int) -> Cuts:
         """Returns those of one rank by their slots, arrays [P]."""
         slot = jnp.where(self.used & (self.rank == rank), self.slot, num_slots)
-        none = Cuts._make([-1, *[0] * (len(self) - 1)])
-        return Cuts._make(
-            jnp.full(num_slots, fill, jnp.int32).at[slot].set(x, mode="drop")
-            for x, fill in zip(self, none, strict=True)
-        )
+        none = np.zeros((len(self), num_slots), np.int32)
+        none[0] = -1
+        table = jnp.asarray(none).at[:, slot.astype(jnp.uint32)].set(jnp.stack(self), mode="drop")
+        return Cuts._make(lax.index_in_dim(table, i, keepdims=False) for i in range(len(self)))
 
 
 @jax.tree_util.register_dataclass
@@ -142,6 +144,7 @@ class Pieces:
         """Returns for each row 1 + the number of its piece in `own`, of this rank, else 0."""
         size = self.begin.size
         number = jnp.arange(1, 1 + own.row.shape[0], dtype=jnp.int32)
-        row = jnp.where(own.used, own.row, size)
+        row = jnp.where(own.used, own.row, size).astype(jnp.uint32)
         at = jnp.zeros(size, jnp.int32).at[row].set(number, mode="drop")
-        return jnp.where(self.is_token, at[jnp.maximum(self.begin, 0)], 0)
+        begin = jnp.maximum(self.begin, 0).astype(jnp.uint32)
+        return only_where(self.is_token, at.at[begin].get(mode="promise_in_bounds"))

@@ -4,72 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence as Names
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
-from jaxtyping import Array, Bool, Int32, Integer, PyTree, Shaped
+from jaxtyping import Array, Int32, Integer, PyTree, Shaped
 
 from jax_cp_dispatch._ranks.axis import AxisName
 from jax_cp_dispatch.attention.check_arguments import HostOrDevice
 from jax_cp_dispatch.planner import PlacedPlan
-from jax_cp_dispatch.sequence.chains import states_before
+from jax_cp_dispatch.sequence.arrays import only_where
+from jax_cp_dispatch.sequence.chains import CutPieces
 from jax_cp_dispatch.sequence.options import Options
-from jax_cp_dispatch.sequence.pieces import Pieces
+from jax_cp_dispatch.sequence.pieces import Cuts, Pieces
 from jax_cp_dispatch.sequence.ranks import Axes, Layer, Where, call_layer
 from jax_cp_dispatch.sequence.recurrence_arrays import check_rows
 
 _OP = "recurrence"
 
 
-class Ends(NamedTuple):
-    """Pieces of this rank that later ones continue.
-
-    Attributes:
-      first, last: their first and last row, counted over all groups of rows.
-      used: whether there is such a piece.
-      follows: whether it continues an earlier piece itself.
-    """
-
-    first: Int32[Array, " P"]
-    last: Int32[Array, " P"]
-    used: Bool[Array, " P"]
-    follows: Bool[Array, " P"]
-
-
-class Entry(NamedTuple):
-    """Pieces of this rank that continue earlier ones.
-
-    Attributes:
-      first: their first row, counted over all groups of rows.
-      used: whether there is such a piece.
-      state: the state before it.
-    """
-
-    first: Int32[Array, " Q"]
-    used: Bool[Array, " Q"]
-    state: PyTree[Shaped[Array, "Q ..."]]
-
-
 @runtime_checkable
 class Kernel(Protocol):
-    """A recurrence on one rank, in two steps between which states are exchanged; hashable."""
+    """A recurrence on one rank; hashable."""
 
-    def prepare(self, inputs: Any, piece_ids: Any) -> Any:
-        """Computes what needs no state, from rows [G, L, ...]."""
-        ...
+    def __call__(self, inputs: Any, ids: Int32[Array, "G L"], cuts: CutPieces | None) -> Any:
+        """Returns the outputs [G, L, ...] of rows [G, L, ...], whose pieces have these ids.
 
-    def summaries(self, prepared: Any, ends: Ends) -> tuple[Any, Any]:
-        """Returns the state after each piece that begins a document, and the maps of the others."""
-        ...
-
-    def apply(self, map_: Any, state: Any) -> Any:
-        """Returns the state after a piece."""
-        ...
-
-    def finish(self, prepared: Any, entry: Entry | None) -> Any:
-        """Returns the outputs [G, L, ...]; without `entry`, all pieces start from zero."""
+        Without `cuts`, all pieces start from zero.
+        """
         ...
 
 
@@ -142,24 +106,11 @@ class Recur:
 
     @jax.named_scope("cpd.recurrence")
     def __call__(self, options: Options, pieces: Pieces, inputs: Any, weights: tuple[()]) -> Any:
-        kernel = self.kernel
-        inert = lambda x: jnp.where(_rows_like(pieces.is_token, x), x, 0)
+        inert = partial(only_where, pieces.is_token)
         inputs = jax.tree.map(inert, pieces.arrange(inputs))
-        later, earlier = pieces.own_later, pieces.own_earlier
-        slot, fresh = pieces.slots(later), pieces.begin + pieces.num_slots + 1
-        ids = jnp.where(slot > 0, slot, jnp.where(pieces.is_token, fresh, 0))
-        prepared, entry = kernel.prepare(inputs, ids), None
-        if pieces.world_size > 1:
-            last = earlier.row + earlier.length - 1
-            ends = Ends(earlier.row, last, earlier.used, earlier.start > 0)
-            first, maps = kernel.summaries(prepared, ends)
-            states = states_before(options.exchange, pieces, first, maps, kernel.apply)
-            entry = Entry(later.row, later.used, states)
-        return pieces.restore(jax.tree.map(inert, kernel.finish(prepared, entry)))
-
-
-def _rows_like(rows: Array, x: Array) -> Array:
-    return rows.reshape(*rows.shape, *[1] * (x.ndim - 2))
+        cuts = CutPieces.of(options.exchange, pieces)
+        outputs = self.kernel(inputs, cuts.ids(), cuts if pieces.world_size > 1 else None)
+        return pieces.restore(jax.tree.map(inert, outputs))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,34 +119,11 @@ class OfUser:
 
     local: Any
 
-    def prepare(self, inputs: Any, piece_ids: Array) -> Any:
-        return inputs, piece_ids
-
-    def summaries(self, prepared: Any, ends: Ends) -> tuple[Any, Any]:
-        inputs, ids = prepared
-        rows = jnp.arange(ids.shape[1], dtype=jnp.int32)
-
-        def summary(first: Array, last: Array, used: Array) -> Any:
-            group = first // ids.shape[1]
-            row = group * ids.shape[1] + rows
-            inside = (used & (row >= first) & (row <= last))[None]
-
-            def cut(x: Array) -> Array:
-                own = jax.lax.dynamic_index_in_dim(x, group)
-                return jnp.where(_rows_like(inside, own), own, 0)
-
-            return self.local.summary(jax.tree.map(cut, inputs))
-
-        maps = jax.vmap(summary)(ends.first, ends.last, ends.used)
-        return jax.vmap(lambda x: self.local.apply(x, None))(maps), maps
-
-    def apply(self, map_: Any, state: Any) -> Any:
-        return self.local.apply(map_, state)
-
-    def finish(self, prepared: Any, entry: Entry | None) -> Any:
-        inputs, ids = prepared
-        if entry is not None:
-            states = entry.state
+    def __call__(self, inputs: Any, ids: Int32[Array, "G L"], cuts: CutPieces | None) -> Any:
+        if cuts is not None:
+            maps = self._maps(inputs, ids, cuts.earlier)
+            first = jax.vmap(lambda x: self.local.apply(x, None))(maps)
+            states = cuts.states_before(first, maps, self.local.apply)
         else:
             one = jax.tree.map(lambda x: x[:1], inputs)
             state = jax.eval_shape(lambda x: self.local.apply(self.local.summary(x), None), one)
@@ -209,3 +137,19 @@ class OfUser:
                 "[G, rows, ...], an output for each row."
             )
         return out
+
+    def _maps(self, inputs: Any, ids: Int32[Array, "G L"], cuts: Cuts) -> Any:
+        rows = jnp.arange(ids.shape[1], dtype=jnp.int32)
+
+        def summary(cut: Cuts) -> Any:
+            group = cut.row // ids.shape[1]
+            row = group * ids.shape[1] + rows
+            inside = (cut.used & (row >= cut.row) & (row < cut.row + cut.length))[None]
+
+            def own(x: Array) -> Array:
+                here = jax.lax.dynamic_index_in_dim(x, group)
+                return only_where(inside, here)
+
+            return self.local.summary(jax.tree.map(own, inputs))
+
+        return jax.vmap(summary)(cuts)

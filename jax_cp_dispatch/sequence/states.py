@@ -1,163 +1,203 @@
-"""The states of a recurrence in chunks: from chunk to chunk, and into cut pieces."""
+"""The states of a recurrence in chunks: from chunk to chunk, into and out of cut pieces.
+
+The map of a cut piece goes to the ranks that continue it, and the derivative comes back: that of
+the state behind the piece. So the maps themselves need no derivative: with the states before and
+the derivatives behind its pieces, each rank computes its gradients in one pass from behind.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from jax_cp_dispatch._ranks.varying import vary_alike, vary_like
-from jax_cp_dispatch.sequence.chunks import Chunks, dot
-from jax_cp_dispatch.sequence.recurrence import Entry
+from jax_cp_dispatch._ranks.varying import vary_like
+from jax_cp_dispatch.sequence.arrays import chosen, only_where
+from jax_cp_dispatch.sequence.chains import CutPieces
+from jax_cp_dispatch.sequence.chunks import Chunks, Span, dot
+from jax_cp_dispatch.sequence.walks import Steps, across, decay_over, walk, walk_back
 
 
-class Steps(NamedTuple):
-    """How the state S [H, V] of a head changes over the rows of each chunk.
-
-        new = u - w S    what the rows add, after what they read
-        S'  = d S + kd^T new
-
-    Attributes:
-      u: what the rows add to a state of zero.
-      w: what they read; None if they read nothing.
-      kd: keys, decayed to the end of their piece or chunk.
-      into: decay from the start of the piece, or of the chunk, through each row.
-      chunks: the pieces.
-    """
-
-    u: Float[Array, "n G N C V"]
-    w: Float[Array, "n G N C H"] | None
-    kd: Float[Array, "n G N C H"]
-    into: Float[Array, "n G N C F"]
-    chunks: Chunks
-
-
-class Prepared(NamedTuple):
-    """What needs no state.
+class Links(NamedTuple):
+    """The cut pieces of this rank.
 
     Attributes:
-      steps: how the state changes.
-      q: queries, decayed from the start of their piece or chunk.
-      scores: of each row with the rows of its piece and chunk.
-      dtype: of the outputs.
+      cuts: their exchange.
+      later: in chunks, those that continue earlier ones.
+      earlier: those that later ones continue.
+      decays: of the latter, if rows read nothing: then they are their maps.
     """
 
-    steps: Steps
-    q: Float[Array, "n G N C H"]
-    scores: Float[Array, "n G N C C"]
-    dtype: Any
+    cuts: CutPieces
+    later: Span
+    earlier: Span
+    decays: Float[Array, "P N F"] | None
+
+    @classmethod
+    def of(cls, cuts: CutPieces | None, chunks: Chunks, decays: Any = None) -> Links | None:
+        if cuts is None:
+            return None
+        later = chunks.span(cuts.later, cuts.later_ids, at_last=False)
+        return cls(cuts, later, chunks.span(cuts.earlier, cuts.earlier_ids, at_last=True), decays)
+
+    def behind(self, steps: Steps, states: Array, new: Array, entering: Array) -> _Behind:
+        """Returns what the state behind each piece of `earlier` is computed from."""
+        at = self.earlier.chunk()
+        # A piece that starts in its last chunk is entered there, or starts from zero.
+        is_inside = self.earlier.first == self.earlier.last
+        before = chosen(is_inside, only_where(self.cuts.follows, entering), at.take(states))
+        decay = self.earlier.last_row().take(steps.into)[..., None]
+        keys = at.take(steps.kd) * self.earlier.mask
+        return _Behind(before, decay, keys, at.take(new), is_inside)
 
 
-def walk(
-    steps: Steps, entry: Entry | None = None, *, active: Bool[Array, " n"] | None = None
-) -> tuple[Float[Array, "n G N H V"], Any]:
-    """Walks through the chunks, in all groups and heads together.
+class _Behind(NamedTuple):
+    """The state behind a piece is decay * before + keys^T new."""
 
-    Args:
-      steps: of every chunk.
-      entry: the pieces that do not start from zero.
-      active: the chunks behind which states are needed; others are skipped.
-    Returns:
-      The state before each chunk, and what its rows add.
+    before: Float[Array, "P N H V"]
+    decay: Float[Array, "P N F 1"]
+    keys: Float[Array, "P N C H"]
+    new: Float[Array, "P N C V"]
+    is_inside: Bool[Array, " P"]
+
+
+def read(
+    steps: Steps,
+    q: Float[Array, "n G N C H"],
+    scores: Float[Array, "n G N C C"],
+    chunks: Chunks,
+    links: Links | None,
+) -> Float[Array, "G L N V"]:
+    """Returns what queries read: from the states, and by their scores with rows of their chunk.
+
+    Queries are decayed from the start of their piece or chunk.
     """
-    u, w, kd, into, chunks = steps
-    decay = (into * chunks.into)[..., -1, :, None]
-    shape = *kd.shape[1:3], kd.shape[-1], u.shape[-1]
-    where, born = jnp.zeros((2, 0), jnp.int32), jnp.zeros((0, *shape[1:]), u.dtype)
-    if entry is not None:
-        at = chunks.index_of(entry.first, entry.used)
-        if steps.w is not None:
-            u = u.at[at.where].add(-dot(steps.w[at.where], entry.state) * at.mask)
-        remains = at.mask[:, :, -1] * into[at.where][:, :, -1]  # of pieces that reach the end
-        where, born = jnp.stack(at.where), remains[..., None] * entry.state
-    fixed = where, active, chunks.into, chunks.last
-    changing = jnp.zeros(shape, u.dtype), u, w, kd, decay, born
-    leaves, tree = jax.tree.flatten((fixed, changing))
-    return _scan(*tree.unflatten(vary_alike(leaves)))
+    states, new, entering = _carry((chunks, links), steps)
+    out = dot(q * chunks.into, states) + dot(scores, new)
+    if links is not None:
+        at = links.later.chunk()
+        out = at.add(out, dot(at.take(q), entering) * links.later.mask)
+    return chunks.join(out)
 
 
 @jax.custom_vjp
-def _scan(fixed, changing):
-    """Returns the state before each chunk, and what its rows add. The first state is zero.
+def _carry(fixed: tuple[Chunks, Links | None], steps: Steps) -> tuple[Array, Array, Any]:
+    """Returns the state before each chunk, what its rows add, and the states that enter pieces."""
+    return _carry_forward(fixed, steps)[0]
 
-    The states `born` [P, N, H, V] are added behind the chunks and in the groups of `where` [2, P].
+
+def _carry_forward(fixed, steps):
+    chunks, links = fixed
+    later = entering = pull = None
+    if links is not None:
+        later = links.later
+        product, added = _maps(steps, chunks, links)
+        apply = _decayed if steps.w is None else _multiplied
+        before = lambda added: links.cuts.states_before(added, (product, added), apply)
+        entering, pull = jax.vjp(before, added)
+    states, new = walk(steps, chunks, later, entering)
+    return (states, new, entering), (fixed, steps._replace(u=None), states, new, entering, pull)
+
+
+def _carry_backward(saved, gradients):
+    (chunks, links), steps, states, new, entering, pull = saved
+    dstates, dnew, dentering = gradients
+    dkd = dinto = 0
+    if links is not None:
+        at = links.earlier.chunk()
+        active = links.later.is_active(len(chunks.ids))
+        of_rows = lambda: _entering_gradient(steps, chunks, links, active, dstates, dnew)
+        (g,) = pull(dentering + _if_any(links.later.used, of_rows, dentering))
+        before, decay, keys, added, is_inside = links.behind(steps, states, new, entering)
+        dnew = at.add(dnew, dot(keys, g))
+        dstates = at.add(dstates, only_where(~is_inside, decay * g))
+        dkd = links.earlier.mask * dot(added, across(g))
+        dinto = _like_decay(steps, before * g)
+    after, dnew = walk_back(steps, chunks, dstates, dnew)
+    dw = None if steps.w is None else -dot(dnew * chunks.into, across(states))
+    of_keys = dot(new * chunks.last, across(after))
+    last_row = _like_decay(steps, states * after) * chunks.into[..., -1, :]
+    if links is not None:
+        of_keys = links.earlier.chunk().add(of_keys, dkd)
+        at, mask = links.later.chunk(), links.later.mask
+        of_remains = _like_decay(steps, at.take(after) * entering) * mask[:, :, -1]
+        last_row = at.add(last_row, of_remains)
+        if dw is not None:
+            dw = at.add(dw, -dot(at.take(dnew) * mask, across(entering)))
+    above = [(0, 0)] * 3 + [(chunks.size - 1, 0), (0, 0)]
+    into = jnp.pad(last_row[..., None, :], above)
+    if links is not None:
+        into = links.earlier.last_row().add(into, dinto)
+    return None, Steps(dnew, dw, of_keys, into)
+
+
+_carry.defvjp(_carry_forward, _carry_backward)
+
+
+def _maps(steps: Steps, chunks: Chunks, links: Links) -> tuple[Any, Array]:
+    """Returns the maps of `earlier`, from S to product S + added: of walks where there are any.
+
+    If rows read, the product is the state from the identity if rows add nothing.
     """
-    start, u, w, kd, decay, born = changing
-    where, active, into, last = fixed
-    chunk, group = where
+    earlier, follows = links.earlier, links.cuts.follows
+    size, lead = steps.kd.shape[-1], (len(follows), steps.u.shape[2])
 
-    def step(state: Any, x: Any) -> Any:
-        index, u, w, kd, decay, into, last = x
-        new = u if w is None else u - dot(w * into, state)
-        after = decay * state + dot((kd * last).swapaxes(-1, -2), new)
-        if len(born):
-            here = chunk == index
-            mine = jnp.where(here[:, None, None, None], born, 0)
-            after = lax.cond(here.any(), lambda x: x.at[group].add(mine), lambda x: x, after)
-        return after, (state, new)
+    def behind(used: Array, steps: Steps, entering: Array, later: Span | None) -> Array:
+        active = earlier._replace(used=used).is_active(len(chunks.ids))
 
-    def skip(state: Any, x: Any) -> Any:
-        return state, (state, jnp.zeros_like(x[1]))
+        def walked() -> Array:
+            states, new = walk(steps, chunks, later, entering, active=active)
+            before, decay, keys, new, _ = links.behind(steps, states, new, entering)
+            return decay * before + dot(across(keys), new)
 
-    return _scan_active(step, skip, active, start, (u, w, kd, decay, into, last))[1]
+        (entering,) = vary_like([entering], steps.u)
+        return _if_any(used, walked, entering)
 
-
-def _scan_active(step, skip, active, start, xs, *, reverse=False):
-    """Scans over chunks and skips those that are not active; `step` gets the index too."""
-    # In a branch nothing begins to vary: `jax.vmap` computes both, of operands that do already.
-    first = jax.tree.leaves(xs)[0]
-    xs = *vary_like([jnp.arange(len(first), dtype=jnp.int32)], first), *xs
-    if active is None:
-        return lax.scan(step, start, xs, reverse=reverse)
-    chosen = lambda state, x: lax.cond(x[0], step, skip, state, x[1])
-    return lax.scan(chosen, start, (active, xs), reverse=reverse)
+    zero = jnp.zeros((*lead, size, steps.u.shape[-1]), steps.u.dtype)
+    added = behind(earlier.used, steps, zero, None)
+    if steps.w is None:
+        return links.decays, added
+    identity = jnp.broadcast_to(np.eye(size, dtype=zero.dtype), (*lead, size, size))
+    adds_nothing = steps._replace(u=jnp.zeros_like(steps.w))
+    return behind(earlier.used & follows, adds_nothing, identity, links.later), added
 
 
-def _scan_forward(fixed, changing):
-    states, new = _scan(fixed, changing)
-    start, _, w, kd, decay, _ = changing
-    return (states, new), (fixed, start, w, kd, decay, states, new)
+def _entering_gradient(steps, chunks, links, active, dstates, dnew):
+    """Returns the gradient of the states that enter, without what goes on behind their pieces."""
+    at, mask = links.later.chunk(), links.later.mask
+    after, dnew = walk_back(steps, chunks, dstates, dnew, active=active)
+    out = at.take(decay_over(steps)) * mask[:, :, -1:] * at.take(after)
+    if steps.w is not None:
+        out = out - dot(across(at.take(steps.w) * mask), at.take(dnew))
+    return out
 
 
-def _scan_backward(saved, gradients):
-    """One scan from behind; the products that need no state are computed for all chunks at once."""
-    fixed, start, w, kd, decay, states, new = saved
-    where, active, into, last = fixed
+def _if_any(used: Bool[Array, " P"], fn: Callable[[], Array], like: Array) -> Array:
+    """Returns `fn()`, or zeros if there is none.
 
-    def step(after: Any, x: Any) -> Any:
-        _, w, kd, decay, into, last, dstate, dnew = x
-        dnew = dnew + dot(kd * last, after)
-        before = decay * after + dstate
-        if w is not None:
-            before = before - dot((w * into).swapaxes(-1, -2), dnew)
-        return before, (after, dnew)
-
-    def skip(after: Any, x: Any) -> Any:
-        return after + x[-2], (jnp.zeros_like(after), jnp.zeros_like(x[-1]))
-
-    xs = (w, kd, decay, into, last, *gradients)
-    dstart, (after, dnew) = _scan_active(step, skip, active, start, xs, reverse=True)
-    across = lambda x: x.swapaxes(-1, -2)
-    dw = None if w is None else -dot(dnew * into, across(states))
-    dkd = dot(new * last, across(after))
-    ddecay = (states * after).sum(-1, keepdims=True)
-    if decay.shape[-2] == 1:
-        ddecay = ddecay.sum(-2, keepdims=True)
-    return None, (dstart, dnew, dw, dkd, ddecay, after[tuple(where)])
+    In `fn`, no array may begin to vary over mesh axes: `jax.vmap` computes both branches, of
+    operands that do already, constant arrays among them.
+    """
+    zeros = lambda: vary_like([jnp.zeros_like(like)], like)[0]
+    return lax.cond(used.any(), fn, zeros)
 
 
-_scan.defvjp(_scan_forward, _scan_backward)
+def _like_decay(steps: Steps, x: Float[Array, "... H V"]) -> Float[Array, "... F"]:
+    """Sums what belongs to one decay."""
+    x = x.sum(-1)
+    return x.sum(-1, keepdims=True) if steps.into.shape[-1] == 1 else x
 
 
-def read(prepared: Prepared, entry: Entry | None) -> Float[Array, "G L N V"]:
-    """Returns what the queries read from the states; `entry`: pieces that do not start from zero"""
-    steps, q, scores, dtype = prepared
-    states, new = walk(steps, entry)
-    out = dot(q * steps.chunks.into, states) + dot(scores, new)
-    if entry is not None:
-        at = steps.chunks.index_of(entry.first, entry.used)
-        out = out.at[at.where].add(dot(q[at.where], entry.state) * at.mask)
-    return steps.chunks.join(out).astype(dtype)
+def _multiplied(map_: Any, state: Any) -> Any:
+    product, added = map_
+    return dot(product, state) + added
+
+
+def _decayed(map_: Any, state: Any) -> Any:
+    decay, added = map_
+    return decay[..., None] * state + added

@@ -12,7 +12,7 @@ from orders import BATCHES, Order
 
 from jax_cp_dispatch import sequence
 from jax_cp_dispatch.planner.placement.cuts import describe_cuts
-from jax_cp_dispatch.sequence.chains import _links
+from jax_cp_dispatch.sequence.chains import CutPieces, _links
 from jax_cp_dispatch.sequence.document_pieces import pieces_of_ids
 from jax_cp_dispatch.sequence.halo import _metadata
 from jax_cp_dispatch.sequence.options import Options
@@ -31,7 +31,7 @@ def moved(name, batch, num_ranks=8, width=3):
             pieces = pieces_of_ids(options, ids, None, ids.shape)
         else:
             pieces = pieces_of_plan(options, plan, (ids, None), ids.shape)
-        links = _links(pieces)
+        links = _links(CutPieces.of(options.exchange, pieces))
         before, after = (_metadata(pieces, width, side, True) for side in (False, True))
         exchanges = before, after, links.first, links.others
         return jax.tree.map(lambda x: x[None], [x.num_recv_tokens[:-1] for x in exchanges])

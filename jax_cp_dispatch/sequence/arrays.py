@@ -1,0 +1,38 @@
+"""Gathers, sums and choices of rows, each as few operations."""
+
+from typing import NamedTuple
+
+from jax import lax
+from jaxtyping import Array, Bool, Int32, Shaped
+
+
+def only_where(mask: Bool[Array, "..."], x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+    """Returns `x` where the mask of its first axes is true, else zero."""
+    return chosen(mask, x, lax.full_like(x, 0))
+
+
+def chosen(
+    mask: Bool[Array, "..."], x: Shaped[Array, "..."], other: Shaped[Array, "..."]
+) -> Shaped[Array, "..."]:
+    """Returns `x` where the mask of its first axes is true, else `other`."""
+    return lax.select(lax.broadcast_in_dim(mask, x.shape, tuple(range(mask.ndim))), x, other)
+
+
+class At(NamedTuple):
+    """Places in arrays: their indices in some axes, which are in bounds."""
+
+    places: Int32[Array, "P axes"]
+    axes: tuple[int, ...]
+
+    def take(self, x: Shaped[Array, "..."]) -> Shaped[Array, "P ..."]:
+        """Returns what is there. (`x[...]` is several operations more.)"""
+        offset = tuple(range(1, 1 + x.ndim - len(self.axes)))
+        numbers = lax.GatherDimensionNumbers(offset, self.axes, self.axes)
+        sizes = tuple(1 if i in self.axes else n for i, n in enumerate(x.shape))
+        return lax.gather(x, self.places, numbers, sizes, mode="promise_in_bounds")
+
+    def add(self, x: Shaped[Array, "..."], y: Shaped[Array, "P ..."]) -> Shaped[Array, "..."]:
+        """Adds to what is there."""
+        window = tuple(range(1, 1 + x.ndim - len(self.axes)))
+        numbers = lax.ScatterDimensionNumbers(window, self.axes, self.axes)
+        return lax.scatter_add(x, self.places, y, numbers, mode="promise_in_bounds")
