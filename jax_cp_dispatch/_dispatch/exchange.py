@@ -15,7 +15,7 @@ from jax_cp_dispatch._dispatch.devices import place_arrays, vary_with
 from jax_cp_dispatch._dispatch.exchange_operands import Collectives, Exchange, OperandGroup
 from jax_cp_dispatch._dispatch.primitives import combine_p, dispatch_p
 from jax_cp_dispatch._dispatch.read_metadata import read_metadata
-from jax_cp_dispatch._ranks.call_context import CallContext
+from jax_cp_dispatch._ranks.call_context import CallContext, is_traced, refuse_other_mesh
 from jax_cp_dispatch._ranks.options import CollectiveOptions, find_ranks
 from jax_cp_dispatch._ranks.varying import vary_alike
 
@@ -148,12 +148,15 @@ def _with_rows(array: Array, num_rows: int) -> Array:
 def _placed(exchange: Exchange, context: CallContext, fields, arrays, storage, layouts) -> Prepared:
     """Returns the operands on the devices that use them, varying over the axes of the ranks."""
     arrays, names, num_storage = arrays + storage, exchange.comm.axis_names, len(storage)
+    mesh = context.mesh if context.is_global and not context.open_axes else None
+    if mesh is not None and is_traced(arrays):  # arrays that are here are moved
+        refuse_other_mesh(exchange.op, mesh, arrays)
     if context.is_global or context.open_axes:
         arrays = place_arrays(context, names, arrays, num_storage)
     if not context.is_global:
         arrays = vary_with(fields, names, arrays)
-    elif context.mesh is not None and not context.open_axes:
-        exchange = exchange._replace(mesh=context.mesh.abstract_mesh)
+    elif mesh is not None:
+        exchange = exchange._replace(mesh=mesh.abstract_mesh)
     num_arrays = len(arrays) - num_storage
     return Prepared(exchange, fields + arrays[:num_arrays], arrays[num_arrays:], layouts)
 

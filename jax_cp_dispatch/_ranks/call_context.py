@@ -96,6 +96,32 @@ def find_mesh(names: Sequence[str], mesh: Any, around: Any, arrays: Sequence[Any
     return None if around.empty else around
 
 
+def refuse_other_mesh(op: str, mesh: Any, arrays: Iterable[Any]) -> None:
+    """Refuses arrays that are placed on the same devices by another mesh than the call's.
+
+    JAX gives a program with our primitives one mesh, and otherwise raises without the name of the
+    operation. Call outside `shard_map`.
+    """
+    placed = [x for x in arrays if isinstance(x, jax.Array)]
+    if is_traced(placed):  # others are constants of the program
+        placed = [x for x in placed if isinstance(x, Tracer)]
+    for x in placed:
+        own = jax.typeof(x).sharding.mesh
+        is_other = (own.shape_tuple, own.axis_types) != (mesh.shape_tuple, mesh.axis_types)
+        if is_other and own.size == mesh.size > 1:
+            raise ValueError(
+                f"{op}: an array of shape {list(x.shape)} is placed on a mesh with the axes "
+                f"{_described(own)}, but the call has one with {_described(mesh)}. Pass the mesh "
+                "of the arrays, or place them on this one before the program: "
+                "jax.device_put(x, NamedSharding(mesh, spec))."
+            )
+
+
+def _described(mesh: Any) -> str:
+    axes = zip(mesh.shape_tuple, mesh.axis_types, strict=True)
+    return ", ".join(f"{name}={size} ({kind.name})" for (name, size), kind in axes)
+
+
 def is_traced(arrays: Iterable[Any]) -> bool:
     """Whether some of the arrays are known only when the program runs."""
     return any(isinstance(x, Tracer) for x in arrays)

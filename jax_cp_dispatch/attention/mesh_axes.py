@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxtyping import Array
 
 from jax_cp_dispatch._ranks.axis import AxisName
-from jax_cp_dispatch._ranks.call_context import find_mesh, is_traced
+from jax_cp_dispatch._ranks.call_context import find_mesh, is_traced, refuse_other_mesh
 from jax_cp_dispatch._ranks.varying import mapped_axes, refuse_mapped_explicit_axes
 from jax_cp_dispatch._warning import warn_caller
 from jax_cp_dispatch.attention.kv_heads import kv_copies
@@ -107,6 +107,8 @@ def find_axes(*arrays: Any, caller: Caller, given: GivenAxes, covers_batch: bool
     mesh, axis_name, batch_axis, head_axis = given
     sequence = _names(axis_name)
     mesh = _find_mesh(caller, mesh, sequence, arrays)
+    if not _manual_axes(mesh):
+        refuse_other_mesh(caller.op, mesh, arrays)
     names = {"axis_name": axis_name, "batch_axis": batch_axis, "head_axis": head_axis}
     _check_names(caller.op, mesh, names)
     refuse_mapped_explicit_axes(caller.op, mesh)

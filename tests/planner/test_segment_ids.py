@@ -17,7 +17,9 @@ from jax_cp_dispatch import (
     PlanConfig,
     context_parallel_attention,
     document_lengths,
+    place_tokens,
     plan_attention,
+    sequence,
     zigzag_permutation,
 )
 
@@ -127,6 +129,12 @@ def test_rejected_alike(algorithm, change, message):
         plan_attention(segment_ids, world_size=3)
     with pytest.raises(ValueError, match=f"document_lengths: {message}"):
         document_lengths(segment_ids)
+    with pytest.raises(ValueError, match=f"place_tokens: {message}"):
+        place_tokens(segment_ids=segment_ids, world_size=3)
+    with pytest.raises(ValueError, match=f"shift: {message}"):
+        sequence.shift(
+            np.ones((2, 24, 1)), 1, mesh=mesh_of(4), axis_name=AXIS, segment_ids=segment_ids
+        )
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -13,7 +13,13 @@ import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from jaxtyping import Array
 
-from jax_cp_dispatch._ranks.call_context import CallContext, is_traced, retype, with_manual_axes
+from jax_cp_dispatch._ranks.call_context import (
+    CallContext,
+    is_traced,
+    refuse_other_mesh,
+    retype,
+    with_manual_axes,
+)
 from jax_cp_dispatch._ranks.varying import refuse_mapped_explicit_axes, vary_alike, varying_axes
 from jax_cp_dispatch.comm_gemm.layers.derivatives import gathered_matmul, scattered_matmul
 from jax_cp_dispatch.comm_gemm.layers.matmul_operands import Operands
@@ -47,6 +53,8 @@ def matmul_of_all_ranks(
         batch, _ = _explicit_axes(context, s, operands)
         whole = P(*batch, None, None)  # tokens that do not divide are not sharded
         return (_move(outs[0], context.mesh, whole)[..., :rows, :],)
+    if context.mesh is not None:
+        refuse_other_mesh(s.op, context.mesh, (operands.x, *operands.ws))
     scales = None if state is None else scales_of(s.scaling_mode, (), state)
     outs = _one_program(gathers)(s, operands, scales)
     return outs if gathers or room == rows else (outs[0][..., :rows, :],)
@@ -83,7 +91,7 @@ def _explicit_axes(context: CallContext, s: Matmul, operands: Operands):
     mesh = context.mesh
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     is_free = lambda a: (
-        kinds[a] == AxisType.Explicit and a in context.open_axes and a not in s.comm.axis_names
+        kinds.get(a) == AxisType.Explicit and a in context.open_axes and a not in s.comm.axis_names
     )
     x, num_dims = operands.x, len(operands.tokens_shape)
     spec = (*jax.typeof(x).sharding.spec, *(None,) * num_dims)[:num_dims]
