@@ -27,7 +27,7 @@ from jax_cp_dispatch import (
 )
 from jax_cp_dispatch.attention import auto
 from jax_cp_dispatch.cost import rank_pairs
-from jax_cp_dispatch.masks import Blocks, Causal, PrefixLM, SharedPrefix, SlidingWindow
+from jax_cp_dispatch.masks import Blocks, Causal, PrefixLM, SharedPrefix, SlidingWindow, Tree
 
 BLOCKS: dict[str, Any] = {"block_q": 8, "block_kv": 8, "block_heads": 1}
 
@@ -153,7 +153,7 @@ def test_a_sharded_batch_and_one_rank_at_a_time():
 
 @pytest.mark.parametrize("algorithm", ["ring", "balanced"])
 def test_the_mask_of_other_columns_fails_on_all_ranks(algorithm):
-    """In packed order for zigzag tokens; of one rank's columns; of a document without a prompt."""
+    """In packed order for zigzag tokens; of one rank's columns; against the rules of its kind."""
     mesh, order = mesh_of(4), zigzag_permutation(64, 4)
     ids = np.repeat([[1, 2, 3]], [30, 20, 14], axis=1)
     blocks = np.repeat([[0, 1, 0, 2, 0]], [20, 13, 7, 10, 14], axis=1)
@@ -166,7 +166,12 @@ def test_the_mask_of_other_columns_fails_on_all_ranks(algorithm):
     says = "the mask is not one of these tokens and documents"
     if algorithm == "balanced":
         in_rows = jax.jit(lambda ids, mask: attend(ids, mask))
-        all_fail(in_rows(ids, SharedPrefix(np.where(ids == 3, 1, 0))), says)
+        all_fail(in_rows(ids, SharedPrefix(np.where(ids == 3, 1, 0))), says)  # without a prompt
+        all_fail(in_rows(ids, PrefixLM(np.arange(64)[None] == 5)), says)  # not a document's first
+        of_tree = jax.jit(lambda spans, parents: attend(ids, Tree(spans, parents)))
+        spans = np.repeat([[0, 1, 2, 3]], [30, 10, 10, 14], axis=1)
+        assert np.isfinite(of_tree(spans, np.array([[-1, -1, 1, -1]]))).all()
+        all_fail(of_tree(spans, np.array([[-1, 2, -1, -1]])), says)  # a child before its parent
         return
     stored = jax.jit(lambda ids, mask: attend(ids, mask, layout="zigzag"))
     all_fail(stored(ids[:, order], Blocks(blocks)), says)

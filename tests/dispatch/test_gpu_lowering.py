@@ -252,26 +252,32 @@ def pairs_in(size):
     return tuple(tuple(jax.devices()[i : i + size]) for i in range(0, W, size))
 
 
-def test_gpus_without_peer_access_use_xla(cuda, monkeypatch):
+@pytest.mark.parametrize(
+    "why",
+    [
+        "GPU 0 cannot access the memory of GPU 3",
+        "GPU 0 has as many peers as CUDA allows: 8, unless a switch connects them",
+    ],
+)
+def test_gpus_without_peer_access_use_xla(why, cuda, monkeypatch):
     """Asked once for the devices of each group; not for ranks that one device holds."""
     asked = []
 
     def connect_peers(ordinals):
         asked.append(ordinals)
-        return "GPU 0 cannot reach the memory of GPU 3" if 3 in ordinals else ""
+        return why if 3 in ordinals else ""
 
     cuda.device_count, cuda.connect_peers = lambda: (8, ""), connect_peers
     peers._reason.cache_clear()
     say_once.cache_clear()
-    with pytest.warns(UserWarning, match="'xla'.: GPU 0 cannot reach the memory of GPU 3"):
+    with pytest.warns(UserWarning, match=f"'xla'.: {why}"):
         assert not calls(lowered(on_ranks(lambda x, m: send(x, m), mesh_of(W)), X, PLAN))
     named = lambda x, m: send(x, m, implementation="cuda_peer")
-    with pytest.raises(NotImplementedError, match=r"'cuda_peer' .* reach the memory of GPU 3"):
+    with pytest.raises(NotImplementedError, match=f"'cuda_peer' .*{why}"):
         lowered(on_ranks(named, mesh_of(W)), X, PLAN)
     assert asked == [[0, 1, 2, 3]]
-    assert CUDA_PEER.why_not(["cuda"], pairs_in(2)) == "GPU 0 cannot reach the memory of GPU 3"
+    assert CUDA_PEER.why_not(["cuda"], pairs_in(2)) == why
     assert asked[1:] == [[0, 1], [2, 3]]
-    why = "GPU 0 cannot reach the memory of GPU 3"
     monkeypatch.setattr(table, "default_platform", lambda: "cuda")
     assert available_implementations()["cuda_peer"] == (False, why)
     *_, found = itertools.islice(try_implementations(), 3)  # of the doctor
