@@ -309,8 +309,8 @@ def places(block: Int32[Array, "..."], grid: BlockGrid):
     return *divided(piece, grid.world_size), start, length
 
 
-def divided(x: Int32[Array, "..."], divisor: int):
-    """Quotient and remainder of numbers of at least 0; signed division would compile to more."""
+def divided(x: Integer[Array, "..."], divisor: int):
+    """Int32 quotient and remainder of numbers in [0, 2**31); signed division compiles to more."""
     x = x.astype(jnp.uint32)
     quotient, remainder = lax.div(x, np.uint32(divisor)), lax.rem(x, np.uint32(divisor))
     return quotient.astype(jnp.int32), remainder.astype(jnp.int32)
