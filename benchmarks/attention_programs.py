@@ -13,10 +13,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from jax_cp_dispatch import context_parallel_attention, hamilton_attention, local_attention
-from jax_cp_dispatch.attention.attended import attended_tokens
-from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.bench_command.attention import DENSE, gradients, random_operands
 from jax_cp_dispatch.cost import attention_flops
+from jax_cp_dispatch.documents.packed_mask import PackedMask
+from jax_cp_dispatch.documents.ranges import attended_tokens
 from jax_cp_dispatch.masks import MaskRanges
 from jax_cp_dispatch.masks.read import read_mask
 

@@ -1,11 +1,14 @@
 """Checks of single arguments, shared by many functions so that their errors read alike."""
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jaxtyping import Array
+
+HostOrDevice: TypeAlias = Array | np.ndarray
 
 
 def check_array(op: str, name: str, x: Any) -> None:

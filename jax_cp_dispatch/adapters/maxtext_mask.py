@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jax_cp_dispatch.attention.attended import attended_tokens
-from jax_cp_dispatch.attention.packed_mask import PackedMask
+from jax_cp_dispatch.documents.packed_mask import PackedMask
+from jax_cp_dispatch.documents.ranges import attended_tokens
 from jax_cp_dispatch.masks import (
     BlockCausal,
     Blocks,

@@ -21,14 +21,13 @@ from jax_cp_dispatch.attention.algorithms import (
 )
 from jax_cp_dispatch.attention.api import context_parallel_attention
 from jax_cp_dispatch.attention.balance_profile import BalanceProfile, balance_profile
-from jax_cp_dispatch.attention.choose import Choice, choose_algorithm, document_lengths
+from jax_cp_dispatch.attention.choose import Choice, choose_algorithm
 from jax_cp_dispatch.attention.local.api import local_attention, local_attention_backward
 from jax_cp_dispatch.attention.local.merge import merge_partials
 from jax_cp_dispatch.attention.planned.balanced import balanced_attention
 from jax_cp_dispatch.attention.planned.placed import placed_attention
 from jax_cp_dispatch.attention.rotating.communication import chunk_exchange, ring_exchange
 from jax_cp_dispatch.attention.rotating.hamilton import hamilton_attention
-from jax_cp_dispatch.attention.rotating.layout import zigzag_permutation
 from jax_cp_dispatch.attention.rotating.profile import hamilton_attention_profile
 from jax_cp_dispatch.attention.rotating.ring import ring_attention, zigzag_ring_attention
 from jax_cp_dispatch.attention.rotating.step_record import (
@@ -37,6 +36,8 @@ from jax_cp_dispatch.attention.rotating.step_record import (
     StepProfile,
 )
 from jax_cp_dispatch.attention.ulysses.ulysses import ulysses_attention
+from jax_cp_dispatch.documents.layouts import zigzag_permutation
+from jax_cp_dispatch.documents.table import document_lengths
 
 __all__ = [
     "AttentionProfile",

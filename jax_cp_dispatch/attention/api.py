@@ -12,37 +12,31 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, Integer, PyTree
 
-from jax_cp_dispatch._arguments import is_on_host
+from jax_cp_dispatch._arguments import HostOrDevice, is_on_host
 from jax_cp_dispatch._ranks.axis import AxisName
 from jax_cp_dispatch._ranks.options import read_options
-from jax_cp_dispatch._ranks.uneven_tokens import cut_tokens, pad_tokens
 from jax_cp_dispatch.attention.algorithms import Algorithm, Auto, Balanced, read_algorithm
 from jax_cp_dispatch.attention.auto import choose_for_call
-from jax_cp_dispatch.attention.check_arguments import (
-    HostOrDevice,
-    check_global,
-    check_groups,
-    check_rows,
-    is_stack,
-    read_mask_of_plan,
-)
+from jax_cp_dispatch.attention.check_arguments import check_global, check_rows, read_mask_of_plan
 from jax_cp_dispatch.attention.expanded_heads import check_specs
 from jax_cp_dispatch.attention.latents import Expansion, read_latents
 from jax_cp_dispatch.attention.local.check_operands import check_arrays
-from jax_cp_dispatch.attention.mesh_axes import Caller, GivenAxes, find_axes
 from jax_cp_dispatch.attention.operands import Operands
 from jax_cp_dispatch.attention.options import AttentionOptions
-from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.attention.peer_arguments import explains_peer_arguments
 from jax_cp_dispatch.attention.program import GlobalOptions, attend_global
-from jax_cp_dispatch.attention.rotating.sequence import check_known_mask, read_sequences
+from jax_cp_dispatch.documents.on_host import check_known_mask, read_sequences
+from jax_cp_dispatch.documents.packed_mask import PackedMask
+from jax_cp_dispatch.documents.segment_ids import fold_to_int32
+from jax_cp_dispatch.global_call.mesh_axes import Caller, GivenAxes, find_axes
+from jax_cp_dispatch.global_call.padding import cut_tokens, pad_tokens
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.read import (
     check_mask_arrays,
     read_mask,
 )
 from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan
-from jax_cp_dispatch.planner.segment_ids import fold_to_int32
+from jax_cp_dispatch.planner.stack import check_groups, is_stack
 
 _OP = "context_parallel_attention"
 _ON_A_RANK = {

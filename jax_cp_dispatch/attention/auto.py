@@ -11,14 +11,15 @@ from jax.core import Tracer
 
 from jax_cp_dispatch._arguments import is_on_host
 from jax_cp_dispatch.attention.algorithms import Algorithm, Auto, Balanced, Placed, Zigzag
-from jax_cp_dispatch.attention.choose import choose_for, default_hardware, document_lengths
+from jax_cp_dispatch.attention.choose import choose_for, default_hardware
 from jax_cp_dispatch.attention.latents import shapes_of_keys
 from jax_cp_dispatch.attention.operands import Operands
-from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.attention.planned_traffic import balanced_plan, traffic_of_plans
 from jax_cp_dispatch.attention.program import GlobalOptions
-from jax_cp_dispatch.attention.rotating.layout import zigzag_permutation
 from jax_cp_dispatch.cost import Workload
+from jax_cp_dispatch.documents.layouts import zigzag_permutation
+from jax_cp_dispatch.documents.packed_mask import PackedMask
+from jax_cp_dispatch.documents.table import document_lengths
 from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan
 from jax_cp_dispatch.planner.static_size import DoesNotFitError
 

@@ -25,17 +25,17 @@ from jax_cp_dispatch.attention.algorithms import (
     read_algorithm,
 )
 from jax_cp_dispatch.attention.options import AttentionOptions
-from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.attention.rank_programs import (
     RankProgram,
     Shape,
     planned_program,
     rotating_program,
 )
+from jax_cp_dispatch.documents.packed_mask import PackedMask
+from jax_cp_dispatch.documents.table import Row, documents_of
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.read import read_mask_on_host
 from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan, place_tokens, plan_attention
-from jax_cp_dispatch.planner.documents import Row, documents_of
 
 _OP = "balance_profile"
 _DEFAULT = "ring", "zigzag", "hamilton", "balanced", "placed"

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Integer
 
 from jax_cp_dispatch._arguments import check_positive, check_type
 from jax_cp_dispatch._text import duration
@@ -20,13 +19,12 @@ from jax_cp_dispatch.attention.algorithms import (
     Ulysses,
     Zigzag,
 )
-from jax_cp_dispatch.attention.check_arguments import check_layout
 from jax_cp_dispatch.attention.planned_traffic import balanced_plan, placement, traffic_of_plans
 from jax_cp_dispatch.cost import HARDWARE, Hardware, Prediction, Workload, predict
 from jax_cp_dispatch.cost.pairs import wasted_pairs
+from jax_cp_dispatch.documents.layouts import check_layout
 from jax_cp_dispatch.masks import Mask, StaticMask
 from jax_cp_dispatch.masks.read import read_mask_on_host
-from jax_cp_dispatch.planner.documents import from_segment_ids
 
 _CLOSE = 1.03
 _TILE = 128  # queries, and keys, of usual kernels
@@ -194,24 +192,6 @@ def default_hardware() -> Hardware:
         "a jax_cp_dispatch.cost.Hardware with its rates; to context_parallel_attention "
         "algorithm=Auto(hardware=...), or another algorithm."
     )
-
-
-def document_lengths(
-    segment_ids: Integer[np.ndarray, "B T"], positions: Integer[np.ndarray, "B T"] | None = None
-) -> tuple[tuple[int, ...], ...]:
-    """Returns the document lengths of each batch row, in order.
-
-    Padding is left out. So if a row has padding before its last document, later documents move up.
-
-    Args:
-      segment_ids, positions: on the host; see `context_parallel_attention`.
-    Raises:
-      TypeError, ValueError: ids or positions are no integers [B, T] that this process knows, an
-        id is negative, or a document has separate runs.
-    """
-    documents = from_segment_ids("document_lengths", segment_ids, positions)
-    row = documents.first // documents.columns
-    return tuple(tuple(documents.lengths[row == b].tolist()) for b in range(documents.batch))
 
 
 def _rearrangement_seconds(workload: Workload, hardware: Hardware, with_backward: bool) -> float:

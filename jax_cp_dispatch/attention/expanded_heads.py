@@ -8,10 +8,10 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec as P
 
-from jax_cp_dispatch.attention.kv_heads import OwnHeads, kv_copies
 from jax_cp_dispatch.attention.latents import Expansion, expanded_shapes, shapes_of_keys
-from jax_cp_dispatch.attention.mesh_axes import MeshAxes
 from jax_cp_dispatch.attention.operands import Operands
+from jax_cp_dispatch.global_call.kv_heads import OwnHeads, kv_copies
+from jax_cp_dispatch.global_call.mesh_axes import MeshAxes
 
 
 def check_specs(op: str, expansion: Expansion, weights: tuple[Any, ...], axes: MeshAxes) -> None:

@@ -14,8 +14,8 @@ from jaxtyping import Array, Float, Shaped
 
 from jax_cp_dispatch._arguments import check_array
 from jax_cp_dispatch._dtypes import sum_dtype
-from jax_cp_dispatch.attention.kv_heads import OwnHeads
 from jax_cp_dispatch.attention.operands import Operands, is_float
+from jax_cp_dispatch.global_call.kv_heads import OwnHeads
 
 Rows = Sequence[Shaped[Array, "R _"]]
 KeysAndValues = tuple[Float[Array, "R K H"], Float[Array, "R K Hv"]]

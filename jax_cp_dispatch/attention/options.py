@@ -9,10 +9,10 @@ import dataclasses
 from typing import Any
 
 from jax_cp_dispatch._ranks.options import CollectiveOptions
-from jax_cp_dispatch.attention.check_arguments import check_layout
 from jax_cp_dispatch.attention.latents import Expansion
 from jax_cp_dispatch.attention.local.check_operands import check_softmax
 from jax_cp_dispatch.attention.operands import Outputs
+from jax_cp_dispatch.documents.layouts import check_layout
 
 
 @dataclasses.dataclass(frozen=True)

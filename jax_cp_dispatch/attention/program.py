@@ -4,29 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import jax
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P, reshard
+from jax.sharding import PartitionSpec as P
 
-from jax_cp_dispatch._ranks.varying import can_check_varying
 from jax_cp_dispatch._residuals import named_context
 from jax_cp_dispatch.attention.algorithms import Algorithm, Balanced, Placed, Rotating, Ulysses
-from jax_cp_dispatch.attention.check_arguments import is_stack
 from jax_cp_dispatch.attention.expanded_heads import with_own_heads
-from jax_cp_dispatch.attention.gather import gather_sequence
-from jax_cp_dispatch.attention.mesh_axes import MeshAxes
-from jax_cp_dispatch.attention.nested import shard_map_inside, varies_outside
 from jax_cp_dispatch.attention.operands import Operands, Outputs
 from jax_cp_dispatch.attention.options import AttentionOptions
-from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.attention.planned.balanced import attend_balanced
 from jax_cp_dispatch.attention.planned.placed import attend_placed
 from jax_cp_dispatch.attention.rotating.call import rotating_attention
 from jax_cp_dispatch.attention.ulysses.attend import attend_ulysses
+from jax_cp_dispatch.documents.gather import gather_sequence
+from jax_cp_dispatch.documents.packed_mask import PackedMask
+from jax_cp_dispatch.global_call.mesh_axes import MeshAxes
+from jax_cp_dispatch.global_call.on_all_ranks import on_all_ranks
 from jax_cp_dispatch.planner import AttentionPlan, PlanConfig, plan_attention
 from jax_cp_dispatch.planner.plan import plan_of_rank
+from jax_cp_dispatch.planner.stack import is_stack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,27 +73,19 @@ def attend_global(
         attention = dataclasses.replace(attention, expansion=expansion)
         options = dataclasses.replace(options, attention=attention)
     in_specs = (*Operands(rows, of_keys, of_keys, P(axes.heads), of_weights), of_plan, sequence)
-    sharded: Any = (*operands, plan, packed)
     out_specs = Outputs(
         rows,
         rows if attention.return_lse else None,
         P(axes.heads) if attention.return_max_logits else None,
     )
-    shard_map = partial(jax.shard_map, check_vma=can_check_varying())
-    if varies_outside(sharded, axes.manual):
-        shard_map = partial(shard_map_inside, num_differentiable=len(operands))
-    attend = shard_map(
+    return on_all_ranks(
         partial(_local, options),
-        mesh=axes.mesh,
+        (*operands, plan, packed),
+        axes=axes,
         in_specs=in_specs,
         out_specs=out_specs,
-        axis_names=axes.manual,
+        num_differentiable=len(operands),
     )
-    if AxisType.Explicit in axes.mesh.axis_types:  # over explicit axes shard_map does not reshard
-        put = lambda spec: partial(reshard, out_shardings=NamedSharding(axes.mesh, spec))
-        put_all = lambda spec, part: jax.tree.map(put(spec), part)
-        sharded = jax.tree.map(put_all, in_specs, sharded, is_leaf=lambda x: isinstance(x, P))
-    return attend(*sharded)
 
 
 def _local(options: GlobalOptions, *sharded) -> Outputs:

@@ -16,11 +16,9 @@ import numpy as np
 from jaxtyping import Int
 
 from jax_cp_dispatch.attention.algorithms import Rotating
-from jax_cp_dispatch.attention.attended import attended_tokens
 from jax_cp_dispatch.attention.local.check_operands import check_operands
 from jax_cp_dispatch.attention.operands import Operands
 from jax_cp_dispatch.attention.options import AttentionOptions
-from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.attention.planned.call import attend_locally, attend_locally_backward
 from jax_cp_dispatch.attention.rotating.attend import (
     TokenRanges,
@@ -31,6 +29,8 @@ from jax_cp_dispatch.attention.rotating.call import sharded_sequence
 from jax_cp_dispatch.attention.rotating.schedule_of import schedule_of
 from jax_cp_dispatch.attention.rotating.schedules import OneRank
 from jax_cp_dispatch.attention.rotating.sequence import ranges_of_rows
+from jax_cp_dispatch.documents.packed_mask import PackedMask
+from jax_cp_dispatch.documents.ranges import attended_tokens
 from jax_cp_dispatch.masks import MaskRanges
 from jax_cp_dispatch.masks.pairs import pairs_per_query
 from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan

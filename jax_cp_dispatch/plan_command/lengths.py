@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jax_cp_dispatch._command import InputError
-from jax_cp_dispatch.attention.choose import document_lengths
+from jax_cp_dispatch.documents.table import document_lengths
 
 _IDS, _POSITIONS = "segment_ids", "positions"
 _MOST = 2**63  # tokens

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jax_cp_dispatch.cost import Workload
-from jax_cp_dispatch.planner.documents import documents_of
+from jax_cp_dispatch.documents.table import documents_of
 from jax_cp_dispatch.planner.planned_pieces import pieces_at_home
 from jax_cp_dispatch.planner.seen_keys import seen_keys
 

@@ -4,8 +4,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
+from jax_cp_dispatch._arrays import divided
 from jax_cp_dispatch._ranks.varying import vary_alike
-from jax_cp_dispatch.planner.block_grid import divided, running_sum, smallest, sum_by_key
+from jax_cp_dispatch._scans import running_sum, smallest, sum_by_key
 
 # The repair stops after this many moves.
 _MOVES_PER_RANK = 4

@@ -6,13 +6,14 @@ import jax
 import jax.core
 
 from jax_cp_dispatch._arguments import check_positive
+from jax_cp_dispatch.documents.segment_ids import Ids, check_ids, read_documents
+from jax_cp_dispatch.documents.starts import document_starts
+from jax_cp_dispatch.documents.table import check_columns, require_host
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.read import check_mask_arrays, read_mask
-from jax_cp_dispatch.planner.block_grid import BlockGrid, document_starts
+from jax_cp_dispatch.planner.block_grid import BlockGrid
 from jax_cp_dispatch.planner.config import CAPACITIES, PlanConfig, check_config
-from jax_cp_dispatch.planner.documents import check_columns, require_host
 from jax_cp_dispatch.planner.received import Capacities
-from jax_cp_dispatch.planner.segment_ids import Ids, check_ids, read_documents
 from jax_cp_dispatch.planner.stages import assign, kv_transfers_bound, q_bound
 
 

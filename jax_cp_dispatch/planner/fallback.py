@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32
 
+from jax_cp_dispatch.documents.fingerprint import fingerprint_of_fallback
 from jax_cp_dispatch.metadata import Metadata
 from jax_cp_dispatch.planner.attention_plan import AttentionPlan
 from jax_cp_dispatch.planner.config import CAPACITIES
-from jax_cp_dispatch.planner.fingerprint import fingerprint_of_fallback
 from jax_cp_dispatch.planner.home import home_pieces, pairs_of_ranks
 from jax_cp_dispatch.planner.request import PlanRequest
 from jax_cp_dispatch.planner.row_ranges import row_ranges_of_fallback

@@ -6,8 +6,7 @@ import jax
 import numpy as np
 from jaxtyping import Int, Int32
 
-from jax_cp_dispatch.masks import Mask
-from jax_cp_dispatch.planner.fingerprint import (
+from jax_cp_dispatch.documents.fingerprint import (
     ID_STEP,
     POSITION_STEP,
     checksums_of_mask,
@@ -15,9 +14,10 @@ from jax_cp_dispatch.planner.fingerprint import (
     digest_of_plan,
     make_fingerprint,
 )
+from jax_cp_dispatch.documents.segment_ids import fold_to_int32
+from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.planner.piece_table import PieceTable
 from jax_cp_dispatch.planner.request import PlanRequest
-from jax_cp_dispatch.planner.segment_ids import fold_to_int32
 
 
 def fingerprint_of_pieces(

@@ -3,13 +3,13 @@
 import numpy as np
 from jaxtyping import Float32
 
-from jax_cp_dispatch.planner.documents import Documents
+from jax_cp_dispatch.documents.table import DocumentTable
 from jax_cp_dispatch.planner.piece_table import PieceTable
 from jax_cp_dispatch.planner.request import PlanRequest
 from jax_cp_dispatch.planner.transfers import sums_of_ranks
 
 
-def home_pieces(documents: Documents, world_size: int) -> PieceTable:
+def home_pieces(documents: DocumentTable, world_size: int) -> PieceTable:
     """Returns the pieces at home, by document; their `origin` is that of the home's own rows."""
     first, lengths = documents.first, documents.lengths
     columns = documents.columns // world_size

@@ -10,16 +10,7 @@ import numpy as np
 from jaxtyping import Array, Int32, Shaped
 
 from jax_cp_dispatch._arguments import check_integer
-from jax_cp_dispatch.masks import Mask, StaticMask
-from jax_cp_dispatch.masks.read import check_mask_arrays, read_mask, read_mask_on_host
-from jax_cp_dispatch.planner.attention_plan import AttentionPlan
-from jax_cp_dispatch.planner.block_grid import BlockGrid, document_ends
-from jax_cp_dispatch.planner.capacities import check_shapes, static_capacities
-from jax_cp_dispatch.planner.config import CAPACITIES, PlanConfig, check_config
-from jax_cp_dispatch.planner.constraints import check_traced
-from jax_cp_dispatch.planner.documents import Row, documents_of
-from jax_cp_dispatch.planner.fallback import check_fallback
-from jax_cp_dispatch.planner.fingerprint import (
+from jax_cp_dispatch.documents.fingerprint import (
     ID_STEP,
     POSITION_STEP,
     checksums,
@@ -30,13 +21,23 @@ from jax_cp_dispatch.planner.fingerprint import (
     order_fault,
     refused_at_fault,
 )
+from jax_cp_dispatch.documents.on_host import check_mask_of_documents
+from jax_cp_dispatch.documents.order import follows_rules, starts_in_order
+from jax_cp_dispatch.documents.segment_ids import Ids, fold_to_int32, read_documents
+from jax_cp_dispatch.documents.starts import document_ends
+from jax_cp_dispatch.documents.table import Row, documents_of
+from jax_cp_dispatch.masks import Mask, StaticMask
+from jax_cp_dispatch.masks.read import check_mask_arrays, read_mask, read_mask_on_host
+from jax_cp_dispatch.planner.attention_plan import AttentionPlan
+from jax_cp_dispatch.planner.block_grid import BlockGrid
+from jax_cp_dispatch.planner.capacities import check_shapes, static_capacities
+from jax_cp_dispatch.planner.config import CAPACITIES, PlanConfig, check_config
+from jax_cp_dispatch.planner.constraints import check_traced
+from jax_cp_dispatch.planner.fallback import check_fallback
 from jax_cp_dispatch.planner.on_host import plan_on_host
-from jax_cp_dispatch.planner.order import follows_rules, starts_in_order
-from jax_cp_dispatch.planner.query_table import check_mask_of_documents
 from jax_cp_dispatch.planner.request import PlanRequest
 from jax_cp_dispatch.planner.seen_columns import ranges_of_columns
 from jax_cp_dispatch.planner.seen_keys import seen_keys
-from jax_cp_dispatch.planner.segment_ids import Ids, fold_to_int32, read_documents
 from jax_cp_dispatch.planner.slices import check_rank
 from jax_cp_dispatch.planner.stages import assign, build
 

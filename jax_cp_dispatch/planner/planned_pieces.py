@@ -6,9 +6,9 @@ import numpy as np
 from jaxtyping import Int
 
 from jax_cp_dispatch._text import count
+from jax_cp_dispatch.documents.table import DocumentTable
 from jax_cp_dispatch.masks import StaticMask
 from jax_cp_dispatch.metadata.describe import known
-from jax_cp_dispatch.planner.documents import Documents
 from jax_cp_dispatch.planner.home import home_pieces
 from jax_cp_dispatch.planner.seen_rows import SeenRows
 from jax_cp_dispatch.planner.transfers import sums_of_ranks
@@ -65,7 +65,7 @@ class Home(NamedTuple):
         """Returns the pieces of the same documents that each rank holds before anything moves."""
         first, index = np.unique(planned.first, return_index=True)
         length = planned.length[index]
-        documents = Documents(length, first, np.zeros_like(first), self.batch, self.columns)
+        documents = DocumentTable(length, first, np.zeros_like(first), self.batch, self.columns)
         return pieces_at_home(documents, self.num_ranks)
 
     def place_of(self, first: int, length: int) -> str:
@@ -79,7 +79,7 @@ class Home(NamedTuple):
         return (column + start) // size, (column + end - 1) // size
 
 
-def pieces_at_home(documents: Documents, num_ranks: int) -> PlannedPieces:
+def pieces_at_home(documents: DocumentTable, num_ranks: int) -> PlannedPieces:
     """Returns the pieces that each rank holds before anything moves."""
     home = home_pieces(documents, num_ranks)
     order = np.lexsort((home.row, home.rank))

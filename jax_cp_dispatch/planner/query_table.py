@@ -7,10 +7,9 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int, Int64
 
+from jax_cp_dispatch.documents.table import DocumentTable
 from jax_cp_dispatch.masks import Mask, MaskRanges
 from jax_cp_dispatch.masks.pairs import pairs_per_query
-from jax_cp_dispatch.masks.read import check_mask_rules
-from jax_cp_dispatch.planner.documents import Documents
 
 
 class QueryTable(NamedTuple):
@@ -77,35 +76,11 @@ class QueryTable(NamedTuple):
         return first - document, np.maximum.accumulate(last) - document
 
 
-def check_mask_of_documents(op: str, mask: Mask, documents: Documents) -> None:
-    """Requires arrays of a mask that are those of the tokens of these documents, on the host."""
-    if mask.has_arrays:
-        start, end, live = _edges(documents, _tokens(documents))
-        check_mask_rules(op, mask, start, end, live)
-
-
-def _tokens(documents: Documents) -> Int64[np.ndarray, " N"]:
-    """Returns the index of each token of all documents in the batch."""
-    lengths = documents.lengths
-    first = np.cumsum(lengths) - lengths
-    return np.arange(lengths.sum()) + np.repeat(documents.first - first, lengths)
-
-
-def _edges(documents: Documents, token: Int64[np.ndarray, " N"]) -> tuple[np.ndarray, ...]:
-    """Returns the first column of the document of each token, one past its last; what has one."""
-    lengths, shape = documents.lengths, (documents.batch, documents.columns)
-    start = np.repeat(documents.first % documents.columns, lengths)
-    edges = np.zeros((3, documents.num_tokens), np.int64)
-    edges[:, token] = start, start + np.repeat(lengths, lengths), np.ones(len(token), np.int64)
-    first, end, live = edges.reshape(3, *shape)
-    return first, end, live > 0
-
-
-def query_table(mask: Mask, documents: Documents) -> QueryTable:
+def query_table(mask: Mask, documents: DocumentTable) -> QueryTable:
     """Returns the table of a mask whose arrays are known on the host."""
     lengths, shape = documents.lengths, (documents.batch, documents.columns)
-    first, token = np.cumsum(lengths) - lengths, _tokens(documents)
-    *edges, live = _edges(documents, token)
+    first, token = np.cumsum(lengths) - lengths, documents.tokens()
+    *edges, live = documents.edges()
     start = edges[0].reshape(-1)[token]
     seen = mask.ranges(np.arange(documents.columns)[None], *edges)
     seen = MaskRanges(*(x if x is None else np.broadcast_to(x, shape) for x in seen))

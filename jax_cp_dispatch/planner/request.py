@@ -2,10 +2,10 @@
 
 from typing import Any, NamedTuple
 
+from jax_cp_dispatch.documents.segment_ids import Ids
+from jax_cp_dispatch.documents.table import DocumentTable
 from jax_cp_dispatch.masks import Mask
-from jax_cp_dispatch.planner.documents import Documents
 from jax_cp_dispatch.planner.seen_keys import SeenKeys, seen_keys
-from jax_cp_dispatch.planner.segment_ids import Ids
 from jax_cp_dispatch.planner.slices import slice_of_rank
 
 
@@ -21,7 +21,7 @@ class PlanRequest(NamedTuple):
       rank: the rank whose part is made; None: all.
     """
 
-    documents: Documents
+    documents: DocumentTable
     positions: Ids | None
     world_size: int
     seen: SeenKeys

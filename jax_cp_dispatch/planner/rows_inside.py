@@ -7,8 +7,10 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
+from jax_cp_dispatch._arrays import divided
+from jax_cp_dispatch._scans import running_max, running_sum
 from jax_cp_dispatch.masks import MaskRanges
-from jax_cp_dispatch.planner.block_grid import BlockGrid, divided, places, running_max, running_sum
+from jax_cp_dispatch.planner.block_grid import BlockGrid, places
 from jax_cp_dispatch.planner.received import Capacities, Received
 
 

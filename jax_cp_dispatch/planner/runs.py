@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, Int32
 
+from jax_cp_dispatch._scans import running_max
 from jax_cp_dispatch.masks import StaticMask
-from jax_cp_dispatch.planner.block_grid import running_max
 from jax_cp_dispatch.planner.piece_table import PieceTable
 from jax_cp_dispatch.planner.slices import order_by_rank, slice_of_rank
 from jax_cp_dispatch.planner.transfers import number_on_rank

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
+from jax_cp_dispatch._scans import running_max
+from jax_cp_dispatch.documents.starts import document_ends
 from jax_cp_dispatch.masks import Mask, MaskRanges, StaticMask
 from jax_cp_dispatch.masks.pairs import traced_pairs_per_query
-from jax_cp_dispatch.planner.block_grid import document_ends, running_max
 
 
 class SeenColumns(NamedTuple):

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
+from jax_cp_dispatch.documents.table import DocumentTable
 from jax_cp_dispatch.masks import Mask, StaticMask
-from jax_cp_dispatch.planner.documents import Documents
 from jax_cp_dispatch.planner.query_table import QueryTable, query_table
 
 
@@ -79,7 +79,7 @@ class SeenKeys(NamedTuple):
         return self.mask
 
 
-def seen_keys(mask: Mask, documents: Documents) -> SeenKeys:
+def seen_keys(mask: Mask, documents: DocumentTable) -> SeenKeys:
     """Returns what the queries of a batch see."""
     table = query_table(mask, documents) if mask.has_arrays else None
     return SeenKeys(mask, documents.lengths, table)

@@ -98,3 +98,51 @@ def _stacked(name: str, arrays: list[Any]) -> Shaped[Array | np.ndarray, "..."]:
         return xp.pad(x, missing, constant_values=_UNUSED.get(name, 0))
 
     return xp.stack([padded(x) for x in arrays])
+
+
+def is_stack(plan: AttentionPlan | PlacedPlan | None) -> bool:
+    """Whether this is a result of `stack_plans`, or a part of it with its leading axis."""
+    return plan is not None and plan.fingerprint.ndim > 2
+
+
+def check_groups(op: str, plan: Any, *, num_groups: int, batch: tuple[str, ...]) -> None:
+    """Requires one plan for each group of the batch; a single group may have it in a stack."""
+    held = plan.fingerprint.shape[-2] if plan.fingerprint.ndim > 1 else 1
+    if held != plan.world_size:
+        raise ValueError(
+            f"{op}: the plan is the part of {held} of {plan.world_size} ranks. Pass the plan of "
+            "all ranks, or global arrays with the part of each rank as its shard; inside "
+            "jax.shard_map, call the function of one rank."
+        )
+    groups = f"batch_axis {batch!r} splits the batch into {num_groups} independent groups"
+    if not is_stack(plan):
+        if num_groups > 1:
+            raise ValueError(
+                f"{op}: got a single plan, but {groups}. Plan the rows of each group and pass "
+                "plan=stack_plans([...]), one plan per group. Or pass batch_axis=() and a plan for "
+                "all rows, which each group then computes."
+            )
+        return
+    if plan.fingerprint.shape[:-2] != (num_groups,):
+        groups = groups if num_groups > 1 else "the batch is not sharded"
+        raise ValueError(
+            f"{op}: got plans stacked as {list(plan.fingerprint.shape[:-2])}, but {groups}. Pass "
+            "stack_plans of one plan per group, and name the axis of the groups as batch_axis. For "
+            "micro-batches, call attention inside jax.lax.scan over their plans."
+        )
+
+
+_PLANS = {
+    AttentionPlan: ("an AttentionPlan", "plan_attention(...)"),
+    PlacedPlan: ("a PlacedPlan", "place_tokens(...).plan"),
+}
+
+
+def check_plan(op: str, plan: Any, *kinds: type) -> None:
+    """Requires a plan of one of these kinds."""
+    if isinstance(plan, kinds):
+        return
+    names, sources = (" or ".join(texts) for texts in zip(*(_PLANS[k] for k in kinds), strict=True))
+    raise TypeError(
+        f"{op}: plan is of type {type(plan).__name__}; it needs to be {names}. Pass {sources}."
+    )

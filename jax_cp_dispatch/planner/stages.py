@@ -12,19 +12,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32
 
+from jax_cp_dispatch._arrays import divided
+from jax_cp_dispatch._scans import WINDOW, running_sum, sum_by_key, sums_before
 from jax_cp_dispatch.masks import Mask, MaskRanges
 from jax_cp_dispatch.metadata import Metadata
 from jax_cp_dispatch.planner.balance import balance_blocks
-from jax_cp_dispatch.planner.block_grid import (
-    WINDOW,
-    BlockGrid,
-    block_ranges,
-    divided,
-    places,
-    running_sum,
-    sum_by_key,
-    sums_before,
-)
+from jax_cp_dispatch.planner.block_grid import BlockGrid, block_ranges, places
 from jax_cp_dispatch.planner.received import Capacities, Received
 from jax_cp_dispatch.planner.rows_inside import rows_inside
 from jax_cp_dispatch.planner.seen_columns import seen_columns

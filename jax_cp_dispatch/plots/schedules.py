@@ -7,12 +7,12 @@ import numpy as np
 
 from jax_cp_dispatch.attention import Hamilton, Ring
 from jax_cp_dispatch.attention.rotating.key_chunks import Chunking
-from jax_cp_dispatch.attention.rotating.layout import (
+from jax_cp_dispatch.attention.rotating.schedule_of import schedule_of
+from jax_cp_dispatch.documents.layouts import (
     SequenceLayout,
     contiguous_layout,
     zigzag_layout,
 )
-from jax_cp_dispatch.attention.rotating.schedule_of import schedule_of
 from jax_cp_dispatch.plots.figure import LINE, color, figure_class, save
 
 _BAR = 0.05  # height of a bar, of the side of the triangle

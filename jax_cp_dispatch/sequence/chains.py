@@ -16,13 +16,12 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int32, PyTree, Shaped
 
+from jax_cp_dispatch._arrays import At, chosen, divided, only_where
 from jax_cp_dispatch._dispatch.arguments import outgoing
 from jax_cp_dispatch._dispatch.exchange import move
 from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch._ranks.varying import vary_alike
 from jax_cp_dispatch.metadata import Metadata
-from jax_cp_dispatch.planner.block_grid import divided
-from jax_cp_dispatch.sequence.arrays import At, chosen, only_where
 from jax_cp_dispatch.sequence.pieces import Cuts, Pieces
 
 # What a received row is.

@@ -13,8 +13,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, PyTree, Shaped
 
+from jax_cp_dispatch._arrays import At
 from jax_cp_dispatch._residuals import PAIRS
-from jax_cp_dispatch.sequence.arrays import At
 from jax_cp_dispatch.sequence.pieces import Cuts
 
 

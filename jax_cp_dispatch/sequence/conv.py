@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, Integer
 
+from jax_cp_dispatch._arguments import HostOrDevice
 from jax_cp_dispatch._ranks.axis import AxisName
-from jax_cp_dispatch.attention.check_arguments import HostOrDevice
 from jax_cp_dispatch.planner import PlacedPlan
 from jax_cp_dispatch.sequence.halo import receive_halo
 from jax_cp_dispatch.sequence.options import Options

@@ -9,9 +9,9 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, Int32, Integer
 
+from jax_cp_dispatch._arguments import HostOrDevice
 from jax_cp_dispatch._ranks.axis import AxisName
 from jax_cp_dispatch._residuals import named_pairs
-from jax_cp_dispatch.attention.check_arguments import HostOrDevice
 from jax_cp_dispatch.planner import PlacedPlan
 from jax_cp_dispatch.sequence.chains import CutPieces
 from jax_cp_dispatch.sequence.chunks import chunks_of, default_chunk, dot, same_piece

@@ -16,19 +16,20 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Integer
 
+from jax_cp_dispatch._arrays import At
 from jax_cp_dispatch._ranks.axis import AxisName, num_ranks_here
 from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch._ranks.varying import vary_alike
-from jax_cp_dispatch.attention.gather import gather_sequence
-from jax_cp_dispatch.attention.rotating.layout import (
+from jax_cp_dispatch._scans import running_maxima
+from jax_cp_dispatch.documents.fingerprint import fingerprint_of_order, order_fault
+from jax_cp_dispatch.documents.gather import gather_sequence
+from jax_cp_dispatch.documents.layouts import (
     SequenceLayout,
     contiguous_layout,
     zigzag_layout,
 )
-from jax_cp_dispatch.planner.block_grid import columns_of_begins, running_maxima
-from jax_cp_dispatch.planner.fingerprint import fingerprint_of_order, order_fault
-from jax_cp_dispatch.planner.segment_ids import fold_to_int32, read_documents
-from jax_cp_dispatch.sequence.arrays import At
+from jax_cp_dispatch.documents.segment_ids import fold_to_int32, read_documents
+from jax_cp_dispatch.documents.starts import columns_of_begins
 from jax_cp_dispatch.sequence.options import Options
 from jax_cp_dispatch.sequence.order import are_in_order, order_of_chunks
 from jax_cp_dispatch.sequence.pieces import Cuts, Pieces

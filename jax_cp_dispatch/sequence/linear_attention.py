@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, Int32, Integer
 
+from jax_cp_dispatch._arguments import HostOrDevice
 from jax_cp_dispatch._ranks.axis import AxisName
-from jax_cp_dispatch.attention.check_arguments import HostOrDevice
 from jax_cp_dispatch.planner import PlacedPlan
 from jax_cp_dispatch.sequence.chains import CutPieces
 from jax_cp_dispatch.sequence.chunks import Chunks, chunks_of, default_chunk, same_piece

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Integer, PyTree, Shaped
 
 from jax_cp_dispatch._arguments import check_integer, check_value_of
-from jax_cp_dispatch.planner.documents import from_segment_ids
+from jax_cp_dispatch.documents.table import from_segment_ids
 
 _OP = "shift_documents"
 

@@ -6,7 +6,7 @@ import dataclasses
 
 from jax_cp_dispatch._ranks.axis import AxisName
 from jax_cp_dispatch._ranks.options import CollectiveOptions, read_options
-from jax_cp_dispatch.attention.check_arguments import check_layout
+from jax_cp_dispatch.documents.layouts import check_layout
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,11 +18,11 @@ from jax_cp_dispatch._dispatch.arguments import outgoing
 from jax_cp_dispatch._dispatch.exchange import move
 from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch._ranks.varying import vary_alike
-from jax_cp_dispatch.attention.gather import gather_sequence
-from jax_cp_dispatch.attention.rotating.layout import SequenceLayout, zigzag_permutation
+from jax_cp_dispatch._scans import running_max
+from jax_cp_dispatch.documents.gather import gather_sequence
+from jax_cp_dispatch.documents.layouts import SequenceLayout, zigzag_permutation
+from jax_cp_dispatch.documents.order import is_in_order
 from jax_cp_dispatch.metadata import Metadata
-from jax_cp_dispatch.planner.block_grid import running_max
-from jax_cp_dispatch.planner.order import is_in_order
 from jax_cp_dispatch.sequence.pieces import Pieces
 
 _NO_ID = np.int32(2**31 - 1)

@@ -15,8 +15,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int32, PyTree, Shaped
 
-from jax_cp_dispatch.planner.block_grid import running_max
-from jax_cp_dispatch.sequence.arrays import only_where
+from jax_cp_dispatch._arrays import only_where
+from jax_cp_dispatch._scans import running_max
 
 
 class Cuts(NamedTuple):

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from jax_cp_dispatch._ranks.varying import vary_alike
-from jax_cp_dispatch.attention.check_arguments import is_stack
+from jax_cp_dispatch._scans import running_max
+from jax_cp_dispatch.documents.fingerprint import rank_fingerprint
 from jax_cp_dispatch.planner import PlacedPlan
-from jax_cp_dispatch.planner.block_grid import running_max
-from jax_cp_dispatch.planner.fingerprint import rank_fingerprint
 from jax_cp_dispatch.planner.runs import local_runs
+from jax_cp_dispatch.planner.stack import is_stack
 from jax_cp_dispatch.sequence.options import Options
 from jax_cp_dispatch.sequence.pieces import Cuts, Pieces
 

@@ -10,17 +10,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P, reshard
+from jax.sharding import PartitionSpec as P
 
-from jax_cp_dispatch._ranks.uneven_tokens import cut_tokens, pad_tokens
-from jax_cp_dispatch._ranks.varying import can_check_varying, vary_alike
-from jax_cp_dispatch.attention.check_arguments import check_groups, check_plan, is_stack
-from jax_cp_dispatch.attention.local.check_operands import check_documents
-from jax_cp_dispatch.attention.mesh_axes import Caller, GivenAxes, MeshAxes, find_axes
-from jax_cp_dispatch.attention.nested import shard_map_inside, varies_outside
-from jax_cp_dispatch.attention.rotating.sequence import read_sequences
+from jax_cp_dispatch._ranks.varying import vary_alike
+from jax_cp_dispatch.documents.on_host import read_sequences
+from jax_cp_dispatch.documents.segment_ids import check_documents, fold_to_int32, is_on_host
+from jax_cp_dispatch.global_call.mesh_axes import Caller, GivenAxes, MeshAxes, find_axes
+from jax_cp_dispatch.global_call.on_all_ranks import on_all_ranks
+from jax_cp_dispatch.global_call.padding import cut_tokens, pad_tokens
 from jax_cp_dispatch.planner import PlacedPlan
-from jax_cp_dispatch.planner.segment_ids import fold_to_int32, is_on_host
+from jax_cp_dispatch.planner.stack import check_groups, check_plan, is_stack
 from jax_cp_dispatch.sequence.document_pieces import pieces_of_ids
 from jax_cp_dispatch.sequence.options import Options
 from jax_cp_dispatch.sequence.order import confirmed, only_if_right
@@ -227,31 +226,16 @@ def _program(tokens, weights, plan, documents, *, layer: Layer, axes: MeshAxes):
     shared = jax.tree.map(lambda x: P(*[None] * (x.ndim - 1), axes.heads), weights)
     of_plan = sequence if is_stack(plan) else P(axes.axis_name)
     in_specs = (rows, shared, of_plan, sequence)
-    operands = (tokens, weights, plan, documents)
     of_heads = P(*sequence, axes.heads) if axes.heads else sequence
     out_specs = rows if layer.like_tokens else of_heads
-    shard_map = partial(jax.shard_map, check_vma=can_check_varying())
-    if varies_outside(operands, axes.manual):
-        shard_map = partial(shard_map_inside, num_differentiable=2)
-    run = shard_map(
+    return on_all_ranks(
         partial(_local, layer, axes.heads),
-        mesh=axes.mesh,
+        (tokens, weights, plan, documents),
+        axes=axes,
         in_specs=in_specs,
         out_specs=out_specs,
-        axis_names=axes.manual,
+        num_differentiable=2,
     )
-    if AxisType.Explicit in axes.mesh.axis_types:  # over explicit axes shard_map does not reshard
-        operands = map(partial(_reshard, axes.mesh), in_specs, operands)
-    return run(*operands)
-
-
-def _reshard(mesh: Any, specs: Any, arrays: Any) -> Any:
-    """Reshards arrays; each spec is for one of them, or for all of a tree."""
-
-    def of_spec(spec: P, part: Any) -> Any:
-        return jax.tree.map(partial(reshard, out_shardings=NamedSharding(mesh, spec)), part)
-
-    return jax.tree.map(of_spec, specs, arrays, is_leaf=lambda x: isinstance(x, P))
 
 
 def _local(layer: Layer, heads: tuple[str, ...], tokens, weights, plan, documents):

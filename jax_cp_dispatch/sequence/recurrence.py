@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Int32, Integer, PyTree, Shaped
 
+from jax_cp_dispatch._arguments import HostOrDevice
+from jax_cp_dispatch._arrays import only_where
 from jax_cp_dispatch._ranks.axis import AxisName
-from jax_cp_dispatch.attention.check_arguments import HostOrDevice
 from jax_cp_dispatch.planner import PlacedPlan
-from jax_cp_dispatch.sequence.arrays import only_where
 from jax_cp_dispatch.sequence.chains import CutPieces
 from jax_cp_dispatch.sequence.options import Options
 from jax_cp_dispatch.sequence.pieces import Cuts, Pieces

@@ -10,10 +10,9 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Integer, PyTree, Shaped
 
-from jax_cp_dispatch._arguments import check_integer, check_value_of
+from jax_cp_dispatch._arguments import HostOrDevice, check_integer, check_value_of
 from jax_cp_dispatch._ranks.axis import AxisName
 from jax_cp_dispatch._ranks.varying import varying_axes
-from jax_cp_dispatch.attention.check_arguments import HostOrDevice
 from jax_cp_dispatch.planner import PlacedPlan
 from jax_cp_dispatch.sequence.halo import receive_halo
 from jax_cp_dispatch.sequence.options import Options

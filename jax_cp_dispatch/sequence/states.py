@@ -16,8 +16,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
+from jax_cp_dispatch._arrays import chosen, only_where
 from jax_cp_dispatch._ranks.varying import vary_like
-from jax_cp_dispatch.sequence.arrays import chosen, only_where
 from jax_cp_dispatch.sequence.chains import CutPieces
 from jax_cp_dispatch.sequence.chunks import Chunks, Span, dot
 from jax_cp_dispatch.sequence.walks import Steps, across, decay_over, walk, walk_back

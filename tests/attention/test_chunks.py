@@ -15,15 +15,15 @@ from properties import examples
 from sequences import attended
 
 from jax_cp_dispatch.attention.algorithms import Hamilton, Ring
-from jax_cp_dispatch.attention.attended import attended_tokens
-from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.attention.rotating.key_chunks import Chunking
-from jax_cp_dispatch.attention.rotating.layout import (
+from jax_cp_dispatch.attention.rotating.schedule_of import schedule_of
+from jax_cp_dispatch.documents.layouts import (
     contiguous_layout,
     halves_in_zigzag,
     zigzag_layout,
 )
-from jax_cp_dispatch.attention.rotating.schedule_of import schedule_of
+from jax_cp_dispatch.documents.packed_mask import PackedMask
+from jax_cp_dispatch.documents.ranges import attended_tokens
 from jax_cp_dispatch.masks import Causal, Chunked, Full, SlidingWindow
 
 PLACEMENTS = [contiguous_layout, zigzag_layout, halves_in_zigzag]

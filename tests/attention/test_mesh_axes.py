@@ -17,7 +17,7 @@ from sequences import TOLERANCE, Case, dense, draw, relative_errors
 
 import jax_cp_dispatch as cpd
 from jax_cp_dispatch import context_parallel_attention, plan_attention
-from jax_cp_dispatch.attention import mesh_axes
+from jax_cp_dispatch.global_call import mesh_axes
 
 T = 24
 CASE = Case("ring", 1, T, documents="segments", batch=2, heads=(4, 2))

@@ -15,8 +15,8 @@ from on_mesh import AXIS, all_fail, mesh_of
 
 import jax_cp_dispatch as cpd
 from jax_cp_dispatch.attention.peer_arguments import PEER_ARGUMENTS
-from jax_cp_dispatch.planner.order import is_in_order
-from jax_cp_dispatch.planner.segment_ids import read_documents
+from jax_cp_dispatch.documents.order import is_in_order
+from jax_cp_dispatch.documents.segment_ids import read_documents
 
 ALGORITHMS = ("ring", "zigzag", "hamilton", "ulysses", "balanced")
 T = 64

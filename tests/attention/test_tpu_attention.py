@@ -17,7 +17,6 @@ from local_cases import assert_close
 from mask_oracle import batch_ranges, batch_visible, range_pairs
 from packed_batches import pack
 
-from jax_cp_dispatch.attention.attended import attended_tokens
 from jax_cp_dispatch.attention.local import api as local, tpu, uncut
 from jax_cp_dispatch.attention.local.api import local_attention
 from jax_cp_dispatch.attention.local.backward import (
@@ -30,7 +29,8 @@ from jax_cp_dispatch.attention.local.blocks import RowRanges, cut_operands
 from jax_cp_dispatch.attention.local.options import LocalOptions
 from jax_cp_dispatch.attention.local.query_ranges import KeyQueries
 from jax_cp_dispatch.attention.local.rows import from_rows
-from jax_cp_dispatch.attention.packed_mask import PackedMask
+from jax_cp_dispatch.documents.packed_mask import PackedMask
+from jax_cp_dispatch.documents.ranges import attended_tokens
 from jax_cp_dispatch.masks import Causal, Chunked, Full, MaskRanges, SlidingWindow
 
 T, CUT = 300, 140  # tokens; the keys of the first of two parts

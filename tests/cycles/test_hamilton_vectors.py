@@ -13,8 +13,8 @@ from on_mesh import AXIS, mesh_of
 from jax_cp_dispatch.attention.local.merge import merge_partials
 from jax_cp_dispatch.attention.rotating.hamilton import hamilton_attention
 from jax_cp_dispatch.attention.rotating.key_chunks import Chunking
-from jax_cp_dispatch.attention.rotating.layout import zigzag_layout, zigzag_permutation
 from jax_cp_dispatch.attention.rotating.ring import ring_attention, zigzag_ring_attention
+from jax_cp_dispatch.documents.layouts import zigzag_layout, zigzag_permutation
 
 
 def by_rank(name):

@@ -13,7 +13,7 @@ from packed_batches import pack
 from properties import examples
 
 from jax_cp_dispatch import PlacementConfig, context_parallel_attention, place_tokens
-from jax_cp_dispatch.planner.fingerprint import ID_STEP, POSITION_STEP, checksums
+from jax_cp_dispatch.documents.fingerprint import ID_STEP, POSITION_STEP, checksums
 
 W, T = 4, 64
 CONFIG = PlacementConfig(

@@ -17,9 +17,9 @@ from packed_batches import pack
 
 from jax_cp_dispatch import PlanConfig, balanced_attention, plan_attention
 from jax_cp_dispatch.attention.rotating.hamilton import hamilton_attention
-from jax_cp_dispatch.attention.rotating.layout import zigzag_permutation
 from jax_cp_dispatch.attention.rotating.ring import ring_attention, zigzag_ring_attention
 from jax_cp_dispatch.attention.ulysses.ulysses import ulysses_attention
+from jax_cp_dispatch.documents.layouts import zigzag_permutation
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.read import read_mask
 

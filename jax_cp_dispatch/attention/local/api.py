@@ -25,8 +25,8 @@ from jax_cp_dispatch.attention.local.derivative_order import (
 from jax_cp_dispatch.attention.local.options import LocalOptions
 from jax_cp_dispatch.attention.local.read_ranges import dense_ranges, read_ranges
 from jax_cp_dispatch.attention.local.sink import check_sink, sink_gradient
-from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.attention.peer_arguments import explains_peer_arguments
+from jax_cp_dispatch.documents.packed_mask import PackedMask
 from jax_cp_dispatch.masks import Mask, MaskRanges
 
 

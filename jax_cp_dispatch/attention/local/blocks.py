@@ -16,7 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from jax_cp_dispatch._arrays import divided
 from jax_cp_dispatch._dtypes import index_dtype, sum_dtype
+from jax_cp_dispatch._scans import running_sum
 from jax_cp_dispatch.attention.local.options import PassOptions
 from jax_cp_dispatch.attention.local.query_ranges import (
     KeyQueries,
@@ -24,7 +26,6 @@ from jax_cp_dispatch.attention.local.query_ranges import (
     cut_query_ranges,
 )
 from jax_cp_dispatch.attention.local.rows import BlockIndex, block_of, to_rows
-from jax_cp_dispatch.planner.block_grid import divided, running_sum
 
 
 class KeyRanges(NamedTuple):

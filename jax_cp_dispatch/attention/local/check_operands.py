@@ -63,25 +63,6 @@ def check_result_dtype(name: str, what: str, asked: Any, dtypes: tuple[Any, Any]
     return jnp.dtype(asked)
 
 
-def check_documents(op: str, segment_ids: Any, positions: Any, shape: Any, tokens: str) -> None:
-    """Requires integers of this shape, or None.
-
-    Args:
-      tokens: what has the shape, for the message.
-    """
-    for name, x in (("segment_ids", segment_ids), ("positions", positions)):
-        if x is None:
-            continue
-        check_array(op, name, x)
-        if not jnp.issubdtype(x.dtype, jnp.integer):
-            raise TypeError(f"{op}: {name} has dtype {x.dtype}; it needs to be integers.")
-        if x.shape != shape:
-            raise ValueError(
-                f"{op}: {name} has shape {x.shape} but {tokens} {shape}. Pass one integer for "
-                "each token."
-            )
-
-
 def check_softmax(name: str, scale: Any, logit_soft_cap: Any) -> None:
     """Requires numbers that are known when a program is traced, or None."""
     _check_number(name, "scale", scale)

@@ -9,17 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_cp_dispatch._arguments import clip_to_int32, is_on_host
-from jax_cp_dispatch.attention.attended import attended_tokens
 from jax_cp_dispatch.attention.local.blocks import RowRanges
-from jax_cp_dispatch.attention.local.check_operands import check_arrays, check_documents
+from jax_cp_dispatch.attention.local.check_operands import check_arrays
 from jax_cp_dispatch.attention.local.options import CAUSAL, FULL
 from jax_cp_dispatch.attention.local.query_ranges import KeyQueries
-from jax_cp_dispatch.attention.packed_mask import PackedMask
+from jax_cp_dispatch.documents.on_host import check_mask_of_documents
+from jax_cp_dispatch.documents.packed_mask import PackedMask
+from jax_cp_dispatch.documents.ranges import attended_tokens
+from jax_cp_dispatch.documents.segment_ids import check_documents, read_documents
+from jax_cp_dispatch.documents.table import from_segment_ids
 from jax_cp_dispatch.masks import Causal, Full, MaskRanges
 from jax_cp_dispatch.masks.read import check_mask_arrays, read_mask
-from jax_cp_dispatch.planner.documents import from_segment_ids
-from jax_cp_dispatch.planner.query_table import check_mask_of_documents
-from jax_cp_dispatch.planner.segment_ids import read_documents
 
 
 def read_ranges(

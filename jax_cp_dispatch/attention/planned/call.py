@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 from jax_cp_dispatch._residuals import named_context
-from jax_cp_dispatch.attention.check_arguments import is_stack
 from jax_cp_dispatch.attention.latents import UNUSED_ROW
 from jax_cp_dispatch.attention.local.api import local_attention, local_attention_backward
 from jax_cp_dispatch.attention.local.backward import SoftmaxGradients
@@ -19,10 +18,11 @@ from jax_cp_dispatch.attention.local.blocks import attended_keys
 from jax_cp_dispatch.attention.local.options import blocks_of_ranks
 from jax_cp_dispatch.attention.operands import Operands, Outputs, rounded
 from jax_cp_dispatch.attention.options import AttentionOptions
-from jax_cp_dispatch.attention.packed_mask import PackedMask
+from jax_cp_dispatch.documents.fingerprint import rank_fingerprint
+from jax_cp_dispatch.documents.packed_mask import PackedMask
 from jax_cp_dispatch.masks import MaskRanges
 from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan
-from jax_cp_dispatch.planner.fingerprint import rank_fingerprint
+from jax_cp_dispatch.planner.stack import is_stack
 
 
 class Received(NamedTuple):

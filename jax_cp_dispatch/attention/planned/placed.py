@@ -10,11 +10,10 @@ from jax_cp_dispatch._dispatch import move
 from jax_cp_dispatch._ranks.axis import AxisName, num_ranks_here
 from jax_cp_dispatch._ranks.options import read_options
 from jax_cp_dispatch._residuals import named_context_received
-from jax_cp_dispatch.attention.check_arguments import check_plan, read_rows_of_plan
+from jax_cp_dispatch.attention.check_arguments import read_rows_of_plan
 from jax_cp_dispatch.attention.local.sink import sink_gradient
 from jax_cp_dispatch.attention.operands import Operands, Outputs, softmax_gradients
 from jax_cp_dispatch.attention.options import AttentionOptions
-from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.attention.peer_arguments import explains_peer_arguments
 from jax_cp_dispatch.attention.planned import exchanges
 from jax_cp_dispatch.attention.planned.call import (
@@ -30,8 +29,10 @@ from jax_cp_dispatch.attention.planned.call import (
     received_rows,
 )
 from jax_cp_dispatch.attention.planned.overlap import cut_softmax, in_parts, join, parts_of_heads
+from jax_cp_dispatch.documents.packed_mask import PackedMask
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.planner import PlacedPlan
+from jax_cp_dispatch.planner.stack import check_plan
 
 
 @explains_peer_arguments

@@ -36,9 +36,9 @@ from jax_cp_dispatch.attention.local.query_ranges import KeyQueries
 from jax_cp_dispatch.attention.local.sink import add_sink, sink_gradient
 from jax_cp_dispatch.attention.operands import Operands, Outputs, rounded, softmax_gradients
 from jax_cp_dispatch.attention.rotating.key_chunks import Chunking, KeyOrder
-from jax_cp_dispatch.attention.rotating.layout import SequenceLayout
 from jax_cp_dispatch.attention.rotating.schedules import Schedule
-from jax_cp_dispatch.planner.fingerprint import fingerprint_of_order
+from jax_cp_dispatch.documents.fingerprint import fingerprint_of_order
+from jax_cp_dispatch.documents.layouts import SequenceLayout
 
 
 class TokenRanges(NamedTuple):

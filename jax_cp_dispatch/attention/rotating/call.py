@@ -6,10 +6,10 @@ from jax_cp_dispatch._ranks.axis import num_ranks_here
 from jax_cp_dispatch.attention.algorithms import Ring, Rotating
 from jax_cp_dispatch.attention.operands import Operands, Outputs
 from jax_cp_dispatch.attention.options import AttentionOptions
-from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.attention.rotating.schedule_of import schedule_of
 from jax_cp_dispatch.attention.rotating.schedules import Schedule
 from jax_cp_dispatch.attention.rotating.sequence import ShardedSequence, attend_sequence
+from jax_cp_dispatch.documents.packed_mask import PackedMask
 from jax_cp_dispatch.masks import Mask
 
 

@@ -13,9 +13,9 @@ from jaxtyping import Array, Int32, PyTree, Shaped
 
 from jax_cp_dispatch._arguments import check_integer
 from jax_cp_dispatch._dispatch import move, outgoing
+from jax_cp_dispatch._dispatch.by_platform import dispatch_or_collectives
 from jax_cp_dispatch._ranks.axis import AxisName, num_ranks_here
 from jax_cp_dispatch._ranks.options import CollectiveOptions, read_options
-from jax_cp_dispatch.attention.transport import dispatch_or_collectives
 from jax_cp_dispatch.cycles.integer_rows import CycleRows, check_chunk_maps
 from jax_cp_dispatch.metadata import Metadata
 

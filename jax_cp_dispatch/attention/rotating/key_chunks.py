@@ -9,9 +9,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int, Shaped
 
+from jax_cp_dispatch._arrays import known_inside
 from jax_cp_dispatch.attention.local.rows import with_rows
-from jax_cp_dispatch.attention.rotating.layout import SequenceLayout
-from jax_cp_dispatch.planner.block_grid import known_inside
+from jax_cp_dispatch.documents.layouts import SequenceLayout
 
 
 class Chunking(NamedTuple):

@@ -9,14 +9,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jaxtyping import Float
 
+from jax_cp_dispatch._arguments import HostOrDevice
 from jax_cp_dispatch._ranks.options import read_options
 from jax_cp_dispatch.attention.algorithms import Hamilton
-from jax_cp_dispatch.attention.check_arguments import HostOrDevice, check_rows
+from jax_cp_dispatch.attention.check_arguments import check_rows
 from jax_cp_dispatch.attention.local.forward import OnlineSoftmax
 from jax_cp_dispatch.attention.local.query_ranges import KeyQueries
 from jax_cp_dispatch.attention.operands import Operands
 from jax_cp_dispatch.attention.options import AttentionOptions
-from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.attention.rotating.attend import TokenRanges
 from jax_cp_dispatch.attention.rotating.call import sharded_sequence
 from jax_cp_dispatch.attention.rotating.schedule_of import schedule_of
@@ -24,13 +24,14 @@ from jax_cp_dispatch.attention.rotating.sequence import (
     ShardedSequence,
     attend_sequence,
     from_layout,
-    read_sequences,
     to_layout,
     token_ranges,
 )
 from jax_cp_dispatch.attention.rotating.step_record import AttentionProfile, StepRecord
 from jax_cp_dispatch.attention.rotating.stopwatch import check_tokens, stopwatch_over
 from jax_cp_dispatch.cycles.integer_rows import CycleRows
+from jax_cp_dispatch.documents.on_host import read_sequences
+from jax_cp_dispatch.documents.packed_mask import PackedMask
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.read import read_mask_on_host
 from jax_cp_dispatch.timeline import COMMUNICATION, COMPUTATION

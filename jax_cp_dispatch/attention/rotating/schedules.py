@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from jax_cp_dispatch._arrays import divided, known_inside
 from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch.attention.rotating.communication import (
     Routes,
@@ -20,7 +21,6 @@ from jax_cp_dispatch.attention.rotating.communication import (
     reverse,
     routes_of_cycles,
 )
-from jax_cp_dispatch.planner.block_grid import divided, known_inside
 
 
 class HeldChunks(NamedTuple):

@@ -8,16 +8,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Shaped
 
-from jax_cp_dispatch._arguments import is_on_host
+from jax_cp_dispatch._arrays import known_inside
 from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch._ranks.varying import vary_alike
 from jax_cp_dispatch._residuals import named_context
-from jax_cp_dispatch.attention.attended import attended_in_order
-from jax_cp_dispatch.attention.gather import gather_sequence
 from jax_cp_dispatch.attention.latents import shapes_of_keys
 from jax_cp_dispatch.attention.local.blocks import accumulator, attended_keys
 from jax_cp_dispatch.attention.local.options import LocalOptions, blocks_of_ranks
@@ -25,23 +22,21 @@ from jax_cp_dispatch.attention.local.query_ranges import KeyQueries
 from jax_cp_dispatch.attention.local.rows import with_rows
 from jax_cp_dispatch.attention.operands import Operands, Outputs
 from jax_cp_dispatch.attention.options import AttentionOptions
-from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.attention.rotating.attend import Rotation, TokenRanges, attend_rotating
 from jax_cp_dispatch.attention.rotating.communication import move_chunks, reverse
 from jax_cp_dispatch.attention.rotating.key_chunks import Chunking
-from jax_cp_dispatch.attention.rotating.layout import (
+from jax_cp_dispatch.attention.rotating.schedules import Schedule
+from jax_cp_dispatch.documents.gather import gather_sequence
+from jax_cp_dispatch.documents.layouts import (
     SequenceLayout,
     contiguous_layout,
     halves_in_zigzag,
     zigzag_layout,
     zigzag_permutation,
 )
-from jax_cp_dispatch.attention.rotating.schedules import Schedule
+from jax_cp_dispatch.documents.packed_mask import PackedMask
+from jax_cp_dispatch.documents.ranges import attended_in_order
 from jax_cp_dispatch.masks import Mask, MaskRanges
-from jax_cp_dispatch.planner.block_grid import known_inside
-from jax_cp_dispatch.planner.documents import from_segment_ids
-from jax_cp_dispatch.planner.query_table import check_mask_of_documents
-from jax_cp_dispatch.planner.segment_ids import read_documents
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,26 +208,3 @@ def _rows(x: Shaped[Array, "2 B half N H"]) -> Shaped[Array, "B rows N H"]:
 def _swap_on_odd_ranks(exchange: CollectiveOptions, x: Array) -> Array:
     """Swaps slots on odd ranks: even halves use slot 0, but an odd rank's front block is odd."""
     return jnp.where(lax.axis_index(exchange.axis_name) % 2 == 1, x[::-1], x)
-
-
-def read_sequences(op: str, segment_ids, positions, *, layout: str, num_ranks: int):
-    """`read_documents` of whole sequences, in a layout whose ranks divide the tokens."""
-    known = next((x for x in (segment_ids, positions) if x is not None), None)
-    order = None
-    if layout == "zigzag" and known is not None:
-        order = zigzag_permutation(known.shape[1], num_ranks, inverse=True)
-    return read_documents(op, segment_ids, positions, order=order)
-
-
-def check_known_mask(op: str, packed: PackedMask, *, layout: str, num_ranks: int) -> None:
-    """Requires a mask of these tokens, if all arrays of whole sequences are known on the host."""
-    leaves = jax.tree.leaves(packed)
-    if not packed.mask.has_arrays or not all(map(is_on_host, leaves)):
-        return
-    columns = slice(None)
-    if layout == "zigzag":
-        columns = zigzag_permutation(leaves[0].shape[1], num_ranks, inverse=True)
-    mask, segment_ids, positions = jax.tree.map(lambda x: np.asarray(x)[:, columns], packed)
-    if segment_ids is None:
-        segment_ids = np.ones(leaves[0].shape, np.int32)
-    check_mask_of_documents(op, mask, from_segment_ids(op, segment_ids, positions))

@@ -14,21 +14,21 @@ from jax_cp_dispatch._dtypes import sum_dtype
 from jax_cp_dispatch._ranks.axis import num_ranks_here
 from jax_cp_dispatch._ranks.varying import vary_alike, vary_like
 from jax_cp_dispatch._residuals import named_context, named_context_received
-from jax_cp_dispatch.attention.attended import attended_in_order
-from jax_cp_dispatch.attention.gather import gather_sequence
-from jax_cp_dispatch.attention.kv_heads import kv_copies
 from jax_cp_dispatch.attention.local.api import local_attention, local_attention_backward
 from jax_cp_dispatch.attention.local.backward import SoftmaxGradients
 from jax_cp_dispatch.attention.local.options import blocks_of_ranks
 from jax_cp_dispatch.attention.local.sink import sink_gradient
 from jax_cp_dispatch.attention.operands import Operands, Outputs, softmax_gradients
 from jax_cp_dispatch.attention.options import AttentionOptions
-from jax_cp_dispatch.attention.packed_mask import PackedMask
-from jax_cp_dispatch.attention.rotating.layout import zigzag_permutation
 from jax_cp_dispatch.attention.rotating.sequence import empty_outputs
 from jax_cp_dispatch.attention.ulysses.exchange import HeadExchange
+from jax_cp_dispatch.documents.fingerprint import fingerprint_of_order
+from jax_cp_dispatch.documents.gather import gather_sequence
+from jax_cp_dispatch.documents.layouts import zigzag_permutation
+from jax_cp_dispatch.documents.packed_mask import PackedMask
+from jax_cp_dispatch.documents.ranges import attended_in_order
+from jax_cp_dispatch.global_call.kv_heads import kv_copies
 from jax_cp_dispatch.masks import MaskRanges
-from jax_cp_dispatch.planner.fingerprint import fingerprint_of_order
 
 
 class _Call(NamedTuple):

@@ -3,9 +3,9 @@
 import numpy as np
 from jaxtyping import Int32
 
-from jax_cp_dispatch.planner.documents import Documents
+from jax_cp_dispatch.documents.fingerprint import fingerprint_of_fallback
+from jax_cp_dispatch.documents.table import DocumentTable
 from jax_cp_dispatch.planner.fallback import metadata_of_fallback
-from jax_cp_dispatch.planner.fingerprint import fingerprint_of_fallback
 from jax_cp_dispatch.planner.home import home_pieces, pairs_of_ranks
 from jax_cp_dispatch.planner.placement.cuts import no_cuts
 from jax_cp_dispatch.planner.placement.plan import PlacedPlan
@@ -45,7 +45,7 @@ def plan_of_fallback(request: PlanRequest, needs: Int32[np.ndarray, " 5"]) -> Pl
     )
 
 
-def moves_of_fallback(documents: Documents, world_size: int) -> tuple[np.ndarray, ...]:
+def moves_of_fallback(documents: DocumentTable, world_size: int) -> tuple[np.ndarray, ...]:
     """Returns source, place and length of every range if all tokens stay in their columns."""
     rows = documents.columns // world_size
     rank, batch = np.divmod(np.arange(world_size * documents.batch), documents.batch)

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
-from jax_cp_dispatch.planner.documents import Documents
+from jax_cp_dispatch.documents.table import DocumentTable
 from jax_cp_dispatch.planner.piece_table import PieceTable
 from jax_cp_dispatch.planner.placement.config import PlacementConfig
 from jax_cp_dispatch.planner.placement.plan import PlacedPlan
@@ -37,8 +37,8 @@ class PlacedGroup(NamedTuple):
 
 
 def rows_of_groups(
-    documents: Documents, positions: Any, masks: Sequence[Any], num_groups: int
-) -> Iterator[tuple[Documents, Any, list[Any]]]:
+    documents: DocumentTable, positions: Any, masks: Sequence[Any], num_groups: int
+) -> Iterator[tuple[DocumentTable, Any, list[Any]]]:
     """Yields the documents, positions and masks of each group of consecutive batch rows."""
     rows = documents.batch // num_groups
     group = documents.first // max(rows * documents.columns, 1)
@@ -46,7 +46,7 @@ def rows_of_groups(
         of_group = slice(number * rows, (number + 1) * rows)
         held = group == number
         first = documents.first[held] - number * rows * documents.columns
-        part = Documents(
+        part = DocumentTable(
             documents.lengths[held], first, documents.ids[held], rows, documents.columns
         )
         own = None if positions is None else np.asarray(positions)[of_group]

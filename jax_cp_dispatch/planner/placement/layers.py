@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jax_cp_dispatch._arguments import check_integer
+from jax_cp_dispatch.documents.table import DocumentTable
 from jax_cp_dispatch.masks import Mask, StaticMask
 from jax_cp_dispatch.masks.read import read_mask
-from jax_cp_dispatch.planner.documents import Documents
 from jax_cp_dispatch.planner.query_table import query_table
 from jax_cp_dispatch.planner.seen_keys import SeenKeys
 
@@ -51,7 +51,7 @@ def read_layers(
 
 
 def describe_layers(
-    problem: Any, seen: Sequence[SeenKeys], layers: Sequence[int], documents: Documents
+    problem: Any, seen: Sequence[SeenKeys], layers: Sequence[int], documents: DocumentTable
 ) -> None:
     """Sets several masks of a `PlacementProblem`, and how many layers use each."""
     if all(x.table is None for x in seen):

@@ -9,10 +9,11 @@ from jaxtyping import Int, Int32
 
 from jax_cp_dispatch._arguments import check_positive, check_type
 from jax_cp_dispatch._ranks.runtime import native
+from jax_cp_dispatch.documents.on_host import check_mask_of_documents
+from jax_cp_dispatch.documents.table import DocumentTable, Row, documents_of
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.read import read_mask_on_host
 from jax_cp_dispatch.planner.constraints import check_longest_keys, check_ranks
-from jax_cp_dispatch.planner.documents import Documents, Row, documents_of
 from jax_cp_dispatch.planner.fallback import check_fallback
 from jax_cp_dispatch.planner.native_problem import native_problem
 from jax_cp_dispatch.planner.piece_table import PieceTable, lay_out
@@ -31,7 +32,6 @@ from jax_cp_dispatch.planner.placement.layers import Layers, describe_layers, re
 from jax_cp_dispatch.planner.placement.order import in_placed_order
 from jax_cp_dispatch.planner.placement.placement import Placement
 from jax_cp_dispatch.planner.placement.plan import OF_ALL_MASKS, PlacedPlan
-from jax_cp_dispatch.planner.query_table import check_mask_of_documents
 from jax_cp_dispatch.planner.request import PlanRequest
 from jax_cp_dispatch.planner.seen_keys import seen_keys
 from jax_cp_dispatch.planner.slices import check_rank, order_by_rank
@@ -158,7 +158,7 @@ def _check_config(request: PlanRequest) -> None:
         )
 
 
-def _check_groups(documents: Documents, num_groups: int, rank: int | None) -> None:
+def _check_groups(documents: DocumentTable, num_groups: int, rank: int | None) -> None:
     """Requires groups of equal batch rows, all ranks of them."""
     check_positive(_OP, num_groups=num_groups)
     if documents.batch % num_groups:

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Float32, Int, PyTree, Shaped
 
 from jax_cp_dispatch._text import outline
+from jax_cp_dispatch.documents.on_host import check_mask_of_documents
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.read import read_mask_on_host
 from jax_cp_dispatch.metadata.describe import rows_between_ranks
@@ -29,7 +30,6 @@ from jax_cp_dispatch.planner.placement.order import (
 )
 from jax_cp_dispatch.planner.placement.plan import PlacedPlan
 from jax_cp_dispatch.planner.planned_pieces import Home, PlannedPieces, pieces_of_placed
-from jax_cp_dispatch.planner.query_table import check_mask_of_documents
 from jax_cp_dispatch.planner.request import PlanRequest
 from jax_cp_dispatch.planner.slices import check_all_ranks, slice_of
 from jax_cp_dispatch.planner.traffic import num_moved

@@ -8,6 +8,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Int32
 
 from jax_cp_dispatch._text import outline
+from jax_cp_dispatch.documents.fingerprint import check_batch
+from jax_cp_dispatch.documents.segment_ids import Ids
 from jax_cp_dispatch.masks import Mask, MaskRanges, StaticMask
 from jax_cp_dispatch.masks.array_mask import MaskKind
 from jax_cp_dispatch.metadata.describe import known, rows_between_ranks
@@ -17,13 +19,11 @@ from jax_cp_dispatch.planner.describe import (
     describe_plan,
     exceeded_capacities,
 )
-from jax_cp_dispatch.planner.fingerprint import check_batch
 from jax_cp_dispatch.planner.placement.config import CAPACITIES, PlacementConfig
 from jax_cp_dispatch.planner.planned_pieces import pieces_of_placed
 from jax_cp_dispatch.planner.row_ranges import local_rows
 from jax_cp_dispatch.planner.runs import key_ranges, local_runs
 from jax_cp_dispatch.planner.seen_rows import SeenRows
-from jax_cp_dispatch.planner.segment_ids import Ids
 from jax_cp_dispatch.planner.slices import check_all_ranks, slice_of
 from jax_cp_dispatch.planner.static_size import needed_sizes
 from jax_cp_dispatch.planner.traffic import num_moved

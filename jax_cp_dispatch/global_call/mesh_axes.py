@@ -18,7 +18,7 @@ from jax_cp_dispatch._ranks.axis import AxisName
 from jax_cp_dispatch._ranks.call_context import find_mesh, is_traced, refuse_other_mesh
 from jax_cp_dispatch._ranks.varying import mapped_axes, refuse_mapped_explicit_axes
 from jax_cp_dispatch._warning import warn_caller
-from jax_cp_dispatch.attention.kv_heads import kv_copies
+from jax_cp_dispatch.global_call.kv_heads import kv_copies
 
 Names = str | Sequence[str] | None
 

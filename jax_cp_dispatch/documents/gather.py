@@ -9,9 +9,9 @@ from jax import lax
 from jaxtyping import Array, Integer, PyTree
 
 from jax_cp_dispatch._dispatch import move, outgoing
+from jax_cp_dispatch._dispatch.by_platform import dispatch_or_collectives
 from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch._ranks.varying import vary_alike
-from jax_cp_dispatch.attention.transport import dispatch_or_collectives
 from jax_cp_dispatch.metadata import Metadata
 
 

@@ -11,15 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32, Integer
 
+from jax_cp_dispatch._scans import are_all, running_max, running_maxima
+from jax_cp_dispatch.documents.segment_ids import Ids
+from jax_cp_dispatch.documents.starts import columns_of_begins, document_starts
 from jax_cp_dispatch.masks import Mask
-from jax_cp_dispatch.planner.block_grid import (
-    are_all,
-    columns_of_begins,
-    document_starts,
-    running_max,
-    running_maxima,
-)
-from jax_cp_dispatch.planner.segment_ids import Ids
 
 
 def follows_rules(mask: Mask, starts: Any, ends: Any) -> Any:

@@ -2,8 +2,10 @@
 
 from typing import NamedTuple
 
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Int32, Shaped
+from jaxtyping import Array, Bool, Int32, Integer, Shaped
 
 
 def only_where(mask: Bool[Array, "..."], x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
@@ -36,3 +38,23 @@ class At(NamedTuple):
         window = tuple(range(1, 1 + x.ndim - len(self.axes)))
         numbers = lax.ScatterDimensionNumbers(window, self.axes, self.axes)
         return lax.scatter_add(x, self.places, y, numbers, mode="promise_in_bounds")
+
+
+def divided(x: Integer[Array, "..."], divisor: int):
+    """Int32 quotient and remainder of numbers in [0, 2**31); signed division compiles to more."""
+    x = x.astype(jnp.uint32)
+    quotient, remainder = lax.div(x, np.uint32(divisor)), lax.rem(x, np.uint32(divisor))
+    return quotient.astype(jnp.int32), remainder.astype(jnp.int32)
+
+
+def known_inside(
+    x: Shaped[Array | np.ndarray, "..."],
+    index: Integer[Array | np.ndarray, "..."] | int,
+    *,
+    axis: int = 0,
+) -> Shaped[Array, "..."]:
+    """Returns `jnp.take` of indices in [0, size); others would compile to more."""
+    x, place = jnp.asarray(x), jnp.asarray(index).astype(jnp.uint32)
+    if place.ndim == 0:
+        return lax.dynamic_index_in_dim(x, place, axis, False, allow_negative_indices=False)
+    return x.at[(slice(None),) * axis + (place,)].get(mode="promise_in_bounds")

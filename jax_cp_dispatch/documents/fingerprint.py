@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Int32, UInt32
 
+from jax_cp_dispatch.documents.segment_ids import Ids, fold_to_int32, mix
 from jax_cp_dispatch.masks import Mask, StaticMask
 from jax_cp_dispatch.masks.array_mask import MaskKind
-from jax_cp_dispatch.planner.segment_ids import Ids, fold_to_int32, mix
 
 Words = Int32[Array, "B T"] | Int32[np.ndarray, "B T"]
 

@@ -6,17 +6,17 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.core
 import numpy as np
-from jaxtyping import Int, Int32
+from jaxtyping import Int, Int32, Integer
 
 from jax_cp_dispatch._arguments import check_positive, is_on_host
-from jax_cp_dispatch.planner.segment_ids import check_ids, read_documents
+from jax_cp_dispatch.documents.segment_ids import check_ids, read_documents
 
 # Lengths of the documents of a batch row.
 Row: TypeAlias = Iterable[int | np.integer]
 _MOST_ROWS = np.iinfo(np.int32).max
 
 
-class Documents(NamedTuple):
+class DocumentTable(NamedTuple):
     """The documents of a batch `[batch, columns]`; all other tokens are padding.
 
     Attributes:
@@ -44,10 +44,26 @@ class Documents(NamedTuple):
     def numbers(self) -> Int32[np.ndarray, "B T"]:
         """Returns the number of the document of each token, counted from 1; 0 for padding."""
         ids = np.zeros(self.num_tokens, np.int32)
-        shift = self.first - (np.cumsum(self.lengths) - self.lengths)
-        place = np.arange(self.lengths.sum()) + np.repeat(shift, self.lengths)
-        ids[place] = np.repeat(np.arange(1, 1 + len(shift), dtype=np.int32), self.lengths)
+        ids[self.tokens()] = np.repeat(
+            np.arange(1, 1 + len(self.lengths), dtype=np.int32), self.lengths
+        )
         return ids.reshape(self.batch, self.columns)
+
+    def tokens(self) -> Int[np.ndarray, " N"]:
+        """Returns the index in the batch of each token of all documents."""
+        shift = self.first - (np.cumsum(self.lengths) - self.lengths)
+        return np.arange(self.lengths.sum()) + np.repeat(shift, self.lengths)
+
+    def edges(self) -> tuple[Any, Any, Any]:
+        """Returns the first column of each token's document, one past its last; what has one.
+
+        `[B, T]` each.
+        """
+        start = np.repeat(self.first % self.columns, self.lengths)
+        edges = np.zeros((3, self.num_tokens), np.int64)
+        edges[:, self.tokens()] = start, start + np.repeat(self.lengths, self.lengths), 1
+        first, end, live = edges.reshape(3, self.batch, self.columns)
+        return first, end, live > 0
 
     def padding(self) -> tuple[Int[np.ndarray, " G"], Int[np.ndarray, " G"]]:
         """Returns the first token and the length of each gap between documents."""
@@ -64,7 +80,7 @@ def documents_of(
     segment_ids: Any = None,
     positions: Any = None,
     columns: int | None = None,
-) -> Documents:
+) -> DocumentTable:
     """Returns the documents given by their lengths, or by segment ids and positions.
 
     Raises:
@@ -90,7 +106,7 @@ def documents_of(
     return documents
 
 
-def from_lengths(op: str, lengths: Any, columns: int | None, world_size: int) -> Documents:
+def from_lengths(op: str, lengths: Any, columns: int | None, world_size: int) -> DocumentTable:
     """Returns consecutive documents in each batch row, followed by padding."""
     rows = _rows(op, lengths)
     if columns is not None:
@@ -109,10 +125,10 @@ def from_lengths(op: str, lengths: Any, columns: int | None, world_size: int) ->
     first = [b * columns + np.cumsum(row) - row for b, row in enumerate(rows)]
     ids = [np.arange(1, 1 + len(row), dtype=np.int32) for row in rows]
     lengths, first, ids = map(np.concatenate, (rows, first, ids))
-    return Documents(lengths, first, ids, len(rows), columns)
+    return DocumentTable(lengths, first, ids, len(rows), columns)
 
 
-def from_segment_ids(op: str, segment_ids: Any, positions: Any) -> Documents:
+def from_segment_ids(op: str, segment_ids: Any, positions: Any) -> DocumentTable:
     """Returns runs of one segment id, also split where positions do not increase; 0 is padding."""
     require_host(op, segment_ids=segment_ids, positions=positions)
     given = np.asarray(segment_ids)
@@ -127,7 +143,25 @@ def from_segment_ids(op: str, segment_ids: Any, positions: Any) -> Documents:
     lengths = np.diff(np.append(first, ids.size))
     is_document = ids.reshape(-1)[first] > 0
     lengths, first = lengths[is_document], first[is_document]
-    return Documents(lengths, first, given.reshape(-1)[first], *ids.shape)
+    return DocumentTable(lengths, first, given.reshape(-1)[first], *ids.shape)
+
+
+def document_lengths(
+    segment_ids: Integer[np.ndarray, "B T"], positions: Integer[np.ndarray, "B T"] | None = None
+) -> tuple[tuple[int, ...], ...]:
+    """Returns the document lengths of each batch row, in order.
+
+    Padding is left out. So if a row has padding before its last document, later documents move up.
+
+    Args:
+      segment_ids, positions: on the host; see `context_parallel_attention`.
+    Raises:
+      TypeError, ValueError: ids or positions are no integers [B, T] that this process knows, an
+        id is negative, or a document has separate runs.
+    """
+    documents = from_segment_ids("document_lengths", segment_ids, positions)
+    row = documents.first // documents.columns
+    return tuple(tuple(documents.lengths[row == b].tolist()) for b in range(documents.batch))
 
 
 def require_host(op: str, **arguments: Any) -> None:
@@ -154,7 +188,7 @@ def check_columns(op: str, columns: int, world_size: int) -> None:
         )
 
 
-def _check_sizes(op: str, documents: Documents, world_size: int) -> None:
+def _check_sizes(op: str, documents: DocumentTable, world_size: int) -> None:
     """Requires that rows of a rank have 32-bit numbers, and that 64 bits count all pairs."""
     num_tokens = documents.num_tokens // world_size
     if num_tokens > _MOST_ROWS:

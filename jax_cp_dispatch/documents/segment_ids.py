@@ -41,6 +41,25 @@ def check_ids(op: str, segment_ids: Any, positions: Any) -> None:
         )
 
 
+def check_documents(op: str, segment_ids: Any, positions: Any, shape: Any, tokens: str) -> None:
+    """Requires integers of this shape, or None.
+
+    Args:
+      tokens: what has the shape, for the message.
+    """
+    for name, x in (("segment_ids", segment_ids), ("positions", positions)):
+        if x is None:
+            continue
+        check_array(op, name, x)
+        if not jnp.issubdtype(x.dtype, jnp.integer):
+            raise TypeError(f"{op}: {name} has dtype {x.dtype}; it needs to be integers.")
+        if x.shape != shape:
+            raise ValueError(
+                f"{op}: {name} has shape {x.shape} but {tokens} {shape}. Pass one integer for "
+                "each token."
+            )
+
+
 def read_documents(
     op: str,
     segment_ids: Ids | None,

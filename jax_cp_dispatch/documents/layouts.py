@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from jax_cp_dispatch.planner.block_grid import known_inside
+from jax_cp_dispatch._arrays import known_inside
+
+LAYOUTS = ("contiguous", "zigzag")
 
 
 def zigzag_permutation(
@@ -116,3 +118,11 @@ def halves_in_zigzag(num_ranks: int, num_tokens: int) -> SequenceLayout:
 
     pairs = ((rank, 2 * num_ranks - 1 - rank) for rank in range(num_ranks))
     return SequenceLayout(even, tuple((block(front), block(back)) for front, back in pairs))
+
+
+def check_layout(op: str, layout: Any) -> None:
+    """Requires one of the layouts."""
+    if layout not in LAYOUTS:
+        raise ValueError(
+            f"{op}: layout is {layout!r}; it needs to be one of {', '.join(map(repr, LAYOUTS))}."
+        )

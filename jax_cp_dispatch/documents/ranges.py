@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-from jax_cp_dispatch.attention.packed_mask import PackedMask
+from jax_cp_dispatch.documents.fingerprint import order_fault
+from jax_cp_dispatch.documents.order import follows_rules, starts_in_order
+from jax_cp_dispatch.documents.packed_mask import PackedMask
+from jax_cp_dispatch.documents.starts import document_ends, document_starts
 from jax_cp_dispatch.masks import MaskRanges
-from jax_cp_dispatch.planner.block_grid import document_ends, document_starts
-from jax_cp_dispatch.planner.fingerprint import order_fault
-from jax_cp_dispatch.planner.order import follows_rules, starts_in_order
 
 
 def attended_tokens(packed: PackedMask, shape: tuple[int, int]) -> MaskRanges:
