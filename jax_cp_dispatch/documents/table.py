@@ -61,7 +61,8 @@ class DocumentTable(NamedTuple):
         """
         start = np.repeat(self.first % self.columns, self.lengths)
         edges = np.zeros((3, self.num_tokens), np.int64)
-        edges[:, self.tokens()] = start, start + np.repeat(self.lengths, self.lengths), 1
+        end = start + np.repeat(self.lengths, self.lengths)
+        edges[:, self.tokens()] = start, end, np.ones_like(end)
         first, end, live = edges.reshape(3, self.batch, self.columns)
         return first, end, live > 0
 
