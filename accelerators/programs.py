@@ -10,15 +10,12 @@ from jax.sharding import PartitionSpec as P
 from programs_of_attention import (
     Heads,
     attention,
-    attention_of_a_rank,
-    balanced_plan,
     balanced_with_a_plan,
     documents,
     local_attention,
     local_attention_backward,
     merge_partials,
     on_three_axes,
-    planned_attention_of_a_rank,
     ring_of_trees,
 )
 from programs_of_exchanges import (
@@ -166,14 +163,6 @@ _LAYERS = (
     *(sequence.shift, sequence.causal_conv, sequence.gated_delta_rule),
     *(sequence.linear_attention, sequence.linear_recurrence),
 )
-_OF_A_RANK = (
-    *(cpd.ring_attention, cpd.zigzag_ring_attention, cpd.hamilton_attention),
-    cpd.ulysses_attention,
-)
-_PLANNED = {
-    cpd.balanced_attention: balanced_plan,
-    cpd.placed_attention: lambda shapes: shapes.plan,
-}
 PROGRAMS: dict[str, Callable[[Shapes], Program]] = {
     "ring": functools.partial(attention, algorithm="ring"),
     "placed": functools.partial(attention, algorithm="placed"),
@@ -210,11 +199,6 @@ PROGRAMS: dict[str, Callable[[Shapes], Program]] = {
     "all_gather_matmul, global arrays": all_gather_matmul_of_global_arrays,
     **{f"sequence.{x.__name__}": functools.partial(_layer, layer=x) for x in _LAYERS},
     "sequence.document_pieces": layer_on_pieces,
-    **{x.__name__: functools.partial(attention_of_a_rank, attend=x) for x in _OF_A_RANK},
-    **{
-        x.__name__: functools.partial(planned_attention_of_a_rank, attend=x, plan=plan)
-        for x, plan in _PLANNED.items()
-    },
 }
 # By this package's own kernels: custom calls.
 _OWN: dict[str, Callable[..., Program]] = {

@@ -1,13 +1,11 @@
 """The programs that are compiled of attention: whole calls, and the functions of a rank."""
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
-from shapes import HEAD_SIZE, HEADS, KV_HEADS, ROWS, TOKENS, Program, Shapes, on_ranks
+from shapes import HEAD_SIZE, HEADS, KV_HEADS, TOKENS, Program, Shapes
 
 import jax_cp_dispatch as cpd
 from jax_cp_dispatch import masks
@@ -53,21 +51,6 @@ def balanced_with_a_plan(shapes: Shapes, implementation: str = "xla") -> Program
         **(shapes.on_axis | {"implementation": implementation}),
     )
     return Program(attend, shapes.qkv, (0, 1, 2))
-
-
-def attention_of_a_rank(shapes: Shapes, attend: Callable[..., Any]) -> Program:
-    """A function that is called inside `shard_map`, of the rows of a rank."""
-    options = {"axis_name": "cp", "implementation": "xla"}
-    run = lambda q, k, v, ids: attend(q, k, v, segment_ids=ids, **options)
-    return Program(on_ranks(shapes, run, ROWS, ROWS), (*shapes.qkv, shapes.ids), (0, 1, 2))
-
-
-def planned_attention_of_a_rank(
-    shapes: Shapes, attend: Callable[..., Any], plan: Callable[..., Any]
-) -> Program:
-    options = {"axis_name": "cp", "implementation": "xla"}
-    run = on_ranks(shapes, functools.partial(attend, **options), (*(ROWS,) * 3, P("cp")), ROWS)
-    return Program(lambda *qkv: run(*qkv, plan(shapes)), shapes.qkv, (0, 1, 2))
 
 
 class Heads(NamedTuple):

@@ -83,12 +83,7 @@ def _state(row: Row | None, reasons: list[str]) -> str:
 
 
 def _is_detailed(row: Row) -> bool:
-    """Whether a collective of this program could overlap, or its memory matters.
-
-    Functions of a rank, such as `ring_attention`, need what the programs need that call them.
-    """
-    if row["program"].endswith("_attention"):
-        return False
+    """Whether a collective of this program could overlap, or its memory matters."""
     works = {work for moved in row.get("overlap", {}).values() for work in moved}
     return bool(works - {"bytes"}) or row["program"] in DETAILED_PROGRAMS
 

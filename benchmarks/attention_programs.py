@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from jax_cp_dispatch import context_parallel_attention, hamilton_attention, local_attention
+from jax_cp_dispatch import context_parallel_attention, local_attention
 from jax_cp_dispatch.bench_command.attention import DENSE, gradients, random_operands
 from jax_cp_dispatch.cost import attention_flops
 from jax_cp_dispatch.documents.packed_mask import PackedMask
@@ -106,8 +106,15 @@ def _ours(method: str, case: Case):
 def _variant(options: dict[str, Any], case: Case):
     rows = P(None, AXIS)
     attend = jax.shard_map(
-        lambda q, k, v, ids: hamilton_attention(
-            q, k, v, axis_name=AXIS, mask=case.mask, segment_ids=ids, **options
+        lambda q, k, v, ids: context_parallel_attention(
+            q,
+            k,
+            v,
+            algorithm="hamilton",
+            axis_name=AXIS,
+            mask=case.mask,
+            segment_ids=ids,
+            **options,
         ),
         mesh=mesh(),
         in_specs=(rows, rows, rows, rows),

@@ -1,7 +1,7 @@
 """Hamilton attention on packed documents: choose an algorithm, store tokens in zigzag order.
 
 Uses eight virtual CPU devices. The data pipeline stores tokens in zigzag order, with their segment
-ids and positions, so the devices need not reorder them. `hamilton_attention` runs inside
+ids and positions, so the devices need not reorder them. It runs inside
 `shard_map`, forward and backward, and is compared with dense attention in the usual order.
 """
 
@@ -62,7 +62,9 @@ def loss(parameters, batch, attend):
 
 def hamilton(q, k, v, segment_ids):
     def local(q, k, v, segment_ids):  # this rank's rows
-        return cpd.hamilton_attention(q, k, v, segment_ids=segment_ids, **OPTIONS)
+        return cpd.context_parallel_attention(
+            q, k, v, segment_ids=segment_ids, algorithm="hamilton", **OPTIONS
+        )
 
     rows = P(None, AXIS)
     return jax.shard_map(local, mesh=MESH, in_specs=rows, out_specs=rows)(q, k, v, segment_ids)

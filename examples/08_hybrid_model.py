@@ -52,8 +52,9 @@ def delta_layer(where, x, w):
 
 def attention_layer(where, x, w):
     q, k, v = heads(norm(x) @ w["qkv"])
-    attend = cpd.placed_attention if "plan" in where else cpd.zigzag_ring_attention
-    return x + attend(q, k, v, **where).reshape(x.shape) @ w["out"]
+    algorithm = "placed" if "plan" in where else "zigzag"
+    out = cpd.context_parallel_attention(q, k, v, algorithm=algorithm, **where)
+    return x + out.reshape(x.shape) @ w["out"]
 
 
 def loss_on_rank(params, tokens, where):

@@ -37,18 +37,26 @@ class CallContext(NamedTuple):
         return groups_of_mesh(self.mesh, names, others)
 
 
-def find_context(op: str, names: tuple[str, ...], mesh: Any, arrays: Sequence[Any]) -> CallContext:
-    """Finds the context of a call from its surroundings, `mesh`, or the types of the arrays."""
-    around = jax.sharding.get_abstract_mesh()
-    manual = around.manual_axes
-    if manual and all(name in manual for name in names):
-        rest = (name for name in around.axis_names if name not in manual)
-        return CallContext(around, False, tuple(x for x in rest if around.shape[x] > 1))
-    if any(name in manual for name in names):
+def is_on_rank(op: str, names: tuple[str, ...]) -> bool:
+    """Whether the arrays of a call are those of one rank: all axes of the ranks are manual here."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    if not any(name in manual for name in names):
+        return False
+    if not all(name in manual for name in names):
         raise ValueError(
             f"{op}: only {tuple(manual)} of axis_name {names} are manual here. Make all of them "
             f"manual, or none: jax.shard_map(..., axis_names={set(names)})."
         )
+    return True
+
+
+def find_context(op: str, names: tuple[str, ...], mesh: Any, arrays: Sequence[Any]) -> CallContext:
+    """Finds the context of a call from its surroundings, `mesh`, or the types of the arrays."""
+    around = jax.sharding.get_abstract_mesh()
+    manual = around.manual_axes
+    if is_on_rank(op, names):
+        rest = (name for name in around.axis_names if name not in manual)
+        return CallContext(around, False, tuple(x for x in rest if around.shape[x] > 1))
     found = around if manual else find_mesh(names, mesh, around, arrays)
     if found is None:
         _refuse_vmap_axes(op, names)

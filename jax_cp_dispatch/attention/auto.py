@@ -1,98 +1,171 @@
-"""The algorithm of a call with "auto", and the plan by which it was predicted."""
+"""`Auto`: the algorithm of a call by its documents, and the plan by which it was predicted."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import numpy as np
 from jax.core import Tracer
 
 from jax_cp_dispatch._arguments import is_on_host
-from jax_cp_dispatch.attention.algorithms import Algorithm, Auto, Balanced, Placed, Zigzag
+from jax_cp_dispatch.attention.algorithms import (
+    ALGORITHMS,
+    Algorithm,
+    Balanced,
+    Placed,
+    Zigzag,
+)
+from jax_cp_dispatch.attention.algorithms.balanced import check_plan_config
 from jax_cp_dispatch.attention.choose import choose_for, default_hardware
 from jax_cp_dispatch.attention.latents import shapes_of_keys
 from jax_cp_dispatch.attention.operands import Operands
+from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.attention.planned_traffic import balanced_plan, traffic_of_plans
-from jax_cp_dispatch.attention.program import GlobalOptions
-from jax_cp_dispatch.cost import Workload
+from jax_cp_dispatch.cost import Hardware, Workload
 from jax_cp_dispatch.documents.layouts import zigzag_permutation
 from jax_cp_dispatch.documents.packed_mask import PackedMask
 from jax_cp_dispatch.documents.table import document_lengths
-from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan
+from jax_cp_dispatch.global_call.kv_heads import kv_copies
+from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan, PlanConfig
 from jax_cp_dispatch.planner.static_size import DoesNotFitError
 
 
-def choose_for_call(
-    options: GlobalOptions, auto: Auto, operands: Operands, packed: PackedMask, plan: Any
-) -> tuple[Algorithm, AttentionPlan | PlacedPlan | None]:
-    """Returns the algorithm, and its plan, if it has one: that of the call, or else a new one.
+class Sizes(NamedTuple):
+    """The sizes of a call on all its ranks.
 
-    All operands are padded to a multiple of the ranks.
+    Attributes:
+      num_ranks: W.
+      num_tokens: of a batch row, on all ranks.
+      num_groups: parts of the batch; each has ranks of its own.
+      head_devices: that share the heads.
     """
-    layout = options.attention.layout
-    if plan is not None:
-        return Placed() if isinstance(plan, PlacedPlan) else Balanced(auto.config), plan
-    if any(isinstance(x, Tracer) for x in packed[1:]):
-        raise ValueError(
-            f"{options.attention.op}: algorithm='auto' reads segment_ids on the host, but they are "
-            "traced. Call choose_algorithm outside jit, once for similar batches, and pass "
-            "the algorithm of its result."
-        )
-    if not all(is_on_host(x) for x in jax.tree.leaves(packed.mask)):  # planned in the program
-        return Zigzag() if layout == "zigzag" else Balanced(auto.config), None
-    hardware = auto.hardware or default_hardware()
-    q, (k, _) = operands.q, shapes_of_keys(options.attention.expansion, operands)
-    workload = _workload(options, q, k, packed)
-    if options.attention.expansion is not None:  # as one projection of all features
-        latent_size = sum(x.shape[3] for x in operands.k)
-        flops = 4.0 * latent_size * workload.num_kv_heads * workload.head_size
-        workload = dataclasses.replace(workload, latent_size=latent_size, expand_flops=flops)
-    if layout == "contiguous":
-        if options.axes.batch:  # each group makes its own plan in the program
+
+    num_ranks: int
+    num_tokens: int
+    num_groups: int = 1
+    head_devices: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Auto:
+    """The algorithm of the plan; without one, the choice of `choose_algorithm` from concrete ids.
+
+    "placed" is only used with its plan: tokens are in the order of the batch otherwise, and cannot
+    be placed inside a call.
+
+    Attributes:
+      hardware: rates and topology for the prediction; None: see `choose_algorithm`.
+      config: of the plan, as in `Balanced`. A batch that is not sharded is planned once; one that
+        does not fit gets another algorithm. The groups of a sharded batch plan in the program, and
+        are predicted with the heads of the call and the nodes of the hardware.
+    """
+
+    name: ClassVar[str] = "auto"
+    hardware: Hardware | None = None
+    config: PlanConfig = PlanConfig()
+
+    def check(self, op: str) -> None:
+        """Checks the types of its options."""
+        check_plan_config(op, self.config)
+        if not isinstance(self.hardware, Hardware | None):
+            raise TypeError(
+                f"{op}: hardware is {self.hardware!r}; it needs to be a "
+                "jax_cp_dispatch.cost.Hardware. Omit it for the entry of the default backend."
+            )
+
+    def choose(
+        self,
+        options: AttentionOptions,
+        operands: Operands,
+        packed: PackedMask,
+        plan: AttentionPlan | PlacedPlan | None,
+        sizes: Sizes,
+    ) -> tuple[Algorithm, AttentionPlan | PlacedPlan | None]:
+        """Returns the algorithm, and its plan, if it has one: that of the call, or else a new one.
+
+        Operands are padded to a multiple of the ranks.
+        """
+        is_zigzag = options.layout == "zigzag"
+        if plan is not None:
+            return Placed() if isinstance(plan, PlacedPlan) else Balanced(self.config), plan
+        if any(isinstance(x, Tracer) for x in packed[1:]):
+            raise ValueError(
+                f"{options.op}: algorithm='auto' reads segment_ids on the host, but they are "
+                "traced. Call choose_algorithm outside jit, once for similar batches, and pass "
+                "the algorithm of its result."
+            )
+        if not all(is_on_host(x) for x in jax.tree.leaves(packed.mask)):  # planned in the program
+            return Zigzag() if is_zigzag else Balanced(self.config), None
+        hardware = self.hardware or default_hardware()
+        workload = _workload(options, operands, packed, sizes)
+        estimate = None
+        if not is_zigzag and sizes.num_groups > 1:  # each group makes its own plan in the program
             estimate = balanced_plan(workload, hardware)
-        else:
-            if packed.segment_ids is None:
-                packed = packed._replace(segment_ids=np.ones(q.shape[:2], np.int32))
+        elif not is_zigzag:
+            shape = operands.q.shape[0], sizes.num_tokens
+            known = packed.with_segment_ids(shape)
             try:
-                estimate = plan = options.plan(packed, auto.config)
+                estimate = plan = Balanced(self.config).plan_before(known, sizes.num_ranks)
             except DoesNotFitError:
                 estimate = None
-    else:
-        estimate = None
-    moves = traffic_of_plans(hardware, estimate, None)
-    choice, _ = choose_for(workload, hardware=hardware, layout=layout, with_backward=True, **moves)
-    if isinstance(choice.algorithm, Balanced):
-        return Balanced(auto.config), plan
-    return choice.algorithm, None
+        moves = traffic_of_plans(hardware, estimate, None)
+        given = {"hardware": hardware, "layout": options.layout, "with_backward": True}
+        choice, _ = choose_for(workload, **given, **moves)
+        if isinstance(choice.algorithm, Balanced):
+            return Balanced(self.config), plan
+        return choice.algorithm, None
 
 
-def _workload(options: GlobalOptions, q: Any, k: Any, packed: PackedMask) -> Workload:
+_BY_NAME: dict[str, type[Algorithm] | type[Auto]] = {x.name: x for x in (*ALGORITHMS, Auto)}
+
+
+def read_algorithm(op: str, algorithm: Any) -> Algorithm | Auto:
+    """Returns an algorithm; a short name selects the one with all defaults."""
+    if isinstance(algorithm, str) and algorithm in _BY_NAME:
+        return _BY_NAME[algorithm]()
+    if not isinstance(algorithm, tuple(_BY_NAME.values())):
+        raise ValueError(
+            f"{op}: algorithm is {algorithm!r}; it needs to be one of "
+            f"{', '.join(map(repr, _BY_NAME))}, or an object with options: "
+            f"{', '.join(f'{kind.__name__}()' for kind in _BY_NAME.values())}."
+        )
+    algorithm.check(op)
+    return algorithm
+
+
+def _workload(
+    options: AttentionOptions, operands: Operands, packed: PackedMask, sizes: Sizes
+) -> Workload:
     """Returns the work of one group; the rows of the first represent all."""
-    axes, attention, num_ranks = options.axes, options.attention, options.num_ranks
-    rows = max(q.shape[0] // axes.num_groups, 1)
-    lengths = ((q.shape[1],),) * rows
+    (B, _, N, H), T = operands.q.shape, sizes.num_tokens
+    K = shapes_of_keys(options.expansion, operands)[0].shape[2]
+    rows = max(B // sizes.num_groups, 1)
+    lengths = ((T,),) * rows
     order = slice(None)
-    if attention.layout == "zigzag":
-        order = zigzag_permutation(q.shape[1], num_ranks, inverse=True)
+    if options.layout == "zigzag":
+        order = zigzag_permutation(T, sizes.num_ranks, inverse=True)
     mask, segment_ids, positions = jax.tree.map(lambda x: np.asarray(x)[:rows, order], packed)
     if segment_ids is not None or positions is not None:
-        ids = np.ones((rows, q.shape[1]), np.int32) if segment_ids is None else segment_ids
+        ids = np.ones((rows, T), np.int32) if segment_ids is None else segment_ids
         if mask.has_arrays:  # padding is a document for each token: columns stay as they are
-            column = np.arange(1, 1 + q.shape[1])
+            column = np.arange(1, 1 + T)
             ids = np.where(ids == 0, ids.max(initial=0) + column, ids)
             positions = None if positions is None else np.where(segment_ids == 0, 0, positions)
         lengths = document_lengths(ids, positions)
-    head_devices = axes.num_devices(axes.heads)
-    num_kv_heads = k.shape[2] * axes.kv_copies(q.shape[2], k.shape[2])
-    return Workload(
-        num_ranks=num_ranks,
-        tokens_per_rank=q.shape[1] // num_ranks,
-        num_heads=q.shape[2] // head_devices,
-        num_kv_heads=num_kv_heads // head_devices,
-        head_size=q.shape[3],
-        itemsize=q.dtype.itemsize,
+    workload = Workload(
+        num_ranks=sizes.num_ranks,
+        tokens_per_rank=T // sizes.num_ranks,
+        num_heads=N // sizes.head_devices,
+        num_kv_heads=K * kv_copies(N, K, sizes.head_devices) // sizes.head_devices,
+        head_size=H,
+        itemsize=operands.q.dtype.itemsize,
         mask=mask,
         lengths=lengths,
     )
+    if options.expansion is None:
+        return workload
+    latent_size = sum(x.shape[3] for x in operands.k)  # as one projection of all features
+    flops = 4.0 * latent_size * workload.num_kv_heads * workload.head_size
+    return dataclasses.replace(workload, latent_size=latent_size, expand_flops=flops)

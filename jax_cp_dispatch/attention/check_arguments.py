@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from jax_cp_dispatch._ranks.axis import check_axis_name, check_mesh
 from jax_cp_dispatch.attention.local.check_operands import check_arrays, check_operands
 from jax_cp_dispatch.attention.local.sink import check_sink
 from jax_cp_dispatch.attention.operands import Operands
-from jax_cp_dispatch.documents.packed_mask import PackedMask
-from jax_cp_dispatch.documents.segment_ids import check_documents, read_documents
+from jax_cp_dispatch.documents.segment_ids import check_documents
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.array_mask import MaskKind
-from jax_cp_dispatch.masks.read import check_mask_arrays, read_mask
+from jax_cp_dispatch.masks.read import read_mask
 from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan
-from jax_cp_dispatch.planner.stack import check_plan
 
 
 def check_rows(op: str, operands: Operands, segment_ids: Any, positions: Any) -> None:
@@ -24,24 +21,6 @@ def check_rows(op: str, operands: Operands, segment_ids: Any, positions: Any) ->
         _check_qkv(op, q, k, v)
     check_sink(op, sink, q.shape[2])
     check_documents(op, segment_ids, positions, q.shape[:2], "q has B, T =")
-
-
-def read_rows(
-    op: str, operands: Operands, mask: Any, segment_ids: Any, positions: Any
-) -> PackedMask:
-    """Checks the arrays of one rank, and reads its mask and documents."""
-    check_rows(op, operands, segment_ids, positions)
-    mask = read_mask(op, mask)
-    check_mask_arrays(op, mask, operands.q.shape[:2])
-    return PackedMask(mask, *read_documents(op, segment_ids, positions))
-
-
-def read_rows_of_plan(
-    op: str, operands: Operands, plan: Any, mask: Any, segment_ids: Any, positions: Any
-) -> PackedMask:
-    """Checks the arrays of one rank, and reads what it compares with its plan."""
-    check_rows(op, operands, segment_ids, positions)
-    return PackedMask(read_mask_of_plan(op, mask, plan), segment_ids, positions)
 
 
 def _check_qkv(op: str, q: Any, k: Any, v: Any) -> None:
@@ -67,11 +46,3 @@ def read_mask_of_plan(op: str, mask: Any, plan: AttentionPlan | PlacedPlan) -> M
             f"mask={given}."
         )
     return given
-
-
-def check_global(op: str, *, mesh: Any, axis_name: Any, plan: Any) -> None:
-    """Checks the arguments of functions for global arrays only."""
-    check_mesh(op, mesh)
-    check_axis_name(op, axis_name)
-    if plan is not None:
-        check_plan(op, plan, AttentionPlan, PlacedPlan)

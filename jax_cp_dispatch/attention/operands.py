@@ -12,6 +12,7 @@ from jax_cp_dispatch._dtypes import sum_dtype
 from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch._ranks.varying import vary_alike
 from jax_cp_dispatch.attention.local.backward import SoftmaxGradients
+from jax_cp_dispatch.attention.local.blocks import accumulator
 from jax_cp_dispatch.attention.local.derivative_order import (
     forbid_second_derivative,
     in_reverse_only,
@@ -103,3 +104,13 @@ def softmax_gradients(op: str, out: Any, lse: Any, cotangents: Outputs) -> Softm
         return SoftmaxGradients(out, lse, *forbid_second_derivative(op, [dout]))
     dout, dlse = forbid_second_derivative(op, [dout, dlse])
     return SoftmaxGradients(out, lse, dout, jnp.swapaxes(dlse, 1, 2))
+
+
+def empty_outputs(operands: Operands, v: Any, return_lse: bool, return_max_logits: bool) -> Outputs:
+    """Returns the outputs of no tokens, whose values have the shape of `v`."""
+    q = operands.q
+    B, T, N, _ = q.shape
+    dtype = accumulator(q)
+    lse = jnp.full((B, T, N), -jnp.inf, dtype) if return_lse else None
+    max_logits = jnp.full(N, -jnp.inf, dtype) if return_max_logits else None
+    return Outputs(jnp.zeros((B, T, N, v.shape[3]), q.dtype), lse, max_logits)

@@ -1,6 +1,6 @@
 """The options of one call of attention over a mesh axis, made at the call.
 
-Options of a single algorithm are in `algorithms.py`.
+Options of a single algorithm are its own, in `algorithms/`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ class AttentionOptions:
 
     Attributes:
       exchange: the checked options of the exchanges, with the op and the axis.
-      layout, scale, logit_soft_cap, return_lse, return_max_logits: see `ring_attention`.
+      layout, scale, logit_soft_cap, return_lse, return_max_logits: see
+        `context_parallel_attention`.
       expansion: of latent rows, or None.
       checks_order: whether ranks check that documents are in the order of the layout; not if that
         was checked on the host.

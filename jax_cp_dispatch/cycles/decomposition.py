@@ -23,7 +23,7 @@ def hamiltonian_cycles(n: int) -> list[list[int]]:
     if n in (4, 6):
         raise ValueError(
             f"hamiltonian_cycles: n is {n}, but the links between 4 or 6 ranks do not decompose "
-            f"into Hamiltonian cycles (Tillson 1980). Omit cycles of hamilton_attention: each "
+            f"into Hamiltonian cycles (Tillson 1980). Omit cycles of Hamilton: each "
             "chunk then comes directly from its rank."
         )
     if n <= 2:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
+
 
 class PackedMask(NamedTuple):
     """A mask, and the documents within which it holds; a pytree of arrays `[B, T]`.
@@ -18,3 +20,9 @@ class PackedMask(NamedTuple):
     mask: Any
     segment_ids: Any = None
     positions: Any = None
+
+    def with_segment_ids(self, shape: tuple[int, int]) -> PackedMask:
+        """Returns the same with segment ids; without them, each batch row is one document."""
+        if self.segment_ids is not None:
+            return self
+        return self._replace(segment_ids=np.ones(shape, np.int32))

@@ -8,7 +8,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
+from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch.documents.fingerprint import order_fault
+from jax_cp_dispatch.documents.gather import gather_sequence
+from jax_cp_dispatch.documents.layouts import zigzag_permutation
 from jax_cp_dispatch.documents.order import follows_rules, starts_in_order
 from jax_cp_dispatch.documents.packed_mask import PackedMask
 from jax_cp_dispatch.documents.starts import document_ends, document_starts
@@ -46,3 +49,32 @@ def attended_in_order(
     if not checks_order:
         return ranges, None
     return ranges, order_fault(in_order, follows_rules(mask, start, end))
+
+
+def ranges_of_all_ranks(
+    exchange: CollectiveOptions,
+    packed: PackedMask,
+    shape: tuple[int, int],
+    *,
+    layout: str,
+    checks_order: bool,
+) -> tuple[MaskRanges, Int32[Array, ""] | None]:
+    """Returns what each token of the sequence sees, from the columns of all ranks.
+
+    Args:
+      exchange: options of the call.
+      packed: of this rank's columns.
+      shape: B and T of this rank.
+      layout: of the tokens on the ranks.
+      checks_order: whether to return the `order_fault` of arrays that are given; else None.
+    """
+    num_ranks = jax.lax.axis_size(exchange.axis_name)
+    num_tokens = shape[1] * num_ranks
+    if packed.positions is not None:
+        packed = packed.with_segment_ids(shape)
+    packed = gather_sequence(exchange, packed, num_ranks)
+    if layout == "zigzag":
+        order = zigzag_permutation(num_tokens, num_ranks, inverse=True)
+        packed = jax.tree.map(lambda x: x[:, order], packed)
+    checks_order = checks_order and bool(jax.tree.leaves(packed))
+    return attended_in_order(packed, (shape[0], num_tokens), checks_order)

@@ -23,13 +23,6 @@ from jax_cp_dispatch.global_call.kv_heads import kv_copies
 Names = str | Sequence[str] | None
 
 
-class Caller(NamedTuple):
-    """The function whose axes are sought, for its messages; `instead`: what to call on a rank."""
-
-    op: str
-    instead: str
-
-
 @dataclasses.dataclass(frozen=True)
 class MeshAxes:
     """A mesh and the axes that a call uses.
@@ -98,7 +91,7 @@ class GivenAxes(NamedTuple):
     head_axis: Names
 
 
-def find_axes(*arrays: Any, caller: Caller, given: GivenAxes, covers_batch: bool) -> MeshAxes:
+def find_axes(op: str, *arrays: Any, given: GivenAxes, covers_batch: bool) -> MeshAxes:
     """Finds the mesh (surroundings, `mesh`, or the arrays), and infers the axes that are None.
 
     Arrays are [B, T, ...]; axis 2 of the first is that of the heads. With a plan that covers the
@@ -106,13 +99,13 @@ def find_axes(*arrays: Any, caller: Caller, given: GivenAxes, covers_batch: bool
     """
     mesh, axis_name, batch_axis, head_axis = given
     sequence = _names(axis_name)
-    mesh = _find_mesh(caller, mesh, sequence, arrays)
+    mesh = _find_mesh(op, mesh, sequence, arrays)
     if not _manual_axes(mesh):
-        refuse_other_mesh(caller.op, mesh, arrays)
+        refuse_other_mesh(op, mesh, arrays)
     names = {"axis_name": axis_name, "batch_axis": batch_axis, "head_axis": head_axis}
-    _check_names(caller.op, mesh, names)
-    refuse_mapped_explicit_axes(caller.op, mesh)
-    search = _Search(caller.op, arrays, mesh)
+    _check_names(op, mesh, names)
+    refuse_mapped_explicit_axes(op, mesh)
+    search = _Search(op, arrays, mesh)
     _warn_of_unset_mesh(search)
     batch, heads = _names(batch_axis), _names(head_axis)
     if batch_axis is None:
@@ -130,27 +123,20 @@ def find_axes(*arrays: Any, caller: Caller, given: GivenAxes, covers_batch: bool
             _warn_of_automatic_axes(search, "head_axis", "N", {*sequence, *batch})
     axes = MeshAxes(mesh, sequence, batch, heads)
     first = arrays[0]
-    _check_divides(caller.op, "B", first.shape[0], "batch_axis", axes)
+    _check_divides(op, "B", first.shape[0], "batch_axis", axes)
     if heads:
-        _check_divides(caller.op, "N", (*first.shape, 1)[2], "head_axis", axes)
+        _check_divides(op, "N", (*first.shape, 1)[2], "head_axis", axes)
     return axes
 
 
-def _find_mesh(caller, mesh, sequence, arrays) -> Mesh | AbstractMesh:
+def _find_mesh(op, mesh, sequence, arrays) -> Mesh | AbstractMesh:
     around = jax.sharding.get_abstract_mesh()
-    manual = [name for name in sequence if name in tuple(around.manual_axes)]
-    if manual:
-        raise ValueError(
-            f"{caller.op}: axis_name {manual[0]!r} is manual here: these are the rows of one rank "
-            f"inside jax.shard_map, and {caller.op} takes the arrays of all. Call it outside, or "
-            f"call {caller.instead} here."
-        )
     if around.manual_axes:  # JAX needs the same mesh in a nested shard_map
         return around
     found = find_mesh(sequence, mesh, around, arrays)
     if found is None:
         raise ValueError(
-            f"{caller.op}: no mesh with axis {sequence[0]!r} was found. Pass mesh=, call it under "
+            f"{op}: no mesh with axis {sequence[0]!r} was found. Pass mesh=, call it under "
             "jax.set_mesh, or place the arrays on such a mesh."
         )
     return found

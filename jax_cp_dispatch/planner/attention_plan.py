@@ -149,7 +149,7 @@ class AttentionPlan:
         Call on the host, with the plan of all ranks and the arrays from which it was made. A plan
         made from lengths is one of segment ids 1, 2, ... in each batch row. Positions that were not
         given count from 0 in each document; padding may have any. Inside a program,
-        `balanced_attention` and `context_parallel_attention` compare the same checksums, with 32
+        `context_parallel_attention` compares the same checksums, with 32
         bits per rank.
 
         Raises:

@@ -7,7 +7,6 @@ import numpy as np
 
 from jax_cp_dispatch.attention import Hamilton, Ring
 from jax_cp_dispatch.attention.rotating.key_chunks import Chunking
-from jax_cp_dispatch.attention.rotating.schedule_of import schedule_of
 from jax_cp_dispatch.documents.layouts import (
     SequenceLayout,
     contiguous_layout,
@@ -38,9 +37,7 @@ def plot_schedules(num_ranks: int, path: str | os.PathLike) -> None:
         raise ValueError(f"plot_schedules: num_ranks is {num_ranks}; it needs to be at least 2.")
     num_tokens = 2 * (num_ranks - 1)  # per rank, so that each block has a token for every chunk
     contiguous, zigzag = contiguous_layout, zigzag_layout
-    ring, hamilton = (
-        schedule_of("plot_schedules", algorithm, num_ranks) for algorithm in (Ring(), Hamilton())
-    )
+    ring, hamilton = (x.schedule("plot_schedules", num_ranks) for x in (Ring(), Hamilton()))
     algorithms = [
         ("ring, contiguous", contiguous(num_ranks, num_tokens), ring),
         ("zigzag ring", zigzag(num_ranks, num_tokens), ring),

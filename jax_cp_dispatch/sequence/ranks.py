@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from jax_cp_dispatch._ranks.call_context import is_on_rank
 from jax_cp_dispatch._ranks.varying import vary_alike
 from jax_cp_dispatch.documents.on_host import read_sequences
 from jax_cp_dispatch.documents.segment_ids import check_documents, fold_to_int32, is_on_host
-from jax_cp_dispatch.global_call.mesh_axes import Caller, GivenAxes, MeshAxes, find_axes
+from jax_cp_dispatch.global_call.mesh_axes import GivenAxes, MeshAxes, find_axes
 from jax_cp_dispatch.global_call.on_all_ranks import on_all_ranks
 from jax_cp_dispatch.global_call.padding import cut_tokens, pad_tokens
 from jax_cp_dispatch.planner import PlacedPlan
@@ -79,8 +80,7 @@ def call_layer(layer: Layer, tokens: Any, weights: Any, where: Where, axes: Axes
     op, leaves = layer.options.op, jax.tree.leaves(tokens)
     _check_where(op, where, leaves[0].shape[:2])
     names = layer.options.exchange.axis_names
-    manual = tuple(jax.sharding.get_abstract_mesh().manual_axes)
-    if all(name in manual for name in names):
+    if is_on_rank(op, names):
         return _on_rank(layer, tokens, weights, where)
     if isinstance(where.plan, Pieces):
         raise ValueError(
@@ -154,8 +154,8 @@ def _on_global_arrays(layer: Layer, tokens: Any, weights: Any, where: Where, axe
     plan, segment_ids, positions = where.plan, where.segment_ids, where.positions
     leaves = sorted(jax.tree.leaves(tokens), key=lambda x: x.ndim < 3)
     found = find_axes(
+        op,
         *leaves,
-        caller=Caller(op, op),
         given=GivenAxes(axes.mesh, options.axis_name, axes.batch, axes.heads),
         covers_batch=plan is not None and not is_stack(plan),
     )

@@ -22,7 +22,6 @@ from jax_cp_dispatch import (
     context_parallel_attention,
     local_attention,
     place_tokens,
-    ring_attention,
     zigzag_permutation,
 )
 from jax_cp_dispatch.attention import auto
@@ -142,8 +141,8 @@ def test_a_sharded_batch_and_one_rank_at_a_time():
     mesh = permuted_mesh((2, 4), ("data", AXIS))
     rows = P("data", AXIS)
     attend = jax.shard_map(
-        lambda q, k, v, ids, mask: ring_attention(
-            q, k, v, axis_name=AXIS, segment_ids=ids, mask=mask
+        lambda q, k, v, ids, mask: context_parallel_attention(
+            q, k, v, algorithm="ring", axis_name=AXIS, segment_ids=ids, mask=mask
         ),
         mesh=mesh, in_specs=rows, out_specs=rows,
     )  # fmt: skip
@@ -177,7 +176,9 @@ def test_the_mask_of_other_columns_fails_on_all_ranks(algorithm):
     all_fail(stored(ids[:, order], Blocks(blocks)), says)
 
     def of_rank(q, ids, blocks):
-        return ring_attention(q, q, q, axis_name=AXIS, segment_ids=ids, mask=Blocks(blocks))
+        return context_parallel_attention(
+            q, q, q, algorithm="ring", axis_name=AXIS, segment_ids=ids, mask=Blocks(blocks)
+        )
 
     spec = P(None, AXIS)
     on_ranks = jax.shard_map(of_rank, mesh=mesh, in_specs=spec, out_specs=spec)

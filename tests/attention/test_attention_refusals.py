@@ -1,6 +1,5 @@
 """Invalid calls of attention: each is rejected before anything moves."""
 
-from functools import partial
 from typing import Any, cast
 
 import jax
@@ -45,8 +44,8 @@ def attend_with(algorithm: Any, **its_options: Any):
     return attend(algorithm=algorithm(**its_options))
 
 
-def on_heads(fn: Any, x: Any = HEADS, **options: Any):
-    return trace(lambda x: fn(x, x, x, axis_name=AXIS, **options), x)
+def on_heads(x: Any = HEADS, **options: Any):
+    return trace(lambda x: cp.context_parallel_attention(x, x, x, axis_name=AXIS, **options), x)
 
 
 def local(q: Any = Q[:, :4], k: Any = Q[:, :4], start: Any = RANGES, **options: Any):
@@ -174,19 +173,19 @@ CASES = [
         "heads of v have size 0; they need at least one",
     ),
     (
-        "balanced_attention",
-        lambda: on_heads(partial(cp.balanced_attention, plan=NO_PLAN)),
-        r"plan is of type .*needs to be an AttentionPlan. Pass plan_attention\(...\)",
+        "context_parallel_attention",
+        lambda: on_heads(algorithm="balanced", plan=NO_PLAN),
+        r"plan is of type .*needs to be an AttentionPlan or.*Pass plan_attention\(...\)",
     ),
     (
-        "balanced_attention",
-        lambda: on_heads(partial(cp.balanced_attention, plan=cast(Any, PLACEMENT.plan))),
-        "plan is of type PlacedPlan; it needs to be an AttentionPlan. Pass",
+        "context_parallel_attention",
+        lambda: on_heads(algorithm="balanced", plan=cast(Any, PLACEMENT.plan)),
+        "got the plan of a placement with algorithm='balanced'. Pass algorithm='placed'",
     ),
     (
-        "placed_attention",
-        lambda: on_heads(partial(cp.placed_attention, plan=cast(Any, PLACEMENT))),
-        r"plan is of type Placement; it needs to be a PlacedPlan. Pass place_tokens\(...\).plan",
+        "context_parallel_attention",
+        lambda: on_heads(algorithm="placed", plan=cast(Any, PLACEMENT)),
+        r"plan is of type Placement; it needs to be .*place_tokens\(...\).plan",
     ),
     (
         "context_parallel_attention",
@@ -239,19 +238,23 @@ CASES = [
         "needs a mask without arrays.*plan with plan_attention",
     ),
     (
-        "ring_attention",
-        lambda: on_heads(cp.ring_attention, layout="no"),
+        "context_parallel_attention",
+        lambda: on_heads(algorithm="ring", layout="no"),
         "layout is 'no'; it needs",
     ),
     (
-        "ring_attention",
-        lambda: on_heads(cp.ring_attention, HEADS[:, 0]),
+        "context_parallel_attention",
+        lambda: on_heads(HEADS[:, 0], algorithm="ring"),
         r"shapes \(4, 2, 8\).*they need",
     ),
-    ("zigzag_ring_attention", lambda: on_heads(cp.zigzag_ring_attention, mask=0), "mask is 0"),
     (
-        "hamilton_attention",
-        lambda: on_heads(cp.hamilton_attention, nodes=3),
+        "context_parallel_attention",
+        lambda: on_heads(algorithm="zigzag", mask=0),
+        "mask is 0",
+    ),
+    (
+        "context_parallel_attention",
+        lambda: on_heads(algorithm=cp.Hamilton(nodes=3)),
         "nodes is 3.*needs to",
     ),
     ("local_attention", lambda: local(start=RANGES.tolist()), "kv_start is of type list; it needs"),

@@ -13,14 +13,14 @@ from sequences import attended
 
 from jax_cp_dispatch import Hamilton, PlanConfig, Ring, Zigzag, place_tokens, plan_attention
 from jax_cp_dispatch._ranks.options import read_options
+from jax_cp_dispatch.attention.algorithms.rank_program import RankProgram, Shape
 from jax_cp_dispatch.attention.options import AttentionOptions
-from jax_cp_dispatch.attention.rank_programs import RankProgram, Shape
 from jax_cp_dispatch.documents.packed_mask import PackedMask
 from jax_cp_dispatch.documents.table import documents_of
 from jax_cp_dispatch.masks import SlidingWindow
 from jax_cp_dispatch.profiling import BalanceProfile, balance_profile
 
-module = importlib.import_module("jax_cp_dispatch.attention.balance_profile")
+module = importlib.import_module("jax_cp_dispatch.attention.profile.balance")
 
 W, T = 3, 8  # ranks, and columns of each
 LENGTHS = [[13, 2, 7], [21, 3]]

@@ -16,7 +16,6 @@ from packed_batches import causal_ranges, pack
 from jax_cp_dispatch import (
     Balanced,
     PlanConfig,
-    balanced_attention,
     context_parallel_attention,
     plan_attention,
 )
@@ -228,7 +227,9 @@ def test_inside_shard_map(form, check_vma):
     plan = plan_attention(segment_ids, None, world_size=8, config=CONFIG)
     rows = P(None, AXIS)
     fn = jax.shard_map(
-        lambda q, k, v, plan: balanced_attention(q, k, v, plan, axis_name=AXIS),
+        lambda q, k, v, plan: context_parallel_attention(
+            q, k, v, plan=plan, algorithm="balanced", axis_name=AXIS
+        ),
         mesh=mesh_of(8),
         in_specs=(rows, rows, rows, P(AXIS) if form == "slice" else P()),
         out_specs=rows,

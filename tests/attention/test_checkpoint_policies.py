@@ -51,10 +51,14 @@ GLOBAL = {
     "hamilton": partial(of_all, algorithm="hamilton", segment_ids=SEGMENT_IDS),
 }
 ON_RANKS = {
-    "placed": partial(cpd.placed_attention, plan=PLACED, axis_name=AXIS),
-    "balanced": partial(cpd.balanced_attention, plan=PLAN, axis_name=AXIS),
-    "zigzag": lambda q, k, v: cpd.zigzag_ring_attention(
-        q, k, v, segment_ids=jnp.ones(q.shape[:2], jnp.int32), axis_name=AXIS
+    "placed": partial(
+        cpd.context_parallel_attention, algorithm="placed", plan=PLACED, axis_name=AXIS
+    ),
+    "balanced": partial(
+        cpd.context_parallel_attention, algorithm="balanced", plan=PLAN, axis_name=AXIS
+    ),
+    "zigzag": lambda q, k, v: cpd.context_parallel_attention(
+        q, k, v, segment_ids=jnp.ones(q.shape[:2], jnp.int32), algorithm="zigzag", axis_name=AXIS
     ),
 }
 

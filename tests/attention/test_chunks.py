@@ -16,7 +16,6 @@ from sequences import attended
 
 from jax_cp_dispatch.attention.algorithms import Hamilton, Ring
 from jax_cp_dispatch.attention.rotating.key_chunks import Chunking
-from jax_cp_dispatch.attention.rotating.schedule_of import schedule_of
 from jax_cp_dispatch.documents.layouts import (
     contiguous_layout,
     halves_in_zigzag,
@@ -38,13 +37,13 @@ MASKS = [
 def schedules(num_ranks):
     """Returns by name all schedules that exist for this number of ranks."""
     found = {
-        "ring": schedule_of("a test", Ring(), num_ranks),
-        "hamilton": schedule_of("a test", Hamilton(), num_ranks),
-        "direct": schedule_of("a test", Hamilton(cycles="direct"), num_ranks),
+        "ring": Ring().schedule("a test", num_ranks),
+        "hamilton": Hamilton().schedule("a test", num_ranks),
+        "direct": Hamilton(cycles="direct").schedule("a test", num_ranks),
     }
     for nodes in range(2, num_ranks + 1):
         if num_ranks % nodes == 0:
-            found[f"{nodes} nodes"] = schedule_of("a test", Hamilton(nodes=nodes), num_ranks)
+            found[f"{nodes} nodes"] = Hamilton(nodes=nodes).schedule("a test", num_ranks)
     return found
 
 

@@ -286,43 +286,22 @@ def test_no_mesh():
         context_parallel_attention(Q, Q, Q, axis_name=AXIS, algorithm="ring")
 
 
-@pytest.mark.parametrize("given", ["mesh", "no mesh"])
-@pytest.mark.parametrize(
-    "algorithm, instead",
-    [
-        ("balanced", "balanced_attention with a plan"),
-        ("ring", "ring_attention"),
-        ("zigzag", "zigzag_ring_attention"),
-        ("hamilton", "hamilton_attention"),
-        ("auto", "balanced_attention.*or ring_attention"),
-    ],
-)
 @pytest.mark.usefixtures("unchecked_types")
-def test_inside_shard_map(algorithm, instead, given):
-    mesh = mesh_of(2)
-    options: Any = {"axis_name": AXIS, "algorithm": algorithm}
-    options |= {"mesh": mesh} if given == "mesh" else {}
-    attend = partial(context_parallel_attention, segment_ids=np.ones((1, 8), int), **options)
-    run = jax.shard_map(attend, mesh=mesh, in_specs=P(None, AXIS), out_specs=P(None, AXIS))
-    with pytest.raises(ValueError, match=f"'cp' is manual here.*outside, or call {instead}.* here"):
+def test_some_axes_of_the_ranks_are_manual():
+    mesh = permuted_mesh((2, 2), ("data", AXIS))
+    attend = partial(context_parallel_attention, axis_name=("data", AXIS), algorithm="ring")
+    rows = P(None, AXIS)
+    run = jax.shard_map(attend, mesh=mesh, in_specs=rows, out_specs=rows, axis_names={AXIS})
+    with pytest.raises(
+        ValueError, match=r"only \('cp',\) of axis_name \('data', 'cp'\) are manual"
+    ):
         jax.jit(run)(Q, Q, Q)
-
-
-IDS = np.ones((1, 8), np.int32)
 
 
 @pytest.mark.parametrize("is_set", [True, False], ids=["set_mesh", "no mesh"])
 @pytest.mark.parametrize(
     "op, call, instead",
     [
-        ("ring_attention", cpd.ring_attention, "algorithm='ring'"),
-        ("zigzag_ring_attention", cpd.zigzag_ring_attention, "algorithm='zigzag'"),
-        ("hamilton_attention", cpd.hamilton_attention, "algorithm='hamilton'"),
-        (
-            "balanced_attention",
-            partial(cpd.balanced_attention, plan=plan_attention(IDS, world_size=2)),
-            "algorithm='balanced'",
-        ),
         ("ring_exchange", lambda x, *_, **axis: cpd.ring_exchange(x, **axis), "use dispatch"),
         (
             "chunk_exchange",

@@ -8,7 +8,7 @@ from on_mesh import AXIS, mesh_of
 
 from jax_cp_dispatch import context_parallel_attention, place_tokens, plan_attention
 from jax_cp_dispatch._ranks.implementations import moves_beside_work
-from jax_cp_dispatch.attention.planned import overlap
+from jax_cp_dispatch.attention.algorithms import parts_of_heads
 
 W, LENGTHS, HEAD_SIZE = 4, [30, 7, 50, 41], 8
 HEADS, KV_HEADS = 6, 3  # parts of 2 and 4 query heads
@@ -40,7 +40,7 @@ def test_two_parts_give_the_bits_of_one(algorithm, monkeypatch):
 
     results = []
     for is_cut in (False, True):
-        monkeypatch.setattr(overlap, "moves_beside_work", lambda _, is_cut=is_cut: is_cut)
+        monkeypatch.setattr(parts_of_heads, "moves_beside_work", lambda _, is_cut=is_cut: is_cut)
         # With another deadline the function is traced again.
         traced = jax.jit(run, static_argnums=4).trace(*arrays, 60.0 + is_cut)
         num_starts = str(traced.jaxpr).count("exchange_start[")
@@ -57,7 +57,7 @@ def test_only_implementations_with_two_calls_split():
 
 
 def test_one_kv_head_is_one_part(monkeypatch):
-    monkeypatch.setattr(overlap, "moves_beside_work", lambda _: True)
+    monkeypatch.setattr(parts_of_heads, "moves_beside_work", lambda _: True)
     plan = plan_attention(IDS, world_size=W)
     q, k = (jnp.zeros((1, sum(LENGTHS), n, HEAD_SIZE)) for n in (4, 1))
     attend = lambda q, k: context_parallel_attention(

@@ -21,15 +21,11 @@ from jax_cp_dispatch import (
     Balanced,
     Metadata,
     PlanConfig,
-    balanced_attention,
     chunk_exchange,
     context_parallel_attention,
-    hamilton_attention,
     local_attention,
     plan_attention,
-    ring_attention,
     ring_exchange,
-    zigzag_ring_attention,
 )
 from jax_cp_dispatch.cycles import chunk_maps
 
@@ -156,10 +152,12 @@ PLAN = plan_attention(draw(CASE)[4], world_size=W, config=PlanConfig(block=4))
 @pytest.mark.parametrize(
     "attend",
     [
-        partial(ring_attention, axis_name=AXIS),
-        partial(zigzag_ring_attention, axis_name=AXIS),
-        partial(hamilton_attention, axis_name=AXIS),
-        lambda q, k, v, segment_ids: balanced_attention(q, k, v, PLAN, axis_name=AXIS),
+        partial(context_parallel_attention, algorithm="ring", axis_name=AXIS),
+        partial(context_parallel_attention, algorithm="zigzag", axis_name=AXIS),
+        partial(context_parallel_attention, algorithm="hamilton", axis_name=AXIS),
+        lambda q, k, v, segment_ids: context_parallel_attention(
+            q, k, v, plan=PLAN, algorithm="balanced", axis_name=AXIS
+        ),
     ],
     ids=["ring", "zigzag", "hamilton", "balanced"],
 )

@@ -15,10 +15,8 @@ from packed_batches import pack
 
 from jax_cp_dispatch import (
     PlacementConfig,
-    balanced_attention,
     context_parallel_attention,
     place_tokens,
-    placed_attention,
     plan_attention,
     stack_plans,
 )
@@ -161,7 +159,9 @@ def test_shard_map_outside_of_jit():
     *arrays, segment_ids = draw(12, batch=1, num_tokens=2 * 24)
     placement = place_tokens(segment_ids=segment_ids, world_size=2)
     attend = jax.shard_map(
-        partial(placed_attention, axis_name=AXIS),
+        lambda q, k, v, plan: context_parallel_attention(
+            q, k, v, plan=plan, algorithm="placed", axis_name=AXIS
+        ),
         mesh=mesh_of(2),
         in_specs=(*[P(None, AXIS)] * 3, P(AXIS)),
         out_specs=P(None, AXIS),
@@ -216,11 +216,12 @@ def test_plans_are_for_their_own_algorithm():
 def test_stacked_plans_are_for_the_steps_of_a_scan():
     q, k, v, _, segment_ids = draw(9, batch=1, num_tokens=2 * 16)
     plans: Any = [
-        (placed_attention, place_tokens(segment_ids=segment_ids, world_size=2).plan),
-        (balanced_attention, plan_attention(segment_ids, world_size=2)),
+        ("placed", place_tokens(segment_ids=segment_ids, world_size=2).plan),
+        ("balanced", plan_attention(segment_ids, world_size=2)),
     ]
-    for function, plan in plans:
-        attend = partial(function, plan=stack_plans([plan, plan]), axis_name=AXIS)
+    for algorithm, plan in plans:
+        options = {"plan": stack_plans([plan, plan]), "algorithm": algorithm, "axis_name": AXIS}
+        attend = partial(context_parallel_attention, **options)
         rows = P(None, AXIS)
         attend = jax.shard_map(attend, mesh=mesh_of(2), in_specs=rows, out_specs=rows)
         with pytest.raises(ValueError, match=r"got stacked plans, of \[2\]. Pass one of them"):

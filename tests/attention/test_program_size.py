@@ -12,9 +12,6 @@ from on_mesh import AXIS, mesh_of
 from jax_cp_dispatch import (
     context_parallel_attention,
     place_tokens,
-    placed_attention,
-    ring_attention,
-    ulysses_attention,
 )
 
 NUM_RANKS, LENGTHS = 8, [300, 500, 150, 74]
@@ -54,18 +51,11 @@ def of_all_ranks(algorithm):
     return lambda q, k, v, ids: attend(q, k, v, segment_ids=ids)
 
 
-ON_A_RANK = {
-    "ring": ring_attention,
-    "placed": placed_attention,
-    "ulysses": ulysses_attention,
-}
-
-
 def on_a_rank(algorithm):
     """Returns the function that is called inside `shard_map`."""
-    attend = partial(ON_A_RANK[algorithm], axis_name=AXIS)
+    attend = partial(context_parallel_attention, algorithm=algorithm, axis_name=AXIS)
     if algorithm == "placed":
-        return lambda q, k, v, ids: attend(q, k, v, PLAN)
+        return lambda q, k, v, ids: attend(q, k, v, plan=PLAN)
     return lambda q, k, v, ids: attend(q, k, v, segment_ids=ids)
 
 

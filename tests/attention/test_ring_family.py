@@ -16,7 +16,6 @@ from sequences import Case, check, draw, out_and_gradients, run
 
 from jax_cp_dispatch import Hamilton
 from jax_cp_dispatch.attention.rotating import sequence
-from jax_cp_dispatch.attention.rotating.schedule_of import schedule_of
 from jax_cp_dispatch.attention.rotating.schedules import CycleSchedule, DirectSchedule
 from jax_cp_dispatch.cycles import chunk_maps
 from jax_cp_dispatch.masks import Chunked, SlidingWindow
@@ -160,7 +159,7 @@ def test_custom_cycles_may_be_an_array():
     rows = [[2, 1, 0], [0, 1, 2]]
     array, lists = (Hamilton(cycles=cycles) for cycles in (np.array(rows), rows))
     assert array == lists and hash(array) == hash(lists)
-    assert schedule_of("a test", array, 3) == CycleSchedule(((2, 1, 0), (0, 1, 2)))
+    assert array.schedule("a test", 3) == CycleSchedule(((2, 1, 0), (0, 1, 2)))
 
 
 def test_the_direct_schedule_uses_each_link_once_per_step():
@@ -220,8 +219,8 @@ def test_invalid_options_are_rejected(algorithm, options, message):
     [
         (0, lambda q: q[:, :, 0], ValueError, r"shapes \(1, 4, 8\).* need \[B, T, heads, features"),
         (1, lambda k: k[:, ::2], ValueError, "equal B and T.*, use local_attention"),
-        (1, lambda k: k[..., :3], ValueError, "hamilton_attention: "),
-        (1, lambda k: k.astype(jnp.bfloat16), TypeError, "hamilton_attention: "),
+        (1, lambda k: k[..., :3], ValueError, "context_parallel_attention: "),
+        (1, lambda k: k.astype(jnp.bfloat16), TypeError, "context_parallel_attention: "),
         (0, lambda q: q[:, :, [0, 0, 0]], ValueError, "N must be a multiple of K"),
         (0, lambda q: q[:, :, :1], ValueError, "1 query heads cannot share 2 KV heads"),
         (4, lambda ids: ids.astype(np.float32), TypeError, "segment_ids has dtype float32"),

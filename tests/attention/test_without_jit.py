@@ -7,10 +7,8 @@ from jax.sharding import PartitionSpec as P
 from on_mesh import AXIS, mesh_of
 
 from jax_cp_dispatch import (
-    balanced_attention,
     context_parallel_attention,
     place_tokens,
-    placed_attention,
     plan_attention,
 )
 
@@ -19,19 +17,20 @@ pytestmark = pytest.mark.usefixtures("operations_compiled_once")
 W, LENGTHS = 2, [20, 4, 17, 19, 9, 59]
 IDS = np.repeat(np.arange(1, 1 + len(LENGTHS), dtype=np.int32), LENGTHS)[None]
 PLACEMENT = place_tokens(LENGTHS, world_size=W)
-# The function of one rank, the plan, and the ids in the order of the tokens.
+# The plan, and the ids in the order of the tokens.
 CALLS = {
-    "balanced": (balanced_attention, plan_attention(lengths=LENGTHS, world_size=W), IDS),
-    "placed": (placed_attention, PLACEMENT.plan, PLACEMENT.apply(IDS)),
+    "balanced": (plan_attention(lengths=LENGTHS, world_size=W), IDS),
+    "placed": (PLACEMENT.plan, PLACEMENT.apply(IDS)),
 }
 
 
 def on_each_rank(algorithm, q, k, v, ids):
-    attend, plan, _ = CALLS[algorithm]
+    plan, _ = CALLS[algorithm]
     rows = P(None, AXIS)
 
     def local(q, k, v, plan, ids):
-        return attend(q, k, v, plan, axis_name=AXIS, segment_ids=ids)
+        options = {"plan": plan, "axis_name": AXIS, "segment_ids": ids}
+        return context_parallel_attention(q, k, v, algorithm=algorithm, **options)
 
     in_specs = rows, rows, rows, P(AXIS), rows
     mapped = jax.shard_map(local, mesh=mesh_of(W), in_specs=in_specs, out_specs=rows)
@@ -39,7 +38,7 @@ def on_each_rank(algorithm, q, k, v, ids):
 
 
 def on_global_arrays(algorithm, q, k, v, ids):
-    options = {"mesh": mesh_of(W), "axis_name": AXIS, "plan": CALLS[algorithm][1]}
+    options = {"mesh": mesh_of(W), "axis_name": AXIS, "plan": CALLS[algorithm][0]}
     return context_parallel_attention(q, k, v, algorithm=algorithm, segment_ids=ids, **options)
 
 
@@ -56,7 +55,7 @@ def drawn():
     [("balanced", on_each_rank, True), ("placed", on_global_arrays, False)],
 )
 def test_values_gradients_and_errors(algorithm, call, has_gradients):
-    qkv, ids = drawn(), CALLS[algorithm][2]
+    qkv, ids = drawn(), CALLS[algorithm][1]
 
     def loss(qkv):
         out = call(algorithm, *qkv, ids)

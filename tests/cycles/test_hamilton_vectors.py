@@ -10,10 +10,9 @@ from hamilton_vectors import recorded, recorded_attention
 from jax.sharding import PartitionSpec as P
 from on_mesh import AXIS, mesh_of
 
+from jax_cp_dispatch import context_parallel_attention
 from jax_cp_dispatch.attention.local.merge import merge_partials
-from jax_cp_dispatch.attention.rotating.hamilton import hamilton_attention
 from jax_cp_dispatch.attention.rotating.key_chunks import Chunking
-from jax_cp_dispatch.attention.rotating.ring import ring_attention, zigzag_ring_attention
 from jax_cp_dispatch.documents.layouts import zigzag_layout, zigzag_permutation
 
 
@@ -25,9 +24,9 @@ def by_rank(name):
 @pytest.mark.parametrize(
     "name, function, causal",
     [
-        ("forward_ring_8", ring_attention, False),
-        ("forward_zigzag_4", zigzag_ring_attention, True),
-        ("forward_zigzag_4", hamilton_attention, True),
+        ("forward_ring_8", partial(context_parallel_attention, algorithm="ring"), False),
+        ("forward_zigzag_4", partial(context_parallel_attention, algorithm="zigzag"), True),
+        ("forward_zigzag_4", partial(context_parallel_attention, algorithm="hamilton"), True),
     ],
 )
 def test_recorded_attention(name, function, causal):

@@ -11,7 +11,7 @@ from attention_oracle import attention
 
 import jax_cp_dispatch as cpd
 from jax_cp_dispatch._ranks import runtime
-from jax_cp_dispatch.attention.planned import overlap
+from jax_cp_dispatch.attention.algorithms import parts_of_heads
 from jax_cp_dispatch.gpu import raise_gpu_errors
 
 HEADS, KV_HEADS, HEAD_SIZE, ROUNDS = 8, 4, 64, 4
@@ -37,21 +37,21 @@ def attend(algorithm: str, num_ranks: int, rank: int, place: Callable, read: Cal
     if algorithm == "placed":
         placement = cpd.place_tokens([lengths], world_size=num_ranks)
         plan, order = placement.plan, lambda x: np.asarray(placement.apply(x))
-        run = cpd.placed_attention
+        run = partial(cpd.context_parallel_attention, algorithm="placed")
     else:
         plan, order = cpd.plan_attention(ids, world_size=num_ranks), np.asarray
-        run = cpd.balanced_attention
+        run = partial(cpd.context_parallel_attention, algorithm="balanced")
     random = np.random.default_rng(0)
 
     def with_gradients(plan, *arrays):
         q, k, v, dout = (x[None] for x in arrays)
-        out, transpose = jax.vjp(lambda q, k, v: run(q, k, v, plan, **name), q, k, v)
+        out, transpose = jax.vjp(lambda q, k, v: run(q, k, v, plan=plan, **name), q, k, v)
         return [x[0] for x in (out, *transpose(dout))]
 
     plans = jax.tree.map(lambda x: place(np.asarray(x)[:, None]), plan)
     programs = []
     for is_cut in (False, True):
-        overlap.moves_beside_work = lambda _, is_cut=is_cut: is_cut
+        parts_of_heads.moves_beside_work = lambda _, is_cut=is_cut: is_cut
         program = on_ranks(lambda plan, *arrays: with_gradients(plan, *arrays))
         programs.append(
             program.lower(plans, *_arrays(random, num_ranks, order, place)[1]).compile()

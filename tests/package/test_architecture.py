@@ -40,35 +40,22 @@ INSIDE = {
     "attention": {
         "peer_arguments": set(),
         "local": {"peer_arguments"},
-        "algorithms": set(),
         "operands": {"local"},
         "check_arguments": {"local", "operands"},
         "latents": {"operands"},
-        "options": {"latents", "local", "check_arguments", "operands"},
-        "planned": {"peer_arguments", "latents", "local", "check_arguments", "options", "operands"},
-        "rotating": {
-            *("peer_arguments", "latents", "local", "algorithms", "check_arguments", "options"),
-            "operands",
-        },
-        "ulysses": {
-            *("peer_arguments", "local", "check_arguments", "options", "rotating", "operands"),
-        },
-        "rank_programs": {"operands", "algorithms", "local", "options", "planned", "rotating"},
-        "balance_profile": {"algorithms", "options", "rank_programs"},
+        "options": {"latents", "local", "operands"},
+        "rotating": {"latents", "local", "operands", "options"},
+        "algorithms": {"latents", "local", "operands", "options", "rotating"},
         "planned_traffic": set(),
         "choose": {"algorithms", "planned_traffic"},
+        "auto": {"algorithms", "choose", "latents", "operands", "options", "planned_traffic"},
         "expanded_heads": {"latents", "operands"},
-        "program": {
-            *("expanded_heads", "algorithms", "options", "planned", "rotating", "ulysses"),
-            "operands",
+        "context_parallel": {
+            *("peer_arguments", "local", "operands", "check_arguments", "latents", "options"),
+            *("algorithms", "auto", "expanded_heads"),
         },
-        "auto": {
-            *("latents", "operands", "algorithms", "rotating", "planned_traffic", "choose"),
-            "program",
-        },
-        "api": {
-            *("peer_arguments", "expanded_heads", "latents", "algorithms", "auto"),
-            *("check_arguments", "local", "operands", "options", "program"),
+        "profile": {
+            *("local", "operands", "check_arguments", "options", "rotating", "algorithms", "auto"),
         },
     },
     "comm_gemm": {

@@ -35,8 +35,10 @@ def said(run, *operands):
             )[0],
         ),
         (
-            "ring_attention",
-            lambda x: cp.ring_attention(x, x, x, axis_name=AXIS, deadline=0.2),
+            "context_parallel_attention",
+            lambda x: cp.context_parallel_attention(
+                x, x, x, algorithm="ring", axis_name=AXIS, deadline=0.2
+            ),
         ),
     ],
 )
@@ -77,12 +79,14 @@ def test_a_plan_that_attention_cannot_carry_out():
     def attend(q):
         short = jax.tree.map(lambda x: x, plan)
         object.__setattr__(short, "kv_capacity", 2)
-        return cp.balanced_attention(q, q, q, short, axis_name=AXIS)
+        return cp.context_parallel_attention(
+            q, q, q, plan=short, algorithm="balanced", axis_name=AXIS
+        )
 
     rows = P(None, AXIS)
     run = jax.jit(jax.shard_map(attend, mesh=mesh_of(W), in_specs=rows, out_specs=rows))
     message = said(run, q)
-    assert ": balanced_attention over axis 'cp': rank" in message
+    assert ": context_parallel_attention over axis 'cp': rank" in message
     assert "PlanConfig.kv_capacity is 2" in message
 
 

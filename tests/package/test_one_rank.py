@@ -69,36 +69,29 @@ def test_context_parallel_attention(algorithm):
     close(out, causal(q, k, v))
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        *(cpd.ring_attention, cpd.zigzag_ring_attention, cpd.hamilton_attention),
-        cpd.ulysses_attention,
-    ],
-)
-def test_rotating_attention(function):
-    q, k, v = qkv()
-    close(
-        on_rank(lambda *x: function(*x, axis_name=AXIS, segment_ids=jnp.asarray(IDS)), q, k, v),
-        causal(q, k, v),
-    )
+@pytest.mark.parametrize("algorithm", ["ring", "zigzag", "hamilton", "ulysses"])
+def test_attention_inside_shard_map(algorithm):
+    options = {"axis_name": AXIS, "algorithm": algorithm, "segment_ids": jnp.asarray(IDS)}
+    attend = lambda *x: cpd.context_parallel_attention(*x, **options)
+    close(on_rank(attend, *qkv()), causal(*qkv()))
 
 
 def test_balanced_attention():
     q, k, v = qkv()
     plan = cpd.plan_attention(IDS, world_size=1)
     assert float(plan.imbalance) == 1
-    close(
-        on_rank(lambda q, k, v: cpd.balanced_attention(q, k, v, plan, axis_name=AXIS), q, k, v),
-        causal(q, k, v),
-    )
+    options = {"plan": plan, "algorithm": "balanced", "axis_name": AXIS}
+    attend = lambda q, k, v: cpd.context_parallel_attention(q, k, v, **options)
+    close(on_rank(attend, q, k, v), causal(q, k, v))
 
 
 def test_placed_attention():
     q, k, v = qkv()
     placement = cpd.place_tokens(segment_ids=IDS, world_size=1)
     placed = placement.apply((q, k, v))
-    attend = lambda q, k, v: cpd.placed_attention(q, k, v, placement.plan, axis_name=AXIS)
+    attend = lambda q, k, v: cpd.context_parallel_attention(
+        q, k, v, plan=placement.plan, algorithm="placed", axis_name=AXIS
+    )
     out = on_rank(attend, *placed)
     close(placement.restore(out), causal(q, k, v))
 

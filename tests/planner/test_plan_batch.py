@@ -14,7 +14,6 @@ from packed_batches import pack
 
 from jax_cp_dispatch import (
     PlanConfig,
-    balanced_attention,
     context_parallel_attention,
     plan_attention,
 )
@@ -146,7 +145,9 @@ def test_plans_made_inside_the_program():
     def step(q, k, v, planned, segment_ids):
         whole = jax.lax.all_gather(planned, AXIS, axis=1, tiled=True)
         plan = make_plan(whole)
-        return balanced_attention(q, k, v, plan, axis_name=AXIS, segment_ids=segment_ids)
+        return context_parallel_attention(
+            q, k, v, plan=plan, algorithm="balanced", axis_name=AXIS, segment_ids=segment_ids
+        )
 
     for dtype in (np.int8, np.uint32):
         planned = ours.astype(dtype)

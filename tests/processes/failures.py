@@ -69,7 +69,7 @@ EXPECTED |= {
     + WAITED
     + r" {rank} of process {process} \(pid {pid}, ended\), signal)",
     "ring late": EXPECTED["late"],
-    "ring shapes": r"ring_attention over .*Expected rank {rank} in: .*\[1,1,16\].*"
+    "ring shapes": r"context_parallel_attention over .*Expected rank {rank} in: .*\[1,1,16\].*"
     rf"{ANOTHER}.*\[1,1,8\]",
 }
 
@@ -129,7 +129,9 @@ class Job:
 
     def attend(self, x, plan):
         x = x[None, :, None]
-        return cp.balanced_attention(x, x, x, plan, axis_name=AXIS, deadline=60.0)
+        return cp.context_parallel_attention(
+            x, x, x, plan=plan, algorithm="balanced", axis_name=AXIS, deadline=60.0
+        )
 
     def dispatch(self, capacity, deadline=DEADLINE):
         options: Any = {"axis_name": AXIS, "capacity": capacity, "deadline": deadline}
@@ -152,7 +154,9 @@ class Job:
         def local(x, ids):
             x = x[None, :num_tokens, None]
             options: Any = {"axis_name": AXIS, "deadline": DEADLINE}
-            return cp.ring_attention(x, x, x, segment_ids=ids[None, :num_tokens], **options)
+            return cp.context_parallel_attention(
+                x, x, x, segment_ids=ids[None, :num_tokens], algorithm="ring", **options
+            )
 
         return on_ranks(local, self.mesh)
 

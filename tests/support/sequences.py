@@ -15,10 +15,7 @@ from mask_oracle import batch_ranges
 from on_mesh import AXIS, mesh_of
 from packed_batches import pack
 
-from jax_cp_dispatch import PlanConfig, balanced_attention, plan_attention
-from jax_cp_dispatch.attention.rotating.hamilton import hamilton_attention
-from jax_cp_dispatch.attention.rotating.ring import ring_attention, zigzag_ring_attention
-from jax_cp_dispatch.attention.ulysses.ulysses import ulysses_attention
+from jax_cp_dispatch import PlanConfig, context_parallel_attention, plan_attention
 from jax_cp_dispatch.documents.layouts import zigzag_permutation
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.read import read_mask
@@ -31,19 +28,21 @@ def balanced(q, k, v, *, axis_name, mask, layout, segment_ids=None, positions=No
     ids = jnp.ones(q.shape[:2], jnp.int32) if segment_ids is None else segment_ids
     ids, positions, mask = jax.tree.map(
         lambda x: jax.lax.all_gather(x, axis_name, axis=1, tiled=True),
-        (ids, positions, read_mask("balanced_attention", mask)),
+        (ids, positions, read_mask("balanced", mask)),
     )
     config = PlanConfig(block=8)
     plan = plan_attention(ids, positions, world_size=world_size, mask=mask, config=config)
-    return balanced_attention(q, k, v, plan, axis_name=axis_name, **options)
+    return context_parallel_attention(
+        q, k, v, plan=plan, algorithm="balanced", axis_name=axis_name, **options
+    )
 
 
 FUNCTIONS: dict[str, Any] = {
     "balanced": balanced,
-    "ring": ring_attention,
-    "zigzag": zigzag_ring_attention,
-    "hamilton": hamilton_attention,
-    "ulysses": ulysses_attention,
+    "ring": partial(context_parallel_attention, algorithm="ring"),
+    "zigzag": partial(context_parallel_attention, algorithm="zigzag"),
+    "hamilton": partial(context_parallel_attention, algorithm="hamilton"),
+    "ulysses": partial(context_parallel_attention, algorithm="ulysses"),
 }
 NAMES = ("out", "dq", "dk", "dv")
 TOLERANCE = {"float64": 1e-13, "float32": 1e-5, "bfloat16": 5e-3}

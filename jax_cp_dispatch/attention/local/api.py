@@ -22,8 +22,8 @@ from jax_cp_dispatch.attention.local.derivative_order import (
     forbid_second_derivative,
     in_reverse_only,
 )
-from jax_cp_dispatch.attention.local.options import LocalOptions
-from jax_cp_dispatch.attention.local.read_ranges import dense_ranges, read_ranges
+from jax_cp_dispatch.attention.local.options import LocalOptions, PassOptions
+from jax_cp_dispatch.attention.local.read_ranges import dense_ranges, ranges_of_rows, read_ranges
 from jax_cp_dispatch.attention.local.sink import check_sink, sink_gradient
 from jax_cp_dispatch.attention.peer_arguments import explains_peer_arguments
 from jax_cp_dispatch.documents.packed_mask import PackedMask
@@ -202,6 +202,20 @@ def local_attention_backward(
     q, k, v = forbid_second_derivative(name, [q, k, v])
     whole = forbid_second_derivative(name, whole)
     return _backward(options, *_vary((q, k, v, ranges, SoftmaxGradients(*whole))))
+
+
+def attend_ranges(
+    options: PassOptions, q: Array, kv: Any, ranges: MaskRanges, sink: Array | None
+) -> tuple[Array, ...]:
+    """`local_attention` of checked arguments, without a derivative: for the rules of others."""
+    return _forward(options, *_vary((q, *kv, ranges_of_rows(ranges, q.shape[:2]), sink)))
+
+
+def gradients_of_ranges(
+    options: PassOptions, q: Array, kv: Any, ranges: MaskRanges, whole: SoftmaxGradients
+) -> tuple[Array, ...]:
+    """`local_attention_backward` of checked arguments."""
+    return _backward(options, *_vary((q, *kv, ranges_of_rows(ranges, q.shape[:2]), whole)))
 
 
 def _vary(operands):

@@ -37,9 +37,14 @@ class LocalOptions:
     def resolved(self, q, k, v) -> PassOptions:
         """Selects missing options from the shapes; raises the errors of `local_attention`."""
         check_operands(self.op, q, k, v)
-        (T, N, H), (S, K) = q.shape[1:], k.shape[1:3]
         check_softmax(self.op, self.scale, self.logit_soft_cap)
-        check_blocks(self.op, self.block_q, self.block_kv, self.block_heads, num_kv_heads=K)
+        blocks = self.block_q, self.block_kv, self.block_heads
+        check_blocks(self.op, *blocks, num_kv_heads=k.shape[2])
+        return self.passes(q, k)
+
+    def passes(self, q, k, **dtypes: Any) -> PassOptions:
+        """`resolved` of options and arrays that are checked already."""
+        (T, N, H), (S, K) = q.shape[1:], k.shape[1:3]
         block_q = self.block_q or even_block(T, max(128, _BLOCK // (N // K)))
         block_kv = self.block_kv or even_block(S, _BLOCK)
         block_heads = self.block_heads or _heads_together(K, N // K * block_q * block_kv)
@@ -51,6 +56,7 @@ class LocalOptions:
             block_heads=int(block_heads),
             return_max_logits=self.return_max_logits,
             kv_heads=K,
+            **dtypes,
         )
 
 

@@ -45,13 +45,19 @@ def read_ranges(
         )
     check_arrays(op, kv_start=given.k_start, kv_end=given.k_end)
     _check(op, "kv", (given.k_start, given.k_end), (B, T), "one range per query row")
+    if given.q_start is not None or given.q_end is not None:
+        check_arrays(op, q_start=given.q_start, q_end=given.q_end)
+        _check(op, "q", (given.q_start, given.q_end), (B, S), "one range per key row")
+    return ranges_of_rows(given, (B, T))
+
+
+def ranges_of_rows(given: MaskRanges, shape: tuple[int, ...]) -> RowRanges:
+    """Returns the ranges of checked rows; `shape` is B and T."""
     k_start, k_end = clip_to_int32(given.k_start), clip_to_int32(given.k_end)
-    if given.q_start is None and given.q_end is None:
+    if given.q_start is None:
         return RowRanges(k_start, k_end)
-    check_arrays(op, q_start=given.q_start, q_end=given.q_end)
-    _check(op, "q", (given.q_start, given.q_end), (B, S), "one range per key row")
-    index = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
-    start, end = (jnp.clip(clip_to_int32(x), 0, T) for x in (given.q_start, given.q_end))
+    index = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
+    start, end = (jnp.clip(clip_to_int32(x), 0, shape[1]) for x in (given.q_start, given.q_end))
     return RowRanges(k_start, k_end, KeyQueries(index, start, end))
 
 

@@ -16,26 +16,24 @@ from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch._ranks.varying import vary_alike
 from jax_cp_dispatch._residuals import named_context
 from jax_cp_dispatch.attention.latents import shapes_of_keys
-from jax_cp_dispatch.attention.local.blocks import accumulator, attended_keys
+from jax_cp_dispatch.attention.local.blocks import attended_keys
 from jax_cp_dispatch.attention.local.options import LocalOptions, blocks_of_ranks
 from jax_cp_dispatch.attention.local.query_ranges import KeyQueries
 from jax_cp_dispatch.attention.local.rows import with_rows
-from jax_cp_dispatch.attention.operands import Operands, Outputs
+from jax_cp_dispatch.attention.operands import Operands, Outputs, empty_outputs
 from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.attention.rotating.attend import Rotation, TokenRanges, attend_rotating
 from jax_cp_dispatch.attention.rotating.communication import move_chunks, reverse
 from jax_cp_dispatch.attention.rotating.key_chunks import Chunking
 from jax_cp_dispatch.attention.rotating.schedules import Schedule
-from jax_cp_dispatch.documents.gather import gather_sequence
 from jax_cp_dispatch.documents.layouts import (
     SequenceLayout,
     contiguous_layout,
     halves_in_zigzag,
     zigzag_layout,
-    zigzag_permutation,
 )
 from jax_cp_dispatch.documents.packed_mask import PackedMask
-from jax_cp_dispatch.documents.ranges import attended_in_order
+from jax_cp_dispatch.documents.ranges import ranges_of_all_ranks
 from jax_cp_dispatch.masks import Mask, MaskRanges
 
 
@@ -97,9 +95,10 @@ def attend_sequence(
     """Computes attention of this rank's rows, for all schedules."""
     options, q = sequence.options, operands.q
     B, T = q.shape[:2]
+    k, v = shapes_of_keys(options.expansion, operands)
     if B * T == 0:
-        return empty_outputs(options, operands)
-    rotation = sequence.rotation(q, *shapes_of_keys(options.expansion, operands))
+        return empty_outputs(operands, v, options.return_lse, options.return_max_logits)
+    rotation = sequence.rotation(q, k, v)
     q, k, v, *others = operands.varying(options.exchange)
     leaves, tree = jax.tree.flatten((q, k, v))
     q, k, v = tree.unflatten(to_layout(sequence, rotation, leaves))
@@ -111,17 +110,6 @@ def attend_sequence(
         return Outputs(*from_layout(sequence, (out,), T), max_logits=max_logits)
     out, lse = from_layout(sequence, (out, lse[..., None]), T)
     return Outputs(out, lse[..., 0], max_logits)
-
-
-def empty_outputs(options: AttentionOptions, operands: Operands) -> Outputs:
-    """Returns the outputs of no tokens."""
-    q = operands.q
-    _, v = shapes_of_keys(options.expansion, operands)
-    B, T, N, _ = q.shape
-    dtype = accumulator(q)
-    lse = jnp.full((B, T, N), -jnp.inf, dtype) if options.return_lse else None
-    max_logits = jnp.full(N, -jnp.inf, dtype) if options.return_max_logits else None
-    return Outputs(jnp.zeros((B, T, N, v.shape[3]), q.dtype), lse, max_logits)
 
 
 def to_layout(sequence: ShardedSequence, rotation: Rotation, arrays):
@@ -144,22 +132,13 @@ def token_ranges(
     sequence: ShardedSequence, rotation: Rotation, packed: PackedMask, shape
 ) -> TokenRanges:
     """Returns the tokens that each of this rank's rows sees, in the rows of the rotation."""
-    B, T = shape
-    num_tokens = T * sequence.num_ranks
-    exchange = sequence.options.exchange
-    if packed.segment_ids is None and packed.positions is not None:
-        packed = packed._replace(segment_ids=jnp.ones(shape, jnp.int32))
-    packed = gather_sequence(exchange, packed, sequence.num_ranks)
-    if sequence.options.layout == "zigzag":
-        order = zigzag_permutation(num_tokens, sequence.num_ranks, inverse=True)
-        packed = jax.tree.map(lambda x: x[:, order], packed)
-    checks_order = sequence.options.checks_order and bool(jax.tree.leaves(packed))
-    seen, fault = attended_in_order(packed, (B, num_tokens), checks_order)
-    token = rotation.layout.positions(lax.axis_index(exchange.axis_name))
+    options = sequence.options
+    order = {"layout": options.layout, "checks_order": options.checks_order}
+    seen, fault = ranges_of_all_ranks(options.exchange, packed, shape, **order)
+    token = rotation.layout.positions(lax.axis_index(options.exchange.axis_name))
     ranges = ranges_of_rows(packed.mask, seen, token)._replace(fault=fault)
     leaves, tree = jax.tree.flatten(ranges)
-    leaves = named_context(vary_alike(leaves, also=sequence.options.exchange.axis_names))
-    return tree.unflatten(leaves)
+    return tree.unflatten(named_context(vary_alike(leaves, also=options.exchange.axis_names)))
 
 
 def ranges_of_rows(mask: Mask, seen: MaskRanges, token: Any) -> TokenRanges:

@@ -147,8 +147,8 @@ class PlacedPlan:
         Call on the host, with the plan of all ranks and the arrays of its batch in placed order:
         `Placement.apply` of them. Padding may have any positions. Documents that were given by
         their lengths are numbered from 1 in each batch row, and positions that were not given count
-        from 0 in each document. Inside a program, `placed_attention` and
-        `context_parallel_attention` compare the same checksums, with 32 bits per rank.
+        from 0 in each document. Inside a program, `context_parallel_attention`
+        compares the same checksums, with 32 bits per rank.
 
         Raises:
           ValueError: the shape differs, the ids, positions or mask of some rank differ, or the

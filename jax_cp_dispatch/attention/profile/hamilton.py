@@ -17,9 +17,9 @@ from jax_cp_dispatch.attention.local.forward import OnlineSoftmax
 from jax_cp_dispatch.attention.local.query_ranges import KeyQueries
 from jax_cp_dispatch.attention.operands import Operands
 from jax_cp_dispatch.attention.options import AttentionOptions
+from jax_cp_dispatch.attention.profile.step_record import AttentionProfile, StepRecord
+from jax_cp_dispatch.attention.profile.stopwatch import check_tokens, stopwatch_over
 from jax_cp_dispatch.attention.rotating.attend import TokenRanges
-from jax_cp_dispatch.attention.rotating.call import sharded_sequence
-from jax_cp_dispatch.attention.rotating.schedule_of import schedule_of
 from jax_cp_dispatch.attention.rotating.sequence import (
     ShardedSequence,
     attend_sequence,
@@ -27,8 +27,6 @@ from jax_cp_dispatch.attention.rotating.sequence import (
     to_layout,
     token_ranges,
 )
-from jax_cp_dispatch.attention.rotating.step_record import AttentionProfile, StepRecord
-from jax_cp_dispatch.attention.rotating.stopwatch import check_tokens, stopwatch_over
 from jax_cp_dispatch.cycles.integer_rows import CycleRows
 from jax_cp_dispatch.documents.on_host import read_sequences
 from jax_cp_dispatch.documents.packed_mask import PackedMask
@@ -50,7 +48,7 @@ def hamilton_attention_profile(
     repeats: int = 3,
     **options: Any,
 ) -> AttentionProfile:
-    """Times `hamilton_attention`, forward, as one program and step by step.
+    """Times Hamilton attention, forward, as one program and step by step.
 
     Call outside `jit` and `jax.shard_map`, in a process that owns all devices of the mesh. Each
     step runs separately, with synchronisation before and after it. For other algorithms, use
@@ -60,23 +58,24 @@ def hamilton_attention_profile(
       q, k, v: global arrays; `axis_name` has n devices, and n divides T.
       mesh: the mesh with `axis_name`; the arrays are replicated over its other axes.
       axis_name: the mesh axis of the ranks.
-      nodes, cycles, maps: as in `hamilton_attention`.
+      nodes, cycles, maps: see `Hamilton`.
       repeats: runs of every program; medians are returned.
-      options: the other keywords of `hamilton_attention`; segment_ids and positions are global.
+      options: `mask`, `segment_ids`, `positions`, `layout`, `scale`, `logit_soft_cap` and those of
+        the exchange, as in `context_parallel_attention`; segment_ids and positions are global.
     Returns:
       The times, and the output in the layout of q.
     Raises:
-      TypeError, ValueError: as `hamilton_attention`.
+      TypeError, ValueError: as `context_parallel_attention`.
     """
     op = "hamilton_attention_profile"
     stopwatch = stopwatch_over(op, mesh, axis_name, repeats)
     num_ranks, algorithm = stopwatch.num_ranks, Hamilton(nodes, cycles, maps)
-    schedule = schedule_of(op, algorithm, num_ranks)
+    algorithm.schedule(op, num_ranks)  # raises before the arrays are read
     mask, documents, read = _read_keywords(op, axis_name, options)
     check_rows(op, Operands(q, k, v), *documents)
     check_tokens(op, q.shape[1], stopwatch)
     mask = read_mask_on_host(op, mask, q.shape[:2])
-    sequence = sharded_sequence(read, algorithm, schedule, mask)
+    sequence = algorithm.sequence(read, mask, num_ranks)
     documents = read_sequences(op, *documents, layout=read.layout, num_ranks=num_ranks)
     sharding = NamedSharding(stopwatch.mesh, P(None, axis_name))
     *qkv, packed = jax.device_put((q, k, v, PackedMask(mask, *documents)), sharding)
@@ -97,7 +96,7 @@ def _read_keywords(
     names = {"layout", "scale", "logit_soft_cap"}
     if unknown := given.keys() - names - exchange - {"mask", *documents}:
         raise TypeError(
-            f"{op}: got {', '.join(sorted(unknown))}; it takes the keywords of hamilton_attention."
+            f"{op}: got {', '.join(sorted(unknown))}; it takes the keywords of attention."
         )
     others = {name: given[name] for name in names & given.keys()}
     of_exchange = read_options(op, axis_name, **{name: given.get(name) for name in exchange})

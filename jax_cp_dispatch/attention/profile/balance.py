@@ -6,7 +6,7 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,31 +15,18 @@ from jaxtyping import DTypeLike
 from jax_cp_dispatch._arguments import check_positive
 from jax_cp_dispatch._ranks.options import read_options
 from jax_cp_dispatch._text import table
-from jax_cp_dispatch.attention.algorithms import (
-    Algorithm,
-    Auto,
-    Balanced,
-    Placed,
-    Rotating,
-    Ulysses,
-    read_algorithm,
-)
+from jax_cp_dispatch.attention.algorithms import Algorithm, Balanced, Placed
+from jax_cp_dispatch.attention.algorithms.rank_program import Batch, RankProgram, Shape
+from jax_cp_dispatch.attention.auto import Auto, read_algorithm
 from jax_cp_dispatch.attention.options import AttentionOptions
-from jax_cp_dispatch.attention.rank_programs import (
-    RankProgram,
-    Shape,
-    planned_program,
-    rotating_program,
-)
 from jax_cp_dispatch.documents.packed_mask import PackedMask
 from jax_cp_dispatch.documents.table import Row, documents_of
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.read import read_mask_on_host
-from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan, place_tokens, plan_attention
+from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan
 
 _OP = "balance_profile"
 _DEFAULT = "ring", "zigzag", "hamilton", "balanced", "placed"
-Chosen: TypeAlias = Rotating | Balanced | Placed | AttentionPlan | PlacedPlan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,27 +118,30 @@ def balance_profile(
     dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
     qkv = [Shape((*rows, n, head_size), dtype) for n in heads]
     options = AttentionOptions(read_options(_OP, "ranks"))
-    chosen = [_read(x, world_size, rows) for x in algorithms]
-    packed = PackedMask(mask, documents.numbers())
-    programs = [_program(options, x, packed, qkv, backward) for x in chosen]
+    batch = Batch(world_size, PackedMask(mask, documents.numbers()), qkv)
+    chosen = [_read(x, batch) for x in algorithms]
+    programs = []
+    for algorithm, its_batch in chosen:
+        program = algorithm.rank_program(options, its_batch, backward=backward)
+        if program is None:
+            raise _not_measured(algorithm.name)
+        programs.append(program)
     now = time.process_time if jax.default_backend() == "cpu" else time.perf_counter
     seconds = _time(programs, repeats, now)
     return tuple(
-        BalanceProfile(_name(x), tuple(times), tuple(program.num_pairs.tolist()))
-        for x, program, times in zip(chosen, programs, seconds, strict=True)
+        BalanceProfile(x.name, tuple(times), tuple(program.num_pairs.tolist()))
+        for (x, _), program, times in zip(chosen, programs, seconds, strict=True)
     )
 
 
-def _read(given: Any, world_size: int, rows: tuple[int, int]) -> Chosen:
-    """Returns an algorithm, or a plan of all ranks that hold `rows`, batch rows and columns."""
+def _read(given: Any, batch: Batch) -> tuple[Algorithm, Batch]:
+    """Returns an algorithm, and the batch with its plan, if a plan was given."""
     if not isinstance(given, AttentionPlan | PlacedPlan):
-        algorithm: Any = read_algorithm(_OP, given)
-        if isinstance(algorithm, Auto | Ulysses):
-            raise ValueError(
-                f"{_OP}: got algorithm {algorithm.name!r}. Name algorithms that can be measured: "
-                "'ring', 'zigzag', 'hamilton', 'balanced', 'placed'."
-            )
-        return algorithm
+        algorithm = read_algorithm(_OP, given)
+        if isinstance(algorithm, Auto):
+            raise _not_measured(algorithm.name)
+        return algorithm, batch
+    rows, world_size = batch.qkv[0].shape[:2], batch.num_ranks
     held = given.batch, given.num_tokens // given.batch
     if given.fingerprint.shape[:-1] != (world_size,) or held != rows:
         ranks = list(given.fingerprint.shape[:-1])
@@ -160,33 +150,15 @@ def _read(given: Any, world_size: int, rows: tuple[int, int]) -> Chosen:
             f"documents need one of [{world_size}] with {rows[0]} x {rows[1]}. Pass the "
             "plan of all ranks for these documents."
         )
-    return given
+    algorithm = Placed() if isinstance(given, PlacedPlan) else Balanced()
+    return algorithm, batch._replace(plan=given)
 
 
-def _name(algorithm: Chosen) -> str:
-    if isinstance(algorithm, AttentionPlan):
-        return Balanced.name
-    return Placed.name if isinstance(algorithm, PlacedPlan) else algorithm.name
-
-
-def _program(
-    options: AttentionOptions,
-    algorithm: Chosen,
-    packed: PackedMask,
-    qkv: list[Shape],
-    backward: bool,
-) -> RankProgram:
-    mask, segment_ids, _ = packed
-    world_size = segment_ids.shape[1] // qkv[0].shape[1]
-    batch: Any = {"world_size": world_size, "mask": mask}
-    if isinstance(algorithm, Rotating):
-        sizes = qkv, packed, world_size
-        return rotating_program(options, algorithm, *sizes, backward=backward)
-    if isinstance(algorithm, Placed):
-        algorithm = place_tokens(segment_ids=segment_ids, **batch).plan
-    elif isinstance(algorithm, Balanced):
-        algorithm = plan_attention(segment_ids, **batch, config=algorithm.config)
-    return planned_program(options, algorithm, qkv, backward=backward)
+def _not_measured(name: str) -> ValueError:
+    return ValueError(
+        f"{_OP}: got algorithm {name!r}. Name algorithms that can be measured: "
+        f"{', '.join(map(repr, _DEFAULT))}."
+    )
 
 
 def _time(

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxtyping import Array
 
-from jax_cp_dispatch.attention.rotating.stopwatch import Stopwatch
+from jax_cp_dispatch.attention.profile.stopwatch import Stopwatch
 from jax_cp_dispatch.timeline import (
     COMMUNICATION,
     COMPUTATION,
@@ -96,7 +96,7 @@ class AttentionProfile:
         ranks = [(f"rank {x.rank}", x.communication, x.computation) for x in self.ranks]
         return "\n".join(
             [
-                f"hamilton_attention: {1e3 * self.total:.2f} ms as one program; step by step, "
+                f"hamilton: {1e3 * self.total:.2f} ms as one program; step by step, "
                 "until the slowest rank is ready, ms:",
                 *_table(rows),
                 "All steps, by rank, ms:",

@@ -1,0 +1,31 @@
+"""The algorithms of attention over a mesh axis.
+
+`algorithm`: what is asked of each. One file for each: `balanced` and `placed` attend `by_plan`,
+`ulysses` by a `head_exchange`; these exchange once each way (`exchange_once`, in `parts_of_heads`).
+In `ring` and `hamilton` keys rotate, by the steps of `attention/rotating`. `rank_program`: the part
+of one rank alone, for `balance_profile`.
+
+To add one, write its file and name it in `ALGORITHMS`; see CONTRIBUTING.md.
+"""
+
+from jax_cp_dispatch.attention.algorithms.algorithm import Algorithm, Call, refuse
+from jax_cp_dispatch.attention.algorithms.balanced import Balanced
+from jax_cp_dispatch.attention.algorithms.hamilton import Hamilton
+from jax_cp_dispatch.attention.algorithms.placed import Placed
+from jax_cp_dispatch.attention.algorithms.ring import Ring, Zigzag
+from jax_cp_dispatch.attention.algorithms.ulysses import Ulysses
+
+ALGORITHMS: tuple[type[Algorithm], ...] = (Balanced, Ring, Zigzag, Hamilton, Ulysses, Placed)
+
+__all__ = [
+    "ALGORITHMS",
+    "Algorithm",
+    "Balanced",
+    "Call",
+    "Hamilton",
+    "Placed",
+    "Ring",
+    "Ulysses",
+    "Zigzag",
+    "refuse",
+]

@@ -1,0 +1,97 @@
+"""`Balanced`: queries and keys move to the ranks that a plan selects, for equal work."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+
+from jax_cp_dispatch._residuals import named_context
+from jax_cp_dispatch.attention.algorithms.algorithm import Algorithm, Call
+from jax_cp_dispatch.attention.algorithms.by_plan import attend_by_plan
+from jax_cp_dispatch.attention.algorithms.rank_program import Batch, RankProgram, planned_program
+from jax_cp_dispatch.attention.operands import Operands, Outputs
+from jax_cp_dispatch.attention.options import AttentionOptions
+from jax_cp_dispatch.documents.gather import gather_sequence
+from jax_cp_dispatch.documents.packed_mask import PackedMask
+from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan, PlanConfig, plan_attention
+from jax_cp_dispatch.planner.plan import plan_of_rank
+
+
+@dataclasses.dataclass(frozen=True)
+class Balanced(Algorithm):
+    """Every rank computes an equal share of the query-key pairs.
+
+    Sends each block of queries to the rank that a plan selects and each key block to the ranks that
+    need it, computes attention there, and returns the output. Use it for packed documents, whose
+    work is unequal in any fixed layout. Supports contiguous tokens only.
+
+    Gradients move by the transposes of the same exchanges; dK and dV are summed over the ranks in
+    float32 and rounded once. Residuals per rank: the received q, k and v, the output computed
+    there, and its lse.
+
+    Attributes:
+      config: block size and capacities of plans made in the call. A plan that you pass has its own.
+    """
+
+    name: ClassVar[str] = "balanced"
+    config: PlanConfig = PlanConfig()
+
+    def check(self, op: str) -> None:
+        check_plan_config(op, self.config)
+
+    def why_not(self, call: Call) -> str | None:
+        if isinstance(call.plan, PlacedPlan):
+            return (
+                "got the plan of a placement with algorithm='balanced'. Pass algorithm='placed', "
+                "and q, k, v in placed order."
+            )
+        return needs_contiguous(self.name, call)
+
+    def plan_before(self, packed: PackedMask, num_ranks: int) -> AttentionPlan:
+        mask, *documents = packed
+        return plan_attention(*documents, world_size=num_ranks, mask=mask, config=self.config)
+
+    def attend(
+        self, options: AttentionOptions, operands: Operands, packed: PackedMask, plan: Any
+    ) -> Outputs:
+        if plan is None:
+            plan = named_context(self._plan_inside(options, operands, packed))
+            packed = PackedMask(plan.mask)  # nothing to compare
+        return attend_by_plan(options, operands, plan, packed)
+
+    def _plan_inside(
+        self, options: AttentionOptions, operands: Operands, packed: PackedMask
+    ) -> AttentionPlan:
+        """Makes the same plan on every rank, from the documents of all."""
+        packed = packed.with_segment_ids(operands.q.shape[:2])
+        axis_name = options.exchange.axis_name
+        num_ranks, rank = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
+        packed = gather_sequence(options.exchange, packed, num_ranks)
+        return plan_of_rank(packed, world_size=num_ranks, config=self.config, rank=rank)
+
+    def rank_program(
+        self, options: AttentionOptions, batch: Batch, *, backward: bool
+    ) -> RankProgram:
+        plan = batch.plan or self.plan_before(batch.packed, batch.num_ranks)
+        return planned_program(options, plan, batch.qkv, backward=backward)
+
+
+def check_plan_config(op: str, config: Any) -> None:
+    """Requires the config of plans."""
+    if not isinstance(config, PlanConfig):
+        raise TypeError(
+            f"{op}: config is {config!r}; it needs to be a PlanConfig. Omit it for the default."
+        )
+
+
+def needs_contiguous(name: str, call: Call) -> str | None:
+    """Returns why an algorithm by a plan cannot serve tokens in another layout."""
+    layout = call.options.layout
+    if layout == "contiguous":
+        return None
+    return (
+        f"algorithm={name!r} needs tokens in contiguous order; got layout={layout!r}. Choose "
+        "another algorithm."
+    )

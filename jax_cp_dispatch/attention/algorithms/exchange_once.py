@@ -1,0 +1,249 @@
+"""Attention with one exchange each way: rows move, each rank attends, and results return.
+
+Balanced, placed and Ulysses attention share this derivative. They differ in their `Movement`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jax_cp_dispatch._dispatch import move
+from jax_cp_dispatch._residuals import named_context
+from jax_cp_dispatch.attention.algorithms.parts_of_heads import (
+    ALL_HEADS,
+    Exchange,
+    Heads,
+    in_parts,
+    join,
+)
+from jax_cp_dispatch.attention.latents import UNUSED_ROW
+from jax_cp_dispatch.attention.local.api import attend_ranges, gradients_of_ranges
+from jax_cp_dispatch.attention.local.backward import SoftmaxGradients
+from jax_cp_dispatch.attention.local.blocks import accumulator, attended_keys
+from jax_cp_dispatch.attention.local.derivative_order import forbid_second_derivative
+from jax_cp_dispatch.attention.local.options import LocalOptions, PassOptions, blocks_of_ranks
+from jax_cp_dispatch.attention.local.sink import sink_gradient
+from jax_cp_dispatch.attention.operands import Operands, Outputs, rounded, softmax_gradients
+from jax_cp_dispatch.attention.options import AttentionOptions
+from jax_cp_dispatch.masks import MaskRanges
+
+
+class Received(NamedTuple):
+    """What a rank attends, `[b, rows, ...]`.
+
+    Attributes:
+      q: queries.
+      kv: keys and values, or arrays of latent rows.
+      ranges: of rows of keys that each query sees, and of queries that see each key.
+    """
+
+    q: Any
+    kv: Any
+    ranges: MaskRanges
+
+    def rows_to_expand(self) -> list[Any]:
+        """Returns latent rows, without those that no query reads."""
+        is_key = attended_keys(*self.ranges[:2], self.kv[0].shape[1])[0, :, None]
+        return [jnp.where(is_key, x[0, :, 0], UNUSED_ROW) for x in self.kv]
+
+
+class Movement:
+    """What moves: four exchanges, of which two are the transposes of the others. Hashable.
+
+    `arrays` are those of the call that have no derivative. The arrays that a rank attends are `[b,
+    rows, ...]`; those of the caller may have another shape.
+    """
+
+    options: AttentionOptions
+    block_rows: int  # of a query block's matrix
+
+    def ranges(self, arrays: Any) -> MaskRanges:
+        """Returns what the attended rows see."""
+        raise NotImplementedError
+
+    def send(self, arrays: Any, part: Operands) -> Exchange:
+        """Queries, keys and values go to the ranks that attend them: (q, kv)."""
+        raise NotImplementedError
+
+    def give_back(self, arrays: Any, out: Array, lse: Array) -> Exchange:
+        """The output returns, with its lse if asked for: (out, lse), of the caller's rows."""
+        raise NotImplementedError
+
+    def send_cotangents(self, arrays: Any, cotangents: Outputs) -> Exchange:
+        """The transpose of `give_back`."""
+        raise NotImplementedError
+
+    def give_back_gradients(self, arrays: Any, dq: Array, dkv: Any) -> Exchange:
+        """The transpose of `send`: (dq, dkv), of the caller's rows."""
+        raise NotImplementedError
+
+    def move(self, moved: Any) -> list[Any]:
+        """Executes an exchange."""
+        return move(self.options.exchange, moved)
+
+    def parts(self, operands: Operands) -> list[Heads]:
+        """Returns the parts of heads that are computed one after another."""
+        return [ALL_HEADS]
+
+    def dkv_dtype(self, dtype: Any) -> Any:
+        """Returns the dtype of gradients of keys, for an output of `dtype`; None: of sums."""
+
+    def checked(self, arrays: Any, out: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Returns the output, or NaN, where no exchange of the plan has checked the tokens."""
+        return out
+
+    def own_sink(self, sink: Any) -> Any:
+        """Returns the sink of the heads that this rank computes."""
+        return sink
+
+    def whole_sink(self, dsink: Any, sink: Any) -> Any:
+        """The transpose of `own_sink`."""
+        return dsink
+
+    def largest(self, max_logits: Float[Array, " n"], num_heads: int) -> Float[Array, " N"]:
+        """Returns the largest logits of all heads, over all ranks."""
+        return jax.lax.pmax(max_logits, self.options.exchange.axis_name)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def exchange_once(movement: Movement, operands: Operands, arrays: Any) -> Outputs:
+    """Computes attention of this rank's rows."""
+    return _forward(movement, operands, arrays)[0]
+
+
+def _forward(movement: Movement, operands: Operands, arrays: Any):
+    options = movement.options
+    operands = operands.derived_once(options.op)
+    heads, ranges = movement.parts(operands), movement.ranges(arrays)
+
+    def attend(part: Operands, came: tuple[Any, Any]):
+        received = Received(came[0], came[1], ranges)
+        out, lse, largest = _attend(movement, received, part)
+        return received, *named_context((movement.checked(arrays, out), lse)), largest
+
+    done = in_parts(
+        options.exchange,
+        movement.move,
+        [part.operands(operands) for part in heads],
+        attend,
+        send=partial(movement.send, arrays),
+        give_back=lambda outputs: movement.give_back(arrays, *outputs[1:3]),
+    )
+    received, out, lse, largest = zip(*(part.outputs for part in done), strict=True)
+    outputs = Outputs(*join([part.returned for part in done], 1))
+    if options.return_max_logits:
+        most = movement.largest(join(largest, 0), operands.q.shape[-2])
+        outputs = outputs._replace(max_logits=most)
+    return outputs, (received, out, lse, operands.sink, operands.weights, arrays)
+
+
+def _backward(movement: Movement, residuals, cotangents: Outputs):
+    received, out, lse, sink, weights, arrays = residuals
+    options, op = movement.options, movement.options.op
+    given = [x for x in cotangents[:2] if x is not None]
+    given = forbid_second_derivative(op, given)
+    ends = list(itertools.accumulate(part.q.shape[2] for part in received))[:-1]
+    split = [jnp.split(x, ends, 1) if ends else [x] for x in given]
+    sinks = [None] * len(received) if sink is None else jnp.split(sink, ends)
+    parts = list(zip(received, out, lse, sinks, zip(*split, strict=True), strict=True))
+
+    def gradients(part, came: Outputs):
+        rows, out, lse, sink, _ = part
+        whole = softmax_gradients(op, out, lse, came)
+        dq, dkv, dweights = _gradients(movement, rows, weights, whole)
+        dsink = None
+        if sink is not None:
+            dsink = movement.whole_sink(sink_gradient(movement.own_sink(sink), whole), sink)
+        return dq, dkv, dsink, dweights
+
+    done = in_parts(
+        options.exchange,
+        movement.move,
+        parts[::-1],  # the part with most heads returns first
+        gradients,
+        send=lambda part: movement.send_cotangents(arrays, Outputs(*part[-1])),
+        give_back=lambda outputs: movement.give_back_gradients(arrays, *outputs[:2]),
+    )[::-1]
+    dq, dkv = join([part.returned for part in done], 1)
+    dsink = join([part.outputs[2] for part in done], 0)
+    dweights = done[0].outputs[3]
+    if dweights is None:
+        dk, dv = dkv
+        return Operands(dq, dk, dv, dsink), None
+    return Operands(dq, rounded(dkv, received[0].kv), None, dsink, dweights), None
+
+
+exchange_once.defvjp(_forward, _backward)
+
+
+def _attend(movement: Movement, received: Received, part: Operands):
+    """Returns the output in the dtype of q, its lse, and the largest logits here or None.
+
+    All are final: all keys of a query are on its rank.
+    """
+    q, kv, ranges = received
+    if movement.options.expansion is not None:
+        rows = received.rows_to_expand()
+        kv = [x[None] for x in movement.options.expansion(part.weights, rows)]
+    sink = None if part.sink is None else movement.own_sink(part.sink)
+    return attend_rows(movement.options, movement.block_rows, q, kv, ranges, sink)
+
+
+def _gradients(movement: Movement, received: Received, weights: Any, whole: SoftmaxGradients):
+    """Returns the gradients of queries in their dtype, those of rows, and of the weights.
+
+    Rows that several ranks sum are not yet rounded.
+    """
+    q, kv, ranges = received
+    options, dtype = movement.options, movement.dkv_dtype(q.dtype)
+    backward = partial(gradients_of_rows, options, movement.block_rows, q)
+    if options.expansion is None:
+        dq, *dkv = backward(kv, ranges, whole, dtype)
+        return dq, dkv, None
+    expanded, transpose = options.expansion.with_transpose(weights, received.rows_to_expand())
+    dq, dk, dv = backward([x[None] for x in expanded], ranges, whole, dtype)
+    dweights, drows = transpose(dk[0], dv[0])
+    drows = [None if x is None else x[None, :, None] for x in drows]
+    return dq, drows, rounded(dweights, weights)
+
+
+def attend_rows(
+    options: AttentionOptions, block_rows: int, q: Array, kv: Any, ranges: MaskRanges, sink=None
+) -> Any:
+    """Returns the output of rows in the dtype of q, its lse, and the largest logits or None."""
+    found = attend_ranges(_passes(options, block_rows, q, kv[0]), q, kv, ranges, sink)
+    return *found, *[None] * (3 - len(found))
+
+
+def gradients_of_rows(
+    options: AttentionOptions,
+    block_rows: int,
+    q: Array,
+    kv: Any,
+    ranges: MaskRanges,
+    whole: SoftmaxGradients,
+    dkv_dtype: Any = None,
+):
+    """Returns dq in the dtype of q, and dk and dv in `dkv_dtype`; None is that of sums."""
+    options = dataclasses.replace(options, return_max_logits=False)
+    passes = _passes(options, block_rows, q, kv[0], dkv_dtype)
+    return gradients_of_ranges(passes, q, kv, ranges, whole)
+
+
+def _passes(options: AttentionOptions, block_rows: int, q, k, dkv_dtype: Any = None) -> PassOptions:
+    (T, N), (S, K) = q.shape[1:3], k.shape[1:3]
+    sum_dtype = accumulator(q)
+    return LocalOptions(
+        options.op,
+        scale=options.scale,
+        logit_soft_cap=options.logit_soft_cap,
+        return_max_logits=options.return_max_logits,
+        **blocks_of_ranks(T, S, N, K, rows=block_rows),
+    ).passes(q, k, out_dtype=q.dtype, gradient_dtypes=(q.dtype, *[dkv_dtype or sum_dtype] * 2))

@@ -1,0 +1,195 @@
+"""`Ulysses`: each rank computes a share of the heads, over whole documents."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jax_cp_dispatch._dtypes import sum_dtype
+from jax_cp_dispatch._ranks.axis import AxisName
+from jax_cp_dispatch._ranks.varying import vary_alike, vary_like
+from jax_cp_dispatch._residuals import named_context, named_context_received
+from jax_cp_dispatch.attention.algorithms.algorithm import Algorithm, Call
+from jax_cp_dispatch.attention.algorithms.exchange_once import Movement, exchange_once
+from jax_cp_dispatch.attention.algorithms.head_exchange import HeadExchange
+from jax_cp_dispatch.attention.algorithms.parts_of_heads import Exchange
+from jax_cp_dispatch.attention.operands import Operands, Outputs, empty_outputs
+from jax_cp_dispatch.attention.options import AttentionOptions
+from jax_cp_dispatch.documents.fingerprint import fingerprint_of_order
+from jax_cp_dispatch.documents.packed_mask import PackedMask
+from jax_cp_dispatch.documents.ranges import ranges_of_all_ranks
+from jax_cp_dispatch.global_call.kv_heads import kv_copies
+from jax_cp_dispatch.masks import MaskRanges
+
+
+@dataclasses.dataclass(frozen=True)
+class Ulysses(Algorithm):
+    """Each rank computes a share of the heads, over whole documents.
+
+    An all-to-all gives each rank all tokens of its N / W query heads and of the KV heads that these
+    read. The rank computes attention over whole documents, and a second all-to-all returns the
+    output. All ranks have equal work, whatever the mask and the documents. A rank sends (W - 1) / W
+    of its rows of q, k, v and the output, once. Tokens and documents stay as they are. Use it if
+    the ranks divide the query heads.
+
+    If W does not divide K, KV heads are repeated before they move, lcm(K, W) / K times. The
+    derivative uses the same exchanges in reverse; gradients of repeated KV heads are summed in
+    float32. Residuals per rank: its heads of q, k, v and the output, of all tokens, its lse, and
+    the ranges of all tokens.
+
+    Attributes:
+      inner: not supported: the mesh axis of an all-to-all inside a ring (USP).
+    References:
+      Jacobs et al., DeepSpeed Ulysses (arXiv:2309.14509).
+    """
+
+    name: ClassVar[str] = "ulysses"
+    inner: AxisName | None = None
+
+    def check(self, op: str) -> None:
+        if self.inner is not None:
+            raise NotImplementedError(
+                f"{op}: got Ulysses(inner={self.inner!r}): an all-to-all inside a ring (USP) is "
+                "not supported. Omit inner: the heads are shared over all ranks of axis_name. Or "
+                "pass Hamilton(nodes=...), which also has two levels."
+            )
+
+    def why_not(self, call: Call) -> str | None:
+        if call.options.expansion is not None:
+            return (
+                "got expand with algorithm='ulysses', which moves heads. Pass "
+                "algorithm='balanced', 'placed', 'ring' or 'zigzag'."
+            )
+        if call.num_heads % call.num_ranks:
+            return (
+                f"q has {call.num_heads} heads but there are {call.num_ranks} ranks, which must "
+                "divide them: each rank computes a share of the heads. Pass algorithm='zigzag' or "
+                "'balanced', or use fewer ranks."
+            )
+        return super().why_not(call)
+
+    def attend(
+        self, options: AttentionOptions, operands: Operands, packed: PackedMask, plan: Any
+    ) -> Outputs:
+        num_ranks = lax.axis_size(options.exchange.axis_name)
+        copies = kv_copies(operands.q.shape[2], operands.k.shape[2], num_ranks)
+        return _attend(ShareOfHeads(options, num_ranks, copies), operands, packed)
+
+
+@partial(jax.jit, static_argnums=0)  # equal calls of a program are traced and lowered once
+def _attend(movement: ShareOfHeads, operands: Operands, packed: PackedMask) -> Outputs:
+    """Computes attention of this rank's rows; the arguments are checked."""
+    options, shape = movement.options, operands.q.shape[:2]
+    if 0 in shape:
+        return empty_outputs(operands, operands.v, options.return_lse, options.return_max_logits)
+    operands = operands.varying(options.exchange)
+    order = {"layout": options.layout, "checks_order": options.checks_order}
+    leaves, tree = jax.tree.flatten(ranges_of_all_ranks(options.exchange, packed, shape, **order))
+    leaves = named_context(vary_alike(leaves, also=options.exchange.axis_names))
+    leaves, tree = jax.tree.flatten((operands, tree.unflatten(leaves)))
+    return exchange_once(movement, *tree.unflatten(vary_alike(leaves)))
+
+
+@dataclasses.dataclass(frozen=True)
+class ShareOfHeads(Movement):
+    """All tokens of a share of the heads come; `arrays` are what tokens see, and `order_fault`.
+
+    Attributes:
+      options: of the call.
+      num_ranks: W.
+      copies: of each KV head.
+    """
+
+    options: AttentionOptions
+    num_ranks: int
+    copies: int
+    block_rows = 256
+
+    @property
+    def _heads(self) -> HeadExchange:
+        return HeadExchange(self.options.exchange, self.num_ranks, self.options.layout)
+
+    def ranges(self, arrays: Any) -> MaskRanges:
+        return arrays[0]
+
+    def move(self, moved: Any) -> list[Any]:
+        return moved()
+
+    def send(self, arrays: Any, part: Operands) -> Exchange:
+        q, (k, v), (_, fault) = part.q, part.moved, arrays
+        if self.copies > 1:
+            k, v = (jnp.repeat(x, self.copies, axis=2) for x in (k, v))
+        fingerprint = None
+        if fault is not None:
+            here = lax.axis_index(self.options.exchange.axis_name)
+            fingerprint = fingerprint_of_order(fault, here)
+
+        def read(came):
+            q, *kv = named_context_received(came)
+            return q, tuple(kv)
+
+        return Exchange(lambda: self._heads.to_heads([q, k, v], fingerprint), read)
+
+    def give_back(self, arrays: Any, out: Array, lse: Array) -> Exchange:
+        lses = [jnp.swapaxes(lse, 1, 2)[..., None]] if self.options.return_lse else []
+
+        def read(came):
+            home, *lses = named_context(came)
+            return home, lses[0][..., 0] if lses else None
+
+        return Exchange(lambda: self._heads.to_tokens([out, *lses]), read)
+
+    def send_cotangents(self, arrays: Any, cotangents: Outputs) -> Exchange:
+        dout, dlse, _ = cotangents
+        lses = [] if dlse is None else [dlse[..., None]]
+        read = lambda came: Outputs(came[0], came[1][..., 0] if lses else None)
+        return Exchange(lambda: self._heads.to_heads([dout, *lses]), read)
+
+    def give_back_gradients(self, arrays: Any, dq: Array, dkv: Any) -> Exchange:
+        def read(came):
+            dq, *dkv = came
+            if self.copies > 1:
+                dkv = [_sum_of_copies(x, self.copies).astype(dq.dtype) for x in dkv]
+            return dq, tuple(dkv)
+
+        return Exchange(lambda: self._heads.to_tokens([dq, *dkv]), read)
+
+    def dkv_dtype(self, dtype: Any) -> Any:
+        """Each gradient is final; those of copies are summed first."""
+        return dtype if self.copies == 1 else None
+
+    def checked(self, arrays: Any, out: Float[Array, "..."]) -> Float[Array, "..."]:
+        _, fault = arrays
+        if fault is None:  # else one rank, and XLA's collectives, raise no error
+            return out
+        return jnp.where(fault == 0, out, jnp.nan)
+
+    def own_sink(self, sink: Float[Array, " N"]) -> Float[Array, " share"]:
+        size = sink.shape[0] // self.num_ranks
+        return lax.dynamic_slice_in_dim(sink, self._first(size), size)
+
+    def whole_sink(self, dsink: Float[Array, " share"], sink: Float[Array, " N"]) -> Array:
+        return self._among_all(dsink, jnp.zeros_like(sink))
+
+    def largest(self, max_logits: Float[Array, " share"], num_heads: int) -> Float[Array, " N"]:
+        (none,) = vary_like([jnp.full(num_heads, -jnp.inf, max_logits.dtype)], max_logits)
+        return super().largest(self._among_all(max_logits, none), num_heads)
+
+    def _among_all(self, share: Float[Array, " share"], others: Float[Array, " N"]) -> Array:
+        """Returns the numbers of all heads: those of this rank's, and of the others."""
+        first = self._first(share.shape[0])
+        return lax.dynamic_update_slice_in_dim(others, share.astype(others.dtype), first, 0)
+
+    def _first(self, size: int) -> Int[Array, ""]:
+        return lax.axis_index(self.options.exchange.axis_name) * size
+
+
+def _sum_of_copies(x: Float[Array, "B T copied H"], copies: int) -> Float[Array, "B T K H"]:
+    x = x.reshape(*x.shape[:2], -1, copies, x.shape[3])
+    return jnp.sum(x, axis=3, dtype=sum_dtype(x.dtype))

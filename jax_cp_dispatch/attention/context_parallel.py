@@ -1,0 +1,348 @@
+"""`context_parallel_attention`: attention over a mesh axis, on global arrays or on one rank."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence as Names
+from functools import partial
+from typing import Any
+
+import jax
+from jax import lax
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
+from jaxtyping import Array, Float, Integer, PyTree
+
+from jax_cp_dispatch._arguments import HostOrDevice, is_on_host
+from jax_cp_dispatch._ranks.axis import AxisName, check_axis_name, check_mesh
+from jax_cp_dispatch._ranks.call_context import is_on_rank
+from jax_cp_dispatch._ranks.options import read_options
+from jax_cp_dispatch.attention.algorithms import Algorithm, Call, refuse
+from jax_cp_dispatch.attention.auto import Auto, Sizes, read_algorithm
+from jax_cp_dispatch.attention.check_arguments import check_rows, read_mask_of_plan
+from jax_cp_dispatch.attention.expanded_heads import check_specs, with_own_heads
+from jax_cp_dispatch.attention.latents import Expansion, read_latents
+from jax_cp_dispatch.attention.local.check_operands import check_arrays
+from jax_cp_dispatch.attention.operands import Operands, Outputs
+from jax_cp_dispatch.attention.options import AttentionOptions
+from jax_cp_dispatch.attention.peer_arguments import explains_peer_arguments
+from jax_cp_dispatch.documents.on_host import check_known_mask, read_sequences
+from jax_cp_dispatch.documents.packed_mask import PackedMask
+from jax_cp_dispatch.documents.segment_ids import fold_to_int32, read_documents
+from jax_cp_dispatch.global_call.mesh_axes import GivenAxes, MeshAxes, find_axes
+from jax_cp_dispatch.global_call.on_all_ranks import on_all_ranks
+from jax_cp_dispatch.global_call.padding import cut_tokens, pad_tokens
+from jax_cp_dispatch.masks import Mask
+from jax_cp_dispatch.masks.read import check_mask_arrays, read_mask
+from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan
+from jax_cp_dispatch.planner.stack import check_groups, check_plan, is_stack
+
+_OP = "context_parallel_attention"
+
+
+@explains_peer_arguments
+def context_parallel_attention(
+    q: Float[HostOrDevice, "B T N H"],
+    k: Float[HostOrDevice, "B T K H"] | PyTree[HostOrDevice],
+    v: Float[HostOrDevice, "B T K Hv"] | None = None,
+    *,
+    axis_name: AxisName,
+    algorithm: Algorithm | Auto | str,
+    mesh: Mesh | AbstractMesh | None = None,
+    mask: Mask | str | None = None,
+    segment_ids: Integer[HostOrDevice, "B T"] | None = None,
+    positions: Integer[HostOrDevice, "B T"] | None = None,
+    layout: str = "contiguous",
+    plan: AttentionPlan | PlacedPlan | None = None,
+    batch_axis: str | Names[str] | None = None,
+    head_axis: str | Names[str] | None = None,
+    sink: Float[Array, " N"] | None = None,
+    return_lse: bool = False,
+    return_max_logits: bool = False,
+    expand: Callable[..., Any] | None = None,
+    weights: PyTree[HostOrDevice] = None,
+    weight_specs: Any = None,
+    scale: float | None = None,
+    logit_soft_cap: float | None = None,
+    implementation: str | None = None,
+    deadline: float | None = None,
+    num_comm_sm: int | None = None,
+) -> Float[Array, "B T N Hv"] | Any:
+    """Computes attention over packed documents, with the sequence sharded over a mesh axis.
+
+    Call on global arrays, under `jit` or not, or inside `jax.shard_map` over `axis_name`, on every
+    rank, with the rank's rows; q, k, v, segment ids, positions and the arrays of a mask are then
+    its columns, and a plan is that of all ranks or its slice (`in_specs=P(axis_name)`).
+    Differentiable once, in reverse mode; what remains in memory for the backward pass, and what
+    moves, is said with each algorithm.
+
+    "balanced" makes a plan from the segment ids. Concrete ids are planned immediately, with buffers
+    of the size that this batch needs; to plan at another time, pass the plan of `plan_attention`.
+    Traced ids or masks (and those of a sharded batch) are planned inside the program, with the
+    capacities of `Balanced.config`; its defaults always suffice, but reserve space for all keys on
+    every rank. "placed" needs the plan of `place_tokens`, and q, k, v in its order, which is also
+    the order of the output. The other algorithms need no plan.
+
+    Args:
+      q: queries, T tokens, sharded or to be sharded over `axis_name` in equal contiguous parts;
+        bfloat16, float16, float32 or float64, as k and v.
+      k: keys; K divides N. With `expand`, latent rows instead: a pytree of arrays `[B, T, ...]`.
+      v: values; None with `expand`.
+      axis_name: the mesh axis over which the sequence is sharded, or several, major axis first; W
+        devices together. If W does not divide T, padding is added and removed.
+      algorithm: `Balanced()`, `Ring()`, `Zigzag()`, `Hamilton()`, `Ulysses()`, `Placed()` or
+        `Auto()`, with its own options; or its name in lower case, for all defaults. "auto" selects
+        the algorithm of the plan, or chooses like `choose_algorithm`, from concrete segment ids;
+        for a mask with arrays it takes "balanced", or "ring" if that does not fit.
+      mesh: of global arrays; None selects the mesh of `jax.set_mesh`, or that of the arrays or,
+        with explicit axes, of their types.
+      mask: which keys of its document a token sees: "causal", "full", or an object of
+        `jax_cp_dispatch.masks`, for example `SlidingWindow(1024)`. None is causal, or the plan's.
+      segment_ids: the document of each token, 0 = padding; None: each batch row is one document.
+        Integers of any dtype, with the same meaning for every algorithm. Ids known on the host must
+        not be negative; of traced ids, negative ones are padding. A document in several pieces in
+        its batch row is an error: on the host if ids are known there, else on all ranks.
+      positions: the position of each token in its document; None if segment ids alone separate the
+        documents.
+      layout: "contiguous": tokens are in order. "zigzag": tokens are in the order of
+        `zigzag_permutation`; W must divide T.
+      plan: for "balanced", a plan for these documents; for "placed", that of `place_tokens`. It is
+        for one mask; another one is refused. If you also pass segment_ids, or these and positions
+        (for "placed" in placed order), they are compared with the plan's, and a plan of another
+        batch is an error on all ranks; without them, the batch is not compared. If the batch is
+        sharded over D groups, pass `stack_plans` of D plans, one for the rows of each group.
+      batch_axis: of global arrays: mesh axis over which B is sharded, or several; groups along them
+        are independent. `()`: none. None: inferred from q, k and v. Types show explicit axes.
+        Automatic axes are known only for placed arrays outside `jit`; otherwise a warning asks for
+        the name. Arrays are gathered over axes that are not named.
+      head_axis: the same for N and K. If its devices do not divide K, KV heads are repeated.
+      sink: a learned logit for each query head, without a value: it adds `exp(sink)` to the
+        denominator of each row with keys. Differentiable; gradients are summed over all ranks.
+      return_lse: also return `lse` `[B, T, N]`, differentiable: the logarithm of the denominator
+        (with the sink), in float32 (float64 for float64), -inf for padding.
+      return_max_logits: also return the largest logit of each head `[N]`, of all ranks and rows
+        (inside `jax.shard_map`, of the ranks of `axis_name`), scaled and capped, without the sink
+        and without derivative. The result is then `(out, lse)`, `(out, max_logits)` or `(out, lse,
+        max_logits)`.
+      expand: `f(weights, rows) -> (k, v)`, from rows `[R, ...]` to `[R, K, H]` and `[R, K, Hv]` in
+        q's dtype. The latent rows move, and each rank expands those that it attends to, once per
+        pass; in rings, at every step. It acts on each row alone, and closes over no traced array.
+        Not for "ulysses". Gradients of latent rows are summed over the ranks in float32.
+      weights: a pytree of arrays, the same on all ranks of `axis_name`; their gradients are summed
+        over all ranks.
+      weight_specs: of global arrays: how weights are sharded over `head_axis`: a `PartitionSpec`
+        for each, or for each part of the pytree. From its part, `expand` returns the device's part
+        of the KV heads. None: weights are whole; each device expands all heads, and keeps those of
+        its query heads.
+      scale: factor on the logits; None is `1 / sqrt(H)`.
+      logit_soft_cap: c > 0 replaces a scaled logit x with `c * tanh(x / c)`.
+      implementation: of the exchanges; None selects one.
+      deadline: seconds until an exchange gives up on a missing rank; None is 60, on GPUs 600, or
+        `JAX_CP_DISPATCH_DEADLINE`. No effect with "xla".
+      num_comm_sm: multiprocessors of a GPU that each exchange may use; see `dispatch`.
+    Returns:
+      The output, sharded as q, in q's dtype; zero for padding.
+    Raises:
+      TypeError, ValueError: an axis, a size or an option is invalid; the message says how to fix
+        it.
+      jax.errors.JaxRuntimeError: at run time, on all ranks: tokens or masks are in another order, a
+        plan was made for another batch, its capacities are too small, or a rank has the part of
+        another rank or plan; or as `dispatch`. With `implementation="xla"` the output is NaN
+        instead.
+    """
+    names = check_axis_name(_OP, axis_name)
+    check_mesh(_OP, mesh)
+    if plan is not None:
+        check_plan(_OP, plan, AttentionPlan, PlacedPlan)
+    chosen = read_algorithm(_OP, algorithm)
+    operands, expansion = _read_operands(q, k, v, sink, (expand, weights, weight_specs))
+    on_rank = is_on_rank(_OP, names)
+    axes = None
+    if not on_rank:
+        axes = find_axes(
+            _OP,
+            *(q, *operands.moved),
+            given=GivenAxes(mesh, axis_name, batch_axis, head_axis),
+            covers_batch=plan is not None and not is_stack(plan),
+        )
+    check_rows(_OP, operands, segment_ids, positions)
+    options = AttentionOptions(
+        read_options(
+            _OP,
+            axis_name if axes is None else axes.axis_name,
+            implementation=implementation,
+            deadline=deadline,
+            num_comm_sm=num_comm_sm,
+        ),
+        layout=layout,
+        scale=scale,
+        logit_soft_cap=logit_soft_cap,
+        return_lse=return_lse,
+        return_max_logits=return_max_logits,
+        expansion=expansion,
+    )
+    attended = read_mask(_OP, mask) if plan is None else read_mask_of_plan(_OP, mask, plan)
+    check_mask_arrays(_OP, attended, q.shape[:2])
+    packed = PackedMask(attended, segment_ids, positions)
+    if axes is None:
+        outputs = _on_rank(chosen, options, operands, packed, plan)
+    else:
+        outputs = _on_global_arrays(chosen, options, operands, packed, plan, axes)
+    return options.returned(outputs)
+
+
+def _on_rank(
+    algorithm: Algorithm | Auto,
+    options: AttentionOptions,
+    operands: Operands,
+    packed: PackedMask,
+    plan: AttentionPlan | PlacedPlan | None,
+) -> Outputs:
+    """Computes attention of this rank's rows."""
+    (_, T, N), num_ranks = operands.q.shape[:3], lax.axis_size(options.exchange.axis_name)
+    if plan is None:
+        documents = read_documents(_OP, packed.segment_ids, packed.positions)
+        packed = PackedMask(packed.mask, *documents)
+    if isinstance(algorithm, Auto):
+        sizes = Sizes(num_ranks, T * num_ranks)
+        algorithm, plan = algorithm.choose(options, operands, packed, plan, sizes)
+    refuse(_OP, algorithm, Call(options, num_ranks, N, plan))
+    return algorithm.attend(options, operands, packed, plan)
+
+
+def _on_global_arrays(
+    algorithm: Algorithm | Auto,
+    options: AttentionOptions,
+    operands: Operands,
+    packed: PackedMask,
+    plan: AttentionPlan | PlacedPlan | None,
+    axes: MeshAxes,
+) -> Outputs:
+    """Pads the tokens, plans what is known, and runs one program on all ranks."""
+    q, num_ranks = operands.q, axes.num_ranks
+    num_heads = q.shape[2] // axes.num_devices(axes.heads)
+    if options.expansion is not None:
+        check_specs(_OP, options.expansion, operands.weights, axes)
+    _check_plan(options, axes, q.shape[1], plan)
+    if not isinstance(algorithm, Auto):
+        refuse(_OP, algorithm, Call(options, num_ranks, num_heads, plan))
+    packed = _read_known(options, packed, plan, num_ranks)
+    num_tokens = q.shape[1]
+    missing = -num_tokens % num_ranks
+    if missing and plan is None:
+        packed = packed.with_segment_ids(q.shape[:2])
+    q, k, v = pad_tokens((q, operands.k, operands.v), missing)
+    operands, packed = operands._replace(q=q, k=k, v=v), pad_tokens(packed, missing)
+    given = plan
+    if isinstance(algorithm, Auto):
+        head_devices = axes.num_devices(axes.heads)
+        sizes = Sizes(num_ranks, num_tokens + missing, axes.num_groups, head_devices)
+        algorithm, plan = algorithm.choose(options, operands, packed, plan, sizes)
+        refuse(_OP, algorithm, Call(options, num_ranks, num_heads, plan))
+    is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(packed))
+    if plan is None and not (is_traced or axes.batch):
+        plan = algorithm.plan_before(packed.with_segment_ids(operands.q.shape[:2]), num_ranks)
+    if plan is not None and given is None:
+        packed = PackedMask(plan.mask)  # nothing to compare
+    if all(map(is_on_host, jax.tree.leaves(packed))):
+        options = dataclasses.replace(options, checks_order=False)  # checked above
+    outputs = _program(operands, plan, packed, algorithm=algorithm, options=options, axes=axes)
+    if missing:
+        out, lse = cut_tokens((outputs.out, outputs.lse), num_tokens, axes.mesh)
+        outputs = outputs._replace(out=out, lse=lse)
+    return outputs
+
+
+def _read_known(
+    options: AttentionOptions, packed: PackedMask, plan: Any, num_ranks: int
+) -> PackedMask:
+    """Checks ids, positions and masks that are known on the host."""
+    mask, *documents = packed
+    if plan is not None:
+        folded = (fold_to_int32(x) if x is not None and is_on_host(x) else x for x in documents)
+        return PackedMask(mask, *folded)
+    order: Any = {"layout": options.layout, "num_ranks": num_ranks}
+    packed = PackedMask(mask, *read_sequences(_OP, *documents, **order))
+    check_known_mask(_OP, packed, **order)
+    return packed
+
+
+@partial(jax.jit, static_argnames=("algorithm", "options", "axes"))
+def _program(
+    operands: Operands,
+    plan: Any,
+    packed: PackedMask,
+    *,
+    algorithm: Algorithm,
+    options: AttentionOptions,
+    axes: MeshAxes,
+) -> Outputs:
+    """Computes attention of all ranks."""
+    sequence = P(axes.batch, axes.axis_name)
+    rows = P(*sequence, axes.heads)
+    of_plan = sequence if is_stack(plan) else P(axes.axis_name)
+    of_keys, of_weights = rows, P()
+    if options.expansion is None:
+        k, v = (axes.repeat_kv_heads(x, operands.q.shape[2]) for x in operands.moved)
+        operands = operands._replace(k=k, v=v)
+    else:
+        of_keys, of_weights = sequence, options.expansion.specs
+        expansion = with_own_heads(options.op, options.expansion, operands, axes)
+        options = dataclasses.replace(options, expansion=expansion)
+    of_operands = Operands(rows, of_keys, of_keys, P(axes.heads), of_weights)
+    out_specs = Outputs(
+        rows,
+        rows if options.return_lse else None,
+        P(axes.heads) if options.return_max_logits else None,
+    )
+
+    def attend(*sharded: Any) -> Outputs:
+        *arrays, plan, packed = sharded
+        if is_stack(plan):  # of which this group has one
+            plan = jax.tree.map(lambda x: x[0], plan)
+        outputs = algorithm.attend(options, Operands(*arrays), packed, plan)
+        if outputs.max_logits is None or not axes.batch:
+            return outputs
+        largest = lax.stop_gradient(outputs.max_logits)
+        return outputs._replace(max_logits=lax.pmax(largest, axes.batch))
+
+    return on_all_ranks(
+        attend,
+        (*operands, plan, packed),
+        axes=axes,
+        in_specs=(*of_operands, of_plan, sequence),
+        out_specs=out_specs,
+        num_differentiable=len(operands),
+    )
+
+
+def _read_operands(q, k, v, sink, expanding) -> tuple[Operands, Expansion | None]:
+    """Checks the arrays, with what expands them."""
+    if expanding[0] is None:
+        if v is None:
+            raise TypeError(f"{_OP}: v is missing. Pass k and v, or latent rows with expand=.")
+        if any(x is not None for x in expanding):
+            raise TypeError(f"{_OP}: got weights or weight_specs without expand. Pass it too.")
+        check_arrays(_OP, q=q, k=k, v=v)
+        return Operands(q, k, v, sink), None
+    if v is not None:
+        raise TypeError(f"{_OP}: got v with expand. Pass latent rows in place of k, and no v.")
+    latents = read_latents(_OP, q, k, *expanding)
+    return Operands(q, latents.rows, None, sink, latents.weights), latents.expansion
+
+
+def _check_plan(options: AttentionOptions, axes: MeshAxes, num_tokens: int, plan: Any) -> None:
+    """Requires that layout and plan match the tokens, the ranks and the other arguments."""
+    if (plan is not None or options.layout == "zigzag") and num_tokens % axes.num_ranks:
+        raise ValueError(
+            f"{_OP}: T is {num_tokens} but {axes.described}, which must divide it with a plan, and "
+            "with layout='zigzag'. Pad the tokens (segment 0 is padding) before you plan or "
+            "reorder them."
+        )
+    if plan is not None and plan.world_size != axes.num_ranks:
+        raise ValueError(
+            f"{_OP}: the plan is for world_size={plan.world_size} but {axes.described}. Plan again "
+            "with that world_size."
+        )
+    if plan is not None:
+        check_groups(_OP, plan, num_groups=axes.num_groups, batch=axes.batch)

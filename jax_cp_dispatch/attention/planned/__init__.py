@@ -1,1 +1,0 @@
-"""Attention by a plan: balanced and placed."""

@@ -1,1 +1,0 @@
-"""Ulysses attention: ranks exchange tokens of all heads for all tokens of a share of the heads."""
