@@ -71,7 +71,7 @@ def ranges_of_all_ranks(
     num_ranks = jax.lax.axis_size(exchange.axis_name)
     num_tokens = shape[1] * num_ranks
     if packed.positions is not None:
-        packed = packed.with_segment_ids(shape)
+        packed = jax.tree.map(jnp.asarray, packed.with_segment_ids(shape))
     packed = gather_sequence(exchange, packed, num_ranks)
     if layout == "zigzag":
         order = zigzag_permutation(num_tokens, num_ranks, inverse=True)

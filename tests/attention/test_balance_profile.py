@@ -13,7 +13,7 @@ from sequences import attended
 
 from jax_cp_dispatch import Hamilton, PlanConfig, Ring, Zigzag, place_tokens, plan_attention
 from jax_cp_dispatch._ranks.options import read_options
-from jax_cp_dispatch.attention.algorithms.rank_program import RankProgram, Shape
+from jax_cp_dispatch.attention.algorithms.rank_program import Batch, RankProgram, Shape
 from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.documents.packed_mask import PackedMask
 from jax_cp_dispatch.documents.table import documents_of
@@ -33,9 +33,9 @@ TOLERANCE = 1e-5  # of float32, relative to the largest entry
 
 def program_of(algorithm) -> Any:
     options = AttentionOptions(read_options("test", "ranks"))
-    program = module._program(
-        options, algorithm, PackedMask(MASK, documents().numbers()), QKV, True
-    )
+    batch = Batch(W, PackedMask(MASK, documents().numbers()), QKV)
+    algorithm, batch = module._read(algorithm, batch)
+    program = algorithm.rank_program(options, batch, backward=True)
     compiled = jax.jit(program.run)
     return program, lambda rank, *qkv: compiled(np.int32(rank), *qkv, program.ranges[rank])
 

@@ -28,7 +28,7 @@ from jax_cp_dispatch import (
     plan_attention,
     zigzag_permutation,
 )
-from jax_cp_dispatch.attention import api, auto, program as call_program
+from jax_cp_dispatch.attention import auto, context_parallel
 from jax_cp_dispatch.attention.choose import choose_for
 from jax_cp_dispatch.attention.operands import Outputs
 from jax_cp_dispatch.cost import HARDWARE
@@ -146,14 +146,14 @@ EQUAL = [
 @pytest.mark.parametrize("one, other", EQUAL, ids=str)
 def test_equal_algorithms_share_a_program(one, other, monkeypatch):
     """Objects compare by value: an equal object causes no new trace."""
-    traced = []
-    local = call_program._local
+    traced: list[Any] = []
+    on_all_ranks = context_parallel.on_all_ranks
 
-    def counted(*operands):
-        traced.append(operands[0].algorithm)
-        return local(*operands)
+    def counted(*operands, **options):
+        traced.append(operands)
+        return on_all_ranks(*operands, **options)
 
-    monkeypatch.setattr(call_program, "_local", counted)
+    monkeypatch.setattr(context_parallel, "on_all_ranks", counted)
     x = np.ones((1, 8, 1, 4), np.float32)
     attend = partial(context_parallel_attention, x, x, x, mesh=mesh_of(2), axis_name=AXIS)
     trace = lambda algorithm: jax.eval_shape(lambda: attend(algorithm=algorithm))
@@ -202,12 +202,12 @@ def programs(monkeypatch):
     """The algorithm of each program, and whether it follows a plan; they are not run."""
     seen = []
 
-    def attend(operands, plan, packed, *, options):
-        seen.append((options.algorithm, plan is not None))
+    def attend(operands, plan, packed, *, algorithm, **options):
+        seen.append((algorithm, plan is not None))
         q, _, v, *_ = operands
         return Outputs(jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype))
 
-    monkeypatch.setattr(api, "attend_global", attend)
+    monkeypatch.setattr(context_parallel, "_program", attend)
     return seen
 
 

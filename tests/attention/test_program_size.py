@@ -79,7 +79,7 @@ def test_lines_of_one_call_and_of_a_second_equal_one(algorithm):
     assert both - first <= first // 10
 
 
-@pytest.mark.parametrize("algorithm", ON_A_RANK)
+@pytest.mark.parametrize("algorithm", ("ring", "placed", "ulysses"))
 def test_lines_of_a_second_equal_call_on_a_rank(algorithm):
     """Also of the functions that are called inside `shard_map`."""
     layer = on_a_rank(algorithm)

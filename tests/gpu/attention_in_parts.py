@@ -2,6 +2,7 @@
 results are the same bit for bit, and against NumPy."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax

@@ -15,13 +15,15 @@ from mask_oracle import batch_ranges
 from on_mesh import AXIS, mesh_of
 from packed_batches import pack
 
-from jax_cp_dispatch import PlanConfig, context_parallel_attention, plan_attention
+from jax_cp_dispatch import Hamilton, PlanConfig, context_parallel_attention, plan_attention
 from jax_cp_dispatch.documents.layouts import zigzag_permutation
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.read import read_mask
 
 
-def balanced(q, k, v, *, axis_name, mask, layout, segment_ids=None, positions=None, **options):
+def balanced(
+    q, k, v, *, axis_name, mask, layout, segment_ids=None, positions=None, algorithm="", **options
+):
     """Balanced attention of one rank, by a plan that each rank makes of the documents of all."""
     assert layout == "contiguous"
     world_size = jax.lax.axis_size(axis_name)
@@ -37,13 +39,6 @@ def balanced(q, k, v, *, axis_name, mask, layout, segment_ids=None, positions=No
     )
 
 
-FUNCTIONS: dict[str, Any] = {
-    "balanced": balanced,
-    "ring": partial(context_parallel_attention, algorithm="ring"),
-    "zigzag": partial(context_parallel_attention, algorithm="zigzag"),
-    "hamilton": partial(context_parallel_attention, algorithm="hamilton"),
-    "ulysses": partial(context_parallel_attention, algorithm="ulysses"),
-}
 NAMES = ("out", "dq", "dk", "dv")
 TOLERANCE = {"float64": 1e-13, "float32": 1e-5, "bfloat16": 5e-3}
 
@@ -72,16 +67,18 @@ class Case:
     @property
     def function(self):
         """Returns the attention function of one rank."""
-        options = {"nodes": self.nodes, "cycles": self.cycles, "maps": self.maps}
+        algorithm: Any = self.algorithm
+        if algorithm == "hamilton":
+            algorithm = Hamilton(self.nodes, self.cycles, self.maps)
         return partial(
-            FUNCTIONS[self.algorithm],
+            balanced if algorithm == "balanced" else context_parallel_attention,
             axis_name=AXIS,
+            algorithm=algorithm,
             mask=self.mask,
             layout=self.layout,
             scale=self.scale,
             logit_soft_cap=self.logit_soft_cap,
             implementation=self.implementation,
-            **(options if self.algorithm == "hamilton" else {}),
         )
 
     @property

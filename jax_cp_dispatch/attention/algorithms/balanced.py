@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 
 from jax_cp_dispatch._residuals import named_context
 from jax_cp_dispatch.attention.algorithms.algorithm import Algorithm, Call
@@ -65,7 +66,7 @@ class Balanced(Algorithm):
         self, options: AttentionOptions, operands: Operands, packed: PackedMask
     ) -> AttentionPlan:
         """Makes the same plan on every rank, from the documents of all."""
-        packed = packed.with_segment_ids(operands.q.shape[:2])
+        packed = jax.tree.map(jnp.asarray, packed.with_segment_ids(operands.q.shape[:2]))
         axis_name = options.exchange.axis_name
         num_ranks, rank = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
         packed = gather_sequence(options.exchange, packed, num_ranks)
