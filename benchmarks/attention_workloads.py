@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_cp_dispatch.bench_command.packed_lengths import drawn_lengths
+from jax_cp_dispatch.bench_command.attention import drawn_lengths
 from jax_cp_dispatch.masks import SharedPrefix
 from jax_cp_dispatch.planner import place_tokens
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jax_cp_dispatch as cp
-from jax_cp_dispatch.bench_command.packed_lengths import segment_ids_of
+from jax_cp_dispatch.bench_command.attention import segment_ids_of
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
 
 AXIS, RANKS = "cp", (4, 8)

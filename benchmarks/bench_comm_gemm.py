@@ -2,8 +2,8 @@
 
 4096 tokens, model size 1024, 2816 in the MLP, 256 for keys and values each: Llama 3 8B with every
 width divided by 4 (its MLP by 5). The XLA baseline is `all_gather` then a GEMM, or a GEMM then
-`psum_scatter`. Its parts alone give the bound, max(GEMM, communication). "auto" follows a table
-that `tune` measures first, in the same process.
+`psum_scatter`. Its parts alone give the bound, max(GEMM, communication). "auto" follows the
+cost model.
 """
 
 from typing import NamedTuple
@@ -13,10 +13,10 @@ import jax.numpy as jnp
 
 from jax_cp_dispatch import choose_comm_gemm
 from jax_cp_dispatch.bench_command.gemm import GATHER, GEMM, SCATTER, XLA, Product
-from jax_cp_dispatch.bench_command.ranks import AXIS, Ranks
+from jax_cp_dispatch.bench_command.ranks import Ranks
 from jax_cp_dispatch.cost import CommGemmShape
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
-from jax_cp_dispatch.profiling import current_tuning, overlap_profile, tune, use_tuning
+from jax_cp_dispatch.profiling import overlap_profile
 
 AG, RS, COMMUNICATION = GATHER, SCATTER, "communication"
 
@@ -85,7 +85,7 @@ def measure(layer: Layer, ranks: Ranks, dtype: str) -> list[dict]:
             "extra_MB_per_rank": memory and round(memory.temp_size_in_bytes / 2**20, 1),
         }
         if label == "auto":
-            row["chosen"] = choose_comm_gemm(shape, table=current_tuning()).label
+            row["chosen"] = choose_comm_gemm(shape).label
         rows.append(row)
         print(
             "{devices:3d} {dtype:<9}{layer:<22}{what:<16}{ms:8.1f} ms {of_xla:6.2f} of XLA's "
@@ -111,8 +111,6 @@ def main() -> None:
     for num_ranks in arguments.devices:
         ranks = Ranks.of_devices(num_ranks, arguments.repeats)
         for dtype in arguments.dtypes:
-            shapes = [(layer.op, layer.m, layer.k, layer.n) for layer in layers]
-            use_tuning(tune(shapes, mesh=ranks.mesh, axis_name=AXIS, dtype=dtype))
             for layer in layers:
                 rows += measure(layer, ranks, dtype)
     common.write(arguments.output, "tensor-parallel forward GEMMs", rows)

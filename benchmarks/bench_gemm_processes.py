@@ -4,9 +4,9 @@ Each process has one device. The baseline is `all_gather` then a GEMM, or a GEMM
 `psum_scatter`, through gloo. Results are checked first. The benchmark starts the processes itself.
 """
 
+import between_processes
 import common
 
-from jax_cp_dispatch.bench_command import in_processes
 from jax_cp_dispatch.bench_command.gemm import GATHER, SCATTER, XLA
 
 M, K, N = 2048, 1024, 2048  # over all ranks
@@ -22,7 +22,7 @@ def main() -> None:
     shapes = [(op, M, K, N) for op in METHODS]
     rows = []
     for processes in PROCESSES:
-        for measured in in_processes.measure(processes, 0, shapes, arguments.repeats, METHODS):
+        for measured in between_processes.measure(processes, 0, shapes, arguments.repeats, METHODS):
             op, what = measured.what.split(", ")
             row = {
                 "processes": processes,

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_cp_dispatch import local_attention
-from jax_cp_dispatch.bench_command.attention import passes, random_operands
+from jax_cp_dispatch.bench_command.attention import gradients, random_operands
 from jax_cp_dispatch.cost import attention_flops
 
 NUM_HEADS, HEAD_SIZE, PACKED_LENGTH = 8, 64, 1024
@@ -27,6 +27,15 @@ def key_ranges(case, num_tokens):
         return 0 * position, 0 * position + num_tokens
     length = PACKED_LENGTH if case == "packed" else num_tokens
     return position // length * length, position + 1
+
+
+def passes(attend: Callable[..., Any], q, k, v, cotangent) -> dict[str, Callable[[], Any]]:
+    """Returns runs of the forward pass, and of both passes in one program."""
+    forward, both = jax.jit(attend), jax.jit(gradients(attend))
+    return {
+        "forward": lambda: forward(q, k, v),
+        "forward_backward": lambda: both(q, k, v, cotangent),
+    }
 
 
 def measure(dtype, case, num_tokens, repeats):

@@ -17,7 +17,7 @@ from attention_programs import AXIS, HEAD_SIZE, NUM_HEADS, NUM_RANKS, mesh
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from jax_cp_dispatch import context_parallel_attention, local_attention
-from jax_cp_dispatch.bench_command.packed_lengths import drawn_lengths, segment_ids_of
+from jax_cp_dispatch.bench_command.attention import drawn_lengths, segment_ids_of
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
 from jax_cp_dispatch.masks import SharedPrefix
 

@@ -17,7 +17,6 @@ import packing
 import peer_placements
 
 from jax_cp_dispatch import Placement, PlacementConfig, place_tokens
-from jax_cp_dispatch.bench_command.planning import timed
 from jax_cp_dispatch.masks import SlidingWindow
 
 sys.path.append(str(common.ROOT / "tests" / "oracles"))
@@ -37,7 +36,7 @@ def place(
 ) -> tuple[Placement, float]:
     """Returns the placement, and the median of the milliseconds to make it."""
     make = lambda: place_tokens(lengths, world_size=world_size, config=config)
-    placement, seconds = timed(make, repeats)
+    placement, seconds = common.planning_seconds(make, repeats)
     return placement, round(1e3 * seconds, 2)
 
 

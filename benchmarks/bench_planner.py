@@ -20,7 +20,6 @@ import packing
 import peer_placements
 
 from jax_cp_dispatch import AttentionPlan, PlanConfig, plan_attention
-from jax_cp_dispatch.bench_command.planning import timed
 
 TOKENS = packing.TOKENS_PER_RANK
 MOST_TRACED, MOST_OF_PEER = 32, 128  # ranks
@@ -55,7 +54,7 @@ def measure(
 ) -> dict[str, object]:
     config = PlanConfig(num_heads=peer_placements.HEADS["num_heads"], num_kv_heads=num_kv_heads)
     make = functools.partial(plan_attention, world_size=world_size, config=config)
-    plan, seconds = timed(lambda: make(lengths=lengths), repeats)
+    plan, seconds = common.planning_seconds(lambda: make(lengths=lengths), repeats)
     num_tokens = sum(lengths)
     row = {
         "world_size": world_size,

@@ -7,9 +7,10 @@ give the same result, which is checked first. The benchmark starts the processes
 from collections.abc import Iterator
 from typing import Any
 
+import between_processes
 import common
 
-from jax_cp_dispatch.bench_command import in_processes, movement
+from jax_cp_dispatch.bench_command import movement
 
 PROCESSES = (2, 4)
 ALL_BYTES = (128 << 20, 2 << 20)
@@ -18,7 +19,7 @@ COLLECTIVES = (movement.ALL_TO_ALL, movement.ALL_GATHER)
 
 def measure(processes: int, num_bytes: int, repeats: int) -> Iterator[dict[str, Any]]:
     """Yields a row for each program, first for a copy by the host."""
-    rows = list(in_processes.measure(processes, num_bytes, (), repeats))
+    rows = list(between_processes.measure(processes, num_bytes, (), repeats, {}))
     gloo = min(row.seconds for row in rows if row.what in COLLECTIVES)
     memcpy = (rows[0].of_limit or 0.0) * rows[0].seconds
     seconds = {movement.MEMCPY: memcpy} | {row.what: row.seconds for row in rows}
@@ -45,7 +46,7 @@ def main() -> None:
                     "{processes} processes, {MB:4d} MB: {what:<46}{ms:9.2f} ms{of_memcpy:8.3f} of "
                     "memcpy{times_gloo:8.1f} x gloo's faster way".format(**row)
                 )
-    row_kB = 4 * in_processes.ROW_ELEMENTS // 1024
+    row_kB = 4 * between_processes.ROW_ELEMENTS // 1024
     title = f"dispatch between processes of one host, rows of {row_kB} kB in random segments"
     common.write(arguments.output, title, rows)
 

@@ -1,8 +1,7 @@
 """Measures a training step over 8 virtual devices, by algorithm of attention.
 
-The step is that of `python -m jax_cp_dispatch bench step`, also with the package `ringattention`.
-Times are interleaved medians; memory is the temporary memory of the compiled step on one device, by
-XLA's analysis. A picture shows the time by named scope.
+The step is that of training_step.py. Times are interleaved medians; memory is the temporary memory
+of the compiled step on one device, by XLA's analysis. A picture shows the time by named scope.
 """
 
 import argparse
@@ -13,10 +12,10 @@ import common
 import jax.numpy as jnp
 from attention_programs import PACKAGE, ring_of_package
 from scopes import OTHER, seconds_by_scope
+from training_step import Attend, Model, compiled_steps, drawn_documents
 
 from jax_cp_dispatch.bench_command.attention import DENSE
 from jax_cp_dispatch.bench_command.ranks import AXIS, Ranks
-from jax_cp_dispatch.bench_command.step import Attend, Model, compiled_steps, drawn_documents
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
 
 NUM_RANKS = 8

@@ -4,6 +4,7 @@ import argparse
 import datetime
 import json
 import pathlib
+import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterable
@@ -43,6 +44,16 @@ def seconds_in_a_row(run: Callable[[], Any], repeats: int) -> float:
     seconds = interleaved({"run": run}, repeats, longest=None, calls=10)["run"]
     raise_gpu_errors()
     return seconds
+
+
+def planning_seconds(run: Callable[[], Any], repeats: int) -> tuple[Any, float]:
+    """Returns the result, and the median of the processor seconds of this thread."""
+    result, times = run(), []
+    for _ in range(repeats):
+        start = time.thread_time()
+        result = run()
+        times.append(time.thread_time() - start)
+    return result, statistics.median(times)
 
 
 class Report:

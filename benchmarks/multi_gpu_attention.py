@@ -20,8 +20,7 @@ from multi_gpu_sizes import Sizes
 
 from jax_cp_dispatch import PlanConfig, local_attention, place_tokens, plan_attention
 from jax_cp_dispatch.attention import context_parallel_attention
-from jax_cp_dispatch.bench_command.attention import TOLERANCE, gradients
-from jax_cp_dispatch.bench_command.packed_lengths import segment_ids_of
+from jax_cp_dispatch.bench_command.attention import TOLERANCE, gradients, segment_ids_of
 from jax_cp_dispatch.bench_command.ranks import AXIS, BY_RANK, Ranks
 from jax_cp_dispatch.cost import attention_flops, count_pairs
 

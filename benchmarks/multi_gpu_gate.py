@@ -17,10 +17,9 @@ from multi_gpu_sizes import Sizes
 
 from jax_cp_dispatch import place_tokens
 from jax_cp_dispatch.attention import context_parallel_attention
-from jax_cp_dispatch.bench_command.attention import TOLERANCE, random_operands
+from jax_cp_dispatch.bench_command.attention import TOLERANCE, random_operands, segment_ids_of
 from jax_cp_dispatch.bench_command.gemm import GATHER, METHODS, SCATTER, Product
 from jax_cp_dispatch.bench_command.movement import Exchange
-from jax_cp_dispatch.bench_command.packed_lengths import segment_ids_of
 from jax_cp_dispatch.bench_command.ranks import AXIS, Ranks
 
 TOKENS_OF = P(None, AXIS)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 from common import ROOT
 
-from jax_cp_dispatch.bench_command.packed_lengths import MEDIAN, SIGMA, drawn_lengths
+from jax_cp_dispatch.bench_command.attention import MEDIAN, SIGMA, drawn_lengths
 
 DRAWN = f"log-normal, median {MEDIAN}, sigma {SIGMA}"
 TOKENS_PER_RANK = 65536  # of `packed`

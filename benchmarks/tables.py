@@ -96,7 +96,7 @@ VIEWS = {
     ),
     "comm_gemm": View(
         '**Overlapped GEMMs**: {title} of a Llama-like layer, M × K × N, `method="auto"`. Cells: '
-        "the speedup over XLA's collective and GEMM, and the method that `tune` chose.",
+        "the speedup over XLA's collective and GEMM, and the chosen method.",
         {"": "{layer}, {M} × {K} × {N}"},
         {"{devices} devices, {dtype}": "{of_xla:.2f} ({chosen})"},
         shown.comm_gemm,

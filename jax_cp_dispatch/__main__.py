@@ -6,7 +6,6 @@ from typing import NoReturn
 
 from jax_cp_dispatch.bench_command import run as bench
 from jax_cp_dispatch.demo import run as demo
-from jax_cp_dispatch.demo.command_line import add_arguments as add_demo_arguments
 from jax_cp_dispatch.doctor import run as doctor
 from jax_cp_dispatch.plan_command import run as plan
 
@@ -31,7 +30,7 @@ def main() -> int:
         description="Packs real documents, plans balanced causal attention, runs it forward and "
         "backward over virtual CPU devices and checks everything against dense attention.",
     )
-    add_demo_arguments(demo_parser)
+    demo.add_arguments(demo_parser)
     doctor_parser = commands.add_parser(
         "doctor",
         help="report what this machine offers and lacks, and test each transport",
@@ -49,11 +48,9 @@ def main() -> int:
     plan.add_arguments(plan_parser)
     bench_parser = commands.add_parser(
         "bench",
-        help="measure this machine against its limits, the alternatives and committed results",
-        description="Measures planning, movement, attention, GEMMs, a training step, and movement "
-        "between processes. Compares each with the limit measured in the same run (memcpy, a "
-        "matrix product), with what XLA offers, and with committed results. Takes a few minutes "
-        "on CPU devices.",
+        help="measure this machine against its limits and the alternatives",
+        description="Measures movement, attention and GEMMs. Compares each with the limit measured "
+        "in the same run (memcpy, a matrix product), and with what XLA offers.",
     )
     bench.add_arguments(bench_parser)
     options = parser.parse_args()

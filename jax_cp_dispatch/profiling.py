@@ -12,11 +12,7 @@ from jax_cp_dispatch.attention import (
 from jax_cp_dispatch.comm_gemm import (
     CommGemmChoice,
     OverlapProfile,
-    TuningTable,
-    current_tuning,
     overlap_profile,
-    tune,
-    use_tuning,
 )
 from jax_cp_dispatch.timeline import Span
 
@@ -29,11 +25,7 @@ __all__ = [
     "RankProfile",
     "Span",
     "StepProfile",
-    "TuningTable",
     "balance_profile",
-    "current_tuning",
     "hamilton_attention_profile",
     "overlap_profile",
-    "tune",
-    "use_tuning",
 ]

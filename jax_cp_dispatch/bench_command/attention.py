@@ -1,7 +1,5 @@
 """Attention, forward and backward: this package's algorithms against dense sharded attention."""
 
-import pathlib
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -11,22 +9,36 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from jax_cp_dispatch._text import byte_count
 from jax_cp_dispatch.attention import context_parallel_attention
-from jax_cp_dispatch.bench_command.packed_lengths import drawn_lengths, segment_ids_of
 from jax_cp_dispatch.bench_command.ranks import AXIS, Ranks, Row
 from jax_cp_dispatch.cost import attention_flops, count_pairs
 from jax_cp_dispatch.planner import place_tokens
 
-SECTION = "attention"
 DENSE = "jax.nn, sharded by XLA"
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}  # sums in another order; relative to the largest
 _ROWS = P(None, AXIS)
-_MARGIN = 2  # over XLA's analysis; a run has needed 1.5 times as much
 _MATMUL = {"cpu": 2048, "gpu": 8192}
 
+MEDIAN, SIGMA = 2048, 1.2  # tokens of a document, log-normal
 CAUSAL = ("ring", "zigzag", "balanced")
 PACKED = ("zigzag", "balanced", "placed")
+
+
+def drawn_lengths(num_tokens: int, *, seed: int, median: int | float = MEDIAN) -> list[int]:
+    """Returns log-normal lengths of documents that fill `num_tokens`; the last one is cut."""
+    normal = np.random.default_rng(0).standard_normal(100_000)
+    lengths = np.ceil(median * np.exp(SIGMA * normal)).astype(int)
+    count = 1
+    while (drawn := np.random.default_rng(seed).choice(lengths, count)).sum() < num_tokens:
+        count *= 2  # the first ones stay the same
+    ends = np.minimum(np.cumsum(drawn), num_tokens)
+    counts = np.diff(ends, prepend=0)
+    return counts[counts > 0].tolist()
+
+
+def segment_ids_of(lengths: list[int]) -> np.ndarray:
+    """Returns segment ids [1, T] of documents that follow each other."""
+    return np.repeat(np.arange(1, len(lengths) + 1, dtype=np.int32), lengths)[None]
 
 
 def square_product(size: int, dtype: str) -> Callable[[], jax.Array]:
@@ -51,9 +63,7 @@ def measure(ranks: Ranks, tokens: int, heads: int, head_size: int, dtype: str) -
     for case, lengths, algorithms in (("causal", [tokens], CAUSAL), ("packed", packed, PACKED)):
         operands = random_operands(tokens, heads, head_size, dtype)
         runs = {a: _Gradients(ranks, _ours(ranks, a, lengths), operands) for a in algorithms}
-        dense = _Gradients(ranks, _dense(lengths), operands)
-        if is_measured := _has_memory(ranks, dense):
-            runs[DENSE] = dense
+        runs[DENSE] = _Gradients(ranks, _dense(lengths), operands)
         # The tokens of placed attention are in another order.
         compared = [name for name in reversed(runs) if name != "placed"]
         for name in compared[1:]:
@@ -65,7 +75,6 @@ def measure(ranks: Ranks, tokens: int, heads: int, head_size: int, dtype: str) -
         flops = sum(attention_flops(pairs, **sizes, backward=x) for x in (False, True))
         for name, value in seconds.items():
             yield Row(
-                SECTION,
                 f"{name}, {case}",
                 f"{tokens} tokens, {dtype}, {ranks.name}",
                 value,
@@ -73,7 +82,7 @@ def measure(ranks: Ranks, tokens: int, heads: int, head_size: int, dtype: str) -
                 "FLOP/s",
                 of_limit=flops / value / flops_per_second,
                 limit="a matrix product",
-                speedup=seconds[DENSE] / value if is_measured else None,
+                speedup=seconds[DENSE] / value,
                 alternative="dense attention sharded by XLA",
             )
 
@@ -86,15 +95,6 @@ def gradients(attend: Callable[..., Any]) -> Callable[..., Any]:
         return pull_back(cotangent.astype(out.dtype))
 
     return of
-
-
-def passes(attend: Callable[..., Any], q, k, v, cotangent) -> dict[str, Callable[[], Any]]:
-    """Returns runs of the forward pass, and of both passes in one program."""
-    forward, both = jax.jit(attend), jax.jit(gradients(attend))
-    return {
-        "forward": lambda: forward(q, k, v),
-        "forward_backward": lambda: both(q, k, v, cotangent),
-    }
 
 
 def random_operands(
@@ -115,36 +115,10 @@ class _Gradients:
     def __init__(self, ranks: Ranks, attend: Callable[..., Any], operands: list[np.ndarray]):
         self._operands = [ranks.put(x, _ROWS) for x in operands]
         program = jax.jit(gradients(attend), out_shardings=NamedSharding(ranks.mesh, _ROWS))
-        self.program = program.lower(*self._operands).compile()
+        self._program = program.lower(*self._operands).compile()
 
     def __call__(self) -> Any:
-        return self.program(*self._operands)
-
-
-def _has_memory(ranks: Ranks, dense: _Gradients) -> bool:
-    """Whether the host can run dense attention; says so on standard error if it cannot.
-
-    Without enough memory, the system would end the whole command.
-    """
-    memory = dense.program.memory_analysis()
-    if ranks.is_gpu or memory is None:
-        return True
-    needed = _MARGIN * ranks.count * memory.temp_size_in_bytes
-    if needed <= (free := _available_bytes()):
-        return True
-    print(
-        f"bench: dense attention is omitted: it may need {byte_count(needed)} of memory, and "
-        f"{byte_count(free)} are available",
-        file=sys.stderr,
-        flush=True,
-    )
-    return False
-
-
-def _available_bytes() -> int:
-    lines = pathlib.Path("/proc/meminfo").read_text().splitlines()
-    (kilobytes,) = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
-    return 1024 * int(kilobytes)
+        return self._program(*self._operands)
 
 
 def _ours(ranks: Ranks, algorithm: str, lengths: list[int]) -> Callable[..., Any]:

@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 from jax_cp_dispatch.bench_command.ranks import AXIS, BY_RANK, Ranks, Row
 from jax_cp_dispatch.comm_gemm import all_gather_matmul, matmul_reduce_scatter
 
-SECTION = "gemm"
 GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
 XLA, GEMM = "XLA's collective and GEMM", "GEMM"
 METHODS: dict[str, dict[str, Any]] = {
@@ -93,7 +92,6 @@ def measure(
     ranks: Ranks,
     shapes: Sequence[Shape],
     dtype: str,
-    section: str = SECTION,
     methods: Mapping[str, Sequence[str]] = MEASURED,
 ) -> Iterator[Row]:
     """Measures GEMMs; the limit is the GEMM without communication."""
@@ -103,7 +101,6 @@ def measure(
         seconds = ranks.measure(product.runs | {GEMM: product.alone})
         for name in product.programs:
             yield Row(
-                section,
                 f"{op}, {name}",
                 f"{m} × {k} × {n} {dtype}, {ranks.name}",
                 seconds[name],

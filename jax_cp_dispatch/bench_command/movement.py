@@ -12,7 +12,6 @@ from jax_cp_dispatch._dispatch import combine, dispatch
 from jax_cp_dispatch.bench_command.ranks import AXIS, Ranks, Row
 from jax_cp_dispatch.metadata import compute_metadata
 
-SECTION = "movement"
 MEMCPY = "memcpy, one thread"
 DONATED, FRESH = "dispatch into a donated window", "dispatch into a fresh window"
 COMBINE = "combine, one replica"
@@ -131,9 +130,7 @@ def _row_maps(lengths: np.ndarray, capacity: int, tokens: int) -> tuple[np.ndarr
     return source, padded, exists
 
 
-def large(
-    ranks: Ranks, tokens: int, feature: tuple[int, ...], dtype: Any, section: str
-) -> Iterator[Row]:
+def large(ranks: Ranks, tokens: int, feature: tuple[int, ...], dtype: Any) -> Iterator[Row]:
     """Measures the bandwidth of an exchange."""
     exchange = Exchange(ranks, tokens, feature, dtype)
     exchange.check()
@@ -149,7 +146,6 @@ def large(
         if what == MEMCPY:
             continue
         yield Row(
-            section,
             what,
             f"{num_bytes / 1e6:.0f} MB, {ranks.name}",
             value,
@@ -191,7 +187,7 @@ def scanned(operation: Callable[..., Any], steps: int) -> Callable[..., Any]:
     ]
 
 
-def small(ranks: Ranks, section: str) -> Iterator[Row]:
+def small(ranks: Ranks) -> Iterator[Row]:
     """Measures the time of one small exchange inside `lax.scan`."""
     exchange = SmallExchange(ranks)
     loops = {
@@ -201,7 +197,6 @@ def small(ranks: Ranks, section: str) -> Iterator[Row]:
     runs = {name: partial(loop, exchange.x, exchange.metadata) for name, loop in loops.items()}
     seconds = ranks.measure(runs)
     yield Row(
-        section,
         SMALL_DISPATCH,
         f"{SMALL[0]} × {SMALL[1]} float32, {ranks.name}",
         seconds["dispatch"] / STEPS,

@@ -20,20 +20,17 @@ class Row:
     """One measured operation.
 
     Attributes:
-      section: the part of the command that measured it.
-      what: the operation. Together with `section` and `size` it identifies a row.
+      what: the operation.
       size: of the operation, with the number of ranks.
       seconds: median of one operation.
-      rate: bytes, FLOPs or tokens per second over all ranks, by `unit`; None: only a time.
-      unit: of `rate`: "B/s", "FLOP/s" or "tokens/s".
+      rate: bytes or FLOPs per second over all ranks, by `unit`; None: only a time.
+      unit: of `rate`: "B/s" or "FLOP/s".
       of_limit: speed as a fraction of the limit that was measured in the same run.
       limit: what the limit is.
       speedup: how many times as fast as the alternative; above 1 it is faster.
       alternative: what the alternative is.
-      more: other numbers, by name.
     """
 
-    section: str
     what: str
     size: str
     seconds: float
@@ -43,7 +40,6 @@ class Row:
     limit: str = ""
     speedup: float | None = None
     alternative: str = ""
-    more: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)

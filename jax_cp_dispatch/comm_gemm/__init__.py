@@ -15,7 +15,6 @@ Three words mean three things here:
 from jax_cp_dispatch.comm_gemm._gemm import gemm
 from jax_cp_dispatch.comm_gemm._grouped_gemm import grouped_gemm
 from jax_cp_dispatch.comm_gemm._overlap_profile import OverlapProfile, overlap_profile
-from jax_cp_dispatch.comm_gemm._tune import tune
 from jax_cp_dispatch.comm_gemm.buffers.config import CommOverlapConfig
 from jax_cp_dispatch.comm_gemm.buffers.registry import (
     CommOverlapBuffer,
@@ -26,7 +25,6 @@ from jax_cp_dispatch.comm_gemm.buffers.registry import (
     list_comm_overlap_buffers,
 )
 from jax_cp_dispatch.comm_gemm.choice.choose import CommGemmChoice, choose_comm_gemm
-from jax_cp_dispatch.comm_gemm.choice.tuning import TuningTable, current_tuning, use_tuning
 from jax_cp_dispatch.comm_gemm.matmul import all_gather_matmul, matmul_reduce_scatter
 from jax_cp_dispatch.comm_gemm.scaled.mxfp8 import (
     pad_scales,
@@ -54,12 +52,10 @@ __all__ = [
     "OverlapProfile",
     "Quantized",
     "ScalingMode",
-    "TuningTable",
     "all_gather_matmul",
     "choose_comm_gemm",
     "comm_overlap_buffer_bytes",
     "create_comm_overlap_buffer",
-    "current_tuning",
     "dequantize",
     "destroy_all_comm_overlap_buffers",
     "destroy_comm_overlap_buffer",
@@ -71,8 +67,6 @@ __all__ = [
     "pad_scales",
     "quantize",
     "swizzle_scales",
-    "tune",
     "unpad_scales",
     "unswizzle_scales",
-    "use_tuning",
 ]

@@ -1,22 +1,20 @@
 """Reads the text files of a folder and packs their bytes into one sequence."""
 
-import dataclasses
 import pathlib
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
 
-@dataclasses.dataclass(frozen=True)
-class Document:
+class Document(NamedTuple):
     """A text file; its bytes are the tokens."""
 
     name: str
     tokens: np.ndarray  # uint8 [length]
 
 
-@dataclasses.dataclass(frozen=True)
-class PackedDocuments:
+class PackedDocuments(NamedTuple):
     """Documents in the global sequence, and the arrays that a data pipeline would produce.
 
     Attributes:
@@ -30,8 +28,8 @@ class PackedDocuments:
     spans: tuple[tuple[str, int, int], ...]
 
 
-def read_documents(folder: pathlib.Path, *, pattern: str, seed: int) -> Iterator[Document]:
-    """Yields the text files below `folder` in a seeded random order.
+def read_documents(folder: pathlib.Path, *, pattern: str) -> Iterator[Document]:
+    """Yields the text files below `folder` in a random order, always the same.
 
     Skips empty and binary files, and installed packages, which the standard library's folder may
     contain.
@@ -41,7 +39,7 @@ def read_documents(folder: pathlib.Path, *, pattern: str, seed: int) -> Iterator
         for path in folder.rglob(pattern)
         if path.is_file() and "site-packages" not in path.relative_to(folder).parts
     )
-    for index in np.random.default_rng(seed).permutation(len(paths)):
+    for index in np.random.default_rng(0).permutation(len(paths)):
         try:
             data = paths[index].read_bytes()
             data.decode()

@@ -1,46 +1,58 @@
-"""The demonstration's steps, in the order in which a user would take them."""
+"""The demonstration: its arguments, its steps in the order of a user, and its report."""
 
 import argparse
 import pathlib
 import statistics
 import sysconfig
 import time
-from collections.abc import Callable
+from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from jax_cp_dispatch._command import InputError, end_command
+from jax_cp_dispatch._command import MOST_DEVICES, InputError, check_number, end_command
+from jax_cp_dispatch._measuring import seconds_of_a_call
 from jax_cp_dispatch._progress import Progress
+from jax_cp_dispatch.attention import context_parallel_attention
+from jax_cp_dispatch.cost import attention_flops, rows_bytes
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
-from jax_cp_dispatch.demo.command_line import check_arguments
-from jax_cp_dispatch.demo.packing import pack_documents, read_documents
-from jax_cp_dispatch.demo.programs import (
-    AXIS,
-    attention_alone,
-    attention_and_gradients,
-    embed,
-    movement_alone,
-    random_received_rows,
-)
+from jax_cp_dispatch.demo.packing import PackedDocuments, pack_documents, read_documents
 from jax_cp_dispatch.demo.reference import largest_difference
-from jax_cp_dispatch.demo.report import report
 from jax_cp_dispatch.planner import AttentionPlan, plan_attention
 from jax_cp_dispatch.plots import plot_plan
 
 TOLERANCE = 2e-5  # of float32 results, relative to the largest entry
+AXIS = "cp"
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 2, 1, 32
+_MOST_TOKENS = 2**24  # the sequence is in the memory of this machine several times
+_PICTURES = (".png", ".pdf", ".svg")
+_SOURCES = pathlib.Path(sysconfig.get_path("stdlib"))
 
 
-def median_seconds(run: Callable[..., Any], *arguments: Any, repeats: int = 5) -> float:
-    """Returns the median time of several runs after one warm-up run."""
-    times = []
-    for _ in range(1 + repeats):
-        start = time.perf_counter()
-        jax.block_until_ready(run(*arguments))
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "folder",
+        nargs="?",
+        type=pathlib.Path,
+        default=_SOURCES,
+        help="folder of text files (default: the sources of the Python standard library)",
+    )
+    parser.add_argument(
+        "--pattern",
+        default=None,
+        help="which files (default: *.py; if a folder is given, all of its files)",
+    )
+    parser.add_argument("--ranks", type=int, default=8, help="virtual CPU devices (default 8)")
+    parser.add_argument("--tokens-per-rank", type=int, default=4096, help="default 4096")
+    parser.add_argument(
+        "--picture",
+        type=pathlib.Path,
+        default=pathlib.Path("plan.png"),
+        help="file for the picture of the plan (default plan.png)",
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -51,63 +63,130 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     begin = time.perf_counter()
-    progress = Progress(7)
-    folder = arguments.folder
-    is_default = folder == pathlib.Path(sysconfig.get_path("stdlib"))
-    pattern = arguments.pattern or ("*.py" if is_default else "*")
-
-    check_arguments(arguments, pattern)
-    num_tokens = arguments.ranks * arguments.tokens_per_rank
-    start_cpu_devices(arguments.ranks)
+    folder, num_ranks = arguments.folder, arguments.ranks
+    pattern = arguments.pattern or ("*.py" if folder == _SOURCES else "*")
+    _check(arguments, pattern)
+    num_tokens = num_ranks * arguments.tokens_per_rank
+    start_cpu_devices(num_ranks)
+    progress = Progress(6)
     with progress.step(f"reading {folder}"):
-        packed = pack_documents(
-            read_documents(folder, pattern=pattern, seed=arguments.seed),
-            num_tokens=num_tokens,
-            longest=max(1, num_tokens // 8),  # the reference has all logits in memory
-        )
+        longest = max(1, num_tokens // 8)  # the reference has all logits in memory
+        documents = read_documents(folder, pattern=pattern)
+        packed = pack_documents(documents, num_tokens=num_tokens, longest=longest)
     if not packed.spans:
         raise InputError(f"no text file matches {pattern!r} below {folder}. Pass --pattern.")
-
-    def make_plan() -> AttentionPlan:
-        return plan_attention(packed.segment_ids, packed.positions, world_size=arguments.ranks)
-
+    make_plan = partial(plan_attention, packed.segment_ids, packed.positions, world_size=num_ranks)
+    seconds = {}
     with progress.step("planning"):
         plan = make_plan()
-        planning = median_seconds(make_plan)
-    mesh = Mesh(np.array(jax.devices()[: arguments.ranks]), (AXIS,))
-    operands = [
-        jax.device_put(x, NamedSharding(mesh, P(None, AXIS))) for x in embed(packed, arguments.seed)
-    ]
+        seconds["planning"] = seconds_of_a_call(make_plan)
+    mesh = Mesh(np.array(jax.devices()[:num_ranks]), (AXIS,))
+    operands = [jax.device_put(x, NamedSharding(mesh, P(None, AXIS))) for x in embed(packed)]
     plan = jax.device_put(plan, NamedSharding(mesh, P(AXIS)))
-
-    program = attention_and_gradients(mesh)
     with progress.step("compiling attention, forward and backward"):
-        compiled = program.lower(*operands, plan).compile()
-    with progress.step(f"running it over {arguments.ranks} devices"):
-        results = compiled(*operands, plan)
-        together = median_seconds(compiled, *operands, plan, repeats=1)
+        program = attention_and_gradients(mesh).lower(*operands, plan).compile()
+    with progress.step(f"running it over {num_ranks} devices"):
+        results = program(*operands, plan)
+        seconds["attention"] = seconds_of_a_call(lambda: program(*operands, plan))
     with progress.step("checking against dense attention, by document") as show:
-        differences = largest_difference(
-            packed, [np.asarray(x) for x in operands], [np.asarray(x) for x in results], show
-        )
-    with progress.step("timing movement and attention separately"):
-        movement = median_seconds(movement_alone(mesh), *operands[:3], plan)
-        received = random_received_rows(plan, mesh)
-        attention = median_seconds(attention_alone(mesh), *received, plan, repeats=1)
+        host = lambda arrays: [np.asarray(x) for x in arrays]
+        differences = largest_difference(packed, host(operands), host(results), show)
     with progress.step(f"drawing {arguments.picture}"):
         try:
             plot_plan(plan, arguments.picture)
-            picture = f"{arguments.picture}"
+            picture = str(arguments.picture)
         except ImportError as error:
             picture = f"none: {error}"
-
-    seconds = {
-        "planning": planning,
-        "movement": movement,
-        "attention": attention,
-        "the program": together,
-    }
-    is_right = report(packed, plan, seconds, differences, TOLERANCE)
+    is_right = _report(packed, plan, seconds, differences)
     print(f"picture               {picture}")
     print(f"whole demonstration   {time.perf_counter() - begin:.1f} s")
     return 0 if is_right else 1
+
+
+def _check(arguments: argparse.Namespace, pattern: str) -> None:
+    """Refuses arguments before anything is computed."""
+    if not arguments.folder.is_dir():
+        raise InputError(f"{arguments.folder} is not a folder. Name one that holds text files.")
+    check_number("--ranks", arguments.ranks, minimum=1, maximum=MOST_DEVICES)
+    most = _MOST_TOKENS // arguments.ranks
+    check_number("--tokens-per-rank", arguments.tokens_per_rank, minimum=1, maximum=most)
+    try:
+        next(arguments.folder.rglob(pattern), None)
+    except (ValueError, NotImplementedError) as error:
+        raise InputError(f"--pattern is {pattern!r}: {error}. Pass one such as *.txt.") from None
+    path = arguments.picture
+    if path.suffix.lower() not in _PICTURES or path.is_dir() or not path.parent.is_dir():
+        raise InputError(
+            f"--picture is {path}; it needs to be a file in an existing folder, with a suffix of "
+            f"{', '.join(_PICTURES)}."
+        )
+
+
+def embed(packed: PackedDocuments) -> list[np.ndarray]:
+    """Returns q, k, v and a cotangent `[1, T, heads, H]`: byte embeddings rotated by position."""
+    rng = np.random.default_rng(0)
+    angles = packed.positions[..., None, None] / 10000 ** (np.arange(HEAD_DIM) / HEAD_DIM)
+    arrays = []
+    for num_heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS, NUM_HEADS):
+        table = rng.normal(size=(256, num_heads, HEAD_DIM))
+        arrays.append((table[packed.tokens] * np.cos(angles)).astype(np.float32))
+    return arrays
+
+
+def attention_and_gradients(mesh: Mesh) -> Any:
+    """Returns one jitted program: forward and backward pass over all devices."""
+
+    @jax.jit
+    def program(q, k, v, dout, plan):
+        def attend(q, k, v):
+            return context_parallel_attention(
+                q, k, v, mesh=mesh, axis_name=AXIS, algorithm="balanced", plan=plan
+            )
+
+        out, pull_back = jax.vjp(attend, q, k, v)
+        return out, *pull_back(dout)
+
+    return program
+
+
+def _report(
+    packed: PackedDocuments,
+    plan: AttentionPlan,
+    seconds: Mapping[str, float],
+    differences: Mapping[str, float],
+) -> bool:
+    """Prints sizes, times and differences; returns whether the results are correct."""
+    lengths = [stop - start for _, start, stop in packed.spans]
+    num_tokens = packed.tokens.size
+    moved = {"queries": plan.num_q_tokens_moved, "keys, values": plan.num_kv_tokens_moved}
+    # Forward: q there, out back, k and v there. Backward: dout there, dq back, dk and dv back.
+    moved_bytes = 4 * sum(
+        rows_bytes(int(rows), num_heads=heads, head_size=HEAD_DIM, itemsize=4)
+        for rows, heads in zip(moved.values(), (NUM_HEADS, NUM_KV_HEADS), strict=True)
+    )
+
+    def work(pairs: Iterable[Any]) -> str:
+        flops = [attention_flops(float(x), num_heads=NUM_HEADS, head_size=HEAD_DIM) for x in pairs]
+        each = " ".join(f"{x / 1e9:.1f}" for x in flops)
+        return f"max/mean {max(flops) / statistics.mean(flops):.3f}   [{each}] GFLOP"
+
+    print()
+    print(f"documents             {len(lengths)}, of {min(lengths)} to {max(lengths)} tokens")
+    print(
+        f"tokens                {num_tokens}, of these {num_tokens - sum(lengths)} padding; "
+        f"{plan.world_size} ranks"
+    )
+    print(f"work before planning  {work(plan.pairs_before)}")
+    print(f"work after planning   {work(plan.pairs_after)}")
+    for name, rows in moved.items():
+        share = int(rows) / num_tokens
+        print(f"{name + ' moved':<22}{int(rows)} ({share:.2f} of all), copies counted")
+    print(f"bytes moved           {moved_bytes / 1e6:.1f} MB, forward and backward")
+    print(f"time of planning      {1e3 * seconds['planning']:.1f} ms")
+    print(f"time of attention     {1e3 * seconds['attention']:.1f} ms, forward and backward")
+    each = ", ".join(f"{name} {value:.1e}" for name, value in differences.items())
+    print(f"largest difference    {each} (relative to dense attention)")
+    is_right = all(value <= TOLERANCE for value in differences.values())  # false for NaN
+    verdict = "correct" if is_right else "WRONG"
+    print(f"                      {verdict}: the tolerance is {TOLERANCE:.0e}")
+    return is_right

@@ -12,7 +12,6 @@ import pytest
 from refusals import NO_PLAN, check_names, check_rejected
 
 import jax_cp_dispatch as cp
-from jax_cp_dispatch.profiling import tune
 
 pytestmark = pytest.mark.usefixtures("unchecked_types")
 
@@ -21,17 +20,9 @@ ROWS = np.ones((8, 4), np.float32)
 MATRICES = np.ones((2, 4, 3), np.float32)
 
 
-def mesh():
-    return jax.make_mesh((4,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))
-
-
 def grouped(rhs: Any = MATRICES, **options: Any):
     multiply = lambda *operands: cp.grouped_gemm(*operands, **options)
     return jax.eval_shape(multiply, ROWS, rhs, np.array([5, 3], np.int32))
-
-
-def tune_on(shapes: Any = (), **options: Any):
-    return tune(shapes, **{"mesh": mesh(), "axis_name": "tp", **options})
 
 
 # Name, call, and the message after "<operation>: ".
@@ -59,18 +50,6 @@ CASES = [
         lambda: cp.choose_comm_gemm(SHAPE, hardware=cast(Any, "h100")),
         "type str.*needs to be of type Hardware",
     ),
-    (
-        "choose_comm_gemm",
-        lambda: cp.choose_comm_gemm(SHAPE, table=cast(Any, {})),
-        "table is of type dict.*TuningTable. Pass",
-    ),
-    ("use_tuning", lambda: cp.profiling.use_tuning(cast(Any, "a")), "type str.*TuningTable. Pass"),
-    ("tune", lambda: tune_on(mesh="cp"), "mesh is 'cp'; it needs to b"),
-    ("tune", lambda: tune_on(axis_name="no"), "axis_name 'no' is not an axis of the mesh"),
-    ("tune", lambda: tune_on(dtype="foo"), "dtype is 'foo'; it"),
-    ("tune", lambda: tune_on(repeats=0), "repeats is 0"),
-    ("tune", lambda: tune_on([("matmul", 8, 8, 8)]), "got a shape of 'matmul'"),
-    ("tune", lambda: tune_on([("all_gather_matmul", 6, 8, 8)]), "is not divisible by 4 ranks"),
     ("overlap_profile", lambda: cp.profiling.overlap_profile(NO_PLAN), "type ndarray.*a function"),
 ]
 

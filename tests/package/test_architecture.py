@@ -70,7 +70,6 @@ INSIDE = {
         "_gemm": {"types", "operand_types", "buffers", "scaled", "engine", "layers"},
         "_grouped_gemm": {"types", "operand_types", "scaled", "engine", "layers"},
         "_overlap_profile": set(),
-        "_tune": {"choice", "matmul"},
     },
 }
 

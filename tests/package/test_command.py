@@ -7,14 +7,13 @@ import jax
 import pytest
 
 from jax_cp_dispatch.__main__ import main
-from jax_cp_dispatch.bench_command import run as bench
 
 RANKS = str(jax.device_count())
 QUICK = {
-    "bench": ["planning", "--quick", "--devices", RANKS],
+    "bench": ["movement", "--quick", "--devices", RANKS],
     "demo": [".", "--ranks", RANKS, "--tokens-per-rank", "32"],
     "doctor": ["--devices", RANKS],
-    "plan": ["lengths.json", "--json"],
+    "plan": ["lengths.json"],
 }
 SPACE = "cannot write the output: No space left on device. Free some space, or write elsewhere."
 
@@ -53,13 +52,6 @@ def test_nothing_else_is_said_when_the_process_ends(tmp_path):
             program, cwd=tmp_path, stdout=file, stderr=subprocess.PIPE, text=True, timeout=1200
         )
     assert (done.returncode, apart_from_progress(done.stderr)) == (2, [f"plan: {SPACE}"])
-
-
-def test_a_quick_bench_says_what_it_does_not_show(run, tmp_path):
-    assert run("bench", tmp_path / "said") == 0
-    said = (tmp_path / "said").read_text().replace("\n", " ")
-    assert "too small to show the gain of context parallelism" in said
-    assert bench.QUICK_SAYS in said
 
 
 def test_the_help_names_the_launcher(capsys, monkeypatch):

@@ -1,13 +1,13 @@
-"""The plan command: numbers that agree with their sources."""
+"""The plan command: numbers that agree with their sources, every form of input, and errors."""
 
 import json
-import pathlib
 import re
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
 import pytest
-from plan_inputs import ROWS, ids_of, mask_arrays, run, write_inputs
 
 from jax_cp_dispatch import (
     PlacementConfig,
@@ -16,167 +16,190 @@ from jax_cp_dispatch import (
     place_tokens,
     plan_attention,
 )
+from jax_cp_dispatch.__main__ import main
+from jax_cp_dispatch._text import byte_count
 from jax_cp_dispatch.cost import HARDWARE
-from jax_cp_dispatch.masks import BlockCausal, Blocks, PrefixLM, Ranges, SharedPrefix, Tree
+from jax_cp_dispatch.masks import BlockCausal
+from jax_cp_dispatch.plan_command.batch import fill_ranks
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROWS = [[700, 200], [50] * 18]
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def plan(tmp_path, monkeypatch, capsys):
+    """Runs the command in a folder of inputs; returns its status, and what it says."""
     monkeypatch.chdir(tmp_path)
-    write_inputs(tmp_path)
-    return tmp_path
+    texts = {
+        "list.json": "\ufeff[700, 200, 50.0]",
+        "rows.json": json.dumps(ROWS),
+        "huge.json": "[1e10]",
+        "long.json": "[3e9, 5]",
+        "negative.json": "[5, -1]",
+        "fraction.json": "[5, 1.5]",
+        "mixed.json": "[5, [6]]",
+        "broken.json": "[5,",
+        "deep.json": "[" * 100_000,
+        "text.json": '["100"]',
+        "object.json": '{"lengths": [700]}',
+        "empty.json": "[0, 0]",
+        "lengths.csv": "700,200",
+        "text.npy": "[700]",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    ids = np.array([np.repeat(np.arange(1, len(row) + 1), row) for row in ROWS])
+    for name, x in {"ids": ids, "row": ids[0], "floats": ids / 2, "cube": ids[None]}.items():
+        np.save(tmp_path / f"{name}.npy", x)
+    np.save(tmp_path / "twice.npy", np.array([1, 2, 1]))
+    np.save(tmp_path / "objects.npy", np.array([{}]), allow_pickle=True)
+
+    def run(*arguments):
+        monkeypatch.setattr("sys.argv", ["jax_cp_dispatch", "plan", *map(str, arguments)])
+        return main(), capsys.readouterr()
+
+    return run
 
 
-def mean_bytes(layout):
-    """Bytes that a rank sends on average, inside nodes and between them."""
-    return [layout[f"forward_bytes_{x}_nodes_mean_rank"] for x in ("inside", "between")]
-
-
-def test_comparison_as_tables_json_and_pictures(folder, capsys):
-    arguments = ["rows.json", "--ranks", "2,4", "--nodes", "2", "--tokens-per-rank", "256"]
-    assert run(*arguments, "--json") == 0
-    said = capsys.readouterr()
-    assert "[6/6] 4 ranks: predicting times" in said.err
-    points = json.loads(said.out)["points"]
-    assert [point["ranks"] for point in points] == [2, 4]
-    # 512 columns: 512 of 700; 10 of 18 whole, one in part
-    assert (points[0]["documents_cut"], points[0]["documents_left_out"]) == (2, 1 + 7)
-    assert (points[1]["documents_cut"], points[1]["documents_left_out"]) == (0, 0)
-    assert points[1]["tokens_per_rank"] == 2 * points[1]["tokens_per_rank_and_row"] == 512
-
-    rows = ROWS
-    config = PlacementConfig(ranks_per_node=2)
-    plan = place_tokens(rows, world_size=4, columns=1024, config=config).plan
-    layouts = {layout["name"]: layout for layout in points[1]["layouts"]}
-    placed, ring = layouts["placed"], layouts["contiguous, ring"]
+def test_tables_and_pictures(plan, tmp_path):
+    options = "--ranks", 4, "--nodes", 2, "--tokens-per-rank", 200, "--forward"
+    code, said = plan("rows.json", *options, "--describe", "--pictures", "pictures")
+    assert code == 0 and "[3/3] predicting times" in said.err
+    text = said.out
+    assert max(map(len, text.splitlines())) <= 100
+    # Of 900 columns 800 remain: the second document of 200 is cut, two of 50 are left out.
+    assert "documents that exceed the ranks: 1 cut, 2 left out" in text
+    rows = [[700, 100], [50] * 16]
     config = PlanConfig(ranks_per_node=2)  # for 32 heads, 8 of keys
-    moved = plan_attention(lengths=rows, world_size=4, columns=1024, config=config)
-    assert layouts["balanced"]["queries_moved_all_ranks"] == moved.num_q_tokens_moved
-    assert layouts["balanced"]["keys_moved_all_ranks"] == moved.num_kv_tokens_moved
-    q_bytes = 2 * 32 * 128 * 2  # and the output that returns
-    assert 4 * sum(mean_bytes(layouts["balanced"])) == (
-        moved.num_q_tokens_moved * q_bytes + moved.num_kv_tokens_moved * q_bytes // 4
-    )
-    assert placed["keys_moved_all_ranks"] == plan.num_kv_tokens_moved
-    assert placed["work_max_over_mean"] == pytest.approx(plan.imbalance)
-    assert placed["slowest_rank"] == plan.pairs.argmax()
-    row_bytes = 2 * 8 * 128 * 2
-    received = np.array(plan.kv_metadata.num_recv_tokens, np.int64)[:, :4]
+    moved = plan_attention(lengths=rows, world_size=4, columns=800, config=config)
+    placed = place_tokens(
+        rows, world_size=4, columns=800, config=PlacementConfig(ranks_per_node=2)
+    ).plan
+    pairs = np.zeros(4)  # contiguous work, counted query by query
+    for row in rows:
+        position = np.concatenate([np.arange(1, length + 1) for length in row])
+        np.add.at(pairs, np.arange(len(position)) // 200, position)
+    assert (
+        f"max/mean {pairs.max() / pairs.mean():.3f} before planning; "
+        f"{float(moved.imbalance):.3f} balanced, {float(placed.imbalance):.3f} placed"
+    ) in text
+    cells = {}
+    for line in text.splitlines():
+        if re.match(r"  [ *] \w+ +[\d.]+ [mµn]?s ", line):
+            name, *columns = re.split(r"  +", line[4:])
+            cells[name] = columns
+    # Bytes of rows of 8 key heads, and of queries that return: inside nodes, between, and of the
+    # busiest rank, which sends or receives most.
+    received = np.array(placed.kv_metadata.num_recv_tokens, np.int64)[:, :4]
     between = received.copy()
     between[:2, :2] = between[2:, 2:] = 0
-    assert 4 * mean_bytes(placed)[1] == between.sum() * row_bytes
-    assert 4 * sum(mean_bytes(placed)) == plan.num_kv_tokens_moved * row_bytes
-    most = max(between.sum(0).max(), between.sum(1).max()) * row_bytes
-    assert placed["forward_bytes_between_nodes_busiest_rank"] == most
-
-    # Contiguous work, counted query by query.
-    pairs = np.zeros(4)
-    for row in ROWS:
-        position = np.concatenate([np.arange(1, length + 1) for length in row])
-        np.add.at(pairs, np.arange(len(position)) // 256, position)
-    assert ring["work_max_over_mean"] == pytest.approx(pairs.max() / pairs.mean())
-    assert ring["slowest_rank"] == pairs.argmax() == 2
-    assert ring["keys_moved_all_ranks"] == 4 * 3 * 512
-    # Each rank sends 3 times; half of the ranks to the other node.
-    assert mean_bytes(ring) == [3 * 512 * row_bytes / 2] * 2
-    assert ring["forward_bytes_between_nodes_busiest_rank"] == 3 * 512 * row_bytes
-
-    slowest = points[1]["slowest_before_planning"]
-    in_document = sum(range(513, 701))  # keys of its queries on rank 2
-    assert slowest == {
-        "rank": 2,
-        "work_over_mean": pytest.approx(pairs[2] / pairs.mean()),
-        "document": "rows.json list 0 item 0",
-        "document_share_of_work": pytest.approx(in_document / pairs[2]),
-        "document_tokens": 700,
-        "document_tokens_on_rank": 188,
-    }
-
-    assert run(*arguments, "--describe", "--pictures", "pictures") == 0
-    text = capsys.readouterr().out
-    chosen = points[1]["choice"]
-    assert re.search(rf"^  \* {chosen} ", text, re.M)
-    assert re.search(
-        r"slowest +rank 2 before planning: [\d.]+ times the mean .* 188 tokens of\n", text
-    )
-    assert "  rows.json list 0 item 0 (700 tokens)\n" in text
-    assert max(map(len, text.splitlines())) <= 100
-    assert points[1]["reason"].split(",")[0] in text.replace("\n  ", " ")
-    assert "All numbers of ranks" in text and "Placement: 4 ranks of 512 tokens" in text
-    names = [f"{kind}_{n}.png" for kind in ("balanced", "placed", "timeline") for n in (2, 4)]
-    assert sorted(path.name for path in (folder / "pictures").iterdir()) == sorted(names)
+    most = max(between.sum(0).max(), between.sum(1).max())
+    row_bytes = 2 * 8 * 128 * 2
+    assert cells["placed"][-2] == byte_count(between.sum() * row_bytes / 4)
+    assert cells["placed"][-1] == byte_count(most * row_bytes)
+    assert cells["ring"][-4:] == [
+        byte_count(3 * 400 * row_bytes / 2 * share) for share in (1, 2, 1, 2)
+    ]
+    assert "Placement: 4 ranks of 400 tokens" in text
+    names = ["balanced.png", "placed.png", "timeline.png"]
+    assert sorted(path.name for path in (tmp_path / "pictures").iterdir()) == names
 
 
-def test_the_command_chooses_as_choose_algorithm(folder, capsys):
+@pytest.mark.parametrize("hardware, mask", [("h100", "causal"), ("cpu", "block_causal:16")])
+def test_the_command_chooses_as_choose_algorithm(plan, hardware, mask):
     """One truth: the same plans, the same traffic of the busiest ranks, the same reason."""
     sizes: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "itemsize": 2}
     sizes |= {"num_ranks": 16, "tokens_per_rank": 64, "can_place": True}
-    for name in ("h100", "cpu"):
-        arguments = ["rows.json", "--ranks", "16", "--tokens-per-rank", "64", "--hardware", name]
-        assert run(*arguments, "--json") == 0
-        (point,) = json.loads(capsys.readouterr().out)["points"]
-        choice = choose_algorithm(ROWS, hardware=HARDWARE[name], **sizes)
-        assert point["reason"] == choice.reason
-        assert point["algorithm"] == repr(choice.algorithm)
-        shared = "All ranks share 2 cores: a step takes as long as the work of all of them"
-        assert (shared in choice.reason) == (name == "cpu")
-        seconds = {name: x["seconds"] for name, x in point["predictions"].items()}
-        waits = {name: x["rearrangement_seconds"] for name, x in point["predictions"].items()}
-        for algorithm, prediction in choice.predictions.items():
-            assert seconds[algorithm] - waits[algorithm] == pytest.approx(prediction.total)
+    options = "--ranks", 16, "--tokens-per-rank", 64, "--hardware", hardware, "--mask", mask
+    _, said = plan("rows.json", *options)
+    choice = choose_algorithm(
+        ROWS,
+        mask=BlockCausal(16) if ":" in mask else mask,
+        hardware=HARDWARE[hardware],
+        **sizes,
+    )
+    assert choice.reason in " ".join(said.out.split())
+    assert re.search(rf"^  \* {choice.algorithm.name}", said.out, re.M)
 
 
-@pytest.mark.parametrize("row, tokens", [(0, 128), (1, 104)])
-def test_masks_of_arrays(folder, capsys, row, tokens):
-    """Arrays are cut, or padded, to the columns of the ranks, as the documents are."""
-    ids = ids_of(ROWS)[row : row + 1]
-    mask_of = {
-        "prefix_lm": lambda x: PrefixLM(x["in_prefix"]),
-        "blocks": lambda x: Blocks(x["block_ids"]),
-        "shared_prefix": lambda x: SharedPrefix(x["completion_ids"]),
-        "tree": lambda x: Tree(x["span_ids"], x["parents"]),
-        "ranges": lambda x: Ranges(x["k_start"], x["k_end"]),
-        "full": lambda x: "full",
-        "block_causal:16": lambda x: BlockCausal(16),
-    }
-    sizes: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "itemsize": 2}
-    sizes |= {"num_ranks": 8, "tokens_per_rank": tokens, "can_place": True}
-    columns = 8 * tokens
-    ids = np.pad(ids, ((0, 0), (0, max(0, columns - ids.shape[1]))))[:, :columns]
-    kept = [np.unique_counts(x[x > 0]).counts.tolist() for x in ids]
-    given = mask_arrays(ids_of(ROWS)[row : row + 1])
-    for name, x in given.items():
-        if name != "parents":
-            more = ((0, 0), (0, max(0, columns - x.shape[1])))
-            given[name] = np.pad(x, more, constant_values=-(name == "span_ids"))[:, :columns]
-    for name, make in mask_of.items():
-        arguments = ["masks.npz", "--mask", name, "--row", row, "--ranks", 8]
-        assert run(*arguments, "--tokens-per-rank", tokens, "--json") == 0
-        (point,) = json.loads(capsys.readouterr().out)["points"]
-        choice = choose_algorithm(kept, mask=make(given), hardware=HARDWARE["h100"], **sizes)
-        assert point["reason"] == choice.reason, name
+@pytest.mark.parametrize(
+    "arguments, documents",
+    [
+        (["list.json"], "3 of 50 to 700 tokens; batch rows: 1"),
+        (["rows.json"], "20 of 50 to 700 tokens; batch rows: 2"),
+        (["ids.npy"], "20 of 50 to 700 tokens; batch rows: 2"),
+        (["row.npy"], "2 of 200 to 700 tokens; batch rows: 1"),
+        (["rows.json", "--row", "1"], "18 of 50 to 50 tokens; batch rows: 1"),
+    ],
+)
+def test_every_form_of_input(plan, arguments, documents):
+    code, said = plan(*arguments)
+    assert code == 0 and documents in said.out
 
 
-def keys_of(value, path=""):
-    """Yields the path of every key; the names of algorithms are `NAME`."""
-    if isinstance(value, list):
-        for item in value:
-            yield from keys_of(item, f"{path}[]")
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            below = "NAME" if path.endswith("predictions") else key
-            inner = f"{path}.{below}" if path else below
-            if not isinstance(item, dict | list):
-                yield inner
-            yield from keys_of(item, inner)
+def test_a_reader_that_stops_early_is_no_error(plan):
+    command = [sys.executable, "-m", "jax_cp_dispatch", "plan", "rows.json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout and process.stderr
+        process.stdout.close()
+        said = process.stderr.read().decode()
+    assert process.returncode == 0 and "Error" not in said
 
 
-def test_the_documentation_lists_all_keys(folder, capsys):
-    assert run("rows.json", "--ranks", "16", "--json") == 0
-    found = set(keys_of(json.loads(capsys.readouterr().out)))
-    page = (ROOT / "docs/plan_command.md").read_text()
-    described = re.findall(r"^\| `([a-z][\w.\[\]]+)` \|", page, re.M)
-    assert len(described) == len(set(described))
-    assert found == set(described)
+def test_filling_ranks_cuts_one_document_per_row():
+    rows = [10, 10, 0, 10, 0, 10], [7]
+    batch = fill_ranks(rows, num_ranks=3, tokens_per_rank=8)
+    assert batch.rows == ((10, 10, 4), (7,))
+    assert (batch.num_cut, batch.num_left_out) == (1, 1)
+    assert fill_ranks(rows, num_ranks=3, tokens_per_rank=None).tokens_per_rank == 14
+
+
+NEEDS_LENGTHS = " needs a list of lengths, such as [700, 200], or a list of such lists, one per"
+NEEDS_IDS = " needs integer segment ids [T] or [B, T]: "
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["lengths.csv"], "cannot read lengths.csv: its suffix is '.csv'. Pass lengths in"),
+        (["no.json"], "cannot read no.json: No such file or directory. Pass another"),
+        *([[name], name + NEEDS_IDS] for name in ("text.npy", "objects.npy", "floats.npy")),
+        *([[name], name + NEEDS_IDS] for name in ("cube.npy", "twice.npy")),
+        *(
+            [[f"{name}.json"], f"{name}.json{NEEDS_LENGTHS}"]
+            for name in ("negative", "fraction", "mixed", "broken", "deep", "text", "object")
+        ),
+        (["empty.json"], "empty.json has no documents with tokens"),
+        (["rows.json", "--row", "2"], "--row is 2; pass a batch row of the file, 0 to 1."),
+        (["list.json", "--ranks", "12"], "12 ranks cannot be divided into h100 nodes of 8. Pass"),
+        (["list.json", "--ranks", "99999"], "--ranks is 99999; pass 1 to 16384"),
+        (["list.json", "--nodes", "3"], "--nodes 3 does not divide 8 ranks"),
+        (["list.json", "--nodes", "2", "--hardware", "cpu"], "has no links between nodes"),
+        (["list.json", "--mask", "tree"], "--mask is 'tree'; pass one of "),
+        (["list.json", "--mask", "chunked:0"], "--mask is 'chunked:0'; pass one of "),
+        (["list.json", "--mask", "causal:"], "--mask is 'causal:'; pass one of "),
+        (["list.json", "--head-size", "1" + "0" * 23], "--head-size is 1000000000"),
+        (["list.json", "--itemsize", "32"], "--itemsize is 32; pass 1 to 16"),
+        (["list.json", "--kv-heads", "3"], "--heads 32 is not a multiple of --kv-heads 3"),
+        (["list.json", "--pictures", "list.json"], "cannot create the folder list.json"),
+        (["huge.json", "--ranks", "2", "--hardware", "cpu"], "rank would hold 5000000000 tokens"),
+        (["long.json"], "more than 2**61 query-key pairs, the most"),
+    ],
+)
+def test_bad_input_gives_one_line(plan, unchecked_types, arguments, message):
+    code, said = plan(*arguments)
+    assert code == 2 and message in said.err and said.err.startswith("plan: ")
+    assert said.err.count("\n") == 1 and not said.out
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "the following arguments are required: FILE. See"),
+        (["list.json", "--hardware", "abacus"], "argument --hardware: invalid choice: 'abacus'"),
+    ],
+)
+def test_a_wrong_argument_gives_one_line(plan, capsys, arguments, message):
+    with pytest.raises(SystemExit) as exit:
+        plan(*arguments)
+    said = capsys.readouterr().err
+    assert exit.value.code == 2 and message in said and said.count("\n") == 1

@@ -9,7 +9,6 @@ from jax_cp_dispatch.comm_gemm.buffers.config import read_config
 from jax_cp_dispatch.comm_gemm.buffers.match import check_buffer
 from jax_cp_dispatch.comm_gemm.buffers.registry import find_buffer
 from jax_cp_dispatch.comm_gemm.choice.choose import OPS, choose_comm_gemm
-from jax_cp_dispatch.comm_gemm.choice.tuning import current_tuning
 from jax_cp_dispatch.comm_gemm.engine.overlap import Overlap
 from jax_cp_dispatch.comm_gemm.types import CommOverlapMethod, CommOverlapType
 from jax_cp_dispatch.cost import CommGemmShape
@@ -106,13 +105,13 @@ def _settled(op: str, options: OverlapOptions, sizes: MatmulSizes) -> Overlap:
 
 
 def _chosen(options: OverlapOptions, sizes: MatmulSizes) -> OverlapOptions:
-    """Returns the options with the method of the shortest known time."""
+    """Returns the options with the method that is predicted to be fastest."""
     m, k, n = sizes.m, sizes.k, sizes.n
     if 0 in (m, k, n):
         return dataclasses.replace(options, method=CommOverlapMethod.NONE)
     itemsize = jnp.dtype(sizes.dtype).itemsize
     shape = CommGemmShape(OPS[sizes.comm_type], m, k, n, sizes.num_ranks, itemsize)
-    choice: Any = choose_comm_gemm(shape, table=current_tuning())
+    choice: Any = choose_comm_gemm(shape)
     return dataclasses.replace(options, **choice.options)
 
 

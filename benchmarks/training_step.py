@@ -1,6 +1,6 @@
 """A training step of a small transformer on packed documents, by algorithm of attention."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,13 +10,10 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jax_cp_dispatch.attention import context_parallel_attention
-from jax_cp_dispatch.bench_command.attention import DENSE, peak
-from jax_cp_dispatch.bench_command.packed_lengths import drawn_lengths, segment_ids_of
-from jax_cp_dispatch.bench_command.ranks import AXIS, Ranks, Row
-from jax_cp_dispatch.cost import attention_flops, count_pairs
+from jax_cp_dispatch.bench_command.attention import DENSE, drawn_lengths, segment_ids_of
+from jax_cp_dispatch.bench_command.ranks import AXIS, Ranks
 from jax_cp_dispatch.planner import place_tokens, plan_attention
 
-SECTION = "step"
 ALGORITHMS = ("placed", "balanced", "zigzag")
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}  # of the loss; sums in another order
 VOCABULARY, RATE = 256, 1e-3
@@ -46,13 +43,6 @@ class Model(NamedTuple):
         draw = lambda *shape: (rng.standard_normal(shape) / shape[-2] ** 0.5).astype(np.float32)
         layers = {name: draw(self.layers, *shape) for name, shape in self.matrices.items()}
         return {"embedding": draw(VOCABULARY, self.width), "layers": layers}
-
-    def flops(self, tokens: int, pairs: float) -> float:
-        """Matrix products of a step, without those that `jax.checkpoint` repeats."""
-        weights = self.layers * sum(map(np.prod, self.matrices.values())) + VOCABULARY * self.width
-        sizes = {"num_heads": self.heads, "head_size": self.head_size}
-        attention = sum(attention_flops(pairs, **sizes, backward=x) for x in (False, True))
-        return 6.0 * float(weights) * tokens + self.layers * attention
 
 
 def _norm(x):
@@ -110,30 +100,6 @@ def compiled_steps(
                 f"{expected}. Report this with the output."
             )
     return steps
-
-
-def measure(ranks: Ranks, tokens: int, model: Model) -> Iterator[Row]:
-    """Measures forward pass, backward pass and update, with donated parameters."""
-    lengths = drawn_documents(tokens)
-    steps = compiled_steps(ranks, lengths, model)
-    flops_per_second = peak(ranks, model.dtype)
-    seconds = ranks.measure(steps)
-    pairs = float(sum(count_pairs(0, length) for length in lengths))
-    for name, value in seconds.items():
-        yield Row(
-            SECTION,
-            name,
-            f"{model.layers} layers of width {model.width}, {tokens} tokens, {model.dtype}, "
-            f"{ranks.name}",
-            value,
-            tokens / value,
-            "tokens/s",
-            of_limit=model.flops(tokens, pairs) / value / flops_per_second,
-            limit="a matrix product",
-            speedup=seconds[DENSE] / value,
-            alternative="dense attention sharded by XLA",
-            more={"temp MB": steps[name].temp_bytes / 1e6},
-        )
 
 
 class Step:

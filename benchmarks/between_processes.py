@@ -14,11 +14,10 @@ from collections.abc import Generator, Mapping, Sequence
 import jax
 import numpy as np
 
-from jax_cp_dispatch._ranks.processes import initialize
+from jax_cp_dispatch import initialize
 from jax_cp_dispatch.bench_command import gemm, movement
 from jax_cp_dispatch.bench_command.ranks import Ranks, Row
 
-SECTION = "processes"
 ROW_ELEMENTS = 2048  # of float32: rows of 8 kB
 _LIMIT = 300  # seconds
 
@@ -28,7 +27,7 @@ def measure(
     num_bytes: int,
     shapes: Sequence[gemm.Shape],
     repeats: int,
-    methods: Mapping[str, Sequence[str]] = gemm.MEASURED,
+    methods: Mapping[str, Sequence[str]],
 ) -> Generator[Row, None, None]:
     """Starts the processes, with one device each, and yields the rows of the first as they come.
 
@@ -70,8 +69,8 @@ def main() -> None:
     ranks = Ranks.of_devices(jax.device_count(), options["repeats"])
     tokens = options["num_bytes"] // (ranks.count * ROW_ELEMENTS * 4)
     for rows in (
-        movement.large(ranks, tokens, (ROW_ELEMENTS,), np.float32, SECTION) if tokens else (),
-        gemm.measure(ranks, options["shapes"], "float32", SECTION, options["methods"]),
+        movement.large(ranks, tokens, (ROW_ELEMENTS,), np.float32) if tokens else (),
+        gemm.measure(ranks, options["shapes"], "float32", options["methods"]),
     ):
         for row in rows:
             if jax.process_index() == 0:
