@@ -11,7 +11,7 @@ import pytest
 from launching import PROGRAMS, command, free_address, in_shared_memory, launch
 from on_mesh import mesh_of
 
-from jax_cp_dispatch._ranks.processes import open_files
+from jax_cp_dispatch._ranks.processes import coordination
 
 sys.path.insert(0, str(PROGRAMS))
 
@@ -148,12 +148,12 @@ def test_too_few_open_files_are_refused_before_gloo_fails(tmp_path):
 
 def test_open_files_of_collectives_are_counted(monkeypatch):
     """Between all devices: 8 devices connect to 15 others each."""
-    monkeypatch.setattr(open_files.resource, "getrlimit", lambda what: (100, 4096))
+    monkeypatch.setattr(coordination.resource, "getrlimit", lambda what: (100, 4096))
     warned = "may open 100 files. XLA's collectives over all devices of 2 processes need about"
     with pytest.warns(RuntimeWarning, match=warned):
-        open_files.check_open_files(2, 8)
+        coordination.check_open_files(2, 8)
     with pytest.raises(RuntimeError, match=r"with 64 processes it needs \d+ or more. Raise the"):
-        open_files.check_open_files(64, 1)
-    unlimited = open_files.resource.RLIM_INFINITY
-    monkeypatch.setattr(open_files.resource, "getrlimit", lambda what: (unlimited, unlimited))
-    open_files.check_open_files(64, 64)
+        coordination.check_open_files(64, 1)
+    unlimited = coordination.resource.RLIM_INFINITY
+    monkeypatch.setattr(coordination.resource, "getrlimit", lambda what: (unlimited, unlimited))
+    coordination.check_open_files(64, 64)
