@@ -71,14 +71,7 @@ def dispatch(
     """
     op = "dispatch"
     argument = outgoing(op, "x", x, metadata, capacity=capacity, buffer=buffer)
-    options = read_options(
-        op,
-        axis_name,
-        mesh=mesh,
-        implementation=implementation,
-        deadline=deadline,
-        num_comm_sm=num_comm_sm,
-    )
+    options = read_options(op, axis_name, mesh, implementation, deadline, num_comm_sm)
     return move(options, [argument._replace(storage=out)])[0]
 
 
@@ -124,14 +117,7 @@ def dispatch_qkv(
     of_kv = outgoing(op, "kv", kv, kv_metadata, capacity=kv_capacity, buffer=kv_buffer)
     if (q_out is None) != (kv_out is None):
         raise ValueError(f"{op}: got only one of q_out and kv_out. Pass both or none.")
-    options = read_options(
-        op,
-        axis_name,
-        mesh=mesh,
-        implementation=implementation,
-        deadline=deadline,
-        num_comm_sm=num_comm_sm,
-    )
+    options = read_options(op, axis_name, mesh, implementation, deadline, num_comm_sm)
     received = move(options, [of_q._replace(storage=q_out), of_kv._replace(storage=kv_out)])
     return received[0], received[1]
 
@@ -176,14 +162,7 @@ def combine(
     op, dtype = "combine", preferred_element_type
     argument = returning(op, "y", y, metadata, num_tokens=num_tokens, dtype=dtype)
     argument = argument.in_buffer(op, buffer)
-    options = read_options(
-        op,
-        axis_name,
-        mesh=mesh,
-        implementation=implementation,
-        deadline=deadline,
-        num_comm_sm=num_comm_sm,
-    )
+    options = read_options(op, axis_name, mesh, implementation, deadline, num_comm_sm)
     return move(options, [argument])[0]
 
 
@@ -225,13 +204,6 @@ def combine_qkv(
     of_q = returning(op, "q", q, q_metadata, num_tokens=q_num_tokens, dtype=dtype)
     of_kv = returning(op, "kv", kv, kv_metadata, num_tokens=kv_num_tokens, dtype=dtype)
     arguments = [of_q.in_buffer(op, q_buffer), of_kv.in_buffer(op, kv_buffer)]
-    options = read_options(
-        op,
-        axis_name,
-        mesh=mesh,
-        implementation=implementation,
-        deadline=deadline,
-        num_comm_sm=num_comm_sm,
-    )
+    options = read_options(op, axis_name, mesh, implementation, deadline, num_comm_sm)
     home = move(options, arguments)
     return home[0], home[1]

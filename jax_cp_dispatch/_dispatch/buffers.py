@@ -6,7 +6,7 @@ from typing import NamedTuple, SupportsIndex
 
 from jax_cp_dispatch._arguments import check_rows
 from jax_cp_dispatch._ranks import runtime
-from jax_cp_dispatch._ranks.deadline import check_deadline
+from jax_cp_dispatch._ranks.communicator import check_deadline
 
 _MOST = 2**63 - 1  # ids have 64 bits
 

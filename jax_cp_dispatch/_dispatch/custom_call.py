@@ -1,11 +1,13 @@
-"""The custom call of an exchange: its target, and the attributes that CPUs and GPUs read alike."""
+"""The custom call of an exchange: what CPUs and GPUs read alike, and its lowering for CPUs."""
 
 from typing import Any
 
+import jax
 import numpy as np
 
 from jax_cp_dispatch._dispatch.exchange_operands import Exchange
 from jax_cp_dispatch._ranks import runtime
+from jax_cp_dispatch._ranks.lowering import Choice, lower_rank_and_group, prepare_cpu_devices
 
 
 def target_of(exchange: Exchange) -> str:
@@ -45,3 +47,22 @@ def aliases_of(exchange: Exchange, operands: Any) -> dict[int, int]:
 
 def _span(values: Any) -> np.ndarray:
     return np.array(list(values), np.int64)
+
+
+def lower_on_cpu(ctx: Any, *operands: Any, exchange: Exchange, choice: Choice) -> Any:
+    """Lowers the part of one rank between CPU devices."""
+    prepare_cpu_devices()
+    attributes = choice.rank_attributes(ctx, exchange.comm, _what(exchange))
+    first, types = lower_rank_and_group(ctx, exchange.comm)
+    call = jax.ffi.ffi_lowering(
+        target_of(exchange), operand_output_aliases=aliases_of(exchange, operands)
+    )
+    types = (*types, *ctx.avals_in)
+    attributes |= attributes_of(exchange)
+    return call(ctx.replace(avals_in=types), *first, *operands, **attributes)
+
+
+def _what(exchange: Exchange) -> str:
+    """Describes the operation, and the properties of its groups that shapes do not show."""
+    rows = "; ".join(f"{x.num_tokens} tokens, capacity {x.capacity}" for x in exchange.groups)
+    return f"{target_of(exchange).rpartition('.')[2]} of {rows}"

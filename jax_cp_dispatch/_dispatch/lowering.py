@@ -9,7 +9,8 @@ from typing import Any
 
 from jax.extend.core import Primitive
 
-from jax_cp_dispatch._dispatch import by_xla, on_cpu, on_gpu
+from jax_cp_dispatch._dispatch import by_xla, on_gpu
+from jax_cp_dispatch._dispatch.custom_call import lower_on_cpu
 from jax_cp_dispatch._dispatch.devices import on_every_device
 from jax_cp_dispatch._dispatch.exchange_operands import Exchange
 from jax_cp_dispatch._dispatch.partitioning import lower_partitioned, run_over_ranks
@@ -25,7 +26,7 @@ from jax_cp_dispatch._ranks.implementations import (
 from jax_cp_dispatch._ranks.lowering import choose, fall_back, lower_opened
 from jax_cp_dispatch._ranks.partitioning import can_partition
 
-register_lowering(Operation.EXCHANGE, on_cpu.lower, on=ON_CPU)
+register_lowering(Operation.EXCHANGE, lower_on_cpu, on=ON_CPU)
 register_lowering(Operation.EXCHANGE, on_gpu.lower, on=ON_GPU)
 register_lowering(Operation.EXCHANGE, by_xla.lower, on=[XLA])
 register_lowering(Operation.EXCHANGE_ON_ONE_DEVICE, on_gpu.on_one_device, on=ON_GPU)

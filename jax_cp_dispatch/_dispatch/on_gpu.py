@@ -7,6 +7,7 @@ them, because optimization barriers make the work depend on `held`, and the seco
 """
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +24,7 @@ from jax_cp_dispatch._dispatch.custom_call import (
 from jax_cp_dispatch._dispatch.exchange_operands import Exchange
 from jax_cp_dispatch._ranks import runtime
 from jax_cp_dispatch._ranks.axis import rank_index
-from jax_cp_dispatch._ranks.gpu import all_ranks_here, chosen_copy_path
+from jax_cp_dispatch._ranks.gpu import all_ranks_here
 from jax_cp_dispatch._ranks.lowering import Choice
 
 _MAX_ARRAYS = 64  # of one call, as in csrc/kernels/call.h
@@ -123,6 +124,21 @@ def _attributes(exchange: Exchange, ranks: dict[str, Any]) -> dict[str, Any]:
     return {
         **attributes_of(exchange),
         **ranks,
-        "copy_path": chosen_copy_path(exchange.op),
+        "copy_path": _copy_path(exchange.op),
         "num_comm_sm": np.int64(min(exchange.num_comm_sm or _ALL, _MOST_SMS)),
     }
+
+
+def _copy_path(op: str) -> str:
+    """Returns `JAX_CP_DISPATCH_COPY_PATH`, which is read when a program is lowered.
+
+    "registers" is the default. "bulk" uses the copy engines of the multiprocessors, on GPUs of
+    compute capability 9.0 and newer; others use registers. Ranks may use different ones.
+    """
+    path = os.environ.get("JAX_CP_DISPATCH_COPY_PATH", "registers")
+    if path not in ("registers", "bulk"):
+        raise ValueError(
+            f"{op}: JAX_CP_DISPATCH_COPY_PATH is {path!r}; it must be 'registers' or 'bulk'. Unset "
+            "it for the default."
+        )
+    return path

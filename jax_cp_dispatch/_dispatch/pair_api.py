@@ -107,14 +107,7 @@ def dispatch_start(
     """
     op = "dispatch_start"
     argument = outgoing(op, "x", x, metadata, capacity=capacity, buffer=buffer)
-    options = read_options(
-        op,
-        axis_name,
-        mesh=mesh,
-        implementation=implementation,
-        deadline=deadline,
-        num_comm_sm=num_comm_sm,
-    )
+    options = read_options(op, axis_name, mesh, implementation, deadline, num_comm_sm)
     return start(options, [argument], beside)
 
 
@@ -149,14 +142,7 @@ def combine_start(
     argument = returning(
         op, "y", y, metadata, num_tokens=num_tokens, dtype=preferred_element_type
     ).in_buffer(op, buffer)
-    options = read_options(
-        op,
-        axis_name,
-        mesh=mesh,
-        implementation=implementation,
-        deadline=deadline,
-        num_comm_sm=num_comm_sm,
-    )
+    options = read_options(op, axis_name, mesh, implementation, deadline, num_comm_sm)
     return start(options, [argument], beside)
 
 

@@ -1,10 +1,9 @@
 """Movement by XLA's collectives alone: `implementation="xla"`, on every platform.
 
-Rows move by `ragged_all_to_all` where the caller allows it; see xla_ragged.py. Otherwise every rank
-gathers the rows of all ranks and selects from them; for a combine of more than `MAX_GATHERED_BYTES`
-in turns, see xla_turns.py. No error can be raised at run time: a plan that
-the native handlers would reject fills the results of all ranks, floating-point ones with NaN,
-others with zeros.
+Rows move by `ragged_all_to_all` where the caller allows it. Otherwise every rank gathers the rows
+of all ranks and selects from them; for a combine of more than `MAX_GATHERED_BYTES` in turns. No
+error can be raised at run time: a plan that the native handlers would reject fills the results of
+all ranks, floating-point ones with NaN, others with zeros.
 
 Rows move as unsigned integers where a float is narrower than 32 bits, because XLA may compute with
 such types in float32, which changes the bits of a NaN.
@@ -21,8 +20,12 @@ from jaxtyping import Array, Int32, Shaped
 
 from jax_cp_dispatch._dispatch.exchange_operands import MetadataOperands
 from jax_cp_dispatch._dispatch.xla_plan import Plan, XlaRanks, find_sources, read_plan
-from jax_cp_dispatch._dispatch.xla_ragged import return_rows, send_rows
-from jax_cp_dispatch._dispatch.xla_turns import MAX_GATHERED_BYTES, gather_in_turns
+from jax_cp_dispatch._dispatch.xla_rows import (
+    MAX_GATHERED_BYTES,
+    gather_in_turns,
+    return_rows,
+    send_rows,
+)
 from jax_cp_dispatch._ranks.varying import vary_alike
 
 

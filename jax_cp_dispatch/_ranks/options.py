@@ -9,8 +9,7 @@ from typing import Any
 from jax_cp_dispatch._arguments import check_positive
 from jax_cp_dispatch._ranks.axis import AxisName, check_axis_name, check_mesh, other_axes
 from jax_cp_dispatch._ranks.call_context import CallContext, find_context
-from jax_cp_dispatch._ranks.communicator import Communicator
-from jax_cp_dispatch._ranks.deadline import check_deadline, in_milliseconds
+from jax_cp_dispatch._ranks.communicator import Communicator, check_deadline, in_milliseconds
 from jax_cp_dispatch._ranks.implementations import check_groups, check_implementation, refuse_here
 
 
@@ -48,7 +47,6 @@ class CollectiveOptions:
 def read_options(
     op: str,
     axis_name: AxisName,
-    *,
     mesh: Any = None,
     implementation: str | None = None,
     deadline: float | None = None,

@@ -1,6 +1,7 @@
 """Loads the native extensions and registers their XLA FFI targets; no other module imports them."""
 
 import ctypes
+import functools
 import importlib
 import importlib.util
 import pathlib
@@ -145,6 +146,32 @@ def nvshmem_library() -> str:
     return ""
 
 
+_PLACES = (
+    ("nvidia", "cu13/lib/libcublasLt.so.13"),
+    ("nvidia.cublas", "lib/libcublasLt.so.13"),
+    ("nvidia.cublas", "lib/libcublasLt.so.12"),
+)
+
+
+@functools.cache
+def open_cublaslt() -> str:
+    """Opens cuBLASLt if it is installed as a wheel; returns its file, or "" if it is not.
+
+    The extension then finds it by name, like a library of the system or one that JAX has opened.
+    """
+    for package, path in _PLACES:
+        try:
+            spec = importlib.util.find_spec(package)
+        except ModuleNotFoundError:
+            continue
+        for folder in spec.submodule_search_locations or () if spec is not None else ():
+            library = pathlib.Path(folder, path)
+            if library.is_file():
+                ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+                return str(library)
+    return ""
+
+
 def load_nvshmem() -> tuple[Any, str]:
     """Returns the extension for NVSHMEM and ""; or None and the reason. Does not start NVSHMEM."""
     if importlib.util.find_spec("jax_cp_dispatch._nvshmem") is None:
@@ -170,3 +197,19 @@ def restore_buffer(id: int) -> None:
     """Makes a released id denote a buffer again."""
     if cuda is not None:
         cuda.restore_buffer(id)
+
+
+def raise_gpu_errors() -> None:
+    """Raises the errors that GPUs found in exchanges and that no call has raised yet.
+
+    A GPU detects an invalid plan or a missing rank after the host has continued. The results are
+    then NaN (-1 for integers), and the next call over the same ranks raises the error. Call this
+    function after `jax.block_until_ready` to raise it earlier. If the environment variable
+    `JAX_CP_DISPATCH_CHECK=1` is set, every call waits and raises its own errors.
+
+    Raises:
+      RuntimeError: the errors, one per line.
+    """
+    errors = cuda.take_errors() if cuda is not None else []
+    if errors:
+        raise RuntimeError("\n".join(errors))

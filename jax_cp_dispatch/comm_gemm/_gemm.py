@@ -14,12 +14,12 @@ from jax_cp_dispatch.comm_gemm.engine.call import GemmCall, GemmResults, collaps
 from jax_cp_dispatch.comm_gemm.engine.communication import ranks_of_gemm, with_overlap
 from jax_cp_dispatch.comm_gemm.engine.primitive import bind_gemm
 from jax_cp_dispatch.comm_gemm.layers.one_device import gemm_of_one_device
-from jax_cp_dispatch.comm_gemm.layers.reverse_mode import reverse_mode_only
 from jax_cp_dispatch.comm_gemm.operand_types import (
     check_operand_types,
     read_array,
     read_flag,
     result_dtype,
+    reverse_mode_only,
 )
 from jax_cp_dispatch.comm_gemm.scaled.read_scales import check_scales
 from jax_cp_dispatch.comm_gemm.types import CommOverlapType, ScalingMode

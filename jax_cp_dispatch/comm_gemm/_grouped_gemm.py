@@ -1,24 +1,22 @@
 """`grouped_gemm`: a GEMM for each group of rows, as in mixture-of-experts layers."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
 from jax_cp_dispatch._ranks.implementations import check_implementation
-from jax_cp_dispatch._ranks.varying import vary_alike, whole_on_explicit_axes
-from jax_cp_dispatch.comm_gemm.engine.grouped import GroupedCall
-from jax_cp_dispatch.comm_gemm.layers.grouped import (
-    bind_grouped,
-    gemm_of_groups,
-)
-from jax_cp_dispatch.comm_gemm.layers.reverse_mode import reverse_mode_only
+from jax_cp_dispatch._ranks.varying import vary_alike, vary_like, whole_on_explicit_axes
+from jax_cp_dispatch.comm_gemm.engine.grouped import GroupedCall, grouped_gemm_p
 from jax_cp_dispatch.comm_gemm.operand_types import (
     check_operand_types,
     read_array,
     read_flag,
     result_dtype,
+    reverse_mode_only,
 )
 from jax_cp_dispatch.comm_gemm.scaled.read_scales import scales_of_mode
 from jax_cp_dispatch.comm_gemm.types import ScalingMode
@@ -113,8 +111,8 @@ def grouped_gemm(
         whole = whole_on_explicit_axes(given)
         lhs, rhs, group_sizes, *rest = vary_alike(whole)  # as their cotangents do
         with reverse_mode_only(op):
-            return gemm_of_groups(call, lhs, rhs, rest[0] if rest else None, group_sizes)
-    return bind_grouped(call, lhs, rhs, bias, group_sizes, (lhs_scale_inv, rhs_scale_inv))
+            return _differentiable(call, lhs, rhs, rest[0] if rest else None, group_sizes)
+    return _bind(call, lhs, rhs, bias, group_sizes, (lhs_scale_inv, rhs_scale_inv))
 
 
 def _read_dims(op: str, given: Any) -> Any:
@@ -177,3 +175,69 @@ def _check_scales(op, mode: ScalingMode, num_groups: int, scales) -> None:
                 f"{op}: {name}_scale_inv is {jnp.result_type(scale).name}{list(jnp.shape(scale))}; "
                 f"it needs float32 [{num_groups}], one per group."
             )
+
+
+# ---- The derivative: grouped gemms again, of transposed operands.
+
+
+def _bind(call: GroupedCall, lhs, rhs, bias, group_sizes, scales=(None, None)):
+    """Binds one call; `scales` are those of lhs and rhs."""
+    nothing = jnp.zeros(1, jnp.float32)
+    bias = nothing if bias is None else bias.astype(call.out_dtype)
+    of_lhs, of_rhs = (nothing if x is None else jnp.asarray(x) for x in scales)
+    if 0 in (*lhs.shape, *rhs.shape, *group_sizes.shape):  # jaxlib 0.11 crashes on no elements
+        return vary_like([_of_nothing(call, lhs, rhs, bias, group_sizes)], lhs)[0]
+    operands = vary_alike([lhs, of_lhs, rhs, of_rhs, bias, group_sizes])
+    return grouped_gemm_p.bind(*operands, call=call)
+
+
+def _of_nothing(call: GroupedCall, lhs, rhs, bias, group_sizes):
+    """Returns empty sums, plus the bias of existing rows."""
+    shape = call.out_shape(lhs, rhs, group_sizes)
+    if not call.fuse_bias or 0 in shape or not group_sizes.shape[0]:
+        return jnp.zeros(shape, call.out_dtype)
+    of_rows = jnp.repeat(bias, group_sizes, axis=0, total_repeat_length=shape[0])
+    return jnp.where(jnp.arange(shape[0])[:, None] < group_sizes.sum(), of_rows, 0)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _differentiable(call: GroupedCall, lhs, rhs, bias, group_sizes) -> Any:
+    return _bind(call, lhs, rhs, bias, group_sizes)
+
+
+def _forward(call, lhs, rhs, bias, group_sizes):
+    return _differentiable(call, lhs, rhs, bias, group_sizes), (
+        lhs,
+        rhs,
+        bias,
+        group_sizes,
+    )
+
+
+def _backward(call: GroupedCall, residuals, dy):
+    lhs, rhs, bias, sizes = residuals
+
+    def product(a, b, like, *, contracts_rows=False, rhs_transposed=False) -> Any:
+        form = call.replace(
+            contracts_rows=contracts_rows,
+            rhs_transposed=rhs_transposed,
+            out_dtype=like.dtype.name,
+            fuse_bias=False,
+        )
+        return _differentiable(form, a, b, None, sizes)
+
+    if call.contracts_rows:  # dy [G, K, N]
+        dlhs = product(rhs, dy, lhs, rhs_transposed=True)
+        drhs = product(lhs, dy, rhs)
+        return dlhs, drhs, None, None
+    dlhs = product(dy, rhs, lhs, rhs_transposed=not call.rhs_transposed)
+    of_rhs = (dy, lhs) if call.rhs_transposed else (lhs, dy)
+    drhs = product(*of_rhs, rhs, contracts_rows=True)
+    dbias = None
+    if bias is not None:
+        ones = jnp.ones((lhs.shape[0], 1), dy.dtype)
+        dbias = product(ones, dy, bias, contracts_rows=True)[:, 0]
+    return dlhs, drhs, dbias, None
+
+
+_differentiable.defvjp(_forward, _backward)

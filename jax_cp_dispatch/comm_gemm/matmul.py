@@ -24,11 +24,13 @@ from jax_cp_dispatch.comm_gemm.layers.global_arrays import (
     matmul_of_all_ranks,
     matmul_on_rank,
 )
-from jax_cp_dispatch.comm_gemm.layers.matmul_operands import Operands
+from jax_cp_dispatch.comm_gemm.layers.matmul_operands import (
+    Operands,
+    read_operands,
+    read_row_counts,
+)
 from jax_cp_dispatch.comm_gemm.layers.rank import Matmul
-from jax_cp_dispatch.comm_gemm.layers.read_operands import read_operands, read_row_counts
-from jax_cp_dispatch.comm_gemm.layers.reverse_mode import reverse_mode_only
-from jax_cp_dispatch.comm_gemm.operand_types import result_dtype
+from jax_cp_dispatch.comm_gemm.operand_types import result_dtype, reverse_mode_only
 from jax_cp_dispatch.comm_gemm.scaled.read_scales import check_contracted_blocks, read_scaling
 from jax_cp_dispatch.comm_gemm.scaled.scaled_operands import (
     FORWARD_DTYPE,
@@ -136,9 +138,7 @@ def all_gather_matmul(
             method=method, atomic=atomic, aggregate=aggregate, use_ce=use_ce, buffer=buffer
         ),
         _Options(
-            ranks=read_options(
-                op, axis_name, mesh=mesh, implementation=implementation, deadline=deadline
-            ),
+            ranks=read_options(op, axis_name, mesh, implementation, deadline),
             row_counts=row_counts,
             gathered=gathered,
             scaling_mode=scaling_mode,
@@ -229,9 +229,7 @@ def matmul_reduce_scatter(
             buffer=buffer,
         ),
         _Options(
-            ranks=read_options(
-                op, axis_name, mesh=mesh, implementation=implementation, deadline=deadline
-            ),
+            ranks=read_options(op, axis_name, mesh, implementation, deadline),
             row_counts=row_counts,
             scaling_mode=scaling_mode,
             preferred_element_type=preferred_element_type,

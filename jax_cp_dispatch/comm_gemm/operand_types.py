@@ -1,5 +1,7 @@
-"""Checks operands, types and flags of all GEMMs."""
+"""Checks operands, types, flags and the mode of differentiation of all GEMMs."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -69,3 +71,18 @@ def result_dtype(op: str, x: Array, w: Array, preferred: Any) -> str:
             f"be one of {FLOATS}, and float64 can only be used with float64."
         )
     return name
+
+
+@contextlib.contextmanager
+def reverse_mode_only(op: str) -> Iterator[None]:
+    """Names the operation in the error, which JAX's own message does not."""
+    try:
+        yield
+    except TypeError as error:
+        if "forward-mode autodiff" not in str(error):
+            raise
+        raise TypeError(
+            f"{op}: got forward mode (jax.jvp, jax.jacfwd, jax.hessian), but it has a derivative "
+            "in reverse mode only, of any order. Use jax.vjp, jax.grad or jax.jacrev: a Hessian "
+            "is jax.jacrev(jax.grad(...))."
+        ) from None

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jax_cp_dispatch._dispatch import buffers
-from jax_cp_dispatch._ranks.deadline import in_milliseconds
+from jax_cp_dispatch._ranks.communicator import in_milliseconds
 from jax_cp_dispatch.buffers import (
     create_dispatch_buffer,
     destroy_all_dispatch_buffers,

@@ -1,38 +1,47 @@
 """A process of a job without the launcher; it still has work when process 0 is done.
 
-python ends.py ADDRESS NUM_PROCESSES PROCESS FOLDER [explicitly | raises | exits | goes_on]
+python ends.py ADDRESS NUM_PROCESSES PROCESS FOLDER HOW
+
+HOW is "", explicitly, raises, exits, is_missed or leaves.
 """
 
-import argparse
-import contextlib
 import pathlib
 import sys
 import time
 from typing import Any
 
 import jax
+import numpy as np
 from jax._src import distributed
+from jax.sharding import Mesh, PartitionSpec as P
 
 import jax_cp_dispatch as cp
+from jax_cp_dispatch._ranks.processes import ending
 
 address, num_processes, process = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-last_line, how = pathlib.Path(sys.argv[4], "0 is at its last line"), sys.argv[5:]
+last_line, how = pathlib.Path(sys.argv[4], "0 is at its last line"), sys.argv[5]
 assert cp.initialize(address, num_processes, process).implementation == "shared_memory"
 assert len(jax.devices()) == num_processes
 if process == 0:
     last_line.touch()
-    if how == ["explicitly"]:
+    if how == "explicitly":
         jax.distributed.shutdown()
-    if how == ["raises"]:
+    if how == "raises":
         raise RuntimeError("process 0 fails")
-    if how == ["exits"]:
+    if how in ("exits", "is_missed"):
         sys.exit(3)
-    if how == ["goes_on"]:
-        with contextlib.suppress(SystemExit):
-            argparse.ArgumentParser().parse_args(["--unknown"])
+    if how == "leaves":
+        ending._LONGEST_SECONDS = 0.5
 else:
     while not last_line.exists():
         time.sleep(0.01)
+    if how == "is_missed":
+        plan, _ = cp.compute_metadata(np.full((2, 1), 4), np.array([[1], [0]]))
+        move = lambda: cp.dispatch(np.zeros((4, 1)), plan, axis_name="cp", capacity=4, deadline=1.0)
+        mesh = Mesh(np.array(jax.devices()), ("cp",))
+        jax.block_until_ready(
+            jax.jit(jax.shard_map(move, mesh=mesh, in_specs=(), out_specs=P("cp")))()
+        )
     time.sleep(3)  # enough time for JAX to end this process, if no other process waited for it
     client: Any = distributed.global_state.client
     client.key_value_set("still", "there")

@@ -10,10 +10,7 @@ from scenes import of_scene
 from two_processes import outputs_of
 
 from jax_cp_dispatch._ranks.gpu.nvshmem import what_hosts_lack
-from jax_cp_dispatch._ranks.gpu.shared_memory_groups import (
-    describe_shared_memory_groups,
-    find_shared_memory_groups,
-)
+from jax_cp_dispatch._ranks.gpu.slabs import describe_mapping, group_by_mapping
 from jax_cp_dispatch._ranks.job import publish_and_read_all
 
 ONE_HOST, TWO_HOSTS = "3 processes of 1 host, one GPU each", "3 processes of 2 hosts, one GPU each"
@@ -170,15 +167,15 @@ def test_nvshmem_is_not_started_between_hosts_without_a_network():
 
 def test_memory_groups_map_the_same_ranks():
     hosts = [[a // 4 == b // 4 for b in range(8)] for a in range(8)]
-    assert find_shared_memory_groups(hosts) == [0] * 4 + [4] * 4
-    assert describe_shared_memory_groups(find_shared_memory_groups(hosts)) == (
+    assert group_by_mapping(hosts) == [0] * 4 + [4] * 4
+    assert describe_mapping(group_by_mapping(hosts)) == (
         "0-3, 4-7 through pointers, each other over the network"
     )
-    assert describe_shared_memory_groups([0] * 8) == "all through pointers"
-    assert describe_shared_memory_groups([0, 1, 0, 0]).startswith("0+2-3, 1 through pointers")
+    assert describe_mapping([0] * 8) == "all through pointers"
+    assert describe_mapping([0, 1, 0, 0]).startswith("0+2-3, 1 through pointers")
     # 0 and 1, and 1 and 2, but not 0 and 2: they map different ranks.
     chain = [[True, True, False], [True, True, True], [False, True, True]]
-    assert find_shared_memory_groups(chain) == [0, 1, 2]
+    assert group_by_mapping(chain) == [0, 1, 2]
 
 
 def test_a_process_without_a_job_gets_an_error():

@@ -11,7 +11,7 @@ import pytest
 from launching import PROGRAMS, command, free_address, in_shared_memory, launch
 from on_mesh import mesh_of
 
-from jax_cp_dispatch._ranks.processes import open_files
+from jax_cp_dispatch._ranks.processes import coordination
 
 sys.path.insert(0, str(PROGRAMS))
 
@@ -90,25 +90,28 @@ def test_mistakes_before_initialize_are_reported(monkeypatch):
     assert sorted(done.stdout.splitlines()) == said
 
 
-@pytest.mark.parametrize("how", [[], ["explicitly"], ["goes_on"]])
-def test_process_0_leaves_last(tmp_path, how):
+@pytest.mark.parametrize("how, code", [("", 0), ("explicitly", 0), ("exits", 3)])
+def test_process_0_leaves_last(tmp_path, how, code):
     """Without the launcher, whatever work the others have: it hosts JAX's service."""
     codes, said = run_job(tmp_path, how)
-    assert codes == [0, 0], said
+    assert codes == [code, 0], said
     assert said[1][0] == "done\n"
 
 
-@pytest.mark.parametrize("how, code", [("raises", 1), ("exits", 3)])
-def test_a_failure_of_process_0_ends_the_others(tmp_path, how, code):
-    """They would wait for it without end in an XLA collective."""
-    codes, said = run_job(tmp_path, [how])
-    assert codes == [code, -signal.SIGABRT], said
+@pytest.mark.parametrize(
+    "how, codes, process, named",
+    [
+        ("raises", [1, -signal.SIGABRT], 0, "RuntimeError: process 0 fails"),
+        ("leaves", [0, -signal.SIGABRT], 0, "s and leaves; JAX ends processes [1]"),
+        ("is_missed", [3, 1], 1, "missing ranks [0]"),
+    ],
+)
+def test_the_others_do_not_wait_without_end(tmp_path, how, codes, process, named):
+    """For a process 0 that fails, that has waited long enough, or that has exited with an error."""
+    found, said = run_job(tmp_path, how)
+    assert found == codes, said
     assert said[1][0] == ""
-    named = {
-        "raises": "RuntimeError: process 0 fails",
-        "exits": "process 0 ends with exit status 3",
-    }
-    assert named[how] in said[0][1]
+    assert named in said[process][1]
 
 
 def run_job(tmp_path, how):
@@ -116,7 +119,7 @@ def run_job(tmp_path, how):
     address = free_address()
     job = [
         subprocess.Popen(
-            [sys.executable, PROGRAMS / "ends.py", address, "2", str(process), tmp_path, *how],
+            [sys.executable, PROGRAMS / "ends.py", address, "2", str(process), tmp_path, how],
             env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -145,12 +148,12 @@ def test_too_few_open_files_are_refused_before_gloo_fails(tmp_path):
 
 def test_open_files_of_collectives_are_counted(monkeypatch):
     """Between all devices: 8 devices connect to 15 others each."""
-    monkeypatch.setattr(open_files.resource, "getrlimit", lambda what: (100, 4096))
+    monkeypatch.setattr(coordination.resource, "getrlimit", lambda what: (100, 4096))
     warned = "may open 100 files. XLA's collectives over all devices of 2 processes need about"
     with pytest.warns(RuntimeWarning, match=warned):
-        open_files.check_open_files(2, 8)
+        coordination.check_open_files(2, 8)
     with pytest.raises(RuntimeError, match=r"with 64 processes it needs \d+ or more. Raise the"):
-        open_files.check_open_files(64, 1)
-    unlimited = open_files.resource.RLIM_INFINITY
-    monkeypatch.setattr(open_files.resource, "getrlimit", lambda what: (unlimited, unlimited))
-    open_files.check_open_files(64, 64)
+        coordination.check_open_files(64, 1)
+    unlimited = coordination.resource.RLIM_INFINITY
+    monkeypatch.setattr(coordination.resource, "getrlimit", lambda what: (unlimited, unlimited))
+    coordination.check_open_files(64, 64)

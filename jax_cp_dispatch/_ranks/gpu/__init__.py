@@ -1,12 +1,10 @@
 """Ranks on NVIDIA GPUs: the available transports, device placement, memory shared by processes."""
 
-from jax_cp_dispatch._ranks.gpu.copy_path import chosen_copy_path
 from jax_cp_dispatch._ranks.gpu.device_table import (
     all_ranks_here,
     gpu_attributes,
     what_pointers_lack,
 )
-from jax_cp_dispatch._ranks.gpu.errors import raise_gpu_errors
 from jax_cp_dispatch._ranks.gpu.peers import why_no_peer_access
 from jax_cp_dispatch._ranks.gpu.world import (
     GpuWorld,
@@ -14,11 +12,11 @@ from jax_cp_dispatch._ranks.gpu.world import (
     connected_gpus,
     connected_slabs,
 )
+from jax_cp_dispatch._ranks.runtime import raise_gpu_errors
 
 __all__ = [
     "GpuWorld",
     "all_ranks_here",
-    "chosen_copy_path",
     "connect_gpus",
     "connected_gpus",
     "connected_slabs",

@@ -6,8 +6,7 @@ import jax
 import numpy as np
 
 from jax_cp_dispatch._ranks import runtime
-from jax_cp_dispatch._ranks.communicator import Communicator, Groups
-from jax_cp_dispatch._ranks.deadline import default_deadline_ms
+from jax_cp_dispatch._ranks.communicator import Communicator, Groups, default_deadline_ms
 from jax_cp_dispatch._ranks.gpu.peers import local_ordinals, number_in_process
 from jax_cp_dispatch._ranks.gpu.world import connected_slabs
 

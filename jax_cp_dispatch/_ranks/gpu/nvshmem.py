@@ -6,8 +6,13 @@ from typing import Any
 
 from jax_cp_dispatch._ranks import runtime
 from jax_cp_dispatch._ranks.gpu.nvshmem_trial import why_nvshmem_ends
-from jax_cp_dispatch._ranks.gpu.shared_memory_groups import find_shared_memory_groups
-from jax_cp_dispatch._ranks.gpu.slabs import GpuJob, Slabs, first_reason, why_patterns_are_lost
+from jax_cp_dispatch._ranks.gpu.slabs import (
+    GpuJob,
+    Slabs,
+    first_reason,
+    group_by_mapping,
+    why_patterns_are_lost,
+)
 
 _POINTERS_VARIABLE = "JAX_CP_DISPATCH_GPU_POINTERS"
 _OWN_BYTES = 64 << 20  # of the heap, beside the slab: NVSHMEM's own data
@@ -83,7 +88,7 @@ def _start(job: GpuJob, module: Any) -> Slabs | str:
     missing = first_reason([reason for reason, _ in found])
     if missing is not None:
         return missing
-    memory_groups = find_shared_memory_groups([mapped for _, mapped in found])
+    memory_groups = group_by_mapping([mapped for _, mapped in found])
     # To name memory of another process, NVSHMEM expects this process's address of its own slab.
     bases = [
         base if memory_groups[p] == memory_groups[process] else bases[process]

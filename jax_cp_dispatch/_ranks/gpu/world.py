@@ -12,8 +12,7 @@ import jax
 from jax_cp_dispatch._ranks import runtime
 from jax_cp_dispatch._ranks.gpu.ipc import connect_ipc
 from jax_cp_dispatch._ranks.gpu.nvshmem import connect_nvshmem
-from jax_cp_dispatch._ranks.gpu.shared_memory_groups import describe_shared_memory_groups
-from jax_cp_dispatch._ranks.gpu.slabs import GpuJob, Slabs
+from jax_cp_dispatch._ranks.gpu.slabs import GpuJob, Slabs, describe_mapping
 from jax_cp_dispatch._ranks.job import publish, publish_and_read_all, read_from
 
 _SLAB_BYTES = 1 << 30
@@ -145,7 +144,7 @@ def _describe(slabs: Slabs, num_hosts: int, reasons: list[str]) -> GpuWorld:
     where = f"{num_processes} processes of {num_hosts} host{'s' * (num_hosts > 1)}, one GPU each"
     if slabs.reach(range(num_processes)):
         if len(set(slabs.memory_groups)) > 1:
-            where += f": {describe_shared_memory_groups(slabs.memory_groups)}"
+            where += f": {describe_mapping(slabs.memory_groups)}"
         return GpuWorld(slabs.transport, "; ".join([where, *reasons]))
     inside = f"groups of ranks inside one host use {slabs.transport}"
     return GpuWorld("xla", "; ".join([where, *reasons, inside]))

@@ -1,24 +1,23 @@
 """Ends a job in order: the process that hosts JAX's coordination service leaves last.
 
-JAX ends a process whose service is gone. JAX's own shutdown barrier does not help: it has a time
-limit, and it blocks a process that has failed, while others wait for its exit.
+JAX ends a process whose service is gone. JAX's own shutdown barrier does not help: it also holds a
+process that has failed, while others wait for its exit.
 """
 
 import os
 import select
 import sys
-import threading
 import time
-from typing import Any, NoReturn
+from typing import Any
 
 from jax_cp_dispatch._jax_private import distributed
 
 _ENDED = "jax_cp_dispatch/ended"
 _POLL_SECONDS = 0.05
 _SILENT_SECONDS = 30.0
+_LONGEST_SECONDS = 300.0  # as JAX's barrier
 
 _pid_fds: dict[int, int] = {}  # of processes of this host
-_statuses: list[Any] = []  # with which `sys.exit` ends this process
 
 
 def watch_process(process: int, pid_fd: int) -> None:
@@ -28,56 +27,25 @@ def watch_process(process: int, pid_fd: int) -> None:
 
 
 def end_in_order() -> None:
-    """Makes JAX's shutdown in process 0 wait for all other live processes.
+    """Makes JAX's shutdown in process 0 wait for all other live processes, up to five minutes.
 
-    It does not wait if an exception ends process 0, or `sys.exit` with a status other than 0.
+    It does not wait if an exception ends process 0. Python shows no exit status to a program at its
+    end, so `sys.exit(1)` waits as well; docs/decisions/process_0_waits_at_its_end.md says why.
     """
     state: Any = distributed.global_state
     shut_down, pid = state.shutdown, os.getpid()
-    if state.process_id == 0:
-        sys.exit = _exit
 
     def shut_down_in_order():
         try:
             if state.client is not None and os.getpid() == pid:
                 if state.process_id != 0:
                     state.client.key_value_set(f"{_ENDED}/{state.process_id}", "")
-                elif not _is_failing():
+                elif getattr(sys, "last_exc", getattr(sys, "last_value", None)) is None:
                     _wait_for_others(state.client, state.num_processes)
-                elif _statuses:  # otherwise there is a traceback
-                    _say(
-                        f"process 0 ends with exit status {_statuses[0]!r}; JAX ends the other "
-                        "processes because it hosts JAX's coordination service"
-                    )
         finally:
             shut_down()
 
     state.shutdown = shut_down_in_order
-
-
-class _Exit(SystemExit):
-    """Records the status of the interpreter's exit, which Python hides from callbacks at exit.
-
-    The interpreter reads `code` outside any Python frame; a caller that catches the exit does not.
-    """
-
-    def __getattribute__(self, name: str) -> Any:
-        value = super().__getattribute__(name)
-        if name == "code" and sys._getframe().f_back is None:
-            _statuses.append(value)
-        return value
-
-
-def _exit(status: Any = None, /) -> NoReturn:
-    """Replaces `sys.exit`."""
-    in_main = threading.current_thread() is threading.main_thread()
-    raise (_Exit if in_main else SystemExit)(status)
-
-
-def _is_failing() -> bool:
-    if getattr(sys, "last_exc", getattr(sys, "last_value", None)) is not None:
-        return True
-    return any(status not in (None, 0) for status in _statuses)
 
 
 def _wait_for_others(client: Any, num_processes: int) -> None:
@@ -86,13 +54,17 @@ def _wait_for_others(client: Any, num_processes: int) -> None:
     while True:
         ended |= {int(key.rpartition("/")[2]) for key, _ in client.key_value_dir_get(_ENDED)}
         running = [p for p in range(1, num_processes) if p not in ended and not _has_died(p)]
+        waited = time.monotonic() - begin
         if not running:
             break
-        if not has_said and time.monotonic() > begin + _SILENT_SECONDS:
+        if waited > _LONGEST_SECONDS:
+            _say(f"process 0 has waited {waited:.0f} s and leaves; JAX ends processes {running}")
+            return
+        if not has_said and waited > _SILENT_SECONDS:
             has_said = True
             _say(
                 f"process 0 is done and waits for processes {running} because it hosts JAX's "
-                "coordination service"
+                f"coordination service, {_LONGEST_SECONDS:.0f} s at most"
             )
         time.sleep(_POLL_SECONDS)
     # A process leaves the service just after it reports its end. This call returns when all have

@@ -4,6 +4,8 @@ import hashlib
 import os
 import pathlib
 import socket
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import jax
 
@@ -11,7 +13,6 @@ from jax_cp_dispatch._ranks import runtime
 from jax_cp_dispatch._ranks.gpu import connect_gpus
 from jax_cp_dispatch._ranks.job import is_in_job, place_in_job, publish_and_read_all
 from jax_cp_dispatch._ranks.processes import coordination
-from jax_cp_dispatch._ranks.processes.choice import TransportChoice, remember, transport_choice
 from jax_cp_dispatch._ranks.processes.connect import new_token
 from jax_cp_dispatch._ranks.processes.segment import Segment, listen, make_segment
 from jax_cp_dispatch._ranks.processes.shared_memory_groups import (
@@ -23,6 +24,48 @@ from jax_cp_dispatch._ranks.processes.shared_memory_groups import (
 )
 from jax_cp_dispatch._ranks.processes.watch_programs import watch_programs
 from jax_cp_dispatch.cpu_devices import keep_freed_memory
+
+
+class TransportChoice(NamedTuple):
+    """The transport between the processes of a job, and the reason.
+
+    Attributes:
+      implementation: for ranks on all devices. "shared_memory"; on GPUs "nvshmem" or "cuda_ipc";
+        "xla" if no transport of this package reaches all of them; "in_process" for one process.
+      reason: why it was chosen, as text.
+    """
+
+    implementation: str
+    reason: str
+
+
+_choice: TransportChoice | None = None
+_memory_groups: tuple[int, ...] = ()
+
+
+def transport_choice() -> TransportChoice | None:
+    """Returns the choice of `initialize`, or None before that call."""
+    return _choice
+
+
+def share_memory(processes: Iterable[int]) -> bool:
+    """Whether these processes exchange through shared memory; the same answer in all of them."""
+    return bool(_memory_groups) and len({_memory_groups[process] for process in processes}) <= 1
+
+
+def num_cpu_devices_here() -> int:
+    """Returns the number of CPU devices that share this host's cores, as known to `initialize`."""
+    own, devices = jax.process_index(), jax.devices("cpu")
+    near = sum(share_memory((own, device.process_index)) for device in devices)
+    return max(near, jax.local_device_count("cpu"))
+
+
+def _remember(choice: TransportChoice, memory_groups: Sequence[int] = ()) -> TransportChoice:
+    """Stores a choice. Processes with equal `memory_groups` share memory; if empty, none do."""
+    global _choice, _memory_groups
+    _choice, _memory_groups = choice, tuple(memory_groups)
+    return choice
+
 
 _BY_XLA = "XLA's collectives move rows between them"
 
@@ -65,12 +108,12 @@ def initialize(
     if not is_in_job() and not coordination.start(
         coordinator_address, num_processes, process_id, _host(), timeout
     ):
-        return remember(TransportChoice("in_process", "this process belongs to no job of several"))
+        return _remember(TransportChoice("in_process", "this process belongs to no job of several"))
     process, count = place_in_job()
     if count == 1:
-        return remember(TransportChoice("in_process", "the job has one process"))
+        return _remember(TransportChoice("in_process", "the job has one process"))
     if _is_on_gpus():
-        return remember(TransportChoice(*connect_gpus(timeout=timeout)))
+        return _remember(TransportChoice(*connect_gpus(timeout=timeout)))
     return _choose(process, timeout)
 
 
@@ -103,16 +146,16 @@ def _choose(process: int, timeout: float) -> TransportChoice:
             os.close(segment.fd)
     reason = "; ".join(filter(None, (_why_several(others), failure)))
     if failure or not is_connected:
-        return remember(TransportChoice("xla", f"{reason}; {_BY_XLA}"))
+        return _remember(TransportChoice("xla", f"{reason}; {_BY_XLA}"))
     watch_programs()
     keep_freed_memory()  # fresh pages would make every receive several times slower
     if reason:
         inside = "groups of ranks inside one host share memory"
-        return remember(TransportChoice("xla", f"{reason}; {_BY_XLA}; {inside}"), memory_groups)
+        return _remember(TransportChoice("xla", f"{reason}; {_BY_XLA}; {inside}"), memory_groups)
     reason = (
         f"the {len(others)} processes of the job run on host {own.host_name} as user {own.user}"
     )
-    return remember(TransportChoice("shared_memory", reason), memory_groups)
+    return _remember(TransportChoice("shared_memory", reason), memory_groups)
 
 
 def _make_segment(process: int) -> tuple[Segment | None, str]:

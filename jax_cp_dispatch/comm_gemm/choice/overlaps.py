@@ -6,8 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jax_cp_dispatch.comm_gemm.buffers.config import read_config
-from jax_cp_dispatch.comm_gemm.buffers.match import check_buffer
-from jax_cp_dispatch.comm_gemm.buffers.registry import find_buffer
+from jax_cp_dispatch.comm_gemm.buffers.registry import check_buffer, find_buffer
 from jax_cp_dispatch.comm_gemm.choice.choose import OPS, choose_comm_gemm
 from jax_cp_dispatch.comm_gemm.engine.overlap import Overlap
 from jax_cp_dispatch.comm_gemm.types import CommOverlapMethod, CommOverlapType

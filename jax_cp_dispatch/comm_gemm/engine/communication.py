@@ -8,8 +8,7 @@ from jaxtyping import Array
 from jax_cp_dispatch._dtypes import sum_dtype
 from jax_cp_dispatch._ranks.communicator import Communicator
 from jax_cp_dispatch._ranks.options import CollectiveOptions, find_ranks
-from jax_cp_dispatch.comm_gemm.buffers.match import check_buffer
-from jax_cp_dispatch.comm_gemm.buffers.registry import FoundBuffer, find_buffer
+from jax_cp_dispatch.comm_gemm.buffers.registry import FoundBuffer, check_buffer, find_buffer
 from jax_cp_dispatch.comm_gemm.engine.call import GemmCall
 from jax_cp_dispatch.comm_gemm.engine.overlap import Overlap
 from jax_cp_dispatch.comm_gemm.types import CommOverlapMethod, CommOverlapType

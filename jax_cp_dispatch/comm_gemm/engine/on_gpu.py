@@ -10,9 +10,9 @@ from jax.interpreters import mlir
 
 from jax_cp_dispatch._ranks import runtime
 from jax_cp_dispatch._ranks.gpu import all_ranks_here, what_pointers_lack
-from jax_cp_dispatch._ranks.gpu.libraries import open_cublaslt
 from jax_cp_dispatch._ranks.implementations import Operation
 from jax_cp_dispatch._ranks.lowering import Choice, fall_back, lower_rank_and_group
+from jax_cp_dispatch._ranks.runtime import open_cublaslt
 from jax_cp_dispatch.comm_gemm.engine.call import (
     GemmCall,
     GemmOperands,
