@@ -13,6 +13,7 @@ from view import Result
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+FIRST = ("balance",)  # in the README alone
 BEGIN, END = "<!-- benchmarks:begin -->\n", "<!-- benchmarks:end -->"
 
 
@@ -29,8 +30,8 @@ def introduction(found: dict[str, Result]) -> list[str]:
         "# Benchmarks",
         "",
         "`benchmarks/pages.py` generates this page from `benchmarks/results`; `./run bench` "
-        "regenerates both. Each benchmark is one run. Times are medians, interleaved with the "
-        "alternative that a user would take." + time,
+        "regenerates both. Times are medians of one run, interleaved with the alternative that a "
+        "user would take. The [README](../README.md#results) has the balance of attention." + time,
     ]
 
 
@@ -44,9 +45,9 @@ def pages(results: pathlib.Path = RESULTS) -> dict[pathlib.Path, str]:
     readme, page = ROOT / "README.md", ROOT / "docs" / "benchmarks.md"
     before, rest = readme.read_text().split(BEGIN)
     after = rest.split(END)[1]
-    first = [VIEWS[x].lines(found[x], "docs/images") for x in ("balance",) if x in found]
+    first = [VIEWS[x].lines(found[x], "docs/images") for x in FIRST if x in found]
     shown = text_of([highlights(found), *first, other_results(found)])
-    sections = [view.lines(found[name]) for name, view in VIEWS.items() if name in found]
+    sections = [view.lines(found[x]) for x, view in VIEWS.items() if x in found and x not in FIRST]
     every = text_of([introduction(found), *sections])
     return {readme: f"{before}{BEGIN}{shown}{END}{after}", page: every.rstrip() + "\n"}
 

@@ -48,7 +48,7 @@ VIEWS = {
         "**Recurrences**: {title}, forward and backward, float32. Beside a `lax.scan` over tokens, "
         "and causal `local_attention`. Memory: temporary, by XLA's analysis. Exchange: its share "
         "of the layer's time.",
-        {"": "{what}"},
+        {"": "{layer}"},
         {
             "ms": "{ms:.0f}",
             "of the scan": "{of_scan:.2f}",
@@ -93,6 +93,7 @@ VIEWS = {
         "speedup over the faster gloo collective.",
         {"": "{what}"},
         {"{processes} processes, {MB} MB": "{ms:.1f} ({times_gloo:.2f})"},
+        shown.with_most("MB"),
     ),
     "comm_gemm": View(
         '**Overlapped GEMMs**: {title} of a Llama-like layer, M × K × N, `method="auto"`. Cells: '
@@ -174,6 +175,7 @@ VIEWS = {
             "layers": "{layers_kv_moved_of_global_placement[0]:.2f}, "
             "{layers_kv_moved_of_global_placement[1]:.2f}",
         },
+        shown.placement,
     ),
     "published": View(
         "**Published rules beside placement, counted.** The step of {model[name]} by a rule, "
@@ -187,14 +189,15 @@ VIEWS = {
         shown.published,
     ),
     "choice": View(
-        "**Choice of an algorithm**: ms of attention, forward and backward, float32, virtual "
-        "devices. **Bold** marks the choice of `choose_algorithm`.",
+        "**Choice of an algorithm**: `choose_algorithm` for attention, forward and backward, "
+        "float32, virtual devices; and the time of its choice over that of the fastest of ring, "
+        "zigzag, balanced and placed.",
         {
             "ranks × tokens": "{num_ranks} × {tokens_per_rank}",
             "heads of q, k": "{num_heads}, {num_kv_heads} of {head_size}",
             "documents": "{documents}",
         },
-        {"{algorithm}": "{mark}{ms}{mark}"},
+        {"choice": "{chosen}", "over the fastest": "{of_best:.2f}"},
         shown.choice,
     ),
     "tpu_blocks": View(

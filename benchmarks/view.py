@@ -30,7 +30,8 @@ class View(NamedTuple):
 
     def lines(self, result: Result, images: str = "images") -> list[str]:
         """Returns the lines of the section; `images` is a path relative to the page."""
-        picture = [f"![{result['title']}]({images}/{self.picture})", ""] if self.picture else []
+        name = re.split(r"\*\*:?|\.", self.text)[1]
+        picture = [f"![{name}]({images}/{self.picture})", ""] if self.picture else []
         text = self.text.format_map(_Values(result))
         return [text, "", *self._table(result), *picture, f"({origin(result)})"]
 
