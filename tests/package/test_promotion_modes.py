@@ -45,7 +45,7 @@ def on_ranks(fn, in_specs, out_specs):
     )
 
 
-@pytest.mark.parametrize("algorithm", ["balanced", "zigzag", "hamilton"])
+@pytest.mark.parametrize("algorithm", ["balanced", "zigzag"])
 def test_attention(algorithm):
     q, k = draw(1, 8 * W, 4, 8), draw(1, 8 * W, 2, 8)
     ids = np.repeat(np.arange(1, 3, dtype=np.int32), [10, 8 * W - 10])[None]
@@ -119,10 +119,9 @@ def test_movement(implementation):
     np.testing.assert_array_equal(pull(x)[0], x)
 
 
-@pytest.mark.parametrize("method", ["ring", "auto"])
-def test_products(method):
+def test_products():
     x, w, bias, v = draw(4 * W, 8), draw(8, 8 * W), draw(8 * W), draw(8 * W, 8)
-    options = {"axis_name": AXIS, "method": method}
+    options = {"axis_name": AXIS, "method": "ring"}
 
     def layers(x, w, bias, v):
         return matmul_reduce_scatter(all_gather_matmul(x, w, bias=bias, **options), v, **options)
