@@ -9,7 +9,6 @@ RULES = {
     "hybrid": "hybrid",
     "zigzag": "zigzag, all ranks",
     "groups": "zigzag, fixed groups",
-    "whole": "whole documents",
 }
 VARIANTS = ("hamilton, direct", "hamilton, XLA's all-to-all")
 RANKS = (32, 128, 512, 4096)
@@ -49,11 +48,6 @@ def comm_gemm(result: Result) -> Iterator[Row]:
     return (row for row in result["rows"] if row["what"] == "auto")
 
 
-def exchange(result: Result) -> Iterator[Row]:
-    for row in with_most("devices")(result):
-        yield row | {"KiB": row["bytes_per_rank"] // 1024}
-
-
 def planner(result: Result) -> Iterator[Row]:
     for row in result["rows"]:
         if row["num_kv_heads"] < row["num_heads"] and row["world_size"] in RANKS:
@@ -66,7 +60,8 @@ def placement(result: Result) -> Iterator[Row]:
 
 def published(result: Result) -> Iterator[Row]:
     for row in placement(result):
-        yield row | {"rule": RULES[row["method"]], "share": f"{row['attention_share']:.0%}"}
+        if row["method"] in RULES:
+            yield row | {"rule": RULES[row["method"]], "share": f"{row['attention_share']:.0%}"}
 
 
 def choice(result: Result) -> Iterator[Row]:

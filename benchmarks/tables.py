@@ -81,13 +81,6 @@ VIEWS = {
         {"": "{what}"},
         {"{devices} devices": "{loop_us}"},
     ),
-    "exchange": View(
-        "**Exchanges of ring and Hamilton attention**: {title}, µs of this package's transport "
-        "(`in_process`) and of XLA's collectives.",
-        {"KiB per rank": "{KiB}", "": "{what}"},
-        {"{implementation}, {devices} devices": "{us}"},
-        shown.exchange,
-    ),
     "processes": View(
         "**Between processes of one host**: {title}, one device per process. Cells: ms, and the "
         "speedup over the faster gloo collective.",

@@ -5,6 +5,7 @@ The suite runs three of them; `.ci/run` all (`EXAMPLES=all`).
 
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -39,6 +40,8 @@ def test_example(path, tmp_path):
     assert "verified" in done.stdout
 
 
-def test_examples_are_short():
+def test_examples_are_short_and_listed():
+    text = (EXAMPLES[0].parent / "README.md").read_text()
+    assert re.findall(r"\]\((\w+\.py)\)", text) == [path.name for path in EXAMPLES]
     for path in EXAMPLES:
         assert len(path.read_text().splitlines()) <= 120, path.name
