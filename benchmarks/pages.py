@@ -5,11 +5,12 @@ Run `python benchmarks/pages.py`; `./run bench` runs it at its end.
 
 import json
 import pathlib
+import string
 from collections.abc import Iterable
 
 from summary import highlights, other_results
 from tables import VIEWS
-from view import Result
+from view import Result, machine
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -23,7 +24,7 @@ def load(results: pathlib.Path) -> dict[str, Result]:
     return {name: result for name, result in found.items() if result.get("rows")}
 
 
-def introduction(found: dict[str, Result]) -> list[str]:
+def introduction(found: dict[str, Result], letters: dict[str, str]) -> list[str]:
     took = [result.get("took_s") for result in found.values()]
     time = f" All take {sum(filter(None, took)) / 60:.0f} minutes." if None not in took else ""
     return [
@@ -32,6 +33,8 @@ def introduction(found: dict[str, Result]) -> list[str]:
         "`benchmarks/pages.py` generates this page from `benchmarks/results`; `./run bench` "
         "regenerates both. Times are medians of one run, interleaved with the alternative that a "
         "user would take. The [README](../README.md#results) has the balance of attention." + time,
+        "",
+        *(f"{letter}: {name}." for name, letter in letters.items()),
     ]
 
 
@@ -45,10 +48,15 @@ def pages(results: pathlib.Path = RESULTS) -> dict[pathlib.Path, str]:
     readme, page = ROOT / "README.md", ROOT / "docs" / "benchmarks.md"
     before, rest = readme.read_text().split(BEGIN)
     after = rest.split(END)[1]
-    first = [VIEWS[x].lines(found[x], "docs/images") for x in FIRST if x in found]
+    first = [
+        VIEWS[x].lines(found[x], machine(found[x]), "docs/images") for x in FIRST if x in found
+    ]
     shown = text_of([highlights(found), *first, other_results(found)])
-    sections = [view.lines(found[x]) for x, view in VIEWS.items() if x in found and x not in FIRST]
-    every = text_of([introduction(found), *sections])
+    others = {x: view for x, view in VIEWS.items() if x in found and x not in FIRST}
+    machines = dict.fromkeys(machine(found[x]) for x in others)
+    letters = dict(zip(machines, string.ascii_uppercase, strict=False))
+    sections = [view.lines(found[x], letters[machine(found[x])]) for x, view in others.items()]
+    every = text_of([introduction(found, letters), *sections])
     return {readme: f"{before}{BEGIN}{shown}{END}{after}", page: every.rstrip() + "\n"}
 
 
