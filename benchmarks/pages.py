@@ -34,7 +34,7 @@ def introduction(found: dict[str, Result], letters: dict[str, str]) -> list[str]
         "regenerates both. Times are medians of one run, interleaved with the alternative that a "
         "user would take. The [README](../README.md#results) has the balance of attention." + time,
         "",
-        *(f"{letter}: {name}." for name, letter in letters.items()),
+        *(f"- {letter}: {name}" for name, letter in letters.items()),
     ]
 
 
@@ -48,9 +48,8 @@ def pages(results: pathlib.Path = RESULTS) -> dict[pathlib.Path, str]:
     readme, page = ROOT / "README.md", ROOT / "docs" / "benchmarks.md"
     before, rest = readme.read_text().split(BEGIN)
     after = rest.split(END)[1]
-    first = [
-        VIEWS[x].lines(found[x], machine(found[x]), "docs/images") for x in FIRST if x in found
-    ]
+    kept = [x for x in FIRST if x in found]
+    first = [VIEWS[x].lines(found[x], machine(found[x]), "docs/images") for x in kept]
     shown = text_of([highlights(found), *first, other_results(found)])
     others = {x: view for x, view in VIEWS.items() if x in found and x not in FIRST}
     machines = dict.fromkeys(machine(found[x]) for x in others)
