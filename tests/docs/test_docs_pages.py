@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from attention_oracle import masked_attention
-from pages import DOCS, run_page
+from doc_pages import DOCS, run_page
 
 ROOT = pathlib.Path(__file__).parents[2]
 

@@ -3,7 +3,7 @@
 import importlib.util
 
 import numpy as np
-from pages import DOCS
+from doc_pages import DOCS
 from pictures import texts
 
 IMAGES = DOCS / "images"
