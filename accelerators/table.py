@@ -51,12 +51,13 @@ def _own_programs(rows: list[Row]) -> list[str]:
     """The table of programs with this package's own calls, by JAX version."""
     versions = sorted({row["versions"]["jax"] for row in rows})
     found = {(row["program"], row["versions"]["jax"]): row for row in rows}
-    lines = ["With this package's own calls (`cuda_peer`), for 8 H100:", ""]
-    lines += [f"| program | {' | '.join(f'JAX {version}' for version in versions)} |"]
-    lines += ["|---" * (1 + len(versions)) + "|"]
+    named = " and ".join(versions)
+    lines = [f"With this package's own calls (`cuda_peer`), for 8 H100, by JAX {named}:", ""]
+    lines += ["| program | state |", "|---|---|"]
     for program in PROGRAMS_FOR_GPUS:
         cells = [_own_state(found.get((program, version))) for version in versions]
-        lines.append(f"| {program.removesuffix(', cuda_peer')} | {' | '.join(cells)} |")
+        state = "; then ".join(dict.fromkeys(cells))  # once where all versions agree
+        lines.append(f"| {program.removesuffix(', cuda_peer')} | {state} |")
     return lines
 
 

@@ -9,9 +9,9 @@ RULES = {
     "hybrid": "hybrid",
     "zigzag": "zigzag, all ranks",
     "groups": "zigzag, fixed groups",
-    "whole": "whole documents",
 }
 VARIANTS = ("hamilton, direct", "hamilton, XLA's all-to-all")
+RANKS = (32, 128, 512, 4096)
 
 
 def with_most(field: str) -> Callable[[Result], Iterator[Row]]:
@@ -36,10 +36,7 @@ def local_attention(result: Result) -> Iterator[Row]:
 
 
 def sequence(result: Result) -> Iterator[Row]:
-    for row in result["rows"]:
-        if "backward" in row["pass"]:
-            size = f", {row['size']}" if "size" in row else ""
-            yield row | {"what": row["layer"] + size}
+    return (x for x in result["rows"] if "backward" in x["pass"] and "size" not in x)
 
 
 def scaling(result: Result) -> Iterator[Row]:
@@ -51,26 +48,23 @@ def comm_gemm(result: Result) -> Iterator[Row]:
     return (row for row in result["rows"] if row["what"] == "auto")
 
 
-def exchange(result: Result) -> Iterator[Row]:
-    for row in with_most("devices")(result):
-        yield row | {"KiB": row["bytes_per_rank"] // 1024}
-
-
 def planner(result: Result) -> Iterator[Row]:
     for row in result["rows"]:
-        if row["num_kv_heads"] < row["num_heads"]:
+        if row["num_kv_heads"] < row["num_heads"] and row["world_size"] in RANKS:
             yield row | {"plan_MB": row["plan_bytes"] / 1e6}
 
 
+def placement(result: Result) -> Iterator[Row]:
+    return (row for row in result["rows"] if row["world_size"] in RANKS)
+
+
 def published(result: Result) -> Iterator[Row]:
-    for row in result["rows"]:
-        yield row | {"rule": RULES[row["method"]], "share": f"{row['attention_share']:.0%}"}
+    for row in placement(result):
+        if row["method"] in RULES:
+            yield row | {"rule": RULES[row["method"]], "share": f"{row['attention_share']:.0%}"}
 
 
 def choice(result: Result) -> Iterator[Row]:
     for row in result["rows"]:
         if "backward" in row["passes"]:
-            for name, ms in row["ms"].items():
-                mark = "**" if name == row["chosen"] else ""
-                documents = len(row["lengths"])
-                yield row | {"algorithm": name, "ms": ms, "mark": mark, "documents": documents}
+            yield row | {"documents": len(row["lengths"])}

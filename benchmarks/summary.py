@@ -46,11 +46,6 @@ def attention(result: Result) -> Iterator[str]:
         )
 
 
-def movement(result: Result) -> Iterator[str]:
-    for name, measured, baseline in dispatch(result):
-        yield f"**Movement**: {name}: {measured}; {baseline}."
-
-
 def dispatch(result: Result) -> Iterator[Line]:
     window = only(result, what="dispatch into a donated window")
     others = [row["ms"] for row in result["rows"] if row["what"].startswith("all_")]
@@ -133,7 +128,6 @@ def planner(result: Result) -> Iterator[Line]:
 SENTENCES: dict[str, Callable[[Result], Iterator[str]]] = {
     "balance": balance,
     "attention": attention,
-    "dispatch": movement,
 }
 LINES: tuple[Callable[[Result], Iterator[Line]], ...] = (
     *(dispatch, latency, processes, comm_gemm, scaling, local_attention, planner),
@@ -141,7 +135,7 @@ LINES: tuple[Callable[[Result], Iterator[Line]], ...] = (
 
 
 def highlights(found: dict[str, Result]) -> list[str]:
-    """Returns three results as sentences."""
+    """Returns results as sentences."""
     return [f"- {x}" for name, of in SENTENCES.items() if name in found for x in of(found[name])]
 
 

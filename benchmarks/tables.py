@@ -48,7 +48,7 @@ VIEWS = {
         "**Recurrences**: {title}, forward and backward, float32. Beside a `lax.scan` over tokens, "
         "and causal `local_attention`. Memory: temporary, by XLA's analysis. Exchange: its share "
         "of the layer's time.",
-        {"": "{what}"},
+        {"": "{layer}"},
         {
             "ms": "{ms:.0f}",
             "of the scan": "{of_scan:.2f}",
@@ -81,18 +81,12 @@ VIEWS = {
         {"": "{what}"},
         {"{devices} devices": "{loop_us}"},
     ),
-    "exchange": View(
-        "**Exchanges of ring and Hamilton attention**: {title}, µs of this package's transport "
-        "(`in_process`) and of XLA's collectives.",
-        {"KiB per rank": "{KiB}", "": "{what}"},
-        {"{implementation}, {devices} devices": "{us}"},
-        shown.exchange,
-    ),
     "processes": View(
         "**Between processes of one host**: {title}, one device per process. Cells: ms, and the "
         "speedup over the faster gloo collective.",
         {"": "{what}"},
         {"{processes} processes, {MB} MB": "{ms:.1f} ({times_gloo:.2f})"},
+        shown.with_most("MB"),
     ),
     "comm_gemm": View(
         '**Overlapped GEMMs**: {title} of a Llama-like layer, M × K × N, `method="auto"`. Cells: '
@@ -129,13 +123,6 @@ VIEWS = {
             "compile": "{compile_s:.2f}",
             "all": "{total_s:.2f} ({of_ring:.2f})",
         },
-    ),
-    "metadata": View(
-        "**Planning metadata**: {title}, with {num_replicas} replicas, compared with vectorised "
-        "NumPy.",
-        {"ranks × slots": "{world_size} × {num_shards}"},
-        {"ms": "{ms:.2f}", "NumPy ms": "{numpy_ms:.2f}"},
-        shown.with_most("num_shards"),
     ),
     "planner": View(
         "**Balanced plans**: {tokens_per_rank} tokens per rank, {num_heads} query heads of "
@@ -174,6 +161,7 @@ VIEWS = {
             "layers": "{layers_kv_moved_of_global_placement[0]:.2f}, "
             "{layers_kv_moved_of_global_placement[1]:.2f}",
         },
+        shown.placement,
     ),
     "published": View(
         "**Published rules beside placement, counted.** The step of {model[name]} by a rule, "
@@ -187,14 +175,15 @@ VIEWS = {
         shown.published,
     ),
     "choice": View(
-        "**Choice of an algorithm**: ms of attention, forward and backward, float32, virtual "
-        "devices. **Bold** marks the choice of `choose_algorithm`.",
+        "**Choice of an algorithm**: `choose_algorithm` for attention, forward and backward, "
+        "float32, virtual devices; and the time of its choice over that of the fastest of ring, "
+        "zigzag, balanced and placed.",
         {
             "ranks × tokens": "{num_ranks} × {tokens_per_rank}",
             "heads of q, k": "{num_heads}, {num_kv_heads} of {head_size}",
             "documents": "{documents}",
         },
-        {"{algorithm}": "{mark}{ms}{mark}"},
+        {"choice": "{chosen}", "over the fastest": "{of_best:.2f}"},
         shown.choice,
     ),
     "tpu_blocks": View(

@@ -28,11 +28,17 @@ class View(NamedTuple):
     rows: Callable[[Result], Iterable[Row]] = lambda result: result["rows"]
     picture: str = ""
 
-    def lines(self, result: Result, images: str = "images") -> list[str]:
-        """Returns the lines of the section; `images` is a path relative to the page."""
-        picture = [f"![{result['title']}]({images}/{self.picture})", ""] if self.picture else []
+    def lines(self, result: Result, where: str, images: str = "images") -> list[str]:
+        """Returns the lines of a section.
+
+        Args:
+          where: names the machine.
+          images: a path relative to the page.
+        """
+        name = re.split(r"\*\*:?|\.", self.text)[1]
+        picture = [f"![{name}]({images}/{self.picture})", ""] if self.picture else []
         text = self.text.format_map(_Values(result))
-        return [text, "", *self._table(result), *picture, f"({origin(result)})"]
+        return [text, "", *self._table(result), *picture, f"({where}; {result['date']})"]
 
     def _table(self, result: Result) -> list[str]:
         lines: dict[tuple[str, ...], dict[str, str]] = {}
@@ -76,9 +82,9 @@ def cells(*values: object) -> str:
     return "| " + " | ".join(map(str, values)) + " |"
 
 
-def origin(result: Result) -> str:
-    machine, versions = result["machine"], result["versions"]
-    return f"{machine['cpu']}, {machine['cores']} cores; jax {versions['jax']}; {result['date']}"
+def machine(result: Result) -> str:
+    of, versions = result["machine"], result["versions"]
+    return f"{of['cpu']}, {of['cores']} cores; jax {versions['jax']}"
 
 
 def and_join(values: Iterable[object]) -> str:

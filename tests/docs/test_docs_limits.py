@@ -2,13 +2,11 @@
 
 import pathlib
 import re
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from on_mesh import AXIS, mesh_of
 
 import jax_cp_dispatch as cpd
 
@@ -67,19 +65,3 @@ def test_gradients_flow_into_the_sinks(names):
     slope = (np.array(around[0]) - np.array(around[1])) / 2e-4
     # float32 sums of 2,048 elements against float64 differences
     np.testing.assert_allclose(jax.grad(total)(names["sink"]), slope, rtol=1e-3, atol=1e-4)
-
-
-def test_sharded_queries_and_keys_have_the_same_length(names, unchecked_types):
-    q, k, v = (names[x] for x in "qkv")
-    with pytest.raises(ValueError, match=r"they need .* with equal B and T"):
-        cpd.context_parallel_attention(
-            q[:, :16], k, v, axis_name=AXIS, mesh=mesh_of(4), algorithm="ring"
-        )
-
-
-def test_chunks_are_segments(names):
-    q, k, v = (names[x] for x in "qkv")
-    attend = partial(cpd.context_parallel_attention, axis_name=AXIS, mesh=mesh_of(4))
-    out = attend(q, k, v, algorithm="ring", segment_ids=COLUMN[None] // 8 + 1)
-    expected = dense(names, CAUSAL & (ROW // 8 == COLUMN // 8))
-    np.testing.assert_allclose(out, expected, atol=1e-5)  # float32 sums of 8 keys

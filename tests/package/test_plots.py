@@ -19,7 +19,6 @@ from jax_cp_dispatch.plots import (
     plot_schedules,
     plot_timeline,
 )
-from jax_cp_dispatch.plots.figure import figure_class, label_log_axis, save
 from jax_cp_dispatch.profiling import OverlapProfile
 from jax_cp_dispatch.timeline import COMMUNICATION, COMPUTATION, Span
 
@@ -57,15 +56,6 @@ def test_pictures_need_matplotlib(name, tmp_path, monkeypatch):
         PLOTS[name](tmp_path / "no.png")
 
 
-@pytest.mark.parametrize("name", PLOTS)
-def test_the_suffix_selects_the_format_and_files_repeat(name, tmp_path):
-    first, again = tmp_path / "first.svg", tmp_path / "again.svg"
-    for path in (first, again, tmp_path / "picture.png"):
-        PLOTS[name](path)
-    assert first.read_bytes() == again.read_bytes()
-    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
-
-
 @pytest.mark.parametrize(
     "name, said",
     [
@@ -88,64 +78,34 @@ def test_the_suffix_selects_the_format_and_files_repeat(name, tmp_path):
         ),
     ],
 )  # fmt: skip
-def test_pictures_say_what_they_show(name, said, tmp_path):
-    PLOTS[name](tmp_path / "picture.svg")
-    found = texts(tmp_path / "picture.svg")
+def test_pictures_say_what_they_show_and_repeat(name, said, tmp_path):
+    first, again = tmp_path / "first.svg", tmp_path / "again.svg"
+    for path in (first, again):
+        PLOTS[name](path)
+    assert first.read_bytes() == again.read_bytes()
+    found = texts(first)
     assert set(said) <= set(found)
     assert not any("does not fit" in text for text in found)
 
 
-def test_heat_maps_leave_out_what_stays(tmp_path, monkeypatch):
-    from matplotlib.axes import Axes
-
-    images, draw = [], Axes.imshow
-    spy = lambda axes, image, **options: (images.append(image), draw(axes, image, **options))[1]
-    monkeypatch.setattr(Axes, "imshow", spy)
-    plan = plan_attention(lengths=[[1] * 8, [8]], world_size=2)
-    plot_plan(plan, tmp_path / "plan.svg")
-    for image, metadata in zip(images, (plan.q_metadata, plan.kv_metadata), strict=True):
-        moved = np.array(metadata.rows_between_ranks())
-        assert moved.diagonal().all()
-        np.fill_diagonal(moved, 0)
-        assert np.array_equal(np.nan_to_num(image), moved)
-
-
-def test_a_rearrangement_is_no_communication(tmp_path, monkeypatch):
-    from matplotlib.axes import Axes
-
-    bars, draw = {}, Axes.broken_barh
-
-    def spy(axes, spans, where, **look):
-        bars.setdefault(look["facecolors"], []).extend((where[0], *span) for span in spans)
-        return draw(axes, spans, where, **look)
-
-    monkeypatch.setattr(Axes, "broken_barh", spy)
-    plot_timeline(
-        {"a": [cost.StepCost(2.0, 1.0, 0.0)]},
-        tmp_path / "a.svg",
-        title="",
-        rearrangement={"a": 3.0},
-    )
-    lanes = {"compute": -0.4, "communication": 0.0}
-    assert [*bars.values()] == [
-        [(lanes["communication"], 0.0, 3e3)],
-        [(lanes["compute"], 3e3, 2e3)],
-        [(lanes["communication"], 3e3, 1e3)],
-    ]
-
-
-def test_logarithmic_axes_have_ticks_within_a_decade(tmp_path):
-    figure = figure_class("test")()
-    axes = figure.subplots()
-    axes.set(xscale="log", xlim=(0.3, 3))
-    label_log_axis(axes.xaxis)
-    save(figure, tmp_path / "log.svg")
-    assert {"0.5", "1", "2"} <= set(texts(tmp_path / "log.svg"))
-
-
-def test_metadata_is_drawn_too(tmp_path):
+def test_the_suffix_selects_the_format(tmp_path):
     metadata = compute_metadata(np.full((2, 1), 4, np.int32), np.array([[1], [0]], np.int32))[0]
-    plot_plan(metadata, tmp_path / "moves.svg")
-    assert {"moved rows of each rank", "rows that move", "received from others"} <= set(
-        texts(tmp_path / "moves.svg")
-    )
+    for name in ("moves.svg", "moves.png"):
+        plot_plan(metadata, tmp_path / name)
+    assert (tmp_path / "moves.png").read_bytes().startswith(b"\x89PNG")
+    assert {"moved rows of each rank", "rows that move"} <= set(texts(tmp_path / "moves.svg"))
+
+
+@pytest.mark.parametrize(
+    "plot, message",
+    [
+        (lambda path: plot_cycles([CyclesRow("three", [[0, 1, 2]], nodes=2)], path),
+         "plot_cycles: nodes is 2 but there are 3 ranks"),
+        (lambda path: plot_schedules(1, path), "plot_schedules: num_ranks is 1"),
+        (lambda path: plot_overlap({"nothing": OverlapProfile(None, ())}, path),
+         "plot_overlap: the profiles contain no span"),
+    ],
+)  # fmt: skip
+def test_invalid_pictures_are_rejected(tmp_path, plot, message):
+    with pytest.raises(ValueError, match=message):
+        plot(tmp_path / "no.svg")

@@ -45,7 +45,7 @@ def on_ranks(fn, in_specs, out_specs):
     )
 
 
-@pytest.mark.parametrize("algorithm", ["balanced", "zigzag", "hamilton"])
+@pytest.mark.parametrize("algorithm", ["balanced", "zigzag"])
 def test_attention(algorithm):
     q, k = draw(1, 8 * W, 4, 8), draw(1, 8 * W, 2, 8)
     ids = np.repeat(np.arange(1, 3, dtype=np.int32), [10, 8 * W - 10])[None]
@@ -90,23 +90,19 @@ def test_plans_with_a_recorded_batch():
 
 def test_merged_parts():
     q, k = draw(1, 16, 4, 8), draw(1, 16, 2, 8)
-    ends = (jnp.full((1, 16), n, jnp.int32) for n in (0, 7, 16))
-    start, middle, end = ends
+    start, middle, end = (jnp.full((1, 16), n, jnp.int32) for n in (0, 7, 16))
     first = local_attention(q, k, k, start, middle)
-    second = local_attention(q, k, k, middle, end)
-    out, _ = merge_partials(*first, *second)
+    out, _ = merge_partials(*first, *local_attention(q, k, k, middle, end))
     whole, _ = local_attention(q, k, k, start, end)
-    np.testing.assert_allclose(
-        np.asarray(out, np.float32), np.asarray(whole, np.float32), atol=2e-2
-    )
+    close = {"rtol": 0, "atol": 2e-2}
+    np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (out, whole)), **close)
 
 
-@pytest.mark.parametrize("implementation", ["in_process", "xla"])
-def test_movement(implementation):
+def test_movement():
     lengths = np.array([[5, 3], [8, 0], [4, 4], [1, 7]], np.int32)
     ranks = np.array([[0, 1], [2, -1], [3, 0], [1, 2]], np.int32)
     plan, _ = compute_metadata(lengths, ranks, max_recv_seqs=2 * W)
-    options = {"axis_name": AXIS, "implementation": implementation}
+    options = {"axis_name": AXIS}
 
     def there_and_back(x):
         y = dispatch(x, plan, capacity=8 * W, **options)
@@ -119,10 +115,9 @@ def test_movement(implementation):
     np.testing.assert_array_equal(pull(x)[0], x)
 
 
-@pytest.mark.parametrize("method", ["ring", "auto"])
-def test_products(method):
+def test_products():
     x, w, bias, v = draw(4 * W, 8), draw(8, 8 * W), draw(8 * W), draw(8 * W, 8)
-    options = {"axis_name": AXIS, "method": method}
+    options = {"axis_name": AXIS, "method": "ring"}
 
     def layers(x, w, bias, v):
         return matmul_reduce_scatter(all_gather_matmul(x, w, bias=bias, **options), v, **options)
