@@ -11,14 +11,7 @@ import numpy as np
 
 from jax_cp_dispatch._arguments import check_positive, check_type
 from jax_cp_dispatch._text import duration
-from jax_cp_dispatch.attention.algorithms import (
-    Balanced,
-    Hamilton,
-    Placed,
-    Ring,
-    Ulysses,
-    Zigzag,
-)
+from jax_cp_dispatch.attention.algorithms import ALGORITHMS, Algorithm, Hamilton, Placed
 from jax_cp_dispatch.attention.planned_traffic import balanced_plan, placement, traffic_of_plans
 from jax_cp_dispatch.cost import HARDWARE, Hardware, Prediction, Workload, predict
 from jax_cp_dispatch.cost.pairs import wasted_pairs
@@ -35,15 +28,15 @@ class Choice(NamedTuple):
     """The chosen algorithm, and why.
 
     Attributes:
-      algorithm: `Balanced()`, `Placed()`, `Ring()`, `Zigzag()`, `Ulysses()` or `Hamilton()` (over
-        several nodes, with `nodes`), for `context_parallel_attention`. `name` is its short name.
-        `Placed()` only if tokens can be placed; each batch then needs `place_tokens`.
+      algorithm: for `context_parallel_attention`; `Hamilton()` over several nodes with `nodes`.
+        `name` is its short name. `Placed()` only if tokens can be placed; each batch then needs
+        `place_tokens`.
       predictions: of all available algorithms, by name; "hamilton_nodes" is "hamilton" over several
         nodes.
       reason: explanation as text.
     """
 
-    algorithm: Balanced | Placed | Ring | Zigzag | Hamilton | Ulysses
+    algorithm: Algorithm
     predictions: dict[str, Prediction]
     reason: str
 
@@ -157,8 +150,7 @@ def choose_for(
     if best == "hamilton_nodes":
         algorithm = Hamilton(nodes=workload.num_ranks // hardware.node_size(workload.num_ranks))
     else:
-        kinds = Balanced, Placed, Ring, Zigzag, Hamilton, Ulysses
-        algorithm = {kind.name: kind for kind in kinds}[best]()
+        algorithm = next(kind() for kind in ALGORITHMS if kind.name == best)
     reason = _reason(best, seconds, predictions, with_backward, hardware) + _about_tiles(workload)
     if isinstance(algorithm, Placed):
         reason += " Place the tokens of every batch with place_tokens, and pass its plan."

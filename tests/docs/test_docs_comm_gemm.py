@@ -5,7 +5,6 @@ import re
 
 import jax
 import numpy as np
-import pytest
 
 import jax_cp_dispatch as cpd
 

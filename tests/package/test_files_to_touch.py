@@ -1,5 +1,6 @@
 """How many files an addition touches, as CONTRIBUTING says: counted for one that exists."""
 
+import ast
 import inspect
 import pathlib
 import re
@@ -37,3 +38,28 @@ def test_a_layer_touches_one_file():
         "jax_cp_dispatch/sequence/__init__.py",
         "jax_cp_dispatch/sequence/linear_attention.py",
     }
+
+
+def files_that_use(name):
+    """Returns the files of the package whose code names a class; texts do not count."""
+
+    def names(path):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.alias | ast.ClassDef):
+                yield node.name
+            elif isinstance(node, ast.Name):
+                yield node.id
+
+    found = (path for path in SOURCE.rglob("*.py") if name in names(path))
+    return {str(path.relative_to(SOURCE)) for path in found}
+
+
+def test_an_algorithm_touches_three_files():
+    """The lists of algorithms and of public names, beside its own file.
+
+    Hamilton attention also has a profile, a picture, and nodes to choose.
+    """
+    lists = {"attention/algorithms/__init__.py", "attention/__init__.py", "__init__.py"}
+    assert files_that_use("Ulysses") == {"attention/algorithms/ulysses.py", *lists}
+    more = {"attention/choose.py", "attention/profile/hamilton.py", "plots/schedules.py"}
+    assert files_that_use("Hamilton") == {"attention/algorithms/hamilton.py", *lists, *more}

@@ -1,6 +1,6 @@
 """Attention with one exchange each way: rows move, each rank attends, and results return.
 
-Balanced, placed and Ulysses attention share this derivative. They differ in their `Movement`.
+Algorithms that exchange once share this derivative. They differ in their `Movement`.
 """
 
 from __future__ import annotations
