@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jax_cp_dispatch._command import InputError
-from jax_cp_dispatch.attention.choose import document_lengths
+from jax_cp_dispatch.documents.table import document_lengths
 
 _MOST_ROWS = 2**31 - 1
 _MOST_TOKENS = 2**63

@@ -152,7 +152,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def _mask(text: str) -> masks.StaticMask:
     name, _, tokens = text.partition(":")
-    kind = _MASKS.get(name)
+    kind: Any = _MASKS.get(name)
     is_number = tokens.isdecimal() and 0 < int(tokens) < 2**31
     if kind is None or (not is_number if _has_tokens(kind) else ":" in text):
         raise InputError(

@@ -6,6 +6,7 @@
 import copy
 import dataclasses
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp

@@ -62,4 +62,5 @@ def test_an_algorithm_touches_three_files():
     lists = {"attention/algorithms/__init__.py", "attention/__init__.py", "__init__.py"}
     assert files_that_use("Ulysses") == {"attention/algorithms/ulysses.py", *lists}
     more = {"attention/choose.py", "attention/profile/hamilton.py", "plots/schedules.py"}
+    more |= {"plan_command/report.py"}
     assert files_that_use("Hamilton") == {"attention/algorithms/hamilton.py", *lists, *more}

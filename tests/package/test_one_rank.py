@@ -1,5 +1,7 @@
 """Public functions with one rank, where nothing moves: the first case of a new model."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -64,7 +66,7 @@ def test_stacked_plans():
 
 
 def test_the_choice_of_an_algorithm():
-    sizes = {"num_heads": N, "num_kv_heads": K, "head_size": H, "itemsize": 4}
+    sizes: Any = {"num_heads": N, "num_kv_heads": K, "head_size": H, "itemsize": 4}
     choice = cpd.choose_algorithm([[20, 9]], num_ranks=1, tokens_per_rank=T, **sizes)
     assert choice.algorithm.name in ALGORITHMS
 
@@ -73,7 +75,7 @@ def test_movement():
     """All rows go to the only rank, and return, in one call, in two, and beside work."""
     forward, _ = cpd.compute_metadata(np.array([[5, 3]]), np.zeros((1, 2), np.int32))
     x, k = normal(8, 3), normal(8, 2, seed=1)
-    axis = {"axis_name": AXIS}
+    axis: Any = {"axis_name": AXIS}
 
     def there_and_back(x, k):
         there = cpd.dispatch(x, forward, capacity=8, **axis)
@@ -112,4 +114,4 @@ def test_overlapped_gemms(function, method):
         method = "auto"  # an all-gather has no pipeline
     x, w = jnp.asarray(normal(6, 8)), jnp.asarray(normal(8, 4, seed=1))
     out = on_rank(lambda x, w: function(x, w, axis_name=AXIS, method=method), x, w)
-    close(out, np.float64(x) @ np.float64(w))
+    close(out, np.asarray(x, np.float64) @ np.asarray(w, np.float64))

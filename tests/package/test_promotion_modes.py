@@ -1,5 +1,7 @@
 """Everything works if JAX promotes neither ranks nor dtypes, as in JAX's own tests."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,7 +51,12 @@ def on_ranks(fn, in_specs, out_specs):
 def test_attention(algorithm):
     q, k = draw(1, 8 * W, 4, 8), draw(1, 8 * W, 2, 8)
     ids = np.repeat(np.arange(1, 3, dtype=np.int32), [10, 8 * W - 10])[None]
-    options = {"mesh": mesh_of(W), "axis_name": AXIS, "segment_ids": ids, "mask": SlidingWindow(9)}
+    options: Any = {
+        "mesh": mesh_of(W),
+        "axis_name": AXIS,
+        "segment_ids": ids,
+        "mask": SlidingWindow(9),
+    }
     options |= {"logit_soft_cap": 3.0, "algorithm": algorithm}
 
     def loss(q, k, v):
@@ -63,7 +70,7 @@ def test_placed_attention():
     q, k = draw(1, 8 * W, 4, 8), draw(1, 8 * W, 2, 8)
     placement = place_tokens([[10, 8 * W - 10]], world_size=W, mask=SlidingWindow(9))
     q, k = placement.apply((q, k))
-    options = {"mesh": mesh_of(W), "axis_name": AXIS, "logit_soft_cap": 3.0}
+    options: Any = {"mesh": mesh_of(W), "axis_name": AXIS, "logit_soft_cap": 3.0}
 
     def loss(q, k, v, plan):
         out = context_parallel_attention(q, k, v, algorithm="placed", plan=plan, **options)
@@ -94,7 +101,7 @@ def test_merged_parts():
     first = local_attention(q, k, k, start, middle)
     out, _ = merge_partials(*first, *local_attention(q, k, k, middle, end))
     whole, _ = local_attention(q, k, k, start, end)
-    close = {"rtol": 0, "atol": 2e-2}
+    close: Any = {"rtol": 0, "atol": 2e-2}
     np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (out, whole)), **close)
 
 
@@ -102,7 +109,7 @@ def test_movement():
     lengths = np.array([[5, 3], [8, 0], [4, 4], [1, 7]], np.int32)
     ranks = np.array([[0, 1], [2, -1], [3, 0], [1, 2]], np.int32)
     plan, _ = compute_metadata(lengths, ranks, max_recv_seqs=2 * W)
-    options = {"axis_name": AXIS}
+    options: Any = {"axis_name": AXIS}
 
     def there_and_back(x):
         y = dispatch(x, plan, capacity=8 * W, **options)
@@ -117,7 +124,7 @@ def test_movement():
 
 def test_products():
     x, w, bias, v = draw(4 * W, 8), draw(8, 8 * W), draw(8 * W), draw(8 * W, 8)
-    options = {"axis_name": AXIS, "method": "ring"}
+    options: Any = {"axis_name": AXIS, "method": "ring"}
 
     def layers(x, w, bias, v):
         return matmul_reduce_scatter(all_gather_matmul(x, w, bias=bias, **options), v, **options)
