@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import pathlib
 import re
+from typing import Any
 
 from jax_cp_dispatch import masks
 from jax_cp_dispatch._command import InputError, check_number, end_command

@@ -102,7 +102,8 @@ def test_merged_parts():
     out, _ = merge_partials(*first, *local_attention(q, k, k, middle, end))
     whole, _ = local_attention(q, k, k, start, end)
     close: Any = {"rtol": 0, "atol": 2e-2}
-    np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (out, whole)), **close)
+    got, want = (np.asarray(x, np.float32) for x in (out, whole))
+    np.testing.assert_allclose(got, want, **close)
 
 
 def test_movement():
