@@ -56,6 +56,7 @@ from jax_cp_dispatch.comm_gemm import (
     grouped_gemm,
     matmul_reduce_scatter,
 )
+from jax_cp_dispatch.documents import Documents
 from jax_cp_dispatch.metadata import Metadata, compute_metadata
 from jax_cp_dispatch.planner import (
     AttentionPlan,
@@ -78,6 +79,7 @@ __all__ = [
     "Auto",
     "Availability",
     "Balanced",
+    "Documents",
     "Hamilton",
     "Metadata",
     "Placed",

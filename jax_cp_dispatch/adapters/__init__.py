@@ -3,14 +3,12 @@
 Importing this needs none of these libraries.
 """
 
-from jax_cp_dispatch.adapters.documents import Documents
 from jax_cp_dispatch.adapters.equinox import equinox_attention
 from jax_cp_dispatch.adapters.flax import flax_attention_fn
 from jax_cp_dispatch.adapters.maxtext import maxtext_attention
 from jax_cp_dispatch.adapters.maxtext_dense import maxtext_gemms
 
 __all__ = [
-    "Documents",
     "equinox_attention",
     "flax_attention_fn",
     "maxtext_attention",

@@ -2,32 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
-import jax
-
-from jax_cp_dispatch.masks import Mask
-from jax_cp_dispatch.masks.read import read_mask
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Documents:
-    """The documents of a packed batch; pass it to a layer as its `mask`.
-
-    Attributes:
-      segment_ids, positions, plan, mask: as in `context_parallel_attention`.
-    """
-
-    segment_ids: Any = None
-    positions: Any = None
-    plan: Any = None
-    mask: Mask | str | None = None
-
-    def __post_init__(self) -> None:
-        if isinstance(self.mask, str):  # no array, so no leaf of a pytree
-            object.__setattr__(self, "mask", read_mask("Documents", self.mask))
+from jax_cp_dispatch.documents import Documents
 
 
 def document_keywords(op: str, mask: Any) -> dict[str, Any]:
@@ -37,11 +14,10 @@ def document_keywords(op: str, mask: Any) -> dict[str, Any]:
     if not isinstance(mask, Documents):
         raise TypeError(
             f"{op}: mask is of type {type(mask).__name__}, but no [T, T] mask is ever read. Pass "
-            "mask=Documents(segment_ids=...), or omit it; its own mask= takes an object "
-            "of jax_cp_dispatch.masks."
+            "mask=Documents(segment_ids), or omit it; its own mask= takes an object of "
+            "jax_cp_dispatch.masks."
         )
-    given = {field.name: getattr(mask, field.name) for field in dataclasses.fields(mask)}
-    return {name: value for name, value in given.items() if value is not None}
+    return {"documents": mask}
 
 
 def refuse(op: str, reason: str, **given: Any) -> None:

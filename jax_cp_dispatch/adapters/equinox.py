@@ -9,8 +9,9 @@ import jax
 from jaxtyping import Array, Float
 
 from jax_cp_dispatch._arguments import HostOrDevice
-from jax_cp_dispatch.adapters.documents import Documents, document_keywords, refuse_dropout
+from jax_cp_dispatch.adapters.documents import document_keywords, refuse_dropout
 from jax_cp_dispatch.attention import context_parallel_attention
+from jax_cp_dispatch.documents import Documents
 
 _OP = "equinox_attention"
 

@@ -45,7 +45,7 @@ def flax_attention_fn(**options: Any) -> Callable[..., Array]:
         refuse(_OP, reason, qk_attn_weights_einsum=qk_attn_weights_einsum)
         refuse(_OP, reason, attn_weights_value_einsum=attn_weights_value_einsum)
         keywords = document_keywords(_OP, mask) | options
-        attended = read_mask(_OP, keywords.get("mask"))
+        attended = read_mask(_OP, options.get("mask", getattr(mask, "mask", None)))
         if is_causal and not attended.is_causal:
             raise ValueError(
                 f"{_OP}: got is_causal=True from the layer, but mask={attended}. Omit one of them."

@@ -8,7 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from jax_cp_dispatch.adapters.maxtext_mask import mask_of_call
-from jax_cp_dispatch.attention import zigzag_permutation
+from jax_cp_dispatch.documents import Documents
+from jax_cp_dispatch.masks.token_order import PACKED, Order, zigzag_order
 
 _LACKING = ("previous_chunk", "indexer_mask", "compressed_mask", "decoder_segment_ids_kv")
 
@@ -25,18 +26,27 @@ def attention_keywords(
     size = lambda axes: math.prod(self.mesh.shape[name] for name in axes)
     batch = batch if query.shape[0] % size(batch) == 0 else ()
     is_reordered = self._load_balanced_context_parallel()
-    order = zigzag_permutation(query.shape[1], size(sequence)) if is_reordered else None
+    order = zigzag_order(size(sequence)) if is_reordered else PACKED
     tokens = decoder_segment_ids, given.get("bidirectional_mask")
+    documents = documents_of_tokens(query, decoder_segment_ids, order)
     return {
-        **{"q": query, "k": key, "v": value, "segment_ids": decoder_segment_ids},
+        **{"q": query, "k": key, "v": value, "documents": documents},
         **{"mesh": self.mesh, "axis_name": sequence, "head_axis": heads, "batch_axis": batch},
-        "layout": "zigzag" if is_reordered else "contiguous",
         "mask": mask_of_call(self, *tokens, batch, order),
         "sink": None if sinks is None else jnp.asarray(sinks),  # of a Param
         "return_max_logits": bool(given.get("record_max_logits")),
         "scale": 1.0,  # queries are scaled already
         "logit_soft_cap": self.attn_logits_soft_cap or None,
     }
+
+
+def documents_of_tokens(query, segment_ids, order: Order) -> Documents | None:
+    """Returns the documents of tokens that are in this order already."""
+    if segment_ids is None and order == PACKED:
+        return None
+    if segment_ids is None:
+        segment_ids = jnp.ones(query.shape[:2], jnp.int32)
+    return Documents.in_order(segment_ids, None, (), order=order, columns=query.shape[1])
 
 
 def what_is_missing(self, query, key, **given) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jax_cp_dispatch.documents.documents import permuted
+from jax_cp_dispatch.documents.layouts import zigzag_permutation
 from jax_cp_dispatch.documents.packed_mask import PackedMask
 from jax_cp_dispatch.documents.ranges import attended_tokens
 from jax_cp_dispatch.masks import (
@@ -21,9 +21,10 @@ from jax_cp_dispatch.masks import (
     Ranges,
     SlidingWindow,
 )
+from jax_cp_dispatch.masks.token_order import PACKED, Order
 
 
-def mask_of_call(self, segment_ids, is_image, batch: tuple[str, ...], order: Any) -> Mask:
+def mask_of_call(self, segment_ids, is_image, batch: tuple[str, ...], order: Order) -> Mask:
     """Returns the mask of a call of `AttentionOp`.
 
     Chunks count as in MaxText: from the start of a document with load balance, of the row without.
@@ -33,22 +34,26 @@ def mask_of_call(self, segment_ids, is_image, batch: tuple[str, ...], order: Any
       segment_ids: `[B, T]`, or None.
       is_image: `bidirectional_mask`: tokens that see all tokens of their run; `[B, T]`, or None.
       batch: the mesh axes of the batch.
-      order: the column in the row of each stored token, with load balance; else None.
+      order: of the stored tokens.
     """
     mask = _mask_of_kind(self)
-    counts_from_row = order is None and isinstance(mask, Chunked | BlockCausal)
+    counts_from_row = order == PACKED and isinstance(mask, Chunked | BlockCausal)
     if is_image is None and not (counts_from_row and segment_ids is not None):
         return mask
     shape = (segment_ids if is_image is None else is_image).shape
     # Ranges are computed from whole rows in order.
     whole = [self._maybe_shard_with_pspec(x, PartitionSpec(batch)) for x in (segment_ids, is_image)]
-    segment_ids, is_image = (_in_order(x, order) for x in whole)
+    columns = None
+    if order != PACKED:
+        columns = zigzag_permutation(shape[1], order.num_ranks)
+        whole = [x if x is None else x[:, np.argsort(columns)] for x in whole]
+    segment_ids, is_image = whole
     packed = PackedMask(mask, None if counts_from_row else segment_ids)
     start, end, *_ = attended_tokens(packed, shape)
     if is_image is not None:
         start, end = jnp.minimum(start, _starts(is_image)), jnp.maximum(end, _ends(is_image))
     seen = Ranges(start, end)
-    return seen if order is None else jax.tree.map(lambda x: x[:, order], seen)
+    return permuted(seen, columns, order)
 
 
 def _mask_of_kind(self) -> Mask:
@@ -60,10 +65,6 @@ def _mask_of_kind(self) -> Mask:
     if kind == "block_diffusion":
         return BlockCausal(self.causal_block_size)
     return Full() if kind == "full" else Causal()
-
-
-def _in_order(x: Any, order: Any) -> Any:
-    return x if x is None or order is None else x[:, np.argsort(order)]
 
 
 def _ends(is_image) -> jax.Array:

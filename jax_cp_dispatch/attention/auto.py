@@ -63,6 +63,7 @@ class Auto:
     """
 
     name: ClassVar[str] = "auto"
+    follows_plan: ClassVar[bool] = True
     hardware: Hardware | None = None
     config: PlanConfig = PlanConfig()
 

@@ -8,10 +8,6 @@ from jax_cp_dispatch.attention.local.check_operands import check_arrays, check_o
 from jax_cp_dispatch.attention.local.sink import check_sink
 from jax_cp_dispatch.attention.operands import Operands
 from jax_cp_dispatch.documents.segment_ids import check_documents
-from jax_cp_dispatch.masks import Mask
-from jax_cp_dispatch.masks.array_mask import MaskKind
-from jax_cp_dispatch.masks.read import read_mask
-from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan
 
 
 def check_rows(op: str, operands: Operands, segment_ids: Any, positions: Any) -> None:
@@ -32,17 +28,3 @@ def _check_qkv(op: str, q: Any, k: Any, v: Any) -> None:
             "different lengths, use local_attention on one device."
         )
     check_operands(op, q, k, v)
-
-
-def read_mask_of_plan(op: str, mask: Any, plan: AttentionPlan | PlacedPlan) -> Mask | MaskKind:
-    """Returns the mask of a plan, or the one that is passed beside it, which must be the same.
-
-    The arrays of a mask are compared in the step, by their checksum.
-    """
-    given: Any = plan.mask if mask is None else read_mask(op, mask)
-    if given is not plan.mask and given.kind != plan.mask:
-        raise ValueError(
-            f"{op}: mask is {given}, but the plan is for {plan.mask}. Omit mask, or plan with "
-            f"mask={given}."
-        )
-    return given

@@ -19,13 +19,15 @@ from jax_cp_dispatch._ranks.call_context import is_on_rank
 from jax_cp_dispatch._ranks.options import read_options
 from jax_cp_dispatch.attention.algorithms import Algorithm, Call, refuse
 from jax_cp_dispatch.attention.auto import Auto, Sizes, read_algorithm
-from jax_cp_dispatch.attention.check_arguments import check_rows, read_mask_of_plan
+from jax_cp_dispatch.attention.check_arguments import check_rows
 from jax_cp_dispatch.attention.expanded_heads import check_specs, with_own_heads
 from jax_cp_dispatch.attention.latents import Expansion, read_latents
 from jax_cp_dispatch.attention.local.check_operands import check_arrays
 from jax_cp_dispatch.attention.operands import Operands, Outputs
 from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.attention.peer_arguments import explains_peer_arguments
+from jax_cp_dispatch.documents.documents import Documents
+from jax_cp_dispatch.documents.given import GivenDocuments, read_given
 from jax_cp_dispatch.documents.on_host import check_known_mask, read_sequences
 from jax_cp_dispatch.documents.packed_mask import PackedMask
 from jax_cp_dispatch.documents.segment_ids import fold_to_int32, read_documents
@@ -33,7 +35,8 @@ from jax_cp_dispatch.global_call.mesh_axes import GivenAxes, MeshAxes, find_axes
 from jax_cp_dispatch.global_call.on_all_ranks import on_all_ranks
 from jax_cp_dispatch.global_call.padding import cut_tokens, pad_tokens
 from jax_cp_dispatch.masks import Mask
-from jax_cp_dispatch.masks.read import check_mask_arrays, read_mask
+from jax_cp_dispatch.masks.read import check_mask_arrays
+from jax_cp_dispatch.masks.token_order import PACKED
 from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan
 from jax_cp_dispatch.planner.stack import check_groups, check_plan, is_stack
 
@@ -50,10 +53,9 @@ def context_parallel_attention(
     algorithm: Algorithm | Auto | str,
     mesh: Mesh | AbstractMesh | None = None,
     mask: Mask | str | None = None,
+    documents: Documents | None = None,
     segment_ids: Integer[HostOrDevice, "B T"] | None = None,
     positions: Integer[HostOrDevice, "B T"] | None = None,
-    layout: str = "contiguous",
-    plan: AttentionPlan | PlacedPlan | None = None,
     batch_axis: str | Names[str] | None = None,
     head_axis: str | Names[str] | None = None,
     sink: Float[Array, " N"] | None = None,
@@ -71,17 +73,16 @@ def context_parallel_attention(
     """Computes attention over packed documents, with the sequence sharded over a mesh axis.
 
     Call on global arrays, under `jit` or not, or inside `jax.shard_map` over `axis_name`, on every
-    rank, with the rank's rows; q, k, v, segment ids, positions and the arrays of a mask are then
-    its columns, and a plan is that of all ranks or its slice (`in_specs=P(axis_name)`).
+    rank, with the rank's columns of q, k, v, documents and masks (`in_specs=documents.specs(...)`).
     Differentiable once, in reverse mode; what remains in memory for the backward pass, and what
     moves, is said with each algorithm.
 
-    "balanced" makes a plan from the segment ids. Concrete ids are planned immediately, with buffers
-    of the size that this batch needs; to plan at another time, pass the plan of `plan_attention`.
-    Traced ids or masks (and those of a sharded batch) are planned inside the program, with the
-    capacities of `Balanced.config`; its defaults always suffice, but reserve space for all keys on
-    every rank. "placed" needs the plan of `place_tokens`, and q, k, v in its order, which is also
-    the order of the output. The other algorithms need no plan.
+    "balanced" makes a plan from the documents. Known ones are planned immediately, with buffers of
+    the size that this batch needs; to plan at another time, pass `documents.with_plan(plan)`.
+    Traced documents or masks (and those of a sharded batch) are planned inside the program, with
+    the capacities of `Balanced.config`; its defaults always suffice, but reserve space for all keys
+    on every rank. "placed" needs `Placement.documents`, and q, k, v in that order, which is also
+    the order of the output.
 
     Args:
       q: queries, T tokens, sharded or to be sharded over `axis_name` in equal contiguous parts;
@@ -98,19 +99,17 @@ def context_parallel_attention(
         with explicit axes, of their types.
       mask: which keys of its document a token sees: "causal", "full", or an object of
         `jax_cp_dispatch.masks`, for example `SlidingWindow(1024)`. None is causal, or the plan's.
-      segment_ids: the document of each token, 0 = padding; None: each batch row is one document.
-        Integers of any dtype, with the same meaning for every algorithm. Ids known on the host must
-        not be negative; of traced ids, negative ones are padding. A document in several pieces in
-        its batch row is an error: on the host if ids are known there, else on all ranks.
-      positions: the position of each token in its document; None if segment ids alone separate the
-        documents.
-      layout: "contiguous": tokens are in order. "zigzag": tokens are in the order of
-        `zigzag_permutation`; W must divide T.
-      plan: for "balanced", a plan for these documents; for "placed", that of `place_tokens`. It is
-        for one mask; another one is refused. If you also pass segment_ids, or these and positions
-        (for "placed" in placed order), they are compared with the plan's, and a plan of another
-        batch is an error on all ranks; without them, the batch is not compared. If the batch is
-        sharded over D groups, pass `stack_plans` of D plans, one for the rows of each group.
+      documents: what the tokens are, their order, and their plans; q, k and v are in this order. If
+        the batch is sharded over D groups, plans are `stack_plans` of D plans, one for the rows of
+        each. Documents or a mask in another order, and a plan of another batch, are errors: while
+        the call is traced, or in the step, on all ranks.
+      segment_ids: the short form for packed order: the document of each token, 0 = padding; None:
+        each batch row is one document. Integers of any dtype, with the same meaning for every
+        algorithm. Ids known on the host must not be negative; of traced ids, negative ones are
+        padding. A document in several pieces in its batch row is an error: on the host if ids are
+        known there, else on all ranks.
+      positions: likewise, the position of each token in its document; None if segment ids alone
+        separate the documents.
       batch_axis: of global arrays: mesh axis over which B is sharded, or several; groups along them
         are independent. `()`: none. None: inferred from q, k and v. Types show explicit axes.
         Automatic axes are known only for placed arrays outside `jit`; otherwise a warning asks for
@@ -152,9 +151,12 @@ def context_parallel_attention(
     """
     names = check_axis_name(_OP, axis_name)
     check_mesh(_OP, mesh)
-    if plan is not None:
-        check_plan(_OP, plan, AttentionPlan, PlacedPlan)
     chosen = read_algorithm(_OP, algorithm)
+    given = read_given(_OP, documents, segment_ids, positions, mask)
+    if given.plan is not None:
+        check_plan(_OP, given.plan, AttentionPlan, PlacedPlan)
+        if given.order == PACKED and not chosen.follows_plan:
+            given = given._replace(plan=None)
     operands, expansion = _read_operands(q, k, v, sink, (expand, weights, weight_specs))
     on_rank = is_on_rank(_OP, names)
     axes = None
@@ -163,9 +165,9 @@ def context_parallel_attention(
             _OP,
             *(q, *operands.moved),
             given=GivenAxes(mesh, axis_name, batch_axis, head_axis),
-            covers_batch=plan is not None and not is_stack(plan),
+            covers_batch=given.plan is not None and not is_stack(given.plan),
         )
-    check_rows(_OP, operands, segment_ids, positions)
+    check_rows(_OP, operands, *given.packed[1:])
     options = AttentionOptions(
         read_options(
             _OP,
@@ -174,20 +176,18 @@ def context_parallel_attention(
             deadline=deadline,
             num_comm_sm=num_comm_sm,
         ),
-        layout=layout,
+        order=given.order,
         scale=scale,
         logit_soft_cap=logit_soft_cap,
         return_lse=return_lse,
         return_max_logits=return_max_logits,
         expansion=expansion,
     )
-    attended = read_mask(_OP, mask) if plan is None else read_mask_of_plan(_OP, mask, plan)
-    check_mask_arrays(_OP, attended, q.shape[:2])
-    packed = PackedMask(attended, segment_ids, positions)
+    check_mask_arrays(_OP, given.packed.mask, q.shape[:2])
     if axes is None:
-        outputs = _on_rank(chosen, options, operands, packed, plan)
+        outputs = _on_rank(chosen, options, operands, given)
     else:
-        outputs = _on_global_arrays(chosen, options, operands, packed, plan, axes)
+        outputs = _on_global_arrays(chosen, options, operands, given, axes)
     return options.returned(outputs)
 
 
@@ -195,11 +195,12 @@ def _on_rank(
     algorithm: Algorithm | Auto,
     options: AttentionOptions,
     operands: Operands,
-    packed: PackedMask,
-    plan: AttentionPlan | PlacedPlan | None,
+    given: GivenDocuments,
 ) -> Outputs:
     """Computes attention of this rank's rows."""
-    (_, T, N), num_ranks = operands.q.shape[:3], lax.axis_size(options.exchange.axis_name)
+    (packed, _, plan, _), axis_name = given, options.exchange.axis_name
+    (_, T, N), num_ranks = operands.q.shape[:3], lax.axis_size(axis_name)
+    given.check_ranks(_OP, T * num_ranks, num_ranks, f"axis {axis_name!r} has {num_ranks} ranks")
     if plan is None:
         documents = read_documents(_OP, packed.segment_ids, packed.positions)
         packed = PackedMask(packed.mask, *documents)
@@ -214,12 +215,13 @@ def _on_global_arrays(
     algorithm: Algorithm | Auto,
     options: AttentionOptions,
     operands: Operands,
-    packed: PackedMask,
-    plan: AttentionPlan | PlacedPlan | None,
+    given: GivenDocuments,
     axes: MeshAxes,
 ) -> Outputs:
     """Pads the tokens, plans what is known, and runs one program on all ranks."""
+    packed, _, plan, _ = given
     q, num_ranks = operands.q, axes.num_ranks
+    given.check_ranks(_OP, q.shape[1], num_ranks, axes.described)
     num_heads = q.shape[2] // axes.num_devices(axes.heads)
     if options.expansion is not None:
         check_specs(_OP, options.expansion, operands.weights, axes)
@@ -233,7 +235,6 @@ def _on_global_arrays(
         packed = packed.with_segment_ids(q.shape[:2])
     q, k, v = pad_tokens((q, operands.k, operands.v), missing)
     operands, packed = operands._replace(q=q, k=k, v=v), pad_tokens(packed, missing)
-    given = plan
     if isinstance(algorithm, Auto):
         head_devices = axes.num_devices(axes.heads)
         sizes = Sizes(num_ranks, num_tokens + missing, axes.num_groups, head_devices)
@@ -242,7 +243,7 @@ def _on_global_arrays(
     is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(packed))
     if plan is None and not (is_traced or axes.batch):
         plan = algorithm.plan_before(packed.with_segment_ids(operands.q.shape[:2]), num_ranks)
-    if plan is not None and given is None:
+    if plan is not None and given.plan is None:
         packed = PackedMask(plan.mask)  # nothing to compare
     if all(map(is_on_host, jax.tree.leaves(packed))):
         options = dataclasses.replace(options, checks_order=False)  # checked above
@@ -332,12 +333,12 @@ def _read_operands(q, k, v, sink, expanding) -> tuple[Operands, Expansion | None
 
 
 def _check_plan(options: AttentionOptions, axes: MeshAxes, num_tokens: int, plan: Any) -> None:
-    """Requires that layout and plan match the tokens, the ranks and the other arguments."""
+    """Requires that order and plan match the tokens, the ranks and the other arguments."""
     if (plan is not None or options.layout == "zigzag") and num_tokens % axes.num_ranks:
         raise ValueError(
             f"{_OP}: T is {num_tokens} but {axes.described}, which must divide it with a plan, and "
-            "with layout='zigzag'. Pad the tokens (segment 0 is padding) before you plan or "
-            "reorder them."
+            "in zigzag order. Pad the tokens (segment 0 is padding) before you plan or reorder "
+            "them."
         )
     if plan is not None and plan.world_size != axes.num_ranks:
         raise ValueError(

@@ -12,7 +12,7 @@ from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch.attention.latents import Expansion
 from jax_cp_dispatch.attention.local.check_operands import check_softmax
 from jax_cp_dispatch.attention.operands import Outputs
-from jax_cp_dispatch.documents.layouts import check_layout
+from jax_cp_dispatch.masks.token_order import PACKED, Order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +21,8 @@ class AttentionOptions:
 
     Attributes:
       exchange: the checked options of the exchanges, with the op and the axis.
-      layout, scale, logit_soft_cap, return_lse, return_max_logits: see
+      order: of the tokens.
+      scale, logit_soft_cap, return_lse, return_max_logits: see
         `context_parallel_attention`.
       expansion: of latent rows, or None.
       checks_order: whether ranks check that documents are in the order of the layout; not if that
@@ -29,7 +30,7 @@ class AttentionOptions:
     """
 
     exchange: CollectiveOptions
-    layout: str = "contiguous"
+    order: Order = PACKED
     scale: float | None = None
     logit_soft_cap: float | None = None
     return_lse: bool = False
@@ -38,11 +39,15 @@ class AttentionOptions:
     checks_order: bool = True
 
     @property
+    def layout(self) -> str:
+        """Of tokens that stay: "zigzag" or "contiguous"."""
+        return "zigzag" if self.order.name == "zigzag" else "contiguous"
+
+    @property
     def op(self) -> str:
         return self.exchange.op
 
     def __post_init__(self):
-        check_layout(self.op, self.layout)
         check_softmax(self.op, self.scale, self.logit_soft_cap)
 
     def returned(self, outputs: Outputs) -> Any:

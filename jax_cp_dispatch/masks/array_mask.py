@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P, reshard
 
 from jax_cp_dispatch._arguments import check_array, clip_to_int32
 from jax_cp_dispatch.masks.mask import Mask, is_traced
+from jax_cp_dispatch.masks.token_order import PACKED, Order
 
 _Kind = TypeVar("_Kind", bound="type[ArrayMask]")
 
@@ -37,7 +38,12 @@ class ArrayMask(Mask):
     """A mask of arrays `[B, T]`, in columns of the batch as packed, which move with the tokens.
 
     Equal only to itself: compare its leaves.
+
+    Attributes:
+      order: in which its arrays are (static): packed as it is made; `Documents.apply` changes both.
     """
+
+    order: ClassVar[Order] = PACKED
 
     @property
     def has_arrays(self) -> bool:
@@ -46,6 +52,11 @@ class ArrayMask(Mask):
     @property
     def kind(self) -> MaskKind:
         return MaskKind(type(self))
+
+    def reordered(self, arrays: Any, order: Order) -> ArrayMask:
+        """Returns this mask with arrays in another order; `arrays` are its leaves, of this tree."""
+        object.__setattr__(arrays, "order", order)
+        return arrays
 
     def _store(self, **arrays: Any) -> None:
         """Sets the fields, clipped to int32; for constructors, which take other arrays."""
@@ -64,10 +75,12 @@ def array_mask(kind: _Kind) -> _Kind:
     names = [field.name for field in dataclasses.fields(made)]
 
     def with_keys(mask: Any):
-        return [(jax.tree_util.GetAttrKey(name), getattr(mask, name)) for name in names], None
+        keyed = [(jax.tree_util.GetAttrKey(name), getattr(mask, name)) for name in names]
+        return keyed, mask.order
 
-    def unflatten(_, children):
+    def unflatten(order, children):
         mask = object.__new__(kind)
+        object.__setattr__(mask, "order", order)
         for name, x in zip(names, children, strict=True):
             object.__setattr__(mask, name, x)
         return mask
@@ -107,8 +120,8 @@ def gathered(x: Any, *, rows: bool = False) -> Any:
 
 
 OF_OTHER_COLUMNS = (
-    "is made of other columns. Make it from whole batch rows in packed order, and permute it like "
-    "the tokens."
+    "is made of other columns. Make it from whole batch rows in packed order, and pass it through "
+    "Documents.apply or Placement.apply."
 )
 
 

@@ -12,6 +12,7 @@ from jax_cp_dispatch.masks.causal import Causal
 from jax_cp_dispatch.masks.full import Full
 from jax_cp_dispatch.masks.mask import Mask
 from jax_cp_dispatch.masks.static_mask import StaticMask
+from jax_cp_dispatch.masks.token_order import Order
 
 _BY_NAME: dict[str, type[Mask]] = {"full": Full, "causal": Causal}
 
@@ -78,6 +79,17 @@ def check_mask_rules(op: str, mask: Mask, start: Any, end: Any, live: Any) -> No
             row, column = np.argwhere(~rule & live)[0]
             kind = type(mask).__name__
             raise ValueError(f"{op}: in batch row {row}, at column {column}, {kind} {what}")
+
+
+def check_mask_order(op: str, mask: Any, order: Order) -> None:
+    """Requires that the arrays of a mask, if any, are in the order of the tokens."""
+    found = getattr(mask, "order", order)
+    if found != order:
+        raise ValueError(
+            f"{op}: the arrays of mask={mask} are in {found}, but the tokens in {order}. Make the "
+            "mask of whole batch rows in packed order, and pass it through Documents.apply or "
+            "Placement.apply of these tokens."
+        )
 
 
 def check_mask_arrays(op: str, mask: Mask | MaskKind, shape: tuple[int, ...]) -> None:

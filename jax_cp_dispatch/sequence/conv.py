@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Integer
 
 from jax_cp_dispatch._arguments import HostOrDevice
 from jax_cp_dispatch._ranks.axis import AxisName
-from jax_cp_dispatch.planner import PlacedPlan
+from jax_cp_dispatch.documents import Documents
 from jax_cp_dispatch.sequence.halo import receive_halo
 from jax_cp_dispatch.sequence.options import Options
 from jax_cp_dispatch.sequence.pieces import Pieces
@@ -27,10 +27,9 @@ def causal_conv(
     bias: Float[HostOrDevice, " C"] | None = None,
     *,
     axis_name: AxisName,
+    documents: Documents | Pieces | None = None,
     segment_ids: Integer[HostOrDevice, "B T"] | None = None,
     positions: Integer[HostOrDevice, "B T"] | None = None,
-    plan: PlacedPlan | Pieces | None = None,
-    layout: str = "contiguous",
     mesh: Mesh | AbstractMesh | None = None,
     batch_axis: str | Names[str] | None = None,
     head_axis: str | Names[str] | None = None,
@@ -51,13 +50,10 @@ def causal_conv(
       weight: of W taps; the last is that of the token itself. The same on all ranks.
       bias: added to each token.
       axis_name: the mesh axis over which the sequence is sharded, or several, major axis first.
-      segment_ids: the document of each token, 0 = padding; None: each batch row is one document.
-      positions: the position of each token in its document; None if segment ids alone separate the
-        documents.
-      plan: the plan of `place_tokens`, for tokens in placed order; or, inside `jax.shard_map`, the
-        `document_pieces` of these tokens. If you also pass segment_ids, a plan of another batch is
-        an error.
-      layout: "contiguous" or "zigzag", see `zigzag_permutation`.
+      documents: what the tokens are, and their order, in which the arrays are; or, inside
+        `jax.shard_map`, the `document_pieces` of them. A plan of another batch is an error.
+      segment_ids, positions: the short form for packed order, see `context_parallel_attention`;
+        without it, each batch row is one document.
       mesh, batch_axis, head_axis: for global arrays, see `context_parallel_attention`; `head_axis`
         shards C.
       implementation, deadline: of the exchange, see `dispatch`.
@@ -67,10 +63,10 @@ def causal_conv(
       TypeError, ValueError: an argument is invalid; the message says how to fix it.
       jax.errors.JaxRuntimeError: at run time, see `dispatch`.
     """
-    options = Options.of_call(_OP, axis_name, layout, implementation, deadline)
+    options = Options.of_call(_OP, axis_name, implementation, deadline)
     _check(x, weight, bias)
     weights = (weight,) if bias is None else (weight, bias)
-    where, axes = Where(segment_ids, positions, plan), Axes(mesh, batch_axis, head_axis)
+    where, axes = Where(documents, segment_ids, positions), Axes(mesh, batch_axis, head_axis)
     layer = Layer(options, _convolve, moves=len(weight) > 1)
     return call_layer(layer, x, weights, where, axes)
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int32, Integer
 from jax_cp_dispatch._arguments import HostOrDevice
 from jax_cp_dispatch._ranks.axis import AxisName
 from jax_cp_dispatch._residuals import named_pairs
-from jax_cp_dispatch.planner import PlacedPlan
+from jax_cp_dispatch.documents import Documents
 from jax_cp_dispatch.sequence.chains import CutPieces
 from jax_cp_dispatch.sequence.chunks import chunks_of, default_chunk, dot, same_piece
 from jax_cp_dispatch.sequence.decays import decayed_scores, decays_of
@@ -37,10 +37,9 @@ def gated_delta_rule(
     *,
     scale: float | None = None,
     axis_name: AxisName,
+    documents: Documents | Pieces | None = None,
     segment_ids: Integer[HostOrDevice, "B T"] | None = None,
     positions: Integer[HostOrDevice, "B T"] | None = None,
-    plan: PlacedPlan | Pieces | None = None,
-    layout: str = "contiguous",
     mesh: Mesh | AbstractMesh | None = None,
     batch_axis: str | Names[str] | None = None,
     head_axis: str | Names[str] | None = None,
@@ -68,7 +67,7 @@ def gated_delta_rule(
       beta: how far a token's value replaces what the state holds for its key.
       scale: factor on the output; None is `1 / sqrt(H)`.
       axis_name: the mesh axis over which the sequence is sharded, or several, major axis first.
-      segment_ids, positions, plan, layout: see `causal_conv`.
+      documents, segment_ids, positions: see `causal_conv`.
       mesh, batch_axis, head_axis: for global arrays, see `context_parallel_attention`.
       implementation, deadline: of the exchange, see `dispatch`.
     Returns:
@@ -77,12 +76,12 @@ def gated_delta_rule(
       TypeError, ValueError: an argument is invalid; the message says how to fix it.
       jax.errors.JaxRuntimeError: at run time, see `dispatch`.
     """
-    options = Options.of_call(_OP, axis_name, layout, implementation, deadline)
+    options = Options.of_call(_OP, axis_name, implementation, deadline)
     check_heads(_OP, q, k, v, log_decay, beta)
     kernel = DeltaRule(q.shape[-1] ** -0.5 if scale is None else float(scale), default_chunk())
     tokens = {"v": v, "q": q, "k": k, "log_decay": log_decay, "beta": beta}
     layer = Layer(options, Recur(kernel), num_heads=v.shape[2], grouped=("q", "k"))
-    where, axes = Where(segment_ids, positions, plan), Axes(mesh, batch_axis, head_axis)
+    where, axes = Where(documents, segment_ids, positions), Axes(mesh, batch_axis, head_axis)
     return call_layer(layer, tokens, (), where, axes)
 
 

@@ -14,15 +14,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Integer
+from jaxtyping import Array
 
 from jax_cp_dispatch._arrays import At
 from jax_cp_dispatch._ranks.axis import AxisName, num_ranks_here
 from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch._ranks.varying import vary_alike
 from jax_cp_dispatch._scans import running_maxima
+from jax_cp_dispatch.documents import Documents
 from jax_cp_dispatch.documents.fingerprint import fingerprint_of_order, order_fault
 from jax_cp_dispatch.documents.gather import gather_sequence
+from jax_cp_dispatch.documents.given import read_given
 from jax_cp_dispatch.documents.layouts import (
     SequenceLayout,
     contiguous_layout,
@@ -30,32 +32,30 @@ from jax_cp_dispatch.documents.layouts import (
 )
 from jax_cp_dispatch.documents.segment_ids import fold_to_int32, read_documents
 from jax_cp_dispatch.documents.starts import columns_of_begins
+from jax_cp_dispatch.masks.token_order import PLACED
 from jax_cp_dispatch.sequence.options import Options
 from jax_cp_dispatch.sequence.order import are_in_order, order_of_chunks
 from jax_cp_dispatch.sequence.pieces import Cuts, Pieces
+from jax_cp_dispatch.sequence.placed import pieces_of_plan
 
 
 def document_pieces(
-    segment_ids: Integer[Array, "B T"],
-    positions: Integer[Array, "B T"] | None = None,
+    documents: Documents,
     *,
     axis_name: AxisName,
-    layout: str = "contiguous",
     implementation: str | None = None,
     deadline: float | None = None,
 ) -> Pieces:
     """Finds the pieces of this rank's rows, once for all layers of a step.
 
-    Call inside `jax.shard_map` over `axis_name`, on every rank, and pass the result as `plan` to
-    the functions of this module. They then exchange nothing but what the layer needs; given segment
-    ids, each of them finds the pieces again. Not differentiable.
+    Call inside `jax.shard_map` over `axis_name`, on every rank, and pass the result as `documents`
+    to the functions of this module. They then exchange nothing but what the layer needs; given the
+    documents, each of them finds the pieces again. Not differentiable.
 
     Args:
-      segment_ids: this rank's columns; 0 (or less) is padding.
-      positions: the position of each token in its document; None if segment ids alone separate the
-        documents.
+      documents: this rank's columns of them, through `in_specs=documents.specs(axis_name)`, in any
+        order.
       axis_name: the mesh axis of the ranks, or several, major axis first.
-      layout: "contiguous" or "zigzag", see `zigzag_permutation`.
       implementation, deadline: of the exchange, see `ring_exchange`.
     Returns:
       The pieces; a pytree.
@@ -64,9 +64,17 @@ def document_pieces(
       jax.errors.JaxRuntimeError: at run time, see `dispatch`.
     """
     op = "document_pieces"
-    options = Options.of_call(op, axis_name, layout, implementation, deadline)
-    num_ranks_here(op, axis_name, "the layer itself, which takes segment_ids")
-    return pieces_of_ids(options, segment_ids, positions, jnp.shape(segment_ids))
+    options = Options.of_call(op, axis_name, implementation, deadline)
+    num_ranks = num_ranks_here(op, axis_name, "the layer itself, which takes documents")
+    given = read_given(op, documents, None, None, None)
+    _, segment_ids, positions = given.packed
+    shape = jnp.shape(segment_ids)
+    options = dataclasses.replace(options, order=given.order)
+    ranks = f"axis {axis_name!r} has {num_ranks} ranks"
+    given.check_ranks(op, shape[1] * num_ranks, num_ranks, ranks)
+    if given.order == PLACED:
+        return pieces_of_plan(options, given.plan, (segment_ids, positions), shape)
+    return pieces_of_ids(options, segment_ids, positions, shape)
 
 
 def pieces_of_ids(options: Options, segment_ids: Any, positions: Any, shape: Any) -> Pieces:

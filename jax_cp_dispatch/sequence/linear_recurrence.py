@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int32, Integer
 
 from jax_cp_dispatch._arguments import HostOrDevice
 from jax_cp_dispatch._ranks.axis import AxisName
-from jax_cp_dispatch.planner import PlacedPlan
+from jax_cp_dispatch.documents import Documents
 from jax_cp_dispatch.sequence.chains import CutPieces
 from jax_cp_dispatch.sequence.options import Options
 from jax_cp_dispatch.sequence.pieces import Pieces
@@ -29,10 +29,9 @@ def linear_recurrence(
     log_decay: Float[HostOrDevice, "B T *F"],
     *,
     axis_name: AxisName,
+    documents: Documents | Pieces | None = None,
     segment_ids: Integer[HostOrDevice, "B T"] | None = None,
     positions: Integer[HostOrDevice, "B T"] | None = None,
-    plan: PlacedPlan | Pieces | None = None,
-    layout: str = "contiguous",
     mesh: Mesh | AbstractMesh | None = None,
     batch_axis: str | Names[str] | None = None,
     head_axis: str | Names[str] | None = None,
@@ -52,7 +51,7 @@ def linear_recurrence(
       x: inputs.
       log_decay: at most 0; -inf resets.
       axis_name: the mesh axis over which the sequence is sharded, or several, major axis first.
-      segment_ids, positions, plan, layout: see `causal_conv`.
+      documents, segment_ids, positions: see `causal_conv`.
       mesh, batch_axis, head_axis: for global arrays, see `context_parallel_attention`.
       implementation, deadline: of the exchange, see `dispatch`.
     Returns:
@@ -61,9 +60,9 @@ def linear_recurrence(
       TypeError, ValueError: an argument is invalid; the message says how to fix it.
       jax.errors.JaxRuntimeError: at run time, see `dispatch`.
     """
-    options = Options.of_call(_OP, axis_name, layout, implementation, deadline)
+    options = Options.of_call(_OP, axis_name, implementation, deadline)
     check_elementwise(_OP, x, log_decay)
-    where, axes = Where(segment_ids, positions, plan), Axes(mesh, batch_axis, head_axis)
+    where, axes = Where(documents, segment_ids, positions), Axes(mesh, batch_axis, head_axis)
     layer = Layer(options, Recur(LinearRecurrence()))
     return call_layer(layer, {"x": x, "log_decay": log_decay}, (), where, axes)
 

@@ -8,7 +8,10 @@ import numpy as np
 from jaxtyping import Integer, PyTree, Shaped
 
 from jax_cp_dispatch._arguments import check_integer, check_value_of
+from jax_cp_dispatch.documents import Documents
+from jax_cp_dispatch.documents.given import read_given
 from jax_cp_dispatch.documents.table import from_segment_ids
+from jax_cp_dispatch.masks.token_order import PACKED
 
 _OP = "shift_documents"
 
@@ -17,7 +20,8 @@ def shift_documents(
     x: PyTree[Shaped[np.ndarray, "B T ..."]],
     offset: int,
     *,
-    segment_ids: Integer[np.ndarray, "B T"],
+    documents: Documents | None = None,
+    segment_ids: Integer[np.ndarray, "B T"] | None = None,
     positions: Integer[np.ndarray, "B T"] | None = None,
     fill: float | int = 0,
 ) -> PyTree[Shaped[np.ndarray, "B T ..."]]:
@@ -30,9 +34,8 @@ def shift_documents(
     Args:
       x: arrays of any dtype.
       offset: tokens; negative: the row of a later token.
-      segment_ids: the document of each token, 0 = padding.
-      positions: the position of each token in its document; None if segment ids alone separate the
-        documents.
+      documents: in packed order, on the host.
+      segment_ids, positions: the short form, see `context_parallel_attention`.
       fill: the value where the document has no such token, and in padding.
     Returns:
       Arrays in the structure of `x`.
@@ -42,7 +45,15 @@ def shift_documents(
     import jax  # only its trees; no device is used
 
     check_integer(_OP, "offset", offset)
-    document = from_segment_ids(_OP, segment_ids, positions).numbers()
+    if documents is None and segment_ids is None:
+        raise TypeError(f"{_OP}: got no documents. Pass documents, or segment_ids.")
+    given = read_given(_OP, documents, segment_ids, positions, None)
+    if given.order != PACKED:
+        raise ValueError(
+            f"{_OP}: the documents are in {given.order}, in which neighbours need not be "
+            "neighbours in a document. Shift in packed order, then apply the other order."
+        )
+    document = from_segment_ids(_OP, *given.packed[1:]).numbers()
     num_tokens = document.shape[1]
     source = np.arange(num_tokens) - offset
     inside = (source >= 0) & (source < num_tokens)

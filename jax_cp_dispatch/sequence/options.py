@@ -6,7 +6,7 @@ import dataclasses
 
 from jax_cp_dispatch._ranks.axis import AxisName
 from jax_cp_dispatch._ranks.options import CollectiveOptions, read_options
-from jax_cp_dispatch.documents.layouts import check_layout
+from jax_cp_dispatch.masks.token_order import PACKED, Order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,13 +15,13 @@ class Options:
 
     Attributes:
       exchange: the op, its axis, and how to move.
-      layout: "contiguous" or "zigzag"; a placement has its own order.
-      checks_order: whether ranks check that documents are in the order of the layout; not if that
+      order: of the tokens.
+      checks_order: whether ranks check that documents are in this order; not if that
         was checked on the host.
     """
 
     exchange: CollectiveOptions
-    layout: str = "contiguous"
+    order: Order = PACKED
     checks_order: bool = True
 
     @classmethod
@@ -29,15 +29,17 @@ class Options:
         cls,
         op: str,
         axis_name: AxisName,
-        layout: str = "contiguous",
         implementation: str | None = None,
         deadline: float | None = None,
     ) -> Options:
         """Returns checked options; raises the errors of the public functions."""
         given = {"implementation": implementation, "deadline": deadline}
-        options = read_options(op, axis_name, **given)
-        check_layout(op, layout)
-        return cls(options, layout)
+        return cls(read_options(op, axis_name, **given))
+
+    @property
+    def layout(self) -> str:
+        """Of tokens that are not placed: "zigzag" or "contiguous"."""
+        return "zigzag" if self.order.name == "zigzag" else "contiguous"
 
     @property
     def op(self) -> str:

@@ -50,11 +50,6 @@ def pieces_of_plan(
 
 def _check(options: Options, plan: PlacedPlan, shape: tuple[int, ...]) -> None:
     op = options.op
-    if options.layout != "contiguous":
-        raise ValueError(
-            f"{op}: got a plan and layout={options.layout!r}; a placement has its own order. Omit "
-            "layout."
-        )
     if is_stack(plan):
         raise ValueError(
             f"{op}: got stacked plans, of {list(plan.fingerprint.shape[:-2])}. Pass one of them, "

@@ -14,13 +14,16 @@ from jax.sharding import PartitionSpec as P
 
 from jax_cp_dispatch._ranks.call_context import is_on_rank
 from jax_cp_dispatch._ranks.varying import vary_alike
+from jax_cp_dispatch.documents.given import GivenDocuments, read_given
 from jax_cp_dispatch.documents.on_host import read_sequences
+from jax_cp_dispatch.documents.packed_mask import PackedMask
 from jax_cp_dispatch.documents.segment_ids import check_documents, fold_to_int32, is_on_host
 from jax_cp_dispatch.global_call.mesh_axes import GivenAxes, MeshAxes, find_axes
 from jax_cp_dispatch.global_call.on_all_ranks import on_all_ranks
 from jax_cp_dispatch.global_call.padding import cut_tokens, pad_tokens
+from jax_cp_dispatch.masks.token_order import PACKED, PLACED
 from jax_cp_dispatch.planner import PlacedPlan
-from jax_cp_dispatch.planner.stack import check_groups, check_plan, is_stack
+from jax_cp_dispatch.planner.stack import check_groups, is_stack
 from jax_cp_dispatch.sequence.document_pieces import pieces_of_ids
 from jax_cp_dispatch.sequence.options import Options
 from jax_cp_dispatch.sequence.order import confirmed, only_if_right
@@ -39,11 +42,11 @@ class Axes:
 
 @dataclasses.dataclass(frozen=True)
 class Where:
-    """The documents of a call: segment ids and positions, or a plan."""
+    """The documents of a call, as the caller passed them; `documents` may be the `Pieces`."""
 
+    documents: Any = None
     segment_ids: Any = None
     positions: Any = None
-    plan: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,50 +81,51 @@ def call_layer(layer: Layer, tokens: Any, weights: Any, where: Where, axes: Axes
       axes: the mesh.
     """
     op, leaves = layer.options.op, jax.tree.leaves(tokens)
-    _check_where(op, where, leaves[0].shape[:2])
-    names = layer.options.exchange.axis_names
-    if is_on_rank(op, names):
-        return _on_rank(layer, tokens, weights, where)
-    if isinstance(where.plan, Pieces):
-        raise ValueError(
-            f"{op}: got the pieces of one rank as plan, but global arrays. Pass segment_ids, or "
-            f"call {op} inside jax.shard_map over {names[0]!r}."
-        )
-    return _on_global_arrays(layer, tokens, weights, where, axes)
+    names, shape = layer.options.exchange.axis_names, leaves[0].shape[:2]
+    on_rank = is_on_rank(op, names)
+    if isinstance(where.documents, Pieces):
+        if not on_rank:
+            raise ValueError(
+                f"{op}: got the pieces of one rank as documents, but global arrays. Pass "
+                f"Documents, or call {op} inside jax.shard_map over {names[0]!r}."
+            )
+        return _on_rank(layer, tokens, weights, where.documents)
+    given = read_given(op, where.documents, where.segment_ids, where.positions, None)
+    check_documents(op, *given.packed[1:], shape, "the tokens have B, T =")
+    if given.order != PLACED:
+        given = given._replace(plan=None)
+    layer = dataclasses.replace(
+        layer, options=dataclasses.replace(layer.options, order=given.order)
+    )
+    if not on_rank:
+        return _on_global_arrays(layer, tokens, weights, given, axes)
+    num_ranks = jax.lax.axis_size(layer.options.axis_name)
+    ranks = f"axis {layer.options.axis_name!r} has {num_ranks} ranks"
+    given.check_ranks(op, shape[1] * num_ranks, num_ranks, ranks)
+    return _on_rank(layer, tokens, weights, given)
 
 
-def _check_where(op: str, where: Where, shape: tuple[int, ...]) -> None:
-    plan = where.plan
-    if plan is not None and not isinstance(plan, Pieces):
-        check_plan(op, plan, PlacedPlan)
-    check_documents(op, where.segment_ids, where.positions, shape, "the tokens have B, T =")
-    if isinstance(plan, PlacedPlan) and where.positions is not None and where.segment_ids is None:
-        raise ValueError(
-            f"{op}: got a plan and positions without segment_ids, which mark the padding. Pass "
-            "both, or segment_ids alone."
-        )
-
-
-def _on_rank(layer: Layer, tokens: Any, weights: Any, where: Where) -> Any:
+def _on_rank(layer: Layer, tokens: Any, weights: Any, given: GivenDocuments | Pieces) -> Any:
     """Computes this rank's part."""
     options, leaves = layer.options, jax.tree.leaves(tokens)
     shape = leaves[0].shape[:2]
-    if 0 in shape and not isinstance(where.plan, PlacedPlan):  # no placement is of no tokens
+    is_placed = not isinstance(given, Pieces) and given.plan is not None
+    if 0 in shape and not is_placed:  # no placement is of no tokens
         return _of_no_tokens(layer, tokens, weights)
-    if isinstance(where.plan, Pieces):
-        pieces = where.plan
+    if isinstance(given, Pieces):
+        pieces = given
         if shape != (pieces.batch, pieces.num_tokens):
             raise ValueError(
                 f"{options.op}: the tokens have B, T = {shape} but the pieces are of "
                 f"{(pieces.batch, pieces.num_tokens)}. Pass those of these tokens."
             )
-    elif where.plan is not None:
-        documents = where.segment_ids, where.positions
-        pieces = pieces_of_plan(options, where.plan, documents, shape)
+    elif given.plan is not None:
+        pieces = pieces_of_plan(options, given.plan, given.packed[1:], shape)
     else:
-        if where.positions is not None and where.segment_ids is None:
-            where = dataclasses.replace(where, segment_ids=jnp.ones(shape, jnp.int32))
-        pieces = pieces_of_ids(options, where.segment_ids, where.positions, shape)
+        _, segment_ids, positions = given.packed
+        if positions is not None and segment_ids is None:
+            segment_ids = jnp.ones(shape, jnp.int32)
+        pieces = pieces_of_ids(options, segment_ids, positions, shape)
     # Each result of a layer `like_tokens` varies as its array does.
     alike = [[x] for x in leaves] if layer.like_tokens else [leaves]
     leaves = [x for group in alike for x in vary_alike(group, also=options.exchange.axis_names)]
@@ -132,7 +136,7 @@ def _on_rank(layer: Layer, tokens: Any, weights: Any, where: Where) -> Any:
     expected, seen = pieces.fingerprint[1::2], pieces.fingerprint[2::2]
     is_right = (expected == seen).all()
     has_others = pieces.world_size > 1
-    if not (has_others and layer.moves) and (has_others or isinstance(where.plan, PlacedPlan)):
+    if not (has_others and layer.moves) and (has_others or is_placed):
         is_right &= confirmed(options.exchange, pieces)
     return only_if_right(is_right, out)
 
@@ -144,14 +148,19 @@ def _of_no_tokens(layer: Layer, tokens: Any, weights: Any) -> Any:
     pad = lambda x: jnp.pad(x, missing + [(0, 0)] * (x.ndim - 2))
     rows = jax.tree.map(pad, tokens)
     padding = jnp.zeros(jax.tree.leaves(rows)[0].shape[:2], jnp.int32)
-    out = _on_rank(layer, rows, weights, Where(segment_ids=padding))
+    one = PackedMask(None, padding)
+    packed = dataclasses.replace(layer.options, order=PACKED)
+    layer = dataclasses.replace(layer, options=packed)
+    out = _on_rank(layer, rows, weights, GivenDocuments(one))
     return jax.tree.map(lambda x: x[:batch, :num_tokens], out)
 
 
-def _on_global_arrays(layer: Layer, tokens: Any, weights: Any, where: Where, axes: Axes) -> Any:
+def _on_global_arrays(
+    layer: Layer, tokens: Any, weights: Any, given: GivenDocuments, axes: Axes
+) -> Any:
     """Pads the tokens, finds the axes, and runs one program on all ranks."""
     options, op = layer.options, layer.options.op
-    plan, segment_ids, positions = where.plan, where.segment_ids, where.positions
+    (_, segment_ids, positions), plan = given.packed, given.plan
     leaves = sorted(jax.tree.leaves(tokens), key=lambda x: x.ndim < 3)
     found = find_axes(
         op,
@@ -160,6 +169,7 @@ def _on_global_arrays(layer: Layer, tokens: Any, weights: Any, where: Where, axe
         covers_batch=plan is not None and not is_stack(plan),
     )
     num_tokens = leaves[0].shape[1]
+    given.check_ranks(op, num_tokens, found.num_ranks, found.described)
     missing = -num_tokens % found.num_ranks
     if plan is not None:
         _check_plan(op, plan, found, num_tokens)
@@ -170,8 +180,8 @@ def _on_global_arrays(layer: Layer, tokens: Any, weights: Any, where: Where, axe
     else:
         if missing and options.layout == "zigzag":
             raise ValueError(
-                f"{op}: T is {num_tokens} but {found.described}, which must divide it with "
-                "layout='zigzag'. Pad the tokens (segment 0 is padding) before you reorder them."
+                f"{op}: T is {num_tokens} but {found.described}, which must divide it in zigzag "
+                "order. Pad the tokens (segment 0 is padding) before you reorder them."
             )
         segment_ids, positions = read_sequences(
             op, segment_ids, positions, layout=options.layout, num_ranks=found.num_ranks
@@ -242,7 +252,9 @@ def _local(layer: Layer, heads: tuple[str, ...], tokens, weights, plan, document
     if is_stack(plan):  # of which this group has one
         plan = jax.tree.map(lambda x: x[0], plan)
     segment_ids, positions = documents
-    out = _on_rank(layer, tokens, weights, Where(segment_ids, positions, plan))
+    packed = PackedMask(None, segment_ids, positions)
+    given = GivenDocuments(packed, layer.options.order, plan)
+    out = _on_rank(layer, tokens, weights, given)
     if heads and not layer.like_tokens and any(x.ndim < 3 for x in jax.tree.leaves(out)):
         raise ValueError(
             f"{layer.options.op}: an output is [B, T] but head_axis {heads!r} shards axis 2 of the "

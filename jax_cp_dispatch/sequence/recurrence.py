@@ -15,7 +15,7 @@ from jaxtyping import Array, Int32, Integer, PyTree, Shaped
 from jax_cp_dispatch._arguments import HostOrDevice
 from jax_cp_dispatch._arrays import only_where
 from jax_cp_dispatch._ranks.axis import AxisName
-from jax_cp_dispatch.planner import PlacedPlan
+from jax_cp_dispatch.documents import Documents
 from jax_cp_dispatch.sequence.chains import CutPieces
 from jax_cp_dispatch.sequence.options import Options
 from jax_cp_dispatch.sequence.pieces import Cuts, Pieces
@@ -42,10 +42,9 @@ def recurrence(
     local: Any,
     *,
     axis_name: AxisName,
+    documents: Documents | Pieces | None = None,
     segment_ids: Integer[HostOrDevice, "B T"] | None = None,
     positions: Integer[HostOrDevice, "B T"] | None = None,
-    plan: PlacedPlan | Pieces | None = None,
-    layout: str = "contiguous",
     mesh: Mesh | AbstractMesh | None = None,
     batch_axis: str | Names[str] | None = None,
     head_axis: str | Names[str] | None = None,
@@ -75,7 +74,7 @@ def recurrence(
         order; it is 1 in placed order.
         Maps are applied one by one, so a function that composes them is not needed.
       axis_name: the mesh axis over which the sequence is sharded, or several, major axis first.
-      segment_ids, positions, plan, layout: see `causal_conv`.
+      documents, segment_ids, positions: see `causal_conv`.
       mesh, batch_axis, head_axis: for global arrays, see `context_parallel_attention`; `head_axis`
         shards axis 2 of each array, and of the outputs, which then have one.
       implementation, deadline: of the exchange, see `dispatch`.
@@ -85,7 +84,7 @@ def recurrence(
       TypeError, ValueError: an argument is invalid; the message says how to fix it.
       jax.errors.JaxRuntimeError: at run time, see `dispatch`.
     """
-    options = Options.of_call(_OP, axis_name, layout, implementation, deadline)
+    options = Options.of_call(_OP, axis_name, implementation, deadline)
     missing = [x for x in ("summary", "apply", "run") if not callable(getattr(local, x, None))]
     if missing:
         raise TypeError(
@@ -94,7 +93,7 @@ def recurrence(
         )
     check_rows(_OP, "inputs", inputs)
     layer = Layer(options, Recur(OfUser(local)))
-    where, axes = Where(segment_ids, positions, plan), Axes(mesh, batch_axis, head_axis)
+    where, axes = Where(documents, segment_ids, positions), Axes(mesh, batch_axis, head_axis)
     return call_layer(layer, inputs, (), where, axes)
 
 

@@ -13,7 +13,7 @@ from jaxtyping import Array, Integer, PyTree, Shaped
 from jax_cp_dispatch._arguments import HostOrDevice, check_integer, check_value_of
 from jax_cp_dispatch._ranks.axis import AxisName
 from jax_cp_dispatch._ranks.varying import varying_axes
-from jax_cp_dispatch.planner import PlacedPlan
+from jax_cp_dispatch.documents import Documents
 from jax_cp_dispatch.sequence.halo import receive_halo
 from jax_cp_dispatch.sequence.options import Options
 from jax_cp_dispatch.sequence.pieces import Pieces
@@ -29,10 +29,9 @@ def shift(
     *,
     fill: float | int = 0,
     axis_name: AxisName,
+    documents: Documents | Pieces | None = None,
     segment_ids: Integer[HostOrDevice, "B T"] | None = None,
     positions: Integer[HostOrDevice, "B T"] | None = None,
-    plan: PlacedPlan | Pieces | None = None,
-    layout: str = "contiguous",
     mesh: Mesh | AbstractMesh | None = None,
     batch_axis: str | Names[str] | None = None,
     head_axis: str | Names[str] | None = None,
@@ -54,13 +53,10 @@ def shift(
       offset: tokens; negative: the row of a later token.
       fill: the value where the document has no such token, and in padding.
       axis_name: the mesh axis over which the sequence is sharded, or several, major axis first.
-      segment_ids: the document of each token, 0 = padding; None: each batch row is one document.
-      positions: the position of each token in its document; None if segment ids alone separate the
-        documents.
-      plan: the plan of `place_tokens`, for tokens in placed order; or, inside `jax.shard_map`, the
-        `document_pieces` of these tokens. If you also pass segment_ids, a plan of another batch is
-        an error.
-      layout: "contiguous" or "zigzag", see `zigzag_permutation`.
+      documents: what the tokens are, and their order, in which the arrays are; or, inside
+        `jax.shard_map`, the `document_pieces` of them. A plan of another batch is an error.
+      segment_ids, positions: the short form for packed order, see `context_parallel_attention`;
+        without it, each batch row is one document.
       mesh, batch_axis, head_axis: for global arrays, see `context_parallel_attention`; `head_axis`
         shards axis 2.
       implementation, deadline: of the exchange, see `dispatch`.
@@ -70,13 +66,13 @@ def shift(
       TypeError, ValueError: an argument is invalid; the message says how to fix it.
       jax.errors.JaxRuntimeError: at run time, see `dispatch`.
     """
-    options = Options.of_call(_OP, axis_name, layout, implementation, deadline)
+    options = Options.of_call(_OP, axis_name, implementation, deadline)
     check_integer(_OP, "offset", offset)
     check_rows(_OP, "x", x)
     for each in jax.tree.leaves(x):
         check_value_of(_OP, "fill", fill, each.dtype)
     layer = Layer(options, _Shift(int(offset), fill), like_tokens=True, moves=offset != 0)
-    where, axes = Where(segment_ids, positions, plan), Axes(mesh, batch_axis, head_axis)
+    where, axes = Where(documents, segment_ids, positions), Axes(mesh, batch_axis, head_axis)
     return call_layer(layer, x, (), where, axes)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 from jax_cp_dispatch.attention.operands import Operands, Outputs
 from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.documents.packed_mask import PackedMask
+from jax_cp_dispatch.masks.token_order import PLACED
 from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan
 
 if TYPE_CHECKING:
@@ -36,19 +37,22 @@ class Algorithm:
 
     Attributes:
       name: in lower case; selects the algorithm with all defaults.
+      follows_plan: whether it uses the plan of documents in packed order.
     """
 
     name: ClassVar[str]
+    follows_plan: ClassVar[bool] = False
 
     def check(self, op: str) -> None:
         """Checks the types of its options, but not whether they match the ranks."""
 
     def why_not(self, call: Call) -> str | None:
         """Returns None, or the sentence why it cannot serve this call, and the next step."""
-        if call.plan is not None:
+        if call.options.order == PLACED:
             return (
-                f"got a plan with algorithm={self.name!r}; only 'balanced' and 'placed' follow a "
-                "plan. Pass segment_ids instead."
+                f"the documents are those of a placement, which algorithm={self.name!r} cannot "
+                "follow. Pass algorithm='placed'; or, if the placement does not fit and left all "
+                "tokens in place, documents.unplaced()."
             )
         return None
 

@@ -37,18 +37,19 @@ class Balanced(Algorithm):
     """
 
     name: ClassVar[str] = "balanced"
+    follows_plan: ClassVar[bool] = True
     config: PlanConfig = PlanConfig()
 
     def check(self, op: str) -> None:
         check_plan_config(op, self.config)
 
     def why_not(self, call: Call) -> str | None:
-        if isinstance(call.plan, PlacedPlan):
+        if call.options.order.name == "zigzag" or isinstance(call.plan, PlacedPlan):
             return (
-                "got the plan of a placement with algorithm='balanced'. Pass algorithm='placed', "
-                "and q, k, v in placed order."
+                f"algorithm='balanced' needs tokens in packed order; got {call.options.order}. "
+                "Choose another algorithm."
             )
-        return needs_contiguous(self.name, call)
+        return super().why_not(call)
 
     def plan_before(self, packed: PackedMask, num_ranks: int) -> AttentionPlan:
         mask, *documents = packed
@@ -85,14 +86,3 @@ def check_plan_config(op: str, config: Any) -> None:
         raise TypeError(
             f"{op}: config is {config!r}; it needs to be a PlanConfig. Omit it for the default."
         )
-
-
-def needs_contiguous(name: str, call: Call) -> str | None:
-    """Returns why an algorithm by a plan cannot serve tokens in another layout."""
-    layout = call.options.layout
-    if layout == "contiguous":
-        return None
-    return (
-        f"algorithm={name!r} needs tokens in contiguous order; got layout={layout!r}. Choose "
-        "another algorithm."
-    )

@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any, ClassVar
 
 from jax_cp_dispatch.attention.algorithms.algorithm import Algorithm, Call
-from jax_cp_dispatch.attention.algorithms.balanced import needs_contiguous
 from jax_cp_dispatch.attention.algorithms.by_plan import attend_by_plan
 from jax_cp_dispatch.attention.algorithms.rank_program import Batch, RankProgram, planned_program
 from jax_cp_dispatch.attention.operands import Operands, Outputs
@@ -30,13 +29,12 @@ class Placed(Algorithm):
     name: ClassVar[str] = "placed"
 
     def why_not(self, call: Call) -> str | None:
-        if not isinstance(call.plan, PlacedPlan):
-            return (
-                "algorithm='placed' needs the plan of a placement, got "
-                f"{type(call.plan).__name__}. Pass plan=place_tokens(...).plan, and q, k, v in "
-                "placed order."
-            )
-        return needs_contiguous(self.name, call)
+        if isinstance(call.plan, PlacedPlan):
+            return None
+        return (
+            f"algorithm='placed' needs tokens in placed order; got {call.options.order}. Pass "
+            "documents=place_tokens(...).documents, and q, k, v in that order: Placement.apply."
+        )
 
     def attend(
         self, options: AttentionOptions, operands: Operands, packed: PackedMask, plan: Any

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +26,12 @@ from jax_cp_dispatch.attention.local.options import LocalOptions, PassOptions
 from jax_cp_dispatch.attention.local.read_ranges import dense_ranges, ranges_of_rows, read_ranges
 from jax_cp_dispatch.attention.local.sink import check_sink, sink_gradient
 from jax_cp_dispatch.attention.peer_arguments import explains_peer_arguments
+from jax_cp_dispatch.documents import Documents
+from jax_cp_dispatch.documents.given import read_given
 from jax_cp_dispatch.documents.packed_mask import PackedMask
 from jax_cp_dispatch.masks import Mask, MaskRanges
+from jax_cp_dispatch.masks.read import check_mask_order
+from jax_cp_dispatch.masks.token_order import PACKED
 
 
 @explains_peer_arguments
@@ -41,6 +45,7 @@ def local_attention(
     q_start: Int[Array, "B S"] | None = None,
     q_end: Int[Array, "B S"] | None = None,
     mask: Mask | str | None = None,
+    documents: Documents | None = None,
     segment_ids: Int[Array | np.ndarray, "B S"] | None = None,
     positions: Int[Array | np.ndarray, "B S"] | None = None,
     sink: Float[Array, " N"] | None = None,
@@ -82,8 +87,8 @@ def local_attention(
       q_start, q_end: the query rows [q_start, q_end) that may see each key row; None: all.
       mask: instead of ranges: "full", "causal" or an object of `jax_cp_dispatch.masks`, whose
         arrays are `[B, S]`; None is causal.
-      segment_ids, positions: with a mask only: the documents of all S tokens; see
-        `context_parallel_attention`.
+      documents: with a mask only: those of all S tokens, in packed order.
+      segment_ids, positions: the short form, see `context_parallel_attention`.
       sink: a learned logit per head without a value: it adds `exp(sink)` to the denominator of each
         row with keys. Differentiable.
       return_max_logits: also return the largest logit of each head, over all rows: scaled and
@@ -117,7 +122,7 @@ def local_attention(
     ).resolved(q, k, v)
     check_sink("local_attention", sink, q.shape[2])
     given = (kv_start, kv_end, q_start, q_end)
-    packed = PackedMask(cast(Mask, mask), segment_ids, positions)  # read with the ranges
+    packed = _read_documents(documents, mask, segment_ids, positions)
     shapes, dtypes = (q.shape, k.shape), (q.dtype, accumulator(q))
     ranges = read_ranges("local_attention", shapes, MaskRanges(*given), packed)
     options = dataclasses.replace(
@@ -202,6 +207,20 @@ def local_attention_backward(
     q, k, v = forbid_second_derivative(name, [q, k, v])
     whole = forbid_second_derivative(name, whole)
     return _backward(options, *_vary((q, k, v, ranges, SoftmaxGradients(*whole))))
+
+
+def _read_documents(documents: Any, mask: Any, segment_ids: Any, positions: Any) -> PackedMask:
+    """Returns a mask and its documents, which are read with the ranges."""
+    if documents is None:
+        check_mask_order("local_attention", mask, PACKED)
+        return PackedMask(mask, segment_ids, positions)
+    found = read_given("local_attention", documents, segment_ids, positions, mask)
+    if found.order != PACKED:
+        raise ValueError(
+            f"local_attention: the documents are in {found.order}, of which a rank holds a part. "
+            "Pass documents in packed order, or call context_parallel_attention."
+        )
+    return found.packed._replace(mask=documents.mask if mask is None else mask)
 
 
 def attend_ranges(

@@ -28,6 +28,7 @@ from jax_cp_dispatch.attention.rotating.sequence import (
     token_ranges,
 )
 from jax_cp_dispatch.cycles.integer_rows import CycleRows
+from jax_cp_dispatch.documents.given import GivenDocuments, read_given
 from jax_cp_dispatch.documents.on_host import read_sequences
 from jax_cp_dispatch.documents.packed_mask import PackedMask
 from jax_cp_dispatch.masks import Mask
@@ -60,8 +61,8 @@ def hamilton_attention_profile(
       axis_name: the mesh axis of the ranks.
       nodes, cycles, maps: see `Hamilton`.
       repeats: runs of every program; medians are returned.
-      options: `mask`, `segment_ids`, `positions`, `layout`, `scale`, `logit_soft_cap` and those of
-        the exchange, as in `context_parallel_attention`; segment_ids and positions are global.
+      options: `mask`, `documents`, `segment_ids`, `positions`, `scale`, `logit_soft_cap` and those
+        of the exchange, as in `context_parallel_attention`, on global arrays.
     Returns:
       The times, and the output in the layout of q.
     Raises:
@@ -71,9 +72,11 @@ def hamilton_attention_profile(
     stopwatch = stopwatch_over(op, mesh, axis_name, repeats)
     num_ranks, algorithm = stopwatch.num_ranks, Hamilton(nodes, cycles, maps)
     algorithm.schedule(op, num_ranks)  # raises before the arrays are read
-    mask, documents, read = _read_keywords(op, axis_name, options)
+    given, read = _read_keywords(op, axis_name, options)
+    mask, *documents = given.packed
     check_rows(op, Operands(q, k, v), *documents)
     check_tokens(op, q.shape[1], stopwatch)
+    given.check_ranks(op, q.shape[1], num_ranks, f"{axis_name!r} has {num_ranks} devices")
     mask = read_mask_on_host(op, mask, q.shape[:2])
     sequence = algorithm.sequence(read, mask, num_ranks)
     documents = read_sequences(op, *documents, layout=read.layout, num_ranks=num_ranks)
@@ -89,19 +92,19 @@ def hamilton_attention_profile(
 
 def _read_keywords(
     op: str, axis_name: str, given: dict[str, Any]
-) -> tuple[Any, tuple[Any, ...], AttentionOptions]:
-    """Returns the mask, segment ids and positions, and the options."""
+) -> tuple[GivenDocuments, AttentionOptions]:
+    """Returns the documents, with their mask, and the options."""
     exchange = {"implementation", "deadline", "num_comm_sm"}
-    documents = ("segment_ids", "positions")
-    names = {"layout", "scale", "logit_soft_cap"}
-    if unknown := given.keys() - names - exchange - {"mask", *documents}:
+    documents = ("documents", "segment_ids", "positions", "mask")
+    names = {"scale", "logit_soft_cap"}
+    if unknown := given.keys() - names - exchange - {*documents}:
         raise TypeError(
             f"{op}: got {', '.join(sorted(unknown))}; it takes the keywords of attention."
         )
     others = {name: given[name] for name in names & given.keys()}
     of_exchange = read_options(op, axis_name, **{name: given.get(name) for name in exchange})
-    options = AttentionOptions(of_exchange, **others)
-    return given.get("mask"), tuple(given.get(name) for name in documents), options
+    found = read_given(op, *(given.get(name) for name in documents))
+    return found, AttentionOptions(of_exchange, order=found.order, **others)
 
 
 # Axes that the ranks share: of rows, of chunks, of other arrays; `None` if all have the same.

@@ -11,9 +11,11 @@ import numpy as np
 from jaxtyping import Float32, Int, PyTree, Shaped
 
 from jax_cp_dispatch._text import outline
+from jax_cp_dispatch.documents import Documents
 from jax_cp_dispatch.documents.on_host import check_mask_of_documents
-from jax_cp_dispatch.masks import Mask
-from jax_cp_dispatch.masks.read import read_mask_on_host
+from jax_cp_dispatch.masks import ArrayMask, Mask
+from jax_cp_dispatch.masks.read import check_mask_order, read_mask_on_host
+from jax_cp_dispatch.masks.token_order import PACKED, PLACED
 from jax_cp_dispatch.metadata.describe import rows_between_ranks
 from jax_cp_dispatch.planner.describe import PlanToDescribe, Rows, describe_plan
 from jax_cp_dispatch.planner.home import home_pieces, pairs_of_ranks
@@ -99,6 +101,18 @@ class Placement:
             return dataclasses.replace(self, tokens=self.tokens[here], **moves, **changed)
 
         return tuple(map(group, range(self.num_groups)))
+
+    @functools.cached_property
+    def documents(self) -> Documents:
+        """The documents of the batch in placed order, with the plans; of one rank, its columns.
+
+        Documents that were given by their lengths are numbered from 1 in each batch row.
+        """
+        ids, positions = (
+            np.concatenate(x) for x in zip(*map(_ids_and_positions, self.made_of), strict=True)
+        )
+        ids, positions = self.apply((ids, positions))
+        return Documents.in_order(ids, positions, self.plans, order=PLACED, columns=self.columns)
 
     def plan_for(self, mask: Mask | str) -> PlacedPlan:
         """Returns a plan for another mask over the same tokens; `imbalance` tells its balance.
@@ -217,7 +231,7 @@ class Placement:
         return num_moved(op, self.plan.kv_metadata, self.config.ranks_per_node or self.world_size)
 
     def apply(self, arrays: PyTree[Shaped[Any, "B T ..."]]) -> PyTree[Shaped[Any, "B held ..."]]:
-        """Puts token arrays `[batch, columns, ...]` into placed order.
+        """Puts token arrays `[batch, columns, ...]`, and masks of them, into placed order.
 
         Call on the host with NumPy arrays, as a data loader does, or anywhere with JAX arrays.
         Apply it to tokens, labels, positions and segment ids alike. Shift labels by one token
@@ -228,12 +242,12 @@ class Placement:
         Raises:
           ValueError: an array does not start with `[batch, columns]`.
         """
-        return jax.tree.map(self._apply, arrays)
+        return jax.tree.map(self._apply, arrays, is_leaf=lambda x: isinstance(x, Mask))
 
     def restore(self, arrays: PyTree[Shaped[Any, "B T ..."]]) -> PyTree[Shaped[Any, "B T ..."]]:
         """Puts arrays in placed order back into the order of the batch; the inverse of `apply`."""
         self._check_whole("restore")
-        return jax.tree.map(self._restore, arrays)
+        return jax.tree.map(self._restore, arrays, is_leaf=lambda x: isinstance(x, Mask))
 
     def describe(self) -> str:
         """Returns the text of `PlacedPlan.describe`, and what the batch is without placement.
@@ -306,11 +320,19 @@ class Placement:
         return values
 
     def _apply(self, x: Any) -> Any:
+        if isinstance(x, Mask):
+            check_mask_order("Placement.apply", x, PACKED)
+            moved = jax.tree.map(self._apply, x)
+            return x.reordered(moved, PLACED) if isinstance(x, ArrayMask) else x
         xp, rest = self._check_array("apply", x)
         x = xp.take(x.reshape(self.batch * self.columns, *rest), self.permutation, axis=0)
         return by_columns(x, self.batch, self._num_held, self.num_groups)
 
     def _restore(self, x: Any) -> Any:
+        if isinstance(x, Mask):
+            check_mask_order("Placement.restore", x, PLACED)
+            moved = jax.tree.map(self._restore, x)
+            return x.reordered(moved, PACKED) if isinstance(x, ArrayMask) else x
         xp, rest = self._check_array("restore", x)
         rows = self.columns // self.world_size
         of_group = self.num_groups, self.batch // self.num_groups
@@ -339,6 +361,20 @@ class Placement:
                 "the tokens of this batch."
             )
         return (np if isinstance(x, np.ndarray) else jnp), tuple(x.shape[2:])
+
+
+def _ids_and_positions(made_of: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the ids and positions of a group, in the order of the batch."""
+    request = made_of[0][0]
+    table = request.documents
+    tokens, shape = table.tokens(), (table.batch, table.columns)
+    ids = np.zeros(table.num_tokens, table.ids.dtype)
+    ids[tokens] = np.repeat(table.ids, table.lengths)
+    if request.positions is not None:
+        return ids.reshape(shape), np.asarray(request.positions)
+    positions = np.zeros(table.num_tokens, np.int32)
+    positions[tokens] = tokens - np.repeat(table.first, table.lengths)
+    return ids.reshape(shape), positions.reshape(shape)
 
 
 def _line_of_mask(layers: int, all_layers: int, plan: PlacedPlan) -> str:

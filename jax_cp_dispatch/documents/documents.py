@@ -1,0 +1,253 @@
+"""`Documents`: what the tokens of a batch are, and in which order they are."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Integer, PyTree, Shaped
+
+from jax_cp_dispatch._arguments import HostOrDevice, check_positive, is_on_host
+from jax_cp_dispatch._text import outline
+from jax_cp_dispatch.documents.layouts import zigzag_permutation
+from jax_cp_dispatch.documents.segment_ids import check_ids, read_documents
+from jax_cp_dispatch.documents.starts import document_starts
+from jax_cp_dispatch.masks import ArrayMask, Mask
+from jax_cp_dispatch.masks.read import check_mask_arrays, check_mask_order, read_mask
+from jax_cp_dispatch.masks.token_order import PACKED, PLACED, Order, zigzag_order
+
+_OP = "Documents"
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass(frozen=True, eq=False)
+class Documents:
+    """The documents of a packed batch, and the order of its tokens; a frozen pytree.
+
+    Make it once per batch, in the data loader or in the step, from whole batch rows in packed
+    order: one document after another. `zigzag` and `Placement.documents` are the ways to another
+    order; both permute arrays and masks with `apply`. Every function that mixes tokens takes it,
+    as `documents=`. Inside `jax.shard_map`, pass it through `in_specs=documents.specs(axis_name)`:
+    the order stays known, and a call in which two orders meet is refused while it is traced.
+
+    Made of NumPy arrays, it is NumPy, and does not start JAX.
+
+    Attributes:
+      segment_ids: integers [B, T]; the document of each token, 0 = padding. A document is a run of
+        one id in one batch row; it also ends where `positions` do not increase.
+      positions: integers [B, T]; the position of each token in its document, for example for RoPE.
+        None: counted from 0; of padding, 0.
+      mask: which keys a token sees, in calls without `mask=`; its arrays are in this order.
+      plans: the plans of attention for these tokens: of a placement, one for each of its masks; of
+        `plan_attention`, one. The mask of a call selects it.
+      order: of the tokens (static).
+      columns: tokens T of a whole batch row (static).
+    Raises:
+      TypeError, ValueError: an array is invalid; or a document has several pieces in its batch row,
+        if it is known on the host.
+    """
+
+    segment_ids: Any
+    positions: Any = None
+    mask: Mask | str | None = None
+    plans: tuple[Any, ...] = ()
+    order: Order = dataclasses.field(default=PACKED, init=False)
+    columns: int = dataclasses.field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        check_ids(_OP, self.segment_ids, self.positions)
+        known = read_documents(_OP, self.segment_ids, self.positions)
+        segment_ids = known[0] if is_on_host(self.segment_ids) else self.segment_ids
+        positions = self.positions if self.positions is None else known[1]
+        mask = self.mask if self.mask is None else read_mask(_OP, self.mask)
+        if mask is not None:
+            check_mask_arrays(_OP, mask, segment_ids.shape)
+            check_mask_order(_OP, mask, PACKED)
+        if positions is None:
+            positions = _counted(segment_ids)
+        for name, value in {
+            "segment_ids": segment_ids,
+            "positions": positions,
+            "mask": mask,
+            "plans": tuple(self.plans),
+            "columns": segment_ids.shape[1],
+        }.items():
+            object.__setattr__(self, name, value)
+
+    __repr__ = outline
+
+    def tree_flatten_with_keys(self):
+        names = ("segment_ids", "positions", "mask", "plans")
+        keyed = [(jax.tree_util.GetAttrKey(x), getattr(self, x)) for x in names]
+        return keyed, (self.order, self.columns)
+
+    @classmethod
+    def tree_unflatten(cls, static, children) -> Documents:
+        return cls._of(*children, *static)
+
+    @classmethod
+    def _of(cls, segment_ids, positions, mask, plans, order, columns) -> Documents:
+        """Returns documents in any order; the arguments are trusted."""
+        documents = object.__new__(cls)
+        fields = segment_ids, positions, mask, plans, order, columns
+        for field, value in zip(dataclasses.fields(cls), fields, strict=True):
+            object.__setattr__(documents, field.name, value)
+        return documents
+
+    @classmethod
+    def in_order(
+        cls, segment_ids: Any, positions: Any, plans: Any, *, order: Order, columns: int
+    ) -> Documents:
+        """Returns documents in another order, for `Placement.documents`; trusted."""
+        return cls._of(segment_ids, positions, None, tuple(plans), order, columns)
+
+    @property
+    def plan(self) -> Any:
+        """The plan, of the first mask if there are several; None without one."""
+        return self.plans[0] if self.plans else None
+
+    @property
+    def fits(self) -> Any:
+        """Whether the plans fit their capacities; see `Plan.fits`. True without plans."""
+        return self.plans[0].fits if self.plans else np.bool_(True)
+
+    def with_plan(self, plan: Any) -> Documents:
+        """Returns these documents in packed order, with the plan that `plan_attention` made."""
+        if self.order != PACKED:
+            raise ValueError(
+                f"Documents.with_plan: tokens are in {self.order}. A plan is for packed order; a "
+                "placement has its own documents: Placement.documents."
+            )
+        return self._replaced(plans=(plan,))
+
+    def unplaced(self) -> Documents:
+        """Returns the documents of a placement that does not fit, and left all tokens in place.
+
+        For the branch of `jax.lax.cond(documents.fits, ...)` in which a ring attends. If tokens
+        were placed, that ring fails on all ranks.
+        """
+        if self.order != PLACED:
+            raise ValueError(
+                f"Documents.unplaced: tokens are in {self.order}. Call it on Placement.documents."
+            )
+        return self._replaced(plans=(), order=PACKED, mask=permuted(self.mask, None, PACKED))
+
+    def zigzag(self, num_ranks: int) -> Documents:
+        """Returns the documents in zigzag order: rank r of n holds blocks r and 2 n - 1 - r of 2 n.
+
+        All ranks then have equal causal work in a ring. See `zigzag_permutation`.
+
+        Raises:
+          ValueError: tokens are in another order already, or the ranks do not divide them.
+        """
+        check_positive("Documents.zigzag", num_ranks=num_ranks)
+        self._check_packed("zigzag")
+        order = zigzag_order(num_ranks)
+        ids, positions, mask = permuted(
+            (self.segment_ids, self.positions, self.mask),
+            zigzag_permutation(self.columns, num_ranks),
+            order,
+        )
+        return self._replaced(
+            segment_ids=ids, positions=positions, mask=mask, plans=(), order=order
+        )
+
+    def apply(self, arrays: PyTree[Shaped[Any, "B T ..."]]) -> PyTree[Shaped[Any, "B T ..."]]:
+        """Puts arrays and masks of whole batch rows from packed order into this order.
+
+        Apply it to tokens, labels and masks alike. Shift labels by one token first: neighbours in
+        another order need not be neighbours in a document.
+
+        Raises:
+          ValueError: an array does not start with [B, T]; tokens are placed, and only the placement
+            knows where: call `Placement.apply`.
+        """
+        return permuted(self._check_arrays("apply", arrays), self._permutation, self.order)
+
+    def restore(self, arrays: PyTree[Shaped[Any, "B T ..."]]) -> PyTree[Shaped[Any, "B T ..."]]:
+        """Puts arrays and masks in this order back into packed order; the inverse of `apply`."""
+        order = self._permutation
+        order = None if order is None else np.argsort(order)
+        return permuted(self._check_arrays("restore", arrays, self.order), order, PACKED)
+
+    def specs(self, axis_name: Any, batch_axis: Any = None) -> Documents:
+        """Returns the `PartitionSpec`s of this object, for `jax.shard_map` or `jax.device_put`.
+
+        Args:
+          axis_name: the mesh axis of the sequence, or several, major axis first.
+          batch_axis: the mesh axis over which B is sharded, or several.
+        Returns:
+          A tree prefix of this object: `jax.tree.map(partial(NamedSharding, mesh), specs)` are its
+          shardings.
+        """
+        rows = P(batch_axis, axis_name)
+        mask = rows if jax.tree.leaves(self.mask) else self.mask
+        plans = tuple(rows if np.ndim(x.fingerprint) > 2 else P(axis_name) for x in self.plans)
+        return self._replaced(segment_ids=rows, positions=rows, mask=mask, plans=plans)
+
+    @property
+    def _permutation(self) -> Any:
+        if self.order == PLACED:
+            raise ValueError(
+                "Documents: tokens are placed, and only the placement knows where. Call "
+                "Placement.apply or Placement.restore."
+            )
+        if self.order == PACKED:
+            return None
+        return zigzag_permutation(self.columns, self.order.num_ranks)
+
+    def _check_packed(self, name: str) -> None:
+        shape = np.shape(self.segment_ids)
+        if self.order != PACKED or shape[1:] != (self.columns,):
+            raise ValueError(
+                f"Documents.{name}: tokens are in {self.order}, {list(shape)} of {self.columns} "
+                "columns. Call it on documents of whole batch rows in packed order."
+            )
+
+    def _check_arrays(self, name: str, arrays: Any, order: Order = PACKED) -> Any:
+        shape = (*np.shape(self.segment_ids)[:1], self.columns)
+        for x in jax.tree.leaves(arrays, is_leaf=lambda x: isinstance(x, Mask)):
+            if isinstance(x, Mask):
+                check_mask_order(f"Documents.{name}", x, order)
+        for x in jax.tree.leaves(arrays):
+            if np.shape(x)[:2] != shape:
+                raise ValueError(
+                    f"Documents.{name}: an array has shape {list(np.shape(x))} but the documents "
+                    f"are [{shape[0]}, {shape[1]}, ...]. Pass arrays of whole batch rows."
+                )
+        return arrays
+
+    def _replaced(self, **changes: Any) -> Documents:
+        fields = {x.name: getattr(self, x.name) for x in dataclasses.fields(self)}
+        return self._of(**{**fields, **changes})
+
+
+def permuted(tree: Any, columns: Any, order: Order) -> Any:
+    """Returns arrays [B, T, ...] and masks with these columns, in this order; None: all columns."""
+
+    def one(x: Any) -> Any:
+        if isinstance(x, Mask):
+            moved = jax.tree.map(take, x)
+            return x.reordered(moved, order) if isinstance(x, ArrayMask) else x
+        return take(x)
+
+    def take(x: Any) -> Any:
+        return x if columns is None else x[:, columns]
+
+    return jax.tree.map(one, tree, is_leaf=lambda x: isinstance(x, Mask))
+
+
+def _counted(segment_ids: Integer[HostOrDevice, "B T"]) -> Integer[HostOrDevice, "B T"]:
+    """Returns the position of each token in its run of one id; 0 for padding."""
+    column = np.arange(segment_ids.shape[1], dtype=np.int32)
+    if not isinstance(segment_ids, np.ndarray):
+        starts = document_starts(segment_ids, None)
+        return jnp.where(starts >= 0, column - starts, 0)
+    begins = np.ones(segment_ids.shape, bool)
+    begins[:, 1:] = segment_ids[:, 1:] != segment_ids[:, :-1]
+    starts = np.maximum.accumulate(np.where(begins, column, 0), axis=1)
+    return np.where(segment_ids > 0, column - starts, 0).astype(np.int32)
