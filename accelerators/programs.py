@@ -144,7 +144,7 @@ def _layer(shapes: Shapes, layer: Callable[..., Any]) -> Program:
     }[layer]
     if layer is sequence.shift:
         layer = functools.partial(layer, offset=-1)
-    layer = functools.partial(layer, plan=shapes.placement.plan, **shapes.on_axis)
+    layer = functools.partial(layer, documents=shapes.placement.documents, **shapes.on_axis)
     return Program(lambda *x: layer(*x), arrays, tuple(range(len(arrays))))
 
 
@@ -152,11 +152,16 @@ def layer_on_pieces(shapes: Shapes) -> Program:
     """A layer of a rank, whose documents are found first."""
     options: dict[str, Any] = {"axis_name": "cp", "implementation": "xla"}
 
-    def run(x, ids):
-        pieces = sequence.document_pieces(ids, **options)
-        return sequence.linear_recurrence(x, x, plan=pieces, **options)
+    def on_rank(x, documents):
+        pieces = sequence.document_pieces(documents, **options)
+        return sequence.linear_recurrence(x, x, documents=pieces, **options)
 
-    return Program(on_ranks(shapes, run, ROWS, ROWS), (shapes.tokens(512), shapes.ids), (0,))
+    def run(x, ids):
+        documents = cpd.Documents(ids)
+        specs = ROWS, documents.specs("cp")
+        return on_ranks(shapes, on_rank, specs, ROWS)(x, documents)
+
+    return Program(run, (shapes.tokens(512), shapes.ids), (0,))
 
 
 _LAYERS = (

@@ -12,13 +12,17 @@ from jax_cp_dispatch import masks
 
 
 def attention(shapes: Shapes, algorithm: str, implementation: str = "xla") -> Program:
-    def run(q, k, v, ids):
-        options: dict[str, Any] = {"algorithm": algorithm, "segment_ids": ids} | shapes.on_axis
-        options["implementation"] = implementation
-        if algorithm == "placed":
-            options["plan"] = shapes.plan
-        return cpd.context_parallel_attention(q, k, v, **options)
+    options: dict[str, Any] = {"algorithm": algorithm, **shapes.on_axis}
+    options["implementation"] = implementation
 
+    def run(q, k, v, ids):
+        return cpd.context_parallel_attention(q, k, v, segment_ids=ids, **options)
+
+    if algorithm == "placed":
+        run = functools.partial(
+            cpd.context_parallel_attention, documents=shapes.placement.documents, **options
+        )
+        return Program(run, shapes.qkv, (0, 1, 2))
     return Program(run, (*shapes.qkv, shapes.ids), (0, 1, 2))
 
 
@@ -47,7 +51,7 @@ def balanced_with_a_plan(shapes: Shapes, implementation: str = "xla") -> Program
     attend = functools.partial(
         cpd.context_parallel_attention,
         algorithm="balanced",
-        plan=balanced_plan(shapes),
+        documents=cpd.Documents(shapes.segment_ids).with_plan(balanced_plan(shapes)),
         **(shapes.on_axis | {"implementation": implementation}),
     )
     return Program(attend, shapes.qkv, (0, 1, 2))

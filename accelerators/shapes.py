@@ -80,15 +80,12 @@ class Shapes:
 
     @functools.cached_property
     def placement(self) -> cpd.Placement:
-        return cpd.place_tokens(self.lengths, world_size=self.num_ranks)
+        return cpd.place_tokens(self.lengths, world_size=self.num_ranks, num_groups=self.data)
 
     @property
-    def plan(self) -> cpd.PlacedPlan:
-        """The plan of each group of ranks."""
-        if self.data == 1:
-            return self.placement.plan
-        place = functools.partial(cpd.place_tokens, world_size=self.num_ranks)
-        return cpd.stack_plans([place([row]).plan for row in self.lengths])
+    def segment_ids(self) -> np.ndarray:
+        number = np.arange(1, 1 + len(self.lengths[0]), dtype=np.int32)
+        return np.stack([np.repeat(number, row) for row in self.lengths])
 
     @property
     def on_axis(self) -> dict[str, Any]:

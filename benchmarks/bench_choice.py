@@ -72,23 +72,25 @@ CASES = (
 def call_options(case: Case, algorithm: str) -> dict[str, Any]:
     """Returns the options of `context_parallel_attention`; plans are made on the host."""
     if algorithm == "placed":
-        return {"plan": cp.place_tokens([case.lengths], world_size=case.num_ranks).plan}
+        placement = cp.place_tokens([case.lengths], world_size=case.num_ranks)
+        return {"documents": placement.documents}
+    ids = segment_ids_of(case.lengths)
     if algorithm == "balanced":
         config = cp.PlanConfig(num_heads=case.heads[0], num_kv_heads=case.heads[1])
         options = {"world_size": case.num_ranks, "config": config}
-        return {"plan": cp.plan_attention(lengths=[case.lengths], **options)}
-    ids = segment_ids_of(case.lengths)
+        plan = cp.plan_attention(lengths=[case.lengths], **options)
+        return {"documents": cp.Documents(ids).with_plan(plan)}
     if algorithm in ("ring", "ulysses"):
         return {"segment_ids": ids}
-    order = cp.zigzag_permutation(ids.shape[1], case.num_ranks)
-    return {"layout": "zigzag", "segment_ids": ids[:, order]}
+    return {"documents": cp.Documents(ids).zigzag(case.num_ranks)}
 
 
 def programs(case: Case, algorithm: str) -> dict[str, Callable[[], Any]]:
     """Returns the compiled program of each pass."""
     N, K, H = case.heads
     mesh = Mesh(np.array(jax.devices()[: case.num_ranks]), (AXIS,))
-    put = lambda x: jax.device_put(x, NamedSharding(mesh, P(None, AXIS)))
+    sharding = lambda spec: NamedSharding(mesh, spec)
+    put = lambda x: jax.device_put(x, sharding(P(None, AXIS)))
     rng = np.random.default_rng(0)
     shape = (1, case.num_ranks * case.tokens_per_rank)
     q, k, v, dout = (
@@ -97,6 +99,10 @@ def programs(case: Case, algorithm: str) -> dict[str, Callable[[], Any]]:
     options: dict[str, Any] = call_options(case, algorithm) | {"algorithm": algorithm}
     if "segment_ids" in options:
         options["segment_ids"] = put(options["segment_ids"])
+    else:
+        documents = options["documents"]
+        shardings = jax.tree.map(sharding, documents.specs(AXIS))
+        options["documents"] = jax.device_put(documents, shardings)
 
     def attend(q, k, v):
         return cp.context_parallel_attention(q, k, v, mesh=mesh, axis_name=AXIS, **options)

@@ -19,7 +19,7 @@ import numpy as np
 from attention_programs import AXIS, DENSE, HEAD_SIZE, NUM_HEADS, NUM_RANKS, mesh
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from jax_cp_dispatch import context_parallel_attention, plan_attention
+from jax_cp_dispatch import Documents, context_parallel_attention, plan_attention
 from jax_cp_dispatch.bench_command.attention import gradients, random_operands
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
 
@@ -27,10 +27,12 @@ NUM_DOCUMENTS = 8
 
 
 def _ours(algorithm: str, plan: Any = None) -> Callable[..., Any]:
-    options = {"mesh": mesh(), "axis_name": AXIS, "algorithm": algorithm}
+    options: dict[str, Any] = {"mesh": mesh(), "axis_name": AXIS, "algorithm": algorithm}
 
     def attend(q, k, v, cotangent, segment_ids, plan):
-        documents = {"segment_ids": segment_ids, "plan": plan}
+        documents = {"segment_ids": segment_ids}
+        if plan is not None:
+            documents = {"documents": Documents(segment_ids).with_plan(plan)}
         attend = partial(context_parallel_attention, **options, **documents)
         return gradients(attend)(q, k, v, cotangent)
 

@@ -13,15 +13,15 @@ import common
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec as P, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 from multi_gpu_peers import transformer_engine_attention
 from multi_gpu_programs import Program, failing, symmetric_bytes, timed
 from multi_gpu_sizes import Sizes
 
-from jax_cp_dispatch import PlanConfig, local_attention, place_tokens, plan_attention
+from jax_cp_dispatch import Documents, PlanConfig, local_attention, place_tokens, plan_attention
 from jax_cp_dispatch.attention import context_parallel_attention
 from jax_cp_dispatch.bench_command.attention import TOLERANCE, gradients, segment_ids_of
-from jax_cp_dispatch.bench_command.ranks import AXIS, BY_RANK, Ranks
+from jax_cp_dispatch.bench_command.ranks import AXIS, Ranks
 from jax_cp_dispatch.cost import attention_flops, count_pairs
 
 TOKENS_OF = P(None, AXIS)
@@ -56,7 +56,7 @@ class Attention:
             ONE: _operands(tokens, sizes, device),
         }
         self._programs: dict[tuple[str, str], Program] = {}
-        self._plans: dict[str, Any] = {}
+        self._documents: dict[str, Documents] = {}  # with plans
         for algorithm in sizes.causal if case == "causal" else sizes.packed:
             self._add(algorithm, self._ours(algorithm))
         self._add(ONE, _alone(alone))
@@ -74,11 +74,12 @@ class Attention:
                 yield {"what": PEER, "left_out": f"{type(error).__name__}: {error}"}
         drawn = {where: [_draw(shape) for shape in shapes] for where, shapes in
                  self._shapes.items()}  # fmt: skip
-        plans = {name: jax.tree.map(self._ranks.put, plan) for name, plan in self._plans.items()}
+        put = self._ranks.put_documents
+        documents = {name: put(planned) for name, planned in self._documents.items()}
         runs, programs = {}, {}
         for (name, what), program in self._programs.items():
             operands = drawn[ONE if name == ONE else "all"][: PASSES[what]]
-            run = partial(program, *operands, plans.get(name))
+            run = partial(program, *operands, documents.get(name))
             runs[f"{name}, {what}"], programs[f"{name}, {what}"] = run, (name, what)
         for what, error in failing(runs).items():
             yield {"what": what, "tokens_per_gpu": self._tokens, "error": error}
@@ -101,37 +102,36 @@ class Attention:
             }
 
     def _add(self, name: str, attend: Callable[..., Any]) -> None:
-        """Adds both passes of a function of q, k, v and its plan."""
+        """Adds both passes of a function of q, k, v and its documents, None without a plan."""
 
-        def both(q, k, v, g, plan):
-            return gradients(lambda q, k, v: attend(q, k, v, plan))(q, k, v, g)
+        def both(q, k, v, g, documents):
+            return gradients(lambda q, k, v: attend(q, k, v, documents))(q, k, v, g)
 
         shapes = self._shapes[ONE if name == ONE else "all"]
-        by_rank = NamedSharding(self._ranks.mesh, BY_RANK)
-        plan = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(np.shape(x), np.asarray(x).dtype, sharding=by_rank),
-            self._plans.get(name),
-        )
+        documents = self._documents.get(name)
+        if documents is not None:
+            shapes_of = partial(_shapes_like, self._ranks.mesh)
+            documents = jax.tree.map(shapes_of, documents.specs(AXIS), documents)
         for what, fn in zip(PASSES, (attend, both), strict=True):
-            self._programs[name, what] = Program(jax.jit(fn), *shapes[: PASSES[what]], plan)
+            self._programs[name, what] = Program(jax.jit(fn), *shapes[: PASSES[what]], documents)
 
     def _ours(self, algorithm: str) -> Callable[..., Any]:
-        ids = None if self._case == "causal" else segment_ids_of(self._lengths)
+        ids = segment_ids_of(self._lengths)
         ranks, sizes = self._ranks, self._sizes
+        given: dict[str, Any] = {} if self._case == "causal" else {"segment_ids": ids}
         if algorithm == "placed":
-            self._plans[algorithm] = place_tokens(self._lengths, world_size=ranks.count).plan
-            ids = None
+            placement = place_tokens(self._lengths, world_size=ranks.count)
+            self._documents[algorithm] = placement.documents
         if algorithm == "balanced":
             config = PlanConfig(num_heads=sizes.heads, num_kv_heads=sizes.kv_heads)
-            self._plans[algorithm] = plan_attention(
-                lengths=self._lengths, world_size=ranks.count, config=config
-            )
+            plan = plan_attention(lengths=self._lengths, world_size=ranks.count, config=config)
+            self._documents[algorithm] = Documents(ids).with_plan(plan)
 
-        def attend(q, k, v, plan):
+        def attend(q, k, v, documents):
+            options = given if documents is None else {"documents": documents}
             return context_parallel_attention(
-                *(q, k, v), mesh=ranks.mesh, axis_name=AXIS, algorithm=algorithm,
-                segment_ids=ids, plan=plan,
-            )  # fmt: skip
+                *(q, k, v), mesh=ranks.mesh, axis_name=AXIS, algorithm=algorithm, **options
+            )
 
         return attend
 
@@ -165,6 +165,13 @@ def _operands(tokens: int, sizes: Sizes, sharding: Any) -> list[Any]:
     return [jax.ShapeDtypeStruct(shape(n), sizes.dtype, sharding=sharding) for n in heads]
 
 
+def _shapes_like(mesh: Mesh, spec: P, part: Any) -> Any:
+    """Returns the shapes of a pytree of host arrays, sharded over the mesh."""
+    sharding = NamedSharding(mesh, spec)
+    like = lambda x: jax.ShapeDtypeStruct(np.shape(x), np.asarray(x).dtype, sharding=sharding)
+    return jax.tree.map(like, part)
+
+
 def _draw(shape: Any) -> jax.Array:
     """Draws on the devices: hosts have no room for all tokens."""
     draw = partial(jax.random.normal, shape=shape.shape, dtype=shape.dtype)
@@ -175,7 +182,7 @@ def _alone(lengths: list[int]) -> Callable[..., Any]:
     ends = np.cumsum(lengths)
     starts = np.repeat(ends - lengths, lengths)[None].astype(np.int32)
 
-    def attend(q, k, v, plan):
+    def attend(q, k, v, documents):
         last = jnp.arange(q.shape[1], dtype=jnp.int32)[None] + 1
         return local_attention(q, k, v, jnp.asarray(starts), last)[0]
 

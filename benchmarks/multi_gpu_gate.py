@@ -70,7 +70,9 @@ class Gate:
         for algorithm in dict.fromkeys((*sizes.causal, *sizes.packed)):
             is_placed = algorithm == "placed"
             order = placement.apply if is_placed else lambda x: x
-            how: dict[str, Any] = {"plan": placement.plan} if is_placed else {"segment_ids": ids}
+            how: dict[str, Any] = {"segment_ids": ids}
+            if is_placed:
+                how = {"documents": placement.documents}
             given = [ranks.put(order(x), TOKENS_OF) for x in (q, k, v)]
             got = jax.jit(partial(attend, algorithm=algorithm, **how))(*given)
             expected = ranks.put(order(want), TOKENS_OF)

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jax_cp_dispatch.attention import context_parallel_attention
 from jax_cp_dispatch.bench_command.attention import DENSE, drawn_lengths, segment_ids_of
 from jax_cp_dispatch.bench_command.ranks import AXIS, Ranks
+from jax_cp_dispatch.documents import Documents
 from jax_cp_dispatch.planner import place_tokens, plan_attention
 
 ALGORITHMS = ("placed", "balanced", "zigzag")
@@ -64,7 +65,7 @@ def _loss(model: Model, parameters, batch, attend: Attend):
     def layer(x, w):
         q, k, v = jnp.split(cast(_norm(x)) @ cast(w["qkv"]), 3, axis=-1)
         q, k, v = (y.reshape(*y.shape[:2], model.heads, -1) for y in (q, k, v))
-        q, k = (_rotate(y, batch["positions"]) for y in (q, k))
+        q, k = (_rotate(y, batch["documents"].positions) for y in (q, k))
         x = x + attend(q, k, v, batch).reshape(*x.shape[:2], -1) @ cast(w["out"])
         gate, up = jnp.split(cast(_norm(x)) @ cast(w["gate_up"]), 2, axis=-1)
         return x + (jax.nn.silu(gate) * up) @ cast(w["down"]), None
@@ -109,15 +110,15 @@ class Step:
     """
 
     def __init__(self, ranks: Ranks, model: Model, lengths: list[int], algorithm: str | Attend):
-        batch, plan = _batch(lengths), {}
+        batch, documents = _batch(lengths), Documents(segment_ids_of(lengths))
         if algorithm == "placed":
             placement = place_tokens(lengths, world_size=ranks.count)
-            batch = {name: placement.apply(x) for name, x in batch.items()}
-            plan = {"plan": jax.tree.map(ranks.put, placement.plan)}
+            batch, documents = placement.apply(batch), placement.documents
         elif algorithm == "balanced":
-            made = plan_attention(lengths=lengths, world_size=ranks.count)
-            plan = {"plan": jax.tree.map(ranks.put, made)}
-        self._batch = {name: ranks.put(x, _ROWS) for name, x in batch.items()} | plan
+            plan = plan_attention(lengths=lengths, world_size=ranks.count)
+            documents = documents.with_plan(plan)
+        arrays = {name: ranks.put(x, _ROWS) for name, x in batch.items()}
+        self._batch = arrays | {"documents": ranks.put_documents(documents)}
         self._parameters = jax.tree.map(lambda x: ranks.put(x, P()), model.parameters())
         attend = algorithm if callable(algorithm) else partial(_ours, ranks, algorithm)
 
@@ -140,15 +141,12 @@ class Step:
 def _batch(lengths: list[int]) -> dict[str, np.ndarray]:
     ids = segment_ids_of(lengths)
     tokens = np.random.default_rng(2).integers(0, VOCABULARY, ids.shape).astype(np.int32)
-    positions = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])[None]
     is_last = np.roll(ids, -1, axis=1) != ids
     is_last[0, -1] = True
     return {
         "tokens": tokens,
         "labels": np.roll(tokens, -1, axis=1),
         "counts": (~is_last).astype(np.float32),
-        "segment_ids": ids,
-        "positions": positions,
     }
 
 
@@ -158,12 +156,11 @@ def _ours(ranks: Ranks, algorithm: str, q, k, v, batch):
         mesh=ranks.mesh,
         axis_name=AXIS,
         algorithm=algorithm,
-        segment_ids=batch["segment_ids"],
-        plan=batch.get("plan"),
+        documents=batch["documents"],
     )
 
 
 def _dense(q, k, v, batch):
-    ids = batch["segment_ids"][0]
+    ids = batch["documents"].segment_ids[0]
     same = (ids[:, None] == ids)[None, None]
     return jax.nn.dot_product_attention(q, k, v, mask=same, is_causal=True)

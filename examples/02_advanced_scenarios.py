@@ -37,8 +37,8 @@ def with_gradients(attend, q, k, v, g):
 
 
 @jax.jit
-def balanced(plan, *qkvg):
-    options = {"mesh": MESH, "axis_name": AXIS, "algorithm": "balanced", "plan": plan}
+def balanced(documents, *qkvg):
+    options = {"mesh": MESH, "axis_name": AXIS, "algorithm": "balanced", "documents": documents}
     return with_gradients(partial(cpd.context_parallel_attention, **options), *qkvg)
 
 
@@ -59,7 +59,8 @@ def attend_and_verify(title: str, segment_ids: np.ndarray) -> None:
     """Plans, computes attention forward and backward, compares, and prints balance and movement."""
     plan = cpd.plan_attention(segment_ids, None, world_size=W, config=CONFIG)
     qkvg = np.random.default_rng(0).normal(size=(4, 1, W * T, 2, 16)).astype(np.float32)
-    for got, want in zip(balanced(plan, *qkvg), dense(segment_ids, *qkvg), strict=True):
+    documents = cpd.Documents(segment_ids).with_plan(plan)
+    for got, want in zip(balanced(documents, *qkvg), dense(segment_ids, *qkvg), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
     print(
         f"{title:<34} work max/mean {float(plan.imbalance_before):.2f} -> "

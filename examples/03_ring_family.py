@@ -1,8 +1,8 @@
 """Hamilton attention on packed documents: choose an algorithm, store tokens in zigzag order.
 
-Uses eight virtual CPU devices. The data pipeline stores tokens in zigzag order, with their segment
-ids and positions, so the devices need not reorder them. It runs inside
-`shard_map`, forward and backward, and is compared with dense attention in the usual order.
+Uses eight virtual CPU devices. The data pipeline stores tokens in zigzag order, and their
+`Documents` say so; the devices need not reorder them. It runs inside `shard_map`, forward and
+backward, and is compared with dense attention in the usual order.
 """
 
 import json
@@ -22,21 +22,17 @@ start_cpu_devices(8)  # virtual ones, before JAX starts
 
 W, T, N, K, H, VOCABULARY, AXIS = 8, 512, 4, 2, 16, 97, "cp"
 LENGTHS = (200, 31, 150, 100)  # of the documents; the rest is padding
-OPTIONS: Any = {"axis_name": AXIS, "layout": "zigzag"}
 MESH = jax.make_mesh((W,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
 
 
-def pack() -> dict[str, np.ndarray]:
-    """Returns consecutive documents, [1, T]; a token's label is the next token of its document."""
+def pack() -> tuple[dict[str, np.ndarray], cpd.Documents]:
+    """Returns arrays [1, T] of consecutive documents; a label is the next token of its document."""
     tokens = np.random.default_rng(0).integers(VOCABULARY, size=(1, T))
-    segment_ids, positions = np.zeros((2, 1, T), np.int32)
-    end = 0
-    for document, length in enumerate(LENGTHS, start=1):
-        begin, end = end, end + length
-        segment_ids[0, begin:end] = document
-        positions[0, begin:end] = np.arange(length)
-    labels = np.where(np.roll(positions, -1, 1) > 0, np.roll(tokens, -1, 1), -1)
-    return dict(tokens=tokens, labels=labels, segment_ids=segment_ids, positions=positions)
+    segment_ids = np.zeros((1, T), np.int32)
+    segment_ids[0, : sum(LENGTHS)] = np.repeat(np.arange(1, 1 + len(LENGTHS)), LENGTHS)
+    documents = cpd.Documents(segment_ids)  # which counts the positions
+    labels = cpd.sequence.shift_documents(tokens, -1, documents=documents, fill=-1)
+    return {"tokens": tokens, "labels": labels}, documents
 
 
 def rope(x, positions):
@@ -46,31 +42,33 @@ def rope(x, positions):
     return jnp.concatenate([turned.real, turned.imag], axis=-1)
 
 
-def project(parameters, batch):
+def project(parameters, batch, documents):
     x = parameters["embedding"][batch["tokens"]]
     q, k, v = (jnp.einsum("btd,dnh->btnh", x, parameters[name]) for name in "qkv")
-    return rope(q, batch["positions"]), rope(k, batch["positions"]), v
+    return rope(q, documents.positions), rope(k, documents.positions), v
 
 
-def loss(parameters, batch, attend):
+def loss(parameters, batch, documents, attend):
     """Returns the mean over the labels, which does not depend on the order of the tokens."""
-    out = attend(*project(parameters, batch), batch["segment_ids"])
+    out = attend(*project(parameters, batch, documents), documents)
     logits = out.reshape(1, T, N * H) @ parameters["out"]
     scores = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["labels"][..., None], -1)
     return -jnp.mean(scores[..., 0], where=batch["labels"] >= 0)
 
 
-def hamilton(q, k, v, segment_ids):
-    def local(q, k, v, segment_ids):  # this rank's rows
+def hamilton(q, k, v, documents):
+    def local(q, k, v, documents):  # this rank's rows
         return cpd.context_parallel_attention(
-            q, k, v, segment_ids=segment_ids, algorithm="hamilton", **OPTIONS
+            q, k, v, documents=documents, algorithm="hamilton", axis_name=AXIS
         )
 
     rows = P(None, AXIS)
-    return jax.shard_map(local, mesh=MESH, in_specs=rows, out_specs=rows)(q, k, v, segment_ids)
+    in_specs = (rows, rows, rows, documents.specs(AXIS))
+    return jax.shard_map(local, mesh=MESH, in_specs=in_specs, out_specs=rows)(q, k, v, documents)
 
 
-def dense(q, k, v, segment_ids):
+def dense(q, k, v, documents):
+    segment_ids = documents.segment_ids
     same = (segment_ids[:, :, None] == segment_ids[:, None]) & (segment_ids[:, :, None] > 0)
     mask = (same & jnp.tril(jnp.ones((T, T), bool)))[:, None]
     k, v = (jnp.repeat(x, N // K, axis=2) for x in (k, v))
@@ -80,8 +78,8 @@ def dense(q, k, v, segment_ids):
 
 
 def main() -> None:
-    batch = pack()
-    lengths = cpd.document_lengths(batch["segment_ids"])
+    batch, documents = pack()
+    lengths = cpd.document_lengths(documents.segment_ids)
     sizes: Any = dict(tokens_per_rank=T // W, num_heads=N, num_kv_heads=K, head_size=H, itemsize=4)
     for layout in ("contiguous", "zigzag"):
         choice = cpd.choose_algorithm(
@@ -89,27 +87,28 @@ def main() -> None:
         )
         print(f"8 MI300X, {layout}: {choice.reason}")
 
-    order = cpd.zigzag_permutation(T, W)
-    stored = {name: x[:, order] for name, x in batch.items()}
+    zigzag = documents.zigzag(W)
+    stored = zigzag.apply(batch)
 
     random = np.random.default_rng(1)
     shapes = {"q": (32, N, H), "k": (32, K, H), "v": (32, K, H)}
     shapes |= {"embedding": (VOCABULARY, 32), "out": (N * H, VOCABULARY)}
     parameters = {x: 0.3 * random.normal(size=s).astype("f") for x, s in shapes.items()}
-    step = jax.jit(jax.value_and_grad(loss), static_argnums=2)
-    value, gradients = step(parameters, stored, hamilton)
-    same_value, expected = step(parameters, batch, dense)
+    step = jax.jit(jax.value_and_grad(loss), static_argnums=3)
+    value, gradients = step(parameters, stored, zigzag, hamilton)
+    same_value, expected = step(parameters, batch, documents, dense)
     np.testing.assert_allclose(value, same_value, rtol=1e-5)
     for name in gradients:
         np.testing.assert_allclose(gradients[name], expected[name], rtol=1e-5, atol=1e-6)
     print(f"loss {float(value):.4f} and the gradients of {', '.join(gradients)}: verified")
 
-    q, k, v = jax.jit(project)(parameters, stored)
-    options = {"mesh": MESH, "segment_ids": stored["segment_ids"], **OPTIONS}
-    profile = cpd.profiling.hamilton_attention_profile(q, k, v, **options)
+    q, k, v = jax.jit(project)(parameters, stored, zigzag)
+    profile = cpd.profiling.hamilton_attention_profile(
+        q, k, v, mesh=MESH, axis_name=AXIS, documents=zigzag
+    )
     print(profile)
-    in_order = profile.out[:, cpd.zigzag_permutation(T, W, inverse=True)]
-    expected = jax.jit(dense)(*jax.jit(project)(parameters, batch), batch["segment_ids"])
+    in_order = zigzag.restore(profile.out)
+    expected = jax.jit(dense)(*jax.jit(project)(parameters, batch, documents), documents)
     np.testing.assert_allclose(in_order, expected, rtol=1e-5, atol=1e-5)
     with tempfile.TemporaryDirectory() as folder:
         path = profile.write_chrome_trace(f"{folder}/trace.json")

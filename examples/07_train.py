@@ -19,7 +19,7 @@ import jax
 from training import check, failures, report
 from training.data import DataConfig, make_loader
 from training.model import ModelConfig
-from training.sharding import LAYOUTS, Sharded, make_mesh
+from training.sharding import ORDERS, Sharded, make_mesh
 from training.state import Checkpoints, create, make_optimizer, make_step
 
 import jax_cp_dispatch as cpd
@@ -31,7 +31,7 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     add = parser.add_argument
-    add("--algorithm", choices=tuple(LAYOUTS), default="placed", help="of attention")
+    add("--algorithm", choices=tuple(ORDERS), default="placed", help="of attention")
     add("--steps", type=int, default=None, help="in total (100; with --check 50)")
     add("--folder", help="of the documents (Python's standard library)")
     add("--pattern", default="*.py", help="of the files in the folder (*.py)")
@@ -102,7 +102,7 @@ def main() -> None:
         pattern=options.pattern,
         batch=options.batch,
         columns=options.columns,
-        layout=LAYOUTS[options.algorithm],
+        order=ORDERS[options.algorithm],
         data=options.mesh[0],
         context=options.mesh[1],
         workers=options.workers,

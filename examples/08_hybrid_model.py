@@ -52,7 +52,7 @@ def delta_layer(where, x, w):
 
 def attention_layer(where, x, w):
     q, k, v = heads(norm(x) @ w["qkv"])
-    algorithm = "placed" if "plan" in where else "zigzag"
+    algorithm = "zigzag" if where["documents"].plan is None else "placed"
     out = cpd.context_parallel_attention(q, k, v, algorithm=algorithm, **where)
     return x + out.reshape(x.shape) @ w["out"]
 
@@ -76,45 +76,47 @@ def loss_on_rank(params, tokens, where):
     return jax.lax.psum(total, "cp") / COLUMNS
 
 
-def train(devices, tokens, **where):
-    """Returns the loss of each step. `where` has the plan, or segment ids in zigzag order."""
-    mesh, columns = Mesh(np.array(devices), "cp"), P(None, "cp")
-    specs = P(), columns, {name: P("cp") if name == "plan" else columns for name in where}
+def train(devices, tokens, documents):
+    """Returns the loss of each step; the tokens are in the order of the documents."""
+    mesh = Mesh(np.array(devices), "cp")
+    specs = P(), P(None, "cp"), documents.specs("cp")
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-    params, tokens, arrays = jax.device_put((weights(), tokens, where), shardings)
-    static = {"axis_name": "cp"} | ({} if "plan" in where else {"layout": "zigzag"})
-    on_rank = lambda params, tokens, arrays: loss_on_rank(params, tokens, arrays | static)
+    params, tokens, documents = jax.device_put((weights(), tokens, documents), shardings)
+
+    def on_rank(params, tokens, documents):
+        return loss_on_rank(params, tokens, {"axis_name": "cp", "documents": documents})
+
     on_ranks = jax.shard_map(on_rank, mesh=mesh, in_specs=specs, out_specs=P())
 
     @jax.jit
-    def step(params, tokens, arrays):
-        loss, gradients = jax.value_and_grad(on_ranks)(params, tokens, arrays)
+    def step(params, tokens, documents):
+        loss, gradients = jax.value_and_grad(on_ranks)(params, tokens, documents)
         return loss, jax.tree.map(lambda w, g: w - RATE * g, params, gradients)
 
     losses = []
     for _ in range(STEPS):
-        loss, params = step(params, tokens, arrays)
+        loss, params = step(params, tokens, documents)
         losses.append(float(loss))
     return losses
 
 
 ids = np.repeat([np.arange(1, 1 + len(LENGTHS))], LENGTHS, axis=1)
 token = np.random.default_rng(1).integers(0, VOCAB, (1, COLUMNS))
-shift = lambda n, **fill: sequence.shift_documents(token, n, segment_ids=ids, **fill)
+documents = cpd.Documents(ids)
+shift = lambda n, **fill: sequence.shift_documents(token, n, documents=documents, **fill)
 batch = {"token": token, "next": shift(-1), "label_1": shift(-1, fill=-1)}
 batch["label_2"] = shift(-2, fill=-1)
 
 placement = cpd.place_tokens(segment_ids=ids, world_size=8)
-placed = train(jax.devices(), placement.apply(batch), plan=placement.plan)
-order = cpd.zigzag_permutation(COLUMNS, 8)
-zigzag = {name: x[:, order] for name, x in batch.items()}
-in_zigzag = train(jax.devices(), zigzag, segment_ids=ids[:, order])
+placed = train(jax.devices(), placement.apply(batch), placement.documents)
+zigzag = documents.zigzag(8)
+in_zigzag = train(jax.devices(), zigzag.apply(batch), zigzag)
 
 of_row = np.arange(max(LENGTHS)) < np.array(LENGTHS)[:, None]  # each document in a row of its own
 alone = {name: np.full(of_row.shape, -(name > "l")) for name in batch}
 for name, x in batch.items():
     alone[name][of_row] = x[0]
-one = train(jax.local_devices()[:1], alone, segment_ids=of_row.astype(np.int32))
+one = train(jax.local_devices()[:1], alone, cpd.Documents(of_row.astype(np.int32)))
 np.testing.assert_allclose(placed, one, rtol=1e-4)
 np.testing.assert_allclose(in_zigzag, one, rtol=1e-4)
 if jax.process_index() == 0:

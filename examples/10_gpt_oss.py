@@ -108,7 +108,8 @@ mesh = Mesh(np.array(jax.devices()), "cp")
 placement = cpd.place_tokens(segment_ids=ids, world_size=8, masks=MASKS, layers=(PAIRS, PAIRS))
 placed = jax.device_put(placement.apply(batch), NamedSharding(mesh, P(None, "cp")))
 attend = partial(cpd.context_parallel_attention, mesh=mesh, axis_name="cp", algorithm="placed")
-together = train(placed, lambda plans: [partial(attend, plan=x) for x in plans], placement.plans)
+attends = lambda documents: [partial(attend, documents=documents, mask=mask) for mask in MASKS]
+together = train(placed, attends, placement.documents)
 
 alone = {name: np.full((len(LENGTHS), max(LENGTHS)), -(name == "label")) for name in batch}
 for name, x in batch.items():

@@ -35,7 +35,7 @@ class Unsharded:
         return jnp.tensordot(x, w, w.ndim - 1)
 
     def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, batch: Batch) -> jax.Array:
-        ids = batch["segment_ids"]
+        ids = batch["documents"].segment_ids
         causal = jnp.tri(ids.shape[1], dtype=bool)
         mask = (ids[:, None, :, None] == ids[:, None, None, :]) & causal
         return jax.nn.dot_product_attention(q, k, v, mask=mask)
@@ -62,7 +62,7 @@ class Comparison:
         self.device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         self.expected_state = jax.device_put(jax.device_get(self.state), self.device)
         self.expected_step = make_step(structure, Unsharded(), self.device, keep_gradients=True)
-        self.expected_loader = make_loader(dataclasses.replace(data, layout="contiguous"))
+        self.expected_loader = make_loader(dataclasses.replace(data, order="packed"))
 
     def advance(self) -> dict[str, Any]:
         """Makes a step of the sharded model; returns its metrics and gradients."""

@@ -32,7 +32,7 @@ class DataConfig:
         "site-packages"; None is the source of Python's standard library.
       batch, columns: the shape of a batch, B x T. Longer documents are cut.
       max_documents: per batch row.
-      layout: order of the tokens; "contiguous", "zigzag" or "placed".
+      order: of the tokens; "packed", "zigzag" or "placed".
       data, context: sizes of these mesh axes. B is split over data.
       workers: processes; 0 loads in this process.
     """
@@ -42,14 +42,14 @@ class DataConfig:
     batch: int = 4
     columns: int = 2048
     max_documents: int = 64
-    layout: str = "placed"
+    order: str = "placed"
     data: int = 2
     context: int = 2
     workers: int = 2
     seed: int = 0
 
 
-class Documents:
+class Parts:
     """The top-level parts of all files: a part begins at an unindented line after an empty one.
 
     Of source code these are definitions, of prose paragraphs. Parts with more than `columns` labels
@@ -88,9 +88,9 @@ def _files(folder: str, pattern: str) -> Iterator[pathlib.Path]:
         yield from (pathlib.Path(root, name) for name in sorted(fnmatch.filter(names, pattern)))
 
 
-def pairs_per_device(batch: dict[str, Any], data: int, context: int) -> Any:
+def pairs_per_device(documents: cpd.Documents, data: int, context: int) -> Any:
     """Returns the query-key pairs of the tokens of each device, [data, context]; NumPy or JAX."""
-    pairs = (batch["positions"] + 1) * (batch["segment_ids"] > 0)
+    pairs = (documents.positions + 1) * (documents.segment_ids > 0)
     return pairs.reshape(data, -1, context, pairs.shape[1] // context).sum((1, 3))
 
 
@@ -122,22 +122,19 @@ class Arrange:
     config: DataConfig
 
     def __call__(self, element: dict[str, np.ndarray]) -> dict[str, Any]:
-        batch: dict[str, Any] = {
-            "tokens": element["tokens"],
-            "labels": element["labels"],
-            "segment_ids": element["tokens_segment_ids"],
-            "positions": element["tokens_positions"],
-        }
-        in_order = imbalance(pairs_per_device(batch, self.config.data, self.config.context))
-        if self.config.layout == "zigzag":
-            order = cpd.zigzag_permutation(self.config.columns, self.config.context)
-            batch = {name: x[:, order] for name, x in batch.items()}
-        if self.config.layout == "placed":
-            batch = self._place(batch)
-        return batch | {"imbalance_in_order": in_order}
+        batch = {name: element[name] for name in ("tokens", "labels")}
+        documents = cpd.Documents(element["tokens_segment_ids"], element["tokens_positions"])
+        in_order = imbalance(pairs_per_device(documents, self.config.data, self.config.context))
+        if self.config.order == "zigzag":
+            documents = documents.zigzag(self.config.context)
+            batch = documents.apply(batch)
+        if self.config.order == "placed":
+            placement = self._place(documents)
+            documents, batch = placement.documents, placement.apply(batch)
+        return batch | {"documents": documents, "imbalance_in_order": in_order}
 
-    def _place(self, batch: dict[str, np.ndarray]) -> dict[str, Any]:
-        """Places the rows of each data group on its ranks; adds the plans, [data, context, ...]."""
+    def _place(self, documents: cpd.Documents) -> cpd.Placement:
+        """Places the rows of each data group on its ranks."""
         rows = self.config.batch // self.config.data
         # Fixed sizes: all batches use one compiled program. Every rank has room for all keys.
         pieces = 2 * rows * self.config.max_documents
@@ -148,18 +145,18 @@ class Arrange:
             max_cut_pieces=pieces,
             max_linked_pieces=self.config.context * pieces,
         )
-        placement = cpd.place_tokens(
-            segment_ids=batch["segment_ids"],
+        return cpd.place_tokens(
+            segment_ids=documents.segment_ids,
+            positions=documents.positions,
             world_size=self.config.context,
             num_groups=self.config.data,
             config=sizes,
         )
-        return placement.apply(batch) | {"plan": placement.plan}
 
 
 def make_loader(config: DataConfig) -> grain.DatasetIterator:
     """Returns an endless iterator of batches, the same in every run; see `Arrange` for a batch."""
-    documents = grain.MapDataset.source(Documents(config)).seed(config.seed).shuffle().repeat()
+    documents = grain.MapDataset.source(Parts(config)).seed(config.seed).shuffle().repeat()
     packed = grain.experimental.FirstFitPackIterDataset(
         documents.to_iter_dataset(),
         length_struct={"tokens": config.columns, "labels": config.columns},

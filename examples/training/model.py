@@ -14,7 +14,7 @@ import optax
 from flax import nnx
 
 VOCABULARY = 256  # bytes
-Batch = dict[str, Any]  # "tokens", "labels", "positions" and "segment_ids", each [B, T]
+Batch = dict[str, Any]  # "tokens" and "labels", [B, T]; "documents", with positions
 
 
 class Ops(Protocol):
@@ -103,7 +103,8 @@ class Block(nnx.Module):
     def attention(self, x: jax.Array, batch: Batch, ops: Ops) -> jax.Array:
         ws = tuple(self.cast(w[...]) for w in (self.q, self.k, self.v))
         q, k, v = ops.gather_matmul(x, ws)
-        q, k = rope(q, batch["positions"]), rope(k, batch["positions"])
+        positions = batch["documents"].positions
+        q, k = rope(q, positions), rope(k, positions)
         return ops.matmul_scatter(ops.attend(q, k, v, batch), self.cast(self.out[...]))
 
     def cast(self, array: jax.Array) -> jax.Array:

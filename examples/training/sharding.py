@@ -1,6 +1,6 @@
 """How the model is sharded over the mesh axes data x context x tensor, and what communicates.
 
-    batch arrays               [B, T]         B over data, T over context
+    tokens, labels, documents  [B, T]         B over data, T over context
     activations                [B, T, D]      B over data, T over context and tensor
     q, k, v                    [B, T, N, H]   B over data, T over context, N over tensor
     weights                    [D, F], [F, D] F over tensor; F may be (N, H), N over tensor
@@ -11,6 +11,7 @@ communicates over context. XLA sums the gradients.
 
 import dataclasses
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +25,10 @@ from .model import Batch
 BATCH, TOKENS = P("data", "context"), P("data", ("context", "tensor"))
 
 # The order of tokens for each algorithm.
-LAYOUTS = {
+ORDERS = {
     "placed": "placed",
-    "balanced": "contiguous",
-    "ring": "contiguous",
+    "balanced": "packed",
+    "ring": "packed",
     "zigzag": "zigzag",
     "hamilton": "zigzag",
 }
@@ -50,8 +51,9 @@ class Sharded:
         if self.algorithm != "balanced":
             return batch
         plan = partial(cpd.plan_attention, world_size=self.mesh.shape["context"])
-        groups = jnp.split(batch["segment_ids"], self.mesh.shape["data"])
-        return batch | {"plan": cpd.stack_plans(map(plan, groups))}
+        documents = batch["documents"]
+        groups = jnp.split(documents.segment_ids, self.mesh.shape["data"])
+        return batch | {"documents": documents.with_plan(cpd.stack_plans(map(plan, groups)))}
 
     def split_tokens(self, x: jax.Array) -> jax.Array:
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, TOKENS))
@@ -70,20 +72,24 @@ class Sharded:
             batch_axis="data",
             head_axis="tensor",
             algorithm=self.algorithm,
-            layout="zigzag" if LAYOUTS[self.algorithm] == "zigzag" else "contiguous",
-            plan=batch.get("plan"),
-            segment_ids=batch["segment_ids"],  # with a plan: compared with those of the plan
+            documents=batch["documents"],
         )
 
     def imbalance(self, batch: Batch) -> jax.Array:
         """Returns the largest work of attention on a device divided by the mean of its group."""
         if self.algorithm == "balanced":
-            return imbalance(batch["plan"].pairs_after)
+            return imbalance(batch["documents"].plan.pairs_after)
         shape = self.mesh.shape
-        return imbalance(pairs_per_device(batch, shape["data"], shape["context"]))
+        return imbalance(pairs_per_device(batch["documents"], shape["data"], shape["context"]))
 
     def put(self, batch: Batch) -> Batch:
-        """Moves a batch of NumPy arrays, and its plan [data, context, ...], to the devices."""
-        sharding = NamedSharding(self.mesh, BATCH)
-        put = lambda x: jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
-        return jax.tree.map(put, batch)  # each process puts the parts of its own devices
+        """Moves a batch of NumPy arrays to the devices; each process puts the parts of its own."""
+
+        def put(spec: P, part: Any) -> Any:
+            sharding = NamedSharding(self.mesh, spec)
+            one = lambda x: jax.make_array_from_callback(x.shape, sharding, lambda at: x[at])
+            return jax.tree.map(one, part)
+
+        specs = dict.fromkeys(batch, BATCH)
+        specs["documents"] = batch["documents"].specs("context", "data")
+        return jax.tree.map(put, specs, batch)

@@ -152,11 +152,12 @@ def context_parallel_attention(
     names = check_axis_name(_OP, axis_name)
     check_mesh(_OP, mesh)
     chosen = read_algorithm(_OP, algorithm)
-    given = read_given(_OP, documents, segment_ids, positions, mask)
+    follows_plan = chosen.follows_plan
+    given = read_given(_OP, documents, segment_ids, positions, mask, follows_plan=follows_plan)
     if given.plan is not None:
         check_plan(_OP, given.plan, AttentionPlan, PlacedPlan)
-        if given.order == PACKED and not chosen.follows_plan:
-            given = given._replace(plan=None)
+        if given.order == PACKED and isinstance(given.plan, PlacedPlan):  # unplaced
+            given = given.without_plan(_OP)
     operands, expansion = _read_operands(q, k, v, sink, (expand, weights, weight_specs))
     on_rank = is_on_rank(_OP, names)
     axes = None

@@ -124,7 +124,7 @@ class _Gradients:
 def _ours(ranks: Ranks, algorithm: str, lengths: list[int]) -> Callable[..., Any]:
     options: dict[str, Any] = {"segment_ids": segment_ids_of(lengths) if len(lengths) > 1 else None}
     if algorithm == "placed":
-        options = {"plan": place_tokens(lengths, world_size=ranks.count).plan}
+        options = {"documents": place_tokens(lengths, world_size=ranks.count).documents}
     return partial(
         context_parallel_attention,
         mesh=ranks.mesh,

@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from jax_cp_dispatch._measuring import interleaved
 from jax_cp_dispatch._ranks.gpu import raise_gpu_errors
+from jax_cp_dispatch.documents import Documents
 
 AXIS = "cp"
 BY_RANK = P(AXIS)
@@ -75,6 +76,14 @@ class Ranks:
         x = np.asarray(x)
         sharding = NamedSharding(self.mesh, spec)
         return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+    def put_documents(self, documents: Documents) -> Documents:
+        """Shards documents that every process holds, with their plans."""
+
+        def put(spec: P, part: Any) -> Any:
+            return jax.tree.map(lambda x: self.put(x, spec), part)
+
+        return jax.tree.map(put, documents.specs(AXIS), documents)
 
     def program(
         self,

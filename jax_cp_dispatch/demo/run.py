@@ -21,6 +21,7 @@ from jax_cp_dispatch.cost import attention_flops, rows_bytes
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
 from jax_cp_dispatch.demo.packing import PackedDocuments, pack_documents, read_documents
 from jax_cp_dispatch.demo.reference import largest_difference
+from jax_cp_dispatch.documents import Documents
 from jax_cp_dispatch.planner import AttentionPlan, plan_attention
 from jax_cp_dispatch.plots import plot_plan
 
@@ -71,8 +72,8 @@ def _run(arguments: argparse.Namespace) -> int:
     progress = Progress(6)
     with progress.step(f"reading {folder}"):
         longest = max(1, num_tokens // 8)  # the reference has all logits in memory
-        documents = read_documents(folder, pattern=pattern)
-        packed = pack_documents(documents, num_tokens=num_tokens, longest=longest)
+        texts = read_documents(folder, pattern=pattern)
+        packed = pack_documents(texts, num_tokens=num_tokens, longest=longest)
     if not packed.spans:
         raise InputError(f"no text file matches {pattern!r} below {folder}. Pass --pattern.")
     make_plan = partial(plan_attention, packed.segment_ids, packed.positions, world_size=num_ranks)
@@ -82,12 +83,14 @@ def _run(arguments: argparse.Namespace) -> int:
         seconds["planning"] = seconds_of_a_call(make_plan)
     mesh = Mesh(np.array(jax.devices()[:num_ranks]), (AXIS,))
     operands = [jax.device_put(x, NamedSharding(mesh, P(None, AXIS))) for x in embed(packed)]
-    plan = jax.device_put(plan, NamedSharding(mesh, P(AXIS)))
+    documents = Documents(packed.segment_ids, packed.positions).with_plan(plan)
+    shard = lambda spec: NamedSharding(mesh, spec)
+    documents = jax.device_put(documents, jax.tree.map(shard, documents.specs(AXIS)))
     with progress.step("compiling attention, forward and backward"):
-        program = attention_and_gradients(mesh).lower(*operands, plan).compile()
+        program = attention_and_gradients(mesh).lower(*operands, documents).compile()
     with progress.step(f"running it over {num_ranks} devices"):
-        results = program(*operands, plan)
-        seconds["attention"] = seconds_of_a_call(lambda: program(*operands, plan))
+        results = program(*operands, documents)
+        seconds["attention"] = seconds_of_a_call(lambda: program(*operands, documents))
     with progress.step("checking against dense attention, by document") as show:
         host = lambda arrays: [np.asarray(x) for x in arrays]
         differences = largest_difference(packed, host(operands), host(results), show)
@@ -137,10 +140,10 @@ def attention_and_gradients(mesh: Mesh) -> Any:
     """Returns one jitted program: forward and backward pass over all devices."""
 
     @jax.jit
-    def program(q, k, v, dout, plan):
+    def program(q, k, v, dout, documents):
         def attend(q, k, v):
             return context_parallel_attention(
-                q, k, v, mesh=mesh, axis_name=AXIS, algorithm="balanced", plan=plan
+                q, k, v, mesh=mesh, axis_name=AXIS, algorithm="balanced", documents=documents
             )
 
         out, pull_back = jax.vjp(attend, q, k, v)

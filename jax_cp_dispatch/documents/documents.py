@@ -14,7 +14,7 @@ from jaxtyping import Integer, PyTree, Shaped
 from jax_cp_dispatch._arguments import HostOrDevice, check_positive, is_on_host
 from jax_cp_dispatch._text import outline
 from jax_cp_dispatch.documents.layouts import zigzag_permutation
-from jax_cp_dispatch.documents.segment_ids import check_ids, read_documents
+from jax_cp_dispatch.documents.segment_ids import check_ids, fold_to_int32, read_documents
 from jax_cp_dispatch.documents.starts import document_starts
 from jax_cp_dispatch.masks import ArrayMask, Mask
 from jax_cp_dispatch.masks.read import check_mask_arrays, check_mask_order, read_mask
@@ -46,6 +46,7 @@ class Documents:
         `plan_attention`, one. The mask of a call selects it.
       order: of the tokens (static).
       columns: tokens T of a whole batch row (static).
+      counted: whether positions were counted, and so say no more than the ids (static).
     Raises:
       TypeError, ValueError: an array is invalid; or a document has several pieces in its batch row,
         if it is known on the host.
@@ -57,11 +58,14 @@ class Documents:
     plans: tuple[Any, ...] = ()
     order: Order = dataclasses.field(default=PACKED, init=False)
     columns: int = dataclasses.field(default=0, init=False)
+    counted: bool = dataclasses.field(default=False, init=False)
 
     def __post_init__(self) -> None:
         check_ids(_OP, self.segment_ids, self.positions)
         known = read_documents(_OP, self.segment_ids, self.positions)
-        segment_ids = known[0] if is_on_host(self.segment_ids) else self.segment_ids
+        segment_ids = self.segment_ids
+        if is_on_host(segment_ids):
+            segment_ids = _stored_ids(np.asarray(segment_ids), known[0])
         positions = self.positions if self.positions is None else known[1]
         mask = self.mask if self.mask is None else read_mask(_OP, self.mask)
         if mask is not None:
@@ -75,6 +79,7 @@ class Documents:
             "mask": mask,
             "plans": tuple(self.plans),
             "columns": segment_ids.shape[1],
+            "counted": self.positions is None,
         }.items():
             object.__setattr__(self, name, value)
 
@@ -83,17 +88,17 @@ class Documents:
     def tree_flatten_with_keys(self):
         names = ("segment_ids", "positions", "mask", "plans")
         keyed = [(jax.tree_util.GetAttrKey(x), getattr(self, x)) for x in names]
-        return keyed, (self.order, self.columns)
+        return keyed, (self.order, self.columns, self.counted)
 
     @classmethod
     def tree_unflatten(cls, static, children) -> Documents:
         return cls._of(*children, *static)
 
     @classmethod
-    def _of(cls, segment_ids, positions, mask, plans, order, columns) -> Documents:
+    def _of(cls, segment_ids, positions, mask, plans, order, columns, counted=False) -> Documents:
         """Returns documents in any order; the arguments are trusted."""
         documents = object.__new__(cls)
-        fields = segment_ids, positions, mask, plans, order, columns
+        fields = segment_ids, positions, mask, plans, order, columns, counted
         for field, value in zip(dataclasses.fields(cls), fields, strict=True):
             object.__setattr__(documents, field.name, value)
         return documents
@@ -117,6 +122,11 @@ class Documents:
 
     def with_plan(self, plan: Any) -> Documents:
         """Returns these documents in packed order, with the plan that `plan_attention` made."""
+        if not hasattr(plan, "fingerprint"):
+            raise TypeError(
+                f"Documents.with_plan: plan is of type {type(plan).__name__}; it needs to be an "
+                "AttentionPlan. Pass plan_attention(...)."
+            )
         if self.order != PACKED:
             raise ValueError(
                 f"Documents.with_plan: tokens are in {self.order}. A plan is for packed order; a "
@@ -127,14 +137,14 @@ class Documents:
     def unplaced(self) -> Documents:
         """Returns the documents of a placement that does not fit, and left all tokens in place.
 
-        For the branch of `jax.lax.cond(documents.fits, ...)` in which a ring attends. If tokens
-        were placed, that ring fails on all ranks.
+        For the branch of `jax.lax.cond(documents.fits, ...)` in which a ring attends, with the mask
+        of the plan. If tokens were placed, that ring fails on all ranks.
         """
         if self.order != PLACED:
             raise ValueError(
                 f"Documents.unplaced: tokens are in {self.order}. Call it on Placement.documents."
             )
-        return self._replaced(plans=(), order=PACKED, mask=permuted(self.mask, None, PACKED))
+        return self._replaced(order=PACKED, mask=permuted(self.mask, None, PACKED))
 
     def zigzag(self, num_ranks: int) -> Documents:
         """Returns the documents in zigzag order: rank r of n holds blocks r and 2 n - 1 - r of 2 n.
@@ -210,7 +220,12 @@ class Documents:
 
     def _check_arrays(self, name: str, arrays: Any, order: Order = PACKED) -> Any:
         shape = (*np.shape(self.segment_ids)[:1], self.columns)
-        for x in jax.tree.leaves(arrays, is_leaf=lambda x: isinstance(x, Mask)):
+        for x in jax.tree.leaves(arrays, is_leaf=lambda x: isinstance(x, Mask | Documents)):
+            if isinstance(x, Documents):
+                raise TypeError(
+                    f"Documents.{name}: got Documents among the arrays. Pass arrays and masks "
+                    "alone: these are the documents in their order."
+                )
             if isinstance(x, Mask):
                 check_mask_order(f"Documents.{name}", x, order)
         for x in jax.tree.leaves(arrays):
@@ -241,9 +256,20 @@ def permuted(tree: Any, columns: Any, order: Order) -> Any:
     return jax.tree.map(one, tree, is_leaf=lambda x: isinstance(x, Mask))
 
 
+def _stored_ids(
+    segment_ids: Integer[np.ndarray, "B T"], renumbered: Integer[np.ndarray, "B T"]
+) -> Integer[np.ndarray, "B T"]:
+    """Returns int32 ids as plans compare them; renumbered if two ids would become equal."""
+    folded = fold_to_int32(segment_ids)
+    if np.array_equal(folded, renumbered):
+        return renumbered
+    is_exact = len(np.unique(folded)) == len(np.unique(segment_ids))
+    return folded if is_exact else renumbered
+
+
 def _counted(segment_ids: Integer[HostOrDevice, "B T"]) -> Integer[HostOrDevice, "B T"]:
     """Returns the position of each token in its run of one id; 0 for padding."""
-    column = np.arange(segment_ids.shape[1], dtype=np.int32)
+    column = np.arange(segment_ids.shape[1], dtype=np.int32)[None]
     if not isinstance(segment_ids, np.ndarray):
         starts = document_starts(segment_ids, None)
         return jnp.where(starts >= 0, column - starts, 0)

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 from jax_cp_dispatch._arguments import check_type
 from jax_cp_dispatch.documents.documents import Documents
 from jax_cp_dispatch.documents.packed_mask import PackedMask
-from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.array_mask import MaskKind
 from jax_cp_dispatch.masks.read import check_mask_order, read_mask
 from jax_cp_dispatch.masks.token_order import PACKED, PLACED, Order
@@ -32,6 +31,15 @@ class GivenDocuments(NamedTuple):
     def layout(self) -> str:
         return "zigzag" if self.order.name == "zigzag" else "contiguous"
 
+    def without_plan(self, op: str) -> GivenDocuments:
+        """Returns the same without the plan, whose mask needs to be known."""
+        if isinstance(self.packed.mask, MaskKind):
+            raise ValueError(
+                f"{op}: the plan of the documents is for {self.packed.mask}, whose arrays it does "
+                "not have. Pass the mask as mask=."
+            )
+        return self._replace(plan=None)
+
     def check_ranks(self, op: str, num_tokens: int, num_ranks: int, ranks: str) -> None:
         """Requires the ranks of this order, and whole batch rows.
 
@@ -55,40 +63,67 @@ class GivenDocuments(NamedTuple):
 
 
 def read_given(
-    op: str, documents: Documents | None, segment_ids: Any, positions: Any, mask: Any
+    op: str,
+    documents: Documents | None,
+    segment_ids: Any,
+    positions: Any,
+    mask: Any,
+    *,
+    follows_plan: bool = True,
 ) -> GivenDocuments:
-    """Reads the documents and the mask of a call, and selects its plan."""
+    """Reads the documents and the mask of a call, and selects its plan.
+
+    Args:
+      op: for messages.
+      documents, segment_ids, positions, mask: of the call.
+      follows_plan: whether the call follows a plan of packed documents; others ignore it, but not
+        its mask.
+    """
     if documents is None:
         read = read_mask(op, mask)
         check_mask_order(op, read, PACKED)
         return GivenDocuments(PackedMask(read, segment_ids, positions))
+    _check(op, documents, segment_ids, positions)
+    mask = documents.mask if mask is None else mask
+    plans, order = documents.plans, documents.order
+    if mask is None and len(plans) == 1:
+        plan, read = plans[0], plans[0].mask
+    else:
+        read = read_mask(op, mask)
+        plan = next((plan for plan in plans if plan.mask == read.kind), None)
+        needs_plan = follows_plan or order == PLACED or mask is None
+        if plans and plan is None and needs_plan:
+            raise ValueError(
+                f"{op}: mask is {read.kind}, but the documents have a plan for "
+                f"{', '.join(str(x.mask) for x in plans)}. Pass one of these as mask, or plan for "
+                f"this one: place_tokens and plan_attention take mask=."
+            )
+    check_mask_order(op, read, order)
+    packed = _packed(read, documents)
+    given = GivenDocuments(packed, order, plan, documents.columns)
+    return given if follows_plan or order == PLACED else given.without_plan(op)
+
+
+def read_given_tokens(
+    op: str, documents: Documents | None, segment_ids: Any, positions: Any
+) -> GivenDocuments:
+    """Reads the documents of a call without a mask; of a placement, the plan of any mask."""
+    if documents is None:
+        return GivenDocuments(PackedMask(None, segment_ids, positions))
+    _check(op, documents, segment_ids, positions)
+    plan = documents.plan if documents.order == PLACED else None
+    return GivenDocuments(_packed(None, documents), documents.order, plan, documents.columns)
+
+
+def _packed(mask: Any, documents: Documents) -> PackedMask:
+    # Counted positions start again in each piece of a document, and would hide that there are two.
+    positions = None if documents.counted else documents.positions
+    return PackedMask(mask, documents.segment_ids, positions)
+
+
+def _check(op: str, documents: Any, segment_ids: Any, positions: Any) -> None:
     check_type(op, "documents", documents, Documents, "Pass Documents(segment_ids, positions).")
     if segment_ids is not None or positions is not None:
         raise TypeError(
             f"{op}: got documents, and segment_ids or positions, which they have. Omit the latter."
         )
-    mask = documents.mask if mask is None else mask
-    plan = _plan(op, documents, mask)
-    read = plan.mask if mask is None and plan is not None else read_mask(op, mask)
-    check_mask_order(op, read, documents.order)
-    packed = PackedMask(read, documents.segment_ids, documents.positions)
-    return GivenDocuments(packed, documents.order, plan, documents.columns)
-
-
-def _plan(op: str, documents: Documents, mask: Mask | MaskKind | str | None) -> Any:
-    """Returns the plan for a mask."""
-    plans = documents.plans
-    if not plans:
-        return None
-    if mask is None and len(plans) == 1:
-        return plans[0]
-    kind = read_mask(op, mask).kind
-    found = [plan for plan in plans if plan.mask == kind]
-    if not found:
-        masks = ", ".join(str(plan.mask) for plan in plans)
-        how = "place_tokens(masks=...)" if documents.order == PLACED else "plan_attention(mask=...)"
-        raise ValueError(
-            f"{op}: mask is {kind}, but the documents have a plan for {masks}. Pass one of these "
-            f"as mask, or plan for it: {how}."
-        )
-    return found[0]

@@ -172,8 +172,8 @@ def _check_runs(op: str, segment_ids: np.ndarray, positions: np.ndarray | None) 
             f"{op}: segment {segment[at]} occurs in separate runs of batch row {row[at]}, but a "
             "document must be contiguous. Give each run its own segment id, or sort the row by "
             "document. For SharedPrefix and Tree, whose positions return to those of the prompt or "
-            "of a parent, omit positions here. For tokens in placed order, pass their plan, to "
-            "attention with algorithm='placed'; for tokens in zigzag order, layout='zigzag'."
+            "of a parent, omit positions here. For tokens in another order, pass documents= in it: "
+            "documents.zigzag(num_ranks), or Placement.documents."
         )
 
 

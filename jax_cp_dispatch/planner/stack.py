@@ -24,9 +24,9 @@ def stack_plans(plans: Iterable[Plan]) -> Plan:
     """Returns one plan whose arrays have a leading axis over `plans`, padded to common sizes.
 
     Use it for the groups of a batch that is sharded over `batch_axis`, one plan for each, in the
-    order of the batch: pass the result as `plan=` to `context_parallel_attention`. Or use it for
-    micro-batches: `jax.lax.scan` over the result gives each step its own plan, in one compiled
-    program. For both, stack the groups of each micro-batch, then the micro-batches.
+    order of the batch: pass the result to `Documents.with_plan`. Or use it for micro-batches:
+    `jax.lax.scan` over the result gives each step its own plan, in one compiled program. For both,
+    stack the groups of each micro-batch, then the micro-batches.
 
     Call on the host, or anywhere with traced plans. NumPy arrays give NumPy. Different numbers of
     plans, or other capacities, compile anew; fix the capacities in `PlanConfig` or
@@ -111,16 +111,17 @@ def check_groups(op: str, plan: Any, *, num_groups: int, batch: tuple[str, ...])
     if held != plan.world_size:
         raise ValueError(
             f"{op}: the plan is the part of {held} of {plan.world_size} ranks. Pass the plan of "
-            "all ranks, or global arrays with the part of each rank as its shard; inside "
-            "jax.shard_map, call the function of one rank."
+            "all ranks, or global arrays with the part of each rank as its shard; or call it "
+            "inside jax.shard_map, with in_specs=documents.specs(axis_name)."
         )
     groups = f"batch_axis {batch!r} splits the batch into {num_groups} independent groups"
     if not is_stack(plan):
         if num_groups > 1:
             raise ValueError(
                 f"{op}: got a single plan, but {groups}. Plan the rows of each group and pass "
-                "plan=stack_plans([...]), one plan per group. Or pass batch_axis=() and a plan for "
-                "all rows, which each group then computes."
+                "Documents.with_plan(stack_plans([...])), one plan per group, or place them by "
+                "place_tokens(num_groups=...). Or pass batch_axis=() and a plan for all rows, "
+                "which each group then computes."
             )
         return
     if plan.fingerprint.shape[:-2] != (num_groups,):

@@ -24,7 +24,7 @@ from jax_cp_dispatch._scans import running_maxima
 from jax_cp_dispatch.documents import Documents
 from jax_cp_dispatch.documents.fingerprint import fingerprint_of_order, order_fault
 from jax_cp_dispatch.documents.gather import gather_sequence
-from jax_cp_dispatch.documents.given import read_given
+from jax_cp_dispatch.documents.given import read_given_tokens
 from jax_cp_dispatch.documents.layouts import (
     SequenceLayout,
     contiguous_layout,
@@ -66,7 +66,7 @@ def document_pieces(
     op = "document_pieces"
     options = Options.of_call(op, axis_name, implementation, deadline)
     num_ranks = num_ranks_here(op, axis_name, "the layer itself, which takes documents")
-    given = read_given(op, documents, None, None, None)
+    given = read_given_tokens(op, documents, None, None)
     _, segment_ids, positions = given.packed
     shape = jnp.shape(segment_ids)
     options = dataclasses.replace(options, order=given.order)

@@ -9,7 +9,7 @@ from jaxtyping import Integer, PyTree, Shaped
 
 from jax_cp_dispatch._arguments import check_integer, check_value_of
 from jax_cp_dispatch.documents import Documents
-from jax_cp_dispatch.documents.given import read_given
+from jax_cp_dispatch.documents.given import read_given_tokens
 from jax_cp_dispatch.documents.table import from_segment_ids
 from jax_cp_dispatch.masks.token_order import PACKED
 
@@ -47,7 +47,7 @@ def shift_documents(
     check_integer(_OP, "offset", offset)
     if documents is None and segment_ids is None:
         raise TypeError(f"{_OP}: got no documents. Pass documents, or segment_ids.")
-    given = read_given(_OP, documents, segment_ids, positions, None)
+    given = read_given_tokens(_OP, documents, segment_ids, positions)
     if given.order != PACKED:
         raise ValueError(
             f"{_OP}: the documents are in {given.order}, in which neighbours need not be "

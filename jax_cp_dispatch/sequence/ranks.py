@@ -14,14 +14,14 @@ from jax.sharding import PartitionSpec as P
 
 from jax_cp_dispatch._ranks.call_context import is_on_rank
 from jax_cp_dispatch._ranks.varying import vary_alike
-from jax_cp_dispatch.documents.given import GivenDocuments, read_given
+from jax_cp_dispatch.documents.given import GivenDocuments, read_given_tokens
 from jax_cp_dispatch.documents.on_host import read_sequences
 from jax_cp_dispatch.documents.packed_mask import PackedMask
 from jax_cp_dispatch.documents.segment_ids import check_documents, fold_to_int32, is_on_host
 from jax_cp_dispatch.global_call.mesh_axes import GivenAxes, MeshAxes, find_axes
 from jax_cp_dispatch.global_call.on_all_ranks import on_all_ranks
 from jax_cp_dispatch.global_call.padding import cut_tokens, pad_tokens
-from jax_cp_dispatch.masks.token_order import PACKED, PLACED
+from jax_cp_dispatch.masks.token_order import PACKED
 from jax_cp_dispatch.planner import PlacedPlan
 from jax_cp_dispatch.planner.stack import check_groups, is_stack
 from jax_cp_dispatch.sequence.document_pieces import pieces_of_ids
@@ -90,10 +90,8 @@ def call_layer(layer: Layer, tokens: Any, weights: Any, where: Where, axes: Axes
                 f"Documents, or call {op} inside jax.shard_map over {names[0]!r}."
             )
         return _on_rank(layer, tokens, weights, where.documents)
-    given = read_given(op, where.documents, where.segment_ids, where.positions, None)
+    given = read_given_tokens(op, where.documents, where.segment_ids, where.positions)
     check_documents(op, *given.packed[1:], shape, "the tokens have B, T =")
-    if given.order != PLACED:
-        given = given._replace(plan=None)
     layer = dataclasses.replace(
         layer, options=dataclasses.replace(layer.options, order=given.order)
     )

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import pytest
 from layers import FEATURES, HEADS, MISSING, SHARDED, B, T, assert_same, batch
 
-from jax_cp_dispatch.adapters import Documents, equinox_attention
+from jax_cp_dispatch import Documents
+from jax_cp_dispatch.adapters import equinox_attention
 
 equinox = pytest.importorskip("equinox", reason=MISSING)
 
@@ -35,7 +36,7 @@ def test_equinox():
         return jax.vmap(lambda x, mask: of_row(x, x, x, mask))(x, mask)
 
     def ours(params, x):
-        layer, documents = equinox.combine(params, rest), Documents(segment_ids=segment_ids)
+        layer, documents = equinox.combine(params, rest), Documents(segment_ids)
         options = {"algorithm": "hamilton", "process_heads": rotate, **SHARDED}
         return equinox_attention(layer, x, x, x, documents, **options)
 

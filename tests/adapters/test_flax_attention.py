@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 from layers import FEATURES, HEADS, MISSING, SHARDED, B, T, assert_same, batch
 
-from jax_cp_dispatch import place_tokens
-from jax_cp_dispatch.adapters import Documents, flax_attention_fn
+from jax_cp_dispatch import Documents, place_tokens
+from jax_cp_dispatch.adapters import flax_attention_fn
 from jax_cp_dispatch.masks import SlidingWindow
 
 nnx = pytest.importorskip("flax.nnx", reason=MISSING)
@@ -37,7 +37,7 @@ def test_flax_attention_fn_in_nnx():
     def apply(graph, mask, params, x):
         return nnx.merge(graph, params, rest)(x, mask=mask)
 
-    documents = Documents(segment_ids=segment_ids)
+    documents = Documents(segment_ids)
     assert_same(partial(apply, dense, mask[:, None]), partial(apply, ours, documents), params, x, g)
 
 
@@ -46,13 +46,13 @@ def test_flax_attention_fn_in_linen():
     x, g, segment_ids, mask = batch(1)
     dense = linen_layer()
     ours = linen_layer(attention_fn=flax_attention_fn(algorithm="balanced", **SHARDED))
-    of_batch = lambda params, x: ours.apply(params, x, mask=Documents(segment_ids=segment_ids))
+    of_batch = lambda params, x: ours.apply(params, x, mask=Documents(segment_ids))
     params = dense.init(KEY, x)
     assert_same(lambda p, x: dense.apply(p, x, mask=mask[:, None]), of_batch, params, x, g)
 
 
 def test_a_placement():
-    """Tokens in placed order, with the plan; the whole batch on every device of "data"."""
+    """Tokens in placed order; the whole batch on every device of "data"."""
     x, g, segment_ids, mask = batch(2)
     placement = place_tokens(segment_ids=segment_ids, world_size=4)
     options = {**SHARDED, "batch_axis": (), "algorithm": "placed"}
@@ -60,8 +60,8 @@ def test_a_placement():
     dense = linen_layer()
 
     def placed(params, x):
-        documents = Documents(plan=placement.plan)
-        return placement.restore(ours.apply(params, placement.apply(x), mask=documents))
+        out = ours.apply(params, placement.apply(x), mask=placement.documents)
+        return placement.restore(out)
 
     params = dense.init(KEY, x)
     assert_same(lambda p, x: dense.apply(p, x, mask=mask[:, None]), placed, params, x, g)

@@ -18,11 +18,11 @@ from on_mesh import AXIS, all_fail, mesh_of, permuted_mesh
 from packed_batches import pack
 
 from jax_cp_dispatch import (
+    Documents,
     Ring,
     context_parallel_attention,
     local_attention,
     place_tokens,
-    zigzag_permutation,
 )
 from jax_cp_dispatch.attention import auto
 from jax_cp_dispatch.cost import rank_pairs
@@ -103,36 +103,36 @@ def test_fewer_queries_are_the_last_tokens():
 
 
 CASES = [
-    ("ring", 8, "prefix", "contiguous"),
-    ("zigzag", 3, "blocks", "contiguous"),
-    ("hamilton", 3, "shared_prefix", "contiguous"),
-    ("zigzag", 8, "tree", "zigzag"),
-    ("ring", 3, "ranges", "zigzag"),
-    ("hamilton", 8, "ranges_of_keys", "contiguous"),
-    ("ring", 1, "tree", "contiguous"),
-    ("hamilton", 4, "tree", "zigzag"),
-    ("ulysses", 4, "tree", "zigzag"),
-    ("ulysses", 2, "prefix", "contiguous"),
+    ("ring", 8, "prefix", False),
+    ("zigzag", 3, "blocks", False),
+    ("hamilton", 3, "shared_prefix", False),
+    ("zigzag", 8, "tree", True),
+    ("ring", 3, "ranges", True),
+    ("hamilton", 8, "ranges_of_keys", False),
+    ("ring", 1, "tree", False),
+    ("hamilton", 4, "tree", True),
+    ("ulysses", 4, "tree", True),
+    ("ulysses", 2, "prefix", False),
 ]
 
 
-@pytest.mark.parametrize("algorithm, num_ranks, kind, layout", CASES)
-def test_rings_equal_dense_attention(algorithm, num_ranks, kind, layout):
-    """Over global arrays; without zigzag layout, the ranks do not divide the tokens."""
+@pytest.mark.parametrize("algorithm, num_ranks, kind, zigzag", CASES)
+def test_rings_equal_dense_attention(algorithm, num_ranks, kind, zigzag):
+    """Over global arrays; in packed order, the ranks do not divide the tokens."""
     rng = np.random.default_rng()
-    T = 6 * num_ranks if layout == "zigzag" else 6 * num_ranks + 1
-    order = zigzag_permutation(T, num_ranks) if layout == "zigzag" else np.arange(T)
-    attend = lambda q, k, v, ids, mask: context_parallel_attention(
-        q, k, v, mesh=mesh_of(num_ranks), axis_name=AXIS, algorithm=algorithm, layout=layout,
-        segment_ids=ids, mask=mask,
+    T = 6 * num_ranks if zigzag else 6 * num_ranks + 1
+    attend = lambda q, k, v, documents, mask: context_parallel_attention(
+        q, k, v, mesh=mesh_of(num_ranks), axis_name=AXIS, algorithm=algorithm,
+        documents=documents, mask=mask,
     )  # fmt: skip
     run = with_gradients(attend)
     for _ in range(3):
         arrays, segment_ids, mask, pairs = draw(kind, rng, (2, T))
-        stored = jax.tree.map(
-            lambda x: np.asarray(x)[:, order], (*poison(arrays, segment_ids), segment_ids, mask)
-        )
-        results = [np.asarray(x)[:, np.argsort(order)] for x in run(*stored)]
+        documents = Documents(segment_ids)
+        if zigzag:
+            documents = documents.zigzag(num_ranks)
+        *stored, mask = documents.apply((*poison(arrays, segment_ids), mask))
+        results = documents.restore(run(*stored, documents, mask))
         check(results, arrays, pairs)
 
 
@@ -153,14 +153,16 @@ def test_a_sharded_batch_and_one_rank_at_a_time():
 @pytest.mark.parametrize("algorithm", ["ring", "balanced"])
 def test_the_mask_of_other_columns_fails_on_all_ranks(algorithm):
     """In packed order for zigzag tokens; of one rank's columns; against the rules of its kind."""
-    mesh, order = mesh_of(4), zigzag_permutation(64, 4)
+    mesh = mesh_of(4)
     ids = np.repeat([[1, 2, 3]], [30, 20, 14], axis=1)
     blocks = np.repeat([[0, 1, 0, 2, 0]], [20, 13, 7, 10, 14], axis=1)
     q = np.ones((1, 64, 1, 4), np.float32)
 
-    def attend(ids, mask, **options):
-        options |= {"mesh": mesh, "axis_name": AXIS, "algorithm": algorithm}
-        return context_parallel_attention(q, q, q, segment_ids=ids, mask=mask, **options)
+    def attend(ids, mask, order=lambda x: x):
+        return context_parallel_attention(
+            *(q, q, q), mesh=mesh, axis_name=AXIS, algorithm=algorithm,
+            documents=order(Documents(ids)), mask=mask,
+        )  # fmt: skip
 
     says = "the mask is not one of these tokens and documents"
     if algorithm == "balanced":
@@ -172,8 +174,14 @@ def test_the_mask_of_other_columns_fails_on_all_ranks(algorithm):
         assert np.isfinite(of_tree(spans, np.array([[-1, -1, 1, -1]]))).all()
         all_fail(of_tree(spans, np.array([[-1, 2, -1, -1]])), says)  # a child before its parent
         return
-    stored = jax.jit(lambda ids, mask: attend(ids, mask, layout="zigzag"))
-    all_fail(stored(ids[:, order], Blocks(blocks)), says)
+    zigzag = lambda documents: documents.zigzag(4)
+    stored = jax.jit(lambda ids, mask: attend(ids, mask, zigzag))
+    mask = zigzag(Documents(ids)).apply(Blocks(blocks))
+    assert np.isfinite(stored(ids, mask)).all()
+    still_packed = jax.tree.unflatten(jax.tree.structure(mask), jax.tree.leaves(Blocks(blocks)))
+    all_fail(stored(ids, still_packed), says)
+    with pytest.raises(ValueError, match=r"mask=.* in packed order, but the tokens in zigzag"):
+        stored(ids, Blocks(blocks))
 
     def of_rank(q, ids, blocks):
         return context_parallel_attention(
@@ -235,29 +243,31 @@ def test_placed_attention_equals_dense_attention(kind):
     arrays, segment_ids, mask, pairs = draw(kind, rng, (2, 48))
     masks = (SlidingWindow(4), mask)
     placement = place_tokens(segment_ids=segment_ids, world_size=8, masks=masks, layers=(5, 1))
-    attend = lambda q, k, v, ids, plan, given: context_parallel_attention(
-        q, k, v, mesh=mesh_of(8), axis_name=AXIS, algorithm="placed", segment_ids=ids, plan=plan,
+    attend = lambda q, k, v, documents, given: context_parallel_attention(
+        q, k, v, mesh=mesh_of(8), axis_name=AXIS, algorithm="placed", documents=documents,
         mask=given,
     )  # fmt: skip
     run = with_gradients(attend)
-    placed = placement.apply((*poison(arrays, segment_ids), segment_ids))
-    results = run(*placed, placement.plans[1], placement.apply(mask))
+    placed = *placement.apply(poison(arrays, segment_ids)), placement.documents
+    results = run(*placed, placement.apply(mask))
     check(map(np.asarray, placement.restore(results)), arrays, pairs)
     other = draw(kind, rng, (2, 48))[2]
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"the mask of rank \d has checksum"):
-        jax.block_until_ready(run(*placed, placement.plans[1], placement.apply(other)))
+        jax.block_until_ready(run(*placed, placement.apply(other)))
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_auto_counts_the_pairs_of_any_mask(layout, monkeypatch):
+@pytest.mark.parametrize("zigzag", [False, True])
+def test_auto_counts_the_pairs_of_any_mask(zigzag, monkeypatch):
     """With padding between documents; the call is that of the chosen algorithm."""
     rng = np.random.default_rng()
     (q, k, v, _), segment_ids, mask, pairs = draw("tree", rng, (2, 48))
-    order = zigzag_permutation(48, 4) if layout == "zigzag" else np.arange(48)
-    *arrays, ids, of_order = jax.tree.map(lambda x: x[:, order], (q, k, v, segment_ids, mask))
+    documents = Documents(segment_ids)
+    if zigzag:
+        documents = documents.zigzag(4)
+    *arrays, of_order = documents.apply((q, k, v, mask))
     attend = functools.partial(
-        context_parallel_attention, *arrays, mesh=mesh_of(4), axis_name=AXIS, layout=layout,
-        segment_ids=ids, mask=of_order,
+        context_parallel_attention, *arrays, mesh=mesh_of(4), axis_name=AXIS, documents=documents,
+        mask=of_order,
     )  # fmt: skip
     seen = []
     choose = auto.choose_for
@@ -272,7 +282,7 @@ def test_auto_counts_the_pairs_of_any_mask(layout, monkeypatch):
     ((workload, algorithm),) = seen
     np.testing.assert_array_equal(out, attend(algorithm=algorithm))
     want, _ = masked_attention(q, k, v, pairs)
-    np.testing.assert_allclose(out[:, np.argsort(order)], want, rtol=2e-6, atol=2e-6)
+    np.testing.assert_allclose(documents.restore(out), want, rtol=2e-6, atol=2e-6)
     sizes = {"num_ranks": 4, "tokens_per_rank": 12, "zigzag": False}
     of_row = lambda b: jax.tree.map(lambda x: x[b : b + 1], workload.mask)
     rows = enumerate(workload.rows)

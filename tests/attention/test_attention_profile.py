@@ -19,23 +19,22 @@ W = 3
 
 def profile(*operands, **options):
     options = {"mesh": mesh_of(W, [1, 2, 0]), "axis_name": AXIS, "repeats": 2, **options}
-    q, k, v, _, segment_ids, positions = operands
-    documents = {"segment_ids": segment_ids, "positions": positions}
-    return hamilton_attention_profile(q, k, v, **documents, **options)
+    return hamilton_attention_profile(*operands, **options)
 
 
 @pytest.mark.parametrize(
-    "options, rearranged",
+    "zigzag, options, rearranged",
     [
-        ({}, True),
-        ({"layout": "zigzag", "mask": SlidingWindow(5), "cycles": "direct"}, False),
+        (False, {}, True),
+        (True, {"mask": SlidingWindow(5), "cycles": "direct"}, False),
     ],
 )
-def test_hamilton_attention_profile(options, rearranged, tmp_path):
-    case = Case("hamilton", W, 7, documents="both", **options)
+def test_hamilton_attention_profile(zigzag, options, rearranged, tmp_path):
+    case = Case("hamilton", W, 7, documents="both", zigzag=zigzag, **options)
     operands = draw(case)
-    stored = [None if x is None else x[:, case.order] for x in operands]
-    got = profile(*stored, **options)
+    *arrays, _, segment_ids, positions = operands
+    stored = (x[:, case.order] for x in arrays)
+    got = profile(*stored, **case.given(segment_ids, positions), **options)
     want = dense(case, operands)[0][:, case.order]
     assert np.abs(got.out - want).max() < 1e-5 * np.abs(want).max()
 
@@ -59,7 +58,7 @@ def test_masks_of_arrays():
     q, k, v = (rng.normal(size=(1, T, 2, 4)).astype(np.float32) for _ in range(3))
     ids = np.repeat([[1, 2]], T // 2, axis=1)
     mask = SharedPrefix(np.arange(T)[None] % (T // 2) // 4)
-    got = profile(q, k, v, None, ids, None, mask=mask)
+    got = profile(q, k, v, segment_ids=ids, mask=mask)
     want, _ = local_attention(*map(jnp.asarray, (q, k, v)), mask=mask, segment_ids=ids)
     assert np.abs(got.out - want).max() < 1e-6
 

@@ -17,6 +17,8 @@ pytestmark = pytest.mark.usefixtures("unchecked_types")
 
 RANGES = np.zeros((1, 4), np.int32)
 PLACEMENT = cp.place_tokens(segment_ids=IDS, world_size=W)
+PACKED = cp.Documents(IDS)
+PLANNED = PACKED.with_plan(cp.plan_attention(IDS, world_size=W))
 
 
 def profile(**options: Any):
@@ -74,13 +76,18 @@ CASES = [
     ),
     (
         "context_parallel_attention",
-        lambda: attend(algorithm="zigzag", layout="zigzag", mesh=mesh_of(3)),
+        lambda: attend(algorithm="zigzag", documents=PACKED.zigzag(W), mesh=mesh_of(3)),
+        f"documents are in zigzag order of {W} ranks, but mesh axis 'cp' has 3 devices. Pass",
+    ),
+    (
+        "context_parallel_attention",
+        lambda: attend(algorithm="balanced", documents=PLANNED, mesh=mesh_of(3)),
         "T is 16 but mesh axis 'cp' has 3 devices, which must divide it",
     ),
     (
         "context_parallel_attention",
-        lambda: attend(algorithm="balanced", layout="zigzag"),
-        "needs tokens in contiguous order; got layout='zigzag'. Choose another algorithm",
+        lambda: attend(algorithm="balanced", documents=PACKED.zigzag(W)),
+        "needs tokens in packed order; got zigzag order of .* ranks. Choose another algorithm",
     ),
     (
         "context_parallel_attention",
@@ -124,7 +131,14 @@ CASES = [
                 lambda: attend(axis_name=3),
                 "axis_name is 3; it needs the name of one mesh",
             ),
-            (lambda: attend(plan=IDS), "plan is of type ndarray; it needs to be an AttentionPlan"),
+            (
+                lambda: attend(documents=IDS),
+                "documents is of type ndarray; it needs to be .*Documents. Pass Documents",
+            ),
+            (
+                lambda: attend(documents=PACKED, segment_ids=IDS),
+                "got documents, and segment_ids or positions, which they have. Omit",
+            ),
             (
                 lambda: attend_with(cp.Balanced, config=None),
                 "config is None; it needs to be a PlanConfig",
@@ -154,7 +168,6 @@ CASES = [
                 lambda: attend_with(cp.Hamilton, cycles=5),
                 "cycles is 5; it needs to be rows of integers",
             ),
-            (lambda: attend(layout=None), "layout is None; it needs to be one of 'contiguous'"),
             (lambda: attend(k=Q[:, :, :, :3]), r"\(1, 16, 2, 3\).*needs \[1, S, K, 8\]"),
         )
     ),
@@ -173,24 +186,24 @@ CASES = [
         "heads of v have size 0; they need at least one",
     ),
     (
-        "context_parallel_attention",
-        lambda: on_heads(algorithm="balanced", plan=NO_PLAN),
-        r"plan is of type .*needs to be an AttentionPlan or.*Pass plan_attention\(...\)",
+        "Documents.with_plan",
+        lambda: PACKED.with_plan(NO_PLAN),
+        r"plan is of type ndarray; it needs to be an AttentionPlan. Pass plan_attention\(...\)",
     ),
     (
         "context_parallel_attention",
-        lambda: on_heads(algorithm="balanced", plan=cast(Any, PLACEMENT.plan)),
-        "got the plan of a placement with algorithm='balanced'. Pass algorithm='placed'",
+        lambda: attend(algorithm="balanced", documents=PLACEMENT.documents),
+        "algorithm='balanced' needs tokens in packed order; got placed order",
     ),
     (
         "context_parallel_attention",
-        lambda: on_heads(algorithm="placed", plan=cast(Any, PLACEMENT)),
-        r"plan is of type Placement; it needs to be .*place_tokens\(...\).plan",
+        lambda: on_heads(algorithm="placed", documents=cast(Any, PLACEMENT)),
+        "documents is of type Placement; it needs to be .*Documents",
     ),
     (
         "context_parallel_attention",
-        lambda: attend(algorithm="placed", plan=PLACEMENT),
-        r"plan is of type Placement; it needs.*place_tokens\(...\).plan",
+        lambda: on_heads(algorithm="ring", documents=PACKED),
+        r"segment_ids has shape \(1, 16\) but q has B, T = \(1, 4\)",
     ),
     ("hamilton_attention_profile", lambda: profile(mesh=None), "mesh is None; it needs to be"),
     ("hamilton_attention_profile", lambda: profile(axis_name=3), "axis_name is 3; it needs"),
@@ -198,7 +211,7 @@ CASES = [
     ("hamilton_attention_profile", lambda: profile(repeats=0), "repeats is 0"),
     ("hamilton_attention_profile", lambda: profile(axis_name="no"), "axis_name is 'no' but the"),
     ("hamilton_attention_profile", lambda: profile(nodes=3), f"nodes is 3 but there are {W}"),
-    ("hamilton_attention_profile", lambda: profile(layout="x"), "layout is 'x'"),
+    ("hamilton_attention_profile", lambda: profile(documents=IDS), "documents is of type ndarray"),
     ("hamilton_attention_profile", lambda: profile(mask="no"), "mask is 'no'; it needs to be"),
     ("hamilton_attention_profile", lambda: profile(colour=1), "got colour; it takes the keywords"),
     ("hamilton_attention_profile", lambda: profile(mesh=mesh_of(3)), "T is .* but 'cp' has 3 dev"),
@@ -236,11 +249,6 @@ CASES = [
         "count_pairs",
         lambda: cp.cost.count_pairs(0, 8, mask=masks.PrefixLM(np.ones((1, 8), bool))),
         "needs a mask without arrays.*plan with plan_attention",
-    ),
-    (
-        "context_parallel_attention",
-        lambda: on_heads(algorithm="ring", layout="no"),
-        "layout is 'no'; it needs",
     ),
     (
         "context_parallel_attention",

@@ -16,6 +16,7 @@ from packed_batches import pack
 
 from jax_cp_dispatch import (
     Balanced,
+    Documents,
     PlanConfig,
     context_parallel_attention,
     plan_attention,
@@ -35,13 +36,18 @@ def draw(kind, rng):
     return arrays, segment_ids, constructor(*of_mask), batch_visible(segment_ids, pairs)
 
 
+def planned(segment_ids, mask):
+    plan = plan_attention(segment_ids, world_size=W, mask=mask, config=CONFIG)
+    return Documents(segment_ids).with_plan(plan)
+
+
 @partial(jax.jit, static_argnames="implementation")
-def attend(arrays, plan, segment_ids, mask, implementation=None):
+def attend(arrays, documents, mask, implementation=None):
     """Output and gradients; one program for all plans of one kind."""
     *qkv, g = arrays
     call = partial(
         context_parallel_attention, mesh=mesh_of(W), axis_name=AXIS, algorithm="balanced",
-        plan=plan, segment_ids=segment_ids, mask=mask, implementation=implementation,
+        documents=documents, mask=mask, implementation=implementation,
     )  # fmt: skip
     out, pull_back = jax.vjp(call, *qkv)
     return out, *pull_back(g)
@@ -61,8 +67,7 @@ def test_equals_dense_attention(kind):
     rng = np.random.default_rng()
     for _ in range(3):
         arrays, segment_ids, mask, pairs = draw(kind, rng)
-        plan = plan_attention(segment_ids, world_size=W, mask=mask, config=CONFIG)
-        check(attend(arrays, plan, segment_ids, mask), arrays, pairs)
+        check(attend(arrays, planned(segment_ids, mask), mask), arrays, pairs)
 
 
 @pytest.mark.parametrize("kind", ["prefix", "shared_prefix", "ranges"])
@@ -88,9 +93,9 @@ def test_a_plan_need_not_be_told_its_mask_again():
     """The call makes the same plan itself, of arrays that it knows."""
     rng = np.random.default_rng()
     arrays, segment_ids, mask, _ = draw("tree", rng)
-    plan = plan_attention(segment_ids, world_size=W, mask=mask, config=CONFIG)
-    explicit = attend(arrays, plan, segment_ids, mask)
-    jax.tree.map(np.testing.assert_array_equal, attend(arrays, plan, segment_ids, None), explicit)
+    documents = planned(segment_ids, mask)
+    explicit = attend(arrays, documents, mask)
+    jax.tree.map(np.testing.assert_array_equal, attend(arrays, documents, None), explicit)
     out = context_parallel_attention(
         *arrays[:3], mesh=mesh_of(W), axis_name=AXIS, algorithm=Balanced(CONFIG),
         segment_ids=segment_ids, mask=mask,
@@ -102,10 +107,11 @@ def test_another_mask_is_refused():
     """Of another kind when the call is made; of other arrays in the step, on all ranks."""
     rng = np.random.default_rng()
     arrays, segment_ids, mask, _ = draw("blocks", rng)
-    plan = plan_attention(segment_ids, world_size=W, mask=mask, config=CONFIG)
+    documents = planned(segment_ids, mask)
+    message = r"mask is .*, but the documents have a plan for Blocks"
     for other in (PrefixLM(np.ones((1, W * T), bool)), Causal()):
-        with pytest.raises(ValueError, match=r"mask is .*, but the plan is for Blocks. Omit mask"):
-            attend(arrays, plan, segment_ids, other)
+        with pytest.raises(ValueError, match=message):
+            attend(arrays, documents, other)
     rank = int(rng.integers(W))
     block_end = np.array(mask.block_end)
     block_end[0, rank * T + int(rng.integers(T))] += 1
@@ -113,12 +119,13 @@ def test_another_mask_is_refused():
     general = Ranges(0 * ends, ends)
     other = jax.tree.unflatten(jax.tree.structure(mask), [block_end])
     message = f"made for another batch: the mask of rank {rank} has checksum"
-    all_fail(attend(arrays, plan, segment_ids, other)[0], message)
+    all_fail(attend(arrays, documents, other)[0], message)
     with pytest.raises(ValueError, match=f"the arrays of the mask of rank {rank} are not those"):
-        plan.validate(segment_ids, None, other)
-    plan.validate(segment_ids, None, mask)
-    by_xla = attend(arrays, plan, segment_ids, other, implementation="xla")
+        documents.plan.validate(segment_ids, None, other)
+    documents.plan.validate(segment_ids, None, mask)
+    by_xla = attend(arrays, documents, other, implementation="xla")
     assert np.isnan(by_xla[0]).all()
-    with pytest.raises(ValueError, match=r"mask is Ranges.* but the plan is for Causal"):
-        plan = plan_attention(segment_ids, world_size=W, config=CONFIG)
-        attend(arrays, plan, segment_ids, general)
+    with pytest.raises(
+        ValueError, match=r"mask is Ranges.* but the documents have a plan for Caus"
+    ):
+        attend(arrays, planned(segment_ids, None), general)

@@ -15,6 +15,7 @@ from packed_batches import causal_ranges, pack
 
 from jax_cp_dispatch import (
     Balanced,
+    Documents,
     PlanConfig,
     context_parallel_attention,
     plan_attention,
@@ -65,10 +66,14 @@ def attend(segment_ids, mesh, **options):
     )
 
 
+def planned(segment_ids, **options):
+    return Documents(segment_ids).with_plan(plan_attention(segment_ids, **options))
+
+
 @partial(jax.jit, static_argnames="mesh")
-def attend_by_plan(q, k, v, g, plan, *, mesh):
+def attend_by_plan(q, k, v, g, documents, *, mesh):
     """Output and gradients; one program for all plans of one shape."""
-    options = {"mesh": mesh, "axis_name": AXIS, "algorithm": "balanced", "plan": plan}
+    options = {"mesh": mesh, "axis_name": AXIS, "algorithm": "balanced", "documents": documents}
     return out_and_gradients(partial(context_parallel_attention, **options), q, k, v, g)
 
 
@@ -121,8 +126,8 @@ def test_extreme_documents(kind):
     else:
         segment_ids[:] = 0
         segment_ids[:, -1] = 1
-    plan = plan_attention(segment_ids, None, world_size=8, config=ROOMY)
-    results = attend_by_plan(q, k, v, g, plan, mesh=mesh_of(8))
+    documents = planned(segment_ids, world_size=8, config=ROOMY)
+    results = attend_by_plan(q, k, v, g, documents, mesh=mesh_of(8))
     # A single token has dq = p (g v - g out) k with out = v.
     is_alone = kind in ("one token each", "last row only")
     smallest_scale = float(np.prod([np.abs(x).max() for x in (g, v, k)])) if is_alone else 1e-30
@@ -173,8 +178,8 @@ def test_plan_made_inside_the_program_serves_all_batches_with_one_program():
 
 def test_repeats_bit_for_bit():
     q, k, v, g, segment_ids = draw(5, batch=1, num_tokens=8 * 32)
-    plan = plan_attention(segment_ids, None, world_size=8, config=ROOMY)
-    first, second = (attend_by_plan(q, k, v, g, plan, mesh=mesh_of(8)) for _ in range(2))
+    documents = planned(segment_ids, world_size=8, config=ROOMY)
+    first, second = (attend_by_plan(q, k, v, g, documents, mesh=mesh_of(8)) for _ in range(2))
     for x, y in zip(first, second, strict=True):
         np.testing.assert_array_equal(x, y)
 
@@ -224,18 +229,22 @@ def test_explicit_mesh_set_for_the_context():
 @pytest.mark.parametrize("form, check_vma", [("global", True), ("slice", False), ("slice", True)])
 def test_inside_shard_map(form, check_vma):
     q, k, v, g, segment_ids = draw(10, batch=2, num_tokens=8 * 32)
-    plan = plan_attention(segment_ids, None, world_size=8, config=CONFIG)
+    documents = planned(segment_ids, world_size=8, config=CONFIG)
+    specs = documents.specs(AXIS)
+    if form == "global":  # each rank gets the whole plan
+        whole = lambda spec: P() if spec == P(AXIS) else spec
+        specs = jax.tree.map(whole, specs, is_leaf=lambda x: isinstance(x, P))
     rows = P(None, AXIS)
     fn = jax.shard_map(
-        lambda q, k, v, plan: context_parallel_attention(
-            q, k, v, plan=plan, algorithm="balanced", axis_name=AXIS
+        lambda q, k, v, documents: context_parallel_attention(
+            q, k, v, documents=documents, algorithm="balanced", axis_name=AXIS
         ),
         mesh=mesh_of(8),
-        in_specs=(rows, rows, rows, P(AXIS) if form == "slice" else P()),
+        in_specs=(rows, rows, rows, specs),
         out_specs=rows,
         check_vma=check_vma,
     )
-    results = jax.jit(lambda *x: out_and_gradients(lambda q, k, v: fn(q, k, v, plan), *x))(
+    results = jax.jit(lambda *x: out_and_gradients(lambda q, k, v: fn(q, k, v, documents), *x))(
         q, k, v, g
     )
     assert_close(results, expected(q, k, v, g, segment_ids))
@@ -276,12 +285,11 @@ def small():
 
 
 def call(small, **options):
-    q, k, v, _, segment_ids = small
+    q, k, v, _, _ = small
     options = {
         "mesh": mesh_of(8),
         "axis_name": AXIS,
         "algorithm": "balanced",
-        "segment_ids": segment_ids,
         **options,
     }
     return context_parallel_attention(q, k, v, **options)
@@ -290,15 +298,16 @@ def call(small, **options):
 @pytest.mark.usefixtures("unchecked_types")
 def test_plan_for_other_ranks_or_rows_is_rejected(small):
     segment_ids = small[-1]
+    attend = lambda plan: call(small, documents=Documents(segment_ids).with_plan(plan))
     plan = plan_attention(segment_ids, None, world_size=4)
     with pytest.raises(ValueError, match="world_size=4 but mesh axis 'cp' has 8 devices"):
-        call(small, plan=plan, segment_ids=None)
+        attend(plan)
     plan = plan_attention(segment_ids[:, :64], None, world_size=8)
     with pytest.raises(ValueError, match="a rank holds 1 x 16 = 16 rows but the plan is for 8"):
-        call(small, plan=plan, segment_ids=None)
+        attend(plan)
     plan = plan_attention(segment_ids.reshape(2, 64), None, world_size=8)
     with pytest.raises(ValueError, match=r"a rank holds 1 x 16 rows but the plan is for 2 x 8\. P"):
-        call(small, plan=plan, segment_ids=None)
+        attend(plan)
 
 
 def test_capacity_too_small_for_a_traced_plan_fails_on_all_ranks(small):

@@ -20,8 +20,12 @@ import jax_cp_dispatch as cpd
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "trainers.md"
 W, LAYERS, COLUMNS, N, K, H = 4, 3, 64, 2, 1, 8
 SEGMENT_IDS = np.repeat([1, 2, 3, 0], [20, 30, 10, 4])[None]
-PLACED = cpd.place_tokens(segment_ids=SEGMENT_IDS, world_size=W).plan
-PLAN = cpd.plan_attention(SEGMENT_IDS, world_size=W)
+PACKED = cpd.Documents(SEGMENT_IDS)
+DOCUMENTS = {
+    "placed": cpd.place_tokens(segment_ids=SEGMENT_IDS, world_size=W).documents,
+    "balanced": PACKED.with_plan(cpd.plan_attention(SEGMENT_IDS, world_size=W)),
+    **dict.fromkeys(("ring", "zigzag", "hamilton"), PACKED),
+}
 ROWS = COLUMNS // W
 
 only = jax.checkpoint_policies.save_only_these_names
@@ -44,22 +48,8 @@ OFFLOADED = partial(
 
 of_all = partial(cpd.context_parallel_attention, mesh=mesh_of(W), axis_name=AXIS)
 GLOBAL = {
-    "placed": partial(of_all, algorithm="placed", plan=PLACED),
-    "balanced": partial(of_all, algorithm="balanced", plan=PLAN),
-    "ring": partial(of_all, algorithm="ring", segment_ids=SEGMENT_IDS),
-    "zigzag": partial(of_all, algorithm="zigzag", segment_ids=SEGMENT_IDS),
-    "hamilton": partial(of_all, algorithm="hamilton", segment_ids=SEGMENT_IDS),
-}
-ON_RANKS = {
-    "placed": partial(
-        cpd.context_parallel_attention, algorithm="placed", plan=PLACED, axis_name=AXIS
-    ),
-    "balanced": partial(
-        cpd.context_parallel_attention, algorithm="balanced", plan=PLAN, axis_name=AXIS
-    ),
-    "zigzag": lambda q, k, v: cpd.context_parallel_attention(
-        q, k, v, segment_ids=jnp.ones(q.shape[:2], jnp.int32), algorithm="zigzag", axis_name=AXIS
-    ),
+    name: partial(of_all, algorithm=name, documents=documents)
+    for name, documents in DOCUMENTS.items()
 }
 
 
@@ -73,13 +63,22 @@ def loss(attend, checkpoint, w, x):
     return jnp.sum(jax.lax.scan(layer, x, w)[0] ** 2)
 
 
-def gradient(attend, checkpoint, on_ranks=False):
-    """Of all layers' weights; `on_ranks`: the layers themselves are inside of a shard_map."""
-    gradients = jax.grad(partial(loss, attend, checkpoint))
-    if not on_ranks:
-        return gradients
-    rows = P(None, AXIS)
-    return jax.shard_map(gradients, mesh=mesh_of(W), in_specs=(P(), rows), out_specs=P())
+def gradient(attend, checkpoint):
+    """Of all layers' weights."""
+    return jax.grad(partial(loss, attend, checkpoint))
+
+
+def gradient_on_ranks(algorithm, checkpoint):
+    """The same; the layers themselves are inside of a shard_map."""
+    documents = DOCUMENTS[algorithm]
+
+    def gradients(w, x, documents):
+        options = {"algorithm": algorithm, "axis_name": AXIS, "documents": documents}
+        return gradient(partial(cpd.context_parallel_attention, **options), checkpoint)(w, x)
+
+    in_specs = P(), P(None, AXIS), documents.specs(AXIS)
+    run = jax.shard_map(gradients, mesh=mesh_of(W), in_specs=in_specs, out_specs=P())
+    return lambda w, x: run(w, x, documents)
 
 
 def weights_and_tokens():
@@ -115,22 +114,26 @@ def documented(title):
 
 
 @pytest.mark.parametrize(
-    "place, algorithm", [*((GLOBAL, a) for a in GLOBAL), *((ON_RANKS, a) for a in ON_RANKS)]
+    "algorithm, on_ranks",
+    [*((a, False) for a in GLOBAL), *((a, True) for a in ("placed", "balanced", "zigzag"))],
 )
-def test_what_runs_again(place, algorithm):
-    on_ranks, rotates = place is ON_RANKS, algorithm not in ("placed", "balanced")
+def test_what_runs_again(algorithm, on_ranks):
+    rotates = algorithm not in ("placed", "balanced")
     steps = W if rotates else 1
     table = documented("policy")
     assert list(table) == list(POLICIES)
     exchanges = attention = 0
     for policy, checkpoint in POLICIES.items():
-        program = gradient(place[algorithm], checkpoint, on_ranks)
+        if on_ranks:
+            program = gradient_on_ranks(algorithm, checkpoint)
+        else:
+            program = gradient(GLOBAL[algorithm], checkpoint)
         exchanges, attention = counts(program, *weights_and_tokens(), gathers=int(rotates))
         row = table[policy]
         (column,) = (name for name in row if f"`{algorithm}`" in name)
         assert (str(exchanges), str(attention // steps)) == (row[column], row["attention"]), policy
-    if place is GLOBAL and algorithm in ("placed", "ring"):  # JAX treats a name alike everywhere
-        program = gradient(place[algorithm], OFFLOADED)
+    if not on_ranks and algorithm in ("placed", "ring"):  # JAX treats a name alike everywhere
+        program = gradient(GLOBAL[algorithm], OFFLOADED)
         kept = counts(program, *weights_and_tokens(), gathers=int(rotates))
         assert kept == (exchanges, attention), "offloaded is as kept"
 
@@ -164,13 +167,14 @@ def test_bytes_kept():
     out, lse, ranges = 2 * ROWS * N * H, 4 * ROWS * N, 8 * ROWS
     qkv = 2 * ROWS * (N + 2 * K) * H
     received = lambda capacity, heads: 2 * capacity * heads * H
-    keys = received(PLACED.kv_capacity, 2 * K)
+    placed, moved = (DOCUMENTS[name].plan for name in ("placed", "balanced"))
+    keys = received(placed.kv_capacity, 2 * K)
     assert named(GLOBAL["placed"]) == (out + lse + ranges, keys)
-    computed = PLAN.q_capacity / ROWS
-    keys = received(PLAN.kv_capacity, 2 * K)
+    computed = moved.q_capacity / ROWS
+    keys = received(moved.kv_capacity, 2 * K)
     assert named(GLOBAL["balanced"]) == (
         out + computed * (out + lse + ranges),
-        received(PLAN.q_capacity, N) + keys,
+        received(moved.q_capacity, N) + keys,
     )
     ranges -= 4 * ROWS  # the segment ids, from which they are made, are no longer needed
     assert named(GLOBAL["ring"]) == (2 * out + lse + ranges, 0)

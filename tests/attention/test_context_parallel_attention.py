@@ -19,6 +19,7 @@ from sequences import Case, check, draw
 from jax_cp_dispatch import (
     Auto,
     Balanced,
+    Documents,
     Hamilton,
     PlanConfig,
     Ring,
@@ -27,7 +28,6 @@ from jax_cp_dispatch import (
     choose_algorithm,
     context_parallel_attention,
     plan_attention,
-    zigzag_permutation,
 )
 from jax_cp_dispatch.attention import auto, context_parallel
 from jax_cp_dispatch.attention.choose import choose_for
@@ -106,12 +106,13 @@ def test_auto_sees_the_documents(layout, told_by, monkeypatch):
     """`"auto"` receives them in sequence order, for one group of the batch, with the mask."""
     lengths = ((5, 1, 6), (3, 9))
     rows = [[(n, at) for n, length in enumerate(row) for at in range(length)] for row in lengths]
-    segment_ids, positions = np.moveaxis(np.array(rows), -1, 0)
-    order = zigzag_permutation(12, 2) if layout == "zigzag" else np.arange(12)
-    documents = {
-        "segment_ids": None if told_by == "positions" else (segment_ids + 1)[:, order],
-        "positions": None if told_by == "segments" else positions[:, order],
-    }
+    segment_ids, positions = np.tile(np.moveaxis(np.array(rows), -1, 0), (1, 2, 1))
+    if told_by == "segments":
+        given: dict[str, Any] = {"segment_ids": segment_ids + 1}
+    else:
+        given = {"positions": positions}
+    if layout == "zigzag":
+        given = {"documents": Documents(**{"segment_ids": 0 * segment_ids + 1, **given}).zigzag(2)}
     seen = {}
 
     def choose(workload, **options):
@@ -120,11 +121,10 @@ def test_auto_sees_the_documents(layout, told_by, monkeypatch):
 
     monkeypatch.setattr(auto, "choose_for", choose)
     x = np.ones((4, 12, 2, 8), np.float32)
-    documents = {key: None if y is None else np.tile(y, (2, 1)) for key, y in documents.items()}
     mesh = permuted_mesh((2, 2), ("data", AXIS))
-    options = {"layout": layout, "mask": SlidingWindow(4), "batch_axis": "data"}
+    options = {"mask": SlidingWindow(4), "batch_axis": "data"}
     attend = partial(context_parallel_attention, mesh=mesh, axis_name=AXIS, algorithm="auto")
-    jax.eval_shape(partial(attend, **documents, **options), x, x, x)
+    jax.eval_shape(partial(attend, **given, **options), x, x, x)
     assert seen["lengths"] == lengths
     assert (seen["layout"], seen["tokens_per_rank"]) == (layout, 6)
     assert seen["mask"] == SlidingWindow(4)
@@ -181,7 +181,7 @@ def test_a_choice_can_be_passed_on():
     options = {"num_ranks": 4, "tokens_per_rank": 2**14, "layout": "zigzag", **sizes}
     choice = choose_algorithm(None, hardware=hardware, **options)
     assert choice.algorithm == Hamilton(nodes=2)
-    case = Case("ring", 1, 16, layout="contiguous")
+    case = Case("ring", 1, 16)
     check(case, draw(case), program(mesh_of(4), algorithm=choice.algorithm))
 
 
@@ -257,23 +257,24 @@ def test_auto_without_a_plan_that_fits(plans, programs):
     assert not isinstance(algorithm, Balanced) and not has_plan
 
 
+IDS = np.ones((1, T), np.int32)
+PLANNED = Documents(IDS).with_plan(plan_attention(IDS, world_size=2))
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
         ({"algorithm": Hamilton(nodes=3)}, "nodes is 3 but there are 2 ranks"),
         ({"algorithm": Hamilton(nodes=2, cycles="direct")}, "got both nodes and cycles"),
-        ({"algorithm": "ring", "plan": 1}, "got a plan with algorithm='ring'"),
         (
-            {"plan": 1, "mask": Chunked(3)},
-            r"mask is Chunked\(size=3\), but the plan is for Causal\(\). Omit mask",
+            {"documents": PLANNED, "mask": Chunked(3)},
+            r"mask is Chunked\(size=3\), but the documents have a plan for Causal\(\)",
         ),
     ],
 )
 @pytest.mark.usefixtures("unchecked_types")
 def test_invalid_calls_are_rejected(options, message):
     x = np.ones((1, T, 2, 8), np.float32)
-    if "plan" in options:
-        options = options | {"plan": plan_attention(np.ones((1, T), np.int32), world_size=2)}
     options = {"algorithm": "auto", **options}
     with pytest.raises(ValueError, match=message):
         context_parallel_attention(x, x, x, mesh=mesh_of(2), axis_name=AXIS, **options)

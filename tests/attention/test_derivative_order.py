@@ -1,8 +1,5 @@
 """Attention has one derivative, in reverse mode; linear operations have all."""
 
-from functools import partial
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,13 +13,21 @@ import jax_cp_dispatch as cp
 
 W, T = 2, 4
 Q = np.random.default_rng(0).normal(size=(1, W * T, 1, 4)).astype(np.float32)
-PLAN = cp.plan_attention(np.ones((1, W * T), np.int32), world_size=W)
+IDS = np.ones((1, W * T), np.int32)
+DOCUMENTS = cp.Documents(IDS).with_plan(cp.plan_attention(IDS, world_size=W))
 
 
-def inside(function, **options: Any):
+def inside(algorithm):
     rows = P(None, AXIS)
-    attend = partial(function, axis_name=AXIS, **options)
-    return jax.shard_map(lambda x: attend(x, x, x), mesh=mesh_of(W), in_specs=rows, out_specs=rows)
+    attend = jax.shard_map(
+        lambda x, documents: cp.context_parallel_attention(
+            x, x, x, axis_name=AXIS, algorithm=algorithm, documents=documents
+        ),
+        mesh=mesh_of(W),
+        in_specs=(rows, DOCUMENTS.specs(AXIS)),
+        out_specs=rows,
+    )
+    return lambda x: attend(x, DOCUMENTS)
 
 
 def outside(algorithm):
@@ -38,9 +43,9 @@ def local(x):
 
 DOOR = "context_parallel_attention"
 FUNCTIONS = {
-    "ring": inside(partial(cp.context_parallel_attention, algorithm="ring")),
-    "hamilton": inside(partial(cp.context_parallel_attention, algorithm="hamilton")),
-    "balanced": inside(partial(cp.context_parallel_attention, algorithm="balanced"), plan=PLAN),
+    "ring": inside("ring"),
+    "hamilton": inside("hamilton"),
+    "balanced": inside("balanced"),
     "ring on global arrays": outside("ring"),
     "local_attention": local,
 }

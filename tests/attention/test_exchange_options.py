@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from on_mesh import AXIS, mesh_of
 
-from jax_cp_dispatch import context_parallel_attention, place_tokens
+from jax_cp_dispatch import Documents, context_parallel_attention, place_tokens
 from jax_cp_dispatch._ranks import runtime
 from jax_cp_dispatch.attention.rotating.communication import chunk_exchange, ring_exchange
 
@@ -42,12 +42,12 @@ def options_in(fn, *arguments):
 )
 def test_every_algorithm_in_both_passes(algorithm):
     q = np.zeros((1, TOKENS, HEADS, HEAD_SIZE), np.float32)
-    documents = {"segment_ids": IDS}
+    documents = Documents(IDS)
     if algorithm == "placed":
-        documents = {"plan": place_tokens(segment_ids=IDS, world_size=W).plan}
+        documents = place_tokens(segment_ids=IDS, world_size=W).documents
     attend = partial(
         context_parallel_attention, mesh=mesh_of(W), axis_name=AXIS, algorithm=algorithm,
-        **documents, **OPTIONS,
+        documents=documents, **OPTIONS,
     )  # fmt: skip
     loss = lambda q, k, v: (attend(q, k, v) ** 2).sum()
     found, count = options_in(jax.grad(loss, argnums=(0, 1, 2)), q, q, q)

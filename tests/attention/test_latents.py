@@ -12,7 +12,7 @@ from jaxprs import flattened
 from on_mesh import AXIS, mesh_of, permuted_mesh
 from packed_batches import pack
 
-from jax_cp_dispatch import context_parallel_attention, masks, place_tokens, stack_plans
+from jax_cp_dispatch import context_parallel_attention, masks, place_tokens
 
 N, H, HV, ROPE, LATENT = 4, 12, 8, 4, 6
 ALGORITHMS = ("balanced", "placed", "ring", "zigzag", "hamilton")
@@ -76,15 +76,9 @@ def test_output_and_gradients_over_data_context_and_tensor_axes(algorithm):
     options: dict[str, Any] = {"segment_ids": segment_ids, "mask": mask}
     stored, restored = (lambda x: x), lambda x: x
     if algorithm == "placed":
-        rows = np.split(segment_ids, 2)
-        groups = [place_tokens(segment_ids=x, world_size=2, mask=mask) for x in rows]
-        each = lambda x, move: np.concatenate(
-            [getattr(p, move)(part) for p, part in zip(groups, np.split(x, 2), strict=True)]
-        )
-        stored = lambda x: each(np.asarray(x), "apply")
-        restored = lambda x: each(np.asarray(x), "restore")
-        plan = stack_plans([p.plan for p in groups])
-        options = {"segment_ids": stored(segment_ids), "plan": plan}
+        placement = place_tokens(segment_ids=segment_ids, world_size=2, mask=mask, num_groups=2)
+        stored, restored = placement.apply, placement.restore
+        options = {"documents": placement.documents}
 
     def attend(q, latents, weights):
         return context_parallel_attention(
@@ -93,9 +87,9 @@ def test_output_and_gradients_over_data_context_and_tensor_axes(algorithm):
             batch_axis="data", head_axis="tp", **options,
         )  # fmt: skip
 
-    moved = jax.tree.map(stored, (q, tuple(latents)))
+    moved = stored((q, tuple(latents)))
     out, (dq, dlatents, dweights) = with_gradients(attend, (*moved, weights), stored(dout))
-    check((*jax.tree.map(restored, (out, (dq, dlatents))), dweights), want)
+    check((*restored((out, (dq, dlatents))), dweights), want)
 
 
 @pytest.mark.parametrize("algorithm", ["balanced", "hamilton"])
@@ -134,7 +128,9 @@ def test_a_layer_of_deepseek_v3_moves_a_sixtieth_of_the_bytes(algorithm):
     """512 + 64 numbers in place of 128 x (192 + 128), forward and backward, counted."""
     N, H, HV, T = 128, 192, 128, 16
     mesh, shape = mesh_of(8), jax.ShapeDtypeStruct
-    plan = place_tokens([[5 * T, 3 * T]], world_size=8).plan if algorithm == "placed" else None
+    documents = None
+    if algorithm == "placed":
+        documents = place_tokens([[5 * T, 3 * T]], world_size=8).documents
     of = lambda *features: shape((1, 8 * T, *features), jnp.bfloat16)
 
     def project(w, rows):
@@ -150,8 +146,8 @@ def test_a_layer_of_deepseek_v3_moves_a_sixtieth_of_the_bytes(algorithm):
 
         def loss(q, *keys):
             out = context_parallel_attention(
-                *(q, *keys[:2]), mesh=mesh, axis_name=AXIS, algorithm=algorithm, plan=plan,
-                weights=keys[2] if options else None, **options,
+                *(q, *keys[:2]), mesh=mesh, axis_name=AXIS, algorithm=algorithm,
+                documents=documents, weights=keys[2] if options else None, **options,
             )  # fmt: skip
             return out.astype(jnp.float32).sum()
 

@@ -16,7 +16,7 @@ from on_mesh import AXIS, collectives_over, mesh_of, permuted_mesh
 from sequences import TOLERANCE, Case, dense, draw, relative_errors
 
 import jax_cp_dispatch as cpd
-from jax_cp_dispatch import context_parallel_attention, plan_attention
+from jax_cp_dispatch import Documents, context_parallel_attention, plan_attention
 from jax_cp_dispatch.global_call import mesh_axes
 
 T = 24
@@ -201,26 +201,30 @@ def test_no_warning_without_a_possible_cost():
         jax.eval_shape(partial(context_parallel_attention, **options), x, x, x)
 
 
+def planned(segment_ids):
+    return Documents(segment_ids).with_plan(plan_attention(segment_ids, world_size=2))
+
+
 @pytest.mark.usefixtures("unchecked_types")
 def test_a_plan_is_for_the_whole_batch():
     """It is rejected if the batch is sharded; segment ids are planned by each group."""
     mesh = mesh_of_kind(AxisType.Explicit)
     operands = draw(CASE)
-    plan = plan_attention(operands[4], world_size=2)
+    documents = planned(operands[4])
     q, k, v = placed(operands[:3], mesh)
     options: Any = {"axis_name": AXIS, "algorithm": "balanced"}
     with pytest.warns(UserWarning, match=r"the plan is for all rows.*Pass stack_plans"):
-        out = context_parallel_attention(q, k, v, plan=plan, **options)
+        out = context_parallel_attention(q, k, v, documents=documents, **options)
     np.testing.assert_allclose(out, dense(CASE, operands)[0], rtol=1e-5, atol=1e-5)
 
 
 def test_a_plan_in_a_program_whose_batch_may_be_sharded():
     """Types do not show automatic axes: a warning states the cost, except for `()`."""
     mesh = mesh_of_kind(AxisType.Auto)
-    plan = plan_attention(draw(CASE)[4], world_size=2)
+    documents = planned(draw(CASE)[4])
     x = jax.ShapeDtypeStruct((2, T, 4, 8), np.float32)
-    options: Any = {"axis_name": AXIS, "algorithm": "balanced", "mesh": mesh, "plan": plan}
-    attend = partial(context_parallel_attention, head_axis="tp", **options)
+    options: Any = {"axis_name": AXIS, "algorithm": "balanced", "mesh": mesh, "head_axis": "tp"}
+    attend = partial(context_parallel_attention, documents=documents, **options)
     with pytest.warns(UserWarning, match=r"the plan is for all rows.*\('data',\).*batch_axis=\(\)"):
         jax.eval_shape(attend, x, x, x)
     with warnings.catch_warnings():
@@ -231,12 +235,12 @@ def test_a_plan_in_a_program_whose_batch_may_be_sharded():
 
 def test_a_plan_of_the_whole_batch_is_rejected_for_groups():
     operands = draw(CASE)
-    plan = plan_attention(operands[4], world_size=2)
+    documents = planned(operands[4])
     options: Any = {"axis_name": AXIS, "algorithm": "balanced", "mesh": mesh_of_kind(AxisType.Auto)}
     with pytest.raises(
         ValueError, match=r"single plan, but .*\('data',\) splits the batch into 2 .*stack_plans"
     ):
-        context_parallel_attention(*operands[:3], plan=plan, batch_axis="data", **options)
+        context_parallel_attention(*operands[:3], documents=documents, batch_axis="data", **options)
 
 
 # ---- Fewer KV heads than devices.

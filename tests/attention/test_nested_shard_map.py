@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from on_mesh import AXIS, permuted_mesh
 from sequences import TOLERANCE, Case, check, dense, draw, relative_errors
 
-from jax_cp_dispatch import context_parallel_attention, place_tokens, stack_plans
+from jax_cp_dispatch import context_parallel_attention, place_tokens
 
 CASE = Case("ring", 2, 8, documents="segments", batch=2, heads=(4, 2))
 DATA = P("data")
@@ -82,18 +82,15 @@ def test_unchecked():
 
 def test_placed():
     *arrays, segment_ids, _ = operands = draw(CASE)
-    placements = [place_tokens(segment_ids=ids[None], world_size=2) for ids in segment_ids]
-    each = lambda fn, x: np.concatenate([fn(p)(x[i : i + 1]) for i, p in enumerate(placements)])
+    placement = place_tokens(segment_ids=segment_ids, world_size=2, num_groups=2)
 
-    def of_plan(q, k, v, plan):
-        plan = jax.tree.map(lambda x: x[0], plan)
-        return attend(q, k, v, None, algorithm="placed", plan=plan)
+    def of_documents(q, k, v, documents):
+        return attend(q, k, v, None, algorithm="placed", documents=documents)
 
-    plans = stack_plans([p.plan for p in placements])
     with jax.set_mesh(mesh_of_kind()):
-        run = jax.jit(over_data(gradients(of_plan), 4))
-        results = run(*(each(lambda p: p.apply, x) for x in arrays), plans)
-    results = [each(lambda p: p.restore, np.asarray(x)) for x in results]
+        run = jax.jit(over_data(gradients(of_documents), 4))
+        results = run(*placement.apply(arrays), placement.documents)
+    results = placement.restore([np.asarray(x) for x in results])
     errors = relative_errors(results, dense(CASE, operands))
     assert max(errors.values()) <= TOLERANCE["float32"], errors
 

@@ -67,12 +67,22 @@ def test_tokens_in_another_order_are_an_error_on_all_ranks(algorithm):
 
 
 @pytest.mark.parametrize("algorithm", ["zigzag", "ulysses"])
-def test_a_layout_that_the_tokens_do_not_have(algorithm):
-    attend = attention(algorithm, layout="zigzag")
-    assert np.isfinite(attend(IDS[:, ZIGZAG], POSITIONS[:, ZIGZAG])).all()
-    assert np.isfinite(attend(ONE, ASCENDING[:, ZIGZAG])).all()
+def test_documents_that_were_reordered_twice(algorithm):
+    """Traced ids in zigzag order, which were said to be packed, and put into zigzag order."""
+
+    @jax.jit
+    def attend(segment_ids, positions):
+        documents = cpd.Documents(segment_ids, positions).zigzag(8)
+        return cpd.context_parallel_attention(
+            *(Q, Q, Q), mesh=mesh_of(8), axis_name=AXIS, algorithm=algorithm, documents=documents,
+            batch_axis=(), head_axis=(),
+        )  # fmt: skip
+
+    assert np.isfinite(attend(IDS, POSITIONS)).all()
+    assert np.isfinite(attend(ONE, ASCENDING)).all()
     for segment_ids, positions in ((IDS, POSITIONS), (ONE, ASCENDING)):
-        all_fail(attend(segment_ids, positions), "for tokens in order, omit layout")
+        again = attend(segment_ids[:, ZIGZAG], positions[:, ZIGZAG])
+        all_fail(again, "a document has several pieces in its batch row")
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "ulysses"])

@@ -16,6 +16,7 @@ from on_mesh import AXIS, mesh_of, permuted_mesh
 from packed_batches import causal_ranges
 
 from jax_cp_dispatch import (
+    Documents,
     PlacementConfig,
     PlanConfig,
     context_parallel_attention,
@@ -25,6 +26,7 @@ from jax_cp_dispatch import (
     plan_attention,
     stack_plans,
 )
+from jax_cp_dispatch.masks.token_order import PLACED
 
 WORLD_SIZE, COLUMNS, SCALE = 4, 512, 512
 LENGTHS = Path(__file__).parents[1] / "data" / "packed"
@@ -47,16 +49,22 @@ def batches(num):
         yield row
 
 
+def ids_of(*rows):
+    """Returns segment ids of rows of document lengths."""
+    return np.stack([np.repeat(np.arange(1, len(x) + 1, dtype=np.int32), x) for x in rows])
+
+
 class Placed:
-    """Plans of placements, and the arrays of a batch in their order."""
+    """Placements, and the arrays of a batch in their order."""
 
     fit = staticmethod(fit_placement_config)
     limit = "max_transfers"
+    for_ring = Documents.unplaced
 
     def __init__(self, lengths, **options):
-        self.placement = place_tokens(lengths, **options)
-        self.plan = self.placement.plan
-        self.apply, self.restore = self.placement.apply, self.placement.restore
+        placement = place_tokens(lengths, **options)
+        self.documents = placement.documents
+        self.apply, self.restore = placement.apply, placement.restore
 
 
 class Balanced:
@@ -64,15 +72,24 @@ class Balanced:
 
     fit = staticmethod(fit_plan_config)
     limit = "max_kv_transfers"
+    for_ring = staticmethod(lambda documents: documents)
 
     def __init__(self, lengths, **options):
-        self.plan = plan_attention(lengths=lengths, **options)
-        self.apply = self.restore = lambda arrays: arrays
+        plan = plan_attention(lengths=lengths, **options)
+        self.documents = Documents(ids_of(lengths)).with_plan(plan)
+        self.apply = self.restore = self.documents.apply
 
 
 def sent(made):
     """The most ranges of keys that a rank sends."""
-    return int(made.plan.kv_metadata.num_seqs.max())
+    return int(made.documents.plan.kv_metadata.num_seqs.max())
+
+
+def branches(kind, documents, **options):
+    """Returns attention by the plan, and by a ring, if the plan does not fit."""
+    call = partial(context_parallel_attention, axis_name=AXIS, **options)
+    planned = partial(call, algorithm=kind.__name__.lower(), documents=documents)
+    return planned, partial(call, algorithm="ring", documents=kind.for_ring(documents))
 
 
 @pytest.mark.parametrize("kind", [Placed, Balanced])
@@ -87,25 +104,21 @@ def test_many_batches_compile_once(kind):
     compiled = []
 
     @jax.jit
-    def step(q, k, v, segment_ids, plan):
+    def step(q, k, v, documents):
         compiled.append(1)  # runs only while JAX traces
-        call = partial(
-            context_parallel_attention, mesh=mesh, axis_name=AXIS, segment_ids=segment_ids
-        )
-        planned = partial(call, algorithm=kind.__name__.lower(), plan=plan)
-        return jax.lax.cond(plan.fits, planned, partial(call, algorithm="ring"), q, k, v)
+        planned, ring = branches(kind, documents, mesh=mesh)
+        return jax.lax.cond(documents.fits, planned, ring, q, k, v)
 
     rng = np.random.default_rng(0)
     qkv = [rng.normal(size=(1, COLUMNS, 1, 4)).astype(np.float32) for _ in range(3)]
     seen = {True: 0, False: 0}
     for lengths in sample:
-        ids = np.repeat(np.arange(1, len(lengths) + 1), lengths)[None].astype(np.int32)
         made = kind(lengths, **sizes, config=config, fallback="ring")
-        out = made.restore(np.asarray(step(*made.apply((*qkv, ids)), made.plan)))
-        fits = bool(made.plan.fits)
+        out = made.restore(np.asarray(step(*made.apply(qkv), made.documents)))
+        fits = bool(made.documents.fits)
         seen[fits] += 1
         if seen[fits] <= 5:
-            start, end = causal_ranges(ids)
+            start, end = causal_ranges(ids_of(lengths))
             q, k, v = (x.astype(np.float64) for x in qkv)
             want, _ = attention(q, k, v, start, end)
             np.testing.assert_allclose(out, want, atol=1e-5)
@@ -119,34 +132,26 @@ def test_gradients_of_both_branches(kind):
     """Of one compiled step: of the plan that fits, and of the ring; against dense attention."""
     mesh, columns = mesh_of(2), 64
     sizes: dict[str, Any] = {"world_size": 2, "columns": columns}
-    config = {
-        "placed": PlacementConfig(
+    configs = {
+        Placed: PlacementConfig(
             kv_capacity=50, max_transfers=8, max_pieces=8, max_cut_pieces=8, max_linked_pieces=99
         ),
-        "balanced": PlanConfig(1, 64, 50, 8, 8, 8),
+        Balanced: PlanConfig(1, 64, 50, 8, 8, 8),
     }
-    algorithm = kind.__name__.lower()
 
     @jax.jit
-    def step(q, k, v, g, segment_ids, plan):
-        call = partial(
-            context_parallel_attention, mesh=mesh, axis_name=AXIS, segment_ids=segment_ids
-        )
-        planned = partial(call, algorithm=algorithm, plan=plan)
-        ring = partial(call, algorithm="ring")
-        out, pull_back = jax.vjp(partial(jax.lax.cond, plan.fits, planned, ring), q, k, v)
+    def step(q, k, v, g, documents):
+        planned, ring = branches(kind, documents, mesh=mesh)
+        out, pull_back = jax.vjp(partial(jax.lax.cond, documents.fits, planned, ring), q, k, v)
         return out, *pull_back(g)
 
     rng = np.random.default_rng(1)
     arrays = [rng.normal(size=(1, columns, n, 8)).astype(np.float32) for n in (2, 1, 1, 2)]
     for lengths, fits in (([20, 12, 32], True), ([60, 4], False)):
-        ids = np.repeat(np.arange(1, 1 + len(lengths)), lengths)[None].astype(np.int32)
-        made = kind(lengths, **sizes, config=config[algorithm], fallback="ring")
-        assert bool(made.plan.fits) == fits
-        results = made.restore(
-            [np.asarray(x) for x in step(*made.apply((*arrays, ids)), made.plan)]
-        )
-        start, end = causal_ranges(ids)
+        made = kind(lengths, **sizes, config=configs[kind], fallback="ring")
+        assert bool(made.documents.fits) == fits
+        results = made.restore([np.asarray(x) for x in step(*made.apply(arrays), made.documents)])
+        start, end = causal_ranges(ids_of(lengths))
         q, k, v, g = (x.astype(np.float64) for x in arrays)
         out, lse = attention(q, k, v, start, end)
         want = out, *attention_gradients(q, k, v, start, end, g, np.zeros(lse.shape))
@@ -163,30 +168,29 @@ def test_groups_of_rows_fall_back_together():
     )
 
     @jax.jit
-    def step(q, k, v, segment_ids, plan):
-        call = partial(
-            context_parallel_attention, mesh=mesh, axis_name=AXIS, batch_axis="data",
-            segment_ids=segment_ids,
-        )  # fmt: skip
-        planned = partial(call, algorithm="placed", plan=plan)
-        return jax.lax.cond(plan.fits, planned, partial(call, algorithm="ring"), q, k, v)
+    def step(q, k, v, documents):
+        planned, ring = branches(Placed, documents, mesh=mesh, batch_axis="data")
+        return jax.lax.cond(documents.fits, planned, ring, q, k, v)
 
     rng = np.random.default_rng(2)
     arrays = [rng.normal(size=(2, columns, 1, 4)).astype(np.float32) for _ in range(3)]
     for lengths, fits in (([[64], [1] * 64], False), ([[64], [60, 4]], True)):
-        ids = np.stack([np.repeat(np.arange(1, 1 + len(row)), row) for row in lengths])
         options = {"world_size": 2, "columns": columns, "config": config, "fallback": "ring"}
         placement = place_tokens(lengths, num_groups=2, **options)
-        assert bool(placement.plan.fits) == fits
+        documents = placement.documents
+        assert bool(documents.fits) == fits
         assert fits or "group 1 of 2" in str(placement.reason)
-        out = placement.restore(np.asarray(step(*placement.apply((*arrays, ids)), placement.plan)))
+        out = placement.restore(np.asarray(step(*placement.apply(arrays), documents)))
         q, k, v = (x.astype(np.float64) for x in arrays)
-        want, _ = attention(q, k, v, *causal_ranges(ids))
+        want, _ = attention(q, k, v, *causal_ranges(ids_of(*lengths)))
         np.testing.assert_allclose(out, want, atol=1e-5)
         apart = stack_plans([place_tokens([row], **options).plan for row in lengths])
+        other = Documents.in_order(
+            documents.segment_ids, documents.positions, (apart,), order=PLACED, columns=columns
+        )
         if not fits:
             with pytest.raises(jax.errors.JaxRuntimeError, match="the plan is a fallback"):
-                jax.block_until_ready(step(*arrays, ids, apart))
+                jax.block_until_ready(step(*arrays, other))
     assert step._cache_size() == 1  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -202,7 +206,7 @@ def test_a_placement_that_does_not_fit_is_not_computed():
     np.testing.assert_allclose(placement.plan.pairs, [half, half + 32 * 32])
     with pytest.raises(ValueError, match="kv_capacity>=64"):
         _ = placement.needs
-    all_ranks_fail("placed", placement.plan, "64 tokens but PlacementConfig.kv_capacity is 40")
+    all_ranks_fail("placed", placement.documents, "64 tokens but PlacementConfig.kv_capacity is 40")
 
 
 def test_a_plan_that_does_not_fit_is_not_computed():
@@ -217,37 +221,43 @@ def test_a_plan_that_does_not_fit_is_not_computed():
     jax.tree.map(np.testing.assert_array_equal, part, plan.slice_of(1))
     with pytest.raises(ValueError, match="kv_capacity>=64"):
         plan_attention(lengths=[64], world_size=2, config=config)
-    all_ranks_fail("balanced", plan, "64 tokens but PlanConfig.kv_capacity is 40")
+    documents = Documents(ids_of([64])).with_plan(plan)
+    all_ranks_fail("balanced", documents, "64 tokens but PlanConfig.kv_capacity is 40")
 
 
-def all_ranks_fail(algorithm, plan, needs):
+def all_ranks_fail(algorithm, documents, needs):
     """The error says that the plan is a fallback, and what the batch needs."""
     q = np.zeros((1, 64, 1, 4), np.float32)
-    options = {"mesh": mesh_of(2), "axis_name": AXIS, "algorithm": algorithm, "plan": plan}
+    options = {
+        "mesh": mesh_of(2),
+        "axis_name": AXIS,
+        "algorithm": algorithm,
+        "documents": documents,
+    }
     attend = partial(context_parallel_attention, q, q, q, **options)
     with pytest.raises(jax.errors.JaxRuntimeError, match=f"the plan is a fallback: .*{needs}"):
         jax.block_until_ready(attend())
     assert np.isnan(attend(implementation="xla")).all()
     with pytest.raises(ValueError, match="this plan is a fallback"):
-        plan.validate(np.ones((1, 64), np.int32))
+        documents.plan.validate(np.ones((1, 64), np.int32))
 
 
 @pytest.mark.parametrize(
-    ("made", "limit"),
+    "kind, config",
     [
         (
-            place_tokens,
-            {
-                "kv_capacity": 512,
-                "max_transfers": 1,
-                "max_pieces": 64,
-                "max_cut_pieces": 64,
-                "max_linked_pieces": 64,
-            },
+            Placed,
+            PlacementConfig(
+                kv_capacity=512,
+                max_transfers=1,
+                max_pieces=64,
+                max_cut_pieces=64,
+                max_linked_pieces=64,
+            ),
         ),
         (
-            plan_attention,
-            dict(
+            Balanced,
+            PlanConfig(
                 q_capacity=512,
                 kv_capacity=512,
                 max_q_transfers=1,
@@ -257,19 +267,15 @@ def all_ranks_fail(algorithm, plan, needs):
         ),
     ],
 )
-def test_a_fallback_whose_rows_fit_fails_too(made, limit):
+def test_a_fallback_whose_rows_fit_fails_too(kind, config):
     """The error refers to `describe`, which names what exceeds a limit."""
     lengths = [90, 7, 31, 60, 60, 8]
-    is_placed = made is place_tokens
-    config = PlacementConfig(**limit) if is_placed else PlanConfig(**limit)
-    plan = made(lengths=lengths, world_size=2, config=config, fallback="ring")
-    plan = plan.plan if is_placed else plan
-    assert re.search(r"max_(q_)?transfers 1: it needs \d", plan.describe())
+    documents = kind(lengths, world_size=2, config=config, fallback="ring").documents
+    assert re.search(r"max_(q_)?transfers 1: it needs \d", documents.plan.describe())
     q = np.zeros((1, 256, 1, 4), np.float32)
-    algorithm = "placed" if is_placed else "balanced"
-    options = {"mesh": mesh_of(2), "axis_name": AXIS, "algorithm": algorithm, "plan": plan}
+    planned, _ = branches(kind, documents, mesh=mesh_of(2))
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"fallback.*`describe` says what"):
-        jax.block_until_ready(context_parallel_attention(q, q, q, **options))
+        jax.block_until_ready(planned(q, q, q))
 
 
 @pytest.mark.parametrize(

@@ -6,32 +6,32 @@ import numpy as np
 import pytest
 from on_mesh import AXIS, mesh_of
 
-from jax_cp_dispatch import context_parallel_attention, place_tokens, plan_attention
+from jax_cp_dispatch import Documents, context_parallel_attention, place_tokens, plan_attention
 from jax_cp_dispatch._ranks.implementations import moves_beside_work
 from jax_cp_dispatch.attention.algorithms import parts_of_heads
 
 W, LENGTHS, HEAD_SIZE = 4, [30, 7, 50, 41], 8
 HEADS, KV_HEADS = 6, 3  # parts of 2 and 4 query heads
 IDS = np.repeat(np.arange(1, 5), LENGTHS)[None]
+PLANNED = Documents(IDS).with_plan(plan_attention(IDS, world_size=W))
 
 
 @pytest.mark.parametrize("algorithm", ["placed", "balanced"])
 def test_two_parts_give_the_bits_of_one(algorithm, monkeypatch):
-    rng, ids = np.random.default_rng(0), IDS
+    rng = np.random.default_rng(0)
     shapes = [(1, sum(LENGTHS), n, HEAD_SIZE) for n in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
     arrays = [rng.normal(size=shape).astype(jnp.bfloat16) for shape in shapes]
     sink = jnp.asarray(rng.normal(size=HEADS), jnp.float32)
     if algorithm == "placed":
-        placement = place_tokens([LENGTHS], world_size=W)
-        plan, ids = placement.plan, placement.apply(IDS)
+        documents = place_tokens([LENGTHS], world_size=W).documents
     else:
-        plan = plan_attention(IDS, world_size=W)
+        documents = PLANNED
 
     def run(q, k, v, dout, deadline):
         def attend(*qkv):
             return context_parallel_attention(
-                *qkv, mesh=mesh_of(W), axis_name=AXIS, algorithm=algorithm, plan=plan,
-                segment_ids=jnp.asarray(ids), sink=sink, return_lse=True, return_max_logits=True,
+                *qkv, mesh=mesh_of(W), axis_name=AXIS, algorithm=algorithm,
+                documents=documents, sink=sink, return_lse=True, return_max_logits=True,
                 deadline=deadline,
             )  # fmt: skip
 
@@ -58,9 +58,8 @@ def test_only_implementations_with_two_calls_split():
 
 def test_one_kv_head_is_one_part(monkeypatch):
     monkeypatch.setattr(parts_of_heads, "moves_beside_work", lambda _: True)
-    plan = plan_attention(IDS, world_size=W)
     q, k = (jnp.zeros((1, sum(LENGTHS), n, HEAD_SIZE)) for n in (4, 1))
     attend = lambda q, k: context_parallel_attention(
-        q, k, k, mesh=mesh_of(W), axis_name=AXIS, algorithm="balanced", plan=plan
+        q, k, k, mesh=mesh_of(W), axis_name=AXIS, algorithm="balanced", documents=PLANNED
     )
     assert "exchange_start" not in str(jax.make_jaxpr(attend)(q, k))

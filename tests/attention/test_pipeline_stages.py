@@ -19,6 +19,7 @@ from sequences import TOLERANCE, Case, dense, draw, relative_errors
 
 from jax_cp_dispatch import (
     Balanced,
+    Documents,
     Metadata,
     PlanConfig,
     chunk_exchange,
@@ -146,37 +147,29 @@ def test_movement_of_each_stage(own, where):
 # ---- Functions of one rank, inside a shard_map with check_vma=False.
 
 
-PLAN = plan_attention(draw(CASE)[4], world_size=W, config=PlanConfig(block=4))
-
-
-@pytest.mark.parametrize(
-    "attend",
-    [
-        partial(context_parallel_attention, algorithm="ring", axis_name=AXIS),
-        partial(context_parallel_attention, algorithm="zigzag", axis_name=AXIS),
-        partial(context_parallel_attention, algorithm="hamilton", axis_name=AXIS),
-        lambda q, k, v, segment_ids: context_parallel_attention(
-            q, k, v, plan=PLAN, algorithm="balanced", axis_name=AXIS
-        ),
-    ],
-    ids=["ring", "zigzag", "hamilton", "balanced"],
-)
-def test_attention_on_each_rank(attend: Any):
+@pytest.mark.parametrize("algorithm", ["ring", "zigzag", "hamilton", "balanced"])
+def test_attention_on_each_rank(algorithm):
     examples = [(*draw(CASE, seed)[:4], *draw(CASE)[4:]) for seed in range(STAGES)]
-    *arrays, segment_ids, _ = stacked(examples)
-    arrays = placed(arrays, P("stage", None, AXIS))
+    *arrays, segment_ids, _ = zip(*examples, strict=True)
+    arrays = placed([np.stack(x) for x in arrays], P("stage", None, AXIS))
+    plan = plan_attention(segment_ids[0], world_size=W, config=PlanConfig(block=4))
+    documents = Documents(segment_ids[0]).with_plan(plan)
+    specs = documents.specs(AXIS)
     rows = P(None, AXIS)
 
     @jax.jit
     def run(q, k, v, g):
         on_ranks = jax.shard_map(
-            lambda q, k, v, ids: attend(q, k, v, segment_ids=ids),
+            lambda q, k, v, documents: context_parallel_attention(
+                q, k, v, documents=documents, algorithm=algorithm, axis_name=AXIS
+            ),
             mesh=MESH,
-            in_specs=rows,
+            in_specs=(rows, rows, rows, specs),
             out_specs=rows,
             check_vma=False,
         )
-        attend_stages = lambda *x: over_stages(on_ranks)(*x, segment_ids)
+        of_stages = stacked([documents] * STAGES)
+        attend_stages = lambda *x: over_stages(on_ranks)(*x, of_stages)
         out, pull_back = jax.vjp(attend_stages, q, k, v)
         return out, *pull_back(g)
 

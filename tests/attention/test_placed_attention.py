@@ -14,6 +14,7 @@ from on_mesh import AXIS, mesh_of
 from packed_batches import pack
 
 from jax_cp_dispatch import (
+    Documents,
     PlacementConfig,
     context_parallel_attention,
     place_tokens,
@@ -21,6 +22,7 @@ from jax_cp_dispatch import (
     stack_plans,
 )
 from jax_cp_dispatch.masks import Chunked, SlidingWindow
+from jax_cp_dispatch.masks.token_order import PACKED, PLACED
 
 
 def draw(seed, *, batch, num_tokens, num_kv_heads=2, max_length=200, dtype=np.float32):
@@ -42,13 +44,13 @@ def expected(arrays, segment_ids, mask: Any = "causal", **options):
 
 
 @partial(jax.jit, static_argnames=("mesh", "options"))
-def out_and_gradients(q, k, v, g, plan, *, mesh, options=()):
+def out_and_gradients(q, k, v, g, documents, *, mesh, options=()):
     attend = partial(
         context_parallel_attention,
         mesh=mesh,
         axis_name=AXIS,
         algorithm="placed",
-        plan=plan,
+        documents=documents,
         **dict(options),
     )
     out, pull_back = jax.vjp(attend, q, k, v)
@@ -59,7 +61,7 @@ def attend_placed(arrays, placement, mesh, **options):
     """Places the arrays, applies attention, and restores the order."""
     options = tuple(options.items())
     results = out_and_gradients(
-        *placement.apply(arrays), placement.plan, mesh=mesh, options=options
+        *placement.apply(arrays), placement.documents, mesh=mesh, options=options
     )
     return placement.restore([np.asarray(x) for x in results])
 
@@ -159,15 +161,15 @@ def test_shard_map_outside_of_jit():
     *arrays, segment_ids = draw(12, batch=1, num_tokens=2 * 24)
     placement = place_tokens(segment_ids=segment_ids, world_size=2)
     attend = jax.shard_map(
-        lambda q, k, v, plan: context_parallel_attention(
-            q, k, v, plan=plan, algorithm="placed", axis_name=AXIS
+        lambda q, k, v, documents: context_parallel_attention(
+            q, k, v, documents=documents, algorithm="placed", axis_name=AXIS
         ),
         mesh=mesh_of(2),
-        in_specs=(*[P(None, AXIS)] * 3, P(AXIS)),
+        in_specs=(*[P(None, AXIS)] * 3, placement.documents.specs(AXIS)),
         out_specs=P(None, AXIS),
     )
     *qkv, g = placement.apply(arrays)
-    out, pull_back = jax.vjp(lambda q, k, v: attend(q, k, v, placement.plan), *qkv)
+    out, pull_back = jax.vjp(lambda q, k, v: attend(q, k, v, placement.documents), *qkv)
     results = placement.restore([np.asarray(x) for x in (out, *pull_back(g))])
     assert_close(results, expected(arrays, segment_ids))
 
@@ -179,7 +181,7 @@ def test_auto_follows_the_plan_on_an_explicit_mesh():
     q, k, v, _ = placement.apply(arrays)
     q, k, v = (jax.device_put(x, NamedSharding(mesh, P(None, AXIS))) for x in (q, k, v))
     out = context_parallel_attention(
-        q, k, v, mesh=mesh, axis_name=AXIS, algorithm="auto", plan=placement.plan
+        q, k, v, mesh=mesh, axis_name=AXIS, algorithm="auto", documents=placement.documents
     )
     out = placement.restore(np.asarray(out))
     assert_close([out], expected(arrays, segment_ids)[:1])
@@ -187,42 +189,53 @@ def test_auto_follows_the_plan_on_an_explicit_mesh():
 
 def test_plans_are_for_their_own_algorithm():
     q, k, v, _, segment_ids = draw(9, batch=1, num_tokens=2 * 16)
-    placed = place_tokens(segment_ids=segment_ids, world_size=2).plan
+    place = lambda ids, **options: place_tokens(segment_ids=ids, world_size=2, **options).documents
+    packed, placed = Documents(segment_ids), place(segment_ids)
     moved = plan_attention(segment_ids, world_size=2)
     attend = partial(context_parallel_attention, q, k, v, mesh=mesh_of(2), axis_name=AXIS)
-    with pytest.raises(ValueError, match="needs the plan of a placement, got NoneType"):
-        attend(algorithm="placed")
-    with pytest.raises(ValueError, match="needs the plan of a placement, got AttentionPlan"):
-        attend(algorithm="placed", plan=moved)
-    with pytest.raises(ValueError, match="plan of a placement with algorithm='balanced'"):
-        attend(algorithm="balanced", plan=placed)
-    with pytest.raises(ValueError, match="only 'balanced' and 'placed' follow a plan"):
-        attend(algorithm="ring", plan=placed)
-    with pytest.raises(ValueError, match=r"mask is Full\(\), but the plan is for Causal"):
-        attend(algorithm="placed", plan=placed, mask="full")
-    with pytest.raises(ValueError, match="'placed' needs tokens in contiguous order; got layout"):
-        attend(algorithm="placed", plan=placed, layout="zigzag")
-    with pytest.raises(ValueError, match="16 rows but the plan is for 8"):
-        other = place_tokens(segment_ids=segment_ids[:, :16], world_size=2).plan
-        attend(algorithm="placed", plan=other)
-    with pytest.raises(ValueError, match=r"1 x 16 rows but the plan is for 2 x 8\. Place"):
-        other = place_tokens(segment_ids=segment_ids.reshape(2, 16), world_size=2).plan
-        attend(algorithm="placed", plan=other)
-    for name, plan in (("placed", placed), ("balanced", moved)):
-        with pytest.raises(ValueError, match=r"the plan is the part of 1 of 2 ranks\. Pass"):
-            attend(algorithm=name, plan=plan.slice_of(1))
+    for documents, order in (
+        (None, "packed"),
+        (packed, "packed"),
+        (packed.with_plan(moved), "packed"),
+        (packed.zigzag(2), "zigzag"),
+    ):
+        with pytest.raises(ValueError, match=f"'placed' needs tokens in placed order; got {order}"):
+            attend(algorithm="placed", documents=documents)
+    with pytest.raises(ValueError, match="'balanced' needs tokens in packed order; got placed"):
+        attend(algorithm="balanced", documents=placed)
+    for algorithm in ("ring", "zigzag", "hamilton", "ulysses"):
+        with pytest.raises(ValueError, match=f"algorithm='{algorithm}' cannot follow. Pass alg"):
+            attend(algorithm=algorithm, documents=placed)
+    with pytest.raises(ValueError, match=r"mask is Full\(\), but the documents have a plan for"):
+        attend(algorithm="placed", documents=placed, mask="full")
+    for other, rows in (
+        (place(segment_ids[:, :16]), 1),
+        (place(segment_ids.reshape(2, 16)), 2),
+        (place(segment_ids, rank=1), 1),
+    ):
+        with pytest.raises(ValueError, match=rf"segment_ids has shape \({rows}, 16\) but q has"):
+            attend(algorithm="placed", documents=other)
+    with pytest.raises(ValueError, match=r"the plan is the part of 1 of 2 ranks\. Pass"):
+        attend(algorithm="balanced", documents=packed.with_plan(moved.slice_of(1)))
 
 
 def test_stacked_plans_are_for_the_steps_of_a_scan():
     q, k, v, _, segment_ids = draw(9, batch=1, num_tokens=2 * 16)
-    plans: Any = [
-        ("placed", place_tokens(segment_ids=segment_ids, world_size=2).plan),
-        ("balanced", plan_attention(segment_ids, world_size=2)),
-    ]
-    for algorithm, plan in plans:
-        options = {"plan": stack_plans([plan, plan]), "algorithm": algorithm, "axis_name": AXIS}
-        attend = partial(context_parallel_attention, **options)
-        rows = P(None, AXIS)
-        attend = jax.shard_map(attend, mesh=mesh_of(2), in_specs=rows, out_specs=rows)
+    placed = place_tokens(segment_ids=segment_ids, world_size=2).documents
+    moved = Documents(segment_ids).with_plan(plan_attention(segment_ids, world_size=2))
+    rows = P(None, AXIS)
+    for algorithm, whole, order in (("placed", placed, PLACED), ("balanced", moved, PACKED)):
+        documents = Documents.in_order(
+            whole.segment_ids, whole.positions, (stack_plans([whole.plan] * 2),), order=order,
+            columns=whole.columns,
+        )  # fmt: skip
+        attend = jax.shard_map(
+            lambda q, k, v, documents, algorithm=algorithm: context_parallel_attention(
+                q, k, v, documents=documents, algorithm=algorithm, axis_name=AXIS
+            ),
+            mesh=mesh_of(2),
+            in_specs=(rows, rows, rows, documents.specs(AXIS)),
+            out_specs=rows,
+        )
         with pytest.raises(ValueError, match=r"got stacked plans, of \[2\]. Pass one of them"):
-            jax.eval_shape(attend, q, k, v)
+            jax.eval_shape(attend, q, k, v, documents)

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 from on_mesh import AXIS, mesh_of
 
 from jax_cp_dispatch import (
+    Documents,
     context_parallel_attention,
     place_tokens,
 )
@@ -17,7 +18,7 @@ from jax_cp_dispatch import (
 NUM_RANKS, LENGTHS = 8, [300, 500, 150, 74]
 IDS = np.repeat([1, 2, 3, 0], LENGTHS).astype(np.int32)[None]
 FLOAT = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
-PLAN = place_tokens([LENGTHS], world_size=NUM_RANKS).plan
+PLACED = place_tokens(segment_ids=IDS, world_size=NUM_RANKS).documents
 QKV = [FLOAT((1, 1024, num_heads, 64)) for num_heads in (8, 2, 2)]
 # Of one call with its gradients, about 5 % above the measured number.
 MOST_LINES = {
@@ -47,28 +48,23 @@ def of_all_ranks(algorithm):
     options = {"mesh": mesh_of(NUM_RANKS), "axis_name": AXIS, "batch_axis": ()}
     attend = partial(context_parallel_attention, algorithm=algorithm, **options)
     if algorithm == "placed":
-        return lambda q, k, v, ids: attend(q, k, v, plan=PLAN)
+        return lambda q, k, v, ids: attend(q, k, v, documents=PLACED)
     return lambda q, k, v, ids: attend(q, k, v, segment_ids=ids)
 
 
-def on_a_rank(algorithm):
-    """Returns the function that is called inside `shard_map`."""
-    attend = partial(context_parallel_attention, algorithm=algorithm, axis_name=AXIS)
-    if algorithm == "placed":
-        return lambda q, k, v, ids: attend(q, k, v, plan=PLAN)
-    return lambda q, k, v, ids: attend(q, k, v, segment_ids=ids)
+def in_shard_map(algorithm, num_calls):
+    """Returns `num_calls` layers inside `shard_map`."""
+    rows, documents = P(None, AXIS), PLACED if algorithm == "placed" else Documents(IDS)
 
-
-def in_shard_map(layer, num_calls):
-    rows = P(None, AXIS)
-
-    @partial(jax.shard_map, mesh=mesh_of(NUM_RANKS), in_specs=(rows,) * 4, out_specs=rows)
-    def layers(q, k, v, ids):
+    def layers(q, k, v, documents):
+        attend = partial(context_parallel_attention, algorithm=algorithm, axis_name=AXIS)
         for _ in range(num_calls):
-            q = q + layer(q, k, v, ids)
+            q = q + attend(q, k, v, documents=documents)
         return q
 
-    return layers
+    specs = rows, rows, rows, documents.specs(AXIS)
+    mapped = jax.shard_map(layers, mesh=mesh_of(NUM_RANKS), in_specs=specs, out_specs=rows)
+    return lambda q, k, v, _: mapped(q, k, v, documents)
 
 
 @pytest.mark.parametrize("algorithm", MOST_LINES)
@@ -82,6 +78,5 @@ def test_lines_of_one_call_and_of_a_second_equal_one(algorithm):
 @pytest.mark.parametrize("algorithm", ("ring", "placed", "ulysses"))
 def test_lines_of_a_second_equal_call_on_a_rank(algorithm):
     """Also of the functions that are called inside `shard_map`."""
-    layer = on_a_rank(algorithm)
-    first, both = (num_lines(in_shard_map(layer, calls), 1) for calls in (1, 2))
+    first, both = (num_lines(in_shard_map(algorithm, calls), 1) for calls in (1, 2))
     assert both - first <= first // 10

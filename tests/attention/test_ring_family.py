@@ -25,41 +25,41 @@ MAPS = chunk_maps(((0, 1, 2), (2, 1, 0)))
 TWO_PAIRS = 2 * ([[-1, 0, -1, -1], [0, -1, -1, -1], [-1, -1, -1, 0], [-1, -1, 0, -1]],)
 # If 2 * chunks does not divide the rows, blocks and chunks are uneven, some of them empty.
 CASES = [
-    Case("ring", 5, 6, mask=SlidingWindow(7), layout="zigzag", heads=(3, 1), check_vma=False,
+    Case("ring", 5, 6, mask=SlidingWindow(7), zigzag=True, heads=(3, 1), check_vma=False,
          dtype="bfloat16"),
     Case("ring", 2, 1, documents="positions", mask=SlidingWindow(2), batch=2, heads=(4, 2),
          implementation="xla"),
-    Case("zigzag", 8, 6, documents="segments", mask="full", layout="zigzag", heads=(4, 2),
+    Case("zigzag", 8, 6, documents="segments", mask="full", zigzag=True, heads=(4, 2),
          logit_soft_cap=2.0, check_vma=False, dtype="bfloat16"),
     Case("hamilton", 1, 5, documents="both"),
     Case("hamilton", 4, 6, mask="full", batch=2),  # direct: 4 ranks have no cycles
     Case("hamilton", 7, 4, documents="both", mask=SlidingWindow(9), batch=2, logit_soft_cap=2.0,
          check_vma=False, dtype="bfloat16"),
-    Case("hamilton", 8, 3, documents="both", mask="full", layout="zigzag", heads=(4, 2),
+    Case("hamilton", 8, 3, documents="both", mask="full", zigzag=True, heads=(4, 2),
          implementation="xla"),
-    Case("hamilton", 5, 5, cycles="direct", documents="both", layout="zigzag", batch=2,
+    Case("hamilton", 5, 5, cycles="direct", documents="both", zigzag=True, batch=2,
          heads=(3, 1), logit_soft_cap=2.0, implementation="xla", check_vma=False),
-    Case("hamilton", 6, 7, nodes=3, documents="positions", mask="full", layout="zigzag",
+    Case("hamilton", 6, 7, nodes=3, documents="positions", mask="full", zigzag=True,
          logit_soft_cap=2.0, check_vma=False),
     Case("hamilton", 8, 13, nodes=2),
     Case("ring", 4, 7, documents="segments", mask=SlidingWindow(6, 3), batch=2, heads=(4, 2)),
-    Case("zigzag", 3, 5, documents="both", mask=SlidingWindow(None, 2), layout="zigzag"),
+    Case("zigzag", 3, 5, documents="both", mask=SlidingWindow(None, 2), zigzag=True),
     Case("hamilton", 5, 3, documents="segments", mask=SlidingWindow(3, 6), heads=(3, 1),
          logit_soft_cap=2.0),
     Case("hamilton", 2, 9, mask=SlidingWindow(5, None), implementation="xla"),
     Case("ring", 1, 6, documents="segments", mask=SlidingWindow(2, 1)),
     Case("ring", 3, 7, documents="segments", mask=Chunked(4), batch=2, heads=(4, 2)),
-    Case("zigzag", 8, 5, documents="both", mask=Chunked(7), layout="zigzag"),
+    Case("zigzag", 8, 5, documents="both", mask=Chunked(7), zigzag=True),
     Case("hamilton", 3, 8, documents="positions", mask=Chunked(3), implementation="xla"),
     Case("zigzag", 1, 9, documents="segments", mask=Chunked(2)),
     Case("hamilton", 5, 4, maps=chunk_maps(((0, 2, 4, 1, 3), (0, 1, 2, 3, 4))),
          documents="segments"),
     Case("ulysses", 8, 6, documents="both", mask=SlidingWindow(9), heads=(16, 2), batch=2),
-    Case("ulysses", 4, 5, documents="segments", mask="full", layout="zigzag", heads=(4, 4),
+    Case("ulysses", 4, 5, documents="segments", mask="full", zigzag=True, heads=(4, 4),
          logit_soft_cap=2.0, check_vma=False, dtype="bfloat16"),
     Case("ulysses", 2, 1, documents="positions", heads=(4, 1), implementation="xla"),
     Case("ulysses", 1, 5, mask=Chunked(3)),
-    Case("ulysses", 3, 7, mask=SlidingWindow(6, 3), heads=(6, 3), layout="contiguous",
+    Case("ulysses", 3, 7, mask=SlidingWindow(6, 3), heads=(6, 3),
          implementation="xla", documents="segments"),
     Case("hamilton", 5, 2, cycles=((0, 1, 2, 3, 4), (4, 3, 2, 1, 0)), documents="segments",
          batch=2, heads=(4, 2), logit_soft_cap=2.0, check_vma=False),
@@ -81,7 +81,7 @@ def test_ring_zigzag_hamilton_and_ulysses_attention_equal_dense_attention(case):
     "case",
     [
         Case("hamilton", 3, 26, documents="both", mask=SlidingWindow(30), batch=2, heads=(4, 2)),
-        Case("hamilton", 4, 21, documents="segments", mask="full", layout="zigzag", heads=(4, 1)),
+        Case("hamilton", 4, 21, documents="segments", mask="full", zigzag=True, heads=(4, 1)),
         Case("zigzag", 4, 27, documents="segments", check_vma=False),
     ],
     ids=str,
@@ -102,7 +102,7 @@ def test_float64(cycles):
 
 def test_one_program_serves_all_batches_and_repeats_bit_for_bit():
     """The documents of a batch are data: a new batch causes no new trace."""
-    case = Case("hamilton", 3, 8, documents="segments", layout="zigzag")
+    case = Case("hamilton", 3, 8, documents="segments", zigzag=True)
     program = out_and_gradients(case)
     operands = [draw(case, seed) for seed in range(4)]
     operands[1][4][:] = 0  # all padding

@@ -14,6 +14,8 @@ from packed_batches import pack
 from sequences import TOLERANCE, Case, dense, relative_errors
 
 from jax_cp_dispatch import (
+    Documents,
+    PlacedPlan,
     PlacementConfig,
     context_parallel_attention,
     place_tokens,
@@ -21,11 +23,16 @@ from jax_cp_dispatch import (
     stack_plans,
 )
 from jax_cp_dispatch.masks import SlidingWindow
+from jax_cp_dispatch.masks.token_order import PACKED, PLACED
 
 D, W, B, T = 2, 2, 2, 48  # groups, ranks of a group, rows of a group, tokens
 CASE = Case("ring", 1, T, documents="segments", heads=(4, 2))
 AXES = ("data", AXIS, "tp")
 KINDS = [AxisType.Auto, AxisType.Explicit]
+FREE = PlacementConfig()  # capacities that this batch needs
+CONFIG = PlacementConfig(
+    kv_capacity=96, max_transfers=16, max_pieces=16, max_cut_pieces=16, max_linked_pieces=99
+)
 
 
 def draw(seed, rows):
@@ -47,11 +54,8 @@ class Moved:
 
     def __init__(self, segment_ids):
         self.plans = [plan_attention(ids, world_size=W) for ids in by_group(segment_ids)]
-
-    def apply(self, arrays):
-        return arrays
-
-    restore = apply
+        self.documents = Documents(segment_ids).with_plan(stack_plans(self.plans))
+        self.apply, self.restore = self.documents.apply, self.documents.restore
 
 
 class Placed:
@@ -59,27 +63,19 @@ class Placed:
 
     algorithm = "placed"
 
-    def __init__(self, segment_ids):
-        self.groups = [place_tokens(segment_ids=ids, world_size=W) for ids in by_group(segment_ids)]
-        self.plans = [group.plan for group in self.groups]
-
-    def apply(self, arrays):
-        return self._each(lambda group, x: group.apply(x), arrays)
-
-    def restore(self, arrays):
-        return self._each(lambda group, x: group.restore(x), arrays)
-
-    def _each(self, move, arrays):
-        return [np.concatenate(list(map(move, self.groups, by_group(x)))) for x in arrays]
+    def __init__(self, segment_ids, config=FREE):
+        apart = [place_tokens(segment_ids=ids, world_size=W) for ids in by_group(segment_ids)]
+        self.plans = [group.plan for group in apart]
+        together = place_tokens(segment_ids=segment_ids, world_size=W, num_groups=D, config=config)
+        self.documents = together.documents
+        self.apply, self.restore = together.apply, together.restore
 
 
 def function(mesh, **options) -> Any:
-    """`(q, k, v, g, segment_ids, plan) -> (out, dq, dk, dv)`"""
+    """`(q, k, v, g, documents) -> (out, dq, dk, dv)`"""
 
-    def run(q, k, v, g, segment_ids, plan):
-        attend = partial(
-            context_parallel_attention, mesh=mesh, segment_ids=segment_ids, plan=plan, **options
-        )
+    def run(q, k, v, g, documents):
+        attend = partial(context_parallel_attention, mesh=mesh, documents=documents, **options)
         out, pull_back = jax.vjp(attend, q, k, v)
         return out, *pull_back(g)
 
@@ -106,47 +102,50 @@ def test_a_plan_for_each_group(plans_of, kind):
     mesh = permuted_mesh((D, W, 2), AXES, kind)
     operands = draw(0, D * B)
     groups = plans_of(operands[4])
-    plan = stack_plans(groups.plans)
     options = {"axis_name": AXIS, "batch_axis": "data", "head_axis": "tp"}
     run = program(mesh, algorithm=groups.algorithm, **options)
-    moved = groups.apply(operands)
-    results = run(*moved, plan)
-    check(groups.restore(results), operands)
+    moved, documents = groups.apply(operands[:4]), groups.documents
+    results = run(*moved, documents)
+    check(groups.restore([np.asarray(x) for x in results]), operands)
     with pytest.raises(jax.errors.JaxRuntimeError, match="made for another batch"):
-        others = np.roll(moved[4], B, axis=0)  # the rows of the other group
-        jax.block_until_ready(run(*moved[:4], others, plan))
+        # The rows of the other group.
+        ids, positions = (np.roll(x, B, 0) for x in (documents.segment_ids, documents.positions))
+        others = Documents.in_order(
+            ids, positions, documents.plans, order=documents.order, columns=T
+        )
+        jax.block_until_ready(run(*moved, others))
 
 
 def test_micro_batches_share_a_program():
-    """A scan over stacked plans is the same as separate calls, and is compiled once."""
+    """A scan over stacked documents is the same as separate calls, and is compiled once."""
     mesh = permuted_mesh((D, W), AXES[:2])
     micro_batches = [draw(seed, D * B) for seed in range(3)]
-    placements = [Placed(operands[4]) for operands in micro_batches]
-    plans = stack_plans([stack_plans(placement.plans) for placement in placements])
-    assert plans.fingerprint.shape == (3, D, W, 4)
+    placements = [Placed(operands[4], CONFIG) for operands in micro_batches]
+    documents = jax.tree.map(lambda *x: np.stack(x), *(x.documents for x in placements))
+    assert documents.plan.fingerprint.shape == (3, D, W, 4)
     options = {"axis_name": AXIS, "batch_axis": "data", "algorithm": "placed"}
     run = function(mesh, **options)
     traced = []
 
     @jax.jit
-    def scanned(operands, plans):
+    def scanned(operands, documents):
         def step(total, batch):
             traced.append(batch)
             results = run(*batch[0], batch[1])
             return total + jnp.sum(results[0]), results
 
-        return jax.lax.scan(step, 0.0, (operands, plans))
+        return jax.lax.scan(step, 0.0, (operands, documents))
 
     separately = jax.jit(run)
-    moved = [x.apply(y) for x, y in zip(placements, micro_batches, strict=True)]
+    moved = [x.apply(y[:4]) for x, y in zip(placements, micro_batches, strict=True)]
     stacked = jax.tree.map(lambda *x: np.stack(x), *moved)
-    total, results = scanned(stacked, plans)
+    total, results = scanned(stacked, documents)
     assert len(traced) == 1
     for i, placement in enumerate(placements):
-        separate = separately(*moved[i], stack_plans(placement.plans))
+        separate = separately(*moved[i], placement.documents)
         for got, want in zip(results, separate, strict=True):
             np.testing.assert_allclose(got[i], want, rtol=1e-5, atol=1e-5)
-        check(placement.restore([x[i] for x in results]), micro_batches[i])
+        check(placement.restore([np.asarray(x[i]) for x in results]), micro_batches[i])
     np.testing.assert_allclose(total, sum(np.sum(x) for x in results[0]), rtol=1e-3)
 
 
@@ -161,7 +160,7 @@ def test_plans_made_inside_the_program_are_stacked():
         groups = jnp.split(operands[4], D)
         plan = stack_plans([plan_attention(ids, world_size=W) for ids in groups])
         assert plan.fingerprint.shape == (D, W, 4) and isinstance(plan.fingerprint, Tracer)
-        return run(*operands, plan)
+        return run(*operands[:4], Documents(operands[4]).with_plan(plan))
 
     check(planned(*operands), operands)
 
@@ -183,23 +182,27 @@ def test_a_sequence_over_two_axes(algorithm, implementation):
     options = {"axis_name": ("data", AXIS), "head_axis": "tp", "algorithm": algorithm}
     run = program(mesh, implementation=implementation, **options)
     if algorithm != "placed":
-        check(run(*operands, None), operands)
+        check(run(*operands[:4], Documents(operands[4])), operands)
         return
     placement = place_tokens(segment_ids=operands[4], world_size=D * W)
-    results = run(*placement.apply(operands), placement.plan)
+    results = run(*placement.apply(operands[:4]), placement.documents)
     check([placement.restore(np.asarray(x)) for x in results], operands)
 
 
 # ---- Errors.
 
 
-def attend_abstractly(plan, rows=D * B, mesh_shape=(D, W), **options):
+def attend_abstractly(plan, mesh_shape=(D, W), **options):
     mesh = permuted_mesh(mesh_shape, AXES[:2])
-    x = jax.ShapeDtypeStruct((rows, T, 2, 8), np.float32)
-    attend = partial(
-        context_parallel_attention, mesh=mesh, axis_name=AXIS, algorithm="auto", plan=plan
+    x = jax.ShapeDtypeStruct((D * B, T, 2, 8), np.float32)
+    options = {"mesh": mesh, "axis_name": AXIS, "algorithm": "auto", "head_axis": (), **options}
+    ones = np.ones((D * B, T), np.int32)
+    order = PLACED if isinstance(plan, PlacedPlan) else PACKED
+    plans = () if plan is None else (plan,)
+    documents = Documents.in_order(ones, ones, plans, order=order, columns=T)
+    return jax.eval_shape(
+        partial(context_parallel_attention, documents=documents, **options), x, x, x
     )
-    return jax.eval_shape(partial(attend, head_axis=(), **options), x, x, x)
 
 
 def test_errors_name_the_plans_that_are_needed():
@@ -255,12 +258,8 @@ def test_one_plan_is_no_list(unchecked_types):
 def test_fixed_capacities_give_equal_shapes():
     """So processes that each plan one group compile the same program."""
     segment_ids = draw(3, D * B)[4]
-    placement = PlacementConfig(
-        kv_capacity=96, max_transfers=16, max_pieces=16, max_cut_pieces=16, max_linked_pieces=99
-    )
     plans = [
-        place_tokens(segment_ids=x, world_size=W, config=placement).plan
-        for x in by_group(segment_ids)
+        place_tokens(segment_ids=x, world_size=W, config=CONFIG).plan for x in by_group(segment_ids)
     ]
     stack = stack_plans(plans)
     shapes = [jax.tree.map(np.shape, plan) for plan in plans]

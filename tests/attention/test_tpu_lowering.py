@@ -37,8 +37,8 @@ def test_rows_move_by_xla(algorithm, num_moved):
     if algorithm == "balanced":
         text = lowered(algorithm=algorithm, segment_ids=np.repeat([[1, 2, 3]], lengths, axis=1))
     else:
-        plan = place_tokens([lengths], world_size=W, columns=W * T).plan
-        text = lowered(algorithm=algorithm, plan=plan)
+        placement = place_tokens([lengths], world_size=W, columns=W * T)
+        text = lowered(algorithm=algorithm, documents=placement.documents)
     assert "custom_call @jax_cp_dispatch" not in text
     assert text.count("custom_call @ragged_all_to_all(") >= num_moved
     assert text.count("custom_call @tpu_custom_call(") == 3  # the output, dq, and dk with dv

@@ -7,6 +7,7 @@ from jax.sharding import PartitionSpec as P
 from on_mesh import AXIS, mesh_of
 
 from jax_cp_dispatch import (
+    Documents,
     context_parallel_attention,
     place_tokens,
     plan_attention,
@@ -16,30 +17,35 @@ pytestmark = pytest.mark.usefixtures("operations_compiled_once")
 
 W, LENGTHS = 2, [20, 4, 17, 19, 9, 59]
 IDS = np.repeat(np.arange(1, 1 + len(LENGTHS), dtype=np.int32), LENGTHS)[None]
-PLACEMENT = place_tokens(LENGTHS, world_size=W)
-# The plan, and the ids in the order of the tokens.
-CALLS = {
-    "balanced": (plan_attention(lengths=LENGTHS, world_size=W), IDS),
-    "placed": (PLACEMENT.plan, PLACEMENT.apply(IDS)),
+PLAN = plan_attention(lengths=LENGTHS, world_size=W)
+DOCUMENTS = {
+    "balanced": Documents(IDS).with_plan(PLAN),
+    "placed": place_tokens(LENGTHS, world_size=W).documents,
 }
 
 
-def on_each_rank(algorithm, q, k, v, ids):
-    plan, _ = CALLS[algorithm]
+def on_each_rank(algorithm, q, k, v, documents):
     rows = P(None, AXIS)
 
-    def local(q, k, v, plan, ids):
-        options = {"plan": plan, "axis_name": AXIS, "segment_ids": ids}
+    def local(q, k, v, documents):
+        options = {"documents": documents, "axis_name": AXIS}
         return context_parallel_attention(q, k, v, algorithm=algorithm, **options)
 
-    in_specs = rows, rows, rows, P(AXIS), rows
+    in_specs = rows, rows, rows, documents.specs(AXIS)
     mapped = jax.shard_map(local, mesh=mesh_of(W), in_specs=in_specs, out_specs=rows)
-    return mapped(q, k, v, plan, ids)
+    return mapped(q, k, v, documents)
 
 
-def on_global_arrays(algorithm, q, k, v, ids):
-    options = {"mesh": mesh_of(W), "axis_name": AXIS, "plan": CALLS[algorithm][0]}
-    return context_parallel_attention(q, k, v, algorithm=algorithm, segment_ids=ids, **options)
+def on_global_arrays(algorithm, q, k, v, documents):
+    options = {"mesh": mesh_of(W), "axis_name": AXIS, "documents": documents}
+    return context_parallel_attention(q, k, v, algorithm=algorithm, **options)
+
+
+def of_another_batch(documents):
+    return Documents.in_order(
+        documents.segment_ids[:, ::-1], documents.positions, documents.plans,
+        order=documents.order, columns=documents.columns,
+    )  # fmt: skip
 
 
 def drawn():
@@ -55,10 +61,10 @@ def drawn():
     [("balanced", on_each_rank, True), ("placed", on_global_arrays, False)],
 )
 def test_values_gradients_and_errors(algorithm, call, has_gradients):
-    qkv, ids = drawn(), CALLS[algorithm][1]
+    qkv, documents = drawn(), DOCUMENTS[algorithm]
 
     def loss(qkv):
-        out = call(algorithm, *qkv, ids)
+        out = call(algorithm, *qkv, documents)
         return (out**2).sum(), out
 
     step = jax.value_and_grad(loss, has_aux=True) if has_gradients else loss
@@ -66,7 +72,7 @@ def test_values_gradients_and_errors(algorithm, call, has_gradients):
     with jax.disable_jit():
         found = step(qkv)
         with pytest.raises(jax.errors.JaxRuntimeError, match="made for another batch"):
-            jax.block_until_ready(call(algorithm, *qkv, ids[:, ::-1]))
+            jax.block_until_ready(call(algorithm, *qkv, of_another_batch(documents)))
     # The same operations, which XLA fuses otherwise: they round otherwise.
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5), found, wanted)
 

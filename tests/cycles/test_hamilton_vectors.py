@@ -1,7 +1,5 @@
 """Ring, zigzag and Hamilton attention against recorded results of another implementation."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +8,7 @@ from hamilton_vectors import recorded, recorded_attention
 from jax.sharding import PartitionSpec as P
 from on_mesh import AXIS, mesh_of
 
-from jax_cp_dispatch import context_parallel_attention
+from jax_cp_dispatch import Documents, context_parallel_attention
 from jax_cp_dispatch.attention.local.merge import merge_partials
 from jax_cp_dispatch.attention.rotating.key_chunks import Chunking
 from jax_cp_dispatch.documents.layouts import zigzag_layout, zigzag_permutation
@@ -22,29 +20,30 @@ def by_rank(name):
 
 
 @pytest.mark.parametrize(
-    "name, function, causal",
+    "name, algorithm, causal",
     [
-        ("forward_ring_8", partial(context_parallel_attention, algorithm="ring"), False),
-        ("forward_zigzag_4", partial(context_parallel_attention, algorithm="zigzag"), True),
-        ("forward_zigzag_4", partial(context_parallel_attention, algorithm="hamilton"), True),
+        ("forward_ring_8", "ring", False),
+        ("forward_zigzag_4", "zigzag", True),
+        ("forward_zigzag_4", "hamilton", True),
     ],
 )
-def test_recorded_attention(name, function, causal):
+def test_recorded_attention(name, algorithm, causal):
     vector = recorded_attention(name)
     q, k, v, want = (vector[key] for key in ("q", "k", "v", "out_full"))
-    num_ranks, shape = len(vector["local_out"]), q.shape
-    order = zigzag_permutation(shape[1], num_ranks) if causal else np.arange(shape[1])
-    layout = "zigzag" if causal else "contiguous"
-    rows = P(None, AXIS)
+    num_ranks, documents = len(vector["local_out"]), Documents(np.ones(q.shape[:2], np.int32))
+    if causal:
+        documents = documents.zigzag(num_ranks)
+    rows, mask = P(None, AXIS), "causal" if causal else "full"
     attend = jax.shard_map(
-        partial(function, axis_name=AXIS, mask="causal" if causal else "full", layout=layout),
+        lambda q, k, v, documents: context_parallel_attention(
+            q, k, v, axis_name=AXIS, algorithm=algorithm, mask=mask, documents=documents
+        ),
         mesh=mesh_of(num_ranks),
-        in_specs=(rows,) * 3,
+        in_specs=rows,
         out_specs=rows,
     )
-    program = jax.jit(attend)
-    got = np.asarray(program(*(x[:, order] for x in (q, k, v))))
-    np.testing.assert_allclose(got, want[:, order], rtol=1e-5, atol=1e-5)
+    got = np.asarray(jax.jit(attend)(*documents.apply((q, k, v)), documents))
+    np.testing.assert_allclose(got, documents.apply(want), rtol=1e-5, atol=1e-5)
     for rank, part in enumerate(np.split(got, num_ranks, axis=1)):
         np.testing.assert_allclose(part.ravel(), vector["local_out"][rank], rtol=1e-5, atol=1e-5)
 

@@ -41,8 +41,9 @@ def attend(q=Q, k=Q, v=Q, **options):
     return cpd.context_parallel_attention(q, k, v, mesh=mesh_of(W), axis_name=AXIS, **options)
 
 
-def attend_with(plan, segment_ids: np.ndarray | None = TWO_DOCUMENTS):
-    return jax.jit(partial(attend, algorithm="balanced", plan=plan, segment_ids=segment_ids))(Q)
+def attend_with(plan, segment_ids: np.ndarray = TWO_DOCUMENTS):
+    documents = cpd.Documents(segment_ids).with_plan(plan)
+    return jax.jit(partial(attend, algorithm="balanced", documents=documents))(Q)
 
 
 def destroyed_buffer():
@@ -54,7 +55,7 @@ def destroyed_buffer():
 def plans_of_two_batches():
     of_each = plan_for(TWO_DOCUMENTS), plan_for(ONE_DOCUMENT)
     mixed = jax.tree.map(lambda a, b: np.concatenate([a[:2], b[2:]]), *of_each)
-    return attend_with(mixed, segment_ids=None)
+    return attend_with(mixed, ONE_DOCUMENT)  # each rank's columns are those of its plan
 
 
 def rank_1_does_not_call():
@@ -85,6 +86,7 @@ RAISED_BY = {
     "not divisible": lambda: send(X[:30], capacity=4),
     "options that exclude each other": send,
     "no mesh or axis": lambda: send(mesh=None, capacity=4),
+    "order that the algorithm cannot follow": lambda: attend(algorithm="placed"),
     "plan of another size": lambda: attend_with(plan_for(TWO_DOCUMENTS, world_size=2)),
     "destroyed storage": destroyed_buffer,
     "no such derivative": lambda: jax.hessian(lambda q: attend(q).sum())(Q),

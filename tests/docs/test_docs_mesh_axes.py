@@ -47,11 +47,11 @@ def test_code_blocks_run():
     exec(plans, names)
     np.testing.assert_allclose(names["out"], want, atol=1e-5)
     exec(processes, names)
-    assert all(x.sharding.spec == P("data") for x in jax.tree.leaves(names["plan"]))
+    assert all(x.sharding.spec == P("data") for x in jax.tree.leaves(names["documents"]))
 
     def train_step(state, batch):
-        tokens, plan = batch
-        return state + tokens.sum(), (tokens * (plan.pairs.sum() > 0)).sum()
+        tokens, documents = batch
+        return state + tokens.sum(), (tokens * (documents.plan.pairs.sum() > 0)).sum()
 
     batches = [draw(seed)[3] for seed in (1, 2)]
     names["micro_batches"] = batches

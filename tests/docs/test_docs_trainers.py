@@ -48,17 +48,17 @@ def test_code_blocks_run():
     ring, placed = names["profiles"]
     assert sum(ring.pairs) == sum(placed.pairs) and names["speed_up"] > 0
     assert placed.imbalance_of_pairs <= ring.imbalance_of_pairs
-    batch = {name: np.asarray(x) for name, x in names["batch"].items()}
-    attend = dense(batch["segment_ids"])
+    batch = jax.tree.map(np.asarray, names["batch"])
+    attend = dense(batch["documents"].segment_ids)
     want = names["loss"](names["params"], batch, attend)
     np.testing.assert_allclose(values, want, rtol=1e-6)
     np.testing.assert_allclose(names["bfloat16_value"], want, rtol=1e-2)
     check_fsdp(names)
-    short = {name: np.asarray(x) for name, x in names["short"].items()}
-    want = names["loss"](names["params"], short, dense(short["segment_ids"]))
+    short = names["short"]
+    want = names["loss"](names["params"], short, dense(short["documents"].segment_ids))
     np.testing.assert_allclose(names["short_value"], want, rtol=1e-6)
     q, out = np.asarray(names["q"]), np.asarray(names["out"])
-    real = batch["segment_ids"] != 0
+    real = batch["documents"].segment_ids != 0
     np.testing.assert_allclose(out[real], attend(q, q, q)[real], atol=1e-5)
     for y in (names[name] for name in ("y", "z") if name in names):
         assert y.shape == names["x"].shape and jnp.isfinite(y).all()

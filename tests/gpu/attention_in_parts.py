@@ -37,30 +37,37 @@ def attend(algorithm: str, num_ranks: int, rank: int, place: Callable, read: Cal
     ids = np.repeat(np.arange(1, 5), lengths)[None]
     if algorithm == "placed":
         placement = cpd.place_tokens([lengths], world_size=num_ranks)
-        plan, order = placement.plan, lambda x: np.asarray(placement.apply(x))
+        documents, order = placement.documents, lambda x: np.asarray(placement.apply(x))
         run = partial(cpd.context_parallel_attention, algorithm="placed")
     else:
-        plan, order = cpd.plan_attention(ids, world_size=num_ranks), np.asarray
+        plan = cpd.plan_attention(ids, world_size=num_ranks)
+        documents, order = cpd.Documents(ids).with_plan(plan), np.asarray
         run = partial(cpd.context_parallel_attention, algorithm="balanced")
     random = np.random.default_rng(0)
 
-    def with_gradients(plan, *arrays):
+    static: dict[str, Any] = {"order": documents.order, "columns": tokens}
+
+    def with_gradients(planned, *arrays):
+        plans, ids, positions = planned  # arrays of a rank have no batch dimension
+        own = cpd.Documents.in_order(ids[None], positions[None], plans, **static)
         q, k, v, dout = (x[None] for x in arrays)
-        out, transpose = jax.vjp(lambda q, k, v: run(q, k, v, plan=plan, **name), q, k, v)
+        out, transpose = jax.vjp(lambda q, k, v: run(q, k, v, documents=own, **name), q, k, v)
         return [x[0] for x in (out, *transpose(dout))]
 
-    plans = jax.tree.map(lambda x: place(np.asarray(x)[:, None]), plan)
+    by_rank = lambda x: place(np.asarray(x).reshape(num_ranks, -1))
+    plans = jax.tree.map(lambda x: place(np.asarray(x)[:, None]), documents.plans)
+    planned = plans, by_rank(documents.segment_ids), by_rank(documents.positions)
     programs = []
     for is_cut in (False, True):
         parts_of_heads.moves_beside_work = lambda _, is_cut=is_cut: is_cut
-        program = on_ranks(lambda plan, *arrays: with_gradients(plan, *arrays))
+        program = on_ranks(lambda planned, *arrays: with_gradients(planned, *arrays))
         programs.append(
-            program.lower(plans, *_arrays(random, num_ranks, order, place)[1]).compile()
+            program.lower(planned, *_arrays(random, num_ranks, order, place)[1]).compile()
         )
     for _ in range(ROUNDS):
         qkv, arrays = _arrays(random, num_ranks, order, place)
         before = runtime.cuda.num_exchanges_beside_programs()
-        one, two = ([read(x) for x in program(plans, *arrays)] for program in programs)
+        one, two = ([read(x) for x in program(planned, *arrays)] for program in programs)
         raise_gpu_errors()
         assert runtime.cuda.num_exchanges_beside_programs() - before == BESIDE[algorithm]
         for whole, parts in zip(one, two, strict=True):

@@ -81,7 +81,7 @@ def test_attention_in_bfloat16():
                          algorithm=algorithm)  # fmt: skip
         given, expected = operands, want
         if algorithm == "placed":
-            attend = partial(attend, plan=placement.plan)
+            attend = partial(attend, documents=placement.documents)
             given, expected = (placement.apply(list(x)) for x in (operands, want))
         else:
             attend = partial(attend, segment_ids=ids)

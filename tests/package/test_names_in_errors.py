@@ -76,16 +76,18 @@ def test_a_plan_that_attention_cannot_carry_out():
     q = np.random.default_rng(0).normal(size=(1, W * T, 1, 8)).astype(np.float32)
     plan = cp.plan_attention(np.ones((1, W * T), np.int32), world_size=W)
 
-    def attend(q):
-        short = jax.tree.map(lambda x: x, plan)
-        object.__setattr__(short, "kv_capacity", 2)
+    object.__setattr__(plan, "kv_capacity", 2)
+    documents = cp.Documents(np.ones((1, W * T), np.int32)).with_plan(plan)
+
+    def attend(q, documents):
         return cp.context_parallel_attention(
-            q, q, q, plan=short, algorithm="balanced", axis_name=AXIS
+            q, q, q, documents=documents, algorithm="balanced", axis_name=AXIS
         )
 
     rows = P(None, AXIS)
-    run = jax.jit(jax.shard_map(attend, mesh=mesh_of(W), in_specs=rows, out_specs=rows))
-    message = said(run, q)
+    specs = rows, documents.specs(AXIS)
+    run = jax.jit(jax.shard_map(attend, mesh=mesh_of(W), in_specs=specs, out_specs=rows))
+    message = said(run, q, documents)
     assert ": context_parallel_attention over axis 'cp': rank" in message
     assert "PlanConfig.kv_capacity is 2" in message
 

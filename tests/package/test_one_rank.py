@@ -53,7 +53,7 @@ def test_attention(algorithm):
 
 def test_placed_attention():
     placement = cpd.place_tokens(segment_ids=IDS, world_size=1)
-    out = attend(*placement.apply(QKV), algorithm="placed", plan=placement.plan)
+    out = attend(*placement.apply(QKV), algorithm="placed", documents=placement.documents)
     close(placement.restore(np.asarray(out)), causal(*QKV))
 
 
@@ -61,7 +61,8 @@ def test_stacked_plans():
     plans = cpd.stack_plans([cpd.plan_attention(IDS, world_size=1)])
     assert float(cpd.plan_attention(IDS, world_size=1).imbalance) == 1
     mesh = jax.make_mesh((1, 1), ("data", AXIS), axis_types=(AxisType.Auto,) * 2)
-    out = attend(*QKV, mesh=mesh, batch_axis="data", algorithm="balanced", plan=plans)
+    documents = cpd.Documents(IDS).with_plan(plans)
+    out = attend(*QKV, mesh=mesh, batch_axis="data", algorithm="balanced", documents=documents)
     close(out, causal(*QKV))
 
 

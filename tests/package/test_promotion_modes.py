@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 from on_mesh import AXIS, mesh_of
 
 from jax_cp_dispatch import (
+    Documents,
     all_gather_matmul,
     combine,
     compute_metadata,
@@ -72,11 +73,12 @@ def test_placed_attention():
     q, k = placement.apply((q, k))
     options: Any = {"mesh": mesh_of(W), "axis_name": AXIS, "logit_soft_cap": 3.0}
 
-    def loss(q, k, v, plan):
-        out = context_parallel_attention(q, k, v, algorithm="placed", plan=plan, **options)
+    def loss(q, k, v, documents):
+        options["documents"] = documents
+        out = context_parallel_attention(q, k, v, algorithm="placed", **options)
         return out.astype(jnp.float32).sum()
 
-    for gradient in jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(q, k, k, placement.plan):
+    for gradient in jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(q, k, k, placement.documents):
         assert np.isfinite(np.asarray(gradient, np.float32)).all()
 
 
@@ -87,7 +89,8 @@ def test_plans_with_a_recorded_batch():
     @jax.jit
     def attend(ids):
         plan = plan_attention(ids, world_size=W)
-        options = {"mesh": mesh_of(W), "axis_name": AXIS, "plan": plan, "segment_ids": ids}
+        documents = Documents(ids).with_plan(plan)
+        options = {"mesh": mesh_of(W), "axis_name": AXIS, "documents": documents}
         return context_parallel_attention(q, k, k, algorithm="balanced", **options), plan.fits
 
     out, fits = attend(ids)

@@ -35,25 +35,26 @@ def data(tmp_path):
 
 def tokens_of(batch, data):
     """Returns (token, label, position) of each data group's tokens, sorted; without padding."""
-    columns = [batch[name] for name in ("tokens", "labels", "positions")]
+    columns = batch["tokens"], batch["labels"], batch["documents"].positions
     groups = np.stack(columns, -1).reshape(data.data, -1, 3)
-    used = (batch["segment_ids"] > 0).reshape(data.data, -1)
+    used = (batch["documents"].segment_ids > 0).reshape(data.data, -1)
     return [sorted(map(tuple, group[i])) for group, i in zip(groups, used, strict=True)]
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "placed"])
-def test_layouts_hold_the_same_documents(data, layout):
-    in_order = make_loader(dataclasses.replace(data, layout="contiguous"))
+@pytest.mark.parametrize("order", ["zigzag", "placed"])
+def test_orders_hold_the_same_documents(data, order):
+    in_order = make_loader(dataclasses.replace(data, order="packed"))
     for batch, arranged, _ in zip(
-        in_order, make_loader(dataclasses.replace(data, layout=layout)), range(4), strict=False
+        in_order, make_loader(dataclasses.replace(data, order=order)), range(4), strict=False
     ):
         assert tokens_of(batch, data) == tokens_of(arranged, data)
-        follows = batch["positions"][:, 1:] > batch["positions"][:, :-1]
+        ids, positions = batch["documents"].segment_ids, batch["documents"].positions
+        follows = positions[:, 1:] > positions[:, :-1]
         np.testing.assert_array_equal(
             batch["labels"][:, :-1][follows], batch["tokens"][:, 1:][follows]
         )
-        np.testing.assert_array_equal(batch["labels"] >= 0, batch["segment_ids"] > 0)
-        assert (batch["segment_ids"] > 1).any()  # several documents in a row
+        np.testing.assert_array_equal(batch["labels"] >= 0, ids > 0)
+        assert (ids > 1).any()  # several documents in a row
 
 
 def test_loader_continues_where_it_was_saved(data):

@@ -12,8 +12,9 @@ from on_mesh import AXIS, all_fail, mesh_of
 from packed_batches import pack
 from properties import examples
 
-from jax_cp_dispatch import PlacementConfig, context_parallel_attention, place_tokens
+from jax_cp_dispatch import Documents, PlacementConfig, context_parallel_attention, place_tokens
 from jax_cp_dispatch.documents.fingerprint import ID_STEP, POSITION_STEP, checksums
+from jax_cp_dispatch.masks.token_order import PLACED
 
 W, T = 4, 64
 CONFIG = PlacementConfig(
@@ -35,16 +36,19 @@ def place(segment_ids, positions=None, **options):
     )
 
 
+def stored(plan, segment_ids, positions=None):
+    """Documents with these arrays, in the order of the plan or not."""
+    return Documents.in_order(segment_ids, positions, (plan,), order=PLACED, columns=T)
+
+
 @partial(jax.jit, static_argnames="implementation")
-def attend(qkv, plan, segment_ids=None, positions=None, implementation=None):
+def attend(qkv, documents, implementation=None):
     return context_parallel_attention(
         *qkv,
         mesh=mesh_of(W),
         axis_name=AXIS,
         algorithm="placed",
-        plan=plan,
-        segment_ids=segment_ids,
-        positions=positions,
+        documents=documents,
         implementation=implementation,
     )
 
@@ -91,23 +95,24 @@ def test_the_placed_batch_is_taken_and_another_fails_on_all_ranks():
     qkv, (ours, positions), (others, _) = draw(2)
     placement = place(ours)
     ids, places = placement.apply((ours, positions))
-    unseen = attend(qkv, placement.plan)
+    right = attend(qkv, placement.documents)
+    of_plan = partial(stored, placement.plan)
     for documents in ((ids, None), (ids, places + (ids == 0)), (ids, places)):
-        np.testing.assert_array_equal(attend(qkv, placement.plan, *documents), unseen)
+        np.testing.assert_array_equal(attend(qkv, of_plan(*documents)), right)
     match = MADE_FOR_ANOTHER + ": the segment ids of rank"
-    all_fail(attend(qkv, placement.plan, placement.apply(others)), match)
-    all_fail(attend(qkv, placement.plan, ours), match)  # as it was before
-    all_fail(attend(qkv, placement.plan, ids, places + 1), "the positions of rank")
-    np.asarray(attend(qkv, placement.plan, ids))  # the next call is fine
+    all_fail(attend(qkv, of_plan(placement.apply(others))), match)
+    all_fail(attend(qkv, of_plan(ours)), match)  # as it was before
+    all_fail(attend(qkv, of_plan(ids, places + 1)), "the positions of rank")
+    np.asarray(attend(qkv, of_plan(ids)))  # the next call is fine
 
 
 def test_ranks_that_follow_placements_of_different_batches():
     qkv, (ours, _), (others, _) = draw(2)
     mix = lambda mine, theirs: np.concatenate([mine[:2], theirs[2:3], mine[3:]])
-    plan = jax.tree.map(mix, place(ours).plan, place(others).plan)
-    all_fail(
-        attend(qkv, plan), "rank 2 follows the plan with checksum .* but rank 0 follows another"
-    )
+    mine, theirs = place(ours).documents, place(others).documents
+    plan = jax.tree.map(mix, mine.plan, theirs.plan)
+    match = "rank 2 follows the plan with checksum .* but rank 0 follows another"
+    all_fail(attend(qkv, stored(plan, mine.segment_ids)), match)
 
 
 def test_by_xla_another_batch_is_nan_and_gradients_compare_too():
@@ -115,10 +120,13 @@ def test_by_xla_another_batch_is_nan_and_gradients_compare_too():
     placement = place(ours)
     ids = placement.apply(ours)
 
-    def loss(qkv, *documents):
-        return (attend(qkv, placement.plan, *documents, implementation="xla") ** 2).sum()
+    def loss(qkv, ids):
+        return (attend(qkv, stored(placement.plan, ids), implementation="xla") ** 2).sum()
 
-    seen, unseen = (jax.grad(loss)(qkv, *x) for x in ((ids,), ()))
-    jax.tree.map(np.testing.assert_array_equal, seen, unseen)
-    out = attend(qkv, placement.plan, placement.apply(others), implementation="xla")
+    run = jax.jit(jax.value_and_grad(loss))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(run(qkv, ids)))
+    wrong = placement.apply(others)
+    out = attend(qkv, stored(placement.plan, wrong), implementation="xla")
     assert np.isnan(np.asarray(out)[ids > 0]).all()
+    _, (dq, *_) = run(qkv, wrong)
+    assert np.isnan(np.asarray(dq)[ids > 0]).all()

@@ -1,6 +1,7 @@
 """A plan knows its rank and itself: parts on other ranks, and parts of other plans, are refused."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from on_mesh import AXIS, all_fail, mesh_of
 
 from jax_cp_dispatch import (
+    Documents,
     PlacementConfig,
     PlanConfig,
     context_parallel_attention,
@@ -19,7 +21,7 @@ from jax_cp_dispatch.masks import Chunked, SlidingWindow
 W, T = 4, 64
 FIXED = {"q_capacity": 128, "kv_capacity": 256, "max_q_transfers": 32, "max_kv_transfers": 32}
 FIXED["max_pieces"] = 32
-PLACED = {"kv_capacity": 256, "max_transfers": 32, "max_pieces": 32}
+PLACED: dict[str, Any] = {"kv_capacity": 256, "max_transfers": 32, "max_pieces": 32}
 PLACED |= {"max_cut_pieces": 32, "max_linked_pieces": 64}
 
 
@@ -38,14 +40,25 @@ def of_parts(parts):
     return jax.tree.map(lambda *x: np.concatenate(x), *parts)
 
 
+def documents_of(lengths, algorithm, plan, world_size=W):
+    """The documents of these lengths, with this plan; in placed order, without choices."""
+    documents = Documents(np.repeat([np.arange(1, 1 + len(lengths))], lengths, axis=1))
+    if algorithm == "balanced":
+        return documents.with_plan(plan)
+    config = PlacementConfig(**PLACED)
+    placement = place_tokens(lengths, world_size=world_size, config=config).documents
+    arrays = placement.segment_ids, placement.positions, (plan,)
+    return Documents.in_order(*arrays, order=placement.order, columns=placement.columns)
+
+
 @partial(jax.jit, static_argnames=("algorithm", "world_size", "implementation"))
-def attend(qkv, plan, algorithm, world_size=W, implementation=None):
+def attend(qkv, documents, algorithm, world_size=W, implementation=None):
     return context_parallel_attention(
         *qkv,
         mesh=mesh_of(world_size),
         axis_name=AXIS,
         algorithm=algorithm,
-        plan=plan,
+        documents=documents,
         implementation=implementation,
     )
 
@@ -67,6 +80,7 @@ def test_parts_of_processes_in_another_order(algorithm, plan_of, made):
     part = (lambda r: plan_of(lengths, rank=r)) if made == "rank=" else whole.slice_of
     right, wrong = (of_parts([part(r) for r in ranks]) for ranks in (range(W), order))
     qkv = rows(T)
+    right, wrong, whole = (documents_of(lengths, algorithm, x) for x in (right, wrong, whole))
     np.testing.assert_array_equal(attend(qkv, right, algorithm), attend(qkv, whole, algorithm))
     all_fail(attend(qkv, wrong, algorithm), "this is the part of rank 3, on rank 0")
     assert np.isnan(attend(qkv, wrong, algorithm, implementation="xla")).all()
@@ -86,6 +100,7 @@ def test_ranks_that_follow_plans_of_different_configs(algorithm, plan_of, choice
     lengths = [20, 4, 17, 19, 9, 59]
     ours, others = plan_of(lengths, world_size=2), plan_of(lengths, world_size=2, **choices)
     mixed = of_parts([ours.slice_of(0), others.slice_of(1)])
+    mixed = documents_of(lengths, algorithm, mixed, 2)
     qkv = rows(sum(lengths))
     run = partial(attend, qkv, mixed, algorithm, 2)
     all_fail(run(), "rank 1 follows the plan with checksum .* but rank 0 follows another one")

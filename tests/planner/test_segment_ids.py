@@ -14,13 +14,13 @@ from packed_batches import causal_ranges
 from jax_cp_dispatch import (
     Auto,
     Balanced,
+    Documents,
     PlanConfig,
     context_parallel_attention,
     document_lengths,
     place_tokens,
     plan_attention,
     sequence,
-    zigzag_permutation,
 )
 
 pytestmark = pytest.mark.usefixtures("unchecked_types")
@@ -145,19 +145,16 @@ def test_positions_beyond_32_bits_are_rejected(algorithm):
 
 
 @pytest.mark.parametrize("algorithm", ["zigzag", "hamilton"])
-def test_zigzag_layout_keeps_documents_together_in_the_sequence(algorithm):
-    order = zigzag_permutation(T, 3)
-    options = {"algorithm": algorithm, "layout": "zigzag"}
-    stored = named(DOCUMENTS, WIDE["equal low words"][1], np.int64)[:, order]
+def test_zigzag_order_keeps_documents_together_in_the_sequence(algorithm):
+    documents = Documents(named(DOCUMENTS, WIDE["equal low words"][1], np.int64)).zigzag(3)
     rng = np.random.default_rng(3)
-    q, k, v = (rng.normal(size=(2, T, n, 8)).astype(np.float32)[:, order] for n in (2, 1, 1))
-    out = context_parallel_attention(
-        q, k, v, mesh=mesh_of(3), axis_name=AXIS, segment_ids=stored, **options
-    )
-    equals(out[:, np.argsort(order)], DOCUMENTS)
-    apart = np.repeat([[1, 2, 1, 3, 3, 3]] * 2, 4, axis=1)[:, order]
+    qkv = [rng.normal(size=(2, T, n, 8)).astype(np.float32) for n in (2, 1, 1)]
+    options = {"mesh": mesh_of(3), "axis_name": AXIS, "algorithm": algorithm}
+    out = context_parallel_attention(*documents.apply(qkv), documents=documents, **options)
+    equals(documents.restore(out), DOCUMENTS)
+    apart = np.repeat([[1, 2, 1, 3, 3, 3]] * 2, 4, axis=1)
     with pytest.raises(ValueError, match="segment 1 occurs in separate runs of batch row 0"):
-        attend(apart, **options)
+        Documents(apart)
 
 
 def test_gathered_ids_on_a_partly_manual_mesh():

@@ -28,7 +28,7 @@ import numpy as np
 from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import Mesh
 from movement_oracle import dispatched
-from places import AXIS, T, check, draw, on_ranks, place, plan_of
+from places import AXIS, RANKS, T, check, draw, on_ranks, place, plan_of
 
 import jax_cp_dispatch as cp
 from jax_cp_dispatch._ranks.job import publish, read_published
@@ -114,23 +114,23 @@ class Job:
         """Plans the documents of two steps: a rank that skips one passes the plan of the other."""
         tokens = self.num_ranks * T
         capacities = (4 * T, tokens, 16, 16, 16)
-        self.plans = [
-            self.on_mesh_of(
-                cp.plan_attention(
-                    np.repeat([[1, 2]], [at, tokens - at], axis=1),
-                    world_size=self.num_ranks,
-                    config=cp.PlanConfig(4, *capacities),
-                )
-            )
-            for at in (T, T + 5)
-        ]
-        attention = on_ranks(self.attend, self.mesh)
-        self.attention = self.compiled(attention, self.here, self.plans[0])
+        config = cp.PlanConfig(4, *capacities)
+        put = lambda spec, part: jax.tree.map(lambda x: place(x, self.mesh, spec), part)
+        self.documents = []
+        for at in (T, T + 5):
+            ids = np.repeat([[1, 2]], [at, tokens - at], axis=1)
+            plan = cp.plan_attention(ids, world_size=self.num_ranks, config=config)
+            documents = cp.Documents(ids).with_plan(plan)
+            specs = documents.specs(AXIS)
+            self.documents.append(jax.tree.map(put, specs, documents))
+        rows = {"in_specs": (RANKS, specs), "out_specs": RANKS}
+        attention = jax.jit(jax.shard_map(self.attend, mesh=self.mesh, **rows))
+        self.attention = self.compiled(attention, self.here, self.documents[0])
 
-    def attend(self, x, plan):
-        x = x[None, :, None]
+    def attend(self, x, documents):
+        x = x[:, :, None]
         return cp.context_parallel_attention(
-            x, x, x, plan=plan, algorithm="balanced", axis_name=AXIS, deadline=60.0
+            x, x, x, documents=documents, algorithm="balanced", axis_name=AXIS, deadline=60.0
         )
 
     def dispatch(self, capacity, deadline=DEADLINE):
@@ -173,7 +173,7 @@ class Job:
         elif kind == "metadata":
             self.call(self.checked, self.here, self.bad_metadata)
         elif kind == "batch":
-            self.call(self.attention, self.here, self.plans[0])
+            self.call(self.attention, self.here, self.documents[0])
         else:
             self.call(self.program)
 
@@ -247,7 +247,7 @@ def fail(kind, job, pid, another):
         job.call_of(kind)
     elif kind == "batch":
         job.num_calls += 1
-        job.call(job.attention, job.here, job.plans[1])
+        job.call(job.attention, job.here, job.documents[1])
     else:
         number = signal.SIGSTOP if kind.endswith("stop") else signal.SIGKILL
         threading.Timer(random.uniform(0, 0.05), os.kill, (pid, number)).start()

@@ -31,21 +31,23 @@ def main():
     mesh = mesh_of_all()
     rng = np.random.default_rng(0)
     placement = cp.place_tokens(LENGTHS, world_size=jax.device_count(), columns=T)
-    plan = jax.tree.map(lambda x: place(x, mesh), placement.plan)
+    put = lambda spec, part: jax.tree.map(lambda x: place(x, mesh, spec), part)
+    documents = placement.documents
+    documents = jax.tree.map(put, documents.specs(AXIS), documents)
 
     def batch_of(step):
         x = np.random.default_rng(step).standard_normal((1, T, D)).astype(np.float32)
         return place(placement.apply(x), mesh, P(None, AXIS))
 
-    def loss(w, x, plan):
+    def loss(w, x, documents):
         q, k, v = (jnp.einsum("btd,dh->bth", x, part)[:, :, None] for part in w)
-        options = {"mesh": mesh, "axis_name": AXIS, "algorithm": "placed", "plan": plan}
-        out = cp.context_parallel_attention(q, k, v, deadline=DEADLINE, **options)
+        options = {"mesh": mesh, "axis_name": AXIS, "algorithm": "placed", "deadline": DEADLINE}
+        out = cp.context_parallel_attention(q, k, v, documents=documents, **options)
         return jnp.mean((out[:, :, 0] - x) ** 2)
 
     @jax.jit
-    def train_step(w, x, plan):
-        value, gradient = jax.value_and_grad(loss)(w, x, plan)
+    def train_step(w, x, documents):
+        value, gradient = jax.value_and_grad(loss)(w, x, documents)
         return w - 0.1 * gradient, value
 
     saved = sorted(folder.glob("*.npy"))
@@ -55,7 +57,7 @@ def main():
     for step in range(first + 1, steps + 1):
         if step == steps and jax.process_index() == lost:
             os.kill(os.getpid(), signal.SIGKILL)
-        w, value = jax.block_until_ready(train_step(w, batch_of(step), plan))
+        w, value = jax.block_until_ready(train_step(w, batch_of(step), documents))
         if jax.process_index() == 0:
             print(f"step {step}: {float(value).hex()}", flush=True)
             if step % SAVE_EVERY == 0:

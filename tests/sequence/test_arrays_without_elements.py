@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from on_mesh import AXIS, mesh_of
 
-from jax_cp_dispatch import sequence
+from jax_cp_dispatch import Documents, sequence
 
 SIZES = {"x": (3,), "heads": (2, 4), "v": (2, 3), "gates": (2,)}
 
@@ -68,11 +68,12 @@ def test_no_channels_and_no_values():
 
 
 def test_pieces_of_no_tokens():
-    def local(x, ids):
-        plan = sequence.document_pieces(ids, axis_name=AXIS)
-        return sequence.shift(x, 1, plan=plan, axis_name=AXIS)
+    def local(x, documents):
+        pieces = sequence.document_pieces(documents, axis_name=AXIS)
+        return sequence.shift(x, 1, documents=pieces, axis_name=AXIS)
 
-    x, ids = jnp.ones((1, 0, 3)), np.ones((1, 0), np.int32)
-    spec = P(None, AXIS)
-    run = jax.shard_map(local, mesh=mesh_of(2), in_specs=(spec, spec), out_specs=spec)
-    assert jax.jit(run)(x, ids).shape == x.shape
+    x, documents = jnp.ones((1, 0, 3)), Documents(np.ones((1, 0), np.int32))
+    rows = P(None, AXIS)
+    specs = rows, documents.specs(AXIS)
+    run = jax.shard_map(local, mesh=mesh_of(2), in_specs=specs, out_specs=rows)
+    assert jax.jit(run)(x, documents).shape == x.shape

@@ -7,14 +7,13 @@ The expected values are those of one rank, which other tests hold to NumPy.
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from on_mesh import AXIS, mesh_of, permuted_mesh
 from orders import packed
 
-from jax_cp_dispatch import place_tokens, sequence, stack_plans, zigzag_permutation
+from jax_cp_dispatch import Documents, place_tokens, sequence
 
 KEYS, HEADS, SIZE = 2, 4, 8
 CHANNELS = (2 * KEYS + HEADS) * SIZE
@@ -53,34 +52,24 @@ def check(got, expected):
         assert np.abs(x - want).max() <= 1e-5 * np.abs(want).max()
 
 
-@pytest.mark.parametrize("order", ["contiguous", "placed"])
+@pytest.mark.parametrize("order", ["packed", "placed"])
 def test_batch_and_heads_are_sharded_and_tokens_donated(order):
     mesh = permuted_mesh((2, 2, 2), ("data", AXIS, "tensor"))
     tokens, taps = draw(IDS)
     expected = on_one_rank(tokens, taps, IDS)
     given = {"axis_name": AXIS, "mesh": mesh, "batch_axis": "data", "head_axis": "tensor"}
-    placements = [place_tokens(segment_ids=ids[None], world_size=2) for ids in IDS]
-
-    def each(x, restore=False):
-        if order == "contiguous":
-            return x
-        rows = [p.restore if restore else p.apply for p in placements]
-        cut = lambda i: jax.tree.map(lambda x: np.asarray(x)[i : i + 1], x)
-        return jax.tree.map(
-            lambda *x: np.concatenate(x), *(of(cut(i)) for i, of in enumerate(rows))
-        )
-
-    if order == "contiguous":
-        given["segment_ids"] = IDS
-    else:
-        given["plan"] = stack_plans([p.plan for p in placements])
+    placed = documents = Documents(IDS)
+    if order == "placed":
+        placed = place_tokens(segment_ids=IDS, world_size=2, num_groups=2)
+        documents = placed.documents
+    given["documents"] = documents
     sharded = NamedSharding(mesh, P("data", AXIS, "tensor"))
-    operands = jax.device_put(each(tokens), sharded), taps
+    operands = jax.device_put(placed.apply(tokens), sharded), taps
     run = jax.jit(jax.value_and_grad(partial(loss, **given), argnums=(0, 1)), donate_argnums=0)
     value, (of_tokens, of_taps) = run(*operands)
     assert all(x.is_deleted() for x in operands[0].values())
     assert of_tokens["v"].sharding.is_equivalent_to(sharded, 4)
-    check((value, (each(of_tokens, restore=True), of_taps)), expected)
+    check((value, (placed.restore(of_tokens), of_taps)), expected)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
@@ -106,24 +95,20 @@ def test_inside_a_shard_map_over_another_axis(kind):
     check((values.sum(), (of_tokens, of_taps)), on_one_rank(tokens, taps, IDS))
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_a_document_that_begins_and_ends_at_any_token(layout):
+@pytest.mark.parametrize("is_zigzag", [False, True])
+def test_a_document_that_begins_and_ends_at_any_token(is_zigzag):
     num_tokens, num_ranks = 16, 4
     rows = np.arange(num_tokens)
     begin, end = np.triu_indices(num_tokens + 1, 1)
     ids = 1 + (rows >= begin[:, None]) + (rows >= end[:, None])  # before, inside and behind it
     segment_ids = ids.astype(np.int32)
     tokens, taps = draw(segment_ids)
-    order = np.arange(num_tokens)
-    if layout == "zigzag":
-        order = zigzag_permutation(num_tokens, num_ranks)
 
-    def run(num_ranks, order, **given):
-        given |= {"axis_name": AXIS, "mesh": mesh_of(num_ranks), "batch_axis": (), "head_axis": ()}
-        given["segment_ids"] = segment_ids[:, order]
-        in_order = jax.tree.map(lambda x: x[:, order], tokens)
-        return np.asarray(jax.jit(partial(layer, **given))(in_order, jnp.asarray(taps)))
+    def run(num_ranks, documents):
+        given = {"axis_name": AXIS, "mesh": mesh_of(num_ranks), "batch_axis": (), "head_axis": ()}
+        of = partial(layer, documents=documents, **given)
+        return documents.restore(np.asarray(jax.jit(of)(documents.apply(tokens), taps)))
 
-    got = run(num_ranks, order, layout=layout)
-    expected = run(1, rows)[:, order]
-    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+    documents = Documents(segment_ids)
+    got = run(num_ranks, documents.zigzag(num_ranks) if is_zigzag else documents)
+    np.testing.assert_allclose(got, run(1, documents), rtol=1e-4, atol=1e-5)

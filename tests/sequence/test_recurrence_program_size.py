@@ -22,7 +22,7 @@ def test_lines_of_a_call_with_its_gradient(op, per_channel):
     shapes = [heads + size, heads + size, heads + size, heads + size * per_channel, heads]
     shapes = shapes[: 5 if op == "gated_delta_rule" else 4]
     arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    run = Order("contiguous", BATCHES["mixed"], 8).on_ranks(
+    run = Order("packed", BATCHES["mixed"], 8).on_ranks(
         lambda tokens, _, **given: getattr(sequence, op)(*tokens, **given)
     )
 

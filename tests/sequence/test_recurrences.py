@@ -1,6 +1,5 @@
 """Recurrences and all gradients equal loops over the tokens of each document, in every order."""
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -12,7 +11,7 @@ from jax.sharding import AxisType
 from on_mesh import AXIS, mesh_of, permuted_mesh
 from orders import BATCHES, ORDERS, Order, packed
 
-from jax_cp_dispatch import place_tokens, sequence, stack_plans
+from jax_cp_dispatch import Documents, place_tokens, sequence
 
 NAMES = ("q", "k", "v", "log_decay", "beta")
 
@@ -77,7 +76,7 @@ def check(both, op, inputs, g, segment_ids, *, dtype: Any = np.float32, rtol=1e-
 @pytest.mark.parametrize(
     ("order", "batch", "num_ranks", "per_channel"),
     [
-        *(("contiguous", "giant", 8, False), ("contiguous", "mixed", 3, True)),
+        *(("packed", "giant", 8, False), ("packed", "mixed", 3, True)),
         *(("zigzag", "giant", 8, True), ("zigzag", "mixed", 3, False)),
         *(("placed", "giant", 8, False), ("placed", "mixed", 3, True)),
     ],
@@ -91,7 +90,7 @@ def test_gated_delta_rule(order, batch, num_ranks, per_channel):
 
 @pytest.mark.parametrize(
     ("order", "per_channel"),
-    [("contiguous", True), ("zigzag", True), ("placed", False)],
+    [("packed", True), ("zigzag", True), ("placed", False)],
 )
 def test_linear_attention(order, per_channel):
     segment_ids = BATCHES["mixed"]
@@ -100,27 +99,23 @@ def test_linear_attention(order, per_channel):
     check(both, "linear_attention", inputs, g, segment_ids)
 
 
-@pytest.mark.parametrize("over", ["segment_ids", "plan"])
-def test_vmap_over_documents(over):
-    """Each example has documents, or a plan, of its own: one map over the rows of a batch."""
+@pytest.mark.parametrize("order", ["packed", "placed"])
+def test_vmap_over_documents(order):
+    """Each example has documents, or a placement, of its own: one map over the rows of a batch."""
     op, segment_ids = "gated_delta_rule", packed([[3, 7, -2, 4], [16]])
     inputs, g = draw(segment_ids, op=op, per_channel=False, heads=(1, 1), size=2, columns=3)
-    placements = [place_tokens(segment_ids=ids[None], world_size=2) for ids in segment_ids]
     given = {"axis_name": AXIS, "mesh": mesh_of(2), "batch_axis": (), "head_axis": ()}
-    documents = segment_ids if over == "segment_ids" else stack_plans([p.plan for p in placements])
-
-    def each(x, restore=False):
-        """Puts the rows in the order of their example."""
-        if over == "segment_ids":
-            return x
-        rows = [np.asarray(x)[i : i + 1] for i in range(len(placements))]
-        moved = (getattr(p, "restore" if restore else "apply") for p in placements)
-        return np.concatenate([move(row) for move, row in zip(moved, rows, strict=True)])
+    placed = of_batch = Documents(segment_ids)
+    if order == "placed":
+        placed = place_tokens(segment_ids=segment_ids, world_size=2, num_groups=2)
+        of_batch = placed.documents
+    ids, positions = of_batch.segment_ids[:, None], of_batch.positions[:, None]
+    static = {"order": of_batch.order, "columns": of_batch.columns}
+    documents = Documents.in_order(ids, positions, of_batch.plans, **static)
 
     def example(tokens, documents):
         tokens = {name: x[None] for name, x in tokens.items()}
-        where = {over: documents[None] if over == "segment_ids" else documents}
-        return sequence.gated_delta_rule(**tokens, **where, **given)[0]
+        return sequence.gated_delta_rule(**tokens, documents=documents, **given)[0]
 
     @jax.jit
     def run(tokens, g, documents):
@@ -128,8 +123,7 @@ def test_vmap_over_documents(over):
         return out, pull(g)[0]
 
     def both(tokens, g):
-        got = run(*jax.tree.map(each, (tokens, g)), documents)
-        return jax.tree.map(partial(each, restore=True), got)
+        return placed.restore(run(*placed.apply((tokens, g)), documents))
 
     check(both, op, inputs, g, segment_ids)
 
@@ -147,7 +141,7 @@ def test_many_heads_with_a_decay_per_channel():
     """More chunks of heads than one slice of the computation takes."""
     segment_ids = packed([[200, 81, -2]])
     inputs, g = draw(segment_ids, op="gated_delta_rule", per_channel=True, heads=(8, 4))
-    both = program("gated_delta_rule", Order("contiguous", segment_ids, 1))
+    both = program("gated_delta_rule", Order("packed", segment_ids, 1))
     check(both, "gated_delta_rule", inputs, g, segment_ids)
 
 
@@ -157,7 +151,7 @@ def test_equal_keys():
     inputs, g = draw(segment_ids, op="gated_delta_rule", per_channel=False)
     inputs["k"][:] = inputs["k"][:, :1]
     inputs |= {"log_decay": 0 * g[..., 0], "beta": 0.5 + 0 * g[..., 0]}
-    both = program("gated_delta_rule", Order("contiguous", segment_ids, 1))
+    both = program("gated_delta_rule", Order("packed", segment_ids, 1))
     check(both, "gated_delta_rule", inputs, g, segment_ids)
 
 
@@ -264,15 +258,13 @@ def test_document_pieces_found_once_serve_checkpoint_and_scan_over_layers():
     inputs, _ = draw(segment_ids, op="gated_delta_rule", per_channel=False, heads=(2, 2), size=12)
     inputs = {name: np.asarray(x, np.float32) for name, x in inputs.items()}
 
-    def layers(tokens, _, *, segment_ids, axis_name, layout, once):
-        plan = sequence.document_pieces(segment_ids, axis_name=axis_name, layout=layout)
-        where: dict[str, Any] = (
-            {"plan": plan} if once else {"segment_ids": segment_ids, "layout": layout}
-        )
+    def layers(tokens, _, *, documents, axis_name, once):
+        if once:
+            documents = sequence.document_pieces(documents, axis_name=axis_name)
 
         def layer(v, _):
-            out = sequence.gated_delta_rule(**tokens | {"v": v}, axis_name=axis_name, **where)
-            return out + v, None
+            given = {"axis_name": axis_name, "documents": documents}
+            return sequence.gated_delta_rule(**tokens | {"v": v}, **given) + v, None
 
         body = jax.checkpoint(layer) if once else layer
         return jax.lax.scan(body, tokens["v"], None, length=2)[0]

@@ -1,6 +1,7 @@
 """What moves, counted in the metadata of the exchanges: nothing for documents that are whole."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,38 +14,31 @@ from orders import BATCHES, Order
 from jax_cp_dispatch import sequence
 from jax_cp_dispatch.planner.placement.cuts import describe_cuts
 from jax_cp_dispatch.sequence.chains import CutPieces, _links
-from jax_cp_dispatch.sequence.document_pieces import pieces_of_ids
+from jax_cp_dispatch.sequence.document_pieces import document_pieces
 from jax_cp_dispatch.sequence.halo import _metadata
 from jax_cp_dispatch.sequence.options import Options
-from jax_cp_dispatch.sequence.placed import pieces_of_plan
 
 
 def moved(name, batch, num_ranks=8, width=3):
     """Rows between different ranks: of a halo before and after, of states, of maps."""
     order = Order(name, BATCHES[batch], num_ranks)
-    ids = order.apply(BATCHES[batch])
-    layout = "contiguous" if name == "placed" else name
+    documents = order.documents
 
-    def counts(ids, plan):
-        options = Options.of_call("test", AXIS, layout)
-        if plan is None:
-            pieces = pieces_of_ids(options, ids, None, ids.shape)
-        else:
-            pieces = pieces_of_plan(options, plan, (ids, None), ids.shape)
+    def counts(documents):
+        options = Options.of_call("test", AXIS)
+        pieces = document_pieces(documents, axis_name=AXIS)
         links = _links(CutPieces.of(options.exchange, pieces))
         before, after = (_metadata(pieces, width, side, True) for side in (False, True))
         exchanges = before, after, links.first, links.others
         return jax.tree.map(lambda x: x[None], [x.num_recv_tokens[:-1] for x in exchanges])
 
-    plan = order.placement.plan if order.placement is not None else None
-    mapped = jax.shard_map(
-        counts, mesh=mesh_of(num_ranks), in_specs=(P(None, AXIS), P(AXIS)), out_specs=P(AXIS)
-    )
-    received = [np.asarray(x).astype(int) for x in jax.jit(mapped)(ids, plan)]
+    specs: Any = {"in_specs": (documents.specs(AXIS),), "out_specs": P(AXIS)}
+    mapped = jax.shard_map(counts, mesh=mesh_of(num_ranks), **specs)
+    received = [np.asarray(x).astype(int) for x in jax.jit(mapped)(documents)]
     return [int(x.sum() - np.trace(x)) for x in received], order.placement
 
 
-@pytest.mark.parametrize("order", ["contiguous", "zigzag", "placed"])
+@pytest.mark.parametrize("order", ["packed", "zigzag", "placed"])
 def test_whole_documents_move_nothing(order):
     rows, placement = moved(order, "whole")
     if order != "zigzag":  # which halves the documents
@@ -55,7 +49,7 @@ def test_whole_documents_move_nothing(order):
 
 def test_a_giant_document_in_contiguous_order():
     """7 cuts of 3 rows; the first piece sends its state to 7 ranks, piece r its map to 7 - r."""
-    rows, _ = moved("contiguous", "giant")
+    rows, _ = moved("packed", "giant")
     assert rows == [21, 21, 7, sum(7 - r for r in range(1, 7))]
 
 

@@ -9,7 +9,7 @@ import pytest
 from on_mesh import AXIS, mesh_of, permuted_mesh
 from refusals import check_names, check_rejected
 
-from jax_cp_dispatch import place_tokens, sequence
+from jax_cp_dispatch import Documents, place_tokens, sequence
 
 pytestmark = pytest.mark.usefixtures("unchecked_types")
 
@@ -20,8 +20,8 @@ GATES = np.zeros((1, 16, 2), np.float32)
 IDS = np.ones((1, 16), np.int32)
 KERNEL = SimpleNamespace(summary=len, apply=len, run=len)
 OF_HEADS = permuted_mesh((1, 2), (AXIS, "tensor"))
-PLAN = place_tokens(segment_ids=IDS, world_size=1).plan
-OF_2, OF_3 = (place_tokens([[6 * n]], world_size=n).plan for n in (2, 3))
+DOCUMENTS = Documents(IDS)
+OF_2, OF_3 = (place_tokens([[6 * n]], world_size=n).documents for n in (2, 3))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,24 +73,27 @@ CASES = [
         "fill is 1099511627776, but an array has dtype int32",
     ),
     ("shift", lambda: shift({}), "at least one such array"),
-    ("shift", lambda: shift(layout="striped"), "layout is 'striped'; it needs"),
+    ("shift", lambda: shift(documents="no"), "documents is of type str.* Pass Documents"),
     (
         "shift",
-        lambda: shift(layout="zigzag", mesh=mesh_of(3)),
-        "T is 16 but .* 3 devices, which must divide it with layout='zigzag'. Pad",
-    ),
-    ("shift", lambda: shift(plan=PLAN, layout="zigzag"), "got a plan and layout='zigzag'.* Omit"),
-    ("shift", lambda: shift(plan=PLAN, positions=IDS), "got a plan and positions without segment_"),
-    ("shift", lambda: shift(plan=OF_2), "plan is for world_size=2 but .* Place the tokens again"),
-    (
-        "shift",
-        lambda: shift(plan=OF_3, mesh=mesh_of(3)),
-        "T is 16 but .* 3 devices, which must divide it with a plan",
+        lambda: shift(documents=DOCUMENTS, positions=IDS),
+        "got documents, and segment_ids or positions, which they have. Omit the latter",
     ),
     (
         "shift",
-        lambda: shift(plan=OF_2, mesh=mesh_of(2)),
-        "a rank holds 1 x 8 rows but the plan is for 1 x 6. Place the tokens of this batch",
+        lambda: shift(documents=DOCUMENTS.zigzag(2), mesh=mesh_of(4)),
+        r"the documents are in zigzag order of 2 ranks, but .* Pass documents.zigzag\(4\)",
+    ),
+    ("shift", lambda: shift(documents=OF_2), r"segment_ids has shape \(1, 12\)"),
+    (
+        "shift",
+        lambda: shift(TOKENS[:, :12], documents=OF_2),
+        "plan is for world_size=2 but .* Place the tokens again",
+    ),
+    (
+        "shift",
+        lambda: shift(TOKENS[:, :12], documents=OF_2, mesh=mesh_of(3)),
+        "plan is for world_size=2 but .* Place the tokens again",
     ),
     ("shift", lambda: shift([TOKENS, 1]), "x is of type int; it needs to be an array"),
     (
@@ -105,7 +108,6 @@ CASES = [
     ("causal_conv", lambda: conv(segment_ids=IDS * 1.0), "needs to be integers"),
     ("causal_conv", lambda: conv(segment_ids=[[1] * 16]), "segment_ids is of type list"),
     ("causal_conv", lambda: conv(x=INTEGERS), "x has dtype int32; it needs to be floats"),
-    ("causal_conv", lambda: conv(plan="plan"), "plan is of type str; it needs"),
     ("gated_delta_rule", lambda: delta(q=TOKENS), "Pass heads as axis 2"),
     (
         "gated_delta_rule",

@@ -1,5 +1,7 @@
 """`shift` and `causal_conv` equal loops over the tokens of each document, in every order."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,12 +11,12 @@ from jax.sharding import AxisType
 from on_mesh import AXIS, all_fail, mesh_of, permuted_mesh
 from orders import BATCHES, Order, packed
 
-from jax_cp_dispatch import place_tokens, sequence, zigzag_permutation
+from jax_cp_dispatch import Documents, place_tokens, sequence, zigzag_permutation
 
 CASES = pytest.mark.parametrize(
     ("order", "batch", "num_ranks"),
     [
-        *(("contiguous", "mixed", 1), ("contiguous", "giant", 8), ("contiguous", "mixed", 3)),
+        *(("packed", "mixed", 1), ("packed", "giant", 8), ("packed", "mixed", 3)),
         *(("zigzag", "giant", 3), ("zigzag", "mixed", 8), ("zigzag", "whole", 8)),
         *(("placed", "giant", 8), ("placed", "mixed", 3), ("placed", "whole", 8)),
     ],
@@ -99,19 +101,24 @@ def test_shift_documents_and_its_adjoint(order, batch, num_ranks):
     np.testing.assert_array_equal((shifted * g * live).sum(), (x * pulled * live).sum())
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_documents_by_positions_and_without_ids(layout):
+@pytest.mark.parametrize("is_zigzag", [False, True])
+def test_documents_by_positions_and_without_ids(is_zigzag):
     """Positions that do not increase begin a document; without ids a batch row is one."""
     segment_ids = packed([[6, 4, 14]])
     positions = np.concatenate([np.arange(n) for n in (6, 4, 14)])[None].astype(np.int32)
-    order = Order(layout, segment_ids, 4)
     x = np.arange(24, dtype=np.int32)[None]
-    given = order.given | {"mesh": order.mesh, "segment_ids": None}
+    given = {"axis_name": AXIS, "mesh": mesh_of(4), "fill": -1}
     expected = sequence.shift_documents(x, 1, segment_ids=segment_ids, fill=-1)
-    got = sequence.shift(order.apply(x), 1, fill=-1, positions=order.apply(positions), **given)
-    np.testing.assert_array_equal(order.restore(got), expected)
-    got = sequence.shift(order.apply(x), 1, fill=-1, **given)
-    np.testing.assert_array_equal(order.restore(got), np.arange(-1, 23)[None])
+    of_positions = Documents(np.ones_like(segment_ids), positions)
+    if is_zigzag:
+        of_positions = of_positions.zigzag(4)
+        got = sequence.shift(of_positions.apply(x), 1, documents=of_positions, **given)
+        np.testing.assert_array_equal(of_positions.restore(got), expected)
+    else:
+        got = sequence.shift(x, 1, positions=positions, **given)
+        np.testing.assert_array_equal(got, expected)
+        got = sequence.shift(x, 1, **given)
+        np.testing.assert_array_equal(got, np.arange(-1, 23)[None])
 
 
 @pytest.mark.parametrize("num_tokens", [3, 9, 15])
@@ -163,7 +170,7 @@ def test_bfloat16_accumulates_in_float32():
     segment_ids = packed([[40, 24]])
     x, weights, _ = random_conv(segment_ids, np.random.default_rng(), width=8)
     x = x.astype(jnp.bfloat16)
-    out = Order("contiguous", segment_ids, 8).on_global_arrays(conv)(x, weights)
+    out = Order("packed", segment_ids, 8).on_global_arrays(conv)(x, weights)
     exact = oracle.by_document(
         lambda x: oracle.causal_conv(x, *weights), segment_ids, x, like=x.shape
     )
@@ -180,24 +187,27 @@ def _one_by_one(num_tokens, num_documents, num_ranks):
 
 
 @pytest.mark.parametrize(
-    "taps, lengths, order, given",
+    "taps, lengths, order, is_zigzag",
     [
-        (3, [30, 20, 14], zigzag_permutation(64, 4), {"layout": "contiguous"}),
-        (1, [30, 20, 14], zigzag_permutation(64, 4), {"layout": "contiguous"}),
-        (3, [32, 32], _one_by_one(32, 2, 4), {"layout": "zigzag", "positions": True}),
+        (3, [30, 20, 14], zigzag_permutation(64, 4), False),
+        (1, [30, 20, 14], zigzag_permutation(64, 4), False),
+        (3, [32, 32], _one_by_one(32, 2, 4), True),
     ],
 )
-def test_tokens_in_another_order_than_said_fail_on_all_ranks(taps, lengths, order, given):
+def test_tokens_in_another_order_than_said_fail_on_all_ranks(taps, lengths, order, is_zigzag):
     """Traced ids show it, or positions: ids alone take equal halves for two documents in zigzag."""
     ids = np.repeat([np.arange(1, 1 + len(lengths))], lengths, axis=1)[:, order]
     positions = np.concatenate([np.arange(n) for n in lengths])[None, order]
-    options = {"axis_name": AXIS, "mesh": mesh_of(4), "layout": given["layout"]}
     weight = np.ones((taps, 2), np.float32)
 
     @jax.jit
     def run(x, ids, positions):
-        places = positions if "positions" in given else None
-        return sequence.causal_conv(x, weight, segment_ids=ids, positions=places, **options)
+        given: dict[str, Any] = {"segment_ids": ids}
+        if is_zigzag:  # said of columns that are in that order already
+            packed_again = np.argsort(zigzag_permutation(64, 4))
+            of_tokens = Documents(ids[:, packed_again], positions[:, packed_again])
+            given = {"documents": of_tokens.zigzag(4)}
+        return sequence.causal_conv(x, weight, axis_name=AXIS, mesh=mesh_of(4), **given)
 
     x = np.ones((1, 64, 2), np.float32)
     all_fail(run(x, ids, positions), "causal_conv .* a document has several pieces in its")
@@ -221,9 +231,12 @@ def test_a_plan_of_another_batch_fails_where_nothing_moves(num_ranks, offset):
     placement = place_tokens([[20, 12]], world_size=num_ranks)
     ids = np.repeat([[1, 2]], [20, 12], axis=1)
     x = np.ones((1, 32, 2), np.float32)
-    given = {"axis_name": AXIS, "mesh": mesh_of(num_ranks), "plan": placement.plan}
-    run = jax.jit(lambda x, ids: sequence.shift(x, offset, segment_ids=ids, **given))
-    out = run(*placement.apply((x, ids)))
-    assert np.isfinite(out).all()
+    given = {"axis_name": AXIS, "mesh": mesh_of(num_ranks)}
+    run = jax.jit(lambda x, documents: sequence.shift(x, offset, documents=documents, **given))
+    documents = placement.documents
+    assert np.isfinite(run(x, documents)).all()
+    others = Documents.in_order(
+        np.ones_like(ids), None, documents.plans, order=documents.order, columns=32
+    )
     with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match="made for another batch"):
-        jax.block_until_ready(run(x, np.ones_like(ids)))
+        jax.block_until_ready(run(x, others))

@@ -2,7 +2,8 @@
 
     python tests/stress/sweep_attention.py --programs 60 --seed 1
 
-Runs every number of ranks (1 to 9 and 16) with every algorithm, layout and mask, in random order.
+Runs every number of ranks (1 to 9 and 16) with every algorithm, mask and order of tokens (packed or
+zigzag), in random order.
 Draws documents, lengths, heads, dtype, implementation and other options for each; half of the
 programs have many blocks of few rows. Prints the worst errors, relative to the largest entry. Exits
 with 1 if an error exceeds the tolerance or a program does not run.
@@ -34,7 +35,6 @@ from jax_cp_dispatch.masks import BlockCausal, Chunked, SlidingWindow
 
 NUM_RANKS = (*range(1, 10), 16)
 SCHEDULES = ("ring", "zigzag", "hamilton", "two levels", "direct", "own cycles", "balanced")
-LAYOUTS = ("contiguous", "zigzag")
 MASKS = ("causal", "full", "window", "two-sided", "chunked", "block-causal", *KINDS)
 
 
@@ -55,7 +55,7 @@ def schedule(rng, name, num_ranks) -> dict[str, Any]:
     return options
 
 
-def draw_case(rng, num_ranks, name, layout, mask):
+def draw_case(rng, num_ranks, name, zigzag, mask):
     choose = lambda *values: values[rng.integers(len(values))]
     num_chunks = max(1, num_ranks - 1)
     few, many = int(rng.integers(2, num_chunks + 2)), int(rng.integers(9, 30))
@@ -65,7 +65,7 @@ def draw_case(rng, num_ranks, name, layout, mask):
         **schedule(rng, name, num_ranks),
         documents=choose("none", "segments", "segments", "positions", "both"),
         mask=mask if mask in KINDS else draw_mask(rng, mask),
-        layout="contiguous" if name == "balanced" else layout,
+        zigzag=bool(zigzag) and name != "balanced",
         batch=choose(1, 2),
         heads=choose((2, 2), (4, 2), (3, 1)),
         scale=choose(None, 0.2),
@@ -94,7 +94,7 @@ def run_mask_of_arrays(case, seed):
     ids = np.ones(arrays[0].shape[:2], int) if segment_ids is None else segment_ids
     constructor, of_mask, pairs = random_mask(case.mask, np.random.default_rng(seed), ids)
     attend = jax.shard_map(
-        lambda q, k, v, ids, mask: plain.function(q, k, v, segment_ids=ids, mask=mask),
+        lambda q, k, v, given, mask: plain.function(q, k, v, **given, mask=mask),
         mesh=mesh_of(case.num_ranks),
         in_specs=P(None, AXIS),
         out_specs=P(None, AXIS),
@@ -106,9 +106,11 @@ def run_mask_of_arrays(case, seed):
         out, pull_back = jax.vjp(lambda *x: attend(*x, *others), q, k, v)
         return out, *pull_back(g)
 
-    operands = *arrays, segment_ids, constructor(*of_mask)
-    stored = jax.tree.map(lambda x: np.asarray(x)[:, case.order], operands)
-    got = [np.asarray(x)[:, np.argsort(case.order)] for x in program(*stored)]
+    given, mask = case.given(segment_ids), constructor(*of_mask)
+    if "documents" in given:
+        mask = given["documents"].apply(mask)
+    stored = (x[:, case.order] for x in arrays)
+    got = [np.asarray(x)[:, np.argsort(case.order)] for x in program(*stored, given, mask)]
     q, k, v, g = (np.asarray(x, np.float64) for x in arrays)
     options = {"scale": case.scale, "logit_soft_cap": case.logit_soft_cap}
     pairs = batch_visible(ids, pairs)
@@ -132,7 +134,7 @@ def main() -> int:
     options = parser.parse_args()
     start_cpu_devices(max(NUM_RANKS))
     rng = np.random.default_rng(options.seed)
-    combinations = list(itertools.product(NUM_RANKS, SCHEDULES, LAYOUTS, MASKS))
+    combinations = list(itertools.product(NUM_RANKS, SCHEDULES, (False, True), MASKS))
     rng.shuffle(combinations)
     cases = [draw_case(rng, int(n), *rest) for n, *rest in combinations][: options.programs]
     worst = {dtype: dict.fromkeys(NAMES, 0.0) for dtype in TOLERANCE}

@@ -1,4 +1,4 @@
-"""Compares whole calls with dense attention: masks, algorithms, layouts, sinks and latents.
+"""Compares whole calls with dense attention: masks, algorithms, orders, sinks and latents.
 
     python tests/stress/sweep_models.py --seed 3 --seconds 200
     python tests/stress/sweep_models.py --tpu --seconds 600  # the kernels for TPUs, interpreted
@@ -36,7 +36,7 @@ from jax_cp_dispatch.cpu_devices import start_cpu_devices
 
 TOLERANCE, LATENT = 2e-5, 5
 ALGORITHMS = ("balanced", "placed", "ring", "zigzag", "hamilton", "ulysses", "auto")
-WITH_LAYOUT = ("ring", "zigzag", "hamilton", "ulysses")
+ZIGZAG = ("ring", "zigzag", "hamilton", "ulysses")
 
 
 class Sizes(NamedTuple):
@@ -135,10 +135,8 @@ def draw_masks(rng, kind, ids):
 
 def run(rng, sizes, algorithm, num_ranks, kind):
     """Returns the largest relative error of a random call."""
-    layout = "contiguous"
-    if algorithm in WITH_LAYOUT and rng.integers(2):
-        layout = "zigzag"
-    in_halves = layout == "zigzag" or algorithm == "placed"
+    zigzag = algorithm in ZIGZAG and bool(rng.integers(2))
+    in_halves = zigzag or algorithm == "placed"
     T = 2 * num_ranks * int(rng.integers(*sizes.halves)) + (
         0 if in_halves else int(rng.integers(2))
     )
@@ -147,30 +145,24 @@ def run(rng, sizes, algorithm, num_ranks, kind):
     mask, allowed = draw_masks(rng, kind, ids)
     cap = (None, 2.0)[rng.integers(2)]
     want = dense(operands, allowed, cotangents, logit_soft_cap=cap)
-    options: dict[str, Any] = {"algorithm": algorithm, "layout": layout, "logit_soft_cap": cap}
-    order = np.arange(T)
-    there, back = (lambda x: x[:, order]), lambda x: np.asarray(x)[:, np.argsort(order)]
-    mask_there = lambda x: jax.tree.map(there, x)
-    if layout == "zigzag":
-        order = cpd.zigzag_permutation(T, num_ranks)
+    options: dict[str, Any] = {"algorithm": algorithm, "logit_soft_cap": cap}
+    moves = documents = cpd.Documents(ids)
+    if zigzag:
+        moves = documents = documents.zigzag(num_ranks)
     if algorithm == "placed":
         masks = (mask, cpd.masks.SlidingWindow(3))[:: int(rng.choice([-1, 1]))]
-        made = cpd.place_tokens(segment_ids=ids, world_size=num_ranks, masks=masks, layers=(2, 5))
-        options["plan"] = made.plans[
-            masks.index(mask)
-            if isinstance(mask, str)
-            else next(i for i, x in enumerate(masks) if x is mask)
-        ]
-        there, back, mask_there = made.apply, lambda x: made.restore(np.asarray(x)), made.apply
+        moves = cpd.place_tokens(segment_ids=ids, world_size=num_ranks, masks=masks, layers=(2, 5))
+        documents = moves.documents
+    back = lambda x: moves.restore(np.asarray(x))
     cast = lambda x: jax.tree.map(lambda y: y.astype(np.float32), x)
-    move = lambda x: jax.tree.map(there, cast(x))
+    move = lambda x: moves.apply(cast(x))
     arrays = cast(operands) | {name: move(operands[name]) for name in ("q", "keys")}
-    mask = mask if isinstance(mask, str) else mask_there(mask)
-    ids_there, (g, dlse) = there(ids), move(cotangents)
+    mask = mask if isinstance(mask, str) else moves.apply(mask)
+    g, dlse = move(cotangents)
     known = algorithm == "auto"
 
     @jax.jit
-    def program(arrays, ids, mask_arrays, g, dlse):
+    def program(arrays, traced, mask_arrays, g, dlse):
         mask_ = mask if known or isinstance(mask, str) else mask_arrays
 
         def attend(arrays):
@@ -179,7 +171,7 @@ def run(rng, sizes, algorithm, num_ranks, kind):
                 keys, latents = (keys,), {"expand": expand, "weights": arrays["weights"]}
             return cpd.context_parallel_attention(
                 *(arrays["q"], *keys), mesh=mesh_of(num_ranks), axis_name=AXIS, return_lse=True,
-                segment_ids=ids_there if known else ids, mask=mask_, sink=arrays["sink"],
+                documents=documents if known else traced, mask=mask_, sink=arrays["sink"],
                 batch_axis=(), head_axis=(), **latents, **options,
             )  # fmt: skip
 
@@ -187,7 +179,7 @@ def run(rng, sizes, algorithm, num_ranks, kind):
         return out, lse, pull((g, jnp.where(jnp.isfinite(lse), dlse, 0)))[0]
 
     out, lse, gradients = program(
-        arrays, ids_there, None if isinstance(mask, str) else mask, g, dlse
+        arrays, documents, None if isinstance(mask, str) else mask, g, dlse
     )
     gradients |= {x: jax.tree.map(back, gradients[x]) for x in ("q", "keys")}
     is_row = np.isfinite(want[1])

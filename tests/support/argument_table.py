@@ -5,7 +5,6 @@
 
 import pathlib
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +19,10 @@ ALGORITHMS = ("balanced", "placed", "ring", "zigzag", "hamilton", "ulysses", "au
 W, T, N, H = 4, 16, 4, 8
 IDS = np.repeat([[1, 2]], T // 2, axis=1)
 POSITIONS = np.tile(np.arange(T // 2, dtype=np.int32), (1, 2))
-TRACED = "traced segment ids"
+CAUSAL = masks.Causal()
 
 MASKS = {
-    "Causal": masks.Causal(),
+    "Causal": CAUSAL,
     "Full": masks.Full(),
     "SlidingWindow(left)": masks.SlidingWindow(4),
     "SlidingWindow(left, right)": masks.SlidingWindow(4, 4),
@@ -41,14 +40,12 @@ OPTIONS = {
     "return_max_logits": {"return_max_logits": True},
     "logit_soft_cap": {"logit_soft_cap": 3.0},
     "expand, weights": {"expand": lambda w, x: (x @ w[0], x @ w[1]), "weights": np.ones((2, H, H))},
-    'layout="zigzag"': {"layout": "zigzag"},
-    "plan": {"plan": None},
-    TRACED: {},
 }
+ORDERS = ("packed", "zigzag", "placed")
 
 
-# For `local_attention`: it has all keys, in order, and always returns its lse.
-MEANINGLESS = {"expand", "layout", "plan", "return_lse"}
+# For `local_attention`, as an order: it has all keys, in packed order, and always returns its lse.
+MEANINGLESS = {"expand", "return_lse"}
 
 
 def arrays(rows=T, kv_heads=N, value_size=H):
@@ -64,53 +61,60 @@ SHAPES = {
 }
 
 
-def call(algorithm, mask="causal", qkv=None, **options):
+def documents_in(order, num_columns=T, mask=CAUSAL):
+    """Returns documents in an order, and the mask of their tokens."""
+    columns = slice(num_columns)
+    documents = cpd.Documents(IDS[:, columns], POSITIONS[:, columns])
+    if order == "zigzag":
+        documents = documents.zigzag(W)
+        return documents, documents.apply(mask)
+    if order == "placed":
+        given = {"segment_ids": documents.segment_ids, "positions": documents.positions}
+        placement = cpd.place_tokens(world_size=W, mask=mask, **given)
+        return placement.documents, placement.apply(mask)
+    return documents, mask
+
+
+def order_of(algorithm):
+    return "placed" if algorithm == "placed" else "packed"
+
+
+def call(algorithm, mask=CAUSAL, qkv=None, order=None, **options):
     """Traces one call; raises its error."""
     q, k, v = arrays() if qkv is None else qkv
-    documents = {"segment_ids": IDS[:, : k.shape[1]], "positions": POSITIONS[:, : k.shape[1]]}
     if "sink" in options:
         options["sink"] = jnp.asarray(options["sink"])
-    if algorithm == "local" and not options.keys().isdisjoint(MEANINGLESS):
+    if algorithm == "local" and (order or not options.keys().isdisjoint(MEANINGLESS)):
         return None
-    if options.get("layout") == "zigzag":
-        order = cpd.zigzag_permutation(T, W)
-        documents = {name: x[:, order] for name, x in documents.items()}
+    documents, mask = documents_in(order or order_of(algorithm), k.shape[1], mask)
+    options |= {"documents": documents, "mask": mask}
     if algorithm == "local":
-        return jax.eval_shape(
-            partial(cpd.local_attention, mask=mask, **documents, **options), q, k, v
-        )
+        return jax.eval_shape(partial(cpd.local_attention, **options), q, k, v)
     mesh = jax.make_mesh((W,), ("cp",), axis_types=(jax.sharding.AxisType.Auto,))
-    if algorithm == "placed":
-        options["plan"] = cpd.place_tokens(world_size=W, mask=mask, **documents).plan
-    elif "plan" in options:
-        options["plan"] = cpd.plan_attention(world_size=W, mask=mask, **documents)
     if "expand" in options:
         k, v = np.zeros((1, T, N, H), np.float32), None
     attend = partial(
         cpd.context_parallel_attention,
-        mesh=mesh, axis_name="cp", algorithm=algorithm, mask=mask, batch_axis=(), head_axis=(),
-        **documents, **options,
+        mesh=mesh, axis_name="cp", algorithm=algorithm, batch_axis=(), head_axis=(), **options,
     )  # fmt: skip
     return jax.eval_shape(attend, q, k, *([] if v is None else [v]))
 
 
-def with_traced_ids(algorithm):
-    """Traces a call whose ids are not known on the host."""
+def with_traced_documents(algorithm):
+    """Traces a call whose documents are not known on the host."""
     mesh = jax.make_mesh((W,), ("cp",), axis_types=(jax.sharding.AxisType.Auto,))
     q, k, v = arrays()
-    plan: dict[str, Any] = {}
-    if algorithm == "placed":
-        plan = {"plan": cpd.place_tokens(segment_ids=IDS, world_size=W).plan}
 
-    def attend(ids):
+    def attend(documents):
         if algorithm == "local":
-            return cpd.local_attention(*map(jnp.asarray, (q, k, v)), mask="causal", segment_ids=ids)
+            qkv = map(jnp.asarray, (q, k, v))
+            return cpd.local_attention(*qkv, mask="causal", documents=documents)
         return cpd.context_parallel_attention(
-            *(q, k, v), mesh=mesh, axis_name="cp", algorithm=algorithm, segment_ids=ids,
-            batch_axis=(), head_axis=(), **plan,
+            *(q, k, v), mesh=mesh, axis_name="cp", algorithm=algorithm, documents=documents,
+            batch_axis=(), head_axis=(),
         )  # fmt: skip
 
-    return jax.eval_shape(attend, IDS)
+    return jax.eval_shape(attend, documents_in(order_of(algorithm))[0])
 
 
 def rows():
@@ -118,10 +122,10 @@ def rows():
     for name, mask in MASKS.items():
         yield f"`masks.{name}`", partial(call, mask=mask)
     for name, options in OPTIONS.items():
-        if name == TRACED:
-            yield name, with_traced_ids
-        else:
-            yield f"`{name}`", partial(call, **options)
+        yield f"`{name}`", partial(call, **options)
+    for order in ORDERS:
+        yield f"tokens in {order} order", partial(call, order=order)
+    yield "traced documents", with_traced_documents
     for name, qkv in SHAPES.items():
         yield name, partial(call, qkv=qkv)
 

@@ -1,4 +1,4 @@
-"""Packed batches in each order of tokens over the ranks: contiguous, zigzag and placed."""
+"""Packed batches in each order of tokens over the ranks: packed, zigzag and placed."""
 
 from typing import Any
 
@@ -7,58 +7,43 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from on_mesh import AXIS, mesh_of
 
-from jax_cp_dispatch import place_tokens, zigzag_permutation
+from jax_cp_dispatch import Documents, place_tokens
 
-ORDERS = ("contiguous", "zigzag", "placed")
+ORDERS = ("packed", "zigzag", "placed")
 
 
 class Order:
     """A batch of segment ids in one order; `apply` and `restore` reorder arrays [B, T, ...]."""
 
     def __init__(self, name, segment_ids, num_ranks, *, mesh=None):
-        self.name, self.num_ranks = name, num_ranks
         self.mesh = mesh or mesh_of(num_ranks)
         self.placement = None
-        self.given: dict[str, Any] = {"axis_name": AXIS}
+        self.documents = of = Documents(segment_ids)
+        if name == "zigzag":
+            self.documents = of = of.zigzag(num_ranks)
         if name == "placed":
-            self.placement = place_tokens(segment_ids=segment_ids, world_size=num_ranks)
-            self.given["plan"] = self.placement.plan
-        else:
-            self.given |= {"segment_ids": self.apply(segment_ids), "layout": name}
-
-    def apply(self, x):
-        if self.name == "contiguous":
-            return x
-        if self.placement is not None:
-            return self.placement.apply(x)
-        order = zigzag_permutation(jax.tree.leaves(x)[0].shape[1], self.num_ranks)
-        return jax.tree.map(lambda x: x[:, order], x)
-
-    def restore(self, x):
-        if self.name == "contiguous":
-            return x
-        if self.placement is not None:
-            return self.placement.restore(x)
-        size = jax.tree.leaves(x)[0].shape[1]
-        order = zigzag_permutation(size, self.num_ranks, inverse=True)
-        return jax.tree.map(lambda x: x[:, order], x)
+            self.placement = of = place_tokens(segment_ids=segment_ids, world_size=num_ranks)
+            self.documents = self.placement.documents
+        self.apply, self.restore = of.apply, of.restore
+        self.given: dict[str, Any] = {"axis_name": AXIS, "documents": self.documents}
 
     def on_ranks(self, layer):
         """Returns `layer(tokens, weights, **given)` inside `shard_map`, of tokens in order."""
-        given = dict(self.given)
-        arrays = {name: given.pop(name) for name in ("segment_ids", "plan") if name in given}
 
-        def local(tokens, weights, arrays):
-            return layer(tokens, weights, **arrays, **given)
+        def local(tokens, weights, documents):
+            return layer(tokens, weights, axis_name=AXIS, documents=documents)
 
-        specs = {name: P(AXIS) if name == "plan" else P(None, AXIS) for name in arrays}
         mapped = jax.shard_map(
             local,
             mesh=self.mesh,
-            in_specs=(P(None, AXIS), P(), specs),
+            in_specs=(P(None, AXIS), P(), self.documents.specs(AXIS)),
             out_specs=P(None, AXIS),
         )
-        return lambda tokens, weights: self.restore(mapped(self.apply(tokens), weights, arrays))
+
+        def run(tokens, weights):
+            return self.restore(mapped(self.apply(tokens), weights, self.documents))
+
+        return run
 
     def on_global_arrays(self, layer):
         """The same, on global arrays."""

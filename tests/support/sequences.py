@@ -15,29 +15,9 @@ from mask_oracle import batch_ranges
 from on_mesh import AXIS, mesh_of
 from packed_batches import pack
 
-from jax_cp_dispatch import Hamilton, PlanConfig, context_parallel_attention, plan_attention
+from jax_cp_dispatch import Balanced, Documents, Hamilton, PlanConfig, context_parallel_attention
 from jax_cp_dispatch.documents.layouts import zigzag_permutation
 from jax_cp_dispatch.masks import Mask
-from jax_cp_dispatch.masks.read import read_mask
-
-
-def balanced(
-    q, k, v, *, axis_name, mask, layout, segment_ids=None, positions=None, algorithm="", **options
-):
-    """Balanced attention of one rank, by a plan that each rank makes of the documents of all."""
-    assert layout == "contiguous"
-    world_size = jax.lax.axis_size(axis_name)
-    ids = jnp.ones(q.shape[:2], jnp.int32) if segment_ids is None else segment_ids
-    ids, positions, mask = jax.tree.map(
-        lambda x: jax.lax.all_gather(x, axis_name, axis=1, tiled=True),
-        (ids, positions, read_mask("balanced", mask)),
-    )
-    config = PlanConfig(block=8)
-    plan = plan_attention(ids, positions, world_size=world_size, mask=mask, config=config)
-    return context_parallel_attention(
-        q, k, v, plan=plan, algorithm="balanced", axis_name=axis_name, **options
-    )
-
 
 NAMES = ("out", "dq", "dk", "dv")
 TOLERANCE = {"float64": 1e-13, "float32": 1e-5, "bfloat16": 5e-3}
@@ -55,7 +35,7 @@ class Case:
     maps: Any = None  # the chunks that each rank sends to each, instead of cycles
     documents: str = "none"  # "none", "segments", "positions", "both"
     mask: Mask | str = "causal"
-    layout: str = "contiguous"
+    zigzag: bool = False  # whether tokens are in zigzag order
     batch: int = 1
     heads: tuple[int, int] = (2, 2)  # of queries, of keys
     scale: float | None = None
@@ -70,12 +50,13 @@ class Case:
         algorithm: Any = self.algorithm
         if algorithm == "hamilton":
             algorithm = Hamilton(self.nodes, self.cycles, self.maps)
+        if algorithm == "balanced":
+            algorithm = Balanced(PlanConfig(block=8))
         return partial(
-            balanced if algorithm == "balanced" else context_parallel_attention,
+            context_parallel_attention,
             axis_name=AXIS,
             algorithm=algorithm,
             mask=self.mask,
-            layout=self.layout,
             scale=self.scale,
             logit_soft_cap=self.logit_soft_cap,
             implementation=self.implementation,
@@ -85,9 +66,17 @@ class Case:
     def order(self):
         """Returns the token stored in each row."""
         num_tokens = self.num_ranks * self.rows
-        if self.layout == "zigzag":
+        if self.zigzag:
             return zigzag_permutation(num_tokens, self.num_ranks)
         return np.arange(num_tokens)
+
+    def given(self, segment_ids=None, positions=None) -> dict[str, Any]:
+        """Returns the keywords of attention for documents in packed order; any may be None."""
+        if not self.zigzag:
+            return {"segment_ids": segment_ids, "positions": positions}
+        if segment_ids is None:
+            segment_ids = np.ones((self.batch, self.num_ranks * self.rows), np.int32)
+        return {"documents": Documents(segment_ids, positions).zigzag(self.num_ranks)}
 
     def __str__(self):
         fields = (f.name for f in dataclasses.fields(self) if getattr(self, f.name) != f.default)
@@ -113,19 +102,23 @@ def draw(case, seed=0) -> Any:
 
 
 def out_and_gradients(case, mesh=None, batch_axis=None) -> Any:
-    """Returns the program `(q, k, v, g, segment_ids, positions) -> (out, dq, dk, dv)` of a case."""
+    """Returns the program `(q, k, v, g, segment_ids, positions) -> (out, dq, dk, dv)` of a case.
+
+    Documents are in packed order, the other arrays in that of the case.
+    """
     rows = P(batch_axis, AXIS)
-    attend = jax.shard_map(
-        lambda q, k, v, ids, at: case.function(q, k, v, segment_ids=ids, positions=at),
+    attend: Any = jax.shard_map(
+        lambda q, k, v, given: case.function(q, k, v, **given),
         mesh=mesh or mesh_of(case.num_ranks),
-        in_specs=(rows,) * 5,
+        in_specs=rows,
         out_specs=rows,
         check_vma=case.check_vma,
     )
 
     @jax.jit
     def run(q, k, v, g, *documents):
-        out, pull_back = jax.vjp(lambda *x: attend(*x, *documents), q, k, v)
+        given = case.given(*documents)
+        out, pull_back = jax.vjp(lambda *x: attend(*x, given), q, k, v)
         return out, *pull_back(g)
 
     return run
@@ -133,12 +126,12 @@ def out_and_gradients(case, mesh=None, batch_axis=None) -> Any:
 
 def run(case, operands, program=None):
     """Returns results in sequence order; all padding rows are NaN."""
-    q, k, v, g, segment_ids, positions = operands
-    if segment_ids is not None:
-        is_token = (segment_ids > 0)[..., None, None]
+    q, k, v, g, *documents = operands
+    if documents[0] is not None:
+        is_token = (documents[0] > 0)[..., None, None]
         q, k, v, g = (np.where(is_token, x, np.array(np.nan, x.dtype)) for x in (q, k, v, g))
-    stored = jax.tree.map(lambda x: x[:, case.order], (q, k, v, g, segment_ids, positions))
-    results = (program or out_and_gradients(case))(*stored)
+    stored = (x[:, case.order] for x in (q, k, v, g))
+    results = (program or out_and_gradients(case))(*stored, *documents)
     return [np.asarray(x)[:, np.argsort(case.order)] for x in results]
 
 

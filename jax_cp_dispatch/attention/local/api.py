@@ -214,13 +214,15 @@ def _read_documents(documents: Any, mask: Any, segment_ids: Any, positions: Any)
     if documents is None:
         check_mask_order("local_attention", mask, PACKED)
         return PackedMask(mask, segment_ids, positions)
-    found = read_given("local_attention", documents, segment_ids, positions, mask)
+    found = read_given(
+        "local_attention", documents, segment_ids, positions, mask, follows_plan=False
+    )
     if found.order != PACKED:
         raise ValueError(
             f"local_attention: the documents are in {found.order}, of which a rank holds a part. "
             "Pass documents in packed order, or call context_parallel_attention."
         )
-    return found.packed._replace(mask=documents.mask if mask is None else mask)
+    return found.packed
 
 
 def attend_ranges(

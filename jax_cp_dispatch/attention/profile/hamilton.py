@@ -103,7 +103,7 @@ def _read_keywords(
         )
     others = {name: given[name] for name in names & given.keys()}
     of_exchange = read_options(op, axis_name, **{name: given.get(name) for name in exchange})
-    found = read_given(op, *(given.get(name) for name in documents))
+    found = read_given(op, *(given.get(name) for name in documents), follows_plan=False)
     return found, AttentionOptions(of_exchange, order=found.order, **others)
 
 

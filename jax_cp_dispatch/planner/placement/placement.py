@@ -242,12 +242,12 @@ class Placement:
         Raises:
           ValueError: an array does not start with `[batch, columns]`.
         """
-        return jax.tree.map(self._apply, arrays, is_leaf=lambda x: isinstance(x, Mask))
+        return jax.tree.map(self._apply, arrays, is_leaf=_is_whole)
 
     def restore(self, arrays: PyTree[Shaped[Any, "B T ..."]]) -> PyTree[Shaped[Any, "B T ..."]]:
         """Puts arrays in placed order back into the order of the batch; the inverse of `apply`."""
         self._check_whole("restore")
-        return jax.tree.map(self._restore, arrays, is_leaf=lambda x: isinstance(x, Mask))
+        return jax.tree.map(self._restore, arrays, is_leaf=_is_whole)
 
     def describe(self) -> str:
         """Returns the text of `PlacedPlan.describe`, and what the batch is without placement.
@@ -349,6 +349,11 @@ class Placement:
 
     def _check_array(self, name: str, x: Any) -> tuple[Any, tuple[int, ...]]:
         """Returns the array's module, and its axes after the tokens."""
+        if isinstance(x, Documents):
+            raise TypeError(
+                f"Placement.{name}: got Documents among the arrays. Pass arrays and masks alone: "
+                "those in placed order are Placement.documents."
+            )
         if not isinstance(x, jax.Array | np.ndarray):
             raise TypeError(
                 f"Placement.{name}: got a value of type {type(x).__name__}; all leaves need to be "
@@ -361,6 +366,10 @@ class Placement:
                 "the tokens of this batch."
             )
         return (np if isinstance(x, np.ndarray) else jnp), tuple(x.shape[2:])
+
+
+def _is_whole(x: Any) -> bool:
+    return isinstance(x, Mask | Documents)
 
 
 def _ids_and_positions(made_of: Any) -> tuple[np.ndarray, np.ndarray]:
