@@ -130,13 +130,6 @@ VIEWS = {
             "all": "{total_s:.2f} ({of_ring:.2f})",
         },
     ),
-    "metadata": View(
-        "**Planning metadata**: {title}, with {num_replicas} replicas, compared with vectorised "
-        "NumPy.",
-        {"ranks × slots": "{world_size} × {num_shards}"},
-        {"ms": "{ms:.2f}", "NumPy ms": "{numpy_ms:.2f}"},
-        shown.with_most("num_shards"),
-    ),
     "planner": View(
         "**Balanced plans**: {tokens_per_rank} tokens per rank, {num_heads} query heads of "
         "{head_size} and fewer KV heads, bfloat16. Work: most pairs of a rank over "

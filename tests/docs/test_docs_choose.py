@@ -1,16 +1,14 @@
-"""docs/choose_an_algorithm.md: code runs, numbers are right, pictures are current.
+"""docs/choose_an_algorithm.md: code runs, numbers are right.
 
 The code blocks run in one process; the page shows their output below each.
 """
 
-import importlib.util
 import json
 import pathlib
 import re
 
 import numpy as np
 import pytest
-from pictures import texts
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "choose_an_algorithm.md").read_text()
@@ -51,23 +49,3 @@ def test_quoted_gains_are_predicted(hardware, ranks, tokens, algorithm, quoted):
     assert quoted in PAGE
     decimals = len(number.split(".")[1])
     assert f"{row['ms']['zigzag'] / row['ms'][algorithm]:.{decimals}f}" == number
-
-
-def test_pictures_match_the_script(tmp_path):
-    images = ROOT / "docs" / "images"
-    spec = importlib.util.spec_from_file_location("draw", images / "draw.py")
-    assert spec and spec.loader
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    script.draw(tmp_path)
-    for name in ("cycles.svg", "schedules.svg"):
-        assert texts(tmp_path / name) == texts(images / name), name
-
-
-def test_invalid_pictures_are_rejected(tmp_path):
-    from jax_cp_dispatch.plots import CyclesRow, plot_cycles, plot_schedules
-
-    with pytest.raises(ValueError, match="plot_cycles: nodes is 2 but there are 3 ranks"):
-        plot_cycles([CyclesRow("three", [[0, 1, 2]], nodes=2)], tmp_path / "no.svg")
-    with pytest.raises(ValueError, match="plot_schedules: num_ranks is 1"):
-        plot_schedules(1, tmp_path / "no.svg")

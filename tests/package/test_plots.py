@@ -8,18 +8,7 @@ import pytest
 from pictures import texts
 
 from jax_cp_dispatch import compute_metadata, cost, plan_attention
-from jax_cp_dispatch.cycles import hamiltonian_cycles
-from jax_cp_dispatch.masks import SlidingWindow
-from jax_cp_dispatch.plots import (
-    CyclesRow,
-    plot_cycles,
-    plot_masks,
-    plot_overlap,
-    plot_plan,
-    plot_schedules,
-    plot_timeline,
-)
-from jax_cp_dispatch.plots.figure import figure_class, label_log_axis, save
+from jax_cp_dispatch.plots import plot_overlap, plot_plan, plot_timeline
 from jax_cp_dispatch.profiling import OverlapProfile
 from jax_cp_dispatch.timeline import COMMUNICATION, COMPUTATION, Span
 
@@ -38,14 +27,9 @@ def steps():
 
 PLOTS: dict[str, Any] = {
     "plot_plan": lambda path: plot_plan(plan_attention(lengths=[[4, 4]], world_size=2), path),
-    "plot_masks": lambda path: plot_masks(
-        {"near": SlidingWindow(2)}, np.array([[1, 1, 1, 2]]), path
-    ),
     "plot_timeline": lambda path: plot_timeline(
         steps(), path, title="2 ranks (h100)", rearrangement={"zigzag": 1e-6}
     ),
-    "plot_cycles": lambda path: plot_cycles([CyclesRow("five", hamiltonian_cycles(5))], path),
-    "plot_schedules": lambda path: plot_schedules(3, path),
     "plot_overlap": lambda path: plot_overlap({"both": OverlapProfile(None, SPANS)}, path),
 }
 
@@ -73,14 +57,6 @@ def test_the_suffix_selects_the_format_and_files_repeat(name, tmp_path):
         (
             "plot_timeline",
             ["ring", "zigzag", "2 ranks (h100): predicted, not measured", "rearrangement"],
-        ),
-        ("plot_cycles", ["five", *"01234"]),
-        ("plot_masks", ["near"]),
-        # Pairs of 3 ranks of 4 tokens: 10 + 16 + 16 for the last; 78 / 3 in the mean.
-        (
-            "plot_schedules",
-            ["ring, contiguous: query-key pairs of the slowest ranks of all steps: 42; of a mean "
-             "rank: 26", "step 2"],
         ),
         (
             "plot_overlap",
@@ -134,18 +110,15 @@ def test_a_rearrangement_is_no_communication(tmp_path, monkeypatch):
     ]
 
 
-def test_logarithmic_axes_have_ticks_within_a_decade(tmp_path):
-    figure = figure_class("test")()
-    axes = figure.subplots()
-    axes.set(xscale="log", xlim=(0.3, 3))
-    label_log_axis(axes.xaxis)
-    save(figure, tmp_path / "log.svg")
-    assert {"0.5", "1", "2"} <= set(texts(tmp_path / "log.svg"))
-
-
 def test_metadata_is_drawn_too(tmp_path):
     metadata = compute_metadata(np.full((2, 1), 4, np.int32), np.array([[1], [0]], np.int32))[0]
     plot_plan(metadata, tmp_path / "moves.svg")
     assert {"moved rows of each rank", "rows that move", "received from others"} <= set(
         texts(tmp_path / "moves.svg")
     )
+
+
+@pytest.mark.parametrize("profiles", [{}, {"nothing": OverlapProfile(None, ())}])
+def test_an_overlap_without_spans_is_rejected(profiles, tmp_path):
+    with pytest.raises(ValueError, match="plot_overlap: the profiles contain no span"):
+        plot_overlap(profiles, tmp_path / "no.svg")
