@@ -3,9 +3,7 @@
 import json
 import pathlib
 import sys
-import types
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -51,11 +49,6 @@ def test_segments_say_what_is_visible(name):
     np.testing.assert_array_equal(visible, of.visible)
 
 
-def test_ranks_whose_documents_share_keys_have_no_segments():
-    start, end = np.array([0, 0, 0, 0]), np.array([3, 4, 1, 2])
-    assert workloads._segments(start, end) is None
-
-
 def test_completions_see_the_prompt_and_themselves():
     of = WORKLOADS["shared prefix"](64)
     sees = lambda i: np.flatnonzero(of.visible[i]).tolist()
@@ -70,12 +63,6 @@ def test_errors_leave_out_keys_that_no_query_sees():
     results = {"out": column(3), "dk": column(2, 1, 9)}
     errors = workloads.relative_errors(results, wanted, jnp.asarray([[True, True, False]]))
     np.testing.assert_allclose([errors["out"], errors["dk"]], [0.5, np.sqrt(0.5)], rtol=1e-6)
-
-
-def test_variants_of_heads():
-    heads = workloads.Heads(32, 8)
-    names = [gpu_attention.varied(heads, x).name() for x in ("64", "192/128", "float16")]
-    assert names == ["32/8 of 64, bfloat16", "32/8 of 192/128, bfloat16", "32/8 of 128, float16"]
 
 
 def test_every_workload_is_measured_and_every_failure_has_a_reason(tmp_path, monkeypatch):
@@ -109,14 +96,6 @@ def test_wrong_results_of_this_package_fail(monkeypatch):
         list(measurement.rows(1))
 
 
-def test_programs_that_need_too_much_memory_are_not_run(monkeypatch):
-    device = types.SimpleNamespace(memory_stats=lambda: {"bytes_limit": 1000})
-    memory = types.SimpleNamespace(temp_size_in_bytes=900)
-    monkeypatch.setattr(jax, "devices", lambda: [device])
-    with pytest.raises(peers.Unsupported, match=r"needs 900 B of memory; 1.0 KB"):
-        gpu_attention.check_memory(types.SimpleNamespace(memory_analysis=lambda: memory))
-
-
 def test_the_profile_tells_own_kernels_from_others(monkeypatch):
     own, other = "void cpd::(anonymous namespace)::AttendKernel<128>(cpd::AttendCall)", "fusion"
     calls = gpu_attention.TRACED_CALLS
@@ -128,16 +107,6 @@ def test_the_profile_tells_own_kernels_from_others(monkeypatch):
     (row,) = gpu_attention.profile([measurement])
     assert (row["own_kernels_ms"], row["device_ms"], row["kernels"]) == (2, 2.1, 0.7)
     assert row["longest"] == {own: 2, other: 0.1} and list(row["longest"]) == [own, other]
-
-
-def test_profiles_have_the_times_of_annotations():
-    def run():
-        with jax.profiler.TraceAnnotation("here"):
-            jax.block_until_ready(jnp.ones(8) + 1)
-
-    trace = device_trace.traced(run, ["here"])
-    start, end = trace.windows["here"]
-    assert start < end and not trace.kernels  # there is no GPU
 
 
 def test_overlap_of_kernels():

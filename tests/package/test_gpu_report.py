@@ -49,14 +49,7 @@ def test_every_step_can_start(everything):
     assert [name for _, _, name, _ in steps[: len(first)]] == first
 
 
-def test_steps_are_chosen_by_name(tmp_path, monkeypatch):
-    monkeypatch.setenv("STEPS", "gemm|smoke: ring")
-    steps, left_out = rehearse(tmp_path)
-    names = [name for _, _, name, _ in steps]
-    assert names == ["machine", "build", "import", "smoke: ring", "gemm"] and not left_out
-
-
-@pytest.mark.parametrize("budget", [540, 300, 60, 4])
+@pytest.mark.parametrize("budget", [540, 60])
 def test_what_does_not_fit_the_budget_is_left_out_by_name(tmp_path, everything, budget):
     everything, _ = everything
     steps, left_out = rehearse(tmp_path, *(["--budget", str(budget)] if budget != 540 else []))
@@ -68,32 +61,6 @@ def test_what_does_not_fit_the_budget_is_left_out_by_name(tmp_path, everything, 
     usual = {"smoke": 5, "warm-": 10, "betwe": 60}
     assert sum(min(int(n), usual.get(name[:5], 999)) for _, n, name, _ in steps) <= budget
     assert left_out, "the steps' own limits add up to more than 9 minutes"
-
-
-def test_between_gpus_needs_two(everything, tmp_path):
-    """Where CUDA finds one, the section says so; a machine that has none rehearses it."""
-    names = [name for _, _, name, _ in everything[0]]
-    rates = names.index("between GPUs: rates")
-    assert all(name.startswith("between GPUs: ") for name in names[rates - 5 : rates])
-    python = tmp_path / "python"
-    one = f'case "$2" in *device_count*) echo 1 ;; *) exec {sys.executable} "$@" ;; esac'
-    python.write_text(f"#!/bin/sh\n{one}\n")
-    python.chmod(0o755)
-    ran = subprocess.run(
-        [SCRIPT, "--dry-run", tmp_path / "out"],
-        env={**os.environ, "PYTHON": python, "STEPS": "between"},
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert "between GPUs: one GPU" in ran.stdout and "between GPUs: rates" not in ran.stdout
-    assert "cannot run: between" not in ran.stdout
-
-
-def test_a_budget_is_a_number_of_seconds(tmp_path):
-    for budget in ("9m", "0", "-5", ""):
-        ran = subprocess.run(
-            [SCRIPT, "--dry-run", "--budget", budget, tmp_path], capture_output=True, text=True
-        )
-        assert ran.returncode == 2 and ran.stderr.startswith("usage: gpu_report.sh"), budget
 
 
 def test_the_smoke_table_has_a_line_for_each_operation():

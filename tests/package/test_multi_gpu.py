@@ -126,29 +126,6 @@ def test_a_section_that_does_not_begin_is_in_the_file(tmp_path, monkeypatch):
     assert multi_gpu.main() == 1 and output.read_text() == before  # process 0 writes
 
 
-def test_a_failure_becomes_a_row_and_until_then_the_file_says_that_it_did_not_end(tmp_path):
-    sys.path.insert(0, str(SCRIPT.parent))
-    import common  # pyright: ignore[reportMissingImports]
-
-    output = tmp_path / "report.json"
-    rows_of_file = lambda: json.loads(output.read_text())["rows"]
-    report = common.Report(output, "title", topology=["GPU0"])
-    in_between = []
-
-    def measured():
-        in_between.extend(rows_of_file())
-        yield {"what": "first"}
-        raise RuntimeError("out of memory")
-
-    report.section("movement", measured, unless_it_ends={"error": "it did not end"})
-    assert in_between == [{"error": "it did not end"}]
-    assert rows_of_file() == [
-        {"what": "first"},
-        {"error": "RuntimeError: out of memory", "what": "movement"},
-    ]
-    assert report.has_failed and json.loads(output.read_text())["topology"] == ["GPU0"]
-
-
 def test_exchanges_say_how_much_memory_they_need():
     """Two halves of rows and tags for each channel; calls that are alike share one."""
     sys.path.insert(0, str(SCRIPT.parent))

