@@ -1,58 +1,48 @@
-"""Draws cycles over ranks: one small diagram for each, and one for all of them."""
+"""Redraws cycles.svg of ../choose_an_algorithm.md: cycles over ranks, each and all together."""
 
 import cmath
 import math
-import os
+import pathlib
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jax_cp_dispatch.cycles.integer_rows import CycleRows, check_cycles
+from jax_cp_dispatch.cycles import hamiltonian_cycles, two_level_cycles
 from jax_cp_dispatch.plots.figure import LINE, color, figure_class, save
 
 _SIZE = 1.25  # inches of a diagram
 
 
-class CyclesRow(NamedTuple):
+class Row(NamedTuple):
     """One row of the picture: a title, cycles over n ranks, and the number of nodes."""
 
     title: str
-    cycles: CycleRows
+    cycles: Sequence[Sequence[int]]
     nodes: int = 1
 
 
-def plot_cycles(rows: Sequence[CyclesRow], path: str | os.PathLike) -> None:
-    """Draws, for each row, every cycle separately and then all together; one colour per chunk.
-
-    Args:
-      rows: of the picture; cycles as in `check_cycles`.
-      path: the file to write; its suffix selects the format.
-    Raises:
-      ImportError: matplotlib is not installed.
-      ValueError, TypeError: see `check_cycles`; the nodes do not divide the ranks.
-    """
-    checked = []
-    for row in rows:
-        num_ranks = len(row.cycles[0])
-        checked.append(check_cycles(row.cycles, num_ranks, op="plot_cycles"))
-        if row.nodes < 1 or num_ranks % row.nodes:
-            raise ValueError(
-                f"plot_cycles: nodes is {row.nodes} but there are {num_ranks} ranks; it needs to "
-                "divide them."
-            )
-    columns = 1 + max(map(len, checked))
+def draw(folder: pathlib.Path) -> None:
+    rails = two_level_cycles(4, 2, rail_aligned=True)
+    rows = [
+        Row("K₅: 5 ranks, 4 chunks, and all together", hamiltonian_cycles(5)),
+        Row("K₈: 8 ranks, 7 chunks", hamiltonian_cycles(8)),
+        Row("4-K₄-4: 2 nodes of 4 ranks, 4 chunks", two_level_cycles(4, 2), nodes=2),
+        Row("the same, aligned to rails", rails, nodes=2),
+    ]
+    columns = 1 + max(len(row.cycles) for row in rows)
     size = columns * _SIZE, len(rows) * (_SIZE + 0.3)
-    figure = figure_class("plot_cycles")(figsize=size, layout="constrained")
+    figure = figure_class("draw_cycles")(figsize=size, layout="constrained")
     panels = figure.subplots(len(rows), columns, squeeze=False)
     for axes in panels.ravel():
         axes.set(xlim=(0, 1), ylim=(1, 0), aspect="equal")
         axes.axis("off")
-    for line, row, cycles in zip(panels, rows, checked, strict=True):
-        line[0].set_title(row.title, loc="left", fontsize=9)
-        places = _places(len(cycles[0]), row.nodes)
+    for line, (title, cycles, nodes) in zip(panels, rows, strict=True):
+        line[0].set_title(title, loc="left", fontsize=9)
+        places = _places(len(cycles[0]), nodes)
         for chunk, cycle in enumerate(cycles):
             _draw(line[chunk], {chunk: cycle}, places)
         _draw(line[len(cycles)], dict(enumerate(cycles)), places)
-    save(figure, path)
+    save(figure, folder / "cycles.svg")
 
 
 def _places(num_ranks: int, nodes: int) -> list[complex]:
@@ -83,3 +73,7 @@ def _draw(axes: Any, cycles: Mapping[int, Sequence[int]], places: list[complex])
     for rank, (x, y) in enumerate(at):
         axes.plot(x, y, "o", markersize=10, markerfacecolor="white", markeredgecolor=LINE)
         axes.text(x, y, str(rank), ha="center", va="center", fontsize=7)
+
+
+if __name__ == "__main__":
+    draw(pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else pathlib.Path(__file__).parent)

@@ -1,6 +1,7 @@
-"""Draws causal attention step by step: which rank attends to which keys, and when."""
+"""Redraws schedules.svg of ../choose_an_algorithm.md: which rank attends which keys, and when."""
 
-import os
+import pathlib
+import sys
 from typing import Any
 
 import numpy as np
@@ -20,31 +21,23 @@ _BAR = 0.05  # height of a bar, of the side of the triangle
 _Rectangle = tuple[int, int, int, int]
 
 
-def plot_schedules(num_ranks: int, path: str | os.PathLike) -> None:
+def draw(folder: pathlib.Path) -> None:
     """Draws the steps of ring, zigzag and Hamilton attention for one causal document.
 
     For each step, the part of the causal triangle (queries down, keys to the right) that each rank
     computes, in its colour; below it the work of each rank, on a common scale.
-
-    Args:
-      num_ranks: at least 2.
-      path: the file to write; its suffix selects the format.
-    Raises:
-      ImportError: matplotlib is not installed.
-      ValueError: there are fewer ranks.
     """
-    if num_ranks < 2:
-        raise ValueError(f"plot_schedules: num_ranks is {num_ranks}; it needs to be at least 2.")
+    num_ranks = 5
     num_tokens = 2 * (num_ranks - 1)  # per rank, so that each block has a token for every chunk
     contiguous, zigzag = contiguous_layout, zigzag_layout
-    ring, hamilton = (x.schedule("plot_schedules", num_ranks) for x in (Ring(), Hamilton()))
+    ring, hamilton = (x.schedule("draw_schedules", num_ranks) for x in (Ring(), Hamilton()))
     algorithms = [
         ("ring, contiguous", contiguous(num_ranks, num_tokens), ring),
         ("zigzag ring", zigzag(num_ranks, num_tokens), ring),
         (f"Hamilton, {hamilton.num_chunks} chunks", zigzag(num_ranks, num_tokens), hamilton),
     ]
     size = 1.6 * num_ranks, len(algorithms) * (2.0 + 0.08 * num_ranks)
-    figure = figure_class("plot_schedules")(figsize=size)
+    figure = figure_class("draw_schedules")(figsize=size)
     panels = figure.subplots(len(algorithms), num_ranks, squeeze=False)
     figure.subplots_adjust(0.04, 0.05, 0.99, 0.95, wspace=0.1, hspace=0.15)  # wide titles overlap
     for line, (title, layout, schedule) in zip(panels, algorithms, strict=True):
@@ -54,7 +47,7 @@ def plot_schedules(num_ranks: int, path: str | os.PathLike) -> None:
                       fontsize=8)  # fmt: skip
     panels[0, 0].set_ylabel("queries", fontsize=8)
     panels[0, 0].set_xlabel("keys; work of ranks", fontsize=8)
-    save(figure, path)
+    save(figure, folder / "schedules.svg")
 
 
 def _draw_algorithm(line: Any, title: str, layout: SequenceLayout, schedule: Any) -> None:
@@ -109,3 +102,7 @@ def _draw_step(
     axes.set(xlim=(0, total), ylim=(bottom, 0), aspect="equal", xticks=[], yticks=[])
     for side in axes.spines.values():
         side.set_visible(False)
+
+
+if __name__ == "__main__":
+    draw(pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else pathlib.Path(__file__).parent)

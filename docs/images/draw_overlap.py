@@ -1,17 +1,11 @@
-"""Redraws cycles.svg and schedules.svg of ../choose_an_algorithm.md.
-
-Also overlap.svg of ../comm_gemm.md: a prediction, not a measurement; and masks.svg of ../masks.md,
-from the examples of that page.
-"""
+"""Redraws overlap.svg of ../comm_gemm.md: a prediction, not a measurement."""
 
 import pathlib
-import re
 import sys
 from collections.abc import Callable
 
 from jax_cp_dispatch.cost import HARDWARE, CommGemmShape
-from jax_cp_dispatch.cycles import hamiltonian_cycles, two_level_cycles
-from jax_cp_dispatch.plots import CyclesRow, plot_cycles, plot_masks, plot_overlap, plot_schedules
+from jax_cp_dispatch.plots import plot_overlap
 from jax_cp_dispatch.profiling import OverlapProfile
 from jax_cp_dispatch.timeline import COMMUNICATION, COMPUTATION, Span
 
@@ -27,20 +21,7 @@ Track = list[tuple[str, str, float, float]]
 
 
 def draw(folder: pathlib.Path) -> None:
-    rails = two_level_cycles(4, 2, rail_aligned=True)
-    rows = [
-        CyclesRow("K₅: 5 ranks, 4 chunks, and all together", hamiltonian_cycles(5)),
-        CyclesRow("K₈: 8 ranks, 7 chunks", hamiltonian_cycles(8)),
-        CyclesRow("4-K₄-4: 2 nodes of 4 ranks, 4 chunks", two_level_cycles(4, 2), nodes=2),
-        CyclesRow("the same, aligned to rails", rails, nodes=2),
-    ]
-    plot_cycles(rows, folder / "cycles.svg")
-    plot_schedules(5, folder / "schedules.svg")
     plot_overlap(overlaps(), folder / "overlap.svg")
-    names: dict = {}
-    page = pathlib.Path(__file__).parents[1] / "masks.md"
-    exec(re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.S)[0], names)
-    plot_masks(names["examples"], names["ids"], folder / "masks.svg")
 
 
 def overlaps() -> dict[str, OverlapProfile]:

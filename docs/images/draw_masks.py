@@ -1,12 +1,12 @@
-"""Draws masks: for each, the keys that every query sees."""
+"""Redraws masks.svg of ../masks.md, from the examples of that page."""
 
-import os
-from collections.abc import Mapping
+import pathlib
+import re
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
 
 from jax_cp_dispatch.documents.packed_mask import PackedMask
 from jax_cp_dispatch.documents.ranges import attended_tokens
@@ -17,20 +17,14 @@ _SIZE = 1.7  # inches of a mask
 _COLUMNS = 5
 
 
-def plot_masks(
-    masks: Mapping[str, Mask], segment_ids: Int[np.ndarray, "1 T"], path: str | os.PathLike
-) -> None:
-    """Draws the pairs that each mask admits in one batch row: queries down, keys across.
-
-    Args:
-      masks: by title.
-      segment_ids: the documents of the row; 0 is padding.
-      path: the file to write; its suffix selects the format.
-    Raises:
-      ImportError: matplotlib is not installed.
-    """
+def draw(folder: pathlib.Path) -> None:
+    """Draws the pairs that each mask of the page admits: queries down, keys across."""
+    names: dict = {}
+    page = pathlib.Path(__file__).parents[1] / "masks.md"
+    exec(re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.S)[0], names)
+    masks, segment_ids = names["examples"], names["ids"]
     rows = -(-len(masks) // _COLUMNS)
-    figure = figure_class("plot_masks")(
+    figure = figure_class("draw_masks")(
         figsize=(_COLUMNS * _SIZE, rows * (_SIZE + 0.2)), layout="constrained"
     )
     panels = figure.subplots(rows, _COLUMNS, squeeze=False).ravel()
@@ -47,7 +41,7 @@ def plot_masks(
         axes.axis("on")
         axes.set(xticks=[], yticks=[])
         axes.set_title(title, fontsize=8)
-    save(figure, path)
+    save(figure, folder / "masks.svg")
 
 
 def _pairs(mask: Mask, segment_ids: np.ndarray) -> np.ndarray:
@@ -60,3 +54,7 @@ def _pairs(mask: Mask, segment_ids: np.ndarray) -> np.ndarray:
     if ranges.q_start is not None:
         seen &= (ranges.q_start[0] <= token[:, None]) & (token[:, None] < ranges.q_end[0])
     return seen.astype(int)
+
+
+if __name__ == "__main__":
+    draw(pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else pathlib.Path(__file__).parent)
