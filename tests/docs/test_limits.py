@@ -51,7 +51,7 @@ def inside(fn, mesh, in_specs=ROWS, out_specs=ROWS, **options):
 
 @pytest.mark.parametrize("implementation, gathers", [("in_process", False), ("xla", True)])
 def test_only_xlas_collectives_gather_the_rows_of_all_ranks(implementation, gathers):
-    """They also cannot reject an invalid plan: see `test_xla_collectives.py`."""
+    """They also cannot reject an invalid plan: see `test_implementations.py`."""
     move = inside(partial(send, implementation=implementation), mesh_of(W))
     text = compiled(move, X, METADATA).as_text()
     assert ("all-gather" in text) is gathers
