@@ -249,11 +249,11 @@ def test_invalid_plans_are_rejected_on_all_ranks(implementation):
     capacity = capacity_of(good)
     x = np.random.default_rng(4).normal(size=(W, T, 3)).astype(np.float32)
     y = dispatched(good, x, capacity)
-    tags = np.ones((W, T), np.int32)
+    others = [np.abs(x).astype(jnp.dtype(name)) for name in ["int32", *WIDTHS]]
 
-    def local(x, y, tags, m):
+    def local(x, others, y, m):
         options: Any = {"axis_name": AXIS, "implementation": implementation}
-        sent = dispatch((x, tags, *map(x.astype, WIDTHS)), m, capacity=capacity, **options)
+        sent = dispatch((x, others), m, capacity=capacity, **options)
         return sent, combine(y, m, num_tokens=T, **options)
 
     run = on_ranks(local, mesh_of(W, MESH_ORDER))
@@ -263,14 +263,14 @@ def test_invalid_plans_are_rejected_on_all_ranks(implementation):
         spoil(bad)
         if implementation == "in_process":
             with pytest.raises(jax.errors.JaxRuntimeError, match=message or "rank"):
-                jax.block_until_ready(run(x, y, tags, Metadata(**bad)))
+                jax.block_until_ready(run(x, others, y, Metadata(**bad)))
             continue
-        for result in map(np.asarray, jax.tree.leaves(run(x, y, tags, Metadata(**bad)))):
+        for result in map(np.asarray, jax.tree.leaves(run(x, others, y, Metadata(**bad)))):
             if jnp.issubdtype(result.dtype, jnp.inexact):
                 assert np.isnan(np.real(result).astype(np.float32)).all(), (message, result.dtype)
             else:
                 assert not result.any(), (message, result.dtype)
-    (sent, *_), home = run(x, y, tags, Metadata(**good))
+    (sent, _), home = run(x, others, y, Metadata(**good))
     np.testing.assert_array_equal(sent, y)
     np.testing.assert_array_equal(home, combined(good, y, T, np.float32))
 
