@@ -41,17 +41,17 @@ class XlaRanks(NamedTuple):
             return lax.all_gather(x, self.axis_names)
         return x.reshape(self.num_ranks, x.shape[0] // self.num_ranks, *x.shape[1:])
 
-    def rows_of_each(self, x: Array) -> int:
+    def rows_per_rank_in(self, x: Array) -> int:
         """Returns the rows of one rank in an array."""
         return x.shape[0] // (1 if self.axis_names else self.num_ranks)
 
-    def are_ragged(self, num_rows: int, plan: "Plan") -> bool:
+    def are_ragged(self, num_rows: int, plan: "Transfers") -> bool:
         """Whether rows move by `ragged_all_to_all`; `num_rows` is how many may be written."""
         fits = num_rows > 0 and plan.dst_rank.size <= MAX_UPDATES
         return self.may_be_ragged and bool(self.axis_names) and self.num_ranks > 1 and fits
 
 
-class Received(NamedTuple):
+class SortedReplicas(NamedTuple):
     """The replicas of all shards, sorted by destination rank and row."""
 
     rank: Int32[Array, " WSC"]
@@ -60,14 +60,14 @@ class Received(NamedTuple):
     replica: Int32[Array, " WSC"]  # its index in [W, S, C]
 
 
-class Plan(NamedTuple):
+class Transfers(NamedTuple):
     """The transfers of all ranks, and whether the native handlers would accept them."""
 
     dst_rank: Int32[Array, "W S C"]  # -1 where nothing moves
     dst_row: Int32[Array, "W S C"]
     src_row: Int32[Array, "W S"]
     num_rows: Int32[Array, "W S"]  # 0 where nothing moves
-    received: Received
+    received: SortedReplicas
     is_valid: Bool[Array, ""]
 
     @property
@@ -82,14 +82,14 @@ class Plan(NamedTuple):
         return (lax.cumsum(flat, axis=1) - flat).reshape(self.dst_rank.shape)
 
 
-def read_plan(
+def read_transfers(
     metadata: MetadataOperands,
     ranks: XlaRanks,
     *,
     num_tokens: int,
     capacity: int,
     fingerprint: Int32[Array, " 9"] | None = None,
-) -> Plan:
+) -> Transfers:
     """Gathers the metadata of all ranks and checks it.
 
     Args:
@@ -102,7 +102,7 @@ def read_plan(
       The plan. If it is not valid, its other fields are undefined.
     """
     num_ranks = ranks.num_ranks
-    metadata = _metadata_of_all_ranks(metadata, ranks)
+    metadata = _gather_metadata(metadata, ranks)
     seq_len, src_row = metadata.seq_len, metadata.src_offset
     dst_rank, dst_row = metadata.dst_rank, metadata.dst_offset
     if dst_rank.ndim == 2:
@@ -142,7 +142,7 @@ def read_plan(
     )
     if fingerprint is not None:
         is_valid &= _do_fingerprints_match(fingerprint, ranks.axis_names)
-    return Plan(dst_rank, dst_row, src_row, jnp.max(num_moved, axis=2), received, is_valid)
+    return Transfers(dst_rank, dst_row, src_row, jnp.max(num_moved, axis=2), received, is_valid)
 
 
 def _do_fingerprints_match(
@@ -154,7 +154,7 @@ def _do_fingerprints_match(
     return is_right & jnp.all(fingerprints[:, 0] == fingerprints[0, 0])
 
 
-def find_sources(plan: Plan, rank: Array, capacity: int) -> tuple[Array, Array]:
+def find_sources(plan: Transfers, rank: Array, capacity: int) -> tuple[Array, Array]:
     """Returns, per row of the rank's receive buffer, its source rank (-1: none) and row."""
     _, num_slots, num_replicas = plan.dst_rank.shape
     received = plan.received
@@ -168,7 +168,7 @@ def find_sources(plan: Plan, rank: Array, capacity: int) -> tuple[Array, Array]:
     return src_rank, plan.src_row.ravel()[shard] + rows - received.begin[place]
 
 
-def _metadata_of_all_ranks(metadata: MetadataOperands, ranks: XlaRanks) -> MetadataOperands:
+def _gather_metadata(metadata: MetadataOperands, ranks: XlaRanks) -> MetadataOperands:
     """Returns every field with a leading W, in int32, gathered by one collective."""
     metadata = jax.tree.map(_to_int32, metadata)
     shape = metadata.seq_len.shape
@@ -195,13 +195,13 @@ def _saturating_starts(lengths: Array, limit: int) -> Array:
     return jnp.pad(ends[:, :-1], ((0, 0), (1, 0)))
 
 
-def _sort_received(dst_rank: Array, dst_row: Array, num_rows: Array) -> Received:
+def _sort_received(dst_rank: Array, dst_row: Array, num_rows: Array) -> SortedReplicas:
     index = jnp.arange(dst_rank.size, dtype=jnp.int32)
     rank, begin, end = (x.ravel() for x in (dst_rank, dst_row, dst_row + num_rows))
-    return Received(*lax.sort((rank, begin, end, index), num_keys=2))
+    return SortedReplicas(*lax.sort((rank, begin, end, index), num_keys=2))
 
 
-def _overlap(received: Received) -> Array:
+def _overlap(received: SortedReplicas) -> Array:
     """Whether two replicas are sent to the same row."""
     rank, begin, end, _ = received
     return jnp.any((rank[1:] == rank[:-1]) & (rank[1:] >= 0) & (begin[1:] < end[:-1]))

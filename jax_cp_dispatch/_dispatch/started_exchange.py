@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import DTypeLike, Num, PyTree, Shaped
 
 from jax_cp_dispatch._dispatch.arguments import Argument, Rows, outgoing, returning
-from jax_cp_dispatch._dispatch.exchange import SCOPE, Prepared, prepare, results_of
+from jax_cp_dispatch._dispatch.exchange import SCOPE, Prepared, finish_results, prepare
 from jax_cp_dispatch._dispatch.pair import PairValues, done_p, num_held, start_p
 from jax_cp_dispatch._ranks.axis import AxisName
 from jax_cp_dispatch._ranks.options import CollectiveOptions, read_options
@@ -43,7 +43,7 @@ class StartedExchange:
                 outs = done_p.bind(*fields, *values.flat(), exchange=exchange)
             moved, leaves = outs[: exchange.num_arrays], outs[exchange.num_arrays :]
             beside = jax.tree.unflatten(tree, leaves)
-        return results_of(self._call.layouts, moved), beside
+        return finish_results(self._call.results, moved), beside
 
 
 def start(

@@ -11,7 +11,7 @@ import numpy as np
 from jax_cp_dispatch._ranks import runtime
 from jax_cp_dispatch._ranks.communicator import Communicator
 from jax_cp_dispatch.comm_gemm.engine.overlap import Overlap
-from jax_cp_dispatch.comm_gemm.scaled.mxfp8 import Layout, tiles_shape
+from jax_cp_dispatch.comm_gemm.scaled.mxfp8 import BlockLayout, tiles_shape
 from jax_cp_dispatch.comm_gemm.types import CommOverlapMethod, CommOverlapType, ScalingMode
 
 
@@ -111,7 +111,7 @@ class GemmCall:
         return self.scaling_mode == ScalingMode.MXFP8_1D_SCALING
 
     @property
-    def scale_layouts(self) -> tuple[Layout, Layout]:
+    def scale_layouts(self) -> tuple[BlockLayout, BlockLayout]:
         """Layouts of the scales of lhs and rhs: blocks of 32 lie along the contracted dimension."""
         return (
             "column" if self.lhs_transposed else "row",

@@ -103,13 +103,20 @@ def test_every_summable_dtype_returns(implementation, wide_types):
         np.testing.assert_array_equal(bits(got[name]), bits(expected), err_msg=name)
 
 
-@pytest.mark.parametrize("dtype", ["int4", "uint4", "int2", "uint2", "float4_e2m1fn"])
-def test_dtypes_smaller_than_a_byte_are_rejected(unchecked_types, dtype):
-    move = lambda x: dispatch(
-        x, Metadata(**plan_of("one replica")), axis_name=AXIS, capacity=9, mesh=mesh_of(W)
-    )
-    with pytest.raises(TypeError, match=f"x has dtype {dtype}, less than a byte per element"):
-        jax.eval_shape(move, jax.ShapeDtypeStruct((W * T, 2), dtype))
+def test_a_row_with_one_source_keeps_its_bits_by_xla():
+    """Every NaN and -0.0, whether rows are named in order or by `src_offset`."""
+    rng, plan = np.random.default_rng(3), plan_of("one replica")
+    y = [random_bits(rng, n, W, capacity_of(plan), 2) for n in ("float32", "bfloat16", FLOAT8[3])]
+
+    def local(y, m):
+        return combine(y, m, axis_name=AXIS, num_tokens=T, implementation="xla")
+
+    run = on_ranks(local, mesh_of(W))
+    starts = np.cumsum(plan["seq_len"], 1, dtype=np.uint32) - plan["seq_len"]
+    for fields in (plan, {**plan, "src_offset": starts}):
+        for total, rows in zip(run(y, Metadata(**fields)), y, strict=True):
+            raw = rows.view(f"u{rows.itemsize}")
+            np.testing.assert_array_equal(bits(total), bits(combined(plan, raw, T, raw.dtype)))
 
 
 @pytest.mark.parametrize("kind", ["three replicas", "rows named twice"])
@@ -172,35 +179,69 @@ def test_on_arrays_of_all_ranks(implementation):
 # ---- Invalid plans: an error from native handlers, NaN (or zero) from XLA's collectives.
 
 
-def _a_rank_too_large(plan):
-    plan["dst_rank"][tuple(np.argwhere(plan["seq_len"] > 0)[0])] = W
+def moving_shards(plan):
+    """Returns the indices (rank, slot, replica) of the shards that move rows."""
+    return np.argwhere((plan["dst_rank"] >= 0) & (plan["seq_len"] > 0)[..., None])
 
 
-def _too_many_rows(plan):
+def first_to(rank):
+    def spoil(plan):
+        plan["dst_rank"][tuple(moving_shards(plan)[0])] = rank
+
+    return spoil
+
+
+def too_many_rows(plan):
     plan["seq_len"][2, S - 1] += 2 * T
+    plan["dst_rank"][2, S - 1] = 0
 
 
-def _an_offset_too_large(plan):
+def rows_past_32_bits(plan):
+    plan["seq_len"][2] = 2**31
+    plan["dst_rank"][2] = -1
+    plan["dst_rank"][2, S - 1, 0] = 0
+
+
+def an_offset_too_large(plan):
     plan["dst_offset"][plan["dst_rank"] == 3] = 2**31
 
 
-def _overlapping_rows(plan):
-    first, last = np.argwhere((plan["dst_rank"] >= 0) & (plan["seq_len"] > 0)[..., None])[[0, -1]]
-    plan["dst_offset"][tuple(last)] = plan["dst_offset"][tuple(first)]
-    plan["dst_rank"][tuple(last)] = plan["dst_rank"][tuple(first)]
+def overlapping_rows(plan):
+    first, last = map(tuple, moving_shards(plan)[[0, -1]])
+    for field in "dst_offset", "dst_rank":
+        plan[field][last] = plan[field][first]
 
 
-def _counts_that_are_not_what_is_sent(plan):
+def a_slot_cut_off(plan):
+    plan["dst_rank"][tuple(moving_shards(plan)[0])] = -1
+
+
+def counts_that_are_not_what_is_sent(plan):
     plan["num_recv_tokens"][0, [1, W]] += 1
 
 
-def _a_total_beyond_capacity(plan):
+def a_total_beyond_capacity(plan):
     plan["num_recv_tokens"][3, W] = 2**20
 
 
-def _a_source_beyond_the_rows(plan):
-    rank, slot = np.argwhere((plan["dst_rank"] >= 0).any(2) & (plan["seq_len"] > 0))[0]
+def a_source_beyond_the_rows(plan):
+    rank, slot, _ = moving_shards(plan)[0]
     plan["src_offset"][rank, slot] = T
+
+
+INVALID = {
+    first_to(W): r"has dst_rank 4; it must be in \[-1, 4\)",
+    first_to(-2): r"has dst_rank -2; it must be in \[-1, 4\)",
+    too_many_rows: r"rank 2 slot 4 names \d+ rows from row \d+ but the rank",
+    rows_past_32_bits: r"rank 2 slot 4 names 2147483648 rows",
+    an_offset_too_large: r"rank 3 would receive 21474836\d\d tokens",
+    overlapping_rows: "",  # whichever error is found first
+    a_slot_cut_off: r"num_recv_tokens.*a static bound \(max_recv_seqs",
+    counts_that_are_not_what_is_sent: r"rank 0 expects \d+ tokens from rank 1 \(num_recv_tokens",
+    a_total_beyond_capacity: "rank 3 would receive 1048576 tokens but capacity .* Pass capacity>",
+    a_source_beyond_the_rows: r"rank \d slot \d names \d+ rows from row 8",
+}
+WIDTHS = ["bfloat16", "complex64", "float8_e4m3b11fnuz", "float8_e8m0fnu", "bool"]
 
 
 def test_invalid_plans_are_rejected_on_all_ranks(implementation):
@@ -208,37 +249,73 @@ def test_invalid_plans_are_rejected_on_all_ranks(implementation):
     capacity = capacity_of(good)
     x = np.random.default_rng(4).normal(size=(W, T, 3)).astype(np.float32)
     y = dispatched(good, x, capacity)
-    tags = np.ones((W, T), np.int32)
+    others = [np.abs(x).astype(jnp.dtype(name)) for name in ["int32", *WIDTHS]]
 
-    def local(x, y, tags, m):
+    def local(x, others, y, m):
         options: Any = {"axis_name": AXIS, "implementation": implementation}
-        sent = dispatch((x, x.astype(jnp.bfloat16), tags), m, capacity=capacity, **options)
-        return *sent, combine(y, m, num_tokens=T, **options)
+        sent = dispatch((x, others), m, capacity=capacity, **options)
+        return sent, combine(y, m, num_tokens=T, **options)
 
     run = on_ranks(local, mesh_of(W, MESH_ORDER))
-    for spoil in (
-        _a_rank_too_large,
-        _too_many_rows,
-        _an_offset_too_large,
-        _overlapping_rows,
-        _counts_that_are_not_what_is_sent,
-        _a_total_beyond_capacity,
-        _a_source_beyond_the_rows,
-    ):
+    for spoil, message in INVALID.items():
         bad: dict[str, Any] = {name: np.array(value) for name, value in good.items()}
         bad["world_size"] = W
         spoil(bad)
         if implementation == "in_process":
-            with pytest.raises(jax.errors.JaxRuntimeError, match="rank"):
-                jax.block_until_ready(run(x, y, tags, Metadata(**bad)))
-        else:
-            sent, narrow, arrived, home = run(x, y, tags, Metadata(**bad))
-            for result in sent, narrow, home:
-                assert np.isnan(np.asarray(result, np.float32)).all(), spoil.__name__
-            assert not arrived.any(), spoil.__name__
-    sent, _, _, home = run(x, y, tags, Metadata(**good))
+            with pytest.raises(jax.errors.JaxRuntimeError, match=message or "rank"):
+                jax.block_until_ready(run(x, others, y, Metadata(**bad)))
+            continue
+        for result in map(np.asarray, jax.tree.leaves(run(x, others, y, Metadata(**bad)))):
+            if jnp.issubdtype(result.dtype, jnp.inexact):
+                assert np.isnan(np.real(result).astype(np.float32)).all(), (message, result.dtype)
+            else:
+                assert not result.any(), (message, result.dtype)
+    (sent, _), home = run(x, others, y, Metadata(**good))
     np.testing.assert_array_equal(sent, y)
     np.testing.assert_array_equal(home, combined(good, y, T, np.float32))
+
+
+def test_slots_that_move_nothing_are_not_checked(implementation):
+    plan = plan_of("one replica")
+    plan["dst_rank"][[1, 2], S - 1] = -1
+    plan["num_recv_tokens"][:] = 0
+    for rank, slot, _ in moving_shards(plan):
+        to = plan["dst_rank"][rank, slot, 0]
+        plan["num_recv_tokens"][to, [rank, W]] += plan["seq_len"][rank, slot]
+    capacity = 4 * W * T
+    x = np.random.default_rng(5).normal(size=(W, T, 3)).astype(np.float32)
+
+    def local(x, m):
+        return dispatch(x, m, axis_name=AXIS, capacity=capacity, implementation=implementation)
+
+    run = on_ranks(local, mesh_of(W))
+    expected = run(x, Metadata(**plan))
+    assert not np.isnan(expected).any()
+    plan["seq_len"][1, S - 1] = 2**32 - 1  # the last of its rank, not sent
+    plan["seq_len"][2, S - 1], plan["dst_rank"][2, S - 1] = 0, 99
+    plan["dst_offset"][[1, 2], S - 1] = 2**32 - 1
+    np.testing.assert_array_equal(run(x, Metadata(**plan)), expected)
+
+
+def test_metadata_may_have_64_bits(implementation, wide_types):
+    plan = plan_of("three replicas")
+    capacity = capacity_of(plan)
+    x = np.random.default_rng(6).normal(size=(W, T, 3)).astype(np.float32)
+
+    def local(x, m):
+        return dispatch(x, m, axis_name=AXIS, capacity=capacity, implementation=implementation)
+
+    run = on_ranks(local, mesh_of(W))
+    fields = ("num_recv_tokens", "seq_len", "dst_rank", "dst_offset")
+    wide = {**plan, **{name: plan[name].astype(np.int64) for name in fields}}
+    np.testing.assert_array_equal(run(x, Metadata(**wide)), dispatched(plan, x, capacity))
+    for name, step in ("num_recv_tokens", 2**32), ("seq_len", 2**32), ("dst_offset", -capacity):
+        bad = Metadata(**{**wide, name: wide[name] + step})
+        if implementation == "in_process":
+            with pytest.raises(jax.errors.JaxRuntimeError, match="rank"):
+                jax.block_until_ready(run(x, bad))
+        else:
+            assert np.isnan(run(x, bad)).all(), name
 
 
 def test_ranks_without_rows(implementation):
