@@ -19,7 +19,7 @@ import common
 import packing
 from matplotlib.figure import Figure
 
-from jax_cp_dispatch import PlacementConfig, PlanConfig, place_tokens, plan_attention
+from jax_cp_dispatch import PlanConfig, place_tokens, plan_attention
 from jax_cp_dispatch.cost import HARDWARE, Prediction, Traffic, Workload, predict, rows_by_link
 from jax_cp_dispatch.metadata import Metadata
 from jax_cp_dispatch.plots.figure import label_log_axis
@@ -110,7 +110,7 @@ def moves(lengths: tuple[int, ...], num_ranks: int) -> dict[str, Any]:
     )
     plan = plan_attention(lengths=[lengths], world_size=num_ranks, config=config)
     queries, keys = by_link(plan.q_metadata), by_link(plan.kv_metadata)
-    nodes = PlacementConfig(ranks_per_node=size)
+    nodes = PlanConfig(ranks_per_node=size)
     placed = place_tokens([lengths], world_size=num_ranks, config=nodes).plan
     return {"moved_tokens": (queries, keys), "placed_tokens": by_link(placed.kv_metadata)}
 

@@ -35,7 +35,7 @@ from jax_cp_dispatch.masks.read import (
     check_mask_arrays,
     read_mask,
 )
-from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan
+from jax_cp_dispatch.planner import Plan
 from jax_cp_dispatch.planner.stack import check_groups, is_stack
 
 _OP = "context_parallel_attention"
@@ -62,7 +62,7 @@ def context_parallel_attention(
     segment_ids: Integer[HostOrDevice, "B T"] | None = None,
     positions: Integer[HostOrDevice, "B T"] | None = None,
     layout: str = "contiguous",
-    plan: AttentionPlan | PlacedPlan | None = None,
+    plan: Plan | None = None,
     batch_axis: str | Names[str] | None = None,
     head_axis: str | Names[str] | None = None,
     sink: Float[Array, " N"] | None = None,
@@ -253,12 +253,13 @@ def _check_choice(options: GlobalOptions, plan) -> None:
             f"{_OP}: got expand with algorithm='ulysses', which moves heads. Pass "
             "algorithm='balanced', 'placed', 'ring' or 'zigzag'."
         )
-    if name == "placed" and not isinstance(plan, PlacedPlan):
+    if name == "placed" and (plan is None or not plan.is_placed):
+        got = "none" if plan is None else "one that moves queries"
         raise ValueError(
-            f"{_OP}: algorithm='placed' needs the plan of a placement, got "
-            f"{type(plan).__name__}. Pass plan=place_tokens(...).plan, and q, k, v in placed order."
+            f"{_OP}: algorithm='placed' needs the plan of a placement, got {got}. "
+            "Pass plan=place_tokens(...).plan, and q, k, v in placed order."
         )
-    if name == "balanced" and isinstance(plan, PlacedPlan):
+    if name == "balanced" and plan is not None and plan.is_placed:
         raise ValueError(
             f"{_OP}: got the plan of a placement with algorithm='balanced'. Pass "
             "algorithm='placed', and q, k, v in placed order."

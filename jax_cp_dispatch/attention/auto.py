@@ -20,20 +20,20 @@ from jax_cp_dispatch.cost import Workload
 from jax_cp_dispatch.documents.layouts import zigzag_permutation
 from jax_cp_dispatch.documents.packed_mask import PackedMask
 from jax_cp_dispatch.documents.table import document_lengths
-from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan
-from jax_cp_dispatch.planner.static_size import DoesNotFitError
+from jax_cp_dispatch.planner import Plan
+from jax_cp_dispatch.planner.limits import DoesNotFitError
 
 
 def choose_for_call(
     options: GlobalOptions, auto: Auto, operands: Operands, packed: PackedMask, plan: Any
-) -> tuple[Algorithm, AttentionPlan | PlacedPlan | None]:
+) -> tuple[Algorithm, Plan | None]:
     """Returns the algorithm, and its plan, if it has one: that of the call, or else a new one.
 
     All operands are padded to a multiple of the ranks.
     """
     layout = options.attention.layout
     if plan is not None:
-        return Placed() if isinstance(plan, PlacedPlan) else Balanced(auto.config), plan
+        return Placed() if plan.is_placed else Balanced(auto.config), plan
     if any(isinstance(x, Tracer) for x in packed[1:]):
         raise ValueError(
             f"{options.attention.op}: algorithm='auto' reads segment_ids on the host, but they are "

@@ -35,11 +35,11 @@ from jax_cp_dispatch.documents.packed_mask import PackedMask
 from jax_cp_dispatch.documents.table import Row, documents_of
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.read import read_mask_on_host
-from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan, place_tokens, plan_attention
+from jax_cp_dispatch.planner import Plan, place_tokens, plan_attention
 
 _OP = "balance_profile"
 _DEFAULT = "ring", "zigzag", "hamilton", "balanced", "placed"
-Chosen: TypeAlias = Rotating | Balanced | Placed | AttentionPlan | PlacedPlan
+Chosen: TypeAlias = Rotating | Balanced | Placed | Plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +92,7 @@ def balance_profile(
     dtype: DTypeLike = "bfloat16",
     columns: int | None = None,
     mask: Mask | str | None = None,
-    algorithms: Sequence[Algorithm | AttentionPlan | PlacedPlan | str] = _DEFAULT,
+    algorithms: Sequence[Algorithm | Plan | str] = _DEFAULT,
     backward: bool = True,
     repeats: int = 3,
 ) -> tuple[BalanceProfile, ...]:
@@ -144,7 +144,7 @@ def balance_profile(
 
 def _read(given: Any, world_size: int, rows: tuple[int, int]) -> Chosen:
     """Returns an algorithm, or a plan of all ranks that hold `rows`, batch rows and columns."""
-    if not isinstance(given, AttentionPlan | PlacedPlan):
+    if not isinstance(given, Plan):
         algorithm: Any = read_algorithm(_OP, given)
         if isinstance(algorithm, Auto | Ulysses):
             raise ValueError(
@@ -164,9 +164,9 @@ def _read(given: Any, world_size: int, rows: tuple[int, int]) -> Chosen:
 
 
 def _name(algorithm: Chosen) -> str:
-    if isinstance(algorithm, AttentionPlan):
-        return Balanced.name
-    return Placed.name if isinstance(algorithm, PlacedPlan) else algorithm.name
+    if isinstance(algorithm, Plan):
+        return Placed.name if algorithm.is_placed else Balanced.name
+    return algorithm.name
 
 
 def _program(

@@ -13,7 +13,7 @@ from jax_cp_dispatch.documents.segment_ids import check_documents, read_document
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.array_mask import MaskKind
 from jax_cp_dispatch.masks.read import check_mask_arrays, read_mask
-from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan
+from jax_cp_dispatch.planner import Plan
 from jax_cp_dispatch.planner.stack import check_plan
 
 
@@ -55,7 +55,7 @@ def _check_qkv(op: str, q: Any, k: Any, v: Any) -> None:
     check_operands(op, q, k, v)
 
 
-def read_mask_of_plan(op: str, mask: Any, plan: AttentionPlan | PlacedPlan) -> Mask | MaskKind:
+def read_mask_of_plan(op: str, mask: Any, plan: Plan) -> Mask | MaskKind:
     """Returns the mask of a plan, or the one that is passed beside it, which must be the same.
 
     The arrays of a mask are compared in the step, by their checksum.
@@ -74,4 +74,4 @@ def check_global(op: str, *, mesh: Any, axis_name: Any, plan: Any) -> None:
     check_mesh(op, mesh)
     check_axis_name(op, axis_name)
     if plan is not None:
-        check_plan(op, plan, AttentionPlan, PlacedPlan)
+        check_plan(op, plan)

@@ -23,8 +23,8 @@ from jax_cp_dispatch.documents.gather import gather_sequence
 from jax_cp_dispatch.documents.packed_mask import PackedMask
 from jax_cp_dispatch.global_call.mesh_axes import MeshAxes
 from jax_cp_dispatch.global_call.on_all_ranks import on_all_ranks
-from jax_cp_dispatch.planner import AttentionPlan, PlanConfig, plan_attention
-from jax_cp_dispatch.planner.plan import plan_of_rank
+from jax_cp_dispatch.planner import Plan, PlanConfig, plan_attention
+from jax_cp_dispatch.planner.inside_jit import plan_of_rank
 from jax_cp_dispatch.planner.stack import is_stack
 
 
@@ -46,7 +46,7 @@ class GlobalOptions:
     def num_ranks(self) -> int:
         return self.axes.num_ranks
 
-    def plan(self, packed: PackedMask, config: PlanConfig) -> AttentionPlan:
+    def plan(self, packed: PackedMask, config: PlanConfig) -> Plan:
         """Plans balanced attention of these documents, on all ranks."""
         mask, *documents = packed
         sizes = {"world_size": self.num_ranks, "mask": mask}
@@ -115,7 +115,7 @@ def _attend(options: GlobalOptions, operands: Operands, plan, packed: PackedMask
     return rotating_attention(attention, rotating, operands, packed)
 
 
-def _plan_on_ranks(options: GlobalOptions, algorithm: Balanced, packed) -> AttentionPlan:
+def _plan_on_ranks(options: GlobalOptions, algorithm: Balanced, packed) -> Plan:
     """Makes the same plan on every rank, from the documents of all."""
     exchange, num_ranks = options.attention.exchange, options.num_ranks
     packed = gather_sequence(exchange, packed, num_ranks)

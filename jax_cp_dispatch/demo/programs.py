@@ -14,7 +14,7 @@ from jax_cp_dispatch.attention import (
     local_attention_backward,
 )
 from jax_cp_dispatch.demo.packing import PackedDocuments
-from jax_cp_dispatch.planner import AttentionPlan
+from jax_cp_dispatch.planner import Plan
 
 AXIS = "cp"
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 2, 1, 32
@@ -31,7 +31,7 @@ def embed(packed: PackedDocuments, seed: int) -> tuple[np.ndarray, ...]:
     return tuple(arrays)
 
 
-def random_received_rows(plan: AttentionPlan, mesh: Mesh) -> list[jax.Array]:
+def random_received_rows(plan: Plan, mesh: Mesh) -> list[jax.Array]:
     """Returns random q, k, v and a cotangent of the size of all ranks' receive buffers."""
     rng = np.random.default_rng(0)
     queries, keys = (plan.q_capacity, NUM_HEADS), (plan.kv_capacity, NUM_KV_HEADS)

@@ -6,10 +6,10 @@ from functools import partial
 from jax_cp_dispatch.cost import attention_flops, rows_bytes
 from jax_cp_dispatch.demo.packing import PackedDocuments
 from jax_cp_dispatch.demo.programs import HEAD_DIM, NUM_HEADS, NUM_KV_HEADS
-from jax_cp_dispatch.planner import AttentionPlan
+from jax_cp_dispatch.planner import Plan
 
 
-def moved_bytes(plan: AttentionPlan) -> int:
+def moved_bytes(plan: Plan) -> int:
     """Returns the bytes that move between ranks, forward and backward, in float32."""
     row = partial(rows_bytes, head_size=HEAD_DIM, itemsize=4)
     # Forward: q there, out back, k and v there. Backward: dout there, dq back, dk and dv back.
@@ -20,7 +20,7 @@ def moved_bytes(plan: AttentionPlan) -> int:
 
 def report(
     packed: PackedDocuments,
-    plan: AttentionPlan,
+    plan: Plan,
     seconds: dict[str, float],
     differences: dict[str, float],
     tolerance: float,
@@ -44,7 +44,7 @@ def report(
         f"{plan.world_size} ranks"
     )
     print(f"work before planning  {work(plan.pairs_before)}")
-    print(f"work after planning   {work(plan.pairs_after)}")
+    print(f"work after planning   {work(plan.pairs)}")
     print(f"queries moved         {moved(plan.num_q_tokens_moved)}")
     print(f"keys, values moved    {moved(plan.num_kv_tokens_moved)}, copies counted")
     print(f"bytes moved           {moved_bytes(plan) / 1e6:.1f} MB, forward and backward")

@@ -27,7 +27,7 @@ from jax_cp_dispatch.demo.programs import (
 )
 from jax_cp_dispatch.demo.reference import largest_difference
 from jax_cp_dispatch.demo.report import report
-from jax_cp_dispatch.planner import AttentionPlan, plan_attention
+from jax_cp_dispatch.planner import Plan, plan_attention
 from jax_cp_dispatch.plots import plot_plan
 
 TOLERANCE = 2e-5  # of float32 results, relative to the largest entry
@@ -68,7 +68,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if not packed.spans:
         raise InputError(f"no text file matches {pattern!r} below {folder}. Pass --pattern.")
 
-    def make_plan() -> AttentionPlan:
+    def make_plan() -> Plan:
         return plan_attention(packed.segment_ids, packed.positions, world_size=arguments.ranks)
 
     with progress.step("planning"):

@@ -13,7 +13,7 @@ from jax_cp_dispatch.attention.planned_traffic import balanced_plan, placement, 
 from jax_cp_dispatch.cost import Hardware, StepCost, Workload, step_costs
 from jax_cp_dispatch.cost.rank_pairs import pairs_of_ranks
 from jax_cp_dispatch.plan_command.slowest import Slowest, slowest_rank
-from jax_cp_dispatch.planner import AttentionPlan, Placement
+from jax_cp_dispatch.planner import Placement, Plan
 
 
 class Sent(NamedTuple):
@@ -72,7 +72,7 @@ class Comparison:
     layouts: tuple[Layout, ...]
     choice: Choice
     seconds: dict[str, float]
-    balanced: AttentionPlan
+    balanced: Plan
     placement: Placement
     steps: dict[str, list[StepCost]]
 
@@ -138,7 +138,7 @@ def compare(
 def _layouts(
     workload: Workload,
     forward: dict[str, list[StepCost]],
-    balanced: AttentionPlan,
+    balanced: Plan,
     placed: Placement,
 ) -> tuple[Layout, ...]:
     """Returns all layouts, with the bytes that the predicted forward steps send."""
@@ -156,7 +156,7 @@ def _layouts(
         "hamilton": (f"{order}, hamilton", folded, *rotated),
         "hamilton_nodes": (f"{order}, hamilton_nodes", folded, *rotated),
         "ulysses": ("contiguous, ulysses", np.full(n, contiguous.sum() / n), exchanged, exchanged),
-        "balanced": ("balanced", np.asarray(balanced.pairs_after, float), *moved),
+        "balanced": ("balanced", np.asarray(balanced.pairs, float), *moved),
         "placed": ("placed", np.asarray(placed.plan.pairs, float), 0, _keys_moved(placed)),
     }
     layouts = []

@@ -6,8 +6,9 @@ import numpy as np
 
 from jax_cp_dispatch.cost import Workload
 from jax_cp_dispatch.documents.table import documents_of
-from jax_cp_dispatch.planner.planned_pieces import pieces_at_home
+from jax_cp_dispatch.planner.piece_table import home_pieces
 from jax_cp_dispatch.planner.seen_keys import seen_keys
+from jax_cp_dispatch.planner.transfers import sums_of_ranks
 
 
 class Slowest(NamedTuple):
@@ -36,21 +37,22 @@ def slowest_rank(workload: Workload) -> Slowest:
     columns = n * workload.tokens_per_rank
     rows = [[x for x in row if x] for row in workload.rows]
     documents = documents_of("plan", world_size=n, lengths=rows, columns=columns)
-    pieces = pieces_at_home(documents, n)
-    document = np.searchsorted(documents.first, pieces.first)
-    pairs = seen_keys(workload.visible, documents).pairs(document, pieces.start, pieces.end)
-    work = pieces.per_rank(pairs, n)
+    pieces = home_pieces(documents, n)
+    seen = seen_keys(workload.visible, documents)
+    pairs = seen.pairs(pieces.document, pieces.start, pieces.end)
+    work = sums_of_ranks(pieces.rank, pairs, n)
     rank = int(work.argmax())
     here = np.flatnonzero(pieces.rank == rank)
     at = int(here[pairs[here].argmax()])
-    batch_row = int(pieces.first[at]) // columns
+    document = int(pieces.document[at])
+    batch_row = int(documents.first[document]) // columns
     earlier = sum(map(len, rows[:batch_row]))
     return Slowest(
         rank=rank,
         imbalance=float(work[rank] / work.mean()),
         share=float(pairs[at] / work[rank]),
         batch_row=batch_row,
-        document=int(document[at]) - earlier,
+        document=document - earlier,
         queries=int(pieces.end[at] - pieces.start[at]),
-        length=int(pieces.length[at]),
+        length=int(documents.lengths[document]),
     )

@@ -125,7 +125,7 @@ CASES = [
                 lambda: attend(axis_name=3),
                 "axis_name is 3; it needs the name of one mesh",
             ),
-            (lambda: attend(plan=IDS), "plan is of type ndarray; it needs to be an AttentionPlan"),
+            (lambda: attend(plan=IDS), "plan is of type ndarray; it needs to be a Plan"),
             (
                 lambda: attend_with(cp.Balanced, config=None),
                 "config is None; it needs to be a PlanConfig",
@@ -176,17 +176,17 @@ CASES = [
     (
         "balanced_attention",
         lambda: on_heads(partial(cp.balanced_attention, plan=NO_PLAN)),
-        r"plan is of type .*needs to be an AttentionPlan. Pass plan_attention\(...\)",
+        r"plan is of type .*needs to be a Plan. Pass plan_attention\(...\)",
     ),
     (
         "balanced_attention",
         lambda: on_heads(partial(cp.balanced_attention, plan=cast(Any, PLACEMENT.plan))),
-        "plan is of type PlacedPlan; it needs to be an AttentionPlan. Pass",
+        r"the plan is that of a placement. Pass plan_attention\(...\)",
     ),
     (
         "placed_attention",
         lambda: on_heads(partial(cp.placed_attention, plan=cast(Any, PLACEMENT))),
-        r"plan is of type Placement; it needs to be a PlacedPlan. Pass place_tokens\(...\).plan",
+        r"plan is of type Placement; it needs to be a Plan. Pass place_tokens\(...\).plan",
     ),
     (
         "context_parallel_attention",

@@ -23,7 +23,7 @@ WITHOUT_RANKS = {
     *("quantize", "dequantize", "pad_scales", "unpad_scales", "swizzle_scales", "unswizzle_scales"),
     *("grouped_gemm", "local_attention", "local_attention_backward", "merge_partials"),
     *("document_lengths", "hamiltonian_paths"),
-    *("fit_plan_config", "fit_placement_config", "needs_inside_jit"),
+    *("fit_plan_config", "needs_inside_jit"),
 }
 
 

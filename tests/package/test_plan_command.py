@@ -10,7 +10,6 @@ import pytest
 from plan_inputs import ROWS, ids_of, mask_arrays, run, write_inputs
 
 from jax_cp_dispatch import (
-    PlacementConfig,
     PlanConfig,
     choose_algorithm,
     place_tokens,
@@ -47,7 +46,7 @@ def test_comparison_as_tables_json_and_pictures(folder, capsys):
     assert points[1]["tokens_per_rank"] == 2 * points[1]["tokens_per_rank_and_row"] == 512
 
     rows = ROWS
-    config = PlacementConfig(ranks_per_node=2)
+    config = PlanConfig(ranks_per_node=2)
     plan = place_tokens(rows, world_size=4, columns=1024, config=config).plan
     layouts = {layout["name"]: layout for layout in points[1]["layouts"]}
     placed, ring = layouts["placed"], layouts["contiguous, ring"]

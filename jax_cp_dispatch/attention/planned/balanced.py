@@ -34,7 +34,7 @@ from jax_cp_dispatch.attention.planned.call import (
 from jax_cp_dispatch.attention.planned.overlap import in_parts, join, parts_of_heads
 from jax_cp_dispatch.documents.packed_mask import PackedMask
 from jax_cp_dispatch.masks import Mask
-from jax_cp_dispatch.planner import AttentionPlan
+from jax_cp_dispatch.planner import Plan
 from jax_cp_dispatch.planner.stack import check_plan
 
 
@@ -43,7 +43,7 @@ def balanced_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K Hv"],
-    plan: AttentionPlan,
+    plan: Plan,
     *,
     axis_name: AxisName,
     mask: Mask | str | None = None,
@@ -112,7 +112,7 @@ def balanced_attention(
     )
     instead = "context_parallel_attention(..., algorithm='balanced')"
     num_ranks_here(options.op, axis_name, instead)
-    check_plan(options.op, plan, AttentionPlan)
+    check_plan(options.op, plan, is_placed=False)
     operands = Operands(q, k, v, sink)
     packed = read_rows_of_plan(options.op, operands, plan, mask, segment_ids, positions)
     outputs = attend_balanced(options, operands, plan, packed)

@@ -21,7 +21,7 @@ from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.documents.fingerprint import rank_fingerprint
 from jax_cp_dispatch.documents.packed_mask import PackedMask
 from jax_cp_dispatch.masks import MaskRanges
-from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan
+from jax_cp_dispatch.planner import Plan
 from jax_cp_dispatch.planner.stack import is_stack
 
 
@@ -47,12 +47,12 @@ class Received(NamedTuple):
 def check_call(
     options: AttentionOptions,
     operands: Operands,
-    plan: AttentionPlan | PlacedPlan,
+    plan: Plan,
     packed: PackedMask,
 ) -> None:
     """Requires that the rows match each other and the plan."""
     q = operands.q
-    is_placed = isinstance(plan, PlacedPlan)
+    is_placed = plan.is_placed
     advice = "Place the tokens" if is_placed else "Plan with the segment ids"
     if packed.positions is not None and packed.segment_ids is None:
         raise ValueError(
@@ -79,7 +79,7 @@ def check_call(
 
 
 def fingerprint_of_call(
-    options: AttentionOptions, plan: AttentionPlan | PlacedPlan, packed: PackedMask
+    options: AttentionOptions, plan: Plan, packed: PackedMask
 ) -> Int32[Array, " 9"]:
     """Returns what a rank compares: checksums of the plan, and of the ids and positions here."""
     rank = jax.lax.axis_index(options.exchange.axis_name)
@@ -102,7 +102,7 @@ def attend_rows(
     return Outputs(by_batch(out), None if lse is None else by_batch(lse), max_logits)
 
 
-def ranges_here(options: AttentionOptions, plan: AttentionPlan | PlacedPlan) -> MaskRanges:
+def ranges_here(options: AttentionOptions, plan: Plan) -> MaskRanges:
     """Returns what the rows of this rank see."""
     ranges = named_context(plan.local_ranges(jax.lax.axis_index(options.exchange.axis_name)))
     return MaskRanges(*(x[None] for x in ranges))

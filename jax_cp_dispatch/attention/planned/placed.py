@@ -31,7 +31,7 @@ from jax_cp_dispatch.attention.planned.call import (
 from jax_cp_dispatch.attention.planned.overlap import cut_softmax, in_parts, join, parts_of_heads
 from jax_cp_dispatch.documents.packed_mask import PackedMask
 from jax_cp_dispatch.masks import Mask
-from jax_cp_dispatch.planner import PlacedPlan
+from jax_cp_dispatch.planner import Plan
 from jax_cp_dispatch.planner.stack import check_plan
 
 
@@ -40,7 +40,7 @@ def placed_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K Hv"],
-    plan: PlacedPlan,
+    plan: Plan,
     *,
     axis_name: AxisName,
     mask: Mask | str | None = None,
@@ -72,7 +72,7 @@ def placed_attention(
       axis_name: the mesh axis of the ranks, or several, major axis first.
       mask: None is that of the plan; another one is refused.
       segment_ids, positions: this rank's columns in placed order (`Placement.apply`). Only the plan
-        determines attention; these are compared with it by a checksum, see `PlacedPlan.validate`.
+        determines attention; these are compared with it by a checksum, see `Plan.validate`.
         Positions need the ids. Without ids, a plan of another batch is not detected.
       sink, return_lse, return_max_logits: see `context_parallel_attention`.
       scale, logit_soft_cap, implementation, deadline, num_comm_sm: see `balanced_attention`.
@@ -100,7 +100,7 @@ def placed_attention(
     )
     instead = "context_parallel_attention(..., algorithm='placed')"
     num_ranks_here(options.op, axis_name, instead)
-    check_plan(options.op, plan, PlacedPlan)
+    check_plan(options.op, plan, is_placed=True)
     operands = Operands(q, k, v, sink)
     packed = read_rows_of_plan(options.op, operands, plan, mask, segment_ids, positions)
     outputs = attend_placed(options, operands, plan, packed)
