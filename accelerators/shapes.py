@@ -83,7 +83,7 @@ class Shapes:
         return cpd.place_tokens(self.lengths, world_size=self.num_ranks)
 
     @property
-    def plan(self) -> cpd.PlacedPlan:
+    def plan(self) -> cpd.Plan:
         """The plan of each group of ranks."""
         if self.data == 1:
             return self.placement.plan

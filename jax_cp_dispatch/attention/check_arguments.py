@@ -11,7 +11,7 @@ from jax_cp_dispatch.documents.segment_ids import check_documents
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.array_mask import MaskKind
 from jax_cp_dispatch.masks.read import read_mask
-from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan
+from jax_cp_dispatch.planner import Plan
 
 
 def check_rows(op: str, operands: Operands, segment_ids: Any, positions: Any) -> None:
@@ -34,7 +34,7 @@ def _check_qkv(op: str, q: Any, k: Any, v: Any) -> None:
     check_operands(op, q, k, v)
 
 
-def read_mask_of_plan(op: str, mask: Any, plan: AttentionPlan | PlacedPlan) -> Mask | MaskKind:
+def read_mask_of_plan(op: str, mask: Any, plan: Plan) -> Mask | MaskKind:
     """Returns the mask of a plan, or the one that is passed beside it, which must be the same.
 
     The arrays of a mask are compared in the step, by their checksum.

@@ -34,7 +34,7 @@ from jax_cp_dispatch.global_call.on_all_ranks import on_all_ranks
 from jax_cp_dispatch.global_call.padding import cut_tokens, pad_tokens
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.read import check_mask_arrays, read_mask
-from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan
+from jax_cp_dispatch.planner import Plan
 from jax_cp_dispatch.planner.stack import check_groups, check_plan, is_stack
 
 _OP = "context_parallel_attention"
@@ -53,7 +53,7 @@ def context_parallel_attention(
     segment_ids: Integer[HostOrDevice, "B T"] | None = None,
     positions: Integer[HostOrDevice, "B T"] | None = None,
     layout: str = "contiguous",
-    plan: AttentionPlan | PlacedPlan | None = None,
+    plan: Plan | None = None,
     batch_axis: str | Names[str] | None = None,
     head_axis: str | Names[str] | None = None,
     sink: Float[Array, " N"] | None = None,
@@ -153,7 +153,7 @@ def context_parallel_attention(
     names = check_axis_name(_OP, axis_name)
     check_mesh(_OP, mesh)
     if plan is not None:
-        check_plan(_OP, plan, AttentionPlan, PlacedPlan)
+        check_plan(_OP, plan)
     chosen = read_algorithm(_OP, algorithm)
     operands, expansion = _read_operands(q, k, v, sink, (expand, weights, weight_specs))
     on_rank = is_on_rank(_OP, names)
@@ -196,7 +196,7 @@ def _on_rank(
     options: AttentionOptions,
     operands: Operands,
     packed: PackedMask,
-    plan: AttentionPlan | PlacedPlan | None,
+    plan: Plan | None,
 ) -> Outputs:
     """Computes attention of this rank's rows."""
     (_, T, N), num_ranks = operands.q.shape[:3], lax.axis_size(options.exchange.axis_name)
@@ -215,7 +215,7 @@ def _on_global_arrays(
     options: AttentionOptions,
     operands: Operands,
     packed: PackedMask,
-    plan: AttentionPlan | PlacedPlan | None,
+    plan: Plan | None,
     axes: MeshAxes,
 ) -> Outputs:
     """Pads the tokens, plans what is known, and runs one program on all ranks."""

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int32, Integer
 from jax_cp_dispatch._arguments import HostOrDevice
 from jax_cp_dispatch._ranks.axis import AxisName
 from jax_cp_dispatch._residuals import named_pairs
-from jax_cp_dispatch.planner import PlacedPlan
+from jax_cp_dispatch.planner import Plan
 from jax_cp_dispatch.sequence.chains import CutPieces
 from jax_cp_dispatch.sequence.chunks import chunks_of, default_chunk, dot, same_piece
 from jax_cp_dispatch.sequence.decays import decayed_scores, decays_of
@@ -39,7 +39,7 @@ def gated_delta_rule(
     axis_name: AxisName,
     segment_ids: Integer[HostOrDevice, "B T"] | None = None,
     positions: Integer[HostOrDevice, "B T"] | None = None,
-    plan: PlacedPlan | Pieces | None = None,
+    plan: Plan | Pieces | None = None,
     layout: str = "contiguous",
     mesh: Mesh | AbstractMesh | None = None,
     batch_axis: str | Names[str] | None = None,

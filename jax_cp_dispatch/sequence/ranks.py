@@ -19,7 +19,7 @@ from jax_cp_dispatch.documents.segment_ids import check_documents, fold_to_int32
 from jax_cp_dispatch.global_call.mesh_axes import GivenAxes, MeshAxes, find_axes
 from jax_cp_dispatch.global_call.on_all_ranks import on_all_ranks
 from jax_cp_dispatch.global_call.padding import cut_tokens, pad_tokens
-from jax_cp_dispatch.planner import PlacedPlan
+from jax_cp_dispatch.planner import Plan
 from jax_cp_dispatch.planner.stack import check_groups, check_plan, is_stack
 from jax_cp_dispatch.sequence.document_pieces import pieces_of_ids
 from jax_cp_dispatch.sequence.options import Options
@@ -93,9 +93,9 @@ def call_layer(layer: Layer, tokens: Any, weights: Any, where: Where, axes: Axes
 def _check_where(op: str, where: Where, shape: tuple[int, ...]) -> None:
     plan = where.plan
     if plan is not None and not isinstance(plan, Pieces):
-        check_plan(op, plan, PlacedPlan)
+        check_plan(op, plan, is_placed=True)
     check_documents(op, where.segment_ids, where.positions, shape, "the tokens have B, T =")
-    if isinstance(plan, PlacedPlan) and where.positions is not None and where.segment_ids is None:
+    if isinstance(plan, Plan) and where.positions is not None and where.segment_ids is None:
         raise ValueError(
             f"{op}: got a plan and positions without segment_ids, which mark the padding. Pass "
             "both, or segment_ids alone."
@@ -106,7 +106,7 @@ def _on_rank(layer: Layer, tokens: Any, weights: Any, where: Where) -> Any:
     """Computes this rank's part."""
     options, leaves = layer.options, jax.tree.leaves(tokens)
     shape = leaves[0].shape[:2]
-    if 0 in shape and not isinstance(where.plan, PlacedPlan):  # no placement is of no tokens
+    if 0 in shape and not isinstance(where.plan, Plan):  # no placement is of no tokens
         return _of_no_tokens(layer, tokens, weights)
     if isinstance(where.plan, Pieces):
         pieces = where.plan
@@ -132,7 +132,7 @@ def _on_rank(layer: Layer, tokens: Any, weights: Any, where: Where) -> Any:
     expected, seen = pieces.fingerprint[1::2], pieces.fingerprint[2::2]
     is_right = (expected == seen).all()
     has_others = pieces.world_size > 1
-    if not (has_others and layer.moves) and (has_others or isinstance(where.plan, PlacedPlan)):
+    if not (has_others and layer.moves) and (has_others or isinstance(where.plan, Plan)):
         is_right &= confirmed(options.exchange, pieces)
     return only_if_right(is_right, out)
 
@@ -194,7 +194,7 @@ def _on_global_arrays(layer: Layer, tokens: Any, weights: Any, where: Where, axe
     return cut_tokens(out, num_tokens, found.mesh) if missing else out
 
 
-def _check_plan(op: str, plan: PlacedPlan, axes: MeshAxes, num_tokens: int) -> None:
+def _check_plan(op: str, plan: Plan, axes: MeshAxes, num_tokens: int) -> None:
     if plan.world_size != axes.num_ranks:
         raise ValueError(
             f"{op}: the plan is for world_size={plan.world_size} but {axes.described}. Place the "

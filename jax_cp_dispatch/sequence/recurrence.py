@@ -15,7 +15,7 @@ from jaxtyping import Array, Int32, Integer, PyTree, Shaped
 from jax_cp_dispatch._arguments import HostOrDevice
 from jax_cp_dispatch._arrays import only_where
 from jax_cp_dispatch._ranks.axis import AxisName
-from jax_cp_dispatch.planner import PlacedPlan
+from jax_cp_dispatch.planner import Plan
 from jax_cp_dispatch.sequence.chains import CutPieces
 from jax_cp_dispatch.sequence.options import Options
 from jax_cp_dispatch.sequence.pieces import Cuts, Pieces
@@ -44,7 +44,7 @@ def recurrence(
     axis_name: AxisName,
     segment_ids: Integer[HostOrDevice, "B T"] | None = None,
     positions: Integer[HostOrDevice, "B T"] | None = None,
-    plan: PlacedPlan | Pieces | None = None,
+    plan: Plan | Pieces | None = None,
     layout: str = "contiguous",
     mesh: Mesh | AbstractMesh | None = None,
     batch_axis: str | Names[str] | None = None,

@@ -13,7 +13,7 @@ from jaxtyping import Array, Integer, PyTree, Shaped
 from jax_cp_dispatch._arguments import HostOrDevice, check_integer, check_value_of
 from jax_cp_dispatch._ranks.axis import AxisName
 from jax_cp_dispatch._ranks.varying import varying_axes
-from jax_cp_dispatch.planner import PlacedPlan
+from jax_cp_dispatch.planner import Plan
 from jax_cp_dispatch.sequence.halo import receive_halo
 from jax_cp_dispatch.sequence.options import Options
 from jax_cp_dispatch.sequence.pieces import Pieces
@@ -31,7 +31,7 @@ def shift(
     axis_name: AxisName,
     segment_ids: Integer[HostOrDevice, "B T"] | None = None,
     positions: Integer[HostOrDevice, "B T"] | None = None,
-    plan: PlacedPlan | Pieces | None = None,
+    plan: Plan | Pieces | None = None,
     layout: str = "contiguous",
     mesh: Mesh | AbstractMesh | None = None,
     batch_axis: str | Names[str] | None = None,

@@ -124,7 +124,7 @@ CASES = [
                 lambda: attend(axis_name=3),
                 "axis_name is 3; it needs the name of one mesh",
             ),
-            (lambda: attend(plan=IDS), "plan is of type ndarray; it needs to be an AttentionPlan"),
+            (lambda: attend(plan=IDS), "plan is of type ndarray; it needs to be a Plan"),
             (
                 lambda: attend_with(cp.Balanced, config=None),
                 "config is None; it needs to be a PlanConfig",
@@ -175,7 +175,7 @@ CASES = [
     (
         "context_parallel_attention",
         lambda: on_heads(algorithm="balanced", plan=NO_PLAN),
-        r"plan is of type .*needs to be an AttentionPlan or.*Pass plan_attention\(...\)",
+        r"plan is of type .*needs to be a Plan. Pass plan_attention\(...\)",
     ),
     (
         "context_parallel_attention",
@@ -185,7 +185,7 @@ CASES = [
     (
         "context_parallel_attention",
         lambda: on_heads(algorithm="placed", plan=cast(Any, PLACEMENT)),
-        r"plan is of type Placement; it needs to be .*place_tokens\(...\).plan",
+        r"plan is of type Placement; it needs to be a Plan.*plan_attention\(...\).plan",
     ),
     (
         "context_parallel_attention",

@@ -11,7 +11,6 @@ from jax_cp_dispatch import (
     Balanced,
     Hamilton,
     Placed,
-    PlacementConfig,
     PlanConfig,
     Ring,
     Zigzag,
@@ -171,7 +170,7 @@ def test_predictions_follow_the_plans_of_these_documents():
     choice = choose(rows, num_ranks=16, can_place=True)
     sizes: dict[str, Any] = {"world_size": 16, "columns": 16 * 8192}
     plan = plan_attention(lengths=rows, **sizes, config=PlanConfig(ranks_per_node=8))
-    placed = place_tokens(rows, **sizes, config=PlacementConfig(ranks_per_node=8)).plan
+    placed = place_tokens(rows, **sizes, config=PlanConfig(ranks_per_node=8)).plan
     links = lambda metadata, capacity: rows_by_link(
         metadata.rows_between_ranks(), ranks_per_node=8, capacity=capacity
     )

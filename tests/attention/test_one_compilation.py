@@ -16,10 +16,8 @@ from on_mesh import AXIS, mesh_of, permuted_mesh
 from packed_batches import causal_ranges
 
 from jax_cp_dispatch import (
-    PlacementConfig,
     PlanConfig,
     context_parallel_attention,
-    fit_placement_config,
     fit_plan_config,
     place_tokens,
     plan_attention,
@@ -50,9 +48,6 @@ def batches(num):
 class Placed:
     """Plans of placements, and the arrays of a batch in their order."""
 
-    fit = staticmethod(fit_placement_config)
-    limit = "max_transfers"
-
     def __init__(self, lengths, **options):
         self.placement = place_tokens(lengths, **options)
         self.plan = self.placement.plan
@@ -61,9 +56,6 @@ class Placed:
 
 class Balanced:
     """Plans that move queries; arrays stay as they are."""
-
-    fit = staticmethod(fit_plan_config)
-    limit = "max_kv_transfers"
 
     def __init__(self, lengths, **options):
         self.plan = plan_attention(lengths=lengths, **options)
@@ -80,10 +72,10 @@ def test_many_batches_compile_once(kind):
     mesh = mesh_of(WORLD_SIZE)
     sizes: dict[str, Any] = {"world_size": WORLD_SIZE, "columns": COLUMNS}
     sample = list(batches(80))
-    config = kind.fit(sample[:50], **sizes, overflow=0.2)
+    config = fit_plan_config(sample[:50], placed=kind is Placed, overflow=0.2, **sizes)
     # Less than the sample needs, so that some batches do not fit.
     needs = [sent(kind(x, **sizes)) for x in sample[:50]]
-    config = dataclasses.replace(config, **{kind.limit: int(np.quantile(needs, 0.8))})
+    config = dataclasses.replace(config, max_kv_transfers=int(np.quantile(needs, 0.8)))
     compiled = []
 
     @jax.jit
@@ -120,8 +112,8 @@ def test_gradients_of_both_branches(kind):
     mesh, columns = mesh_of(2), 64
     sizes: dict[str, Any] = {"world_size": 2, "columns": columns}
     config = {
-        "placed": PlacementConfig(
-            kv_capacity=50, max_transfers=8, max_pieces=8, max_cut_pieces=8, max_linked_pieces=99
+        "placed": PlanConfig(
+            kv_capacity=50, max_kv_transfers=8, max_pieces=8, max_cut_pieces=8, max_linked_pieces=99
         ),
         "balanced": PlanConfig(1, 64, 50, 8, 8, 8),
     }
@@ -158,8 +150,8 @@ def test_gradients_of_both_branches(kind):
 def test_groups_of_rows_fall_back_together():
     """A ring cannot read the tokens of a group that was placed: of one document, nothing shows."""
     mesh, columns = permuted_mesh((2, 2), ("data", AXIS)), 64
-    config = PlacementConfig(
-        kv_capacity=64, max_transfers=8, max_pieces=20, max_cut_pieces=8, max_linked_pieces=99
+    config = PlanConfig(
+        kv_capacity=64, max_kv_transfers=8, max_pieces=20, max_cut_pieces=8, max_linked_pieces=99
     )
 
     @jax.jit
@@ -191,8 +183,8 @@ def test_groups_of_rows_fall_back_together():
 
 
 def test_a_placement_that_does_not_fit_is_not_computed():
-    config = PlacementConfig(
-        kv_capacity=40, max_transfers=8, max_pieces=8, max_cut_pieces=8, max_linked_pieces=99
+    config = PlanConfig(
+        kv_capacity=40, max_kv_transfers=8, max_pieces=8, max_cut_pieces=8, max_linked_pieces=99
     )
     placement = place_tokens([[64]], world_size=2, config=config, fallback="ring")
     assert not placement.plan.fits
@@ -202,7 +194,7 @@ def test_a_placement_that_does_not_fit_is_not_computed():
     np.testing.assert_allclose(placement.plan.pairs, [half, half + 32 * 32])
     with pytest.raises(ValueError, match="kv_capacity>=64"):
         _ = placement.needs
-    all_ranks_fail("placed", placement.plan, "64 tokens but PlacementConfig.kv_capacity is 40")
+    all_ranks_fail("placed", placement.plan, "64 tokens but PlanConfig.kv_capacity is 40")
 
 
 def test_a_plan_that_does_not_fit_is_not_computed():
@@ -212,7 +204,7 @@ def test_a_plan_that_does_not_fit_is_not_computed():
     assert plan.needs.kv_capacity == 64 and "kv_capacity 40: it needs 64" in plan.describe()
     half = 32 * 33 / 2
     np.testing.assert_allclose(plan.pairs_before, [half, half + 32 * 32])
-    np.testing.assert_allclose(plan.pairs_after, plan.pairs_before)
+    np.testing.assert_allclose(plan.pairs, plan.pairs_before)
     part = plan_attention(lengths=[64], world_size=2, config=config, fallback="ring", rank=1)
     jax.tree.map(np.testing.assert_array_equal, part, plan.slice_of(1))
     with pytest.raises(ValueError, match="kv_capacity>=64"):
@@ -239,7 +231,7 @@ def all_ranks_fail(algorithm, plan, needs):
             place_tokens,
             {
                 "kv_capacity": 512,
-                "max_transfers": 1,
+                "max_kv_transfers": 1,
                 "max_pieces": 64,
                 "max_cut_pieces": 64,
                 "max_linked_pieces": 64,
@@ -261,10 +253,10 @@ def test_a_fallback_whose_rows_fit_fails_too(made, limit):
     """The error refers to `describe`, which names what exceeds a limit."""
     lengths = [90, 7, 31, 60, 60, 8]
     is_placed = made is place_tokens
-    config = PlacementConfig(**limit) if is_placed else PlanConfig(**limit)
+    config = PlanConfig(**limit)
     plan = made(lengths=lengths, world_size=2, config=config, fallback="ring")
     plan = plan.plan if is_placed else plan
-    assert re.search(r"max_(q_)?transfers 1: it needs \d", plan.describe())
+    assert re.search(r"max_(q|kv)_transfers 1: it needs \d", plan.describe())
     q = np.zeros((1, 256, 1, 4), np.float32)
     algorithm = "placed" if is_placed else "balanced"
     options = {"mesh": mesh_of(2), "axis_name": AXIS, "algorithm": algorithm, "plan": plan}

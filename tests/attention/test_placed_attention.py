@@ -14,7 +14,7 @@ from on_mesh import AXIS, mesh_of
 from packed_batches import pack
 
 from jax_cp_dispatch import (
-    PlacementConfig,
+    PlanConfig,
     context_parallel_attention,
     place_tokens,
     plan_attention,
@@ -118,8 +118,8 @@ def test_extreme_documents(lengths):
     *arrays, _ = draw(0, batch=1, num_tokens=192)
     segment_ids = np.zeros((1, 192), int)
     segment_ids[0, : sum(lengths)] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
-    config = PlacementConfig(
-        kv_capacity=192, max_transfers=64, max_pieces=24, max_cut_pieces=24, max_linked_pieces=99
+    config = PlanConfig(
+        kv_capacity=192, max_kv_transfers=64, max_pieces=24, max_cut_pieces=24, max_linked_pieces=99
     )
     placement = place_tokens([lengths], columns=192, world_size=8, config=config)
     results = attend_placed(arrays, placement, mesh_of(8))
@@ -190,9 +190,11 @@ def test_plans_are_for_their_own_algorithm():
     placed = place_tokens(segment_ids=segment_ids, world_size=2).plan
     moved = plan_attention(segment_ids, world_size=2)
     attend = partial(context_parallel_attention, q, k, v, mesh=mesh_of(2), axis_name=AXIS)
-    with pytest.raises(ValueError, match="needs the plan of a placement, got NoneType"):
+    with pytest.raises(ValueError, match="needs the plan of a placement, got none"):
         attend(algorithm="placed")
-    with pytest.raises(ValueError, match="needs the plan of a placement, got AttentionPlan"):
+    with pytest.raises(
+        ValueError, match="needs the plan of a placement, got one that moves queries"
+    ):
         attend(algorithm="placed", plan=moved)
     with pytest.raises(ValueError, match="plan of a placement with algorithm='balanced'"):
         attend(algorithm="balanced", plan=placed)

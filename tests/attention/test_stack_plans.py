@@ -14,7 +14,7 @@ from packed_batches import pack
 from sequences import TOLERANCE, Case, dense, relative_errors
 
 from jax_cp_dispatch import (
-    PlacementConfig,
+    PlanConfig,
     context_parallel_attention,
     place_tokens,
     plan_attention,
@@ -237,7 +237,7 @@ def test_plans_that_cannot_be_stacked():
     window = place_tokens([[T], [T]], world_size=W, mask=SlidingWindow(5)).plan
     for plans, error, match in (
         ([], ValueError, "got an empty list"),
-        ([moved, placed], TypeError, "AttentionPlan, PlacedPlan.*place_tokens"),
+        ([moved, placed], TypeError, "others move queries.*place_tokens"),
         ([placed, window], ValueError, r"mask is \[Causal\(\), SlidingWindow\(left=5, right=0\)\]"),
         ([placed, stack_plans([placed])], ValueError, "fingerprints of shapes"),
         ([placed, place_tokens([[T]], world_size=W).plan], ValueError, r"num_tokens is \[48, 24\]"),
@@ -248,15 +248,15 @@ def test_plans_that_cannot_be_stacked():
 
 def test_one_plan_is_no_list(unchecked_types):
     plan: Any = place_tokens([[T]], world_size=W).plan
-    with pytest.raises(TypeError, match=r"got PlacedPlan\. Pass a list of plans\."):
+    with pytest.raises(TypeError, match=r"got Plan\. Pass a list of plans\."):
         stack_plans(plan)
 
 
 def test_fixed_capacities_give_equal_shapes():
     """So processes that each plan one group compile the same program."""
     segment_ids = draw(3, D * B)[4]
-    placement = PlacementConfig(
-        kv_capacity=96, max_transfers=16, max_pieces=16, max_cut_pieces=16, max_linked_pieces=99
+    placement = PlanConfig(
+        kv_capacity=96, max_kv_transfers=16, max_pieces=16, max_cut_pieces=16, max_linked_pieces=99
     )
     plans = [
         place_tokens(segment_ids=x, world_size=W, config=placement).plan

@@ -2,7 +2,6 @@
 
 from typing import Any, cast
 
-import jax
 import pytest
 from refusals import NO_PLAN, check_names, check_rejected
 
@@ -11,8 +10,6 @@ import jax_cp_dispatch as cp
 pytestmark = pytest.mark.usefixtures("unchecked_types")
 
 SHAPE = cp.cost.CommGemmShape("all_gather_matmul", 8, 8, 8, 4, 4)
-
-
 
 
 # Name, call, and the message after "<operation>: ".

@@ -1,9 +1,7 @@
 """Constraints of placements: kept, or refused with what would be enough."""
 
 import itertools
-import json
 import re
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,17 +10,9 @@ from any_mask import any_mask
 from hypothesis import given, strategies as st
 from placement_oracle import check_placement, documents_of, fewest_keys
 from properties import examples
-from random_lengths import UNIT, causal_pairs, small_case
+from random_lengths import EXTREMES, TOKENS, UNIT, causal_pairs, real_lengths, small_case
 
-from jax_cp_dispatch import PlacementConfig, place_tokens
-
-TOKENS = 65536
-PACKED = Path(__file__).parents[1] / "data" / "packed"
-
-
-def real_lengths(name, ranks):
-    batches = json.loads((PACKED / f"{name}.json").read_text())
-    return next(x["lengths"] for x in batches if x["ranks"] == ranks)
+from jax_cp_dispatch import PlanConfig, place_tokens
 
 
 def runs(placement, lengths):
@@ -45,28 +35,15 @@ def rows_of(placement):
     return int(np.max(placement.plan.kv_metadata.num_total_recv_tokens))
 
 
-EXTREMES = st.sampled_from(
-    [
-        [[96]],
-        [[2] * 48],
-        [[12] * 8],
-        [[1] * 96],
-        [[50, 1, 1, 1, 40, 3]],
-        [[0]],
-        [[5], [0]],
-        [[90, 6]],
-    ]
-)
-
-
 @given(data=st.data())
-@examples(50)
+@examples(20)
 def test_constraints_are_kept_or_refused(data):
     lengths = data.draw(
-        EXTREMES | st.lists(st.lists(st.integers(0, 24), max_size=4), min_size=1, max_size=2)
+        st.sampled_from([*EXTREMES.values()])
+        | st.lists(st.lists(st.integers(0, 24), max_size=4), min_size=1, max_size=2)
     )
     world_size = data.draw(st.sampled_from([1, 2, 4, 8]))
-    config = PlacementConfig(
+    config = PlanConfig(
         balance_tolerance=data.draw(st.sampled_from([0.01, 0.5])),
         kv_capacity=data.draw(st.none() | st.integers(1, 150)),
         block=data.draw(st.sampled_from([1, 1, 4])),
@@ -98,7 +75,7 @@ def test_a_capacity_is_kept_by_another_placement(name, ranks, tokens):
     lengths = real_lengths(name, ranks)
     free = place_tokens(lengths, world_size=ranks)
     capacity = int(tokens * TOKENS)
-    config = PlacementConfig(kv_capacity=capacity)
+    config = PlanConfig(kv_capacity=capacity)
     placement = place_tokens(lengths, world_size=ranks, config=config)
     assert rows_of(placement) <= capacity
     assert placement.imbalance <= 1.0101
@@ -112,7 +89,7 @@ def test_a_capacity_is_kept_by_another_placement(name, ranks, tokens):
 def test_odd_cuts_can_be_avoided(name, ranks):
     lengths = real_lengths(name, ranks)
     free = place_tokens(lengths, world_size=ranks).plan.num_kv_tokens_moved
-    config = PlacementConfig(block=64)
+    config = PlanConfig(block=64)
     placement = place_tokens(lengths, world_size=ranks, config=config)
     position = placement.plan.run_position
     start = position[placement.plan.run_row < placement.plan.num_tokens]
@@ -127,7 +104,7 @@ def test_more_tolerance_gives_more_cuts_at_blocks():
     lengths = real_lengths("wlbllm", 128)
     aligned = []
     for tolerance in (0.01, 0.05):
-        config = PlacementConfig(block=64, balance_tolerance=tolerance)
+        config = PlanConfig(block=64, balance_tolerance=tolerance)
         placement = place_tokens(lengths, world_size=128, config=config)
         assert placement.imbalance <= 1 + tolerance + 1e-4
         start = placement.plan.run_position[placement.plan.run_row < placement.plan.num_tokens]
@@ -139,7 +116,7 @@ def test_all_cuts_are_at_blocks_where_lengths_are_multiples():
     rng = np.random.default_rng(0)
     lengths = 16 * rng.integers(1, 40, 30)
     lengths = lengths[lengths.cumsum() <= 4096]
-    config = PlacementConfig(block=16)
+    config = PlanConfig(block=16)
     placement = place_tokens([lengths], world_size=4, columns=4096, config=config)
     pieces = runs(placement, [lengths])
     assert (pieces[:, 2:] % 16 == 0).all()
@@ -149,7 +126,7 @@ def test_all_cuts_are_at_blocks_where_lengths_are_multiples():
 @pytest.mark.parametrize("name, ranks", [("wlbllm", 32), ("prolong", 32)])
 def test_work_is_proportional_to_speed(name, ranks):
     speeds = tuple(1.0 if r % 4 else 0.5 for r in range(ranks))
-    config = PlacementConfig(rank_speeds=speeds)
+    config = PlanConfig(rank_speeds=speeds)
     plan = place_tokens(real_lengths(name, ranks), world_size=ranks, config=config).plan
     share = plan.pairs.sum() * np.array(speeds) / sum(speeds)
     assert (plan.pairs <= 1.0101 * share).all()
@@ -163,7 +140,7 @@ def test_fewer_keys_move_between_nodes(name, ranks):
     received = free.kv_metadata.num_recv_tokens[:, :-1].astype(int)
     node = np.arange(ranks) // 8
     before = received[node[:, None] != node].sum()
-    placement = place_tokens(lengths, world_size=ranks, config=PlacementConfig(ranks_per_node=8))
+    placement = place_tokens(lengths, world_size=ranks, config=PlanConfig(ranks_per_node=8))
     assert placement.imbalance <= 1.0101
     assert placement.num_kv_tokens_moved_between_nodes <= 0.95 * before
     assert placement.plan.num_kv_tokens_moved <= 1.03 * free.num_kv_tokens_moved
@@ -182,7 +159,7 @@ def test_near_the_optimum_with_speeds_and_nodes(seed):
     lengths, world_size = UNIT * units, len(speeds)
     work = causal_pairs(lengths) * speeds / speeds.sum()
     for tolerance in (0.25, 1.0):
-        config = PlacementConfig(
+        config = PlanConfig(
             balance_tolerance=tolerance,
             rank_speeds=tuple(speeds),
             ranks_per_node=2 if nodes else None,
@@ -214,13 +191,13 @@ def test_near_the_optimum_with_speeds_and_nodes(seed):
 )
 def test_constraints_that_no_placement_keeps(options, message):
     with pytest.raises(ValueError, match=message):
-        place_tokens([[600, 300, 100, 24]], world_size=4, config=PlacementConfig(**options))
+        place_tokens([[600, 300, 100, 24]], world_size=4, config=PlanConfig(**options))
 
 
 def test_what_was_found_is_in_the_error():
     lengths = [[100] * 9 + [60]]
     with pytest.raises(ValueError, match=r"would receive \d+ rows but kv_capacity is 239. Pass"):
-        place_tokens(lengths, world_size=4, config=PlacementConfig(kv_capacity=239))
+        place_tokens(lengths, world_size=4, config=PlanConfig(kv_capacity=239))
 
 
 @pytest.mark.parametrize(
@@ -232,12 +209,12 @@ def test_what_was_found_is_in_the_error():
 )
 def test_no_rank_is_overfull_with_the_least_capacity(lengths, world_size):
     """Beside the rest of a cut document, the next one to add may be longer than the room."""
-    config = PlacementConfig(kv_capacity=max(lengths))
+    config = PlanConfig(kv_capacity=max(lengths))
     placement = place_tokens(lengths, world_size=world_size, config=config)
     assert np.array_equal(np.sort(placement.permutation), np.arange(sum(lengths)))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(6))
 def test_a_plan_fits_what_it_needs(seed):
     """Also if a batch exceeds one capacity, the error says which are enough together."""
     rng = np.random.default_rng(seed)
@@ -247,16 +224,20 @@ def test_a_plan_fits_what_it_needs(seed):
     again = place_tokens(lengths, config=placement.needs, **options)
     assert np.array_equal(again.permutation, placement.permutation)
     with pytest.raises(ValueError, match="The placement with the best balance needs ") as error:
-        place_tokens(lengths, config=PlacementConfig(kv_capacity=1), **options)
+        place_tokens(lengths, config=PlanConfig(kv_capacity=1), **options)
     said = re.findall(r"(\w+)=(\d+)", str(error.value).split("best balance needs")[1])
     enough: Any = {name: int(value) for name, value in said}
-    assert PlacementConfig(**enough) == placement.needs
+    assert PlanConfig(**enough) == placement.needs
 
 
 def test_capacities_of_the_config_are_used():
     lengths = [[600, 300, 100, 24]]
-    config = PlacementConfig(
-        kv_capacity=2000, max_transfers=32, max_pieces=16, max_cut_pieces=16, max_linked_pieces=99
+    config = PlanConfig(
+        kv_capacity=2000,
+        max_kv_transfers=32,
+        max_pieces=16,
+        max_cut_pieces=16,
+        max_linked_pieces=99,
     )
     plan = place_tokens(lengths, world_size=4, config=config).plan
     assert plan.kv_capacity == 2000

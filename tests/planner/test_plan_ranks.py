@@ -8,7 +8,6 @@ import pytest
 from on_mesh import AXIS, all_fail, mesh_of
 
 from jax_cp_dispatch import (
-    PlacementConfig,
     PlanConfig,
     context_parallel_attention,
     place_tokens,
@@ -19,7 +18,7 @@ from jax_cp_dispatch.masks import Chunked, SlidingWindow
 W, T = 4, 64
 FIXED = {"q_capacity": 128, "kv_capacity": 256, "max_q_transfers": 32, "max_kv_transfers": 32}
 FIXED["max_pieces"] = 32
-PLACED = {"kv_capacity": 256, "max_transfers": 32, "max_pieces": 32}
+PLACED = {"kv_capacity": 256, "max_kv_transfers": 32, "max_pieces": 32}
 PLACED |= {"max_cut_pieces": 32, "max_linked_pieces": 64}
 
 
@@ -29,7 +28,7 @@ def balanced(lengths, *, world_size=W, rank=None, **choices):
 
 
 def placed(lengths, *, world_size=W, rank=None, **choices):
-    config = PlacementConfig(**PLACED, **choices)
+    config = PlanConfig(**PLACED, **choices)
     return place_tokens(lengths, world_size=world_size, config=config, rank=rank).plan
 
 

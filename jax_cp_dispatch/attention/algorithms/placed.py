@@ -12,7 +12,7 @@ from jax_cp_dispatch.attention.algorithms.rank_program import Batch, RankProgram
 from jax_cp_dispatch.attention.operands import Operands, Outputs
 from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.documents.packed_mask import PackedMask
-from jax_cp_dispatch.planner import PlacedPlan, place_tokens
+from jax_cp_dispatch.planner import place_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Placed(Algorithm):
     name: ClassVar[str] = "placed"
 
     def why_not(self, call: Call) -> str | None:
-        if not isinstance(call.plan, PlacedPlan):
+        if call.plan is None or not call.plan.is_placed:
             return (
                 "algorithm='placed' needs the plan of a placement, got "
                 f"{type(call.plan).__name__}. Pass plan=place_tokens(...).plan, and q, k, v in "

@@ -20,7 +20,7 @@ from jax_cp_dispatch.planner.piece_table import PieceTable
 from jax_cp_dispatch.planner.request import PlanRequest
 
 
-def fingerprint_of_pieces(
+def pieces_fingerprint(
     request: PlanRequest, computed: PieceTable, held: PieceTable, in_order: Mask | None = None
 ) -> Int32[np.ndarray, "W F"]:
     """Returns the fingerprint of a plan of all ranks.

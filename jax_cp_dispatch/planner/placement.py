@@ -14,25 +14,23 @@ from jax_cp_dispatch._text import outline
 from jax_cp_dispatch.documents.on_host import check_mask_of_documents
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.read import read_mask_on_host
-from jax_cp_dispatch.metadata.describe import rows_between_ranks
-from jax_cp_dispatch.planner.describe import PlanToDescribe, Rows, describe_plan
-from jax_cp_dispatch.planner.home import home_pieces, pairs_of_ranks
+from jax_cp_dispatch.planner.config import PlanConfig
+from jax_cp_dispatch.planner.cuts import describe_cuts
+from jax_cp_dispatch.planner.describe import describe_plan, work_by_share
+from jax_cp_dispatch.planner.groups import join_plans
 from jax_cp_dispatch.planner.piece_table import PieceTable
-from jax_cp_dispatch.planner.placement.build import plan_of_pieces
-from jax_cp_dispatch.planner.placement.config import PlacementConfig
-from jax_cp_dispatch.planner.placement.cuts import describe_cuts
-from jax_cp_dispatch.planner.placement.groups import joined_plans
-from jax_cp_dispatch.planner.placement.order import (
+from jax_cp_dispatch.planner.placed_order import (
     by_columns,
-    in_placed_order,
+    expand_ranges,
     pieces_ascend,
-    values_of_ranges,
+    put_mask_in_order,
 )
-from jax_cp_dispatch.planner.placement.plan import PlacedPlan
-from jax_cp_dispatch.planner.planned_pieces import Home, PlannedPieces, pieces_of_placed
+from jax_cp_dispatch.planner.placed_plan import plan_placed
+from jax_cp_dispatch.planner.plan import Plan
 from jax_cp_dispatch.planner.request import PlanRequest
-from jax_cp_dispatch.planner.slices import check_all_ranks, slice_of
-from jax_cp_dispatch.planner.traffic import num_moved
+from jax_cp_dispatch.planner.saved import reduce_saved
+from jax_cp_dispatch.planner.slices import check_all_ranks, slice_plan
+from jax_cp_dispatch.planner.transfers import num_moved
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -61,19 +59,19 @@ class Placement:
     batch: int
     columns: int
     world_size: int
-    plans: tuple[PlacedPlan, ...]
+    plans: tuple[Plan, ...]
     layers: tuple[int, ...]
-    config: PlacementConfig
+    config: PlanConfig
     made_of: tuple[tuple[tuple[PlanRequest, ...], PieceTable | None], ...]
     source: Int[np.ndarray, " P"]
     place: Int[np.ndarray, " P"]
     tokens: Int[np.ndarray, " P"]
-    needed: PlacementConfig | None
+    needed: PlanConfig | None
     reason: str | None = None
     rank: int | None = None
 
     @property
-    def plan(self) -> PlacedPlan:
+    def plan(self) -> Plan:
         """The plan of the first mask; of several groups, a stack of theirs."""
         return self.plans[0]
 
@@ -100,7 +98,7 @@ class Placement:
 
         return tuple(map(group, range(self.num_groups)))
 
-    def plan_for(self, mask: Mask | str) -> PlacedPlan:
+    def plan_for(self, mask: Mask | str) -> Plan:
         """Returns a plan for another mask over the same tokens; `imbalance` tells its balance.
 
         Arrays of a mask are in the order of the batch, `[batch, columns]`.
@@ -115,9 +113,9 @@ class Placement:
         batch = self.batch // self.num_groups
         own = lambda n: jax.tree.map(lambda x: x[n * batch : (n + 1) * batch], read)
         plans = [(group._plan_for(op, own(n)),) for n, group in enumerate(self.groups)]
-        return joined_plans(plans)[0]
+        return join_plans(plans)[0]
 
-    def _plan_for(self, op: str, read: Mask) -> PlacedPlan:
+    def _plan_for(self, op: str, read: Mask) -> Plan:
         """Returns the plan of a single group."""
         ((requests, pieces),) = self.made_of
         assert pieces is not None
@@ -133,8 +131,8 @@ class Placement:
                 f"{op}: a rank holds pieces of a document out of order, and {read} limits the "
                 "queries of each key. Pass it to place_tokens, as one of masks."
             )
-        in_order = in_placed_order(request, (self.source, self.place, self.tokens))
-        return plan_of_pieces(request, pieces, in_order)[0]
+        in_order = put_mask_in_order(request, (self.source, self.place, self.tokens))
+        return plan_placed(request, pieces, in_order)[0]
 
     def slice_of(self, rank: int) -> "Placement":
         """Returns the part of one rank: the tokens that it holds, and its slice of the plan.
@@ -149,12 +147,13 @@ class Placement:
             raise ValueError(
                 f"Placement.slice_of: got {self.num_groups} groups. Call it on one of `groups`."
             )
-        plans = tuple(slice_of("Placement.slice_of", x, rank) for x in self.plans)
+        plans = tuple(slice_plan("Placement.slice_of", x, rank) for x in self.plans)
         here = self.place // max(self.plan.num_tokens, 1) == rank
         moves = {name: getattr(self, name)[here] for name in ("source", "place", "tokens")}
         return dataclasses.replace(self, plans=plans, rank=rank, **moves)
 
     __repr__ = outline  # a plan has many arrays; `describe` is for reading
+    __reduce__ = reduce_saved
 
     @functools.cached_property
     def permutation(self) -> Int[np.ndarray, " places"]:
@@ -171,7 +170,7 @@ class Placement:
         return self._map(self.source, self.place, 0)
 
     @property
-    def needs(self) -> PlacementConfig:
+    def needs(self) -> PlanConfig:
         """The smallest capacities for this plan; other choices as in `config`.
 
         Raises:
@@ -188,17 +187,11 @@ class Placement:
         Of several groups, `[groups, W]`.
         """
         self._check_whole("pairs_before")
-        if self.reason is not None:  # they do
-            return self._pairs
-        if self.num_groups > 1:
-            return np.stack([group.pairs_before for group in self.groups])
-        requests = [x._replace(rank=None) for x in self.made_of[0][0]]
-        home = home_pieces(requests[0].documents, self.world_size)
-        return self._sum(pairs_of_ranks(x, home) for x in requests)
+        return self._sum(np.asarray(x.pairs_before) for x in self.plans)
 
     @property
-    def imbalance(self) -> float:
-        """Largest work of a rank in all layers by its share; see `PlacementConfig.rank_speeds`.
+    def imbalance(self) -> Float32[np.ndarray, ""]:
+        """Largest work of a rank in all layers by its share; see `PlanConfig.rank_speeds`.
 
         Of several groups, the largest of all.
         """
@@ -206,7 +199,7 @@ class Placement:
         return self._imbalance(self._pairs)
 
     @property
-    def imbalance_before(self) -> float:
+    def imbalance_before(self) -> Float32[np.ndarray, ""]:
         """`imbalance` if tokens stay in the order of the batch."""
         return self._imbalance(self.pairs_before)
 
@@ -236,41 +229,22 @@ class Placement:
         return jax.tree.map(self._restore, arrays)
 
     def describe(self) -> str:
-        """Returns the text of `PlacedPlan.describe`, and what the batch is without placement.
-
-        For the three ranks with the most work, in the order of the batch and as placed, it names
-        the documents that cause it. It also says what layers beside attention move.
-        """
+        """Returns the text of `Plan.describe`, and what layers beside attention move."""
         op = "Placement.describe"
         if self.reason is not None:
             return f"{op}: no tokens were placed. {self.reason}"
         if self.num_groups > 1:
             parts = enumerate(self.groups)
             return "\n\n".join(f"Group {n} of {self.num_groups}\n{x.describe()}" for n, x in parts)
-        plan = self.plan
-        keys = Rows(rows_between_ranks(op, plan.kv_metadata), plan.kv_capacity)
-        text = describe_plan(
-            PlanToDescribe(
-                name="Placement",
-                pieces=self._pieces(),
-                traffic={"keys": keys},
-                num_tokens=plan.num_tokens,
-                mask=plan.seen,
-                home=self._home if plan.ranges is None else None,
-                speeds=self.config.rank_speeds,
-                ranks_per_node=self.config.ranks_per_node,
-            )
-        )
+        plan, config = self.plan, self.config
+        constraints = {"speeds": config.rank_speeds, "ranks_per_node": config.ranks_per_node}
+        text = describe_plan(op, plan, **constraints)
         lines = [text, "", *describe_cuts(plan.cut_pieces, plan.num_tokens)]
         if len(self.plans) > 1:
             lines.append(f"  masks     all layers together: max/mean {self.imbalance:.3f}")
         for layers, each in zip(self.layers[1:], self.plans[1:], strict=True):
             lines.append(_line_of_mask(layers, sum(self.layers), each))
         return "\n".join(lines)
-
-    @property
-    def _home(self) -> Home:
-        return Home(self.batch, self.columns, self.world_size)
 
     @property
     def _pairs(self) -> Float32[np.ndarray, "*groups W"]:
@@ -280,27 +254,13 @@ class Placement:
         """Returns the sum over the layers."""
         return sum(n * x for n, x in zip(self.layers, pairs, strict=True))
 
-    def _imbalance(self, pairs: Any) -> float:
-        pairs = np.asarray(pairs, np.float64)
-        speeds = np.array(self.config.rank_speeds or [1.0] * self.world_size)
-        share = pairs.sum(-1, keepdims=True) * speeds / speeds.sum()
-        of_share = np.divide(pairs, share, out=np.ones_like(pairs), where=share > 0)
-        return float(of_share.max())
-
-    def _pieces(self) -> PlannedPieces:
-        """Returns what each rank computes."""
-        pieces = pieces_of_placed("Placement", self.plan)
-        place = pieces.rank * self.plan.num_tokens + pieces.row
-        source = self.source[np.searchsorted(self.place, place, side="right") - 1]
-        return pieces._replace(first=source - pieces.start)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+    def _imbalance(self, pairs: Any) -> Float32[np.ndarray, ""]:
+        return np.asarray(work_by_share(pairs, self.config.rank_speeds).max(), np.float32)
 
     def _map(self, start: np.ndarray, value: np.ndarray, first: int) -> np.ndarray:
         """Returns the values of consecutive indices from `first`, of ranges of indices."""
         dtype = np.int32 if self.batch * self.columns < 2**31 else np.int64
-        values = values_of_ranges(start, value, self.tokens).astype(dtype)
+        values = expand_ranges(start, value, self.tokens).astype(dtype)
         values += np.arange(first, first + len(values), dtype=dtype)
         values.flags.writeable = False  # `apply` and `restore` use them again
         return values
@@ -341,7 +301,7 @@ class Placement:
         return (np if isinstance(x, np.ndarray) else jnp), tuple(x.shape[2:])
 
 
-def _line_of_mask(layers: int, all_layers: int, plan: PlacedPlan) -> str:
+def _line_of_mask(layers: int, all_layers: int, plan: Plan) -> str:
     moved = plan.num_kv_tokens_moved
     return (
         f"            {plan.mask}, {layers} of {all_layers} layers: max/mean {plan.imbalance:.3f}; "

@@ -7,35 +7,40 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int, Int32
 
-from jax_cp_dispatch._arguments import check_positive, check_type
+from jax_cp_dispatch._arguments import check_positive
 from jax_cp_dispatch._ranks.runtime import native
 from jax_cp_dispatch.documents.on_host import check_mask_of_documents
 from jax_cp_dispatch.documents.table import DocumentTable, Row, documents_of
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.read import read_mask_on_host
-from jax_cp_dispatch.planner.constraints import check_longest_keys, check_ranks
-from jax_cp_dispatch.planner.fallback import check_fallback
-from jax_cp_dispatch.planner.native_problem import native_problem
-from jax_cp_dispatch.planner.piece_table import PieceTable, lay_out
-from jax_cp_dispatch.planner.placement.build import plan_of_pieces
-from jax_cp_dispatch.planner.placement.config import CAPACITIES, PlacementConfig
-from jax_cp_dispatch.planner.placement.fallback import moves_of_fallback, plan_of_fallback
-from jax_cp_dispatch.planner.placement.groups import (
+from jax_cp_dispatch.planner.config import (
+    PLACED_CAPACITIES,
+    PlanConfig,
+    check_config,
+    check_fallback,
+    check_ranks,
+)
+from jax_cp_dispatch.planner.fallback import fallback_plan
+from jax_cp_dispatch.planner.groups import (
+    Layers,
     PlacedGroup,
     Requests,
-    joined_moves,
-    joined_plans,
-    joined_reasons,
-    rows_of_groups,
+    describe_layers,
+    join_moves,
+    join_plans,
+    join_reasons,
+    read_layers,
+    split_groups,
 )
-from jax_cp_dispatch.planner.placement.layers import Layers, describe_layers, read_layers
-from jax_cp_dispatch.planner.placement.order import in_placed_order
-from jax_cp_dispatch.planner.placement.placement import Placement
-from jax_cp_dispatch.planner.placement.plan import OF_ALL_MASKS, PlacedPlan
-from jax_cp_dispatch.planner.request import PlanRequest
+from jax_cp_dispatch.planner.limits import DoesNotFitError, check_longest_keys
+from jax_cp_dispatch.planner.piece_table import PieceTable, lay_out
+from jax_cp_dispatch.planner.placed_order import list_moves, no_moves, put_mask_in_order
+from jax_cp_dispatch.planner.placed_plan import plan_placed
+from jax_cp_dispatch.planner.placement import Placement
+from jax_cp_dispatch.planner.plan import OF_ALL_MASKS, Plan
+from jax_cp_dispatch.planner.request import PlanRequest, native_problem
 from jax_cp_dispatch.planner.seen_keys import seen_keys
 from jax_cp_dispatch.planner.slices import check_rank, order_by_rank
-from jax_cp_dispatch.planner.static_size import DoesNotFitError
 
 _OP = "place_tokens"
 
@@ -50,7 +55,7 @@ def place_tokens(
     mask: Mask | str | None = None,
     masks: Sequence[Mask | str] | None = None,
     layers: Sequence[int] | None = None,
-    config: PlacementConfig = PlacementConfig(),
+    config: PlanConfig = PlanConfig(),
     fallback: str | None = None,
     num_groups: int = 1,
     rank: int | None = None,
@@ -82,7 +87,7 @@ def place_tokens(
       config: balance tolerance, constraints and capacities.
       fallback: "ring" returns, instead of an error for a batch that exceeds a limit of the config,
         a placement that leaves all tokens where they are. Its plan has the usual shapes, and
-        `PlacedPlan.fits` is false: use a ring for this batch. Needs all capacities.
+        `Plan.fits` is false: use a ring for this batch. Needs all capacities.
       num_groups: groups of consecutive batch rows, each placed on W ranks of its own: the devices
         of `batch_axis`. Their plans are stacked, as by `stack_plans`. With a fallback, all groups
         are placed or none, since one step computes all of them.
@@ -96,7 +101,7 @@ def place_tokens(
       ValueError: sizes do not match, a document is not contiguous, or the placement exceeds a
         capacity of the config and there is no fallback.
     """
-    check_type(_OP, "config", config, PlacementConfig, "Omit it for the default.")
+    check_config(_OP, config)
     check_positive(_OP, world_size=world_size)
     world_size = int(world_size)
     documents = documents_of(
@@ -115,26 +120,26 @@ def place_tokens(
     _check_groups(documents, num_groups, rank)
     requests_of = [
         tuple(PlanRequest(rows, at, world_size, seen_keys(x, rows), config, rank) for x in own)
-        for rows, at, own in rows_of_groups(documents, positions, masks_read, num_groups)
+        for rows, at, own in split_groups(documents, positions, masks_read, num_groups)
     ]
     request = requests_of[0][0]
     _check_config(request)
-    check_fallback(_OP, fallback, config, CAPACITIES)
+    check_fallback(_OP, fallback, config, PLACED_CAPACITIES)
     check_rank(_OP, rank, world_size)
     groups = [_place_group(x, layers_of) for x in requests_of]
-    reason = joined_reasons(_OP, groups)
+    reason = join_reasons(_OP, groups)
     if reason is not None:
         if fallback is None:
             raise DoesNotFitError(reason)
         groups = [_left_in_place(x) for x in groups]
-    moves = joined_moves(groups, documents.num_tokens // num_groups)
+    moves = join_moves(groups, documents.num_tokens // num_groups)
     here = order_by_rank(moves[1] // max(request.num_tokens, 1), rank)
     needed = [x.needed for x in groups]
     return Placement(
         batch=documents.batch,
         columns=documents.columns,
         world_size=world_size,
-        plans=joined_plans([x.plans for x in groups]),
+        plans=join_plans([x.plans for x in groups]),
         layers=layers_of.layers,
         made_of=tuple(x.made_of for x in groups),
         config=config,
@@ -151,7 +156,7 @@ def _check_config(request: PlanRequest) -> None:
     """Requires constraints that match the ranks."""
     check_ranks(_OP, request.config, request.world_size)
     block, num_tokens = request.config.block, request.num_tokens
-    if block > max(num_tokens, 1):
+    if block is not None and block > max(num_tokens, 1):
         raise ValueError(
             f"{_OP}: block is {block} but a rank holds {num_tokens} tokens. Pass "
             f"block<={num_tokens}."
@@ -178,12 +183,12 @@ def _place_group(requests: Requests, layers: Layers) -> PlacedGroup:
     """Places the tokens of a group, or says why they do not fit; its plans are then fallbacks."""
     try:
         pieces = _place(requests, layers)
-        moves = tuple(_moves(requests[0], pieces))
+        moves = tuple(list_moves(requests[0], pieces))
         plans, needed = _plans(requests, pieces, moves)
     except DoesNotFitError as error:
         text, needs = _capacities_that_suffice(requests, layers)
-        plans = tuple(plan_of_fallback(x, needs) for x in requests)
-        moves = moves_of_fallback(requests[0].documents, requests[0].world_size)
+        plans = tuple(fallback_plan(x, needs, is_placed=True) for x in requests)
+        moves = no_moves(requests[0].documents, requests[0].world_size)
         reason = str(error).removeprefix(f"{_OP}: ") + text
         return PlacedGroup(plans, moves, (requests, None), reason=reason)
     return PlacedGroup(plans, moves, (requests, pieces), needed)
@@ -193,14 +198,14 @@ def _left_in_place(group: PlacedGroup) -> PlacedGroup:
     """Returns a group as if it did not fit."""
     requests, _ = group.made_of
     needs = np.asarray(group.plans[0].largest_needs)[0]
-    plans = tuple(plan_of_fallback(x, needs) for x in requests)
-    moves = moves_of_fallback(requests[0].documents, requests[0].world_size)
+    plans = tuple(fallback_plan(x, needs, is_placed=True) for x in requests)
+    moves = no_moves(requests[0].documents, requests[0].world_size)
     return group._replace(plans=plans, moves=moves, made_of=(requests, None))
 
 
-def _largest(config: PlacementConfig, needed: Sequence[Any]) -> PlacementConfig:
+def _largest(config: PlanConfig, needed: Sequence[Any]) -> PlanConfig:
     """Returns capacities that suffice for all of these."""
-    most = {name: max(getattr(x, name) for x in needed) for name in CAPACITIES}
+    most = {name: max(getattr(x, name) for x in needed) for name in PLACED_CAPACITIES}
     return dataclasses.replace(config, **most)
 
 
@@ -215,9 +220,9 @@ def _place(requests: Requests, layers: Layers) -> PieceTable:
 
 def _plans(
     requests: Requests, pieces: PieceTable, moves: Sequence[np.ndarray]
-) -> tuple[tuple[PlacedPlan, ...], PlacementConfig]:
+) -> tuple[tuple[Plan, ...], PlanConfig]:
     """Returns a plan for each mask, and the capacities that they need."""
-    built = [plan_of_pieces(x, pieces, in_placed_order(x, moves)) for x in requests]
+    built = [plan_placed(x, pieces, put_mask_in_order(x, moves)) for x in requests]
     first = built[0][0]
     same = {name: getattr(first, name) for name in OF_ALL_MASKS}
     plans = (first, *(dataclasses.replace(x, **same) for x, _ in built[1:]))
@@ -227,20 +232,20 @@ def _plans(
 def _capacities_that_suffice(
     requests: Requests, layers: Layers
 ) -> tuple[str, Int32[np.ndarray, " 5"]]:
-    """Returns a sentence with capacities that suffice, all at once, and `PlacedPlan.largest_needs`.
+    """Returns a sentence with capacities that suffice, all at once, and `Plan.largest_needs`.
 
     Without capacities, it is empty.
     """
-    none: dict[str, Any] = dict.fromkeys(CAPACITIES)
+    none: dict[str, Any] = dict.fromkeys(PLACED_CAPACITIES)
     free = dataclasses.replace(requests[0].config, **none)
     if free == requests[0].config:
-        return "", np.zeros(len(CAPACITIES), np.int32)
+        return "", np.zeros(len(PLACED_CAPACITIES), np.int32)
     requests = tuple(x._replace(config=free) for x in requests)
     pieces = _place(requests, layers)
-    _, needed = _plans(requests, pieces, _moves(requests[0], pieces))
-    sizes = ", ".join(f"{name}={getattr(needed, name)}" for name in CAPACITIES)
+    _, needed = _plans(requests, pieces, list_moves(requests[0], pieces))
+    sizes = ", ".join(f"{name}={getattr(needed, name)}" for name in PLACED_CAPACITIES)
     return f" The placement with the best balance needs {sizes}.", np.array(
-        [getattr(needed, x) for x in CAPACITIES], np.int32
+        [getattr(needed, x) for x in PLACED_CAPACITIES], np.int32
     )
 
 
@@ -256,36 +261,3 @@ def _assign(requests: Requests, layers: Layers) -> Int[np.ndarray, "P 4"]:
         describe_layers(problem, seen, layers.layers, requests[0].documents)
     assigned = native.place_documents(problem)
     return assigned.astype(np.int64)  # nanobind says "long long"
-
-
-def _moves(request: PlanRequest, pieces: PieceTable):
-    """Returns source, place and length of every range, by place; padding comes last per rank."""
-    documents, world_size, num_tokens = request.documents, request.world_size, request.num_tokens
-    tokens = pieces.end - pieces.start
-    source = documents.first[pieces.document] + pieces.start
-    place = pieces.rank * num_tokens + pieces.row
-    used = np.zeros(world_size, np.int64)
-    np.add.at(used, pieces.rank, tokens)
-    free_first = np.arange(world_size) * num_tokens + used
-    padding = _match(*documents.padding(), free_first, num_tokens - used)
-    moves = [np.concatenate(x) for x in zip((source, place, tokens), padding, strict=True)]
-    order = np.argsort(moves[1])
-    return [x[order] for x in moves]
-
-
-def _match(source, source_tokens, place, place_tokens):
-    """Splits two lists of ranges with equal sums into ranges of equal length on both sides."""
-    source_ends, place_ends = np.cumsum(source_tokens), np.cumsum(place_tokens)
-    ends = np.union1d(source_ends, place_ends)
-    ends = ends[ends > 0]
-    starts = np.concatenate([[0], ends])[:-1].astype(np.int64)
-    i = np.searchsorted(source_ends, starts, side="right")
-    j = np.searchsorted(place_ends, starts, side="right")
-    first = [
-        of[k] + starts - (ends_of[k] - tokens_of[k])
-        for of, ends_of, tokens_of, k in (
-            (source, source_ends, source_tokens, i),
-            (place, place_ends, place_tokens, j),
-        )
-    ]
-    return first[0], first[1], ends - starts
