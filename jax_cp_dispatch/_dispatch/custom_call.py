@@ -61,7 +61,7 @@ def call_handler(
         like(avals_out),
         input_output_aliases=storage_aliases(exchange, operands),
     )
-    return handler(*places(exchange), *operands, **attributes)
+    return list(handler(*places(exchange), *operands, **attributes))
 
 
 def places(exchange: Exchange) -> list[Any]:

@@ -1,7 +1,7 @@
 """Plans attention on the host, from the documents of a batch; NumPy and C++, without JAX."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
@@ -73,11 +73,12 @@ def plan_on_host(request: PlanRequest, *, fallback: str | None) -> Plan:
     in_order = request.mask if request.mask.has_arrays else None
     of_ranks = {"world_size": world_size, "rank": request.rank}
     lengths = documents.lengths if request.needs_lengths else None
-    runs = {"num_runs": num_runs, "num_rows": q, "lengths": lengths, "rank": request.rank}
+    runs: Any = {"num_runs": num_runs, "num_rows": q, "lengths": lengths, "rank": request.rank}
+    of_runs: dict[str, Any] = list_runs(pieces, moves.needs[-1], **runs)
     return Plan(
         q_metadata=make_metadata(moves.queries, num_slots=q_slots, **of_ranks),
         kv_metadata=make_metadata(moves.keys, num_slots=kv_slots, **of_ranks),
-        **list_runs(pieces, moves.needs[-1], **runs),
+        **of_runs,
         ranges=row_ranges(request, pieces, moves.spans, num_queries=q, num_keys=kv),
         num_rows=moves.needs[0, held].astype(np.int32),
         pairs_before=request.pairs(home),
