@@ -1,7 +1,7 @@
 """Invalid calls of `plan_attention` and `place_tokens`, and invalid configurations.
 
 Lengths that both read alike: test_lengths.py; constraints that are found by planning:
-test_plan_constraints.py and test_placement_constraints.py.
+test_constraints.py.
 """
 
 from typing import Any
@@ -261,6 +261,22 @@ CASES = [
         "place_tokens",
         lambda: place_with(max_pieces=1),
         r"rank \d would hold \d+ pieces but max_pieces is 1",
+    ),
+    ("place_tokens", lambda: place_with(block=300), "block is 300 but a rank holds 256 tokens"),
+    (
+        "place_tokens",
+        lambda: place_with(rank_speeds=(1.0, 2.0)),
+        "rank_speeds has 2 numbers but there are 4 ranks",
+    ),
+    (
+        "place_tokens",
+        lambda: place_with(ranks_per_node=3),
+        "4 ranks cannot be divided into nodes of ranks_per_node=3",
+    ),
+    (
+        "place_tokens",
+        lambda: place([[100] * 9 + [60]], 4, config=PlanConfig(kv_capacity=239)),
+        r"would receive \d+ rows but kv_capacity is 239. Pass",
     ),
     (
         "Placement.apply",
