@@ -43,7 +43,7 @@ def ring_of_trees(shapes: Shapes) -> Program:
     return Program(run, (*shapes.qkv, shapes.ids, shapes.ids), (0, 1, 2))
 
 
-def balanced_plan(shapes: Shapes) -> cpd.AttentionPlan:
+def balanced_plan(shapes: Shapes) -> cpd.Plan:
     return cpd.plan_attention(lengths=shapes.lengths, world_size=shapes.num_ranks)
 
 

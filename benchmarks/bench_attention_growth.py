@@ -15,7 +15,7 @@ import common
 import jax
 
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
-from jax_cp_dispatch.plots.figure import figure_class, label_log_axis, save
+from jax_cp_dispatch.plots.figure import figure_class, save
 
 METHODS = ("zigzag", "hamilton", "balanced", programs.LOCAL, programs.PACKAGE, programs.DENSE)
 
@@ -58,7 +58,7 @@ def draw(rows: list[dict], picture: Path) -> None:
         ticks = sorted({row["tokens"] for row in rows})
         axis.set_xticks(ticks, [f"{tick // 1024}K" for tick in ticks])
         axis.minorticks_off()
-        label_log_axis(axis.yaxis)
+        common.label_log_axis(axis.yaxis)
         axis.grid(alpha=0.3)
     axes[0].legend(fontsize=8, frameon=False)
     figure.suptitle("One causal document, forward and backward, 8 virtual devices", fontsize=10)

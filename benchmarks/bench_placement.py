@@ -16,7 +16,7 @@ import common
 import packing
 import peer_placements
 
-from jax_cp_dispatch import Placement, PlacementConfig, place_tokens
+from jax_cp_dispatch import Placement, PlanConfig, place_tokens
 from jax_cp_dispatch.masks import SlidingWindow
 
 sys.path.append(str(common.ROOT / "tests" / "oracles"))
@@ -26,13 +26,13 @@ TOKENS = packing.TOKENS_PER_RANK
 LAYERS, WINDOWS = (8, 40), (512, 4096)  # of the global mask, and of a window
 
 CONSTRAINED = {
-    "nodes_plan_ms": PlacementConfig(ranks_per_node=8),
-    "block_plan_ms": PlacementConfig(block=64),
+    "nodes_plan_ms": PlanConfig(ranks_per_node=8),
+    "block_plan_ms": PlanConfig(block=64),
 }
 
 
 def place(
-    lengths: list[int], world_size: int, config: PlacementConfig, repeats: int
+    lengths: list[int], world_size: int, config: PlanConfig, repeats: int
 ) -> tuple[Placement, float]:
     """Returns the placement, and the median of the milliseconds to make it."""
     make = lambda: place_tokens(lengths, world_size=world_size, config=config)
@@ -52,7 +52,7 @@ def of_layers(lengths: list[int], world_size: int, alone: Placement) -> dict[str
         )
         cuts = int((both.plan.run_row < both.plan.num_tokens).sum()) - len(lengths)
         total = lambda x: sum(a * b for a, b in zip(LAYERS, x, strict=True))
-        imbalance.append(round(both.imbalance, 5))
+        imbalance.append(round(float(both.imbalance), 5))
         of_global.append(round(total(keys) / total(one), 4))
         per_cut.append(round(keys[1] / cuts, 1))
     return {
@@ -65,7 +65,7 @@ def of_layers(lengths: list[int], world_size: int, alone: Placement) -> dict[str
 
 
 def measure(lengths: list[int], world_size: int, repeats: int) -> dict[str, object]:
-    placement, plan_ms = place(lengths, world_size, PlacementConfig(), repeats)
+    placement, plan_ms = place(lengths, world_size, PlanConfig(), repeats)
     plan, num_tokens = placement.plan, world_size * TOKENS
     fewest = least_keys(lengths, world_size, TOKENS, placement.config.balance_tolerance)
     row = {
@@ -74,7 +74,7 @@ def measure(lengths: list[int], world_size: int, repeats: int) -> dict[str, obje
         **peer_placements.HEADS,
         "documents": len(lengths),
         "plan_ms": plan_ms,
-        "imbalance": round(plan.imbalance, 5),
+        "imbalance": round(float(plan.imbalance), 5),
         "kv_moved_share": round(plan.num_kv_tokens_moved / sum(lengths), 5),
         "least_kv_moved_share": round(fewest / num_tokens, 5),
         "kv_capacity_per_token": round(plan.kv_capacity / TOKENS, 3),
@@ -89,7 +89,7 @@ def measure(lengths: list[int], world_size: int, repeats: int) -> dict[str, obje
         for name in ("min_heap", "greedy"):
             outcome = getattr(peer_placements, name)(lengths, world_size)
             row[name] = {
-                "imbalance": round(outcome.imbalance, 4),
+                "imbalance": round(float(outcome.imbalance), 4),
                 "q_moved_share": round(outcome.q, 4),
                 "kv_moved_share": round(outcome.kv, 4),
                 "bytes_per_token": round(outcome.bytes_per_token),

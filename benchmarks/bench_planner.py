@@ -19,13 +19,13 @@ import numpy as np
 import packing
 import peer_placements
 
-from jax_cp_dispatch import AttentionPlan, PlanConfig, plan_attention
+from jax_cp_dispatch import Plan, PlanConfig, plan_attention
 
 TOKENS = packing.TOKENS_PER_RANK
 MOST_TRACED, MOST_OF_PEER = 32, 128  # ranks
 
 
-def moved(plan: AttentionPlan, num_tokens: int, num_kv_heads: int) -> dict[str, float]:
+def moved(plan: Plan, num_tokens: int, num_kv_heads: int) -> dict[str, float]:
     q, kv = plan.num_q_tokens_moved / num_tokens, plan.num_kv_tokens_moved / num_tokens
     return {
         "imbalance": round(float(plan.imbalance), 5),
@@ -35,7 +35,7 @@ def moved(plan: AttentionPlan, num_tokens: int, num_kv_heads: int) -> dict[str, 
     }
 
 
-def plan_inside_jit(lengths: list[int], world_size: int) -> tuple[AttentionPlan, float]:
+def plan_inside_jit(lengths: list[int], world_size: int) -> tuple[Plan, float]:
     """Returns the plan in blocks, which is the same for all head counts, and its milliseconds."""
     segment_ids = packing.segment_ids(lengths, sum(lengths))
     make = jax.jit(functools.partial(plan_attention, world_size=world_size))
@@ -50,7 +50,7 @@ def measure(
     world_size: int,
     num_kv_heads: int,
     repeats: int,
-    inside: tuple[AttentionPlan, float] | None,
+    inside: tuple[Plan, float] | None,
 ) -> dict[str, object]:
     config = PlanConfig(num_heads=peer_placements.HEADS["num_heads"], num_kv_heads=num_kv_heads)
     make = functools.partial(plan_attention, world_size=world_size, config=config)

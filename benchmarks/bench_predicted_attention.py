@@ -16,7 +16,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from jax_cp_dispatch.cost import HARDWARE, Prediction, Workload, predict
-from jax_cp_dispatch.plots.figure import label_log_axis, save
+from jax_cp_dispatch.plots.figure import save
 
 MODEL = Workload(
     num_ranks=1, tokens_per_rank=1, num_heads=32, num_kv_heads=32, head_size=128, itemsize=2
@@ -145,7 +145,7 @@ def draw_picture(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
     by_size.set_xscale("log", base=2)
     by_size.set_xticks(TOKENS, [f"{x / 1024:g}K" for x in TOKENS])
     by_ratio.set(xlabel="compute / communication of the zigzag ring", xscale="log")
-    label_log_axis(by_ratio.xaxis)
+    common.label_log_axis(by_ratio.xaxis)
     by_size.legend()
     save(figure, path)
 

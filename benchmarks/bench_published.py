@@ -18,7 +18,7 @@ import numpy as np
 from peer_placements import HEADS, KV_BYTES
 from published_rules import NODE, Round, fixed_groups, hybrid, whole, zigzag
 
-from jax_cp_dispatch import PlacementConfig, place_tokens
+from jax_cp_dispatch import PlanConfig, place_tokens
 from jax_cp_dispatch.cost import HARDWARE
 
 TOKENS = 65536
@@ -48,7 +48,7 @@ def batches(name: str, world_size: int, count: int) -> Iterator[list[int]]:
 
 
 def placed(lengths: list[int], world_size: int) -> Round:
-    config = PlacementConfig(ranks_per_node=NODE) if world_size > NODE else PlacementConfig()
+    config = PlanConfig(ranks_per_node=NODE) if world_size > NODE else PlanConfig()
     plan = place_tokens(lengths, world_size=world_size, config=config).plan
     moved = plan.kv_metadata.rows_between_ranks()
     np.fill_diagonal(moved, 0)

@@ -56,6 +56,15 @@ def planning_seconds(run: Callable[[], Any], repeats: int) -> tuple[Any, float]:
     return result, statistics.median(times)
 
 
+def label_log_axis(axis: Any) -> None:
+    """Labels 1, 2 and 5 of each decade of a logarithmic axis, as plain numbers."""
+    from matplotlib.ticker import LogLocator
+
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter("{x:,.10g}")
+    axis.set_minor_formatter("")
+
+
 class Report:
     """Result rows: printed when measured, written after each section.
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jax_cp_dispatch import gemm
 from jax_cp_dispatch._ranks.communicator import Communicator
-from jax_cp_dispatch.comm_gemm.engine.call import GemmCall
+from jax_cp_dispatch.comm_gemm.engine.gemm_call import GemmCall
 from jax_cp_dispatch.comm_gemm.engine.on_gpu import run_all_ranks
 from jax_cp_dispatch.comm_gemm.engine.overlap import Overlap
 from jax_cp_dispatch.comm_gemm.types import CommOverlapMethod, CommOverlapType

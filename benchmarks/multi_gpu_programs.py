@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from jax_cp_dispatch import available_implementations
-from jax_cp_dispatch._dispatch.exchange_operands import Exchange, group_of_each, read_operands
+from jax_cp_dispatch._dispatch.exchange_operands import Exchange, groups_by_array, read_operands
 from jax_cp_dispatch._measuring import seconds_of_a_call
 from jax_cp_dispatch._ranks.implementations import default_platform
 from jax_cp_dispatch._ranks.job import is_in_job, publish_and_read_all
@@ -94,7 +94,7 @@ def _channel_bytes(exchange: Exchange, operands: Any) -> int:
     """Two halves of tags and rows, and as much again where a network needs a staging area."""
     arrays = read_operands(operands, exchange).arrays
     num_bytes = 1 << 16
-    for group, array in zip(group_of_each(exchange), arrays, strict=True):
+    for group, array in zip(groups_by_array(exchange), arrays, strict=True):
         row = int(np.prod(array.aval.shape[1:])) * array.aval.dtype.itemsize
         num_bytes += 2 * group.capacity * (row + 8)
         if len(set(hosts())) > 1:

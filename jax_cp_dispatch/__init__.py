@@ -59,12 +59,9 @@ from jax_cp_dispatch.comm_gemm import (
 from jax_cp_dispatch.documents import Documents
 from jax_cp_dispatch.metadata import Metadata, compute_metadata
 from jax_cp_dispatch.planner import (
-    AttentionPlan,
-    PlacedPlan,
     Placement,
-    PlacementConfig,
+    Plan,
     PlanConfig,
-    fit_placement_config,
     fit_plan_config,
     needs_inside_jit,
     place_tokens,
@@ -75,7 +72,6 @@ from jax_cp_dispatch.planner import (
 __version__ = "0.1.0"
 
 __all__ = [
-    "AttentionPlan",
     "Auto",
     "Availability",
     "Balanced",
@@ -83,9 +79,8 @@ __all__ = [
     "Hamilton",
     "Metadata",
     "Placed",
-    "PlacedPlan",
     "Placement",
-    "PlacementConfig",
+    "Plan",
     "PlanConfig",
     "Ring",
     "TransportChoice",
@@ -110,7 +105,6 @@ __all__ = [
     "dispatch_start",
     "document_lengths",
     "exchange_done",
-    "fit_placement_config",
     "fit_plan_config",
     "gemm",
     "gpu",

@@ -75,8 +75,7 @@ def keep_freed_memory(*, enable: bool = True) -> None:
     times as long as a copy. The setting applies to all allocations of the process and needs glibc.
     Only the first call has an effect: by `start_cpu_devices`, or, later and with somewhat less
     effect, by the first program with an exchange between several CPU devices. Does nothing if the
-    environment configures the allocator (`MALLOC_...`, `GLIBC_TUNABLES`) or sets
-    `JAX_CP_DISPATCH_KEEP_MEMORY=0`.
+    environment configures the allocator (`MALLOC_...`, `GLIBC_TUNABLES`).
     """
     global _memory_is_settled
     if _memory_is_settled:
@@ -85,7 +84,7 @@ def keep_freed_memory(*, enable: bool = True) -> None:
     is_taken = any(name.startswith("MALLOC_") for name in os.environ) or (
         "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
     )
-    if not enable or is_taken or os.environ.get("JAX_CP_DISPATCH_KEEP_MEMORY") == "0":
+    if not enable or is_taken:
         return
     try:
         mallopt = ctypes.CDLL(None).mallopt

@@ -138,9 +138,9 @@ class Arrange:
         rows = self.config.batch // self.config.data
         # Fixed sizes: all batches use one compiled program. Every rank has room for all keys.
         pieces = 2 * rows * self.config.max_documents
-        sizes = cpd.PlacementConfig(
+        sizes = cpd.PlanConfig(
             kv_capacity=rows * self.config.columns,
-            max_transfers=pieces,
+            max_kv_transfers=pieces,
             max_pieces=pieces,
             max_cut_pieces=pieces,
             max_linked_pieces=self.config.context * pieces,

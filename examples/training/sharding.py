@@ -78,7 +78,7 @@ class Sharded:
     def imbalance(self, batch: Batch) -> jax.Array:
         """Returns the largest work of attention on a device divided by the mean of its group."""
         if self.algorithm == "balanced":
-            return imbalance(batch["documents"].plan.pairs_after)
+            return imbalance(batch["documents"].plan.pairs)
         shape = self.mesh.shape
         return imbalance(pairs_per_device(batch["documents"], shape["data"], shape["context"]))
 

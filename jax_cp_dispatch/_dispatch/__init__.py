@@ -1,6 +1,5 @@
 """Moves tokens between ranks: the public calls, their primitives and implementations."""
 
-from jax_cp_dispatch._dispatch.api import combine, combine_qkv, dispatch, dispatch_qkv
 from jax_cp_dispatch._dispatch.arguments import Argument, outgoing, returning
 from jax_cp_dispatch._dispatch.buffers import (
     create_dispatch_buffer,
@@ -8,7 +7,13 @@ from jax_cp_dispatch._dispatch.buffers import (
     destroy_dispatch_buffer,
 )
 from jax_cp_dispatch._dispatch.exchange import move
-from jax_cp_dispatch._dispatch.pair_api import combine_start, dispatch_start, exchange_done, start
+from jax_cp_dispatch._dispatch.movement import combine, combine_qkv, dispatch, dispatch_qkv
+from jax_cp_dispatch._dispatch.started_exchange import (
+    combine_start,
+    dispatch_start,
+    exchange_done,
+    start,
+)
 
 __all__ = [
     "Argument",

@@ -9,12 +9,12 @@ from jax.interpreters import mlir
 from jax_cp_dispatch._dispatch.exchange_operands import Exchange, by_group, read_operands
 from jax_cp_dispatch._dispatch.ragged_choice import may_be_ragged
 from jax_cp_dispatch._dispatch.xla_collectives import combine_with_xla, dispatch_with_xla
-from jax_cp_dispatch._dispatch.xla_plan import XlaRanks
+from jax_cp_dispatch._dispatch.xla_transfers import XlaRanks
 from jax_cp_dispatch._ranks.axis import rank_index
-from jax_cp_dispatch._ranks.lowering import Choice
+from jax_cp_dispatch._ranks.lowering import Chosen
 
 
-def lower(ctx: Any, *operands: Any, exchange: Exchange, choice: Choice) -> Any:
+def lower(ctx: Any, *operands: Any, exchange: Exchange, choice: Chosen) -> Any:
     """Lowers the part of one rank."""
     program = ctx.module_context
     ragged = may_be_ragged(program.platforms, program.backend)

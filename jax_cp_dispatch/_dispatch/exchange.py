@@ -29,13 +29,13 @@ class Prepared(NamedTuple):
       exchange: None if nothing moves.
       operands: of the primitive, without storage.
       storage: arrays that the results may reuse, if any.
-      layouts: of the results, one for each argument.
+      results: how those of each argument are made.
     """
 
     exchange: Exchange | None
     operands: list[Array]
     storage: list[Array]
-    layouts: list["_Layout"]
+    results: list["_Results"]
 
 
 def move(
@@ -50,7 +50,7 @@ def move(
         primitive = dispatch_p if call.exchange.sums is None else combine_p
         with jax.named_scope(SCOPE):
             moved = primitive.bind(*call.operands, *call.storage, exchange=call.exchange)
-    return results_of(call.layouts, moved)
+    return finish_results(call.results, moved)
 
 
 def prepare(
@@ -121,10 +121,10 @@ def prepare(
         by_collectives=by_collectives,
         num_comm_sm=options.num_comm_sm,
     )
-    layouts = [_Layout.of(x, num_ranks if context.is_global else 1) for x in arguments]
+    results = [_Results.of(x, num_ranks if context.is_global else 1) for x in arguments]
     if not groups:
-        return Prepared(None, [], [], layouts)
-    return _placed(exchange, context, fields + fingerprints, arrays, storage, layouts)
+        return Prepared(None, [], [], results)
+    return _placed(exchange, context, fields + fingerprints, arrays, storage, results)
 
 
 def _moving(argument: Argument) -> list[int]:
@@ -145,7 +145,7 @@ def _with_rows(array: Array, num_rows: int) -> Array:
 
 
 @jax.named_scope(SCOPE)
-def _placed(exchange: Exchange, context: CallContext, fields, arrays, storage, layouts) -> Prepared:
+def _placed(exchange: Exchange, context: CallContext, fields, arrays, storage, results) -> Prepared:
     """Returns the operands on the devices that use them, varying over the axes of the ranks."""
     arrays, names, num_storage = arrays + storage, exchange.comm.axis_names, len(storage)
     mesh = context.mesh if context.is_global and not context.open_axes else None
@@ -158,10 +158,10 @@ def _placed(exchange: Exchange, context: CallContext, fields, arrays, storage, l
     elif mesh is not None:
         exchange = exchange._replace(mesh=mesh.abstract_mesh)
     num_arrays = len(arrays) - num_storage
-    return Prepared(exchange, fields + arrays[:num_arrays], arrays[num_arrays:], layouts)
+    return Prepared(exchange, fields + arrays[:num_arrays], arrays[num_arrays:], results)
 
 
-class _Layout(NamedTuple):
+class _Results(NamedTuple):
     """How one argument's results are made from those of a primitive.
 
     Attributes:
@@ -175,7 +175,7 @@ class _Layout(NamedTuple):
     zeros: list[Array | None]
 
     @classmethod
-    def of(cls, argument: Argument, factor: int) -> "_Layout":
+    def of(cls, argument: Argument, factor: int) -> "_Results":
         moving, zeros = set(_moving(argument)), []
         for i, x in enumerate(argument.arrays):
             zero = None
@@ -187,15 +187,15 @@ class _Layout(NamedTuple):
         return cls(argument.tree, argument.dtypes, zeros)
 
 
-def results_of(layouts: Sequence[_Layout], moved: Sequence[Array]) -> list[Any]:
+def finish_results(results: Sequence[_Results], moved: Sequence[Array]) -> list[Any]:
     """Returns rounded results, structured like the arrays; those that did not move are zero."""
-    rest, results = iter(moved), []
-    for layout in layouts:
-        leaves = [next(rest) if zero is None else zero for zero in layout.zeros]
-        if layout.dtypes is not None:
+    rest, trees = iter(moved), []
+    for each in results:
+        leaves = [next(rest) if zero is None else zero for zero in each.zeros]
+        if each.dtypes is not None:
             leaves = [
                 x if x.dtype == dtype else x.astype(dtype)
-                for x, dtype in zip(leaves, layout.dtypes, strict=True)
+                for x, dtype in zip(leaves, each.dtypes, strict=True)
             ]
-        results.append(jax.tree.unflatten(layout.tree, leaves))
-    return results
+        trees.append(jax.tree.unflatten(each.tree, leaves))
+    return trees

@@ -101,7 +101,7 @@ class Exchange(NamedTuple):
         return self._replace(comm=self.comm.inside(mesh), is_global=False, mesh=None)
 
 
-class Operands(NamedTuple):
+class ExchangeOperands(NamedTuple):
     """The operands of an exchange, or other values in the same order."""
 
     metadata: list[MetadataOperands]  # per group
@@ -121,7 +121,7 @@ class Operands(NamedTuple):
         ]
 
 
-def read_operands(operands: Sequence[Any], exchange: Exchange) -> Operands:
+def read_operands(operands: Sequence[Any], exchange: Exchange) -> ExchangeOperands:
     """Separates flat operands, or other values in their order."""
     rest = list(operands)
     metadata = [MetadataOperands(*_take(rest, group.num_fields)) for group in exchange.groups]
@@ -129,7 +129,7 @@ def read_operands(operands: Sequence[Any], exchange: Exchange) -> Operands:
         _take(rest, 1)[0] if group.has_fingerprint else None for group in exchange.groups
     ]
     arrays = _take(rest, exchange.num_arrays)
-    return Operands(metadata, fingerprints, arrays, rest)
+    return ExchangeOperands(metadata, fingerprints, arrays, rest)
 
 
 def by_group(per_array: Sequence[Any], exchange: Exchange) -> list[list[Any]]:
@@ -144,14 +144,14 @@ def _take(rest: list[Any], num: int) -> list[Any]:
     return taken
 
 
-def group_of_each(exchange: Exchange) -> list[OperandGroup]:
+def groups_by_array(exchange: Exchange) -> list[OperandGroup]:
     """Returns the group of each array."""
     return [group for group in exchange.groups for _ in range(group.num_arrays)]
 
 
 def select_arrays(
-    operands: Operands, exchange: Exchange, keep: Sequence[bool]
-) -> tuple[Operands, Exchange]:
+    operands: ExchangeOperands, exchange: Exchange, keep: Sequence[bool]
+) -> tuple[ExchangeOperands, Exchange]:
     """Returns the exchange of some of the arrays, without storage and without empty groups."""
     counts = [sum(flags) for flags in by_group(keep, exchange)]
     groups = [

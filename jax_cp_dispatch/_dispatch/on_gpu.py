@@ -16,16 +16,16 @@ import numpy as np
 from jax.interpreters import mlir
 
 from jax_cp_dispatch._dispatch.custom_call import (
-    aliases_of,
-    attributes_of,
-    start_target_of,
-    target_of,
+    call_handler,
+    handler_attributes,
+    like,
+    places,
+    start_handler_name,
 )
 from jax_cp_dispatch._dispatch.exchange_operands import Exchange
 from jax_cp_dispatch._ranks import runtime
-from jax_cp_dispatch._ranks.axis import rank_index
 from jax_cp_dispatch._ranks.gpu import all_ranks_here
-from jax_cp_dispatch._ranks.lowering import Choice
+from jax_cp_dispatch._ranks.lowering import Chosen
 
 _MAX_ARRAYS = 64  # of one call, as in csrc/kernels/call.h
 _ALL = 0  # multiprocessors, for the handler
@@ -39,26 +39,21 @@ def what_gpus_lack(exchange: Exchange) -> str | None:
     return f"{exchange.num_arrays} arrays, but a call on GPUs takes at most {_MAX_ARRAYS}"
 
 
-def lower(ctx: Any, *operands: Any, exchange: Exchange, choice: Choice) -> Any:
+def lower(ctx: Any, *operands: Any, exchange: Exchange, choice: Chosen) -> Any:
     """Lowers the part of one rank."""
     ranks = choice.rank_attributes(ctx, exchange.comm, "")
-    move = functools.partial(_move, ctx.avals_out, ranks, exchange)
+    move = functools.partial(call_handler, ctx.avals_out, exchange, _attributes(exchange, ranks))
     return mlir.lower_fun(move, multiple_results=True)(ctx, *operands)
 
 
 def on_one_device(ctx: Any, exchange: Exchange) -> Callable[..., Any]:
     """Returns the exchange of a device that holds the rows of all ranks, to be traced."""
-    return functools.partial(_move, ctx.avals_out, all_ranks_here(), exchange)
-
-
-def _move(avals_out: Any, ranks: dict[str, Any], exchange: Exchange, *operands: Any) -> Any:
-    aliases = aliases_of(exchange, operands)
-    move = jax.ffi.ffi_call(target_of(exchange), _like(avals_out), input_output_aliases=aliases)
-    return move(*_places(exchange), *operands, **_attributes(exchange, ranks))
+    attributes = _attributes(exchange, all_ranks_here())
+    return functools.partial(call_handler, ctx.avals_out, exchange, attributes)
 
 
 def lower_start(
-    ctx: Any, *operands: Any, exchange: Exchange, num_beside: int, choice: Choice
+    ctx: Any, *operands: Any, exchange: Exchange, num_beside: int, choice: Chosen
 ) -> Any:
     """Lowers the first call of two."""
     ranks = all_ranks_here()
@@ -73,19 +68,19 @@ def _start(
 ) -> list[Any]:
     num_moving = len(operands) - num_beside
     moving, beside = operands[:num_moving], operands[num_moving:]
-    places, n = _places(exchange), exchange.num_arrays
-    first = len(places) + exchange.num_before_arrays
+    first_two, n = places(exchange), exchange.num_arrays
+    first = len(first_two) + exchange.num_before_arrays
     call = jax.ffi.ffi_call(
-        start_target_of(exchange),
-        _like(avals_out[: 2 * n + 1]),
+        start_handler_name(exchange),
+        like(avals_out[: 2 * n + 1]),
         input_output_aliases={first + i: n + i for i in range(n)},
         has_side_effect=True,  # two calls of the same exchange must not become one
     )
-    *started, held = call(*places, *moving, **_attributes(exchange, ranks))
+    *started, held = call(*first_two, *moving, **_attributes(exchange, ranks))
     return [*started, *_one_after_another(held, beside)]
 
 
-def lower_done(ctx: Any, *operands: Any, exchange: Exchange, choice: Choice) -> Any:
+def lower_done(ctx: Any, *operands: Any, exchange: Exchange, choice: Chosen) -> Any:
     """Lowers the second call."""
     done = functools.partial(_done, exchange)
     return mlir.lower_fun(done, multiple_results=True)(ctx, *operands)
@@ -97,7 +92,7 @@ def _done(exchange: Exchange, *operands: Any) -> list[Any]:
     held, *beside = _one_after_another(rest[2 * n], rest[2 * n + 1 :])
     call = jax.ffi.ffi_call(
         runtime.EXCHANGE_DONE_TARGET,
-        _like(rest[:n]),
+        like(rest[:n]),
         input_output_aliases={i: i for i in range(n)},
         has_side_effect=True,  # it stays where it is
     )
@@ -109,20 +104,9 @@ def _one_after_another(held: Any, beside: Any) -> list[Any]:
     return list(jax.lax.optimization_barrier((held, *beside))) if beside else [held]
 
 
-def _like(avals: Any) -> list[jax.ShapeDtypeStruct]:
-    return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
-
-
-def _places(exchange: Exchange) -> list[Any]:
-    """Returns the device's rank and group, the first operands."""
-    comm = exchange.comm
-    axes = ((), ()) if exchange.is_global else (comm.axis_names, comm.group_axes)
-    return list(map(rank_index, axes))
-
-
 def _attributes(exchange: Exchange, ranks: dict[str, Any]) -> dict[str, Any]:
     return {
-        **attributes_of(exchange),
+        **handler_attributes(exchange),
         **ranks,
         "copy_path": _copy_path(exchange.op),
         "num_comm_sm": np.int64(min(exchange.num_comm_sm or _ALL, _MOST_SMS)),

@@ -27,13 +27,13 @@ from jax.sharding import PartitionSpec as P
 
 from jax_cp_dispatch._dispatch.exchange_operands import (
     Exchange,
-    Operands,
+    ExchangeOperands,
     read_operands,
     select_arrays,
     summable,
 )
 from jax_cp_dispatch._dispatch.pair_lowering import lower_done, lower_start
-from jax_cp_dispatch._dispatch.primitives import adjoint_of, register, result_shapes, transposed
+from jax_cp_dispatch._dispatch.primitives import adjoint_move, register, result_shapes, transposed
 from jax_cp_dispatch._ranks.lowering import one_after_another
 
 start_p = Primitive("exchange_start")
@@ -141,7 +141,7 @@ def _spread(values: Iterable[Any], keep: Iterable[bool], otherwise: Iterable[Any
 
 def _select(
     fields: Sequence[Any], exchange: Exchange, arrays: Sequence[Any], keep: Sequence[bool]
-) -> tuple[Operands, Exchange]:
+) -> tuple[ExchangeOperands, Exchange]:
     operands = read_operands([*fields, *arrays], exchange)
     return select_arrays(operands, exchange, keep)
 
@@ -204,14 +204,14 @@ def _transpose_done(cotangents, *operands, exchange: Exchange):
     n = exchange.num_arrays
     cts, beside = list(cotangents[:n]), list(cotangents[n:])
     keep, work = _is_nonzero(cts), _is_nonzero(beside)
-    zeros = PairValues.read([*map(_zero_of, values.flat())], exchange)._replace(beside=beside)
+    zeros = PairValues.read([*map(_zero_like, values.flat())], exchange)._replace(beside=beside)
     out = zeros
     if any(keep):
         linear, kept = _select(fields, exchange, cts, keep)
         avals = [x.aval for x in itertools.compress(values.arrays, keep)]
         adjoint = _adjoint(kept, linear.arrays, avals)
         if adjoint is None:
-            moved = adjoint_of(kept)(linear, [x.dtype for x in avals], transposed(kept))
+            moved = adjoint_move(kept)(linear, [x.dtype for x in avals], transposed(kept))
             out = out._replace(arrays=_spread(moved, keep, zeros.arrays))
         else:
             besides = list(itertools.compress(beside, work))
@@ -229,7 +229,7 @@ def _transpose_done(cotangents, *operands, exchange: Exchange):
                 moved.held,
                 _spread(moved.beside, work, beside),
             )
-    return [None] * len(fields) + _of_linear(out.flat(), values.flat())
+    return [None] * len(fields) + _linear_only(out.flat(), values.flat())
 
 
 def _transpose_start(cotangents, *operands, exchange: Exchange, num_beside: int, num_held: int):
@@ -255,14 +255,14 @@ def _transpose_start(cotangents, *operands, exchange: Exchange, num_beside: int,
             *_spread(moved[: sum(keep)], keep, cts.arrays),
             *_spread(moved[sum(keep) :], work, cts.beside),
         ]
-    return [None] * len(fields) + _of_linear(outs, [*arrays, *beside])
+    return [None] * len(fields) + _linear_only(outs, [*arrays, *beside])
 
 
-def _zero_of(x: Any) -> Any:
+def _zero_like(x: Any) -> Any:
     return ad.Zero(x.aval.to_ct_aval()) if ad.is_undefined_primal(x) else None
 
 
-def _of_linear(cotangents: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
+def _linear_only(cotangents: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
     return [
         ct if ad.is_undefined_primal(x) else None
         for ct, x in zip(cotangents, operands, strict=True)

@@ -15,7 +15,7 @@ from jax_cp_dispatch._ranks.implementations import (
     choose_on_one_device,
     register_lowering,
 )
-from jax_cp_dispatch._ranks.lowering import Choice, choose, lower_opened
+from jax_cp_dispatch._ranks.lowering import Chosen, choose, lower_opened
 
 register_lowering(Operation.EXCHANGE_START, on_gpu.lower_start, on=ON_GPU)
 register_lowering(Operation.EXCHANGE_DONE, on_gpu.lower_done, on=ON_GPU)
@@ -55,7 +55,7 @@ def _is_result_here(value: Any) -> bool:
     return owner.name == "stablehlo.custom_call" and owner.operation.block == current.block
 
 
-def _choice(ctx: Any, exchange: Exchange) -> Choice | None:
+def _choice(ctx: Any, exchange: Exchange) -> Chosen | None:
     """Returns the implementation, if it has two calls for this program."""
     op, comm, module = exchange.op, exchange.comm, ctx.module_context
     if comm.open_axes or (exchange.is_global and module.axis_context.num_devices != 1):
@@ -64,7 +64,7 @@ def _choice(ctx: Any, exchange: Exchange) -> Choice | None:
         return None  # the whole exchange says so
     if exchange.is_global:
         row = choose_on_one_device(op, comm.implementation, module.platforms, comm.num_ranks)
-        choice = Choice(row, None)
+        choice = Chosen(row, None)
     else:
         choice = choose(ctx, op, comm)
     return choice if Operation.EXCHANGE_START in choice.implementation.lowerings else None

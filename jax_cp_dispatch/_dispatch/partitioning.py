@@ -15,9 +15,9 @@ from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from jax_cp_dispatch._dispatch.devices import row_spec
-from jax_cp_dispatch._dispatch.exchange_operands import Exchange, Operands, read_operands
+from jax_cp_dispatch._dispatch.exchange_operands import Exchange, ExchangeOperands, read_operands
 from jax_cp_dispatch._ranks.call_context import with_manual_axes
-from jax_cp_dispatch._ranks.partitioning import mesh_of_program, named
+from jax_cp_dispatch._ranks.partitioning import named, program_mesh
 
 
 def lower_partitioned(primitive, ctx, *operands, exchange: Exchange, on_one_device):
@@ -37,7 +37,7 @@ def lower_partitioned(primitive, ctx, *operands, exchange: Exchange, on_one_devi
     mesh_around = jax.sharding.get_mesh()
 
     def partition(mesh, arguments, results):
-        mesh = mesh_of_program(exchange.op, names, mesh, mesh_around)
+        mesh = program_mesh(exchange.op, names, mesh, mesh_around)
         _check_num_ranks(exchange, mesh)
         given = read_operands(arguments, exchange)
         is_free = lambda axis: axis not in names
@@ -87,7 +87,7 @@ def _check_num_ranks(exchange: Exchange, mesh) -> None:
         )
 
 
-def _sharding_rule(avals: Operands, result_rows: list[int], num_ranks: int):
+def _sharding_rule(avals: ExchangeOperands, result_rows: list[int], num_ranks: int):
     """Returns the rule as text, the factors that are not sharded, and the sizes of row factors.
 
     "w m0, ... (w t0) f0 f1 -> (w c0) f0 f1": w is the factor of the ranks, t and c are the rows of

@@ -19,8 +19,8 @@ from jax.interpreters import ad, batching, mlir
 
 from jax_cp_dispatch._dispatch.exchange_operands import (
     Exchange,
-    Operands,
-    group_of_each,
+    ExchangeOperands,
+    groups_by_array,
     read_operands,
     select_arrays,
     summable,
@@ -38,7 +38,7 @@ combine_p = Primitive("combine")
 
 def _dispatch_shapes(*operands, exchange: Exchange):
     arrays = read_operands(operands, exchange).arrays
-    rows = [group.capacity * _num_held(exchange) for group in group_of_each(exchange)]
+    rows = [group.capacity * _num_held(exchange) for group in groups_by_array(exchange)]
     return [
         x.update(shape=(n, *x.shape[1:]), weak_type=False)
         for x, n in zip(arrays, rows, strict=True)
@@ -53,7 +53,7 @@ def result_shapes(operands: Sequence[Any], exchange: Exchange) -> list[Any]:
 
 def _combine_shapes(*operands, exchange: Exchange):
     arrays = read_operands(operands, exchange).arrays
-    rows = [group.num_tokens * _num_held(exchange) for group in group_of_each(exchange)]
+    rows = [group.num_tokens * _num_held(exchange) for group in groups_by_array(exchange)]
     return [
         y.update(shape=(n, *y.shape[1:]), dtype=np.dtype(dtype), weak_type=False)
         for y, n, dtype in zip(arrays, rows, exchange.sums or (), strict=True)
@@ -86,7 +86,7 @@ def _batch(primitive, operands, dims, *, exchange: Exchange):
     return one_after_another(primitive, split.flat(), _flat_dims(dims, split), exchange=exchange)
 
 
-def _flat_dims(dims: Operands, operands: Operands) -> list[Any]:
+def _flat_dims(dims: ExchangeOperands, operands: ExchangeOperands) -> list[Any]:
     """Returns batch axes in the order of `operands.flat()`; None means not batched, not absent."""
     fields = [
         dim
@@ -149,19 +149,19 @@ def transposed(exchange: Exchange) -> Exchange:
     return exchange._replace(op=op, by_collectives=by_collectives)
 
 
-def adjoint_of(exchange: Exchange) -> Callable[..., list[Any]]:
+def adjoint_move(exchange: Exchange) -> Callable[..., list[Any]]:
     """Returns the adjoint as a function of (operands, dtypes of the results, `transposed`)."""
     return _dispatch_adjoint if exchange.sums is None else _combine_adjoint
 
 
-def _dispatch_adjoint(linear: Operands, dtypes, exchange: Exchange):
+def _dispatch_adjoint(linear: ExchangeOperands, dtypes, exchange: Exchange):
     wide = [ct.astype(summable(ct.dtype)) for ct in linear.arrays]
     exchange = exchange._replace(sums=tuple(ct.dtype.name for ct in wide))
     sums = combine_p.bind(*linear._replace(arrays=wide).flat(), exchange=exchange)
     return [total.astype(dtype) for total, dtype in zip(sums, dtypes, strict=True)]
 
 
-def _combine_adjoint(linear: Operands, dtypes, exchange: Exchange):
+def _combine_adjoint(linear: ExchangeOperands, dtypes, exchange: Exchange):
     # A copy commutes with rounding, so the narrower type is moved.
     narrow = [ct.astype(dtype) for ct, dtype in zip(linear.arrays, dtypes, strict=True)]
     exchange = exchange._replace(sums=None)

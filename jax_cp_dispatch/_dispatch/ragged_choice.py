@@ -18,7 +18,7 @@ from jaxtyping import Array
 
 from jax_cp_dispatch._dispatch.exchange_operands import MetadataOperands
 from jax_cp_dispatch._dispatch.xla_collectives import combine_with_xla, dispatch_with_xla
-from jax_cp_dispatch._dispatch.xla_plan import XlaRanks
+from jax_cp_dispatch._dispatch.xla_transfers import XlaRanks
 from jax_cp_dispatch._ranks.implementations import default_platform, program_platform
 from jax_cp_dispatch._ranks.job import first_failure
 from jax_cp_dispatch._warning import say_once

@@ -16,7 +16,7 @@ def check_is_metadata(op: str, name: str, metadata: Any) -> None:
     if not isinstance(metadata, Metadata):
         raise TypeError(
             f"{op}: {name} is {type(metadata).__name__}; it needs to be Metadata. Pass one of the "
-            "two that compute_metadata returns, or q_metadata or kv_metadata of an AttentionPlan."
+            "two that compute_metadata returns, or q_metadata or kv_metadata of a Plan."
         )
 
 

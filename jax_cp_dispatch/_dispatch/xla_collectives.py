@@ -19,12 +19,17 @@ from jax import lax
 from jaxtyping import Array, Int32, Shaped
 
 from jax_cp_dispatch._dispatch.exchange_operands import MetadataOperands
-from jax_cp_dispatch._dispatch.xla_plan import Plan, XlaRanks, find_sources, read_plan
 from jax_cp_dispatch._dispatch.xla_rows import (
     MAX_GATHERED_BYTES,
     gather_in_turns,
     return_rows,
     send_rows,
+)
+from jax_cp_dispatch._dispatch.xla_transfers import (
+    Transfers,
+    XlaRanks,
+    find_sources,
+    read_transfers,
 )
 from jax_cp_dispatch._ranks.varying import vary_alike
 
@@ -52,8 +57,8 @@ def dispatch_with_xla(
     """
     dtypes = [x.dtype for x in arrays]
     bits = [_to_bits(x) for x in arrays]
-    num_tokens = ranks.rows_of_each(bits[0])
-    plan = read_plan(
+    num_tokens = ranks.rows_per_rank_in(bits[0])
+    plan = read_transfers(
         metadata, ranks, num_tokens=num_tokens, capacity=capacity, fingerprint=fingerprint
     )
     if ranks.are_ragged(num_tokens, plan):
@@ -96,8 +101,8 @@ def combine_with_xla(
     """
     dtypes_in, dtypes_out = [y.dtype for y in arrays], [np.dtype(dtype) for dtype in dtypes]
     bits = [_to_bits(y) for y in arrays]
-    capacity = ranks.rows_of_each(bits[0])
-    plan = read_plan(
+    capacity = ranks.rows_per_rank_in(bits[0])
+    plan = read_transfers(
         metadata, ranks, num_tokens=num_tokens, capacity=capacity, fingerprint=fingerprint
     )
     is_named_once = metadata.src_offset is None
@@ -269,7 +274,7 @@ def _carrier(dtype: Any) -> Any:
     return np.dtype(f"uint{8 * dtype.itemsize}") if is_narrow else dtype
 
 
-def _finish(bits: Array, dtype: Any, plan: Plan) -> Array:
+def _finish(bits: Array, dtype: Any, plan: Transfers) -> Array:
     """Returns the result, or NaN (zero) if the plan is invalid."""
     nan = complex(np.nan, np.nan) if jnp.issubdtype(dtype, jnp.complexfloating) else np.nan
     says_invalid = np.array(nan if jnp.issubdtype(dtype, jnp.inexact) else 0).astype(dtype)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int32, Shaped
 
-from jax_cp_dispatch._dispatch.xla_plan import Plan, XlaRanks
+from jax_cp_dispatch._dispatch.xla_transfers import Transfers, XlaRanks
 from jax_cp_dispatch._ranks.varying import vary_alike
 
 
@@ -31,7 +31,7 @@ class _Updates(NamedTuple):
 
 
 def send_rows(
-    plan: Plan, ranks: XlaRanks, arrays: Sequence[Shaped[Array, "T ..."]], *, capacity: int
+    plan: Transfers, ranks: XlaRanks, arrays: Sequence[Shaped[Array, "T ..."]], *, capacity: int
 ) -> list[Shaped[Array, "capacity ..."]]:
     """Returns this rank's receive buffers of a dispatch; rows that no rank writes are zero."""
     num_rows, rank = plan.num_moved, ranks.rank
@@ -49,7 +49,11 @@ def send_rows(
 
 
 def return_rows(
-    plan: Plan, ranks: XlaRanks, arrays: Sequence[Shaped[Array, "capacity ..."]], *, num_home: int
+    plan: Transfers,
+    ranks: XlaRanks,
+    arrays: Sequence[Shaped[Array, "capacity ..."]],
+    *,
+    num_home: int,
 ) -> tuple[list[Shaped[Array, "home ..."]], Int32[Array, "S C"]]:
     """Brings the rows of a combine home, replica by replica.
 
@@ -90,7 +94,7 @@ MAX_GATHERED_BYTES = 2**30
 
 
 def gather_in_turns(
-    plan: Plan,
+    plan: Transfers,
     ranks: XlaRanks,
     arrays: Sequence[Shaped[Array, "capacity ..."]],
     num_home: int,

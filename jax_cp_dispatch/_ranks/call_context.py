@@ -8,7 +8,7 @@ import jax
 from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from jax_cp_dispatch._ranks.call_site import groups_of_mesh
+from jax_cp_dispatch._ranks.call_site import mesh_groups
 from jax_cp_dispatch._ranks.communicator import Groups
 
 
@@ -34,7 +34,7 @@ class CallContext(NamedTuple):
         if self.mesh is None:
             return None
         others = [name for name in self.mesh.axis_names if name not in names]
-        return groups_of_mesh(self.mesh, names, others)
+        return mesh_groups(self.mesh, names, others)
 
 
 def is_on_rank(op: str, names: tuple[str, ...]) -> bool:

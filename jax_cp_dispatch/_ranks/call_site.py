@@ -35,7 +35,7 @@ def call_site_attributes(
       transport: name of the chosen one.
       ctx: context of the lowering rule, with the operands and results of one rank.
       comm: the ranks of the call.
-      groups: see `groups_of_program`.
+      groups: see `program_groups`.
       what: the operation with its static parameters; arrays are appended.
     """
     arrays = " -> ".join(
@@ -60,7 +60,7 @@ def call_site_attributes(
     }
 
 
-def groups_of_program(ctx: Any, comm: Communicator) -> Groups | None:
+def program_groups(ctx: Any, comm: Communicator) -> Groups | None:
     """Returns the devices of the ranks of the program that is being lowered.
 
     Args:
@@ -71,12 +71,10 @@ def groups_of_program(ctx: Any, comm: Communicator) -> Groups | None:
     """
     if not comm.axis_names:
         return ()
-    return groups_of_mesh(_mesh_of(ctx), comm.axis_names, comm.group_axes)
+    return mesh_groups(_mesh_of(ctx), comm.axis_names, comm.group_axes)
 
 
-def groups_of_mesh(
-    mesh: Any, axis_names: Sequence[str], group_axes: Sequence[str]
-) -> Groups | None:
+def mesh_groups(mesh: Any, axis_names: Sequence[str], group_axes: Sequence[str]) -> Groups | None:
     """Returns the same for a mesh, or for the one that is set if it is None."""
     for found in mesh, _mesh_around.get(), get_concrete_mesh():
         if _is_concrete(found) and (mesh is None or found.shape_tuple == mesh.shape_tuple):

@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from jax_cp_dispatch._ranks.axis import rank_index
-from jax_cp_dispatch._ranks.call_site import groups_of_program, remember_mesh
+from jax_cp_dispatch._ranks.call_site import program_groups, remember_mesh
 from jax_cp_dispatch._ranks.communicator import Communicator, Groups
 from jax_cp_dispatch._ranks.implementations import (
     Implementation,
@@ -57,12 +56,12 @@ def one_after_another(
 # ---- Lowering.
 
 
-class Choice(NamedTuple):
+class Chosen(NamedTuple):
     """The implementation of one call in the program that is being lowered.
 
     Attributes:
       implementation: the chosen one.
-      groups: the devices of the ranks; see `groups_of_program`.
+      groups: the devices of the ranks; see `program_groups`.
     """
 
     implementation: Implementation
@@ -77,14 +76,14 @@ class Choice(NamedTuple):
         return self.implementation.rank_attributes(ctx, comm, self.groups, what)
 
 
-def choose(ctx: Any, op: str, comm: Communicator) -> Choice:
+def choose(ctx: Any, op: str, comm: Communicator) -> Chosen:
     """Chooses the implementation of a call of `op` in the program that is being lowered."""
-    groups = groups_of_program(ctx, comm)
+    groups = program_groups(ctx, comm)
     platforms = ctx.module_context.platforms
-    return Choice(choose_implementation(op, comm.implementation, platforms, groups), groups)
+    return Chosen(choose_implementation(op, comm.implementation, platforms, groups), groups)
 
 
-def fall_back(choice: Choice, op: str, comm: Communicator, missing: str) -> Choice:
+def fall_back(choice: Chosen, op: str, comm: Communicator, missing: str) -> Chosen:
     """Returns XLA's choice where a GPU transport does not support a call, or refuses it."""
     return choice._replace(implementation=fall_back_to_xla(op, comm.implementation, missing))
 
@@ -103,8 +102,6 @@ def lower_opened(fn: Callable[..., Any], ctx: Any, *operands: Any) -> Any:
         return mlir.lower_fun(fn, multiple_results=True)(ctx, *operands)
 
 
-def lower_rank_and_group(ctx: Any, comm: Communicator) -> tuple[list[Any], list[Any]]:
-    """Lowers a device's rank and group, the first operands of a custom call; also their types."""
-    both = lambda: (rank_index(comm.axis_names), rank_index(comm.group_axes))
-    lowered = mlir.lower_fun(both, multiple_results=True)
-    return list(lowered(ctx.replace(avals_in=(), avals_out=None))), [jax.typeof(np.int32(0))] * 2
+def rank_and_group(comm: Communicator) -> list[Any]:
+    """Returns a device's rank and group, the first operands of a custom call."""
+    return [rank_index(comm.axis_names), rank_index(comm.group_axes)]

@@ -12,7 +12,7 @@ def can_partition(ctx: Any) -> bool:
     return "tpu" not in module.platforms or module.axis_context.num_devices == 1
 
 
-def mesh_of_program(op: str, names: tuple[str, ...], mesh: Any, otherwise: Any) -> Any:
+def program_mesh(op: str, names: tuple[str, ...], mesh: Any, otherwise: Any) -> Any:
     """Returns the mesh on which a partitioned program runs; it must have the axes of the ranks.
 
     Args:

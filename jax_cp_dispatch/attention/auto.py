@@ -28,8 +28,8 @@ from jax_cp_dispatch.documents.layouts import zigzag_permutation
 from jax_cp_dispatch.documents.packed_mask import PackedMask
 from jax_cp_dispatch.documents.table import document_lengths
 from jax_cp_dispatch.global_call.kv_heads import kv_copies
-from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan, PlanConfig
-from jax_cp_dispatch.planner.static_size import DoesNotFitError
+from jax_cp_dispatch.planner import Plan, PlanConfig
+from jax_cp_dispatch.planner.limits import DoesNotFitError
 
 
 class Sizes(NamedTuple):
@@ -81,16 +81,16 @@ class Auto:
         options: AttentionOptions,
         operands: Operands,
         packed: PackedMask,
-        plan: AttentionPlan | PlacedPlan | None,
+        plan: Plan | None,
         sizes: Sizes,
-    ) -> tuple[Algorithm, AttentionPlan | PlacedPlan | None]:
+    ) -> tuple[Algorithm, Plan | None]:
         """Returns the algorithm, and its plan, if it has one: that of the call, or else a new one.
 
         Operands are padded to a multiple of the ranks.
         """
         is_zigzag = options.layout == "zigzag"
         if plan is not None:
-            return Placed() if isinstance(plan, PlacedPlan) else Balanced(self.config), plan
+            return Placed() if plan.is_placed else Balanced(self.config), plan
         if any(isinstance(x, Tracer) for x in packed[1:]):
             raise ValueError(
                 f"{options.op}: algorithm='auto' reads segment_ids on the host, but they are "

@@ -153,7 +153,7 @@ def choose_for(
         algorithm = next(kind() for kind in ALGORITHMS if kind.name == best)
     reason = _reason(best, seconds, predictions, with_backward, hardware) + _about_tiles(workload)
     if isinstance(algorithm, Placed):
-        reason += " Place the tokens of every batch with place_tokens, and pass its plan."
+        reason += " Place the tokens of every batch with place_tokens, and pass its documents."
     return Choice(algorithm, predictions, reason), seconds
 
 

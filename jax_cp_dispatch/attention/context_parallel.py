@@ -37,7 +37,6 @@ from jax_cp_dispatch.global_call.padding import cut_tokens, pad_tokens
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.read import check_mask_arrays
 from jax_cp_dispatch.masks.token_order import PACKED
-from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan
 from jax_cp_dispatch.planner.stack import check_groups, check_plan, is_stack
 
 _OP = "context_parallel_attention"
@@ -155,8 +154,8 @@ def context_parallel_attention(
     follows_plan = chosen.follows_plan
     given = read_given(_OP, documents, segment_ids, positions, mask, follows_plan=follows_plan)
     if given.plan is not None:
-        check_plan(_OP, given.plan, AttentionPlan, PlacedPlan)
-        if given.order == PACKED and isinstance(given.plan, PlacedPlan):  # unplaced
+        check_plan(_OP, given.plan)
+        if given.order == PACKED and given.plan.is_placed:  # unplaced
             given = given.without_plan(_OP)
     operands, expansion = _read_operands(q, k, v, sink, (expand, weights, weight_specs))
     on_rank = is_on_rank(_OP, names)

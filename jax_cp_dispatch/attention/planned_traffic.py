@@ -6,18 +6,10 @@ from typing import Any
 
 from jax_cp_dispatch.cost import Hardware, Traffic, Workload, rows_by_link
 from jax_cp_dispatch.metadata import Metadata
-from jax_cp_dispatch.planner import (
-    AttentionPlan,
-    PlacedPlan,
-    Placement,
-    PlacementConfig,
-    PlanConfig,
-    place_tokens,
-    plan_attention,
-)
+from jax_cp_dispatch.planner import Placement, Plan, PlanConfig, place_tokens, plan_attention
 
 
-def balanced_plan(workload: Workload, hardware: Hardware) -> AttentionPlan:
+def balanced_plan(workload: Workload, hardware: Hardware) -> Plan:
     """Plans attention for the heads of the workload and the nodes of the hardware."""
     config = PlanConfig(
         num_heads=workload.num_heads,
@@ -30,12 +22,12 @@ def balanced_plan(workload: Workload, hardware: Hardware) -> AttentionPlan:
 
 def placement(workload: Workload, hardware: Hardware) -> Placement:
     """Places the tokens of the workload for the nodes of the hardware."""
-    config = PlacementConfig(ranks_per_node=_ranks_per_node(workload, hardware))
+    config = PlanConfig(ranks_per_node=_ranks_per_node(workload, hardware))
     return place_tokens(workload.rows, **_sizes(workload), mask=workload.mask, config=config)
 
 
 def traffic_of_plans(
-    hardware: Hardware, balanced: AttentionPlan | None, placed: PlacedPlan | None
+    hardware: Hardware, balanced: Plan | None, placed: Plan | None
 ) -> dict[str, Any]:
     """Returns `moved_tokens` and `placed_tokens` of `cost.predict`, of the plans that there are."""
 

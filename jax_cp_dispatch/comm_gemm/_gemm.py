@@ -10,10 +10,10 @@ from jaxtyping import Array, Float
 from jax_cp_dispatch._ranks.axis import AxisName
 from jax_cp_dispatch._ranks.options import read_options, read_options_alone
 from jax_cp_dispatch.comm_gemm.buffers.registry import find_buffer
-from jax_cp_dispatch.comm_gemm.engine.call import GemmCall, GemmResults, collapse
-from jax_cp_dispatch.comm_gemm.engine.communication import ranks_of_gemm, with_overlap
+from jax_cp_dispatch.comm_gemm.engine.communication import find_gemm_ranks, with_overlap
+from jax_cp_dispatch.comm_gemm.engine.gemm_call import GemmCall, GemmResults, collapse
 from jax_cp_dispatch.comm_gemm.engine.primitive import bind_gemm
-from jax_cp_dispatch.comm_gemm.layers.one_device import gemm_of_one_device
+from jax_cp_dispatch.comm_gemm.layers.one_device import gemm_on_one_device
 from jax_cp_dispatch.comm_gemm.operand_types import (
     check_operand_types,
     read_array,
@@ -172,7 +172,7 @@ def gemm(
         )
         operands["gelu_input"] = _read_gelu_input(op, call, gelu_input)
         with reverse_mode_only(op):
-            results = gemm_of_one_device(call, **operands)
+            results = gemm_on_one_device(call, **operands)
         return _asked_for(results, (*free_lhs, *free_rhs), return_aux=False)
     moved = () if aux_in is None else jnp.shape(aux_in)
     if 0 in (*left, *right, *moved):
@@ -184,7 +184,7 @@ def gemm(
         raise ValueError(
             f"{op}: got comm_overlap without axis_name; it needs the ranks' mesh axis."
         )
-    comm = ranks_of_gemm(options, [x for x in operands.values() if x is not None])
+    comm = find_gemm_ranks(options, [x for x in operands.values() if x is not None])
     call = call.replace(comm=comm)
     call = with_overlap(
         call,

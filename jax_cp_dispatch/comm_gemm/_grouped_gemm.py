@@ -18,7 +18,7 @@ from jax_cp_dispatch.comm_gemm.operand_types import (
     result_dtype,
     reverse_mode_only,
 )
-from jax_cp_dispatch.comm_gemm.scaled.read_scales import scales_of_mode
+from jax_cp_dispatch.comm_gemm.scaled.read_scales import required_scales
 from jax_cp_dispatch.comm_gemm.types import ScalingMode
 
 _FORMS: dict[Any, tuple[bool, bool]] = {  # contracting_dims -> (contracts_rows, rhs_transposed)
@@ -169,7 +169,7 @@ def _check_scales(op, mode: ScalingMode, num_groups: int, scales) -> None:
             f"{op}: got {mode}; groups have one scale each. Use CURRENT_TENSOR_SCALING or "
             "DELAYED_TENSOR_SCALING, or dequantize."
         )
-    for name, scale in scales_of_mode(op, mode, scales).items():
+    for name, scale in required_scales(op, mode, scales).items():
         if (jnp.shape(scale), jnp.result_type(scale).name) != ((num_groups,), "float32"):
             raise ValueError(
                 f"{op}: {name}_scale_inv is {jnp.result_type(scale).name}{list(jnp.shape(scale))}; "
@@ -186,12 +186,12 @@ def _bind(call: GroupedCall, lhs, rhs, bias, group_sizes, scales=(None, None)):
     bias = nothing if bias is None else bias.astype(call.out_dtype)
     of_lhs, of_rhs = (nothing if x is None else jnp.asarray(x) for x in scales)
     if 0 in (*lhs.shape, *rhs.shape, *group_sizes.shape):  # jaxlib 0.11 crashes on no elements
-        return vary_like([_of_nothing(call, lhs, rhs, bias, group_sizes)], lhs)[0]
+        return vary_like([_empty_sum(call, lhs, rhs, bias, group_sizes)], lhs)[0]
     operands = vary_alike([lhs, of_lhs, rhs, of_rhs, bias, group_sizes])
     return grouped_gemm_p.bind(*operands, call=call)
 
 
-def _of_nothing(call: GroupedCall, lhs, rhs, bias, group_sizes):
+def _empty_sum(call: GroupedCall, lhs, rhs, bias, group_sizes):
     """Returns empty sums, plus the bias of existing rows."""
     shape = call.out_shape(lhs, rhs, group_sizes)
     if not call.fuse_bias or 0 in shape or not group_sizes.shape[0]:

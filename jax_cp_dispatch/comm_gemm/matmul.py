@@ -21,11 +21,11 @@ from jax_cp_dispatch.comm_gemm.choice.overlaps import (
 )
 from jax_cp_dispatch.comm_gemm.layers.global_arrays import (
     even_row_counts,
-    matmul_of_all_ranks,
-    matmul_on_rank,
+    global_matmul,
+    rank_matmul,
 )
 from jax_cp_dispatch.comm_gemm.layers.matmul_operands import (
-    Operands,
+    MatmulOperands,
     read_operands,
     read_row_counts,
 )
@@ -137,7 +137,7 @@ def all_gather_matmul(
         OverlapOptions(
             method=method, atomic=atomic, aggregate=aggregate, use_ce=use_ce, buffer=buffer
         ),
-        _Options(
+        _MatmulOptions(
             ranks=read_options(op, axis_name, mesh, implementation, deadline),
             row_counts=row_counts,
             gathered=gathered,
@@ -228,7 +228,7 @@ def matmul_reduce_scatter(
             use_ce=use_ce,
             buffer=buffer,
         ),
-        _Options(
+        _MatmulOptions(
             ranks=read_options(op, axis_name, mesh, implementation, deadline),
             row_counts=row_counts,
             scaling_mode=scaling_mode,
@@ -242,7 +242,7 @@ def matmul_reduce_scatter(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Options:
+class _MatmulOptions:
     """The caller's options besides operands and overlap; see `all_gather_matmul`."""
 
     ranks: CollectiveOptions
@@ -255,10 +255,10 @@ class _Options:
 def _matmul(
     op: str,
     kind: CommOverlapType,
-    operands: Operands,
+    operands: MatmulOperands,
     state: MatmulScaling | None,
     overlap: OverlapOptions,
-    options: _Options,
+    options: _MatmulOptions,
 ) -> tuple[Array, ...]:
     x, w = operands.x, operands.ws[0]
     if options.gathered not in ("keep", "again"):
@@ -288,7 +288,7 @@ def _matmul(
     else:
         counts = read_row_counts(op, kind, operands, p, options.row_counts)
     check_contracted_blocks(op, mode, k)
-    rows, slot_rows = _rows_of_group(operands, counts, comm, context)
+    rows, slot_rows = _group_rows(operands, counts, comm, context)
     sizes = MatmulSizes(
         comm_type=kind,
         m=rows,
@@ -314,12 +314,12 @@ def _matmul(
     )
     with reverse_mode_only(op):
         if context.is_global:
-            return matmul_of_all_ranks(s, context, operands, state)
-        return matmul_on_rank(s, operands, state)
+            return global_matmul(s, context, operands, state)
+        return rank_matmul(s, operands, state)
 
 
-def _rows_of_group(
-    operands: Operands, counts: tuple[int, ...], comm: Communicator, context: CallContext
+def _group_rows(
+    operands: MatmulOperands, counts: tuple[int, ...], comm: Communicator, context: CallContext
 ) -> tuple[int, int]:
     """Returns the rows of one group: their number, and that with equal slots on all ranks."""
     batches = math.prod(operands.tokens_shape[:-1])

@@ -102,7 +102,7 @@ def attention_flops(
     makes five, because it recomputes the logits (QKᵀ, dO Vᵀ, Pᵀ dO, dS K, dSᵀ Q).
 
     Args:
-      num_pairs: query-key pairs that the mask admits, as in `AttentionPlan.pairs_after`.
+      num_pairs: query-key pairs that the mask admits, as in `Plan.pairs`.
       num_heads: query heads.
       head_size: size of a query or key head.
       value_head_size: size of a value head; None means `head_size`.

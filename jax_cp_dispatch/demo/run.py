@@ -22,7 +22,7 @@ from jax_cp_dispatch.cpu_devices import start_cpu_devices
 from jax_cp_dispatch.demo.packing import PackedDocuments, pack_documents, read_documents
 from jax_cp_dispatch.demo.reference import largest_difference
 from jax_cp_dispatch.documents import Documents
-from jax_cp_dispatch.planner import AttentionPlan, plan_attention
+from jax_cp_dispatch.planner import Plan, plan_attention
 from jax_cp_dispatch.plots import plot_plan
 
 TOLERANCE = 2e-5  # of float32 results, relative to the largest entry
@@ -154,7 +154,7 @@ def attention_and_gradients(mesh: Mesh) -> Any:
 
 def _report(
     packed: PackedDocuments,
-    plan: AttentionPlan,
+    plan: Plan,
     seconds: Mapping[str, float],
     differences: Mapping[str, float],
 ) -> bool:
@@ -180,7 +180,7 @@ def _report(
         f"{plan.world_size} ranks"
     )
     print(f"work before planning  {work(plan.pairs_before)}")
-    print(f"work after planning   {work(plan.pairs_after)}")
+    print(f"work after planning   {work(plan.pairs)}")
     for name, rows in moved.items():
         share = int(rows) / num_tokens
         print(f"{name + ' moved':<22}{int(rows)} ({share:.2f} of all), copies counted")

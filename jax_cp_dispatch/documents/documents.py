@@ -121,18 +121,23 @@ class Documents:
         return self.plans[0].fits if self.plans else np.bool_(True)
 
     def with_plan(self, plan: Any) -> Documents:
-        """Returns these documents in packed order, with the plan that `plan_attention` made."""
+        """Returns these documents with a plan: of `plan_attention` for packed order.
+
+        Or for placed order with one more plan, of `Placement.plan_for`.
+        """
         if not hasattr(plan, "fingerprint"):
             raise TypeError(
-                f"Documents.with_plan: plan is of type {type(plan).__name__}; it needs to be an "
-                "AttentionPlan. Pass plan_attention(...)."
+                f"Documents.with_plan: plan is of type {type(plan).__name__}; it needs to be a "
+                "Plan. Pass plan_attention(...)."
             )
-        if self.order != PACKED:
+        if plan.is_placed != (self.order == PLACED) or self.order.name == "zigzag":
+            kind = "placed" if plan.is_placed else "packed"
             raise ValueError(
-                f"Documents.with_plan: tokens are in {self.order}. A plan is for packed order; a "
-                "placement has its own documents: Placement.documents."
+                f"Documents.with_plan: tokens are in {self.order}, but this plan is for {kind} "
+                "order. Pass plan_attention(...) for packed order; a placement has its own "
+                "documents: Placement.documents."
             )
-        return self._replaced(plans=(plan,))
+        return self._replaced(plans=(*self.plans, plan) if plan.is_placed else (plan,))
 
     def unplaced(self) -> Documents:
         """Returns the documents of a placement that does not fit, and left all tokens in place.

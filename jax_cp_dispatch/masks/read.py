@@ -38,8 +38,8 @@ def read_mask(op: str, mask: Any) -> Mask:
         raise TypeError(
             f"{op}: mask is a {type(mask).__name__} of {len(mask)} "
             f"({', '.join(f'{n} {kind}' for kind, n in kinds)}); it needs to be one mask. Pass "
-            "one; place_tokens takes masks= for layers that differ, and fit_plan_config and "
-            "fit_placement_config take mask= with one for each batch."
+            "one; place_tokens takes masks= for layers that differ, and fit_plan_config "
+            "takes mask= with one for each batch."
         )
     error = ValueError if isinstance(mask, str) else TypeError
     raise error(

@@ -27,12 +27,12 @@ _LARGEST = {
 }
 
 
-def _has_tokens(kind: type) -> bool:
+def _has_tokens(kind: Any) -> bool:
     return any(x.default is dataclasses.MISSING for x in dataclasses.fields(kind))
 
 
 _KINDS = (getattr(masks, name) for name in masks.__all__)
-_MASKS = {  # by names such as sliding_window
+_MASKS: dict[str, Any] = {  # by names such as sliding_window
     re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower(): kind
     for kind in _KINDS
     if issubclass(kind, masks.StaticMask) and kind is not masks.StaticMask

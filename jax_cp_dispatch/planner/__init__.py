@@ -1,42 +1,39 @@
-"""Plans balanced attention of packed documents.
+"""Plans attention of packed documents: which rank computes what, and which keys it receives.
 
-`plan`: the public function. `attention_plan`: its result. `config`: its configuration.
-`stack`: plans of several batches as one.
-On the host: `request`: what a plan is made of. `documents`: their positions in a batch. `home`:
-  what ranks hold of them. `on_host`: the plan, assigned by `csrc/planner`, whose input is
-  `native_problem`. `piece_table`: their rows on ranks. `transfers`: what moves, and its metadata.
-  `runs`: key ranges. `sizes`: static sizes of these arrays. `sample`: the tail of the needs of a
-  sample of batches. `fit`: capacities from it. `fallback`: the plan of a batch that does not fit.
-  `planned_pieces`: what ranks compute, read back from a plan. `describe`: a text for people.
-Inside `jit`: `capacities`: sizes that are always sufficient. `block_grid`: documents on a grid of
-  blocks, and their cost. `balance`: assigns blocks to ranks; replace this part for another planner.
-  `stages`: the arrays of the plan. `slots`: metadata.
-`segment_ids`: the meaning of segment ids, for all of attention. `fingerprint`: checksums that tie a
-  plan to its batch, its rank and the plans of other ranks; `fingerprint_of_pieces`: on the host.
-`placement/`: places tokens before the step instead, so that queries do not move.
+From documents to a plan, in this order:
+
+1. `config`: the static choices, `PlanConfig`. `fit` finds its capacities from a sample of batches.
+2. `plan_batch`: `plan_attention`, which moves queries to balance a batch. `place`: `place_tokens`,
+   which puts tokens on ranks once, so that queries stay; `groups` are the groups of rows and the
+   masks of layers that it serves.
+3. On the host, `request` is what a plan is made of, `seen_keys` what its queries see, and
+   `csrc/planner` assigns pieces of documents to ranks. `piece_table` lays them out in rows,
+   `transfers` lists what moves, with its metadata, and `row_ranges` and `runs` say what rows see.
+   `on_host` makes a plan of these, `placed_plan` that of a placement, with its `cuts`. `limits`
+   says whether it fits, `fallback` is the plan of a batch that does not.
+4. `inside_jit` does the same in `jax.numpy`: `block_grid` cuts documents into blocks,
+   `seen_inside` says what they see, `balance` assigns them to ranks (replace this part for another
+   planner), `stages` makes the arrays, and `slots` their metadata.
+5. `plan`: the result, `Plan`, which `pieces_fingerprint` ties to its batch. `slices` is its part of
+   one rank, `stack` several plans as one, `describe` a text, `saved` its pickle. `placement`: the
+   order of tokens that goes with a plan, by `placed_order`.
+
+What is on the host uses NumPy and C++ only, and does not start JAX.
 """
 
-from jax_cp_dispatch.planner.attention_plan import AttentionPlan
-from jax_cp_dispatch.planner.capacities import needs_inside_jit
 from jax_cp_dispatch.planner.config import PlanConfig
 from jax_cp_dispatch.planner.fit import fit_plan_config
-from jax_cp_dispatch.planner.placement import (
-    PlacedPlan,
-    Placement,
-    PlacementConfig,
-    fit_placement_config,
-    place_tokens,
-)
-from jax_cp_dispatch.planner.plan import plan_attention
+from jax_cp_dispatch.planner.inside_jit import needs_inside_jit
+from jax_cp_dispatch.planner.place import place_tokens
+from jax_cp_dispatch.planner.placement import Placement
+from jax_cp_dispatch.planner.plan import Plan
+from jax_cp_dispatch.planner.plan_batch import plan_attention
 from jax_cp_dispatch.planner.stack import stack_plans
 
 __all__ = [
-    "AttentionPlan",
-    "PlacedPlan",
     "Placement",
-    "PlacementConfig",
+    "Plan",
     "PlanConfig",
-    "fit_placement_config",
     "fit_plan_config",
     "needs_inside_jit",
     "place_tokens",

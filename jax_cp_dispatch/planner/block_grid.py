@@ -1,7 +1,8 @@
-"""Packed documents on a fixed grid of blocks, and the cost of blocks."""
+"""Packed documents on a fixed grid of blocks, their cost, and what ranks receive of them."""
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -127,3 +128,31 @@ def places(block: Int32[Array, "..."], grid: BlockGrid):
     start = number * grid.block
     length = jnp.minimum(grid.columns - start, grid.block)
     return *divided(piece, grid.world_size), start, length
+
+
+class Received(NamedTuple):
+    """What ranks receive: a sequence of blocks of queries by rank, then in global order.
+
+    Blocks without queries come last, with rank W. A block of queries needs keys from the first
+    that a query of it sees to the last. Those that its rank does not have from earlier blocks are a
+    contiguous range of columns, because first and last keys never decrease in global order.
+    """
+
+    block: Int32[Array, " G"]  # in global order
+    rank: Int32[Array, " G"]
+    row: Int32[Array, " G"]  # where its rank receives its first query
+    first_column: Int32[Array, " G"]  # of the range of keys
+    kv_row: Int32[Array, " G"]  # where its rank receives the range
+    num_keys: Int32[Array, " G"]  # of the range
+    runs_before: Int32[Array, " G"]  # runs of earlier blocks of its rank
+    num_runs: Int32[Array, " G"]  # that begin in the block
+
+
+class Capacities(NamedTuple):
+    """Static sizes of a plan, in the order of `Plan.largest_needs`."""
+
+    q: int
+    kv: int
+    q_transfers: int
+    kv_transfers: int
+    pieces: int

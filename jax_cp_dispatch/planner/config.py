@@ -1,35 +1,48 @@
-"""`PlanConfig`: the static choices of a plan."""
+"""`PlanConfig`: the static choices of a plan, or of a placement; and checks of them."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+from typing import Any
 
-from jax_cp_dispatch._arguments import check_positive
-from jax_cp_dispatch.planner.constraints import check_domains
+from jax_cp_dispatch._arguments import check_positive, check_rows
 
-# Fields of `PlanConfig`, in the order of `AttentionPlan.largest_needs`.
+# In the order of `Plan.largest_needs`: of a plan that moves queries, and of a placement.
 CAPACITIES = ("q_capacity", "kv_capacity", "max_q_transfers", "max_kv_transfers", "max_pieces")
+PLACED_CAPACITIES = (
+    *("kv_capacity", "max_kv_transfers", "max_pieces"),
+    *("max_cut_pieces", "max_linked_pieces"),
+)
+ALL_CAPACITIES = tuple(dict.fromkeys(CAPACITIES + PLACED_CAPACITIES))
 
 
 @dataclasses.dataclass(frozen=True)
 class PlanConfig:
-    """Static choices of a plan. A capacity of None selects a default; see `plan_attention`.
+    """Static choices of `plan_attention` and `place_tokens`; None selects a default.
+
+    One config can serve both. A placement moves no queries, so it ignores `q_capacity`,
+    `max_q_transfers`, the numbers of heads and `backward`; a plan that moves queries ignores
+    `max_cut_pieces` and `max_linked_pieces`.
 
     Attributes:
       block: inside `jit`, rows per block, the unit of planning and movement. Outside, documents are
         cut at multiples of it, counted from their start, where the planner finds such cuts. None:
-        128 inside `jit`; outside, cuts anywhere, into pieces of at least 128 queries if possible.
+        128 inside `jit`; outside, cuts anywhere, for `plan_attention` into pieces of at least 128
+        queries if possible.
       q_capacity: rows of the buffer in which a rank receives queries.
       kv_capacity: rows of the buffer in which a rank receives keys and values, its own included.
       max_q_transfers, max_kv_transfers: ranges of queries, and of keys, that one rank may send.
       max_pieces: pieces of documents that one rank may compute.
+      max_cut_pieces: pieces of cut documents that one rank may hold.
+      max_linked_pieces: pieces on other ranks of the documents of which one rank holds a cut piece.
       num_heads, num_kv_heads: heads of queries, and of keys. A plan made outside `jit` moves as few
         bytes as possible; see `query_cost` and `key_cost`. Only the ratio matters. The defaults
         suit models with 4 query heads per key head; pass those of yours.
       balance_tolerance: fraction by which the work of a rank may exceed its share, which is the
         mean if all ranks are equally fast. A larger tolerance moves fewer bytes.
       rank_speeds: relative speed of each rank. The share of a rank in the work is proportional to
-        it. None: all are equally fast.
+        it; all ranks of a placement hold the same number of tokens. None: all are equally fast.
       ranks_per_node: consecutive ranks of one node. Fewer bytes between nodes are preferred to
         fewer bytes in total. None: no nodes.
       backward: count the bytes of a training step, the backward pass included. False: those of the
@@ -44,6 +57,8 @@ class PlanConfig:
     max_q_transfers: int | None = None
     max_kv_transfers: int | None = None
     max_pieces: int | None = None
+    max_cut_pieces: int | None = None
+    max_linked_pieces: int | None = None
     num_heads: int = 32
     num_kv_heads: int = 8
     balance_tolerance: float = 0.01
@@ -53,8 +68,19 @@ class PlanConfig:
     expected_overflow: float | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self):
-        check_domains(self, CAPACITIES)
-        check_positive("PlanConfig", num_heads=self.num_heads, num_kv_heads=self.num_kv_heads)
+        op = "PlanConfig"
+        if not 0 <= self.balance_tolerance <= 1:
+            raise ValueError(
+                f"{op}: balance_tolerance is {self.balance_tolerance}; it needs to be in [0, 1]. "
+                "Pass 0.01 to allow a rank 1 % more than its share."
+            )
+        optional = (*ALL_CAPACITIES, "ranks_per_node", "block")
+        values = {name: x for name in optional if (x := getattr(self, name)) is not None}
+        check_positive(op, **values, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads)
+        for name in set(values).intersection(ALL_CAPACITIES):
+            check_rows(op, name, values[name])
+        if self.rank_speeds is not None:
+            object.__setattr__(self, "rank_speeds", _read_speeds(op, self.rank_speeds))
 
     @property
     def rows_per_block(self) -> int:
@@ -82,14 +108,70 @@ class PlanConfig:
         """Whether these capacities are at least those of `needs`; None is always enough.
 
         Args:
-          needs: of one batch; see `needs_inside_jit` and `AttentionPlan.needs`.
+          needs: of one batch; see `needs_inside_jit`, `Plan.needs` and `Placement.needs`.
         """
-        pairs = [(getattr(self, name), getattr(needs, name)) for name in CAPACITIES]
+        pairs = [(getattr(self, name), getattr(needs, name)) for name in ALL_CAPACITIES]
         return all(capacity is None or capacity >= (need or 0) for capacity, need in pairs)
+
+
+def _read_speeds(op: str, given: Any) -> tuple[float, ...]:
+    try:
+        speeds = tuple(map(float, given))
+    except (TypeError, ValueError, OverflowError):
+        speeds = ()
+    if not speeds or not all(math.isfinite(x) and x > 0 for x in speeds):
+        raise ValueError(
+            f"{op}: rank_speeds is {given!r}; it needs one positive number per rank, or None for "
+            "equal speeds."
+        )
+    return speeds
 
 
 def check_config(op: str, config: PlanConfig) -> None:
     if not isinstance(config, PlanConfig):
         raise TypeError(
             f"{op}: config is {config!r}; it needs to be a PlanConfig. Omit it for the default."
+        )
+
+
+def check_ranks(op: str, config: PlanConfig, world_size: int) -> None:
+    """Requires constraints that match the ranks."""
+    speeds, size = config.rank_speeds, config.ranks_per_node
+    if speeds is not None and len(speeds) != world_size:
+        raise ValueError(
+            f"{op}: rank_speeds has {len(speeds)} numbers but there are {world_size} ranks. Pass "
+            "one number per rank."
+        )
+    if size is not None and world_size % size:
+        raise ValueError(
+            f"{op}: {world_size} ranks cannot be divided into nodes of ranks_per_node={size}. Pass "
+            "a divisor of world_size."
+        )
+
+
+def check_traced(op: str, config: PlanConfig) -> None:
+    """Refuses constraints that plans inside `jit` do not keep."""
+    names = ("rank_speeds", "ranks_per_node")
+    given = [name for name in names if getattr(config, name) is not None]
+    if given:
+        raise ValueError(
+            f"{op}: plans made inside jit do not support {', '.join(given)} of PlanConfig. Plan "
+            "outside jit, for example in the data loader, or use their defaults."
+        )
+
+
+def check_fallback(
+    op: str, fallback: str | None, config: PlanConfig, capacities: tuple[str, ...]
+) -> None:
+    """Requires a known fallback, and capacities that say which shapes its plan has."""
+    if fallback is None:
+        return
+    if fallback != "ring":
+        raise ValueError(f"{op}: fallback is {fallback!r}; it needs to be 'ring' or None.")
+    missing = [name for name in capacities if getattr(config, name) is None]
+    if missing:
+        raise ValueError(
+            f"{op}: fallback='ring' needs plans of equal shapes, but the config has no "
+            f"{', '.join(missing)}. Pass a config with all capacities, for example from "
+            "fit_plan_config."
         )

@@ -1,32 +1,30 @@
 """Plans attention on the host, from the documents of a batch; NumPy and C++, without JAX."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
 
 from jax_cp_dispatch._ranks.runtime import native
-from jax_cp_dispatch.planner.attention_plan import AttentionPlan
-from jax_cp_dispatch.planner.config import CAPACITIES
-from jax_cp_dispatch.planner.constraints import (
+from jax_cp_dispatch.planner.config import CAPACITIES, check_ranks
+from jax_cp_dispatch.planner.fallback import fallback_plan
+from jax_cp_dispatch.planner.limits import (
+    DoesNotFitError,
     check_longest_keys,
     check_mean_queries,
-    check_ranks,
+    static_size,
 )
-from jax_cp_dispatch.planner.fallback import plan_of_fallback
-from jax_cp_dispatch.planner.fingerprint_of_pieces import fingerprint_of_pieces
-from jax_cp_dispatch.planner.home import home_pieces, pairs_of_ranks
-from jax_cp_dispatch.planner.native_problem import native_problem
-from jax_cp_dispatch.planner.piece_table import PieceTable, Spans, lay_out
-from jax_cp_dispatch.planner.request import PlanRequest
+from jax_cp_dispatch.planner.piece_table import PieceTable, Spans, home_pieces, lay_out
+from jax_cp_dispatch.planner.pieces_fingerprint import pieces_fingerprint
+from jax_cp_dispatch.planner.plan import Plan
+from jax_cp_dispatch.planner.request import PlanRequest, native_problem
 from jax_cp_dispatch.planner.row_ranges import row_ranges
-from jax_cp_dispatch.planner.runs import runs_of_pieces
-from jax_cp_dispatch.planner.static_size import DoesNotFitError, static_size
+from jax_cp_dispatch.planner.runs import list_runs
 from jax_cp_dispatch.planner.transfers import (
     Transfers,
     list_transfers,
-    metadata_of,
+    make_metadata,
     num_sent,
     sums_of_ranks,
 )
@@ -44,7 +42,7 @@ class _Moves(NamedTuple):
     needs: Int[np.ndarray, "5 W"]
 
 
-def plan_on_host(request: PlanRequest, *, fallback: str | None) -> AttentionPlan:
+def plan_on_host(request: PlanRequest, *, fallback: str | None) -> Plan:
     """Returns the plan of a batch, or its part of one rank.
 
     Costs time and memory in proportion to the pieces, and for all ranks W * W counts of rows.
@@ -70,22 +68,23 @@ def plan_on_host(request: PlanRequest, *, fallback: str | None) -> AttentionPlan
             raise DoesNotFitError(
                 f"{error} The plan with the best balance needs {', '.join(sizes)}."
             ) from None
-        return plan_of_fallback(request, needs)
+        return fallback_plan(request, needs, is_placed=False)
     pieces, held = moves.pieces, request.held
     in_order = request.mask if request.mask.has_arrays else None
     of_ranks = {"world_size": world_size, "rank": request.rank}
     lengths = documents.lengths if request.needs_lengths else None
-    runs = {"num_runs": num_runs, "num_rows": q, "lengths": lengths, "rank": request.rank}
-    return AttentionPlan(
-        q_metadata=metadata_of(moves.queries, num_slots=q_slots, **of_ranks),
-        kv_metadata=metadata_of(moves.keys, num_slots=kv_slots, **of_ranks),
-        **runs_of_pieces(pieces, moves.needs[-1], **runs),
+    runs: Any = {"num_runs": num_runs, "num_rows": q, "lengths": lengths, "rank": request.rank}
+    of_runs: dict[str, Any] = list_runs(pieces, moves.needs[-1], **runs)
+    return Plan(
+        q_metadata=make_metadata(moves.queries, num_slots=q_slots, **of_ranks),
+        kv_metadata=make_metadata(moves.keys, num_slots=kv_slots, **of_ranks),
+        **of_runs,
         ranges=row_ranges(request, pieces, moves.spans, num_queries=q, num_keys=kv),
         num_rows=moves.needs[0, held].astype(np.int32),
-        pairs_before=pairs_of_ranks(request, home),
-        pairs_after=pairs_of_ranks(request, pieces),
+        pairs_before=request.pairs(home),
+        pairs=request.pairs(pieces),
         largest_needs=np.tile(needs, (world_size, 1))[held],
-        fingerprint=fingerprint_of_pieces(request, pieces, home, in_order)[held],
+        fingerprint=pieces_fingerprint(request, pieces, home, in_order)[held],
         num_tokens=request.num_tokens,
         batch=documents.batch,
         q_capacity=q,

@@ -1,10 +1,11 @@
-"""`PieceTable`: pieces of documents on ranks, their rows, and the keys that they need."""
+"""`PieceTable`: pieces of documents on ranks, at home and laid out in rows, and their keys."""
 
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int
 
+from jax_cp_dispatch.documents.table import DocumentTable
 from jax_cp_dispatch.planner.seen_keys import SeenKeys
 
 
@@ -112,6 +113,22 @@ def _lay_out_documents(
     rank, document, start, end = assigned[piece_order].T
     row = _before(end - start, rank)
     return PieceTable(rank, document, start, end, row, np.zeros_like(row)), spans
+
+
+def home_pieces(documents: DocumentTable, world_size: int) -> PieceTable:
+    """Returns the pieces at home, by document; their `origin` is that of the home's own rows."""
+    first, lengths = documents.first, documents.lengths
+    columns = documents.columns // world_size
+    first_cell = first // columns  # cells of one rank in one batch row, in the order of tokens
+    counts = np.where(lengths > 0, (first + lengths - 1) // columns - first_cell + 1, 0)
+    number = np.repeat(np.arange(len(counts)), counts)
+    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    cell = first_cell[number] + within
+    begin = cell * columns - first[number]
+    start, end = np.maximum(begin, 0), np.minimum(begin + columns, lengths[number])
+    batch, rank = np.divmod(cell, world_size)
+    row = batch * columns + start - begin
+    return PieceTable(rank, number, start, end, row, row - start)
 
 
 def _before(size: Int[np.ndarray, " N"], rank: Int[np.ndarray, " N"]) -> Int[np.ndarray, " N"]:

@@ -1,230 +1,263 @@
-"""`plan_attention`: plans attention of packed documents, on the host or inside a program."""
+"""`Plan`: which rank computes which queries, and which keys it receives for them."""
 
-from collections.abc import Iterable
-from typing import Any
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, TypeAlias
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int32, Shaped
+from jaxtyping import Array, Bool, Float32, Int32
 
-from jax_cp_dispatch._arguments import check_integer
-from jax_cp_dispatch.documents.fingerprint import (
-    ID_STEP,
-    POSITION_STEP,
-    checksums,
-    checksums_of_mask,
-    digest_of_plan,
-    fingerprint_of_order,
-    make_fingerprint,
-    order_fault,
-    refused_at_fault,
-)
-from jax_cp_dispatch.documents.on_host import check_mask_of_documents
-from jax_cp_dispatch.documents.order import follows_rules, starts_in_order
-from jax_cp_dispatch.documents.segment_ids import Ids, fold_to_int32, read_documents
-from jax_cp_dispatch.documents.starts import document_ends
-from jax_cp_dispatch.documents.table import Row, documents_of
-from jax_cp_dispatch.masks import Mask, StaticMask
-from jax_cp_dispatch.masks.read import check_mask_arrays, read_mask, read_mask_on_host
-from jax_cp_dispatch.planner.attention_plan import AttentionPlan
-from jax_cp_dispatch.planner.block_grid import BlockGrid
-from jax_cp_dispatch.planner.capacities import check_shapes, static_capacities
-from jax_cp_dispatch.planner.config import CAPACITIES, PlanConfig, check_config
-from jax_cp_dispatch.planner.constraints import check_traced
-from jax_cp_dispatch.planner.fallback import check_fallback
-from jax_cp_dispatch.planner.on_host import plan_on_host
-from jax_cp_dispatch.planner.request import PlanRequest
-from jax_cp_dispatch.planner.seen_columns import ranges_of_columns
-from jax_cp_dispatch.planner.seen_keys import seen_keys
-from jax_cp_dispatch.planner.slices import check_rank
-from jax_cp_dispatch.planner.stages import assign, build
+from jax_cp_dispatch._text import outline
+from jax_cp_dispatch.documents.fingerprint import check_batch
+from jax_cp_dispatch.documents.segment_ids import Ids
+from jax_cp_dispatch.masks import Mask, MaskRanges, StaticMask
+from jax_cp_dispatch.masks.array_mask import MaskKind
+from jax_cp_dispatch.metadata.describe import known
+from jax_cp_dispatch.planner.config import CAPACITIES, PLACED_CAPACITIES, PlanConfig
+from jax_cp_dispatch.planner.describe import describe_plan
+from jax_cp_dispatch.planner.row_ranges import local_rows
+from jax_cp_dispatch.planner.runs import key_ranges, local_runs
+from jax_cp_dispatch.planner.saved import reduce_saved
+from jax_cp_dispatch.planner.slices import check_all_ranks, slice_plan
+from jax_cp_dispatch.planner.transfers import num_moved
 
-_OP = "plan_attention"
+# Fields that are equal in the plans of all masks of a placement.
+OF_ALL_MASKS = ("run_row", "run_position", "run_length", "cut_pieces", "num_rows")
+# An array or `Metadata`, or anything that a transformation maps over the leaves.
+Leaf: TypeAlias = Any
 
 
-@jax.named_scope("cpd.plan")
-def plan_attention(
-    segment_ids: Shaped[Array | np.ndarray, "..."] | None = None,
-    positions: Shaped[Array | np.ndarray, "..."] | None = None,
-    *,
-    world_size: int,
-    lengths: Iterable[Row] | Row | None = None,
-    columns: int | None = None,
-    mask: Mask | str | None = None,
-    config: PlanConfig = PlanConfig(),
-    fallback: str | None = None,
-    rank: int | None = None,
-) -> AttentionPlan:
-    """Plans attention over packed documents so that all ranks have nearly equal work.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Plan:
+    """Where each query is computed, and to which received keys it attends.
 
-    Segment 0 is padding, anywhere in a row. A document is a run of one segment id in one batch row;
-    it also ends where `positions` does not increase.
+    `plan_attention` makes plans that move queries and keys. The plans of `place_tokens` move keys
+    to the queries, which are already on their ranks: `is_placed`.
 
-    Call outside `jit` with lengths or concrete arrays, also in worker processes of a data loader:
-    it then uses no device and does not initialize JAX. Or call inside `jit` or `shard_map` with
-    traced arrays that every rank holds in full. Not differentiable.
+    A rank's rows are its columns of each batch row, one batch row after another; if the tokens are
+    placed, its places, with padding at the end. The queries that a rank computes are described by
+    runs, the pieces of documents in consecutive rows. So the size of a plan grows with the pieces,
+    not with the tokens, unless the mask has arrays. Made outside `jit`, its arrays are NumPy, and
+    it can be pickled.
 
-    From lengths and concrete arrays, the plan moves few bytes, as `config` counts them, for a work
-    of each rank of at most `1 + balance_tolerance` times the mean. Inputs are checked, and
-    capacities default to what the plan needs, rounded up by at most 1/8 (or 8 blocks, or 8 ranges)
-    so that similar batches share compiled programs. Constants inside `jit` count as concrete.
-
-    Traced arrays are planned block by block. Negative segments are padding. An id with several runs
-    in a batch row is not an error here, but attention with such a plan fails on all ranks.
-    Capacities default to bounds that are always large enough: with T rows per rank, B batch rows
-    and J blocks of a rank in one of them, `q_capacity` is 2 * T + block, `kv_capacity` is W * T,
-    `max_q_transfers` is B * J, `max_kv_transfers` is B * (J + W - 1), or B * (J + 2 * (W - 1)) if
-    queries see later keys, and `max_pieces` is `q_capacity`. If given capacities are too small,
-    `AttentionPlan.fits` is false. The counts in the metadata then contain the true need, and
-    `dispatch` fails on all ranks.
-
-    Args:
-      segment_ids: integers [B, columns] of any dtype; each rank holds an equal range of columns, in
-        rank order.
-      positions: integers of the same shape; None if segment ids alone separate the documents.
-        Positions that you pass to attention are compared with these; None counts from 0.
-      world_size: number of ranks W; must divide the columns.
-      lengths: instead of segment ids: tokens of the documents, in order; one list per batch row, or
-        one list for a single row. The rest of a row is padding.
-      columns: with lengths only; tokens of a batch row, a multiple of W. None: the longest row,
-        rounded up.
-      mask: which keys a query sees, of `jax_cp_dispatch.masks`, with arrays `[B, columns]`. None:
-        causal.
-      config: block size, capacities, costs and balance tolerance.
-      fallback: outside `jit`, "ring" returns, instead of an error for a batch that does not fit the
-        config, a plan of the usual shapes that moves nothing. Its `fits` is false: use a ring for
-        this batch. Needs all capacities. Inside `jit`, `fits` is false for such a plan anyway.
-      rank: outside `jit`, returns the part of this rank alone, like `AttentionPlan.slice_of`, but
-        without arrays of all ranks, whose counts of rows grow with W * W. It is the index on the
-        mesh axis, not that of a process. None: all ranks.
-    Returns:
-      The plan for all ranks, the same in every process with the same inputs.
-    Raises:
-      TypeError: inputs are not integers, or `mask` is not a mask.
-      ValueError: shapes do not match. With concrete inputs also: a segment id is negative, or
-        occurs in separate runs of one batch row whose positions do not start again; a position
-        exceeds 32 bits; or a capacity is too small and there is no fallback. Or the arrays of
-        the mask have another shape.
+    Attributes:
+      kv_metadata: forward metadata of the keys; one slot for each range that a rank sends (also to
+        itself), located by `src_offset`. Padding need not move.
+      q_metadata: the same of the queries; None if they stay.
+      run_row: i32 `[W, P]`; the first row of each piece, ascending; `q_capacity` for unused ones.
+      run_position: i32 `[W, P]`; the place of that row's query in its document; -1 for padding.
+      run_origin: i32 `[W, P]`; the received row of the document's first key, also if it was not
+        sent.
+      run_length: i32 `[W, P]`; tokens of the document. If queries move, None for a mask that is
+        causal or has arrays.
+      cut_pieces: of a placement, i32 `[W, X, 9]`; the cut pieces of each rank, `max_cut_pieces` of
+        them, and those on other ranks of the same documents: document, tokens before it, its
+        tokens, its first row, tokens after it, its rank, its number among the cut pieces of its
+        rank, its number in the document, and the row where its rank receives what the pieces before
+        it send; -1 in unused entries. The piece before one is that of the same document with the
+        number before.
+      ranges: of a mask with arrays, what the rows see: the keys of each query, i32 `[W,
+        q_capacity]`, and the queries of each key, `[W, kv_capacity]`; see `local_ranges`.
+      num_rows: i32 `[W]`; rows of queries that a rank computes; -1 in a fallback.
+      pairs_before, pairs: f32 `[W]`; query-key pairs of each rank if tokens stay in the order of
+        the batch, and with this plan. Inside `jit` they are exact up to 2**24 pairs, beyond that
+        correct to about 1e-4 of the mean.
+      largest_needs: i32 `[W, 5]`; in every row the largest need of all ranks, in the order of
+        `capacities`. See `fits` and `needs`.
+      fingerprint: i32 `[W, 4]`; for each rank, the checksum of the whole plan with its config, mask
+        and batch; the rank; the checksums of its own rows of segment ids and positions, and of the
+        arrays of the mask, if it has them. See `validate`.
+      num_tokens: rows of one rank (static).
+      batch: rows of the batch; of one group, if `batch_axis` shards it (static).
+      q_capacity, kv_capacity: rows of the buffers of queries and of keys (static). If queries stay,
+        `q_capacity` is `num_tokens`.
+      max_cut_pieces: see `PlanConfig` (static).
+      mask: which keys a query sees; of a mask with arrays, its kind.
     """
-    mask = read_mask(_OP, mask)
-    check_config(_OP, config)
-    check_integer(_OP, "world_size", world_size)
-    world_size = int(world_size)
-    check_fallback(_OP, fallback, config, CAPACITIES)
-    check_rank(_OP, rank, world_size)
-    if segment_ids is not None and lengths is None:
-        if isinstance(segment_ids, list | tuple):
-            raise TypeError(
-                f"{_OP}: segment_ids is of type {type(segment_ids).__name__}; it needs to be an "
-                "array. Pass numpy.asarray(segment_ids), or document lengths as lengths=."
-            )
-        if columns is not None:
-            raise ValueError(f"{_OP}: got columns without lengths. Omit columns.")
-        grid = check_shapes(_OP, segment_ids, positions, world_size, config)
-        check_mask_arrays(_OP, mask, segment_ids.shape)
-        arrays = jax.tree.leaves((segment_ids, positions, mask))
-        if any(isinstance(x, jax.core.Tracer) for x in arrays):
-            check_traced(_OP, config)
-            if rank is not None:
-                raise ValueError(
-                    f"{_OP}: rank is {rank} but the plan is made inside jit, by all ranks. Omit "
-                    "rank, or plan outside jit."
-                )
-            return plan_inside(segment_ids, positions, grid=grid, mask=mask, config=config)
-    documents = documents_of(
-        _OP,
-        world_size=world_size,
-        lengths=lengths,
-        segment_ids=segment_ids,
-        positions=positions,
-        columns=columns,
-    )
-    shape = documents.batch, documents.columns
-    mask = read_mask_on_host(_OP, mask, shape)
-    check_mask_of_documents(_OP, mask, documents)
-    seen = seen_keys(mask, documents)
-    request = PlanRequest(documents, positions, world_size, seen, config, rank)
-    return plan_on_host(request, fallback=fallback)
 
+    kv_metadata: Leaf
+    q_metadata: Leaf = None
+    run_row: Leaf
+    run_position: Leaf
+    run_origin: Leaf
+    run_length: Leaf = None
+    cut_pieces: Leaf = None
+    ranges: MaskRanges | None = None
+    num_rows: Leaf
+    pairs_before: Leaf
+    pairs: Leaf
+    largest_needs: Leaf
+    fingerprint: Leaf
+    mask: StaticMask | MaskKind
+    num_tokens: int = dataclasses.field(metadata={"static": True})
+    batch: int = dataclasses.field(metadata={"static": True})
+    q_capacity: int = dataclasses.field(metadata={"static": True})
+    kv_capacity: int = dataclasses.field(metadata={"static": True})
+    max_cut_pieces: int = dataclasses.field(default=0, metadata={"static": True})
 
-@jax.named_scope("cpd.plan")
-def plan_of_rank(
-    packed: tuple[Mask, Ids, Ids | None], *, world_size: int, config: PlanConfig, rank: Any
-) -> AttentionPlan:
-    """`plan_attention` inside the program that follows it.
+    __repr__ = outline  # a plan has many arrays; `describe` is for reading
+    __reduce__ = reduce_saved
 
-    It has `ranges` for every mask, of this rank alone: for all ranks, they would be as many times
-    as large. The fingerprint has no checksums of the batch.
+    @property
+    def world_size(self) -> int:
+        return self.kv_metadata.world_size
 
-    Args:
-      packed: mask, segment ids and positions of all ranks, traced.
-      rank: the index on the mesh axis.
-    """
-    mask, segment_ids, positions = packed
-    grid = check_shapes(_OP, segment_ids, positions, world_size, config)
-    check_mask_arrays(_OP, mask, segment_ids.shape)
-    check_traced(_OP, config)
-    options = {"grid": grid, "mask": mask, "config": config, "rank": rank}
-    return plan_inside(segment_ids, positions, **options)
+    @property
+    def is_placed(self) -> bool:
+        """Whether queries stay, because `place_tokens` has put the tokens on their ranks."""
+        return self.q_metadata is None
 
+    @property
+    def capacities(self) -> dict[str, int]:
+        """The static sizes, by the names of `PlanConfig`, in the order of `largest_needs`."""
+        slots = self.kv_metadata.dst_rank.shape[-1]
+        num_runs = self.run_row.shape[-1]
+        if self.is_placed:
+            linked = self.cut_pieces.shape[-2] - self.max_cut_pieces
+            sizes = self.kv_capacity, slots, num_runs, self.max_cut_pieces, linked
+            return dict(zip(PLACED_CAPACITIES, sizes, strict=True))
+        q_slots = self.q_metadata.dst_rank.shape[-1]
+        sizes = self.q_capacity, self.kv_capacity, q_slots, slots, num_runs
+        return dict(zip(CAPACITIES, sizes, strict=True))
 
-def plan_inside(
-    segment_ids: Ids,
-    positions: Ids | None,
-    *,
-    grid: BlockGrid,
-    mask: Mask,
-    config: PlanConfig,
-    rank: Any = None,
-) -> AttentionPlan:
-    """Returns a plan of traced arrays.
+    def slice_of(self, rank: int) -> Plan:
+        """Returns the part of one rank: all arrays with a leading axis of size 1.
 
-    With `rank`, the index on the mesh axis, it is that of `plan_of_rank`.
-    """
-    world_size = grid.world_size
-    capacities = static_capacities(grid, config, mask)
-    starts, in_order = starts_in_order(*read_documents(_OP, segment_ids, positions))
-    fault = order_fault(in_order, follows_rules(mask, starts, document_ends(starts)))
-    assignment = assign(starts, grid=grid, mask=mask, tolerance=config.balance_tolerance)
-    if rank is not None:  # the batch is that of this program
-        if isinstance(mask, StaticMask):  # without runs, which would compile to more
-            assignment = assignment._replace(ranges=ranges_of_columns(mask, starts))
-        fingerprint = fingerprint_of_order(fault, rank)[None, :2]
-    else:
-        own = _own_checksums(segment_ids, positions, starts, mask, world_size)
-        received = assignment.received
-        digest = digest_of_plan(config, mask.kind, received.block, received.rank)
-        fingerprint = refused_at_fault(make_fingerprint(own, digest), fault)
-    return AttentionPlan(
-        **build(assignment, grid=grid, capacities=capacities, rank=rank)._asdict(),
-        pairs_before=assignment.pairs_before,
-        pairs_after=assignment.pairs_after,
-        fingerprint=fingerprint,
-        num_tokens=grid.rows,
-        batch=grid.batch,
-        q_capacity=capacities.q,
-        kv_capacity=capacities.kv,
-        mask=mask.kind,
-    )
+        This is what `in_specs=P(axis_name)` gives to the rank, and all that it needs. So the
+        processes of a large run need not hold the plan of all ranks.
 
+        Raises:
+          ValueError: rank is not in `[0, W)`, or this is a slice already.
+        """
+        return slice_plan("Plan.slice_of", self, rank)
 
-def _own_checksums(
-    segment_ids: Ids,
-    positions: Ids | None,
-    starts: Int32[Array, "B T"],
-    mask: Mask,
-    world_size: int,
-) -> list[Int32[Array, " W"]]:
-    """Returns the ranks' checksums; positions that are not given count from 0 in each document."""
-    if positions is None:
-        places = jnp.arange(starts.shape[1], dtype=jnp.int32)[None] - starts
-    else:
-        places = fold_to_int32(positions)
-    ids = checksums(fold_to_int32(segment_ids), world_size, step=ID_STEP)
-    of_places = checksums(places, world_size, step=POSITION_STEP, counts=starts >= 0)
-    own = [jnp.asarray(ids), jnp.asarray(of_places)]
-    if mask.has_arrays:
-        own.append(jnp.asarray(checksums_of_mask(mask, world_size)))
-    return own
+    def local_ranges(self, rank: Any) -> tuple[Int32[Array | np.ndarray, " rows"], ...]:
+        """Returns the first and last + 1 received key of each query that one rank computes.
+
+        i32 `[q_capacity]` each; (0, 0) for padding and unused rows. If the mask has ranges of
+        queries, also the first and last + 1 row of the queries of each received key, i32
+        `[kv_capacity]`. Call anywhere with a concrete `rank` (a plan of NumPy arrays then gives
+        NumPy), or inside `jax.shard_map` with `lax.axis_index`, on the plan of all ranks or this
+        rank's slice.
+        """
+        if self.ranges is not None:
+            return tuple(x for x in local_rows(self.ranges, rank) if x is not None)
+        assert isinstance(self.mask, StaticMask)
+        return key_ranges(local_runs(self, rank), size=self.q_capacity, mask=self.mask)
+
+    @property
+    def fits(self) -> Bool[Array | np.ndarray, ""]:
+        """Whether the plan fits its capacities on all ranks; traced for a plan made under `jit`.
+
+        A plan made outside `jit` fits, except for a fallback of `plan_attention` or `place_tokens`.
+        A plan that does not fit makes attention fail on all ranks. To skip such a training step
+        instead, or to use another algorithm, use `lax.cond` on this value.
+
+        Of stacked plans that move queries, whether all fit. Of those of placements, whether any
+        fits: its tokens are placed, and no ring may read them. `place_tokens(num_groups=)` places
+        all groups or none.
+        """
+        if self.is_placed:
+            fits = (self.num_rows >= 0).all(-1).any()
+        else:
+            sizes = np.array(list(self.capacities.values()), np.int32)
+            given = np.broadcast_to(sizes, self.largest_needs.shape)
+            fits = (self.largest_needs <= given).all() & (self.num_rows >= 0).all()
+        return np.asarray(fits) if isinstance(fits, np.generic) else fits
+
+    @property
+    def needs(self) -> PlanConfig:
+        """The smallest capacities for this plan; other choices are defaults.
+
+        Of stacked plans, those that suffice for all. Read outside `jit`. `Placement.needs` has the
+        other choices too.
+
+        Raises:
+          TypeError: the values are traced. Inside `jit`, use `fits` or `largest_needs`.
+        """
+        names = list(self.capacities)
+        needs = known("Plan.needs", self.largest_needs).reshape(-1, len(names)).max(0)
+        sizes: dict[str, Any] = dict(zip(names, np.maximum(needs, 1).tolist(), strict=True))
+        return PlanConfig(**sizes)
+
+    def validate(
+        self, segment_ids: Ids, positions: Ids | None = None, mask: Mask | None = None
+    ) -> None:
+        """Raises if the plan was made for another batch.
+
+        Call on the host, with the plan of all ranks and the arrays from which it was made; if the
+        tokens are placed, `Placement.apply` of them. A plan made from lengths is one of segment ids
+        1, 2, ... in each batch row. Positions that were not given count from 0 in each document;
+        padding may have any. Inside a program, attention compares the same checksums, with 32 bits
+        per rank.
+
+        Raises:
+          ValueError: the shape differs, the ids, positions or mask of some rank differ, or the
+            batch did not fit, so nothing was planned.
+        """
+        given = segment_ids, positions, mask
+        check_batch("Plan.validate", self.fingerprint, *given, num_tokens=self.num_tokens)
+
+    def describe(self) -> str:
+        """Returns a text for people: work, tokens, moves between ranks, and capacities used.
+
+        Call on the host, with the plan of all ranks.
+
+        Raises:
+          TypeError: the values are traced.
+          ValueError: this is one rank's part of a plan.
+        """
+        return describe_plan("Plan.describe", self)
+
+    @property
+    def imbalance(self) -> Float32[Array | np.ndarray, ""]:
+        """Largest work of a rank divided by the mean; 1 is perfect, and the value without work.
+
+        An array without axes, NumPy or JAX like the plan; `float` of it is for people. Of stacked
+        plans, the largest of all.
+
+        Raises:
+          ValueError: this is one rank's part of a plan.
+        """
+        return self._imbalance("imbalance", self.pairs)
+
+    @property
+    def imbalance_before(self) -> Float32[Array | np.ndarray, ""]:
+        """`imbalance` if tokens stay in the order of the batch."""
+        return self._imbalance("imbalance_before", self.pairs_before)
+
+    def _imbalance(self, name: str, pairs: Any) -> Any:
+        check_all_ranks(f"Plan.{name}", pairs.shape[-1], self.world_size)
+        xp = np if isinstance(pairs, np.ndarray) else jnp
+        mean = pairs.mean(-1)
+        each = xp.where(mean > 0, pairs.max(-1) / xp.where(mean > 0, mean, 1), 1)
+        return xp.asarray(each.max(), np.float32)
+
+    @property
+    def num_q_tokens_moved(self) -> int:
+        """Queries that are computed on another rank; of stacked plans, the sum.
+
+        Read outside `jit`.
+        """
+        return 0 if self.is_placed else num_moved("Plan.num_q_tokens_moved", self.q_metadata)
+
+    @property
+    def num_kv_tokens_moved(self) -> int:
+        """Keys that move between ranks, each copy counted; of stacked plans, the sum.
+
+        Read outside `jit`.
+        """
+        return num_moved("Plan.num_kv_tokens_moved", self.kv_metadata)
+
+    def num_tokens_moved_between_nodes(self, ranks_per_node: int) -> tuple[int, int]:
+        """Returns the queries, and the keys, that move between nodes of consecutive ranks.
+
+        Each copy counts; of stacked plans, the sum. Call outside `jit`.
+        """
+        op = "Plan.num_tokens_moved_between_nodes"
+        q = 0 if self.is_placed else num_moved(op, self.q_metadata, ranks_per_node)
+        return q, num_moved(op, self.kv_metadata, ranks_per_node)

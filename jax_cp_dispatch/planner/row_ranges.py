@@ -11,8 +11,8 @@ from jaxtyping import Int
 
 from jax_cp_dispatch.masks import MaskRanges
 from jax_cp_dispatch.planner.piece_table import PieceTable, Spans
-from jax_cp_dispatch.planner.query_table import QueryTable
 from jax_cp_dispatch.planner.request import PlanRequest
+from jax_cp_dispatch.planner.seen_keys import QueryTable
 
 # Of the keys of a fallback, which nothing may follow: all queries.
 _ALL = np.iinfo(np.int32).max
@@ -97,7 +97,7 @@ def row_ranges(
     return ranges
 
 
-def row_ranges_of_fallback(
+def fallback_row_ranges(
     request: PlanRequest, num_held: int, *, num_queries: int, num_keys: int
 ) -> MaskRanges | None:
     """Returns ranges of a plan that nothing may follow: all rows attend to row 0."""

@@ -40,7 +40,7 @@ class LocalRuns(NamedTuple):
     length: Int32[Any, " P"] | None = None
 
 
-def runs_of_pieces(
+def list_runs(
     pieces: PieceTable,
     counts: Int[np.ndarray, " W"],
     *,

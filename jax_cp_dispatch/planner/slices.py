@@ -28,8 +28,8 @@ def check_all_ranks(op: str, held: int, world_size: int) -> None:
         )
 
 
-def slice_of(op: str, plan: Plan, rank: int) -> Plan:
-    """Returns the part of one rank of the plan of all ranks; for the methods of this name."""
+def slice_plan(op: str, plan: Plan, rank: int) -> Plan:
+    """Returns the part of one rank of the plan of all ranks; for `slice_of`."""
     whole: Any = plan
     held, world_size = np.shape(whole.fingerprint)[0], whole.world_size
     check_integer(op, "rank", rank)

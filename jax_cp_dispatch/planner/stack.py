@@ -2,18 +2,16 @@
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Shaped
 
-from jax_cp_dispatch.planner.attention_plan import AttentionPlan
-from jax_cp_dispatch.planner.placement.plan import PlacedPlan
+from jax_cp_dispatch.planner.plan import Plan
 
 _OP = "stack_plans"
-Plan = TypeVar("Plan", AttentionPlan, PlacedPlan)
 
 _CAPACITIES = ("q_capacity", "kv_capacity", "max_cut_pieces")
 # What unused entries contain; those of all other fields are 0.
@@ -29,14 +27,13 @@ def stack_plans(plans: Iterable[Plan]) -> Plan:
     stack the groups of each micro-batch, then the micro-batches.
 
     Call on the host, or anywhere with traced plans. NumPy arrays give NumPy. Different numbers of
-    plans, or other capacities, compile anew; fix the capacities in `PlanConfig` or
-    `PlacementConfig`.
+    plans, or other capacities, compile anew; fix the capacities in `PlanConfig`.
 
     Args:
-      plans: of `plan_attention` or of `place_tokens`, for the same ranks, tokens per rank and
-        mask.
+      plans: all of `plan_attention` or all of `place_tokens`, for the same ranks, tokens per rank
+        and mask.
     Returns:
-      A plan of the same class, with the largest capacities. Its `imbalance` is the largest of all
+      A plan with the largest capacities. Its `imbalance` is the largest of all
       plans, and its numbers of moved tokens are sums. Call `validate` and `describe` on the single
       plans.
     Raises:
@@ -46,11 +43,7 @@ def stack_plans(plans: Iterable[Plan]) -> Plan:
         raise TypeError(f"{_OP}: got {type(plans).__name__}. Pass a list of plans.")
     plans = list(plans)
     _check(plans)
-    capacities = {
-        name: max(getattr(plan, name) for plan in plans)
-        for name in _CAPACITIES
-        if hasattr(plans[0], name)
-    }
+    capacities = {name: max(getattr(plan, name) for plan in plans) for name in _CAPACITIES}
     flat = [
         jax.tree_util.tree_flatten_with_path(dataclasses.replace(plan, **capacities))
         for plan in plans
@@ -65,17 +58,18 @@ def stack_plans(plans: Iterable[Plan]) -> Plan:
     )
 
 
-def _check(plans: list[Any]) -> None:
+def _check(plans: list[Plan]) -> None:
     if not plans:
         raise ValueError(f"{_OP}: got an empty list. Pass at least one plan.")
-    kinds = {type(plan).__name__ for plan in plans}
-    if len(kinds) > 1 or not isinstance(plans[0], AttentionPlan | PlacedPlan):
+    for plan in plans:
+        check_plan(_OP, plan)
+    if len({plan.is_placed for plan in plans}) > 1:
         raise TypeError(
-            f"{_OP}: got {', '.join(sorted(kinds))}. Pass plans of plan_attention, or plans of "
-            "place_tokens."
+            f"{_OP}: some plans are those of a placement, others move queries. Pass plans of "
+            "plan_attention, or plans of place_tokens."
         )
     for name in ("world_size", "num_tokens", "batch", "mask"):
-        values = [getattr(plan, name, None) for plan in plans]
+        values = [getattr(plan, name) for plan in plans]
         if any(value != values[0] for value in values):
             raise ValueError(
                 f"{_OP}: {name} is {values}; it needs to be the same in all plans. Plan batches of "
@@ -100,7 +94,7 @@ def _stacked(name: str, arrays: list[Any]) -> Shaped[Array | np.ndarray, "..."]:
     return xp.stack([padded(x) for x in arrays])
 
 
-def is_stack(plan: AttentionPlan | PlacedPlan | None) -> bool:
+def is_stack(plan: Plan | None) -> bool:
     """Whether this is a result of `stack_plans`, or a part of it with its leading axis."""
     return plan is not None and plan.fingerprint.ndim > 2
 
@@ -133,17 +127,14 @@ def check_groups(op: str, plan: Any, *, num_groups: int, batch: tuple[str, ...])
         )
 
 
-_PLANS = {
-    AttentionPlan: ("an AttentionPlan", "plan_attention(...)"),
-    PlacedPlan: ("a PlacedPlan", "place_tokens(...).plan"),
-}
-
-
-def check_plan(op: str, plan: Any, *kinds: type) -> None:
-    """Requires a plan of one of these kinds."""
-    if isinstance(plan, kinds):
-        return
-    names, sources = (" or ".join(texts) for texts in zip(*(_PLANS[k] for k in kinds), strict=True))
-    raise TypeError(
-        f"{op}: plan is of type {type(plan).__name__}; it needs to be {names}. Pass {sources}."
-    )
+def check_plan(op: str, plan: Any, *, is_placed: bool | None = None) -> None:
+    """Requires a plan; one that moves queries, or one of a placement, unless both are possible."""
+    moved, placed = "plan_attention(...)", "place_tokens(...).plan"
+    sources = {None: f"{moved} or {placed}", False: moved, True: placed}[is_placed]
+    if not isinstance(plan, Plan):
+        raise TypeError(
+            f"{op}: plan is of type {type(plan).__name__}; it needs to be a Plan. Pass {sources}."
+        )
+    if is_placed is not None and plan.is_placed != is_placed:
+        kind = "that of a placement" if plan.is_placed else "one that moves queries"
+        raise TypeError(f"{op}: the plan is {kind}. Pass {sources}.")

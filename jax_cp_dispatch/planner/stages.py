@@ -1,6 +1,6 @@
 """The two compiled stages of planning inside `jit`: blocks are assigned; then arrays are built.
 
-Capacities are set between them, so that `PlanConfig.needs` can stop after the first stage. Below,
+Capacities are set between them, so that `needs_inside_jit` can stop after the first stage. Below,
 G counts blocks of the batch, X ranges of keys that move.
 """
 
@@ -17,10 +17,14 @@ from jax_cp_dispatch._scans import WINDOW, running_sum, sum_by_key, sums_before
 from jax_cp_dispatch.masks import Mask, MaskRanges
 from jax_cp_dispatch.metadata import Metadata
 from jax_cp_dispatch.planner.balance import balance_blocks
-from jax_cp_dispatch.planner.block_grid import BlockGrid, block_ranges, places
-from jax_cp_dispatch.planner.received import Capacities, Received
-from jax_cp_dispatch.planner.rows_inside import rows_inside
-from jax_cp_dispatch.planner.seen_columns import seen_columns
+from jax_cp_dispatch.planner.block_grid import (
+    BlockGrid,
+    Capacities,
+    Received,
+    block_ranges,
+    places,
+)
+from jax_cp_dispatch.planner.seen_inside import seen_by_rows, seen_columns
 from jax_cp_dispatch.planner.slots import (
     Slots,
     TracedTransfers,
@@ -42,13 +46,13 @@ class Assignment(NamedTuple):
     num_rows: Int32[Array, " W"]  # of queries that each rank receives
     needs: Int32[Array, " 5"]
     pairs_before: Float32[Array, " W"]
-    pairs_after: Float32[Array, " W"]
+    pairs: Float32[Array, " W"]
     lengths: Int32[Array, "B T"] | None  # of each column's document, if keys depend on it
     ranges: MaskRanges | None  # what each column sees; None: it follows from runs
 
 
 class PlanArrays(NamedTuple):
-    """The arrays of `AttentionPlan`, with its names."""
+    """The arrays of `Plan`, with its names."""
 
     q_metadata: Metadata
     kv_metadata: Metadata
@@ -121,7 +125,7 @@ def assign(
         num_rows=num_rows,
         needs=needs.max(1),
         pairs_before=cost.sum((0, 2), dtype=jnp.int32).astype(jnp.float32) * unit,
-        pairs_after=pairs.astype(jnp.float32) * unit,
+        pairs=pairs.astype(jnp.float32) * unit,
         lengths=seen.lengths,
         ranges=seen.ranges,
     )
@@ -157,7 +161,7 @@ def build(
 def _ranges(plan: Assignment, grid: BlockGrid, capacities: Capacities, rank: Any) -> MaskRanges:
     assert plan.ranges is not None
     ranks = jnp.arange(grid.world_size, dtype=jnp.int32) if rank is None else rank[None]
-    return rows_inside(plan.ranges, plan.received, grid, capacities, ranks)
+    return seen_by_rows(plan.ranges, plan.received, grid, capacities, ranks)
 
 
 def _received(

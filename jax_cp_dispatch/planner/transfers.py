@@ -7,7 +7,7 @@ from jaxtyping import Int
 
 from jax_cp_dispatch.metadata import Metadata
 from jax_cp_dispatch.planner.piece_table import PieceTable, Spans
-from jax_cp_dispatch.planner.slices import order_by_rank, slice_of_rank
+from jax_cp_dispatch.planner.slices import check_all_ranks, order_by_rank, slice_of_rank
 
 
 class Transfers(NamedTuple):
@@ -60,7 +60,7 @@ def num_sent(transfers: Transfers, world_size: int) -> Int[np.ndarray, " W"]:
     return np.bincount(transfers.source, minlength=world_size)
 
 
-def metadata_of(
+def make_metadata(
     transfers: Transfers, *, world_size: int, num_slots: int, rank: int | None = None
 ) -> Metadata:
     """Returns forward metadata; `num_slots` is at least `num_sent` of each rank.
@@ -112,3 +112,19 @@ def sums_of_ranks(
     out = np.zeros(world_size, np.int64)
     np.add.at(out, rank, values)
     return out
+
+
+def num_moved(op: str, metadata: Metadata, ranks_per_node: int = 1) -> int:
+    """Returns the rows that move between nodes, by default between ranks; each copy counts.
+
+    Of stacked plans, the sum. Read outside `jit`.
+
+    Raises:
+      ValueError: this is one rank's part of a plan.
+    """
+    received = np.asarray(metadata.num_recv_tokens)[..., :-1]
+    held, world_size = received.shape[-2:]
+    check_all_ranks(op, held, world_size)
+    node = np.arange(world_size) // ranks_per_node
+    stays = node[:, None] == node
+    return int(received.sum(dtype=np.int64) - received[..., stays].sum(dtype=np.int64))

@@ -25,15 +25,6 @@ def figure_class(op: str) -> Any:
     return Figure
 
 
-def label_log_axis(axis: Any) -> None:
-    """Labels 1, 2 and 5 of each decade of a logarithmic axis, as plain numbers."""
-    from matplotlib.ticker import LogLocator
-
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.set_major_formatter("{x:,.10g}")
-    axis.set_minor_formatter("")
-
-
 def save(figure: Any, path: str | os.PathLike) -> None:
     """Writes a figure; its suffix selects the format. Texts of SVG files stay texts."""
     import matplotlib

@@ -7,19 +7,17 @@ import numpy as np
 
 from jax_cp_dispatch.metadata import Metadata
 from jax_cp_dispatch.metadata.describe import rows_between_ranks
-from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan, Placement
+from jax_cp_dispatch.planner import Placement, Plan
 from jax_cp_dispatch.plots.figure import figure_class, save
 
 _BEFORE, _AFTER = "#9aa5b1", "#1f77b4"
 
 
-def plot_plan(
-    plan: AttentionPlan | PlacedPlan | Placement | Metadata, path: str | pathlib.Path
-) -> None:
+def plot_plan(plan: Plan | Placement | Metadata, path: str | pathlib.Path) -> None:
     """Draws the work of each rank, and the tokens that it sends to others.
 
-    For an `AttentionPlan` and a `Placement`, also the work before planning. For `Metadata`, the
-    rows that each rank sends to and receives from others, instead of the work.
+    Also the work before planning. For `Metadata`, the rows that each rank sends to and receives
+    from others, instead of the work.
 
     Args:
       plan: concrete, for all ranks.
@@ -31,23 +29,21 @@ def plot_plan(
     placed = plan.plan if isinstance(plan, Placement) else plan
     if isinstance(placed, Metadata):
         traffic = {"rows": placed}
-    elif isinstance(placed, PlacedPlan):
-        traffic = {"keys and values": placed.kv_metadata}
     else:
-        traffic = {"queries": placed.q_metadata, "keys and values": placed.kv_metadata}
+        traffic = {"keys and values": placed.kv_metadata}
+        if not placed.is_placed:
+            traffic = {"queries": placed.q_metadata, **traffic}
     widths = [1.5, *[1] * len(traffic)]
     figure = Figure(figsize=(4.3 * sum(widths), 4.4), layout="constrained")
     first, *others = figure.subplots(1, len(widths), width_ratios=widths)
     sent = {what: rows_between_ranks("plot_plan", x) for what, x in traffic.items()}
-    if isinstance(plan, Metadata):
+    if isinstance(placed, Metadata):
         _draw_ends(first, sent["rows"])
-    elif isinstance(plan, PlacedPlan):
-        _draw_work(first, {"placed": plan.pairs})
-    elif isinstance(plan, Placement):
-        _draw_work(first, {"before placing": plan.pairs_before, "placed": plan.plan.pairs})
     else:
-        both = {"before planning": plan.pairs_before, "after planning": plan.pairs_after}
-        _draw_work(first, both)
+        names = ("before planning", "after planning")
+        if placed.is_placed:
+            names = ("before placing", "placed")
+        _draw_work(first, dict(zip(names, (placed.pairs_before, placed.pairs), strict=True)))
     for axes, (what, rows) in zip(others, sent.items(), strict=True):
         _draw_traffic(figure, axes, what, rows)
     figure.legend(loc="outside lower left", ncols=2)

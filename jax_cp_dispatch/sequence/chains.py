@@ -88,7 +88,7 @@ class CutPieces:
         sent = ("states", states, links.first), ("maps", maps, links.others)
         for name, arrays, metadata in sent:
             part = outgoing(exchange.op, name, arrays, metadata, capacity=shape[0] * shape[1])
-            parts.append(part._replace(capacity_name="PlacementConfig.max_linked_pieces"))
+            parts.append(part._replace(capacity_name="PlanConfig.max_linked_pieces"))
         if pieces.fingerprint is not None:
             parts[0] = parts[0]._replace(fingerprint=pieces.fingerprint)
         received = move(exchange, parts)

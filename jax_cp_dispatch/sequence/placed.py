@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax_cp_dispatch._ranks.varying import vary_alike
 from jax_cp_dispatch._scans import running_max
 from jax_cp_dispatch.documents.fingerprint import rank_fingerprint
-from jax_cp_dispatch.planner import PlacedPlan
+from jax_cp_dispatch.planner import Plan
 from jax_cp_dispatch.planner.runs import local_runs
 from jax_cp_dispatch.planner.stack import is_stack
 from jax_cp_dispatch.sequence.options import Options
@@ -18,7 +18,7 @@ from jax_cp_dispatch.sequence.pieces import Cuts, Pieces
 
 
 def pieces_of_plan(
-    options: Options, plan: PlacedPlan, documents: tuple[Any, Any], shape: tuple[int, ...]
+    options: Options, plan: Plan, documents: tuple[Any, Any], shape: tuple[int, ...]
 ) -> Pieces:
     """Returns the pieces of this rank's rows [B, T] in placed order."""
     _check(options, plan, shape)
@@ -48,7 +48,7 @@ def pieces_of_plan(
     )
 
 
-def _check(options: Options, plan: PlacedPlan, shape: tuple[int, ...]) -> None:
+def _check(options: Options, plan: Plan, shape: tuple[int, ...]) -> None:
     op = options.op
     if is_stack(plan):
         raise ValueError(

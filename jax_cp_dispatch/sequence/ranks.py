@@ -22,7 +22,7 @@ from jax_cp_dispatch.global_call.mesh_axes import GivenAxes, MeshAxes, find_axes
 from jax_cp_dispatch.global_call.on_all_ranks import on_all_ranks
 from jax_cp_dispatch.global_call.padding import cut_tokens, pad_tokens
 from jax_cp_dispatch.masks.token_order import PACKED
-from jax_cp_dispatch.planner import PlacedPlan
+from jax_cp_dispatch.planner import Plan
 from jax_cp_dispatch.planner.stack import check_groups, is_stack
 from jax_cp_dispatch.sequence.document_pieces import pieces_of_ids
 from jax_cp_dispatch.sequence.options import Options
@@ -202,7 +202,7 @@ def _on_global_arrays(
     return cut_tokens(out, num_tokens, found.mesh) if missing else out
 
 
-def _check_plan(op: str, plan: PlacedPlan, axes: MeshAxes, num_tokens: int) -> None:
+def _check_plan(op: str, plan: Plan, axes: MeshAxes, num_tokens: int) -> None:
     if plan.world_size != axes.num_ranks:
         raise ValueError(
             f"{op}: the plan is for world_size={plan.world_size} but {axes.described}. Place the "

@@ -11,7 +11,6 @@ from jax_cp_dispatch import (
     Balanced,
     Hamilton,
     Placed,
-    PlacementConfig,
     PlanConfig,
     Ring,
     Zigzag,
@@ -101,7 +100,7 @@ def test_tokens_that_can_be_placed(with_backward, mask):
     choice = choose(PACKED, can_place=True, **options)
     assert choice.algorithm == Placed(), choice.reason
     assert choice.reason.endswith(
-        "Place the tokens of every batch with place_tokens, and pass its plan."
+        "Place the tokens of every batch with place_tokens, and pass its documents."
     )
     placed = choice.predictions["placed"]
     moved = place_tokens(PACKED, world_size=8, mask=mask).plan.num_kv_tokens_moved / 8
@@ -171,7 +170,7 @@ def test_predictions_follow_the_plans_of_these_documents():
     choice = choose(rows, num_ranks=16, can_place=True)
     sizes: dict[str, Any] = {"world_size": 16, "columns": 16 * 8192}
     plan = plan_attention(lengths=rows, **sizes, config=PlanConfig(ranks_per_node=8))
-    placed = place_tokens(rows, **sizes, config=PlacementConfig(ranks_per_node=8)).plan
+    placed = place_tokens(rows, **sizes, config=PlanConfig(ranks_per_node=8)).plan
     links = lambda metadata, capacity: rows_by_link(
         metadata.rows_between_ranks(), ranks_per_node=8, capacity=capacity
     )

@@ -194,7 +194,7 @@ def plans(monkeypatch):
         configs.append(request.config)
         return plan_on_host(request, **options)
 
-    monkeypatch.setattr("jax_cp_dispatch.planner.plan.plan_on_host", plan)
+    monkeypatch.setattr("jax_cp_dispatch.planner.plan_batch.plan_on_host", plan)
     return configs
 
 

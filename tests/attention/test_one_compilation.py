@@ -17,10 +17,8 @@ from packed_batches import causal_ranges
 
 from jax_cp_dispatch import (
     Documents,
-    PlacementConfig,
     PlanConfig,
     context_parallel_attention,
-    fit_placement_config,
     fit_plan_config,
     place_tokens,
     plan_attention,
@@ -57,8 +55,8 @@ def ids_of(*rows):
 class Placed:
     """Placements, and the arrays of a batch in their order."""
 
-    fit = staticmethod(fit_placement_config)
-    limit = "max_transfers"
+    fit = staticmethod(fit_plan_config)
+    limit = "max_kv_transfers"
     for_ring = Documents.unplaced
 
     def __init__(self, lengths, **options):
@@ -97,10 +95,10 @@ def test_many_batches_compile_once(kind):
     mesh = mesh_of(WORLD_SIZE)
     sizes: dict[str, Any] = {"world_size": WORLD_SIZE, "columns": COLUMNS}
     sample = list(batches(80))
-    config = kind.fit(sample[:50], **sizes, overflow=0.2)
+    config = fit_plan_config(sample[:50], placed=kind is Placed, overflow=0.2, **sizes)
     # Less than the sample needs, so that some batches do not fit.
     needs = [sent(kind(x, **sizes)) for x in sample[:50]]
-    config = dataclasses.replace(config, **{kind.limit: int(np.quantile(needs, 0.8))})
+    config = dataclasses.replace(config, max_kv_transfers=int(np.quantile(needs, 0.8)))
     compiled = []
 
     @jax.jit
@@ -133,8 +131,8 @@ def test_gradients_of_both_branches(kind):
     mesh, columns = mesh_of(2), 64
     sizes: dict[str, Any] = {"world_size": 2, "columns": columns}
     configs = {
-        Placed: PlacementConfig(
-            kv_capacity=50, max_transfers=8, max_pieces=8, max_cut_pieces=8, max_linked_pieces=99
+        Placed: PlanConfig(
+            kv_capacity=50, max_kv_transfers=8, max_pieces=8, max_cut_pieces=8, max_linked_pieces=99
         ),
         Balanced: PlanConfig(1, 64, 50, 8, 8, 8),
     }
@@ -163,8 +161,8 @@ def test_gradients_of_both_branches(kind):
 def test_groups_of_rows_fall_back_together():
     """A ring cannot read the tokens of a group that was placed: of one document, nothing shows."""
     mesh, columns = permuted_mesh((2, 2), ("data", AXIS)), 64
-    config = PlacementConfig(
-        kv_capacity=64, max_transfers=8, max_pieces=20, max_cut_pieces=8, max_linked_pieces=99
+    config = PlanConfig(
+        kv_capacity=64, max_kv_transfers=8, max_pieces=20, max_cut_pieces=8, max_linked_pieces=99
     )
 
     @jax.jit
@@ -195,8 +193,8 @@ def test_groups_of_rows_fall_back_together():
 
 
 def test_a_placement_that_does_not_fit_is_not_computed():
-    config = PlacementConfig(
-        kv_capacity=40, max_transfers=8, max_pieces=8, max_cut_pieces=8, max_linked_pieces=99
+    config = PlanConfig(
+        kv_capacity=40, max_kv_transfers=8, max_pieces=8, max_cut_pieces=8, max_linked_pieces=99
     )
     placement = place_tokens([[64]], world_size=2, config=config, fallback="ring")
     assert not placement.plan.fits
@@ -206,7 +204,7 @@ def test_a_placement_that_does_not_fit_is_not_computed():
     np.testing.assert_allclose(placement.plan.pairs, [half, half + 32 * 32])
     with pytest.raises(ValueError, match="kv_capacity>=64"):
         _ = placement.needs
-    all_ranks_fail("placed", placement.documents, "64 tokens but PlacementConfig.kv_capacity is 40")
+    all_ranks_fail("placed", placement.documents, "64 tokens but PlanConfig.kv_capacity is 40")
 
 
 def test_a_plan_that_does_not_fit_is_not_computed():
@@ -216,7 +214,7 @@ def test_a_plan_that_does_not_fit_is_not_computed():
     assert plan.needs.kv_capacity == 64 and "kv_capacity 40: it needs 64" in plan.describe()
     half = 32 * 33 / 2
     np.testing.assert_allclose(plan.pairs_before, [half, half + 32 * 32])
-    np.testing.assert_allclose(plan.pairs_after, plan.pairs_before)
+    np.testing.assert_allclose(plan.pairs, plan.pairs_before)
     part = plan_attention(lengths=[64], world_size=2, config=config, fallback="ring", rank=1)
     jax.tree.map(np.testing.assert_array_equal, part, plan.slice_of(1))
     with pytest.raises(ValueError, match="kv_capacity>=64"):
@@ -247,9 +245,9 @@ def all_ranks_fail(algorithm, documents, needs):
     [
         (
             Placed,
-            PlacementConfig(
+            PlanConfig(
                 kv_capacity=512,
-                max_transfers=1,
+                max_kv_transfers=1,
                 max_pieces=64,
                 max_cut_pieces=64,
                 max_linked_pieces=64,

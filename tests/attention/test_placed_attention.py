@@ -15,7 +15,7 @@ from packed_batches import pack
 
 from jax_cp_dispatch import (
     Documents,
-    PlacementConfig,
+    PlanConfig,
     context_parallel_attention,
     place_tokens,
     plan_attention,
@@ -120,8 +120,8 @@ def test_extreme_documents(lengths):
     *arrays, _ = draw(0, batch=1, num_tokens=192)
     segment_ids = np.zeros((1, 192), int)
     segment_ids[0, : sum(lengths)] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
-    config = PlacementConfig(
-        kv_capacity=192, max_transfers=64, max_pieces=24, max_cut_pieces=24, max_linked_pieces=99
+    config = PlanConfig(
+        kv_capacity=192, max_kv_transfers=64, max_pieces=24, max_cut_pieces=24, max_linked_pieces=99
     )
     placement = place_tokens([lengths], columns=192, world_size=8, config=config)
     results = attend_placed(arrays, placement, mesh_of(8))

@@ -15,8 +15,7 @@ from sequences import TOLERANCE, Case, dense, relative_errors
 
 from jax_cp_dispatch import (
     Documents,
-    PlacedPlan,
-    PlacementConfig,
+    PlanConfig,
     context_parallel_attention,
     place_tokens,
     plan_attention,
@@ -29,9 +28,9 @@ D, W, B, T = 2, 2, 2, 48  # groups, ranks of a group, rows of a group, tokens
 CASE = Case("ring", 1, T, documents="segments", heads=(4, 2))
 AXES = ("data", AXIS, "tp")
 KINDS = [AxisType.Auto, AxisType.Explicit]
-FREE = PlacementConfig()  # capacities that this batch needs
-CONFIG = PlacementConfig(
-    kv_capacity=96, max_transfers=16, max_pieces=16, max_cut_pieces=16, max_linked_pieces=99
+FREE = PlanConfig()  # capacities that this batch needs
+CONFIG = PlanConfig(
+    kv_capacity=96, max_kv_transfers=16, max_pieces=16, max_cut_pieces=16, max_linked_pieces=99
 )
 
 
@@ -197,7 +196,7 @@ def attend_abstractly(plan, mesh_shape=(D, W), **options):
     x = jax.ShapeDtypeStruct((D * B, T, 2, 8), np.float32)
     options = {"mesh": mesh, "axis_name": AXIS, "algorithm": "auto", "head_axis": (), **options}
     ones = np.ones((D * B, T), np.int32)
-    order = PLACED if isinstance(plan, PlacedPlan) else PACKED
+    order = PLACED if plan.is_placed else PACKED
     plans = () if plan is None else (plan,)
     documents = Documents.in_order(ones, ones, plans, order=order, columns=T)
     return jax.eval_shape(
@@ -240,7 +239,7 @@ def test_plans_that_cannot_be_stacked():
     window = place_tokens([[T], [T]], world_size=W, mask=SlidingWindow(5)).plan
     for plans, error, match in (
         ([], ValueError, "got an empty list"),
-        ([moved, placed], TypeError, "AttentionPlan, PlacedPlan.*place_tokens"),
+        ([moved, placed], TypeError, "others move queries.*place_tokens"),
         ([placed, window], ValueError, r"mask is \[Causal\(\), SlidingWindow\(left=5, right=0\)\]"),
         ([placed, stack_plans([placed])], ValueError, "fingerprints of shapes"),
         ([placed, place_tokens([[T]], world_size=W).plan], ValueError, r"num_tokens is \[48, 24\]"),
@@ -251,7 +250,7 @@ def test_plans_that_cannot_be_stacked():
 
 def test_one_plan_is_no_list(unchecked_types):
     plan: Any = place_tokens([[T]], world_size=W).plan
-    with pytest.raises(TypeError, match=r"got PlacedPlan\. Pass a list of plans\."):
+    with pytest.raises(TypeError, match=r"got Plan\. Pass a list of plans\."):
         stack_plans(plan)
 
 

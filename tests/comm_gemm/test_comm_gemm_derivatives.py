@@ -200,8 +200,7 @@ def test_second_derivatives(op, options):
         close(got, np.asarray(want, np.float64), "float32")
 
 
-@pytest.mark.parametrize("gather, scatter", [("ring", "pipeline"), ("none", "ring")])
-def test_mlp_equals_the_unsharded_one(gather, scatter):
+def test_mlp_equals_the_unsharded_one():
     """Two layers with gelu and biases; batch over data, tokens and features over tp."""
     B, S, D, F = 2, 8, 6, 12
     mesh = permuted_mesh((2, 4), ("data", "tp"))
@@ -214,9 +213,9 @@ def test_mlp_equals_the_unsharded_one(gather, scatter):
 
     def sharded(x, up, up_bias, down, down_bias):
         options: Any = {"axis_name": "tp"}
-        hidden = all_gather_matmul(x, up, bias=up_bias, method=gather, gathered="again", **options)
+        hidden = all_gather_matmul(x, up, bias=up_bias, method="ring", gathered="again", **options)
         hidden = jax.nn.gelu(hidden)
-        return matmul_reduce_scatter(hidden, down, bias=down_bias, method=scatter, **options)
+        return matmul_reduce_scatter(hidden, down, bias=down_bias, method="pipeline", **options)
 
     tokens = P("data", "tp")
     weights = P(None, "tp"), P("tp"), P("tp", None), P()

@@ -85,7 +85,7 @@ def test_reduce_scatter_with_partial_sums_of_a_type(dtype):
 
 @pytest.mark.parametrize(
     "num_ranks, use_ce, implementation",
-    [(1, None, None), (4, None, None), (3, False, None), (8, None, "in_process"), (3, None, "xla")],
+    [(1, None, None), (4, None, "in_process"), (3, False, None), (3, None, "xla")],
 )
 def test_atomic_rings_in_a_pair(num_ranks, use_ce, implementation):
     """The all-gather leaves chunks in the order r-1, r-2, ..., r; the reduce-scatter takes it."""
@@ -112,7 +112,7 @@ def test_atomic_rings_in_a_pair(num_ranks, use_ce, implementation):
     equal(out, oracle.engine_scatter(straight, back))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_bulk_during_an_independent_gemm(dtype):
     """The array that moves is independent of the operands of the GEMM."""
     shape = (M, 6)

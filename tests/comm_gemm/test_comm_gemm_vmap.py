@@ -57,9 +57,14 @@ def check(fn, has_weights, spmd, mesh, specs):
     return out, got, places
 
 
-@pytest.mark.parametrize("spmd", [None, "stage"])
-@pytest.mark.parametrize("has_weights", [True, False])
-@pytest.mark.parametrize("op", SPECS)
+@pytest.mark.parametrize(
+    "op, has_weights, spmd",
+    [
+        (all_gather_matmul, True, None),
+        (all_gather_matmul, False, "stage"),
+        (matmul_reduce_scatter, True, "stage"),
+    ],
+)
 def test_around_shard_map(op, has_weights, spmd):
     mesh, (of_x, of_w, of_out) = mesh_of(), SPECS[op]
     local = functools.partial(op, axis_name="tp", method="ring")
@@ -70,16 +75,15 @@ def test_around_shard_map(op, has_weights, spmd):
     check(each, has_weights, spmd, mesh, SPECS[op])
 
 
-@pytest.mark.parametrize("spmd", [None, "stage"])
-@pytest.mark.parametrize("has_weights", [True, False])
 @pytest.mark.parametrize(
-    "op, options",
+    "op, options, has_weights, spmd",
     [
-        (all_gather_matmul, {}),
-        (all_gather_matmul, {"gathered": "again"}),
-        (matmul_reduce_scatter, {}),
+        (all_gather_matmul, {}, True, "stage"),
+        (all_gather_matmul, {"gathered": "again"}, True, None),
+        (all_gather_matmul, {"gathered": "again"}, False, "stage"),
+        (matmul_reduce_scatter, {}, False, None),
+        (matmul_reduce_scatter, {}, True, "stage"),
     ],
-    ids=["gather", "gather again", "scatter"],
 )
 def test_on_global_arrays(op, options, has_weights, spmd):
     """Each stage's devices compute their own examples; results are sharded like the operands."""
@@ -114,8 +118,7 @@ def test_two_vmaps_on_global_arrays():
     np.testing.assert_array_equal(out, x @ w[:, :, None] + b[:, None, None])
 
 
-@pytest.mark.parametrize("spmd", [None, "stage"])
-@pytest.mark.parametrize("has_weights", [True, False])
+@pytest.mark.parametrize("has_weights, spmd", [(True, "stage"), (False, None)])
 def test_on_one_device(has_weights, spmd):
     specs = (P(),) * 3
     check(gemm, has_weights, spmd, mesh_of(), specs)
@@ -137,8 +140,7 @@ def test_grouped(spmd):
         np.testing.assert_array_equal(dw[:, group], np.swapaxes(x[:, rows], 1, 2) @ dy[:, rows])
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("op", SPECS)
+@pytest.mark.parametrize("op, kind", zip(SPECS, (AxisType.Auto, AxisType.Explicit), strict=True))
 def test_no_tokens(op, kind):
     """Zero tokens or zero examples: empty results and gradients, and zeros for the weight."""
     mesh, (of_x, of_w, of_out) = mesh_of(kind), SPECS[op]
@@ -153,8 +155,7 @@ def test_no_tokens(op, kind):
         np.testing.assert_array_equal(dw, np.zeros((K, N)))
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("op", SPECS)
+@pytest.mark.parametrize("op, kind", zip(SPECS, (AxisType.Explicit, AxisType.Auto), strict=True))
 def test_one_rank(op, kind):
     """Every method of the operation, inside `shard_map` and on global arrays."""
     mesh = jax.make_mesh((2, 1), ("dp", "tp"), axis_types=(kind,) * 2)

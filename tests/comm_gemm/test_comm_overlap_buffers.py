@@ -7,7 +7,6 @@ from functools import partial
 
 import comm_gemm_oracle as oracle
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from comm_overlap_cases import create, no_comm_overlap_buffers  # noqa: F401
@@ -124,10 +123,9 @@ def fails(result, match):
     np.testing.assert_array_equal(on_ranks(fresh, mesh_of(P_))(X, W), SUM)
 
 
-@pytest.mark.parametrize("method", ["RING_EXCHANGE", "PIPELINE"])
-def test_a_program_outlives_its_buffer(method):
+def test_a_program_outlives_its_buffer():
     """It fails with a clear error, and runs again once the buffer is created again."""
-    again = partial(create, comm_type="RS", method=method, buffer_shape=(8, 5))
+    again = partial(create, comm_type="RS", method="PIPELINE", buffer_shape=(8, 5))
     buffer = again()
     call = partial(matmul_reduce_scatter, axis_name=AXIS, buffer=buffer)
     program = on_ranks(call, mesh_of(P_)).lower(X, W).compile()
@@ -192,21 +190,6 @@ def test_a_buffer_in_use_is_kept():
     assert list_comm_overlap_buffers()[buffer][1:4] == (1, 0, 32)
     destroy_comm_overlap_buffer(buffer)
     assert list(list_comm_overlap_buffers()) == [other]
-
-
-def test_a_rank_that_never_comes_leaves_the_buffer_free():
-    buffer = create(comm_type="RS", buffer_shape=(8, 5))
-
-    def local(x, w):
-        here = lambda x: matmul_reduce_scatter(x, w, axis_name=AXIS, buffer=buffer, deadline=2.0)
-        away = lambda x: jnp.zeros((2, 5)) + 0 * x[0, 0]
-        return jax.lax.cond(jax.lax.axis_index(AXIS) == 1, away, here, x)
-
-    program = on_ranks(local, mesh_of(P_), check_vma=False).lower(X, W).compile()
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"missing ranks \[1\]"):
-        jax.block_until_ready(program(X, W))
-    assert list_comm_overlap_buffers()[buffer].num_in_use == 0
-    destroy_comm_overlap_buffer(buffer)
 
 
 def test_memory_that_cannot_be_allocated():

@@ -1,4 +1,7 @@
-"""Calls that `gemm` rejects when it is traced, and buffers that do not match a call."""
+"""Invalid calls of `gemm` and `grouped_gemm`: each is rejected while it is traced.
+
+Of buffers: test_comm_overlap_config.py.
+"""
 
 import re
 from functools import partial
@@ -8,263 +11,239 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from comm_gemm_refusals import ENGINE, PLAIN, SCATTER, K, M, N, T, W, create, ones, refused
+from comm_gemm_refusals import ENGINE, K, M, N, T, W, create, ones, refused, trace
 from comm_overlap_cases import no_comm_overlap_buffers  # noqa: F401
-from on_mesh import AXIS, mesh_of
+from on_mesh import mesh_of
 
-from jax_cp_dispatch import all_gather_matmul, gemm
+from jax_cp_dispatch import gemm, grouped_gemm
 from jax_cp_dispatch.buffers import destroy_comm_overlap_buffer
 
 pytestmark = pytest.mark.usefixtures("unchecked_types")
 
-BF16 = "bfloat16"
+F8, E5M2 = "float8_e4m3fn", "float8_e5m2"
+CURRENT, DELAYED = "CURRENT_TENSOR_SCALING", "DELAYED_TENSOR_SCALING"
+MXFP8 = "MXFP8_1D_SCALING"
+LHS, RHS = (M, K), (K, N)
+RING, BULK = "RING_EXCHANGE", "BULK"
+one = jnp.ones(1)
 
 
-# ---- Buffers that do not match.
+def plain(lhs=LHS, rhs=RHS, types=("float32", "float32"), **options: Any):
+    """A call on one device."""
+    operands = [jax.ShapeDtypeStruct(x, t) for x, t in zip((lhs, rhs), types, strict=True)]
+    return jax.eval_shape(partial(gemm, **options), *operands)
 
 
-@pytest.mark.parametrize(
-    "kind, method, options, message",
-    [
-        ("RS", "PIPELINE", {}, r"buffer \d+ is for CommOverlapType\.RS; it needs CommOverlapType\.A"
-         r"G\. Create one"),
-        ("AG", "BULK", {}, r"method is CommOverlapMethod\.BULK, which moves an array during an in"),
-        ("NONE", "NONE", {}, r"buffer \d+ is for CommOverlapType\.NONE; it needs CommOverlapType"),
-        ("AG", "RING_EXCHANGE", {"shape": (M, K - 1)}, r"buffer \d+ has shape \(8, 2\) but the call"
-         r" needs \(8, 3\)\. Create one with buffer_shape=\(8, 3\)"),
-        ("AG", "RING_EXCHANGE", {"dtype": "bfloat16"}, r"buffer \d+ is bfloat16 but the call moves "
-         r"float32\. Create one with buffer_dtype='float32'"),
-        ("AG", "RING_EXCHANGE", {"num_ranks": 2}, r"buffer \d+ is for tp_size=2 but the mesh axis h"
-         r"as 4 devices\. Create one with tp_size=4"),
-    ],
-)  # fmt: skip
-def test_buffers_that_do_not_match(kind, method, options, message):
-    """In `all_gather_matmul` or `matmul_reduce_scatter`, and in `gemm` where it applies."""
-    buffer = create(kind, method, **{"shape": (M, K), **options})
-    layer = lambda x, w: all_gather_matmul(x, w, axis_name=AXIS, buffer=buffer)
-    refused(layer, ones(T, K), ones(K, N), match=f"all_gather_matmul: {message}")
-    if (kind, method) == ("AG", "RING_EXCHANGE"):
-        engine = lambda x, w: gemm(x, w, axis_name=AXIS, comm_overlap=buffer)
-        refused(engine, ones(T, K), ones(K, N), match=f"gemm: {message}")
+def scaled(mode, lhs_scale: Any = one, rhs_scale: Any = one, k=32, types=(F8, F8), **options: Any):
+    """The same of 8-bit operands."""
+    scales = {"lhs_scale_inv": lhs_scale, "rhs_scale_inv": rhs_scale}
+    scales = {name: jnp.asarray(x) for name, x in scales.items() if x is not None}
+    return plain((M, k), (k, N), types, scaling_mode=mode, **scales, **options)
 
 
-def test_method_of_another_buffer():
-    buffer = create("RS", "PIPELINE")
-    refused(
-        lambda x, w: SCATTER(x, w, buffer=buffer),
-        *(ones(M, K), ones(K, N)),
-        match=rf"method is 'ring' but buffer {buffer} is for CommOverlapMethod\.PIPELINE\. Omit m",
-    )
+def engine(*buffer: Any, lhs=(T, K), rhs=RHS, aux=None, dtype="float32", num_ranks=W, **options):
+    """A call with a buffer of `create(*buffer, dtype=, num_ranks=)`, on the ranks of a mesh."""
+    if buffer:
+        options["comm_overlap"] = create(*buffer, dtype=dtype, num_ranks=num_ranks)
+    call = lambda x, w, *aux: ENGINE(x, w, **options, **({"aux_in": aux[0]} if aux else {}))
+    return trace(call, ones(*lhs), ones(*rhs), *(() if aux is None else [ones(*aux)]))
 
 
-# ---- `gemm`.
+ROWS, MATRICES = jnp.ones((8, 4)), jnp.ones((2, 4, 3))
+F8_ROWS, F8_MATRICES = ROWS.astype(F8), MATRICES.astype(F8)
+two = jnp.ones(2)
 
 
-@pytest.mark.parametrize("kind, method", [("AG", "RING_EXCHANGE"), ("RS", "RING_EXCHANGE"),
-                                          ("RS", "PIPELINE")])  # fmt: skip
-def test_only_bulk_moves_another_array(kind, method):
-    buffer = create(kind, method)
-    refused(
-        lambda x, w, aux: ENGINE(x, w, comm_overlap=buffer, aux_in=aux),
-        *(ones(M, K), ones(K, N), ones(M, N)),
-        match=rf"gemm: got an aux_in with buffer {buffer} of CommOverlapMethod\.{method}; an array "
-        r"that moves during an independent GEMM needs CommOverlapMethod\.BULK, and vice versa"
-        r"\. Omit it, or create that buffer",
-    )
+def grouped(lhs: Any = ROWS, rhs: Any = MATRICES, sizes: Any = None, **options: Any):
+    sizes = np.array([5, 3], np.int32) if sizes is None else sizes
+    return jax.eval_shape(lambda: grouped_gemm(lhs, rhs, sizes, **options))
 
 
-@pytest.mark.parametrize("kind", ["AG", "RS"])
-def test_bulk_needs_another_array(kind):
-    buffer = create(kind, "BULK")
-    refused(
-        lambda x, w: ENGINE(x, w, comm_overlap=buffer),
-        *(ones(M, K), ones(K, N)),
-        match=rf"gemm: got no aux_in with buffer {buffer} of CommOverlapMethod\.BULK; .* Pass one",
-    )
+def f8_grouped(mode, lhs_scale_inv: Any = two, rhs_scale_inv: Any = two):
+    scales = {"lhs_scale_inv": lhs_scale_inv, "rhs_scale_inv": rhs_scale_inv}
+    return grouped(F8_ROWS, F8_MATRICES, scaling_mode=mode, **scales)
 
 
-def test_arrays_of_bulk():
-    buffer = create("RS", "BULK")
-    call = lambda x, w, aux: ENGINE(x, w, comm_overlap=buffer, aux_in=aux)
-    operands = ones(M, K), ones(K, N)
-    refused(call, *operands, ones(M), match=r"aux_in has shape \(8,\); it needs two dimensions")
-    refused(
-        call, *operands, ones(M - 1, N), match=r"7 rows of aux_in are not a multiple of the 4 ranks"
-    )
-    refused(
-        call, *operands, ones(M, N, dtype=BF16), match=r"is float32 but the call moves bfloat16"
-    )
-    refused(
-        call, *operands, ones(M, 2 * N), match=r"has shape \(8, 5\) but the call needs \(8, 10\)"
-    )
+U8 = partial(np.zeros, dtype=np.uint8)
+TURNED = ((0,), (0,))
 
-
-def test_aux_options_need_a_buffer_that_communicates():
-    none = create("NONE", "NONE")
-    for options in ({}, {"comm_overlap": none}):
-        refused(
-            lambda x, w, options=options: PLAIN(x, w, aux_in=x, **options),
-            *(ones(M, K), ones(K, N)),
-            match=r"got aux_in without a buffer that moves something\. Create one with create_comm",
+# Call, and the message after "gemm: ".
+GEMM: list[tuple[Any, str]] = [
+    # Shapes and types.
+    (lambda: plain((4, 3), (4, 5)), r"lhs contracts dimensions of \(3,\) but rhs of \(4,\)"),
+    (lambda: plain((4, 3, 2), contracting_dims=((1,), (0,))), r"dims of lhs are \(1,\) for .* Tra"),
+    (lambda: plain(contracting_dims=((1,), (2,))), r"contracting_dims of rhs are \(2,\)"),
+    (lambda: plain(contracting_dims=((1, 1), (0,))), r"contracting_dims of lhs are \(1, 1\)"),
+    (lambda: plain((4, 2, 3), (3, 2, 5), contracting_dims=((1, 2), (1, 0))), r"rhs are \(1, 0\)"),
+    (lambda: plain(contracting_dims=((), ())), r"contracting_dims is \(\(\), \(\)\); it needs"),
+    (lambda: plain(contracting_dims=3), "contracting_dims is 3; it needs the dimensions"),
+    (lambda: plain(()), r"contracting_dims of lhs are \(-1,\) for shape \(\)"),
+    (lambda: plain(bias=np.ones(4)), r"bias has shape \(4,\); it needs 5 elements, one per column"),
+    (lambda: plain(implementation="cuda"), "implementation is 'cuda'; it needs to be 'in_process'"),
+    (lambda: plain(deadline=-1.0), "deadline is -1.0; it needs to be a positive number"),
+    (lambda: plain(types=("float32", "int8")), r"rhs is int8 with .*NO_SCALING; it needs to be on"),
+    (lambda: plain(preferred_element_type="int32"), "preferred_element_type is int32 for operands"),
+    (lambda: gemm("x", np.ones(RHS)), "lhs is str; it needs to be an array, or"),  # pyright: ignore
+    (lambda: gemm([[1.0, 2.0], [1.0]], np.ones(RHS)), "lhs is list; it needs t"),  # pyright: ignore
+    *(
+        (lambda flag=flag: plain(**{flag: 1}), f"{flag} is 1; it needs to be True or False")
+        for flag in ("fuse_bias", "fuse_gelu", "grad", "return_aux", "use_split_accumulator")
+    ),
+    # Epilogues.
+    (lambda: plain(grad=True), "got grad without an epilogue; it needs fuse_gelu, fuse_bias or bo"),
+    (lambda: plain(grad=True, bias=np.ones(N)), "got a bias with fuse_bias=True, grad=True; .* Om"),
+    (lambda: plain(fuse_bias=True), "got no bias with fuse_bias=True, grad=False; .* Pass one"),
+    (lambda: plain(fuse_bias=False, bias=np.ones(N)), "got a bias with fuse_bias=False, grad=Fals"),
+    (lambda: plain(grad=True, fuse_gelu=True), "got no gelu_input with fuse_gelu=True, .* Pass pr"),
+    (lambda: plain(fuse_gelu=True, gelu_input=np.ones((M, N))), "got a gelu_input with .* Omit it"),
+    (
+        lambda: plain(grad=True, fuse_gelu=True, gelu_input=np.ones((M, K))),
+        r"gelu_input has shape \(8, 3\); it needs that of the output, 40 elements\. Pass pre_gelu",
+    ),
+    (
+        lambda: engine("AG", RING, fuse_gelu=True, grad=True, gelu_input=np.ones((T, N))),
+        r"gelu_input has shape \(2, 5\); it needs that of the output, 40 elements",
+    ),
+    *(
+        (
+            lambda buffer=buffer, aux=aux: engine(*buffer, lhs=LHS, aux=aux, fuse_gelu=True),
+            rf"got fuse_gelu with CommOverlapType\.{buffer[0]}, CommOverlapMethod\.{buffer[1]}; ",
         )
-        refused(
-            lambda x, w, options=options: PLAIN(x, w, return_aux=True, **options),
-            *(ones(M, K), ones(K, N)),
-            match=r"got return_aux without a buffer that moves something",
-        )
-    refused(
-        lambda x, w: ENGINE(x, w),
-        *(ones(M, K), ones(K, N)),
-        match=r"got axis_name without a buffer that moves something",
-    )
+        for buffer, aux in ((("RS", "PIPELINE"), None), (("AG", BULK), (M, K)))
+    ),
+    # Scales.
+    (lambda: scaled(DELAYED, None, None), "missing inverse scaling factor of lhs and rhs for .* P"),
+    (lambda: scaled(CURRENT.lower(), None), r"missing .* of lhs for .*CURRENT.* Pass lhs_scale_in"),
+    (lambda: scaled(MXFP8, U8((128, 4)), None), "missing .* of rhs for .*MXFP8.* Pass rhs_scale_i"),
+    (lambda: scaled("FP8"), "scaling_mode is 'FP8'; it needs to be one of"),
+    (lambda: scaled(CURRENT, types=(E5M2, E5M2)), "got float8_e5m2 for lhs and rhs; .* Quantize i"),
+    (lambda: scaled("NO_SCALING"), "lhs is float8_e4m3fn with .*NO_SCALING; .* Pass its scaling_m"),
+    (lambda: scaled(CURRENT, types=("bfloat16", F8)), "lhs is bfloat16 with .* Quantize it first"),
+    (lambda: plain(lhs_scale_inv=one), "got lhs_scale_inv with .*NO_SCALING; .* Omit it"),
+    (lambda: scaled(CURRENT, preferred_element_type=F8), "preferred_element_type is float8_e4m3fn"),
+    (lambda: scaled(CURRENT, np.ones((), "f")), r"lhs_scale_inv is float32\[\]; .* needs float32"),
+    (lambda: scaled(DELAYED, one, np.ones(1, int)), r"rhs_scale_inv is int32\[1\]; .* Pass quanti"),
+    (
+        lambda: scaled(MXFP8, U8((M, 1)), U8((4, 128))),
+        r"lhs_scale_inv is uint8\[8, 1\]; .* needs uint8\[128, 4\]\. These are unpadded: call pad_",
+    ),
+    (
+        lambda: scaled(MXFP8, U8((128, 4)), U8((128, 4))),
+        r"rhs_scale_inv is uint8\[128, 4\]; .* needs uint8\[4, 128\]\. Pass pad_scales.*'column'",
+    ),
+    (lambda: scaled(MXFP8, k=40), r"lhs has shape \(8, 40\); layout 'row' .* 32, .* Pad it .* to"),
+    (
+        lambda: plain((40, M), (N, 40), (F8, F8), contracting_dims=((0,), (1,)), scaling_mode=MXFP8,
+                      lhs_scale_inv=one, rhs_scale_inv=one),
+        r"lhs has .*layout 'column' needs dimension 0 to be a multiple",
+    ),
+    # Buffers.
+    (lambda: engine("AG", RING, (M, K - 1)), r"buffer \d+ has shape \(8, 2\) but the call needs "),
+    (lambda: engine("AG", RING, dtype="bfloat16"), r"buffer \d+ is bfloat16 but .* Create one wit"),
+    (lambda: engine("AG", RING, num_ranks=2), r"buffer \d+ is for tp_size=2 but the mesh axis has"),
+    (lambda: engine("RS", "PIPELINE", lhs=LHS, aux=LHS), r"got an aux_in with buffer \d+ of .* Om"),
+    (lambda: engine("AG", BULK), r"got no aux_in with buffer \d+ of CommOverlapMethod\.BULK; .* P"),
+    (lambda: engine("RS", BULK, aux=(M,)), r"aux_in has shape \(8,\); it needs two dimensions"),
+    (lambda: engine("RS", BULK, aux=(M - 1, N)), "7 rows of aux_in are not a multiple of the 4 ra"),
+    (lambda: engine("RS", BULK, aux=(M, 2 * N)), r"has shape \(8, 5\) but the call needs \(8, 10"),
+    (lambda: plain(aux_in=np.ones(3)), "got aux_in without a buffer that moves something. Create"),
+    (lambda: plain(return_aux=True), "got return_aux without a buffer that moves something"),
+    (lambda: engine(), "got axis_name without a buffer that moves something"),
+    (lambda: engine("RS", "PIPELINE", lhs=LHS, return_aux=True), "got return_aux with .*only an a"),
+    (lambda: engine("AG", RING, lhs=(K, T), contracting_dims=TURNED), "lhs contracts its first di"),
+    (lambda: engine("AG", RING, lhs=(0, K)), r"got arrays of shapes \(0, 3\), \(3, 5\) with a buf"),
+    (lambda: engine("RS", RING, lhs=(M - 2, K)), "6 rows of lhs are not a multiple of the 4 ranks"),
+    (lambda: engine(comm_overlap=31), "there is no buffer 31. Create it with create_comm_overlap_"),
+    (lambda: engine(comm_overlap="31"), "buffer is '31'; it needs to be the int that create_comm_"),
+    (lambda: engine("AG", RING, axis_name="tp"), "axis_name 'tp' is not an axis of the mesh here"),
+    (lambda: gemm(ones(T, K)[0], ones(*RHS)[0], comm_overlap=create("AG", RING)), "got comm_overl"),
+    (lambda: ENGINE(ones(T, K)[0], ones(*RHS)[0], comm_overlap=create("AG", RING)), "no mesh with"),
+]  # fmt: skip
+
+GROUPED: list[tuple[Any, str]] = [
+    (lambda: grouped(contracting_dims=3), "contracting_dims is 3; it needs to be one of"),
+    (lambda: grouped(contracting_dims=((1,),)), r"contracting_dims is \(\(1,\),\); it needs to be"),
+    (lambda: grouped(rhs=ROWS), r"lhs has shape \(8, 4\) and rhs \(8, 4\); .* two and three dimen"),
+    (lambda: grouped(rhs=jnp.ones((2, 5, 3))), "which differ in what is contracted"),
+    (lambda: grouped(rhs=jnp.ones((3, 4, 3))), "rhs has 3 matrices but there are 2 groups"),
+    (lambda: grouped(sizes=jnp.ones(2)), r"group_sizes is float32\[2\]; it needs int32"),
+    (lambda: grouped(bias=jnp.ones(3)), r"bias has shape \(3,\); it needs \(2, 3\), one row per g"),
+    (lambda: grouped(rhs=ROWS, contracting_dims=TURNED, bias=two), "got a bias where rows are con"),
+    (lambda: grouped(ROWS.astype(int)), "lhs is int32 with .*NO_SCALING; it needs to be one of"),
+    (lambda: grouped(None), "lhs is NoneType; it needs to be an array, or nested lists"),
+    (lambda: grouped(preferred_element_type=F8), "preferred_element_type is float8_e4m3fn; a prod"),
+    (lambda: f8_grouped("NO_SCALING"), "lhs is float8_e4m3fn with .* Pass its scaling_mode"),
+    (lambda: grouped(lhs_scale_inv=two), "got lhs_scale_inv with .*NO_SCALING; .* Omit it"),
+    (lambda: f8_grouped(CURRENT, two, None), "missing inverse scaling factor of rhs for .* Pass r"),
+    (lambda: f8_grouped(DELAYED, one), r"lhs_scale_inv is float32\[1\]; it needs float32 \[2\]"),
+    (lambda: f8_grouped(MXFP8), "got ScalingMode.MXFP8_1D_SCALING; groups have one scale each"),
+]
+
+CASES = [("gemm", *case) for case in GEMM] + [("grouped_gemm", *case) for case in GROUPED]
 
 
-def test_auxiliary_results_of_a_reduce_scatter():
-    buffer = create("RS", "PIPELINE")
-    refused(
-        lambda x, w: ENGINE(x, w, comm_overlap=buffer, return_aux=True),
-        *(ones(M, K), ones(K, N)),
-        match=r"got return_aux with CommOverlapType\.RS; only an all-gather has one",
-    )
+@pytest.mark.parametrize("index", range(len(CASES)), ids=lambda i: f"{CASES[i][0]}-{i}")
+def test_rejected(index):
+    op, call, says = CASES[index]
+    with pytest.raises((ValueError, TypeError), match=f"^{op}: .*{says}"):
+        call()
 
 
-def test_atomic_ring_without_its_pair():
-    ring = create("AG", "RING_EXCHANGE", atomic_gemm=True)
-    others: list[Any] = [
+def test_double_precision_with_another():
+    with jax.enable_x64(True), pytest.raises(TypeError, match="float64 can only be used with"):
+        plain(types=("float64", "float32"))
+
+
+def test_a_destroyed_buffer():
+    buffer = create("AG", RING)
+    destroy_comm_overlap_buffer(buffer)
+    with pytest.raises(ValueError, match=f"gemm: buffer {buffer} has been destroyed. Create it"):
+        engine(comm_overlap=buffer)
+
+
+def test_an_atomic_ring_without_its_pair():
+    ring = create("AG", RING, atomic_gemm=True)
+    for other, text in (
         (None, "nothing"),
         (ring, "comm_type=CommOverlapType.AG"),
-        (create("RS", "RING_EXCHANGE"), "comm_type=CommOverlapType.RS"),
-        (create("RS", "PIPELINE", atomic_gemm=True), "comm_type=CommOverlapType.RS"),
-        (create("RS", "RING_EXCHANGE", num_ranks=2, atomic_gemm=True), "comm_type=CommOverlapType"),
-    ]
-    for other, text in others:
-        refused(
-            lambda x, w, other=other: ENGINE(x, w, comm_overlap=ring, paired_comm_overlap=other),
-            *(ones(T, K), ones(K, N)),
-            match=rf"the atomic ring of buffer {ring} leaves chunks in the order r-1, r-2, \.\.\., "
-            rf"r, and is paired with {re.escape(text)}.*; only an atomic RING_EXCHANGE of CommOverl"
-            r"apType\.RS with tp_size=4 consumes chunks in that order\. Pass its id: "
-            "paired_comm_overlap",
-        )
-    refused(
-        lambda x, w: ENGINE(x, w, comm_overlap=ring, paired_comm_overlap=77),
-        *(ones(T, K), ones(K, N)),
-        match=r"gemm: there is no buffer 77\.",
-    )
-
-
-def test_ids_without_a_buffer():
-    buffer = create("AG", "RING_EXCHANGE")
-    destroy_comm_overlap_buffer(buffer)
-    for wrong, message in (
-        (
-            buffer,
-            f"gemm: buffer {buffer} has been destroyed. Create it with create_comm_overlap_buf",
-        ),
-        (
-            31,
-            r"gemm: there is no buffer 31\. Create it with create_comm_overlap_buffer, in every p",
-        ),
-        ("31", "gemm: buffer is '31'; it needs to be the int that create_comm_overlap_buffer ret"),
+        (create("RS", RING), "comm_type=CommOverlapType.RS"),
+        (create("RS", RING, num_ranks=2, atomic_gemm=True), "comm_type=CommOverlapType.RS"),
     ):
         refused(
-            lambda x, w, wrong=wrong: ENGINE(x, w, comm_overlap=wrong),
-            *(ones(T, K), ones(K, N)),
-            match=message,
+            partial(ENGINE, comm_overlap=ring, paired_comm_overlap=other),
+            *(ones(T, K), ones(*RHS)),
+            match=rf"gemm: the atomic ring of buffer {ring} .* paired with {re.escape(text)}.*; on",
         )
 
 
-def test_gemm_where_ranks_are_missing():
-    buffer = create("AG", "RING_EXCHANGE")
-    x, w = jnp.ones((T, K)), jnp.ones((K, N))
-    with pytest.raises(
-        ValueError, match=r"got comm_overlap without axis_name; it needs the ranks'"
-    ):
-        PLAIN(x, w, comm_overlap=buffer)
-    with pytest.raises(ValueError, match=r"no mesh with axis 'cp' was found"):
-        ENGINE(x, w, comm_overlap=buffer)
+def test_a_buffer_outside_shard_map():
+    call = partial(ENGINE, comm_overlap=create("AG", RING))
     with (
         jax.set_mesh(mesh_of(W)),
-        pytest.raises(
-            ValueError, match=r"this is not inside jax\.shard_map over it\. Call it there"
-        ),
+        pytest.raises(ValueError, match=r"not inside jax\.shard_map over"),
     ):
-        jax.eval_shape(lambda x, w: ENGINE(x, w, comm_overlap=buffer), x, w)
-    refused(
-        lambda x, w: PLAIN(x, w, comm_overlap=buffer, axis_name="tp"),
-        *(ones(T, K), ones(K, N)),
-        match=r"gemm: axis_name 'tp' is not an axis of the mesh here",
-    )
+        jax.eval_shape(call, jnp.ones((T, K)), jnp.ones(RHS))
 
 
-@pytest.mark.parametrize(
-    "lhs, rhs, options, error, message",
-    [
-        ((4, 3), (4, 5), {}, ValueError, r"contracts dimensions of \(3,\) but rhs of \(4,\)"),
-        ((4, 3, 2), (3, 5), {"contracting_dims": ((1,), (0,))}, ValueError,
-         r"contracting_dims of lhs are \(1,\) for shape \(4, 3, 2\); they need to be adjacent, "
-         r"first or last, in their order\. Transpose it"),
-        ((3, 4, 2), (3, 2, 5), {"contracting_dims": ((0, 2), (0, 1))}, ValueError, "dims of lhs a"),
-        ((4, 3), (3, 5), {"contracting_dims": ((1,), (2,))}, ValueError, r"dims of rhs are \(2,\)"),
-        ((4, 3), (3, 5), {"contracting_dims": ((), ())}, ValueError, r"dims is \(\(\), \(\)\); i"),
-        ((4, 3), (3, 5), {"contracting_dims": ((1, 1), (0,))}, ValueError, r"dims of lhs are \(1,"),
-        ((4, 2, 3), (3, 2, 5), {"contracting_dims": ((1, 2), (1, 0))}, ValueError,
-         r"contracting_dims of rhs are \(1, 0\)"),
-        ((4, 3), (3, 5), {"bias": np.ones(4, np.float32)}, ValueError, r"bias has shape \(4,\); it "
-         "needs 5 elements, one per column"),
-        ((4, 3), (3, 5), {"contracting_dims": 3}, ValueError, "contracting_dims is 3; it needs"),
-        ((4, 3), (3, 5), {"contracting_dims": (("a",), 0)}, ValueError, r"dims is \(\('a',\), 0\)"),
-        ((), (3, 5), {}, ValueError, r"contracting_dims of lhs are \(-1,\) for shape \(\)"),
-        ((4, 3), (3, 5), {"implementation": "cuda"}, ValueError, "implementation is 'cuda'; it"),
-        ((4, 3), (3, 5), {"deadline": -1.0}, ValueError, "deadline is -1.0; it needs to be a posi"),
-    ],
-)  # fmt: skip
-def test_shapes_of_the_plain_product(lhs, rhs, options, error, message):
-    with pytest.raises(error, match=f"gemm: .*{message}"):
-        PLAIN(jnp.ones(lhs), jnp.ones(rhs), **options)
-
-
-def test_types_of_the_plain_product():
-    match = r"gemm: rhs is int8 with ScalingMode\.NO_SCALING; it needs to be one of"
-    with pytest.raises(TypeError, match=match):
-        PLAIN(jnp.ones((4, 3)), jnp.ones((3, 5), np.int8))
-    with (
-        jax.enable_x64(True),
-        pytest.raises(TypeError, match="float64 can only be used with"),
-    ):
-        PLAIN(jnp.ones((4, 3), np.float64), jnp.ones((3, 5), np.float32))
-    for flag in ("fuse_bias", "fuse_gelu", "grad", "return_aux", "use_split_accumulator"):
-        with pytest.raises(TypeError, match=f"gemm: {flag} is 1; it needs to be True or False"):
-            PLAIN(ones(4, 3), ones(3, 5), **{flag: 1})
-
-
-def test_shapes_of_communicating_products():
-    gather, scatter = create("AG", "RING_EXCHANGE"), create("RS", "RING_EXCHANGE")
-    refused(
-        lambda x, w: ENGINE(x, w, comm_overlap=gather, contracting_dims=((0,), (0,))),
-        *(ones(K, T), ones(K, N)),
-        match=r"lhs contracts its first dimensions; its chunks are rows, .* Transpose it",
-    )
-    refused(
-        lambda x, w: ENGINE(x, w, comm_overlap=gather),
-        *(ones(0, K), ones(K, N)),
-        match=r"gemm: got arrays of shapes \(0, 3\), \(3, 5\) with a buffer; each needs at least",
-    )
-    refused(
-        lambda x, w: ENGINE(x, w, comm_overlap=scatter),
-        *(ones(M - 2, K), ones(K, N)),
-        match=r"6 rows of lhs are not a multiple of the 4 ranks\. Pad them, or use matmul_reduce_",
-    )
-
-
-def test_derivatives_of_communicating_products():
-    """There is none in either mode; the message names the functions that have one."""
-    buffer = create("AG", "RING_EXCHANGE")
-    call = partial(ENGINE, comm_overlap=buffer)
-    match = r"gemm: with communication, no derivative is defined\. Use all_gather_matmul or m"
-    x, w = ones(T, K), ones(K, N)
+def test_calls_without_a_derivative():
+    """With communication in either mode; scaled operands, and the fused backward pass."""
+    call = partial(ENGINE, comm_overlap=create("AG", RING))
+    x, w = ones(T, K), ones(*RHS)
     for derivative in (
         lambda x, w: jax.jvp(call, (x, w), (x, w)),
         lambda x, w: jax.grad(lambda x: jnp.sum(call(x, w)))(x),
     ):
+        match = r"gemm: with communication, no derivative is defined\. Use all_gather_matmul or m"
         refused(derivative, x, w, error=NotImplementedError, match=match)
+    f8 = jnp.ones(LHS, F8), jnp.ones(RHS, F8)
+    of_scale = lambda s: gemm(*f8, scaling_mode=CURRENT, lhs_scale_inv=one, rhs_scale_inv=s)
+    backward = lambda s: gemm(jnp.ones(LHS) * s, jnp.ones(RHS), fuse_bias=True, grad=True)[0]
+    for fn in of_scale, backward:
+        with pytest.raises(NotImplementedError, match=r"^gemm: (?!with communication).*derivative"):
+            jax.eval_shape(jax.grad(lambda s, fn=fn: jnp.sum(fn(s))), one)
+    of_groups = lambda x: grouped_gemm(
+        x, F8_MATRICES, jnp.array([5, 3], np.int32), scaling_mode=CURRENT, lhs_scale_inv=two,
+        rhs_scale_inv=two,
+    )  # fmt: skip
+    with pytest.raises(NotImplementedError, match="grouped_gemm: no derivative is defined with "):
+        jax.eval_shape(lambda x: jax.jvp(of_groups, (x,), (x,)), F8_ROWS)

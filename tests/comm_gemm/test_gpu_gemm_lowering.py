@@ -21,7 +21,7 @@ from jax_cp_dispatch._ranks.gpu import device_table
 from jax_cp_dispatch._ranks.gpu.slabs import Slabs
 from jax_cp_dispatch._warning import say_once
 from jax_cp_dispatch.buffers import create_comm_overlap_buffer, destroy_comm_overlap_buffer
-from jax_cp_dispatch.comm_gemm.engine.call import GemmCall
+from jax_cp_dispatch.comm_gemm.engine.gemm_call import GemmCall
 from jax_cp_dispatch.comm_gemm.engine.on_gpu import run_all_ranks
 from jax_cp_dispatch.comm_gemm.engine.overlap import Overlap
 from jax_cp_dispatch.comm_gemm.types import CommOverlapMethod, CommOverlapType
@@ -200,7 +200,7 @@ def test_ranks_over_the_network_use_xla_and_neighbours_do_not(monkeypatch):
     said = "processes 0 and 2 reach each other over the network only"
     assert device_table.what_pointers_lack(None, comm, (devices,)) == said
     assert device_table.what_pointers_lack(None, comm, (devices[:2], devices[2:])) is None
-    monkeypatch.setattr(lowering, "groups_of_program", lambda *_: (devices,))
+    monkeypatch.setattr(lowering, "program_groups", lambda *_: (devices,))
     product = on_ranks(lambda x, w: all_gather_matmul(x, w, axis_name=AXIS))
     assert said in fallen(product, np.zeros((32, 32), np.float32), K)
     assert calls(lowered(gemm, X, K))  # a single rank

@@ -55,8 +55,10 @@ def test_operands_that_explicit_axes_shard():
         assert jax.typeof(got) == jax.typeof(operand)
 
 
-@pytest.mark.parametrize("implementation", [None, "xla"])
-@pytest.mark.parametrize("sizes, num_rows", SIZES)
+@pytest.mark.parametrize(
+    "sizes, num_rows, implementation",
+    [*((*case, None) for case in SIZES), (*SIZES[0], "xla"), (*SIZES[4], "xla")],
+)
 def test_every_form_and_its_derivative(sizes, num_rows, implementation):
     """Ragged and empty groups, rows after the last group; integers are exact."""
     groups = len(sizes)
@@ -105,7 +107,7 @@ def _BOTH(lhs, rhs, sizes):
     return grouped_gemm(lhs, rhs, sizes), jax.lax.ragged_dot(lhs, rhs, sizes, precision=precision)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 def test_types(dtype):
     """Rounded once, to the operands' type or to another one."""
     with jax.enable_x64(dtype == "float64"):
@@ -121,8 +123,9 @@ def test_types(dtype):
             close(wide, expected, "float32")
 
 
-@pytest.mark.parametrize("implementation", [None, "xla"])
-@pytest.mark.parametrize("mode", ["CURRENT_TENSOR_SCALING", "delayed_tensor_scaling"])
+@pytest.mark.parametrize(
+    "mode, implementation", [("CURRENT_TENSOR_SCALING", None), ("delayed_tensor_scaling", "xla")]
+)
 def test_one_scale_per_group(mode, implementation):
     """8-bit products, multiplied by two scales per group; also with contracted rows."""
     sizes, random = np.array([3, 0, 5, 4], np.int32), np.random.default_rng(0)
@@ -199,67 +202,4 @@ def test_invalid_sizes_are_an_error_at_run_time():
         with pytest.raises(jax.errors.JaxRuntimeError, match=f"grouped_gemm: {message}"):
             grouped_gemm(lhs, rhs, jnp.array(sizes, np.int32)).block_until_ready()
     equal(grouped_gemm(lhs, rhs, jnp.array([4, 0])), np.full((4, N), K))
-
-
-E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
-F8 = {"lhs": jnp.ones((4, K), E4M3), "rhs": jnp.ones((2, K, N), E4M3)}
-SCALE = jnp.ones(2)
-
-
-@pytest.mark.parametrize(
-    "changes, error, message",
-    [
-        ({"lhs": jnp.ones((4, K), int)}, TypeError, "lhs is int32 with .*; it needs to be one of"),
-        ({"lhs": jnp.ones((4, K + 1))}, ValueError, "which differ in what is contracted"),
-        ({"lhs": jnp.ones((1, 4, K))}, ValueError, "they need two and three dimensions"),
-        ({"group_sizes": jnp.ones(2)}, ValueError, r"group_sizes is float32\[2\]; it needs int32"),
-        ({"group_sizes": jnp.ones(3, int)}, ValueError, "rhs has 2 matrices but there are 3 gr"),
-        ({"contracting_dims": ((0,), (1,))}, ValueError, "contracting_dims is .*; it needs to be"),
-        ({"bias": jnp.ones(N)}, ValueError, r"bias has shape \(6,\); it needs \(2, 6\)"),
-        ({"preferred_element_type": E4M3}, TypeError, "preferred_element_type is float8_e4m3fn; a"),
-        ({"scaling_mode": "FP8"}, ValueError, "scaling_mode is 'FP8'; it needs to be one of"),
-        (F8, TypeError, "lhs is float8_e4m3fn with .*NO_SCALING; .* Pass its scaling_mode"),
-        ({"lhs_scale_inv": SCALE}, ValueError, "got lhs_scale_inv with .*NO_SCALING"),
-        (
-            {**F8, "scaling_mode": "CURRENT_TENSOR_SCALING", "lhs_scale_inv": SCALE},
-            ValueError,
-            r"missing inverse scaling factor of rhs for .*CURRENT_TENSOR_SCALING\. Pass rhs_scale",
-        ),
-        (
-            {**F8, "scaling_mode": 2, "lhs_scale_inv": SCALE, "rhs_scale_inv": SCALE},
-            ValueError,
-            "scaling_mode is 2; it needs",
-        ),
-        (
-            {**F8, "scaling_mode": "DELAYED_TENSOR_SCALING", "lhs_scale_inv": jnp.ones(1),
-             "rhs_scale_inv": SCALE},
-            ValueError,
-            r"lhs_scale_inv is float32\[1\]; it needs float32 \[2\]",
-        ),
-        (
-            {**F8, "scaling_mode": "MXFP8_1D_SCALING", "lhs_scale_inv": SCALE,
-             "rhs_scale_inv": SCALE},
-            ValueError,
-            "got ScalingMode.MXFP8_1D_SCALING; groups have one scale each",
-        ),
-        (
-            {"lhs": F8["lhs"].astype(E5M2), "rhs": F8["rhs"].astype(E5M2)},
-            ValueError,
-            "got float8_e5m2 for lhs and rhs",
-        ),
-    ],
-)  # fmt: skip
-@pytest.mark.usefixtures("unchecked_types")
-def test_invalid_calls_are_rejected_at_trace_time(changes, error, message):
-    arguments = {"lhs": jnp.ones((4, K)), "rhs": jnp.ones((2, K, N)),
-                 "group_sizes": jnp.ones(2, jnp.int32), **changes}  # fmt: skip
-    with pytest.raises(error, match=f"^grouped_gemm: .*{message}"):
-        jax.jit(partial(grouped_gemm, **arguments)).trace()
-
-
-def test_scaled_operands_have_no_derivative():
-    form = partial(grouped_gemm, group_sizes=jnp.array([2, 2]), lhs_scale_inv=SCALE,
-                   rhs_scale_inv=SCALE, scaling_mode="CURRENT_TENSOR_SCALING",
-                   preferred_element_type=jnp.float32)  # fmt: skip
-    with pytest.raises(NotImplementedError, match=r"grouped_gemm: no derivative is defined with "):
-        jax.jvp(lambda x: form(x, F8["rhs"]), (F8["lhs"],), (F8["lhs"],))
+    assert grouped_gemm(lhs, rhs[..., :0], jnp.array([4, 0])).shape == (4, 0)

@@ -43,11 +43,9 @@ def with_ranks(lhs, rhs, mode, **options):
 @pytest.mark.parametrize(
     "num_ranks, mode, order",
     [
-        *((4, mode, (2, 0, 3, 1)) for mode in MODES[1:]),
+        (4, MXFP8, (2, 0, 3, 1)),
         (1, MODES[1], None),
-        (1, MXFP8, None),
         (3, MODES[0], (1, 2, 0)),
-        (8, MXFP8, None),
     ],
 )
 def test_chunks_are_gathered_with_their_scales(num_ranks, mode, order):
@@ -81,9 +79,8 @@ def test_chunks_are_gathered_with_their_scales(num_ranks, mode, order):
 
 @pytest.mark.parametrize(
     "num_ranks, mode, order",
-    [(4, MODES[0], (2, 0, 3, 1)), (4, MXFP8, (2, 0, 3, 1)), (1, MODES[1], None),
-     (3, MXFP8, (1, 2, 0)), (8, MODES[1], None)],
-)  # fmt: skip
+    [(4, MODES[0], (2, 0, 3, 1)), (3, MXFP8, (1, 2, 0))],
+)
 def test_sums_of_products_with_scales_per_rank(num_ranks, mode, order):
     """Partial sums move in float32, or in the buffer's type."""
     p, shape = num_ranks, (num_ranks * T, N)
@@ -152,7 +149,7 @@ def test_moved_scales_as_tensor_cores_read_them(monkeypatch):
             equal(of_rhs[rank], tiles_of(rhs.scale_inv[rank][:blocks, :N].T), i)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", MODES[1:])
 def test_bulk_during_a_scaled_product(mode):
     """Moves bytes unchanged, or wide values; either operand may be transposed."""
     p = 4
@@ -182,10 +179,9 @@ def test_bulk_during_a_scaled_product(mode):
         equal(summed, oracle.bulk_scatter(whole))
 
 
-@pytest.mark.parametrize("mode", MODES[1:])
-def test_groups_of_ranks_keep_their_scales_apart(mode):
+def test_groups_of_ranks_keep_their_scales_apart():
     """Two groups on a permuted mesh share a buffer id, but neither rows nor scales."""
-    groups, p = 2, 4
+    groups, p, mode = 2, 4, MXFP8
     names = ("data", "tp")
     lhs = drawn_by_ranks(0, groups * p, mode, E4M3, (T, K))
     rhs = drawn_by_ranks(1, groups * p, mode, E4M3, (K, N), "column")

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from comm_gemm_cases import close, equal, integers, methods, normal
-from comm_gemm_refusals import GATHER, SCATTER, ones, refused
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from jaxprs import runs
 from on_mesh import AXIS, mesh_of, on_ranks, permuted_mesh
@@ -38,7 +37,7 @@ def test_every_method_gives_each_product_and_one_gradient_of_x(num_ranks, counts
     def local(x, wq, w, bias, dq, dy):
         results = {}
         for name, fn in methods(all_gather_matmul, p).items():
-            for gathered in ("keep", "again"):
+            for gathered in ("keep",) if name == "xla" else ("keep", "again"):
                 run = partial(fn, axis_name=AXIS, row_counts=counts, gathered=gathered)
                 both = lambda x, w, b, run=run: run(x, w, bias=b)
                 out, pull = jax.vjp(both, x, (wq, w), (bias, None))
@@ -200,45 +199,3 @@ def test_under_vmap():
     q, y = jax.jit(jax.vmap(run, in_axes=(0, None, None)))(x, wq[0], up[0])
     equal(q, np.einsum("sbtd,dnh->sbtnh", x, wq[0]))
     equal(y, x @ up[0])
-
-
-# ---- Errors.
-
-X, W = ones(2, 3), ones(3, 5)
-
-
-@pytest.mark.parametrize(
-    "call, error, message",
-    [
-        (lambda x, w: GATHER(x, ()), ValueError, r"w is a tuple of 0, .* at least one is ne"),
-        (
-            lambda x, w: SCATTER(x, (w, w)),
-            ValueError,
-            r"w is a tuple of 2, .* several weights",
-        ),
-        (lambda x, w: GATHER(x, (w, w.T)), ValueError, r"x has 3 columns but w\[1\] has 5 rows"),
-        (
-            lambda x, w: GATHER(x, (w, w.astype("bfloat16"))),
-            TypeError,
-            r"w is bfloat16 and float32; several weights need the same dtype\. Convert",
-        ),
-        (lambda x, w: GATHER(x, (w, w), bias=w[0]), ValueError, r"bias is \w+; it needs to be a t"),
-        (lambda x, w: GATHER(x, w, bias=(w[0],)), ValueError, r"bias is a tuple of 1; .* an array"),
-        (lambda x, w: GATHER(x, (w, w), bias=(w[0], w[0, :2])), ValueError, r"bias has shape \(2,"),
-        (
-            lambda x, w: SCATTER(x[None].repeat(4, 0), w.reshape(3, 5, 1)),
-            ValueError,
-            r"x has \(2, 3\) columns but w has \(3, 5\) rows; they are contracted",
-        ),
-    ],
-)
-@pytest.mark.usefixtures("unchecked_types")
-def test_invalid_weights(call, error, message):
-    refused(call, X, W, error=error, match=f"matmul.*: {message}")
-
-
-def test_every_weight_divides_among_the_devices():
-    mesh = permuted_mesh((2, 4), ("dp", "tp"))
-    x, wide, narrow = jnp.ones((8, 12)), jnp.ones((12, 8)), jnp.ones((12, 2, 4))
-    with pytest.raises(ValueError, match=r"\(12, 2, 4\), whose dimension of 2 is not divisible by"):
-        all_gather_matmul(x, (wide, narrow), axis_name="tp", mesh=mesh)

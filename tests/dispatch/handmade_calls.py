@@ -111,28 +111,18 @@ def wrong_calls(target) -> dict[str, tuple[Call, str]]:
     # Attributes and operands, named as in the handlers.
     by_attributes = {
         "no ranks": ({"num_ranks": np.int64(0)}, "num_ranks is 0"),
-        "less than no ranks": ({"num_ranks": np.int64(-1)}, "num_ranks is -1"),
         "more ranks than an int": ({"num_ranks": np.int64(2**32 + 1)}, "num_ranks is 4294967297"),
-        "most ranks": ({"num_ranks": np.int64(2**63 - 1)}, "num_ranks is 9223372036854775807"),
         "many ranks": ({"num_ranks": np.int64(2**31 - 2)}, f"{counts} has shape [2]"),
-        "another rank": ({"num_ranks": np.int64(2)}, f"{counts} has shape [2]"),
         "no deadline": ({"deadline_ms": np.int64(0)}, "deadline_ms is 0"),
-        "a past deadline": ({"deadline_ms": np.int64(-1)}, "deadline_ms is -1"),
         "an endless deadline": ({"deadline_ms": np.int64(HUGE)}, f"deadline_ms is {HUGE}"),
         "no arrays": ({"num_arrays": int64(0)}, "num_arrays is 0"),
-        "less than no arrays": ({"num_arrays": int64(-1)}, "num_arrays is -1"),
         "an array too many": ({"num_arrays": int64(2)}, "there are 5 operands and 1 results"),
         "many arrays": ({"num_arrays": int64(HUGE)}, f"num_arrays is {HUGE}"),
-        "a field too many": ({"has_src_offset": int64(1)}, "there are 5 operands"),
         "no fingerprint": ({"has_fingerprint": int64(1)}, "there are 5 operands"),
         "too many tokens": ({"num_tokens": int64(NUM_TOKENS + 1)}, "the attributes say"),
-        "too few tokens": ({"num_tokens": int64(NUM_TOKENS - 1)}, "the attributes say"),
         "too much capacity": ({"capacity": int64(CAPACITY + 1)}, "the attributes say"),
-        "too little capacity": ({"capacity": int64(CAPACITY - 1)}, "the attributes say"),
         "negative tokens": ({"num_tokens": int64(-1)}, "plan 0 is for -1 rows"),
-        "negative capacity": ({"capacity": int64(-1)}, "plan 0 is for -1 rows"),
         "huge tokens": ({"num_tokens": int64(HUGE)}, f"plan 0 is for {HUGE} rows"),
-        "huge capacity": ({"capacity": int64(HUGE)}, f"plan 0 is for {HUGE} rows"),
         "no such buffer": ({"buffer": int64(HUGE)}, f"there is no buffer {HUGE}"),
         "a negative buffer": ({"buffer": int64(-7)}, "there is no buffer -7"),
     }
@@ -140,26 +130,21 @@ def wrong_calls(target) -> dict[str, tuple[Call, str]]:
     for name in lists:
         by_attributes |= {
             f"{name} is empty": ({name: int64()}, "entries"),
-            f"{name} is longer": ({name: int64(1, 1)}, "entries"),
             f"{name} is no list": ({name: np.int64(1)}, f"{name} is missing or has another type"),
-            f"{name} is of int32": ({name: int32(1)}, f"{name} is missing or has another type"),
         }
     by_attributes["all are empty"] = ({name: int64() for name in lists}, "0 entries")
     by_attributes["an attribute too many"] = ({"depth": np.int64(1)}, "15 were given instead of 14")
     by_attributes["no such transport"] = ({"transport": "pigeon"}, "there is no transport 'pigeon'")
     by_attributes["num_ranks is a float"] = ({"num_ranks": np.float64(1)}, "")
-    by_attributes["num_ranks is of int32"] = ({"num_ranks": np.int32(1)}, "")
 
     by_metadata = {
         "num_recv_tokens is a scalar": (0, np.int32(4), "num_recv_tokens of plan 0 has shape []"),
         "num_recv_tokens is shorter": (0, int32(4), "num_recv_tokens of plan 0 has shape [1]"),
-        "num_recv_tokens is longer": (0, int32(4, 4, 4), "num_recv_tokens of plan 0 has shape [3]"),
         "num_recv_tokens is of floats": (
             0,
             array_of(np.float32, [4, 4]),
             "num_recv_tokens of plan 0 has no integers",
         ),
-        "num_recv_tokens is of int8": (0, array_of(np.int8, [4, 4]), f"{counts} has no integers"),
         "num_recv_tokens has more views": (
             0,
             array_of(np.int32, [[4, 4]] * 2),
@@ -172,14 +157,12 @@ def wrong_calls(target) -> dict[str, tuple[Call, str]]:
         ),
         "seq_len is a scalar": (1, np.int32(4), "seq_len of plan 0 has shape []"),
         "seq_len is shorter": (1, int32(3), "dst_rank and dst_offset of plan 0 have shapes [2]"),
-        "seq_len is longer": (1, int32(3, 1, 0), "dst_rank and dst_offset of plan 0 have shapes"),
         "seq_len has more dimensions": (
             1,
             array_of(np.int32, [[3, 1]]),
             "seq_len of plan 0 has shape [1, 2]",
         ),
         "dst_rank is a scalar": (2, np.int32(0), "dst_rank of plan 0 has shape []"),
-        "dst_rank is shorter": (2, int32(0), "dst_rank and dst_offset of plan 0 have shapes [1]"),
         "dst_rank has replicas": (2, array_of(np.int32, [[0], [0]]), "have shapes [2, 1] and [2]"),
         "dst_rank has more": (
             2,
@@ -196,7 +179,6 @@ def wrong_calls(target) -> dict[str, tuple[Call, str]]:
         "a huge rank": (2, int64(HUGE, 0), f"has dst_rank {HUGE}"),
         "a huge row": (3, int64(HUGE, 0), f"has dst_offset {HUGE}"),
         "a huge length": (1, int64(HUGE, 1), f"names {HUGE} rows"),
-        "two huge lengths": (1, int64(HUGE, HUGE), f"names {HUGE} rows"),
     }
 
     def of(dtype, *shape):
@@ -206,20 +188,14 @@ def wrong_calls(target) -> dict[str, tuple[Call, str]]:
     by_arrays = {
         "a scalar": ([f32(1)], None, "array 0 of plan 0 is a scalar"),
         "a scalar result": (None, of(f32), "array 0 of plan 0 is a scalar"),
-        "only scalars": ([f32(1)], of(f32), "array 0 of plan 0 is a scalar"),
         "wider rows": ([np.tile(x, (1, 2))], None, "has rows of shape [6] but its result of [3]"),
         "a wider result": (None, of(f32, rows_out, 300), "but its result of [300"),
-        "a narrower result": (None, of(f32, rows_out, 1), "rows of shape [3] but its result of"),
         "a result of more dimensions": (None, of(f32, rows_out, 3, 1), "its result of [3, 1]"),
         "fewer rows": ([x[:-1]], None, "the attributes say"),
-        "more rows": ([np.tile(x, (2, 1))], None, "the attributes say"),
-        "a shorter result": (None, of(f32, rows_out - 1, WIDTH), "the attributes say"),
         "a longer result": (None, of(f32, rows_out + 1000, WIDTH), "the attributes say"),
         "float64 into float32": ([x.astype(np.float64)], None, "types"),
-        "int8 into float32": ([x.astype(np.int8)], None, "types"),
         "complex into float32": ([x.astype(np.complex64)], None, "types"),
         "float32 into complex": (None, of(np.complex64, rows_out, WIDTH), "types"),
-        "float32 into float16": (None, of(np.float16, rows_out, WIDTH), "types"),
         "an operand too many": ([x] * 3, None, "there are 7 operands and 1 results"),
         "a result too many": (None, call.results * 2, "there are 5 operands and 2 results"),
         "no operand": ([], None, "there are 4 operands and 1 results"),
@@ -240,7 +216,6 @@ def wrong_calls(target) -> dict[str, tuple[Call, str]]:
             array_of(np.float32, [0] * 9),
             "fingerprint of plan 0 has no integers",
         ),
-        ("a fingerprint is a scalar", np.int32(1), "fingerprint of plan 0 has shape []"),
         ("another batch", int32(1, 0, 0, 2, 2, 3, 3, 0, 4), "the plan was made for another batch"),
         (
             "the part of another rank",
@@ -261,7 +236,6 @@ def wrong_calls(target) -> dict[str, tuple[Call, str]]:
             "src_offset of plan 0 has no integers",
         ),
         ("a huge source", int64(HUGE, 0), "names 3 rows from row"),
-        ("two huge sources", int64(HUGE, HUGE), "names 3 rows from row"),
     ):
         wrong[name] = sources.with_metadata(4, field), text
     # A second plan that the attributes do not count, and one that exists only in them.

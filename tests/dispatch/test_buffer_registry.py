@@ -154,22 +154,6 @@ def test_create_dispatch_buffer_in_many_threads():
     assert {id for id in given if exists(id)} == {id for mine in ids for id in mine[::2]}
 
 
-def test_destroy_dispatch_buffer_succeeds_in_one_of_several_threads():
-    ids = [create() for _ in range(100)]
-
-    def work(thread):
-        num_destroyed = 0
-        for buffer in ids:
-            try:
-                destroy_dispatch_buffer(buffer)
-                num_destroyed += 1
-            except ValueError as error:
-                assert f"buffer {buffer} has been destroyed" in str(error)
-        return num_destroyed
-
-    assert sum(in_threads(work)) == len(ids)
-
-
 def resources():
     """(bytes of memory, threads, open files) of this process."""
     num_pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 from movement_oracle import combined, dispatched, random_plan
 from on_mesh import AXIS, Gate, mesh_of, on_ranks
 
@@ -107,25 +107,6 @@ def test_deadline(own):
     destroy_dispatch_buffer(buffer)
 
 
-def test_groups():
-    """Each index of the other mesh axes is one group; all of them use the buffer."""
-    buffer = create()
-    plans = [random_plan(np.random.default_rng(seed), 4, S, T) for seed in range(2)]
-    metadata = jax.tree.map(lambda *a: np.stack(a), *(Metadata(**plan) for plan in plans))
-
-    def local(x, m):
-        m = jax.tree.map(lambda a: a[0, 0], m)
-        return dispatch(x[0, 0], m, axis_name=AXIS, buffer=buffer)[None, None]
-
-    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", AXIS))
-    spec = P("data", AXIS)
-    run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec))
-    x = X.reshape(2, 4, T, F)
-    got = run(x, metadata)
-    for group in range(2):
-        np.testing.assert_array_equal(got[group], dispatched(plans[group], x[group], CAPACITY))
-
-
 # ---- Destroyed buffers.
 
 
@@ -143,19 +124,6 @@ def test_destroyed_id_in_a_compiled_program():
         )
     assert create() == buffer + 1  # its id is not reused
     refuses(lambda: send(X, rounds, METADATA), rf"buffer {buffer} has been destroyed")
-
-
-def test_destroyed_or_unknown_id_when_traced():
-    buffer = create()
-    destroy_dispatch_buffer(buffer)
-    with pytest.raises(ValueError, match=f"dispatch: buffer {buffer} has been destroyed"):
-        sending(buffer)(X, METADATA)
-    with pytest.raises(ValueError, match=f"dispatch: there is no buffer {buffer + 1}; ids so far"):
-        sending(buffer + 1)(X, METADATA)
-    with pytest.raises(ValueError, match=f"combine: buffer {buffer} has been destroyed"):
-        program(lambda y, m: combine(y, m, axis_name=AXIS, num_tokens=T, buffer=buffer))(
-            Y, METADATA
-        )
 
 
 def test_a_buffer_in_use_is_kept():

@@ -116,7 +116,6 @@ def test_gradient_of_one_side_alone():
 @pytest.mark.parametrize(
     "implementation, empty",
     [
-        ("in_process", "no rows"),
         ("in_process", "no capacity"),
         ("in_process", "no features"),
         ("xla", "no rows"),

@@ -1,7 +1,7 @@
 """Invalid calls of dispatch and combine: each is rejected while it is traced.
 
 Of buffers: test_buffer_registry.py. Errors in the values of a plan appear at run time: see
-test_dispatch_errors.py.
+test_implementations.py.
 """
 
 from typing import Any

@@ -19,9 +19,9 @@ from jax_cp_dispatch import (
     dispatch_qkv,
 )
 from jax_cp_dispatch._dispatch import on_gpu
-from jax_cp_dispatch._ranks import runtime
+from jax_cp_dispatch._ranks import implementations, runtime
 from jax_cp_dispatch._ranks.gpu import device_table, peers
-from jax_cp_dispatch._ranks.implementations import CUDA_PEER, gpu as implementations_gpu, table
+from jax_cp_dispatch._ranks.implementations import CUDA_PEER, gpu as implementations_gpu
 from jax_cp_dispatch._warning import say_once
 from jax_cp_dispatch.doctor.finding import Finding
 from jax_cp_dispatch.doctor.self_test import try_implementations
@@ -278,7 +278,7 @@ def test_gpus_without_peer_access_use_xla(why, cuda, monkeypatch):
     assert asked == [[0, 1, 2, 3]]
     assert CUDA_PEER.why_not(["cuda"], pairs_in(2)) == why
     assert asked[1:] == [[0, 1], [2, 3]]
-    monkeypatch.setattr(table, "default_platform", lambda: "cuda")
+    monkeypatch.setattr(implementations, "default_platform", lambda: "cuda")
     assert available_implementations()["cuda_peer"] == (False, why)
     *_, found = itertools.islice(try_implementations(), 3)  # of the doctor
     assert found == Finding("transport cuda_peer", why, "missing")

@@ -87,19 +87,6 @@ def test_attention_plan_made_under_jit_that_needs_more_rows_than_its_bound():
     )
 
 
-@pytest.mark.parametrize("bad", [0, 1])
-def test_errors_of_queries_and_keys_name_the_plan(bad):
-    plans = [METADATA, METADATA]
-    plans[bad], message = spoiled()
-    run = on_ranks(
-        lambda x, m, n: dispatch_qkv(
-            *(x, (x, x), m, n), axis_name=AXIS, q_capacity=CAPACITY, kv_capacity=CAPACITY
-        ),
-        mesh_of(W),
-    )
-    all_say(run, X, *plans, match=rf"'cp', plan {bad} of 0\.\.1: {message}")
-
-
 def test_global_arrays_under_plain_jit():
     mesh, (bad, message) = mesh_of(W), spoiled()
     x = jax.device_put(X.reshape(W * T, F), NamedSharding(mesh, P(AXIS)))

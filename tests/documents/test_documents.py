@@ -41,7 +41,7 @@ def test_zigzag_moves_ids_positions_arrays_and_masks():
     segment_ids, positions = drawn()
     mask = PrefixLM(np.ones((B, T), bool) & (positions < 2) & (segment_ids > 0))
     packed = Documents(segment_ids, positions, mask)
-    documents = packed.zigzag(W)
+    documents: Any = packed.zigzag(W)
     half = T // (2 * W)
     blocks = np.arange(T).reshape(2 * W, half)
     order = np.concatenate([[blocks[r], blocks[-1 - r]] for r in range(W)]).reshape(-1)
@@ -115,7 +115,7 @@ PREFIX = PrefixLM(np.zeros((B, T), bool))
         (lambda: ZIGZAG.zigzag(W), "tokens are in zigzag order of 4 ranks"),
         (lambda: PLAIN.zigzag(5), "48 tokens cannot be split over 5 ranks"),
         (lambda: PLAIN.zigzag(0), "num_ranks is 0; it needs to be at least 1"),
-        (lambda: ZIGZAG.with_plan(PLAN), "A plan is for packed order"),
+        (lambda: ZIGZAG.with_plan(PLAN), "this plan is for packed order"),
         (lambda: PLAIN.unplaced(), "tokens are in packed order. Call it on Placement.documents"),
         (lambda: PLACEMENT.documents.apply(PREFIX), "only the placement knows where. Call Plac"),
         (

@@ -149,4 +149,5 @@ def test_documents_and_their_short_form():
     with pytest.raises(ValueError, match=r"are in zigzag order.*but the tokens in packed order"):
         jax.eval_shape(lambda x: call(x, x, x, algorithm="ring", mask=MASKS["zigzag"]), X)
     with pytest.raises(TypeError, match=r"documents is of type ndarray.*Pass Documents"):
-        jax.eval_shape(lambda x: call(x, x, x, algorithm="ring", documents=IDS), X)
+        wrong: Any = IDS
+        jax.eval_shape(lambda x: call(x, x, x, algorithm="ring", documents=wrong), X)

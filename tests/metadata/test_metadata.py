@@ -25,7 +25,7 @@ def without_num_seqs(arguments) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize(
     ("world_size", "num_shards", "num_replicas"),
-    [(1, 1, None), (1, 6, 3), (6, 1, 1), (3, 5, None), (4, 65, None), (4, 23, 3)],
+    [(1, 6, 3), (6, 1, 1), (4, 65, None)],
 )
 def test_compute_metadata_equals_oracle(world_size, num_shards, num_replicas):
     rng = np.random.default_rng(world_size * num_shards)
@@ -36,7 +36,7 @@ def test_compute_metadata_equals_oracle(world_size, num_shards, num_replicas):
         plan.validate()
 
 
-@pytest.mark.parametrize("size", [(1, 1, 1), (3, 5, 4), (5, 30, 3)])
+@pytest.mark.parametrize("size", [(1, 1, 1), (5, 30, 3)])
 def test_compute_metadata_kv_of_documents_that_span_ranks(size):
     arguments = kv_arguments(7, *size)
     plans = compute_metadata_kv(*arguments)
@@ -56,7 +56,7 @@ def test_kv_counts_by_the_rank_of_the_key():
     np.testing.assert_array_equal(forward.num_recv_tokens, [[4, 0, 4], [4, 3, 7]])
 
 
-@pytest.mark.parametrize(("world_size", "num_shards"), [(1, 1), (3, 4), (4, 70)])
+@pytest.mark.parametrize(("world_size", "num_shards"), [(1, 1), (4, 70)])
 def test_compute_attn_layout_seqlens(world_size, num_shards):
     rng = np.random.default_rng(num_shards)
     shard_len, dispatch = oracle.random_shards(rng, world_size, num_shards)

@@ -13,12 +13,12 @@ from jax_cp_dispatch import compute_metadata
 from jax_cp_dispatch.metadata import compute_attn_layout_seqlens, compute_metadata_kv
 from jax_cp_dispatch.scenarios import orchestrate_simulate
 
-SHAPES = [(1, 3, None), (3, 4, None), (4, 3, 3), (2, 1, 2)]
+SHAPES = [(3, 4, None), (4, 3, 3)]
 MAX_LEN = 7
 FEATURE = 2
 
 seeds = st.integers(0, 2**32 - 1)
-bounded = examples(15)
+bounded = examples(10)
 
 
 def tokens(rng, seq_len, capacity):
@@ -101,7 +101,7 @@ def test_adjoint(seed, shape):
     assert np.vdot(there, y) == np.vdot(x, back)
 
 
-@pytest.mark.parametrize("size", [(1, 4, 2), (3, 5, 3)], ids=str)
+@pytest.mark.parametrize("size", [(3, 5, 3)], ids=str)
 @bounded
 @given(seed=seeds)
 def test_kv_round_trip_reproduces_every_replica(seed, size):

@@ -8,11 +8,10 @@ from moving import bits, capacity_of, run_combine, run_dispatch
 from jax_cp_dispatch import Metadata
 
 W, T = 3, 11
-SEEDS = range(3)
 
 
-def plan_and_rows(seed):
-    rng = np.random.default_rng(seed)
+def plan_and_rows():
+    rng = np.random.default_rng(0)
     plan = random_plan(rng, W, 4, T, num_replicas=2)
     return plan, rng.normal(size=(W, T, 2)).astype(np.float32)
 
@@ -36,11 +35,10 @@ def unread(plan):
     yield without(plan, "num_seqs", "num_total_recv_tokens")
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_movement_does_not_read_summaries(seed):
-    plan, x = plan_and_rows(seed)
+def test_movement_does_not_read_summaries():
+    plan, x = plan_and_rows()
     capacity = capacity_of(plan)
-    y = np.random.default_rng(seed).normal(size=(W, capacity, 2)).astype(np.float32)
+    y = np.random.default_rng(1).normal(size=(W, capacity, 2)).astype(np.float32)
     for other in unread(plan):
         np.testing.assert_array_equal(
             bits(run_dispatch(other, x, capacity)), bits(dispatched(plan, x, capacity))
@@ -50,9 +48,8 @@ def test_movement_does_not_read_summaries(seed):
         )
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_validate_checks_given_summaries(seed):
-    plan, _ = plan_and_rows(seed)
+def test_validate_checks_given_summaries():
+    plan, _ = plan_and_rows()
     Metadata(**plan).validate()
     *wrong, left_out = unread(plan)
     for other in wrong:
@@ -61,9 +58,8 @@ def test_validate_checks_given_summaries(seed):
     Metadata(**left_out).validate()
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_plan_with_gaps_is_moved_and_its_gaps_are_zero(seed):
-    plan, x = plan_and_rows(seed)
+def test_a_plan_with_gaps_is_moved_and_its_gaps_are_zero():
+    plan, x = plan_and_rows()
     gap = changed(plan, dst_offset=plan["dst_offset"] + 2)
     capacity = capacity_of(plan) + 2
     np.testing.assert_array_equal(run_dispatch(gap, x, capacity), dispatched(gap, x, capacity))

@@ -17,7 +17,7 @@ from jax_cp_dispatch.scenarios import (
 )
 
 
-@pytest.mark.parametrize(("world_size", "num_seqs", "total"), [(1, 1, 1), (3, 4, 4), (5, 3, 1000)])
+@pytest.mark.parametrize(("world_size", "num_seqs", "total"), [(1, 1, 1), (3, 4, 4)])
 def test_gen_seq_lens_are_positive_and_fill_the_row(world_size, num_seqs, total):
     lengths = gen_seq_lens(jax.random.key(3), world_size, num_seqs, total)
     assert lengths.shape == (world_size, num_seqs) and lengths.dtype == jnp.int32
@@ -34,7 +34,7 @@ def test_lengths_depend_on_the_key_only():
 
 @pytest.mark.parametrize(
     ("world_size", "total", "num_seqs", "degree"),
-    [(1, 16, 2, 1), (2, 64, 3, 8), (4, 96, 3, 4), (8, 60, 2, 6)],
+    [(2, 64, 3, 8), (4, 60, 2, 6)],
 )
 def test_create_qkv_dispatch_is_causal_and_valid(world_size, total, num_seqs, degree):
     key = jax.random.key(degree)
@@ -66,9 +66,8 @@ def test_create_qkv_dispatch_is_causal_and_valid(world_size, total, num_seqs, de
     np.testing.assert_array_equal(lengths.cu_seqlens_kv[:, -1], plans[2].num_total_recv_tokens)
 
 
-@pytest.mark.parametrize("num_replicas", [None, 2])
-@pytest.mark.parametrize("feature", [(), (3,), (2, 2)])
-def test_orchestrate_simulate_equals_token_by_token(feature, num_replicas):
+@pytest.mark.parametrize("num_replicas, feature", [(None, ()), (2, (2, 2))])
+def test_orchestrate_simulate_equals_token_by_token(num_replicas, feature):
     rng = np.random.default_rng(5)
     seq_len, dispatch = oracle.random_shards(rng, 4, 5, num_replicas)
     forward, _ = compute_metadata(seq_len, dispatch)

@@ -76,7 +76,7 @@ def check_plan(plan, segment_ids, positions=None, mask=None):
             seen = base[query] + np.arange(first[query], last[query])
             assert np.array_equal(keys[rank, start:end], seen), (rank, i, start, end)
     np.testing.assert_array_equal(computed, last > 0)
-    np.testing.assert_allclose(plan.pairs_after, pairs, rtol=1e-6)
+    np.testing.assert_allclose(plan.pairs, pairs, rtol=1e-6)
     before = pairs_per_rank(segment_ids, positions, world_size, mask)
     np.testing.assert_allclose(plan.pairs_before, before, rtol=1e-6)
     pieces = (np.asarray(plan.run_row) < np.asarray(plan.num_rows)[:, None]).sum(1)
@@ -116,7 +116,7 @@ def check_plan_of_pairs(plan, segment_ids, visible):
             computed[query] += 1
             pairs[rank] += len(seen)
     np.testing.assert_array_equal(computed, segment_ids.reshape(-1) > 0)
-    np.testing.assert_allclose(plan.pairs_after, pairs, rtol=1e-6)
+    np.testing.assert_allclose(plan.pairs, pairs, rtol=1e-6)
     before = visible.sum(2).reshape(batch, world_size, -1).sum((0, 2))
     np.testing.assert_allclose(plan.pairs_before, before, rtol=1e-6)
     assert plan.fits

@@ -1,46 +1,80 @@
-"""The tables of the README and docs/benchmarks.md are those of the result files, each of a program.
+"""Benchmark tables depend on result files alone, whatever rows these have; `run_all` runs all.
 
-`.ci/run` runs two of the programs; `./run bench` runs all.
+`test_docs.py` compares the committed tables with the committed results.
 """
 
-import importlib
+import copy
 import json
 import pathlib
-import re
+import subprocess
+import sys
 
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 RESULTS = {path.stem: json.loads(path.read_text()) for path in BENCHMARKS.glob("results/*.json")}
+sys.path.insert(0, str(BENCHMARKS))
+
+import pages as generator  # noqa: E402  # pyright: ignore[reportMissingImports]
+import summary  # noqa: E402  # pyright: ignore[reportMissingImports]
+import tables  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 
 @pytest.fixture
-def module(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module
+def pages(tmp_path):
+    """Returns a function of results by name that renders the README and docs/benchmarks.md."""
+
+    def of(results):
+        for name, result in results.items():
+            (tmp_path / f"{name}.json").write_text(json.dumps(result))
+        readme, page = generator.pages(tmp_path).values()
+        return readme.split(generator.BEGIN)[1].split(generator.END)[0], page
+
+    return of
 
 
-def test_each_program_writes_one_result_file_of_its_name(module):
+def test_each_program_writes_one_result_file_of_its_name():
     programs = {path.stem.removeprefix("bench_") for path in BENCHMARKS.glob("bench_*.py")}
     assert set(RESULTS) == programs
-    of_pictures_and_rates = {"predicted_attention", "predicted_nodes", "exchange"}
-    assert set(module("tables").VIEWS) == programs - of_pictures_and_rates
+    assert set(tables.VIEWS) == programs - {"predicted_attention"}  # a picture
+    assert {of.__name__ for of in summary.LINES} | set(summary.SENTENCES) <= programs
 
 
-def test_tables_match_the_result_files(module):
-    pages = module("pages").pages()
-    assert [path.name for path in pages] == ["README.md", "benchmarks.md"]
-    for path, text in pages.items():
-        assert path.read_text() == text, f"{path.name}: run python benchmarks/pages.py"
+@pytest.mark.parametrize("name", sorted(RESULTS))
+def test_results_may_lack_rows(pages, name):
+    """Keeps every second row, one row, or none."""
+    for rows in (slice(0, None, 2), slice(1, None, 2), slice(0, 1), slice(0, 0)):
+        result = copy.deepcopy(RESULTS[name])
+        result["rows"] = result["rows"][rows]
+        readme, page = pages({name: result})
+        assert page.startswith("# Benchmarks\n") and "all tables" in readme
 
 
-def test_results_may_lack_rows(module, tmp_path):
-    """A program may have been interrupted, or a method not be installed."""
-    views = module("tables").VIEWS
-    for name, result in RESULTS.items():
-        kept = result | {"rows": result["rows"][1:2]}
-        (tmp_path / f"{name}.json").write_text(json.dumps(kept))
-    readme, page = module("pages").pages(tmp_path).values()
-    assert len(re.findall(r"^\([A-Z]; ", page, re.M)) == len(views) - len(module("pages").FIRST)
-    assert "all tables" in readme
+def run_all(*arguments):
+    return subprocess.run(
+        [sys.executable, BENCHMARKS / "run_all.py", *arguments],
+        capture_output=True, text=True, timeout=1200, check=False,
+    )  # fmt: skip
+
+
+def test_a_quick_run_writes_results_and_pages_elsewhere(tmp_path):
+    committed = (BENCHMARKS / "results" / "latency.json").read_bytes()
+    done = run_all("--quick", "--folder", tmp_path, "latency")
+    assert done.returncode == 0, done.stderr
+    assert "== 1 of 1: latency" in done.stdout
+    written = {path.name for path in (tmp_path / "results").iterdir()}
+    assert written == {"latency.json"}
+    assert "**Latency**" in (tmp_path / "benchmarks.md").read_text()
+    assert (BENCHMARKS / "results" / "latency.json").read_bytes() == committed
+
+
+def test_a_benchmark_that_fails_does_not_end_the_others(tmp_path, monkeypatch, capsys):
+    import run_all as module  # pyright: ignore[reportMissingImports]
+
+    ran = []
+    monkeypatch.setattr(module, "run", lambda name, *_: ran.append(name) or name != "latency")
+    monkeypatch.setattr(sys, "argv", ["run_all", "--quick", "--folder", str(tmp_path)])
+    assert module.main() == 1
+    assert ran == module.NAMES
+    assert "failed: latency\n" in capsys.readouterr().err

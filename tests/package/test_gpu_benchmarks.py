@@ -1,10 +1,10 @@
-"""The benchmarks of one GPU, on a CPU: expected results, rows, and the overlap of kernels."""
+"""The benchmark of attention on one GPU, on a CPU: its workloads, expected results and rows."""
 
 import json
 import pathlib
 import sys
 
-import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_oracle import masked_attention, masked_attention_gradients
@@ -15,7 +15,6 @@ import attention_peers as peers  # pyright: ignore[reportMissingImports]
 import attention_workloads as workloads  # pyright: ignore[reportMissingImports]
 import device_trace  # pyright: ignore[reportMissingImports]
 import gpu_attention  # pyright: ignore[reportMissingImports]
-import gpu_profile  # pyright: ignore[reportMissingImports]
 from device_trace import Kernel  # pyright: ignore[reportMissingImports]
 
 HEADS = workloads.Heads(4, 2, 8, 4)
@@ -27,7 +26,7 @@ WORKLOADS = {
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_expected_results_of_attention_equal_numpy(name):
+def test_expected_results_equal_numpy(name):
     of = WORKLOADS[name](32)
     q, k, v, dout = of.operands()
     out, lse = masked_attention(q, k, v, of.visible[None])
@@ -38,15 +37,32 @@ def test_expected_results_of_attention_equal_numpy(name):
 
 
 @pytest.mark.parametrize("name", ["documents", "placed"])
-def test_segments_of_other_libraries_say_what_is_visible(name):
+def test_segments_say_what_is_visible(name):
     """As FlashAttention reads them: the last query of each sees its last key."""
     of = WORKLOADS[name](512)
+    assert of.segments is not None and len(of.segments) > 1
     visible, row, first = np.zeros_like(of.visible), 0, 0
     for queries, keys in of.segments:
         for i in range(queries):
             visible[row + i, first : first + keys - queries + i + 1] = True
         row, first = row + queries, first + keys
     np.testing.assert_array_equal(visible, of.visible)
+
+
+def test_completions_see_the_prompt_and_themselves():
+    of = WORKLOADS["shared prefix"](64)
+    sees = lambda i: np.flatnonzero(of.visible[i]).tolist()
+    assert sees(7) == [*range(8)]  # the last token of the prompt
+    assert sees(10) == [*range(8), 8, 9, 10] and sees(12) == [*range(8), 12]
+    assert sees(32) == [32]  # the next prompt
+
+
+def test_errors_leave_out_keys_that_no_query_sees():
+    column = lambda *values: jnp.asarray(values, jnp.float32).reshape(1, -1, 1, 1)
+    wanted = {"out": column(2), "dk": column(1, 1, 0)}
+    results = {"out": column(3), "dk": column(2, 1, 9)}
+    errors = workloads.relative_errors(results, wanted, jnp.asarray([[True, True, False]]))
+    np.testing.assert_allclose([errors["out"], errors["dk"]], [0.5, np.sqrt(0.5)], rtol=1e-6)
 
 
 def test_every_workload_is_measured_and_every_failure_has_a_reason(tmp_path, monkeypatch):
@@ -58,7 +74,8 @@ def test_every_workload_is_measured_and_every_failure_has_a_reason(tmp_path, mon
     with pytest.raises(SystemExit) as ended:
         gpu_attention.main()
     assert ended.value.code == 1  # the profile needs a GPU
-    *rows, profile = json.loads(output.read_text())["rows"]
+    rows = json.loads(output.read_text())["rows"]
+    *rows, profile = rows
     assert profile["error"].startswith("RuntimeError: the profile has 0 kernels")
     ours = [row for row in rows if row["implementation"] == "ours"]
     assert len(ours) == 6 and all(row["path"] == "blockwise" for row in ours)
@@ -72,20 +89,24 @@ def test_every_workload_is_measured_and_every_failure_has_a_reason(tmp_path, mon
 
 
 def test_wrong_results_of_this_package_fail(monkeypatch):
-    wrong = lambda of: (lambda q, k, v, _: 2 * q[..., :4], ())
+    wrong = lambda of: (lambda q, k, v, _: 2 * jnp.einsum("btnh,bskh->btnh", q, k)[..., :4], ())
     monkeypatch.setitem(peers.IMPLEMENTATIONS, "ours", wrong)
     measurement = gpu_attention.Measurement(WORKLOADS["documents"](16), ["ours"])
     with pytest.raises(RuntimeError, match=r"relative errors .* above"):
         list(measurement.rows(1))
 
 
-def test_the_profiled_exchange_delivers_the_rows_and_the_product():
-    programs = gpu_profile.Programs(size=16, num_bytes=1 << 19, implementation="xla")
-    for run in programs.together().values():
-        rows, product = run()
-        programs.check((rows, product))
-        with pytest.raises(RuntimeError, match="other rows"):
-            programs.check((jax.tree.map(lambda x: x[::-1], rows), product))
+def test_the_profile_tells_own_kernels_from_others(monkeypatch):
+    own, other = "void cpd::(anonymous namespace)::AttendKernel<128>(cpd::AttendCall)", "fusion"
+    calls = gpu_attention.TRACED_CALLS
+    kernels = [Kernel(own, "Stream #1", 0, 2e6 * calls), Kernel(other, "Stream #1", 9e6, 9.3e6)]
+    trace = device_trace.Trace(kernels, {"attention 0": (0, 10e6)})
+    monkeypatch.setattr(device_trace, "traced", lambda run, names: trace)
+    measurement = gpu_attention.Measurement(WORKLOADS["documents"](16), ["ours"])
+    measurement.runs["ours", "forward"] = lambda: None
+    (row,) = gpu_attention.profile([measurement])
+    assert (row["own_kernels_ms"], row["device_ms"], row["kernels"]) == (2, 2.1, 0.7)
+    assert row["longest"] == {own: 2, other: 0.1} and list(row["longest"]) == [own, other]
 
 
 def test_overlap_of_kernels():
@@ -95,3 +116,5 @@ def test_overlap_of_kernels():
     assert device_trace.overlap(exchange, product) == 4
     trace = device_trace.Trace(exchange + product, {"here": (10, 40)})
     assert trace.within("here") == [exchange[1], *product]
+    with pytest.raises(RuntimeError, match=r"4 kernels from 0 to 40, but none in 'later'"):
+        trace._replace(windows={"later": (50, 60)}).within("later")

@@ -80,24 +80,64 @@ def test_rows_name_what_moved_them(measured):
     assert left_out["MaxText"].startswith("it is not installed")
 
 
-def test_a_failure_becomes_a_row_and_until_then_the_file_says_that_it_did_not_end(tmp_path):
-    sys.path.insert(0, str(SCRIPT.parent))
-    import common  # pyright: ignore[reportMissingImports]
+def test_rates_are_those_of_the_bytes_that_leave(measured):
+    rows = [row for row in measured[0]["rows"] if row["section"] == "movement"]
+    assert {row["bytes_per_gpu"] for row in rows} == {1 << 10, 1 << 16}
+    for row in (row for row in rows if "payload_GB_per_s" in row):
+        assert row["payload_GB_per_s"] == pytest.approx(
+            1e-3 * row["bytes_per_gpu"] / row["us"], 1e-3
+        )
+        leaving = 1 if row["what"] == "copy to the next GPU" else 1 / 2  # of two ranks
+        assert row["bus_GB_per_s"] == pytest.approx(leaving * row["payload_GB_per_s"], rel=1e-3)
 
+
+def test_a_closed_gate_ends_the_benchmark_and_is_in_the_file(tmp_path):
+    """The processes cannot start, so no section begins; nothing is measured after the first."""
     output = tmp_path / "report.json"
-    rows_of_file = lambda: json.loads(output.read_text())["rows"]
-    report = common.Report(output, "title", topology=["GPU0"])
-    in_between = []
+    said = ends(start(*TINY, output, JAX_PLATFORMS="absent", PROCESSES="1"), code=1)
+    assert "nothing is measured" in said
+    (row,) = json.loads(output.read_text())["rows"]
+    assert row["section"] == "gate" and "absent" in row["error"]
 
-    def measured():
-        in_between.extend(rows_of_file())
-        yield {"what": "first"}
-        raise RuntimeError("out of memory")
 
-    report.section("movement", measured, unless_it_ends={"error": "it did not end"})
-    assert in_between == [{"error": "it did not end"}]
-    assert rows_of_file() == [
-        {"what": "first"},
-        {"error": "RuntimeError: out of memory", "what": "movement"},
-    ]
-    assert report.has_failed and json.loads(output.read_text())["topology"] == ["GPU0"]
+def test_a_section_that_does_not_begin_is_in_the_file(tmp_path, monkeypatch):
+    sys.path.insert(0, str(SCRIPT.parent))
+    import multi_gpu  # pyright: ignore[reportMissingImports]
+
+    output, in_between = tmp_path / "report.json", []
+    read = lambda: json.loads(output.read_text())
+    kept = {"section": "gemm", "us": 3}
+    earlier = {"title": "two GPUs", "topology": ["NV18"], "rows": [kept, {"section": "movement"}]}
+    output.write_text(json.dumps(earlier))
+
+    def make_sections(*_):
+        in_between.extend(read()["rows"])
+        raise RuntimeError("no GPU")
+
+    monkeypatch.setattr(multi_gpu, "make_sections", make_sections)
+    arguments = ["", "--sections", "movement", "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    assert multi_gpu.main() == 1
+    assert in_between == [kept, {"section": "movement", "error": multi_gpu.NOT_OVER}]
+    assert read()["rows"] == [kept, {"section": "movement", "error": "RuntimeError: no GPU"}]
+    assert (read()["title"], read()["topology"]) == ("two GPUs", ["NV18"])
+    monkeypatch.setenv("PROCESS_ID", "1")
+    before = output.read_text()
+    assert multi_gpu.main() == 1 and output.read_text() == before  # process 0 writes
+
+
+def test_exchanges_say_how_much_memory_they_need():
+    """Two halves of rows and tags for each channel; calls that are alike share one."""
+    sys.path.insert(0, str(SCRIPT.parent))
+    import multi_gpu_movement as movement  # pyright: ignore[reportMissingImports]
+    import multi_gpu_programs as programs  # pyright: ignore[reportMissingImports]
+
+    from jax_cp_dispatch.bench_command.ranks import Ranks
+
+    case = movement._Case(Ranks.of_devices(4, 1), 1 << 16, True, 16)
+    halves = 2 * (case.num_bytes + 8 * case.tokens)
+    of = lambda *names: programs.symmetric_bytes(case.programs[name] for name in names)
+    assert halves <= of("dispatch") <= halves + (1 << 17)
+    assert of("dispatch", "dispatch beside a GEMM") == of("dispatch")
+    assert of("dispatch", "combine") > 2 * halves
+    assert of("all_to_all of equal parts", "GEMM") == 0

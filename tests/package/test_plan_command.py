@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from jax_cp_dispatch import (
-    PlacementConfig,
     PlanConfig,
     choose_algorithm,
     place_tokens,
@@ -71,9 +70,7 @@ def test_tables_and_pictures(plan, tmp_path):
     rows = [[700, 100], [50] * 16]
     config = PlanConfig(ranks_per_node=2)  # for 32 heads, 8 of keys
     moved = plan_attention(lengths=rows, world_size=4, columns=800, config=config)
-    placed = place_tokens(
-        rows, world_size=4, columns=800, config=PlacementConfig(ranks_per_node=2)
-    ).plan
+    placed = place_tokens(rows, world_size=4, columns=800, config=PlanConfig(ranks_per_node=2)).plan
     pairs = np.zeros(4)  # contiguous work, counted query by query
     for row in rows:
         position = np.concatenate([np.arange(1, length + 1) for length in row])

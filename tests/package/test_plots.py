@@ -8,17 +8,7 @@ import pytest
 from pictures import texts
 
 from jax_cp_dispatch import compute_metadata, cost, plan_attention
-from jax_cp_dispatch.cycles import hamiltonian_cycles
-from jax_cp_dispatch.masks import SlidingWindow
-from jax_cp_dispatch.plots import (
-    CyclesRow,
-    plot_cycles,
-    plot_masks,
-    plot_overlap,
-    plot_plan,
-    plot_schedules,
-    plot_timeline,
-)
+from jax_cp_dispatch.plots import plot_overlap, plot_plan, plot_timeline
 from jax_cp_dispatch.profiling import OverlapProfile
 from jax_cp_dispatch.timeline import COMMUNICATION, COMPUTATION, Span
 
@@ -37,14 +27,9 @@ def steps():
 
 PLOTS: dict[str, Any] = {
     "plot_plan": lambda path: plot_plan(plan_attention(lengths=[[4, 4]], world_size=2), path),
-    "plot_masks": lambda path: plot_masks(
-        {"near": SlidingWindow(2)}, np.array([[1, 1, 1, 2]]), path
-    ),
     "plot_timeline": lambda path: plot_timeline(
         steps(), path, title="2 ranks (h100)", rearrangement={"zigzag": 1e-6}
     ),
-    "plot_cycles": lambda path: plot_cycles([CyclesRow("five", hamiltonian_cycles(5))], path),
-    "plot_schedules": lambda path: plot_schedules(3, path),
     "plot_overlap": lambda path: plot_overlap({"both": OverlapProfile(None, SPANS)}, path),
 }
 
@@ -56,6 +41,15 @@ def test_pictures_need_matplotlib(name, tmp_path, monkeypatch):
         PLOTS[name](tmp_path / "no.png")
 
 
+@pytest.mark.parametrize("name", PLOTS)
+def test_the_suffix_selects_the_format_and_files_repeat(name, tmp_path):
+    first, again = tmp_path / "first.svg", tmp_path / "again.svg"
+    for path in (first, again, tmp_path / "picture.png"):
+        PLOTS[name](path)
+    assert first.read_bytes() == again.read_bytes()
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize(
     "name, said",
     [
@@ -64,48 +58,67 @@ def test_pictures_need_matplotlib(name, tmp_path, monkeypatch):
             "plot_timeline",
             ["ring", "zigzag", "2 ranks (h100): predicted, not measured", "rearrangement"],
         ),
-        ("plot_cycles", ["five", *"01234"]),
-        ("plot_masks", ["near"]),
-        # Pairs of 3 ranks of 4 tokens: 10 + 16 + 16 for the last; 78 / 3 in the mean.
-        (
-            "plot_schedules",
-            ["ring, contiguous: query-key pairs of the slowest ranks of all steps: 42; of a mean "
-             "rank: 26", "step 2"],
-        ),
         (
             "plot_overlap",
             ["both: 3 ms, of which 1 ms is communication alone", "rank 1", "GEMM 0", "send"],
         ),
     ],
 )  # fmt: skip
-def test_pictures_say_what_they_show_and_repeat(name, said, tmp_path):
-    first, again = tmp_path / "first.svg", tmp_path / "again.svg"
-    for path in (first, again):
-        PLOTS[name](path)
-    assert first.read_bytes() == again.read_bytes()
-    found = texts(first)
+def test_pictures_say_what_they_show(name, said, tmp_path):
+    PLOTS[name](tmp_path / "picture.svg")
+    found = texts(tmp_path / "picture.svg")
     assert set(said) <= set(found)
     assert not any("does not fit" in text for text in found)
 
 
-def test_the_suffix_selects_the_format(tmp_path):
+def test_heat_maps_leave_out_what_stays(tmp_path, monkeypatch):
+    from matplotlib.axes import Axes
+
+    images, draw = [], Axes.imshow
+    spy = lambda axes, image, **options: (images.append(image), draw(axes, image, **options))[1]
+    monkeypatch.setattr(Axes, "imshow", spy)
+    plan = plan_attention(lengths=[[1] * 8, [8]], world_size=2)
+    plot_plan(plan, tmp_path / "plan.svg")
+    for image, metadata in zip(images, (plan.q_metadata, plan.kv_metadata), strict=True):
+        moved = np.array(metadata.rows_between_ranks())
+        assert moved.diagonal().all()
+        np.fill_diagonal(moved, 0)
+        assert np.array_equal(np.nan_to_num(image), moved)
+
+
+def test_a_rearrangement_is_no_communication(tmp_path, monkeypatch):
+    from matplotlib.axes import Axes
+
+    bars, draw = {}, Axes.broken_barh
+
+    def spy(axes, spans, where, **look):
+        bars.setdefault(look["facecolors"], []).extend((where[0], *span) for span in spans)
+        return draw(axes, spans, where, **look)
+
+    monkeypatch.setattr(Axes, "broken_barh", spy)
+    plot_timeline(
+        {"a": [cost.StepCost(2.0, 1.0, 0.0)]},
+        tmp_path / "a.svg",
+        title="",
+        rearrangement={"a": 3.0},
+    )
+    lanes = {"compute": -0.4, "communication": 0.0}
+    assert [*bars.values()] == [
+        [(lanes["communication"], 0.0, 3e3)],
+        [(lanes["compute"], 3e3, 2e3)],
+        [(lanes["communication"], 3e3, 1e3)],
+    ]
+
+
+def test_metadata_is_drawn_too(tmp_path):
     metadata = compute_metadata(np.full((2, 1), 4, np.int32), np.array([[1], [0]], np.int32))[0]
-    for name in ("moves.svg", "moves.png"):
-        plot_plan(metadata, tmp_path / name)
-    assert (tmp_path / "moves.png").read_bytes().startswith(b"\x89PNG")
-    assert {"moved rows of each rank", "rows that move"} <= set(texts(tmp_path / "moves.svg"))
+    plot_plan(metadata, tmp_path / "moves.svg")
+    assert {"moved rows of each rank", "rows that move", "received from others"} <= set(
+        texts(tmp_path / "moves.svg")
+    )
 
 
-@pytest.mark.parametrize(
-    "plot, message",
-    [
-        (lambda path: plot_cycles([CyclesRow("three", [[0, 1, 2]], nodes=2)], path),
-         "plot_cycles: nodes is 2 but there are 3 ranks"),
-        (lambda path: plot_schedules(1, path), "plot_schedules: num_ranks is 1"),
-        (lambda path: plot_overlap({"nothing": OverlapProfile(None, ())}, path),
-         "plot_overlap: the profiles contain no span"),
-    ],
-)  # fmt: skip
-def test_invalid_pictures_are_rejected(tmp_path, plot, message):
-    with pytest.raises(ValueError, match=message):
-        plot(tmp_path / "no.svg")
+@pytest.mark.parametrize("profiles", [{}, {"nothing": OverlapProfile(None, ())}])
+def test_an_overlap_without_spans_is_rejected(profiles, tmp_path):
+    with pytest.raises(ValueError, match="plot_overlap: the profiles contain no span"):
+        plot_overlap(profiles, tmp_path / "no.svg")

@@ -5,20 +5,14 @@ import re
 import jax
 import numpy as np
 import pytest
-from any_mask import causal_mask
-from hypothesis import given, strategies as st
-from properties import examples
 
 from jax_cp_dispatch import (
-    PlacedPlan,
-    PlacementConfig,
     PlanConfig,
     compute_metadata,
     place_tokens,
     plan_attention,
 )
 from jax_cp_dispatch.cost import rows_by_link
-from jax_cp_dispatch.planner.planned_pieces import Home, pieces_of_plan
 from jax_cp_dispatch.plots import plot_plan
 
 LENGTHS = [[50, 6, 4, 3, 1], [9, 9, 9, 9, 9, 9]]  # 118 of 128 tokens
@@ -48,29 +42,22 @@ def test_a_plan_is_printed_by_its_shapes():
 def test_numbers_of_a_plan(kind):
     if kind == "moved":
         made = plan = make_plan()
-        pairs = np.asarray(plan.pairs_after)
         moved = {"queries": plan.num_q_tokens_moved, "keys": plan.num_kv_tokens_moved}
     else:
         placement = place_tokens(LENGTHS, world_size=4, columns=64)
         plan = placement.plan
         made = placement if kind == "placement" else plan
-        pairs, moved = plan.pairs, {"keys": plan.num_kv_tokens_moved}
+        moved = {"keys": plan.num_kv_tokens_moved}
     text = made.describe()
     assert text.startswith(f"{type(made).__name__}: 4 ranks of 32 tokens")
     assert "118 queries, 10 padding" in text
     assert number(text, r"max/mean ([\d.]+)") == pytest.approx(float(plan.imbalance), abs=5e-4)
     for what, rows in moved.items():
         assert number(text, rf"  {what} +([\d,]+) move") == rows
-    worst = [int(rank) for rank in re.findall(r"rank (\d+): [\d.]+ times the mean", text)]
-    before, planned = worst[:-3], worst[-3:]
-    np.testing.assert_array_equal(pairs[planned], np.sort(pairs)[::-1][:3])
-    if isinstance(made, PlacedPlan):  # alone, it does not know the order of the batch
-        assert not before and "before planning" not in text
-        return
-    pairs_before = made.pairs_before
-    np.testing.assert_array_equal(pairs_before, work_of_columns())
-    np.testing.assert_array_equal(pairs_before[before], np.sort(pairs_before)[::-1][:3])
-    slowest = rf"before planning {made.imbalance_before:.3f}, on rank {pairs_before.argmax()}\)"
+    np.testing.assert_array_equal(made.pairs_before, work_of_columns())
+    slowest = (
+        rf"before planning {made.imbalance_before:.3f}, on rank {made.pairs_before.argmax()}\)"
+    )
     assert re.search(slowest, text)
 
 
@@ -80,43 +67,6 @@ def work_of_columns():
     for row, lengths in zip(keys, LENGTHS, strict=True):
         row[: sum(lengths)] = np.concatenate([np.arange(1, n + 1) for n in lengths])
     return keys.reshape(2, 4, 16).sum((0, 2))
-
-
-def section(text, title):
-    """The text below a title, up to the next one."""
-    return text.split(f"  {title}\n")[1].split("\n\n")[0]
-
-
-def test_a_plan_names_the_document_and_its_holders():
-    """Rank 0 has all work; the others compute queries that it holds."""
-    plan = plan_attention(lengths=[64], world_size=4, columns=256, config=PlanConfig(block=4))
-    text = plan.describe()
-    before = section(text, "Ranks with the most work before planning")
-    assert before.startswith(
-        "    rank 0: 4.000 times the mean, in 1 piece of a document\n"
-        "      100%: 64 queries attend to 64 keys of a document of 64 tokens\n"
-        "            in batch row 0, columns 0 to 64\n"
-    )
-    planned = section(text, "Ranks with the most work as planned")
-    pieces = re.findall(r"rank (\d): .*\n.*\n +in batch row 0, columns 0 to 64; (.*)", planned)
-    assert len(pieces) == 3
-    for rank, origin in pieces:
-        assert origin == ("at home" if rank == "0" else "from rank 0")
-
-
-def test_a_placement_names_the_document_that_makes_a_rank_slow():
-    """Rank 1 holds the second half of the first document, and little else."""
-    lengths = [[62, 2] + [1] * 60, [1] * 124]
-    placement = place_tokens(lengths, world_size=4, columns=124)
-    text = placement.describe()
-    before = section(text, "Ranks with the most work before planning")
-    assert before.startswith("    rank 1: ")
-    assert (
-        " 31 queries attend to 62 keys of a document of 62 tokens\n"
-        "            in batch row 0, columns 0 to 62\n"
-    ) in before
-    planned = section(text, "Ranks with the most work as planned")
-    assert "keys of a document of 62 tokens" in planned
 
 
 def test_descriptions_of_many_ranks_are_short():
@@ -170,15 +120,15 @@ def test_pictures(kind, tmp_path):
 
 
 def test_work_is_relative_to_the_speeds_of_ranks():
-    config = PlacementConfig(rank_speeds=(1.0, 2.0, 1.0, 1.0), balance_tolerance=0.1)
+    config = PlanConfig(rank_speeds=(1.0, 2.0, 1.0, 1.0), balance_tolerance=0.1)
     placement = place_tokens([[32] * 64], world_size=4, config=config)
     text = placement.describe()
     assert number(text, r"max/mean ([\d.]+)") == pytest.approx(placement.imbalance, abs=5e-4)
-    assert "times its share" in text and "work / share" in text
+    assert "work / share" in text
 
 
 def test_keys_between_nodes():
-    config = PlacementConfig(ranks_per_node=2)
+    config = PlanConfig(ranks_per_node=2)
     placement = place_tokens([[200, 30, 26]], world_size=4, config=config)
     text = placement.describe()
     moved = placement.num_kv_tokens_moved_between_nodes
@@ -187,8 +137,8 @@ def test_keys_between_nodes():
 
 
 def test_a_batch_that_does_not_fit():
-    config = PlacementConfig(
-        kv_capacity=20, max_transfers=4, max_pieces=4, max_cut_pieces=4, max_linked_pieces=99
+    config = PlanConfig(
+        kv_capacity=20, max_kv_transfers=4, max_pieces=4, max_cut_pieces=4, max_linked_pieces=99
     )
     placement = place_tokens([64], world_size=4, config=config, fallback="ring")
     assert "the batch does not fit kv_capacity 20: it needs 64" in placement.plan.describe()
@@ -208,39 +158,5 @@ def test_traced_plans_parts_and_stacks_are_rejected():
     with pytest.raises(TypeError, match=r"Metadata\.describe: the plan is traced.*outside jit"):
         jax.jit(lambda x: x.describe())(plan.q_metadata)
     for other in (lambda x: x[:1], lambda x: np.stack([x, x])):  # a rank's part, stacked plans
-        with pytest.raises(ValueError, match=r"AttentionPlan\.describe: .* the plan of all 4"):
+        with pytest.raises(ValueError, match=r"Plan\.describe: .* the plan of all 4"):
             jax.tree.map(other, plan).describe()
-
-
-@examples(20)
-@given(
-    documents=st.lists(st.tuples(st.integers(1, 20), st.integers(0, 3)), min_size=1, max_size=12),
-    mask=causal_mask(12),
-    batch=st.integers(1, 2),
-    num_ranks=st.sampled_from([1, 4]),
-    is_traced=st.booleans(),
-)
-def test_documents_are_read_back_from_a_plan(documents, mask, batch, num_ranks, is_traced):
-    """Every token of every document is computed once; padding may follow it."""
-    ids = np.concatenate([np.repeat([i, 0], x) for i, x in enumerate(documents, 1)])
-    columns = 64 * num_ranks  # few shapes
-    ids = np.pad(ids, (0, -len(ids) % columns))[:columns]
-    ids = np.stack([ids] + [np.roll(ids, 1)] * (batch - 1))
-    ids[1:, 0] = 0
-
-    make = lambda ids: plan_attention(
-        ids, world_size=num_ranks, mask=mask, config=PlanConfig(block=8)
-    )
-    plan = jax.jit(make)(ids) if is_traced else make(ids)
-    home = Home(batch, columns, num_ranks)
-    pieces = pieces_of_plan("test", plan, home)
-    computed = np.concatenate(
-        [np.arange(f + a, f + b) for f, a, b, _ in zip(*pieces.in_batch, strict=True)]
-    )
-    np.testing.assert_array_equal(np.sort(computed), np.flatnonzero(ids))
-    flat = ids.reshape(-1)
-    for first, *_, length in zip(*pieces.in_batch, strict=True):
-        assert len(set(flat[first : first + length])) == 1
-        assert first + length == flat.size or flat[first + length] != flat[first]
-    for found, pairs in ((pieces, plan.pairs_after), (home.pieces(pieces), plan.pairs_before)):
-        np.testing.assert_array_equal(found.per_rank(found.pairs(mask), num_ranks), pairs)

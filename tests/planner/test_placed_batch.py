@@ -12,13 +12,13 @@ from on_mesh import AXIS, all_fail, mesh_of
 from packed_batches import pack
 from properties import examples
 
-from jax_cp_dispatch import Documents, PlacementConfig, context_parallel_attention, place_tokens
+from jax_cp_dispatch import Documents, PlanConfig, context_parallel_attention, place_tokens
 from jax_cp_dispatch.documents.fingerprint import ID_STEP, POSITION_STEP, checksums
 from jax_cp_dispatch.masks.token_order import PLACED
 
 W, T = 4, 64
-CONFIG = PlacementConfig(
-    kv_capacity=128, max_transfers=32, max_pieces=32, max_cut_pieces=32, max_linked_pieces=99
+CONFIG = PlanConfig(
+    kv_capacity=128, max_kv_transfers=32, max_pieces=32, max_cut_pieces=32, max_linked_pieces=99
 )
 MADE_FOR_ANOTHER = "the plan was made for another batch"
 
@@ -54,7 +54,7 @@ def attend(qkv, documents, implementation=None):
 
 
 @given(data=st.data())
-@examples(20)
+@examples(8)
 def test_the_fingerprint_is_that_of_the_placed_arrays(data):
     """Worked out from pieces on the host, it is what the arrays say, in NumPy and on a device."""
     # Few shapes: each is a program.

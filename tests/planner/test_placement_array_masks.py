@@ -12,7 +12,7 @@ from mask_oracle import batch_visible
 from packed_batches import pack
 from planner_oracle import deliver
 
-from jax_cp_dispatch import PlacementConfig, fit_placement_config, place_tokens, stack_plans
+from jax_cp_dispatch import PlanConfig, fit_plan_config, place_tokens, stack_plans
 from jax_cp_dispatch.masks import Causal, PrefixLM, SharedPrefix, SlidingWindow, Tree
 
 
@@ -115,8 +115,10 @@ def test_what_is_refused():
     other = place_tokens(segment_ids=segment_ids, world_size=4)
     with pytest.raises(ValueError, match="same in all plans"):
         stack_plans([placement.plan, other.plan])
-    few = dict.fromkeys(("max_transfers", "max_cut_pieces", "max_linked_pieces", "max_pieces"), 1)
-    config = PlacementConfig(kv_capacity=8, **few)
+    few = dict.fromkeys(
+        ("max_kv_transfers", "max_cut_pieces", "max_linked_pieces", "max_pieces"), 1
+    )
+    config = PlanConfig(kv_capacity=8, **few)
     fallback = place_tokens(
         segment_ids=segment_ids, world_size=4, masks=(Causal(), mask), config=config,
         fallback="ring",
@@ -129,12 +131,12 @@ def test_capacities_from_the_masks_of_each_batch():
     batches = [np.repeat([1, 2], [size, 24 - size])[None] for size in (5, 20, 12)]
     of_batches = [PrefixLM(np.arange(24)[None] < rng.integers(1, 24)) for _ in batches]
     options: dict[str, Any] = {"world_size": 2}
-    config = fit_placement_config(batches, mask=of_batches, **options)
+    fit = functools.partial(fit_plan_config, placed=True, **options)
+    config = fit(batches, mask=of_batches)
     for ids, mask in zip(batches, of_batches, strict=True):
         assert place_tokens(segment_ids=ids, mask=mask, config=config, **options).plan.fits
     both = [("causal", mask) for mask in of_batches]
-    assert fit_placement_config(batches, masks=both, **options).kv_capacity
-    fit = functools.partial(fit_placement_config, **options)
+    assert fit(batches, masks=both).kv_capacity
     for number, name, masks in ((2, "mask", of_batches), (4, "masks", [*both, both[0]])):
         with pytest.raises(
             ValueError, match=f"{name} is a list for {number} batches.* Pass one el"

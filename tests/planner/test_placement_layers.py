@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from jax_cp_dispatch import PlacementConfig, place_tokens
+from jax_cp_dispatch import PlanConfig, place_tokens
 from jax_cp_dispatch.masks import BlockCausal, Causal, Chunked, PrefixLM, SlidingWindow
 
 BOTH = {"masks": ("causal", SlidingWindow(64)), "layers": (8, 40)}
@@ -86,8 +86,10 @@ def test_apply_permutes_the_arrays_of_a_mask():
 
 
 def test_a_fallback_has_a_plan_for_each_mask():
-    few = dict.fromkeys(("max_transfers", "max_cut_pieces", "max_linked_pieces", "max_pieces"), 1)
-    config = PlacementConfig(kv_capacity=512, **few)
+    few = dict.fromkeys(
+        ("max_kv_transfers", "max_cut_pieces", "max_linked_pieces", "max_pieces"), 1
+    )
+    config = PlanConfig(kv_capacity=512, **few)
     placement = place_tokens([900, 30, 70], world_size=4, config=config, fallback="ring", **BOTH)
     assert [bool(plan.fits) for plan in placement.plans] == [False, False]
     with pytest.raises(ValueError, match="no tokens were placed"):

@@ -6,13 +6,13 @@ import jax
 import numpy as np
 import pytest
 
-from jax_cp_dispatch import PlacementConfig, place_tokens
+from jax_cp_dispatch import PlanConfig, place_tokens
 
 
 def test_the_part_of_one_rank():
     """Places and moves the same tokens as the placement of all ranks, and is all that it needs."""
     lengths, world_size, columns = [[50, 3, 30], [90]], 4, 96
-    config = PlacementConfig(ranks_per_node=2)
+    config = PlanConfig(ranks_per_node=2)
     options: dict[str, Any] = {"world_size": world_size, "columns": columns, "config": config}
     placement = place_tokens(lengths, **options)
     tokens = np.random.default_rng(0).integers(0, 9, (2, columns, 3))
@@ -51,8 +51,8 @@ def test_a_part_does_not_answer_for_all_ranks():
 def test_the_part_of_one_rank_if_the_batch_does_not_fit():
     """Its tokens stay in their columns."""
     tokens = np.arange(192).reshape(2, 96)
-    config = PlacementConfig(
-        kv_capacity=10, max_transfers=8, max_pieces=8, max_cut_pieces=8, max_linked_pieces=99
+    config = PlanConfig(
+        kv_capacity=10, max_kv_transfers=8, max_pieces=8, max_cut_pieces=8, max_linked_pieces=99
     )
     options: dict[str, Any] = {"world_size": 4, "config": config, "fallback": "ring"}
     whole = place_tokens([[50, 3, 30, 13], [90, 6]], **options)

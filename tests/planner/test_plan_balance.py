@@ -30,7 +30,7 @@ def keys_of_queries(mask, length):
     return last - np.maximum(0, position - mask.left + 1)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_no_rank_is_above_the_tolerance(seed):
     """With some hundred tokens per rank, also if most of them are padding."""
     rng = np.random.default_rng(seed)
@@ -50,10 +50,10 @@ def test_no_rank_is_above_the_tolerance(seed):
     )
     assert plan.imbalance <= 1 + tolerance + 1e-5
     pairs = sum(keys_of_queries(mask, x).sum(dtype=float) for x in lengths)
-    assert plan.pairs_after.sum(dtype=float) == pytest.approx(pairs, rel=1e-5)
+    assert plan.pairs.sum(dtype=float) == pytest.approx(pairs, rel=1e-5)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_near_the_optimum_of_small_cases(seed):
     """Never above the limit if some plan is below it, and few more bytes than the least."""
     rng = np.random.default_rng(seed)
@@ -67,7 +67,7 @@ def test_near_the_optimum_of_small_cases(seed):
         q = 32 // num_kv_heads
         needed = fewest_bytes(lengths, world_size, (1 + tolerance) * mean, unit=UNIT, q=q)
         if needed is not None:
-            assert plan.pairs_after.max() <= (1 + tolerance) * mean * (1 + 1e-6)
+            assert plan.pairs.max() <= (1 + tolerance) * mean * (1 + 1e-6)
             cost = q * plan.num_q_tokens_moved + plan.num_kv_tokens_moved
             assert cost <= 1.25 * needed + 2
 
@@ -86,7 +86,7 @@ def test_equal_local_documents_do_not_move():
     segment_ids = np.repeat(np.arange(1, 5, dtype=np.int32), 24)[None]
     plan = plan_attention(segment_ids, None, world_size=4, config=PlanConfig(block=8))
     assert plan.num_q_tokens_moved == plan.num_kv_tokens_moved == 0
-    np.testing.assert_array_equal(plan.pairs_before, plan.pairs_after)
+    np.testing.assert_array_equal(plan.pairs_before, plan.pairs)
 
 
 def test_a_document_over_all_ranks_is_balanced():
@@ -97,7 +97,7 @@ def test_a_document_over_all_ranks_is_balanced():
     check_plan(plan, segment_ids)
 
 
-@examples(30)
+@examples(15)
 @given(st.data())
 def test_balancer_bounds_rows_for_any_costs(data):
     shape = (2, 4, 5)

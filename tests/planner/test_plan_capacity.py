@@ -20,7 +20,7 @@ from jax_cp_dispatch import (
     plan_attention,
 )
 
-PAGE = pathlib.Path(__file__).parents[2] / "docs" / "balanced_attention.md"
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "plans.md"
 W, T, BLOCK = 8, 128, 4
 NAMES = ("q_capacity", "kv_capacity", "max_q_transfers", "max_kv_transfers", "max_pieces")
 # Short documents fit, a long one does not.

@@ -10,7 +10,6 @@ from on_mesh import AXIS, all_fail, mesh_of
 
 from jax_cp_dispatch import (
     Documents,
-    PlacementConfig,
     PlanConfig,
     context_parallel_attention,
     place_tokens,
@@ -21,7 +20,7 @@ from jax_cp_dispatch.masks import Chunked, SlidingWindow
 W, T = 4, 64
 FIXED = {"q_capacity": 128, "kv_capacity": 256, "max_q_transfers": 32, "max_kv_transfers": 32}
 FIXED["max_pieces"] = 32
-PLACED: dict[str, Any] = {"kv_capacity": 256, "max_transfers": 32, "max_pieces": 32}
+PLACED: dict[str, Any] = {"kv_capacity": 256, "max_kv_transfers": 32, "max_pieces": 32}
 PLACED |= {"max_cut_pieces": 32, "max_linked_pieces": 64}
 
 
@@ -31,7 +30,7 @@ def balanced(lengths, *, world_size=W, rank=None, **choices):
 
 
 def placed(lengths, *, world_size=W, rank=None, **choices):
-    config = PlacementConfig(**PLACED, **choices)
+    config = PlanConfig(**PLACED, **choices)
     return place_tokens(lengths, world_size=world_size, config=config, rank=rank).plan
 
 
@@ -45,7 +44,7 @@ def documents_of(lengths, algorithm, plan, world_size=W):
     documents = Documents(np.repeat([np.arange(1, 1 + len(lengths))], lengths, axis=1))
     if algorithm == "balanced":
         return documents.with_plan(plan)
-    config = PlacementConfig(**PLACED)
+    config = PlanConfig(**PLACED)
     placement = place_tokens(lengths, world_size=world_size, config=config).documents
     arrays = placement.segment_ids, placement.positions, (plan,)
     return Documents.in_order(*arrays, order=placement.order, columns=placement.columns)

@@ -1,16 +1,12 @@
 """Balance and moved bytes on the document lengths of real corpora, 64K tokens per rank."""
 
-import json
-from pathlib import Path
-
 import jax
 import numpy as np
 import pytest
+from random_lengths import real_lengths
 
 from jax_cp_dispatch import PlanConfig, plan_attention
 
-FOLDER = Path(__file__).parents[1] / "data" / "packed"
-TOKENS = 65536
 # Queries and keys moved per token by two other planners, measured on the same batches: contiguous
 # blocks of 128 balanced to 1.02, and the greedy planner of benchmarks/peer_placements.py.
 OTHERS = {
@@ -27,12 +23,11 @@ OTHERS = {
 @pytest.mark.parametrize("world_size", [8, 32, 128])
 @pytest.mark.parametrize("name", ["wlbllm", "prolong"])
 def test_balanced_with_fewer_bytes_than_others(name, world_size, num_kv_heads):
-    batches = json.loads((FOLDER / f"{name}.json").read_text())
-    (lengths,) = (x["lengths"] for x in batches if x["ranks"] == world_size)
+    lengths = real_lengths(name, world_size)
     config = PlanConfig(num_kv_heads=num_kv_heads)
     plan = plan_attention(lengths=lengths, world_size=world_size, config=config)
     pairs = np.array(lengths, np.int64) * (np.array(lengths) + 1) // 2
-    for counted in (plan.pairs_before, plan.pairs_after):
+    for counted in (plan.pairs_before, plan.pairs):
         assert counted.sum(dtype=float) == pytest.approx(pairs.sum(), rel=1e-6)
     assert plan.imbalance <= 1.01 + 1e-6
     plan.q_metadata.validate()
@@ -47,8 +42,7 @@ def test_balanced_with_fewer_bytes_than_others(name, world_size, num_kv_heads):
 
 def test_a_plan_of_many_ranks_is_small():
     """512 ranks of 64K tokens: a few megabytes for all of them, a few kilobytes for each."""
-    batches = json.loads((FOLDER / "prolong.json").read_text())
-    (lengths,) = (x["lengths"] for x in batches if x["ranks"] == 512)
+    lengths = real_lengths("prolong", 512)
     plan = plan_attention(lengths=lengths, world_size=512)
     assert plan.imbalance <= 1.01 + 1e-6
     assert sum(x.nbytes for x in jax.tree.leaves(plan)) < 10 * 2**20
@@ -58,4 +52,4 @@ def test_a_plan_of_many_ranks_is_small():
         np.testing.assert_array_equal(x, y)
     for rank in (0, 511):
         start, end = plan.local_ranges(rank)
-        assert (end - start).sum() == pytest.approx(plan.pairs_after[rank])
+        assert (end - start).sum() == pytest.approx(plan.pairs[rank])

@@ -1,25 +1,30 @@
 """Invalid calls of `plan_attention` and `place_tokens`, and invalid configurations.
 
 Lengths that both read alike: test_lengths.py; constraints that are found by planning:
-test_plan_constraints.py and test_placement_constraints.py.
+test_constraints.py.
 """
 
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from refusals import check_names, check_rejected
 
 import jax_cp_dispatch as cp
-from jax_cp_dispatch import PlacementConfig, PlanConfig
+from jax_cp_dispatch import PlanConfig
 
 pytestmark = pytest.mark.usefixtures("unchecked_types")
 
 IDS = np.ones((1, 96), int)
 LENGTHS = [[600, 300, 100, 24]]
+TWO_ROWS = np.array([[700, 324], [500, 400]])
 PLACEMENT = cp.place_tokens([[8]], world_size=2)
-CONFIGS: Any = (PlanConfig, PlacementConfig)
+
+
+def config_of(**options: Any):
+    return PlanConfig(**options)
 
 
 def plan(segment_ids: Any = IDS, positions: Any = None, world_size: Any = 4, **options: Any):
@@ -35,12 +40,16 @@ def plan_lengths(**config: Any):
     return cp.plan_attention(lengths=LENGTHS, world_size=4, config=PlanConfig(**config))
 
 
+def fit(batches: Any = LENGTHS, **options: Any):
+    return cp.fit_plan_config(batches, **{"world_size": 2, **options})
+
+
 def place(lengths: Any = None, world_size: Any = 2, **options: Any):
     return cp.place_tokens(lengths, world_size=world_size, **options)
 
 
 def place_with(**config: Any):
-    return place(LENGTHS, 4, config=PlacementConfig(**config))
+    return place(LENGTHS, 4, config=PlanConfig(**config))
 
 
 def plan_inside(**config: Any):
@@ -103,11 +112,6 @@ CASES = [
     ("plan_attention", lambda: plan(config=None), "config is None; it needs to be a PlanConfig"),
     (
         "plan_attention",
-        lambda: plan(config=PlacementConfig()),
-        "config is PlacementConfig.*; it needs to be a PlanConfig",
-    ),
-    (
-        "plan_attention",
         lambda: plan_with(q_capacity=23),
         "96 queries .* 4 ranks, .* receives at least 24 of them, but q_capacity is 23. Pass",
     ),
@@ -153,9 +157,9 @@ CASES = [
         "do not support rank_speeds, ranks_per_node of PlanConfig",
     ),
     *(
-        (config.__name__, lambda config=config, options=options: config(**options), says)
-        for config in CONFIGS
+        ("PlanConfig", lambda options=options: config_of(**options), says)
         for options, says in (
+            ({"max_cut_pieces": 0}, "max_cut_pieces is 0; it needs to be at least 1"),
             ({"block": 1.5}, "block is 1.5; it needs to be an integer"),
             ({"block": 0}, "block is 0; it needs to be at least 1"),
             ({"kv_capacity": True}, "kv_capacity is True; it needs"),
@@ -168,13 +172,27 @@ CASES = [
     ("PlanConfig", lambda: PlanConfig(num_heads=0), "num_heads is 0; it needs to be at least 1"),
     *(
         (
-            "PlacementConfig",
-            lambda speeds=speeds: CONFIGS[1](rank_speeds=speeds),
+            "PlanConfig",
+            lambda speeds=speeds: config_of(rank_speeds=speeds),
             "rank_speeds is .*; it needs one positive number per rank",
         )
         for speeds in (("a", 1), 5, (), (1.0, 0.0), (1.0, float("nan")), (10**400,))
     ),
-    ("PlanConfig", lambda: PlanConfig(rank_speeds=()), "rank_speeds is .*; it needs one positive"),
+    # Capacities from a sample.
+    ("fit_plan_config", lambda: fit([]), "batches is empty"),
+    ("fit_plan_config", lambda: fit(overflow=0.0), "overflow is 0.0; it needs to be between"),
+    ("fit_plan_config", lambda: fit(config={}), "config is {}; it needs to be a PlanConfig"),
+    ("fit_plan_config", lambda: fit(IDS), r"array of shape \(1, 96\).*Pass \[segment_ids\]"),
+    ("fit_plan_config", lambda: fit(masks=("causal",)), "got masks, .* Pass placed=True"),
+    ("fit_plan_config", lambda: fit(num_groups=2), "got masks, .* Pass placed=True"),
+    *(
+        (
+            "fit_plan_config",
+            lambda batch=batch: fit([[[1024], [1024]], batch], columns=1024),
+            r"batch 1 is an array of shape \(2, 2\), which means segment ids.*batch.tolist\(\)",
+        )
+        for batch in (TWO_ROWS, jnp.array(TWO_ROWS))
+    ),
     # Placements.
     ("place_tokens", place, "got neither lengths nor segment_ids"),
     ("place_tokens", lambda: place([[4]], segment_ids=IDS), "got both lengths"),
@@ -227,7 +245,7 @@ CASES = [
     (
         "place_tokens",
         lambda: place([[4]], config={}),
-        "config is of type dict; it needs to",
+        "config is {}; it needs to be a PlanConfig",
     ),
     (
         "place_tokens",
@@ -236,13 +254,29 @@ CASES = [
     ),
     (
         "place_tokens",
-        lambda: place_with(max_transfers=1),
-        r"rank \d would send \d+ ranges of keys but max_transfers is 1",
+        lambda: place_with(max_kv_transfers=1),
+        r"rank \d would send \d+ ranges of keys but max_kv_transfers is 1",
     ),
     (
         "place_tokens",
         lambda: place_with(max_pieces=1),
         r"rank \d would hold \d+ pieces but max_pieces is 1",
+    ),
+    ("place_tokens", lambda: place_with(block=300), "block is 300 but a rank holds 256 tokens"),
+    (
+        "place_tokens",
+        lambda: place_with(rank_speeds=(1.0, 2.0)),
+        "rank_speeds has 2 numbers but there are 4 ranks",
+    ),
+    (
+        "place_tokens",
+        lambda: place_with(ranks_per_node=3),
+        "4 ranks cannot be divided into nodes of ranks_per_node=3",
+    ),
+    (
+        "place_tokens",
+        lambda: place([[100] * 9 + [60]], 4, config=PlanConfig(kv_capacity=239)),
+        r"would receive \d+ rows but kv_capacity is 239. Pass",
     ),
     (
         "Placement.apply",

@@ -115,7 +115,6 @@ def test_no_device():
     "environment, num_options",
     [
         ({}, 4),
-        ({"JAX_CP_DISPATCH_KEEP_MEMORY": "0"}, 0),
         ({"MALLOC_ARENA_MAX": "2"}, 0),
         ({"GLIBC_TUNABLES": "glibc.malloc.arena_max=2"}, 0),
     ],
@@ -128,7 +127,7 @@ def test_keep_freed_memory_unless_the_environment_configures_it(
     monkeypatch.setattr(cpu_devices.ctypes, "CDLL", lambda name: library)
     monkeypatch.setattr(cpu_devices, "_memory_is_settled", False)
     for name in list(os.environ):
-        if name.startswith("MALLOC_") or name in ("GLIBC_TUNABLES", "JAX_CP_DISPATCH_KEEP_MEMORY"):
+        if name.startswith("MALLOC_") or name == "GLIBC_TUNABLES":
             monkeypatch.delenv(name)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)

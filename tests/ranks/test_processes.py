@@ -18,21 +18,16 @@ sys.path.insert(0, str(PROGRAMS))
 import gemms
 
 
-@pytest.mark.parametrize(
-    "devices, asked, number", [(1, ["test_every_method_of_the_products"], 1), (2, [], 16)]
-)
-def test_every_operation(tmp_path, monkeypatch, devices, asked, number):
+def test_every_operation(tmp_path, monkeypatch):
     """GEMMs have the same bits as in this one process. Cached programs would not meet."""
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     path = str(tmp_path / "gemms.npz")
-    gemms.write(
-        path, mesh_of(2 * devices), [] if asked else gemms.scaled_programs(4, is_short=True)
-    )
-    done = launch(PROGRAMS / "suite.py", "--short", path, *asked, devices=devices)
+    gemms.write(path, mesh_of(4), gemms.scaled_programs(4, is_short=True))
+    done = launch(PROGRAMS / "suite.py", "--short", path, devices=2)
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     for process in range(2):
-        assert f"[{process}] all {number} ok\n" in done.stdout
+        assert f"[{process}] all 16 ok\n" in done.stdout
     assert not (tmp_path / "cache").exists()
 
 
@@ -43,14 +38,14 @@ def test_every_failure():
     done = launch(PROGRAMS / "failures.py", processes=4, grace=1000)
     assert done.returncode == 128 + signal.SIGKILL, done.stdout + done.stderr[-4000:]
     for process in range(4):
-        kinds = "late", "raises", "shapes", "operation", "version", "metadata", "batch", "stop"
+        kinds = "late", "shapes", "operation", "metadata", "batch", "stop"
         for kind in kinds:
             assert f"[{process}] {kind}: 1 of 1" in done.stdout, done.stdout
     for process in range(3):
-        for kind in "kill", "gemm late", "gemm shapes", "gemm method", "gemm stop":
+        for kind in "kill", "gemm late", "gemm shapes", "gemm stop":
             assert f"[{process}] {kind}: 1 of 1" in done.stdout, done.stdout
     for process in range(2):
-        for kind in "gemm kill", "ring late", "ring shapes":
+        for kind in "gemm kill", "ring shapes":
             assert f"[{process}] {kind}: 1 of 1" in done.stdout, done.stdout
     assert in_shared_memory() <= before
 
@@ -59,12 +54,12 @@ def test_training_ends_when_a_process_is_killed_and_resumes_bit_by_bit(tmp_path)
     """The others get an error that names the process; the launcher names it too."""
     lost, steps = 1, 4
     program = PROGRAMS / "lost_in_training.py", str(tmp_path), str(steps)
-    killed = launch(*program, str(lost), processes=3, grace=60)
+    killed = launch(*program, str(lost), grace=60)
     assert killed.returncode == 128 + signal.SIGKILL, killed.stdout + killed.stderr[-4000:]
     (pid,) = re.findall(rf"launch: process {lost} \(pid (\d+)\) ended with SIGKILL", killed.stderr)
     ended = rf"expected ranks \[\d\] of process {lost} \(pid {pid}\), seen: it has ended"
     assert re.search(rf"\[0\] .*{ended}", killed.stderr), killed.stderr[-4000:]
-    resumed = launch(*program, processes=3)
+    resumed = launch(*program)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr[-4000:]
     losses = [re.findall(r"step (\d+): (\S+)", done.stdout) for done in (killed, resumed)]
     assert [[step for step, _ in found] for found in losses] == [["1", "2", "3"], ["3", "4"]]
@@ -90,28 +85,24 @@ def test_mistakes_before_initialize_are_reported(monkeypatch):
     assert sorted(done.stdout.splitlines()) == said
 
 
-@pytest.mark.parametrize("how, code", [("", 0), ("explicitly", 0), ("exits", 3)])
+@pytest.mark.parametrize("how, code", [("explicitly", 0), ("exits", 3)])
 def test_process_0_leaves_last(tmp_path, how, code):
-    """Without the launcher, whatever work the others have: it hosts JAX's service."""
+    """Without the launcher: it hosts JAX's service. An exchange that it misses has a deadline."""
     codes, said = run_job(tmp_path, how)
     assert codes == [code, 0], said
-    assert said[1][0] == "done\n"
+    assert said[1][0] == "missing ranks [0]\ndone\n"
 
 
 @pytest.mark.parametrize(
-    "how, codes, process, named",
-    [
-        ("raises", [1, -signal.SIGABRT], 0, "RuntimeError: process 0 fails"),
-        ("leaves", [0, -signal.SIGABRT], 0, "s and leaves; JAX ends processes [1]"),
-        ("is_missed", [3, 1], 1, "missing ranks [0]"),
-    ],
+    "how, code, named",
+    [("raises", 1, "process 0 fails"), ("leaves", 0, "s and leaves; JAX ends processes [1]")],
 )
-def test_the_others_do_not_wait_without_end(tmp_path, how, codes, process, named):
-    """For a process 0 that fails, that has waited long enough, or that has exited with an error."""
-    found, said = run_job(tmp_path, how)
-    assert found == codes, said
-    assert said[1][0] == ""
-    assert named in said[process][1]
+def test_process_0_does_not_wait_without_end(tmp_path, how, code, named):
+    """If an exception ends it, or the others take too long: they may wait for it themselves."""
+    codes, said = run_job(tmp_path, how)
+    assert codes == [code, -signal.SIGABRT], said
+    assert "done" not in said[1][0]
+    assert named in said[0][1]
 
 
 def run_job(tmp_path, how):

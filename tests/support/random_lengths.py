@@ -1,6 +1,13 @@
-"""Random lengths of documents for tests of planning."""
+"""Lengths of documents for tests of planning: random, extreme, and real ones."""
+
+import json
+from pathlib import Path
 
 import numpy as np
+
+PACKED = Path(__file__).parents[1] / "data" / "packed"
+"""Real lengths, packed for several numbers of ranks with `TOKENS` each."""
+TOKENS = 65536
 
 UNIT = 64
 """Tokens. A plan may cut anywhere; the exact searches of the oracles cut at multiples of these."""
@@ -35,3 +42,24 @@ def large_case(rng):
 def causal_pairs(lengths):
     """Returns the query-key pairs of causal attention in these documents."""
     return (lengths * (lengths + 1) / 2).sum()
+
+
+def real_lengths(name, ranks):
+    """Returns the lengths of one published batch."""
+    batches = json.loads((PACKED / f"{name}.json").read_text())
+    return next(x["lengths"] for x in batches if x["ranks"] == ranks)
+
+
+# Of batches with 96 columns.
+EXTREMES = {
+    "all padding": [[]],
+    "one token in all": [[1], []],
+    "one giant document": [[96]],
+    "all tiny": [[2] * 48],
+    "all equal": [[12] * 8],
+    "one token each": [[1] * 96],
+    "mostly one document": [[2, 90, 1, 1, 1, 1]],
+    "two lengths": [[50, 1, 1, 1, 40, 1, 1, 1]],
+    "padding almost everywhere": [[5], [0]],
+    "several rows": [[90, 6], [1, 30, 2, 63], [96]],
+}

@@ -10,7 +10,7 @@ from jax_cp_dispatch._ranks.communicator import Groups
 from jax_cp_dispatch._ranks.implementations.implementation import (
     Implementation,
     all_groups,
-    processes_of,
+    process_numbers,
     why_not_one_process,
 )
 from jax_cp_dispatch._ranks.processes import share_memory, transport_choice
@@ -35,7 +35,7 @@ def _why_not_shared_memory(platforms: Sequence[str], groups: Groups | None) -> s
     choice = transport_choice()
     if choice is None:
         return "jax_cp_dispatch.initialize() has not been called in this process"
-    found = map(processes_of, all_groups(groups))
+    found = map(process_numbers, all_groups(groups))
     return None if all(map(share_memory, found)) else choice.reason
 
 

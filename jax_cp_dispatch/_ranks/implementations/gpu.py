@@ -17,7 +17,7 @@ from jax_cp_dispatch._ranks.gpu import (
 from jax_cp_dispatch._ranks.implementations.implementation import (
     Implementation,
     all_groups,
-    processes_of,
+    process_numbers,
     why_not_one_process,
 )
 
@@ -68,7 +68,7 @@ def _why_not_connected(name: str, platforms: Sequence[str], groups: Groups | Non
     slabs = connected_slabs()
     if slabs is not None and slabs.transport != name:
         return f"{slabs.transport} connects the processes: {world.reason}"
-    if slabs is None or not all(map(slabs.reach, map(processes_of, all_groups(groups)))):
+    if slabs is None or not all(map(slabs.reach, map(process_numbers, all_groups(groups)))):
         return world.reason
     return _why_too_many(groups)
 

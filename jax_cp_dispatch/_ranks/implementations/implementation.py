@@ -57,7 +57,7 @@ def all_groups(groups: Groups | None) -> Groups:
     return (tuple(jax.devices()),) if groups is None else groups
 
 
-def processes_of(group: Iterable[Any]) -> list[int]:
+def process_numbers(group: Iterable[Any]) -> list[int]:
     """Returns the processes of some devices."""
     return sorted({device.process_index for device in group})
 
@@ -65,7 +65,7 @@ def processes_of(group: Iterable[Any]) -> list[int]:
 def why_not_one_process(groups: Groups | None) -> str | None:
     """Returns which ranks of one group are in several processes; None if there are none."""
     for group in all_groups(groups) if jax.process_count() > 1 else ():
-        processes = processes_of(group)
+        processes = process_numbers(group)
         if len(processes) > 1:
             named = ", ".join(map(str, processes[:4])) + (", ..." if len(processes) > 4 else "")
             return (

@@ -9,7 +9,7 @@ from jax_cp_dispatch.attention.operands import Operands, Outputs
 from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.documents.packed_mask import PackedMask
 from jax_cp_dispatch.masks.token_order import PLACED
-from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan
+from jax_cp_dispatch.planner import Plan
 
 if TYPE_CHECKING:
     from jax_cp_dispatch.attention.algorithms.rank_program import Batch, RankProgram
@@ -28,7 +28,7 @@ class Call(NamedTuple):
     options: AttentionOptions
     num_ranks: int
     num_heads: int
-    plan: AttentionPlan | PlacedPlan | None = None
+    plan: Plan | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Algorithm:
             )
         return None
 
-    def plan_before(self, packed: PackedMask, num_ranks: int) -> AttentionPlan | None:
+    def plan_before(self, packed: PackedMask, num_ranks: int) -> Plan | None:
         """Returns a plan of known documents that are not sharded over groups, if it follows one."""
 
     def attend(
@@ -64,7 +64,7 @@ class Algorithm:
         options: AttentionOptions,
         operands: Operands,
         packed: PackedMask,
-        plan: AttentionPlan | PlacedPlan | None,
+        plan: Plan | None,
     ) -> Outputs:
         """Computes one rank's part; differentiable.
 

@@ -16,8 +16,8 @@ from jax_cp_dispatch.attention.operands import Operands, Outputs
 from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.documents.gather import gather_sequence
 from jax_cp_dispatch.documents.packed_mask import PackedMask
-from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan, PlanConfig, plan_attention
-from jax_cp_dispatch.planner.plan import plan_of_rank
+from jax_cp_dispatch.planner import Plan, PlanConfig, plan_attention
+from jax_cp_dispatch.planner.inside_jit import plan_of_rank
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,14 +44,14 @@ class Balanced(Algorithm):
         check_plan_config(op, self.config)
 
     def why_not(self, call: Call) -> str | None:
-        if call.options.order.name == "zigzag" or isinstance(call.plan, PlacedPlan):
+        if call.options.order.name == "zigzag" or (call.plan is not None and call.plan.is_placed):
             return (
                 f"algorithm='balanced' needs tokens in packed order; got {call.options.order}. "
                 "Choose another algorithm."
             )
         return super().why_not(call)
 
-    def plan_before(self, packed: PackedMask, num_ranks: int) -> AttentionPlan:
+    def plan_before(self, packed: PackedMask, num_ranks: int) -> Plan:
         mask, *documents = packed
         return plan_attention(*documents, world_size=num_ranks, mask=mask, config=self.config)
 
@@ -65,7 +65,7 @@ class Balanced(Algorithm):
 
     def _plan_inside(
         self, options: AttentionOptions, operands: Operands, packed: PackedMask
-    ) -> AttentionPlan:
+    ) -> Plan:
         """Makes the same plan on every rank, from the documents of all."""
         packed = jax.tree.map(jnp.asarray, packed.with_segment_ids(operands.q.shape[:2]))
         axis_name = options.exchange.axis_name

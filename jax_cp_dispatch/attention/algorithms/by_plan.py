@@ -20,7 +20,7 @@ from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.documents.fingerprint import rank_fingerprint
 from jax_cp_dispatch.documents.packed_mask import PackedMask
 from jax_cp_dispatch.masks import MaskRanges
-from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan, PlacementConfig, PlanConfig
+from jax_cp_dispatch.planner import Plan
 from jax_cp_dispatch.planner.stack import is_stack
 
 # Blocks of 256 rows, as in a ring, compute up to 40 % more pairs, each in less time: 0.99 to 1.02
@@ -31,7 +31,7 @@ BLOCK_ROWS = 128
 def attend_by_plan(
     options: AttentionOptions,
     operands: Operands,
-    plan: AttentionPlan | PlacedPlan,
+    plan: Plan,
     packed: PackedMask,
 ) -> Outputs:
     """Computes this rank's part of attention by a plan.
@@ -42,7 +42,7 @@ def attend_by_plan(
     rank = jax.lax.axis_index(options.exchange.axis_name)
     mask, segment_ids, positions = packed
     fingerprint = rank_fingerprint(plan.fingerprint, rank, segment_ids, positions, mask)
-    movement = PlannedMovement(options, isinstance(plan, AttentionPlan))
+    movement = PlannedMovement(options, not plan.is_placed)
     return _attend(movement, operands, (plan, fingerprint))
 
 
@@ -131,8 +131,7 @@ class PlannedMovement(Movement):
         return argument._replace(capacity_name=self._capacity_name(name))
 
     def _capacity_name(self, name: str) -> str:
-        config = PlanConfig if self.moves_queries else PlacementConfig
-        return f"{config.__name__}.{name}_capacity"
+        return f"PlanConfig.{name}_capacity"
 
 
 def _attended(rows: Any) -> Any:
@@ -155,12 +154,10 @@ def _output_and_lse(home):
     return out, jnp.where(lse == 0, -jnp.inf, lse)
 
 
-def check_rows_of_plan(
-    op: str, operands: Operands, plan: AttentionPlan | PlacedPlan, packed: PackedMask
-) -> None:
+def check_rows_of_plan(op: str, operands: Operands, plan: Plan, packed: PackedMask) -> None:
     """Requires that a rank's rows match its plan."""
     q = operands.q
-    is_placed = isinstance(plan, PlacedPlan)
+    is_placed = plan.is_placed
     advice = "Place the tokens" if is_placed else "Plan with the segment ids"
     if packed.positions is not None and packed.segment_ids is None:
         raise ValueError(

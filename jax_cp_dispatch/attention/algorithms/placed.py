@@ -11,7 +11,7 @@ from jax_cp_dispatch.attention.algorithms.rank_program import Batch, RankProgram
 from jax_cp_dispatch.attention.operands import Operands, Outputs
 from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.documents.packed_mask import PackedMask
-from jax_cp_dispatch.planner import PlacedPlan, place_tokens
+from jax_cp_dispatch.planner import place_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Placed(Algorithm):
     name: ClassVar[str] = "placed"
 
     def why_not(self, call: Call) -> str | None:
-        if isinstance(call.plan, PlacedPlan):
+        if call.plan is not None and call.plan.is_placed:
             return None
         return (
             f"algorithm='placed' needs tokens in placed order; got {call.options.order}. Pass "

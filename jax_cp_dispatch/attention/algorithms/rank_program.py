@@ -20,8 +20,7 @@ from jax_cp_dispatch.attention.local.check_operands import check_operands
 from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.documents.packed_mask import PackedMask
 from jax_cp_dispatch.masks import MaskRanges
-from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan
-from jax_cp_dispatch.planner.seen_rows import SeenRows
+from jax_cp_dispatch.planner import Plan
 
 Shape = jax.ShapeDtypeStruct
 
@@ -61,7 +60,7 @@ class RankProgram(NamedTuple):
 
 
 def planned_program(
-    options: AttentionOptions, plan: AttentionPlan | PlacedPlan, qkv: list[Shape], *, backward: bool
+    options: AttentionOptions, plan: Plan, qkv: list[Shape], *, backward: bool
 ) -> RankProgram:
     """Returns the program of attention by a plan, for rows like those of `qkv`."""
     check_operands(options.op, *qkv)
@@ -78,5 +77,4 @@ def planned_program(
     ]
     rows = ranges[0].k_start.shape[1], plan.kv_capacity, plan.kv_capacity
     shapes = [Shape((1, n, *x.shape[2:]), x.dtype) for n, x in zip(rows, qkv, strict=True)]
-    pairs = np.array([SeenRows.of(x).pairs_before[:, -1].sum() for x in ranges], np.int64)
-    return RankProgram(run, shapes, ranges, pairs)
+    return RankProgram(run, shapes, ranges, np.asarray(plan.pairs).astype(np.int64))

@@ -23,7 +23,7 @@ from jax_cp_dispatch.documents.packed_mask import PackedMask
 from jax_cp_dispatch.documents.table import Row, documents_of
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.read import read_mask_on_host
-from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan
+from jax_cp_dispatch.planner import Plan
 
 _OP = "balance_profile"
 _DEFAULT = "ring", "zigzag", "hamilton", "balanced", "placed"
@@ -79,7 +79,7 @@ def balance_profile(
     dtype: DTypeLike = "bfloat16",
     columns: int | None = None,
     mask: Mask | str | None = None,
-    algorithms: Sequence[Algorithm | AttentionPlan | PlacedPlan | str] = _DEFAULT,
+    algorithms: Sequence[Algorithm | Plan | str] = _DEFAULT,
     backward: bool = True,
     repeats: int = 3,
 ) -> tuple[BalanceProfile, ...]:
@@ -136,7 +136,7 @@ def balance_profile(
 
 def _read(given: Any, batch: Batch) -> tuple[Algorithm, Batch]:
     """Returns an algorithm, and the batch with its plan, if a plan was given."""
-    if not isinstance(given, AttentionPlan | PlacedPlan):
+    if not isinstance(given, Plan):
         algorithm = read_algorithm(_OP, given)
         if isinstance(algorithm, Auto):
             raise _not_measured(algorithm.name)
@@ -150,7 +150,7 @@ def _read(given: Any, batch: Batch) -> tuple[Algorithm, Batch]:
             f"documents need one of [{world_size}] with {rows[0]} x {rows[1]}. Pass the "
             "plan of all ranks for these documents."
         )
-    algorithm = Placed() if isinstance(given, PlacedPlan) else Balanced()
+    algorithm = Placed() if given.is_placed else Balanced()
     return algorithm, batch._replace(plan=given)
 
 

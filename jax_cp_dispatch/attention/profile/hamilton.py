@@ -11,7 +11,7 @@ from jaxtyping import Float
 
 from jax_cp_dispatch._arguments import HostOrDevice
 from jax_cp_dispatch._ranks.options import read_options
-from jax_cp_dispatch.attention.algorithms import Hamilton
+from jax_cp_dispatch.attention.algorithms import Call, Hamilton, refuse
 from jax_cp_dispatch.attention.check_arguments import check_rows
 from jax_cp_dispatch.attention.local.forward import OnlineSoftmax
 from jax_cp_dispatch.attention.local.query_ranges import KeyQueries
@@ -73,6 +73,7 @@ def hamilton_attention_profile(
     num_ranks, algorithm = stopwatch.num_ranks, Hamilton(nodes, cycles, maps)
     algorithm.schedule(op, num_ranks)  # raises before the arrays are read
     given, read = _read_keywords(op, axis_name, options)
+    refuse(op, algorithm, Call(read, num_ranks, q.shape[2]))
     mask, *documents = given.packed
     check_rows(op, Operands(q, k, v), *documents)
     check_tokens(op, q.shape[1], stopwatch)

@@ -99,8 +99,8 @@ def choose_overlaps(
 
 def _settled(op: str, options: OverlapOptions, sizes: MatmulSizes) -> Overlap:
     if options.buffer is not None:
-        return _of_buffer(op, options.buffer, options.method, sizes)
-    return _of_options(op, _chosen(options, sizes) if options.is_auto else options, sizes)
+        return _from_buffer(op, options.buffer, options.method, sizes)
+    return _from_options(op, _chosen(options, sizes) if options.is_auto else options, sizes)
 
 
 def _chosen(options: OverlapOptions, sizes: MatmulSizes) -> OverlapOptions:
@@ -114,7 +114,7 @@ def _chosen(options: OverlapOptions, sizes: MatmulSizes) -> OverlapOptions:
     return dataclasses.replace(options, **choice.options)
 
 
-def _of_options(op: str, options: OverlapOptions, sizes: MatmulSizes) -> Overlap:
+def _from_options(op: str, options: OverlapOptions, sizes: MatmulSizes) -> Overlap:
     kind, method = sizes.comm_type, _read_method(op, options.method)
     shape, dtype = sizes.moved
     _refuse_bulk(op, method)
@@ -137,7 +137,7 @@ def _of_options(op: str, options: OverlapOptions, sizes: MatmulSizes) -> Overlap
     return Overlap.of(config, buffer=0)
 
 
-def _of_buffer(op: str, buffer: int, method: Any, sizes: MatmulSizes) -> Overlap:
+def _from_buffer(op: str, buffer: int, method: Any, sizes: MatmulSizes) -> Overlap:
     """Returns the overlap of a buffer, which must match the call."""
     found, kind = find_buffer(op, buffer), sizes.comm_type
     config = found.config

@@ -9,8 +9,8 @@ from jax import lax
 from jax.interpreters import mlir
 
 from jax_cp_dispatch._dtypes import sum_dtype
-from jax_cp_dispatch._ranks.lowering import Choice
-from jax_cp_dispatch.comm_gemm.engine.call import GemmCall, GemmOperands, GemmResults, collapse
+from jax_cp_dispatch._ranks.lowering import Chosen
+from jax_cp_dispatch.comm_gemm.engine.gemm_call import GemmCall, GemmOperands, GemmResults, collapse
 from jax_cp_dispatch.comm_gemm.scaled.mxfp8 import (
     multiply_by_scales,
     pad_scales,
@@ -21,7 +21,7 @@ from jax_cp_dispatch.comm_gemm.scaled.mxfp8 import (
 from jax_cp_dispatch.comm_gemm.types import CommOverlapType, ScalingMode
 
 
-def lower(ctx: Any, *values: Any, call: GemmCall, names: tuple[str, ...], choice: Choice) -> Any:
+def lower(ctx: Any, *values: Any, call: GemmCall, names: tuple[str, ...], choice: Chosen) -> Any:
     """Lowers a call; `names` are those of the operands in `values`."""
 
     def compute(*values):
@@ -33,7 +33,7 @@ def lower(ctx: Any, *values: Any, call: GemmCall, names: tuple[str, ...], choice
 
 def gemm_by_xla(call: GemmCall, operands: GemmOperands) -> GemmResults:
     """Computes a call without overlap, whatever the method; sums in the order of the ranks."""
-    lhs, rhs = values_of_operands(call, operands)
+    lhs, rhs = dequantized_operands(call, operands)
     aux = None
     if call.is_bulk:
         x = operands.aux_in
@@ -77,7 +77,7 @@ def gemm_by_xla(call: GemmCall, operands: GemmOperands) -> GemmResults:
     return GemmResults(output, bias_grad, pre_gelu, aux, *swizzled, unused(shapes.workspace))
 
 
-def values_of_operands(call: GemmCall, operands: GemmOperands):
+def dequantized_operands(call: GemmCall, operands: GemmOperands):
     """Returns lhs and rhs, dequantized if they are scaled."""
     if call.scaling_mode == ScalingMode.NO_SCALING:
         return operands.lhs, operands.rhs

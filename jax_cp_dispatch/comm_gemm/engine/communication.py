@@ -9,12 +9,12 @@ from jax_cp_dispatch._dtypes import sum_dtype
 from jax_cp_dispatch._ranks.communicator import Communicator
 from jax_cp_dispatch._ranks.options import CollectiveOptions, find_ranks
 from jax_cp_dispatch.comm_gemm.buffers.registry import FoundBuffer, check_buffer, find_buffer
-from jax_cp_dispatch.comm_gemm.engine.call import GemmCall
+from jax_cp_dispatch.comm_gemm.engine.gemm_call import GemmCall
 from jax_cp_dispatch.comm_gemm.engine.overlap import Overlap
 from jax_cp_dispatch.comm_gemm.types import CommOverlapMethod, CommOverlapType
 
 
-def ranks_of_gemm(options: CollectiveOptions, arrays: Sequence[Any]) -> Communicator:
+def find_gemm_ranks(options: CollectiveOptions, arrays: Sequence[Any]) -> Communicator:
     """Returns the ranks on the mesh axis around this one."""
     comm, context = find_ranks(options, arrays)
     if context.is_global:

@@ -22,7 +22,7 @@ from jax_cp_dispatch._ranks.implementations import (
     register_lowering,
 )
 from jax_cp_dispatch._ranks.lowering import (
-    Choice,
+    Chosen,
     choose,
     fall_back,
     one_after_another,
@@ -91,7 +91,7 @@ def _lower(ctx, *operands, call: GroupedCall):
     return choice.lower(Operation.GROUPED_GEMM, ctx, *operands, call=call)
 
 
-def _lower_on_cpu(ctx, *operands, call: GroupedCall, choice: Choice):
+def _lower_on_cpu(ctx, *operands, call: GroupedCall, choice: Chosen):
     load_blas()
     return jax.ffi.ffi_lowering(runtime.GROUPED_GEMM_TARGET)(
         ctx,
@@ -105,13 +105,13 @@ def _lower_on_cpu(ctx, *operands, call: GroupedCall, choice: Choice):
     )
 
 
-def _lower_on_gpu(ctx, *operands, call: GroupedCall, choice: Choice):
+def _lower_on_gpu(ctx, *operands, call: GroupedCall, choice: Chosen):
     missing = "grouped products on GPUs are XLA's ragged_dot, without a host's synchronisation"
     by_xla = fall_back(choice, "grouped_gemm", call.comm, missing)
     return by_xla.lower(Operation.GROUPED_GEMM, ctx, *operands, call=call)
 
 
-def _lower_by_xla(ctx, *operands, call: GroupedCall, choice: Choice):
+def _lower_by_xla(ctx, *operands, call: GroupedCall, choice: Chosen):
     by_xla = functools.partial(grouped_gemm_by_xla, call=call)
     return mlir.lower_fun(by_xla, multiple_results=False)(ctx, *operands)
 

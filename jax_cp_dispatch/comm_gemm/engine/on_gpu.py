@@ -11,9 +11,10 @@ from jax.interpreters import mlir
 from jax_cp_dispatch._ranks import runtime
 from jax_cp_dispatch._ranks.gpu import all_ranks_here, what_pointers_lack
 from jax_cp_dispatch._ranks.implementations import Operation
-from jax_cp_dispatch._ranks.lowering import Choice, fall_back, lower_rank_and_group
+from jax_cp_dispatch._ranks.lowering import Chosen, fall_back, rank_and_group
 from jax_cp_dispatch._ranks.runtime import open_cublaslt
-from jax_cp_dispatch.comm_gemm.engine.call import (
+from jax_cp_dispatch.comm_gemm.engine.custom_call import aux_boundary, call_handler
+from jax_cp_dispatch.comm_gemm.engine.gemm_call import (
     GemmCall,
     GemmOperands,
     GemmResults,
@@ -92,23 +93,22 @@ def _scratch(call: GemmCall, operands: GemmOperands, workspace) -> tuple[tuple[i
     return (-(-scratch_bytes(call, operands) // dtype.itemsize),), dtype
 
 
-def _attributes(call: GemmCall, aux_ndim: int) -> dict[str, Any]:
+def _attributes(call: GemmCall, of_rank: GemmOperands) -> dict[str, Any]:
     config: Any = jax.config  # its options are not declared
-    streams = call.overlap.streams
     precision = str(config.jax_default_matmul_precision).lower()
     return {
         **call.attributes(1),
-        "aux_axis_boundary": np.int64(max(1, aux_ndim - 1)),
-        "gemm_priority": np.int64(streams.gemm_priority),
-        "comm_priority": np.int64(streams.comm_priority),
-        "num_comm_sm": np.int64(streams.num_comm_sm),
-        "set_sm_margin": streams.set_sm_margin,
+        "aux_axis_boundary": aux_boundary(of_rank),
+        "gemm_priority": np.int64(call.overlap.gemm_priority),
+        "comm_priority": np.int64(call.overlap.comm_priority),
+        "num_comm_sm": np.int64(call.overlap.num_comm_sm),
+        "set_sm_margin": call.overlap.set_sm_margin,
         "use_split_accumulator": call.use_split_accumulator,
         "tf32": precision in ("tensorfloat32", "high", "tf32_tf32_f32"),
     }
 
 
-def lower(ctx: Any, *values: Any, call: GemmCall, names: tuple[str, ...], choice: Choice) -> Any:
+def lower(ctx: Any, *values: Any, call: GemmCall, names: tuple[str, ...], choice: Chosen) -> Any:
     """Lowers a call, or leaves it to XLA; `names` are those of the operands in `values`."""
     missing = what_gpus_lack(call, GemmOperands.of(dict(zip(names, ctx.avals_in, strict=True))))
     if missing is None and call.comm.axis_names:
@@ -120,35 +120,21 @@ def lower(ctx: Any, *values: Any, call: GemmCall, names: tuple[str, ...], choice
     return by_xla.lower(Operation.GEMM, ctx, *values, call=call, names=names)
 
 
-def _lower_custom_call(ctx, *values, call: GemmCall, names, choice: Choice):
+def _lower_custom_call(ctx, *values, call: GemmCall, names, choice: Chosen):
     open_cublaslt()
-    operands = GemmOperands.of(dict(zip(names, values, strict=True)))
-    avals = GemmOperands.of(dict(zip(names, ctx.avals_in, strict=True)))
-    shapes = call.result_shapes(avals)
-    all_shapes = shapes._replace(workspace=_scratch(call, avals, shapes.workspace))
-    like, none = ctx.avals_in[0], ((1,), np.dtype(np.float32))
-    aval = lambda s: like.update(shape=s[0], dtype=s[1], weak_type=False)
-    first, types = lower_rank_and_group(ctx, call.comm)
-    nothing = jax.typeof(np.zeros((1,), np.float32))
-    (empty,) = mlir.lower_fun(lambda: [jnp.zeros((1,))], multiple_results=True)(
-        ctx.replace(avals_in=(), avals_out=None)
-    )
-    results = jax.ffi.ffi_lowering(runtime.GEMM_TARGET)(
-        ctx.replace(
-            avals_in=(*types, *(nothing if x is None else x for x in avals)),
-            avals_out=[aval(none if s is None else s) for s in all_shapes],
-        ),
-        *(*first, *(empty if x is None else x for x in operands)),
-        **_attributes(call, 0 if avals.aux_in is None else avals.aux_in.ndim)
-        | choice.rank_attributes(ctx, call.comm, ""),
-    )
-    # The workspace result keeps the program's shape; it is never read.
-    written = dict(zip(GemmResults._fields, results, strict=True))
-    if shapes.workspace is not None:
-        (written["workspace"],) = mlir.lower_fun(
-            lambda: [jnp.zeros(*shapes.workspace)], multiple_results=True
-        )(ctx.replace(avals_in=(), avals_out=None))
-    return [written[name] for name, s in shapes._asdict().items() if s is not None]
+    ranks = choice.rank_attributes(ctx, call.comm, "")
+
+    def run(*values):
+        operands = GemmOperands.of(dict(zip(names, values, strict=True)))
+        attributes = _attributes(call, operands) | ranks
+        shapes = call.result_shapes(operands)
+        scratch = shapes._replace(workspace=_scratch(call, operands, shapes.workspace))
+        written = call_handler(operands, scratch, rank_and_group(call.comm), attributes)
+        if shapes.workspace is not None:  # it keeps the program's shape, and is never read
+            written = written._replace(workspace=jnp.zeros(*shapes.workspace))
+        return [x for x, shape in zip(written, shapes, strict=True) if shape is not None]
+
+    return mlir.lower_fun(run, multiple_results=True)(ctx, *values)
 
 
 def run_all_ranks(call: GemmCall, **operands: Any) -> GemmResults:
@@ -174,16 +160,11 @@ def run_all_ranks(call: GemmCall, **operands: Any) -> GemmResults:
     if missing is not None:
         raise NotImplementedError(f"{call.op}: {missing}. Use implementation='xla'.")
     shapes = call.result_shapes(avals)
-    all_shapes = shapes._replace(workspace=_scratch(call, avals, shapes.workspace))
-    none = jax.ShapeDtypeStruct((1,), np.float32)
-    outs = [none if s is None else jax.ShapeDtypeStruct((p, *s[0]), s[1]) for s in all_shapes]
-    given = GemmOperands.of(operands)
-    arrays = [jnp.zeros((1,), jnp.float32) if x is None else x for x in given]
-    written = jax.ffi.ffi_call(runtime.GEMM_TARGET, outs)(
-        *(jnp.int32(0), jnp.int32(0), *arrays),
-        **_attributes(call, 0 if avals.aux_in is None else len(avals.aux_in.shape)),
-        **all_ranks_here(),
+    scratch = shapes._replace(workspace=_scratch(call, avals, shapes.workspace))
+    of_all = GemmResults(*(s and ((p, *s[0]), s[1]) for s in scratch))
+    attributes = _attributes(call, avals) | all_ranks_here()
+    results = call_handler(
+        GemmOperands.of(operands), of_all, [jnp.int32(0), jnp.int32(0)], attributes
     )
-    results = GemmResults(*written)
     absent = {name: None for name, s in shapes._asdict().items() if s is None}
     return results._replace(**{**absent, "workspace": None})

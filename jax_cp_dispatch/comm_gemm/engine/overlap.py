@@ -7,16 +7,6 @@ from jax_cp_dispatch.comm_gemm.types import CommOverlapMethod, CommOverlapType
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GpuStreams:
-    """Streams of a GPU for computation and communication; see `create_comm_overlap_buffer`."""
-
-    gemm_priority: int = 0
-    comm_priority: int = 0
-    num_comm_sm: int = 1
-    set_sm_margin: bool = False
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Overlap:
     """How a gemm communicates.
 
@@ -25,7 +15,7 @@ class Overlap:
       num_splits, atomic, overlap_first_gemm, aggregate, use_ce: see `create_comm_overlap_buffer`.
       buffer: id of the registered buffer; 0: XLA allocates memory for each call.
       partial_dtype: name of the type in which partial sums are stored and moved.
-      streams: streams of GPUs.
+      gemm_priority, comm_priority, num_comm_sm, set_sm_margin: of the streams of a GPU.
     """
 
     comm_type: CommOverlapType = CommOverlapType.NONE
@@ -37,7 +27,10 @@ class Overlap:
     use_ce: bool = True
     buffer: int = 0
     partial_dtype: str = "float32"
-    streams: GpuStreams = GpuStreams()
+    gemm_priority: int = 0
+    comm_priority: int = 0
+    num_comm_sm: int = 1
+    set_sm_margin: bool = False
 
     @classmethod
     def of(cls, config: CommOverlapConfig, *, buffer: int) -> "Overlap":
@@ -52,10 +45,8 @@ class Overlap:
             use_ce=config.use_ce,
             buffer=buffer,
             partial_dtype=config.buffer_dtype,
-            streams=GpuStreams(
-                gemm_priority=config.gemm_priority,
-                comm_priority=config.comm_priority,
-                num_comm_sm=config.num_comm_sm,
-                set_sm_margin=config.set_sm_margin,
-            ),
+            gemm_priority=config.gemm_priority,
+            comm_priority=config.comm_priority,
+            num_comm_sm=config.num_comm_sm,
+            set_sm_margin=config.set_sm_margin,
         )

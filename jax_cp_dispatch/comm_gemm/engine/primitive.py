@@ -18,10 +18,11 @@ from jax_cp_dispatch._ranks.implementations import (
 )
 from jax_cp_dispatch._ranks.lowering import choose, lower_opened, one_after_another, run_alone
 from jax_cp_dispatch._ranks.varying import vary_alike
-from jax_cp_dispatch.comm_gemm.engine import by_xla, on_cpu, on_gpu
-from jax_cp_dispatch.comm_gemm.engine.call import GemmCall, GemmOperands, GemmResults
+from jax_cp_dispatch.comm_gemm.engine import by_xla, on_gpu
+from jax_cp_dispatch.comm_gemm.engine.custom_call import lower_on_cpu
+from jax_cp_dispatch.comm_gemm.engine.gemm_call import GemmCall, GemmOperands, GemmResults
 
-register_lowering(Operation.GEMM, on_cpu.lower, on=ON_CPU)
+register_lowering(Operation.GEMM, lower_on_cpu, on=ON_CPU)
 register_lowering(Operation.GEMM, on_gpu.lower, on=ON_GPU)
 register_lowering(Operation.GEMM, by_xla.lower, on=[XLA])
 

@@ -30,14 +30,14 @@ from jax_cp_dispatch.comm_gemm.layers.partitioning import (
 )
 from jax_cp_dispatch.comm_gemm.layers.rank import (
     Matmul,
+    gather_rows,
     gather_rows_again,
-    gather_rows_of_rank,
     real_rows,
-    scatter_rows_of_rank,
+    scatter_rows,
 )
 from jax_cp_dispatch.comm_gemm.layers.token_axes import keeps_token_axes, split_like
 from jax_cp_dispatch.comm_gemm.scaled.read_scales import check_contracted_blocks
-from jax_cp_dispatch.comm_gemm.scaled.scaled_operands import Scales, amax_of
+from jax_cp_dispatch.comm_gemm.scaled.scaled_operands import Scales, tensor_amax
 from jax_cp_dispatch.comm_gemm.types import CommOverlapType
 
 
@@ -92,7 +92,7 @@ _with_own_derivative: Any = functools.partial(jax.custom_vjp, nondiff_argnums=(0
 
 def gather(s: Matmul, x, w, bias, scales, *, gathers_to_aux: bool):
     """Result [..., sum of the row counts, N], and the gathered x or None."""
-    run = gather_rows_of_rank if s.mesh is None else _partition_gather
+    run = gather_rows if s.mesh is None else _partition_gather
     if s.is_scaled:
         x = real_rows(s, x)
     return run(s, x, s.join(w), bias, _pair(scales), gathers_to_aux=gathers_to_aux)
@@ -100,7 +100,7 @@ def gather(s: Matmul, x, w, bias, scales, *, gathers_to_aux: bool):
 
 def scatter(s: Matmul, x, w, bias, scales):
     """Result [..., largest row count, N], or that of all ranks."""
-    run = scatter_rows_of_rank if s.mesh is None else _partition_scatter
+    run = scatter_rows if s.mesh is None else _partition_scatter
     return run(s, x, s.join(w), bias, _pair(scales))
 
 
@@ -166,7 +166,7 @@ def _gathered_backward(s: Matmul, residuals, dy):
         dx, dw = gather_again(s, x, w, _split_as(s, dy, x))
     else:
         dy = _split_as(s, dy, gathered)
-        dx = scattered_matmul(_adjoint(s, w, gathered.dtype), dy, w, None, _of_adjoint(scales))
+        dx = scattered_matmul(_adjoint(s, w, gathered.dtype), dy, w, None, _adjoint_scales(scales))
         dw = weight_gradient(s, gathered, dy, w)
     return dx, dw, bias_gradient(dy, bias), _with_amax(amaxes, dy)
 
@@ -185,7 +185,7 @@ def _kept_forward(s: Matmul, x, w, bias, scales):
 def _kept_backward(s: Matmul, residuals, cotangents):
     gathered, w, bias, scales, amaxes = residuals
     dy, dgathered = cotangents
-    dx = scattered_matmul(_adjoint(s, w, gathered.dtype), dy, w, None, _of_adjoint(scales))
+    dx = scattered_matmul(_adjoint(s, w, gathered.dtype), dy, w, None, _adjoint_scales(scales))
     dw = weight_gradient(s, gathered, dy, w)
     dx = dx + _sum_to_ranks(s, dgathered)
     return dx, dw, bias_gradient(dy, bias), _with_amax(amaxes, dy)
@@ -203,12 +203,12 @@ def _scattered_forward(s: Matmul, x, w, bias, scales):
 def _scattered_backward(s: Matmul, residuals, dy):
     x, w, bias, scales, amaxes = residuals
     dy = _split_as(s, real_rows(s, dy), x)
-    dx, gathered = _gathered_and_kept(_adjoint(s, w, x.dtype), dy, w, None, _of_adjoint(scales))
+    dx, gathered = _gathered_and_kept(_adjoint(s, w, x.dtype), dy, w, None, _adjoint_scales(scales))
     dw = weight_gradient(s, x, gathered, w)
     return dx, dw, bias_gradient(dy, bias), _with_amax(amaxes, dy)
 
 
-# ---- Delayed scales, whose cotangents are the amaxes of x, w and dy: see `scales_of`.
+# ---- Delayed scales, whose cotangents are the amaxes of x, w and dy: see `use_scales`.
 
 
 def _adjoint(s: Matmul, w, dtype) -> Matmul:
@@ -219,16 +219,16 @@ def _adjoint(s: Matmul, w, dtype) -> Matmul:
     return s.adjoint(dtype)
 
 
-def _of_adjoint(scales: Scales | None) -> Scales | None:
+def _adjoint_scales(scales: Scales | None) -> Scales | None:
     return None if scales is None else scales.of_adjoint()
 
 
 def _amaxes(s: Matmul, x, w, scales: Scales | None):
-    return None if scales is None else (amax_of(x), amax_of(s.join(w)))
+    return None if scales is None else (tensor_amax(x), tensor_amax(s.join(w)))
 
 
 def _with_amax(amaxes, dy):
-    return None if amaxes is None else Scales(x=amaxes[0], w=amaxes[1], dy=amax_of(dy))
+    return None if amaxes is None else Scales(x=amaxes[0], w=amaxes[1], dy=tensor_amax(dy))
 
 
 def _again_forward(s: Matmul, x, w, dy):

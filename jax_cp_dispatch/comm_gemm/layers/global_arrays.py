@@ -22,16 +22,16 @@ from jax_cp_dispatch._ranks.call_context import (
 )
 from jax_cp_dispatch._ranks.varying import refuse_mapped_explicit_axes, vary_alike, varying_axes
 from jax_cp_dispatch.comm_gemm.layers.derivatives import gathered_matmul, scattered_matmul
-from jax_cp_dispatch.comm_gemm.layers.matmul_operands import Operands
+from jax_cp_dispatch.comm_gemm.layers.matmul_operands import MatmulOperands
 from jax_cp_dispatch.comm_gemm.layers.partitioning import with_rows
 from jax_cp_dispatch.comm_gemm.layers.rank import Matmul
 from jax_cp_dispatch.comm_gemm.layers.token_axes import tell_lost_axes
-from jax_cp_dispatch.comm_gemm.scaled.scaled_operands import scales_of
+from jax_cp_dispatch.comm_gemm.scaled.scaled_operands import use_scales
 from jax_cp_dispatch.comm_gemm.types import CommOverlapType
 
 
-def matmul_of_all_ranks(
-    s: Matmul, context: CallContext, operands: Operands, state
+def global_matmul(
+    s: Matmul, context: CallContext, operands: MatmulOperands, state
 ) -> tuple[Array, ...]:
     """Computes the matmul of global arrays."""
     gathers, p = s.overlap.comm_type == CommOverlapType.AG, s.comm.num_ranks
@@ -55,7 +55,7 @@ def matmul_of_all_ranks(
         return (_move(outs[0], context.mesh, whole)[..., :rows, :],)
     if context.mesh is not None:
         refuse_other_mesh(s.op, context.mesh, (operands.x, *operands.ws))
-    scales = None if state is None else scales_of(s.scaling_mode, (), state)
+    scales = None if state is None else use_scales(s.scaling_mode, (), state)
     outs = _one_program(gathers)(s, operands, scales)
     return outs if gathers or room == rows else (outs[0][..., :rows, :],)
 
@@ -86,7 +86,7 @@ def _move(array, mesh, spec: P):
     return jax.device_put(array, NamedSharding(mesh, spec))
 
 
-def _explicit_axes(context: CallContext, s: Matmul, operands: Operands):
+def _explicit_axes(context: CallContext, s: Matmul, operands: MatmulOperands):
     """Returns how types shard batch dimensions and tokens, apart from the ranks."""
     mesh = context.mesh
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
@@ -105,19 +105,21 @@ def _explicit_axes(context: CallContext, s: Matmul, operands: Operands):
     return [axes or None for axes in batch], tokens
 
 
-def matmul_on_rank(s: Matmul, operands: Operands, state) -> tuple[Array, ...]:
+def rank_matmul(s: Matmul, operands: MatmulOperands, state) -> tuple[Array, ...]:
     """Computes the differentiable matmul with one rank's arguments, inside `jax.shard_map`."""
     arrays, tree = jax.tree.flatten(operands)
     operands = jax.tree.unflatten(tree, vary_alike(arrays, also=s.varying_axes()))
     axes, varying = s.comm.axis_names + s.comm.group_axes, varying_axes(operands.x)
     if varying:  # JAX tracks them; ranks with the same x share the state anyway
         axes = tuple(a for a in axes if a in varying)
-    scales = None if state is None else scales_of(s.scaling_mode, axes, state)
+    scales = None if state is None else use_scales(s.scaling_mode, axes, state)
     run = gathered_matmul if s.overlap.comm_type == CommOverlapType.AG else scattered_matmul
     return operands.multiply(lambda *arrays: run(s, *arrays, scales), s.num_parts)
 
 
-def _inside_shard_map(gathers: bool, context: CallContext, s: Matmul, operands: Operands, state):
+def _inside_shard_map(
+    gathers: bool, context: CallContext, s: Matmul, operands: MatmulOperands, state
+):
     names, mesh = s.comm.axis_names, context.mesh
     batch, tokens = _explicit_axes(context, s, operands)
     by_rows, by_columns = P(*batch, tokens + names), P(*batch, tokens or None, names)
@@ -133,7 +135,7 @@ def _inside_shard_map(gathers: bool, context: CallContext, s: Matmul, operands: 
     counts = tuple(count // groups for count in s.row_counts)
     local = s.replace(row_counts=counts, comm=s.comm.inside(mesh), mesh=None)
     return with_manual_axes(
-        lambda state, operands: matmul_on_rank(local, operands, state),
+        lambda state, operands: rank_matmul(local, operands, state),
         context.open_axes,
         mesh,
         in_specs=(P(), specs),

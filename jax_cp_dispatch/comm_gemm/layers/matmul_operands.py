@@ -25,7 +25,7 @@ from jax_cp_dispatch.comm_gemm.types import FLOATS, CommOverlapType
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Operands:
+class MatmulOperands:
     """Arrays of a matmul, a pytree.
 
     Attributes:
@@ -104,7 +104,7 @@ def split_columns(array: Array, sizes: Sequence[int], num_parts: int) -> list[Ar
 # ---- Checks of what the caller has given.
 
 
-def read_operands(op: str, kind: CommOverlapType, x: Any, w: Any, bias: Any) -> Operands:
+def read_operands(op: str, kind: CommOverlapType, x: Any, w: Any, bias: Any) -> MatmulOperands:
     """Returns the operands; a tuple holds several weights, or their biases."""
     gathers, is_several = kind == CommOverlapType.AG, isinstance(w, tuple)
     if isinstance(w, list) and any(hasattr(one, "shape") for one in w):
@@ -123,14 +123,14 @@ def read_operands(op: str, kind: CommOverlapType, x: Any, w: Any, bias: Any) -> 
     x, ws = read_array(op, "x", x), tuple(map(partial(read_array, op), names, ws))
     biases = tuple(None if b is None else read_array(op, "bias", b) for b in biases)
     num_contracted = 1 if gathers else max(1, ws[0].ndim - 1)
-    operands = Operands(x=x, ws=ws, biases=biases, num_contracted=num_contracted)
+    operands = MatmulOperands(x=x, ws=ws, biases=biases, num_contracted=num_contracted)
     _check_types(op, operands, names)
     for name, w, bias in zip(names, ws, biases, strict=True):
         _check_shapes(op, operands, name, w, bias, gathers=gathers)
     return operands
 
 
-def _check_types(op: str, operands: Operands, names: list[str]) -> None:
+def _check_types(op: str, operands: MatmulOperands, names: list[str]) -> None:
     x, ws = operands.x, operands.ws
     biases = [("bias", bias) for bias in operands.biases if bias is not None]
     for name, array in (("x", x), *zip(names, ws, strict=True), *biases):
@@ -147,7 +147,7 @@ def _check_types(op: str, operands: Operands, names: list[str]) -> None:
 
 
 def _check_shapes(
-    op: str, operands: Operands, name: str, w: Array, bias: Array | None, *, gathers: bool
+    op: str, operands: MatmulOperands, name: str, w: Array, bias: Array | None, *, gathers: bool
 ) -> None:
     """Shapes of x, one weight and its bias."""
     x, num_contracted = operands.x, operands.num_contracted
@@ -175,7 +175,7 @@ def _check_shapes(
 def read_row_counts(
     op: str,
     kind: CommOverlapType,
-    operands: Operands,
+    operands: MatmulOperands,
     num_ranks: int,
     row_counts: Sequence[int] | None,
 ) -> tuple[int, ...]:

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 
 from jax_cp_dispatch._dtypes import sum_dtype
 from jax_cp_dispatch._ranks.varying import vary_alike, whole_on_explicit_axes
-from jax_cp_dispatch.comm_gemm.engine.by_xla import values_of_operands
-from jax_cp_dispatch.comm_gemm.engine.call import GemmCall, GemmOperands, GemmResults
+from jax_cp_dispatch.comm_gemm.engine.by_xla import dequantized_operands
+from jax_cp_dispatch.comm_gemm.engine.gemm_call import GemmCall, GemmOperands, GemmResults
 from jax_cp_dispatch.comm_gemm.engine.primitive import bind_gemm
 from jax_cp_dispatch.comm_gemm.layers.derivatives import bias_gradient
 from jax_cp_dispatch.comm_gemm.types import ScalingMode
 
 
-def gemm_of_one_device(call: GemmCall, **operands: Any) -> GemmResults:
+def gemm_on_one_device(call: GemmCall, **operands: Any) -> GemmResults:
     """Computes a call without communication from the operands that are not None.
 
     Differentiable without scales and without `grad`.
@@ -25,7 +25,7 @@ def gemm_of_one_device(call: GemmCall, **operands: Any) -> GemmResults:
     arrays: Any = dict(zip(given, vary_alike(whole), strict=True))
     absent = GemmResults(*[None] * 7)
     if 0 in (*arrays["lhs"].shape, *arrays["rhs"].shape):
-        return _of_nothing(call, GemmOperands.of(arrays))
+        return _empty_sum(call, GemmOperands.of(arrays))
     if call.scaling_mode != ScalingMode.NO_SCALING or call.grad:
         return bind_gemm(call, **arrays)
     bias = arrays.get("bias")
@@ -35,12 +35,12 @@ def gemm_of_one_device(call: GemmCall, **operands: Any) -> GemmResults:
     return absent._replace(output=_gemm(call, arrays["lhs"], arrays["rhs"], bias))
 
 
-def _of_nothing(call: GemmCall, operands: GemmOperands) -> GemmResults:
+def _empty_sum(call: GemmCall, operands: GemmOperands) -> GemmResults:
     """Returns empty sums, since jaxlib 0.11 crashes on empty arrays."""
     output = jnp.zeros(call.out_shape, call.out_dtype)
     results = GemmResults(output, *[None] * 6)
     if call.grad and call.fuse_bias:
-        _, values = values_of_operands(call, operands)
+        _, values = dequantized_operands(call, operands)
         sums = output.sum(0) if call.fuse_gelu else values.sum(1 if call.rhs_transposed else 0)
         return results._replace(bias_grad=sums.astype(call.out_dtype))
     if operands.bias is not None:

@@ -18,19 +18,19 @@ from jax_cp_dispatch._dtypes import sum_dtype
 from jax_cp_dispatch._jax_private import get_concrete_mesh
 from jax_cp_dispatch._ranks.axis import other_axes
 from jax_cp_dispatch._ranks.call_context import with_manual_axes
-from jax_cp_dispatch._ranks.partitioning import mesh_of_program, named
+from jax_cp_dispatch._ranks.partitioning import named, program_mesh
 from jax_cp_dispatch.comm_gemm.layers.rank import (
     Matmul,
+    gather_rows,
     gather_rows_again,
-    gather_rows_of_rank,
-    scatter_rows_of_rank,
+    scatter_rows,
 )
 from jax_cp_dispatch.comm_gemm.layers.token_axes import (
-    axes_of_dims,
+    dim_axes,
     keeps_token_axes,
     split_like,
+    split_tokens,
     tell_lost_axes,
-    tokens_of_ranks,
 )
 from jax_cp_dispatch.comm_gemm.types import CommOverlapType
 
@@ -44,10 +44,10 @@ def partition_gather(s: Matmul, x, w, bias, scales, *, gathers_to_aux: bool):
     free, names = _free(x), s.comm.axis_names
     keeps = keeps_token_axes(s, x)
     if keeps:
-        x = split_like(x, tokens_of_ranks(s, x), x.ndim - 1)
+        x = split_like(x, split_tokens(s, x), x.ndim - 1)
     elif not other_axes(s.mesh, names):
         x = _constrain(s, x, *free, names, None)
-    w = _constrain(s, w, *_spec_of_w(s, w, True))
+    w = _constrain(s, w, *_weight_spec(s, w, True))
     out, *aux = _run(s, gathers_to_aux, x, w, bias, scales)
     out = _constrain(s, out, *free, P.UNCONSTRAINED if keeps else None, names)
     if keeps and aux:
@@ -59,16 +59,16 @@ def partition_scatter(s: Matmul, x, w, bias, scales):
     """Result [*batch, p times the largest row count, N]."""
     free, names = _free(x), s.comm.axis_names
     x = _constrain(s, x, *free, P.UNCONSTRAINED, names)
-    w = _constrain(s, w, *_spec_of_w(s, w, False))
+    w = _constrain(s, w, *_weight_spec(s, w, False))
     (out,) = _run(s, False, x, w, bias, scales)
     if keeps_token_axes(s, x):
-        return split_like(out, tokens_of_ranks(s, x), x.ndim - 1)
+        return split_like(out, split_tokens(s, x), x.ndim - 1)
     return _constrain(s, out, *free, names, None)
 
 
 def partition_gather_again(s: Matmul, x, w, dy):
     """dx [*batch, p times the largest row count, K], and dw like w."""
-    of_w = _spec_of_w(s, w, True)
+    of_w = _weight_spec(s, w, True)
     w = _constrain(s, w, *of_w)
     dx, dw = _partitioned_again(s, x.ndim, w.ndim == 3, get_concrete_mesh())(x, w, dy)
     if keeps_token_axes(s, x):
@@ -80,18 +80,18 @@ def partition_gather_again(s: Matmul, x, w, dy):
 
 def constrain_weight(s: Matmul, dw):
     """Shards a weight's gradient like the weight of the matmul."""
-    return _constrain(s, dw, *_split_of_w(s, s.overlap.comm_type == CommOverlapType.AG))
+    return _constrain(s, dw, *_weight_split(s, s.overlap.comm_type == CommOverlapType.AG))
 
 
 def _free(x) -> tuple[Any, ...]:
     return (P.UNCONSTRAINED,) * (x.ndim - 2)
 
 
-def _spec_of_w(s: Matmul, w, gathers: bool) -> P:
-    return P(*(P.UNCONSTRAINED,) * (w.ndim - 2), *_split_of_w(s, gathers))
+def _weight_spec(s: Matmul, w, gathers: bool) -> P:
+    return P(*(P.UNCONSTRAINED,) * (w.ndim - 2), *_weight_split(s, gathers))
 
 
-def _split_of_w(s: Matmul, gathers: bool) -> P:
+def _weight_split(s: Matmul, gathers: bool) -> P:
     spec = (None, s.comm.axis_names) if gathers else (s.comm.axis_names, None)
     return P(*spec[::-1]) if s.rhs_transposed else P(*spec)
 
@@ -137,7 +137,7 @@ def _partitioned(s: Matmul, form: _Form, mesh_around):
         batch, tokens, counts = _layout(s, mesh, arguments[0], results[0])
         by_rows, by_columns = P(*batch, tokens + names, None), P(*batch, tokens or None, names)
         of_example = batch[:1] if form.has_examples else []
-        specs = [by_rows if gathers else by_columns, P(*of_example, *_split_of_w(s, gathers))]
+        specs = [by_rows if gathers else by_columns, P(*of_example, *_weight_split(s, gathers))]
         if form.has_bias:
             specs.append(P(*of_example, names if gathers else None))
         if form.has_scales:
@@ -150,8 +150,8 @@ def _partitioned(s: Matmul, form: _Form, mesh_around):
         def on_each_device(x, w, *rest):
             bias, scales = form.read(rest)
             if not gathers:
-                return [scatter_rows_of_rank(local, x, w, bias, scales)]
-            out, aux = gather_rows_of_rank(local, x, w, bias, scales, gathers_to_aux=form.to_aux)
+                return [scatter_rows(local, x, w, bias, scales)]
+            out, aux = gather_rows(local, x, w, bias, scales, gathers_to_aux=form.to_aux)
             return [out, aux] if form.to_aux else [out]
 
         on_mesh = lambda specs: [NamedSharding(mesh, spec) for spec in specs]
@@ -173,7 +173,7 @@ def _partitioned_again(s: Matmul, ndim: int, has_examples: bool, mesh_around):
         mesh = _find_mesh(s, mesh, mesh_around)
         batch, tokens, counts = _layout(s, mesh, arguments[0], arguments[2])
         of_example, others = (batch[:1], batch[1:]) if has_examples else ([], batch)
-        by_rows, of_w = P(*batch, tokens + names, None), P(*of_example, *_split_of_w(s, True))
+        by_rows, of_w = P(*batch, tokens + names, None), P(*of_example, *_weight_split(s, True))
         local = s.replace(mesh=None, row_counts=counts, comm=s.comm.inside(mesh))
         groups = (*(axis for axes in others if axes for axis in axes), *tokens)
 
@@ -213,7 +213,7 @@ def _dense_again(s: Matmul, x, w, dy):
 def _find_mesh(s: Matmul, mesh, mesh_around):
     """Returns the mesh of the program; it must have the number of ranks of the trace."""
     otherwise = s.mesh if isinstance(s.mesh, Mesh) else mesh_around
-    mesh = mesh_of_program(s.op, s.comm.axis_names, mesh, otherwise)
+    mesh = program_mesh(s.op, s.comm.axis_names, mesh, otherwise)
     num_devices = math.prod(mesh.shape[name] for name in s.comm.axis_names)
     if num_devices != s.comm.num_ranks:
         raise ValueError(
@@ -227,8 +227,8 @@ def _find_mesh(s: Matmul, mesh, mesh_around):
 def _layout(s: Matmul, mesh, x, out):
     """Returns how batch dimensions and tokens are sharded, and the rows of each rank."""
     is_free = lambda axis: axis not in s.comm.axis_names
-    *of_batch, found, _ = axes_of_dims(x.sharding, mesh, len(x.shape))
-    *_, wanted, _ = axes_of_dims(out.sharding, mesh, len(out.shape))
+    *of_batch, found, _ = dim_axes(x.sharding, mesh, len(x.shape))
+    *_, wanted, _ = dim_axes(out.sharding, mesh, len(out.shape))
     batch = [tuple(filter(is_free, axes)) or None for axes in of_batch]
     tokens = tuple(filter(is_free, found))
     if not tokens:

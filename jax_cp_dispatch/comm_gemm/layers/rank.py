@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax_cp_dispatch._dtypes import sum_dtype
 from jax_cp_dispatch._ranks.communicator import Communicator
 from jax_cp_dispatch._ranks.varying import vary_like, varying_axes
-from jax_cp_dispatch.comm_gemm.engine.call import GemmCall
+from jax_cp_dispatch.comm_gemm.engine.gemm_call import GemmCall
 from jax_cp_dispatch.comm_gemm.engine.overlap import Overlap
 from jax_cp_dispatch.comm_gemm.engine.primitive import bind_gemm
 from jax_cp_dispatch.comm_gemm.layers.matmul_operands import join_columns, split_columns
@@ -126,14 +126,14 @@ class Matmul:
         return w.shape[0 if self.rhs_transposed else 1]
 
 
-def gather_rows_of_rank(s: Matmul, x, w, bias, scales, *, gathers_to_aux: bool):
+def gather_rows(s: Matmul, x, w, bias, scales, *, gathers_to_aux: bool):
     """Result [..., sum of the row counts, N], and the gathered x, as it is multiplied, or None."""
     shape = (*x.shape[:-2], sum(s.row_counts), s.num_columns(w))
     call = s.call(x, shape, s.out_dtype, gathers_to_aux=gathers_to_aux, fuse_bias=bias is not None)
     if 0 in (*x.shape, *w.shape, *shape):
         shape = (*x.shape[:-2], sum(s.row_counts), x.shape[-1])
         (gathered,) = vary_like([jnp.zeros(shape, x.dtype)], x)
-        return _of_nothing(call, x, bias), gathered if gathers_to_aux else None
+        return _empty_sum(call, x, bias), gathered if gathers_to_aux else None
     if not s.is_scaled:
         results = bind_gemm(call, lhs=x, rhs=w, bias=bias)
         return results.output, results.aux_out
@@ -145,12 +145,12 @@ def gather_rows_of_rank(s: Matmul, x, w, bias, scales, *, gathers_to_aux: bool):
     return results.output, aux
 
 
-def scatter_rows_of_rank(s: Matmul, x, w, bias, scales):
+def scatter_rows(s: Matmul, x, w, bias, scales):
     """Result [..., largest row count, N]."""
     shape = (*x.shape[:-2], max(s.row_counts), s.num_columns(w))
     call = s.call(x, shape, s.out_dtype, fuse_bias=bias is not None)
     if 0 in (*x.shape, *w.shape):
-        return real_rows(s, _of_nothing(call, x, bias))
+        return real_rows(s, _empty_sum(call, x, bias))
     operands = s.quantize(x, w, scales).operands() if s.is_scaled else {"lhs": x, "rhs": w}
     return bind_gemm(call, **operands, bias=bias).output
 
@@ -187,7 +187,7 @@ def gather_rows_again(s: Matmul, x, w, dy):
     return second.aux_out.astype(x.dtype), second.output
 
 
-def _of_nothing(call: GemmCall, x, bias):
+def _empty_sum(call: GemmCall, x, bias):
     """Returns an empty sum, since jaxlib 0.11 crashes on empty arrays."""
     zeros = vary_like([jnp.zeros(call.out_shape, call.out_dtype)], x)[0]
     return zeros if bias is None else jnp.broadcast_to(bias.astype(zeros.dtype), zeros.shape)

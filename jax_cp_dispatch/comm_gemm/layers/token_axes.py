@@ -28,7 +28,7 @@ def keeps_token_axes(s: Matmul, x) -> bool:
     return is_even and x.shape[-1] > 0 and bool(other_axes(s.mesh, s.comm.axis_names))
 
 
-def axes_of_dims(sharding: Any, mesh: Any, num_dims: int) -> list[tuple[str, ...]]:
+def dim_axes(sharding: Any, mesh: Any, num_dims: int) -> list[tuple[str, ...]]:
     """Returns the mesh axes over which each dimension is sharded, major axis first.
 
     A sharding that mesh axes cannot describe (half of one, for example) counts as none.
@@ -41,7 +41,7 @@ def axes_of_dims(sharding: Any, mesh: Any, num_dims: int) -> list[tuple[str, ...
     return axes + [()] * (num_dims - len(axes))
 
 
-def tokens_of_ranks(s: Matmul, x):
+def split_tokens(s: Matmul, x):
     """Returns an array [*batch, M] sharded as x, and then over the ranks."""
     *batch, rows, _ = x.shape
     p = s.comm.num_ranks
@@ -66,7 +66,7 @@ def _ranks_behind(s: Matmul, x):
     ranks = jnp.zeros(s.comm.num_ranks, jnp.int8)
     of_ranks = NamedSharding(s.mesh, P(s.comm.axis_names))
     ranks = jax.lax.with_sharding_constraint(ranks, of_ranks)
-    return _first_of(ranks, x, f"r, {dims} -> r")
+    return _keep_first(ranks, x, f"r, {dims} -> r")
 
 
 def split_like(array, like, num_dims: int):
@@ -77,7 +77,7 @@ def split_like(array, like, num_dims: int):
 
     @custom_vmap
     def run(array, like):
-        return _first_of(array, like, f"{dims}, {others} -> {dims}")
+        return _keep_first(array, like, f"{dims}, {others} -> {dims}")
 
     @run.def_vmap
     def _(size, is_mapped, *arrays):
@@ -90,7 +90,7 @@ def split_like(array, like, num_dims: int):
     return run(array, like)
 
 
-def _first_of(array, other, rule: str):
+def _keep_first(array, other, rule: str):
     first = lambda array, other: [array]
     everywhere = custom_partitioning(first)
 

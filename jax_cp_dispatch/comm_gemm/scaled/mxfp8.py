@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Float32, Int32, UInt8
 
 from jax_cp_dispatch._arguments import check_array, check_integer
 
-Layout: TypeAlias = Literal["row", "column"]
+BlockLayout: TypeAlias = Literal["row", "column"]
 
 BLOCK = 32
 """Elements that share a scale."""
@@ -19,7 +19,7 @@ _FLOAT32_QUIET_BIT = 0x00400000
 
 
 def block_scales(
-    x: Float32[Array, "rows columns"], dtype: Any, *, layout: Layout
+    x: Float32[Array, "rows columns"], dtype: Any, *, layout: BlockLayout
 ) -> UInt8[Array, "r c"]:
     """Returns each block's e8m0 byte: its largest magnitude over that of `dtype`, rounded up.
 
@@ -28,7 +28,7 @@ def block_scales(
     """
     amax = jnp.max(_blocks(magnitude_bits(x), layout), axis=_block_axis(layout), initial=0)
     one = 1 << 23
-    exponent = (amax - _bits_of_max(dtype) + one - 1) >> 23
+    exponent = (amax - _largest_bits(dtype) + one - 1) >> 23
     biased = jnp.maximum(exponent + 127, 0)
     return jnp.where(amax >= _FLOAT32_INF, 255, biased).astype(jnp.uint8)
 
@@ -39,33 +39,33 @@ def magnitude_bits(x: Float32[Array, "..."]) -> Int32[Array, "..."]:
 
 
 def divide_by_scales(
-    x: Float32[Array, "rows columns"], scales: UInt8[Array, "r c"], *, layout: Layout
+    x: Float32[Array, "rows columns"], scales: UInt8[Array, "r c"], *, layout: BlockLayout
 ) -> Float32[Array, "rows columns"]:
     """Divides x by its blocks' scales (of `block_scales`); NaN where the scale is NaN."""
     # A finite block has a byte of at most 247, for which 2**(127 - byte) is a normal float32.
-    inverse = _float_of(jnp.where(scales == 255, 255, 254 - scales))
+    inverse = _power_of_two(jnp.where(scales == 255, 255, 254 - scales))
     return (_blocks(x, layout) * _per_block(inverse, layout)).reshape(x.shape)
 
 
 def multiply_by_scales(
-    data: Float[Array, "rows columns"], scales: UInt8[Array, "r c"], *, layout: Layout
+    data: Float[Array, "rows columns"], scales: UInt8[Array, "r c"], *, layout: BlockLayout
 ) -> Float32[Array, "rows columns"]:
     """Multiplies data with its blocks' scales; exact, since powers of two only change exponents."""
     # 2**-127 is a subnormal float32 and would be flushed to zero, so byte 0 halves the data
     # instead.
     blocks = _blocks(data.astype(jnp.float32), layout)
     blocks = jnp.where(_per_block(scales == 0, layout), blocks * 0.5, blocks)
-    factor = _float_of(jnp.maximum(scales, 1))
+    factor = _power_of_two(jnp.maximum(scales, 1))
     return (blocks * _per_block(factor, layout)).reshape(data.shape)
 
 
-def scales_shape(shape: tuple[int, ...], layout: Layout) -> tuple[int, int]:
+def scales_shape(shape: tuple[int, ...], layout: BlockLayout) -> tuple[int, int]:
     """Shape of the scales of 2-D data, before padding."""
     rows, columns = shape
     return (rows, columns // BLOCK) if layout == "row" else (rows // BLOCK, columns)
 
 
-def padded_shape(shape: tuple[int, int], layout: Layout) -> tuple[int, int]:
+def padded_shape(shape: tuple[int, int], layout: BlockLayout) -> tuple[int, int]:
     """Shape of the scales of 2-D data, as `pad_scales` returns them."""
     rows, columns = (
         -(-n // unit) * unit
@@ -79,7 +79,7 @@ def tiles_shape(lines: int, contracted: int) -> tuple[int, int, int]:
     return -(-lines // 128), -(-contracted // (4 * BLOCK)), 512
 
 
-def check_blocks(op: str, name: str, shape: tuple[int, ...], layout: Layout) -> None:
+def check_blocks(op: str, name: str, shape: tuple[int, ...], layout: BlockLayout) -> None:
     """Requires two dimensions, and whole blocks along the contracted one."""
     if len(shape) != 2:
         raise ValueError(
@@ -103,7 +103,9 @@ def check_layout(op: str, layout: Any) -> None:
         )
 
 
-def pad_scales(scales: UInt8[Array, "r c"], *, layout: Layout = "row") -> UInt8[Array, "r2 c2"]:
+def pad_scales(
+    scales: UInt8[Array, "r c"], *, layout: BlockLayout = "row"
+) -> UInt8[Array, "r2 c2"]:
     """Pads scales to whole tiles of the tensor cores: (128, 4), or (4, 128) for columns.
 
     Call anywhere. No derivative: the scales are bytes.
@@ -150,7 +152,7 @@ def unpad_scales(scales: UInt8[Array, "r2 c2"], *, shape: tuple[int, int]) -> UI
 
 
 def swizzle_scales(
-    scales: UInt8[Array, "r c"], *, layout: Layout = "row"
+    scales: UInt8[Array, "r c"], *, layout: BlockLayout = "row"
 ) -> UInt8[Array, "tiles_r tiles_c 512"]:
     """Orders padded scales as the tensor cores read them: tile by tile of 128 rows and 4 scales.
 
@@ -183,7 +185,7 @@ def swizzle_scales(
 
 
 def unswizzle_scales(
-    tiles: UInt8[Array, "tiles_r tiles_c 512"], *, layout: Layout = "row"
+    tiles: UInt8[Array, "tiles_r tiles_c 512"], *, layout: BlockLayout = "row"
 ) -> UInt8[Array, "r c"]:
     """The inverse of `swizzle_scales`.
 
@@ -213,32 +215,32 @@ def _check_dims(op: str, name: str, array: Any, needs: str) -> None:
         raise ValueError(f"{op}: {name} has shape {array.shape}; it needs to be {needs}.")
 
 
-def _tile(layout: Layout) -> tuple[int, int]:
+def _tile(layout: BlockLayout) -> tuple[int, int]:
     """Returns the tile that a tensor core reads at once: 128 rows, 4 blocks each."""
     return (128, 4) if layout == "row" else (4, 128)
 
 
-def _block_axis(layout: Layout) -> int:
+def _block_axis(layout: BlockLayout) -> int:
     """Returns the dimension of `_blocks` that counts the elements of a block."""
     return 2 if layout == "row" else 1
 
 
-def _blocks(x: Array, layout: Layout) -> Array:
+def _blocks(x: Array, layout: BlockLayout) -> Array:
     rows, columns = x.shape
     if layout == "row":
         return x.reshape(rows, columns // BLOCK, BLOCK)
     return x.reshape(rows // BLOCK, BLOCK, columns)
 
 
-def _per_block(scales: Array, layout: Layout) -> Array:
+def _per_block(scales: Array, layout: BlockLayout) -> Array:
     return jnp.expand_dims(scales, _block_axis(layout))
 
 
-def _float_of(byte: Array) -> Float32[Array, "r c"]:
+def _power_of_two(byte: Array) -> Float32[Array, "r c"]:
     """Returns 2**(byte - 127) for bytes 1 to 254, NaN for 255."""
     bits = (byte.astype(jnp.int32) << 23) | jnp.where(byte == 255, _FLOAT32_QUIET_BIT, 0)
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def _bits_of_max(dtype: Any) -> int:
+def _largest_bits(dtype: Any) -> int:
     return int(np.float32(jnp.finfo(dtype).max).view(np.int32))

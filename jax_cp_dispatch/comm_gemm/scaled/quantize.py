@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Float32
 from jax_cp_dispatch._arguments import check_array, check_type
 from jax_cp_dispatch._ranks.axis import check_axis_name, num_ranks_here
 from jax_cp_dispatch.comm_gemm.scaled.mxfp8 import (
-    Layout,
+    BlockLayout,
     block_scales,
     check_blocks,
     check_layout,
@@ -46,7 +46,7 @@ class Quantized:
     data: Leaf
     scale_inv: Leaf
     mode: ScalingMode = dataclasses.field(metadata={"static": True})
-    layout: Layout = dataclasses.field(default="row", metadata={"static": True})
+    layout: BlockLayout = dataclasses.field(default="row", metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -116,7 +116,7 @@ def quantize(
     mode: ScalingMode | str,
     *,
     dtype: Any = jnp.float8_e4m3fn,
-    layout: Layout = "row",
+    layout: BlockLayout = "row",
     state: DelayedScaling | None = None,
     axis_name: str | tuple[str, ...] | None = None,
 ) -> Quantized:

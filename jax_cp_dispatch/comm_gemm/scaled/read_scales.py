@@ -8,7 +8,7 @@ from jaxtyping import Array
 
 from jax_cp_dispatch.comm_gemm.scaled.mxfp8 import (
     BLOCK,
-    Layout,
+    BlockLayout,
     check_blocks,
     padded_shape,
     scales_shape,
@@ -17,7 +17,7 @@ from jax_cp_dispatch.comm_gemm.scaled.scaled_operands import MatmulScaling
 from jax_cp_dispatch.comm_gemm.types import ScalingMode
 
 
-def scales_of_mode(op: str, mode: ScalingMode, scales: Mapping[str, Any]) -> dict[str, Any]:
+def required_scales(op: str, mode: ScalingMode, scales: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the scales of lhs and rhs: both for a scaling mode, none for NO_SCALING."""
     given = {name: scale for name, scale in scales.items() if scale is not None}
     if mode == ScalingMode.NO_SCALING and given:
@@ -35,7 +35,10 @@ def scales_of_mode(op: str, mode: ScalingMode, scales: Mapping[str, Any]) -> dic
 
 
 def check_scales(
-    op: str, mode: ScalingMode, layouts: tuple[Layout, Layout], operands: Mapping[str, Any]
+    op: str,
+    mode: ScalingMode,
+    layouts: tuple[BlockLayout, BlockLayout],
+    operands: Mapping[str, Any],
 ) -> None:
     """Requires the scales of the mode, in the shapes that match lhs and rhs.
 
@@ -43,7 +46,7 @@ def check_scales(
     layouts of their blocks.
     """
     scales = {name: operands[f"{name}_scale_inv"] for name in ("lhs", "rhs")}
-    given = scales_of_mode(op, mode, scales)
+    given = required_scales(op, mode, scales)
     for (name, scale), layout in zip(given.items(), layouts, strict=False):
         data = operands[name]
         shape, dtype, remedy = (1,), jnp.dtype(jnp.float32), "Pass quantize's scale_inv."

@@ -70,7 +70,7 @@ class Scales(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def scales_of(mode: ScalingMode, axes: tuple[str, ...], state: MatmulScaling) -> Scales:
+def use_scales(mode: ScalingMode, axes: tuple[str, ...], state: MatmulScaling) -> Scales:
     """Returns the state's scales; their cotangents are amaxes, which give the next state.
 
     `axes` are the mesh axes whose ranks share the state.
@@ -80,7 +80,7 @@ def scales_of(mode: ScalingMode, axes: tuple[str, ...], state: MatmulScaling) ->
 
 
 def _scales_forward(mode, axes, state):
-    return scales_of(mode, axes, state), state
+    return use_scales(mode, axes, state), state
 
 
 def _scales_backward(mode, axes, state: MatmulScaling, amaxes: Scales):
@@ -101,10 +101,10 @@ def _scales_backward(mode, axes, state: MatmulScaling, amaxes: Scales):
     )
 
 
-scales_of.defvjp(_scales_forward, _scales_backward)
+use_scales.defvjp(_scales_forward, _scales_backward)
 
 
-def amax_of(x: Array) -> Array:
+def tensor_amax(x: Array) -> Array:
     return largest_magnitude(x)[None]
 
 

@@ -1,0 +1,207 @@
+"""The plan of all ranks as XLA's operations read it, with the checks of the native handlers.
+
+The conditions are those of csrc/dispatch/dispatch.cc. Rows are counted in int32.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.flatten_util import ravel_pytree
+from jaxtyping import Array, Bool, Int32
+
+from jax_cp_dispatch._dispatch.exchange_operands import MetadataOperands
+
+_MAX_INT32 = 2**31 - 1
+
+MAX_UPDATES = 4096
+"""Updates of `ragged_all_to_all` per rank and call. NCCL sends each separately; not measured."""
+
+
+class XlaRanks(NamedTuple):
+    """The ranks of an exchange.
+
+    Attributes:
+      rank: the one that runs, an integer scalar; without `axis_names` it is not read.
+      axis_names: the mesh axes whose devices are the ranks, the major one first; () if one device
+        holds the rows and the metadata of all ranks, in order of rank.
+      num_ranks: W.
+      may_be_ragged: whether `ragged_all_to_all` may be used.
+    """
+
+    rank: Any
+    axis_names: tuple[str, ...]
+    num_ranks: int
+    may_be_ragged: bool = False
+
+    def gather(self, x: Array) -> Array:
+        """Returns `[W, rows, ...]`: gathered, or on one device the rows split by rank."""
+        if self.axis_names:
+            return lax.all_gather(x, self.axis_names)
+        return x.reshape(self.num_ranks, x.shape[0] // self.num_ranks, *x.shape[1:])
+
+    def rows_per_rank_in(self, x: Array) -> int:
+        """Returns the rows of one rank in an array."""
+        return x.shape[0] // (1 if self.axis_names else self.num_ranks)
+
+    def are_ragged(self, num_rows: int, plan: "Transfers") -> bool:
+        """Whether rows move by `ragged_all_to_all`; `num_rows` is how many may be written."""
+        fits = num_rows > 0 and plan.dst_rank.size <= MAX_UPDATES
+        return self.may_be_ragged and bool(self.axis_names) and self.num_ranks > 1 and fits
+
+
+class SortedReplicas(NamedTuple):
+    """The replicas of all shards, sorted by destination rank and row."""
+
+    rank: Int32[Array, " WSC"]
+    begin: Int32[Array, " WSC"]
+    end: Int32[Array, " WSC"]
+    replica: Int32[Array, " WSC"]  # its index in [W, S, C]
+
+
+class Transfers(NamedTuple):
+    """The transfers of all ranks, and whether the native handlers would accept them."""
+
+    dst_rank: Int32[Array, "W S C"]  # -1 where nothing moves
+    dst_row: Int32[Array, "W S C"]
+    src_row: Int32[Array, "W S"]
+    num_rows: Int32[Array, "W S"]  # 0 where nothing moves
+    received: SortedReplicas
+    is_valid: Bool[Array, ""]
+
+    @property
+    def num_moved(self) -> Int32[Array, "W S C"]:
+        """Rows of each replica; zero everywhere if the plan is invalid."""
+        return jnp.where((self.dst_rank >= 0) & self.is_valid, self.num_rows[..., None], 0)
+
+    @property
+    def begin_at_home(self) -> Int32[Array, "W S C"]:
+        """The first row of each replica where those of a rank's shards are in order."""
+        flat = self.num_moved.reshape(self.dst_rank.shape[0], -1)
+        return (lax.cumsum(flat, axis=1) - flat).reshape(self.dst_rank.shape)
+
+
+def read_transfers(
+    metadata: MetadataOperands,
+    ranks: XlaRanks,
+    *,
+    num_tokens: int,
+    capacity: int,
+    fingerprint: Int32[Array, " 9"] | None = None,
+) -> Transfers:
+    """Gathers the metadata of all ranks and checks it.
+
+    Args:
+      metadata: one rank's view, or that of all ranks.
+      ranks: of the exchange.
+      num_tokens: rows per rank of the sender's arrays.
+      capacity: rows per rank of the receive buffers.
+      fingerprint: for which batch the plan was made, and which this rank sees.
+    Returns:
+      The plan. If it is not valid, its other fields are undefined.
+    """
+    num_ranks = ranks.num_ranks
+    metadata = _gather_metadata(metadata, ranks)
+    seq_len, src_row = metadata.seq_len, metadata.src_offset
+    dst_rank, dst_row = metadata.dst_rank, metadata.dst_offset
+    if dst_rank.ndim == 2:
+        dst_rank, dst_row = dst_rank[..., None], dst_row[..., None]
+    if dst_rank.size == 0:  # one slot of padding, so that there is one to look up
+        seq_len, src_row = jnp.zeros((num_ranks, 1), jnp.int32), None
+        dst_row = jnp.zeros((num_ranks, 1, 1), jnp.int32)
+        dst_rank = dst_row - 1
+
+    # Nothing below overflows: `num_rows` is at most T + 1, which is as invalid as any larger value.
+    num_rows = jnp.minimum(seq_len, num_tokens + 1)
+    is_negative = seq_len < 0
+    if src_row is None:
+        src_row = _saturating_starts(num_rows, num_tokens + 1)
+    else:
+        is_negative |= src_row < 0
+    moves = (dst_rank != -1) & (num_rows > 0)[..., None]
+    is_misplaced = (
+        (dst_rank < -1)
+        | (dst_rank >= num_ranks)
+        | (src_row > num_tokens - num_rows)[..., None]
+        | (dst_row < 0)
+        | (dst_row > capacity - num_rows[..., None])
+    )
+    dst_rank = jnp.where(moves, dst_rank, -1)
+    num_moved = jnp.where(moves, num_rows[..., None], 0)
+    senders = jnp.arange(num_ranks)[:, None, None]
+    moved_from = jnp.zeros((num_ranks, num_ranks), jnp.int32)
+    moved_from = moved_from.at[dst_rank, senders].add(num_moved)
+    received = _sort_received(dst_rank, dst_row, num_moved)
+    is_valid = ~(
+        jnp.any(is_negative)
+        | jnp.any(moves & is_misplaced)
+        | jnp.any(metadata.num_recv_tokens[:, -1] > capacity)
+        | jnp.any(metadata.num_recv_tokens[:, :-1] != moved_from)
+        | _overlap(received)
+    )
+    if fingerprint is not None:
+        is_valid &= _do_fingerprints_match(fingerprint, ranks.axis_names)
+    return Transfers(dst_rank, dst_row, src_row, jnp.max(num_moved, axis=2), received, is_valid)
+
+
+def _do_fingerprints_match(
+    fingerprint: Int32[Array, " 9"], axis_names: tuple[str, ...]
+) -> Bool[Array, ""]:
+    """Whether all ranks follow the plan of one batch, and see that batch."""
+    fingerprints = lax.all_gather(fingerprint, axis_names)
+    is_right = jnp.all(fingerprints[:, 1::2] == fingerprints[:, 2::2])
+    return is_right & jnp.all(fingerprints[:, 0] == fingerprints[0, 0])
+
+
+def find_sources(plan: Transfers, rank: Array, capacity: int) -> tuple[Array, Array]:
+    """Returns, per row of the rank's receive buffer, its source rank (-1: none) and row."""
+    _, num_slots, num_replicas = plan.dst_rank.shape
+    received = plan.received
+    begin = jnp.where(received.rank == rank, received.begin, _MAX_INT32)
+    begin = jnp.where(received.rank < rank, -1, begin)
+    rows = jnp.arange(capacity, dtype=jnp.int32)
+    place = jnp.searchsorted(begin, rows, side="right") - 1
+    is_covered = (place >= 0) & (received.rank[place] == rank) & (rows < received.end[place])
+    shard = received.replica[place] // num_replicas
+    src_rank = jnp.where(is_covered, shard // num_slots, -1)
+    return src_rank, plan.src_row.ravel()[shard] + rows - received.begin[place]
+
+
+def _gather_metadata(metadata: MetadataOperands, ranks: XlaRanks) -> MetadataOperands:
+    """Returns every field with a leading W, in int32, gathered by one collective."""
+    metadata = jax.tree.map(_to_int32, metadata)
+    shape = metadata.seq_len.shape
+    if len(shape) == 2 and shape[0] == ranks.num_ranks:
+        return metadata
+    if len(shape) == 2:
+        metadata = jax.tree.map(lambda field: field[0], metadata)
+    flat, unravel = ravel_pytree(metadata)
+    return jax.vmap(unravel)(ranks.gather(flat))
+
+
+def _to_int32(field: Array) -> Array:
+    """Clips out-of-range values to the nearest value that is also rejected."""
+    limits = jnp.iinfo(field.dtype)
+    return jnp.clip(field, max(limits.min, -2), min(limits.max, _MAX_INT32)).astype(jnp.int32)
+
+
+def _saturating_starts(lengths: Array, limit: int) -> Array:
+    """Returns the exclusive sum along axis 1 of lengths up to `limit`, clipped to `limit`."""
+    lengths = lengths.astype(jnp.uint32)
+    ends = lax.cumsum(lengths, axis=1)
+    has_wrapped = lax.cummax((ends < lengths).astype(jnp.int32), axis=1) > 0
+    ends = jnp.where(has_wrapped, limit, jnp.minimum(ends, limit)).astype(jnp.int32)
+    return jnp.pad(ends[:, :-1], ((0, 0), (1, 0)))
+
+
+def _sort_received(dst_rank: Array, dst_row: Array, num_rows: Array) -> SortedReplicas:
+    index = jnp.arange(dst_rank.size, dtype=jnp.int32)
+    rank, begin, end = (x.ravel() for x in (dst_rank, dst_row, dst_row + num_rows))
+    return SortedReplicas(*lax.sort((rank, begin, end, index), num_keys=2))
+
+
+def _overlap(received: SortedReplicas) -> Array:
+    """Whether two replicas are sent to the same row."""
+    rank, begin, end, _ = received
+    return jnp.any((rank[1:] == rank[:-1]) & (rank[1:] >= 0) & (begin[1:] < end[:-1]))

@@ -1,0 +1,218 @@
+"""One gemm: its static parts, its operands and results, and their shapes."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jax_cp_dispatch._ranks import runtime
+from jax_cp_dispatch._ranks.communicator import Communicator
+from jax_cp_dispatch.comm_gemm.engine.overlap import Overlap
+from jax_cp_dispatch.comm_gemm.scaled.mxfp8 import BlockLayout, tiles_shape
+from jax_cp_dispatch.comm_gemm.types import CommOverlapMethod, CommOverlapType, ScalingMode
+
+
+class GemmOperands(NamedTuple):
+    """Operands of the handler; unused ones are None, and become one element for XLA."""
+
+    lhs: Any
+    lhs_scale_inv: Any
+    rhs: Any
+    rhs_scale_inv: Any
+    bias: Any
+    gelu_input: Any
+    aux_in: Any
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> "GemmOperands":
+        """Makes operands from a mapping by name."""
+        return cls(**{**dict.fromkeys(cls._fields), **given})
+
+
+class GemmResults(NamedTuple):
+    """Results of the handler; unused ones as in `GemmOperands`."""
+
+    output: Any
+    bias_grad: Any
+    pre_gelu_out: Any
+    aux_out: Any
+    lhs_swizzled: Any
+    rhs_swizzled: Any
+    workspace: Any
+
+
+class Shape2D(NamedTuple):
+    """An array with its dimensions collapsed to two."""
+
+    rows: int
+    columns: int
+
+
+def collapse(shape: tuple[int, ...], boundary: int) -> Shape2D:
+    """Collapses a shape; the dimensions before `boundary` are rows."""
+    return Shape2D(math.prod(shape[:boundary]), math.prod(shape[boundary:]))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GemmCall:
+    """The static parts of one gemm.
+
+    Attributes:
+      op: the public function, for messages.
+      comm: the ranks; without axes the call does not communicate.
+      overlap: how it communicates.
+      lhs_boundary, rhs_boundary: leading dimensions that are rows.
+      lhs_transposed: the contracted dimensions of lhs are its rows, not its columns.
+      rhs_transposed: the contracted dimensions of rhs are its columns, not its rows.
+      out_shape, out_dtype: of the output; with communication, columns are its last dimension.
+      row_counts: rows of each rank's chunk, per batch.
+      num_batches: batches into which every rank's rows are divided.
+      in_ring_order: chunks are in the order in which the atomic ring processes them.
+      gathers_to_aux: the gathered lhs is also a result.
+      scaling_mode: how operands are scaled.
+      fuse_bias: a bias is added. With `grad`, its gradient is a result instead: the sum of the
+        output's rows with `fuse_gelu`, else the sum of the rows of rhs.
+      fuse_gelu: the output is GELU of the product, which is also a result. With `grad`, the output
+        is the product times GELU's derivative at `gelu_input`.
+      use_split_accumulator: sum 8-bit operands in float32; for GPUs only, as CPUs always do.
+    """
+
+    op: str
+    comm: Communicator
+    lhs_boundary: int
+    rhs_boundary: int
+    out_shape: tuple[int, ...]
+    out_dtype: str
+    overlap: Overlap = Overlap()  # noqa: RUF009, frozen
+    lhs_transposed: bool = False
+    rhs_transposed: bool = False
+    row_counts: tuple[int, ...] = ()
+    num_batches: int = 1
+    in_ring_order: bool = False
+    gathers_to_aux: bool = False
+    scaling_mode: ScalingMode = ScalingMode.NO_SCALING
+    fuse_bias: bool = False
+    fuse_gelu: bool = False
+    grad: bool = False
+    use_split_accumulator: bool = True
+
+    def replace(self, **changes: Any) -> "GemmCall":
+        return dataclasses.replace(self, **changes)
+
+    @property
+    def is_bulk(self) -> bool:
+        return self.overlap.method == CommOverlapMethod.BULK
+
+    @property
+    def is_mxfp8(self) -> bool:
+        return self.scaling_mode == ScalingMode.MXFP8_1D_SCALING
+
+    @property
+    def scale_layouts(self) -> tuple[BlockLayout, BlockLayout]:
+        """Layouts of the scales of lhs and rhs: blocks of 32 lie along the contracted dimension."""
+        return (
+            "column" if self.lhs_transposed else "row",
+            "row" if self.rhs_transposed else "column",
+        )
+
+    @property
+    def gathers(self) -> bool:
+        return self.overlap.comm_type == CommOverlapType.AG
+
+    @property
+    def moves_chunks(self) -> bool:
+        """Whether chunks or partial sums move; otherwise each GEMM reads other ranks' memory."""
+        is_ring = self.overlap.method == CommOverlapMethod.RING_EXCHANGE
+        return not is_ring or self.overlap.use_ce
+
+    def result_shapes(self, operands: GemmOperands) -> GemmResults:
+        """Returns (shape, dtype) of each result, None for absent ones."""
+        dtype = jnp.dtype(self.out_dtype)
+        output = self.out_shape, dtype
+        bias_grad = ((self.out_shape[-1],), dtype) if self.fuse_bias and self.grad else None
+        pre_gelu = output if self.fuse_gelu and not self.grad else None
+        lhs_swizzled = rhs_swizzled = None
+        if self.is_mxfp8:
+            lhs = collapse(operands.lhs.shape, self.lhs_boundary)
+            rhs = collapse(operands.rhs.shape, self.rhs_boundary)
+            k, m = lhs if self.lhs_transposed else lhs[::-1]
+            n = rhs.rows if self.rhs_transposed else rhs.columns
+            tiles = lambda lines: (tiles_shape(lines, k), np.dtype(np.uint8))
+            rhs_swizzled = tiles(n)
+            if self.gathers_to_aux or not self.gathers or self.is_bulk:
+                gathers = self.gathers and not self.is_bulk
+                lhs_swizzled = tiles(self.num_batches * sum(self.row_counts) if gathers else m)
+        aux, workspace = self._aux(operands), self._workspace(operands)
+        return GemmResults(output, bias_grad, pre_gelu, aux, lhs_swizzled, rhs_swizzled, workspace)
+
+    def _aux(self, operands: GemmOperands):
+        lhs = operands.lhs
+        if self.is_bulk:
+            x = operands.aux_in
+            rows = sum(self.row_counts) if self.gathers else max(self.row_counts)
+            return (*x.shape[:-2], rows, x.shape[-1]), x.dtype
+        if self.gathers and self.in_ring_order:  # written even if not requested
+            return lhs.shape, lhs.dtype
+        return self._gathered(lhs) if self.gathers_to_aux else None
+
+    def _gathered(self, lhs):
+        return (*lhs.shape[:-2], sum(self.row_counts), lhs.shape[-1]), lhs.dtype
+
+    def _workspace(self, operands: GemmOperands):
+        """Returns the memory for chunks, if no buffer is registered."""
+        overlap = self.overlap
+        if self.is_bulk or overlap.comm_type == CommOverlapType.NONE:
+            return None
+        is_scaled = self.scaling_mode != ScalingMode.NO_SCALING
+        is_sum = overlap.comm_type == CommOverlapType.RS
+        moved = jnp.dtype(overlap.partial_dtype) if is_sum else operands.lhs.dtype
+        num_bytes = 0
+        if not overlap.buffer:
+            num_bytes = runtime.native.overlap_buffer_bytes(
+                overlap,
+                num_ranks=self.comm.num_ranks,
+                shape=(
+                    self.num_batches * sum(self.row_counts),
+                    self.num_batches * max(self.row_counts),
+                    self.out_shape[-1] if is_sum else operands.lhs.shape[-1],
+                ),
+                dtype=moved.name,
+                has_scales=is_scaled and not is_sum,
+                gathers_to_aux=self.gathers_to_aux,
+            )
+        if is_sum:  # at least one element, to convey the type
+            return (max(1, num_bytes // moved.itemsize),), moved
+        dtype = np.dtype(np.uint8) if is_scaled else moved
+        return ((num_bytes // dtype.itemsize,), dtype) if num_bytes else None
+
+    def attributes(self, num_threads: int) -> dict[str, Any]:
+        """Returns the attributes that the handler reads."""
+        overlap = self.overlap
+        return {
+            "op": self.op,
+            **self.comm.attributes(),
+            "num_threads": np.int64(num_threads),
+            "scaling_mode": np.int64(self.scaling_mode),
+            "comm_overlap_method": np.int64(overlap.method),
+            "comm_type": np.int64(overlap.comm_type),
+            "comm_overlap_id": np.int64(overlap.buffer),
+            "num_splits": np.int64(overlap.num_splits),
+            "atomic": overlap.atomic,
+            "overlap_first_gemm": overlap.overlap_first_gemm,
+            "aggregate": overlap.aggregate,
+            "copies": overlap.use_ce,
+            "lhs_axis_boundary": np.int64(self.lhs_boundary),
+            "rhs_axis_boundary": np.int64(self.rhs_boundary),
+            "lhs_transposed": self.lhs_transposed,
+            "rhs_transposed": self.rhs_transposed,
+            "fuse_bias": self.fuse_bias,
+            "fuse_gelu": self.fuse_gelu,
+            "grad": self.grad,
+            "row_counts": np.array(self.row_counts, np.int64),
+            "num_batches": np.int64(self.num_batches),
+            "in_ring_order": self.in_ring_order,
+            "gathers_to_aux": self.gathers_to_aux,
+        }

@@ -1,0 +1,294 @@
+"""Rows between ranks by XLA: `ragged_all_to_all`, and all-gathers in turns; CPU, GPUs and TPUs.
+
+CPU programs run a stand-in made from an all-gather, with XLA's definition of the operation.
+"""
+
+import functools
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import ragged as stand_in
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec as P
+from movement_oracle import combined, dispatched, random_plan
+from on_mesh import AXIS, mesh_of, on_ranks, permuted_mesh
+
+from jax_cp_dispatch import Metadata, combine, dispatch
+from jax_cp_dispatch._dispatch import by_xla, lowering, ragged_choice, xla_collectives
+from jax_cp_dispatch._dispatch.xla_transfers import XlaRanks
+
+W, S, T, C = 8, 5, 24, 2
+CAPACITY = 100
+OPTIONS: Any = {"axis_name": AXIS, "implementation": "xla"}
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Lets CPU programs use the operation, by the stand-in; counts its calls while traced."""
+    found = []
+
+    def count(*args, **options):
+        found.append(options)
+        return stand_in.ragged_all_to_all(*args, **options)
+
+    monkeypatch.setattr(lax, "ragged_all_to_all", count)
+    monkeypatch.setattr(by_xla, "may_be_ragged", lambda *_: True)
+    return found
+
+
+def fitting_plan(seed, num_replicas=C):
+    for attempt in range(100):
+        plan = random_plan(np.random.default_rng((seed, attempt)), W, S, T, num_replicas)
+        if plan["num_total_recv_tokens"].max() <= CAPACITY:
+            return plan
+    raise AssertionError("no plan fits")
+
+
+def both(x, y, m):
+    return (
+        dispatch(x, m, capacity=CAPACITY, **OPTIONS),
+        combine(y, m, num_tokens=T, **OPTIONS),
+    )
+
+
+def rows(seed):
+    rng = np.random.default_rng(seed)
+    return (rng.normal(size=(W, n, 3)).astype(np.float32) for n in (T, CAPACITY))
+
+
+def assert_as_defined(got, plan, x, y):
+    np.testing.assert_array_equal(got[0], dispatched(plan, x, CAPACITY))
+    np.testing.assert_array_equal(got[1], combined(plan, y, T, np.float32))
+
+
+@pytest.mark.parametrize("has_src_offset", [False, True])
+def test_any_plan_matches_the_definition(calls, has_src_offset):
+    run = on_ranks(both, mesh_of(W, np.random.default_rng(0).permutation(W)))
+    for seed in range(8):
+        plan = fitting_plan(seed)
+        if has_src_offset:
+            free = T - plan["seq_len"] + 1
+            plan["src_offset"] = np.random.default_rng(seed).integers(0, free).astype(np.uint32)
+        x, y = rows(seed)
+        assert_as_defined(run(x, y, Metadata(**plan)), plan, x, y)
+    assert len(calls) == 2
+
+
+def test_rows_in_many_slots_return_without_an_all_gather(calls):
+    """All rows of all receive buffers return to rank 0, which has fewer: each is in many slots."""
+    length, to_each = 20, CAPACITY // 20
+    slots = np.arange(W * to_each)
+    plan: dict[str, Any] = {
+        "seq_len": np.zeros((W, slots.size), np.int32),
+        "dst_rank": np.full((W, slots.size, 1), -1, np.int32),
+        "dst_offset": np.zeros((W, slots.size, 1), np.uint32),
+        "src_offset": np.zeros((W, slots.size), np.uint32),
+        "num_recv_tokens": np.zeros((W, W + 1), np.uint32),
+        "world_size": W,
+    }
+    plan["seq_len"][0] = length
+    plan["dst_rank"][0, :, 0] = slots // to_each
+    plan["dst_offset"][0, :, 0] = slots % to_each * length
+    plan["src_offset"][0] = slots % (T - length + 1)
+    plan["num_recv_tokens"][:, [0, W]] = CAPACITY
+    x, y = rows(5)
+    assert_as_defined(on_ranks(both, mesh_of(W))(x, y, Metadata(**plan)), plan, x, y)
+    assert len(calls) == 2
+
+
+def test_an_invalid_plan_moves_nothing_and_fills_every_rank_with_nan(calls):
+    run = on_ranks(both, mesh_of(W))
+    plan = fitting_plan(0)
+    x, y = rows(0)
+    for field, index, value in [("dst_rank", np.s_[:], W), ("num_recv_tokens", np.s_[2, 1], 4)]:
+        broken = plan | {field: plan[field].copy()}
+        broken[field][index] = value
+        got = run(x, y, Metadata(**broken))
+        assert all(np.isnan(out).all() for out in got), field
+    assert len(calls) == 2
+
+
+def test_bits_of_narrow_types_and_two_axes_of_ranks(calls):
+    names = ("pod", "data")
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), names)
+    plan = fitting_plan(3)
+    rng = np.random.default_rng(4)
+    x = rng.integers(0, 2**16, (W, T, 2)).astype(np.uint16).view(jnp.bfloat16)
+    flags = rng.integers(0, 2, (W, T)).astype(bool)
+
+    def local(x, flags, m):
+        options = {**OPTIONS, "axis_name": names}
+        got = dispatch((x[0], flags[0]), m, capacity=CAPACITY, **options)
+        return jax.tree.map(lambda out: out[None], got)
+
+    run = jax.shard_map(local, mesh=mesh, in_specs=P(names), out_specs=P(names))
+    sent, sent_flags = jax.jit(run)(x, flags, Metadata(**plan))
+    raw = dispatched(plan, x.view(np.uint16), CAPACITY)
+    np.testing.assert_array_equal(np.asarray(sent).view(np.uint16), raw)
+    np.testing.assert_array_equal(sent_flags, dispatched(plan, flags, CAPACITY))
+    assert [options["axis_name"] for options in calls] == [names] * 2
+
+
+@pytest.mark.parametrize("num_turns", [2, 5])
+def test_a_combine_of_many_bytes_gathers_in_turns(num_turns, monkeypatch):
+    """Of 192 rows per rank, which the turns divide, and do not."""
+    capacity = W * T
+    limit = -(-W * capacity * 3 * 4 // num_turns)
+    monkeypatch.setattr(xla_collectives, "MAX_GATHERED_BYTES", limit)
+    gather, gathered = XlaRanks.gather, []
+    note = lambda self, x: gathered.append(x.size * W * 4) or gather(self, x)
+    monkeypatch.setattr(XlaRanks, "gather", note)
+    run = on_ranks(lambda y, m: combine(y, m, num_tokens=T, **OPTIONS), mesh_of(W))
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        plan = random_plan(rng, W, S, T, C)
+        plan["src_offset"] = rng.integers(0, T - plan["seq_len"] + 1).astype(np.uint32)
+        y = rng.normal(size=(W, capacity, 3)).astype(np.float32)
+        np.testing.assert_array_equal(run(y, Metadata(**plan)), combined(plan, y, T, np.float32))
+    assert limit / 2 < max(gathered) <= limit
+
+
+# ---- Lowered for GPUs and TPUs.
+
+PLAN = Metadata(**fitting_plan(0))
+X = np.zeros((W * T, 3), np.float32)
+
+
+def moved(x, m):
+    y = dispatch(x, m, axis_name=AXIS, capacity=CAPACITY, implementation="xla")
+    return combine(y, m, axis_name=AXIS, num_tokens=T, implementation="xla")
+
+
+def lowered(fn, *arguments, platforms):
+    return jax.jit(fn).trace(*arguments).lower(lowering_platforms=platforms).as_text()
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_programs_move_only_what_the_plan_says(platform):
+    run = jax.shard_map(moved, mesh=mesh_of(W), in_specs=P(AXIS), out_specs=P(AXIS))
+    loss = lambda x, m: (run(x, m) ** 2).sum()
+    for fn, num in ((run, 2), (jax.grad(loss), 4)):
+        text = lowered(fn, X, PLAN, platforms=(platform,))
+        assert text.count("custom_call @ragged_all_to_all(") == num
+        gathered = [line for line in text.splitlines() if "stablehlo.all_gather" in line]
+        assert gathered and not any("xf32" in line for line in gathered), "only metadata"
+
+
+def test_global_arrays_on_tpus_need_no_partitioner(monkeypatch):
+    """Their XLA lacks `custom_partitioning`; a `shard_map` gives the same values."""
+    mesh = permuted_mesh((2, 4), ("data", AXIS))
+    plan = Metadata(**random_plan(np.random.default_rng(0), 4, S, T, 1))
+    options = {"axis_name": AXIS, "mesh": mesh, "implementation": "xla"}
+
+    def both(x, m):
+        y = dispatch(x, m, capacity=4 * T, **options)
+        return y, combine(y, m, num_tokens=T, **options)
+
+    text = lowered(both, np.zeros((4 * T, 3), np.float32), plan, platforms=("tpu",))
+    assert text.count("custom_call @ragged_all_to_all(") == 2
+    assert "CustomSPMDPartitioning" not in text
+    monkeypatch.setattr(lowering, "can_partition", lambda ctx: False)
+    x = np.random.default_rng(1).standard_normal((4, T, 3)).astype(np.float32)
+    of_rows = jax.NamedSharding(mesh, P(AXIS, "data"))
+    wide = np.concatenate([x, -x], -1).reshape(4 * T, 6)
+    sent, summed = jax.jit(both)(jax.device_put(wide, of_rows), plan)
+    fields = {name: np.asarray(value) for name, value in vars(plan).items() if value is not None}
+    y = dispatched(fields, x, 4 * T)
+    np.testing.assert_array_equal(np.asarray(sent).reshape(4, 4 * T, 6)[..., :3], y)
+    z = combined(fields, y, T, np.float32)
+    np.testing.assert_array_equal(np.asarray(summed).reshape(4, T, 6)[..., 3:], -z)
+
+
+def test_global_arrays_on_tpus_need_a_known_mesh():
+    put = jax.jit(
+        lambda x, m: dispatch(x, m, axis_name=AXIS, capacity=CAPACITY),
+        in_shardings=jax.NamedSharding(mesh_of(W), P(AXIS)),
+    )
+    with pytest.raises(NotImplementedError, match=r"^dispatch: on TPUs.* Pass mesh="):
+        put.trace(X, PLAN).lower(lowering_platforms=("tpu",))
+
+
+def test_groups_and_examples():
+    mesh = permuted_mesh((2, 4), ("data", AXIS))
+    plan = Metadata(**random_plan(np.random.default_rng(0), 4, S, 4 * T, 1))
+    move = lambda x, m: dispatch(x, m, axis_name=AXIS, capacity=4 * T, implementation="xla")
+    each = lambda x, m: jax.vmap(move, (0, None))(x, m)
+    specs = {"in_specs": (P("data", AXIS), P(AXIS)), "out_specs": P("data", AXIS)}
+    run = jax.shard_map(each, mesh=mesh, **specs)
+    text = lowered(run, np.zeros((4, 16 * T, 2), np.float32), plan, platforms=("cuda",))
+    (line,) = [line for line in text.splitlines() if "custom_call @ragged_all_to_all(" in line]
+    assert "replica_groups = dense<[[0, 1, 2, 3], [4, 5, 6, 7]]>" in line
+    assert f"tensor<{4 * T}x2x2xf32>" in line  # examples are columns of one call
+
+
+def test_other_programs_gather():
+    run = jax.shard_map(moved, mesh=mesh_of(W), in_specs=P(AXIS), out_specs=P(AXIS))
+    for platforms in (("cpu",), ("cpu", "cuda")):
+        assert "ragged" not in lowered(run, X, PLAN, platforms=platforms)
+    one = functools.partial(moved)  # one device with all ranks
+    assert "ragged" not in lowered(one, X, PLAN, platforms=("tpu",))
+
+
+# ---- The self-test.
+
+
+@pytest.fixture
+def tested(monkeypatch):
+    """Makes the CPU devices pass for GPUs, and forgets earlier results."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    ragged_choice._passes.cache_clear()
+    yield lambda: ragged_choice.may_be_ragged(["cuda"], None)
+    ragged_choice._passes.cache_clear()
+
+
+def test_the_operation_is_used_where_its_results_are_right(calls, tested):
+    assert tested()
+    assert len(calls) == 4  # both calls of both arrays
+
+
+def test_wrong_results_choose_the_all_gather(calls, tested, monkeypatch):
+    right = lax.ragged_all_to_all
+    shift = lambda x, out, begin, *rest, **options: right(x, out, begin + 1, *rest, **options)
+    monkeypatch.setattr(lax, "ragged_all_to_all", shift)
+    with pytest.warns(UserWarning, match="by all-gather .* failed its self-test"):
+        assert not tested()
+
+
+def test_an_operation_that_cannot_run_chooses_the_all_gather(tested):
+    with pytest.warns(UserWarning, match="by all-gather .* cannot run here: UNIMPLEMENTED"):
+        assert not tested()
+    assert not tested()  # decided once
+
+
+# ---- Devices that a program is compiled for, and that are not here.
+
+
+def test_the_compiler_of_other_devices_decides(monkeypatch):
+    """A refusal costs the ragged exchange, and is said once; other slices keep it."""
+    refusing, taking = (object(),) * 4, (object(),) * 4
+    refusal = lambda devices: "limited routing" if devices == refusing else ""
+    monkeypatch.setattr(ragged_choice, "_refusal", refusal)
+    client = lambda devices: types.SimpleNamespace(platform="tpu", devices=lambda: list(devices))
+    with pytest.warns(UserWarning, match="by all-gather .* limited routing"):
+        assert not ragged_choice.may_be_ragged(["tpu"], client(refusing))
+    assert ragged_choice.may_be_ragged(["tpu"], client(taking))
+
+
+def test_a_program_for_unknown_devices_uses_the_operation():
+    for backend in (None, jax.devices()[0].client):
+        assert ragged_choice.may_be_ragged(["tpu"], backend)
+        assert not ragged_choice.may_be_ragged(["cpu"], backend)
+
+
+def test_a_compiler_that_lacks_the_operation_refuses():
+    assert "for 8 x cpu: UNIMPLEMENTED" in ragged_choice._refusal(tuple(jax.devices()))
+
+
+def test_a_compiler_that_has_the_operation_takes_it(calls):
+    for num_devices in (1, 3, 8):
+        assert ragged_choice._refusal(tuple(jax.devices()[:num_devices])) == ""
+    assert len(calls) == 3
