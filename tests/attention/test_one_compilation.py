@@ -55,7 +55,7 @@ def ids_of(*rows):
 class Placed:
     """Placements, and the arrays of a batch in their order."""
 
-    fit = staticmethod(fit_plan_config)
+    fit = staticmethod(partial(fit_plan_config, placed=True))
     limit = "max_kv_transfers"
     for_ring = Documents.unplaced
 
