@@ -58,13 +58,12 @@ def loss(parameters, batch, documents, attend):
 
 def hamilton(q, k, v, documents):
     def local(q, k, v, documents):  # this rank's rows
-        return cpd.context_parallel_attention(
-            q, k, v, documents=documents, algorithm="hamilton", axis_name=AXIS
-        )
+        options: Any = {"algorithm": "hamilton", "axis_name": AXIS, "documents": documents}
+        return cpd.context_parallel_attention(q, k, v, **options)
 
     rows = P(None, AXIS)
-    in_specs = (rows, rows, rows, documents.specs(AXIS))
-    return jax.shard_map(local, mesh=MESH, in_specs=in_specs, out_specs=rows)(q, k, v, documents)
+    specs = rows, rows, rows, documents.specs(AXIS)
+    return jax.shard_map(local, mesh=MESH, in_specs=specs, out_specs=rows)(q, k, v, documents)
 
 
 def dense(q, k, v, documents):

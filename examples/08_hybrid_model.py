@@ -83,9 +83,9 @@ def train(devices, tokens, documents):
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     params, tokens, documents = jax.device_put((weights(), tokens, documents), shardings)
 
-    def on_rank(params, tokens, documents):
-        return loss_on_rank(params, tokens, {"axis_name": "cp", "documents": documents})
-
+    on_rank = lambda w, x, documents: loss_on_rank(
+        w, x, {"axis_name": "cp", "documents": documents}
+    )
     on_ranks = jax.shard_map(on_rank, mesh=mesh, in_specs=specs, out_specs=P())
 
     @jax.jit
@@ -109,8 +109,7 @@ batch["label_2"] = shift(-2, fill=-1)
 
 placement = cpd.place_tokens(segment_ids=ids, world_size=8)
 placed = train(jax.devices(), placement.apply(batch), placement.documents)
-zigzag = documents.zigzag(8)
-in_zigzag = train(jax.devices(), zigzag.apply(batch), zigzag)
+in_zigzag = train(jax.devices(), (zigzag := documents.zigzag(8)).apply(batch), zigzag)
 
 of_row = np.arange(max(LENGTHS)) < np.array(LENGTHS)[:, None]  # each document in a row of its own
 alone = {name: np.full(of_row.shape, -(name > "l")) for name in batch}

@@ -61,7 +61,7 @@ class Documents:
     counted: bool = dataclasses.field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        check_ids(_OP, self.segment_ids, self.positions)
+        check_ids(_OP, self.segment_ids, self.positions, may_be_empty=True)
         known = read_documents(_OP, self.segment_ids, self.positions)
         segment_ids = self.segment_ids
         if is_on_host(segment_ids):

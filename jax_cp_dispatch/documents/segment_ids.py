@@ -20,7 +20,7 @@ Ids = Integer[Array, "B T"] | Integer[np.ndarray, "B T"]
 _INT32 = np.iinfo(np.int32)
 
 
-def check_ids(op: str, segment_ids: Any, positions: Any) -> None:
+def check_ids(op: str, segment_ids: Any, positions: Any, *, may_be_empty: bool = False) -> None:
     """Requires integers of whole batch rows, of the same shape; positions may be None."""
     arrays = {"segment_ids": segment_ids}
     if positions is not None:
@@ -29,7 +29,7 @@ def check_ids(op: str, segment_ids: Any, positions: Any) -> None:
         check_array(op, name, x)
         if not jnp.issubdtype(x.dtype, jnp.integer):
             raise TypeError(f"{op}: {name} has dtype {x.dtype}; it needs an integer dtype.")
-    if segment_ids.ndim != 2 or 0 in segment_ids.shape:
+    if segment_ids.ndim != 2 or (0 in segment_ids.shape and not may_be_empty):
         raise ValueError(
             f"{op}: segment_ids has shape {segment_ids.shape} but must be [B, columns], not empty. "
             "For a single packed row pass segment_ids[None]."

@@ -188,7 +188,7 @@ CASES = [
     (
         "Documents.with_plan",
         lambda: PACKED.with_plan(NO_PLAN),
-        r"plan is of type ndarray; it needs to be an Plan. Pass plan_attention\(...\)",
+        r"plan is of type ndarray; it needs to be a Plan. Pass plan_attention\(...\)",
     ),
     (
         "context_parallel_attention",

@@ -187,7 +187,7 @@ def test_groups_of_rows_fall_back_together():
             documents.segment_ids, documents.positions, (apart,), order=PLACED, columns=columns
         )
         if not fits:
-            with pytest.raises(jax.errors.JaxRuntimeError, match="the plan is a fallback"):
+            with pytest.raises(jax.errors.JaxRuntimeError, match=r"a fallback|for another batch"):
                 jax.block_until_ready(step(*arrays, other))
     assert step._cache_size() == 1  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -269,7 +269,7 @@ def test_a_fallback_whose_rows_fit_fails_too(kind, config):
     """The error refers to `describe`, which names what exceeds a limit."""
     lengths = [90, 7, 31, 60, 60, 8]
     documents = kind(lengths, world_size=2, config=config, fallback="ring").documents
-    assert re.search(r"max_(q_)?transfers 1: it needs \d", documents.plan.describe())
+    assert re.search(r"max_(q_|kv_)transfers 1: it needs \d", documents.plan.describe())
     q = np.zeros((1, 256, 1, 4), np.float32)
     planned, _ = branches(kind, documents, mesh=mesh_of(2))
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"fallback.*`describe` says what"):

@@ -117,7 +117,9 @@ def test_exchange_comes_before_attention_in_the_compiled_program(implementation)
     in_order = [kinds.findall(computation) for computation in text.split("\n\n")]
     with_exchange = [found for found in in_order if set(found) - {"while"}]
     expected = ["custom-call"] if implementation is None else ["all-to-all"] * 2
-    assert with_exchange == [[*expected, "while"]]
+    loop, *before = with_exchange
+    assert loop == [*expected, "while"]
+    assert before in ([], [["custom-call", "while", "while"]])  # the ids of all ranks come first
     assert '"known_trip_count":{"n":"2"}' in text
 
 

@@ -196,7 +196,7 @@ def attend_abstractly(plan, mesh_shape=(D, W), **options):
     x = jax.ShapeDtypeStruct((D * B, T, 2, 8), np.float32)
     options = {"mesh": mesh, "axis_name": AXIS, "algorithm": "auto", "head_axis": (), **options}
     ones = np.ones((D * B, T), np.int32)
-    order = PLACED if plan.is_placed else PACKED
+    order = PLACED if plan is not None and plan.is_placed else PACKED
     plans = () if plan is None else (plan,)
     documents = Documents.in_order(ones, ones, plans, order=order, columns=T)
     return jax.eval_shape(

@@ -85,6 +85,7 @@ def test_plain_product_of_types():
         np.testing.assert_allclose(gemm(lhs, rhs), lhs @ rhs, rtol=1e-13, atol=1e-13)
 
 
+@pytest.mark.usefixtures("unchecked_types")  # of a list
 def test_plain_product_under_transformations():
     """vmap, second derivatives, and arrays without elements."""
     lhs, rhs = jnp.asarray(integers(0, 3, 4, K)), jnp.asarray(integers(1, 3, K, N))

@@ -56,10 +56,10 @@ def files_that_use(name):
 def test_an_algorithm_touches_three_files():
     """The lists of algorithms and of public names, beside its own file.
 
-    Hamilton attention also has a profile, a picture, and nodes to choose.
+    Hamilton attention also has a profile, and nodes to choose.
     """
     lists = {"attention/algorithms/__init__.py", "attention/__init__.py", "__init__.py"}
     assert files_that_use("Ulysses") == {"attention/algorithms/ulysses.py", *lists}
-    more = {"attention/choose.py", "attention/profile/hamilton.py", "plots/schedules.py"}
+    more = {"attention/choose.py", "attention/profile/hamilton.py"}
     more |= {"plan_command/report.py"}
     assert files_that_use("Hamilton") == {"attention/algorithms/hamilton.py", *lists, *more}

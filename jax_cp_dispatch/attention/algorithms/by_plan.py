@@ -39,17 +39,19 @@ def attend_by_plan(
     Ranks compare the checksums of their plans, and of the ids, positions and mask of `packed`.
     """
     check_rows_of_plan(options.op, operands, plan, packed)
-    rank = jax.lax.axis_index(options.exchange.axis_name)
-    mask, segment_ids, positions = packed
-    fingerprint = rank_fingerprint(plan.fingerprint, rank, segment_ids, positions, mask)
-    movement = PlannedMovement(options, not plan.is_placed)
-    return _attend(movement, operands, (plan, fingerprint))
+    return _attend(PlannedMovement(options, not plan.is_placed), operands, plan, packed)
 
 
 @partial(jax.jit, static_argnums=0)  # equal calls of a program are traced and lowered once
-def _attend(movement: PlannedMovement, operands: Operands, arrays: Any) -> Outputs:
+def _attend(
+    movement: PlannedMovement, operands: Operands, plan: Plan, packed: PackedMask
+) -> Outputs:
     """Attends the concatenated rows of all batch rows."""
-    q, k, v, *others = operands.varying(movement.options.exchange)
+    exchange = movement.options.exchange
+    mask, *documents = packed
+    rank = jax.lax.axis_index(exchange.axis_name)
+    arrays = plan, rank_fingerprint(plan.fingerprint, rank, *documents, mask)
+    q, k, v, *others = operands.varying(exchange)
     q, k, v = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (q, k, v))
     outputs: Any = exchange_once(movement, Operands(q, k, v, *others), arrays)
     out, lse, max_logits = outputs
