@@ -83,9 +83,7 @@ def train(devices, tokens, documents):
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     params, tokens, documents = jax.device_put((weights(), tokens, documents), shardings)
 
-    on_rank = lambda w, x, documents: loss_on_rank(
-        w, x, {"axis_name": "cp", "documents": documents}
-    )
+    on_rank = lambda w, x, d: loss_on_rank(w, x, {"axis_name": "cp", "documents": d})
     on_ranks = jax.shard_map(on_rank, mesh=mesh, in_specs=specs, out_specs=P())
 
     @jax.jit

@@ -1,6 +1,7 @@
 """`Documents`: positions, orders, plans, and what a program keeps of them."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np

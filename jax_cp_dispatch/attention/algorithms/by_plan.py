@@ -48,9 +48,9 @@ def _attend(
 ) -> Outputs:
     """Attends the concatenated rows of all batch rows."""
     exchange = movement.options.exchange
-    mask, *documents = packed
+    mask, segment_ids, positions = packed
     rank = jax.lax.axis_index(exchange.axis_name)
-    arrays = plan, rank_fingerprint(plan.fingerprint, rank, *documents, mask)
+    arrays = plan, rank_fingerprint(plan.fingerprint, rank, segment_ids, positions, mask)
     q, k, v, *others = operands.varying(exchange)
     q, k, v = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (q, k, v))
     outputs: Any = exchange_once(movement, Operands(q, k, v, *others), arrays)
