@@ -101,9 +101,8 @@ def dense_attention(q, k, v, *, sink, window):
 
 ids = np.repeat([np.arange(1, 1 + len(LENGTHS))], LENGTHS, axis=1)
 batch = {"token": np.random.default_rng(1).integers(0, VOCAB, (1, COLUMNS))}
-batch["position"] = np.concatenate([np.arange(n) for n in LENGTHS])[None]
+batch["position"] = cpd.Documents(ids).positions
 batch["label"] = cpd.sequence.shift_documents(batch["token"], -1, segment_ids=ids, fill=-1)
-
 mesh = Mesh(np.array(jax.devices()), "cp")
 placement = cpd.place_tokens(segment_ids=ids, world_size=8, masks=MASKS, layers=(PAIRS, PAIRS))
 placed = jax.device_put(placement.apply(batch), NamedSharding(mesh, P(None, "cp")))
