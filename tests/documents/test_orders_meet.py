@@ -132,7 +132,8 @@ def test_labels_and_local_attention_take_packed_order(order):
         lambda x: cpd.local_attention(x, x, x, mask="causal", documents=documents), X
     )
     if order.startswith("packed"):
-        shift(), local()
+        shift()
+        local()
         return
     for call in (shift, local):
         with pytest.raises((ValueError, TypeError), match=rf"{REFUSED}|separate runs"):
