@@ -200,9 +200,10 @@ class Documents:
           shardings.
         """
         rows = P(batch_axis, axis_name)
+        positions = None if self.positions is None else rows
         mask = rows if jax.tree.leaves(self.mask) else self.mask
         plans = tuple(rows if np.ndim(x.fingerprint) > 2 else P(axis_name) for x in self.plans)
-        return self._replaced(segment_ids=rows, positions=rows, mask=mask, plans=plans)
+        return self._replaced(segment_ids=rows, positions=positions, mask=mask, plans=plans)
 
     @property
     def _permutation(self) -> Any:
