@@ -88,7 +88,7 @@ class Auto:
 
         Operands are padded to a multiple of the ranks.
         """
-        is_zigzag = options.layout == "zigzag"
+        is_zigzag = options.order.layout == "zigzag"
         if plan is not None:
             return Placed() if plan.is_placed else Balanced(self.config), plan
         if any(isinstance(x, Tracer) for x in packed[1:]):
@@ -112,7 +112,7 @@ class Auto:
             except DoesNotFitError:
                 estimate = None
         moves = traffic_of_plans(hardware, estimate, None)
-        given = {"hardware": hardware, "layout": options.layout, "with_backward": True}
+        given = {"hardware": hardware, "layout": options.order.layout, "with_backward": True}
         choice, _ = choose_for(workload, **given, **moves)
         if isinstance(choice.algorithm, Balanced):
             return Balanced(self.config), plan
@@ -145,7 +145,7 @@ def _workload(
     rows = max(B // sizes.num_groups, 1)
     lengths = ((T,),) * rows
     order = slice(None)
-    if options.layout == "zigzag":
+    if options.order.layout == "zigzag":
         order = zigzag_permutation(T, sizes.num_ranks, inverse=True)
     mask, segment_ids, positions = jax.tree.map(lambda x: np.asarray(x)[:rows, order], packed)
     if segment_ids is not None or positions is not None:

@@ -262,7 +262,7 @@ def _read_known(
     if plan is not None:
         folded = (fold_to_int32(x) if x is not None and is_on_host(x) else x for x in documents)
         return PackedMask(mask, *folded)
-    order: Any = {"layout": options.layout, "num_ranks": num_ranks}
+    order: Any = {"layout": options.order.layout, "num_ranks": num_ranks}
     packed = PackedMask(mask, *read_sequences(_OP, *documents, **order))
     check_known_mask(_OP, packed, **order)
     return packed
@@ -334,7 +334,7 @@ def _read_operands(q, k, v, sink, expanding) -> tuple[Operands, Expansion | None
 
 def _check_plan(options: AttentionOptions, axes: MeshAxes, num_tokens: int, plan: Any) -> None:
     """Requires that order and plan match the tokens, the ranks and the other arguments."""
-    if (plan is not None or options.layout == "zigzag") and num_tokens % axes.num_ranks:
+    if (plan is not None or options.order.layout == "zigzag") and num_tokens % axes.num_ranks:
         raise ValueError(
             f"{_OP}: T is {num_tokens} but {axes.described}, which must divide it with a plan, and "
             "in zigzag order. Pad the tokens (segment 0 is padding) before you plan or reorder "

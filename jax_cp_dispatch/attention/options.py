@@ -39,11 +39,6 @@ class AttentionOptions:
     checks_order: bool = True
 
     @property
-    def layout(self) -> str:
-        """Of tokens that stay: "zigzag" or "contiguous"."""
-        return "zigzag" if self.order.name == "zigzag" else "contiguous"
-
-    @property
     def op(self) -> str:
         return self.exchange.op
 

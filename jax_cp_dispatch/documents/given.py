@@ -27,10 +27,6 @@ class GivenDocuments(NamedTuple):
     plan: Any = None
     columns: int | None = None
 
-    @property
-    def layout(self) -> str:
-        return "zigzag" if self.order.name == "zigzag" else "contiguous"
-
     def without_plan(self, op: str) -> GivenDocuments:
         """Returns the same without the plan, whose mask needs to be known."""
         if isinstance(self.packed.mask, MaskKind):

@@ -17,6 +17,11 @@ class Order(NamedTuple):
     name: str
     num_ranks: int = 0
 
+    @property
+    def layout(self) -> str:
+        """Of tokens that are not placed: "zigzag" or "contiguous"."""
+        return "zigzag" if self.name == "zigzag" else "contiguous"
+
     def __str__(self) -> str:
         if self.name == "zigzag":
             return f"zigzag order of {self.num_ranks} ranks"

@@ -85,7 +85,7 @@ def pieces_of_ids(options: Options, segment_ids: Any, positions: Any, shape: Any
         return dataclasses.replace(pieces, batch=shape[0], num_tokens=shape[1])
     batch, num_tokens = shape
     num_ranks = jax.lax.axis_size(options.axis_name)
-    is_zigzag = options.layout == "zigzag" and num_ranks > 1
+    is_zigzag = options.order.layout == "zigzag" and num_ranks > 1
     make = zigzag_layout if is_zigzag else contiguous_layout
     layout = make(num_ranks, num_tokens)
     checks_order = options.checks_order and segment_ids is not None

@@ -37,11 +37,6 @@ class Options:
         return cls(read_options(op, axis_name, **given))
 
     @property
-    def layout(self) -> str:
-        """Of tokens that are not placed: "zigzag" or "contiguous"."""
-        return "zigzag" if self.order.name == "zigzag" else "contiguous"
-
-    @property
     def op(self) -> str:
         return self.exchange.op
 

@@ -176,13 +176,13 @@ def _on_global_arrays(
             for x in (segment_ids, positions)
         )
     else:
-        if missing and options.layout == "zigzag":
+        if missing and options.order.layout == "zigzag":
             raise ValueError(
                 f"{op}: T is {num_tokens} but {found.described}, which must divide it in zigzag "
                 "order. Pad the tokens (segment 0 is padding) before you reorder them."
             )
         segment_ids, positions = read_sequences(
-            op, segment_ids, positions, layout=options.layout, num_ranks=found.num_ranks
+            op, segment_ids, positions, layout=options.order.layout, num_ranks=found.num_ranks
         )
         if all(x is None or is_on_host(x) for x in (segment_ids, positions)):  # checked above
             layer = dataclasses.replace(

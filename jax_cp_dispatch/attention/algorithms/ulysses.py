@@ -89,7 +89,7 @@ def _attend(movement: ShareOfHeads, operands: Operands, packed: PackedMask) -> O
     if 0 in shape:
         return empty_outputs(operands, operands.v, options.return_lse, options.return_max_logits)
     operands = operands.varying(options.exchange)
-    order = {"layout": options.layout, "checks_order": options.checks_order}
+    order = {"layout": options.order.layout, "checks_order": options.checks_order}
     leaves, tree = jax.tree.flatten(ranges_of_all_ranks(options.exchange, packed, shape, **order))
     leaves = named_context(vary_alike(leaves, also=options.exchange.axis_names))
     leaves, tree = jax.tree.flatten((operands, tree.unflatten(leaves)))
@@ -113,7 +113,7 @@ class ShareOfHeads(Movement):
 
     @property
     def _heads(self) -> HeadExchange:
-        return HeadExchange(self.options.exchange, self.num_ranks, self.options.layout)
+        return HeadExchange(self.options.exchange, self.num_ranks, self.options.order.layout)
 
     def ranges(self, arrays: Any) -> MaskRanges:
         return arrays[0]

@@ -80,7 +80,7 @@ def hamilton_attention_profile(
     given.check_ranks(op, q.shape[1], num_ranks, f"{axis_name!r} has {num_ranks} devices")
     mask = read_mask_on_host(op, mask, q.shape[:2])
     sequence = algorithm.sequence(read, mask, num_ranks)
-    documents = read_sequences(op, *documents, layout=read.layout, num_ranks=num_ranks)
+    documents = read_sequences(op, *documents, layout=read.order.layout, num_ranks=num_ranks)
     sharding = NamedSharding(stopwatch.mesh, P(None, axis_name))
     *qkv, packed = jax.device_put((q, k, v, PackedMask(mask, *documents)), sharding)
     attend = lambda q, k, v, packed: attend_sequence(sequence, Operands(q, k, v), packed).out

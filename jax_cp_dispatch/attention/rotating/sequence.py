@@ -57,7 +57,7 @@ class ShardedSequence:
 
     @property
     def rearranges(self) -> bool:
-        return self.zigzag and self.options.layout == "contiguous" and self.num_ranks > 1
+        return self.zigzag and self.options.order.layout == "contiguous" and self.num_ranks > 1
 
     def rotation(self, q, k, v) -> Rotation:
         """Returns the rotation of one rank's arrays, or of their shapes and dtypes."""
@@ -80,7 +80,7 @@ class ShardedSequence:
 
     def _layout(self, num_tokens: int) -> SequenceLayout:
         """The layout in which a rank's tokens are computed."""
-        if self.options.layout == "zigzag":
+        if self.options.order.layout == "zigzag":
             return zigzag_layout(self.num_ranks, num_tokens)
         make = halves_in_zigzag if self.rearranges else contiguous_layout
         return make(self.num_ranks, num_tokens)
@@ -133,7 +133,7 @@ def token_ranges(
 ) -> TokenRanges:
     """Returns the tokens that each of this rank's rows sees, in the rows of the rotation."""
     options = sequence.options
-    order = {"layout": options.layout, "checks_order": options.checks_order}
+    order = {"layout": options.order.layout, "checks_order": options.checks_order}
     seen, fault = ranges_of_all_ranks(options.exchange, packed, shape, **order)
     token = rotation.layout.positions(lax.axis_index(options.exchange.axis_name))
     ranges = ranges_of_rows(packed.mask, seen, token)._replace(fault=fault)
