@@ -15,7 +15,7 @@ import common
 import jax
 
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
-from jax_cp_dispatch.plots.figure import figure_class, save
+from jax_cp_dispatch.plots import figure_class, save
 
 METHODS = ("zigzag", "hamilton", "balanced", programs.LOCAL, programs.PACKAGE, programs.DENSE)
 

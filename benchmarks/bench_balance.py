@@ -33,7 +33,7 @@ def row(profile: BalanceProfile) -> dict[str, object]:
         "busiest_ms": round(1e3 * profile.busiest, 1),
         "mean_ms": round(1e3 * statistics.mean(profile.seconds), 1),
         "imbalance": round(profile.imbalance, 4),
-        "imbalance_of_pairs": round(profile.imbalance_of_pairs, 4),
+        "pair_imbalance": round(profile.pair_imbalance, 4),
     }
 
 

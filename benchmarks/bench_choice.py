@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jax_cp_dispatch as cp
-from jax_cp_dispatch.bench_command.attention import segment_ids_of
+from jax_cp_dispatch.bench_command.attention import make_segment_ids
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
 
 AXIS, RANKS = "cp", (4, 8)
@@ -74,7 +74,7 @@ def call_options(case: Case, algorithm: str) -> dict[str, Any]:
     if algorithm == "placed":
         placement = cp.place_tokens([case.lengths], world_size=case.num_ranks)
         return {"documents": placement.documents}
-    ids = segment_ids_of(case.lengths)
+    ids = make_segment_ids(case.lengths)
     if algorithm == "balanced":
         config = cp.PlanConfig(num_heads=case.heads[0], num_kv_heads=case.heads[1])
         options = {"world_size": case.num_ranks, "config": config}

@@ -17,7 +17,7 @@ from attention_programs import AXIS, HEAD_SIZE, NUM_HEADS, NUM_RANKS, mesh
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from jax_cp_dispatch import context_parallel_attention, local_attention
-from jax_cp_dispatch.bench_command.attention import drawn_lengths, segment_ids_of
+from jax_cp_dispatch.bench_command.attention import drawn_lengths, make_segment_ids
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
 from jax_cp_dispatch.masks import SharedPrefix
 
@@ -47,7 +47,7 @@ def over_devices(tokens: int) -> tuple[Runs, dict[str, str]]:
     shape = (1, NUM_RANKS * tokens, NUM_HEADS, HEAD_SIZE)
     q, k, v, dout = (put(rng.standard_normal(shape, np.float32)) for _ in range(4))
     sink = jnp.asarray(rng.standard_normal(NUM_HEADS), jnp.float32)
-    ids = segment_ids_of(drawn_lengths(shape[1], seed=0, median=tokens))
+    ids = make_segment_ids(drawn_lengths(shape[1], seed=0, median=tokens))
     starts = np.diff(ids, axis=1, prepend=0) != 0
     column = np.arange(shape[1])
     positions = column - np.maximum.accumulate(np.where(starts, column, 0), axis=1)

@@ -16,7 +16,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from jax_cp_dispatch.cost import HARDWARE, Prediction, Workload, predict
-from jax_cp_dispatch.plots.figure import save
+from jax_cp_dispatch.plots import save
 
 MODEL = Workload(
     num_ranks=1, tokens_per_rank=1, num_heads=32, num_kv_heads=32, head_size=128, itemsize=2

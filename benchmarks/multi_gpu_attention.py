@@ -20,7 +20,7 @@ from multi_gpu_sizes import Sizes
 
 from jax_cp_dispatch import Documents, PlanConfig, local_attention, place_tokens, plan_attention
 from jax_cp_dispatch.attention import context_parallel_attention
-from jax_cp_dispatch.bench_command.attention import TOLERANCE, gradients, segment_ids_of
+from jax_cp_dispatch.bench_command.attention import TOLERANCE, gradients, make_segment_ids
 from jax_cp_dispatch.bench_command.ranks import AXIS, Ranks
 from jax_cp_dispatch.cost import attention_flops, count_pairs
 
@@ -68,7 +68,7 @@ class Attention:
     def rows(self) -> Iterator[dict[str, Any]]:
         if self._case == "packed":
             try:
-                ids = segment_ids_of(self._lengths)
+                ids = make_segment_ids(self._lengths)
                 self._add(PEER, transformer_engine_attention(self._ranks.mesh, ids))
             except Exception as error:
                 yield {"what": PEER, "left_out": f"{type(error).__name__}: {error}"}
@@ -116,7 +116,7 @@ class Attention:
             self._programs[name, what] = Program(jax.jit(fn), *shapes[: PASSES[what]], documents)
 
     def _ours(self, algorithm: str) -> Callable[..., Any]:
-        ids = segment_ids_of(self._lengths)
+        ids = make_segment_ids(self._lengths)
         ranks, sizes = self._ranks, self._sizes
         given: dict[str, Any] = {} if self._case == "causal" else {"segment_ids": ids}
         if algorithm == "placed":

@@ -17,7 +17,7 @@ from multi_gpu_sizes import Sizes
 
 from jax_cp_dispatch import place_tokens
 from jax_cp_dispatch.attention import context_parallel_attention
-from jax_cp_dispatch.bench_command.attention import TOLERANCE, random_operands, segment_ids_of
+from jax_cp_dispatch.bench_command.attention import TOLERANCE, make_segment_ids, random_operands
 from jax_cp_dispatch.bench_command.gemm import GATHER, METHODS, SCATTER, Product
 from jax_cp_dispatch.bench_command.movement import Exchange
 from jax_cp_dispatch.bench_command.ranks import AXIS, Ranks
@@ -59,7 +59,7 @@ class Gate:
         """Forward, in the order of tokens and placed."""
         ranks, sizes = self._ranks, self._sizes
         lengths = DOCUMENTS * ranks.count
-        ids, placement = segment_ids_of(lengths), place_tokens(lengths, world_size=ranks.count)
+        ids, placement = make_segment_ids(lengths), place_tokens(lengths, world_size=ranks.count)
         q, k, v, _ = random_operands(
             sum(lengths), sizes.heads, sizes.head_size, sizes.dtype, kv_heads=sizes.kv_heads
         )

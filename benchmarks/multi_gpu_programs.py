@@ -19,7 +19,7 @@ import numpy as np
 
 from jax_cp_dispatch import available_implementations
 from jax_cp_dispatch._dispatch.exchange_operands import Exchange, groups_by_array, read_operands
-from jax_cp_dispatch._measuring import seconds_of_a_call
+from jax_cp_dispatch._measuring import call_seconds
 from jax_cp_dispatch._ranks.implementations import default_platform
 from jax_cp_dispatch._ranks.job import is_in_job, publish_and_read_all
 from jax_cp_dispatch.gpu import raise_gpu_errors
@@ -160,14 +160,14 @@ def timed(runs: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, dict[
     most = MOST_CALLS if default_platform() == "cuda" else 1
     calls, samples = {}, {}
     for name, run in runs.items():
-        seconds = max(of_all(name, seconds_of_a_call(run)))
+        seconds = max(of_all(name, call_seconds(run)))
         calls[name] = int(min(max(1.0, SAMPLE // seconds), most))
         samples[name] = min(rounds, max(3, int(LONGEST // seconds)))
     times: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(rounds):
         for name, run in runs.items():
             if number < samples[name]:
-                times[name].append(seconds_of_a_call(run, calls[name]))
+                times[name].append(call_seconds(run, calls[name]))
     raise_gpu_errors()
     result = {}
     for name, own in times.items():

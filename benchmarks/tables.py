@@ -13,7 +13,7 @@ VIEWS = {
         {"": "{algorithm}"},
         {
             "{lengths}, {world_size} ranks": "{busiest_ms:.0f} ({imbalance:.2f}; "
-            "{imbalance_of_pairs:.2f})"
+            "{pair_imbalance:.2f})"
         },
         picture="balance.svg",
     ),

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jax_cp_dispatch.attention import context_parallel_attention
-from jax_cp_dispatch.bench_command.attention import DENSE, drawn_lengths, segment_ids_of
+from jax_cp_dispatch.bench_command.attention import DENSE, drawn_lengths, make_segment_ids
 from jax_cp_dispatch.bench_command.ranks import AXIS, Ranks
 from jax_cp_dispatch.documents import Documents
 from jax_cp_dispatch.planner import place_tokens, plan_attention
@@ -110,7 +110,7 @@ class Step:
     """
 
     def __init__(self, ranks: Ranks, model: Model, lengths: list[int], algorithm: str | Attend):
-        batch, documents = _batch(lengths), Documents(segment_ids_of(lengths))
+        batch, documents = _batch(lengths), Documents(make_segment_ids(lengths))
         if algorithm == "placed":
             placement = place_tokens(lengths, world_size=ranks.count)
             batch, documents = placement.apply(batch), placement.documents
@@ -139,7 +139,7 @@ class Step:
 
 
 def _batch(lengths: list[int]) -> dict[str, np.ndarray]:
-    ids = segment_ids_of(lengths)
+    ids = make_segment_ids(lengths)
     tokens = np.random.default_rng(2).integers(0, VOCABULARY, ids.shape).astype(np.int32)
     is_last = np.roll(ids, -1, axis=1) != ids
     is_last[0, -1] = True

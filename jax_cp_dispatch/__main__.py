@@ -4,9 +4,7 @@ import argparse
 import sys
 from typing import NoReturn
 
-from jax_cp_dispatch.bench_command import run as bench
-from jax_cp_dispatch.demo import run as demo
-from jax_cp_dispatch.doctor import run as doctor
+from jax_cp_dispatch import bench_command as bench, demo, doctor
 from jax_cp_dispatch.plan_command import run as plan
 
 

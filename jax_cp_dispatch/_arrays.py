@@ -1,7 +1,8 @@
-"""Gathers, sums and choices of rows, each as few operations."""
+"""Array operations that XLA compiles to few, and the dtypes of sums."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -58,3 +59,16 @@ def known_inside(
     if place.ndim == 0:
         return lax.dynamic_index_in_dim(x, place, axis, False, allow_negative_indices=False)
     return x.at[(slice(None),) * axis + (place,)].get(mode="promise_in_bounds")
+
+
+def sum_dtype(*dtypes: Any) -> np.dtype:
+    """Returns the dtype of sums: float64 if any of these types is float64, else float32."""
+    is_double = any(np.dtype(dtype) == np.float64 for dtype in dtypes)
+    return np.dtype(np.float64 if is_double else np.float32)
+
+
+def index_dtype(dtype: Any) -> np.dtype:
+    """Returns a signed type of at least 32 bits that holds an integer type, if JAX enables it."""
+    dtype = np.dtype(dtype)
+    is_wide = dtype.itemsize > 4 or dtype == np.uint32
+    return jax.dtypes.canonicalize_dtype(np.int64 if is_wide else np.int32)

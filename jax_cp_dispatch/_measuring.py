@@ -42,11 +42,11 @@ def interleaved(
         for name, run in runs.items():
             if longest is not None and times[name] and times[name][0] > longest:
                 continue
-            times[name].append(seconds_of_a_call(run, calls))
+            times[name].append(call_seconds(run, calls))
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def seconds_of_a_call(run: Callable[[], Any], calls: int = 1) -> float:
+def call_seconds(run: Callable[[], Any], calls: int = 1) -> float:
     """Returns the mean seconds of calls in a row, after one that is not timed."""
     jax.block_until_ready(run())
     start = time.perf_counter()

@@ -1,8 +1,13 @@
-"""Text for people: numbers with units, and aligned tables."""
+"""Text for people: tables, progress of commands, warnings at the line of the user's program."""
 
+import contextlib
 import dataclasses
+import functools
+import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -78,9 +83,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, indent: int =
     )
 
 
-def table_of_ranks(
-    values: Mapping[str, Num[np.ndarray, " W"]], *, digits: int = 0
-) -> list[list[str]]:
+def rank_table(values: Mapping[str, Num[np.ndarray, " W"]], *, digits: int = 0) -> list[list[str]]:
     """Returns a row for each quantity of the ranks: least, median, most, and the rank with most."""
     return [
         [name, *(f"{f(x):,.{digits}f}" for f in (np.min, np.median, np.max)), str(np.argmax(x))]
@@ -96,3 +99,50 @@ def paragraph(text: str, *, indent: int = 2) -> str:
     margin = " " * indent
     lines = textwrap.wrap(text, WIDTH - indent, break_long_words=False, break_on_hyphens=False)
     return "\n".join(margin + line for line in lines)
+
+
+class Progress:
+    """Prints numbered steps with their time on standard error, and the progress of long ones."""
+
+    def __init__(self, num_steps: int):
+        self._num_steps = num_steps
+        self._step = 0
+
+    @contextlib.contextmanager
+    def step(self, what: str) -> Iterator[Callable[[float], None]]:
+        self._step += 1
+        label = f"[{self._step}/{self._num_steps}] {what} "
+        start = time.perf_counter()
+
+        def show(fraction: float) -> None:
+            if sys.stderr.isatty():
+                bar = "#" * round(20 * fraction)
+                print(f"\r{label:<60}|{bar:<20}|", end="", file=sys.stderr, flush=True)
+
+        show(0.0)
+        yield show
+        again = "\r" if sys.stderr.isatty() else ""
+        seconds = time.perf_counter() - start
+        print(f"{again}{label:<60}{seconds:6.1f} s{'':<14}", file=sys.stderr, flush=True)
+
+
+# Modules between the user's line and a warning: a traced or lowered call passes through JAX.
+_SKIPPED = {"jax_cp_dispatch", "jax", "jaxlib", "contextlib", "functools", "jaxtyping", "beartype"}
+
+
+def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warns at the innermost line outside this package and JAX."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and _is_skipped(frame.f_globals.get("__name__", "")):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)
+
+
+@functools.lru_cache(maxsize=16)
+def say_once(message: str) -> None:
+    """Warns of something that this package chose, once per process."""
+    warn_caller(f"jax_cp_dispatch: {message}")
+
+
+def _is_skipped(module: str) -> bool:
+    return module.partition(".")[0] in _SKIPPED

@@ -8,7 +8,7 @@ import threading
 import jax
 import jaxlib.version
 
-from jax_cp_dispatch._warning import warn_caller
+from jax_cp_dispatch._text import warn_caller
 
 __all__ = ["keep_freed_memory", "start_cpu_devices"]
 

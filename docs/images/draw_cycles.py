@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jax_cp_dispatch.cycles import hamiltonian_cycles, two_level_cycles
-from jax_cp_dispatch.plots.figure import LINE, color, figure_class, save
+from jax_cp_dispatch.plots import LINE, color, figure_class, save
 
 _SIZE = 1.25  # inches of a diagram
 

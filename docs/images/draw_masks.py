@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_cp_dispatch.documents.packed_mask import PackedMask
-from jax_cp_dispatch.documents.ranges import attended_tokens
+from jax_cp_dispatch.documents.ranges import PackedMask, attended_tokens
 from jax_cp_dispatch.masks import Mask
-from jax_cp_dispatch.plots.figure import COLORS, LINE, figure_class, save
+from jax_cp_dispatch.plots import COLORS, LINE, figure_class, save
 
 _SIZE = 1.7  # inches of a mask
 _COLUMNS = 5

@@ -13,7 +13,7 @@ from jax_cp_dispatch.documents.layouts import (
     contiguous_layout,
     zigzag_layout,
 )
-from jax_cp_dispatch.plots.figure import LINE, color, figure_class, save
+from jax_cp_dispatch.plots import LINE, color, figure_class, save
 
 _BAR = 0.05  # height of a bar, of the side of the triangle
 

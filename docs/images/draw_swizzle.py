@@ -6,7 +6,7 @@ import sys
 import jax.numpy as jnp
 import numpy as np
 
-from jax_cp_dispatch.plots.figure import LINE, color, figure_class, save
+from jax_cp_dispatch.plots import LINE, color, figure_class, save
 from jax_cp_dispatch.scaling import swizzle_scales
 
 ROWS, BLOCKS, BAND = 128, 4, 32  # of a tile; rows of one colour

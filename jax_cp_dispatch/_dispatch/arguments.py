@@ -8,10 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jax_cp_dispatch._dispatch.array_checks import check_arrays, check_num_rows, check_summable
 from jax_cp_dispatch._dispatch.buffers import BufferLimits, buffer_limits
+from jax_cp_dispatch._dispatch.checks import (
+    check_arrays,
+    check_is_metadata,
+    check_num_rows,
+    check_summable,
+)
 from jax_cp_dispatch._dispatch.exchange_operands import summable
-from jax_cp_dispatch._dispatch.read_metadata import check_is_metadata
 from jax_cp_dispatch.metadata import Metadata
 
 Rows = Array | np.ndarray

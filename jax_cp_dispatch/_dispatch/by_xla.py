@@ -4,14 +4,17 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from jax import lax
 from jax.interpreters import mlir
 
 from jax_cp_dispatch._dispatch.exchange_operands import Exchange, by_group, read_operands
 from jax_cp_dispatch._dispatch.ragged_choice import may_be_ragged
 from jax_cp_dispatch._dispatch.xla_collectives import combine_with_xla, dispatch_with_xla
 from jax_cp_dispatch._dispatch.xla_transfers import XlaRanks
-from jax_cp_dispatch._ranks.axis import rank_index
+from jax_cp_dispatch._ranks.communicator import rank_index
+from jax_cp_dispatch._ranks.implementations import IMPLEMENTATIONS, refuse_here
 from jax_cp_dispatch._ranks.lowering import Chosen
+from jax_cp_dispatch._ranks.options import CollectiveOptions
 
 
 def lower(ctx: Any, *operands: Any, exchange: Exchange, choice: Chosen) -> Any:
@@ -67,3 +70,17 @@ def _move(exchange: Exchange, ragged: bool, *operands: Any) -> list[Any]:
 def _without_padding(arrays: list[Any], num_rows: int) -> list[Any]:
     """Removes the padding of arrays without rows, which custom calls cannot take empty."""
     return [x[:0] for x in arrays] if num_rows == 0 else arrays
+
+
+def dispatch_or_collectives(
+    exchange: CollectiveOptions,
+    arrays: Any,
+    by_dispatch: Callable[[Any], Any],
+    by_xla: Callable[[Any], Any],
+) -> Any:
+    """Moves arrays by `dispatch` between CPU devices, or if a transport is named; else by XLA."""
+    refuse_here(exchange.op)
+    if exchange.implementation is not None:
+        row = IMPLEMENTATIONS[exchange.implementation]
+        return by_xla(arrays) if row.is_collectives else by_dispatch(arrays)
+    return lax.platform_dependent(arrays, cpu=by_dispatch, default=by_xla)

@@ -10,11 +10,10 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jax_cp_dispatch._dispatch.arguments import Argument
-from jax_cp_dispatch._dispatch.array_checks import check_size, check_storage, rows_per_rank
-from jax_cp_dispatch._dispatch.devices import place_arrays, vary_with
+from jax_cp_dispatch._dispatch.checks import check_size, check_storage, read_metadata, rows_per_rank
 from jax_cp_dispatch._dispatch.exchange_operands import Collectives, Exchange, OperandGroup
+from jax_cp_dispatch._dispatch.partitioning import place_arrays, vary_with
 from jax_cp_dispatch._dispatch.primitives import combine_p, dispatch_p
-from jax_cp_dispatch._dispatch.read_metadata import read_metadata
 from jax_cp_dispatch._ranks.call_context import CallContext, is_traced, refuse_other_mesh
 from jax_cp_dispatch._ranks.options import CollectiveOptions, find_ranks
 from jax_cp_dispatch._ranks.varying import vary_alike

@@ -9,11 +9,13 @@ from typing import Any
 
 from jax.extend.core import Primitive
 
-from jax_cp_dispatch._dispatch import by_xla, on_gpu
-from jax_cp_dispatch._dispatch.custom_call import lower_on_cpu
-from jax_cp_dispatch._dispatch.devices import on_every_device
+from jax_cp_dispatch._dispatch import by_xla, custom_call
 from jax_cp_dispatch._dispatch.exchange_operands import Exchange
-from jax_cp_dispatch._dispatch.partitioning import lower_partitioned, run_over_ranks
+from jax_cp_dispatch._dispatch.partitioning import (
+    lower_partitioned,
+    on_every_device,
+    run_over_ranks,
+)
 from jax_cp_dispatch._ranks.implementations import (
     ON_CPU,
     ON_GPU,
@@ -23,13 +25,12 @@ from jax_cp_dispatch._ranks.implementations import (
     fall_back_to_xla,
     register_lowering,
 )
-from jax_cp_dispatch._ranks.lowering import choose, fall_back, lower_opened
-from jax_cp_dispatch._ranks.partitioning import can_partition
+from jax_cp_dispatch._ranks.lowering import can_partition, choose, fall_back, lower_opened
 
-register_lowering(Operation.EXCHANGE, lower_on_cpu, on=ON_CPU)
-register_lowering(Operation.EXCHANGE, on_gpu.lower, on=ON_GPU)
+register_lowering(Operation.EXCHANGE, custom_call.lower_on_cpu, on=ON_CPU)
+register_lowering(Operation.EXCHANGE, custom_call.lower_on_gpu, on=ON_GPU)
 register_lowering(Operation.EXCHANGE, by_xla.lower, on=[XLA])
-register_lowering(Operation.EXCHANGE_ON_ONE_DEVICE, on_gpu.on_one_device, on=ON_GPU)
+register_lowering(Operation.EXCHANGE_ON_ONE_DEVICE, custom_call.on_one_gpu, on=ON_GPU)
 register_lowering(Operation.EXCHANGE_ON_ONE_DEVICE, by_xla.on_one_device, on=[XLA])
 
 
@@ -46,14 +47,14 @@ def lower(primitive: Primitive, ctx: Any, *operands: Any, exchange: Exchange) ->
         implementation = choose_on_one_device(
             op, comm.implementation, ctx.module_context.platforms, comm.num_ranks
         )
-        if implementation in ON_GPU and (missing := on_gpu.what_gpus_lack(exchange)):
+        if implementation in ON_GPU and (missing := custom_call.what_gpus_lack(exchange)):
             implementation = fall_back_to_xla(op, comm.implementation, missing)
         on_one_device = implementation.lowerings[Operation.EXCHANGE_ON_ONE_DEVICE]
         return lower_partitioned(
             primitive, ctx, *operands, exchange=exchange, on_one_device=on_one_device(ctx, exchange)
         )
     choice = choose(ctx, op, comm)
-    if choice.implementation in ON_GPU and (missing := on_gpu.what_gpus_lack(exchange)):
+    if choice.implementation in ON_GPU and (missing := custom_call.what_gpus_lack(exchange)):
         choice = fall_back(choice, op, comm, missing)
     return choice.lower(Operation.EXCHANGE, ctx, *operands, exchange=exchange)
 

@@ -6,7 +6,7 @@ from jaxtyping import DTypeLike, Num, PyTree, Shaped
 
 from jax_cp_dispatch._dispatch.arguments import Rows, outgoing, returning
 from jax_cp_dispatch._dispatch.exchange import move
-from jax_cp_dispatch._ranks.axis import AxisName
+from jax_cp_dispatch._ranks.communicator import AxisName
 from jax_cp_dispatch._ranks.options import read_options
 from jax_cp_dispatch.metadata import Metadata
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.interpreters.mlir import ir
 
-from jax_cp_dispatch._dispatch import on_gpu
+from jax_cp_dispatch._dispatch import custom_call
 from jax_cp_dispatch._dispatch.exchange_operands import Exchange
 from jax_cp_dispatch._dispatch.primitives import combine_p, dispatch_p
 from jax_cp_dispatch._ranks.implementations import (
@@ -17,8 +17,8 @@ from jax_cp_dispatch._ranks.implementations import (
 )
 from jax_cp_dispatch._ranks.lowering import Chosen, choose, lower_opened
 
-register_lowering(Operation.EXCHANGE_START, on_gpu.lower_start, on=ON_GPU)
-register_lowering(Operation.EXCHANGE_DONE, on_gpu.lower_done, on=ON_GPU)
+register_lowering(Operation.EXCHANGE_START, custom_call.start_on_gpu, on=ON_GPU)
+register_lowering(Operation.EXCHANGE_DONE, custom_call.done_on_gpu, on=ON_GPU)
 
 
 def lower_start(
@@ -60,7 +60,7 @@ def _choice(ctx: Any, exchange: Exchange) -> Chosen | None:
     op, comm, module = exchange.op, exchange.comm, ctx.module_context
     if comm.open_axes or (exchange.is_global and module.axis_context.num_devices != 1):
         return None  # the arrays of other devices are here too, until the program is partitioned
-    if on_gpu.what_gpus_lack(exchange):
+    if custom_call.what_gpus_lack(exchange):
         return None  # the whole exchange says so
     if exchange.is_global:
         row = choose_on_one_device(op, comm.implementation, module.platforms, comm.num_ranks)

@@ -21,7 +21,7 @@ from jax_cp_dispatch._dispatch.xla_collectives import combine_with_xla, dispatch
 from jax_cp_dispatch._dispatch.xla_transfers import XlaRanks
 from jax_cp_dispatch._ranks.implementations import default_platform, program_platform
 from jax_cp_dispatch._ranks.job import first_failure
-from jax_cp_dispatch._warning import say_once
+from jax_cp_dispatch._text import say_once
 from jax_cp_dispatch.metadata import compute_metadata
 
 _PLATFORMS = {"cuda", "tpu"}  # XLA's CPU backend does not have the operation

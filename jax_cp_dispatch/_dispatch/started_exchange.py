@@ -10,7 +10,7 @@ from jaxtyping import DTypeLike, Num, PyTree, Shaped
 from jax_cp_dispatch._dispatch.arguments import Argument, Rows, outgoing, returning
 from jax_cp_dispatch._dispatch.exchange import SCOPE, Prepared, finish_results, prepare
 from jax_cp_dispatch._dispatch.pair import PairValues, done_p, num_held, start_p
-from jax_cp_dispatch._ranks.axis import AxisName
+from jax_cp_dispatch._ranks.communicator import AxisName
 from jax_cp_dispatch._ranks.options import CollectiveOptions, read_options
 from jax_cp_dispatch.metadata import Metadata
 

@@ -1,4 +1,4 @@
-"""What the caller of a collective function says about its ranks: checked here, trusted below."""
+"""The checked options of every collective call, and its ranks: mesh axes, process, deadline."""
 
 from __future__ import annotations
 
@@ -7,9 +7,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from jax_cp_dispatch._arguments import check_positive
-from jax_cp_dispatch._ranks.axis import AxisName, check_axis_name, check_mesh, other_axes
 from jax_cp_dispatch._ranks.call_context import CallContext, find_context
-from jax_cp_dispatch._ranks.communicator import Communicator, check_deadline, in_milliseconds
+from jax_cp_dispatch._ranks.communicator import (
+    AxisName,
+    Communicator,
+    check_axis_name,
+    check_deadline,
+    check_mesh,
+    in_milliseconds,
+    other_axes,
+)
 from jax_cp_dispatch._ranks.implementations import check_groups, check_implementation, refuse_here
 
 

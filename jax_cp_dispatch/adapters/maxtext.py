@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
-from jax_cp_dispatch._warning import warn_caller
+from jax_cp_dispatch._text import warn_caller
 from jax_cp_dispatch.adapters.maxtext_call import attention_keywords, what_is_missing
 from jax_cp_dispatch.attention import context_parallel_attention
 

@@ -1,15 +1,84 @@
-"""Reads the arguments of MaxText's `AttentionOp.apply_attention`."""
+"""Reads the arguments of MaxText's `AttentionOp.apply_attention`, and its mask."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
 
-from jax_cp_dispatch.adapters.maxtext_mask import mask_of_call
 from jax_cp_dispatch.documents import Documents
-from jax_cp_dispatch.masks.token_order import PACKED, Order, zigzag_order
+from jax_cp_dispatch.documents.documents import permuted
+from jax_cp_dispatch.documents.layouts import zigzag_permutation
+from jax_cp_dispatch.documents.ranges import PackedMask, attended_tokens
+from jax_cp_dispatch.masks import (
+    BlockCausal,
+    Blocks,
+    Causal,
+    Chunked,
+    Full,
+    Mask,
+    Ranges,
+    SlidingWindow,
+)
+from jax_cp_dispatch.masks.mask import PACKED, Order, zigzag_order
+
+
+def call_mask(self, segment_ids, is_image, batch: tuple[str, ...], order: Order) -> Mask:
+    """Returns the mask of a call of `AttentionOp`.
+
+    Chunks count as in MaxText: from the start of a document with load balance, of the row without.
+
+    Args:
+      self: the `AttentionOp`.
+      segment_ids: `[B, T]`, or None.
+      is_image: `bidirectional_mask`: tokens that see all tokens of their run; `[B, T]`, or None.
+      batch: the mesh axes of the batch.
+      order: of the stored tokens.
+    """
+    mask = _kind_mask(self)
+    counts_from_row = order == PACKED and isinstance(mask, Chunked | BlockCausal)
+    if is_image is None and not (counts_from_row and segment_ids is not None):
+        return mask
+    shape = (segment_ids if is_image is None else is_image).shape
+    # Ranges are computed from whole rows in order.
+    whole = [self._maybe_shard_with_pspec(x, PartitionSpec(batch)) for x in (segment_ids, is_image)]
+    columns = None
+    if order != PACKED:
+        columns = zigzag_permutation(shape[1], order.num_ranks)
+        whole = [x if x is None else x[:, np.argsort(columns)] for x in whole]
+    segment_ids, is_image = whole
+    packed = PackedMask(mask, None if counts_from_row else segment_ids)
+    start, end, *_ = attended_tokens(packed, shape)
+    if is_image is not None:
+        start, end = jnp.minimum(start, _starts(is_image)), jnp.maximum(end, _ends(is_image))
+    seen = Ranges(start, end)
+    return permuted(seen, columns, order)
+
+
+def _kind_mask(self) -> Mask:
+    kind = self.attention_type.value
+    if kind == "local_sliding" and self.sliding_window_size:
+        return SlidingWindow(self.sliding_window_size)
+    if kind == "chunk":
+        return Chunked(self.chunk_attn_window_size)
+    if kind == "block_diffusion":
+        return BlockCausal(self.causal_block_size)
+    return Full() if kind == "full" else Causal()
+
+
+def _ends(is_image) -> jax.Array:
+    """Returns one past the last column of the run of each image token; 0 for others."""
+    return jnp.asarray(Blocks(is_image.astype(jnp.int32)).block_end)
+
+
+def _starts(is_image) -> jax.Array:
+    """Returns the first column of the run of each image token; T for others."""
+    return is_image.shape[1] - _ends(is_image[:, ::-1])[:, ::-1]
+
 
 _LACKING = ("previous_chunk", "indexer_mask", "compressed_mask", "decoder_segment_ids_kv")
 
@@ -28,11 +97,11 @@ def attention_keywords(
     is_reordered = self._load_balanced_context_parallel()
     order = zigzag_order(size(sequence)) if is_reordered else PACKED
     tokens = decoder_segment_ids, given.get("bidirectional_mask")
-    documents = documents_of_tokens(query, decoder_segment_ids, order)
+    documents = token_documents(query, decoder_segment_ids, order)
     return {
         **{"q": query, "k": key, "v": value, "documents": documents},
         **{"mesh": self.mesh, "axis_name": sequence, "head_axis": heads, "batch_axis": batch},
-        "mask": mask_of_call(self, *tokens, batch, order),
+        "mask": call_mask(self, *tokens, batch, order),
         "sink": None if sinks is None else jnp.asarray(sinks),  # of a Param
         "return_max_logits": bool(given.get("record_max_logits")),
         "scale": 1.0,  # queries are scaled already
@@ -40,7 +109,7 @@ def attention_keywords(
     }
 
 
-def documents_of_tokens(query, segment_ids, order: Order) -> Documents | None:
+def token_documents(query, segment_ids, order: Order) -> Documents | None:
     """Returns the documents of tokens that are in this order already."""
     if segment_ids is None and order == PACKED:
         return None

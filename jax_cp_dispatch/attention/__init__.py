@@ -1,7 +1,8 @@
 """Attention to local keys, and over a mesh axis.
 
-`context_parallel`: the door. It reads its arguments once, into `options`, `operands` and documents,
-and asks an algorithm of `algorithms/`: whether it can serve the call, and for one rank's part.
+`context_parallel`: the door. It reads its arguments once, into `call_options`, `operands` and
+documents, and asks an algorithm of `algorithms/`: whether it can serve the call, and for one rank's
+part.
 `rotating/`: the steps of algorithms whose keys rotate. All algorithms use the two passes of
 `local/` (one range of keys per query); `local/merge` is for your own steps. `latents` are rows from
 which each rank expands keys, `expanded_heads` those of sharded heads. `choose`, by the plans of
@@ -20,7 +21,10 @@ from jax_cp_dispatch.attention.algorithms import (
 from jax_cp_dispatch.attention.auto import Auto
 from jax_cp_dispatch.attention.choose import Choice, choose_algorithm
 from jax_cp_dispatch.attention.context_parallel import context_parallel_attention
-from jax_cp_dispatch.attention.local.api import local_attention, local_attention_backward
+from jax_cp_dispatch.attention.local.local_attention import (
+    local_attention,
+    local_attention_backward,
+)
 from jax_cp_dispatch.attention.local.merge import merge_partials
 from jax_cp_dispatch.attention.profile.balance import BalanceProfile, balance_profile
 from jax_cp_dispatch.attention.profile.hamilton import hamilton_attention_profile

@@ -18,18 +18,18 @@ from jax_cp_dispatch.attention.algorithms import (
     Zigzag,
 )
 from jax_cp_dispatch.attention.algorithms.balanced import check_plan_config
+from jax_cp_dispatch.attention.call_options import AttentionOptions
 from jax_cp_dispatch.attention.choose import choose_for, default_hardware
-from jax_cp_dispatch.attention.latents import shapes_of_keys
+from jax_cp_dispatch.attention.latents import key_shapes
 from jax_cp_dispatch.attention.operands import Operands
-from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.attention.planned_traffic import balanced_plan, traffic_of_plans
 from jax_cp_dispatch.cost import Hardware, Workload
 from jax_cp_dispatch.documents.layouts import zigzag_permutation
-from jax_cp_dispatch.documents.packed_mask import PackedMask
+from jax_cp_dispatch.documents.ranges import PackedMask
 from jax_cp_dispatch.documents.table import document_lengths
 from jax_cp_dispatch.global_call.kv_heads import kv_copies
 from jax_cp_dispatch.planner import Plan, PlanConfig
-from jax_cp_dispatch.planner.limits import DoesNotFitError
+from jax_cp_dispatch.planner.request import DoesNotFitError
 
 
 class Sizes(NamedTuple):
@@ -141,7 +141,7 @@ def _workload(
 ) -> Workload:
     """Returns the work of one group; the rows of the first represent all."""
     (B, _, N, H), T = operands.q.shape, sizes.num_tokens
-    K = shapes_of_keys(options.expansion, operands)[0].shape[2]
+    K = key_shapes(options.expansion, operands)[0].shape[2]
     rows = max(B // sizes.num_groups, 1)
     lengths = ((T,),) * rows
     order = slice(None)

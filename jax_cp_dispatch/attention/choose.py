@@ -96,7 +96,7 @@ def choose_algorithm(
     sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_size": head_size}
     check_positive(op, num_ranks=num_ranks, **sizes, itemsize=itemsize)
     check_layout(op, layout)
-    rows = _rows_of_lengths(op, lengths)
+    rows = _length_rows(op, lengths)
     mask = read_mask_on_host(op, mask, (len(rows or [0]), num_ranks * tokens_per_rank))
     hardware = default_hardware() if hardware is None else hardware
     check_type(
@@ -157,7 +157,7 @@ def choose_for(
     return Choice(algorithm, predictions, reason), seconds
 
 
-def _rows_of_lengths(op: str, lengths: Any) -> tuple[tuple[int, ...], ...] | None:
+def _length_rows(op: str, lengths: Any) -> tuple[tuple[int, ...], ...] | None:
     if lengths is None:
         return None
     try:

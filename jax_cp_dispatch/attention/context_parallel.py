@@ -14,29 +14,31 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
 from jaxtyping import Array, Float, Integer, PyTree
 
 from jax_cp_dispatch._arguments import HostOrDevice, is_on_host
-from jax_cp_dispatch._ranks.axis import AxisName, check_axis_name, check_mesh
 from jax_cp_dispatch._ranks.call_context import is_on_rank
+from jax_cp_dispatch._ranks.communicator import AxisName, check_axis_name, check_mesh
 from jax_cp_dispatch._ranks.options import read_options
 from jax_cp_dispatch.attention.algorithms import Algorithm, Call, refuse
 from jax_cp_dispatch.attention.auto import Auto, Sizes, read_algorithm
-from jax_cp_dispatch.attention.check_arguments import check_rows
+from jax_cp_dispatch.attention.call_options import AttentionOptions
 from jax_cp_dispatch.attention.expanded_heads import check_specs, with_own_heads
 from jax_cp_dispatch.attention.latents import Expansion, read_latents
 from jax_cp_dispatch.attention.local.check_operands import check_arrays
-from jax_cp_dispatch.attention.operands import Operands, Outputs
-from jax_cp_dispatch.attention.options import AttentionOptions
+from jax_cp_dispatch.attention.operands import Operands, Outputs, check_rows
 from jax_cp_dispatch.attention.peer_arguments import explains_peer_arguments
 from jax_cp_dispatch.documents.documents import Documents
-from jax_cp_dispatch.documents.given import GivenDocuments, read_given
-from jax_cp_dispatch.documents.on_host import check_known_mask, read_sequences
-from jax_cp_dispatch.documents.packed_mask import PackedMask
+from jax_cp_dispatch.documents.given import (
+    GivenDocuments,
+    check_known_mask,
+    read_given,
+    read_sequences,
+)
+from jax_cp_dispatch.documents.ranges import PackedMask
 from jax_cp_dispatch.documents.segment_ids import fold_to_int32, read_documents
 from jax_cp_dispatch.global_call.mesh_axes import GivenAxes, MeshAxes, find_axes
-from jax_cp_dispatch.global_call.on_all_ranks import on_all_ranks
-from jax_cp_dispatch.global_call.padding import cut_tokens, pad_tokens
+from jax_cp_dispatch.global_call.on_all_ranks import cut_tokens, on_all_ranks, pad_tokens
 from jax_cp_dispatch.masks import Mask
+from jax_cp_dispatch.masks.mask import PACKED
 from jax_cp_dispatch.masks.read import check_mask_arrays
-from jax_cp_dispatch.masks.token_order import PACKED
 from jax_cp_dispatch.planner.stack import check_groups, check_plan, is_stack
 
 _OP = "context_parallel_attention"

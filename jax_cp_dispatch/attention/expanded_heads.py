@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec as P
 
-from jax_cp_dispatch.attention.latents import Expansion, expanded_shapes, shapes_of_keys
+from jax_cp_dispatch.attention.latents import Expansion, expanded_shapes, key_shapes
 from jax_cp_dispatch.attention.operands import Operands
 from jax_cp_dispatch.global_call.kv_heads import OwnHeads, kv_copies
 from jax_cp_dispatch.global_call.mesh_axes import MeshAxes
@@ -59,7 +59,7 @@ def with_own_heads(op: str, expansion: Expansion, operands: Operands, axes: Mesh
     """
     shared = max((_names(spec) for spec in expansion.specs), key=len, default=())
     others = axes.heads[len(shared) :]
-    N, K = operands.q.shape[2], shapes_of_keys(expansion, operands)[0].shape[2]
+    N, K = operands.q.shape[2], key_shapes(expansion, operands)[0].shape[2]
     parts = axes.num_devices(shared)
     _check_parts(op, expansion, operands, axes, K / parts)
     devices, K = axes.num_devices(others), K // parts

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Shaped
 
 from jax_cp_dispatch._arguments import check_array
-from jax_cp_dispatch._dtypes import sum_dtype
+from jax_cp_dispatch._arrays import sum_dtype
 from jax_cp_dispatch.attention.operands import Operands, is_float
 from jax_cp_dispatch.global_call.kv_heads import OwnHeads
 
@@ -179,7 +179,7 @@ def expanded_shapes(expansion: Expansion, operands: Operands) -> Any:
     return jax.eval_shape(expansion, *_arguments(operands))
 
 
-def shapes_of_keys(expansion: Expansion | None, operands: Operands) -> tuple[Any, Any]:
+def key_shapes(expansion: Expansion | None, operands: Operands) -> tuple[Any, Any]:
     """Returns keys and values `[B, T, K, _]`, or their shapes and dtypes if they are expanded."""
     if expansion is None:
         return operands.k, operands.v

@@ -8,15 +8,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_cp_dispatch._dtypes import sum_dtype
+from jax_cp_dispatch._arrays import sum_dtype
 from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch._ranks.varying import vary_alike
 from jax_cp_dispatch.attention.local.backward import SoftmaxGradients
 from jax_cp_dispatch.attention.local.blocks import accumulator
+from jax_cp_dispatch.attention.local.check_operands import check_arrays, check_operands
 from jax_cp_dispatch.attention.local.derivative_order import (
     forbid_second_derivative,
     in_reverse_only,
 )
+from jax_cp_dispatch.attention.local.sink import check_sink
+from jax_cp_dispatch.documents.segment_ids import check_documents
 
 
 class Operands(NamedTuple):
@@ -114,3 +117,23 @@ def empty_outputs(operands: Operands, v: Any, return_lse: bool, return_max_logit
     lse = jnp.full((B, T, N), -jnp.inf, dtype) if return_lse else None
     max_logits = jnp.full(N, -jnp.inf, dtype) if return_max_logits else None
     return Outputs(jnp.zeros((B, T, N, v.shape[3]), q.dtype), lse, max_logits)
+
+
+def check_rows(op: str, operands: Operands, segment_ids: Any, positions: Any) -> None:
+    """Requires that arrays of one rank, or of all ranks, match."""
+    q, k, v, sink, _ = operands
+    if v is not None:  # not latent rows, which `read_latents` checks
+        _check_qkv(op, q, k, v)
+    check_sink(op, sink, q.shape[2])
+    check_documents(op, segment_ids, positions, q.shape[:2], "q has B, T =")
+
+
+def _check_qkv(op: str, q: Any, k: Any, v: Any) -> None:
+    check_arrays(op, q=q, k=k, v=v)
+    if q.ndim != 4 or k.ndim != 4 or v.ndim != 4 or not q.shape[:2] == k.shape[:2] == v.shape[:2]:
+        raise ValueError(
+            f"{op}: q, k, v have shapes {q.shape}, {k.shape}, {v.shape}; they need "
+            "[B, T, heads, features] with equal B and T. For queries and keys of "
+            "different lengths, use local_attention on one device."
+        )
+    check_operands(op, q, k, v)

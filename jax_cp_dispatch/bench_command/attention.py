@@ -36,7 +36,7 @@ def drawn_lengths(num_tokens: int, *, seed: int, median: int | float = MEDIAN) -
     return counts[counts > 0].tolist()
 
 
-def segment_ids_of(lengths: list[int]) -> np.ndarray:
+def make_segment_ids(lengths: list[int]) -> np.ndarray:
     """Returns segment ids [1, T] of documents that follow each other."""
     return np.repeat(np.arange(1, len(lengths) + 1, dtype=np.int32), lengths)[None]
 
@@ -122,7 +122,9 @@ class _Gradients:
 
 
 def _ours(ranks: Ranks, algorithm: str, lengths: list[int]) -> Callable[..., Any]:
-    options: dict[str, Any] = {"segment_ids": segment_ids_of(lengths) if len(lengths) > 1 else None}
+    options: dict[str, Any] = {
+        "segment_ids": make_segment_ids(lengths) if len(lengths) > 1 else None
+    }
     if algorithm == "placed":
         options = {"documents": place_tokens(lengths, world_size=ranks.count).documents}
     return partial(
@@ -137,7 +139,7 @@ def _ours(ranks: Ranks, algorithm: str, lengths: list[int]) -> Callable[..., Any
 def _dense(lengths: list[int]) -> Callable[..., Any]:
     if len(lengths) == 1:
         return partial(jax.nn.dot_product_attention, is_causal=True)
-    ids = segment_ids_of(lengths)[0]
+    ids = make_segment_ids(lengths)[0]
 
     def attend(q, k, v):
         mask = jnp.asarray(ids)

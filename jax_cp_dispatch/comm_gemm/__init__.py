@@ -7,9 +7,9 @@ Three words mean three things here:
 - A **matmul** is the layer over all ranks: `all_gather_matmul` and `matmul_reduce_scatter`, with
   batches, uneven tokens, global arrays and derivatives. It is made of gemms. See `layers/`.
 - An **overlap** is how a gemm communicates: what moves, by which method, in whose memory. The
-  caller names it, as options or by a registered buffer (`buffers/`), or it is chosen (`choice/`).
+  caller names it, as options or by a registered buffer (`buffers/`), or it is chosen (`choice`).
 
-`scaled/` contains 8-bit operands. `types` and `operand_types` serve all of these.
+`scaled/` contains 8-bit operands. `types` serves all of these.
 """
 
 from jax_cp_dispatch.comm_gemm._gemm import gemm
@@ -24,7 +24,7 @@ from jax_cp_dispatch.comm_gemm.buffers.registry import (
     destroy_comm_overlap_buffer,
     list_comm_overlap_buffers,
 )
-from jax_cp_dispatch.comm_gemm.choice.choose import CommGemmChoice, choose_comm_gemm
+from jax_cp_dispatch.comm_gemm.choice import CommGemmChoice, choose_comm_gemm
 from jax_cp_dispatch.comm_gemm.matmul import all_gather_matmul, matmul_reduce_scatter
 from jax_cp_dispatch.comm_gemm.scaled.mxfp8 import (
     pad_scales,

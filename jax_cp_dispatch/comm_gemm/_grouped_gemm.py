@@ -11,15 +11,15 @@ from jaxtyping import Array, Float, Float32, Int32
 from jax_cp_dispatch._ranks.implementations import check_implementation
 from jax_cp_dispatch._ranks.varying import vary_alike, vary_like, whole_on_explicit_axes
 from jax_cp_dispatch.comm_gemm.engine.grouped import GroupedCall, grouped_gemm_p
-from jax_cp_dispatch.comm_gemm.operand_types import (
+from jax_cp_dispatch.comm_gemm.scaled.scaled_operands import required_scales
+from jax_cp_dispatch.comm_gemm.types import (
+    ScalingMode,
     check_operand_types,
     read_array,
     read_flag,
     result_dtype,
     reverse_mode_only,
 )
-from jax_cp_dispatch.comm_gemm.scaled.read_scales import required_scales
-from jax_cp_dispatch.comm_gemm.types import ScalingMode
 
 _FORMS: dict[Any, tuple[bool, bool]] = {  # contracting_dims -> (contracts_rows, rhs_transposed)
     ((1,), (1,)): (False, False),

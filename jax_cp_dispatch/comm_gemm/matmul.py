@@ -8,12 +8,11 @@ from typing import Any, Literal, TypeVar
 import jax
 from jaxtyping import Array, Float
 
-from jax_cp_dispatch._dtypes import sum_dtype
-from jax_cp_dispatch._ranks.axis import AxisName, other_axes
+from jax_cp_dispatch._arrays import sum_dtype
 from jax_cp_dispatch._ranks.call_context import CallContext
-from jax_cp_dispatch._ranks.communicator import Communicator
+from jax_cp_dispatch._ranks.communicator import AxisName, Communicator, other_axes
 from jax_cp_dispatch._ranks.options import CollectiveOptions, find_ranks, read_options
-from jax_cp_dispatch.comm_gemm.choice.overlaps import (
+from jax_cp_dispatch.comm_gemm.choice import (
     MatmulSizes,
     OverlapOptions,
     check_details,
@@ -30,14 +29,20 @@ from jax_cp_dispatch.comm_gemm.layers.matmul_operands import (
     read_row_counts,
 )
 from jax_cp_dispatch.comm_gemm.layers.rank import Matmul
-from jax_cp_dispatch.comm_gemm.operand_types import result_dtype, reverse_mode_only
-from jax_cp_dispatch.comm_gemm.scaled.read_scales import check_contracted_blocks, read_scaling
 from jax_cp_dispatch.comm_gemm.scaled.scaled_operands import (
     FORWARD_DTYPE,
     MatmulScaling,
+    check_contracted_blocks,
     gradient_dtype,
+    read_scaling,
 )
-from jax_cp_dispatch.comm_gemm.types import CommOverlapMethod, CommOverlapType, ScalingMode
+from jax_cp_dispatch.comm_gemm.types import (
+    CommOverlapMethod,
+    CommOverlapType,
+    ScalingMode,
+    result_dtype,
+    reverse_mode_only,
+)
 
 Method = CommOverlapMethod | str
 """A member or its name, "ring" for RING_EXCHANGE, or "auto"."""

@@ -7,10 +7,8 @@
   equal results in every process, and every call returns new lists.
 """
 
-from jax_cp_dispatch.cycles.decomposition import hamiltonian_cycles
-from jax_cp_dispatch.cycles.maps import chunk_maps
-from jax_cp_dispatch.cycles.paths import hamiltonian_paths
-from jax_cp_dispatch.cycles.sources import source_is_earlier
+from jax_cp_dispatch.cycles.decomposition import hamiltonian_cycles, hamiltonian_paths
+from jax_cp_dispatch.cycles.maps import chunk_maps, source_is_earlier
 from jax_cp_dispatch.cycles.two_level import TwoLevelMaps, two_level_cycles, two_level_maps
 
 __all__ = [

@@ -2,10 +2,9 @@
 
 from typing import NamedTuple
 
-from jax_cp_dispatch.cycles.decomposition import hamiltonian_cycles
+from jax_cp_dispatch.cycles.decomposition import cut_cycles, hamiltonian_cycles, hamiltonian_paths
 from jax_cp_dispatch.cycles.integer_rows import check_count
 from jax_cp_dispatch.cycles.maps import chunk_maps
-from jax_cp_dispatch.cycles.paths import cut_cycles, hamiltonian_paths
 
 
 class TwoLevelMaps(NamedTuple):

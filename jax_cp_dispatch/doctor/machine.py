@@ -9,13 +9,30 @@ import resource
 import shutil
 import warnings
 from collections.abc import Iterator
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jax_cp_dispatch.attention.local import range_kernels
 from jax_cp_dispatch.cpu_devices import warn_of_deadlock
-from jax_cp_dispatch.doctor.finding import Finding
+
+
+class Finding(NamedTuple):
+    """One row of the report.
+
+    Attributes:
+      name: what was checked.
+      found: what was found.
+      verdict: "ok"; "missing" if the package works without it; "wrong" if it does not.
+      remedy: what to do, if anything.
+    """
+
+    name: str
+    found: str
+    verdict: Literal["ok", "missing", "wrong"] = "ok"
+    remedy: str = ""
+
 
 # The receive buffers of a model soon fill less shared memory than this.
 _SMALL_SHARED_MEMORY = 1 << 30
@@ -25,7 +42,7 @@ def look_at_machine() -> Iterator[Finding]:
     """Yields findings; starts JAX's backend."""
     yield Finding("python", f"{platform.python_version()} on {platform.platform()}")
     yield _processor()
-    yield Finding("jax", f"{jax.__version__}, jaxlib {_version_of('jaxlib')}")
+    yield Finding("jax", f"{jax.__version__}, jaxlib {_find_version('jaxlib')}")
     yield _devices()
     yield _threads()
     yield _gpu()
@@ -43,7 +60,7 @@ def has_gpu() -> bool:
     return pathlib.Path("/dev/nvidiactl").exists()
 
 
-def _version_of(*distributions: str) -> str | None:
+def _find_version(*distributions: str) -> str | None:
     for name in distributions:
         try:
             return importlib.metadata.version(name)
@@ -87,7 +104,7 @@ def _threads() -> Finding:
 
 
 def _gpu() -> Finding:
-    plugin = _version_of("jax-cuda13-plugin", "jax-cuda12-plugin")
+    plugin = _find_version("jax-cuda13-plugin", "jax-cuda12-plugin")
     if not has_gpu():
         remedy = "Only for GPUs: a machine with an NVIDIA GPU and its driver."
         return Finding("GPU", "no NVIDIA driver", "missing", remedy)
@@ -112,7 +129,7 @@ def _attention_on_gpus() -> Finding:
 
 
 def _nvshmem() -> Finding:
-    package = _version_of("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")
+    package = _find_version("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")
     library = ctypes.util.find_library("nvshmem_host")
     if package or library:
         return Finding("NVSHMEM", f"package {package}" if package else str(library))
@@ -153,7 +170,7 @@ def _open_files() -> Finding:
 
 
 def _pictures() -> Finding:
-    version = _version_of("matplotlib")
+    version = _find_version("matplotlib")
     if version:
         return Finding("pictures", f"matplotlib {version}")
     remedy = "pip install 'jax_cp_dispatch[plots]'."

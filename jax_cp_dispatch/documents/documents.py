@@ -14,11 +14,11 @@ from jaxtyping import Integer, PyTree, Shaped
 from jax_cp_dispatch._arguments import HostOrDevice, check_positive, is_on_host
 from jax_cp_dispatch._text import outline
 from jax_cp_dispatch.documents.layouts import zigzag_permutation
+from jax_cp_dispatch.documents.order import document_starts
 from jax_cp_dispatch.documents.segment_ids import check_ids, fold_to_int32, read_documents
-from jax_cp_dispatch.documents.starts import document_starts
 from jax_cp_dispatch.masks import ArrayMask, Mask
+from jax_cp_dispatch.masks.mask import PACKED, PLACED, Order, zigzag_order
 from jax_cp_dispatch.masks.read import check_mask_arrays, check_mask_order, read_mask
-from jax_cp_dispatch.masks.token_order import PACKED, PLACED, Order, zigzag_order
 
 _OP = "Documents"
 

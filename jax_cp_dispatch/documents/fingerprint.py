@@ -37,7 +37,7 @@ def checksums(
     Different batches have equal checksums with probability 2**-32. With `counts`, other values do
     not matter.
     """
-    xp = _module_of(x)
+    xp = _array_module(x)
     rows = _by_rank(_bits(x), num_ranks)
     follows = rows[:, 1:] == rows[:, :-1] + np.uint32(step)
     counted = xp.ones(rows.shape, bool) if counts is None else _by_rank(counts, num_ranks)
@@ -47,7 +47,7 @@ def checksums(
     return _signed(xp.where(begins, hashed, np.uint32(0)).sum(1, dtype=np.uint32))
 
 
-def checksums_of_runs(
+def run_checksums(
     rank: Int[np.ndarray, " R"],
     row: Int[np.ndarray, " R"],
     length: Int[np.ndarray, " R"],
@@ -69,7 +69,7 @@ def checksums_of_runs(
     return _signed(total)
 
 
-def digest_of_plan(
+def plan_digest(
     config: Any, mask: StaticMask | MaskKind, *arrays: Int[Any, " N"]
 ) -> UInt32[Any, " 1"]:
     """Returns a checksum of what a plan depends on besides its batch.
@@ -88,7 +88,7 @@ def digest_of_plan(
     return digest
 
 
-def checksums_of_mask(mask: Mask, num_ranks: int) -> Int32[Array | np.ndarray, " W"]:
+def mask_checksums(mask: Mask, num_ranks: int) -> Int32[Array | np.ndarray, " W"]:
     """Returns the checksum of each rank's columns of the arrays of a mask."""
     total: Any = np.uint32(0)
     for number, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(mask)):
@@ -110,7 +110,7 @@ def make_fingerprint(
       own: checksums of each rank's segment ids, of its positions, and of its mask if it has arrays.
       digest: of the plan.
     """
-    xp = _module_of(own[0])
+    xp = _array_module(own[0])
     own_columns: Any = xp.stack(own, axis=1)
     place = np.arange(1, 1 + own_columns.size, dtype=np.uint32).reshape(own_columns.shape)
     each = mix(_bits(own_columns) + place * np.uint32(0x165667B1))
@@ -119,7 +119,7 @@ def make_fingerprint(
     return xp.concatenate([xp.broadcast_to(whole, rank.shape), rank, own_columns], axis=1)
 
 
-def fingerprint_of_fallback(num_held: int, mask: Mask) -> Int32[np.ndarray, "R F"]:
+def fallback_fingerprint(num_held: int, mask: Mask) -> Int32[np.ndarray, "R F"]:
     """Returns a fingerprint that every rank refuses."""
     own = [0] * (3 if mask.has_arrays else 2)
     return np.tile(np.array([0, NO_RANK, *own], np.int32), (num_held, 1))
@@ -139,7 +139,7 @@ def refused_at_fault(
     return fingerprint.at[:, 1].set(rank)
 
 
-def fingerprint_of_order(fault: Int32[Array, ""], rank: Any) -> Int32[Array, " 9"]:
+def order_fingerprint(fault: Int32[Array, ""], rank: Any) -> Int32[Array, " 9"]:
     """Returns what is sent with an exchange without a plan, with an `order_fault`."""
     expected = jnp.where(fault == 0, rank, fault)
     nothing = jnp.zeros(_FINGERPRINT_SIZE - 3, jnp.int32)
@@ -215,7 +215,7 @@ def check_batch(
 
 def _seen(segment_ids: Any, positions: Any, mask: Any, num_ranks: int) -> tuple[Any, ...]:
     """Returns the checksums of ids, positions and mask; None of arrays that are not given."""
-    of_mask = checksums_of_mask(mask, num_ranks) if jax.tree.leaves(mask) else None
+    of_mask = mask_checksums(mask, num_ranks) if jax.tree.leaves(mask) else None
     if segment_ids is None:
         return None, None, of_mask
     ids = fold_to_int32(segment_ids)
@@ -241,7 +241,7 @@ def _hash(row: UInt32[Any, "..."], value: UInt32[Any, "..."]) -> UInt32[Any, "..
     return mix(value * np.uint32(0x9E3779B1) + (row + np.uint32(1)) * np.uint32(0x27D4EB2F))
 
 
-def _module_of(x: Any) -> Any:
+def _array_module(x: Any) -> Any:
     return np if isinstance(x, np.ndarray) else jnp
 
 

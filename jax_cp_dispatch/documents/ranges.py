@@ -1,21 +1,46 @@
-"""The tokens that each token of packed rows sees, as ranges."""
+"""Where documents begin, and which tokens each token sees: on a rank, or gathered from all."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Int32
 
 from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch.documents.fingerprint import order_fault
-from jax_cp_dispatch.documents.gather import gather_sequence
 from jax_cp_dispatch.documents.layouts import zigzag_permutation
-from jax_cp_dispatch.documents.order import follows_rules, starts_in_order
-from jax_cp_dispatch.documents.packed_mask import PackedMask
-from jax_cp_dispatch.documents.starts import document_ends, document_starts
+from jax_cp_dispatch.documents.order import (
+    document_ends,
+    document_starts,
+    follows_rules,
+    gather_sequence,
+    starts_in_order,
+)
 from jax_cp_dispatch.masks import MaskRanges
+
+
+class PackedMask(NamedTuple):
+    """A mask, and the documents within which it holds; a pytree of arrays `[B, T]`.
+
+    Attributes:
+      mask: a `Mask`: which keys of its document a query sees; or with a plan that knows the rest,
+        its `MaskKind`.
+      segment_ids, positions: the documents; see `context_parallel_attention`. Of whole batch rows,
+        or of the columns of a rank.
+    """
+
+    mask: Any
+    segment_ids: Any = None
+    positions: Any = None
+
+    def with_segment_ids(self, shape: tuple[int, int]) -> PackedMask:
+        """Returns the same with segment ids; without them, each batch row is one document."""
+        if self.segment_ids is not None:
+            return self
+        return self._replace(segment_ids=np.ones(shape, np.int32))
 
 
 def attended_tokens(packed: PackedMask, shape: tuple[int, int]) -> MaskRanges:
@@ -51,7 +76,7 @@ def attended_in_order(
     return ranges, order_fault(in_order, follows_rules(mask, start, end))
 
 
-def ranges_of_all_ranks(
+def gathered_ranges(
     exchange: CollectiveOptions,
     packed: PackedMask,
     shape: tuple[int, int],

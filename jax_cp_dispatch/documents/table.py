@@ -73,7 +73,7 @@ class DocumentTable(NamedTuple):
         return ends[tokens > 0], tokens[tokens > 0]
 
 
-def documents_of(
+def document_table(
     op: str,
     *,
     world_size: int,

@@ -14,10 +14,10 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P, reshard
 from jaxtyping import Array
 
-from jax_cp_dispatch._ranks.axis import AxisName
 from jax_cp_dispatch._ranks.call_context import find_mesh, is_traced, refuse_other_mesh
+from jax_cp_dispatch._ranks.communicator import AxisName
 from jax_cp_dispatch._ranks.varying import mapped_axes, refuse_mapped_explicit_axes
-from jax_cp_dispatch._warning import warn_caller
+from jax_cp_dispatch._text import warn_caller
 from jax_cp_dispatch.global_call.kv_heads import kv_copies
 
 Names = str | Sequence[str] | None
@@ -109,7 +109,7 @@ def find_axes(op: str, *arrays: Any, given: GivenAxes, covers_batch: bool) -> Me
     _warn_of_unset_mesh(search)
     batch, heads = _names(batch_axis), _names(head_axis)
     if batch_axis is None:
-        batch = _axes_of(arrays, 0, mesh, {*sequence, *heads})
+        batch = _sharding_axes(arrays, 0, mesh, {*sequence, *heads})
         if batch and covers_batch:
             _warn_of_plan(search, batch)
             batch = ()
@@ -118,7 +118,7 @@ def find_axes(op: str, *arrays: Any, given: GivenAxes, covers_batch: bool) -> Me
         elif not batch:
             _warn_of_automatic_axes(search, "batch_axis", "B", {*sequence, *heads})
     if head_axis is None:
-        heads = _axes_of(arrays, 2, mesh, {*sequence, *batch})
+        heads = _sharding_axes(arrays, 2, mesh, {*sequence, *batch})
         if not heads:
             _warn_of_automatic_axes(search, "head_axis", "N", {*sequence, *batch})
     axes = MeshAxes(mesh, sequence, batch, heads)
@@ -175,11 +175,11 @@ def _check_divides(op: str, dim: str, size: int, keyword: str, axes: MeshAxes):
 # ---- Inference of axes that are not named.
 
 
-def _axes_of(arrays: Sequence[Any], dim: int, mesh, taken: set[str]) -> tuple[str, ...]:
+def _sharding_axes(arrays: Sequence[Any], dim: int, mesh, taken: set[str]) -> tuple[str, ...]:
     """Returns the free axes that shard a dimension, from the first array with a known sharding."""
     taken = taken | _hidden_axes(mesh)
     for array in arrays:
-        sharding = _sharding_of(array)
+        sharding = _find_sharding(array)
         if sharding is not None and dim < len(sharding.spec):
             entry = sharding.spec[dim]
             names = (entry,) if isinstance(entry, str) else entry or ()
@@ -196,7 +196,7 @@ def _agree(sharding: NamedSharding, mesh, name: str) -> bool:
     return size > 1 and mesh.shape.get(name) == size
 
 
-def _sharding_of(array: Any) -> NamedSharding | None:
+def _find_sharding(array: Any) -> NamedSharding | None:
     """Returns the known sharding: all axes of a placed array, explicit axes of a traced one."""
     traced = is_traced([array])
     sharding = jax.typeof(array).sharding if traced else getattr(array, "sharding", None)

@@ -11,8 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P, reshard
 
 from jax_cp_dispatch._arguments import check_array, clip_to_int32
-from jax_cp_dispatch.masks.mask import Mask, is_traced
-from jax_cp_dispatch.masks.token_order import PACKED, Order
+from jax_cp_dispatch.masks.mask import PACKED, Mask, Order, is_traced
 
 _Kind = TypeVar("_Kind", bound="type[ArrayMask]")
 
@@ -147,7 +146,7 @@ def _shifted(x: Any, columns: int) -> Any:
     return xp.concatenate([edge, kept] if columns > 0 else [kept, edge], axis=1)
 
 
-def ends_of_runs(x: Any) -> Any:
+def run_ends(x: Any) -> Any:
     """Returns one past the last column of the run of equal values at each column, `[B, T]`."""
     num_tokens = x.shape[1]
     column = np.arange(num_tokens, dtype=np.int32)

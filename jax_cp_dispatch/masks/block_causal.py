@@ -9,8 +9,7 @@ import numpy as np
 from jax_cp_dispatch.masks.causal import Causal
 from jax_cp_dispatch.masks.full import Full
 from jax_cp_dispatch.masks.mask import minimum
-from jax_cp_dispatch.masks.numbers import check_tokens, no_limit_if_large, remainder
-from jax_cp_dispatch.masks.static_mask import StaticMask
+from jax_cp_dispatch.masks.static_mask import StaticMask, check_tokens, no_limit_if_large, remainder
 
 
 @jax.tree_util.register_dataclass

@@ -8,8 +8,13 @@ import numpy as np
 
 from jax_cp_dispatch.masks.causal import Causal
 from jax_cp_dispatch.masks.mask import minimum
-from jax_cp_dispatch.masks.numbers import check_tokens, no_limit_if_large, remainder
-from jax_cp_dispatch.masks.static_mask import StaticMask, triangle
+from jax_cp_dispatch.masks.static_mask import (
+    StaticMask,
+    check_tokens,
+    no_limit_if_large,
+    remainder,
+    triangle,
+)
 
 
 @jax.tree_util.register_dataclass

@@ -11,8 +11,8 @@ from jax_cp_dispatch.masks.array_mask import (
     array_mask,
     check_arrays,
     ends_fit,
-    ends_of_runs,
     gathered,
+    run_ends,
 )
 from jax_cp_dispatch.masks.mask import MaskRanges, maximum, minimum
 
@@ -33,7 +33,7 @@ class Blocks(ArrayMask):
     def __init__(self, block_ids: Integer[Array | np.ndarray, "B T"]) -> None:
         check_arrays("Blocks", block_ids=block_ids)
         block_ids = gathered(block_ids)
-        self._store(block_end=ends_of_runs(block_ids) * (block_ids > 0))
+        self._store(block_end=run_ends(block_ids) * (block_ids > 0))
 
     @property
     def is_causal(self) -> bool:

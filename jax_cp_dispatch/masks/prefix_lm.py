@@ -12,8 +12,8 @@ from jax_cp_dispatch.masks.array_mask import (
     array_mask,
     before,
     ends_fit,
-    ends_of_runs,
     gathered,
+    run_ends,
 )
 from jax_cp_dispatch.masks.mask import MaskRanges, maximum, minimum
 
@@ -43,7 +43,7 @@ class PrefixLM(ArrayMask):
                 f"PrefixLM: in_prefix has shape {list(in_prefix.shape)}; it needs to be [B, T]."
             )
         in_prefix = gathered(in_prefix)
-        self._store(prefix_end=ends_of_runs(in_prefix) * in_prefix)
+        self._store(prefix_end=run_ends(in_prefix) * in_prefix)
 
     @property
     def is_causal(self) -> bool:

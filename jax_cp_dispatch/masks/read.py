@@ -10,9 +10,8 @@ from jax_cp_dispatch._arguments import is_on_host
 from jax_cp_dispatch.masks.array_mask import MaskKind
 from jax_cp_dispatch.masks.causal import Causal
 from jax_cp_dispatch.masks.full import Full
-from jax_cp_dispatch.masks.mask import Mask
+from jax_cp_dispatch.masks.mask import Mask, Order
 from jax_cp_dispatch.masks.static_mask import StaticMask
-from jax_cp_dispatch.masks.token_order import Order
 
 _BY_NAME: dict[str, type[Mask]] = {"full": Full, "causal": Causal}
 

@@ -12,8 +12,8 @@ from jax_cp_dispatch.masks.array_mask import (
     array_mask,
     check_arrays,
     ends_fit,
-    ends_of_runs,
     gathered,
+    run_ends,
 )
 from jax_cp_dispatch.masks.mask import MaskRanges, is_traced, minimum
 
@@ -45,7 +45,7 @@ class SharedPrefix(ArrayMask):
         if isinstance(completion_ids, np.ndarray):
             _check_runs(completion_ids)
         completion_ids = gathered(completion_ids)
-        ends = ends_of_runs(completion_ids)
+        ends = run_ends(completion_ids)
         self._store(q_end=xp.where(completion_ids == 0, _NO_END, ends))
 
     @property

@@ -8,8 +8,7 @@ import jax
 from jax_cp_dispatch.masks.causal import Causal
 from jax_cp_dispatch.masks.full import Full
 from jax_cp_dispatch.masks.mask import maximum, minimum
-from jax_cp_dispatch.masks.numbers import check_tokens, no_limit_if_large
-from jax_cp_dispatch.masks.static_mask import StaticMask, triangle
+from jax_cp_dispatch.masks.static_mask import StaticMask, check_tokens, no_limit_if_large, triangle
 
 
 @jax.tree_util.register_dataclass

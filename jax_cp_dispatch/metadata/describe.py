@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from jax_cp_dispatch._text import RANKS_HEADER, count, short_count, table, table_of_ranks
+from jax_cp_dispatch._text import RANKS_HEADER, count, rank_table, short_count, table
 from jax_cp_dispatch.metadata.validate import host_value
 
 _LARGEST_MATRIX = 12  # ranks; its lines then have at most 100 characters
@@ -29,7 +29,7 @@ def describe_metadata(metadata: Any) -> str:
             f"  slots     at most {count(int(in_use.max()))} of {count(slots)} in use "
             f"(rank {in_use.argmax()})",
             "",
-            table(RANKS_HEADER, table_of_ranks(_ends(sent, "rows"))),
+            table(RANKS_HEADER, rank_table(_ends(sent, "rows"))),
             "",
             describe_traffic("rows", sent),
             "",

@@ -32,7 +32,7 @@ def plan(
         _flat(replicas), _flat(tokens), jnp.ones(_flat(replicas).shape, jnp.int32)
     )
     forward = _forward(seq_len, dispatch, offset.reshape(dispatch.shape), matrix)
-    source = _source_of_slot(_flat(replicas), slot, num_slots)
+    source = _slot_source(_flat(replicas), slot, num_slots)
     num_received = jnp.sum(counts, 0, dtype=jnp.int32)
     mask = dispatch >= 0 if dispatch.ndim == 3 else None
     return forward, _reverse(seq_len, replicas.shape[2], source, num_received, matrix, mask)
@@ -69,7 +69,7 @@ def plan_kv(kv: KvInputs, *, num_slots: int) -> tuple[Metadata, Metadata]:
 
     matrix = _sum_table(_flat(dst), _flat(tokens), world_size)
     forward = _forward(kv.seq_len, dst, row, matrix, at_least=kv.num_seqs)
-    source = _source_of_slot(_flat(dst), _flat(slot), num_slots)
+    source = _slot_source(_flat(dst), _flat(slot), num_slots)
     # Some slots may be empty, so the last used one counts. Slots beyond the bound are not in
     # `source`; then the slots that the queries reserve are counted.
     reserved = jnp.sum(reserved, 0, dtype=jnp.int32)
@@ -93,7 +93,7 @@ def attn_layout(
 ]:
     """The fields of `compute_attn_layout_seqlens` for `num_slots` received shards."""
     ((slot, counts),) = _sums_per_destination(dispatch, jnp.ones(dispatch.shape, jnp.int32))
-    source = _source_of_slot(dispatch, slot, num_slots)
+    source = _slot_source(dispatch, slot, num_slots)
     q, kv = (
         jnp.where(source >= 0, _take(x, source), 0).astype(jnp.int32)
         for x in (shard_len, shard_context)
@@ -132,7 +132,7 @@ def _sums_per_destination(
     weights = tuple(jnp.pad(weight, pad).reshape(-1, block) for weight in weights)
     tables = [_sum_table(dst, weight, world_size) for weight in weights]
     column = jnp.maximum(dst, 0)
-    before = tuple(jnp.take_along_axis(_sum_of_rows_before(t), column, 1) for t in tables)
+    before = tuple(jnp.take_along_axis(_rows_before(t), column, 1) for t in tables)
 
     # A loop, because XLA would repeat one [block, block] comparison for each use of the sums.
     def add_shard(sums, shard):
@@ -148,19 +148,19 @@ def _sums_per_destination(
     return list(zip(sums, matrices, strict=True))
 
 
-def _sum_of_rows_before(table: Shaped[Array, "A W"]) -> Shaped[Array, "A W"]:
+def _rows_before(table: Shaped[Array, "A W"]) -> Shaped[Array, "A W"]:
     """Returns the exclusive cumulative sum along the rows, computed in nested groups."""
     num_rows, width = table.shape
     if num_rows == 1:
         return jnp.zeros_like(table)
     groups = jnp.pad(table, ((0, -num_rows % _ROWS), (0, 0))).reshape(-1, _ROWS, width)
-    before = _sum_of_rows_before(jnp.sum(groups, 1, dtype=table.dtype))
+    before = _rows_before(jnp.sum(groups, 1, dtype=table.dtype))
     earlier = jnp.tril(jnp.ones((_ROWS, _ROWS), bool), -1)[:, :, None]
     within = jnp.sum(jnp.where(earlier, groups[:, None], 0), 2, dtype=table.dtype)
     return (before[:, None] + within).reshape(-1, width)[:num_rows]
 
 
-def _source_of_slot(
+def _slot_source(
     dst: Int32[Array, "W N"], slot: Int32[Array, "W N"], num_slots: int
 ) -> Int32[Array, "W R"]:
     """Returns the global index of the shard in each slot of each destination; -1 if empty."""

@@ -8,14 +8,13 @@ from typing import Any
 
 from jax_cp_dispatch import masks
 from jax_cp_dispatch._command import InputError, check_number, end_command
-from jax_cp_dispatch._progress import Progress
+from jax_cp_dispatch._text import Progress
 from jax_cp_dispatch.attention.choose import choose_for
 from jax_cp_dispatch.attention.planned_traffic import balanced_plan, placement, traffic_of_plans
 from jax_cp_dispatch.cost import HARDWARE, Hardware, Workload, step_costs
 from jax_cp_dispatch.plan_command.batch import fill_ranks, read_lengths
 from jax_cp_dispatch.plan_command.report import batch_lines, comparison
-from jax_cp_dispatch.plots import plot_plan, plot_timeline
-from jax_cp_dispatch.plots.figure import figure_class
+from jax_cp_dispatch.plots import figure_class, plot_plan, plot_timeline
 
 _MOST_RANKS = 2**14  # these counts then take some gigabytes
 # With these, costs and counts stay below 2**63.

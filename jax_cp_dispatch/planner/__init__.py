@@ -6,17 +6,16 @@ From documents to a plan, in this order:
 2. `plan_batch`: `plan_attention`, which moves queries to balance a batch. `place`: `place_tokens`,
    which puts tokens on ranks once, so that queries stay; `groups` are the groups of rows and the
    masks of layers that it serves.
-3. On the host, `request` is what a plan is made of, `seen_keys` what its queries see, and
-   `csrc/planner` assigns pieces of documents to ranks. `piece_table` lays them out in rows,
-   `transfers` lists what moves, with its metadata, and `row_ranges` and `runs` say what rows see.
-   `on_host` makes a plan of these, `placed_plan` that of a placement, with its `cuts`. `limits`
-   says whether it fits, `fallback` is the plan of a batch that does not.
+3. On the host, `request` is what a plan is made of, and whether it fits; `seen_keys` is what its
+   queries see, and `csrc/planner` assigns pieces of documents to ranks. `piece_table` lays them out
+   in rows, `transfers` lists what moves, with its metadata, and `runs` says what rows see.
+   `on_host` makes a plan of these, `placed_plan` that of a placement, with its `cuts`. `fallback`
+   is the plan of a batch that does not fit.
 4. `inside_jit` does the same in `jax.numpy`: `block_grid` cuts documents into blocks,
    `seen_inside` says what they see, `balance` assigns them to ranks (replace this part for another
    planner), `stages` makes the arrays, and `slots` their metadata.
-5. `plan`: the result, `Plan`, which `pieces_fingerprint` ties to its batch. `slices` is its part of
-   one rank, `stack` several plans as one, `describe` a text, `saved` its pickle. `placement`: the
-   order of tokens that goes with a plan, by `placed_order`.
+5. `plan`: the result, `Plan`, which `pieces_fingerprint` ties to its batch. `stack` is several
+   plans as one, `describe` a text. `placement`: the order of tokens that goes with a plan.
 
 What is on the host uses NumPy and C++ only, and does not start JAX.
 """

@@ -10,8 +10,7 @@ import numpy as np
 from jaxtyping import Int, Int32
 
 from jax_cp_dispatch.planner.piece_table import PieceTable
-from jax_cp_dispatch.planner.slices import slice_of_rank
-from jax_cp_dispatch.planner.transfers import number_on_rank
+from jax_cp_dispatch.planner.transfers import number_on_rank, rank_slice
 
 # document, tokens before it, its tokens, first row, tokens after it, rank, number among the rank's
 # cut pieces, number among the document's pieces, and the row where its rank receives what the
@@ -75,7 +74,7 @@ def cut_table(
     """
     world_size, columns = len(cut.held), cut.columns
     table = np.full((world_size, num_slots + num_linked, NUM_COLUMNS), -1, np.int32)
-    table = table[slice_of_rank(rank)].copy()
+    table = table[rank_slice(rank)].copy()
     document, holder = columns[:, 0], columns[:, 5]
     first = np.searchsorted(document, document)
     last = np.searchsorted(document, document, side="right")

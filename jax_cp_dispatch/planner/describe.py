@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float64
 
-from jax_cp_dispatch._text import RANKS_HEADER, count, table, table_of_ranks
+from jax_cp_dispatch._text import RANKS_HEADER, count, rank_table, table
 from jax_cp_dispatch.metadata.describe import (
     describe_traffic,
     known,
@@ -75,7 +75,7 @@ def describe_plan(
         lines.append(_line("capacity", f"{used}; {need.max() / size:.0%} of {count(size)}"))
     part = "mean" if speeds is None else "share"
     loads = {f"work / {part} before planning": before, f"work / {part} as planned": after}
-    lines += ["", table(RANKS_HEADER, table_of_ranks(loads, digits=3) + table_of_ranks(values))]
+    lines += ["", table(RANKS_HEADER, rank_table(loads, digits=3) + rank_table(values))]
     for what, (sent, _) in moves.items():
         lines += ["", describe_traffic(what, sent)]
     return "\n".join(lines)

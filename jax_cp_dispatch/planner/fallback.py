@@ -3,14 +3,14 @@
 import numpy as np
 from jaxtyping import Int32
 
-from jax_cp_dispatch.documents.fingerprint import fingerprint_of_fallback
+from jax_cp_dispatch.documents.fingerprint import fallback_fingerprint
 from jax_cp_dispatch.metadata import Metadata
 from jax_cp_dispatch.planner.config import ALL_CAPACITIES, CAPACITIES, PLACED_CAPACITIES
 from jax_cp_dispatch.planner.cuts import no_cuts
 from jax_cp_dispatch.planner.piece_table import home_pieces
 from jax_cp_dispatch.planner.plan import Plan
 from jax_cp_dispatch.planner.request import PlanRequest
-from jax_cp_dispatch.planner.row_ranges import fallback_row_ranges
+from jax_cp_dispatch.planner.runs import fallback_row_ranges
 
 
 def fallback_plan(request: PlanRequest, needs: Int32[np.ndarray, " 5"], *, is_placed: bool) -> Plan:
@@ -44,7 +44,7 @@ def fallback_plan(request: PlanRequest, needs: Int32[np.ndarray, " 5"], *, is_pl
         pairs_before=pairs,
         pairs=pairs,
         largest_needs=np.tile(needs, (num_held, 1)),
-        fingerprint=fingerprint_of_fallback(num_held, request.mask),
+        fingerprint=fallback_fingerprint(num_held, request.mask),
         num_tokens=request.num_tokens,
         batch=request.documents.batch,
         q_capacity=q,

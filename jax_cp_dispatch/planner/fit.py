@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from jax_cp_dispatch._warning import warn_caller
+from jax_cp_dispatch._text import warn_caller
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.planner.config import (
     CAPACITIES,
@@ -122,8 +122,8 @@ def fit_plan_config(
         seen = dict(zip(("mask", "masks"), map(next, of_batches), strict=True))
         if placed:
             seen |= {"layers": layers, "num_groups": num_groups}
-            return _needs_of_placement(world_size=world_size, **seen, **given)
-        return _needs_of_plan(world_size=world_size, mask=seen["mask"], **given)
+            return _placement_needs(world_size=world_size, **seen, **given)
+        return _plan_needs(world_size=world_size, mask=seen["mask"], **given)
 
     names = PLACED_CAPACITIES if placed else CAPACITIES
     is_free = [getattr(config, name) is None for name in names]
@@ -145,7 +145,7 @@ def fit_plan_config(
     return dataclasses.replace(config, **sizes)
 
 
-def _needs_of_plan(**given: Any) -> _Needs:
+def _plan_needs(**given: Any) -> _Needs:
     plan = plan_attention(**given)
     own, all_ranks = plan.num_tokens, plan.num_tokens * plan.world_size
     # A rank sends each of its queries once.
@@ -153,7 +153,7 @@ def _needs_of_plan(**given: Any) -> _Needs:
     return _Needs(own, plan.largest_needs[0].tolist(), [max(x, 1) for x in most])
 
 
-def _needs_of_placement(**given: Any) -> _Needs:
+def _placement_needs(**given: Any) -> _Needs:
     placement = place_tokens(**given)
     needed, plan = placement.needs, placement.plan
     own, all_ranks = plan.num_tokens, plan.num_tokens * plan.world_size

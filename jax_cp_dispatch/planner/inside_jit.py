@@ -13,30 +13,34 @@ from jax_cp_dispatch.documents.fingerprint import (
     ID_STEP,
     POSITION_STEP,
     checksums,
-    checksums_of_mask,
-    digest_of_plan,
-    fingerprint_of_order,
     make_fingerprint,
+    mask_checksums,
     order_fault,
+    order_fingerprint,
+    plan_digest,
     refused_at_fault,
 )
-from jax_cp_dispatch.documents.order import follows_rules, starts_in_order
+from jax_cp_dispatch.documents.order import (
+    document_ends,
+    document_starts,
+    follows_rules,
+    starts_in_order,
+)
 from jax_cp_dispatch.documents.segment_ids import Ids, check_ids, fold_to_int32, read_documents
-from jax_cp_dispatch.documents.starts import document_ends, document_starts
 from jax_cp_dispatch.documents.table import check_columns, require_host
 from jax_cp_dispatch.masks import Mask, StaticMask
 from jax_cp_dispatch.masks.read import check_mask_arrays, read_mask
 from jax_cp_dispatch.planner.block_grid import BlockGrid, Capacities
 from jax_cp_dispatch.planner.config import CAPACITIES, PlanConfig, check_config, check_traced
 from jax_cp_dispatch.planner.plan import Plan
-from jax_cp_dispatch.planner.seen_inside import ranges_of_columns
+from jax_cp_dispatch.planner.seen_inside import column_ranges
 from jax_cp_dispatch.planner.stages import assign, build, kv_transfers_bound, q_bound
 
 _OP = "plan_attention"
 
 
 @jax.named_scope("cpd.plan")
-def plan_of_rank(
+def rank_plan(
     packed: tuple[Mask, Ids, Ids | None], *, world_size: int, config: PlanConfig, rank: Any
 ) -> Plan:
     """`plan_attention` inside the program that follows it.
@@ -67,7 +71,7 @@ def plan_inside(
 ) -> Plan:
     """Returns a plan of traced arrays.
 
-    With `rank`, the index on the mesh axis, it is that of `plan_of_rank`.
+    With `rank`, the index on the mesh axis, it is that of `rank_plan`.
     """
     world_size = grid.world_size
     capacities = static_capacities(grid, config, mask)
@@ -76,12 +80,12 @@ def plan_inside(
     assignment = assign(starts, grid=grid, mask=mask, tolerance=config.balance_tolerance)
     if rank is not None:  # the batch is that of this program
         if isinstance(mask, StaticMask):  # without runs, which would compile to more
-            assignment = assignment._replace(ranges=ranges_of_columns(mask, starts))
-        fingerprint = fingerprint_of_order(fault, rank)[None, :2]
+            assignment = assignment._replace(ranges=column_ranges(mask, starts))
+        fingerprint = order_fingerprint(fault, rank)[None, :2]
     else:
         own = _own_checksums(segment_ids, positions, starts, mask, world_size)
         received = assignment.received
-        digest = digest_of_plan(config, mask.kind, received.block, received.rank)
+        digest = plan_digest(config, mask.kind, received.block, received.rank)
         fingerprint = refused_at_fault(make_fingerprint(own, digest), fault)
     return Plan(
         **build(assignment, grid=grid, capacities=capacities, rank=rank)._asdict(),
@@ -112,7 +116,7 @@ def _own_checksums(
     of_places = checksums(places, world_size, step=POSITION_STEP, counts=starts >= 0)
     own = [jnp.asarray(ids), jnp.asarray(of_places)]
     if mask.has_arrays:
-        own.append(jnp.asarray(checksums_of_mask(mask, world_size)))
+        own.append(jnp.asarray(mask_checksums(mask, world_size)))
     return own
 
 

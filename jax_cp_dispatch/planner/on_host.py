@@ -9,24 +9,24 @@ from jaxtyping import Int
 from jax_cp_dispatch._ranks.runtime import native
 from jax_cp_dispatch.planner.config import CAPACITIES, check_ranks
 from jax_cp_dispatch.planner.fallback import fallback_plan
-from jax_cp_dispatch.planner.limits import (
-    DoesNotFitError,
-    check_longest_keys,
-    check_mean_queries,
-    static_size,
-)
 from jax_cp_dispatch.planner.piece_table import PieceTable, Spans, home_pieces, lay_out
 from jax_cp_dispatch.planner.pieces_fingerprint import pieces_fingerprint
 from jax_cp_dispatch.planner.plan import Plan
-from jax_cp_dispatch.planner.request import PlanRequest, native_problem
-from jax_cp_dispatch.planner.row_ranges import row_ranges
-from jax_cp_dispatch.planner.runs import list_runs
+from jax_cp_dispatch.planner.request import (
+    DoesNotFitError,
+    PlanRequest,
+    check_longest_keys,
+    check_mean_queries,
+    native_problem,
+    static_size,
+)
+from jax_cp_dispatch.planner.runs import list_runs, row_ranges
 from jax_cp_dispatch.planner.transfers import (
     Transfers,
     list_transfers,
     make_metadata,
     num_sent,
-    sums_of_ranks,
+    rank_sums,
 )
 
 _OP = "plan_attention"
@@ -113,7 +113,7 @@ def _moves(request: PlanRequest, home: PieceTable) -> _Moves:
     computed = Spans(pieces.rank, pieces.document, pieces.start, pieces.end, pieces.row)
     queries, keys = (list_transfers(home, x) for x in (computed, spans))
     needs = (
-        *(sums_of_ranks(x.target, x.tokens, world_size) for x in (queries, keys)),
+        *(rank_sums(x.target, x.tokens, world_size) for x in (queries, keys)),
         *(num_sent(x, world_size) for x in (queries, keys)),
         np.bincount(pieces.rank, minlength=world_size),
     )

@@ -9,10 +9,10 @@ from jaxtyping import Int, Int32
 from jax_cp_dispatch.documents.fingerprint import (
     ID_STEP,
     POSITION_STEP,
-    checksums_of_mask,
-    checksums_of_runs,
-    digest_of_plan,
     make_fingerprint,
+    mask_checksums,
+    plan_digest,
+    run_checksums,
 )
 from jax_cp_dispatch.documents.segment_ids import fold_to_int32
 from jax_cp_dispatch.masks import Mask
@@ -35,7 +35,7 @@ def pieces_fingerprint(
     """
     documents, positions, world_size = request.documents, request.positions, request.world_size
     rank, row, length, document, start = _by_row(held)
-    ids = checksums_of_runs(
+    ids = run_checksums(
         *_with_padding(
             (rank, row, length, fold_to_int32(documents.ids)[document]),
             documents.num_tokens // world_size,
@@ -52,11 +52,11 @@ def pieces_fingerprint(
         )
         value = fold_to_int32(np.asarray(positions)).reshape(-1)[token + within]
         runs = rank, row + within, np.ones_like(row), value
-    places = checksums_of_runs(*runs, step=POSITION_STEP, num_ranks=world_size)
+    places = run_checksums(*runs, step=POSITION_STEP, num_ranks=world_size)
     own: list[Any] = [ids, places]
     if in_order is not None:
-        own.append(checksums_of_mask(jax.tree.map(np.asarray, in_order), world_size))
-    digest = digest_of_plan(request.config, request.mask.kind, *computed[:4])
+        own.append(mask_checksums(jax.tree.map(np.asarray, in_order), world_size))
+    digest = plan_digest(request.config, request.mask.kind, *computed[:4])
     return make_fingerprint(own, digest)
 
 

@@ -9,8 +9,8 @@ from jaxtyping import Int, Int32
 
 from jax_cp_dispatch._arguments import check_positive
 from jax_cp_dispatch._ranks.runtime import native
-from jax_cp_dispatch.documents.on_host import check_mask_of_documents
-from jax_cp_dispatch.documents.table import DocumentTable, Row, documents_of
+from jax_cp_dispatch.documents.given import check_document_mask
+from jax_cp_dispatch.documents.table import DocumentTable, Row, document_table
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.read import read_mask_on_host
 from jax_cp_dispatch.planner.config import (
@@ -32,15 +32,18 @@ from jax_cp_dispatch.planner.groups import (
     read_layers,
     split_groups,
 )
-from jax_cp_dispatch.planner.limits import DoesNotFitError, check_longest_keys
 from jax_cp_dispatch.planner.piece_table import PieceTable, lay_out
-from jax_cp_dispatch.planner.placed_order import list_moves, no_moves, put_mask_in_order
-from jax_cp_dispatch.planner.placed_plan import plan_placed
+from jax_cp_dispatch.planner.placed_plan import list_moves, no_moves, plan_placed, put_mask_in_order
 from jax_cp_dispatch.planner.placement import Placement
 from jax_cp_dispatch.planner.plan import OF_ALL_MASKS, Plan
-from jax_cp_dispatch.planner.request import PlanRequest, native_problem
+from jax_cp_dispatch.planner.request import (
+    DoesNotFitError,
+    PlanRequest,
+    check_longest_keys,
+    native_problem,
+)
 from jax_cp_dispatch.planner.seen_keys import seen_keys
-from jax_cp_dispatch.planner.slices import check_rank, order_by_rank
+from jax_cp_dispatch.planner.transfers import check_rank, order_by_rank
 
 _OP = "place_tokens"
 
@@ -104,7 +107,7 @@ def place_tokens(
     check_config(_OP, config)
     check_positive(_OP, world_size=world_size)
     world_size = int(world_size)
-    documents = documents_of(
+    documents = document_table(
         _OP,
         world_size=world_size,
         lengths=lengths,
@@ -116,7 +119,7 @@ def place_tokens(
     shape = documents.batch, documents.columns
     masks_read = [read_mask_on_host(_OP, x, shape) for x in layers_of.masks]
     for read in masks_read:
-        check_mask_of_documents(_OP, read, documents)
+        check_document_mask(_OP, read, documents)
     _check_groups(documents, num_groups, rank)
     requests_of = [
         tuple(PlanRequest(rows, at, world_size, seen_keys(x, rows), config, rank) for x in own)

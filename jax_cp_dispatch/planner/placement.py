@@ -12,27 +12,25 @@ from jaxtyping import Float32, Int, PyTree, Shaped
 
 from jax_cp_dispatch._text import outline
 from jax_cp_dispatch.documents import Documents
-from jax_cp_dispatch.documents.on_host import check_mask_of_documents
+from jax_cp_dispatch.documents.given import check_document_mask
 from jax_cp_dispatch.masks import ArrayMask, Mask
+from jax_cp_dispatch.masks.mask import PACKED, PLACED
 from jax_cp_dispatch.masks.read import check_mask_order, read_mask_on_host
-from jax_cp_dispatch.masks.token_order import PACKED, PLACED
 from jax_cp_dispatch.planner.config import PlanConfig
 from jax_cp_dispatch.planner.cuts import describe_cuts
 from jax_cp_dispatch.planner.describe import describe_plan, work_by_share
 from jax_cp_dispatch.planner.groups import join_plans
 from jax_cp_dispatch.planner.piece_table import PieceTable
-from jax_cp_dispatch.planner.placed_order import (
+from jax_cp_dispatch.planner.placed_plan import (
     by_columns,
     expand_ranges,
     pieces_ascend,
+    plan_placed,
     put_mask_in_order,
 )
-from jax_cp_dispatch.planner.placed_plan import plan_placed
-from jax_cp_dispatch.planner.plan import Plan
+from jax_cp_dispatch.planner.plan import Plan, reduce_saved, slice_plan
 from jax_cp_dispatch.planner.request import PlanRequest
-from jax_cp_dispatch.planner.saved import reduce_saved
-from jax_cp_dispatch.planner.slices import check_all_ranks, slice_plan
-from jax_cp_dispatch.planner.transfers import num_moved
+from jax_cp_dispatch.planner.transfers import check_all_ranks, num_moved
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -135,7 +133,7 @@ class Placement:
         """Returns the plan of a single group."""
         ((requests, pieces),) = self.made_of
         assert pieces is not None
-        check_mask_of_documents(op, read, requests[0].documents)
+        check_document_mask(op, read, requests[0].documents)
         request = requests[0].with_mask(read)._replace(rank=self.rank)
         if read.has_arrays and self.rank is not None:
             raise ValueError(
@@ -259,7 +257,7 @@ class Placement:
         if len(self.plans) > 1:
             lines.append(f"  masks     all layers together: max/mean {self.imbalance:.3f}")
         for layers, each in zip(self.layers[1:], self.plans[1:], strict=True):
-            lines.append(_line_of_mask(layers, sum(self.layers), each))
+            lines.append(_mask_line(layers, sum(self.layers), each))
         return "\n".join(lines)
 
     @property
@@ -348,7 +346,7 @@ def _ids_and_positions(made_of: Any) -> tuple[np.ndarray, np.ndarray]:
     return ids.reshape(shape), positions.reshape(shape)
 
 
-def _line_of_mask(layers: int, all_layers: int, plan: Plan) -> str:
+def _mask_line(layers: int, all_layers: int, plan: Plan) -> str:
     moved = plan.num_kv_tokens_moved
     return (
         f"            {plan.mask}, {layers} of {all_layers} layers: max/mean {plan.imbalance:.3f}; "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 from typing import Any, TypeAlias
 
 import jax
@@ -18,11 +19,40 @@ from jax_cp_dispatch.masks.array_mask import MaskKind
 from jax_cp_dispatch.metadata.describe import known
 from jax_cp_dispatch.planner.config import CAPACITIES, PLACED_CAPACITIES, PlanConfig
 from jax_cp_dispatch.planner.describe import describe_plan
-from jax_cp_dispatch.planner.row_ranges import local_rows
-from jax_cp_dispatch.planner.runs import key_ranges, local_runs
-from jax_cp_dispatch.planner.saved import reduce_saved
-from jax_cp_dispatch.planner.slices import check_all_ranks, slice_plan
-from jax_cp_dispatch.planner.transfers import num_moved
+from jax_cp_dispatch.planner.runs import key_ranges, local_rows, local_runs
+from jax_cp_dispatch.planner.transfers import check_all_ranks, num_moved
+
+# To be counted up with every change of the fields of `Plan` or `Placement`, or of their meaning.
+FORMAT = 1
+
+
+def reduce_saved(self: Any) -> tuple[Any, ...]:
+    """`__reduce__` of a dataclass: its class, and its fields without what is cached."""
+    fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+    kind = type(self)
+    return load_saved, (FORMAT, kind.__name__, pickle.dumps((kind, fields), protocol=5))
+
+
+def load_saved(found: int, name: str, payload: bytes) -> Any:
+    """Returns the saved object.
+
+    Raises:
+      ValueError: another version of the package has saved it.
+    """
+    advice = "Plan the batch again, with this version of jax_cp_dispatch."
+    if found != FORMAT:
+        raise ValueError(
+            f"{name}: this was saved in format {found} of plans, but this version of "
+            f"jax_cp_dispatch reads format {FORMAT}. {advice}"
+        )
+    try:
+        kind, fields = pickle.loads(payload)
+        return kind(**fields)
+    except (ImportError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"{name}: another version of jax_cp_dispatch has saved this: {error}. {advice}"
+        ) from error
+
 
 # Fields that are equal in the plans of all masks of a placement.
 OF_ALL_MASKS = ("run_row", "run_position", "run_length", "cut_pieces", "num_rows")
@@ -261,3 +291,16 @@ class Plan:
         op = "Plan.num_tokens_moved_between_nodes"
         q = 0 if self.is_placed else num_moved(op, self.q_metadata, ranks_per_node)
         return q, num_moved(op, self.kv_metadata, ranks_per_node)
+
+
+def slice_plan(op: str, plan: Plan, rank: int) -> Plan:
+    """Returns the part of one rank of the plan of all ranks; for `slice_of`."""
+    whole: Any = plan
+    held, world_size = np.shape(whole.fingerprint)[0], whole.world_size
+    check_integer(op, "rank", rank)
+    if not 0 <= rank < world_size or held != world_size:
+        raise ValueError(
+            f"{op}: got rank {rank} with {held} of {world_size} ranks. Call it on the plan of all "
+            f"ranks, with a rank in [0, {world_size})."
+        )
+    return jax.tree.map(lambda x: x[rank : rank + 1], plan)

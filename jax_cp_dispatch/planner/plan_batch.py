@@ -8,8 +8,8 @@ import numpy as np
 from jaxtyping import Array, Shaped
 
 from jax_cp_dispatch._arguments import check_integer
-from jax_cp_dispatch.documents.on_host import check_mask_of_documents
-from jax_cp_dispatch.documents.table import Row, documents_of
+from jax_cp_dispatch.documents.given import check_document_mask
+from jax_cp_dispatch.documents.table import Row, document_table
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.read import check_mask_arrays, read_mask, read_mask_on_host
 from jax_cp_dispatch.planner.config import (
@@ -24,7 +24,7 @@ from jax_cp_dispatch.planner.on_host import plan_on_host
 from jax_cp_dispatch.planner.plan import Plan
 from jax_cp_dispatch.planner.request import PlanRequest
 from jax_cp_dispatch.planner.seen_keys import seen_keys
-from jax_cp_dispatch.planner.slices import check_rank
+from jax_cp_dispatch.planner.transfers import check_rank
 
 _OP = "plan_attention"
 
@@ -118,7 +118,7 @@ def plan_attention(
                     "rank, or plan outside jit."
                 )
             return plan_inside(segment_ids, positions, grid=grid, mask=mask, config=config)
-    documents = documents_of(
+    documents = document_table(
         _OP,
         world_size=world_size,
         lengths=lengths,
@@ -128,7 +128,7 @@ def plan_attention(
     )
     shape = documents.batch, documents.columns
     mask = read_mask_on_host(_OP, mask, shape)
-    check_mask_of_documents(_OP, mask, documents)
+    check_document_mask(_OP, mask, documents)
     seen = seen_keys(mask, documents)
     request = PlanRequest(documents, positions, world_size, seen, config, rank)
     return plan_on_host(request, fallback=fallback)

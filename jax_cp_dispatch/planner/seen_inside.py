@@ -10,7 +10,7 @@ from jaxtyping import Array, Int32
 
 from jax_cp_dispatch._arrays import divided
 from jax_cp_dispatch._scans import running_max, running_sum
-from jax_cp_dispatch.documents.starts import document_ends
+from jax_cp_dispatch.documents.order import document_ends
 from jax_cp_dispatch.masks import Mask, MaskRanges, StaticMask
 from jax_cp_dispatch.masks.pairs import traced_pairs_per_query
 from jax_cp_dispatch.planner.block_grid import BlockGrid, Capacities, Received, places
@@ -52,7 +52,7 @@ def seen_columns(mask: Mask, starts: Int32[Array, "B T"]) -> SeenColumns:
     return SeenColumns(first, last, pairs, ends - starts)
 
 
-def ranges_of_columns(mask: StaticMask, starts: Int32[Array, "B T"]) -> MaskRanges:
+def column_ranges(mask: StaticMask, starts: Int32[Array, "B T"]) -> MaskRanges:
     """Returns what each column sees; empty at padding."""
     num_tokens = starts.shape[1]
     column = jnp.arange(num_tokens, dtype=jnp.int32)[None]
@@ -111,13 +111,13 @@ def seen_by_rows(
       grid, capacities: sizes.
       ranks: all, in order, or one.
     """
-    start, end = _rows_of_queries(seen, received, grid, capacities.q, ranks)
+    start, end = _query_rows(seen, received, grid, capacities.q, ranks)
     if seen.q_start is None:
         return MaskRanges(start, end)
-    return MaskRanges(start, end, *_rows_of_keys(seen, received, grid, capacities.kv, ranks))
+    return MaskRanges(start, end, *_key_rows(seen, received, grid, capacities.kv, ranks))
 
 
-def _rows_of_queries(
+def _query_rows(
     seen: MaskRanges,
     received: Received,
     grid: BlockGrid,
@@ -148,7 +148,7 @@ def _rows_of_queries(
     ]
 
 
-def _rows_of_keys(
+def _key_rows(
     seen: MaskRanges,
     received: Received,
     grid: BlockGrid,

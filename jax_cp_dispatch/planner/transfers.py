@@ -1,13 +1,40 @@
-"""Rows that move between ranks, listed as ranges; and their metadata, with one slot per range."""
+"""Rows that move between ranks, as ranges; and their metadata, with one slot per range."""
 
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
 
+from jax_cp_dispatch._arguments import check_integer
 from jax_cp_dispatch.metadata import Metadata
 from jax_cp_dispatch.planner.piece_table import PieceTable, Spans
-from jax_cp_dispatch.planner.slices import check_all_ranks, order_by_rank, slice_of_rank
+
+
+def check_rank(op: str, rank: int | None, world_size: int) -> None:
+    if rank is None:
+        return
+    check_integer(op, "rank", rank)
+    if not 0 <= rank < world_size:
+        raise ValueError(f"{op}: rank is {rank}; it needs to be in [0, {world_size}), or None.")
+
+
+def check_all_ranks(op: str, held: int, world_size: int) -> None:
+    """Requires what depends on all ranks."""
+    if held != world_size:
+        raise ValueError(
+            f"{op}: this is the part of {held} of {world_size} ranks. Call it on the plan or "
+            "placement of all ranks."
+        )
+
+
+def rank_slice(rank: int | None) -> slice:
+    """Returns the slice of a leading axis over ranks that keeps one rank, or all."""
+    return slice(None) if rank is None else slice(rank, rank + 1)
+
+
+def order_by_rank(ranks: Int[np.ndarray, " N"], rank: int | None) -> Int[np.ndarray, " M"]:
+    """Returns the indices of the entries of one rank, or of all, one rank after another."""
+    return np.argsort(ranks, kind="stable") if rank is None else np.flatnonzero(ranks == rank)
 
 
 class Transfers(NamedTuple):
@@ -68,7 +95,7 @@ def make_metadata(
     With `rank`, all arrays have a leading axis of size 1, for that rank. So there is no array of
     size W * W, or of all slots.
     """
-    part = slice_of_rank(rank)
+    part = rank_slice(rank)
     counts = num_sent(transfers, world_size)
     held = counts[part].astype(np.int32)
     order = order_by_rank(transfers.source, rank)
@@ -80,7 +107,7 @@ def make_metadata(
         out[index] = values[order]
         return out
 
-    totals = sums_of_ranks(transfers.target, transfers.tokens, world_size)
+    totals = rank_sums(transfers.target, transfers.tokens, world_size)
     totals = totals[part].astype(np.uint32)
     received = np.zeros((len(totals), world_size + 1), np.uint32)
     is_here = slice(None) if rank is None else transfers.target == rank
@@ -106,7 +133,7 @@ def number_on_rank(
     return np.arange(len(rank)) - (np.cumsum(counts) - counts)[rank]
 
 
-def sums_of_ranks(
+def rank_sums(
     rank: Int[np.ndarray, " N"], values: Int[np.ndarray, " N"], world_size: int
 ) -> Int[np.ndarray, " W"]:
     out = np.zeros(world_size, np.int64)

@@ -1,12 +1,11 @@
 """Layers beside attention that mix the tokens of a document, whichever ranks hold them.
 
-`pieces`: the pieces of documents on a rank. `documents`: from segment ids; `placed`: from the plan
-  of a placement. `ranks`: runs a layer on every rank. `options`: of a call.
-`halo`: the rows next to a cut. `shift`, `conv`: the layers that need them. `loader`: the shift of a
-  data loader.
+`pieces`: the options of a call, and the pieces of documents on a rank: from segment ids
+  (`document_pieces`), or from the plan of a placement. `call_layer`: runs a layer on every rank.
+`halo`: the rows next to a cut. `shift`, `conv`: the layers that need them.
 `recurrence`: states that pass along documents; `chains`: the exchange of maps. `delta_rule`,
-  `linear_attention`, `linear_recurrence`: kernels, whose arrays `recurrence_arrays` checks.
-  `chunks`, `decays`, `inverse`, `states`: their matrix products.
+  `linear_attention`, `linear_recurrence`: kernels. `chunks`, `decays`, `states`: their matrix
+  products.
 """
 
 from jax_cp_dispatch.sequence.conv import causal_conv
@@ -14,10 +13,9 @@ from jax_cp_dispatch.sequence.delta_rule import gated_delta_rule
 from jax_cp_dispatch.sequence.document_pieces import document_pieces
 from jax_cp_dispatch.sequence.linear_attention import linear_attention
 from jax_cp_dispatch.sequence.linear_recurrence import linear_recurrence
-from jax_cp_dispatch.sequence.loader import shift_documents
 from jax_cp_dispatch.sequence.pieces import Pieces
 from jax_cp_dispatch.sequence.recurrence import recurrence
-from jax_cp_dispatch.sequence.shift import shift
+from jax_cp_dispatch.sequence.shift import shift, shift_documents
 
 __all__ = [
     "Pieces",

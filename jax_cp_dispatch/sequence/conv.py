@@ -10,13 +10,12 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, Integer
 
 from jax_cp_dispatch._arguments import HostOrDevice
-from jax_cp_dispatch._ranks.axis import AxisName
+from jax_cp_dispatch._ranks.communicator import AxisName
 from jax_cp_dispatch.documents import Documents
+from jax_cp_dispatch.sequence.call_layer import Axes, Layer, Where, call_layer
 from jax_cp_dispatch.sequence.halo import receive_halo
-from jax_cp_dispatch.sequence.options import Options
-from jax_cp_dispatch.sequence.pieces import Pieces
-from jax_cp_dispatch.sequence.ranks import Axes, Layer, Where, call_layer
-from jax_cp_dispatch.sequence.recurrence_arrays import check_floats
+from jax_cp_dispatch.sequence.pieces import Options, Pieces
+from jax_cp_dispatch.sequence.recurrence import check_floats
 
 _OP = "causal_conv"
 

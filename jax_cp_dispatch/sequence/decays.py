@@ -32,7 +32,7 @@ class Decays(NamedTuple):
     out: Float[Array, "n G N C F"]
 
 
-def decays_of(log: Float[Array, "n G N C F"], same: Float[Array, "n G 1 C C"]) -> Decays:
+def make_decays(log: Float[Array, "n G N C F"], same: Float[Array, "n G 1 C C"]) -> Decays:
     """Sums log decays within the pieces of each chunk; `same`: 1 for two rows of one piece."""
     lower = np.tri(log.shape[-2], dtype=log.dtype)
     return Decays(log, *(jnp.exp(dot(same * mask, log)) for mask in (lower, 1 - lower)))

@@ -10,18 +10,21 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, Int32, Integer
 
 from jax_cp_dispatch._arguments import HostOrDevice
-from jax_cp_dispatch._ranks.axis import AxisName
+from jax_cp_dispatch._ranks.communicator import AxisName
 from jax_cp_dispatch._residuals import named_pairs
 from jax_cp_dispatch.documents import Documents
+from jax_cp_dispatch.sequence.call_layer import Axes, Layer, Where, call_layer
 from jax_cp_dispatch.sequence.chains import CutPieces
-from jax_cp_dispatch.sequence.chunks import chunks_of, default_chunk, dot, same_piece
-from jax_cp_dispatch.sequence.decays import decayed_scores, decays_of
-from jax_cp_dispatch.sequence.inverse import inverse_of_unit_lower
-from jax_cp_dispatch.sequence.options import Options
-from jax_cp_dispatch.sequence.pieces import Pieces
-from jax_cp_dispatch.sequence.ranks import Axes, Layer, Where, call_layer
-from jax_cp_dispatch.sequence.recurrence import Recur
-from jax_cp_dispatch.sequence.recurrence_arrays import check_heads, heads_first, wide_dtype
+from jax_cp_dispatch.sequence.chunks import (
+    cut_into_chunks,
+    default_chunk,
+    dot,
+    invert_unit_lower,
+    same_piece,
+)
+from jax_cp_dispatch.sequence.decays import decayed_scores, make_decays
+from jax_cp_dispatch.sequence.pieces import Options, Pieces
+from jax_cp_dispatch.sequence.recurrence import Recur, check_heads, heads_first, wide_dtype
 from jax_cp_dispatch.sequence.states import Links, read
 from jax_cp_dispatch.sequence.walks import Steps
 
@@ -99,7 +102,7 @@ class DeltaRule:
     def __call__(
         self, inputs: dict[str, Array], ids: Int32[Array, "G L"], cuts: CutPieces | None
     ) -> Float[Array, "G L N V"]:
-        chunks = chunks_of(ids, self.chunk, inputs["v"].shape[2], wide_dtype(inputs))
+        chunks = cut_into_chunks(ids, self.chunk, inputs["v"].shape[2], wide_dtype(inputs))
         u, w, kd, into, q, scores = chunks.apply(self._prepare, inputs)
         out = read(Steps(u, w, kd, into), q, scores, chunks, Links.of(cuts, chunks))
         return out.astype(inputs["v"].dtype)
@@ -107,8 +110,8 @@ class DeltaRule:
     def _prepare(self, rows: dict[str, Array], ids: Int32[Array, "n G C"]) -> tuple[Array, ...]:
         q, k, v, log, beta = heads_first(rows, self.scale)
         same, strictly = same_piece(ids, k.dtype), np.tri(ids.shape[-1], k=-1, dtype=k.dtype)
-        decays, weighted = decays_of(log, same), k * beta
+        decays, weighted = make_decays(log, same), k * beta
         own, scores = decayed_scores((weighted, q), k, decays)
-        inverse = named_pairs(inverse_of_unit_lower(own * (same * strictly)))
+        inverse = named_pairs(invert_unit_lower(own * (same * strictly)))
         u, w = dot(inverse, v * beta), dot(inverse, weighted * decays.into)
         return u, w, k * decays.out, decays.into, q * decays.into, scores * same

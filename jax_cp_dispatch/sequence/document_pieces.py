@@ -17,26 +17,23 @@ from jax import lax
 from jaxtyping import Array
 
 from jax_cp_dispatch._arrays import At
-from jax_cp_dispatch._ranks.axis import AxisName, num_ranks_here
+from jax_cp_dispatch._ranks.communicator import AxisName, num_ranks_here
 from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch._ranks.varying import vary_alike
 from jax_cp_dispatch._scans import running_maxima
 from jax_cp_dispatch.documents import Documents
-from jax_cp_dispatch.documents.fingerprint import fingerprint_of_order, order_fault
-from jax_cp_dispatch.documents.gather import gather_sequence
+from jax_cp_dispatch.documents.fingerprint import order_fault, order_fingerprint
 from jax_cp_dispatch.documents.given import read_given_tokens
 from jax_cp_dispatch.documents.layouts import (
     SequenceLayout,
     contiguous_layout,
     zigzag_layout,
 )
+from jax_cp_dispatch.documents.order import begin_columns, gather_sequence
 from jax_cp_dispatch.documents.segment_ids import fold_to_int32, read_documents
-from jax_cp_dispatch.documents.starts import columns_of_begins
-from jax_cp_dispatch.masks.token_order import PLACED
-from jax_cp_dispatch.sequence.options import Options
-from jax_cp_dispatch.sequence.order import are_in_order, order_of_chunks
-from jax_cp_dispatch.sequence.pieces import Cuts, Pieces
-from jax_cp_dispatch.sequence.placed import pieces_of_plan
+from jax_cp_dispatch.masks.mask import PLACED
+from jax_cp_dispatch.sequence.chunk_order import are_in_order, chunk_order
+from jax_cp_dispatch.sequence.pieces import Cuts, Options, Pieces, pieces_from_plan
 
 
 def document_pieces(
@@ -73,15 +70,15 @@ def document_pieces(
     ranks = f"axis {axis_name!r} has {num_ranks} ranks"
     given.check_ranks(op, shape[1] * num_ranks, num_ranks, ranks)
     if given.order == PLACED:
-        return pieces_of_plan(options, given.plan, (segment_ids, positions), shape)
-    return pieces_of_ids(options, segment_ids, positions, shape)
+        return pieces_from_plan(options, given.plan, (segment_ids, positions), shape)
+    return pieces_from_ids(options, segment_ids, positions, shape)
 
 
-def pieces_of_ids(options: Options, segment_ids: Any, positions: Any, shape: Any) -> Pieces:
+def pieces_from_ids(options: Options, segment_ids: Any, positions: Any, shape: Any) -> Pieces:
     """Returns the pieces of this rank's rows [B, T]; without ids, a batch row is one document."""
     if 0 in shape:  # as of one row of padding: no layer reads them
         one = jnp.zeros([max(n, 1) for n in shape], jnp.int32)
-        pieces = pieces_of_ids(options, one, None, one.shape)
+        pieces = pieces_from_ids(options, one, None, one.shape)
         return dataclasses.replace(pieces, batch=shape[0], num_tokens=shape[1])
     batch, num_tokens = shape
     num_ranks = jax.lax.axis_size(options.axis_name)
@@ -97,12 +94,12 @@ def pieces_of_ids(options: Options, segment_ids: Any, positions: Any, shape: Any
     if positions is not None:
         positions = fold_to_int32(positions)
         places = _grouped(layout, positions)
-    begins, highest = running_maxima([columns_of_begins(ids, places), jnp.maximum(ids, 0)])
+    begins, highest = running_maxima([begin_columns(ids, places), jnp.maximum(ids, 0)])
     starts = jnp.where(ids > 0, begins, -1)
     group = jnp.arange(len(starts), dtype=jnp.int32)[:, None] * layout.block_rows
     edges = _edges(layout, ids, places, starts)
     if checks_order:
-        edges |= order_of_chunks(ids, places, highest)
+        edges |= chunk_order(ids, places, highest)
     edges = _in_sequence(options.exchange, layout, edges)
     continues = _continues(edges)
     later, earlier = _cuts(layout, edges, continues)
@@ -110,7 +107,7 @@ def pieces_of_ids(options: Options, segment_ids: Any, positions: Any, shape: Any
     if checks_order:
         documents = segment_ids, positions
         in_order = are_in_order(options.exchange, layout, documents, edges, continues[:, :-1])
-        fingerprint = fingerprint_of_order(order_fault(in_order), rank)
+        fingerprint = order_fingerprint(order_fault(in_order), rank)
     begin = jnp.where(starts >= 0, starts + group, -1)
     (begin,) = vary_alike([begin], also=options.exchange.axis_names)
     return Pieces(

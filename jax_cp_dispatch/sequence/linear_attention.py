@@ -10,16 +10,14 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, Int32, Integer
 
 from jax_cp_dispatch._arguments import HostOrDevice
-from jax_cp_dispatch._ranks.axis import AxisName
+from jax_cp_dispatch._ranks.communicator import AxisName
 from jax_cp_dispatch.documents import Documents
+from jax_cp_dispatch.sequence.call_layer import Axes, Layer, Where, call_layer
 from jax_cp_dispatch.sequence.chains import CutPieces
-from jax_cp_dispatch.sequence.chunks import Chunks, chunks_of, default_chunk, same_piece
-from jax_cp_dispatch.sequence.decays import decayed_scores, decays_of
-from jax_cp_dispatch.sequence.options import Options
-from jax_cp_dispatch.sequence.pieces import Cuts, Pieces
-from jax_cp_dispatch.sequence.ranks import Axes, Layer, Where, call_layer
-from jax_cp_dispatch.sequence.recurrence import Recur
-from jax_cp_dispatch.sequence.recurrence_arrays import check_heads, heads_first, wide_dtype
+from jax_cp_dispatch.sequence.chunks import Chunks, cut_into_chunks, default_chunk, same_piece
+from jax_cp_dispatch.sequence.decays import decayed_scores, make_decays
+from jax_cp_dispatch.sequence.pieces import Cuts, Options, Pieces
+from jax_cp_dispatch.sequence.recurrence import Recur, check_heads, heads_first, wide_dtype
 from jax_cp_dispatch.sequence.states import Links, read
 from jax_cp_dispatch.sequence.walks import Steps
 
@@ -85,7 +83,7 @@ class LinearAttention:
     def __call__(
         self, inputs: dict[str, Array], ids: Int32[Array, "G L"], cuts: CutPieces | None
     ) -> Float[Array, "G L N V"]:
-        chunks = chunks_of(ids, self.chunk, inputs["v"].shape[2], wide_dtype(inputs))
+        chunks = cut_into_chunks(ids, self.chunk, inputs["v"].shape[2], wide_dtype(inputs))
         u, kd, into, q, scores, log = chunks.apply(self._prepare, inputs)
         decays = None if cuts is None else self._decays(chunks, cuts.earlier, log)
         out = read(Steps(u, None, kd, into), q, scores, chunks, Links.of(cuts, chunks, decays))
@@ -94,7 +92,7 @@ class LinearAttention:
     def _prepare(self, rows: dict[str, Array], ids: Int32[Array, "n G C"]) -> tuple[Array, ...]:
         q, k, v, log = heads_first(rows, self.scale)
         same = same_piece(ids, k.dtype)
-        decays = decays_of(log, same)
+        decays = make_decays(log, same)
         (scores,) = decayed_scores((q,), k, decays)
         return v, k * decays.out, decays.into, q * decays.into, scores * same, log
 

@@ -12,14 +12,12 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, Int32, Integer
 
 from jax_cp_dispatch._arguments import HostOrDevice
-from jax_cp_dispatch._ranks.axis import AxisName
+from jax_cp_dispatch._ranks.communicator import AxisName
 from jax_cp_dispatch.documents import Documents
+from jax_cp_dispatch.sequence.call_layer import Axes, Layer, Where, call_layer
 from jax_cp_dispatch.sequence.chains import CutPieces
-from jax_cp_dispatch.sequence.options import Options
-from jax_cp_dispatch.sequence.pieces import Pieces
-from jax_cp_dispatch.sequence.ranks import Axes, Layer, Where, call_layer
-from jax_cp_dispatch.sequence.recurrence import Recur
-from jax_cp_dispatch.sequence.recurrence_arrays import check_elementwise, wide
+from jax_cp_dispatch.sequence.pieces import Options, Pieces
+from jax_cp_dispatch.sequence.recurrence import Recur, check_elementwise, wide
 
 _OP = "linear_recurrence"
 

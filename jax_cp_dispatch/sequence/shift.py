@@ -7,18 +7,21 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Integer, PyTree, Shaped
 
 from jax_cp_dispatch._arguments import HostOrDevice, check_integer, check_value_of
-from jax_cp_dispatch._ranks.axis import AxisName
+from jax_cp_dispatch._ranks.communicator import AxisName
 from jax_cp_dispatch._ranks.varying import varying_axes
 from jax_cp_dispatch.documents import Documents
+from jax_cp_dispatch.documents.given import read_given_tokens
+from jax_cp_dispatch.documents.table import from_segment_ids
+from jax_cp_dispatch.masks.mask import PACKED
+from jax_cp_dispatch.sequence.call_layer import Axes, Layer, Where, call_layer
 from jax_cp_dispatch.sequence.halo import receive_halo
-from jax_cp_dispatch.sequence.options import Options
-from jax_cp_dispatch.sequence.pieces import Pieces
-from jax_cp_dispatch.sequence.ranks import Axes, Layer, Where, call_layer
-from jax_cp_dispatch.sequence.recurrence_arrays import check_rows
+from jax_cp_dispatch.sequence.pieces import Options, Pieces
+from jax_cp_dispatch.sequence.recurrence import check_rows
 
 _OP = "shift"
 
@@ -141,3 +144,63 @@ def _document_lengths(pieces: Pieces) -> Array:
     """Returns the tokens of the document of each of this rank's pieces that others continue."""
     same = pieces.own_earlier.document[:, None] == pieces.later.document
     return jnp.where(same, pieces.later.end, 0).max(1, initial=0)
+
+
+_OF_DOCUMENTS = "shift_documents"
+
+
+def shift_documents(
+    x: PyTree[Shaped[np.ndarray, "B T ..."]],
+    offset: int,
+    *,
+    documents: Documents | None = None,
+    segment_ids: Integer[np.ndarray, "B T"] | None = None,
+    positions: Integer[np.ndarray, "B T"] | None = None,
+    fill: float | int = 0,
+) -> PyTree[Shaped[np.ndarray, "B T ..."]]:
+    """Gives each token the row of the token `offset` before it in its document.
+
+    For data loaders: NumPy, on batches in the order of their documents; place the result. The
+    labels of next-token prediction are `shift_documents(tokens, -1, ...)`, those of prediction
+    depth d `shift_documents(tokens, -d, ...)`.
+
+    Args:
+      x: arrays of any dtype.
+      offset: tokens; negative: the row of a later token.
+      documents: in packed order, on the host.
+      segment_ids, positions: the short form, see `context_parallel_attention`.
+      fill: the value where the document has no such token, and in padding.
+    Returns:
+      Arrays in the structure of `x`.
+    Raises:
+      TypeError, ValueError: an argument is invalid, or a document is not contiguous.
+    """
+    import jax  # only its trees; no device is used
+
+    check_integer(_OF_DOCUMENTS, "offset", offset)
+    if documents is None and segment_ids is None:
+        raise TypeError(f"{_OF_DOCUMENTS}: got no documents. Pass documents, or segment_ids.")
+    given = read_given_tokens(_OF_DOCUMENTS, documents, segment_ids, positions)
+    if given.order != PACKED:
+        raise ValueError(
+            f"{_OF_DOCUMENTS}: the documents are in {given.order}, in which neighbours need not be "
+            "neighbours in a document. Shift in packed order, then apply the other order."
+        )
+    document = from_segment_ids(_OF_DOCUMENTS, *given.packed[1:]).numbers()
+    num_tokens = document.shape[1]
+    source = np.arange(num_tokens) - offset
+    inside = (source >= 0) & (source < num_tokens)
+    source = np.clip(source, 0, max(num_tokens - 1, 0))
+    valid = inside & (document == document[:, source]) & (document > 0)
+
+    def shifted(x: Any) -> Any:
+        if x.shape[:2] != document.shape:
+            raise ValueError(
+                f"{_OF_DOCUMENTS}: an array has shape {x.shape} but segment_ids "
+                f"{document.shape}; it needs to start with [B, T]."
+            )
+        check_value_of(_OF_DOCUMENTS, "fill", fill, x.dtype)
+        keep = valid.reshape(*valid.shape, *[1] * (x.ndim - 2))
+        return np.where(keep, x[:, source], np.asarray(fill, x.dtype))
+
+    return jax.tree.map(shifted, x)

@@ -14,9 +14,9 @@ from sequences import attended
 from jax_cp_dispatch import Hamilton, PlanConfig, Ring, Zigzag, place_tokens, plan_attention
 from jax_cp_dispatch._ranks.options import read_options
 from jax_cp_dispatch.attention.algorithms.rank_program import Batch, RankProgram, Shape
-from jax_cp_dispatch.attention.options import AttentionOptions
-from jax_cp_dispatch.documents.packed_mask import PackedMask
-from jax_cp_dispatch.documents.table import documents_of
+from jax_cp_dispatch.attention.call_options import AttentionOptions
+from jax_cp_dispatch.documents.ranges import PackedMask
+from jax_cp_dispatch.documents.table import document_table
 from jax_cp_dispatch.masks import SlidingWindow
 from jax_cp_dispatch.profiling import BalanceProfile, balance_profile
 
@@ -41,7 +41,7 @@ def program_of(algorithm) -> Any:
 
 
 def documents():
-    return documents_of("test", world_size=W, lengths=LENGTHS, columns=W * T)
+    return document_table("test", world_size=W, lengths=LENGTHS, columns=W * T)
 
 
 def drawn():
@@ -173,7 +173,7 @@ def test_ranks_and_programs_take_turns(monkeypatch):
 
         return run
 
-    monkeypatch.setattr(module, "_run_of_ranks", lambda program: run_of(program.run))
+    monkeypatch.setattr(module, "_run_ranks", lambda program: run_of(program.run))
     programs = [
         RankProgram(cast(Any, name), (), cast(Any, range(n)), np.zeros(n))
         for name, n in ranks.items()
@@ -184,11 +184,11 @@ def test_ranks_and_programs_take_turns(monkeypatch):
 
 def test_text():
     profile = BalanceProfile("ring", seconds=(0.001, 0.003), pairs=(10, 40))
-    assert (profile.busiest, profile.imbalance, profile.imbalance_of_pairs) == (0.003, 1.5, 1.6)
+    assert (profile.busiest, profile.imbalance, profile.pair_imbalance) == (0.003, 1.5, 1.6)
     assert str(profile).splitlines() == [
         "ring: busiest rank 3.00 ms, 1.500 of the mean; in pairs 1.600",
         "  rank    ms  pairs",
         "  0     1.00     10",
         "  1     3.00     40",
     ]
-    assert BalanceProfile("ring", seconds=(1.0, 1.0), pairs=(0, 0)).imbalance_of_pairs == 1
+    assert BalanceProfile("ring", seconds=(1.0, 1.0), pairs=(0, 0)).pair_imbalance == 1

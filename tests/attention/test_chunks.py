@@ -21,8 +21,7 @@ from jax_cp_dispatch.documents.layouts import (
     halves_in_zigzag,
     zigzag_layout,
 )
-from jax_cp_dispatch.documents.packed_mask import PackedMask
-from jax_cp_dispatch.documents.ranges import attended_tokens
+from jax_cp_dispatch.documents.ranges import PackedMask, attended_tokens
 from jax_cp_dispatch.masks import Causal, Chunked, Full, SlidingWindow
 
 PLACEMENTS = [contiguous_layout, zigzag_layout, halves_in_zigzag]

@@ -16,8 +16,8 @@ from cudnn_emulation import Backward, Forward
 from local_cases import RANGES, assert_close, inputs
 
 from jax_cp_dispatch.attention.local import cudnn, uncut
-from jax_cp_dispatch.attention.local.api import local_attention
-from jax_cp_dispatch.attention.local.options import LocalOptions
+from jax_cp_dispatch.attention.local.local_attention import local_attention
+from jax_cp_dispatch.attention.local.local_options import LocalOptions
 
 SHAPES: Any = {"B": 1, "T": 256, "S": 256, "N": 4, "K": 2, "H": 64, "Hv": 64}
 

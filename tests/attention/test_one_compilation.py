@@ -24,7 +24,7 @@ from jax_cp_dispatch import (
     plan_attention,
     stack_plans,
 )
-from jax_cp_dispatch.masks.token_order import PLACED
+from jax_cp_dispatch.masks.mask import PLACED
 
 WORLD_SIZE, COLUMNS, SCALE = 4, 512, 512
 LENGTHS = Path(__file__).parents[1] / "data" / "packed"

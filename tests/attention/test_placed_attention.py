@@ -22,7 +22,7 @@ from jax_cp_dispatch import (
     stack_plans,
 )
 from jax_cp_dispatch.masks import Chunked, SlidingWindow
-from jax_cp_dispatch.masks.token_order import PACKED, PLACED
+from jax_cp_dispatch.masks.mask import PACKED, PLACED
 
 
 def draw(seed, *, batch, num_tokens, num_kv_heads=2, max_length=200, dtype=np.float32):

@@ -20,9 +20,9 @@ from sequences import Case, check, draw
 
 from jax_cp_dispatch import masks
 from jax_cp_dispatch._ranks import runtime
-from jax_cp_dispatch._warning import say_once
-from jax_cp_dispatch.attention.local import api as local, range_kernels, uncut
-from jax_cp_dispatch.attention.local.api import local_attention
+from jax_cp_dispatch._text import say_once
+from jax_cp_dispatch.attention.local import local_attention as local, range_kernels, uncut
+from jax_cp_dispatch.attention.local.local_attention import local_attention
 from jax_cp_dispatch.attention.rotating import attend as rotating
 
 
@@ -94,7 +94,7 @@ def only_kernels(monkeypatch):
     monkeypatch.setattr(uncut, "attend", range_kernels.attend)
     monkeypatch.setattr(uncut, "gradients", range_kernels.gradients)
     monkeypatch.setattr(rotating, "attend_blocks", range_kernels.attend_in_blocks)
-    monkeypatch.setattr(rotating, "gradients_of_blocks", range_kernels.gradients_in_blocks)
+    monkeypatch.setattr(rotating, "block_gradients", range_kernels.gradients_in_blocks)
     for name in ("_forward", "_backward"):  # cached traces would bypass the patch
         monkeypatch.setattr(local, name, getattr(local, name).__wrapped__)
 

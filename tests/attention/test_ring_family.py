@@ -89,7 +89,7 @@ def test_ring_zigzag_hamilton_and_ulysses_attention_equal_dense_attention(case):
 def test_many_blocks(case, monkeypatch):
     """As with many rows: several blocks of queries and keys, the last ones padded."""
     blocks = {"block_q": 8, "block_kv": 8}
-    monkeypatch.setattr(sequence, "blocks_of_ranks", lambda *_, **__: blocks)
+    monkeypatch.setattr(sequence, "rank_blocks", lambda *_, **__: blocks)
     check(case, draw(case))
 
 

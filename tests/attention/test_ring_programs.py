@@ -90,7 +90,7 @@ def test_exchanges_of_the_backward_pass(case, num_chunks):
     out = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), q.dtype)
     jaxpr = jax.make_jaxpr(lambda out, *x: jax.vjp(attend, *x)[1](out))(out, *operands).jaxpr
     kinds = ("ppermute", "all_to_all")
-    attention = ("attend_blocks", "gradients_of_blocks")
+    attention = ("attend_blocks", "block_gradients")
     names = lambda equations: [e.primitive.name for e in equations]
     of_steps = [
         (length, [name for name in names(equations) if name in (*kinds, *attention)])
@@ -100,7 +100,7 @@ def test_exchanges_of_the_backward_pass(case, num_chunks):
     (forward, exchange), (backward, both) = of_steps
     assert (forward, backward) == (case.num_ranks - 1, case.num_ranks - 2)
     exchange.remove("attend_blocks")
-    assert both == [*exchange, *exchange, "gradients_of_blocks"]
+    assert both == [*exchange, *exchange, "block_gradients"]
     anywhere = sum(name in kinds for name in names(flattened(jaxpr)))
     outside = anywhere - 3 * len(exchange)
     assert outside == 3 * len(exchange)  # of keys: step 1; of gradients: the last two steps

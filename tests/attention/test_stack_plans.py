@@ -22,7 +22,7 @@ from jax_cp_dispatch import (
     stack_plans,
 )
 from jax_cp_dispatch.masks import SlidingWindow
-from jax_cp_dispatch.masks.token_order import PACKED, PLACED
+from jax_cp_dispatch.masks.mask import PACKED, PLACED
 
 D, W, B, T = 2, 2, 2, 48  # groups, ranks of a group, rows of a group, tokens
 CASE = Case("ring", 1, T, documents="segments", heads=(4, 2))

@@ -17,8 +17,7 @@ from local_cases import assert_close
 from mask_oracle import batch_ranges, batch_visible, range_pairs
 from packed_batches import pack
 
-from jax_cp_dispatch.attention.local import api as local, tpu, uncut
-from jax_cp_dispatch.attention.local.api import local_attention
+from jax_cp_dispatch.attention.local import local_attention as local, tpu, uncut
 from jax_cp_dispatch.attention.local.backward import (
     SoftmaxGradients,
     begin_dq,
@@ -26,11 +25,11 @@ from jax_cp_dispatch.attention.local.backward import (
     finish_dq,
 )
 from jax_cp_dispatch.attention.local.blocks import RowRanges, cut_operands
-from jax_cp_dispatch.attention.local.options import LocalOptions
+from jax_cp_dispatch.attention.local.local_attention import local_attention
+from jax_cp_dispatch.attention.local.local_options import LocalOptions
 from jax_cp_dispatch.attention.local.query_ranges import KeyQueries
 from jax_cp_dispatch.attention.local.rows import from_rows
-from jax_cp_dispatch.documents.packed_mask import PackedMask
-from jax_cp_dispatch.documents.ranges import attended_tokens
+from jax_cp_dispatch.documents.ranges import PackedMask, attended_tokens
 from jax_cp_dispatch.masks import Causal, Chunked, Full, MaskRanges, SlidingWindow
 
 T, CUT = 300, 140  # tokens; the keys of the first of two parts
@@ -139,7 +138,7 @@ def test_options(monkeypatch):
     monkeypatch.setattr(uncut, "attend", uncut.attend_cut)
     monkeypatch.setattr(uncut, "gradients", uncut.gradients_cut)
     monkeypatch.setattr(uncut, "attend_blocks", tpu.attend)
-    monkeypatch.setattr(uncut, "gradients_of_blocks", tpu.gradients)
+    monkeypatch.setattr(uncut, "block_gradients", tpu.gradients)
     for name in ("_forward", "_backward"):  # cached traces would bypass the patch
         monkeypatch.setattr(local, name, getattr(local, name).__wrapped__)
     rng = np.random.default_rng()

@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from on_mesh import AXIS, mesh_of
 
 from jax_cp_dispatch import context_parallel_attention, local_attention, place_tokens
-from jax_cp_dispatch._warning import say_once
+from jax_cp_dispatch._text import say_once
 
 W, T = 4, 32
 SHAPE = (1, W * T, 2, 8)

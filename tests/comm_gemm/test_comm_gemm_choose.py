@@ -11,7 +11,7 @@ from properties import examples
 
 from jax_cp_dispatch import all_gather_matmul, choose_comm_gemm, matmul_reduce_scatter
 from jax_cp_dispatch.buffers import CommOverlapMethod, CommOverlapType
-from jax_cp_dispatch.comm_gemm.choice.overlaps import (
+from jax_cp_dispatch.comm_gemm.choice import (
     MatmulSizes,
     OverlapOptions,
     choose_overlaps,

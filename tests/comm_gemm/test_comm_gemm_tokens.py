@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from jax_cp_dispatch import all_gather_matmul, matmul_reduce_scatter
-from jax_cp_dispatch._warning import say_once
+from jax_cp_dispatch._text import say_once
 
 B, T, D, F = 4, 64, 8, 16
 AXES = ("data", "cp", "tp")

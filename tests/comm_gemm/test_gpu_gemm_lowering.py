@@ -17,13 +17,12 @@ from on_mesh import AXIS, mesh_of
 from jax_cp_dispatch import all_gather_matmul, gemm, grouped_gemm, matmul_reduce_scatter
 from jax_cp_dispatch._ranks import lowering, runtime
 from jax_cp_dispatch._ranks.communicator import Communicator
-from jax_cp_dispatch._ranks.gpu import device_table
+from jax_cp_dispatch._ranks.gpu import peers
 from jax_cp_dispatch._ranks.gpu.slabs import Slabs
-from jax_cp_dispatch._warning import say_once
+from jax_cp_dispatch._text import say_once
 from jax_cp_dispatch.buffers import create_comm_overlap_buffer, destroy_comm_overlap_buffer
-from jax_cp_dispatch.comm_gemm.engine.gemm_call import GemmCall
+from jax_cp_dispatch.comm_gemm.engine.gemm_call import GemmCall, Overlap
 from jax_cp_dispatch.comm_gemm.engine.on_gpu import run_all_ranks
-from jax_cp_dispatch.comm_gemm.engine.overlap import Overlap
 from jax_cp_dispatch.comm_gemm.types import CommOverlapMethod, CommOverlapType
 
 W, ORDER = 4, [3, 1, 0, 2]
@@ -194,12 +193,12 @@ def test_a_named_transport_is_rejected_with_a_reason():
 
 def test_ranks_over_the_network_use_xla_and_neighbours_do_not(monkeypatch):
     slabs = Slabs("nvshmem", [1, 2, 3, 3], [0, 0, 2, 2])
-    monkeypatch.setattr(device_table, "connected_slabs", lambda: slabs)
+    monkeypatch.setattr(peers, "connected_slabs", lambda: slabs)
     devices = tuple(type("Device", (), {"process_index": p, "id": 0})() for p in range(4))
     comm = Communicator(axis_names=(AXIS,), num_ranks=W)
     said = "processes 0 and 2 reach each other over the network only"
-    assert device_table.what_pointers_lack(None, comm, (devices,)) == said
-    assert device_table.what_pointers_lack(None, comm, (devices[:2], devices[2:])) is None
+    assert peers.what_pointers_lack(None, comm, (devices,)) == said
+    assert peers.what_pointers_lack(None, comm, (devices[:2], devices[2:])) is None
     monkeypatch.setattr(lowering, "program_groups", lambda *_: (devices,))
     product = on_ranks(lambda x, w: all_gather_matmul(x, w, axis_name=AXIS))
     assert said in fallen(product, np.zeros((32, 32), np.float32), K)

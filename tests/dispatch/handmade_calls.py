@@ -270,7 +270,9 @@ def main(first) -> None:
 
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_x64", True)
-    from jax_cp_dispatch.comm_gemm.engine.blas import load_blas  # the package registers the targets
+    from jax_cp_dispatch.comm_gemm.engine.custom_call import (
+        load_blas,  # the package registers the targets
+    )
 
     load_blas()
 

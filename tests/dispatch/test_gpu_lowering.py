@@ -18,12 +18,12 @@ from jax_cp_dispatch import (
     dispatch,
     dispatch_qkv,
 )
-from jax_cp_dispatch._dispatch import on_gpu
+from jax_cp_dispatch._dispatch import custom_call
 from jax_cp_dispatch._ranks import implementations, runtime
-from jax_cp_dispatch._ranks.gpu import device_table, peers
+from jax_cp_dispatch._ranks.gpu import peers
 from jax_cp_dispatch._ranks.implementations import CUDA_PEER, gpu as implementations_gpu
-from jax_cp_dispatch._warning import say_once
-from jax_cp_dispatch.doctor.finding import Finding
+from jax_cp_dispatch._text import say_once
+from jax_cp_dispatch.doctor.machine import Finding
 from jax_cp_dispatch.doctor.self_test import try_implementations
 from jax_cp_dispatch.gpu import raise_gpu_errors
 
@@ -240,9 +240,9 @@ def devices(monkeypatch):
 
 def test_a_place_is_a_process_and_a_device_of_it(devices):
     """Not the number that CUDA gives it: programs must be the same in all processes."""
-    assert [device_table._entry(d) for d in devices] == [1, 0, 65536, 65537, 131072, 131073]
+    assert [peers._entry(d) for d in devices] == [1, 0, 65536, 65537, 131072, 131073]
     assert peers.local_ordinals() == [6, 4]
-    assert device_table._entry(Device(0, 3, None)) == 3  # of a machine for which we compile
+    assert peers._entry(Device(0, 3, None)) == 3  # of a machine for which we compile
 
 
 # ---- GPUs that do not reach each other's memory.
@@ -303,7 +303,7 @@ def test_more_ranks_than_a_call_takes_use_xla(cuda, monkeypatch):
 
 
 def test_more_arrays_than_a_call_takes_use_xla():
-    many = [X] * (on_gpu._MAX_ARRAYS + 1)
+    many = [X] * (custom_call._MAX_ARRAYS + 1)
     why = "dispatch: XLA serves this call .* 65 arrays, but a call on GPUs takes at most 64"
     for run in (on_ranks(lambda x, m: send(x, m), mesh_of(W)), lambda x, m: send(x, m)):
         say_once.cache_clear()
@@ -318,7 +318,7 @@ def test_limits_are_those_of_the_kernels():
     header = (ROOT / "csrc/kernels/call.h").read_text()
     limits = dict(re.findall(r"constexpr int kMax(\w+) = (\d+);", header))
     assert int(limits["Ranks"]) == implementations_gpu.MAX_RANKS
-    assert int(limits["Arrays"]) == on_gpu._MAX_ARRAYS
+    assert int(limits["Arrays"]) == custom_call._MAX_ARRAYS
 
 
 def test_raise_gpu_errors_raises_each_once(cuda):

@@ -13,7 +13,7 @@ from on_mesh import AXIS, mesh_of, on_ranks, permuted_mesh
 
 from jax_cp_dispatch import Metadata, available_implementations, combine, dispatch
 from jax_cp_dispatch._ranks.implementations import IMPLEMENTATIONS, Operation
-from jax_cp_dispatch._warning import say_once
+from jax_cp_dispatch._text import say_once
 
 pytestmark = pytest.mark.usefixtures("full_optimization")  # the same bits
 

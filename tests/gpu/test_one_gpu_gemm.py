@@ -12,9 +12,8 @@ from comm_gemm_oracle import all_gather_matmul, gathered, matmul_reduce_scatter
 
 from jax_cp_dispatch import gemm
 from jax_cp_dispatch._ranks.communicator import Communicator
-from jax_cp_dispatch.comm_gemm.engine.gemm_call import GemmCall
+from jax_cp_dispatch.comm_gemm.engine.gemm_call import GemmCall, Overlap
 from jax_cp_dispatch.comm_gemm.engine.on_gpu import run_all_ranks
-from jax_cp_dispatch.comm_gemm.engine.overlap import Overlap
 from jax_cp_dispatch.comm_gemm.types import CommOverlapMethod, CommOverlapType
 from jax_cp_dispatch.gpu import raise_gpu_errors
 from jax_cp_dispatch.scaling import ScalingMode, quantize

@@ -12,8 +12,7 @@ from mask_oracle import batch_visible, range_pairs, tree_pairs
 from on_mesh import permuted_mesh
 from packed_batches import pack
 
-from jax_cp_dispatch.documents.packed_mask import PackedMask
-from jax_cp_dispatch.documents.ranges import attended_tokens
+from jax_cp_dispatch.documents.ranges import PackedMask, attended_tokens
 from jax_cp_dispatch.masks import Blocks, MaskRanges, PrefixLM, Ranges, SharedPrefix, Tree
 from jax_cp_dispatch.masks.pairs import pairs_per_query, traced_pairs_per_query
 

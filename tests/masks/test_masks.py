@@ -14,8 +14,7 @@ from packed_batches import pack
 from properties import examples
 
 from jax_cp_dispatch._ranks.runtime import native
-from jax_cp_dispatch.documents.packed_mask import PackedMask
-from jax_cp_dispatch.documents.ranges import attended_tokens
+from jax_cp_dispatch.documents.ranges import PackedMask, attended_tokens
 from jax_cp_dispatch.masks import Causal, Chunked, Full, SlidingWindow
 from jax_cp_dispatch.masks.read import read_mask
 

@@ -14,7 +14,7 @@ import pytest
 from maxtext_runs import DEADLINE, STEPS, TOLERANCE, losses
 
 import jax_cp_dispatch as cpd
-from jax_cp_dispatch._warning import say_once
+from jax_cp_dispatch._text import say_once
 from jax_cp_dispatch.adapters import (
     maxtext_attention,
     maxtext_dense,

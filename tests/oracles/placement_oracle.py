@@ -6,7 +6,7 @@ import numpy as np
 from mask_oracle import sees
 
 
-def documents_of(lengths, columns):
+def document_table(lengths, columns):
     """Returns each token's document (-1: padding) and its position in it, row by row."""
     document = np.full((len(lengths), columns), -1)
     position = np.zeros((len(lengths), columns), int)
@@ -50,7 +50,7 @@ def deliver(metadata, rows, capacity):
 def check_placement(placement, lengths, mask=None):
     """Asserts that each token has one place and each query its keys; returns pairs, keys moved."""
     world_size, columns = placement.world_size, placement.columns
-    document, position = documents_of(lengths, columns)
+    document, position = document_table(lengths, columns)
     sizes = np.bincount(document[document >= 0])
     total = len(document)
     assert np.array_equal(np.sort(placement.permutation), np.arange(total))
@@ -93,7 +93,7 @@ def fewest_keys(lengths, world_size, limit, unit, nodes=None, causal=True):
     swaps = [np.arange(world_size)]
     if nodes is not None or len(set(limit)) > 1:  # ranks are not alike
         swaps = [np.array(x) for x in itertools.permutations(range(world_size))]
-    document, position = documents_of([lengths], sum(lengths))
+    document, position = document_table([lengths], sum(lengths))
     end = (position + 1) * unit
     start = position * unit
     pairs = (end * (end + 1) - start * (start + 1)) // 2

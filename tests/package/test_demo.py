@@ -8,8 +8,7 @@ import pytest
 from attention_oracle import attention, attention_gradients
 
 from jax_cp_dispatch.__main__ import main as command
-from jax_cp_dispatch.demo.packing import Document, pack_documents, read_documents
-from jax_cp_dispatch.demo.reference import largest_difference
+from jax_cp_dispatch.demo import Document, largest_difference, pack_documents, read_documents
 
 pytestmark = pytest.mark.usefixtures("environment_of_a_user")
 

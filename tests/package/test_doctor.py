@@ -9,7 +9,7 @@ import pytest
 from jax_cp_dispatch import Availability, available_implementations
 from jax_cp_dispatch._ranks import runtime
 from jax_cp_dispatch.doctor import machine, run, self_test
-from jax_cp_dispatch.doctor.finding import Finding
+from jax_cp_dispatch.doctor.machine import Finding
 
 
 def report(capsys, *, is_json=True):
@@ -65,7 +65,7 @@ def test_failures_and_missing_transports_are_reported(capsys, monkeypatch):
 
 def test_a_missing_gpu_library_or_memory_names_its_remedy(monkeypatch):
     monkeypatch.setattr(machine, "has_gpu", lambda: True)
-    monkeypatch.setattr(machine, "_version_of", lambda *names: None)
+    monkeypatch.setattr(machine, "_find_version", lambda *names: None)
     monkeypatch.setattr(runtime, "cuda", None)
     monkeypatch.setattr(machine.ctypes.util, "find_library", lambda name: None)
     usage = machine.shutil.disk_usage("/")._replace(free=1 << 20)

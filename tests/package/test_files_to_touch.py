@@ -25,7 +25,7 @@ def files_that_name(word):
 )
 def test_a_mask_touches_one_file(mask, file):
     """Its list. Beside it: its file, an error, an adapter."""
-    examples = {"jax_cp_dispatch/masks/read.py", "jax_cp_dispatch/adapters/maxtext_mask.py"}
+    examples = {"jax_cp_dispatch/masks/read.py", "jax_cp_dispatch/adapters/maxtext_call.py"}
     own = f"jax_cp_dispatch/masks/{file}"
     assert own in files_that_name(mask)
     assert files_that_name(mask) - {own} - examples == {"jax_cp_dispatch/masks/__init__.py"}

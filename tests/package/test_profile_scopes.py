@@ -16,7 +16,7 @@ W, T = 4, 32
 EXCHANGES = dict.fromkeys(("dispatch", "combine", "ppermute", "all_to_all"), "cpd.exchange")
 SCOPES = EXCHANGES | {
     "attend_blocks": "cpd.attention",
-    "gradients_of_blocks": "cpd.attention_backward",
+    "block_gradients": "cpd.attention_backward",
     "local_attention": "cpd.attention",
     "local_attention_gradients": "cpd.attention_backward",
     "gemm": "cpd.gemm",
@@ -49,7 +49,7 @@ def test_attention(algorithm):
     options = {"mesh": mesh_of(W), "axis_name": AXIS, "batch_axis": (), "head_axis": ()}
     attend = partial(cpd.context_parallel_attention, algorithm=algorithm, **options)
     program = jax.grad(lambda q, ids: attend(q, q, q, segment_ids=ids).sum())
-    blocks = {"attend_blocks", "gradients_of_blocks"}  # of rings, whose softmax stays in them
+    blocks = {"attend_blocks", "block_gradients"}  # of rings, whose softmax stays in them
     only = {
         "balanced": {"local_attention", "local_attention_gradients"},
         "zigzag": {"ppermute", *blocks},

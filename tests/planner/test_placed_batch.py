@@ -14,7 +14,7 @@ from properties import examples
 
 from jax_cp_dispatch import Documents, PlanConfig, context_parallel_attention, place_tokens
 from jax_cp_dispatch.documents.fingerprint import ID_STEP, POSITION_STEP, checksums
-from jax_cp_dispatch.masks.token_order import PLACED
+from jax_cp_dispatch.masks.mask import PLACED
 
 W, T = 4, 64
 CONFIG = PlanConfig(

@@ -39,7 +39,7 @@ def of_parts(parts):
     return jax.tree.map(lambda *x: np.concatenate(x), *parts)
 
 
-def documents_of(lengths, algorithm, plan, world_size=W):
+def document_table(lengths, algorithm, plan, world_size=W):
     """The documents of these lengths, with this plan; in placed order, without choices."""
     documents = Documents(np.repeat([np.arange(1, 1 + len(lengths))], lengths, axis=1))
     if algorithm == "balanced":
@@ -79,7 +79,7 @@ def test_parts_of_processes_in_another_order(algorithm, plan_of, made):
     part = (lambda r: plan_of(lengths, rank=r)) if made == "rank=" else whole.slice_of
     right, wrong = (of_parts([part(r) for r in ranks]) for ranks in (range(W), order))
     qkv = rows(T)
-    right, wrong, whole = (documents_of(lengths, algorithm, x) for x in (right, wrong, whole))
+    right, wrong, whole = (document_table(lengths, algorithm, x) for x in (right, wrong, whole))
     np.testing.assert_array_equal(attend(qkv, right, algorithm), attend(qkv, whole, algorithm))
     all_fail(attend(qkv, wrong, algorithm), "this is the part of rank 3, on rank 0")
     assert np.isnan(attend(qkv, wrong, algorithm, implementation="xla")).all()
@@ -99,7 +99,7 @@ def test_ranks_that_follow_plans_of_different_configs(algorithm, plan_of, choice
     lengths = [20, 4, 17, 19, 9, 59]
     ours, others = plan_of(lengths, world_size=2), plan_of(lengths, world_size=2, **choices)
     mixed = of_parts([ours.slice_of(0), others.slice_of(1)])
-    mixed = documents_of(lengths, algorithm, mixed, 2)
+    mixed = document_table(lengths, algorithm, mixed, 2)
     qkv = rows(sum(lengths))
     run = partial(attend, qkv, mixed, algorithm, 2)
     all_fail(run(), "rank 1 follows the plan with checksum .* but rank 0 follows another one")

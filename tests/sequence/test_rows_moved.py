@@ -16,7 +16,7 @@ from jax_cp_dispatch.planner.cuts import describe_cuts
 from jax_cp_dispatch.sequence.chains import CutPieces, _links
 from jax_cp_dispatch.sequence.document_pieces import document_pieces
 from jax_cp_dispatch.sequence.halo import _metadata
-from jax_cp_dispatch.sequence.options import Options
+from jax_cp_dispatch.sequence.pieces import Options
 
 
 def moved(name, batch, num_ranks=8, width=3):

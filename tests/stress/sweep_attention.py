@@ -122,9 +122,9 @@ def run_mask_of_arrays(case, seed):
 def blocks(rng):
     """Returns a patch with default or small block sizes."""
     if rng.integers(2):
-        return mock.patch.object(sequence, "blocks_of_ranks", sequence.blocks_of_ranks)
+        return mock.patch.object(sequence, "rank_blocks", sequence.rank_blocks)
     sizes = {"block_q": int(rng.choice([8, 16])), "block_kv": int(rng.choice([8, 24]))}
-    return mock.patch.object(sequence, "blocks_of_ranks", lambda *_, **__: sizes)
+    return mock.patch.object(sequence, "rank_blocks", lambda *_, **__: sizes)
 
 
 def main() -> int:

@@ -30,7 +30,7 @@ from packed_batches import pack
 from sweep_attention import MASKS, draw_mask
 
 import jax_cp_dispatch as cpd
-from jax_cp_dispatch.attention.local import api, tpu
+from jax_cp_dispatch.attention.local import local_attention as api, tpu
 from jax_cp_dispatch.attention.rotating import attend
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
 
@@ -62,7 +62,7 @@ def tpu_kernels():
     """Interprets the kernels for TPUs on CPU devices, from here on."""
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # the only place of `races`
 
-    passes = {"attend_blocks": tpu.attend, "gradients_of_blocks": tpu.gradients}
+    passes = {"attend_blocks": tpu.attend, "block_gradients": tpu.gradients}
     for module in (api, attend):  # before anything is traced
         vars(module).update(passes)
     with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True)):

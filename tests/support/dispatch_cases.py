@@ -6,7 +6,7 @@ from movement_oracle import combined, dispatched, random_plan
 from on_mesh import AXIS
 
 from jax_cp_dispatch import Metadata, combine, dispatch
-from jax_cp_dispatch._ranks.axis import AxisName
+from jax_cp_dispatch._ranks.communicator import AxisName
 
 W, S, T, F = 4, 5, 8, 6
 PLAN = random_plan(np.random.default_rng(0), W, S, T, 2)

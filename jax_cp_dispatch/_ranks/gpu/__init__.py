@@ -1,11 +1,11 @@
 """Ranks on NVIDIA GPUs: the available transports, device placement, memory shared by processes."""
 
-from jax_cp_dispatch._ranks.gpu.device_table import (
+from jax_cp_dispatch._ranks.gpu.peers import (
     all_ranks_here,
     gpu_attributes,
     what_pointers_lack,
+    why_no_peer_access,
 )
-from jax_cp_dispatch._ranks.gpu.peers import why_no_peer_access
 from jax_cp_dispatch._ranks.gpu.world import (
     GpuWorld,
     connect_gpus,

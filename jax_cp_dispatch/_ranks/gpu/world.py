@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import jax
 
 from jax_cp_dispatch._ranks import runtime
-from jax_cp_dispatch._ranks.gpu.ipc import connect_ipc
 from jax_cp_dispatch._ranks.gpu.nvshmem import connect_nvshmem
-from jax_cp_dispatch._ranks.gpu.slabs import GpuJob, Slabs, describe_mapping
+from jax_cp_dispatch._ranks.gpu.slabs import GpuJob, Slabs, connect_ipc, describe_mapping
 from jax_cp_dispatch._ranks.job import publish, publish_and_read_all, read_from
 
 _SLAB_BYTES = 1 << 30

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import jax
 
 from jax_cp_dispatch._ranks.communicator import Groups
-from jax_cp_dispatch._ranks.fork import refuse_after_fork
 from jax_cp_dispatch._ranks.implementations.cpu import IN_PROCESS, ON_CPU, SHARED_MEMORY
 from jax_cp_dispatch._ranks.implementations.gpu import CUDA_IPC, CUDA_PEER, NVSHMEM, ON_GPU
 from jax_cp_dispatch._ranks.implementations.implementation import (
@@ -15,8 +14,9 @@ from jax_cp_dispatch._ranks.implementations.implementation import (
     all_groups,
     process_numbers,
 )
+from jax_cp_dispatch._ranks.job import refuse_after_fork
 from jax_cp_dispatch._ranks.processes import refuse_alone
-from jax_cp_dispatch._warning import say_once
+from jax_cp_dispatch._text import say_once
 
 __all__ = [
     "CUDA_IPC",

@@ -16,7 +16,7 @@ from jax_cp_dispatch._jax_private import (
 from jax_cp_dispatch._ranks.job import is_in_job
 from jax_cp_dispatch._ranks.processes.ending import end_in_order
 from jax_cp_dispatch._ranks.processes.meeting import JobMember, meet
-from jax_cp_dispatch._warning import warn_caller
+from jax_cp_dispatch._text import warn_caller
 
 # Set by the launcher, which hosts the coordination service itself. If process 0 hosted it, its end
 # would end all others, because JAX ends a process whose service is gone. The value is the address

@@ -13,8 +13,7 @@ from jax_cp_dispatch._ranks import runtime
 from jax_cp_dispatch._ranks.gpu import connect_gpus
 from jax_cp_dispatch._ranks.job import is_in_job, place_in_job, publish_and_read_all
 from jax_cp_dispatch._ranks.processes import coordination
-from jax_cp_dispatch._ranks.processes.connect import new_token
-from jax_cp_dispatch._ranks.processes.segment import Segment, listen, make_segment
+from jax_cp_dispatch._ranks.processes.connect import Segment, listen, make_segment, new_token
 from jax_cp_dispatch._ranks.processes.shared_memory_groups import (
     ProcessInfo,
     check_addresses,

@@ -14,9 +14,8 @@ from jax_cp_dispatch._ranks.job import (
     publish_and_read_all,
     read_published,
 )
-from jax_cp_dispatch._ranks.processes.connect import ConnectionInfo, connect_all
+from jax_cp_dispatch._ranks.processes.connect import ConnectionInfo, Segment, connect_all
 from jax_cp_dispatch._ranks.processes.ending import watch_process
-from jax_cp_dispatch._ranks.processes.segment import Segment
 
 _OP, _FAILURE = "initialize", "failure"
 _MARGIN_SECONDS = 30.0  # for the last process to learn that connecting took too long

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
+from jax_cp_dispatch.attention.call_options import AttentionOptions
 from jax_cp_dispatch.attention.operands import Operands, Outputs
-from jax_cp_dispatch.attention.options import AttentionOptions
-from jax_cp_dispatch.documents.packed_mask import PackedMask
-from jax_cp_dispatch.masks.token_order import PLACED
+from jax_cp_dispatch.documents.ranges import PackedMask
+from jax_cp_dispatch.masks.mask import PLACED
 from jax_cp_dispatch.planner import Plan
 
 if TYPE_CHECKING:

@@ -12,12 +12,12 @@ from jax_cp_dispatch._residuals import named_context
 from jax_cp_dispatch.attention.algorithms.algorithm import Algorithm, Call
 from jax_cp_dispatch.attention.algorithms.by_plan import attend_by_plan
 from jax_cp_dispatch.attention.algorithms.rank_program import Batch, RankProgram, planned_program
+from jax_cp_dispatch.attention.call_options import AttentionOptions
 from jax_cp_dispatch.attention.operands import Operands, Outputs
-from jax_cp_dispatch.attention.options import AttentionOptions
-from jax_cp_dispatch.documents.gather import gather_sequence
-from jax_cp_dispatch.documents.packed_mask import PackedMask
+from jax_cp_dispatch.documents.order import gather_sequence
+from jax_cp_dispatch.documents.ranges import PackedMask
 from jax_cp_dispatch.planner import Plan, PlanConfig, plan_attention
-from jax_cp_dispatch.planner.inside_jit import plan_of_rank
+from jax_cp_dispatch.planner.inside_jit import rank_plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Balanced(Algorithm):
         axis_name = options.exchange.axis_name
         num_ranks, rank = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
         packed = gather_sequence(options.exchange, packed, num_ranks)
-        return plan_of_rank(packed, world_size=num_ranks, config=self.config, rank=rank)
+        return rank_plan(packed, world_size=num_ranks, config=self.config, rank=rank)
 
     def rank_program(
         self, options: AttentionOptions, batch: Batch, *, backward: bool

@@ -15,10 +15,10 @@ from jax_cp_dispatch._dispatch import Argument, outgoing, returning
 from jax_cp_dispatch._residuals import named_context, named_context_received
 from jax_cp_dispatch.attention.algorithms.exchange_once import Movement, exchange_once
 from jax_cp_dispatch.attention.algorithms.parts_of_heads import Exchange, Heads, parts_of_heads
+from jax_cp_dispatch.attention.call_options import AttentionOptions
 from jax_cp_dispatch.attention.operands import Operands, Outputs
-from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.documents.fingerprint import rank_fingerprint
-from jax_cp_dispatch.documents.packed_mask import PackedMask
+from jax_cp_dispatch.documents.ranges import PackedMask
 from jax_cp_dispatch.masks import MaskRanges
 from jax_cp_dispatch.planner import Plan
 from jax_cp_dispatch.planner.stack import is_stack
@@ -38,7 +38,7 @@ def attend_by_plan(
 
     Ranks compare the checksums of their plans, and of the ids, positions and mask of `packed`.
     """
-    check_rows_of_plan(options.op, operands, plan, packed)
+    check_plan_rows(options.op, operands, plan, packed)
     return _attend(PlannedMovement(options, not plan.is_placed), operands, plan, packed)
 
 
@@ -156,7 +156,7 @@ def _output_and_lse(home):
     return out, jnp.where(lse == 0, -jnp.inf, lse)
 
 
-def check_rows_of_plan(op: str, operands: Operands, plan: Plan, packed: PackedMask) -> None:
+def check_plan_rows(op: str, operands: Operands, plan: Plan, packed: PackedMask) -> None:
     """Requires that a rank's rows match its plan."""
     q = operands.q
     is_placed = plan.is_placed

@@ -23,15 +23,15 @@ from jax_cp_dispatch.attention.algorithms.parts_of_heads import (
     in_parts,
     join,
 )
+from jax_cp_dispatch.attention.call_options import AttentionOptions
 from jax_cp_dispatch.attention.latents import UNUSED_ROW
-from jax_cp_dispatch.attention.local.api import attend_ranges, gradients_of_ranges
 from jax_cp_dispatch.attention.local.backward import SoftmaxGradients
 from jax_cp_dispatch.attention.local.blocks import accumulator, attended_keys
 from jax_cp_dispatch.attention.local.derivative_order import forbid_second_derivative
-from jax_cp_dispatch.attention.local.options import LocalOptions, PassOptions, blocks_of_ranks
+from jax_cp_dispatch.attention.local.local_attention import attend_ranges, range_gradients
+from jax_cp_dispatch.attention.local.local_options import LocalOptions, PassOptions, rank_blocks
 from jax_cp_dispatch.attention.local.sink import sink_gradient
 from jax_cp_dispatch.attention.operands import Operands, Outputs, rounded, softmax_gradients
-from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.masks import MaskRanges
 
 
@@ -203,7 +203,7 @@ def _gradients(movement: Movement, received: Received, weights: Any, whole: Soft
     """
     q, kv, ranges = received
     options, dtype = movement.options, movement.dkv_dtype(q.dtype)
-    backward = partial(gradients_of_rows, options, movement.block_rows, q)
+    backward = partial(row_gradients, options, movement.block_rows, q)
     if options.expansion is None:
         dq, *dkv = backward(kv, ranges, whole, dtype)
         return dq, dkv, None
@@ -222,7 +222,7 @@ def attend_rows(
     return *found, *[None] * (3 - len(found))
 
 
-def gradients_of_rows(
+def row_gradients(
     options: AttentionOptions,
     block_rows: int,
     q: Array,
@@ -234,7 +234,7 @@ def gradients_of_rows(
     """Returns dq in the dtype of q, and dk and dv in `dkv_dtype`; None is that of sums."""
     options = dataclasses.replace(options, return_max_logits=False)
     passes = _passes(options, block_rows, q, kv[0], dkv_dtype)
-    return gradients_of_ranges(passes, q, kv, ranges, whole)
+    return range_gradients(passes, q, kv, ranges, whole)
 
 
 def _passes(options: AttentionOptions, block_rows: int, q, k, dkv_dtype: Any = None) -> PassOptions:
@@ -245,5 +245,5 @@ def _passes(options: AttentionOptions, block_rows: int, q, k, dkv_dtype: Any = N
         scale=options.scale,
         logit_soft_cap=options.logit_soft_cap,
         return_max_logits=options.return_max_logits,
-        **blocks_of_ranks(T, S, N, K, rows=block_rows),
+        **rank_blocks(T, S, N, K, rows=block_rows),
     ).passes(q, k, out_dtype=q.dtype, gradient_dtypes=(q.dtype, *[dkv_dtype or sum_dtype] * 2))

@@ -12,8 +12,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from jax_cp_dispatch._dispatch import move, outgoing
-from jax_cp_dispatch._dispatch.by_platform import dispatch_or_collectives
-from jax_cp_dispatch._ranks.axis import AxisName
+from jax_cp_dispatch._dispatch.by_xla import dispatch_or_collectives
+from jax_cp_dispatch._ranks.communicator import AxisName
 from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch.documents.layouts import zigzag_permutation
 from jax_cp_dispatch.metadata import Metadata

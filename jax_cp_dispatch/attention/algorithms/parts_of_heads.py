@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax_cp_dispatch._dispatch import Argument, start
 from jax_cp_dispatch._ranks.implementations import moves_beside_work
 from jax_cp_dispatch._ranks.options import CollectiveOptions
+from jax_cp_dispatch.attention.call_options import AttentionOptions
 from jax_cp_dispatch.attention.operands import Operands
-from jax_cp_dispatch.attention.options import AttentionOptions
 
 
 class Heads(NamedTuple):

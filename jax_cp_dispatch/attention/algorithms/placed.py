@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 from jax_cp_dispatch.attention.algorithms.algorithm import Algorithm, Call
 from jax_cp_dispatch.attention.algorithms.by_plan import attend_by_plan
 from jax_cp_dispatch.attention.algorithms.rank_program import Batch, RankProgram, planned_program
+from jax_cp_dispatch.attention.call_options import AttentionOptions
 from jax_cp_dispatch.attention.operands import Operands, Outputs
-from jax_cp_dispatch.attention.options import AttentionOptions
-from jax_cp_dispatch.documents.packed_mask import PackedMask
+from jax_cp_dispatch.documents.ranges import PackedMask
 from jax_cp_dispatch.planner import place_tokens
 
 

@@ -14,11 +14,11 @@ import numpy as np
 from jaxtyping import Int
 
 from jax_cp_dispatch.attention.algorithms.by_plan import BLOCK_ROWS
-from jax_cp_dispatch.attention.algorithms.exchange_once import attend_rows, gradients_of_rows
+from jax_cp_dispatch.attention.algorithms.exchange_once import attend_rows, row_gradients
+from jax_cp_dispatch.attention.call_options import AttentionOptions
 from jax_cp_dispatch.attention.local.backward import SoftmaxGradients
 from jax_cp_dispatch.attention.local.check_operands import check_operands
-from jax_cp_dispatch.attention.options import AttentionOptions
-from jax_cp_dispatch.documents.packed_mask import PackedMask
+from jax_cp_dispatch.documents.ranges import PackedMask
 from jax_cp_dispatch.masks import MaskRanges
 from jax_cp_dispatch.planner import Plan
 
@@ -70,7 +70,7 @@ def planned_program(
         if not backward:
             return out, lse
         whole = SoftmaxGradients(out, lse, out)
-        return out, *gradients_of_rows(options, BLOCK_ROWS, q, (k, v), ranges, whole)
+        return out, *row_gradients(options, BLOCK_ROWS, q, (k, v), ranges, whole)
 
     ranges = [
         MaskRanges(*(x[None] for x in plan.local_ranges(rank))) for rank in range(plan.world_size)

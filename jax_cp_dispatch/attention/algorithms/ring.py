@@ -11,8 +11,8 @@ import numpy as np
 
 from jax_cp_dispatch.attention.algorithms.algorithm import Algorithm
 from jax_cp_dispatch.attention.algorithms.rank_program import Batch, RankProgram, Shape
+from jax_cp_dispatch.attention.call_options import AttentionOptions
 from jax_cp_dispatch.attention.operands import Operands, Outputs
-from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.attention.rotating import attend as rotating
 from jax_cp_dispatch.attention.rotating.schedules import CycleSchedule, OneRank, Schedule
 from jax_cp_dispatch.attention.rotating.sequence import (
@@ -20,8 +20,7 @@ from jax_cp_dispatch.attention.rotating.sequence import (
     attend_sequence,
     ranges_of_rows,
 )
-from jax_cp_dispatch.documents.packed_mask import PackedMask
-from jax_cp_dispatch.documents.ranges import attended_tokens
+from jax_cp_dispatch.documents.ranges import PackedMask, attended_tokens
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.pairs import pairs_per_query
 

@@ -11,19 +11,18 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jax_cp_dispatch._dtypes import sum_dtype
-from jax_cp_dispatch._ranks.axis import AxisName
+from jax_cp_dispatch._arrays import sum_dtype
+from jax_cp_dispatch._ranks.communicator import AxisName
 from jax_cp_dispatch._ranks.varying import vary_alike, vary_like
 from jax_cp_dispatch._residuals import named_context, named_context_received
 from jax_cp_dispatch.attention.algorithms.algorithm import Algorithm, Call
 from jax_cp_dispatch.attention.algorithms.exchange_once import Movement, exchange_once
 from jax_cp_dispatch.attention.algorithms.head_exchange import HeadExchange
 from jax_cp_dispatch.attention.algorithms.parts_of_heads import Exchange
+from jax_cp_dispatch.attention.call_options import AttentionOptions
 from jax_cp_dispatch.attention.operands import Operands, Outputs, empty_outputs
-from jax_cp_dispatch.attention.options import AttentionOptions
-from jax_cp_dispatch.documents.fingerprint import fingerprint_of_order
-from jax_cp_dispatch.documents.packed_mask import PackedMask
-from jax_cp_dispatch.documents.ranges import ranges_of_all_ranks
+from jax_cp_dispatch.documents.fingerprint import order_fingerprint
+from jax_cp_dispatch.documents.ranges import PackedMask, gathered_ranges
 from jax_cp_dispatch.global_call.kv_heads import kv_copies
 from jax_cp_dispatch.masks import MaskRanges
 
@@ -90,7 +89,7 @@ def _attend(movement: ShareOfHeads, operands: Operands, packed: PackedMask) -> O
         return empty_outputs(operands, operands.v, options.return_lse, options.return_max_logits)
     operands = operands.varying(options.exchange)
     order = {"layout": options.order.layout, "checks_order": options.checks_order}
-    leaves, tree = jax.tree.flatten(ranges_of_all_ranks(options.exchange, packed, shape, **order))
+    leaves, tree = jax.tree.flatten(gathered_ranges(options.exchange, packed, shape, **order))
     leaves = named_context(vary_alike(leaves, also=options.exchange.axis_names))
     leaves, tree = jax.tree.flatten((operands, tree.unflatten(leaves)))
     return exchange_once(movement, *tree.unflatten(vary_alike(leaves)))
@@ -128,7 +127,7 @@ class ShareOfHeads(Movement):
         fingerprint = None
         if fault is not None:
             here = lax.axis_index(self.options.exchange.axis_name)
-            fingerprint = fingerprint_of_order(fault, here)
+            fingerprint = order_fingerprint(fault, here)
 
         def read(came):
             q, *kv = named_context_received(came)
@@ -155,7 +154,7 @@ class ShareOfHeads(Movement):
         def read(came):
             dq, *dkv = came
             if self.copies > 1:
-                dkv = [_sum_of_copies(x, self.copies).astype(dq.dtype) for x in dkv]
+                dkv = [_sum_copies(x, self.copies).astype(dq.dtype) for x in dkv]
             return dq, tuple(dkv)
 
         return Exchange(lambda: self._heads.to_tokens([dq, *dkv]), read)
@@ -190,6 +189,6 @@ class ShareOfHeads(Movement):
         return lax.axis_index(self.options.exchange.axis_name) * size
 
 
-def _sum_of_copies(x: Float[Array, "B T copied H"], copies: int) -> Float[Array, "B T K H"]:
+def _sum_copies(x: Float[Array, "B T copied H"], copies: int) -> Float[Array, "B T K H"]:
     x = x.reshape(*x.shape[:2], -1, copies, x.shape[3])
     return jnp.sum(x, axis=3, dtype=sum_dtype(x.dtype))

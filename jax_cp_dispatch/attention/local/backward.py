@@ -22,12 +22,7 @@ from jax_cp_dispatch.attention.local.blocks import (
     widen,
 )
 from jax_cp_dispatch.attention.local.query_ranges import each_key_block
-from jax_cp_dispatch.attention.local.rows import (
-    block_of,
-    from_rows,
-    set_block,
-    to_rows,
-)
+from jax_cp_dispatch.attention.local.rows import block_of, from_rows, set_block, to_rows
 
 
 class OutputCotangents(NamedTuple):
@@ -71,7 +66,7 @@ def cut_cotangents(options, used, whole: SoftmaxGradients, num_groups) -> Output
 
 
 def gradients_blockwise(options, q, cotangents: OutputCotangents, ranges: KeyRanges, kv, dq):
-    """Implements `gradients_of_blocks` of `passes.py`."""
+    """Implements `block_gradients` of `passes.py`."""
     q, (k, v) = options.scale * widen(q), map(widen, kv)
     cotangents = cotangents._replace(dout=widen(cotangents.dout))
     k_columns = options.scale * jnp.swapaxes(k, 2, 3)

@@ -16,10 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from jax_cp_dispatch._arrays import divided
-from jax_cp_dispatch._dtypes import index_dtype, sum_dtype
+from jax_cp_dispatch._arrays import divided, index_dtype, sum_dtype
 from jax_cp_dispatch._scans import running_sum
-from jax_cp_dispatch.attention.local.options import PassOptions
+from jax_cp_dispatch.attention.local.local_options import PassOptions
 from jax_cp_dispatch.attention.local.query_ranges import (
     KeyQueries,
     QueryRanges,

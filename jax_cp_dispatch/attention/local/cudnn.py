@@ -15,7 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jax_cp_dispatch._jax_private import fused_attention_stablehlo as fused
-from jax_cp_dispatch.attention.local.options import CAUSAL, PassOptions
+from jax_cp_dispatch.attention.local.local_options import CAUSAL, PassOptions
 
 _LARGEST_HEAD = 128  # 256 on Hopper and later, which is unknown when a program is lowered
 _CALL: dict[str, Any] = {

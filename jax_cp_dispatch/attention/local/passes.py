@@ -25,13 +25,13 @@ def attend_blocks(options, q, ranges: KeyRanges, kv, seen: OnlineSoftmax | None)
 
 
 @jax.named_scope("cpd.attention_backward")
-def gradients_of_blocks(options, q, cotangents: OutputCotangents, ranges: KeyRanges, kv, dq):
+def block_gradients(options, q, cotangents: OutputCotangents, ranges: KeyRanges, kv, dq):
     """Adds the part of one set of keys to `dq`, `[B*K, nq, H, G*block_q]`; returns all three."""
     return _bind(gradients_p, options, q, cotangents, ranges, tuple(kv), dq)
 
 
 attend_p = Primitive("attend_blocks")
-gradients_p = Primitive("gradients_of_blocks")
+gradients_p = Primitive("block_gradients")
 attend_p.multiple_results = gradients_p.multiple_results = True
 
 

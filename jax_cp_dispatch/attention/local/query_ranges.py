@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
-from jax_cp_dispatch.attention.local.options import PassOptions
+from jax_cp_dispatch.attention.local.local_options import PassOptions
 from jax_cp_dispatch.attention.local.rows import BlockIndex, block_of, to_rows
 
 _LAST = 2**31 - 1

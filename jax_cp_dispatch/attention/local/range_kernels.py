@@ -14,14 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jax_cp_dispatch._dtypes import index_dtype
+from jax_cp_dispatch._arrays import index_dtype
 from jax_cp_dispatch._ranks import runtime
 from jax_cp_dispatch._ranks.varying import vary_like
-from jax_cp_dispatch._warning import say_once
+from jax_cp_dispatch._text import say_once
 from jax_cp_dispatch.attention.local.backward import OutputCotangents
 from jax_cp_dispatch.attention.local.blocks import KeyRanges, RowRanges
 from jax_cp_dispatch.attention.local.forward import OnlineSoftmax
-from jax_cp_dispatch.attention.local.options import PassOptions
+from jax_cp_dispatch.attention.local.local_options import PassOptions
 from jax_cp_dispatch.attention.local.query_ranges import KeyQueries
 
 ATTEND_TARGET = "jax_cp_dispatch.attend"
@@ -109,7 +109,7 @@ def attend_in_blocks(
 def gradients_in_blocks(
     options: PassOptions, q, cotangents: OutputCotangents, ranges: KeyRanges, kv, dq
 ):
-    """`gradients_of_blocks` of `passes.py`, likewise."""
+    """`block_gradients` of `passes.py`, likewise."""
     dout, lse, delta = cotangents
     call = _Call.of_blocks(options, q, kv, ranges)
     dout = _padded(_head(dout.astype(q.dtype)), call.v.shape[3])

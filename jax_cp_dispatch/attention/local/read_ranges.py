@@ -11,11 +11,10 @@ import numpy as np
 from jax_cp_dispatch._arguments import clip_to_int32, is_on_host
 from jax_cp_dispatch.attention.local.blocks import RowRanges
 from jax_cp_dispatch.attention.local.check_operands import check_arrays
-from jax_cp_dispatch.attention.local.options import CAUSAL, FULL
+from jax_cp_dispatch.attention.local.local_options import CAUSAL, FULL
 from jax_cp_dispatch.attention.local.query_ranges import KeyQueries
-from jax_cp_dispatch.documents.on_host import check_mask_of_documents
-from jax_cp_dispatch.documents.packed_mask import PackedMask
-from jax_cp_dispatch.documents.ranges import attended_tokens
+from jax_cp_dispatch.documents.given import check_document_mask
+from jax_cp_dispatch.documents.ranges import PackedMask, attended_tokens
 from jax_cp_dispatch.documents.segment_ids import check_documents, read_documents
 from jax_cp_dispatch.documents.table import from_segment_ids
 from jax_cp_dispatch.masks import Causal, Full, MaskRanges
@@ -88,7 +87,7 @@ def _of_mask(op: str, sizes: tuple[int, int, int], packed: PackedMask) -> RowRan
     if mask.has_arrays and all(map(is_on_host, jax.tree.leaves((mask, segment_ids, positions)))):
         known = jax.tree.map(np.asarray, mask)
         ids = np.ones((B, S), np.int32) if segment_ids is None else segment_ids
-        check_mask_of_documents(op, known, from_segment_ids(op, ids, positions))
+        check_document_mask(op, known, from_segment_ids(op, ids, positions))
     packed = jax.tree.map(jnp.asarray, PackedMask(mask, segment_ids, positions))
     ranges = attended_tokens(packed, (B, S))
     start, end = (x[:, S - T :] for x in ranges[:2])

@@ -25,8 +25,8 @@ from jax_cp_dispatch.attention.local.backward import (
     finish_dq,
 )
 from jax_cp_dispatch.attention.local.blocks import RowRanges, accumulator, cut_operands
-from jax_cp_dispatch.attention.local.options import PassOptions
-from jax_cp_dispatch.attention.local.passes import attend_blocks, batch_leading, gradients_of_blocks
+from jax_cp_dispatch.attention.local.local_options import PassOptions
+from jax_cp_dispatch.attention.local.passes import attend_blocks, batch_leading, block_gradients
 from jax_cp_dispatch.attention.local.rows import from_rows
 from jax_cp_dispatch.attention.local.sink import add_sink
 
@@ -98,7 +98,7 @@ def gradients_cut(options: PassOptions, operands: Backward) -> tuple[Array, Arra
     of = cut_operands(options, q, k, v, ranges)
     cotangents = cut_cotangents(options, of.used, whole, num_groups)
     dq, kv = begin_dq(of.q), (of.k, of.v)
-    dq, *dkv = gradients_of_blocks(options, of.q, cotangents, of.ranges, kv, dq)
+    dq, *dkv = block_gradients(options, of.q, cotangents, of.ranges, kv, dq)
     dk, dv = (from_rows(dx, x.shape, num_groups) for dx, x in zip(dkv, (k, v), strict=True))
     found = finish_dq(dq, q.shape, num_groups), dk, dv
     dq, dk, dv = (x.astype(to) for x, to in zip(found, options.gradient_dtypes, strict=True))

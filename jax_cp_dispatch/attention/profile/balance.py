@@ -18,9 +18,9 @@ from jax_cp_dispatch._text import table
 from jax_cp_dispatch.attention.algorithms import Algorithm, Balanced, Placed
 from jax_cp_dispatch.attention.algorithms.rank_program import Batch, RankProgram, Shape
 from jax_cp_dispatch.attention.auto import Auto, read_algorithm
-from jax_cp_dispatch.attention.options import AttentionOptions
-from jax_cp_dispatch.documents.packed_mask import PackedMask
-from jax_cp_dispatch.documents.table import Row, documents_of
+from jax_cp_dispatch.attention.call_options import AttentionOptions
+from jax_cp_dispatch.documents.ranges import PackedMask
+from jax_cp_dispatch.documents.table import Row, document_table
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.read import read_mask_on_host
 from jax_cp_dispatch.planner import Plan
@@ -54,7 +54,7 @@ class BalanceProfile:
         return self.busiest / statistics.mean(self.seconds)
 
     @property
-    def imbalance_of_pairs(self) -> float:
+    def pair_imbalance(self) -> float:
         """Most pairs of a rank divided by the mean; 1 is perfect, and the value without pairs."""
         mean = statistics.mean(self.pairs)
         return max(self.pairs) / mean if mean else 1.0
@@ -65,7 +65,7 @@ class BalanceProfile:
         rows = [(str(r), f"{1e3 * s:.2f}", str(p)) for r, (s, p) in enumerate(ranks)]
         return (
             f"{self.algorithm}: busiest rank {1e3 * self.busiest:.2f} ms, {self.imbalance:.3f} of "
-            f"the mean; in pairs {self.imbalance_of_pairs:.3f}\n{table(header, rows)}"
+            f"the mean; in pairs {self.pair_imbalance:.3f}\n{table(header, rows)}"
         )
 
 
@@ -111,7 +111,7 @@ def balance_profile(
     """
     sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_size": head_size}
     check_positive(_OP, repeats=repeats, **sizes)
-    documents = documents_of(_OP, world_size=world_size, lengths=lengths, columns=columns)
+    documents = document_table(_OP, world_size=world_size, lengths=lengths, columns=columns)
     mask = read_mask_on_host(_OP, mask, (documents.batch, documents.columns))
     rows = documents.batch, documents.columns // world_size
     heads = num_heads, num_kv_heads, num_kv_heads
@@ -165,7 +165,7 @@ def _time(
     programs: Sequence[RankProgram], repeats: int, now: Callable[[], float]
 ) -> list[list[float]]:
     """Returns the median seconds of each rank in each program."""
-    runs = [_run_of_ranks(program) for program in programs]
+    runs = [_run_ranks(program) for program in programs]
     for run in runs:  # compile, and touch memory
         jax.block_until_ready(run(0))
     times = [[[] for _ in program.ranges] for program in programs]
@@ -178,7 +178,7 @@ def _time(
     return [[statistics.median(x) for x in of_program] for of_program in times]
 
 
-def _run_of_ranks(program: RankProgram) -> Callable[[int], Any]:
+def _run_ranks(program: RankProgram) -> Callable[[int], Any]:
     rng = np.random.default_rng(0)
     random = lambda x: rng.standard_normal(x.shape, np.float32).astype(x.dtype)
     arrays = jax.device_put([random(x) for x in program.shapes])

@@ -12,11 +12,10 @@ from jaxtyping import Float
 from jax_cp_dispatch._arguments import HostOrDevice
 from jax_cp_dispatch._ranks.options import read_options
 from jax_cp_dispatch.attention.algorithms import Call, Hamilton, refuse
-from jax_cp_dispatch.attention.check_arguments import check_rows
+from jax_cp_dispatch.attention.call_options import AttentionOptions
 from jax_cp_dispatch.attention.local.forward import OnlineSoftmax
 from jax_cp_dispatch.attention.local.query_ranges import KeyQueries
-from jax_cp_dispatch.attention.operands import Operands
-from jax_cp_dispatch.attention.options import AttentionOptions
+from jax_cp_dispatch.attention.operands import Operands, check_rows
 from jax_cp_dispatch.attention.profile.step_record import AttentionProfile, StepRecord
 from jax_cp_dispatch.attention.profile.stopwatch import check_tokens, stopwatch_over
 from jax_cp_dispatch.attention.rotating.attend import TokenRanges
@@ -28,9 +27,8 @@ from jax_cp_dispatch.attention.rotating.sequence import (
     token_ranges,
 )
 from jax_cp_dispatch.cycles.integer_rows import CycleRows
-from jax_cp_dispatch.documents.given import GivenDocuments, read_given
-from jax_cp_dispatch.documents.on_host import read_sequences
-from jax_cp_dispatch.documents.packed_mask import PackedMask
+from jax_cp_dispatch.documents.given import GivenDocuments, read_given, read_sequences
+from jax_cp_dispatch.documents.ranges import PackedMask
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.read import read_mask_on_host
 from jax_cp_dispatch.timeline import COMMUNICATION, COMPUTATION
@@ -112,7 +110,7 @@ def _read_keywords(
 _ROWS, _CHUNKS, _BLOCKS, _SCALAR = (1, 1, 0, None)
 
 
-def _axes_of_ranges(mask: Mask) -> Any:
+def _range_axes(mask: Mask) -> Any:
     """Returns the axes of `token_ranges`; all ranks have the queries of every key."""
     queries: Any = (_ROWS, _SCALAR, _SCALAR)
     return TokenRanges(
@@ -132,7 +130,7 @@ def _run_steps(sequence: ShardedSequence, record: StepRecord, qkv, packed: Packe
     )
     program, run = record.stopwatch.program, record.stopwatch.run
 
-    sees = _axes_of_ranges(packed.mask)
+    sees = _range_axes(packed.mask)
     ranges = program(
         lambda packed: token_ranges(sequence, rotation, packed, shape)._replace(fault=None),
         [_ROWS],

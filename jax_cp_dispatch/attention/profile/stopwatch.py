@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec as P
 
 from jax_cp_dispatch._arguments import check_positive
-from jax_cp_dispatch._ranks.axis import check_axis_name, check_mesh
+from jax_cp_dispatch._ranks.communicator import check_axis_name, check_mesh
 
 _POLL = 20e-6  # seconds
 

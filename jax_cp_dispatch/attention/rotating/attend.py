@@ -30,14 +30,14 @@ from jax_cp_dispatch.attention.local.backward import (
 )
 from jax_cp_dispatch.attention.local.blocks import RowRanges, cut_queries, cut_ranges
 from jax_cp_dispatch.attention.local.forward import OnlineSoftmax
-from jax_cp_dispatch.attention.local.options import PassOptions
-from jax_cp_dispatch.attention.local.passes import attend_blocks, gradients_of_blocks
+from jax_cp_dispatch.attention.local.local_options import PassOptions
+from jax_cp_dispatch.attention.local.passes import attend_blocks, block_gradients
 from jax_cp_dispatch.attention.local.query_ranges import KeyQueries
 from jax_cp_dispatch.attention.local.sink import add_sink, sink_gradient
 from jax_cp_dispatch.attention.operands import Operands, Outputs, rounded, softmax_gradients
 from jax_cp_dispatch.attention.rotating.key_chunks import Chunking, KeyOrder
 from jax_cp_dispatch.attention.rotating.schedules import Schedule
-from jax_cp_dispatch.documents.fingerprint import fingerprint_of_order
+from jax_cp_dispatch.documents.fingerprint import order_fingerprint
 from jax_cp_dispatch.documents.layouts import SequenceLayout
 
 
@@ -139,7 +139,7 @@ class Rotation:
             expanded, transpose = self.expansion.with_transpose(weights, rows)
             rows = self._by_heads(expanded)
         key_ranges, kv = self._key_ranges(ranges, order), self._blocks(rows)
-        dq, *dkv = gradients_of_blocks(self.passes, q, cotangents, key_ranges, kv, dq)
+        dq, *dkv = block_gradients(self.passes, q, cotangents, key_ranges, kv, dq)
         dkv, dweights = [x.reshape(x.shape[0], -1, x.shape[3]) for x in dkv], None
         if transpose is not None:
             dweights, dkv = transpose(*map(self._by_rows, dkv))
@@ -211,7 +211,7 @@ def forward(rotation: Rotation, operands: Operands, ranges: TokenRanges, rank=No
     fingerprint = None
     if ranges.fault is not None:
         here = lax.axis_index(rotation.exchange.axis_name)
-        fingerprint = fingerprint_of_order(ranges.fault, here)
+        fingerprint = order_fingerprint(ranges.fault, here)
 
     def attend(held, seen, step):
         order = rotation.key_order(step, rank)

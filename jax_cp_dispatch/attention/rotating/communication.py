@@ -13,8 +13,8 @@ from jaxtyping import Array, Int32, PyTree, Shaped
 
 from jax_cp_dispatch._arguments import check_integer
 from jax_cp_dispatch._dispatch import move, outgoing
-from jax_cp_dispatch._dispatch.by_platform import dispatch_or_collectives
-from jax_cp_dispatch._ranks.axis import AxisName, num_ranks_here
+from jax_cp_dispatch._dispatch.by_xla import dispatch_or_collectives
+from jax_cp_dispatch._ranks.communicator import AxisName, num_ranks_here
 from jax_cp_dispatch._ranks.options import CollectiveOptions, read_options
 from jax_cp_dispatch.cycles.integer_rows import CycleRows, check_chunk_maps
 from jax_cp_dispatch.metadata import Metadata
@@ -112,10 +112,10 @@ def chunk_exchange(
             )
     if num_chunks == 0:
         return chunks
-    return move_chunks(exchange, chunks, routes_of_maps(out_chunk, num_chunks))
+    return move_chunks(exchange, chunks, map_routes(out_chunk, num_chunks))
 
 
-def routes_of_maps(out_chunk: CycleRows, num_chunks: int) -> Routes:
+def map_routes(out_chunk: CycleRows, num_chunks: int) -> Routes:
     """Returns the destination of each rank's chunks, from the chunk on each link."""
     routes = np.full((num_chunks, len(out_chunk)), -1)
     for rank, row in enumerate(out_chunk):
@@ -125,7 +125,7 @@ def routes_of_maps(out_chunk: CycleRows, num_chunks: int) -> Routes:
     return tuple(map(tuple, routes.tolist()))
 
 
-def routes_of_cycles(cycles: Sequence[Sequence[int]]) -> Routes:
+def cycle_routes(cycles: Sequence[Sequence[int]]) -> Routes:
     """Returns routes on which chunk c goes to its rank's successor on cycle c."""
     successors = [dict(zip(row, (*row[1:], row[0]), strict=True)) for row in cycles]
     return tuple(tuple(successor[rank] for rank in sorted(successor)) for successor in successors)

@@ -17,9 +17,9 @@ from jax_cp_dispatch._arrays import divided, known_inside
 from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch.attention.rotating.communication import (
     Routes,
+    cycle_routes,
     move_chunks,
     reverse,
-    routes_of_cycles,
 )
 
 
@@ -87,13 +87,13 @@ class CycleSchedule(NamedTuple):
         return HeldChunks(known_inside(rows.reshape(-1), source + n * chunk), jnp.asarray(chunk))
 
     def fetch_keys(self, exchange, own, held, step, fingerprint=None):
-        return move_chunks(exchange, held, routes_of_cycles(self.rows), fingerprint)
+        return move_chunks(exchange, held, cycle_routes(self.rows), fingerprint)
 
     def begin(self, gradients):
         return gradients, ()
 
     def return_gradients(self, exchange, travelling, home, step):
-        return move_chunks(exchange, travelling, routes_of_cycles(self.rows)), home
+        return move_chunks(exchange, travelling, cycle_routes(self.rows)), home
 
 
 class DirectSchedule(NamedTuple):

@@ -15,13 +15,13 @@ from jax_cp_dispatch._arrays import known_inside
 from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch._ranks.varying import vary_alike
 from jax_cp_dispatch._residuals import named_context
-from jax_cp_dispatch.attention.latents import shapes_of_keys
+from jax_cp_dispatch.attention.call_options import AttentionOptions
+from jax_cp_dispatch.attention.latents import key_shapes
 from jax_cp_dispatch.attention.local.blocks import attended_keys
-from jax_cp_dispatch.attention.local.options import LocalOptions, blocks_of_ranks
+from jax_cp_dispatch.attention.local.local_options import LocalOptions, rank_blocks
 from jax_cp_dispatch.attention.local.query_ranges import KeyQueries
 from jax_cp_dispatch.attention.local.rows import with_rows
 from jax_cp_dispatch.attention.operands import Operands, Outputs, empty_outputs
-from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.attention.rotating.attend import Rotation, TokenRanges, attend_rotating
 from jax_cp_dispatch.attention.rotating.communication import move_chunks, reverse
 from jax_cp_dispatch.attention.rotating.key_chunks import Chunking
@@ -32,8 +32,7 @@ from jax_cp_dispatch.documents.layouts import (
     halves_in_zigzag,
     zigzag_layout,
 )
-from jax_cp_dispatch.documents.packed_mask import PackedMask
-from jax_cp_dispatch.documents.ranges import ranges_of_all_ranks
+from jax_cp_dispatch.documents.ranges import PackedMask, gathered_ranges
 from jax_cp_dispatch.masks import Mask, MaskRanges
 
 
@@ -69,7 +68,7 @@ class ShardedSequence:
             scale=self.options.scale,
             logit_soft_cap=self.options.logit_soft_cap,
             return_max_logits=self.options.return_max_logits,
-            **blocks_of_ranks(layout.num_rows, held, N, K, rows=256),
+            **rank_blocks(layout.num_rows, held, N, K, rows=256),
         ).resolved(q, k, v)
         shape = B, layout.num_rows, N, H
         return Rotation(
@@ -95,7 +94,7 @@ def attend_sequence(
     """Computes attention of this rank's rows, for all schedules."""
     options, q = sequence.options, operands.q
     B, T = q.shape[:2]
-    k, v = shapes_of_keys(options.expansion, operands)
+    k, v = key_shapes(options.expansion, operands)
     if B * T == 0:
         return empty_outputs(operands, v, options.return_lse, options.return_max_logits)
     rotation = sequence.rotation(q, k, v)
@@ -134,7 +133,7 @@ def token_ranges(
     """Returns the tokens that each of this rank's rows sees, in the rows of the rotation."""
     options = sequence.options
     order = {"layout": options.order.layout, "checks_order": options.checks_order}
-    seen, fault = ranges_of_all_ranks(options.exchange, packed, shape, **order)
+    seen, fault = gathered_ranges(options.exchange, packed, shape, **order)
     token = rotation.layout.positions(lax.axis_index(options.exchange.axis_name))
     ranges = ranges_of_rows(packed.mask, seen, token)._replace(fault=fault)
     leaves, tree = jax.tree.flatten(ranges)

@@ -10,12 +10,12 @@ from typing import Any
 import jax.numpy as jnp
 
 from jax_cp_dispatch._ranks import runtime
-from jax_cp_dispatch.comm_gemm.operand_types import read_flag
 from jax_cp_dispatch.comm_gemm.types import (
     BYTE_FLOATS,
     FLOATS,
     CommOverlapMethod,
     CommOverlapType,
+    read_flag,
 )
 
 _ADDRESS_SPACE = 2**47

@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 from jax.interpreters import mlir
 
-from jax_cp_dispatch._dtypes import sum_dtype
+from jax_cp_dispatch._arrays import sum_dtype
 from jax_cp_dispatch._ranks.lowering import Chosen
 from jax_cp_dispatch.comm_gemm.engine.gemm_call import GemmCall, GemmOperands, GemmResults, collapse
 from jax_cp_dispatch.comm_gemm.scaled.mxfp8 import (

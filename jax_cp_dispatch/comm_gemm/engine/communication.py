@@ -5,12 +5,11 @@ from typing import Any
 
 from jaxtyping import Array
 
-from jax_cp_dispatch._dtypes import sum_dtype
+from jax_cp_dispatch._arrays import sum_dtype
 from jax_cp_dispatch._ranks.communicator import Communicator
 from jax_cp_dispatch._ranks.options import CollectiveOptions, find_ranks
 from jax_cp_dispatch.comm_gemm.buffers.registry import FoundBuffer, check_buffer, find_buffer
-from jax_cp_dispatch.comm_gemm.engine.gemm_call import GemmCall
-from jax_cp_dispatch.comm_gemm.engine.overlap import Overlap
+from jax_cp_dispatch.comm_gemm.engine.gemm_call import GemmCall, Overlap
 from jax_cp_dispatch.comm_gemm.types import CommOverlapMethod, CommOverlapType
 
 

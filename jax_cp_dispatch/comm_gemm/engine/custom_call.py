@@ -1,5 +1,8 @@
 """The custom call of a gemm: what CPUs and GPUs do alike, and its lowering for CPUs."""
 
+import functools
+import importlib
+import os
 from typing import Any
 
 import jax
@@ -9,8 +12,26 @@ from jax.interpreters import mlir
 
 from jax_cp_dispatch._ranks import runtime
 from jax_cp_dispatch._ranks.lowering import Chosen, prepare_cpu_devices, rank_and_group
-from jax_cp_dispatch.comm_gemm.engine.blas import load_blas, threads_per_device
+from jax_cp_dispatch._ranks.processes import num_cpu_devices_here
 from jax_cp_dispatch.comm_gemm.engine.gemm_call import GemmCall, GemmOperands, GemmResults
+
+
+@functools.cache
+def load_blas() -> str:
+    """Loads the library once; returns its file, or "" if SciPy's own routines are used.
+
+    Raises:
+      ImportError: SciPy, which JAX depends on, is not installed.
+    """
+    cython_blas: Any = importlib.import_module("scipy.linalg.cython_blas")
+
+    routines = cython_blas.__pyx_capi__  # jaxlib's LAPACK uses it too
+    return runtime.native.load_blas(sgemm=routines["sgemm"], dgemm=routines["dgemm"])
+
+
+def threads_per_device() -> int:
+    """Returns the threads of one GEMM while the other devices of this host run theirs."""
+    return max(1, len(os.sched_getaffinity(0)) // num_cpu_devices_here())
 
 
 def call_handler(

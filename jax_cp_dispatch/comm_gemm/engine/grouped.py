@@ -11,7 +11,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jax_cp_dispatch._dtypes import sum_dtype
+from jax_cp_dispatch._arrays import sum_dtype
 from jax_cp_dispatch._ranks import runtime
 from jax_cp_dispatch._ranks.communicator import Communicator
 from jax_cp_dispatch._ranks.implementations import (
@@ -28,7 +28,7 @@ from jax_cp_dispatch._ranks.lowering import (
     one_after_another,
     run_alone,
 )
-from jax_cp_dispatch.comm_gemm.engine.blas import load_blas, threads_per_device
+from jax_cp_dispatch.comm_gemm.engine.custom_call import load_blas, threads_per_device
 from jax_cp_dispatch.comm_gemm.types import ScalingMode
 
 grouped_gemm_p = Primitive("grouped_gemm")

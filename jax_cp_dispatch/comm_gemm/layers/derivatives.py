@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
-from jax_cp_dispatch._dtypes import sum_dtype
+from jax_cp_dispatch._arrays import sum_dtype
 from jax_cp_dispatch._ranks.varying import vary_like
 from jax_cp_dispatch._residuals import named_gathered_tokens
 from jax_cp_dispatch.comm_gemm.layers.partitioning import (
@@ -36,8 +36,11 @@ from jax_cp_dispatch.comm_gemm.layers.rank import (
     scatter_rows,
 )
 from jax_cp_dispatch.comm_gemm.layers.token_axes import keeps_token_axes, split_like
-from jax_cp_dispatch.comm_gemm.scaled.read_scales import check_contracted_blocks
-from jax_cp_dispatch.comm_gemm.scaled.scaled_operands import Scales, tensor_amax
+from jax_cp_dispatch.comm_gemm.scaled.scaled_operands import (
+    Scales,
+    check_contracted_blocks,
+    tensor_amax,
+)
 from jax_cp_dispatch.comm_gemm.types import CommOverlapType
 
 

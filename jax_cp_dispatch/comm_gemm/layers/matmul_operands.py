@@ -19,8 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jax_cp_dispatch.comm_gemm.operand_types import read_array
-from jax_cp_dispatch.comm_gemm.types import FLOATS, CommOverlapType
+from jax_cp_dispatch.comm_gemm.types import FLOATS, CommOverlapType, read_array
 
 
 @jax.tree_util.register_dataclass

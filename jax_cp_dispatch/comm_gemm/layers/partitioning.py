@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from jax_cp_dispatch._dtypes import sum_dtype
+from jax_cp_dispatch._arrays import sum_dtype
 from jax_cp_dispatch._jax_private import get_concrete_mesh
-from jax_cp_dispatch._ranks.axis import other_axes
 from jax_cp_dispatch._ranks.call_context import with_manual_axes
-from jax_cp_dispatch._ranks.partitioning import named, program_mesh
+from jax_cp_dispatch._ranks.communicator import other_axes
+from jax_cp_dispatch._ranks.lowering import named, program_mesh
 from jax_cp_dispatch.comm_gemm.layers.rank import (
     Matmul,
     gather_rows,

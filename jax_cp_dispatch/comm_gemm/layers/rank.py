@@ -7,11 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_cp_dispatch._dtypes import sum_dtype
+from jax_cp_dispatch._arrays import sum_dtype
 from jax_cp_dispatch._ranks.communicator import Communicator
 from jax_cp_dispatch._ranks.varying import vary_like, varying_axes
-from jax_cp_dispatch.comm_gemm.engine.gemm_call import GemmCall
-from jax_cp_dispatch.comm_gemm.engine.overlap import Overlap
+from jax_cp_dispatch.comm_gemm.engine.gemm_call import GemmCall, Overlap
 from jax_cp_dispatch.comm_gemm.engine.primitive import bind_gemm
 from jax_cp_dispatch.comm_gemm.layers.matmul_operands import join_columns, split_columns
 from jax_cp_dispatch.comm_gemm.scaled.quantize import DelayedScaling, quantize

@@ -17,8 +17,8 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from jax_cp_dispatch._jax_private import parse_flatten_op_sharding
-from jax_cp_dispatch._ranks.axis import other_axes
-from jax_cp_dispatch._warning import say_once
+from jax_cp_dispatch._ranks.communicator import other_axes
+from jax_cp_dispatch._text import say_once
 from jax_cp_dispatch.comm_gemm.layers.rank import Matmul
 
 

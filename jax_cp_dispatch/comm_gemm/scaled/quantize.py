@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32
 
 from jax_cp_dispatch._arguments import check_array, check_type
-from jax_cp_dispatch._ranks.axis import check_axis_name, num_ranks_here
+from jax_cp_dispatch._ranks.communicator import check_axis_name, num_ranks_here
 from jax_cp_dispatch.comm_gemm.scaled.mxfp8 import (
     BlockLayout,
     block_scales,

@@ -9,12 +9,15 @@ import jax.numpy as jnp
 
 from jax_cp_dispatch.attention.local.backward import OutputCotangents
 from jax_cp_dispatch.attention.local.blocks import KeyRanges
-from jax_cp_dispatch.attention.local.options import PassOptions
-from jax_cp_dispatch.attention.local.tpu.dkv import dk_and_dv
-from jax_cp_dispatch.attention.local.tpu.dq import add_to_dq
-from jax_cp_dispatch.attention.local.tpu.forward import attend as attend
-from jax_cp_dispatch.attention.local.tpu.layout import cut, cut_queries, cut_rows, uncut_keys
-from jax_cp_dispatch.attention.local.tpu.visits import find_visits
+from jax_cp_dispatch.attention.local.local_options import PassOptions
+from jax_cp_dispatch.attention.local.tpu.kernels import add_to_dq, attend as attend, dk_and_dv
+from jax_cp_dispatch.attention.local.tpu.layout import (
+    cut,
+    cut_queries,
+    cut_rows,
+    find_visits,
+    uncut_keys,
+)
 
 # What has been compiled: larger blocks exceed a TPU core's memory.
 _LARGEST_HEAD, _MOST_HEADS = 256, 16
@@ -37,7 +40,7 @@ def takes(ctx, options: PassOptions, q, k, v) -> bool:
 
 
 def gradients(options: PassOptions, q, cotangents: OutputCotangents, ranges: KeyRanges, kv, dq):
-    """`gradients_of_blocks` of `passes.py`, for operands that the kernels take."""
+    """`block_gradients` of `passes.py`, for operands that the kernels take."""
     blocks = cut(options, q, ranges, kv)
     visits = find_visits(options, blocks)
     lse, delta = cut_rows(options, cotangents.lse, jnp.inf), cut_rows(options, cotangents.delta)

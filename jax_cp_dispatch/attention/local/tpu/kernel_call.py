@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-from jax_cp_dispatch.attention.local.tpu.visits import BEGIN, Visits, relation, walk_of
+from jax_cp_dispatch.attention.local.tpu.layout import BEGIN, Visits, find_walk, relation
 
 _VMEM_BYTES = 32 * 2**20  # more than XLA's default of 16 MB, and a quarter of a TPU v5e's
 
@@ -113,7 +113,7 @@ def _walk(table, num_rows, copied, step):
     A block is copied while the one before is computed; also the first one of the next row.
     """
     (sources, buffers, arrived), (m, row) = copied, (pl.program_id(0), pl.program_id(1))
-    first, last = walk_of(table, row)
+    first, last = find_walk(table, row)
     begin = table[BEGIN, row]
 
     def copies(block, slot):
@@ -132,7 +132,7 @@ def _walk(table, num_rows, copied, step):
         slot = (begin + block - first) & 1
         ends = block + 1 == last
         next_row = jnp.minimum(row + 1, num_rows - 1)
-        following = jnp.where(ends, walk_of(table, next_row)[0], block + 1)
+        following = jnp.where(ends, find_walk(table, next_row)[0], block + 1)
         pl.when(~ends | (row + 1 < num_rows))(lambda: start(following, 1 - slot))
         for copy in copies(block, slot):
             copy.wait()

@@ -19,16 +19,15 @@ from jax_cp_dispatch._dispatch.exchange import move
 from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch._ranks.varying import vary_alike
 from jax_cp_dispatch._scans import running_max
-from jax_cp_dispatch.documents.gather import gather_sequence
 from jax_cp_dispatch.documents.layouts import SequenceLayout, zigzag_permutation
-from jax_cp_dispatch.documents.order import is_in_order
+from jax_cp_dispatch.documents.order import gather_sequence, is_in_order
 from jax_cp_dispatch.metadata import Metadata
 from jax_cp_dispatch.sequence.pieces import Pieces
 
 _NO_ID = np.int32(2**31 - 1)
 
 
-def order_of_chunks(
+def chunk_order(
     ids: Int32[Array, "G L"], places: Any, highest: Int32[Array, "G L"]
 ) -> dict[str, Int32[Array, " G"]]:
     """Returns the lowest and highest id of each chunk, and whether its ids ascend without restarts.
@@ -60,7 +59,7 @@ def are_in_order(
       exchange: options of the call.
       layout: of the tokens.
       documents: segment ids and positions of this rank's columns, for the gather.
-      edges: of the chunks of all ranks, in the order of the sequence, with `order_of_chunks`.
+      edges: of the chunks of all ranks, in the order of the sequence, with `chunk_order`.
       continues: whether the first document of a chunk continues the last of the chunk before.
     """
     before = jnp.pad(running_max(edges["highest"])[:, :-1], ((0, 0), (1, 0)))

@@ -12,7 +12,7 @@ from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch.attention.latents import Expansion
 from jax_cp_dispatch.attention.local.check_operands import check_softmax
 from jax_cp_dispatch.attention.operands import Outputs
-from jax_cp_dispatch.masks.token_order import PACKED, Order
+from jax_cp_dispatch.masks.mask import PACKED, Order
 
 
 @dataclasses.dataclass(frozen=True)

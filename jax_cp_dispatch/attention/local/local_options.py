@@ -82,7 +82,7 @@ def _heads_together(num_groups: int, logits_of_head: int) -> int:
     return max(x for x in divisors(num_groups) if x == 1 or x * logits_of_head <= _LOGITS)
 
 
-def blocks_of_ranks(num_queries, num_keys, num_heads, num_groups, *, rows) -> dict[str, int]:
+def rank_blocks(num_queries, num_keys, num_heads, num_groups, *, rows) -> dict[str, int]:
     """Returns block sizes for ranks that compute at the same time.
 
     Together they keep all cores busy, so a product need not use several threads. Small blocks of

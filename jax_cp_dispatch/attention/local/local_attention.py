@@ -22,16 +22,16 @@ from jax_cp_dispatch.attention.local.derivative_order import (
     forbid_second_derivative,
     in_reverse_only,
 )
-from jax_cp_dispatch.attention.local.options import LocalOptions, PassOptions
+from jax_cp_dispatch.attention.local.local_options import LocalOptions, PassOptions
 from jax_cp_dispatch.attention.local.read_ranges import dense_ranges, ranges_of_rows, read_ranges
 from jax_cp_dispatch.attention.local.sink import check_sink, sink_gradient
 from jax_cp_dispatch.attention.peer_arguments import explains_peer_arguments
 from jax_cp_dispatch.documents import Documents
 from jax_cp_dispatch.documents.given import read_given
-from jax_cp_dispatch.documents.packed_mask import PackedMask
+from jax_cp_dispatch.documents.ranges import PackedMask
 from jax_cp_dispatch.masks import Mask, MaskRanges
+from jax_cp_dispatch.masks.mask import PACKED
 from jax_cp_dispatch.masks.read import check_mask_order
-from jax_cp_dispatch.masks.token_order import PACKED
 
 
 @explains_peer_arguments
@@ -232,7 +232,7 @@ def attend_ranges(
     return _forward(options, *_vary((q, *kv, ranges_of_rows(ranges, q.shape[:2]), sink)))
 
 
-def gradients_of_ranges(
+def range_gradients(
     options: PassOptions, q: Array, kv: Any, ranges: MaskRanges, whole: SoftmaxGradients
 ) -> tuple[Array, ...]:
     """`local_attention_backward` of checked arguments."""

@@ -14,21 +14,17 @@ from jax.sharding import PartitionSpec as P
 
 from jax_cp_dispatch._ranks.call_context import is_on_rank
 from jax_cp_dispatch._ranks.varying import vary_alike
-from jax_cp_dispatch.documents.given import GivenDocuments, read_given_tokens
-from jax_cp_dispatch.documents.on_host import read_sequences
-from jax_cp_dispatch.documents.packed_mask import PackedMask
+from jax_cp_dispatch.documents.given import GivenDocuments, read_given_tokens, read_sequences
+from jax_cp_dispatch.documents.ranges import PackedMask
 from jax_cp_dispatch.documents.segment_ids import check_documents, fold_to_int32, is_on_host
 from jax_cp_dispatch.global_call.mesh_axes import GivenAxes, MeshAxes, find_axes
-from jax_cp_dispatch.global_call.on_all_ranks import on_all_ranks
-from jax_cp_dispatch.global_call.padding import cut_tokens, pad_tokens
-from jax_cp_dispatch.masks.token_order import PACKED
+from jax_cp_dispatch.global_call.on_all_ranks import cut_tokens, on_all_ranks, pad_tokens
+from jax_cp_dispatch.masks.mask import PACKED
 from jax_cp_dispatch.planner import Plan
 from jax_cp_dispatch.planner.stack import check_groups, is_stack
-from jax_cp_dispatch.sequence.document_pieces import pieces_of_ids
-from jax_cp_dispatch.sequence.options import Options
-from jax_cp_dispatch.sequence.order import confirmed, only_if_right
-from jax_cp_dispatch.sequence.pieces import Pieces
-from jax_cp_dispatch.sequence.placed import pieces_of_plan
+from jax_cp_dispatch.sequence.chunk_order import confirmed, only_if_right
+from jax_cp_dispatch.sequence.document_pieces import pieces_from_ids
+from jax_cp_dispatch.sequence.pieces import Options, Pieces, pieces_from_plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,12 +114,12 @@ def _on_rank(layer: Layer, tokens: Any, weights: Any, given: GivenDocuments | Pi
                 f"{(pieces.batch, pieces.num_tokens)}. Pass those of these tokens."
             )
     elif given.plan is not None:
-        pieces = pieces_of_plan(options, given.plan, given.packed[1:], shape)
+        pieces = pieces_from_plan(options, given.plan, given.packed[1:], shape)
     else:
         _, segment_ids, positions = given.packed
         if positions is not None and segment_ids is None:
             segment_ids = jnp.ones(shape, jnp.int32)
-        pieces = pieces_of_ids(options, segment_ids, positions, shape)
+        pieces = pieces_from_ids(options, segment_ids, positions, shape)
     # Each result of a layer `like_tokens` varies as its array does.
     alike = [[x] for x in leaves] if layer.like_tokens else [leaves]
     leaves = [x for group in alike for x in vary_alike(group, also=options.exchange.axis_names)]

@@ -5,25 +5,128 @@ import pathlib
 import statistics
 import sysconfig
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from jax_cp_dispatch._command import MOST_DEVICES, InputError, check_number, end_command
-from jax_cp_dispatch._measuring import seconds_of_a_call
-from jax_cp_dispatch._progress import Progress
+from jax_cp_dispatch._measuring import call_seconds
+from jax_cp_dispatch._text import Progress
 from jax_cp_dispatch.attention import context_parallel_attention
 from jax_cp_dispatch.cost import attention_flops, rows_bytes
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
-from jax_cp_dispatch.demo.packing import PackedDocuments, pack_documents, read_documents
-from jax_cp_dispatch.demo.reference import largest_difference
 from jax_cp_dispatch.documents import Documents
 from jax_cp_dispatch.planner import Plan, plan_attention
 from jax_cp_dispatch.plots import plot_plan
+
+
+class Document(NamedTuple):
+    """A text file; its bytes are the tokens."""
+
+    name: str
+    tokens: np.ndarray  # uint8 [length]
+
+
+class PackedDocuments(NamedTuple):
+    """Documents in the global sequence, and the arrays that a data pipeline would produce.
+
+    Attributes:
+      tokens, segment_ids, positions: int32 `[1, num_tokens]`; segment 0 is padding.
+      spans: name, first row and end row (exclusive) of each document.
+    """
+
+    tokens: np.ndarray
+    segment_ids: np.ndarray
+    positions: np.ndarray
+    spans: tuple[tuple[str, int, int], ...]
+
+
+def read_documents(folder: pathlib.Path, *, pattern: str) -> Iterator[Document]:
+    """Yields the text files below `folder` in a random order, always the same.
+
+    Skips empty and binary files, and installed packages, which the standard library's folder may
+    contain.
+    """
+    paths = sorted(
+        path
+        for path in folder.rglob(pattern)
+        if path.is_file() and "site-packages" not in path.relative_to(folder).parts
+    )
+    for index in np.random.default_rng(0).permutation(len(paths)):
+        try:
+            data = paths[index].read_bytes()
+            data.decode()
+        except (OSError, UnicodeDecodeError):
+            continue
+        if data and b"\0" not in data:
+            name = str(paths[index].relative_to(folder))
+            yield Document(name, np.frombuffer(data, np.uint8))
+
+
+def pack_documents(
+    documents: Iterator[Document], *, num_tokens: int, longest: int
+) -> PackedDocuments:
+    """Fills a sequence with documents that follow each other; the last one is cut.
+
+    Args:
+      documents: read until the sequence is full or no document is left.
+      num_tokens: of the sequence.
+      longest: maximum tokens of a document; longer ones are cut.
+    """
+    tokens, segment_ids, positions = np.zeros((3, 1, num_tokens), np.int32)
+    spans, end = [], 0
+    for segment, document in enumerate(documents, start=1):
+        length = min(len(document.tokens), longest, num_tokens - end)
+        rows = slice(end, end + length)
+        tokens[0, rows] = document.tokens[:length]
+        segment_ids[0, rows] = segment
+        positions[0, rows] = np.arange(length)
+        spans.append((document.name, end, end := end + length))
+        if end == num_tokens:
+            break
+    return PackedDocuments(tokens, segment_ids, positions, tuple(spans))
+
+
+_LEAST_ROWS = 256  # documents are padded to powers of two from here, so that few programs compile
+
+
+def largest_difference(
+    packed: PackedDocuments, operands: Any, results: Any, show: Callable[[float], None]
+) -> dict[str, float]:
+    """Returns the largest difference from dense attention, relative to the largest entry.
+
+    Args:
+      packed: the documents.
+      operands: q, k, v and the cotangent `[1, T, heads, H]`, on the host.
+      results: the output and the gradients of q, k and v.
+      show: reports the share of the work that is done.
+    """
+    expected = [np.zeros(x.shape, x.dtype) for x in results]
+    pairs = np.array([(stop - start) ** 2 for _, start, stop in packed.spans], float)
+    for index, (_, start, stop) in enumerate(packed.spans):
+        length = stop - start
+        num_rows = max(_LEAST_ROWS, 1 << (length - 1).bit_length())
+        padding = (0, 0), (0, num_rows - length), (0, 0), (0, 0)  # no earlier query attends it
+        document = [np.pad(x[:, start:stop], padding) for x in operands]
+        for whole, part in zip(expected, _output_and_gradients(*document), strict=True):
+            whole[:, start:stop] = part[:, :length]
+        show(pairs[: index + 1].sum() / pairs.sum())
+    return {
+        name: float(np.abs(got - want).max() / np.abs(want).max())
+        for name, got, want in zip(("out", "dq", "dk", "dv"), results, expected, strict=True)
+    }
+
+
+@jax.jit
+def _output_and_gradients(q, k, v, dout):
+    attend = lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    out, pull_back = jax.vjp(attend, q, k, v)
+    return out, *pull_back(dout)
+
 
 TOLERANCE = 2e-5  # of float32 results, relative to the largest entry
 AXIS = "cp"
@@ -80,7 +183,7 @@ def _run(arguments: argparse.Namespace) -> int:
     seconds = {}
     with progress.step("planning"):
         plan = make_plan()
-        seconds["planning"] = seconds_of_a_call(make_plan)
+        seconds["planning"] = call_seconds(make_plan)
     mesh = Mesh(np.array(jax.devices()[:num_ranks]), (AXIS,))
     operands = [jax.device_put(x, NamedSharding(mesh, P(None, AXIS))) for x in embed(packed)]
     documents = Documents(packed.segment_ids, packed.positions).with_plan(plan)
@@ -90,7 +193,7 @@ def _run(arguments: argparse.Namespace) -> int:
         program = attention_and_gradients(mesh).lower(*operands, documents).compile()
     with progress.step(f"running it over {num_ranks} devices"):
         results = program(*operands, documents)
-        seconds["attention"] = seconds_of_a_call(lambda: program(*operands, documents))
+        seconds["attention"] = call_seconds(lambda: program(*operands, documents))
     with progress.step("checking against dense attention, by document") as show:
         host = lambda arrays: [np.asarray(x) for x in arrays]
         differences = largest_difference(packed, host(operands), host(results), show)

@@ -1,1 +1,0 @@
-"""Chooses the method of a GEMM, by cost or measurement."""

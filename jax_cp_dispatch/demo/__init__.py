@@ -1,1 +1,0 @@
-"""The demonstration: plans and computes attention of real documents on virtual devices."""
