@@ -16,7 +16,7 @@ import numpy as np
 
 from jax_cp_dispatch.bench_command.attention import drawn_lengths
 from jax_cp_dispatch.masks import SharedPrefix
-from jax_cp_dispatch.planner import place_tokens
+from jax_cp_dispatch.planning import place_tokens
 
 RANKS = 8  # of the placement
 COMPLETIONS = 6  # of each prompt

@@ -13,7 +13,7 @@ from jax_cp_dispatch.attention import context_parallel_attention
 from jax_cp_dispatch.bench_command.attention import DENSE, drawn_lengths, make_segment_ids
 from jax_cp_dispatch.bench_command.ranks import AXIS, Ranks
 from jax_cp_dispatch.documents import Documents
-from jax_cp_dispatch.planner import place_tokens, plan_attention
+from jax_cp_dispatch.planning import place_tokens, plan_attention
 
 ALGORITHMS = ("placed", "balanced", "zigzag")
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}  # of the loss; sums in another order

@@ -58,7 +58,7 @@ from jax_cp_dispatch.comm_gemm import (
 )
 from jax_cp_dispatch.documents import Documents
 from jax_cp_dispatch.metadata import Metadata, compute_metadata
-from jax_cp_dispatch.planner import (
+from jax_cp_dispatch.planning import (
     Placement,
     Plan,
     PlanConfig,

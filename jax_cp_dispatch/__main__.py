@@ -1,4 +1,4 @@
-"""`python -m jax_cp_dispatch COMMAND`: the demonstration, the doctor, the planner, the bench."""
+"""`python -m jax_cp_dispatch COMMAND`: the demonstration, the doctor, plans, the bench."""
 
 import argparse
 import sys

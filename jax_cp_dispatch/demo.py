@@ -20,7 +20,7 @@ from jax_cp_dispatch.attention import context_parallel_attention
 from jax_cp_dispatch.cost import attention_flops, rows_bytes
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
 from jax_cp_dispatch.documents import Documents
-from jax_cp_dispatch.planner import Plan, plan_attention
+from jax_cp_dispatch.planning import Plan, plan_attention
 from jax_cp_dispatch.plots import plot_plan
 
 

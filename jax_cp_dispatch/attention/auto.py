@@ -28,8 +28,8 @@ from jax_cp_dispatch.documents.layouts import zigzag_permutation
 from jax_cp_dispatch.documents.ranges import PackedMask
 from jax_cp_dispatch.documents.table import document_lengths
 from jax_cp_dispatch.global_call.kv_heads import kv_copies
-from jax_cp_dispatch.planner import Plan, PlanConfig
-from jax_cp_dispatch.planner.request import DoesNotFitError
+from jax_cp_dispatch.planning import Plan, PlanConfig
+from jax_cp_dispatch.planning.request import DoesNotFitError
 
 
 class Sizes(NamedTuple):

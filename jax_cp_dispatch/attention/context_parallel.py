@@ -39,7 +39,7 @@ from jax_cp_dispatch.global_call.on_all_ranks import cut_tokens, on_all_ranks, p
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.mask import PACKED
 from jax_cp_dispatch.masks.read import check_mask_arrays
-from jax_cp_dispatch.planner.stack import check_groups, check_plan, is_stack
+from jax_cp_dispatch.planning.stack import check_groups, check_plan, is_stack
 
 _OP = "context_parallel_attention"
 

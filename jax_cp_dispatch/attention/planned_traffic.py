@@ -6,7 +6,7 @@ from typing import Any
 
 from jax_cp_dispatch.cost import Hardware, Traffic, Workload, rows_by_link
 from jax_cp_dispatch.metadata import Metadata
-from jax_cp_dispatch.planner import Placement, Plan, PlanConfig, place_tokens, plan_attention
+from jax_cp_dispatch.planning import Placement, Plan, PlanConfig, place_tokens, plan_attention
 
 
 def balanced_plan(workload: Workload, hardware: Hardware) -> Plan:

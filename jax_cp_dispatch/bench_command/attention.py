@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from jax_cp_dispatch.attention import context_parallel_attention
 from jax_cp_dispatch.bench_command.ranks import AXIS, Ranks, Row
 from jax_cp_dispatch.cost import attention_flops, count_pairs
-from jax_cp_dispatch.planner import place_tokens
+from jax_cp_dispatch.planning import place_tokens
 
 DENSE = "jax.nn, sharded by XLA"
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}  # sums in another order; relative to the largest

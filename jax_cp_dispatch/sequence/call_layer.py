@@ -20,8 +20,8 @@ from jax_cp_dispatch.documents.segment_ids import check_documents, fold_to_int32
 from jax_cp_dispatch.global_call.mesh_axes import GivenAxes, MeshAxes, find_axes
 from jax_cp_dispatch.global_call.on_all_ranks import cut_tokens, on_all_ranks, pad_tokens
 from jax_cp_dispatch.masks.mask import PACKED
-from jax_cp_dispatch.planner import Plan
-from jax_cp_dispatch.planner.stack import check_groups, is_stack
+from jax_cp_dispatch.planning import Plan
+from jax_cp_dispatch.planning.stack import check_groups, is_stack
 from jax_cp_dispatch.sequence.chunk_order import confirmed, only_if_right
 from jax_cp_dispatch.sequence.document_pieces import pieces_from_ids
 from jax_cp_dispatch.sequence.pieces import Options, Pieces, pieces_from_plan

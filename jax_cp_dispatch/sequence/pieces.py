@@ -22,9 +22,9 @@ from jax_cp_dispatch._ranks.varying import vary_alike
 from jax_cp_dispatch._scans import running_max
 from jax_cp_dispatch.documents.fingerprint import rank_fingerprint
 from jax_cp_dispatch.masks.mask import PACKED, Order
-from jax_cp_dispatch.planner import Plan
-from jax_cp_dispatch.planner.runs import local_runs
-from jax_cp_dispatch.planner.stack import is_stack
+from jax_cp_dispatch.planning import Plan
+from jax_cp_dispatch.planning.runs import local_runs
+from jax_cp_dispatch.planning.stack import is_stack
 
 
 class Cuts(NamedTuple):

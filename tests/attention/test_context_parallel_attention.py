@@ -34,7 +34,7 @@ from jax_cp_dispatch.attention.choose import choose_for
 from jax_cp_dispatch.attention.operands import Outputs
 from jax_cp_dispatch.cost import HARDWARE
 from jax_cp_dispatch.masks import Chunked, SlidingWindow
-from jax_cp_dispatch.planner.on_host import plan_on_host
+from jax_cp_dispatch.planning.on_host import plan_on_host
 from jax_cp_dispatch.profiling import Choice
 
 T = 14
@@ -194,7 +194,7 @@ def plans(monkeypatch):
         configs.append(request.config)
         return plan_on_host(request, **options)
 
-    monkeypatch.setattr("jax_cp_dispatch.planner.plan_batch.plan_on_host", plan)
+    monkeypatch.setattr("jax_cp_dispatch.planning.plan_batch.plan_on_host", plan)
     return configs
 
 

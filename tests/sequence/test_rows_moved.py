@@ -12,7 +12,7 @@ from on_mesh import AXIS, mesh_of
 from orders import BATCHES, Order
 
 from jax_cp_dispatch import sequence
-from jax_cp_dispatch.planner.cuts import describe_cuts
+from jax_cp_dispatch.planning.cuts import describe_cuts
 from jax_cp_dispatch.sequence.chains import CutPieces, _links
 from jax_cp_dispatch.sequence.document_pieces import document_pieces
 from jax_cp_dispatch.sequence.halo import _metadata

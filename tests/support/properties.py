@@ -1,6 +1,6 @@
 """With how many random examples a property is tried: few in the suite, more on request.
 
-TEST_EXAMPLES=20 .venv/bin/python -m pytest -q tests/planner   # 20 times as many
+TEST_EXAMPLES=20 .venv/bin/python -m pytest -q tests/planning   # 20 times as many
 """
 
 import os

@@ -9,7 +9,7 @@ from jax_cp_dispatch.attention.call_options import AttentionOptions
 from jax_cp_dispatch.attention.operands import Operands, Outputs
 from jax_cp_dispatch.documents.ranges import PackedMask
 from jax_cp_dispatch.masks.mask import PLACED
-from jax_cp_dispatch.planner import Plan
+from jax_cp_dispatch.planning import Plan
 
 if TYPE_CHECKING:
     from jax_cp_dispatch.attention.algorithms.rank_program import Batch, RankProgram

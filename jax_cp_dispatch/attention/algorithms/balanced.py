@@ -16,8 +16,8 @@ from jax_cp_dispatch.attention.call_options import AttentionOptions
 from jax_cp_dispatch.attention.operands import Operands, Outputs
 from jax_cp_dispatch.documents.order import gather_sequence
 from jax_cp_dispatch.documents.ranges import PackedMask
-from jax_cp_dispatch.planner import Plan, PlanConfig, plan_attention
-from jax_cp_dispatch.planner.inside_jit import rank_plan
+from jax_cp_dispatch.planning import Plan, PlanConfig, plan_attention
+from jax_cp_dispatch.planning.inside_jit import rank_plan
 
 
 @dataclasses.dataclass(frozen=True)

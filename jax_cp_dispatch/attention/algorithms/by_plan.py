@@ -20,8 +20,8 @@ from jax_cp_dispatch.attention.operands import Operands, Outputs
 from jax_cp_dispatch.documents.fingerprint import rank_fingerprint
 from jax_cp_dispatch.documents.ranges import PackedMask
 from jax_cp_dispatch.masks import MaskRanges
-from jax_cp_dispatch.planner import Plan
-from jax_cp_dispatch.planner.stack import is_stack
+from jax_cp_dispatch.planning import Plan
+from jax_cp_dispatch.planning.stack import is_stack
 
 # Blocks of 256 rows, as in a ring, compute up to 40 % more pairs, each in less time: 0.99 to 1.02
 # of the time, in the mean of 11 batches on 2 cores, with and without the backward pass.

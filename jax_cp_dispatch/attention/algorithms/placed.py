@@ -11,7 +11,7 @@ from jax_cp_dispatch.attention.algorithms.rank_program import Batch, RankProgram
 from jax_cp_dispatch.attention.call_options import AttentionOptions
 from jax_cp_dispatch.attention.operands import Operands, Outputs
 from jax_cp_dispatch.documents.ranges import PackedMask
-from jax_cp_dispatch.planner import place_tokens
+from jax_cp_dispatch.planning import place_tokens
 
 
 @dataclasses.dataclass(frozen=True)

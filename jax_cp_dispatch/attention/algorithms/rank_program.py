@@ -20,7 +20,7 @@ from jax_cp_dispatch.attention.local.backward import SoftmaxGradients
 from jax_cp_dispatch.attention.local.check_operands import check_operands
 from jax_cp_dispatch.documents.ranges import PackedMask
 from jax_cp_dispatch.masks import MaskRanges
-from jax_cp_dispatch.planner import Plan
+from jax_cp_dispatch.planning import Plan
 
 Shape = jax.ShapeDtypeStruct
 

@@ -23,7 +23,7 @@ from jax_cp_dispatch.documents.ranges import PackedMask
 from jax_cp_dispatch.documents.table import Row, document_table
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.read import read_mask_on_host
-from jax_cp_dispatch.planner import Plan
+from jax_cp_dispatch.planning import Plan
 
 _OP = "balance_profile"
 _DEFAULT = "ring", "zigzag", "hamilton", "balanced", "placed"

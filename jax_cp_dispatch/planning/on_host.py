@@ -7,12 +7,12 @@ import numpy as np
 from jaxtyping import Int
 
 from jax_cp_dispatch._ranks.runtime import native
-from jax_cp_dispatch.planner.config import CAPACITIES, check_ranks
-from jax_cp_dispatch.planner.fallback import fallback_plan
-from jax_cp_dispatch.planner.piece_table import PieceTable, Spans, home_pieces, lay_out
-from jax_cp_dispatch.planner.pieces_fingerprint import pieces_fingerprint
-from jax_cp_dispatch.planner.plan import Plan
-from jax_cp_dispatch.planner.request import (
+from jax_cp_dispatch.planning.config import CAPACITIES, check_ranks
+from jax_cp_dispatch.planning.fallback import fallback_plan
+from jax_cp_dispatch.planning.piece_table import PieceTable, Spans, home_pieces, lay_out
+from jax_cp_dispatch.planning.pieces_fingerprint import pieces_fingerprint
+from jax_cp_dispatch.planning.plan import Plan
+from jax_cp_dispatch.planning.request import (
     DoesNotFitError,
     PlanRequest,
     check_longest_keys,
@@ -20,8 +20,8 @@ from jax_cp_dispatch.planner.request import (
     native_problem,
     static_size,
 )
-from jax_cp_dispatch.planner.runs import list_runs, row_ranges
-from jax_cp_dispatch.planner.transfers import (
+from jax_cp_dispatch.planning.runs import list_runs, row_ranges
+from jax_cp_dispatch.planning.transfers import (
     Transfers,
     list_transfers,
     make_metadata,

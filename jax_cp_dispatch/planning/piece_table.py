@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jax_cp_dispatch.documents.table import DocumentTable
-from jax_cp_dispatch.planner.seen_keys import SeenKeys
+from jax_cp_dispatch.planning.seen_keys import SeenKeys
 
 
 class PieceTable(NamedTuple):

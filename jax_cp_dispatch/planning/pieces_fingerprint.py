@@ -16,8 +16,8 @@ from jax_cp_dispatch.documents.fingerprint import (
 )
 from jax_cp_dispatch.documents.segment_ids import fold_to_int32
 from jax_cp_dispatch.masks import Mask
-from jax_cp_dispatch.planner.piece_table import PieceTable
-from jax_cp_dispatch.planner.request import PlanRequest
+from jax_cp_dispatch.planning.piece_table import PieceTable
+from jax_cp_dispatch.planning.request import PlanRequest
 
 
 def pieces_fingerprint(

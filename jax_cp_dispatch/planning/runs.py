@@ -16,10 +16,10 @@ from jaxtyping import Int, Int32
 
 from jax_cp_dispatch._scans import running_max
 from jax_cp_dispatch.masks import MaskRanges, StaticMask
-from jax_cp_dispatch.planner.piece_table import PieceTable, Spans
-from jax_cp_dispatch.planner.request import PlanRequest
-from jax_cp_dispatch.planner.seen_keys import QueryTable
-from jax_cp_dispatch.planner.transfers import number_on_rank, order_by_rank, rank_slice
+from jax_cp_dispatch.planning.piece_table import PieceTable, Spans
+from jax_cp_dispatch.planning.request import PlanRequest
+from jax_cp_dispatch.planning.seen_keys import QueryTable
+from jax_cp_dispatch.planning.transfers import number_on_rank, order_by_rank, rank_slice
 
 # More than any device holds: sums of two row numbers have 32 bits.
 _MOST_ROWS = 2**30

@@ -13,15 +13,15 @@ from jax_cp_dispatch.documents.given import check_document_mask
 from jax_cp_dispatch.documents.table import DocumentTable, Row, document_table
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.read import read_mask_on_host
-from jax_cp_dispatch.planner.config import (
+from jax_cp_dispatch.planning.config import (
     PLACED_CAPACITIES,
     PlanConfig,
     check_config,
     check_fallback,
     check_ranks,
 )
-from jax_cp_dispatch.planner.fallback import fallback_plan
-from jax_cp_dispatch.planner.groups import (
+from jax_cp_dispatch.planning.fallback import fallback_plan
+from jax_cp_dispatch.planning.groups import (
     Layers,
     PlacedGroup,
     Requests,
@@ -32,18 +32,23 @@ from jax_cp_dispatch.planner.groups import (
     read_layers,
     split_groups,
 )
-from jax_cp_dispatch.planner.piece_table import PieceTable, lay_out
-from jax_cp_dispatch.planner.placed_plan import list_moves, no_moves, plan_placed, put_mask_in_order
-from jax_cp_dispatch.planner.placement import Placement
-from jax_cp_dispatch.planner.plan import OF_ALL_MASKS, Plan
-from jax_cp_dispatch.planner.request import (
+from jax_cp_dispatch.planning.piece_table import PieceTable, lay_out
+from jax_cp_dispatch.planning.placed_plan import (
+    list_moves,
+    no_moves,
+    plan_placed,
+    put_mask_in_order,
+)
+from jax_cp_dispatch.planning.placement import Placement
+from jax_cp_dispatch.planning.plan import OF_ALL_MASKS, Plan
+from jax_cp_dispatch.planning.request import (
     DoesNotFitError,
     PlanRequest,
     check_longest_keys,
     native_problem,
 )
-from jax_cp_dispatch.planner.seen_keys import seen_keys
-from jax_cp_dispatch.planner.transfers import check_rank, order_by_rank
+from jax_cp_dispatch.planning.seen_keys import seen_keys
+from jax_cp_dispatch.planning.transfers import check_rank, order_by_rank
 
 _OP = "place_tokens"
 

@@ -13,7 +13,7 @@ from random_lengths import UNIT, causal_pairs, cut, large_case
 
 from jax_cp_dispatch import PlanConfig, plan_attention
 from jax_cp_dispatch.masks import BlockCausal, Chunked, Full, SlidingWindow
-from jax_cp_dispatch.planner.balance import balance_blocks
+from jax_cp_dispatch.planning.balance import balance_blocks
 
 
 def keys_of_queries(mask, length):

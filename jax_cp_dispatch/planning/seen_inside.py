@@ -13,7 +13,7 @@ from jax_cp_dispatch._scans import running_max, running_sum
 from jax_cp_dispatch.documents.order import document_ends
 from jax_cp_dispatch.masks import Mask, MaskRanges, StaticMask
 from jax_cp_dispatch.masks.pairs import traced_pairs_per_query
-from jax_cp_dispatch.planner.block_grid import BlockGrid, Capacities, Received, places
+from jax_cp_dispatch.planning.block_grid import BlockGrid, Capacities, Received, places
 
 
 class SeenColumns(NamedTuple):

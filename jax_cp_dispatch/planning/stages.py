@@ -16,16 +16,16 @@ from jax_cp_dispatch._arrays import divided
 from jax_cp_dispatch._scans import WINDOW, running_sum, sum_by_key, sums_before
 from jax_cp_dispatch.masks import Mask, MaskRanges
 from jax_cp_dispatch.metadata import Metadata
-from jax_cp_dispatch.planner.balance import balance_blocks
-from jax_cp_dispatch.planner.block_grid import (
+from jax_cp_dispatch.planning.balance import balance_blocks
+from jax_cp_dispatch.planning.block_grid import (
     BlockGrid,
     Capacities,
     Received,
     block_ranges,
     places,
 )
-from jax_cp_dispatch.planner.seen_inside import seen_by_rows, seen_columns
-from jax_cp_dispatch.planner.slots import (
+from jax_cp_dispatch.planning.seen_inside import seen_by_rows, seen_columns
+from jax_cp_dispatch.planning.slots import (
     Slots,
     TracedTransfers,
     by_sender,

@@ -12,12 +12,12 @@ from jax_cp_dispatch._arguments import check_integer
 from jax_cp_dispatch.documents.table import DocumentTable
 from jax_cp_dispatch.masks import Mask, StaticMask
 from jax_cp_dispatch.masks.read import read_mask
-from jax_cp_dispatch.planner.config import PlanConfig
-from jax_cp_dispatch.planner.piece_table import PieceTable
-from jax_cp_dispatch.planner.plan import Plan
-from jax_cp_dispatch.planner.request import PlanRequest
-from jax_cp_dispatch.planner.seen_keys import SeenKeys, query_table
-from jax_cp_dispatch.planner.stack import stack_plans
+from jax_cp_dispatch.planning.config import PlanConfig
+from jax_cp_dispatch.planning.piece_table import PieceTable
+from jax_cp_dispatch.planning.plan import Plan
+from jax_cp_dispatch.planning.request import PlanRequest
+from jax_cp_dispatch.planning.seen_keys import SeenKeys, query_table
+from jax_cp_dispatch.planning.stack import stack_plans
 
 _MOST = 2**15  # layers, after the common factor is removed: sums of pairs keep 64 bits
 

@@ -12,19 +12,19 @@ from jax_cp_dispatch.documents.given import check_document_mask
 from jax_cp_dispatch.documents.table import Row, document_table
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.read import check_mask_arrays, read_mask, read_mask_on_host
-from jax_cp_dispatch.planner.config import (
+from jax_cp_dispatch.planning.config import (
     CAPACITIES,
     PlanConfig,
     check_config,
     check_fallback,
     check_traced,
 )
-from jax_cp_dispatch.planner.inside_jit import check_shapes, plan_inside
-from jax_cp_dispatch.planner.on_host import plan_on_host
-from jax_cp_dispatch.planner.plan import Plan
-from jax_cp_dispatch.planner.request import PlanRequest
-from jax_cp_dispatch.planner.seen_keys import seen_keys
-from jax_cp_dispatch.planner.transfers import check_rank
+from jax_cp_dispatch.planning.inside_jit import check_shapes, plan_inside
+from jax_cp_dispatch.planning.on_host import plan_on_host
+from jax_cp_dispatch.planning.plan import Plan
+from jax_cp_dispatch.planning.request import PlanRequest
+from jax_cp_dispatch.planning.seen_keys import seen_keys
+from jax_cp_dispatch.planning.transfers import check_rank
 
 _OP = "plan_attention"
 

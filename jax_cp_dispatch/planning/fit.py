@@ -10,14 +10,14 @@ from jaxtyping import Float, Int
 
 from jax_cp_dispatch._text import warn_caller
 from jax_cp_dispatch.masks import Mask
-from jax_cp_dispatch.planner.config import (
+from jax_cp_dispatch.planning.config import (
     CAPACITIES,
     PLACED_CAPACITIES,
     PlanConfig,
     check_config,
 )
-from jax_cp_dispatch.planner.place import place_tokens
-from jax_cp_dispatch.planner.plan_batch import plan_attention
+from jax_cp_dispatch.planning.place import place_tokens
+from jax_cp_dispatch.planning.plan_batch import plan_attention
 
 _OP = "fit_plan_config"
 

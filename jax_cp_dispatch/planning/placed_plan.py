@@ -10,14 +10,14 @@ from jaxtyping import Int, Shaped
 
 from jax_cp_dispatch.documents.table import DocumentTable
 from jax_cp_dispatch.masks import Mask
-from jax_cp_dispatch.planner.config import PLACED_CAPACITIES, PlanConfig
-from jax_cp_dispatch.planner.cuts import cut_pieces, cut_table
-from jax_cp_dispatch.planner.piece_table import PieceTable, home_pieces, lay_out
-from jax_cp_dispatch.planner.pieces_fingerprint import pieces_fingerprint
-from jax_cp_dispatch.planner.plan import Plan
-from jax_cp_dispatch.planner.request import PlanRequest, static_size
-from jax_cp_dispatch.planner.runs import list_runs, row_ranges
-from jax_cp_dispatch.planner.transfers import (
+from jax_cp_dispatch.planning.config import PLACED_CAPACITIES, PlanConfig
+from jax_cp_dispatch.planning.cuts import cut_pieces, cut_table
+from jax_cp_dispatch.planning.piece_table import PieceTable, home_pieces, lay_out
+from jax_cp_dispatch.planning.pieces_fingerprint import pieces_fingerprint
+from jax_cp_dispatch.planning.plan import Plan
+from jax_cp_dispatch.planning.request import PlanRequest, static_size
+from jax_cp_dispatch.planning.runs import list_runs, row_ranges
+from jax_cp_dispatch.planning.transfers import (
     list_transfers,
     make_metadata,
     num_sent,

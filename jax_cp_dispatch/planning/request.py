@@ -8,10 +8,10 @@ from jaxtyping import Float32, Int
 from jax_cp_dispatch.documents.segment_ids import Ids
 from jax_cp_dispatch.documents.table import DocumentTable
 from jax_cp_dispatch.masks import Mask
-from jax_cp_dispatch.planner.config import PlanConfig
-from jax_cp_dispatch.planner.piece_table import PieceTable
-from jax_cp_dispatch.planner.seen_keys import SeenKeys, seen_keys
-from jax_cp_dispatch.planner.transfers import rank_slice, rank_sums
+from jax_cp_dispatch.planning.config import PlanConfig
+from jax_cp_dispatch.planning.piece_table import PieceTable
+from jax_cp_dispatch.planning.seen_keys import SeenKeys, seen_keys
+from jax_cp_dispatch.planning.transfers import rank_slice, rank_sums
 
 Problem = TypeVar("Problem")
 

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Int32
 from jax_cp_dispatch._arrays import divided
 from jax_cp_dispatch._scans import repeated, sum_by_key, sums_before
 from jax_cp_dispatch.metadata import Metadata
-from jax_cp_dispatch.planner.block_grid import BlockGrid, Capacities, Received, places
+from jax_cp_dispatch.planning.block_grid import BlockGrid, Capacities, Received, places
 
 
 class TracedTransfers(NamedTuple):

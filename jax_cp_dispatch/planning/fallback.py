@@ -5,12 +5,12 @@ from jaxtyping import Int32
 
 from jax_cp_dispatch.documents.fingerprint import fallback_fingerprint
 from jax_cp_dispatch.metadata import Metadata
-from jax_cp_dispatch.planner.config import ALL_CAPACITIES, CAPACITIES, PLACED_CAPACITIES
-from jax_cp_dispatch.planner.cuts import no_cuts
-from jax_cp_dispatch.planner.piece_table import home_pieces
-from jax_cp_dispatch.planner.plan import Plan
-from jax_cp_dispatch.planner.request import PlanRequest
-from jax_cp_dispatch.planner.runs import fallback_row_ranges
+from jax_cp_dispatch.planning.config import ALL_CAPACITIES, CAPACITIES, PLACED_CAPACITIES
+from jax_cp_dispatch.planning.cuts import no_cuts
+from jax_cp_dispatch.planning.piece_table import home_pieces
+from jax_cp_dispatch.planning.plan import Plan
+from jax_cp_dispatch.planning.request import PlanRequest
+from jax_cp_dispatch.planning.runs import fallback_row_ranges
 
 
 def fallback_plan(request: PlanRequest, needs: Int32[np.ndarray, " 5"], *, is_placed: bool) -> Plan:

@@ -30,11 +30,11 @@ from jax_cp_dispatch.documents.segment_ids import Ids, check_ids, fold_to_int32,
 from jax_cp_dispatch.documents.table import check_columns, require_host
 from jax_cp_dispatch.masks import Mask, StaticMask
 from jax_cp_dispatch.masks.read import check_mask_arrays, read_mask
-from jax_cp_dispatch.planner.block_grid import BlockGrid, Capacities
-from jax_cp_dispatch.planner.config import CAPACITIES, PlanConfig, check_config, check_traced
-from jax_cp_dispatch.planner.plan import Plan
-from jax_cp_dispatch.planner.seen_inside import column_ranges
-from jax_cp_dispatch.planner.stages import assign, build, kv_transfers_bound, q_bound
+from jax_cp_dispatch.planning.block_grid import BlockGrid, Capacities
+from jax_cp_dispatch.planning.config import CAPACITIES, PlanConfig, check_config, check_traced
+from jax_cp_dispatch.planning.plan import Plan
+from jax_cp_dispatch.planning.seen_inside import column_ranges
+from jax_cp_dispatch.planning.stages import assign, build, kv_transfers_bound, q_bound
 
 _OP = "plan_attention"
 

@@ -12,8 +12,8 @@ from jax_cp_dispatch import PlanConfig
 from jax_cp_dispatch._ranks.runtime import native
 from jax_cp_dispatch.documents.table import from_segment_ids
 from jax_cp_dispatch.masks import Chunked, Ranges, SlidingWindow
-from jax_cp_dispatch.planner.request import PlanRequest, native_problem
-from jax_cp_dispatch.planner.seen_keys import seen_keys
+from jax_cp_dispatch.planning.request import PlanRequest, native_problem
+from jax_cp_dispatch.planning.seen_keys import seen_keys
 
 SHAPE = (2, 60)
 

@@ -16,21 +16,21 @@ from jax_cp_dispatch.documents.given import check_document_mask
 from jax_cp_dispatch.masks import ArrayMask, Mask
 from jax_cp_dispatch.masks.mask import PACKED, PLACED
 from jax_cp_dispatch.masks.read import check_mask_order, read_mask_on_host
-from jax_cp_dispatch.planner.config import PlanConfig
-from jax_cp_dispatch.planner.cuts import describe_cuts
-from jax_cp_dispatch.planner.describe import describe_plan, work_by_share
-from jax_cp_dispatch.planner.groups import join_plans
-from jax_cp_dispatch.planner.piece_table import PieceTable
-from jax_cp_dispatch.planner.placed_plan import (
+from jax_cp_dispatch.planning.config import PlanConfig
+from jax_cp_dispatch.planning.cuts import describe_cuts
+from jax_cp_dispatch.planning.describe import describe_plan, work_by_share
+from jax_cp_dispatch.planning.groups import join_plans
+from jax_cp_dispatch.planning.piece_table import PieceTable
+from jax_cp_dispatch.planning.placed_plan import (
     by_columns,
     expand_ranges,
     pieces_ascend,
     plan_placed,
     put_mask_in_order,
 )
-from jax_cp_dispatch.planner.plan import Plan, reduce_saved, slice_plan
-from jax_cp_dispatch.planner.request import PlanRequest
-from jax_cp_dispatch.planner.transfers import check_all_ranks, num_moved
+from jax_cp_dispatch.planning.plan import Plan, reduce_saved, slice_plan
+from jax_cp_dispatch.planning.request import PlanRequest
+from jax_cp_dispatch.planning.transfers import check_all_ranks, num_moved
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

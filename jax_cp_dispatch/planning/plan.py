@@ -17,10 +17,10 @@ from jax_cp_dispatch.documents.segment_ids import Ids
 from jax_cp_dispatch.masks import Mask, MaskRanges, StaticMask
 from jax_cp_dispatch.masks.array_mask import MaskKind
 from jax_cp_dispatch.metadata.describe import known
-from jax_cp_dispatch.planner.config import CAPACITIES, PLACED_CAPACITIES, PlanConfig
-from jax_cp_dispatch.planner.describe import describe_plan
-from jax_cp_dispatch.planner.runs import key_ranges, local_rows, local_runs
-from jax_cp_dispatch.planner.transfers import check_all_ranks, num_moved
+from jax_cp_dispatch.planning.config import CAPACITIES, PLACED_CAPACITIES, PlanConfig
+from jax_cp_dispatch.planning.describe import describe_plan
+from jax_cp_dispatch.planning.runs import key_ranges, local_rows, local_runs
+from jax_cp_dispatch.planning.transfers import check_all_ranks, num_moved
 
 # To be counted up with every change of the fields of `Plan` or `Placement`, or of their meaning.
 FORMAT = 1

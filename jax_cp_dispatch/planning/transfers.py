@@ -7,7 +7,7 @@ from jaxtyping import Int
 
 from jax_cp_dispatch._arguments import check_integer
 from jax_cp_dispatch.metadata import Metadata
-from jax_cp_dispatch.planner.piece_table import PieceTable, Spans
+from jax_cp_dispatch.planning.piece_table import PieceTable, Spans
 
 
 def check_rank(op: str, rank: int | None, world_size: int) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jax_cp_dispatch import PlanConfig, place_tokens, plan_attention
-from jax_cp_dispatch.planner.request import static_size
+from jax_cp_dispatch.planning.request import static_size
 
 
 def plan(lengths: Any, **options: Any):

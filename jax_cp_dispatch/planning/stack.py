@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Shaped
 
-from jax_cp_dispatch.planner.plan import Plan
+from jax_cp_dispatch.planning.plan import Plan
 
 _OP = "stack_plans"
 

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int, Int32
 
-from jax_cp_dispatch.planner.piece_table import PieceTable
-from jax_cp_dispatch.planner.transfers import number_on_rank, rank_slice
+from jax_cp_dispatch.planning.piece_table import PieceTable
+from jax_cp_dispatch.planning.transfers import number_on_rank, rank_slice
 
 # document, tokens before it, its tokens, first row, tokens after it, rank, number among the rank's
 # cut pieces, number among the document's pieces, and the row where its rank receives what the
