@@ -203,7 +203,7 @@ def plot_timeline(
     A step takes as long as the longer of its computation and its communication, which overlap.
 
     Args:
-      steps: for each algorithm its steps, as `cost.step_costs` returns them.
+      steps: for each algorithm its steps, as `Algorithm.step_costs` returns them.
       path: the file to write; its suffix selects the format.
       title: what the steps are of: passes, ranks and hardware.
       rearrangement: for some algorithms, the seconds to rearrange tokens; drawn before the steps,

@@ -5,8 +5,8 @@ documents, and asks an algorithm of `algorithms/`: whether it can serve the call
 part.
 `rotating/`: the steps of algorithms whose keys rotate. All algorithms use the two passes of
 `local/` (one range of keys per query); `local/merge` is for your own steps. `latents` are rows from
-which each rank expands keys, `expanded_heads` those of sharded heads. `choose`, by the plans of
-`planned_traffic`, predicts the fastest algorithm; `auto` does so in a call. `profile/` measures.
+which each rank expands keys, `expanded_heads` those of sharded heads. `choose` predicts the
+fastest algorithm; `auto` does so in a call. `profile/` measures.
 """
 
 from jax_cp_dispatch.attention.algorithms import (

@@ -18,11 +18,11 @@ from jax_cp_dispatch.attention.algorithms import (
     Zigzag,
 )
 from jax_cp_dispatch.attention.algorithms.balanced import check_plan_config
+from jax_cp_dispatch.attention.algorithms.by_plan import moves_of_plan
 from jax_cp_dispatch.attention.call_options import AttentionOptions
-from jax_cp_dispatch.attention.choose import choose_for, default_hardware
+from jax_cp_dispatch.attention.choose import candidates, choose_for, default_hardware
 from jax_cp_dispatch.attention.latents import key_shapes
 from jax_cp_dispatch.attention.operands import Operands
-from jax_cp_dispatch.attention.planned_traffic import balanced_plan, traffic_of_plans
 from jax_cp_dispatch.cost import Hardware, Workload
 from jax_cp_dispatch.documents.layouts import zigzag_permutation
 from jax_cp_dispatch.documents.ranges import PackedMask
@@ -103,7 +103,7 @@ class Auto:
         workload = _workload(options, operands, packed, sizes)
         estimate = None
         if not is_zigzag and sizes.num_groups > 1:  # each group makes its own plan in the program
-            estimate = balanced_plan(workload, hardware)
+            estimate = Balanced().plan_for(workload, hardware)
         elif not is_zigzag:
             shape = operands.q.shape[0], sizes.num_tokens
             known = packed.with_segment_ids(shape)
@@ -111,12 +111,13 @@ class Auto:
                 estimate = plan = Balanced(self.config).plan_before(known, sizes.num_ranks)
             except DoesNotFitError:
                 estimate = None
-        moves = traffic_of_plans(hardware, estimate, None)
-        given = {"hardware": hardware, "layout": options.order.layout, "with_backward": True}
-        choice, _ = choose_for(workload, **given, **moves)
-        if isinstance(choice.algorithm, Balanced):
-            return Balanced(self.config), plan
-        return choice.algorithm, None
+        layout: Any = {"layout": options.order.layout}
+        compared = candidates(workload, hardware, **layout)
+        moves: dict[Algorithm, Any] = {x: None for x in compared if not x.follows_plan}
+        if estimate is not None:
+            moves[Balanced(self.config)] = moves_of_plan(estimate, hardware)
+        choice, _ = choose_for(workload, moves, hardware=hardware, with_backward=True, **layout)
+        return choice.algorithm, plan if choice.algorithm.follows_plan else None
 
 
 _BY_NAME: dict[str, type[Algorithm] | type[Auto]] = {x.name: x for x in (*ALGORITHMS, Auto)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -11,9 +11,9 @@ import numpy as np
 
 from jax_cp_dispatch._arguments import check_positive, check_type
 from jax_cp_dispatch._text import duration
-from jax_cp_dispatch.attention.algorithms import ALGORITHMS, Algorithm, Hamilton, Placed
-from jax_cp_dispatch.attention.planned_traffic import balanced_plan, placement, traffic_of_plans
-from jax_cp_dispatch.cost import HARDWARE, Hardware, Prediction, Workload, predict
+from jax_cp_dispatch.attention.algorithms import ALGORITHMS, Algorithm
+from jax_cp_dispatch.attention.algorithms.by_plan import moves_of_plan
+from jax_cp_dispatch.cost import HARDWARE, Hardware, Moves, Prediction, Workload
 from jax_cp_dispatch.cost.pairs import wasted_pairs
 from jax_cp_dispatch.documents.layouts import check_layout
 from jax_cp_dispatch.masks import Mask, StaticMask
@@ -61,7 +61,7 @@ def choose_algorithm(
     """Chooses an algorithm by predicted time.
 
     Call on the host, once for similar batches. The predictions are those of
-    `jax_cp_dispatch.cost.predict`: counted pairs and bytes divided by the rates of `hardware`, with
+    `Algorithm.predict`: counted pairs and bytes divided by the rates of `hardware`, with
     perfect overlap. Use them to rank algorithms, not as absolute times. "balanced" and "placed" are
     predicted from plans of these documents, made for these heads and nodes; the busiest rank of
     each kind of link decides the time. `python -m jax_cp_dispatch plan` makes the same choice.
@@ -112,49 +112,48 @@ def choose_algorithm(
         latent_size=latent_size,
         expand_flops=expand_flops,
     )
-    in_order = layout == "contiguous"
-    plan = balanced_plan(workload, hardware) if in_order else None
-    placed = placement(workload, hardware).plan if can_place and in_order else None
-    moves = traffic_of_plans(hardware, plan, placed)
+    given = {"layout": layout, "can_place": can_place}
+    moves = {
+        x: moves_of_plan(x.plan_for(workload, hardware), hardware)
+        for x in candidates(workload, hardware, **given)
+    }
     options = {"layout": layout, "with_backward": with_backward}
-    return choose_for(workload, hardware=hardware, **options, **moves)[0]
+    return choose_for(workload, moves, hardware=hardware, **options)[0]
+
+
+def candidates(
+    workload: Workload, hardware: Hardware, *, layout: str = "contiguous", can_place: bool = False
+) -> list[Algorithm]:
+    """Returns the algorithms that can serve a workload, simplest first."""
+    order = {"layout": layout, "can_place": can_place}
+    return [x for kind in ALGORITHMS for x in kind.candidates(workload, hardware, **order)]
 
 
 def choose_for(
     workload: Workload,
+    moves: Mapping[Algorithm, Moves | None],
     *,
     hardware: Hardware,
     layout: str = "contiguous",
     with_backward: bool,
-    **moves: Any,
 ) -> tuple[Choice, dict[str, float]]:
     """Returns the choice for a workload, and the predicted seconds with the rearrangement.
 
-    `moves` is the result of `traffic_of_plans`; "balanced" is available if they are known.
+    `moves` are the candidates, with the rows that their plans move.
     """
-    is_planned = workload.visible.is_causal and layout == "contiguous"
-    predictions = predict(workload, hardware=hardware, with_backward=with_backward, **moves)
-    del predictions["all_gather"]
-    if "moved_tokens" not in moves:
-        del predictions["balanced"]
-    if layout == "zigzag":
-        del predictions["ring"]  # in this layout it is "zigzag"
-    seconds = {name: prediction.total for name, prediction in predictions.items()}
-    if is_planned:
-        rearrangement = _rearrangement_seconds(workload, hardware, with_backward)
-        for name in ("zigzag", "hamilton", "hamilton_nodes"):
-            if name in seconds:
-                seconds[name] += rearrangement
-    close = [name for name in seconds if seconds[name] <= _CLOSE * min(seconds.values())]
-    best = min(close, key=lambda name: round(predictions[name].imbalance, 2))
-    if best == "hamilton_nodes":
-        algorithm = Hamilton(nodes=workload.num_ranks // hardware.node_size(workload.num_ranks))
-    else:
-        algorithm = next(kind() for kind in ALGORITHMS if kind.name == best)
-    reason = _reason(best, seconds, predictions, with_backward, hardware) + _about_tiles(workload)
-    if isinstance(algorithm, Placed):
-        reason += " Place the tokens of every batch with place_tokens, and pass its documents."
-    return Choice(algorithm, predictions, reason), seconds
+    options = {"hardware": hardware, "with_backward": with_backward}
+    predictions = {x: x.predict(workload, **options, moves=rows) for x, rows in moves.items()}
+    seconds = {
+        x: prediction.total + x.rearrangement_seconds(workload, layout=layout, **options)
+        for x, prediction in predictions.items()
+    }
+    close = [x for x in seconds if seconds[x] <= _CLOSE * min(seconds.values())]
+    best = min(close, key=lambda x: round(predictions[x].imbalance, 2))
+    named = {x.label: prediction for x, prediction in predictions.items()}
+    times = {x.label: total for x, total in seconds.items()}
+    reason = _reason(best.label, times, named, with_backward, hardware)
+    parts = reason, _about_tiles(workload), best.advice
+    return Choice(best, named, " ".join(filter(None, parts))), times
 
 
 def _length_rows(op: str, lengths: Any) -> tuple[tuple[int, ...], ...] | None:
@@ -184,24 +183,6 @@ def default_hardware() -> Hardware:
         "a jax_cp_dispatch.cost.Hardware with its rates; to context_parallel_attention "
         "algorithm=Auto(hardware=...), or another algorithm."
     )
-
-
-def _rearrangement_seconds(workload: Workload, hardware: Hardware, with_backward: bool) -> float:
-    """Predicts the seconds to rearrange q, k, v to zigzag and out back, half to each of two ranks.
-
-    The backward pass rearranges dout, and dq, dk and dv back.
-    """
-    if workload.num_ranks == 1:
-        return 0.0
-    rows = workload.rows_per_rank
-    q, kv = workload.q_bytes(rows), workload.kv_bytes(rows)
-    inside = hardware.node_size(workload.num_ranks) == workload.num_ranks
-    where = {"inside": 2} if inside else {"outside": 2}
-    there, back = (
-        hardware.exchange_seconds(num_bytes / 2, num_ranks=workload.num_ranks, **where)
-        for num_bytes in (q + kv, q)
-    )
-    return (1 + with_backward) * (there + back)
 
 
 def _reason(best, seconds, predictions, with_backward, hardware: Hardware) -> str:
@@ -243,7 +224,7 @@ def _about_tiles(workload: Workload) -> str:
     if share <= _MUCH:
         return ""
     return (
-        f" {share:.0%} of the pairs in computed tiles of {_TILE} x {_TILE} lie outside the mask, "
+        f"{share:.0%} of the pairs in computed tiles of {_TILE} x {_TILE} lie outside the mask, "
         "because documents, windows or chunks are short: balance saves less time than "
         "pair counts suggest."
     )

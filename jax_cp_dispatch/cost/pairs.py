@@ -1,17 +1,27 @@
-"""Counts query-key pairs of a document: the one count of the planner, of FLOPs and of costs.
+"""Counts query-key pairs: of documents, and between the ranks that hold them.
 
-`csrc/planner/pair_count.h` is the same closed form for the search of the planner.
+The one count of the planner, of FLOPs and of costs. `csrc/planner/pair_count.h` is the same closed
+form for the search of the planner.
 """
 
-from typing import TypeAlias
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
+import jax
 import numpy as np
-from jaxtyping import Int, Int64
+from jaxtyping import Float64, Int, Int64
 
-from jax_cp_dispatch.masks import Mask, StaticMask
-from jax_cp_dispatch.masks.read import read_mask_of_numbers
+from jax_cp_dispatch.cost.hardware import Hardware
+from jax_cp_dispatch.cost.work import Workload
+from jax_cp_dispatch.masks import Mask, MaskRanges, StaticMask
+from jax_cp_dispatch.masks.pairs import pairs_with_keys
+from jax_cp_dispatch.masks.read import read_mask_of_numbers, read_mask_on_host
 
 Tokens: TypeAlias = int | np.integer | Int[np.ndarray, "..."]
+
+_ROWS_AT_ONCE = 512  # of blocks; bounds the memory for documents over thousands of ranks
 
 
 def count_pairs(
@@ -57,3 +67,132 @@ def wasted_pairs(
     of_query = 2 * keys + mask.num_diagonals * queries
     waste = (queries * (num_keys(start) + num_keys(end - 1)) + (end - start) * of_query) // 2
     return np.where(start < end, waste, 0)
+
+
+def rank_pairs(
+    lengths: Sequence[int],
+    *,
+    num_ranks: int,
+    tokens_per_rank: int,
+    zigzag: bool,
+    mask: Mask | str | None = None,
+) -> Float64[np.ndarray, "num_ranks num_ranks"]:
+    """Counts the query-key pairs of each rank's queries (rows) with each rank's keys (columns).
+
+    The sequence is cut into 2 * num_ranks blocks. Pairs of two blocks are differences, in both
+    directions, of the pairs (q, k) with q < Q and k < K of a document, which have a closed form.
+
+    Args:
+      lengths: tokens of consecutive documents, from the start of the sequence.
+      num_ranks: ranks over which the sequence is sharded.
+      tokens_per_rank: tokens of one rank.
+      zigzag: rank r holds blocks r and 2 * num_ranks - 1 - r, else blocks 2 * r and 2 * r + 1.
+      mask: count the pairs that it admits; None is causal. Its arrays, if any, are NumPy's, of all
+        columns, `[1, num_ranks * tokens_per_rank]`.
+    Returns:
+      Pairs, as float64.
+    Raises:
+      TypeError, ValueError: `mask` is not a mask, or its arrays have another shape.
+    """
+    mask = read_mask_on_host("rank_pairs", mask, (1, num_ranks * tokens_per_rank))
+    cuts = np.arange(2 * num_ranks + 1) * tokens_per_rank // 2
+    block = np.arange(2 * num_ranks)
+    owner = np.minimum(block, 2 * num_ranks - 1 - block) if zigzag else block // 2
+    count = _pairs_of_blocks if isinstance(mask, StaticMask) else _pairs_of_arrays
+    return count(lengths, cuts, owner, mask)
+
+
+def equal_pairs(workload: Workload, hardware: Hardware) -> float:
+    """Returns the pairs that decide the time of one computation, if all ranks do equal work."""
+    of_ranks = pairs_of_ranks(workload)
+    return of_ranks.sum() if hardware.topology == "shared_memory" else of_ranks.mean()
+
+
+def decisive_pairs(work: Float64[np.ndarray, " num_ranks"], hardware: Hardware) -> float:
+    """Returns the pairs that decide the time of one computation, given those of each rank.
+
+    Those of the slowest rank; if ranks share cores, those of all cores, idle ones included.
+    """
+    if hardware.topology != "shared_memory":
+        return work.max()
+    # Ranks share the cores evenly. When fewer ranks than cores are left, some cores are idle.
+    left = np.maximum(np.arange(len(work), 0, -1), hardware.cores)
+    return (np.diff(np.sort(work), prepend=0) * left).sum()
+
+
+def pairs_of_ranks(workload: Workload) -> Float64[np.ndarray, " num_ranks"]:
+    """Returns the pairs of each rank's queries, of tokens in packed order."""
+    return pairs_between_ranks(workload, zigzag=False).sum(1)
+
+
+@functools.lru_cache(maxsize=8)
+def pairs_between_ranks(
+    workload: Workload, *, zigzag: bool
+) -> Float64[np.ndarray, "num_ranks num_ranks"]:
+    """Counts as `rank_pairs`, for all batch rows."""
+    sizes = {"num_ranks": workload.num_ranks, "tokens_per_rank": workload.tokens_per_rank}
+    pairs = np.zeros((workload.num_ranks, workload.num_ranks))
+    for b, row in enumerate(workload.rows):
+        mask = jax.tree.map(lambda x, b=b: x[b : b + 1], workload.visible)
+        pairs += rank_pairs(row, **sizes, mask=mask, zigzag=zigzag)
+    return pairs
+
+
+def _pairs_of_blocks(
+    lengths: Sequence[int],
+    cuts: Int64[np.ndarray, " num_cuts"],
+    owner: Int64[np.ndarray, " num_blocks"],
+    mask: Any,
+) -> Float64[np.ndarray, "num_ranks num_ranks"]:
+    """Counts the pairs of each owner's queries (rows) with each owner's keys (columns).
+
+    Args:
+      lengths: tokens of consecutive documents, from the start of the sequence.
+      cuts: the first token of each block, and the end.
+      owner: the rank that holds each block.
+      mask: which keys a query sees.
+    """
+    num_ranks = int(owner.max()) + 1
+    pairs = np.zeros((num_ranks, num_ranks))
+    sizes = np.array(lengths, np.int64)
+    ends = sizes.cumsum()
+    starts = ends - sizes
+    first, last = np.searchsorted(cuts, starts, "right") - 1, np.searchsorted(cuts, ends)
+    inside = last == first + 1  # documents in one block, usually most of them
+    where = owner[first[inside]]
+    np.add.at(pairs, (where, where), mask.pairs_before(sizes[inside], sizes[inside]))
+    for i in np.flatnonzero((sizes > 0) & ~inside):
+        ranks = owner[first[i] : last[i]]
+        cut = np.clip(cuts[first[i] : last[i] + 1], starts[i], ends[i]) - starts[i]
+        for part in range(0, len(ranks), _ROWS_AT_ONCE):
+            rows = slice(part, min(part + _ROWS_AT_ONCE, len(ranks)))
+            q = cut[rows.start : rows.stop + 1, None]
+            counted = np.diff(np.diff(mask.pairs_before(q, cut[None]), axis=0), axis=1)
+            np.add.at(pairs, (ranks[rows, None], ranks[None]), counted)
+    return pairs
+
+
+def _pairs_of_arrays(
+    lengths: Sequence[int],
+    cuts: Int64[np.ndarray, " num_cuts"],
+    owner: Int64[np.ndarray, " num_blocks"],
+    mask: Any,
+) -> Float64[np.ndarray, "num_ranks num_ranks"]:
+    """`_pairs_of_blocks` for a mask with arrays, `[1, T]`."""
+    num_ranks = int(owner.max()) + 1
+    pairs = np.zeros((num_ranks, num_ranks))
+    used = sum(lengths)
+    ends = np.repeat(np.cumsum(lengths, dtype=np.int64), lengths)
+    starts = ends - np.repeat(lengths, lengths)
+    mask = jax.tree.map(lambda x: x[:, :used], mask)
+    ranges = mask.ranges(np.arange(used)[None], starts[None], ends[None])
+    holder = np.repeat(owner, np.diff(cuts))
+    for (first, last), rank in zip(itertools.pairwise(cuts.tolist()), owner, strict=True):
+        last = min(last, used)
+        if first >= last:
+            continue
+        seeing = slice(int(starts[first]), int(ends[last - 1]))  # the documents of these keys
+        shifted = (x if x is None else x[:, seeing] - seeing.start for x in ranges)
+        keys = pairs_with_keys(MaskRanges(*shifted), first - seeing.start, last - seeing.start)
+        pairs[:, rank] += np.bincount(holder[seeing], keys[0], num_ranks)
+    return pairs

@@ -100,50 +100,51 @@ def spread(rows: Rows, num_ranks: int, hardware: Hardware) -> Traffic:
     return Traffic(*parts, *parts)
 
 
-def rotating_traffic(
-    algorithm: str, num_bytes: int | float, num_ranks: int, hardware: Hardware
-) -> Traffic:
-    """Returns the traffic of a step in which every rank sends `num_bytes` as the algorithm does."""
-    m = hardware.node_size(num_ranks)
-    if m == num_ranks:
-        return Traffic(float(num_bytes), 0.0, float(num_bytes), 0.0)
-    if algorithm in ("ring", "zigzag"):  # the last rank of a node sends to the next node
-        inside = num_bytes if m > 1 else 0.0
-        return Traffic(num_bytes * (1 - 1 / m), num_bytes / m, inside, float(num_bytes))
-    if algorithm == "hamilton_nodes":
-        between = num_bytes / (m - (m in (3, 5)))  # see `two_level_maps`
-        return Traffic(num_bytes - between, between, num_bytes - between, between)
-    return spread(num_bytes, num_ranks, hardware)
+class Receivers(NamedTuple):
+    """The ranks to which each rank sends in one exchange.
+
+    Attributes:
+      inside: in its own node.
+      between: in other nodes.
+      senders: ranks of a node that send to other nodes at the same time.
+    """
+
+    inside: int
+    between: int
+    senders: int
+
+
+NEXT_RANK = Receivers(1, 1, 1)
+
+
+def all_others(num_ranks: int, hardware: Hardware) -> Receivers:
+    """Returns the receivers if each rank sends to all others."""
+    size = hardware.node_size(num_ranks)
+    return Receivers(size - 1, num_ranks - size, size)
 
 
 def exchange_seconds(
-    algorithm: str,
-    traffic: Traffic,
+    sent: Traffic,
+    receivers: Receivers,
     num_ranks: int,
     hardware: Hardware,
     own_bytes: int | float = 0,
 ) -> float:
-    """Returns the seconds of one exchange of an algorithm; both kinds of links work at once.
+    """Returns the seconds of one exchange; both kinds of links work at once.
 
     `own_bytes` stay on their rank; only "shared_memory" copies them.
     """
-    if num_ranks == 1 or not traffic.total:
+    n = num_ranks
+    if n == 1 or not sent.total:
         return 0.0
-    n, m = num_ranks, hardware.node_size(num_ranks)
     if hardware.topology == "shared_memory":
-        return hardware.exchange_seconds(traffic.total + own_bytes, num_ranks=n, inside=1)
-    if algorithm in ("ring", "zigzag"):
-        receivers, nodes_at_once = (1, 1), 1
-    elif algorithm == "hamilton_nodes" and m < n:
-        receivers, nodes_at_once = (m - (m in (3, 5)) - 1, 1), m
-    else:
-        receivers, nodes_at_once = (m - 1, n - m), m
+        return hardware.exchange_seconds(sent.total + own_bytes, num_ranks=n, inside=1)
     inside = between = 0.0
-    if traffic.most_inside:
-        message = traffic.most_inside / receivers[0]
-        inside = hardware.exchange_seconds(message, num_ranks=n, inside=receivers[0])
-    if traffic.most_between:
-        message = traffic.most_between / receivers[1]
-        options = {"outside": receivers[1], "senders": nodes_at_once}
+    if sent.most_inside:
+        message = sent.most_inside / receivers.inside
+        inside = hardware.exchange_seconds(message, num_ranks=n, inside=receivers.inside)
+    if sent.most_between:
+        message = sent.most_between / receivers.between
+        options = {"outside": receivers.between, "senders": receivers.senders}
         between = hardware.exchange_seconds(message, num_ranks=n, **options)
     return max(inside, between)

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 
 from jax_cp_dispatch._text import byte_count, count, duration, paragraph, table
-from jax_cp_dispatch.attention import Hamilton
 from jax_cp_dispatch.attention.choose import Choice
 from jax_cp_dispatch.cost import StepCost, Workload
 from jax_cp_dispatch.plan_command.batch import Batch
@@ -25,13 +24,6 @@ def batch_lines(batch: Batch, workload: Workload, num_nodes: int) -> list[str]:
             f"{count(batch.num_left_out)} left out"
         )
     return lines
-
-
-def chosen_name(choice: Choice) -> str:
-    """Returns the name of the choice among the predictions."""
-    algorithm = choice.algorithm
-    over_nodes = isinstance(algorithm, Hamilton) and algorithm.nodes is not None
-    return "hamilton_nodes" if over_nodes else algorithm.name
 
 
 def comparison(
@@ -61,7 +53,7 @@ def comparison(
             sum(cost[i] for cost in costs) for i in range(2, 6)
         )
         sent = total - between, inside_most, between, between_most
-        mark = "* " if name == chosen_name(choice) else "  "
+        mark = "* " if name == choice.algorithm.label else "  "
         rows.append(
             [mark + name, *map(duration, parts), f"{x.imbalance:.2f}"]
             + [byte_count(value) for value in sent[: len(moved)]]

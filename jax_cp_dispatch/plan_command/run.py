@@ -9,9 +9,10 @@ from typing import Any
 from jax_cp_dispatch import masks
 from jax_cp_dispatch._command import InputError, check_number, end_command
 from jax_cp_dispatch._text import Progress
-from jax_cp_dispatch.attention.choose import choose_for
-from jax_cp_dispatch.attention.planned_traffic import balanced_plan, placement, traffic_of_plans
-from jax_cp_dispatch.cost import HARDWARE, Hardware, Workload, step_costs
+from jax_cp_dispatch.attention import Balanced, Placed
+from jax_cp_dispatch.attention.algorithms.by_plan import moves_of_plan
+from jax_cp_dispatch.attention.choose import candidates, choose_for
+from jax_cp_dispatch.cost import HARDWARE, Hardware, Workload
 from jax_cp_dispatch.plan_command.batch import fill_ranks, read_lengths
 from jax_cp_dispatch.plan_command.report import batch_lines, comparison
 from jax_cp_dispatch.plots import figure_class, plot_plan, plot_timeline
@@ -109,24 +110,26 @@ def _run(options: argparse.Namespace) -> int:
     )
     progress = Progress(3)
     with progress.step("moving queries"):
-        balanced = balanced_plan(workload, hardware)
+        balanced = Balanced().plan_for(workload, hardware)
     with progress.step("placing tokens"):
-        placed = placement(workload, hardware)
+        placed = Placed().placement_for(workload, hardware)
     with progress.step("predicting times"):
-        moves = traffic_of_plans(hardware, balanced, placed.plan)
+        plans = {Balanced(): balanced, Placed(): placed.plan}
+        moves = {
+            x: moves_of_plan(plans.get(x), hardware)
+            for x in candidates(workload, hardware, can_place=True)
+        }
+        with_backward = not options.forward
         choice, seconds = choose_for(
-            workload, hardware=hardware, with_backward=not options.forward, **moves
+            workload, moves, hardware=hardware, with_backward=with_backward
         )
-        passes = (False,) if options.forward else (False, True)
         steps = {
-            name: [
+            x.label: [
                 step
-                for backward in passes
-                for step in step_costs(
-                    name, workload, hardware=hardware, backward=backward, **moves
-                )
+                for backward in (False, True)[: 1 + with_backward]
+                for step in x.step_costs(workload, hardware=hardware, backward=backward, moves=rows)
             ]
-            for name in seconds
+            for x, rows in moves.items()
         }
     num_nodes = num_ranks // hardware.node_size(num_ranks)
     print(*batch_lines(batch, workload, num_nodes), sep="\n")

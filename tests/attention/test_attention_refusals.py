@@ -92,7 +92,7 @@ CASES = [
     (
         "context_parallel_attention",
         lambda: attend(algorithm=cp.Balanced),
-        r"it needs to be one of.*object with options: Balanced\(\), ",
+        r"it needs to be one of.*object with options: Ring\(\), ",
     ),
     (
         "context_parallel_attention",

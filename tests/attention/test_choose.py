@@ -1,7 +1,6 @@
 """`choose_algorithm`, and the document lengths it receives."""
 
 import dataclasses
-import importlib
 from typing import Any
 
 import numpy as np
@@ -13,13 +12,15 @@ from jax_cp_dispatch import (
     Placed,
     PlanConfig,
     Ring,
+    Ulysses,
     Zigzag,
     choose_algorithm,
     document_lengths,
     place_tokens,
     plan_attention,
 )
-from jax_cp_dispatch.cost import HARDWARE, Workload, predict, rows_by_link
+from jax_cp_dispatch.attention import Algorithm
+from jax_cp_dispatch.cost import HARDWARE, Moves, Workload, rows_by_link
 from jax_cp_dispatch.masks import Chunked, SlidingWindow
 
 SIZES: dict[str, Any] = {
@@ -34,8 +35,7 @@ SIZES: dict[str, Any] = {
 @pytest.fixture
 def without_ulysses(monkeypatch):
     """As with heads that the ranks do not divide."""
-    module = importlib.import_module("jax_cp_dispatch.cost.predict")  # the package's is a function
-    monkeypatch.setattr(module, "can_share_heads", lambda workload: False)
+    monkeypatch.setattr(Ulysses, "candidates", lambda *_, **__: ())
 
 
 def choose(lengths, num_ranks=8, hardware="h100", **options):
@@ -145,17 +145,17 @@ def test_rows_in_another_order_change_at_most_the_plan():
 def test_best_balance_wins_among_close_times(monkeypatch):
     """Close means within 3 %; among equally balanced algorithms, the simplest wins."""
 
-    def predicted(ring, zigzag, hamilton):
-        def near(workload, **options):
-            found = predict(workload, **options)
-            del found["balanced"]
-            for name, (total, imbalance) in zip(
-                ("ring", "zigzag", "hamilton"), (ring, zigzag, hamilton), strict=True
-            ):
-                found[name] = dataclasses.replace(found[name], total=total, imbalance=imbalance)
-            return found
+    predict = Algorithm.predict
 
-        monkeypatch.setattr("jax_cp_dispatch.attention.choose.predict", near)
+    def predicted(*of_ring_zigzag_hamilton):
+        given = dict(zip((Ring(), Zigzag(), Hamilton()), of_ring_zigzag_hamilton, strict=True))
+
+        def near(algorithm, workload, **options):
+            total, imbalance = given.get(algorithm, (9.0, 1.0))
+            found = predict(algorithm, workload, **options)
+            return dataclasses.replace(found, total=total, imbalance=imbalance)
+
+        monkeypatch.setattr(Algorithm, "predict", near)
         choice = choose(None, mask="full")
         return choice.algorithm.name, "is within 3% of the fastest" in choice.reason
 
@@ -175,17 +175,18 @@ def test_predictions_follow_the_plans_of_these_documents():
         metadata.rows_between_ranks(), ranks_per_node=8, capacity=capacity
     )
     moves = {
-        "moved_tokens": (
+        Balanced(): Moves(
             links(plan.q_metadata, plan.q_capacity),
             links(plan.kv_metadata, plan.kv_capacity),
         ),
-        "placed_tokens": links(placed.kv_metadata, placed.kv_capacity),
+        Placed(): Moves(0, links(placed.kv_metadata, placed.kv_capacity)),
     }
     workload = Workload(16, **SIZES, lengths=tuple(map(tuple, rows)))
-    predicted = predict(workload, hardware=HARDWARE["h100"], with_backward=True, **moves)
-    for name in ("balanced", "placed"):
-        assert choice.predictions[name] == predicted[name]
-        assert choice.predictions[name].bytes_between_nodes > 0
+    options: dict[str, Any] = {"hardware": HARDWARE["h100"], "with_backward": True}
+    for algorithm, moved in moves.items():
+        predicted = algorithm.predict(workload, moves=moved, **options)
+        assert choice.predictions[algorithm.name] == predicted
+        assert predicted.bytes_between_nodes > 0
 
 
 def test_ranks_that_share_cores():

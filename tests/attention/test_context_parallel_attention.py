@@ -237,13 +237,13 @@ def test_auto_plans_once(plans, programs):
 def test_auto_plans_once_for_another_choice(plans, programs, monkeypatch):
     seen = {}
 
-    def choose(workload, **options):
-        seen.update(options)
+    def choose(workload, moves, **options):
+        seen.update(moves=moves, **options)
         return Choice(Ring(), {}, ""), {}
 
     monkeypatch.setattr(auto, "choose_for", choose)
     attend_auto(PlanConfig())
-    assert seen["hardware"] == HARDWARE["h100"] and "moved_tokens" in seen
+    assert seen["hardware"] == HARDWARE["h100"] and seen["moves"][Balanced()] is not None
     assert len(plans) == 1
     assert programs == [(Ring(), False)]
 

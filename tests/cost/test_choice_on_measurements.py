@@ -6,7 +6,6 @@ document lengths, so nothing can be chosen for it.
 """
 
 import dataclasses
-import importlib
 import json
 import pathlib
 import statistics
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from jax_cp_dispatch import choose_algorithm
+from jax_cp_dispatch import Ulysses, choose_algorithm
 from jax_cp_dispatch.cost import HARDWARE, Hardware
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -121,8 +120,7 @@ MEASURED = [*from_choice(), *from_attention(), *from_growth(), *from_balance()]
 @pytest.fixture(autouse=True)
 def without_ulysses(monkeypatch):
     """It is not among the measurements; the choice is among the others."""
-    predict = importlib.import_module("jax_cp_dispatch.cost.predict")  # the package's is a function
-    monkeypatch.setattr(predict, "can_share_heads", lambda workload: False)
+    monkeypatch.setattr(Ulysses, "candidates", lambda *_, **__: ())
 
 
 @pytest.mark.parametrize(

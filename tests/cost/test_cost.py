@@ -11,17 +11,10 @@ import numpy as np
 import pytest
 from array_masks import KINDS, random_mask
 from mask_oracle import visible
+from predictions import predict
 
-from jax_cp_dispatch.cost import (
-    ALGORITHMS,
-    HARDWARE,
-    Hardware,
-    Workload,
-    count_pairs,
-    predict,
-    rank_pairs,
-    step_costs,
-)
+from jax_cp_dispatch import Balanced, Hamilton, Placed, Ring, Ulysses, Zigzag
+from jax_cp_dispatch.cost import HARDWARE, Hardware, Moves, Workload, count_pairs, rank_pairs
 from jax_cp_dispatch.masks import Chunked, SlidingWindow
 
 SLOW = Hardware(matmul_flops=4.0, link_bandwidth=1.0, link_latency=1.0, topology="full_mesh")
@@ -31,8 +24,7 @@ NODES = dataclasses.replace(
 TINY = Workload(
     num_ranks=2, tokens_per_rank=2, num_heads=1, num_kv_heads=1, head_size=1, itemsize=1
 )
-ROTATING = "ring", "zigzag", "hamilton", "hamilton_nodes"
-ON_LINKS = [x for x in ALGORITHMS if x not in ("ulysses", "balanced", "placed", "all_gather")]
+ROTATING = Ring(), Zigzag(), Hamilton(), Hamilton(nodes=1)
 
 
 def model(num_ranks=8, tokens_per_rank=4096, mask="full", lengths=None):
@@ -107,25 +99,23 @@ def test_rank_pairs_under_masks_of_arrays(kind):
     "algorithm, backward, expected",
     [
         # Rank 1 is the slowest: 3 local pairs, then all 4 with rank 0. 1 s latency and 4 bytes.
-        ("ring", False, [(3, 5, 4), (4, 0, 0)]),
+        (Ring(), False, [(3, 5, 4), (4, 0, 0)]),
         # Rank 0 holds tokens 0 and 3, rank 1 holds 1 and 2: 2 pairs each in the second step.
-        ("zigzag", False, [(3, 5, 4), (2, 0, 0)]),
-        ("hamilton", False, [(3, 5, 4), (2, 0, 0)]),
-        ("all_gather", False, [(0, 5, 4), (5, 0, 0), (0, 0, 0)]),
+        (Zigzag(), False, [(3, 5, 4), (2, 0, 0)]),
+        (Hamilton(), False, [(3, 5, 4), (2, 0, 0)]),
         # 5/2 of the FLOPs; dK and dV have 4 bytes per element and end with a separate step.
-        ("zigzag", True, [(7.5, 5, 4), (5, 17, 16), (0, 17, 16)]),
-        ("all_gather", True, [(0, 5, 4), (12.5, 0, 0), (0, 17, 16)]),
+        (Zigzag(), True, [(7.5, 5, 4), (5, 17, 16), (0, 17, 16)]),
         # 1 query row (1 byte) and 2 key rows (4 bytes) are sent, 1 row of output returns.
-        ("balanced", False, [(0, 6, 5), (5, 0, 0), (0, 2, 1)]),
-        ("balanced", True, [(0, 2, 1), (12.5, 0, 0), (0, 18, 17)]),
+        (Balanced(), False, [(0, 6, 5), (5, 0, 0), (0, 2, 1)]),
+        (Balanced(), True, [(0, 2, 1), (12.5, 0, 0), (0, 18, 17)]),
         # 3 key rows come before attention; dK and dV return after it.
-        ("placed", False, [(0, 7, 6), (5, 0, 0)]),
-        ("placed", True, [(12.5, 0, 0), (0, 25, 24)]),
+        (Placed(), False, [(0, 7, 6), (5, 0, 0)]),
+        (Placed(), True, [(12.5, 0, 0), (0, 25, 24)]),
     ],
 )
 def test_step_costs_of_two_ranks_by_hand(algorithm, backward, expected):
-    options = {"hardware": SLOW, "backward": backward, "moved_tokens": (1, 2), "placed_tokens": 3}
-    steps = step_costs(algorithm, TINY, **options)
+    moves = Moves(0, 3) if algorithm == Placed() else Moves(1, 2)
+    steps = algorithm.step_costs(TINY, hardware=SLOW, backward=backward, moves=moves)
     np.testing.assert_allclose([step[:3] for step in steps], expected)
     assert not any(step.between_bytes for step in steps)
 
@@ -142,10 +132,10 @@ def test_step_costs_of_two_ranks_by_hand(algorithm, backward, expected):
 )
 def test_ulysses_by_hand(kv_heads, backward, expected):
     workload = dataclasses.replace(TINY, num_heads=2, num_kv_heads=kv_heads)
-    steps = step_costs("ulysses", workload, hardware=SLOW, backward=backward)
+    steps = Ulysses().step_costs(workload, hardware=SLOW, backward=backward)
     np.testing.assert_allclose([step[:3] for step in steps], expected)
     with pytest.raises(ValueError, match="'ulysses' shares 1 heads over 2 ranks"):
-        step_costs("ulysses", TINY, hardware=SLOW)
+        Ulysses().step_costs(TINY, hardware=SLOW)
     assert "ulysses" not in predict(TINY, hardware=SLOW)
 
 
@@ -170,8 +160,8 @@ def test_predict_adds_up():
 def test_topologies(topology, ring, hamilton):
     hardware = dataclasses.replace(SLOW, topology=topology)
     workload = dataclasses.replace(TINY, num_ranks=5, tokens_per_rank=8)
-    for algorithm, seconds in (("ring", ring), ("zigzag", ring), ("hamilton", hamilton)):
-        exchanges = [x.communication for x in step_costs(algorithm, workload, hardware=hardware)]
+    for algorithm, seconds in ((Ring(), ring), (Zigzag(), ring), (Hamilton(), hamilton)):
+        exchanges = [x.communication for x in algorithm.step_costs(workload, hardware=hardware)]
         assert sum(exchanges) == 4 * seconds
         assert max(exchanges) == seconds
 
@@ -188,9 +178,10 @@ def test_topologies(topology, ring, hamilton):
 def test_two_nodes(rails, ring, flat, two_level):
     hardware = dataclasses.replace(NODES, rails=rails)
     workload = dataclasses.replace(TINY, num_ranks=8, tokens_per_rank=14)
-    expected = {"ring": ring, "zigzag": ring, "hamilton": flat, "hamilton_nodes": two_level}
+    expected = {Ring(): ring, Zigzag(): ring, Hamilton(): flat, Hamilton(nodes=2): two_level}
+    expected[Hamilton(nodes=4)] = flat  # other nodes than those of the hardware
     for algorithm, seconds in expected.items():
-        assert step_costs(algorithm, workload, hardware=hardware)[0].communication == seconds
+        assert algorithm.step_costs(workload, hardware=hardware)[0].communication == seconds
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 8, 64])
@@ -200,7 +191,7 @@ def test_schedules_differ_in_links_only(num_ranks, mask):
     workload = model(num_ranks, mask=mask)
     for backward in (False, True):
         sent = {
-            tuple(y.sent_bytes for y in step_costs(x, workload, hardware=SLOW, backward=backward))
+            tuple(y.sent_bytes for y in x.step_costs(workload, hardware=SLOW, backward=backward))
             for x in ROTATING
         }
         assert len(sent) == 1
@@ -234,7 +225,7 @@ def test_balanced_estimate():
     long = predict(model(mask="causal"), hardware=SLOW)
     assert long["balanced"].bytes_per_rank > 7 * model().kv_bytes(4096)
     assert long["balanced"].imbalance == 1
-    plan = predict(model(mask="causal"), hardware=SLOW, moved_tokens=(10.0, 20.0))["balanced"]
+    plan = Balanced().predict(model(mask="causal"), hardware=SLOW, moves=Moves(10.0, 20.0))
     assert plan.bytes_per_rank == 2 * model().q_bytes(10) + model().kv_bytes(20)
 
 
@@ -280,7 +271,7 @@ def test_published_trend_of_sizes(num_ranks):
     algorithm = "hamilton" if num_ranks == 8 else "hamilton_nodes"
     for tokens in (512, 32768):
         workload = model(num_ranks, tokens, mask="causal")
-        step = step_costs("zigzag", workload, hardware=HARDWARE["mi300x"])[1]
+        step = Zigzag().step_costs(workload, hardware=HARDWARE["mi300x"])[1]
         if tokens == 512:
             assert step.compute < 0.1 * step.communication
             assert gain("mi300x", workload, algorithm) > 3
@@ -290,12 +281,8 @@ def test_published_trend_of_sizes(num_ranks):
 
 
 def test_errors_name_the_remedy(unchecked_types):
-    with pytest.raises(ValueError, match="'tree'; it needs to be one of 'ring', 'zigzag'"):
-        step_costs("tree", TINY, hardware=SLOW)
-    with pytest.raises(
-        ValueError, match=r"'placed' needs placed_tokens.*of the plan of place_tokens"
-    ):
-        step_costs("placed", TINY, hardware=SLOW)
+    with pytest.raises(ValueError, match=r"'placed' needs moves.*of the plan of place_tokens"):
+        Placed().step_costs(TINY, hardware=SLOW)
     with pytest.raises(ValueError, match=r"12 ranks cannot be divided into nodes of 8. Pass a mul"):
         predict(model(12), hardware=HARDWARE["h100"])
     with pytest.raises(ValueError, match="'torus'; it needs to be one of 'full_mesh'"):
@@ -307,8 +294,8 @@ def test_errors_name_the_remedy(unchecked_types):
 def test_latents_by_hand():
     """Rows of 3 elements move in place of keys and values, and are expanded where they arrive."""
     workload = dataclasses.replace(TINY, num_kv_heads=1, latent_size=3, expand_flops=0.0)
-    plain = step_costs("ring", TINY, hardware=SLOW, backward=True)
-    latent = step_costs("ring", workload, hardware=SLOW, backward=True)
+    plain = Ring().step_costs(TINY, hardware=SLOW, backward=True)
+    latent = Ring().step_costs(workload, hardware=SLOW, backward=True)
     row = 2 * TINY.num_kv_heads * TINY.head_size
     for x, y in zip(plain, latent, strict=True):
         assert y.sent_bytes == pytest.approx(x.sent_bytes * 3 / row)
@@ -316,7 +303,7 @@ def test_latents_by_hand():
     added = [
         y.compute - x.compute
         for x, y in zip(
-            latent, step_costs("ring", costly, hardware=SLOW, backward=True), strict=True
+            latent, Ring().step_costs(costly, hardware=SLOW, backward=True), strict=True
         )
     ]
     rows = TINY.rows_per_rank  # of each of two steps; expanded again, and two transposes

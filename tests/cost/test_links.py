@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from jax_cp_dispatch.cost import Hardware, Traffic, Workload, predict, rows_by_link, step_costs
+from jax_cp_dispatch import Hamilton, Placed, Ring, Zigzag
+from jax_cp_dispatch.cost import Hardware, Moves, Traffic, Workload, rows_by_link
 
 SENT = np.array([[9, 1, 0, 2], [3, 9, 0, 0], [0, 4, 9, 5], [0, 0, 6, 9]])
 
@@ -34,7 +35,7 @@ TINY = Workload(4, 2, num_heads=1, num_kv_heads=1, head_size=1, itemsize=1)
 
 def test_traffic_of_a_plan_by_link():
     """Two bytes per row: the busiest NIC decides, then the busiest port; means are reported."""
-    first = lambda keys: step_costs("placed", TINY, hardware=NODES, placed_tokens=keys)[0]
+    first = lambda keys: Placed().step_costs(TINY, hardware=NODES, moves=Moves(0, keys))[0]
     by_nic, by_port = Traffic(3.0, 1.0, 5.0, 4.0), Traffic(3.0, 1.0, 50.0, 4.0)
     assert first(by_nic)[1:] == (4 * 2 / 0.5, 8.0, 2.0, 10.0, 8.0)
     assert first(by_port)[1:] == (50 * 2, 8.0, 2.0, 100.0, 8.0)
@@ -43,14 +44,14 @@ def test_traffic_of_a_plan_by_link():
 
 
 @pytest.mark.parametrize(
-    "algorithm, between", [("ring", 1 / 2), ("hamilton", 2 / 3), ("hamilton_nodes", 1 / 2)]
+    "algorithm, between", [(Ring(), 1 / 2), (Hamilton(), 2 / 3), (Hamilton(nodes=2), 1 / 2)]
 )
 def test_share_between_nodes(algorithm, between):
     """Ring: the last of two ranks. Cycles: 2 of 3 other ranks. With nodes: 1 of 2 chunks."""
     for backward in (False, True):
-        for step in step_costs(algorithm, TINY, hardware=NODES, backward=backward):
+        for step in algorithm.step_costs(TINY, hardware=NODES, backward=backward):
             assert step.between_bytes == pytest.approx(between * step.sent_bytes)
-    prediction = predict(TINY, hardware=NODES)[algorithm]
+    prediction = algorithm.predict(TINY, hardware=NODES)
     assert prediction.bytes_per_rank == 3 * TINY.kv_bytes(2)
     assert prediction.bytes_between_nodes == pytest.approx(between * 3 * TINY.kv_bytes(2))
 
@@ -63,12 +64,11 @@ SHARED = Hardware(
 
 def test_exchanges_in_shared_memory():
     """All ranks share the bandwidth; keys that stay on their rank are copied, too."""
-    (exchange,) = [
-        x for x in step_costs("placed", TINY, hardware=SHARED, placed_tokens=3) if x.communication
-    ]
+    steps = Placed().step_costs(TINY, hardware=SHARED, moves=Moves(0, 3))
+    (exchange,) = [x for x in steps if x.communication]
     assert exchange.communication == 3 + 4 * 2 * (3 + 2) / 2
     assert exchange.sent_bytes == 6
-    zigzag = [x.communication for x in step_costs("zigzag", TINY, hardware=SHARED)]
+    zigzag = [x.communication for x in Zigzag().step_costs(TINY, hardware=SHARED)]
     assert zigzag == [0, 3 + 4 * 4 / 2] * 3 + [0, 0]
 
 
@@ -76,20 +76,20 @@ def test_exchanges_in_shared_memory():
     "algorithm, backward, expected",
     [
         # 36 pairs of all ranks; with a plan, each takes two seconds. Then q, out, and 5 keys.
-        ("placed", False, 2 * 36 + 4 * (2 * 2 + 2 * 5) / 2),
+        (Placed(), False, 2 * 36 + 4 * (2 * 2 + 2 * 5) / 2),
         # q, out, dout and dq; 5 keys, and their gradients of 4 bytes.
-        ("placed", True, 2.5 * 2 * 36 + 4 * (4 * 2 + 2 * 5 * (1 + 4)) / 2),
+        (Placed(), True, 2.5 * 2 * 36 + 4 * (4 * 2 + 2 * 5 * (1 + 4)) / 2),
         # The same queries, and other keys, in each of four steps.
-        ("zigzag", False, 36 + 4 * 4 * (2 * 2 + 2 * 2) / 2),
-        ("zigzag", True, 2.5 * 36 + 4 * 4 * (4 * 2 + 2 * 2 * (1 + 4)) / 2),
+        (Zigzag(), False, 36 + 4 * 4 * (2 * 2 + 2 * 2) / 2),
+        (Zigzag(), True, 2.5 * 36 + 4 * 4 * (4 * 2 + 2 * 2 * (1 + 4)) / 2),
     ],
 )
 def test_operands_are_copied_in_shared_memory(algorithm, backward, expected):
-    steps = step_costs(algorithm, TINY, hardware=SHARED, backward=backward, placed_tokens=3)
+    steps = algorithm.step_costs(TINY, hardware=SHARED, backward=backward, moves=Moves(0, 3))
     assert sum(x.compute for x in steps) == expected
 
 
 def test_buffers_are_copied_whole():
     rows = Traffic(3.0, 0.0, 3.0, 0.0, capacity=20)
-    steps = step_costs("placed", TINY, hardware=SHARED, placed_tokens=rows)
+    steps = Placed().step_costs(TINY, hardware=SHARED, moves=Moves(0, rows))
     assert sum(x.compute for x in steps) == 2 * 36 + 4 * (2 * 2 + 2 * 20) / 2

@@ -45,9 +45,8 @@ INSIDE = {
         "call_options": {"latents", "local", "operands"},
         "rotating": {"latents", "local", "operands", "call_options"},
         "algorithms": {"latents", "local", "operands", "call_options", "rotating"},
-        "planned_traffic": set(),
-        "choose": {"algorithms", "planned_traffic"},
-        "auto": {"algorithms", "choose", "latents", "operands", "call_options", "planned_traffic"},
+        "choose": {"algorithms"},
+        "auto": {"algorithms", "choose", "latents", "operands", "call_options"},
         "expanded_heads": {"latents", "operands"},
         "context_parallel": {
             *("peer_arguments", "local", "operands", "latents", "call_options"),

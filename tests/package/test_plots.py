@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from pictures import texts
 
-from jax_cp_dispatch import compute_metadata, cost, plan_attention
+from jax_cp_dispatch import Ring, Zigzag, compute_metadata, cost, plan_attention
 from jax_cp_dispatch.plots import plot_overlap, plot_plan, plot_timeline
 from jax_cp_dispatch.profiling import OverlapProfile
 from jax_cp_dispatch.timeline import COMMUNICATION, COMPUTATION, Span
@@ -22,7 +22,7 @@ SPANS = (
 def steps():
     workload = cost.Workload(2, 64, 4, 2, 8, 2)
     hardware = cost.HARDWARE["h100"]
-    return {x: cost.step_costs(x, workload, hardware=hardware) for x in ("ring", "zigzag")}
+    return {x.label: x.step_costs(workload, hardware=hardware) for x in (Ring(), Zigzag())}
 
 
 PLOTS: dict[str, Any] = {

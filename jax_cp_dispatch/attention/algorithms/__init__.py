@@ -15,7 +15,8 @@ from jax_cp_dispatch.attention.algorithms.placed import Placed
 from jax_cp_dispatch.attention.algorithms.ring import Ring, Zigzag
 from jax_cp_dispatch.attention.algorithms.ulysses import Ulysses
 
-ALGORITHMS: tuple[type[Algorithm], ...] = (Balanced, Ring, Zigzag, Hamilton, Ulysses, Placed)
+# Simplest first: `choose_algorithm` prefers it among those that are equally fast and balanced.
+ALGORITHMS: tuple[type[Algorithm], ...] = (Ring, Zigzag, Hamilton, Ulysses, Balanced, Placed)
 
 __all__ = [
     "ALGORITHMS",

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import numpy as np
 
 from jax_cp_dispatch.attention.call_options import AttentionOptions
 from jax_cp_dispatch.attention.operands import Operands, Outputs
+from jax_cp_dispatch.cost import Hardware, Moves, Prediction, StepCost, Workload
+from jax_cp_dispatch.cost.pairs import equal_pairs
+from jax_cp_dispatch.cost.steps import add_steps, one_after_the_other
 from jax_cp_dispatch.documents.ranges import PackedMask
 from jax_cp_dispatch.masks.mask import PLACED
 from jax_cp_dispatch.planning import Plan
@@ -32,18 +39,25 @@ class Call(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Algorithm:
+class Algorithm(abc.ABC):
     """An algorithm with its own options; frozen, so equal ones share a compiled program.
 
     Attributes:
       name: in lower case; selects the algorithm with all defaults.
       follows_plan: whether it uses the plan of documents in packed order.
+      advice: what the reason of a choice of it ends with.
     """
 
     name: ClassVar[str]
     follows_plan: ClassVar[bool] = False
+    advice: ClassVar[str] = ""
 
-    def check(self, op: str) -> None:
+    @property
+    def label(self) -> str:
+        """Its name among predictions."""
+        return self.name
+
+    def check(self, op: str) -> None:  # noqa: B027 - most have no options
         """Checks the types of its options, but not whether they match the ranks."""
 
     def why_not(self, call: Call) -> str | None:
@@ -58,7 +72,9 @@ class Algorithm:
 
     def plan_before(self, packed: PackedMask, num_ranks: int) -> Plan | None:
         """Returns a plan of known documents that are not sharded over groups, if it follows one."""
+        return None
 
+    @abc.abstractmethod
     def attend(
         self,
         options: AttentionOptions,
@@ -74,12 +90,91 @@ class Algorithm:
           packed: the mask, and the documents of the rank's columns.
           plan: of all ranks, or the rank's slice.
         """
-        raise NotImplementedError
 
     def rank_program(
         self, options: AttentionOptions, batch: Batch, *, backward: bool
     ) -> RankProgram | None:
         """Returns its part of one rank alone, for `balance_profile`; None: it is not measured."""
+        return None
+
+    @classmethod
+    def candidates(
+        cls, workload: Workload, hardware: Hardware, *, layout: str, can_place: bool
+    ) -> Sequence[Algorithm]:
+        """Returns those that can serve a workload, for `choose_algorithm`; see there."""
+        return (cls(),)
+
+    def plan_for(self, workload: Workload, hardware: Hardware) -> Plan | None:
+        """Returns a plan for the heads and the nodes of a workload, if it follows one."""
+        return None
+
+    def predict(
+        self,
+        workload: Workload,
+        *,
+        hardware: Hardware,
+        with_backward: bool = False,
+        moves: Moves | None = None,
+    ) -> Prediction:
+        """Predicts the time of a workload; call on the host.
+
+        Args:
+          workload: shapes and documents.
+          hardware: rates of ranks and links.
+          with_backward: predict forward and backward pass together, instead of the forward pass.
+          moves: see `step_costs`.
+        Raises:
+          ValueError: as `step_costs`.
+        """
+        steps = [
+            step
+            for backward in (False, True)[: 1 + with_backward]
+            for step in self.step_costs(workload, hardware=hardware, backward=backward, moves=moves)
+        ]
+        equal = float(equal_pairs(workload, hardware))
+        slowest = float(np.sum(self._pairs(workload, hardware)))
+        return add_steps(steps, imbalance=slowest / equal if equal else 1.0)
+
+    def step_costs(
+        self,
+        workload: Workload,
+        *,
+        hardware: Hardware,
+        backward: bool = False,
+        moves: Moves | None = None,
+    ) -> list[StepCost]:
+        """Predicts the steps of a workload; call on the host.
+
+        Args:
+          workload: shapes and documents.
+          hardware: rates of ranks and links.
+          backward: predict the backward pass alone, with 5/2 of the FLOPs.
+          moves: the rows that a plan moves, if the algorithm follows one.
+        Returns:
+          The steps. On "shared_memory", where nothing can be hidden, computation and communication
+          alternate.
+        Raises:
+          ValueError: the ranks cannot be divided into nodes, the algorithm cannot serve the
+            workload, or needs `moves`.
+        """
+        steps = self._steps(workload, hardware, moves, backward=backward)
+        return one_after_the_other(steps) if hardware.topology == "shared_memory" else steps
+
+    @abc.abstractmethod
+    def _steps(
+        self, workload: Workload, hardware: Hardware, moves: Moves | None, *, backward: bool
+    ) -> list[StepCost]:
+        """Predicts its steps; in each, computation and communication overlap."""
+
+    def _pairs(self, workload: Workload, hardware: Hardware) -> Any:
+        """Returns the pairs that decide the time of each computation: equal work, in one."""
+        return equal_pairs(workload, hardware)
+
+    def rearrangement_seconds(
+        self, workload: Workload, hardware: Hardware, *, layout: str, with_backward: bool
+    ) -> float:
+        """Predicts the seconds to rearrange tokens before the steps, and back."""
+        return 0.0
 
 
 def refuse(op: str, algorithm: Algorithm, call: Call) -> None:

@@ -10,10 +10,12 @@ import jax.numpy as jnp
 
 from jax_cp_dispatch._residuals import named_context
 from jax_cp_dispatch.attention.algorithms.algorithm import Algorithm, Call
-from jax_cp_dispatch.attention.algorithms.by_plan import attend_by_plan
+from jax_cp_dispatch.attention.algorithms.by_plan import attend_by_plan, sizes_for_plan
 from jax_cp_dispatch.attention.algorithms.rank_program import Batch, RankProgram, planned_program
 from jax_cp_dispatch.attention.call_options import AttentionOptions
 from jax_cp_dispatch.attention.operands import Operands, Outputs
+from jax_cp_dispatch.cost import Hardware, Moves, StepCost, Workload
+from jax_cp_dispatch.cost.planned import estimated_moves, planned_steps
 from jax_cp_dispatch.documents.order import gather_sequence
 from jax_cp_dispatch.documents.ranges import PackedMask
 from jax_cp_dispatch.planning import Plan, PlanConfig, plan_attention
@@ -78,6 +80,26 @@ class Balanced(Algorithm):
     ) -> RankProgram:
         plan = batch.plan or self.plan_before(batch.packed, batch.num_ranks)
         return planned_program(options, plan, batch.qkv, backward=backward)
+
+    @classmethod
+    def candidates(cls, workload: Workload, hardware: Hardware, *, layout: str, can_place: bool):
+        return (cls(),) if layout == "contiguous" else ()
+
+    def plan_for(self, workload: Workload, hardware: Hardware) -> Plan:
+        sizes, ranks_per_node = sizes_for_plan(workload, hardware)
+        heads: Any = {"num_heads": workload.num_heads, "num_kv_heads": workload.num_kv_heads}
+        config = dataclasses.replace(self.config, **heads, ranks_per_node=ranks_per_node)
+        return plan_attention(lengths=workload.rows, mask=workload.mask, config=config, **sizes)
+
+    def _steps(
+        self, workload: Workload, hardware: Hardware, moves: Moves | None, *, backward: bool
+    ) -> list[StepCost]:
+        """Queries, keys and values are sent, all ranks do equal work, and the output returns.
+
+        Without `moves`, their number is estimated.
+        """
+        moves = estimated_moves(workload) if moves is None else moves
+        return planned_steps(moves, workload, hardware, backward=backward)
 
 
 def check_plan_config(op: str, config: Any) -> None:

@@ -17,6 +17,7 @@ from jax_cp_dispatch.attention.algorithms.exchange_once import Movement, exchang
 from jax_cp_dispatch.attention.algorithms.parts_of_heads import Exchange, Heads, parts_of_heads
 from jax_cp_dispatch.attention.call_options import AttentionOptions
 from jax_cp_dispatch.attention.operands import Operands, Outputs
+from jax_cp_dispatch.cost import Hardware, Moves, Workload, rows_by_link
 from jax_cp_dispatch.documents.fingerprint import rank_fingerprint
 from jax_cp_dispatch.documents.ranges import PackedMask
 from jax_cp_dispatch.masks import MaskRanges
@@ -183,3 +184,23 @@ def check_plan_rows(op: str, operands: Operands, plan: Plan, packed: PackedMask)
             f"{op}: a rank holds {q.shape[0]} x {q.shape[1]} rows but the plan is for "
             f"{plan.batch} x {plan.num_tokens // plan.batch}. {advice} of this batch."
         )
+
+
+def sizes_for_plan(workload: Workload, hardware: Hardware) -> tuple[dict[str, Any], int | None]:
+    """Returns the sizes of a plan for a workload, and the ranks of each of several nodes."""
+    n, size = workload.num_ranks, hardware.node_size(workload.num_ranks)
+    sizes = {"world_size": n, "columns": n * workload.tokens_per_rank}
+    return sizes, size if size < n else None
+
+
+def moves_of_plan(plan: Plan | None, hardware: Hardware) -> Moves | None:
+    """Returns the rows that a plan moves, by the links of the hardware."""
+    if plan is None:
+        return None
+
+    def rows(name: str) -> Any:
+        metadata, capacity = getattr(plan, f"{name}_metadata"), getattr(plan, f"{name}_capacity")
+        sent, size = metadata.rows_between_ranks(), hardware.node_size(metadata.world_size)
+        return rows_by_link(sent, ranks_per_node=size, capacity=capacity)
+
+    return Moves(0 if plan.is_placed else rows("q"), rows("kv"))

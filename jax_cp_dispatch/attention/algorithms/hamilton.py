@@ -11,6 +11,8 @@ import numpy as np
 from jax_cp_dispatch._arguments import check_integer
 from jax_cp_dispatch.attention.algorithms.ring import RingFamily
 from jax_cp_dispatch.attention.rotating.schedules import CycleSchedule, DirectSchedule
+from jax_cp_dispatch.cost import Hardware, Traffic, Workload
+from jax_cp_dispatch.cost.traffic import Receivers, all_others, spread
 from jax_cp_dispatch.cycles import hamiltonian_cycles, two_level_cycles
 from jax_cp_dispatch.cycles.integer_rows import CycleRows, check_cycles, integer_rows
 from jax_cp_dispatch.cycles.maps import cycles_of_maps
@@ -46,6 +48,10 @@ class Hamilton(RingFamily):
     nodes: int | None = None
     cycles: CycleRows | str | None = None
     maps: tuple[CycleRows, CycleRows] | None = None
+
+    @property
+    def label(self) -> str:
+        return self.name if self.nodes is None else f"{self.name}_nodes"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "cycles", _hashable_rows(self.cycles))
@@ -104,6 +110,29 @@ class Hamilton(RingFamily):
         if cycles is None or isinstance(cycles, str):
             return None
         return check_cycles(cycles, num_ranks, op=op)
+
+    @classmethod
+    def candidates(cls, workload: Workload, hardware: Hardware, *, layout: str, can_place: bool):
+        num_ranks = workload.num_ranks
+        nodes = num_ranks // hardware.node_size(num_ranks)
+        return (cls(), cls(nodes=nodes)) if nodes > 1 else (cls(),)
+
+    def _sent(
+        self, num_bytes: int | float, workload: Workload, hardware: Hardware
+    ) -> tuple[Traffic, Receivers]:
+        """Returns the traffic of a step: a chunk to every other rank, or one to the next node.
+
+        The cycles determine which chunks are present in a step. With packed documents, the
+        computations differed from those of `Zigzag`, which are predicted, by less than 8 % for n =
+        8, and by up to 25 % for n = 16. Nodes that are not those of the hardware count as none.
+        """
+        num_ranks, size = workload.num_ranks, hardware.node_size(workload.num_ranks)
+        if self.nodes == 1 or self.nodes != num_ranks // size:
+            return spread(num_bytes, num_ranks, hardware), all_others(num_ranks, hardware)
+        chunks = size - (size in (3, 5))  # see `two_level_maps`
+        between = num_bytes / chunks
+        traffic = Traffic(num_bytes - between, between, num_bytes - between, between)
+        return traffic, Receivers(chunks - 1, 1, size)
 
 
 @functools.cache

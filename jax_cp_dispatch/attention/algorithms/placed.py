@@ -6,12 +6,14 @@ import dataclasses
 from typing import Any, ClassVar
 
 from jax_cp_dispatch.attention.algorithms.algorithm import Algorithm, Call
-from jax_cp_dispatch.attention.algorithms.by_plan import attend_by_plan
+from jax_cp_dispatch.attention.algorithms.by_plan import attend_by_plan, sizes_for_plan
 from jax_cp_dispatch.attention.algorithms.rank_program import Batch, RankProgram, planned_program
 from jax_cp_dispatch.attention.call_options import AttentionOptions
 from jax_cp_dispatch.attention.operands import Operands, Outputs
+from jax_cp_dispatch.cost import Hardware, Moves, StepCost, Workload
+from jax_cp_dispatch.cost.planned import planned_steps
 from jax_cp_dispatch.documents.ranges import PackedMask
-from jax_cp_dispatch.planning import place_tokens
+from jax_cp_dispatch.planning import Placement, Plan, PlanConfig, place_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +29,9 @@ class Placed(Algorithm):
     """
 
     name: ClassVar[str] = "placed"
+    advice: ClassVar[str] = (
+        "Place the tokens of every batch with place_tokens, and pass its documents."
+    )
 
     def why_not(self, call: Call) -> str | None:
         if call.plan is not None and call.plan.is_placed:
@@ -50,3 +55,29 @@ class Placed(Algorithm):
             sizes = {"world_size": batch.num_ranks, "mask": mask}
             plan = place_tokens(segment_ids=segment_ids, **sizes).plan
         return planned_program(options, plan, batch.qkv, backward=backward)
+
+    @classmethod
+    def candidates(cls, workload: Workload, hardware: Hardware, *, layout: str, can_place: bool):
+        return (cls(),) if can_place and layout == "contiguous" else ()
+
+    def placement_for(self, workload: Workload, hardware: Hardware) -> Placement:
+        """Places the tokens of a workload for the nodes of the hardware."""
+        sizes, ranks_per_node = sizes_for_plan(workload, hardware)
+        config = PlanConfig(ranks_per_node=ranks_per_node)
+        return place_tokens(workload.rows, **sizes, mask=workload.mask, config=config)
+
+    def plan_for(self, workload: Workload, hardware: Hardware) -> Plan:
+        return self.placement_for(workload, hardware).plan
+
+    def _steps(
+        self, workload: Workload, hardware: Hardware, moves: Moves | None, *, backward: bool
+    ) -> list[StepCost]:
+        """Keys arrive before attention, of equal work; their gradients return after it."""
+        if moves is None:
+            raise ValueError(
+                "step_costs: 'placed' needs moves, the rows of keys that each rank sends. Pass "
+                "moves=Moves(0, rows): num_kv_tokens_moved of the plan of place_tokens, divided by "
+                "the ranks."
+            )
+        steps = planned_steps(moves, workload, hardware, backward=backward)
+        return steps[1:] if backward else steps[:-1]

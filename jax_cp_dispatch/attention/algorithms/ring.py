@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float64
 
 from jax_cp_dispatch.attention.algorithms.algorithm import Algorithm
 from jax_cp_dispatch.attention.algorithms.rank_program import Batch, RankProgram, Shape
@@ -20,6 +21,10 @@ from jax_cp_dispatch.attention.rotating.sequence import (
     attend_sequence,
     ranges_of_rows,
 )
+from jax_cp_dispatch.cost import Hardware, Moves, StepCost, Traffic, Workload
+from jax_cp_dispatch.cost.pairs import decisive_pairs, pairs_between_ranks
+from jax_cp_dispatch.cost.steps import attention_seconds, step_cost
+from jax_cp_dispatch.cost.traffic import NEXT_RANK, Receivers
 from jax_cp_dispatch.documents.ranges import PackedMask, attended_tokens
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.pairs import pairs_per_query
@@ -85,6 +90,68 @@ class RingFamily(Algorithm):
         shapes = [Shape((x.shape[0], x.shape[1] + missing, *x.shape[2:]), x.dtype) for x in qkv]
         return RankProgram(run, shapes, ranges, of_ranks)
 
+    def _steps(
+        self, workload: Workload, hardware: Hardware, moves: Moves | None, *, backward: bool
+    ) -> list[StepCost]:
+        """n computations; during all but the last, keys and values move.
+
+        Backward, their gradients also move, n times, in float32, each during the computation after
+        the one that produces it.
+        """
+        others, rows = workload.num_ranks - 1, workload.rows_per_rank
+        kv, dkv = workload.kv_bytes(rows), workload.kv_bytes(rows, itemsize=4)
+        compute = attention_seconds(
+            self._pairs(workload, hardware),
+            *(workload, hardware),
+            q_rows=rows,
+            kv_rows=rows,
+            backward=backward,
+        )
+        sent = [kv] * others + [0]
+        if backward and others:
+            sent = [kv, *[kv + dkv] * (others - 1), dkv, dkv]
+            compute = np.append(compute, 0.0)
+        return [
+            step_cost(float(seconds), *self._sent(x, workload, hardware), workload, hardware)
+            for seconds, x in zip(compute, sent, strict=True)
+        ]
+
+    def _pairs(self, workload: Workload, hardware: Hardware) -> Float64[np.ndarray, " num_ranks"]:
+        pairs = pairs_between_ranks(workload, zigzag=self.computes_in_zigzag(workload.visible))
+        rank = np.arange(workload.num_ranks)
+        return np.array([decisive_pairs(pairs[rank, rank - step], hardware) for step in rank])
+
+    def _sent(
+        self, num_bytes: int | float, workload: Workload, hardware: Hardware
+    ) -> tuple[Traffic, Receivers]:
+        """Returns the traffic of a step in which each rank sends to the next."""
+        size = hardware.node_size(workload.num_ranks)
+        if size == workload.num_ranks:
+            return Traffic(float(num_bytes), 0.0, float(num_bytes), 0.0), NEXT_RANK
+        inside = num_bytes if size > 1 else 0.0  # the last rank of a node sends to the next node
+        means = num_bytes * (1 - 1 / size), num_bytes / size
+        return Traffic(*means, inside, float(num_bytes)), NEXT_RANK
+
+    def rearrangement_seconds(
+        self, workload: Workload, hardware: Hardware, *, layout: str, with_backward: bool
+    ) -> float:
+        """Of q, k and v to zigzag order, and of out back, half to each of two ranks.
+
+        The backward pass rearranges dout, and dq, dk and dv back.
+        """
+        num_ranks, rows = workload.num_ranks, workload.rows_per_rank
+        is_there = layout == "zigzag" or not self.computes_in_zigzag(workload.visible)
+        if is_there or num_ranks == 1:
+            return 0.0
+        q, kv = workload.q_bytes(rows), workload.kv_bytes(rows)
+        inside = hardware.node_size(num_ranks) == num_ranks
+        where = {"inside": 2} if inside else {"outside": 2}
+        there, back = (
+            hardware.exchange_seconds(num_bytes / 2, num_ranks=num_ranks, **where)
+            for num_bytes in (q + kv, q)
+        )
+        return (1 + with_backward) * (there + back)
+
 
 @dataclasses.dataclass(frozen=True)
 class Ring(RingFamily):
@@ -102,6 +169,10 @@ class Ring(RingFamily):
 
     def computes_in_zigzag(self, mask: Mask) -> bool:
         return False
+
+    @classmethod
+    def candidates(cls, workload: Workload, hardware: Hardware, *, layout: str, can_place: bool):
+        return () if layout == "zigzag" else (cls(),)  # in this layout it is `Zigzag`
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from jaxtyping import DTypeLike
 from jax_cp_dispatch._arguments import check_positive
 from jax_cp_dispatch._ranks.options import read_options
 from jax_cp_dispatch._text import table
-from jax_cp_dispatch.attention.algorithms import Algorithm, Balanced, Placed
+from jax_cp_dispatch.attention.algorithms import ALGORITHMS, Algorithm, Balanced, Placed
 from jax_cp_dispatch.attention.algorithms.rank_program import Batch, RankProgram, Shape
 from jax_cp_dispatch.attention.auto import Auto, read_algorithm
 from jax_cp_dispatch.attention.call_options import AttentionOptions
@@ -26,7 +26,7 @@ from jax_cp_dispatch.masks.read import read_mask_on_host
 from jax_cp_dispatch.planning import Plan
 
 _OP = "balance_profile"
-_DEFAULT = "ring", "zigzag", "hamilton", "balanced", "placed"
+_MEASURED = tuple(x.name for x in ALGORITHMS if x.rank_program is not Algorithm.rank_program)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +79,7 @@ def balance_profile(
     dtype: DTypeLike = "bfloat16",
     columns: int | None = None,
     mask: Mask | str | None = None,
-    algorithms: Sequence[Algorithm | Plan | str] = _DEFAULT,
+    algorithms: Sequence[Algorithm | Plan | str] = _MEASURED,
     backward: bool = True,
     repeats: int = 3,
 ) -> tuple[BalanceProfile, ...]:
@@ -157,7 +157,7 @@ def _read(given: Any, batch: Batch) -> tuple[Algorithm, Batch]:
 def _not_measured(name: str) -> ValueError:
     return ValueError(
         f"{_OP}: got algorithm {name!r}. Name algorithms that can be measured: "
-        f"{', '.join(map(repr, _DEFAULT))}."
+        f"{', '.join(map(repr, _MEASURED))}."
     )
 
 
