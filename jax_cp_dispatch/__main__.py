@@ -4,8 +4,7 @@ import argparse
 import sys
 from typing import NoReturn
 
-from jax_cp_dispatch import bench_command as bench, demo, doctor
-from jax_cp_dispatch.plan_command import run as plan
+from jax_cp_dispatch import bench_command as bench, demo, doctor, plan_command as plan
 
 
 class _Parser(argparse.ArgumentParser):

@@ -95,7 +95,7 @@ def context_parallel_attention(
       algorithm: `Balanced()`, `Ring()`, `Zigzag()`, `Hamilton()`, `Ulysses()`, `Placed()` or
         `Auto()`, with its own options; or its name in lower case, for all defaults. "auto" selects
         the algorithm of the plan, or chooses like `choose_algorithm`, from concrete segment ids;
-        for a mask with arrays it takes "balanced", or "ring" if that does not fit.
+        for a mask whose arrays are traced it takes "balanced", or "zigzag" in that order.
       mesh: of global arrays; None selects the mesh of `jax.set_mesh`, or that of the arrays or,
         with explicit axes, of their types.
       mask: which keys of its document a token sees: "causal", "full", or an object of

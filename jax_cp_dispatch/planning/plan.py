@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
+from jax_cp_dispatch._arguments import check_integer
 from jax_cp_dispatch._text import outline
 from jax_cp_dispatch.documents.fingerprint import check_batch
 from jax_cp_dispatch.documents.segment_ids import Ids

@@ -26,9 +26,9 @@ def test_code_blocks_run(capsys, tmp_path, monkeypatch):
     for name in ("y", "y_of_global_arrays", "y_with_buffer"):
         expected = jax.nn.gelu(x @ up) @ down
         np.testing.assert_allclose(names[name], expected, rtol=1e-4, atol=1e-5, err_msg=name)
-    q, *_, out = names["arrays"]
-    expected = np.einsum("btd,dnh,nhe->bte", x, q, out)
-    np.testing.assert_allclose(names["y_of_heads"], expected, rtol=1e-4, atol=1e-4)
+    for name, weight in zip("qkv", names["arrays"], strict=True):
+        expected = np.einsum("btd,dnh->btnh", x, weight)
+        np.testing.assert_allclose(names[name], expected, rtol=1e-4, atol=1e-4, err_msg=name)
     np.testing.assert_allclose(names["product"], up @ down, rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(names["gathered"], x[0])
     assert names["profile"].bound <= names["profile"].total

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from packed_batches import pack
@@ -34,7 +33,7 @@ def draw(seed):
 
 def test_code_blocks_run():
     blocks = re.findall(r"```python\n(.*?)```", PAGE, flags=re.S)
-    on_axes, plans, processes, scan, two_axes, stages = blocks
+    on_axes, plans, processes, two_axes, stages = blocks
     q, k, v, segment_ids = draw(0)
     arrays = q, k, v, segment_ids
     names: dict[str, Any] = dict(jax=jax, np=np, cpd=cpd, partial=partial, P=P)
@@ -48,18 +47,6 @@ def test_code_blocks_run():
     np.testing.assert_allclose(names["out"], want, atol=1e-5)
     exec(processes, names)
     assert all(x.sharding.spec == P("data") for x in jax.tree.leaves(names["documents"]))
-
-    def train_step(state, batch):
-        tokens, documents = batch
-        return state + tokens.sum(), (tokens * (documents.plan.pairs.sum() > 0)).sum()
-
-    batches = [draw(seed)[3] for seed in (1, 2)]
-    names["micro_batches"] = batches
-    names["placements"] = [cpd.place_tokens(segment_ids=ids, world_size=2) for ids in batches]
-    names |= dict(train_step=train_step, state=jnp.int32(0))
-    exec(scan, names)
-    assert names["state"] == sum(ids.sum() for ids in batches)
-    np.testing.assert_array_equal(names["losses"], [ids.sum() for ids in batches])
 
     rng = np.random.default_rng(3)
     lengths = [[20, 7, 5], [32]]

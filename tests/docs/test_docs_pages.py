@@ -10,12 +10,14 @@ import pytest
 from attention_oracle import masked_attention
 from doc_pages import DOCS, run_page
 
+import jax_cp_dispatch as cpd
+
 ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
     "page",
-    ["balanced_attention.md", "documents.md", "placement.md", "scaling.md", "sequence.md"],
+    ["documents.md", "placement.md", "plans.md", "scaling.md", "sequence.md"],
 )
 def test_page(page, capsys):
     assert jax.device_count() == 8
@@ -37,8 +39,10 @@ def test_choose_an_algorithm(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = run_page("choose_an_algorithm.md", capsys)
     # Other cycles give the same attention.
-    profile = names["stored"].restore(names["profile"].out)
-    np.testing.assert_allclose(profile, names["out"], rtol=1e-5, atol=1e-5)
+    out = cpd.context_parallel_attention(
+        *(names[x] for x in "qkv"), algorithm="hamilton", **names["options"]
+    )
+    np.testing.assert_allclose(names["profile"].out, out, rtol=1e-5, atol=1e-5)
     assert (tmp_path / "trace.json").is_file()
 
 
@@ -65,7 +69,7 @@ def test_quoted_gains_are_predicted():
 CELL = re.compile(r"`(\w+)`")
 
 
-@pytest.mark.parametrize("page, num_cells", [("metadata.md", 52), ("movement.md", 12)])
+@pytest.mark.parametrize("page, num_cells", [("metadata.md", 48), ("movement.md", 12)])
 def test_tables_of_ranks_are_computed_values(page, num_cells, capsys):
     names = run_page(page, capsys)
     compared = 0

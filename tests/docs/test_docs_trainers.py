@@ -43,7 +43,7 @@ def test_code_blocks_run():
             continue
         exec(code, names)
         values += [names.pop("value")] if "value" in names else []
-    assert (len(blocks), len(values)) == (16, 7)
+    assert (len(blocks), len(values)) == (14, 7)
     assert 1 <= names["after"] <= names["before"][0]
     ring, placed = names["profiles"]
     assert sum(ring.pairs) == sum(placed.pairs) and names["speed_up"] > 0
@@ -54,12 +54,6 @@ def test_code_blocks_run():
     np.testing.assert_allclose(values, want, rtol=1e-6)
     np.testing.assert_allclose(names["bfloat16_value"], want, rtol=1e-2)
     check_fsdp(names)
-    short = names["short"]
-    want = names["loss"](names["params"], short, dense(short["documents"].segment_ids))
-    np.testing.assert_allclose(names["short_value"], want, rtol=1e-6)
-    q, out = np.asarray(names["q"]), np.asarray(names["out"])
-    real = batch["documents"].segment_ids != 0
-    np.testing.assert_allclose(out[real], attend(q, q, q)[real], atol=1e-5)
     for y in (names[name] for name in ("y", "z") if name in names):
         assert y.shape == names["x"].shape and jnp.isfinite(y).all()
     if missing:
