@@ -81,6 +81,15 @@ def describe_plan(
     return "\n".join(lines)
 
 
+def describe_mask(layers: int, all_layers: int, plan: Any) -> str:
+    """Returns the line of a further mask of a placement."""
+    moved = plan.num_kv_tokens_moved
+    return (
+        f"            {plan.mask}, {layers} of {all_layers} layers: max/mean {plan.imbalance:.3f}; "
+        f"{moved:,} keys move"
+    )
+
+
 def work_by_share(pairs: Any, speeds: Sequence[float] | None) -> Float64[np.ndarray, "*groups W"]:
     """Returns the work of each rank, divided by its share of all work; 1 if there is none."""
     pairs = np.asarray(pairs, np.float64)

@@ -18,7 +18,7 @@ from jax_cp_dispatch.masks.mask import PACKED, PLACED
 from jax_cp_dispatch.masks.read import check_mask_order, read_mask_on_host
 from jax_cp_dispatch.planning.config import PlanConfig
 from jax_cp_dispatch.planning.cuts import describe_cuts
-from jax_cp_dispatch.planning.describe import describe_plan, work_by_share
+from jax_cp_dispatch.planning.describe import describe_mask, describe_plan, work_by_share
 from jax_cp_dispatch.planning.groups import join_plans
 from jax_cp_dispatch.planning.piece_table import PieceTable
 from jax_cp_dispatch.planning.placed_plan import (
@@ -257,7 +257,7 @@ class Placement:
         if len(self.plans) > 1:
             lines.append(f"  masks     all layers together: max/mean {self.imbalance:.3f}")
         for layers, each in zip(self.layers[1:], self.plans[1:], strict=True):
-            lines.append(_mask_line(layers, sum(self.layers), each))
+            lines.append(describe_mask(layers, sum(self.layers), each))
         return "\n".join(lines)
 
     @property
@@ -344,11 +344,3 @@ def _ids_and_positions(made_of: Any) -> tuple[np.ndarray, np.ndarray]:
     positions = np.zeros(table.num_tokens, np.int32)
     positions[tokens] = tokens - np.repeat(table.first, table.lengths)
     return ids.reshape(shape), positions.reshape(shape)
-
-
-def _mask_line(layers: int, all_layers: int, plan: Plan) -> str:
-    moved = plan.num_kv_tokens_moved
-    return (
-        f"            {plan.mask}, {layers} of {all_layers} layers: max/mean {plan.imbalance:.3f}; "
-        f"{moved:,} keys move"
-    )
