@@ -272,8 +272,8 @@ def test_auto_counts_the_pairs_of_any_mask(zigzag, monkeypatch):
     seen = []
     choose = auto.choose_for
 
-    def recorded(workload, **options):
-        result = choose(workload, **options)
+    def recorded(workload, moves, **options):
+        result = choose(workload, moves, **options)
         seen.append((workload, result[0].algorithm))
         return result
 

@@ -115,9 +115,9 @@ def test_auto_sees_the_documents(layout, told_by, monkeypatch):
         given = {"documents": Documents(**{"segment_ids": 0 * segment_ids + 1, **given}).zigzag(2)}
     seen = {}
 
-    def choose(workload, **options):
+    def choose(workload, moves, **options):
         seen.update(options, **vars(workload))
-        return choose_for(workload, **options)
+        return choose_for(workload, moves, **options)
 
     monkeypatch.setattr(auto, "choose_for", choose)
     x = np.ones((4, 12, 2, 8), np.float32)

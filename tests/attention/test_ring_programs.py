@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
-from jaxprs import flattened, inner_jaxprs
+from jaxprs import dependences, flattened, inner_jaxprs
 from on_mesh import AXIS, mesh_of
 from sequences import Case
 
@@ -104,6 +104,43 @@ def test_exchanges_of_the_backward_pass(case, num_chunks):
     anywhere = sum(name in kinds for name in names(flattened(jaxpr)))
     outside = anywhere - 3 * len(exchange)
     assert outside == 3 * len(exchange)  # of keys: step 1; of gradients: the last two steps
+
+
+def steps_of(jaxpr):
+    """Yields the bodies of all loops over steps: of the scans that exchange something."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "scan":
+            body = equation.params["jaxpr"].jaxpr
+            if {e.primitive.name for e in flattened(body)} & EXCHANGES:
+                yield body
+        else:
+            for inner in inner_jaxprs(equation):
+                yield from steps_of(inner)
+
+
+EXCHANGES = {"dispatch", "combine", "ppermute", "all_to_all"}
+ATTENTION = {"attend_blocks", "block_gradients"}
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"])
+@pytest.mark.parametrize("case, num_chunks", CASES, ids=str)
+def test_exchange_and_attention_of_a_step_are_independent(case, num_chunks, implementation):
+    """In both passes, so that a compiler may run them at the same time on any platform."""
+    attend, operands = program(dataclasses.replace(case, implementation=implementation))
+    gradient = jax.grad(lambda *x: jnp.sum(attend(*x)), argnums=(0, 1, 2))
+    bodies = list(steps_of(jax.make_jaxpr(gradient)(*operands).jaxpr))
+    assert len(bodies) == 2  # of the forward pass, and of the backward pass
+    for body in bodies:
+        kinds, needed = [], []
+        for equation, needs in dependences(body):
+            inner = (e for x in inner_jaxprs(equation) for e in flattened(x))
+            names = {equation.primitive.name, *(e.primitive.name for e in inner)}
+            kinds.append([bool(names & EXCHANGES), bool(names & ATTENTION)])
+            needed.append(needs)
+        assert [True, False] in kinds and [False, True] in kinds and [True, True] not in kinds
+        for kind, needs in zip(kinds, needed, strict=True):
+            other = kind[::-1]
+            assert not any(kind) or all(kinds[x] != other for x in needs)
 
 
 @pytest.mark.parametrize("implementation", [None, "xla"])

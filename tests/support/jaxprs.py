@@ -25,6 +25,39 @@ def flattened(jaxpr):
             yield from flattened(each)
 
 
+def dependences(jaxpr):
+    """Yields each equation with the numbers of those whose results it needs, however indirectly.
+
+    Those of a called function stand in place of the call; a loop and a conditional are one each.
+    """
+    behind, needed = {}, []
+
+    def of(atoms):
+        return frozenset().union(*(behind.get(x, frozenset()) for x in atoms if not is_literal(x)))
+
+    def walk(jaxpr):
+        for equation in jaxpr.eqns:
+            inner = list(inner_jaxprs(equation))
+            is_call = len(inner) == 1 and len(inner[0].invars) == len(equation.invars)
+            if is_call and equation.primitive.name not in ("scan", "while"):
+                for outer, own in zip(equation.invars, inner[0].invars, strict=True):
+                    behind[own] = of([outer])
+                yield from walk(inner[0])
+                for outer, own in zip(equation.outvars, inner[0].outvars, strict=True):
+                    behind[outer] = of([own])
+            else:
+                needs = of(equation.invars)
+                behind.update(dict.fromkeys(equation.outvars, needs | {len(needed)}))
+                needed.append(needs)
+                yield equation, needs
+
+    yield from walk(jaxpr)
+
+
+def is_literal(atom):
+    return hasattr(atom, "val")
+
+
 def runs(jaxpr):
     """How often each primitive runs: a scan repeats its body; every branch of a cond counts."""
     count = Counter()

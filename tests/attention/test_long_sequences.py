@@ -1,0 +1,125 @@
+"""More than 65,536 tokens: columns beyond 16 bits, and more than 2**32 query-key pairs.
+
+The oracle is arithmetic on lengths, in 64-bit integers, and attention of single rows.
+"""
+
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+from on_mesh import AXIS, mesh_of
+from planner_oracle import deliver
+
+from jax_cp_dispatch import (
+    PlanConfig,
+    context_parallel_attention,
+    place_tokens,
+    plan_attention,
+)
+from jax_cp_dispatch.masks import SlidingWindow
+
+# A document of more than 2**32 pairs, and documents of 2**16 tokens and one more.
+LENGTHS = [100_001, 65_537, 65_536, 1, 30_000]
+PADDING = 1069
+W = 4
+NUM_TOKENS = sum(LENGTHS) + PADDING
+
+
+def segment_ids(lengths, padding):
+    numbers = np.r_[np.arange(1, len(lengths) + 1), 0]
+    return np.repeat(numbers, [*lengths, padding]).astype(np.int32)[None]
+
+
+def check_ranges(plan, queries, rows, lengths, window):
+    """Each query is computed once, with its keys; returns the exact pairs of each rank.
+
+    Args:
+      queries: the token of each row of queries of each rank, -1 for none.
+      rows: the token of each row that the ranks send from.
+    """
+    starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
+    keys = deliver(plan.kv_metadata, rows, plan.kv_capacity)
+    computed, pairs = np.zeros(len(starts), int), []
+    for rank in range(plan.world_size):
+        k_start, k_end = (np.asarray(x).astype(np.int64) for x in plan.local_ranges(rank))
+        row = np.flatnonzero((queries[rank] >= 0) & (queries[rank] < len(starts)))
+        query = queries[rank][row]
+        first = np.maximum(starts[query], query + 1 - window)
+        consecutive = np.cumsum(np.diff(keys[rank], prepend=-9) != 1)
+        k_start, k_end = k_start[row], k_end[row]
+        np.testing.assert_array_equal(k_end - k_start, query + 1 - first)
+        np.testing.assert_array_equal(keys[rank][k_start], first)
+        np.testing.assert_array_equal(consecutive[k_start], consecutive[k_end - 1])
+        np.add.at(computed, query, 1)
+        pairs.append(int((k_end - k_start).sum()))
+    assert (computed == 1).all()
+    every = (np.minimum(np.arange(1, n + 1), window).sum(dtype=np.int64) for n in lengths)
+    assert sum(pairs) == sum(every)
+    return pairs
+
+
+def in_order():
+    return np.arange(NUM_TOKENS).reshape(W, -1)
+
+
+@pytest.mark.parametrize("window", [NUM_TOKENS, 65_537])
+def test_plans_on_the_host(window):
+    """Pairs are counted in 64 bits, and rounded to float32 once."""
+    mask = SlidingWindow(window)
+    plan = plan_attention(lengths=[LENGTHS], columns=NUM_TOKENS, world_size=W, mask=mask)
+    queries = deliver(plan.q_metadata, in_order(), plan.q_capacity)
+    pairs = check_ranges(plan, queries, in_order(), LENGTHS, window)
+    assert max(pairs) > 2**31
+    np.testing.assert_array_equal(plan.pairs, np.float32(pairs))
+    assert max(pairs) <= 1.02 * np.mean(pairs)
+
+
+def test_a_placement_on_the_host():
+    placement = place_tokens([LENGTHS], columns=NUM_TOKENS, world_size=W)
+    rows = np.asarray(placement.permutation).reshape(W, -1)
+    pairs = check_ranges(placement.plan, rows, rows, LENGTHS, NUM_TOKENS)
+    np.testing.assert_array_equal(placement.plan.pairs, np.float32(pairs))
+    assert max(pairs) <= 1.02 * np.mean(pairs)
+
+
+def test_a_million_tokens_on_the_host():
+    lengths, num_ranks = [2**20 - 70_000, 70_000], 8
+    plan = plan_attention(lengths=[lengths], world_size=num_ranks)
+    exact = sum(n * (n + 1) // 2 for n in lengths)
+    assert exact > 2**38
+    np.testing.assert_allclose(np.sum(plan.pairs, dtype=np.float64), exact, rtol=2**-24)
+    assert plan.pairs.max() <= 1.02 * exact / num_ranks
+
+
+def test_a_plan_inside_jit():
+    """Pairs are scaled to fit 32 bits there, and correct to 1e-4 of the mean."""
+    config = PlanConfig(block=4096)
+    planned = jax.jit(partial(plan_attention, world_size=W, config=config))
+    plan = planned(segment_ids(LENGTHS, PADDING))
+    queries = deliver(plan.q_metadata, in_order(), plan.q_capacity)
+    pairs = check_ranges(plan, queries, in_order(), LENGTHS, NUM_TOKENS)
+    np.testing.assert_allclose(plan.pairs, pairs, rtol=0, atol=1e-4 * np.mean(pairs))
+    assert max(pairs) <= 1.1 * np.mean(pairs)
+
+
+@pytest.mark.parametrize("algorithm", ["balanced", "zigzag"])
+def test_attention(algorithm):
+    """Rows around 2**16, and at the ends of documents, by their definition."""
+    lengths, window = [65_000, 2_500, 490], 40
+    ids = segment_ids(lengths, 10)
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(1, ids.size, 1, 4)).astype("f") for _ in range(3))
+    options = {"mesh": mesh_of(W), "axis_name": AXIS, "algorithm": algorithm}
+    out = context_parallel_attention(
+        q, k, v, segment_ids=ids, mask=SlidingWindow(window), **options
+    )
+    out = np.asarray(out)[0, :, 0]
+    starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
+    sample = [0, 39, 40, 64_999, 65_000, 65_001, *range(65_534, 65_539), 67_499, 67_500, 67_989]
+    for row in sample:
+        seen = slice(max(starts[row], row + 1 - window), row + 1)
+        weights = np.exp(k[0, seen, 0].astype(float) @ q[0, row, 0] / 2)
+        want = weights @ v[0, seen, 0] / weights.sum()
+        np.testing.assert_allclose(out[row], want, rtol=0, atol=1e-5)
+    assert not out[sum(lengths) :].any()
