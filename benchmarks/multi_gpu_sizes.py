@@ -43,9 +43,9 @@ SIZES = {
         gemms=FULL.gemms[:1],
     ),
     "tiny": Sizes(
-        rounds=2, moved=(1 << 10, 1 << 16), beside=(1 << 16,), square=64, tokens=(64,), heads=2,
+        rounds=2, moved=(1 << 16,), beside=(1 << 16,), square=64, tokens=(64,), heads=2,
         kv_heads=1, head_size=8, dtype="float32", gemms=((64, 16, 64),),
-        causal=("ring", "balanced"), packed=("placed",),
+        causal=("ring",), packed=("placed",),
     ),
 }  # fmt: skip
 

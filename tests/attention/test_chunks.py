@@ -1,4 +1,4 @@
-"""Layouts, documents and chunks: where each token is stored, and that all ranks work equally.
+"""Documents and chunks: what each rank holds at every step, and that all ranks work equally.
 
 Runs on the host, with one small program per table.
 """
@@ -14,7 +14,7 @@ from packed_batches import pack
 from properties import examples
 from sequences import attended
 
-from jax_cp_dispatch.attention.algorithms import Hamilton, Ring
+from jax_cp_dispatch import Hamilton, Ring
 from jax_cp_dispatch.attention.rotating.key_chunks import Chunking
 from jax_cp_dispatch.documents.layouts import (
     contiguous_layout,
@@ -57,38 +57,6 @@ def tabulate(num_ranks, fns):
     return jax.tree.map(np.asarray, tables)
 
 
-def tokens_of(placement, rank):
-    tokens = np.asarray(placement.positions(rank))
-    return tokens[tokens >= 0]
-
-
-def pieces(chunking, rank, chunk):
-    """Returns the tokens of a chunk by definition: every C-th part of each of the rank's blocks."""
-    tokens = []
-    for first, length in chunking.layout.blocks[rank]:
-        rows = -(-chunking.layout.block_rows // chunking.num_chunks)
-        begin, end = (min(length, (chunk + i) * rows) for i in range(2))
-        tokens += range(first + begin, first + end)
-    return tokens
-
-
-# ---- Layout.
-
-
-@pytest.mark.parametrize("make", PLACEMENTS)
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 8])
-@pytest.mark.parametrize("per_rank", [1, 2, 5, 8])
-def test_every_token_is_on_one_rank_in_order(make, num_ranks, per_rank):
-    placement = make(num_ranks, per_rank)
-    assert placement.num_ranks == num_ranks
-    assert placement.num_tokens == num_ranks * per_rank
-    assert placement.num_rows >= per_rank
-    by_rank = [tokens_of(placement, rank) for rank in range(num_ranks)]
-    np.testing.assert_array_equal(np.sort(np.concatenate(by_rank)), np.arange(num_ranks * per_rank))
-    assert all(tokens.size == per_rank for tokens in by_rank if make is not halves_in_zigzag)
-    assert all((np.diff(tokens) > 0).all() for tokens in by_rank)
-
-
 # ---- Documents.
 
 
@@ -112,16 +80,10 @@ def test_attended_tokens_follow_the_definition(seed, longest, told_by, mask):
     np.testing.assert_array_equal(got[:2], want)
 
 
-@pytest.mark.parametrize("mask", [Causal(), Full(), Chunked(4)])
-def test_without_segment_ids_each_row_is_one_document(mask):
-    got = attended_tokens(PackedMask(mask), (2, 6))
-    np.testing.assert_array_equal(got[:2], attended((2, 6), None, None, mask))
-
-
 # ---- Chunks.
 
 
-@pytest.mark.parametrize("num_ranks", range(1, 10))
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 6, 9])
 def test_every_rank_holds_every_chunk_of_every_rank_once(num_ranks):
     """At step 0 each rank holds its own chunks, in their slots."""
     found = schedules(num_ranks)
@@ -138,57 +100,15 @@ def test_every_rank_holds_every_chunk_of_every_rank_once(num_ranks):
         np.testing.assert_array_equal(every, 0 * ranks + np.arange(num_ranks * C), err_msg=name)
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize(
-    "make, num_ranks, per_rank, num_chunks",
-    [
-        (contiguous_layout, 1, 4, 1),
-        (contiguous_layout, 2, 4, 3),
-        (zigzag_layout, 3, 7, 2),
-        (zigzag_layout, 2, 1, 5),
-        (halves_in_zigzag, 3, 5, 2),
-    ],
-)
-def test_held_chunks_are_read_in_order(make, num_ranks, per_rank, num_chunks, seed):
-    """Cuts any chunks of any ranks, orders them and restores them; also checks their key ranges."""
-    rng = np.random.default_rng(seed)
-    placement = make(num_ranks, per_rank)
-    chunking = Chunking(placement, num_chunks)
-    every = [(r, c) for r in range(num_ranks) for c in range(num_chunks)]
-    slots = rng.permutation(every)[:num_chunks]
-    of_slots = [pieces(chunking, *slot) for slot in slots]
-    tokens = np.sort(np.concatenate(of_slots)).astype(int)
-    start = rng.integers(0, placement.num_tokens + 1, (2, 5))
-    end = start + rng.integers(0, placement.num_tokens, (2, 5))
-
-    @jax.jit
-    def read(slots, start, end):
-        own = [placement.positions(rank)[None, :, None, None] for rank in range(num_ranks)]
-        cut = jnp.stack([chunking.cut(jnp.float32(x)) for x in own])
-        source, chunk = slots.T
-        held, order = cut[source, chunk], chunking.key_order(source, chunk)
-        rows = order.in_order(held, num_chunks * chunking.chunk_rows + 3)
-        is_token = jnp.arange(rows.shape[1])[:, None] < tokens.size
-        back = order.in_slots(jnp.where(is_token, rows + 1, jnp.nan))
-        same = jnp.all(chunking.uncut(cut[0], 1) == own[0])
-        return held, rows, back, same, order.ranges(start, end)
-
-    held, rows, back, same, (first, last) = jax.tree.map(np.asarray, read(slots, start, end))
-    assert same
-    np.testing.assert_array_equal(rows[0, : tokens.size, 0], tokens)
-    # Back again: tokens return to their rows, all other rows are zero.
-    want = [
-        np.where(np.isin(x, inside), x + 1, 0) for x, inside in zip(held, of_slots, strict=True)
-    ]
-    np.testing.assert_array_equal(back, want)
-    for i in np.ndindex(start.shape):
-        inside = (tokens >= start[i]) & (tokens < end[i])
-        np.testing.assert_array_equal(tokens[first[i] : last[i]], tokens[inside])
+# Each layout and each number of ranks with each number of rows.
+SIZES = [
+    *((contiguous_layout, 1, 6), (contiguous_layout, 3, 13), (contiguous_layout, 8, 1)),
+    *((zigzag_layout, 1, 13), (zigzag_layout, 3, 1), (zigzag_layout, 8, 6)),
+    *((halves_in_zigzag, 1, 1), (halves_in_zigzag, 3, 6), (halves_in_zigzag, 8, 13)),
+]
 
 
-@pytest.mark.parametrize("make", PLACEMENTS)
-@pytest.mark.parametrize("num_ranks", [1, 3, 4, 8])
-@pytest.mark.parametrize("per_rank", [1, 6, 13])
+@pytest.mark.parametrize("make, num_ranks, per_rank", SIZES)
 def test_most_tokens_of_a_step(make, num_ranks, per_rank):
     """No rank holds more at any step; with equal blocks all ranks hold the same number."""
     placement = make(num_ranks, per_rank)
@@ -233,7 +153,7 @@ def pairs(num_ranks, make, rows_per_chunk, *, causal=True):
     return {name: (rows_per_chunk * found[name].num_chunks, tables[name]) for name in found}
 
 
-@pytest.mark.parametrize("num_ranks", range(2, 10))
+@pytest.mark.parametrize("num_ranks", [2, 3, 6, 8])
 def test_causal_work_is_equal_for_all_ranks_at_every_step(num_ranks):
     """In zigzag layout the halves of chunks balance; step 0 also has the diagonal."""
     make = halves_in_zigzag if num_ranks in (3, 8) else zigzag_layout

@@ -1,7 +1,4 @@
-"""Every algorithm on global arrays: lengths that do not divide, and batch and head axes.
-
-`test_balanced_attention.py` covers "balanced" on all kinds of meshes, and invalid calls.
-"""
+"""The call on global arrays: axes of batch and heads, algorithms as values, and "auto"."""
 
 import copy
 import dataclasses
@@ -27,13 +24,13 @@ from jax_cp_dispatch import (
     Zigzag,
     choose_algorithm,
     context_parallel_attention,
-    plan_attention,
 )
 from jax_cp_dispatch.attention import auto, context_parallel
 from jax_cp_dispatch.attention.choose import choose_for
 from jax_cp_dispatch.attention.operands import Outputs
+from jax_cp_dispatch.attention.rotating.schedules import CycleSchedule
 from jax_cp_dispatch.cost import HARDWARE
-from jax_cp_dispatch.masks import Chunked, SlidingWindow
+from jax_cp_dispatch.masks import SlidingWindow
 from jax_cp_dispatch.planning.on_host import plan_on_host
 from jax_cp_dispatch.profiling import Choice
 
@@ -59,30 +56,12 @@ def program(mesh, **options):
     return run
 
 
-@pytest.mark.parametrize(
-    "algorithm, options",
-    [
-        (Balanced(PlanConfig(block=2)), {"mask": Chunked(5)}),
-        ("ring", {"mask": SlidingWindow(5), "scale": 0.3}),
-        ("zigzag", {"logit_soft_cap": 2.0}),
-        ("hamilton", {"mask": SlidingWindow(4, 4)}),
-        ("auto", {"mask": SlidingWindow(3)}),
-        ("auto", {"mask": SlidingWindow(3, 5)}),
-    ],
-)
-def test_equals_dense_attention(algorithm, options):
-    """Three ranks do not divide the tokens."""
-    case = Case("ring", 1, T, documents="both", batch=2, heads=(4, 2), **options)
-    check(case, draw(case), program(mesh_of(3, [2, 0, 1]), algorithm=algorithm, **options))
-
-
-@pytest.mark.parametrize("algorithm", ["ring", "balanced"])
-def test_explicit_axes_shard_equal_parts_only(algorithm):
+def test_explicit_axes_shard_equal_parts_only():
     """So they shard neither these tokens nor the result."""
     case = Case("ring", 1, T, documents="both", batch=2, heads=(4, 2))
     mesh = permuted_mesh((3,), (AXIS,), AxisType.Explicit)
     with jax.set_mesh(mesh):
-        check(case, draw(case), program(mesh, algorithm=algorithm))
+        check(case, draw(case), program(mesh, algorithm="ring"))
 
 
 @pytest.mark.parametrize(
@@ -90,7 +69,6 @@ def test_explicit_axes_shard_equal_parts_only(algorithm):
     [
         {"batch_axis": "data", "head_axis": "model"},
         {"batch_axis": ("data", "model")},
-        {"batch_axis": ["data"], "head_axis": ["model"]},
     ],
 )
 def test_axes_of_batch_and_heads(axes):
@@ -172,6 +150,7 @@ def test_algorithms_are_values():
     algorithms = [x for pair in EQUAL for x in pair if not isinstance(x, str)]
     assert len(set(algorithms)) == len(EQUAL)
     assert Hamilton(cycles=ROWS).cycles == ((0, 1),)
+    assert Hamilton(cycles=ROWS).schedule("a test", 2) == CycleSchedule(((0, 1),))
     assert all(copy.deepcopy(x) == x and hash(copy.deepcopy(x)) == hash(x) for x in algorithms)
 
 
@@ -181,8 +160,9 @@ def test_a_choice_can_be_passed_on():
     options = {"num_ranks": 4, "tokens_per_rank": 2**14, "layout": "zigzag", **sizes}
     choice = choose_algorithm(None, hardware=hardware, **options)
     assert choice.algorithm == Hamilton(nodes=2)
-    case = Case("ring", 1, 16)
-    check(case, draw(case), program(mesh_of(4), algorithm=choice.algorithm))
+    x = jax.ShapeDtypeStruct((1, 16, 1, 4), np.float32)
+    where = {"mesh": mesh_of(4), "axis_name": AXIS, "algorithm": choice.algorithm}
+    assert jax.eval_shape(partial(context_parallel_attention, **where), x, x, x).shape == x.shape
 
 
 @pytest.fixture
@@ -255,29 +235,6 @@ def test_auto_without_a_plan_that_fits(plans, programs):
     assert plans == [config]
     [(algorithm, has_plan)] = programs
     assert not isinstance(algorithm, Balanced) and not has_plan
-
-
-IDS = np.ones((1, T), np.int32)
-PLANNED = Documents(IDS).with_plan(plan_attention(IDS, world_size=2))
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"algorithm": Hamilton(nodes=3)}, "nodes is 3 but there are 2 ranks"),
-        ({"algorithm": Hamilton(nodes=2, cycles="direct")}, "got both nodes and cycles"),
-        (
-            {"documents": PLANNED, "mask": Chunked(3)},
-            r"mask is Chunked\(size=3\), but the documents have a plan for Causal\(\)",
-        ),
-    ],
-)
-@pytest.mark.usefixtures("unchecked_types")
-def test_invalid_calls_are_rejected(options, message):
-    x = np.ones((1, T, 2, 8), np.float32)
-    options = {"algorithm": "auto", **options}
-    with pytest.raises(ValueError, match=message):
-        context_parallel_attention(x, x, x, mesh=mesh_of(2), axis_name=AXIS, **options)
 
 
 def test_ulysses_needs_heads_for_every_rank():

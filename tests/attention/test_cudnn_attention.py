@@ -15,8 +15,8 @@ from attention_oracle import attention, attention_gradients
 from cudnn_emulation import Backward, Forward
 from local_cases import RANGES, assert_close, inputs
 
+from jax_cp_dispatch import local_attention
 from jax_cp_dispatch.attention.local import cudnn, uncut
-from jax_cp_dispatch.attention.local.local_attention import local_attention
 from jax_cp_dispatch.attention.local.local_options import LocalOptions
 
 SHAPES: Any = {"B": 1, "T": 256, "S": 256, "N": 4, "K": 2, "H": 64, "Hv": 64}

@@ -43,8 +43,6 @@ def local(x):
 
 DOOR = "context_parallel_attention"
 FUNCTIONS = {
-    "ring": inside("ring"),
-    "hamilton": inside("hamilton"),
     "balanced": inside("balanced"),
     "ring on global arrays": outside("ring"),
     "local_attention": local,
@@ -88,7 +86,7 @@ def test_other_derivatives_of_attention_are_rejected_by_name(name):
 def test_other_derivatives_are_rejected_without_jit():
     """Of few operations, each of which is a program: second derivatives compute the first."""
     as_it_is = lambda function: function
-    check_forward_mode(FUNCTIONS["ring"], DOOR, as_it_is)
+    check_forward_mode(FUNCTIONS["ring on global arrays"], DOOR, as_it_is)
     check_forward_mode(local, "local_attention", as_it_is)
     check_second_derivatives(local, "local_attention", as_it_is)
 

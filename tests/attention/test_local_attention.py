@@ -12,11 +12,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 from local_cases import BLOCKS, RANGES, assert_close, inputs, random_ranges, rows
 from properties import examples
 
-from jax_cp_dispatch.attention.local.local_attention import (
-    local_attention,
-    local_attention_backward,
-)
-from jax_cp_dispatch.attention.local.merge import merge_partials
+from jax_cp_dispatch import local_attention, local_attention_backward, merge_partials
 
 
 def with_cotangents(q, k, v, kv_start, kv_end, dout, dlse, **options):

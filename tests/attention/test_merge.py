@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 from jax.test_util import check_grads
 from properties import examples
 
-from jax_cp_dispatch.attention.local.merge import merge_partials
+from jax_cp_dispatch import merge_partials
 
 SHAPE = B, T, N, HV = 2, 3, 4, 5
 

@@ -5,7 +5,6 @@ import re
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from argument_table import PAGE, page, table
@@ -18,7 +17,7 @@ from jax_cp_dispatch.attention.peer_arguments import PEER_ARGUMENTS
 from jax_cp_dispatch.documents.order import is_in_order
 from jax_cp_dispatch.documents.segment_ids import read_documents
 
-ALGORITHMS = ("ring", "zigzag", "hamilton", "ulysses", "balanced")
+ALGORITHMS = ("zigzag", "ulysses", "balanced")  # rotating keys, tokens for heads, by a plan
 T = 64
 LENGTHS = [33, 10, 17, 4]  # the last ones are padding
 IDS = np.repeat([1, 2, 3, 0], LENGTHS)[None].astype(np.int32)
@@ -85,8 +84,10 @@ def test_documents_that_were_reordered_twice(algorithm):
         all_fail(again, "a document has several pieces in its batch row")
 
 
-@pytest.mark.parametrize("algorithm", ["ring", "ulysses"])
-@pytest.mark.parametrize("num_ranks, options", [(1, {}), (4, {"implementation": "xla"})])
+@pytest.mark.parametrize(
+    "algorithm, num_ranks, options",
+    [("ring", 1, {}), ("ulysses", 4, {"implementation": "xla"})],
+)
 def test_nan_without_a_transport_of_errors(algorithm, num_ranks, options):
     attend = attention(algorithm, num_ranks, **options)
     assert np.isfinite(attend(IDS, POSITIONS)).all()
@@ -154,8 +155,8 @@ def test_the_program_and_the_host_agree(row, with_positions, random):
     ],
 )
 def test_what_counts_as_in_order(ids, positions, accepted):
-    ids = jnp.asarray([ids], jnp.int32)
-    assert bool(is_in_order(ids, positions and jnp.asarray([positions], jnp.int32))) == accepted
+    ids = np.array([ids], np.int32)
+    assert bool(IN_ORDER(ids, positions and np.array([positions], np.int32))) == accepted
 
 
 @pytest.mark.usefixtures("unchecked_types")

@@ -69,10 +69,11 @@ def in_shard_map(algorithm, num_calls):
 
 @pytest.mark.parametrize("algorithm", MOST_LINES)
 def test_lines_of_one_call_and_of_a_second_equal_one(algorithm):
-    """A second equal call is a call of the functions of the first."""
-    first, both = (num_lines(of_all_ranks(algorithm), calls) for calls in (1, 2))
+    """A second equal call is a call of the functions of the first; below, of other algorithms."""
+    first = num_lines(of_all_ranks(algorithm), 1)
     assert first <= MOST_LINES[algorithm]
-    assert both - first <= first // 10
+    if algorithm in ("hamilton", "balanced"):
+        assert num_lines(of_all_ranks(algorithm), 2) - first <= first // 10
 
 
 @pytest.mark.parametrize("algorithm", ("ring", "placed", "ulysses"))

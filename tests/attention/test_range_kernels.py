@@ -18,11 +18,10 @@ from local_cases import RANGES, assert_close, inputs
 from on_mesh import mesh_of
 from sequences import Case, check, draw
 
-from jax_cp_dispatch import masks
+from jax_cp_dispatch import local_attention, masks
 from jax_cp_dispatch._ranks import runtime
 from jax_cp_dispatch._text import say_once
 from jax_cp_dispatch.attention.local import local_attention as local, range_kernels, uncut
-from jax_cp_dispatch.attention.local.local_attention import local_attention
 from jax_cp_dispatch.attention.rotating import attend as rotating
 
 

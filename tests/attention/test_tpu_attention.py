@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from array_masks import KINDS, random_mask
+from array_masks import random_mask
 from attention_oracle import masked_attention, masked_attention_gradients
 from jax.experimental.pallas import tpu as pltpu
 from local_cases import assert_close
 from mask_oracle import batch_ranges, batch_visible, range_pairs
 from packed_batches import pack
 
+from jax_cp_dispatch import local_attention
 from jax_cp_dispatch.attention.local import local_attention as local, tpu, uncut
 from jax_cp_dispatch.attention.local.backward import (
     SoftmaxGradients,
@@ -25,15 +26,14 @@ from jax_cp_dispatch.attention.local.backward import (
     finish_dq,
 )
 from jax_cp_dispatch.attention.local.blocks import RowRanges, cut_operands
-from jax_cp_dispatch.attention.local.local_attention import local_attention
 from jax_cp_dispatch.attention.local.local_options import LocalOptions
 from jax_cp_dispatch.attention.local.query_ranges import KeyQueries
 from jax_cp_dispatch.attention.local.rows import from_rows
 from jax_cp_dispatch.documents.ranges import PackedMask, attended_tokens
-from jax_cp_dispatch.masks import Causal, Chunked, Full, MaskRanges, SlidingWindow
+from jax_cp_dispatch.masks import Causal, MaskRanges, SlidingWindow
 
 T, CUT = 300, 140  # tokens; the keys of the first of two parts
-MASKS = {"full": Full(), "causal": Causal(), "window": SlidingWindow(60), "chunked": Chunked(70)}
+MASKS = {"causal": Causal(), "window": SlidingWindow(60)}
 SIZES = {"causal": (2, 1, 256, 256)}  # heads N, K and features H, Hv; others:
 USUAL_SIZES = 4, 2, 128, 128
 
@@ -100,7 +100,7 @@ def check(actual, wanted, tolerance):
         assert_close(x, y, tolerance)
 
 
-@pytest.mark.parametrize("name", [*MASKS, *KINDS])
+@pytest.mark.parametrize("name", [*MASKS, "tree", "ranges"])  # a range of keys; of queries too
 def test_masks(name):
     """Of documents and padding. Keys and queries that no range holds are NaN."""
     rng = np.random.default_rng()

@@ -9,7 +9,6 @@ from on_mesh import AXIS, mesh_of
 from jax_cp_dispatch import (
     Documents,
     context_parallel_attention,
-    place_tokens,
     plan_attention,
 )
 
@@ -18,34 +17,22 @@ pytestmark = pytest.mark.usefixtures("operations_compiled_once")
 W, LENGTHS = 2, [20, 4, 17, 19, 9, 59]
 IDS = np.repeat(np.arange(1, 1 + len(LENGTHS), dtype=np.int32), LENGTHS)[None]
 PLAN = plan_attention(lengths=LENGTHS, world_size=W)
-DOCUMENTS = {
-    "balanced": Documents(IDS).with_plan(PLAN),
-    "placed": place_tokens(LENGTHS, world_size=W).documents,
-}
+DOCUMENTS = Documents(IDS).with_plan(PLAN)
+OF_ANOTHER_BATCH = Documents.in_order(
+    IDS[:, ::-1], DOCUMENTS.positions, DOCUMENTS.plans, order=DOCUMENTS.order, columns=IDS.shape[1]
+)
 
 
-def on_each_rank(algorithm, q, k, v, documents):
+def on_each_rank(q, k, v, documents):
     rows = P(None, AXIS)
 
     def local(q, k, v, documents):
         options = {"documents": documents, "axis_name": AXIS}
-        return context_parallel_attention(q, k, v, algorithm=algorithm, **options)
+        return context_parallel_attention(q, k, v, algorithm="balanced", **options)
 
     in_specs = rows, rows, rows, documents.specs(AXIS)
     mapped = jax.shard_map(local, mesh=mesh_of(W), in_specs=in_specs, out_specs=rows)
     return mapped(q, k, v, documents)
-
-
-def on_global_arrays(algorithm, q, k, v, documents):
-    options = {"mesh": mesh_of(W), "axis_name": AXIS, "documents": documents}
-    return context_parallel_attention(q, k, v, algorithm=algorithm, **options)
-
-
-def of_another_batch(documents):
-    return Documents.in_order(
-        documents.segment_ids[:, ::-1], documents.positions, documents.plans,
-        order=documents.order, columns=documents.columns,
-    )  # fmt: skip
 
 
 def drawn():
@@ -53,35 +40,29 @@ def drawn():
     return [rng.normal(size=(1, sum(LENGTHS), n, 8)).astype(np.float32) for n in (2, 1, 1)]
 
 
-# XLA compiles each operation by itself: each algorithm and each place once, not all pairs.
-# Gradients of placed attention take fewer operations than those of balanced attention, none others;
-# those over global arrays are tested with rings.
-@pytest.mark.parametrize(
-    "algorithm, call, has_gradients",
-    [("balanced", on_each_rank, True), ("placed", on_global_arrays, False)],
-)
-def test_values_gradients_and_errors(algorithm, call, has_gradients):
-    qkv, documents = drawn(), DOCUMENTS[algorithm]
+# XLA compiles each operation by itself. Placed attention takes fewer operations, none others.
+def test_values_gradients_and_errors():
+    qkv = drawn()
 
     def loss(qkv):
-        out = call(algorithm, *qkv, documents)
+        out = on_each_rank(*qkv, DOCUMENTS)
         return (out**2).sum(), out
 
-    step = jax.value_and_grad(loss, has_aux=True) if has_gradients else loss
+    step = jax.value_and_grad(loss, has_aux=True)
     wanted = jax.jit(step)(qkv)
     with jax.disable_jit():
         found = step(qkv)
         with pytest.raises(jax.errors.JaxRuntimeError, match="made for another batch"):
-            jax.block_until_ready(call(algorithm, *qkv, of_another_batch(documents)))
+            jax.block_until_ready(on_each_rank(*qkv, OF_ANOTHER_BATCH))
     # The same operations, which XLA fuses otherwise: they round otherwise.
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5), found, wanted)
 
 
-def test_gradients_of_rings():
+def test_rings():
     """Of two ranks: between the first and the last step of a ring there is none."""
     q = np.random.default_rng().normal(size=(1, 16, 1, 8)).astype(np.float32)
     options = {"mesh": mesh_of(W), "axis_name": AXIS, "algorithm": "ring"}
-    step = jax.grad(lambda x: (context_parallel_attention(x, x, x, **options) ** 2).sum())
+    step = lambda x: context_parallel_attention(x, x, x, **options)
     wanted = jax.jit(step)(q)
     with jax.disable_jit():
         found = step(q)

@@ -20,10 +20,14 @@ from jax_cp_dispatch._ranks.communicator import Communicator
 from jax_cp_dispatch._ranks.gpu import peers
 from jax_cp_dispatch._ranks.gpu.slabs import Slabs
 from jax_cp_dispatch._text import say_once
-from jax_cp_dispatch.buffers import create_comm_overlap_buffer, destroy_comm_overlap_buffer
+from jax_cp_dispatch.buffers import (
+    CommOverlapMethod,
+    CommOverlapType,
+    create_comm_overlap_buffer,
+    destroy_comm_overlap_buffer,
+)
 from jax_cp_dispatch.comm_gemm.engine.gemm_call import GemmCall, Overlap
 from jax_cp_dispatch.comm_gemm.engine.on_gpu import run_all_ranks
-from jax_cp_dispatch.comm_gemm.types import CommOverlapMethod, CommOverlapType
 
 W, ORDER = 4, [3, 1, 0, 2]
 ROOT = pathlib.Path(__file__).parents[2]

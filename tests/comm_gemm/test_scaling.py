@@ -11,13 +11,7 @@ from jax.sharding import PartitionSpec as P
 from on_mesh import AXIS, mesh_of, on_ranks
 from properties import examples
 
-from jax_cp_dispatch.comm_gemm.scaled.quantize import (
-    DelayedScaling,
-    Quantized,
-    dequantize,
-    quantize,
-)
-from jax_cp_dispatch.comm_gemm.types import ScalingMode
+from jax_cp_dispatch.scaling import DelayedScaling, Quantized, ScalingMode, dequantize, quantize
 
 pytestmark = pytest.mark.usefixtures("full_optimization")  # roundings
 

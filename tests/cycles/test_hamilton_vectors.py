@@ -8,10 +8,14 @@ from hamilton_vectors import recorded, recorded_attention
 from jax.sharding import PartitionSpec as P
 from on_mesh import AXIS, mesh_of
 
-from jax_cp_dispatch import Documents, context_parallel_attention
-from jax_cp_dispatch.attention.local.merge import merge_partials
+from jax_cp_dispatch import (
+    Documents,
+    context_parallel_attention,
+    merge_partials,
+    zigzag_permutation,
+)
 from jax_cp_dispatch.attention.rotating.key_chunks import Chunking
-from jax_cp_dispatch.documents.layouts import zigzag_layout, zigzag_permutation
+from jax_cp_dispatch.documents.layouts import zigzag_layout
 
 
 def by_rank(name):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 from comm_gemm_refusals import trace
 from on_mesh import AXIS, mesh_of, on_ranks
-from refusals import LENGTHS, WHERE, T, W, X, check_names, check_rejected
+from refusals import LENGTHS, WHERE, T, W, X, check_names, check_rejected, each
 
 import jax_cp_dispatch as cp
 
@@ -72,89 +72,83 @@ def dispatch_qkv_outside(kv_metadata: Any):
     cp.dispatch_qkv(q, q, PLAN, kv_metadata, **options)
 
 
-# Name, call, and the message after "<operation>: ".
-CASES = [
-    # Rows.
-    ("dispatch", lambda: dispatch(capacity=None), "got neither of capacity and buffer"),
-    ("dispatch", lambda: dispatch(buffer=1), "got both of capacity and buffer"),
-    ("dispatch", lambda: dispatch(capacity=1.5), "capacity is 1.5; it needs to be a static int"),
-    ("dispatch", lambda: dispatch(capacity=True), "capacity is True; it needs to be a static int"),
-    (
-        "dispatch",
-        lambda: jax.eval_shape(lambda n: dispatch(capacity=n), 4),
-        "capacity is .*; it needs to be a static int",
-    ),
-    ("dispatch", lambda: dispatch(capacity=-1), "capacity is -1; it needs to be at least 0"),
-    (
-        "dispatch",
-        lambda: dispatch(capacity=2**40),
-        "capacity is 1099511627776, but row numbers have 32 bits. Pass at most 2147483647",
-    ),
-    ("dispatch", lambda: dispatch(jnp.zeros((W, 1, 2**20)), capacity=2**30), "any machine has"),
-    ("combine", lambda: combine(num_tokens=None), "num_tokens is None; it needs to be a static"),
-    ("combine", lambda: combine(num_tokens=-3), "num_tokens is -3; it needs to be at least 0"),
-    ("combine", lambda: combine(num_tokens=2**31), "num_tokens is 2147483648, but row numbers"),
-    ("dispatch_qkv", lambda: dispatch_qkv(kv_capacity=-1), "kv_capacity is -1; it needs to be at"),
-    ("dispatch_qkv", lambda: dispatch_qkv(q_capacity=None), "got neither of q_capacity and q_buf"),
-    ("dispatch_qkv", lambda: dispatch_qkv(kv_buffer=1), "got both of kv_capacity and kv_buffer"),
-    ("combine_qkv", lambda: combine_qkv(q_num_tokens=-2), "q_num_tokens is -2; it needs"),
-    ("combine_qkv", lambda: combine_qkv(kv_num_tokens=-1), "kv_num_tokens is -1; it needs"),
-    # Arrays.
-    ("dispatch", lambda: dispatch([]), "x holds no array"),
-    ("dispatch", lambda: dispatch(X[:, 0, 0]), "x holds a scalar; every array needs rows"),
-    ("dispatch", lambda: dispatch((X, X[:, :4])), r"the arrays of x have \[6, 4\] rows"),
-    ("dispatch", lambda: dispatch(X.astype(jnp.int4)), "x has dtype int4, less than a byte"),
-    (
-        "dispatch",
-        lambda: dispatch(jax.random.split(jax.random.key(0), (W, T))),
-        "x has dtype key.*; move its data, not the keys",
-    ),
-    ("dispatch", lambda: dispatch(out=X), r"out holds .* but the result is float32\[24, 2\]"),
-    ("dispatch", lambda: dispatch(out=1.0), r"out holds float32\[\] but the result is float32\["),
-    ("combine", lambda: combine(X > 0), "cannot sum bool; it sums bfloat16"),
-    ("dispatch_qkv", lambda: dispatch_qkv(q_out=X), "only one of q_out and kv_out. Pass both or"),
-    ("dispatch_qkv", lambda: dispatch_qkv(()), "kv holds no array"),
-    ("dispatch_qkv", lambda: dispatch_qkv((X, X[:, :4])), r"the arrays of kv have \[6, 4\] rows"),
-    # Ranks.
-    ("dispatch", lambda: dispatch(axis_name=3), "axis_name is 3; it needs the name of one mesh"),
-    ("dispatch", lambda: dispatch(axis_name="no"), "axis_name 'no' is not an axis of the mesh"),
-    ("dispatch", lambda: dispatch(axis_name=()), r"axis_name is \(\); it needs one mesh axis, or"),
-    ("dispatch", lambda: dispatch(axis_name=(AXIS,) * 2), r"is \('cp', 'cp'\); it needs one mesh"),
-    ("dispatch", on_vmap_axis, "axis_name 'v' is an axis of jax.vmap here"),
-    ("dispatch", outside, "no mesh with axis 'cp' was found. Call dispatch in"),
-    ("dispatch", lambda: outside(mesh=AXIS), "mesh is 'cp'; it needs to be a jax.sharding.Mesh"),
-    ("ring_exchange", lambda: ring_exchange(axis_name=3), "axis_name is 3; it needs"),
-    ("ring_exchange", lambda: ring_exchange(shift=1.5), "shift is 1.5; it needs to be an integer"),
-    ("chunk_exchange", lambda: chunk_exchange(axis_name=3), "axis_name is 3; it needs"),
-    # Deadlines, multiprocessors and implementations.
-    ("dispatch", lambda: dispatch(deadline=0), "deadline is 0; it needs to be a positive"),
-    ("dispatch", lambda: dispatch(deadline=float("nan")), "deadline is nan; it needs to be"),
-    ("ring_exchange", lambda: ring_exchange(deadline=-1), "deadline is -1; it needs"),
-    ("dispatch", lambda: dispatch(num_comm_sm=0), "num_comm_sm is 0; it needs to be at least 1"),
-    ("combine", lambda: combine(num_comm_sm=-4), "num_comm_sm is -4; it needs to be at least"),
-    ("dispatch_qkv", lambda: dispatch_qkv(num_comm_sm=1.5), "num_comm_sm is 1.5; it needs to be"),
-    ("combine_qkv", lambda: combine_qkv(num_comm_sm=True), "num_comm_sm is True; it needs to be"),
-    ("dispatch", lambda: dispatch(implementation="nccl"), "is 'nccl'; it needs to be 'in_process'"),
-    # Plans.
-    ("dispatch", lambda: outside((PLAN, None)), "metadata is tuple; it needs to be Metadata"),
-    ("dispatch", lambda: dispatch(plan=plan_of(seq_len=LENGTHS * 1.0)),
-     "metadata.seq_len has dtype float32; ranks, rows and"),
-    ("dispatch", lambda: dispatch(plan=plan_of(dst_offset=PLAN.dst_offset[:, :1])),
-     r"metadata.dst_offset has shape \[1\] but seq_len \[2\]"),
-    ("dispatch", lambda: dispatch(plan=plan_of(world_size=8)),
-     "world_size=8 but axis 'cp' has 4 devices"),
-    ("dispatch_qkv", lambda: dispatch_qkv_outside(PLAN.get_slice(0)),
-     r"metadata.seq_len has shape \[2\]; it needs \[4, S\]"),
-]  # fmt: skip
+# By operation: a call, and the message after "<operation>: ".
+CASES = {
+    "dispatch": [
+        # Rows.
+        (lambda: dispatch(capacity=None), "got neither of capacity and buffer"),
+        (lambda: dispatch(buffer=1), "got both of capacity and buffer"),
+        (lambda: dispatch(capacity=1.5), "capacity is 1.5; it needs to be a static int"),
+        (lambda: dispatch(capacity=True), "capacity is True; it needs to be a static int"),
+        (lambda: jax.eval_shape(lambda n: dispatch(capacity=n), 4), "capacity is .*; it needs to"),
+        (lambda: dispatch(capacity=-1), "capacity is -1; it needs to be at least 0"),
+        (lambda: dispatch(capacity=2**40), "capacity is 1099511627776, but row numbers have 32"),
+        (lambda: dispatch(jnp.zeros((W, 1, 2**20)), capacity=2**30), "any machine has"),
+        # Arrays.
+        (lambda: dispatch([]), "x holds no array"),
+        (lambda: dispatch(X[:, 0, 0]), "x holds a scalar; every array needs rows"),
+        (lambda: dispatch((X, X[:, :4])), r"the arrays of x have \[6, 4\] rows"),
+        (lambda: dispatch(X.astype(jnp.int4)), "x has dtype int4, less than a byte"),
+        (lambda: dispatch(jax.random.split(jax.random.key(0), (W, T))), "x has dtype key.*; move"),
+        (lambda: dispatch(out=X), r"out holds .* but the result is float32\[24, 2\]"),
+        (lambda: dispatch(out=1.0), r"out holds float32\[\] but the result is float32\["),
+        # Ranks.
+        (lambda: dispatch(axis_name=3), "axis_name is 3; it needs the name of one mesh"),
+        (lambda: dispatch(axis_name="no"), "axis_name 'no' is not an axis of the mesh"),
+        (lambda: dispatch(axis_name=()), r"axis_name is \(\); it needs one mesh axis, or"),
+        (lambda: dispatch(axis_name=(AXIS,) * 2), r"is \('cp', 'cp'\); it needs one mesh"),
+        (on_vmap_axis, "axis_name 'v' is an axis of jax.vmap here"),
+        (outside, "no mesh with axis 'cp' was found. Call dispatch in"),
+        (lambda: outside(mesh=AXIS), "mesh is 'cp'; it needs to be a jax.sharding.Mesh"),
+        # Deadlines, multiprocessors and implementations.
+        (lambda: dispatch(deadline=0), "deadline is 0; it needs to be a positive"),
+        (lambda: dispatch(deadline=float("nan")), "deadline is nan; it needs to be"),
+        (lambda: dispatch(num_comm_sm=0), "num_comm_sm is 0; it needs to be at least 1"),
+        (lambda: dispatch(implementation="nccl"), "is 'nccl'; it needs to be 'in_process'"),
+        # Plans.
+        (lambda: outside((PLAN, None)), "metadata is tuple; it needs to be Metadata"),
+        (lambda: dispatch(plan=plan_of(seq_len=LENGTHS * 1.0)), "metadata.seq_len has dtype"),
+        (lambda: dispatch(plan=plan_of(dst_offset=PLAN.dst_offset[:, :1])), "metadata.dst_offset"),
+        (lambda: dispatch(plan=plan_of(world_size=8)), "world_size=8 but axis 'cp' has 4 devices"),
+    ],
+    "combine": [
+        (lambda: combine(num_tokens=None), "num_tokens is None; it needs to be a static"),
+        (lambda: combine(num_tokens=-3), "num_tokens is -3; it needs to be at least 0"),
+        (lambda: combine(num_tokens=2**31), "num_tokens is 2147483648, but row numbers"),
+        (lambda: combine(X > 0), "cannot sum bool; it sums bfloat16"),
+        (lambda: combine(num_comm_sm=-4), "num_comm_sm is -4; it needs to be at least"),
+    ],
+    "dispatch_qkv": [
+        (lambda: dispatch_qkv(kv_capacity=-1), "kv_capacity is -1; it needs to be at"),
+        (lambda: dispatch_qkv(q_capacity=None), "got neither of q_capacity and q_buf"),
+        (lambda: dispatch_qkv(kv_buffer=1), "got both of kv_capacity and kv_buffer"),
+        (lambda: dispatch_qkv(q_out=X), "only one of q_out and kv_out. Pass both or"),
+        (lambda: dispatch_qkv(()), "kv holds no array"),
+        (lambda: dispatch_qkv((X, X[:, :4])), r"the arrays of kv have \[6, 4\] rows"),
+        (lambda: dispatch_qkv(num_comm_sm=1.5), "num_comm_sm is 1.5; it needs to be"),
+        (lambda: dispatch_qkv_outside(PLAN.get_slice(0)), r"metadata.seq_len has shape \[2\]; it"),
+    ],
+    "combine_qkv": [
+        (lambda: combine_qkv(q_num_tokens=-2), "q_num_tokens is -2; it needs"),
+        (lambda: combine_qkv(kv_num_tokens=-1), "kv_num_tokens is -1; it needs"),
+        (lambda: combine_qkv(num_comm_sm=True), "num_comm_sm is True; it needs to be"),
+    ],
+    "ring_exchange": [
+        (lambda: ring_exchange(axis_name=3), "axis_name is 3; it needs"),
+        (lambda: ring_exchange(shift=1.5), "shift is 1.5; it needs to be an integer"),
+        (lambda: ring_exchange(deadline=-1), "deadline is -1; it needs"),
+    ],
+    "chunk_exchange": [(lambda: chunk_exchange(axis_name=3), "axis_name is 3; it needs")],
+}
 
 
 def test_the_list_is_of_public_functions():
     check_names(CASES)
 
 
-@pytest.mark.parametrize("index", range(len(CASES)), ids=lambda i: f"{CASES[i][0]}-{i}")
-def test_rejected(index):
-    check_rejected(*CASES[index])
+@each(CASES)
+def test_rejected(name, call, says):
+    check_rejected(name, call, says)
 
 
 def test_another_platform():

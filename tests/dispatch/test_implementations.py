@@ -15,8 +15,6 @@ from jax_cp_dispatch import Metadata, available_implementations, combine, dispat
 from jax_cp_dispatch._ranks.implementations import IMPLEMENTATIONS, Operation
 from jax_cp_dispatch._text import say_once
 
-pytestmark = pytest.mark.usefixtures("full_optimization")  # the same bits
-
 W, S, T = 4, 5, 8
 MESH_ORDER = [2, 0, 3, 1]
 
@@ -101,56 +99,6 @@ def test_every_summable_dtype_returns(implementation, wide_types):
         wide = np.complex128 if "complex" in name else np.float64
         expected = combined(plan, rows, T, wide).astype(rows.dtype)
         np.testing.assert_array_equal(bits(got[name]), bits(expected), err_msg=name)
-
-
-def test_a_row_with_one_source_keeps_its_bits_by_xla():
-    """Every NaN and -0.0, whether rows are named in order or by `src_offset`."""
-    rng, plan = np.random.default_rng(3), plan_of("one replica")
-    y = [random_bits(rng, n, W, capacity_of(plan), 2) for n in ("float32", "bfloat16", FLOAT8[3])]
-
-    def local(y, m):
-        return combine(y, m, axis_name=AXIS, num_tokens=T, implementation="xla")
-
-    run = on_ranks(local, mesh_of(W))
-    starts = np.cumsum(plan["seq_len"], 1, dtype=np.uint32) - plan["seq_len"]
-    for fields in (plan, {**plan, "src_offset": starts}):
-        for total, rows in zip(run(y, Metadata(**fields)), y, strict=True):
-            raw = rows.view(f"u{rows.itemsize}")
-            np.testing.assert_array_equal(bits(total), bits(combined(plan, raw, T, raw.dtype)))
-
-
-@pytest.mark.parametrize("kind", ["three replicas", "rows named twice"])
-def test_values_and_gradients_are_the_same_bits(kind):
-    """Sums round once, in one order, so all implementations round alike."""
-    rng = np.random.default_rng(2)
-    plan = plan_of(kind)
-    capacity = capacity_of(plan)
-    draw = lambda rows, dtype: rng.normal(size=(W, rows, 5)).astype(dtype)
-    x = {"wide": draw(T, np.float32), "narrow": draw(T, jnp.bfloat16)}
-    y = {"wide": draw(capacity, np.float32), "narrow": draw(capacity, jnp.bfloat16)}
-    results = {}
-    for name in "in_process", "xla":
-
-        def local(x, y, m, name=name):
-            options: Any = {"axis_name": AXIS, "implementation": name}
-            send = lambda x: dispatch(x, m, capacity=capacity, **options)
-            combine_rows = lambda y: combine(y, m, num_tokens=T, **options)
-            (sent, pull), (home, push) = jax.vjp(send, x), jax.vjp(combine_rows, y)
-            twice = lambda tree: jax.tree.map(lambda a: 2 * a, tree)
-            return sent, home, pull(twice(y))[0], push(twice(x))[0]
-
-        results[name] = on_ranks(local, mesh_of(W, MESH_ORDER))(x, y, Metadata(**plan))
-    for one, other in zip(*map(jax.tree.leaves, results.values()), strict=True):
-        np.testing.assert_array_equal(bits(one), bits(other))
-    sent, home, pulled, pushed = results["xla"]
-    for name in x:
-        rounded = lambda a: a.astype(y[name].dtype)  # noqa: B023
-        total = combined(plan, y[name], T, np.float32)
-        np.testing.assert_array_equal(bits(sent[name]), bits(dispatched(plan, x[name], capacity)))
-        np.testing.assert_array_equal(bits(home[name]), bits(rounded(total)))
-        np.testing.assert_array_equal(bits(pulled[name]), bits(rounded(2 * total)))
-        expected = dispatched(plan, rounded(2 * x[name]), capacity)
-        np.testing.assert_array_equal(bits(pushed[name]), bits(expected))
 
 
 def test_on_arrays_of_all_ranks(implementation):
@@ -394,3 +342,58 @@ def test_lowering_for_a_platform_without_a_transport(place):
         lower(None)
         lower(None)
     assert len(said) == 1, "one warning for dispatch, combine and all later calls"
+
+
+# ---- Last, with all optimizations: they must not change the bits.
+
+
+@pytest.mark.usefixtures("full_optimization")
+@pytest.mark.parametrize("kind", ["three replicas", "rows named twice"])
+def test_values_and_gradients_are_the_same_bits(kind):
+    """Sums round once, in one order, so all implementations round alike."""
+    rng = np.random.default_rng(2)
+    plan = plan_of(kind)
+    capacity = capacity_of(plan)
+    draw = lambda rows, dtype: rng.normal(size=(W, rows, 5)).astype(dtype)
+    x = {"wide": draw(T, np.float32), "narrow": draw(T, jnp.bfloat16)}
+    y = {"wide": draw(capacity, np.float32), "narrow": draw(capacity, jnp.bfloat16)}
+    results = {}
+    for name in "in_process", "xla":
+
+        def local(x, y, m, name=name):
+            options: Any = {"axis_name": AXIS, "implementation": name}
+            send = lambda x: dispatch(x, m, capacity=capacity, **options)
+            combine_rows = lambda y: combine(y, m, num_tokens=T, **options)
+            (sent, pull), (home, push) = jax.vjp(send, x), jax.vjp(combine_rows, y)
+            twice = lambda tree: jax.tree.map(lambda a: 2 * a, tree)
+            return sent, home, pull(twice(y))[0], push(twice(x))[0]
+
+        results[name] = on_ranks(local, mesh_of(W, MESH_ORDER))(x, y, Metadata(**plan))
+    for one, other in zip(*map(jax.tree.leaves, results.values()), strict=True):
+        np.testing.assert_array_equal(bits(one), bits(other))
+    sent, home, pulled, pushed = results["xla"]
+    for name in x:
+        rounded = lambda a: a.astype(y[name].dtype)  # noqa: B023
+        total = combined(plan, y[name], T, np.float32)
+        np.testing.assert_array_equal(bits(sent[name]), bits(dispatched(plan, x[name], capacity)))
+        np.testing.assert_array_equal(bits(home[name]), bits(rounded(total)))
+        np.testing.assert_array_equal(bits(pulled[name]), bits(rounded(2 * total)))
+        expected = dispatched(plan, rounded(2 * x[name]), capacity)
+        np.testing.assert_array_equal(bits(pushed[name]), bits(expected))
+
+
+@pytest.mark.usefixtures("full_optimization")
+def test_a_row_with_one_source_keeps_its_bits_by_xla():
+    """Every NaN and -0.0, whether rows are named in order or by `src_offset`."""
+    rng, plan = np.random.default_rng(3), plan_of("one replica")
+    y = [random_bits(rng, n, W, capacity_of(plan), 2) for n in ("float32", "bfloat16", FLOAT8[3])]
+
+    def local(y, m):
+        return combine(y, m, axis_name=AXIS, num_tokens=T, implementation="xla")
+
+    run = on_ranks(local, mesh_of(W))
+    starts = np.cumsum(plan["seq_len"], 1, dtype=np.uint32) - plan["seq_len"]
+    for fields in (plan, {**plan, "src_offset": starts}):
+        for total, rows in zip(run(y, Metadata(**fields)), y, strict=True):
+            raw = rows.view(f"u{rows.itemsize}")
+            np.testing.assert_array_equal(bits(total), bits(combined(plan, raw, T, raw.dtype)))

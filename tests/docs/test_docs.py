@@ -5,13 +5,10 @@ import re
 import subprocess
 import sys
 
-import pytest
-
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-@pytest.mark.usefixtures("environment_of_a_user")
 def test_first_example_of_the_readme(tmp_path):
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.S)
     checks = "\nassert dq.shape == q.shape and dk.shape == k.shape and dv.shape == v.shape\n"

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from metadata_oracle import kv_arguments
-from refusals import NO_PLAN, X, check_names, check_rejected
+from refusals import NO_PLAN, X, check_names, check_rejected, each
 
 import jax_cp_dispatch as cp
 from jax_cp_dispatch.metadata import compute_attn_layout_seqlens, compute_metadata_kv
@@ -42,86 +42,77 @@ def simulate(output: Any = OUT, plan: Any = PLAN):
     return orchestrate_simulate(np.zeros((2, 3), np.float32), output, plan)
 
 
-# Name, call, and the message after "<operation>: ".
-CASES = [
-    ("compute_metadata", lambda: plan_q(SEQ_LEN * 1.0), "seq_len has dtype float64; .* integer"),
-    ("compute_metadata", lambda: plan_q(dispatch=DISPATCH > 0), "dispatch has dtype bool"),
-    ("compute_metadata", lambda: plan_q(SEQ_LEN[0]), r"seq_len has shape \(3,\); .*\[W, S\]"),
-    ("compute_metadata", lambda: plan_q(dispatch=DISPATCH[:, :2]), r"needs \[2, 3\] or"),
-    (
-        "compute_metadata",
-        lambda: plan_q(dispatch=DISPATCH + 1),
-        r"dispatch at rank 0, slot 0 is 2; it needs to lie in \[-1, 1\]",
-    ),
-    ("compute_metadata", lambda: plan_q(-SEQ_LEN), "seq_len at rank 0, slot 0 is -4; it needs to"),
-    ("compute_metadata", lambda: plan_q(SEQ_LEN * 2**29), "at most 4294967295"),
-    (
-        "compute_metadata",
-        lambda: plan_q(max_recv_seqs=2),
-        "rank 0 would receive 3 shards but max_recv_seqs is 2. Pass max_recv_seqs>=3",
-    ),
-    ("compute_metadata", lambda: plan_q(max_recv_seqs=0), "at least 1"),
-    (
-        "compute_metadata",
-        lambda: jax.eval_shape(lambda n: plan_q(max_recv_seqs=n), 4),
-        "max_recv_seqs is traced; it needs to be a static int",
-    ),
-    (
-        "compute_metadata",
-        lambda: jax.eval_shape(cp.compute_metadata, SEQ_LEN, DISPATCH),
-        "traced values. Pass max_recv_seqs",
-    ),
-    (
-        "compute_attn_layout_seqlens",
-        lambda: compute_attn_layout_seqlens(SEQ_LEN, SEQ_LEN[:1], DISPATCH),
-        r"shard_context has shape \(1, 3\); it needs",
-    ),
-    *(
-        ("compute_metadata_kv", lambda args=args: plan_kv(*args), says)
-        for *args, says in (
-            (0, lambda x: x[..., :1], "kv_to_q_mapping has shape"),
-            (0, lambda x: np.where(x >= 0, x + 9, x), "kv_to_q_mapping at rank"),
-            (1, lambda x: x + 9, "kv_to_q_rank at rank"),
-            (1, lambda x: x.clip(max=0), "kv_to_q_rank at rank .* differ from the other KV shards"),
-            (2, lambda x: x + 99, "kv_context_size at rank"),
-            (4, lambda x: x[:1], "q_to_num_kv_token has shape"),
-            (6, lambda x: x + 99, "num_seqs at rank 0"),
-            (7, lambda x: x + 9, "q_dispatch at rank 0, slot 0"),
+# By operation: a call, and the message after "<operation>: ".
+CASES = {
+    "compute_metadata": [
+        (lambda: plan_q(SEQ_LEN * 1.0), "seq_len has dtype float64; .* integer"),
+        (lambda: plan_q(dispatch=DISPATCH > 0), "dispatch has dtype bool"),
+        (lambda: plan_q(SEQ_LEN[0]), r"seq_len has shape \(3,\); .*\[W, S\]"),
+        (lambda: plan_q(dispatch=DISPATCH[:, :2]), r"needs \[2, 3\] or"),
+        (lambda: plan_q(dispatch=DISPATCH + 1), "dispatch at rank 0, slot 0 is 2; it needs to lie"),
+        (lambda: plan_q(-SEQ_LEN), "seq_len at rank 0, slot 0 is -4; it needs to"),
+        (lambda: plan_q(SEQ_LEN * 2**29), "at most 4294967295"),
+        (lambda: plan_q(max_recv_seqs=2), "rank 0 would receive 3 shards but max_recv_seqs is 2."),
+        (lambda: plan_q(max_recv_seqs=0), "at least 1"),
+        (lambda: jax.eval_shape(lambda n: plan_q(max_recv_seqs=n), 4), "max_recv_seqs is traced;"),
+        (lambda: jax.eval_shape(cp.compute_metadata, SEQ_LEN, DISPATCH), "traced values. Pass"),
+    ],
+    "compute_attn_layout_seqlens": [
+        (
+            lambda: compute_attn_layout_seqlens(SEQ_LEN, SEQ_LEN[:1], DISPATCH),
+            r"shard_context has shape \(1, 3\); it needs",
         )
-    ),
-    ("gen_seq_lens", lambda: lengths(world_size=0), "world_size is 0; it needs to be at least 1"),
-    ("gen_seq_lens", lambda: lengths(world_size=True), "world_size is True; it needs to be an int"),
-    ("gen_seq_lens", lambda: lengths(num_seqs=2.0), "num_seqs is 2.0; it needs to be"),
-    ("gen_seq_lens", lambda: lengths(total_len=10.5), "total_len is 10.5; it needs to be"),
-    (
-        "gen_seq_lens",
-        lambda: lengths(total_len=3),
-        "total_len 3 is less than num_seqs 4, .* Pass total_len>=4",
-    ),
-    *(
-        ("create_qkv_dispatch", lambda sizes=sizes: create_qkv_dispatch(KEY, *sizes), says)
-        for sizes, says in (
-            ((0, 8, 1, 4), "world_size is 0; it needs to be at least 1"),
-            ((2, 10, 1, 4), "10 is not divisible.*Pass a multiple of 4"),
-            ((2, 8, 3, 4), "too short"),
-            ((2, 8, 1, 0), "at least 1"),
+    ],
+    "compute_metadata_kv": [
+        *(
+            (lambda args=args: plan_kv(*args), says)
+            for *args, says in (
+                (0, lambda x: x[..., :1], "kv_to_q_mapping has shape"),
+                (0, lambda x: np.where(x >= 0, x + 9, x), "kv_to_q_mapping at rank"),
+                (1, lambda x: x + 9, "kv_to_q_rank at rank"),
+                (
+                    1,
+                    lambda x: x.clip(max=0),
+                    "kv_to_q_rank at rank .* differ from the other KV shards",
+                ),
+                (2, lambda x: x + 99, "kv_context_size at rank"),
+                (4, lambda x: x[:1], "q_to_num_kv_token has shape"),
+                (6, lambda x: x + 99, "num_seqs at rank 0"),
+                (7, lambda x: x + 9, "q_dispatch at rank 0, slot 0"),
+            )
         )
-    ),
-    (
-        "orchestrate_simulate",
-        lambda: orchestrate_simulate(X[:2], X[:1], PLAN),
-        r"shape \(1, 6, 2\); it needs all 2 ranks",
-    ),
-    ("orchestrate_simulate", lambda: simulate(OUT[:, :, None]), "row of output"),
-    ("orchestrate_simulate", lambda: simulate(plan=PLAN.get_slice(0)), "metadata has shape"),
-    ("orchestrate_simulate", lambda: simulate(plan=NO_PLAN), "is ndarray; it needs"),
-]
+    ],
+    "gen_seq_lens": [
+        (lambda: lengths(world_size=0), "world_size is 0; it needs to be at least 1"),
+        (lambda: lengths(world_size=True), "world_size is True; it needs to be an int"),
+        (lambda: lengths(num_seqs=2.0), "num_seqs is 2.0; it needs to be"),
+        (lambda: lengths(total_len=10.5), "total_len is 10.5; it needs to be"),
+        (lambda: lengths(total_len=3), "total_len 3 is less than num_seqs 4, .* Pass total_len>=4"),
+    ],
+    "create_qkv_dispatch": [
+        *(
+            (lambda sizes=sizes: create_qkv_dispatch(KEY, *sizes), says)
+            for sizes, says in (
+                ((0, 8, 1, 4), "world_size is 0; it needs to be at least 1"),
+                ((2, 10, 1, 4), "10 is not divisible.*Pass a multiple of 4"),
+                ((2, 8, 3, 4), "too short"),
+                ((2, 8, 1, 0), "at least 1"),
+            )
+        )
+    ],
+    "orchestrate_simulate": [
+        (lambda: orchestrate_simulate(X[:2], X[:1], PLAN), r"shape \(1, 6, 2\); it needs all 2"),
+        (lambda: simulate(OUT[:, :, None]), "row of output"),
+        (lambda: simulate(plan=PLAN.get_slice(0)), "metadata has shape"),
+        (lambda: simulate(plan=NO_PLAN), "is ndarray; it needs"),
+    ],
+}
 
 
 def test_the_list_is_of_public_functions():
     check_names(CASES)
 
 
-@pytest.mark.parametrize("index", range(len(CASES)), ids=lambda i: f"{CASES[i][0]}-{i}")
-def test_rejected(index):
-    check_rejected(*CASES[index])
+@each(CASES)
+def test_rejected(name, call, says):
+    check_rejected(name, call, says)

@@ -10,8 +10,6 @@ from attention_oracle import attention, attention_gradients
 from jax_cp_dispatch.__main__ import main as command
 from jax_cp_dispatch.demo import Document, largest_difference, pack_documents, read_documents
 
-pytestmark = pytest.mark.usefixtures("environment_of_a_user")
-
 
 def run_demo(*arguments, cwd):
     """Runs the demo in a separate process, because it configures its devices."""

@@ -79,7 +79,7 @@ def test_the_expected_rate_is_kept(placed):
     assert expected <= 1e-6
     assert all(getattr(rare, name) >= getattr(config, name) for name in CAPACITIES[placed])
     assert (rare.kv_capacity or 0) <= 3 * WORLD_SIZE * COLUMNS
-    rate = np.mean([not fits(draw(rng), placed, config) for _ in range(150)])
+    rate = np.mean([not fits(draw(rng), placed, config) for _ in range(80)])
     assert rate <= 0.05
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from refusals import check_names, check_rejected
+from refusals import check_names, check_rejected, each
 
 import jax_cp_dispatch as cp
 from jax_cp_dispatch import PlanConfig
@@ -62,235 +62,136 @@ def place_inside():
     return jax.eval_shape(make, np.ones((1, 8), np.int32))
 
 
-# Name, call, and the message after "<operation>: ".
-CASES = [
-    ("plan_attention", lambda: plan(IDS * 1.0), "segment_ids has dtype float64; .* integer"),
-    (
-        "plan_attention",
-        lambda: plan([[1, 2]]),
-        r"segment_ids is of type list; .*Pass numpy.asarray\(segment_ids\).*document lengths as ",
-    ),
-    ("plan_attention", lambda: plan(IDS[0]), r"shape \(96,\).*pass segment_ids\[None\]"),
-    ("plan_attention", lambda: plan(IDS[:, :0]), "not empty"),
-    (
-        "plan_attention",
-        lambda: plan(np.array([[1, 2, -3, 0]])),
-        r"segment_ids\[0, 2\] is -3; it .*"
-        "at least 0. Mark",
-    ),
-    (
-        "plan_attention",
-        lambda: plan(np.array([[1] * 8, [1, 2, 2, 0, 0, 2, 3, 3]])),
-        "segment 2 occurs in separate runs of batch row 1.*own segment id",
-    ),
-    ("plan_attention", lambda: plan(positions=IDS > 0), "positions has dtype bool"),
-    ("plan_attention", lambda: plan(positions=[0]), "positions is of type list"),
-    ("plan_attention", lambda: plan(positions=IDS[:, :8]), "Pass equal shapes"),
-    ("plan_attention", lambda: plan(positions=IDS * 2**40), "beyond 32 bits"),
-    (
-        "plan_attention",
-        lambda: plan(world_size=5),
-        "96 columns cannot be split over world_size=5 ranks. Pad the columns",
-    ),
-    ("plan_attention", lambda: plan(world_size=0), "world_size is 0"),
-    ("plan_attention", lambda: plan(world_size=2.0), "world_size is 2.0; it needs to be an int"),
-    ("plan_attention", lambda: plan(rank=4), r"rank is 4; it needs to be in \[0, 4\), or None"),
-    ("plan_attention", lambda: plan(rank=True), "rank is True; it needs to be an integer"),
-    (
-        "plan_attention",
-        lambda: jax.eval_shape(lambda ids: plan(ids, rank=0), np.ones((1, 8), np.int32)),
-        "rank is 0 but the plan is made inside jit, by all ranks. Omit rank",
-    ),
-    ("plan_attention", lambda: plan(columns=96), "got columns without lengths"),
-    ("plan_attention", lambda: plan(lengths=[96]), "got both lengths and segment_ids"),
-    ("plan_attention", lambda: plan(mask="no"), "mask is .no.; it needs to be .causal."),
-    (
-        "plan_attention",
-        lambda: plan(mask=[cp.masks.Causal()] * 299 + [cp.masks.Full()]),
-        r"mask is a list of 300 \(299 Causal, 1 Full\); it needs to be one mask. Pass one",
-    ),
-    ("plan_attention", lambda: plan(config=None), "config is None; it needs to be a PlanConfig"),
-    (
-        "plan_attention",
-        lambda: plan_with(q_capacity=23),
-        "96 queries .* 4 ranks, .* receives at least 24 of them, but q_capacity is 23. Pass",
-    ),
-    (
-        "plan_attention",
-        lambda: plan_lengths(kv_capacity=599),
-        r"document 0 \(segment id 1 of batch row 0\) attends to 600 keys.*"
-        "Pass kv_capacity>=600 or None in PlanConfig",
-    ),
-    (
-        "plan_attention",
-        lambda: plan_lengths(kv_capacity=600, q_capacity=256),
-        r"rank \d would receive \d+ rows of .* but ",
-    ),
-    (
-        "plan_attention",
-        lambda: plan_with(max_kv_transfers=1),
-        r"\d ranges of keys but max_kv_transfers is 1",
-    ),
-    (
-        "plan_attention",
-        lambda: plan_with(max_q_transfers=1),
-        r"\d ranges of queries but max_q_transfers is 1",
-    ),
-    (
-        "plan_attention",
-        lambda: plan_with(max_pieces=1),
-        r"would compute \d pieces but max_pieces is 1",
-    ),
-    (
-        "plan_attention",
-        lambda: plan_lengths(rank_speeds=(1.0, 2.0)),
-        "rank_speeds has 2 numbers but there are 4 ranks",
-    ),
-    (
-        "plan_attention",
-        lambda: plan_lengths(ranks_per_node=3),
-        "4 ranks cannot be divided into nodes of ranks_per_node=3",
-    ),
-    (
-        "plan_attention",
-        lambda: plan_inside(rank_speeds=(1.0, 2.0), ranks_per_node=2),
-        "do not support rank_speeds, ranks_per_node of PlanConfig",
-    ),
-    *(
-        ("PlanConfig", lambda options=options: config_of(**options), says)
-        for options, says in (
-            ({"max_cut_pieces": 0}, "max_cut_pieces is 0; it needs to be at least 1"),
-            ({"block": 1.5}, "block is 1.5; it needs to be an integer"),
-            ({"block": 0}, "block is 0; it needs to be at least 1"),
-            ({"kv_capacity": True}, "kv_capacity is True; it needs"),
-            ({"kv_capacity": 0}, "kv_capacity is 0; it needs to be at least 1"),
-            ({"kv_capacity": 2**40}, "kv_capacity is 1099511627776, but row numbers have 32 bits"),
-            ({"ranks_per_node": 0}, "ranks_per_node is 0; it needs to be at least 1"),
-            ({"balance_tolerance": -1.0}, r"balance_tolerance is -1.0; it needs to be in \["),
-        )
-    ),
-    ("PlanConfig", lambda: PlanConfig(num_heads=0), "num_heads is 0; it needs to be at least 1"),
-    *(
+# By operation: a call, and the message after "<operation>: ".
+CASES = {
+    "plan_attention": [
+        (lambda: plan(IDS * 1.0), "segment_ids has dtype float64; .* integer"),
+        (lambda: plan([[1, 2]]), "segment_ids is of type list; .*Pass"),
+        (lambda: plan(IDS[0]), r"shape \(96,\).*pass segment_ids\[None\]"),
+        (lambda: plan(IDS[:, :0]), "not empty"),
+        (lambda: plan(np.array([[1, 2, -3, 0]])), r"segment_ids\[0, 2\] is -3; it .*at least 0."),
+        (lambda: plan(np.array([[1] * 8, [1, 2, 2, 0, 0, 2, 3, 3]])), "segment 2 occurs in"),
+        (lambda: plan(positions=IDS > 0), "positions has dtype bool"),
+        (lambda: plan(positions=[0]), "positions is of type list"),
+        (lambda: plan(positions=IDS[:, :8]), "Pass equal shapes"),
+        (lambda: plan(positions=IDS * 2**40), "beyond 32 bits"),
+        (lambda: plan(world_size=5), "96 columns cannot be split over world_size=5 ranks. Pad the"),
+        (lambda: plan(world_size=0), "world_size is 0"),
+        (lambda: plan(world_size=2.0), "world_size is 2.0; it needs to be an int"),
+        (lambda: plan(rank=4), r"rank is 4; it needs to be in \[0, 4\), or None"),
+        (lambda: plan(rank=True), "rank is True; it needs to be an integer"),
         (
-            "PlanConfig",
-            lambda speeds=speeds: config_of(rank_speeds=speeds),
-            "rank_speeds is .*; it needs one positive number per rank",
-        )
-        for speeds in (("a", 1), 5, (), (1.0, 0.0), (1.0, float("nan")), (10**400,))
-    ),
-    # Capacities from a sample.
-    ("fit_plan_config", lambda: fit([]), "batches is empty"),
-    ("fit_plan_config", lambda: fit(overflow=0.0), "overflow is 0.0; it needs to be between"),
-    ("fit_plan_config", lambda: fit(config={}), "config is {}; it needs to be a PlanConfig"),
-    ("fit_plan_config", lambda: fit(IDS), r"array of shape \(1, 96\).*Pass \[segment_ids\]"),
-    ("fit_plan_config", lambda: fit(masks=("causal",)), "got masks, .* Pass placed=True"),
-    ("fit_plan_config", lambda: fit(num_groups=2), "got masks, .* Pass placed=True"),
-    *(
+            lambda: jax.eval_shape(lambda ids: plan(ids, rank=0), np.ones((1, 8), np.int32)),
+            "rank is 0 but the plan is made inside jit, by all ranks. Omit rank",
+        ),
+        (lambda: plan(columns=96), "got columns without lengths"),
+        (lambda: plan(lengths=[96]), "got both lengths and segment_ids"),
+        (lambda: plan(mask="no"), "mask is .no.; it needs to be .causal."),
+        (lambda: plan(mask=[cp.masks.Causal()] * 299 + [cp.masks.Full()]), "mask is a list of 300"),
+        (lambda: plan(config=None), "config is None; it needs to be a PlanConfig"),
+        (lambda: plan_with(q_capacity=23), "96 queries .* 4 ranks, .* receives at least 24 of"),
+        (lambda: plan_lengths(kv_capacity=599), r"document 0 \(segment id 1 of batch row 0\)"),
+        (lambda: plan_lengths(kv_capacity=600, q_capacity=256), r"rank \d would receive \d+ rows"),
+        (lambda: plan_with(max_kv_transfers=1), r"\d ranges of keys but max_kv_transfers is 1"),
+        (lambda: plan_with(max_q_transfers=1), r"\d ranges of queries but max_q_transfers is 1"),
+        (lambda: plan_with(max_pieces=1), r"would compute \d pieces but max_pieces is 1"),
+        (lambda: plan_lengths(rank_speeds=(1.0, 2.0)), "rank_speeds has 2 numbers but there are 4"),
+        (lambda: plan_lengths(ranks_per_node=3), "4 ranks cannot be divided into nodes of"),
         (
-            "fit_plan_config",
-            lambda batch=batch: fit([[[1024], [1024]], batch], columns=1024),
-            r"batch 1 is an array of shape \(2, 2\), which means segment ids.*batch.tolist\(\)",
-        )
-        for batch in (TWO_ROWS, jnp.array(TWO_ROWS))
-    ),
-    # Placements.
-    ("place_tokens", place, "got neither lengths nor segment_ids"),
-    ("place_tokens", lambda: place([[4]], segment_ids=IDS), "got both lengths"),
-    ("place_tokens", lambda: place([[4]], positions=IDS), "positions without segment_ids"),
-    (
-        "place_tokens",
-        lambda: place(segment_ids=IDS, positions=IDS[:, :8]),
-        r"positions has shape \(1, 8\) but segment_ids",
-    ),
-    ("place_tokens", lambda: place(segment_ids=IDS, columns=96), "columns without lengths"),
-    ("place_tokens", lambda: place([]), "lengths is empty"),
-    ("place_tokens", lambda: place([[4]], num_groups=2), "2, which must divide the 1 batch rows"),
-    ("place_tokens", lambda: place([[4]] * 2, num_groups=2, rank=0), "call slice_of on one of"),
-    (
-        "Placement.slice_of",
-        lambda: place([[4]] * 2, num_groups=2).slice_of(0),
-        "got 2 groups. Call it on one of `groups`",
-    ),
-    ("place_tokens", lambda: place([[4, -1]]), "document 1 of batch row 0 has length -1"),
-    ("place_tokens", lambda: place([[1.5]]), "integer"),
-    ("place_tokens", lambda: place([3], columns=0), "columns is 0; it needs to be at least 1"),
-    ("place_tokens", lambda: place([3], columns=8.0), "columns is 8.0; it needs to be an integer"),
-    ("place_tokens", lambda: place([[4], [9]], columns=8), "row 1 sum to 9 but columns is 8"),
-    (
-        "place_tokens",
-        lambda: place([[4]], columns=7),
-        "7 columns cannot be split over world",
-    ),
-    ("place_tokens", lambda: place([[4]], 0), "world_size is 0; it needs to be at least 1"),
-    (
-        "place_tokens",
-        lambda: place([[4]], rank=2),
-        r"rank is 2; it needs to be in \[0, 2\)",
-    ),
-    (
-        "place_tokens",
-        lambda: place(segment_ids=IDS[0]),
-        r"shape \(96,\) but must be \[B, colu",
-    ),
-    ("place_tokens", lambda: place(segment_ids=IDS * 1.0), "integer"),
-    ("place_tokens", lambda: place(segment_ids=np.array([[1, -1]])), r"segment_ids\[0, 1\] is -1"),
-    (
-        "place_tokens",
-        lambda: place(segment_ids=np.array([[1, 2, 1, 1]])),
-        "segment 1 occurs in separate runs",
-    ),
-    # As lengths they would give a placement of other tokens.
-    ("place_tokens", lambda: place(IDS), r"shape \(1, 96\).*Pass segment ids as segment_ids="),
-    ("place_tokens", place_inside, "segment_ids is traced.* outside jit"),
-    (
-        "place_tokens",
-        lambda: place([[4]], config={}),
-        "config is {}; it needs to be a PlanConfig",
-    ),
-    (
-        "place_tokens",
-        lambda: place_with(kv_capacity=599),
-        "receives at least 600 rows, but kv_capacity is 599. Pass",
-    ),
-    (
-        "place_tokens",
-        lambda: place_with(max_kv_transfers=1),
-        r"rank \d would send \d+ ranges of keys but max_kv_transfers is 1",
-    ),
-    (
-        "place_tokens",
-        lambda: place_with(max_pieces=1),
-        r"rank \d would hold \d+ pieces but max_pieces is 1",
-    ),
-    ("place_tokens", lambda: place_with(block=300), "block is 300 but a rank holds 256 tokens"),
-    (
-        "place_tokens",
-        lambda: place_with(rank_speeds=(1.0, 2.0)),
-        "rank_speeds has 2 numbers but there are 4 ranks",
-    ),
-    (
-        "place_tokens",
-        lambda: place_with(ranks_per_node=3),
-        "4 ranks cannot be divided into nodes of ranks_per_node=3",
-    ),
-    (
-        "place_tokens",
-        lambda: place([[100] * 9 + [60]], 4, config=PlanConfig(kv_capacity=239)),
-        r"would receive \d+ rows but kv_capacity is 239. Pass",
-    ),
-    (
-        "Placement.apply",
-        lambda: PLACEMENT.apply(np.zeros((1, 9))),
-        r".*shape \[1, 9\] but the placement is for \[1, 8, ...\]",
-    ),
-    ("Placement.apply", lambda: PLACEMENT.apply([1, 2]), "got a value of type int; all leaves"),
-]
+            lambda: plan_inside(rank_speeds=(1.0, 2.0), ranks_per_node=2),
+            "do not support rank_speeds, ranks_per_node of PlanConfig",
+        ),
+    ],
+    "PlanConfig": [
+        *(
+            (lambda options=options: config_of(**options), says)
+            for options, says in (
+                ({"max_cut_pieces": 0}, "max_cut_pieces is 0; it needs to be at least 1"),
+                ({"block": 1.5}, "block is 1.5; it needs to be an integer"),
+                ({"block": 0}, "block is 0; it needs to be at least 1"),
+                ({"kv_capacity": True}, "kv_capacity is True; it needs"),
+                ({"kv_capacity": 0}, "kv_capacity is 0; it needs to be at least 1"),
+                ({"kv_capacity": 2**40}, "kv_capacity is 1099511627776, but row numbers have 32"),
+                ({"ranks_per_node": 0}, "ranks_per_node is 0; it needs to be at least 1"),
+                ({"balance_tolerance": -1.0}, r"balance_tolerance is -1.0; it needs to be in \["),
+            )
+        ),
+        (lambda: PlanConfig(num_heads=0), "num_heads is 0; it needs to be at least 1"),
+        *(
+            (
+                lambda speeds=speeds: config_of(rank_speeds=speeds),
+                "rank_speeds is .*; it needs one positive number per rank",
+            )
+            for speeds in (("a", 1), 5, (), (1.0, 0.0), (1.0, float("nan")), (10**400,))
+        ),
+    ],
+    "fit_plan_config": [
+        # Capacities from a sample.
+        (lambda: fit([]), "batches is empty"),
+        (lambda: fit(overflow=0.0), "overflow is 0.0; it needs to be between"),
+        (lambda: fit(config={}), "config is {}; it needs to be a PlanConfig"),
+        (lambda: fit(IDS), r"array of shape \(1, 96\).*Pass \[segment_ids\]"),
+        (lambda: fit(masks=("causal",)), "got masks, .* Pass placed=True"),
+        (lambda: fit(num_groups=2), "got masks, .* Pass placed=True"),
+        *(
+            (
+                lambda batch=batch: fit([[[1024], [1024]], batch], columns=1024),
+                r"batch 1 is an array of shape \(2, 2\), which means segment ids.*batch.tolist\(\)",
+            )
+            for batch in (TWO_ROWS, jnp.array(TWO_ROWS))
+        ),
+    ],
+    "place_tokens": [
+        # Placements.
+        (place, "got neither lengths nor segment_ids"),
+        (lambda: place([[4]], segment_ids=IDS), "got both lengths"),
+        (lambda: place([[4]], positions=IDS), "positions without segment_ids"),
+        (lambda: place(segment_ids=IDS, positions=IDS[:, :8]), r"positions has shape \(1, 8\) but"),
+        (lambda: place(segment_ids=IDS, columns=96), "columns without lengths"),
+        (lambda: place([]), "lengths is empty"),
+        (lambda: place([[4]], num_groups=2), "2, which must divide the 1 batch rows"),
+        (lambda: place([[4]] * 2, num_groups=2, rank=0), "call slice_of on one of"),
+        (lambda: place([[4, -1]]), "document 1 of batch row 0 has length -1"),
+        (lambda: place([[1.5]]), "integer"),
+        (lambda: place([3], columns=0), "columns is 0; it needs to be at least 1"),
+        (lambda: place([3], columns=8.0), "columns is 8.0; it needs to be an integer"),
+        (lambda: place([[4], [9]], columns=8), "row 1 sum to 9 but columns is 8"),
+        (lambda: place([[4]], columns=7), "7 columns cannot be split over world"),
+        (lambda: place([[4]], 0), "world_size is 0; it needs to be at least 1"),
+        (lambda: place([[4]], rank=2), r"rank is 2; it needs to be in \[0, 2\)"),
+        (lambda: place(segment_ids=IDS[0]), r"shape \(96,\) but must be \[B, colu"),
+        (lambda: place(segment_ids=IDS * 1.0), "integer"),
+        (lambda: place(segment_ids=np.array([[1, -1]])), r"segment_ids\[0, 1\] is -1"),
+        (lambda: place(segment_ids=np.array([[1, 2, 1, 1]])), "segment 1 occurs in separate runs"),
+        # As lengths they would give a placement of other tokens.
+        (lambda: place(IDS), r"shape \(1, 96\).*Pass segment ids as segment_ids="),
+        (place_inside, "segment_ids is traced.* outside jit"),
+        (lambda: place([[4]], config={}), "config is {}; it needs to be a PlanConfig"),
+        (lambda: place_with(kv_capacity=599), "receives at least 600 rows, but kv_capacity is"),
+        (lambda: place_with(max_kv_transfers=1), r"rank \d would send \d+ ranges of keys but"),
+        (lambda: place_with(max_pieces=1), r"rank \d would hold \d+ pieces but max_pieces is 1"),
+        (lambda: place_with(block=300), "block is 300 but a rank holds 256 tokens"),
+        (lambda: place_with(rank_speeds=(1.0, 2.0)), "rank_speeds has 2 numbers but there are 4"),
+        (lambda: place_with(ranks_per_node=3), "4 ranks cannot be divided into nodes of"),
+        (
+            lambda: place([[100] * 9 + [60]], 4, config=PlanConfig(kv_capacity=239)),
+            r"would receive \d+ rows but kv_capacity is 239. Pass",
+        ),
+    ],
+    "Placement.slice_of": [
+        (lambda: place([[4]] * 2, num_groups=2).slice_of(0), "got 2 groups. Call it on one of")
+    ],
+    "Placement.apply": [
+        (lambda: PLACEMENT.apply(np.zeros((1, 9))), r".*shape \[1, 9\] but the placement is for"),
+        (lambda: PLACEMENT.apply([1, 2]), "got a value of type int; all leaves"),
+    ],
+}
 
 
 def test_the_list_is_of_public_functions():
     check_names(CASES)
 
 
-@pytest.mark.parametrize("index", range(len(CASES)), ids=lambda i: f"{CASES[i][0]}-{i}")
-def test_rejected(index):
-    check_rejected(*CASES[index])
+@each(CASES)
+def test_rejected(name, call, says):
+    check_rejected(name, call, says)

@@ -125,15 +125,15 @@ def run_job(tmp_path, how):
 def test_too_few_open_files_are_refused_before_gloo_fails(tmp_path):
     program = tmp_path / "program.py"
     program.write_text("import jax, jax_cp_dispatch\njax_cp_dispatch.initialize()\njax.devices()\n")
-    limit = resource.RLIMIT_NOFILE, (24, 24)
+    limit = resource.RLIMIT_NOFILE, (18, 18)
     done = subprocess.run(
-        command(program, processes=4, grace=5),
+        command(program, processes=2, grace=5),
         preexec_fn=lambda: resource.setrlimit(*limit),
         capture_output=True,
         text=True,
         timeout=1200,
     )
-    said = "RuntimeError: initialize: this process may open 24 files; with 4 processes it needs"
+    said = "RuntimeError: initialize: this process may open 18 files; with 2 processes it needs"
     assert done.returncode == 1 and said in done.stderr and "epoll" not in done.stderr
 
 

@@ -1,5 +1,7 @@
 """Layers of batches without rows, of rows without tokens, of tokens without channels or values."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,24 +44,30 @@ def layers(x, heads, v, gates, taps, **given):
     yield sequence.gated_delta_rule(heads, heads, v, -gates, gates, **given), v
 
 
-def check(arrays, **given):
+def check(arrays, *, is_run=False, **given):
+    """Of traced programs; compiling them takes long."""
+
     def loss(arrays):
         found = list(layers(**arrays, **given))
         assert all((y.shape, y.dtype) == (like.shape, like.dtype) for y, like in found)
         outputs = [y for y, _ in found]
         return sum(y.astype(jnp.float32).sum() for y in outputs), outputs
 
-    (value, outputs), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(arrays)
-    assert value == 0 and not any(y.size for y in outputs)
+    step = jax.value_and_grad(loss, has_aux=True)
+    (value, outputs), gradients = (jax.jit(step) if is_run else partial(jax.eval_shape, step))(
+        arrays
+    )
+    assert not any(y.size for y in outputs)
     for name, x in arrays.items():
         assert (gradients[name].shape, gradients[name].dtype) == (x.shape, x.dtype)
-        assert not gradients[name].any()
+    if is_run:
+        assert value == 0 and not any(x.any() for x in gradients.values())
 
 
-@pytest.mark.parametrize("rows", [(0, 6), (2, 0)])
-def test_no_rows_and_no_tokens(rows):
+@pytest.mark.parametrize("rows, is_run", [((0, 6), False), ((2, 0), True)])
+def test_no_rows_and_no_tokens(rows, is_run):
     ids = np.ones(rows, np.int32)
-    check(arrays_of(*rows), axis_name=AXIS, mesh=mesh_of(2), segment_ids=ids)
+    check(arrays_of(*rows), is_run=is_run, axis_name=AXIS, mesh=mesh_of(2), segment_ids=ids)
 
 
 def test_no_channels_and_no_values():

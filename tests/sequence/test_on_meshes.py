@@ -8,7 +8,6 @@ from functools import partial
 
 import jax
 import numpy as np
-import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from on_mesh import AXIS, mesh_of, permuted_mesh
 from orders import packed
@@ -52,17 +51,13 @@ def check(got, expected):
         assert np.abs(x - want).max() <= 1e-5 * np.abs(want).max()
 
 
-@pytest.mark.parametrize("order", ["packed", "placed"])
-def test_batch_and_heads_are_sharded_and_tokens_donated(order):
+def test_batch_and_heads_are_sharded_and_tokens_donated():
     mesh = permuted_mesh((2, 2, 2), ("data", AXIS, "tensor"))
     tokens, taps = draw(IDS)
     expected = on_one_rank(tokens, taps, IDS)
     given = {"axis_name": AXIS, "mesh": mesh, "batch_axis": "data", "head_axis": "tensor"}
-    placed = documents = Documents(IDS)
-    if order == "placed":
-        placed = place_tokens(segment_ids=IDS, world_size=2, num_groups=2)
-        documents = placed.documents
-    given["documents"] = documents
+    placed = place_tokens(segment_ids=IDS, world_size=2, num_groups=2)
+    given["documents"] = placed.documents
     sharded = NamedSharding(mesh, P("data", AXIS, "tensor"))
     operands = jax.device_put(placed.apply(tokens), sharded), taps
     run = jax.jit(jax.value_and_grad(partial(loss, **given), argnums=(0, 1)), donate_argnums=0)
@@ -72,9 +67,8 @@ def test_batch_and_heads_are_sharded_and_tokens_donated(order):
     check((value, (placed.restore(of_tokens), of_taps)), expected)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_inside_a_shard_map_over_another_axis(kind):
-    mesh = permuted_mesh((2, 2), ("data", AXIS), kind)
+def test_inside_a_shard_map_over_another_axis():
+    mesh = permuted_mesh((2, 2), ("data", AXIS), AxisType.Explicit)
     tokens, taps = draw(IDS)
     given = {"axis_name": AXIS, "batch_axis": (), "head_axis": ()}
 
@@ -95,8 +89,8 @@ def test_inside_a_shard_map_over_another_axis(kind):
     check((values.sum(), (of_tokens, of_taps)), on_one_rank(tokens, taps, IDS))
 
 
-@pytest.mark.parametrize("is_zigzag", [False, True])
-def test_a_document_that_begins_and_ends_at_any_token(is_zigzag):
+def test_a_document_that_begins_and_ends_at_any_token():
+    """In zigzag order."""
     num_tokens, num_ranks = 16, 4
     rows = np.arange(num_tokens)
     begin, end = np.triu_indices(num_tokens + 1, 1)
@@ -110,5 +104,5 @@ def test_a_document_that_begins_and_ends_at_any_token(is_zigzag):
         return documents.restore(np.asarray(jax.jit(of)(documents.apply(tokens), taps)))
 
     documents = Documents(segment_ids)
-    got = run(num_ranks, documents.zigzag(num_ranks) if is_zigzag else documents)
+    got = run(num_ranks, documents.zigzag(num_ranks))
     np.testing.assert_allclose(got, run(1, documents), rtol=1e-4, atol=1e-5)

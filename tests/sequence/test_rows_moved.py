@@ -13,8 +13,8 @@ from orders import BATCHES, Order
 
 from jax_cp_dispatch import sequence
 from jax_cp_dispatch.planning.cuts import describe_cuts
+from jax_cp_dispatch.sequence import document_pieces
 from jax_cp_dispatch.sequence.chains import CutPieces, _links
-from jax_cp_dispatch.sequence.document_pieces import document_pieces
 from jax_cp_dispatch.sequence.halo import _metadata
 from jax_cp_dispatch.sequence.pieces import Options
 

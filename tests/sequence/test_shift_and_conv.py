@@ -16,9 +16,9 @@ from jax_cp_dispatch import Documents, place_tokens, sequence, zigzag_permutatio
 CASES = pytest.mark.parametrize(
     ("order", "batch", "num_ranks"),
     [
-        *(("packed", "mixed", 1), ("packed", "giant", 8), ("packed", "mixed", 3)),
-        *(("zigzag", "giant", 3), ("zigzag", "mixed", 8), ("zigzag", "whole", 8)),
-        *(("placed", "giant", 8), ("placed", "mixed", 3), ("placed", "whole", 8)),
+        *(("packed", "mixed", 1), ("packed", "giant", 8)),
+        *(("zigzag", "giant", 3), ("zigzag", "mixed", 8)),
+        *(("placed", "mixed", 3), ("placed", "whole", 8)),
     ],
 )
 
@@ -74,9 +74,23 @@ def test_shift_documents_and_its_adjoint(order, batch, num_ranks):
         "i": rng.integers(1, 99, segment_ids.shape).astype(np.int32),
     }
     x["f"][segment_ids == 0] = np.nan
-    layer = lambda x, _, **given: sequence.shift(x, offset, fill=-7, **given)
-    run = Order(order, segment_ids, num_ranks).on_ranks(layer)
-    got = jax.jit(run)(x, ())
+    live = segment_ids[..., None] > 0
+    y, g = (rng.integers(-9, 9, (*segment_ids.shape, 3)).astype(np.float32) for _ in range(2))
+    filled, shift, shift_back = (
+        Order(order, segment_ids, num_ranks).on_ranks(
+            lambda x, _, offset=offset, fill=fill, **given: sequence.shift(
+                x, offset, fill=fill, **given
+            )
+        )
+        for offset, fill in ((offset, -7), (offset, 0), (-offset, 0))
+    )
+
+    @jax.jit
+    def run(x, y, g):
+        shifted, pull = jax.vjp(lambda y: shift(y, ()), y)
+        return filled(x, ()), shifted, *pull(g), shift_back(jnp.where(live, g, 0), ())
+
+    got, shifted, pulled, shifted_back = run(x, y, g)
     for name, dtype in (("f", np.float32), ("i", np.int32)):
         expected = np.full(x[name].shape, -7, dtype)
         for row, a, b in oracle.documents(segment_ids):
@@ -85,20 +99,8 @@ def test_shift_documents_and_its_adjoint(order, batch, num_ranks):
     loaded = sequence.shift_documents(x, offset, segment_ids=segment_ids, fill=-7)
     jax.tree.map(np.testing.assert_array_equal, loaded, got)
     # <shift(x), g> = <x, shift back(g)>, exactly: both move rows.
-    live = segment_ids[..., None] > 0
-    x, g = (rng.integers(-9, 9, (*segment_ids.shape, 3)).astype(np.float32) for _ in range(2))
-    layer = lambda x, _, **given: sequence.shift(x, offset, **given)
-    back = lambda x, _, **given: sequence.shift(x, -offset, **given)
-    run, run_back = (Order(order, segment_ids, num_ranks).on_ranks(f) for f in (layer, back))
-
-    @jax.jit
-    def both(x, g):
-        shifted, pull = jax.vjp(lambda x: run(x, ()), x)
-        return shifted, *pull(g), run_back(jnp.where(live, g, 0), ())
-
-    shifted, pulled, shifted_back = both(x, g)
     np.testing.assert_array_equal(pulled, shifted_back)
-    np.testing.assert_array_equal((shifted * g * live).sum(), (x * pulled * live).sum())
+    np.testing.assert_array_equal((shifted * g * live).sum(), (y * pulled * live).sum())
 
 
 @pytest.mark.parametrize("is_zigzag", [False, True])

@@ -1,17 +1,16 @@
-"""Compares rings, Hamilton and balanced attention with dense attention in many more programs.
+"""Compares random calls of attention with dense attention: the long form of test_values.py.
 
-    python tests/stress/sweep_attention.py --programs 60 --seed 1
+    python tests/stress/sweep_attention.py --seed 3 --seconds 200
+    python tests/stress/sweep_attention.py --tpu --seconds 600  # the kernels for TPUs, interpreted
 
-Runs every number of ranks (1 to 9 and 16) with every algorithm, mask and order of tokens (packed or
-zigzag), in random order.
-Draws documents, lengths, heads, dtype, implementation and other options for each; half of the
-programs have many blocks of few rows. Prints the worst errors, relative to the largest entry. Exits
-with 1 if an error exceeds the tolerance or a program does not run.
+Draws calls over 1 to 9 or 16 ranks until the time is over: every algorithm, mask and order of
+tokens; lengths, heads, dtype, sinks, latent rows, soft caps, implementations, inside `shard_map`
+or on global arrays; half of the rings have many blocks of few rows. Exits with 1 if a call differs
+or does not run, or if accesses of the interpreted kernels race.
 """
 
 import argparse
-import dataclasses
-import itertools
+import contextlib
 import pathlib
 import sys
 import time
@@ -22,62 +21,39 @@ sys.path.extend(str(pathlib.Path(__file__).parents[1] / name) for name in ("orac
 
 import jax
 import numpy as np
-from array_masks import KINDS, random_mask
-from attention_oracle import masked_attention, masked_attention_gradients
-from jax.sharding import PartitionSpec as P
-from mask_oracle import batch_visible
-from on_mesh import AXIS, mesh_of
-from sequences import NAMES, TOLERANCE, Case, dense, draw, relative_errors, run
+from array_masks import KINDS
+from calls import Call, check
+from jax.experimental.pallas import tpu as pltpu
 
-from jax_cp_dispatch.attention.rotating import sequence
+from jax_cp_dispatch import Hamilton
+from jax_cp_dispatch.attention.local import api, tpu
+from jax_cp_dispatch.attention.rotating import attend, sequence
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
 from jax_cp_dispatch.masks import BlockCausal, Chunked, SlidingWindow
 
-NUM_RANKS = (*range(1, 10), 16)
-SCHEDULES = ("ring", "zigzag", "hamilton", "two levels", "direct", "own cycles", "balanced")
+ALGORITHMS = ("balanced", "placed", "ring", "zigzag", "hamilton", "two levels", "direct")
+ALGORITHMS += ("own cycles", "ulysses", "auto")
+BY_PLAN = ("balanced", "placed", "auto")
 MASKS = ("causal", "full", "window", "two-sided", "chunked", "block-causal", *KINDS)
+NUM_RANKS = {False: (*range(1, 10), 16), True: (1, 2)}  # on CPU devices; with the kernels for TPUs
+HEADS = {False: ((1, 1), (2, 1), (4, 2), (3, 3)), True: ((1, 1), (4, 2), (16, 1))}
+FEATURES = {False: ((8, 4),), True: ((64, 64), (128, 128), (192, 128), (256, 256))}
 
 
-def schedule(rng, name, num_ranks) -> dict[str, Any]:
-    """Algorithm, nodes and cycles."""
-    if name in ("ring", "zigzag", "balanced"):
-        return {"algorithm": name}
-    options: dict[str, Any] = {"algorithm": "hamilton"}
+def draw_algorithm(rng, name, num_ranks) -> Any:
     if name == "two levels":
         nodes = [u for u in range(1, num_ranks + 1) if num_ranks % u == 0]
-        return options | {"nodes": int(rng.choice(nodes[1:] or nodes))}
+        return Hamilton(nodes=int(rng.choice(nodes[1:] or nodes)))
     if name == "direct":
-        return options | {"cycles": "direct"}
+        return Hamilton(cycles="direct")
     if name == "own cycles":
         there = tuple(rng.permutation(num_ranks).tolist())
-        both = (there, there[::-1])
-        return options | {"cycles": both[: min(2, num_ranks - 1)]}
-    return options
-
-
-def draw_case(rng, num_ranks, name, zigzag, mask):
-    choose = lambda *values: values[rng.integers(len(values))]
-    num_chunks = max(1, num_ranks - 1)
-    few, many = int(rng.integers(2, num_chunks + 2)), int(rng.integers(9, 30))
-    return Case(
-        num_ranks=num_ranks,
-        rows=choose(1, few, 2 * num_chunks, many),
-        **schedule(rng, name, num_ranks),
-        documents=choose("none", "segments", "segments", "positions", "both"),
-        mask=mask if mask in KINDS else draw_mask(rng, mask),
-        zigzag=bool(zigzag) and name != "balanced",
-        batch=choose(1, 2),
-        heads=choose((2, 2), (4, 2), (3, 1)),
-        scale=choose(None, 0.2),
-        logit_soft_cap=choose(None, 2.0),
-        implementation=choose(None, "in_process", "xla"),
-        check_vma=choose(True, False),
-        dtype=choose("float32", "float32", "bfloat16"),
-    )
+        return Hamilton(cycles=(there, there[::-1])[: min(2, num_ranks - 1)])
+    return name
 
 
 def draw_mask(rng, kind):
-    if kind in ("causal", "full"):
+    if kind in ("causal", "full", *KINDS):
         return kind
     if kind != "two-sided":
         kinds = {"window": SlidingWindow, "chunked": Chunked, "block-causal": BlockCausal}
@@ -86,86 +62,93 @@ def draw_mask(rng, kind):
     return SlidingWindow(None if left is None else left + 1, right)
 
 
-def run_mask_of_arrays(case, seed):
-    """Returns results of a random mask of this kind, an argument of the program, and dense ones."""
-    documents = "none" if case.documents == "none" else "segments"
-    plain = dataclasses.replace(case, mask="causal", documents=documents)
-    *arrays, segment_ids, _ = draw(plain, seed)
-    ids = np.ones(arrays[0].shape[:2], int) if segment_ids is None else segment_ids
-    constructor, of_mask, pairs = random_mask(case.mask, np.random.default_rng(seed), ids)
-    attend = jax.shard_map(
-        lambda q, k, v, given, mask: plain.function(q, k, v, **given, mask=mask),
-        mesh=mesh_of(case.num_ranks),
-        in_specs=P(None, AXIS),
-        out_specs=P(None, AXIS),
-        check_vma=case.check_vma,
+def draw_call(rng, name, kind, on_tpus):
+    choose = lambda *values: values[rng.integers(len(values))]
+    num_ranks = choose(*NUM_RANKS[on_tpus])
+    N, K = choose(*HEADS[on_tpus])
+    if name == "ulysses":
+        N, K = N * num_ranks, K * choose(1, num_ranks)
+    order = "placed" if name == "placed" else "packed"
+    if name not in BY_PLAN and rng.integers(2):
+        order = "zigzag"
+    on_global_arrays = name == "auto" or bool(rng.integers(2))
+    rows = choose(1, 2, 2 * max(1, num_ranks - 1), int(rng.integers(9, 30)))
+    return Call(
+        algorithm=draw_algorithm(rng, name, num_ranks),
+        num_ranks=num_ranks,
+        mask=draw_mask(rng, kind),
+        order=order,
+        rows=2 * rows if order != "packed" or on_tpus else rows,
+        more=int(on_global_arrays and order == "packed" and rng.integers(num_ranks)),
+        documents="segments" if kind in KINDS else choose("segments", "positions", "both", "none"),
+        batch=choose(1, 2),
+        heads=(N, K),
+        features=choose(*FEATURES[on_tpus]),
+        dtype="float32" if on_tpus else choose("float32", "float32", "bfloat16"),
+        scale=choose(None, 0.2),
+        logit_soft_cap=choose(None, 2.0),
+        sink=choose(False, True),
+        latents=name != "ulysses" and choose(False, True),
+        returns=choose((), ("lse",), ("max_logits",), ("lse", "max_logits")),
+        implementation=choose(None, "in_process", "xla"),
+        check_vma=None if on_global_arrays else choose(True, False),
+        traced=name != "auto" and choose(False, True),
     )
-
-    @jax.jit
-    def program(q, k, v, g, *others):
-        out, pull_back = jax.vjp(lambda *x: attend(*x, *others), q, k, v)
-        return out, *pull_back(g)
-
-    given, mask = case.given(segment_ids), constructor(*of_mask)
-    if "documents" in given:
-        mask = given["documents"].apply(mask)
-    stored = (x[:, case.order] for x in arrays)
-    got = [np.asarray(x)[:, np.argsort(case.order)] for x in program(*stored, given, mask)]
-    q, k, v, g = (np.asarray(x, np.float64) for x in arrays)
-    options = {"scale": case.scale, "logit_soft_cap": case.logit_soft_cap}
-    pairs = batch_visible(ids, pairs)
-    out, lse = masked_attention(q, k, v, pairs, **options)
-    wanted = masked_attention_gradients(q, k, v, pairs, g, np.zeros(lse.shape), **options)
-    return got, [out, *wanted]
 
 
 def blocks(rng):
     """Returns a patch with default or small block sizes."""
     if rng.integers(2):
-        return mock.patch.object(sequence, "rank_blocks", sequence.rank_blocks)
+        return contextlib.nullcontext()
     sizes = {"block_q": int(rng.choice([8, 16])), "block_kv": int(rng.choice([8, 24]))}
     return mock.patch.object(sequence, "rank_blocks", lambda *_, **__: sizes)
 
 
+@contextlib.contextmanager
+def tpu_kernels():
+    """Interprets the kernels for TPUs on CPU devices, from here on."""
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # the only place of `races`
+
+    passes = {"attend_blocks": tpu.attend, "block_gradients": tpu.gradients}
+    for module in (api, attend):  # before anything is traced
+        vars(module).update(passes)
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True)):
+        yield
+    races = interpret_pallas_call.races
+    assert races is not None and not races.races_found
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Many more programs; see above.")
-    parser.add_argument("--programs", type=int, help="of 1,680; all if not given")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tpu", action="store_true")
     options = parser.parse_args()
-    start_cpu_devices(max(NUM_RANKS))
-    rng = np.random.default_rng(options.seed)
-    combinations = list(itertools.product(NUM_RANKS, SCHEDULES, (False, True), MASKS))
-    rng.shuffle(combinations)
-    cases = [draw_case(rng, int(n), *rest) for n, *rest in combinations][: options.programs]
-    worst = {dtype: dict.fromkeys(NAMES, 0.0) for dtype in TOLERANCE}
-    failures, begin = [], time.monotonic()
-    for number, case in enumerate(cases, 1):
+    start_cpu_devices(max(NUM_RANKS[options.tpu]))
+    with tpu_kernels() if options.tpu else contextlib.nullcontext():
+        return sweep(options.tpu, options.seed, options.seconds)
+
+
+def sweep(on_tpus: bool, first_seed: int, seconds: float) -> int:
+    begin, count, failures = time.monotonic(), 0, 0
+    cases = [(name, kind) for name in ALGORITHMS for kind in MASKS]
+    order = np.random.default_rng(first_seed).permutation(len(cases))
+    while time.monotonic() - begin < seconds:
+        seed, case = (first_seed, count), cases[order[count % len(cases)]]
+        count, rng = count + 1, np.random.default_rng(seed)
+        call = draw_call(rng, *case, on_tpus)
         try:
-            with blocks(rng):
-                if case.mask in KINDS:
-                    got, wanted = run_mask_of_arrays(case, number)
-                else:
-                    operands = draw(case, number)
-                    got, wanted = run(case, operands), dense(case, operands)
-            errors = relative_errors(got, wanted)
-        except Exception as error:
-            failures.append(f"{case}: {type(error).__name__}: {str(error)[:300]}")
-            print(failures[-1], flush=True)
-            continue
-        for name, error in errors.items():
-            worst[case.dtype][name] = max(worst[case.dtype][name], error)
-        # Balanced attention keeps its output for the backward pass in the dtype of q.
-        rounded = 4 if case.algorithm == "balanced" and case.dtype == "bfloat16" else 1
-        if not max(errors.values()) <= rounded * TOLERANCE[case.dtype]:  # NaN, too
-            failures.append(f"{case}: {errors}")
-            print(failures[-1], flush=True)
-        if number % 10 == 0 or number == len(cases):
-            print(f"{time.monotonic() - begin:6.0f} s  {number}/{len(cases)} programs", flush=True)
+            with contextlib.nullcontext() if on_tpus else blocks(rng):
+                check(call, rng)
+        except Exception as problem:
+            failures += 1
+            print(
+                f"{call}, seed {seed}: {type(problem).__name__}: {str(problem)[:400]}", flush=True
+            )
+        if count % 20 == 0:
             jax.clear_caches()
-    for dtype, errors in worst.items():
-        print(dtype, ", ".join(f"{name} {error:.1e}" for name, error in errors.items()))
-    print(f"{len(cases)} programs, {len(failures)} failures, seed {options.seed}")
-    return 1 if failures or not cases else 0
+    print(f"{count} calls, {failures} failures, seed {first_seed}")
+    return 1 if failures or not count else 0
 
 
 if __name__ == "__main__":

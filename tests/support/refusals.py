@@ -24,9 +24,16 @@ LHS, RHS = np.ones((W, 2, 3), np.float32), np.ones((W, 3, 5), np.float32)
 NO_PLAN: Any = WHERE
 
 
+def each(cases) -> Any:
+    """Runs a test with the name, the call and the message of every case of `{name: [...]}`."""
+    rows = [(name, *case) for name, of_name in cases.items() for case in of_name]
+    ids = [f"{row[0]}-{i}" for i, row in enumerate(rows)]
+    return pytest.mark.parametrize("name, call, says", rows, ids=ids)
+
+
 def check_names(cases) -> None:
     """Requires cases, all of public functions."""
-    names = {name.split(".")[0] for name, _, _ in cases}
+    names = {name.split(".")[0] for name in cases}
     public = {name for room in (cp, *vars(cp).values()) for name in getattr(room, "__all__", ())}
     assert names and names <= public, names - public
 

@@ -1,0 +1,93 @@
+"""Every algorithm equals dense attention, forward and backward: one suite for all of them.
+
+To keep programs few, the cases cover pairs of option values; `sweep_attention.py` draws many more.
+Meshes of several axes: test_mesh_axes.py; plans: test_planned_attention.py; local attention:
+test_local_attention.py.
+"""
+
+import numpy as np
+import pytest
+from calls import Call, check
+from on_mesh import mesh_of
+
+from jax_cp_dispatch import Balanced, Hamilton, PlanConfig
+from jax_cp_dispatch.cycles import chunk_maps
+from jax_cp_dispatch.masks import BlockCausal, Chunked, SlidingWindow
+
+DIRECT, BLOCK = Hamilton(cycles="direct"), Balanced(PlanConfig(block=8))
+MAPS = Hamilton(maps=chunk_maps(((0, 2, 4, 1, 3), (0, 1, 2, 3, 4))))
+CYCLES = Hamilton(cycles=((0, 1, 2, 3, 4), (4, 3, 2, 1, 0)))
+ALL = {"sink": True, "returns": ("lse", "max_logits"), "logit_soft_cap": 3.0, "scale": 0.4}
+ON_RANKS, UNCHECKED = {"check_vma": True}, {"check_vma": False}
+BF16 = {"dtype": "bfloat16", **UNCHECKED}
+KNOWN = {"traced": False}
+
+# If 2 * chunks does not divide the rows, blocks and chunks are uneven, some of them empty.
+CASES = [
+    Call("ring", 5, SlidingWindow(7), "zigzag", heads=(3, 1), **BF16),
+    Call("ring", 2, SlidingWindow(2), rows=1, documents="positions", batch=2, heads=(4, 2),
+         implementation="xla", **ON_RANKS),
+    Call("ring", 8, "prefix", more=1, batch=2),
+    Call("ring", 3, "ranges", "zigzag", batch=2, heads=(4, 2), **ALL),
+    Call("ring", 1, "tree", more=1, heads=(4, 2), **ALL),
+    Call("ring", 4, SlidingWindow(6, 3), rows=7, batch=2, heads=(4, 2), latents=True, **ON_RANKS),
+    Call("ring", 3, Chunked(4), rows=7, batch=2, heads=(4, 2), scale=0.2, **KNOWN),
+    Call("zigzag", 8, "full", "zigzag", heads=(4, 2), logit_soft_cap=2.0, **BF16),
+    Call("zigzag", 3, SlidingWindow(None, 2), "zigzag", rows=5, documents="both", **ON_RANKS),
+    Call("zigzag", 8, Chunked(7), "zigzag", rows=6, documents="both", latents=True),
+    Call("zigzag", 3, "blocks", more=1, heads=(4, 2), **ALL),
+    Call("zigzag", 8, "tree", "zigzag", batch=2),
+    Call("zigzag", 1, Chunked(2), rows=9, sink=True, **ON_RANKS),
+    Call("hamilton", 1, rows=5, documents="both", returns=("lse",), **ON_RANKS),
+    Call("hamilton", 4, "tree", "zigzag", batch=2),  # direct: 4 ranks have no cycles
+    Call("hamilton", 7, SlidingWindow(9), rows=4, documents="both", batch=2, logit_soft_cap=2.0,
+         **BF16),
+    Call("hamilton", 8, "full", "zigzag", rows=4, documents="both", heads=(4, 2),
+         implementation="xla", **ON_RANKS),
+    Call(DIRECT, 5, order="zigzag", rows=6, documents="both", batch=2, heads=(3, 1),
+         logit_soft_cap=2.0, implementation="xla", **UNCHECKED),
+    Call(DIRECT, 3, rows=5, dtype="float64"),
+    Call(Hamilton(nodes=3), 6, "full", rows=7, documents="positions", logit_soft_cap=2.0,
+         **UNCHECKED),
+    Call(Hamilton(nodes=2), 8, BlockCausal(5), rows=13, documents="none", latents=True),
+    Call("hamilton", 5, SlidingWindow(3, 6), rows=3, heads=(3, 1), logit_soft_cap=2.0, **ON_RANKS),
+    Call("hamilton", 2, SlidingWindow(5, None), rows=9, documents="none", implementation="xla"),
+    Call("hamilton", 3, Chunked(3), rows=8, documents="positions", dtype="float64", **ON_RANKS),
+    Call("hamilton", 3, "shared_prefix", more=1, batch=2, heads=(4, 2), **ALL),
+    Call("hamilton", 8, "ranges_of_keys", more=1),
+    Call(MAPS, 5, rows=4, **ON_RANKS),
+    Call(CYCLES, 5, rows=2, batch=2, heads=(4, 2), logit_soft_cap=2.0, **UNCHECKED),
+    Call("ulysses", 8, SlidingWindow(9), documents="both", heads=(16, 2), batch=2, **ON_RANKS),
+    Call("ulysses", 4, "tree", "zigzag", heads=(4, 4), logit_soft_cap=2.0, **BF16),
+    Call("ulysses", 2, "prefix", rows=3, more=1, heads=(4, 1), implementation="xla", **ALL),
+    Call("ulysses", 1, Chunked(3), rows=5, documents="none", **ON_RANKS),
+    Call("ulysses", 3, SlidingWindow(6, 3), rows=7, heads=(6, 3), documents="positions"),
+    Call("balanced", 1, "full", rows=24, heads=(4, 2), **ALL, **KNOWN),
+    Call("balanced", 8, more=1, batch=2, heads=(4, 2), **ALL, **KNOWN),
+    Call(BLOCK, 5, SlidingWindow(19), rows=21, batch=2, heads=(4, 1), **KNOWN),
+    Call(BLOCK, 4, SlidingWindow(9, 14), rows=31, more=1, batch=2, heads=(4, 2), latents=True),
+    Call(BLOCK, 2, "full", rows=24, documents="both", implementation="xla", **ON_RANKS),
+    Call(BLOCK, 8, Chunked(7), rows=9, documents="positions", heads=(4, 4), **BF16),
+    Call(BLOCK, 4, "prefix", rows=16, heads=(4, 2), **UNCHECKED),
+    Call("balanced", 4, "ranges", rows=24, heads=(4, 2), sink=True),
+    Call(BLOCK, 3, "tree", rows=24, heads=(4, 2), **KNOWN),
+    Call(BLOCK, 8, "shared_prefix", rows=8, returns=("lse",)),
+    Call("balanced", 4, "blocks", rows=9, batch=2, **KNOWN),
+    Call("placed", 1, "full", "placed", rows=20),
+    Call("placed", 2, SlidingWindow(None, 5), "placed", rows=31, batch=2, implementation="xla"),
+    Call("placed", 3, "prefix", "placed", rows=12, batch=2, heads=(4, 2), **ALL),
+    Call("placed", 5, Chunked(7), "placed", rows=31, heads=(4, 1), documents="both", **ON_RANKS),
+    Call("placed", 8, SlidingWindow(8, 19), "placed", rows=24, heads=(4, 4), **BF16),
+    Call("placed", 4, "ranges_of_keys", "placed", rows=24, batch=2, latents=True, **KNOWN),
+    Call("placed", 4, SlidingWindow(4, None), "placed", rows=12, logit_soft_cap=2.0, **UNCHECKED),
+    Call("auto", 3, SlidingWindow(3, 5), more=2, batch=2, heads=(4, 2), documents="both", **KNOWN),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("call", CASES, ids=str)
+def test_equals_dense_attention(call):
+    """On permuted devices; of masks of arrays two batches, which share a program if it can."""
+    rng = np.random.default_rng(len(str(call)))
+    mesh = mesh_of(call.num_ranks, rng.permutation(call.num_ranks))
+    num_batches = 2 if isinstance(call.mask, str) and call.traced and call.order != "placed" else 1
+    check(call, rng, mesh, num_batches=num_batches)

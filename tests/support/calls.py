@@ -1,0 +1,260 @@
+"""Calls of attention with any of its options, and the same by dense attention in NumPy."""
+
+import contextlib
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from array_masks import KINDS, random_mask
+from attention_oracle import masked_attention, masked_attention_gradients
+from jax.sharding import PartitionSpec as P
+from mask_oracle import batch_ranges, batch_visible, range_pairs
+from on_mesh import AXIS, mesh_of
+from packed_batches import pack
+
+from jax_cp_dispatch import Documents, context_parallel_attention, place_tokens
+
+LATENT = 5
+# float32: relative to the largest entry or 1, and to it or 0.1: gradients of one key are 0.
+TOLERANCE = {"float64": 1e-13, "float32": (3e-6, 1e-5), "bfloat16": 5e-3}
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call with random operands; every field but the first two has a default."""
+
+    algorithm: Any  # a name, or an object
+    num_ranks: int
+    mask: Any = "causal"  # a mask, or a kind of masks of arrays
+    order: str = "packed"  # or "zigzag", "placed"
+    rows: int = 6  # of one rank
+    more: int = 0  # tokens that the ranks do not divide
+    documents: str = "segments"  # told by; or "none", "positions", "both"
+    batch: int = 1
+    heads: tuple[int, int] = (2, 2)  # of queries, of keys
+    features: tuple[int, int] = (8, 4)  # of keys, of values
+    dtype: str = "float32"
+    scale: float | None = None
+    logit_soft_cap: float | None = None
+    sink: bool = False
+    latents: bool = False  # in place of keys
+    returns: tuple[str, ...] = ()  # "lse", "max_logits"
+    implementation: str | None = None
+    check_vma: bool | None = None  # inside `shard_map`; None: on global arrays
+    traced: bool = True  # documents and mask are arguments of the program
+
+    def __str__(self):
+        fields = (f.name for f in dataclasses.fields(self) if getattr(self, f.name) != f.default)
+        return " ".join(f"{name}={getattr(self, name)}" for name in fields)
+
+
+def expand(weights, rows):
+    return tuple(jnp.einsum("rl,lnh->rnh", rows, weights[name]) for name in "kv")
+
+
+def _project(rows, weights):
+    return tuple(np.einsum("btl,lnh->btnh", rows, weights[name]) for name in "kv")
+
+
+def draw_documents(call, rng):
+    """Returns segment ids and positions as dense attention reads them, and those of the call."""
+    shape = call.batch, call.num_ranks * call.rows + call.more
+    padding = 0.2 if call.documents in ("segments", "both") else 0.0
+    ids, positions = pack(rng, *shape, max_length=max(2, shape[1] // 2), padding=padding)
+    if call.documents != "segments":
+        ids = np.minimum(ids, 1)
+    given = {"segment_ids": ids} if padding else {}
+    if call.documents in ("positions", "both"):
+        return ids, positions, given | {"positions": positions}
+    return (np.ones_like(ids), None, {}) if not padding else (ids, None, given)
+
+
+def draw_mask(call, rng, ids, positions):
+    """Returns the mask in packed order, and the pairs that it admits."""
+    if call.mask in KINDS:
+        constructor, arrays, pairs = random_mask(call.mask, rng, ids)
+        return constructor(*arrays), batch_visible(ids, pairs)
+    return call.mask, batch_visible(ids, range_pairs(*batch_ranges(call.mask, ids, positions)))
+
+
+def draw_operands(call, rng, shape):
+    """Returns the operands by name, and cotangents of out and lse."""
+    (N, K), (H, Hv) = call.heads, call.features
+    draw = lambda *size: rng.normal(size=size).astype(jnp.dtype(call.dtype))
+    operands: dict[str, Any] = {"q": draw(*shape, N, H)}
+    if call.latents:
+        operands["keys"] = draw(*shape, LATENT)
+        operands["weights"] = {"k": draw(LATENT, K, H) / 2, "v": draw(LATENT, K, Hv)}
+    else:
+        operands["keys"] = draw(*shape, K, H), draw(*shape, K, Hv)
+    if call.sink:
+        operands["sink"] = (2 * rng.normal(size=N)).astype(np.float32)
+    return operands, (draw(*shape, N, Hv), rng.normal(size=(*shape, N)).astype(np.float32))
+
+
+def dense(call, operands, allowed, cotangents):
+    """Returns out, lse, the largest logits, and gradients of all operands, in float64."""
+    operands, (g, dlse) = jax.tree.map(lambda x: np.asarray(x, np.float64), (operands, cotangents))
+    q, keys, sink = operands["q"], operands["keys"], operands.get("sink")
+    k, v = _project(keys, operands["weights"]) if call.latents else keys
+    options = {"scale": call.scale, "logit_soft_cap": call.logit_soft_cap}
+    out, lse = masked_attention(q, k, v, allowed, **options)
+    dlse = np.where(np.isfinite(lse) & ("lse" in call.returns), np.swapaxes(dlse, 1, 2), 0)
+    share, gradients = np.ones(lse.shape), {}  # of keys, not of the sink
+    if sink is not None:
+        with np.errstate(over="ignore"):
+            share = np.where(np.isfinite(lse), 1 / (1 + np.exp(sink[:, None] - lse)), 0)
+        moved = np.swapaxes((g * out).sum(-1), 1, 2) * share * (1 - share)
+        gradients["sink"] = (dlse * (1 - share) - moved).sum((0, 2))
+        lse, dlse = np.where(share > 0, np.logaddexp(lse, sink[:, None]), lse), dlse * share + moved
+    weight = np.swapaxes(share, 1, 2)[..., None]
+    dq, dk, dv = masked_attention_gradients(q, k, v, allowed, g * weight, dlse, **options)
+    gradients |= {"q": dq, "keys": (dk, dv)}
+    if call.latents:
+        w, of = operands["weights"], {"k": dk, "v": dv}
+        gradients["keys"] = sum(np.einsum("btnh,lnh->btl", of[x], w[x]) for x in of)
+        gradients["weights"] = {x: np.einsum("btl,btnh->lnh", keys, of[x]) for x in of}
+    k = np.repeat(k, q.shape[2] // k.shape[2], axis=2)
+    logits = (q.shape[3] ** -0.5 if call.scale is None else call.scale) * np.einsum(
+        "btnh,bsnh->bnts", q, k
+    )
+    if call.logit_soft_cap is not None:
+        logits = call.logit_soft_cap * np.tanh(logits / call.logit_soft_cap)
+    largest = np.where(allowed[:, None], logits, -np.inf).max((0, 2, 3))
+    return out * weight, np.swapaxes(lse, 1, 2), largest, gradients
+
+
+def attend(call, operands, given, mask, **where):
+    """Returns a tuple of what the call returns."""
+    keys, latents = operands["keys"], {}
+    if call.latents:
+        keys, latents = (keys,), {"expand": expand, "weights": operands["weights"]}
+    results = context_parallel_attention(
+        operands["q"], *keys, axis_name=AXIS, algorithm=call.algorithm, mask=mask,
+        sink=operands.get("sink"), scale=call.scale, logit_soft_cap=call.logit_soft_cap,
+        implementation=call.implementation, return_lse="lse" in call.returns,
+        return_max_logits="max_logits" in call.returns, **given, **latents, **where,
+    )  # fmt: skip
+    return results if isinstance(results, tuple) else (results,)
+
+
+def program(call, mesh, given, mask):
+    """Returns `(operands, cotangents, given, mask) -> (results, gradients)`, jitted."""
+    rows = P(None, AXIS)
+    of_arrays = call.mask in KINDS
+
+    def run(operands, given, mask):
+        mask = mask if of_arrays else call.mask
+        if call.check_vma is None:
+            where = {"mesh": mesh, "batch_axis": (), "head_axis": ()}
+            return attend(call, operands, given, mask, **where)
+        specs = {name: x.specs(AXIS) if name == "documents" else rows for name, x in given.items()}
+        split = {name: rows if name in ("q", "keys") else P() for name in operands}
+        of_each = {"max_logits": P(), "lse": rows}
+        mapped = jax.shard_map(
+            lambda operands, given, *masks: attend(call, operands, given, *(masks or (mask,))),
+            mesh=mesh, check_vma=call.check_vma,
+            in_specs=(split, specs, *([rows] if of_arrays else [])),
+            out_specs=(rows, *(of_each[x] for x in ("lse", "max_logits") if x in call.returns)),
+        )  # fmt: skip
+        return mapped(operands, given, *([mask] if of_arrays else []))
+
+    @jax.jit
+    def both(operands, cotangents, *traced):
+        results, pull = jax.vjp(lambda x: run(x, *(traced or (given, mask))), operands)
+        g, dlse = cotangents
+        of_results = [g, *(jnp.zeros_like(x) for x in results[1:])]
+        if "lse" in call.returns:
+            of_results[1] = jnp.where(jnp.isfinite(results[1]), dlse, 0)
+        return results, pull(tuple(of_results))[0]
+
+    return both
+
+
+def errors(call, got, want):
+    """Returns the error of each array, as a part of what is allowed."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    found = {}
+    for (path, y), x in zip(jax.tree.leaves_with_path(want), jax.tree.leaves(got), strict=True):
+        name, x = jax.tree_util.keystr(path), np.asarray(x, np.float64)
+        assert x.shape == y.shape and np.array_equal(np.isfinite(x), np.isfinite(y)), name
+        finite = np.isfinite(y)
+        difference = np.abs(x[finite] - y[finite]).max(initial=0)
+        largest = np.abs(y[finite]).max(initial=0)
+        allowed = TOLERANCE[call.dtype]
+        if isinstance(allowed, tuple):
+            allowed = min(allowed[0] * max(largest, 1), allowed[1] * max(largest, 0.1))
+        else:
+            allowed *= max(largest, 0.1)
+        # Algorithms by plans keep out for the backward pass in the dtype of q.
+        by_plan = call.dtype == "bfloat16" and "rotates" not in _kind(call.algorithm)
+        found[name] = difference / (allowed * (4 if by_plan else 1))
+    return found
+
+
+def _kind(algorithm):
+    name = algorithm if isinstance(algorithm, str) else type(algorithm).__name__.lower()
+    return "by plan" if name in ("balanced", "placed", "auto") else "rotates"
+
+
+def check(call, rng, mesh=None, *, num_batches=1):
+    """Requires results and gradients of dense attention; NaN in padding reaches none of them.
+
+    One program serves all batches if the documents are its arguments. Without masks of arrays and
+    sinks, JAX promotes neither ranks nor dtypes, as in its own tests; of two batch rows also with
+    64-bit types, which would mix.
+    """
+    mesh, compiled = mesh or mesh_of(call.num_ranks), None
+    is_strict = call.mask not in KINDS and not call.sink
+    with contextlib.ExitStack() as modes:
+        if call.dtype == "float64" or (is_strict and call.batch == 2):
+            modes.enter_context(jax.enable_x64(True))
+        if is_strict:
+            modes.enter_context(jax.numpy_dtype_promotion("strict"))
+            modes.enter_context(jax.numpy_rank_promotion("raise"))
+        for _ in range(num_batches):
+            compiled = _check_batch(call, rng, mesh, compiled)
+
+
+def _check_batch(call, rng, mesh, compiled):
+    """Returns the program."""
+    ids, positions, given = draw_documents(call, rng)
+    mask, allowed = draw_mask(call, rng, ids, positions)
+    operands, cotangents = draw_operands(call, rng, ids.shape)
+    out, lse, largest, of_operands = dense(call, operands, allowed, cotangents)
+    moves = Documents(ids, positions)
+    if call.order == "zigzag":
+        moves = moves.zigzag(call.num_ranks)
+    if call.order == "placed":
+        of_documents = {"segment_ids": ids, "positions": positions, "mask": mask}
+        moves = place_tokens(**of_documents, world_size=call.num_ranks)
+    if call.order != "packed":
+        given = {"documents": getattr(moves, "documents", moves)}
+    mask = moves.apply(mask) if call.mask in KINDS else None
+
+    def stored(x):
+        hide = lambda x: np.where(of_rows(ids > 0, x), x, np.array(np.nan, x.dtype))
+        return moves.apply(x if call.latents else jax.tree.map(hide, x))
+
+    back = partial(jax.tree.map, lambda x: moves.restore(np.asarray(x)))
+    arrays = operands | {name: stored(operands[name]) for name in ("q", "keys")}
+    g, dlse = stored(cotangents[0]), moves.apply(cotangents[1])
+    compiled = compiled or program(call, mesh, given, mask)
+    got, gradients = compiled(arrays, (g, dlse), *((given, mask) if call.traced else ()))
+    gradients |= {name: back(gradients[name]) for name in ("q", "keys")}
+    named = dict(zip(("out", *call.returns), got, strict=True))
+    wanted = {"out": out, "lse": lse, "max_logits": largest}
+    named |= {name: back(named[name]) for name in ("out", "lse") if name in named}
+    found = errors(call, (named, gradients), ({x: wanted[x] for x in named}, of_operands))
+    assert max(found.values()) <= 1, found
+    assert named["out"].dtype == gradients["q"].dtype == call.dtype
+    for x in jax.tree.leaves((named["out"], gradients["q"], gradients["keys"])):
+        assert not x[ids == 0].any()
+    return compiled
+
+
+def of_rows(x, like):
+    return x.reshape(*x.shape, *[1] * (like.ndim - x.ndim))
