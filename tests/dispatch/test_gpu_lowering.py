@@ -89,16 +89,6 @@ def test_the_handler_reads_every_attribute():
     assert sorted(attributes) == sorted(read)
 
 
-def test_the_copy_path_is_that_of_the_environment(monkeypatch):
-    run = on_ranks(send, mesh_of(W))
-    assert 'copy_path = "registers"' in lowered(run, X, PLAN)
-    monkeypatch.setenv("JAX_CP_DISPATCH_COPY_PATH", "bulk")
-    assert 'copy_path = "bulk"' in lowered(on_ranks(lambda x, m: send(x, m), mesh_of(W)), X, PLAN)
-    monkeypatch.setenv("JAX_CP_DISPATCH_COPY_PATH", "fast")
-    with pytest.raises(ValueError, match="dispatch: JAX_CP_DISPATCH_COPY_PATH is 'fast'; it"):
-        lowered(on_ranks(lambda x, m: send(x, m), mesh_of(W)), X, PLAN)
-
-
 def test_multiprocessors_of_an_exchange_are_those_of_its_derivative():
     def numbers(fn, x):
         return re.findall(r"num_comm_sm = (\d+)", lowered(fn, x, PLAN))

@@ -12,8 +12,7 @@ COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 LIMIT = 1200
 
 KERNELS = (
-    *("test_bulk", "test_device", "test_early_rows", "test_network", "test_one_launch"),
-    "test_small_calls",
+    *("test_device", "test_early_rows", "test_network", "test_one_launch", "test_small_calls"),
 )
 RANKS = (
     *("test_transport", "test_transport_failures", "test_completions", "test_waiting_tasks"),

@@ -127,7 +127,6 @@ Status Move(Direction direction, Part part, const CudaOptions& options, const St
       kernels::NumMoveBlocks(options.num_comm_sm, num_resident, location.on_one_device);
   status = ReadCudaOperands(options.call, args, results, num_blocks, &read, &call);
   if (!status.ok()) return status;
-  call.in_bulk = options.copy_path == "bulk";
   FindRemotes(options, location, &call);
   kernels::ChooseSmall(&call, num_resident);
   const ChannelKey key = KeyOf(options, call, location.devices);

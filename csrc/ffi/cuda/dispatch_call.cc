@@ -28,7 +28,6 @@ Status ReadOptions(const ffi::Dictionary& attributes, CudaOptions* options) {
   ReadOptions(&reader, &options->call);
   reader.Read("device_table", &options->device_table);
   reader.Read("memory", &options->memory);
-  reader.Read("copy_path", &options->copy_path);
   reader.Read("num_comm_sm", &options->num_comm_sm);
   return reader.Finish();
 }

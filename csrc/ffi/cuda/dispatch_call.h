@@ -18,10 +18,9 @@ namespace cpd {
 // The attributes of the CPU, and those that only GPUs need.
 struct CudaOptions {
   DispatchOptions call;
-  Counts device_table;         // of all ranks, group by group; -1: one device holds all of them
-  std::string_view memory;     // "devices" of this process, or a "slab" per process
-  std::string_view copy_path;  // "registers", or "bulk" where the GPU can
-  int64_t num_comm_sm;         // multiprocessors that move rows; 0: all
+  Counts device_table;      // of all ranks, group by group; -1: one device holds all of them
+  std::string_view memory;  // "devices" of this process, or a "slab" per process
+  int64_t num_comm_sm;      // multiprocessors that move rows; 0: all
 };
 
 Status ReadOptions(const xla::ffi::Dictionary& attributes, CudaOptions* options);
