@@ -19,7 +19,7 @@ constexpr int kFirstCallDeadlines = 3;
 
 Status Failed(const std::string& op, const char* what, cudaError_t error) {
   cudaGetLastError();
-  return {StatusCode::kInternal, op + ": " + what + " failed: " + cudaGetErrorString(error)};
+  return Status::Internal(op, ": ", what, " failed: ", cudaGetErrorString(error));
 }
 
 // The state and error records of `num_ranks` ranks on the current device.
@@ -151,9 +151,8 @@ Status ChannelRegistry::Look(const std::string& op, const ChannelKey& key,
                              std::shared_ptr<Channel>* channel) {
   for (const int64_t buffer : key.buffers) {
     if (released_.count(buffer) == 0) continue;
-    return Status::Invalid(op + ": buffer " + std::to_string(buffer) +
-                           " has been destroyed. Create another with " + key.maker +
-                           ", and recompile the programs that use it.");
+    return Status::Invalid(op, ": buffer ", buffer, " has been destroyed. Create another with ",
+                           key.maker, ", and recompile the programs that use it.");
   }
   if (const auto found = channels_.find(key); found != channels_.end()) {
     *channel = found->second;
@@ -171,8 +170,7 @@ Status ChannelRegistry::Find(const std::string& op, const ChannelKey& key,
   Status status = look();
   if (!status.ok() || *channel) return status;
   if (!may_make) {
-    return {StatusCode::kInternal,
-            op + ": is being recorded, but its buffer has not been allocated."};
+    return Status::Internal(op, ": is being recorded, but its buffer has not been allocated.");
   }
   std::lock_guard<std::mutex> making(making_);
   status = look();  // another device's call may have created it

@@ -58,7 +58,7 @@ Status ExchangeStream::Find(const std::string& op, int device, ExchangeStream** 
     }
     if (error != cudaSuccess) {
       cudaGetLastError();
-      return {StatusCode::kInternal, op + ": making a stream failed: " + cudaGetErrorString(error)};
+      return Status::Internal(op, ": making a stream failed: ", cudaGetErrorString(error));
     }
     one = std::move(made);
   }

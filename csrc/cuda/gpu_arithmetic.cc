@@ -32,7 +32,7 @@ void GpuArithmetic::Check(cudaError_t error, const char* what) const {
   if (error == cudaSuccess) return;
   cudaGetLastError();
   if (status_.ok()) {
-    status_ = {StatusCode::kInternal, op_ + ": " + what + " failed: " + cudaGetErrorString(error)};
+    status_ = Status::Internal(op_, ": ", what, " failed: ", cudaGetErrorString(error));
   }
 }
 

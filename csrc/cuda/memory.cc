@@ -11,7 +11,7 @@ namespace {
 Status ToStatus(const std::string& op, const char* what, cudaError_t error) {
   if (error == cudaSuccess) return Status::Ok();
   cudaGetLastError();  // clears it: the next call is not to blame
-  return {StatusCode::kInternal, op + ": " + what + " failed: " + cudaGetErrorString(error)};
+  return Status::Internal(op, ": ", what, " failed: ", cudaGetErrorString(error));
 }
 
 // Restores the calling thread's current device on destruction.

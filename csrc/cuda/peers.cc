@@ -17,7 +17,7 @@ using Pair = std::pair<int, int>;  // a GPU, and one whose memory it accesses
 Status Failed(const char* what, cudaError_t error) {
   if (error == cudaSuccess) return Status::Ok();
   cudaGetLastError();  // clears it: the next call is not to blame
-  return {StatusCode::kInternal, std::string(what) + " failed: " + cudaGetErrorString(error)};
+  return Status::Internal(what, " failed: ", cudaGetErrorString(error));
 }
 
 std::string Named(const Pair& pair) {
@@ -84,8 +84,7 @@ Status Enable(const Pair& pair, bool* has_enabled) {
       Failed("cudaDeviceCanAccessPeer", cudaDeviceCanAccessPeer(&can, pair.first, pair.second));
   if (!status.ok()) return status;
   if (!can) {
-    return Status::Invalid("GPU " + std::to_string(pair.first) +
-                           " cannot access the memory of GPU " + std::to_string(pair.second) +
+    return Status::Invalid("GPU ", pair.first, " cannot access the memory of GPU ", pair.second,
                            " (cudaDeviceCanAccessPeer)");
   }
   status = Failed("selecting a GPU", cudaSetDevice(pair.first));
@@ -97,7 +96,7 @@ Status Enable(const Pair& pair, bool* has_enabled) {
   }
   if (error == cudaErrorTooManyPeers) {
     cudaGetLastError();
-    return Status::Invalid("GPU " + std::to_string(pair.first) +
+    return Status::Invalid("GPU ", pair.first,
                            " has as many peers as CUDA allows: 8, unless a switch connects them");
   }
   *has_enabled = error == cudaSuccess;
@@ -114,7 +113,7 @@ Status Try(const Pair& pair) {
   if (status.ok()) status = HasPattern(pair.first, owner.memory(), seed, &is_seen);
   if (status.ok()) status = HasPattern(pair.second, owner.memory(), seed, &is_there);
   if (!status.ok() || (is_seen && is_there)) return status;
-  return Status::Invalid(Named(pair) +
+  return Status::Invalid(Named(pair),
                          " access each other's memory, but data is lost (an IOMMU or ACS of the "
                          "machine may be the cause)");
 }

@@ -30,7 +30,7 @@ Status Load(const std::string& op, int device, Rehearsed* rehearsed) {
   if (!status.ok()) return status;
   if (const cudaError_t error = LoadProductKernels(); error != cudaSuccess) {
     cudaGetLastError();
-    return {StatusCode::kInternal, op + ": loading kernels failed: " + cudaGetErrorString(error)};
+    return Status::Internal(op, ": loading kernels failed: ", cudaGetErrorString(error));
   }
   rehearsed->is_loaded = true;
   return status;

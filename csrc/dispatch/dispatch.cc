@@ -21,8 +21,9 @@ Status SplitGroups(const std::string& op,
     const auto* rank = static_cast<const DispatchContribution*>(contributions[r].get());
     if (r == 0) groups->resize(rank->groups.size());
     if (rank->groups.size() != groups->size()) {
-      return Invalid(op, ": rank ", r, " has ", rank->groups.size(), " plans but rank 0 has ",
-                     groups->size(), ". All ranks must run the same program.");
+      return Status::Invalid(op, ": rank ", r, " has ", rank->groups.size(),
+                             " plans but rank 0 has ", groups->size(),
+                             ". All ranks must run the same program.");
     }
     for (size_t p = 0; p < groups->size(); ++p) (*groups)[p].push_back(&rank->groups[p]);
   }

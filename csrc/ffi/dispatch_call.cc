@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <sstream>
 
 #include "ffi/common.h"
 
@@ -16,11 +15,9 @@ using Dims = ffi::Span<const int64_t>;
 
 template <typename... What>
 Status Wrong(const DispatchCall& call, const What&... what) {
-  std::ostringstream message;
-  message << call.op << ": the operands are not those of this version's primitives: ";
-  (message << ... << what);
-  message << ". Call it through jax_cp_dispatch.";
-  return Status::Invalid(message.str());
+  return Status::Invalid(call.op,
+                         ": the operands are not those of this version's primitives: ", what...,
+                         ". Call it through jax_cp_dispatch.");
 }
 
 std::string Text(Dims dims) {

@@ -9,8 +9,8 @@ Status ReadArrays(const std::string& op, const ffi::RemainingArgs& args,
                   const ffi::RemainingRets& results, std::vector<ffi::AnyBuffer>* arrays) {
   constexpr size_t kNumArgs = 7, kNumResults = 7;
   const auto wrong = [&op](const char* what) {
-    return Status::Invalid(op + ": the operands are not those of this version's primitives: " +
-                           what + ". Call it through jax_cp_dispatch.");
+    return Status::Invalid(op, ": the operands are not those of this version's primitives: ", what,
+                           ". Call it through jax_cp_dispatch.");
   };
   if (args.size() != kNumArgs || results.size() != kNumResults) {
     return wrong("their number is wrong");

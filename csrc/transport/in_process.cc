@@ -96,13 +96,13 @@ class InProcess final : public Transport {
       }
       meeting = FindOrOpen(exchange);
       if (rank < 0 || rank >= exchange.num_ranks || meeting->arrived[rank]) {
-        std::ostringstream message;
-        message << exchange.op << ": rank " << rank << " arrived "
-                << (rank < 0 || rank >= exchange.num_ranks ? "but ranks are" : "twice; ranks are")
-                << " 0.." << exchange.num_ranks - 1
-                << ". Every other mesh axis must be manual where this is called, so that its "
-                   "groups can be distinguished.";
-        const Status failure{StatusCode::kInternal, message.str()};
+        const Status failure = Status::Internal(
+            exchange.op, ": rank ", rank, " arrived ",
+            rank < 0 || rank >= exchange.num_ranks ? "but ranks are" : "twice; ranks are", " 0..",
+            exchange.num_ranks - 1,
+            ". Every other mesh axis must be manual where this is called, so that its groups can "
+            "be "
+            "distinguished.");
         std::vector<Completion> own;
         own.push_back(std::move(completion));
         FailAll(std::move(lock), exchange.key.run_id, failure, exchange.deadline, std::move(own));
@@ -188,7 +188,7 @@ class InProcess final : public Transport {
     try {
       return exchange.planner(meeting.contributions, &meeting.work);
     } catch (const std::exception& error) {
-      return {StatusCode::kInternal, exchange.op + ": planning the copies failed: " + error.what()};
+      return Status::Internal(exchange.op, ": planning the copies failed: ", error.what());
     }
   }
 

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <sstream>
 #include <thread>
 #include <utility>
 
@@ -48,11 +47,10 @@ void SharedExchanges::Join(const Exchange& exchange, int rank,
   if (exchange.processes == nullptr ||
       static_cast<int>(exchange.processes->size()) != exchange.num_ranks || rank < 0 ||
       rank >= exchange.num_ranks || (*exchange.processes)[rank] != process_) {
-    return refuse(
-        {StatusCode::kInternal, exchange.op + ": rank " + std::to_string(rank) +
-                                    " is not one of process " + std::to_string(process_) +
-                                    ". Every other mesh axis must be manual where this is called, "
-                                    "so that its groups can be distinguished."});
+    return refuse(Status::Internal(exchange.op, ": rank ", rank, " is not one of process ",
+                                   process_,
+                                   ". Every other mesh axis must be manual where this is called, "
+                                   "so that its groups can be distinguished."));
   }
   const std::vector<int>& processes = *exchange.processes;
   if (std::count(processes.begin(), processes.end(), process_) == exchange.num_ranks) {
@@ -81,7 +79,7 @@ void SharedExchanges::Join(const Exchange& exchange, int rank,
     failure = Arrive(meeting.get(), rank, process_, exchange.num_ranks);
     for (const auto& [process, participant] : meeting->participants) {
       if (failure.ok() && ended_.count(process)) {
-        failure = {StatusCode::kInternal, WhyLost(*meeting, process, links_.pid(process))};
+        failure = Status::Internal(WhyLost(*meeting, process, links_.pid(process)));
       }
     }
   }
@@ -127,12 +125,11 @@ Status SharedExchanges::Publish(const Exchange& exchange, Contribution* contribu
   for (const SharedArray& array : arrays) total += SharedArena::PageAligned(array.num_bytes);
   const int64_t offset = arena_.Allocate(total);
   if (offset < 0) {
-    return {StatusCode::kInternal,
-            "arrays of " + std::to_string(total) +
-                " bytes do not fit the free part of this "
-                "process's segment of " +
-                std::to_string(arena_.num_bytes()) +
-                " bytes. Increase JAX_CP_DISPATCH_SEGMENT_BYTES in all processes."};
+    return Status::Internal("arrays of ", total,
+                            " bytes do not fit the free part of this "
+                            "process's segment of ",
+                            arena_.num_bytes(),
+                            " bytes. Increase JAX_CP_DISPATCH_SEGMENT_BYTES in all processes.");
   }
   int64_t at = offset + SharedArena::PageAligned(announcement->num_bytes);
   for (size_t i = 0; i < arrays.size(); ++i) {
@@ -185,12 +182,11 @@ void SharedExchanges::Adopt(const Exchange& exchange, SharedMeeting* meeting) {
 
 Status SharedExchanges::Arrive(SharedMeeting* meeting, int rank, int process, int num_ranks) {
   if (num_ranks != meeting->num_ranks() || meeting->arrived[rank]) {
-    std::ostringstream message;
-    message << meeting->op << ": rank " << rank << " of process " << process << " arrived twice, "
-            << "or in a group of " << num_ranks << " instead of " << meeting->num_ranks()
-            << " ranks. Every other mesh axis must be manual where this is called, so that its "
-               "groups can be distinguished.";
-    return {StatusCode::kInternal, message.str()};
+    return Status::Internal(
+        meeting->op, ": rank ", rank, " of process ", process, " arrived twice, or in a group of ",
+        num_ranks, " instead of ", meeting->num_ranks(),
+        " ranks. Every other mesh axis must be manual where this is called, so that its groups can "
+        "be distinguished.");
   }
   meeting->arrived[rank] = true;
   meeting->process[rank] = process;

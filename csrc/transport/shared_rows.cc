@@ -68,7 +68,7 @@ Status SharedExchanges::Plan(SharedMeeting* meeting) {
     }
     return status;
   } catch (const std::exception& error) {
-    return {StatusCode::kInternal, exchange.op + ": planning the copies failed: " + error.what()};
+    return Status::Internal(exchange.op, ": planning the copies failed: ", error.what());
   }
 }
 
@@ -90,8 +90,7 @@ Status SharedExchanges::ReadRank(SharedMeeting* meeting, int rank) {
   const Description& description = meeting->descriptions[rank];
   const SharedSegment& segment = segments_.at(meeting->process[rank]);
   const auto refuse = [&](const std::string& why) -> Status {
-    return Status::Invalid(meeting->op + ": rank " + std::to_string(rank) + " of process " +
-                           std::to_string(segment.process) + " " + why);
+    return Status::Invalid(meeting->op, ": rank ", rank, " of process ", segment.process, " ", why);
   };
   if (description.signature != meeting->exchange.signature) {
     return refuse("came with another call. Expected: " + std::string(meeting->exchange.signature) +
@@ -140,7 +139,7 @@ void SharedExchanges::EndStaging(const MeetingPtr& meeting) {
   for (const auto& [process, participant] : meeting->participants) {
     links_.Send(process, ToBytes(MessageKind::kReady, participant.meeting));
     if (!ended_.count(process) || !meeting->Misses(process)) continue;
-    meeting->failure = {StatusCode::kInternal, WhyLost(*meeting, process, links_.pid(process))};
+    meeting->failure = Status::Internal(WhyLost(*meeting, process, links_.pid(process)));
     return EndFailed(std::move(lock), meeting.get());
   }
   if (!meeting->AllReady()) return;

@@ -30,7 +30,7 @@ ffi::Error GroupedGemm(const GroupedGemmState* state, ffi::AnyBuffer lhs,
     const GroupedGemmOptions& options = state->options;
     if (!BlasIsLoaded()) {
       return ToError(
-          Status::Invalid(options.op + ": no BLAS is loaded. Call it through jax_cp_dispatch."));
+          Status::Invalid(options.op, ": no BLAS is loaded. Call it through jax_cp_dispatch."));
     }
     GroupedProduct product;
     const GroupedGemmBuffers buffers{lhs,  lhs_scale_inv, rhs,    rhs_scale_inv,
@@ -41,7 +41,7 @@ ffi::Error GroupedGemm(const GroupedGemmState* state, ffi::AnyBuffer lhs,
     }
     return ToError(status);
   } catch (const std::exception& error) {
-    return ToError({StatusCode::kInternal, std::string("jax_cp_dispatch: ") + error.what()});
+    return ToError(Status::Internal("jax_cp_dispatch: ", error.what()));
   }
 }
 

@@ -21,7 +21,7 @@ using Ints = ffi::Buffer<ffi::S32>;
 using Floats = ffi::Buffer<ffi::F32>;
 
 Status Invalid(const std::string& op, const std::string& got) {
-  return Status::Invalid(op + ": the kernel got " + got +
+  return Status::Invalid(op, ": the kernel got ", got,
                          "; this is a fault of jax_cp_dispatch, please report it");
 }
 
@@ -131,7 +131,7 @@ Status ReadNumbers(const std::string& op, const Operands& of, const Floats& x, T
 
 ffi::Error Ended(const std::string& op, cudaError_t error) {
   if (error == cudaSuccess) return ffi::Error::Success();
-  return ToError({StatusCode::kInternal, op + ": " + cudaGetErrorString(error)});
+  return ToError(Status::Internal(op, ": ", cudaGetErrorString(error)));
 }
 
 Status Begin(const std::string& op, int device, bool executes) {
@@ -139,10 +139,9 @@ Status Begin(const std::string& op, int device, bool executes) {
   if (error == cudaSuccess && !executes) error = LoadAttentionKernels();
   if (error == cudaSuccess) return {};
   cudaGetLastError();
-  return {StatusCode::kInternal,
-          op + ": loading kernels on GPU " + std::to_string(device) +
-              " failed: " + cudaGetErrorString(error) +
-              ". Rebuild the package for this GPU, or set JAX_CP_DISPATCH_ATTENTION_KERNEL=0."};
+  return Status::Internal(
+      op, ": loading kernels on GPU ", device, " failed: ", cudaGetErrorString(error),
+      ". Rebuild the package for this GPU, or set JAX_CP_DISPATCH_ATTENTION_KERNEL=0.");
 }
 
 // The first error of several steps.

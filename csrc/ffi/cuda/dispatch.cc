@@ -37,10 +37,9 @@ Status FindNumResident(const std::string& op, int device, int* num_resident) {
     int count = 0;
     if (const cudaError_t error = NumResidentBlocks(&count); error != cudaSuccess) {
       cudaGetLastError();
-      return {StatusCode::kInternal,
-              op + ": loading kernels on GPU " + std::to_string(device) +
-                  " failed: " + cudaGetErrorString(error) +
-                  ". Rebuild the package for this GPU, or pass implementation='xla'."};
+      return Status::Internal(op, ": loading kernels on GPU ", device,
+                              " failed: ", cudaGetErrorString(error),
+                              ". Rebuild the package for this GPU, or pass implementation='xla'.");
     }
     found = count;
   }
@@ -102,7 +101,7 @@ Status StartBeside(const std::string& op, ExchangeStream* own,
         return error == cudaSuccess;
       });
   if (is_started) return Status::Ok();
-  return {StatusCode::kInternal, op + ": launching failed: " + cudaGetErrorString(error)};
+  return Status::Internal(op, ": launching failed: ", cudaGetErrorString(error));
 }
 
 Status Move(Direction direction, Part part, const CudaOptions& options, const StageOnDevice& at,
@@ -139,8 +138,8 @@ Status Move(Direction direction, Part part, const CudaOptions& options, const St
   shape.num_groups = call.num_groups;
   shape.deadline = read.deadline;
   if (at.executes && IsRecorded(at.stream)) {  // no handler here says that it may be
-    return {StatusCode::kInternal,
-            op + ": exchanges cannot be recorded into a CUDA graph, but its stream is."};
+    return Status::Internal(op,
+                            ": exchanges cannot be recorded into a CUDA graph, but its stream is.");
   }
   status = ChannelRegistry::Get().Find(op, key, shape, options.memory == "slab", /*may_make=*/true,
                                        &channel);
@@ -153,7 +152,7 @@ Status Move(Direction direction, Part part, const CudaOptions& options, const St
     if (status.ok()) status = ExchangeStream::Find(op, at.device, &own);
     if (!status.ok()) return status;
     if (!at.executes && !own->pairs.AnnounceStart(arrays, at.stream)) {
-      return {StatusCode::kInternal, op + ": making events failed."};
+      return Status::Internal(op, ": making events failed.");
     }
   }
   if (!at.executes) return status;
@@ -177,11 +176,11 @@ Status Move(Direction direction, Part part, const CudaOptions& options, const St
     return StartBeside(op, own, arrays, held, at, [&] { return enqueue_on(own->stream); }, &call);
   }
   if (const cudaError_t error = enqueue_on(at.stream); error != cudaSuccess) {
-    return {StatusCode::kInternal, op + ": launching failed: " + cudaGetErrorString(error)};
+    return Status::Internal(op, ": launching failed: ", cudaGetErrorString(error));
   }
   if (ChecksEachCall()) {
     if (const cudaError_t error = cudaStreamSynchronize(at.stream); error != cudaSuccess) {
-      return {StatusCode::kInternal, op + ": failed: " + cudaGetErrorString(error)};
+      return Status::Internal(op, ": failed: ", cudaGetErrorString(error));
     }
     if (message.empty()) message = channel->TakeError(op);
   }
@@ -200,7 +199,7 @@ ffi::Error MoveIn(int32_t device, cudaStream_t stream, ffi::BufferR0<ffi::S32> r
     return ToError(Move(kDirection, kPart, options, {kExecute, device, stream}, rank.typed_data(),
                         args, results));
   } catch (const std::exception& error) {
-    return ToError({StatusCode::kInternal, std::string("jax_cp_dispatch: ") + error.what()});
+    return ToError(Status::Internal("jax_cp_dispatch: ", error.what()));
   }
 }
 
@@ -222,12 +221,12 @@ ffi::Error Done(int32_t device, cudaStream_t stream, ffi::RemainingArgs args,
     }
     if constexpr (kExecute) {
       if (own->pairs.Done(arrays, stream)) return ffi::Error::Success();
-      return ToError({StatusCode::kInternal, op + ": waiting failed."});
+      return ToError(Status::Internal(op, ": waiting failed."));
     }
     own->pairs.AnnounceDone(arrays);
     return ffi::Error::Success();
   } catch (const std::exception& error) {
-    return ToError({StatusCode::kInternal, std::string("jax_cp_dispatch: ") + error.what()});
+    return ToError(Status::Internal("jax_cp_dispatch: ", error.what()));
   }
 }
 

@@ -133,7 +133,7 @@ Status Overlap(const std::string& op, const CudaGemmOptions& options, const Stag
   const auto num_ranks = static_cast<int>(options.call.num_ranks);
   const auto num_local = static_cast<int>(buffers.size());
   if (options.memory == "slab" && Slab::Get().NeedsNetwork(location.processes())) {
-    return Status::Invalid(op +
+    return Status::Invalid(op,
                            ": some ranks reach each other over the network only, and products "
                            "overlap through mapped memory. Pass implementation='xla'.");
   }
@@ -214,7 +214,7 @@ Status Overlap(const std::string& op, const CudaGemmOptions& options, const Stag
   if (!status.ok() || is_recorded) return status;
   if (ChecksEachCall()) {
     if (const cudaError_t error = cudaStreamSynchronize(stream); error != cudaSuccess) {
-      return {StatusCode::kInternal, op + ": failed: " + cudaGetErrorString(error)};
+      return Status::Internal(op, ": failed: ", cudaGetErrorString(error));
     }
     if (message.empty()) message = channel->TakeError(op);
   }
@@ -249,7 +249,7 @@ ffi::Error GemmIn(int32_t device, cudaStream_t stream, ffi::BufferR0<ffi::S32> r
   try {
     return ToError(Gemm({kExecute, device, stream}, rank.typed_data(), args, results, attributes));
   } catch (const std::exception& error) {
-    return ToError({StatusCode::kInternal, std::string("jax_cp_dispatch: ") + error.what()});
+    return ToError(Status::Internal("jax_cp_dispatch: ", error.what()));
   }
 }
 

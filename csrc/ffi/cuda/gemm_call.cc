@@ -10,7 +10,7 @@ namespace cpd {
 namespace {
 
 Status Wrong(const std::string& op, const char* what) {
-  return Status::Invalid(op + ": the operands are not those of this version's primitives: " + what +
+  return Status::Invalid(op, ": the operands are not those of this version's primitives: ", what,
                          ". Call it through jax_cp_dispatch.");
 }
 
@@ -26,8 +26,7 @@ Status LayScratch(const std::string& op, CudaGemmCall* call) {
     auto* data = static_cast<char*>(of_rank.workspace.untyped_data());
     const int64_t need = GemmScratch::Lay(call->problem, data, &call->scratch.emplace_back());
     if (given >= need) continue;
-    return Status::Invalid(op + ": the workspace has " + std::to_string(given) +
-                           " bytes but the call needs " + std::to_string(need) +
+    return Status::Invalid(op, ": the workspace has ", given, " bytes but the call needs ", need,
                            ". Call it through jax_cp_dispatch.");
   }
   return Status::Ok();
@@ -74,7 +73,7 @@ std::string CudaGemmOptions::op() const {
 Status CheckRanksOnGpu(const std::string& op, const CudaGemmOptions& options) {
   if (options.num_ranks() < 1) return Wrong(op, "there are no ranks");
   if (options.num_ranks() <= kernels::kMaxRanks) return Status::Ok();
-  return Status::Invalid(op + ": on GPUs at most " + std::to_string(kernels::kMaxRanks) +
+  return Status::Invalid(op, ": on GPUs at most ", kernels::kMaxRanks,
                          " ranks overlap. Pass implementation='xla'.");
 }
 
@@ -103,7 +102,7 @@ Status ReadGemmCall(const std::string& op, const CudaGemmOptions& options,
   if (!status.ok()) return status;
   if (call->problem.scaling == Scaling::kBlocks) {
     if (options.overlaps()) {
-      return Status::Invalid(op +
+      return Status::Invalid(op,
                              ": on GPUs products with MXFP8 do not overlap. Pass "
                              "implementation='xla'.");
     }

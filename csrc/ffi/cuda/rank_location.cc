@@ -12,8 +12,7 @@ namespace cpd {
 Status FindRank(const std::string& op, int32_t device, int64_t num_ranks, Counts device_table,
                 RankLocation* location) {
   if (const cudaError_t error = cudaSetDevice(device); error != cudaSuccess) {
-    return {StatusCode::kInternal,
-            op + ": cannot use GPU " + std::to_string(device) + ": " + cudaGetErrorString(error)};
+    return Status::Internal(op, ": cannot use GPU ", device, ": ", cudaGetErrorString(error));
   }
   auto& registry = ChannelRegistry::Get();
   Status status = LocateRanks(op, registry.NameOf(device), num_ranks, device_table, location);
