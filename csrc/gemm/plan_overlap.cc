@@ -22,7 +22,7 @@ Status ConfigureByBuffer(const std::string& op, int64_t id, OverlapProblem* prob
     return Status::Invalid(op, ": ", buffer, " is for another call: ", spec.parameters, ".");
   }
   const bool gathers = spec.config.type == CommType::kAllGather;
-  const bool is_bulk = spec.config.method == CommMethod::kBulk;
+  const bool is_bulk = spec.config.is_bulk();
   const DataType moved = is_bulk   ? problem->aux_type
                          : gathers ? problem->lhs_type
                                    : problem->partial_type;

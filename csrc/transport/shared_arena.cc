@@ -83,11 +83,6 @@ Status SharedArena::Commit(int64_t offset, int64_t num_bytes) {
   return Status::Ok();
 }
 
-int64_t SharedArena::num_committed_bytes() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return num_committed_ * kGranuleBytes;
-}
-
 void SharedArena::ReturnMemory() {
   int64_t kept = 0;
   for (size_t granule = 0; granule < committed_.size(); ++granule) {

@@ -39,10 +39,7 @@ void SharedExchanges::Join(const Exchange& exchange, int rank,
                            std::unique_ptr<Contribution> contribution, Completion completion,
                            int num_helpers, const Scheduler& scheduler) {
   const auto refuse = [&](const Status& status) {
-    std::vector<Completion> own;
-    own.push_back(std::move(completion));
-    FailAll(std::unique_lock<std::mutex>(mutex_), exchange.key.run_id, status, exchange.deadline,
-            std::move(own));
+    Refuse(exchange, status, std::move(completion));
   };
   if (exchange.processes == nullptr ||
       static_cast<int>(exchange.processes->size()) != exchange.num_ranks || rank < 0 ||
@@ -85,9 +82,8 @@ void SharedExchanges::Join(const Exchange& exchange, int rank,
   }
   if (!failure.ok()) {
     arena_.Free(range.first, range.second);  // not announced to any process
-    std::vector<Completion> own;
-    own.push_back(std::move(completion));
-    FailAll(std::move(lock), exchange.key.run_id, failure, exchange.deadline, std::move(own));
+    FailAll(std::move(lock), exchange.key.run_id, failure, exchange.deadline,
+            Only(std::move(completion)));
     return;
   }
   meeting->contributions[rank] = std::move(contribution);
@@ -95,7 +91,7 @@ void SharedExchanges::Join(const Exchange& exchange, int rank,
   meeting->ranges.push_back(range);
   announcement.meeting = meeting->id;
   for (const auto& [process, participant] : meeting->participants) {
-    links_.Send(process, ToBytes(announcement));
+    links_.Send(process, ToBytes(MessageKind::kAnnounce, announcement));
   }
   if (!CloseIfComplete(meeting.get())) return;
   lock.unlock();
@@ -109,10 +105,8 @@ void SharedExchanges::Fail(int64_t run_id, const Status& status,
 
 void SharedExchanges::Refuse(const Exchange& exchange, const Status& status,
                              Completion completion) {
-  std::vector<Completion> own;
-  own.push_back(std::move(completion));
   FailAll(std::unique_lock<std::mutex>(mutex_), exchange.key.run_id, status, exchange.deadline,
-          std::move(own));
+          Only(std::move(completion)));
 }
 
 Status SharedExchanges::Publish(const Exchange& exchange, Contribution* contribution,
