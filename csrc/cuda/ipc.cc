@@ -5,13 +5,13 @@
 
 #include <cstring>
 
+#include "cuda/status.h"
+
 namespace cpd {
 namespace {
 
 Status ToStatus(const char* what, cudaError_t error) {
-  if (error == cudaSuccess) return Status::Ok();
-  cudaGetLastError();
-  return Status::Internal("initialize: ", what, " failed: ", cudaGetErrorString(error));
+  return CudaStatus(error, "initialize: ", what);
 }
 
 }  // namespace

@@ -7,6 +7,8 @@
 #include <thread>
 #include <tuple>
 
+#include "cuda/status.h"
+
 namespace cpd {
 
 Status Lanes::Find(const std::string& op, const LanesKey& key, bool is_recorded,
@@ -28,9 +30,8 @@ Status Lanes::Find(const std::string& op, const LanesKey& key, bool is_recorded,
       error = cudaStreamCreateWithPriority(&made->streams_.back(), cudaStreamNonBlocking, priority);
     }
     if (error != cudaSuccess) {
-      cudaGetLastError();
       all.erase(of_all);
-      return Status::Internal(op, ": making streams failed: ", cudaGetErrorString(error));
+      return CudaStatus(error, op, ": making streams");
     }
     found = std::move(made);
   }

@@ -119,8 +119,7 @@ const char* WrongScales(const GemmBuffers& buffers, const OverlapProblem& p) {
   const auto lines = [](int64_t count) {
     return (count + kLinesInTile - 1) / kLinesInTile * kLinesInTile;
   };
-  const bool gathers =
-      p.config.type == CommType::kAllGather && p.config.method != CommMethod::kBulk;
+  const bool gathers = p.config.gathers_lhs();
   const int64_t own = gathers ? p.rows.num_batches * p.rows.capacity : p.m;
   if (!IsArray(buffers.lhs_scale_inv, DataType::kU8, lines(own) * blocks) ||
       !IsArray(buffers.rhs_scale_inv, DataType::kU8, lines(p.n) * blocks)) {
@@ -217,7 +216,7 @@ Status Describe(const std::string& op, const GemmOptions& options, const GemmBuf
   if (!GemmIsSupported(p.lhs_type, p.rhs_type, p.output_type)) {
     return Status::Invalid(op, ": the element types of operands or output are not supported.");
   }
-  const bool is_bulk = p.config.method == CommMethod::kBulk;
+  const bool is_bulk = p.config.is_bulk();
   if (p.lhs_transposed && p.config.type == CommType::kAllGather && !is_bulk) {
     return Status::Invalid(op, ": the rows of a transposed lhs cannot be gathered in chunks.");
   }

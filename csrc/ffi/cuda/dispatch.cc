@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
-#include <exception>
 #include <functional>
 #include <memory>
 #include <string>
@@ -15,6 +14,7 @@
 #include "cuda/channels.h"
 #include "cuda/exchange_stream.h"
 #include "cuda/kernels.h"
+#include "cuda/status.h"
 #include "ffi/common.h"
 #include "ffi/cuda/dispatch_call.h"
 #include "ffi/cuda/rank_location.h"
@@ -175,32 +175,21 @@ Status Move(Direction direction, Part part, const CudaOptions& options, const St
   if (own != nullptr && message.empty() && !ChecksEachCall() && own->pairs.IsPair(arrays)) {
     return StartBeside(op, own, arrays, held, at, [&] { return enqueue_on(own->stream); }, &call);
   }
-  if (const cudaError_t error = enqueue_on(at.stream); error != cudaSuccess) {
-    return Status::Internal(op, ": launching failed: ", cudaGetErrorString(error));
-  }
-  if (ChecksEachCall()) {
-    if (const cudaError_t error = cudaStreamSynchronize(at.stream); error != cudaSuccess) {
-      return Status::Internal(op, ": failed: ", cudaGetErrorString(error));
-    }
-    if (message.empty()) message = channel->TakeError(op);
-  }
-  return message.empty() ? status : Status::Invalid(message);
+  status = CudaStatus(enqueue_on(at.stream), op, ": launching");
+  return status.ok() ? EndCall(op, at.stream, std::move(message), channel.get()) : status;
 }
 
 template <Direction kDirection, Part kPart, bool kExecute>
 ffi::Error MoveIn(int32_t device, cudaStream_t stream, ffi::BufferR0<ffi::S32> rank,
                   ffi::BufferR0<ffi::S32>, ffi::RemainingArgs args, ffi::RemainingRets results,
                   ffi::Dictionary attributes) {
-  try {
+  return ToError(Caught([&] {
     CudaOptions options;
-    if (const Status status = ReadOptions(attributes, &options); !status.ok()) {
-      return ToError(status);
-    }
-    return ToError(Move(kDirection, kPart, options, {kExecute, device, stream}, rank.typed_data(),
-                        args, results));
-  } catch (const std::exception& error) {
-    return ToError(Status::Internal("jax_cp_dispatch: ", error.what()));
-  }
+    const Status status = ReadOptions(attributes, &options);
+    return status.ok() ? Move(kDirection, kPart, options, {kExecute, device, stream},
+                              rank.typed_data(), args, results)
+                       : status;
+  }));
 }
 
 // The second of two calls: returns its first operands, in place, once the exchange has written
@@ -209,25 +198,20 @@ template <bool kExecute>
 ffi::Error Done(int32_t device, cudaStream_t stream, ffi::RemainingArgs args,
                 ffi::RemainingRets results, ffi::Dictionary) {
   const std::string op = "the end of an exchange";
-  try {
+  return ToError(Caught([&] {
     ExchangePairs::Addresses arrays;
-    if (const Status status = ReadDone(op, args, results, &arrays); !status.ok()) {
-      return ToError(status);
-    }
     ExchangeStream* own = nullptr;
+    Status status = ReadDone(op, args, results, &arrays);
     cudaSetDevice(device);
-    if (const Status status = ExchangeStream::Find(op, device, &own); !status.ok()) {
-      return ToError(status);
+    if (status.ok()) status = ExchangeStream::Find(op, device, &own);
+    if (!status.ok()) return status;
+    if (!kExecute) {
+      own->pairs.AnnounceDone(arrays);
+    } else if (!own->pairs.Done(arrays, stream)) {
+      return Status::Internal(op, ": waiting failed.");
     }
-    if constexpr (kExecute) {
-      if (own->pairs.Done(arrays, stream)) return ffi::Error::Success();
-      return ToError(Status::Internal(op, ": waiting failed."));
-    }
-    own->pairs.AnnounceDone(arrays);
-    return ffi::Error::Success();
-  } catch (const std::exception& error) {
-    return ToError(Status::Internal("jax_cp_dispatch: ", error.what()));
-  }
+    return status;
+  }));
 }
 
 // Both stages have the operands of the CPU handlers; see ffi/dispatch_call.h. Exchanges are not
@@ -268,7 +252,7 @@ XLA_FFI_DEFINE_HANDLER(ExecuteDone, Done<true>, BindDone<kExecute>());
 
 }  // namespace
 
-std::vector<CudaTarget> CudaDispatchTargets() {
+std::vector<Target> CudaDispatchTargets() {
   return {{"jax_cp_dispatch.dispatch", InitializeDispatch, ExecuteDispatch},
           {"jax_cp_dispatch.combine", InitializeCombine, ExecuteCombine},
           {"jax_cp_dispatch.dispatch_start", AnnounceDispatch, StartDispatch},

@@ -9,11 +9,6 @@ namespace ffi = xla::ffi;
 namespace cpd {
 namespace {
 
-Status Wrong(const std::string& op, const char* what) {
-  return Status::Invalid(op, ": the operands are not those of this version's primitives: ", what,
-                         ". Call it through jax_cp_dispatch.");
-}
-
 // Whether a buffer for all ranks has a dimension of ranks, or is a single unused element.
 bool HoldsRanks(const ffi::AnyBuffer& all, int64_t num_ranks) {
   const auto dims = all.dimensions();
@@ -71,7 +66,7 @@ std::string CudaGemmOptions::op() const {
 }
 
 Status CheckRanksOnGpu(const std::string& op, const CudaGemmOptions& options) {
-  if (options.num_ranks() < 1) return Wrong(op, "there are no ranks");
+  if (options.num_ranks() < 1) return NotOurs(op, "there are no ranks");
   if (options.num_ranks() <= kernels::kMaxRanks) return Status::Ok();
   return Status::Invalid(op, ": on GPUs at most ", kernels::kMaxRanks,
                          " ranks overlap. Pass implementation='xla'.");
@@ -86,7 +81,7 @@ Status ReadGemmCall(const std::string& op, const CudaGemmOptions& options,
   const int64_t num_local = has_all_ranks ? options.num_ranks() : 1;
   for (const ffi::AnyBuffer& buffer : all) {
     if (!has_all_ranks || HoldsRanks(buffer, num_local)) continue;
-    return Wrong(op, "one has no dimension of ranks");
+    return NotOurs(op, "one has no dimension of ranks");
   }
   for (int64_t rank = 0; rank < num_local; ++rank) {
     std::vector<ffi::AnyBuffer> own = all;
@@ -108,7 +103,7 @@ Status ReadGemmCall(const std::string& op, const CudaGemmOptions& options,
     }
     if (first.lhs_swizzled.element_type() != ffi::U8 ||
         first.rhs_swizzled.element_type() != ffi::U8) {
-      return Wrong(op, "there is no space for swizzled scales");
+      return NotOurs(op, "there is no space for swizzled scales");
     }
   }
   return LayScratch(op, call);

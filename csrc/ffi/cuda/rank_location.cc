@@ -5,7 +5,7 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "cuda/channels.h"
+#include "cuda/status.h"
 
 namespace cpd {
 
@@ -32,6 +32,15 @@ bool ChecksEachCall() {
     return value != nullptr && std::strcmp(value, "0") != 0 && *value != '\0';
   }();
   return checks;
+}
+
+Status EndCall(const std::string& op, cudaStream_t stream, std::string message, Channel* channel) {
+  if (ChecksEachCall()) {
+    const Status status = CudaStatus(cudaStreamSynchronize(stream), op, ": the call");
+    if (!status.ok()) return status;
+    if (message.empty()) message = channel->TakeError(op);
+  }
+  return message.empty() ? Status::Ok() : Status::Invalid(message);
 }
 
 }  // namespace cpd
