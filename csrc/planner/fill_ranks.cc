@@ -1,9 +1,9 @@
 // The rank with the most room takes the part of a share with the most work per byte; repeat.
-#include "planner/fill_ranks.h"
-
 #include <algorithm>
 #include <cmath>
 #include <vector>
+
+#include "planner/plan_steps.h"
 
 namespace cpd {
 namespace {

@@ -1,10 +1,10 @@
 // The rank that exceeds its capacities most gives away the part with the most rows per byte;
 // repeat.
-#include "planner/keep_capacities.h"
-
 #include <algorithm>
 #include <numeric>
 #include <vector>
+
+#include "planner/plan_steps.h"
 
 namespace cpd {
 namespace {

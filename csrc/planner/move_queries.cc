@@ -6,8 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "planner/fill_ranks.h"
-#include "planner/keep_capacities.h"
+#include "planner/plan_steps.h"
 #include "planner/query_shares.h"
 
 namespace cpd {
