@@ -26,4 +26,11 @@ Status AttributeReader::Finish() const {
       ". Call it through jax_cp_dispatch.");
 }
 
+void RankOptions::Read(AttributeReader* attributes) {
+  attributes->Read("op", &op);
+  attributes->Read("axis", &axis);
+  attributes->Read("num_ranks", &num_ranks);
+  attributes->Read("deadline_ms", &deadline_ms);
+}
+
 }  // namespace cpd

@@ -219,10 +219,7 @@ class Reader {
 void ReadOptions(AttributeReader* attributes, DispatchOptions* options) {
   AttributeReader& a = *attributes;
   DispatchOptions& o = *options;
-  a.Read("op", &o.op);
-  a.Read("axis", &o.axis);
-  a.Read("num_ranks", &o.num_ranks);
-  a.Read("deadline_ms", &o.deadline_ms);
+  o.Read(attributes);
   a.Read("capacity_names", &o.capacity_names);
   a.Read("has_src_offset", &o.has_src_offset);
   a.Read("has_fingerprint", &o.has_fingerprint);
@@ -235,11 +232,11 @@ void ReadOptions(AttributeReader* attributes, DispatchOptions* options) {
 Status ReadAttributes(Direction direction, const DispatchOptions& options, DispatchCall* call) {
   constexpr int64_t kMostArrays = 1 << 16;  // far more than any call has
   call->direction = direction;
-  call->op = options.op + " over axis '" + options.axis + "'";
+  call->op = options.OverAxis();
   if (options.num_ranks < 1 || options.num_ranks >= std::numeric_limits<int>::max()) {
     return NotOurs(call->op, "num_ranks is ", options.num_ranks);
   }
-  if (options.deadline_ms < 1 || options.deadline_ms > kLongestDeadline.count()) {
+  if (!options.HasDeadline()) {
     return NotOurs(call->op, "deadline_ms is ", options.deadline_ms, "; it needs to be in 1..",
                    kLongestDeadline.count());
   }

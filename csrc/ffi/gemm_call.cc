@@ -80,9 +80,7 @@ const char* WrongAttribute(const GemmOptions& options) {
       options.num_batches > kMostBatches) {
     return "num_splits and num_batches need to be at least 1, and at most 2**20";
   }
-  if (options.deadline_ms < 1 || options.deadline_ms > kLongestDeadline.count()) {
-    return "deadline_ms is out of range";
-  }
+  if (!options.HasDeadline()) return "deadline_ms is out of range";
   if (options.aggregate && options.num_ranks % 2 != 0) return "pairs need an even number of ranks";
   if (options.in_ring_order && options.gathers_to_aux)
     return "aux_out cannot be both own and gathered rows";
@@ -144,10 +142,7 @@ char* Data(const ffi::AnyBuffer& buffer) { return static_cast<char*>(buffer.unty
 void ReadOptions(AttributeReader* attributes, GemmOptions* options) {
   AttributeReader& a = *attributes;
   GemmOptions& o = *options;
-  a.Read("op", &o.op);
-  a.Read("axis", &o.axis);
-  a.Read("num_ranks", &o.num_ranks);
-  a.Read("deadline_ms", &o.deadline_ms);
+  o.Read(attributes);
   a.Read("num_threads", &o.num_threads);
   a.Read("scaling_mode", &o.scaling_mode);
   a.Read("comm_overlap_method", &o.comm_overlap_method);

@@ -82,7 +82,8 @@ def test_dispatch_names_the_gpu_of_every_rank(implementation):
 
 
 def test_the_handler_reads_every_attribute():
-    sources = [ROOT / "csrc/ffi" / name for name in ("dispatch_call.cc", "cuda/dispatch_call.cc")]
+    names = ("attributes.cc", "dispatch_call.cc", "cuda/dispatch_call.cc")
+    sources = [ROOT / "csrc/ffi" / name for name in names]
     read = [name for path in sources for name in re.findall(r'Read\("(\w+)"', path.read_text())]
     ((_, rest),) = calls(lowered(on_ranks(send, mesh_of(W)), X, PLAN))
     attributes = re.findall(r"(\w+) = ", rest.split("mhlo.backend_config = {")[1].split("}")[0])

@@ -38,8 +38,7 @@ struct GemmState : CallState<GemmState> {
 ffi::Future Gemm(const CallSite& site, const CallingRank& calling, const GemmOptions& options,
                  const GemmBuffers& buffers) {
   Exchange exchange;
-  exchange.op = options.op;
-  if (options.num_ranks > 0) exchange.op += " over axis '" + options.axis + "'";
+  exchange.op = options.num_ranks > 0 ? options.OverAxis() : options.op;
   if (!BlasIsLoaded()) {
     return Failed(Status::Invalid(exchange.op,
                                   ": no BLAS is loaded. Call it through "

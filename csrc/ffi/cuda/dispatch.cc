@@ -76,7 +76,7 @@ ChannelKey KeyOf(const CudaOptions& options, const kernels::Call& call,
 
 // Finds the ranks that this one reaches over the network. All ranks agree whether there are any.
 void FindRemotes(const CudaOptions& options, const RankLocation& location, kernels::Call* call) {
-  if (options.memory != "slab") return;
+  if (!options.in_slab()) return;
   const std::vector<int64_t> processes = location.processes();
   call->has_network = Slab::Get().NeedsNetwork(processes);
   for (size_t r = 0; r < processes.size(); ++r) {
@@ -141,8 +141,8 @@ Status Move(Direction direction, Part part, const CudaOptions& options, const St
     return Status::Internal(op,
                             ": exchanges cannot be recorded into a CUDA graph, but its stream is.");
   }
-  status = ChannelRegistry::Get().Find(op, key, shape, options.memory == "slab", /*may_make=*/true,
-                                       &channel);
+  status =
+      ChannelRegistry::Get().Find(op, key, shape, options.in_slab(), /*may_make=*/true, &channel);
   if (!status.ok()) return status;
   ExchangePairs::Addresses arrays;
   char* held = nullptr;

@@ -23,12 +23,16 @@ Status NotInPlace(const std::string& op, size_t array) {
 
 }  // namespace
 
+void GpuOptions::Read(AttributeReader* attributes) {
+  attributes->Read("device_table", &device_table);
+  attributes->Read("memory", &memory);
+  attributes->Read("num_comm_sm", &num_comm_sm);
+}
+
 Status ReadOptions(const ffi::Dictionary& attributes, CudaOptions* options) {
   AttributeReader reader(attributes);
   ReadOptions(&reader, &options->call);
-  reader.Read("device_table", &options->device_table);
-  reader.Read("memory", &options->memory);
-  reader.Read("num_comm_sm", &options->num_comm_sm);
+  options->Read(&reader);
   return reader.Finish();
 }
 

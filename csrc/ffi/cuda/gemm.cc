@@ -131,7 +131,7 @@ Status Overlap(const std::string& op, const CudaGemmOptions& options, const Stag
   OverlapProblem& problem = call.problem;
   const auto num_ranks = static_cast<int>(options.call.num_ranks);
   const auto num_local = static_cast<int>(buffers.size());
-  if (options.memory == "slab" && Slab::Get().NeedsNetwork(location.processes())) {
+  if (options.in_slab() && Slab::Get().NeedsNetwork(location.processes())) {
     return Status::Invalid(op,
                            ": some ranks reach each other over the network only, and products "
                            "overlap through mapped memory. Pass implementation='xla'.");
@@ -152,7 +152,7 @@ Status Overlap(const std::string& op, const CudaGemmOptions& options, const Stag
   const bool is_recorded = at.executes && IsRecorded(stream);
   std::shared_ptr<Channel> channel;
   Status status =
-      ChannelRegistry::Get().Find(op, key, shape, options.memory == "slab", !is_recorded, &channel);
+      ChannelRegistry::Get().Find(op, key, shape, options.in_slab(), !is_recorded, &channel);
   const LanesKey of_lanes{device, num_local, options.gemm_priority, options.comm_priority};
   std::shared_ptr<Lanes> lanes;
   if (status.ok()) status = Lanes::Find(op, of_lanes, is_recorded, &lanes);

@@ -32,11 +32,9 @@ Status LayScratch(const std::string& op, CudaGemmCall* call) {
 Status ReadOptions(const ffi::Dictionary& attributes, CudaGemmOptions* options) {
   AttributeReader reader(attributes);
   ReadOptions(&reader, &options->call);
-  reader.Read("device_table", &options->device_table);
-  reader.Read("memory", &options->memory);
+  options->Read(&reader);
   reader.Read("gemm_priority", &options->gemm_priority);
   reader.Read("comm_priority", &options->comm_priority);
-  reader.Read("num_comm_sm", &options->num_comm_sm);
   reader.Read("set_sm_margin", &options->set_sm_margin);
   reader.Read("tf32", &options->tf32);
   reader.Read("use_split_accumulator", &options->use_split_accumulator);
@@ -61,9 +59,7 @@ BufferView::BufferView(const ffi::AnyBuffer& all, int64_t rank, int64_t num_rank
   raw_->dims = dims_.data();
 }
 
-std::string CudaGemmOptions::op() const {
-  return overlaps() ? call.op + " over axis '" + call.axis + "'" : call.op;
-}
+std::string CudaGemmOptions::op() const { return overlaps() ? call.OverAxis() : call.op; }
 
 Status CheckRanksOnGpu(const std::string& op, const CudaGemmOptions& options) {
   if (options.num_ranks() < 1) return NotOurs(op, "there are no ranks");
