@@ -1,7 +1,7 @@
 // What both modules have: handlers by name, recorded spans, the version of XLA's interface.
 #pragma once
 
-#include <initializer_list>
+#include <utility>
 #include <vector>
 
 #include "ffi/common.h"
@@ -13,18 +13,21 @@ namespace cpd {
 
 // `first_stage` is that of `Target::prepare`.
 inline void BindTargets(nanobind::module_& m, const char* first_stage,
-                        std::initializer_list<std::vector<Target>> all) {
-  nanobind::dict targets;
-  for (const std::vector<Target>& of_file : all) {
-    for (const Target& target : of_file) {
-      nanobind::dict stages;
-      stages[first_stage] = nanobind::capsule(reinterpret_cast<void*>(target.prepare));
-      stages["execute"] = nanobind::capsule(reinterpret_cast<void*>(target.execute));
-      targets[target.name] = stages;
-    }
-  }
+                        std::vector<std::vector<Target>> all) {
   m.def(
-      "registrations", [targets] { return targets; },
+      "registrations",
+      [first_stage, all = std::move(all)] {
+        nanobind::dict targets;
+        for (const std::vector<Target>& of_file : all) {
+          for (const Target& target : of_file) {
+            nanobind::dict stages;
+            stages[first_stage] = nanobind::capsule(reinterpret_cast<void*>(target.prepare));
+            stages["execute"] = nanobind::capsule(reinterpret_cast<void*>(target.execute));
+            targets[target.name] = stages;
+          }
+        }
+        return targets;
+      },
       "Target name -> stage name -> handler capsule.");
   m.def(
       "ffi_api_version", [] { return nanobind::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR); },
