@@ -253,7 +253,7 @@ between() {  # between NAME SECONDS COMMAND...
 gpus=$("$python" -c 'from jax_cp_dispatch._ranks import runtime
 print(runtime.cuda.device_count()[0] if runtime.cuda else 0)' 2>/dev/null)
 if [ "${gpus:-0}" -ge 2 ] || { [ "$mode" = dry ] && [ "${gpus:-0}" = 0 ]; }; then
-  for case in "one process" "one process by bulk copies" cuda_ipc nvshmem "put and get"; do
+  for case in "one process" cuda_ipc nvshmem "put and get"; do
     between "$case" 180 XLA_FLAGS="$untuned" "$python" -m pytest -q \
       "tests/gpu/test_several_gpus.py::test_every_operation[$case]"
   done
@@ -266,8 +266,6 @@ fi
 # ---- Measurements.
 step bandwidth 30 env JAX_PLATFORMS=cuda "$python" benchmarks/gpu_exchange.py \
   --repeats 3 --output "$out/bandwidth.json"
-step "bandwidth in bulk" 20 env JAX_PLATFORMS=cuda JAX_CP_DISPATCH_COPY_PATH=bulk "$python" \
-  benchmarks/gpu_exchange.py --repeats 3 --output "$out/bandwidth_in_bulk.json"
 libraries=$("$python" -c 'import nvidia; print(*(at + "/cu13/lib" for at in nvidia.__path__), sep=":")' \
   2>/dev/null):/usr/local/cuda/lib64  # cuBLASLt
 step "small calls" 20 "$kernels" small "$out/small_calls.json"
@@ -361,7 +359,7 @@ report = {
     "steps": [{"step": n, "status": s, "seconds": int(t)} for n, s, t in steps],
 }
 for name in (
-    *("kernels", "between_gpus", "bandwidth", "bandwidth_in_bulk", "small_calls"),
+    *("kernels", "between_gpus", "bandwidth", "small_calls"),
     *("blocks_beside_gemm", "gemm", "profile_beside_gemm", "attention"),
 ):
     path = out / f"{name}.json"

@@ -6,10 +6,7 @@
 
 #include <algorithm>
 #include <initializer_list>
-#include <type_traits>
 
-#include "cuda/bulk_engine.h"
-#include "kernels/bulk.h"
 #include "kernels/exchange.h"
 #include "kernels/network.h"
 #include "kernels/plan.h"
@@ -55,12 +52,6 @@ __device__ void LetNextStart() {
 template <typename Fabric>
 constexpr bool kSignalsLast = !Fabric::kHasNetwork;
 
-using Bulk = InBulk<BulkEngine>;
-
-// What a copy path is on the GPU that this is compiled for.
-template <typename CopyPath>
-using Here = std::conditional_t<BulkEngine::kExists, CopyPath, ByRegisters>;
-
 template <typename Fabric>
 __global__ void __launch_bounds__(kPlanThreads, 1) PlanKernel(const __grid_constant__ Call call) {
   __shared__ PlanScratch scratch;
@@ -73,30 +64,24 @@ __global__ void __launch_bounds__(kPlanThreads, 1) PlanKernel(const __grid_const
   }
 }
 
-template <typename Fabric, typename CopyPath>
+template <typename Fabric>
 __global__ void __launch_bounds__(kMoveThreads, kMoveBlocks)
     PushKernel(const __grid_constant__ Call call) {
   __shared__ PushScratch scratch;
-  __shared__ typename Here<CopyPath>::Scratch of_path;
   __shared__ bool is_last;
   LetNextStart();
   AwaitKernelAhead();
-  MoveWith<Here<CopyPath>>(ThisBlock(), &of_path, [&](const Here<CopyPath>& path) {
-    Push<Fabric>(ThisBlock(), ThisRank(call), &scratch, path);
-  });
+  Push<Fabric>(ThisBlock(), ThisRank(call), &scratch);
   if constexpr (kSignalsLast<Fabric>) SignalLast(ThisBlock(), ThisRank(call), &is_last);
 }
 
-template <typename Fabric, typename CopyPath>
+template <typename Fabric>
 __global__ void __launch_bounds__(kMoveThreads, kMoveBlocks)
     StageKernel(const __grid_constant__ Call call) {
-  __shared__ typename Here<CopyPath>::Scratch of_path;
   __shared__ bool is_last;
   LetNextStart();
   AwaitKernelAhead();
-  MoveWith<Here<CopyPath>>(ThisBlock(), &of_path, [&](const Here<CopyPath>& path) {
-    Stage(ThisBlock(), ThisRank(call), path);
-  });
+  Stage(ThisBlock(), ThisRank(call));
   if constexpr (kSignalsLast<Fabric>) SignalLast(ThisBlock(), ThisRank(call), &is_last);
 }
 
@@ -107,15 +92,12 @@ __global__ void __launch_bounds__(kMeetThreads) WaitKernel(const __grid_constant
   Wait<Fabric>(ThisBlock(), ThisRank(call), &scratch);
 }
 
-template <typename Fabric, typename CopyPath>
+template <typename Fabric>
 __global__ void __launch_bounds__(kMoveThreads, kMoveBlocks)
     UnpackKernel(const __grid_constant__ Call call) {
   __shared__ UnpackScratch scratch;
-  __shared__ typename Here<CopyPath>::Scratch of_path;
   AwaitKernelAhead();
-  MoveWith<Here<CopyPath>>(ThisBlock(), &of_path, [&](const Here<CopyPath>& path) {
-    Unpack(ThisBlock(), ThisRank(call), &scratch, path);
-  });
+  Unpack(ThisBlock(), ThisRank(call), &scratch);
 }
 
 template <typename Fabric>
@@ -151,16 +133,13 @@ __global__ void __launch_bounds__(kMeetThreads) WaitSomeKernel(const __grid_cons
   WaitSome(ThisBlock(), ThisRank(call), &scratch);
 }
 
-template <typename Fabric, typename CopyPath>
+template <typename Fabric>
 __global__ void __launch_bounds__(kMoveThreads, kMoveBlocks)
     UnpackReadyKernel(const __grid_constant__ Call call) {
   __shared__ UnpackScratch scratch;
-  __shared__ typename Here<CopyPath>::Scratch of_path;
   LetNextStart();  // a wait: one block
   AwaitKernelAhead();
-  MoveWith<Here<CopyPath>>(ThisBlock(), &of_path, [&](const Here<CopyPath>& path) {
-    UnpackReady(ThisBlock(), ThisRank(call), &scratch, path);
-  });
+  UnpackReady(ThisBlock(), ThisRank(call), &scratch);
 }
 
 // ---- For network fabrics only. These kernels start one after another.
@@ -193,7 +172,7 @@ __global__ void QuietKernel(const __grid_constant__ Call) {
   Fabric::Quiet();
 }
 
-// Whether the current device has compute capability 9.0: bulk copies, and kernels that start early.
+// Whether the current device has compute capability 9.0: kernels that start early.
 inline bool IsNew() {
   int device = 0, major = 0;
   return cudaGetDevice(&device) == cudaSuccess &&
@@ -210,8 +189,9 @@ inline bool MayOverlap(cudaStream_t stream) {
 }
 
 // Launches a call: plan, move and signal, wait and take, perhaps in several rounds.
-template <typename Fabric, typename CopyPath>
-cudaError_t LaunchWith(const Call& call, int num_blocks, cudaStream_t stream, bool may_overlap) {
+template <typename Fabric>
+cudaError_t LaunchOver(const Call& call, int num_blocks, cudaStream_t stream) {
+  const bool may_overlap = !Fabric::kHasNetwork && IsNew() && MayOverlap(stream);
   const auto ranks = static_cast<unsigned>(call.num_local);
   const dim3 one(1, ranks);
   const dim3 many(std::max(1u, static_cast<unsigned>(num_blocks) / ranks), ranks);
@@ -241,23 +221,23 @@ cudaError_t LaunchWith(const Call& call, int num_blocks, cudaStream_t stream, bo
       launch(StageToPutKernel<Fabric>, many, kMoveThreads);
       launch(PutKernel<Fabric>, many, kMoveThreads);
     }
-    launch(PushKernel<Fabric, CopyPath>, many, kMoveThreads);
+    launch(PushKernel<Fabric>, many, kMoveThreads);
   } else if (!HoldsAllRanks(call)) {
-    launch(StageKernel<Fabric, CopyPath>, many, kMoveThreads);
+    launch(StageKernel<Fabric>, many, kMoveThreads);
   }
   // Signals come from a kernel before the wait: if one device holds all ranks, all of them have
   // signalled before any waits, however few blocks run at once.
   if constexpr (kSignalsLast<Fabric>) {
     for (int round = 0; round < call.num_early; ++round) {
       launch(WaitSomeKernel<Fabric>, one, kMeetThreads);
-      launch(UnpackReadyKernel<Fabric, CopyPath>, many, kMoveThreads);
+      launch(UnpackReadyKernel<Fabric>, many, kMoveThreads);
     }
   } else {
     launch(SignalKernel<Fabric>, one, kMeetThreads);
   }
   launch(WaitKernel<Fabric>, one, kMeetThreads);
   if (call.is_dispatch) {
-    launch(UnpackKernel<Fabric, CopyPath>, many, kMoveThreads);
+    launch(UnpackKernel<Fabric>, many, kMoveThreads);
   } else {
     if constexpr (Fabric::kHasNetwork) {
       launch(FetchKernel<Fabric>, many, kMoveThreads);
@@ -266,18 +246,6 @@ cudaError_t LaunchWith(const Call& call, int num_blocks, cudaStream_t stream, bo
     launch(PullKernel<Fabric>, many, kMoveThreads);
   }
   return error == cudaSuccess ? cudaGetLastError() : error;
-}
-
-template <typename Fabric>
-cudaError_t LaunchOver(const Call& call, int num_blocks, cudaStream_t stream) {
-  if constexpr (Fabric::kHasNetwork) {
-    return LaunchWith<Fabric, ByRegisters>(call, num_blocks, stream, /*may_overlap=*/false);
-  } else {
-    const bool is_new = IsNew(), may_overlap = is_new && MayOverlap(stream);
-    return is_new && call.in_bulk
-               ? LaunchWith<Fabric, Bulk>(call, num_blocks, stream, may_overlap)
-               : LaunchWith<Fabric, ByRegisters>(call, num_blocks, stream, may_overlap);
-  }
 }
 
 // Loads every kernel now. Loading a kernel at its first launch may wait for the device, where a
@@ -292,15 +260,14 @@ cudaError_t LoadKernelsOver() {
       if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, kernel);
     }
   };
-  load({PlanKernel<Fabric>, PushKernel<Fabric, ByRegisters>, StageKernel<Fabric, ByRegisters>,
-        WaitKernel<Fabric>, UnpackKernel<Fabric, ByRegisters>, PullKernel<Fabric>});
+  load({PlanKernel<Fabric>, PushKernel<Fabric>, StageKernel<Fabric>, WaitKernel<Fabric>,
+        UnpackKernel<Fabric>, PullKernel<Fabric>});
   if constexpr (Fabric::kHasNetwork) {
     load({SignalKernel<Fabric>, StageToPutKernel<Fabric>, PutKernel<Fabric>, FetchKernel<Fabric>,
           QuietKernel<Fabric>});
   } else {
-    load({WaitSomeKernel<Fabric>, UnpackReadyKernel<Fabric, ByRegisters>, PushKernel<Fabric, Bulk>,
-          StageKernel<Fabric, Bulk>, UnpackKernel<Fabric, Bulk>, UnpackReadyKernel<Fabric, Bulk>,
-          SmallDispatchKernel<Fabric>, SmallCombineKernel<Fabric>});
+    load({WaitSomeKernel<Fabric>, UnpackReadyKernel<Fabric>, SmallDispatchKernel<Fabric>,
+          SmallCombineKernel<Fabric>});
   }
   return error;
 }

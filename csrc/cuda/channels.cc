@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "cuda/errors.h"
+#include "cuda/status.h"
 
 namespace cpd {
 namespace {
@@ -16,11 +17,6 @@ namespace {
 // Processes make a channel at the first call of a program, which they may have compiled, or begun
 // to compile, at different times.
 constexpr int kFirstCallDeadlines = 3;
-
-Status Failed(const std::string& op, const char* what, cudaError_t error) {
-  cudaGetLastError();
-  return {StatusCode::kInternal, op + ": " + what + " failed: " + cudaGetErrorString(error)};
-}
 
 // The state and error records of `num_ranks` ranks on the current device.
 Status MakeLocal(const std::string& op, int num_ranks, int64_t bytes_per_rank,
@@ -41,7 +37,7 @@ Status MakeLocal(const std::string& op, int num_ranks, int64_t bytes_per_rank,
   }
   if (error == cudaSuccess) error = cudaEventCreateWithFlags(&local->done, cudaEventDisableTiming);
   local->num_ranks = num_ranks;
-  return error == cudaSuccess ? Status::Ok() : Failed(op, "allocating a channel's state", error);
+  return CudaStatus(error, op, ": allocating a channel's state");
 }
 
 }  // namespace
@@ -60,8 +56,7 @@ Status Channel::Make(const std::string& op, const ChannelKey& key, const Channel
   for (const DeviceEntry& entry : devices_) request_.processes.push_back(entry.process);
   Status status =
       in_slab ? Allocate(op, process) : AllocateOnDevices(op, devices_, bytes_, &memory_);
-  int before = 0;
-  cudaGetDevice(&before);
+  const DeviceScope restore;
   if (shape.num_local > 1) {
     cudaSetDevice(devices_[0].device);
     if (status.ok()) {
@@ -74,21 +69,17 @@ Status Channel::Make(const std::string& op, const ChannelKey& key, const Channel
       status = MakeLocal(op, 1, shape.local_bytes, &locals_[static_cast<int>(r)]);
     }
   }
-  cudaSetDevice(before);
   if (!status.ok()) Free();
   return status;
 }
 
 Status Channel::Allocate(const std::string& op, int64_t process) {
   const auto clear = [&](char* memory, int64_t bytes) {
-    int before = 0;
-    cudaGetDevice(&before);
+    const DeviceScope restore;
     for (const DeviceEntry& entry : devices_) {
       if (entry.process == process) cudaSetDevice(entry.device);
     }
-    const Status status = ClearOnDevice(op, memory, bytes);
-    cudaSetDevice(before);
-    return status;
+    return ClearOnDevice(op, memory, bytes);
   };
   Status status = Slab::Get().Allocate(request_, clear, &memory_);
   if (!status.ok()) status.message = op + ": " + status.message;
@@ -96,16 +87,13 @@ Status Channel::Allocate(const std::string& op, int64_t process) {
 }
 
 void Channel::Free() {
-  int before = 0;
-  cudaGetDevice(&before);
   for (auto& [rank, local] : locals_) {
-    cudaSetDevice(devices_[rank].device);
+    const DeviceScope scope(devices_[rank].device);
     cudaFree(local.state);  // waits for work on the device
     cudaFreeHost(local.errors);
     if (local.done) cudaEventDestroy(local.done);
   }
   locals_.clear();
-  cudaSetDevice(before);
   if (in_slab_) {
     Slab::Get().Free(request_, memory_);
   } else {
@@ -151,9 +139,8 @@ Status ChannelRegistry::Look(const std::string& op, const ChannelKey& key,
                              std::shared_ptr<Channel>* channel) {
   for (const int64_t buffer : key.buffers) {
     if (released_.count(buffer) == 0) continue;
-    return Status::Invalid(op + ": buffer " + std::to_string(buffer) +
-                           " has been destroyed. Create another with " + key.maker +
-                           ", and recompile the programs that use it.");
+    return Status::Invalid(op, ": buffer ", buffer, " has been destroyed. Create another with ",
+                           key.maker, ", and recompile the programs that use it.");
   }
   if (const auto found = channels_.find(key); found != channels_.end()) {
     *channel = found->second;
@@ -171,8 +158,7 @@ Status ChannelRegistry::Find(const std::string& op, const ChannelKey& key,
   Status status = look();
   if (!status.ok() || *channel) return status;
   if (!may_make) {
-    return {StatusCode::kInternal,
-            op + ": is being recorded, but its buffer has not been allocated."};
+    return Status::Internal(op, ": is being recorded, but its buffer has not been allocated.");
   }
   std::lock_guard<std::mutex> making(making_);
   status = look();  // another device's call may have created it

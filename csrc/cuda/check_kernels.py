@@ -14,12 +14,9 @@ import sys
 _CALLS = ("Plan", "Push", "Stage", "Wait", "Unpack", "Pull")
 # Over mapped memory only.
 _MAPPED = ("WaitSome", "UnpackReady", "SmallDispatch", "SmallCombine")
-_BULK = "Bulk"  # the prefix of kernels that move rows in bulk
-_IN_BULK = tuple(_BULK + name for name in ("Push", "Stage", "Unpack", "UnpackReady"))
 _KERNELS = (
     *_CALLS,
     *_MAPPED,
-    *_IN_BULK,
     *("Attend", "QueryGradients", "KeyGradients"),
     *("Sum", "Columns", "Transpose", "Swizzle", "Copy", "Begin", "Tell", "WaitFor", "End", "Hold"),
 )
@@ -44,8 +41,6 @@ def _kernel_in(line: str) -> str:
     named = re.search(r"\d([A-Z][A-Za-z]*?)Kernel(\w*)'?", line)
     if named is None:
         return ""
-    if "6InBulk" in named[2]:
-        return _BULK + named[1]
     return (_NVSHMEM if f"{len(_NVSHMEM)}{_NVSHMEM}E" in named[2] else "") + named[1]
 
 
@@ -101,7 +96,7 @@ def main() -> int:
             used = found.get((kernel, architecture), {})
             has_stack = used.get("stack") != 0 and (kernel not in _CALL_NVSHMEM or not used)
             is_good = not has_stack and used.get("spills") == 0
-            if used and kernel.removeprefix(_NVSHMEM).removeprefix(_BULK) in _COPIES:
+            if used and kernel.removeprefix(_NVSHMEM) in _COPIES:
                 used["blocks"] = blocks_per_multiprocessor(used, architecture)
                 is_good = is_good and used["blocks"] >= _MOVER_BLOCKS
             num_bad += not is_good

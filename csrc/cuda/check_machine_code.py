@@ -39,12 +39,6 @@ _ATTENTION = ("Attend", "QueryGradients", "KeyGradients")
 _NAMED = r"\d([A-Z][A-Za-z]*?)Kernel(?:\w*6Mapped|INS_\w+?Li\d)"
 _IN_FLIGHT = 4
 
-# Kernels that move rows in bulk, where the architecture can: their name, and its mangled part.
-_BULK = "Bulk"
-_BULK_MOVER = "6InBulk"
-_BULK_COPIES = ("Push", "Stage", "Unpack", "UnpackReady")
-_FIRST_WITH_BULK = 90
-
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
@@ -90,8 +84,6 @@ class Facts:
     num_swaps: int  # compare-and-swap there
     num_warp_sums: int
     num_releases: int  # of the next kernel
-    num_bulk_loads: int
-    num_bulk_stores: int
     num_warpgroup_products: int
     num_signals: int  # 64 bits stored for the system after a barrier of its memory
     num_acquires: int  # 64 bits loaded from the system, before the cache is invalid
@@ -105,7 +97,7 @@ class Facts:
         if kernel in _ATTENTION:
             has_warpgroups = architecture.endswith("a")
             return not self.num_local and has_warpgroups == (self.num_warpgroup_products > 0)
-        if self.num_local or not self._has_scopes(kernel.removeprefix(_BULK)):
+        if self.num_local or not self._has_scopes(kernel):
             return False
         if kernel == "Plan":
             return True
@@ -113,12 +105,6 @@ class Facts:
             return False
         if kernel in _WAIT:
             return True
-        is_bulk = (
-            kernel.startswith(_BULK) and int(re.sub(r"\D", "", architecture)) >= _FIRST_WITH_BULK
-        )
-        if is_bulk != (self.num_bulk_loads > 0) or is_bulk != (self.num_bulk_stores > 0):
-            return False
-        kernel = kernel.removeprefix(_BULK)
         is_slow = self.num_fences or self.num_swaps
         has_sums = self.num_warp_sums > 0 or kernel not in _COUNT_TAGS
         has_moves = self.num_loops > 0 and self.num_fours >= _COPIES[kernel]
@@ -146,8 +132,7 @@ def parse(listing: str) -> dict[tuple[str, str], list[Instruction]]:
             architecture = of[1]
         elif function := re.match(r"\s*Function : (\S+)", line):
             named = re.search(_NAMED, function[1])
-            bulk = _BULK if _BULK_MOVER in function[1] else ""
-            code = found.setdefault((bulk + named[1], architecture), []) if named else None
+            code = found.setdefault((named[1], architecture), []) if named else None
         elif code is not None and (
             one := re.match(
                 r"\s*/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*);", line
@@ -268,8 +253,6 @@ def study(code: list[Instruction]) -> Facts:
         num_swaps=count(r"ATOM\w*\.(\w+\.)*CAS", in_loops=True),
         num_warp_sums=count("REDUX", in_loops=False),
         num_releases=count("PREEXIT", in_loops=False),
-        num_bulk_loads=count(r"UBLKCP\.S\.G", in_loops=False),
-        num_bulk_stores=count(r"UBLKCP\.G\.S", in_loops=False),
         num_warpgroup_products=count("HGMMA", in_loops=False),
         num_signals=_count_ordered(code, r"STG?\.E\.64\.STRONG\.SYS", before=True, after=False),
         num_acquires=_count_ordered(code, r"LDG?\.E\.64\.STRONG\.SYS", before=False, after=True),
@@ -288,13 +271,7 @@ def main() -> int:
     code = parse(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     num_bad = 0
     for architecture in sorted({architecture for _, architecture in code} or {"?"}):
-        for kernel in (
-            "Plan",
-            *_COPIES,
-            *_WAIT,
-            *(_BULK + name for name in _BULK_COPIES),
-            *_ATTENTION,
-        ):
+        for kernel in ("Plan", *_COPIES, *_WAIT, *_ATTENTION):
             instructions = code.get((kernel, architecture), [])
             facts = study(instructions)
             is_good = bool(instructions) and facts.is_good(kernel, architecture)

@@ -3,6 +3,8 @@
 
 #include <sstream>
 
+#include "dispatch/messages.h"
+
 namespace cpd {
 
 using kernels::ErrorRecord;
@@ -24,49 +26,15 @@ std::string Describe(const std::string& op, const ErrorRecord& e, int num_ranks,
            << ". The program was compiled for other devices than it runs on; compile it again.";
       break;
     case Failure::kBatch:
-      if (e.slot == 0 && e.expected == kernels::kNoRank) {
-        text << ": the plan is a fallback: its batch does not fit the config, so nothing was "
-                "planned. Use another algorithm, such as a ring, where `fits` of the plan is "
-                "false. Its `describe` says what the batch needs.";
-        break;
-      }
-      if (e.slot == 0 && e.expected == kernels::kOutOfOrder) {
-        text << ": a document has several pieces in its batch row, by the segment ids and "
-                "positions of all ranks, but documents must be contiguous. For tokens in placed "
-                "order, pass algorithm='placed' with their plan; for tokens in zigzag order, "
-                "layout='zigzag'; for tokens in order, omit layout. Different documents need "
-                "different ids, or positions that start again. For SharedPrefix and Tree, whose "
-                "positions return to those of the prompt or of a parent, omit positions here.";
-        break;
-      }
-      if (e.slot == 0 && e.expected == kernels::kWrongMask) {
-        text << ": the mask is not one of these tokens and documents. Make it from whole batch "
-                "rows in packed order, and permute it like the tokens. In each document, the "
-                "prefix of PrefixLM and the prompt of SharedPrefix come first, and the spans of "
-                "Tree in depth-first order.";
-        break;
-      }
-      if (e.slot == 0) {
-        text << ": this is the part of rank " << e.expected << ", on rank " << e.seen
-             << ". A rank is a position on the mesh axis, not a process. Place on each device the "
-                "part of its own rank; see `slice_of` of the plan.";
-        break;
-      }
-      text << ": the plan was made for another batch: the "
-           << (e.slot == 1   ? "segment ids"
-               : e.slot == 2 ? "positions"
-                             : "mask")
-           << " of rank " << e.rank << (e.slot == 3 ? " has" : " have") << " checksum " << e.seen
-           << " but the plan expects " << e.expected
-           << ". Pass the plan of this batch, and placed tokens in placed order.";
+      text << (e.slot == 0 && e.expected == kernels::kNoRank
+                   ? kIsFallback
+                   : OtherBatch(e.slot, e.expected, e.seen, "rank " + std::to_string(e.rank)));
       break;
     case Failure::kLength:
-      slot() << " has seq_len " << e.seen << " and src_offset " << e.expected
-             << "; both must be at least 0. See Metadata.validate().";
+      slot() << BadLength(e.seen, e.expected);
       break;
     case Failure::kDstRank:
-      target() << " has dst_rank " << e.seen << "; it must be in [-1, " << num_ranks
-               << "). See Metadata.validate().";
+      target() << BadTarget(e.seen, num_ranks);
       break;
     case Failure::kTokens:
       slot() << " names " << e.seen << " rows from row " << e.expected
@@ -88,16 +56,10 @@ std::string Describe(const std::string& op, const ErrorRecord& e, int num_ranks,
               "such a plan pass implementation='xla'.";
       break;
     case Failure::kCounts:
-      text << " expects " << e.expected << " tokens from rank " << e.peer
-           << " (num_recv_tokens) but rank " << e.peer << "'s slots send it " << e.seen
-           << ". If the plan was made under jit, a static bound (max_recv_seqs, "
-              "max_q_transfers, max_kv_transfers, max_pieces) was too small: raise it. "
-              "Otherwise, see Metadata.validate().";
+      text << OtherCounts(e.peer, e.expected, e.seen);
       break;
     case Failure::kPlan:
-      text << " follows the plan with checksum " << e.expected << " but rank " << e.peer
-           << " follows another one, with checksum " << e.seen
-           << ". Plan the same batch, with the same config and mask, in every process.";
+      text << OtherPlan(e.expected, e.seen, "rank " + std::to_string(e.peer));
       break;
     case Failure::kOverlap:
       text << " was sent " << e.expected << " rows, which wrote " << e.seen

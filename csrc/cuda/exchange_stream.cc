@@ -5,6 +5,8 @@
 #include <memory>
 #include <mutex>
 
+#include "cuda/status.h"
+
 namespace cpd {
 namespace {
 
@@ -56,10 +58,7 @@ Status ExchangeStream::Find(const std::string& op, int device, ExchangeStream** 
     if (error == cudaSuccess) {
       error = cudaStreamCreateWithPriority(&made->stream, cudaStreamNonBlocking, highest);
     }
-    if (error != cudaSuccess) {
-      cudaGetLastError();
-      return {StatusCode::kInternal, op + ": making a stream failed: " + cudaGetErrorString(error)};
-    }
+    if (error != cudaSuccess) return CudaStatus(error, op, ": making a stream");
     one = std::move(made);
   }
   *found = one.get();

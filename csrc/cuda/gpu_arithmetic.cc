@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "cuda/product_kernels.h"
+#include "cuda/status.h"
 #include "gemm/swizzle.h"
 #include "gpu_schedule/lt_gemm.h"
 
@@ -29,11 +30,8 @@ kernels::SumCall CallOf(const SumTask& task) {
 }  // namespace
 
 void GpuArithmetic::Check(cudaError_t error, const char* what) const {
-  if (error == cudaSuccess) return;
-  cudaGetLastError();
-  if (status_.ok()) {
-    status_ = {StatusCode::kInternal, op_ + ": " + what + " failed: " + cudaGetErrorString(error)};
-  }
+  const Status status = CudaStatus(error, op_, ": ", what);
+  if (status_.ok()) status_ = status;
 }
 
 void GpuArithmetic::Multiply(const GemmTask& task) const {

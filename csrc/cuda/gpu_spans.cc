@@ -4,6 +4,7 @@
 #include <utility>
 
 namespace cpd {
+
 GpuSpans& GpuSpans::Get() {
   static auto* spans = new GpuSpans;
   return *spans;

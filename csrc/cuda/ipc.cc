@@ -5,14 +5,13 @@
 
 #include <cstring>
 
+#include "cuda/status.h"
+
 namespace cpd {
 namespace {
 
 Status ToStatus(const char* what, cudaError_t error) {
-  if (error == cudaSuccess) return Status::Ok();
-  cudaGetLastError();
-  return {StatusCode::kInternal,
-          std::string("initialize: ") + what + " failed: " + cudaGetErrorString(error)};
+  return CudaStatus(error, "initialize: ", what);
 }
 
 }  // namespace
@@ -34,8 +33,8 @@ Status MakeIpcSlab(int device, int64_t bytes, uint64_t* address, std::string* ha
 Status OpenIpcSlab(int device, const std::string& handle, uint64_t* address) {
   cudaIpcMemHandle_t ipc;
   if (handle.size() != sizeof ipc) {
-    return Status::Invalid("initialize: another process sent " + std::to_string(handle.size()) +
-                           " bytes for a memory handle, it has " + std::to_string(sizeof ipc) +
+    return Status::Invalid("initialize: another process sent ", handle.size(),
+                           " bytes for a memory handle, it has ", sizeof ipc,
                            ". All processes need the same version of jax_cp_dispatch.");
   }
   std::memcpy(&ipc, handle.data(), sizeof ipc);

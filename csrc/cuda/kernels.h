@@ -28,4 +28,12 @@ constexpr const char* kLauncherName = "jax_cp_dispatch call launcher";
 // loads the kernels, so call it before the first call on a device.
 cudaError_t NumResidentBlocks(int* num_blocks);
 
+// ---- Between GPUs of which some reach each other only over NVSHMEM.
+
+// Call it before the first call, on the only device of this process, after NVSHMEM has started.
+cudaError_t LoadNvshmemKernels(int device);
+
+// Like LaunchCall, for a call with a network.
+cudaError_t LaunchNvshmemCall(const kernels::Call& call, int num_blocks, cudaStream_t stream);
+
 }  // namespace cpd

@@ -7,6 +7,8 @@
 #include <thread>
 #include <tuple>
 
+#include "cuda/status.h"
+
 namespace cpd {
 
 Status Lanes::Find(const std::string& op, const LanesKey& key, bool is_recorded,
@@ -28,9 +30,8 @@ Status Lanes::Find(const std::string& op, const LanesKey& key, bool is_recorded,
       error = cudaStreamCreateWithPriority(&made->streams_.back(), cudaStreamNonBlocking, priority);
     }
     if (error != cudaSuccess) {
-      cudaGetLastError();
       all.erase(of_all);
-      return {StatusCode::kInternal, op + ": making streams failed: " + cudaGetErrorString(error)};
+      return CudaStatus(error, op, ": making streams");
     }
     found = std::move(made);
   }
@@ -55,9 +56,10 @@ Status Lanes::WaitForRecording(const std::string& op, cudaStream_t stream) const
   };
   while (is_busy()) {
     if (std::chrono::steady_clock::now() > end) {
-      return {StatusCode::kInternal,
-              op + ": another program has been recording on this device for 10 s. Start with "
-                   "XLA_FLAGS=--xla_gpu_enable_command_buffer= (nothing is recorded then)."};
+      return Status::Internal(
+          op,
+          ": another program has been recording on this device for 10 s. Start with "
+          "XLA_FLAGS=--xla_gpu_enable_command_buffer= (nothing is recorded then).");
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }

@@ -4,43 +4,25 @@
 #include <cuda_runtime_api.h>
 
 #include "cuda/peers.h"
+#include "cuda/status.h"
 
 namespace cpd {
-namespace {
-
-Status ToStatus(const std::string& op, const char* what, cudaError_t error) {
-  if (error == cudaSuccess) return Status::Ok();
-  cudaGetLastError();  // clears it: the next call is not to blame
-  return {StatusCode::kInternal, op + ": " + what + " failed: " + cudaGetErrorString(error)};
-}
-
-// Restores the calling thread's current device on destruction.
-class OnDevice {
- public:
-  OnDevice() { cudaGetDevice(&before_); }
-  ~OnDevice() { cudaSetDevice(before_); }
-
- private:
-  int before_ = 0;
-};
-
-}  // namespace
 
 // On a separate stream: the default stream waits for others.
 Status ClearOnDevice(const std::string& op, char* memory, int64_t bytes) {
   cudaStream_t stream = nullptr;
-  Status status =
-      ToStatus(op, "making a stream", cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  Status status = CudaStatus(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), op,
+                             ": making a stream");
   if (!status.ok()) return status;
-  status = ToStatus(op, "clearing memory", cudaMemsetAsync(memory, 0, bytes, stream));
-  if (status.ok()) status = ToStatus(op, "clearing memory", cudaStreamSynchronize(stream));
+  status = CudaStatus(cudaMemsetAsync(memory, 0, bytes, stream), op, ": clearing memory");
+  if (status.ok()) status = CudaStatus(cudaStreamSynchronize(stream), op, ": clearing memory");
   cudaStreamDestroy(stream);
   return status;
 }
 
 Status AllocateOnDevices(const std::string& op, const std::vector<DeviceEntry>& devices,
                          int64_t bytes, std::vector<char*>* memory) {
-  OnDevice restore;
+  const DeviceScope restore;
   memory->assign(devices.size(), nullptr);
   std::vector<int> ordinals;
   for (const DeviceEntry& entry : devices) ordinals.push_back(entry.device);
@@ -49,14 +31,13 @@ Status AllocateOnDevices(const std::string& op, const std::vector<DeviceEntry>& 
     status.message = op + ": " + status.message + ". Pass implementation='xla'.";
     return status;
   }
-  const std::string what = "allocating " + std::to_string(bytes) +
-                           " bytes (JAX may have taken the memory: "
-                           "XLA_PYTHON_CLIENT_MEM_FRACTION)";
   for (size_t r = 0; r < devices.size() && status.ok(); ++r) {
     char** block = &(*memory)[r];
-    status = ToStatus(op, "selecting a GPU", cudaSetDevice(devices[r].device));
+    status = CudaStatus(cudaSetDevice(devices[r].device), op, ": selecting a GPU");
     if (status.ok()) {
-      status = ToStatus(op, what.c_str(), cudaMalloc(reinterpret_cast<void**>(block), bytes));
+      status =
+          CudaStatus(cudaMalloc(reinterpret_cast<void**>(block), bytes), op, ": allocating ", bytes,
+                     " bytes (JAX may have taken the memory: XLA_PYTHON_CLIENT_MEM_FRACTION)");
     }
     if (status.ok()) status = ClearOnDevice(op, *block, bytes);
   }
@@ -65,7 +46,7 @@ Status AllocateOnDevices(const std::string& op, const std::vector<DeviceEntry>& 
 }
 
 void FreeOnDevices(const std::vector<DeviceEntry>& devices, const std::vector<char*>& memory) {
-  OnDevice restore;
+  const DeviceScope restore;
   for (size_t r = 0; r < memory.size(); ++r) {
     if (memory[r] == nullptr) continue;
     cudaSetDevice(devices[r].device);

@@ -4,7 +4,7 @@
 #include <nvshmemx.h>
 
 #include "cuda/call_kernels.h"
-#include "cuda/nvshmem_kernels.h"
+#include "cuda/kernels.h"
 
 namespace cpd {
 namespace {

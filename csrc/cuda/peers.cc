@@ -8,17 +8,12 @@
 #include <utility>
 
 #include "cuda/product_kernels.h"
+#include "cuda/status.h"
 
 namespace cpd {
 namespace {
 
 using Pair = std::pair<int, int>;  // a GPU, and one whose memory it accesses
-
-Status Failed(const char* what, cudaError_t error) {
-  if (error == cudaSuccess) return Status::Ok();
-  cudaGetLastError();  // clears it: the next call is not to blame
-  return {StatusCode::kInternal, std::string(what) + " failed: " + cudaGetErrorString(error)};
-}
 
 std::string Named(const Pair& pair) {
   return "GPU " + std::to_string(pair.first) + " and GPU " + std::to_string(pair.second);
@@ -39,8 +34,7 @@ std::vector<uint64_t> PatternOf(uint64_t seed) {
 class Workbench {
  public:
   explicit Workbench(int device) {
-    cudaGetDevice(&before_);
-    status_ = Failed("selecting a GPU", cudaSetDevice(device));
+    status_ = CudaStatus(cudaSetDevice(device), "selecting a GPU");
     Check("allocating memory", [&] { return cudaMalloc(&memory_, kPatternBytes); });
     Check("making a stream",
           [&] { return cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking); });
@@ -48,12 +42,11 @@ class Workbench {
   ~Workbench() {
     if (stream_) cudaStreamDestroy(stream_);
     if (memory_) cudaFree(memory_);
-    cudaSetDevice(before_);
   }
 
   template <typename Step>
   void Check(const char* what, Step step) {
-    if (status_.ok()) status_ = Failed(what, step());
+    if (status_.ok()) status_ = CudaStatus(step(), what);
   }
   void Transfer(void* to, const void* from) {
     Check("copying a pattern",
@@ -71,7 +64,7 @@ class Workbench {
   const Status& status() const { return status_; }
 
  private:
-  int before_ = 0;
+  const DeviceScope restore_;
   void* memory_ = nullptr;
   cudaStream_t stream_ = nullptr;
   Status status_;
@@ -81,14 +74,13 @@ class Workbench {
 Status Enable(const Pair& pair, bool* has_enabled) {
   int can = 0;
   Status status =
-      Failed("cudaDeviceCanAccessPeer", cudaDeviceCanAccessPeer(&can, pair.first, pair.second));
+      CudaStatus(cudaDeviceCanAccessPeer(&can, pair.first, pair.second), "cudaDeviceCanAccessPeer");
   if (!status.ok()) return status;
   if (!can) {
-    return Status::Invalid("GPU " + std::to_string(pair.first) +
-                           " cannot access the memory of GPU " + std::to_string(pair.second) +
+    return Status::Invalid("GPU ", pair.first, " cannot access the memory of GPU ", pair.second,
                            " (cudaDeviceCanAccessPeer)");
   }
-  status = Failed("selecting a GPU", cudaSetDevice(pair.first));
+  status = CudaStatus(cudaSetDevice(pair.first), "selecting a GPU");
   if (!status.ok()) return status;
   const cudaError_t error = cudaDeviceEnablePeerAccess(pair.second, 0);
   if (error == cudaErrorPeerAccessAlreadyEnabled) {
@@ -97,11 +89,11 @@ Status Enable(const Pair& pair, bool* has_enabled) {
   }
   if (error == cudaErrorTooManyPeers) {
     cudaGetLastError();
-    return Status::Invalid("GPU " + std::to_string(pair.first) +
+    return Status::Invalid("GPU ", pair.first,
                            " has as many peers as CUDA allows: 8, unless a switch connects them");
   }
   *has_enabled = error == cudaSuccess;
-  return Failed("cudaDeviceEnablePeerAccess", error);
+  return CudaStatus(error, "cudaDeviceEnablePeerAccess");
 }
 
 // Writes to the other GPU's memory, and reads it from both.
@@ -114,7 +106,7 @@ Status Try(const Pair& pair) {
   if (status.ok()) status = HasPattern(pair.first, owner.memory(), seed, &is_seen);
   if (status.ok()) status = HasPattern(pair.second, owner.memory(), seed, &is_there);
   if (!status.ok() || (is_seen && is_there)) return status;
-  return Status::Invalid(Named(pair) +
+  return Status::Invalid(Named(pair),
                          " access each other's memory, but data is lost (an IOMMU or ACS of the "
                          "machine may be the cause)");
 }
@@ -127,8 +119,7 @@ Status ConnectPeers(const std::vector<int>& devices) {
   std::lock_guard<std::mutex> lock(mutex);
   std::set<Pair> added, enabled;
   Status status;
-  int before = 0;
-  cudaGetDevice(&before);
+  const DeviceScope restore;
   for (const int device : devices) {
     for (const int peer : devices) {
       const Pair pair(device, peer);
@@ -150,7 +141,6 @@ Status ConnectPeers(const std::vector<int>& devices) {
       cudaDeviceDisablePeerAccess(pair.second);
     }
   }
-  cudaSetDevice(before);
   return status;
 }
 

@@ -6,6 +6,7 @@
 #include <set>
 
 #include "cuda/product_kernels.h"
+#include "cuda/status.h"
 
 namespace cpd {
 namespace {
@@ -28,11 +29,8 @@ Status Load(const std::string& op, int device, Rehearsed* rehearsed) {
   if (rehearsed->is_loaded) return Status::Ok();
   Status status = CublasLt::Get().Prepare(op, device);
   if (!status.ok()) return status;
-  if (const cudaError_t error = LoadProductKernels(); error != cudaSuccess) {
-    cudaGetLastError();
-    return {StatusCode::kInternal, op + ": loading kernels failed: " + cudaGetErrorString(error)};
-  }
-  rehearsed->is_loaded = true;
+  status = CudaStatus(LoadProductKernels(), op, ": loading kernels");
+  rehearsed->is_loaded = status.ok();
   return status;
 }
 

@@ -87,7 +87,7 @@ Status Slab::Meet(const SlabRequest& request, const std::string& step, const std
     messages->assign(processes.size(), message);
     return Status::Ok();
   }
-  if (!agree_) return {StatusCode::kInternal, "the processes cannot agree on memory"};
+  if (!agree_) return Status::Internal("the processes cannot agree on memory");
   const std::string name = NameOf(request);
   std::ostringstream key;
   key << std::hex << HashOf(name) << "/" << std::dec << series_[name].next << "/" << step;
@@ -104,9 +104,8 @@ Status Slab::Take(const SlabRequest& request, Series* series, int64_t* place) {
   std::lock_guard<std::mutex> lock(mutex_);
   const int64_t bytes = kernels::AlignUp(request.bytes);
   if (used_ + bytes > bytes_) {
-    return Status::Invalid("process " + std::to_string(process_) + " needs " +
-                           std::to_string(bytes) + " more bytes of symmetric memory, of " +
-                           std::to_string(bytes_) + " bytes " + std::to_string(used_) +
+    return Status::Invalid("process ", process_, " needs ", bytes,
+                           " more bytes of symmetric memory, of ", bytes_, " bytes ", used_,
                            " are taken. Start with a larger JAX_CP_DISPATCH_SYMMETRIC_BYTES.");
   }
   *place = used_;

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <utility>
 
+#include "dispatch/messages.h"
 #include "dispatch/segments.h"
 
 namespace cpd {
@@ -21,8 +22,9 @@ Status SplitGroups(const std::string& op,
     const auto* rank = static_cast<const DispatchContribution*>(contributions[r].get());
     if (r == 0) groups->resize(rank->groups.size());
     if (rank->groups.size() != groups->size()) {
-      return Invalid(op, ": rank ", r, " has ", rank->groups.size(), " plans but rank 0 has ",
-                     groups->size(), ". All ranks must run the same program.");
+      return Status::Invalid(op, ": rank ", r, " has ", rank->groups.size(),
+                             " plans but rank 0 has ", groups->size(),
+                             ". All ranks must run the same program.");
     }
     for (size_t p = 0; p < groups->size(); ++p) (*groups)[p].push_back(&rank->groups[p]);
   }
@@ -61,11 +63,7 @@ Status RefuseOverflows(std::string message, const std::vector<Ranks>& groups,
 // knows.
 Status RefuseFallback(const std::string& op, const std::vector<Ranks>& groups,
                       const std::string& capacity_names) {
-  const std::string message =
-      ": the plan is a fallback: its batch does not fit the config, so nothing was planned. Use "
-      "another algorithm, such as a ring, where `fits` of the plan is false. Its `describe` says "
-      "what the batch needs.";
-  return RefuseOverflows(op + message, groups, capacity_names);
+  return RefuseOverflows(op + kIsFallback, groups, capacity_names);
 }
 
 // A copy, or a fill with zeros if src == nullptr.

@@ -1,8 +1,6 @@
 // The registry of dispatch buffers: which ids exist, and the calls that use them.
 #include "dispatch/dispatch_buffers.h"
 
-#include <sstream>
-
 namespace cpd {
 
 DispatchBuffers& DispatchBuffers::Get() {
@@ -31,21 +29,15 @@ void DispatchBuffers::Release(int64_t id) {
 }
 
 Status DispatchBuffers::NoSuchBuffer(const std::string& op, int64_t id) const {
-  std::ostringstream message;
   if (id > 0 && id < next_id_) {
-    message << op << ": buffer " << id
-            << " has been destroyed. Create another with create_dispatch_buffer, and recompile the "
-               "programs that use it.";
-  } else {
-    message << op << ": there is no buffer " << id << "; ";
-    if (next_id_ == 1) {
-      message << "none has been created";
-    } else {
-      message << "ids so far are 1 to " << next_id_ - 1;
-    }
-    message << ". Pass an id that create_dispatch_buffer returned in this process.";
+    return Status::Invalid(op, ": buffer ", id,
+                           " has been destroyed. Create another with create_dispatch_buffer, and "
+                           "recompile the programs that use it.");
   }
-  return Status::Invalid(message.str());
+  const std::string known = next_id_ == 1 ? "none has been created"
+                                          : "ids so far are 1 to " + std::to_string(next_id_ - 1);
+  return Status::Invalid(op, ": there is no buffer ", id, "; ", known,
+                         ". Pass an id that create_dispatch_buffer returned in this process.");
 }
 
 }  // namespace cpd

@@ -2,13 +2,12 @@
 #include "dispatch/segments.h"
 
 #include <algorithm>
-#include <iterator>
+#include <sstream>
+
+#include "dispatch/messages.h"
 
 namespace cpd {
 namespace {
-
-// More rows than any array has; sums of a few of them stay far below 2^63.
-constexpr int64_t kManyRows = int64_t{1} << 48;
 
 // Every rank contributes arrays and metadata of the same structure.
 Status CheckShapes(const std::string& op, const Ranks& ranks) {
@@ -16,19 +15,20 @@ Status CheckShapes(const std::string& op, const Ranks& ranks) {
   for (size_t r = 1; r < ranks.size(); ++r) {
     const OperandGroup& other = *ranks[r];
     if (other.num_slots != first.num_slots || other.num_replicas != first.num_replicas) {
-      return Invalid(op, ": rank ", r, " has metadata of ", other.num_slots, " slots x ",
-                     other.num_replicas, " replicas but rank 0 of ", first.num_slots, " x ",
-                     first.num_replicas, ". All ranks need slices of one Metadata.");
+      return Status::Invalid(op, ": rank ", r, " has metadata of ", other.num_slots, " slots x ",
+                             other.num_replicas, " replicas but rank 0 of ", first.num_slots, " x ",
+                             first.num_replicas, ". All ranks need slices of one Metadata.");
     }
     if (other.tokens.size() != first.tokens.size()) {
-      return Invalid(op, ": rank ", r, " has ", other.tokens.size(), " arrays but rank 0 has ",
-                     first.tokens.size(), ". All ranks must run the same program.");
+      return Status::Invalid(op, ": rank ", r, " has ", other.tokens.size(),
+                             " arrays but rank 0 has ", first.tokens.size(),
+                             ". All ranks must run the same program.");
     }
     for (size_t a = 0; a < first.tokens.size(); ++a) {
       if (other.tokens[a].row_bytes != first.tokens[a].row_bytes) {
-        return Invalid(op, ": array ", a, " has rows of ", other.tokens[a].row_bytes,
-                       " bytes on rank ", r, " and of ", first.tokens[a].row_bytes,
-                       " on rank 0. All ranks must run the same program.");
+        return Status::Invalid(op, ": array ", a, " has rows of ", other.tokens[a].row_bytes,
+                               " bytes on rank ", r, " and of ", first.tokens[a].row_bytes,
+                               " on rank 0. All ranks must run the same program.");
       }
     }
   }
@@ -45,33 +45,30 @@ Status ReadSegments(const std::string& op, const Ranks& ranks, std::vector<Segme
       const int64_t num_rows = rank.seq_len[slot];
       const int64_t src_row = rank.src_offset ? rank.src_offset[slot] : next_row;
       if (num_rows < 0 || src_row < 0) {
-        return Invalid(op, ": rank ", src, " slot ", slot, " has seq_len ", num_rows,
-                       " and src_offset ", src_row,
-                       "; both must be at least 0. See Metadata.validate().");
+        return Status::Invalid(op, ": rank ", src, " slot ", slot, BadLength(num_rows, src_row));
       }
       // Clamped to 2^49, which is out of range like anything larger.
-      next_row = std::min(src_row, kManyRows) + std::min(num_rows, kManyRows);
+      next_row = std::min(src_row, kMostRows) + std::min(num_rows, kMostRows);
       if (num_rows == 0) continue;
       for (int64_t replica = 0; replica < rank.num_replicas; ++replica) {
         const int64_t dst = rank.dst_rank[slot * rank.num_replicas + replica];
         if (dst == -1) continue;
         if (dst < -1 || dst >= num_ranks) {
-          return Invalid(op, ": rank ", src, " slot ", slot, " replica ", replica, " has dst_rank ",
-                         dst, "; it must be in [-1, ", num_ranks, "). See Metadata.validate().");
+          return Status::Invalid(op, ": rank ", src, " slot ", slot, " replica ", replica,
+                                 BadTarget(dst, num_ranks));
         }
         for (const RowArray& array : rank.tokens) {
           if (num_rows > array.num_rows || src_row > array.num_rows - num_rows) {
-            return Invalid(op, ": rank ", src, " slot ", slot, " names ", num_rows,
-                           " rows from row ", src_row, " but the rank has ", array.num_rows,
-                           " tokens. Pass an array with at least that many rows.");
+            return Status::Invalid(op, ": rank ", src, " slot ", slot, " names ", num_rows,
+                                   " rows from row ", src_row, " but the rank has ", array.num_rows,
+                                   " tokens. Pass an array with at least that many rows.");
           }
         }
         const int64_t dst_row = rank.dst_offset[slot * rank.num_replicas + replica];
-        if (dst_row < 0 || dst_row > kManyRows) {
-          return Invalid(op, ": rank ", src, " slot ", slot, " replica ", replica,
-                         " has dst_offset ", dst_row,
-                         "; it must be in [0, 2^48]. See "
-                         "Metadata.validate().");
+        if (dst_row < 0 || dst_row > kMostRows) {
+          return Status::Invalid(op, ": rank ", src, " slot ", slot, " replica ", replica,
+                                 " has dst_offset ", dst_row,
+                                 "; it must be in [0, 2^48]. See Metadata.validate().");
         }
         segments->push_back({src, static_cast<int32_t>(dst), src_row, dst_row, num_rows});
       }
@@ -114,7 +111,7 @@ Status CheckCapacity(const std::string& op, const Ranks& ranks, const std::strin
     need[s.dst_rank] = std::max(need[s.dst_rank], s.dst_row + s.num_rows);
   }
   const std::string overflow = Overflow(ranks, need, capacity_name);
-  return overflow.empty() ? Status::Ok() : Invalid(op, ": ", overflow);
+  return overflow.empty() ? Status::Ok() : Status::Invalid(op, ": ", overflow);
 }
 
 // Checks that each pair of ranks announces what its slots move; less means that slots were cut off.
@@ -127,12 +124,8 @@ Status CheckCounts(const std::string& op, const Ranks& ranks,
     for (size_t src = 0; src < num_ranks; ++src) {
       const int64_t announced = ranks[dst]->num_recv_tokens[src];
       if (announced == moved[dst * num_ranks + src]) continue;
-      return Invalid(op, ": rank ", dst, " expects ", announced, " tokens from rank ", src,
-                     " (num_recv_tokens) but rank ", src, "'s slots send it ",
-                     moved[dst * num_ranks + src],
-                     ". If the plan was made under jit, a static bound (max_recv_seqs, "
-                     "max_q_transfers, max_kv_transfers, max_pieces) was too small: raise "
-                     "it. Otherwise, see Metadata.validate().");
+      return Status::Invalid(op, ": rank ", dst,
+                             OtherCounts(src, announced, moved[dst * num_ranks + src]));
     }
   }
   return Status::Ok();
@@ -151,7 +144,7 @@ Status SortByDestination(const std::string& op, size_t num_ranks,
     }
     for (size_t i = 1; i < list.size(); ++i) {
       if (list[i - 1].dst_row + list[i - 1].num_rows <= list[i].dst_row) continue;
-      return Invalid(
+      return Status::Invalid(
           op, ": rows ", list[i].dst_row, "..",
           std::min(list[i - 1].dst_row + list[i - 1].num_rows, list[i].dst_row + list[i].num_rows),
           " of rank ", list[i].dst_rank, " are written by rank ", list[i - 1].src_rank,
@@ -166,8 +159,6 @@ Status SortByDestination(const std::string& op, size_t num_ranks,
 
 Status CheckFingerprints(const std::string& op, const Ranks& ranks,
                          const std::vector<int>* processes) {
-  constexpr const char* kNames[] = {"rank", "segment ids", "positions", "mask"};
-  static_assert(kFingerprintSize == 1 + 2 * std::size(kNames));
   const auto name = [&](size_t rank) {
     const std::string text = "rank " + std::to_string(rank);
     return processes ? text + " of process " + std::to_string((*processes)[rank]) : text;
@@ -175,44 +166,17 @@ Status CheckFingerprints(const std::string& op, const Ranks& ranks,
   for (size_t r = 0; r < ranks.size(); ++r) {
     const IntArray &fingerprint = ranks[r]->fingerprint, &first = ranks[0]->fingerprint;
     if (static_cast<bool>(fingerprint) != static_cast<bool>(first)) {
-      return Invalid(op, ": ", name(r), " has ", fingerprint ? "" : "no ",
-                     "checksums of its batch but ", name(0), first ? " has them" : " has none",
-                     ". All ranks must run the same program.");
+      return Status::Invalid(
+          op, ": ", name(r), " has ", fingerprint ? "" : "no ", "checksums of its batch but ",
+          name(0), first ? " has them" : " has none", ". All ranks must run the same program.");
     }
     if (!fingerprint) continue;
     if (fingerprint[0] != first[0]) {
-      return Invalid(op, ": ", name(r), " follows the plan with checksum ", fingerprint[0], " but ",
-                     name(0), " follows another one, with checksum ", first[0],
-                     ". Plan the same batch, with the same config and mask, in every process.");
+      return Status::Invalid(op, ": ", name(r), OtherPlan(fingerprint[0], first[0], name(0)));
     }
-    for (size_t i = 0; i < std::size(kNames); ++i) {
-      const int64_t expected = fingerprint[1 + 2 * i], seen = fingerprint[2 + 2 * i];
-      if (expected == seen) continue;
-      if (i == 0 && expected == kOutOfOrder) {
-        return Invalid(
-            op, ": a document has several pieces in its batch row, by the segment ids ",
-            "and positions of all ranks, but documents must be contiguous. For tokens ",
-            "in placed order, pass algorithm='placed' with their plan; for tokens in ",
-            "zigzag order, layout='zigzag'; for tokens in order, omit layout. Different ",
-            "documents need different ids, or positions that start again. For SharedPrefix ",
-            "and Tree, whose positions return to those of the prompt or of a parent, omit ",
-            "positions here.");
-      }
-      if (i == 0 && expected == kWrongMask) {
-        return Invalid(
-            op, ": the mask is not one of these tokens and documents. Make it from whole ",
-            "batch rows in packed order, and permute it like the tokens. In each document, ",
-            "the prefix of PrefixLM and the prompt of SharedPrefix come first, and the spans ",
-            "of Tree in depth-first order.");
-      }
-      if (i == 0) {
-        return Invalid(op, ": this is the part of rank ", expected, ", on ", name(r),
-                       ". A rank is a position on the mesh axis, not a process. Place on each "
-                       "device the part of its own rank; see `slice_of` of the plan.");
-      }
-      return Invalid(op, ": the plan was made for another batch: the ", kNames[i], " of ", name(r),
-                     i == 3 ? " has" : " have", " checksum ", seen, " but the plan expects ",
-                     expected, ". Pass the plan of this batch, and placed tokens in placed order.");
+    for (int64_t part = 0; 2 + 2 * part < kFingerprintSize; ++part) {
+      const int64_t expected = fingerprint[1 + 2 * part], seen = fingerprint[2 + 2 * part];
+      if (expected != seen) return Status::Invalid(op, OtherBatch(part, expected, seen, name(r)));
     }
   }
   return Status::Ok();
@@ -245,8 +209,8 @@ Status CheckTypes(const std::string& op, const Ranks& ranks) {
   for (size_t r = 0; r < ranks.size(); ++r) {
     for (size_t a = 0; a < ranks[r]->types.size(); ++a) {
       if (SumIsSupported(ranks[r]->types[a])) continue;
-      return Invalid(op, ": array ", a, " on rank ", r,
-                     " has a dtype that cannot be summed. Cast it first.");
+      return Status::Invalid(op, ": array ", a, " on rank ", r,
+                             " has a dtype that cannot be summed. Cast it first.");
     }
   }
   return Status::Ok();

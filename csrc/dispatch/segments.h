@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <sstream>
 #include <string>
 #include <vector>
 
@@ -21,13 +20,6 @@ struct Segment {
   int64_t dst_row;
   int64_t num_rows;
 };
-
-template <typename... What>
-Status Invalid(const What&... what) {
-  std::ostringstream message;
-  (message << ... << what);
-  return Status::Invalid(message.str());
-}
 
 // Checks that all ranks follow the plan of one batch, and that it is the batch each of them sees.
 Status CheckFingerprints(const std::string& op, const Ranks& ranks,

@@ -22,8 +22,15 @@ Status AttributeReader::Finish() const {
                                      std::to_string(num_read_)
                                : std::string(wrong_) + " is missing or has another type";
   return Status::Invalid(
-      "jax_cp_dispatch: the attributes are not those of this version's primitives: " + what +
+      "jax_cp_dispatch: the attributes are not those of this version's primitives: ", what,
       ". Call it through jax_cp_dispatch.");
+}
+
+void RankOptions::Read(AttributeReader* attributes) {
+  attributes->Read("op", &op);
+  attributes->Read("axis", &axis);
+  attributes->Read("num_ranks", &num_ranks);
+  attributes->Read("deadline_ms", &deadline_ms);
 }
 
 }  // namespace cpd

@@ -42,4 +42,16 @@ class AttributeReader {
   std::string_view wrong_;  // the first missing or mistyped attribute
 };
 
+// What all calls of ranks have.
+struct RankOptions {
+  std::string op;    // the function that was called, for messages
+  std::string axis;  // likewise
+  int64_t num_ranks;
+  int64_t deadline_ms;
+
+  void Read(AttributeReader* attributes);
+  std::string OverAxis() const { return op + " over axis '" + axis + "'"; }
+  bool HasDeadline() const { return deadline_ms >= 1 && deadline_ms <= kLongestDeadline.count(); }
+};
+
 }  // namespace cpd

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <optional>
 #include <string>
@@ -12,6 +13,13 @@
 #include "xla/ffi/api/ffi.h"
 
 namespace cpd {
+
+// The handlers of a custom call, by the name under which JAX registers it.
+struct Target {
+  const char* name;
+  XLA_FFI_Handler* prepare;  // before the program runs
+  XLA_FFI_Handler* execute;
+};
 
 // nullopt unless the type is an integer of 32 or 64 bits.
 std::optional<IntType> ToIntType(xla::ffi::DataType type);
@@ -26,7 +34,22 @@ bool IsArray(const xla::ffi::AnyBuffer& buffer, DataType type, int64_t num_eleme
 // Call it for a result before writing. XLA allocates large arrays anew each time; faulting them in
 // page by page takes several times as long as copying into them.
 void PreferHugePages(void* data, int64_t num_bytes);
+// What only another version of this package's Python passes.
+template <typename... What>
+Status NotOurs(const std::string& op, const What&... what) {
+  return Status::Invalid(op, ": the operands are not those of this version's primitives: ", what...,
+                         ". Call it through jax_cp_dispatch.");
+}
 xla::ffi::Error ToError(const Status& status);
+// What a handler throws, for want of memory or threads, is its error.
+template <typename Handler>
+Status Caught(Handler handler) {
+  try {
+    return handler();
+  } catch (const std::exception& error) {
+    return Status::Internal("jax_cp_dispatch: ", error.what());
+  }
+}
 xla::ffi::Future Failed(const Status& status);
 
 // The completion of one rank. The thread that runs it continues that rank's program, under the

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <sstream>
 
 #include "ffi/common.h"
 
@@ -13,15 +12,6 @@ namespace cpd {
 namespace {
 
 using Dims = ffi::Span<const int64_t>;
-
-template <typename... What>
-Status Wrong(const DispatchCall& call, const What&... what) {
-  std::ostringstream message;
-  message << call.op << ": the operands are not those of this version's primitives: ";
-  (message << ... << what);
-  message << ". Call it through jax_cp_dispatch.";
-  return Status::Invalid(message.str());
-}
 
 std::string Text(Dims dims) {
   std::string text = "[";
@@ -80,8 +70,8 @@ class Reader {
     const bool has_storage =
         call_.is_dispatch() && !call_.is_start && args_.size() == num_args + num_arrays;
     if (results_.size() != num_results || (args_.size() != num_args && !has_storage)) {
-      return Wrong(call_, "there are ", args_.size(), " operands and ", results_.size(),
-                   " results, but num_arrays needs ", num_args, " and ", num_results);
+      return NotOurs(call_.op, "there are ", args_.size(), " operands and ", results_.size(),
+                     " results, but num_arrays needs ", num_args, " and ", num_results);
     }
     Status status;
     for (size_t p = 0; p < call_.groups.size() && status.ok(); ++p) status = Metadata(p);
@@ -96,14 +86,14 @@ class Reader {
   Status Field(size_t p, const char* name, size_t num_dims, IntArray* field, Dims* dims) {
     const auto buffer = args_.get<ffi::AnyBuffer>(next_arg_++);
     const auto type = buffer.has_value() ? ToIntType(buffer->element_type()) : std::nullopt;
-    if (!type) return Wrong(call_, name, " of plan ", p, " has no integers of 32 or 64 bits");
+    if (!type) return NotOurs(call_.op, name, " of plan ", p, " has no integers of 32 or 64 bits");
     *field = {buffer->untyped_data(), *type};
     *dims = buffer->dimensions();
     const size_t leading = has_views_dim_ ? 1 : 0;
     const bool fits =
         dims->size() == leading + num_dims || (num_dims == 2 && dims->size() == leading + 1);
     if (fits && (!has_views_dim_ || dims->front() == num_views_)) return Status::Ok();
-    return Wrong(call_, name, " of plan ", p, " has shape ", Text(*dims));
+    return NotOurs(call_.op, name, " of plan ", p, " has shape ", Text(*dims));
   }
 
   Status Metadata(size_t p) {
@@ -117,8 +107,8 @@ class Reader {
     has_views_dim_ = counts.size() == 2;
     num_views_ = has_views_dim_ ? counts.front() : 1;
     if (counts.back() != num_ranks + 1 || (num_views_ != 1 && num_views_ != num_ranks)) {
-      return Wrong(call_, "num_recv_tokens of plan ", p, " has shape ", Text(counts),
-                   " but there are ", num_ranks, " ranks");
+      return NotOurs(call_.op, "num_recv_tokens of plan ", p, " has shape ", Text(counts),
+                     " but there are ", num_ranks, " ranks");
     }
     group.num_views = num_views_;
     const size_t leading = has_views_dim_ ? 1 : 0;
@@ -129,16 +119,16 @@ class Reader {
       Dims sources;
       status = Field(p, "src_offset", 1, &group.src_offset, &sources);
       if (status.ok() && !(sources == slots)) {
-        return Wrong(call_, "src_offset of plan ", p, " has shape ", Text(sources), " but seq_len ",
-                     Text(slots));
+        return NotOurs(call_.op, "src_offset of plan ", p, " has shape ", Text(sources),
+                       " but seq_len ", Text(slots));
       }
     }
     if (!status.ok()) return status;
     group.num_slots = slots.back();
     group.num_replicas = targets.size() == leading + 2 ? targets.back() : 1;
     if (targets[leading] != group.num_slots || !(offsets == targets)) {
-      return Wrong(call_, "dst_rank and dst_offset of plan ", p, " have shapes ", Text(targets),
-                   " and ", Text(offsets), " but seq_len ", Text(slots));
+      return NotOurs(call_.op, "dst_rank and dst_offset of plan ", p, " have shapes ",
+                     Text(targets), " and ", Text(offsets), " but seq_len ", Text(slots));
     }
     return Status::Ok();
   }
@@ -149,7 +139,7 @@ class Reader {
     has_views_dim_ = false;
     Status status = Field(p, "fingerprint", 1, &call_.groups[p].fingerprint, &dims);
     if (status.ok() && dims.front() != kFingerprintSize) {
-      status = Wrong(call_, "fingerprint of plan ", p, " has shape ", Text(dims));
+      status = NotOurs(call_.op, "fingerprint of plan ", p, " has shape ", Text(dims));
     }
     return status;
   }
@@ -174,7 +164,7 @@ class Reader {
       const auto arg = args_.get<ffi::AnyBuffer>(next_arg_++);
       auto result = results_.get<ffi::AnyBuffer>(next_result_++);
       const auto wrong = [&](const auto&... what) {
-        return Wrong(call_, "array ", a, " of plan ", p, " ", what...);
+        return NotOurs(call_.op, "array ", a, " of plan ", p, " ", what...);
       };
       if (!arg.has_value() || !result.has_value()) return wrong("is not an array");
       const ffi::AnyBuffer out = **result;
@@ -229,10 +219,7 @@ class Reader {
 void ReadOptions(AttributeReader* attributes, DispatchOptions* options) {
   AttributeReader& a = *attributes;
   DispatchOptions& o = *options;
-  a.Read("op", &o.op);
-  a.Read("axis", &o.axis);
-  a.Read("num_ranks", &o.num_ranks);
-  a.Read("deadline_ms", &o.deadline_ms);
+  o.Read(attributes);
   a.Read("capacity_names", &o.capacity_names);
   a.Read("has_src_offset", &o.has_src_offset);
   a.Read("has_fingerprint", &o.has_fingerprint);
@@ -245,13 +232,13 @@ void ReadOptions(AttributeReader* attributes, DispatchOptions* options) {
 Status ReadAttributes(Direction direction, const DispatchOptions& options, DispatchCall* call) {
   constexpr int64_t kMostArrays = 1 << 16;  // far more than any call has
   call->direction = direction;
-  call->op = options.op + " over axis '" + options.axis + "'";
+  call->op = options.OverAxis();
   if (options.num_ranks < 1 || options.num_ranks >= std::numeric_limits<int>::max()) {
-    return Wrong(*call, "num_ranks is ", options.num_ranks);
+    return NotOurs(call->op, "num_ranks is ", options.num_ranks);
   }
-  if (options.deadline_ms < 1 || options.deadline_ms > kLongestDeadline.count()) {
-    return Wrong(*call, "deadline_ms is ", options.deadline_ms, "; it needs to be in 1..",
-                 kLongestDeadline.count());
+  if (!options.HasDeadline()) {
+    return NotOurs(call->op, "deadline_ms is ", options.deadline_ms, "; it needs to be in 1..",
+                   kLongestDeadline.count());
   }
   call->num_ranks = static_cast<int>(options.num_ranks);
   call->deadline = std::chrono::milliseconds(options.deadline_ms);
@@ -259,15 +246,16 @@ Status ReadAttributes(Direction direction, const DispatchOptions& options, Dispa
   for (const auto* of_groups : {&options.has_src_offset, &options.has_fingerprint,
                                 &options.num_tokens, &options.capacity, &options.buffer}) {
     if (num_groups > 0 && num_groups <= kMostArrays && of_groups->size() == num_groups) continue;
-    return Wrong(*call, "num_arrays has ", num_groups, " entries, another attribute ",
-                 of_groups->size());
+    return NotOurs(call->op, "num_arrays has ", num_groups, " entries, another attribute ",
+                   of_groups->size());
   }
   for (size_t p = 0; p < num_groups; ++p) {
     if (options.num_arrays[p] < 1 || options.num_arrays[p] > kMostArrays) {
-      return Wrong(*call, "num_arrays is ", options.num_arrays[p], " for plan ", p);
+      return NotOurs(call->op, "num_arrays is ", options.num_arrays[p], " for plan ", p);
     }
     for (const int64_t rows : {options.num_tokens[p], options.capacity[p]}) {
-      if (rows < 0 || rows >= kMostRows) return Wrong(*call, "plan ", p, " is for ", rows, " rows");
+      if (rows < 0 || rows >= kMostRows)
+        return NotOurs(call->op, "plan ", p, " is for ", rows, " rows");
     }
   }
   call->groups.resize(num_groups);

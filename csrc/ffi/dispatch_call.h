@@ -14,11 +14,7 @@
 namespace cpd {
 
 // The attributes of a call; vectors have an entry per operand group.
-struct DispatchOptions {
-  std::string op;    // the function that was called, for messages
-  std::string axis;  // likewise
-  int64_t num_ranks;
-  int64_t deadline_ms;
+struct DispatchOptions : RankOptions {
   std::string capacity_names;            // of all groups, for messages; see dispatch/dispatch.h
   std::vector<int64_t> has_src_offset;   // whether the metadata ends with src_offset
   std::vector<int64_t> has_fingerprint;  // whether there is a fingerprint

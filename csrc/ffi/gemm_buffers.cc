@@ -1,6 +1,8 @@
 // The arrays of a GEMM's custom call: reads them in their order.
 #include "ffi/gemm_buffers.h"
 
+#include "ffi/common.h"
+
 namespace ffi = xla::ffi;
 
 namespace cpd {
@@ -8,21 +10,17 @@ namespace cpd {
 Status ReadArrays(const std::string& op, const ffi::RemainingArgs& args,
                   const ffi::RemainingRets& results, std::vector<ffi::AnyBuffer>* arrays) {
   constexpr size_t kNumArgs = 7, kNumResults = 7;
-  const auto wrong = [&op](const char* what) {
-    return Status::Invalid(op + ": the operands are not those of this version's primitives: " +
-                           what + ". Call it through jax_cp_dispatch.");
-  };
   if (args.size() != kNumArgs || results.size() != kNumResults) {
-    return wrong("their number is wrong");
+    return NotOurs(op, "their number is wrong");
   }
   for (size_t i = 0; i < kNumArgs; ++i) {
     const auto arg = args.get<ffi::AnyBuffer>(i);
-    if (!arg.has_value()) return wrong("one is not an array");
+    if (!arg.has_value()) return NotOurs(op, "one is not an array");
     arrays->push_back(*arg);
   }
   for (size_t i = 0; i < kNumResults; ++i) {
     auto result = results.get<ffi::AnyBuffer>(i);
-    if (!result.has_value()) return wrong("a result is not an array");
+    if (!result.has_value()) return NotOurs(op, "a result is not an array");
     arrays->push_back(**result);
   }
   return {};

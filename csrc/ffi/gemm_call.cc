@@ -80,9 +80,7 @@ const char* WrongAttribute(const GemmOptions& options) {
       options.num_batches > kMostBatches) {
     return "num_splits and num_batches need to be at least 1, and at most 2**20";
   }
-  if (options.deadline_ms < 1 || options.deadline_ms > kLongestDeadline.count()) {
-    return "deadline_ms is out of range";
-  }
+  if (!options.HasDeadline()) return "deadline_ms is out of range";
   if (options.aggregate && options.num_ranks % 2 != 0) return "pairs need an even number of ranks";
   if (options.in_ring_order && options.gathers_to_aux)
     return "aux_out cannot be both own and gathered rows";
@@ -119,8 +117,7 @@ const char* WrongScales(const GemmBuffers& buffers, const OverlapProblem& p) {
   const auto lines = [](int64_t count) {
     return (count + kLinesInTile - 1) / kLinesInTile * kLinesInTile;
   };
-  const bool gathers =
-      p.config.type == CommType::kAllGather && p.config.method != CommMethod::kBulk;
+  const bool gathers = p.config.gathers_lhs();
   const int64_t own = gathers ? p.rows.num_batches * p.rows.capacity : p.m;
   if (!IsArray(buffers.lhs_scale_inv, DataType::kU8, lines(own) * blocks) ||
       !IsArray(buffers.rhs_scale_inv, DataType::kU8, lines(p.n) * blocks)) {
@@ -145,10 +142,7 @@ char* Data(const ffi::AnyBuffer& buffer) { return static_cast<char*>(buffer.unty
 void ReadOptions(AttributeReader* attributes, GemmOptions* options) {
   AttributeReader& a = *attributes;
   GemmOptions& o = *options;
-  a.Read("op", &o.op);
-  a.Read("axis", &o.axis);
-  a.Read("num_ranks", &o.num_ranks);
-  a.Read("deadline_ms", &o.deadline_ms);
+  o.Read(attributes);
   a.Read("num_threads", &o.num_threads);
   a.Read("scaling_mode", &o.scaling_mode);
   a.Read("comm_overlap_method", &o.comm_overlap_method);
@@ -176,7 +170,7 @@ void ReadOptions(AttributeReader* attributes, GemmOptions* options) {
 Status Describe(const std::string& op, const GemmOptions& options, const GemmBuffers& buffers,
                 OverlapProblem* problem) {
   if (const char* wrong = WrongAttribute(options)) {
-    return Status::Invalid(op + ": " + wrong + ". Call it through jax_cp_dispatch.");
+    return Status::Invalid(op, ": ", wrong, ". Call it through jax_cp_dispatch.");
   }
   constexpr Scaling scaling[] = {Scaling::kNone, Scaling::kTensor, Scaling::kTensor,
                                  Scaling::kBlocks};
@@ -208,23 +202,22 @@ Status Describe(const std::string& op, const GemmOptions& options, const GemmBuf
   const int64_t rhs_k = p.rhs_transposed ? rhs.columns : rhs.rows;
   if (!lhs.is_usable() || !rhs.is_usable() || !aux.is_usable()) {
     return Status::Invalid(
-        op + ": a collapsed dimension is above 2**31 - 1, the largest integer of the BLAS.");
+        op, ": a collapsed dimension is above 2**31 - 1, the largest integer of the BLAS.");
   }
   if (rhs_k != p.k) {
-    return Status::Invalid(op + ": lhs " + Text(lhs) + " and rhs " + Text(rhs) +
+    return Status::Invalid(op, ": lhs ", Text(lhs), " and rhs ", Text(rhs),
                            " do not have the same contracted size.");
   }
   if (!GemmIsSupported(p.lhs_type, p.rhs_type, p.output_type)) {
-    return Status::Invalid(op + ": the element types of operands or output are not supported.");
+    return Status::Invalid(op, ": the element types of operands or output are not supported.");
   }
-  const bool is_bulk = p.config.method == CommMethod::kBulk;
+  const bool is_bulk = p.config.is_bulk();
   if (p.lhs_transposed && p.config.type == CommType::kAllGather && !is_bulk) {
-    return Status::Invalid(op + ": the rows of a transposed lhs cannot be gathered in chunks.");
+    return Status::Invalid(op, ": the rows of a transposed lhs cannot be gathered in chunks.");
   }
   const int64_t out_rows = NumRows(buffers.output, p.n);
   if ((p.config.type == CommType::kNone || is_bulk) && out_rows != p.m) {
-    return Status::Invalid(op + ": the output does not have " + std::to_string(p.m) + " rows of " +
-                           std::to_string(p.n) + " columns.");
+    return Status::Invalid(op, ": the output does not have ", p.m, " rows of ", p.n, " columns.");
   }
   if (p.config.type != CommType::kNone) {
     const int64_t batches = options.num_batches;
@@ -239,31 +232,29 @@ Status Describe(const std::string& op, const GemmOptions& options, const GemmBuf
     p.rows.capacity = alone / batches;
     if (is_bulk) p.aux_width = aux.columns;
     if (is_bulk && buffers.aux_out.element_type() != buffers.aux_in.element_type()) {
-      return Status::Invalid(op + ": aux_out and aux_in have different types.");
+      return Status::Invalid(op, ": aux_out and aux_in have different types.");
     }
     if (is_bulk && (gathers ? ElementBytes(p.aux_type) == 0
                             : !SumIsSupported({p.aux_type, AccumulationType(p.aux_type)}))) {
-      return Status::Invalid(op + ": the type of aux_in is not supported.");
+      return Status::Invalid(op, ": the type of aux_in is not supported.");
     }
     const int64_t most = *std::max_element(p.rows.counts.begin(), p.rows.counts.end());
     if (alone < 0 || alone > kMost || p.rows.capacity * batches != alone ||
         most > p.rows.capacity || together != total) {
-      return Status::Invalid(op + ": row counts do not fit the arrays, whose collapsed rows are " +
-                             std::to_string(rows_in) + " in and " + std::to_string(rows_out) +
-                             " out.");
+      return Status::Invalid(op, ": row counts do not fit the arrays, whose collapsed rows are ",
+                             rows_in, " in and ", rows_out, " out.");
     }
     if (gathers && !is_bulk) p.m = total;
     if (p.m > kMost) {
       return Status::Invalid(
-          op +
-          ": the number of gathered rows is above 2**31 - 1, the largest integer of the BLAS.");
+          op, ": the number of gathered rows is above 2**31 - 1, the largest integer of the BLAS.");
     }
   }
   if (const char* wrong = WrongEpilogue(options, buffers, p)) {
-    return Status::Invalid(op + ": " + wrong + ". Call it through jax_cp_dispatch.");
+    return Status::Invalid(op, ": ", wrong, ". Call it through jax_cp_dispatch.");
   }
   if (const char* wrong = WrongScales(buffers, p)) {
-    return Status::Invalid(op + ": " + wrong + ". Call it through jax_cp_dispatch.");
+    return Status::Invalid(op, ": ", wrong, ". Call it through jax_cp_dispatch.");
   }
   const bool is_ring = p.config.method == CommMethod::kRingExchange;
   if (p.config.type == CommType::kAllGather && (p.gathers_to_aux || (is_ring && p.in_ring_order))) {
@@ -271,19 +262,19 @@ Status Describe(const std::string& op, const GemmOptions& options, const GemmBuf
     const int64_t need = (p.gathers_to_aux ? p.m : own) * p.k;
     const int64_t given = NumElements(buffers.aux_out);
     if (given != need || buffers.aux_out.element_type() != buffers.lhs.element_type()) {
-      return Status::Invalid(op + ": aux_out has " + std::to_string(given) +
-                             " elements but the call returns " + std::to_string(need) + " of lhs.");
+      return Status::Invalid(op, ": aux_out has ", given, " elements but the call returns ", need,
+                             " of lhs.");
     }
   }
   if (p.config.type == CommType::kReduceScatter && !is_bulk &&
       !GemmIsSupported(p.lhs_type, p.rhs_type, p.partial_type)) {
-    return Status::Invalid(op + ": the type of partial sums is not supported.");
+    return Status::Invalid(op, ": the type of partial sums is not supported.");
   }
   if (p.config.type != CommType::kNone && options.comm_overlap_id == 0) {
     const int64_t given = NumBytes(buffers.workspace);
     if (const int64_t need = BufferBytes(p); given < need) {
-      return Status::Invalid(op + ": the workspace has " + std::to_string(given) +
-                             " bytes but the call needs " + std::to_string(need) + ".");
+      return Status::Invalid(op, ": the workspace has ", given, " bytes but the call needs ", need,
+                             ".");
     }
   }
   return Status::Ok();

@@ -16,11 +16,7 @@ namespace cpd {
 constexpr int64_t kMostThreads = 1 << 16;  // of one rank
 
 // The attributes of a call.
-struct GemmOptions {
-  std::string op;    // the function that was called, for messages
-  std::string axis;  // for messages
-  int64_t num_ranks;
-  int64_t deadline_ms;
+struct GemmOptions : RankOptions {
   int64_t num_threads;  // of one rank
   int64_t scaling_mode;
   int64_t comm_overlap_method;

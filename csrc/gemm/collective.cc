@@ -18,15 +18,15 @@ void NoOverlap::Record(int rank, RankStreams streams) const {
   }
   stream.Run(SpanKind::kComputation, "GEMM",
              [this, rank](Counters&) { MultiplyAllTo(rank, p_.ranks[rank].buffer); });
-  for (int peer = 0; peer < p_.num_ranks(); ++peer) stream.Add(peer, Computed(0, rank));
-  for (int peer = 0; peer < p_.num_ranks(); ++peer) stream.Wait(Computed(0, peer), 1, peer);
+  TellAll(rank, 0, stream);
+  WaitForAll(0, stream);
   stream.Run(SpanKind::kCommunication, "reduce-scatter",
              [this, rank](Counters&) { Reduce(rank, RowsOf(rank, Buffers(), p_.n), 0, p_.n); });
   Finish(rank, stream);
 }
 
 void CommOverlapBase::Record(int rank, RankStreams streams) const {
-  if (p_.config.method == CommMethod::kBulk) {
+  if (p_.config.is_bulk()) {
     RecordBulk(rank, streams);
   } else {
     RecordPipeline(rank, streams);
@@ -51,12 +51,8 @@ void CommOverlapBase::RecordBulk(int rank, RankStreams streams) const {
         SpanKind::kCommunication, "own part", [this, &memory, bytes](Counters&) {
           arithmetic_->Copy({{memory.buffer, bytes, memory.aux_in, bytes, 1, bytes}});
         });
-    for (int peer = 0; peer < p_.num_ranks(); ++peer) {
-      streams.communicate.Add(peer, Computed(0, rank));
-    }
-    for (int peer = 0; peer < p_.num_ranks(); ++peer) {
-      streams.communicate.Wait(Computed(0, peer), 1, peer);
-    }
+    TellAll(rank, 0, streams.communicate);
+    WaitForAll(0, streams.communicate);
   }
   streams.communicate.Run(SpanKind::kCommunication, "reduce-scatter", [this, rank](Counters&) {
     std::vector<const char*> whole;
@@ -79,9 +75,7 @@ void CommOverlapBase::RecordPipeline(int rank, RankStreams streams) const {
     MultiplyColumns(rank, begin, end, p_.ranks[rank].buffer + begin * column_bytes);
   };
   const auto reduce = [&](int chunk) {
-    for (int peer = 0; peer < p_.num_ranks(); ++peer) {
-      streams.communicate.Wait(Computed(chunk, peer), 1, peer);
-    }
+    WaitForAll(chunk, streams.communicate);
     const int64_t begin = first_column(chunk), end = first_column(chunk + 1);
     streams.communicate.Run(
         SpanKind::kCommunication, "reduce-scatter " + std::to_string(chunk), [=](Counters&) {
@@ -102,9 +96,7 @@ void CommOverlapBase::RecordPipeline(int rank, RankStreams streams) const {
   for (int chunk = 0; chunk < num_splits; ++chunk) {
     streams.compute.Run(SpanKind::kComputation, "GEMM " + std::to_string(chunk),
                         [multiply, chunk](Counters&) { multiply(chunk); });
-    for (int peer = 0; peer < p_.num_ranks(); ++peer) {
-      streams.compute.Add(peer, Computed(chunk, rank));
-    }
+    TellAll(rank, chunk, streams.compute);
     if (!p_.config.overlap_first_gemm) {
       reduce(chunk);
     } else if (chunk > 0) {

@@ -34,12 +34,12 @@ int CommOverlapCore::Rank(int64_t rank) const {
 }
 
 int64_t CommOverlapCore::width() const {
-  if (p_.config.method == CommMethod::kBulk) return p_.aux_width;
+  if (p_.config.is_bulk()) return p_.aux_width;
   return p_.config.type == CommType::kAllGather ? p_.k : p_.n;
 }
 
 DataType CommOverlapCore::summed_type() const {
-  return p_.config.method == CommMethod::kBulk ? p_.aux_type : p_.partial_type;
+  return p_.config.is_bulk() ? p_.aux_type : p_.partial_type;
 }
 
 std::vector<int64_t> CommOverlapCore::RingOffsets(int rank) const {
@@ -159,7 +159,7 @@ void CommOverlapCore::MultiplyColumns(int rank, int64_t begin, int64_t end, char
 // ---- Communication.
 
 char* CommOverlapCore::GatheredRows(int rank) const {
-  const bool to_aux = p_.gathers_to_aux || p_.config.method == CommMethod::kBulk;
+  const bool to_aux = p_.gathers_to_aux || p_.config.is_bulk();
   return to_aux && !p_.shares_only_buffers ? p_.ranks[rank].aux_out : p_.ranks[rank].buffer;
 }
 
@@ -171,7 +171,6 @@ char* CommOverlapCore::GatheredScales(int rank) const {
 std::vector<RowCopy> CommOverlapCore::CopyChunk(int chunk, const char* rows, const char* scales,
                                                 bool is_alone, int to) const {
   if (p_.ranks[to].is_elsewhere) return {};  // that process knows the destination
-  const bool is_bulk = p_.config.method == CommMethod::kBulk;
   std::vector<RowCopy> copies;
   const auto copy = [&](const char* from, int64_t bytes, char* gathered) {  // bytes of a row
     for (int64_t batch = 0; batch < p_.rows.num_batches; ++batch) {
@@ -181,8 +180,9 @@ std::vector<RowCopy> CommOverlapCore::CopyChunk(int chunk, const char* rows, con
                         p_.rows.counts[chunk], bytes});
     }
   };
-  copy(rows, width() * ElementBytes(is_bulk ? p_.aux_type : p_.lhs_type), GatheredRows(to));
-  if (is_bulk) return copies;
+  copy(rows, width() * ElementBytes(p_.config.is_bulk() ? p_.aux_type : p_.lhs_type),
+       GatheredRows(to));
+  if (p_.config.is_bulk()) return copies;
   if (p_.scaling == Scaling::kBlocks) {
     copy(scales, ScalesPitch(p_, /*of_lhs=*/true), GatheredScales(to));
   } else if (p_.scaling == Scaling::kTensor) {
@@ -195,7 +195,7 @@ std::vector<RowCopy> CommOverlapCore::CopyChunk(int chunk, const char* rows, con
 
 std::vector<RowCopy> CommOverlapCore::OwnToGathered(int rank, int to) const {
   const RankMemory& memory = p_.ranks[rank];
-  const char* own = p_.config.method == CommMethod::kBulk ? memory.aux_in : memory.lhs;
+  const char* own = p_.config.is_bulk() ? memory.aux_in : memory.lhs;
   return CopyChunk(rank, own, memory.lhs_scales, /*is_alone=*/true, to);
 }
 
@@ -216,8 +216,7 @@ void CommOverlapCore::AllGather(int rank, Stream& stream) const {
 void CommOverlapCore::Finish(int rank, Stream& stream) const {
   const RankMemory& memory = p_.ranks[rank];
   if (!memory.bias_grad && p_.scaling != Scaling::kBlocks) return;
-  const bool gathers =
-      p_.config.type == CommType::kAllGather && p_.config.method != CommMethod::kBulk;
+  const bool gathers = p_.config.gathers_lhs();
   // A pair of chunks has one signal, which its product has waited for.
   const bool waits = gathers && memory.lhs_swizzled && !p_.config.aggregate;
   if (waits) WaitForAllChunks(rank, stream);
@@ -233,14 +232,22 @@ void CommOverlapCore::WaitForAllChunks(int rank, Stream& stream) const {
   }
 }
 
+void CommOverlapCore::TellAll(int rank, int chunk, Stream& stream) const {
+  for (int peer = 0; peer < p_.num_ranks(); ++peer) stream.Add(peer, Computed(chunk, rank));
+}
+
+void CommOverlapCore::WaitForAll(int chunk, Stream& stream) const {
+  for (int peer = 0; peer < p_.num_ranks(); ++peer) stream.Wait(Computed(chunk, peer), 1, peer);
+}
+
 bool CommOverlapCore::KeepsGathered() const {
-  const bool to_aux = p_.gathers_to_aux || p_.config.method == CommMethod::kBulk;
+  const bool to_aux = p_.gathers_to_aux || p_.config.is_bulk();
   return p_.config.type == CommType::kAllGather && to_aux && p_.shares_only_buffers;
 }
 
 void CommOverlapCore::KeepGathered(int rank, Stream& stream) const {
   if (!KeepsGathered()) return;
-  const DataType type = p_.config.method == CommMethod::kBulk ? p_.aux_type : p_.lhs_type;
+  const DataType type = p_.config.is_bulk() ? p_.aux_type : p_.lhs_type;
   const int64_t bytes = p_.rows.num_batches * p_.rows.total() * width() * ElementBytes(type);
   stream.Run(SpanKind::kCommunication, "gathered rows", [this, rank, bytes](Counters&) {
     arithmetic_->Copy({{p_.ranks[rank].aux_out, bytes, GatheredRows(rank), bytes, 1, bytes}});
@@ -260,7 +267,7 @@ std::vector<const char*> CommOverlapCore::Buffers(int64_t offset) const {
 }
 
 void CommOverlapCore::Reduce(int rank, const Sources& sources, int64_t begin, int64_t end) const {
-  const bool is_bulk = p_.config.method == CommMethod::kBulk;
+  const bool is_bulk = p_.config.is_bulk();
   const DataType from_type = summed_type();
   const DataType to_type = is_bulk ? p_.aux_type : p_.output_type;
   const int64_t from_bytes = ElementBytes(from_type), to_bytes = ElementBytes(to_type);

@@ -51,6 +51,9 @@ class CommOverlapCore {
   // Copies the rank's own rows to all ranks, including itself.
   void AllGather(int rank, Stream& stream) const;
   void WaitForAllChunks(int rank, Stream& stream) const;
+  // All ranks know that this one has computed a chunk; this one waits for that of all ranks.
+  void TellAll(int rank, int chunk, Stream& stream) const;
+  void WaitForAll(int chunk, Stream& stream) const;
   // Copies a result that was gathered where other ranks reach it to its own array.
   bool KeepsGathered() const;
   void KeepGathered(int rank, Stream& stream) const;

@@ -44,12 +44,12 @@ Status RunGroupedGemm(const std::string& op, const GroupedProduct& p, int num_th
     const int64_t size = p.group_sizes[group];
     total += size;
     if (size < 0 || total > p.m) {
-      return Status::Invalid(
-          op + ": group_sizes[" + std::to_string(group) + "] is " + std::to_string(size) +
-          (size < 0 ? ", but a group has at least 0 rows."
-                    : ", so that the groups up to it have " + std::to_string(total) +
-                          " rows, but there are " + std::to_string(p.m) + ".") +
-          " Pass the rows of each group, in their order.");
+      const std::string why = size < 0
+                                  ? ", but a group has at least 0 rows."
+                                  : ", so that the groups up to it have " + std::to_string(total) +
+                                        " rows, but there are " + std::to_string(p.m) + ".";
+      return Status::Invalid(op, ": group_sizes[", group, "] is ", size, why,
+                             " Pass the rows of each group, in their order.");
     }
   }
   int64_t begin = 0;

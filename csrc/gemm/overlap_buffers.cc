@@ -2,7 +2,6 @@
 #include "gemm/overlap_buffers.h"
 
 #include <exception>
-#include <sstream>
 
 namespace cpd {
 
@@ -15,8 +14,8 @@ Status OverlapBuffers::Create(const std::string& op, int64_t id, const OverlapBu
   std::lock_guard<std::mutex> lock(mutex_);
   OverlapBuffer& buffer = buffers_[id];
   if (buffer.num_created > 0 && buffer.spec.parameters != spec.parameters) {
-    return Status::Invalid(op + ": id " + std::to_string(id) + " already denotes (" +
-                           buffer.spec.parameters + "), not (" + spec.parameters +
+    return Status::Invalid(op, ": id ", id, " already denotes (", buffer.spec.parameters,
+                           "), not (", spec.parameters,
                            "): two sets of arguments have the same hash. Change "
                            "an argument that does not matter to you, for example gemm_priority.");
   }
@@ -44,10 +43,8 @@ Status OverlapBuffers::Lease(const std::string& op, int64_t id, int64_t group, b
     }
     *lease = std::make_shared<OverlapBufferLease>(id, group, std::move(memory));
   } catch (const std::exception&) {
-    std::ostringstream message;
-    message << op << ": no memory for buffer " << id << ": " << spec.num_ranks << " ranks of "
-            << spec.rank_bytes << " bytes. Create it with a smaller buffer_shape.";
-    return {StatusCode::kInternal, message.str()};
+    return Status::Internal(op, ": no memory for buffer ", id, ": ", spec.num_ranks, " ranks of ",
+                            spec.rank_bytes, " bytes. Create it with a smaller buffer_shape.");
   }
   buffer.num_groups = static_cast<int64_t>(buffer.groups.size());
   ++buffer.num_in_use;
@@ -93,9 +90,8 @@ OverlapBufferLease::~OverlapBufferLease() {
 Status OverlapBuffers::NoSuchBuffer(const std::string& op, int64_t id) const {
   const bool is_gone = destroyed_.count(id) > 0;
   return Status::Invalid(
-      op +
-      (is_gone ? ": buffer " + std::to_string(id) + " has been destroyed. "
-               : ": there is no buffer " + std::to_string(id) + ". ") +
+      op, is_gone ? ": buffer " : ": there is no buffer ", id,
+      is_gone ? " has been destroyed. " : ". ",
       "Create it with create_comm_overlap_buffer, in every process that runs the program.");
 }
 

@@ -14,7 +14,7 @@ OverlapContribution::OverlapContribution(const OverlapProblem& problem, RankMemo
 std::vector<OverlapContribution::Operand> OverlapContribution::OperandsForPeers(
     const OverlapProblem& p) {
   const bool gathers = p.config.type == CommType::kAllGather;
-  if (p.config.method == CommMethod::kBulk) {
+  if (p.config.is_bulk()) {
     const int64_t rows = p.rows.num_batches * (gathers ? p.rows.capacity : p.rows.total());
     return {{&RankMemory::aux_in, rows * p.aux_width * ElementBytes(p.aux_type)}};
   }

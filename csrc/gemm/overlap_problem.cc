@@ -57,7 +57,7 @@ BufferRoom RoomOf(const OverlapProblem& p) {
   room.scaling = p.scaling;
   room.gathers_to_aux = p.gathers_to_aux;
   room.shares_only_buffers = p.shares_only_buffers;
-  if (p.config.method == CommMethod::kBulk) {
+  if (p.config.is_bulk()) {
     room.columns = p.aux_width;
     room.type = p.aux_type;
   } else if (p.config.type == CommType::kReduceScatter) {
@@ -145,8 +145,7 @@ std::vector<int64_t> RowChunks::Offsets(const std::vector<int>& order) const {
 }
 
 int64_t OwnLhsRows(const OverlapProblem& p) {
-  const bool gathers =
-      p.config.type == CommType::kAllGather && p.config.method != CommMethod::kBulk;
+  const bool gathers = p.config.gathers_lhs();
   return gathers ? p.rows.num_batches * p.rows.capacity : p.m;
 }
 
@@ -184,7 +183,7 @@ int64_t BufferRoom::GatheredScalesBytes() const {
 int64_t BufferRoom::Bytes() const {
   const int64_t element = ElementBytes(type);
   const bool is_ring = config.method == CommMethod::kRingExchange;
-  if (config.method == CommMethod::kBulk) {  // else directly from operand to result
+  if (config.is_bulk()) {  // else directly from operand to result
     return shares_only_buffers ? ClampedProduct({rows, columns, element}) : 0;
   }
   if (config.type == CommType::kReduceScatter) {

@@ -21,6 +21,10 @@ struct OverlapConfig {
   bool overlap_first_gemm = false;  // the pipeline reduces a chunk after the next chunk's GEMM
   bool aggregate = false;           // the ring moves two chunks at a time
   bool copies = true;  // the ring copies chunks; else the GEMM reads other ranks' operands
+
+  bool is_bulk() const { return method == CommMethod::kBulk; }
+  // Whether lhs is gathered: in bulk, another array is.
+  bool gathers_lhs() const { return type == CommType::kAllGather && !is_bulk(); }
 };
 
 // Rows [num_batches, rows] that are spread over ranks: chunk q has the rows of rank q in every

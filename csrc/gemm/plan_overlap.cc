@@ -19,25 +19,25 @@ Status ConfigureByBuffer(const std::string& op, int64_t id, OverlapProblem* prob
   const std::string buffer = "buffer " + std::to_string(id);
   if (spec.config.type != problem->config.type || spec.config.method != problem->config.method ||
       spec.num_ranks != problem->num_ranks()) {
-    return Status::Invalid(op + ": " + buffer + " is for another call: " + spec.parameters + ".");
+    return Status::Invalid(op, ": ", buffer, " is for another call: ", spec.parameters, ".");
   }
   const bool gathers = spec.config.type == CommType::kAllGather;
-  const bool is_bulk = spec.config.method == CommMethod::kBulk;
+  const bool is_bulk = spec.config.is_bulk();
   const DataType moved = is_bulk   ? problem->aux_type
                          : gathers ? problem->lhs_type
                                    : problem->partial_type;
   if (spec.type != moved) {
-    return Status::Invalid(op + ": " + buffer +
-                           " has another dtype than the call moves: " + spec.parameters + ".");
+    return Status::Invalid(op, ": ", buffer,
+                           " has another dtype than the call moves: ", spec.parameters, ".");
   }
   problem->config = spec.config;
   if (spec.config.aggregate && problem->num_ranks() % 2 != 0) {
-    return Status::Invalid(op + ": " + buffer + " is for pairs of ranks, but there are " +
-                           std::to_string(problem->num_ranks()) + ".");
+    return Status::Invalid(op, ": ", buffer, " is for pairs of ranks, but there are ",
+                           problem->num_ranks(), ".");
   }
   if (const int64_t need = BufferBytes(*problem); need > spec.rank_bytes) {
-    return Status::Invalid(op + ": " + buffer + " has " + std::to_string(spec.rank_bytes) +
-                           " bytes per rank but the call needs " + std::to_string(need) +
+    return Status::Invalid(op, ": ", buffer, " has ", spec.rank_bytes,
+                           " bytes per rank but the call needs ", need,
                            ". Create it with a larger buffer_shape.");
   }
   return Status::Ok();

@@ -12,8 +12,8 @@ namespace {
 constexpr const char* kNames[] = {"libcublasLt.so.13", "libcublasLt.so.12"};
 
 Status Failed(const std::string& op, const char* what, int result) {
-  return {StatusCode::kInternal, op + ": cuBLASLt's " + what + " failed with status " +
-                                     std::to_string(result) + ". Pass implementation='xla'."};
+  return Status::Internal(op, ": cuBLASLt's ", what, " failed with status ", result,
+                          ". Pass implementation='xla'.");
 }
 
 int ElementBytesOf(lt::Type type) {
@@ -92,7 +92,7 @@ Status CublasLt::Open(const std::string& op, const char* path) {
   }
   if (library == nullptr) {
     const char* why = dlerror();
-    return Status::Invalid(op + ": cuBLASLt cannot be opened (" + (why ? why : "no reason") +
+    return Status::Invalid(op, ": cuBLASLt cannot be opened (", (why ? why : "no reason"),
                            "). Install nvidia-cublas, which comes with jax[cuda13], or pass "
                            "implementation='xla'.");
   }
@@ -114,7 +114,7 @@ Status CublasLt::Open(const std::string& op, const char* path) {
   find("cublasLtMatmulAlgoGetHeuristic", &functions_.MatmulAlgoGetHeuristic);
   find("cublasLtMatmul", &functions_.Matmul);
   if (missing) {
-    return Status::Invalid(op + ": the installed cuBLASLt has no " + missing +
+    return Status::Invalid(op, ": the installed cuBLASLt has no ", missing,
                            ". Install nvidia-cublas 12.9 or newer, or pass implementation='xla'.");
   }
   is_open_ = true;
@@ -202,7 +202,7 @@ Status CublasLt::Multiply(const std::string& op, const LtProduct& p, const LtRes
   }
   if (!chosen.missing.empty()) {
     if (is_missing) *is_missing = true;
-    return {StatusCode::kInternal, op + ": " + chosen.missing + ". Pass implementation='xla'."};
+    return Status::Internal(op, ": ", chosen.missing, ". Pass implementation='xla'.");
   }
   const float alpha = 1, beta = 0;
   const int result = functions_.Matmul(

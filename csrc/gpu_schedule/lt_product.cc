@@ -82,7 +82,7 @@ std::vector<int64_t> LtProduct::Key() const {
 Status DescribeLtProduct(const std::string& op, const GemmTask& task, const LtOptions& options,
                          LtProduct* product) {
   const auto refuse = [&](const std::string& what) {
-    return Status::Invalid(op + ": on GPUs " + what + ". Pass implementation='xla'.");
+    return Status::Invalid(op, ": on GPUs ", what, ". Pass implementation='xla'.");
   };
   if (!task.more.empty()) return refuse("a product cannot read the operands of several ranks");
   const bool is_narrow = IsByteFloat(task.a.type);

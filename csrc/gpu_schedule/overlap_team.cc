@@ -195,9 +195,8 @@ Status OverlapTeam::Enqueue(const std::string& op, GpuQueues* queues) {
     const RecordedStream& stream = *streams_[i];
     if (stream.next == stream.steps.size()) continue;
     const Step& step = stream.steps[stream.next];
-    return {StatusCode::kInternal, op + ": rank " + std::to_string(i / 2) + " waits for signal '" +
-                                       step.name + "' of rank " + std::to_string(step.peer) +
-                                       ", which no rank sends."};
+    return Status::Internal(op, ": rank ", i / 2, " waits for signal '", step.name, "' of rank ",
+                            step.peer, ", which no rank sends.");
   }
   return Status::Ok();
 }

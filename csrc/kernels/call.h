@@ -131,7 +131,6 @@ struct Call {
   int num_local;
   int num_groups;
   int num_arrays;
-  bool in_bulk;   // rows move in bulk where the GPU can; see bulk.h
   bool is_small;  // one kernel; see small.h
   int num_early;  // rounds of unpack before all ranks have signalled; see WaitSome
   bool is_dispatch;

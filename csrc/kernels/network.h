@@ -42,7 +42,7 @@ CPD_DEVICE void StageToPut(const Block& block, const Rank& rank) {
   }
   for (int p = 0; p < call.num_groups; ++p) {
     const OperandGroup& group = call.groups[p];
-    CopyIn(block, rank, group, {group.staged_rows, rank.channel(), &Array::staged}, ByRegisters{});
+    CopyIn(block, rank, group, {group.staged_rows, rank.channel(), &Array::staged});
   }
 }
 

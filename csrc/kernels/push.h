@@ -3,8 +3,8 @@
 #pragma once
 
 #include "kernels/block.h"
-#include "kernels/bulk.h"
 #include "kernels/call.h"
+#include "kernels/copy.h"
 #include "kernels/fabric.h"
 #include "kernels/plan.h"
 
@@ -72,9 +72,8 @@ CPD_DEVICE char* PlaceOf(const Rank& rank, const OperandGroup& group, const Arra
 }
 
 // Copies the rows of a strip for some of its replicas: each array is read once.
-template <typename CopyPath>
 CPD_DEVICE void PushRows(const Block& block, const Rank& rank, const Strip& strip,
-                         PushScratch* scratch, const CopyPath& path) {
+                         PushScratch* scratch) {
   const Call& call = rank.call;
   const OperandGroup& group = strip.group;
   const int64_t n = strip.num_rows;
@@ -94,16 +93,15 @@ CPD_DEVICE void PushRows(const Block& block, const Rank& rank, const Strip& stri
       scratch->to[i] = PlaceOf(rank, group, array, scratch->rank[i], scratch->row[i]);
     }
     block.Sync();
-    path.Copy(block, rank.in(group, array) + src_row * array.in_row_bytes, scratch->to,
-              scratch->num, n * array.in_row_bytes);
+    Copy(block, rank.in(group, array) + src_row * array.in_row_bytes, scratch->to, scratch->num,
+         n * array.in_row_bytes);
     block.Sync();
   }
 }
 
 // Copies rows to all receiving ranks, except remote ones.
-template <typename Fabric = Mapped, typename CopyPath = ByRegisters>
-CPD_DEVICE void Push(const Block& block, const Rank& rank, PushScratch* scratch,
-                     const CopyPath& path = {}) {
+template <typename Fabric = Mapped>
+CPD_DEVICE void Push(const Block& block, const Rank& rank, PushScratch* scratch) {
   const Call& call = rank.call;
   ForEachStrip(block, rank, [&](const Strip& strip) {
     for (int64_t t = strip.first_target; t < strip.end_target;) {
@@ -119,7 +117,7 @@ CPD_DEVICE void Push(const Block& block, const Rank& rank, PushScratch* scratch,
       }
       if (block.thread == 0) scratch->num = num;
       block.Sync();
-      if (scratch->num > 0) PushRows(block, rank, strip, scratch, path);
+      if (scratch->num > 0) PushRows(block, rank, strip, scratch);
       block.Sync();
     }
   });

@@ -5,7 +5,6 @@
 #include <type_traits>
 
 #include "kernels/block.h"
-#include "kernels/bulk.h"
 #include "kernels/call.h"
 #include "kernels/copy.h"
 #include "kernels/fabric.h"
@@ -23,9 +22,8 @@ struct RowsInChannel {
 };
 
 // Copies the first rows of a group into this rank's own channel.
-template <typename CopyPath>
 CPD_DEVICE void CopyIn(const Block& block, const Rank& rank, const OperandGroup& group,
-                       const RowsInChannel& rows, const CopyPath& path) {
+                       const RowsInChannel& rows) {
   const int64_t num_rows = rows.num_rows;
   for (int64_t begin = block.index * group.rows_per_strip; begin < num_rows;
        begin += block.num_blocks * group.rows_per_strip) {
@@ -34,22 +32,21 @@ CPD_DEVICE void CopyIn(const Block& block, const Rank& rank, const OperandGroup&
     for (int a = group.first_array; a < group.first_array + group.num_arrays; ++a) {
       const Array& array = rank.call.arrays[a];
       char* to = rows.base + array.*rows.offset + begin * array.in_row_bytes;
-      path.Copy(block, rank.in(group, array) + begin * array.in_row_bytes, &to, 1,
-                n * array.in_row_bytes);
+      Copy(block, rank.in(group, array) + begin * array.in_row_bytes, &to, 1,
+           n * array.in_row_bytes);
     }
   }
 }
 
 // Exposes y to other devices: copies it into this rank's channel.
-template <typename CopyPath = ByRegisters>
-CPD_DEVICE void Stage(const Block& block, const Rank& rank, const CopyPath& path = {}) {
+CPD_DEVICE void Stage(const Block& block, const Rank& rank) {
   const Call& call = rank.call;
   const State& state = *rank.state();
   if (state.failed != kFine) return;
   for (int p = 0; p < call.num_groups; ++p) {
     const OperandGroup& group = call.groups[p];
-    CopyIn(block, rank, group, {group.capacity, Half(call, rank.rank(), state.epoch), &Array::data},
-           path);
+    CopyIn(block, rank, group,
+           {group.capacity, Half(call, rank.rank(), state.epoch), &Array::data});
   }
 }
 

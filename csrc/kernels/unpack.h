@@ -3,7 +3,6 @@
 #pragma once
 
 #include "kernels/block.h"
-#include "kernels/bulk.h"
 #include "kernels/call.h"
 #include "kernels/copy.h"
 
@@ -115,9 +114,9 @@ struct ArrivedRows {
 
 // Takes rows of one array: all at once if their tags are the same, else row by row, some threads of
 // the block each.
-template <Phase kPhase, typename CopyPath>
+template <Phase kPhase>
 CPD_DEVICE void UnpackRows(const Block& block, const Tagged<kPhase>& tagged,
-                           const ArrivedRows& arrived, const CopyPath& path) {
+                           const ArrivedRows& arrived) {
   const int64_t n = arrived.num_rows, row_bytes = arrived.row_bytes;
   const Block takers = arrived.are_same ? AllTakers(block) : RowTakers(block, row_bytes);
   const int64_t rows = arrived.are_same ? n : 1;
@@ -127,7 +126,7 @@ CPD_DEVICE void UnpackRows(const Block& block, const Tagged<kPhase>& tagged,
     char* row = arrived.to + r * row_bytes;
     const uint64_t tag = tagged[r];
     if (tagged.IsReady(tag)) {
-      path.Copy(takers, arrived.from + r * row_bytes, &row, 1, rows * row_bytes);
+      Copy(takers, arrived.from + r * row_bytes, &row, 1, rows * row_bytes);
     } else if (kPhase == Phase::kLast && !tagged.IsWritten(tag)) {
       Fill(takers, row, 0, rows * row_bytes);
     }
@@ -136,9 +135,9 @@ CPD_DEVICE void UnpackRows(const Block& block, const Tagged<kPhase>& tagged,
 
 // Takes the rows of a group that are ready. In the last round it also clears rows that were not
 // written, and counts those that were.
-template <Phase kPhase, typename CopyPath>
+template <Phase kPhase>
 CPD_DEVICE void UnpackGroup(const Block& block, const Rank& rank, int p, int* turn,
-                            UnpackScratch* scratch, const CopyPath& path) {
+                            UnpackScratch* scratch) {
   const Call& call = rank.call;
   const OperandGroup& group = call.groups[p];
   State* state = rank.state();
@@ -164,31 +163,28 @@ CPD_DEVICE void UnpackGroup(const Block& block, const Rank& rank, int p, int* tu
       const ArrivedRows arrived{half + array.data + begin * array.in_row_bytes,
                                 rank.out(group, array) + begin * array.out_row_bytes, n,
                                 array.in_row_bytes, are_same};
-      UnpackRows(block, tagged, arrived, path);
+      UnpackRows(block, tagged, arrived);
     }
   }
 }
 
-template <Phase kPhase, typename CopyPath>
-CPD_DEVICE void UnpackGroups(const Block& block, const Rank& rank, UnpackScratch* scratch,
-                             const CopyPath& path) {
+template <Phase kPhase>
+CPD_DEVICE void UnpackGroups(const Block& block, const Rank& rank, UnpackScratch* scratch) {
   if (block.thread == 0) {
     for (Written& written : scratch->written) written = {};
   }
   block.Sync();
   int turn = 0;
   for (int p = 0; p < rank.call.num_groups; ++p) {
-    UnpackGroup<kPhase>(block, rank, p, &turn, scratch, path);
+    UnpackGroup<kPhase>(block, rank, p, &turn, scratch);
   }
 }
 
 // Takes the rows of the senders that WaitSome has heard.
-template <typename CopyPath = ByRegisters>
-CPD_DEVICE void UnpackReady(const Block& block, const Rank& rank, UnpackScratch* scratch,
-                            const CopyPath& path = {}) {
+CPD_DEVICE void UnpackReady(const Block& block, const Rank& rank, UnpackScratch* scratch) {
   const State& state = *rank.state();
   if (state.failed != kFine || state.ready == 0) return;
-  UnpackGroups<Phase::kEarly>(block, rank, scratch, path);
+  UnpackGroups<Phase::kEarly>(block, rank, scratch);
 }
 
 // Clears the rows of a group that were not written; the others are in place. Returns how many of
@@ -289,9 +285,7 @@ CPD_DEVICE bool FindOverlap(const Rank& rank) {
 // Takes all rows that have not been taken, and clears those that were not written. If some were
 // written twice, the last block spoils the result: it alone sees the counts of all blocks, and
 // their rows are there.
-template <typename CopyPath = ByRegisters>
-CPD_DEVICE void Unpack(const Block& block, const Rank& rank, UnpackScratch* scratch,
-                       const CopyPath& path = {}) {
+CPD_DEVICE void Unpack(const Block& block, const Rank& rank, UnpackScratch* scratch) {
   State* state = rank.state();
   Block spoilers = block;
   bool is_spoiled = state->failed != kFine;
@@ -299,9 +293,8 @@ CPD_DEVICE void Unpack(const Block& block, const Rank& rank, UnpackScratch* scra
     if (HoldsAllRanks(rank.call)) {
       ClearGroups(block, rank, scratch);
     } else {
-      UnpackGroups<Phase::kLast>(block, rank, scratch, path);
+      UnpackGroups<Phase::kLast>(block, rank, scratch);
     }
-    path.Finish(block);
     block.Sync();
     if (block.thread == 0) {
       const auto num_blocks = static_cast<uint64_t>(block.num_blocks);

@@ -1,16 +1,13 @@
 // A construction of placements: closes one rank after another, the longest remaining document
 // first.
-#include "planner/close_ranks.h"
-
 #include <algorithm>
 #include <numeric>
 
+#include "planner/placement_steps.h"
 #include "planner/whole_closer.h"
 
 namespace cpd {
 namespace {
-
-__extension__ typedef __int128 Wide;  // products of work and speeds
 
 constexpr int64_t kMostPermille = 10'000'000;  // of the work limit
 

@@ -5,9 +5,9 @@
 #include <cstdint>
 #include <vector>
 
-#include "planner/close_ranks.h"
 #include "planner/item_pool.h"
 #include "planner/placement.h"
+#include "planner/placement_steps.h"
 
 namespace cpd {
 
@@ -24,21 +24,6 @@ struct Sum {
     return first != other.first ? first < other.first : second < other.second;
   }
 };
-
-// The least x in [low, high) for which the monotonic predicate `holds` is true; `high` if there is
-// none.
-template <typename Predicate>
-int64_t FirstThat(int64_t low, int64_t high, const Predicate& holds) {
-  while (low < high) {
-    const int64_t middle = low + (high - low) / 2;
-    if (holds(middle)) {
-      high = middle;
-    } else {
-      low = middle + 1;
-    }
-  }
-  return low;
-}
 
 class ClosingState {
  protected:
@@ -76,8 +61,8 @@ class ClosingState {
   int64_t Rows(const Piece& piece) const { return problem_.Rows(piece); }
 
   // Tokens that a slice, or a reserved document, must save. This and the next vary from rank to
-  // rank with a seed: 0, 1, 4 or 16 times the given value.
-  int64_t SliceGain() const { return closing_.slice_gain * factor_; }
+  // rank with a seed: 0, 1, 4 or 16 times the value without.
+  int64_t SliceGain() const { return 50 * factor_; }
 
   // A deviation from the wanted work by that of this many mean tokens costs as much as one key.
   int64_t Leniency() const { return 8 * (factor_ > 0 ? factor_ : 1); }

@@ -1,13 +1,9 @@
 // Searches the least work above the limit with which ranks keep their capacity.
-#include "planner/concede_work.h"
-
 #include <algorithm>
 #include <functional>
 #include <utility>
 
-#include "planner/close_ranks.h"
-#include "planner/nodes.h"
-#include "planner/repair.h"
+#include "planner/placement_steps.h"
 
 namespace cpd {
 namespace {

@@ -16,8 +16,6 @@ constexpr int64_t kPartners = 96;  // ranks below the limit to consider
 constexpr int64_t kConsidered = 1 << 16;
 constexpr int64_t kConsideredOfBlocks = 1 << 12;
 
-__extension__ typedef __int128 Wide;  // products of tokens and pairs
-
 // The rank has nothing else of the document, so the piece costs the same number of keys elsewhere.
 bool IsAlone(const std::vector<Piece>& pieces, int i) {
   for (int j = 0; j < static_cast<int>(pieces.size()); ++j) {

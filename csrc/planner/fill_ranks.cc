@@ -1,14 +1,12 @@
 // The rank with the most room takes the part of a share with the most work per byte; repeat.
-#include "planner/fill_ranks.h"
-
 #include <algorithm>
 #include <cmath>
 #include <vector>
 
+#include "planner/plan_steps.h"
+
 namespace cpd {
 namespace {
-
-__extension__ typedef __int128 int128_t;
 
 // The largest x with x * x <= value.
 int64_t SquareRoot(int64_t value) {
@@ -57,7 +55,7 @@ class Filler {
  private:
   // A part of a share for the taker; `gain` work per `cost`.
   struct Candidate {
-    int128_t gain = 0;
+    Wide gain = 0;
     int64_t cost = 1;
     Share part{0, 0, 0, 0, -1};  // none
   };
@@ -79,8 +77,7 @@ class Filler {
     for (int32_t document : shares_.Guests(giver)) ConsiderDocument(document, giver);
     for (int32_t document : shares_.HomeDocuments(giver)) {
       // No query that leaves its home has more work per byte than this.
-      const int128_t gain =
-          int128_t{problem_.lengths[document]} * (1000 + filling_.noise_per_mille);
+      const Wide gain = Wide{problem_.lengths[document]} * (1000 + filling_.noise_per_mille);
       const bool is_found = best_.part.document >= 0;
       if (is_found && gain * best_.cost <= best_.gain * problem_.query_cost) break;
       ConsiderDocument(document, giver);
@@ -132,30 +129,16 @@ class Filler {
 
   // The last start at which queries up to `end` have the wanted work; else that of the share.
   int64_t StartFor(const Share& share, int64_t end, int64_t wanted) const {
-    int64_t low = share.start, high = end;
-    while (low < high) {
-      const int64_t middle = low + (high - low + 1) / 2;
-      if (shares_.Work(share.Cut(middle, end)) >= wanted) {
-        low = middle;
-      } else {
-        high = middle - 1;
-      }
-    }
-    return low;
+    return FirstThat(share.start + 1, end + 1,
+                     [&](int64_t start) { return shares_.Work(share.Cut(start, end)) < wanted; }) -
+           1;
   }
 
   // The first end at which queries from the start of the share have the wanted work.
   int64_t EndFor(const Share& share, int64_t wanted) const {
-    int64_t low = share.start, high = share.end;
-    while (low < high) {
-      const int64_t middle = low + (high - low) / 2;
-      if (shares_.Work(share.Cut(share.start, middle)) >= wanted) {
-        high = middle;
-      } else {
-        low = middle + 1;
-      }
-    }
-    return low;
+    return FirstThat(share.start, share.end, [&](int64_t end) {
+      return shares_.Work(share.Cut(share.start, end)) >= wanted;
+    });
   }
 
   void Consider(const Share& part, const Share& share, const Held& held) {
@@ -165,12 +148,12 @@ class Filler {
     if (!shares_.IsAllowed(part, taker_)) return;
     const int64_t cost =
         problem_.IsUnlimited() ? CostChange(part, share, held) : shares_.CostChange(part, taker_);
-    int128_t gain = std::min(work, surplus_);
-    if (cost <= 0) gain *= (1 - cost) * int128_t{1'000'000};  // before all that cost something
+    Wide gain = std::min(work, surplus_);
+    if (cost <= 0) gain *= (1 - cost) * Wide{1'000'000};  // before all that cost something
     int64_t divisor = std::max<int64_t>(1, cost);
     const bool is_last = part.end == share.end;
     if (filling_.longest_first && is_last && surplus_ > room_ && work >= room_ / 10 * 9) {
-      gain = int128_t{part.end} << 40;  // before all others
+      gain = Wide{part.end} << 40;  // before all others
       divisor = 1;
     }
     gain *= random_.Around1000(filling_.noise_per_mille);

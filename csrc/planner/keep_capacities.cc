@@ -1,17 +1,15 @@
 // The rank that exceeds its capacities most gives away the part with the most rows per byte;
 // repeat.
-#include "planner/keep_capacities.h"
-
 #include <algorithm>
 #include <numeric>
 #include <vector>
+
+#include "planner/plan_steps.h"
 
 namespace cpd {
 namespace {
 
 constexpr int kMostParts = 64;
-
-__extension__ typedef __int128 Product;  // products of rows, bytes and work
 
 class Relief {
  public:
@@ -50,8 +48,8 @@ class Relief {
  private:
   // A part of a share for `taker`; `gain` rows per `cost`.
   struct Candidate {
-    Product gain = 0;
-    Product cost = 1;
+    Wide gain = 0;
+    Wide cost = 1;
     int32_t taker = -1;
     Share part;
   };
@@ -80,7 +78,7 @@ class Relief {
     ++num_considered_;
     if (taker == giver_ || !shares_.IsAllowed(part, taker)) return;
     const int64_t work = shares_.Work(part);
-    Product cost = std::max<int64_t>(1, shares_.CostChange(part, taker));
+    Wide cost = std::max<int64_t>(1, shares_.CostChange(part, taker));
     if (shares_.WorkOf(taker) + work > shares_.Limit(taker)) cost *= 4;
     if (reserve_ > 0) cost *= 1 + work / gain;
     if (best_.taker >= 0 && gain * best_.cost <= best_.gain * cost) return;

@@ -1,15 +1,13 @@
 // A construction of placements that reaches the work limit, whatever it costs in keys.
-#include "planner/mix_densities.h"
-
 #include <algorithm>
 #include <numeric>
 #include <set>
 #include <utility>
 
+#include "planner/placement_steps.h"
+
 namespace cpd {
 namespace {
-
-__extension__ typedef __int128 Wide;  // products of tokens and pairs
 
 struct Item {
   Piece piece;

@@ -6,8 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "planner/fill_ranks.h"
-#include "planner/keep_capacities.h"
+#include "planner/plan_steps.h"
 #include "planner/query_shares.h"
 
 namespace cpd {
@@ -153,16 +152,10 @@ RankPieces PiecesOf(const QueryShares& shares) {
 // Whether all ranks have room for their queries and keys. Pieces are sorted.
 bool HaveRoom(const QueryProblem& problem, const RankPieces& ranks) {
   for (const std::vector<Piece>& pieces : ranks) {
-    int64_t queries = 0, keys = 0, seen = 0;
-    for (size_t i = 0; i < pieces.size(); ++i) {
-      const Piece& piece = pieces[i];
-      if (i == 0 || pieces[i - 1].document != piece.document) seen = 0;
-      queries += piece.num_tokens();
-      const int64_t first = std::max(seen, problem.FirstKey(piece.document, piece.start));
-      const int64_t last = problem.LastKey(piece.document, piece.end);
-      keys += std::max<int64_t>(0, last - first);
-      seen = std::max(seen, last);
-    }
+    int64_t queries = 0, keys = 0;
+    for (const Piece& piece : pieces) queries += piece.num_tokens();
+    problem.ForEachNeed(pieces,
+                        [&](int32_t, int64_t first, int64_t last) { keys += last - first; });
     if (queries > problem.max_queries || keys > problem.max_keys) return false;
   }
   return true;

@@ -1,9 +1,9 @@
 // Nodes of consecutive ranks: which ranks exchange keys inside a node.
-#include "planner/nodes.h"
-
 #include <algorithm>
 #include <numeric>
 #include <utility>
+
+#include "planner/placement_steps.h"
 
 namespace cpd {
 namespace {

@@ -4,11 +4,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "planner/close_ranks.h"
-#include "planner/concede_work.h"
-#include "planner/mix_densities.h"
-#include "planner/nodes.h"
-#include "planner/repair.h"
+#include "planner/placement_steps.h"
 
 namespace cpd {
 namespace {

@@ -3,52 +3,19 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <limits>
 #include <vector>
 
-#include "planner/pair_count.h"
-#include "planner/query_table.h"
+#include "planner/problem.h"
 
 namespace cpd {
 
-// Tokens [start, end) of a document.
-struct Piece {
-  int64_t start = 0;
-  int64_t end = 0;
-  int32_t document = 0;
-
-  int64_t num_tokens() const { return end - start; }
-};
-
-struct PlacementProblem {
-  static constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max() / 4;
-
-  std::vector<int64_t> lengths;  // tokens of each document
-  int32_t num_ranks = 1;
+struct PlacementProblem : PlannerProblem<PairSum> {
   int64_t tokens_per_rank =
-      0;              // all ranks together hold at least the documents; the rest is padding
-  PairSum pairs;      // of all layers
-  SharedTable table;  // in place of `pairs`, of all layers too
-  int64_t tolerance_ppm = 10'000;  // allowed excess of a rank over its share of the work
-  std::vector<int64_t> speeds;  // relative speed of each rank, to which its share is proportional
-  int32_t ranks_per_node = 1;   // consecutive ranks; all ranks, or 1, for no nodes
+      0;  // all ranks together hold at least the documents; the rest is padding
   int64_t max_received = kNoLimit;  // rows that a rank receives, its own included
-  int64_t block = 1;                // documents are cut at multiples of this, if possible
 
   std::vector<int64_t> limits;  // work of each rank; see `SetLimits`
 
-  int64_t Work(const Piece& piece) const {
-    const int32_t document = piece.document;
-    return table ? table->Pairs(document, piece.start, piece.end)
-                 : pairs(piece.start, piece.end, lengths[document]);
-  }
-  // The keys that queries from `start` on, and up to `end`, see.
-  int64_t FirstKey(int32_t document, int64_t start) const {
-    return table ? table->FirstKey(document, start) : pairs.FirstKey(start);
-  }
-  int64_t LastKey(int32_t document, int64_t end) const {
-    return table ? table->LastKey(document, end) : pairs.LastKey(end, lengths[document]);
-  }
   // Rows that a rank receives for this piece alone, its own included.
   int64_t Rows(const Piece& piece) const {
     const int64_t first = FirstKey(piece.document, piece.start);
@@ -61,7 +28,6 @@ struct PlacementProblem {
     return table ? std::vector<int64_t>() : pairs.Turns(lengths[document]);
   }
   bool HasCapacity() const { return max_received < kNoLimit; }
-  bool HasNodes() const { return ranks_per_node > 1 && ranks_per_node < num_ranks; }
 };
 
 // The largest work of each rank: its share of all work, plus the tolerance; rounded down.
@@ -70,9 +36,6 @@ std::vector<int64_t> WorkLimits(int64_t total, const std::vector<int64_t>& speed
 
 // Sets `limits`, and `speeds` if it is empty.
 void SetLimits(PlacementProblem* problem);
-
-// The pieces of each rank; missing tokens of a rank are padding.
-using RankPieces = std::vector<std::vector<Piece>>;
 
 // All pieces once, sorted by document and start; adjacent ones are joined.
 void SortAndJoin(std::vector<Piece>* pieces);

@@ -5,42 +5,14 @@
 #include "planner/placement.h"
 
 namespace cpd {
-namespace {
-
-__extension__ typedef __int128 Wide;  // products of work and speeds
-
-// Keys [start, end) of a document that a rank needs.
-struct Need {
-  int64_t start = 0;
-  int64_t end = 0;
-  int32_t document = 0;
-};
-
-// Disjoint needs of sorted pieces, in their order.
-template <typename Visit>
-void ForEachNeed(const PlacementProblem& problem, const std::vector<Piece>& pieces,
-                 const Visit& visit) {
-  int64_t seen = 0;  // of this document: keys before this one are visited, or not needed
-  int32_t document = -1;
-  for (const Piece& piece : pieces) {
-    if (piece.document != document) document = piece.document, seen = 0;
-    const int64_t start = std::max(seen, problem.FirstKey(document, piece.start));
-    seen = std::max(seen, problem.LastKey(document, piece.end));
-    if (start < seen) visit(Need{start, seen, document});
-  }
-}
-
-}  // namespace
-
 std::vector<Overflow> ListOverflows(const PlacementProblem& problem, const RankPieces& ranks) {
   std::vector<Overflow> overflows;
   for (const std::vector<Piece>& pieces : ranks) {
     int64_t rows = 0, most = 0;
     int32_t document = 0;
-    ForEachNeed(problem, pieces, [&](const Need& need) {
-      const int64_t needed = need.end - need.start;
-      rows += needed;
-      if (needed > most) most = needed, document = need.document;
+    problem.ForEachNeed(pieces, [&](int32_t of, int64_t first, int64_t last) {
+      rows += last - first;
+      if (last - first > most) most = last - first, document = of;
     });
     if (rows > problem.max_received) overflows.push_back({document, rows - problem.max_received});
   }
@@ -89,7 +61,7 @@ void SortAndJoin(std::vector<Piece>* pieces) {
 int64_t ReceivedRows(const PlacementProblem& problem, std::vector<Piece>* pieces) {
   SortAndJoin(pieces);
   int64_t rows = 0;
-  ForEachNeed(problem, *pieces, [&](const Need& need) { rows += need.end - need.start; });
+  problem.ForEachNeed(*pieces, [&](int32_t, int64_t first, int64_t last) { rows += last - first; });
   return rows;
 }
 
@@ -123,15 +95,14 @@ std::vector<Traffic> ListTraffic(const PlacementProblem& problem, const RankPiec
     const auto target = static_cast<int32_t>(r);
     std::vector<Piece> mine = ranks[r];
     SortAndJoin(&mine);
-    ForEachNeed(problem, mine, [&](const Need& need) {
-      if (!is_cut[need.document]) return;
-      auto from = std::upper_bound(held.begin(), held.end(),
-                                   Held{{need.start, need.start, need.document}, 0}, before);
-      for (--from; from != held.end() && from->piece.document == need.document &&
-                   from->piece.start < need.end;
+    problem.ForEachNeed(mine, [&](int32_t document, int64_t first, int64_t last) {
+      if (!is_cut[document]) return;
+      auto from =
+          std::upper_bound(held.begin(), held.end(), Held{{first, first, document}, 0}, before);
+      for (--from;
+           from != held.end() && from->piece.document == document && from->piece.start < last;
            ++from) {
-        const int64_t keys =
-            std::min(from->piece.end, need.end) - std::max(from->piece.start, need.start);
+        const int64_t keys = std::min(from->piece.end, last) - std::max(from->piece.start, first);
         if (from->rank != target && keys > 0) traffic.push_back({from->rank, target, keys});
       }
     });

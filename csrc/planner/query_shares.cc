@@ -3,6 +3,8 @@
 
 #include <algorithm>
 
+#include "planner/placement.h"
+
 namespace cpd {
 
 QueryShares::QueryShares(const QueryProblem& problem)
@@ -19,7 +21,7 @@ QueryShares::QueryShares(const QueryProblem& problem)
   int64_t total_work = 0;
   for (int32_t document = 0; document < num_documents(); ++document) {
     const int64_t length = problem.lengths[document], column = problem.columns[document];
-    total_work += problem.Pairs(document, 0, length);
+    total_work += problem.Work({0, length, document});
     for (int64_t start = 0, end; start < length; start = end) {
       const auto rank = static_cast<int32_t>((column + start) / problem.columns_per_rank);
       end = std::min(length, (rank + 1) * problem.columns_per_rank - column);

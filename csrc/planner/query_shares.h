@@ -34,7 +34,7 @@ class QueryShares {
   int32_t num_documents() const { return static_cast<int32_t>(shares_.size()); }
   const std::vector<Share>& Of(int32_t document) const { return shares_[document]; }
   int64_t Work(const Share& part) const {
-    return problem_.Pairs(part.document, part.start, part.end);
+    return problem_.Work({part.start, part.end, part.document});
   }
   int64_t WorkOf(int32_t rank) const { return work_[rank]; }
   int64_t FairWork(int32_t rank) const { return fair_work_[rank]; }  // without the tolerance

@@ -41,7 +41,6 @@ struct Price {
   // Fewer keys per unit of removed work.
   bool operator<(const Price& other) const {
     if (gain == 0 || other.gain == 0) return gain > 0 && other.gain == 0;
-    __extension__ typedef __int128 Wide;  // products of tokens and pairs
     return static_cast<Wide>(cost) * other.gain < static_cast<Wide>(other.cost) * gain;
   }
 };

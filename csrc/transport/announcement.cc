@@ -1,11 +1,6 @@
 // Messages about an exchange between processes of one host.
 #include "transport/announcement.h"
 
-#include <algorithm>
-#include <utility>
-
-#include "transport/bytes.h"
-
 namespace cpd {
 namespace {
 
@@ -20,20 +15,6 @@ bool GetString(ByteReader* reader, std::string* text) {
 
 }  // namespace
 
-std::string ToBytes(const Announcement& announcement) {
-  ByteWriter writer;
-  writer.Put(MessageKind::kAnnounce);
-  writer.Put(announcement);
-  return std::move(writer).Finish();
-}
-
-std::string ToBytes(const SignalNotice& notice) {
-  ByteWriter writer;
-  writer.Put(MessageKind::kSignal);
-  writer.Put(notice);
-  return std::move(writer).Finish();
-}
-
 std::string ToBytes(const FailureNotice& notice) {
   ByteWriter writer;
   writer.Put(MessageKind::kFail);
@@ -41,13 +22,6 @@ std::string ToBytes(const FailureNotice& notice) {
   writer.Put(notice.deadline_ms);
   writer.Put(notice.code);
   writer.PutText(std::string_view(notice.message).substr(0, kMaxMessageText));
-  return std::move(writer).Finish();
-}
-
-std::string ToBytes(MessageKind kind, int64_t meeting) {
-  ByteWriter writer;
-  writer.Put(kind);
-  writer.Put(meeting);
   return std::move(writer).Finish();
 }
 
@@ -61,29 +35,11 @@ std::string ToBytes(const Description& description) {
   return std::move(writer).Finish();
 }
 
-bool FromBytes(std::string_view bytes, Announcement* announcement) {
-  ByteReader reader(bytes);
-  MessageKind kind;
-  return reader.Get(&kind) && reader.Get(announcement);
-}
-
-bool FromBytes(std::string_view bytes, SignalNotice* notice) {
-  ByteReader reader(bytes);
-  MessageKind kind;
-  return reader.Get(&kind) && reader.Get(notice);
-}
-
 bool FromBytes(std::string_view bytes, FailureNotice* notice) {
   ByteReader reader(bytes);
   MessageKind kind;
   return reader.Get(&kind) && reader.Get(&notice->run_id) && reader.Get(&notice->deadline_ms) &&
          reader.Get(&notice->code) && GetString(&reader, &notice->message);
-}
-
-bool FromBytes(std::string_view bytes, int64_t* meeting) {
-  ByteReader reader(bytes);
-  MessageKind kind;
-  return reader.Get(&kind) && reader.Get(meeting);
 }
 
 bool FromBytes(std::string_view bytes, Description* description) {

@@ -5,8 +5,10 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
+#include "transport/bytes.h"
 #include "transport/transport.h"
 
 namespace cpd {
@@ -47,20 +49,27 @@ struct FailureNotice {
   std::string message;
 };
 
-std::string ToBytes(const Announcement& announcement);
-std::string ToBytes(const SignalNotice& notice);
+// A plain value: of kAnnounce and kSignal those above, of the others the exchange, as numbered by
+// the receiver. kReady: the rows are staged for the readers. kDone: the sender no longer reads
+// them. kOver: as kDone, and all tasks that wait for other processes have succeeded.
+template <typename T>
+std::string ToBytes(MessageKind kind, const T& value) {
+  ByteWriter writer;
+  writer.Put(kind);
+  writer.Put(value);
+  return std::move(writer).Finish();
+}
 std::string ToBytes(const FailureNotice& notice);
-// kReady: the rows are staged for the readers. kDone: the sender no longer reads them. kOver: as
-// kDone, and all tasks that wait for other processes have succeeded. `meeting` is the exchange, as
-// numbered by the receiver.
-std::string ToBytes(MessageKind kind, int64_t meeting);
 std::string ToBytes(const Description& description);
 
 // Returns false if the bytes are not a message.
-bool FromBytes(std::string_view bytes, Announcement* announcement);
-bool FromBytes(std::string_view bytes, SignalNotice* notice);
+template <typename T>
+bool FromBytes(std::string_view bytes, T* value) {
+  ByteReader reader(bytes);
+  MessageKind kind;
+  return reader.Get(&kind) && reader.Get(value);
+}
 bool FromBytes(std::string_view bytes, FailureNotice* notice);
-bool FromBytes(std::string_view bytes, int64_t* meeting);
 bool FromBytes(std::string_view bytes, Description* description);
 
 }  // namespace cpd

@@ -11,10 +11,9 @@ std::string Calls(int64_t count) {
 }  // namespace
 
 Status BufferIsInUse(const std::string& op, int64_t id, int64_t num_calls, bool counts_ranks) {
-  return Status::Invalid(op + ": buffer " + std::to_string(id) + " is in use by " +
-                         Calls(num_calls) +
+  return Status::Invalid(op, ": buffer ", id, " is in use by ", Calls(num_calls),
                          (counts_ranks ? " in flight, one per rank. Wait for their results"
-                                       : " in flight. Wait for their results") +
+                                       : " in flight. Wait for their results"),
                          ", for example with jax.block_until_ready, then destroy it.");
 }
 
@@ -25,10 +24,10 @@ Status BuffersAreInUse(const std::string& op, const std::map<int64_t, int64_t>& 
     if (!busy.empty()) busy += ", ";
     busy += std::to_string(id) + " (" + Calls(count) + ")";
   }
-  return Status::Invalid(op +
+  return Status::Invalid(op,
                          (counts_ranks ? ": calls in flight, counted per rank, use buffers "
-                                       : ": calls in flight use buffers ") +
-                         busy +
+                                       : ": calls in flight use buffers "),
+                         busy,
                          "; none has been destroyed. Wait for their results, for example with "
                          "jax.block_until_ready, then destroy all.");
 }

@@ -1,10 +1,11 @@
-// A pool of threads for completions, with a thread for each concurrent completion.
+// Threads for completions and tasks of exchanges, with one for each that may wait for another.
 #include "transport/completion_pool.h"
 
 #include <pthread.h>
 #include <sched.h>
 
 #include <algorithm>
+#include <memory>
 #include <system_error>
 #include <thread>
 #include <utility>
@@ -54,6 +55,23 @@ void CompletionPool::Run(std::function<void()> task) {
     task = Pop();
     lock.unlock();
     task();
+  }
+}
+
+void CompletionPool::RunAtOnce(int64_t num_tasks, std::function<void(int64_t)> run,
+                               std::function<void()> then) {
+  if (num_tasks == 0) return then();
+  struct Shared {
+    std::function<void(int64_t)> run;
+    std::function<void()> then;
+    std::atomic<int64_t> num_open;
+  };
+  const std::shared_ptr<Shared> shared(new Shared{std::move(run), std::move(then), {num_tasks}});
+  for (int64_t task = 0; task < num_tasks; ++task) {
+    Run([shared, task] {
+      shared->run(task);
+      if (shared->num_open.fetch_sub(1) == 1) shared->then();
+    });
   }
 }
 

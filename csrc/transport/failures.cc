@@ -50,6 +50,12 @@ void CompleteEach(CompletionPool& pool, std::vector<Completion> completions, con
   }
 }
 
+std::vector<Completion> Only(Completion completion) {
+  std::vector<Completion> completions;
+  completions.push_back(std::move(completion));
+  return completions;
+}
+
 std::string RankList(const std::vector<bool>& arrived, bool wanted) {
   std::ostringstream out;
   const char* separator = "[";

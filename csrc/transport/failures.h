@@ -37,6 +37,9 @@ class FailedRuns {
 // ready.
 void CompleteEach(CompletionPool& pool, std::vector<Completion> completions, const Status& status);
 
+// Of one rank.
+std::vector<Completion> Only(Completion completion);
+
 // "[0, 3]": the ranks for which `arrived` equals `wanted`.
 std::string RankList(const std::vector<bool>& arrived, bool wanted);
 

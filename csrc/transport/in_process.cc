@@ -5,7 +5,6 @@
 #include <pthread.h>
 
 #include <algorithm>
-#include <atomic>
 #include <condition_variable>
 #include <exception>
 #include <limits>
@@ -33,8 +32,7 @@ struct Rendezvous {
   std::vector<bool> arrived;
 
   WorkList work;
-  std::atomic<int64_t> next_task{0};
-  std::atomic<int64_t> num_open_tasks{0};
+  Tasks tasks;
 };
 
 using Meetings = std::map<ExchangeKey, std::shared_ptr<Rendezvous>>;
@@ -87,25 +85,21 @@ class InProcess final : public Transport {
     {
       std::unique_lock<std::mutex> lock(mutex_);
       if (const Status* failed = failed_runs_.Find(exchange.key.run_id)) {
-        std::vector<Completion> late;
-        late.push_back(std::move(completion));
         const Status failure = *failed;
         lock.unlock();
-        CompleteEach(pool_, std::move(late), failure);
+        CompleteEach(pool_, Only(std::move(completion)), failure);
         return;
       }
       meeting = FindOrOpen(exchange);
       if (rank < 0 || rank >= exchange.num_ranks || meeting->arrived[rank]) {
-        std::ostringstream message;
-        message << exchange.op << ": rank " << rank << " arrived "
-                << (rank < 0 || rank >= exchange.num_ranks ? "but ranks are" : "twice; ranks are")
-                << " 0.." << exchange.num_ranks - 1
-                << ". Every other mesh axis must be manual where this is called, so that its "
-                   "groups can be distinguished.";
-        const Status failure{StatusCode::kInternal, message.str()};
-        std::vector<Completion> own;
-        own.push_back(std::move(completion));
-        FailAll(std::move(lock), exchange.key.run_id, failure, exchange.deadline, std::move(own));
+        const Status failure = Status::Internal(
+            exchange.op, ": rank ", rank, " arrived ",
+            rank < 0 || rank >= exchange.num_ranks ? "but ranks are" : "twice; ranks are", " 0..",
+            exchange.num_ranks - 1,
+            ". Every other mesh axis must be manual where this is called, so that its groups can "
+            "be distinguished.");
+        FailAll(std::move(lock), exchange.key.run_id, failure, exchange.deadline,
+                Only(std::move(completion)));
         return;
       }
       meeting->arrived[rank] = true;
@@ -127,11 +121,11 @@ class InProcess final : public Transport {
       CompleteAll(*meeting, rank);
       return;
     }
-    meeting->num_open_tasks = num_tasks;
     if (meeting->work.tasks_wait) {
-      RunAtOnce(exchange.key.run_id, meeting);
+      RunWhenOpen(exchange.key.run_id, meeting);
       return;
     }
+    meeting->tasks.Open(num_tasks);
     try {
       for (int64_t i = 0; i < std::min<int64_t>(num_helpers, num_tasks - 1); ++i) {
         scheduler([this, meeting] { Work(*meeting, /*self=*/-1); });
@@ -149,10 +143,8 @@ class InProcess final : public Transport {
   }
 
   void Refuse(const Exchange& exchange, const Status& status, Completion completion) override {
-    std::vector<Completion> own;
-    own.push_back(std::move(completion));
     FailAll(std::unique_lock<std::mutex>(mutex_), exchange.key.run_id, status, exchange.deadline,
-            std::move(own));
+            Only(std::move(completion)));
   }
 
   void TellFailures(FailureListener listener) {
@@ -188,7 +180,7 @@ class InProcess final : public Transport {
     try {
       return exchange.planner(meeting.contributions, &meeting.work);
     } catch (const std::exception& error) {
-      return {StatusCode::kInternal, exchange.op + ": planning the copies failed: " + error.what()};
+      return Status::Internal(exchange.op, ": planning the copies failed: ", error.what());
     }
   }
 
@@ -234,27 +226,16 @@ class InProcess final : public Transport {
   }
 
   void Work(Rendezvous& meeting, int self) {
-    int64_t num_done = 0;
-    for (int64_t task; (task = meeting.next_task.fetch_add(1)) < meeting.work.num_tasks;) {
-      meeting.work.run(task);
-      ++num_done;
-    }
-    // The thread that finishes the last task sees the copies of all others (acquire-release).
-    if (num_done > 0 && meeting.num_open_tasks.fetch_sub(num_done) == num_done) {
-      CompleteAll(meeting, self);
-    }
+    if (meeting.tasks.Work(meeting.work.run)) CompleteAll(meeting, self);
   }
 
-  // Runs each piece on its own thread when the gate opens. The last piece clears the work, perhaps
-  // before the gate or the loop that starts the pieces has returned: keep both alive here.
-  void RunAtOnce(int64_t run_id, const std::shared_ptr<Rendezvous>& meeting) {
-    auto begin = [this, run_id, meeting, num_tasks = meeting->work.num_tasks] {
-      for (int64_t task = 0; task < num_tasks; ++task) {
-        pool_.Run([this, run_id, meeting, task] {
-          meeting->work.run(task);
-          if (meeting->num_open_tasks.fetch_sub(1) == 1) Finish(run_id, *meeting);
-        });
-      }
+  // Runs tasks that wait for one another when the gate opens. The last one clears the work, perhaps
+  // before the gate or the loop that starts them has returned: keep both alive here.
+  void RunWhenOpen(int64_t run_id, const std::shared_ptr<Rendezvous>& meeting) {
+    auto begin = [this, run_id, meeting] {
+      pool_.RunAtOnce(
+          meeting->work.num_tasks, [meeting](int64_t task) { meeting->work.run(task); },
+          [this, run_id, meeting] { Finish(run_id, *meeting); });
     };
     if (const auto gate = std::move(meeting->work.gate)) {
       gate(std::move(begin));

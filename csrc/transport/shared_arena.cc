@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <cstring>
 #include <iterator>
-#include <sstream>
 
 namespace cpd {
 namespace {
@@ -72,22 +71,16 @@ Status SharedArena::Commit(int64_t offset, int64_t num_bytes) {
       failed = fallocate(fd_, 0, begin, bytes);
     } while (failed != 0 && errno == EINTR);
     if (failed != 0) {
-      std::ostringstream message;
-      message << "no shared memory for " << num_bytes << " bytes that other processes read ("
-              << std::strerror(errno) << "); this process shares " << num_committed_ * kGranuleBytes
-              << " bytes. Send less in one call, run fewer processes, or give the machine (or its "
-                 "container) more memory.";
-      return {StatusCode::kInternal, message.str()};
+      return Status::Internal(
+          "no shared memory for ", num_bytes, " bytes that other processes read (",
+          std::strerror(errno), "); this process shares ", num_committed_ * kGranuleBytes,
+          " bytes. Send less in one call, run fewer processes, or give the machine (or its "
+          "container) more memory.");
     }
     committed_[granule] = true;
     ++num_committed_;
   }
   return Status::Ok();
-}
-
-int64_t SharedArena::num_committed_bytes() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return num_committed_ * kGranuleBytes;
 }
 
 void SharedArena::ReturnMemory() {

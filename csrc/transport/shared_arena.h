@@ -32,7 +32,6 @@ class SharedArena {
 
   char* at(int64_t offset) const { return base_ + offset; }
   int64_t num_bytes() const { return num_bytes_; }
-  int64_t num_committed_bytes();
 
  private:
   void ReturnMemory();  // with the lock held

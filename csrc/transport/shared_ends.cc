@@ -105,7 +105,7 @@ void SharedExchanges::OnEnd(int process) {
     FreeIfDone(meeting.get());
     if (!meeting->Misses(process)) continue;
     lost.try_emplace(meeting->key.run_id,
-                     Status{StatusCode::kInternal, WhyLost(*meeting, process, links_.pid(process))},
+                     Status::Internal(WhyLost(*meeting, process, links_.pid(process))),
                      meeting->deadline);
   }
   lock.unlock();

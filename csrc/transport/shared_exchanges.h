@@ -70,8 +70,6 @@ class SharedExchanges final : public Transport {
   void RunAll(int64_t num_tasks, std::function<void(int64_t)> run, std::function<void()> then);
   void EndStaging(const MeetingPtr& meeting);
   void Pull(const MeetingPtr& meeting);
-  // Runs tasks that wait for one another, each on its own thread.
-  void RunAtOnce(const MeetingPtr& meeting);
   void EndPulling(const MeetingPtr& meeting);
   void EndWell(std::unique_lock<std::mutex> lock, SharedMeeting* meeting);
   void EndFailed(std::unique_lock<std::mutex> lock, SharedMeeting* meeting);

@@ -94,13 +94,6 @@ bool SharedMeeting::Misses(int process) const {
   return false;
 }
 
-bool SharedMeeting::AllDone() const {
-  for (const auto& [process, participant] : participants) {
-    if (!participant.is_done) return false;
-  }
-  return true;
-}
-
 std::string ProcessName(int process, int64_t pid) {
   std::string name = "process " + std::to_string(process) + " (pid " + std::to_string(pid);
   switch (StateOf(pid)) {

@@ -69,7 +69,6 @@ struct SharedMeeting {
   bool AllOver() const;
   // Whether this process still needs something from `process`, which has ended.
   bool Misses(int process) const;
-  bool AllDone() const;
 };
 
 using SharedMeetings = std::vector<std::shared_ptr<SharedMeeting>>;

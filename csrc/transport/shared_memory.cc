@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <sstream>
 #include <thread>
 #include <utility>
 
@@ -40,19 +39,15 @@ void SharedExchanges::Join(const Exchange& exchange, int rank,
                            std::unique_ptr<Contribution> contribution, Completion completion,
                            int num_helpers, const Scheduler& scheduler) {
   const auto refuse = [&](const Status& status) {
-    std::vector<Completion> own;
-    own.push_back(std::move(completion));
-    FailAll(std::unique_lock<std::mutex>(mutex_), exchange.key.run_id, status, exchange.deadline,
-            std::move(own));
+    Refuse(exchange, status, std::move(completion));
   };
   if (exchange.processes == nullptr ||
       static_cast<int>(exchange.processes->size()) != exchange.num_ranks || rank < 0 ||
       rank >= exchange.num_ranks || (*exchange.processes)[rank] != process_) {
-    return refuse(
-        {StatusCode::kInternal, exchange.op + ": rank " + std::to_string(rank) +
-                                    " is not one of process " + std::to_string(process_) +
-                                    ". Every other mesh axis must be manual where this is called, "
-                                    "so that its groups can be distinguished."});
+    return refuse(Status::Internal(exchange.op, ": rank ", rank, " is not one of process ",
+                                   process_,
+                                   ". Every other mesh axis must be manual where this is called, "
+                                   "so that its groups can be distinguished."));
   }
   const std::vector<int>& processes = *exchange.processes;
   if (std::count(processes.begin(), processes.end(), process_) == exchange.num_ranks) {
@@ -81,15 +76,14 @@ void SharedExchanges::Join(const Exchange& exchange, int rank,
     failure = Arrive(meeting.get(), rank, process_, exchange.num_ranks);
     for (const auto& [process, participant] : meeting->participants) {
       if (failure.ok() && ended_.count(process)) {
-        failure = {StatusCode::kInternal, WhyLost(*meeting, process, links_.pid(process))};
+        failure = Status::Internal(WhyLost(*meeting, process, links_.pid(process)));
       }
     }
   }
   if (!failure.ok()) {
     arena_.Free(range.first, range.second);  // not announced to any process
-    std::vector<Completion> own;
-    own.push_back(std::move(completion));
-    FailAll(std::move(lock), exchange.key.run_id, failure, exchange.deadline, std::move(own));
+    FailAll(std::move(lock), exchange.key.run_id, failure, exchange.deadline,
+            Only(std::move(completion)));
     return;
   }
   meeting->contributions[rank] = std::move(contribution);
@@ -97,7 +91,7 @@ void SharedExchanges::Join(const Exchange& exchange, int rank,
   meeting->ranges.push_back(range);
   announcement.meeting = meeting->id;
   for (const auto& [process, participant] : meeting->participants) {
-    links_.Send(process, ToBytes(announcement));
+    links_.Send(process, ToBytes(MessageKind::kAnnounce, announcement));
   }
   if (!CloseIfComplete(meeting.get())) return;
   lock.unlock();
@@ -111,10 +105,8 @@ void SharedExchanges::Fail(int64_t run_id, const Status& status,
 
 void SharedExchanges::Refuse(const Exchange& exchange, const Status& status,
                              Completion completion) {
-  std::vector<Completion> own;
-  own.push_back(std::move(completion));
   FailAll(std::unique_lock<std::mutex>(mutex_), exchange.key.run_id, status, exchange.deadline,
-          std::move(own));
+          Only(std::move(completion)));
 }
 
 Status SharedExchanges::Publish(const Exchange& exchange, Contribution* contribution,
@@ -127,12 +119,11 @@ Status SharedExchanges::Publish(const Exchange& exchange, Contribution* contribu
   for (const SharedArray& array : arrays) total += SharedArena::PageAligned(array.num_bytes);
   const int64_t offset = arena_.Allocate(total);
   if (offset < 0) {
-    return {StatusCode::kInternal,
-            "arrays of " + std::to_string(total) +
-                " bytes do not fit the free part of this "
-                "process's segment of " +
-                std::to_string(arena_.num_bytes()) +
-                " bytes. Increase JAX_CP_DISPATCH_SEGMENT_BYTES in all processes."};
+    return Status::Internal("arrays of ", total,
+                            " bytes do not fit the free part of this "
+                            "process's segment of ",
+                            arena_.num_bytes(),
+                            " bytes. Increase JAX_CP_DISPATCH_SEGMENT_BYTES in all processes.");
   }
   int64_t at = offset + SharedArena::PageAligned(announcement->num_bytes);
   for (size_t i = 0; i < arrays.size(); ++i) {
@@ -185,12 +176,11 @@ void SharedExchanges::Adopt(const Exchange& exchange, SharedMeeting* meeting) {
 
 Status SharedExchanges::Arrive(SharedMeeting* meeting, int rank, int process, int num_ranks) {
   if (num_ranks != meeting->num_ranks() || meeting->arrived[rank]) {
-    std::ostringstream message;
-    message << meeting->op << ": rank " << rank << " of process " << process << " arrived twice, "
-            << "or in a group of " << num_ranks << " instead of " << meeting->num_ranks()
-            << " ranks. Every other mesh axis must be manual where this is called, so that its "
-               "groups can be distinguished.";
-    return {StatusCode::kInternal, message.str()};
+    return Status::Internal(
+        meeting->op, ": rank ", rank, " of process ", process, " arrived twice, or in a group of ",
+        num_ranks, " instead of ", meeting->num_ranks(),
+        " ranks. Every other mesh axis must be manual where this is called, so that its groups can "
+        "be distinguished.");
   }
   meeting->arrived[rank] = true;
   meeting->process[rank] = process;

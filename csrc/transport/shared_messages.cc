@@ -73,9 +73,9 @@ void SharedExchanges::OnAnnouncement(int process, const Announcement& announceme
   if (!is_well_formed) {
     answer_done();
     FailAll(std::move(lock), announcement.key.run_id,
-            {StatusCode::kInternal, "process " + std::to_string(process) +
-                                        " announced a rank in a way that this one cannot read. "
-                                        "All processes must run the same version."},
+            Status::Internal("process ", process,
+                             " announced a rank in a way that this one cannot read. "
+                             "All processes must run the same version."),
             std::chrono::minutes(1), {});
     return;
   }

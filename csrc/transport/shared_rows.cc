@@ -1,7 +1,6 @@
 // The exchange after all ranks have arrived: it is planned, and rows for other processes are copied
 // into this process's segment. When all processes have done so, local ranks pull their rows.
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 #include <exception>
 #include <utility>
@@ -11,22 +10,13 @@
 namespace cpd {
 namespace {
 
-// Tasks that any thread may run. Late threads find none left.
 struct Job {
-  int64_t num_tasks;
+  Tasks tasks;
   std::function<void(int64_t)> run;
   std::function<void()> then;  // run by the thread that ends the last task
-  std::atomic<int64_t> next{0};
-  std::atomic<int64_t> num_open{0};
 
   void Work() {
-    int64_t num_done = 0;
-    for (int64_t task; (task = next.fetch_add(1)) < num_tasks;) {
-      run(task);
-      ++num_done;
-    }
-    // The thread that finishes the last task sees the copies of all others (acquire-release).
-    if (num_done > 0 && num_open.fetch_sub(num_done) == num_done) then();
+    if (tasks.Work(run)) then();
   }
 };
 
@@ -68,7 +58,7 @@ Status SharedExchanges::Plan(SharedMeeting* meeting) {
     }
     return status;
   } catch (const std::exception& error) {
-    return {StatusCode::kInternal, exchange.op + ": planning the copies failed: " + error.what()};
+    return Status::Internal(exchange.op, ": planning the copies failed: ", error.what());
   }
 }
 
@@ -78,7 +68,8 @@ Elsewhere SharedExchanges::ElsewhereOf(SharedMeeting* meeting) {
   elsewhere.add = [this, meeting](int rank, int counter) {
     const int process = meeting->process[rank];
     links_.Send(process,
-                ToBytes(SignalNotice{meeting->participants.at(process).meeting, rank, counter}));
+                ToBytes(MessageKind::kSignal,
+                        SignalNotice{meeting->participants.at(process).meeting, rank, counter}));
   };
   elsewhere.name = [this, meeting](int rank) {
     return ProcessName(meeting->process[rank], links_.pid(meeting->process[rank]));
@@ -90,8 +81,7 @@ Status SharedExchanges::ReadRank(SharedMeeting* meeting, int rank) {
   const Description& description = meeting->descriptions[rank];
   const SharedSegment& segment = segments_.at(meeting->process[rank]);
   const auto refuse = [&](const std::string& why) -> Status {
-    return Status::Invalid(meeting->op + ": rank " + std::to_string(rank) + " of process " +
-                           std::to_string(segment.process) + " " + why);
+    return Status::Invalid(meeting->op, ": rank ", rank, " of process ", segment.process, " ", why);
   };
   if (description.signature != meeting->exchange.signature) {
     return refuse("came with another call. Expected: " + std::string(meeting->exchange.signature) +
@@ -120,8 +110,7 @@ void SharedExchanges::RunAll(int64_t num_tasks, std::function<void(int64_t)> run
                              std::function<void()> then) {
   if (num_tasks == 0) return then();
   auto job = std::make_shared<Job>();
-  job->num_tasks = num_tasks;
-  job->num_open = num_tasks;
+  job->tasks.Open(num_tasks);
   job->run = std::move(run);
   job->then = std::move(then);
   for (int64_t i = 0; i < std::min<int64_t>(num_helpers_, num_tasks - 1); ++i) {
@@ -140,7 +129,7 @@ void SharedExchanges::EndStaging(const MeetingPtr& meeting) {
   for (const auto& [process, participant] : meeting->participants) {
     links_.Send(process, ToBytes(MessageKind::kReady, participant.meeting));
     if (!ended_.count(process) || !meeting->Misses(process)) continue;
-    meeting->failure = {StatusCode::kInternal, WhyLost(*meeting, process, links_.pid(process))};
+    meeting->failure = Status::Internal(WhyLost(*meeting, process, links_.pid(process)));
     return EndFailed(std::move(lock), meeting.get());
   }
   if (!meeting->AllReady()) return;
@@ -150,21 +139,12 @@ void SharedExchanges::EndStaging(const MeetingPtr& meeting) {
 }
 
 void SharedExchanges::Pull(const MeetingPtr& meeting) {
-  if (meeting->work.tasks_wait) return RunAtOnce(meeting);
-  RunAll(
-      meeting->work.num_tasks, [meeting](int64_t task) { meeting->work.run(task); },
-      [this, meeting] { EndPulling(meeting); });
-}
-
-void SharedExchanges::RunAtOnce(const MeetingPtr& meeting) {
-  const int64_t num_tasks = meeting->work.num_tasks;
-  if (num_tasks == 0) return EndPulling(meeting);
-  auto num_open = std::make_shared<std::atomic<int64_t>>(num_tasks);
-  for (int64_t task = 0; task < num_tasks; ++task) {
-    pool_.Run([this, meeting, task, num_open] {
-      meeting->work.run(task);
-      if (num_open->fetch_sub(1) == 1) EndPulling(meeting);
-    });
+  const auto run = [meeting](int64_t task) { meeting->work.run(task); };
+  const auto then = [this, meeting] { EndPulling(meeting); };
+  if (meeting->work.tasks_wait) {
+    pool_.RunAtOnce(meeting->work.num_tasks, run, then);
+  } else {
+    RunAll(meeting->work.num_tasks, run, then);
   }
 }
 

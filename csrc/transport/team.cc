@@ -5,7 +5,6 @@
 #include <atomic>
 #include <cstring>
 #include <exception>
-#include <sstream>
 #include <utility>
 
 #include "transport/spans.h"
@@ -56,15 +55,14 @@ class Team::RankCounters final : public Counters {
     std::unique_lock<std::mutex> lock(mutex_);
     const auto is_over = [&] { return failed_ || counts_[signal.index] >= count; };
     if (!changed_.wait_for(lock, team_->call_.deadline, is_over)) {
-      std::ostringstream message;
-      message << team_->call_.op << ": rank " << rank_ << " waited "
-              << team_->call_.deadline.count() << " ms for rank " << team_->NameOf(peer)
-              << ", signal '" << signal.name << "': expected " << count << ", seen "
-              << counts_[signal.index]
-              << ". The rank has arrived, but its part is not done: check whether it is stopped or "
-                 "the machine is overloaded, or pass a longer deadline.";
+      const Status late = Status::Of(
+          StatusCode::kDeadlineExceeded, team_->call_.op, ": rank ", rank_, " waited ",
+          team_->call_.deadline.count(), " ms for rank ", team_->NameOf(peer), ", signal '",
+          signal.name, "': expected ", count, ", seen ", counts_[signal.index],
+          ". The rank has arrived, but its part is not done: check whether it is stopped or the "
+          "machine is overloaded, or pass a longer deadline.");
       lock.unlock();
-      team_->Fail({StatusCode::kDeadlineExceeded, message.str()});
+      team_->Fail(late);
       return false;
     }
     return !failed_;
@@ -146,9 +144,9 @@ class Team::RecordedStream final : public Stream {
         if (!step() || !team_->status().ok()) return;
       }
     } catch (const std::exception& error) {  // no memory: the others must not wait for it
-      team_->Fail({StatusCode::kInternal,
-                   team_->call_.op + (is_elsewhere_ ? ": fetching from rank " : ": rank ") +
-                       std::to_string(rank_) + " threw " + error.what()});
+      team_->Fail(Status::Internal(team_->call_.op,
+                                   (is_elsewhere_ ? ": fetching from rank " : ": rank "), rank_,
+                                   " threw ", error.what()));
     }
   }
 

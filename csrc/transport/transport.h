@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <sstream>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -25,8 +26,20 @@ struct Status {
 
   bool ok() const { return code == StatusCode::kOk; }
   static Status Ok() { return {}; }
-  static Status Invalid(std::string message) {
-    return {StatusCode::kInvalidArgument, std::move(message)};
+  // The message is the text of these values, one after another.
+  template <typename... Parts>
+  static Status Invalid(const Parts&... parts) {
+    return Of(StatusCode::kInvalidArgument, parts...);
+  }
+  template <typename... Parts>
+  static Status Internal(const Parts&... parts) {
+    return Of(StatusCode::kInternal, parts...);
+  }
+  template <typename... Parts>
+  static Status Of(StatusCode code, const Parts&... parts) {
+    std::ostringstream message;
+    (message << ... << parts);
+    return {code, message.str()};
   }
 };
 

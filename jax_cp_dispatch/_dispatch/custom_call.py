@@ -1,7 +1,6 @@
 """The custom call of an exchange: what CPUs and GPUs read alike, and its lowering for each."""
 
 import functools
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -173,21 +172,5 @@ def _attributes(exchange: Exchange, ranks: dict[str, Any]) -> dict[str, Any]:
     return {
         **handler_attributes(exchange),
         **ranks,
-        "copy_path": _copy_path(exchange.op),
         "num_comm_sm": np.int64(min(exchange.num_comm_sm or _ALL, _MOST_SMS)),
     }
-
-
-def _copy_path(op: str) -> str:
-    """Returns `JAX_CP_DISPATCH_COPY_PATH`, which is read when a program is lowered.
-
-    "registers" is the default. "bulk" uses the copy engines of the multiprocessors, on GPUs of
-    compute capability 9.0 and newer; others use registers. Ranks may use different ones.
-    """
-    path = os.environ.get("JAX_CP_DISPATCH_COPY_PATH", "registers")
-    if path not in ("registers", "bulk"):
-        raise ValueError(
-            f"{op}: JAX_CP_DISPATCH_COPY_PATH is {path!r}; it must be 'registers' or 'bulk'. Unset "
-            "it for the default."
-        )
-    return path

@@ -81,7 +81,8 @@ def test_a_plain_product():
 
 
 def test_the_handler_reads_every_attribute():
-    sources = [ROOT / "csrc/ffi" / name for name in ("gemm_call.cc", "cuda/gemm_call.cc")]
+    names = ("attributes.cc", "gemm_call.cc", "cuda/dispatch_call.cc", "cuda/gemm_call.cc")
+    sources = [ROOT / "csrc/ffi" / name for name in names]
     read = [name for path in sources for name in re.findall(r'Read\("(\w+)"', path.read_text())]
     ((attributes, _),) = calls(lowered(gemm, X, K))
     assert sorted(attributes.keys() - {"backend_config"}) == sorted(read)

@@ -82,21 +82,12 @@ def test_dispatch_names_the_gpu_of_every_rank(implementation):
 
 
 def test_the_handler_reads_every_attribute():
-    sources = [ROOT / "csrc/ffi" / name for name in ("dispatch_call.cc", "cuda/dispatch_call.cc")]
+    names = ("attributes.cc", "dispatch_call.cc", "cuda/dispatch_call.cc")
+    sources = [ROOT / "csrc/ffi" / name for name in names]
     read = [name for path in sources for name in re.findall(r'Read\("(\w+)"', path.read_text())]
     ((_, rest),) = calls(lowered(on_ranks(send, mesh_of(W)), X, PLAN))
     attributes = re.findall(r"(\w+) = ", rest.split("mhlo.backend_config = {")[1].split("}")[0])
     assert sorted(attributes) == sorted(read)
-
-
-def test_the_copy_path_is_that_of_the_environment(monkeypatch):
-    run = on_ranks(send, mesh_of(W))
-    assert 'copy_path = "registers"' in lowered(run, X, PLAN)
-    monkeypatch.setenv("JAX_CP_DISPATCH_COPY_PATH", "bulk")
-    assert 'copy_path = "bulk"' in lowered(on_ranks(lambda x, m: send(x, m), mesh_of(W)), X, PLAN)
-    monkeypatch.setenv("JAX_CP_DISPATCH_COPY_PATH", "fast")
-    with pytest.raises(ValueError, match="dispatch: JAX_CP_DISPATCH_COPY_PATH is 'fast'; it"):
-        lowered(on_ranks(lambda x, m: send(x, m), mesh_of(W)), X, PLAN)
 
 
 def test_multiprocessors_of_an_exchange_are_those_of_its_derivative():

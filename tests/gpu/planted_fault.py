@@ -15,11 +15,7 @@ import shutil
 import subprocess
 
 ROOT = pathlib.Path(__file__).parents[2]
-_PUSH = """\
-  MoveWith<Here<CopyPath>>(ThisBlock(), &of_path, [&](const Here<CopyPath>& path) {
-    Push<Fabric>(ThisBlock(), ThisRank(call), &scratch, path);
-  });
-"""
+_PUSH = "  Push<Fabric>(ThisBlock(), ThisRank(call), &scratch);\n"
 _SIGNAL = """\
   if constexpr (kSignalsLast<Fabric>) SignalLast(ThisBlock(), ThisRank(call), &is_last);
 """

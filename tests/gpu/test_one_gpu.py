@@ -60,10 +60,8 @@ def test_every_row_size_arrives_bit_for_bit(num_ranks, num_replicas):
         )
 
 
-@pytest.mark.parametrize("copy_path", ["registers", "bulk"])
-def test_both_copy_paths_give_the_same_bits(num_ranks, copy_path, monkeypatch):
-    """Shards of up to 40 rows: long enough for bulk copies, and sizes that cannot have them."""
-    monkeypatch.setenv("JAX_CP_DISPATCH_COPY_PATH", copy_path)
+def test_long_rows_move_bit_for_bit(num_ranks):
+    """Shards of up to 40 rows, of aligned and unaligned sizes."""
     plan = plan_of(num_ranks)
     capacity = capacity_of(plan)
     rng = np.random.default_rng(7)

@@ -11,9 +11,7 @@
 #include <thread>
 #include <vector>
 
-#include "adverse_engine.h"
 #include "device_world.h"
-#include "kernels/bulk.h"
 #include "kernels/exchange.h"
 #include "kernels/network.h"
 #include "kernels/plan.h"
@@ -81,8 +79,8 @@ inline void RunSmallCall(const Call& call, int num_threads, int num_resident = 0
 // The work of a device's stream for one call, in the order of csrc/cuda/call_kernels.h. Calls
 // `meet` after this device has signalled and before it waits; not in a small call, which does both
 // in one kernel.
-template <typename Fabric, typename CopyPath>
-void RunCallWith(const Call& call, int blocks, int threads, const std::function<void()>& meet) {
+template <typename Fabric = Mapped>
+void RunCall(const Call& call, int blocks, int threads, const std::function<void()>& meet = [] {}) {
   constexpr bool kSignalsLast = !Fabric::kHasNetwork;
   if (kSignalsLast && call.is_small) {
     RunSmallCall(call, threads);
@@ -102,21 +100,16 @@ void RunCallWith(const Call& call, int blocks, int threads, const std::function<
                        [](const Block& b, const Rank& rank, int*) { Put<Fabric>(b, rank); });
     }
     struct Scratch : PushScratch {
-      typename CopyPath::Scratch of_path;
       bool is_last;
     };
     LaunchRanks<Scratch>(call, blocks, threads, [](const Block& b, const Rank& rank, Scratch* s) {
-      MoveWith<CopyPath>(b, &s->of_path, [&](const CopyPath& m) { Push<Fabric>(b, rank, s, m); });
+      Push<Fabric>(b, rank, s);
       if (kSignalsLast) SignalLast(b, rank, &s->is_last);
     });
   } else if (!HoldsAllRanks(call)) {
-    struct Scratch {
-      typename CopyPath::Scratch of_path;
-      bool is_last;
-    };
-    LaunchRanks<Scratch>(call, blocks, threads, [](const Block& b, const Rank& rank, Scratch* s) {
-      MoveWith<CopyPath>(b, &s->of_path, [&](const CopyPath& m) { Stage(b, rank, m); });
-      if (kSignalsLast) SignalLast(b, rank, &s->is_last);
+    LaunchRanks<bool>(call, blocks, threads, [](const Block& b, const Rank& rank, bool* is_last) {
+      Stage(b, rank);
+      if (kSignalsLast) SignalLast(b, rank, is_last);
     });
   }
   if constexpr (!kSignalsLast) {
@@ -126,24 +119,21 @@ void RunCallWith(const Call& call, int blocks, int threads, const std::function<
     });
   }
   meet();
-  struct Scratch : UnpackScratch {
-    typename CopyPath::Scratch of_path;
-  };
   for (int round = 0; kSignalsLast && round < call.num_early; ++round) {
     LaunchRanks<MeetScratch>(
         call, 1, threads,
         [](const Block& b, const Rank& rank, MeetScratch* s) { WaitSome(b, rank, s); });
-    LaunchRanks<Scratch>(call, blocks, threads, [](const Block& b, const Rank& rank, Scratch* s) {
-      MoveWith<CopyPath>(b, &s->of_path, [&](const CopyPath& m) { UnpackReady(b, rank, s, m); });
-    });
+    LaunchRanks<UnpackScratch>(
+        call, blocks, threads,
+        [](const Block& b, const Rank& rank, UnpackScratch* s) { UnpackReady(b, rank, s); });
   }
   LaunchRanks<MeetScratch>(call, 1, threads, [](const Block& b, const Rank& rank, MeetScratch* s) {
     Wait<Fabric>(b, rank, s);
   });
   if (call.is_dispatch) {
-    LaunchRanks<Scratch>(call, blocks, threads, [](const Block& b, const Rank& rank, Scratch* s) {
-      MoveWith<CopyPath>(b, &s->of_path, [&](const CopyPath& m) { Unpack(b, rank, s, m); });
-    });
+    LaunchRanks<UnpackScratch>(
+        call, blocks, threads,
+        [](const Block& b, const Rank& rank, UnpackScratch* s) { Unpack(b, rank, s); });
   } else {
     if constexpr (Fabric::kHasNetwork) {
       LaunchRanks<int>(call, blocks, threads,
@@ -157,13 +147,6 @@ void RunCallWith(const Call& call, int blocks, int threads, const std::function<
         call, blocks, threads,
         [](const Block& b, const Rank& rank, SumScratch* s) { Pull<Fabric>(b, rank, s); });
   }
-}
-
-template <typename Fabric = Mapped>
-void RunCall(const Call& call, int blocks, int threads, const std::function<void()>& meet = [] {}) {
-  const auto run = !Fabric::kHasNetwork && call.in_bulk ? RunCallWith<Fabric, InBulk<AdverseEngine>>
-                                                        : RunCallWith<Fabric, ByRegisters>;
-  run(call, blocks, threads, meet);
 }
 
 // Calls `run` for each rank but `absent`, concurrently.

@@ -50,7 +50,6 @@ struct World {
   int num_blocks = 2, num_threads = 3;
   int64_t rows_per_strip = 3;
   bool use_src_offset = true;
-  bool in_bulk = false;
   bool is_small = false;           // each call is one kernel
   int num_early = 0;               // rounds of unpack before all ranks have signalled
   std::vector<int> memory_groups;  // of each rank: the ranks whose memory it maps; empty: all
@@ -66,7 +65,6 @@ struct World {
     call.num_local = 1;
     call.is_dispatch = is_dispatch;
     call.deadline_ns = deadline_ns;
-    call.in_bulk = in_bulk;
     call.is_small = is_small;
     call.num_early = is_dispatch ? num_early : 0;
     for (int r = 0; r < num_ranks; ++r) {

@@ -128,33 +128,21 @@ inline std::string TimeCall(const Timed& what, int num_blocks, float copy_ms, cu
   }
   for (cudaGraph_t graph : graphs) CUDA(cudaGraphDestroy(graph));
   std::snprintf(text, sizeof text,
-                "{\"what\": \"%s\", \"passes\": %d, \"copy_path\": \"%s\", \"row_bytes\": %lld, "
+                "{\"what\": \"%s\", \"passes\": %d, \"row_bytes\": %lld, "
                 "\"fine\": %s, \"ms\": %.4f, \"copy_ms\": %.4f, \"of_copy\": %.3f, "
                 "\"GB_per_s\": %.1f",
                 what.is_dispatch ? "dispatch" : "combine", what.num_passes,
-                what.in_bulk ? "bulk" : "registers", static_cast<long long>(what.row_bytes),
-                timed.IsFine() ? "true" : "false", whole, copy_ms, copy_ms / whole,
-                2e-6 * kTimedBytes / whole);
+                static_cast<long long>(what.row_bytes), timed.IsFine() ? "true" : "false", whole,
+                copy_ms, copy_ms / whole, 2e-6 * kTimedBytes / whole);
   return text + of_kernels + "}";
 }
 
-// Whether the current device copies in bulk.
-inline bool CopiesInBulk() {
-  int device = 0, major = 0;
-  CUDA(cudaGetDevice(&device));
-  CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-  return major >= 9;
-}
-
-// Calls for a profiler, which replays each kernel several times: small and large rows, by both copy
-// paths, in one pass and through channels.
+// Calls for a profiler, which replays each kernel several times: in one pass and through
+// channels.
 inline int ProfileKernels(int num_blocks) {
   cudaStream_t stream;
   CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-  const Timed all[] = {{true, 1, false, 1024},
-                       {true, 1, CopiesInBulk(), 8192},
-                       {true, 2, false, 4096},
-                       {false, 2, false, 4096}};
+  const Timed all[] = {{true, 1, 1024}, {true, 2, 4096}, {false, 2, 4096}};
   bool is_fine = true;
   for (const Timed& what : all) {
     TimedCall timed(what, num_blocks);
@@ -167,27 +155,22 @@ inline int ProfileKernels(int num_blocks) {
     }
     CUDA(cudaStreamSynchronize(stream));
     for (cudaGraph_t graph : graphs) CUDA(cudaGraphDestroy(graph));
-    std::printf("%s, %d passes, %s, rows of %lld bytes: %s\n",
+    std::printf("%s, %d passes, rows of %lld bytes: %s\n",
                 what.is_dispatch ? "dispatch" : "combine", what.num_passes,
-                what.in_bulk ? "bulk" : "registers", static_cast<long long>(what.row_bytes),
-                timed.IsFine() ? "profiled" : "failed");
+                static_cast<long long>(what.row_bytes), timed.IsFine() ? "profiled" : "failed");
     std::fflush(stdout);
     is_fine = is_fine && timed.IsFine();
   }
   return is_fine ? 0 : 1;
 }
 
-// Everything that is timed: the copy paths next to each other. A combine in one pass only sums.
+// Everything that is timed. A combine in one pass only sums.
 inline std::vector<Timed> AllTimed() {
   std::vector<Timed> all;
   for (const bool is_dispatch : {true, false}) {
     for (const int num_passes : {1, 2}) {
       for (int64_t row_bytes = 256; row_bytes <= 16384; row_bytes *= 2) {
-        for (const bool in_bulk : {false, true}) {
-          const bool has_copy_path = is_dispatch || num_passes == 2;
-          if (in_bulk && !(has_copy_path && CopiesInBulk())) continue;
-          all.push_back({is_dispatch, num_passes, in_bulk, row_bytes});
-        }
+        all.push_back({is_dispatch, num_passes, row_bytes});
       }
     }
   }

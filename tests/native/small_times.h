@@ -103,7 +103,7 @@ inline int TimeSmallCalls(int num_blocks, const char* path) {
       for (const int64_t row_bytes : {16, 1024, 7168}) {
         for (const bool is_small : {false, true}) {
           const int64_t num_bytes = kTimedRanks * kTimedRanks * row_bytes;
-          const Timed what{is_dispatch, num_passes, false, row_bytes, num_bytes, is_small};
+          const Timed what{is_dispatch, num_passes, row_bytes, num_bytes, is_small};
           rows.push_back(TimeSmallCall(what, num_blocks, stream));
           std::printf("%s\n", rows.back().c_str());
           std::fflush(stdout);

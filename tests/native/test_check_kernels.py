@@ -10,12 +10,10 @@ CHECK = pathlib.Path(__file__).parents[2] / "csrc/cuda/check_kernels.py"
 KERNELS = [
     *("Plan", "Push", "Stage", "Wait", "Unpack", "Pull"),
     *("WaitSome", "UnpackReady", "SmallDispatch", "SmallCombine"),
-    *("BulkPush", "BulkStage", "BulkUnpack", "BulkUnpackReady"),
     *("Attend", "QueryGradients", "KeyGradients"),
     *("Sum", "Columns", "Transpose", "Swizzle", "Copy", "Begin", "Tell", "WaitFor", "End", "Hold"),
 ]
-NAME = "_ZN3cpd43_GLOBAL__N__2168_10_kernels_cu_0e9e{n}{kernel}Kernel{path}ENS_6device4CallE"
-IN_BULK = "INS_6MappedENS_6InBulkINS_10BulkEngineEEEEv"
+NAME = "_ZN3cpd43_GLOBAL__N__2168_10_kernels_cu_0e9e{n}{kernel}KernelENS_6device4CallE"
 LINES = """\
 ptxas info    : Compiling entry function '{name}' for 'sm_90a'
     {stack} bytes stack frame, {spills} bytes spill stores, 0 bytes spill loads
@@ -31,9 +29,7 @@ nvlink info    : used 44 registers, used 1 barriers, {{stack}} stack, 0 bytes sm
 
 
 def name_of(kernel):
-    path = IN_BULK if kernel.startswith("Bulk") else ""
-    kernel = kernel.removeprefix("Bulk")
-    return NAME.format(n=len(kernel) + 6, kernel=kernel, path=path)
+    return NAME.format(n=len(kernel) + 6, kernel=kernel)
 
 
 def lines_of(kernel, stack=0, spills=0, registers=64, shared=128):

@@ -40,7 +40,7 @@ T Small(Rng& rng) {
   if constexpr (std::is_integral_v<T>) {
     return static_cast<T>(rng());
   } else {
-    return Round<T>(static_cast<float>(Draw(rng, -64, 64)) / 4);
+    return cpd::Round<T>(static_cast<float>(Draw(rng, -64, 64)) / 4);
   }
 }
 
@@ -77,7 +77,7 @@ void SumsAre(DataType in_type, DataType out_type, int64_t width) {
       for (int64_t e = 0; e < width; ++e) {
         Acc sum{};
         for (const In* source : sources) sum = static_cast<Acc>(sum + static_cast<Acc>(source[e]));
-        const Out wanted = Round<Out>(sum);
+        const Out wanted = cpd::Round<Out>(sum);
         const auto* out = reinterpret_cast<const Out*>(group.out[0][r].data()) + row * width + e;
         CHECK(std::memcmp(out, &wanted, sizeof(Out)) == 0);
       }

@@ -166,7 +166,7 @@ void Run(World& world, const std::vector<cudaStream_t>& streams, int times, bool
   }
 }
 
-// Rows and strips that are worth a bulk copy, and some that cannot have one.
+// Large rows and strips, and some that are not aligned.
 World LargeRows(Rng& rng, bool is_dispatch) {
   World world{};
   world.num_ranks = static_cast<int>(Draw(rng, 2, 4));
@@ -182,15 +182,14 @@ World LargeRows(Rng& rng, bool is_dispatch) {
   return world;
 }
 
-// All ranks in one launch, as every program for one GPU runs them; by both copy paths, and in one
-// kernel.
+// All ranks in one launch, as every program for one GPU runs them; in several kernels, and in
+// one.
 void RunOneLaunch(Rng& rng, cudaStream_t stream) {
   for (const bool is_dispatch : {true, false}) {
     World world = Draw(rng, 0, 1) ? LargeRows(rng, is_dispatch) : RandomWorld(rng, is_dispatch);
     OneLaunch launch(world);
-    for (int i = 0; i < 6; ++i) {
-      launch.call.in_bulk = i % 2 == 1;
-      launch.call.is_small = i % 3 == 2;
+    for (int i = 0; i < 4; ++i) {
+      launch.call.is_small = i % 2 == 1;
       launch.Clear();
       for (int j = 0; j < 3; ++j) CUDA(LaunchCall(launch.call, 4 * world.num_ranks, stream));
       CUDA(cudaStreamSynchronize(stream));
@@ -206,10 +205,9 @@ void RunChannels(Rng& rng, int num_worlds, const std::vector<cudaStream_t>& stre
   for (int i = 0; i < num_worlds; ++i) {
     for (const bool is_dispatch : {true, false}) {
       World world = i % 2 == 0 ? RandomWorld(rng, is_dispatch) : LargeRows(rng, is_dispatch);
-      for (const int way : {0, 1, 2, 3, 4, 5}) {
+      for (const int way : {0, 1, 2, 3}) {
         const bool recorded = way % 2 == 1;
-        world.in_bulk = way / 2 == 1;
-        world.is_small = way / 2 == 2;
+        world.is_small = way / 2 == 1;
         Run(world, streams, 3, recorded);
         CHECK(world.IsFine());
         is_dispatch ? CheckDispatched(world) : CheckCombined(world);

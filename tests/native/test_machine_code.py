@@ -13,7 +13,7 @@ CHECK = ROOT / "csrc/cuda/check_machine_code.py"
 FUNCTION = (
     "\t\tFunction : _ZN3cpd43_GLOBAL__N__9b_10_kernels_cu_0{n}{kernel}KernelI{types}EEvNS4_CallE"
 )
-MAPPED, IN_BULK = "NS_6MappedE", "NS_6InBulkINS_10BulkEngineEEE"
+MAPPED = "NS_6MappedE"
 # An addition that finds the last block, a signal, and a wait for one.
 ADD = ["MEMBAR.ALL.SYS", "ATOMG.E.ADD.64.STRONG.SYS PT, R2, desc[UR10][R4.64], R2", "CCTL.IVALL"]
 SIGNAL = ["MEMBAR.ALL.SYS", "ERRBAR", "STG.E.64.STRONG.SYS desc[UR10][R6.64], R14"]
@@ -32,8 +32,6 @@ LOOP = [
     "EXIT",
 ]
 COUNT = ["REDUX.SUM UR4, R4", "ATOMS.ADD RZ, [R2], R4"]
-BULK_LOAD = ["SYNCS.ARRIVE.TRANS64 RZ, [UR4], R2", "UBLKCP.S.G [UR8], [UR4], UR9"]
-BULK_STORE = ["UBLKCP.G.S [UR6], [UR8], UR9", "UTMACMDFLUSH"]
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +44,7 @@ def check():
 
 
 def listing(kernel, code, architecture="90"):
-    types = MAPPED + IN_BULK * kernel.startswith("Bulk")
-    kernel = kernel.removeprefix("Bulk")
-    function = FUNCTION.format(n=len(kernel) + 6, kernel=kernel, types=types)
+    function = FUNCTION.format(n=len(kernel) + 6, kernel=kernel, types=MAPPED)
     lines = [f"\tcode for sm_{architecture}", function]
     for i, instruction in enumerate(code):
         lines.append(f"        /*{16 * i:04x}*/                   {instruction} ;  /* 0x0000 */")
@@ -89,12 +85,6 @@ def replaced(old, *new):
         ("Push", BEFORE, True),
         ("Push", INSIDE, False),
         ("Stage", [], False),
-        ("BulkPush", LOOP + BULK_LOAD + BULK_STORE, True),
-        ("BulkPush", LOOP + BULK_LOAD, False),
-        ("BulkPush", LOOP + BULK_STORE, False),
-        ("BulkPush", LOOP, False),
-        ("BulkUnpack", LOOP + BULK_LOAD + BULK_STORE, False),  # does not count its tags
-        ("Push", LOOP + BULK_LOAD + BULK_STORE, False),
         ("Wait", ["ACQBULK", *LOOP[-3:]], True),
         ("Wait", ["PREEXIT", *LOOP[-3:]], False),
         ("WaitSome", ["PREEXIT", *LOOP[-3:]], False),
@@ -146,12 +136,6 @@ def test_what_other_gpus_see(check, kernel, code, is_good):
     moves = rows.get(kernel, [*LOOP[:-2], *LOOP[:-3], *COUNT])
     found = check.parse(listing(kernel, moves + code))
     assert check.study(found[kernel, "90"]).is_good(kernel, "90") == is_good
-
-
-def test_older_gpus_copy_nothing_in_bulk(check):
-    for code, is_good in [(LOOP, True), (LOOP + BULK_LOAD + BULK_STORE, False)]:
-        found = check.parse(listing("BulkPush", code + ORDERED, architecture="80"))
-        assert check.study(found["BulkPush", "80"]).is_good("BulkPush", "80") == is_good
 
 
 def test_hopper_multiplies_by_warpgroups(check):

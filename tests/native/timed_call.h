@@ -49,7 +49,6 @@ class DeviceMemory {
 struct Timed {
   bool is_dispatch;
   int num_passes;
-  bool in_bulk;
   int64_t row_bytes;
   int64_t num_bytes = kTimedBytes;  // of the rows of all ranks
   bool is_small = false;            // one kernel
@@ -78,7 +77,6 @@ class TimedCall {
     }
     Call call{};
     call.is_dispatch = timed.is_dispatch;
-    call.in_bulk = timed.in_bulk;
     call.num_ranks = kRanks;
     call.num_local = timed.num_passes == 1 ? kRanks : 1;
     call.num_groups = call.num_arrays = 1;

@@ -62,19 +62,19 @@ Status CallSite::Describe(const CallingRank& calling, Exchange* exchange,
     return Status::Ok();
   }
   if (transport_ != "shared_memory") {
-    return Status::Invalid(exchange->op + ": there is no transport '" + transport_ +
+    return Status::Invalid(exchange->op, ": there is no transport '", transport_,
                            "' between CPU devices. Call it through jax_cp_dispatch.");
   }
   if (group < 0 || group >= static_cast<int64_t>(processes_.size())) {
-    return Status::Invalid(exchange->op + ": this rank is in group " + std::to_string(group) +
-                           " but the program is for " + std::to_string(processes_.size()) +
+    return Status::Invalid(exchange->op, ": this rank is in group ", group,
+                           " but the program is for ", processes_.size(),
                            " groups. Every other mesh axis must be manual where this is called.");
   }
   exchange->processes = &processes_[group];
   *transport = SharedMemoryTransport();
   if (*transport != nullptr) return Status::Ok();
   return Status::Invalid(
-      exchange->op +
+      exchange->op,
       ": the program spans processes, but this process has not joined the others. Call "
       "jax_cp_dispatch.initialize() before the program is compiled.");
 }

@@ -32,8 +32,7 @@ xla::ffi::ErrorOr<std::unique_ptr<State>> MakeState(xla::ffi::Dictionary attribu
     }
     return {std::move(state)};
   } catch (const std::exception& error) {
-    return xla::ffi::Unexpected(
-        ToError({StatusCode::kInternal, std::string("jax_cp_dispatch: ") + error.what()}));
+    return xla::ffi::Unexpected(ToError(Status::Internal("jax_cp_dispatch: ", error.what())));
   }
 }
 

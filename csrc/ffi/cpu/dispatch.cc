@@ -120,7 +120,7 @@ ffi::Future MoveIn(ffi::ThreadPool pool, const DispatchState* state, ffi::RunId 
     const CallingRank calling{run_id.run_id, *rank.typed_data(), *group.typed_data()};
     return Move(kDirection, *state, pool, calling, args, results);
   } catch (const std::exception& error) {  // no memory or no thread: this rank never arrives
-    return Failed({StatusCode::kInternal, std::string("jax_cp_dispatch: ") + error.what()});
+    return Failed(Status::Internal("jax_cp_dispatch: ", error.what()));
   }
 }
 

@@ -38,11 +38,11 @@ struct GemmState : CallState<GemmState> {
 ffi::Future Gemm(const CallSite& site, const CallingRank& calling, const GemmOptions& options,
                  const GemmBuffers& buffers) {
   Exchange exchange;
-  exchange.op = options.op;
-  if (options.num_ranks > 0) exchange.op += " over axis '" + options.axis + "'";
+  exchange.op = options.num_ranks > 0 ? options.OverAxis() : options.op;
   if (!BlasIsLoaded()) {
-    return Failed(Status::Invalid(exchange.op + ": no BLAS is loaded. Call it through "
-                                                "jax_cp_dispatch."));
+    return Failed(Status::Invalid(exchange.op,
+                                  ": no BLAS is loaded. Call it through "
+                                  "jax_cp_dispatch."));
   }
   OverlapProblem problem;
   if (const Status status = Describe(exchange.op, options, buffers, &problem); !status.ok()) {
@@ -103,7 +103,7 @@ ffi::Future GemmIn(const GemmState* state, ffi::RunId run_id, ffi::BufferR0<ffi:
     const CallingRank calling{run_id.run_id, *rank.typed_data(), *group.typed_data()};
     return Gemm(state->site, calling, state->options, BuffersOf(arrays));
   } catch (const std::exception& error) {  // no memory or no thread: this rank never arrives
-    return Failed({StatusCode::kInternal, std::string("jax_cp_dispatch: ") + error.what()});
+    return Failed(Status::Internal("jax_cp_dispatch: ", error.what()));
   }
 }
 

@@ -1,6 +1,5 @@
 // XLA FFI handler of grouped GEMMs on CPU.
 #include <cstdint>
-#include <exception>
 #include <string>
 
 #include "ffi/common.h"
@@ -26,23 +25,18 @@ ffi::Error GroupedGemm(const GroupedGemmState* state, ffi::AnyBuffer lhs,
                        ffi::AnyBuffer lhs_scale_inv, ffi::AnyBuffer rhs,
                        ffi::AnyBuffer rhs_scale_inv, ffi::AnyBuffer bias,
                        ffi::AnyBuffer group_sizes, ffi::Result<ffi::AnyBuffer> output) {
-  try {
+  return ToError(Caught([&] {
     const GroupedGemmOptions& options = state->options;
     if (!BlasIsLoaded()) {
-      return ToError(
-          Status::Invalid(options.op + ": no BLAS is loaded. Call it through jax_cp_dispatch."));
+      return Status::Invalid(options.op, ": no BLAS is loaded. Call it through jax_cp_dispatch.");
     }
     GroupedProduct product;
     const GroupedGemmBuffers buffers{lhs,  lhs_scale_inv, rhs,    rhs_scale_inv,
                                      bias, group_sizes,   *output};
-    Status status = DescribeGrouped(options, buffers, &product);
-    if (status.ok()) {
-      status = RunGroupedGemm(options.op, product, static_cast<int>(options.num_threads));
-    }
-    return ToError(status);
-  } catch (const std::exception& error) {
-    return ToError({StatusCode::kInternal, std::string("jax_cp_dispatch: ") + error.what()});
-  }
+    const Status status = DescribeGrouped(options, buffers, &product);
+    if (!status.ok()) return status;
+    return RunGroupedGemm(options.op, product, static_cast<int>(options.num_threads));
+  }));
 }
 
 XLA_FFI_DEFINE_HANDLER(GroupedGemmHandler, GroupedGemm,

@@ -98,7 +98,7 @@ Status DescribeGrouped(const GroupedGemmOptions& options, const GroupedGemmBuffe
                        GroupedProduct* product) {
   const char* wrong = Wrong(options, buffers, product);
   if (wrong == nullptr) return Status::Ok();
-  return Status::Invalid(options.op + ": " + wrong + ". Call it through jax_cp_dispatch.");
+  return Status::Invalid(options.op, ": ", wrong, ". Call it through jax_cp_dispatch.");
 }
 
 }  // namespace cpd

@@ -1,12 +1,11 @@
 // Python bindings of the planner: documents to pieces.
-#include "ffi/cpu/planner.h"
-
 #include <cstdint>
 #include <memory>
 #include <tuple>
 #include <utility>
 #include <vector>
 
+#include "ffi/cpu/bindings.h"
 #include "nanobind/ndarray.h"
 #include "nanobind/stl/tuple.h"
 #include "nanobind/stl/vector.h"

@@ -1,6 +1,4 @@
 // Python bindings of the transport between processes. Python creates the sockets and segments.
-#include "ffi/cpu/processes.h"
-
 #include <errno.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -12,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "ffi/cpu/bindings.h"
 #include "ffi/cpu/call_site.h"
 #include "nanobind/stl/string.h"
 #include "transport/shared_memory.h"

@@ -1,17 +1,11 @@
-// The handlers of this extension, by the names under which JAX registers them.
+// The handlers of the CPU module. The first stage makes the state; see call_state.h.
 #pragma once
 
 #include <vector>
 
-#include "xla/ffi/api/ffi.h"
+#include "ffi/common.h"
 
 namespace cpd {
-
-struct Target {
-  const char* name;
-  XLA_FFI_Handler* instantiate;  // makes the state; see call_state.h
-  XLA_FFI_Handler* execute;
-};
 
 std::vector<Target> DispatchTargets();
 std::vector<Target> GemmTargets();

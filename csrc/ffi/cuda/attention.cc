@@ -21,11 +21,16 @@ using Ints = ffi::Buffer<ffi::S32>;
 using Floats = ffi::Buffer<ffi::F32>;
 
 Status Invalid(const std::string& op, const std::string& got) {
-  return Status::Invalid(op + ": the kernel got " + got +
+  return Status::Invalid(op, ": the kernel got ", got,
                          "; this is a fault of jax_cp_dispatch, please report it");
 }
 
 const uint16_t* Bits(const Any& x) { return static_cast<const uint16_t*>(x.untyped_data()); }
+
+std::vector<int64_t> DimsOf(const Any& x) {
+  const auto dims = x.dimensions();
+  return {dims.begin(), dims.end()};
+}
 
 bool HasShape(const Any& x, const std::vector<int64_t>& shape) {
   const auto dims = x.dimensions();
@@ -129,69 +134,66 @@ Status ReadNumbers(const std::string& op, const Operands& of, const Floats& x, T
   return {};
 }
 
-ffi::Error Ended(const std::string& op, cudaError_t error) {
-  if (error == cudaSuccess) return ffi::Error::Success();
-  return ToError({StatusCode::kInternal, op + ": " + cudaGetErrorString(error)});
-}
-
-Status Begin(const std::string& op, int device, bool executes) {
-  cudaError_t error = cudaSetDevice(device);
-  if (error == cudaSuccess && !executes) error = LoadAttentionKernels();
-  if (error == cudaSuccess) return {};
-  cudaGetLastError();
-  return {StatusCode::kInternal,
-          op + ": loading kernels on GPU " + std::to_string(device) +
-              " failed: " + cudaGetErrorString(error) +
-              ". Rebuild the package for this GPU, or set JAX_CP_DISPATCH_ATTENTION_KERNEL=0."};
-}
-
-// The first error of several steps.
-template <typename... Steps>
-Status InTurn(Steps... steps) {
-  Status status;
-  ((status = status.ok() ? steps() : status), ...);
-  return status;
-}
-
-// Remaining argument i; nullptr if there is none, or it is not float32.
-const float* FloatsAt(const ffi::RemainingArgs& arguments, size_t i) {
-  if (i >= arguments.size()) return nullptr;
+// The numbers of remaining argument i; none if it is missing.
+Status ReadMore(const std::string& op, const ffi::RemainingArgs& arguments, size_t i, size_t count,
+                const float** to) {
+  if (i >= arguments.size()) return {};
   const auto x = arguments.get<Floats>(i);
-  return x.has_value() ? x->typed_data() : nullptr;
+  if (!x.has_value() || x->element_count() != count) {
+    return Invalid(op, "numbers of another type or count");
+  }
+  *to = x->typed_data();
+  return {};
 }
+
+// One stage of a call: loads the kernels; or takes the steps that read, up to the first error, and
+// launches.
+template <bool kExecute, typename Launch, typename Call, typename... Steps>
+ffi::Error Run(const std::string& op, int32_t device, cudaStream_t stream, Launch launch,
+               const Operands& of, const ffi::RemainingArgs& others, bool has_queries, Call* call,
+               Steps... steps) {
+  cudaError_t error = cudaSetDevice(device);
+  if (error == cudaSuccess && !kExecute) error = LoadAttentionKernels();
+  if (error != cudaSuccess) {
+    cudaGetLastError();
+    return ToError(Status::Internal(
+        op, ": loading kernels on GPU ", device, " failed: ", cudaGetErrorString(error),
+        ". Rebuild the package for this GPU, or set JAX_CP_DISPATCH_ATTENTION_KERNEL=0."));
+  }
+  if (!kExecute) return ffi::Error::Success();
+  Status status = Read(op, of, call);
+  if (status.ok() && has_queries) status = ReadQueries(op, others, call);
+  ((status = status.ok() ? steps() : status), ...);
+  if (!status.ok()) return ToError(status);
+  error = launch(*call, of.Heads(), stream);
+  if (error == cudaSuccess) return ffi::Error::Success();
+  return ToError(Status::Internal(op, ": ", cudaGetErrorString(error)));
+}
+
+// Remaining arguments that are read as ranges of queries, before all others.
+size_t NumOfQueries(bool has_queries) { return has_queries ? 3 : 0; }
 
 template <bool kExecute>
 ffi::Error AttendIn(int32_t device, cudaStream_t stream, Any q, Any k, Any v, Ints start, Ints end,
                     ffi::RemainingArgs others, ffi::Result<Any> out, ffi::Result<Floats> lse,
                     ffi::RemainingRets peak, float scale, float soft_cap, bool has_queries) {
   const std::string op = "local_attention";
-  Status status = Begin(op, device, kExecute);
-  if (!status.ok() || !kExecute) return ToError(status);
   const Operands of{q, k, v, start, end, scale, soft_cap};
-  const size_t first = has_queries ? 3 : 0;  // of the remaining arguments
   kernels::AttendCall call{};
-  status =
-      InTurn([&] { return Read(op, of, &call); },
-             [&] { return has_queries ? ReadQueries(op, others, &call) : Status{}; },
-             [&] { return ReadFloats(op, of, *out, of.OfQueries(v.dimensions()[3]), &call.out); },
-             [&] { return ReadNumbers(op, of, *lse, &call.lse); },
-             [&]() -> Status {
-               if (peak.size() == 0) return {};
-               auto x = peak.get<Floats>(0);
-               if (!x.has_value()) return Invalid(op, "a peak that is not float32");
-               return ReadNumbers(op, of, **x, &call.peak);
-             },
-             [&]() -> Status {
-               if (others.size() == first) return {};
-               const auto x = others.get<Floats>(first);
-               const auto heads = static_cast<size_t>(call.batch) * call.num_heads;
-               if (!x.has_value() || x->element_count() != heads)
-                 return Invalid(op, "another sink");
-               call.sink = x->typed_data();
-               return {};
-             });
-  if (!status.ok()) return ToError(status);
-  return Ended(op, LaunchAttend(call, of.Heads(), stream));
+  return Run<kExecute>(
+      op, device, stream, LaunchAttend, of, others, has_queries, &call,
+      [&] { return ReadFloats(op, of, *out, of.OfQueries(v.dimensions()[3]), &call.out); },
+      [&] { return ReadNumbers(op, of, *lse, &call.lse); },
+      [&]() -> Status {
+        if (peak.size() == 0) return {};
+        auto x = peak.get<Floats>(0);
+        if (!x.has_value()) return Invalid(op, "a peak that is not float32");
+        return ReadNumbers(op, of, **x, &call.peak);
+      },
+      [&] {
+        const auto heads = static_cast<size_t>(call.batch) * call.num_heads;
+        return ReadMore(op, others, NumOfQueries(has_queries), heads, &call.sink);
+      });
 }
 
 template <bool kExecute>
@@ -200,30 +202,25 @@ ffi::Error AttendMoreIn(int32_t device, cudaStream_t stream, Any q, Any k, Any v
                         ffi::Result<Floats> total, ffi::Result<Floats> acc, float scale,
                         float soft_cap, bool has_queries) {
   const std::string op = "local_attention";
-  Status status = Begin(op, device, kExecute);
-  if (!status.ok() || !kExecute) return ToError(status);
   const Operands of{q, k, v, start, end, scale, soft_cap};
-  const size_t first = has_queries ? 3 : 0;  // of the remaining arguments
+  const size_t first = NumOfQueries(has_queries);
   kernels::AttendCall call{};
-  status = InTurn([&] { return Read(op, of, &call); },
-                  [&] { return has_queries ? ReadQueries(op, others, &call) : Status{}; },
-                  [&] { return ReadNumbers(op, of, *peak, &call.peak); },
-                  [&] { return ReadNumbers(op, of, *total, &call.total); },
-                  [&]() -> Status {
-                    const auto size = of.NumRows() * v.dimensions()[3];
-                    if (acc->element_count() != size) return Invalid(op, "values of another size");
-                    call.acc = acc->typed_data();
-                    if (others.size() == first) return {};
-                    call.seen_peak = FloatsAt(others, first);
-                    call.seen_total = FloatsAt(others, first + 1);
-                    call.seen_acc = FloatsAt(others, first + 2);
-                    if (!call.seen_peak || !call.seen_total || !call.seen_acc) {
-                      return Invalid(op, "an online softmax that is not float32");
-                    }
-                    return {};
-                  });
-  if (!status.ok()) return ToError(status);
-  return Ended(op, LaunchAttend(call, of.Heads(), stream));
+  return Run<kExecute>(
+      op, device, stream, LaunchAttend, of, others, has_queries, &call,
+      [&] { return ReadNumbers(op, of, *peak, &call.peak); },
+      [&] { return ReadNumbers(op, of, *total, &call.total); },
+      [&] { return ReadMore(op, others, first, of.NumRows(), &call.seen_peak); },
+      [&] { return ReadMore(op, others, first + 1, of.NumRows(), &call.seen_total); },
+      [&]() -> Status {
+        const size_t num_values = of.NumRows() * v.dimensions()[3];
+        if (acc->element_count() != num_values) return Invalid(op, "values of another size");
+        call.acc = acc->typed_data();
+        return ReadMore(op, others, first + 2, num_values, &call.seen_acc);
+      },
+      [&]() -> Status {
+        if (others.size() == first || call.seen_acc) return {};
+        return Invalid(op, "a part of an online softmax");
+      });
 }
 
 template <bool kExecute>
@@ -233,20 +230,11 @@ ffi::Error GradientsIn(int32_t device, cudaStream_t stream, Any q, Any k, Any v,
                        ffi::Result<Ints> tiles, ffi::Result<Floats> numbers, float scale,
                        float soft_cap, bool has_queries, bool has_delta) {
   const std::string op = "local_attention_backward";
-  Status status = Begin(op, device, kExecute);
-  if (!status.ok() || !kExecute) return ToError(status);
   const Operands of{q, k, v, start, end, scale, soft_cap};
-  const size_t first = has_queries ? 3 : 0;  // of the remaining arguments
+  const size_t first = NumOfQueries(has_queries);
   kernels::GradientsCall call{};
-  const auto number = [&](size_t i, const float** to) -> Status {
-    if (first + i >= others.size()) return {};
-    const auto x = others.get<Floats>(first + i);
-    if (!x.has_value()) return Invalid(op, "numbers that are not float32");
-    return ReadNumbers(op, of, *x, to);
-  };
-  status = InTurn(
-      [&] { return Read(op, of, &call); },
-      [&] { return has_queries ? ReadQueries(op, others, &call) : Status{}; },
+  return Run<kExecute>(
+      op, device, stream, LaunchGradients, of, others, has_queries, &call,
       [&]() -> Status {
         const auto shape = of.OfQueries(v.dimensions()[3]);
         if (!HasShape(dout, shape) || dout.element_type() != q.element_type()) {
@@ -254,12 +242,14 @@ ffi::Error GradientsIn(int32_t device, cudaStream_t stream, Any q, Any k, Any v,
         }
         call.dout = Bits(dout);
         if (others.size() == first) return Invalid(op, "neither out nor delta");
-        if (has_delta) return number(0, &call.delta);
+        if (has_delta) return ReadMore(op, others, first, of.NumRows(), &call.delta);
         const auto out = others.get<Any>(first);
         if (!out.has_value()) return Invalid(op, "no out");
         return ReadFloats(op, of, *out, shape, &call.out);
       },
-      [&] { return has_delta ? Status{} : number(1, &call.dlse); },
+      [&] {
+        return has_delta ? Status{} : ReadMore(op, others, first + 1, of.NumRows(), &call.dlse);
+      },
       [&] { return ReadNumbers(op, of, lse, &call.lse); },
       [&] { return ReadFloats(op, of, *dq, of.OfQueries(q.dimensions()[3]), &call.dq); },
       [&]() -> Status {
@@ -271,14 +261,8 @@ ffi::Error GradientsIn(int32_t device, cudaStream_t stream, Any q, Any k, Any v,
         call.dq.adds = true;
         return {};
       },
-      [&] {
-        const auto dims = k.dimensions();
-        return ReadFloats(op, of, *dk, {dims.begin(), dims.end()}, &call.dk);
-      },
-      [&] {
-        const auto dims = v.dimensions();
-        return ReadFloats(op, of, *dv, {dims.begin(), dims.end()}, &call.dv);
-      },
+      [&] { return ReadFloats(op, of, *dk, DimsOf(k), &call.dk); },
+      [&] { return ReadFloats(op, of, *dv, DimsOf(v), &call.dv); },
       [&]() -> Status {
         const auto num_tiles = static_cast<size_t>(call.batch) * kernels::NumTiles(call.num_rows);
         if (sizeof(kernels::QueryTile) / 4 * num_tiles != tiles->element_count() ||
@@ -289,8 +273,6 @@ ffi::Error GradientsIn(int32_t device, cudaStream_t stream, Any q, Any k, Any v,
         call.numbers = reinterpret_cast<kernels::RowNumbers*>(numbers->typed_data());
         return {};
       });
-  if (!status.ok()) return ToError(status);
-  return Ended(op, LaunchGradients(call, of.Heads(), stream));
 }
 
 template <ffi::ExecutionStage kStage>
@@ -358,7 +340,7 @@ XLA_FFI_DEFINE_HANDLER(ExecuteGradients, GradientsIn<true>, BindGradients<kExecu
 
 }  // namespace
 
-std::vector<CudaTarget> CudaAttentionTargets() {
+std::vector<Target> CudaAttentionTargets() {
   return {{"jax_cp_dispatch.attend", InitializeAttend, ExecuteAttend},
           {"jax_cp_dispatch.attend_more", InitializeAttendMore, ExecuteAttendMore},
           {"jax_cp_dispatch.attention_gradients", InitializeGradients, ExecuteGradients}};

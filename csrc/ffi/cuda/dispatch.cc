@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
-#include <exception>
 #include <functional>
 #include <memory>
 #include <string>
@@ -15,6 +14,7 @@
 #include "cuda/channels.h"
 #include "cuda/exchange_stream.h"
 #include "cuda/kernels.h"
+#include "cuda/status.h"
 #include "ffi/common.h"
 #include "ffi/cuda/dispatch_call.h"
 #include "ffi/cuda/rank_location.h"
@@ -37,10 +37,9 @@ Status FindNumResident(const std::string& op, int device, int* num_resident) {
     int count = 0;
     if (const cudaError_t error = NumResidentBlocks(&count); error != cudaSuccess) {
       cudaGetLastError();
-      return {StatusCode::kInternal,
-              op + ": loading kernels on GPU " + std::to_string(device) +
-                  " failed: " + cudaGetErrorString(error) +
-                  ". Rebuild the package for this GPU, or pass implementation='xla'."};
+      return Status::Internal(op, ": loading kernels on GPU ", device,
+                              " failed: ", cudaGetErrorString(error),
+                              ". Rebuild the package for this GPU, or pass implementation='xla'.");
     }
     found = count;
   }
@@ -77,7 +76,7 @@ ChannelKey KeyOf(const CudaOptions& options, const kernels::Call& call,
 
 // Finds the ranks that this one reaches over the network. All ranks agree whether there are any.
 void FindRemotes(const CudaOptions& options, const RankLocation& location, kernels::Call* call) {
-  if (options.memory != "slab") return;
+  if (!options.in_slab()) return;
   const std::vector<int64_t> processes = location.processes();
   call->has_network = Slab::Get().NeedsNetwork(processes);
   for (size_t r = 0; r < processes.size(); ++r) {
@@ -102,7 +101,7 @@ Status StartBeside(const std::string& op, ExchangeStream* own,
         return error == cudaSuccess;
       });
   if (is_started) return Status::Ok();
-  return {StatusCode::kInternal, op + ": launching failed: " + cudaGetErrorString(error)};
+  return Status::Internal(op, ": launching failed: ", cudaGetErrorString(error));
 }
 
 Status Move(Direction direction, Part part, const CudaOptions& options, const StageOnDevice& at,
@@ -127,7 +126,6 @@ Status Move(Direction direction, Part part, const CudaOptions& options, const St
       kernels::NumMoveBlocks(options.num_comm_sm, num_resident, location.on_one_device);
   status = ReadCudaOperands(options.call, args, results, num_blocks, &read, &call);
   if (!status.ok()) return status;
-  call.in_bulk = options.copy_path == "bulk";
   FindRemotes(options, location, &call);
   kernels::ChooseSmall(&call, num_resident);
   const ChannelKey key = KeyOf(options, call, location.devices);
@@ -140,11 +138,11 @@ Status Move(Direction direction, Part part, const CudaOptions& options, const St
   shape.num_groups = call.num_groups;
   shape.deadline = read.deadline;
   if (at.executes && IsRecorded(at.stream)) {  // no handler here says that it may be
-    return {StatusCode::kInternal,
-            op + ": exchanges cannot be recorded into a CUDA graph, but its stream is."};
+    return Status::Internal(op,
+                            ": exchanges cannot be recorded into a CUDA graph, but its stream is.");
   }
-  status = ChannelRegistry::Get().Find(op, key, shape, options.memory == "slab", /*may_make=*/true,
-                                       &channel);
+  status =
+      ChannelRegistry::Get().Find(op, key, shape, options.in_slab(), /*may_make=*/true, &channel);
   if (!status.ok()) return status;
   ExchangePairs::Addresses arrays;
   char* held = nullptr;
@@ -154,7 +152,7 @@ Status Move(Direction direction, Part part, const CudaOptions& options, const St
     if (status.ok()) status = ExchangeStream::Find(op, at.device, &own);
     if (!status.ok()) return status;
     if (!at.executes && !own->pairs.AnnounceStart(arrays, at.stream)) {
-      return {StatusCode::kInternal, op + ": making events failed."};
+      return Status::Internal(op, ": making events failed.");
     }
   }
   if (!at.executes) return status;
@@ -177,32 +175,21 @@ Status Move(Direction direction, Part part, const CudaOptions& options, const St
   if (own != nullptr && message.empty() && !ChecksEachCall() && own->pairs.IsPair(arrays)) {
     return StartBeside(op, own, arrays, held, at, [&] { return enqueue_on(own->stream); }, &call);
   }
-  if (const cudaError_t error = enqueue_on(at.stream); error != cudaSuccess) {
-    return {StatusCode::kInternal, op + ": launching failed: " + cudaGetErrorString(error)};
-  }
-  if (ChecksEachCall()) {
-    if (const cudaError_t error = cudaStreamSynchronize(at.stream); error != cudaSuccess) {
-      return {StatusCode::kInternal, op + ": failed: " + cudaGetErrorString(error)};
-    }
-    if (message.empty()) message = channel->TakeError(op);
-  }
-  return message.empty() ? status : Status::Invalid(message);
+  status = CudaStatus(enqueue_on(at.stream), op, ": launching");
+  return status.ok() ? EndCall(op, at.stream, std::move(message), channel.get()) : status;
 }
 
 template <Direction kDirection, Part kPart, bool kExecute>
 ffi::Error MoveIn(int32_t device, cudaStream_t stream, ffi::BufferR0<ffi::S32> rank,
                   ffi::BufferR0<ffi::S32>, ffi::RemainingArgs args, ffi::RemainingRets results,
                   ffi::Dictionary attributes) {
-  try {
+  return ToError(Caught([&] {
     CudaOptions options;
-    if (const Status status = ReadOptions(attributes, &options); !status.ok()) {
-      return ToError(status);
-    }
-    return ToError(Move(kDirection, kPart, options, {kExecute, device, stream}, rank.typed_data(),
-                        args, results));
-  } catch (const std::exception& error) {
-    return ToError({StatusCode::kInternal, std::string("jax_cp_dispatch: ") + error.what()});
-  }
+    const Status status = ReadOptions(attributes, &options);
+    return status.ok() ? Move(kDirection, kPart, options, {kExecute, device, stream},
+                              rank.typed_data(), args, results)
+                       : status;
+  }));
 }
 
 // The second of two calls: returns its first operands, in place, once the exchange has written
@@ -211,25 +198,20 @@ template <bool kExecute>
 ffi::Error Done(int32_t device, cudaStream_t stream, ffi::RemainingArgs args,
                 ffi::RemainingRets results, ffi::Dictionary) {
   const std::string op = "the end of an exchange";
-  try {
+  return ToError(Caught([&] {
     ExchangePairs::Addresses arrays;
-    if (const Status status = ReadDone(op, args, results, &arrays); !status.ok()) {
-      return ToError(status);
-    }
     ExchangeStream* own = nullptr;
+    Status status = ReadDone(op, args, results, &arrays);
     cudaSetDevice(device);
-    if (const Status status = ExchangeStream::Find(op, device, &own); !status.ok()) {
-      return ToError(status);
+    if (status.ok()) status = ExchangeStream::Find(op, device, &own);
+    if (!status.ok()) return status;
+    if (!kExecute) {
+      own->pairs.AnnounceDone(arrays);
+    } else if (!own->pairs.Done(arrays, stream)) {
+      return Status::Internal(op, ": waiting failed.");
     }
-    if constexpr (kExecute) {
-      if (own->pairs.Done(arrays, stream)) return ffi::Error::Success();
-      return ToError({StatusCode::kInternal, op + ": waiting failed."});
-    }
-    own->pairs.AnnounceDone(arrays);
-    return ffi::Error::Success();
-  } catch (const std::exception& error) {
-    return ToError({StatusCode::kInternal, std::string("jax_cp_dispatch: ") + error.what()});
-  }
+    return status;
+  }));
 }
 
 // Both stages have the operands of the CPU handlers; see ffi/dispatch_call.h. Exchanges are not
@@ -270,7 +252,7 @@ XLA_FFI_DEFINE_HANDLER(ExecuteDone, Done<true>, BindDone<kExecute>());
 
 }  // namespace
 
-std::vector<CudaTarget> CudaDispatchTargets() {
+std::vector<Target> CudaDispatchTargets() {
   return {{"jax_cp_dispatch.dispatch", InitializeDispatch, ExecuteDispatch},
           {"jax_cp_dispatch.combine", InitializeCombine, ExecuteCombine},
           {"jax_cp_dispatch.dispatch_start", AnnounceDispatch, StartDispatch},

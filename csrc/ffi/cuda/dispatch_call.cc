@@ -17,19 +17,22 @@ namespace {
 constexpr char kCallIt[] = ". Call it through jax_cp_dispatch.";
 
 Status NotInPlace(const std::string& op, size_t array) {
-  return {StatusCode::kInternal, op + ": array " + std::to_string(array) +
-                                     " and its result are in different places" + kCallIt};
+  return Status::Internal(op, ": array ", array, " and its result are in different places",
+                          kCallIt);
 }
 
 }  // namespace
 
+void GpuOptions::Read(AttributeReader* attributes) {
+  attributes->Read("device_table", &device_table);
+  attributes->Read("memory", &memory);
+  attributes->Read("num_comm_sm", &num_comm_sm);
+}
+
 Status ReadOptions(const ffi::Dictionary& attributes, CudaOptions* options) {
   AttributeReader reader(attributes);
   ReadOptions(&reader, &options->call);
-  reader.Read("device_table", &options->device_table);
-  reader.Read("memory", &options->memory);
-  reader.Read("copy_path", &options->copy_path);
-  reader.Read("num_comm_sm", &options->num_comm_sm);
+  options->Read(&reader);
   return reader.Finish();
 }
 
@@ -42,15 +45,14 @@ Status LocateRanks(const std::string& op, int64_t here, int64_t num_ranks, Count
   }
   if (device_table.size() % count != 0 || std::any_of(device_table.begin(), device_table.end(),
                                                       [](int64_t entry) { return entry < 0; })) {
-    return Status::Invalid(op + ": device_table has " + std::to_string(device_table.size()) +
-                           " entries for groups of " + std::to_string(num_ranks) +
+    return Status::Invalid(op, ": device_table has ", device_table.size(),
+                           " entries for groups of ", num_ranks,
                            " ranks, or one that is negative. Call it through jax_cp_dispatch.");
   }
   const auto at = std::find(device_table.begin(), device_table.end(), here);
   if (at == device_table.end()) {
-    return Status::Invalid(op + ": the program was made for other devices than GPU " +
-                           std::to_string(here & 0xffff) + " of process " +
-                           std::to_string(here >> 16) + ". Compile it again.");
+    return Status::Invalid(op, ": the program was made for other devices than GPU ", here & 0xffff,
+                           " of process ", here >> 16, ". Compile it again.");
   }
   const size_t index = at - device_table.begin();
   const int64_t* first = device_table.begin() + index / count * count;
@@ -68,10 +70,9 @@ Status ReadCudaAttributes(Direction direction, const DispatchOptions& options, D
       num_arrays <= kernels::kMaxArrays) {
     return status;
   }
-  return Status::Invalid(call->op + ": " + std::to_string(call->num_ranks) + " ranks and " +
-                         std::to_string(num_arrays) + " arrays; on GPUs one call takes at most " +
-                         std::to_string(kernels::kMaxRanks) + " ranks and " +
-                         std::to_string(kernels::kMaxArrays) +
+  return Status::Invalid(call->op, ": ", call->num_ranks, " ranks and ", num_arrays,
+                         " arrays; on GPUs one call takes at most ", kernels::kMaxRanks,
+                         " ranks and ", kernels::kMaxArrays,
                          " arrays. Stack arrays, or pass implementation='xla'.");
 }
 
@@ -89,10 +90,8 @@ Status ReadCudaOperands(const DispatchOptions& options, const ffi::RemainingArgs
   for (size_t p = 0; p < call->groups.size(); ++p) {
     const OperandGroup& read = call->groups[p];
     if (read.num_slots < 1 || read.num_replicas < 1 || read.num_replicas > kMostReplicas) {
-      return Status::Invalid(call->op + ": plan " + std::to_string(p) + " has " +
-                             std::to_string(read.num_slots) + " slots x " +
-                             std::to_string(read.num_replicas) +
-                             " replicas. Call it through jax_cp_dispatch.");
+      return Status::Invalid(call->op, ": plan ", p, " has ", read.num_slots, " slots x ",
+                             read.num_replicas, " replicas. Call it through jax_cp_dispatch.");
     }
     kernels::OperandGroup& group = on_device->groups[p];
     group.num_recv_tokens = read.num_recv_tokens;
@@ -132,7 +131,7 @@ Status ReadStart(const std::string& op, const kernels::Call& call,
   int64_t held_bytes = 0;
   for (size_t i = 0; i < results.size(); ++i) {
     auto result = results.get<ffi::AnyBuffer>(i);
-    if (!result.has_value()) return Status::Invalid(op + ": a result is not an array" + kCallIt);
+    if (!result.has_value()) return Status::Invalid(op, ": a result is not an array", kCallIt);
     addresses->push_back((*result)->untyped_data());
     *held = static_cast<char*>((*result)->untyped_data());
     held_bytes = NumBytes(**result);
@@ -144,24 +143,24 @@ Status ReadStart(const std::string& op, const kernels::Call& call,
   kernels::HeldFields fields;
   const int64_t need = kernels::HoldFields(&reads_copies, *held, &fields);
   if (held_bytes >= need) return Status::Ok();
-  return Status::Invalid(op + ": the other operands need " + std::to_string(need) +
-                         " bytes but their memory has " + std::to_string(held_bytes) + kCallIt);
+  return Status::Invalid(op, ": the other operands need ", need, " bytes but their memory has ",
+                         held_bytes, kCallIt);
 }
 
 Status ReadDone(const std::string& op, const ffi::RemainingArgs& args,
                 const ffi::RemainingRets& results, ExchangePairs::Addresses* addresses) {
   for (size_t i = 0; i < args.size(); ++i) {
     const auto arg = args.get<ffi::AnyBuffer>(i);
-    if (!arg.has_value()) return Status::Invalid(op + ": an operand is not an array" + kCallIt);
+    if (!arg.has_value()) return Status::Invalid(op, ": an operand is not an array", kCallIt);
     addresses->push_back(arg->untyped_data());
   }
   if (results.size() > args.size()) {
-    return Status::Invalid(op + ": there are " + std::to_string(args.size()) + " operands and " +
-                           std::to_string(results.size()) + " results" + kCallIt);
+    return Status::Invalid(op, ": there are ", args.size(), " operands and ", results.size(),
+                           " results", kCallIt);
   }
   for (size_t i = 0; i < results.size(); ++i) {
     auto result = results.get<ffi::AnyBuffer>(i);
-    if (!result.has_value()) return Status::Invalid(op + ": a result is not an array" + kCallIt);
+    if (!result.has_value()) return Status::Invalid(op, ": a result is not an array", kCallIt);
     if ((*result)->untyped_data() != (*addresses)[i]) return NotInPlace(op, i);
   }
   return Status::Ok();

@@ -15,13 +15,18 @@
 
 namespace cpd {
 
-// The attributes of the CPU, and those that only GPUs need.
-struct CudaOptions {
+// What all calls on GPUs have, in addition to those of the CPU.
+struct GpuOptions {
+  Counts device_table;      // of all ranks, group by group; -1: one device holds all of them
+  std::string_view memory;  // "devices" of this process, or a "slab" per process
+  int64_t num_comm_sm;      // multiprocessors that move rows; 0: all
+
+  void Read(AttributeReader* attributes);
+  bool in_slab() const { return memory == "slab"; }
+};
+
+struct CudaOptions : GpuOptions {
   DispatchOptions call;
-  Counts device_table;         // of all ranks, group by group; -1: one device holds all of them
-  std::string_view memory;     // "devices" of this process, or a "slab" per process
-  std::string_view copy_path;  // "registers", or "bulk" where the GPU can
-  int64_t num_comm_sm;         // multiprocessors that move rows; 0: all
 };
 
 Status ReadOptions(const xla::ffi::Dictionary& attributes, CudaOptions* options);

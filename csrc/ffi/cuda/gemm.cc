@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
-#include <exception>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -90,8 +89,8 @@ ChannelKey KeyOf(const CudaGemmOptions& options, const RankLocation& location, i
   return key;
 }
 
-void EndCall(const GemmBuffers& buffers, kernels::State* state, int num_blocks, cudaStream_t stream,
-             const GpuArithmetic& arithmetic) {
+void EndMeeting(const GemmBuffers& buffers, kernels::State* state, int num_blocks,
+                cudaStream_t stream, const GpuArithmetic& arithmetic) {
   kernels::MeetingResults results{state, {}, {}};
   int i = 0;
   for (const ffi::AnyBuffer& result :
@@ -132,8 +131,8 @@ Status Overlap(const std::string& op, const CudaGemmOptions& options, const Stag
   OverlapProblem& problem = call.problem;
   const auto num_ranks = static_cast<int>(options.call.num_ranks);
   const auto num_local = static_cast<int>(buffers.size());
-  if (options.memory == "slab" && Slab::Get().NeedsNetwork(location.processes())) {
-    return Status::Invalid(op +
+  if (options.in_slab() && Slab::Get().NeedsNetwork(location.processes())) {
+    return Status::Invalid(op,
                            ": some ranks reach each other over the network only, and products "
                            "overlap through mapped memory. Pass implementation='xla'.");
   }
@@ -153,7 +152,7 @@ Status Overlap(const std::string& op, const CudaGemmOptions& options, const Stag
   const bool is_recorded = at.executes && IsRecorded(stream);
   std::shared_ptr<Channel> channel;
   Status status =
-      ChannelRegistry::Get().Find(op, key, shape, options.memory == "slab", !is_recorded, &channel);
+      ChannelRegistry::Get().Find(op, key, shape, options.in_slab(), !is_recorded, &channel);
   const LanesKey of_lanes{device, num_local, options.gemm_priority, options.comm_priority};
   std::shared_ptr<Lanes> lanes;
   if (status.ok()) status = Lanes::Find(op, of_lanes, is_recorded, &lanes);
@@ -203,7 +202,7 @@ Status Overlap(const std::string& op, const CudaGemmOptions& options, const Stag
       status = schedule.team.Enqueue(op, &queues);
       queues.Join(stream);
     }
-    if (meets) EndCall(buffers[0], meeting.state, share.num_blocks, stream, *arithmetic);
+    if (meets) EndMeeting(buffers[0], meeting.state, share.num_blocks, stream, *arithmetic);
   };
   if (is_recorded) {
     launch();
@@ -212,13 +211,7 @@ Status Overlap(const std::string& op, const CudaGemmOptions& options, const Stag
   }
   if (status.ok()) status = arithmetic->status();
   if (!status.ok() || is_recorded) return status;
-  if (ChecksEachCall()) {
-    if (const cudaError_t error = cudaStreamSynchronize(stream); error != cudaSuccess) {
-      return {StatusCode::kInternal, op + ": failed: " + cudaGetErrorString(error)};
-    }
-    if (message.empty()) message = channel->TakeError(op);
-  }
-  return message.empty() ? status : Status::Invalid(message);
+  return EndCall(op, stream, std::move(message), channel.get());
 }
 
 Status Gemm(const StageOnDevice& at, const int32_t* rank, const ffi::RemainingArgs& args,
@@ -246,11 +239,9 @@ template <bool kExecute>
 ffi::Error GemmIn(int32_t device, cudaStream_t stream, ffi::BufferR0<ffi::S32> rank,
                   ffi::BufferR0<ffi::S32>, ffi::RemainingArgs args, ffi::RemainingRets results,
                   ffi::Dictionary attributes) {
-  try {
-    return ToError(Gemm({kExecute, device, stream}, rank.typed_data(), args, results, attributes));
-  } catch (const std::exception& error) {
-    return ToError({StatusCode::kInternal, std::string("jax_cp_dispatch: ") + error.what()});
-  }
+  return ToError(Caught([&] {
+    return Gemm({kExecute, device, stream}, rank.typed_data(), args, results, attributes);
+  }));
 }
 
 // The operands are those of the CPU handler; see ffi/cpu/gemm.cc.
@@ -260,7 +251,7 @@ XLA_FFI_DEFINE_HANDLER(ExecuteGemm, GemmIn<true>, BindOperands<kExecute>().Attrs
 
 }  // namespace
 
-std::vector<CudaTarget> CudaGemmTargets() {
+std::vector<Target> CudaGemmTargets() {
   return {{"jax_cp_dispatch.gemm", InitializeGemm, ExecuteGemm}};
 }
 

@@ -9,11 +9,6 @@ namespace ffi = xla::ffi;
 namespace cpd {
 namespace {
 
-Status Wrong(const std::string& op, const char* what) {
-  return Status::Invalid(op + ": the operands are not those of this version's primitives: " + what +
-                         ". Call it through jax_cp_dispatch.");
-}
-
 // Whether a buffer for all ranks has a dimension of ranks, or is a single unused element.
 bool HoldsRanks(const ffi::AnyBuffer& all, int64_t num_ranks) {
   const auto dims = all.dimensions();
@@ -26,8 +21,7 @@ Status LayScratch(const std::string& op, CudaGemmCall* call) {
     auto* data = static_cast<char*>(of_rank.workspace.untyped_data());
     const int64_t need = GemmScratch::Lay(call->problem, data, &call->scratch.emplace_back());
     if (given >= need) continue;
-    return Status::Invalid(op + ": the workspace has " + std::to_string(given) +
-                           " bytes but the call needs " + std::to_string(need) +
+    return Status::Invalid(op, ": the workspace has ", given, " bytes but the call needs ", need,
                            ". Call it through jax_cp_dispatch.");
   }
   return Status::Ok();
@@ -38,11 +32,9 @@ Status LayScratch(const std::string& op, CudaGemmCall* call) {
 Status ReadOptions(const ffi::Dictionary& attributes, CudaGemmOptions* options) {
   AttributeReader reader(attributes);
   ReadOptions(&reader, &options->call);
-  reader.Read("device_table", &options->device_table);
-  reader.Read("memory", &options->memory);
+  options->Read(&reader);
   reader.Read("gemm_priority", &options->gemm_priority);
   reader.Read("comm_priority", &options->comm_priority);
-  reader.Read("num_comm_sm", &options->num_comm_sm);
   reader.Read("set_sm_margin", &options->set_sm_margin);
   reader.Read("tf32", &options->tf32);
   reader.Read("use_split_accumulator", &options->use_split_accumulator);
@@ -67,14 +59,12 @@ BufferView::BufferView(const ffi::AnyBuffer& all, int64_t rank, int64_t num_rank
   raw_->dims = dims_.data();
 }
 
-std::string CudaGemmOptions::op() const {
-  return overlaps() ? call.op + " over axis '" + call.axis + "'" : call.op;
-}
+std::string CudaGemmOptions::op() const { return overlaps() ? call.OverAxis() : call.op; }
 
 Status CheckRanksOnGpu(const std::string& op, const CudaGemmOptions& options) {
-  if (options.num_ranks() < 1) return Wrong(op, "there are no ranks");
+  if (options.num_ranks() < 1) return NotOurs(op, "there are no ranks");
   if (options.num_ranks() <= kernels::kMaxRanks) return Status::Ok();
-  return Status::Invalid(op + ": on GPUs at most " + std::to_string(kernels::kMaxRanks) +
+  return Status::Invalid(op, ": on GPUs at most ", kernels::kMaxRanks,
                          " ranks overlap. Pass implementation='xla'.");
 }
 
@@ -87,7 +77,7 @@ Status ReadGemmCall(const std::string& op, const CudaGemmOptions& options,
   const int64_t num_local = has_all_ranks ? options.num_ranks() : 1;
   for (const ffi::AnyBuffer& buffer : all) {
     if (!has_all_ranks || HoldsRanks(buffer, num_local)) continue;
-    return Wrong(op, "one has no dimension of ranks");
+    return NotOurs(op, "one has no dimension of ranks");
   }
   for (int64_t rank = 0; rank < num_local; ++rank) {
     std::vector<ffi::AnyBuffer> own = all;
@@ -103,13 +93,13 @@ Status ReadGemmCall(const std::string& op, const CudaGemmOptions& options,
   if (!status.ok()) return status;
   if (call->problem.scaling == Scaling::kBlocks) {
     if (options.overlaps()) {
-      return Status::Invalid(op +
+      return Status::Invalid(op,
                              ": on GPUs products with MXFP8 do not overlap. Pass "
                              "implementation='xla'.");
     }
     if (first.lhs_swizzled.element_type() != ffi::U8 ||
         first.rhs_swizzled.element_type() != ffi::U8) {
-      return Wrong(op, "there is no space for swizzled scales");
+      return NotOurs(op, "there is no space for swizzled scales");
     }
   }
   return LayScratch(op, call);

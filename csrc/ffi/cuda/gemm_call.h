@@ -15,13 +15,10 @@
 
 namespace cpd {
 
-// The attributes of the CPU, and those that only GPUs need.
-struct CudaGemmOptions {
+// The device table is a single -1 also without communication.
+struct CudaGemmOptions : GpuOptions {
   GemmOptions call;
-  Counts device_table;      // see CudaOptions; a single -1 also without communication
-  std::string_view memory;  // "devices" of this process, or a "slab" per process
   int64_t gemm_priority, comm_priority;
-  int64_t num_comm_sm;
   bool set_sm_margin;
   bool tf32;
   bool use_split_accumulator;  // of 8-bit operands: sums in float32, as the CPU always does

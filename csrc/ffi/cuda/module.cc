@@ -1,5 +1,7 @@
 // The Python module with the XLA FFI handlers and memory for GPUs. It loads without any CUDA
 // library: the runtime is linked in, and the driver is opened on first use.
+#include "ffi/module.h"
+
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -14,7 +16,6 @@
 #include "cuda/gpu_spans.h"
 #include "ffi/cuda/memory_bindings.h"
 #include "ffi/cuda/targets.h"
-#include "ffi/recorded_spans.h"
 #include "nanobind/nanobind.h"
 #include "nanobind/stl/string.h"
 #include "nanobind/stl/vector.h"
@@ -23,20 +24,6 @@ namespace nb = nanobind;
 
 namespace cpd {
 namespace {
-
-// Target name -> stage name -> handler.
-nb::dict Registrations() {
-  nb::dict targets;
-  for (const auto& of_room : {CudaAttentionTargets(), CudaDispatchTargets(), CudaGemmTargets()}) {
-    for (const CudaTarget& target : of_room) {
-      nb::dict stages;
-      stages["initialize"] = nb::capsule(reinterpret_cast<void*>(target.initialize));
-      stages["execute"] = nb::capsule(reinterpret_cast<void*>(target.execute));
-      targets[target.name] = stages;
-    }
-  }
-  return targets;
-}
 
 // (the number of GPUs, and why there are none).
 nb::tuple DeviceCount() {
@@ -73,10 +60,10 @@ nb::tuple Versions() {
 NB_MODULE(_cuda, m) {
   using cpd::ChannelRegistry;
   m.doc() = "XLA FFI handlers on GPUs, and the memory in which their ranks meet.";
-  m.def("registrations", &cpd::Registrations, "Target name -> stage name -> handler capsule.");
-  m.def(
-      "ffi_api_version", [] { return nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR); },
-      "(major, minor) of the XLA FFI headers that this was built with.");
+  cpd::BindTargets(
+      m, "initialize",
+      {cpd::CudaAttentionTargets(), cpd::CudaDispatchTargets(), cpd::CudaGemmTargets()});
+  cpd::BindSpans<cpd::GpuSpans>(m);
   m.def("device_count", &cpd::DeviceCount, "Returns (number of GPUs, why there are none).");
   m.def("attention_memory", &cpd::BlockMemory,
         "Returns the bytes of shared memory in a block (that attention needs, that GPUs have).");
@@ -88,15 +75,6 @@ NB_MODULE(_cuda, m) {
       "release_buffer", [](int64_t id) { ChannelRegistry::Get().Release(id); },
       nb::call_guard<nb::gil_scoped_release>());
   m.def("restore_buffer", [](int64_t id) { ChannelRegistry::Get().Restore(id); });
-  m.def("start_spans", [] { cpd::GpuSpans::Get().Start(); });
-  m.def("stop_spans", [] {
-    std::vector<cpd::RecordedSpan> spans;
-    {
-      nanobind::gil_scoped_release release;  // it waits for the devices
-      spans = cpd::GpuSpans::Get().Stop();
-    }
-    return cpd::ToPython(spans);
-  });
   m.def(
       "take_errors", [] { return ChannelRegistry::Get().TakeErrors(); },
       "Returns the errors that no call has reported yet.");

@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "cuda/nvshmem_kernels.h"
+#include "cuda/kernels.h"
 #include "nanobind/nanobind.h"
 #include "nanobind/stl/string.h"
 #include "nanobind/stl/vector.h"

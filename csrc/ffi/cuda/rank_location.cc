@@ -5,15 +5,14 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "cuda/channels.h"
+#include "cuda/status.h"
 
 namespace cpd {
 
 Status FindRank(const std::string& op, int32_t device, int64_t num_ranks, Counts device_table,
                 RankLocation* location) {
   if (const cudaError_t error = cudaSetDevice(device); error != cudaSuccess) {
-    return {StatusCode::kInternal,
-            op + ": cannot use GPU " + std::to_string(device) + ": " + cudaGetErrorString(error)};
+    return Status::Internal(op, ": cannot use GPU ", device, ": ", cudaGetErrorString(error));
   }
   auto& registry = ChannelRegistry::Get();
   Status status = LocateRanks(op, registry.NameOf(device), num_ranks, device_table, location);
@@ -33,6 +32,15 @@ bool ChecksEachCall() {
     return value != nullptr && std::strcmp(value, "0") != 0 && *value != '\0';
   }();
   return checks;
+}
+
+Status EndCall(const std::string& op, cudaStream_t stream, std::string message, Channel* channel) {
+  if (ChecksEachCall()) {
+    const Status status = CudaStatus(cudaStreamSynchronize(stream), op, ": the call");
+    if (!status.ok()) return status;
+    if (message.empty()) message = channel->TakeError(op);
+  }
+  return message.empty() ? Status::Ok() : Status::Invalid(message);
 }
 
 }  // namespace cpd

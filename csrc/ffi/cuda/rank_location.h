@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "cuda/channels.h"
 #include "ffi/cuda/dispatch_call.h"
 #include "transport/transport.h"
 
@@ -29,5 +30,8 @@ bool IsRecorded(cudaStream_t stream);
 // Whether each call synchronizes and reports its own errors, instead of leaving them to a later
 // call.
 bool ChecksEachCall();
+
+// The status of a call that has been enqueued. `message` is an error of an earlier call, or empty.
+Status EndCall(const std::string& op, cudaStream_t stream, std::string message, Channel* channel);
 
 }  // namespace cpd

@@ -1,11 +1,12 @@
-// The handlers of the CUDA extension, by the names under which JAX registers them.
+// The handlers of the CUDA module. The first stage allocates the memory of a call, before anything
+// is recorded.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include <vector>
 
-#include "xla/ffi/api/ffi.h"
+#include "ffi/common.h"
 
 namespace cpd {
 
@@ -24,14 +25,8 @@ auto BindOperands() {
       .RemainingRets();
 }
 
-struct CudaTarget {
-  const char* name;
-  XLA_FFI_Handler* initialize;  // allocates the memory of a call, before anything is recorded
-  XLA_FFI_Handler* execute;
-};
-
-std::vector<CudaTarget> CudaAttentionTargets();
-std::vector<CudaTarget> CudaDispatchTargets();
-std::vector<CudaTarget> CudaGemmTargets();
+std::vector<Target> CudaAttentionTargets();
+std::vector<Target> CudaDispatchTargets();
+std::vector<Target> CudaGemmTargets();
 
 }  // namespace cpd

@@ -3,7 +3,6 @@
 // ranks in one launch.
 #include <cstring>
 
-#include "kernels/bulk.h"
 #include "kernels/exchange.h"
 #include "kernels/plan.h"
 #include "kernels/push.h"

@@ -1,4 +1,4 @@
-// Gives queries from ranks above the limit to ranks below it, most work per byte first.
+// The steps of a plan: ranks with too much work give queries away, and so do ranks without room.
 #pragma once
 
 #include <cstdint>
@@ -39,5 +39,14 @@ struct Filling {
 // Returns the number of candidates considered. Stops if no rank is above the limit, or if nothing
 // fits.
 int64_t FillRanks(const Filling& filling, Random* random, QueryShares* shares);
+
+// Gives queries away from ranks that receive more queries or keys than they have room for. Stops if
+// no rank exceeds its capacities, or if no rank with room can help. Both return the number of
+// candidates considered.
+int64_t KeepCapacities(QueryShares* shares);
+
+// Gives queries with little work away from a rank, until it has room for so many rows or no other
+// rank can take more.
+int64_t MakeRoom(int32_t rank, int64_t rows, QueryShares* shares);
 
 }  // namespace cpd

@@ -1,28 +1,21 @@
-// Python bindings of overlapped GEMMs: the registry of their buffers, the BLAS, recorded spans.
-#include "ffi/cpu/comm_gemm.h"
-
+// Python bindings of the registries of buffers, and of the sizes of those of GEMMs.
 #include <algorithm>
 #include <cstdint>
 #include <string>
 #include <tuple>
 
-#include "ffi/recorded_spans.h"
-#include "gemm/blas.h"
+#include "dispatch/dispatch_buffers.h"
+#include "ffi/cpu/bindings.h"
 #include "gemm/overlap_buffers.h"
 #include "gemm/overlap_problem.h"
 #include "gpu_schedule/gemm_scratch.h"
 #include "nanobind/stl/string.h"
 #include "nanobind/stl/tuple.h"
-#include "transport/spans.h"
 
 namespace nb = nanobind;
 
 namespace cpd {
 namespace {
-
-void Check(const Status& status) {
-  if (!status.ok()) throw nb::value_error(status.message.c_str());
-}
 
 DataType FloatType(const std::string& name) {
   if (name == "float8_e4m3fn") return DataType::kE4M3;
@@ -75,7 +68,7 @@ int64_t BufferBytesFor(const nb::object& overlap, int64_t num_ranks, const Sizes
   room.type = FloatType(dtype);
   room.gathers_to_aux = gathers_to_aux;
   // On GPUs even an auxiliary array moves through the buffer.
-  room.shares_only_buffers = room.config.method == CommMethod::kBulk;
+  room.shares_only_buffers = room.config.is_bulk();
   if (!has_scales) return room.Bytes();
   room.scaling = Scaling::kTensor;
   const int64_t of_tensors = room.Bytes();
@@ -106,21 +99,31 @@ nb::dict List() {
   return buffers;
 }
 
-// SciPy exports its routines as capsules, named by their C signature.
-void* RoutineOf(nb::capsule capsule) { return capsule.data(); }
+// What both registries offer, under their names for one and for all.
+template <typename Registry>
+void BindDestruction(nb::module_& m, const char* one, const char* all) {
+  m.def(
+      one, [](const std::string& op, int64_t id) { Check(Registry::Get().Destroy(op, id)); },
+      nb::arg("op"), nb::arg("id"));
+  m.def(all, [](const std::string& op) { Check(Registry::Get().DestroyAll(op)); }, nb::arg("op"));
+}
 
 }  // namespace
 
-void BindCommGemm(nb::module_& m) {
+void BindBuffers(nb::module_& m) {
   using nb::arg;
+  m.def("create_buffer", [] { return DispatchBuffers::Get().Create(); }, "Returns its id.");
+  BindDestruction<DispatchBuffers>(m, "destroy_buffer", "destroy_all_buffers");
+  m.def(
+      "find_buffer",
+      [](const std::string& op, int64_t id) {
+        BufferUsage usage;
+        Check(DispatchBuffers::Get().Find(op, id, &usage));
+        return usage.num_in_use;
+      },
+      arg("op"), arg("id"), "The calls in flight that use it; each rank counts separately.");
   m.def("create_overlap_buffer", &Create, arg("op"), arg("config"));
-  m.def(
-      "destroy_overlap_buffer",
-      [](const std::string& op, int64_t id) { Check(OverlapBuffers::Get().Destroy(op, id)); },
-      arg("op"), arg("id"));
-  m.def(
-      "destroy_all_overlap_buffers",
-      [](const std::string& op) { Check(OverlapBuffers::Get().DestroyAll(op)); }, arg("op"));
+  BindDestruction<OverlapBuffers>(m, "destroy_overlap_buffer", "destroy_all_overlap_buffers");
   m.def(
       "find_overlap_buffer",
       [](const std::string& op, int64_t id) {
@@ -134,16 +137,6 @@ void BindCommGemm(nb::module_& m) {
         "Returns the bytes of one rank. The shape: rows of all ranks, of one rank, and columns.");
   m.def("gemm_scratch_bytes", &ScratchBytes, arg("mnk"), arg("call"), nb::kw_only(),
         arg("has_scales"), "Returns the bytes of one rank on a GPU.");
-  m.def(
-      "load_blas",
-      [](nb::capsule sgemm, nb::capsule dgemm) {
-        return LoadBlas(RoutineOf(sgemm), RoutineOf(dgemm));
-      },
-      nb::kw_only(), arg("sgemm"), arg("dgemm"));
-  m.def("start_spans", [] { SpanRecorder::Get().Start(); });
-  m.def(
-      "stop_spans", [] { return ToPython(SpanRecorder::Get().Stop()); },
-      "Returns the spans in the order in which they ended.");
 }
 
 }  // namespace cpd

@@ -1,7 +1,7 @@
-// A construction of placements: closes one rank after another, the longest remaining document
-// first.
+// The steps of a placement: constructions, repair, and the arrangement of ranks in nodes.
 #pragma once
 
+#include <cstdint>
 #include <vector>
 
 #include "planner/placement.h"
@@ -10,7 +10,6 @@ namespace cpd {
 
 // A number of thousandths of some work.
 inline int64_t Scaled(int64_t work, int64_t permille) {
-  __extension__ typedef __int128 Wide;
   return static_cast<int64_t>(static_cast<Wide>(work) * permille / 1000);
 }
 
@@ -23,9 +22,8 @@ struct Concession {
 // The parameters of a construction.
 struct Closing {
   int64_t reserve_percent = 0;  // short documents reserved to fill ranks exactly, per 100 ranks
-  int64_t slice_gain = 50;      // tokens that a slice, or a reserved document, must save
   int64_t dense_percent = 0;    // documents above this part of the limit come first; 0: off
-  uint64_t seed = 0;            // varies `slice_gain` from rank to rank; 0: does not vary it
+  uint64_t seed = 0;            // varies what a slice must save from rank to rank; 0: does not
 };
 
 // The fastest ranks come first. The next rank takes the largest tail of the longest remaining
@@ -38,5 +36,29 @@ struct Closing {
 // document keeps its limits gets as little more work as possible; `needed_permille` becomes that.
 RankPieces CloseRanks(const PlacementProblem& problem, const std::vector<Piece>& items,
                       const Closing& closing, std::vector<Concession>* concessions = nullptr);
+
+// The slowest ranks come first. Each gets as many of the densest remaining tokens (with the most
+// work per token) as its limit allows, with the least dense ones, padding first; documents are cut
+// anywhere. So no rank has less work than its share of what is left, except by the work of one
+// token, and the last rank keeps its limit if the tolerance is worth more than these tokens.
+RankPieces MixDensities(const PlacementProblem& problem, const std::vector<Piece>& items);
+
+// Ranks with documents that break a limit get more work, as little as was found to be enough; all
+// others keep their share.
+RankPieces ConcedeWork(const PlacementProblem& problem, const std::vector<Piece>& items);
+
+// Exchanges equal numbers of tokens between a rank above the limit and one below it, with as few
+// cuts as possible, until all ranks keep the limit or nothing helps. Takes a bounded number of
+// steps.
+void RepairBalance(const PlacementProblem& problem, RankPieces* ranks);
+
+// Exchanges the pieces of whole ranks of equal speed, so that fewer keys move between nodes.
+void ArrangeInNodes(const PlacementProblem& problem, RankPieces* ranks);
+
+// The problem in which each node is one rank.
+PlacementProblem NodesOf(const PlacementProblem& problem);
+
+// The problem of the ranks of one node, for some pieces of all documents.
+PlacementProblem RanksOf(const PlacementProblem& problem, int32_t node);
 
 }  // namespace cpd

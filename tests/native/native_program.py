@@ -1,0 +1,66 @@
+"""The native tests as one program: compiled in a few pieces, plain or with sanitizers, and run."""
+
+import concurrent.futures
+import os
+import pathlib
+import shutil
+import subprocess
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+# Seconds. Only a deadlock takes this long, however busy the machine is.
+LIMIT = 1200
+
+KERNELS = (
+    *("test_device", "test_early_rows", "test_network", "test_one_launch", "test_small_calls"),
+)
+RANKS = (
+    *("test_transport", "test_transport_failures", "test_completions", "test_waiting_tasks"),
+    *("test_shared_memory", "test_shared_overlap", "test_shared_overlap_failures"),
+    *("test_dispatch_buffers", "test_dispatch_plans", "test_comm_overlap"),
+    *("test_overlap_buffers", "test_overlap_timing"),
+)
+ON_ONE_THREAD = (
+    *("test_overlap_team", "test_cublaslt", "test_placement", "test_move_queries"),
+    *("test_attention_kernels", "test_exchange_pairs", "test_copies"),
+)
+ON_THREADS = ("test_sum_kernels", "test_layout_kernels", "test_meeting", "test_slab")
+ALWAYS = (
+    *(ROOT / "csrc/cuda" / name for name in ("errors.cc", "slab.cc")),
+    *(ROOT / "tests/native" / name for name in ("main.cc", "stress.cc")),
+)
+
+
+def compile_(folder, *arguments):
+    command = [COMPILER, "-std=c++17", f"-I{ROOT / 'csrc'}", *arguments]
+    subprocess.run(command, check=True, timeout=LIMIT, cwd=folder)
+
+
+def build(folder, tests, *options):
+    """Compiles these tests in one piece, and the sources that they need in two.
+
+    Standard headers and templates take most of the time.
+    """
+    sources = [["numerics", "transport", "dispatch", "gemm", "gpu_schedule"], ["planner"]]
+    units = [[*ALWAYS, *(ROOT / f"tests/native/{name}.cc" for name in tests)]]
+    for folders in sources:
+        units.append([x for name in folders for x in sorted((ROOT / "csrc" / name).glob("*.cc"))])
+    for number, files in enumerate(units):
+        text = "".join(f'#include "{file}"\n' for file in files)
+        (folder / f"unit_{number}.cc").write_text(text)
+    if "test_cublaslt" in tests:
+        library = ROOT / "tests/native/fake_cublaslt.cc"
+        compile_(folder, "-shared", "-fPIC", library, "-o", "libfake_cublaslt.so")
+    names = [f"unit_{number}" for number in range(len(units))]
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda name: compile_(folder, *options, "-c", f"{name}.cc"), names))
+    objects = [f"{name}.o" for name in names]
+    compile_(folder, *options, *objects, "-pthread", "-ldl", "-o", "native_tests")
+    return folder / "native_tests"
+
+
+def run(program, *arguments):
+    """The address sanitizer says where a trap of the other one is."""
+    env = {**os.environ, "ASAN_OPTIONS": "handle_sigill=1"}
+    command = [program, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=env)

@@ -1,0 +1,61 @@
+"""The native core under ThreadSanitizer, and under AddressSanitizer and UndefinedBehaviorSanitizer.
+
+Not part of the suite: `./run sanitizers` runs it, as continuous integration does.
+"""
+
+import functools
+import subprocess
+
+import native_program
+import pytest
+from test_native import check_core, check_random_programs
+
+# Without what no sanitizer allows: a multiple of the address space. Sums of every type run on
+# threads as those of the other kernels' tests do, and the planner has no threads.
+TESTS = {
+    "thread": (*native_program.KERNELS, *native_program.RANKS, *native_program.ON_THREADS),
+    "address,undefined": (
+        *(*native_program.KERNELS, *native_program.RANKS, *native_program.ON_ONE_THREAD),
+    ),
+}
+
+pytestmark = pytest.mark.skipif(native_program.COMPILER is None, reason="no C++ compiler")
+
+
+def require_sanitizer(option, folder):
+    (folder / "empty.cc").write_text("int main() {}\n")
+    try:
+        native_program.compile_(folder, option, "empty.cc", "-o", "empty")
+        works = native_program.run(folder / "empty").returncode == 0
+    except subprocess.CalledProcessError:
+        works = False
+    if not works:
+        pytest.skip(f"{native_program.COMPILER} or this system does not support {option}")
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    """Maps a sanitizer to the program of its tests, which is built once."""
+
+    @functools.cache
+    def build(sanitizer):
+        folder = tmp_path_factory.mktemp("native")
+        options = [f"-fsanitize={sanitizer}", "-g1", "-fno-sanitize-recover=all"]
+        if "undefined" in sanitizer:  # traps compile faster than messages
+            options.append("-fsanitize-undefined-trap-on-error")
+        require_sanitizer(options[0], folder)
+        return native_program.build(folder, TESTS[sanitizer], *options)
+
+    return build
+
+
+@pytest.mark.parametrize(
+    "sanitizer, name", [(sanitizer, name) for sanitizer in TESTS for name in TESTS[sanitizer]]
+)
+def test_core(programs, sanitizer, name):
+    check_core(programs(sanitizer), name)
+
+
+@pytest.mark.parametrize("sanitizer", TESTS)
+def test_random_programs(programs, sanitizer):
+    check_random_programs(programs(sanitizer))
