@@ -19,7 +19,6 @@ from jax_cp_dispatch.adapters import (
     maxtext_attention,
     maxtext_dense,
     maxtext_gemms,
-    maxtext_product,
 )
 
 FUNCTIONS = ("all_gather_matmul", "matmul_reduce_scatter")
@@ -63,7 +62,7 @@ def test_training(is_fused):
         want = losses(STEPS, maxtext_gemms(), **OPTIONS, **options)
     functions = {name: mock.Mock(wraps=getattr(cpd, name)) for name in FUNCTIONS}
     with (
-        mock.patch.multiple(maxtext_product, **functions),
+        mock.patch.multiple(maxtext_dense, **functions),
         warnings.catch_warnings(record=True) as said,
     ):
         warnings.simplefilter("always")

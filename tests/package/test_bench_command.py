@@ -6,9 +6,10 @@ import json
 import jax
 import pytest
 
-from jax_cp_dispatch.bench_command import attention, gemm, movement, run
+from jax_cp_dispatch import bench_command
+from jax_cp_dispatch.bench_command import attention, gemm, movement
 
-TINY = run.Sizes(
+TINY = bench_command.Sizes(
     *(1, 16, 128, 2, 8, "float32"),
     ((gemm.GATHER, 64, 16, 64), (gemm.SCATTER, 64, 64, 16)),
     feature=(2, 4),
@@ -17,8 +18,8 @@ TINY = run.Sizes(
 
 def bench(*arguments):
     parser = argparse.ArgumentParser()
-    run.add_arguments(parser)
-    return run.main(parser.parse_args(arguments))
+    bench_command.add_arguments(parser)
+    return bench_command.main(parser.parse_args(arguments))
 
 
 @pytest.fixture
@@ -65,7 +66,7 @@ def test_a_wrong_result_is_an_error_and_the_other_sections_still_run(tiny, capsy
     assert "all_gather_matmul, none" in printed and "of limit  speedup" in printed
 
 
-@pytest.mark.parametrize("sizes", [run.CPU, run.QUICK, run.GPU])
+@pytest.mark.parametrize("sizes", [bench_command.CPU, bench_command.QUICK, bench_command.GPU])
 def test_sizes_suit_every_number_of_ranks(sizes):
     assert sizes.shared(8) == sizes
     odd = sizes.shared(6)

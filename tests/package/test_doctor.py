@@ -6,14 +6,14 @@ import json
 import jax
 import pytest
 
-from jax_cp_dispatch import Availability, available_implementations
+from jax_cp_dispatch import Availability, available_implementations, doctor
 from jax_cp_dispatch._ranks import runtime
-from jax_cp_dispatch.doctor import machine, run, self_test
+from jax_cp_dispatch.doctor import machine, self_test
 from jax_cp_dispatch.doctor.machine import Finding
 
 
 def report(capsys, *, is_json=True):
-    code = run.main(argparse.Namespace(json=is_json, devices=jax.device_count()))
+    code = doctor.main(argparse.Namespace(json=is_json, devices=jax.device_count()))
     printed = capsys.readouterr().out
     return code, json.loads(printed) if is_json else printed
 
@@ -83,5 +83,5 @@ def test_a_missing_gpu_library_or_memory_names_its_remedy(monkeypatch):
 
 @pytest.mark.parametrize("devices", [0, 99999999])
 def test_number_of_devices_is_checked(capsys, devices):
-    assert run.main(argparse.Namespace(json=True, devices=devices)) == 2
+    assert doctor.main(argparse.Namespace(json=True, devices=devices)) == 2
     assert capsys.readouterr().err == f"doctor: --devices is {devices}; pass 1 to 1024.\n"

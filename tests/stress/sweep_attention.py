@@ -26,7 +26,7 @@ from calls import Call, check
 from jax.experimental.pallas import tpu as pltpu
 
 from jax_cp_dispatch import Hamilton
-from jax_cp_dispatch.attention.local import api, tpu
+from jax_cp_dispatch.attention.local import local_attention as api, tpu
 from jax_cp_dispatch.attention.rotating import attend, sequence
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
 from jax_cp_dispatch.masks import BlockCausal, Chunked, SlidingWindow
