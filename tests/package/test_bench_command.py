@@ -25,7 +25,7 @@ def bench(*arguments):
 @pytest.fixture
 def tiny(monkeypatch):
     """Small sizes and few algorithms; compiling takes most of the time."""
-    monkeypatch.setattr(run, "sizes_for", lambda *_, **__: TINY)
+    monkeypatch.setattr(bench_command, "sizes_for", lambda *_, **__: TINY)
     monkeypatch.setitem(attention._MATMUL, "cpu", 64)
     monkeypatch.setattr(attention, "CAUSAL", ("ring",))
     monkeypatch.setattr(attention, "PACKED", ("placed",))
@@ -82,7 +82,7 @@ def test_sizes_suit_every_number_of_ranks(sizes):
     ],
 )
 def test_bad_arguments_give_one_line(capsys, monkeypatch, arguments, message):
-    monkeypatch.setattr(run, "start_cpu_devices", lambda count: None)
+    monkeypatch.setattr(bench_command, "start_cpu_devices", lambda count: None)
     assert bench(*arguments) == 2
     said = capsys.readouterr()
     assert message in said.err and said.err.startswith("bench: ") and said.err.count("\n") == 1

@@ -42,8 +42,8 @@ def test_reports_what_is_available_and_tests_every_transport(capsys):
 
 def test_a_transport_that_moves_nothing_is_wrong(capsys, monkeypatch):
     move = self_test.dispatch
-    monkeypatch.setattr(run, "look_at_machine", lambda: ())
-    monkeypatch.setattr(run, "try_processes", lambda: Finding("transport of processes", "right"))
+    monkeypatch.setattr(doctor, "look_at_machine", lambda: ())
+    monkeypatch.setattr(doctor, "try_processes", lambda: Finding("transport of processes", "right"))
     monkeypatch.setattr(self_test, "dispatch", lambda *a, **options: 0 * move(*a, **options))
     code, reported = report(capsys, is_json=False)
     assert code == 1
@@ -53,8 +53,8 @@ def test_a_transport_that_moves_nothing_is_wrong(capsys, monkeypatch):
 
 def test_failures_and_missing_transports_are_reported(capsys, monkeypatch):
     there = {"a": Availability(False, "no such processes"), "b": Availability(True, "")}
-    monkeypatch.setattr(run, "look_at_machine", lambda: ())
-    monkeypatch.setattr(run, "try_processes", lambda: Finding("transport of processes", "right"))
+    monkeypatch.setattr(doctor, "look_at_machine", lambda: ())
+    monkeypatch.setattr(doctor, "try_processes", lambda: Finding("transport of processes", "right"))
     monkeypatch.setattr(self_test, "available_implementations", lambda: there)
     code, reported = report(capsys)
     first, second, _ = reported["findings"]
