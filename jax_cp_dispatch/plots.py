@@ -14,6 +14,8 @@ from jax_cp_dispatch.metadata.describe import rows_between_ranks
 from jax_cp_dispatch.planning import Placement, Plan
 from jax_cp_dispatch.timeline import COMMUNICATION, COMPUTATION
 
+__all__ = ["plot_overlap", "plot_plan", "plot_timeline"]
+
 COLORS = (
     *("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd"),
     *("#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf"),

@@ -73,7 +73,9 @@ def spec_of(array):
 # ---- Inferred axes.
 
 
-@pytest.mark.parametrize("algorithm, is_set", zip(SOME_ALGORITHMS, (True, False), strict=True))
+@pytest.mark.parametrize(
+    "algorithm, is_set", list(zip(SOME_ALGORITHMS, (True, False), strict=True))
+)
 @pytest.mark.usefixtures("no_warning")
 def test_explicit_axes_are_read_from_types(algorithm, is_set):
     mesh = mesh_of_kind(AxisType.Explicit)
@@ -92,7 +94,7 @@ def test_explicit_axes_are_read_from_types(algorithm, is_set):
     check(results, operands)
 
 
-@pytest.mark.parametrize("algorithm, kind", zip(SOME_ALGORITHMS, AxisType, strict=False))
+@pytest.mark.parametrize("algorithm, kind", list(zip(SOME_ALGORITHMS, AxisType, strict=False)))
 @pytest.mark.usefixtures("no_warning")
 def test_all_axes_are_read_from_placed_arrays(algorithm, kind):
     mesh = mesh_of_kind(kind)

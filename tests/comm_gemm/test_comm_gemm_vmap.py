@@ -140,7 +140,9 @@ def test_grouped(spmd):
         np.testing.assert_array_equal(dw[:, group], np.swapaxes(x[:, rows], 1, 2) @ dy[:, rows])
 
 
-@pytest.mark.parametrize("op, kind", zip(SPECS, (AxisType.Auto, AxisType.Explicit), strict=True))
+@pytest.mark.parametrize(
+    "op, kind", list(zip(SPECS, (AxisType.Auto, AxisType.Explicit), strict=True))
+)
 def test_no_tokens(op, kind):
     """Zero tokens or zero examples: empty results and gradients, and zeros for the weight."""
     mesh, (of_x, of_w, of_out) = mesh_of(kind), SPECS[op]
@@ -155,7 +157,9 @@ def test_no_tokens(op, kind):
         np.testing.assert_array_equal(dw, np.zeros((K, N)))
 
 
-@pytest.mark.parametrize("op, kind", zip(SPECS, (AxisType.Explicit, AxisType.Auto), strict=True))
+@pytest.mark.parametrize(
+    "op, kind", list(zip(SPECS, (AxisType.Explicit, AxisType.Auto), strict=True))
+)
 def test_one_rank(op, kind):
     """Every method of the operation, inside `shard_map` and on global arrays."""
     mesh = jax.make_mesh((2, 1), ("dp", "tp"), axis_types=(kind,) * 2)

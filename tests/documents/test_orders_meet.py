@@ -113,7 +113,7 @@ LAYERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("layer, order", itertools.product(LAYERS, ORDERS))
+@pytest.mark.parametrize("layer, order", list(itertools.product(LAYERS, ORDERS)))
 def test_layers_beside_attention(layer, order):
     options: Any = {"mesh": mesh_of(W), "axis_name": AXIS, "batch_axis": (), "head_axis": ()}
     run = partial(LAYERS[layer], documents=ORDERS[order], **options)
