@@ -71,7 +71,7 @@ def test_plans_on_the_host(window):
     queries = deliver(plan.q_metadata, in_order(), plan.q_capacity)
     pairs = check_ranges(plan, queries, in_order(), LENGTHS, window)
     assert max(pairs) > 2**31
-    np.testing.assert_array_equal(plan.pairs, np.float32(pairs))
+    np.testing.assert_array_equal(plan.pairs, np.array(pairs, np.float32))
     assert max(pairs) <= 1.02 * np.mean(pairs)
 
 
@@ -79,7 +79,7 @@ def test_a_placement_on_the_host():
     placement = place_tokens([LENGTHS], columns=NUM_TOKENS, world_size=W)
     rows = np.asarray(placement.permutation).reshape(W, -1)
     pairs = check_ranges(placement.plan, rows, rows, LENGTHS, NUM_TOKENS)
-    np.testing.assert_array_equal(placement.plan.pairs, np.float32(pairs))
+    np.testing.assert_array_equal(placement.plan.pairs, np.array(pairs, np.float32))
     assert max(pairs) <= 1.02 * np.mean(pairs)
 
 
@@ -99,7 +99,7 @@ def test_a_plan_inside_jit():
     plan = planned(segment_ids(LENGTHS, PADDING))
     queries = deliver(plan.q_metadata, in_order(), plan.q_capacity)
     pairs = check_ranges(plan, queries, in_order(), LENGTHS, NUM_TOKENS)
-    np.testing.assert_allclose(plan.pairs, pairs, rtol=0, atol=1e-4 * np.mean(pairs))
+    np.testing.assert_allclose(plan.pairs, pairs, rtol=0, atol=1e-4 * sum(pairs) / W)
     assert max(pairs) <= 1.1 * np.mean(pairs)
 
 

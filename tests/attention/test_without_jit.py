@@ -1,5 +1,7 @@
 """`jax.disable_jit`, for debugging: attention gives what it gives under jit."""
 
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
@@ -23,7 +25,7 @@ OF_ANOTHER_BATCH = Documents.in_order(
 )
 
 
-def on_each_rank(q, k, v, documents):
+def on_each_rank(qkv, documents):
     rows = P(None, AXIS)
 
     def local(q, k, v, documents):
@@ -32,10 +34,10 @@ def on_each_rank(q, k, v, documents):
 
     in_specs = rows, rows, rows, documents.specs(AXIS)
     mapped = jax.shard_map(local, mesh=mesh_of(W), in_specs=in_specs, out_specs=rows)
-    return mapped(q, k, v, documents)
+    return mapped(*qkv, documents)
 
 
-def drawn():
+def drawn() -> Any:
     rng = np.random.default_rng()
     return [rng.normal(size=(1, sum(LENGTHS), n, 8)).astype(np.float32) for n in (2, 1, 1)]
 
@@ -45,7 +47,7 @@ def test_values_gradients_and_errors():
     qkv = drawn()
 
     def loss(qkv):
-        out = on_each_rank(*qkv, DOCUMENTS)
+        out = on_each_rank(qkv, DOCUMENTS)
         return (out**2).sum(), out
 
     step = jax.value_and_grad(loss, has_aux=True)
@@ -53,7 +55,7 @@ def test_values_gradients_and_errors():
     with jax.disable_jit():
         found = step(qkv)
         with pytest.raises(jax.errors.JaxRuntimeError, match="made for another batch"):
-            jax.block_until_ready(on_each_rank(*qkv, OF_ANOTHER_BATCH))
+            jax.block_until_ready(on_each_rank(qkv, OF_ANOTHER_BATCH))
     # The same operations, which XLA fuses otherwise: they round otherwise.
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5), found, wanted)
 

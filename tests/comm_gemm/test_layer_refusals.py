@@ -16,7 +16,7 @@ from jax_cp_dispatch.scaling import MatmulScaling
 
 pytestmark = pytest.mark.usefixtures("unchecked_types")
 
-F8, RING = "float8_e4m3fn", "RING_EXCHANGE"
+RING = "RING_EXCHANGE"
 CURRENT, DELAYED = "CURRENT_TENSOR_SCALING", "DELAYED_TENSOR_SCALING"
 MXFP8 = "MXFP8_1D_SCALING"
 STATE = MatmulScaling.init()

@@ -115,16 +115,6 @@ def test_combine_sums_the_returned_replicas_of_keys():
     np.testing.assert_array_equal(total, copies.sum(1))
 
 
-def test_rank_is_the_axis_index_not_the_device_number():
-    order = [3, 1, 7, 0, 6, 2, 5, 4]
-    rng = np.random.default_rng(4)
-    plan = random_plan(rng, W, S, T)
-    x = rng.normal(size=(W, T, 3)).astype(np.float32)
-    capacity = capacity_of(plan)
-    got = run_dispatch(plan, x, capacity, mesh_of(W, order))
-    np.testing.assert_array_equal(got, dispatched(plan, x, capacity))
-
-
 def test_groups_of_a_larger_mesh_exchange_separately():
     """On mesh (data 2, cp 4) each index of data is a separate group with its own plan."""
     rng = np.random.default_rng(5)

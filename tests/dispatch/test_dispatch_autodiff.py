@@ -91,36 +91,6 @@ def test_integers_travel_with_floats_and_have_no_gradient(plan):
     np.testing.assert_array_equal(got, combined(plan, scaled, T))
 
 
-def test_scan_and_remat(plan):
-    rng = np.random.default_rng(4)
-    metadata = Metadata(**plan)
-    capacity = int(plan["num_total_recv_tokens"].max())
-    x = integers(rng, W, T, 3) / 8
-
-    def local(x, m):
-        @jax.checkpoint
-        def step(carry, _):
-            y = dispatch(jnp.sin(carry), m, axis_name=AXIS, capacity=capacity)
-            return combine(y * y, m, axis_name=AXIS, num_tokens=T), None
-
-        return jax.lax.scan(step, x, None, length=3)[0]
-
-    run = on_ranks(local, mesh_of(W))
-    got = jax.grad(lambda x: jnp.sum(run(x, metadata)))(x)
-
-    carries = [x.astype(np.float64)]
-    for _ in range(3):
-        y = dispatched(plan, np.sin(carries[-1]), capacity)
-        carries.append(combined(plan, y * y, T))
-    np.testing.assert_allclose(run(x, metadata), carries[-1], rtol=2e-5, atol=1e-6)
-    expected = np.ones_like(carries[-1])
-    for carry in carries[-2::-1]:
-        y = dispatched(plan, np.sin(carry), capacity)
-        back = 2 * y * dispatched(plan, expected, capacity)
-        expected = combined(plan, back, T) * np.cos(carry)
-    np.testing.assert_allclose(got, expected, rtol=2e-5, atol=1e-5)
-
-
 def test_vmap_with_one_plan_is_one_call_with_wider_rows(plan):
     rng = np.random.default_rng(5)
     metadata = Metadata(**plan)

@@ -18,7 +18,7 @@ BATCHES = [
     for path in sorted((Path(__file__).parents[1] / "data" / "packed").glob("*.json"))
     for batch in json.loads(path.read_text())
 ]
-OF_32_RANKS = [batch for batch in BATCHES if batch.values[1] == 32]
+OF_32_RANKS: list[Any] = [batch.values for batch in BATCHES if batch.values[1] == 32]
 
 
 def keys_of_free_fillers(lengths, world_size):
@@ -42,7 +42,7 @@ def test_full_attention_is_balanced(lengths, world_size):
 
 @pytest.mark.parametrize("window", [(4097, 4096), (None, 512), (1025, None)])
 def test_two_sided_windows_are_balanced(window):
-    lengths, world_size = OF_32_RANKS[window[1] is None].values
+    lengths, world_size = OF_32_RANKS[window[1] is None]
     plan = place_tokens(lengths, mask=SlidingWindow(*window), world_size=world_size).plan
     assert plan.imbalance <= 1.0101
     assert (plan.num_rows == TOKENS).all()
@@ -54,7 +54,7 @@ def test_two_sided_windows_are_balanced(window):
 @pytest.mark.parametrize("size", [512, 8192])
 def test_chunks_are_balanced(size):
     """As documents of a chunk would be; a cut moves the keys before it in its chunk."""
-    lengths, world_size = OF_32_RANKS[size == 512].values
+    lengths, world_size = OF_32_RANKS[size == 512]
     plan = place_tokens(lengths, mask=Chunked(size), world_size=world_size).plan
     plan.kv_metadata.validate()
     assert plan.imbalance <= 1.0101

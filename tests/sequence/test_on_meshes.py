@@ -15,7 +15,6 @@ from orders import packed
 from jax_cp_dispatch import Documents, place_tokens, sequence
 
 KEYS, HEADS, SIZE = 2, 4, 8
-CHANNELS = (2 * KEYS + HEADS) * SIZE
 IDS = packed([[1, 20, -2, 9], [7, 25]])
 
 

@@ -250,9 +250,9 @@ def test_global_arrays_without_features(kind):
 
 def test_document_pieces_found_once_serve_checkpoint_and_scan_over_layers():
     """Layers in `lax.scan`, each under `jax.checkpoint`, with the pieces found once."""
-    segment_ids = BATCHES["mixed"]
-    inputs, _ = draw(segment_ids, op="gated_delta_rule", per_channel=False, heads=(2, 2), size=12)
-    inputs = {name: np.asarray(x, np.float32) for name, x in inputs.items()}
+    segment_ids, rng = BATCHES["mixed"], np.random.default_rng()
+    inputs = {"v": rng.normal(size=(*segment_ids.shape, 4)).astype(np.float32)}
+    inputs["log_decay"] = -rng.random(inputs["v"].shape, np.float32)
 
     def layers(tokens, _, *, documents, axis_name, once):
         if once:
@@ -260,7 +260,7 @@ def test_document_pieces_found_once_serve_checkpoint_and_scan_over_layers():
 
         def layer(v, _):
             given = {"axis_name": axis_name, "documents": documents}
-            return sequence.gated_delta_rule(**tokens | {"v": v}, **given) + v, None
+            return sequence.linear_recurrence(v, tokens["log_decay"], **given) + v, None
 
         body = jax.checkpoint(layer) if once else layer
         return jax.lax.scan(body, tokens["v"], None, length=2)[0]

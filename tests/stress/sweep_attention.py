@@ -134,9 +134,9 @@ def sweep(on_tpus: bool, first_seed: int, seconds: float) -> int:
     cases = [(name, kind) for name in ALGORITHMS for kind in MASKS]
     order = np.random.default_rng(first_seed).permutation(len(cases))
     while time.monotonic() - begin < seconds:
-        seed, case = (first_seed, count), cases[order[count % len(cases)]]
+        seed, (name, kind) = (first_seed, count), cases[order[count % len(cases)]]
         count, rng = count + 1, np.random.default_rng(seed)
-        call = draw_call(rng, *case, on_tpus)
+        call = draw_call(rng, name, kind, on_tpus)
         try:
             with contextlib.nullcontext() if on_tpus else blocks(rng):
                 check(call, rng)

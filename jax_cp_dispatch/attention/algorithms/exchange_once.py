@@ -5,6 +5,7 @@ Algorithms that exchange once share this derivative. They differ in their `Movem
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import itertools
 from functools import partial
@@ -54,7 +55,7 @@ class Received(NamedTuple):
         return [jnp.where(is_key, x[0, :, 0], UNUSED_ROW) for x in self.kv]
 
 
-class Movement:
+class Movement(abc.ABC):
     """What moves: four exchanges, of which two are the transposes of the others. Hashable.
 
     `arrays` are those of the call that have no derivative. The arrays that a rank attends are `[b,
@@ -64,25 +65,25 @@ class Movement:
     options: AttentionOptions
     block_rows: int  # of a query block's matrix
 
+    @abc.abstractmethod
     def ranges(self, arrays: Any) -> MaskRanges:
         """Returns what the attended rows see."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def send(self, arrays: Any, part: Operands) -> Exchange:
         """Queries, keys and values go to the ranks that attend them: (q, kv)."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def give_back(self, arrays: Any, out: Array, lse: Array) -> Exchange:
         """The output returns, with its lse if asked for: (out, lse), of the caller's rows."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def send_cotangents(self, arrays: Any, cotangents: Outputs) -> Exchange:
         """The transpose of `give_back`."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def give_back_gradients(self, arrays: Any, dq: Array, dkv: Any) -> Exchange:
         """The transpose of `send`: (dq, dkv), of the caller's rows."""
-        raise NotImplementedError
 
     def move(self, moved: Any) -> list[Any]:
         """Executes an exchange."""
@@ -94,6 +95,7 @@ class Movement:
 
     def dkv_dtype(self, dtype: Any) -> Any:
         """Returns the dtype of gradients of keys, for an output of `dtype`; None: of sums."""
+        return None
 
     def checked(self, arrays: Any, out: Float[Array, "..."]) -> Float[Array, "..."]:
         """Returns the output, or NaN, where no exchange of the plan has checked the tokens."""
