@@ -10,10 +10,10 @@ from jax.sharding import PartitionSpec as P
 from programs_of_attention import (
     Heads,
     attention,
+    backward_alone,
     balanced_with_a_plan,
     documents,
     local_attention,
-    local_attention_backward,
     merge_partials,
     on_three_axes,
     ring_of_trees,
@@ -32,20 +32,21 @@ from shapes import HEADS, ROWS, TOKENS, Program, Shapes, on_ranks
 
 import jax_cp_dispatch as cpd
 from jax_cp_dispatch import metadata, scaling, sequence
+from jax_cp_dispatch.attention import chunk_exchange, ring_exchange
 
 
-def ring_exchange(shapes: Shapes) -> Program:
-    move = functools.partial(cpd.ring_exchange, axis_name="cp", implementation="xla")
+def exchange_in_ring(shapes: Shapes) -> Program:
+    move = functools.partial(ring_exchange, axis_name="cp", implementation="xla")
     rows = rows_of(shapes, shapes.num_tokens)
     return Program(on_ranks(shapes, move, P("cp"), P("cp")), (rows,), (0,))
 
 
-def chunk_exchange(shapes: Shapes) -> Program:
+def exchange_chunks(shapes: Shapes) -> Program:
     """A chunk from each rank to each other one."""
     ranks = np.arange(shapes.num_ranks)
     sent = np.where(ranks == ranks[:, None], -1, (ranks - ranks[:, None] - 1) % len(ranks))
     maps = sent.tolist(), sent.T.tolist()
-    move = lambda chunks: cpd.chunk_exchange(chunks, *maps, axis_name="cp", implementation="xla")
+    move = lambda chunks: chunk_exchange(chunks, *maps, axis_name="cp", implementation="xla")
     size = len(ranks) - 1, 128
     split = lambda x: move(x.reshape(*size, *x.shape[1:])).reshape(x.shape)
     rows = rows_of(shapes, np.prod(size) * len(ranks))
@@ -179,8 +180,8 @@ PROGRAMS: dict[str, Callable[[Shapes], Program]] = {
     "combine_qkv": combine_qkv,
     "dispatch_start": functools.partial(projections, is_data=False),
     "combine_start": return_of_rows,
-    "ring_exchange": ring_exchange,
-    "chunk_exchange": chunk_exchange,
+    "ring_exchange": exchange_in_ring,
+    "chunk_exchange": exchange_chunks,
     "zigzag": functools.partial(attention, algorithm="zigzag"),
     **{
         f"{name}, data and tensor axes": functools.partial(on_three_axes, algorithm=name)
@@ -192,7 +193,7 @@ PROGRAMS: dict[str, Callable[[Shapes], Program]] = {
     "balanced, planned inside": functools.partial(attention, algorithm="balanced"),
     "balanced, planned before": balanced_with_a_plan,
     "local_attention": local_attention,
-    "local_attention_backward": local_attention_backward,
+    "local_attention_backward": backward_alone,
     "merge_partials": merge_partials,
     "plan_attention": plan_attention,
     "metadata": metadata_of_shards,

@@ -9,6 +9,7 @@ from shapes import HEAD_SIZE, HEADS, KV_HEADS, TOKENS, Program, Shapes
 
 import jax_cp_dispatch as cpd
 from jax_cp_dispatch import masks
+from jax_cp_dispatch.attention import local_attention_backward
 
 
 def attention(shapes: Shapes, algorithm: str, implementation: str = "xla") -> Program:
@@ -98,11 +99,11 @@ def documents(shapes: Shapes, backward: bool) -> Program:
     return Program(both, (*arrays, q), ()) if backward else Program(attend, arrays, ())
 
 
-def local_attention_backward(shapes: Shapes) -> Program:
+def backward_alone(shapes: Shapes) -> Program:
     like = functools.partial(shapes.on_one_device, 1)
     q, kv = like(TOKENS, HEADS, HEAD_SIZE), like(TOKENS, KV_HEADS, HEAD_SIZE)
     ids, lse = like(TOKENS, dtype=jnp.int32), like(HEADS, TOKENS, dtype=jnp.float32)
-    run = cpd.local_attention_backward
+    run = local_attention_backward
     return Program(run, (q, kv, kv, ids, ids, q, lse, q), ())
 
 

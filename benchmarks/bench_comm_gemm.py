@@ -11,9 +11,9 @@ from typing import NamedTuple
 import common
 import jax.numpy as jnp
 
-from jax_cp_dispatch import choose_comm_gemm
 from jax_cp_dispatch.bench_command.gemm import GATHER, GEMM, SCATTER, XLA, Product
 from jax_cp_dispatch.bench_command.ranks import Ranks
+from jax_cp_dispatch.comm_gemm import choose_comm_gemm
 from jax_cp_dispatch.cost import CommGemmShape
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
 from jax_cp_dispatch.profiling import overlap_profile

@@ -12,7 +12,7 @@ from typing import Any
 import common
 import numpy as np
 
-from jax_cp_dispatch import chunk_exchange, ring_exchange
+from jax_cp_dispatch.attention import chunk_exchange, ring_exchange
 from jax_cp_dispatch.bench_command.movement import scanned
 from jax_cp_dispatch.bench_command.ranks import AXIS, Ranks
 from jax_cp_dispatch.cpu_devices import start_cpu_devices

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 import jax_cp_dispatch as cpd
 from jax_cp_dispatch.cost import HARDWARE
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
+from jax_cp_dispatch.documents import document_lengths
 
 start_cpu_devices(8)  # virtual ones, before JAX starts
 
@@ -78,7 +79,7 @@ def dense(q, k, v, documents):
 
 def main() -> None:
     batch, documents = pack()
-    lengths = cpd.document_lengths(documents.segment_ids)
+    lengths = document_lengths(documents.segment_ids)
     sizes: Any = dict(tokens_per_rank=T // W, num_heads=N, num_kv_heads=K, head_size=H, itemsize=4)
     for layout in ("contiguous", "zigzag"):
         choice = cpd.choose_algorithm(

@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jax_cp_dispatch as cpd
+from jax_cp_dispatch.comm_gemm import choose_comm_gemm
 from jax_cp_dispatch.cost import HARDWARE, CommGemmShape
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
 from jax_cp_dispatch.plots import plot_overlap
@@ -112,7 +113,7 @@ def main(folder: pathlib.Path) -> None:
 
     # 4. Predicted (not measured) times on linked hardware.
     shape = CommGemmShape("all_gather_matmul", m=8192, k=8192, n=2560, num_ranks=4, itemsize=2)
-    print("H100,", cpd.choose_comm_gemm(shape, hardware=HARDWARE["h100"]).reason)
+    print("H100,", choose_comm_gemm(shape, hardware=HARDWARE["h100"]).reason)
 
 
 if __name__ == "__main__":

@@ -34,8 +34,6 @@ from jax_cp_dispatch.attention.profile.step_record import (
     StepProfile,
 )
 from jax_cp_dispatch.attention.rotating.communication import chunk_exchange, ring_exchange
-from jax_cp_dispatch.documents.layouts import zigzag_permutation
-from jax_cp_dispatch.documents.table import document_lengths
 
 __all__ = [
     "Algorithm",
@@ -55,11 +53,9 @@ __all__ = [
     "choose_algorithm",
     "chunk_exchange",
     "context_parallel_attention",
-    "document_lengths",
     "hamilton_attention_profile",
     "local_attention",
     "local_attention_backward",
     "merge_partials",
     "ring_exchange",
-    "zigzag_permutation",
 ]

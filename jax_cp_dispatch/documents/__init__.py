@@ -7,5 +7,7 @@ orders on the ranks. `fingerprint`: checksums.
 """
 
 from jax_cp_dispatch.documents.documents import Documents
+from jax_cp_dispatch.documents.layouts import zigzag_permutation
+from jax_cp_dispatch.documents.table import document_lengths
 
-__all__ = ["Documents"]
+__all__ = ["Documents", "document_lengths", "zigzag_permutation"]

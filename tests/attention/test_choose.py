@@ -15,12 +15,12 @@ from jax_cp_dispatch import (
     Ulysses,
     Zigzag,
     choose_algorithm,
-    document_lengths,
     place_tokens,
     plan_attention,
 )
 from jax_cp_dispatch.attention import Algorithm
 from jax_cp_dispatch.cost import HARDWARE, Moves, Workload, rows_by_link
+from jax_cp_dispatch.documents import document_lengths
 from jax_cp_dispatch.masks import Chunked, SlidingWindow
 
 SIZES: dict[str, Any] = {

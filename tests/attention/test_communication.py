@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from on_mesh import AXIS, mesh_of, on_ranks, permuted_mesh
 
-from jax_cp_dispatch import chunk_exchange, ring_exchange
+from jax_cp_dispatch.attention import chunk_exchange, ring_exchange
 from jax_cp_dispatch.cycles import chunk_maps, hamiltonian_cycles, two_level_cycles
 
 W = 5

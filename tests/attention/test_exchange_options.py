@@ -10,14 +10,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from on_mesh import AXIS, mesh_of
 
-from jax_cp_dispatch import (
-    Documents,
-    chunk_exchange,
-    context_parallel_attention,
-    place_tokens,
-    ring_exchange,
-)
+from jax_cp_dispatch import Documents, context_parallel_attention, place_tokens
 from jax_cp_dispatch._ranks import runtime
+from jax_cp_dispatch.attention import chunk_exchange, ring_exchange
 
 W, TOKENS, HEADS, HEAD_SIZE = 4, 32, 4, 8
 IDS = np.repeat([1, 2], TOKENS // 2)[None]

@@ -12,7 +12,8 @@ from jax.sharding import AxisType, PartitionSpec as P
 from local_cases import BLOCKS, RANGES, assert_close, inputs, random_ranges, rows
 from properties import examples
 
-from jax_cp_dispatch import local_attention, local_attention_backward, merge_partials
+from jax_cp_dispatch import local_attention, merge_partials
+from jax_cp_dispatch.attention import local_attention_backward
 
 
 def with_cotangents(q, k, v, kv_start, kv_end, dout, dlse, **options):

@@ -15,8 +15,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from on_mesh import AXIS, collectives_over, mesh_of, permuted_mesh
 from sequences import TOLERANCE, Case, dense, draw, relative_errors
 
-import jax_cp_dispatch as cpd
 from jax_cp_dispatch import Documents, context_parallel_attention, plan_attention
+from jax_cp_dispatch.attention import chunk_exchange, ring_exchange
 from jax_cp_dispatch.global_call import mesh_axes
 
 T = 24
@@ -308,12 +308,10 @@ def test_some_axes_of_the_ranks_are_manual():
 @pytest.mark.parametrize(
     "op, call, instead",
     [
-        ("ring_exchange", lambda x, *_, **axis: cpd.ring_exchange(x, **axis), "use dispatch"),
+        ("ring_exchange", lambda x, *_, **axis: ring_exchange(x, **axis), "use dispatch"),
         (
             "chunk_exchange",
-            lambda x, *_, **axis: cpd.chunk_exchange(
-                x, [[-1, 0], [0, -1]], [[-1, 0], [0, -1]], **axis
-            ),
+            lambda x, *_, **axis: chunk_exchange(x, [[-1, 0], [0, -1]], [[-1, 0], [0, -1]], **axis),
             "use dispatch",
         ),
     ],

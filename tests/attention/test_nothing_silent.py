@@ -14,6 +14,7 @@ from on_mesh import AXIS, all_fail, mesh_of
 
 import jax_cp_dispatch as cpd
 from jax_cp_dispatch.attention.peer_arguments import PEER_ARGUMENTS
+from jax_cp_dispatch.documents import zigzag_permutation
 from jax_cp_dispatch.documents.order import is_in_order
 from jax_cp_dispatch.documents.segment_ids import read_documents
 
@@ -23,7 +24,7 @@ LENGTHS = [33, 10, 17, 4]  # the last ones are padding
 IDS = np.repeat([1, 2, 3, 0], LENGTHS)[None].astype(np.int32)
 POSITIONS = np.concatenate([np.arange(n) for n in LENGTHS])[None].astype(np.int32)
 ONE, ASCENDING = np.ones((1, T), np.int32), np.arange(T, dtype=np.int32)[None]
-ZIGZAG = cpd.zigzag_permutation(T, 8)
+ZIGZAG = zigzag_permutation(T, 8)
 PLACEMENT = cpd.place_tokens(segment_ids=IDS, positions=POSITIONS, world_size=8)
 Q = np.random.default_rng(0).normal(size=(1, T, 8, 4)).astype(np.float32)
 

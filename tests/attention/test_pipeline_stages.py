@@ -22,12 +22,11 @@ from jax_cp_dispatch import (
     Documents,
     Metadata,
     PlanConfig,
-    chunk_exchange,
     context_parallel_attention,
     local_attention,
     plan_attention,
-    ring_exchange,
 )
+from jax_cp_dispatch.attention import chunk_exchange, ring_exchange
 from jax_cp_dispatch.cycles import chunk_maps
 
 STAGES = 2

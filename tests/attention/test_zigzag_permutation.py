@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, strategies as st
 from properties import examples
 
-from jax_cp_dispatch import zigzag_permutation
+from jax_cp_dispatch.documents import zigzag_permutation
 
 
 @given(num_ranks=st.integers(1, 40), per_rank=st.integers(0, 40))

@@ -6,6 +6,7 @@ import pytest
 from refusals import NO_PLAN, check_names, check_rejected, each
 
 import jax_cp_dispatch as cp
+from jax_cp_dispatch.comm_gemm import choose_comm_gemm
 
 pytestmark = pytest.mark.usefixtures("unchecked_types")
 
@@ -23,8 +24,8 @@ CASES = {
         )
     ],
     "choose_comm_gemm": [
-        (lambda: cp.choose_comm_gemm(NO_PLAN), "type ndarray.*CommGemmShape. Pass"),
-        (lambda: cp.choose_comm_gemm(SHAPE, hardware=cast(Any, "h100")), "type str.*needs to be"),
+        (lambda: choose_comm_gemm(NO_PLAN), "type ndarray.*CommGemmShape. Pass"),
+        (lambda: choose_comm_gemm(SHAPE, hardware=cast(Any, "h100")), "type str.*needs to be"),
     ],
     "overlap_profile": [
         (lambda: cp.profiling.overlap_profile(NO_PLAN), "type ndarray.*a function")

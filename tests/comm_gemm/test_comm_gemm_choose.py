@@ -9,8 +9,9 @@ from hypothesis import given, strategies as st
 from jax.sharding import Mesh, PartitionSpec as P
 from properties import examples
 
-from jax_cp_dispatch import all_gather_matmul, choose_comm_gemm, matmul_reduce_scatter
+from jax_cp_dispatch import all_gather_matmul, matmul_reduce_scatter
 from jax_cp_dispatch.buffers import CommOverlapMethod, CommOverlapType
+from jax_cp_dispatch.comm_gemm import choose_comm_gemm
 from jax_cp_dispatch.comm_gemm.choice import (
     MatmulSizes,
     OverlapOptions,

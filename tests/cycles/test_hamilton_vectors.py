@@ -8,13 +8,9 @@ from hamilton_vectors import recorded, recorded_attention
 from jax.sharding import PartitionSpec as P
 from on_mesh import AXIS, mesh_of
 
-from jax_cp_dispatch import (
-    Documents,
-    context_parallel_attention,
-    merge_partials,
-    zigzag_permutation,
-)
+from jax_cp_dispatch import Documents, context_parallel_attention, merge_partials
 from jax_cp_dispatch.attention.rotating.key_chunks import Chunking
+from jax_cp_dispatch.documents import zigzag_permutation
 from jax_cp_dispatch.documents.layouts import zigzag_layout
 
 

@@ -14,6 +14,7 @@ from on_mesh import AXIS, mesh_of, on_ranks
 from refusals import LENGTHS, WHERE, T, W, X, check_names, check_rejected, each
 
 import jax_cp_dispatch as cp
+from jax_cp_dispatch import attention
 
 pytestmark = pytest.mark.usefixtures("unchecked_types")
 
@@ -47,13 +48,13 @@ def combine_qkv(**options: Any):
 
 
 def ring_exchange(**options: Any):
-    return trace(lambda x: cp.ring_exchange(x, **{"axis_name": AXIS, **options}), X)
+    return trace(lambda x: attention.ring_exchange(x, **{"axis_name": AXIS, **options}), X)
 
 
 def chunk_exchange(**options: Any):
     maps = cp.cycles.chunk_maps([[0, 1, 2, 3]])
     options = {"axis_name": AXIS, **options}
-    return trace(lambda x: cp.chunk_exchange(x, *maps, **options), X)
+    return trace(lambda x: attention.chunk_exchange(x, *maps, **options), X)
 
 
 def outside(plan: Any = PLAN, **options: Any):

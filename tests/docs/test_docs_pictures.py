@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from pictures import IMAGES, drawing_script, texts
 
-import jax_cp_dispatch as cpd
+from jax_cp_dispatch.comm_gemm import choose_comm_gemm
 
 DRAWN = sorted(path.stem.removeprefix("draw_") for path in IMAGES.glob("draw_*.py"))
 
@@ -33,7 +33,7 @@ def test_overlap_follows_the_cost_model():
         )
     ]
     for total, (shape, label, latency) in zip(times.values(), predicted, strict=True):
-        choice = cpd.choose_comm_gemm(shape, hardware=script.H100)
+        choice = choose_comm_gemm(shape, hardware=script.H100)
         assert total + latency == pytest.approx(choice.seconds[label], rel=1e-6), label
 
 

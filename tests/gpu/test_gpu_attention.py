@@ -9,7 +9,8 @@ import pytest
 from attention_oracle import attention, attention_gradients
 from local_cases import RANGES, assert_close, inputs
 
-from jax_cp_dispatch import local_attention, local_attention_backward, masks, merge_partials
+from jax_cp_dispatch import local_attention, masks, merge_partials
+from jax_cp_dispatch.attention import local_attention_backward
 
 SHAPES = {"B": 2, "T": 384, "S": 384, "N": 4, "K": 2, "H": 64, "Hv": 64}
 # Relative to the largest magnitude; probabilities and gradients are rounded to 8 bits.

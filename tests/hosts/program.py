@@ -23,6 +23,7 @@ from movement_oracle import dispatched
 from places import AXIS, check, draw, mesh_of_all, on_ranks, place, plan_of
 
 import jax_cp_dispatch as cp
+from jax_cp_dispatch.attention import ring_exchange
 
 
 def main() -> None:
@@ -112,7 +113,7 @@ def ring_inside(mesh: Mesh) -> None:
     """Rotates keys in each group; between hosts by collective-permutes."""
     spec = P(mesh.axis_names)
     x = draw(6, mesh.size, 2)
-    shift = lambda x: cp.ring_exchange(x, axis_name=AXIS)
+    shift = lambda x: ring_exchange(x, axis_name=AXIS)
     program = on_ranks(shift, mesh, spec)
     rows = place(x, mesh, spec)
     text = program.lower(rows).as_text()

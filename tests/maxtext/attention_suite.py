@@ -11,6 +11,7 @@ from maxtext_calls import NUM_RANKS, N, T, arrays, attend, jitted, operation
 
 import jax_cp_dispatch as cpd
 from jax_cp_dispatch.adapters import maxtext, maxtext_attention
+from jax_cp_dispatch.documents import zigzag_permutation
 
 
 def results(op, inputs, **asked):
@@ -54,7 +55,7 @@ each_order = pytest.mark.parametrize("load_balance", [False, True])
 def test_kinds_of_attention(kind, load_balance):
     """Forward and backward equal MaxText's. With load balance it counts chunks in documents."""
     inputs = [*arrays(), None, None]
-    order = cpd.zigzag_permutation(T, NUM_RANKS) if load_balance else np.arange(T)
+    order = zigzag_permutation(T, NUM_RANKS) if load_balance else np.arange(T)
     stored = [x if x is None else x[:, order] for x in inputs]
     of_tokens, _ = results(operation(kind, load_balance), stored)
     check(kind, load_balance, ([x[:, np.argsort(order)] for x in of_tokens], []), inputs, order)
@@ -71,7 +72,7 @@ def test_sinks_images_and_largest_logits(kind, load_balance):
         ids, positions = np.ones_like(ids), np.tile(np.arange(T, dtype=np.int32), (len(ids), 1))
     sinks = np.random.default_rng(1).normal(1, 1, N).astype(np.float32)
     inputs, asked = [q, k, v, g, ids, positions, sinks, is_image], {"record_max_logits": True}
-    order = cpd.zigzag_permutation(T, NUM_RANKS) if load_balance else np.arange(T)
+    order = zigzag_permutation(T, NUM_RANKS) if load_balance else np.arange(T)
     check(kind, load_balance, results(operation(kind), inputs, **asked), inputs, order, **asked)
 
 

@@ -7,6 +7,7 @@ from jax.sharding import PartitionSpec as P
 from on_mesh import AXIS, mesh_of, on_ranks
 
 import jax_cp_dispatch as cp
+from jax_cp_dispatch.attention import chunk_exchange, ring_exchange
 
 W, T = 2, 4
 RAISED = (jax.errors.JaxRuntimeError, ValueError)  # the latter where a program has one device
@@ -27,10 +28,10 @@ def said(run, *operands):
 @pytest.mark.parametrize(
     "name, call",
     [
-        ("ring_exchange", lambda x: cp.ring_exchange(x, axis_name=AXIS, deadline=0.2)),
+        ("ring_exchange", lambda x: ring_exchange(x, axis_name=AXIS, deadline=0.2)),
         (
             "chunk_exchange",
-            lambda x: cp.chunk_exchange(
+            lambda x: chunk_exchange(
                 x[None], *cp.cycles.chunk_maps([[0, 1]]), axis_name=AXIS, deadline=0.2
             )[0],
         ),

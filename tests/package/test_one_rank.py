@@ -11,6 +11,8 @@ from jax.sharding import AxisType, PartitionSpec as P
 from on_mesh import AXIS, mesh_of
 
 import jax_cp_dispatch as cpd
+from jax_cp_dispatch.attention import chunk_exchange, ring_exchange
+from jax_cp_dispatch.documents import zigzag_permutation
 
 T, N, K, H = 32, 4, 2, 8
 IDS = np.repeat([1, 2, 0], [20, 9, 3])[None]
@@ -81,7 +83,7 @@ def test_movement():
         exchange, y = cpd.combine_start(begun, forward, beside=y, num_tokens=8, **axis)
         done, y = cpd.exchange_done(exchange, beside=y)
         alone = cpd.combine(there, forward, num_tokens=8, **axis)
-        return [there, alone, begun, done, y, cpd.ring_exchange(x, **axis)], moved, back
+        return [there, alone, begun, done, y, ring_exchange(x, **axis)], moved, back
 
     same, *pairs = on_rank(there_and_back, x, k)
     for got in same:
@@ -96,9 +98,9 @@ def test_cycles():
     assert cpd.cycles.two_level_cycles(1, 1) == cpd.cycles.two_level_maps(1, 1).cycles == []
     assert cpd.cycles.source_is_earlier([]) == [[[]]]  # one rank, one step, no chunks
     assert cpd.cycles.chunk_maps([]) == ([[-1]], [[-1]])  # a rank sends itself nothing
-    np.testing.assert_array_equal(cpd.zigzag_permutation(8, 1), np.arange(8))
+    np.testing.assert_array_equal(zigzag_permutation(8, 1), np.arange(8))
     nothing = np.zeros((0, 3), np.float32)
-    exchange = lambda x: cpd.chunk_exchange(x, [[-1]], [[-1]], axis_name=AXIS)
+    exchange = lambda x: chunk_exchange(x, [[-1]], [[-1]], axis_name=AXIS)
     assert on_rank(exchange, nothing).size == 0
 
 

@@ -11,14 +11,9 @@ from mask_oracle import batch_visible
 from packed_batches import pack
 from planner_oracle import check_plan_of_pairs, deliver
 
-from jax_cp_dispatch import (
-    PlanConfig,
-    fit_plan_config,
-    needs_inside_jit,
-    plan_attention,
-    stack_plans,
-)
+from jax_cp_dispatch import PlanConfig, fit_plan_config, plan_attention, stack_plans
 from jax_cp_dispatch.masks import PrefixLM, SharedPrefix
+from jax_cp_dispatch.planning import needs_inside_jit
 
 
 @pytest.mark.parametrize("kind", KINDS)

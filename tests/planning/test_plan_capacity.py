@@ -12,13 +12,8 @@ import pytest
 from on_mesh import AXIS, mesh_of
 from packed_batches import pack
 
-from jax_cp_dispatch import (
-    Balanced,
-    PlanConfig,
-    context_parallel_attention,
-    needs_inside_jit,
-    plan_attention,
-)
+from jax_cp_dispatch import Balanced, PlanConfig, context_parallel_attention, plan_attention
+from jax_cp_dispatch.planning import needs_inside_jit
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "plans.md"
 W, T, BLOCK = 8, 128, 4

@@ -17,11 +17,11 @@ from jax_cp_dispatch import (
     Documents,
     PlanConfig,
     context_parallel_attention,
-    document_lengths,
     place_tokens,
     plan_attention,
     sequence,
 )
+from jax_cp_dispatch.documents import document_lengths
 
 pytestmark = pytest.mark.usefixtures("unchecked_types")
 

@@ -11,7 +11,8 @@ from jax.sharding import AxisType
 from on_mesh import AXIS, all_fail, mesh_of, permuted_mesh
 from orders import BATCHES, Order, packed
 
-from jax_cp_dispatch import Documents, place_tokens, sequence, zigzag_permutation
+from jax_cp_dispatch import Documents, place_tokens, sequence
+from jax_cp_dispatch.documents import zigzag_permutation
 
 CASES = pytest.mark.parametrize(
     ("order", "batch", "num_ranks"),

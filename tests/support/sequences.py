@@ -15,14 +15,8 @@ from mask_oracle import batch_ranges
 from on_mesh import AXIS, mesh_of
 from packed_batches import pack
 
-from jax_cp_dispatch import (
-    Balanced,
-    Documents,
-    Hamilton,
-    PlanConfig,
-    context_parallel_attention,
-    zigzag_permutation,
-)
+from jax_cp_dispatch import Balanced, Documents, Hamilton, PlanConfig, context_parallel_attention
+from jax_cp_dispatch.documents import zigzag_permutation
 from jax_cp_dispatch.masks import Mask
 
 NAMES = ("out", "dq", "dk", "dv")
