@@ -199,16 +199,17 @@ def test_mesh_with_an_axis_that_only_replicates():
 
 
 def test_auto_follows_the_plan_on_an_explicit_mesh():
-    *arrays, segment_ids = draw(8, num_tokens=4 * 24)
+    q, k, v, g, segment_ids = draw(8, num_tokens=4 * 24)
+    want = expected(q, k, v, g, segment_ids)[:1]
     placement = place_tokens(segment_ids=segment_ids, world_size=4)
     mesh = Mesh(np.array(jax.devices()[:4]), (AXIS,), axis_types=(AxisType.Explicit,))
-    q, k, v, _ = placement.apply(arrays)
+    q, k, v = placement.apply((q, k, v))
     q, k, v = (jax.device_put(x, NamedSharding(mesh, P(None, AXIS))) for x in (q, k, v))
     out = context_parallel_attention(
         q, k, v, mesh=mesh, axis_name=AXIS, algorithm="auto", documents=placement.documents
     )
     out = placement.restore(np.asarray(out))
-    assert_close([out], expected(*arrays, segment_ids)[:1])
+    assert_close([out], want)
 
 
 def test_a_plan_knows_the_mask_of_arrays_for_which_it_was_made():

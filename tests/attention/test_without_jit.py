@@ -34,7 +34,8 @@ def on_each_rank(qkv, documents):
 
     in_specs = rows, rows, rows, documents.specs(AXIS)
     mapped = jax.shard_map(local, mesh=mesh_of(W), in_specs=in_specs, out_specs=rows)
-    return mapped(*qkv, documents)
+    q, k, v = qkv
+    return mapped(q, k, v, documents)
 
 
 def drawn() -> Any:
