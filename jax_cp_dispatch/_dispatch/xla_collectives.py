@@ -205,13 +205,13 @@ def _sum_every_shard(sender: _Sender, sources: list[_Sources], sums: _Sums) -> _
     is_named = (sender.src_row[:, None] <= rows) & (rows < ends[:, None])
 
     def next_slot(slot):
-        return jnp.min(jnp.where(is_named & (slots > slot), slots, num_slots), axis=0)
+        return jnp.min(jnp.where(is_named & (slots > slot[None]), slots, num_slots), axis=0)
 
     def turn(carry):
         slot, sums = carry
         return next_slot(slot), _add_shards(slot, sender, sources, sums)
 
-    flat, tree = jax.tree.flatten((next_slot(jnp.full_like(rows, -1)), sums))
+    flat, tree = jax.tree.flatten((next_slot(jnp.full_like(rows[0], -1)), sums))
     everything = [*flat, *sender, *(y.bits for y in sources)]
     carry = jax.tree.unflatten(tree, vary_alike(everything)[: len(flat)])
     return lax.while_loop(lambda carry: jnp.any(carry[0] < num_slots), turn, carry)[1]

@@ -61,7 +61,7 @@ def _nested(ranges: MaskRanges, xp: Any) -> Any:
     """The keys of each query that begin their queries up to it, minus those that end them."""
     k_start, k_end, q_start, q_end = ranges
     B, T = k_start.shape
-    begin = xp.maximum(q_start, np.arange(T, dtype=q_start.dtype))
+    begin = xp.maximum(q_start, np.arange(T, dtype=q_start.dtype)[None])
     stop = xp.maximum(begin, q_end)
     row = np.arange(B)[:, None]
     edges = xp.zeros((B, T + 1), k_start.dtype)

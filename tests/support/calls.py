@@ -204,17 +204,14 @@ def check(call, rng, mesh=None, *, num_batches=1):
     """Requires results and gradients of dense attention; NaN in padding reaches none of them.
 
     One program serves all batches if the documents are its arguments. JAX promotes neither ranks
-    nor dtypes, as in its own tests, except with masks of arrays, sinks and XLA's collectives; of
-    two batch rows also with 64-bit types, which would mix.
+    nor dtypes, as in its own tests; of two batch rows also with 64-bit types, which would mix.
     """
     mesh, compiled = mesh or mesh_of(call.num_ranks), None
-    is_strict = call.mask not in KINDS and not call.sink and call.implementation != "xla"
     with contextlib.ExitStack() as modes:
-        if call.dtype == "float64" or (is_strict and call.batch == 2):
+        if call.dtype == "float64" or call.batch == 2:
             modes.enter_context(jax.enable_x64(True))
-        if is_strict:
-            modes.enter_context(jax.numpy_dtype_promotion("strict"))
-            modes.enter_context(jax.numpy_rank_promotion("raise"))
+        modes.enter_context(jax.numpy_dtype_promotion("strict"))
+        modes.enter_context(jax.numpy_rank_promotion("raise"))
         for _ in range(num_batches):
             compiled = _check_batch(call, rng, mesh, compiled)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
 from jax_cp_dispatch._arguments import check_array
@@ -32,7 +33,7 @@ def add_sink(
     """Adds `exp(sink)` to the denominators of rows with keys; other rows stay (0, -inf)."""
     if sink is None:
         return out, lse
-    sink = sink.astype(lse.dtype)[..., None]
+    sink = lax.expand_dims(sink.astype(lse.dtype)[..., None], range(lse.ndim - sink.ndim - 1))
     share = jax.nn.sigmoid(lse - sink)
     out = out * jnp.swapaxes(share, 1, 2)[..., None]
     return out, jnp.where(lse > -jnp.inf, jnp.logaddexp(lse, sink), -jnp.inf)
@@ -47,6 +48,6 @@ def sink_gradient(sink: Float[Array, " N"], whole: SoftmaxGradients) -> Float[Ar
     out, lse, dout, dlse = whole
     delta = jnp.swapaxes(jnp.sum(dout.astype(lse.dtype) * out, axis=-1), 1, 2)
     delta = delta if dlse is None else delta - dlse
-    p = jnp.exp(sink.astype(lse.dtype)[:, None] - lse)
+    p = jnp.exp(sink.astype(lse.dtype)[None, :, None] - lse)
     used = lse > -jnp.inf
     return -jnp.sum(jnp.where(used, p * delta, 0), axis=(0, 2)).astype(sink.dtype)

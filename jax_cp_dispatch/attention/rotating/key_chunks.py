@@ -95,9 +95,9 @@ class KeyOrder(NamedTuple):
     def tokens(self, num_rows: int) -> Int[Array, " S"]:
         """Returns the token of each of S = `num_rows` ordered rows; -1 after the last token."""
         row = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
-        first = self._first_rows()
-        is_in = (row >= first) & (row < first + self.length)
-        return jnp.max(jnp.where(is_in, self.start + row - first, -1), axis=1)
+        start, first, length = (x[None] for x in (self.start, self._first_rows(), self.length))
+        is_in = (row >= first) & (row < first + length)
+        return jnp.max(jnp.where(is_in, start + row - first, -1), axis=1)
 
     def in_order(
         self, x: Shaped[Array, "C M chunk_rows H"], num_rows: int
@@ -114,7 +114,7 @@ class KeyOrder(NamedTuple):
             x = x[:, : self.chunking.chunk_rows]
         else:
             row, is_token = self._ordered_rows()
-            x = jnp.where(is_token[:, None], x[:, row], 0)
+            x = jnp.where(is_token[None, :, None], x[:, row], 0)
         x = x.reshape(x.shape[0], self.chunking.num_chunks, -1, x.shape[2])
         return jnp.swapaxes(x, 0, 1)
 
@@ -139,4 +139,4 @@ class KeyOrder(NamedTuple):
     def _first_rows(self) -> Int[Array, " pieces"]:
         """Returns the ordered row of each piece's first token."""
         earlier = self.start[None, :] < self.start[:, None]
-        return jnp.sum(jnp.where(earlier, self.length, 0), axis=1, dtype=jnp.int32)
+        return jnp.sum(jnp.where(earlier, self.length[None], 0), axis=1, dtype=jnp.int32)

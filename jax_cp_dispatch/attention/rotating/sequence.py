@@ -143,7 +143,7 @@ def token_ranges(
 def ranges_of_rows(mask: Mask, seen: MaskRanges, token: Any) -> TokenRanges:
     """Returns what the rows of `token` see, of what all tokens see; token -1 pads a block."""
     is_row, column = token >= 0, jnp.maximum(token, 0)
-    of_rows = lambda x: jnp.where(is_row, known_inside(x, column, axis=1), 0)
+    of_rows = lambda x: jnp.where(is_row, known_inside(x, column, axis=1), jnp.zeros((), x.dtype))
     ranges = TokenRanges(of_rows(seen.k_start), of_rows(seen.k_end))
     if mask.has_arrays:
         is_key = attended_keys(seen.k_start, seen.k_end, seen.k_start.shape[1])
