@@ -19,35 +19,6 @@ from jax_cp_dispatch.masks.mask import PACKED, PLACED, Order
 from jax_cp_dispatch.masks.read import check_mask_order, check_mask_rules, read_mask
 
 
-def read_sequences(op: str, segment_ids, positions, *, layout: str, num_ranks: int):
-    """`read_documents` of whole sequences, in a layout whose ranks divide the tokens."""
-    known = next((x for x in (segment_ids, positions) if x is not None), None)
-    order = None
-    if layout == "zigzag" and known is not None:
-        order = zigzag_permutation(known.shape[1], num_ranks, inverse=True)
-    return read_documents(op, segment_ids, positions, order=order)
-
-
-def check_known_mask(op: str, packed: PackedMask, *, layout: str, num_ranks: int) -> None:
-    """Requires a mask of these tokens, if all arrays of whole sequences are known on the host."""
-    leaves = jax.tree.leaves(packed)
-    if not packed.mask.has_arrays or not all(map(is_on_host, leaves)):
-        return
-    columns = slice(None)
-    if layout == "zigzag":
-        columns = zigzag_permutation(leaves[0].shape[1], num_ranks, inverse=True)
-    mask, segment_ids, positions = jax.tree.map(lambda x: np.asarray(x)[:, columns], packed)
-    if segment_ids is None:
-        segment_ids = np.ones(leaves[0].shape, np.int32)
-    check_document_mask(op, mask, from_segment_ids(op, segment_ids, positions))
-
-
-def check_document_mask(op: str, mask: Mask, documents: DocumentTable) -> None:
-    """Requires arrays of a mask that are those of the tokens of these documents."""
-    if mask.has_arrays:
-        check_mask_rules(op, mask, *documents.edges())
-
-
 class GivenDocuments(NamedTuple):
     """What a call says about its tokens, read.
 
@@ -159,3 +130,32 @@ def _check(op: str, documents: Any, segment_ids: Any, positions: Any) -> None:
         raise TypeError(
             f"{op}: got documents, and segment_ids or positions, which they have. Omit the latter."
         )
+
+
+def read_sequences(op: str, segment_ids, positions, *, layout: str, num_ranks: int):
+    """`read_documents` of whole sequences, in a layout whose ranks divide the tokens."""
+    known = next((x for x in (segment_ids, positions) if x is not None), None)
+    order = None
+    if layout == "zigzag" and known is not None:
+        order = zigzag_permutation(known.shape[1], num_ranks, inverse=True)
+    return read_documents(op, segment_ids, positions, order=order)
+
+
+def check_known_mask(op: str, packed: PackedMask, *, layout: str, num_ranks: int) -> None:
+    """Requires a mask of these tokens, if all arrays of whole sequences are known on the host."""
+    leaves = jax.tree.leaves(packed)
+    if not packed.mask.has_arrays or not all(map(is_on_host, leaves)):
+        return
+    columns = slice(None)
+    if layout == "zigzag":
+        columns = zigzag_permutation(leaves[0].shape[1], num_ranks, inverse=True)
+    mask, segment_ids, positions = jax.tree.map(lambda x: np.asarray(x)[:, columns], packed)
+    if segment_ids is None:
+        segment_ids = np.ones(leaves[0].shape, np.int32)
+    check_document_mask(op, mask, from_segment_ids(op, segment_ids, positions))
+
+
+def check_document_mask(op: str, mask: Mask, documents: DocumentTable) -> None:
+    """Requires arrays of a mask that are those of the tokens of these documents."""
+    if mask.has_arrays:
+        check_mask_rules(op, mask, *documents.edges())

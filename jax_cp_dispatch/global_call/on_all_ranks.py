@@ -18,6 +18,63 @@ from jax_cp_dispatch._ranks.varying import can_check_varying, varying_axes
 from jax_cp_dispatch.global_call.mesh_axes import MeshAxes
 
 
+def on_all_ranks(
+    run: Callable[..., Any],
+    operands: tuple[Any, ...],
+    *,
+    axes: MeshAxes,
+    in_specs: tuple[Any, ...],
+    out_specs: Any,
+    num_differentiable: int,
+) -> Any:
+    """Returns `run(*operands)` of every rank, in a `shard_map` over all axes not yet manual.
+
+    Args:
+      run: the part of one rank.
+      operands: pytrees of global arrays.
+      axes: of the mesh.
+      in_specs: for each operand; a spec is for one array, or for all of a pytree.
+      out_specs: of the result.
+      num_differentiable: how many operands, the first ones, have derivatives.
+    """
+    shard_map = partial(jax.shard_map, check_vma=can_check_varying())
+    if varies_outside(operands, axes.manual):
+        shard_map = partial(shard_map_inside, num_differentiable=num_differentiable)
+    mapped = shard_map(
+        run, mesh=axes.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes.manual
+    )
+    if AxisType.Explicit in axes.mesh.axis_types:  # over explicit axes shard_map does not reshard
+        put = lambda spec: partial(reshard, out_shardings=NamedSharding(axes.mesh, spec))
+        put_all = lambda spec, part: jax.tree.map(put(spec), part)
+        operands = jax.tree.map(put_all, in_specs, operands, is_leaf=lambda x: isinstance(x, P))
+    return mapped(*operands)
+
+
+def pad_tokens(tree: Any, missing: int) -> Any:
+    """Appends zeros to arrays [B, T, ...]: tokens of segment 0."""
+
+    def pad(x):
+        append = np.pad if isinstance(x, np.ndarray) else jnp.pad  # known values stay known in jit
+        return append(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))
+
+    return jax.tree.map(pad, tree) if missing else tree
+
+
+def cut_tokens(tree: Any, num_tokens: int, mesh: Any) -> Any:
+    """Removes what `pad_tokens` has appended.
+
+    Explicit mesh axes shard equal parts only, so none of them shards the remaining tokens.
+    """
+
+    def cut(x):
+        if AxisType.Explicit in mesh.axis_types:
+            batch, _, *others = jax.typeof(x).sharding.spec
+            x = retype(x, mesh, P(batch, None, *others))
+        return x[:, :num_tokens]
+
+    return jax.tree.map(cut, tree)
+
+
 def varies_outside(operands: Any, manual: set[str]) -> bool:
     """Whether an operand varies over an axis that a surrounding `shard_map` has made manual."""
     return any(varying_axes(x) - manual for x in jax.tree.leaves(operands))
@@ -98,60 +155,3 @@ def _pull(treedef: Any, axes: list[tuple[str, ...]], residuals: dict[Any, list[A
     left = {subset: iter(arrays) for subset, arrays in residuals.items()}
     leaves = [next(left[own])[0] for own in axes]
     return jax.tree.unflatten(treedef, leaves)(dout)
-
-
-def on_all_ranks(
-    run: Callable[..., Any],
-    operands: tuple[Any, ...],
-    *,
-    axes: MeshAxes,
-    in_specs: tuple[Any, ...],
-    out_specs: Any,
-    num_differentiable: int,
-) -> Any:
-    """Returns `run(*operands)` of every rank, in a `shard_map` over all axes not yet manual.
-
-    Args:
-      run: the part of one rank.
-      operands: pytrees of global arrays.
-      axes: of the mesh.
-      in_specs: for each operand; a spec is for one array, or for all of a pytree.
-      out_specs: of the result.
-      num_differentiable: how many operands, the first ones, have derivatives.
-    """
-    shard_map = partial(jax.shard_map, check_vma=can_check_varying())
-    if varies_outside(operands, axes.manual):
-        shard_map = partial(shard_map_inside, num_differentiable=num_differentiable)
-    mapped = shard_map(
-        run, mesh=axes.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes.manual
-    )
-    if AxisType.Explicit in axes.mesh.axis_types:  # over explicit axes shard_map does not reshard
-        put = lambda spec: partial(reshard, out_shardings=NamedSharding(axes.mesh, spec))
-        put_all = lambda spec, part: jax.tree.map(put(spec), part)
-        operands = jax.tree.map(put_all, in_specs, operands, is_leaf=lambda x: isinstance(x, P))
-    return mapped(*operands)
-
-
-def pad_tokens(tree: Any, missing: int) -> Any:
-    """Appends zeros to arrays [B, T, ...]: tokens of segment 0."""
-
-    def pad(x):
-        append = np.pad if isinstance(x, np.ndarray) else jnp.pad  # known values stay known in jit
-        return append(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))
-
-    return jax.tree.map(pad, tree) if missing else tree
-
-
-def cut_tokens(tree: Any, num_tokens: int, mesh: Any) -> Any:
-    """Removes what `pad_tokens` has appended.
-
-    Explicit mesh axes shard equal parts only, so none of them shards the remaining tokens.
-    """
-
-    def cut(x):
-        if AxisType.Explicit in mesh.axis_types:
-            batch, _, *others = jax.typeof(x).sharding.spec
-            x = retype(x, mesh, P(batch, None, *others))
-        return x[:, :num_tokens]
-
-    return jax.tree.map(cut, tree)

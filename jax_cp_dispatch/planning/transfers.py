@@ -10,33 +10,6 @@ from jax_cp_dispatch.metadata import Metadata
 from jax_cp_dispatch.planning.piece_table import PieceTable, Spans
 
 
-def check_rank(op: str, rank: int | None, world_size: int) -> None:
-    if rank is None:
-        return
-    check_integer(op, "rank", rank)
-    if not 0 <= rank < world_size:
-        raise ValueError(f"{op}: rank is {rank}; it needs to be in [0, {world_size}), or None.")
-
-
-def check_all_ranks(op: str, held: int, world_size: int) -> None:
-    """Requires what depends on all ranks."""
-    if held != world_size:
-        raise ValueError(
-            f"{op}: this is the part of {held} of {world_size} ranks. Call it on the plan or "
-            "placement of all ranks."
-        )
-
-
-def rank_slice(rank: int | None) -> slice:
-    """Returns the slice of a leading axis over ranks that keeps one rank, or all."""
-    return slice(None) if rank is None else slice(rank, rank + 1)
-
-
-def order_by_rank(ranks: Int[np.ndarray, " N"], rank: int | None) -> Int[np.ndarray, " M"]:
-    """Returns the indices of the entries of one rank, or of all, one rank after another."""
-    return np.argsort(ranks, kind="stable") if rank is None else np.flatnonzero(ranks == rank)
-
-
 class Transfers(NamedTuple):
     """Ranges of rows that move from one rank to another, in the order of the receivers' rows.
 
@@ -155,3 +128,30 @@ def num_moved(op: str, metadata: Metadata, ranks_per_node: int = 1) -> int:
     node = np.arange(world_size) // ranks_per_node
     stays = node[:, None] == node
     return int(received.sum(dtype=np.int64) - received[..., stays].sum(dtype=np.int64))
+
+
+def check_rank(op: str, rank: int | None, world_size: int) -> None:
+    if rank is None:
+        return
+    check_integer(op, "rank", rank)
+    if not 0 <= rank < world_size:
+        raise ValueError(f"{op}: rank is {rank}; it needs to be in [0, {world_size}), or None.")
+
+
+def check_all_ranks(op: str, held: int, world_size: int) -> None:
+    """Requires what depends on all ranks."""
+    if held != world_size:
+        raise ValueError(
+            f"{op}: this is the part of {held} of {world_size} ranks. Call it on the plan or "
+            "placement of all ranks."
+        )
+
+
+def rank_slice(rank: int | None) -> slice:
+    """Returns the slice of a leading axis over ranks that keeps one rank, or all."""
+    return slice(None) if rank is None else slice(rank, rank + 1)
+
+
+def order_by_rank(ranks: Int[np.ndarray, " N"], rank: int | None) -> Int[np.ndarray, " M"]:
+    """Returns the indices of the entries of one rank, or of all, one rank after another."""
+    return np.argsort(ranks, kind="stable") if rank is None else np.flatnonzero(ranks == rank)

@@ -27,6 +27,42 @@ from jax_cp_dispatch.planning.runs import local_runs
 from jax_cp_dispatch.planning.stack import is_stack
 
 
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Which ranks hold the tokens, in which order, and how they exchange; static.
+
+    Attributes:
+      exchange: the op, its axis, and how to move.
+      order: of the tokens.
+      checks_order: whether ranks check that documents are in this order; not if that
+        was checked on the host.
+    """
+
+    exchange: CollectiveOptions
+    order: Order = PACKED
+    checks_order: bool = True
+
+    @classmethod
+    def of_call(
+        cls,
+        op: str,
+        axis_name: AxisName,
+        implementation: str | None = None,
+        deadline: float | None = None,
+    ) -> Options:
+        """Returns checked options; raises the errors of the public functions."""
+        given = {"implementation": implementation, "deadline": deadline}
+        return cls(read_options(op, axis_name, **given))
+
+    @property
+    def op(self) -> str:
+        return self.exchange.op
+
+    @property
+    def axis_name(self) -> AxisName:
+        return self.exchange.axis_name
+
+
 class Cuts(NamedTuple):
     """Cut pieces, arrays [X]; `document` is -1 in unused entries.
 
@@ -156,42 +192,6 @@ class Pieces:
         at = jnp.zeros(size, jnp.int32).at[row].set(number, mode="drop")
         begin = jnp.maximum(self.begin, 0).astype(jnp.uint32)
         return only_where(self.is_token, at.at[begin].get(mode="promise_in_bounds"))
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """Which ranks hold the tokens, in which order, and how they exchange; static.
-
-    Attributes:
-      exchange: the op, its axis, and how to move.
-      order: of the tokens.
-      checks_order: whether ranks check that documents are in this order; not if that
-        was checked on the host.
-    """
-
-    exchange: CollectiveOptions
-    order: Order = PACKED
-    checks_order: bool = True
-
-    @classmethod
-    def of_call(
-        cls,
-        op: str,
-        axis_name: AxisName,
-        implementation: str | None = None,
-        deadline: float | None = None,
-    ) -> Options:
-        """Returns checked options; raises the errors of the public functions."""
-        given = {"implementation": implementation, "deadline": deadline}
-        return cls(read_options(op, axis_name, **given))
-
-    @property
-    def op(self) -> str:
-        return self.exchange.op
-
-    @property
-    def axis_name(self) -> AxisName:
-        return self.exchange.axis_name
 
 
 def pieces_from_plan(
