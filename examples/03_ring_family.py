@@ -102,10 +102,9 @@ def main() -> None:
         np.testing.assert_allclose(gradients[name], expected[name], rtol=1e-5, atol=1e-6)
     print(f"loss {float(value):.4f} and the gradients of {', '.join(gradients)}: verified")
 
-    q, k, v = jax.jit(project)(parameters, stored, zigzag)
-    profile = cpd.profiling.hamilton_attention_profile(
-        q, k, v, mesh=MESH, axis_name=AXIS, documents=zigzag
-    )
+    qkv = jax.jit(project)(parameters, stored, zigzag)
+    options: Any = {"mesh": MESH, "axis_name": AXIS, "documents": zigzag}
+    profile = cpd.profiling.hamilton_attention_profile(*qkv, **options)
     print(profile)
     in_order = zigzag.restore(profile.out)
     expected = jax.jit(dense)(*jax.jit(project)(parameters, batch, documents), documents)

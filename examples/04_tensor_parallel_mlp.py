@@ -103,17 +103,16 @@ def main(folder: pathlib.Path) -> None:
     profiles = {"no overlap": profile(one_by_one), "ring": profile(ring)}
     for title, run in profiles.items():
         times = run.total, run.computation, run.communication, run.exposed_communication
-        print(f"{title}: ms total, computing, communicating, exposed communication:", end=" ")
-        print(*(f"{1e3 * seconds:.2f}" for seconds in times))
+        ms = np.round(np.multiply(times, 1e3), 2)
+        print(f"{title}: ms total, computing, communicating, exposed communication:", *ms)
     assert len(profiles["ring"].spans) == 4 * (4 + 3 + 4 + 3 + 1)  # GEMMs, sends; a sum
     profiles["ring"].write_trace(folder / "trace.json")
     if importlib.util.find_spec("matplotlib"):
         plot_overlap(profiles, folder / "overlap.svg")
     cpd.buffers.destroy_comm_overlap_buffer(buffer)
 
-    # 4. Predicted (not measured) times on linked hardware.
     shape = CommGemmShape("all_gather_matmul", m=8192, k=8192, n=2560, num_ranks=4, itemsize=2)
-    print("H100,", choose_comm_gemm(shape, hardware=HARDWARE["h100"]).reason)
+    print("Predicted, H100:", choose_comm_gemm(shape, hardware=HARDWARE["h100"]).reason)
 
 
 if __name__ == "__main__":

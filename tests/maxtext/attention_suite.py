@@ -80,7 +80,7 @@ def test_balanced_needs_tokens_in_order():
     q, k, v, _, ids, positions = arrays()
     with (
         maxtext_attention(algorithm="balanced"),
-        pytest.raises(ValueError, match="'balanced' needs tokens in contiguous order"),
+        pytest.raises(ValueError, match="'balanced' needs tokens in packed order"),
     ):
         attend(operation(load_balance=True), q, k, v, ids, positions)
 
