@@ -119,7 +119,13 @@ def on_one_gpu(ctx: Any, exchange: Exchange) -> Callable[..., Any]:
 def start_on_gpu(
     ctx: Any, *operands: Any, exchange: Exchange, num_beside: int, choice: Chosen
 ) -> Any:
-    """Lowers the first call of two."""
+    """Lowers the first call of two.
+
+    It puts the exchange on a stream of the package and returns; the second call makes the program's
+    stream wait. XLA keeps the memory that the exchange uses, because the second call takes all
+    results of the first; and it puts the work between them, because optimization barriers make the
+    work depend on `held`, and the second call on both.
+    """
     ranks = all_ranks_here()
     if not exchange.is_global:
         ranks = choice.rank_attributes(ctx, exchange.comm, "")

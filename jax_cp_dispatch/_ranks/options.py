@@ -1,4 +1,4 @@
-"""The checked options of every collective call, and its ranks: mesh axes, process, deadline."""
+"""The options of a collective call, checked where it is called; and its ranks, found by them."""
 
 from __future__ import annotations
 

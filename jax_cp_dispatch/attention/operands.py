@@ -1,4 +1,4 @@
-"""`Operands` and `Outputs`: the arrays that the algorithms take and return."""
+"""`Operands` and `Outputs`: the arrays that the algorithms take and return, and their checks."""
 
 from __future__ import annotations
 

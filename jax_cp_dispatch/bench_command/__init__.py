@@ -1,4 +1,4 @@
-"""The command's arguments, its sizes, its sections in turn, and its output."""
+"""`python -m jax_cp_dispatch bench`: its arguments, sizes, sections in turn, and output."""
 
 import argparse
 import dataclasses

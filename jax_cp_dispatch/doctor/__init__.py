@@ -1,4 +1,4 @@
-"""The doctor's report: a table, or JSON, and an exit code."""
+"""`python -m jax_cp_dispatch doctor`: what this machine offers, as a table or JSON."""
 
 import argparse
 import itertools
@@ -8,8 +8,9 @@ import textwrap
 
 from jax_cp_dispatch._command import MOST_DEVICES, check_number, end_command
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
+from jax_cp_dispatch.doctor.in_processes import try_processes
 from jax_cp_dispatch.doctor.machine import Finding, has_gpu, look_at_machine
-from jax_cp_dispatch.doctor.self_test import try_implementations, try_processes
+from jax_cp_dispatch.doctor.self_test import try_implementations
 
 _OF_PROCESSES = "transport shared_memory"
 _MARKS = {"ok": "ok", "missing": "--", "wrong": "XX"}

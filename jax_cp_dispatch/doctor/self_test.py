@@ -1,7 +1,5 @@
-"""Tests every transport that is available here, shared memory in two processes."""
+"""Tests every transport that is available here."""
 
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -13,7 +11,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from jax_cp_dispatch._dispatch import combine, dispatch
 from jax_cp_dispatch._ranks.implementations import available_implementations
-from jax_cp_dispatch._ranks.processes import initialize
 from jax_cp_dispatch.doctor.machine import Finding
 from jax_cp_dispatch.metadata import compute_metadata
 from jax_cp_dispatch.scenarios import orchestrate_simulate
@@ -83,41 +80,3 @@ def _equal(result: jax.Array, expected: Any) -> bool:
     """Compares the part of the result that this process holds."""
     whole = np.asarray(expected)
     return all(np.array_equal(s.data, whole[s.index]) for s in result.addressable_shards)
-
-
-_PROCESSES, _LIMIT = 2, 60  # seconds
-_RIGHT = "right"
-
-
-def try_processes() -> Finding:
-    """Runs the processes and reports the result."""
-    start = time.perf_counter()
-    launch = ["-m", "jax_cp_dispatch.launch", f"--processes={_PROCESSES}", __file__]
-    try:
-        done = subprocess.run(
-            [sys.executable, *launch], capture_output=True, text=True, timeout=_LIMIT
-        )
-    except subprocess.TimeoutExpired:
-        return _finding(f"{_PROCESSES} processes did not end within {_LIMIT} s")
-    said = [line.partition("] ")[2] for line in done.stdout.splitlines()]
-    if done.returncode == 0 and said.count(_RIGHT) == _PROCESSES:
-        seconds = time.perf_counter() - start
-        return Finding(
-            "transport shared_memory",
-            f"dispatch and combine are correct between {_PROCESSES} processes, {seconds:.1f} s",
-        )
-    last = (done.stderr or done.stdout or "nothing").strip().splitlines()[-1]
-    return _finding(f"{_PROCESSES} processes ended with {done.returncode}: {last}")
-
-
-def _finding(wrong: str) -> Finding:
-    return Finding("transport shared_memory", wrong, "wrong", "Report this with the output.")
-
-
-def main() -> None:
-    initialize()
-    print(move("shared_memory") or _RIGHT, flush=True)
-
-
-if __name__ == "__main__":
-    main()

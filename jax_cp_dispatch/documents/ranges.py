@@ -1,4 +1,4 @@
-"""Where documents begin, and which tokens each token sees: on a rank, or gathered from all."""
+"""`PackedMask`: a mask within documents; the tokens that each token sees by it, as ranges."""
 
 from __future__ import annotations
 

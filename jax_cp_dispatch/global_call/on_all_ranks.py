@@ -92,6 +92,13 @@ def shard_map_inside(
     """Returns `jax.shard_map(attend, ...)`, for use inside another.
 
     Differentiable in the first `num_differentiable` operands, in reverse mode.
+
+    JAX 0.10.2 splits a `shard_map` into two, one for values needed first and one for the rest, in a
+    derivative, in a loop with constant operands, and for a checkpoint policy. What the first hands
+    to the second it shards over every axis over which it varies, also over those that the
+    surrounding `shard_map` has made manual (`nospec` in `core.py`), which XLA rejects. So here the
+    forward pass returns its residuals as outputs that are sharded over the inner axes only, and no
+    pass is split: JAX does not look into a `custom_vmap`.
     """
     shard_map = partial(_whole_shard_map, mesh=mesh, axis_names=axis_names)
     inner = [name for name in mesh.axis_names if name in axis_names]

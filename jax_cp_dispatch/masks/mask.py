@@ -1,4 +1,4 @@
-"""The interface of a mask: the tokens that each token sees, as ranges."""
+"""The interface of a mask, the tokens that each token sees, as ranges; and `Order`, of tokens."""
 
 from __future__ import annotations
 

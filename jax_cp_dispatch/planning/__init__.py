@@ -15,7 +15,8 @@ From documents to a plan, in this order:
    `seen_inside` says what they see, `balance` assigns them to ranks (replace this part for another
    planner), `stages` makes the arrays, and `slots` their metadata.
 5. `plan`: the result, `Plan`, which `pieces_fingerprint` ties to its batch. `stack` is several
-   plans as one, `describe` a text. `placement`: the order of tokens that goes with a plan.
+   plans as one, `describe` a text, `saved` a pickle. `placement`: the order of tokens that goes
+   with a plan.
 
 What is on the host uses NumPy and C++ only, and does not start JAX.
 """

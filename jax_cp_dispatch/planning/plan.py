@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import pickle
 from typing import Any, TypeAlias
 
 import jax
@@ -21,39 +20,8 @@ from jax_cp_dispatch.metadata.describe import known
 from jax_cp_dispatch.planning.config import CAPACITIES, PLACED_CAPACITIES, PlanConfig
 from jax_cp_dispatch.planning.describe import describe_plan
 from jax_cp_dispatch.planning.runs import key_ranges, local_rows, local_runs
+from jax_cp_dispatch.planning.saved import reduce_saved
 from jax_cp_dispatch.planning.transfers import check_all_ranks, num_moved
-
-# To be counted up with every change of the fields of `Plan` or `Placement`, or of their meaning.
-FORMAT = 1
-
-
-def reduce_saved(self: Any) -> tuple[Any, ...]:
-    """`__reduce__` of a dataclass: its class, and its fields without what is cached."""
-    fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-    kind = type(self)
-    return load_saved, (FORMAT, kind.__name__, pickle.dumps((kind, fields), protocol=5))
-
-
-def load_saved(found: int, name: str, payload: bytes) -> Any:
-    """Returns the saved object.
-
-    Raises:
-      ValueError: another version of the package has saved it.
-    """
-    advice = "Plan the batch again, with this version of jax_cp_dispatch."
-    if found != FORMAT:
-        raise ValueError(
-            f"{name}: this was saved in format {found} of plans, but this version of "
-            f"jax_cp_dispatch reads format {FORMAT}. {advice}"
-        )
-    try:
-        kind, fields = pickle.loads(payload)
-        return kind(**fields)
-    except (ImportError, AttributeError, TypeError) as error:
-        raise ValueError(
-            f"{name}: another version of jax_cp_dispatch has saved this: {error}. {advice}"
-        ) from error
-
 
 # Fields that are equal in the plans of all masks of a placement.
 OF_ALL_MASKS = ("run_row", "run_position", "run_length", "cut_pieces", "num_rows")

@@ -1,4 +1,4 @@
-"""What a plan on the host is made of: checked once, then passed on as a whole, also to C++."""
+"""What a plan on the host is made of, as a whole, also for C++; and whether it fits its config."""
 
 from typing import Any, NamedTuple, TypeVar
 

@@ -1,8 +1,8 @@
-"""Key ranges of a plan: a short list of runs of rows, expanded inside the program.
+"""What the rows of a rank see: runs of rows, expanded inside the program, or ranges of each row.
 
 A run is a piece of a document in consecutive rows of a rank. Within it, the key range of a row
 depends only on its position in the document, and on the document's length unless the mask is
-causal.
+causal. Under a mask that data decides, a plan has the range of every row.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rows in chunks of one size, and which of them belong to the same piece."""
+"""Rows in chunks of one size, which of them are of one piece, and inverses of their matrices."""
 
 from __future__ import annotations
 

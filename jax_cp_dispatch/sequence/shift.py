@@ -1,4 +1,4 @@
-"""`shift`: each token gets the row of another token of its document."""
+"""`shift`: each token gets the row of another of its document; `shift_documents`, in a loader."""
 
 from __future__ import annotations
 

@@ -160,3 +160,9 @@ def test_private_names_of_jax_are_in_one_file():
         if any(name.startswith("jax._") for name in imported_modules(file))
     }
     assert using == {"_jax_private.py"}
+
+
+def test_the_program_of_a_child_needs_neither_jax_nor_the_package():
+    """NVSHMEM ends the child, so its program starts quickly and alone."""
+    program = SOURCE / "_ranks/gpu/nvshmem_trial.py"
+    assert not [x for x in imported_modules(program) if x.startswith("jax")]

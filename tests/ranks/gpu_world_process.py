@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 from jax_cp_dispatch import compute_metadata, dispatch, gpu
 from jax_cp_dispatch._ranks import runtime
-from jax_cp_dispatch._ranks.gpu import nvshmem, peers, world as gpu_world
+from jax_cp_dispatch._ranks.gpu import nvshmem, nvshmem_trial, peers, world as gpu_world
 from jax_cp_dispatch._ranks.implementations import CUDA_IPC, CUDA_PEER, NVSHMEM
 from jax_cp_dispatch._text import say_once
 
@@ -108,7 +108,7 @@ def connect(scene):
     for part, values in ENVIRONMENT.items():
         if part in scene:
             os.environ.update(values)
-    nvshmem._SECONDS = 1.0 if "late" in scene else 600.0
+    nvshmem_trial._SECONDS = 1.0 if "late" in scene else 600.0
     fake_nvshmem.started.clear()
     gpu_world._world = gpu_world._slabs = None
     gpu_world._host = lambda: HOSTS[scene.partition(",")[0]][PROCESS]

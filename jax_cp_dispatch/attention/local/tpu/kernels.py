@@ -1,4 +1,8 @@
-"""The kernels for TPUs: an online softmax and dq by queries, dk and dv by keys."""
+"""The kernels for TPUs: an online softmax and dq by queries, dk and dv by keys.
+
+Logits of a block are `[128, R]`: queries lie on lanes. What a query has one of, such as its
+maximum, is then a row of a vector register, and broadcasts without copies.
+"""
 
 from __future__ import annotations
 

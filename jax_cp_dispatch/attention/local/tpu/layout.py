@@ -1,4 +1,8 @@
-"""Blocks of 128 queries and keys, the lanes of a TPU, and the pairs of them that meet."""
+"""Blocks of 128 queries and keys, the lanes of a TPU, and the pairs of them that meet.
+
+A walk goes over consecutive blocks of keys; that of a block of keys, over blocks of queries. Only
+its ends are stored: those of 64K tokens fit into 16 KB of scalar memory, whatever the mask.
+"""
 
 from __future__ import annotations
 
