@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from launching import free_address, in_shared_memory
 
-from jax_cp_dispatch._ranks.processes import connect as segment
+from jax_cp_dispatch._ranks.processes import connect
 from jax_cp_dispatch._ranks.processes.connect import ConnectionInfo, connect_all, new_token
 from jax_cp_dispatch._ranks.processes.meeting import JobMember, meet
 
@@ -77,9 +77,9 @@ def test_an_address_has_a_port(address):
 
 
 def test_a_segment_is_private_unnamed_and_of_fixed_size(monkeypatch):
-    monkeypatch.setenv(segment.SEGMENT_BYTES, str(1 << 20))
+    monkeypatch.setenv(connect.SEGMENT_BYTES, str(1 << 20))
     before = in_shared_memory()
-    fd, num_bytes = segment.make_segment()
+    fd, num_bytes = connect.make_segment()
     status = os.fstat(fd)
     assert num_bytes == status.st_size == 1 << 20
     assert stat.S_IMODE(status.st_mode) == 0o600
@@ -88,17 +88,17 @@ def test_a_segment_is_private_unnamed_and_of_fixed_size(monkeypatch):
     with pytest.raises(PermissionError):
         os.ftruncate(fd, 10)
     assert in_shared_memory() == before
-    segment.check_segment(1, fd, num_bytes)
+    connect.check_segment(1, fd, num_bytes)
     with pytest.raises(PermissionError, match="process 1 sent a segment with"):
-        segment.check_segment(1, fd, num_bytes + 1)
+        connect.check_segment(1, fd, num_bytes + 1)
     os.fchmod(fd, 0o644)
     with pytest.raises(PermissionError):
-        segment.check_segment(1, fd, num_bytes)
+        connect.check_segment(1, fd, num_bytes)
     unsealed = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
     os.fchmod(unsealed, 0o600)
     os.ftruncate(unsealed, 10)
     with pytest.raises(PermissionError):
-        segment.check_segment(1, unsealed, 10)
+        connect.check_segment(1, unsealed, 10)
     assert fcntl.fcntl(unsealed, fcntl.F_GET_SEALS) == 0
     os.close(fd)
     os.close(unsealed)
@@ -106,14 +106,14 @@ def test_a_segment_is_private_unnamed_and_of_fixed_size(monkeypatch):
 
 @pytest.mark.parametrize("text", ["", "much", "-5", "0", str(1 << 60)])
 def test_segment_bytes_must_be_a_number(monkeypatch, text):
-    monkeypatch.setenv(segment.SEGMENT_BYTES, text)
+    monkeypatch.setenv(connect.SEGMENT_BYTES, text)
     with pytest.raises(ValueError, match="JAX_CP_DISPATCH_SEGMENT_BYTES is"):
-        segment.segment_bytes()
+        connect.segment_bytes()
 
 
 def test_unauthenticated_connections_are_rejected():
     """Connections without the token, or without a message, are ignored; the wait has a deadline."""
-    listener, name = segment.listen()
+    listener, name = connect.listen()
     peers = {0: ConnectionInfo(name, new_token()), 1: ConnectionInfo("nobody", new_token())}
     strangers = []
     for greeting in (b"", b"\1\0\0\0" + bytes(32), b"short", b"\1\0\0\0" + bytes(99)):
@@ -125,5 +125,5 @@ def test_unauthenticated_connections_are_rejected():
             stranger.shutdown(socket.SHUT_WR)
         strangers.append(stranger)
     with pytest.raises(TimeoutError, match=r"processes \[1\] did not connect"):
-        connect_all(listener, 0, peers, segment.make_segment(), timeout=1.0)
-    assert segment.listen()[1] != name
+        connect_all(listener, 0, peers, connect.make_segment(), timeout=1.0)
+    assert connect.listen()[1] != name

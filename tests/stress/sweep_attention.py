@@ -26,7 +26,7 @@ from calls import Call, check
 from jax.experimental.pallas import tpu as pltpu
 
 from jax_cp_dispatch import Hamilton
-from jax_cp_dispatch.attention.local import local_attention as api, tpu
+from jax_cp_dispatch.attention.local import local_attention, tpu
 from jax_cp_dispatch.attention.rotating import attend, sequence
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
 from jax_cp_dispatch.masks import BlockCausal, Chunked, SlidingWindow
@@ -110,7 +110,7 @@ def tpu_kernels():
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # the only place of `races`
 
     passes = {"attend_blocks": tpu.attend, "block_gradients": tpu.gradients}
-    for module in (api, attend):  # before anything is traced
+    for module in (local_attention, attend):  # before anything is traced
         vars(module).update(passes)
     with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True)):
         yield
