@@ -7,12 +7,17 @@ import functools
 import gc
 import importlib.util
 import os
+import sys
 import tempfile
 
 import jaxlib.version
 
 # Imports and tracing allocate much that stays; searching it for garbage so often takes time.
-gc.set_threshold(10_000)
+gc.set_threshold(50_000)
+
+# Workers and the programs that tests start import the same modules: each is compiled once.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # Both are read when the backend starts, so they are set before jax is imported.
 NUM_DEVICES = 8
@@ -60,6 +65,7 @@ LONG = (
 def pytest_collection_modifyitems(items):
     place = {name: number for number, name in enumerate(LONG)}
     items.sort(key=lambda item: place.get(item.path.name, len(LONG)))
+    gc.freeze()
 
 
 @pytest.fixture

@@ -177,7 +177,7 @@ void PlacesOfEarlierProgramsAreForgotten() {
   CHECK(pairs.AnnounceStart(Arrays(8), program));
   pairs.AnnounceDone(Arrays(8));
   CHECK(Start(&pairs, Arrays(8), &order));  // it stays
-  for (int64_t i = 1; i < 50'000; ++i) CHECK(pairs.AnnounceStart(Arrays(16 * i), program));
+  for (int64_t i = 1; i < 20'000; ++i) CHECK(pairs.AnnounceStart(Arrays(16 * i), program));
   CHECK(order.events.size() < 40'000);
   order.Take();
   CHECK(pairs.Done(Arrays(8), program));
