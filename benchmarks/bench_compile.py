@@ -1,8 +1,8 @@
-"""Measures how long attention compiles, forward and backward, over 8 virtual devices.
+"""Measures how long layers compile, forward and backward, over 8 virtual devices.
 
-Documents are traced. For each method: seconds to trace, to lower and to compile a new program, each
-the median of interleaved rounds. Balanced attention plans inside the program, or follows a plan of
-the host.
+CPU seconds to trace, to lower and to compile a new program of one call, with traced documents, each
+the median of interleaved rounds; and of a further call of the same layer in a program, by one of
+three calls. Beside attention stands that of JAX, beside the delta rule a scan over tokens.
 """
 
 import gc
@@ -17,87 +17,125 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from attention_programs import AXIS, DENSE, HEAD_SIZE, NUM_HEADS, NUM_RANKS, mesh
+from bench_sequence import by_scan, operands as delta_rule_operands
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from jax_cp_dispatch import Documents, context_parallel_attention, plan_attention
-from jax_cp_dispatch.bench_command.attention import gradients, random_operands
+from jax_cp_dispatch import (
+    Documents,
+    context_parallel_attention,
+    place_tokens,
+    plan_attention,
+    sequence,
+)
+from jax_cp_dispatch.bench_command.attention import random_operands
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
 
 NUM_DOCUMENTS = 8
+SCAN = "scan over tokens"
+ALGORITHMS = "ring", "zigzag", "hamilton", "ulysses", "balanced"
 
 
-def _ours(algorithm: str, plan: Any = None) -> Callable[..., Any]:
-    options: dict[str, Any] = {"mesh": mesh(), "axis_name": AXIS, "algorithm": algorithm}
+def _program(layer: Callable[..., Any], num_calls: int) -> Callable[..., Any]:
+    """Returns the gradients of so many layers; `layer(*operands, segment_ids)`."""
 
-    def attend(q, k, v, cotangent, segment_ids, plan):
-        documents = {"segment_ids": segment_ids}
-        if plan is not None:
-            documents = {"documents": Documents(segment_ids).with_plan(plan)}
-        attend = partial(context_parallel_attention, **options, **documents)
-        return gradients(attend)(q, k, v, cotangent)
+    def loss(operands, ids):
+        x, *others = operands
+        for _ in range(num_calls):
+            x = x + layer(x, *others, ids)
+        return jnp.sum(x * x)
 
-    return lambda *arrays: jax.jit(partial(attend, plan=plan)).trace(*arrays)
-
-
-def _dense() -> Callable[..., Any]:
-    def attend(q, k, v, cotangent, segment_ids):
-        same = (segment_ids[0][:, None] == segment_ids[0])[None, None]
-        attend = partial(jax.nn.dot_product_attention, mask=same, is_causal=True)
-        return gradients(attend)(q, k, v, cotangent)
-
-    return lambda *arrays: jax.jit(attend).trace(*arrays)
+    return jax.value_and_grad(loss)
 
 
-def seconds_of(trace: Callable[..., Any], arrays: list[jax.Array]) -> tuple[float, float, float]:
-    """Returns the seconds to trace, lower and compile, as in a new process but for JAX itself."""
+def _attention(ids: np.ndarray) -> dict[str, Callable[..., Any]]:
+    attend = partial(context_parallel_attention, mesh=mesh(), axis_name=AXIS)
+
+    def dense(q, k, v, ids):
+        same = (ids[0][:, None] == ids[0])[None, None]
+        return jax.nn.dot_product_attention(q, k, v, mask=same, is_causal=True)
+
+    def traced(algorithm: str) -> Callable[..., Any]:
+        return lambda q, k, v, ids: attend(q, k, v, algorithm=algorithm, segment_ids=ids)
+
+    def known(algorithm: str, documents: Documents) -> Callable[..., Any]:
+        return lambda q, k, v, _: attend(q, k, v, algorithm=algorithm, documents=documents)
+
+    planned = Documents(ids).with_plan(plan_attention(ids, world_size=NUM_RANKS))
+    placed = place_tokens(segment_ids=ids, world_size=NUM_RANKS).documents
+    return {
+        DENSE: dense,
+        **{name: traced(name) for name in ALGORITHMS},
+        "balanced, planned on the host": known("balanced", planned),
+        "placed": known("placed", placed),
+    }
+
+
+def _recurrences() -> dict[str, Callable[..., Any]]:
+    def delta_rule(*operands):
+        *tensors, ids = operands
+        options = {"mesh": mesh(), "axis_name": AXIS, "segment_ids": ids}
+        return sequence.gated_delta_rule(*tensors, **options)
+
+    return {SCAN: lambda *operands: by_scan(*operands[:-1]), "gated_delta_rule": delta_rule}
+
+
+def seconds_of(program: Callable[..., Any], arrays: Any) -> tuple[float, float, float]:
+    """Returns CPU seconds to trace, lower and compile, as in a new process but for JAX itself."""
     jax.clear_caches()
     gc.collect()
-    times = [time.perf_counter()]
-    traced = trace(*arrays)
-    times.append(time.perf_counter())
+    times = [time.process_time()]
+    traced = jax.jit(program).trace(*arrays)
+    times.append(time.process_time())
     lowered = traced.lower()
-    times.append(time.perf_counter())
+    times.append(time.process_time())
     lowered.compile()
-    times.append(time.perf_counter())
+    times.append(time.process_time())
     first, second, third = np.diff(times)
     return first, second, third
 
 
+def _rows(
+    layers: dict[str, Callable[..., Any]], arrays: Any, repeats: int, settings: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Measures layers; the first is what others are compared with."""
+    calls = 1, 3
+    times: dict[tuple[str, int], list[tuple[float, float, float]]] = {}
+    for step in range(1 + repeats):  # the first also loads what JAX needs
+        for name, layer in layers.items():
+            for number in calls:
+                seconds = seconds_of(_program(layer, number), arrays)
+                if step:
+                    times.setdefault((name, number), []).append(seconds)
+    rows: list[dict[str, Any]] = []
+    for name in layers:
+        one, three = (times[name, number] for number in calls)
+        trace_s, lower_s, compile_s = map(statistics.median, zip(*one, strict=True))
+        total_s, total_of_three_s = (statistics.median(map(sum, x)) for x in (one, three))
+        row = {"layer": name, **settings, "trace_s": trace_s, "lower_s": lower_s}
+        row |= {"compile_s": compile_s, "total_s": total_s}
+        row["further_s"] = (total_of_three_s - total_s) / 2
+        row = {x: round(y, 3) if isinstance(y, float) else y for x, y in row.items()}
+        row["of_peer"] = round(total_s / rows[0]["total_s"], 2) if rows else 1.0
+        print(*(f"{x}={y}" for x, y in row.items()), flush=True)
+        rows.append(row)
+    return rows
+
+
 def main() -> None:
-    parser = common.parser(__doc__, repeats=7)
+    parser = common.parser(__doc__, repeats=5)
     parser.add_argument("--tokens", type=int, default=8192)
     arguments = common.options(parser, tokens=1024)
     start_cpu_devices(NUM_RANKS)
     tokens = arguments.tokens
     ids = np.repeat(np.arange(1, 1 + NUM_DOCUMENTS, dtype=np.int32), tokens // NUM_DOCUMENTS)[None]
-    sharding = NamedSharding(mesh(), P(None, AXIS))
-    arrays = random_operands(tokens, NUM_HEADS, HEAD_SIZE, "float32")
-    arrays = [jax.device_put(jnp.asarray(x), sharding) for x in (*arrays, ids)]
-    programs = {
-        "ring": _ours("ring"),
-        "balanced, planned inside": _ours("balanced"),
-        "balanced, planned on the host": _ours(
-            "balanced", plan_attention(ids, world_size=NUM_RANKS)
-        ),
-        DENSE: _dense(),
-    }
-    times: dict[str, list[tuple[float, float, float]]] = {name: [] for name in programs}
-    for step in range(1 + arguments.repeats):  # the first also loads what JAX needs
-        for name, trace in programs.items():
-            seconds = seconds_of(trace, arrays)
-            if step:
-                times[name].append(seconds)
-    rows = []
-    for name, measured in times.items():
-        trace_s, lower_s, compile_s = map(statistics.median, zip(*measured, strict=True))
-        total_s = statistics.median(map(sum, measured))
-        row = {"method": name, "tokens": tokens, "trace_s": trace_s, "lower_s": lower_s}
-        row |= {"compile_s": compile_s, "total_s": total_s}
-        row = {x: round(y, 3) if isinstance(y, float) else y for x, y in row.items()}
-        row["of_ring"] = round(total_s / rows[0]["total_s"], 2) if rows else 1.0
-        print(*(f"{x}={y}" for x, y in row.items()), flush=True)
-        rows.append(row)
-    title = f"attention over {NUM_RANKS} devices, forward and backward, traced documents"
+    place = lambda x: jax.device_put(jnp.asarray(x), NamedSharding(mesh(), P(None, AXIS)))
+    q, k, v, _ = random_operands(tokens, NUM_HEADS, HEAD_SIZE, "float32")
+    of_attention = jax.tree.map(place, ([q, k, v], ids))
+    of_recurrences = jax.tree.map(place, (list(delta_rule_operands(tokens, 3)), ids))
+    settings, repeats = {"tokens": tokens}, arguments.repeats
+    rows = _rows(_attention(ids), of_attention, repeats, settings)
+    rows += _rows(_recurrences(), of_recurrences, repeats, settings)
+    title = f"one layer over {NUM_RANKS} devices, forward and backward, traced documents"
     common.write(arguments.output, title, rows)
 
 

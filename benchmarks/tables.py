@@ -115,13 +115,15 @@ VIEWS = {
         shown.scaling,
     ),
     "compile": View(
-        "**Compile time**: {title}, {tokens} tokens, in seconds, and over that of the ring.",
-        {"": "{method}"},
+        "**Compile time**: {title}, {tokens} tokens, in CPU seconds; all: also over the first row, "
+        "or the scan; and of a further call of the layer in the program.",
+        {"": "{layer}"},
         {
             "trace": "{trace_s:.2f}",
             "lower": "{lower_s:.2f}",
             "compile": "{compile_s:.2f}",
-            "all": "{total_s:.2f} ({of_ring:.2f})",
+            "all": "{total_s:.2f} ({of_peer:.1f})",
+            "further": "{further_s:.2f}",
         },
     ),
     "planner": View(
