@@ -12,6 +12,7 @@ from jax_cp_dispatch import (
     buffers,
     cost,
     cycles,
+    experts,
     gpu,
     masks,
     metadata,
@@ -28,6 +29,7 @@ from jax_cp_dispatch._dispatch import (
     dispatch_qkv,
     dispatch_start,
     exchange_done,
+    ragged_all_to_all,
 )
 from jax_cp_dispatch._ranks.implementations import Availability, available_implementations
 from jax_cp_dispatch._ranks.processes import TransportChoice, initialize
@@ -95,6 +97,7 @@ __all__ = [
     "dispatch_qkv",
     "dispatch_start",
     "exchange_done",
+    "experts",
     "fit_plan_config",
     "gemm",
     "gpu",
@@ -108,6 +111,7 @@ __all__ = [
     "place_tokens",
     "plan_attention",
     "profiling",
+    "ragged_all_to_all",
     "scaling",
     "scenarios",
     "sequence",

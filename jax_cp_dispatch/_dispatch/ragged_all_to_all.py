@@ -1,0 +1,128 @@
+"""`ragged_all_to_all`: the operation of `jax.lax`, by `dispatch`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Integer, Shaped
+
+from jax_cp_dispatch._arrays import chosen
+from jax_cp_dispatch._dispatch.arguments import outgoing
+from jax_cp_dispatch._dispatch.exchange import move
+from jax_cp_dispatch._ranks.communicator import AxisName, num_ranks_here, rank_index
+from jax_cp_dispatch._ranks.options import read_options
+from jax_cp_dispatch._ranks.varying import vary_alike
+from jax_cp_dispatch.metadata import Metadata
+
+_OP = "ragged_all_to_all"
+
+
+def ragged_all_to_all(
+    operand: Shaped[Array, "N *feature"],
+    output: Shaped[Array, "M *feature"],
+    input_offsets: Integer[Array, " K"],
+    send_sizes: Integer[Array, " K"],
+    output_offsets: Integer[Array, " K"],
+    recv_sizes: Integer[Array, " K"],
+    *,
+    axis_name: AxisName | list[str],
+    axis_index_groups: Sequence[Sequence[int]] | None = None,
+    implementation: str | None = None,
+    deadline: float | None = None,
+) -> Shaped[Array, "M *feature"]:
+    """Sends slices of rows to the other ranks, which write them into their `output`.
+
+    The arguments and the result are those of `jax.lax.ragged_all_to_all`, which XLA cannot run on
+    CPU: this function replaces it there, also between processes. It differs in three ways: slices
+    that disagree with `recv_sizes`, exceed an array or overlap are errors; forward mode and any
+    order of derivatives work under `jax.vmap`; and the gradient of a row that several slices send
+    is the sum of theirs, where JAX's transpose keeps one of them.
+
+    Call inside `jax.shard_map` over `axis_name`, on every rank of the axis. Linear in `operand` and
+    `output`.
+
+    Args:
+      operand: this rank's rows.
+      output: the rows of the result that no rank writes.
+      input_offsets, send_sizes: the slices of `operand` to send, K / W for each rank in order.
+      output_offsets: the row of the receiver's output where each of these slices begins.
+      recv_sizes: the rows of the slices that this rank receives, K / W from each rank in order.
+      axis_name: the mesh axis of the ranks, or several, the major one first.
+      axis_index_groups: groups of ranks that exchange with each other only, of the same size;
+        together all ranks, each once. Ranks of a slice are then numbered within the group.
+      implementation, deadline: see `dispatch`.
+    Returns:
+      `output`, with the received rows.
+    Raises:
+      TypeError, ValueError: an argument is invalid.
+      jax.errors.JaxRuntimeError: see `dispatch`.
+    """
+    axis_name = tuple(axis_name) if isinstance(axis_name, list) else axis_name
+    options = read_options(_OP, axis_name, None, implementation, deadline)
+    num_ranks = num_ranks_here(_OP, options.axis_name, "dispatch")
+    peers = _peers(axis_index_groups, num_ranks)
+    fields = input_offsets, send_sizes, output_offsets, recv_sizes
+    _check_rows(operand, output)
+    _check_fields(fields, peers.shape[1])
+    slices = len(send_sizes) // peers.shape[1]
+
+    own = jnp.asarray(peers)[rank_index(options.axis_names)]  # the ranks of this rank's group
+    received = recv_sizes.reshape(-1, slices).sum(1).astype(jnp.int32)
+    from_ranks = jnp.zeros(num_ranks, jnp.int32).at[own].set(received, unique_indices=True)
+    plan = Metadata(
+        dst_rank=jnp.repeat(own, slices),
+        dst_offset=output_offsets,
+        seq_len=send_sizes,
+        src_offset=input_offsets,
+        num_recv_tokens=jnp.append(from_ranks, received.sum(dtype=jnp.int32)),
+        num_seqs=np.int32(len(send_sizes)),
+        world_size=num_ranks,
+    )
+    is_sent = jnp.ones(len(operand), bool)
+    rows = vary_alike([operand, is_sent], also=options.axis_names)
+    sent = outgoing(_OP, "operand", rows, plan, capacity=len(output))
+    received, is_written = move(options, [sent._replace(capacity_name="rows of output")])[0]
+    received, is_written, output = vary_alike([received, is_written, output])
+    return chosen(is_written, received, output)
+
+
+def _peers(groups: Any, num_ranks: int) -> np.ndarray:
+    """Returns the ranks of each rank's group, [W, ranks of a group]."""
+    everyone = list(range(num_ranks))
+    if groups is None:
+        groups = [everyone]
+    groups = [list(group) for group in groups]
+    sizes = {len(group) for group in groups}
+    if sorted(sum(groups, [])) != everyone or len(sizes) != 1:
+        raise ValueError(
+            f"{_OP}: axis_index_groups is {groups}; it needs groups of one size that together hold "
+            f"each of the ranks 0 to {num_ranks - 1} once."
+        )
+    peers = np.zeros((num_ranks, sizes.pop()), np.int32)
+    for group in groups:
+        peers[group] = group
+    return peers
+
+
+def _check_rows(operand: Array, output: Array) -> None:
+    if not operand.ndim or operand.shape[1:] != output.shape[1:] or operand.dtype != output.dtype:
+        raise ValueError(
+            f"{_OP}: operand is {operand.dtype}{list(operand.shape)} and output "
+            f"{output.dtype}{list(output.shape)}; they need rows of one dtype and shape. Cast or "
+            "reshape one."
+        )
+
+
+def _check_fields(fields: Sequence[Array], group_size: int) -> None:
+    shapes = [f"{x.dtype}{list(x.shape)}" for x in fields]
+    is_vector = all(x.ndim == 1 and jnp.issubdtype(x.dtype, jnp.integer) for x in fields)
+    sizes = {x.shape for x in fields}
+    if not is_vector or len(sizes) != 1 or not fields[0].size or fields[0].size % group_size:
+        raise ValueError(
+            f"{_OP}: input_offsets, send_sizes, output_offsets and recv_sizes are "
+            f"{', '.join(shapes)}; they need integers [K], K a positive multiple of the "
+            f"{group_size} ranks. Pass a slice of size 0 for a rank that gets nothing."
+        )

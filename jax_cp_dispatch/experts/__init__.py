@@ -1,0 +1,19 @@
+"""Expert parallelism: tokens go to the ranks that hold their experts, and come back summed.
+
+`route`: from the experts of each token to a `Routing`, by an exchange of counts: `places` counts,
+  `replicas` chooses among the ranks of an expert, `drop` what does not fit. `tokens`:
+  `dispatch_tokens` and `combine_tokens`, whose local part is `rows`. `fit`: capacities.
+"""
+
+from jax_cp_dispatch.experts.fit import fit_capacity
+from jax_cp_dispatch.experts.route import route
+from jax_cp_dispatch.experts.routing import Routing
+from jax_cp_dispatch.experts.tokens import combine_tokens, dispatch_tokens
+
+__all__ = [
+    "Routing",
+    "combine_tokens",
+    "dispatch_tokens",
+    "fit_capacity",
+    "route",
+]

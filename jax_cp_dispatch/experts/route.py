@@ -1,0 +1,239 @@
+"""`route`: from the experts of each token to the plan of its exchanges, by counts alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
+from jaxtyping import Array, Float, Int32, Integer
+
+from jax_cp_dispatch._arguments import HostOrDevice, check_array, check_positive, check_rows
+from jax_cp_dispatch._arrays import divided, known_inside, only_where
+from jax_cp_dispatch._ranks.communicator import AxisName, rank_index
+from jax_cp_dispatch._ranks.options import CollectiveOptions, read_options
+from jax_cp_dispatch._ranks.varying import vary_alike
+from jax_cp_dispatch.documents.order import gather_sequence
+from jax_cp_dispatch.experts.drop import keep_heaviest, quotas
+from jax_cp_dispatch.experts.on_ranks import on_ranks, ranks_of
+from jax_cp_dispatch.experts.places import places_by_key
+from jax_cp_dispatch.experts.replicas import choose_replicas
+from jax_cp_dispatch.experts.routing import Overflow, Routing
+
+_OP = "route"
+
+
+def route(
+    expert_index: Integer[HostOrDevice, "T k"],
+    *,
+    num_experts: int,
+    axis_name: AxisName,
+    capacity: int | None = None,
+    overflow: Overflow = "error",
+    weights: Float[HostOrDevice, "T k"] | None = None,
+    physical_to_logical: Integer[HostOrDevice, "W L"] | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    implementation: str | None = None,
+    deadline: float | None = None,
+) -> Routing:
+    """Plans the exchanges of a layer of experts, from the experts that each token chose.
+
+    Each rank holds L experts, and has a buffer of `capacity` rows for them: one for each choice of
+    a token, grouped by expert, in the order of the ranks, tokens and choices from which they come.
+    The ranks exchange how many choices each has of each expert, with `overflow="drop"` twice, and
+    nothing else. Time and memory are proportional to T k.
+
+    Call inside `jax.shard_map` over `axis_name`, on every rank of the axis, on this rank's tokens;
+    or on those of all ranks, `[W * T, k]`. No derivative: these are integers.
+
+    Args:
+      expert_index: the experts of each token; -1 is none. The same one twice is two choices.
+      num_experts: their number. Without a map, expert e is on rank e // L.
+      axis_name: the mesh axis whose devices are the ranks, or several, the major one first.
+      capacity: rows of the buffer of each rank, see `fit_capacity`; None: W * T * k, enough for
+        any routing.
+      overflow: what happens if a rank needs more rows. "error": an error of `dispatch_tokens` on
+        all ranks, which names the rank and its need. "drop": the largest counts of a rank and an
+        expert are cut to one level, so that its rows are just filled; of these choices those with
+        the largest weights stay, `num_dropped` counts the others, and they contribute zero.
+      weights: of the choices, for `overflow="drop"`.
+      physical_to_logical: the expert in each place of each rank, -1 for none, the same array on all
+        ranks; an expert may have several places. Token t of rank r uses replica r + t of an expert,
+        modulo their number. None: experts are spread evenly, each in one place.
+      mesh: the mesh of `axis_name`, if global arrays do not determine it.
+      implementation, deadline: of all exchanges of the layer, see `dispatch`.
+    Returns:
+      The plan, for `dispatch_tokens` and `combine_tokens`, with the `group_sizes` of the experts.
+    Raises:
+      TypeError, ValueError: an argument is invalid.
+      jax.errors.JaxRuntimeError: see `dispatch`. An index that is neither -1 nor an expert, or an
+        expert without a place, is an error of `dispatch_tokens`, with `implementation="xla"` NaN.
+    References:
+      GShard (Lepikhin et al. 2021); DeepEP, whose dispatch also sends a token once to a rank; EPLB,
+      for the map from physical to logical experts.
+    """
+    options = read_options(_OP, axis_name, mesh, implementation, deadline)
+    check_positive(_OP, num_experts=num_experts)
+    if overflow not in ("error", "drop"):
+        raise ValueError(f"{_OP}: overflow is {overflow!r}; it needs to be 'error' or 'drop'.")
+    if (overflow == "drop") != (weights is not None):
+        raise ValueError(
+            f"{_OP}: got overflow={overflow!r} {'without' if weights is None else 'and'} weights, "
+            "by which it drops. Pass both or none."
+        )
+    _check_index(expert_index, weights)
+    on_rank, axes, num_ranks = ranks_of(options, expert_index)
+    num_choices = expert_index.size * (num_ranks if on_rank else 1)
+    check_rows(_OP, "the number of all choices, W * T * k,", num_choices)
+    if capacity is None:
+        capacity = max(num_choices, 1)
+    check_positive(_OP, capacity=capacity)
+    check_rows(_OP, "W * capacity", num_ranks * int(capacity) + 1)
+    num_places = _num_places(num_experts, num_ranks, physical_to_logical)
+    plan = _Plan(options, num_ranks, num_experts, num_places, int(capacity), overflow)
+    tokens = P(options.axis_names)
+    return on_ranks(
+        _on_rank,
+        plan,
+        (expert_index, weights, physical_to_logical),
+        axes=axes,
+        in_specs=(tokens, tokens, P()),
+        out_specs=tokens,
+        num_differentiable=0,
+    )
+
+
+def _check_index(expert_index: Any, weights: Any) -> None:
+    check_array(_OP, "expert_index", expert_index)
+    shape = expert_index.shape
+    if not jnp.issubdtype(expert_index.dtype, jnp.integer) or len(shape) != 2 or not shape[1]:
+        raise ValueError(
+            f"{_OP}: expert_index is {expert_index.dtype}{list(shape)}; it needs integers [T, k], "
+            "k at least 1. Collapse the dimensions of the tokens into one."
+        )
+    if weights is None:
+        return
+    check_array(_OP, "weights", weights)
+    if weights.shape != shape or not jnp.issubdtype(weights.dtype, jnp.floating):
+        raise ValueError(
+            f"{_OP}: weights is {weights.dtype}{list(weights.shape)} but expert_index has shape "
+            f"{list(shape)}. Pass a floating-point weight for each choice."
+        )
+
+
+def _num_places(num_experts: int, num_ranks: int, physical_to_logical: Any) -> int:
+    """Returns L, the places of each rank."""
+    if physical_to_logical is None:
+        if num_experts % num_ranks:
+            raise ValueError(
+                f"{_OP}: num_experts is {num_experts}, not a multiple of the {num_ranks} ranks. "
+                "Pass physical_to_logical, with -1 in places that stay empty."
+            )
+        return num_experts // num_ranks
+    check_array(_OP, "physical_to_logical", physical_to_logical)
+    shape, dtype = physical_to_logical.shape, physical_to_logical.dtype
+    is_whole = len(shape) == 2 and shape[0] == num_ranks and shape[1] > 0
+    if not is_whole or not jnp.issubdtype(dtype, jnp.integer):
+        raise ValueError(
+            f"{_OP}: physical_to_logical is {dtype}{list(shape)}; it needs integers "
+            f"[{num_ranks}, L], the expert in each place of each rank."
+        )
+    return shape[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """The static parts of a call."""
+
+    options: CollectiveOptions
+    num_ranks: int
+    num_experts: int
+    num_places: int
+    capacity: int
+    overflow: Overflow
+
+
+class _Counts:
+    """What the ranks know of each other: choices of each place, and tokens for each rank."""
+
+    def __init__(self, plan: _Plan, counts: Int32[Array, " n"]):
+        num_ranks = plan.num_ranks
+        counts = gather_sequence(plan.options, counts[None], num_ranks).reshape(num_ranks, -1)
+        places, self.tokens = counts[:, :-num_ranks], counts[:, -num_ranks:]
+        self.choices = places.reshape(num_ranks, num_ranks, plan.num_places)  # from, to, place
+
+    @property
+    def rows(self) -> Int32[Array, " W"]:
+        """The rows that each rank needs."""
+        return self.choices.sum((0, 2), dtype=jnp.int32)
+
+
+def _on_rank(plan: _Plan, expert_index: Any, weights: Any, physical_to_logical: Any) -> Routing:
+    """Plans the part of one rank."""
+    rank = rank_index(plan.options.axis_names)
+    expert_index = jnp.asarray(expert_index).astype(jnp.int32)
+    given = [x for x in (expert_index, weights, physical_to_logical) if x is not None]
+    expert_index, *others = vary_alike(given, also=plan.options.axis_names)
+    place = expert_index
+    if physical_to_logical is not None:
+        experts = others[-1].astype(jnp.int32)
+        place = choose_replicas(expert_index, experts, plan.num_experts, rank)
+    dst_rank, within, counts = _count(plan, place)
+    num_rows, num_dropped = known_inside(counts.rows, rank), jnp.zeros(1, jnp.int32)
+    if plan.overflow == "drop":
+        quota = known_inside(quotas(counts.choices, plan.capacity), rank).reshape(-1)
+        keep = keep_heaviest(place.reshape(-1), others[0].reshape(-1), quota).reshape(place.shape)
+        num_dropped = num_dropped + (~keep).sum(dtype=jnp.int32)
+        place = jnp.where(keep, place, -1)
+        dst_rank, within, counts = _count(plan, place)
+
+    # Rows of a rank: by place, then by the rank they come from.
+    before = np.arange(plan.num_ranks, dtype=np.int32) < rank
+    earlier = lambda x: only_where(before, x).sum(0, dtype=x.dtype)
+    of_place = counts.choices.sum(0, dtype=jnp.int32)
+    first = jnp.cumsum(of_place, 1, dtype=jnp.int32) - of_place + earlier(counts.choices)
+    at = np.arange(plan.num_ranks, dtype=np.int32)[:, None] * plan.capacity + first
+    has_place = (place >= 0) & (place < at.size)
+    row = known_inside(at.reshape(-1), jnp.where(has_place, place, 0)) + within[0]
+    to = jnp.clip(dst_rank, 0, plan.num_ranks - 1)
+    offset = known_inside(earlier(counts.tokens), to) + within[1]
+    received = known_inside(counts.tokens, rank, axis=1)
+    return Routing(
+        dst_rank=dst_rank,
+        dst_offset=jnp.where(dst_rank >= 0, offset, 0),
+        row=jnp.where(has_place, row, -1),
+        num_recv_tokens=jnp.append(received, received.sum(dtype=jnp.int32))[None],
+        group_sizes=known_inside(of_place, rank),
+        num_rows=num_rows[None],
+        num_dropped=num_dropped,
+        fits=(counts.rows <= plan.capacity).all()[None],
+        capacity=plan.capacity,
+        overflow=plan.overflow,
+        options=plan.options,
+    )
+
+
+def _count(
+    plan: _Plan, place: Int32[Array, "T k"]
+) -> tuple[Int32[Array, "T k"], Int32[Array, "two T k"], _Counts]:
+    """Counts choices by place and tokens by rank, and exchanges the counts.
+
+    Returns:
+      dst_rank: see `Routing`; a rank that does not exist if the place does not.
+      within: the number of earlier choices of the same place, and of earlier tokens for that rank,
+        on this rank.
+      counts: those of all ranks.
+    """
+    num_ranks, num_all = plan.num_ranks, plan.num_ranks * plan.num_places
+    to = jnp.where(place < 0, place, divided(place, plan.num_places)[0])
+    is_same = to[:, None, :] == to[:, :, None]
+    is_repeated = (is_same & np.tri(to.shape[1], k=-1, dtype=bool)).any(2)
+    dst_rank = jnp.where(is_repeated & (to >= 0), -1, to)
+    is_place, is_sent = place < num_all, dst_rank >= 0
+    keys = [jnp.where(is_place, place, -1), jnp.where(is_sent, dst_rank + num_all, -1)]
+    keys = jnp.stack(keys)
+    within, counts = places_by_key(keys.reshape(-1), num_all + num_ranks)
+    return dst_rank, within.reshape(keys.shape), _Counts(plan, counts)

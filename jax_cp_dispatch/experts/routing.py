@@ -1,0 +1,95 @@
+"""`Routing`: the plan of one layer of experts, as data."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_cp_dispatch._ranks.options import CollectiveOptions
+from jax_cp_dispatch.metadata import Metadata
+
+# An array; or anything that a transformation maps over the leaves (specs, shapes, axes).
+Leaf: TypeAlias = Any
+Overflow: TypeAlias = Literal["error", "drop"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Routing:
+    """Where the tokens of a rank go: from `route`, for `dispatch_tokens` and `combine_tokens`.
+
+    A pytree. The shapes below are those of one rank. On global arrays each has W times the rows,
+    rank by rank, so `P(axis_name)` shards all of them, in and out of `jax.shard_map`.
+
+    Attributes:
+      dst_rank: i32 `[T, k]`; the rank that gets the token for this choice; -1 if none does, or if
+        an earlier choice of the token already sends it there.
+      dst_offset: i32 `[T, k]`; the token's row among those that this rank receives.
+      row: i32 `[T, k]`; rank * capacity + the row of this choice in the buffer of the expert's
+        rank; -1 if it has none.
+      num_recv_tokens: i32 `[1, W + 1]`; the tokens that this rank receives from each rank, and
+        their sum.
+      group_sizes: i32 `[L]`; the rows of each of this rank's L experts, as `jax.lax.ragged_dot`
+        and `grouped_gemm` take them. Their sum is at most `capacity`.
+      num_rows: i32 `[1]`; the rows that this rank needs, before any are dropped.
+      num_dropped: i32 `[1]`; how many of this rank's choices were dropped.
+      fits: bool `[1]`; whether the rows of every rank fit its capacity.
+      capacity: rows of the buffer of each rank, for all its experts (static).
+      overflow: what happens to rows beyond it (static).
+      options: the ranks and the options of the exchanges (static).
+    """
+
+    dst_rank: Leaf
+    dst_offset: Leaf
+    row: Leaf
+    num_recv_tokens: Leaf
+    group_sizes: Leaf
+    num_rows: Leaf
+    num_dropped: Leaf
+    fits: Leaf
+    capacity: int = dataclasses.field(metadata={"static": True})
+    overflow: Overflow = dataclasses.field(metadata={"static": True})
+    options: CollectiveOptions = dataclasses.field(metadata={"static": True})
+
+    @property
+    def world_size(self) -> int:
+        """W, the number of ranks."""
+        return self.num_recv_tokens.shape[-1] - 1
+
+    @property
+    def _metadata(self) -> Metadata:
+        """This rank's view of the plan that sends each token once to each of its ranks.
+
+        It announces no more than there is room for: `_announced` names what is needed.
+        """
+        num_tokens = self.row.shape[0]
+        received = self.num_recv_tokens[0]
+        received = received.at[-1].min(self.capacity)
+        return Metadata(
+            dst_rank=self.dst_rank,
+            dst_offset=self.dst_offset,
+            seq_len=np.ones(num_tokens, np.int32),
+            num_recv_tokens=received,
+            num_seqs=np.int32(num_tokens),
+            num_total_recv_tokens=received[-1],
+            world_size=self.world_size,
+        )
+
+    @property
+    def _announced(self) -> Metadata:
+        """A plan that moves nothing and announces the rows that this rank needs."""
+        nothing = np.zeros(1, np.int32)
+        received = jnp.pad(self.num_rows, (self.world_size, 0))
+        return Metadata(
+            dst_rank=nothing - 1,
+            dst_offset=nothing,
+            seq_len=nothing,
+            num_recv_tokens=received,
+            num_seqs=nothing[0],
+            num_total_recv_tokens=received[-1],
+            world_size=self.world_size,
+        )

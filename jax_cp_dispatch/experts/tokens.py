@@ -1,0 +1,187 @@
+"""`dispatch_tokens` and `combine_tokens`: tokens to the ranks of their experts, and sums back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, PyTree, Shaped
+
+from jax_cp_dispatch._arguments import HostOrDevice, check_type
+from jax_cp_dispatch._dispatch import move, outgoing, returning
+from jax_cp_dispatch._dispatch.checks import check_arrays
+from jax_cp_dispatch._ranks.communicator import rank_index
+from jax_cp_dispatch._ranks.options import CollectiveOptions
+from jax_cp_dispatch._ranks.varying import vary_alike
+from jax_cp_dispatch.experts.on_ranks import on_ranks, ranks_of
+from jax_cp_dispatch.experts.routing import Routing
+from jax_cp_dispatch.experts.rows import Places, expand, weighted_sum
+
+
+def dispatch_tokens(
+    x: PyTree[Shaped[HostOrDevice, "T ..."]], routing: Routing
+) -> PyTree[Shaped[Array, "capacity ..."]]:
+    """Sends each token to its experts: once to each rank that holds one of them.
+
+    There it is copied to a row for each of its choices, grouped by expert; the first
+    `routing.group_sizes.sum()` rows are in use. All arrays of `x` move in one exchange, such as
+    8-bit rows and their scales. Call where `route` may be called, on the same ranks. Linear in
+    `x`, in reverse mode: gradients of a token's rows are summed in float32 and rounded on each
+    rank, and those of the ranks again.
+
+    Args:
+      x: the tokens for which `routing` was made.
+      routing: from `route`.
+    Returns:
+      The rows of this rank's experts, in the structure of `x`; rows after the last group are zero.
+    Raises:
+      TypeError, ValueError: an argument is invalid, or the number of tokens is another.
+      jax.errors.JaxRuntimeError: at run time, on every rank, before anything moves: a rank needs
+        more rows than `capacity`, an expert does not exist; or see `dispatch`. With
+        `implementation="xla"`, floating-point rows are then NaN.
+    """
+    op = "dispatch_tokens"
+    leaves, tree = jax.tree.flatten(x)
+    leaves = [jnp.asarray(leaf) for leaf in leaves]
+    check_arrays(op, "x", leaves)
+    return _call(op, _dispatch_on_rank, (tree.unflatten(leaves), routing), routing, leaves)
+
+
+def combine_tokens(
+    y: PyTree[Float[HostOrDevice, "capacity ..."]],
+    weights: Float[HostOrDevice, "T k"] | None,
+    routing: Routing,
+) -> PyTree[Float[Array, "T ..."]]:
+    """Returns the sum of the rows of each token's experts, times their weights.
+
+    The rows of one rank are summed there, in the order of the choices, rounded to the dtype of `y`,
+    and move once; then those of all ranks are summed. Both sums are float32 (float64 for float64).
+    A choice that is -1 or was dropped adds zero. Call where `route` may be called, on the same
+    ranks. Linear in `y` and in the weights, in reverse mode.
+
+    Args:
+      y: what the experts made of the rows of `dispatch_tokens`; rows after the last group are not
+        read.
+      weights: of each choice; None: one.
+      routing: from `route`.
+    Returns:
+      The sums, for each token of this rank, in the structure and with the dtypes of `y`.
+    Raises:
+      As `dispatch_tokens`.
+    """
+    op = "combine_tokens"
+    leaves, tree = jax.tree.flatten(y)
+    leaves = [jnp.asarray(leaf) for leaf in leaves]
+    check_arrays(op, "y", leaves)
+    for leaf in leaves:
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise TypeError(
+                f"{op}: an array of y is {leaf.dtype}; sums with weights need floating-point rows. "
+                "Cast it."
+            )
+    operands = tree.unflatten(leaves), weights, routing
+    return _call(op, _combine_on_rank, operands, routing, leaves)
+
+
+def _call(
+    op: str,
+    run: Callable[..., Any],
+    operands: tuple[Any, ...],
+    routing: Routing,
+    leaves: Sequence[Array],
+) -> Any:
+    """Checks what both calls share, and runs `run(options, *operands)` on the ranks."""
+    check_type(op, "routing", routing, Routing, "Pass the result of route.")
+    options = dataclasses.replace(routing.options, op=op)
+    on_rank, axes, num_ranks = ranks_of(options, leaves[0])
+    held = 1 if on_rank else num_ranks
+    _check_rows(op, routing, leaves[0], held, num_ranks)
+    weights = operands[1] if len(operands) == 3 else None
+    if weights is not None:
+        _check_weights(op, weights, routing)
+    rows = P(options.axis_names)
+    return on_ranks(
+        run,
+        options,
+        operands,
+        axes=axes,
+        in_specs=(rows,) * len(operands),
+        out_specs=rows,
+        num_differentiable=len(operands) - 1,
+    )
+
+
+def _check_rows(op: str, routing: Routing, array: Array, held: int, num_ranks: int) -> None:
+    if routing.world_size != num_ranks or len(routing.num_recv_tokens) != held:
+        raise ValueError(
+            f"{op}: routing is of {len(routing.num_recv_tokens)} of {routing.world_size} ranks but "
+            f"the call is on {held} of {num_ranks}. Pass it into jax.shard_map with "
+            "in_specs=P(axis_name), or call route on these ranks."
+        )
+    is_dispatch = op == "dispatch_tokens"
+    needed = len(routing.row) if is_dispatch else held * routing.capacity
+    if len(array) != needed:
+        name, what = ("x", "tokens") if is_dispatch else ("y", "rows of the experts' buffers")
+        raise ValueError(
+            f"{op}: {name} has {len(array)} rows but routing is of {needed} {what}. Pass the "
+            f"{what} of that routing."
+        )
+
+
+def _check_weights(op: str, weights: Any, routing: Routing) -> None:
+    shape, dtype = jnp.shape(weights), jnp.result_type(weights)
+    if shape != routing.row.shape or not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(
+            f"{op}: weights is {dtype}{list(shape)} but routing is of choices "
+            f"{list(routing.row.shape)}. Pass a floating-point weight for each choice."
+        )
+
+
+def _dispatch_on_rank(options: CollectiveOptions, x: Any, routing: Routing) -> Any:
+    leaves, tree = jax.tree.flatten(x)
+    received, places, routing = _send(options, routing, leaves)
+    rows = [expand(leaf, places) for leaf in received]
+    return tree.unflatten([_only_if_fits(leaf, routing) for leaf in rows])
+
+
+def _combine_on_rank(options: CollectiveOptions, y: Any, weights: Any, routing: Routing) -> Any:
+    leaves, tree = jax.tree.flatten(y)
+    given = [] if weights is None else [jnp.asarray(weights)]
+    received, places, routing = _send(options, routing, given)
+    *leaves, _ = vary_alike([*leaves, places.row])
+    sums = [weighted_sum(leaf, *(received or [None]), places) for leaf in leaves]
+    num_tokens = len(routing.row)
+    part = returning(options.op, "y", sums, routing._metadata, num_tokens=num_tokens)
+    return tree.unflatten(move(options, [part])[0])
+
+
+def _send(
+    options: CollectiveOptions, routing: Routing, arrays: Sequence[Array]
+) -> tuple[list[Array], Places, Routing]:
+    """Sends tokens to their ranks, with the rows of their choices there."""
+    leaves, tree = jax.tree.flatten(routing)
+    everything = vary_alike([*arrays, *leaves], also=options.axis_names)
+    arrays, routing = everything[: len(arrays)], tree.unflatten(everything[len(arrays) :])
+    capacity, num_tokens = routing.capacity, len(routing.row)
+    # A rank needs no more rows for tokens than there are tokens, and at most one for each choice.
+    num_received = max(1, min(capacity, routing.world_size * num_tokens))
+    sent = [*arrays, routing.row + 1]  # so that a row that no rank writes is none
+    parts = [outgoing(options.op, "x", sent, routing._metadata, capacity=num_received)]
+    if routing.overflow == "error":  # first, so that its error names the rows that a rank needs
+        row = vary_alike([jnp.ones(1, jnp.uint8)], also=options.axis_names)
+        parts.insert(0, outgoing(options.op, "x", row, routing._announced, capacity=capacity))
+    *received, row = move(options, parts)[-1]
+    rank = rank_index(options.axis_names)
+    return received, Places.of_rows(row - 1 - rank * capacity, capacity), routing
+
+
+def _only_if_fits(rows: Array, routing: Routing) -> Array:
+    """XLA's collectives raise no error: NaN, and zeros of integers."""
+    if routing.overflow == "drop":
+        return rows
+    wrong = jnp.nan if jnp.issubdtype(rows.dtype, jnp.inexact) else 0
+    return jnp.where(routing.fits[0], rows, jnp.asarray(wrong, rows.dtype))

@@ -1,0 +1,70 @@
+"""NumPy oracle of expert parallelism: choice by choice, in Python loops, from the definition."""
+
+import numpy as np
+
+
+def evenly(num_experts, num_ranks):
+    """The expert in each place of each rank, [W, L]."""
+    return np.arange(num_experts).reshape(num_ranks, -1)
+
+
+def rows_of_ranks(index, held):
+    """Returns the rows of each rank's experts, as lists of (expert place, rank, token, choice).
+
+    Args:
+      index: [W, T, k], the experts of each token; -1 is none.
+      held: [W, L], the expert in each place of each rank.
+    """
+    W, T, k = index.shape
+    places = {}
+    for place, expert in enumerate(held.ravel()):
+        places.setdefault(int(expert), []).append(place)
+    rows = [[] for _ in range(W)]
+    for rank in range(W):
+        for token in range(T):
+            for choice in range(k):
+                expert = int(index[rank, token, choice])
+                if expert >= 0:
+                    place = places[expert][(rank + token) % len(places[expert])]
+                    to, local = divmod(place, held.shape[1])
+                    rows[to].append((local, rank, token, choice))
+    return [sorted(each) for each in rows]
+
+
+def grouped_rows(x, index, held, capacity):
+    """Returns what each rank's experts get of x [W, T, ...], and the sizes of their groups."""
+    out = np.zeros((len(x), capacity, *x.shape[2:]), x.dtype)
+    sizes = np.zeros(held.shape, int)
+    for rank, rows in enumerate(rows_of_ranks(index, held)):
+        for i, (local, source, token, _) in enumerate(rows):
+            out[rank, i] = x[source, token]
+            sizes[rank, local] += 1
+    return out, sizes
+
+
+def summed_rows(y, weights, index, held):
+    """Returns the weighted sums, in float64, of the rows y [W, capacity, ...] of each token."""
+    W, T, _ = index.shape
+    out = np.zeros((W, T, *y.shape[2:]))
+    for rank, rows in enumerate(rows_of_ranks(index, held)):
+        for i, (_, source, token, choice) in enumerate(rows):
+            weight = 1.0 if weights is None else float(weights[source, token, choice])
+            out[source, token] += weight * y[rank, i].astype(float)
+    return out
+
+
+def num_moved(index, held):
+    """Returns how many tokens each rank sends to each: one that it sends there twice counts once."""
+    W = len(index)
+    sent = np.zeros((W, W), int)
+    for rank, rows in enumerate(rows_of_ranks(index, held)):
+        for source, _ in {(source, token) for _, source, token, _ in rows}:
+            sent[source, rank] += 1
+    return sent
+
+
+def layer(x, weights, index, matrices):
+    """The layer of all experts on one device: sum of weight * tanh(x @ matrix), in float64."""
+    hidden = np.tanh(np.einsum("wtd,edf->wtef", x.astype(float), matrices.astype(float)))
+    chosen = np.take_along_axis(hidden, np.maximum(index, 0)[..., None], 2)
+    return (np.where(index >= 0, weights, 0)[..., None] * chosen).sum(2)
