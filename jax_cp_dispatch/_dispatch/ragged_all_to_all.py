@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,10 +37,10 @@ def ragged_all_to_all(
     """Sends slices of rows to the other ranks, which write them into their `output`.
 
     The arguments and the result are those of `jax.lax.ragged_all_to_all`, which XLA cannot run on
-    CPU: this function replaces it there, also between processes. It differs in three ways: slices
-    that disagree with `recv_sizes`, exceed an array or overlap are errors; forward mode and any
-    order of derivatives work under `jax.vmap`; and the gradient of a row that several slices send
-    is the sum of theirs, where JAX's transpose keeps one of them.
+    CPU: this function replaces it there, also between processes. It differs in two ways. Slices
+    that disagree with `recv_sizes`, exceed an array or overlap where they arrive are errors. And
+    the gradient of a row that several slices send is the sum of theirs; JAX's transpose keeps one
+    of them.
 
     Call inside `jax.shard_map` over `axis_name`, on every rank of the axis. Linear in `operand` and
     `output`.
@@ -96,7 +97,7 @@ def _peers(groups: Any, num_ranks: int) -> np.ndarray:
         groups = [everyone]
     groups = [list(group) for group in groups]
     sizes = {len(group) for group in groups}
-    if sorted(sum(groups, [])) != everyone or len(sizes) != 1:
+    if sorted(itertools.chain(*groups)) != everyone or len(sizes) != 1:
         raise ValueError(
             f"{_OP}: axis_index_groups is {groups}; it needs groups of one size that together hold "
             f"each of the ranks 0 to {num_ranks - 1} once."

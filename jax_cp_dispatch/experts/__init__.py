@@ -1,10 +1,13 @@
 """Expert parallelism: tokens go to the ranks that hold their experts, and come back summed.
 
 `route`: from the experts of each token to a `Routing`, by an exchange of counts: `places` counts,
-  `replicas` chooses among the ranks of an expert, `drop` what does not fit. `tokens`:
-  `dispatch_tokens` and `combine_tokens`, whose local part is `rows`. `fit`: capacities.
+  `replicas` chooses among the places of an expert, `drop` what does not fit. `tokens`:
+  `dispatch_tokens` and `combine_tokens`; `exchange` is what moves, also in 8 bits, and `rows` the
+  local part. `on_ranks`: on this rank, or on global arrays. `fit`: capacities. `describe`: the
+  load.
 """
 
+from jax_cp_dispatch.experts.describe import plot_load
 from jax_cp_dispatch.experts.fit import fit_capacity
 from jax_cp_dispatch.experts.route import route
 from jax_cp_dispatch.experts.routing import Routing
@@ -15,5 +18,6 @@ __all__ = [
     "combine_tokens",
     "dispatch_tokens",
     "fit_capacity",
+    "plot_load",
     "route",
 ]

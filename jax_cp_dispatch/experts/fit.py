@@ -29,8 +29,8 @@ def fit_capacity(
     Call on the host.
 
     Args:
-      samples: the `expert_index` of all ranks, for each batch and layer, with experts spread evenly;
-        or with a map, the place of each choice, and `num_experts` their number.
+      samples: the `expert_index` of all ranks, for each batch and layer, with experts spread
+        evenly; or with a map, the place of each choice, and `num_experts` their number.
       num_experts, world_size: as for `route`; the number of ranks.
       overflow: wanted share of batches that need more, between 0 and 1.
     Returns:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_cp_dispatch._ranks.options import CollectiveOptions
+from jax_cp_dispatch.experts.describe import describe_routing
 from jax_cp_dispatch.metadata import Metadata
 
 # An array; or anything that a transformation maps over the leaves (specs, shapes, axes).
@@ -60,11 +61,22 @@ class Routing:
         """W, the number of ranks."""
         return self.num_recv_tokens.shape[-1] - 1
 
+    def describe(self) -> str:
+        """Returns a text for people: the load of ranks and experts, what was dropped and moves.
+
+        Call on the host, with the routing of all ranks.
+
+        Raises:
+          TypeError: the values are traced.
+          ValueError: this is one rank's part.
+        """
+        return describe_routing("Routing.describe", self)
+
     @property
-    def _metadata(self) -> Metadata:
+    def metadata(self) -> Metadata:
         """This rank's view of the plan that sends each token once to each of its ranks.
 
-        It announces no more than there is room for: `_announced` names what is needed.
+        It announces no more than there is room for: `announced` names what is needed.
         """
         num_tokens = self.row.shape[0]
         received = self.num_recv_tokens[0]
@@ -80,7 +92,7 @@ class Routing:
         )
 
     @property
-    def _announced(self) -> Metadata:
+    def announced(self) -> Metadata:
         """A plan that moves nothing and announces the rows that this rank needs."""
         nothing = np.zeros(1, np.int32)
         received = jnp.pad(self.num_rows, (self.world_size, 0))

@@ -96,7 +96,8 @@ def _weighted_sum_backward(residuals, dout):
     product = jnp.where(places.choice < weights.size, product, 0)  # y is undefined in other rows
     dweights = _take(product, places.row.reshape(-1)).reshape(weights.shape)
     own = _take(weights.reshape(-1), places.choice).astype(wide)
-    return (dy.astype(wide) * _for_rows(own, y)).astype(y.dtype), dweights.astype(weights.dtype), None
+    dy = (dy.astype(wide) * _for_rows(own, y)).astype(y.dtype)
+    return dy, dweights.astype(weights.dtype), None
 
 
 weighted_sum.defvjp(_weighted_sum_forward, _weighted_sum_backward)

@@ -12,30 +12,39 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PyTree, Shaped
 
 from jax_cp_dispatch._arguments import HostOrDevice, check_type
-from jax_cp_dispatch._dispatch import move, outgoing, returning
 from jax_cp_dispatch._dispatch.checks import check_arrays
-from jax_cp_dispatch._ranks.communicator import rank_index
 from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch._ranks.varying import vary_alike
+from jax_cp_dispatch.comm_gemm import ScalingMode
+from jax_cp_dispatch.comm_gemm.scaled.mxfp8 import check_blocks
+from jax_cp_dispatch.experts.exchange import return_sums, send_in_8_bits, send_tokens
 from jax_cp_dispatch.experts.on_ranks import on_ranks, ranks_of
 from jax_cp_dispatch.experts.routing import Routing
-from jax_cp_dispatch.experts.rows import Places, expand, weighted_sum
+from jax_cp_dispatch.experts.rows import expand, weighted_sum
 
 
 def dispatch_tokens(
-    x: PyTree[Shaped[HostOrDevice, "T ..."]], routing: Routing
+    x: PyTree[Shaped[HostOrDevice, "T ..."]],
+    routing: Routing,
+    *,
+    scaling_mode: ScalingMode | str = ScalingMode.NO_SCALING,
 ) -> PyTree[Shaped[Array, "capacity ..."]]:
     """Sends each token to its experts: once to each rank that holds one of them.
 
     There it is copied to a row for each of its choices, grouped by expert; the first
-    `routing.group_sizes.sum()` rows are in use. All arrays of `x` move in one exchange, such as
-    8-bit rows and their scales. Call where `route` may be called, on the same ranks. Linear in
-    `x`, in reverse mode: gradients of a token's rows are summed in float32 and rounded on each
-    rank, and those of the ranks again.
+    `routing.group_sizes.sum()` rows are in use. All arrays of `x` move in one exchange, bit for
+    bit, such as your own 8-bit rows and their scales.
+
+    Call where `route` may be called, on the same ranks. Linear in `x`, with a derivative in reverse
+    mode: the gradients of a token's rows are summed on each rank in float32 and rounded, and then
+    those of the ranks.
 
     Args:
       x: the tokens for which `routing` was made.
       routing: from `route`.
+      scaling_mode: "MXFP8_1D_SCALING": rows, which then need to be `[T, D]`, D a multiple of 32,
+        move in 8 bits with a scale for each block of 32 (see `quantize`), and are made wide again
+        where they arrive; gradients, as if nothing was rounded, return in the dtype of `x`.
     Returns:
       The rows of this rank's experts, in the structure of `x`; rows after the last group are zero.
     Raises:
@@ -48,7 +57,9 @@ def dispatch_tokens(
     leaves, tree = jax.tree.flatten(x)
     leaves = [jnp.asarray(leaf) for leaf in leaves]
     check_arrays(op, "x", leaves)
-    return _call(op, _dispatch_on_rank, (tree.unflatten(leaves), routing), routing, leaves)
+    mode = _read_mode(op, scaling_mode, leaves)
+    operands = tree.unflatten(leaves), routing
+    return _call(op, _dispatch_on_rank, operands, leaves, more=(mode,))
 
 
 def combine_tokens(
@@ -84,29 +95,44 @@ def combine_tokens(
                 "Cast it."
             )
     operands = tree.unflatten(leaves), weights, routing
-    return _call(op, _combine_on_rank, operands, routing, leaves)
+    return _call(op, _combine_on_rank, operands, leaves)
+
+
+def _read_mode(op: str, scaling_mode: Any, leaves: Sequence[Array]) -> ScalingMode:
+    mode = ScalingMode.read(op, "scaling_mode", scaling_mode)
+    if mode == ScalingMode.NO_SCALING:
+        return mode
+    if mode != ScalingMode.MXFP8_1D_SCALING:
+        raise ValueError(
+            f"{op}: scaling_mode is {mode}, whose scales are those of whole tensors; tokens travel "
+            "with their own. Use MXFP8_1D_SCALING, or NO_SCALING."
+        )
+    for leaf in leaves:
+        check_blocks(op, "an array of x", leaf.shape, "row")
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise TypeError(f"{op}: an array of x is {leaf.dtype}; {mode} needs floats. Cast it.")
+    return mode
 
 
 def _call(
     op: str,
     run: Callable[..., Any],
     operands: tuple[Any, ...],
-    routing: Routing,
     leaves: Sequence[Array],
+    more: tuple[Any, ...] = (),
 ) -> Any:
-    """Checks what both calls share, and runs `run(options, *operands)` on the ranks."""
+    """Checks what both calls share, and runs one on the ranks."""
+    *_, routing = operands
     check_type(op, "routing", routing, Routing, "Pass the result of route.")
     options = dataclasses.replace(routing.options, op=op)
     on_rank, axes, num_ranks = ranks_of(options, leaves[0])
-    held = 1 if on_rank else num_ranks
-    _check_rows(op, routing, leaves[0], held, num_ranks)
-    weights = operands[1] if len(operands) == 3 else None
-    if weights is not None:
-        _check_weights(op, weights, routing)
+    _check_rows(op, routing, leaves[0], 1 if on_rank else num_ranks, num_ranks)
+    if len(operands) == 3 and operands[1] is not None:
+        _check_weights(op, operands[1], routing)
     rows = P(options.axis_names)
     return on_ranks(
         run,
-        options,
+        (options, *more) if more else options,
         operands,
         axes=axes,
         in_specs=(rows,) * len(operands),
@@ -141,42 +167,36 @@ def _check_weights(op: str, weights: Any, routing: Routing) -> None:
         )
 
 
-def _dispatch_on_rank(options: CollectiveOptions, x: Any, routing: Routing) -> Any:
+def _dispatch_on_rank(config: tuple[CollectiveOptions, ScalingMode], x: Any, routing: Any) -> Any:
+    options, mode = config
     leaves, tree = jax.tree.flatten(x)
-    received, places, routing = _send(options, routing, leaves)
-    rows = [expand(leaf, places) for leaf in received]
+    leaves, routing = _varying(options, leaves, routing)
+    if mode == ScalingMode.MXFP8_1D_SCALING:
+        rows = send_in_8_bits(options, routing, leaves)
+    else:
+        received, places = send_tokens(options, routing, leaves)
+        rows = [expand(leaf, places) for leaf in received]
     return tree.unflatten([_only_if_fits(leaf, routing) for leaf in rows])
 
 
-def _combine_on_rank(options: CollectiveOptions, y: Any, weights: Any, routing: Routing) -> Any:
+def _combine_on_rank(options: CollectiveOptions, y: Any, weights: Any, routing: Any) -> Any:
+    leaves, tree = jax.tree.flatten((y, weights))
+    leaves, routing = _varying(options, leaves, routing)
+    y, weights = tree.unflatten(leaves)
     leaves, tree = jax.tree.flatten(y)
-    given = [] if weights is None else [jnp.asarray(weights)]
-    received, places, routing = _send(options, routing, given)
-    *leaves, _ = vary_alike([*leaves, places.row])
-    sums = [weighted_sum(leaf, *(received or [None]), places) for leaf in leaves]
-    num_tokens = len(routing.row)
-    part = returning(options.op, "y", sums, routing._metadata, num_tokens=num_tokens)
-    return tree.unflatten(move(options, [part])[0])
+    received, places = send_tokens(options, routing, [] if weights is None else [weights])
+    of_choices = received[0] if received else None
+    sums = [weighted_sum(leaf, of_choices, places) for leaf in leaves]
+    return tree.unflatten(return_sums(options, routing, sums))
 
 
-def _send(
-    options: CollectiveOptions, routing: Routing, arrays: Sequence[Array]
-) -> tuple[list[Array], Places, Routing]:
-    """Sends tokens to their ranks, with the rows of their choices there."""
+def _varying(
+    options: CollectiveOptions, arrays: Sequence[Array], routing: Routing
+) -> tuple[list[Array], Routing]:
+    """Makes everything vary over the ranks, and over all axes over which any array does."""
     leaves, tree = jax.tree.flatten(routing)
     everything = vary_alike([*arrays, *leaves], also=options.axis_names)
-    arrays, routing = everything[: len(arrays)], tree.unflatten(everything[len(arrays) :])
-    capacity, num_tokens = routing.capacity, len(routing.row)
-    # A rank needs no more rows for tokens than there are tokens, and at most one for each choice.
-    num_received = max(1, min(capacity, routing.world_size * num_tokens))
-    sent = [*arrays, routing.row + 1]  # so that a row that no rank writes is none
-    parts = [outgoing(options.op, "x", sent, routing._metadata, capacity=num_received)]
-    if routing.overflow == "error":  # first, so that its error names the rows that a rank needs
-        row = vary_alike([jnp.ones(1, jnp.uint8)], also=options.axis_names)
-        parts.insert(0, outgoing(options.op, "x", row, routing._announced, capacity=capacity))
-    *received, row = move(options, parts)[-1]
-    rank = rank_index(options.axis_names)
-    return received, Places.of_rows(row - 1 - rank * capacity, capacity), routing
+    return everything[: len(arrays)], tree.unflatten(everything[len(arrays) :])
 
 
 def _only_if_fits(rows: Array, routing: Routing) -> Array:

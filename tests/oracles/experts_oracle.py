@@ -54,7 +54,7 @@ def summed_rows(y, weights, index, held):
 
 
 def num_moved(index, held):
-    """Returns how many tokens each rank sends to each: one that it sends there twice counts once."""
+    """Returns how many tokens each rank sends to each; a token counts once for a rank."""
     W = len(index)
     sent = np.zeros((W, W), int)
     for rank, rows in enumerate(rows_of_ranks(index, held)):
@@ -68,3 +68,53 @@ def layer(x, weights, index, matrices):
     hidden = np.tanh(np.einsum("wtd,edf->wtef", x.astype(float), matrices.astype(float)))
     chosen = np.take_along_axis(hidden, np.maximum(index, 0)[..., None], 2)
     return (np.where(index >= 0, weights, 0)[..., None] * chosen).sum(2)
+
+
+def layer_gradients(x, weights, index, matrices, g):
+    """Returns the gradients of x, weights and matrices for the cotangent g of `layer`."""
+    x, weights, matrices, g = (a.astype(float) for a in (x, weights, matrices, g))
+    hidden = np.tanh(np.einsum("wtd,edf->wtef", x, matrices))
+    is_chosen = index[..., None] == np.arange(len(matrices))  # [W, T, k, E]
+    shares = np.einsum("wtk,wtke->wte", weights, is_chosen)
+    dweights = np.einsum("wtf,wtef,wtke->wtk", g, hidden, is_chosen)
+    before = shares[..., None] * g[:, :, None] * (1 - hidden**2)  # of the matrix products
+    return (
+        np.einsum("wtef,edf->wtd", before, matrices),
+        dweights,
+        np.einsum("wtd,wtef->edf", x, before),
+    )
+
+
+def kept_rows(counts, capacity):
+    """Returns the quotas [W, W, L] of counts [from, to, place]: row by row, in rounds.
+
+    In each round, every rank and place that still has a row gets one, until a rank is full.
+    """
+    kept = np.zeros_like(counts)
+    for to in range(counts.shape[1]):
+        need, got = counts[:, to], kept[:, to]
+        left = min(capacity, need.sum())
+        while left:
+            for at in np.argwhere(got < need)[:left]:
+                got[tuple(at)] += 1
+                left -= 1
+    return kept
+
+
+def after_drops(index, weights, held, capacity):
+    """Returns the index with -1 for what is dropped where each rank has `capacity` rows."""
+    W, _, _ = index.shape
+    counts = np.zeros((W, *held.shape), int)
+    rows = rows_of_ranks(index, held)
+    for to, each in enumerate(rows):
+        for local, source, _, _ in each:
+            counts[source, to, local] += 1
+    kept, out = kept_rows(counts, capacity), index.copy()
+    for to, each in enumerate(rows):
+        for source in range(W):
+            for place in range(held.shape[1]):
+                mine = [(t, j) for local, r, t, j in each if (r, local) == (source, place)]
+                mine.sort(key=lambda tj: -weights[source][tj])  # stable: of equal ones the first
+                for token, choice in mine[kept[source, to, place] :]:
+                    out[source, token, choice] = -1
+    return out

@@ -1,0 +1,200 @@
+"""A layer of experts equals a dense one, wherever it is called; gradients included."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from expert_cases import (
+    CAPACITY,
+    OPTIONS,
+    D,
+    E,
+    K,
+    T,
+    W,
+    check_layer,
+    draw,
+    layer,
+    with_gradients,
+)
+from experts_oracle import evenly, grouped_rows, summed_rows
+from jax.sharding import AxisType, PartitionSpec as P
+from jaxprs import flattened
+from on_mesh import AXIS, mesh_of, on_ranks, permuted_mesh
+
+from jax_cp_dispatch import experts
+from jax_cp_dispatch._dispatch.exchange_operands import read_operands
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_on_ranks(check_vma):
+    """On a permuted mesh; each second token repeats an expert."""
+    operands = draw()
+    operands[4][:, ::2, 1] = operands[4][:, ::2, 0]
+    run = on_ranks(with_gradients, mesh_of(W, [2, 0, 3, 1]), check_vma=check_vma)
+    check_layer(run(*operands), operands)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "in_process"])
+def test_implementations(implementation):
+    operands = draw(1)
+    run = on_ranks(lambda *x: with_gradients(*x, implementation=implementation), mesh_of(W))
+    check_layer(run(*operands), operands)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_global_arrays(kind):
+    """Routing, dispatch and combine of all ranks' arrays; the experts in a `shard_map`."""
+    mesh = permuted_mesh((2, 2, 2), ("data", AXIS, "other"), kind)
+    axes = ("data", AXIS)
+    operands = draw(2)
+    rows = lambda a: jax.device_put(a.reshape(-1, *a.shape[2:]), jax.NamedSharding(mesh, P(axes)))
+
+    def of_all(x, weights, matrices, index):
+        routing = experts.route(index, **{**OPTIONS, "axis_name": axes})
+        rows = experts.dispatch_tokens(x, routing)
+        compute = jax.shard_map(
+            lambda r, m, s: jnp.tanh(jax.lax.ragged_dot(r, m, s)),
+            mesh=mesh,
+            in_specs=P(axes),
+            out_specs=P(axes),
+        )
+        y = compute(rows, matrices, routing.group_sizes)
+        return experts.combine_tokens(y, weights, routing)
+
+    run = jax.jit(lambda *x: with_gradients(*x, layer=of_all))
+    with jax.set_mesh(mesh):
+        got = run(*(rows(a) for a in operands))
+    check_layer(got, operands)
+
+
+def two_layers(x, weights, matrices, index, *, layer):
+    """Two layers of the same experts by `lax.scan`, each a `jax.checkpoint`."""
+    step = jax.checkpoint(lambda x, _: (layer(x, weights, matrices, index), None))
+    return jax.lax.scan(step, x, None, length=2)[0]
+
+
+def dense(x, weights, matrices, index):
+    """The layer on the tokens of all ranks, every expert on every token."""
+    hidden = jnp.tanh(jnp.einsum("wtd,edf->wtef", x, matrices.reshape(E, D, D)))
+    chosen = jnp.take_along_axis(hidden, jnp.maximum(index, 0)[..., None], 2)
+    return (jnp.where(index >= 0, weights, 0)[..., None] * chosen).sum(2)
+
+
+def test_layers_examples_and_checkpoints():
+    """Layers in a loop with checkpoints, mapped over two examples by `jax.vmap`."""
+    operands = [np.stack(pair, 1) for pair in zip(draw(3), draw(4), strict=True)]
+    of = lambda layer: partial(with_gradients, layer=partial(two_layers, layer=layer))
+    got = on_ranks(jax.vmap(of(layer)), mesh_of(W))(*operands)
+    want = jax.jit(jax.vmap(of(dense), 1, 1))(*operands)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_narrow_rows():
+    """Rows of several arrays move bit for bit; sums of bfloat16 are rounded once on each rank."""
+    index = draw(5)[4]
+    rng = np.random.default_rng(0)
+    x = {
+        "bytes": rng.integers(0, 256, (W, T, 2, 3)).astype(np.uint8),
+        "rows": rng.normal(size=(W, T, D)).astype(jnp.bfloat16),
+    }
+    weights = rng.random((W, T, K)).astype(jnp.bfloat16)
+
+    def run(x, weights, index):
+        routing = experts.route(index, **OPTIONS)
+        rows = experts.dispatch_tokens(x, routing)
+        plain = experts.combine_tokens(rows["rows"], None, routing)
+        return rows, experts.combine_tokens(rows["rows"], weights, routing), plain
+
+    rows, out, plain = on_ranks(run, mesh_of(W))(x, weights, index)
+    held = evenly(E, W)
+    for name, array in x.items():
+        want, _ = grouped_rows(array, index, held, CAPACITY)
+        np.testing.assert_array_equal(np.asarray(rows[name]), want)
+    y, _ = grouped_rows(x["rows"], index, held, CAPACITY)
+    for got, w in ((out, weights), (plain, None)):
+        assert got.dtype == jnp.bfloat16
+        want = summed_rows(y, w, index, held)
+        # A rounding on each rank and one of their sum, each of 2**-9 of at most K rows.
+        np.testing.assert_allclose(np.asarray(got, float), want, atol=2 * K * 3 * 2.0**-9)
+
+
+def test_one_rank_and_no_tokens():
+    """One rank, and tokens of no rank: shapes hold, and nothing moves."""
+    operands = draw(6)
+    one = [a.reshape(1, -1, *a.shape[2:]) for a in operands]
+    options = {"num_experts": E, "capacity": None}
+    run = lambda *x: with_gradients(*x, **options)
+    check_layer(on_ranks(run, mesh_of(1))(*one), operands)
+    none = [a[:, :0] if i != 2 else a for i, a in enumerate(operands)]
+    out, dx, dweights, dmatrices = on_ranks(with_gradients, mesh_of(W))(*none)
+    assert out.shape == dx.shape == (W, 0, D) and dweights.shape == (W, 0, K)
+    assert not np.asarray(dmatrices).any()
+
+
+def test_padding_may_hold_anything():
+    """Weights of -1 and rows behind the last group are not read."""
+    x, weights, matrices, g, index = draw(7)
+    index[:, 0] = -1
+    weights = np.where(index < 0, np.float32(np.nan), weights)
+
+    def spoiled(x, weights, matrices, index):
+        routing = experts.route(index, **OPTIONS)
+        rows = experts.dispatch_tokens(x, routing)
+        y = jnp.tanh(jax.lax.ragged_dot(rows, matrices, routing.group_sizes))
+        used = jnp.arange(CAPACITY) < routing.group_sizes.sum()
+        return experts.combine_tokens(jnp.where(used[:, None], y, jnp.nan), weights, routing)
+
+    got = on_ranks(lambda *a: with_gradients(*a, layer=spoiled), mesh_of(W))(
+        x, weights, matrices, g, index
+    )
+    check_layer(got, (x, np.where(index < 0, 0, weights), matrices, g, index))
+
+
+def test_8_bits():
+    """Rows are close to those that move whole, by blocks; gradients return whole."""
+    _, weights, _, _, index = draw(8)
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(W, T, 64)).astype(jnp.bfloat16)
+    x[:, :, 32:] *= 1000  # each block has its own scale
+
+    def run(x, weights, index):
+        routing = experts.route(index, **OPTIONS)
+        outs = []
+        for mode in ("MXFP8_1D_SCALING", "NO_SCALING"):
+            send = lambda x, mode=mode: experts.dispatch_tokens(x, routing, scaling_mode=mode)
+            rows, pull = jax.vjp(send, x)
+            outs += [rows, pull(rows)[0]]
+        return outs
+
+    narrow, dnarrow, rows, drows = on_ranks(run, mesh_of(W))(x, weights, index)
+    assert narrow.dtype == dnarrow.dtype == jnp.bfloat16
+    blocks = np.asarray(rows, np.float32).reshape(W, CAPACITY, 2, 32)
+    largest = np.abs(blocks).max(-1, keepdims=True)
+    error = np.abs(np.asarray(narrow, np.float32).reshape(blocks.shape) - blocks)
+    assert (error <= largest / 16).all() and error.any()  # 4 bits of a number, or of the smallest
+    assert not np.array_equal(dnarrow, drows)  # sums of other rows
+    moved, _ = grouped_rows(x.astype(np.float32), index, evenly(E, W), CAPACITY)
+    np.testing.assert_array_equal(np.asarray(rows, np.float32), moved)
+    want = summed_rows(np.asarray(narrow), None, index, evenly(E, W))
+    np.testing.assert_allclose(np.asarray(dnarrow, float), want, rtol=3 * 2.0**-8, atol=1e-2)
+
+
+def test_only_counts_move_before_the_tokens():
+    """Counts of experts and ranks first; then tokens and the rows of their choices, once."""
+    x, weights, matrices, _, index = draw()
+    traced = jax.make_jaxpr(on_ranks(layer, mesh_of(W), jit=False))(x, weights, matrices, index)
+    moved = {}
+    for eqn in flattened(traced.jaxpr):
+        if eqn.primitive.name in ("dispatch", "combine"):
+            exchange = eqn.params["exchange"]
+            arrays = read_operands([v.aval for v in eqn.invars], exchange).arrays
+            moved.setdefault(exchange.op, []).append([x.shape for x in arrays])
+    assert moved == {
+        "route": [[(1, 1, E + W)]],
+        "dispatch_tokens": [[(1,), (T, D), (T, K)]],
+        "combine_tokens": [[(1,), (T, K), (T, K)], [(W * T, D)]],
+    }
