@@ -15,7 +15,7 @@ from jax_cp_dispatch.metadata.describe import (
     rows_between_ranks,
     rows_moved,
 )
-from jax_cp_dispatch.plots import LINE, color, figure_class, save
+from jax_cp_dispatch.plots import color, figure_class, save
 
 
 def rows_of_experts(op: str, routing: Any) -> Int64[np.ndarray, "W L"]:
@@ -96,12 +96,11 @@ def plot_load(routing: Any, path: str | os.PathLike) -> None:
         axes.bar(ranks, of_place, bottom=bottom, color=color(place), edgecolor="white")
         bottom += of_place
     lost = need - bottom
-    if lost.any():
-        axes.bar(ranks, lost, 0.8, bottom, color="none", edgecolor="#d62728", hatch="//")
-    axes.axhline(routing.capacity, color="#d62728", linestyle="--")
-    axes.text(len(rows) - 0.5, routing.capacity, "capacity", ha="right", va="bottom")
-    axes.axhline(float(need.mean()), color=LINE)
-    axes.text(-0.5, float(need.mean()), "mean", ha="left", va="bottom")
+    (full,) = np.nonzero(lost)
+    axes.bar(full, lost[full], 0.8, bottom[full], color="none", edgecolor="black", hatch="//")
+    for name, height in (("capacity", routing.capacity), ("mean", float(need.mean()))):
+        axes.axhline(height, color="black", linewidth=1, linestyle="--" if name == "mean" else "-")
+        axes.text(len(rows) - 0.4, height, name, va="center")
     axes.set(xlabel="rank", ylabel="rows", xticks=ranks, xlim=(-0.55, len(rows) - 0.45))
     dropped = int(known(op, routing.num_dropped).sum())
     axes.set_title(

@@ -16,7 +16,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 @pytest.mark.parametrize(
     "page",
-    ["documents.md", "placement.md", "plans.md", "scaling.md", "sequence.md"],
+    ["documents.md", "experts.md", "placement.md", "plans.md", "scaling.md", "sequence.md"],
 )
 def test_page(page, capsys):
     assert jax.device_count() == 8
