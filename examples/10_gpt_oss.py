@@ -49,7 +49,7 @@ class Layer(nnx.Module):
         x = x + self.out(out.reshape(*x.shape[:2], -1))
         return x + self.experts(self.norms[1](x))
 
-    def experts(self, x):  # every token by every expert; 09_expert_parallel.py skips the others
+    def experts(self, x):  # every token by every expert; 09_expert_parallel.py moves it to its own
         threshold = jax.lax.top_k(logits := self.router(x), CHOSEN)[0][..., -1:]
         shares = jax.nn.softmax(jnp.where(logits >= threshold, logits, -jnp.inf))
         hidden = jax.nn.silu(jnp.einsum("btd,edh->bteh", x, self.up[...]))
