@@ -1,16 +1,24 @@
-"""The two exchanges of one rank: tokens to the ranks of their experts, sums of rows back."""
+"""The two exchanges of one rank: tokens to the ranks of their experts, sums of rows back.
+
+On CPU, each token is sent from where it is. Elsewhere a rank first collects the tokens for each
+rank, which then are one piece: XLA's `ragged_all_to_all` sends pieces, and few of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Shaped
 
 from jax_cp_dispatch._dispatch import move, outgoing, returning
 from jax_cp_dispatch._ranks.communicator import rank_index
+from jax_cp_dispatch._ranks.implementations import IMPLEMENTATIONS
 from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch._ranks.varying import vary_alike
 from jax_cp_dispatch.comm_gemm import Quantized, ScalingMode, dequantize, quantize
@@ -18,30 +26,96 @@ from jax_cp_dispatch.experts.routing import Routing
 from jax_cp_dispatch.experts.rows import Places, expand, weighted_sum
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def send_tokens(
-    options: CollectiveOptions, routing: Routing, arrays: Sequence[Shaped[Array, "T ..."]]
+    options: CollectiveOptions, routing: Routing, arrays: list[Shaped[Array, "T ..."]]
 ) -> tuple[list[Shaped[Array, "R ..."]], Places]:
     """Sends tokens once to each of their ranks, with the rows of their choices there."""
-    capacity = routing.capacity
-    # A rank receives each token at most once, and has a row for it.
-    num_received = max(1, min(capacity, routing.world_size * len(routing.row)))
-    sent = [*arrays, routing.row + 1]  # so that a row that no rank writes is none
-    parts = [outgoing(options.op, "x", sent, routing.metadata, capacity=num_received)]
+    before = []
     if routing.overflow == "error":  # first, so that its error names the rows that a rank needs
         row = vary_alike([jnp.ones(1, jnp.uint8), routing.row])[0]
-        parts.insert(0, outgoing(options.op, "x", row, routing.announced, capacity=capacity))
-    *received, row = move(options, parts)[-1]
-    rank = rank_index(options.axis_names)
-    return received, Places.of_rows(row - 1 - rank * capacity, capacity)
+        capacity = routing.capacity
+        before.append(outgoing(options.op, "x", row, routing.announced, capacity=capacity))
+    # Plus one, so that a row that no rank writes is none.
+    *received, row = _sent(options, routing, [*arrays, routing.row + 1], before)
+    row = row - 1 - rank_index(options.axis_names) * routing.capacity
+    return received, Places.of_rows(row, routing.capacity)
 
 
+def _sent(
+    options: CollectiveOptions, routing: Routing, arrays: list[Array], before: Any = ()
+) -> list[Array]:
+    """Sends tokens; `before` are other parts of the exchange."""
+    # A rank receives each token at most once, and has a row for it.
+    capacity = max(1, min(routing.capacity, routing.world_size * len(routing.row)))
+
+    def sent(arrays: Any, plan: Any) -> list[Array]:
+        part = outgoing(options.op, "x", arrays, plan, capacity=capacity)
+        return move(options, [*before, part])[-1]
+
+    def by_rank(arrays):
+        collected = _collected(routing)
+        return sent([expand(x, collected) for x in arrays], routing.by_rank)
+
+    by_token = lambda arrays: sent(arrays, routing.by_token)
+    return _where_it_runs(options, by_token, by_rank, arrays)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def return_sums(
-    options: CollectiveOptions, routing: Routing, sums: Sequence[Float[Array, "R ..."]]
+    options: CollectiveOptions, routing: Routing, sums: list[Float[Array, "R ..."]]
 ) -> list[Float[Array, "T ..."]]:
     """Returns the sums of each token from all of its ranks, and adds them up."""
-    num_tokens = len(routing.row)
-    part = returning(options.op, "y", list(sums), routing.metadata, num_tokens=num_tokens)
-    return move(options, [part])[0]
+
+    def returned(sums: Any, plan: Any, num_rows: int) -> list[Array]:
+        return move(options, [returning(options.op, "y", sums, plan, num_tokens=num_rows)])[0]
+
+    by_token = lambda sums: returned(sums, routing.by_token, len(routing.row))
+
+    def by_rank(sums):
+        collected = _collected(routing)
+        rows = returned(sums, routing.by_rank, len(collected.choice))
+        return [weighted_sum(x, None, collected) for x in rows]
+
+    return _where_it_runs(options, by_token, by_rank, sums)
+
+
+def _collected(routing: Routing) -> Places:
+    """Returns the rows of this rank's tokens where those for one rank are one piece."""
+    num_tokens, num_choices = routing.dst_rank.shape
+    return Places.of_rows(routing.send_row, num_tokens * min(num_choices, routing.world_size))
+
+
+def _where_it_runs(
+    options: CollectiveOptions, by_token: Callable[..., Any], by_rank: Callable[..., Any], x: Any
+) -> Any:
+    if options.implementation is None:
+        return lax.platform_dependent(x, cpu=by_token, default=by_rank)
+    is_cpu = IMPLEMENTATIONS[options.implementation].platform == "cpu"
+    return by_token(x) if is_cpu else by_rank(x)
+
+
+# ---- Each is the transpose of the other.
+
+
+def _transposed(options: CollectiveOptions) -> CollectiveOptions:
+    return dataclasses.replace(options, op=f"the transpose of {options.op}")
+
+
+def _send_backward(options, routing, gradients):
+    received, _ = gradients
+    is_real = [x.dtype != jax.dtypes.float0 for x in received]
+    real = [x for x, keep in zip(received, is_real, strict=True) if keep]
+    sums = iter(return_sums(_transposed(options), routing, real) if real else [])
+    return None, [next(sums) if keep else None for keep in is_real]
+
+
+def _return_backward(options, routing, gradients):
+    return None, _sent(_transposed(options), routing, gradients)
+
+
+send_tokens.defvjp(lambda *x: (send_tokens(*x), x[1]), _send_backward)
+return_sums.defvjp(lambda *x: (return_sums(*x), x[1]), _return_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -63,7 +137,8 @@ def _send_in_8_bits(options, routing, arrays):
 
 def _backward(options, residuals, gradients):
     routing, places = residuals
-    return None, return_sums(options, routing, [weighted_sum(g, None, places) for g in gradients])
+    sums = [weighted_sum(g, None, places) for g in gradients]
+    return None, return_sums(_transposed(options), routing, sums)
 
 
 send_in_8_bits.defvjp(_send_in_8_bits, _backward)

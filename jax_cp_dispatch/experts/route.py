@@ -156,13 +156,14 @@ class _Plan:
 
 
 class _Counts:
-    """What the ranks know of each other: choices of each place, and tokens for each rank."""
+    """What the ranks know of each other: choices of each place and of none, tokens for each rank."""
 
     def __init__(self, plan: _Plan, counts: Int32[Array, " n"]):
         num_ranks = plan.num_ranks
         counts = gather_sequence(plan.options, counts[None], num_ranks).reshape(num_ranks, -1)
-        places, self.tokens = counts[:, :-num_ranks], counts[:, -num_ranks:]
-        self.choices = places.reshape(num_ranks, num_ranks, plan.num_places)  # from, to, place
+        num_all = num_ranks * plan.num_places
+        choices, self.tokens, self.wrong = jnp.split(counts, [num_all, num_all + num_ranks], axis=1)
+        self.choices = choices.reshape(num_ranks, num_ranks, plan.num_places)  # from, to, place
 
     @property
     def rows(self) -> Int32[Array, " W"]:
@@ -198,17 +199,20 @@ def _on_rank(plan: _Plan, expert_index: Any, weights: Any, physical_to_logical: 
     has_place = (place >= 0) & (place < at.size)
     row = known_inside(at.reshape(-1), jnp.where(has_place, place, 0)) + within[0]
     to = jnp.clip(dst_rank, 0, plan.num_ranks - 1)
-    offset = known_inside(earlier(counts.tokens), to) + within[1]
+    first_row = earlier(counts.tokens)
+    offset = known_inside(first_row, to) + within[1]
     received = known_inside(counts.tokens, rank, axis=1)
     return Routing(
         dst_rank=dst_rank,
         dst_offset=jnp.where(dst_rank >= 0, offset, 0),
         row=jnp.where(has_place, row, -1),
         num_recv_tokens=jnp.append(received, received.sum(dtype=jnp.int32))[None],
+        num_send_tokens=known_inside(counts.tokens, rank)[None],
+        first_row=first_row[None],
         group_sizes=known_inside(of_place, rank),
         num_rows=num_rows[None],
         num_dropped=num_dropped,
-        fits=(counts.rows <= plan.capacity).all()[None],
+        is_valid=((counts.rows <= plan.capacity).all() & (counts.wrong == 0).all())[None],
         capacity=plan.capacity,
         overflow=plan.overflow,
         options=plan.options,
@@ -231,8 +235,8 @@ def _count(
     is_same = to[:, None, :] == to[:, :, None]
     is_repeated = (is_same & np.tri(to.shape[1], k=-1, dtype=bool)).any(2)
     dst_rank = jnp.where(is_repeated & (to >= 0), -1, to)
-    is_place, is_sent = place < num_all, dst_rank >= 0
-    keys = [jnp.where(is_place, place, -1), jnp.where(is_sent, dst_rank + num_all, -1)]
-    keys = jnp.stack(keys)
-    within, counts = places_by_key(keys.reshape(-1), num_all + num_ranks)
+    is_wrong = (place < -1) | (place >= num_all)
+    rank_key = jnp.where((dst_rank >= 0) & ~is_wrong, dst_rank + num_all, -1)
+    keys = jnp.stack([jnp.where(is_wrong, num_all + num_ranks, place), rank_key])
+    within, counts = places_by_key(keys.reshape(-1), num_all + num_ranks + 1)
     return dst_rank, within.reshape(keys.shape), _Counts(plan, counts)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_cp_dispatch._arrays import known_inside
 from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch.experts.describe import describe_routing
 from jax_cp_dispatch.metadata import Metadata
@@ -34,11 +35,14 @@ class Routing:
         rank; -1 if it has none.
       num_recv_tokens: i32 `[1, W + 1]`; the tokens that this rank receives from each rank, and
         their sum.
+      num_send_tokens: i32 `[1, W]`; the tokens that this rank sends to each.
+      first_row: i32 `[1, W]`; where they begin among those that each rank receives.
       group_sizes: i32 `[L]`; the rows of each of this rank's L experts, as `jax.lax.ragged_dot`
         and `grouped_gemm` take them. Their sum is at most `capacity`.
       num_rows: i32 `[1]`; the rows that this rank needs, before any are dropped.
       num_dropped: i32 `[1]`; how many of this rank's choices were dropped.
-      fits: bool `[1]`; whether the rows of every rank fit its capacity.
+      is_valid: bool `[1]`; whether the rows of every rank fit its capacity, and every index is that
+        of an expert with a place, or -1.
       capacity: rows of the buffer of each rank, for all its experts (static).
       overflow: what happens to rows beyond it (static).
       options: the ranks and the options of the exchanges (static).
@@ -48,10 +52,12 @@ class Routing:
     dst_offset: Leaf
     row: Leaf
     num_recv_tokens: Leaf
+    num_send_tokens: Leaf
+    first_row: Leaf
     group_sizes: Leaf
     num_rows: Leaf
     num_dropped: Leaf
-    fits: Leaf
+    is_valid: Leaf
     capacity: int = dataclasses.field(metadata={"static": True})
     overflow: Overflow = dataclasses.field(metadata={"static": True})
     options: CollectiveOptions = dataclasses.field(metadata={"static": True})
@@ -73,23 +79,41 @@ class Routing:
         return describe_routing("Routing.describe", self)
 
     @property
-    def metadata(self) -> Metadata:
+    def by_token(self) -> Metadata:
         """This rank's view of the plan that sends each token once to each of its ranks.
 
         It announces no more than there is room for: `announced` names what is needed.
         """
-        num_tokens = self.row.shape[0]
-        received = self.num_recv_tokens[0]
-        received = received.at[-1].min(self.capacity)
+        num_tokens = np.ones(len(self.row), np.int32)
+        return self._plan(self.dst_rank, self.dst_offset, num_tokens)
+
+    @property
+    def by_rank(self) -> Metadata:
+        """The same plan for tokens in the order of `send_row`: one piece for each rank."""
+        is_wrong = ((self.dst_rank < -1) | (self.dst_rank >= self.world_size)).any()
+        to = jnp.where(is_wrong, self.world_size, 0) + np.arange(self.world_size, dtype=np.int32)
+        return self._plan(to, self.first_row[0], self.num_send_tokens[0])
+
+    def _plan(self, dst_rank: Any, dst_offset: Any, num_tokens: Any) -> Metadata:
+        received = self.num_recv_tokens[0].at[-1].min(self.capacity)
         return Metadata(
-            dst_rank=self.dst_rank,
-            dst_offset=self.dst_offset,
-            seq_len=np.ones(num_tokens, np.int32),
+            dst_rank=dst_rank,
+            dst_offset=dst_offset,
+            seq_len=num_tokens,
             num_recv_tokens=received,
-            num_seqs=np.int32(num_tokens),
+            num_seqs=np.int32(len(num_tokens)),
             num_total_recv_tokens=received[-1],
             world_size=self.world_size,
         )
+
+    @property
+    def send_row(self) -> Any:
+        """i32 `[T, k]`: the row of a sent token, with those for one rank together; -1 if none."""
+        num_sent = self.num_send_tokens[0]
+        first = jnp.cumsum(num_sent, dtype=jnp.int32) - num_sent - self.first_row[0]
+        is_sent = (self.dst_rank >= 0) & (self.dst_rank < self.world_size)
+        row = known_inside(first, jnp.where(is_sent, self.dst_rank, 0)) + self.dst_offset
+        return jnp.where(is_sent, row, -1)
 
     @property
     def announced(self) -> Metadata:

@@ -176,7 +176,7 @@ def _dispatch_on_rank(config: tuple[CollectiveOptions, ScalingMode], x: Any, rou
     else:
         received, places = send_tokens(options, routing, leaves)
         rows = [expand(leaf, places) for leaf in received]
-    return tree.unflatten([_only_if_fits(leaf, routing) for leaf in rows])
+    return tree.unflatten([_only_if_valid(leaf, routing) for leaf in rows])
 
 
 def _combine_on_rank(options: CollectiveOptions, y: Any, weights: Any, routing: Any) -> Any:
@@ -187,7 +187,8 @@ def _combine_on_rank(options: CollectiveOptions, y: Any, weights: Any, routing: 
     received, places = send_tokens(options, routing, [] if weights is None else [weights])
     of_choices = received[0] if received else None
     sums = [weighted_sum(leaf, of_choices, places) for leaf in leaves]
-    return tree.unflatten(return_sums(options, routing, sums))
+    out = return_sums(options, routing, sums)
+    return tree.unflatten([_only_if_valid(leaf, routing) for leaf in out])
 
 
 def _varying(
@@ -199,9 +200,7 @@ def _varying(
     return everything[: len(arrays)], tree.unflatten(everything[len(arrays) :])
 
 
-def _only_if_fits(rows: Array, routing: Routing) -> Array:
+def _only_if_valid(rows: Array, routing: Routing) -> Array:
     """XLA's collectives raise no error: NaN, and zeros of integers."""
-    if routing.overflow == "drop":
-        return rows
     wrong = jnp.nan if jnp.issubdtype(rows.dtype, jnp.inexact) else 0
-    return jnp.where(routing.fits[0], rows, jnp.asarray(wrong, rows.dtype))
+    return jnp.where(routing.is_valid[0], rows, jnp.asarray(wrong, rows.dtype))

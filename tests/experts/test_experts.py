@@ -186,7 +186,8 @@ def test_8_bits():
 def test_only_counts_move_before_the_tokens():
     """Counts of experts and ranks first; then tokens and the rows of their choices, once."""
     x, weights, matrices, _, index = draw()
-    traced = jax.make_jaxpr(on_ranks(layer, mesh_of(W), jit=False))(x, weights, matrices, index)
+    run = partial(layer, implementation="in_process")
+    traced = jax.make_jaxpr(on_ranks(run, mesh_of(W), jit=False))(x, weights, matrices, index)
     moved = {}
     for eqn in flattened(traced.jaxpr):
         if eqn.primitive.name in ("dispatch", "combine"):
@@ -194,7 +195,7 @@ def test_only_counts_move_before_the_tokens():
             arrays = read_operands([v.aval for v in eqn.invars], exchange).arrays
             moved.setdefault(exchange.op, []).append([x.shape for x in arrays])
     assert moved == {
-        "route": [[(1, 1, E + W)]],
+        "route": [[(1, 1, E + W + 1)]],
         "dispatch_tokens": [[(1,), (T, D), (T, K)]],
         "combine_tokens": [[(1,), (T, K), (T, K)], [(W * T, D)]],
     }
