@@ -28,6 +28,7 @@ from programs_of_exchanges import (
     return_of_rows,
     rows_of,
 )
+from programs_of_experts import layer_of_experts, ragged_all_to_all
 from shapes import HEADS, ROWS, TOKENS, Program, Shapes, on_ranks
 
 import jax_cp_dispatch as cpd
@@ -202,6 +203,8 @@ PROGRAMS: dict[str, Callable[[Shapes], Program]] = {
     "gemm": gemm,
     "gemm, MXFP8": gemm_of_8_bits,
     "grouped_gemm": grouped_gemm,
+    "ragged_all_to_all": ragged_all_to_all,
+    "layer of experts": layer_of_experts,
     "all_gather_matmul, global arrays": all_gather_matmul_of_global_arrays,
     **{f"sequence.{x.__name__}": functools.partial(_layer, layer=x) for x in _LAYERS},
     "sequence.document_pieces": layer_on_pieces,
@@ -221,6 +224,7 @@ _OWN: dict[str, Callable[..., Program]] = {
         for is_data in (False, True)
     },
     "combine_start beside a product": return_of_rows,
+    "layer of experts": layer_of_experts,
     "placed": functools.partial(attention, algorithm="placed"),
     "balanced, planned before": balanced_with_a_plan,
     "gemm": gemm,
@@ -249,7 +253,7 @@ PROGRAMS_FOR_TPUS: dict[str, Callable[[Shapes], Program]] = {
 NOT_COMPILED: dict[str, tuple[str, ...]] = {
     "computes on the host": (
         *("buffers", "cost", "cycles", "available_implementations", "choose_algorithm"),
-        *("fit_plan_config", "stack_plans", "shift_documents"),
+        *("fit_plan_config", "fit_capacity", "stack_plans", "shift_documents", "plot_load"),
     ),
     "needs the devices themselves": ("gpu", "initialize", "profiling"),
     "calls functions that are compiled, for a layer of another library": (

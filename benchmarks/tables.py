@@ -76,6 +76,17 @@ VIEWS = {
         {"": "{what}"},
         {"ms": "{ms}", "GB/s": "{GB_per_s}", "of memcpy": "{of_memcpy:.2f}"},
     ),
+    "experts": View(
+        "**Experts**: {title}, without the products of the experts. Of memcpy: by the bytes that a "
+        "call writes.",
+        {"": "{what}"},
+        {
+            "ms": "{ms:.0f}",
+            "of all three": "{of_all:.3f}",
+            "GB/s": "{GB_per_s}",
+            "of memcpy": "{of_memcpy:.2f}",
+        },
+    ),
     "latency": View(
         "**Latency**: {title}, µs of one operation inside `lax.scan`.",
         {"": "{what}"},
