@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import sequence_oracle
 from attention_oracle import attention, attention_gradients
+from experts_oracle import evenly, grouped_rows, summed_rows
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from movement_oracle import combined, dispatched
 from places import (
@@ -57,6 +58,28 @@ def test_dispatch_and_combine_with_replicas():
             want = dispatched(plan, whole, capacity)
             check(there[name], want)
             check(back[name], combined(plan, want, T).astype(whole.dtype))
+
+
+def test_tokens_to_experts():
+    """A routing, its rows and sums; and the first token of each rank by `ragged_all_to_all`."""
+    mesh, W = mesh_of_all(), jax.device_count()
+    index = np.random.default_rng(0).integers(-1, 2 * W, (W, T, 3)).astype(np.int32)
+    x, weights, num_rows = draw(0, W, 8), draw(1, W, 3), W * T * 3
+
+    def layer(x, weights, index):
+        routing = cp.experts.route(index, num_experts=2 * W, axis_name=AXIS, capacity=num_rows)
+        rows = cp.experts.dispatch_tokens(x, routing)
+        out = cp.experts.combine_tokens(rows, weights, routing)
+        none, one = jnp.zeros(W, jnp.int32), jnp.ones(W, jnp.int32)
+        at = jnp.full(W, jax.lax.axis_index(AXIS))
+        firsts = cp.ragged_all_to_all(x, 0 * x, none, one, at, one, axis_name=AXIS)
+        return rows, routing.group_sizes, out, firsts[:W]
+
+    arrays = jax.tree.map(lambda a: place(a, mesh), (x, weights, index))
+    held = evenly(2 * W, W)
+    rows, sizes = grouped_rows(x, index, held, num_rows)
+    want = rows, sizes, summed_rows(rows, weights, index, held), np.stack([x[:, 0]] * W)
+    jax.tree.map(check, on_ranks(layer, mesh)(*arrays), want)
 
 
 def test_gradient_is_the_adjoint():
