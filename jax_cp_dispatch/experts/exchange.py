@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -26,11 +25,28 @@ from jax_cp_dispatch.experts.routing import Routing
 from jax_cp_dispatch.experts.rows import Places, expand, weighted_sum
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def send_tokens(
     options: CollectiveOptions, routing: Routing, arrays: list[Shaped[Array, "T ..."]]
 ) -> tuple[list[Shaped[Array, "R ..."]], Places]:
     """Sends tokens once to each of their ranks, with the rows of their choices there."""
+    return _send(options, routing, arrays)
+
+
+def return_sums(
+    options: CollectiveOptions, routing: Routing, sums: list[Float[Array, "R ..."]]
+) -> list[Float[Array, "T ..."]]:
+    """Returns the sums of each token from all of its ranks, and adds them up."""
+    return _return(options, routing, sums)
+
+
+def send_in_8_bits(
+    options: CollectiveOptions, routing: Routing, arrays: list[Float[Array, "T D"]]
+) -> list[Float[Array, "M D"]]:
+    """Sends tokens in MXFP8, to the rows of their experts; gradients return whole."""
+    return _send_narrow(options, routing, arrays)
+
+
+def _send_tokens(options, routing, arrays):
     before = []
     if routing.overflow == "error":  # first, so that its error names the rows that a rank needs
         row = vary_alike([jnp.ones(1, jnp.uint8), routing.row])[0]
@@ -61,12 +77,7 @@ def _sent(
     return _where_it_runs(options, by_token, by_rank, arrays)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def return_sums(
-    options: CollectiveOptions, routing: Routing, sums: list[Float[Array, "R ..."]]
-) -> list[Float[Array, "T ..."]]:
-    """Returns the sums of each token from all of its ranks, and adds them up."""
-
+def _return_sums(options, routing, sums):
     def returned(sums: Any, plan: Any, num_rows: int) -> list[Array]:
         return move(options, [returning(options.op, "y", sums, plan, num_tokens=num_rows)])[0]
 
@@ -99,7 +110,9 @@ def _where_it_runs(
 
 
 def _transposed(options: CollectiveOptions) -> CollectiveOptions:
-    return dataclasses.replace(options, op=f"the transpose of {options.op}")
+    op, prefix = options.op, "the transpose of "
+    op = op.removeprefix(prefix) if op.startswith(prefix) else prefix + op
+    return dataclasses.replace(options, op=op)
 
 
 def _send_backward(options, routing, gradients):
@@ -114,19 +127,13 @@ def _return_backward(options, routing, gradients):
     return None, _sent(_transposed(options), routing, gradients)
 
 
-send_tokens.defvjp(lambda *x: (send_tokens(*x), x[1]), _send_backward)
-return_sums.defvjp(lambda *x: (return_sums(*x), x[1]), _return_backward)
+_send: Any = jax.custom_vjp(_send_tokens, nondiff_argnums=(0,))
+_return: Any = jax.custom_vjp(_return_sums, nondiff_argnums=(0,))
+_send.defvjp(lambda *x: (send_tokens(*x), x[1]), _send_backward)
+_return.defvjp(lambda *x: (return_sums(*x), x[1]), _return_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def send_in_8_bits(
-    options: CollectiveOptions, routing: Routing, arrays: list[Float[Array, "T D"]]
-) -> list[Float[Array, "M D"]]:
-    """Sends tokens in MXFP8, to the rows of their experts; gradients return in their own dtypes."""
-    return _send_in_8_bits(options, routing, arrays)[0]
-
-
-def _send_in_8_bits(options, routing, arrays):
+def _forward_in_8_bits(options, routing, arrays):
     narrow = [quantize(x, ScalingMode.MXFP8_1D_SCALING) for x in arrays]
     leaves, tree = jax.tree.flatten(narrow)
     received, places = send_tokens(options, routing, leaves)
@@ -135,10 +142,11 @@ def _send_in_8_bits(options, routing, arrays):
     return wide, (routing, places)
 
 
-def _backward(options, residuals, gradients):
+def _backward_in_8_bits(options, residuals, gradients):
     routing, places = residuals
     sums = [weighted_sum(g, None, places) for g in gradients]
     return None, return_sums(_transposed(options), routing, sums)
 
 
-send_in_8_bits.defvjp(_send_in_8_bits, _backward)
+_send_narrow: Any = jax.custom_vjp(lambda *x: _forward_in_8_bits(*x)[0], nondiff_argnums=(0,))
+_send_narrow.defvjp(_forward_in_8_bits, _backward_in_8_bits)

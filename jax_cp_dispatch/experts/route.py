@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
@@ -156,7 +157,7 @@ class _Plan:
 
 
 class _Counts:
-    """What the ranks know of each other: choices of each place and of none, tokens for each rank."""
+    """What the ranks know of each other: choices of each place, tokens for each rank."""
 
     def __init__(self, plan: _Plan, counts: Int32[Array, " n"]):
         num_ranks = plan.num_ranks
@@ -171,11 +172,13 @@ class _Counts:
         return self.choices.sum((0, 2), dtype=jnp.int32)
 
 
+@jax.named_scope("cpd.plan")
 def _on_rank(plan: _Plan, expert_index: Any, weights: Any, physical_to_logical: Any) -> Routing:
     """Plans the part of one rank."""
     rank = rank_index(plan.options.axis_names)
     expert_index = jnp.asarray(expert_index).astype(jnp.int32)
     given = [x for x in (expert_index, weights, physical_to_logical) if x is not None]
+    given = jax.lax.stop_gradient(given)
     expert_index, *others = vary_alike(given, also=plan.options.axis_names)
     place = expert_index
     if physical_to_logical is not None:

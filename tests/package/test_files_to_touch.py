@@ -41,6 +41,14 @@ def test_a_layer_touches_one_file():
     }
 
 
+def test_nothing_else_knows_the_experts():
+    """A room of its own; the list of public names has it."""
+    own = SOURCE / "experts"
+    for path in SOURCE.rglob("*.py"):
+        if own not in path.parents and path != SOURCE / "__init__.py":
+            assert "jax_cp_dispatch.experts" not in path.read_text(), path
+
+
 def files_that_use(name):
     """Returns the files of the package whose code names a class; texts do not count."""
 
