@@ -36,6 +36,7 @@ from jax_cp_dispatch._ranks.processes import TransportChoice, initialize
 from jax_cp_dispatch.attention import (
     Auto,
     Balanced,
+    Halo,
     Hamilton,
     Placed,
     Ring,
@@ -71,6 +72,7 @@ __all__ = [
     "Availability",
     "Balanced",
     "Documents",
+    "Halo",
     "Hamilton",
     "Metadata",
     "Placed",

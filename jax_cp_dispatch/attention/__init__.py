@@ -12,6 +12,7 @@ fastest algorithm; `auto` does so in a call. `profile/` measures.
 from jax_cp_dispatch.attention.algorithms import (
     Algorithm,
     Balanced,
+    Halo,
     Hamilton,
     Placed,
     Ring,
@@ -42,6 +43,7 @@ __all__ = [
     "BalanceProfile",
     "Balanced",
     "Choice",
+    "Halo",
     "Hamilton",
     "Placed",
     "RankProfile",

@@ -92,10 +92,11 @@ def context_parallel_attention(
       v: values; None with `expand`.
       axis_name: the mesh axis over which the sequence is sharded, or several, major axis first; W
         devices together. If W does not divide T, padding is added and removed.
-      algorithm: `Balanced()`, `Ring()`, `Zigzag()`, `Hamilton()`, `Ulysses()`, `Placed()` or
-        `Auto()`, with its own options; or its name in lower case, for all defaults. "auto" selects
-        the algorithm of the plan, or chooses like `choose_algorithm`, from concrete segment ids;
-        for a mask whose arrays are traced it takes "balanced", or "zigzag" in that order.
+      algorithm: `Balanced()`, `Ring()`, `Zigzag()`, `Halo()`, `Hamilton()`, `Ulysses()`,
+        `Placed()` or `Auto()`, with its own options; or its name in lower case, for all defaults.
+        "auto" selects the algorithm of the plan, or chooses like `choose_algorithm`, from concrete
+        segment ids; for a mask whose arrays are traced it takes "balanced", or "zigzag" in that
+        order.
       mesh: of global arrays; None selects the mesh of `jax.set_mesh`, or that of the arrays or,
         with explicit axes, of their types.
       mask: which keys of its document a token sees: "causal", "full", or an object of
@@ -209,7 +210,7 @@ def _on_rank(
     if isinstance(algorithm, Auto):
         sizes = Sizes(num_ranks, T * num_ranks)
         algorithm, plan = algorithm.choose(options, operands, packed, plan, sizes)
-    refuse(_OP, algorithm, Call(options, num_ranks, N, plan))
+    refuse(_OP, algorithm, Call(options, num_ranks, N, packed.mask, plan))
     return algorithm.attend(options, operands, packed, plan)
 
 
@@ -229,7 +230,7 @@ def _on_global_arrays(
         check_specs(_OP, options.expansion, operands.weights, axes)
     _check_plan(options, axes, q.shape[1], plan)
     if not isinstance(algorithm, Auto):
-        refuse(_OP, algorithm, Call(options, num_ranks, num_heads, plan))
+        refuse(_OP, algorithm, Call(options, num_ranks, num_heads, packed.mask, plan))
     packed = _read_known(options, packed, plan, num_ranks)
     num_tokens = q.shape[1]
     missing = -num_tokens % num_ranks
@@ -241,7 +242,7 @@ def _on_global_arrays(
         head_devices = axes.num_devices(axes.heads)
         sizes = Sizes(num_ranks, num_tokens + missing, axes.num_groups, head_devices)
         algorithm, plan = algorithm.choose(options, operands, packed, plan, sizes)
-        refuse(_OP, algorithm, Call(options, num_ranks, num_heads, plan))
+        refuse(_OP, algorithm, Call(options, num_ranks, num_heads, packed.mask, plan))
     is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(packed))
     if plan is None and not (is_traced or axes.batch):
         plan = algorithm.plan_before(packed.with_segment_ids(operands.q.shape[:2]), num_ranks)

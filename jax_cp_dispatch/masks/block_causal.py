@@ -37,6 +37,10 @@ class BlockCausal(StaticMask):
         return -1, -1, self.size
 
     @property
+    def reach(self) -> tuple[int | None, int | None]:
+        return None, self.size - 1
+
+    @property
     def num_diagonals(self) -> int:
         return 1
 

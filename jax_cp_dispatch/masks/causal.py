@@ -21,6 +21,10 @@ class Causal(StaticMask):
     def pair_count(self) -> tuple[int, int, int]:
         return -1, 0, 0
 
+    @property
+    def reach(self) -> tuple[int | None, int | None]:
+        return None, 0
+
     def k_start(self, q: Any, start: Any) -> Any:
         return start
 

@@ -42,6 +42,10 @@ class Chunked(StaticMask):
         return -1, 0, self.size
 
     @property
+    def reach(self) -> tuple[int | None, int | None]:
+        return self.size - 1, 0
+
+    @property
     def num_diagonals(self) -> int:
         """Two: the other edges of a chunk cross as many tiles as a diagonal."""
         return 2

@@ -38,6 +38,10 @@ class SlidingWindow(StaticMask):
         left = -1 if self.left is None else self.left - 1
         return left, -1 if self.right is None else self.right, 0
 
+    @property
+    def reach(self) -> tuple[int | None, int | None]:
+        return None if self.left is None else self.left - 1, self.right
+
     def k_start(self, q: Any, start: Any) -> Any:
         return start if self.left is None else maximum(start, q - (self.left - 1))
 

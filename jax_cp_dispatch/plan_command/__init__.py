@@ -140,7 +140,8 @@ def _run(options: argparse.Namespace) -> int:
     named = "forward" if options.forward else "forward and backward"
     print(comparison(choice, seconds, steps, passes=named, num_nodes=num_nodes))
     if options.describe:
-        print(f"\n{balanced.describe()}\n\n{placed.describe()}")
+        of_algorithms = filter(None, (x.describe(workload) for x in moves))
+        print(f"\n{balanced.describe()}", placed.describe(), *of_algorithms, sep="\n\n")
     if options.pictures is not None:
         plot_plan(balanced, options.pictures / "balanced.png")
         plot_plan(placed, options.pictures / "placed.png")

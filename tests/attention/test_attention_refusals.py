@@ -83,6 +83,14 @@ CASES = {
             lambda: attend(algorithm="balanced", documents=PACKED.zigzag(W)),
             "needs tokens in packed order; got zigzag order of .* ranks. Choose another algorithm",
         ),
+        (
+            lambda: attend(algorithm="halo", mask=masks.PrefixLM(IDS > 0)),
+            "algorithm='halo' needs a mask of numbers.*got PrefixLM.*Pass algorithm='balanced'",
+        ),
+        (
+            lambda: attend(algorithm="halo", documents=PLACEMENT.documents),
+            "those of a placement, which algorithm='halo' cannot follow",
+        ),
         (lambda: attend(algorithm=cp.Balanced), "it needs to be one of.*object with options:"),
         (
             lambda: jax.eval_shape(lambda ids: attend(algorithm="auto", segment_ids=ids), IDS),

@@ -8,6 +8,7 @@ import pytest
 
 from jax_cp_dispatch import (
     Balanced,
+    Halo,
     Hamilton,
     Placed,
     PlanConfig,
@@ -47,11 +48,12 @@ def choose(lengths, num_ranks=8, hardware="h100", **options):
     "lengths, options, expected",
     [
         ([[512] * 128], {}, Balanced()),
-        (None, {"mask": SlidingWindow(256)}, Balanced()),
+        (None, {"mask": SlidingWindow(256)}, Halo()),
         (None, {"layout": "zigzag"}, Zigzag()),
         (None, {"layout": "zigzag", "hardware": "mi300x"}, Hamilton()),
         (None, {"mask": "full"}, Ring()),
-        (None, {"mask": SlidingWindow(257, 3)}, Balanced()),
+        (None, {"mask": SlidingWindow(257, 3)}, Halo()),
+        ([[20_000, *[100] * 455]], {"mask": Chunked(8192)}, Ulysses()),
         ([[65536]], {"mask": "full", "hardware": "cpu"}, Ring()),
         (None, {"hardware": "cpu"}, Zigzag()),
     ],

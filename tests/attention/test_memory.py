@@ -17,6 +17,7 @@ from on_mesh import AXIS, mesh_of
 
 import jax_cp_dispatch as cpd
 from jax_cp_dispatch.attention.algorithms import ALGORITHMS
+from jax_cp_dispatch.masks import SlidingWindow
 
 W, ROWS, N, H = 8, 4096, 8, 64
 LENGTHS = [3 * ROWS, *[ROWS // 2] * (2 * (W - 3))]
@@ -24,6 +25,7 @@ IDS = np.repeat(np.arange(1, 1 + len(LENGTHS)), LENGTHS).astype(np.int32)[None]
 UNIT = ROWS * N * H * 4
 
 IN_ORDER = cpd.Documents(IDS)
+WINDOW = cpd.Documents(IDS, mask=SlidingWindow(ROWS // 2 + 1))
 PLANNED = IN_ORDER.with_plan(cpd.plan_attention(IDS, world_size=W))
 PLACED = cpd.place_tokens([LENGTHS], world_size=W).documents
 KEYS = PLACED.plan.kv_capacity / ROWS
@@ -35,6 +37,7 @@ RING = 4 + 2 * 2 + 2 * 2
 MOST = {
     "ring": (IN_ORDER, RING),
     "zigzag": (IN_ORDER, RING + 2),  # a rank's own keys in zigzag order
+    "halo": (WINDOW, 6 * 1.5 + 2),  # as placed, with half a rank of keys beside its own
     "hamilton": (IN_ORDER, RING + 2 + 2),  # and those of a step once more, in order
     "ulysses": (IN_ORDER, 8),  # q, k, v, out of a share of the heads, and the gradients of these
     # Six arrays of the rows that came: keys and values, as they came, in blocks and their

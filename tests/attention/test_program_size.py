@@ -28,6 +28,7 @@ MOST_LINES = {
     "balanced": 2790,
     "placed": 1200,
     "ulysses": 1290,
+    "halo": 1310,
 }
 
 

@@ -69,7 +69,8 @@ def test_an_algorithm_touches_three_files():
     Hamilton attention also has a profile.
     """
     lists = {"attention/algorithms/__init__.py", "attention/__init__.py", "__init__.py"}
-    assert files_that_use("Ulysses") == {"attention/algorithms/ulysses.py", *lists}
+    for name in ("Ulysses", "Halo"):
+        assert files_that_use(name) == {f"attention/algorithms/{name.lower()}.py", *lists}
     more = {"attention/algorithms/hamilton.py", "attention/profile/hamilton.py"}
     assert files_that_use("Hamilton") == {*lists, *more}
 

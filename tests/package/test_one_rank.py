@@ -16,7 +16,7 @@ from jax_cp_dispatch.documents import zigzag_permutation
 
 T, N, K, H = 32, 4, 2, 8
 IDS = np.repeat([1, 2, 0], [20, 9, 3])[None]
-ALGORITHMS = ("balanced", "ring", "zigzag", "hamilton", "ulysses", "auto")
+ALGORITHMS = ("balanced", "ring", "zigzag", "halo", "hamilton", "ulysses", "auto")
 
 
 def normal(*shape, seed=0):

@@ -118,6 +118,15 @@ def test_the_command_chooses_as_choose_algorithm(plan, hardware, mask):
     assert re.search(rf"^  \* {choice.algorithm.name}", said.out, re.M)
 
 
+def test_a_window_shows_its_halo(plan):
+    """Each of 4 ranks of 400 tokens in 2 rows sends 7 rows of each to the next one."""
+    options = "--ranks", 4, "--tokens-per-rank", 200, "--mask", "sliding_window:8", "--describe"
+    code, said = plan("rows.json", *options)
+    assert code == 0 and re.search(r"^  [ *] halo ", said.out, re.M)
+    described = said.out[said.out.index("\nHalo\n") :]
+    assert f"1,642 received; {3 * 2 * 7} of them from another rank" in described
+
+
 @pytest.mark.parametrize(
     "arguments, documents",
     [

@@ -197,7 +197,7 @@ def errors(call, got, want):
 
 def _kind(algorithm):
     name = algorithm if isinstance(algorithm, str) else type(algorithm).__name__.lower()
-    return "by plan" if name in ("balanced", "placed", "auto") else "rotates"
+    return "by plan" if name in ("balanced", "placed", "halo", "auto") else "rotates"
 
 
 def check(call, rng, mesh=None, *, num_batches=1):

@@ -1,7 +1,8 @@
 """The algorithms of attention over a mesh axis.
 
 `algorithm`: what is asked of each. One file for each: `balanced` and `placed` attend `by_plan`,
-`ulysses` by a `head_exchange`; these exchange once each way (`exchange_once`, in `parts_of_heads`).
+`halo` by a plan that the mask alone decides, `ulysses` by a `head_exchange`; these exchange once
+each way (`exchange_once`, in `parts_of_heads`).
 In `ring` and `hamilton` keys rotate, by the steps of `attention/rotating`. `rank_program`: the part
 of one rank alone, for `balance_profile`.
 
@@ -10,19 +11,21 @@ To add one, write its file and name it in `ALGORITHMS`; see CONTRIBUTING.md.
 
 from jax_cp_dispatch.attention.algorithms.algorithm import Algorithm, Call, refuse
 from jax_cp_dispatch.attention.algorithms.balanced import Balanced
+from jax_cp_dispatch.attention.algorithms.halo import Halo
 from jax_cp_dispatch.attention.algorithms.hamilton import Hamilton
 from jax_cp_dispatch.attention.algorithms.placed import Placed
 from jax_cp_dispatch.attention.algorithms.ring import Ring, Zigzag
 from jax_cp_dispatch.attention.algorithms.ulysses import Ulysses
 
 # Simplest first: `choose_algorithm` prefers it among those that are equally fast and balanced.
-ALGORITHMS: tuple[type[Algorithm], ...] = (Ring, Zigzag, Hamilton, Ulysses, Balanced, Placed)
+ALGORITHMS: tuple[type[Algorithm], ...] = (Ring, Zigzag, Halo, Hamilton, Ulysses, Balanced, Placed)
 
 __all__ = [
     "ALGORITHMS",
     "Algorithm",
     "Balanced",
     "Call",
+    "Halo",
     "Hamilton",
     "Placed",
     "Ring",

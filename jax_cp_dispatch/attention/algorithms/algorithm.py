@@ -29,12 +29,14 @@ class Call(NamedTuple):
       options: of the call.
       num_ranks: devices that share the sequence.
       num_heads: query heads of one device.
+      mask: of the call; with a plan, it may be a `MaskKind`.
       plan: of the call, or None.
     """
 
     options: AttentionOptions
     num_ranks: int
     num_heads: int
+    mask: Any = None
     plan: Plan | None = None
 
 
@@ -103,6 +105,13 @@ class Algorithm(abc.ABC):
     ) -> Sequence[Algorithm]:
         """Returns those that can serve a workload, for `choose_algorithm`; see there."""
         return (cls(),)
+
+    def describe(self, workload: Workload) -> str:
+        """Returns who sends how much to whom, for people, if neither a plan nor symmetry says it.
+
+        Call on the host, of a candidate for the workload.
+        """
+        return ""
 
     def plan_for(self, workload: Workload, hardware: Hardware) -> Plan | None:
         """Returns a plan for the heads and the nodes of a workload, if it follows one."""
