@@ -210,7 +210,8 @@ def _on_rank(
     if isinstance(algorithm, Auto):
         sizes = Sizes(num_ranks, T * num_ranks)
         algorithm, plan = algorithm.choose(options, operands, packed, plan, sizes)
-    refuse(_OP, algorithm, Call(options, num_ranks, N, packed.mask, plan))
+    axis_sizes = tuple(map(lax.axis_size, options.exchange.axis_names))
+    refuse(_OP, algorithm, Call(options, axis_sizes, N, packed.mask, plan))
     return algorithm.attend(options, operands, packed, plan)
 
 
@@ -226,11 +227,12 @@ def _on_global_arrays(
     q, num_ranks = operands.q, axes.num_ranks
     given.check_ranks(_OP, q.shape[1], num_ranks, axes.described)
     num_heads = q.shape[2] // axes.num_devices(axes.heads)
+    axis_sizes = tuple(axes.mesh.shape[name] for name in axes.sequence)
     if options.expansion is not None:
         check_specs(_OP, options.expansion, operands.weights, axes)
     _check_plan(options, axes, q.shape[1], plan)
     if not isinstance(algorithm, Auto):
-        refuse(_OP, algorithm, Call(options, num_ranks, num_heads, packed.mask, plan))
+        refuse(_OP, algorithm, Call(options, axis_sizes, num_heads, packed.mask, plan))
     packed = _read_known(options, packed, plan, num_ranks)
     num_tokens = q.shape[1]
     missing = -num_tokens % num_ranks
@@ -242,7 +244,7 @@ def _on_global_arrays(
         head_devices = axes.num_devices(axes.heads)
         sizes = Sizes(num_ranks, num_tokens + missing, axes.num_groups, head_devices)
         algorithm, plan = algorithm.choose(options, operands, packed, plan, sizes)
-        refuse(_OP, algorithm, Call(options, num_ranks, num_heads, packed.mask, plan))
+        refuse(_OP, algorithm, Call(options, axis_sizes, num_heads, packed.mask, plan))
     is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(packed))
     if plan is None and not (is_traced or axes.batch):
         plan = algorithm.plan_before(packed.with_segment_ids(operands.q.shape[:2]), num_ranks)

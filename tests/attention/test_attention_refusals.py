@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 from comm_gemm_refusals import trace
-from on_mesh import AXIS, mesh_of
+from on_mesh import AXIS, mesh_of, permuted_mesh
 from refusals import HEADS, IDS, NO_PLAN, Q, W, check_names, check_rejected, each
 
 import jax_cp_dispatch as cp
@@ -18,6 +18,9 @@ pytestmark = pytest.mark.usefixtures("unchecked_types")
 RANGES = np.zeros((1, 4), np.int32)
 PLACEMENT = cp.place_tokens(segment_ids=IDS, world_size=W)
 PACKED = cp.Documents(IDS)
+ZIGZAG = cp.Documents(np.ones((1, 12), int)).zigzag(W)
+IN_TWO_LEVELS: Any = {"algorithm": cp.Ulysses(cp.Zigzag()), "documents": ZIGZAG}
+TWO_AXES: Any = {"axis_name": ("a", "b"), "mesh": permuted_mesh((2, 2), ("a", "b"))}
 PLANNED = PACKED.with_plan(cp.plan_attention(IDS, world_size=W))
 
 MAPS = cp.cycles.chunk_maps(((0, 1, 2, 3), (3, 2, 1, 0)))
@@ -91,6 +94,27 @@ CASES = {
             lambda: attend(algorithm="halo", documents=PLACEMENT.documents),
             "those of a placement, which algorithm='halo' cannot follow",
         ),
+        (
+            lambda: attend(algorithm=cp.Ulysses(cp.Zigzag())),
+            "two levels need two mesh axes. Pass axis_name=.outer axis, inner axis.",
+        ),
+        (
+            lambda: attend(
+                algorithm=cp.Ulysses(cp.Ring()), **TWO_AXES, q=Q[:, :, :1], k=Q[:, :, :1]
+            ),
+            "q has 1 heads but there are 2 ranks, which must divide them",
+        ),
+        (
+            lambda: attend(
+                algorithm=cp.Ulysses(cp.Halo()), **TWO_AXES, mask=masks.PrefixLM(IDS > 0)
+            ),
+            "algorithm='halo' needs a mask of numbers",
+        ),
+        (
+            lambda: attend(Q[:, :12], Q[:, :12], **TWO_AXES, **IN_TWO_LEVELS),
+            "a rank holds 3 tokens in zigzag order of 4 ranks, but two levels need an even",
+        ),
+        (lambda: attend_with(cp.Ulysses, outer="ring"), "outer is 'ring'; it needs to be an alg"),
         (lambda: attend(algorithm=cp.Balanced), "it needs to be one of.*object with options:"),
         (
             lambda: jax.eval_shape(lambda ids: attend(algorithm="auto", segment_ids=ids), IDS),

@@ -20,7 +20,6 @@ from jax_cp_dispatch import (
     Hamilton,
     PlanConfig,
     Ring,
-    Ulysses,
     Zigzag,
     choose_algorithm,
     context_parallel_attention,
@@ -242,5 +241,3 @@ def test_ulysses_needs_heads_for_every_rank():
     options = {"mesh": mesh_of(2), "axis_name": AXIS}
     with pytest.raises(ValueError, match=r"3 heads but there are 2 ranks.*'zigzag' or 'balanced'"):
         context_parallel_attention(x, x, x, algorithm="ulysses", **options)
-    with pytest.raises(NotImplementedError, match=r"inner='ring'.*\(USP\) is not supported"):
-        context_parallel_attention(x, x, x, algorithm=Ulysses(inner="ring"), **options)

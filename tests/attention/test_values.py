@@ -12,7 +12,7 @@ import pytest
 from calls import Call, check
 from on_mesh import mesh_of
 
-from jax_cp_dispatch import Balanced, Hamilton, PlanConfig
+from jax_cp_dispatch import Balanced, Halo, Hamilton, PlanConfig, Ring, Ulysses, Zigzag
 from jax_cp_dispatch.cycles import chunk_maps
 from jax_cp_dispatch.masks import BlockCausal, Chunked, SlidingWindow
 
@@ -74,6 +74,16 @@ CASES = [
     Call("ulysses", 2, "prefix", rows=3, more=1, heads=(4, 1), implementation="xla", **ALL),
     Call("ulysses", 1, Chunked(3), rows=5, documents="none", **ON_RANKS),
     Call("ulysses", 3, SlidingWindow(6, 3), rows=7, heads=(6, 3), documents="positions"),
+    Call(Ulysses(Zigzag()), 8, more=1, batch=2, heads=(4, 2), inner=2, **ALL),
+    Call(Ulysses(Ring()), 8, SlidingWindow(6, 3), rows=5, documents="both", heads=(8, 2), inner=4,
+         **ON_RANKS),
+    Call(Ulysses(Hamilton()), 8, "full", "zigzag", rows=4, heads=(4, 2), inner=2, **BF16),
+    Call(Ulysses(Halo()), 4, SlidingWindow(9), "zigzag", rows=4, sink=True, inner=2,
+         implementation="xla", **UNCHECKED),
+    Call(Ulysses(Zigzag()), 8, "tree", "zigzag", batch=2, heads=(4, 1), inner=4),
+    Call(Ulysses(Halo()), 8, Chunked(17), rows=3, documents="positions", heads=(4, 4), inner=2,
+         logit_soft_cap=2.0),
+    Call(Ulysses(BLOCK), 4, "prefix", rows=12, heads=(4, 2), inner=2, returns=("lse",)),
     Call("balanced", 1, "full", rows=24, heads=(4, 2), **ALL, **KNOWN),
     Call("balanced", 8, more=1, batch=2, heads=(4, 2), **ALL, **KNOWN),
     Call(BLOCK, 5, SlidingWindow(19), rows=21, batch=2, heads=(4, 1), **KNOWN),

@@ -33,7 +33,7 @@ def draw(seed):
 
 def test_code_blocks_run():
     blocks = re.findall(r"```python\n(.*?)```", PAGE, flags=re.S)
-    on_axes, plans, processes, two_axes, stages = blocks
+    on_axes, plans, processes, two_axes, two_levels, stages = blocks
     q, k, v, segment_ids = draw(0)
     arrays = q, k, v, segment_ids
     names: dict[str, Any] = dict(jax=jax, np=np, cpd=cpd, partial=partial, P=P)
@@ -55,6 +55,10 @@ def test_code_blocks_run():
     exec(two_axes, names)
     out = names["placement"].restore(np.asarray(names["out"]))
     np.testing.assert_allclose(out, dense(q, k, v, ids), atol=1e-5)
+
+    names |= dict(q=q, k=k, v=v, segment_ids=segment_ids)
+    exec(two_levels, names)
+    np.testing.assert_allclose(names["out"], want, atol=1e-5)
 
     three, four = '(2, 2, 2), ("data",', '(2, 1, 2, 2), ("stage", "data",'
     assert three in on_axes

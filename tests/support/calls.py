@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from array_masks import KINDS, random_mask
 from attention_oracle import masked_attention, masked_attention_gradients
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, PartitionSpec as P
 from mask_oracle import batch_ranges, batch_visible, range_pairs
 from on_mesh import AXIS, mesh_of
 from packed_batches import pack
@@ -45,10 +45,15 @@ class Call:
     implementation: str | None = None
     check_vma: bool | None = None  # inside `shard_map`; None: on global arrays
     traced: bool = True  # documents and mask are arguments of the program
+    inner: int = 1  # ranks of the last of two axes; 1: there is one axis
 
     def __str__(self):
         fields = (f.name for f in dataclasses.fields(self) if getattr(self, f.name) != f.default)
         return " ".join(f"{name}={getattr(self, name)}" for name in fields)
+
+    @property
+    def axis_name(self):
+        return AXIS if self.inner == 1 else ("outer", "inner")
 
 
 def expand(weights, rows):
@@ -133,7 +138,7 @@ def attend(call, operands, given, mask, **where) -> Any:
     if call.latents:
         keys, latents = (keys,), {"expand": expand, "weights": operands["weights"]}
     results = context_parallel_attention(
-        operands["q"], *keys, axis_name=AXIS, algorithm=call.algorithm, mask=mask,
+        operands["q"], *keys, axis_name=call.axis_name, algorithm=call.algorithm, mask=mask,
         sink=operands.get("sink"), scale=call.scale, logit_soft_cap=call.logit_soft_cap,
         implementation=call.implementation, return_lse="lse" in call.returns,
         return_max_logits="max_logits" in call.returns, **given, **latents, **where,
@@ -143,7 +148,7 @@ def attend(call, operands, given, mask, **where) -> Any:
 
 def program(call, mesh, given, mask):
     """Returns `(operands, cotangents, given, mask) -> (results, gradients)`, jitted."""
-    rows = P(None, AXIS)
+    rows = P(None, call.axis_name)
     of_arrays = call.mask in KINDS
 
     def run(operands, given, mask):
@@ -151,7 +156,10 @@ def program(call, mesh, given, mask):
         if call.check_vma is None:
             where = {"mesh": mesh, "batch_axis": (), "head_axis": ()}
             return attend(call, operands, given, mask, **where)
-        specs = {name: x.specs(AXIS) if name == "documents" else rows for name, x in given.items()}
+        specs = {
+            name: x.specs(call.axis_name) if name == "documents" else rows
+            for name, x in given.items()
+        }
         split = {name: rows if name in ("q", "keys") else P() for name in operands}
         of_each = {"max_logits": P(), "lse": rows}
         mapped = jax.shard_map(
@@ -207,6 +215,8 @@ def check(call, rng, mesh=None, *, num_batches=1):
     nor dtypes, as in its own tests; of two batch rows also with 64-bit types, which would mix.
     """
     mesh, compiled = mesh or mesh_of(call.num_ranks), None
+    if call.inner > 1:
+        mesh = Mesh(mesh.devices.reshape(-1, call.inner), call.axis_name)
     with contextlib.ExitStack() as modes:
         if call.dtype == "float64" or call.batch == 2:
             modes.enter_context(jax.enable_x64(True))

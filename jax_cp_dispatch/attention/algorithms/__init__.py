@@ -2,7 +2,7 @@
 
 `algorithm`: what is asked of each. One file for each: `balanced` and `placed` attend `by_plan`,
 `halo` by a plan that the mask alone decides, `ulysses` by a `head_exchange`; these exchange once
-each way (`exchange_once`, in `parts_of_heads`).
+each way (`exchange_once`, in `parts_of_heads`). In `two_levels`, another algorithm is inside it.
 In `ring` and `hamilton` keys rotate, by the steps of `attention/rotating`. `rank_program`: the part
 of one rank alone, for `balance_profile`.
 

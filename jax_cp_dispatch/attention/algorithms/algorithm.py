@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -27,17 +28,22 @@ class Call(NamedTuple):
 
     Attributes:
       options: of the call.
-      num_ranks: devices that share the sequence.
+      axis_sizes: devices of each axis that shares the sequence.
       num_heads: query heads of one device.
       mask: of the call; with a plan, it may be a `MaskKind`.
       plan: of the call, or None.
     """
 
     options: AttentionOptions
-    num_ranks: int
+    axis_sizes: tuple[int, ...]
     num_heads: int
     mask: Any = None
     plan: Plan | None = None
+
+    @property
+    def num_ranks(self) -> int:
+        """Devices that share the sequence."""
+        return math.prod(self.axis_sizes)
 
 
 @dataclasses.dataclass(frozen=True)

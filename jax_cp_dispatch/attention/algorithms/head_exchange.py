@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +12,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
+from jax_cp_dispatch._arrays import sum_dtype
 from jax_cp_dispatch._dispatch import move, outgoing
 from jax_cp_dispatch._dispatch.by_xla import dispatch_or_collectives
 from jax_cp_dispatch._ranks.communicator import AxisName
@@ -77,6 +79,29 @@ class HeadExchange(NamedTuple):
         by_xla = lambda moved: by_collectives(moved[0])
         by_dispatch = lambda moved: _by_dispatch(self.exchange, moved[0], moved[1], by_collectives)
         return dispatch_or_collectives(self.exchange, (parts, fingerprint), by_dispatch, by_xla)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def repeat_heads(x: Float[Array, "B T K H"], copies: int) -> Float[Array, "B T copied H"]:
+    """Returns each KV head `copies` times; their gradients are summed in float32."""
+    return x if copies == 1 else jnp.repeat(x, copies, axis=2)
+
+
+def sum_copies(x: Float[Array, "B T copied H"], copies: int) -> Float[Array, "B T K H"]:
+    """The transpose of `repeat_heads`, unrounded."""
+    x = x.reshape(*x.shape[:2], -1, copies, x.shape[3])
+    return jnp.sum(x, axis=3, dtype=sum_dtype(x.dtype))
+
+
+def _repeat_forward(x: Array, copies: int) -> tuple[Array, None]:
+    return repeat_heads(x, copies), None
+
+
+def _repeat_backward(copies: int, _: None, dx: Array) -> tuple[Array]:
+    return (dx if copies == 1 else sum_copies(dx, copies).astype(dx.dtype),)
+
+
+repeat_heads.defvjp(_repeat_forward, _repeat_backward)
 
 
 def _one_after_the_other(x: Float[Array, "W B T _ _"]) -> Float[Array, "B WT _ _"]:

@@ -11,14 +11,21 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jax_cp_dispatch._arrays import sum_dtype
-from jax_cp_dispatch._ranks.communicator import AxisName
 from jax_cp_dispatch._ranks.varying import vary_alike, vary_like
 from jax_cp_dispatch._residuals import named_context, named_context_received
 from jax_cp_dispatch.attention.algorithms.algorithm import Algorithm, Call
 from jax_cp_dispatch.attention.algorithms.exchange_once import Movement, exchange_once
-from jax_cp_dispatch.attention.algorithms.head_exchange import HeadExchange
+from jax_cp_dispatch.attention.algorithms.head_exchange import (
+    HeadExchange,
+    repeat_heads,
+    sum_copies,
+)
 from jax_cp_dispatch.attention.algorithms.parts_of_heads import Exchange
+from jax_cp_dispatch.attention.algorithms.two_levels import (
+    TwoLevels,
+    attend_two_levels,
+    outer_workload,
+)
 from jax_cp_dispatch.attention.call_options import AttentionOptions
 from jax_cp_dispatch.attention.operands import Operands, Outputs, empty_outputs
 from jax_cp_dispatch.cost import Hardware, Moves, StepCost, Workload
@@ -46,22 +53,34 @@ class Ulysses(Algorithm):
     float32. Residuals per rank: its heads of q, k, v and the output, of all tokens, its lse, and
     the ranges of all tokens.
 
+    With `outer`, the heads are shared over the last axis of `axis_name` alone, for example inside
+    a node. The ranks that share them are one rank of the outer algorithm over the axes before it,
+    which moves their heads of keys, and whose steps and residuals these are. The KV heads that a
+    rank holds are those of its query heads; their gradients return in the dtype of k.
+
     Attributes:
-      inner: not supported: the mesh axis of an all-to-all inside a ring (USP).
+      outer: the algorithm over the axes before the last, for example `Zigzag()`; None: the heads
+        are shared over all ranks. It plans in the call, if it plans.
     References:
-      Jacobs et al., DeepSpeed Ulysses (arXiv:2309.14509).
+      Jacobs et al., DeepSpeed Ulysses (arXiv:2309.14509); Fang and Zhao, USP (arXiv:2405.07719).
     """
 
     name: ClassVar[str] = "ulysses"
-    inner: AxisName | None = None
+    outer: Algorithm | None = None
+
+    @property
+    def label(self) -> str:
+        return self.name if self.outer is None else f"{self.name}_{self.outer.label}"
 
     def check(self, op: str) -> None:
-        if self.inner is not None:
-            raise NotImplementedError(
-                f"{op}: got Ulysses(inner={self.inner!r}): an all-to-all inside a ring (USP) is "
-                "not supported. Omit inner: the heads are shared over all ranks of axis_name. Or "
-                "pass Hamilton(nodes=...), which also has two levels."
+        if self.outer is None:
+            return
+        if not isinstance(self.outer, Algorithm):
+            raise TypeError(
+                f"{op}: outer is {self.outer!r}; it needs to be an algorithm, such as Zigzag(), or "
+                "omitted."
             )
+        self.outer.check(op)
 
     def why_not(self, call: Call) -> str | None:
         if call.options.expansion is not None:
@@ -69,17 +88,30 @@ class Ulysses(Algorithm):
                 "got expand with algorithm='ulysses', which moves heads. Pass "
                 "algorithm='balanced', 'placed', 'ring' or 'zigzag'."
             )
-        if call.num_heads % call.num_ranks:
+        sharing = call.num_ranks
+        if self.outer is not None:
+            if len(call.axis_sizes) < 2:
+                return (
+                    f"got Ulysses(outer={self.outer!r}) over one mesh axis, but two levels need "
+                    "two mesh axes. Pass axis_name=(outer axis, inner axis): heads are shared over "
+                    "the last. Or omit outer."
+                )
+            sharing = call.axis_sizes[-1]
+        if call.num_heads % sharing:
             return (
-                f"q has {call.num_heads} heads but there are {call.num_ranks} ranks, which must "
+                f"q has {call.num_heads} heads but there are {sharing} ranks, which must "
                 "divide them: each rank computes a share of the heads. Pass algorithm='zigzag' or "
                 "'balanced', or use fewer ranks."
             )
-        return super().why_not(call)
+        if self.outer is None:
+            return super().why_not(call)
+        return super().why_not(call) or TwoLevels(self.outer, call.options).why_not(call)
 
     def attend(
         self, options: AttentionOptions, operands: Operands, packed: PackedMask, plan: Any
     ) -> Outputs:
+        if self.outer is not None:
+            return attend_two_levels(TwoLevels(self.outer, options), operands, packed)
         num_ranks = lax.axis_size(options.exchange.axis_name)
         copies = kv_copies(operands.q.shape[2], operands.k.shape[2], num_ranks)
         return _attend(ShareOfHeads(options, num_ranks, copies), operands, packed)
@@ -94,16 +126,39 @@ class Ulysses(Algorithm):
         """The all-to-all before attention, a share of the heads, and the all-to-all after.
 
         Forward, q, k and v, then the output. Backward, dout, then dq, dk and dv: in float32 if KV
-        heads are repeated, whose gradients are then summed.
+        heads are repeated, whose gradients are then summed. With an outer algorithm, the ranks of a
+        node share the heads, and its steps between nodes take the place of the computation.
         """
-        n, rows = workload.num_ranks, workload.rows_per_rank
-        if not _can_share_heads(workload):
+        rows, n = workload.rows_per_rank, workload.num_ranks
+        if self.outer is not None:
+            n = hardware.node_size(n)
+        if workload.num_heads % n or workload.latent_size is not None:
             raise ValueError(
-                f"step_costs: 'ulysses' shares {workload.num_heads} heads over {n} ranks, which "
-                "must divide them. Use another algorithm, or fewer ranks."
+                f"step_costs: {self.label!r} shares {workload.num_heads} heads over {n} ranks, "
+                "which must divide them. Use another algorithm, or fewer ranks."
             )
         copies = kv_copies(workload.num_heads, workload.num_kv_heads, n)
-        compute = attention_seconds(
+        compute = [StepCost(self._compute(workload, hardware, copies, backward=backward), 0.0, 0.0)]
+        if self.outer is not None:
+            part, links, _ = outer_workload(workload, hardware)
+            compute = self.outer.step_costs(part, hardware=links, backward=backward)
+
+        def exchange(num_bytes: float) -> StepCost:
+            sent = spread(num_bytes * (n - 1) / n, n, hardware)
+            options = all_others(n, hardware), workload, hardware
+            return step_cost(0.0, sent, *options, own_bytes=num_bytes / n)
+
+        q = float(workload.q_bytes(rows))
+        itemsize = 4 if backward and copies > 1 and self.outer is None else None
+        kv = copies * workload.kv_bytes(rows, itemsize=itemsize)
+        before, after = (q, q + kv) if backward else (q + kv, q)
+        return [exchange(before), *compute, exchange(after)]
+
+    def _compute(
+        self, workload: Workload, hardware: Hardware, copies: int, *, backward: bool
+    ) -> float:
+        rows = workload.rows_per_rank
+        return attention_seconds(
             equal_pairs(workload, hardware),
             *(workload, hardware),
             q_rows=rows,
@@ -114,15 +169,20 @@ class Ulysses(Algorithm):
             is_planned=copies > 1,
         )
 
-        def exchange(num_bytes: float) -> StepCost:
-            sent = spread(num_bytes * (n - 1) / n, n, hardware)
-            options = all_others(n, hardware), workload, hardware
-            return step_cost(0.0, sent, *options, own_bytes=num_bytes / n)
+    def _pairs(self, workload: Workload, hardware: Hardware) -> Any:
+        if self.outer is None:
+            return super()._pairs(workload, hardware)
+        part, links, size = outer_workload(workload, hardware)
+        return self.outer._pairs(part, links) / size  # of all heads
 
-        q = float(workload.q_bytes(rows))
-        kv = copies * workload.kv_bytes(rows, itemsize=4 if backward and copies > 1 else None)
-        before, after = (q, q + kv) if backward else (q + kv, q)
-        return [exchange(before), StepCost(compute, 0.0, 0.0), exchange(after)]
+    def rearrangement_seconds(
+        self, workload: Workload, hardware: Hardware, *, layout: str, with_backward: bool
+    ) -> float:
+        if self.outer is None:
+            return 0.0
+        part, links, _ = outer_workload(workload, hardware)
+        options: Any = {"layout": layout, "with_backward": with_backward}
+        return self.outer.rearrangement_seconds(part, links, **options)
 
 
 def _can_share_heads(workload: Workload) -> bool:
@@ -171,8 +231,7 @@ class ShareOfHeads(Movement):
 
     def send(self, arrays: Any, part: Operands) -> Exchange:
         q, (k, v), (_, fault) = part.q, part.moved, arrays
-        if self.copies > 1:
-            k, v = (jnp.repeat(x, self.copies, axis=2) for x in (k, v))
+        kv: Any = [repeat_heads(x, self.copies) for x in (k, v)]
         fingerprint = None
         if fault is not None:
             here = lax.axis_index(self.options.exchange.axis_name)
@@ -182,7 +241,7 @@ class ShareOfHeads(Movement):
             q, *kv = named_context_received(came)
             return q, tuple(kv)
 
-        return Exchange(lambda: self._heads.to_heads([q, k, v], fingerprint), read)
+        return Exchange(lambda: self._heads.to_heads([q, *kv], fingerprint), read)
 
     def give_back(self, arrays: Any, out: Array, lse: Array) -> Exchange:
         lses = [jnp.swapaxes(lse, 1, 2)[..., None]] if self.options.return_lse else []
@@ -203,7 +262,7 @@ class ShareOfHeads(Movement):
         def read(came):
             dq, *dkv = came
             if self.copies > 1:
-                dkv = [_sum_copies(x, self.copies).astype(dq.dtype) for x in dkv]
+                dkv = [sum_copies(x, self.copies).astype(dq.dtype) for x in dkv]
             return dq, tuple(dkv)
 
         return Exchange(lambda: self._heads.to_tokens([dq, *dkv]), read)
@@ -236,8 +295,3 @@ class ShareOfHeads(Movement):
 
     def _first(self, size: int) -> Int[Array, ""]:
         return lax.axis_index(self.options.exchange.axis_name) * size
-
-
-def _sum_copies(x: Float[Array, "B T copied H"], copies: int) -> Float[Array, "B T K H"]:
-    x = x.reshape(*x.shape[:2], -1, copies, x.shape[3])
-    return jnp.sum(x, axis=3, dtype=sum_dtype(x.dtype))

@@ -71,7 +71,7 @@ def hamilton_attention_profile(
     num_ranks, algorithm = stopwatch.num_ranks, Hamilton(nodes, cycles, maps)
     algorithm.schedule(op, num_ranks)  # raises before the arrays are read
     given, read = _read_keywords(op, axis_name, options)
-    refuse(op, algorithm, Call(read, num_ranks, q.shape[2]))
+    refuse(op, algorithm, Call(read, (num_ranks,), q.shape[2]))
     mask, *documents = given.packed
     check_rows(op, Operands(q, k, v), *documents)
     check_tokens(op, q.shape[1], stopwatch)
