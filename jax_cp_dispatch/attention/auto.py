@@ -76,6 +76,10 @@ class Auto:
                 "jax_cp_dispatch.cost.Hardware. Omit it for the entry of the default backend."
             )
 
+    def head_axes(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Returns none: it chooses no algorithm that shares heads for latents."""
+        return ()
+
     def choose(
         self,
         options: AttentionOptions,

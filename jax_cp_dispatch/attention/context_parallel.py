@@ -93,10 +93,9 @@ def context_parallel_attention(
       axis_name: the mesh axis over which the sequence is sharded, or several, major axis first; W
         devices together. If W does not divide T, padding is added and removed.
       algorithm: `Balanced()`, `Ring()`, `Zigzag()`, `Halo()`, `Hamilton()`, `Ulysses()`,
-        `Placed()` or `Auto()`, with its own options; or its name in lower case, for all defaults.
-        "auto" selects the algorithm of the plan, or chooses like `choose_algorithm`, from concrete
-        segment ids; for a mask whose arrays are traced it takes "balanced", or "zigzag" in that
-        order.
+        `Placed()` or `Auto()`, with its options; or its name in lower case. "auto" selects the
+        algorithm of the plan, or chooses like `choose_algorithm`, from concrete segment ids; for a
+        mask whose arrays are traced it takes "balanced", or "zigzag" in that order.
       mesh: of global arrays; None selects the mesh of `jax.set_mesh`, or that of the arrays or,
         with explicit axes, of their types.
       mask: which keys of its document a token sees: "causal", "full", or an object of
@@ -128,13 +127,13 @@ def context_parallel_attention(
       expand: `f(weights, rows) -> (k, v)`, from rows `[R, ...]` to `[R, K, H]` and `[R, K, Hv]` in
         q's dtype. The latent rows move, and each rank expands those that it attends to, once per
         pass; in rings, at every step. It acts on each row alone, and closes over no traced array.
-        Not for "ulysses". Gradients of latent rows are summed over the ranks in float32.
+        Gradients of latent rows are summed over the ranks in float32.
       weights: a pytree of arrays, the same on all ranks of `axis_name`; their gradients are summed
         over all ranks.
       weight_specs: of global arrays: how weights are sharded over `head_axis`: a `PartitionSpec`
         for each, or for each part of the pytree. From its part, `expand` returns the device's part
         of the KV heads. None: weights are whole; each device expands all heads, and keeps those of
-        its query heads.
+        its query heads. With "ulysses", then also over the axes that share the heads.
       scale: factor on the logits; None is `1 / sqrt(H)`.
       logit_soft_cap: c > 0 replaces a scaled logit x with `c * tanh(x / c)`.
       implementation: of the exchanges; None selects one.
@@ -227,12 +226,12 @@ def _on_global_arrays(
     q, num_ranks = operands.q, axes.num_ranks
     given.check_ranks(_OP, q.shape[1], num_ranks, axes.described)
     num_heads = q.shape[2] // axes.num_devices(axes.heads)
-    axis_sizes = tuple(axes.mesh.shape[name] for name in axes.sequence)
     if options.expansion is not None:
-        check_specs(_OP, options.expansion, operands.weights, axes)
+        sharing = algorithm.head_axes(axes.sequence)
+        check_specs(_OP, options.expansion, operands.weights, axes, sharing)
     _check_plan(options, axes, q.shape[1], plan)
     if not isinstance(algorithm, Auto):
-        refuse(_OP, algorithm, Call(options, axis_sizes, num_heads, packed.mask, plan))
+        refuse(_OP, algorithm, Call(options, axes.sizes, num_heads, packed.mask, plan))
     packed = _read_known(options, packed, plan, num_ranks)
     num_tokens = q.shape[1]
     missing = -num_tokens % num_ranks
@@ -244,7 +243,7 @@ def _on_global_arrays(
         head_devices = axes.num_devices(axes.heads)
         sizes = Sizes(num_ranks, num_tokens + missing, axes.num_groups, head_devices)
         algorithm, plan = algorithm.choose(options, operands, packed, plan, sizes)
-        refuse(_OP, algorithm, Call(options, axis_sizes, num_heads, packed.mask, plan))
+        refuse(_OP, algorithm, Call(options, axes.sizes, num_heads, packed.mask, plan))
     is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(packed))
     if plan is None and not (is_traced or axes.batch):
         plan = algorithm.plan_before(packed.with_segment_ids(operands.q.shape[:2]), num_ranks)
@@ -293,7 +292,8 @@ def _program(
         operands = operands._replace(k=k, v=v)
     else:
         of_keys, of_weights = sequence, options.expansion.specs
-        expansion = with_own_heads(options.op, options.expansion, operands, axes)
+        sharing = algorithm.head_axes(axes.sequence)
+        expansion = with_own_heads(options.op, options.expansion, operands, axes, sharing)
         options = dataclasses.replace(options, expansion=expansion)
     of_operands = Operands(rows, of_keys, of_keys, P(axes.heads), of_weights)
     out_specs = Outputs(

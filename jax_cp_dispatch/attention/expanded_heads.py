@@ -14,8 +14,19 @@ from jax_cp_dispatch.global_call.kv_heads import OwnHeads, kv_copies
 from jax_cp_dispatch.global_call.mesh_axes import MeshAxes
 
 
-def check_specs(op: str, expansion: Expansion, weights: tuple[Any, ...], axes: MeshAxes) -> None:
-    """Requires weights sharded evenly over the axes of the heads, or the first of these."""
+def check_specs(
+    op: str,
+    expansion: Expansion,
+    weights: tuple[Any, ...],
+    axes: MeshAxes,
+    sharing: tuple[str, ...],
+) -> None:
+    """Requires weights sharded evenly over the axes of the heads, or the first of these.
+
+    The axes of the sequence over which the algorithm shares heads, `sharing`, come after those of
+    the mesh for heads.
+    """
+    axes = _with_shared_heads(expansion, axes, sharing)
     for spec, x in zip(expansion.specs, weights, strict=True):
         names = _names(spec)
         for name in names:
@@ -46,7 +57,9 @@ def check_specs(op: str, expansion: Expansion, weights: tuple[Any, ...], axes: M
                 )
 
 
-def with_own_heads(op: str, expansion: Expansion, operands: Operands, axes: MeshAxes) -> Expansion:
+def with_own_heads(
+    op: str, expansion: Expansion, operands: Operands, axes: MeshAxes, sharing: tuple[str, ...]
+) -> Expansion:
     """Returns the expansion of each device, for its query heads.
 
     Weights that are whole give all KV heads, of which each device keeps its own.
@@ -56,7 +69,9 @@ def with_own_heads(op: str, expansion: Expansion, operands: Operands, axes: Mesh
       expansion: of whole weights.
       operands: whole.
       axes: of the mesh.
+      sharing: see `check_specs`.
     """
+    axes = _with_shared_heads(expansion, axes, sharing)
     shared = max((_names(spec) for spec in expansion.specs), key=len, default=())
     others = axes.heads[len(shared) :]
     N, K = operands.q.shape[2], key_shapes(expansion, operands)[0].shape[2]
@@ -66,7 +81,15 @@ def with_own_heads(op: str, expansion: Expansion, operands: Operands, axes: Mesh
     if devices == 1 or K == 1:
         return expansion
     copies = kv_copies(N // parts, K, devices)
-    return dataclasses.replace(expansion, own_heads=OwnHeads(others, copies, K * copies // devices))
+    own = OwnHeads(others, copies, K * copies // devices)
+    return dataclasses.replace(expansion, own_heads=(own,))
+
+
+def _with_shared_heads(expansion: Expansion, axes: MeshAxes, sharing: tuple[str, ...]) -> MeshAxes:
+    """Returns the axes of the heads, with those that also share them if weights name one."""
+    named = {x for spec in expansion.specs for x in _names(spec)}
+    also = sharing if named.intersection(sharing) else ()
+    return dataclasses.replace(axes, heads=(*axes.heads, *also))
 
 
 def _check_parts(

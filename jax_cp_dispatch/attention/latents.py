@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Shaped
 from jax_cp_dispatch._arguments import check_array
 from jax_cp_dispatch._arrays import sum_dtype
 from jax_cp_dispatch.attention.operands import Operands, is_float
-from jax_cp_dispatch.global_call.kv_heads import OwnHeads
+from jax_cp_dispatch.global_call.kv_heads import OwnHeads, kv_copies
 
 Rows = Sequence[Shaped[Array, "R _"]]
 KeysAndValues = tuple[Float[Array, "R K H"], Float[Array, "R K Hv"]]
@@ -33,7 +33,7 @@ class Expansion:
       weights, rows: the structures of its arguments.
       features: the shape of one row, for each array of rows.
       specs: how each array of weights is sharded over the heads.
-      own_heads: those of the device, of the heads that several expand alike; None: all.
+      own_heads: those of the device, of the heads that several expand alike: each of those before.
     """
 
     function: Callable[..., Any]
@@ -41,13 +41,37 @@ class Expansion:
     rows: Any
     features: tuple[tuple[int, ...], ...]
     specs: tuple[P, ...]
-    own_heads: OwnHeads | None = None
+    own_heads: tuple[OwnHeads, ...] = ()
 
     def __call__(self, weights: Sequence[Array], rows: Rows) -> Any:
         """Returns the keys and values of rows, `[R, K, H]` and `[R, K, Hv]`."""
         shaped = [x.reshape(-1, *shape) for x, shape in zip(rows, self.features, strict=True)]
         made = self.function(self.weights.unflatten(weights), self.rows.unflatten(shaped))
-        return made if self.own_heads is None else tuple(map(self.own_heads.of, made))
+        for own in self.own_heads:
+            made = tuple(map(own.of, made))
+        return made
+
+    def sharing(self, names: tuple[str, ...], num_heads: int, operands: Operands) -> Expansion:
+        """Returns the expansion of ranks that share the query heads over these axes.
+
+        Weights that are sharded over the first of them give a part of the KV heads. Over the
+        others, each rank keeps its own.
+
+        Args:
+          names: the axes, major axis first; manual here.
+          num_heads: query heads that they share.
+          operands: of this rank.
+        """
+        named = {x for spec in self.specs for x in jax.tree.leaves(tuple(spec))}
+        kept = {x for own in self.own_heads for x in own.axes}
+        sharded = tuple(x for x in names if x in named)
+        others = tuple(x for x in names if x not in named | kept)
+        if not others:
+            return self
+        num_ranks, K = jax.lax.axis_size(others), key_shapes(self, operands)[0].shape[2]
+        copies = kv_copies(num_heads // jax.lax.axis_size(sharded), K, num_ranks)
+        own = OwnHeads(others, copies, K * copies // num_ranks)
+        return dataclasses.replace(self, own_heads=(*self.own_heads, own))
 
     def with_transpose(
         self, weights: Sequence[Array], rows: Rows

@@ -52,6 +52,11 @@ class MeshAxes:
         return self.sequence if others else first
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """The devices of each axis of the sequence."""
+        return tuple(self.mesh.shape[name] for name in self.sequence)
+
+    @property
     def num_ranks(self) -> int:
         return self.num_devices(self.sequence)
 

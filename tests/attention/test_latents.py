@@ -12,7 +12,7 @@ from jaxprs import flattened
 from on_mesh import AXIS, mesh_of, permuted_mesh
 from packed_batches import pack
 
-from jax_cp_dispatch import context_parallel_attention, masks, place_tokens
+from jax_cp_dispatch import Ulysses, context_parallel_attention, cost, masks, place_tokens
 
 N, H, HV, ROPE, LATENT = 4, 12, 8, 4, 6
 
@@ -62,7 +62,7 @@ def check(got, want):
         np.testing.assert_allclose(x, y, rtol=0, atol=3e-6 * max(1, np.abs(y).max()))
 
 
-@pytest.mark.parametrize("algorithm", ["placed", "ring"])
+@pytest.mark.parametrize("algorithm", ["placed", "ring", "ulysses"])
 def test_output_and_gradients_over_data_context_and_tensor_axes(algorithm):
     """Weights are sharded by heads; their gradients are summed once, over data and context."""
     mesh = permuted_mesh((2, 2, 2), ("data", "cp", "tp"))
@@ -74,6 +74,7 @@ def test_output_and_gradients_over_data_context_and_tensor_axes(algorithm):
     latents = [np.where(segment_ids[..., None] > 0, x, np.nan) for x in latents]
     options: dict[str, Any] = {"segment_ids": segment_ids, "mask": mask}
     stored, restored = (lambda x: x), lambda x: x
+    heads = ("tp", "cp") if algorithm == "ulysses" else "tp"
     if algorithm == "placed":
         placement = place_tokens(segment_ids=segment_ids, world_size=2, mask=mask, num_groups=2)
         stored, restored = placement.apply, placement.restore
@@ -82,7 +83,7 @@ def test_output_and_gradients_over_data_context_and_tensor_axes(algorithm):
     def attend(q, latents, weights):
         return context_parallel_attention(
             *(q, latents), expand=expand, weights=weights,
-            weight_specs=P(None, "tp"), algorithm=algorithm, mesh=mesh, axis_name="cp",
+            weight_specs=P(None, heads), algorithm=algorithm, mesh=mesh, axis_name="cp",
             batch_axis="data", head_axis="tp", **options,
         )  # fmt: skip
 
@@ -160,6 +161,69 @@ def test_a_layer_of_deepseek_v3_moves_a_sixtieth_of_the_bytes(algorithm):
 
     latent = moved((of(512), of(64)), None, w, expand=project)
     assert latent <= moved(of(N, H), of(N, HV)) / 60
+
+
+def test_ulysses_gathers_rows_and_expands_a_share_of_the_heads():
+    """8 ranks: each receives all rows once, and has weights of 2 of 16 heads; sums are float32."""
+    N, H, T, W = 16, 16, 4, 8
+    of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    weights, rows = of(LATENT, N, H), of(1, W * T, LATENT)
+
+    def loss(q, rows, weights):
+        out = context_parallel_attention(
+            *(q, rows), expand=lambda w, x: (jnp.einsum("rl,lnh->rnh", x, w),) * 2,
+            weights=weights, weight_specs=P(None, AXIS), mesh=mesh_of(W), axis_name=AXIS,
+            batch_axis=(), head_axis=(), algorithm="ulysses",
+        )  # fmt: skip
+        return out.astype(jnp.float32).sum()
+
+    traced = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(of(1, W * T, N, H), rows, weights)
+    equations = list(flattened(traced.jaxpr))
+    moved = {"dispatch": [], "combine": []}
+    for equation in equations:
+        if equation.primitive.name in moved:
+            moved[equation.primitive.name] += [x.aval for x in equation.outvars]
+    gathered = [x for x in moved["dispatch"] if LATENT in x.shape]
+    assert [x.shape for x in gathered] == [(W, 1, T, 1, LATENT)]
+    (summed,) = moved["combine"]
+    assert summed.shape == (1, 1, T, 1, LATENT) and summed.dtype == jnp.float32
+    of_heads = W, 1, T, N // W, H  # of q, of the output, of dout, of dq
+    assert [x.shape for x in moved["dispatch"] if x not in gathered] == 4 * [of_heads]
+    products = {x.aval.shape for e in equations if e.primitive.name == "dot_general"
+                for x in e.invars}  # fmt: skip
+    assert (LATENT, N // W, H) in products and weights.shape not in products
+
+
+def test_predicted_bytes_of_ulysses():
+    """Shares of q and of the output; whole latent rows, whose gradients are float32."""
+    sizes: dict[str, Any] = {"num_heads": 16, "num_kv_heads": 16, "head_size": 128, "itemsize": 2}
+    workload = cost.Workload(8, 1024, **sizes, latent_size=576, expand_flops=1e6)
+    q, latents = 1024 * 16 * 128 * 2, 1024 * 576 * 2
+    options: dict[str, Any] = {"hardware": cost.HARDWARE["h100"]}
+    forward = Ulysses().predict(workload, **options)
+    assert forward.bytes_per_rank == 2 * q * 7 / 8 + 7 * latents
+    both = Ulysses().predict(workload, with_backward=True, **options)
+    assert both.bytes_per_rank == 4 * q * 7 / 8 + (1 + 2) * 7 * latents
+
+
+@pytest.mark.parametrize("specs", [P(), P(None, AXIS)])
+def test_ulysses_inside_shard_map(specs):
+    """Weights are whole, or each rank has those of its heads, as the specs say."""
+    mesh, rows = mesh_of(4), P(None, AXIS)
+    (q, latents, weights), dout, segment_ids = draw(1, 16)
+    want = with_gradients(
+        partial(dense, segment_ids=segment_ids, left=16), (q, latents, weights), dout
+    )
+
+    @partial(jax.shard_map, mesh=mesh, in_specs=(rows, rows, specs, rows), out_specs=rows)
+    def attend(q, latents, weights, segment_ids):
+        return context_parallel_attention(
+            *(q, latents), expand=expand, weights=weights, weight_specs=specs, axis_name=AXIS,
+            algorithm="ulysses", segment_ids=segment_ids,
+        )  # fmt: skip
+
+    on_ranks = lambda q, latents, weights: attend(q, latents, weights, segment_ids)
+    check(with_gradients(on_ranks, (q, latents, weights), dout), want)
 
 
 Q, ROWS = np.zeros((1, 16, N, H), np.float32), np.zeros((1, 16, 3), np.float32)
@@ -253,7 +317,6 @@ def keys(rows=16, size=H, heads=2):
         ({"expand": keys(rows=8)}, ValueError, "R = 16 rows. Each row is expanded alone"),
         ({"expand": keys(size=5)}, ValueError, "it needs to return \\(k, v\\), \\[R, K, 12\\]"),
         ({"expand": keys(heads=3)}, ValueError, "K needs to divide the 4 query heads"),
-        ({"expand": keys(), "algorithm": "ulysses"}, ValueError, "Pass algorithm='balanced'"),
         ({"expand": keys(), "weight_specs": P("tp")}, ValueError, "over axis 'tp', but head_axis"),
         ({"expand": keys(), "weight_specs": [P(), P()]}, ValueError, "does not match weights"),
         ({"expand": keys(), "weight_specs": "tp"}, TypeError, "a pytree of PartitionSpec"),

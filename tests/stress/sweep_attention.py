@@ -11,6 +11,7 @@ or does not run, or if accesses of the interpreted kernels race.
 
 import argparse
 import contextlib
+import itertools
 import pathlib
 import sys
 import time
@@ -25,14 +26,14 @@ from array_masks import KINDS
 from calls import Call, check
 from jax.experimental.pallas import tpu as pltpu
 
-from jax_cp_dispatch import Hamilton
+from jax_cp_dispatch import Hamilton, Ring, Ulysses, Zigzag
 from jax_cp_dispatch.attention.local import local_attention, tpu
 from jax_cp_dispatch.attention.rotating import attend, sequence
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
 from jax_cp_dispatch.masks import BlockCausal, Chunked, SlidingWindow
 
 ALGORITHMS = ("balanced", "placed", "ring", "zigzag", "hamilton", "two levels", "direct")
-ALGORITHMS += ("own cycles", "ulysses", "auto")
+ALGORITHMS += ("own cycles", "ulysses", "ulysses inside", "halo", "auto")
 BY_PLAN = ("balanced", "placed", "auto")
 MASKS = ("causal", "full", "window", "two-sided", "chunked", "block-causal", *KINDS)
 NUM_RANKS = {False: (*range(1, 10), 16), True: (1, 2)}  # on CPU devices; with the kernels for TPUs
@@ -49,6 +50,8 @@ def draw_algorithm(rng, name, num_ranks) -> Any:
     if name == "own cycles":
         there = tuple(rng.permutation(num_ranks).tolist())
         return Hamilton(cycles=(there, there[::-1])[: min(2, num_ranks - 1)])
+    if name == "ulysses inside":
+        return Ulysses(outer=(Ring(), Zigzag(), Hamilton())[rng.integers(3)])
     return name
 
 
@@ -66,8 +69,14 @@ def draw_call(rng, name, kind, on_tpus):
     choose = lambda *values: values[rng.integers(len(values))]
     num_ranks = choose(*NUM_RANKS[on_tpus])
     N, K = choose(*HEADS[on_tpus])
-    if name == "ulysses":
-        N, K = N * num_ranks, K * choose(1, num_ranks)
+    inner = 1
+    if name == "ulysses inside":
+        inner = choose(*[x for x in range(2, num_ranks + 1) if num_ranks % x == 0] or [1])
+        num_ranks = num_ranks if inner > 1 else 4
+        inner = max(inner, 2)
+    if name.startswith("ulysses"):
+        sharing = num_ranks if name == "ulysses" else inner
+        N, K = N * sharing, K * choose(1, sharing)
     order = "placed" if name == "placed" else "packed"
     if name not in BY_PLAN and rng.integers(2):
         order = "zigzag"
@@ -88,11 +97,12 @@ def draw_call(rng, name, kind, on_tpus):
         scale=choose(None, 0.2),
         logit_soft_cap=choose(None, 2.0),
         sink=choose(False, True),
-        latents=name != "ulysses" and choose(False, True),
+        latents=choose(False, True),
         returns=choose((), ("lse",), ("max_logits",), ("lse", "max_logits")),
         implementation=choose(None, "in_process", "xla"),
         check_vma=None if on_global_arrays else choose(True, False),
         traced=name != "auto" and choose(False, True),
+        inner=inner,
     )
 
 
@@ -131,7 +141,8 @@ def main() -> int:
 
 def sweep(on_tpus: bool, first_seed: int, seconds: float) -> int:
     begin, count, failures = time.monotonic(), 0, 0
-    cases = [(name, kind) for name in ALGORITHMS for kind in MASKS]
+    refused = {("halo", kind) for kind in KINDS}
+    cases = [x for x in itertools.product(ALGORITHMS, MASKS) if x not in refused]
     order = np.random.default_rng(first_seed).permutation(len(cases))
     while time.monotonic() - begin < seconds:
         seed, (name, kind) = (first_seed, count), cases[order[count % len(cases)]]

@@ -78,6 +78,10 @@ class Algorithm(abc.ABC):
             )
         return None
 
+    def head_axes(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Returns those of the axes of the sequence over which it shares the heads."""
+        return ()
+
     def plan_before(self, packed: PackedMask, num_ranks: int) -> Plan | None:
         """Returns a plan of known documents that are not sharded over groups, if it follows one."""
         return None

@@ -51,8 +51,13 @@ class Received(NamedTuple):
 
     def rows_to_expand(self) -> list[Any]:
         """Returns latent rows, without those that no query reads."""
-        is_key = attended_keys(*self.ranges[:2], self.kv[0].shape[1])[0, :, None]
-        return [jnp.where(is_key, x[0, :, 0], UNUSED_ROW) for x in self.kv]
+        is_key = attended_keys(*self.ranges[:2], self.kv[0].shape[1])[:, :, None]
+        rows = [jnp.where(is_key, x[:, :, 0], UNUSED_ROW) for x in self.kv]
+        return [x.reshape(-1, x.shape[2]) for x in rows]
+
+    def by_batch(self, x: Any) -> Any:
+        """Returns expanded rows, or what has one row for each, `[b, rows, ...]`."""
+        return x.reshape(*self.kv[0].shape[:2], *x.shape[1:])
 
 
 class Movement(abc.ABC):
@@ -193,7 +198,7 @@ def _attend(movement: Movement, received: Received, part: Operands):
     q, kv, ranges = received
     if movement.options.expansion is not None:
         rows = received.rows_to_expand()
-        kv = [x[None] for x in movement.options.expansion(part.weights, rows)]
+        kv = list(map(received.by_batch, movement.options.expansion(part.weights, rows)))
     sink = None if part.sink is None else movement.own_sink(part.sink)
     return attend_rows(movement.options, movement.block_rows, q, kv, ranges, sink)
 
@@ -210,9 +215,10 @@ def _gradients(movement: Movement, received: Received, weights: Any, whole: Soft
         dq, *dkv = backward(kv, ranges, whole, dtype)
         return dq, dkv, None
     expanded, transpose = options.expansion.with_transpose(weights, received.rows_to_expand())
-    dq, dk, dv = backward([x[None] for x in expanded], ranges, whole, dtype)
-    dweights, drows = transpose(dk[0], dv[0])
-    drows = [None if x is None else x[None, :, None] for x in drows]
+    kv = list(map(received.by_batch, expanded))
+    dq, *dkv = backward(kv, ranges, whole, dtype)
+    dweights, drows = transpose(*(x.reshape(-1, *x.shape[2:]) for x in dkv))
+    drows = [None if x is None else received.by_batch(x[:, None]) for x in drows]
     return dq, drows, rounded(dweights, weights)
 
 

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Int32, Shaped
 
 from jax_cp_dispatch._arrays import sum_dtype
-from jax_cp_dispatch._dispatch import move, outgoing
+from jax_cp_dispatch._dispatch import move, outgoing, returning
 from jax_cp_dispatch._dispatch.by_xla import dispatch_or_collectives
 from jax_cp_dispatch._ranks.communicator import AxisName
 from jax_cp_dispatch._ranks.options import CollectiveOptions
@@ -56,6 +56,41 @@ class HeadExchange(NamedTuple):
             return list(arrays)
         parts = self._move([self._by_ranks(self._in_stored_order(x)) for x in arrays])
         return [jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], -1, x.shape[4]) for x in parts]
+
+    def to_all(self, rows: Sequence[Shaped[Array, "B T _ _"]]) -> list[Shaped[Array, "B WT _ _"]]:
+        """Returns the rows of all ranks, in the order of the sequence."""
+        if self.num_ranks == 1:
+            return list(rows)
+        parts = self._gather(list(rows))
+        return [self._in_sequence_order(_one_after_the_other(x)) for x in parts]
+
+    def sums_of_all(
+        self, rows: Sequence[Float[Array, "B WT _ _"]]
+    ) -> list[Float[Array, "B T _ _"]]:
+        """The transpose of `to_all`; sums are float32, unrounded."""
+        if self.num_ranks == 1:
+            return list(rows)
+        parts = [self._by_ranks(self._in_stored_order(x)) for x in rows]
+        collectives, op = _AllGather(self.exchange.axis_name).transposed(), self.exchange.op
+
+        def by_dispatch(parts: list[Array]) -> list[Array]:
+            plan = _to_all_ranks(self.num_ranks)
+            returned = returning(op, "latents", parts, plan, num_tokens=1)
+            return move(self.exchange, [returned], collectives)[0]
+
+        moved = dispatch_or_collectives(self.exchange, parts, by_dispatch, lambda x: collectives(x))
+        return [x[0] for x in moved]
+
+    def _gather(self, rows: list[Array]) -> list[Array]:
+        collectives, op = _AllGather(self.exchange.axis_name), self.exchange.op
+
+        def by_dispatch(rows: list[Array]) -> list[Array]:
+            plan = _to_all_ranks(self.num_ranks)
+            sent = outgoing(op, "latents", rows, plan, capacity=self.num_ranks)
+            return move(self.exchange, [sent], collectives)[0]
+
+        rows = [x[None] for x in rows]
+        return dispatch_or_collectives(self.exchange, rows, by_dispatch, lambda x: collectives(x))
 
     def _by_heads(self, x: Array) -> Float[Array, "W B T _ _"]:
         return jnp.moveaxis(x.reshape(*x.shape[:2], self.num_ranks, -1, x.shape[3]), 2, 0)
@@ -119,6 +154,48 @@ class _AllToAll(NamedTuple):
 
     def transposed(self) -> _AllToAll:
         return self
+
+
+class _AllGather(NamedTuple):
+    """XLA's all-gather of arrays with one row; its transpose sums the rows of all ranks."""
+
+    axis_name: AxisName
+
+    @jax.named_scope("cpd.exchange")
+    def __call__(self, arrays: Sequence[Array]) -> list[Array]:
+        return [lax.all_gather(x, self.axis_name, tiled=True) for x in arrays]
+
+    def transposed(self) -> _SumScatter:
+        return _SumScatter(self.axis_name)
+
+
+class _SumScatter(NamedTuple):
+    """The transpose of `_AllGather`; integers, which have no derivative, do not come here."""
+
+    axis_name: AxisName
+
+    @jax.named_scope("cpd.exchange")
+    def __call__(self, arrays: Sequence[Array]) -> list[Array]:
+        wide = [x.astype(sum_dtype(x.dtype)) for x in arrays]
+        return [lax.psum_scatter(x, self.axis_name, tiled=True) for x in wide]
+
+    def transposed(self) -> _AllGather:
+        return _AllGather(self.axis_name)
+
+
+def _to_all_ranks(num_ranks: int) -> Metadata:
+    """Returns the plan by which each rank sends one row to all, to the row of its number."""
+    rank = np.arange(num_ranks)
+    received = np.ones((num_ranks, num_ranks + 1), np.uint32)
+    received[:, -1] = num_ranks
+    to_all = (num_ranks, 1, num_ranks)  # one row, with a replica for every rank
+    return Metadata(
+        dst_rank=np.broadcast_to(rank.astype(np.int32), to_all),
+        dst_offset=np.broadcast_to(rank.astype(np.uint32)[:, None, None], to_all),
+        seq_len=np.ones((num_ranks, 1), np.uint32),
+        num_recv_tokens=received,
+        world_size=num_ranks,
+    )
 
 
 def _by_dispatch(

@@ -17,6 +17,7 @@ from jax_cp_dispatch._residuals import named_context_received
 from jax_cp_dispatch.attention.algorithms.algorithm import Algorithm, Call
 from jax_cp_dispatch.attention.algorithms.head_exchange import HeadExchange, repeat_heads
 from jax_cp_dispatch.attention.call_options import AttentionOptions
+from jax_cp_dispatch.attention.latents import key_shapes
 from jax_cp_dispatch.attention.operands import Operands, Outputs, empty_outputs
 from jax_cp_dispatch.cost import Hardware, Workload
 from jax_cp_dispatch.documents.layouts import zigzag_permutation
@@ -68,7 +69,8 @@ def attend_two_levels(levels: TwoLevels, operands: Operands, packed: PackedMask)
     """Computes attention of this rank's rows; the arguments are checked."""
     options, (B, T) = levels.options, operands.q.shape[:2]
     if B * T == 0:
-        return empty_outputs(operands, operands.v, options.return_lse, options.return_max_logits)
+        _, v = key_shapes(options.expansion, operands)
+        return empty_outputs(operands, v, options.return_lse, options.return_max_logits)
     exchange, inner = options.exchange, levels.inner_options
     num_inner = lax.axis_size(inner.axis_name)
     num_outer = lax.axis_size(exchange.axis_name) // num_inner
@@ -78,13 +80,17 @@ def attend_two_levels(levels: TwoLevels, operands: Operands, packed: PackedMask)
             f"{options.op}: a rank holds {T} tokens in {options.order}, but two levels need an "
             "even number. Pad the tokens (segment 0 is padding) to a multiple of two per rank."
         )
-    operands = operands.varying(exchange)
-    q, k, v, sink, _ = operands
-    copies = kv_copies(q.shape[2], k.shape[2], num_inner)
+    part = operands.varying(exchange)
     heads = HeadExchange(inner, num_inner, layout)
-    came = heads.to_heads([q, repeat_heads(k, copies), repeat_heads(v, copies)])
-    q, k, v = named_context_received(came)
-    part = Operands(q, k, v, None if sink is None else _own(sink, num_inner, inner.axis_name))
+    if options.expansion is None:
+        copies = kv_copies(part.q.shape[2], part.k.shape[2], num_inner)
+        kv: Any = [repeat_heads(x, copies) for x in part.moved]
+        q, k, v = named_context_received(heads.to_heads([part.q, *kv]))
+    else:
+        (q,), k, v = heads.to_heads([part.q]), tuple(heads.to_all(part.k)), None
+        q, k = named_context_received((q, k))
+    sink = None if part.sink is None else _own(part.sink, num_inner, inner.axis_name)
+    part = part._replace(q=q, k=k, v=v, sink=sink)
     packed = _gathered(levels, packed, num_inner)
     outputs = levels.outer.attend(levels.outer_options(num_outer), part, packed, None)
     lses = [] if outputs.lse is None else [outputs.lse[..., None]]
@@ -136,6 +142,7 @@ def outer_workload(workload: Workload, hardware: Hardware) -> tuple[Workload, Ha
         tokens_per_rank=workload.tokens_per_rank * size,
         num_heads=workload.num_heads // size,
         num_kv_heads=workload.num_kv_heads * copies // size,
+        expand_flops=workload.expand_flops / size,
     )
     rail = hardware.rail_bandwidth * min(1.0, hardware.rails / size)
     links = dataclasses.replace(hardware, ranks_per_node=1, rails=1, rail_bandwidth=rail)

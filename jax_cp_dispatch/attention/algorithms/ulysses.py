@@ -27,6 +27,7 @@ from jax_cp_dispatch.attention.algorithms.two_levels import (
     outer_workload,
 )
 from jax_cp_dispatch.attention.call_options import AttentionOptions
+from jax_cp_dispatch.attention.latents import key_shapes
 from jax_cp_dispatch.attention.operands import Operands, Outputs, empty_outputs
 from jax_cp_dispatch.cost import Hardware, Moves, StepCost, Workload
 from jax_cp_dispatch.cost.pairs import equal_pairs
@@ -50,7 +51,9 @@ class Ulysses(Algorithm):
 
     If W does not divide K, KV heads are repeated before they move, lcm(K, W) / K times. The
     derivative uses the same exchanges in reverse; gradients of repeated KV heads are summed in
-    float32. Residuals per rank: its heads of q, k, v and the output, of all tokens, its lse, and
+    float32. Latent rows (`expand`) are gathered instead, once, and each rank expands those of all
+    tokens to its KV heads: shard the weights over the ranks, else it expands all heads and keeps
+    its own. Residuals per rank: its heads of q, k, v and the output, of all tokens, its lse, and
     the ranges of all tokens.
 
     With `outer`, the heads are shared over the last axis of `axis_name` alone, for example inside
@@ -83,11 +86,6 @@ class Ulysses(Algorithm):
         self.outer.check(op)
 
     def why_not(self, call: Call) -> str | None:
-        if call.options.expansion is not None:
-            return (
-                "got expand with algorithm='ulysses', which moves heads. Pass "
-                "algorithm='balanced', 'placed', 'ring' or 'zigzag'."
-            )
         sharing = call.num_ranks
         if self.outer is not None:
             if len(call.axis_sizes) < 2:
@@ -107,13 +105,21 @@ class Ulysses(Algorithm):
             return super().why_not(call)
         return super().why_not(call) or TwoLevels(self.outer, call.options).why_not(call)
 
+    def head_axes(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        return names if self.outer is None else names[-1:]
+
     def attend(
         self, options: AttentionOptions, operands: Operands, packed: PackedMask, plan: Any
     ) -> Outputs:
+        names, num_heads = self.head_axes(options.exchange.axis_names), operands.q.shape[2]
+        if options.expansion is not None:
+            expansion = options.expansion.sharing(names, num_heads, operands)
+            options = dataclasses.replace(options, expansion=expansion)
         if self.outer is not None:
             return attend_two_levels(TwoLevels(self.outer, options), operands, packed)
-        num_ranks = lax.axis_size(options.exchange.axis_name)
-        copies = kv_copies(operands.q.shape[2], operands.k.shape[2], num_ranks)
+        num_ranks, copies = lax.axis_size(options.exchange.axis_name), 1
+        if options.expansion is None:
+            copies = kv_copies(num_heads, operands.k.shape[2], num_ranks)
         return _attend(ShareOfHeads(options, num_ranks, copies), operands, packed)
 
     @classmethod
@@ -126,18 +132,22 @@ class Ulysses(Algorithm):
         """The all-to-all before attention, a share of the heads, and the all-to-all after.
 
         Forward, q, k and v, then the output. Backward, dout, then dq, dk and dv: in float32 if KV
-        heads are repeated, whose gradients are then summed. With an outer algorithm, the ranks of a
-        node share the heads, and its steps between nodes take the place of the computation.
+        heads are repeated, whose gradients are then summed. Latent rows go to every rank, and each
+        expands its heads of all of them, as with weights that are sharded. With an outer algorithm,
+        the ranks of a node share the heads, and its steps between nodes take the place of the
+        computation.
         """
         rows, n = workload.rows_per_rank, workload.num_ranks
         if self.outer is not None:
             n = hardware.node_size(n)
-        if workload.num_heads % n or workload.latent_size is not None:
+        if workload.num_heads % n:
             raise ValueError(
                 f"step_costs: {self.label!r} shares {workload.num_heads} heads over {n} ranks, "
                 "which must divide them. Use another algorithm, or fewer ranks."
             )
-        copies = kv_copies(workload.num_heads, workload.num_kv_heads, n)
+        copies = 1
+        if workload.latent_size is None:
+            copies = kv_copies(workload.num_heads, workload.num_kv_heads, n)
         compute = [StepCost(self._compute(workload, hardware, copies, backward=backward), 0.0, 0.0)]
         if self.outer is not None:
             part, links, _ = outer_workload(workload, hardware)
@@ -148,9 +158,10 @@ class Ulysses(Algorithm):
             options = all_others(n, hardware), workload, hardware
             return step_cost(0.0, sent, *options, own_bytes=num_bytes / n)
 
-        q = float(workload.q_bytes(rows))
-        itemsize = 4 if backward and copies > 1 and self.outer is None else None
-        kv = copies * workload.kv_bytes(rows, itemsize=itemsize)
+        q, are_sums = float(workload.q_bytes(rows)), copies > 1 and self.outer is None
+        if workload.latent_size is not None:  # go whole to every rank
+            copies, are_sums = n, True
+        kv = copies * workload.kv_bytes(rows, itemsize=4 if backward and are_sums else None)
         before, after = (q, q + kv) if backward else (q + kv, q)
         return [exchange(before), *compute, exchange(after)]
 
@@ -186,7 +197,7 @@ class Ulysses(Algorithm):
 
 
 def _can_share_heads(workload: Workload) -> bool:
-    """Whether the ranks divide the query heads, and keys move, not latent rows."""
+    """Whether the ranks divide the query heads, and keys move: weights may be whole."""
     return workload.num_heads % workload.num_ranks == 0 and workload.latent_size is None
 
 
@@ -195,7 +206,8 @@ def _attend(movement: ShareOfHeads, operands: Operands, packed: PackedMask) -> O
     """Computes attention of this rank's rows; the arguments are checked."""
     options, shape = movement.options, operands.q.shape[:2]
     if 0 in shape:
-        return empty_outputs(operands, operands.v, options.return_lse, options.return_max_logits)
+        _, v = key_shapes(options.expansion, operands)
+        return empty_outputs(operands, v, options.return_lse, options.return_max_logits)
     operands = operands.varying(options.exchange)
     order = {"layout": options.order.layout, "checks_order": options.checks_order}
     leaves, tree = jax.tree.flatten(gathered_ranges(options.exchange, packed, shape, **order))
@@ -230,18 +242,23 @@ class ShareOfHeads(Movement):
         return moved()
 
     def send(self, arrays: Any, part: Operands) -> Exchange:
-        q, (k, v), (_, fault) = part.q, part.moved, arrays
-        kv: Any = [repeat_heads(x, self.copies) for x in (k, v)]
+        q, (_, fault) = part.q, arrays
         fingerprint = None
         if fault is not None:
             here = lax.axis_index(self.options.exchange.axis_name)
             fingerprint = order_fingerprint(fault, here)
 
+        def moved():
+            if self.options.expansion is not None:
+                return [*self._heads.to_heads([q], fingerprint), *self._heads.to_all(part.k)]
+            kv: Any = [repeat_heads(x, self.copies) for x in part.moved]
+            return self._heads.to_heads([q, *kv], fingerprint)
+
         def read(came):
             q, *kv = named_context_received(came)
             return q, tuple(kv)
 
-        return Exchange(lambda: self._heads.to_heads([q, *kv], fingerprint), read)
+        return Exchange(moved, read)
 
     def give_back(self, arrays: Any, out: Array, lse: Array) -> Exchange:
         lses = [jnp.swapaxes(lse, 1, 2)[..., None]] if self.options.return_lse else []
@@ -259,6 +276,19 @@ class ShareOfHeads(Movement):
         return Exchange(lambda: self._heads.to_heads([dout, *lses]), read)
 
     def give_back_gradients(self, arrays: Any, dq: Array, dkv: Any) -> Exchange:
+        if self.options.expansion is not None:  # None of integers
+            moving = [x for x in dkv if x is not None]
+
+            def moved():
+                return [*self._heads.to_tokens([dq]), *self._heads.sums_of_all(moving)]
+
+            def of_rows(came):
+                dq, *sums = came
+                sums = iter(sums)
+                return dq, tuple(None if x is None else next(sums) for x in dkv)
+
+            return Exchange(moved, of_rows)
+
         def read(came):
             dq, *dkv = came
             if self.copies > 1:
