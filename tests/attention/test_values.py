@@ -47,7 +47,7 @@ CASES = [
     Call("halo", 8, SlidingWindow(9), more=1, batch=2, heads=(4, 2), **ALL),
     Call("halo", 4, SlidingWindow(6, 3), "zigzag", rows=7, batch=2, heads=(4, 2), **ON_RANKS),
     Call("halo", 5, Chunked(15), rows=7, documents="both", batch=2, latents=True),
-    Call("halo", 8, SlidingWindow(13, 2), "zigzag", rows=4, heads=(4, 1), **BF16),
+    Call("halo", 8, SlidingWindow(13, 2), "zigzag", rows=4, heads=(4, 1), sink=True, **BF16),
     Call("halo", 3, BlockCausal(5), "zigzag", rows=6, documents="positions", sink=True),
     Call("halo", 2, SlidingWindow(2), rows=1, documents="none", implementation="xla", **ON_RANKS),
     Call("halo", 1, Chunked(3), rows=9, documents="both", **KNOWN),

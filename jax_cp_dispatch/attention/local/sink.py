@@ -46,7 +46,7 @@ def sink_gradient(sink: Float[Array, " N"], whole: SoftmaxGradients) -> Float[Ar
     and out and lse of the softmax with the sink. Keys need no other rule than without a sink.
     """
     out, lse, dout, dlse = whole
-    delta = jnp.swapaxes(jnp.sum(dout.astype(lse.dtype) * out, axis=-1), 1, 2)
+    delta = jnp.swapaxes(jnp.sum(dout.astype(lse.dtype) * out.astype(lse.dtype), axis=-1), 1, 2)
     delta = delta if dlse is None else delta - dlse
     p = jnp.exp(sink.astype(lse.dtype)[None, :, None] - lse)
     used = lse > -jnp.inf
