@@ -35,6 +35,17 @@ def local_attention(result: Result) -> Iterator[Row]:
     return (x for x in rows if x["dtype"] == "float32" and x["pass"] == "forward_backward")
 
 
+def windows(result: Result) -> Iterator[Row]:
+    for row in result["rows"]:
+        if "way" in row:
+            cell = "{MB:,.1f} ({busiest:.2f}; {work:.2f}; {steps})".format(**row)
+            yield row | {"cell": cell}
+        else:
+            what = f"window {row['window']}, {row['passes']}"
+            yield {"what": what, "way": "halo, zigzag order", "cell": f"{row['ms']:.0f} ms"}
+            yield {"what": what, "way": "rings, zigzag order", "cell": f"{row['ring_ms']:.0f} ms"}
+
+
 def sequence(result: Result) -> Iterator[Row]:
     return (x for x in result["rows"] if "backward" in x["pass"] and "size" not in x)
 

@@ -44,6 +44,16 @@ VIEWS = {
         {"": "{what}", "beside": "{beside}"},
         {"{passes}": "{ms:.0f} ({of:.2f})"},
     ),
+    "windows": View(
+        "**Windows**: counted for {title}, forward and backward, documents of published lengths: "
+        "one layer with a window over 8 ranks, and 8 layers without and 40 with one of 512 over 4, "
+        "64K tokens per rank. Cells: MB that a rank sends, on average; the busiest rank's over "
+        "that; largest work of a rank over the mean; steps with an exchange. Last, measured: ms of "
+        "`halo` with {tokens} tokens of each of 8 virtual devices, and of a ring, in zigzag order.",
+        {"": "{what}"},
+        {"{way}": "{cell}"},
+        shown.windows,
+    ),
     "sequence": View(
         "**Recurrences**: {title}, forward and backward, float32. Beside a `lax.scan` over tokens, "
         "and causal `local_attention`. Memory: temporary, by XLA's analysis. Exchange: its share "
