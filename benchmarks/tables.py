@@ -54,6 +54,12 @@ VIEWS = {
         {"{way}": "{cell}"},
         shown.windows,
     ),
+    "two_levels": View(
+        "**Two levels**: {title}, one causal document in zigzag order. Cells: ms, the time over "
+        "that of the ring, and predicted MB that a rank sends, and between processes.",
+        {"": "{way}"},
+        {"{passes}": "{ms:.0f} ({of_ring:.2f}; {MB:.1f}, {MB_between:.1f})"},
+    ),
     "sequence": View(
         "**Recurrences**: {title}, forward and backward, float32. Beside a `lax.scan` over tokens, "
         "and causal `local_attention`. Memory: temporary, by XLA's analysis. Exchange: its share "

@@ -78,22 +78,27 @@ def gather_sequence(
 
 def _by_dispatch(exchange: CollectiveOptions, arrays: Any, num_ranks: int):
     """Sends this rank's arrays to all ranks as one token, to the row of its number."""
+    plan = plan_to_all(num_ranks)
+    tokens = jax.tree.map(lambda x: x[None], arrays)
+    ids = outgoing(exchange.op, "segment_ids", tokens, plan, capacity=num_ranks)
+    (gathered,) = move(exchange, [ids])
+    in_columns = lambda x: jnp.moveaxis(x, 0, 1).reshape(x.shape[1], num_ranks * x.shape[2])
+    return jax.tree.map(in_columns, gathered)
+
+
+def plan_to_all(num_ranks: int) -> Metadata:
+    """Returns the plan by which each rank sends one token to all, to the row of its number."""
     rank = np.arange(num_ranks)
     received = np.ones((num_ranks, num_ranks + 1), np.uint32)
     received[:, -1] = num_ranks
-    to_all = (num_ranks, 1, num_ranks)  # one token, with a replica for every rank
-    plan = Metadata(
+    to_all = (num_ranks, 1, num_ranks)  # a replica for every rank
+    return Metadata(
         dst_rank=np.broadcast_to(rank.astype(np.int32), to_all),
         dst_offset=np.broadcast_to(rank.astype(np.uint32)[:, None, None], to_all),
         seq_len=np.ones((num_ranks, 1), np.uint32),
         num_recv_tokens=received,
         world_size=num_ranks,
     )
-    tokens = jax.tree.map(lambda x: x[None], arrays)
-    ids = outgoing(exchange.op, "segment_ids", tokens, plan, capacity=num_ranks)
-    (gathered,) = move(exchange, [ids])
-    in_columns = lambda x: jnp.moveaxis(x, 0, 1).reshape(x.shape[1], num_ranks * x.shape[2])
-    return jax.tree.map(in_columns, gathered)
 
 
 def follows_rules(mask: Mask, starts: Any, ends: Any) -> Any:

@@ -1,4 +1,7 @@
-"""Exchanges tokens of all heads for all tokens of a share of the heads, and back: an all-to-all."""
+"""Exchanges tokens of all heads for all tokens of a share of the heads, and back: an all-to-all.
+
+Rows without heads, which all ranks need, are gathered instead.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from jax_cp_dispatch._dispatch.by_xla import dispatch_or_collectives
 from jax_cp_dispatch._ranks.communicator import AxisName
 from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch.documents.layouts import zigzag_permutation
+from jax_cp_dispatch.documents.order import plan_to_all
 from jax_cp_dispatch.metadata import Metadata
 
 
@@ -61,7 +65,16 @@ class HeadExchange(NamedTuple):
         """Returns the rows of all ranks, in the order of the sequence."""
         if self.num_ranks == 1:
             return list(rows)
-        parts = self._gather(list(rows))
+        collectives, op = _AllGather(self.exchange.axis_name), self.exchange.op
+
+        def by_dispatch(rows: list[Array]) -> list[Array]:
+            plan = plan_to_all(self.num_ranks)
+            sent = outgoing(op, "latents", rows, plan, capacity=self.num_ranks)
+            return move(self.exchange, [sent], collectives)[0]
+
+        by_xla = lambda rows: collectives(rows)
+        parts = [x[None] for x in rows]
+        parts = dispatch_or_collectives(self.exchange, parts, by_dispatch, by_xla)
         return [self._in_sequence_order(_one_after_the_other(x)) for x in parts]
 
     def sums_of_all(
@@ -74,23 +87,13 @@ class HeadExchange(NamedTuple):
         collectives, op = _AllGather(self.exchange.axis_name).transposed(), self.exchange.op
 
         def by_dispatch(parts: list[Array]) -> list[Array]:
-            plan = _to_all_ranks(self.num_ranks)
+            plan = plan_to_all(self.num_ranks)
             returned = returning(op, "latents", parts, plan, num_tokens=1)
             return move(self.exchange, [returned], collectives)[0]
 
-        moved = dispatch_or_collectives(self.exchange, parts, by_dispatch, lambda x: collectives(x))
+        by_xla = lambda parts: collectives(parts)
+        moved = dispatch_or_collectives(self.exchange, parts, by_dispatch, by_xla)
         return [x[0] for x in moved]
-
-    def _gather(self, rows: list[Array]) -> list[Array]:
-        collectives, op = _AllGather(self.exchange.axis_name), self.exchange.op
-
-        def by_dispatch(rows: list[Array]) -> list[Array]:
-            plan = _to_all_ranks(self.num_ranks)
-            sent = outgoing(op, "latents", rows, plan, capacity=self.num_ranks)
-            return move(self.exchange, [sent], collectives)[0]
-
-        rows = [x[None] for x in rows]
-        return dispatch_or_collectives(self.exchange, rows, by_dispatch, lambda x: collectives(x))
 
     def _by_heads(self, x: Array) -> Float[Array, "W B T _ _"]:
         return jnp.moveaxis(x.reshape(*x.shape[:2], self.num_ranks, -1, x.shape[3]), 2, 0)
@@ -181,21 +184,6 @@ class _SumScatter(NamedTuple):
 
     def transposed(self) -> _AllGather:
         return _AllGather(self.axis_name)
-
-
-def _to_all_ranks(num_ranks: int) -> Metadata:
-    """Returns the plan by which each rank sends one row to all, to the row of its number."""
-    rank = np.arange(num_ranks)
-    received = np.ones((num_ranks, num_ranks + 1), np.uint32)
-    received[:, -1] = num_ranks
-    to_all = (num_ranks, 1, num_ranks)  # one row, with a replica for every rank
-    return Metadata(
-        dst_rank=np.broadcast_to(rank.astype(np.int32), to_all),
-        dst_offset=np.broadcast_to(rank.astype(np.uint32)[:, None, None], to_all),
-        seq_len=np.ones((num_ranks, 1), np.uint32),
-        num_recv_tokens=received,
-        world_size=num_ranks,
-    )
 
 
 def _by_dispatch(
