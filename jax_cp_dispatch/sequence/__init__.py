@@ -2,6 +2,7 @@
 
 `pieces`: the options of a call, and the pieces of documents on a rank: from segment ids
   (`document_pieces`), or from the plan of a placement. `call_layer`: runs a layer on every rank.
+`row_ends`, `carried`: documents that continue in another call, and what they take along.
 `halo`: the rows next to a cut. `shift`, `conv`: the layers that need them.
 `recurrence`: states that pass along documents; `chains`: the exchange of maps. `delta_rule`,
   `linear_attention`, `linear_recurrence`: kernels. `chunks`, `decays`, `states`: their matrix

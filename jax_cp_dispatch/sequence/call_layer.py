@@ -22,6 +22,7 @@ from jax_cp_dispatch.global_call.on_all_ranks import cut_tokens, on_all_ranks, p
 from jax_cp_dispatch.masks.mask import PACKED
 from jax_cp_dispatch.planning import Plan
 from jax_cp_dispatch.planning.stack import check_groups, is_stack
+from jax_cp_dispatch.sequence.carried import Carried, check_order, state_of_all
 from jax_cp_dispatch.sequence.chunk_order import confirmed, only_if_right
 from jax_cp_dispatch.sequence.document_pieces import pieces_from_ids
 from jax_cp_dispatch.sequence.pieces import Options, Pieces, pieces_from_plan
@@ -51,10 +52,12 @@ class Layer:
 
     Attributes:
       options: of the call.
-      run: the function of one rank, of (options, pieces, tokens, weights).
+      run: the function of one rank, of (options, pieces, tokens, weights, carried); it returns the
+        result, and its contribution to the state that is returned.
       num_heads: of the output; None: there are no groups of heads.
       grouped: names of arrays with fewer heads, each of which serves several.
-      like_tokens: whether the result has the structure of the tokens; else it is one array.
+      like_tokens: whether the result, and the state, have the structure of the tokens; else the
+        result is one array.
       moves: whether it exchanges anything between several ranks.
     """
 
@@ -66,8 +69,10 @@ class Layer:
     moves: bool = True
 
 
-def call_layer(layer: Layer, tokens: Any, weights: Any, where: Where, axes: Axes) -> Any:
-    """Computes the layer.
+def call_layer(
+    layer: Layer, tokens: Any, weights: Any, where: Where, axes: Axes, carried: Carried
+) -> Any:
+    """Computes the layer; returns its result, or (result, state).
 
     Args:
       layer: what to compute.
@@ -75,6 +80,7 @@ def call_layer(layer: Layer, tokens: Any, weights: Any, where: Where, axes: Axes
       weights: arrays that all ranks have; the last axis is that of the heads.
       where: the documents.
       axes: the mesh.
+      carried: the state before and behind, read.
     """
     op, leaves = layer.options.op, jax.tree.leaves(tokens)
     names, shape = layer.options.exchange.axis_names, leaves[0].shape[:2]
@@ -85,27 +91,39 @@ def call_layer(layer: Layer, tokens: Any, weights: Any, where: Where, axes: Axes
                 f"{op}: got the pieces of one rank as documents, but global arrays. Pass "
                 f"Documents, or call {op} inside jax.shard_map over {names[0]!r}."
             )
-        return _on_rank(layer, tokens, weights, where.documents)
+        if carried.is_used and where.documents.row_ends is None:
+            raise ValueError(
+                f"{op}: initial_state and return_state need packed order, but the pieces are of "
+                "documents in another one. Pass document_pieces of packed documents."
+            )
+        return _on_rank(layer, tokens, weights, carried, where.documents)
     given = read_given_tokens(op, where.documents, where.segment_ids, where.positions)
     check_documents(op, *given.packed[1:], shape, "the tokens have B, T =")
     layer = dataclasses.replace(
-        layer, options=dataclasses.replace(layer.options, order=given.order)
+        layer,
+        options=dataclasses.replace(
+            layer.options, order=given.order, finds_row_ends=carried.is_used
+        ),
     )
+    if carried.is_used:
+        check_order(op, given.order)
     if not on_rank:
-        return _on_global_arrays(layer, tokens, weights, given, axes)
+        return _on_global_arrays(layer, tokens, weights, carried, given, axes)
     num_ranks = jax.lax.axis_size(layer.options.axis_name)
     ranks = f"axis {layer.options.axis_name!r} has {num_ranks} ranks"
     given.check_ranks(op, shape[1] * num_ranks, num_ranks, ranks)
-    return _on_rank(layer, tokens, weights, given)
+    return _on_rank(layer, tokens, weights, carried, given)
 
 
-def _on_rank(layer: Layer, tokens: Any, weights: Any, given: GivenDocuments | Pieces) -> Any:
+def _on_rank(
+    layer: Layer, tokens: Any, weights: Any, carried: Carried, given: GivenDocuments | Pieces
+) -> Any:
     """Computes this rank's part."""
     options, leaves = layer.options, jax.tree.leaves(tokens)
     shape = leaves[0].shape[:2]
     is_placed = not isinstance(given, Pieces) and given.plan is not None
     if 0 in shape and not is_placed:  # no placement is of no tokens
-        return _of_no_tokens(layer, tokens, weights)
+        return _of_no_tokens(layer, tokens, weights, carried)
     if isinstance(given, Pieces):
         pieces = given
         if shape != (pieces.batch, pieces.num_tokens):
@@ -124,33 +142,53 @@ def _on_rank(layer: Layer, tokens: Any, weights: Any, given: GivenDocuments | Pi
     alike = [[x] for x in leaves] if layer.like_tokens else [leaves]
     leaves = [x for group in alike for x in vary_alike(group, also=options.exchange.axis_names)]
     tokens = jax.tree.unflatten(jax.tree.structure(tokens), leaves)
-    out = layer.run(options, pieces, tokens, weights)
+    alike = leaves if layer.like_tokens else [leaves] * len(jax.tree.leaves(carried.initial))
+    carried = carried.varying_like(alike, options.exchange.axis_names)
+    out = layer.run(options, pieces, tokens, weights, carried)
+    out, contribution = _checked(layer, pieces, out, is_placed)
+    if not carried.is_returned:
+        return out
+    return out, state_of_all(contribution, options.exchange.axis_names)
+
+
+def _checked(layer: Layer, pieces: Pieces, out: Any, is_placed: bool) -> Any:
+    """Returns the result if the documents are those of the plan, or in their order."""
     if pieces.fingerprint is None:
         return out
     expected, seen = pieces.fingerprint[1::2], pieces.fingerprint[2::2]
     is_right = (expected == seen).all()
     has_others = pieces.world_size > 1
     if not (has_others and layer.moves) and (has_others or is_placed):
-        is_right &= confirmed(options.exchange, pieces)
+        is_right &= confirmed(layer.options.exchange, pieces)
     return only_if_right(is_right, out)
 
 
-def _of_no_tokens(layer: Layer, tokens: Any, weights: Any) -> Any:
+def _of_no_tokens(layer: Layer, tokens: Any, weights: Any, carried: Carried) -> Any:
     """Computes a row of padding and removes it, so the result has its shapes and dtypes."""
     batch, num_tokens = jax.tree.leaves(tokens)[0].shape[:2]
     missing = [(0, int(n == 0)) for n in (batch, num_tokens)]
     pad = lambda x: jnp.pad(x, missing + [(0, 0)] * (x.ndim - 2))
     rows = jax.tree.map(pad, tokens)
+    one_row = lambda x: jnp.pad(x, [missing[0]] + [(0, 0)] * (x.ndim - 1))
+    initial = jax.tree.map(one_row, carried.initial)
     padding = jnp.zeros(jax.tree.leaves(rows)[0].shape[:2], jnp.int32)
     one = PackedMask(None, padding)
-    packed = dataclasses.replace(layer.options, order=PACKED)
+    packed = dataclasses.replace(layer.options, order=PACKED, finds_row_ends=carried.is_used)
     layer = dataclasses.replace(layer, options=packed)
-    out = _on_rank(layer, rows, weights, GivenDocuments(one))
-    return jax.tree.map(lambda x: x[:batch, :num_tokens], out)
+    carried = dataclasses.replace(carried, initial=initial)
+    out = _on_rank(layer, rows, weights, carried, GivenDocuments(one))
+    out, *states = out if carried.is_returned else (out,)
+    out = jax.tree.map(lambda x: x[:batch, :num_tokens], out)
+    return (out, *jax.tree.map(lambda x: x[:batch], states)) if states else out
 
 
 def _on_global_arrays(
-    layer: Layer, tokens: Any, weights: Any, given: GivenDocuments, axes: Axes
+    layer: Layer,
+    tokens: Any,
+    weights: Any,
+    carried: Carried,
+    given: GivenDocuments,
+    axes: Axes,
 ) -> Any:
     """Pads the tokens, finds the axes, and runs one program on all ranks."""
     options, op = layer.options, layer.options.op
@@ -194,8 +232,12 @@ def _on_global_arrays(
     if leaves[0].ndim < 3:
         found = dataclasses.replace(found, heads=())  # of one device: no array has such an axis
     _check_heads(op, tokens, found)
-    out = _program(tokens, weights, plan, documents, layer=layer, axes=found)
-    return cut_tokens(out, num_tokens, found.mesh) if missing else out
+    out = _program(tokens, weights, carried, plan, documents, layer=layer, axes=found)
+    if not missing:
+        return out
+    out, *states = out if carried.is_returned else (out,)
+    out = cut_tokens(out, num_tokens, found.mesh)
+    return (out, *states) if states else out
 
 
 def _check_plan(op: str, plan: Plan, axes: MeshAxes, num_tokens: int) -> None:
@@ -224,35 +266,46 @@ def _check_heads(op: str, tokens: Any, axes: MeshAxes) -> None:
 
 
 @partial(jax.jit, static_argnames=("layer", "axes"))
-def _program(tokens, weights, plan, documents, *, layer: Layer, axes: MeshAxes):
+def _program(tokens, weights, carried, plan, documents, *, layer: Layer, axes: MeshAxes):
     sequence = P(axes.batch, axes.axis_name)
     rows = jax.tree.map(lambda x: P(*sequence, axes.heads) if x.ndim > 2 else sequence, tokens)
     shared = jax.tree.map(lambda x: P(*[None] * (x.ndim - 1), axes.heads), weights)
     of_plan = sequence if is_stack(plan) else P(axes.axis_name)
-    in_specs = (rows, shared, of_plan, sequence)
     of_heads = P(*sequence, axes.heads) if axes.heads else sequence
+    before_heads = [axes.batch] + [None] * (carried.head_axis - 1)
+    state = lambda ndim: P(*before_heads, axes.heads) if ndim > len(before_heads) else P(axes.batch)
+    initial = jax.tree.map(lambda x: state(x.ndim), carried.initial)
     out_specs = rows if layer.like_tokens else of_heads
+    if carried.is_returned:
+        states = jax.tree.map(lambda x: state(x.ndim), tokens)
+        out_specs = out_specs, states if layer.like_tokens else state(3 if axes.heads else 1)
     return on_all_ranks(
         partial(_local, layer, axes.heads),
-        (tokens, weights, plan, documents),
+        (tokens, weights, carried, plan, documents),
         axes=axes,
-        in_specs=in_specs,
+        in_specs=(rows, shared, dataclasses.replace(carried, initial=initial), of_plan, sequence),
         out_specs=out_specs,
-        num_differentiable=2,
+        num_differentiable=3,
     )
 
 
-def _local(layer: Layer, heads: tuple[str, ...], tokens, weights, plan, documents):
+def _local(layer: Layer, heads: tuple[str, ...], tokens, weights, carried, plan, documents):
     if is_stack(plan):  # of which this group has one
         plan = jax.tree.map(lambda x: x[0], plan)
     segment_ids, positions = documents
     packed = PackedMask(None, segment_ids, positions)
     given = GivenDocuments(packed, layer.options.order, plan)
-    out = _on_rank(layer, tokens, weights, given)
-    if heads and not layer.like_tokens and any(x.ndim < 3 for x in jax.tree.leaves(out)):
+    out = _on_rank(layer, tokens, weights, carried, given)
+    first, *states = out if carried.is_returned else (out,)
+    if heads and not layer.like_tokens and any(x.ndim < 3 for x in jax.tree.leaves(first)):
         raise ValueError(
             f"{layer.options.op}: an output is [B, T] but head_axis {heads!r} shards axis 2 of the "
             "inputs, so each of its devices has an output of its own. Return [B, T, heads], or "
             "pass head_axis=()."
+        )
+    if heads and any(x.ndim < 2 for x in jax.tree.leaves(states)):
+        raise ValueError(
+            f"{layer.options.op}: a state is [B] but head_axis {heads!r} shards axis 1 of states. "
+            "Use states [B, heads], or pass head_axis=()."
         )
     return out

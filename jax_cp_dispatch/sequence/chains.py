@@ -22,8 +22,10 @@ from jax_cp_dispatch._dispatch.exchange import move
 from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch._ranks.varying import vary_alike
 from jax_cp_dispatch.metadata import Metadata
+from jax_cp_dispatch.sequence.carried import Carried
 from jax_cp_dispatch.sequence.pieces import Cuts, Pieces
 
+NOTHING = Carried()
 # What a received row is.
 _NONE, _STATE, _MAP = range(3)
 
@@ -33,25 +35,63 @@ _NONE, _STATE, _MAP = range(3)
 class CutPieces:
     """The cut pieces of this rank, by their slots, and the exchange of their maps.
 
+    A document that continues from another call is cut there, too: if its first piece is here, it is
+    one of `later`. One that may continue in the next is cut behind its last piece, which is one of
+    `earlier`. The slot of their batch row is free: on this rank, no token of the row comes before
+    the one, and none behind the other.
+
     Attributes:
       exchange: options of the call (static).
       pieces: of all ranks.
       later, earlier: those of this rank that continue earlier ones, and that later ones continue.
+      opening: which pieces of `later` the initial states enter; None: there are none.
+      closing: behind which pieces of `earlier` the call returns the state; None: behind none.
     """
 
     exchange: CollectiveOptions = dataclasses.field(metadata={"static": True})
     pieces: Pieces
     later: Cuts
     earlier: Cuts
+    opening: Any = None
+    closing: Any = None
 
     @classmethod
-    def of(cls, exchange: CollectiveOptions, pieces: Pieces) -> CutPieces:
-        return cls(exchange, pieces, pieces.own_later, pieces.own_earlier)
+    def of(
+        cls, exchange: CollectiveOptions, pieces: Pieces, carried: Carried = NOTHING
+    ) -> CutPieces:
+        later, earlier = pieces.own_later, pieces.own_earlier
+        opening = closing = None
+        if carried.initial is not None:
+            first = pieces.row_ends.first_piece(pieces)
+            opening = first.used & (first.start == 0)
+            later = _chosen(opening, first, later)
+        if carried.is_returned:
+            last = pieces.row_ends.closing_piece(pieces)
+            closing = last.used
+            earlier = _chosen(closing, last, earlier)
+        return cls(exchange, pieces, later, earlier, opening, closing)
 
     @property
     def follows(self) -> Bool[Array, " P"]:
         """Whether a piece of `earlier` also continues one: it is that of `later` with its slot."""
-        return self.earlier.start > 0
+        if self.opening is None:
+            return self.earlier.start > 0
+        is_same = self.earlier.used & (self.earlier.row == self.later.row)
+        return (self.earlier.start > 0) | (self.opening & is_same)
+
+    @property
+    def crosses(self) -> Bool[Array, " P"]:
+        """Which pieces of `later` are entered by a state that other ranks send."""
+        return self.later.used if self.opening is None else self.later.used & ~self.opening
+
+    @property
+    def sends(self) -> Bool[Array, " P"]:
+        """Behind which pieces of `earlier` other ranks need the state."""
+        return self.earlier.used if self.closing is None else self.earlier.used & ~self.closing
+
+    def initial(self, states: PyTree[Shaped[Array, "P ..."]]) -> PyTree[Shaped[Array, "P ..."]]:
+        """Returns the initial states where they enter, and zeros elsewhere."""
+        return jax.tree.map(lambda x: only_where(self.opening, x), states)
 
     def ids(self) -> Int32[Array, "G L"]:
         """Returns a number for each row: 0 for padding, 1, ..., P for `later`, more for others."""
@@ -73,6 +113,7 @@ class CutPieces:
         states: PyTree[Shaped[Array, "P ..."]],
         maps: PyTree[Shaped[Array, "P ..."]],
         apply: Callable[[Any, Any], Any],
+        initial: PyTree[Shaped[Array, "P ..."]] | None = None,
     ) -> PyTree[Shaped[Array, "P ..."]]:
         """Returns the state before each piece of `later`, in one exchange.
 
@@ -80,7 +121,17 @@ class CutPieces:
           states: after each piece of `earlier` that is the first of its document.
           maps: of the others.
           apply: returns the state after a piece, from its map and the state before.
+          initial: before the opening pieces, from another call.
         """
+        if self.pieces.world_size == 1:
+            none = jax.tree.map(jnp.zeros_like, states)
+            return none if initial is None else self.initial(initial)
+        received = self._received(states, maps, apply)
+        if initial is None:
+            return received
+        return jax.tree.map(lambda x, y: chosen(self.opening, x, y), initial, received)
+
+    def _received(self, states: Any, maps: Any, apply: Callable[[Any, Any], Any]) -> Any:
         exchange, pieces = self.exchange, self.pieces
         links = _links(self)
         shape = pieces.chains
@@ -114,7 +165,11 @@ class CutPieces:
         after = lax.scan(step, none, (kind, first, others))[1]
         chain, step_of = divided(links.last, shape[1])
         at = At(jnp.stack([step_of, chain], 1), (0, 1))
-        return jax.tree.map(lambda x: only_where(self.later.used, at.take(x)), after)
+        return jax.tree.map(lambda x: only_where(self.crosses, at.take(x)), after)
+
+
+def _chosen(use: Bool[Array, " P"], cuts: Cuts, others: Cuts) -> Cuts:
+    return Cuts._make(jnp.where(use, *both) for both in zip(cuts, others, strict=True))
 
 
 class _Links(NamedTuple):

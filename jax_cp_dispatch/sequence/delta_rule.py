@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence as Names
+from typing import Any
 
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
@@ -24,7 +25,13 @@ from jax_cp_dispatch.sequence.chunks import (
 )
 from jax_cp_dispatch.sequence.decays import decayed_scores, make_decays
 from jax_cp_dispatch.sequence.pieces import Options, Pieces
-from jax_cp_dispatch.sequence.recurrence import Recur, check_heads, heads_first, wide_dtype
+from jax_cp_dispatch.sequence.recurrence import (
+    Recur,
+    carried_heads,
+    check_heads,
+    heads_first,
+    wide_dtype,
+)
 from jax_cp_dispatch.sequence.states import Links, read
 from jax_cp_dispatch.sequence.walks import Steps
 
@@ -48,7 +55,9 @@ def gated_delta_rule(
     head_axis: str | Names[str] | None = None,
     implementation: str | None = None,
     deadline: float | None = None,
-) -> Float[Array, "B T N Hv"]:
+    initial_state: Float[HostOrDevice, "B N H Hv"] | None = None,
+    return_state: bool = False,
+) -> Float[Array, "B T N Hv"] | Any:
     """Computes the gated delta rule along each document: Gated DeltaNet, or KDA.
 
         S_t = (I - beta_t k_t k_t^T) diag(exp(log_decay_t)) S_(t-1) + beta_t k_t v_t^T    [H, Hv]
@@ -73,8 +82,14 @@ def gated_delta_rule(
       documents, segment_ids, positions: see `causal_conv`.
       mesh, batch_axis, head_axis: for global arrays, see `context_parallel_attention`.
       implementation, deadline: of the exchange, see `dispatch`.
+      initial_state: for documents that continue: the state S of each head before the first document
+        of each batch row, the same on all ranks; zeros in a row that begins a document. Only in
+        packed order.
+      return_state: also return the state behind the last document of each batch row, for the next
+        call. Padding does not count; a row without tokens keeps its state.
     Returns:
-      The output, in v's dtype.
+      The output, in v's dtype; or (output, state), the state in float32 (float64 for float64), on
+      all ranks.
     Raises:
       TypeError, ValueError: an argument is invalid; the message says how to fix it.
       jax.errors.JaxRuntimeError: at run time, see `dispatch`.
@@ -85,7 +100,8 @@ def gated_delta_rule(
     tokens = {"v": v, "q": q, "k": k, "log_decay": log_decay, "beta": beta}
     layer = Layer(options, Recur(kernel), num_heads=v.shape[2], grouped=("q", "k"))
     where, axes = Where(documents, segment_ids, positions), Axes(mesh, batch_axis, head_axis)
-    return call_layer(layer, tokens, (), where, axes)
+    carried = carried_heads(_OP, k, v, initial_state, return_state)
+    return call_layer(layer, tokens, (), where, axes, carried)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,12 +116,19 @@ class DeltaRule:
     chunk: int
 
     def __call__(
-        self, inputs: dict[str, Array], ids: Int32[Array, "G L"], cuts: CutPieces | None
-    ) -> Float[Array, "G L N V"]:
-        chunks = cut_into_chunks(ids, self.chunk, inputs["v"].shape[2], wide_dtype(inputs))
+        self,
+        inputs: dict[str, Array],
+        ids: Int32[Array, "G L"],
+        cuts: CutPieces | None,
+        initial: Any,
+    ) -> tuple[Float[Array, "G L N V"], Any]:
+        dtype = wide_dtype(inputs)
+        initial = None if initial is None else initial.astype(dtype)
+        chunks = cut_into_chunks(ids, self.chunk, inputs["v"].shape[2], dtype)
         u, w, kd, into, q, scores = chunks.apply(self._prepare, inputs)
-        out = read(Steps(u, w, kd, into), q, scores, chunks, Links.of(cuts, chunks))
-        return out.astype(inputs["v"].dtype)
+        links = Links.of(cuts, chunks)
+        out, state = read(Steps(u, w, kd, into), q, scores, chunks, links, initial)
+        return out.astype(inputs["v"].dtype), state
 
     def _prepare(self, rows: dict[str, Array], ids: Int32[Array, "n G C"]) -> tuple[Array, ...]:
         q, k, v, log, beta = heads_first(rows, self.scale)

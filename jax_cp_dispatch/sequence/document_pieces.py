@@ -2,7 +2,7 @@
 
 Only the first and last piece of a chunk (a rank's part of a batch row, or half of it in zigzag
 order) can be cut. So the ranks exchange what describes these, and whether ids ascend: at most 36
-bytes for each chunk.
+bytes for each chunk, and 16 more where documents may continue in another call.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ from jax_cp_dispatch.documents.layouts import (
 )
 from jax_cp_dispatch.documents.order import begin_columns, gather_sequence
 from jax_cp_dispatch.documents.segment_ids import fold_to_int32, read_documents
-from jax_cp_dispatch.masks.mask import PLACED
+from jax_cp_dispatch.masks.mask import PACKED, PLACED
 from jax_cp_dispatch.sequence.chunk_order import are_in_order, chunk_order
 from jax_cp_dispatch.sequence.pieces import Cuts, Options, Pieces, pieces_from_plan
+from jax_cp_dispatch.sequence.row_ends import chunk_ends, find_row_ends
 
 
 def document_pieces(
@@ -66,7 +67,7 @@ def document_pieces(
     given = read_given_tokens(op, documents, None, None)
     _, segment_ids, positions = given.packed
     shape = jnp.shape(segment_ids)
-    options = dataclasses.replace(options, order=given.order)
+    options = dataclasses.replace(options, order=given.order, finds_row_ends=given.order == PACKED)
     ranks = f"axis {axis_name!r} has {num_ranks} ranks"
     given.check_ranks(op, shape[1] * num_ranks, num_ranks, ranks)
     if given.order == PLACED:
@@ -100,6 +101,8 @@ def pieces_from_ids(options: Options, segment_ids: Any, positions: Any, shape: A
     edges = _edges(layout, ids, places, starts)
     if checks_order:
         edges |= chunk_order(ids, places, highest)
+    if options.finds_row_ends:
+        edges |= chunk_ends(starts)
     edges = _in_sequence(options.exchange, layout, edges)
     continues = _continues(edges)
     later, earlier = _cuts(layout, edges, continues)
@@ -116,6 +119,7 @@ def pieces_from_ids(options: Options, segment_ids: Any, positions: Any, shape: A
         earlier=earlier,
         rank=rank,
         fingerprint=fingerprint,
+        row_ends=find_row_ends(edges, later, num_tokens) if options.finds_row_ends else None,
         batch=batch,
         num_tokens=num_tokens,
         world_size=num_ranks,

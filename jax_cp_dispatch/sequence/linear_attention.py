@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence as Names
+from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
@@ -17,7 +18,13 @@ from jax_cp_dispatch.sequence.chains import CutPieces
 from jax_cp_dispatch.sequence.chunks import Chunks, cut_into_chunks, default_chunk, same_piece
 from jax_cp_dispatch.sequence.decays import decayed_scores, make_decays
 from jax_cp_dispatch.sequence.pieces import Cuts, Options, Pieces
-from jax_cp_dispatch.sequence.recurrence import Recur, check_heads, heads_first, wide_dtype
+from jax_cp_dispatch.sequence.recurrence import (
+    Recur,
+    carried_heads,
+    check_heads,
+    heads_first,
+    wide_dtype,
+)
 from jax_cp_dispatch.sequence.states import Links, read
 from jax_cp_dispatch.sequence.walks import Steps
 
@@ -40,7 +47,9 @@ def linear_attention(
     head_axis: str | Names[str] | None = None,
     implementation: str | None = None,
     deadline: float | None = None,
-) -> Float[Array, "B T N Hv"]:
+    initial_state: Float[HostOrDevice, "B N H Hv"] | None = None,
+    return_state: bool = False,
+) -> Float[Array, "B T N Hv"] | Any:
     """Computes linear attention with decay along each document: Mamba-2 (SSD), RetNet, or GLA.
 
         S_t = exp(log_decay_t) S_(t-1) + k_t v_t^T    [H, Hv]
@@ -58,8 +67,10 @@ def linear_attention(
       documents, segment_ids, positions: see `causal_conv`.
       mesh, batch_axis, head_axis: for global arrays, see `context_parallel_attention`.
       implementation, deadline: of the exchange, see `dispatch`.
+      initial_state, return_state: see `gated_delta_rule`.
     Returns:
-      The output, in v's dtype.
+      The output, in v's dtype; or (output, state), the state in float32 (float64 for float64), on
+      all ranks.
     Raises:
       TypeError, ValueError: an argument is invalid; the message says how to fix it.
       jax.errors.JaxRuntimeError: at run time, see `dispatch`.
@@ -70,7 +81,8 @@ def linear_attention(
     tokens = {"v": v, "q": q, "k": k, "log_decay": log_decay}
     layer = Layer(options, Recur(kernel), num_heads=v.shape[2], grouped=("q", "k"))
     where, axes = Where(documents, segment_ids, positions), Axes(mesh, batch_axis, head_axis)
-    return call_layer(layer, tokens, (), where, axes)
+    carried = carried_heads(_OP, k, v, initial_state, return_state)
+    return call_layer(layer, tokens, (), where, axes, carried)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,13 +93,20 @@ class LinearAttention:
     chunk: int
 
     def __call__(
-        self, inputs: dict[str, Array], ids: Int32[Array, "G L"], cuts: CutPieces | None
-    ) -> Float[Array, "G L N V"]:
-        chunks = cut_into_chunks(ids, self.chunk, inputs["v"].shape[2], wide_dtype(inputs))
+        self,
+        inputs: dict[str, Array],
+        ids: Int32[Array, "G L"],
+        cuts: CutPieces | None,
+        initial: Any,
+    ) -> tuple[Float[Array, "G L N V"], Any]:
+        dtype = wide_dtype(inputs)
+        initial = None if initial is None else initial.astype(dtype)
+        chunks = cut_into_chunks(ids, self.chunk, inputs["v"].shape[2], dtype)
         u, kd, into, q, scores, log = chunks.apply(self._prepare, inputs)
         decays = None if cuts is None else self._decays(chunks, cuts.earlier, log)
-        out = read(Steps(u, None, kd, into), q, scores, chunks, Links.of(cuts, chunks, decays))
-        return out.astype(inputs["v"].dtype)
+        links = Links.of(cuts, chunks, decays)
+        out, state = read(Steps(u, None, kd, into), q, scores, chunks, links, initial)
+        return out.astype(inputs["v"].dtype), state
 
     def _prepare(self, rows: dict[str, Array], ids: Int32[Array, "n G C"]) -> tuple[Array, ...]:
         q, k, v, log = heads_first(rows, self.scale)

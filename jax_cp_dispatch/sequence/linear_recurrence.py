@@ -12,9 +12,11 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, Int32, Integer
 
 from jax_cp_dispatch._arguments import HostOrDevice
+from jax_cp_dispatch._arrays import only_where
 from jax_cp_dispatch._ranks.communicator import AxisName
 from jax_cp_dispatch.documents import Documents
 from jax_cp_dispatch.sequence.call_layer import Axes, Layer, Where, call_layer
+from jax_cp_dispatch.sequence.carried import Carried, check_state
 from jax_cp_dispatch.sequence.chains import CutPieces
 from jax_cp_dispatch.sequence.pieces import Options, Pieces
 from jax_cp_dispatch.sequence.recurrence import Recur, check_elementwise, wide
@@ -35,7 +37,9 @@ def linear_recurrence(
     head_axis: str | Names[str] | None = None,
     implementation: str | None = None,
     deadline: float | None = None,
-) -> Float[Array, "B T *F"]:
+    initial_state: Float[HostOrDevice, "B *F"] | None = None,
+    return_state: bool = False,
+) -> Float[Array, "B T *F"] | Any:
     """Computes an elementwise linear recurrence along each document: RG-LRU, LRU, S4D.
 
         h_t = exp(log_decay_t) h_(t-1) + x_t
@@ -52,8 +56,9 @@ def linear_recurrence(
       documents, segment_ids, positions: see `causal_conv`.
       mesh, batch_axis, head_axis: for global arrays, see `context_parallel_attention`.
       implementation, deadline: of the exchange, see `dispatch`.
+      initial_state, return_state: see `gated_delta_rule`; `head_axis` shards axis 1 of a state.
     Returns:
-      h, in the dtype of x.
+      h, in the dtype of x; or (h, state), the state in float32 (float64 for float64), on all ranks.
     Raises:
       TypeError, ValueError: an argument is invalid; the message says how to fix it.
       jax.errors.JaxRuntimeError: at run time, see `dispatch`.
@@ -62,7 +67,10 @@ def linear_recurrence(
     check_elementwise(_OP, x, log_decay)
     where, axes = Where(documents, segment_ids, positions), Axes(mesh, batch_axis, head_axis)
     layer = Layer(options, Recur(LinearRecurrence()))
-    return call_layer(layer, {"x": x, "log_decay": log_decay}, (), where, axes)
+    like = jax.ShapeDtypeStruct((x.shape[0], *x.shape[2:]), jnp.float32)
+    check_state(_OP, initial_state, like, "Pass the last h of each running document.")
+    tokens, carried = {"x": x, "log_decay": log_decay}, Carried(initial_state, return_state)
+    return call_layer(layer, tokens, (), where, axes, carried)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +78,12 @@ class LinearRecurrence:
     """The elementwise recurrence on one rank, by one associative scan."""
 
     def __call__(
-        self, inputs: dict[str, Array], ids: Int32[Array, "G L"], cuts: CutPieces | None
-    ) -> Array:
+        self,
+        inputs: dict[str, Array],
+        ids: Int32[Array, "G L"],
+        cuts: CutPieces | None,
+        initial: Any,
+    ) -> tuple[Array, Any]:
         dtype, inputs = inputs["x"].dtype, wide(inputs)
         x, decay = inputs["x"], jnp.exp(inputs["log_decay"])
         new = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
@@ -83,14 +95,19 @@ class LinearRecurrence:
             return new0 | new1, decay, jnp.where(new1, h1, decay1 * h0 + h1)
 
         _, decay, h = jax.lax.associative_scan(join, (new, decay, x), axis=1)
+        behind = None
         if cuts is not None:
             last = jnp.maximum(cuts.earlier.row + cuts.earlier.length - 1, 0)
             at_last = lambda x: jax.lax.collapse(x, 0, 2)[last]
             added, product = at_last(h), at_last(decay)
-            state = jnp.asarray(cuts.states_before(added, (product, added), _apply))
+            if initial is not None:
+                initial = initial.astype(x.dtype)
+                added += product * only_where(cuts.opening & cuts.follows, initial)
+            state = jnp.asarray(cuts.states_before(added, (product, added), _apply, initial))
             index = jnp.where(ids <= len(state), ids, 0)  # pieces 1, ..., P are entered
             h = h + decay * jnp.pad(state, [(1, 0)] + [(0, 0)] * (state.ndim - 1))[index]
-        return h.astype(dtype)
+            behind = None if cuts.closing is None else at_last(h)
+        return h.astype(dtype), behind
 
 
 def _apply(map_: Any, state: Any) -> Any:

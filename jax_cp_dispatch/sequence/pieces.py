@@ -36,11 +36,13 @@ class Options:
       order: of the tokens.
       checks_order: whether ranks check that documents are in this order; not if that
         was checked on the host.
+      finds_row_ends: whether the pieces need `Pieces.row_ends`.
     """
 
     exchange: CollectiveOptions
     order: Order = PACKED
     checks_order: bool = True
+    finds_row_ends: bool = False
 
     @classmethod
     def of_call(
@@ -117,6 +119,7 @@ class Pieces:
       earlier: pieces that a later one continues, likewise.
       rank: the index of this rank on the axis.
       fingerprint: i32 [9] or None; what an exchange compares, see `dispatch`.
+      row_ends: in packed order, the first and the last document of each batch row; else None.
       batch, num_tokens: the rank's rows [B, T] (static).
       world_size: ranks (static).
       num_slots: the most pieces of `later`, and of `earlier`, on a rank (static).
@@ -129,6 +132,7 @@ class Pieces:
     earlier: Cuts
     rank: Any
     fingerprint: Any = None
+    row_ends: Any = None
     batch: int = dataclasses.field(metadata={"static": True})
     num_tokens: int = dataclasses.field(metadata={"static": True})
     world_size: int = dataclasses.field(metadata={"static": True})

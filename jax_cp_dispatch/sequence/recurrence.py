@@ -13,10 +13,11 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, Int32, Integer, PyTree, Shaped
 
 from jax_cp_dispatch._arguments import HostOrDevice, check_array
-from jax_cp_dispatch._arrays import only_where
+from jax_cp_dispatch._arrays import chosen, only_where
 from jax_cp_dispatch._ranks.communicator import AxisName
 from jax_cp_dispatch.documents import Documents
 from jax_cp_dispatch.sequence.call_layer import Axes, Layer, Where, call_layer
+from jax_cp_dispatch.sequence.carried import Carried, check_state, last_states
 from jax_cp_dispatch.sequence.chains import CutPieces
 from jax_cp_dispatch.sequence.pieces import Cuts, Options, Pieces
 
@@ -73,6 +74,14 @@ def check_heads(op: str, q: Any, k: Any, v: Any, log_decay: Any, beta: Any = Non
         )
 
 
+def carried_heads(op: str, k: Any, v: Any, initial_state: Any, return_state: bool) -> Carried:
+    """Returns the state [B, N, H, Hv] of a call, checked."""
+    shape = v.shape[0], v.shape[2], k.shape[3], v.shape[3]
+    like = jax.ShapeDtypeStruct(shape, jnp.float32)
+    check_state(op, initial_state, like, "Pass a state for each batch row and head.")
+    return Carried(initial_state, return_state)
+
+
 def check_elementwise(op: str, x: Any, log_decay: Any) -> None:
     check_floats(op, x=x, log_decay=log_decay)
     if x.ndim < 2 or x.shape != log_decay.shape:
@@ -109,16 +118,20 @@ def heads_first(rows: dict[str, Array], scale: float) -> list[Float[Array, "n G 
 
 
 _OP = "recurrence"
+_STATE = "Pass a state as return_state=True returns it."
 
 
 @runtime_checkable
 class Kernel(Protocol):
     """A recurrence on one rank; hashable."""
 
-    def __call__(self, inputs: Any, ids: Int32[Array, "G L"], cuts: CutPieces | None) -> Any:
+    def __call__(
+        self, inputs: Any, ids: Int32[Array, "G L"], cuts: CutPieces | None, initial: Any
+    ) -> tuple[Any, Any]:
         """Returns the outputs [G, L, ...] of rows [G, L, ...], whose pieces have these ids.
 
-        Without `cuts`, all pieces start from zero.
+        Without `cuts`, all pieces start from zero. The initial states [P, ...] enter the opening
+        ones; the second result has the states behind the closing ones, [P, ...].
         """
         ...
 
@@ -136,7 +149,9 @@ def recurrence(
     head_axis: str | Names[str] | None = None,
     implementation: str | None = None,
     deadline: float | None = None,
-) -> PyTree[Shaped[Array, "B T ..."]]:
+    initial_state: PyTree[Shaped[HostOrDevice, "B ..."]] | None = None,
+    return_state: bool = False,
+) -> PyTree[Shaped[Array, "B T ..."]] | Any:
     """Computes a recurrence along each document with the caller's kernel.
 
     Over a piece of a document, the state changes by an affine map. The map of each piece goes to
@@ -164,8 +179,10 @@ def recurrence(
       mesh, batch_axis, head_axis: for global arrays, see `context_parallel_attention`; `head_axis`
         shards axis 2 of each array, and of the outputs, which then have one.
       implementation, deadline: of the exchange, see `dispatch`.
+      initial_state, return_state: see `gated_delta_rule`; a state is what `apply` returns, with a
+        first axis B, and `head_axis` shards axis 1.
     Returns:
-      What `run` returns, zero for padding.
+      What `run` returns, zero for padding; or (outputs, state).
     Raises:
       TypeError, ValueError: an argument is invalid; the message says how to fix it.
       jax.errors.JaxRuntimeError: at run time, see `dispatch`.
@@ -178,9 +195,21 @@ def recurrence(
             "an object with the functions summary, apply and run."
         )
     check_rows(_OP, "inputs", inputs)
+    _check_rows_of_state(initial_state, jax.tree.leaves(inputs)[0].shape[0])
     layer = Layer(options, Recur(OfUser(local)))
     where, axes = Where(documents, segment_ids, positions), Axes(mesh, batch_axis, head_axis)
-    return call_layer(layer, inputs, (), where, axes)
+    return call_layer(layer, inputs, (), where, axes, Carried(initial_state, return_state))
+
+
+def _check_rows_of_state(state: Any, batch: int) -> None:
+    """Requires arrays [B, ...]; the kernel knows the rest of their shapes."""
+    for x in jax.tree.leaves(state):
+        check_array(_OP, "initial_state", x)
+        if x.shape[:1] != (batch,):
+            raise ValueError(
+                f"{_OP}: initial_state has an array of shape {x.shape}; it needs [B, ...] with B = "
+                f"{batch}. {_STATE}"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,12 +219,18 @@ class Recur:
     kernel: Kernel
 
     @jax.named_scope("cpd.recurrence")
-    def __call__(self, options: Options, pieces: Pieces, inputs: Any, weights: tuple[()]) -> Any:
+    def __call__(
+        self, options: Options, pieces: Pieces, inputs: Any, weights: tuple[()], carried: Carried
+    ) -> tuple[Any, Any]:
         inert = partial(only_where, pieces.is_token)
         inputs = jax.tree.map(inert, pieces.arrange(inputs))
-        cuts = CutPieces.of(options.exchange, pieces)
-        outputs = self.kernel(inputs, cuts.ids(), cuts if pieces.world_size > 1 else None)
-        return pieces.restore(jax.tree.map(inert, outputs))
+        cuts, initial = CutPieces.of(options.exchange, pieces, carried), carried.initial
+        is_cut = pieces.world_size > 1 or carried.is_used
+        outputs, behind = self.kernel(inputs, cuts.ids(), cuts if is_cut else None, initial)
+        state = None
+        if carried.is_returned:
+            state = last_states(pieces, behind, cuts.closing, initial)
+        return pieces.restore(jax.tree.map(inert, outputs)), state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,11 +239,22 @@ class OfUser:
 
     local: Any
 
-    def __call__(self, inputs: Any, ids: Int32[Array, "G L"], cuts: CutPieces | None) -> Any:
+    def __call__(
+        self, inputs: Any, ids: Int32[Array, "G L"], cuts: CutPieces | None, initial: Any
+    ) -> tuple[Any, Any]:
+        behind = None
         if cuts is not None:
-            maps = self._maps(inputs, ids, cuts.earlier)
-            first = jax.vmap(lambda x: self.local.apply(x, None))(maps)
-            states = cuts.states_before(first, maps, self.local.apply)
+            apply, maps = self.local.apply, self._maps(inputs, ids, cuts.earlier)
+            first = jax.vmap(lambda x: apply(x, None))(maps)
+            pick = lambda use, x, y: jax.tree.map(partial(chosen, use), x, y)
+            if initial is not None:
+                check_state(_OP, initial, first, _STATE)
+                initial = jax.tree.map(lambda x, y: x.astype(y.dtype), initial, first)
+                entered = jax.vmap(apply)(maps, cuts.initial(initial))
+                first = pick(cuts.opening & cuts.follows, entered, first)
+            states = cuts.states_before(first, maps, apply, initial)
+            if cuts.closing is not None:
+                behind = pick(cuts.follows, jax.vmap(apply)(maps, states), first)
         else:
             one = jax.tree.map(lambda x: x[:1], inputs)
             state = jax.eval_shape(lambda x: self.local.apply(self.local.summary(x), None), one)
@@ -221,7 +267,7 @@ class OfUser:
                 f"{_OP}: local.run returned arrays of shapes {shapes} for rows {ids.shape}. Return "
                 "[G, rows, ...], an output for each row."
             )
-        return out
+        return out, behind
 
     def _maps(self, inputs: Any, ids: Int32[Array, "G L"], cuts: Cuts) -> Any:
         rows = jnp.arange(ids.shape[1], dtype=jnp.int32)

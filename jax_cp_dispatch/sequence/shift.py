@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Integer, PyTree, Shaped
 
 from jax_cp_dispatch._arguments import HostOrDevice, check_integer, check_value_of
+from jax_cp_dispatch._arrays import chosen
 from jax_cp_dispatch._ranks.communicator import AxisName
 from jax_cp_dispatch._ranks.varying import varying_axes
 from jax_cp_dispatch.documents import Documents
@@ -19,6 +20,7 @@ from jax_cp_dispatch.documents.given import read_given_tokens
 from jax_cp_dispatch.documents.table import from_segment_ids
 from jax_cp_dispatch.masks.mask import PACKED
 from jax_cp_dispatch.sequence.call_layer import Axes, Layer, Where, call_layer
+from jax_cp_dispatch.sequence.carried import Carried, check_state, last_rows
 from jax_cp_dispatch.sequence.halo import receive_halo
 from jax_cp_dispatch.sequence.pieces import Options, Pieces
 from jax_cp_dispatch.sequence.recurrence import check_rows
@@ -40,7 +42,9 @@ def shift(
     head_axis: str | Names[str] | None = None,
     implementation: str | None = None,
     deadline: float | None = None,
-) -> PyTree[Shaped[Array, "B T ..."]]:
+    initial_state: PyTree[Shaped[HostOrDevice, "B V ..."]] | None = None,
+    return_state: bool = False,
+) -> PyTree[Shaped[Array, "B T ..."]] | Any:
     """Gives each token the row of the token `offset` before it in its document.
 
         y[t] = x[t - offset]
@@ -63,8 +67,14 @@ def shift(
       mesh, batch_axis, head_axis: for global arrays, see `context_parallel_attention`; `head_axis`
         shards axis 2.
       implementation, deadline: of the exchange, see `dispatch`.
+      initial_state: for documents that continue: the V = `offset` rows before the first document of
+        each batch row, in the structure of `x`, the same on all ranks; `fill` in a row that begins
+        a document. Only in packed order, and for positive offsets.
+      return_state: also return the last `offset` rows of the last document of each batch row, for
+        the next call; `fill` where it has none. Padding does not count; a row without tokens keeps
+        its state.
     Returns:
-      Arrays in the structure of `x`.
+      Arrays in the structure of `x`; or (arrays, state), the state in that structure, on all ranks.
     Raises:
       TypeError, ValueError: an argument is invalid; the message says how to fix it.
       jax.errors.JaxRuntimeError: at run time, see `dispatch`.
@@ -74,9 +84,24 @@ def shift(
     check_rows(_OP, "x", x)
     for each in jax.tree.leaves(x):
         check_value_of(_OP, "fill", fill, each.dtype)
+    carried = Carried(initial_state, return_state, head_axis=2)
+    if carried.is_used:
+        _check_carried(carried, offset, x)
     layer = Layer(options, _Shift(int(offset), fill), like_tokens=True, moves=offset != 0)
     where, axes = Where(documents, segment_ids, positions), Axes(mesh, batch_axis, head_axis)
-    return call_layer(layer, x, (), where, axes)
+    return call_layer(layer, x, (), where, axes, carried)
+
+
+def _check_carried(carried: Carried, offset: int, x: Any) -> None:
+    if offset < 1:
+        raise ValueError(
+            f"{_OP}: offset is {offset}; initial_state and return_state need a positive one: a "
+            "state has earlier tokens. Omit both, or shift whole documents in the data loader, by "
+            "shift_documents."
+        )
+    of_rows = lambda x: jax.ShapeDtypeStruct((x.shape[0], offset, *x.shape[2:]), x.dtype)
+    next_step = "Pass the last rows of each running document, as return_state=True returns them."
+    check_state(_OP, carried.initial, jax.tree.map(of_rows, x), next_step)
 
 
 class _Shift(NamedTuple):
@@ -86,11 +111,13 @@ class _Shift(NamedTuple):
     fill: Any
 
     @jax.named_scope("cpd.shift")
-    def __call__(self, options: Options, pieces: Pieces, x: Any, weights: tuple[()]) -> Any:
+    def __call__(
+        self, options: Options, pieces: Pieces, x: Any, weights: tuple[()], carried: Carried
+    ) -> tuple[Any, Any]:
         offset, fill = self
         size, groups = pieces.begin.size, pieces.begin.shape
         leaves, tree = jax.tree.flatten(pieces.arrange(x))
-        rows = [x.reshape(size, *x.shape[2:]) for x in leaves]
+        own = rows = [x.reshape(size, *x.shape[2:]) for x in leaves]
         source = _sources(pieces, offset)
         if offset and pieces.world_size > 1:
             rows = _with_halo(options, pieces, rows, offset)
@@ -101,7 +128,30 @@ class _Shift(NamedTuple):
             moved = jnp.where(valid, moved, jnp.asarray(fill, x.dtype))
             return moved.reshape(*groups, *x.shape[1:])
 
-        return pieces.restore(tree.unflatten(map(shifted, rows)))
+        out = list(map(shifted, rows))
+        initial = [None] * len(own)
+        if carried.initial is not None:
+            initial = jax.tree.leaves(carried.initial)
+            out = [_after(pieces, *both) for both in zip(out, initial, strict=True)]
+        state = None
+        if carried.is_returned:
+            both = zip(own, initial, strict=True)
+            state = tree.unflatten(last_rows(pieces, x, offset, s, fill) for x, s in both)
+        return pieces.restore(tree.unflatten(out)), state
+
+
+def _after(
+    pieces: Pieces, x: Shaped[Array, "B L ..."], state: Shaped[Array, "B V ..."]
+) -> Shaped[Array, "B L ..."]:
+    """Gives the first tokens of the first document of each batch row the rows before it."""
+    width, first = state.shape[1], pieces.row_ends.first_piece(pieces)
+    row = pieces.begin.shape[1] * first.slot  # of the group
+    place = jnp.arange(x.shape[1], dtype=jnp.int32) - (first.row - row)[:, None]
+    place = jnp.where((place >= 0) & (place < first.length[:, None]), place, width)
+    place += first.start[:, None]
+    is_first = place < width
+    place = jnp.where(is_first, place, 0).reshape(*place.shape, *[1] * (x.ndim - 2))
+    return chosen(is_first, jnp.take_along_axis(state, place, axis=1).astype(x.dtype), x)
 
 
 def _with_halo(options: Options, pieces: Pieces, rows: list[Array], offset: int) -> list[Array]:

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from jax_cp_dispatch._arrays import chosen, only_where
+from jax_cp_dispatch._arrays import At, chosen, only_where
 from jax_cp_dispatch._ranks.varying import vary_like
 from jax_cp_dispatch.sequence.chains import CutPieces
 from jax_cp_dispatch.sequence.chunks import Chunks, Span, dot
@@ -37,6 +37,11 @@ class Links(NamedTuple):
     later: Span
     earlier: Span
     decays: Float[Array, "P N F"] | None
+
+    @property
+    def crosses(self) -> Span:
+        """Those of `later` that states of other ranks enter."""
+        return self.later._replace(used=self.cuts.crosses)
 
     @classmethod
     def of(cls, cuts: CutPieces | None, chunks: Chunks, decays: Any = None) -> Links | None:
@@ -65,6 +70,9 @@ class _Behind(NamedTuple):
     new: Float[Array, "P N C V"]
     is_inside: Bool[Array, " P"]
 
+    def state(self) -> Float[Array, "P N H V"]:
+        return self.decay * self.before + dot(across(self.keys), self.new)
+
 
 def read(
     steps: Steps,
@@ -72,53 +80,73 @@ def read(
     scores: Float[Array, "n G N C C"],
     chunks: Chunks,
     links: Links | None,
-) -> Float[Array, "G L N V"]:
+    initial: Float[Array, "P N H V"] | None = None,
+) -> tuple[Float[Array, "G L N V"], Float[Array, "P N H V"] | None]:
     """Returns what queries read: from the states, and by their scores with rows of their chunk.
 
-    Queries are decayed from the start of their piece or chunk.
+    And the state behind each closing piece, if there are any. Queries are decayed from the start of
+    their piece or chunk. `initial`: before the opening pieces.
     """
-    states, new, entering = _carry((chunks, links), steps)
+    states, new, entering, behind = _carry((chunks, links), steps, initial)
     out = dot(q * chunks.into, states) + dot(scores, new)
     if links is not None:
         at = links.later.chunk()
         out = at.add(out, dot(at.take(q), entering) * links.later.mask)
-    return chunks.join(out)
+    return chunks.join(out), behind
 
 
 @jax.custom_vjp
-def _carry(fixed: tuple[Chunks, Links | None], steps: Steps) -> tuple[Array, Array, Any]:
-    """Returns the state before each chunk, what its rows add, and the states that enter pieces."""
-    return _carry_forward(fixed, steps)[0]
+def _carry(
+    fixed: tuple[Chunks, Links | None], steps: Steps, initial: Any
+) -> tuple[Array, Array, Any, Any]:
+    """Returns the state before each chunk, what its rows add, and the states that enter pieces.
+
+    And those behind pieces of `earlier`, for the closing ones.
+    """
+    return _carry_forward(fixed, steps, initial)[0]
 
 
-def _carry_forward(fixed, steps):
+def _carry_forward(fixed, steps, initial):
     chunks, links = fixed
-    later = entering = pull = None
+    later = entering = pull = behind = None
     if links is not None:
         later = links.later
-        product, added = _maps(steps, chunks, links)
+        product, added = _maps(steps, chunks, links, initial)
         apply = _decayed if steps.w is None else _multiplied
-        before = lambda added: links.cuts.states_before(added, (product, added), apply)
+        before = lambda added: links.cuts.states_before(added, (product, added), apply, initial)
         entering, pull = jax.vjp(before, added)
     states, new = walk(steps, chunks, later, entering)
-    return (states, new, entering), (fixed, steps._replace(u=None), states, new, entering, pull)
+    if links is not None and links.cuts.closing is not None:
+        behind = links.behind(steps, states, new, entering).state()
+    saved = fixed, steps._replace(u=None), states, new, entering, pull, initial
+    return (states, new, entering, behind), saved
 
 
 def _carry_backward(saved, gradients):
-    (chunks, links), steps, states, new, entering, pull = saved
-    dstates, dnew, dentering = gradients
-    dkd = dinto = 0
+    (chunks, links), steps, states, new, entering, pull, initial = saved
+    dstates, dnew, dentering, dbehind = gradients
+    dkd = dinto = dinitial = 0
     if links is not None:
-        at = links.earlier.chunk()
-        active = links.later.is_active(len(chunks.ids))
+        at, crosses = links.earlier.chunk(), links.crosses
+        behind = links.behind(steps, states, new, entering)
+        enters = behind.is_inside & links.cuts.follows
+        if links.cuts.closing is not None:  # first: it is no part of the maps
+            dbehind = only_where(links.cuts.closing, dbehind)
+            dnew, dstates = _add_behind(at, behind, dbehind, dnew, dstates)
+            dentering = dentering + only_where(enters, behind.decay * dbehind)
+        active = crosses.is_active(len(chunks.ids))
         of_rows = lambda: _entering_gradient(steps, chunks, links, active, dstates, dnew)
-        (g,) = pull(dentering + _if_any(links.later.used, of_rows, dentering))
-        before, decay, keys, added, is_inside = links.behind(steps, states, new, entering)
-        dnew = at.add(dnew, dot(keys, g))
-        dstates = at.add(dstates, only_where(~is_inside, decay * g))
-        dkd = links.earlier.mask * dot(added, across(g))
-        dinto = _like_decay(steps, before * g)
+        (g,) = pull(dentering + _if_any(crosses.used, of_rows, dentering))
+        if initial is not None:
+            dinitial = dentering + only_where(enters, behind.decay * g)
+        dnew, dstates = _add_behind(at, behind, g, dnew, dstates)
+        if links.cuts.closing is not None:
+            g = g + dbehind
+        dkd = links.earlier.mask * dot(behind.new, across(g))
+        dinto = _like_decay(steps, behind.before * g)
     after, dnew = walk_back(steps, chunks, dstates, dnew)
+    if links is not None and initial is not None:
+        dinitial = links.cuts.initial(dinitial + _at_entrance(steps, links, after, dnew))
     dw = None if steps.w is None else -dot(dnew * chunks.into, across(states))
     of_keys = dot(new * chunks.last, across(after))
     last_row = _like_decay(steps, states * after) * chunks.into[..., -1, :]
@@ -133,18 +161,19 @@ def _carry_backward(saved, gradients):
     into = jnp.pad(last_row[..., None, :], above)
     if links is not None:
         into = links.earlier.last_row().add(into, dinto)
-    return None, Steps(dnew, dw, of_keys, into)
+    return None, Steps(dnew, dw, of_keys, into), None if initial is None else dinitial
 
 
 _carry.defvjp(_carry_forward, _carry_backward)
 
 
-def _maps(steps: Steps, chunks: Chunks, links: Links) -> tuple[Any, Array]:
+def _maps(steps: Steps, chunks: Chunks, links: Links, initial: Any) -> tuple[Any, Array]:
     """Returns the maps of `earlier`, from S to product S + added: of walks where there are any.
 
-    If rows read, the product is the state from the identity if rows add nothing.
+    If rows read, the product is the state from the identity if rows add nothing. An initial state
+    is part of what an opening piece adds.
     """
-    earlier, follows = links.earlier, links.cuts.follows
+    earlier, follows = links.earlier, links.cuts.earlier.start > 0
     size, lead = steps.kd.shape[-1], (len(follows), steps.u.shape[2])
 
     def behind(used: Array, steps: Steps, entering: Array, later: Span | None) -> Array:
@@ -152,25 +181,40 @@ def _maps(steps: Steps, chunks: Chunks, links: Links) -> tuple[Any, Array]:
 
         def walked() -> Array:
             states, new = walk(steps, chunks, later, entering, active=active)
-            before, decay, keys, new, _ = links.behind(steps, states, new, entering)
-            return decay * before + dot(across(keys), new)
+            return links.behind(steps, states, new, entering).state()
 
         (entering,) = vary_like([entering], steps.u)
         return _if_any(used, walked, entering)
 
     zero = jnp.zeros((*lead, size, steps.u.shape[-1]), steps.u.dtype)
-    added = behind(earlier.used, steps, zero, None)
+    if links.cuts.pieces.world_size == 1:
+        return links.decays if steps.w is None else zero, zero
+    sends = links.cuts.sends
+    if initial is None:
+        added = behind(sends, steps, zero, None)
+    else:
+        added = behind(sends, steps, links.cuts.initial(initial), links.later)
     if steps.w is None:
         return links.decays, added
     identity = jnp.broadcast_to(np.eye(size, dtype=zero.dtype), (*lead, size, size))
     adds_nothing = steps._replace(u=jnp.zeros_like(steps.w))
-    return behind(earlier.used & follows, adds_nothing, identity, links.later), added
+    return behind(sends & follows, adds_nothing, identity, links.later), added
+
+
+def _add_behind(at: At, behind: _Behind, g: Array, dnew: Array, dstates: Array) -> Any:
+    """Adds the gradient of the states behind pieces to those of what they are computed from."""
+    dnew = at.add(dnew, dot(behind.keys, g))
+    return dnew, at.add(dstates, only_where(~behind.is_inside, behind.decay * g))
 
 
 def _entering_gradient(steps, chunks, links, active, dstates, dnew):
     """Returns the gradient of the states that enter, without what goes on behind their pieces."""
+    return _at_entrance(steps, links, *walk_back(steps, chunks, dstates, dnew, active=active))
+
+
+def _at_entrance(steps: Steps, links: Links, after: Array, dnew: Array) -> Array:
+    """Returns the gradient of entering states from those of `walk_back`."""
     at, mask = links.later.chunk(), links.later.mask
-    after, dnew = walk_back(steps, chunks, dstates, dnew, active=active)
     out = at.take(decay_over(steps)) * mask[:, :, -1:] * at.take(after)
     if steps.w is not None:
         out = out - dot(across(at.take(steps.w) * mask), at.take(dnew))

@@ -78,6 +78,15 @@ CASES = {
             lambda: shift(TOKENS[:, :12], documents=OF_2, mesh=mesh_of(3)),
             "plan is for world_size=2 but .* Place the tokens again",
         ),
+        (
+            lambda: shift(documents=DOCUMENTS.zigzag(2), mesh=mesh_of(2), return_state=True),
+            "the documents are in zigzag order .*; initial_state and return_state need packed",
+        ),
+        (
+            lambda: shift(TOKENS[:, :12], documents=OF_2, mesh=mesh_of(2), initial_state=TOKENS),
+            "initial_state has shapes .*(1, 16, 4).* it needs .*(1, 1, 4).* Pass the last rows",
+        ),
+        (lambda: shift(offset=-1, return_state=True), "offset is -1; .* Omit both, or shift whole"),
         (lambda: shift([TOKENS, 1]), "x is of type int; it needs to be an array"),
         (
             lambda: shift([HEADS, TOKENS[..., :3]], mesh=OF_HEADS, head_axis="tensor"),
@@ -97,11 +106,19 @@ CASES = {
         (lambda: conv(weight=np.zeros((0, 4))), "weight for each tap"),
         (lambda: conv(bias=np.zeros(3)), "one value for each channel"),
         (lambda: conv(segment_ids=IDS[:, :8]), "segment_ids has shape"),
+        (
+            lambda: conv(initial_state=INTEGERS[:, :2]),
+            r"initial_state has .*int32.*; it needs \(\(1, 2, 4\), 'float32'\). Pass the last",
+        ),
         (lambda: conv(segment_ids=IDS * 1.0), "needs to be integers"),
         (lambda: conv(segment_ids=[[1] * 16]), "segment_ids is of type list"),
         (lambda: conv(x=INTEGERS), "x has dtype int32; it needs to be floats"),
     ],
     "gated_delta_rule": [
+        (
+            lambda: delta(initial_state=np.zeros((1, 4, 4), np.float32)),
+            r"initial_state has shapes .* it needs \(\(1, 2, 4, 4\), 'float32'\). Pass a state for",
+        ),
         (lambda: delta(q=TOKENS), "Pass heads as axis 2"),
         (
             lambda: delta(**dict.fromkeys("qk", np.zeros((1, 16, 3, 4), np.float32))),
@@ -119,6 +136,12 @@ CASES = {
     ],
     "recurrence": [
         (lambda: recur(local=None), "local is of type NoneType, without summary"),
+        (lambda: recur(initial_state=0), "initial_state is of type int; it needs to be an array"),
+        (lambda: recur(initial_state=TOKENS[:0]), r"shape \(0, 16, 4\); it needs .* with B = 1"),
+        (
+            lambda: recur(local=Returns((1, 16)), initial_state=TOKENS[:, 0, 0], return_state=True),
+            r"initial_state has shapes \(\(1,\), 'float32'\); it needs \(\(1, 4\), 'float32'\)",
+        ),
         (lambda: recur(inputs={}), "at least one such array"),
         (lambda: recur(local=Returns((1, 8))), r"returned arrays of shapes \[\(1, 8\)\] for rows"),
         (
