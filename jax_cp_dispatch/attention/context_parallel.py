@@ -81,9 +81,9 @@ def context_parallel_attention(
     "balanced" makes a plan from the documents. Known ones are planned immediately, with buffers of
     the size that this batch needs; to plan at another time, pass `documents.with_plan(plan)`.
     Traced documents or masks (and those of a sharded batch) are planned inside the program, with
-    the capacities of `Balanced.config`; its defaults always suffice, but reserve space for all keys
-    on every rank. "placed" needs `Placement.documents`, and q, k, v in that order, which is also
-    the order of the output.
+    the capacities of `Balanced.config`; its defaults always suffice, but reserve the keys that the
+    mask can need, which `Balanced` counts. "placed" needs `Placement.documents`, and q, k, v in
+    that order, which is also the order of the output.
 
     Args:
       q: queries, T tokens, sharded or to be sharded over `axis_name` in equal contiguous parts;

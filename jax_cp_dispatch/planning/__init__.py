@@ -13,7 +13,8 @@ From documents to a plan, in this order:
    is the plan of a batch that does not fit.
 4. `inside_jit` does the same in `jax.numpy`: `block_grid` cuts documents into blocks,
    `seen_inside` says what they see, `balance` assigns them to ranks (replace this part for another
-   planner), `stages` makes the arrays, and `slots` their metadata.
+   planner) within the `key_limit` of the mask, `stages` makes the arrays, and `slots` their
+   metadata.
 5. `plan`: the result, `Plan`, which `pieces_fingerprint` ties to its batch. `stack` is several
    plans as one, `describe` a text, `saved` a pickle. `placement`: the order of tokens that goes
    with a plan.

@@ -7,6 +7,7 @@ from jaxtyping import Array, Bool, Int32
 from jax_cp_dispatch._arrays import divided
 from jax_cp_dispatch._ranks.varying import vary_alike
 from jax_cp_dispatch._scans import running_sum, smallest, sum_by_key
+from jax_cp_dispatch.planning.key_limit import KeyLimit
 
 # The repair stops after this many moves.
 _MOVES_PER_RANK = 4
@@ -18,6 +19,7 @@ def balance_blocks(
     *,
     row_limit: int,
     tolerance: float,
+    keys: KeyLimit | None = None,
 ) -> Int32[Array, "B W J"]:
     """Assigns blocks to ranks so that all ranks have nearly equal cost and few rows move.
 
@@ -32,6 +34,9 @@ def balance_blocks(
     receives a cost of at most M, that is at most T rows, plus the other halves of the two blocks at
     the ends of its share. The last step respects `row_limit`.
 
+    With a limit of keys, blocks that exceed it stay at home, which costs balance. Beside the keys
+    of all its own queries, a rank has room for those that it gets.
+
     Call anywhere, also under `jax.jit`. All sums are of integers, so equal inputs give equal
     assignments. Not differentiable.
 
@@ -40,6 +45,7 @@ def balance_blocks(
       num_rows: rows that move with the block; 0 if there is nothing to compute.
       row_limit: maximum rows of a rank in the last step.
       tolerance: fraction by which the largest cost may exceed the mean.
+      keys: of the blocks, and their limit; None: no assignment exceeds it.
     Returns:
       The rank that computes the block.
     """
@@ -50,8 +56,12 @@ def balance_blocks(
     given = _dearest(cost, num_rows, jnp.maximum(load - mean, 0))
     poured = _pour(jnp.where(given, cost, 0), jnp.maximum(mean - load, 0))
     target = mean + (mean.astype(jnp.float32) * tolerance).astype(jnp.int32)
+    held_keys = None
+    if keys is not None:
+        taken, held_keys = keys.taken(given.reshape(-1), poured.reshape(-1), num_ranks)
+        given = taken.reshape(given.shape)
     assigned = jnp.where(given, poured, home)
-    return _repair(assigned, cost, num_rows, mean, target, row_limit)
+    return _repair(assigned, cost, num_rows, mean, target, row_limit, keys, held_keys)
 
 
 def _dearest(
@@ -91,23 +101,29 @@ def _repair(
     mean: Int32[Array, ""],
     target: Int32[Array, ""],
     row_limit: int,
+    keys: KeyLimit | None,
+    held_keys: Int32[Array, " W"] | None,
 ) -> Int32[Array, "B W J"]:
     """Moves single blocks from the most to the least loaded rank while this reduces the maximum."""
     shape, num_ranks = assigned.shape, assigned.shape[1]
     assigned, cost, num_rows = assigned.reshape(-1), cost.reshape(-1), num_rows.reshape(-1)
     ranks = jnp.arange(num_ranks, dtype=jnp.int32)
     blocks = jnp.arange(len(cost), dtype=jnp.int32)
-    sizes = jnp.stack([cost, num_rows])
+    of_keys = [] if keys is None else [keys.alone]  # a rank that gives a block may keep its keys
+    sizes = jnp.stack([cost, num_rows, *of_keys])
 
     def go_on(state):
         _, held, moves_left = state
         return (moves_left > 0) & (held[0].max() > target)
 
     def move(state):
-        assigned, (load, rows), moves_left = state
+        assigned, held, moves_left = state
+        load, rows, *num_keys = held
         (heaviest, giver), (lightest, taker) = smallest(-load, load)
         heaviest = -heaviest
         fits = (assigned == giver) & (rows[taker] + num_rows <= row_limit)
+        if keys is not None:
+            fits &= num_keys[0][taker] + keys.alone <= keys.limit
         # The larger of the two loads after the move; values below the mean gain nothing, and
         # blocks without cost change nothing.
         after = jnp.maximum(jnp.maximum(heaviest - cost, lightest + cost), mean)
@@ -115,13 +131,15 @@ def _repair(
         helps = after < heaviest
         # Comparisons of all elements; `at[]` would compile to more.
         sign = (ranks == taker).astype(jnp.int32) - (ranks == giver).astype(jnp.int32)
-        sign = jnp.where(helps, sign, 0)[None]
+        sign = jnp.where(helps, sign, 0)
+        signs = jnp.stack([sign, sign, *(jnp.maximum(sign, 0) for _ in num_keys)])
         return [
             jnp.where(helps & (blocks == block), taker, assigned),
-            jnp.stack([load, rows]) + sign * sizes[:, block, None],
+            held + signs * sizes[:, block, None],
             jnp.where(helps, moves_left - 1, 0),
         ]
 
-    held = jnp.stack(sum_by_key([cost, num_rows], assigned, num_ranks))
+    sums = sum_by_key([cost, num_rows], assigned, num_ranks)
+    held = jnp.stack(sums if held_keys is None else [*sums, held_keys])
     state = vary_alike([assigned, held, jnp.int32(_MOVES_PER_RANK * num_ranks)])
     return lax.while_loop(go_on, move, state)[0].reshape(shape)

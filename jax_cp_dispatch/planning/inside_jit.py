@@ -32,6 +32,7 @@ from jax_cp_dispatch.masks import Mask, StaticMask
 from jax_cp_dispatch.masks.read import check_mask_arrays, read_mask
 from jax_cp_dispatch.planning.block_grid import BlockGrid, Capacities
 from jax_cp_dispatch.planning.config import CAPACITIES, PlanConfig, check_config, check_traced
+from jax_cp_dispatch.planning.key_limit import kv_bound
 from jax_cp_dispatch.planning.plan import Plan
 from jax_cp_dispatch.planning.seen_inside import column_ranges
 from jax_cp_dispatch.planning.stages import assign, build, kv_transfers_bound, q_bound
@@ -162,7 +163,7 @@ def static_capacities(grid: BlockGrid, config: PlanConfig, mask: Mask) -> Capaci
     q = config.q_capacity or q_bound(grid)
     return Capacities(
         q=q,
-        kv=config.kv_capacity or grid.world_size * grid.rows,
+        kv=config.kv_capacity or kv_bound(grid, mask),
         q_transfers=config.max_q_transfers or grid.batch * grid.per_piece,
         kv_transfers=config.max_kv_transfers or kv_transfers_bound(grid, is_causal=mask.is_causal),
         pieces=config.max_pieces or q,

@@ -24,6 +24,7 @@ from jax_cp_dispatch.planning.block_grid import (
     block_ranges,
     places,
 )
+from jax_cp_dispatch.planning.key_limit import KeyLimit
 from jax_cp_dispatch.planning.seen_inside import seen_by_rows, seen_columns
 from jax_cp_dispatch.planning.slots import (
     Slots,
@@ -103,7 +104,8 @@ def assign(
     length = jnp.broadcast_to(grid.lengths, grid.shape)
     live = first >= 0
     num_rows = jnp.where(live, length, 0)
-    rank = balance_blocks(cost, num_rows, row_limit=q_bound(grid), tolerance=tolerance)
+    keys = KeyLimit.of(grid, mask, first, last)
+    rank = balance_blocks(cost, num_rows, row_limit=q_bound(grid), tolerance=tolerance, keys=keys)
     rank = jnp.where(live, rank, grid.world_size).reshape(-1)
 
     begins = _run_begins(starts, rank, grid)
