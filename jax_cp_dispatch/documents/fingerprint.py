@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, Int32, UInt32
 
 from jax_cp_dispatch.documents.segment_ids import Ids, fold_to_int32, mix
-from jax_cp_dispatch.masks import Mask, StaticMask
+from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.array_mask import MaskKind
 
 Words = Int32[Array, "B T"] | Int32[np.ndarray, "B T"]
@@ -70,7 +70,7 @@ def run_checksums(
 
 
 def plan_digest(
-    config: Any, mask: StaticMask | MaskKind, *arrays: Int[Any, " N"]
+    config: Any, mask: Mask | MaskKind, *arrays: Int[Any, " N"]
 ) -> UInt32[Any, " 1"]:
     """Returns a checksum of what a plan depends on besides its batch.
 

@@ -52,9 +52,9 @@ def read_mask_of_numbers(op: str, mask: Any) -> StaticMask:
     mask = read_mask(op, mask)
     if not isinstance(mask, StaticMask):
         raise ValueError(
-            f"{op}: mask is {mask}, but this needs a mask without arrays, such as causal, "
-            "SlidingWindow or Chunked. For a mask of arrays, plan with plan_attention: the plan "
-            "counts its pairs."
+            f"{op}: mask is {mask}, but this needs one of numbers that sees one range of keys, "
+            "such as causal, SlidingWindow or Chunked. For others, plan with plan_attention: the "
+            "plan counts its pairs."
         )
     return mask
 

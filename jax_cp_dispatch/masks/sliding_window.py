@@ -6,8 +6,9 @@ from typing import Any
 import jax
 
 from jax_cp_dispatch.masks.causal import Causal
+from jax_cp_dispatch.masks.first_and_window import FirstAndWindow
 from jax_cp_dispatch.masks.full import Full
-from jax_cp_dispatch.masks.mask import maximum, minimum
+from jax_cp_dispatch.masks.mask import Mask, maximum, minimum
 from jax_cp_dispatch.masks.static_mask import StaticMask, check_tokens, no_limit_if_large, triangle
 
 
@@ -16,18 +17,33 @@ from jax_cp_dispatch.masks.static_mask import StaticMask, check_tokens, no_limit
 class SlidingWindow(StaticMask):
     """A query at q sees the keys k of its document with q - left < k <= q + right.
 
+    With `first`, also those with k < first and k <= q, as StreamingLLM does (Xiao et al.,
+    "Efficient Streaming Language Models with Attention Sinks", section 3.2).
+
     Attributes:
       left: keys up to the query, its own included, so at least 1; None: no limit.
       right: keys after the query; None: no limit. With 0 the mask is causal.
+      first: tokens at the start of each document that stay visible; needs `right` to be 0.
     """
 
     left: int | None = dataclasses.field(metadata={"static": True})
     right: int | None = dataclasses.field(default=0, metadata={"static": True})
+    first: int = dataclasses.field(default=0, metadata={"static": True})
+
+    def __repr__(self) -> str:
+        first = f", first={self.first}" if self.first else ""
+        return f"SlidingWindow(left={self.left}, right={self.right}{first})"
 
     def __post_init__(self) -> None:
+        check_tokens(self, "first", self.first, minimum=0)
         for name, value, lowest in (("left", self.left, 1), ("right", self.right, 0)):
             if value is not None:
                 check_tokens(self, name, value, minimum=lowest)
+        if self.first and self.right != 0:
+            raise ValueError(
+                f"SlidingWindow: first is {self.first} and right is {self.right}; first needs "
+                "right=0. Omit right, or pass masks.Ranges with the queries of each key."
+            )
 
     @property
     def is_causal(self) -> bool:
@@ -64,8 +80,12 @@ class SlidingWindow(StaticMask):
         left, right = (None if x is None else min(x, num_tokens) for x in (self.left, self.right))
         return SlidingWindow(None if left is None else max(left, 1), right)
 
-    def simplified(self) -> StaticMask:
+    def simplified(self) -> Mask:
         left, right = (no_limit_if_large(x) for x in (self.left, self.right))
+        if self.first and left is not None:
+            if no_limit_if_large(self.first) is None:
+                return Causal()
+            return FirstAndWindow(left, self.first)
         if left is None and right in (None, 0):
             return Full() if right is None else Causal()
         return SlidingWindow(left, right)

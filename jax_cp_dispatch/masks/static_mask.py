@@ -75,7 +75,7 @@ class StaticMask(Mask):
     def clipped(self, num_tokens: int) -> StaticMask:
         return self
 
-    def simplified(self) -> StaticMask:
+    def simplified(self) -> Mask:
         return self
 
 

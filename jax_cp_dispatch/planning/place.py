@@ -221,8 +221,8 @@ def _place(requests: Requests, layers: Layers) -> PieceTable:
     """Returns the pieces of documents in the rows of the ranks."""
     for request in requests:
         check_longest_keys(_OP, request)
-    # A mask with arrays needs the pieces of a document in order; the others take any order.
-    seen = next((x.seen for x in requests if x.mask.has_arrays), requests[0].seen)
+    # A table of queries needs the pieces of a document in order; other masks take any order.
+    seen = next((x.seen for x in requests if x.seen.table is not None), requests[0].seen)
     return lay_out(_assign(requests, layers), seen)[0]
 
 

@@ -91,7 +91,7 @@ class Plan:
     pairs: Leaf
     largest_needs: Leaf
     fingerprint: Leaf
-    mask: StaticMask | MaskKind
+    mask: Mask | MaskKind
     num_tokens: int = dataclasses.field(metadata={"static": True})
     batch: int = dataclasses.field(metadata={"static": True})
     q_capacity: int = dataclasses.field(metadata={"static": True})

@@ -77,7 +77,7 @@ class QueryTable(NamedTuple):
 
 
 def query_table(mask: Mask, documents: DocumentTable) -> QueryTable:
-    """Returns the table of a mask whose arrays are known on the host."""
+    """Returns the table of a mask whose arrays, if any, are known on the host."""
     lengths, shape = documents.lengths, (documents.batch, documents.columns)
     first, token = np.cumsum(lengths) - lengths, documents.tokens()
     *edges, live = documents.edges()
@@ -106,7 +106,7 @@ class SeenKeys(NamedTuple):
     Attributes:
       mask: which keys of its document a query sees.
       lengths: tokens of each document.
-      table: of each query; None for a mask of numbers, which has closed forms.
+      table: of each query; None for a `StaticMask`, which has closed forms.
     """
 
     mask: Mask
@@ -161,5 +161,5 @@ class SeenKeys(NamedTuple):
 
 def seen_keys(mask: Mask, documents: DocumentTable) -> SeenKeys:
     """Returns what the queries of a batch see."""
-    table = query_table(mask, documents) if mask.has_arrays else None
+    table = None if isinstance(mask, StaticMask) else query_table(mask, documents)
     return SeenKeys(mask, documents.lengths, table)

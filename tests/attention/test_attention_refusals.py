@@ -237,7 +237,7 @@ CASES = {
     "count_pairs": [
         (
             lambda: cp.cost.count_pairs(0, 8, mask=masks.PrefixLM(np.ones((1, 8), bool))),
-            "needs a mask without arrays.*plan with plan_attention",
+            "this needs one of numbers .*plan with plan_attention",
         )
     ],
     "local_attention": [

@@ -35,6 +35,8 @@ CASES = {
     "SlidingWindow": [
         (lambda: SlidingWindow(0), "left is 0; it needs to be at least 1"),
         (lambda: SlidingWindow(3, -1), "right is -1.*at least 0"),
+        (lambda: SlidingWindow(3, first=-1), "first is -1; it needs to be at least 0"),
+        (lambda: SlidingWindow(3, 1, first=2), "first is 2 and right is 1; .* Omit right, or"),
         (lambda: SlidingWindow(cast(Any, 2.5)), "left is 2.5; it needs to be an int"),
     ],
     "Chunked": [

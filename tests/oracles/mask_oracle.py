@@ -16,7 +16,7 @@ def sees(mask: Any, q, k):
         return (k == k) & (q == q)
     if kind == "SlidingWindow":
         left, right = (np.inf if x is None else x for x in (mask.left, mask.right))
-        return (k > q - left) & (k <= q + right)
+        return ((k > q - left) | (k < mask.first)) & (k <= q + right)
     if kind == "BlockCausal":
         return k // mask.size <= q // mask.size
     assert kind == "Chunked"
@@ -39,10 +39,9 @@ def ranges(mask, length):
     return start, end
 
 
-def batch_ranges(mask, segment_ids, positions=None):
-    """The columns [start, end) that each token of packed rows sees; (0, 0) for padding."""
+def _documents(segment_ids, positions):
+    """Yields (batch row, first column, one past the last) of each document of packed rows."""
     ids = np.asarray(segment_ids)
-    start, end = np.zeros((2, *ids.shape), int)
     for b, row in enumerate(ids):
         new = row[1:] != row[:-1]
         if positions is not None:
@@ -50,10 +49,25 @@ def batch_ranges(mask, segment_ids, positions=None):
         cuts = [0, *(np.flatnonzero(new) + 1), len(row)]
         for first, last in itertools.pairwise(cuts):
             if last > first and row[first] > 0:
-                within = slice(first, last)
-                begin, stop = ranges(mask, last - first)
-                start[b, within], end[b, within] = first + begin, first + stop
+                yield b, first, last
+
+
+def batch_ranges(mask, segment_ids, positions=None):
+    """The columns [start, end) that each token of packed rows sees; (0, 0) for padding."""
+    start, end = np.zeros((2, *np.shape(segment_ids)), int)
+    for b, first, last in _documents(segment_ids, positions):
+        begin, stop = ranges(mask, last - first)
+        start[b, first:last], end[b, first:last] = first + begin, first + stop
     return start, end
+
+
+def batch_pairs(mask, segment_ids, positions=None):
+    """`[B, q, k]`: the pairs of packed rows that a mask of numbers admits."""
+    B, T = np.shape(segment_ids)
+    pairs = np.zeros((B, T, T), bool)
+    for b, first, last in _documents(segment_ids, positions):
+        pairs[b, first:last, first:last] = visible(mask, last - first)
+    return pairs
 
 
 def batch_visible(segment_ids, sees_in_row):

@@ -11,7 +11,7 @@ import numpy as np
 from array_masks import KINDS, random_mask
 from attention_oracle import masked_attention, masked_attention_gradients
 from jax.sharding import Mesh, PartitionSpec as P
-from mask_oracle import batch_ranges, batch_visible, range_pairs
+from mask_oracle import batch_pairs, batch_visible
 from on_mesh import AXIS, mesh_of
 from packed_batches import pack
 
@@ -82,7 +82,7 @@ def draw_mask(call, rng, ids, positions):
     if call.mask in KINDS:
         constructor, arrays, pairs = random_mask(call.mask, rng, ids)
         return constructor(*arrays), batch_visible(ids, pairs)
-    return call.mask, batch_visible(ids, range_pairs(*batch_ranges(call.mask, ids, positions)))
+    return call.mask, batch_pairs(call.mask, ids, positions)
 
 
 def draw_operands(call, rng, shape):
