@@ -69,9 +69,7 @@ def run_checksums(
     return _signed(total)
 
 
-def plan_digest(
-    config: Any, mask: Mask | MaskKind, *arrays: Int[Any, " N"]
-) -> UInt32[Any, " 1"]:
+def plan_digest(config: Any, mask: Mask | MaskKind, *arrays: Int[Any, " N"]) -> UInt32[Any, " 1"]:
     """Returns a checksum of what a plan depends on besides its batch.
 
     Args:

@@ -47,8 +47,13 @@ def brute_force(lengths, num_ranks, tokens_per_rank, mask, zigzag):
     return one_hot.T @ seen @ one_hot
 
 
-WINDOWS = ((1,), (7,), (1, 0), (4, 2), (1, 9), (6, None), (None, 4), (99, 99))
-MASKS = ["causal", "full", *(SlidingWindow(*x) for x in WINDOWS), *map(Chunked, (1, 3, 8, 99))]
+WINDOWS = ((1, 0), (7, 0), (4, 2), (1, 9), (6, None), (None, 4), (99, 99))
+MASKS = [
+    "causal",
+    "full",
+    *(SlidingWindow(left, right) for left, right in WINDOWS),
+    *map(Chunked, (1, 3, 8, 99)),
+]
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)

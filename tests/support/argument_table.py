@@ -27,6 +27,7 @@ MASKS = {
     "Full": masks.Full(),
     "SlidingWindow(left)": masks.SlidingWindow(4),
     "SlidingWindow(left, right)": masks.SlidingWindow(4, 4),
+    "SlidingWindow(left, first)": masks.SlidingWindow(4, first=2),
     "Chunked": masks.Chunked(4),
     "BlockCausal": masks.BlockCausal(4),
     "PrefixLM": masks.PrefixLM(POSITIONS < T // 4),

@@ -64,8 +64,8 @@ class Halo(Algorithm):
     def why_not(self, call: Call) -> str | None:
         if not isinstance(call.mask, StaticMask):
             return (
-                f"algorithm='halo' needs a mask of numbers, which says how far a query sees; got "
-                f"{type(call.mask).__name__}, whose arrays do. Pass algorithm='balanced', or "
+                f"algorithm='halo' needs a mask of numbers that say how far a query sees; with "
+                f"{call.mask}, that depends on the documents. Pass algorithm='balanced', or "
                 "'zigzag' in that order."
             )
         return super().why_not(call)
