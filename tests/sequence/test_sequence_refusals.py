@@ -4,8 +4,10 @@ import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 from on_mesh import AXIS, mesh_of, permuted_mesh
 from refusals import check_names, check_rejected, each
 
@@ -61,6 +63,17 @@ def recur(**given: Any):
     return call("recurrence", **{"inputs": TOKENS, "local": KERNEL, **given})
 
 
+def shift_of_pieces_in_zigzag_order():
+    documents = DOCUMENTS.zigzag(2)
+
+    def on_rank(x, documents):
+        pieces = sequence.document_pieces(documents, axis_name=AXIS)
+        return sequence.shift(x, 1, axis_name=AXIS, documents=pieces, return_state=True)
+
+    specs = {"in_specs": (P(None, AXIS), documents.specs(AXIS)), "out_specs": P()}
+    return jax.shard_map(on_rank, mesh=mesh_of(2), **specs)(TOKENS, documents)
+
+
 # By operation: a call, and the message after "<operation>: ".
 CASES = {
     "shift": [
@@ -85,6 +98,10 @@ CASES = {
         (
             lambda: shift(TOKENS[:, :12], documents=OF_2, mesh=mesh_of(2), initial_state=TOKENS),
             "initial_state has shapes .*(1, 16, 4).* it needs .*(1, 1, 4).* Pass the last rows",
+        ),
+        (
+            shift_of_pieces_in_zigzag_order,
+            "need packed order, but the pieces .* Pass document_pieces",
         ),
         (lambda: shift(offset=-1, return_state=True), "offset is -1; .* Omit both, or shift whole"),
         (lambda: shift([TOKENS, 1]), "x is of type int; it needs to be an array"),
