@@ -40,6 +40,9 @@ def test_the_three_geometries_of_static_masks_are_the_definition(data):
         assert clipped.pairs_before(end, start) == seen[:end, :start].sum()
         assert clipped.pairs_before(start, end) == seen[:start, :end].sum()
     assert mask.num_keys(length) == seen.sum(1).max()
+    query, key = np.nonzero(seen)
+    for farthest, reach in zip((query - key, key - query), mask.reach, strict=True):
+        assert farthest.max() == (length - 1 if reach is None else min(reach, length - 1))
 
 
 @examples(20)
