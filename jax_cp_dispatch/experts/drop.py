@@ -16,7 +16,7 @@ def quotas(counts: Int32[Array, "W W L"], capacity: int) -> Int32[Array, "W W L"
     """
     zero = jnp.zeros(counts.shape[1], jnp.int32)
     low, high = vary_like([zero, zero + capacity], counts)
-    kept_at = lambda level: jnp.minimum(counts, level[:, None])
+    kept_at = lambda level: jnp.minimum(counts, level[None, :, None])
     total_at = lambda level: kept_at(level).sum((0, 2), dtype=jnp.int32)
 
     def halve(_, bounds):
@@ -26,7 +26,7 @@ def quotas(counts: Int32[Array, "W W L"], capacity: int) -> Int32[Array, "W W L"
         return jnp.where(fits, middle, low), jnp.where(fits, high, middle - 1)
 
     level, _ = lax.fori_loop(0, capacity.bit_length() + 1, halve, (low, high))
-    is_cut = counts > level[:, None]
+    is_cut = counts > level[None, :, None]
     by_rank = jnp.moveaxis(is_cut, 1, 0).astype(jnp.int32)
     number = running_sum(by_rank.reshape(len(zero), -1)).reshape(by_rank.shape)
     rest = capacity - total_at(level)

@@ -27,6 +27,6 @@ def places_by_key(
     in_block = in_block.at[at.astype(jnp.uint32)].add(1, mode="promise_in_bounds")
     until = running_sum(in_block.reshape(num_keys + 1, num_blocks))
     before = until.reshape(-1) - in_block
-    is_same = (key[:, None] == key[:, :, None]) & np.tri(_BLOCK, k=-1, dtype=bool)
+    is_same = (key[:, None] == key[:, :, None]) & np.tri(_BLOCK, k=-1, dtype=bool)[None]
     places = known_inside(before, at) + is_same.sum(2, dtype=jnp.int32)
     return places.reshape(-1)[:size], until[:num_keys, -1]

@@ -236,7 +236,7 @@ def _count(
     num_ranks, num_all = plan.num_ranks, plan.num_ranks * plan.num_places
     to = jnp.where(place < 0, place, divided(place, plan.num_places)[0])
     is_same = to[:, None, :] == to[:, :, None]
-    is_repeated = (is_same & np.tri(to.shape[1], k=-1, dtype=bool)).any(2)
+    is_repeated = (is_same & np.tri(to.shape[1], k=-1, dtype=bool)[None]).any(2)
     dst_rank = jnp.where(is_repeated & (to >= 0), -1, to)
     is_wrong = (place < -1) | (place >= num_all)
     rank_key = jnp.where((dst_rank >= 0) & ~is_wrong, dst_rank + num_all, -1)

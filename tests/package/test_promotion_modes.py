@@ -3,14 +3,16 @@
 Of attention otherwise: test_values.py.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from expert_cases import draw as draw_experts, with_gradients
 from jax.sharding import PartitionSpec as P
-from on_mesh import AXIS, mesh_of
+from on_mesh import AXIS, mesh_of, on_ranks as expert_ranks
 
 from jax_cp_dispatch import (
     Documents,
@@ -23,6 +25,7 @@ from jax_cp_dispatch import (
     matmul_reduce_scatter,
     merge_partials,
     plan_attention,
+    ragged_all_to_all,
 )
 
 W = 4
@@ -107,3 +110,29 @@ def test_products():
     for gradient, operand in zip(gradients, (x, w, bias, v), strict=True):
         assert gradient.dtype == operand.dtype
         assert np.isfinite(np.asarray(gradient, np.float32)).all()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"implementation": "xla"},
+        {"capacity": 12, "overflow": "drop"},
+        {"physical_to_logical": np.arange(8).reshape(W, 2)},
+    ],
+    ids=str,
+)
+def test_experts(options):
+    """Traced only; both derivatives too."""
+    run = expert_ranks(partial(with_gradients, **options), mesh_of(W))
+    operands = draw_experts()
+    shapes = jax.eval_shape(run, *operands)
+    x, weights, matrices, *_ = operands
+    wanted = [(a.shape, a.dtype) for a in (x, x, weights, matrices)]
+    assert [(a.shape, a.dtype) for a in shapes] == wanted
+
+
+def test_ragged_all_to_all():
+    x, plan = np.ones((W, 6, 3), np.float32), np.zeros((W, W), np.int32)
+    gradient = jax.grad(lambda x, p: ragged_all_to_all(x, x, p, p, p, p, axis_name=AXIS).sum())
+    assert jax.eval_shape(expert_ranks(gradient, mesh_of(W)), x, plan).shape == x.shape
