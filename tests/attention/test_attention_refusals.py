@@ -88,7 +88,7 @@ CASES = {
         ),
         (
             lambda: attend(algorithm="halo", mask=masks.PrefixLM(IDS > 0)),
-            "algorithm='halo' needs a mask of numbers.*got PrefixLM.*Pass algorithm='balanced'",
+            "algorithm='halo' needs a mask of numbers.*PrefixLM.*Pass algorithm='balanced'",
         ),
         (
             lambda: attend(algorithm="halo", documents=PLACEMENT.documents),
