@@ -56,7 +56,8 @@ class SlidingWindow(StaticMask):
 
     @property
     def reach(self) -> tuple[int | None, int | None]:
-        return None if self.left is None else self.left - 1, self.right
+        is_near = self.left is not None and not self.first
+        return self.left - 1 if is_near else None, self.right
 
     def k_start(self, q: Any, start: Any) -> Any:
         return start if self.left is None else maximum(start, q - (self.left - 1))
