@@ -16,6 +16,7 @@ from programs_of_attention import (
     local_attention,
     merge_partials,
     on_three_axes,
+    on_two_levels,
     ring_of_trees,
 )
 from programs_of_exchanges import (
@@ -32,7 +33,7 @@ from programs_of_experts import layer_of_experts, ragged_all_to_all
 from shapes import HEADS, ROWS, TOKENS, Program, Shapes, on_ranks
 
 import jax_cp_dispatch as cpd
-from jax_cp_dispatch import metadata, scaling, sequence
+from jax_cp_dispatch import masks, metadata, scaling, sequence
 from jax_cp_dispatch.attention import chunk_exchange, ring_exchange
 
 
@@ -190,6 +191,8 @@ PROGRAMS: dict[str, Callable[[Shapes], Program]] = {
     },
     "hamilton": functools.partial(attention, algorithm="hamilton"),
     "ulysses": functools.partial(attention, algorithm="ulysses"),
+    "ulysses, a ring outside": on_two_levels,
+    "halo": functools.partial(attention, algorithm="halo", mask=masks.SlidingWindow(512)),
     "ring, ranges of queries": ring_of_trees,
     "balanced, planned inside": functools.partial(attention, algorithm="balanced"),
     "balanced, planned before": balanced_with_a_plan,

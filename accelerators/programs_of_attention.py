@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from shapes import HEAD_SIZE, HEADS, KV_HEADS, TOKENS, Program, Shapes
 
 import jax_cp_dispatch as cpd
@@ -12,8 +14,10 @@ from jax_cp_dispatch import masks
 from jax_cp_dispatch.attention import local_attention_backward
 
 
-def attention(shapes: Shapes, algorithm: str, implementation: str = "xla") -> Program:
-    options: dict[str, Any] = {"algorithm": algorithm, **shapes.on_axis}
+def attention(
+    shapes: Shapes, algorithm: str, implementation: str = "xla", mask: masks.Mask | None = None
+) -> Program:
+    options: dict[str, Any] = {"algorithm": algorithm, "mask": mask, **shapes.on_axis}
     options["implementation"] = implementation
 
     def run(q, k, v, ids):
@@ -31,6 +35,21 @@ def on_three_axes(shapes: Shapes, algorithm: str) -> Program:
     """Groups of ranks for the rows of a batch, and heads of several devices, as in training."""
     data = 2 if len(shapes.devices) >= 8 else 1
     return attention(Shapes(shapes.devices, data=data, tensor=2), algorithm)
+
+
+def on_two_levels(shapes: Shapes) -> Program:
+    """Pairs of devices share heads, and a ring is between the pairs."""
+    mesh = Mesh(np.array(shapes.devices).reshape(-1, 2), ("between", "inside"))
+    axes = mesh.axis_names
+    sharding = NamedSharding(mesh, P(None, axes))
+    like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    def run(q, k, v, ids):
+        options: dict[str, Any] = {"algorithm": cpd.Ulysses(outer=cpd.Ring()), "mesh": mesh}
+        options |= {"axis_name": axes, "implementation": "xla"}
+        return cpd.context_parallel_attention(q, k, v, segment_ids=ids, **options)
+
+    return Program(run, (*map(like, shapes.qkv), like(shapes.ids)), (0, 1, 2))
 
 
 def ring_of_trees(shapes: Shapes) -> Program:
