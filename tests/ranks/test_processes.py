@@ -27,7 +27,7 @@ def test_every_operation(tmp_path, monkeypatch):
     done = launch(PROGRAMS / "suite.py", "--short", path, devices=2)
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     for process in range(2):
-        assert f"[{process}] all 16 ok\n" in done.stdout
+        assert f"[{process}] all 17 ok\n" in done.stdout
     assert not (tmp_path / "cache").exists()
 
 
