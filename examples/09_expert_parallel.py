@@ -1,6 +1,6 @@
-"""A model with experts: context and expert parallelism on the same 8 devices, data x context.
+"""A hybrid model with experts: context and expert parallelism on 8 devices, data x context.
 
-Twice attention over placed documents and a layer of experts, which are spread over all devices.
+Twice attention beside linear attention over placed documents, and experts spread over all devices.
 Training equals one device that computes documents alone, every expert on every token. In processes:
 
     python -m jax_cp_dispatch.launch --processes 4 --devices 2 examples/09_expert_parallel.py
@@ -38,11 +38,14 @@ def norm(x):
     return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 0.1)
 
 
-def attention_layer(mesh, documents, x, w):
+def hybrid_layer(mesh, documents, x, w):
+    """Heads of attention beside heads with a state that decays, as in Hymba."""
     heads = (norm(x) @ w["qkv"]).reshape(*x.shape[:2], 3 * HEADS, WIDTH // HEADS)
-    given = {"algorithm": "zigzag" if documents.plan is None else "placed", "documents": documents}
-    given |= {"mesh": mesh, "axis_name": "cp", "batch_axis": "data", "head_axis": ()}
-    out = cpd.context_parallel_attention(*jnp.split(heads, 3, axis=2), **given)
+    qkv, decay = jnp.split(heads, 3, axis=2), jnp.full((*x.shape[:2], HEADS), -0.1)
+    given = {"documents": documents, "mesh": mesh, "axis_name": "cp", "batch_axis": "data"}
+    algorithm = "zigzag" if documents.plan is None else "placed"
+    out = cpd.context_parallel_attention(*qkv, algorithm=algorithm, head_axis=(), **given)
+    out += sequence.linear_attention(*qkv, decay, scale=0.1, head_axis=(), **given)
     return x + out.reshape(x.shape) @ w["out"]
 
 
@@ -51,8 +54,7 @@ choose = lambda tokens, router: jax.lax.top_k(jax.nn.softmax(tokens @ router), C
 
 def experts_of_rank(x, router, up, down):
     """The layer of one rank: its tokens go to their experts, on all devices, and come back."""
-    tokens = x.reshape(-1, WIDTH)
-    shares, index = choose(tokens, router)
+    shares, index = choose(tokens := x.reshape(-1, WIDTH), router)
     routing = experts.route(index, num_experts=NUM_EXPERTS, axis_name=ALL)
     rows = experts.dispatch_tokens(tokens, routing)
     hidden = jax.nn.gelu(cpd.grouped_gemm(rows, up, routing.group_sizes))
@@ -81,7 +83,7 @@ def train(devices, tokens, documents):
 
     def loss(params, tokens, documents):
         def layer(x, w):
-            x = attention_layer(mesh, documents, x, w)
+            x = hybrid_layer(mesh, documents, x, w)
             return x + expert_layer(norm(x), w["router"], w["up"], w["down"]), None
 
         x = jax.lax.scan(layer, params["embed"][tokens["token"]], params["layers"])[0]
@@ -94,10 +96,9 @@ def train(devices, tokens, documents):
         value, gradients = jax.value_and_grad(loss)(params, tokens, documents)
         return value, jax.tree.map(lambda w, g: w - RATE * g, params, gradients)
 
-    losses = []
-    for _ in range(STEPS):
-        value, params = step(params, tokens, documents)
-        losses.append(float(value))
+    losses = np.zeros(STEPS)
+    for i in range(STEPS):
+        losses[i], params = step(params, tokens, documents)
     return losses
 
 
