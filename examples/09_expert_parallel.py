@@ -45,7 +45,7 @@ def hybrid_layer(mesh, documents, x, w):
     given = {"documents": documents, "mesh": mesh, "axis_name": "cp", "batch_axis": "data"}
     algorithm = "zigzag" if documents.plan is None else "placed"
     out = cpd.context_parallel_attention(*qkv, algorithm=algorithm, head_axis=(), **given)
-    out += sequence.linear_attention(*qkv, decay, scale=0.1, head_axis=(), **given)
+    out += sequence.linear_attention(*qkv, log_decay=decay, scale=0.1, head_axis=(), **given)
     return x + out.reshape(x.shape) @ w["out"]
 
 

@@ -56,8 +56,8 @@ class SlidingWindow(StaticMask):
 
     @property
     def reach(self) -> tuple[int | None, int | None]:
-        is_near = self.left is not None and not self.first
-        return self.left - 1 if is_near else None, self.right
+        before = None if self.left is None or self.first else self.left - 1
+        return before, self.right
 
     def k_start(self, q: Any, start: Any) -> Any:
         return start if self.left is None else maximum(start, q - (self.left - 1))
