@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Integer, Shaped
 
+from jax_cp_dispatch._arguments import check_array
 from jax_cp_dispatch._arrays import chosen
 from jax_cp_dispatch._dispatch.arguments import outgoing
 from jax_cp_dispatch._dispatch.exchange import move
@@ -19,6 +20,7 @@ from jax_cp_dispatch._ranks.varying import vary_alike
 from jax_cp_dispatch.metadata import Metadata
 
 _OP = "ragged_all_to_all"
+_FIELDS = "input_offsets", "send_sizes", "output_offsets", "recv_sizes"
 
 
 def ragged_all_to_all(
@@ -109,6 +111,8 @@ def _peers(groups: Any, num_ranks: int) -> np.ndarray:
 
 
 def _check_rows(operand: Array, output: Array) -> None:
+    check_array(_OP, "operand", operand)
+    check_array(_OP, "output", output)
     if not operand.ndim or operand.shape[1:] != output.shape[1:] or operand.dtype != output.dtype:
         raise ValueError(
             f"{_OP}: operand is {operand.dtype}{list(operand.shape)} and output "
@@ -118,12 +122,14 @@ def _check_rows(operand: Array, output: Array) -> None:
 
 
 def _check_fields(fields: Sequence[Array], group_size: int) -> None:
+    for name, x in zip(_FIELDS, fields, strict=True):
+        check_array(_OP, name, x)
     shapes = [f"{x.dtype}{list(x.shape)}" for x in fields]
     is_vector = all(x.ndim == 1 and jnp.issubdtype(x.dtype, jnp.integer) for x in fields)
     sizes = {x.shape for x in fields}
     if not is_vector or len(sizes) != 1 or not fields[0].size or fields[0].size % group_size:
         raise ValueError(
-            f"{_OP}: input_offsets, send_sizes, output_offsets and recv_sizes are "
+            f"{_OP}: {', '.join(_FIELDS)} are "
             f"{', '.join(shapes)}; they need integers [K], K a positive multiple of the "
             f"{group_size} ranks. Pass a slice of size 0 for a rank that gets nothing."
         )

@@ -30,7 +30,7 @@ def fit_capacity(
 
     Args:
       samples: the `expert_index` of all ranks, for each batch and layer, with experts spread
-        evenly; or with a map, the place of each choice, and `num_experts` their number.
+        evenly. With a map, the largest `Routing.num_rows` of some batches is what they need.
       num_experts, world_size: as for `route`; the number of ranks.
       overflow: wanted share of batches that need more, between 0 and 1.
     Returns:
@@ -41,8 +41,8 @@ def fit_capacity(
     check_positive(_OP, num_experts=num_experts, world_size=world_size)
     if num_experts % world_size:
         raise ValueError(
-            f"{_OP}: num_experts is {num_experts}, not a multiple of the {world_size} ranks. Pass "
-            "places of experts, as many on each rank."
+            f"{_OP}: num_experts is {num_experts}, not a multiple of the {world_size} ranks. With "
+            "a map, take the largest Routing.num_rows of some batches."
         )
     if not 0 < overflow < 1:
         raise ValueError(f"{_OP}: overflow is {overflow}; it needs to be between 0 and 1.")

@@ -44,7 +44,7 @@ def route(
     Each rank holds L experts, and has a buffer of `capacity` rows for them: one for each choice of
     a token, grouped by expert, in the order of the ranks, tokens and choices from which they come.
     The ranks exchange how many choices each has of each expert, with `overflow="drop"` twice, and
-    nothing else. Time and memory are proportional to T k.
+    nothing else. For a number of experts, time and memory are proportional to T k.
 
     Call inside `jax.shard_map` over `axis_name`, on every rank of the axis, on this rank's tokens;
     or on those of all ranks, `[W * T, k]`. No derivative: these are integers.
@@ -92,6 +92,8 @@ def route(
         capacity = max(num_choices, 1)
     check_positive(_OP, capacity=capacity)
     check_rows(_OP, "W * capacity", num_ranks * int(capacity) + 1)
+    if axes is not None:  # for the calls that follow, whose arrays may be on no mesh
+        options = dataclasses.replace(options, mesh=axes.mesh)
     num_places = _num_places(num_experts, num_ranks, physical_to_logical)
     plan = _Plan(options, num_ranks, num_experts, num_places, int(capacity), overflow)
     tokens = P(options.axis_names)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PyTree, Shaped
 
-from jax_cp_dispatch._arguments import HostOrDevice, check_type
+from jax_cp_dispatch._arguments import HostOrDevice, check_array, check_type
 from jax_cp_dispatch._dispatch.checks import check_arrays
 from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch._ranks.varying import vary_alike
@@ -159,7 +159,8 @@ def _check_rows(op: str, routing: Routing, array: Array, held: int, num_ranks: i
 
 
 def _check_weights(op: str, weights: Any, routing: Routing) -> None:
-    shape, dtype = jnp.shape(weights), jnp.result_type(weights)
+    check_array(op, "weights", weights)
+    shape, dtype = weights.shape, weights.dtype
     if shape != routing.row.shape or not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(
             f"{op}: weights is {dtype}{list(shape)} but routing is of choices "

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, Int32, Integer
 
 from jax_cp_dispatch._arguments import HostOrDevice
-from jax_cp_dispatch._arrays import only_where
+from jax_cp_dispatch._arrays import only_where, sum_dtype
 from jax_cp_dispatch._ranks.communicator import AxisName
 from jax_cp_dispatch.documents import Documents
 from jax_cp_dispatch.sequence.call_layer import Axes, Layer, Where, call_layer
@@ -106,7 +106,7 @@ def _convolve(
     """Computes the convolution of one rank's rows [B, T, C]."""
     weight, *bias = weights
     width, dtype = weight.shape[0] - 1, x.dtype
-    wide = jnp.promote_types(dtype, jnp.float32)
+    wide = sum_dtype(dtype)
     rows, offset = pieces.arrange(x), pieces.offsets()
     total = jnp.zeros(rows.shape, wide)
     for back in range(width + 1):  # the token `back` before

@@ -140,7 +140,8 @@ def _edges(layout: SequenceLayout, ids, places, starts) -> dict[str, Array]:
     lengths = np.tile(layout.lengths[0], len(ids) // layout.num_blocks).astype(np.int32)
     last = np.stack([np.arange(len(ids)), np.maximum(lengths - 1, 0)], 1).astype(np.int32)
     at_last = At(jnp.asarray(last), (0, 1)).take
-    is_first = (starts == 0) & (jnp.arange(starts.shape[1]) < lengths[:, None])
+    row = jnp.arange(starts.shape[1], dtype=jnp.int32)
+    is_first = (starts == 0) & (row[None] < lengths[:, None])
     last_start, last_id = at_last(starts), jnp.maximum(at_last(ids), 0)
     edges = {
         "first": jnp.maximum(ids[:, 0], 0),
@@ -183,8 +184,10 @@ def _continues(edges: dict[str, Array]) -> Array:
 def _cuts(layout: SequenceLayout, edges: dict[str, Array], continues: Array) -> tuple[Cuts, Cuts]:
     """Returns the pieces that continue others, and those that are continued, of all ranks."""
     order = _order(layout)
-    starts, lengths = layout.starts.reshape(-1)[order], layout.lengths.reshape(-1)[order]
+    of_chunks = lambda x: x.reshape(1, -1)[:, order].astype(np.int32)
+    starts, lengths = of_chunks(layout.starts), of_chunks(layout.lengths)
     batch, num_chunks = edges["first"].shape
+    order, batch_row = order.astype(np.int32), np.arange(batch, dtype=np.int32)[:, None]
     before, after = continues[:, :-1], continues[:, 1:]
     chunk = jnp.arange(num_chunks, dtype=jnp.int32)[None]
     is_whole = edges["last_tokens"] == lengths  # one piece
@@ -192,16 +195,16 @@ def _cuts(layout: SequenceLayout, edges: dict[str, Array], continues: Array) -> 
     first_token = starts + lengths - edges["last_tokens"]
     own = [jnp.broadcast_to(chunk, before.shape), first_token]
     head, origin = running_maxima([jnp.where(before & is_whole, -1, x) for x in own])
-    number = jnp.arange(batch, dtype=jnp.int32)[:, None] * num_chunks + head
+    number = batch_row * num_chunks + head
     previous = lambda x: jnp.pad(x[:, :-1], ((0, 0), (1, 0)))
-    slot = order % layout.num_blocks
-    row = (np.arange(batch)[:, None] * layout.num_blocks + slot) * layout.block_rows
-    rank, group = order // layout.num_blocks, np.arange(batch)[:, None] * layout.num_blocks + slot
+    slot = order[None] % layout.num_blocks
+    rank, group = order[None] // layout.num_blocks, batch_row * layout.num_blocks + slot
+    row = group * layout.block_rows
     row, rank, group = (jnp.broadcast_to(x, before.shape) for x in (row, rank, group))
     index = chunk - previous(head)  # of the first piece in its document
-    base = np.arange(batch)[:, None] * (num_chunks - 1)
+    base = batch_row * (num_chunks - 1)
     if layout.num_blocks > 1:  # a rank's second chunk comes behind its first in the buffer
-        first = order % layout.num_blocks == 0
+        first = order[None] % layout.num_blocks == 0
         partner = np.argsort(order)[order - 1]  # the first chunk of the rank of a second one
         other = lambda x: x[:, partner]
         apart = other(before) & (other(previous(number)) != previous(number))

@@ -61,7 +61,7 @@ def _metadata(pieces: Pieces, width: int, after: bool, shifted: bool) -> Metadat
     first, tokens = (jnp.take_along_axis(x, target, 1) for x in (needed.first, needed.tokens))
     origin = (targets.end if after else targets.start - width)[target]
     moves = tokens > 0
-    by_sender = window.needed(senders, mine).tokens.sum(1)
+    by_sender = window.needed(senders, mine).tokens.sum(1, dtype=jnp.int32)
     received = jnp.zeros(pieces.world_size, jnp.int32).at[senders.rank].add(by_sender)
 
     def slots(x: Array) -> Array:
@@ -72,7 +72,7 @@ def _metadata(pieces: Pieces, width: int, after: bool, shifted: bool) -> Metadat
         dst_offset=slots(targets.slot[target] * width + first - origin),
         seq_len=slots(tokens),
         src_offset=slots(own.row[:, None] + first - own.start[:, None]),
-        num_recv_tokens=jnp.append(received, received.sum()).astype(jnp.uint32),
+        num_recv_tokens=jnp.append(received, received.sum(dtype=jnp.int32)).astype(jnp.uint32),
         world_size=pieces.world_size,
     )
 
@@ -95,6 +95,7 @@ class _Window(NamedTuple):
     def needed(self, senders: Cuts, targets: Cuts) -> _Needed:
         """Compares pieces [senders] with pieces [targets]."""
         senders = Cuts._make(x[:, None] for x in senders)
+        targets = Cuts._make(x[None] for x in targets)
         if self.after:
             low, high = targets.end, targets.end + self.width
             if self.shifted:

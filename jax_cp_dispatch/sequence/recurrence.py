@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, Int32, Integer, PyTree, Shaped
 
 from jax_cp_dispatch._arguments import HostOrDevice, check_array
-from jax_cp_dispatch._arrays import chosen, only_where
+from jax_cp_dispatch._arrays import chosen, only_where, sum_dtype
 from jax_cp_dispatch._ranks.communicator import AxisName
 from jax_cp_dispatch.documents import Documents
 from jax_cp_dispatch.sequence.call_layer import Axes, Layer, Where, call_layer
@@ -93,7 +93,7 @@ def check_elementwise(op: str, x: Any, log_decay: Any) -> None:
 
 def wide_dtype(inputs: dict[str, Any]) -> Any:
     """Returns the dtype in which arrays are computed: float32, or float64 if one has it."""
-    return jnp.result_type(jnp.float32, *(x.dtype for x in inputs.values()))
+    return sum_dtype(*(x.dtype for x in inputs.values()))
 
 
 def wide(inputs: dict[str, Any]) -> dict[str, Any]:

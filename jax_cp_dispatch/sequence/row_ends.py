@@ -60,7 +60,7 @@ def chunk_ends(starts: Int32[Array, "B L"]) -> dict[str, Int32[Array, " B"]]:
     And how many tokens its first and its last piece have. `starts`: the first row of each row's
     piece, -1 for padding.
     """
-    row, is_token = jnp.arange(starts.shape[1], dtype=jnp.int32), starts >= 0
+    row, is_token = jnp.arange(starts.shape[1], dtype=jnp.int32)[None], starts >= 0
     begin = jnp.where(is_token, row, starts.shape[1]).min(1, keepdims=True)
     last = starts.max(1, keepdims=True)
     return {
@@ -81,7 +81,7 @@ def find_row_ends(edges: dict[str, Int32[Array, "B C"]], later: Cuts, rows: int)
     """
     shape = batch, num_chunks = edges["end"].shape
     document, before = (x.reshape(shape) for x in (later.document, later.start))
-    chunk = jnp.arange(num_chunks, dtype=jnp.int32)
+    chunk = jnp.arange(num_chunks, dtype=jnp.int32)[None]
     first_row, has_tokens = chunk * rows, edges["end"] > 0
     begin, begin_end = edges["begin"], edges["begin"] + edges["begin_tokens"]
     head = jnp.where(has_tokens, chunk, num_chunks).min(1, keepdims=True)

@@ -44,6 +44,16 @@ def test_implementations(implementation):
     check_layer(run(*operands), operands)
 
 
+def test_the_mesh_of_the_index_is_that_of_the_calls_that_follow():
+    x, weights, *_, index = (a.reshape(-1, *a.shape[2:]) for a in draw())
+    on_mesh = jax.device_put(index, jax.NamedSharding(mesh_of(W), P(AXIS)))
+    routing = experts.route(on_mesh, **OPTIONS)
+    rows = experts.dispatch_tokens(x, routing)
+    out = experts.combine_tokens(rows, weights, routing)
+    want = x * np.where(index >= 0, weights, 0).sum(1, keepdims=True)
+    np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_global_arrays(kind):
     """Routing, dispatch and combine of all ranks' arrays; the experts in a `shard_map`."""

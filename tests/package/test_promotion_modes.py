@@ -1,8 +1,9 @@
-"""All works if JAX promotes neither ranks nor dtypes, as in its own tests.
+"""All works if JAX promotes neither ranks nor dtypes, as in its own tests; layers: no dtypes.
 
 Of attention otherwise: test_values.py.
 """
 
+import warnings
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,7 @@ from jax_cp_dispatch import (
     merge_partials,
     plan_attention,
     ragged_all_to_all,
+    sequence,
 )
 
 W = 4
@@ -130,6 +132,33 @@ def test_experts(options):
     x, weights, matrices, *_ = operands
     wanted = [(a.shape, a.dtype) for a in (x, x, weights, matrices)]
     assert [(a.shape, a.dtype) for a in shapes] == wanted
+
+
+@pytest.mark.parametrize("name", ["shift", "causal_conv", "gated_delta_rule", "linear_attention"])
+def test_layers_beside_attention(name):
+    """Traced only; with states, and both passes."""
+    tokens, heads = draw(2, 8 * W, 2, 8), draw(2, 8 * W, 2)
+    ids = np.repeat(np.arange(1, 3, dtype=np.int32), [10, 8 * W - 10])[None].repeat(2, 0)
+    arrays: Any = {
+        "shift": (tokens,),
+        "causal_conv": (heads, draw(3, 2)),
+        "gated_delta_rule": (tokens, tokens, tokens, heads, heads),
+        "linear_attention": (tokens, tokens, tokens, heads),
+    }[name]
+    options: Any = {"offset": 2} if name == "shift" else {}
+    layer = partial(getattr(sequence, name), axis_name=AXIS, return_state=True, **options)
+
+    def loss(arrays, ids):
+        out, state = layer(*arrays, segment_ids=ids)
+        return out.astype(jnp.float32).sum() + state.astype(jnp.float32).sum()
+
+    rows = P(None, AXIS)
+    of_arrays = tuple(P() if x.shape[0] == 3 else rows for x in arrays)
+    run = on_ranks(jax.grad(loss), (of_arrays, rows), of_arrays)
+    with warnings.catch_warnings(), jax.numpy_rank_promotion("allow"):
+        warnings.simplefilter("error", FutureWarning)
+        gradients = jax.eval_shape(run, arrays, ids)
+    assert [x.dtype for x in gradients] == [x.dtype for x in arrays]
 
 
 def test_ragged_all_to_all():

@@ -117,7 +117,10 @@ def assert_near(got, want, tolerance=1e-5):
 
 
 @pytest.mark.parametrize("op, num_ranks", [("gated_delta_rule", 4), ("linear_attention", 1)])
-def test_states_of_heads(op, num_ranks):
+def test_states_of_heads(op, num_ranks, monkeypatch):
+    """In chunks of 4 tokens: documents begin and end in others than the first and the last."""
+    for module in ("delta_rule", "linear_attention"):
+        monkeypatch.setattr(f"jax_cp_dispatch.sequence.{module}.default_chunk", lambda: 4)
     rng, (n, size, columns) = np.random.default_rng(), (2, 4, 3)
     normal = lambda *shape: rng.normal(size=(*CALLS.shape, *shape))
     tokens = {"q": normal(1, size), "k": normal(1, size), "v": normal(n, columns)}

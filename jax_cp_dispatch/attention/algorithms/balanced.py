@@ -39,8 +39,8 @@ class Balanced(Algorithm):
         Made from traced documents, a plan without capacities has room for any: each rank reserves,
         and keeps for the backward pass, q, out and lse of two times its tokens and a block, and k
         and v of `kv_capacity` tokens. That is all keys, W times the rank's tokens T; for a mask
-        with a reach, such as windows and chunks, at most T (block + reach) / block, the
-        reach rounded up to blocks: 5 T for a window of 512 and blocks of 128.
+        with a reach, such as windows and chunks, at most T (block + reach) / block, the reach
+        rounded up to blocks: 5 T for a window of 512 and blocks of 128 that divide T.
     """
 
     name: ClassVar[str] = "balanced"

@@ -48,7 +48,8 @@ class Halo(Algorithm):
 
     Use it for windows and chunks shorter than the sequence. Where the mask has no limit, a rank
     receives all rows on that side, in one exchange: causal attention takes the memory of all keys.
-    A mask whose arrays decide has no reach that is known before the batch.
+    A mask whose arrays decide, or a window with first tokens, has no reach that is known before the
+    batch.
 
     The gradients of keys and values return by the transpose of the same exchange, are summed over
     the ranks in float32, and rounded once. Residuals per rank: q, the held k and v, the output, its
@@ -62,13 +63,14 @@ class Halo(Algorithm):
     layout: str = dataclasses.field(default="contiguous", compare=False, repr=False)
 
     def why_not(self, call: Call) -> str | None:
-        if not isinstance(call.mask, StaticMask):
+        reason = super().why_not(call)
+        if reason is None and not isinstance(call.mask, StaticMask):
             return (
                 f"algorithm='halo' needs a mask of numbers that say how far a query sees; with "
                 f"{call.mask}, that depends on the documents. Pass algorithm='balanced', or "
                 "'zigzag' in that order."
             )
-        return super().why_not(call)
+        return reason
 
     def attend(
         self, options: AttentionOptions, operands: Operands, packed: PackedMask, plan: Any
