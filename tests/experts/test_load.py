@@ -47,7 +47,7 @@ def test_only_of_known_routings_of_all_ranks():
 
 
 def test_a_picture_of_the_load(tmp_path):
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="pictures need it: install the plots extra")
     *_, index = draw(0, lowest=0)
     experts.plot_load(routing_of(index), tmp_path / "load.svg")
     assert {"capacity", "mean", "rank", "rows"} <= set(texts(tmp_path / "load.svg"))
