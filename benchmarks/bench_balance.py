@@ -29,11 +29,11 @@ def batches(num_tokens: int) -> Iterator[tuple[str, list[int]]]:
 
 def row(profile: BalanceProfile) -> dict[str, object]:
     return {
-        "algorithm": profile.algorithm,
+        "algorithm": profile.name,
         "busiest_ms": round(1e3 * profile.busiest, 1),
         "mean_ms": round(1e3 * statistics.mean(profile.seconds), 1),
         "imbalance": round(profile.imbalance, 4),
-        "pair_imbalance": round(profile.pair_imbalance, 4),
+        "pair_imbalance": round(profile.work_imbalance, 4),
     }
 
 

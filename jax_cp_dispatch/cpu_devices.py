@@ -69,11 +69,14 @@ def start_cpu_devices(num_devices: int, *, keep_memory: bool = True) -> None:
 
 
 def keep_freed_memory(*, enable: bool = True) -> None:
-    """Lets this process keep about a gigabyte of freed memory for the next arrays.
+    """Lets this process keep freed memory for the next arrays.
 
     Otherwise the memory returns to the system and is mapped again page by page, which takes several
-    times as long as a copy. The setting applies to all allocations of the process and needs glibc.
-    Only the first call has an effect: by `start_cpu_devices`, or, later and with somewhat less
+    times as long as a copy. A gigabyte at the end of the heap is kept, and below it what lies
+    between live arrays: a process whose arrays are large can take twice their memory.
+
+    The setting applies to all allocations of the process and needs glibc. Only the first call has
+    an effect: by `start_cpu_devices`, or, later and with somewhat less
     effect, by the first program with an exchange between several CPU devices. Does nothing if the
     environment configures the allocator (`MALLOC_...`, `GLIBC_TUNABLES`).
     """
@@ -91,13 +94,13 @@ def keep_freed_memory(*, enable: bool = True) -> None:
     except (OSError, AttributeError):  # not glibc
         return
     # Numbers from malloc.h. The padding prevents the return of the arenas' 64 MB heaps; a single
-    # arena, possible if no others exist yet, has no such heaps. The mmap threshold is at its
-    # maximum, because an allocation with a separate mapping is unmapped when it is freed.
-    trim_threshold, top_pad, mmap_threshold, arena_max = -1, -2, -3, -8
+    # arena, possible if no others exist yet, has no such heaps. No allocation has a mapping of its
+    # own, which is unmapped when it is freed.
+    trim_threshold, top_pad, mmap_max, arena_max = -1, -2, -4, -8
     for option, value in (
         (trim_threshold, 1 << 30),
         (top_pad, 64 << 20),
-        (mmap_threshold, 32 << 20),
+        (mmap_max, 0),
         (arena_max, 1),
     ):
         mallopt(option, value)

@@ -1,8 +1,8 @@
 """Predicted and measured times of attention and overlapped GEMMs, and choices based on them."""
 
+from jax_cp_dispatch._rank_times import BalanceProfile
 from jax_cp_dispatch.attention import (
     AttentionProfile,
-    BalanceProfile,
     Choice,
     RankProfile,
     StepProfile,

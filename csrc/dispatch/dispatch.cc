@@ -7,6 +7,7 @@
 
 #include "dispatch/messages.h"
 #include "dispatch/segments.h"
+#include "transport/stream_copy.h"
 
 namespace cpd {
 namespace {
@@ -73,22 +74,30 @@ struct Copy {
   int64_t num_bytes;
 };
 
+// Does an item of work; `is_large`: of an exchange of more bytes than caches hold.
+template <typename Item>
+using Run = void (*)(const Item& item, bool is_large);
+
 // Items of work, gathered into tasks of about kTaskBytes: one thread runs a small exchange alone.
 template <typename Item>
 class TaskList {
  public:
   void Add(Item item, int64_t num_bytes) {
     items_.push_back(std::move(item));
+    all_bytes_ += num_bytes;
     open_bytes_ += num_bytes;
     if (open_bytes_ >= kTaskBytes) CloseTask();
   }
 
-  WorkList Finish(void (*run)(const Item&)) && {
+  WorkList Finish(Run<Item> run) && {
     if (open_bytes_ > 0) CloseTask();
     const auto num_tasks = static_cast<int64_t>(task_ends_.size());
+    const bool is_large = all_bytes_ > kManyBytes;
     return {num_tasks,
-            [run, items = std::move(items_), ends = std::move(task_ends_)](int64_t task) {
-              for (size_t i = task == 0 ? 0 : ends[task - 1]; i < ends[task]; ++i) run(items[i]);
+            [run, is_large, items = std::move(items_), ends = std::move(task_ends_)](int64_t task) {
+              for (size_t i = task == 0 ? 0 : ends[task - 1]; i < ends[task]; ++i) {
+                run(items[i], is_large);
+              }
             }};
   }
 
@@ -100,7 +109,7 @@ class TaskList {
 
   std::vector<Item> items_;
   std::vector<size_t> task_ends_;
-  int64_t open_bytes_ = 0;
+  int64_t open_bytes_ = 0, all_bytes_ = 0;
 };
 
 void AddCopy(TaskList<Copy>* tasks, char* dst, const char* src, int64_t num_bytes) {
@@ -110,11 +119,13 @@ void AddCopy(TaskList<Copy>* tasks, char* dst, const char* src, int64_t num_byte
   }
 }
 
-void RunCopy(const Copy& copy) {
-  if (copy.src) {
-    std::memcpy(copy.dst, copy.src, copy.num_bytes);
-  } else {
+void RunCopy(const Copy& copy, bool is_large) {
+  if (copy.src == nullptr) {
     std::memset(copy.dst, 0, copy.num_bytes);
+  } else if (is_large) {
+    StreamCopy(copy.dst, copy.src, copy.num_bytes);
+  } else {
+    std::memcpy(copy.dst, copy.src, copy.num_bytes);
   }
 }
 
@@ -126,7 +137,9 @@ struct RowsSum {
   std::vector<const char*> sources;
 };
 
-void RunSum(const RowsSum& sum) { SumRows(sum.types, sum.sources, sum.num_elements, sum.out); }
+void RunSum(const RowsSum& sum, bool /*is_large*/) {
+  SumRows(sum.types, sum.sources, sum.num_elements, sum.out);
+}
 
 // The rows of one owner between two neighbouring boundaries of its segments, and the segments that
 // cover them, in (slot, replica) order.
@@ -264,7 +277,7 @@ Status PlanGroups(const std::string& op,
                   const MessageNames& names,
                   Status (*plan_group)(const std::string&, const Ranks&, const std::string&,
                                        TaskList<Item>*, std::vector<StagedCopy>*),
-                  void (*run)(const Item&), WorkList* work) {
+                  Run<Item> run, WorkList* work) {
   std::vector<Ranks> groups;
   Status status = SplitGroups(op, contributions, &groups);
   for (size_t p = 0; p < groups.size() && status.ok(); ++p) {

@@ -2,7 +2,9 @@
 #include "dispatch/segments.h"
 
 #include <algorithm>
+#include <numeric>
 #include <sstream>
+#include <utility>
 
 #include "dispatch/messages.h"
 
@@ -131,17 +133,40 @@ Status CheckCounts(const std::string& op, const Ranks& ranks,
   return Status::Ok();
 }
 
+// Sorts the segments of one destination by their first row, which is below `num_rows`.
+void SortByRow(int64_t num_rows, std::vector<Segment>* segments) {
+  const auto before = [](const Segment& a, const Segment& b) { return a.dst_row < b.dst_row; };
+  if (std::is_sorted(segments->begin(), segments->end(), before)) return;
+  // Single rows, such as tokens for experts, need no comparisons: each has a place of its own.
+  constexpr int64_t kMostPlaces = 4;  // for each segment
+  const auto size = static_cast<int64_t>(segments->size());
+  if (size > INT32_MAX || num_rows > kMostPlaces * size) {
+    std::sort(segments->begin(), segments->end(), before);
+    return;
+  }
+  std::vector<int32_t> count(num_rows + 1);  // of segments that begin in an earlier row
+  for (const Segment& s : *segments) ++count[s.dst_row + 1];
+  std::partial_sum(count.begin(), count.end(), count.begin());
+  std::vector<Segment> sorted(size);
+  for (const Segment& s : *segments) sorted[count[s.dst_row]++] = s;
+  *segments = std::move(sorted);
+}
+
 // Groups the segments by destination in row order; rejects rows that are written twice.
-Status SortByDestination(const std::string& op, size_t num_ranks,
+Status SortByDestination(const std::string& op, const Ranks& ranks,
                          const std::vector<Segment>& segments,
                          std::vector<std::vector<Segment>>* received) {
-  received->resize(num_ranks);
+  std::vector<int64_t> sizes(ranks.size()), num_rows(ranks.size());
+  for (const Segment& s : segments) {
+    ++sizes[s.dst_rank];
+    num_rows[s.dst_rank] = std::max(num_rows[s.dst_rank], s.dst_row + 1);
+  }
+  received->resize(ranks.size());
+  for (size_t dst = 0; dst < ranks.size(); ++dst) (*received)[dst].reserve(sizes[dst]);
   for (const Segment& s : segments) (*received)[s.dst_rank].push_back(s);
-  for (std::vector<Segment>& list : *received) {
-    const auto before = [](const Segment& a, const Segment& b) { return a.dst_row < b.dst_row; };
-    if (!std::is_sorted(list.begin(), list.end(), before)) {
-      std::sort(list.begin(), list.end(), before);
-    }
+  for (size_t dst = 0; dst < ranks.size(); ++dst) {
+    std::vector<Segment>& list = (*received)[dst];
+    SortByRow(num_rows[dst], &list);
     for (size_t i = 1; i < list.size(); ++i) {
       if (list[i - 1].dst_row + list[i - 1].num_rows <= list[i].dst_row) continue;
       return Status::Invalid(
@@ -201,7 +226,7 @@ Status ReadAndCheck(const std::string& op, const Ranks& ranks, const std::string
   if (status.ok()) status = ReadSegments(op, ranks, segments);
   if (status.ok()) status = CheckCapacity(op, ranks, capacity_name, *segments);
   if (status.ok()) status = CheckCounts(op, ranks, *segments);
-  if (status.ok()) status = SortByDestination(op, ranks.size(), *segments, received);
+  if (status.ok()) status = SortByDestination(op, ranks, *segments, received);
   return status;
 }
 

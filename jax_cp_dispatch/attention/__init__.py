@@ -27,7 +27,7 @@ from jax_cp_dispatch.attention.local.local_attention import (
     local_attention_backward,
 )
 from jax_cp_dispatch.attention.local.merge import merge_partials
-from jax_cp_dispatch.attention.profile.balance import BalanceProfile, balance_profile
+from jax_cp_dispatch.attention.profile.balance import balance_profile
 from jax_cp_dispatch.attention.profile.hamilton import hamilton_attention_profile
 from jax_cp_dispatch.attention.profile.step_record import (
     AttentionProfile,
@@ -40,7 +40,6 @@ __all__ = [
     "Algorithm",
     "AttentionProfile",
     "Auto",
-    "BalanceProfile",
     "Balanced",
     "Choice",
     "Halo",

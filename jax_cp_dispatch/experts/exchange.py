@@ -20,7 +20,7 @@ from jax_cp_dispatch._ranks.communicator import rank_index
 from jax_cp_dispatch._ranks.implementations import IMPLEMENTATIONS
 from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch._ranks.varying import vary_alike
-from jax_cp_dispatch.comm_gemm import Quantized, ScalingMode, dequantize, quantize
+from jax_cp_dispatch.comm_gemm import ScalingMode, dequantize, quantize
 from jax_cp_dispatch.experts.routing import Routing
 from jax_cp_dispatch.experts.rows import Places, expand, weighted_sum
 
@@ -39,11 +39,14 @@ def return_sums(
     return _return(options, routing, sums)
 
 
-def send_in_8_bits(
-    options: CollectiveOptions, routing: Routing, arrays: list[Float[Array, "T D"]]
-) -> list[Float[Array, "M D"]]:
-    """Sends tokens in MXFP8, to the rows of their experts; gradients return whole."""
-    return _send_narrow(options, routing, arrays)
+def send_to_rows(
+    options: CollectiveOptions,
+    mode: ScalingMode,
+    routing: Routing,
+    arrays: list[Shaped[Array, "T ..."]],
+) -> list[Shaped[Array, "M ..."]]:
+    """Sends tokens to the rows of their experts, also in 8 bits; gradients return as they are."""
+    return _send_to_rows(options, mode, routing, arrays)
 
 
 def _send_tokens(options, routing, arrays):
@@ -54,19 +57,47 @@ def _send_tokens(options, routing, arrays):
         before.append(outgoing(options.op, "x", row, routing.announced, capacity=capacity))
     # Plus one, so that a row that no rank writes is none.
     *received, row = _sent(options, routing, [*arrays, routing.row + 1], before)
-    row = row - 1 - rank_index(options.axis_names) * routing.capacity
-    return received, Places.of_rows(row, routing.capacity)
+    return received, _places(options, routing, row)
+
+
+def _most_tokens(routing: Routing) -> int:
+    """A rank receives each token at most once, and has a row for it."""
+    return max(1, min(routing.capacity, routing.world_size * len(routing.row)))
+
+
+def _places(options: CollectiveOptions, routing: Routing, row: Array) -> Places:
+    """Reads the rows that came with the tokens."""
+    first = 1 + rank_index(options.axis_names) * routing.capacity
+    return Places.of_rows(row - first, routing.capacity)
+
+
+def _rows_and_places(options, routing, arrays, with_places):
+    """Sends tokens to their rows. On CPU, where each is read from where it is, in one copy."""
+
+    def by_choice(arrays):
+        op, capacity = options.op, routing.capacity
+        parts = [outgoing(op, "x", arrays, routing.by_choice, capacity=capacity)]
+        if with_places:
+            row = vary_alike([routing.row + 1, *arrays])[0]
+            parts.append(outgoing(op, "row", row, routing.by_token, capacity=_most_tokens(routing)))
+        rows, *row = move(options, parts)
+        return rows, _places(options, routing, row[0]) if with_places else None
+
+    def by_rank(arrays):
+        received, places = _send_tokens(options, routing, arrays)
+        rows = [_only_if_valid(expand(x, places), routing) for x in received]
+        return rows, places if with_places else None
+
+    return _where_it_runs(options, by_choice, by_rank, arrays)
 
 
 def _sent(
     options: CollectiveOptions, routing: Routing, arrays: list[Array], before: Any = ()
 ) -> list[Array]:
     """Sends tokens; `before` are other parts of the exchange."""
-    # A rank receives each token at most once, and has a row for it.
-    capacity = max(1, min(routing.capacity, routing.world_size * len(routing.row)))
 
     def sent(arrays: Any, plan: Any) -> list[Array]:
-        part = outgoing(options.op, "x", arrays, plan, capacity=capacity)
+        part = outgoing(options.op, "x", arrays, plan, capacity=_most_tokens(routing))
         return move(options, [*before, part])[-1]
 
     def by_rank(arrays):
@@ -86,9 +117,15 @@ def _return_sums(options, routing, sums):
     def by_rank(sums):
         collected = _collected(routing)
         rows = returned(sums, routing.by_rank, len(collected.choice))
-        return [weighted_sum(x, None, collected) for x in rows]
+        return [_only_if_valid(weighted_sum(x, None, collected), routing) for x in rows]
 
     return _where_it_runs(options, by_token, by_rank, sums)
+
+
+def _only_if_valid(rows: Array, routing: Routing) -> Array:
+    """XLA's collectives raise no error: NaN, and zeros of integers."""
+    wrong = jnp.nan if jnp.issubdtype(rows.dtype, jnp.inexact) else 0
+    return jnp.where(routing.is_valid[0], rows, jnp.asarray(wrong, rows.dtype))
 
 
 def _collected(routing: Routing) -> Places:
@@ -117,10 +154,14 @@ def _transposed(options: CollectiveOptions) -> CollectiveOptions:
 
 def _send_backward(options, routing, gradients):
     received, _ = gradients
-    is_real = [x.dtype != jax.dtypes.float0 for x in received]
-    real = [x for x, keep in zip(received, is_real, strict=True) if keep]
+    return None, _sums_of_tokens(options, routing, received)
+
+
+def _sums_of_tokens(options: CollectiveOptions, routing: Routing, gradients: Any) -> list[Any]:
+    """Returns the gradients of arrays that were sent; integers have none."""
+    real = [x for x in gradients if x.dtype != jax.dtypes.float0]
     sums = iter(return_sums(_transposed(options), routing, real) if real else [])
-    return None, [next(sums) if keep else None for keep in is_real]
+    return [None if x.dtype == jax.dtypes.float0 else next(sums) for x in gradients]
 
 
 def _return_backward(options, routing, gradients):
@@ -133,20 +174,22 @@ _send.defvjp(lambda *x: (send_tokens(*x), x[1]), _send_backward)
 _return.defvjp(lambda *x: (return_sums(*x), x[1]), _return_backward)
 
 
-def _forward_in_8_bits(options, routing, arrays):
-    narrow = [quantize(x, ScalingMode.MXFP8_1D_SCALING) for x in arrays]
-    leaves, tree = jax.tree.flatten(narrow)
-    received, places = send_tokens(options, routing, leaves)
-    rows: list[Quantized] = tree.unflatten([expand(x, places) for x in received])
-    wide = [dequantize(q, x.dtype) for q, x in zip(rows, arrays, strict=True)]
-    return wide, (routing, places)
+def _to_rows(options, mode, routing, arrays, with_places=False):
+    is_narrow = mode == ScalingMode.MXFP8_1D_SCALING
+    leaves, tree = jax.tree.flatten([quantize(x, mode) for x in arrays] if is_narrow else arrays)
+    rows, places = _rows_and_places(options, routing, leaves, with_places)
+    rows = tree.unflatten(rows)
+    if is_narrow:
+        rows = [dequantize(row, x.dtype) for row, x in zip(rows, arrays, strict=True)]
+    return rows, (routing, places)
 
 
-def _backward_in_8_bits(options, residuals, gradients):
+def _to_rows_backward(options, mode, residuals, gradients):
     routing, places = residuals
-    sums = [weighted_sum(g, None, places) for g in gradients]
-    return None, return_sums(_transposed(options), routing, sums)
+    is_none = lambda x: x.dtype == jax.dtypes.float0
+    sums = [g if is_none(g) else weighted_sum(g, None, places) for g in gradients]
+    return None, _sums_of_tokens(options, routing, sums)
 
 
-_send_narrow: Any = jax.custom_vjp(lambda *x: _forward_in_8_bits(*x)[0], nondiff_argnums=(0,))
-_send_narrow.defvjp(_forward_in_8_bits, _backward_in_8_bits)
+_send_to_rows: Any = jax.custom_vjp(lambda *x: _to_rows(*x)[0], nondiff_argnums=(0, 1))
+_send_to_rows.defvjp(lambda *x: _to_rows(*x, with_places=True), _to_rows_backward)

@@ -215,6 +215,7 @@ def _on_rank(plan: _Plan, expert_index: Any, weights: Any, physical_to_logical: 
         num_send_tokens=known_inside(counts.tokens, rank)[None],
         first_row=first_row[None],
         group_sizes=known_inside(of_place, rank),
+        num_recv_rows=known_inside(counts.choices.sum(2, dtype=jnp.int32), rank, axis=1)[None],
         num_rows=num_rows[None],
         num_dropped=num_dropped,
         is_valid=((counts.rows <= plan.capacity).all() & (counts.wrong == 0).all())[None],

@@ -8,11 +8,13 @@ from typing import Any, Literal, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float32
 
-from jax_cp_dispatch._arrays import known_inside
+from jax_cp_dispatch._arrays import divided, known_inside
 from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch.experts.describe import describe_routing
 from jax_cp_dispatch.metadata import Metadata
+from jax_cp_dispatch.planning.transfers import check_all_ranks
 
 # An array; or anything that a transformation maps over the leaves (specs, shapes, axes).
 Leaf: TypeAlias = Any
@@ -39,6 +41,7 @@ class Routing:
       first_row: i32 `[1, W]`; where they begin among those that each rank receives.
       group_sizes: i32 `[L]`; the rows of each of this rank's L experts, as `jax.lax.ragged_dot`
         and `grouped_gemm` take them. Their sum is at most `capacity`.
+      num_recv_rows: i32 `[1, W]`; those of them whose tokens come from each rank.
       num_rows: i32 `[1]`; the rows that this rank needs, before any are dropped.
       num_dropped: i32 `[1]`; how many of this rank's choices were dropped.
       is_valid: bool `[1]`; whether the rows of every rank fit its capacity, and every index is that
@@ -55,6 +58,7 @@ class Routing:
     num_send_tokens: Leaf
     first_row: Leaf
     group_sizes: Leaf
+    num_recv_rows: Leaf
     num_rows: Leaf
     num_dropped: Leaf
     is_valid: Leaf
@@ -66,6 +70,20 @@ class Routing:
     def world_size(self) -> int:
         """W, the number of ranks."""
         return self.num_recv_tokens.shape[-1] - 1
+
+    @property
+    def imbalance(self) -> Float32[Array, ""]:
+        """Most rows of a rank divided by the mean; 1 is perfect, and the value without rows.
+
+        Of the routing of all ranks; may be traced.
+
+        Raises:
+          ValueError: this is one rank's part.
+        """
+        check_all_ranks("Routing.imbalance", len(self.num_recv_tokens), self.world_size)
+        rows = jnp.asarray(self.group_sizes).reshape(self.world_size, -1).sum(1)
+        mean = rows.mean()
+        return jnp.where(mean > 0, rows.max() / jnp.where(mean > 0, mean, 1), 1).astype(jnp.float32)
 
     def describe(self) -> str:
         """Returns a text for people: the load of ranks and experts, what was dropped and moves.
@@ -85,17 +103,32 @@ class Routing:
         It announces no more than there is room for: `announced` names what is needed.
         """
         num_tokens = np.ones(len(self.row), np.int32)
-        return self._plan(self.dst_rank, self.dst_offset, num_tokens)
+        return self._plan(self.dst_rank, self.dst_offset, num_tokens, self._received)
+
+    @property
+    def by_choice(self) -> Metadata:
+        """This rank's view of the plan that sends each token to the rows of its choices."""
+        is_wrong = (self.dst_rank < -1) | (self.dst_rank >= self.world_size)
+        rank, row = divided(jnp.maximum(self.row, 0), self.capacity)
+        return self._plan(
+            jnp.where(is_wrong, self.dst_rank, jnp.where(self.row < 0, -1, rank)),
+            row,
+            np.ones(len(self.row), np.int32),
+            jnp.append(self.num_recv_rows[0], self.num_recv_rows[0].sum(dtype=jnp.int32)),
+        )
 
     @property
     def by_rank(self) -> Metadata:
         """The same plan for tokens in the order of `send_row`: one piece for each rank."""
         is_wrong = ((self.dst_rank < -1) | (self.dst_rank >= self.world_size)).any()
         to = jnp.where(is_wrong, self.world_size, 0) + np.arange(self.world_size, dtype=np.int32)
-        return self._plan(to, self.first_row[0], self.num_send_tokens[0])
+        return self._plan(to, self.first_row[0], self.num_send_tokens[0], self._received)
 
-    def _plan(self, dst_rank: Any, dst_offset: Any, num_tokens: Any) -> Metadata:
-        received = self.num_recv_tokens[0].at[-1].min(self.capacity)
+    @property
+    def _received(self) -> Any:
+        return self.num_recv_tokens[0].at[-1].min(self.capacity)
+
+    def _plan(self, dst_rank: Any, dst_offset: Any, num_tokens: Any, received: Any) -> Metadata:
         return Metadata(
             dst_rank=dst_rank,
             dst_offset=dst_offset,

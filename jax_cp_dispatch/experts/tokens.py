@@ -17,10 +17,10 @@ from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch._ranks.varying import vary_alike
 from jax_cp_dispatch.comm_gemm import ScalingMode
 from jax_cp_dispatch.comm_gemm.scaled.mxfp8 import check_blocks
-from jax_cp_dispatch.experts.exchange import return_sums, send_in_8_bits, send_tokens
+from jax_cp_dispatch.experts.exchange import return_sums, send_to_rows, send_tokens
 from jax_cp_dispatch.experts.on_ranks import on_ranks, ranks_of
 from jax_cp_dispatch.experts.routing import Routing
-from jax_cp_dispatch.experts.rows import expand, weighted_sum
+from jax_cp_dispatch.experts.rows import weighted_sum
 
 
 def dispatch_tokens(
@@ -172,12 +172,8 @@ def _dispatch_on_rank(config: tuple[CollectiveOptions, ScalingMode], x: Any, rou
     options, mode = config
     leaves, tree = jax.tree.flatten(x)
     leaves, routing = _varying(options, leaves, routing)
-    if mode == ScalingMode.MXFP8_1D_SCALING:
-        rows = send_in_8_bits(options, routing, leaves)
-    else:
-        received, places = send_tokens(options, routing, leaves)
-        rows = [expand(leaf, places) for leaf in received]
-    return tree.unflatten([_only_if_valid(leaf, routing) for leaf in rows])
+    rows = send_to_rows(options, mode, routing, leaves)
+    return tree.unflatten(rows)
 
 
 def _combine_on_rank(options: CollectiveOptions, y: Any, weights: Any, routing: Any) -> Any:
@@ -188,8 +184,7 @@ def _combine_on_rank(options: CollectiveOptions, y: Any, weights: Any, routing: 
     received, places = send_tokens(options, routing, [] if weights is None else [weights])
     of_choices = received[0] if received else None
     sums = [weighted_sum(leaf, of_choices, places) for leaf in leaves]
-    out = return_sums(options, routing, sums)
-    return tree.unflatten([_only_if_valid(leaf, routing) for leaf in out])
+    return tree.unflatten(return_sums(options, routing, sums))
 
 
 def _varying(
@@ -199,9 +194,3 @@ def _varying(
     leaves, tree = jax.tree.flatten(routing)
     everything = vary_alike([*arrays, *leaves], also=options.axis_names)
     return everything[: len(arrays)], tree.unflatten(everything[len(arrays) :])
-
-
-def _only_if_valid(rows: Array, routing: Routing) -> Array:
-    """XLA's collectives raise no error: NaN, and zeros of integers."""
-    wrong = jnp.nan if jnp.issubdtype(rows.dtype, jnp.inexact) else 0
-    return jnp.where(routing.is_valid[0], rows, jnp.asarray(wrong, rows.dtype))

@@ -142,8 +142,8 @@ def check_all_ranks(op: str, held: int, world_size: int) -> None:
     """Requires what depends on all ranks."""
     if held != world_size:
         raise ValueError(
-            f"{op}: this is the part of {held} of {world_size} ranks. Call it on the plan or "
-            "placement of all ranks."
+            f"{op}: this is the part of {held} of {world_size} ranks. Call it on the plan, "
+            "placement or routing of all ranks."
         )
 
 

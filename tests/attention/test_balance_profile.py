@@ -1,7 +1,8 @@
 """Balance profiles: each rank's program computes its part of dense attention, alone on a device."""
 
 import importlib
-from typing import Any, cast
+import time
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,8 +13,9 @@ from movement_oracle import combined, dispatched
 from sequences import attended
 
 from jax_cp_dispatch import Hamilton, PlanConfig, Ring, place_tokens, plan_attention
+from jax_cp_dispatch._rank_times import time_ranks
 from jax_cp_dispatch._ranks.options import read_options
-from jax_cp_dispatch.attention.algorithms.rank_program import Batch, RankProgram, Shape
+from jax_cp_dispatch.attention.algorithms.rank_program import Batch, Shape
 from jax_cp_dispatch.attention.call_options import AttentionOptions
 from jax_cp_dispatch.documents.ranges import PackedMask
 from jax_cp_dispatch.documents.table import document_table
@@ -141,8 +143,8 @@ def test_profiles_count_the_pairs_of_each_rank():
     given = {"columns": W * T, "mask": MASK, "repeats": 1, "backward": False, **HEADS}
     got = balance_profile(iter(LENGTHS), world_size=W, algorithms=algorithms, **given)
     pairs = of_ranks(drawn()[1]).sum(1).tolist()
-    assert [x.algorithm for x in got] == ["ring", "placed"]
-    assert list(got[0].pairs) == pairs and sum(got[1].pairs) == sum(pairs)
+    assert [x.name for x in got] == ["ring", "placed"]
+    assert list(got[0].work) == pairs and sum(got[1].work) == sum(pairs)
     assert all(len(x.seconds) == W and min(x.seconds) > 0 for x in got)
 
 
@@ -154,8 +156,8 @@ def test_profiles_count_the_pairs_of_masks_of_arrays():
     given = {"columns": W * T, "mask": make(*arrays), "repeats": 1, "backward": False, **HEADS}
     algorithms = "ring", "placed"
     ring, placed = balance_profile(LENGTHS, world_size=W, algorithms=algorithms, **given)
-    assert list(ring.pairs) == of_tokens.reshape(W, T).sum(1).tolist()
-    assert sum(placed.pairs) == of_tokens.sum()
+    assert list(ring.work) == of_tokens.reshape(W, T).sum(1).tolist()
+    assert sum(placed.work) == of_tokens.sum()
 
 
 def test_ranks_and_programs_take_turns(monkeypatch):
@@ -172,22 +174,18 @@ def test_ranks_and_programs_take_turns(monkeypatch):
 
         return run
 
-    monkeypatch.setattr(module, "_run_ranks", lambda program: run_of(program.run))
-    programs = [
-        RankProgram(cast(Any, name), (), cast(Any, range(n)), np.zeros(n))
-        for name, n in ranks.items()
-    ]
-    assert module._time(programs, 3, lambda: clock[0]) == [[3, 2], [7]]
+    monkeypatch.setattr(time, "process_time", lambda: clock[0])
+    assert time_ranks([run_of(name) for name in ranks], [2, 1], 3) == [(3, 2), (7,)]
     assert ran == [("a", 0), ("b", 0)] + 3 * list(seconds)
 
 
 def test_text():
-    profile = BalanceProfile("ring", seconds=(0.001, 0.003), pairs=(10, 40))
-    assert (profile.busiest, profile.imbalance, profile.pair_imbalance) == (0.003, 1.5, 1.6)
+    profile = BalanceProfile("ring", seconds=(0.001, 0.003), work=(10, 40), unit="pairs")
+    assert (profile.busiest, profile.imbalance, profile.work_imbalance) == (0.003, 1.5, 1.6)
     assert str(profile).splitlines() == [
         "ring: busiest rank 3.00 ms, 1.500 of the mean; in pairs 1.600",
         "  rank    ms  pairs",
         "  0     1.00     10",
         "  1     3.00     40",
     ]
-    assert BalanceProfile("ring", seconds=(1.0, 1.0), pairs=(0, 0)).pair_imbalance == 1
+    assert BalanceProfile("ring", seconds=(1.0, 1.0), work=(0, 0), unit="pairs").work_imbalance == 1

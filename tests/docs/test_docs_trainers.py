@@ -47,7 +47,7 @@ def test_code_blocks_run():
     assert 1 <= names["after"] <= names["before"][0]
     ring, placed = names["profiles"]
     assert sum(ring.pairs) == sum(placed.pairs) and names["speed_up"] > 0
-    assert placed.pair_imbalance <= ring.pair_imbalance
+    assert placed.work_imbalance <= ring.work_imbalance
     batch = jax.tree.map(np.asarray, names["batch"])
     attend = dense(batch["documents"].segment_ids)
     want = names["loss"](names["params"], batch, attend)

@@ -206,6 +206,6 @@ def test_only_counts_move_before_the_tokens():
             moved.setdefault(exchange.op, []).append([x.shape for x in arrays])
     assert moved == {
         "route": [[(1, 1, E + W + 1)]],
-        "dispatch_tokens": [[(1,), (T, D), (T, K)]],
+        "dispatch_tokens": [[(T, D)]],
         "combine_tokens": [[(1,), (T, K), (T, K)], [(W * T, D)]],
     }

@@ -40,6 +40,35 @@ def test_dropped_choices_are_described():
     assert f"{lost} choices ({lost / rows.sum():.1%})" in routing.describe()
 
 
+def test_imbalance_in_a_program():
+    *_, index = draw(0, lowest=0)
+    rows = [len(x) for x in rows_of_ranks(index, evenly(E, W))]
+    got = jax.jit(lambda i: routing_of(i).imbalance)(index)
+    assert got.dtype == np.float32 and got.shape == ()
+    np.testing.assert_allclose(got, max(rows) / np.mean(rows), rtol=1e-6)
+    assert routing_of(np.full_like(index, -1)).imbalance == 1
+    whole = routing_of(index)
+    of_a_rank = jax.tree.map(lambda x: x[: len(x) // W], whole)
+    with pytest.raises(ValueError, match=r"Routing.imbalance: this is the part of 1 of 4 ranks"):
+        _ = of_a_rank.imbalance
+
+
+def test_each_rank_alone():
+    *_, index = draw(0, lowest=0)
+    seen = []
+
+    def experts_of_a_rank(sizes, rows):
+        jax.debug.callback(lambda x: seen.append(x.tolist()), sizes, ordered=True)
+        return rows * sizes.sum()
+
+    profile = experts.balance_profile(routing_of(index), experts_of_a_rank, np.ones(3), repeats=2)
+    rows = rows_of_ranks(index, evenly(E, W))
+    assert profile.work == tuple(map(len, rows)) and len(profile.seconds) == W
+    sizes = np.asarray(routing_of(index).group_sizes).reshape(W, -1).tolist()
+    assert seen == [sizes[0], *sizes, *sizes]  # the first compiles
+    assert str(profile).startswith("experts_of_a_rank: busiest rank")
+
+
 def test_only_of_known_routings_of_all_ranks():
     *_, index = draw()
     with pytest.raises(TypeError, match=r"Routing.describe: the plan is traced"):

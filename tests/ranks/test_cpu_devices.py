@@ -134,3 +134,27 @@ def test_keep_freed_memory_unless_the_environment_configures_it(
     for _ in range(2):  # settled by the first: nothing more
         cpu_devices.keep_freed_memory()
         assert len(asked) == num_options
+
+
+KEEP_MEMORY = """
+import ctypes, resource, sys
+from jax_cp_dispatch.cpu_devices import keep_freed_memory
+keep_freed_memory(enable=sys.argv[1] == "keep")
+c = ctypes.CDLL(None)
+c.malloc.restype = ctypes.c_void_p
+faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(2):
+    before = faults()
+    memory = c.malloc(1 << 27)
+    ctypes.memset(memory, 1, 1 << 27)
+    c.free(ctypes.c_void_p(memory))
+print(faults() - before)
+"""
+
+
+@pytest.mark.parametrize("setting, is_kept", [("keep", True), ("return", False)])
+def test_a_large_array_gets_the_pages_of_the_one_before(setting, is_kept):
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC"))}
+    command = [sys.executable, "-c", KEEP_MEMORY, setting]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert (int(done.stdout) < 100) is is_kept

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import statistics
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -13,8 +10,8 @@ import numpy as np
 from jaxtyping import DTypeLike
 
 from jax_cp_dispatch._arguments import check_positive
+from jax_cp_dispatch._rank_times import BalanceProfile, time_ranks
 from jax_cp_dispatch._ranks.options import read_options
-from jax_cp_dispatch._text import table
 from jax_cp_dispatch.attention.algorithms import ALGORITHMS, Algorithm, Balanced, Placed
 from jax_cp_dispatch.attention.algorithms.rank_program import Batch, RankProgram, Shape
 from jax_cp_dispatch.attention.auto import Auto, read_algorithm
@@ -27,46 +24,6 @@ from jax_cp_dispatch.planning import Plan
 
 _OP = "balance_profile"
 _MEASURED = tuple(x.name for x in ALGORITHMS if x.rank_program is not Algorithm.rank_program)
-
-
-@dataclasses.dataclass(frozen=True)
-class BalanceProfile:
-    """The attention of every rank, each alone on the same device.
-
-    Attributes:
-      algorithm: its name.
-      seconds: of each rank; median over the rounds.
-      pairs: query-key pairs of each rank.
-    """
-
-    algorithm: str
-    seconds: tuple[float, ...]
-    pairs: tuple[int, ...]
-
-    @property
-    def busiest(self) -> float:
-        """Seconds of the slowest rank: a lower bound for a step of all ranks."""
-        return max(self.seconds)
-
-    @property
-    def imbalance(self) -> float:
-        """Longest time of a rank divided by the mean; 1 is perfect."""
-        return self.busiest / statistics.mean(self.seconds)
-
-    @property
-    def pair_imbalance(self) -> float:
-        """Most pairs of a rank divided by the mean; 1 is perfect, and the value without pairs."""
-        mean = statistics.mean(self.pairs)
-        return max(self.pairs) / mean if mean else 1.0
-
-    def __str__(self) -> str:
-        header = ("rank", "ms", "pairs")
-        ranks = zip(self.seconds, self.pairs, strict=True)
-        rows = [(str(r), f"{1e3 * s:.2f}", str(p)) for r, (s, p) in enumerate(ranks)]
-        return (
-            f"{self.algorithm}: busiest rank {1e3 * self.busiest:.2f} ms, {self.imbalance:.3f} of "
-            f"the mean; in pairs {self.pair_imbalance:.3f}\n{table(header, rows)}"
-        )
 
 
 def balance_profile(
@@ -126,10 +83,10 @@ def balance_profile(
         if program is None:
             raise _not_measured(algorithm.name)
         programs.append(program)
-    now = time.process_time if jax.default_backend() == "cpu" else time.perf_counter
-    seconds = _time(programs, repeats, now)
+    runs = [_run_ranks(program) for program in programs]
+    seconds = time_ranks(runs, [len(program.ranges) for program in programs], repeats)
     return tuple(
-        BalanceProfile(x.name, tuple(times), tuple(program.num_pairs.tolist()))
+        BalanceProfile(x.name, times, tuple(program.num_pairs.tolist()), "pairs")
         for (x, _), program, times in zip(chosen, programs, seconds, strict=True)
     )
 
@@ -159,23 +116,6 @@ def _not_measured(name: str) -> ValueError:
         f"{_OP}: got algorithm {name!r}. Name algorithms that can be measured: "
         f"{', '.join(map(repr, _MEASURED))}."
     )
-
-
-def _time(
-    programs: Sequence[RankProgram], repeats: int, now: Callable[[], float]
-) -> list[list[float]]:
-    """Returns the median seconds of each rank in each program."""
-    runs = [_run_ranks(program) for program in programs]
-    for run in runs:  # compile, and touch memory
-        jax.block_until_ready(run(0))
-    times = [[[] for _ in program.ranges] for program in programs]
-    for _ in range(repeats):
-        for of_program, run in zip(times, runs, strict=True):
-            for rank, of_rank in enumerate(of_program):
-                start = now()
-                jax.block_until_ready(run(rank))
-                of_rank.append(now() - start)
-    return [[statistics.median(x) for x in of_program] for of_program in times]
 
 
 def _run_ranks(program: RankProgram) -> Callable[[int], Any]:

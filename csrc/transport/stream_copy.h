@@ -1,0 +1,15 @@
+// Copies of an exchange that moves more bytes than caches hold.
+#pragma once
+
+#include <cstdint>
+
+namespace cpd {
+
+// Bytes of an exchange that the processor's caches certainly do not hold.
+constexpr int64_t kManyBytes = 32 << 20;
+
+// As memcpy, with stores that do not first read into the cache what they overwrite; memcpy avoids
+// that only in a single large copy. Complete, for other threads too, on return.
+void StreamCopy(char* to, const char* from, int64_t num_bytes);
+
+}  // namespace cpd
