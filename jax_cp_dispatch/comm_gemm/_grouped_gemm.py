@@ -180,6 +180,7 @@ def _check_scales(op, mode: ScalingMode, num_groups: int, scales) -> None:
 # ---- The derivative: grouped gemms again, of transposed operands.
 
 
+@jax.named_scope("cpd.gemm")
 def _bind(call: GroupedCall, lhs, rhs, bias, group_sizes, scales=(None, None)):
     """Binds one call; `scales` are those of lhs and rhs."""
     nothing = jnp.zeros(1, jnp.float32)

@@ -168,6 +168,7 @@ def _check_weights(op: str, weights: Any, routing: Routing) -> None:
         )
 
 
+@jax.named_scope("cpd.experts")
 def _dispatch_on_rank(config: tuple[CollectiveOptions, ScalingMode], x: Any, routing: Any) -> Any:
     options, mode = config
     leaves, tree = jax.tree.flatten(x)
@@ -176,6 +177,7 @@ def _dispatch_on_rank(config: tuple[CollectiveOptions, ScalingMode], x: Any, rou
     return tree.unflatten(rows)
 
 
+@jax.named_scope("cpd.experts")
 def _combine_on_rank(options: CollectiveOptions, y: Any, weights: Any, routing: Any) -> Any:
     leaves, tree = jax.tree.flatten((y, weights))
     leaves, routing = _varying(options, leaves, routing)

@@ -11,6 +11,7 @@ from jaxprs import inner_jaxprs
 from on_mesh import AXIS, mesh_of
 
 import jax_cp_dispatch as cpd
+from jax_cp_dispatch import experts
 
 W, T = 4, 32
 EXCHANGES = dict.fromkeys(("dispatch", "combine", "ppermute", "all_to_all"), "cpd.exchange")
@@ -20,6 +21,7 @@ SCOPES = EXCHANGES | {
     "local_attention": "cpd.attention",
     "local_attention_gradients": "cpd.attention_backward",
     "gemm": "cpd.gemm",
+    "grouped_gemm": "cpd.gemm",
     "sort": "cpd.plan",  # plans, and the check of the order of tokens
 }
 
@@ -63,6 +65,24 @@ def test_gemm():
     program = jax.shard_map(matmul, mesh=mesh_of(W), **specs)
     loss = jax.grad(lambda x, w: program(x, w).sum(), argnums=(0, 1))
     assert found(loss, jnp.zeros((T, 8)), jnp.zeros((8, T))) == {"gemm"}
+
+
+def test_experts():
+    def layer(x, index, w):
+        routing = experts.route(index, num_experts=2 * W, axis_name=AXIS, capacity=T)
+        rows = experts.dispatch_tokens(x, routing)
+        return experts.combine_tokens(cpd.grouped_gemm(rows, w, routing.group_sizes), None, routing)
+
+    program = jax.shard_map(layer, mesh=mesh_of(W), in_specs=P(AXIS), out_specs=P(AXIS))
+    operands = jnp.zeros((T, 8)), jnp.zeros((T, 2), jnp.int32), jnp.zeros((2 * W, 8, 8))
+    loss = jax.grad(lambda *x: program(*x).sum(), argnums=(0, 2))
+    assert found(loss, *operands) >= {"dispatch", "combine", "grouped_gemm"}
+    rows = [
+        stack
+        for name, stack in scopes(jax.make_jaxpr(program)(*operands).jaxpr)
+        if name == "gather" and "cpd.plan" not in stack
+    ]
+    assert rows and all("/cpd.experts" in stack for stack in rows)
 
 
 def test_a_trace_of_a_step(tmp_path):
