@@ -5,7 +5,7 @@
 
 namespace cpd {
 
-// Bytes of an exchange that the processor's caches certainly do not hold.
+// More bytes in one exchange than the caches of most processors hold.
 constexpr int64_t kManyBytes = 32 << 20;
 
 // As memcpy, with stores that do not first read into the cache what they overwrite; memcpy avoids
