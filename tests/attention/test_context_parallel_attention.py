@@ -63,18 +63,11 @@ def test_explicit_axes_shard_equal_parts_only():
         check(case, draw(case), program(mesh, algorithm="ring"))
 
 
-@pytest.mark.parametrize(
-    "axes",
-    [
-        {"batch_axis": "data", "head_axis": "model"},
-        {"batch_axis": ("data", "model")},
-    ],
-)
-def test_axes_of_batch_and_heads(axes):
-    batch = 4 if "head_axis" not in axes else 2
-    case = Case("ring", 1, T, documents="segments", batch=batch, heads=(4, 2))
+def test_two_axes_of_the_batch():
+    """One for the batch and one for the heads: test_mesh_axes.py."""
+    case = Case("ring", 1, T, documents="segments", batch=4, heads=(4, 2))
     mesh = permuted_mesh((2, 2, 2), ("data", AXIS, "model"))
-    check(case, draw(case), program(mesh, algorithm="hamilton", **axes))
+    check(case, draw(case), program(mesh, algorithm="hamilton", batch_axis=("data", "model")))
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])

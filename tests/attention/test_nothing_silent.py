@@ -49,7 +49,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", ["zigzag", "balanced"])
 def test_tokens_in_another_order_are_an_error_on_all_ranks(algorithm):
     attend = attention(algorithm)
     assert np.isfinite(attend(IDS, POSITIONS)).all()

@@ -90,12 +90,13 @@ def branches(kind, documents, **options):
     return planned, partial(call, algorithm="ring", documents=kind.for_ring(documents))
 
 
-@pytest.mark.parametrize("kind", [Placed, Balanced])
-def test_many_batches_compile_once(kind):
+def test_many_batches_compile_once():
+    """Of tokens that are placed; plans that move queries: the next test, of one program too."""
+    kind = Placed
     mesh = mesh_of(WORLD_SIZE)
     sizes: dict[str, Any] = {"world_size": WORLD_SIZE, "columns": COLUMNS}
     sample = list(batches(40))
-    config = fit_plan_config(sample[:25], placed=kind is Placed, overflow=0.2, **sizes)
+    config = fit_plan_config(sample[:25], placed=True, overflow=0.2, **sizes)
     # Less than the sample needs, so that some batches do not fit.
     needs = [sent(kind(x, **sizes)) for x in sample[:25]]
     config = dataclasses.replace(config, max_kv_transfers=int(np.quantile(needs, 0.8)))

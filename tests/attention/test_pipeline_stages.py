@@ -150,8 +150,7 @@ def test_movement_of_each_stage(own, where):
 # ---- Functions of one rank, inside a shard_map with check_vma=False.
 
 
-@pytest.mark.parametrize("algorithm", ["zigzag", "balanced"])
-def test_attention_on_each_rank(algorithm):
+def test_attention_on_each_rank():
     examples = [(*draw(CASE, seed)[:4], *draw(CASE)[4:]) for seed in range(STAGES)]
     *arrays, segment_ids, _ = zip(*examples, strict=True)
     arrays = placed([np.stack(x) for x in arrays], P("stage", None, AXIS))
@@ -164,7 +163,7 @@ def test_attention_on_each_rank(algorithm):
     def run(q, k, v, g):
         on_ranks = jax.shard_map(
             lambda q, k, v, documents: context_parallel_attention(
-                q, k, v, documents=documents, algorithm=algorithm, axis_name=AXIS
+                q, k, v, documents=documents, algorithm="balanced", axis_name=AXIS
             ),
             mesh=MESH,
             in_specs=(rows, rows, rows, specs),

@@ -146,26 +146,6 @@ def test_plan_made_inside_the_program_serves_all_batches_with_one_program():
     assert len(traces) == 1
 
 
-def test_batch_and_heads_over_other_axes():
-    q, k, v, g, segment_ids = draw(8, batch=2, num_tokens=2 * 64)
-    mesh = jax.make_mesh((2, 2, 2), ("data", AXIS, "tp"), axis_types=(AxisType.Auto,) * 3)
-    fn = attend(segment_ids, mesh, batch_axis="data", head_axis="tp")
-    results = jax.jit(lambda *x: out_and_gradients(fn, *x))(q, k, v, g)
-    assert_close(results, expected(q, k, v, g, segment_ids))
-
-
-def test_explicit_mesh_set_for_the_context():
-    q, k, v, g, segment_ids = draw(9)
-    mesh = jax.make_mesh((8,), (AXIS,), axis_types=(AxisType.Explicit,))
-    with jax.set_mesh(mesh):
-        sharded = [jax.device_put(x, NamedSharding(mesh, P(None, AXIS))) for x in (q, k, v, g)]
-        ids = jax.device_put(segment_ids, NamedSharding(mesh, P(None, AXIS)))
-        fn = jax.jit(lambda *x: out_and_gradients(attend(x[4], None), *x[:4]))
-        results = fn(*sharded, ids)
-    assert_close(results, expected(q, k, v, g, segment_ids))
-    assert results[0].sharding.spec[1] == AXIS
-
-
 @pytest.mark.parametrize("form, check_vma", [("global", True), ("slice", False)])
 def test_inside_shard_map(form, check_vma):
     q, k, v, g, segment_ids = draw(10, batch=2)

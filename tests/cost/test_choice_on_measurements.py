@@ -123,9 +123,7 @@ def without_ulysses(monkeypatch):
     monkeypatch.setattr(Ulysses, "candidates", lambda *_, **__: ())
 
 
-@pytest.mark.parametrize(
-    "changed", [{}, {"link_bandwidth": 0.93}, {"planned_attention_flops": 1.04}]
-)  # fmt: skip
+@pytest.mark.parametrize("changed", [{}, {"link_bandwidth": 0.93, "planned_attention_flops": 1.04}])
 def test_the_choice_is_nearly_the_best(changed):
     """With the rates of the machine, and also with slightly other ones: no luck of a digit."""
     cpu = dataclasses.replace(CPU, **{x: y * getattr(CPU, x) for x, y in changed.items()})

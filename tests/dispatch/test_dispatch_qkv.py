@@ -72,8 +72,7 @@ def test_dispatch_qkv_and_combine_qkv_are_two_calls_in_one():
 
 
 @pytest.mark.parametrize(
-    "implementation, kind",
-    [("in_process", AxisType.Auto), ("in_process", AxisType.Explicit), ("xla", AxisType.Auto)],
+    "implementation, kind", [("in_process", AxisType.Explicit), ("xla", AxisType.Auto)]
 )
 def test_on_arrays_of_all_ranks_with_gradients(implementation, kind):
     """Under plain jit; <dispatch_qkv(x), y> = <x, combine_qkv(y)>; each VJP is the other one."""

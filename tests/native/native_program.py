@@ -24,6 +24,8 @@ ON_ONE_THREAD = (
     *("test_overlap_team", "test_cublaslt", "test_placement", "test_move_queries"),
     *("test_attention_kernels", "test_exchange_pairs", "test_copies"),
 )
+# Its templates take long to compile.
+WITH_SANITIZERS_ONLY = ("test_attention_sizes",)
 ON_THREADS = ("test_sum_kernels", "test_layout_kernels", "test_meeting", "test_slab")
 ALWAYS = (
     *(ROOT / "csrc/cuda" / name for name in ("errors.cc", "slab.cc")),

@@ -1,5 +1,6 @@
 """The native core under ThreadSanitizer, and under AddressSanitizer and UndefinedBehaviorSanitizer.
 
+And the mutants of the weak memory model that `test_weak_memory.py` leaves out.
 Not part of the suite: `./run sanitizers` runs it, as continuous integration does.
 """
 
@@ -8,6 +9,7 @@ import subprocess
 
 import native_program
 import pytest
+import test_weak_memory as weak_memory
 from test_native import check_core, check_random_programs
 
 # Without what no sanitizer allows: a multiple of the address space. Sums of every type run on
@@ -16,6 +18,7 @@ TESTS = {
     "thread": (*native_program.KERNELS, *native_program.RANKS, *native_program.ON_THREADS),
     "address,undefined": (
         *(*native_program.KERNELS, *native_program.RANKS, *native_program.ON_ONE_THREAD),
+        *native_program.WITH_SANITIZERS_ONLY,
     ),
 }
 
@@ -59,3 +62,14 @@ def test_core(programs, sanitizer, name):
 @pytest.mark.parametrize("sanitizer", TESTS)
 def test_random_programs(programs, sanitizer):
     check_random_programs(programs(sanitizer))
+
+
+model = weak_memory.model
+
+
+@weak_memory.needs_relacy
+@pytest.mark.parametrize(
+    "mutant", weak_memory.MUTANTS[weak_memory.IN_SUITE :], ids=lambda mutant: mutant.name
+)
+def test_every_mutant_is_found(model, tmp_path, mutant):
+    weak_memory.check_mutant(model, tmp_path, mutant)

@@ -1,65 +1,17 @@
 // The kernels of attention, all threads of a block in turn on the host, against plain loops in
 // double precision: documents, windows, random and empty ranges, more rows and keys than tiles.
-// `test_attention_kernels SEED ROUNDS` adds problems of random shapes, and prints errors.
-#include <cmath>
+// The smallest heads, and those whose gradients take two parts; others: test_attention_sizes.cc.
 #include <cstdio>
+#include <limits>
 #include <memory>
 #include <random>
-#include <type_traits>
 #include <vector>
 
-#include "attention_results.h"
+#include "attention_on_host.h"
 #include "check.h"
 #include "native_test.h"
 
 namespace cpd::kernels::test_attention_kernels {
-
-// Runs the blocks from `first` on. Each has new scratch memory, which begins with NaN.
-template <typename Scratch, typename Kernel>
-void Launch(int first, int num_blocks, bool is_early, Kernel kernel) {
-  for (int index = first; index < num_blocks; ++index) {
-    auto scratch = std::make_unique<Scratch>();
-    std::memset(static_cast<void*>(scratch.get()), 0xff, sizeof(Scratch));
-    AsyncCopies copies(is_early);
-    kernel(index, scratch.get(), &copies);
-  }
-}
-
-template <typename Element, int H, int Hv>
-void AttendOnHost(const AttendCall& call, bool is_early, int first = 0) {
-  Launch<AttendScratch<H, Hv>>(first, call.batch * call.num_heads * NumTiles(call.num_rows),
-                               is_early,
-                               [&](auto... arguments) { Attend<Element>(call, arguments...); });
-}
-
-template <typename Element, int H, int Hv>
-void DifferentiateOnHost(const GradientsCall& call, bool is_early, int first_of_rows = 0,
-                         int first_of_keys = 0) {
-  Launch<QueriesScratch<H, Hv>>(
-      first_of_rows, call.batch * call.num_heads * NumTiles(call.num_rows), is_early,
-      [&](auto... arguments) { GradientsOfQueries<Element>(call, arguments...); });
-  const int num_blocks = call.batch * call.num_kv_heads * NumTiles(call.num_keys);
-  const auto of_keys = [&](auto part) {
-    Launch<KeysScratch<H, Hv>>(first_of_keys, num_blocks, is_early, [&](auto... arguments) {
-      GradientsOfKeys<Element, part>(call, arguments...);
-    });
-  };
-  if constexpr (H + Hv > 256) {
-    of_keys(std::integral_constant<Part, Part::kK>{});
-    of_keys(std::integral_constant<Part, Part::kV>{});
-  } else {
-    of_keys(std::integral_constant<Part, Part::kBoth>{});
-  }
-}
-
-template <typename Element, int H, int Hv>
-AttentionErrors EqualsLoops(std::mt19937& rng, const AttentionShape& shape, bool is_early) {
-  return RunAttention<Element, H, Hv>(rng, shape, 2e-6, [&](auto run) {
-    return run(
-        [&](const AttendCall& call) { AttendOnHost<Element, H, Hv>(call, is_early); },
-        [&](const GradientsCall& call) { DifferentiateOnHost<Element, H, Hv>(call, is_early); });
-  });
-}
 
 // Where an array would begin if its first `num_elements` were ahead of these.
 template <typename T>
@@ -207,25 +159,6 @@ void FindsCommonAndUsedKeys(std::mt19937& rng) {
   }
 }
 
-AttentionErrors OfRandomShape(std::mt19937& rng) {
-  const AttentionShape shape = RandomAttentionShape(rng);
-  const bool is_early = rng() % 2 == 0;
-  switch (rng() % 6) {
-    case 0:
-      return EqualsLoops<F16, 64, 64>(rng, shape, is_early);
-    case 1:
-      return EqualsLoops<BF16, 96, 96>(rng, shape, is_early);
-    case 2:
-      return EqualsLoops<BF16, 192, 128>(rng, shape, is_early);
-    case 3:
-      return EqualsLoops<F16, 256, 256>(rng, shape, is_early);
-    case 4:
-      return EqualsLoops<BF16, 64, 64>(rng, shape, is_early);
-    default:
-      return EqualsLoops<BF16, 128, 128>(rng, shape, is_early);
-  }
-}
-
 const Register kTests("test_attention_kernels", [](const Numbers& numbers) {
   const int seed = numbers.Get(0, static_cast<int>(std::random_device{}()));
   std::fprintf(stderr, "seed %d\n", seed);
@@ -234,17 +167,9 @@ const Register kTests("test_attention_kernels", [](const Numbers& numbers) {
   FindsCommonAndUsedKeys(rng);
   ReachesTheEndOfLargeArrays(rng);
   EqualsLoops<BF16, 64, 64>(rng, {136, 216}, true);
-  EqualsLoops<F16, 64, 64>(rng, {150, 200, 1, 1, 1, false, true, true}, false);
-  EqualsLoops<BF16, 96, 96>(rng, {70, 70}, false);
-  EqualsLoops<BF16, 192, 128>(rng, {40, 90}, true);
-  EqualsLoops<BF16, 256, 256>(rng, {70, 70, 1, 1, 1}, true);
   EqualsLoops<BF16, 64, 64>(rng, {70, 130, 2, 2, 1, true}, false);
-  EqualsLoops<BF16, 128, 128>(rng, {37, 100, 4, 2, 1}, true);
-  AttentionErrors worst{};
-  for (int i = 0; i < numbers.Get(1, 1); ++i) {
-    Enlarge(&worst, OfRandomShape(rng));
-  }
-  Print(stderr, worst);
+  EqualsLoops<BF16, 64, 64>(rng, {150, 200, 1, 1, 1, false, true, true}, false);
+  EqualsLoops<BF16, 192, 128>(rng, {40, 90}, true);
 });
 
 }  // namespace cpd::kernels::test_attention_kernels

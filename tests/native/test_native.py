@@ -45,4 +45,4 @@ def test_random_programs(program):
 
 def test_every_native_test_runs():
     files = {x.stem for x in (native_program.ROOT / "tests/native").glob("test_*.cc")}
-    assert files == set(TESTS)
+    assert files == {*TESTS, *native_program.WITH_SANITIZERS_ONLY}

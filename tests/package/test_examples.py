@@ -1,6 +1,6 @@
 """Every example completes in a separate process and verifies its own result.
 
-The suite runs three of them, the first one compiled as for a user; `.ci/run` runs all as for a user
+The suite runs two of them, the first one compiled as for a user; `.ci/run` runs all as for a user
 (`EXAMPLES=all`).
 """
 
@@ -13,7 +13,7 @@ import sys
 import pytest
 
 EXAMPLES = sorted((pathlib.Path(__file__).parents[2] / "examples").glob("*.py"))
-IN_SUITE, ALL = ("01", "04", "09"), os.environ.get("EXAMPLES") == "all"
+IN_SUITE, ALL = ("01", "04"), os.environ.get("EXAMPLES") == "all"
 
 # A short run. Its own test compares training with one device.
 TRAIN = (

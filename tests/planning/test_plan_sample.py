@@ -64,7 +64,7 @@ def test_needs_are_the_least_capacities(placed):
 @KINDS
 def test_the_expected_rate_is_kept(placed):
     rng = np.random.default_rng(1)
-    sample = [draw(rng) for _ in range(60)]
+    sample = [draw(rng) for _ in range(40)]
 
     def config_for(overflow):
         sizes: Any = {"world_size": WORLD_SIZE, "columns": COLUMNS}
@@ -79,7 +79,7 @@ def test_the_expected_rate_is_kept(placed):
     assert expected <= 1e-6
     assert all(getattr(rare, name) >= getattr(config, name) for name in CAPACITIES[placed])
     assert (rare.kv_capacity or 0) <= 3 * WORLD_SIZE * COLUMNS
-    rate = np.mean([not fits(draw(rng), placed, config) for _ in range(80)])
+    rate = np.mean([not fits(draw(rng), placed, config) for _ in range(40)])
     assert rate <= 0.05
 
 

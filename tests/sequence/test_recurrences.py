@@ -9,7 +9,7 @@ import pytest
 import sequence_oracle as oracle
 from jax.sharding import AxisType
 from on_mesh import AXIS, mesh_of, permuted_mesh
-from orders import BATCHES, ORDERS, Order, packed
+from orders import BATCHES, Order, packed
 
 from jax_cp_dispatch import Documents, place_tokens, sequence
 
@@ -71,14 +71,10 @@ def check(both, op, inputs, g, segment_ids, *, dtype: Any = np.float32, rtol=1e-
         assert not x[segment_ids == 0].any()
 
 
-# The next test runs each order of the mixed batch on 8 ranks; the exchange of states is the same.
+# Zigzag order of the mixed batch on 8 ranks: the next test; the exchange of states is the same.
 @pytest.mark.parametrize(
     ("order", "batch", "num_ranks", "per_channel"),
-    [
-        ("packed", "giant", 8, False),
-        ("zigzag", "giant", 8, True),
-        ("placed", "mixed", 3, True),
-    ],
+    [("packed", "giant", 8, False), ("placed", "mixed", 3, True)],
 )
 def test_gated_delta_rule(order, batch, num_ranks, per_channel):
     segment_ids = BATCHES[batch]
@@ -89,7 +85,7 @@ def test_gated_delta_rule(order, batch, num_ranks, per_channel):
 
 @pytest.mark.parametrize(
     ("order", "per_channel"),
-    [("packed", True), ("zigzag", True), ("placed", False)],
+    [("zigzag", True), ("placed", False)],
 )
 def test_linear_attention(order, per_channel):
     segment_ids = BATCHES["mixed"]
@@ -160,8 +156,7 @@ def test_bfloat16():
     check(both, "gated_delta_rule", inputs, g, segment_ids, dtype=bfloat16, rtol=2**-8)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_linear_recurrence(order):
+def test_linear_recurrence():
     segment_ids, rng = BATCHES["mixed"], np.random.default_rng()
     x, g = rng.normal(size=(2, *segment_ids.shape, 5))
     log_decay = -np.exp(rng.uniform(-5, 1, x.shape))
@@ -169,7 +164,7 @@ def test_linear_recurrence(order):
     pad = segment_ids == 0
     g[pad] = 0
     layer = lambda tokens, _, **given: sequence.linear_recurrence(*tokens, **given)
-    run = Order(order, segment_ids, 8).on_ranks(layer)
+    run = Order("placed", segment_ids, 8).on_ranks(layer)
     given = [np.where(pad[..., None], np.nan, x).astype(np.float32) for x in (x, log_decay)]
 
     @jax.jit
@@ -212,7 +207,7 @@ class RunningSum:
         return jax.vmap(row)(inputs, piece_ids)
 
 
-@pytest.mark.parametrize("order, num_ranks", [("placed", 8), ("zigzag", 8), ("zigzag", 1)])
+@pytest.mark.parametrize("order, num_ranks", [("placed", 8), ("zigzag", 1)])
 def test_kernel_of_a_user(order, num_ranks):
     segment_ids, rng = BATCHES["mixed"], np.random.default_rng()
     x = rng.integers(-9, 9, (*segment_ids.shape, 3)).astype(np.float32)
@@ -224,11 +219,10 @@ def test_kernel_of_a_user(order, num_ranks):
     np.testing.assert_array_equal(got, sums)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_global_arrays_without_features(kind):
+def test_global_arrays_without_features():
     """[B, T] in and out, of a kernel of this package and of a user."""
     segment_ids, rng = packed([[3, 6, -2, 5], [1, 15]]), np.random.default_rng()
-    mesh = permuted_mesh((2, 2), ("data", AXIS), kind)
+    mesh = permuted_mesh((2, 2), ("data", AXIS), AxisType.Explicit)
     x, log_decay = rng.normal(size=segment_ids.shape), -rng.random(segment_ids.shape)
     given = {"axis_name": AXIS, "mesh": mesh, "segment_ids": segment_ids, "batch_axis": "data"}
 

@@ -18,8 +18,7 @@ CASES = pytest.mark.parametrize(
     ("order", "batch", "num_ranks"),
     [
         *(("packed", "mixed", 1), ("packed", "giant", 8)),
-        *(("zigzag", "giant", 3), ("zigzag", "mixed", 8)),
-        *(("placed", "mixed", 3), ("placed", "whole", 8)),
+        *(("zigzag", "mixed", 8), ("placed", "mixed", 3)),
     ],
 )
 
@@ -124,7 +123,7 @@ def test_documents_by_positions_and_without_ids(is_zigzag):
         np.testing.assert_array_equal(got, np.arange(-1, 23)[None])
 
 
-@pytest.mark.parametrize("num_tokens", [3, 9, 15])
+@pytest.mark.parametrize("num_tokens", [3, 9])
 def test_uneven_chunks_of_zigzag_order(num_tokens):
     """An odd number of tokens per rank: the first chunk of a rank is longer by one, or alone."""
     segment_ids = packed([[num_tokens - 2, 2]])

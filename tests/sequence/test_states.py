@@ -172,16 +172,13 @@ def test_states_of_a_kernel_of_a_user():
     np.testing.assert_array_equal(last, want[2, range(4), [23, 17, 23, 6]])
 
 
-@pytest.mark.parametrize("num_ranks", [8, 1])
-def test_states_of_convolutions(num_ranks):
+def test_states_of_convolutions():
     """The taps reach over a whole rank, and over a document of two tokens."""
     rng = np.random.default_rng()
     x, g = rng.normal(size=(2, *CALLS.shape, 2)).astype(np.float32)
     weight, g = rng.normal(size=(5, 2)).astype(np.float32), g * live(x)
-    place = {"num_ranks": num_ranks} if num_ranks > 1 else {"mesh": mesh_of(1)}
-    run = program(
-        partial(sequence.causal_conv, weight=jnp.asarray(weight)), jnp.zeros((4, 4, 2)), **place
-    )
+    conv = partial(sequence.causal_conv, weight=jnp.asarray(weight))
+    run = program(conv, jnp.zeros((4, 4, 2)), num_ranks=8)
     out, dx, last = out_and_gradients(run, np.where(live(x), x, np.nan), g)
 
     def of_document(x, g):

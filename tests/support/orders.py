@@ -9,8 +9,6 @@ from on_mesh import AXIS, mesh_of
 
 from jax_cp_dispatch import Documents, place_tokens
 
-ORDERS = ("packed", "zigzag", "placed")
-
 
 class Order:
     """A batch of segment ids in one order; `apply` and `restore` reorder arrays [B, T, ...]."""
