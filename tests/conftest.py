@@ -58,7 +58,6 @@ LONG = (
     *("test_native.py", "test_processes.py", "test_examples.py", "test_recurrences.py"),
     *("test_ring_family.py", "test_attention_array_masks.py", "test_without_jit.py"),
     *("test_checkpoint_policies.py", "test_bench_command.py"),
-    "test_multi_gpu.py",
 )
 
 

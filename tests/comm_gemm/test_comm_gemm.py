@@ -73,7 +73,7 @@ def test_every_method_of_all_gather_matmul_and_matmul_reduce_scatter(
         equal(got, expected, name)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 def test_random_values_of_each_type(dtype):
     """Several rows and columns; float32 sums, rounded once."""
     with jax.enable_x64(dtype == "float64"):

@@ -32,11 +32,8 @@ def test_lengths_depend_on_the_key_only():
     assert (first != other).any()
 
 
-@pytest.mark.parametrize(
-    ("world_size", "total", "num_seqs", "degree"),
-    [(2, 64, 3, 8), (4, 60, 2, 6)],
-)
-def test_create_qkv_dispatch_is_causal_and_valid(world_size, total, num_seqs, degree):
+def test_create_qkv_dispatch_is_causal_and_valid():
+    world_size, total, num_seqs, degree = 4, 60, 2, 6
     key = jax.random.key(degree)
     inputs = draw_qkv_dispatch(key, world_size, total, num_seqs, degree)
     *plans, lengths = create_qkv_dispatch(key, world_size, total, num_seqs, degree)

@@ -41,7 +41,6 @@ def lengths(rng, num_tokens, size):
 @pytest.mark.parametrize(
     "mask, grid",
     [
-        (SlidingWindow(17), BlockGrid(1, W, 64, 4)),
         (SlidingWindow(6, 3), BlockGrid(2, W, 30, 4)),  # blocks of unequal length
         (Chunked(12), BlockGrid(2, W, 48, 8)),
     ],

@@ -39,7 +39,7 @@ def plan_inside(segment_ids, mask):
     return plan_attention(segment_ids, world_size=4, mask=mask, config=PlanConfig(block=3))
 
 
-@pytest.mark.parametrize("kind", ["blocks", "tree", "ranges_of_keys"])
+@pytest.mark.parametrize("kind", ["blocks", "ranges_of_keys"])
 def test_plan_made_inside_jit_is_exact(kind):
     """Blocks do not divide the columns of a rank. Of the other kinds: test_values.py."""
     rng = np.random.default_rng()

@@ -8,6 +8,7 @@ from functools import partial
 
 import jax
 import numpy as np
+import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from on_mesh import AXIS, mesh_of, permuted_mesh
 from orders import packed
@@ -45,15 +46,21 @@ def on_one_rank(tokens, taps, segment_ids):
     return jax.tree.map(np.asarray, jax.jit(jax.value_and_grad(run, argnums=(0, 1)))(tokens, taps))
 
 
+@pytest.fixture(scope="module")
+def known():
+    """Tokens and taps, and the loss and gradients of one rank."""
+    tokens, taps = draw(IDS)
+    return tokens, taps, on_one_rank(tokens, taps, IDS)
+
+
 def check(got, expected):
     for x, want in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         assert np.abs(x - want).max() <= 1e-5 * np.abs(want).max()
 
 
-def test_batch_and_heads_are_sharded_and_tokens_donated():
+def test_batch_and_heads_are_sharded_and_tokens_donated(known):
     mesh = permuted_mesh((2, 2, 2), ("data", AXIS, "tensor"))
-    tokens, taps = draw(IDS)
-    expected = on_one_rank(tokens, taps, IDS)
+    tokens, taps, expected = known
     given = {"axis_name": AXIS, "mesh": mesh, "batch_axis": "data", "head_axis": "tensor"}
     placed = place_tokens(segment_ids=IDS, world_size=2, num_groups=2)
     given["documents"] = placed.documents
@@ -66,9 +73,9 @@ def test_batch_and_heads_are_sharded_and_tokens_donated():
     check((value, (placed.restore(of_tokens), of_taps)), expected)
 
 
-def test_inside_a_shard_map_over_another_axis():
+def test_inside_a_shard_map_over_another_axis(known):
     mesh = permuted_mesh((2, 2), ("data", AXIS), AxisType.Explicit)
-    tokens, taps = draw(IDS)
+    tokens, taps, expected = known
     given = {"axis_name": AXIS, "batch_axis": (), "head_axis": ()}
 
     def of_group(tokens, taps, segment_ids):
@@ -85,7 +92,7 @@ def test_inside_a_shard_map_over_another_axis():
             axis_names={"data"},
         )
         values, of_tokens, of_taps = jax.jit(run)(arrays[0], taps, arrays[1])
-    check((values.sum(), (of_tokens, of_taps)), on_one_rank(tokens, taps, IDS))
+    check((values.sum(), (of_tokens, of_taps)), expected)
 
 
 def test_a_document_that_begins_and_ends_at_any_token():
