@@ -133,9 +133,9 @@ def test_named_axes_override_inference():
 # ---- Axes that cannot be inferred.
 
 
-def compiled_program(mesh, arrays, segment_ids, **options):
+def lowered(mesh, arrays, segment_ids, **options):
     run = program(segment_ids, algorithm="ring", mesh=mesh, **options)
-    return run.lower(*arrays).compile()
+    return run.lower(*arrays)
 
 
 def test_automatic_axes_in_a_program_cause_one_warning():
@@ -144,8 +144,8 @@ def test_automatic_axes_in_a_program_cause_one_warning():
     arrays = placed(operands[:4], mesh)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        compiled_program(mesh, arrays, operands[4])
-        gathering = compiled_program(mesh, arrays, operands[4])
+        lowered(mesh, arrays, operands[4])
+        gathering = lowered(mesh, arrays, operands[4]).compile()
     messages = [str(x.message) for x in warned if issubclass(x.category, UserWarning)]
     assert len(messages) == 2
     batch, heads = messages
@@ -187,10 +187,10 @@ def test_named_axes_gather_nothing_and_cause_no_warning():
     mesh = mesh_of_kind(AxisType.Auto)
     operands = draw(CASE)
     arrays = placed(operands[:4], mesh)
-    named = compiled_program(mesh, arrays, operands[4], batch_axis="data", head_axis="tp")
+    named = lowered(mesh, arrays, operands[4], batch_axis="data", head_axis="tp").compile()
     assert collectives_over(named, mesh, "data") == collectives_over(named, mesh, "tp") == []
     assert all(spec_of(x)[:3] == ("data", AXIS, "tp") for x in named(*arrays))
-    compiled_program(mesh, arrays, operands[4], batch_axis=(), head_axis=())
+    lowered(mesh, arrays, operands[4], batch_axis=(), head_axis=())
 
 
 @pytest.mark.usefixtures("no_warning")

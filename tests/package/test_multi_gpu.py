@@ -1,7 +1,4 @@
-"""The benchmark of several GPUs on two CPU processes, started by its script, and as by Slurm.
-
-Measuring compiles for long, so only `.ci/run` does it.
-"""
+"""The benchmark of several GPUs on two CPU processes, started by its script, and as by Slurm."""
 
 import json
 import os
@@ -11,13 +8,11 @@ import subprocess
 import sys
 
 import pytest
+from measuring import if_measured
 
 ROOT = pathlib.Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks/multi_gpu.sh"
 TINY = ("--sizes", "tiny", "--output")
-if_measured = pytest.mark.skipif(
-    os.environ.get("BENCHMARKS") != "all", reason="it takes long. Set BENCHMARKS=all, as .ci/run"
-)
 
 
 def environment(**more):
