@@ -49,18 +49,19 @@ def test_nothing_else_knows_the_experts():
             assert "jax_cp_dispatch.experts" not in path.read_text(), path
 
 
+def names_in(path):
+    """Yields the names of classes and variables in the code of a file."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.alias | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name):
+            yield node.id
+
+
 def files_that_use(name):
     """Returns the files of the package whose code names a class; texts do not count."""
-
-    def names(path):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.alias | ast.ClassDef):
-                yield node.name
-            elif isinstance(node, ast.Name):
-                yield node.id
-
-    found = (path for path in SOURCE.rglob("*.py") if name in names(path))
-    return {str(path.relative_to(SOURCE)) for path in found}
+    named = (path for path in SOURCE.rglob("*.py") if name in path.read_text())
+    return {str(path.relative_to(SOURCE)) for path in named if name in names_in(path)}
 
 
 def test_an_algorithm_touches_three_files():
