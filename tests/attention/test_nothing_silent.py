@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from argument_table import PAGE, page, table
 from hypothesis import given, settings, strategies as st
+from in_ci import in_ci
 from jaxprs import runs
 from on_mesh import AXIS, all_fail, mesh_of
 
@@ -160,6 +161,7 @@ def test_what_counts_as_in_order(ids, positions, accepted):
     assert bool(IN_ORDER(ids, positions and np.array([positions], np.int32))) == accepted
 
 
+@in_ci
 @pytest.mark.usefixtures("unchecked_types")
 def test_the_table_of_arguments_is_what_happens():
     """Whatever an algorithm does not take is refused in words, with the name of the function."""

@@ -52,7 +52,7 @@ CASES = [
     Call(Hamilton(nodes=2), 8, BlockCausal(5), rows=13, documents="none", latents=True),
     Call(DIRECT, 3, SlidingWindow(5, None), rows=9, documents="none", implementation="xla"),
     Call("hamilton", 3, Chunked(3), rows=8, documents="positions", dtype="float64", **ON_RANKS),
-    Call("zigzag", 3, SlidingWindow(4, first=2), "zigzag", rows=8, **ON_RANKS),
+    Call("zigzag", 3, SlidingWindow(4, first=2), rows=8, **ON_RANKS),  # put into zigzag order
     Call("hamilton", 3, "shared_prefix", more=1, batch=2, heads=(4, 2), **ALL),
     Call(MAPS, 5, rows=4, **ON_RANKS),
     Call(CYCLES, 5, rows=2, batch=2, heads=(4, 2), logit_soft_cap=2.0, **UNCHECKED),

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from in_ci import in_ci
 from jax.sharding import PartitionSpec as P
 from on_mesh import AXIS, mesh_of
 
@@ -61,6 +62,7 @@ def test_values_gradients_and_errors():
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5), found, wanted)
 
 
+@in_ci
 def test_rings():
     """Of two ranks: between the first and the last step of a ring there is none."""
     q = np.random.default_rng().normal(size=(1, 16, 1, 8)).astype(np.float32)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from in_ci import in_ci
 from pictures import IMAGES, drawing_script, texts
 
 from jax_cp_dispatch.comm_gemm import choose_comm_gemm
@@ -9,6 +10,7 @@ from jax_cp_dispatch.comm_gemm import choose_comm_gemm
 DRAWN = sorted(path.stem.removeprefix("draw_") for path in IMAGES.glob("draw_*.py"))
 
 
+@in_ci
 @pytest.mark.parametrize("name", DRAWN)
 def test_picture_matches_the_script(name, tmp_path):
     drawing_script(name).draw(tmp_path)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_oracle import masked_attention, masked_attention_gradients
-from measuring import if_measured
+from in_ci import in_ci
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "benchmarks"))
 
@@ -66,7 +66,7 @@ def test_errors_leave_out_keys_that_no_query_sees():
     np.testing.assert_allclose([errors["out"], errors["dk"]], [0.5, np.sqrt(0.5)], rtol=1e-6)
 
 
-@if_measured
+@in_ci
 def test_every_workload_is_measured_and_every_failure_has_a_reason(tmp_path, monkeypatch):
     output = tmp_path / "attention.json"
     sizes = "--tokens 64 --documents 10 --heads 2 1 --size 8 --variants --repeats 1"

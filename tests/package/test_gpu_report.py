@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from in_ci import in_ci
 
 ROOT = pathlib.Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks/gpu_report.sh"
@@ -40,6 +41,7 @@ def everything(tmp_path_factory):
     return rehearse(tmp_path_factory.mktemp("report"), "--budget", "3600")
 
 
+@in_ci
 def test_every_step_can_start(everything):
     steps, left_out = everything
     assert len(steps) > 25 and not left_out
@@ -49,6 +51,7 @@ def test_every_step_can_start(everything):
     assert [name for _, _, name, _ in steps[: len(first)]] == first
 
 
+@in_ci
 def test_what_does_not_fit_the_budget_is_left_out_by_name(tmp_path, everything):
     everything, _ = everything
     steps, left_out = rehearse(tmp_path)
@@ -74,6 +77,7 @@ def test_every_part_of_the_kernels_tests_is_known_to_them():
     assert all(f'name == "{part}"' in source or f'name != "{part}"' in source for part in parts)
 
 
+@in_ci
 def test_a_line_without_a_gpu_names_the_reason():
     ran = subprocess.run(
         [sys.executable, ROOT / "tests/gpu/smoke.py", "dispatch"],
@@ -86,6 +90,7 @@ def test_a_line_without_a_gpu_names_the_reason():
     assert re.match(f"dispatch: ({reasons})", ran.stderr)
 
 
+@in_ci
 def test_the_tests_between_gpus_run_between_cpu_devices():
     """Those of their own; the others are run by tests/processes."""
     ran = subprocess.run(

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from measuring import if_measured
+from in_ci import in_ci
 
 ROOT = pathlib.Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks/multi_gpu.sh"
@@ -50,7 +50,7 @@ def measured(tmp_path_factory):
     return json.loads(output.read_text()), said[0]
 
 
-@if_measured
+@in_ci
 def test_every_section_says_its_need_and_is_measured(measured):
     report, said = measured
     rows = report["rows"]
@@ -68,7 +68,7 @@ def test_every_section_says_its_need_and_is_measured(measured):
             assert row["us"] <= row["p99_us"] and row["samples"] == 4 and row["path"]
 
 
-@if_measured
+@in_ci
 def test_rows_name_what_moved_them(measured):
     paths = {f"{row['section']}: {row['what']}": row.get("path") for row in measured[0]["rows"]}
     assert paths["movement: dispatch"] == "shared_memory: 1 dispatch"
@@ -83,7 +83,7 @@ def test_rows_name_what_moved_them(measured):
     assert left_out["MaxText"].startswith("it is not installed")
 
 
-@if_measured
+@in_ci
 def test_rates_are_those_of_the_bytes_that_leave(measured):
     rows = [row for row in measured[0]["rows"] if row["section"] == "movement"]
     assert {row["bytes_per_gpu"] for row in rows} == {1 << 16}
