@@ -66,6 +66,8 @@ CASES = [
          sink=True, inner=4, implementation="xla", **ON_RANKS),
     Call(Ulysses(BLOCK), 4, "prefix", rows=12, heads=(4, 2), inner=2, returns=("lse",)),
     Call("ulysses", 4, SlidingWindow(9), more=1, batch=2, heads=(8, 2), latents=True, sink=True),
+    Call("ulysses", 2, "tree", "zigzag", heads=(4, 4), latents=True, implementation="xla",
+         **ON_RANKS),  # the only sum of latent rows by XLA
     Call(Ulysses(Zigzag()), 8, "causal", "zigzag", batch=2, heads=(4, 1), inner=2,
          latents=True),
     Call("balanced", 1, "full", rows=24, heads=(4, 2), **ALL, **KNOWN),

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from launching import command, launch
+from launching import command
 
 from jax_cp_dispatch import launch as launcher
 
@@ -25,7 +25,8 @@ def test_the_launcher_forwards_output_and_ends_all_processes(tmp_path):
         "    time.sleep(0.01)\n"
         "sys.exit(7)\n"
     )
-    done = launch(program, "--an", "argument", devices=3, grace=0.5)
+    job = command(program, "--an", "argument", devices=3, grace=0.5)
+    done = subprocess.run(job, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 7
     assert "[0] 0 ['--an', 'argument'] 3\n" in done.stdout
     assert "[1] 1 ['--an', 'argument'] 3\n" in done.stdout
