@@ -1,11 +1,18 @@
 """`overflow="drop"`: which choices are kept where a rank has fewer rows than it needs."""
 
-import jax.numpy as jnp
-from jax import lax
-from jaxtyping import Array, Bool, Float, Int32
+from __future__ import annotations
 
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int32, UInt
+
+from jax_cp_dispatch._arrays import known_inside, sum_dtype
 from jax_cp_dispatch._ranks.varying import vary_like
-from jax_cp_dispatch._scans import running_sum
+from jax_cp_dispatch._scans import running_sum, sum_by_key
+from jax_cp_dispatch.experts.places import places_by_key
+
+_DIGIT_BITS = 4
 
 
 def quotas(counts: Int32[Array, "W W L"], capacity: int) -> Int32[Array, "W W L"]:
@@ -39,14 +46,43 @@ def keep_heaviest(
 ) -> Bool[Array, " n"]:
     """Whether each choice is among the `quota` heaviest of its place; of equal ones the first.
 
-    Choices without a place in [0, P) are kept: they move nothing, or are errors.
+    Choices without a place in [0, P) are kept: they move nothing, or are errors. NaN is lightest.
+
+    Nothing is sorted, which compilers for TPUs need minutes for: counts give the lightest weight
+    that each place keeps, digit by digit from the highest.
     """
     num_places = len(quota)
     has_place = (place >= 0) & (place < num_places)
-    key = jnp.where(has_place, place, num_places)
-    index = jnp.arange(len(place), dtype=jnp.int32)
-    key, _, index = lax.sort((key, -weights, index), num_keys=2, is_stable=True)
-    first = jnp.searchsorted(key, jnp.arange(num_places + 1, dtype=jnp.int32)).astype(jnp.int32)
-    within = jnp.arange(len(place), dtype=jnp.int32) - first[key]
-    limit = jnp.append(quota, jnp.int32(len(place)))[key]
-    return jnp.zeros(len(place), bool).at[index].set(within < limit, unique_indices=True)
+    at = jnp.where(has_place, place, 0)
+    key = _ordered(weights)
+    num_digits = key.dtype.itemsize * 8 // _DIGIT_BITS
+    base = 1 << _DIGIT_BITS
+    is_higher = np.tri(base, k=-1, dtype=np.int32).T[None]
+
+    def add_digit(i, found):
+        """Returns the next digits, and how many of the weights that begin with them are kept."""
+        lightest, left = found
+        rest = key >> ((num_digits - 1 - i) * _DIGIT_BITS).astype(key.dtype)
+        before, digit = rest >> _DIGIT_BITS, (rest & (base - 1)).astype(jnp.int32)
+        counts_here = has_place & (before == known_inside(lightest, at))
+        bins = jnp.where(counts_here, at * base + digit, num_places * base)
+        (counts,) = sum_by_key([jnp.ones_like(bins)], bins, num_places * base)
+        heavier = (counts.reshape(-1, 1, base) * is_higher).sum(2, dtype=jnp.int32)
+        fits = heavier <= left[:, None]
+        digit = (~fits).sum(1).astype(key.dtype)
+        return (lightest << _DIGIT_BITS) | digit, left - jnp.where(fits, heavier, 0).max(1)
+
+    found = vary_like([jnp.zeros(num_places, key.dtype), quota], place)
+    lightest, left = lax.fori_loop(0, num_digits, add_digit, tuple(found))
+    lightest, left = known_inside(lightest, at), known_inside(left, at)
+    is_equal = has_place & (key == lightest)
+    number, _ = places_by_key(jnp.where(is_equal, place, -1), num_places)
+    return ~has_place | (key > lightest) | (is_equal & (number < left))
+
+
+def _ordered(x: Float[Array, " n"]) -> UInt[Array, " n"]:
+    """Returns integers in the order of these numbers: -0 equals 0, NaN is the smallest."""
+    x = x.astype(sum_dtype(x.dtype))
+    number = lax.bitcast_convert_type(jnp.where(x == 0, 0, x), f"uint{x.dtype.itemsize * 8}")
+    sign = np.array(1 << (x.dtype.itemsize * 8 - 1), number.dtype)
+    return jnp.where(jnp.isnan(x), 0, jnp.where(number >= sign, ~number, number | sign))

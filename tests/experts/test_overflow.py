@@ -1,6 +1,7 @@
 """More rows than a rank has room for: an error of all ranks, or the lightest choices drop out."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from expert_cases import E, K, T, W, check_layer, draw, with_gradients
@@ -10,6 +11,7 @@ from on_mesh import AXIS, all_fail, mesh_of, on_ranks
 from properties import examples
 
 from jax_cp_dispatch import experts
+from jax_cp_dispatch.experts.drop import keep_heaviest
 
 FEW = 12  # rows; some ranks need more
 OPTIONS = {"num_experts": E, "axis_name": AXIS, "capacity": FEW}
@@ -105,6 +107,42 @@ def _dropping(index, weights):
 
 
 dropping = on_ranks(_dropping, mesh_of(W))
+
+
+KINDS = ("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_weights_have_an_order(kind):
+    """-0 is 0, NaN is lightest, infinite is heaviest; choices without a place are kept."""
+    rng = np.random.default_rng(0)
+    size, num_places = 4000, 5
+    place = rng.integers(-1, num_places + 1, size).astype(np.int32)
+    info = jnp.finfo(kind)
+    usual = rng.choice([-1, 1], size) * 2.0 ** rng.integers(info.minexp // 2, 3, size)
+    special = rng.choice([0.0, -0.0, np.nan, -np.nan, np.inf, -np.inf], size)
+    with jax.enable_x64(kind == "float64"):
+        weights = np.where(rng.random(size) < 0.3, special, usual).astype(jnp.dtype(kind))
+        for share in (0, 0.1, 0.5, 0.95, 2):
+            quota = (np.bincount(place[place >= 0])[:num_places] * share).astype(np.int32)
+            kept = np.asarray(keeping(place, weights, quota))
+            assert kept[(place < 0) | (place >= num_places)].all()
+            for number, most in enumerate(quota):
+                (mine,) = np.nonzero(place == number)
+                values = weights[mine].astype(np.float64)
+                order = np.lexsort((-np.nan_to_num(values, nan=0, posinf=np.inf, neginf=-np.inf),
+                                    np.isnan(values)))  # fmt: skip
+                assert sorted(mine[order[:most]]) == mine[kept[mine]].tolist()
+
+
+keeping = jax.jit(keep_heaviest)
+
+
+def test_nothing_is_sorted():
+    """Compilers for TPUs need minutes for a sort of several arrays."""
+    place, weights = np.zeros(4000, np.int32), np.zeros(4000, np.float32)
+    traced = jax.make_jaxpr(keep_heaviest)(place, weights, np.ones(5, np.int32))
+    assert " sort[" not in str(traced)
 
 
 def test_a_capacity_from_a_sample():
