@@ -89,6 +89,22 @@ def repeated(
     return of, total - count, total[-1]
 
 
+def are_covered(
+    start: Int32[Array, "B n"], end: Int32[Array, "B n"], size: int
+) -> Bool[Array, "B size"]:
+    """Returns which of `size` places are in one of the ranges [start, end) in [0, size]."""
+    if start.size * size <= _FEW_PAIRS:
+        place = jnp.arange(size, dtype=jnp.int32)[:, None, None]
+        start, end = (_in_windows(x, fill=0)[:, None] for x in (start, end))
+        is_in = (start <= place) & (place < end)
+        return reduced([is_in], jnp.logical_or, False, num_axes=2)[0]
+    row = jnp.arange(len(start), dtype=jnp.uint32)[:, None]
+    step = (start < end).astype(jnp.int32)
+    edges = jnp.zeros((len(start), size + 1), jnp.int32).at[row, start].add(step)
+    edges = edges.at[row, end].add(-step)
+    return running_sum(edges)[:, :size] > 0
+
+
 def _running(xs, combine, *, fill, exclusive=False):
     size = xs[0].shape[-1]
     xs = tuple(_in_windows(x, fill=fill) for x in xs)

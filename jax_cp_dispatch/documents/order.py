@@ -93,8 +93,8 @@ def plan_to_all(num_ranks: int) -> Metadata:
     received[:, -1] = num_ranks
     to_all = (num_ranks, 1, num_ranks)  # a replica for every rank
     return Metadata(
-        dst_rank=np.broadcast_to(rank.astype(np.int32), to_all),
-        dst_offset=np.broadcast_to(rank.astype(np.uint32)[:, None, None], to_all),
+        dst_rank=np.tile(rank.astype(np.int32), (num_ranks, 1, 1)),
+        dst_offset=np.repeat(rank.astype(np.uint32), num_ranks).reshape(to_all),
         seq_len=np.ones((num_ranks, 1), np.uint32),
         num_recv_tokens=received,
         world_size=num_ranks,

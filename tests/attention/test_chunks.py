@@ -143,8 +143,7 @@ def pairs(num_ranks, make, rows_per_chunk, *, causal=True):
             token = placement.positions(rank)[None]
             end = jnp.where(token >= 0, token + 1 if causal else placement.num_tokens, 0)
             order = chunking.key_order(*schedule.held(rank, step))
-            first, last = order.ranges(jnp.zeros_like(end), end)
-            return jnp.sum(last - first)
+            return jnp.sum(order.rows_before(end) - order.rows_before(jnp.zeros_like(end)))
 
         return of_step
 

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 
 from jax_cp_dispatch._dispatch import move
 from jax_cp_dispatch._residuals import named_context
+from jax_cp_dispatch._scans import are_covered
 from jax_cp_dispatch.attention.algorithms.parts_of_heads import (
     ALL_HEADS,
     Exchange,
@@ -27,7 +28,7 @@ from jax_cp_dispatch.attention.algorithms.parts_of_heads import (
 from jax_cp_dispatch.attention.call_options import AttentionOptions
 from jax_cp_dispatch.attention.latents import UNUSED_ROW
 from jax_cp_dispatch.attention.local.backward import SoftmaxGradients
-from jax_cp_dispatch.attention.local.blocks import accumulator, attended_keys
+from jax_cp_dispatch.attention.local.blocks import accumulator
 from jax_cp_dispatch.attention.local.derivative_order import forbid_second_derivative
 from jax_cp_dispatch.attention.local.local_attention import attend_ranges, range_gradients
 from jax_cp_dispatch.attention.local.local_options import LocalOptions, PassOptions, rank_blocks
@@ -51,7 +52,7 @@ class Received(NamedTuple):
 
     def rows_to_expand(self) -> list[Any]:
         """Returns latent rows, without those that no query reads."""
-        is_key = attended_keys(*self.ranges[:2], self.kv[0].shape[1])[:, :, None]
+        is_key = are_covered(*self.ranges[:2], self.kv[0].shape[1])[:, :, None]
         rows = [jnp.where(is_key, x[:, :, 0], UNUSED_ROW) for x in self.kv]
         return [x.reshape(-1, x.shape[2]) for x in rows]
 

@@ -73,7 +73,8 @@ def gradients_blockwise(options, q, cotangents: OutputCotangents, ranges: KeyRan
 
     def one_query_block(carry, index):
         q_block, dout, lse, delta = (block_of(x, index) for x in (q, *cotangents))
-        start, end, first, last, queries = ranges.of_queries(index)
+        own = ranges.of_queries(index)
+        blocks, rows, queries = own.key_blocks(options), own.of_heads(q.shape[2]), own.queries
 
         def add_block(j, carry):
             dq_block, dk, dv = carry
@@ -81,7 +82,7 @@ def gradients_blockwise(options, q, cotangents: OutputCotangents, ranges: KeyRan
             k_block, v_block = block_of(k, there), block_of(v, there)
             position = positions(options, j)[None, :, None]
             logits, slope = soft_capped(options, matmul(k_block, q_block, (2, 2)))
-            allowed = (position >= start[:, None]) & (position < end[:, None])
+            allowed = (position >= rows[:, :1]) & (position < rows[:, 1:])
             if queries is not None:
                 allowed &= jnp.swapaxes(queries.of_keys(there).allow(), 1, 2)
             p = jnp.exp(jnp.where(allowed, logits, -jnp.inf) - lse[:, None])
@@ -93,7 +94,7 @@ def gradients_blockwise(options, q, cotangents: OutputCotangents, ranges: KeyRan
 
         dq, *dkv = carry
         row = block_of(dq, index), *dkv
-        dq_block, *dkv = each_key_block(index, (first, last, queries), add_block, row)
+        dq_block, *dkv = each_key_block(index, (blocks.first, blocks.last, queries), add_block, row)
         return set_block(dq, index, dq_block), *dkv
 
     zeros = vary_like((jnp.zeros_like(k), jnp.zeros_like(v)), q)

@@ -13,33 +13,58 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array
 
 from jax_cp_dispatch._arrays import divided, index_dtype, sum_dtype
-from jax_cp_dispatch._scans import running_sum
+from jax_cp_dispatch._scans import are_covered
 from jax_cp_dispatch.attention.local.local_options import PassOptions
 from jax_cp_dispatch.attention.local.query_ranges import (
     KeyQueries,
     QueryRanges,
     cut_query_ranges,
 )
-from jax_cp_dispatch.attention.local.rows import BlockIndex, block_of, to_rows
+from jax_cp_dispatch.attention.local.rows import BlockIndex, block_of, cut_tokens, to_rows
+
+_LAST = 2**31 - 1
 
 
 class KeyRanges(NamedTuple):
-    """The key rows [start, end) of each query row, and the key blocks that contain them."""
+    """The key rows of each query, which the G heads of a group share."""
 
-    start: Array  # [B*K, nq, G*block_q]
-    end: Array
-    first: Array  # [B*K, nq] first key block to visit
-    last: Array  # one past the last
+    rows: Array  # [B*K, nq, 2, block_q]: start and end
     queries: QueryRanges | None = None  # that may see each key row; None: all
 
+    def of_heads(self, num_rows: int) -> Array:
+        """Returns start and end of the `num_rows` rows of each block, `[..., 2, G*block_q]`."""
+        *lead, block_q = self.rows.shape
+        heads = jnp.broadcast_to(self.rows[..., None, :], (*lead, num_rows // block_q, block_q))
+        return heads.reshape(*lead, num_rows)
+
     def of_queries(self, index: BlockIndex) -> KeyRanges:
-        """Returns the ranges of one block of queries."""
-        start, end, first, last = (block_of(x, index) for x in self[:4])
-        return KeyRanges(start, end, first, last, self.queries and self.queries.of_queries(index))
+        """Returns the ranges of one block of queries, with `rows` `[matrices, 2, block_q]`."""
+        queries = self.queries and self.queries.of_queries(index)
+        return KeyRanges(block_of(self.rows, index), queries)
+
+    def key_blocks(self, options: PassOptions) -> KeyBlocks:
+        """Returns the key blocks of one block of queries: as one pass that compiles once."""
+        start, end = self.rows[:, 0], self.rows[:, 1]
+        before = lambda x: divided(x, options.block_kv)[0]
+        after = lambda x: before(x + (options.block_kv - 1))
+        bounds = before(start), after(end), after(start), before(end)
+        extremes, fills = (lax.min, lax.max, lax.max, lax.min), (_LAST, 0, 0, _LAST)
+        combined = lambda xs, ys: [f(x, y) for f, x, y in zip(extremes, xs, ys, strict=True)]
+        return KeyBlocks(*lax.reduce(bounds, tuple(map(np.int32, fills)), combined, (0, 1)))
+
+
+class KeyBlocks(NamedTuple):
+    """The key blocks that a block of queries visits, and those that all its queries see whole."""
+
+    first: Array
+    last: Array  # one past it
+    first_whole: Array
+    last_whole: Array  # likewise
 
 
 class RowRanges(NamedTuple):
@@ -70,7 +95,7 @@ def cut_operands(options: PassOptions, q, k, v, ranges: RowRanges) -> BlockedOpe
     start = jnp.clip(kv_start, 0, S).astype(jnp.int32)
     end = jnp.clip(kv_end, 0, S).astype(jnp.int32)
     used = start < end
-    attended = attended_keys(start, end, S)
+    attended = are_covered(start, end, S)
     if queries is not None:
         attended &= queries.start < queries.end
     k, v = (jnp.where(attended[:, :, None, None], x, 0) for x in (k, v))
@@ -83,33 +108,20 @@ def cut_operands(options: PassOptions, q, k, v, ranges: RowRanges) -> BlockedOpe
     )
 
 
-def attended_keys(start: Array, end: Array, num_keys: int) -> Array:
-    """Returns which of the keys are in one of the ranges at least, bool `[B, num_keys]`."""
-    B, used = start.shape[0], start < end
-    row = jnp.arange(B, dtype=jnp.uint32)[:, None]
-    step = used.astype(jnp.int32)
-    edges = jnp.zeros((B, num_keys + 1), jnp.int32).at[row, start].add(step)
-    edges = edges.at[row, end].add(-step)
-    return running_sum(edges)[:, :num_keys] > 0
-
-
 def cut_ranges(
     options: PassOptions, ranges: RowRanges, q_shape, num_groups: int, num_keys: int
 ) -> KeyRanges:
     """Cuts ranges in `[0, num_keys]`, for queries `[B, T, N, H]`."""
     kv_start, kv_end, queries = ranges
     used = kv_start < kv_end
-    of_heads = lambda x: jnp.broadcast_to(x[:, :, None, None], (*x.shape, q_shape[2], 1))
-    start = of_heads(jnp.where(used, kv_start, num_keys))
-    end = of_heads(jnp.where(used, kv_end, 0))
-    start = to_rows(start, num_groups, options.block_q, num_keys)[..., 0]
-    end = to_rows(end, num_groups, options.block_q)[..., 0]
-    first, _ = divided(jnp.min(start, axis=-1), options.block_kv)
-    last, _ = divided(jnp.max(end, axis=-1) + options.block_kv - 1, options.block_kv)
+    start, end = jnp.where(used, kv_start, num_keys), jnp.where(used, kv_end, 0)
+    blocks = [cut_tokens(start, options.block_q, num_keys), cut_tokens(end, options.block_q, 0)]
+    rows = jnp.stack(blocks, axis=2)
+    rows = jnp.broadcast_to(rows[:, None], (rows.shape[0], num_groups, *rows.shape[1:]))
+    rows = rows.reshape(-1, *rows.shape[2:])
     if queries is None:
-        return KeyRanges(start, end, first, last)
-    of_keys = cut_query_ranges(options, queries, used, q_shape, num_groups)
-    return KeyRanges(start, end, first, last, of_keys)
+        return KeyRanges(rows)
+    return KeyRanges(rows, cut_query_ranges(options, queries, used, q_shape, num_groups))
 
 
 def cut_queries(options: PassOptions, q, used, num_groups):

@@ -64,14 +64,14 @@ def attend_blockwise(
     q, (k, v) = options.scale * widen(q), map(widen, kv)
 
     def one_query_block(seen, index):
-        q_block, (start, end, first, last, queries) = block_of(q, index), ranges.of_queries(index)
-        start_of_all, end_of_all = jnp.max(start), jnp.min(end)
+        q_block, own = block_of(q, index), ranges.of_queries(index)
+        blocks, rows, queries = own.key_blocks(options), own.of_heads(q.shape[2]), own.queries
 
-        def exponentials(masked, position, logits, peak, of_pair):
+        def exponentials(masked, j, logits, peak, of_pair):
             logits, _ = soft_capped(options, logits)
             if masked:
-                column = position[None, None]
-                allowed = (column >= start[..., None]) & (column < end[..., None])
+                column = positions(options, j)[None, None]
+                allowed = (column >= rows[:, 0, :, None]) & (column < rows[:, 1, :, None])
                 if of_pair is not None:
                     allowed &= of_pair.allow()
                 logits = jnp.where(allowed, logits, -jnp.inf)
@@ -80,15 +80,14 @@ def attend_blockwise(
 
         def add_block(j, row):
             peak, total, acc = row
-            position = positions(options, j)
             of_pair = queries and queries.of_keys(index.at(j))
             # Most blocks are inside all ranges; a mask would cost them a pass over the logits.
-            is_whole = (position[0] >= start_of_all) & (position[-1] < end_of_all)
+            is_whole = (j >= blocks.first_whole) & (j < blocks.last_whole)
             p, new_peak = lax.cond(
                 is_whole if of_pair is None else is_whole & of_pair.hide_none(),
                 functools.partial(exponentials, False),
                 functools.partial(exponentials, True),
-                position,
+                j,
                 matmul(q_block, block_of(k, index.at(j)), (2, 2)),
                 peak,
                 of_pair,
@@ -99,7 +98,7 @@ def attend_blockwise(
             return new_peak, total, acc
 
         row = tuple(block_of(x, index) for x in seen)
-        row = each_key_block(index, (first, last, queries), add_block, row)
+        row = each_key_block(index, (blocks.first, blocks.last, queries), add_block, row)
         return OnlineSoftmax(*(set_block(x, index, y) for x, y in zip(seen, row, strict=True)))
 
     return each_query_block(options, one_query_block, seen, q)

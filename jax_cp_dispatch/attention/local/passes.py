@@ -48,8 +48,8 @@ def _call(pass_, *leaves, options, tree):
 
 
 def _attend_shapes(*leaves, options, tree):
-    q, ranges, (_, v), _ = tree.unflatten(leaves)
-    row = ranges.start.update(dtype=accumulator(q), weak_type=False)
+    q, _, (_, v), _ = tree.unflatten(leaves)
+    row = q.update(shape=q.shape[:3], dtype=accumulator(q), weak_type=False)
     acc = q.update(shape=(*q.shape[:3], v.shape[3]), dtype=row.dtype, weak_type=False)
     return [row, row, acc]
 

@@ -88,7 +88,7 @@ def each_key_block(
 
     `bounds`: its first key block, one past its last, and its `QueryRanges.of_queries`.
     """
-    first, last, queries = jnp.min(bounds[0]), jnp.max(bounds[1]), bounds[2]
+    first, last, queries = bounds
     if queries is None:
         return lax.fori_loop(first, last, body, carry)
     blocks, count = queries.visible_blocks(index, first, last)

@@ -146,7 +146,8 @@ class _Call(NamedTuple):
         queries = ranges.queries
         if queries is not None:
             queries = KeyQueries(*map(tokens, (queries.index, queries.start, queries.end)))
-        rows = RowRanges(tokens(ranges.start), tokens(ranges.end), queries)
+        bounds = ranges.of_heads(q.shape[2])
+        rows = RowRanges(tokens(bounds[:, :, 0]), tokens(bounds[:, :, 1]), queries)
         k, v = map(_head, kv)
         return cls.of(options, _head(q), k, v, rows)
 

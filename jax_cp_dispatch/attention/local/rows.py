@@ -19,6 +19,12 @@ def to_rows(x, num_groups, block, fill: int | float = 0):
     return x.reshape(B * num_groups, num_blocks, -1, F)
 
 
+def cut_tokens(x, block, fill):
+    """`[B, L] -> [B, num_blocks, block]`; pads the last block with `fill`."""
+    num_blocks = -(-x.shape[1] // block)
+    return with_rows(x, num_blocks * block, 1, fill).reshape(x.shape[0], num_blocks, block)
+
+
 def from_rows(x, shape, num_groups):
     """The inverse: `[B*K, num_blocks, G*block, F] -> [B, L, K*G, F]`, with F of `x`."""
     B, L, N, _ = shape

@@ -114,7 +114,7 @@ def _range_axes(mask: Mask) -> Any:
     """Returns the axes of `token_ranges`; all ranks have the queries of every key."""
     queries: Any = (_ROWS, _SCALAR, _SCALAR)
     return TokenRanges(
-        *cast(Any, (_ROWS, _ROWS)),
+        cast(Any, _ROWS),
         is_key=cast(Any, _ROWS if mask.has_arrays else None),
         queries=KeyQueries(*queries) if mask.has_query_ranges else None,
     )

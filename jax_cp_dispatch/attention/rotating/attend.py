@@ -45,17 +45,29 @@ class TokenRanges(NamedTuple):
     """The tokens of the sequence that each of a rank's rows sees.
 
     Attributes:
-      start, end: int32 `[B, rows]`; empty for rows that only pad a block.
+      bounds: int32 `[B, rows, 2]`, the first one and one past the last; empty for rows that only
+        pad a block. Both in one array, because XLA for CPU compiles an operation on each.
       is_key: bool `[B, rows]`; whether any row may see this one; None: if it sees any itself.
       queries: the rows' own tokens, and the queries of every token of the sequence; None: all.
       fault: `order_fault` of the tokens; None: known to be in the order of the layout.
     """
 
-    start: Array
-    end: Array
+    bounds: Array
     is_key: Array | None = None
     queries: KeyQueries | None = None
     fault: Array | None = None
+
+    @property
+    def start(self) -> Array:
+        return self.bounds[..., 0]
+
+    @property
+    def end(self) -> Array:
+        return self.bounds[..., 1]
+
+    @property
+    def used(self) -> Array:
+        return self.start < self.end
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +94,7 @@ class Rotation:
 
     def cut(self, q, kv, ranges: TokenRanges):
         """Cuts query blocks and a rank's own chunks; rows with empty ranges are unused."""
-        used = ranges.start < ranges.end
+        used = ranges.used
         is_key = used if ranges.is_key is None else ranges.is_key
         unused = 0 if self.expansion is None else UNUSED_ROW
         own = (self.chunking.cut(jnp.where(is_key[:, :, None, None], x, unused)) for x in kv)
@@ -97,7 +109,7 @@ class Rotation:
         return jax.tree.map(lambda x: self.chunking.uncut(x, self.q_shape[0]), dkv)
 
     def cut_cotangents(self, ranges: TokenRanges, whole: SoftmaxGradients) -> OutputCotangents:
-        return cut_cotangents(self.passes, ranges.start < ranges.end, whole, self.num_groups)
+        return cut_cotangents(self.passes, ranges.used, whole, self.num_groups)
 
     def fetch_keys(self, own, held, step, fingerprint=None):
         """Fetches the chunks of the next step."""
@@ -182,7 +194,8 @@ class Rotation:
 
     def _key_ranges(self, ranges, order: KeyOrder):
         num_rows = self._num_rows
-        rows = RowRanges(*order.ranges(ranges.start, ranges.end))
+        bounds = order.rows_before(ranges.bounds)
+        rows = RowRanges(bounds[..., 0], bounds[..., 1])
         if ranges.queries is not None:
             of_keys = order.tokens(num_rows)
             held_by = lambda x: jnp.where(of_keys >= 0, x[:, jnp.maximum(of_keys, 0)], 0)
@@ -217,14 +230,13 @@ def forward(rotation: Rotation, operands: Operands, ranges: TokenRanges, rank=No
         order = rotation.key_order(step, rank)
         return rotation.attend(queries, ranges, held, seen, order, weights)
 
-    def one_step(carry, step):
+    def one_step(step, carry):
         held, seen = carry
-        following = rotation.fetch_keys(own, held, step, fingerprint)
-        return (following, attend(held, seen, step)), None
+        return rotation.fetch_keys(own, held, step, fingerprint), attend(held, seen, step)
 
     held = own
     if last:
-        (held, seen), _ = lax.scan(one_step, (held, seen), jnp.arange(last, dtype=jnp.int32))
+        held, seen = lax.fori_loop(0, last, one_step, (held, seen))
     return rotation.result(attend(held, seen, last))
 
 
@@ -249,18 +261,18 @@ def backward(rotation: Rotation, operands: Operands, ranges: TokenRanges, output
             dkv = jax.tree.map(jnp.add, arrived, dkv)
         return (dq, jax.tree.map(jnp.add, dweights, added)), dkv, home
 
-    def one_step(carry, step):
+    def one_step(step, carry):
         held, sums, travelling, home = carry
         following = rotation.fetch_keys(own, held, step)
-        return (following, *add_step(held, sums, travelling, home, step)), None
+        return following, *add_step(held, sums, travelling, home, step)
 
     held = rotation.fetch_keys(own, own, 0) if last else own
     dq, dkv, dweights = gradients(own, begin_dq(queries), 0)
     if last:
         travelling, home = rotation.schedule.begin(dkv)
         carry = held, (dq, dweights), travelling, home
-        if last > 1:  # `jax.disable_jit` rejects a scan without steps
-            carry, _ = lax.scan(one_step, carry, jnp.arange(1, last, dtype=jnp.int32))
+        if last > 1:  # `jax.disable_jit` rejects a loop without steps
+            carry = lax.fori_loop(1, last, one_step, carry)
         held, sums, travelling, home = carry
         (dq, dweights), travelling, home = add_step(held, sums, travelling, home, last)
         arrived, home = rotation.return_gradients(travelling, home, last + 1)

@@ -80,17 +80,10 @@ class KeyOrder(NamedTuple):
     start: Int[Array, " pieces"]  # first token of each piece
     length: Int[Array, " pieces"]  # its tokens
 
-    def ranges(
-        self, start: Int[Array, "B T"], end: Int[Array, "B T"]
-    ) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
-        """Returns the ordered rows that hold the tokens [start, end) of the sequence."""
-
-        def tokens_before(token):
-            inside = jnp.maximum(token[..., None] - self.start[None, None], 0)
-            inside = jnp.minimum(inside, self.length[None, None])
-            return jnp.sum(inside, axis=-1, dtype=jnp.int32)
-
-        return tokens_before(start), tokens_before(end)
+    def rows_before(self, token: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
+        """Returns how many rows hold tokens before each of these."""
+        inside = jnp.minimum(jnp.maximum(token[..., None] - self.start, 0), self.length)
+        return jnp.sum(inside, axis=-1, dtype=jnp.int32)
 
     def tokens(self, num_rows: int) -> Int[Array, " S"]:
         """Returns the token of each of S = `num_rows` ordered rows; -1 after the last token."""
@@ -103,18 +96,17 @@ class KeyOrder(NamedTuple):
         self, x: Shaped[Array, "C M chunk_rows H"], num_rows: int
     ) -> Shaped[Array, "M S H"]:
         """Orders the rows as S = `num_rows` rows; rows after the last token repeat any token."""
-        x = jnp.swapaxes(x, 0, 1).reshape(x.shape[1], -1, x.shape[3])
         if self.chunking.is_in_order:
-            return with_rows(x, num_rows, 1)
+            return with_rows(x[0], num_rows, 1)
+        x = jnp.swapaxes(x, 0, 1).reshape(x.shape[1], -1, x.shape[3])
         return known_inside(x, self._slot_rows(num_rows), axis=1)
 
     def in_slots(self, x: Shaped[Array, "M S H"]) -> Shaped[Array, "C M chunk_rows H"]:
         """The inverse of `in_order`; padding rows of a piece become zero."""
         if self.chunking.is_in_order:
-            x = x[:, : self.chunking.chunk_rows]
-        else:
-            row, is_token = self._ordered_rows()
-            x = jnp.where(is_token[None, :, None], x[:, row], 0)
+            return x[None, :, : self.chunking.chunk_rows]
+        row, is_token = self._ordered_rows()
+        x = jnp.where(is_token[None, :, None], x[:, row], 0)
         x = x.reshape(x.shape[0], self.chunking.num_chunks, -1, x.shape[2])
         return jnp.swapaxes(x, 0, 1)
 

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Shaped
 
-from jax_cp_dispatch._arrays import known_inside
+from jax_cp_dispatch._arrays import known_inside, only_where
 from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch._ranks.varying import vary_alike
 from jax_cp_dispatch._residuals import named_context
+from jax_cp_dispatch._scans import are_covered
 from jax_cp_dispatch.attention.call_options import AttentionOptions
 from jax_cp_dispatch.attention.latents import key_shapes
-from jax_cp_dispatch.attention.local.blocks import attended_keys
 from jax_cp_dispatch.attention.local.local_options import LocalOptions, rank_blocks
 from jax_cp_dispatch.attention.local.query_ranges import KeyQueries
 from jax_cp_dispatch.attention.local.rows import with_rows
@@ -142,11 +142,11 @@ def token_ranges(
 
 def ranges_of_rows(mask: Mask, seen: MaskRanges, token: Any) -> TokenRanges:
     """Returns what the rows of `token` see, of what all tokens see; token -1 pads a block."""
-    is_row, column = token >= 0, jnp.maximum(token, 0)
-    of_rows = lambda x: jnp.where(is_row, known_inside(x, column, axis=1), jnp.zeros((), x.dtype))
-    ranges = TokenRanges(of_rows(seen.k_start), of_rows(seen.k_end))
+    is_row = jnp.broadcast_to(token >= 0, (len(seen.k_start), *token.shape))
+    of_rows = lambda x: only_where(is_row, known_inside(x, jnp.maximum(token, 0), axis=1))
+    ranges = TokenRanges(of_rows(jnp.stack([seen.k_start, seen.k_end], axis=2)))
     if mask.has_arrays:
-        is_key = attended_keys(seen.k_start, seen.k_end, seen.k_start.shape[1])
+        is_key = are_covered(seen.k_start, seen.k_end, seen.k_start.shape[1])
         ranges = ranges._replace(is_key=of_rows(is_key))
     if seen.q_start is not None:
         index = jnp.broadcast_to(token, ranges.start.shape)

@@ -39,7 +39,8 @@ class TpuBlocks(NamedTuple):
 def cut(options: PassOptions, q, ranges: KeyRanges, kv) -> TpuBlocks:
     """Cuts the operands of a pass."""
     num_keys = kv[0].shape[1] * kv[0].shape[2]
-    rows = [cut_rows(options, ranges.start, num_keys), cut_rows(options, ranges.end)]
+    bounds = ranges.of_heads(q.shape[2])
+    rows = [cut_rows(options, bounds[:, :, n], fill) for n, fill in enumerate((num_keys, 0))]
     of_keys = None
     if (queries := ranges.queries) is not None:
         rows.append(cut_rows(options, queries.index))
