@@ -26,15 +26,19 @@ def check_specs(
     The axes of the sequence over which the algorithm shares heads, `sharing`, come after those of
     the mesh for heads.
     """
+    all_heads = (*axes.heads, *sharing)
     axes = _with_shared_heads(expansion, axes, sharing)
     for spec, x in zip(expansion.specs, weights, strict=True):
         names = _names(spec)
         for name in names:
             if name not in axes.heads:
+                step = "Pass it as head_axis, or remove it"
+                if name in (*axes.sequence, *axes.batch):  # which cannot be head_axis
+                    step = "Remove it"
                 raise ValueError(
-                    f"{op}: weight_specs shard weights over axis {name!r}, but head_axis is "
-                    f"{axes.heads}. Pass it as head_axis, or remove it from weight_specs; "
-                    "weights are gathered over other axes."
+                    f"{op}: weight_specs shard weights over axis {name!r}, but heads are sharded "
+                    f"over {all_heads}. {step} from "
+                    "weight_specs; weights are gathered over other axes."
                 )
         if names != axes.heads[: len(names)]:
             raise ValueError(

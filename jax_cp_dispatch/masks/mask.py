@@ -82,6 +82,14 @@ class Mask(abc.ABC):
         """Bounds the keys that a query of a document of `length` tokens sees."""
         return length
 
+    @property
+    def reach(self) -> tuple[int | None, int | None]:
+        """The most keys before, and after, its own that a query sees; None: to the document's end.
+
+        No document or array makes a query see keys farther away.
+        """
+        return None, None
+
     def clipped(self, num_tokens: int) -> Mask:
         """Returns the same mask for documents of at most `num_tokens` tokens, with 32-bit sums."""
         return self

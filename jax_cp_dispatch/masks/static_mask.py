@@ -23,14 +23,6 @@ class StaticMask(Mask):
         """The fields of `PairCount` in `csrc/planner`: left, right (-1: no limit) and chunk."""
 
     @property
-    def reach(self) -> tuple[int | None, int | None]:
-        """The most keys before, and after, its own that a query sees; None: to the document's end.
-
-        No document makes a query see keys farther away.
-        """
-        return None, None
-
-    @property
     def num_diagonals(self) -> int:
         """The diagonal edges of the mask, which cross tiles of pairs."""
         return sum(x >= 0 for x in self.pair_count[:2])

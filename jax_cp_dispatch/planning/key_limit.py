@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Int32
 
 from jax_cp_dispatch._arrays import divided
 from jax_cp_dispatch._scans import running_maxima, sum_by_key, sums_before
-from jax_cp_dispatch.masks import Mask, StaticMask
+from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.planning.block_grid import BlockGrid, places
 
 
@@ -26,7 +26,7 @@ def kv_bound(grid: BlockGrid, mask: Mask) -> int:
     keys, and what is beyond those of its first and its last block, no more than these alone need.
     """
     everything = grid.world_size * grid.rows
-    before, after = mask.reach if isinstance(mask, StaticMask) else (None, None)
+    before, after = mask.reach
     if before is None or after is None:
         return everything
     of_block = grid.block + _in_blocks(grid, before) + _in_blocks(grid, after)

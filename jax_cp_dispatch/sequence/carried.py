@@ -99,7 +99,7 @@ def last_rows(
     as it is.
     """
     ends, num_rows = pieces.row_ends, pieces.begin.shape[1]
-    place = jnp.arange(width, dtype=jnp.int32)
+    place = jnp.arange(width, dtype=jnp.int32)[None]
     token = ends.last_end[:, None] - width + place
     row = token - jnp.asarray(pieces.rank, jnp.int32) * num_rows
     is_own = (token >= ends.last_begin[:, None]) & (row >= 0) & (row < num_rows)

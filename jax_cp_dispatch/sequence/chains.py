@@ -194,18 +194,18 @@ def _links(cuts: CutPieces) -> _Links:
     follows = _follows(own, pieces.later)  # [P, later]
     to = jnp.broadcast_to(pieces.later.rank, follows.shape)
     slot = jnp.arange(num_slots, dtype=jnp.int32)[:, None]
-    row = jnp.where(follows, pieces.later.base + own.order[:, None], -1)
+    row = jnp.where(follows, pieces.later.base[None] + own.order[:, None], -1)
     rows = jnp.full((num_slots, world_size), -1, jnp.int32).at[slot, to].max(row)
     arriving = _follows(pieces.earlier, mine)  # [earlier, P]
-    arrival = jnp.where(arriving, mine.base + pieces.earlier.order[:, None], -1).max(1)
+    arrival = jnp.where(arriving, mine.base[None] + pieces.earlier.order[:, None], -1).max(1)
     receives, is_first = arrival >= 0, pieces.earlier.start == 0
     sent = jnp.stack([own.start == 0, own.start > 0])
     received = jnp.stack([receives & is_first, receives & ~is_first]).astype(jnp.uint32)
     counts = jnp.zeros((2, world_size), jnp.uint32)
     counts = counts.at[:, pieces.earlier.rank.astype(jnp.uint32)].add(received)
     counts = jnp.concatenate([counts, counts.sum(1, keepdims=True, dtype=jnp.uint32)], 1)
-    moves = (rows >= 0) & sent[..., None]
-    dst_rank = jnp.where(moves, np.arange(world_size, dtype=np.int32), -1)
+    moves = (rows >= 0)[None] & sent[..., None]
+    dst_rank = jnp.where(moves, np.arange(world_size, dtype=np.int32)[None, None], -1)
     dst_offset = only_where(moves, jnp.stack([rows, rows])).astype(jnp.uint32)
     first, others = (
         Metadata(
@@ -230,5 +230,6 @@ def _links(cuts: CutPieces) -> _Links:
 def _follows(earlier: Cuts, later: Cuts) -> Array:
     """Returns which of the later pieces are behind which of the earlier ones, in a document."""
     earlier = Cuts._make(x[:, None] for x in earlier)
+    later = Cuts._make(x[None] for x in later)
     same = (earlier.document == later.document) & earlier.used
     return same & (later.order > earlier.order)

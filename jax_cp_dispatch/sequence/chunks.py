@@ -64,7 +64,8 @@ class Span(NamedTuple):
     def is_active(self, num_chunks: int) -> Bool[Array, " n"]:
         """Returns which chunks hold rows of these pieces."""
         chunk = np.arange(num_chunks, dtype=np.int32)[:, None]
-        return (self.used & (self.first <= chunk) & (chunk <= self.last)).any(1)
+        used, first, last = (x[None] for x in (self.used, self.first, self.last))
+        return (used & (first <= chunk) & (chunk <= last)).any(1)
 
 
 @jax.tree_util.register_dataclass
@@ -135,8 +136,8 @@ class Chunks:
     ) -> Bool[Array, "P n G C"]:
         """Returns which rows lie between two rows of one group, both included."""
         n, groups, size = self.ids.shape
-        place = np.arange(n * size, dtype=np.int32).reshape(n, 1, size)
-        row = np.arange(groups, dtype=np.int32)[:, None] * self.num_rows + place
+        place = np.arange(n * size, dtype=np.int32).reshape(1, n, 1, size)
+        row = np.arange(groups, dtype=np.int32)[None, None, :, None] * self.num_rows + place
         first, last = (x[:, None, None, None] for x in (first, last))
         return jnp.asarray(place < self.num_rows) & (first <= row) & (row <= last)
 
@@ -196,7 +197,8 @@ def invert_unit_lower(a: Float[Array, "*batch C C"]) -> Float[Array, "*batch C C
         below.append(diagonal[..., half:, :half])
         halves = diagonal[..., :half, :half], diagonal[..., half:, half:]
         diagonal = lax.collapse(jnp.stack(halves, -3), a.ndim - 2, a.ndim)
-    out = jnp.asarray(np.eye(diagonal.shape[-1], dtype=a.dtype)) - diagonal
+    eye = np.eye(diagonal.shape[-1], dtype=a.dtype)
+    out = jnp.asarray(eye[(None,) * (diagonal.ndim - 2)]) - diagonal
     for block in reversed(below):
         pairs = out.reshape(*block.shape[:-2], 2, *out.shape[-2:])
         left, right = pairs[..., 0, :, :], pairs[..., 1, :, :]

@@ -112,7 +112,7 @@ def _convolve(
     for back in range(width + 1):  # the token `back` before
         here = jnp.pad(rows, ((0, 0), (back, 0), (0, 0)))[:, : rows.shape[1]]
         here = jnp.where((offset >= back)[..., None], here.astype(wide), 0)
-        total += here * weight[width - back].astype(wide)
+        total += here * weight[width - back][None, None].astype(wide)
     flat = jax.lax.collapse(rows, 0, 2)
     if width and pieces.world_size > 1:
         before = receive_halo(options.exchange, pieces, flat, width)
@@ -123,7 +123,7 @@ def _convolve(
         before = _from(initial, piece.start)
         total = _add_before(total, piece, before, weight.astype(wide))
     for x in bias:
-        total += x.astype(wide)
+        total += x[None, None].astype(wide)
     out = jnp.where(pieces.is_token[..., None], total, 0).astype(dtype)
     state = last_rows(pieces, flat, width, initial) if carried.is_returned else None
     return pieces.restore(out), state
@@ -131,7 +131,7 @@ def _convolve(
 
 def _from(state: Float[Array, "B V C"], start: Int32[Array, " B"]) -> Float[Array, "B V C"]:
     """Returns the state's tokens behind the first `start`, and zeros for tokens of this call."""
-    place = jnp.arange(state.shape[1], dtype=jnp.int32) + start[:, None]
+    place = jnp.arange(state.shape[1], dtype=jnp.int32)[None] + start[:, None]
     inside = place < state.shape[1]
     place = jnp.where(inside, place, 0)[..., None]
     return only_where(inside, jnp.take_along_axis(state, place, axis=1))
@@ -149,8 +149,8 @@ def _add_before(
     padded = jnp.pad(before.astype(total.dtype), ((0, 0), (0, width), (0, 0)))
     # Row i of a piece takes tokens i, ..., i + W - 1 of (before, piece); those of the piece are in
     # `total` already.
-    added = sum(padded[:, i : i + width] * weight[i] for i in range(width))
-    index = jnp.arange(width, dtype=jnp.int32)
+    added = sum(padded[:, i : i + width] * weight[i][None, None] for i in range(width))
+    index = jnp.arange(width, dtype=jnp.int32)[None]
     reaches = own.used[:, None] & (index < own.length[:, None])
     at = jnp.where(reaches, own.row[:, None] + index, size)
     total = jax.lax.collapse(total, 0, 2).at[at].add(added, mode="drop")

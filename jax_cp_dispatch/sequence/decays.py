@@ -34,7 +34,7 @@ class Decays(NamedTuple):
 
 def make_decays(log: Float[Array, "n G N C F"], same: Float[Array, "n G 1 C C"]) -> Decays:
     """Sums log decays within the pieces of each chunk; `same`: 1 for two rows of one piece."""
-    lower = np.tri(log.shape[-2], dtype=log.dtype)
+    lower = np.tri(log.shape[-2], dtype=log.dtype)[None, None, None]
     return Decays(log, *(jnp.exp(dot(same * mask, log)) for mask in (lower, 1 - lower)))
 
 
@@ -52,8 +52,8 @@ def decayed_scores(
         scores = _channel_scores(rows, k, log)
     else:
         below = np.tri(size, dtype=k.dtype)
-        between = dot(below, log * np.tri(size, k=-1, dtype=k.dtype))  # sums over (j, i]
-        decay = jnp.exp(between) * below
+        between = dot(below, log * np.tri(size, k=-1, dtype=k.dtype)[None])  # sums over (j, i]
+        decay = jnp.exp(between) * below[None]
         scores = tuple(dot(x, _transposed(k)) * decay for x in rows)
     return tuple(named_pairs(x.reshape(*shape, size, size)) for x in scores)
 
@@ -64,13 +64,13 @@ def _channel_scores(rows, k, log):
 
     The derivative computes the factors again: they are as large as the keys, for each level.
     """
-    eye = np.eye(k.shape[-2], dtype=k.dtype)
+    eye = np.eye(k.shape[-2], dtype=k.dtype)[None]
     start = [(x * k).sum(-1, keepdims=True) * eye for x in rows]
 
     def level(out: Any, x: Any) -> Any:
         inside, pairs = x
         decay = jnp.exp(_sums(inside, log))
-        keys = _transposed(k * decay)
+        keys, pairs = _transposed(k * decay), pairs[None]
         return [y + dot(x * decay, keys) * pairs for y, x in zip(out, rows, strict=True)], None
 
     return tuple(lax.scan(level, start, _levels(k.shape[-2], k.dtype))[0])
@@ -90,7 +90,7 @@ def _channel_scores_backward(saved, gradients):
         drows, dk, dlog = sums
         inside, pairs = x
         decay = jnp.exp(_sums(inside, log))
-        keys, masked = k * decay, [g * pairs for g in gradients]
+        keys, masked = k * decay, [g * pairs[None] for g in gradients]
         of_rows = [dot(g, keys) * decay for g in masked]
         of_keys = sum(dot(_transposed(g), x * decay) for g, x in zip(masked, rows, strict=True))
         of_keys = of_keys * decay

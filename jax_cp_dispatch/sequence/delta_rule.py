@@ -17,7 +17,6 @@ from jax_cp_dispatch.documents import Documents
 from jax_cp_dispatch.sequence.call_layer import Axes, Layer, Where, call_layer
 from jax_cp_dispatch.sequence.chains import CutPieces
 from jax_cp_dispatch.sequence.chunks import (
-    cut_into_chunks,
     default_chunk,
     dot,
     invert_unit_lower,
@@ -29,8 +28,8 @@ from jax_cp_dispatch.sequence.recurrence import (
     Recur,
     carried_heads,
     check_heads,
+    chunks_of,
     heads_first,
-    wide_dtype,
 )
 from jax_cp_dispatch.sequence.states import Links, read
 from jax_cp_dispatch.sequence.walks import Steps
@@ -122,9 +121,7 @@ class DeltaRule:
         cuts: CutPieces | None,
         initial: Any,
     ) -> tuple[Float[Array, "G L N V"], Any]:
-        dtype = wide_dtype(inputs)
-        initial = None if initial is None else initial.astype(dtype)
-        chunks = cut_into_chunks(ids, self.chunk, inputs["v"].shape[2], dtype)
+        chunks, initial = chunks_of(inputs, ids, self.chunk, initial)
         u, w, kd, into, q, scores = chunks.apply(self._prepare, inputs)
         links = Links.of(cuts, chunks)
         out, state = read(Steps(u, w, kd, into), q, scores, chunks, links, initial)
@@ -132,9 +129,9 @@ class DeltaRule:
 
     def _prepare(self, rows: dict[str, Array], ids: Int32[Array, "n G C"]) -> tuple[Array, ...]:
         q, k, v, log, beta = heads_first(rows, self.scale)
-        same, strictly = same_piece(ids, k.dtype), np.tri(ids.shape[-1], k=-1, dtype=k.dtype)
+        same, lower = same_piece(ids, k.dtype), np.tri(ids.shape[-1], k=-1, dtype=k.dtype)
         decays, weighted = make_decays(log, same), k * beta
         own, scores = decayed_scores((weighted, q), k, decays)
-        inverse = named_pairs(invert_unit_lower(own * (same * strictly)))
+        inverse = named_pairs(invert_unit_lower(own * (same * lower[None, None, None])))
         u, w = dot(inverse, v * beta), dot(inverse, weighted * decays.into)
         return u, w, k * decays.out, decays.into, q * decays.into, scores * same

@@ -15,15 +15,15 @@ from jax_cp_dispatch._ranks.communicator import AxisName
 from jax_cp_dispatch.documents import Documents
 from jax_cp_dispatch.sequence.call_layer import Axes, Layer, Where, call_layer
 from jax_cp_dispatch.sequence.chains import CutPieces
-from jax_cp_dispatch.sequence.chunks import Chunks, cut_into_chunks, default_chunk, same_piece
+from jax_cp_dispatch.sequence.chunks import Chunks, default_chunk, same_piece
 from jax_cp_dispatch.sequence.decays import decayed_scores, make_decays
 from jax_cp_dispatch.sequence.pieces import Cuts, Options, Pieces
 from jax_cp_dispatch.sequence.recurrence import (
     Recur,
     carried_heads,
     check_heads,
+    chunks_of,
     heads_first,
-    wide_dtype,
 )
 from jax_cp_dispatch.sequence.states import Links, read
 from jax_cp_dispatch.sequence.walks import Steps
@@ -99,9 +99,7 @@ class LinearAttention:
         cuts: CutPieces | None,
         initial: Any,
     ) -> tuple[Float[Array, "G L N V"], Any]:
-        dtype = wide_dtype(inputs)
-        initial = None if initial is None else initial.astype(dtype)
-        chunks = cut_into_chunks(ids, self.chunk, inputs["v"].shape[2], dtype)
+        chunks, initial = chunks_of(inputs, ids, self.chunk, initial)
         u, kd, into, q, scores, log = chunks.apply(self._prepare, inputs)
         decays = None if cuts is None else self._decays(chunks, cuts.earlier, log)
         links = Links.of(cuts, chunks, decays)

@@ -19,6 +19,7 @@ from jax_cp_dispatch.documents import Documents
 from jax_cp_dispatch.sequence.call_layer import Axes, Layer, Where, call_layer
 from jax_cp_dispatch.sequence.carried import Carried, check_state, last_states
 from jax_cp_dispatch.sequence.chains import CutPieces
+from jax_cp_dispatch.sequence.chunks import Chunks, cut_into_chunks
 from jax_cp_dispatch.sequence.pieces import Cuts, Options, Pieces
 
 
@@ -100,6 +101,15 @@ def wide(inputs: dict[str, Any]) -> dict[str, Any]:
     """Widens the arrays."""
     dtype = wide_dtype(inputs)
     return {name: x.astype(dtype) for name, x in inputs.items()}
+
+
+def chunks_of(
+    inputs: dict[str, Array], ids: Int32[Array, "G L"], size: int, initial: Any
+) -> tuple[Chunks, Any]:
+    """Returns the chunks of these rows, and the state before them in the dtype of the sums."""
+    dtype = wide_dtype(inputs)
+    chunks = cut_into_chunks(ids, size, inputs["v"].shape[2], dtype)
+    return chunks, None if initial is None else initial.astype(dtype)
 
 
 def heads_first(rows: dict[str, Array], scale: float) -> list[Float[Array, "n G N C F"]]:

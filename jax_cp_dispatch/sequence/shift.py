@@ -146,7 +146,7 @@ def _after(
     """Gives the first tokens of the first document of each batch row the rows before it."""
     width, first = state.shape[1], pieces.row_ends.first_piece(pieces)
     row = pieces.begin.shape[1] * first.slot  # of the group
-    place = jnp.arange(x.shape[1], dtype=jnp.int32) - (first.row - row)[:, None]
+    place = jnp.arange(x.shape[1], dtype=jnp.int32)[None] - (first.row - row)[:, None]
     place = jnp.where((place >= 0) & (place < first.length[:, None]), place, width)
     place += first.start[:, None]
     is_first = place < width
@@ -192,8 +192,8 @@ def _sources(pieces: Pieces, offset: int) -> Array:
 
 def _document_lengths(pieces: Pieces) -> Array:
     """Returns the tokens of the document of each of this rank's pieces that others continue."""
-    same = pieces.own_earlier.document[:, None] == pieces.later.document
-    return jnp.where(same, pieces.later.end, 0).max(1, initial=0)
+    same = pieces.own_earlier.document[:, None] == pieces.later.document[None]
+    return jnp.where(same, pieces.later.end[None], 0).max(1, initial=0)
 
 
 _OF_DOCUMENTS = "shift_documents"

@@ -84,7 +84,7 @@ CASES = {
         ),
         (
             lambda: attend(algorithm="balanced", documents=PACKED.zigzag(W)),
-            "needs tokens in packed order; got zigzag order of .* ranks. Choose another algorithm",
+            "needs tokens in packed order; got zigzag order of .* ranks. Pass algorithm='zigzag'",
         ),
         (
             lambda: attend(algorithm="halo", mask=masks.PrefixLM(IDS > 0)),
@@ -109,6 +109,12 @@ CASES = {
                 algorithm=cp.Ulysses(cp.Halo()), **TWO_AXES, mask=masks.PrefixLM(IDS > 0)
             ),
             "algorithm='halo' needs a mask of numbers",
+        ),
+        (
+            lambda: attend(
+                algorithm=cp.Ulysses(cp.Balanced()), **TWO_AXES, documents=PACKED.zigzag(W)
+            ),
+            f"got zigzag order of {W} ranks. Pass .* Or pass Ulysses.outer=Zigzag",
         ),
         (
             lambda: attend(Q[:, :12], Q[:, :12], **TWO_AXES, **IN_TWO_LEVELS),

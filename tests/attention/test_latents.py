@@ -12,7 +12,7 @@ from jaxprs import flattened
 from on_mesh import AXIS, mesh_of, permuted_mesh
 from packed_batches import pack
 
-from jax_cp_dispatch import Ulysses, context_parallel_attention, cost, masks, place_tokens
+from jax_cp_dispatch import Ring, Ulysses, context_parallel_attention, cost, masks, place_tokens
 
 N, H, HV, ROPE, LATENT = 4, 12, 8, 4, 6
 
@@ -288,6 +288,17 @@ def test_weights_of_other_heads_are_refused(specs, says):
         )  # fmt: skip
 
 
+def test_weights_over_the_outer_axis_of_two_levels_are_refused():
+    """It shards the sequence, so it cannot be head_axis."""
+    mesh = permuted_mesh((2, 2), ("outer", "inner"))
+    says = "over axis 'outer', but heads are sharded over \\('inner',\\). Remove it from"
+    with pytest.raises(ValueError, match=f"^context_parallel_attention: .*{says}"):
+        context_parallel_attention(
+            *(Q, ROWS), expand=keys(), weights=np.ones(4, np.float32), weight_specs=P("outer"),
+            mesh=mesh, axis_name=("outer", "inner"), algorithm=Ulysses(outer=Ring()),
+        )  # fmt: skip
+
+
 def test_a_traced_array_that_expand_closes_over_is_named():
     def loss(w):
         expand = lambda _, rows: (jnp.einsum("rl,lnh->rnh", rows, w),) * 2
@@ -316,7 +327,8 @@ def keys(rows=16, size=H, heads=2):
         ({"expand": keys(rows=8)}, ValueError, "R = 16 rows. Each row is expanded alone"),
         ({"expand": keys(size=5)}, ValueError, "it needs to return \\(k, v\\), \\[R, K, 12\\]"),
         ({"expand": keys(heads=3)}, ValueError, "K needs to divide the 4 query heads"),
-        ({"expand": keys(), "weight_specs": P("tp")}, ValueError, "over axis 'tp', but head_axis"),
+        ({"expand": keys(), "weight_specs": P("tp")}, ValueError, "over \\(\\). Pass it as head"),
+        ({"expand": keys(), "weight_specs": P(AXIS)}, ValueError, "over \\(\\). Remove it from"),
         ({"expand": keys(), "weight_specs": [P(), P()]}, ValueError, "does not match weights"),
         ({"expand": keys(), "weight_specs": "tp"}, TypeError, "a pytree of PartitionSpec"),
     ],

@@ -1,4 +1,4 @@
-"""All works if JAX promotes neither ranks nor dtypes, as in its own tests; layers: no dtypes.
+"""All works if JAX promotes neither ranks nor dtypes, as in its own tests.
 
 Of attention otherwise: test_values.py.
 """
@@ -134,28 +134,38 @@ def test_experts(options):
     assert [(a.shape, a.dtype) for a in shapes] == wanted
 
 
-@pytest.mark.parametrize("name", ["shift", "causal_conv", "gated_delta_rule", "linear_attention"])
+LAYERS = ("shift", "causal_conv", "gated_delta_rule", "linear_attention", "by channel",
+          "linear_recurrence")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAYERS)
 def test_layers_beside_attention(name):
     """Traced only; with states, and both passes."""
     tokens, heads = draw(2, 8 * W, 2, 8), draw(2, 8 * W, 2)
     ids = np.repeat(np.arange(1, 3, dtype=np.int32), [10, 8 * W - 10])[None].repeat(2, 0)
     arrays: Any = {
         "shift": (tokens,),
-        "causal_conv": (heads, draw(3, 2)),
+        "causal_conv": (heads, draw(3, 2), draw(2)),
         "gated_delta_rule": (tokens, tokens, tokens, heads, heads),
         "linear_attention": (tokens, tokens, tokens, heads),
+        "by channel": (tokens, tokens, tokens, tokens),
+        "linear_recurrence": (heads, heads),
     }[name]
     options: Any = {"offset": 2} if name == "shift" else {}
-    layer = partial(getattr(sequence, name), axis_name=AXIS, return_state=True, **options)
+    layer = getattr(sequence, "linear_attention" if name == "by channel" else name)
+    layer = partial(layer, axis_name=AXIS, return_state=True, **options)
 
     def loss(arrays, ids):
-        out, state = layer(*arrays, segment_ids=ids)
+        *arrays, bias = arrays if name == "causal_conv" else (*arrays, None)
+        given = {} if bias is None else {"bias": bias}
+        out, state = layer(*arrays, segment_ids=ids, **given)
+        out, state = layer(*arrays, segment_ids=ids, initial_state=state, **given)
         return out.astype(jnp.float32).sum() + state.astype(jnp.float32).sum()
 
     rows = P(None, AXIS)
-    of_arrays = tuple(P() if x.shape[0] == 3 else rows for x in arrays)
+    of_arrays = tuple(rows if x.shape[:2] == ids.shape else P() for x in arrays)
     run = on_ranks(jax.grad(loss), (of_arrays, rows), of_arrays)
-    with warnings.catch_warnings(), jax.numpy_rank_promotion("allow"):
+    with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)
         gradients = jax.eval_shape(run, arrays, ids)
     assert [x.dtype for x in gradients] == [x.dtype for x in arrays]

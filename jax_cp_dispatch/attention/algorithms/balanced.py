@@ -52,9 +52,10 @@ class Balanced(Algorithm):
 
     def why_not(self, call: Call) -> str | None:
         if call.options.order.name == "zigzag" or (call.plan is not None and call.plan.is_placed):
+            order = call.options.order
             return (
-                f"algorithm='balanced' needs tokens in packed order; got {call.options.order}. "
-                "Choose another algorithm."
+                f"algorithm='balanced' needs tokens in packed order; got {order}. Pass "
+                f"algorithm={order.name!r}, or the tokens and their documents as packed."
             )
         return super().why_not(call)
 

@@ -41,7 +41,7 @@ Leaf: TypeAlias = Any
 class Halo(Algorithm):
     """Each rank receives the keys that its queries still see, from the ranks before and after.
 
-    Queries stay. A mask of numbers says how far a query sees (`StaticMask.reach`). So many rows of
+    Queries stay. A mask of numbers says how far a query sees (`Mask.reach`). So many rows of
     keys and values move across each border of a rank's part of the sequence, from as many ranks as
     hold them, in one exchange; in zigzag layout a rank has two parts. The rank then attends in one
     call. Documents shorten what a query sees, not what moves. Tokens stay as they are.
@@ -82,8 +82,7 @@ class Halo(Algorithm):
     @classmethod
     def candidates(cls, workload: Workload, hardware: Hardware, *, layout: str, can_place: bool):
         mask, num_tokens = workload.visible, workload.num_ranks * workload.tokens_per_rank
-        reach = mask.reach if isinstance(mask, StaticMask) else (None,)
-        is_short = all(x is not None and x < num_tokens for x in reach)
+        is_short = all(x is not None and x < num_tokens for x in mask.reach)
         return (cls(layout),) if is_short else ()
 
     def describe(self, workload: Workload) -> str:
@@ -242,8 +241,7 @@ class HeldRows(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def held_rows(layout: SequenceLayout, mask: Mask) -> HeldRows:
-    """Returns the keys that the ranks hold for a mask of numbers."""
-    assert isinstance(mask, StaticMask)
+    """Returns the keys that the ranks hold, as far as a mask reaches."""
     most = layout.num_tokens
     return HeldRows(layout, *(most if x is None else min(x, most) for x in mask.reach))
 

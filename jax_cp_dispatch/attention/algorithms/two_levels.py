@@ -60,8 +60,10 @@ class TwoLevels(NamedTuple):
         """Returns why the outer algorithm cannot serve its part; inner ranks divide the heads."""
         *outer, inner = call.axis_sizes
         options = self.outer_options(math.prod(outer))
+        options = dataclasses.replace(options, order=call.options.order)  # as the caller names it
         part = Call(options, tuple(outer), call.num_heads // inner, call.mask)
-        return self.outer.why_not(part)
+        reason = self.outer.why_not(part)
+        return reason and f"{reason} Or pass Ulysses(outer=Zigzag())."
 
 
 @partial(jax.jit, static_argnums=0)  # equal calls of a program are traced and lowered once
