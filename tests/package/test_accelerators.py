@@ -161,6 +161,12 @@ def test_exchanges_of_a_ring_overlap_with_attention_on_every_accelerator(module)
     assert all(2 * moved["attention"] >= moved["bytes"] for moved in found.values()), found
 
 
+def test_a_layer_of_experts_compiles_for_every_accelerator(module):
+    rows = json.loads(module("table").RESULTS.read_text())["rows"]
+    states = {x["target"]: x["state"] for x in rows if x["program"] == "layer of experts"}
+    assert states == dict.fromkeys(module("targets").TARGETS, "compiled")
+
+
 def test_the_page_shows_the_results(module):
     table = module("table")
     assert table.PAGE.read_text() == table.page(), "run python accelerators/table.py"
