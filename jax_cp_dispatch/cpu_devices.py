@@ -72,13 +72,13 @@ def keep_freed_memory(*, enable: bool = True) -> None:
     """Lets this process keep freed memory for the next arrays.
 
     Otherwise the memory returns to the system and is mapped again page by page, which takes several
-    times as long as a copy. A gigabyte at the end of the heap is kept, and below it what lies
+    times as long as a copy. Two gigabytes at the end of the heap are kept, and below them what lies
     between live arrays: a process whose arrays are large can take twice their memory.
 
     The setting applies to all allocations of the process and needs glibc. Only the first call has
-    an effect: by `start_cpu_devices`, or, later and with somewhat less
-    effect, by the first program with an exchange between several CPU devices. Does nothing if the
-    environment configures the allocator (`MALLOC_...`, `GLIBC_TUNABLES`).
+    an effect: by `start_cpu_devices`, or, later and with somewhat less effect, by the first program
+    with an exchange between several CPU devices. Does nothing if the environment configures the
+    allocator (`MALLOC_...`, `GLIBC_TUNABLES`).
     """
     global _memory_is_settled
     if _memory_is_settled:
@@ -98,7 +98,7 @@ def keep_freed_memory(*, enable: bool = True) -> None:
     # own, which is unmapped when it is freed.
     trim_threshold, top_pad, mmap_max, arena_max = -1, -2, -4, -8
     for option, value in (
-        (trim_threshold, 1 << 30),
+        (trim_threshold, 2**31 - 1),
         (top_pad, 64 << 20),
         (mmap_max, 0),
         (arena_max, 1),

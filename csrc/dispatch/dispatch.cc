@@ -74,9 +74,10 @@ struct Copy {
   int64_t num_bytes;
 };
 
-// Does an item of work; `is_large`: of an exchange of more bytes than caches hold.
+// Does an item of work; `next` is the one that follows, in an exchange of more bytes than caches
+// hold, and nullptr in others.
 template <typename Item>
-using Run = void (*)(const Item& item, bool is_large);
+using Run = void (*)(const Item& item, const Item* next);
 
 // Items of work, gathered into tasks of about kTaskBytes: one thread runs a small exchange alone.
 template <typename Item>
@@ -95,8 +96,9 @@ class TaskList {
     const bool is_large = all_bytes_ > kManyBytes;
     return {num_tasks,
             [run, is_large, items = std::move(items_), ends = std::move(task_ends_)](int64_t task) {
-              for (size_t i = task == 0 ? 0 : ends[task - 1]; i < ends[task]; ++i) {
-                run(items[i], is_large);
+              const size_t begin = task == 0 ? 0 : ends[task - 1], end = ends[task];
+              for (size_t i = begin; i < end; ++i) {
+                run(items[i], is_large ? &items[std::min(i + 1, end - 1)] : nullptr);
               }
             }};
   }
@@ -119,11 +121,11 @@ void AddCopy(TaskList<Copy>* tasks, char* dst, const char* src, int64_t num_byte
   }
 }
 
-void RunCopy(const Copy& copy, bool is_large) {
+void RunCopy(const Copy& copy, const Copy* next) {
   if (copy.src == nullptr) {
     std::memset(copy.dst, 0, copy.num_bytes);
-  } else if (is_large) {
-    StreamCopy(copy.dst, copy.src, copy.num_bytes);
+  } else if (next) {
+    StreamCopy(copy.dst, copy.src, copy.num_bytes, next->src ? next->src : copy.src);
   } else {
     std::memcpy(copy.dst, copy.src, copy.num_bytes);
   }
@@ -137,7 +139,7 @@ struct RowsSum {
   std::vector<const char*> sources;
 };
 
-void RunSum(const RowsSum& sum, bool /*is_large*/) {
+void RunSum(const RowsSum& sum, const RowsSum* /*next*/) {
   SumRows(sum.types, sum.sources, sum.num_elements, sum.out);
 }
 

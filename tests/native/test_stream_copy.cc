@@ -21,7 +21,7 @@ const Register kTests("test_stream_copy", [](const Numbers&) {
       std::fill(to.begin(), to.end(), kPoison);
       std::fill(want.begin(), want.end(), kPoison);
       std::copy_n(from.begin() + source, num_bytes, want.begin() + begin);
-      StreamCopy(to.data() + begin, from.data() + source, num_bytes);
+      StreamCopy(to.data() + begin, from.data() + source, num_bytes, nullptr);
       CHECK(to == want);
     }
   }

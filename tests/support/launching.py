@@ -41,8 +41,9 @@ def launch(*arguments, **options):
             end.cancel()
             for number, handler in handlers.items():
                 signal.signal(number, handler)
-        printed = [file.seek(0) or file.read() for file in (out, err)]
-    return subprocess.CompletedProcess((), code, *printed)
+        for file in (out, err):
+            file.seek(0)
+        return subprocess.CompletedProcess((), code, out.read(), err.read())
 
 
 def free_address():
