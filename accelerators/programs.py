@@ -258,7 +258,7 @@ NOT_COMPILED: dict[str, tuple[str, ...]] = {
         *("buffers", "cost", "cycles", "available_implementations", "choose_algorithm"),
         *("fit_plan_config", "fit_capacity", "stack_plans", "shift_documents", "plot_load"),
     ),
-    "needs the devices themselves": ("gpu", "initialize", "profiling"),
+    "needs the devices themselves": ("gpu", "initialize", "load_profile", "profiling"),
     "calls functions that are compiled, for a layer of another library": (
         *("equinox_attention", "flax_attention_fn", "maxtext_gemms"),
     ),

@@ -94,7 +94,7 @@ def are_covered(
 ) -> Bool[Array, "B size"]:
     """Returns which of `size` places are in one of the ranges [start, end) in [0, size]."""
     if start.size * size <= _FEW_PAIRS:
-        place = jnp.arange(size, dtype=jnp.int32)[:, None, None]
+        place = jnp.arange(size, dtype=jnp.int32)[None, :, None, None]
         start, end = (_in_windows(x, fill=0)[:, None] for x in (start, end))
         is_in = (start <= place) & (place < end)
         return reduced([is_in], jnp.logical_or, False, num_axes=2)[0]

@@ -9,17 +9,17 @@
 
 from jax_cp_dispatch.experts.describe import plot_load
 from jax_cp_dispatch.experts.fit import fit_capacity
-from jax_cp_dispatch.experts.profile import balance_profile
+from jax_cp_dispatch.experts.profile import load_profile
 from jax_cp_dispatch.experts.route import route
 from jax_cp_dispatch.experts.routing import Routing
 from jax_cp_dispatch.experts.tokens import combine_tokens, dispatch_tokens
 
 __all__ = [
     "Routing",
-    "balance_profile",
     "combine_tokens",
     "dispatch_tokens",
     "fit_capacity",
+    "load_profile",
     "plot_load",
     "route",
 ]

@@ -1,4 +1,4 @@
-"""`balance_profile`: times the experts of each rank alone, on one device."""
+"""`load_profile`: times the experts of each rank alone, on one device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jax_cp_dispatch.experts.describe import rows_of_experts
 from jax_cp_dispatch.experts.routing import Routing
 
 
-def balance_profile(
+def load_profile(
     routing: Routing,
     compute: Callable[..., PyTree[Any]],
     *arrays: PyTree[Any],
@@ -39,7 +39,7 @@ def balance_profile(
       TypeError: an argument is invalid, or the values of the routing are traced.
       ValueError: an argument is invalid, or the routing is one rank's part.
     """
-    op = "balance_profile"
+    op = "load_profile"
     check_type(op, "routing", routing, Routing, "Pass the result of route.")
     check_positive(op, repeats=repeats)
     rows = rows_of_experts(op, routing)

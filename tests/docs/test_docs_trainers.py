@@ -46,7 +46,7 @@ def test_code_blocks_run():
     assert (len(blocks), len(values)) == (14, 7)
     assert 1 <= names["after"] <= names["before"][0]
     ring, placed = names["profiles"]
-    assert sum(ring.pairs) == sum(placed.pairs) and names["speed_up"] > 0
+    assert sum(ring.work) == sum(placed.work) and names["speed_up"] > 0
     assert placed.work_imbalance <= ring.work_imbalance
     batch = jax.tree.map(np.asarray, names["batch"])
     attend = dense(batch["documents"].segment_ids)

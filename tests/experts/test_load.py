@@ -61,7 +61,7 @@ def test_each_rank_alone():
         jax.debug.callback(lambda x: seen.append(x.tolist()), sizes, ordered=True)
         return rows * sizes.sum()
 
-    profile = experts.balance_profile(routing_of(index), experts_of_a_rank, np.ones(3), repeats=2)
+    profile = experts.load_profile(routing_of(index), experts_of_a_rank, np.ones(3), repeats=2)
     rows = rows_of_ranks(index, evenly(E, W))
     assert profile.work == tuple(map(len, rows)) and len(profile.seconds) == W
     sizes = np.asarray(routing_of(index).group_sizes).reshape(W, -1).tolist()

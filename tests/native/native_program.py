@@ -23,6 +23,7 @@ RANKS = (
 ON_ONE_THREAD = (
     *("test_overlap_team", "test_cublaslt", "test_placement", "test_move_queries"),
     *("test_attention_kernels", "test_exchange_pairs", "test_copies"),
+    "test_stream_copy",
 )
 # Its templates take long to compile.
 WITH_SANITIZERS_ONLY = ("test_attention_sizes",)

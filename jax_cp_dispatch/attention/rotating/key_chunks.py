@@ -82,7 +82,8 @@ class KeyOrder(NamedTuple):
 
     def rows_before(self, token: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
         """Returns how many rows hold tokens before each of these."""
-        inside = jnp.minimum(jnp.maximum(token[..., None] - self.start, 0), self.length)
+        start, length = (x[(None,) * token.ndim] for x in (self.start, self.length))
+        inside = jnp.minimum(jnp.maximum(token[..., None] - start, 0), length)
         return jnp.sum(inside, axis=-1, dtype=jnp.int32)
 
     def tokens(self, num_rows: int) -> Int[Array, " S"]:
