@@ -37,8 +37,8 @@ def check_specs(
                     step = "Remove it"
                 raise ValueError(
                     f"{op}: weight_specs shard weights over axis {name!r}, but heads are sharded "
-                    f"over {all_heads}. {step} from "
-                    "weight_specs; weights are gathered over other axes."
+                    f"over {all_heads}. {step} from weight_specs; weights are gathered over "
+                    "other axes."
                 )
         if names != axes.heads[: len(names)]:
             raise ValueError(
