@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from in_ci import in_ci
 
 PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "trainers.md").read_text()
 
@@ -32,6 +33,7 @@ def check_fsdp(names):
         assert w.dtype == jnp.float32 and w.sharding.is_equivalent_to(sharding, w.ndim)
 
 
+@in_ci
 def test_code_blocks_run():
     names: dict = {}
     blocks = re.findall(r"```python\n(.*?)```", PAGE, flags=re.S)

@@ -1,6 +1,6 @@
 """The native core under ThreadSanitizer, and under AddressSanitizer and UndefinedBehaviorSanitizer.
 
-And the mutants of the weak memory model that `test_weak_memory.py` leaves out.
+And the mutants that check the model of `test_weak_memory.py`.
 Not part of the suite: `./run sanitizers` runs it, as continuous integration does.
 """
 
@@ -68,8 +68,6 @@ model = weak_memory.model
 
 
 @weak_memory.needs_relacy
-@pytest.mark.parametrize(
-    "mutant", weak_memory.MUTANTS[weak_memory.IN_SUITE :], ids=lambda mutant: mutant.name
-)
+@pytest.mark.parametrize("mutant", weak_memory.MUTANTS, ids=lambda mutant: mutant.name)
 def test_every_mutant_is_found(model, tmp_path, mutant):
     weak_memory.check_mutant(model, tmp_path, mutant)

@@ -176,8 +176,12 @@ void PlacesOfEarlierProgramsAreForgotten() {
   ExchangePairs pairs(&order);
   CHECK(pairs.AnnounceStart(Arrays(8), program));
   pairs.AnnounceDone(Arrays(8));
+  const auto announce = [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; ++i) CHECK(pairs.AnnounceStart(Arrays(16 * i), program));
+  };
+  announce(1, 16'000);
   CHECK(Start(&pairs, Arrays(8), &order));  // it stays
-  for (int64_t i = 1; i < 20'000; ++i) CHECK(pairs.AnnounceStart(Arrays(16 * i), program));
+  announce(16'000, 20'000);
   CHECK(order.events.size() < 40'000);
   order.Take();
   CHECK(pairs.Done(Arrays(8), program));

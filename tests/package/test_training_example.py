@@ -9,6 +9,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from in_ci import in_ci
 
 for library in ("flax", "grain", "optax", "orbax.checkpoint"):
     pytest.importorskip(library, reason="the training example needs it: install the train extra")
@@ -66,6 +67,7 @@ def test_loader_continues_where_it_was_saved(data):
         jax.tree.map(np.testing.assert_array_equal, next(loader), next(again))
 
 
+@in_ci
 def test_a_loader_in_processes_ends_clean(tmp_path):
     """Its last batch is in use until the end: shared memory would be reported as leaked."""
     (tmp_path / "documents.txt").write_text("a few words\n" * 500)
@@ -90,6 +92,7 @@ def test_folder_without_documents(data):
         make_loader(dataclasses.replace(data, pattern="*.py"))
 
 
+@in_ci
 def test_steps_equal_one_device_and_resume_bit_by_bit(data, tmp_path):
     options = argparse.Namespace(algorithm="placed", rate=3e-3, seed=0)
     run = check.Comparison(options, ModelConfig(layers=2, width=32, hidden=64), data)

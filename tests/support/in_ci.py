@@ -1,4 +1,7 @@
-"""Tests that take long and guard a tool, a page or a mode for debugging: `.ci/run` runs them."""
+"""Tests that take long and guard a tool, a page, an example or a mode for debugging.
+
+`.ci/run` runs them.
+"""
 
 import os
 
