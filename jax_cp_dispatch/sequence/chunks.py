@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, PyTree, Shaped
 
 from jax_cp_dispatch._arrays import At
-from jax_cp_dispatch._residuals import PAIRS
+from jax_cp_dispatch._residuals import PAIRS, named_pairs
 from jax_cp_dispatch.sequence.pieces import Cuts
 
 
@@ -210,7 +210,7 @@ def invert_unit_lower(a: Float[Array, "*batch C C"]) -> Float[Array, "*batch C C
 
 @invert_unit_lower.defjvp
 def _jvp(primals, tangents):
-    inverse = invert_unit_lower(*primals)
+    inverse = named_pairs(invert_unit_lower(*primals))  # here: the tangent reads it too
     return inverse, -dot(dot(inverse, tangents[0]), inverse)
 
 

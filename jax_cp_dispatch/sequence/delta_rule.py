@@ -12,7 +12,6 @@ from jaxtyping import Array, Float, Int32, Integer
 
 from jax_cp_dispatch._arguments import HostOrDevice
 from jax_cp_dispatch._ranks.communicator import AxisName
-from jax_cp_dispatch._residuals import named_pairs
 from jax_cp_dispatch.documents import Documents
 from jax_cp_dispatch.sequence.call_layer import Axes, Layer, Where, call_layer
 from jax_cp_dispatch.sequence.chains import CutPieces
@@ -132,6 +131,6 @@ class DeltaRule:
         same, lower = same_piece(ids, k.dtype), np.tri(ids.shape[-1], k=-1, dtype=k.dtype)
         decays, weighted = make_decays(log, same), k * beta
         own, scores = decayed_scores((weighted, q), k, decays)
-        inverse = named_pairs(invert_unit_lower(own * (same * lower[None, None, None])))
+        inverse = invert_unit_lower(own * (same * lower[None, None, None]))
         u, w = dot(inverse, v * beta), dot(inverse, weighted * decays.into)
         return u, w, k * decays.out, decays.into, q * decays.into, scores * same
