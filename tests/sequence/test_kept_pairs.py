@@ -11,7 +11,7 @@ from jax_cp_dispatch import sequence
 
 
 def test_matrices_are_inverted_once():
-    """An inverse is put together from its blocks, and nothing else is: concatenations count them."""
+    """An inverse is put together from blocks, and nothing else is: concatenations count them."""
     x, per_head = (np.zeros((1, 512, 8, *size), np.float32) for size in ((16,), ()))
     layer = partial(sequence.gated_delta_rule, mesh=mesh_of(1), axis_name=AXIS, batch_axis=())
     total = lambda *x: layer(*x).sum()
