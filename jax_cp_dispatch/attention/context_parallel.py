@@ -21,8 +21,7 @@ from jax_cp_dispatch.attention.algorithms import Algorithm, Call, refuse
 from jax_cp_dispatch.attention.auto import Auto, Sizes, read_algorithm
 from jax_cp_dispatch.attention.call_options import AttentionOptions
 from jax_cp_dispatch.attention.expanded_heads import check_specs, with_own_heads
-from jax_cp_dispatch.attention.latents import Expansion, read_latents
-from jax_cp_dispatch.attention.local.check_operands import check_arrays
+from jax_cp_dispatch.attention.latents import read_operands
 from jax_cp_dispatch.attention.operands import Operands, Outputs, check_rows
 from jax_cp_dispatch.attention.peer_arguments import explains_peer_arguments
 from jax_cp_dispatch.documents.documents import Documents
@@ -159,7 +158,7 @@ def context_parallel_attention(
         check_plan(_OP, given.plan)
         if given.order == PACKED and given.plan.is_placed:  # unplaced
             given = given.without_plan(_OP)
-    operands, expansion = _read_operands(q, k, v, sink, (expand, weights, weight_specs))
+    operands, expansion = read_operands(_OP, q, k, v, sink, (expand, weights, weight_specs))
     on_rank = is_on_rank(_OP, names)
     axes = None
     if not on_rank:
@@ -320,21 +319,6 @@ def _program(
         out_specs=out_specs,
         num_differentiable=len(operands),
     )
-
-
-def _read_operands(q, k, v, sink, expanding) -> tuple[Operands, Expansion | None]:
-    """Checks the arrays, with what expands them."""
-    if expanding[0] is None:
-        if v is None:
-            raise TypeError(f"{_OP}: v is missing. Pass k and v, or latent rows with expand=.")
-        if any(x is not None for x in expanding):
-            raise TypeError(f"{_OP}: got weights or weight_specs without expand. Pass it too.")
-        check_arrays(_OP, q=q, k=k, v=v)
-        return Operands(q, k, v, sink), None
-    if v is not None:
-        raise TypeError(f"{_OP}: got v with expand. Pass latent rows in place of k, and no v.")
-    latents = read_latents(_OP, q, k, *expanding)
-    return Operands(q, latents.rows, None, sink, latents.weights), latents.expansion
 
 
 def _check_plan(options: AttentionOptions, axes: MeshAxes, num_tokens: int, plan: Any) -> None:

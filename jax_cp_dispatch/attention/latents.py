@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.core import Tracer
@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Shaped
 
 from jax_cp_dispatch._arguments import check_array
 from jax_cp_dispatch._arrays import sum_dtype
+from jax_cp_dispatch.attention.local.check_operands import check_arrays
 from jax_cp_dispatch.attention.operands import Operands, is_float
 from jax_cp_dispatch.global_call.kv_heads import OwnHeads, kv_copies
 
@@ -97,24 +98,30 @@ class Expansion:
         return (k, v), gradients
 
 
-class Latents(NamedTuple):
-    """The latent rows of a call.
+def read_operands(
+    op: str, q: Any, k: Any, v: Any, sink: Any, expanding: tuple[Any, Any, Any]
+) -> tuple[Operands, Expansion | None]:
+    """Checks the arrays of a call with `expand`, `weights` and `weight_specs`."""
+    if expanding[0] is None:
+        if v is None:
+            raise TypeError(f"{op}: v is missing. Pass k and v, or latent rows with expand=.")
+        if any(x is not None for x in expanding):
+            raise TypeError(f"{op}: got weights or weight_specs without expand. Pass it too.")
+        check_arrays(op, q=q, k=k, v=v)
+        return Operands(q, k, v, sink), None
+    if v is not None:
+        raise TypeError(f"{op}: got v with expand. Pass latent rows in place of k, and no v.")
+    operands, expansion = _read_latents(op, q, k, *expanding)
+    return operands._replace(sink=sink), expansion
 
-    Attributes:
-      expansion: of the rows.
-      weights: its weights, flat.
-      rows: `[B, T, 1, F]` each: as keys of one head, for whatever moves or orders rows.
-    """
 
-    expansion: Expansion
-    weights: tuple[Any, ...]
-    rows: tuple[Any, ...]
-
-
-def read_latents(
+def _read_latents(
     op: str, q: Any, latents: Any, expand: Any, weights: Any, weight_specs: Any
-) -> Latents:
-    """Checks latent rows and their expansion, for queries `[B, T, N, H]`."""
+) -> tuple[Operands, Expansion]:
+    """Checks latent rows and their expansion, for queries `[B, T, N, H]`.
+
+    Rows become `[B, T, 1, F]` each: as keys of one head, for whatever moves or orders rows.
+    """
     if not callable(expand):
         raise TypeError(
             f"{op}: expand is of type {type(expand).__name__}. Pass a function (weights, rows) -> "
@@ -138,7 +145,7 @@ def read_latents(
     one_head = tuple(x.reshape(B, T, 1, math.prod(x.shape[2:])) for x in rows)
     operands = Operands(q, one_head, None, weights=tuple(held))
     _check_expanded(op, q, expansion, operands)
-    return Latents(expansion, operands.weights, one_head)
+    return operands, expansion
 
 
 def _specs(op: str, weights: Any, weight_specs: Any) -> tuple[P, ...]:

@@ -122,7 +122,7 @@ def empty_outputs(operands: Operands, v: Any, return_lse: bool, return_max_logit
 def check_rows(op: str, operands: Operands, segment_ids: Any, positions: Any) -> None:
     """Requires that arrays of one rank, or of all ranks, match."""
     q, k, v, sink, _ = operands
-    if v is not None:  # not latent rows, which `read_latents` checks
+    if v is not None:  # not latent rows, which `read_operands` checks
         _check_qkv(op, q, k, v)
     check_sink(op, sink, q.shape[2])
     check_documents(op, segment_ids, positions, q.shape[:2], "q has B, T =")
