@@ -57,7 +57,6 @@ def attend(qkv, documents, implementation=None):
 @examples(8)
 def test_the_fingerprint_is_that_of_the_placed_arrays(data):
     """Worked out from pieces on the host, it is what the arrays say, in NumPy and on a device."""
-    # Few shapes: each is a program.
     world_size, columns = data.draw(st.sampled_from([(1, 1), (2, 24), (3, 15), (6, 60)]))
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
     segment_ids, positions = pack(rng, 2, columns, max_length=columns)
@@ -67,7 +66,8 @@ def test_the_fingerprint_is_that_of_the_placed_arrays(data):
     placement = place_tokens(segment_ids=segment_ids, positions=given, **options)
     seen = placement.apply((segment_ids, positions if given is None else given))
     placement.plan.validate(*seen)
-    placement.plan.validate(jnp.asarray(seen[0]), jnp.asarray(seen[1]))
+    if world_size == 3:  # each shape is a program
+        placement.plan.validate(jnp.asarray(seen[0]), jnp.asarray(seen[1]))
     ids, places = seen
     own = (
         checksums(ids, world_size, step=ID_STEP),

@@ -54,9 +54,8 @@ def test_needs_inside_jit_are_those_of_the_plan():
                 assert not less.fits(needs)
 
 
-def test_fits_is_known_inside_a_program():
-    fits = jax.jit(lambda ids: plan_attention(ids, world_size=W, config=SMALL).fits)
-    assert fits(SHORT) and not fits(LONG)
+def test_fits_is_known_on_the_host():
+    """Inside a program: the documented step, below."""
     needs = [needs_inside_jit(x, world_size=W, config=SMALL) for x in (SHORT, LONG)]
     assert [SMALL.fits(x) for x in needs] == [True, False]
     assert plan_attention(LONG, world_size=W).fits
@@ -92,22 +91,21 @@ def test_the_documented_step_keeps_its_donated_state_if_the_batch_does_not_fit()
 
 
 def test_the_error_names_sufficient_capacities():
-    """The largest needs of all ranks, and the arguments: following it prevents a second error."""
+    """They are the largest needs of all ranks, which fit, by the names of the arguments."""
     x = np.random.default_rng().normal(size=(1, T, 8)).astype(np.float32)
     # The last ranks have most local work, so the first rank's needs are not the largest.
     segment_ids = np.concatenate([SHORT[:, : T // 2], np.full((1, T // 2), 99, np.int32)], axis=1)
     config = PlanConfig(BLOCK, q_capacity=17, kv_capacity=20)
-    run = jax.jit(lambda ids, config: attend(x, ids, config), static_argnames="config")
+    run = jax.jit(lambda ids: attend(x, ids, config))
     with pytest.raises(jax.errors.JaxRuntimeError) as error:
-        jax.block_until_ready(run(segment_ids, config))
+        jax.block_until_ready(run(segment_ids))
     assert "plan 1" not in str(error.value)
     asked = re.findall(r"Pass PlanConfig\.(\w+)>=(\d+)", str(error.value))
     needs = needs_inside_jit(segment_ids, world_size=W, config=config)
     asked = {name: int(value) for name, value in asked}
     needed = {name: getattr(needs, name) for name in NAMES[:2]}
     assert asked == {name: need for name, need in needed.items() if need > getattr(config, name)}
-    config = dataclasses.replace(config, **asked)
-    jax.block_until_ready(run(segment_ids, config))
+    assert dataclasses.replace(config, **asked).fits(needs)
 
 
 @pytest.mark.parametrize("name", NAMES[2:])

@@ -10,6 +10,7 @@ from attention_oracle import attention
 from jax.sharding import PartitionSpec as P
 from on_mesh import AXIS, mesh_of, permuted_mesh
 from packed_batches import causal_ranges
+from planner_oracle import check_plan
 
 from jax_cp_dispatch import (
     Auto,
@@ -169,5 +170,4 @@ def test_gathered_ids_on_a_partly_manual_mesh():
     segment_ids = DOCUMENTS.astype(np.int32)
     plan = jax.jit(planned)(segment_ids)
     assert (plan.q_capacity, plan.kv_capacity) == (28, 48)
-    whole = jax.jit(lambda x: plan_attention(x, world_size=4, config=PlanConfig(block=4)))
-    jax.tree.map(np.testing.assert_array_equal, plan, whole(segment_ids))
+    check_plan(jax.device_get(plan), segment_ids)
