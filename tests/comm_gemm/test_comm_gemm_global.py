@@ -111,7 +111,7 @@ def test_on_tpus_a_shard_map_takes_the_place_of_the_rule(monkeypatch):
     loss = lambda fn: lambda *a: (fn(*a) ** 2).sum() * 1e-4
     grads = jax.jit(jax.grad(loss(layers), range(5)))
     sharded = placed(mesh, arrays, S)
-    text = grads.trace(*sharded).lower(lowering_platforms=("tpu",)).as_text()
+    text = jax.jit(layers).trace(*sharded).lower(lowering_platforms=("tpu",)).as_text()
     assert "manual_computation" in text and "CustomSPMDPartitioning" not in text
     on_tpus = lambda *a, tpu, default: tpu(*a)
     monkeypatch.setattr(jax.lax, "platform_dependent", on_tpus)

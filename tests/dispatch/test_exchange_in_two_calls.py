@@ -51,11 +51,9 @@ def on_ranks(fn):
     return jax.shard_map(fn, mesh=mesh_of(W), in_specs=specs, out_specs=P(AXIS))
 
 
-def loss(fn):
-    def run(x, wk, wq, metadata=METADATA):
-        return sum((y**2).sum() for y in on_ranks(fn)(x, wk, wq, metadata))
-
-    return run
+def squares(outs):
+    """Their sum, and the outputs."""
+    return sum((y**2).sum() for y in outs), outs
 
 
 def assert_equal(got, expected):
@@ -76,9 +74,11 @@ def test_rows_arrive_and_what_is_beside_is_unchanged():
 
 
 def test_values_and_gradients_are_those_of_one_call():
-    for change in (on_ranks, lambda fn: jax.grad(loss(fn), (0, 1, 2))):
-        two, one = (jax.jit(change(fn))(X, *WEIGHTS, METADATA) for fn in (pair, plain))
-        assert_equal(two, one)
+    def both(fn):
+        total = lambda *x: squares(on_ranks(fn)(*x))
+        return jax.jit(jax.value_and_grad(total, (0, 1, 2), has_aux=True))
+
+    assert_equal(*(both(fn)(X, *WEIGHTS, METADATA) for fn in (pair, plain)))
     assert_equal(*(on_ranks(fn)(X, *WEIGHTS, METADATA) for fn in (pair, plain)))  # without jit
 
 
@@ -86,14 +86,14 @@ def test_examples_and_examples_of_plans():
     many = np.stack([X, 2 * X])
     plans = jax.tree.map(lambda x: jnp.stack([x, x]), METADATA)
     for axes, plan in (((0, None, None, None), METADATA), ((0, None, None, 0), plans)):
-        each = lambda fn, axes=axes: jax.vmap(on_ranks(fn), axes)
-        assert_equal(*(jax.jit(each(fn))(many, *WEIGHTS, plan) for fn in (pair, plain)))
 
-        def total(fn, axes=axes):
-            return lambda x, *rest: jnp.sum(jax.vmap(loss(fn), axes)(x, *rest))
+        def both(fn, axes=axes):
+            total = lambda *x: squares(jax.vmap(on_ranks(fn), axes)(*x))
+            return jax.jit(jax.value_and_grad(total, has_aux=True))
 
-        two, one = (jax.jit(jax.grad(total(fn)))(many, *WEIGHTS, plan) for fn in (pair, plain))
-        np.testing.assert_allclose(two, one, rtol=1e-6)
+        two, one = (both(fn)(many, *WEIGHTS, plan) for fn in (pair, plain))
+        assert_equal(two[0][1], one[0][1])
+        np.testing.assert_allclose(two[1], one[1], rtol=1e-6)
 
 
 def test_arrays_of_all_ranks():

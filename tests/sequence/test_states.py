@@ -166,7 +166,7 @@ def test_states_of_a_kernel_of_a_user():
     x = np.random.default_rng().integers(-9, 9, (*CALLS.shape, 3))
     layer = partial(sequence.recurrence, local=RunningSum())
     run = program(layer, jnp.zeros((4, 3)), mesh=mesh_of(4))
-    out, _, last = out_and_gradients(run, x, 0 * x)
+    out, last = jax.jit(run)(x.astype(np.float32))
     (want,) = expected(lambda x: (np.cumsum(x, axis=0),), [x], [x])
     np.testing.assert_array_equal(out, want)
     np.testing.assert_array_equal(last, want[2, range(4), [23, 17, 23, 6]])
