@@ -1,6 +1,7 @@
 """Layers of NNX and Linen with `flax_attention_fn` equal the same layers with a dense mask."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,11 @@ from jax_cp_dispatch import Documents, place_tokens
 from jax_cp_dispatch.adapters import flax_attention_fn
 from jax_cp_dispatch.masks import SlidingWindow
 
-nnx = pytest.importorskip("flax.nnx", reason=MISSING)
-linen = pytest.importorskip("flax.linen", reason=MISSING)
+
+def library(name) -> Any:
+    """Imports it in the process that needs it: that takes longer than most tests."""
+    return pytest.importorskip(f"flax.{name}", reason=MISSING)
+
 
 KEY = jax.random.key(0)
 FLAX = flax_attention_fn(algorithm="zigzag", **SHARDED)
@@ -20,12 +24,14 @@ FLAX = flax_attention_fn(algorithm="zigzag", **SHARDED)
 
 def nnx_layer(**options):
     sizes = {"num_heads": HEADS, "num_kv_heads": 2, "in_features": FEATURES}
-    layer = nnx.MultiHeadAttention(**sizes, decode=False, rngs=nnx.Rngs(0), **options)
-    return nnx.split(layer, nnx.Param, ...)
+    layer = library("nnx").MultiHeadAttention(
+        **sizes, decode=False, rngs=library("nnx").Rngs(0), **options
+    )
+    return library("nnx").split(layer, library("nnx").Param, ...)
 
 
 def linen_layer(**options):
-    return linen.MultiHeadDotProductAttention(num_heads=HEADS, **options)
+    return library("linen").MultiHeadDotProductAttention(num_heads=HEADS, **options)
 
 
 def test_flax_attention_fn_in_nnx():
@@ -35,7 +41,7 @@ def test_flax_attention_fn_in_nnx():
     ours, *_ = nnx_layer(attention_fn=flax_attention_fn(**options))
 
     def apply(graph, mask, params, x):
-        return nnx.merge(graph, params, rest)(x, mask=mask)
+        return library("nnx").merge(graph, params, rest)(x, mask=mask)
 
     documents = Documents(segment_ids)
     assert_same(partial(apply, dense, mask[:, None]), partial(apply, ours, documents), params, x, g)
@@ -102,6 +108,7 @@ def test_layers_pass_what_is_refused():
         linen.init({"params": KEY, "dropout": KEY}, x, deterministic=False)
     with pytest.raises(NotImplementedError, match="got sow_weights"):
         linen.init(KEY, x, deterministic=True, sow_weights=True)
+    nnx = library("nnx")
     layer = nnx.merge(*nnx_layer(attention_fn=FLAX, dropout_rate=0.1))
     with pytest.raises(NotImplementedError, match=r"got a dropout rate of 0\.1"):
         layer(x, deterministic=False)

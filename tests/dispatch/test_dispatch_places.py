@@ -46,7 +46,7 @@ def check_split(results):
         assert axes_of(array) == (AXIS, "tp")
 
 
-@pytest.mark.parametrize("rows, metadata_spec", [(AXIS, P()), (AXIS, P(AXIS)), (None, P())])
+@pytest.mark.parametrize("rows, metadata_spec", [(AXIS, P(AXIS)), (None, P())])
 def test_placed_arrays(rows, metadata_spec):
     """Rows may be unsharded, and metadata split over the ranks."""
     mesh = tp_mesh()

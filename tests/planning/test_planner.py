@@ -132,15 +132,6 @@ def test_all_padding_moves_nothing():
     assert plan.imbalance == plan.imbalance_before == 1
 
 
-# Plans of any 96 columns: by default, and with capacities that are too small.
-_traced = jax.jit(
-    lambda segment_ids: [
-        plan_attention(segment_ids, world_size=4, config=config)
-        for config in (PlanConfig(block=8), PlanConfig(8, 8, 8, 1, 1, 1))
-    ]
-)
-
-
 def test_constants_inside_jit_get_exact_capacities():
     segment_ids = pack([50, 3, 20], 96)[None]
     eager = plan_attention(segment_ids, None, world_size=4, config=PlanConfig(block=8))
@@ -164,11 +155,13 @@ def test_inside_shard_map_every_rank_computes_the_same_plan():
         plan = plan_attention(segment_ids, world_size=4, config=PlanConfig(block=8))
         rank = jax.lax.axis_index("cp")
         part = plan.q_metadata.get_slice(rank), *plan.local_ranges(rank)
-        return jax.tree.map(lambda x: x[None], part)
+        return jax.tree.map(lambda x: x[None], (plan, part))
 
-    whole = jax.device_get(_traced(segment_ids)[0])
+    of_ranks, (metadata, kv_start, kv_end) = jax.device_get(plans(segment_ids))
+    whole, *others = (jax.tree.map(lambda x, rank=rank: x[rank], of_ranks) for rank in range(4))
+    for other in others:
+        assert_same(whole, other)
     check_plan(whole, segment_ids)
-    metadata, kv_start, kv_end = jax.device_get(plans(segment_ids))
     np.testing.assert_array_equal(metadata.dst_rank, whole.q_metadata.dst_rank)
     np.testing.assert_array_equal(metadata.num_recv_tokens, whole.q_metadata.num_recv_tokens)
     for rank in range(4):
@@ -178,7 +171,9 @@ def test_inside_shard_map_every_rank_computes_the_same_plan():
 
 
 def test_traced_plan_beyond_its_capacity_reports_the_need():
-    plan = _traced(np.ones((1, 96), np.int32))[1]
+    config = PlanConfig(8, 8, 8, 1, 1, 1)
+    make = jax.jit(partial(plan_attention, world_size=4, config=config))
+    plan = make(np.ones((1, 96), np.int32))
     assert plan.run_row.shape == plan.q_metadata.dst_rank.shape == (4, 1) and not plan.fits
     assert plan.q_metadata.num_total_recv_tokens.sum() == 96
     assert plan.q_metadata.num_total_recv_tokens.max() > 8
