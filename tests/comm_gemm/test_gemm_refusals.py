@@ -25,7 +25,9 @@ CURRENT, DELAYED = "CURRENT_TENSOR_SCALING", "DELAYED_TENSOR_SCALING"
 MXFP8 = "MXFP8_1D_SCALING"
 LHS, RHS = (M, K), (K, N)
 RING, BULK = "RING_EXCHANGE", "BULK"
-one, two = np.ones(1, np.float32), np.ones(2, np.float32)  # nothing is compiled here
+# Of NumPy: collecting the tests compiles nothing.
+one: Any = np.ones(1, np.float32)
+two: Any = np.ones(2, np.float32)
 
 
 def plain(lhs=LHS, rhs=RHS, types=("float32", "float32"), **options: Any):
@@ -49,7 +51,8 @@ def engine(*buffer: Any, lhs=(T, K), rhs=RHS, aux=None, dtype="float32", num_ran
     return trace(call, ones(*lhs), ones(*rhs), *(() if aux is None else [ones(*aux)]))
 
 
-ROWS, MATRICES = np.ones((8, 4), np.float32), np.ones((2, 4, 3), np.float32)
+ROWS: Any = np.ones((8, 4), np.float32)
+MATRICES: Any = np.ones((2, 4, 3), np.float32)
 F8_ROWS, F8_MATRICES = (x.astype(jnp.dtype(F8)) for x in (ROWS, MATRICES))
 
 

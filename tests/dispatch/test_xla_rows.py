@@ -69,13 +69,18 @@ def assert_as_defined(got, plan, x, y):
 def test_any_plan_matches_the_definition_and_an_invalid_one_gives_nan(calls, has_src_offset):
     """An invalid plan moves nothing, and fills every rank."""
     run = on_ranks(both, mesh_of(W, np.random.default_rng(0).permutation(W)))
-    for seed in range(8):
+
+    def plan_of(seed):
         plan = fitting_plan(seed)
         if has_src_offset:
             free = T - plan["seq_len"] + 1
             plan["src_offset"] = np.random.default_rng(seed).integers(0, free).astype(np.uint32)
-        x, y = rows(seed)
+        return plan
+
+    for seed in range(8):
+        plan, (x, y) = plan_of(seed), rows(seed)
         assert_as_defined(run(x, y, Metadata(**plan)), plan, x, y)
+    plan, (x, y) = plan_of(0), rows(0)
     for field, index, value in [("dst_rank", np.s_[:], W), ("num_recv_tokens", np.s_[2, 1], 4)]:
         broken = plan | {field: plan[field].copy()}
         assert (broken[field][index] != value).any()
