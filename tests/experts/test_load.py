@@ -1,5 +1,7 @@
 """Texts and pictures of the load of a routing of all ranks."""
 
+from functools import partial
+
 import jax
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from pictures import texts
 from jax_cp_dispatch import experts
 
 
+@partial(jax.jit, static_argnames=("capacity", "overflow"))
 def routing_of(index, **options):
     index = index.reshape(-1, K)
     return experts.route(index, mesh=mesh_of(W), **{**OPTIONS, **options})
