@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import jax
+import metadata_oracle
 import numpy as np
 import pytest
 from on_mesh import AXIS, mesh_of, on_ranks
@@ -20,7 +21,8 @@ EXAMPLES = dict(re.findall(r"^\| ([a-z ]+) \| `([^`]+)` \|", PAGE, flags=re.M))
 W, T = 4, 8
 X = np.ones((W * T, 2), np.float32)
 Q = np.ones((1, W * T, 2, 8), np.float32)
-TO_RANK_0, _ = cpd.compute_metadata(np.full((W, 1), T), np.zeros((W, 1), np.int32))
+PLAN, _ = metadata_oracle.plan(np.full((W, 1), T), np.zeros((W, 1), np.int32))
+TO_RANK_0 = cpd.Metadata(**PLAN, world_size=W)
 TO_RANK_7 = dataclasses.replace(TO_RANK_0, dst_rank=np.full_like(TO_RANK_0.dst_rank, 7))
 TWO_DOCUMENTS = np.repeat([[1, 2]], W * T // 2, axis=1)
 ONE_DOCUMENT = np.ones_like(TWO_DOCUMENTS)

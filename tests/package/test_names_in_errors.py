@@ -1,6 +1,7 @@
 """Errors of a running program name the function that was called, in both passes."""
 
 import jax
+import metadata_oracle
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -11,7 +12,8 @@ from jax_cp_dispatch.attention import chunk_exchange, ring_exchange
 
 W, T = 2, 4
 RAISED = (jax.errors.JaxRuntimeError, ValueError)  # the latter where a program has one device
-PLAN, _ = cp.compute_metadata(np.full((W, 1), T), np.zeros((W, 1), np.int32))  # all to rank 0
+TO_RANK_0, _ = metadata_oracle.plan(np.full((W, 1), T), np.zeros((W, 1), np.int32))
+PLAN = cp.Metadata(**TO_RANK_0, world_size=W)
 
 
 def late(x):

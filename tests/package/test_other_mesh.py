@@ -4,6 +4,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import metadata_oracle
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
@@ -12,7 +13,7 @@ import jax_cp_dispatch as cpd
 
 KINDS = AxisType.Auto, AxisType.Explicit
 REVERSED = np.arange(8, dtype=np.int32)[::-1, None]
-PLAN, _ = cpd.compute_metadata(np.full((8, 1), 2, np.int32), REVERSED)
+PLAN = cpd.Metadata(**metadata_oracle.plan(np.full((8, 1), 2, np.int32), REVERSED)[0], world_size=8)
 X = np.arange(64, dtype=np.float32).reshape(16, 4)
 CALLS = {
     "context_parallel_attention": lambda x, mesh: cpd.context_parallel_attention(
