@@ -66,6 +66,7 @@ def check(results, operands, case=CASE):
 
 
 def spec_of(array):
+    """Of an array, or of its type."""
     spec = tuple(array.sharding.spec)
     return spec + (None,) * (array.ndim - len(spec))
 
@@ -110,10 +111,10 @@ def test_all_axes_are_read_from_placed_arrays(algorithm, kind):
 def test_axes_are_also_read_from_keys():
     mesh = mesh_of_kind(AxisType.Explicit)
     operands = draw(CASE)
-    q, k, v, g = operands[:4]
-    arrays = [q, *placed((k, v), mesh), q[..., : g.shape[3]]]
-    run = program(operands[4], algorithm="ring")
-    out = run(*arrays[:3], jax.device_put(g, NamedSharding(mesh, SHARDED)))[0]
+    q, k, v = operands[:3]
+    options: Any = {"axis_name": AXIS, "algorithm": "ring", "segment_ids": operands[4]}
+    attend = partial(context_parallel_attention, **options)
+    (out,) = jax.make_jaxpr(attend)(q, *placed((k, v), mesh)).out_avals
     assert spec_of(out)[:3] == ("data", AXIS, "tp")
 
 
@@ -124,28 +125,25 @@ def test_named_axes_override_inference():
     operands = draw(CASE)
     q, k, v = placed(operands[:3], mesh)
     options: Any = {"axis_name": AXIS, "algorithm": "ring", "segment_ids": operands[4]}
-    out = context_parallel_attention(q, k, v, batch_axis=(), head_axis="tp", **options)
-    assert spec_of(out)[:3] == (None, AXIS, "tp")
-    out = context_parallel_attention(q, k, v, head_axis=(), batch_axis=["data"], **options)
-    assert spec_of(out)[:3] == ("data", AXIS, None)
+    for batch, heads in (((), "tp"), (["data"], ())):
+        named: Any = {"batch_axis": batch, "head_axis": heads, **options}
+        (out,) = jax.make_jaxpr(partial(context_parallel_attention, **named))(q, k, v).out_avals
+        assert spec_of(out)[:3] == ("data" if batch else None, AXIS, "tp" if heads else None)
 
 
 # ---- Axes that cannot be inferred.
 
 
-def lowered(mesh, arrays, segment_ids, **options):
-    run = program(segment_ids, algorithm="ring", mesh=mesh, **options)
-    return run.lower(*arrays)
-
-
 def test_automatic_axes_in_a_program_cause_one_warning():
     mesh = mesh_of_kind(AxisType.Auto)
     operands = draw(CASE)
-    arrays = placed(operands[:4], mesh)
+    arrays = placed(operands[:3], mesh)
+    options: Any = {"axis_name": AXIS, "algorithm": "ring", "segment_ids": operands[4]}
+    attend = partial(context_parallel_attention, mesh=mesh, **options)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        lowered(mesh, arrays, operands[4])
-        gathering = lowered(mesh, arrays, operands[4]).compile()
+        jax.make_jaxpr(lambda *qkv: attend(*qkv))(*arrays)
+        gathering = jax.jit(lambda *qkv: attend(*qkv)).lower(*arrays).compile()
     messages = [str(x.message) for x in warned if issubclass(x.category, UserWarning)]
     assert len(messages) == 2
     batch, heads = messages
@@ -155,30 +153,33 @@ def test_automatic_axes_in_a_program_cause_one_warning():
     assert "Pass as batch_axis the axis over which B is sharded, or batch_axis=()" in batch
     assert "head_axis is not given" in heads and "N = 4" in heads
     assert {"all-gather"} <= set(collectives_over(gathering, mesh, "data"))
-    check(gathering(*arrays), operands)
+    want = dense(CASE, operands)[0]
+    np.testing.assert_allclose(gathering(*arrays), want, rtol=1e-5, atol=1e-5)
 
 
 def test_a_mesh_with_explicit_axes_is_set():
     """Otherwise JAX cannot transpose the linear layer after attention; the warning names both."""
     mesh, x = mesh_of_kind(AxisType.Explicit), np.ones((2, T, 4, 8), np.float32)
 
-    def loss(w):
-        q = x @ w
-        return (context_parallel_attention(q, q, q, axis_name=AXIS, **options) @ w).sum()
-
-    gradient = jax.jit(jax.grad(loss))
     options: dict[str, Any] = {"algorithm": "ring", "batch_axis": (), "head_axis": ()}
+
+    def gradient(w, **given):
+        def loss(w):
+            q = x @ w
+            out = context_parallel_attention(q, q, q, axis_name=AXIS, **options, **given)
+            return (out @ w).sum()
+
+        return jax.eval_shape(jax.grad(loss), w)
+
     w = np.eye(8, dtype=np.float32)
     with jax.set_mesh(mesh), warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         assert gradient(w).shape == w.shape
-    options["mesh"] = mesh
-    jax.clear_caches()
     expected = pytest.warns(
         UserWarning, match=r"explicit axes but is not set.*jax.set_mesh\(mesh\)"
     )
     with pytest.raises(Exception, match="Contracting dimensions are sharded"), expected as warned:
-        gradient(w)
+        gradient(w, mesh=mesh)
     assert warned[0].filename == __file__
 
 
@@ -187,10 +188,12 @@ def test_named_axes_gather_nothing_and_cause_no_warning():
     mesh = mesh_of_kind(AxisType.Auto)
     operands = draw(CASE)
     arrays = placed(operands[:4], mesh)
-    named = lowered(mesh, arrays, operands[4], batch_axis="data", head_axis="tp").compile()
+    options: Any = {"mesh": mesh, "algorithm": "ring"}
+    run = program(operands[4], batch_axis="data", head_axis="tp", **options)
+    named = run.lower(*arrays).compile()
     assert collectives_over(named, mesh, "data") == collectives_over(named, mesh, "tp") == []
     assert all(spec_of(x)[:3] == ("data", AXIS, "tp") for x in named(*arrays))
-    lowered(mesh, arrays, operands[4], batch_axis=(), head_axis=())
+    jax.eval_shape(program(operands[4], batch_axis=(), head_axis=(), **options), *arrays)
 
 
 @pytest.mark.usefixtures("no_warning")

@@ -67,14 +67,8 @@ def test_without_jit():
         check(CASE, draw(CASE), lambda *x: run(*x[:5]))
 
 
-def test_unchecked():
+def test_placed_and_unchecked():
     """A surrounding `shard_map` that does not track the axes over which arrays vary."""
-    with jax.set_mesh(mesh_of_kind()):
-        run = over_data(gradients(partial(attend, algorithm="ring")), 4, check_vma=False)
-        check(CASE, draw(CASE), lambda *x: jax.jit(run)(*x[:5]))
-
-
-def test_placed():
     *arrays, segment_ids, _ = operands = draw(CASE)
     placement = place_tokens(segment_ids=segment_ids, world_size=2, num_groups=2)
 
@@ -82,7 +76,7 @@ def test_placed():
         return attend(q, k, v, None, algorithm="placed", documents=documents)
 
     with jax.set_mesh(mesh_of_kind()):
-        run = jax.jit(over_data(gradients(of_documents), 4))
+        run = jax.jit(over_data(gradients(of_documents), 4, check_vma=False))
         results = run(*placement.apply(arrays), placement.documents)
     results = placement.restore([np.asarray(x) for x in results])
     errors = relative_errors(results, dense(CASE, operands))
