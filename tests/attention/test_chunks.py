@@ -152,10 +152,11 @@ def pairs(num_ranks, make, rows_per_chunk, *, causal=True):
     return {name: (rows_per_chunk * found[name].num_chunks, tables[name]) for name in found}
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 6, 8])
-def test_causal_work_is_equal_for_all_ranks_at_every_step(num_ranks):
+@pytest.mark.parametrize(
+    "make, num_ranks", [(zigzag_layout, 2), (zigzag_layout, 3), (halves_in_zigzag, 6)]
+)
+def test_causal_work_is_equal_for_all_ranks_at_every_step(make, num_ranks):
     """In zigzag layout the halves of chunks balance; step 0 also has the diagonal."""
-    make = halves_in_zigzag if num_ranks in (3, 8) else zigzag_layout
     for name, (rows, work) in pairs(num_ranks, make, 2).items():
         assert (work[:, 1:] == rows**2 // 2).all(), name
         assert (work[:, 0] == rows * (rows + 1) // 2).all(), name

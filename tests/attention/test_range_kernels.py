@@ -155,9 +155,9 @@ def test_options(options):
 
 
 @pytest.mark.usefixtures("only_kernels")
-@pytest.mark.parametrize("algorithm", ["ring", "hamilton"])
-def test_rings(algorithm):
-    case = Case(algorithm, 3, 8, heads=(4, 2))
+def test_rings():
+    """All rings call the same passes."""
+    case = Case("ring", 3, 8, heads=(4, 2))
     check(case, draw(case))
 
 
