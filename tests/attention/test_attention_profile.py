@@ -3,13 +3,14 @@
 import json
 from collections import Counter
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_oracle import masked_attention
+from mask_oracle import batch_visible, shared_prefix_pairs
 from on_mesh import AXIS, mesh_of
 from sequences import Case, dense, draw
 
-from jax_cp_dispatch import Documents, local_attention
+from jax_cp_dispatch import Documents
 from jax_cp_dispatch.masks import SharedPrefix, SlidingWindow
 from jax_cp_dispatch.profiling import Span, hamilton_attention_profile
 from jax_cp_dispatch.timeline import write_chrome_trace
@@ -52,19 +53,17 @@ def test_hamilton_attention_profile(zigzag, options, rearranged, tmp_path):
 
 
 def test_masks_of_arrays():
-    """Against attention of one device; keys rotate with the queries that may see them.
-
-    In zigzag order, so that nothing is rearranged.
-    """
+    """Keys rotate with the queries that may see them. In zigzag order nothing is rearranged."""
     T = W * 8
     rng = np.random.default_rng()
     q, k, v = (rng.normal(size=(1, T, 2, 4)).astype(np.float32) for _ in range(3))
     ids = np.repeat([[1, 2]], T // 2, axis=1)
-    mask = SharedPrefix(np.arange(T)[None] % (T // 2) // 4)
+    completions = np.arange(T)[None] % (T // 2) // 4
+    mask = SharedPrefix(completions)
     documents = Documents(ids).zigzag(W)
     *stored, of_order = documents.apply((q, k, v, mask))
     got = profile(*stored, documents=documents, mask=of_order)
-    want, _ = local_attention(*map(jnp.asarray, (q, k, v)), mask=mask, segment_ids=ids)
+    want, _ = masked_attention(q, k, v, batch_visible(ids, shared_prefix_pairs(completions)))
     assert np.abs(documents.restore(np.asarray(got.out)) - want).max() < 1e-6
 
 

@@ -176,25 +176,6 @@ def test_merged_pieces_are_the_whole(first):
         assert_close(actual, wanted, 1e-5)
 
 
-def test_derivative_through_the_merge():
-    """The lse gradient carries the effect of the other piece on this one's weight."""
-    q, k, v, dout, dlse = inputs(13)
-    start, end = RANGES["full"](2, 37, 45)
-
-    def in_pieces(q, k, v):
-        first = local_attention(q, k, v, start, end - 20, **BLOCKS)
-        return merge_partials(*first, *local_attention(q, k, v, start + 25, end, **BLOCKS))
-
-    @jax.jit
-    def both(q, k, v):
-        results, vjp = jax.vjp(in_pieces, q, k, v)
-        return *results, *vjp((dout, dlse))
-
-    whole = run(q, k, v, start, end, dout, dlse, **BLOCKS)
-    for actual, wanted in zip(both(q, k, v), whole, strict=True):
-        assert_close(actual, wanted, 1e-5)
-
-
 def test_local_attention_backward_accepts_no_lse_cotangent_and_returns_float32():
     q, k, v, dout, dlse = inputs(14, dtype=jnp.bfloat16)
     start, end = RANGES["causal"](2, 37, 45)
