@@ -109,8 +109,8 @@ def test_masks(name):
     else:
         constructor, arrays, in_row = random_mask(name, rng, ids)
         pairs = batch_visible(ids, in_row)
-        mask = constructor(*map(jnp.asarray, arrays))
-        ranges = attended_tokens(PackedMask(mask, jnp.asarray(ids), None), ids.shape)
+        masked = lambda ids, *arrays: PackedMask(constructor(*arrays), ids, None)
+        ranges = jax.jit(lambda *x: attended_tokens(masked(*x), ids.shape))(ids, *arrays)
     of_keys = ranges.q_start, ranges.q_end
     if of_keys[0] is None:  # all masks of the same sizes are one program
         of_keys = np.zeros_like(ids), np.full_like(ids, T)
