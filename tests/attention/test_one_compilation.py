@@ -95,10 +95,10 @@ def test_many_batches_compile_once():
     kind = Placed
     mesh = mesh_of(WORLD_SIZE)
     sizes: dict[str, Any] = {"world_size": WORLD_SIZE, "columns": COLUMNS}
-    sample = list(batches(40))
-    config = fit_plan_config(sample[:25], placed=True, overflow=0.2, **sizes)
+    sample = list(batches(25))
+    config = fit_plan_config(sample, placed=True, overflow=0.2, **sizes)
     # Less than the sample needs, so that some batches do not fit.
-    needs = [sent(kind(x, **sizes)) for x in sample[:25]]
+    needs = [sent(kind(x, **sizes)) for x in sample]
     config = dataclasses.replace(config, max_kv_transfers=int(np.quantile(needs, 0.8)))
     compiled = []
 
@@ -121,7 +121,7 @@ def test_many_batches_compile_once():
             q, k, v = (x.astype(np.float64) for x in qkv)
             want, _ = attention(q, k, v, start, end)
             np.testing.assert_allclose(out, want, atol=1e-5)
-    assert 20 < seen[True] < 40
+    assert 12 < seen[True] < 25
     assert len(compiled) == 1
     assert step._cache_size() == 1  # pyright: ignore[reportAttributeAccessIssue]
 
