@@ -47,7 +47,7 @@ def check(results, arrays, pairs, tolerance=2e-6):
     wanted = (out, *masked_attention_gradients(q, k, v, pairs, g, np.zeros_like(lse)))
     results = tuple(results)
     if len(results) == 1:
-        wanted = wanted[:1]
+        wanted = wanted[:1]  # the output alone
     for i, (got, want) in enumerate(zip(results, wanted, strict=True)):
         # Inputs are of size 1; gradients may cancel to nothing, for queries of one key.
         error = np.abs(np.asarray(got, np.float64) - want).max() / max(np.abs(want).max(), 1)
@@ -140,6 +140,7 @@ def test_the_mask_of_other_columns_fails_on_all_ranks(algorithm):
 
     says = "the mask is not one of these tokens and documents"
     if algorithm == "balanced":
+        # A ring compiles faster than a plan, and every kind has its rules in one function.
         in_rows = jax.jit(lambda ids, mask: attend(ids, mask, algorithm="ring"))
         all_fail(in_rows(ids, PrefixLM(np.arange(64)[None] == 5)), says)  # not a document's first
         of_tree = jax.jit(lambda spans, parents: attend(ids, Tree(spans, parents)))
