@@ -41,7 +41,7 @@ INSIDE = {
         "peer_arguments": set(),
         "local": {"peer_arguments"},
         "operands": {"local"},
-        "latents": {"operands"},
+        "latents": {"local", "operands"},
         "call_options": {"latents", "local", "operands"},
         "rotating": {"latents", "local", "operands", "call_options"},
         "algorithms": {"latents", "local", "operands", "call_options", "rotating"},
