@@ -105,7 +105,7 @@ def test_masks(name):
     ids, _ = pack(rng, 1, T, max_length=200, padding=0.3)
     if name == "causal":
         # A document that starts inside a block of keys, and that a whole block of queries sees.
-        start, end = rng.integers(1, 128), rng.integers(256, T - 9)
+        start, end = int(rng.integers(1, 128)), int(rng.integers(256, T - 9))
         ids = np.repeat([[1, 2, 3, 0]], [start, end - start, 5, T - end - 5], 1).astype(ids.dtype)
         ranges = MaskRanges(*batch_ranges(Causal(), ids))
         pairs = range_pairs(ranges.k_start, ranges.k_end)
