@@ -147,6 +147,10 @@ def build(
     of_both = to_metadata(transfers, plan.slots, grid.world_size, capacities)
     q_metadata, kv_metadata = of_both
     row, position, origin, length = _runs(plan, grid, capacities)
+    ranges = plan.ranges
+    if ranges is not None:
+        ranks = jnp.arange(grid.world_size, dtype=jnp.int32) if rank is None else rank[None]
+        ranges = seen_by_rows(ranges, plan.received, grid, capacities, ranks)
     return PlanArrays(
         q_metadata=q_metadata,
         kv_metadata=kv_metadata,
@@ -156,14 +160,8 @@ def build(
         num_rows=plan.num_rows,
         largest_needs=jnp.broadcast_to(plan.needs, (grid.world_size, len(capacities))),
         run_length=length,
-        ranges=None if plan.ranges is None else _ranges(plan, grid, capacities, rank),
+        ranges=ranges,
     )
-
-
-def _ranges(plan: Assignment, grid: BlockGrid, capacities: Capacities, rank: Any) -> MaskRanges:
-    assert plan.ranges is not None
-    ranks = jnp.arange(grid.world_size, dtype=jnp.int32) if rank is None else rank[None]
-    return seen_by_rows(plan.ranges, plan.received, grid, capacities, ranks)
 
 
 def _received(

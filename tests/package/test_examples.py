@@ -1,18 +1,17 @@
 """Every example completes in a separate process and verifies its own result.
 
-Compiled as for a user. The suite runs the first one; `.ci/run` runs all (`EXAMPLES=all`).
+Compiled as for a user.
 """
 
-import os
 import pathlib
 import re
 import subprocess
 import sys
 
 import pytest
+from in_ci import in_ci
 
 EXAMPLES = sorted((pathlib.Path(__file__).parents[2] / "examples").glob("*.py"))
-ALL = os.environ.get("EXAMPLES") == "all"
 
 # A short run. Its own test compares training with one device.
 TRAIN = (
@@ -22,7 +21,11 @@ TRAIN = (
 
 
 @pytest.mark.usefixtures("environment_of_a_user")
-@pytest.mark.parametrize("path", EXAMPLES if ALL else EXAMPLES[:1], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path",
+    [EXAMPLES[0], *(pytest.param(path, marks=in_ci) for path in EXAMPLES[1:])],
+    ids=lambda path: path.name,
+)
 def test_example(path, tmp_path):
     arguments = []
     if path.name == "07_train.py":

@@ -117,40 +117,10 @@ def test_bfloat16():
     check(both, "gated_delta_rule", inputs, g, segment_ids, dtype=bfloat16, rtol=2**-8)
 
 
-def check_linear_recurrence(both, segment_ids):
-    """Compares `both(given, g)`, the output and gradients, of x and decays with some resets."""
-    rng = np.random.default_rng()
-    x, g = rng.normal(size=(2, *segment_ids.shape, 5)).astype(np.float32)
-    log_decay = -np.exp(rng.uniform(-5, 1, x.shape)).astype(np.float32)
-    log_decay[rng.random(x.shape) < 0.02] = -np.inf
-    pad = segment_ids == 0
-    g[pad] = 0
-    given = tuple(np.where(pad[..., None], np.float32(np.nan), x) for x in (x, log_decay))
-    got = jax.tree.leaves(jax.tree.map(np.asarray, both(given, g)))
-    wanted = [np.zeros(x.shape) for _ in range(3)]
-    for row, a, b in oracle.documents(segment_ids):
-        arrays = (y[row, a:b].astype(float) for y in (x, log_decay, g))
-        for y, result in zip(wanted, oracle.linear_recurrence(*arrays), strict=True):
-            y[row, a:b] = result
-    for x, want in zip(got, wanted, strict=True):
-        assert np.abs(x - want).max() < 1e-5 * np.abs(want).max()
-
-
-def test_linear_recurrence():
-    layer = lambda tokens, _, **given: sequence.linear_recurrence(*tokens, **given)
-    run = Order("placed", BATCHES["mixed"], 8).on_ranks(layer)
-
-    @jax.jit
-    def both(given, g):
-        out, pull = jax.vjp(lambda given: run(given, ()), given)
-        return out, pull(g)[0]
-
-    check_linear_recurrence(both, BATCHES["mixed"])
-
-
 def test_vmap_over_documents():
     """Each example has a placement of its own: one map over the rows of a batch."""
-    segment_ids = packed([[3, 7, -2, 4], [16]])
+    op, segment_ids = "gated_delta_rule", packed([[3, 7, -2, 4], [16]])
+    inputs, g = draw(segment_ids, op=op, per_channel=False, heads=(1, 1), size=2, columns=3)
     given = {"axis_name": AXIS, "mesh": mesh_of(2), "batch_axis": (), "head_axis": ()}
     placed = place_tokens(segment_ids=segment_ids, world_size=2, num_groups=2)
     of_batch = placed.documents
@@ -159,8 +129,8 @@ def test_vmap_over_documents():
     documents = Documents.in_order(ids, positions, of_batch.plans, **static)
 
     def example(tokens, documents):
-        tokens = (x[None] for x in tokens)
-        return sequence.linear_recurrence(*tokens, documents=documents, **given)[0]
+        tokens = {name: x[None] for name, x in tokens.items()}
+        return sequence.gated_delta_rule(**tokens, documents=documents, **given)[0]
 
     @jax.jit
     def run(tokens, g, documents):
@@ -170,7 +140,33 @@ def test_vmap_over_documents():
     def both(tokens, g):
         return placed.restore(run(*placed.apply((tokens, g)), documents))
 
-    check_linear_recurrence(both, segment_ids)
+    check(both, op, inputs, g, segment_ids)
+
+
+def test_linear_recurrence():
+    segment_ids, rng = BATCHES["mixed"], np.random.default_rng()
+    x, g = rng.normal(size=(2, *segment_ids.shape, 5))
+    log_decay = -np.exp(rng.uniform(-5, 1, x.shape))
+    log_decay[rng.random(x.shape) < 0.02] = -np.inf
+    pad = segment_ids == 0
+    g[pad] = 0
+    layer = lambda tokens, _, **given: sequence.linear_recurrence(*tokens, **given)
+    run = Order("placed", segment_ids, 8).on_ranks(layer)
+    given = [np.where(pad[..., None], np.nan, x).astype(np.float32) for x in (x, log_decay)]
+
+    @jax.jit
+    def both(given):
+        out, pull = jax.vjp(lambda given: run(given, ()), given)
+        return out, *pull(jnp.asarray(g, jnp.float32))[0]
+
+    got = jax.tree.map(np.asarray, both(given))
+    wanted = [np.zeros(x.shape) for _ in range(3)]
+    for row, a, b in oracle.documents(segment_ids):
+        arrays = (np.asarray(y, np.float32)[row, a:b].astype(float) for y in (x, log_decay, g))
+        for y, result in zip(wanted, oracle.linear_recurrence(*arrays), strict=True):
+            y[row, a:b] = result
+    for x, want in zip(got, wanted, strict=True):
+        assert np.abs(x - want).max() < 1e-5 * np.abs(want).max()
 
 
 class RunningSum:
