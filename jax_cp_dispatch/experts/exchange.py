@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Inexact, Shaped
 
 from jax_cp_dispatch._dispatch import move, outgoing, returning
 from jax_cp_dispatch._ranks.communicator import rank_index
@@ -33,8 +33,8 @@ def send_tokens(
 
 
 def return_sums(
-    options: CollectiveOptions, routing: Routing, sums: list[Float[Array, "R ..."]]
-) -> list[Float[Array, "T ..."]]:
+    options: CollectiveOptions, routing: Routing, sums: list[Inexact[Array, "R ..."]]
+) -> list[Inexact[Array, "T ..."]]:
     """Returns the sums of each token from all of its ranks, and adds them up."""
     return _return(options, routing, sums)
 
