@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Integer, Shaped
 
-from jax_cp_dispatch._arguments import check_array, read_int32
+from jax_cp_dispatch._arguments import HostOrDevice, check_array, read_int32
 from jax_cp_dispatch._arrays import chosen
 from jax_cp_dispatch._dispatch.arguments import Argument, outgoing
 from jax_cp_dispatch._dispatch.exchange import move
@@ -26,10 +26,10 @@ _FIELDS = "input_offsets", "send_sizes", "output_offsets", "recv_sizes"
 def ragged_all_to_all(
     operand: Shaped[Array, "N *feature"],
     output: Shaped[Array, "M *feature"],
-    input_offsets: Integer[Array, " K"],
-    send_sizes: Integer[Array, " K"],
-    output_offsets: Integer[Array, " K"],
-    recv_sizes: Integer[Array, " K"],
+    input_offsets: Integer[HostOrDevice, " K"],
+    send_sizes: Integer[HostOrDevice, " K"],
+    output_offsets: Integer[HostOrDevice, " K"],
+    recv_sizes: Integer[HostOrDevice, " K"],
     *,
     axis_name: AxisName | list[str],
     axis_index_groups: Sequence[Sequence[int]] | None = None,
