@@ -56,13 +56,14 @@ def route(
     or on those of all ranks, `[W * T, k]`. No derivative: these are integers.
 
     Args:
-      expert_index: the experts of each token; -1 is none. The same one twice is two choices.
+      expert_index: the experts of each token; -1 is none. The same one twice is two choices. Where
+        experts choose tokens, `[E, C]`: all experts, with -1 for those that do not choose the token.
       num_experts: their number. Without a map, expert e is on rank e // L.
       axis_name: the mesh axis whose devices are the ranks, or several, the major one first.
       capacity: rows of the buffer of each rank, see `fit_capacity`; None: W * T * k, enough for
         any routing.
-      overflow: what happens if a rank needs more rows. "error": an error of `dispatch_tokens` on
-        all ranks, which names the rank and its need. "drop": the largest counts of a rank and an
+      overflow: what happens if a rank needs more rows. "error": an error of the first exchange of
+        the layer on all ranks, which names the rank and its need. "drop": the largest counts of a rank and an
         expert are cut to one level, so that its rows are just filled; of these choices those with
         the largest weights stay, `num_dropped` counts the others, and they contribute zero.
       weights: of the choices, for `overflow="drop"`.
@@ -74,9 +75,10 @@ def route(
     Returns:
       The plan, for `dispatch_tokens` and `combine_tokens`, with the `group_sizes` of the experts.
     Raises:
-      TypeError, ValueError: an argument is invalid.
-      jax.errors.JaxRuntimeError: see `dispatch`. An index that is neither -1 nor an expert, or an
-        expert without a place, is an error of `dispatch_tokens`, with `implementation="xla"` NaN.
+      TypeError, ValueError: an argument is invalid, also known indices and a known map that hold
+        what is neither -1 nor an expert.
+      jax.errors.JaxRuntimeError: see `dispatch`. Traced ones, and an expert without a place, are
+        errors of the first exchange of the layer, with `implementation="xla"` NaN.
     References:
       GShard (Lepikhin et al. 2021); DeepEP, whose dispatch also sends a token once to a rank; EPLB,
       for the map from physical to logical experts.
