@@ -57,15 +57,16 @@ def route(
 
     Args:
       expert_index: the experts of each token; -1 is none. The same one twice is two choices. Where
-        experts choose tokens, `[E, C]`: all experts, with -1 for those that do not choose the token.
+        experts choose tokens, `[E, C]`: all experts, -1 for those that do not choose the token.
       num_experts: their number. Without a map, expert e is on rank e // L.
       axis_name: the mesh axis whose devices are the ranks, or several, the major one first.
       capacity: rows of the buffer of each rank, see `fit_capacity`; None: W * T * k, enough for
         any routing.
-      overflow: what happens if a rank needs more rows. "error": an error of the first exchange of
-        the layer on all ranks, which names the rank and its need. "drop": the largest counts of a rank and an
-        expert are cut to one level, so that its rows are just filled; of these choices those with
-        the largest weights stay, `num_dropped` counts the others, and they contribute zero.
+      overflow: what happens if a rank needs more rows. "error": an error on all ranks, of the first
+        exchange that follows, which names the rank and its need. "drop": the largest counts of a
+        rank and an expert are cut to one level, so that its rows are just filled; of these choices
+        those with the largest weights stay, `num_dropped` counts the others, and they contribute
+        zero.
       weights: of the choices, for `overflow="drop"`.
       physical_to_logical: the expert in each place of each rank, -1 for none, the same array on all
         ranks; an expert may have several places. Token t of rank r uses replica r + t of an expert,
