@@ -56,15 +56,40 @@ def check_positive(op: str, **values: Any) -> None:
             raise ValueError(f"{op}: {name} is {value}; it needs to be at least 1.")
 
 
-def clip_to_int32(x: Any) -> Any:
-    """Returns integers as int32, those beyond it as its limits; NumPy gives NumPy."""
-    if x.dtype.itemsize >= 4 and x.dtype != np.int32:
-        limits, own = np.iinfo(np.int32), np.iinfo(x.dtype)
+def clip_to_int32(x: Any, dtype: Any = np.int32) -> Any:
+    """Returns integers as int32, those beyond it as its limits; NumPy gives NumPy.
+
+    As uint32, negative ones become 2**31 or more.
+    """
+    if x.dtype.itemsize >= 4 and x.dtype not in (np.int32, dtype):
         xp = jnp if isinstance(x, jax.Array) else np
-        x = xp.minimum(x, x.dtype.type(limits.max))
-        if own.min:
-            x = xp.maximum(x, x.dtype.type(limits.min))
-    return x.astype(np.int32)
+        x = xp.minimum(x, x.dtype.type(np.iinfo(dtype).max))
+        if np.iinfo(x.dtype).min:
+            x = xp.maximum(x, x.dtype.type(np.iinfo(np.int32).min))
+    return x.astype(dtype)
+
+
+def read_int32(op: str, name: str, x: Any, low: int = -(2**31), high: int = MOST_ROWS) -> Any:
+    """Returns a caller's integers as int32, of which known ones need to be in [low, high].
+
+    Those of a traced array that are beyond int32 become its limits, which are as wrong: whoever
+    uses them compares them with smaller numbers.
+    """
+    if is_on_host(x):
+        known = np.asarray(x)
+        wrong = np.argwhere((known < low) | (known > high))
+        if len(wrong):
+            at = wrong[0].tolist()
+            raise ValueError(
+                f"{op}: {name}{at} is {known[tuple(at)]}; it needs to be in [{low}, {high}]."
+            )
+    return clip_to_int32(x)
+
+
+def read_wide(op: str, name: str, x: Any) -> Any:
+    """Returns a caller's integers with 32 bits, or with 64 if JAX has them; it cuts others."""
+    is_wide = x.dtype.itemsize >= 4 and jax.dtypes.canonicalize_dtype(x.dtype) == x.dtype
+    return x if is_wide else read_int32(op, name, x)
 
 
 def check_value_of(op: str, name: str, value: Any, dtype: Any) -> None:

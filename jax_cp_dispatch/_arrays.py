@@ -2,7 +2,6 @@
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -62,13 +61,12 @@ def known_inside(
 
 
 def sum_dtype(*dtypes: Any) -> np.dtype:
-    """Returns the dtype of sums: float64 if any of these types is float64, else float32."""
-    is_double = any(np.dtype(dtype) == np.float64 for dtype in dtypes)
+    """Returns the dtype of sums: float64 if any of these types is float64, else float32.
+
+    Of complex numbers, that of two such floats.
+    """
+    given = [np.dtype(dtype) for dtype in dtypes]
+    is_double = any(dtype in (np.float64, np.complex128) for dtype in given)
+    if any(dtype.kind == "c" for dtype in given):
+        return np.dtype(np.complex128 if is_double else np.complex64)
     return np.dtype(np.float64 if is_double else np.float32)
-
-
-def index_dtype(dtype: Any) -> np.dtype:
-    """Returns a signed type of at least 32 bits that holds an integer type, if JAX enables it."""
-    dtype = np.dtype(dtype)
-    is_wide = dtype.itemsize > 4 or dtype == np.uint32
-    return jax.dtypes.canonicalize_dtype(np.int64 if is_wide else np.int32)

@@ -55,7 +55,7 @@ Status RefuseOverflows(std::string message, const std::vector<Ranks>& groups,
                        const std::string& capacity_names) {
   for (size_t p = 0; p < groups.size(); ++p) {
     const std::string overflow = DescribeOverflow(groups[p], CapacityName(capacity_names, p));
-    if (!overflow.empty()) message += " " + overflow;
+    if (message.find(overflow) == std::string::npos) message += " " + overflow;
   }
   return Status::Invalid(message);
 }
@@ -292,7 +292,9 @@ Status PlanGroups(const std::string& op,
     status = plan_group(GroupName(op, p, groups.size()), groups[p],
                         CapacityName(names.capacity_names, p), &tasks, &staging);
     if (!status.ok() && !DescribeOverflow(groups[p], "").empty()) {
-      status = RefuseOverflows(op + ":", groups, names.capacity_names);
+      const bool are_experts = AreExperts(names.capacity_names);
+      status =
+          RefuseOverflows((are_experts ? OfRoute(op) : op) + ":", groups, names.capacity_names);
     }
   }
   if (status.ok()) {

@@ -15,6 +15,8 @@ std::string Text(const Parts&... parts) {
   return text.str();
 }
 
+constexpr char kExperts[] = "experts:";
+
 }  // namespace
 
 std::string OtherBatch(int64_t part, int64_t expected, int64_t seen, const std::string& rank) {
@@ -65,6 +67,27 @@ std::string BadLength(int64_t seq_len, int64_t src_offset) {
 std::string BadTarget(int64_t dst_rank, int64_t num_ranks) {
   return Text(" has dst_rank ", dst_rank, "; it must be in [-1, ", num_ranks,
               "). See Metadata.validate().");
+}
+
+bool AreExperts(const std::string& capacity_name) { return capacity_name.rfind(kExperts, 0) == 0; }
+
+std::string OfRoute(const std::string& op) {
+  const size_t axis = op.find(" over axis"), part = op.find(", plan ");
+  return "route" + (axis == std::string::npos ? "" : op.substr(axis, part - axis));
+}
+
+std::string TooManyRows(int64_t rank, int64_t need, const std::string& capacity_name) {
+  return Text("rank ", rank, " needs ", need, " rows for its experts but capacity is ",
+              capacity_name.substr(sizeof(kExperts) - 1), ". Pass capacity>=", need,
+              ", or overflow='drop'; see fit_capacity.");
+}
+
+std::string NoExpert(int64_t rank, int64_t token, int64_t choice, int64_t dst_rank,
+                     int64_t num_ranks) {
+  return Text("rank ", rank, " token ", token, " choice ", choice, " is expert ",
+              dst_rank < 0 ? dst_rank : dst_rank - num_ranks,
+              ", which has no place. Pass an expert_index in [-1, num_experts), and a "
+              "physical_to_logical that holds all experts that are chosen, and no others.");
 }
 
 }  // namespace cpd

@@ -20,4 +20,13 @@ std::string OtherCounts(int64_t source, int64_t announced, int64_t sent);
 std::string BadLength(int64_t seq_len, int64_t src_offset);
 std::string BadTarget(int64_t dst_rank, int64_t num_ranks);
 
+// A layer of experts has the capacity name "experts:" and the rows of a rank. Its errors are those
+// of `route`, whichever exchange finds them: slots are tokens, replicas are choices, and a rank
+// beyond the last one, by n, is expert n, which has no place; a negative rank is the index itself.
+bool AreExperts(const std::string& capacity_name);
+std::string OfRoute(const std::string& op);  // the operation in its messages
+std::string TooManyRows(int64_t rank, int64_t need, const std::string& capacity_name);
+std::string NoExpert(int64_t rank, int64_t token, int64_t choice, int64_t dst_rank,
+                     int64_t num_ranks);
+
 }  // namespace cpd

@@ -38,7 +38,8 @@ Status CheckShapes(const std::string& op, const Ranks& ranks) {
 }
 
 // Reads all segments and checks every range that could reach outside an array.
-Status ReadSegments(const std::string& op, const Ranks& ranks, std::vector<Segment>* segments) {
+Status ReadSegments(const std::string& op, const Ranks& ranks, const std::string& capacity_name,
+                    std::vector<Segment>* segments) {
   const auto num_ranks = static_cast<int32_t>(ranks.size());
   for (int32_t src = 0; src < num_ranks; ++src) {
     const OperandGroup& rank = *ranks[src];
@@ -55,6 +56,9 @@ Status ReadSegments(const std::string& op, const Ranks& ranks, std::vector<Segme
       for (int64_t replica = 0; replica < rank.num_replicas; ++replica) {
         const int64_t dst = rank.dst_rank[slot * rank.num_replicas + replica];
         if (dst == -1) continue;
+        if ((dst < -1 || dst >= num_ranks) && AreExperts(capacity_name)) {
+          return Status::Invalid(OfRoute(op), ": ", NoExpert(src, slot, replica, dst, num_ranks));
+        }
         if (dst < -1 || dst >= num_ranks) {
           return Status::Invalid(op, ": rank ", src, " slot ", slot, " replica ", replica,
                                  BadTarget(dst, num_ranks));
@@ -98,6 +102,7 @@ std::string Overflow(const Ranks& ranks, const std::vector<int64_t>& need,
     }
   }
   if (capacity < 0) return "";
+  if (AreExperts(capacity_name)) return TooManyRows(most, need[most], capacity_name);
   std::ostringstream text;
   text << "rank " << most << " would receive " << need[most] << " tokens but " << capacity_name
        << " is " << capacity << ". Pass " << capacity_name << ">=" << need[most]
@@ -223,7 +228,7 @@ Status ReadAndCheck(const std::string& op, const Ranks& ranks, const std::string
   Status status = CheckShapes(op, ranks);
   // Nothing moves, and no array bounds the slots.
   if (status.ok() && ranks[0]->tokens.empty()) return status;
-  if (status.ok()) status = ReadSegments(op, ranks, segments);
+  if (status.ok()) status = ReadSegments(op, ranks, capacity_name, segments);
   if (status.ok()) status = CheckCapacity(op, ranks, capacity_name, *segments);
   if (status.ok()) status = CheckCounts(op, ranks, *segments);
   if (status.ok()) status = SortByDestination(op, ranks, *segments, received);

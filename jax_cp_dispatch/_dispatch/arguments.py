@@ -128,6 +128,11 @@ def _summation(op: str, dtype: Any, preferred: Any) -> _Summation:
     result = jnp.dtype(preferred or dtype)
     operand = summable(dtype)
     check_summable(op, operand)
+    if dtype.kind == "c" and result.kind != "c":
+        raise TypeError(
+            f"{op}: preferred_element_type is {result.name} but the rows are {dtype.name}, whose "
+            "imaginary parts would be lost. Pass a complex dtype, or the real parts."
+        )
     # A result that is wider, or no longer an integer, is summed in its dtype: y is cast first.
     summed, needed = _accumulation_dtype(operand), _accumulation_dtype(result)
     is_integer, is_real = (

@@ -4,7 +4,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 from jax import lax
+from jax.dtypes import canonicalize_dtype
 from jax.interpreters import mlir
 
 from jax_cp_dispatch._dispatch.exchange_operands import Exchange, by_group, read_operands
@@ -31,6 +33,9 @@ def on_one_device(ctx: Any, exchange: Exchange) -> Callable[..., Any]:
 
 
 def _move(exchange: Exchange, ragged: bool, *operands: Any) -> list[Any]:
+    if any(canonicalize_dtype(x.dtype) != x.dtype for x in operands):
+        with jax.enable_x64(True):  # which the partitioner has left
+            return _move(exchange, ragged, *operands)
     split = read_operands(operands, exchange)
     if exchange.by_collectives is not None:
         moved = exchange.by_collectives(split.arrays)

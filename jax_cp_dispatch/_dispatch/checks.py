@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array
 
-from jax_cp_dispatch._arguments import check_rows
-from jax_cp_dispatch._arrays import index_dtype
+from jax_cp_dispatch._arguments import check_rows, read_wide
 from jax_cp_dispatch._dispatch.exchange_operands import COMBINE_DTYPES, MetadataOperands
 from jax_cp_dispatch.metadata import Metadata
 
@@ -146,9 +145,11 @@ def read_metadata(
         )
     fields = MetadataOperands(*(getattr(metadata, name) for name in MetadataOperands._fields))
     shapes = tuple(field if field is None else (field.shape, field.dtype) for field in fields)
-    leading, is_empty, is_narrow = _check_fields(op, num_ranks, all_ranks, *shapes)
-    if is_narrow:
-        fields = jax.tree.map(lambda x: x.astype(index_dtype(x.dtype)), fields)
+    leading, is_empty = _check_fields(op, num_ranks, all_ranks, *shapes)
+    given = {name: x for name, x in fields._asdict().items() if x is not None}
+    fields = MetadataOperands(
+        **{name: read_wide(op, f"metadata.{name}", given[name]) for name in given}
+    )
     if not is_empty:
         return fields
     # One slot of padding, because an empty operand crashes jaxlib 0.11.
@@ -157,7 +158,7 @@ def read_metadata(
 
 
 @functools.lru_cache(maxsize=1024)  # a model makes the same call in every layer
-def _check_fields(op: str, num_ranks: int, all_ranks: bool, *given: Any) -> tuple[Any, bool, bool]:
+def _check_fields(op: str, num_ranks: int, all_ranks: bool, *given: Any) -> tuple[Any, bool]:
     fields = {
         name: field
         for name, field in zip(MetadataOperands._fields, given, strict=True)
@@ -195,5 +196,4 @@ def _check_fields(op: str, num_ranks: int, all_ranks: bool, *given: Any) -> tupl
                 f"axis {num_ranks} ranks, so it needs {list(wanted[name])}. See "
                 "Metadata.validate()."
             )
-    is_narrow = any(dtype.itemsize < 4 for _, dtype in fields.values())
-    return leading, 0 in dst_rank, is_narrow
+    return leading, 0 in dst_rank

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Integer, Shaped
 
-from jax_cp_dispatch._arguments import check_array
+from jax_cp_dispatch._arguments import HostOrDevice, check_array, read_int32
 from jax_cp_dispatch._arrays import chosen
-from jax_cp_dispatch._dispatch.arguments import outgoing
+from jax_cp_dispatch._dispatch.arguments import Argument, outgoing
 from jax_cp_dispatch._dispatch.exchange import move
 from jax_cp_dispatch._ranks.communicator import AxisName, num_ranks_here, rank_index
 from jax_cp_dispatch._ranks.options import read_options
@@ -26,10 +26,10 @@ _FIELDS = "input_offsets", "send_sizes", "output_offsets", "recv_sizes"
 def ragged_all_to_all(
     operand: Shaped[Array, "N *feature"],
     output: Shaped[Array, "M *feature"],
-    input_offsets: Integer[Array, " K"],
-    send_sizes: Integer[Array, " K"],
-    output_offsets: Integer[Array, " K"],
-    recv_sizes: Integer[Array, " K"],
+    input_offsets: Integer[HostOrDevice, " K"],
+    send_sizes: Integer[HostOrDevice, " K"],
+    output_offsets: Integer[HostOrDevice, " K"],
+    recv_sizes: Integer[HostOrDevice, " K"],
     *,
     axis_name: AxisName | list[str],
     axis_index_groups: Sequence[Sequence[int]] | None = None,
@@ -67,29 +67,41 @@ def ragged_all_to_all(
     options = read_options(_OP, axis_name, None, implementation, deadline)
     num_ranks = num_ranks_here(_OP, options.axis_name, "dispatch")
     peers = _peers(axis_index_groups, num_ranks)
-    fields = input_offsets, send_sizes, output_offsets, recv_sizes
     _check_rows(operand, output)
-    _check_fields(fields, peers.shape[1])
-    slices = len(send_sizes) // peers.shape[1]
+    given = input_offsets, send_sizes, output_offsets, recv_sizes
+    starts, sizes, places, sizes_here = _read_fields(given, peers.shape[1])
 
     own = jnp.asarray(peers)[rank_index(options.axis_names)]  # the ranks of this rank's group
-    received = recv_sizes.reshape(-1, slices).sum(1).astype(jnp.int32)
-    from_ranks = jnp.zeros(num_ranks, jnp.int32).at[own].set(received, unique_indices=True)
-    plan = Metadata(
-        dst_rank=jnp.repeat(own, slices),
-        dst_offset=output_offsets,
-        seq_len=send_sizes,
-        src_offset=input_offsets,
-        num_recv_tokens=jnp.append(from_ranks, received.sum(dtype=jnp.int32)),
-        num_seqs=np.int32(len(send_sizes)),
-        world_size=num_ranks,
-    )
-    is_sent = jnp.ones(len(operand), bool)
-    rows = vary_alike([operand, is_sent], also=options.axis_names)
-    sent = outgoing(_OP, "operand", rows, plan, capacity=len(output))
-    received, is_written = move(options, [sent._replace(capacity_name="rows of output")])[0]
+
+    def sent(slices: slice, arrays: list[Any]) -> Argument:
+        """Sends some of the slices for each rank: those of equal numbers."""
+        received = sizes_here[:, slices].sum(1, dtype=jnp.int32)
+        from_ranks = jnp.zeros(num_ranks, jnp.int32).at[own].set(received, unique_indices=True)
+        start, size, place = (x[:, slices].reshape(-1) for x in (starts, sizes, places))
+        plan = Metadata(
+            dst_rank=jnp.repeat(own, len(size) // len(own)),
+            dst_offset=place,
+            seq_len=size,
+            src_offset=start,
+            num_recv_tokens=jnp.append(from_ranks, received.sum(dtype=jnp.int32)),
+            num_seqs=np.int32(len(size)),
+            world_size=num_ranks,
+        )
+        part = outgoing(_OP, "operand", arrays, plan, capacity=len(output))
+        return part._replace(capacity_name="rows of output")
+
+    one = jnp.ones(len(operand), jnp.bfloat16)  # NaN where XLA finds the plan wrong
+    operand, one = vary_alike([operand, one], also=options.axis_names)
+    parts = [sent(slice(None), [operand, one])]
+    if sizes.shape[1] > 1:  # ranks compare sums of what they send and receive by a part
+        parts += [sent(slice(i, i + 1), [one]) for i in range(sizes.shape[1])]
+    (received, is_written), *others = move(options, parts)
+    for [other] in others:
+        is_written = jnp.where(jnp.isnan(other), other, is_written)
     received, is_written, output = vary_alike([received, is_written, output])
-    return chosen(is_written, received, output)
+    wrong = jnp.asarray(jnp.nan if jnp.issubdtype(output.dtype, jnp.inexact) else 0, output.dtype)
+    rows = chosen(is_written == 1, received, output)
+    return chosen(jnp.isnan(is_written), jnp.full_like(output, wrong), rows)
 
 
 def _peers(groups: Any, num_ranks: int) -> np.ndarray:
@@ -121,7 +133,8 @@ def _check_rows(operand: Array, output: Array) -> None:
         )
 
 
-def _check_fields(fields: Sequence[Array], group_size: int) -> None:
+def _read_fields(fields: Sequence[Any], group_size: int) -> list[Any]:
+    """Returns them as int32 `[ranks of a group, K / ranks]`."""
     for name, x in zip(_FIELDS, fields, strict=True):
         check_array(_OP, name, x)
     shapes = [f"{x.dtype}{list(x.shape)}" for x in fields]
@@ -133,3 +146,7 @@ def _check_fields(fields: Sequence[Array], group_size: int) -> None:
             f"{', '.join(shapes)}; they need integers [K], K a positive multiple of the "
             f"{group_size} ranks. Pass a slice of size 0 for a rank that gets nothing."
         )
+    shape = group_size, fields[0].size // group_size
+    return [
+        read_int32(_OP, name, x, 0).reshape(shape) for name, x in zip(_FIELDS, fields, strict=True)
+    ]

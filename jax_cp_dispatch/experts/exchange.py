@@ -13,9 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Inexact, Shaped
 
-from jax_cp_dispatch._dispatch import move, outgoing, returning
+from jax_cp_dispatch._dispatch import Argument, move, outgoing, returning
 from jax_cp_dispatch._ranks.communicator import rank_index
 from jax_cp_dispatch._ranks.implementations import IMPLEMENTATIONS
 from jax_cp_dispatch._ranks.options import CollectiveOptions
@@ -33,8 +33,8 @@ def send_tokens(
 
 
 def return_sums(
-    options: CollectiveOptions, routing: Routing, sums: list[Float[Array, "R ..."]]
-) -> list[Float[Array, "T ..."]]:
+    options: CollectiveOptions, routing: Routing, sums: list[Inexact[Array, "R ..."]]
+) -> list[Inexact[Array, "T ..."]]:
     """Returns the sums of each token from all of its ranks, and adds them up."""
     return _return(options, routing, sums)
 
@@ -50,14 +50,15 @@ def send_to_rows(
 
 
 def _send_tokens(options, routing, arrays):
-    before = []
-    if routing.overflow == "error":  # first, so that its error names the rows that a rank needs
-        row = vary_alike([jnp.ones(1, jnp.uint8), routing.row])[0]
-        capacity = routing.capacity
-        before.append(outgoing(options.op, "x", row, routing.announced, capacity=capacity))
     # Plus one, so that a row that no rank writes is none.
-    *received, row = _sent(options, routing, [*arrays, routing.row + 1], before)
+    *received, row = _sent(options, routing, [*arrays, routing.row + 1])
     return received, _places(options, routing, row)
+
+
+def _move(options: CollectiveOptions, routing: Routing, parts: list[Argument]) -> list[Any]:
+    """Makes one exchange. Errors then speak of experts; see csrc/dispatch/messages.h."""
+    name = f"experts:{routing.capacity}"
+    return move(options, [part._replace(capacity_name=name) for part in parts])
 
 
 def _most_tokens(routing: Routing) -> int:
@@ -80,7 +81,7 @@ def _rows_and_places(options, routing, arrays, with_places):
         if with_places:
             row = vary_alike([routing.row + 1, *arrays])[0]
             parts.append(outgoing(op, "row", row, routing.by_token, capacity=_most_tokens(routing)))
-        rows, *row = move(options, parts)
+        rows, *row = _move(options, routing, parts)
         return rows, _places(options, routing, row[0]) if with_places else None
 
     def by_rank(arrays):
@@ -91,14 +92,10 @@ def _rows_and_places(options, routing, arrays, with_places):
     return _where_it_runs(options, by_choice, by_rank, arrays)
 
 
-def _sent(
-    options: CollectiveOptions, routing: Routing, arrays: list[Array], before: Any = ()
-) -> list[Array]:
-    """Sends tokens; `before` are other parts of the exchange."""
-
+def _sent(options: CollectiveOptions, routing: Routing, arrays: list[Array]) -> list[Array]:
     def sent(arrays: Any, plan: Any) -> list[Array]:
         part = outgoing(options.op, "x", arrays, plan, capacity=_most_tokens(routing))
-        return move(options, [*before, part])[-1]
+        return _move(options, routing, [part])[0]
 
     def by_rank(arrays):
         collected = _collected(routing)
@@ -110,7 +107,8 @@ def _sent(
 
 def _return_sums(options, routing, sums):
     def returned(sums: Any, plan: Any, num_rows: int) -> list[Array]:
-        return move(options, [returning(options.op, "y", sums, plan, num_tokens=num_rows)])[0]
+        part = returning(options.op, "y", sums, plan, num_tokens=num_rows)
+        return _move(options, routing, [part])[0]
 
     by_token = lambda sums: returned(sums, routing.by_token, len(routing.row))
 

@@ -11,7 +11,13 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
 from jaxtyping import Array, Float, Int32, Integer
 
-from jax_cp_dispatch._arguments import HostOrDevice, check_array, check_positive, check_rows
+from jax_cp_dispatch._arguments import (
+    HostOrDevice,
+    check_array,
+    check_positive,
+    check_rows,
+    read_int32,
+)
 from jax_cp_dispatch._arrays import divided, known_inside, only_where
 from jax_cp_dispatch._ranks.communicator import AxisName, rank_index
 from jax_cp_dispatch._ranks.options import CollectiveOptions, read_options
@@ -20,7 +26,7 @@ from jax_cp_dispatch.documents.order import gather_sequence
 from jax_cp_dispatch.experts.drop import keep_heaviest, quotas
 from jax_cp_dispatch.experts.on_ranks import on_ranks, ranks_of
 from jax_cp_dispatch.experts.places import places_by_key
-from jax_cp_dispatch.experts.replicas import choose_replicas
+from jax_cp_dispatch.experts.replicas import choose_replicas, no_place
 from jax_cp_dispatch.experts.routing import Overflow, Routing
 
 _OP = "route"
@@ -50,15 +56,17 @@ def route(
     or on those of all ranks, `[W * T, k]`. No derivative: these are integers.
 
     Args:
-      expert_index: the experts of each token; -1 is none. The same one twice is two choices.
+      expert_index: the experts of each token; -1 is none. The same one twice is two choices. Where
+        experts choose tokens, `[E, C]`: all experts, -1 for those that do not choose the token.
       num_experts: their number. Without a map, expert e is on rank e // L.
       axis_name: the mesh axis whose devices are the ranks, or several, the major one first.
       capacity: rows of the buffer of each rank, see `fit_capacity`; None: W * T * k, enough for
         any routing.
-      overflow: what happens if a rank needs more rows. "error": an error of `dispatch_tokens` on
-        all ranks, which names the rank and its need. "drop": the largest counts of a rank and an
-        expert are cut to one level, so that its rows are just filled; of these choices those with
-        the largest weights stay, `num_dropped` counts the others, and they contribute zero.
+      overflow: what happens if a rank needs more rows. "error": an error on all ranks, of the first
+        exchange that follows, which names the rank and its need. "drop": the largest counts of a
+        rank and an expert are cut to one level, so that its rows are just filled; of these choices
+        those with the largest weights stay, `num_dropped` counts the others, and they contribute
+        zero.
       weights: of the choices, for `overflow="drop"`.
       physical_to_logical: the expert in each place of each rank, -1 for none, the same array on all
         ranks; an expert may have several places. Token t of rank r uses replica r + t of an expert,
@@ -68,9 +76,10 @@ def route(
     Returns:
       The plan, for `dispatch_tokens` and `combine_tokens`, with the `group_sizes` of the experts.
     Raises:
-      TypeError, ValueError: an argument is invalid.
-      jax.errors.JaxRuntimeError: see `dispatch`. An index that is neither -1 nor an expert, or an
-        expert without a place, is an error of `dispatch_tokens`, with `implementation="xla"` NaN.
+      TypeError, ValueError: an argument is invalid, also known indices and a known map that hold
+        what is neither -1 nor an expert.
+      jax.errors.JaxRuntimeError: see `dispatch`. Traced ones, and an expert without a place, are
+        errors of the first exchange of the layer, with `implementation="xla"` NaN.
     References:
       GShard (Lepikhin et al. 2021); DeepEP, whose dispatch also sends a token once to a rank; EPLB,
       for the map from physical to logical experts.
@@ -85,6 +94,7 @@ def route(
             "by which it drops. Pass both or none."
         )
     _check_index(expert_index, weights)
+    expert_index = read_int32(_OP, "expert_index", expert_index, -1, num_experts - 1)
     on_rank, axes, num_ranks = ranks_of(options, expert_index)
     num_choices = expert_index.size * (num_ranks if on_rank else 1)
     check_rows(_OP, "the number of all choices, W * T * k,", num_choices)
@@ -95,6 +105,10 @@ def route(
     if axes is not None:  # for the calls that follow, whose arrays may be on no mesh
         options = dataclasses.replace(options, mesh=axes.mesh)
     num_places = _num_places(num_experts, num_ranks, physical_to_logical)
+    if physical_to_logical is not None:
+        physical_to_logical = read_int32(
+            _OP, "physical_to_logical", physical_to_logical, -1, num_experts - 1
+        )
     plan = _Plan(options, num_ranks, num_experts, num_places, int(capacity), overflow)
     tokens = P(options.axis_names)
     return on_ranks(
@@ -178,14 +192,14 @@ class _Counts:
 def _on_rank(plan: _Plan, expert_index: Any, weights: Any, physical_to_logical: Any) -> Routing:
     """Plans the part of one rank."""
     rank = rank_index(plan.options.axis_names)
-    expert_index = jnp.asarray(expert_index).astype(jnp.int32)
     given = [x for x in (expert_index, weights, physical_to_logical) if x is not None]
     given = jax.lax.stop_gradient(given)
     expert_index, *others = vary_alike(given, also=plan.options.axis_names)
-    place = expert_index
     if physical_to_logical is not None:
-        experts = others[-1].astype(jnp.int32)
-        place = choose_replicas(expert_index, experts, plan.num_experts, rank)
+        place = choose_replicas(expert_index, others[-1], plan.num_experts, rank)
+    else:
+        is_wrong = expert_index >= plan.num_experts
+        place = jnp.where(is_wrong, no_place(expert_index, plan.num_experts), expert_index)
     dst_rank, within, counts = _count(plan, place)
     num_rows, num_dropped = known_inside(counts.rows, rank), jnp.zeros(1, jnp.int32)
     if plan.overflow == "drop":
@@ -215,6 +229,7 @@ def _on_rank(plan: _Plan, expert_index: Any, weights: Any, physical_to_logical: 
         num_send_tokens=known_inside(counts.tokens, rank)[None],
         first_row=first_row[None],
         group_sizes=known_inside(of_place, rank),
+        rows_of_ranks=counts.rows[None],
         num_recv_rows=known_inside(counts.choices.sum(2, dtype=jnp.int32), rank, axis=1)[None],
         num_rows=num_rows[None],
         num_dropped=num_dropped,
@@ -231,13 +246,14 @@ def _count(
     """Counts choices by place and tokens by rank, and exchanges the counts.
 
     Returns:
-      dst_rank: see `Routing`; a rank that does not exist if the place does not.
+      dst_rank: see `Routing`; if the place does not exist, W + the expert, or the negative index.
       within: the number of earlier choices of the same place, and of earlier tokens for that rank,
         on this rank.
       counts: those of all ranks.
     """
     num_ranks, num_all = plan.num_ranks, plan.num_ranks * plan.num_places
-    to = jnp.where(place < 0, place, divided(place, plan.num_places)[0])
+    to = jnp.where(place < num_all, divided(place, plan.num_places)[0], place - num_all + num_ranks)
+    to = jnp.where(place < 0, place, to)
     is_same = to[:, None, :] == to[:, :, None]
     is_repeated = (is_same & np.tri(to.shape[1], k=-1, dtype=bool)[None]).any(2)
     dst_rank = jnp.where(is_repeated & (to >= 0), -1, to)

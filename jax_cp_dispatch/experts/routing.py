@@ -14,7 +14,6 @@ from jax_cp_dispatch._arrays import divided, known_inside
 from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch.experts.describe import describe_routing
 from jax_cp_dispatch.metadata import Metadata
-from jax_cp_dispatch.planning.transfers import check_all_ranks
 
 # An array; or anything that a transformation maps over the leaves (specs, shapes, axes).
 Leaf: TypeAlias = Any
@@ -41,6 +40,7 @@ class Routing:
       first_row: i32 `[1, W]`; where they begin among those that each rank receives.
       group_sizes: i32 `[L]`; the rows of each of this rank's L experts, as `jax.lax.ragged_dot`
         and `grouped_gemm` take them. Their sum is at most `capacity`.
+      rows_of_ranks: i32 `[1, W]`; the rows in use of each rank, which all ranks know.
       num_recv_rows: i32 `[1, W]`; those of them whose tokens come from each rank.
       num_rows: i32 `[1]`; the rows that this rank needs, before any are dropped.
       num_dropped: i32 `[1]`; how many of this rank's choices were dropped.
@@ -58,6 +58,7 @@ class Routing:
     num_send_tokens: Leaf
     first_row: Leaf
     group_sizes: Leaf
+    rows_of_ranks: Leaf
     num_recv_rows: Leaf
     num_rows: Leaf
     num_dropped: Leaf
@@ -75,13 +76,9 @@ class Routing:
     def imbalance(self) -> Float32[Array, ""]:
         """Most rows of a rank divided by the mean; 1 is perfect, and the value without rows.
 
-        Of the routing of all ranks; may be traced.
-
-        Raises:
-          ValueError: this is one rank's part.
+        Every rank knows it, and nothing moves. May be traced.
         """
-        check_all_ranks("Routing.imbalance", len(self.num_recv_tokens), self.world_size)
-        rows = jnp.asarray(self.group_sizes).reshape(self.world_size, -1).sum(1)
+        rows = jnp.asarray(self.rows_of_ranks)[0]
         mean = rows.mean()
         return jnp.where(mean > 0, rows.max() / jnp.where(mean > 0, mean, 1), 1).astype(jnp.float32)
 
@@ -98,10 +95,7 @@ class Routing:
 
     @property
     def by_token(self) -> Metadata:
-        """This rank's view of the plan that sends each token once to each of its ranks.
-
-        It announces no more than there is room for: `announced` names what is needed.
-        """
+        """This rank's view of the plan that sends each token once to each of its ranks."""
         num_tokens = np.ones(len(self.row), np.int32)
         return self._plan(self.dst_rank, self.dst_offset, num_tokens, self._received)
 
@@ -126,7 +120,12 @@ class Routing:
 
     @property
     def _received(self) -> Any:
-        return self.num_recv_tokens[0].at[-1].min(self.capacity)
+        """The tokens; in place of their sum the rows that this rank needs, if it has too few."""
+        received = self.num_recv_tokens[0]
+        if self.overflow == "drop":
+            return received
+        need = self.num_rows[0]
+        return received.at[-1].set(jnp.where(need > self.capacity, need, received[-1]))
 
     def _plan(self, dst_rank: Any, dst_offset: Any, num_tokens: Any, received: Any) -> Metadata:
         return Metadata(
@@ -147,18 +146,3 @@ class Routing:
         is_sent = (self.dst_rank >= 0) & (self.dst_rank < self.world_size)
         row = known_inside(first, jnp.where(is_sent, self.dst_rank, 0)) + self.dst_offset
         return jnp.where(is_sent, row, -1)
-
-    @property
-    def announced(self) -> Metadata:
-        """A plan that moves nothing and announces the rows that this rank needs."""
-        nothing = np.zeros(1, np.int32)
-        received = jnp.pad(self.num_rows, (self.world_size, 0))
-        return Metadata(
-            dst_rank=nothing - 1,
-            dst_offset=nothing,
-            seq_len=nothing,
-            num_recv_tokens=received,
-            num_seqs=nothing[0],
-            num_total_recv_tokens=received[-1],
-            world_size=self.world_size,
-        )

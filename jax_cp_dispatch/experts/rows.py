@@ -2,7 +2,7 @@
 
 A token has a row for each of its choices on this rank. `expand` copies it there, `weighted_sum`
 adds these rows up, and each is in the derivative of the other. Sums are float32 (float64 for
-float64), in the order of the choices.
+float64, complex for complex), in the order of the choices.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32, Shaped
+from jaxtyping import Array, Float, Inexact, Int32, Shaped
 
 from jax_cp_dispatch._arrays import sum_dtype
 
@@ -42,8 +42,8 @@ def _take(x: Shaped[Array, "n ..."], index: Int32[Array, " m"]) -> Shaped[Array,
 
 def expand(x: Shaped[Array, "R ..."], places: Places) -> Shaped[Array, "M ..."]:
     """Copies each token to its rows; rows without a token are zero."""
-    is_real = jnp.issubdtype(x.dtype, jnp.floating)
-    return _expand(x, places) if is_real else _take(x, places.token)
+    is_summed = jnp.issubdtype(x.dtype, jnp.inexact)
+    return _expand(x, places) if is_summed else _take(x, places.token)
 
 
 @jax.custom_vjp
@@ -60,8 +60,8 @@ _expand.defvjp(lambda x, places: (_expand(x, places), places), _expand_backward)
 
 @jax.custom_vjp
 def weighted_sum(
-    y: Float[Array, "M ..."], weights: Float[Array, "R k"] | None, places: Places
-) -> Float[Array, "R ..."]:
+    y: Inexact[Array, "M ..."], weights: Float[Array, "R k"] | None, places: Places
+) -> Inexact[Array, "R ..."]:
     """Adds up the rows of each token, times the weights of its choices if there are any."""
     total = jnp.zeros((len(places.row), *y.shape[1:]), sum_dtype(y.dtype))
     for i in range(places.row.shape[1]):

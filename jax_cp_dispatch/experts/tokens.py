@@ -154,7 +154,8 @@ def _check_rows(op: str, routing: Routing, array: Array, held: int, num_ranks: i
         name, what = ("x", "tokens") if is_dispatch else ("y", "rows of the experts' buffers")
         raise ValueError(
             f"{op}: {name} has {len(array)} rows but routing is of {needed} {what}. Pass the "
-            f"{what} of that routing."
+            f"{what} of that routing. route takes the experts of each token, [T, k]; where experts "
+            "choose tokens, pass all experts, with -1 for those that do not choose the token."
         )
 
 

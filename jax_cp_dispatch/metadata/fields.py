@@ -2,14 +2,16 @@
 
 import dataclasses
 import operator
+from functools import partial
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Int64
+from jaxtyping import Array, Int64
 
+from jax_cp_dispatch._arguments import read_wide
 from jax_cp_dispatch.metadata.describe import describe_metadata, rows_between_ranks
 from jax_cp_dispatch.metadata.validate import check_plan, host_value
 
@@ -90,9 +92,7 @@ class Metadata:
                 f"view already, call local_view(rank)."
             )
         if isinstance(rank, Tracer):
-            return jax.tree.map(
-                lambda x: jax.lax.dynamic_index_in_dim(jnp.asarray(x), rank, keepdims=False), self
-            )
+            return jax.tree_util.tree_map_with_path(partial(_row_of, rank), self)
         rank = operator.index(rank)
         if not 0 <= rank < self.world_size:
             raise ValueError(
@@ -181,6 +181,12 @@ class Metadata:
           TypeError: the values are traced.
         """
         return describe_metadata(self)
+
+
+def _row_of(rank: Tracer, path: Any, x: Leaf) -> Array:
+    if isinstance(x, np.ndarray) and x.dtype != np.bool_:
+        x = read_wide("Metadata.get_slice", path[-1].name, x)
+    return jax.lax.dynamic_index_in_dim(jnp.asarray(x), rank, keepdims=False)
 
 
 def _are_arrays(*leaves: Leaf) -> bool:

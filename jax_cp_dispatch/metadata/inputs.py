@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from jax_cp_dispatch._arguments import clip_to_int32
 from jax_cp_dispatch.metadata.validate import host_value
 
 _MAX_UINT32 = 2**32 - 1
@@ -37,7 +38,8 @@ class Inputs:
     def canonical(self) -> list[Any]:
         """Returns the arrays in the order given: u32 where they count tokens, else i32."""
         return [
-            x.astype(np.uint32 if name in _TOKENS else np.int32) for name, x in self._arrays.items()
+            clip_to_int32(x, np.uint32 if name in _TOKENS else np.int32)
+            for name, x in self._arrays.items()
         ]
 
     def first_shape(self, name: str) -> tuple[int, int]:

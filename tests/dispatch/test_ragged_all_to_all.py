@@ -122,6 +122,29 @@ def test_sizes_that_disagree_are_errors():
     message = f"ragged_all_to_all.*rank 1 expects {wrong[1, 2]} tokens from rank 2"
     all_fail(run(operand, output, begin, size, there, wrong), message)
     all_fail(run(operand, output[:, :2], begin, size, there, got), "but rows of output is 2")
+    by_xla = on_ranks(lambda *x: exchange(*x, implementation="xla"), mesh_of(W))
+    assert np.isnan(by_xla(operand, output, begin, size, there, wrong)).all()
+    begin, size, there, got = draw(2, 2)
+    swapped = got.reshape(W, W, 2)[:, :, ::-1].reshape(got.shape)  # each pair has the same sum
+    assert (swapped != got).any()
+    all_fail(run(operand, output, begin, size, there, swapped), r"ragged_all_to_all.* expects")
+    assert np.isnan(by_xla(operand, output, begin, size, there, swapped)).all()
+
+
+@pytest.mark.parametrize("field", range(4))
+def test_numbers_beyond_32_bits(field):
+    """Traced ones do not become small again; known ones are refused."""
+    operand, output = values()
+    plan = [x.astype(np.int64) for x in draw(1)]
+    plan[field][1, 2] += 2**32
+    with jax.enable_x64(True):
+        all_fail(on_ranks(exchange, mesh_of(W))(operand, output, *plan), "ragged_all_to_all")
+    of_rank = [x[1] for x in plan]
+    name = ("input_offsets", "send_sizes", "output_offsets", "recv_sizes")[field]
+    says = rf"{name}\[2\] is {of_rank[field][2]}; it needs to be in"
+    check_rejected(
+        "ragged_all_to_all", lambda: trace(lambda *x: exchange(*x, *of_rank), operand, output), says
+    )
 
 
 ROWS = np.ones((W, N, F), np.float32)

@@ -26,6 +26,10 @@ def route(index: Any = INDEX, **options: Any):
     return trace(lambda i: experts.route(i, **{**OPTIONS, **options}), index)
 
 
+def known(index: Any):
+    return trace(lambda x: x + experts.route(index, **OPTIONS).row[:1, :1], X)
+
+
 def dispatch(x: Any = X, **options: Any):
     return trace(
         lambda x, i: experts.dispatch_tokens(x, experts.route(i, **OPTIONS), **options), x, INDEX
@@ -57,6 +61,18 @@ REFUSALS = {
         (lambda: route(WEIGHTS), r"float32\[4,? ?2\]|float32\[4, 2\]; it needs integers"),
         (lambda: route(INDEX[..., 0]), "Collapse the dimensions"),
         (lambda: route(INDEX[..., :0]), "k at least 1"),
+        (
+            lambda: known(INDEX[0].astype(np.int64) + 2**32),
+            r"expert_index\[0, 0\] is 4294967296.* in \[-1, 7\]",
+        ),
+        (lambda: known(np.full((T, K), 2**32 - 1, np.uint32)), "is 4294967295; it needs"),
+        (lambda: known(np.full((T, K), -2, np.int8)), "is -2; it needs to be in"),
+        (lambda: route(physical_to_logical=HELD + 1), r"physical_to_logical\[3, 1\] is 8; it"),
+        (lambda: route(physical_to_logical=HELD - 5), "is -5; it needs to be in"),
+        (
+            lambda: route(physical_to_logical=HELD.astype(np.int64) + 2**32),
+            "is 4294967296; it needs to be in",
+        ),
         (lambda: route(num_experts=6), "6, not a multiple of the 4 ranks"),
         (lambda: route(num_experts=0), "at least 1"),
         (lambda: route(capacity=0), "at least 1"),

@@ -26,12 +26,44 @@ def need(index):
     return np.array([len(rows) for rows in rows_of_ranks(index, HELD)])
 
 
-def test_an_error_names_rank_need_and_limit():
+def combine(y, index, **options):
+    return experts.combine_tokens(y, None, experts.route(index, **{**OPTIONS, **options}))
+
+
+def backward_of(run, capacity):
+    """The derivative of a call alone, which the program runs without the call."""
+
+    def pulled(x, y, index, **options):
+        call = lambda a: run(a, index, **{"capacity": capacity, **options})
+        given, cotangent = (x, y) if run is dispatch else (y, x)
+        return jax.linear_transpose(call, given)(cotangent)[0]
+
+    return pulled
+
+
+def calls_of(capacity):
+    """Each call, and the derivative of each, with x `[T, D]` and y `[capacity, D]`."""
+    return {
+        "dispatch": lambda x, y, index, **o: dispatch(x, index, **{"capacity": capacity, **o}),
+        "combine": lambda x, y, index, **o: combine(y, index, **{"capacity": capacity, **o}),
+        "backward of dispatch": backward_of(dispatch, capacity),
+        "backward of combine": backward_of(combine, capacity),
+    }
+
+
+@pytest.mark.parametrize("call", calls_of(FEW))
+def test_an_error_names_rank_need_and_limit(call):
+    """That of `route`, whichever call is the first to find it."""
     x, *_, index = draw(0, lowest=0)
     most = need(index)
     assert most.max() > FEW
-    message = f"rank {most.argmax()} would receive {most.max()} tokens but capacity is {FEW}. Pass"
-    all_fail(on_ranks(dispatch, mesh_of(W))(x, index), message)
+    rank, rows = most.argmax(), most.max()
+    message = (
+        f"route over axis 'cp': rank {rank} needs {rows} rows for its experts but capacity is "
+        f"{FEW}. Pass capacity>={rows}, or overflow='drop'"
+    )
+    y = np.ones((W, FEW, *x.shape[2:]), np.float32)
+    all_fail(on_ranks(calls_of(FEW)[call], mesh_of(W))(x, y, index), message)
 
 
 def test_xla_returns_nan():
@@ -40,23 +72,50 @@ def test_xla_returns_nan():
     assert np.isnan(run(x, index)).all()
 
 
-def test_an_index_that_is_no_expert():
+ENOUGH = W * T * K
+
+
+@pytest.mark.parametrize("call", calls_of(ENOUGH))
+def test_an_index_that_is_no_expert(call):
     x, *_, index = draw()
-    run = on_ranks(lambda *a: dispatch(*a, capacity=None), mesh_of(W))
-    by_xla = on_ranks(lambda *a: dispatch(*a, capacity=None, implementation="xla"), mesh_of(W))
+    y = np.ones((W, ENOUGH, *x.shape[2:]), np.float32)
+    run = on_ranks(calls_of(ENOUGH)[call], mesh_of(W))
     for wrong in (E, -2):
         index[2, 3, 1] = wrong
-        all_fail(run(x, index), "rank 2 slot 3 replica 1 has dst_rank")
-        assert np.isnan(by_xla(x, index)).all()
+        message = f"route over axis 'cp': rank 2 token 3 choice 1 is expert {wrong}, which has no"
+        all_fail(run(x, y, index), message)
 
 
-def test_an_expert_without_a_place():
+@pytest.mark.parametrize(
+    "dtype, wrong", [("int64", 2**32 + 1), ("int64", -(2**32)), ("uint32", -1), ("uint64", -1)]
+)
+def test_indices_beyond_32_bits(dtype, wrong):
+    """None becomes an expert, or none; JAX would cut them to 1, 0 and -1."""
+    x, *_, index = draw(lowest=0)
+    index = index.astype(dtype)
+    index[2, 3, 1] = np.array(wrong).astype(dtype)
+    seen = np.clip(index[2, 3, 1], -(2**31), 2**31 - 1 - E)
+    with jax.enable_x64(True):
+        run = on_ranks(lambda *a: dispatch(*a, capacity=None), mesh_of(W))
+        all_fail(run(x, index), f"rank 2 token 3 choice 1 is expert {seen}, which has no place")
+        if dtype == "int64":
+            by_xla = lambda *a: dispatch(*a, capacity=None, implementation="xla")
+            assert np.isnan(on_ranks(by_xla, mesh_of(W))(x, index)).all()
+
+
+@pytest.mark.parametrize("wrong", [None, E, -5, 2**32, 2**32 + 5])
+def test_experts_without_a_place(wrong):
+    """An expert that the traced map does not hold, or what it holds is none: every choice fails."""
     x, *_, index = draw()
-    held = np.where(HELD == 5, -1, HELD).astype(np.int32)
+    held = np.where(HELD == 5, -1 if wrong is None else wrong, HELD)
     index[0], index[1] = 0, 5
-    options = {"physical_to_logical": held, "capacity": None}
-    run = on_ranks(lambda x, i: dispatch(x, i, **options), mesh_of(W))
-    all_fail(run(x, index), f"rank 1 slot 0 replica 0 has dst_rank {W}")
+    rank, expert = (1, 5) if wrong is None else (0, min(wrong, 2**31 - 1 - E))
+    with jax.enable_x64(True):
+        run = on_ranks(
+            lambda x, i, m: dispatch(x, i, physical_to_logical=m, capacity=None), mesh_of(W)
+        )
+        out = run(x, index, np.broadcast_to(held, (W, *held.shape)))
+        all_fail(out, f"rank {rank} token 0 choice 0 is expert {expert}, which has no place")
 
 
 def test_a_rank_that_does_not_come():

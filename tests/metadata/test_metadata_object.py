@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from jax_cp_dispatch import Metadata, compute_metadata
+from jax_cp_dispatch import Metadata, compute_metadata, dispatch
 
 SEQ_LEN = np.array([[4, 0, 6], [3, 5, 0]])
 DISPATCH = np.array([[1, 0, 0], [0, 1, -1]])
@@ -122,6 +122,29 @@ def test_normalize_dtype_checks_the_range():
     big = np.array([2**32, 5])
     with pytest.raises(ValueError, match=r"num_total_recv_tokens\[0\] is 4294967296.*enable x64"):
         numpy_plan(num_total_recv_tokens=big).normalize_dtype()
+
+
+@pytest.mark.parametrize("name", ["dst_rank", "dst_offset", "seq_len", "num_recv_tokens"])
+def test_numbers_that_jax_would_cut_are_refused(name):
+    plan = numpy_plan()
+    wrong = dataclasses.replace(plan, **{name: getattr(plan, name) + 2**32})
+    with pytest.raises(ValueError, match=rf"Metadata.get_slice: {name}\[0, 0\] is 4\d+; it needs"):
+        jax.eval_shape(wrong.get_slice, jnp.int32(0))
+    mesh = Mesh(np.array(jax.devices()[:2]), ("cp",))
+    with pytest.raises(ValueError, match=rf"dispatch: metadata.{name}\[0, 0\] is 4\d+; it needs"):
+        dispatch(np.ones((20, 3)), wrong, axis_name="cp", capacity=20, mesh=mesh)
+
+
+@pytest.mark.parametrize("wrong", [2**32, -(2**32)])
+def test_traced_numbers_stay_invalid(wrong):
+    """As those beyond 32 bits that are known; no rank or length of 64 bits becomes another one."""
+    given = [np.asarray(x, np.int64) for x in (SEQ_LEN, DISPATCH)]
+    with jax.enable_x64(True):
+        for number in range(2):
+            lengths, to = (x + wrong * (i == number) for i, x in enumerate(given))
+            plan, _ = jax.jit(partial(compute_metadata, max_recv_seqs=9))(lengths, to)
+            with pytest.raises(ValueError, match=r"Metadata.validate"):
+                plan.validate()
 
 
 # --- derived fields --------------------------------------------------------------------------

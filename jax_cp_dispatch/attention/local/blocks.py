@@ -17,7 +17,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from jax_cp_dispatch._arrays import divided, index_dtype, sum_dtype
+from jax_cp_dispatch._arguments import clip_to_int32
+from jax_cp_dispatch._arrays import divided, sum_dtype
 from jax_cp_dispatch._scans import are_covered
 from jax_cp_dispatch.attention.local.local_options import PassOptions
 from jax_cp_dispatch.attention.local.query_ranges import (
@@ -91,9 +92,7 @@ def cut_operands(options: PassOptions, q, k, v, ranges: RowRanges) -> BlockedOpe
     S, K = k.shape[1:3]
     # Constant ranges are common, and XLA takes seconds to fold the code that depends on them.
     kv_start, kv_end = lax.optimization_barrier((kv_start, kv_end))
-    kv_start, kv_end = (x.astype(index_dtype(x.dtype)) for x in (kv_start, kv_end))
-    start = jnp.clip(kv_start, 0, S).astype(jnp.int32)
-    end = jnp.clip(kv_end, 0, S).astype(jnp.int32)
+    start, end = (jnp.clip(clip_to_int32(x), 0, S) for x in (kv_start, kv_end))
     used = start < end
     attended = are_covered(start, end, S)
     if queries is not None:

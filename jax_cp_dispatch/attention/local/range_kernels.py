@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jax_cp_dispatch._arrays import index_dtype
+from jax_cp_dispatch._arguments import clip_to_int32
 from jax_cp_dispatch._ranks import runtime
 from jax_cp_dispatch._ranks.varying import vary_like
 from jax_cp_dispatch._text import say_once
@@ -133,8 +133,7 @@ class _Call(NamedTuple):
     @classmethod
     def of(cls, options: PassOptions, q, k, v, ranges: RowRanges) -> _Call:
         size, value_size = cast(tuple[int, int], _served(q.shape[3], v.shape[3]))
-        bounds = (x.astype(index_dtype(x.dtype)) for x in ranges[:2])
-        bounds = tuple(jnp.clip(x, 0, k.shape[1]).astype(jnp.int32) for x in bounds)
+        bounds = tuple(jnp.clip(clip_to_int32(x), 0, k.shape[1]) for x in ranges[:2])
         queries = () if ranges.queries is None else tuple(ranges.queries)
         q, k, v = _padded(q, size), _padded(k, size), _padded(v, value_size)
         return cls(options, q, k, v, bounds, queries)
