@@ -33,7 +33,7 @@ from jax_cp_dispatch.documents.given import (
 )
 from jax_cp_dispatch.documents.ranges import PackedMask
 from jax_cp_dispatch.documents.segment_ids import fold_to_int32, read_documents
-from jax_cp_dispatch.global_call.mesh_axes import GivenAxes, MeshAxes, find_axes
+from jax_cp_dispatch.global_call.mesh_axes import GivenAxes, MeshAxes, explicit_axes, find_axes
 from jax_cp_dispatch.global_call.on_all_ranks import cut_tokens, on_all_ranks, pad_tokens
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.mask import PACKED
@@ -201,16 +201,28 @@ def _on_rank(
     """Computes attention of this rank's rows."""
     (packed, _, plan, _), axis_name = given, options.exchange.axis_name
     (_, T, N), num_ranks = operands.q.shape[:3], lax.axis_size(axis_name)
+    axes = explicit_axes(
+        _OP,
+        *(operands.q, *operands.moved),
+        others=(operands, packed, plan),
+        covers_batch=plan is not None and not is_stack(plan),
+    )
+    num_groups = 1
+    if axes is not None:
+        N, num_groups = N // axes.num_devices(axes.heads), axes.num_groups
+        _check_expansion(algorithm, options, operands, axes)
     given.check_ranks(_OP, T * num_ranks, num_ranks, f"axis {axis_name!r} has {num_ranks} ranks")
     if plan is None:
         documents = read_documents(_OP, packed.segment_ids, packed.positions)
         packed = PackedMask(packed.mask, *documents)
     if isinstance(algorithm, Auto):
-        sizes = Sizes(num_ranks, T * num_ranks)
+        sizes = Sizes(num_ranks, T * num_ranks, num_groups, operands.q.shape[2] // N)
         algorithm, plan = algorithm.choose(options, operands, packed, plan, sizes)
     axis_sizes = tuple(map(lax.axis_size, options.exchange.axis_names))
     refuse(_OP, algorithm, Call(options, axis_sizes, N, packed.mask, plan))
-    return algorithm.attend(options, operands, packed, plan)
+    if axes is None:
+        return algorithm.attend(options, operands, packed, plan)
+    return _program(operands, plan, packed, algorithm=algorithm, options=options, axes=axes)
 
 
 def _on_global_arrays(
@@ -225,9 +237,7 @@ def _on_global_arrays(
     q, num_ranks = operands.q, axes.num_ranks
     given.check_ranks(_OP, q.shape[1], num_ranks, axes.described)
     num_heads = q.shape[2] // axes.num_devices(axes.heads)
-    if options.expansion is not None:
-        sharing = algorithm.head_axes(axes.sequence)
-        check_specs(_OP, options.expansion, operands.weights, axes, sharing)
+    _check_expansion(algorithm, options, operands, axes)
     _check_plan(options, axes, q.shape[1], plan)
     if not isinstance(algorithm, Auto):
         refuse(_OP, algorithm, Call(options, axes.sizes, num_heads, packed.mask, plan))
@@ -257,6 +267,14 @@ def _on_global_arrays(
     return outputs
 
 
+def _check_expansion(
+    algorithm: Algorithm | Auto, options: AttentionOptions, operands: Operands, axes: MeshAxes
+) -> None:
+    if options.expansion is not None:
+        sharing = algorithm.head_axes(axes.sequence)
+        check_specs(_OP, options.expansion, operands.weights, axes, sharing)
+
+
 def _read_known(
     options: AttentionOptions, packed: PackedMask, plan: Any, num_ranks: int
 ) -> PackedMask:
@@ -282,9 +300,9 @@ def _program(
     axes: MeshAxes,
 ) -> Outputs:
     """Computes attention of all ranks."""
-    sequence = P(axes.batch, axes.axis_name)
+    sequence = axes.rows
     rows = P(*sequence, axes.heads)
-    of_plan = sequence if is_stack(plan) else P(axes.axis_name)
+    of_plan = sequence if is_stack(plan) else P(axes.sequence)
     of_keys, of_weights = rows, P()
     if options.expansion is None:
         k, v = (axes.repeat_kv_heads(x, operands.q.shape[2]) for x in operands.moved)

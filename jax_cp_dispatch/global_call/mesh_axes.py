@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P, reshard
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P
 from jaxtyping import Array
 
-from jax_cp_dispatch._ranks.call_context import find_mesh, is_traced, refuse_other_mesh
+from jax_cp_dispatch._ranks.call_context import find_mesh, is_traced, refuse_other_mesh, retype
 from jax_cp_dispatch._ranks.communicator import AxisName
 from jax_cp_dispatch._ranks.varying import mapped_axes, refuse_mapped_explicit_axes
 from jax_cp_dispatch._text import warn_caller
@@ -28,7 +28,8 @@ class MeshAxes:
     """A mesh and the axes that a call uses.
 
     Attributes:
-      sequence: axes that shard the sequence, major axis first.
+      sequence: axes that shard the sequence, major axis first; () on one rank, where they are
+        manual.
       batch, heads: axes that shard B, and N and K; major axis first.
     """
 
@@ -39,7 +40,9 @@ class MeshAxes:
 
     @property
     def manual(self) -> set[str]:
-        """The axes that a `shard_map` makes manual: all that are not yet manual."""
+        """The axes that a `shard_map` makes manual: all that are not, on one rank the explicit."""
+        if not self.sequence:
+            return set(_explicit_axes(self.mesh))
         return set(self.mesh.axis_names) - set(_manual_axes(self.mesh))
 
     def num_devices(self, names: Sequence[str]) -> int:
@@ -50,6 +53,11 @@ class MeshAxes:
         """The axes of the sequence, as an axis name."""
         first, *others = self.sequence
         return self.sequence if others else first
+
+    @property
+    def rows(self) -> P:
+        """How arrays [B, T, ...] are sharded by their tokens."""
+        return P(self.batch, self.sequence)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -83,7 +91,7 @@ class MeshAxes:
         if copies == 1:
             return x
         if AxisType.Explicit in self.mesh.axis_types:  # cannot repeat a sharded dimension
-            x = reshard(x, NamedSharding(self.mesh, P(self.batch, self.sequence)))
+            x = retype(x, self.mesh, self.rows)
         return jnp.repeat(x, copies, axis=2)
 
 
@@ -132,6 +140,27 @@ def find_axes(op: str, *arrays: Any, given: GivenAxes, covers_batch: bool) -> Me
     if heads:
         _check_divides(op, "N", (*first.shape, 1)[2], "head_axis", axes)
     return axes
+
+
+def explicit_axes(op: str, *arrays: Any, others: Any, covers_batch: bool) -> MeshAxes | None:
+    """Returns the explicit axes of the arrays of one rank inside `shard_map`; None if there are none.
+
+    Few operations of JAX accept arrays that such an axis shards, so they become manual too. Axes of
+    batch and heads are those of the types; over others, arrays are gathered.
+
+    Args:
+      op, arrays, covers_batch: see `find_axes`.
+      others: a pytree of the other arrays.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    is_sharded = lambda x: any(entry is not None for entry in jax.typeof(x).sharding.spec)
+    if not _explicit_axes(mesh) or not any(map(is_sharded, jax.tree.leaves((arrays, others)))):
+        return None
+    batch = _sharding_axes(arrays, 0, mesh, set())
+    if batch and covers_batch:
+        _warn_of_plan(_Search(op, arrays, mesh), batch)
+        batch = ()
+    return MeshAxes(mesh, (), batch, _sharding_axes(arrays, 2, mesh, set(batch)))
 
 
 def _find_mesh(op, mesh, sequence, arrays) -> Mesh | AbstractMesh:
@@ -299,6 +328,11 @@ _warn_lock = threading.Lock()
 def _hidden_axes(mesh) -> set[str]:
     """Returns axes that an outer `shard_map` or `vmap` uses, which shard nothing visible here."""
     return {*_manual_axes(mesh), *mapped_axes()}
+
+
+def _explicit_axes(mesh) -> tuple[str, ...]:
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(name for name, kind in kinds if kind == AxisType.Explicit)
 
 
 def _manual_axes(mesh) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from jax_cp_dispatch._ranks.varying import vary_alike
 from jax_cp_dispatch.documents.given import GivenDocuments, read_given_tokens, read_sequences
 from jax_cp_dispatch.documents.ranges import PackedMask
 from jax_cp_dispatch.documents.segment_ids import check_documents, fold_to_int32, is_on_host
-from jax_cp_dispatch.global_call.mesh_axes import GivenAxes, MeshAxes, find_axes
+from jax_cp_dispatch.global_call.mesh_axes import GivenAxes, MeshAxes, explicit_axes, find_axes
 from jax_cp_dispatch.global_call.on_all_ranks import cut_tokens, on_all_ranks, pad_tokens
 from jax_cp_dispatch.masks.mask import PACKED
 from jax_cp_dispatch.planning import Plan
@@ -112,7 +112,12 @@ def call_layer(
     num_ranks = jax.lax.axis_size(layer.options.axis_name)
     ranks = f"axis {layer.options.axis_name!r} has {num_ranks} ranks"
     given.check_ranks(op, shape[1] * num_ranks, num_ranks, ranks)
-    return _on_rank(layer, tokens, weights, carried, given)
+    found = _explicit_axes(layer, tokens, (weights, carried, given.packed, given.plan), given.plan)
+    if found is None:
+        return _on_rank(layer, tokens, weights, carried, given)
+    documents = given.packed[1:]
+    tokens = _repeat_heads(layer, tokens, found)
+    return _program(tokens, weights, carried, given.plan, documents, layer=layer, axes=found)
 
 
 def _on_rank(
@@ -226,12 +231,9 @@ def _on_global_arrays(
             segment_ids = np.ones(leaves[0].shape[:2], np.int32)
     documents = segment_ids, positions
     tokens, documents = pad_tokens((tokens, documents), missing)
-    if layer.num_heads is not None:
-        for name in layer.grouped:
-            tokens[name] = found.repeat_kv_heads(tokens[name], layer.num_heads)
     if leaves[0].ndim < 3:
         found = dataclasses.replace(found, heads=())  # of one device: no array has such an axis
-    _check_heads(op, tokens, found)
+    tokens = _repeat_heads(layer, tokens, found)
     out = _program(tokens, weights, carried, plan, documents, layer=layer, axes=found)
     if not missing:
         return out
@@ -254,8 +256,19 @@ def _check_plan(op: str, plan: Plan, axes: MeshAxes, num_tokens: int) -> None:
     check_groups(op, plan, num_groups=axes.num_groups, batch=axes.batch)
 
 
-def _check_heads(op: str, tokens: Any, axes: MeshAxes) -> None:
-    num_devices = axes.num_devices(axes.heads)
+def _explicit_axes(layer: Layer, tokens: Any, others: Any, plan: Plan | None) -> MeshAxes | None:
+    """Returns the explicit axes that shard this rank's arrays, if any."""
+    leaves = sorted(jax.tree.leaves(tokens), key=lambda x: x.ndim < 3)
+    covers_batch = plan is not None and not is_stack(plan)
+    return explicit_axes(layer.options.op, *leaves, others=others, covers_batch=covers_batch)
+
+
+def _repeat_heads(layer: Layer, tokens: Any, axes: MeshAxes) -> Any:
+    """Returns the tokens with heads that the devices of the heads divide."""
+    op, num_devices = layer.options.op, axes.num_devices(axes.heads)
+    if layer.num_heads is not None:
+        repeated = lambda x: axes.repeat_kv_heads(x, layer.num_heads)
+        tokens = {**tokens, **{name: repeated(tokens[name]) for name in layer.grouped}}
     for x in jax.tree.leaves(tokens):
         if x.ndim > 2 and x.shape[2] % num_devices:
             raise ValueError(
@@ -263,14 +276,15 @@ def _check_heads(op: str, tokens: Any, axes: MeshAxes) -> None:
                 f"{num_devices} devices, which must divide its axis 2. Pass head_axis=(), and each "
                 "of them computes all of it; or name an axis of fewer devices."
             )
+    return tokens
 
 
 @partial(jax.jit, static_argnames=("layer", "axes"))
 def _program(tokens, weights, carried, plan, documents, *, layer: Layer, axes: MeshAxes):
-    sequence = P(axes.batch, axes.axis_name)
+    sequence = axes.rows
     rows = jax.tree.map(lambda x: P(*sequence, axes.heads) if x.ndim > 2 else sequence, tokens)
     shared = jax.tree.map(lambda x: P(*[None] * (x.ndim - 1), axes.heads), weights)
-    of_plan = sequence if is_stack(plan) else P(axes.axis_name)
+    of_plan = sequence if is_stack(plan) else P(axes.sequence)
     of_heads = P(*sequence, axes.heads) if axes.heads else sequence
     before_heads = [axes.batch] + [None] * (carried.head_axis - 1)
     state = lambda ndim: P(*before_heads, axes.heads) if ndim > len(before_heads) else P(axes.batch)

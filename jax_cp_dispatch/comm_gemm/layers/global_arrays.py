@@ -10,14 +10,13 @@ import functools
 import math
 
 import jax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, PartitionSpec as P
 from jaxtyping import Array
 
 from jax_cp_dispatch._ranks.call_context import (
     CallContext,
-    is_traced,
+    place,
     refuse_other_mesh,
-    retype,
     with_manual_axes,
 )
 from jax_cp_dispatch._ranks.varying import refuse_mapped_explicit_axes, vary_alike, varying_axes
@@ -52,7 +51,7 @@ def global_matmul(
             return outs
         batch, _ = _explicit_axes(context, s, operands)
         whole = P(*batch, None, None)  # tokens that do not divide are not sharded
-        return (_move(outs[0], context.mesh, whole)[..., :rows, :],)
+        return (place(outs[0], context.mesh, whole)[..., :rows, :],)
     if context.mesh is not None:
         refuse_other_mesh(s.op, context.mesh, (operands.x, *operands.ws))
     scales = None if state is None else use_scales(s.scaling_mode, (), state)
@@ -78,12 +77,6 @@ def even_row_counts(rows: int, num_ranks: int) -> tuple[int, ...]:
 
 
 # ---- Explicit axes.
-
-
-def _move(array, mesh, spec: P):
-    if is_traced([array]):
-        return retype(array, mesh, spec)
-    return jax.device_put(array, NamedSharding(mesh, spec))
 
 
 def _explicit_axes(context: CallContext, s: Matmul, operands: MatmulOperands):
@@ -130,7 +123,7 @@ def _inside_shard_map(
         ws=(P(None, names) if gathers else P(names),) * len(operands.ws),
         biases=tuple(None if bias is None else of_bias for bias in operands.biases),
     )
-    operands = jax.tree.map(lambda a, spec: _move(a, mesh, spec), operands, specs)
+    operands = jax.tree.map(lambda a, spec: place(a, mesh, spec), operands, specs)
     groups = math.prod(mesh.shape[name] for name in tokens)
     counts = tuple(count // groups for count in s.row_counts)
     local = s.replace(row_counts=counts, comm=s.comm.inside(mesh), mesh=None)
