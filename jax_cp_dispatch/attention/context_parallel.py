@@ -33,12 +33,19 @@ from jax_cp_dispatch.documents.given import (
 )
 from jax_cp_dispatch.documents.ranges import PackedMask
 from jax_cp_dispatch.documents.segment_ids import fold_to_int32, read_documents
-from jax_cp_dispatch.global_call.mesh_axes import GivenAxes, MeshAxes, explicit_axes, find_axes
+from jax_cp_dispatch.global_call.explicit_axes import explicit_axes
+from jax_cp_dispatch.global_call.mesh_axes import GivenAxes, MeshAxes, find_axes
 from jax_cp_dispatch.global_call.on_all_ranks import cut_tokens, on_all_ranks, pad_tokens
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.mask import PACKED
 from jax_cp_dispatch.masks.read import check_mask_arrays
-from jax_cp_dispatch.planning.stack import check_groups, check_plan, is_stack
+from jax_cp_dispatch.planning.stack import (
+    check_groups,
+    check_plan,
+    is_of_all,
+    is_stack,
+    plan_of_group,
+)
 
 _OP = "context_parallel_attention"
 
@@ -160,19 +167,18 @@ def context_parallel_attention(
             given = given.without_plan(_OP)
     operands, expansion = read_operands(_OP, q, k, v, sink, (expand, weights, weight_specs))
     on_rank = is_on_rank(_OP, names)
-    axes = None
-    if not on_rank:
-        axes = find_axes(
-            _OP,
-            *(q, *operands.moved),
-            given=GivenAxes(mesh, axis_name, batch_axis, head_axis),
-            covers_batch=given.plan is not None and not is_stack(given.plan),
-        )
+    moved = q, *operands.moved
+    if on_rank:
+        others = operands, given.packed, given.plan
+        axes = explicit_axes(_OP, *moved, others=others, covers_batch=is_of_all(given.plan))
+    else:
+        given_axes = GivenAxes(mesh, axis_name, batch_axis, head_axis)
+        axes = find_axes(_OP, *moved, given=given_axes, covers_batch=is_of_all(given.plan))
     check_rows(_OP, operands, *given.packed[1:])
     options = AttentionOptions(
         read_options(
             _OP,
-            axis_name if axes is None else axes.axis_name,
+            axis_name,
             implementation=implementation,
             deadline=deadline,
             num_comm_sm=num_comm_sm,
@@ -185,11 +191,11 @@ def context_parallel_attention(
         expansion=expansion,
     )
     check_mask_arrays(_OP, given.packed.mask, q.shape[:2])
-    if axes is None:
-        outputs = _on_rank(chosen, options, operands, given)
-    else:
-        outputs = _on_global_arrays(chosen, options, operands, given, axes)
-    return options.returned(outputs)
+    if axes is not None and expansion is not None:
+        sharing = chosen.head_axes(axes.sequence)
+        check_specs(_OP, expansion, operands.weights, axes, sharing)
+    run = _on_rank if on_rank else _on_global_arrays
+    return options.returned(run(chosen, options, operands, given, axes))
 
 
 def _on_rank(
@@ -197,29 +203,21 @@ def _on_rank(
     options: AttentionOptions,
     operands: Operands,
     given: GivenDocuments,
+    axes: MeshAxes | None,
 ) -> Outputs:
-    """Computes attention of this rank's rows."""
+    """Computes attention of this rank's rows, which explicit axes may shard."""
     (packed, _, plan, _), axis_name = given, options.exchange.axis_name
     (_, T, N), num_ranks = operands.q.shape[:3], lax.axis_size(axis_name)
-    axes = explicit_axes(
-        _OP,
-        *(operands.q, *operands.moved),
-        others=(operands, packed, plan),
-        covers_batch=plan is not None and not is_stack(plan),
-    )
-    num_groups = 1
-    if axes is not None:
-        N, num_groups = N // axes.num_devices(axes.heads), axes.num_groups
-        _check_expansion(algorithm, options, operands, axes)
+    devices = (1, 1) if axes is None else (axes.num_groups, axes.num_devices(axes.heads))
     given.check_ranks(_OP, T * num_ranks, num_ranks, f"axis {axis_name!r} has {num_ranks} ranks")
     if plan is None:
         documents = read_documents(_OP, packed.segment_ids, packed.positions)
         packed = PackedMask(packed.mask, *documents)
     if isinstance(algorithm, Auto):
-        sizes = Sizes(num_ranks, T * num_ranks, num_groups, operands.q.shape[2] // N)
+        sizes = Sizes(num_ranks, T * num_ranks, *devices)
         algorithm, plan = algorithm.choose(options, operands, packed, plan, sizes)
     axis_sizes = tuple(map(lax.axis_size, options.exchange.axis_names))
-    refuse(_OP, algorithm, Call(options, axis_sizes, N, packed.mask, plan))
+    refuse(_OP, algorithm, Call(options, axis_sizes, N // devices[1], packed.mask, plan))
     if axes is None:
         return algorithm.attend(options, operands, packed, plan)
     return _program(operands, plan, packed, algorithm=algorithm, options=options, axes=axes)
@@ -237,7 +235,6 @@ def _on_global_arrays(
     q, num_ranks = operands.q, axes.num_ranks
     given.check_ranks(_OP, q.shape[1], num_ranks, axes.described)
     num_heads = q.shape[2] // axes.num_devices(axes.heads)
-    _check_expansion(algorithm, options, operands, axes)
     _check_plan(options, axes, q.shape[1], plan)
     if not isinstance(algorithm, Auto):
         refuse(_OP, algorithm, Call(options, axes.sizes, num_heads, packed.mask, plan))
@@ -265,14 +262,6 @@ def _on_global_arrays(
         out, lse = cut_tokens((outputs.out, outputs.lse), num_tokens, axes.mesh)
         outputs = outputs._replace(out=out, lse=lse)
     return outputs
-
-
-def _check_expansion(
-    algorithm: Algorithm | Auto, options: AttentionOptions, operands: Operands, axes: MeshAxes
-) -> None:
-    if options.expansion is not None:
-        sharing = algorithm.head_axes(axes.sequence)
-        check_specs(_OP, options.expansion, operands.weights, axes, sharing)
 
 
 def _read_known(
@@ -321,9 +310,7 @@ def _program(
 
     def attend(*sharded: Any) -> Outputs:
         *arrays, plan, packed = sharded
-        if is_stack(plan):  # of which this group has one
-            plan = jax.tree.map(lambda x: x[0], plan)
-        outputs = algorithm.attend(options, Operands(*arrays), packed, plan)
+        outputs = algorithm.attend(options, Operands(*arrays), packed, plan_of_group(plan))
         if outputs.max_logits is None or not axes.batch:
             return outputs
         largest = lax.stop_gradient(outputs.max_logits)

@@ -42,7 +42,7 @@ class MeshAxes:
     def manual(self) -> set[str]:
         """The axes that a `shard_map` makes manual: all that are not, on one rank the explicit."""
         if not self.sequence:
-            return set(_explicit_axes(self.mesh))
+            return set(explicit_names(self.mesh))
         return set(self.mesh.axis_names) - set(_manual_axes(self.mesh))
 
     def num_devices(self, names: Sequence[str]) -> int:
@@ -118,20 +118,20 @@ def find_axes(op: str, *arrays: Any, given: GivenAxes, covers_batch: bool) -> Me
     names = {"axis_name": axis_name, "batch_axis": batch_axis, "head_axis": head_axis}
     _check_names(op, mesh, names)
     refuse_mapped_explicit_axes(op, mesh)
-    search = _Search(op, arrays, mesh)
+    search = Search(op, arrays, mesh)
     _warn_of_unset_mesh(search)
     batch, heads = _names(batch_axis), _names(head_axis)
     if batch_axis is None:
-        batch = _sharding_axes(arrays, 0, mesh, {*sequence, *heads})
+        batch = sharding_axes(arrays, 0, mesh, {*sequence, *heads})
         if batch and covers_batch:
-            _warn_of_plan(search, batch)
+            warn_of_plan(search, batch)
             batch = ()
         elif not batch and covers_batch:
             _warn_of_plan_if_traced(search, {*sequence, *heads})
         elif not batch:
             _warn_of_automatic_axes(search, "batch_axis", "B", {*sequence, *heads})
     if head_axis is None:
-        heads = _sharding_axes(arrays, 2, mesh, {*sequence, *batch})
+        heads = sharding_axes(arrays, 2, mesh, {*sequence, *batch})
         if not heads:
             _warn_of_automatic_axes(search, "head_axis", "N", {*sequence, *batch})
     axes = MeshAxes(mesh, sequence, batch, heads)
@@ -140,27 +140,6 @@ def find_axes(op: str, *arrays: Any, given: GivenAxes, covers_batch: bool) -> Me
     if heads:
         _check_divides(op, "N", (*first.shape, 1)[2], "head_axis", axes)
     return axes
-
-
-def explicit_axes(op: str, *arrays: Any, others: Any, covers_batch: bool) -> MeshAxes | None:
-    """Returns the explicit axes of the arrays of one rank inside `shard_map`; None if there are none.
-
-    Few operations of JAX accept arrays that such an axis shards, so they become manual too. Axes of
-    batch and heads are those of the types; over others, arrays are gathered.
-
-    Args:
-      op, arrays, covers_batch: see `find_axes`.
-      others: a pytree of the other arrays.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    is_sharded = lambda x: any(entry is not None for entry in jax.typeof(x).sharding.spec)
-    if not _explicit_axes(mesh) or not any(map(is_sharded, jax.tree.leaves((arrays, others)))):
-        return None
-    batch = _sharding_axes(arrays, 0, mesh, set())
-    if batch and covers_batch:
-        _warn_of_plan(_Search(op, arrays, mesh), batch)
-        batch = ()
-    return MeshAxes(mesh, (), batch, _sharding_axes(arrays, 2, mesh, set(batch)))
 
 
 def _find_mesh(op, mesh, sequence, arrays) -> Mesh | AbstractMesh:
@@ -209,7 +188,7 @@ def _check_divides(op: str, dim: str, size: int, keyword: str, axes: MeshAxes):
 # ---- Inference of axes that are not named.
 
 
-def _sharding_axes(arrays: Sequence[Any], dim: int, mesh, taken: set[str]) -> tuple[str, ...]:
+def sharding_axes(arrays: Sequence[Any], dim: int, mesh, taken: set[str]) -> tuple[str, ...]:
     """Returns the free axes that shard a dimension, from the first array with a known sharding."""
     taken = taken | _hidden_axes(mesh)
     for array in arrays:
@@ -237,7 +216,7 @@ def _find_sharding(array: Any) -> NamedSharding | None:
     return sharding if isinstance(sharding, NamedSharding) else None
 
 
-class _Search(NamedTuple):
+class Search(NamedTuple):
     """What a warning is about."""
 
     op: str
@@ -252,7 +231,7 @@ class _Search(NamedTuple):
         warn_caller(f"{self.op}: {message}")
 
 
-def _warn_of_automatic_axes(search: _Search, keyword: str, name: str, taken: set[str]) -> None:
+def _warn_of_automatic_axes(search: Search, keyword: str, name: str, taken: set[str]) -> None:
     """Warns if a dimension may be sharded over an axis without any way to know."""
     dim = 0 if name == "B" else 2
     axes = _untold_axes(dim, search.arrays, search.mesh, taken)
@@ -281,7 +260,7 @@ def _untold_axes(dim: int, arrays, mesh, taken: set[str]) -> tuple[str, ...]:
     )
 
 
-def _warn_of_unset_mesh(search: _Search) -> None:
+def _warn_of_unset_mesh(search: Search) -> None:
     """Warns if no mesh is set and JAX therefore cannot transpose operations on the result."""
     _, arrays, mesh = search
     is_set = not jax.sharding.get_abstract_mesh().empty
@@ -297,7 +276,7 @@ def _warn_of_unset_mesh(search: _Search) -> None:
         )
 
 
-def _warn_of_plan_if_traced(search: _Search, taken: set[str]) -> None:
+def _warn_of_plan_if_traced(search: Search, taken: set[str]) -> None:
     _, arrays, mesh = search
     axes = _untold_axes(0, arrays, mesh, taken)
     if axes:
@@ -311,7 +290,7 @@ def _warn_of_plan_if_traced(search: _Search, taken: set[str]) -> None:
         )
 
 
-def _warn_of_plan(search: _Search, batch: tuple[str, ...]) -> None:
+def warn_of_plan(search: Search, batch: tuple[str, ...]) -> None:
     search.warn_once(
         "plan",
         f"the plan is for all rows of the batch, so q, k and v, whose batch is sharded over "
@@ -330,7 +309,7 @@ def _hidden_axes(mesh) -> set[str]:
     return {*_manual_axes(mesh), *mapped_axes()}
 
 
-def _explicit_axes(mesh) -> tuple[str, ...]:
+def explicit_names(mesh) -> tuple[str, ...]:
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return tuple(name for name, kind in kinds if kind == AxisType.Explicit)
 

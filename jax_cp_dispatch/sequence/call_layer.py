@@ -17,11 +17,12 @@ from jax_cp_dispatch._ranks.varying import vary_alike
 from jax_cp_dispatch.documents.given import GivenDocuments, read_given_tokens, read_sequences
 from jax_cp_dispatch.documents.ranges import PackedMask
 from jax_cp_dispatch.documents.segment_ids import check_documents, fold_to_int32, is_on_host
-from jax_cp_dispatch.global_call.mesh_axes import GivenAxes, MeshAxes, explicit_axes, find_axes
+from jax_cp_dispatch.global_call.explicit_axes import explicit_axes, refuse_explicit_axes
+from jax_cp_dispatch.global_call.mesh_axes import GivenAxes, MeshAxes, find_axes
 from jax_cp_dispatch.global_call.on_all_ranks import cut_tokens, on_all_ranks, pad_tokens
 from jax_cp_dispatch.masks.mask import PACKED
 from jax_cp_dispatch.planning import Plan
-from jax_cp_dispatch.planning.stack import check_groups, is_stack
+from jax_cp_dispatch.planning.stack import check_groups, is_of_all, is_stack, plan_of_group
 from jax_cp_dispatch.sequence.carried import Carried, check_order, state_of_all
 from jax_cp_dispatch.sequence.chunk_order import confirmed, only_if_right
 from jax_cp_dispatch.sequence.document_pieces import pieces_from_ids
@@ -96,6 +97,7 @@ def call_layer(
                 f"{op}: initial_state and return_state need packed order, but the pieces are of "
                 "documents in another one. Pass document_pieces of packed documents."
             )
+        refuse_explicit_axes(op, (tokens, weights, carried))
         return _on_rank(layer, tokens, weights, carried, where.documents)
     given = read_given_tokens(op, where.documents, where.segment_ids, where.positions)
     check_documents(op, *given.packed[1:], shape, "the tokens have B, T =")
@@ -112,7 +114,9 @@ def call_layer(
     num_ranks = jax.lax.axis_size(layer.options.axis_name)
     ranks = f"axis {layer.options.axis_name!r} has {num_ranks} ranks"
     given.check_ranks(op, shape[1] * num_ranks, num_ranks, ranks)
-    found = _explicit_axes(layer, tokens, (weights, carried, given.packed, given.plan), given.plan)
+    leaves = sorted(leaves, key=lambda x: x.ndim < 3)
+    others, covers_batch = (weights, carried, given.packed, given.plan), is_of_all(given.plan)
+    found = explicit_axes(op, *leaves, others=others, covers_batch=covers_batch)
     if found is None:
         return _on_rank(layer, tokens, weights, carried, given)
     documents = given.packed[1:]
@@ -203,7 +207,7 @@ def _on_global_arrays(
         op,
         *leaves,
         given=GivenAxes(axes.mesh, options.axis_name, axes.batch, axes.heads),
-        covers_batch=plan is not None and not is_stack(plan),
+        covers_batch=is_of_all(plan),
     )
     num_tokens = leaves[0].shape[1]
     given.check_ranks(op, num_tokens, found.num_ranks, found.described)
@@ -256,13 +260,6 @@ def _check_plan(op: str, plan: Plan, axes: MeshAxes, num_tokens: int) -> None:
     check_groups(op, plan, num_groups=axes.num_groups, batch=axes.batch)
 
 
-def _explicit_axes(layer: Layer, tokens: Any, others: Any, plan: Plan | None) -> MeshAxes | None:
-    """Returns the explicit axes that shard this rank's arrays, if any."""
-    leaves = sorted(jax.tree.leaves(tokens), key=lambda x: x.ndim < 3)
-    covers_batch = plan is not None and not is_stack(plan)
-    return explicit_axes(layer.options.op, *leaves, others=others, covers_batch=covers_batch)
-
-
 def _repeat_heads(layer: Layer, tokens: Any, axes: MeshAxes) -> Any:
     """Returns the tokens with heads that the devices of the heads divide."""
     op, num_devices = layer.options.op, axes.num_devices(axes.heads)
@@ -304,11 +301,9 @@ def _program(tokens, weights, carried, plan, documents, *, layer: Layer, axes: M
 
 
 def _local(layer: Layer, heads: tuple[str, ...], tokens, weights, carried, plan, documents):
-    if is_stack(plan):  # of which this group has one
-        plan = jax.tree.map(lambda x: x[0], plan)
     segment_ids, positions = documents
     packed = PackedMask(None, segment_ids, positions)
-    given = GivenDocuments(packed, layer.options.order, plan)
+    given = GivenDocuments(packed, layer.options.order, plan_of_group(plan))
     out = _on_rank(layer, tokens, weights, carried, given)
     first, *states = out if carried.is_returned else (out,)
     if heads and not layer.like_tokens and any(x.ndim < 3 for x in jax.tree.leaves(first)):

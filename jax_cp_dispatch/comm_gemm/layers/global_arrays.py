@@ -8,6 +8,7 @@ sharding.
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 from jax.sharding import AxisType, PartitionSpec as P
@@ -27,6 +28,8 @@ from jax_cp_dispatch.comm_gemm.layers.rank import Matmul
 from jax_cp_dispatch.comm_gemm.layers.token_axes import tell_lost_axes
 from jax_cp_dispatch.comm_gemm.scaled.scaled_operands import use_scales
 from jax_cp_dispatch.comm_gemm.types import CommOverlapType
+from jax_cp_dispatch.global_call.explicit_axes import explicit_axes
+from jax_cp_dispatch.global_call.on_all_ranks import on_all_ranks
 
 
 def global_matmul(
@@ -96,6 +99,26 @@ def _explicit_axes(context: CallContext, s: Matmul, operands: MatmulOperands):
         tell_lost_axes(s, tokens, f"{rows} tokens are not a multiple of {parts} devices; pad them")
         tokens = ()
     return [axes or None for axes in batch], tokens
+
+
+def over_explicit_axes(run: Any, operands: MatmulOperands, state) -> tuple[Array, ...] | None:
+    """Returns `run(operands, state)` of one rank's arrays over the explicit axes that shard them.
+
+    None if there are none. Batch dimensions stay sharded, all others are gathered.
+    """
+    axes = explicit_axes("", others=(operands, state), covers_batch=False)
+    if axes is None:
+        return None
+    num_batch = len(operands.tokens_shape) - 1
+    batch = P(*jax.typeof(operands.x).sharding.spec[:num_batch])
+    return on_all_ranks(
+        run,
+        (operands, state),
+        axes=axes,
+        in_specs=(dataclasses.replace(jax.tree.map(lambda _: P(), operands), x=batch), P()),
+        out_specs=batch,
+        num_differentiable=2,
+    )
 
 
 def rank_matmul(s: Matmul, operands: MatmulOperands, state) -> tuple[Array, ...]:
