@@ -114,7 +114,7 @@ def call_layer(
     num_ranks = jax.lax.axis_size(layer.options.axis_name)
     ranks = f"axis {layer.options.axis_name!r} has {num_ranks} ranks"
     given.check_ranks(op, shape[1] * num_ranks, num_ranks, ranks)
-    leaves = sorted(leaves, key=lambda x: x.ndim < 3)
+    leaves = _by_heads(layer, tokens)
     others, covers_batch = (weights, carried, given.packed, given.plan), is_of_all(given.plan)
     found = explicit_axes(op, *leaves, others=others, covers_batch=covers_batch)
     if found is None:
@@ -202,7 +202,7 @@ def _on_global_arrays(
     """Pads the tokens, finds the axes, and runs one program on all ranks."""
     options, op = layer.options, layer.options.op
     (_, segment_ids, positions), plan = given.packed, given.plan
-    leaves = sorted(jax.tree.leaves(tokens), key=lambda x: x.ndim < 3)
+    leaves = _by_heads(layer, tokens)
     found = find_axes(
         op,
         *leaves,
@@ -258,6 +258,12 @@ def _check_plan(op: str, plan: Plan, axes: MeshAxes, num_tokens: int) -> None:
             "the tokens of the placement."
         )
     check_groups(op, plan, num_groups=axes.num_groups, batch=axes.batch)
+
+
+def _by_heads(layer: Layer, tokens: Any) -> list[Any]:
+    """Returns the arrays, first those whose axis 2 is that of all heads."""
+    has_all = lambda x: x.ndim > 2 and layer.num_heads in (None, x.shape[2])
+    return sorted(jax.tree.leaves(tokens), key=lambda x: not has_all(x))
 
 
 def _repeat_heads(layer: Layer, tokens: Any, axes: MeshAxes) -> Any:
