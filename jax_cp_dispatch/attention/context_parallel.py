@@ -17,12 +17,13 @@ from jax_cp_dispatch._arguments import HostOrDevice, is_on_host
 from jax_cp_dispatch._ranks.call_context import is_on_rank
 from jax_cp_dispatch._ranks.communicator import AxisName, check_axis_name, check_mesh
 from jax_cp_dispatch._ranks.options import read_options
-from jax_cp_dispatch.attention.algorithms import Algorithm, Call, refuse
+from jax_cp_dispatch._ranks.varying import vary_alike
+from jax_cp_dispatch.attention.algorithms import Algorithm, Call, attend_rows, refuse
 from jax_cp_dispatch.attention.auto import Auto, Sizes, read_algorithm
 from jax_cp_dispatch.attention.call_options import AttentionOptions
 from jax_cp_dispatch.attention.expanded_heads import check_specs, with_own_heads
 from jax_cp_dispatch.attention.latents import read_operands
-from jax_cp_dispatch.attention.operands import Operands, Outputs, check_rows
+from jax_cp_dispatch.attention.operands import Operands, Outputs, check_rows, has_no_tokens
 from jax_cp_dispatch.attention.peer_arguments import explains_peer_arguments
 from jax_cp_dispatch.documents.documents import Documents
 from jax_cp_dispatch.documents.given import (
@@ -219,7 +220,7 @@ def _on_rank(
     axis_sizes = tuple(map(lax.axis_size, options.exchange.axis_names))
     refuse(_OP, algorithm, Call(options, axis_sizes, N // devices[1], packed.mask, plan))
     if axes is None:
-        return algorithm.attend(options, operands, packed, plan)
+        return attend_rows(algorithm, options, operands, packed, plan)
     return _program(operands, plan, packed, algorithm=algorithm, options=options, axes=axes)
 
 
@@ -251,7 +252,7 @@ def _on_global_arrays(
         algorithm, plan = algorithm.choose(options, operands, packed, plan, sizes)
         refuse(_OP, algorithm, Call(options, axes.sizes, num_heads, packed.mask, plan))
     is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(packed))
-    if plan is None and not (is_traced or axes.batch):
+    if plan is None and not (is_traced or axes.batch or has_no_tokens(operands)):
         plan = algorithm.plan_before(packed.with_segment_ids(operands.q.shape[:2]), num_ranks)
     if plan is not None and given.plan is None:
         packed = PackedMask(plan.mask)  # nothing to compare
@@ -310,10 +311,10 @@ def _program(
 
     def attend(*sharded: Any) -> Outputs:
         *arrays, plan, packed = sharded
-        outputs = algorithm.attend(options, Operands(*arrays), packed, plan_of_group(plan))
+        outputs = attend_rows(algorithm, options, Operands(*arrays), packed, plan_of_group(plan))
         if outputs.max_logits is None or not axes.batch:
             return outputs
-        largest = lax.stop_gradient(outputs.max_logits)
+        (largest,) = vary_alike([lax.stop_gradient(outputs.max_logits)], also=axes.batch)
         return outputs._replace(max_logits=lax.pmax(largest, axes.batch))
 
     return on_all_ranks(
