@@ -10,7 +10,10 @@ from jax._src import (
     lib,
     xla_bridge,  # whether the backends have started
 )
-from jax._src.core import get_axis_env  # the axes of jax.vmap
+from jax._src.core import (
+    get_axis_env,  # the axes of jax.vmap
+    trace_state_clean,  # whether nothing is traced
+)
 from jax._src.cudnn import fused_attention_stablehlo  # cuDNN's attention with its lse
 from jax._src.dispatch import prim_requires_devices_during_lowering
 from jax._src.mesh import get_concrete_mesh  # get_mesh fails during tracing
@@ -29,5 +32,6 @@ __all__ = [
     "get_distributed_runtime_service",
     "parse_flatten_op_sharding",
     "prim_requires_devices_during_lowering",
+    "trace_state_clean",
     "xla_bridge",
 ]

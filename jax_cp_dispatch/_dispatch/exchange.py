@@ -14,7 +14,7 @@ from jax_cp_dispatch._dispatch.checks import check_size, check_storage, read_met
 from jax_cp_dispatch._dispatch.exchange_operands import Collectives, Exchange, OperandGroup
 from jax_cp_dispatch._dispatch.partitioning import place_arrays, vary_with
 from jax_cp_dispatch._dispatch.primitives import combine_p, dispatch_p
-from jax_cp_dispatch._ranks.call_context import CallContext, is_traced, refuse_other_mesh
+from jax_cp_dispatch._ranks.call_context import CallContext, is_in_program, refuse_other_mesh
 from jax_cp_dispatch._ranks.options import CollectiveOptions, find_ranks
 from jax_cp_dispatch._ranks.varying import vary_alike
 
@@ -148,7 +148,7 @@ def _placed(exchange: Exchange, context: CallContext, fields, arrays, storage, r
     """Returns the operands on the devices that use them, varying over the axes of the ranks."""
     arrays, names, num_storage = arrays + storage, exchange.comm.axis_names, len(storage)
     mesh = context.mesh if context.is_global and not context.open_axes else None
-    if mesh is not None and is_traced(arrays):  # arrays that are here are moved
+    if mesh is not None and is_in_program(arrays):  # arrays that are here are moved
         refuse_other_mesh(exchange.op, mesh, arrays)
     if context.is_global or context.open_axes:
         arrays = place_arrays(context, names, arrays, num_storage)

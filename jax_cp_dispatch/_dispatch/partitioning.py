@@ -16,7 +16,7 @@ from jax.interpreters import mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from jax_cp_dispatch._dispatch.exchange_operands import Exchange, ExchangeOperands, read_operands
-from jax_cp_dispatch._ranks.call_context import CallContext, is_traced, retype, with_manual_axes
+from jax_cp_dispatch._ranks.call_context import CallContext, place, retype, with_manual_axes
 from jax_cp_dispatch._ranks.lowering import named, program_mesh
 from jax_cp_dispatch._ranks.varying import vary_alike, varying_axes
 
@@ -37,8 +37,7 @@ def place_arrays(
         if all(kind != AxisType.Explicit for kind in context.mesh.axis_types):
             return arrays
         specs = _row_specs(names, arrays, context.open_axes, context.is_global, num_storage)
-        move = retype if is_traced(arrays) else lambda x, *to: jax.device_put(x, NamedSharding(*to))
-        return [move(x, context.mesh, spec) for x, spec in zip(arrays, specs, strict=True)]
+        return [place(x, context.mesh, spec) for x, spec in zip(arrays, specs, strict=True)]
     # The partitioner requests the same; this conveys the mesh if no argument has one.
     free = lambda x: P(names, *(P.UNCONSTRAINED for _ in x.shape[1:]))
     constrain = jax.lax.with_sharding_constraint

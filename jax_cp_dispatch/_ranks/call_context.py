@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.core import Tracer
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
 
+from jax_cp_dispatch._jax_private import trace_state_clean
 from jax_cp_dispatch._ranks.call_site import mesh_groups
 from jax_cp_dispatch._ranks.communicator import Groups
 
@@ -60,7 +61,7 @@ def find_context(op: str, names: tuple[str, ...], mesh: Any, arrays: Sequence[An
     found = around if manual else find_mesh(names, mesh, around, arrays)
     if found is None:
         _refuse_vmap_axes(op, names)
-        if not is_traced(arrays):
+        if not is_in_program(arrays):
             raise ValueError(
                 f"{op}: no mesh with axis {names[0]!r} was found. Call {op} inside jax.shard_map "
                 f"over {names[0]!r}, or on arrays of all ranks with mesh=, under jax.set_mesh, or "
@@ -95,7 +96,7 @@ def find_mesh(names: Sequence[str], mesh: Any, around: Any, arrays: Sequence[Any
     if mesh is not None:
         return mesh
     if any(name in around.axis_names for name in names):
-        return around if is_traced(arrays) else jax.sharding.get_mesh()
+        return around if is_in_program(arrays) else jax.sharding.get_mesh()
     for array in arrays:
         is_placed = isinstance(array, jax.Array) and not is_traced([array])
         typed = getattr((array if is_placed else jax.typeof(array)).sharding, "mesh", None)
@@ -111,7 +112,7 @@ def refuse_other_mesh(op: str, mesh: Any, arrays: Iterable[Any]) -> None:
     operation. Call outside `shard_map`.
     """
     placed = [x for x in arrays if isinstance(x, jax.Array)]
-    if is_traced(placed):  # others are constants of the program
+    if is_in_program(placed):  # others are constants of the program
         placed = [x for x in placed if isinstance(x, Tracer)]
     for x in placed:
         own = jax.typeof(x).sharding.mesh
@@ -135,12 +136,24 @@ def is_traced(arrays: Iterable[Any]) -> bool:
     return any(isinstance(x, Tracer) for x in arrays)
 
 
+def is_in_program(arrays: Iterable[Any]) -> bool:
+    """Whether a call is part of a program that is traced, of whose arrays all may be constants."""
+    return is_traced(arrays) or not trace_state_clean()
+
+
 def retype(x: Any, mesh: Any, spec: P) -> Any:
     """Shards an array over the explicit axes of `spec`; types do not show the others."""
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     axes_of = lambda entry: (entry,) if isinstance(entry, str) else entry or ()
     typed = lambda entry: tuple(a for a in axes_of(entry) if kinds[a] == AxisType.Explicit) or None
     return jax.sharding.reshard(x, NamedSharding(mesh, P(*map(typed, spec))))
+
+
+def place(x: Any, mesh: Any, spec: P) -> Any:
+    """Places an array that is known here; `retype` of others, and in a program without devices."""
+    if is_traced([x]) or isinstance(mesh, AbstractMesh):
+        return retype(x, mesh, spec)
+    return jax.device_put(x, NamedSharding(mesh, spec))
 
 
 def with_manual_axes(

@@ -43,14 +43,21 @@ def whole_on_explicit_axes(arrays: Iterable[ArrayLike]) -> list[Array]:
 
     For a function of one device's arrays, whose custom derivative has results of unsharded types.
     """
-    return [_whole(jnp.asarray(x)) for x in arrays]
+    return [_whole(jnp.asarray(x), x.ndim) for x in arrays]
 
 
-def _whole(x: Array) -> Array:
+def whole_rows(tree: Any) -> Any:
+    """Returns arrays whose first dimension no explicit mesh axis shards."""
+    return jax.tree.map(lambda x: _whole(x, 1), tree)
+
+
+def _whole(x: Array, num_dims: int) -> Array:
     sharding = jax.typeof(x).sharding
-    if all(entry is None for entry in sharding.spec):
+    split, rest = sharding.spec[:num_dims], sharding.spec[num_dims:]
+    if all(entry is None for entry in split):
         return x
-    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, P(*(None for _ in sharding.spec))))
+    whole = P(*(None for _ in split), *rest)
+    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, whole))
 
 
 def mapped_axes() -> frozenset[str]:

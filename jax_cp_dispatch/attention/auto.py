@@ -22,7 +22,7 @@ from jax_cp_dispatch.attention.algorithms.by_plan import moves_of_plan
 from jax_cp_dispatch.attention.call_options import AttentionOptions
 from jax_cp_dispatch.attention.choose import candidates, choose_for, default_hardware
 from jax_cp_dispatch.attention.latents import key_shapes
-from jax_cp_dispatch.attention.operands import Operands
+from jax_cp_dispatch.attention.operands import Operands, has_no_tokens
 from jax_cp_dispatch.cost import Hardware, Workload
 from jax_cp_dispatch.documents.layouts import zigzag_permutation
 from jax_cp_dispatch.documents.ranges import PackedMask
@@ -95,6 +95,8 @@ class Auto:
         is_zigzag = options.order.layout == "zigzag"
         if plan is not None:
             return Placed() if plan.is_placed else Balanced(self.config), plan
+        if has_no_tokens(operands):
+            return Zigzag() if is_zigzag else Balanced(self.config), None
         if any(isinstance(x, Tracer) for x in packed[1:]):
             raise ValueError(
                 f"{options.op}: algorithm='auto' reads segment_ids on the host, but they are "

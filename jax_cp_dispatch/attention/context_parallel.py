@@ -17,12 +17,13 @@ from jax_cp_dispatch._arguments import HostOrDevice, is_on_host
 from jax_cp_dispatch._ranks.call_context import is_on_rank
 from jax_cp_dispatch._ranks.communicator import AxisName, check_axis_name, check_mesh
 from jax_cp_dispatch._ranks.options import read_options
-from jax_cp_dispatch.attention.algorithms import Algorithm, Call, refuse
+from jax_cp_dispatch._ranks.varying import vary_alike
+from jax_cp_dispatch.attention.algorithms import Algorithm, Call, attend_rows, refuse
 from jax_cp_dispatch.attention.auto import Auto, Sizes, read_algorithm
 from jax_cp_dispatch.attention.call_options import AttentionOptions
 from jax_cp_dispatch.attention.expanded_heads import check_specs, with_own_heads
 from jax_cp_dispatch.attention.latents import read_operands
-from jax_cp_dispatch.attention.operands import Operands, Outputs, check_rows
+from jax_cp_dispatch.attention.operands import Operands, Outputs, check_rows, has_no_tokens
 from jax_cp_dispatch.attention.peer_arguments import explains_peer_arguments
 from jax_cp_dispatch.documents.documents import Documents
 from jax_cp_dispatch.documents.given import (
@@ -33,12 +34,19 @@ from jax_cp_dispatch.documents.given import (
 )
 from jax_cp_dispatch.documents.ranges import PackedMask
 from jax_cp_dispatch.documents.segment_ids import fold_to_int32, read_documents
+from jax_cp_dispatch.global_call.explicit_axes import explicit_axes
 from jax_cp_dispatch.global_call.mesh_axes import GivenAxes, MeshAxes, find_axes
 from jax_cp_dispatch.global_call.on_all_ranks import cut_tokens, on_all_ranks, pad_tokens
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.mask import PACKED
 from jax_cp_dispatch.masks.read import check_mask_arrays
-from jax_cp_dispatch.planning.stack import check_groups, check_plan, is_stack
+from jax_cp_dispatch.planning.stack import (
+    check_groups,
+    check_plan,
+    is_of_all,
+    is_stack,
+    plan_of_group,
+)
 
 _OP = "context_parallel_attention"
 
@@ -160,19 +168,18 @@ def context_parallel_attention(
             given = given.without_plan(_OP)
     operands, expansion = read_operands(_OP, q, k, v, sink, (expand, weights, weight_specs))
     on_rank = is_on_rank(_OP, names)
-    axes = None
-    if not on_rank:
-        axes = find_axes(
-            _OP,
-            *(q, *operands.moved),
-            given=GivenAxes(mesh, axis_name, batch_axis, head_axis),
-            covers_batch=given.plan is not None and not is_stack(given.plan),
-        )
+    moved = q, *operands.moved
+    if on_rank:
+        others = operands, given.packed, given.plan
+        axes = explicit_axes(_OP, *moved, others=others, covers_batch=is_of_all(given.plan))
+    else:
+        given_axes = GivenAxes(mesh, axis_name, batch_axis, head_axis)
+        axes = find_axes(_OP, *moved, given=given_axes, covers_batch=is_of_all(given.plan))
     check_rows(_OP, operands, *given.packed[1:])
     options = AttentionOptions(
         read_options(
             _OP,
-            axis_name if axes is None else axes.axis_name,
+            axis_name,
             implementation=implementation,
             deadline=deadline,
             num_comm_sm=num_comm_sm,
@@ -185,11 +192,11 @@ def context_parallel_attention(
         expansion=expansion,
     )
     check_mask_arrays(_OP, given.packed.mask, q.shape[:2])
-    if axes is None:
-        outputs = _on_rank(chosen, options, operands, given)
-    else:
-        outputs = _on_global_arrays(chosen, options, operands, given, axes)
-    return options.returned(outputs)
+    if axes is not None and expansion is not None:
+        sharing = chosen.head_axes(axes.sequence)
+        check_specs(_OP, expansion, operands.weights, axes, sharing)
+    run = _on_rank if on_rank else _on_global_arrays
+    return options.returned(run(chosen, options, operands, given, axes))
 
 
 def _on_rank(
@@ -197,20 +204,24 @@ def _on_rank(
     options: AttentionOptions,
     operands: Operands,
     given: GivenDocuments,
+    axes: MeshAxes | None,
 ) -> Outputs:
-    """Computes attention of this rank's rows."""
+    """Computes attention of this rank's rows, which explicit axes may shard."""
     (packed, _, plan, _), axis_name = given, options.exchange.axis_name
     (_, T, N), num_ranks = operands.q.shape[:3], lax.axis_size(axis_name)
+    devices = (1, 1) if axes is None else (axes.num_groups, axes.num_devices(axes.heads))
     given.check_ranks(_OP, T * num_ranks, num_ranks, f"axis {axis_name!r} has {num_ranks} ranks")
     if plan is None:
         documents = read_documents(_OP, packed.segment_ids, packed.positions)
         packed = PackedMask(packed.mask, *documents)
     if isinstance(algorithm, Auto):
-        sizes = Sizes(num_ranks, T * num_ranks)
+        sizes = Sizes(num_ranks, T * num_ranks, *devices)
         algorithm, plan = algorithm.choose(options, operands, packed, plan, sizes)
     axis_sizes = tuple(map(lax.axis_size, options.exchange.axis_names))
-    refuse(_OP, algorithm, Call(options, axis_sizes, N, packed.mask, plan))
-    return algorithm.attend(options, operands, packed, plan)
+    refuse(_OP, algorithm, Call(options, axis_sizes, N // devices[1], packed.mask, plan))
+    if axes is None:
+        return attend_rows(algorithm, options, operands, packed, plan)
+    return _program(operands, plan, packed, algorithm=algorithm, options=options, axes=axes)
 
 
 def _on_global_arrays(
@@ -225,9 +236,6 @@ def _on_global_arrays(
     q, num_ranks = operands.q, axes.num_ranks
     given.check_ranks(_OP, q.shape[1], num_ranks, axes.described)
     num_heads = q.shape[2] // axes.num_devices(axes.heads)
-    if options.expansion is not None:
-        sharing = algorithm.head_axes(axes.sequence)
-        check_specs(_OP, options.expansion, operands.weights, axes, sharing)
     _check_plan(options, axes, q.shape[1], plan)
     if not isinstance(algorithm, Auto):
         refuse(_OP, algorithm, Call(options, axes.sizes, num_heads, packed.mask, plan))
@@ -244,7 +252,7 @@ def _on_global_arrays(
         algorithm, plan = algorithm.choose(options, operands, packed, plan, sizes)
         refuse(_OP, algorithm, Call(options, axes.sizes, num_heads, packed.mask, plan))
     is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(packed))
-    if plan is None and not (is_traced or axes.batch):
+    if plan is None and not (is_traced or axes.batch or has_no_tokens(operands)):
         plan = algorithm.plan_before(packed.with_segment_ids(operands.q.shape[:2]), num_ranks)
     if plan is not None and given.plan is None:
         packed = PackedMask(plan.mask)  # nothing to compare
@@ -282,9 +290,9 @@ def _program(
     axes: MeshAxes,
 ) -> Outputs:
     """Computes attention of all ranks."""
-    sequence = P(axes.batch, axes.axis_name)
+    sequence = axes.rows
     rows = P(*sequence, axes.heads)
-    of_plan = sequence if is_stack(plan) else P(axes.axis_name)
+    of_plan = sequence if is_stack(plan) else P(axes.sequence)
     of_keys, of_weights = rows, P()
     if options.expansion is None:
         k, v = (axes.repeat_kv_heads(x, operands.q.shape[2]) for x in operands.moved)
@@ -303,12 +311,10 @@ def _program(
 
     def attend(*sharded: Any) -> Outputs:
         *arrays, plan, packed = sharded
-        if is_stack(plan):  # of which this group has one
-            plan = jax.tree.map(lambda x: x[0], plan)
-        outputs = algorithm.attend(options, Operands(*arrays), packed, plan)
+        outputs = attend_rows(algorithm, options, Operands(*arrays), packed, plan_of_group(plan))
         if outputs.max_logits is None or not axes.batch:
             return outputs
-        largest = lax.stop_gradient(outputs.max_logits)
+        (largest,) = vary_alike([lax.stop_gradient(outputs.max_logits)], also=axes.batch)
         return outputs._replace(max_logits=lax.pmax(largest, axes.batch))
 
     return on_all_ranks(

@@ -109,6 +109,10 @@ def softmax_gradients(op: str, out: Any, lse: Any, cotangents: Outputs) -> Softm
     return SoftmaxGradients(out, lse, dout, jnp.swapaxes(dlse, 1, 2))
 
 
+def has_no_tokens(operands: Operands) -> bool:
+    return 0 in operands.q.shape[:2]
+
+
 def empty_outputs(operands: Operands, v: Any, return_lse: bool, return_max_logits: bool) -> Outputs:
     """Returns the outputs of no tokens, whose values have the shape of `v`."""
     q = operands.q

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 
 from jax_cp_dispatch._ranks.communicator import AxisName
 from jax_cp_dispatch._ranks.options import read_options, read_options_alone
+from jax_cp_dispatch._ranks.varying import whole_on_explicit_axes
 from jax_cp_dispatch.comm_gemm.buffers.registry import find_buffer
 from jax_cp_dispatch.comm_gemm.engine.communication import find_gemm_ranks, with_overlap
 from jax_cp_dispatch.comm_gemm.engine.gemm_call import GemmCall, GemmResults, collapse
@@ -196,7 +197,9 @@ def gemm(
         return_aux=return_aux,
     )
     operands["gelu_input"] = _read_gelu_input(op, call, gelu_input)
-    results = bind_gemm(call, **operands, aux_in=aux_in)
+    given = {name: x for name, x in {**operands, "aux_in": aux_in}.items() if x is not None}
+    whole = whole_on_explicit_axes(given.values())
+    results = bind_gemm(call, **dict(zip(given, whole, strict=True)))
     rows = free_lhs if call.is_bulk else (call.out_shape[0],)
     return _asked_for(results, (*rows, *free_rhs), return_aux=call.is_bulk or return_aux)
 

@@ -21,6 +21,7 @@ from jax_cp_dispatch.comm_gemm.choice import (
 from jax_cp_dispatch.comm_gemm.layers.global_arrays import (
     even_row_counts,
     global_matmul,
+    over_explicit_axes,
     rank_matmul,
 )
 from jax_cp_dispatch.comm_gemm.layers.matmul_operands import (
@@ -281,6 +282,11 @@ def _matmul(
             f"{op}: no mesh with axis {name!r} was found. Call it inside jax.shard_map over "
             f"{name!r}, or on global arrays with mesh= or under jax.set_mesh."
         )
+    if not context.is_global:
+        run = lambda operands, state: _matmul(op, kind, operands, state, overlap, options)
+        outs = over_explicit_axes(run, operands, state)
+        if outs is not None:
+            return outs
     if context.is_global and options.row_counts is not None:
         raise ValueError(
             f"{op}: got row_counts with global arrays, which are split evenly and padded. "

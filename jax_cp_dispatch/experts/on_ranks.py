@@ -11,6 +11,7 @@ import jax
 from jax_cp_dispatch._dispatch.checks import rows_per_rank
 from jax_cp_dispatch._ranks.call_context import is_on_rank
 from jax_cp_dispatch._ranks.options import CollectiveOptions
+from jax_cp_dispatch._ranks.varying import whole_rows
 from jax_cp_dispatch.global_call.mesh_axes import GivenAxes, MeshAxes, find_axes
 from jax_cp_dispatch.global_call.on_all_ranks import on_all_ranks
 
@@ -42,7 +43,7 @@ def on_ranks(
     As one function of the program, which equal calls share.
     """
     if axes is None:
-        return _part(run, config, *operands)
+        return _part(run, config, *whole_rows(operands))
     return _program(run, config, axes, tuple(specs.items()), *operands)
 
 

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P, reshard
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P
 from jaxtyping import Array
 
-from jax_cp_dispatch._ranks.call_context import find_mesh, is_traced, refuse_other_mesh
+from jax_cp_dispatch._ranks.call_context import find_mesh, is_traced, refuse_other_mesh, retype
 from jax_cp_dispatch._ranks.communicator import AxisName
 from jax_cp_dispatch._ranks.varying import mapped_axes, refuse_mapped_explicit_axes
 from jax_cp_dispatch._text import warn_caller
@@ -28,7 +28,8 @@ class MeshAxes:
     """A mesh and the axes that a call uses.
 
     Attributes:
-      sequence: axes that shard the sequence, major axis first.
+      sequence: axes that shard the sequence, major axis first; () on one rank, where they are
+        manual.
       batch, heads: axes that shard B, and N and K; major axis first.
     """
 
@@ -39,7 +40,9 @@ class MeshAxes:
 
     @property
     def manual(self) -> set[str]:
-        """The axes that a `shard_map` makes manual: all that are not yet manual."""
+        """The axes that a `shard_map` makes manual: all that are not, on one rank the explicit."""
+        if not self.sequence:
+            return set(explicit_names(self.mesh))
         return set(self.mesh.axis_names) - set(_manual_axes(self.mesh))
 
     def num_devices(self, names: Sequence[str]) -> int:
@@ -50,6 +53,11 @@ class MeshAxes:
         """The axes of the sequence, as an axis name."""
         first, *others = self.sequence
         return self.sequence if others else first
+
+    @property
+    def rows(self) -> P:
+        """How arrays [B, T, ...] are sharded by their tokens."""
+        return P(self.batch, self.sequence)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -83,7 +91,7 @@ class MeshAxes:
         if copies == 1:
             return x
         if AxisType.Explicit in self.mesh.axis_types:  # cannot repeat a sharded dimension
-            x = reshard(x, NamedSharding(self.mesh, P(self.batch, self.sequence)))
+            x = retype(x, self.mesh, self.rows)
         return jnp.repeat(x, copies, axis=2)
 
 
@@ -110,20 +118,20 @@ def find_axes(op: str, *arrays: Any, given: GivenAxes, covers_batch: bool) -> Me
     names = {"axis_name": axis_name, "batch_axis": batch_axis, "head_axis": head_axis}
     _check_names(op, mesh, names)
     refuse_mapped_explicit_axes(op, mesh)
-    search = _Search(op, arrays, mesh)
+    search = Search(op, arrays, mesh)
     _warn_of_unset_mesh(search)
     batch, heads = _names(batch_axis), _names(head_axis)
     if batch_axis is None:
-        batch = _sharding_axes(arrays, 0, mesh, {*sequence, *heads})
+        batch = sharding_axes(arrays, 0, mesh, {*sequence, *heads})
         if batch and covers_batch:
-            _warn_of_plan(search, batch)
+            warn_of_plan(search, batch)
             batch = ()
         elif not batch and covers_batch:
             _warn_of_plan_if_traced(search, {*sequence, *heads})
         elif not batch:
             _warn_of_automatic_axes(search, "batch_axis", "B", {*sequence, *heads})
     if head_axis is None:
-        heads = _sharding_axes(arrays, 2, mesh, {*sequence, *batch})
+        heads = sharding_axes(arrays, 2, mesh, {*sequence, *batch})
         if not heads:
             _warn_of_automatic_axes(search, "head_axis", "N", {*sequence, *batch})
     axes = MeshAxes(mesh, sequence, batch, heads)
@@ -180,7 +188,7 @@ def _check_divides(op: str, dim: str, size: int, keyword: str, axes: MeshAxes):
 # ---- Inference of axes that are not named.
 
 
-def _sharding_axes(arrays: Sequence[Any], dim: int, mesh, taken: set[str]) -> tuple[str, ...]:
+def sharding_axes(arrays: Sequence[Any], dim: int, mesh, taken: set[str]) -> tuple[str, ...]:
     """Returns the free axes that shard a dimension, from the first array with a known sharding."""
     taken = taken | _hidden_axes(mesh)
     for array in arrays:
@@ -208,7 +216,7 @@ def _find_sharding(array: Any) -> NamedSharding | None:
     return sharding if isinstance(sharding, NamedSharding) else None
 
 
-class _Search(NamedTuple):
+class Search(NamedTuple):
     """What a warning is about."""
 
     op: str
@@ -223,7 +231,7 @@ class _Search(NamedTuple):
         warn_caller(f"{self.op}: {message}")
 
 
-def _warn_of_automatic_axes(search: _Search, keyword: str, name: str, taken: set[str]) -> None:
+def _warn_of_automatic_axes(search: Search, keyword: str, name: str, taken: set[str]) -> None:
     """Warns if a dimension may be sharded over an axis without any way to know."""
     dim = 0 if name == "B" else 2
     axes = _untold_axes(dim, search.arrays, search.mesh, taken)
@@ -252,7 +260,7 @@ def _untold_axes(dim: int, arrays, mesh, taken: set[str]) -> tuple[str, ...]:
     )
 
 
-def _warn_of_unset_mesh(search: _Search) -> None:
+def _warn_of_unset_mesh(search: Search) -> None:
     """Warns if no mesh is set and JAX therefore cannot transpose operations on the result."""
     _, arrays, mesh = search
     is_set = not jax.sharding.get_abstract_mesh().empty
@@ -268,7 +276,7 @@ def _warn_of_unset_mesh(search: _Search) -> None:
         )
 
 
-def _warn_of_plan_if_traced(search: _Search, taken: set[str]) -> None:
+def _warn_of_plan_if_traced(search: Search, taken: set[str]) -> None:
     _, arrays, mesh = search
     axes = _untold_axes(0, arrays, mesh, taken)
     if axes:
@@ -282,7 +290,7 @@ def _warn_of_plan_if_traced(search: _Search, taken: set[str]) -> None:
         )
 
 
-def _warn_of_plan(search: _Search, batch: tuple[str, ...]) -> None:
+def warn_of_plan(search: Search, batch: tuple[str, ...]) -> None:
     search.warn_once(
         "plan",
         f"the plan is for all rows of the batch, so q, k and v, whose batch is sharded over "
@@ -299,6 +307,11 @@ _warn_lock = threading.Lock()
 def _hidden_axes(mesh) -> set[str]:
     """Returns axes that an outer `shard_map` or `vmap` uses, which shard nothing visible here."""
     return {*_manual_axes(mesh), *mapped_axes()}
+
+
+def explicit_names(mesh) -> tuple[str, ...]:
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(name for name, kind in kinds if kind == AxisType.Explicit)
 
 
 def _manual_axes(mesh) -> tuple[str, ...]:

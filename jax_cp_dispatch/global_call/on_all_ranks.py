@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_batching import custom_vmap
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P, reshard
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec as P
 
 from jax_cp_dispatch._ranks.call_context import retype
 from jax_cp_dispatch._ranks.varying import can_check_varying, varying_axes
@@ -44,8 +44,7 @@ def on_all_ranks(
         run, mesh=axes.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes.manual
     )
     if AxisType.Explicit in axes.mesh.axis_types:  # over explicit axes shard_map does not reshard
-        put = lambda spec: partial(reshard, out_shardings=NamedSharding(axes.mesh, spec))
-        put_all = lambda spec, part: jax.tree.map(put(spec), part)
+        put_all = lambda spec, part: jax.tree.map(lambda x: retype(x, axes.mesh, spec), part)
         operands = jax.tree.map(put_all, in_specs, operands, is_leaf=lambda x: isinstance(x, P))
     return mapped(*operands)
 

@@ -99,6 +99,17 @@ def is_stack(plan: Plan | None) -> bool:
     return plan is not None and plan.fingerprint.ndim > 2
 
 
+def is_of_all(plan: Plan | None) -> bool:
+    """Whether this is one plan, for all rows of a batch."""
+    return plan is not None and not is_stack(plan)
+
+
+def plan_of_group(plan: Plan | None) -> Plan | None:
+    """Returns the plan of this group, if its part of a stack is one plan."""
+    has_one = plan is not None and is_stack(plan) and plan.fingerprint.shape[0] == 1
+    return jax.tree.map(lambda x: x[0], plan) if has_one else plan
+
+
 def check_groups(op: str, plan: Any, *, num_groups: int, batch: tuple[str, ...]) -> None:
     """Requires one plan for each group of the batch; a single group may have it in a stack."""
     held = plan.fingerprint.shape[-2] if plan.fingerprint.ndim > 1 else 1

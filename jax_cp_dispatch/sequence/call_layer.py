@@ -17,11 +17,12 @@ from jax_cp_dispatch._ranks.varying import vary_alike
 from jax_cp_dispatch.documents.given import GivenDocuments, read_given_tokens, read_sequences
 from jax_cp_dispatch.documents.ranges import PackedMask
 from jax_cp_dispatch.documents.segment_ids import check_documents, fold_to_int32, is_on_host
+from jax_cp_dispatch.global_call.explicit_axes import explicit_axes, refuse_explicit_axes
 from jax_cp_dispatch.global_call.mesh_axes import GivenAxes, MeshAxes, find_axes
 from jax_cp_dispatch.global_call.on_all_ranks import cut_tokens, on_all_ranks, pad_tokens
 from jax_cp_dispatch.masks.mask import PACKED
 from jax_cp_dispatch.planning import Plan
-from jax_cp_dispatch.planning.stack import check_groups, is_stack
+from jax_cp_dispatch.planning.stack import check_groups, is_of_all, is_stack, plan_of_group
 from jax_cp_dispatch.sequence.carried import Carried, check_order, state_of_all
 from jax_cp_dispatch.sequence.chunk_order import confirmed, only_if_right
 from jax_cp_dispatch.sequence.document_pieces import pieces_from_ids
@@ -96,6 +97,7 @@ def call_layer(
                 f"{op}: initial_state and return_state need packed order, but the pieces are of "
                 "documents in another one. Pass document_pieces of packed documents."
             )
+        refuse_explicit_axes(op, (tokens, weights, carried))
         return _on_rank(layer, tokens, weights, carried, where.documents)
     given = read_given_tokens(op, where.documents, where.segment_ids, where.positions)
     check_documents(op, *given.packed[1:], shape, "the tokens have B, T =")
@@ -112,7 +114,14 @@ def call_layer(
     num_ranks = jax.lax.axis_size(layer.options.axis_name)
     ranks = f"axis {layer.options.axis_name!r} has {num_ranks} ranks"
     given.check_ranks(op, shape[1] * num_ranks, num_ranks, ranks)
-    return _on_rank(layer, tokens, weights, carried, given)
+    leaves = _by_heads(layer, tokens)
+    others, covers_batch = (weights, carried, given.packed, given.plan), is_of_all(given.plan)
+    found = explicit_axes(op, *leaves, others=others, covers_batch=covers_batch)
+    if found is None:
+        return _on_rank(layer, tokens, weights, carried, given)
+    documents = given.packed[1:]
+    tokens = _repeat_heads(layer, tokens, found)
+    return _program(tokens, weights, carried, given.plan, documents, layer=layer, axes=found)
 
 
 def _on_rank(
@@ -193,12 +202,12 @@ def _on_global_arrays(
     """Pads the tokens, finds the axes, and runs one program on all ranks."""
     options, op = layer.options, layer.options.op
     (_, segment_ids, positions), plan = given.packed, given.plan
-    leaves = sorted(jax.tree.leaves(tokens), key=lambda x: x.ndim < 3)
+    leaves = _by_heads(layer, tokens)
     found = find_axes(
         op,
         *leaves,
         given=GivenAxes(axes.mesh, options.axis_name, axes.batch, axes.heads),
-        covers_batch=plan is not None and not is_stack(plan),
+        covers_batch=is_of_all(plan),
     )
     num_tokens = leaves[0].shape[1]
     given.check_ranks(op, num_tokens, found.num_ranks, found.described)
@@ -226,12 +235,9 @@ def _on_global_arrays(
             segment_ids = np.ones(leaves[0].shape[:2], np.int32)
     documents = segment_ids, positions
     tokens, documents = pad_tokens((tokens, documents), missing)
-    if layer.num_heads is not None:
-        for name in layer.grouped:
-            tokens[name] = found.repeat_kv_heads(tokens[name], layer.num_heads)
     if leaves[0].ndim < 3:
         found = dataclasses.replace(found, heads=())  # of one device: no array has such an axis
-    _check_heads(op, tokens, found)
+    tokens = _repeat_heads(layer, tokens, found)
     out = _program(tokens, weights, carried, plan, documents, layer=layer, axes=found)
     if not missing:
         return out
@@ -254,8 +260,18 @@ def _check_plan(op: str, plan: Plan, axes: MeshAxes, num_tokens: int) -> None:
     check_groups(op, plan, num_groups=axes.num_groups, batch=axes.batch)
 
 
-def _check_heads(op: str, tokens: Any, axes: MeshAxes) -> None:
-    num_devices = axes.num_devices(axes.heads)
+def _by_heads(layer: Layer, tokens: Any) -> list[Any]:
+    """Returns the arrays, first those whose axis 2 is that of all heads."""
+    has_all = lambda x: x.ndim > 2 and layer.num_heads in (None, x.shape[2])
+    return sorted(jax.tree.leaves(tokens), key=lambda x: not has_all(x))
+
+
+def _repeat_heads(layer: Layer, tokens: Any, axes: MeshAxes) -> Any:
+    """Returns the tokens with heads that the devices of the heads divide."""
+    op, num_devices = layer.options.op, axes.num_devices(axes.heads)
+    if layer.num_heads is not None:
+        repeated = lambda x: axes.repeat_kv_heads(x, layer.num_heads)
+        tokens = {**tokens, **{name: repeated(tokens[name]) for name in layer.grouped}}
     for x in jax.tree.leaves(tokens):
         if x.ndim > 2 and x.shape[2] % num_devices:
             raise ValueError(
@@ -263,14 +279,15 @@ def _check_heads(op: str, tokens: Any, axes: MeshAxes) -> None:
                 f"{num_devices} devices, which must divide its axis 2. Pass head_axis=(), and each "
                 "of them computes all of it; or name an axis of fewer devices."
             )
+    return tokens
 
 
 @partial(jax.jit, static_argnames=("layer", "axes"))
 def _program(tokens, weights, carried, plan, documents, *, layer: Layer, axes: MeshAxes):
-    sequence = P(axes.batch, axes.axis_name)
+    sequence = axes.rows
     rows = jax.tree.map(lambda x: P(*sequence, axes.heads) if x.ndim > 2 else sequence, tokens)
     shared = jax.tree.map(lambda x: P(*[None] * (x.ndim - 1), axes.heads), weights)
-    of_plan = sequence if is_stack(plan) else P(axes.axis_name)
+    of_plan = sequence if is_stack(plan) else P(axes.sequence)
     of_heads = P(*sequence, axes.heads) if axes.heads else sequence
     before_heads = [axes.batch] + [None] * (carried.head_axis - 1)
     state = lambda ndim: P(*before_heads, axes.heads) if ndim > len(before_heads) else P(axes.batch)
@@ -290,11 +307,9 @@ def _program(tokens, weights, carried, plan, documents, *, layer: Layer, axes: M
 
 
 def _local(layer: Layer, heads: tuple[str, ...], tokens, weights, carried, plan, documents):
-    if is_stack(plan):  # of which this group has one
-        plan = jax.tree.map(lambda x: x[0], plan)
     segment_ids, positions = documents
     packed = PackedMask(None, segment_ids, positions)
-    given = GivenDocuments(packed, layer.options.order, plan)
+    given = GivenDocuments(packed, layer.options.order, plan_of_group(plan))
     out = _on_rank(layer, tokens, weights, carried, given)
     first, *states = out if carried.is_returned else (out,)
     if heads and not layer.like_tokens and any(x.ndim < 3 for x in jax.tree.leaves(first)):

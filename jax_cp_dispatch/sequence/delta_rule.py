@@ -26,6 +26,7 @@ from jax_cp_dispatch.sequence.pieces import Options, Pieces
 from jax_cp_dispatch.sequence.recurrence import (
     Recur,
     carried_heads,
+    check_decay,
     check_heads,
     chunks_of,
     heads_first,
@@ -98,6 +99,7 @@ def gated_delta_rule(
     tokens = {"v": v, "q": q, "k": k, "log_decay": log_decay, "beta": beta}
     layer = Layer(options, Recur(kernel), num_heads=v.shape[2], grouped=("q", "k"))
     where, axes = Where(documents, segment_ids, positions), Axes(mesh, batch_axis, head_axis)
+    check_decay(_OP, log_decay, where)
     carried = carried_heads(_OP, k, v, initial_state, return_state)
     return call_layer(layer, tokens, (), where, axes, carried)
 

@@ -31,6 +31,7 @@ from jax_cp_dispatch.documents.layouts import (
 )
 from jax_cp_dispatch.documents.order import begin_columns, gather_sequence
 from jax_cp_dispatch.documents.segment_ids import fold_to_int32, read_documents
+from jax_cp_dispatch.global_call.explicit_axes import refuse_explicit_axes
 from jax_cp_dispatch.masks.mask import PACKED, PLACED
 from jax_cp_dispatch.sequence.chunk_order import are_in_order, chunk_order
 from jax_cp_dispatch.sequence.pieces import Cuts, Options, Pieces, pieces_from_plan
@@ -70,6 +71,7 @@ def document_pieces(
     options = dataclasses.replace(options, order=given.order, finds_row_ends=given.order == PACKED)
     ranks = f"axis {axis_name!r} has {num_ranks} ranks"
     given.check_ranks(op, shape[1] * num_ranks, num_ranks, ranks)
+    refuse_explicit_axes(op, (given.packed, given.plan))
     if given.order == PLACED:
         return pieces_from_plan(options, given.plan, (segment_ids, positions), shape)
     return pieces_from_ids(options, segment_ids, positions, shape)

@@ -21,6 +21,7 @@ from jax_cp_dispatch.sequence.pieces import Cuts, Options, Pieces
 from jax_cp_dispatch.sequence.recurrence import (
     Recur,
     carried_heads,
+    check_decay,
     check_heads,
     chunks_of,
     heads_first,
@@ -81,6 +82,7 @@ def linear_attention(
     tokens = {"v": v, "q": q, "k": k, "log_decay": log_decay}
     layer = Layer(options, Recur(kernel), num_heads=v.shape[2], grouped=("q", "k"))
     where, axes = Where(documents, segment_ids, positions), Axes(mesh, batch_axis, head_axis)
+    check_decay(_OP, log_decay, where)
     carried = carried_heads(_OP, k, v, initial_state, return_state)
     return call_layer(layer, tokens, (), where, axes, carried)
 

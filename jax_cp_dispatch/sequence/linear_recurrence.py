@@ -19,7 +19,7 @@ from jax_cp_dispatch.sequence.call_layer import Axes, Layer, Where, call_layer
 from jax_cp_dispatch.sequence.carried import Carried, check_state
 from jax_cp_dispatch.sequence.chains import CutPieces
 from jax_cp_dispatch.sequence.pieces import Options, Pieces
-from jax_cp_dispatch.sequence.recurrence import Recur, check_elementwise, wide
+from jax_cp_dispatch.sequence.recurrence import Recur, check_decay, check_elementwise, wide
 
 _OP = "linear_recurrence"
 
@@ -66,6 +66,7 @@ def linear_recurrence(
     options = Options.of_call(_OP, axis_name, implementation, deadline)
     check_elementwise(_OP, x, log_decay)
     where, axes = Where(documents, segment_ids, positions), Axes(mesh, batch_axis, head_axis)
+    check_decay(_OP, log_decay, where)
     layer = Layer(options, Recur(LinearRecurrence()))
     like = jax.ShapeDtypeStruct((x.shape[0], *x.shape[2:]), jnp.float32)
     check_state(_OP, initial_state, like, "Pass the last h of each running document.")

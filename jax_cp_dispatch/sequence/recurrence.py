@@ -9,10 +9,11 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, Int32, Integer, PyTree, Shaped
 
-from jax_cp_dispatch._arguments import HostOrDevice, check_array
+from jax_cp_dispatch._arguments import HostOrDevice, check_array, is_on_host
 from jax_cp_dispatch._arrays import chosen, only_where, sum_dtype
 from jax_cp_dispatch._ranks.communicator import AxisName
 from jax_cp_dispatch.documents import Documents
@@ -72,6 +73,26 @@ def check_heads(op: str, q: Any, k: Any, v: Any, log_decay: Any, beta: Any = Non
     if beta is not None and beta.shape != heads:
         raise ValueError(
             f"{op}: beta has shape {beta.shape}; it needs {heads}. Pass one number per head."
+        )
+
+
+def check_decay(op: str, log_decay: Any, where: Where) -> None:
+    """Requires at most 0, or NaN, of tokens that are known here; padding may have any value."""
+    documents = where.documents
+    ids = documents.segment_ids if isinstance(documents, Documents) else where.segment_ids
+    if isinstance(documents, Pieces) or not all(is_on_host(x) for x in (log_decay, ids)):
+        return
+    known = np.asarray(log_decay)
+    is_token = True
+    if ids is not None and ids.shape == known.shape[:2]:
+        is_token = (np.asarray(ids) != 0).reshape(ids.shape + (1,) * (known.ndim - 2))
+    wrong = np.argwhere((known > 0) & is_token)
+    if len(wrong):
+        at = ", ".join(map(str, wrong[0]))
+        raise ValueError(
+            f"{op}: log_decay[{at}] is {known[tuple(wrong[0])]:g}; it needs to be at most 0, the "
+            "logarithm of a decay in [0, 1], or states grow without bound. Pass jnp.log of decays, "
+            "or -jax.nn.softplus(x)."
         )
 
 

@@ -187,6 +187,7 @@ def _maps(steps: Steps, chunks: Chunks, links: Links, initial: Any) -> tuple[Any
         return _if_any(used, walked, entering)
 
     zero = jnp.zeros((*lead, size, steps.u.shape[-1]), steps.u.dtype)
+    (zero,) = vary_like([zero], steps.u)  # as its cotangent does
     if links.cuts.pieces.world_size == 1:
         return links.decays if steps.w is None else zero, zero
     sends = links.cuts.sends

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import numpy as np
 
 from jax_cp_dispatch.attention.call_options import AttentionOptions
-from jax_cp_dispatch.attention.operands import Operands, Outputs
+from jax_cp_dispatch.attention.latents import key_shapes
+from jax_cp_dispatch.attention.operands import Operands, Outputs, empty_outputs, has_no_tokens
 from jax_cp_dispatch.cost import Hardware, Moves, Prediction, StepCost, Workload
 from jax_cp_dispatch.cost.pairs import equal_pairs
 from jax_cp_dispatch.cost.steps import add_steps, one_after_the_other
@@ -194,6 +195,16 @@ class Algorithm(abc.ABC):
     ) -> float:
         """Predicts the seconds to rearrange tokens before the steps, and back."""
         return 0.0
+
+
+def attend_rows(
+    algorithm: Algorithm, options: AttentionOptions, operands: Operands, packed: Any, plan: Any
+) -> Outputs:
+    """Returns `algorithm.attend(...)`; without tokens there is nothing to plan or to move."""
+    if plan is None and has_no_tokens(operands):
+        _, v = key_shapes(options.expansion, operands)
+        return empty_outputs(operands, v, options.return_lse, options.return_max_logits)
+    return algorithm.attend(options, operands, packed, plan)
 
 
 def refuse(op: str, algorithm: Algorithm, call: Call) -> None:

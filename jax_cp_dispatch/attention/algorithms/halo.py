@@ -20,8 +20,7 @@ from jax_cp_dispatch.attention.algorithms.algorithm import Algorithm, Call
 from jax_cp_dispatch.attention.algorithms.by_plan import PlannedMovement
 from jax_cp_dispatch.attention.algorithms.exchange_once import exchange_once
 from jax_cp_dispatch.attention.call_options import AttentionOptions
-from jax_cp_dispatch.attention.latents import key_shapes
-from jax_cp_dispatch.attention.operands import Operands, Outputs, empty_outputs
+from jax_cp_dispatch.attention.operands import Operands, Outputs
 from jax_cp_dispatch.attention.rotating.sequence import ranges_of_rows
 from jax_cp_dispatch.cost import Hardware, Moves, StepCost, Workload, rows_by_link
 from jax_cp_dispatch.cost.pairs import decisive_pairs, pairs_between_ranks
@@ -268,9 +267,6 @@ def _attend(
 ) -> Outputs:
     """Attends the concatenated rows of all batch rows."""
     exchange, (B, T) = options.exchange, operands.q.shape[:2]
-    if B * T == 0:
-        _, v = key_shapes(options.expansion, operands)
-        return empty_outputs(operands, v, options.return_lse, options.return_max_logits)
     rank = lax.axis_index(exchange.axis_name)
     order: Any = {"layout": options.order.layout, "checks_order": options.checks_order}
     seen, fault = gathered_ranges(exchange, packed, (B, T), **order)

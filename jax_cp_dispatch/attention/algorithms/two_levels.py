@@ -17,8 +17,7 @@ from jax_cp_dispatch._residuals import named_context_received
 from jax_cp_dispatch.attention.algorithms.algorithm import Algorithm, Call
 from jax_cp_dispatch.attention.algorithms.head_exchange import HeadExchange, repeat_heads
 from jax_cp_dispatch.attention.call_options import AttentionOptions
-from jax_cp_dispatch.attention.latents import key_shapes
-from jax_cp_dispatch.attention.operands import Operands, Outputs, empty_outputs
+from jax_cp_dispatch.attention.operands import Operands, Outputs
 from jax_cp_dispatch.cost import Hardware, Workload
 from jax_cp_dispatch.documents.layouts import zigzag_permutation
 from jax_cp_dispatch.documents.order import gather_sequence
@@ -69,10 +68,7 @@ class TwoLevels(NamedTuple):
 @partial(jax.jit, static_argnums=0)  # equal calls of a program are traced and lowered once
 def attend_two_levels(levels: TwoLevels, operands: Operands, packed: PackedMask) -> Outputs:
     """Computes attention of this rank's rows; the arguments are checked."""
-    options, (B, T) = levels.options, operands.q.shape[:2]
-    if B * T == 0:
-        _, v = key_shapes(options.expansion, operands)
-        return empty_outputs(operands, v, options.return_lse, options.return_max_logits)
+    options, T = levels.options, operands.q.shape[1]
     exchange, inner = options.exchange, levels.inner_options
     num_inner = lax.axis_size(inner.axis_name)
     num_outer = lax.axis_size(exchange.axis_name) // num_inner

@@ -27,8 +27,7 @@ from jax_cp_dispatch.attention.algorithms.two_levels import (
     outer_workload,
 )
 from jax_cp_dispatch.attention.call_options import AttentionOptions
-from jax_cp_dispatch.attention.latents import key_shapes
-from jax_cp_dispatch.attention.operands import Operands, Outputs, empty_outputs
+from jax_cp_dispatch.attention.operands import Operands, Outputs
 from jax_cp_dispatch.cost import Hardware, Moves, StepCost, Workload
 from jax_cp_dispatch.cost.pairs import equal_pairs
 from jax_cp_dispatch.cost.steps import attention_seconds, step_cost
@@ -205,9 +204,6 @@ def _can_share_heads(workload: Workload) -> bool:
 def _attend(movement: ShareOfHeads, operands: Operands, packed: PackedMask) -> Outputs:
     """Computes attention of this rank's rows; the arguments are checked."""
     options, shape = movement.options, operands.q.shape[:2]
-    if 0 in shape:
-        _, v = key_shapes(options.expansion, operands)
-        return empty_outputs(operands, v, options.return_lse, options.return_max_logits)
     operands = operands.varying(options.exchange)
     order = {"layout": options.order.layout, "checks_order": options.checks_order}
     leaves, tree = jax.tree.flatten(gathered_ranges(options.exchange, packed, shape, **order))

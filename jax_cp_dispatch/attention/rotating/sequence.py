@@ -21,7 +21,7 @@ from jax_cp_dispatch.attention.latents import key_shapes
 from jax_cp_dispatch.attention.local.local_options import LocalOptions, rank_blocks
 from jax_cp_dispatch.attention.local.query_ranges import KeyQueries
 from jax_cp_dispatch.attention.local.rows import with_rows
-from jax_cp_dispatch.attention.operands import Operands, Outputs, empty_outputs
+from jax_cp_dispatch.attention.operands import Operands, Outputs
 from jax_cp_dispatch.attention.rotating.attend import Rotation, TokenRanges, attend_rotating
 from jax_cp_dispatch.attention.rotating.communication import move_chunks, reverse
 from jax_cp_dispatch.attention.rotating.key_chunks import Chunking
@@ -95,8 +95,6 @@ def attend_sequence(
     options, q = sequence.options, operands.q
     B, T = q.shape[:2]
     k, v = key_shapes(options.expansion, operands)
-    if B * T == 0:
-        return empty_outputs(operands, v, options.return_lse, options.return_max_logits)
     rotation = sequence.rotation(q, k, v)
     q, k, v, *others = operands.varying(options.exchange)
     leaves, tree = jax.tree.flatten((q, k, v))

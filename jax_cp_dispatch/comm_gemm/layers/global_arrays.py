@@ -8,16 +8,16 @@ sharding.
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, PartitionSpec as P
 from jaxtyping import Array
 
 from jax_cp_dispatch._ranks.call_context import (
     CallContext,
-    is_traced,
+    place,
     refuse_other_mesh,
-    retype,
     with_manual_axes,
 )
 from jax_cp_dispatch._ranks.varying import refuse_mapped_explicit_axes, vary_alike, varying_axes
@@ -28,6 +28,8 @@ from jax_cp_dispatch.comm_gemm.layers.rank import Matmul
 from jax_cp_dispatch.comm_gemm.layers.token_axes import tell_lost_axes
 from jax_cp_dispatch.comm_gemm.scaled.scaled_operands import use_scales
 from jax_cp_dispatch.comm_gemm.types import CommOverlapType
+from jax_cp_dispatch.global_call.explicit_axes import explicit_axes
+from jax_cp_dispatch.global_call.on_all_ranks import on_all_ranks
 
 
 def global_matmul(
@@ -52,7 +54,7 @@ def global_matmul(
             return outs
         batch, _ = _explicit_axes(context, s, operands)
         whole = P(*batch, None, None)  # tokens that do not divide are not sharded
-        return (_move(outs[0], context.mesh, whole)[..., :rows, :],)
+        return (place(outs[0], context.mesh, whole)[..., :rows, :],)
     if context.mesh is not None:
         refuse_other_mesh(s.op, context.mesh, (operands.x, *operands.ws))
     scales = None if state is None else use_scales(s.scaling_mode, (), state)
@@ -80,12 +82,6 @@ def even_row_counts(rows: int, num_ranks: int) -> tuple[int, ...]:
 # ---- Explicit axes.
 
 
-def _move(array, mesh, spec: P):
-    if is_traced([array]):
-        return retype(array, mesh, spec)
-    return jax.device_put(array, NamedSharding(mesh, spec))
-
-
 def _explicit_axes(context: CallContext, s: Matmul, operands: MatmulOperands):
     """Returns how types shard batch dimensions and tokens, apart from the ranks."""
     mesh = context.mesh
@@ -103,6 +99,26 @@ def _explicit_axes(context: CallContext, s: Matmul, operands: MatmulOperands):
         tell_lost_axes(s, tokens, f"{rows} tokens are not a multiple of {parts} devices; pad them")
         tokens = ()
     return [axes or None for axes in batch], tokens
+
+
+def over_explicit_axes(run: Any, operands: MatmulOperands, state) -> tuple[Array, ...] | None:
+    """Returns `run(operands, state)` of one rank's arrays over the explicit axes that shard them.
+
+    None if there are none. Batch dimensions stay sharded, all others are gathered.
+    """
+    axes = explicit_axes("", others=(operands, state), covers_batch=False)
+    if axes is None:
+        return None
+    num_batch = len(operands.tokens_shape) - 1
+    batch = P(*jax.typeof(operands.x).sharding.spec[:num_batch])
+    return on_all_ranks(
+        run,
+        (operands, state),
+        axes=axes,
+        in_specs=(dataclasses.replace(jax.tree.map(lambda _: P(), operands), x=batch), P()),
+        out_specs=batch,
+        num_differentiable=2,
+    )
 
 
 def rank_matmul(s: Matmul, operands: MatmulOperands, state) -> tuple[Array, ...]:
@@ -130,7 +146,7 @@ def _inside_shard_map(
         ws=(P(None, names) if gathers else P(names),) * len(operands.ws),
         biases=tuple(None if bias is None else of_bias for bias in operands.biases),
     )
-    operands = jax.tree.map(lambda a, spec: _move(a, mesh, spec), operands, specs)
+    operands = jax.tree.map(lambda a, spec: place(a, mesh, spec), operands, specs)
     groups = math.prod(mesh.shape[name] for name in tokens)
     counts = tuple(count // groups for count in s.row_counts)
     local = s.replace(row_counts=counts, comm=s.comm.inside(mesh), mesh=None)
