@@ -32,7 +32,7 @@ from jax_cp_dispatch.documents.given import (
     read_sequences,
 )
 from jax_cp_dispatch.documents.ranges import PackedMask
-from jax_cp_dispatch.documents.segment_ids import fold_to_int32, read_documents
+from jax_cp_dispatch.documents.segment_ids import read_documents
 from jax_cp_dispatch.global_call.mesh_axes import GivenAxes, MeshAxes, find_axes
 from jax_cp_dispatch.global_call.on_all_ranks import cut_tokens, on_all_ranks, pad_tokens
 from jax_cp_dispatch.masks import Mask
@@ -261,10 +261,9 @@ def _read_known(
     options: AttentionOptions, packed: PackedMask, plan: Any, num_ranks: int
 ) -> PackedMask:
     """Checks ids, positions and masks that are known on the host."""
+    if plan is not None:  # with which `Documents` come, that were read
+        return packed
     mask, *documents = packed
-    if plan is not None:
-        folded = (fold_to_int32(x) if x is not None and is_on_host(x) else x for x in documents)
-        return PackedMask(mask, *folded)
     order: Any = {"layout": options.order.layout, "num_ranks": num_ranks}
     packed = PackedMask(mask, *read_sequences(_OP, *documents, **order))
     check_known_mask(_OP, packed, **order)

@@ -11,11 +11,11 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Integer, PyTree, Shaped
 
-from jax_cp_dispatch._arguments import HostOrDevice, check_positive, is_on_host
+from jax_cp_dispatch._arguments import HostOrDevice, check_positive
 from jax_cp_dispatch._text import outline
 from jax_cp_dispatch.documents.layouts import zigzag_permutation
 from jax_cp_dispatch.documents.order import document_starts
-from jax_cp_dispatch.documents.segment_ids import check_ids, fold_to_int32, read_documents
+from jax_cp_dispatch.documents.segment_ids import check_ids, number_ids, read_documents
 from jax_cp_dispatch.masks import ArrayMask, Mask
 from jax_cp_dispatch.masks.mask import PACKED, PLACED, Order, zigzag_order
 from jax_cp_dispatch.masks.read import check_mask_arrays, check_mask_order, read_mask
@@ -62,11 +62,8 @@ class Documents:
 
     def __post_init__(self) -> None:
         check_ids(_OP, self.segment_ids, self.positions, may_be_empty=True)
-        known = read_documents(_OP, self.segment_ids, self.positions)
-        segment_ids = self.segment_ids
-        if is_on_host(segment_ids):
-            segment_ids = _stored_ids(np.asarray(segment_ids), known[0])
-        positions = self.positions if self.positions is None else known[1]
+        segment_ids, positions = read_documents(_OP, self.segment_ids, self.positions)
+        segment_ids = number_ids(segment_ids)
         mask = self.mask if self.mask is None else read_mask(_OP, self.mask)
         if mask is not None:
             check_mask_arrays(_OP, mask, segment_ids.shape)
@@ -260,17 +257,6 @@ def permuted(tree: Any, columns: Any, order: Order) -> Any:
         return x if columns is None else x[:, columns]
 
     return jax.tree.map(one, tree, is_leaf=lambda x: isinstance(x, Mask))
-
-
-def _stored_ids(
-    segment_ids: Integer[np.ndarray, "B T"], renumbered: Integer[np.ndarray, "B T"]
-) -> Integer[np.ndarray, "B T"]:
-    """Returns int32 ids as plans compare them; renumbered if two ids would become equal."""
-    folded = fold_to_int32(segment_ids)
-    if np.array_equal(folded, renumbered):
-        return renumbered
-    is_exact = len(np.unique(folded)) == len(np.unique(segment_ids))
-    return folded if is_exact else renumbered
 
 
 def _counted(segment_ids: Integer[HostOrDevice, "B T"]) -> Integer[HostOrDevice, "B T"]:

@@ -16,7 +16,7 @@ from jax_cp_dispatch._ranks.call_context import is_on_rank
 from jax_cp_dispatch._ranks.varying import vary_alike
 from jax_cp_dispatch.documents.given import GivenDocuments, read_given_tokens, read_sequences
 from jax_cp_dispatch.documents.ranges import PackedMask
-from jax_cp_dispatch.documents.segment_ids import check_documents, fold_to_int32, is_on_host
+from jax_cp_dispatch.documents.segment_ids import check_documents, is_on_host
 from jax_cp_dispatch.global_call.mesh_axes import GivenAxes, MeshAxes, find_axes
 from jax_cp_dispatch.global_call.on_all_ranks import cut_tokens, on_all_ranks, pad_tokens
 from jax_cp_dispatch.masks.mask import PACKED
@@ -205,10 +205,6 @@ def _on_global_arrays(
     missing = -num_tokens % found.num_ranks
     if plan is not None:
         _check_plan(op, plan, found, num_tokens)
-        segment_ids, positions = (
-            fold_to_int32(x) if x is not None and is_on_host(x) else x
-            for x in (segment_ids, positions)
-        )
     else:
         if missing and options.order.layout == "zigzag":
             raise ValueError(
