@@ -17,7 +17,7 @@ from jax_cp_dispatch.documents.layouts import zigzag_permutation
 from jax_cp_dispatch.documents.order import document_starts
 from jax_cp_dispatch.documents.segment_ids import check_ids, number_ids, read_documents
 from jax_cp_dispatch.masks import ArrayMask, Mask
-from jax_cp_dispatch.masks.mask import PACKED, PLACED, Order, zigzag_order
+from jax_cp_dispatch.masks.mask import PACKED, PLACED, Order, check_made_packed, zigzag_order
 from jax_cp_dispatch.masks.read import check_mask_arrays, check_mask_order, read_mask
 
 _OP = "Documents"
@@ -44,7 +44,7 @@ class Documents:
       mask: which keys a token sees, in calls without `mask=`; its arrays are in this order.
       plans: the plans of attention for these tokens: of a placement, one for each of its masks; of
         `plan_attention`, one. The mask of a call selects it.
-      order: of the tokens (static).
+      order: of the tokens (static), with the next two not to be passed.
       columns: tokens T of a whole batch row (static).
       counted: whether positions were counted, and so say no more than the ids (static).
     Raises:
@@ -56,11 +56,15 @@ class Documents:
     positions: Any = None
     mask: Mask | str | None = None
     plans: tuple[Any, ...] = ()
-    order: Order = dataclasses.field(default=PACKED, init=False)
-    columns: int = dataclasses.field(default=0, init=False)
-    counted: bool = dataclasses.field(default=False, init=False)
+    # `dataclasses.replace` passes them.
+    order: Order = dataclasses.field(default=PACKED, kw_only=True)
+    columns: int = dataclasses.field(default=0, kw_only=True)
+    counted: bool = dataclasses.field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
+        check_made_packed(_OP, self.order)
+        if self.counted:
+            object.__setattr__(self, "positions", None)
         check_ids(_OP, self.segment_ids, self.positions, may_be_empty=True)
         segment_ids, positions = read_documents(_OP, self.segment_ids, self.positions)
         segment_ids = number_ids(segment_ids)
