@@ -302,8 +302,6 @@ def _program(
 
     def attend(*sharded: Any) -> Outputs:
         *arrays, plan, packed = sharded
-        if is_stack(plan):  # of which this group has one
-            plan = jax.tree.map(lambda x: x[0], plan)
         outputs = algorithm.attend(options, Operands(*arrays), packed, plan)
         if outputs.max_logits is None or not axes.batch:
             return outputs

@@ -9,8 +9,6 @@ known on the host here, of traced ones in the program (`order.py`).
 
 from typing import Any
 
-import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -153,7 +151,7 @@ def _check_runs(op: str, segment_ids: np.ndarray, positions: np.ndarray | None) 
 
 
 def number_ids(segment_ids: Ids) -> Int32[Any, "B T"]:
-    """Returns int32 ids of whole batch rows: in a row with larger ones, 1 + the first column of each.
+    """Returns int32 ids of whole batch rows: in a row with larger ones, 1 + the first column of it.
 
     So equal ids stay equal, different ones differ, and 0 stays 0, on the host and traced alike.
     """

@@ -81,7 +81,7 @@ def array_mask(kind: _Kind) -> _Kind:
     # A field, so that `dataclasses.replace` passes it.
     kind.__annotations__["order"] = Order
     kind.__init__ = init
-    made: Any = dataclasses.dataclass(frozen=True, eq=False, repr=False, init=False)(kind)  # pyright: ignore
+    dataclasses.dataclass(frozen=True, eq=False, repr=False, init=False)(kind)  # pyright: ignore
 
     def with_keys(mask: Any):
         keyed = [(jax.tree_util.GetAttrKey(name), getattr(mask, name)) for name in names]

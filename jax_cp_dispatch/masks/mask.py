@@ -143,8 +143,8 @@ def check_made_packed(op: str, order: Order) -> None:
     """Requires packed order of what is constructed, also by `dataclasses.replace`."""
     if order != PACKED:
         raise ValueError(
-            f"{op}: got order={order!r}, as by dataclasses.replace of one in {order}; it is made in "
-            "packed order. Replace fields of the packed one, and put that in order again."
+            f"{op}: this is dataclasses.replace of one in {order}, but it is made in packed order. "
+            "Replace fields of the packed one, and put that in this order again."
         )
 
 

@@ -99,6 +99,19 @@ def is_stack(plan: Plan | None) -> bool:
     return plan is not None and plan.fingerprint.ndim > 2
 
 
+def plan_of_group(op: str, plan: Plan) -> Plan:
+    """Returns the plan of this group of ranks, which alone it has of stacked ones."""
+    if not is_stack(plan):
+        return plan
+    if plan.fingerprint.shape[:-2] != (1,):
+        raise ValueError(
+            f"{op}: got stacked plans, of {list(plan.fingerprint.shape[:-2])}. Pass one of them: "
+            "each step of jax.lax.scan has its own, and jax.tree.map(lambda x: x[i], plans) is the "
+            "i-th. Of groups of batch rows, in_specs=documents.specs(axis_name, batch_axis) does."
+        )
+    return jax.tree.map(lambda x: x[0], plan)
+
+
 def check_groups(op: str, plan: Any, *, num_groups: int, batch: tuple[str, ...]) -> None:
     """Requires one plan for each group of the batch; a single group may have it in a stack."""
     held = plan.fingerprint.shape[-2] if plan.fingerprint.ndim > 1 else 1

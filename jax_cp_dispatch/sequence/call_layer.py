@@ -286,8 +286,6 @@ def _program(tokens, weights, carried, plan, documents, *, layer: Layer, axes: M
 
 
 def _local(layer: Layer, heads: tuple[str, ...], tokens, weights, carried, plan, documents):
-    if is_stack(plan):  # of which this group has one
-        plan = jax.tree.map(lambda x: x[0], plan)
     segment_ids, positions = documents
     packed = PackedMask(None, segment_ids, positions)
     given = GivenDocuments(packed, layer.options.order, plan)

@@ -146,7 +146,9 @@ def _numbered(
         order = zigzag_permutation(layout.num_tokens, layout.num_ranks)
         whole = jax.tree.map(lambda x: x[:, np.argsort(order)], whole)
     starts, are_right = starts_in_order(*whole)
-    (starts,) = vary_alike([starts if order is None else starts[:, order]], also=exchange.axis_names)
+    (starts,) = vary_alike(
+        [starts if order is None else starts[:, order]], also=exchange.axis_names
+    )
     size = segment_ids.shape[1]
     first = jax.lax.axis_index(exchange.axis_name) * size
     return lax.dynamic_slice_in_dim(starts, first, size, axis=1) + 1, are_right
