@@ -18,7 +18,7 @@ from jax_cp_dispatch._ranks.call_context import is_on_rank
 from jax_cp_dispatch._ranks.communicator import AxisName, check_axis_name, check_mesh
 from jax_cp_dispatch._ranks.options import read_options
 from jax_cp_dispatch._ranks.varying import vary_alike
-from jax_cp_dispatch.attention.algorithms import Algorithm, Call, attend_rows, refuse
+from jax_cp_dispatch.attention.algorithms import Algorithm, Call, attend_unless_empty, refuse
 from jax_cp_dispatch.attention.auto import Auto, Sizes, read_algorithm
 from jax_cp_dispatch.attention.call_options import AttentionOptions
 from jax_cp_dispatch.attention.expanded_heads import check_specs, with_own_heads
@@ -33,7 +33,7 @@ from jax_cp_dispatch.documents.given import (
     read_sequences,
 )
 from jax_cp_dispatch.documents.ranges import PackedMask
-from jax_cp_dispatch.documents.segment_ids import fold_to_int32, read_documents
+from jax_cp_dispatch.documents.segment_ids import read_documents
 from jax_cp_dispatch.global_call.explicit_axes import explicit_axes
 from jax_cp_dispatch.global_call.mesh_axes import GivenAxes, MeshAxes, find_axes
 from jax_cp_dispatch.global_call.on_all_ranks import cut_tokens, on_all_ranks, pad_tokens
@@ -45,7 +45,6 @@ from jax_cp_dispatch.planning.stack import (
     check_plan,
     is_of_all,
     is_stack,
-    plan_of_group,
 )
 
 _OP = "context_parallel_attention"
@@ -220,7 +219,7 @@ def _on_rank(
     axis_sizes = tuple(map(lax.axis_size, options.exchange.axis_names))
     refuse(_OP, algorithm, Call(options, axis_sizes, N // devices[1], packed.mask, plan))
     if axes is None:
-        return attend_rows(algorithm, options, operands, packed, plan)
+        return attend_unless_empty(algorithm, options, operands, packed, plan)
     return _program(operands, plan, packed, algorithm=algorithm, options=options, axes=axes)
 
 
@@ -269,10 +268,9 @@ def _read_known(
     options: AttentionOptions, packed: PackedMask, plan: Any, num_ranks: int
 ) -> PackedMask:
     """Checks ids, positions and masks that are known on the host."""
+    if plan is not None:  # with which `Documents` come, that were read
+        return packed
     mask, *documents = packed
-    if plan is not None:
-        folded = (fold_to_int32(x) if x is not None and is_on_host(x) else x for x in documents)
-        return PackedMask(mask, *folded)
     order: Any = {"layout": options.order.layout, "num_ranks": num_ranks}
     packed = PackedMask(mask, *read_sequences(_OP, *documents, **order))
     check_known_mask(_OP, packed, **order)
@@ -311,7 +309,7 @@ def _program(
 
     def attend(*sharded: Any) -> Outputs:
         *arrays, plan, packed = sharded
-        outputs = attend_rows(algorithm, options, Operands(*arrays), packed, plan_of_group(plan))
+        outputs = attend_unless_empty(algorithm, options, Operands(*arrays), packed, plan)
         if outputs.max_logits is None or not axes.batch:
             return outputs
         (largest,) = vary_alike([lax.stop_gradient(outputs.max_logits)], also=axes.batch)

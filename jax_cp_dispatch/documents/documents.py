@@ -11,13 +11,13 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Integer, PyTree, Shaped
 
-from jax_cp_dispatch._arguments import HostOrDevice, check_positive, is_on_host
+from jax_cp_dispatch._arguments import HostOrDevice, check_positive
 from jax_cp_dispatch._text import outline
 from jax_cp_dispatch.documents.layouts import zigzag_permutation
 from jax_cp_dispatch.documents.order import document_starts
-from jax_cp_dispatch.documents.segment_ids import check_ids, fold_to_int32, read_documents
+from jax_cp_dispatch.documents.segment_ids import check_ids, number_ids, read_documents
 from jax_cp_dispatch.masks import ArrayMask, Mask
-from jax_cp_dispatch.masks.mask import PACKED, PLACED, Order, zigzag_order
+from jax_cp_dispatch.masks.mask import PACKED, PLACED, Order, check_made_packed, zigzag_order
 from jax_cp_dispatch.masks.read import check_mask_arrays, check_mask_order, read_mask
 
 _OP = "Documents"
@@ -44,7 +44,7 @@ class Documents:
       mask: which keys a token sees, in calls without `mask=`; its arrays are in this order.
       plans: the plans of attention for these tokens: of a placement, one for each of its masks; of
         `plan_attention`, one. The mask of a call selects it.
-      order: of the tokens (static).
+      order: of the tokens (static), with the next two not to be passed.
       columns: tokens T of a whole batch row (static).
       counted: whether positions were counted, and so say no more than the ids (static).
     Raises:
@@ -56,17 +56,18 @@ class Documents:
     positions: Any = None
     mask: Mask | str | None = None
     plans: tuple[Any, ...] = ()
-    order: Order = dataclasses.field(default=PACKED, init=False)
-    columns: int = dataclasses.field(default=0, init=False)
-    counted: bool = dataclasses.field(default=False, init=False)
+    # `dataclasses.replace` passes them.
+    order: Order = dataclasses.field(default=PACKED, kw_only=True)
+    columns: int = dataclasses.field(default=0, kw_only=True)
+    counted: bool = dataclasses.field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
+        check_made_packed(_OP, self.order)
+        if self.counted:
+            object.__setattr__(self, "positions", None)
         check_ids(_OP, self.segment_ids, self.positions, may_be_empty=True)
-        known = read_documents(_OP, self.segment_ids, self.positions)
-        segment_ids = self.segment_ids
-        if is_on_host(segment_ids):
-            segment_ids = _stored_ids(np.asarray(segment_ids), known[0])
-        positions = self.positions if self.positions is None else known[1]
+        segment_ids, positions = read_documents(_OP, self.segment_ids, self.positions)
+        segment_ids = number_ids(segment_ids)
         mask = self.mask if self.mask is None else read_mask(_OP, self.mask)
         if mask is not None:
             check_mask_arrays(_OP, mask, segment_ids.shape)
@@ -260,17 +261,6 @@ def permuted(tree: Any, columns: Any, order: Order) -> Any:
         return x if columns is None else x[:, columns]
 
     return jax.tree.map(one, tree, is_leaf=lambda x: isinstance(x, Mask))
-
-
-def _stored_ids(
-    segment_ids: Integer[np.ndarray, "B T"], renumbered: Integer[np.ndarray, "B T"]
-) -> Integer[np.ndarray, "B T"]:
-    """Returns int32 ids as plans compare them; renumbered if two ids would become equal."""
-    folded = fold_to_int32(segment_ids)
-    if np.array_equal(folded, renumbered):
-        return renumbered
-    is_exact = len(np.unique(folded)) == len(np.unique(segment_ids))
-    return folded if is_exact else renumbered
 
 
 def _counted(segment_ids: Integer[HostOrDevice, "B T"]) -> Integer[HostOrDevice, "B T"]:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Int32, UInt32
 
-from jax_cp_dispatch.documents.segment_ids import Ids, fold_to_int32, mix
+from jax_cp_dispatch.documents.segment_ids import Ids, number_ids
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.array_mask import MaskKind
 
@@ -45,6 +45,17 @@ def checksums(
     begins = counted & xp.concatenate([counted[:, :1], ~follows], axis=1)
     hashed = _hash(xp.arange(rows.shape[1], dtype=np.uint32)[None], rows)
     return _signed(xp.where(begins, hashed, np.uint32(0)).sum(1, dtype=np.uint32))
+
+
+def place_checksums(
+    positions: Ids, num_ranks: int, *, counts: Bool[Any, "B T"]
+) -> Int32[Array | np.ndarray, " W"]:
+    """`checksums` of positions of any dtype: of those beyond 32 bits, a mix of all bits."""
+    words = positions.astype(np.uint32)
+    if positions.dtype.itemsize == 8:
+        high = (positions >> positions.dtype.type(32)).astype(np.uint32)
+        words = words ^ mix(high + (words >> np.uint32(31)))  # 0 if 32 bits hold it
+    return checksums(_signed(words), num_ranks, step=POSITION_STEP, counts=counts)
 
 
 def run_checksums(
@@ -199,7 +210,8 @@ def check_batch(
                 f"{op}: {name} has shape {x.shape} but the plan is for {num_ranks} ranks of "
                 f"{num_tokens} rows. Pass the plan of this batch."
             )
-    all_seen = _seen(segment_ids, positions, mask, num_ranks)
+    positions = None if positions is None else np.asarray(positions)
+    all_seen = _seen(number_ids(np.asarray(segment_ids)), positions, mask, num_ranks)
     names = *named, "arrays of the mask"
     for name, expected, seen in zip(names, fingerprint[:, 2:].T, all_seen, strict=False):
         differs = expected != (expected if seen is None else np.asarray(seen))
@@ -216,12 +228,17 @@ def _seen(segment_ids: Any, positions: Any, mask: Any, num_ranks: int) -> tuple[
     of_mask = mask_checksums(mask, num_ranks) if jax.tree.leaves(mask) else None
     if segment_ids is None:
         return None, None, of_mask
-    ids = fold_to_int32(segment_ids)
-    of_ids = checksums(ids, num_ranks, step=ID_STEP)
+    of_ids = checksums(segment_ids, num_ranks, step=ID_STEP)
     if positions is None:
         return of_ids, None, of_mask
-    places = fold_to_int32(positions)
-    return of_ids, checksums(places, num_ranks, step=POSITION_STEP, counts=ids > 0), of_mask
+    return of_ids, place_checksums(positions, num_ranks, counts=segment_ids > 0), of_mask
+
+
+def mix(x: Any) -> Any:
+    """A bijection of uint32 whose every output bit depends on every input bit (MurmurHash3)."""
+    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+    x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+    return x ^ (x >> np.uint32(16))
 
 
 def _by_rank(x: Any, num_ranks: int) -> Any:

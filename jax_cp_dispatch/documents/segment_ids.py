@@ -1,20 +1,22 @@
 """Reads segment ids and positions: defines their meaning and rejects invalid ones.
 
 A document is a run of one segment id in one batch row; 0 is padding. Only equality with neighbours
-and with 0 matters, so ids may have any integer dtype. Ids that are known on the host are checked.
+and with 0 matters, so ids may have any integer dtype: `number_ids` makes them int32. Ids that are
+known on the host are checked.
 Of traced ids, negative ones are padding too. A document in several pieces is an error: of values
 known on the host here, of traced ones in the program (`order.py`).
 """
 
 from typing import Any
 
-import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, Integer
+from jax import lax
+from jaxtyping import Array, Int, Int32, Integer
 
 from jax_cp_dispatch._arguments import check_array, is_on_host
+from jax_cp_dispatch._scans import running_max
+from jax_cp_dispatch.masks.array_mask import gathered
 
 Ids = Integer[Array, "B T"] | Integer[np.ndarray, "B T"]
 _INT32 = np.iinfo(np.int32)
@@ -69,8 +71,8 @@ def read_documents(
 ) -> tuple[Any, Any]:
     """Returns segment ids and positions as integers of at least 32 bits with exact comparisons.
 
-    Values known on the host are returned as NumPy int32; rows with larger ids are renumbered in the
-    order of the ids. Traced values, and values spread over processes, keep a wide dtype.
+    Values known on the host are returned as NumPy int32, by `number_ids`. Traced values, and values
+    spread over processes, keep a wide dtype: a rank alone cannot number them.
 
     Args:
       op: the public operation, for error messages.
@@ -99,36 +101,7 @@ def read_documents(
     if positions is None or is_on_host(positions):
         places = None if positions is None else np.asarray(positions)[:, columns]
         _check_runs(op, segment_ids[:, columns], places)
-    return _renumbered(segment_ids), positions
-
-
-def fold_to_int32(x: Integer[Array | np.ndarray, "..."]) -> Any:
-    """Maps each integer to one int32 of its sign: itself if it fits, else a mix of all its bits.
-
-    Returns NumPy for NumPy, so that JAX's default of 32 bits loses nothing.
-    """
-    if x.dtype.itemsize < 4 or x.dtype == np.int32:
-        return x.astype(np.int32)
-    if isinstance(x, jax.Array) and is_on_host(x) and x.dtype.itemsize == 8:
-        x = np.asarray(x)  # operations on it need `jax.enable_x64`
-    low = x.astype(np.uint32)
-    high = (x >> x.dtype.type(31)) >> x.dtype.type(1) if x.dtype.itemsize == 8 else low & ZERO
-    sign = ZERO - (low >> np.uint32(31))
-    mixed = (low ^ mix(high.astype(np.uint32) + np.uint32(0x9E3779B9))) >> np.uint32(1)
-    mixed = mixed | (x < 0).astype(np.uint32) << np.uint32(31)
-    mixed = mixed + (mixed == ZERO).astype(np.uint32)
-    where = np.where if isinstance(x, np.ndarray) else jnp.where
-    return where(high.astype(np.uint32) == sign, low, mixed).astype(np.int32)
-
-
-ZERO = np.uint32(0)
-
-
-def mix(x):
-    """A bijection of uint32 whose every output bit depends on every input bit (MurmurHash3)."""
-    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
-    x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
-    return x ^ (x >> np.uint32(16))
+    return number_ids(segment_ids), positions
 
 
 def _widened(x: Ids) -> Ids:
@@ -177,12 +150,27 @@ def _check_runs(op: str, segment_ids: np.ndarray, positions: np.ndarray | None) 
         )
 
 
-def _renumbered(segment_ids: np.ndarray) -> np.ndarray:
-    """Converts to int32; in rows with larger ids the n-th smallest id becomes n, and 0 stays 0."""
-    ids = segment_ids.astype(np.int32)
-    if segment_ids.dtype.itemsize == 4 and segment_ids.dtype != np.uint32:
-        return ids
-    for row in np.flatnonzero((segment_ids > _INT32.max).any(axis=1)):
-        known, ids[row] = np.unique(segment_ids[row], return_inverse=True)
-        ids[row] += int(known[0] != 0)
-    return ids
+def number_ids(segment_ids: Ids) -> Int32[Any, "B T"]:
+    """Returns int32 ids of whole batch rows: in a row with larger ones, 1 + the first column of it.
+
+    So equal ids stay equal, different ones differ, and 0 stays 0, on the host and traced alike.
+    """
+    ids, is_known = segment_ids, isinstance(segment_ids, np.ndarray)
+    if ids.dtype.itemsize < 4 or ids.dtype == np.int32:
+        return ids.astype(np.int32)
+    if not is_known:
+        ids = gathered(ids)
+    is_wide = (ids > ids.dtype.type(_INT32.max)).any(axis=1)
+    if is_known:
+        numbers = ids.astype(np.int32)
+        for row in np.flatnonzero(is_wide):
+            _, first, place = np.unique(ids[row], return_index=True, return_inverse=True)
+            numbers[row] = np.where(ids[row] > 0, first[place] + 1, 0)
+        return numbers
+    column = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
+    of_id, held = lax.sort((ids, column), dimension=1, num_keys=2)
+    is_first = jnp.pad(of_id[:, 1:] != of_id[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    first = jnp.take_along_axis(held, running_max(jnp.where(is_first, column, 0)), axis=1)
+    _, first = lax.sort((held, first), dimension=1, num_keys=1)
+    numbers = jnp.where(ids > 0, first + 1, 0)
+    return jnp.where(is_wide[:, None], numbers, ids.astype(jnp.int32))

@@ -22,13 +22,15 @@ class DocumentTable(NamedTuple):
     Attributes:
       lengths: tokens of each document.
       first: index of its first token in the batch, row by row; ascending.
-      ids: its segment id; lengths are numbered from 1 in each batch row.
+      ids: its segment id, by `number_ids`; lengths are numbered from 1 in each batch row.
+      given_ids: the same as given, for messages.
       batch, columns: shape of the batch.
     """
 
     lengths: Int[np.ndarray, " D"]
     first: Int[np.ndarray, " D"]
-    ids: Int[np.ndarray, " D"]
+    ids: Int32[np.ndarray, " D"]
+    given_ids: Integer[np.ndarray, " D"]
     batch: int
     columns: int
 
@@ -39,7 +41,7 @@ class DocumentTable(NamedTuple):
     def name(self, document: int | np.integer) -> str:
         """Returns the name of a document for an error message."""
         row = self.first[document] // self.columns
-        return f"document {document} (segment id {self.ids[document]} of batch row {row})"
+        return f"document {document} (segment id {self.given_ids[document]} of batch row {row})"
 
     def numbers(self) -> Int32[np.ndarray, "B T"]:
         """Returns the number of the document of each token, counted from 1; 0 for padding."""
@@ -126,7 +128,7 @@ def from_lengths(op: str, lengths: Any, columns: int | None, world_size: int) ->
     first = [b * columns + np.cumsum(row) - row for b, row in enumerate(rows)]
     ids = [np.arange(1, 1 + len(row), dtype=np.int32) for row in rows]
     lengths, first, ids = map(np.concatenate, (rows, first, ids))
-    return DocumentTable(lengths, first, ids, len(rows), columns)
+    return DocumentTable(lengths, first, ids, ids, len(rows), columns)
 
 
 def from_segment_ids(op: str, segment_ids: Any, positions: Any) -> DocumentTable:
@@ -144,7 +146,8 @@ def from_segment_ids(op: str, segment_ids: Any, positions: Any) -> DocumentTable
     lengths = np.diff(np.append(first, ids.size))
     is_document = ids.reshape(-1)[first] > 0
     lengths, first = lengths[is_document], first[is_document]
-    return DocumentTable(lengths, first, given.reshape(-1)[first], *ids.shape)
+    of_first = (x.reshape(-1)[first] for x in (ids, given))
+    return DocumentTable(lengths, first, *of_first, *ids.shape)
 
 
 def document_lengths(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, ClassVar, TypeVar
 
 import jax
@@ -11,7 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P, reshard
 
 from jax_cp_dispatch._arguments import check_array, clip_to_int32
-from jax_cp_dispatch.masks.mask import PACKED, Mask, Order, is_traced
+from jax_cp_dispatch.masks.mask import PACKED, Mask, Order, check_made_packed, is_traced
 
 _Kind = TypeVar("_Kind", bound="type[ArrayMask]")
 
@@ -70,8 +71,17 @@ class ArrayMask(Mask):
 
 def array_mask(kind: _Kind) -> _Kind:
     """Makes a frozen dataclass, a pytree of its fields, whose constructor is its own."""
-    made: Any = dataclasses.dataclass(frozen=True, eq=False, repr=False, init=False)(kind)  # pyright: ignore
-    names = [field.name for field in dataclasses.fields(made)]
+    names, construct = list(kind.__annotations__), kind.__init__
+
+    @functools.wraps(construct)
+    def init(mask: Any, *args: Any, order: Order = PACKED, **arrays: Any) -> None:
+        check_made_packed(kind.__name__, order)
+        construct(mask, *args, **arrays)
+
+    # A field, so that `dataclasses.replace` passes it.
+    kind.__annotations__["order"] = Order
+    kind.__init__ = init
+    dataclasses.dataclass(frozen=True, eq=False, repr=False, init=False)(kind)  # pyright: ignore
 
     def with_keys(mask: Any):
         keyed = [(jax.tree_util.GetAttrKey(name), getattr(mask, name)) for name in names]

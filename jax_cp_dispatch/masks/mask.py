@@ -139,6 +139,15 @@ class Order(NamedTuple):
 PACKED, PLACED = Order("packed"), Order("placed")
 
 
+def check_made_packed(op: str, order: Order) -> None:
+    """Requires packed order of what is constructed, also by `dataclasses.replace`."""
+    if order != PACKED:
+        raise ValueError(
+            f"{op}: this is dataclasses.replace of one in {order}, but it is made in packed order. "
+            "Replace fields of the packed one, and put that in this order again."
+        )
+
+
 def zigzag_order(num_ranks: int) -> Order:
     """Returns zigzag order; over one rank, tokens stay in packed order."""
     return Order("zigzag", num_ranks) if num_ranks > 1 else PACKED

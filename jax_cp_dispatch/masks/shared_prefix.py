@@ -64,7 +64,8 @@ class SharedPrefix(ArrayMask):
                 in_prompt | (column != start),
                 "has a document that begins with a completion. Give a "
                 "prompt and its completions one segment id and the prompt completion id 0, and "
-                "omit positions.",
+                "omit positions. Where nothing is shared, as of a prompt of one token, give each "
+                "completion a segment id of its own, and completion id 0.",
             ),
         ]
 

@@ -35,8 +35,7 @@ def describe_plan(
     name = op.partition(".")[0]
     computed = known(op, plan.num_rows).astype(np.int64)
     if computed.min() < 0:
-        exceeded = _exceeded(plan.capacities, plan.largest_needs)
-        return f"{name}: the batch does not fit {exceeded}. Nothing was planned."
+        return f"{plan.reason} Nothing was planned."
     moves = {"keys": (rows_between_ranks(op, plan.kv_metadata), plan.kv_capacity)}
     if not plan.is_placed:
         queries = rows_between_ranks(op, plan.q_metadata), plan.q_capacity
@@ -102,9 +101,9 @@ def _line(name: str, text: str) -> str:
     return f"  {name:<9} {text}"
 
 
-def _exceeded(capacities: Mapping[str, int], needs: Any) -> str:
+def exceeded(capacities: Mapping[str, int], needs: Any) -> str:
     """Returns in words which capacities the largest needs exceed."""
-    largest = np.asarray(needs).max(0).tolist()
+    largest = np.asarray(needs).reshape(-1, len(capacities)).max(0).tolist()
     values = zip(capacities.items(), largest, strict=True)
     texts = [f"{name} {size}: it needs {need}" for (name, size), need in values if need > size]
     return "; ".join(texts) or "a constraint of its config"

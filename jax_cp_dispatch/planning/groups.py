@@ -53,9 +53,8 @@ def split_groups(
         of_group = slice(number * rows, (number + 1) * rows)
         held = group == number
         first = documents.first[held] - number * rows * documents.columns
-        part = DocumentTable(
-            documents.lengths[held], first, documents.ids[held], rows, documents.columns
-        )
+        own = {x: getattr(documents, x)[held] for x in ("lengths", "ids", "given_ids")}
+        part = documents._replace(**own, first=first, batch=rows)
         own = None if positions is None else np.asarray(positions)[of_group]
         yield part, own, [jax.tree.map(lambda x, rows=of_group: x[rows], mask) for mask in masks]
 

@@ -11,12 +11,12 @@ from jaxtyping import Array, Int32
 from jax_cp_dispatch._arguments import check_positive
 from jax_cp_dispatch.documents.fingerprint import (
     ID_STEP,
-    POSITION_STEP,
     checksums,
     make_fingerprint,
     mask_checksums,
     order_fault,
     order_fingerprint,
+    place_checksums,
     plan_digest,
     refused_at_fault,
 )
@@ -26,7 +26,7 @@ from jax_cp_dispatch.documents.order import (
     follows_rules,
     starts_in_order,
 )
-from jax_cp_dispatch.documents.segment_ids import Ids, check_ids, fold_to_int32, read_documents
+from jax_cp_dispatch.documents.segment_ids import Ids, check_ids, number_ids, read_documents
 from jax_cp_dispatch.documents.table import check_columns, require_host
 from jax_cp_dispatch.masks import Mask, StaticMask
 from jax_cp_dispatch.masks.read import check_mask_arrays, read_mask
@@ -76,7 +76,8 @@ def plan_inside(
     """
     world_size = grid.world_size
     capacities = static_capacities(grid, config, mask)
-    starts, in_order = starts_in_order(*read_documents(_OP, segment_ids, positions))
+    segment_ids, positions = read_documents(_OP, segment_ids, positions)
+    starts, in_order = starts_in_order(segment_ids, positions)
     fault = order_fault(in_order, follows_rules(mask, starts, document_ends(starts)))
     assignment = assign(starts, grid=grid, mask=mask, tolerance=config.balance_tolerance)
     if rank is not None:  # the batch is that of this program
@@ -110,11 +111,9 @@ def _own_checksums(
 ) -> list[Int32[Array, " W"]]:
     """Returns the ranks' checksums; positions that are not given count from 0 in each document."""
     if positions is None:
-        places = jnp.arange(starts.shape[1], dtype=jnp.int32)[None] - starts
-    else:
-        places = fold_to_int32(positions)
-    ids = checksums(fold_to_int32(segment_ids), world_size, step=ID_STEP)
-    of_places = checksums(places, world_size, step=POSITION_STEP, counts=starts >= 0)
+        positions = jnp.arange(starts.shape[1], dtype=jnp.int32)[None] - starts
+    ids = checksums(number_ids(segment_ids), world_size, step=ID_STEP)
+    of_places = place_checksums(jnp.asarray(positions), world_size, counts=starts >= 0)
     own = [jnp.asarray(ids), jnp.asarray(of_places)]
     if mask.has_arrays:
         own.append(jnp.asarray(mask_checksums(mask, world_size)))

@@ -14,7 +14,6 @@ from jax_cp_dispatch.documents.fingerprint import (
     plan_digest,
     run_checksums,
 )
-from jax_cp_dispatch.documents.segment_ids import fold_to_int32
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.planning.piece_table import PieceTable
 from jax_cp_dispatch.planning.request import PlanRequest
@@ -37,7 +36,7 @@ def pieces_fingerprint(
     rank, row, length, document, start = _by_row(held)
     ids = run_checksums(
         *_with_padding(
-            (rank, row, length, fold_to_int32(documents.ids)[document]),
+            (rank, row, length, documents.ids[document]),
             documents.num_tokens // world_size,
             world_size,
         ),
@@ -50,7 +49,7 @@ def pieces_fingerprint(
         rank, row, token = (
             np.repeat(x, length) for x in (rank, row, documents.first[document] + start)
         )
-        value = fold_to_int32(np.asarray(positions)).reshape(-1)[token + within]
+        value = np.asarray(positions).reshape(-1)[token + within]
         runs = rank, row + within, np.ones_like(row), value
     places = run_checksums(*runs, step=POSITION_STEP, num_ranks=world_size)
     own: list[Any] = [ids, places]

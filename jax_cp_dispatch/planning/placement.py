@@ -337,10 +337,10 @@ def _ids_and_positions(made_of: Any) -> tuple[np.ndarray, np.ndarray]:
     request = made_of[0][0]
     table = request.documents
     tokens, shape = table.tokens(), (table.batch, table.columns)
-    ids = np.zeros(table.num_tokens, table.ids.dtype)
+    ids = np.zeros(table.num_tokens, np.int32)
     ids[tokens] = np.repeat(table.ids, table.lengths)
     if request.positions is not None:
-        return ids.reshape(shape), np.asarray(request.positions)
+        return ids.reshape(shape), np.asarray(request.positions).astype(np.int32)
     positions = np.zeros(table.num_tokens, np.int32)
     positions[tokens] = tokens - np.repeat(table.first, table.lengths)
     return ids.reshape(shape), positions.reshape(shape)

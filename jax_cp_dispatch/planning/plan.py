@@ -18,7 +18,7 @@ from jax_cp_dispatch.masks import Mask, MaskRanges, StaticMask
 from jax_cp_dispatch.masks.array_mask import MaskKind
 from jax_cp_dispatch.metadata.describe import known
 from jax_cp_dispatch.planning.config import CAPACITIES, PLACED_CAPACITIES, PlanConfig
-from jax_cp_dispatch.planning.describe import describe_plan
+from jax_cp_dispatch.planning.describe import describe_plan, exceeded
 from jax_cp_dispatch.planning.runs import key_ranges, local_rows, local_runs
 from jax_cp_dispatch.planning.saved import reduce_saved
 from jax_cp_dispatch.planning.transfers import check_all_ranks, num_moved
@@ -167,6 +167,16 @@ class Plan:
             given = np.broadcast_to(sizes, self.largest_needs.shape)
             fits = (self.largest_needs <= given).all() & (self.num_rows >= 0).all()
         return np.asarray(fits) if isinstance(fits, np.generic) else fits
+
+    @property
+    def reason(self) -> str | None:
+        """Why the batch does not fit, of the plan of a fallback or one made inside `jit`; or None.
+
+        Read outside `jit`. `Placement.reason` also names the rank.
+        """
+        if known("Plan.reason", self.fits):
+            return None
+        return f"Plan: the batch does not fit {exceeded(self.capacities, self.largest_needs)}."
 
     @property
     def needs(self) -> PlanConfig:

@@ -104,10 +104,17 @@ def is_of_all(plan: Plan | None) -> bool:
     return plan is not None and not is_stack(plan)
 
 
-def plan_of_group(plan: Plan | None) -> Plan | None:
-    """Returns the plan of this group, if its part of a stack is one plan."""
-    has_one = plan is not None and is_stack(plan) and plan.fingerprint.shape[0] == 1
-    return jax.tree.map(lambda x: x[0], plan) if has_one else plan
+def plan_of_group(op: str, plan: Plan) -> Plan:
+    """Returns the plan of this group of ranks, which alone it has of stacked ones."""
+    if not is_stack(plan):
+        return plan
+    if plan.fingerprint.shape[:-2] != (1,):
+        raise ValueError(
+            f"{op}: got stacked plans, of {list(plan.fingerprint.shape[:-2])}. Pass one of them: "
+            "each step of jax.lax.scan has its own, and jax.tree.map(lambda x: x[i], plans) is the "
+            "i-th. Of groups of batch rows, in_specs=documents.specs(axis_name, batch_axis) does."
+        )
+    return jax.tree.map(lambda x: x[0], plan)
 
 
 def check_groups(op: str, plan: Any, *, num_groups: int, batch: tuple[str, ...]) -> None:

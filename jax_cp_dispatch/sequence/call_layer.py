@@ -16,13 +16,13 @@ from jax_cp_dispatch._ranks.call_context import is_on_rank
 from jax_cp_dispatch._ranks.varying import vary_alike
 from jax_cp_dispatch.documents.given import GivenDocuments, read_given_tokens, read_sequences
 from jax_cp_dispatch.documents.ranges import PackedMask
-from jax_cp_dispatch.documents.segment_ids import check_documents, fold_to_int32, is_on_host
+from jax_cp_dispatch.documents.segment_ids import check_documents, is_on_host
 from jax_cp_dispatch.global_call.explicit_axes import explicit_axes, refuse_explicit_axes
 from jax_cp_dispatch.global_call.mesh_axes import GivenAxes, MeshAxes, find_axes
 from jax_cp_dispatch.global_call.on_all_ranks import cut_tokens, on_all_ranks, pad_tokens
 from jax_cp_dispatch.masks.mask import PACKED
 from jax_cp_dispatch.planning import Plan
-from jax_cp_dispatch.planning.stack import check_groups, is_of_all, is_stack, plan_of_group
+from jax_cp_dispatch.planning.stack import check_groups, is_of_all, is_stack
 from jax_cp_dispatch.sequence.carried import Carried, check_order, state_of_all
 from jax_cp_dispatch.sequence.chunk_order import confirmed, only_if_right
 from jax_cp_dispatch.sequence.document_pieces import pieces_from_ids
@@ -214,10 +214,6 @@ def _on_global_arrays(
     missing = -num_tokens % found.num_ranks
     if plan is not None:
         _check_plan(op, plan, found, num_tokens)
-        segment_ids, positions = (
-            fold_to_int32(x) if x is not None and is_on_host(x) else x
-            for x in (segment_ids, positions)
-        )
     else:
         if missing and options.order.layout == "zigzag":
             raise ValueError(
@@ -309,7 +305,7 @@ def _program(tokens, weights, carried, plan, documents, *, layer: Layer, axes: M
 def _local(layer: Layer, heads: tuple[str, ...], tokens, weights, carried, plan, documents):
     segment_ids, positions = documents
     packed = PackedMask(None, segment_ids, positions)
-    given = GivenDocuments(packed, layer.options.order, plan_of_group(plan))
+    given = GivenDocuments(packed, layer.options.order, plan)
     out = _on_rank(layer, tokens, weights, carried, given)
     first, *states = out if carried.is_returned else (out,)
     if heads and not layer.like_tokens and any(x.ndim < 3 for x in jax.tree.leaves(first)):

@@ -28,9 +28,10 @@ from jax_cp_dispatch.documents.layouts import (
     SequenceLayout,
     contiguous_layout,
     zigzag_layout,
+    zigzag_permutation,
 )
-from jax_cp_dispatch.documents.order import begin_columns, gather_sequence
-from jax_cp_dispatch.documents.segment_ids import fold_to_int32, read_documents
+from jax_cp_dispatch.documents.order import begin_columns, gather_sequence, starts_in_order
+from jax_cp_dispatch.documents.segment_ids import read_documents
 from jax_cp_dispatch.global_call.explicit_axes import refuse_explicit_axes
 from jax_cp_dispatch.masks.mask import PACKED, PLACED
 from jax_cp_dispatch.sequence.chunk_order import are_in_order, chunk_order
@@ -92,10 +93,12 @@ def pieces_from_ids(options: Options, segment_ids: Any, positions: Any, shape: A
     if segment_ids is None:
         segment_ids = np.ones(shape, np.int32)
     segment_ids, positions = read_documents(options.op, segment_ids, positions)
-    segment_ids = fold_to_int32(segment_ids)
+    are_right: Any = True
+    if any(x is not None and x.dtype != np.int32 for x in (segment_ids, positions)):
+        segment_ids, are_right = _numbered(options.exchange, layout, segment_ids, positions)
+        positions = None
     ids, places = _grouped(layout, segment_ids), None
     if positions is not None:
-        positions = fold_to_int32(positions)
         places = _grouped(layout, positions)
     begins, highest = running_maxima([begin_columns(ids, places), jnp.maximum(ids, 0)])
     starts = jnp.where(ids > 0, begins, -1)
@@ -112,7 +115,7 @@ def pieces_from_ids(options: Options, segment_ids: Any, positions: Any, shape: A
     if checks_order:
         documents = segment_ids, positions
         in_order = are_in_order(options.exchange, layout, documents, edges, continues[:, :-1])
-        fingerprint = order_fingerprint(order_fault(in_order), rank)
+        fingerprint = order_fingerprint(order_fault(in_order & are_right), rank)
     begin = jnp.where(starts >= 0, starts + group, -1)
     (begin,) = vary_alike([begin], also=options.exchange.axis_names)
     return Pieces(
@@ -129,6 +132,28 @@ def pieces_from_ids(options: Options, segment_ids: Any, positions: Any, shape: A
         chains=(batch, max(num_ranks * layout.num_blocks - 1, 1)),
         min_tokens=max(int(layout.lengths.min()), 1),
     )
+
+
+def _numbered(
+    exchange: CollectiveOptions, layout: SequenceLayout, segment_ids: Any, positions: Any
+) -> tuple[Array, Array]:
+    """Returns ids that number the documents, as int32, and whether documents are in order.
+
+    The ranks gather ids and positions beyond int32, and compare them in their own dtype.
+    """
+    documents = jax.tree.map(jnp.asarray, (segment_ids, positions))
+    whole = gather_sequence(exchange, documents, layout.num_ranks)
+    order = None
+    if layout.num_blocks > 1:
+        order = zigzag_permutation(layout.num_tokens, layout.num_ranks)
+        whole = jax.tree.map(lambda x: x[:, np.argsort(order)], whole)
+    starts, are_right = starts_in_order(*whole)
+    (starts,) = vary_alike(
+        [starts if order is None else starts[:, order]], also=exchange.axis_names
+    )
+    size = segment_ids.shape[1]
+    first = jax.lax.axis_index(exchange.axis_name) * size
+    return lax.dynamic_slice_in_dim(starts, first, size, axis=1) + 1, are_right
 
 
 def _grouped(layout: SequenceLayout, x: Any) -> Array:

@@ -24,7 +24,7 @@ from jax_cp_dispatch.documents.fingerprint import rank_fingerprint
 from jax_cp_dispatch.masks.mask import PACKED, Order
 from jax_cp_dispatch.planning import Plan
 from jax_cp_dispatch.planning.runs import local_runs
-from jax_cp_dispatch.planning.stack import is_stack
+from jax_cp_dispatch.planning.stack import plan_of_group
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,6 +202,7 @@ def pieces_from_plan(
     options: Options, plan: Plan, documents: tuple[Any, Any], shape: tuple[int, ...]
 ) -> Pieces:
     """Returns the pieces of this rank's rows [B, T] in placed order."""
+    plan = plan_of_group(options.op, plan)
     _check(options, plan, shape)
     axis = options.exchange.axis_name
     rank = jax.lax.axis_index(axis)
@@ -231,11 +232,6 @@ def pieces_from_plan(
 
 def _check(options: Options, plan: Plan, shape: tuple[int, ...]) -> None:
     op = options.op
-    if is_stack(plan):
-        raise ValueError(
-            f"{op}: got stacked plans, of {list(plan.fingerprint.shape[:-2])}. Pass one of them, "
-            "as jax.lax.scan over them does."
-        )
     num_tokens = shape[0] * shape[1]
     if num_tokens != plan.num_tokens or shape[0] != plan.batch:
         raise ValueError(

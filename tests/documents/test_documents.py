@@ -1,18 +1,21 @@
 """`Documents`: positions, orders, plans, and what a program keeps of them."""
 
+import copy
+import dataclasses
+import pickle
 from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from on_mesh import AXIS, mesh_of
 from packed_batches import pack
 
 import jax_cp_dispatch as cpd
 from jax_cp_dispatch import Documents
-from jax_cp_dispatch.masks import Causal, PrefixLM, SlidingWindow
+from jax_cp_dispatch.masks import Causal, PrefixLM, Ranges, SlidingWindow
 
 W, B, T = 4, 2, 48
 
@@ -103,11 +106,51 @@ def test_programs_keep_the_order():
     np.testing.assert_array_equal(jax.jit(mapped)(held), plans.segment_ids)
 
 
+def test_groups_of_a_sharded_batch_through_specs():
+    """In `shard_map`, each group has one of stacked plans; attention and a layer take it."""
+    segment_ids, _ = drawn()
+    mesh = jax.make_mesh((2, W), ("data", AXIS), axis_types=(AxisType.Auto,) * 2)
+    rows = np.split(segment_ids, 2)
+    moved = cpd.stack_plans([cpd.plan_attention(x, world_size=W) for x in rows])
+    packed = Documents(segment_ids).with_plan(moved)
+    placed = cpd.place_tokens(segment_ids=segment_ids, world_size=W, num_groups=2).documents
+    q = np.random.default_rng(2).normal(size=(B, T, 1, 8)).astype(np.float32)
+
+    def calls(q, packed, placed, **where):
+        attend = partial(cpd.context_parallel_attention, q, q, q, axis_name=AXIS, **where)
+        out = attend(documents=packed, algorithm="balanced")
+        of_placed = attend(documents=placed, algorithm="placed")
+        return out, of_placed, cpd.sequence.shift(q, 1, documents=placed, axis_name=AXIS, **where)
+
+    sharded = P("data", AXIS)
+    specs = (sharded, *(x.specs(AXIS, batch_axis="data") for x in (packed, placed)))
+    mapped = jax.shard_map(calls, mesh=mesh, in_specs=specs, out_specs=sharded)
+    expected = calls(q, packed, placed, mesh=mesh, batch_axis="data")
+    for out, right in zip(jax.jit(mapped)(q, packed, placed), expected, strict=True):
+        np.testing.assert_array_equal(out, right)
+
+
 PLAIN = Documents(*drawn())
 ZIGZAG = PLAIN.zigzag(W)
 PLACEMENT = cpd.place_tokens(segment_ids=drawn()[0], world_size=W)
 PLAN = cpd.plan_attention(drawn()[0], world_size=W)
 PREFIX = PrefixLM(np.zeros((B, T), bool))
+RANGES = Ranges(np.zeros((B, T), int), np.full((B, T), T))
+
+
+@pytest.mark.parametrize("made", [ZIGZAG, PLACEMENT.documents, ZIGZAG.apply(RANGES)])
+def test_copies_keep_the_order(made):
+    for copied in (copy.copy(made), copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        assert jax.tree.structure(copied) == jax.tree.structure(made)
+    assert made.order != PLAIN.order
+
+
+def test_replaced_fields_of_packed_documents():
+    """Positions that were counted are counted again, and not those of a plan."""
+    other = dataclasses.replace(Documents(drawn()[0]), segment_ids=drawn(1)[0])
+    np.testing.assert_array_equal(other.positions, counted(drawn(1)[0]))
+    assert other.counted and not dataclasses.replace(PLAIN, mask="full").counted
+    assert dataclasses.replace(RANGES, k_end=RANGES.k_end - 1).order == PLAIN.order
 
 
 @pytest.mark.parametrize(
@@ -142,6 +185,12 @@ PREFIX = PrefixLM(np.zeros((B, T), bool))
         (lambda: Documents(np.array([[-1, 2]])), "it needs to be at least 0"),
         (lambda: Documents(*drawn(), mask="no"), "mask is 'no'; it needs to be"),
         (lambda: Documents(*drawn(), mask=ZIGZAG.apply(PREFIX)), "are in zigzag order"),
+        (lambda: dataclasses.replace(ZIGZAG, mask=Causal()), "replace of one in zigzag order of 4"),
+        (
+            lambda: dataclasses.replace(PLACEMENT.documents),
+            "Documents: .*replace of one in placed",
+        ),
+        (lambda: dataclasses.replace(ZIGZAG.apply(RANGES)), "Ranges: .*replace of one in zigzag"),
     ],
 )
 def test_refusals(call, says):

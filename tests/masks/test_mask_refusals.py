@@ -74,7 +74,10 @@ CASES = {
     ],
     "local_attention": [
         (lambda: attend(PrefixLM(np.array([[1, 1, 0, 0, 1, 0]]) > 0)), "in batch row 0, at column"),
-        (lambda: attend(SharedPrefix(np.array([[0, 1, 2, 3, 4, 4]]))), "at column 3, SharedPrefix"),
+        (
+            lambda: attend(SharedPrefix(np.array([[0, 1, 2, 3, 4, 4]]))),
+            "at column 3, SharedPrefix .* as of a prompt of one token, give each completion",
+        ),
     ],
     "plan_attention": [
         (

@@ -137,6 +137,8 @@ def test_a_batch_that_does_not_fit():
     assert "the batch does not fit kv_capacity 20: it needs 64" in placement.plan.describe()
     part = place_tokens([64], world_size=4, config=config, fallback="ring", rank=2).plan
     assert part.describe() == placement.plan.describe()  # all that a rank has
+    assert part.reason and part.reason.startswith("Plan: the batch does not fit kv_capacity 20: it")
+    assert jax.device_put(placement.plan).reason == part.reason and make_plan().reason is None
     assert "Pass kv_capacity>=64" in placement.describe()
 
 

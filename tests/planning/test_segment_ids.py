@@ -72,12 +72,13 @@ WIDE = {
     "uint32": (np.uint32, [2**31, 2**31 + 1, 2**32 - 1, 1, 2]),
     "uint64": (np.uint64, [2**63, 2**63 + 2**32, 2**64 - 1, 1, 2**31]),
     "int8": (np.int8, [127, 1, 2, 3, 4]),
+    "uint32 in pairs": (np.uint32, [2**31, 2**31 + 1, 2**31 + 3, 2**31 + 2, 7]),
 }
 
 
 @pytest.mark.parametrize("name", WIDE)
 def test_ids_of_any_integer_dtype(name):
-    algorithms = *ALGORITHMS, Auto(config=CONFIG), "ring"
+    algorithms = *ALGORITHMS, Auto(config=CONFIG), "ring", "ring"
     algorithm = algorithms[list(WIDE).index(name)]
     dtype, ids = WIDE[name]
     equals(attend(named(DOCUMENTS, ids, dtype), algorithm=algorithm), DOCUMENTS)
@@ -92,6 +93,56 @@ def test_traced_ids_are_compared_in_their_own_dtype():
         segment_ids = jnp.asarray(named(DOCUMENTS, ids, dtype))
         assert segment_ids.dtype == np.int64
         equals(attend_traced(segment_ids, algorithm="ring"), DOCUMENTS)
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_a_plan_and_the_documents_of_one_batch_agree(name):
+    """However either was made; and where a document ends is seen."""
+    dtype, ids = WIDE[name]
+    segment_ids = named(DOCUMENTS, ids, dtype)
+    plan = plan_attention(segment_ids, world_size=3, config=CONFIG)
+    documents = [Documents(segment_ids)]
+    with jax.enable_x64(True):  # or JAX cuts them
+        documents.append(jax.jit(Documents)(segment_ids))
+        inside = jax.jit(partial(plan_attention, world_size=3, config=CONFIG))(segment_ids)
+    for x in documents:
+        assert x.segment_ids.dtype == np.int32
+        np.testing.assert_array_equal(x.segment_ids, documents[0].segment_ids)
+    for x in (segment_ids, documents[0].segment_ids):
+        plan.validate(x)
+        jax.device_get(inside).validate(x)
+    placement = place_tokens(segment_ids=segment_ids, world_size=3)
+    placed = placement.documents
+    placed.plan.validate(placed.segment_ids, placed.positions)
+    np.testing.assert_array_equal(placed.segment_ids, placement.apply(documents[0].segment_ids))
+    assert placed.segment_ids.dtype == placed.positions.dtype == np.int32
+    segment_ids[0, 15] = segment_ids[0, 16]  # of document 3, now of 4
+    for x in (segment_ids, Documents(segment_ids).segment_ids):
+        with pytest.raises(ValueError, match="was made for another batch: the segment_ids of rank"):
+            plan.validate(x)
+
+
+def test_layers_beside_attention_compare_traced_ids_exactly():
+    """Also positions beyond 32 bits, in both orders."""
+    rng = np.random.default_rng(5)
+    x, weights = (rng.normal(size=shape).astype(np.float32) for shape in ((2, T, 4), (3, 4)))
+    conv = partial(sequence.causal_conv, mesh=mesh_of(3), axis_name=AXIS)
+    right = conv(x, weights, segment_ids=DOCUMENTS)
+    dtype, ids = WIDE["uint32 in pairs"]
+    run = jax.jit(lambda segment_ids: conv(x, weights, segment_ids=segment_ids))
+    np.testing.assert_allclose(run(named(DOCUMENTS, ids, dtype)), right, rtol=1e-5, atol=1e-5)
+    documents = Documents(DOCUMENTS)
+
+    @jax.jit
+    def zigzag(segment_ids, positions):
+        stored = Documents(segment_ids, positions).zigzag(3)
+        return conv(documents.zigzag(3).apply(x), weights, documents=stored)
+
+    with jax.enable_x64(True):
+        places = documents.positions + np.int64(2**40)
+        out = zigzag(named(DOCUMENTS, WIDE["uint64"][1], np.uint64), places)
+    restored = documents.zigzag(3).restore(np.asarray(out))
+    np.testing.assert_allclose(restored, right, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("algorithm", TWO)

@@ -9,7 +9,12 @@ of one rank alone, for `balance_profile`.
 To add one, write its file and name it in `ALGORITHMS`; see CONTRIBUTING.md.
 """
 
-from jax_cp_dispatch.attention.algorithms.algorithm import Algorithm, Call, attend_rows, refuse
+from jax_cp_dispatch.attention.algorithms.algorithm import (
+    Algorithm,
+    Call,
+    attend_unless_empty,
+    refuse,
+)
 from jax_cp_dispatch.attention.algorithms.balanced import Balanced
 from jax_cp_dispatch.attention.algorithms.halo import Halo
 from jax_cp_dispatch.attention.algorithms.hamilton import Hamilton
@@ -31,6 +36,6 @@ __all__ = [
     "Ring",
     "Ulysses",
     "Zigzag",
-    "attend_rows",
+    "attend_unless_empty",
     "refuse",
 ]

@@ -197,7 +197,7 @@ class Algorithm(abc.ABC):
         return 0.0
 
 
-def attend_rows(
+def attend_unless_empty(
     algorithm: Algorithm, options: AttentionOptions, operands: Operands, packed: Any, plan: Any
 ) -> Outputs:
     """Returns `algorithm.attend(...)`; without tokens there is nothing to plan or to move."""
