@@ -3,7 +3,6 @@
 import subprocess
 import sys
 
-
 START = """
 import sys
 import jax, numpy as np
