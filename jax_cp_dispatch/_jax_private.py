@@ -6,6 +6,7 @@ A new release of JAX can change them; then only this file and its callers need a
 from typing import Any
 
 from jax._src import (
+    custom_partitioning,
     distributed,  # the client of jax.distributed, and how it is shut down
     lib,
     xla_bridge,  # whether the backends have started
@@ -18,6 +19,9 @@ from jax._src.cudnn import fused_attention_stablehlo  # cuDNN's attention with i
 from jax._src.dispatch import prim_requires_devices_during_lowering
 from jax._src.mesh import get_concrete_mesh  # get_mesh fails during tracing
 from jax._src.sharding_impls import parse_flatten_op_sharding
+
+# By address, the partitions of the programs that are being compiled; None if JAX has no such table.
+sharding_callbacks: Any = getattr(custom_partitioning, "_sharding_callbacks", None)
 
 _extension: Any = lib._jax  # pyright: ignore[reportPrivateImportUsage]
 get_distributed_runtime_client = _extension.get_distributed_runtime_client
@@ -32,6 +36,7 @@ __all__ = [
     "get_distributed_runtime_service",
     "parse_flatten_op_sharding",
     "prim_requires_devices_during_lowering",
+    "sharding_callbacks",
     "trace_state_clean",
     "xla_bridge",
 ]

@@ -1,6 +1,7 @@
 // One exchange between processes, as seen by one of them: arrived ranks and progress.
 #include "transport/shared_meeting.h"
 
+#include <cstdlib>
 #include <fstream>
 #include <sstream>
 
@@ -30,6 +31,22 @@ std::string RanksOf(const SharedMeeting& meeting, int process) {
   return RankList(its, true);
 }
 
+// What another call is, seen from one that waits.
+std::string Seen(const SharedMeeting& other, const SharedMeeting& meeting) {
+  if (other.signature != meeting.signature) return "another call: " + other.signature;
+  // The executions of a program have consecutive numbers, from its fingerprint on.
+  constexpr int64_t kMostSkipped = 1 << 16;
+  const int64_t ahead = other.key.run_id - meeting.key.run_id;
+  if (ahead == 0) return "another call of the same kind";
+  if (std::abs(ahead) < kMostSkipped) {
+    return "this call in another execution of the program, " + std::to_string(std::abs(ahead)) +
+           (ahead > 0 ? " later" : " earlier") + ": it has skipped or repeated a step";
+  }
+  return "an equal call of another program, whose constants differ, such as a plan of another "
+         "batch that the function closes over (pass it as an argument), or that was first called "
+         "from another line";
+}
+
 // Where a missing rank is instead: in another operation or shape, or in another order.
 void AddElsewhere(const SharedMeeting& meeting, const SharedMeetings& others,
                   std::ostringstream* message) {
@@ -42,14 +59,7 @@ void AddElsewhere(const SharedMeeting& meeting, const SharedMeetings& others,
         continue;
       }
       *message << " Expected rank " << rank << " in: " << meeting.signature
-               << ". Seen: it came to another call";
-      if (other.signature == meeting.signature) {
-        *message
-            << " of the same kind: it may have skipped or repeated a program, or called it first "
-               "from another line.";
-      } else {
-        *message << ": " << other.signature << ".";
-      }
+               << ". Seen: it came to " << Seen(other, meeting) << ".";
       break;
     }
   }
@@ -153,7 +163,8 @@ std::string WhyLate(const SharedMeeting& meeting, const SharedMeetings& others,
   AddElsewhere(meeting, others, &message);
   message
       << " Every rank of the axis must make this call the same number of times, in the same "
-         "programs; check whether a missing rank raised its own error, or pass a longer deadline.";
+         "programs with equal shapes and plans; check whether a missing rank raised its own error, "
+         "or pass a longer deadline.";
   return message.str();
 }
 

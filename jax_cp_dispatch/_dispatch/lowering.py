@@ -14,7 +14,6 @@ from jax_cp_dispatch._dispatch.exchange_operands import Exchange
 from jax_cp_dispatch._dispatch.partitioning import (
     lower_partitioned,
     on_every_device,
-    run_over_ranks,
 )
 from jax_cp_dispatch._ranks.implementations import (
     ON_CPU,
@@ -25,7 +24,7 @@ from jax_cp_dispatch._ranks.implementations import (
     fall_back_to_xla,
     register_lowering,
 )
-from jax_cp_dispatch._ranks.lowering import can_partition, choose, fall_back, lower_opened
+from jax_cp_dispatch._ranks.lowering import choose, fall_back, lower_opened
 
 register_lowering(Operation.EXCHANGE, custom_call.lower_on_cpu, on=ON_CPU)
 register_lowering(Operation.EXCHANGE, custom_call.lower_on_gpu, on=ON_GPU)
@@ -41,9 +40,6 @@ def lower(primitive: Primitive, ctx: Any, *operands: Any, exchange: Exchange) ->
         opened = functools.partial(_opened, primitive, exchange=exchange)
         return lower_opened(opened, ctx, *operands)
     if exchange.is_global:
-        if not can_partition(ctx):
-            over_ranks = functools.partial(run_over_ranks, primitive, exchange=exchange)
-            return lower_opened(over_ranks, ctx, *operands)
         implementation = choose_on_one_device(
             op, comm.implementation, ctx.module_context.platforms, comm.num_ranks
         )

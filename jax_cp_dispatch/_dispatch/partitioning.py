@@ -5,19 +5,20 @@ on their tensor-parallel devices. Each index of the other mesh axes is an indepe
 ranks.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental.custom_partitioning import custom_partitioning
 from jax.interpreters import mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from jax_cp_dispatch._dispatch.exchange_operands import Exchange, ExchangeOperands, read_operands
 from jax_cp_dispatch._ranks.call_context import CallContext, place, retype, with_manual_axes
-from jax_cp_dispatch._ranks.lowering import named, program_mesh
+from jax_cp_dispatch._ranks.lowering import program_mesh
+from jax_cp_dispatch._ranks.partitioned import partitioned
 from jax_cp_dispatch._ranks.varying import vary_alike, varying_axes
 
 
@@ -109,10 +110,6 @@ def lower_partitioned(primitive, ctx, *operands, exchange: Exchange, on_one_devi
     avals = read_operands(ctx.avals_in, exchange)
     names, num_ranks = exchange.comm.axis_names, exchange.comm.num_ranks
 
-    @custom_partitioning
-    def everywhere(*moved):
-        return on_one_device(*moved)
-
     mesh_around = jax.sharding.get_mesh()
 
     def partition(mesh, arguments, results):
@@ -132,14 +129,19 @@ def lower_partitioned(primitive, ctx, *operands, exchange: Exchange, on_one_devi
 
     result_rows = [out.shape[0] // num_ranks for out in ctx.avals_out]
     rule, whole, sizes = _sharding_rule(avals, result_rows, num_ranks)
-    factors: dict[str, Any] = {"need_replication_factors": whole, **sizes}
-    everywhere.def_partition(partition=partition, sharding_rule=rule, **factors)
-
-    run = named(everywhere, (str(primitive), exchange))
+    run = partitioned(
+        on_one_device,
+        partition,
+        name=(str(primitive), exchange, mesh_around),
+        on_tpus=functools.partial(_run_over_ranks, primitive, exchange=exchange),
+        sharding_rule=rule,
+        need_replication_factors=whole,
+        **sizes,
+    )
     return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
 
 
-def run_over_ranks(primitive, *operands, exchange: Exchange):
+def _run_over_ranks(primitive, *operands, exchange: Exchange):
     """Runs the same in a `shard_map` over the ranks' axes, for XLA's compilers without such rules.
 
     The other axes stay automatic. XLA gathers over them what `ragged_all_to_all` moves.

@@ -10,7 +10,6 @@ import numpy as np
 
 from jax_cp_dispatch._jax_private import get_concrete_mesh
 from jax_cp_dispatch._ranks.communicator import Communicator, Groups
-from jax_cp_dispatch._ranks.processes import program_begins
 
 _mesh_around: contextvars.ContextVar[Any] = contextvars.ContextVar("mesh_around", default=None)
 
@@ -51,7 +50,6 @@ def call_site_attributes(
                 "a program over several processes needs a mesh of devices. Make it with "
                 "jax.make_mesh, or set it with jax.set_mesh."
             )
-        program_begins()
         processes = [device.process_index for group in groups for device in group]
     return {
         "transport": transport,

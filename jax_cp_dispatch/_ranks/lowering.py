@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
@@ -107,12 +106,6 @@ def rank_and_group(comm: Communicator) -> list[Any]:
     return [rank_index(comm.axis_names), rank_index(comm.group_axes)]
 
 
-def can_partition(ctx: Any) -> bool:
-    """Whether a lowering may use `custom_partitioning`, which XLA's compiler for TPUs lacks."""
-    module = ctx.module_context
-    return "tpu" not in module.platforms or module.axis_context.num_devices == 1
-
-
 def program_mesh(op: str, names: tuple[str, ...], mesh: Any, otherwise: Any) -> Any:
     """Returns the mesh on which a partitioned program runs; it must have the axes of the ranks.
 
@@ -130,17 +123,3 @@ def program_mesh(op: str, names: tuple[str, ...], mesh: Any, otherwise: Any) -> 
             f"runs, {dict(mesh.shape)}. Name the axis whose devices are the ranks."
         )
     return mesh
-
-
-def named(partitioned: Callable[..., Any], name: Any) -> Callable[..., Any]:
-    """Returns the same function, in a program that names everything its partition depends on.
-
-    Otherwise the program contains only the address of the partition. A persistent compilation cache
-    may ignore it, and another process may use the same address for another call.
-    """
-
-    def with_name(*arrays):
-        with set_xla_metadata(jax_cp_dispatch=repr(name)):
-            return partitioned(*arrays)
-
-    return with_name

@@ -43,6 +43,8 @@ EXPECTED = {
     r"Seen: it came to another call: dispatch of 16 tokens, capacity (?!\1 )\d+ ",
     "operation": r"Expected rank {rank} in: dispatch .*Seen: it came to another call: combine ",
     "metadata": r"rank {rank} expects \d+ tokens from rank 0 \(num_recv_tokens\) but rank 0's",
+    "constants": r"Expected rank {rank} in: dispatch .*Seen: it came to an equal call of another "
+    r"program, .* a plan of another batch",
     "batch": r"rank {rank} of process {process} follows the plan with checksum \S+ but "
     r"rank 0 of process 0 follows another one",
     "stop": r"(\[{rank}\] of process {process} \(pid {pid}, stopped\))|"
@@ -82,6 +84,8 @@ class Job:
         bad["num_recv_tokens"][-1, 0] += 1
         self.bad_metadata = self.on_mesh(bad)
         self.program = self.compiled(self.dispatch(self.capacity))
+        self.closed = self.compiled(self.closed_over(self.plan), self.here)
+        self.bad_plan = bad
         self.matrices = [place(draw(seed, self.num_ranks, 8), self.mesh) for seed in range(2)]
         self.product = self.compiled(self.multiply(5), *self.matrices)
         self.ids = place(np.ones((self.num_ranks, T), np.int32), self.mesh)
@@ -129,6 +133,11 @@ class Job:
         options: Any = {"axis_name": AXIS, "capacity": capacity, "deadline": deadline}
         return on_ranks(lambda x, m: cp.dispatch(x, m, **options), self.mesh)
 
+    def closed_over(self, plan):
+        """Returns a program whose constants are a plan."""
+        move = self.dispatch(self.capacity)
+        return jax.jit(lambda x: move(x, cp.Metadata(**plan)))
+
     def multiply(self, num_columns):
         """Returns a program: all ranks' tokens times a weight, reduce-scattered by rows."""
 
@@ -164,6 +173,8 @@ class Job:
             self.call(self.ring, self.here, self.ids)
         elif kind == "metadata":
             self.call(self.checked, self.here, self.bad_metadata)
+        elif kind == "constants":
+            self.call(self.closed, self.here)
         elif kind == "batch":
             self.call(self.attention, self.here, self.documents[0])
         else:
@@ -206,6 +217,7 @@ def another_call(kind, job):
 
     calls = {
         "shapes": lambda: (job.dispatch(job.capacity + 1), exchanged),
+        "constants": lambda: (job.closed_over(job.bad_plan), (job.here,)),
         "operation": lambda: (on_ranks(combine_rows, job.mesh), exchanged),
         "gemm shapes": lambda: (job.multiply(6), multiplied),
         "ring shapes": lambda: (job.rotate(T // 2), (job.here, job.ids)),

@@ -9,6 +9,7 @@ Arguments: --short, names of tests, and the path of the file that `gemms.py` has
 import itertools
 import pathlib
 import sys
+import threading
 from typing import Any
 
 sys.path.extend(str(pathlib.Path(__file__).parents[1] / name) for name in ("oracles", "support"))
@@ -156,17 +157,39 @@ def test_calls_of_one_program_are_distinguished():
 
 
 def test_programs_of_one_process_do_not_interfere():
-    """One process compiles a program with an equal call; then all compile another."""
+    """With equal calls: one process compiles one, and a thread of it only lowers one.
+
+    Then two threads of each process lower one each, and compile them in turn, in another order
+    there; all processes run both.
+    """
     mesh, W = mesh_of_all(), jax.device_count()
     plan, capacity = plan_of(6, W)
     x, m = jax.tree.map(lambda a: place(a, mesh), (draw(0, W, 2), cp.Metadata(**plan)))
-    move = lambda x, m: cp.dispatch(x, m, axis_name=AXIS, capacity=capacity)
-    if jax.process_index() == jax.process_count() - 1:
-        on_ranks(lambda x, m: 3 * move(x, m), mesh).lower(x, m).compile()
-    check(
-        on_ranks(lambda x, m: 2 * move(x, m), mesh)(x, m),
-        2 * dispatched(plan, draw(0, W, 2), capacity),
-    )
+    move = lambda x, m: cp.dispatch(x, m, axis_name=AXIS, capacity=capacity, deadline=20.0)
+    lower = lambda factor: on_ranks(lambda x, m: factor * move(x, m), mesh).lower(x, m)
+    is_other = jax.process_index() == jax.process_count() - 1
+    if is_other:
+        lower(3).compile()
+        log = threading.Thread(target=lower, args=(4,))
+        log.start()
+        log.join()
+    compiled, all_lowered = {}, threading.Barrier(2)
+    turns = [threading.Event() for _ in range(3)]
+    turns[0].set()
+
+    def compile_one(factor, turn, next_turn):
+        lowered = lower(factor)
+        all_lowered.wait()
+        turn.wait()
+        compiled[factor] = lowered.compile()
+        next_turn.set()
+
+    order = (2, 5) if is_other else (5, 2)
+    for i, factor in enumerate(order):
+        threading.Thread(target=compile_one, args=(factor, *turns[i : i + 2])).start()
+    turns[-1].wait()
+    for factor in (2, 5):
+        check(compiled[factor](x, m), factor * dispatched(plan, draw(0, W, 2), capacity))
 
 
 def test_arrays_of_all_ranks():

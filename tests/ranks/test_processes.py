@@ -38,7 +38,7 @@ def test_every_failure():
     done = launch(PROGRAMS / "failures.py", processes=4, grace=1000)
     assert done.returncode == 128 + signal.SIGKILL, done.stdout + done.stderr[-4000:]
     for process in range(4):
-        kinds = "late", "shapes", "operation", "metadata", "batch", "stop"
+        kinds = "late", "shapes", "operation", "metadata", "constants", "batch", "stop"
         for kind in kinds:
             assert f"[{process}] {kind}: 1 of 1" in done.stdout, done.stdout
     for process in range(3):

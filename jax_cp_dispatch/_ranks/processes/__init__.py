@@ -8,13 +8,11 @@ from jax_cp_dispatch._ranks.processes.initialize import (
     share_memory,
     transport_choice,
 )
-from jax_cp_dispatch._ranks.processes.watch_programs import program_begins
 
 __all__ = [
     "TransportChoice",
     "initialize",
     "num_cpu_devices_here",
-    "program_begins",
     "refuse_alone",
     "share_memory",
     "transport_choice",

@@ -1,7 +1,7 @@
 """Marks where the compilation of one program ends and that of the next begins.
 
 Processes match the calls of a program by their order in it. XLA reports each call to the extension,
-but not its program. JAX reports when a program is compiled.
+on a thread of its own, but not its program. So this process compiles one program at a time.
 """
 
 import threading
@@ -11,8 +11,10 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jax_cp_dispatch._ranks import runtime
 
-_lock = threading.Lock()
-_threads: set[int] = set()  # that have lowered but not yet compiled a program with calls
+_COMPILATION = "/jax/core/compile/backend_compile_duration"
+_LONGEST = 600.0  # seconds; then two programs are compiled at once, and their ranks may not meet
+_one_at_a_time = threading.RLock()
+_held = threading.local()  # `depth`: how often this thread holds the lock
 
 
 def watch_programs() -> None:
@@ -21,21 +23,21 @@ def watch_programs() -> None:
     JAX numbers the executions of a program from its fingerprint. A program read from the cache on
     disk has a different fingerprint than the same program compiled by another process.
     """
-    jax.monitoring.register_event_duration_secs_listener(_on_event)
+    jax.monitoring.register_scalar_listener(_on_begin)
+    jax.monitoring.register_event_duration_secs_listener(_on_end)
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()  # it may be initialized already
 
 
-def program_begins() -> None:
-    """Records that this thread lowers a program with calls."""
-    with _lock:
-        _threads.add(threading.get_ident())
+def _on_begin(event: str, value: float, **_: str | int) -> None:
+    if event == _COMPILATION and _one_at_a_time.acquire(timeout=_LONGEST):
+        _held.depth = getattr(_held, "depth", 0) + 1
 
 
-def _on_event(event: str, duration_secs: float, **kwargs: str | int) -> None:
-    if not event.endswith("/backend_compile_duration"):
+def _on_end(event: str, duration_secs: float, **_: str | int) -> None:
+    if event != _COMPILATION:
         return
-    with _lock:
-        _threads.discard(threading.get_ident())
-        if not _threads:  # otherwise counting starts when all have finished
-            runtime.native.end_programs()
+    runtime.native.end_programs()
+    if getattr(_held, "depth", 0):
+        _held.depth -= 1
+        _one_at_a_time.release()

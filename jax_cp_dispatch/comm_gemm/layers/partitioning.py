@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from jax_cp_dispatch._arrays import sum_dtype
 from jax_cp_dispatch._jax_private import get_concrete_mesh
 from jax_cp_dispatch._ranks.call_context import with_manual_axes
 from jax_cp_dispatch._ranks.communicator import other_axes
-from jax_cp_dispatch._ranks.lowering import named, program_mesh
+from jax_cp_dispatch._ranks.lowering import program_mesh
+from jax_cp_dispatch._ranks.partitioned import partitioned
 from jax_cp_dispatch.comm_gemm.layers.rank import (
     Matmul,
     gather_rows,
@@ -127,7 +127,6 @@ def _run(s: Matmul, to_aux: bool, x, w, bias, scales):
 def _partitioned(s: Matmul, form: _Form, mesh_around):
     names, gathers = s.comm.axis_names, form.gathers
 
-    @custom_partitioning
     def everywhere(x, w, *rest):
         dense = lambda x, w, *rest: _dense(s, form, x, w, *form.read(rest))
         return _each(form.has_examples, dense)(x, w, *rest)
@@ -158,14 +157,13 @@ def _partitioned(s: Matmul, form: _Form, mesh_around):
         each = _each(form.has_examples, on_each_device)
         return mesh, each, on_mesh(outs), tuple(on_mesh(specs))
 
-    return _with_rule(everywhere, partition, _sharding_rule(s, form), (form, s))
+    return _with_rule(everywhere, partition, _sharding_rule(s, form), (form, mesh_around, s))
 
 
 @functools.lru_cache(maxsize=256)
 def _partitioned_again(s: Matmul, ndim: int, has_examples: bool, mesh_around):
     names = s.comm.axis_names
 
-    @custom_partitioning
     def everywhere(x, w, dy):
         return _each(has_examples, functools.partial(_dense_again, s))(x, w, dy)
 
@@ -191,7 +189,9 @@ def _partitioned_again(s: Matmul, ndim: int, has_examples: bool, mesh_around):
     w = " ".join([*of_example, *("nk" if s.rhs_transposed else "kn")])
     tokens = lambda *last: " ".join([*batch, *last])
     rule = f"{tokens('t', 'k')}, {w}, {tokens('m', 'n')} -> {tokens('t', 'k')}, {w}"
-    return _with_rule(everywhere, partition, (rule, ("k",)), ("again", has_examples, s))
+    return _with_rule(
+        everywhere, partition, (rule, ("k",)), ("again", has_examples, mesh_around, s)
+    )
 
 
 def _each(has_examples: bool, run):
@@ -254,12 +254,6 @@ def _with_rule(everywhere, partition, rule, name):
     stay automatic.
     """
     text, whole = rule
-    everywhere.def_partition(
-        partition=partition,
-        sharding_rule=text,
-        need_replication_factors=whole,
-        decode_shardings=False,
-    )
     s: Matmul = name[-1]
 
     def over_ranks(*arrays):
@@ -270,8 +264,15 @@ def _with_rule(everywhere, partition, rule, name):
         specs = {"in_specs": tuple(x.spec for x in ins), "out_specs": [x.spec for x in outs]}
         return with_manual_axes(each, s.comm.axis_names, mesh, **specs)(*arrays)
 
-    run = named(everywhere, name)
-    return lambda *arrays: jax.lax.platform_dependent(*arrays, tpu=over_ranks, default=run)
+    return partitioned(
+        everywhere,
+        partition,
+        name=name,
+        on_tpus=over_ranks,
+        sharding_rule=text,
+        need_replication_factors=whole,
+        decode_shardings=False,
+    )
 
 
 def _dense(s: Matmul, form: _Form, x, w, bias, scales):

@@ -13,11 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
-from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from jax_cp_dispatch._jax_private import parse_flatten_op_sharding
 from jax_cp_dispatch._ranks.communicator import other_axes
+from jax_cp_dispatch._ranks.partitioned import partitioned
 from jax_cp_dispatch._text import say_once
 from jax_cp_dispatch.comm_gemm.layers.rank import Matmul
 
@@ -92,15 +92,14 @@ def split_like(array, like, num_dims: int):
 
 def _keep_first(array, other, rule: str):
     first = lambda array, other: [array]
-    everywhere = custom_partitioning(first)
 
     def partition(mesh, arguments, results):
         to = results[0].sharding
         return mesh, first, [to], (to, arguments[1].sharding)
 
-    everywhere.def_partition(partition=partition, sharding_rule=rule, decode_shardings=False)
-    # XLA for TPUs has no such rules, and shards as it sees fit.
-    return jax.lax.platform_dependent(array, other, tpu=first, default=everywhere)[0]
+    # On TPUs XLA shards as it sees fit.
+    rules = {"sharding_rule": rule, "decode_shardings": False}
+    return partitioned(first, partition, name=rule, on_tpus=first, **rules)(array, other)[0]
 
 
 def tell_lost_axes(s: Matmul, axes: tuple[str, ...], why: str) -> None:
