@@ -52,8 +52,9 @@ struct OperandGroup {
 // says and what this rank sees: its rank, and checksums of its segment ids and of its positions.
 constexpr int64_t kFingerprintSize = 9;
 // The plan's rank in a fallback, which no rank may follow, of tokens that are not in the order that
-// the call assumes, and of a mask that is not that of the tokens.
-constexpr int64_t kNoRank = -1, kOutOfOrder = -2, kWrongMask = -3;
+// the call assumes, and of a mask that is not that of the tokens. Minus 2 n, of array n of
+// `check_tokens` in another order; minus 2 n + 1, with other values.
+constexpr int64_t kNoRank = -1, kOutOfOrder = -2, kWrongMask = -3, kWrongTokens = -4;
 
 enum class Direction : uint8_t { kDispatch, kCombine };
 

@@ -35,6 +35,16 @@ std::string OtherBatch(int64_t part, int64_t expected, int64_t seen, const std::
            "packed order, and permute it like the tokens. In each document, the prefix of PrefixLM "
            "and the prompt of SharedPrefix come first, and the spans of Tree in depth-first order.";
   }
+  if (part == 0 && expected <= kWrongTokens) {
+    const int64_t array = (kWrongTokens - expected) / 2;
+    if ((kWrongTokens - expected) % 2 != 0) {
+      return Text(": array ", array, " has other values than its checksums. Pass the "
+                  "token_checksums of this batch, and arrays that have not changed since.");
+    }
+    return Text(": array ", array, " has the values of its checksums, but not in the order of the "
+                "documents. Pass the documents of this batch, and call their `apply`, or that of "
+                "their placement, exactly once on each array.");
+  }
   if (part == 0) {
     return Text(": this is the part of rank ", expected, ", on ", rank,
                 ". A rank is a position on the mesh axis, not a process. Place on each device the "

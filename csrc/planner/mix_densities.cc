@@ -140,10 +140,65 @@ class Mixer {
   RankPieces ranks_;
 };
 
+constexpr int64_t kFewTokens = 512;
+constexpr int64_t kMostSwaps = 64;
+
+// The tokens of a rank as pieces of one token each; padding of no work.
+std::vector<Item> TokensOf(const PlacementProblem& problem, const std::vector<Piece>& pieces) {
+  std::vector<Item> tokens;
+  for (const Piece& piece : pieces) {
+    for (int64_t start = piece.start; start < piece.end; ++start) {
+      const Piece one{start, start + 1, piece.document};
+      tokens.push_back({one, problem.Work(one)});
+    }
+  }
+  tokens.resize(problem.tokens_per_rank);
+  return tokens;
+}
+
 }  // namespace
 
 RankPieces MixDensities(const PlacementProblem& problem, const std::vector<Piece>& items) {
   return Mixer(problem, items).Run();
+}
+
+void SwapTokens(const PlacementProblem& problem, RankPieces* ranks) {
+  const size_t num_ranks = ranks->size();
+  if (problem.tokens_per_rank * static_cast<int64_t>(num_ranks) > kFewTokens) return;
+  std::vector<std::vector<Item>> tokens;
+  std::vector<int64_t> above;  // work of each rank above its limit
+  for (size_t r = 0; r < num_ranks; ++r) {
+    tokens.push_back(TokensOf(problem, (*ranks)[r]));
+    above.push_back(-problem.limits[r]);
+    for (const Item& token : tokens[r]) above[r] += token.work;
+  }
+  for (int64_t swaps = 0; swaps < kMostSwaps; ++swaps) {
+    const size_t heavy = std::max_element(above.begin(), above.end()) - above.begin();
+    int64_t least = above[heavy];
+    if (least <= 0) break;
+    Item *out = nullptr, *in = nullptr;
+    size_t other = heavy;
+    for (size_t r = 0; r < num_ranks; ++r) {
+      if (r == heavy) continue;
+      for (Item& mine : tokens[heavy]) {
+        for (Item& theirs : tokens[r]) {
+          const int64_t moved = mine.work - theirs.work;
+          const int64_t most = std::max(above[heavy] - moved, above[r] + moved);
+          if (most < least) least = most, other = r, out = &mine, in = &theirs;
+        }
+      }
+    }
+    if (out == nullptr) break;
+    above[heavy] -= out->work - in->work, above[other] += out->work - in->work;
+    std::swap(*out, *in);
+  }
+  for (size_t r = 0; r < num_ranks; ++r) {
+    (*ranks)[r].clear();
+    for (const Item& token : tokens[r]) {
+      if (token.piece.num_tokens() > 0) (*ranks)[r].push_back(token.piece);
+    }
+    SortAndJoin(&(*ranks)[r]);
+  }
 }
 
 }  // namespace cpd

@@ -1,4 +1,5 @@
-// Fills ranks once, then again and again in part, and keeps what moves fewer bytes.
+// Fills ranks once, then again and again in part, and keeps what moves fewer bytes. If pieces of the
+// wanted size do not reach the limit of work, likewise with any pieces.
 #include "planner/move_queries.h"
 
 #include <algorithm>
@@ -161,8 +162,7 @@ bool HaveRoom(const QueryProblem& problem, const RankPieces& ranks) {
   return true;
 }
 
-RankPieces Plan(const QueryProblem& problem) {
-  if (problem.num_ranks == 1) return PiecesOf(QueryShares(problem));
+std::pair<Badness, RankPieces> BestOfTwo(const QueryProblem& problem) {
   // Candidates to consider, in all.
   const int64_t num_steps = std::min<int64_t>(10'000 + 1000 * problem.num_ranks, 400'000);
   Search a(problem, true), b(problem, false);
@@ -173,7 +173,19 @@ RankPieces Plan(const QueryProblem& problem) {
   if (problem.HasCapacities()) {
     for (int more = 8; more > 0 && !best.IsGood(); --more) best.Run(num_steps);
   }
-  return PiecesOf(best.shares());
+  return {best.HowBad(), PiecesOf(best.shares())};
+}
+
+RankPieces Plan(const QueryProblem& problem) {
+  if (problem.num_ranks == 1) return PiecesOf(QueryShares(problem));
+  auto [badness, ranks] = BestOfTwo(problem);
+  if (std::get<1>(badness) > 0 && problem.wanted_piece > 1 && !problem.HasCapacities()) {
+    QueryProblem finer = problem;
+    finer.wanted_piece = 1;
+    auto [now, pieces] = BestOfTwo(finer);
+    if (std::get<1>(now) < std::get<1>(badness)) ranks = std::move(pieces);
+  }
+  return std::move(ranks);
 }
 
 }  // namespace

@@ -163,6 +163,11 @@ RankPieces PlaceDocuments(PlacementProblem problem) {
     if (problem.HasNodes()) ArrangeInNodes(problem, &mixed);
     consider(std::move(mixed));
   }
+  if (best.cost.excess > 0) {
+    RankPieces swapped = best.ranks;
+    SwapTokens(problem, &swapped);
+    consider(std::move(swapped));
+  }
   if (problem.HasCapacity() && (best.cost.overflow > 0 || best.cost.excess > 0)) {
     consider(ConcedeWork(problem, items));
   }

@@ -43,6 +43,10 @@ RankPieces CloseRanks(const PlacementProblem& problem, const std::vector<Piece>&
 // token, and the last rank keeps its limit if the tolerance is worth more than these tokens.
 RankPieces MixDensities(const PlacementProblem& problem, const std::vector<Piece>& items);
 
+// In a batch of few tokens, where the work of one counts: swaps single tokens of the rank furthest
+// above its limit for those of others, as long as that helps.
+void SwapTokens(const PlacementProblem& problem, RankPieces* ranks);
+
 // Ranks with documents that break a limit get more work, as little as was found to be enough; all
 // others keep their share.
 RankPieces ConcedeWork(const PlacementProblem& problem, const std::vector<Piece>& items);

@@ -40,6 +40,9 @@ class Unsharded:
         mask = (ids[:, None, :, None] == ids[:, None, None, :]) & causal
         return jax.nn.dot_product_attention(q, k, v, mask=mask)
 
+    def is_in_order(self, batch: Batch) -> jax.Array:
+        return jnp.ones((), bool)
+
     def imbalance(self, batch: Batch) -> jax.Array:
         return jnp.ones(())
 

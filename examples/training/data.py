@@ -124,6 +124,8 @@ class Arrange:
     def __call__(self, element: dict[str, np.ndarray]) -> dict[str, Any]:
         batch = {name: element[name] for name in ("tokens", "labels")}
         documents = cpd.Documents(element["tokens_segment_ids"], element["tokens_positions"])
+        # Compared in the step: an array in another order, or of another batch, ends the run.
+        checksums = cpd.sequence.token_checksums(batch, documents=documents)
         in_order = imbalance(pairs_per_device(documents, self.config.data, self.config.context))
         if self.config.order == "zigzag":
             documents = documents.zigzag(self.config.context)
@@ -131,7 +133,8 @@ class Arrange:
         if self.config.order == "placed":
             placement = self._place(documents)
             documents, batch = placement.documents, placement.apply(batch)
-        return batch | {"documents": documents, "imbalance_in_order": in_order}
+        others = {"checksums": checksums, "imbalance_in_order": in_order}
+        return batch | {"documents": documents} | others
 
     def _place(self, documents: cpd.Documents) -> cpd.Placement:
         """Places the rows of each data group on its ranks."""

@@ -14,7 +14,7 @@ import optax
 from flax import nnx
 
 VOCABULARY = 256  # bytes
-Batch = dict[str, Any]  # "tokens" and "labels", [B, T]; "documents", with positions
+Batch = dict[str, Any]  # "tokens" and "labels", [B, T]; "documents", with positions; "checksums"
 
 
 class Ops(Protocol):
@@ -39,6 +39,10 @@ class Ops(Protocol):
 
     def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, batch: Batch) -> jax.Array:
         """Causal attention within documents: [B, T, N, H], [B, T, K, H] twice -> [B, T, N, H]."""
+        ...
+
+    def is_in_order(self, batch: Batch) -> jax.Array:
+        """Whether tokens and labels are those of the documents; other ones are an error."""
         ...
 
     def imbalance(self, batch: Batch) -> jax.Array:

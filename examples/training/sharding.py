@@ -75,6 +75,16 @@ class Sharded:
             documents=batch["documents"],
         )
 
+    def is_in_order(self, batch: Batch) -> jax.Array:
+        return cpd.sequence.check_tokens(
+            {name: batch[name] for name in ("tokens", "labels")},
+            batch["checksums"],
+            documents=batch["documents"],
+            mesh=self.mesh,
+            axis_name="context",
+            batch_axis="data",
+        )
+
     def imbalance(self, batch: Batch) -> jax.Array:
         """Returns the largest work of attention on a device divided by the mean of its group."""
         if self.algorithm == "balanced":
@@ -92,4 +102,5 @@ class Sharded:
 
         specs = dict.fromkeys(batch, BATCH)
         specs["documents"] = batch["documents"].specs("context", "data")
+        specs["checksums"] = P("data")
         return jax.tree.map(put, specs, batch)

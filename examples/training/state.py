@@ -6,6 +6,7 @@ from typing import Any
 
 import grain
 import jax
+import jax.numpy as jnp
 import optax
 import orbax.checkpoint as ocp
 from flax import nnx
@@ -44,7 +45,7 @@ def make_step(structure: Any, ops: Ops, shardings: Any, *, keep_gradients: bool 
         value, gradients = nnx.value_and_grad(loss)(model, batch, ops)
         optimizer.update(model, gradients)
         metrics = {
-            "loss": value,
+            "loss": jnp.where(ops.is_in_order(batch), value, jnp.nan),
             "gradient_norm": optax.tree.norm(gradients),
             "imbalance": ops.imbalance(batch),
             "labels": (batch["labels"] >= 0).sum(),

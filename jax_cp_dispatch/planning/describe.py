@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float64
+from jaxtyping import Float32, Float64
 
 from jax_cp_dispatch._text import RANKS_HEADER, count, rank_table, table
 from jax_cp_dispatch.metadata.describe import (
@@ -87,6 +87,21 @@ def describe_mask(layers: int, all_layers: int, plan: Any) -> str:
         f"            {plan.mask}, {layers} of {all_layers} layers: max/mean {plan.imbalance:.3f}; "
         f"{moved:,} keys move"
     )
+
+
+def by_group(
+    texts: Sequence[str], pairs: Float32[np.ndarray, "groups W"], speeds: Sequence[float] | None
+) -> str:
+    """Joins the texts of groups, which share no work: its balance inside a group, and of all."""
+    inside = work_by_share(pairs, speeds).max()
+    every = work_by_share(pairs.reshape(-1), None if speeds is None else len(pairs) * tuple(speeds))
+    group, rank = divmod(int(every.argmax()), pairs.shape[1])
+    first = (
+        f"{len(texts)} groups: max/mean {inside:.3f} inside a group, {every.max():.3f} of all "
+        f"ranks (rank {rank} of group {group})"
+    )
+    parts = [f"Group {n} of {len(texts)}\n{text}" for n, text in enumerate(texts)]
+    return "\n\n".join([first, *parts])
 
 
 def work_by_share(pairs: Any, speeds: Sequence[float] | None) -> Float64[np.ndarray, "*groups W"]:

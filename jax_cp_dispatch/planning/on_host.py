@@ -123,15 +123,15 @@ def _moves(request: PlanRequest, home: PieceTable) -> _Moves:
 def _sizes(request: PlanRequest, needs: Int[np.ndarray, "5 W"]) -> list[int]:
     """Returns the static sizes, in the order of `CAPACITIES`."""
     config, columns = request.config, request.documents.columns // request.world_size
-    rows = 8 * min(config.rows_per_block, columns)
-    sizes = (
-        ("q_capacity", "would receive {} rows of queries", rows),
-        ("kv_capacity", "would receive {} rows of keys", rows),
+    rows = 8 * min(config.rows_per_block, columns), request.documents.num_tokens
+    sizes: Any = (
+        ("q_capacity", "would receive {} rows of queries", *rows),
+        ("kv_capacity", "would receive {} rows of keys", *rows),
         ("max_q_transfers", "would send {} ranges of queries", 8),
         ("max_kv_transfers", "would send {} ranges of keys", 8),
         ("max_pieces", "would compute {} pieces", 8),
     )
     return [
-        static_size(_OP, config, name, what, need, step)
-        for (name, what, step), need in zip(sizes, needs, strict=True)
+        static_size(_OP, config, name, what, need, *step)
+        for (name, what, *step), need in zip(sizes, needs, strict=True)
     ]

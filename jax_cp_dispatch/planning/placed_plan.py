@@ -46,12 +46,13 @@ def plan_placed(
         "max_cut_pieces": cut.held,
         "max_linked_pieces": cut.linked,
     }
-    size = lambda name, what, step: static_size(
-        "place_tokens", request.config, name, what, needs[name], step
+    size = lambda name, what, step, most=None: static_size(
+        "place_tokens", request.config, name, what, needs[name], step, most
     )
     num_slots = size("max_kv_transfers", "would send {} ranges of keys", 8)
     num_runs = size("max_pieces", "would hold {} pieces", 8)
-    kv_capacity = size("kv_capacity", "would receive {} rows", 1024)
+    all_tokens = world_size * request.num_tokens
+    kv_capacity = size("kv_capacity", "would receive {} rows", 1024, all_tokens)
     num_cuts = size("max_cut_pieces", "would hold {} pieces of cut documents", 4)
     what = "would share cut documents with {} pieces on other ranks"
     num_linked = size("max_linked_pieces", what, 4)

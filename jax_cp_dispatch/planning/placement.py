@@ -18,7 +18,7 @@ from jax_cp_dispatch.masks.mask import PACKED, PLACED
 from jax_cp_dispatch.masks.read import check_mask_order, read_mask_on_host
 from jax_cp_dispatch.planning.config import PlanConfig
 from jax_cp_dispatch.planning.cuts import describe_cuts
-from jax_cp_dispatch.planning.describe import describe_mask, describe_plan, work_by_share
+from jax_cp_dispatch.planning.describe import by_group, describe_mask, describe_plan, work_by_share
 from jax_cp_dispatch.planning.groups import join_plans
 from jax_cp_dispatch.planning.piece_table import PieceTable
 from jax_cp_dispatch.planning.placed_plan import (
@@ -207,7 +207,7 @@ class Placement:
     def imbalance(self) -> Float32[np.ndarray, ""]:
         """Largest work of a rank in all layers by its share; see `PlanConfig.rank_speeds`.
 
-        Of several groups, the largest of all.
+        Of several groups, the largest of all; `describe` also compares the ranks of all groups.
         """
         self._check_whole("imbalance")
         return self._imbalance(self._pairs)
@@ -248,8 +248,8 @@ class Placement:
         if self.reason is not None:
             return f"{op}: no tokens were placed. {self.reason}"
         if self.num_groups > 1:
-            parts = enumerate(self.groups)
-            return "\n\n".join(f"Group {n} of {self.num_groups}\n{x.describe()}" for n, x in parts)
+            texts = [x.describe() for x in self.groups]
+            return by_group(texts, self._pairs, self.config.rank_speeds)
         plan, config = self.plan, self.config
         constraints = {"speeds": config.rank_speeds, "ranks_per_node": config.ranks_per_node}
         text = describe_plan(op, plan, **constraints)

@@ -96,7 +96,13 @@ class DoesNotFitError(ValueError):
 
 
 def static_size(
-    op: str, config: PlanConfig, name: str, what: str, needs: Int[np.ndarray, " W"], step: int
+    op: str,
+    config: PlanConfig,
+    name: str,
+    what: str,
+    needs: Int[np.ndarray, " W"],
+    step: int,
+    most: int | None = None,
 ) -> int:
     """Returns the size in the config if sufficient; else the need, rounded up to share programs.
 
@@ -106,6 +112,7 @@ def static_size(
       what: what a rank would do, with `{}` for its need.
       needs: of each rank.
       step: smallest step of rounding; larger needs are rounded up by at most 1/8.
+      most: that any batch of this shape needs; None: not known.
     Raises:
       DoesNotFitError: the given size is too small.
     """
@@ -118,7 +125,8 @@ def static_size(
         )
     if given is None:
         step = max(step, 1 << max(need.bit_length() - 4, 0))
-        return max(-(-need // step), 1) * step
+        size = max(-(-need // step), 1) * step
+        return size if most is None else min(size, max(most, 1))
     if given < need:
         raise DoesNotFitError(
             f"{op}: rank {rank} {what.format(need)} but {name} is {given}. Pass {name}>={need} or "

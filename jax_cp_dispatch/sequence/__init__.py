@@ -4,11 +4,13 @@
   (`document_pieces`), or from the plan of a placement. `call_layer`: runs a layer on every rank.
 `row_ends`, `carried`: documents that continue in another call, and what they take along.
 `halo`: the rows next to a cut. `shift`, `conv`: the layers that need them.
+`check_tokens`: whether arrays are in the order of their documents.
 `recurrence`: states that pass along documents; `chains`: the exchange of maps. `delta_rule`,
   `linear_attention`, `linear_recurrence`: kernels. `chunks`, `decays`, `states`: their matrix
   products.
 """
 
+from jax_cp_dispatch.sequence.check_tokens import check_tokens, token_checksums
 from jax_cp_dispatch.sequence.conv import causal_conv
 from jax_cp_dispatch.sequence.delta_rule import gated_delta_rule
 from jax_cp_dispatch.sequence.document_pieces import document_pieces
@@ -21,6 +23,7 @@ from jax_cp_dispatch.sequence.shift import shift, shift_documents
 __all__ = [
     "Pieces",
     "causal_conv",
+    "check_tokens",
     "document_pieces",
     "gated_delta_rule",
     "linear_attention",
@@ -28,4 +31,5 @@ __all__ = [
     "recurrence",
     "shift",
     "shift_documents",
+    "token_checksums",
 ]

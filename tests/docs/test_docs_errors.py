@@ -60,6 +60,14 @@ def plans_of_two_batches():
     return attend_with(mixed, ONE_DOCUMENT)  # each rank's columns are those of its plan
 
 
+def array_out_of_order():
+    documents = cpd.Documents(TWO_DOCUMENTS)
+    tokens = np.arange(W * T)[None]
+    checksums = cpd.sequence.token_checksums(tokens, documents=documents)
+    given = {"documents": documents.zigzag(W), "mesh": mesh_of(W), "axis_name": AXIS}
+    return jax.jit(partial(cpd.sequence.check_tokens, **given))(tokens, checksums)
+
+
 def rank_1_does_not_call():
     def step(x, plan):
         call = partial(cpd.dispatch, metadata=plan, axis_name=AXIS, capacity=W * T, deadline=0.2)
@@ -106,6 +114,7 @@ RAISED_BY = {
     "mask of other tokens": lambda: jax.jit(
         lambda ids: attend(mask=cpd.masks.SharedPrefix(ONE_DOCUMENT), segment_ids=ids)
     )(ONE_DOCUMENT),
+    "array of other documents": array_out_of_order,
     "fallback instead of a plan": lambda: attend_with(
         plan_for(TWO_DOCUMENTS, config=TOO_SMALL, fallback="ring")
     ),

@@ -45,7 +45,7 @@ def test_code_blocks_run():
             continue
         exec(code, names)
         values += [names.pop("value")] if "value" in names else []
-    assert (len(blocks), len(values)) == (14, 7)
+    assert (len(blocks), len(values)) == (15, 8)
     assert 1 <= names["after"] <= names["before"][0]
     ring, placed = names["profiles"]
     assert sum(ring.work) == sum(placed.work) and names["speed_up"] > 0

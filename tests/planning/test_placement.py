@@ -247,7 +247,10 @@ def test_groups_of_rows_are_placed_on_ranks_of_their_own():
     window = placement.plan_for(masks.SlidingWindow(4))
     want = stack_plans([p.plan_for(masks.SlidingWindow(4)) for p in apart])
     jax.tree.map(np.testing.assert_array_equal, window, want)
-    assert "Group 2 of 3" in placement.describe()
+    pairs = np.stack([p.plan.pairs for p in apart]).astype(float)
+    text = placement.describe()
+    assert f"max/mean {placement.imbalance:.3f} inside a group, " in text
+    assert f"{pairs.max() / pairs.mean():.3f} of all ranks" in text and "Group 2 of 3" in text
     part = placement.groups[1].slice_of(1).apply(x[2:4])
     np.testing.assert_array_equal(part, apart[1].slice_of(1).apply(x[2:4]))
 

@@ -54,6 +54,12 @@ def conv(**given: Any):
     return call("causal_conv", **{"x": TOKENS, "weight": np.zeros((3, 4), np.float32), **given})
 
 
+def checked(**given: Any):
+    checksums = sequence.token_checksums(IDS, documents=DOCUMENTS)
+    known = {"arrays": IDS, "checksums": checksums, "documents": DOCUMENTS}
+    return call("check_tokens", **{**known, **given})
+
+
 def delta(**given: Any):
     heads = {"q": HEADS, "k": HEADS, "v": HEADS, "log_decay": GATES, "beta": GATES}
     return call("gated_delta_rule", **{**heads, **given})
@@ -117,6 +123,22 @@ CASES = {
         ),
         (lambda: sequence.shift_documents(TOKENS, 1, segment_ids=IDS[0]), "segment_ids has shape"),
         (lambda: sequence.shift_documents(TOKENS[:, :8], 1, segment_ids=IDS), "an array has shape"),
+    ],
+    "token_checksums": [
+        (lambda: sequence.token_checksums({}, documents=DOCUMENTS), "no arrays"),
+        (lambda: sequence.token_checksums([[1] * 16], documents=DOCUMENTS), "array 0 is of type"),
+        (lambda: sequence.token_checksums(IDS, documents=IDS), "Pass Documents"),
+        (
+            lambda: sequence.token_checksums([IDS, IDS[:, :8]], documents=DOCUMENTS),
+            r"array 1 is int32\[1, 8\]; it needs .* start with \[1, 16\]",
+        ),
+        (lambda: sequence.token_checksums(IDS * 1j, documents=DOCUMENTS), "is complex128"),
+    ],
+    "check_tokens": [
+        (lambda: checked(arrays={"labels": IDS, "tokens": IDS}), r"2 arrays of 1 .*\[1, 2, 2\]"),
+        (lambda: checked(checksums=np.zeros((1, 1, 2), np.int32)), r"int32\[1, 1, 2\] but 1 array"),
+        (lambda: checked(checksums=[[[0, 0]]]), "checksums is of type list"),
+        (lambda: checked(documents=DOCUMENTS.zigzag(2)), "documents are in zigzag order"),
     ],
     "causal_conv": [
         (lambda: conv(weight=np.zeros((3, 5))), "weight for each tap"),
