@@ -53,7 +53,7 @@ class Step(NamedTuple):
         jitted = jax.jit(
             step, in_shardings=placed[0], out_shardings=placed[1], donate_argnums=donated
         )
-        rules = partitioning.axis_rules(config.logical_axis_rules)
+        rules = partitioning.axis_rules(config.logical_axis_rules)  # pyright: ignore[reportPrivateImportUsage]
         attention = maxtext_attention(algorithm="zigzag", implementation="xla")
         with jax.set_mesh(mesh), rules, attention:
             return jitted.trace(*inputs)

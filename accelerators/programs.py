@@ -1,6 +1,7 @@
 """The programs that are compiled: every public function that runs on devices, with its gradient."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -51,7 +52,7 @@ def exchange_chunks(shapes: Shapes) -> Program:
     move = lambda chunks: chunk_exchange(chunks, *maps, axis_name="cp", implementation="xla")
     size = len(ranks) - 1, 128
     split = lambda x: move(x.reshape(*size, *x.shape[1:])).reshape(x.shape)
-    rows = rows_of(shapes, np.prod(size) * len(ranks))
+    rows = rows_of(shapes, math.prod(size) * len(ranks))
     return Program(on_ranks(shapes, split, P("cp"), P("cp")), (rows,), (0,))
 
 

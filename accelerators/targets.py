@@ -58,7 +58,7 @@ def _load_tpu_compiler() -> None:
     """
     if xla_client.pjrt_plugin_loaded("tpu"):
         return
-    path = xla_bridge.get_tpu_library_path()
+    path = xla_bridge.get_tpu_library_path()  # pyright: ignore[reportPrivateImportUsage]
     if path is None:
         raise RuntimeError("libtpu is not installed")
     plugin = xla_client.load_pjrt_plugin_dynamically("tpu", path)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from jax_cp_dispatch import context_parallel_attention, local_attention
+from jax_cp_dispatch import Hamilton, context_parallel_attention, local_attention
 from jax_cp_dispatch.bench_command.attention import DENSE, gradients, random_operands
 from jax_cp_dispatch.cost import attention_flops
 from jax_cp_dispatch.documents.ranges import PackedMask, attended_tokens
@@ -23,7 +23,7 @@ NUM_RANKS, NUM_HEADS, HEAD_SIZE = 8, 8, 64
 AXIS = "cp"
 OURS = ("ring", "zigzag", "hamilton", "ulysses", "balanced")
 DIRECT, BY_XLA = "hamilton, direct", "hamilton, XLA's all-to-all"
-VARIANTS = {DIRECT: {"cycles": "direct"}, BY_XLA: {"implementation": "xla"}}
+VARIANTS = (DIRECT, BY_XLA)
 PACKAGE, LOCAL = "ringattention", "local attention, one device"
 LARGEST_PACKAGE = 32768  # tokens; one run at 64K takes minutes
 LARGEST_DENSE = 8192  # tokens; the logits of 8 heads take 11 GB, and four times as much at 16K
@@ -84,10 +84,8 @@ def program(method: str, case: Case) -> tuple[Callable, list[jax.Array]] | str:
 
 def _attention(method: str, case: Case):
     """Returns a function of global q, k, v; or why there is none."""
-    if method in OURS:
+    if method in (*OURS, *VARIANTS):
         return _ours(method, case)
-    if method in VARIANTS:
-        return _variant(VARIANTS[method], case)
     return {DENSE: _dense, PACKAGE: _package, LOCAL: _local}[method](case)
 
 
@@ -96,30 +94,11 @@ def _ours(method: str, case: Case):
         *(q, k, v),
         mesh=mesh(),
         axis_name=AXIS,
-        algorithm=method,
+        algorithm={DIRECT: Hamilton(cycles="direct"), BY_XLA: "hamilton"}.get(method, method),
+        implementation="xla" if method == BY_XLA else None,
         mask=case.mask,
         segment_ids=case.segment_ids,
     )
-
-
-def _variant(options: dict[str, Any], case: Case):
-    rows = P(None, AXIS)
-    attend = jax.shard_map(
-        lambda q, k, v, ids: context_parallel_attention(
-            q,
-            k,
-            v,
-            algorithm="hamilton",
-            axis_name=AXIS,
-            mask=case.mask,
-            segment_ids=ids,
-            **options,
-        ),
-        mesh=mesh(),
-        in_specs=(rows, rows, rows, rows),
-        out_specs=rows,
-    )
-    return lambda q, k, v: attend(q, k, v, case.segment_ids)
 
 
 def _local(case: Case):

@@ -78,11 +78,11 @@ def both_passes(layer):
     return run
 
 
-def programs(name, layer, operands) -> dict[str, Program]:
-    passes = dict(zip(PASSES, (layer, both_passes(layer)), strict=True))
+def programs(name, layer, operands, passes=PASSES) -> dict[str, Program]:
+    of = dict(zip(PASSES, (layer, both_passes(layer)), strict=True))
     return {
-        f"{name}, {what}": Program(jax.jit(fn).lower(*operands).compile(), operands)
-        for what, fn in passes.items()
+        f"{name}, {what}": Program(jax.jit(of[what]).lower(*operands).compile(), operands)
+        for what in passes
     }
 
 
@@ -137,13 +137,11 @@ def of_sizes(num_tokens: int, repeats: int) -> Iterator[dict[str, Any]]:
         for size in (16, 32, 64, 128):
             with mock.patch.object(delta_rule, "default_chunk", lambda size=size: size):
                 layer = lambda *x: sequence.gated_delta_rule(*x, **one_device())
-                passes = programs(f"decay {name}, chunks of {size}", layer, of_layer)
-            runs |= {what: run for what, run in passes.items() if "backward" in what}
+                runs |= programs(f"decay {name}, chunks of {size}", layer, of_layer, PASSES[1:])
     layer = lambda *x: sequence.gated_delta_rule(*x, **one_device())
     for tokens in (num_tokens // 4, num_tokens, 4 * num_tokens):
         of_layer = jax.device_put(operands(tokens, 3))
-        passes = programs(f"decay per head, {tokens} tokens", layer, of_layer)
-        runs |= {what: run for what, run in passes.items() if "backward" in what}
+        runs |= programs(f"decay per head, {tokens} tokens", layer, of_layer, PASSES[1:])
     for name, seconds in common.interleaved(runs, repeats).items():
         layer, what, _ = name.split(", ", 2)
         yield {

@@ -26,7 +26,7 @@ def of_package(ranks: Ranks, tokens: int, dtype: str) -> Attend:
     ring = ring_of_package(ranks.mesh, AXIS, tokens // ranks.count, jnp.dtype(dtype))
     if isinstance(ring, str):
         raise ImportError(f"{PACKAGE} is {ring}; install the extra bench")
-    return lambda q, k, v, batch: ring(q, k, v, batch["segment_ids"])
+    return lambda q, k, v, batch: ring(q, k, v, batch.documents.segment_ids)
 
 
 def measure(ranks: Ranks, tokens: int, model: Model) -> list[dict[str, Any]]:

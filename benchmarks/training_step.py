@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from jax_cp_dispatch._arguments import HostOrDevice
 from jax_cp_dispatch.attention import context_parallel_attention
 from jax_cp_dispatch.bench_command.attention import DENSE, drawn_lengths, make_segment_ids
 from jax_cp_dispatch.bench_command.ranks import AXIS, Ranks
@@ -19,7 +20,18 @@ ALGORITHMS = ("placed", "balanced", "zigzag")
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}  # of the loss; sums in another order
 VOCABULARY, RATE = 256, 1e-3
 _ROWS = P(None, AXIS)
-Attend = Callable[..., Any]  # of q, k, v and the batch
+
+
+class Batch(NamedTuple):
+    """One row of packed documents; arrays are [1, T]."""
+
+    documents: Documents
+    tokens: HostOrDevice
+    labels: HostOrDevice
+    counts: HostOrDevice
+
+
+Attend = Callable[[jax.Array, jax.Array, jax.Array, Batch], jax.Array]
 
 
 class Model(NamedTuple):
@@ -59,23 +71,23 @@ def _rotate(x, positions):
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], -1).astype(x.dtype)
 
 
-def _loss(model: Model, parameters, batch, attend: Attend):
+def _loss(model: Model, parameters, batch: Batch, attend: Attend):
     cast = lambda x: x.astype(model.dtype)
 
     def layer(x, w):
         q, k, v = jnp.split(cast(_norm(x)) @ cast(w["qkv"]), 3, axis=-1)
         q, k, v = (y.reshape(*y.shape[:2], model.heads, -1) for y in (q, k, v))
-        q, k = (_rotate(y, batch["documents"].positions) for y in (q, k))
+        q, k = (_rotate(y, batch.documents.positions) for y in (q, k))
         x = x + attend(q, k, v, batch).reshape(*x.shape[:2], -1) @ cast(w["out"])
         gate, up = jnp.split(cast(_norm(x)) @ cast(w["gate_up"]), 2, axis=-1)
         return x + (jax.nn.silu(gate) * up) @ cast(w["down"]), None
 
     policy = jax.checkpoint_policies.save_only_these_names("context")
-    x = cast(parameters["embedding"][batch["tokens"]])
+    x = cast(parameters["embedding"][batch.tokens])
     x, _ = jax.lax.scan(jax.checkpoint(layer, policy=policy), x, parameters["layers"])
     scores = jax.nn.log_softmax(_norm(x) @ parameters["embedding"].T)
-    chosen = jnp.take_along_axis(scores, batch["labels"][..., None], -1)[..., 0]
-    return -(chosen * batch["counts"]).sum() / batch["counts"].sum()
+    chosen = jnp.take_along_axis(scores, batch.labels[..., None], -1)[..., 0]
+    return -(chosen * batch.counts).sum() / batch.counts.sum()
 
 
 def drawn_documents(tokens: int) -> list[int]:
@@ -110,15 +122,16 @@ class Step:
     """
 
     def __init__(self, ranks: Ranks, model: Model, lengths: list[int], algorithm: str | Attend):
-        batch, documents = _batch(lengths), Documents(make_segment_ids(lengths))
+        batch = _batch(lengths)
         if algorithm == "placed":
             placement = place_tokens(lengths, world_size=ranks.count)
-            batch, documents = placement.apply(batch), placement.documents
+            arrays = placement.apply(batch[1:])
+            batch = Batch(placement.documents, *arrays)
         elif algorithm == "balanced":
             plan = plan_attention(lengths=lengths, world_size=ranks.count)
-            documents = documents.with_plan(plan)
-        arrays = {name: ranks.put(x, _ROWS) for name, x in batch.items()}
-        self._batch = arrays | {"documents": ranks.put_documents(documents)}
+            batch = batch._replace(documents=batch.documents.with_plan(plan))
+        arrays = (ranks.put(x, _ROWS) for x in batch[1:])
+        self._batch = Batch(ranks.put_documents(batch.documents), *arrays)
         self._parameters = jax.tree.map(lambda x: ranks.put(x, P()), model.parameters())
         attend = algorithm if callable(algorithm) else partial(_ours, ranks, algorithm)
 
@@ -138,29 +151,30 @@ class Step:
         return value
 
 
-def _batch(lengths: list[int]) -> dict[str, np.ndarray]:
+def _batch(lengths: list[int]) -> Batch:
     ids = make_segment_ids(lengths)
     tokens = np.random.default_rng(2).integers(0, VOCABULARY, ids.shape).astype(np.int32)
     is_last = np.roll(ids, -1, axis=1) != ids
     is_last[0, -1] = True
-    return {
-        "tokens": tokens,
-        "labels": np.roll(tokens, -1, axis=1),
-        "counts": (~is_last).astype(np.float32),
-    }
+    return Batch(
+        documents=Documents(ids),
+        tokens=tokens,
+        labels=np.roll(tokens, -1, axis=1),
+        counts=(~is_last).astype(np.float32),
+    )
 
 
-def _ours(ranks: Ranks, algorithm: str, q, k, v, batch):
+def _ours(ranks: Ranks, algorithm: str, q, k, v, batch: Batch):
     return context_parallel_attention(
         *(q, k, v),
         mesh=ranks.mesh,
         axis_name=AXIS,
         algorithm=algorithm,
-        documents=batch["documents"],
+        documents=batch.documents,
     )
 
 
-def _dense(q, k, v, batch):
-    ids = batch["documents"].segment_ids[0]
+def _dense(q, k, v, batch: Batch):
+    ids = batch.documents.segment_ids[0]
     same = (ids[:, None] == ids)[None, None]
     return jax.nn.dot_product_attention(q, k, v, mask=same, is_causal=True)

@@ -6,6 +6,7 @@ import re
 import numpy as np
 
 PAGE = (pathlib.Path(__file__).parents[2] / "docs/rollouts.md").read_text()
+CODE = re.findall(r"```python\n(.*?)```", PAGE, flags=re.S)
 
 
 def rollouts(node, before=()):
@@ -20,13 +21,15 @@ def rollouts(node, before=()):
         path = [(token, 0.0, old) for token, _, old in path]
 
 
-def loss_of(path, params):
-    """The clipped loss of one rollout by causal attention."""
+def loss_of(path, params, window=None):
+    """The clipped loss of one rollout by causal attention, in a window."""
     tokens, weights, old = (np.array(x) for x in zip(*path, strict=True))
     x = params["embedding"][tokens[:-1]] + params["position"][: len(tokens) - 1]
     q, k, v = (np.einsum("td,dnh->tnh", x, params[name]) for name in "qkv")
     scores = np.einsum("tnh,snh->nts", q, k) / np.sqrt(q.shape[-1])
-    scores = np.exp(np.where(np.tri(len(x), dtype=bool), scores, -np.inf))
+    distance = np.subtract.outer(np.arange(len(x)), np.arange(len(x)))
+    sees = (distance >= 0) & (distance < (window or len(x)))
+    scores = np.exp(np.where(sees, scores, -np.inf))
     out = np.einsum("nts,snh->tnh", scores / scores.sum(-1, keepdims=True), v)
     logits = (x + out.reshape(x.shape)) @ params["embedding"].T
     log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
@@ -36,20 +39,23 @@ def loss_of(path, params):
 
 def test_the_loss_is_that_of_separate_rollouts():
     names: dict = {}
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.S)
-    exec(code, names)
+    for code in CODE:
+        exec(code, names)
     params = {name: np.float64(x) for name, x in names["params"].items()}
     paths = [path for tree in names["trees"] for path in rollouts(tree)]
     assert len(paths) == 4
     want = sum(loss_of(path, params) for path in paths)
     np.testing.assert_allclose(names["value"], want, rtol=1e-5)
+    near = sum(loss_of(path, params, window=3) for path in paths)
+    np.testing.assert_allclose(names["near_value"], near, rtol=1e-5)
+    assert abs(near - want) > 1e-3 * abs(want)
     stored = (names["batch"]["segment_ids"] != 0).sum()
     assert stored < sum(len(path) - 1 for path in paths)  # shared tokens are stored once
 
 
 def test_the_table_of_the_page():
     names: dict = {}
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.S)
+    code = CODE[0]
     exec(code[: code.index("up, down =")], names)
     leaf = lambda tokens, weight: (tokens, [weight] * len(tokens), [0.0] * len(tokens), ())
     prompt = names["untrained"]([*"abc"], leaf([*"de"], 0.5), leaf([*"fg"], -0.5))

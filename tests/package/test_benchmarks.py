@@ -1,6 +1,6 @@
 """Benchmark tables depend on result files alone, whatever rows these have; `run_all` runs all.
 
-`test_docs.py` compares the committed tables with the committed results; `.ci/run` runs two.
+`test_docs.py` compares the committed tables with the committed results; `.ci/run` runs all.
 """
 
 import json
