@@ -397,3 +397,19 @@ def test_a_row_with_one_source_keeps_its_bits_by_xla():
         for total, rows in zip(run(y, Metadata(**fields)), y, strict=True):
             raw = rows.view(f"u{rows.itemsize}")
             np.testing.assert_array_equal(bits(total), bits(combined(plan, raw, T, raw.dtype)))
+
+
+def test_global_arrays_of_64_bits(implementation, wide_types):
+    """XLA's partitioner asks for each device's part outside of the context `jax.enable_x64`."""
+    given = plan_of("one replica")
+    plan = Metadata(
+        **{name: np.asarray(x, np.int64) if np.ndim(x) else x for name, x in given.items()}
+    )
+    x = np.random.default_rng(0).normal(size=(W * T, 3))
+    options = {"axis_name": AXIS, "mesh": mesh_of(W), "implementation": implementation}
+    rows = jax.jit(lambda x, m: dispatch(x, m, capacity=capacity_of(given), **options))(x, plan)
+    home = jax.jit(lambda y, m: combine(y, m, num_tokens=T, **options))(rows, plan)
+    assert rows.dtype == home.dtype == np.float64
+    is_sent = np.asarray(home) != 0
+    assert is_sent.any() and np.isin(rows, [0, *x[is_sent]]).all()
+    np.testing.assert_array_equal(home, np.where(is_sent, x, 0))
