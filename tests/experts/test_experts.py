@@ -58,11 +58,13 @@ def test_an_explicit_axis_shards_the_tokens_of_a_rank():
     mesh = permuted_mesh((2, W), ("data", AXIS), (AxisType.Explicit, AxisType.Auto))
     operands = draw(3)
     flat = [a.reshape(-1, *a.shape[2:]) for a in operands]
-    specs = [P((AXIS, "data")), P((AXIS, "data")), P(AXIS), P((AXIS, "data")), P((AXIS, "data"))]
+    specs = [P((AXIS, "data")), P((AXIS, "data")), P(AXIS), P(AXIS), P((AXIS, "data"))]
     run = jax.shard_map(layer, in_specs=P(AXIS), out_specs=P(AXIS), axis_names={AXIS})
     with jax.set_mesh(mesh):
         places = [jax.NamedSharding(mesh, spec) for spec in specs]
-        got = jax.jit(partial(with_gradients, layer=run))(*jax.device_put(flat, places))
+        got = jax.jit(partial(with_gradients, layer=lambda *x, index: run(*x, index)))(
+            *jax.device_put(flat, places)
+        )
     check_layer(got, operands)
 
 

@@ -25,7 +25,7 @@ CALLS = {
     "shift": lambda x, mesh: cpd.sequence.shift(x[None], 1, mesh=mesh, axis_name="cp"),
     "dispatch": lambda x, mesh: cpd.dispatch(x, PLAN, axis_name="cp", capacity=2, mesh=mesh),
     "all_gather_matmul": lambda x, mesh: cpd.all_gather_matmul(
-        x, jnp.asarray(X.T), axis_name="cp", mesh=mesh
+        jnp.asarray(x), jnp.asarray(X.T), axis_name="cp", mesh=mesh
     ),
     "route": lambda x, mesh: (
         cpd.experts.route(

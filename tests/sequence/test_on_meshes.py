@@ -123,16 +123,18 @@ def test_an_explicit_axis_shards_the_batch_of_a_rank(known):
         specs = {"in_specs": (rows, P(), rows), "out_specs": rows, "axis_names": {AXIS}}
         return (jax.shard_map(run, **specs)(tokens, taps, segment_ids) ** 2).sum()
 
-    def in_pieces(x, ids):
-        pieces = sequence.document_pieces(Documents(ids), **given)
+    def in_pieces(x, documents):
+        pieces = sequence.document_pieces(documents, **given)
         return sequence.shift(x, 1, documents=pieces, **given)
 
     with jax.set_mesh(mesh):
         arrays, ids = jax.device_put((tokens, IDS), NamedSharding(mesh, P("data", AXIS)))
         check(jax.jit(jax.value_and_grad(of_ranks, argnums=(0, 1)))(arrays, taps, ids), expected)
-        run = jax.shard_map(in_pieces, in_specs=rows, out_specs=rows, axis_names={AXIS})
-        with pytest.raises(ValueError, match="document_pieces: pieces are those of a whole rank"):
-            jax.eval_shape(run, arrays["v"], ids)
+        documents = Documents(ids)
+        specs = {"in_specs": (rows, documents.specs(AXIS)), "out_specs": rows}
+        run = jax.shard_map(in_pieces, **specs, axis_names={AXIS})
+        with pytest.raises(ValueError, match="pieces are those of a whole rank"):
+            jax.eval_shape(run, arrays["v"], documents)
 
 
 def test_one_head_of_queries_and_keys_on_several_devices():
