@@ -63,7 +63,7 @@ def linear_attention(
       v: values (in Mamba-2, the inputs times their step).
       log_decay: at most 0, per head [B, T, N], or per channel of the key [B, T, N, H]; -inf resets
         the state.
-      scale: factor on the output; None is 1.
+      scale: factor on the output; None is 1, as in Mamba-2, not the `1 / sqrt(H)` of other layers.
       axis_name: the mesh axis over which the sequence is sharded, or several, major axis first.
       documents, segment_ids, positions: see `causal_conv`.
       mesh, batch_axis, head_axis: for global arrays, see `context_parallel_attention`.

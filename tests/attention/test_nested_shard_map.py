@@ -1,4 +1,7 @@
-"""`context_parallel_attention` inside a `jax.shard_map` over another axis, and its derivative."""
+"""`context_parallel_attention` inside a `jax.shard_map` over another axis, and its derivative.
+
+And inside one over its own axis, while explicit axes shard the rest.
+"""
 
 from functools import partial
 from typing import Any
@@ -59,6 +62,52 @@ def test_derivative(algorithm, differentiated, kind):
 
     with jax.set_mesh(mesh):
         check(CASE, operands, program)
+
+
+EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
+
+
+@pytest.mark.parametrize(
+    "algorithm, kinds, spec",
+    [
+        ("balanced", (EXPLICIT, AUTO), P("data", AXIS)),
+        ("ring", (EXPLICIT, EXPLICIT), P(None, AXIS, "data")),
+    ],
+)
+def test_explicit_axes_on_one_rank(algorithm, kinds, spec):
+    """They shard the batch, or heads, and stay in the types."""
+    fn = partial(attend, algorithm=algorithm)
+    specs = {"in_specs": P(None, AXIS), "out_specs": P(None, AXIS), "axis_names": {AXIS}}
+    mesh, found = mesh_of_kind(kinds), []
+
+    def program(*operands):
+        results = gradients(jax.shard_map(fn, **specs))(*operands)
+        found.extend("data" in jax.typeof(x).sharding.spec for x in results)
+        return results
+
+    def run(*operands):
+        arrays = jax.device_put(operands[:4], NamedSharding(mesh, spec))
+        ids = jax.device_put(operands[4], NamedSharding(mesh, P(spec[0], AXIS)))
+        return jax.jit(program)(*arrays, ids)
+
+    with jax.set_mesh(mesh):
+        check(CASE, draw(CASE), run)
+    assert all(found) and len(found) == 4
+
+
+@pytest.mark.parametrize("kinds", [(EXPLICIT, AUTO), (AUTO, EXPLICIT)])
+def test_global_arrays_on_explicit_and_automatic_axes(kinds):
+    mesh = mesh_of_kind(kinds)
+    fn = lambda q, k, v, ids: context_parallel_attention(
+        q, k, v, segment_ids=ids, axis_name=AXIS, algorithm="ring", batch_axis="data", head_axis=()
+    )
+
+    def run(*operands):
+        arrays = jax.device_put(operands[:5], NamedSharding(mesh, P("data", AXIS)))
+        return jax.jit(gradients(fn))(*arrays)
+
+    with jax.set_mesh(mesh):
+        check(CASE, draw(CASE), run)
 
 
 def test_without_jit():

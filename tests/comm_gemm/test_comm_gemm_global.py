@@ -91,6 +91,26 @@ def test_two_layers_and_their_gradients_equal_dense_ones(name, rows, gathered):
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * largest)
 
 
+def test_an_explicit_axis_shards_the_batch_of_a_rank():
+    mesh = jax.make_mesh((2, 4), ("dp", "tp"), axis_types=(AxisType.Explicit, AxisType.Auto))
+    arrays = operands(S)
+    specs = P(None, "tp"), P(None, "tp"), P("tp"), P("tp"), P()
+    layers = jax.shard_map(
+        two_layers(None, method="ring"),
+        in_specs=specs,
+        out_specs=P(None, "tp"),
+        axis_names={"tp"},
+    )
+    with jax.set_mesh(mesh):
+        loss = lambda *a: (layers(*a) ** 2).sum() * 1e-4
+        run = jax.jit(lambda *a: (layers(*a), jax.grad(loss, range(5))(*a)))
+        out, grads = run(*placed(mesh, arrays, S))
+    np.testing.assert_array_equal(out, dense(*arrays))
+    loss = lambda *arrays: (dense(*arrays) ** 2).sum() * 1e-4
+    for got, want in zip(grads, jax.grad(loss, range(5))(*arrays), strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
+
+
 def test_xla_communicates_only_over_the_batch_axis():
     mesh = Mesh(devices(2, 4), ("dp", "tp"))
     sharded = placed(mesh, operands(S), S)

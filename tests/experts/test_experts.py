@@ -54,6 +54,20 @@ def test_the_mesh_of_the_index_is_that_of_the_calls_that_follow():
     np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-6)
 
 
+def test_an_explicit_axis_shards_the_tokens_of_a_rank():
+    mesh = permuted_mesh((2, W), ("data", AXIS), (AxisType.Explicit, AxisType.Auto))
+    operands = draw(3)
+    flat = [a.reshape(-1, *a.shape[2:]) for a in operands]
+    specs = [P((AXIS, "data")), P((AXIS, "data")), P(AXIS), P(AXIS), P((AXIS, "data"))]
+    run = jax.shard_map(layer, in_specs=P(AXIS), out_specs=P(AXIS), axis_names={AXIS})
+    with jax.set_mesh(mesh):
+        places = [jax.NamedSharding(mesh, spec) for spec in specs]
+        got = jax.jit(partial(with_gradients, layer=lambda *x, index: run(*x, index)))(
+            *jax.device_put(flat, places)
+        )
+    check_layer(got, operands)
+
+
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_global_arrays(kind):
     """Routing, dispatch and combine of all ranks' arrays; the experts in a `shard_map`."""

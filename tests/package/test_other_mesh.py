@@ -1,4 +1,7 @@
-"""Arrays that are placed by another mesh than the call's are refused by name, or moved."""
+"""Arrays that are placed by another mesh than the call's are refused by name, or moved.
+
+And arrays that are constants of a program, whose mesh is set.
+"""
 
 import re
 
@@ -22,7 +25,12 @@ CALLS = {
     "shift": lambda x, mesh: cpd.sequence.shift(x[None], 1, mesh=mesh, axis_name="cp"),
     "dispatch": lambda x, mesh: cpd.dispatch(x, PLAN, axis_name="cp", capacity=2, mesh=mesh),
     "all_gather_matmul": lambda x, mesh: cpd.all_gather_matmul(
-        x, jnp.asarray(X.T), axis_name="cp", mesh=mesh
+        jnp.asarray(x), jnp.asarray(X.T), axis_name="cp", mesh=mesh
+    ),
+    "route": lambda x, mesh: (
+        cpd.experts.route(
+            jnp.asarray(x, jnp.int32) % 8, num_experts=8, axis_name="cp", mesh=mesh
+        ).row
     ),
 }
 
@@ -56,6 +64,23 @@ def test_explicit_axes_reshard(name):
     x = on((2, 4), ("data", "cp"), AxisType.Explicit)
     got = jax.jit(lambda x: CALLS[name](x, mesh))(x)
     np.testing.assert_array_equal(got, MOVED[name])
+
+
+@pytest.mark.parametrize("cp", KINDS)
+@pytest.mark.parametrize("name", CALLS)
+def test_constants_of_a_program(name, cp):
+    """NumPy's and JAX's, also where others are differentiated outside of `jit`."""
+    mesh = Mesh(
+        np.array(jax.devices())[None], ("data", "cp"), axis_types=(KINDS[cp == KINDS[0]], cp)
+    )
+    call = lambda x: CALLS[name](x, None)
+    with jax.set_mesh(mesh):
+        jax.eval_shape(jax.jit(lambda: call(jnp.asarray(X))))
+        got, want = jax.jit(lambda: call(X))(), jax.jit(call)(X)
+        np.testing.assert_array_equal(got, want)
+        if name == "dispatch":
+            grad = jax.grad(lambda scale: (call(X) * scale).sum())(2.0)
+            np.testing.assert_array_equal(grad, X.sum())
 
 
 def test_outside_jit_dispatch_moves_its_arrays():

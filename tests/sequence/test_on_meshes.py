@@ -113,6 +113,44 @@ def test_inside_a_shard_map_over_another_axis(known):
     check((values.sum(), (of_tokens, of_taps)), expected)
 
 
+def test_an_explicit_axis_shards_the_batch_of_a_rank(known):
+    mesh = permuted_mesh((2, 2), ("data", AXIS), (AxisType.Explicit, AxisType.Auto))
+    tokens, taps, expected = known
+    rows, given = P(None, AXIS), {"axis_name": AXIS}
+
+    def of_ranks(tokens, taps, segment_ids):
+        run = lambda tokens, taps, ids: layer(tokens, taps, segment_ids=ids, **given)
+        specs = {"in_specs": (rows, P(), rows), "out_specs": rows, "axis_names": {AXIS}}
+        return (jax.shard_map(run, **specs)(tokens, taps, segment_ids) ** 2).sum()
+
+    def in_pieces(x, documents):
+        pieces = sequence.document_pieces(documents, **given)
+        return sequence.shift(x, 1, documents=pieces, **given)
+
+    with jax.set_mesh(mesh):
+        arrays, ids = jax.device_put((tokens, IDS), NamedSharding(mesh, P("data", AXIS)))
+        check(jax.jit(jax.value_and_grad(of_ranks, argnums=(0, 1)))(arrays, taps, ids), expected)
+        documents = Documents(ids)
+        specs = {"in_specs": (rows, documents.specs(AXIS)), "out_specs": rows}
+        run = jax.shard_map(in_pieces, **specs, axis_names={AXIS})
+        with pytest.raises(ValueError, match="pieces are those of a whole rank"):
+            jax.eval_shape(run, arrays["v"], documents)
+
+
+def test_one_head_of_queries_and_keys_on_several_devices():
+    """As in Mamba-2 with one group."""
+    tokens, _ = draw(IDS)
+    q, k = (tokens[name][:, :, :1] for name in "qk")
+    mesh = permuted_mesh((2, 2), (AXIS, "tensor"))
+    given = {"axis_name": AXIS, "mesh": mesh, "batch_axis": (), "head_axis": "tensor"}
+    run = partial(sequence.linear_attention, segment_ids=IDS, **given)
+    got = jax.jit(run)(q, k, tokens["v"], tokens["log"])
+    for row, a, b in oracle.documents(IDS):
+        q_, k_, v, log = (x[row, a:b].astype(float) for x in (q, k, tokens["v"], tokens["log"]))
+        want = oracle.recurrence(q_, k_, v, log, scale=1.0)
+        np.testing.assert_allclose(got[row, a:b], want, rtol=1e-4, atol=1e-5)
+
+
 def test_a_document_that_begins_and_ends_at_any_token():
     """In zigzag order."""
     num_tokens, num_ranks = 16, 4

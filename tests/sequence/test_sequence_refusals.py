@@ -168,10 +168,15 @@ CASES = {
         (lambda: delta(v=INTEGERS), "v has dtype int32"),
         (lambda: delta(beta=HEADS), "one number per head"),
         (lambda: delta(log_decay=TOKENS), "per channel"),
+        (
+            lambda: delta(log_decay=GATES + 1),
+            r"log_decay\[0, 0, 0\] is 1; it needs to be at most 0",
+        ),
     ],
     "linear_recurrence": [
         (lambda: call("linear_recurrence", x=INTEGERS, log_decay=TOKENS), "x has dtype int32"),
         (lambda: call("linear_recurrence", x=TOKENS, log_decay=GATES), "broadcast_to"),
+        (lambda: call("linear_recurrence", x=TOKENS, log_decay=TOKENS + 2), "is 2; it needs to be"),
     ],
     "recurrence": [
         (lambda: recur(local=None), "local is of type NoneType, without summary"),

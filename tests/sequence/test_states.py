@@ -228,6 +228,17 @@ def test_gradients_of_a_state_that_one_call_gets_and_returns():
     assert_near([np.asarray(got)[0, 0]], [want])
 
 
+@pytest.mark.parametrize("op", ["gated_delta_rule", "linear_attention"])
+def test_gradients_of_a_state_that_only_returns_over_one_device(op):
+    """Traced only."""
+    rows = jax.ShapeDtypeStruct((1, 6, 2, 4), np.float32)
+    gates = jax.ShapeDtypeStruct((1, 6, 2), np.float32)
+    arrays = (rows, rows, rows, gates, gates)[: 5 if op == "gated_delta_rule" else 4]
+    run = partial(getattr(sequence, op), axis_name=AXIS, mesh=mesh_of(1), return_state=True)
+    loss = lambda *arrays: sum(x.sum() for x in run(*arrays))
+    assert jax.eval_shape(jax.grad(loss), *arrays).shape == rows.shape
+
+
 def test_states_of_tokens_without_ids():
     """A row is one document: of tokens that the ranks do not divide, and of none."""
     x = np.random.default_rng().integers(-9, 9, (2, 20)).astype(np.float32)
