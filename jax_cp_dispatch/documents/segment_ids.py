@@ -155,22 +155,23 @@ def number_ids(segment_ids: Ids) -> Int32[Any, "B T"]:
 
     So equal ids stay equal, different ones differ, and 0 stays 0, on the host and traced alike.
     """
-    ids, is_known = segment_ids, isinstance(segment_ids, np.ndarray)
+    ids = segment_ids
     if ids.dtype.itemsize < 4 or ids.dtype == np.int32:
         return ids.astype(np.int32)
-    if not is_known:
-        ids = gathered(ids)
-    is_wide = (ids > ids.dtype.type(_INT32.max)).any(axis=1)
-    if is_known:
-        numbers = ids.astype(np.int32)
-        for row in np.flatnonzero(is_wide):
-            _, first, place = np.unique(ids[row], return_index=True, return_inverse=True)
-            numbers[row] = np.where(ids[row] > 0, first[place] + 1, 0)
-        return numbers
+    if not isinstance(ids, np.ndarray):
+        return _number_traced(gathered(ids, rows=True))
+    numbers = ids.astype(np.int32)
+    for row in np.flatnonzero((ids > _INT32.max).any(axis=1)):
+        _, first, place = np.unique(ids[row], return_index=True, return_inverse=True)
+        numbers[row] = np.where(ids[row] > 0, first[place] + 1, 0)
+    return numbers
+
+
+def _number_traced(ids: Integer[Array, "B T"]) -> Int32[Array, "B T"]:
+    is_wide = (ids > ids.dtype.type(_INT32.max)).any(axis=1, keepdims=True)
     column = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
     of_id, held = lax.sort((ids, column), dimension=1, num_keys=2)
     is_first = jnp.pad(of_id[:, 1:] != of_id[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     first = jnp.take_along_axis(held, running_max(jnp.where(is_first, column, 0)), axis=1)
     _, first = lax.sort((held, first), dimension=1, num_keys=1)
-    numbers = jnp.where(ids > 0, first + 1, 0)
-    return jnp.where(is_wide[:, None], numbers, ids.astype(jnp.int32))
+    return jnp.where(is_wide, jnp.where(ids > 0, first + 1, 0), ids.astype(jnp.int32))

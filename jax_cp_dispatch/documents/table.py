@@ -146,8 +146,9 @@ def from_segment_ids(op: str, segment_ids: Any, positions: Any) -> DocumentTable
     lengths = np.diff(np.append(first, ids.size))
     is_document = ids.reshape(-1)[first] > 0
     lengths, first = lengths[is_document], first[is_document]
-    of_first = (x.reshape(-1)[first] for x in (ids, given))
-    return DocumentTable(lengths, first, *of_first, *ids.shape)
+    batch, columns = given.shape
+    ids, given = ids.reshape(-1)[first], given.reshape(-1)[first]
+    return DocumentTable(lengths, first, ids, given, batch, columns)
 
 
 def document_lengths(

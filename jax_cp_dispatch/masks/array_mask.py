@@ -79,9 +79,9 @@ def array_mask(kind: _Kind) -> _Kind:
         construct(mask, *args, **arrays)
 
     # A field, so that `dataclasses.replace` passes it.
-    kind.__annotations__["order"] = Order
-    kind.__init__ = init
-    dataclasses.dataclass(frozen=True, eq=False, repr=False, init=False)(kind)  # pyright: ignore
+    made: Any = kind
+    made.__annotations__["order"], made.__init__ = Order, init
+    dataclasses.dataclass(frozen=True, eq=False, repr=False, init=False)(made)
 
     def with_keys(mask: Any):
         keyed = [(jax.tree_util.GetAttrKey(name), getattr(mask, name)) for name in names]

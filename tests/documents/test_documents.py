@@ -135,7 +135,7 @@ ZIGZAG = PLAIN.zigzag(W)
 PLACEMENT = cpd.place_tokens(segment_ids=drawn()[0], world_size=W)
 PLAN = cpd.plan_attention(drawn()[0], world_size=W)
 PREFIX = PrefixLM(np.zeros((B, T), bool))
-RANGES = Ranges(np.zeros((B, T), int), np.full((B, T), T))
+RANGES: Any = Ranges(np.zeros((B, T), int), np.full((B, T), T))
 
 
 @pytest.mark.parametrize("made", [ZIGZAG, PLACEMENT.documents, ZIGZAG.apply(RANGES)])
