@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
+from jax.core import ShapedArray
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import Primitive
@@ -58,7 +59,7 @@ def can_partition(ctx: Any) -> bool:
 
 def _shapes(*avals, fn, **_):
     shapes = jax.eval_shape(fn, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals))
-    return [jax.core.ShapedArray(x.shape, x.dtype) for x in shapes]
+    return [ShapedArray(x.shape, x.dtype) for x in shapes]
 
 
 def _lower(ctx, *operands, fn, name, on_tpus):

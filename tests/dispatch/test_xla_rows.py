@@ -18,8 +18,9 @@ from movement_oracle import combined, dispatched, random_plan
 from on_mesh import AXIS, mesh_of, on_ranks, permuted_mesh
 
 from jax_cp_dispatch import Metadata, combine, dispatch
-from jax_cp_dispatch._dispatch import by_xla, lowering, ragged_choice, xla_collectives
+from jax_cp_dispatch._dispatch import by_xla, ragged_choice, xla_collectives
 from jax_cp_dispatch._dispatch.xla_transfers import XlaRanks
+from jax_cp_dispatch._ranks import partitioned
 
 W, S, T, C = 8, 5, 24, 2
 CAPACITY = 100
@@ -191,7 +192,7 @@ def test_global_arrays_on_tpus_need_no_partitioner(monkeypatch):
     text = lowered(both, np.zeros((4 * T, 3), np.float32), plan, platforms=("tpu",))
     assert text.count("custom_call @ragged_all_to_all(") == 2
     assert "CustomSPMDPartitioning" not in text
-    monkeypatch.setattr(lowering, "can_partition", lambda ctx: False)
+    monkeypatch.setattr(partitioned, "can_partition", lambda ctx: False)
     x = np.random.default_rng(1).standard_normal((4, T, 3)).astype(np.float32)
     of_rows = jax.NamedSharding(mesh, P(AXIS, "data"))
     wide = np.concatenate([x, -x], -1).reshape(4 * T, 6)
