@@ -137,14 +137,6 @@ class _Tokens(NamedTuple):
     positions: Any
 
 
-class _Compared(NamedTuple):
-    """What `confirmed` reads of the pieces of a rank."""
-
-    rank: Any
-    fingerprint: Any
-    world_size: int
-
-
 @jax.named_scope("cpd.check_tokens")
 def _on_rank(
     options: CollectiveOptions,
@@ -165,9 +157,7 @@ def _on_rank(
     kind = WRONG_TOKENS - 2 * number - values_differ[number]
     fault = jnp.where(is_wrong.any(), kind, 0).astype(jnp.int32)
     rank = jax.lax.axis_index(options.axis_name)
-    is_right = (fault == 0) & confirmed(
-        options, _Compared(rank, order_fingerprint(fault, rank), num_ranks)
-    )
+    is_right = (fault == 0) & confirmed(options, order_fingerprint(fault, rank))
     return jax.lax.pmin(is_right.astype(jnp.int32), names) == 1
 
 

@@ -22,7 +22,6 @@ from jax_cp_dispatch._scans import running_max
 from jax_cp_dispatch.documents.layouts import SequenceLayout, zigzag_permutation
 from jax_cp_dispatch.documents.order import gather_sequence, is_in_order
 from jax_cp_dispatch.metadata import Metadata
-from jax_cp_dispatch.sequence.pieces import Pieces
 
 _NO_ID = np.int32(2**31 - 1)
 
@@ -78,20 +77,20 @@ def are_in_order(
     return lax.cond(ascend, lambda: ascend, compared)
 
 
-def confirmed(exchange: CollectiveOptions, pieces: Pieces) -> Bool[Array, ""]:
-    """Compares the documents of all ranks where nothing moves, by an exchange of its own."""
-    rank = jnp.asarray(pieces.rank, jnp.int32)
-    own = (jnp.arange(pieces.world_size) == rank).astype(jnp.uint32)
+def confirmed(exchange: CollectiveOptions, fingerprint: Int32[Array, " 9"]) -> Bool[Array, ""]:
+    """Compares the fingerprints of all ranks where nothing moves, by an exchange of its own."""
+    rank, num_ranks = lax.axis_index(exchange.axis_name), lax.axis_size(exchange.axis_name)
+    own = (jnp.arange(num_ranks) == rank).astype(jnp.uint32)
     metadata = Metadata(
         dst_rank=rank[None],
         dst_offset=jnp.zeros(1, jnp.uint32),
         seq_len=jnp.ones(1, jnp.uint32),
         num_recv_tokens=jnp.append(own, jnp.uint32(1)),
-        world_size=pieces.world_size,
+        world_size=num_ranks,
     )
     token = vary_alike([jnp.ones((1, 1), jnp.int32)], also=exchange.axis_names)[0]
     part = outgoing(exchange.op, "rows", token, metadata, capacity=1)
-    (received,) = move(exchange, [part._replace(fingerprint=pieces.fingerprint)])
+    (received,) = move(exchange, [part._replace(fingerprint=fingerprint)])
     return received[0, 0] == 1
 
 

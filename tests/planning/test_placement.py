@@ -247,7 +247,8 @@ def test_groups_of_rows_are_placed_on_ranks_of_their_own():
     window = placement.plan_for(masks.SlidingWindow(4))
     want = stack_plans([p.plan_for(masks.SlidingWindow(4)) for p in apart])
     jax.tree.map(np.testing.assert_array_equal, window, want)
-    pairs = np.stack([p.plan.pairs for p in apart]).astype(float)
+    of_layers = lambda p: sum(n * x.pairs for n, x in zip(p.layers, p.plans, strict=True))
+    pairs = np.stack([of_layers(p) for p in apart]).astype(float)
     text = placement.describe()
     assert f"max/mean {placement.imbalance:.3f} inside a group, " in text
     assert f"{pairs.max() / pairs.mean():.3f} of all ranks" in text and "Group 2 of 3" in text

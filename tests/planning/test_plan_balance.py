@@ -11,7 +11,7 @@ from planner_oracle import check_plan, fewest_bytes
 from properties import examples
 from random_lengths import UNIT, causal_pairs, cut, large_case
 
-from jax_cp_dispatch import PlanConfig, plan_attention
+from jax_cp_dispatch import PlanConfig, place_tokens, plan_attention
 from jax_cp_dispatch.masks import BlockCausal, Chunked, Full, SlidingWindow
 from jax_cp_dispatch.planning.balance import balance_blocks
 
@@ -132,3 +132,25 @@ def test_the_last_step_respects_the_row_limit():
 
 
 _balance = jax.jit(balance_blocks, static_argnames=("row_limit", "tolerance"))
+
+
+@pytest.mark.parametrize("world_size, lengths", [(2, [4, 8]), (8, [64, 2, 2, 60]), (8, [100, 28])])
+def test_tiny_batches_keep_the_tolerance(world_size, lengths):
+    """Where the work of one token counts, and a rank has fewer than the wanted piece."""
+    placed = place_tokens(lengths, world_size=world_size)
+    planned = plan_attention(lengths=lengths, world_size=world_size)
+    assert placed.imbalance <= 1.01 and planned.imbalance <= 1.01
+    sizes = placed.plan.kv_capacity, planned.q_capacity, planned.kv_capacity
+    assert max(sizes) <= planned.num_tokens * world_size
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_placements_of_tiny_batches_are_the_best(seed):
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 8, rng.integers(1, 5)).tolist()
+    placement = place_tokens(lengths, world_size=2)
+    work = np.concatenate([np.arange(1, n + 1) for n in lengths])
+    work = np.pad(work, (0, len(work) % 2))
+    halves = itertools.combinations(range(len(work)), len(work) // 2)
+    best = min(max(x, work.sum() - x) for x in (work[list(half)].sum() for half in halves))
+    assert placement.imbalance <= max(best / work.sum() * 2, 1.01) + 1e-5

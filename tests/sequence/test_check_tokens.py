@@ -14,8 +14,8 @@ from orders import packed
 from jax_cp_dispatch import Documents, place_tokens, sequence
 
 MESH = permuted_mesh((2, 4), ("data", AXIS))
-IDS = packed([[9, 20, -3], [30, 2], [16, 16], [1, 1, 29]])
-OTHER_IDS = packed([[7, 22, -3], [30, 2], [16, 16], [1, 1, 29]])
+IDS = packed([[9, 20, -3], [30, 2], [16, 16], [1, 1, 30]])
+OTHER_IDS = packed([[7, 22, -3], [30, 2], [16, 16], [1, 1, 30]])
 OF_ROWS = {"axis_name": AXIS, "mesh": MESH, "batch_axis": "data"}
 
 
