@@ -31,6 +31,8 @@ def check_fsdp(names):
     masters = zip(*map(jax.tree.leaves, (names["masters"], names["shardings"])), strict=True)
     for w, sharding in masters:
         assert w.dtype == jnp.float32 and w.sharding.is_equivalent_to(sharding, w.ndim)
+    for x in jax.tree.leaves(names.get("training")):  # without optax there is none
+        assert x.sharding.device_set == {*names["mesh"].devices.flat}
 
 
 @in_ci
@@ -39,13 +41,13 @@ def test_code_blocks_run():
     blocks = re.findall(r"```python\n(.*?)```", PAGE, flags=re.S)
     values, missing = [], set()
     for code in blocks:
-        libraries = re.findall(r"^(?:from|import) (flax|equinox)", code, flags=re.M)
+        libraries = re.findall(r"^(?:from|import) (flax|equinox|optax)", code, flags=re.M)
         missing |= {name for name in libraries if not importlib.util.find_spec(name)}
         if libraries and missing:
             continue
         exec(code, names)
         values += [names.pop("value")] if "value" in names else []
-    assert (len(blocks), len(values)) == (15, 8)
+    assert (len(blocks), len(values)) == (16, 8)
     assert 1 <= names["after"] <= names["before"][0]
     ring, placed = names["profiles"]
     assert sum(ring.work) == sum(placed.work) and names["speed_up"] > 0

@@ -1,4 +1,4 @@
-"""The benchmark of attention on one GPU, on a CPU: its workloads, expected results and rows."""
+"""The benchmarks of one GPU, on a CPU; of attention also workloads and expected results."""
 
 import json
 import pathlib
@@ -16,6 +16,9 @@ import attention_peers as peers  # pyright: ignore[reportMissingImports]
 import attention_workloads as workloads  # pyright: ignore[reportMissingImports]
 import device_trace  # pyright: ignore[reportMissingImports]
 import gpu_attention  # pyright: ignore[reportMissingImports]
+import gpu_exchange  # pyright: ignore[reportMissingImports]
+import gpu_gemm  # pyright: ignore[reportMissingImports]
+import gpu_profile  # pyright: ignore[reportMissingImports]
 from device_trace import Kernel  # pyright: ignore[reportMissingImports]
 
 HEADS = workloads.Heads(4, 2, 8, 4)
@@ -88,6 +91,26 @@ def test_every_workload_is_measured_and_every_failure_has_a_reason(tmp_path, mon
             assert "128" in row["not_measured"] or "keys of their own" in row["not_measured"]
         else:
             assert row["ms"] > 0 and len(errors) in (1, 4) and all(0 < x < 0.02 for x in errors)
+
+
+@in_ci
+@pytest.mark.parametrize(
+    "program, sizes, failures",
+    [
+        (gpu_exchange, "--bytes 2097152", []),
+        (gpu_gemm, "--size 64", []),
+        (gpu_profile, "--size 64 --bytes 1048576", ["profile"]),  # which needs a GPU
+    ],
+)
+def test_programs_of_one_gpu_run_by_xla(program, sizes, failures, tmp_path, monkeypatch):
+    output = tmp_path / "rows.json"
+    options = f"{sizes} --implementation xla --repeats 1 --output {output}"
+    monkeypatch.setattr(sys, "argv", [program.__file__, *options.split()])
+    with pytest.raises(SystemExit) as ended:
+        program.main()
+    assert ended.value.code == bool(failures)
+    rows = json.loads(output.read_text())["rows"]
+    assert [row["what"] for row in rows if "error" in row] == failures and len(rows) > 2
 
 
 def test_wrong_results_of_this_package_fail(monkeypatch):
