@@ -17,10 +17,9 @@ from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch._ranks.varying import vary_alike
 from jax_cp_dispatch.comm_gemm import ScalingMode
 from jax_cp_dispatch.comm_gemm.scaled.mxfp8 import check_blocks
-from jax_cp_dispatch.experts.exchange import return_sums, send_to_rows, send_tokens
+from jax_cp_dispatch.experts.exchange import send_to_rows, sum_rows
 from jax_cp_dispatch.experts.on_ranks import on_ranks, ranks_of
 from jax_cp_dispatch.experts.routing import Routing
-from jax_cp_dispatch.experts.rows import weighted_sum
 
 
 def dispatch_tokens(
@@ -183,10 +182,7 @@ def _combine_on_rank(options: CollectiveOptions, y: Any, weights: Any, routing: 
     leaves, routing = _varying(options, leaves, routing)
     y, weights = tree.unflatten(leaves)
     leaves, tree = jax.tree.flatten(y)
-    received, places = send_tokens(options, routing, [] if weights is None else [weights])
-    of_choices = received[0] if received else None
-    sums = [weighted_sum(leaf, of_choices, places) for leaf in leaves]
-    return tree.unflatten(return_sums(options, routing, sums))
+    return tree.unflatten(sum_rows(options, routing, weights, leaves))
 
 
 def _varying(
