@@ -190,9 +190,8 @@ void GroupByRank(std::vector<const Segment*>* cover) {
 }
 
 double WeightOf(const OperandGroup& group, const Segment& s) {
-  return group.weight_type == DataType::kF64
-             ? static_cast<const double*>(group.weights)[s.replica]
-             : static_cast<const float*>(group.weights)[s.replica];
+  return group.weight_type == DataType::kF64 ? static_cast<const double*>(group.weights)[s.replica]
+                                             : static_cast<const float*>(group.weights)[s.replica];
 }
 
 // Rows of one array that other processes read, as ranges of bytes: begin -> end.

@@ -254,8 +254,9 @@ Status ReadAttributes(Direction direction, const DispatchOptions& options, Dispa
   call->num_ranks = static_cast<int>(options.num_ranks);
   call->deadline = std::chrono::milliseconds(options.deadline_ms);
   const size_t num_groups = options.num_arrays.size();
-  for (const auto* of_groups : {&options.has_src_offset, &options.has_weights,
-                                &options.has_fingerprint, &options.num_tokens, &options.capacity, &options.buffer}) {
+  for (const auto* of_groups :
+       {&options.has_src_offset, &options.has_weights, &options.has_fingerprint,
+        &options.num_tokens, &options.capacity, &options.buffer}) {
     if (num_groups > 0 && num_groups <= kMostArrays && of_groups->size() == num_groups) continue;
     return NotOurs(call->op, "num_arrays has ", num_groups, " entries, another attribute ",
                    of_groups->size());

@@ -142,9 +142,9 @@ template <bool kFused>
 
 #ifdef __x86_64__
 [[gnu::target("avx2,fma,f16c")]] void SumWeightedByAvx2(DataType type,
-                                                   const std::vector<const char*>& sources,
-                                                   const std::vector<RowWeight>& weights,
-                                                   int64_t num_elements, char* out) {
+                                                        const std::vector<const char*>& sources,
+                                                        const std::vector<RowWeight>& weights,
+                                                        int64_t num_elements, char* out) {
   SumWeightedOf<true>(type, sources, weights, num_elements, out);
 }
 #endif
@@ -204,10 +204,6 @@ void SumRows(SumTypes types, const std::vector<const char*>& sources, int64_t nu
 
 void SumWeightedRows(DataType type, const std::vector<const char*>& sources,
                      const std::vector<RowWeight>& weights, int64_t num_elements, char* out) {
-  if (sources.empty()) {
-    std::memset(out, 0, num_elements * ElementBytes(type));
-    return;
-  }
 #ifdef __x86_64__
   // Every processor with avx2 converts f16, which GCC 10 cannot ask.
   static const bool is_fused = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");

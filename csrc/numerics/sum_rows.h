@@ -27,9 +27,9 @@ struct RowWeight {
   bool ends_part;
 };
 
-// The same of parts of the sources. A part is the sum of its sources times their weights, from zero
-// and by fused multiply-adds where the processor has them, as XLA computes it; it is rounded to
-// `type`, then the parts are summed. `type` is a float of at least 16 bits.
+// The same of parts of the sources, at least one. A part is the sum of its sources times
+// their weights, from zero and by fused multiply-adds where the processor has them, as XLA computes
+// it; it is rounded to `type`, then the parts are summed. `type` is a float of at least 16 bits.
 void SumWeightedRows(DataType type, const std::vector<const char*>& sources,
                      const std::vector<RowWeight>& weights, int64_t num_elements, char* out);
 

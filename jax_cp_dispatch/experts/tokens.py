@@ -68,8 +68,9 @@ def combine_tokens(
 ) -> PyTree[Float[Array, "T ..."]]:
     """Returns the sum of the rows of each token's experts, times their weights.
 
-    The rows of one rank are summed there, in the order of the choices, rounded to the dtype of `y`,
-    and move once; then those of all ranks are summed. Both sums are float32 (float64 for float64).
+    Rows of one rank are summed in the order of the choices and rounded to the dtype of `y`, then
+    those sums of all ranks; both in float32 (float64 for float64). Between CPU devices the exchange
+    sums rows as it reads them; elsewhere each rank sums its own, and sums move once.
     A choice that is -1 or was dropped adds zero. Call where `route` may be called, on the same
     ranks. Linear in `y` and in the weights, in reverse mode.
 
