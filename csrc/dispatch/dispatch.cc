@@ -179,8 +179,15 @@ std::vector<Interval> CutIntervals(const std::vector<const Segment*>& segments, 
   return intervals;
 }
 
-// Brings those of one rank together, in the order in which the ranks come first.
-void GroupByRank(std::vector<const Segment*>* cover) {
+// Brings those of one rank together, in the order in which the ranks come first. XLA adds the first
+// replica to the second, which matters for fused multiply-adds.
+void GroupByRank(int64_t num_replicas, std::vector<const Segment*>* cover) {
+  if (cover->size() > 1) {
+    const Segment *&first = (*cover)[0], *&second = (*cover)[1];
+    const bool are_first =
+        first->replica % num_replicas == 0 && second->replica - first->replica == 1;
+    if (are_first && first->dst_rank == second->dst_rank) std::swap(first, second);
+  }
   for (auto part = cover->begin(); part != cover->end();) {
     const auto is_same = [rank = (*part)->dst_rank](const Segment* s) {
       return s->dst_rank == rank;
@@ -268,7 +275,7 @@ Status PlanCombineGroup(const std::string& op, const Ranks& ranks, const std::st
       const int64_t in_row_bytes = elements_per_row * ElementBytes(types.in);
       const int64_t rows_per_task = std::max<int64_t>(1, kTaskBytes / out.row_bytes);
       for (Interval& interval : CutIntervals(sent[src], out.num_rows)) {
-        if (ranks[src]->weights) GroupByRank(&interval.cover);
+        if (ranks[src]->weights) GroupByRank(ranks[src]->num_replicas, &interval.cover);
         for (int64_t row = interval.begin; row < interval.end; row += rows_per_task) {
           const int64_t n = std::min(rows_per_task, interval.end - row);
           int32_t last_rank = -1;

@@ -8,6 +8,7 @@ read. Elsewhere a rank first collects the tokens for each rank, which then are o
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -232,12 +233,14 @@ def _sum_rows_backward(options, residuals, gradients):
     )
     if own is None:
         return None, None, rows
-    dweights, dys = jnp.zeros_like(own), []
+    products, dys = [], []
     for y, dy in zip(arrays, rows, strict=True):
         wide = sum_dtype(y.dtype, own.dtype)
         product = (dy.astype(wide) * y.astype(wide)).sum(tuple(range(1, y.ndim)))
-        dweights = dweights + product.astype(own.dtype)
+        products.append(product.astype(own.dtype))
         dys.append((dy.astype(wide) * for_rows(own.astype(wide), y)).astype(y.dtype))
+
+    dweights = functools.reduce(jnp.add, reversed(products))
 
     def back_by_choice(dweights, _):
         plan, given = _each_choice(routing), {"num_tokens": weights.size}
