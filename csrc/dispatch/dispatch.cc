@@ -137,10 +137,15 @@ struct RowsSum {
   char* out;
   int64_t num_elements;
   std::vector<const char*> sources;
+  std::vector<RowWeight> weights = {};  // of the sources, if there are any
 };
 
 void RunSum(const RowsSum& sum, const RowsSum* /*next*/) {
-  SumRows(sum.types, sum.sources, sum.num_elements, sum.out);
+  if (sum.weights.empty()) {
+    SumRows(sum.types, sum.sources, sum.num_elements, sum.out);
+  } else {
+    SumWeightedRows(sum.types.in, sum.sources, sum.weights, sum.num_elements, sum.out);
+  }
 }
 
 // The rows of one owner between two neighbouring boundaries of its segments, and the segments that
@@ -152,12 +157,15 @@ struct Interval {
 };
 
 std::vector<Interval> CutIntervals(const std::vector<const Segment*>& segments, int64_t num_rows) {
-  std::vector<int64_t> cuts = {0, num_rows};
-  for (const Segment* s : segments) {
+  std::vector<int64_t> cuts = {0};
+  for (size_t i = 0; i < segments.size(); ++i) {
+    const Segment *s = segments[i], *last = i > 0 ? segments[i - 1] : nullptr;
+    if (last && s->src_row == last->src_row && s->num_rows == last->num_rows) continue;
     cuts.push_back(s->src_row);
     cuts.push_back(s->src_row + s->num_rows);
   }
-  std::sort(cuts.begin(), cuts.end());
+  cuts.push_back(num_rows);
+  if (!std::is_sorted(cuts.begin(), cuts.end())) std::sort(cuts.begin(), cuts.end());
   cuts.erase(std::unique(cuts.begin(), cuts.end()), cuts.end());
   std::vector<Interval> intervals;
   for (size_t i = 0; i + 1 < cuts.size(); ++i) intervals.push_back({cuts[i], cuts[i + 1], {}});
@@ -169,6 +177,28 @@ std::vector<Interval> CutIntervals(const std::vector<const Segment*>& segments, 
     }
   }
   return intervals;
+}
+
+// Brings those of one rank together, in the order in which the ranks come first. XLA adds the first
+// replica to the second, which matters for fused multiply-adds.
+void GroupByRank(int64_t num_replicas, std::vector<const Segment*>* cover) {
+  if (cover->size() > 1) {
+    const Segment *&first = (*cover)[0], *&second = (*cover)[1];
+    const bool are_first =
+        first->replica % num_replicas == 0 && second->replica - first->replica == 1;
+    if (are_first && first->dst_rank == second->dst_rank) std::swap(first, second);
+  }
+  for (auto part = cover->begin(); part != cover->end();) {
+    const auto is_same = [rank = (*part)->dst_rank](const Segment* s) {
+      return s->dst_rank == rank;
+    };
+    part = std::stable_partition(part, cover->end(), is_same);
+  }
+}
+
+double WeightOf(const OperandGroup& group, const Segment& s) {
+  return group.weight_type == DataType::kF64 ? static_cast<const double*>(group.weights)[s.replica]
+                                             : static_cast<const float*>(group.weights)[s.replica];
 }
 
 // Rows of one array that other processes read, as ranges of bytes: begin -> end.
@@ -244,13 +274,19 @@ Status PlanCombineGroup(const std::string& op, const Ranks& ranks, const std::st
       const int64_t elements_per_row = out.row_bytes / ElementBytes(types.out);
       const int64_t in_row_bytes = elements_per_row * ElementBytes(types.in);
       const int64_t rows_per_task = std::max<int64_t>(1, kTaskBytes / out.row_bytes);
-      for (const Interval& interval : CutIntervals(sent[src], out.num_rows)) {
+      for (Interval& interval : CutIntervals(sent[src], out.num_rows)) {
+        if (ranks[src]->weights) GroupByRank(ranks[src]->num_replicas, &interval.cover);
         for (int64_t row = interval.begin; row < interval.end; row += rows_per_task) {
           const int64_t n = std::min(rows_per_task, interval.end - row);
+          int32_t last_rank = -1;
           RowsSum sum{types, out.data + row * out.row_bytes, n * elements_per_row, {}};
           for (const Segment* s : interval.cover) {
             sum.sources.push_back(ranks[s->dst_rank]->buffers[a].source() +
                                   (s->dst_row + row - s->src_row) * in_row_bytes);
+            if (!ranks[src]->weights) continue;
+            if (last_rank == s->dst_rank) sum.weights.back().ends_part = false;
+            sum.weights.push_back({WeightOf(*ranks[src], *s), true});
+            last_rank = s->dst_rank;
           }
           tasks->Add(std::move(sum), n * out.row_bytes);
         }

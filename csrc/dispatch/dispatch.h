@@ -42,6 +42,9 @@ struct OperandGroup {
   IntArray src_offset;       // [S]; absent: shards are consecutive
   IntArray num_recv_tokens;  // [W + 1], tokens from each rank and their sum
   IntArray fingerprint;      // [kFingerprintSize], or absent: the plan that the rank follows
+  // [S, C], f32 or f64; combine only, else absent. Of ranks in this process.
+  const void* weights = nullptr;
+  DataType weight_type = DataType::kOther;
 
   // W or 1: until Select keeps the view of one rank, each field but the fingerprint is [W, ...].
   int64_t num_views = 1;
@@ -88,7 +91,8 @@ Status PlanDispatch(const std::string& op, const std::vector<std::unique_ptr<Con
                     WorkList* work, const MessageNames& names = {});
 
 // tokens[s][src_offset + i] = sum over slots, then replicas, of buffers[d][dst_offset + i]. The
-// order is fixed, so the result is bitwise repeatable. Rows without a source become zero.
+// order is fixed, so the result is bitwise repeatable. Rows without a source become zero. With
+// weights, those that one rank holds are summed first and rounded; see SumWeightedRows.
 Status PlanCombine(const std::string& op, const std::vector<std::unique_ptr<Contribution>>& ranks,
                    WorkList* work, const MessageNames& names = {});
 

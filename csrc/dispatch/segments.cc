@@ -54,7 +54,8 @@ Status ReadSegments(const std::string& op, const Ranks& ranks, const std::string
       next_row = std::min(src_row, kMostRows) + std::min(num_rows, kMostRows);
       if (num_rows == 0) continue;
       for (int64_t replica = 0; replica < rank.num_replicas; ++replica) {
-        const int64_t dst = rank.dst_rank[slot * rank.num_replicas + replica];
+        const int64_t index = slot * rank.num_replicas + replica;
+        const int64_t dst = rank.dst_rank[index];
         if (dst == -1) continue;
         if ((dst < -1 || dst >= num_ranks) && AreExperts(capacity_name)) {
           return Status::Invalid(OfRoute(op), ": ", NoExpert(src, slot, replica, dst, num_ranks));
@@ -70,13 +71,13 @@ Status ReadSegments(const std::string& op, const Ranks& ranks, const std::string
                                    " tokens. Pass an array with at least that many rows.");
           }
         }
-        const int64_t dst_row = rank.dst_offset[slot * rank.num_replicas + replica];
+        const int64_t dst_row = rank.dst_offset[index];
         if (dst_row < 0 || dst_row > kMostRows) {
           return Status::Invalid(op, ": rank ", src, " slot ", slot, " replica ", replica,
                                  " has dst_offset ", dst_row,
                                  "; it must be in [0, 2^48]. See Metadata.validate().");
         }
-        segments->push_back({src, static_cast<int32_t>(dst), src_row, dst_row, num_rows});
+        segments->push_back({src, static_cast<int32_t>(dst), src_row, dst_row, num_rows, index});
       }
     }
   }
@@ -238,7 +239,10 @@ Status ReadAndCheck(const std::string& op, const Ranks& ranks, const std::string
 Status CheckTypes(const std::string& op, const Ranks& ranks) {
   for (size_t r = 0; r < ranks.size(); ++r) {
     for (size_t a = 0; a < ranks[r]->types.size(); ++a) {
-      if (SumIsSupported(ranks[r]->types[a])) continue;
+      const SumTypes types = ranks[r]->types[a];
+      const bool is_float = types.in >= DataType::kBF16 && types.in <= DataType::kF64;
+      const bool takes_weights = types.in == types.out && is_float;
+      if (SumIsSupported(types) && (!ranks[r]->weights || takes_weights)) continue;
       return Status::Invalid(op, ": array ", a, " on rank ", r,
                              " has a dtype that cannot be summed. Cast it first.");
     }

@@ -19,6 +19,7 @@ struct Segment {
   int64_t src_row;
   int64_t dst_row;
   int64_t num_rows;
+  int64_t replica;  // its index in [S, C]
 };
 
 // Checks that all ranks follow the plan of one batch, and that it is the batch each of them sees.

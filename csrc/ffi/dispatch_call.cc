@@ -62,6 +62,7 @@ class Reader {
     size_t num_arrays = 0;
     for (size_t p = 0; p < call_.groups.size(); ++p) {
       num_fields += options_.has_src_offset[p] != 0 ? 5 : 4;
+      if (options_.has_weights[p] != 0) ++num_fields;
       if (options_.has_fingerprint[p] != 0) ++num_fields;
       num_arrays += options_.num_arrays[p];  // checked: positive, and few in total
     }
@@ -130,7 +131,16 @@ class Reader {
       return NotOurs(call_.op, "dst_rank and dst_offset of plan ", p, " have shapes ",
                      Text(targets), " and ", Text(offsets), " but seq_len ", Text(slots));
     }
-    return Status::Ok();
+    if (options_.has_weights[p] == 0) return status;
+    const auto weights = args_.get<ffi::AnyBuffer>(next_arg_++);
+    if (call_.is_dispatch() || !weights.has_value() || !(weights->dimensions() == targets) ||
+        num_views_ != 1 ||
+        (weights->element_type() != ffi::F32 && weights->element_type() != ffi::F64)) {
+      return NotOurs(call_.op, "weights of plan ", p, " are not those of the rows of one rank");
+    }
+    group.weights = weights->untyped_data();
+    group.weight_type = ToDataType(weights->element_type());
+    return status;
   }
 
   Status Fingerprint(size_t p) {
@@ -222,6 +232,7 @@ void ReadOptions(AttributeReader* attributes, DispatchOptions* options) {
   o.Read(attributes);
   a.Read("capacity_names", &o.capacity_names);
   a.Read("has_src_offset", &o.has_src_offset);
+  a.Read("has_weights", &o.has_weights);
   a.Read("has_fingerprint", &o.has_fingerprint);
   a.Read("num_arrays", &o.num_arrays);
   a.Read("num_tokens", &o.num_tokens);
@@ -243,8 +254,9 @@ Status ReadAttributes(Direction direction, const DispatchOptions& options, Dispa
   call->num_ranks = static_cast<int>(options.num_ranks);
   call->deadline = std::chrono::milliseconds(options.deadline_ms);
   const size_t num_groups = options.num_arrays.size();
-  for (const auto* of_groups : {&options.has_src_offset, &options.has_fingerprint,
-                                &options.num_tokens, &options.capacity, &options.buffer}) {
+  for (const auto* of_groups :
+       {&options.has_src_offset, &options.has_weights, &options.has_fingerprint,
+        &options.num_tokens, &options.capacity, &options.buffer}) {
     if (num_groups > 0 && num_groups <= kMostArrays && of_groups->size() == num_groups) continue;
     return NotOurs(call->op, "num_arrays has ", num_groups, " entries, another attribute ",
                    of_groups->size());

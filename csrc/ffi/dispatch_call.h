@@ -17,6 +17,7 @@ namespace cpd {
 struct DispatchOptions : RankOptions {
   std::string capacity_names;            // of all groups, for messages; see dispatch/dispatch.h
   std::vector<int64_t> has_src_offset;   // whether the metadata ends with src_offset
+  std::vector<int64_t> has_weights;      // whether weights follow it
   std::vector<int64_t> has_fingerprint;  // whether there is a fingerprint
   std::vector<int64_t> num_arrays;       // arrays that move
   std::vector<int64_t> num_tokens;       // rows in the owner's layout, of one rank
@@ -49,7 +50,8 @@ Status ReadAttributes(Direction direction, const DispatchOptions& options, Dispa
 //
 // Operands: first the metadata of all groups, each field as one rank's view [...] or [1, ...], or
 // as the views of all ranks [W, ...]: num_recv_tokens [W + 1], seq_len [S], dst_rank [S(, C)],
-// dst_offset [S(, C)], and src_offset [S] if present. Then the fingerprint [9], of this rank only,
+// dst_offset [S(, C)], and src_offset [S] and weights [S(, C)] (f32 or f64, of this rank only) if
+// present. Then the fingerprint [9], of this rank only,
 // of each group that has one. Then the arrays of all groups: x [T, feature...] for dispatch, y
 // [capacity, feature...] for combine. For dispatch, storage to reuse may follow. Results:
 // [capacity, feature...] for dispatch, [T, feature...] for combine. The first call of two takes no

@@ -21,4 +21,16 @@ bool SumIsSupported(SumTypes types);
 void SumRows(SumTypes types, const std::vector<const char*>& sources, int64_t num_elements,
              char* out);
 
+// The weight of a source, and whether it is the last of its part.
+struct RowWeight {
+  double weight;
+  bool ends_part;
+};
+
+// The same of parts of the sources, at least one. A part is the sum of its sources times
+// their weights, from zero and by fused multiply-adds where the processor has them, as XLA computes
+// it; it is rounded to `type`, then the parts are summed. `type` is a float of at least 16 bits.
+void SumWeightedRows(DataType type, const std::vector<const char*>& sources,
+                     const std::vector<RowWeight>& weights, int64_t num_elements, char* out);
+
 }  // namespace cpd

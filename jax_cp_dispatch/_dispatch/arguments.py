@@ -35,6 +35,7 @@ class Argument(NamedTuple):
       limits: what the buffer allows; None without one.
       capacity_name: the argument that sets the capacity, for messages.
       fingerprint: this rank's fingerprint, i32 [9], or None; see csrc/dispatch/dispatch.h.
+      weights: of each replica of the rows that return, or None.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Argument(NamedTuple):
     limits: BufferLimits | None = None
     capacity_name: str = "capacity"
     fingerprint: Array | None = None
+    weights: Array | None = None
 
     def in_buffer(self, op: str, buffer: int | None) -> "Argument":
         """Returns the same with the limits of a registered buffer, if there is one."""
@@ -87,9 +89,20 @@ def outgoing(
 
 
 def returning(
-    op: str, name: str, y: Any, metadata: Metadata, *, num_tokens: int, dtype: Any = None
+    op: str,
+    name: str,
+    y: Any,
+    metadata: Metadata,
+    *,
+    num_tokens: int,
+    dtype: Any = None,
+    weights: Array | None = None,
 ) -> Argument:
-    """Returns an argument of `combine`."""
+    """Returns an argument of `combine`.
+
+    With `weights`, those rows of a token that one rank holds are summed first, times their weights,
+    and rounded. It has no derivative then.
+    """
     arrays, tree = _flatten(y)
     check_arrays(op, name, arrays)
     prefix = _prefix(name)
@@ -102,7 +115,7 @@ def returning(
     ]
     dtypes, sums = [s.result for s in summations], [s.total for s in summations]
     argument = Argument(name, arrays, tree, metadata, num_rows, dtypes, sums)
-    return argument._replace(capacity_name=f"{prefix}capacity")
+    return argument._replace(capacity_name=f"{prefix}capacity", weights=weights)
 
 
 def _prefix(name: str) -> str:

@@ -11,7 +11,11 @@ from jax.interpreters import mlir
 
 from jax_cp_dispatch._dispatch.exchange_operands import Exchange, by_group, read_operands
 from jax_cp_dispatch._dispatch.ragged_choice import may_be_ragged
-from jax_cp_dispatch._dispatch.xla_collectives import combine_with_xla, dispatch_with_xla
+from jax_cp_dispatch._dispatch.xla_collectives import (
+    combine_weighted_with_xla,
+    combine_with_xla,
+    dispatch_with_xla,
+)
 from jax_cp_dispatch._dispatch.xla_transfers import XlaRanks
 from jax_cp_dispatch._ranks.communicator import rank_index
 from jax_cp_dispatch._ranks.implementations import IMPLEMENTATIONS, refuse_here
@@ -61,7 +65,8 @@ def _move(exchange: Exchange, ragged: bool, *operands: Any) -> list[Any]:
             )
         else:
             arrays = _without_padding(arrays, group.capacity)
-            outs += combine_with_xla(
+            combine = combine_weighted_with_xla if group.has_weights else combine_with_xla
+            outs += combine(
                 ranks,
                 metadata,
                 arrays,

@@ -143,7 +143,8 @@ def read_metadata(
             f"{op}: metadata is for world_size={metadata.world_size} but axis {','.join(names)!r} "
             f"has {num_ranks} devices. Plan with world_size={num_ranks}."
         )
-    fields = MetadataOperands(*(getattr(metadata, name) for name in MetadataOperands._fields))
+    names = MetadataOperands._fields[:-1]  # weights are no part of a plan
+    fields = MetadataOperands(*(getattr(metadata, name) for name in names))
     shapes = tuple(field if field is None else (field.shape, field.dtype) for field in fields)
     leading, is_empty = _check_fields(op, num_ranks, all_ranks, *shapes)
     given = {name: x for name, x in fields._asdict().items() if x is not None}

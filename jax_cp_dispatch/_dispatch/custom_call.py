@@ -33,6 +33,7 @@ def handler_attributes(exchange: Exchange) -> dict[str, Any]:
         **exchange.comm.attributes(),
         "capacity_names": ",".join(group.capacity_name for group in groups),
         "has_src_offset": _span(group.has_src_offset for group in groups),
+        "has_weights": _span(group.has_weights for group in groups),
         "has_fingerprint": _span(group.has_fingerprint for group in groups),
         "num_arrays": _span(group.num_arrays for group in groups),
         "num_tokens": _span(group.num_tokens for group in groups),
@@ -98,6 +99,8 @@ _MOST_SMS = 2**31 - 1  # of any GPU
 
 def what_gpus_lack(exchange: Exchange) -> str | None:
     """Returns why an exchange needs XLA, whatever the transport; None if it does not."""
+    if any(group.has_weights for group in exchange.groups):
+        return "rows have weights"
     if exchange.num_arrays <= _MAX_ARRAYS:
         return None
     return f"{exchange.num_arrays} arrays, but a call on GPUs takes at most {_MAX_ARRAYS}"

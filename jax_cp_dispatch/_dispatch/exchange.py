@@ -95,9 +95,10 @@ def prepare(
             buffer=argument.buffer,
             capacity_name=argument.capacity_name,
             has_fingerprint=argument.fingerprint is not None,
+            has_weights=argument.weights is not None,
         )
         groups.append(group)
-        fields += metadata.present()
+        fields += metadata._replace(weights=argument.weights).present()
         fingerprints += [] if argument.fingerprint is None else [argument.fingerprint]
         factor = num_ranks if context.is_global else 1
         for i in moving:

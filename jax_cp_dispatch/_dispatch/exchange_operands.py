@@ -30,6 +30,7 @@ class MetadataOperands(NamedTuple):
     dst_rank: Any  # [S] or [S, C]
     dst_offset: Any  # as dst_rank
     src_offset: Any = None  # [S]; None: shards are contiguous
+    weights: Any = None  # as dst_rank, real numbers of this rank; see `combine_weighted_with_xla`
 
     def present(self) -> list[Any]:
         return [field for field in self if field is not None]
@@ -45,11 +46,12 @@ class OperandGroup(NamedTuple):
     buffer: int = 0  # id of the registered buffer whose limits apply; 0: none
     capacity_name: str = "capacity"  # the argument that sets the capacity, for messages
     has_fingerprint: bool = False
+    has_weights: bool = False  # such a combine is in the caller's derivative rule, not transposed
 
     @property
     def num_fields(self) -> int:
         """The number of arrays of the metadata that are operands."""
-        return 4 + self.has_src_offset
+        return 4 + self.has_src_offset + self.has_weights
 
 
 @runtime_checkable
@@ -124,7 +126,7 @@ class ExchangeOperands(NamedTuple):
 def read_operands(operands: Sequence[Any], exchange: Exchange) -> ExchangeOperands:
     """Separates flat operands, or other values in their order."""
     rest = list(operands)
-    metadata = [MetadataOperands(*_take(rest, group.num_fields)) for group in exchange.groups]
+    metadata = [_take_metadata(rest, group) for group in exchange.groups]
     fingerprints = [
         _take(rest, 1)[0] if group.has_fingerprint else None for group in exchange.groups
     ]
@@ -136,6 +138,13 @@ def by_group(per_array: Sequence[Any], exchange: Exchange) -> list[list[Any]]:
     """Separates values of the arrays by group."""
     rest = list(per_array)
     return [_take(rest, group.num_arrays) for group in exchange.groups]
+
+
+def _take_metadata(rest: list[Any], group: OperandGroup) -> MetadataOperands:
+    fields = _take(rest, group.num_fields)
+    names = [*MetadataOperands._fields[:4], *["src_offset"] * group.has_src_offset]
+    names += ["weights"] * group.has_weights
+    return MetadataOperands(**dict(zip(names, fields, strict=True)))
 
 
 def _take(rest: list[Any], num: int) -> list[Any]:

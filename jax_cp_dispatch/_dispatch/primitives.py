@@ -91,7 +91,8 @@ def _flat_dims(dims: ExchangeOperands, operands: ExchangeOperands) -> list[Any]:
     fields = [
         dim
         for metadata, of_fields in zip(operands.metadata, dims.metadata, strict=True)
-        for dim in of_fields[: len(metadata.present())]
+        for field, dim in zip(metadata, of_fields, strict=True)
+        if field is not None
     ]
     fingerprints = [
         dim

@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int32, Shaped
 
+from jax_cp_dispatch._arrays import sum_dtype
 from jax_cp_dispatch._dispatch.exchange_operands import MetadataOperands
 from jax_cp_dispatch._dispatch.xla_rows import (
     MAX_GATHERED_BYTES,
@@ -132,6 +133,48 @@ def combine_with_xla(
 
     totals = _on_each(bring_home, ranks)
     return [_finish(x, dtype, plan) for x, dtype in zip(totals, dtypes_out, strict=True)]
+
+
+def combine_weighted_with_xla(
+    ranks: XlaRanks,
+    metadata: MetadataOperands,
+    arrays: Sequence[Shaped[Array, "rows ..."]],
+    *,
+    num_tokens: int,
+    dtypes: Sequence[str],
+    fingerprint: Int32[Array, " 9"] | None = None,
+) -> list[Shaped[Array, "T ..."]]:
+    """Returns rows to their ranks and sums the replicas of each, times `metadata.weights`.
+
+    Those of one rank are summed first, in float32 (float64 for float64), and rounded to the dtype
+    of the rows; then the ranks, in the order in which they come first. Each slot is one row.
+    Otherwise as `combine_with_xla`, which brings all replicas home.
+    """
+    weights, dst_rank = metadata.weights, metadata.dst_rank
+    num_replicas = dst_rank.shape[1]
+    one_by_one = metadata._replace(
+        weights=None,
+        seq_len=jnp.repeat(metadata.seq_len, num_replicas),
+        dst_rank=dst_rank.reshape(-1),
+        dst_offset=metadata.dst_offset.reshape(-1),
+    )
+    options = {"num_tokens": dst_rank.size, "dtypes": dtypes, "fingerprint": fingerprint}
+    totals = []
+    for rows in combine_with_xla(ranks, one_by_one, arrays, **options):
+        rows = rows.reshape(num_tokens, num_replicas, *rows.shape[1:])
+        total = jnp.zeros_like(rows[:, 0], sum_dtype(rows.dtype))
+        is_new = dst_rank >= 0
+        for i in range(num_replicas):
+            part = jnp.zeros_like(total)
+            for c in range(i, num_replicas):
+                weight = weights[:, c].reshape(-1, *[1] * (total.ndim - 1)).astype(total.dtype)
+                added = part + rows[:, c].astype(total.dtype) * weight
+                part = _where_row(dst_rank[:, c] == dst_rank[:, i], added, part)
+            part = part.astype(rows.dtype).astype(total.dtype)
+            total = _where_row(is_new[:, i], total + part, total)
+            is_new &= dst_rank != dst_rank[:, i, None]
+        totals.append(total.astype(rows.dtype))
+    return totals
 
 
 def _on_each(one_rank: Callable[..., Any], ranks: XlaRanks) -> list[Array]:

@@ -1,20 +1,24 @@
-"""The two exchanges of one rank: tokens to the ranks of their experts, sums of rows back.
+"""The exchanges of one rank: tokens to the rows of their experts, weighted sums of rows back.
 
-On CPU, each token is sent from where it is. Elsewhere a rank first collects the tokens for each
-rank, which then are one piece: XLA's `ragged_all_to_all` sends pieces, and few of them.
+On CPU, each token is copied to its rows from where it is, and its rows are summed where they are
+read. Elsewhere a rank first collects the tokens for each rank, which then are one piece: XLA's
+`ragged_all_to_all` sends pieces, and few of them. Both give the same bits.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jaxtyping import Array, Inexact, Shaped
+from jaxtyping import Array, Float, Shaped
 
+from jax_cp_dispatch._arrays import sum_dtype
 from jax_cp_dispatch._dispatch import Argument, move, outgoing, returning
 from jax_cp_dispatch._ranks.communicator import rank_index
 from jax_cp_dispatch._ranks.implementations import IMPLEMENTATIONS
@@ -22,21 +26,7 @@ from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch._ranks.varying import vary_alike
 from jax_cp_dispatch.comm_gemm import ScalingMode, dequantize, quantize
 from jax_cp_dispatch.experts.routing import Routing
-from jax_cp_dispatch.experts.rows import Places, expand, weighted_sum
-
-
-def send_tokens(
-    options: CollectiveOptions, routing: Routing, arrays: list[Shaped[Array, "T ..."]]
-) -> tuple[list[Shaped[Array, "R ..."]], Places]:
-    """Sends tokens once to each of their ranks, with the rows of their choices there."""
-    return _send(options, routing, arrays)
-
-
-def return_sums(
-    options: CollectiveOptions, routing: Routing, sums: list[Inexact[Array, "R ..."]]
-) -> list[Inexact[Array, "T ..."]]:
-    """Returns the sums of each token from all of its ranks, and adds them up."""
-    return _return(options, routing, sums)
+from jax_cp_dispatch.experts.rows import Places, expand, for_rows, take, weighted_sum
 
 
 def send_to_rows(
@@ -49,10 +39,14 @@ def send_to_rows(
     return _send_to_rows(options, mode, routing, arrays)
 
 
-def _send_tokens(options, routing, arrays):
-    # Plus one, so that a row that no rank writes is none.
-    *received, row = _sent(options, routing, [*arrays, routing.row + 1])
-    return received, _places(options, routing, row)
+def sum_rows(
+    options: CollectiveOptions,
+    routing: Routing,
+    weights: Float[Array, "T k"] | None,
+    arrays: list[Float[Array, "M ..."]],
+) -> list[Float[Array, "T ..."]]:
+    """Returns the sums of the rows of each token, times the weights of its choices."""
+    return _sum_rows(options, routing, weights, arrays)
 
 
 def _move(options: CollectiveOptions, routing: Routing, parts: list[Argument]) -> list[Any]:
@@ -61,63 +55,68 @@ def _move(options: CollectiveOptions, routing: Routing, parts: list[Argument]) -
     return move(options, [part._replace(capacity_name=name) for part in parts])
 
 
+# ---- By choice: one exchange from and to the rows of the experts.
+
+
+def _sum_choices(
+    options: CollectiveOptions, routing: Routing, weights: Array | None, arrays: list[Array]
+) -> list[Array]:
+    wide = sum_dtype(*(x.dtype for x in arrays))
+    if weights is None:
+        weights = jnp.ones(routing.row.shape, wide)
+    given = {"num_tokens": len(routing.row), "weights": weights.astype(wide)}
+    return _move(
+        options, routing, [returning(options.op, "y", arrays, routing.by_choice, **given)]
+    )[0]
+
+
+def _each_choice(routing: Routing) -> Any:
+    """Returns the plan that sends a number of each choice, `[T * k]`, to its row."""
+    plan = routing.by_choice
+    to, offset = plan.dst_rank.reshape(-1), plan.dst_offset.reshape(-1)
+    one = np.ones(to.size, np.int32)
+    more = {"seq_len": one, "num_seqs": np.int32(to.size)}
+    return dataclasses.replace(plan, dst_rank=to, dst_offset=offset, **more)
+
+
+def _no_places(routing: Routing, arrays: Sequence[Array]) -> Places:
+    """Returns places of the right shapes, which nothing reads."""
+    shape = (_most_tokens(routing), routing.row.shape[1])
+    none = jnp.zeros(shape, jnp.int32), jnp.zeros(routing.capacity, jnp.int32)
+    return Places(*vary_alike([*none, routing.row, *arrays])[:2])
+
+
+# ---- By rank: each token once to each of its ranks, and copies and sums there.
+
+
+def _send_tokens(
+    options: CollectiveOptions, routing: Routing, arrays: Sequence[Array]
+) -> tuple[list[Array], Places]:
+    """Sends tokens once to each of their ranks, with the rows of their choices there."""
+    # Plus one, so that a row that no rank writes is none.
+    *received, row = _sent(options, routing, [*arrays, routing.row + 1])
+    first = 1 + rank_index(options.axis_names) * routing.capacity
+    return received, Places.of_rows(row - first, routing.capacity)
+
+
 def _most_tokens(routing: Routing) -> int:
     """A rank receives each token at most once, and has a row for it."""
     return max(1, min(routing.capacity, routing.world_size * len(routing.row)))
 
 
-def _places(options: CollectiveOptions, routing: Routing, row: Array) -> Places:
-    """Reads the rows that came with the tokens."""
-    first = 1 + rank_index(options.axis_names) * routing.capacity
-    return Places.of_rows(row - first, routing.capacity)
+def _sent(options: CollectiveOptions, routing: Routing, arrays: Sequence[Array]) -> list[Array]:
+    collected = _collected(routing)
+    rows = [expand(x, collected) for x in arrays]
+    part = outgoing(options.op, "x", rows, routing.by_rank, capacity=_most_tokens(routing))
+    return _move(options, routing, [part])[0]
 
 
-def _rows_and_places(options, routing, arrays, with_places):
-    """Sends tokens to their rows. On CPU, where each is read from where it is, in one copy."""
-
-    def by_choice(arrays):
-        op, capacity = options.op, routing.capacity
-        parts = [outgoing(op, "x", arrays, routing.by_choice, capacity=capacity)]
-        if with_places:
-            row = vary_alike([routing.row + 1, *arrays])[0]
-            parts.append(outgoing(op, "row", row, routing.by_token, capacity=_most_tokens(routing)))
-        rows, *row = _move(options, routing, parts)
-        return rows, _places(options, routing, row[0]) if with_places else None
-
-    def by_rank(arrays):
-        received, places = _send_tokens(options, routing, arrays)
-        rows = [_only_if_valid(expand(x, places), routing) for x in received]
-        return rows, places if with_places else None
-
-    return _where_it_runs(options, by_choice, by_rank, arrays)
-
-
-def _sent(options: CollectiveOptions, routing: Routing, arrays: list[Array]) -> list[Array]:
-    def sent(arrays: Any, plan: Any) -> list[Array]:
-        part = outgoing(options.op, "x", arrays, plan, capacity=_most_tokens(routing))
-        return _move(options, routing, [part])[0]
-
-    def by_rank(arrays):
-        collected = _collected(routing)
-        return sent([expand(x, collected) for x in arrays], routing.by_rank)
-
-    by_token = lambda arrays: sent(arrays, routing.by_token)
-    return _where_it_runs(options, by_token, by_rank, arrays)
-
-
-def _return_sums(options, routing, sums):
-    def returned(sums: Any, plan: Any, num_rows: int) -> list[Array]:
-        part = returning(options.op, "y", sums, plan, num_tokens=num_rows)
-        return _move(options, routing, [part])[0]
-
-    by_token = lambda sums: returned(sums, routing.by_token, len(routing.row))
-
-    def by_rank(sums):
-        collected = _collected(routing)
-        rows = returned(sums, routing.by_rank, len(collected.choice))
-        return [_only_if_valid(weighted_sum(x, None, collected), routing) for x in rows]
-
-    return _where_it_runs(options, by_token, by_rank, sums)
+def _return_sums(options: CollectiveOptions, routing: Routing, sums: list[Array]) -> list[Array]:
+    """Returns the sums of each token from all of its ranks, and adds them up."""
+    collected = _collected(routing)
+    given = {"num_tokens": len(collected.choice)}
+    rows = _move(options, routing, [returning(options.op, "y", sums, routing.by_rank, **given)])[0]
+    return [_only_if_valid(weighted_sum(x, None, collected), routing) for x in rows]
 
 
 def _only_if_valid(rows: Array, routing: Routing) -> Array:
@@ -133,49 +132,43 @@ def _collected(routing: Routing) -> Places:
 
 
 def _where_it_runs(
-    options: CollectiveOptions, by_token: Callable[..., Any], by_rank: Callable[..., Any], x: Any
+    options: CollectiveOptions,
+    by_choice: Callable[..., Any],
+    by_rank: Callable[..., Any],
+    *operands: Any,
+    summed: Sequence[Array],
 ) -> Any:
+    """Calls one of two; `summed` are arrays that it sums, or whose gradients are summed."""
+    is_real = lambda x: jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize > 1
+    if any(jnp.issubdtype(x.dtype, jnp.inexact) and not is_real(x) for x in summed):
+        # An exchange neither rounds to 8 bits nor weights complex numbers.
+        return by_rank(*operands)
     if options.implementation is None:
-        return lax.platform_dependent(x, cpu=by_token, default=by_rank)
+        return lax.platform_dependent(*operands, cpu=by_choice, default=by_rank)
     is_cpu = IMPLEMENTATIONS[options.implementation].platform == "cpu"
-    return by_token(x) if is_cpu else by_rank(x)
+    return by_choice(*operands) if is_cpu else by_rank(*operands)
 
 
-# ---- Each is the transpose of the other.
-
-
-def _transposed(options: CollectiveOptions) -> CollectiveOptions:
-    op, prefix = options.op, "the transpose of "
-    op = op.removeprefix(prefix) if op.startswith(prefix) else prefix + op
-    return dataclasses.replace(options, op=op)
-
-
-def _send_backward(options, routing, gradients):
-    received, _ = gradients
-    return None, _sums_of_tokens(options, routing, received)
-
-
-def _sums_of_tokens(options: CollectiveOptions, routing: Routing, gradients: Any) -> list[Any]:
-    """Returns the gradients of arrays that were sent; integers have none."""
-    real = [x for x in gradients if x.dtype != jax.dtypes.float0]
-    sums = iter(return_sums(_transposed(options), routing, real) if real else [])
-    return [None if x.dtype == jax.dtypes.float0 else next(sums) for x in gradients]
-
-
-def _return_backward(options, routing, gradients):
-    return None, _sent(_transposed(options), routing, gradients)
-
-
-_send: Any = jax.custom_vjp(_send_tokens, nondiff_argnums=(0,))
-_return: Any = jax.custom_vjp(_return_sums, nondiff_argnums=(0,))
-_send.defvjp(lambda *x: (send_tokens(*x), x[1]), _send_backward)
-_return.defvjp(lambda *x: (return_sums(*x), x[1]), _return_backward)
+# ---- Tokens to rows.
 
 
 def _to_rows(options, mode, routing, arrays, with_places=False):
     is_narrow = mode == ScalingMode.MXFP8_1D_SCALING
     leaves, tree = jax.tree.flatten([quantize(x, mode) for x in arrays] if is_narrow else arrays)
-    rows, places = _rows_and_places(options, routing, leaves, with_places)
+
+    def by_choice(leaves):
+        part = outgoing(options.op, "x", leaves, routing.by_choice, capacity=routing.capacity)
+        return _move(options, routing, [part])[0], _no_places(
+            routing, leaves
+        ) if with_places else None
+
+    def by_rank(leaves):
+        received, places = _send_tokens(options, routing, leaves)
+        rows = [_only_if_valid(expand(x, places), routing) for x in received]
+        return rows, places if with_places else None
+
+    summed = arrays if with_places else ()
+    rows, places = _where_it_runs(options, by_choice, by_rank, leaves, summed=summed)
     rows = tree.unflatten(rows)
     if is_narrow:
         rows = [dequantize(row, x.dtype) for row, x in zip(rows, arrays, strict=True)]
@@ -184,10 +177,94 @@ def _to_rows(options, mode, routing, arrays, with_places=False):
 
 def _to_rows_backward(options, mode, residuals, gradients):
     routing, places = residuals
-    is_none = lambda x: x.dtype == jax.dtypes.float0
-    sums = [g if is_none(g) else weighted_sum(g, None, places) for g in gradients]
-    return None, _sums_of_tokens(options, routing, sums)
+    options = _transposed(options)
+    real = [g for g in gradients if g.dtype != jax.dtypes.float0]  # integers have none
+
+    def by_rank(real, places):
+        return _return_sums(options, routing, [weighted_sum(g, None, places) for g in real])
+
+    by_choice = lambda real, _: _sum_choices(options, routing, None, real)
+    sums: list[Array] = []
+    if real:
+        sums = _where_it_runs(options, by_choice, by_rank, real, places, summed=real)
+    rest = iter(sums)
+    return None, [None if g.dtype == jax.dtypes.float0 else next(rest) for g in gradients]
+
+
+# ---- Rows to sums.
+
+
+def _sum_rows_forward(options, routing, weights, arrays):
+    def by_choice(weights, arrays):
+        received = None
+        if weights is not None:  # as nothing is received, nothing reads it
+            received = jnp.zeros((_most_tokens(routing), weights.shape[1]), weights.dtype)
+            received = vary_alike([received, weights, routing.row])[0]
+        places = _no_places(routing, arrays)
+        return _sum_choices(options, routing, weights, arrays), received, places
+
+    def by_rank(weights, arrays):
+        received, places = _send_tokens(options, routing, [] if weights is None else [weights])
+        received = received[0] if received else None
+        sums = [weighted_sum(y, received, places) for y in arrays]
+        return _return_sums(options, routing, sums), received, places
+
+    sums, *received = _where_it_runs(options, by_choice, by_rank, weights, arrays, summed=arrays)
+    return sums, (routing, weights, arrays, *received)
+
+
+def _sum_rows_backward(options, residuals, gradients):
+    routing, weights, arrays, received, places = residuals
+    options = _transposed(options)
+    op, capacity = options.op, routing.capacity
+    operands = (weights, received, places)
+
+    def rows_by_choice(gradients, weights, *_):
+        parts = [outgoing(op, "x", gradients, routing.by_choice, capacity=capacity)]
+        if weights is not None:
+            each = _each_choice(routing)
+            parts.append(outgoing(op, "weights", weights.reshape(-1), each, capacity=capacity))
+        rows, *own = _move(options, routing, parts)
+        return rows, own[0] if own else None
+
+    def rows_by_rank(gradients, _, received, places):
+        rows = [expand(x, places) for x in _sent(options, routing, gradients)]
+        return rows, None if received is None else take(received.reshape(-1), places.choice)
+
+    rows, own = _where_it_runs(
+        options, rows_by_choice, rows_by_rank, gradients, *operands, summed=arrays
+    )
+    if own is None:
+        return None, None, rows
+    products, dys = [], []
+    for y, dy in zip(arrays, rows, strict=True):
+        wide = sum_dtype(y.dtype, own.dtype)
+        product = (dy.astype(wide) * y.astype(wide)).sum(tuple(range(1, y.ndim)))
+        products.append(product.astype(own.dtype))
+        dys.append((dy.astype(wide) * for_rows(own.astype(wide), y)).astype(y.dtype))
+
+    dweights = functools.reduce(jnp.add, reversed(products))
+
+    def back_by_choice(dweights, _):
+        plan, given = _each_choice(routing), {"num_tokens": weights.size}
+        sums = _move(options, routing, [returning(op, "dweights", dweights, plan, **given)])[0]
+        return sums.reshape(weights.shape)
+
+    def back_by_rank(dweights, places):
+        of_tokens = take(dweights, places.row.reshape(-1)).reshape(places.row.shape)
+        return _return_sums(options, routing, [of_tokens])[0]
+
+    dweights = _where_it_runs(
+        options, back_by_choice, back_by_rank, dweights, places, summed=arrays
+    )
+    return None, dweights, dys
+
+
+def _transposed(options: CollectiveOptions) -> CollectiveOptions:
+    return dataclasses.replace(options, op=f"the transpose of {options.op}")
 
 
 _send_to_rows: Any = jax.custom_vjp(lambda *x: _to_rows(*x)[0], nondiff_argnums=(0, 1))
 _send_to_rows.defvjp(lambda *x: _to_rows(*x, with_places=True), _to_rows_backward)
+_sum_rows: Any = jax.custom_vjp(lambda *x: _sum_rows_forward(*x)[0], nondiff_argnums=(0,))
+_sum_rows.defvjp(_sum_rows_forward, _sum_rows_backward)

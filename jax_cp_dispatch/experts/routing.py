@@ -94,12 +94,6 @@ class Routing:
         return describe_routing("Routing.describe", self)
 
     @property
-    def by_token(self) -> Metadata:
-        """This rank's view of the plan that sends each token once to each of its ranks."""
-        num_tokens = np.ones(len(self.row), np.int32)
-        return self._plan(self.dst_rank, self.dst_offset, num_tokens, self._received)
-
-    @property
     def by_choice(self) -> Metadata:
         """This rank's view of the plan that sends each token to the rows of its choices."""
         is_wrong = (self.dst_rank < -1) | (self.dst_rank >= self.world_size)
@@ -113,7 +107,10 @@ class Routing:
 
     @property
     def by_rank(self) -> Metadata:
-        """The same plan for tokens in the order of `send_row`: one piece for each rank."""
+        """This rank's view of the plan that sends each token once to each of its ranks.
+
+        Of tokens in the order of `send_row`: one piece for each rank.
+        """
         is_wrong = ((self.dst_rank < -1) | (self.dst_rank >= self.world_size)).any()
         to = jnp.where(is_wrong, self.world_size, 0) + np.arange(self.world_size, dtype=np.int32)
         return self._plan(to, self.first_row[0], self.num_send_tokens[0], self._received)

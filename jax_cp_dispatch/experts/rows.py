@@ -1,8 +1,8 @@
 """Rows of received tokens and rows grouped by expert: one from the other, by gathers alone.
 
 A token has a row for each of its choices on this rank. `expand` copies it there, `weighted_sum`
-adds these rows up, and each is in the derivative of the other. Sums are float32 (float64 for
-float64, complex for complex), in the order of the choices.
+adds these rows up. Sums are float32 (float64 for float64, complex for complex), in the order of
+the choices.
 """
 
 from __future__ import annotations
@@ -36,29 +36,16 @@ class Places(NamedTuple):
         return self.choice // self.row.shape[1]
 
 
-def _take(x: Shaped[Array, "n ..."], index: Int32[Array, " m"]) -> Shaped[Array, "m ..."]:
+def take(x: Shaped[Array, "n ..."], index: Int32[Array, " m"]) -> Shaped[Array, "m ..."]:
+    """Returns these rows; zeros for those outside."""
     return x.at[index].get(mode="fill", fill_value=0, wrap_negative_indices=False)
 
 
 def expand(x: Shaped[Array, "R ..."], places: Places) -> Shaped[Array, "M ..."]:
     """Copies each token to its rows; rows without a token are zero."""
-    is_summed = jnp.issubdtype(x.dtype, jnp.inexact)
-    return _expand(x, places) if is_summed else _take(x, places.token)
+    return take(x, places.token)
 
 
-@jax.custom_vjp
-def _expand(x, places):
-    return _take(x, places.token)
-
-
-def _expand_backward(places, dy):
-    return weighted_sum(dy, None, places), None
-
-
-_expand.defvjp(lambda x, places: (_expand(x, places), places), _expand_backward)
-
-
-@jax.custom_vjp
 def weighted_sum(
     y: Inexact[Array, "M ..."], weights: Float[Array, "R k"] | None, places: Places
 ) -> Inexact[Array, "R ..."]:
@@ -71,33 +58,13 @@ def weighted_sum(
 
 @jax.jit  # one function of the program, called for each choice; XLA fuses the calls
 def _add(total, y, row, weight):
-    added = _take(y, row).astype(total.dtype)
+    added = take(y, row).astype(total.dtype)
     if weight is not None:  # that of a choice without a row may be anything
         weight = jnp.where(row < len(y), weight, 0).astype(total.dtype)
-        added = added * _for_rows(weight, y)
+        added = added * for_rows(weight, y)
     return total + added
 
 
-def _for_rows(x: Any, like: Array) -> Array:
+def for_rows(x: Any, like: Array) -> Array:
+    """Returns a number of each row in the dimensions of the rows."""
     return x.reshape(-1, *[1] * (like.ndim - 1))
-
-
-def _weighted_sum_forward(y, weights, places):
-    return weighted_sum(y, weights, places), (y, weights, places)
-
-
-def _weighted_sum_backward(residuals, dout):
-    y, weights, places = residuals
-    dy = expand(dout, places)
-    if weights is None:
-        return dy, None, None
-    wide = sum_dtype(y.dtype, weights.dtype)
-    product = (dy.astype(wide) * y.astype(wide)).sum(tuple(range(1, y.ndim)))
-    product = jnp.where(places.choice < weights.size, product, 0)  # y is undefined in other rows
-    dweights = _take(product, places.row.reshape(-1)).reshape(weights.shape)
-    own = _take(weights.reshape(-1), places.choice).astype(wide)
-    dy = (dy.astype(wide) * _for_rows(own, y)).astype(y.dtype)
-    return dy, dweights.astype(weights.dtype), None
-
-
-weighted_sum.defvjp(_weighted_sum_forward, _weighted_sum_backward)

@@ -17,10 +17,9 @@ from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch._ranks.varying import vary_alike
 from jax_cp_dispatch.comm_gemm import ScalingMode
 from jax_cp_dispatch.comm_gemm.scaled.mxfp8 import check_blocks
-from jax_cp_dispatch.experts.exchange import return_sums, send_to_rows, send_tokens
+from jax_cp_dispatch.experts.exchange import send_to_rows, sum_rows
 from jax_cp_dispatch.experts.on_ranks import on_ranks, ranks_of
 from jax_cp_dispatch.experts.routing import Routing
-from jax_cp_dispatch.experts.rows import weighted_sum
 
 
 def dispatch_tokens(
@@ -69,8 +68,9 @@ def combine_tokens(
 ) -> PyTree[Float[Array, "T ..."]]:
     """Returns the sum of the rows of each token's experts, times their weights.
 
-    The rows of one rank are summed there, in the order of the choices, rounded to the dtype of `y`,
-    and move once; then those of all ranks are summed. Both sums are float32 (float64 for float64).
+    Rows of one rank are summed in the order of the choices and rounded to the dtype of `y`, then
+    those sums of all ranks; both in float32 (float64 for float64). Between CPU devices the exchange
+    sums rows as it reads them; elsewhere each rank sums its own, and sums move once.
     A choice that is -1 or was dropped adds zero. Call where `route` may be called, on the same
     ranks. Linear in `y` and in the weights, in reverse mode.
 
@@ -184,10 +184,7 @@ def _combine_on_rank(options: CollectiveOptions, y: Any, weights: Any, routing: 
     leaves, routing = _varying(options, leaves, routing)
     y, weights = tree.unflatten(leaves)
     leaves, tree = jax.tree.flatten(y)
-    received, places = send_tokens(options, routing, [] if weights is None else [weights])
-    of_choices = received[0] if received else None
-    sums = [weighted_sum(leaf, of_choices, places) for leaf in leaves]
-    return tree.unflatten(return_sums(options, routing, sums))
+    return tree.unflatten(sum_rows(options, routing, weights, leaves))
 
 
 def _varying(

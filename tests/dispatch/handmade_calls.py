@@ -75,6 +75,7 @@ def right_call(target) -> Call:
             "deadline_ms": np.int64(1000),
             "capacity_names": "capacity",
             "has_src_offset": int64(0),
+            "has_weights": int64(0),
             "has_fingerprint": int64(0),
             "num_arrays": int64(1),
             "num_tokens": int64(NUM_TOKENS),
@@ -118,6 +119,7 @@ def wrong_calls(target) -> dict[str, tuple[Call, str]]:
         "no arrays": ({"num_arrays": int64(0)}, "num_arrays is 0"),
         "an array too many": ({"num_arrays": int64(2)}, "there are 5 operands and 1 results"),
         "many arrays": ({"num_arrays": int64(HUGE)}, f"num_arrays is {HUGE}"),
+        "no weights": ({"has_weights": int64(1)}, "there are 5 operands"),
         "no fingerprint": ({"has_fingerprint": int64(1)}, "there are 5 operands"),
         "too many tokens": ({"num_tokens": int64(NUM_TOKENS + 1)}, "the attributes say"),
         "too much capacity": ({"capacity": int64(CAPACITY + 1)}, "the attributes say"),
@@ -126,14 +128,15 @@ def wrong_calls(target) -> dict[str, tuple[Call, str]]:
         "no such buffer": ({"buffer": int64(HUGE)}, f"there is no buffer {HUGE}"),
         "a negative buffer": ({"buffer": int64(-7)}, "there is no buffer -7"),
     }
-    lists = ("has_src_offset", "has_fingerprint", "num_arrays", "num_tokens", "capacity", "buffer")
+    of_groups = ("num_arrays", "num_tokens", "capacity", "buffer")
+    lists = ("has_src_offset", "has_weights", "has_fingerprint", *of_groups)
     for name in lists:
         by_attributes |= {
             f"{name} is empty": ({name: int64()}, "entries"),
             f"{name} is no list": ({name: np.int64(1)}, f"{name} is missing or has another type"),
         }
     by_attributes["all are empty"] = ({name: int64() for name in lists}, "0 entries")
-    by_attributes["an attribute too many"] = ({"depth": np.int64(1)}, "15 were given instead of 14")
+    by_attributes["an attribute too many"] = ({"depth": np.int64(1)}, "16 were given instead of 15")
     by_attributes["no such transport"] = ({"transport": "pigeon"}, "there is no transport 'pigeon'")
     by_attributes["num_ranks is a float"] = ({"num_ranks": np.float64(1)}, "")
 
@@ -238,6 +241,9 @@ def wrong_calls(target) -> dict[str, tuple[Call, str]]:
         ("a huge source", int64(HUGE, 0), "names 3 rows from row"),
     ):
         wrong[name] = sources.with_metadata(4, field), text
+    weights = dataclasses.replace(call, metadata=[*call.metadata, int32(0, 0)])
+    text = "weights of plan 0 are not those"
+    wrong["weights are integers"] = weights.with_attributes(has_weights=int64(1)), text
     # A second plan that the attributes do not count, and one that exists only in them.
     wrong["a plan too many"] = (
         dataclasses.replace(call, metadata=call.metadata * 2),

@@ -21,7 +21,8 @@ using Numbers = std::vector<int64_t>;
 struct Program {
   Direction direction;
   int64_t num_ranks, deadline_ms;
-  Numbers has_src_offset, has_fingerprint, num_arrays, num_tokens, capacity, buffer, device_table;
+  Numbers has_src_offset, has_weights, has_fingerprint, num_arrays, num_tokens, capacity, buffer,
+      device_table;
   std::vector<Shape> args, results;
   size_t num_fields = 0;  // of args, which are metadata and fingerprints
   bool is_start = false;  // the first call of two
@@ -34,6 +35,7 @@ struct Program {
     o.deadline_ms = deadline_ms;
     o.capacity_names = "first,second";
     o.has_src_offset = has_src_offset;
+    o.has_weights = has_weights;
     o.has_fingerprint = has_fingerprint;
     o.num_arrays = num_arrays;
     o.num_tokens = num_tokens;
@@ -59,6 +61,7 @@ Program Write(Chooser& c, int64_t num_held_of, bool is_start = false) {
     const int64_t views = c.Number(0, 2);  // none, one, or all
     const bool has_src_offset = c.Flag();
     p.has_src_offset.push_back(has_src_offset);
+    p.has_weights.push_back(!is_dispatch && views == 0 && num_held_of == 0 && c.Flag());
     p.has_fingerprint.push_back(c.Flag());
     p.num_arrays.push_back(c.Number(1, 2));
     p.num_tokens.push_back(c.Number(0, 6));
@@ -73,6 +76,11 @@ Program Write(Chooser& c, int64_t num_held_of, bool is_start = false) {
     for (int i = 0; i < 2; ++i)
       field(replicas > 0 ? Numbers{num_slots, replicas} : Numbers{num_slots});
     if (has_src_offset) field({num_slots});
+    if (p.has_weights.back() != 0) {
+      const XLA_FFI_DataType type = c.Flag() ? XLA_FFI_DataType_F32 : XLA_FFI_DataType_F64;
+      p.args.push_back(
+          {c.Type(type), c.Dims(replicas > 0 ? Numbers{num_slots, replicas} : Numbers{num_slots})});
+    }
     if (p.has_fingerprint.back() != 0) {
       fingerprints.push_back({c.Type(kIntegers[c.Number(0, 3)]), c.Dims({kFingerprintSize})});
     }
@@ -108,8 +116,8 @@ Program Write(Chooser& c, int64_t num_held_of, bool is_start = false) {
 
   p.num_ranks = c.MostlyOrHostile(num_ranks);
   p.deadline_ms = c.MostlyOrHostile(5000);
-  for (Numbers* list : {&p.has_src_offset, &p.has_fingerprint, &p.num_arrays, &p.num_tokens,
-                        &p.capacity, &p.buffer}) {
+  for (Numbers* list : {&p.has_src_offset, &p.has_weights, &p.has_fingerprint, &p.num_arrays,
+                        &p.num_tokens, &p.capacity, &p.buffer}) {
     for (int64_t& number : *list) number = c.MostlyOrHostile(number);
     if (c.Seldom()) list->resize(c.Number(0, 3));
   }

@@ -1,8 +1,10 @@
 // Copy planning of dispatch and combine: hostile metadata, overflows and plans of another batch are
-// refused.
+// refused; sums with weights are those of plain loops.
 #include <array>
 #include <limits>
 #include <memory>
+#include <random>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -154,6 +156,85 @@ void HostileNumbersWithoutArrays() {
   }
 }
 
+// Rows of the choices of tokens, times their weights, are summed and rounded on each rank, and then
+// over the ranks in the order of the choices. Products have few bits: they are exact.
+template <typename T, typename Weight>
+void WeightedRowsAreSummedByRank(DataType type, int64_t columns) {
+  constexpr int kRanks = 3;
+  constexpr int64_t kTokens = 20, kChoices = 5, kCapacity = kRanks * kTokens * kChoices;
+  using Wide = std::conditional_t<std::is_same_v<T, double>, double, float>;
+  std::mt19937 rng(static_cast<unsigned>(columns));
+  struct Rank {
+    std::vector<T> rows, sums;
+    std::vector<Weight> weights;
+    std::vector<int32_t> dst_rank, dst_offset, seq_len, num_recv_tokens;
+  };
+  std::vector<Rank> ranks(kRanks);
+  for (Rank& rank : ranks) {
+    for (int64_t i = 0; i < kCapacity * columns; ++i) {
+      rank.rows.push_back(Round<T>(static_cast<float>(static_cast<int>(rng() % 255) - 127) / 8));
+    }
+    rank.sums.assign(kTokens * columns, Round<T>(7));
+    rank.seq_len.assign(kTokens, 1);
+    rank.num_recv_tokens.assign(kRanks + 1, 0);
+  }
+  for (int r = 0; r < kRanks; ++r) {
+    Rank& rank = ranks[r];
+    for (int64_t i = 0; i < kTokens * kChoices; ++i) {
+      const int to = i < kChoices ? -1 : static_cast<int>(rng() % (kRanks + 1)) - 1;
+      rank.dst_rank.push_back(to);
+      rank.dst_offset.push_back(0);
+      rank.weights.push_back(static_cast<Weight>(static_cast<int>(rng() % 31) - 15) / 4);
+      if (to < 0) continue;
+      rank.dst_offset.back() = ranks[to].num_recv_tokens[kRanks]++;
+      ++ranks[to].num_recv_tokens[r];
+    }
+  }
+  std::vector<std::unique_ptr<Contribution>> contributions;
+  for (Rank& rank : ranks) {
+    OperandGroup group;
+    const int64_t bytes = columns * static_cast<int64_t>(sizeof(T));
+    group.tokens = {{reinterpret_cast<char*>(rank.sums.data()), kTokens, bytes}};
+    group.buffers = {{reinterpret_cast<char*>(rank.rows.data()), kCapacity, bytes}};
+    group.types = {{type, type}};
+    group.num_slots = kTokens;
+    group.num_replicas = kChoices;
+    group.dst_rank = {rank.dst_rank.data(), IntType::kI32};
+    group.dst_offset = {rank.dst_offset.data(), IntType::kI32};
+    group.seq_len = {rank.seq_len.data(), IntType::kI32};
+    group.num_recv_tokens = {rank.num_recv_tokens.data(), IntType::kI32};
+    group.weights = rank.weights.data();
+    group.weight_type = sizeof(Weight) == 8 ? DataType::kF64 : DataType::kF32;
+    auto mine = std::make_unique<DispatchContribution>();
+    mine->direction = Direction::kCombine;
+    mine->num_ranks = kRanks;
+    mine->groups = {group};
+    contributions.push_back(std::move(mine));
+  }
+  WorkList work;
+  CHECK(PlanCombine("combine", contributions, &work).ok());
+  for (int64_t task = 0; task < work.num_tasks; ++task) work.run(task);
+  for (const Rank& rank : ranks) {
+    for (int64_t at = 0; at < kTokens * columns; ++at) {
+      const int64_t first = at / columns * kChoices;
+      Wide total = 0;
+      for (int64_t i = first; i < first + kChoices; ++i) {
+        const int to = rank.dst_rank[i];
+        bool is_new = to >= 0;
+        for (int64_t j = first; j < i; ++j) is_new = is_new && rank.dst_rank[j] != to;
+        Wide part = 0;
+        for (int64_t j = i; is_new && j < first + kChoices; ++j) {
+          if (rank.dst_rank[j] != to) continue;
+          const T row = ranks[to].rows[rank.dst_offset[j] * columns + at % columns];
+          part += static_cast<Wide>(row) * static_cast<Wide>(rank.weights[j]);
+        }
+        total += static_cast<Wide>(Round<T>(part));
+      }
+      CHECK(static_cast<Wide>(rank.sums[at]) == static_cast<Wide>(Round<T>(total)));
+    }
+  }
+}
+
 const Register kTests("test_dispatch_plans", [](const Numbers&) {
   UnknownTypesAreRefused();
   constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
@@ -166,6 +247,12 @@ const Register kTests("test_dispatch_plans", [](const Numbers&) {
   HostileNumbersWithoutArrays();
   OverflowsNameTheLargestNeedOfEveryGroup();
   FingerprintsAreCompared();
+  for (const int64_t columns : {1, 21, 1100}) {  // more than are summed at a time
+    WeightedRowsAreSummedByRank<BF16, float>(DataType::kBF16, columns);
+    WeightedRowsAreSummedByRank<F16, double>(DataType::kF16, columns);
+    WeightedRowsAreSummedByRank<float, float>(DataType::kF32, columns);
+    WeightedRowsAreSummedByRank<double, double>(DataType::kF64, columns);
+  }
 });
 
 }  // namespace cpd::test_dispatch_plans

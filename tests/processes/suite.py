@@ -6,6 +6,7 @@ Every process computes the expected results of all ranks, and compares those of 
 Arguments: --short, names of tests, and the path of the file that `gemms.py` has written.
 """
 
+import dataclasses
 import itertools
 import pathlib
 import sys
@@ -62,7 +63,10 @@ def test_dispatch_and_combine_with_replicas():
 
 
 def test_tokens_to_experts():
-    """A routing, its rows and sums; and the first token of each rank by `ragged_all_to_all`."""
+    """A routing, its rows and sums, which XLA gives too, with their gradients.
+
+    And the first token of each rank by `ragged_all_to_all`.
+    """
     mesh, W = mesh_of_all(), jax.device_count()
     index = np.random.default_rng(0).integers(-1, 2 * W, (W, T, 3)).astype(np.int32)
     x, weights, num_rows = draw(0, W, 8), draw(1, W, 3), W * T * 3
@@ -70,17 +74,27 @@ def test_tokens_to_experts():
     def layer(x, weights, index):
         routing = cp.experts.route(index, num_experts=2 * W, axis_name=AXIS, capacity=num_rows)
         rows = cp.experts.dispatch_tokens(x, routing)
-        out = cp.experts.combine_tokens(rows, weights, routing)
+        options = dataclasses.replace(routing.options, implementation="xla")
+        by_xla = dataclasses.replace(routing, options=options)
+        outs = []
+        for of in routing, by_xla:
+            run = lambda x, w, of=of: cp.experts.combine_tokens(x, w, of)
+            out, pull = jax.vjp(run, rows, weights)
+            outs.append((out, *pull(out)))
         none, one = jnp.zeros(W, jnp.int32), jnp.ones(W, jnp.int32)
         at = jnp.full(W, jax.lax.axis_index(AXIS))
         firsts = cp.ragged_all_to_all(x, 0 * x, none, one, at, one, axis_name=AXIS)
-        return rows, routing.group_sizes, out, firsts[:W]
+        return rows, routing.group_sizes, outs[0][0], firsts[:W], outs
 
     arrays = jax.tree.map(lambda a: place(a, mesh), (x, weights, index))
     held = evenly(2 * W, W)
     rows, sizes = grouped_rows(x, index, held, num_rows)
     want = rows, sizes, summed_rows(rows, weights, index, held), np.stack([x[:, 0]] * W)
-    jax.tree.map(check, on_ranks(layer, mesh)(*arrays), want)
+    *got, outs = on_ranks(layer, mesh)(*arrays)
+    jax.tree.map(check, tuple(got), want)
+    for one, other in zip(*outs, strict=True):
+        for a, b in zip(one.addressable_shards, other.addressable_shards, strict=True):
+            np.testing.assert_array_equal(a.data, b.data)
 
 
 def test_gradient_is_the_adjoint():
