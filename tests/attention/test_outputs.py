@@ -3,6 +3,7 @@
 Of every algorithm: test_values.py.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from jax_cp_dispatch import (
     local_attention,
     merge_partials,
 )
+from jax_cp_dispatch.masks import SlidingWindow
 
 CAP, SCALE = 3.0, 0.4
 
@@ -156,3 +158,22 @@ def test_other_sinks_are_refused(sink, error, message):
         context_parallel_attention(X, X, X, algorithm="ring", sink=sink, **options)
     with pytest.raises(error, match=message):
         local_attention(X, X, X, sink=sink)
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "halo", "ulysses", "balanced", "auto"])
+@pytest.mark.parametrize("rows", [(0, 8), (2, 0)])
+def test_no_rows_and_no_tokens(algorithm, rows):
+    """Traced only: no algorithm plans or moves anything."""
+    q = jax.ShapeDtypeStruct((*rows, 2, 4), np.float32)
+    run = partial(
+        context_parallel_attention,
+        axis_name=AXIS,
+        algorithm=algorithm,
+        mask="causal" if algorithm != "halo" else SlidingWindow(2),
+        mesh=mesh_of(2),
+        segment_ids=np.ones(rows, np.int32),
+        return_lse=True,
+    )
+    loss = lambda *qkv: run(*qkv)[0].sum()
+    assert [x.shape for x in jax.eval_shape(run, q, q, q)] == [q.shape, q.shape[:3]]
+    assert jax.eval_shape(jax.grad(loss), q, q, q).shape == q.shape
