@@ -38,10 +38,12 @@ std::string OtherBatch(int64_t part, int64_t expected, int64_t seen, const std::
   if (part == 0 && expected <= kWrongTokens) {
     const int64_t array = (kWrongTokens - expected) / 2;
     if ((kWrongTokens - expected) % 2 != 0) {
-      return Text(": array ", array, " has other values than its checksums. Pass the "
+      return Text(": array ", array,
+                  " has other values than its checksums. Pass the "
                   "token_checksums of this batch, and arrays that have not changed since.");
     }
-    return Text(": array ", array, " has the values of its checksums, but not in the order of the "
+    return Text(": array ", array,
+                " has the values of its checksums, but not in the order of the "
                 "documents. Pass the documents of this batch, and call their `apply`, or that of "
                 "their placement, exactly once on each array.");
   }

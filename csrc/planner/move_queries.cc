@@ -1,5 +1,5 @@
-// Fills ranks once, then again and again in part, and keeps what moves fewer bytes. If pieces of the
-// wanted size do not reach the limit of work, likewise with any pieces.
+// Fills ranks once, then again and again in part, and keeps what moves fewer bytes. If pieces of
+// the wanted size do not reach the limit of work, likewise with any pieces.
 #include "planner/move_queries.h"
 
 #include <algorithm>

@@ -58,8 +58,8 @@ void AddElsewhere(const SharedMeeting& meeting, const SharedMeetings& others,
           ProcessOf(meeting, rank) != other.process[rank]) {
         continue;
       }
-      *message << " Expected rank " << rank << " in: " << meeting.signature
-               << ". Seen: it came to " << Seen(other, meeting) << ".";
+      *message << " Expected rank " << rank << " in: " << meeting.signature << ". Seen: it came to "
+               << Seen(other, meeting) << ".";
       break;
     }
   }
