@@ -43,7 +43,7 @@ def whole_on_explicit_axes(arrays: Iterable[ArrayLike]) -> list[Array]:
 
     For a function of one device's arrays, whose custom derivative has results of unsharded types.
     """
-    return [_whole(jnp.asarray(x), x.ndim) for x in arrays]
+    return [_whole(jnp.asarray(x), jnp.ndim(x)) for x in arrays]
 
 
 def whole_rows(tree: Any) -> Any:

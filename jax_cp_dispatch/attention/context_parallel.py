@@ -194,7 +194,7 @@ def context_parallel_attention(
     if axes is not None and expansion is not None:
         sharing = chosen.head_axes(axes.sequence)
         check_specs(_OP, expansion, operands.weights, axes, sharing)
-    run = _on_rank if on_rank else _on_global_arrays
+    run: Callable[..., Outputs] = _on_rank if on_rank else _on_global_arrays
     return options.returned(run(chosen, options, operands, given, axes))
 
 

@@ -265,8 +265,9 @@ def _by_heads(layer: Layer, tokens: Any) -> list[Any]:
 def _repeat_heads(layer: Layer, tokens: Any, axes: MeshAxes) -> Any:
     """Returns the tokens with heads that the devices of the heads divide."""
     op, num_devices = layer.options.op, axes.num_devices(axes.heads)
-    if layer.num_heads is not None:
-        repeated = lambda x: axes.repeat_kv_heads(x, layer.num_heads)
+    num_heads = layer.num_heads
+    if num_heads is not None:
+        repeated = lambda x: axes.repeat_kv_heads(x, num_heads)
         tokens = {**tokens, **{name: repeated(tokens[name]) for name in layer.grouped}}
     for x in jax.tree.leaves(tokens):
         if x.ndim > 2 and x.shape[2] % num_devices:
