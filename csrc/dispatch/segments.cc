@@ -240,9 +240,7 @@ Status CheckTypes(const std::string& op, const Ranks& ranks) {
   for (size_t r = 0; r < ranks.size(); ++r) {
     for (size_t a = 0; a < ranks[r]->types.size(); ++a) {
       const SumTypes types = ranks[r]->types[a];
-      const bool is_float = types.in >= DataType::kBF16 && types.in <= DataType::kF64;
-      const bool takes_weights = types.in == types.out && is_float;
-      if (SumIsSupported(types) && (!ranks[r]->weights || takes_weights)) continue;
+      if (ranks[r]->weights ? WeightedSumIsSupported(types) : SumIsSupported(types)) continue;
       return Status::Invalid(op, ": array ", a, " on rank ", r,
                              " has a dtype that cannot be summed. Cast it first.");
     }

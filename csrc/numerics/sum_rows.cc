@@ -5,10 +5,6 @@
 #include <cstring>
 #include <type_traits>
 
-#ifdef __x86_64__
-#include <immintrin.h>
-#endif
-
 namespace cpd {
 namespace {
 
@@ -50,74 +46,38 @@ inline Acc MultiplyAdd(Acc x, Acc y, Acc z) {
   return __builtin_fma(x, y, z);
 }
 
-#ifdef __x86_64__
-// Element by element, these would take most of the time.
-[[gnu::target("avx2,f16c")]] void Widen(const F16* row, int64_t n, float* to) {
-  int64_t i = 0;
-  for (; i + 8 <= n; i += 8) {
-    const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(row + i));
-    _mm256_storeu_ps(to + i, _mm256_cvtph_ps(halves));
-  }
-  for (; i < n; ++i) to[i] = row[i];
-}
-
-[[gnu::target("avx2,f16c")]] void Narrow(const float* values, int64_t n, F16* to) {
-  int64_t i = 0;
-  for (; i + 8 <= n; i += 8) {
-    const __m128i halves = _mm256_cvtps_ph(_mm256_loadu_ps(values + i), 0);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), halves);
-  }
-  for (; i < n; ++i) to[i] = Round<F16>(values[i]);
-}
-
-constexpr bool kHasF16c = true;
-#else
-constexpr bool kHasF16c = false;
-#endif
-
 template <bool kFused, typename T>
 [[gnu::always_inline]] inline void SumWeighted(const std::vector<const char*>& sources,
                                                const std::vector<RowWeight>& weights,
                                                int64_t num_elements, char* out_bytes) {
   using Acc = std::conditional_t<std::is_same_v<T, double>, double, float>;
-  constexpr bool kByF16c = kHasF16c && kFused && std::is_same_v<T, F16>;
   T* out = reinterpret_cast<T*>(out_bytes);
-  Acc part[kTile], total[kTile], wide[kTile];
-  for (int64_t begin = 0; begin < num_elements; begin += kTile, out += kTile) {
+  Acc part[kTile], total[kTile];
+  for (int64_t begin = 0; begin < num_elements; begin += kTile) {
     const int64_t n = std::min(kTile, num_elements - begin);
-    const auto read = [&](const T* row) {
-      if constexpr (kByF16c) {
-        Widen(row, n, wide);
-        return static_cast<const Acc*>(wide);
-      } else {
-        return row;
-      }
-    };
-    const auto write = [&](const Acc* values) {
-      if constexpr (kByF16c) {
-        Narrow(values, n, out);
-      } else {
-        for (int64_t i = 0; i < n; ++i) out[i] = Round<T>(values[i]);
-      }
-    };
     for (size_t s = 0, first = 0; s < sources.size(); ++s) {
-      const auto* row = read(reinterpret_cast<const T*>(sources[s]) + begin);
+      const T* row = reinterpret_cast<const T*>(sources[s]) + begin;
       const auto weight = static_cast<Acc>(weights[s].weight);
-      if (s == first) std::fill_n(part, n, Acc{0});
-      for (int64_t i = 0; i < n; ++i) {
-        part[i] = MultiplyAdd<kFused>(static_cast<Acc>(row[i]), weight, part[i]);
+      const auto add = [&](const auto& before) __attribute__((always_inline)) {
+        const auto sum = [&](int64_t i) __attribute__((always_inline)) {
+          return MultiplyAdd<kFused>(static_cast<Acc>(row[i]), weight, before(i));
+        };
+        if (!weights[s].ends_part) {
+          for (int64_t i = 0; i < n; ++i) part[i] = sum(i);
+        } else if (first == 0) {
+          for (int64_t i = 0; i < n; ++i) total[i] = static_cast<Acc>(Round<T>(sum(i)));
+        } else {
+          for (int64_t i = 0; i < n; ++i) total[i] += static_cast<Acc>(Round<T>(sum(i)));
+        }
+      };
+      if (s == first) {
+        add([](int64_t) { return Acc{0}; });
+      } else {
+        add([&](int64_t i) { return part[i]; });
       }
-      if (!weights[s].ends_part) continue;
-      write(part);
-      const auto* rounded = read(out);
-      const bool is_only = first == 0;
-      for (int64_t i = 0; i < n; ++i) {
-        const Acc value = static_cast<Acc>(rounded[i]);
-        total[i] = is_only ? value : total[i] + value;
-      }
-      first = s + 1;
+      if (weights[s].ends_part) first = s + 1;
     }
-    write(total);
+    for (int64_t i = 0; i < n; ++i) out[begin + i] = Round<T>(total[i]);
   }
 }
 
@@ -129,8 +89,6 @@ template <bool kFused>
   switch (type) {
     case DataType::kBF16:
       return SumWeighted<kFused, BF16>(sources, weights, num_elements, out);
-    case DataType::kF16:
-      return SumWeighted<kFused, F16>(sources, weights, num_elements, out);
     case DataType::kF32:
       return SumWeighted<kFused, float>(sources, weights, num_elements, out);
     case DataType::kF64:
@@ -141,10 +99,10 @@ template <bool kFused>
 }
 
 #ifdef __x86_64__
-[[gnu::target("avx2,fma,f16c")]] void SumWeightedByAvx2(DataType type,
-                                                        const std::vector<const char*>& sources,
-                                                        const std::vector<RowWeight>& weights,
-                                                        int64_t num_elements, char* out) {
+[[gnu::target("avx2,fma")]] void SumWeightedByAvx2(DataType type,
+                                                   const std::vector<const char*>& sources,
+                                                   const std::vector<RowWeight>& weights,
+                                                   int64_t num_elements, char* out) {
   SumWeightedOf<true>(type, sources, weights, num_elements, out);
 }
 #endif
@@ -155,6 +113,12 @@ bool SumIsSupported(SumTypes types) {
   if (ElementBytes(types.in) == 0 || IsByteFloat(types.in)) return false;
   if (types.in == types.out) return true;
   return (types.in == DataType::kBF16 || types.in == DataType::kF16) && types.out == DataType::kF32;
+}
+
+bool WeightedSumIsSupported(SumTypes types) {
+  const bool is_known =
+      types.in == DataType::kBF16 || types.in == DataType::kF32 || types.in == DataType::kF64;
+  return is_known && types.out == types.in;
 }
 
 void SumRows(SumTypes types, const std::vector<const char*>& sources, int64_t num_elements,
@@ -205,7 +169,6 @@ void SumRows(SumTypes types, const std::vector<const char*>& sources, int64_t nu
 void SumWeightedRows(DataType type, const std::vector<const char*>& sources,
                      const std::vector<RowWeight>& weights, int64_t num_elements, char* out) {
 #ifdef __x86_64__
-  // Every processor with avx2 converts f16, which GCC 10 cannot ask.
   static const bool is_fused = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   if (is_fused) return SumWeightedByAvx2(type, sources, weights, num_elements, out);
   SumWeightedOf<false>(type, sources, weights, num_elements, out);

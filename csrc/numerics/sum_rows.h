@@ -16,6 +16,7 @@ struct SumTypes {
 };
 
 bool SumIsSupported(SumTypes types);
+bool WeightedSumIsSupported(SumTypes types);
 
 // out[i] = sources[0][i] + sources[1][i] + ..., from left to right; zero without sources.
 void SumRows(SumTypes types, const std::vector<const char*>& sources, int64_t num_elements,
@@ -29,7 +30,7 @@ struct RowWeight {
 
 // The same of parts of the sources, at least one. A part is the sum of its sources times
 // their weights, from zero and by fused multiply-adds where the processor has them, as XLA computes
-// it; it is rounded to `type`, then the parts are summed. `type` is a float of at least 16 bits.
+// it; it is rounded to `type`, then the parts are summed.
 void SumWeightedRows(DataType type, const std::vector<const char*>& sources,
                      const std::vector<RowWeight>& weights, int64_t num_elements, char* out);
 

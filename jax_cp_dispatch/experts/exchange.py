@@ -139,9 +139,8 @@ def _where_it_runs(
     summed: Sequence[Array],
 ) -> Any:
     """Calls one of two; `summed` are arrays that it sums, or whose gradients are summed."""
-    is_real = lambda x: jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize > 1
-    if any(jnp.issubdtype(x.dtype, jnp.inexact) and not is_real(x) for x in summed):
-        # An exchange neither rounds to 8 bits nor weights complex numbers.
+    served = jnp.bfloat16, jnp.float32, jnp.float64  # by SumWeightedRows of csrc/numerics
+    if any(jnp.issubdtype(x.dtype, jnp.inexact) and x.dtype not in served for x in summed):
         return by_rank(*operands)
     if options.implementation is None:
         return lax.platform_dependent(*operands, cpu=by_choice, default=by_rank)

@@ -249,7 +249,7 @@ const Register kTests("test_dispatch_plans", [](const Numbers&) {
   FingerprintsAreCompared();
   for (const int64_t columns : {1, 21, 1100}) {  // more than are summed at a time
     WeightedRowsAreSummedByRank<BF16, float>(DataType::kBF16, columns);
-    WeightedRowsAreSummedByRank<F16, double>(DataType::kF16, columns);
+    WeightedRowsAreSummedByRank<BF16, double>(DataType::kBF16, columns);
     WeightedRowsAreSummedByRank<float, float>(DataType::kF32, columns);
     WeightedRowsAreSummedByRank<double, double>(DataType::kF64, columns);
   }
