@@ -24,10 +24,9 @@ from jax_cp_dispatch._ranks.communicator import AxisName
 from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch._ranks.varying import vary_alike
 from jax_cp_dispatch.documents import Documents
-from jax_cp_dispatch.documents.fingerprint import WRONG_TOKENS, order_fingerprint
+from jax_cp_dispatch.documents.fingerprint import WRONG_TOKENS, mix, order_fingerprint
 from jax_cp_dispatch.documents.given import read_given_tokens
 from jax_cp_dispatch.documents.order import gather_sequence
-from jax_cp_dispatch.documents.segment_ids import mix
 from jax_cp_dispatch.global_call.mesh_axes import GivenAxes, find_axes
 from jax_cp_dispatch.global_call.on_all_ranks import on_all_ranks, pad_tokens
 from jax_cp_dispatch.planning.stack import is_stack
