@@ -57,10 +57,13 @@ def check_positive(op: str, **values: Any) -> None:
 
 
 def clip_to_int32(x: Any, dtype: Any = np.int32) -> Any:
-    """Returns integers as int32, those beyond it as its limits; NumPy gives NumPy.
+    """Returns integers as int32, those beyond it as its limits.
 
-    As uint32, negative ones become 2**31 or more.
+    NumPy gives NumPy, and so do 64-bit arrays that are known here. As uint32, negative ones become
+    2**31 or more.
     """
+    if x.dtype.itemsize == 8 and isinstance(x, jax.Array) and is_on_host(x):
+        x = np.asarray(x)  # operations of JAX on it need `jax.enable_x64`
     if x.dtype.itemsize >= 4 and x.dtype not in (np.int32, dtype):
         xp = jnp if isinstance(x, jax.Array) else np
         x = xp.minimum(x, x.dtype.type(np.iinfo(dtype).max))
@@ -69,11 +72,13 @@ def clip_to_int32(x: Any, dtype: Any = np.int32) -> Any:
     return x.astype(dtype)
 
 
-def read_int32(op: str, name: str, x: Any, low: int = -(2**31), high: int = MOST_ROWS) -> Any:
+def read_int32(
+    op: str, name: str, x: Any, low: int = -(2**31), high: int = MOST_ROWS, *, remedy: str = ""
+) -> Any:
     """Returns a caller's integers as int32, of which known ones need to be in [low, high].
 
-    Those of a traced array that are beyond int32 become its limits, which are as wrong: whoever
-    uses them compares them with smaller numbers.
+    Traced ones beyond int32 become its limits. Those are wrong too, and are found where they are
+    compared with sizes.
     """
     if is_on_host(x):
         known = np.asarray(x)
@@ -82,6 +87,7 @@ def read_int32(op: str, name: str, x: Any, low: int = -(2**31), high: int = MOST
             at = wrong[0].tolist()
             raise ValueError(
                 f"{op}: {name}{at} is {known[tuple(at)]}; it needs to be in [{low}, {high}]."
+                + (remedy and f" {remedy}")
             )
     return clip_to_int32(x)
 

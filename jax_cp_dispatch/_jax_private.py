@@ -20,14 +20,19 @@ from jax._src.dispatch import prim_requires_devices_during_lowering
 from jax._src.mesh import get_concrete_mesh  # get_mesh fails during tracing
 from jax._src.sharding_impls import parse_flatten_op_sharding
 
-# By address, the partitions of the programs that are being compiled; None if JAX has no such table.
+# By address, the partitions of the programs that are being compiled, with their attributes
+# `partition` and `mesh`; None if JAX has no such table.
 sharding_callbacks: Any = getattr(custom_partitioning, "_sharding_callbacks", None)
+
+# JAX records a scalar of this name when a compilation begins, and a duration when it ends.
+COMPILATION_EVENT = "/jax/core/compile/backend_compile_duration"
 
 _extension: Any = lib._jax  # pyright: ignore[reportPrivateImportUsage]
 get_distributed_runtime_client = _extension.get_distributed_runtime_client
 get_distributed_runtime_service = _extension.get_distributed_runtime_service
 
 __all__ = [
+    "COMPILATION_EVENT",
     "distributed",
     "fused_attention_stablehlo",
     "get_axis_env",

@@ -179,8 +179,8 @@ std::vector<Interval> CutIntervals(const std::vector<const Segment*>& segments, 
   return intervals;
 }
 
-// Brings those of one rank together, in the order in which the ranks come first. XLA adds the first
-// replica to the second, which matters for fused multiply-adds.
+// Brings those of one rank together, in the order in which the ranks come first. The first replica
+// follows the second if both are there, as XLA adds them: only so the bits are equal.
 void GroupByRank(int64_t num_replicas, std::vector<const Segment*>* cover) {
   if (cover->size() > 1) {
     const Segment *&first = (*cover)[0], *&second = (*cover)[1];

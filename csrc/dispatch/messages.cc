@@ -15,7 +15,7 @@ std::string Text(const Parts&... parts) {
   return text.str();
 }
 
-constexpr char kExperts[] = "experts:";
+constexpr char kExperts[] = "experts", kByRank[] = "experts by rank:";
 
 }  // namespace
 
@@ -90,16 +90,18 @@ std::string OfRoute(const std::string& op) {
 
 std::string TooManyRows(int64_t rank, int64_t need, const std::string& capacity_name) {
   return Text("rank ", rank, " needs ", need, " rows for its experts but capacity is ",
-              capacity_name.substr(sizeof(kExperts) - 1), ". Pass capacity>=", need,
+              capacity_name.substr(capacity_name.find(':') + 1), ". Pass capacity>=", need,
               ", or overflow='drop'; see fit_capacity.");
 }
 
-std::string NoExpert(int64_t rank, int64_t token, int64_t choice, int64_t dst_rank,
-                     int64_t num_ranks) {
-  return Text("rank ", rank, " token ", token, " choice ", choice, " is expert ",
-              dst_rank < 0 ? dst_rank : dst_rank - num_ranks,
+std::string NoExpert(const std::string& capacity_name, int64_t rank, int64_t slot, int64_t replica,
+                     int64_t expert) {
+  const std::string choice = capacity_name.rfind(kByRank, 0) == 0
+                                 ? " chose expert "
+                                 : Text(" token ", slot, " choice ", replica, " is expert ");
+  return Text("rank ", rank, choice, expert,
               ", which has no place. Pass an expert_index in [-1, num_experts), and a "
-              "physical_to_logical that holds all experts that are chosen, and no others.");
+              "physical_to_logical that holds every chosen expert, and only experts or -1.");
 }
 
 }  // namespace cpd

@@ -20,13 +20,14 @@ std::string OtherCounts(int64_t source, int64_t announced, int64_t sent);
 std::string BadLength(int64_t seq_len, int64_t src_offset);
 std::string BadTarget(int64_t dst_rank, int64_t num_ranks);
 
-// A layer of experts has the capacity name "experts:" and the rows of a rank. Its errors are those
-// of `route`, whichever exchange finds them: slots are tokens, replicas are choices, and a rank
-// beyond the last one, by n, is expert n, which has no place; a negative rank is the index itself.
+// A layer of experts has the capacity name "experts:" and the rows of a rank, or "experts by rank:"
+// if a slot is not a token but all tokens for a rank. Its errors are those of `route`, whichever
+// exchange finds them: slots are tokens, replicas are choices, and a rank beyond the last one, by
+// n, is expert n, which has no place; a negative rank is the index itself.
 bool AreExperts(const std::string& capacity_name);
 std::string OfRoute(const std::string& op);  // the operation in its messages
 std::string TooManyRows(int64_t rank, int64_t need, const std::string& capacity_name);
-std::string NoExpert(int64_t rank, int64_t token, int64_t choice, int64_t dst_rank,
-                     int64_t num_ranks);
+std::string NoExpert(const std::string& capacity_name, int64_t rank, int64_t slot, int64_t replica,
+                     int64_t expert);
 
 }  // namespace cpd

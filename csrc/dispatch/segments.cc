@@ -58,7 +58,9 @@ Status ReadSegments(const std::string& op, const Ranks& ranks, const std::string
         const int64_t dst = rank.dst_rank[index];
         if (dst == -1) continue;
         if ((dst < -1 || dst >= num_ranks) && AreExperts(capacity_name)) {
-          return Status::Invalid(OfRoute(op), ": ", NoExpert(src, slot, replica, dst, num_ranks));
+          return Status::Invalid(
+              OfRoute(op), ": ",
+              NoExpert(capacity_name, src, slot, replica, dst < 0 ? dst : dst - num_ranks));
         }
         if (dst < -1 || dst >= num_ranks) {
           return Status::Invalid(op, ": rank ", src, " slot ", slot, " replica ", replica,

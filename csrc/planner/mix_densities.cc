@@ -140,7 +140,6 @@ class Mixer {
   RankPieces ranks_;
 };
 
-constexpr int64_t kFewTokens = 512;
 constexpr int64_t kMostSwaps = 64;
 
 // The tokens of a rank as pieces of one token each; padding of no work.
@@ -164,7 +163,7 @@ RankPieces MixDensities(const PlacementProblem& problem, const std::vector<Piece
 
 void SwapTokens(const PlacementProblem& problem, RankPieces* ranks) {
   const size_t num_ranks = ranks->size();
-  if (problem.tokens_per_rank * static_cast<int64_t>(num_ranks) > kFewTokens) return;
+  if (problem.tokens_per_rank * static_cast<int64_t>(num_ranks) > problem.kFewTokens) return;
   std::vector<std::vector<Item>> tokens;
   std::vector<int64_t> above;  // work of each rank above its limit
   for (size_t r = 0; r < num_ranks; ++r) {

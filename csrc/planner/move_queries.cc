@@ -3,6 +3,7 @@
 #include "planner/move_queries.h"
 
 #include <algorithm>
+#include <numeric>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -179,7 +180,9 @@ std::pair<Badness, RankPieces> BestOfTwo(const QueryProblem& problem) {
 RankPieces Plan(const QueryProblem& problem) {
   if (problem.num_ranks == 1) return PiecesOf(QueryShares(problem));
   auto [badness, ranks] = BestOfTwo(problem);
-  if (std::get<1>(badness) > 0 && problem.wanted_piece > 1 && !problem.HasCapacities()) {
+  if (std::get<1>(badness) > 0 && problem.wanted_piece > 1 && !problem.HasCapacities() &&
+      std::accumulate(problem.lengths.begin(), problem.lengths.end(), int64_t{0}) <=
+          problem.kFewTokens) {
     QueryProblem finer = problem;
     finer.wanted_piece = 1;
     auto [now, pieces] = BestOfTwo(finer);

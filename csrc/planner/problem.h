@@ -70,6 +70,7 @@ using SharedTable = std::shared_ptr<const QueryTable>;
 template <typename Count>
 struct PlannerProblem {
   static constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max() / 4;
+  static constexpr int64_t kFewTokens = 512;  // in all, so that single ones decide about balance
 
   std::vector<int64_t> lengths;  // tokens of each document
   int32_t num_ranks = 1;

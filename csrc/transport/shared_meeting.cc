@@ -36,9 +36,10 @@ std::string Seen(const SharedMeeting& other, const SharedMeeting& meeting) {
   if (other.signature != meeting.signature) return "another call: " + other.signature;
   // The executions of a program have consecutive numbers, from its fingerprint on.
   constexpr int64_t kMostSkipped = 1 << 16;
-  const int64_t ahead = other.key.run_id - meeting.key.run_id;
+  const auto ahead = static_cast<int64_t>(static_cast<uint64_t>(other.key.run_id) -
+                                          static_cast<uint64_t>(meeting.key.run_id));
   if (ahead == 0) return "another call of the same kind";
-  if (std::abs(ahead) < kMostSkipped) {
+  if (ahead > -kMostSkipped && ahead < kMostSkipped) {
     return "this call in another execution of the program, " + std::to_string(std::abs(ahead)) +
            (ahead > 0 ? " later" : " earlier") + ": it has skipped or repeated a step";
   }

@@ -8,6 +8,7 @@ from jax_cp_dispatch._dispatch.buffers import (
 )
 from jax_cp_dispatch._dispatch.exchange import move
 from jax_cp_dispatch._dispatch.movement import combine, combine_qkv, dispatch, dispatch_qkv
+from jax_cp_dispatch._dispatch.primitives import name_of_transpose
 from jax_cp_dispatch._dispatch.ragged_all_to_all import ragged_all_to_all
 from jax_cp_dispatch._dispatch.started_exchange import (
     combine_start,
@@ -29,6 +30,7 @@ __all__ = [
     "dispatch_start",
     "exchange_done",
     "move",
+    "name_of_transpose",
     "outgoing",
     "ragged_all_to_all",
     "returning",

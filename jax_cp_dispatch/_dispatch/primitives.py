@@ -107,6 +107,8 @@ def _flat_dims(dims: ExchangeOperands, operands: ExchangeOperands) -> list[Any]:
 
 
 def _jvp(primitive, primals, tangents, *, exchange: Exchange):
+    if any(group.has_weights for group in exchange.groups):
+        raise NotImplementedError(f"{exchange.op}: forward mode is not defined. Use jax.grad.")
     outs = primitive.bind(*primals, exchange=exchange)
     out_tangents = [ad.Zero(jax.typeof(out).to_tangent_aval()) for out in outs]
     tangents = read_operands(tangents, exchange).arrays
@@ -142,10 +144,15 @@ def _transpose(adjoint, cotangents, *operands, exchange: Exchange):
     return [None] * exchange.num_before_arrays + results + [None] * len(split.storage)
 
 
+def name_of_transpose(op: str) -> str:
+    """Returns the name of the transpose of an operation, for messages."""
+    prefix = "the transpose of "
+    return op.removeprefix(prefix) if op.startswith(prefix) else prefix + op
+
+
 def transposed(exchange: Exchange) -> Exchange:
     """Returns the exchange with the name of its transpose, but not yet its sums."""
-    op, prefix = exchange.op, "the transpose of "
-    op = op.removeprefix(prefix) if op.startswith(prefix) else prefix + op
+    op = name_of_transpose(exchange.op)
     by_collectives = exchange.by_collectives and exchange.by_collectives.transposed()
     return exchange._replace(op=op, by_collectives=by_collectives)
 

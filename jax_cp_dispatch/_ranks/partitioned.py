@@ -4,6 +4,7 @@ JAX writes the address of the partition into the program, so that the persistent
 misses in every process. Here a digest of all that the partition depends on replaces the address.
 """
 
+import copyreg
 import functools
 import hashlib
 import pathlib
@@ -86,25 +87,21 @@ _lock = threading.Lock()
 def _replace_address(ctx, attributes, name) -> None:
     address = attributes["backend_config"]
     info = sharding_callbacks[address.value.encode()]
-    info.__class__ = _without_pickle(type(info))
+    # `serialize_executable` leaves the partition out: all is compiled.
+    copyreg.pickle(type(info), lambda _: (object, ()))
     config: Any = jax.config  # its options are not declared
     is_cached = config.jax_enable_compilation_cache and config.jax_compilation_cache_dir
-    if not is_cached or info.mesh.empty:
+    mesh = jax.sharding.get_mesh() if info.mesh.empty else info.mesh
+    if not is_cached or mesh.empty:
         return
-    key = _digest(ctx, info, name)
+    key = _digest(ctx, info, mesh, name)
     with _lock:  # programs with equal keys share a partition, which lives as long as one of them
         info = sharding_callbacks.setdefault(key.encode(), info)
         ctx.module_context.add_keepalive(info)
     attributes["backend_config"] = type(address).get(key)
 
 
-@functools.cache
-def _without_pickle(kind: type) -> type:
-    """Returns the class of partitions that `serialize_executable` leaves out: all is compiled."""
-    return type(kind.__name__, (kind,), {"__reduce__": lambda self: (object, ())})
-
-
-def _digest(ctx, info, name) -> str:
+def _digest(ctx, info, mesh, name) -> str:
     """Returns a digest of everything on which the compiled program depends.
 
     The part of one device, with no dimension sharded but those of the ranks, stands for what
@@ -112,14 +109,14 @@ def _digest(ctx, info, name) -> str:
     cache does not lower it otherwise, so this also prepares the process.
     """
     shapes = lambda avals: [
-        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(info.mesh, P()))
-        for x in avals
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P())) for x in avals
     ]
     operands = shapes(ctx.avals_in)
-    mesh, each, outs, ins = info.partition(info.mesh, operands, shapes(ctx.avals_out))
+    mesh, each, outs, ins = info.partition(mesh, operands, shapes(ctx.avals_out))
     specs = {"in_specs": tuple(x.spec for x in ins), "out_specs": [x.spec for x in outs]}
-    part = jax.jit(jax.shard_map(each, mesh=mesh, check_vma=False, **specs)).lower(*operands)
-    devices = [(device.process_index, device.id) for device in mesh.devices.flat]
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        part = jax.jit(jax.shard_map(each, mesh=mesh, check_vma=False, **specs)).lower(*operands)
+    devices = [(device.platform, device.process_index, device.id) for device in mesh.devices.flat]
     known = name, mesh.shape_tuple, devices, _sources(), part.as_text()
     return hashlib.sha256(repr(known).encode()).hexdigest()
 
@@ -127,8 +124,9 @@ def _digest(ctx, info, name) -> str:
 @functools.cache
 def _sources() -> str:
     """Returns a digest of this package: its next version may partition differently."""
-    files = sorted(pathlib.Path(__file__).parents[1].rglob("*.py"))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    package = pathlib.Path(__file__).parents[1]
+    files = [(str(x.relative_to(package)), x.read_bytes()) for x in package.rglob("*.py")]
+    return hashlib.sha256(repr(sorted(files)).encode()).hexdigest()
 
 
 _partitioned_p = Primitive("partitioned")

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Integer, PyTree, Shaped
 
-from jax_cp_dispatch._arguments import HostOrDevice, check_positive
+from jax_cp_dispatch._arguments import HostOrDevice, check_positive, is_on_host
 from jax_cp_dispatch._text import outline
 from jax_cp_dispatch.documents.layouts import zigzag_permutation
 from jax_cp_dispatch.documents.order import document_starts
@@ -44,9 +44,10 @@ class Documents:
       mask: which keys a token sees, in calls without `mask=`; its arrays are in this order.
       plans: the plans of attention for these tokens: of a placement, one for each of its masks; of
         `plan_attention`, one. The mask of a call selects it.
-      order: of the tokens (static), with the next two not to be passed.
+      order: of the tokens (static). Do not pass it, nor `columns`.
       columns: tokens T of a whole batch row (static).
-      counted: whether positions were counted, and so say no more than the ids (static).
+      counted: whether positions were counted, and so say no more than the ids (static). Pass False
+        to `dataclasses.replace` with positions of your own.
     Raises:
       TypeError, ValueError: an array is invalid; or a document has several pieces in its batch row,
         if it is known on the host.
@@ -63,9 +64,10 @@ class Documents:
 
     def __post_init__(self) -> None:
         check_made_packed(_OP, self.order)
-        if self.counted:
-            object.__setattr__(self, "positions", None)
         check_ids(_OP, self.segment_ids, self.positions, may_be_empty=True)
+        if self.counted:
+            self._check_counted()
+            object.__setattr__(self, "positions", None)
         segment_ids, positions = read_documents(_OP, self.segment_ids, self.positions)
         segment_ids = number_ids(segment_ids)
         mask = self.mask if self.mask is None else read_mask(_OP, self.mask)
@@ -85,6 +87,18 @@ class Documents:
             object.__setattr__(self, name, value)
 
     __repr__ = outline
+
+    def _check_counted(self) -> None:
+        """Refuses known positions that `dataclasses.replace` would drop."""
+        known = self.segment_ids, self.positions
+        if self.positions is None or not all(map(is_on_host, known)):
+            return
+        if not np.array_equal(self.positions, _counted(number_ids(np.asarray(self.segment_ids)))):
+            raise ValueError(
+                f"{_OP}: got counted=True, as by dataclasses.replace, and positions that are not "
+                "those counted from these segment_ids. Pass counted=False with positions of your "
+                "own, or positions=None to count them again."
+            )
 
     def tree_flatten_with_keys(self):
         names = ("segment_ids", "positions", "mask", "plans")

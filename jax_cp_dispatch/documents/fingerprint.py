@@ -23,10 +23,10 @@ Words = Int32[Array, "B T"] | Int32[np.ndarray, "B T"]
 
 # What a row of a run adds to the value of the row before it.
 ID_STEP, POSITION_STEP = 0, 1
-# Instead of the rank: in the fingerprint of a fallback, which no rank may follow, of tokens out of
-# the order that the call assumes, and of a mask that is not that of the tokens.
+# Special values of the rank field: the plan is a fallback; tokens are not in the assumed order; the
+# mask does not belong to these tokens.
 NO_RANK, OUT_OF_ORDER, WRONG_MASK = -1, -2, -3
-# Minus 2 n, of checked array n in another order; minus 2 n + 1, with other values.
+# WRONG_TOKENS - 2 n: checked array n is in another order. One less: it has other values.
 WRONG_TOKENS = -4
 _FINGERPRINT_SIZE = 9  # that of `csrc/dispatch/dispatch.h`
 

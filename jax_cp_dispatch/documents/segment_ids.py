@@ -2,9 +2,9 @@
 
 A document is a run of one segment id in one batch row; 0 is padding. Only equality with neighbours
 and with 0 matters, so ids may have any integer dtype: `number_ids` makes them int32. Ids that are
-known on the host are checked.
-Of traced ids, negative ones are padding too. A document in several pieces is an error: of values
-known on the host here, of traced ones in the program (`order.py`).
+known on the host are checked. Negative traced ids are padding too. A document in several pieces is
+an error: values that are known on the host are checked here, traced ones in the program
+(`order.py`).
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int, Int32, Integer
 
-from jax_cp_dispatch._arguments import check_array, is_on_host
+from jax_cp_dispatch._arguments import check_array, clip_to_int32, is_on_host
 from jax_cp_dispatch._scans import running_max
 from jax_cp_dispatch.masks.array_mask import gathered
 
@@ -174,4 +174,4 @@ def _number_traced(ids: Integer[Array, "B T"]) -> Int32[Array, "B T"]:
     is_first = jnp.pad(of_id[:, 1:] != of_id[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     first = jnp.take_along_axis(held, running_max(jnp.where(is_first, column, 0)), axis=1)
     _, first = lax.sort((held, first), dimension=1, num_keys=1)
-    return jnp.where(is_wide, jnp.where(ids > 0, first + 1, 0), ids.astype(jnp.int32))
+    return jnp.where(is_wide, jnp.where(ids > 0, first + 1, 0), clip_to_int32(ids))

@@ -19,7 +19,7 @@ from jax import lax
 from jaxtyping import Array, Float, Shaped
 
 from jax_cp_dispatch._arrays import sum_dtype
-from jax_cp_dispatch._dispatch import Argument, move, outgoing, returning
+from jax_cp_dispatch._dispatch import Argument, move, name_of_transpose, outgoing, returning
 from jax_cp_dispatch._ranks.communicator import rank_index
 from jax_cp_dispatch._ranks.implementations import IMPLEMENTATIONS
 from jax_cp_dispatch._ranks.options import CollectiveOptions
@@ -29,6 +29,7 @@ from jax_cp_dispatch.experts.routing import Routing
 from jax_cp_dispatch.experts.rows import Places, expand, for_rows, take, weighted_sum
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def send_to_rows(
     options: CollectiveOptions,
     mode: ScalingMode,
@@ -36,9 +37,10 @@ def send_to_rows(
     arrays: list[Shaped[Array, "T ..."]],
 ) -> list[Shaped[Array, "M ..."]]:
     """Sends tokens to the rows of their experts, also in 8 bits; gradients return as they are."""
-    return _send_to_rows(options, mode, routing, arrays)
+    return _to_rows(options, mode, routing, arrays)[0]
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def sum_rows(
     options: CollectiveOptions,
     routing: Routing,
@@ -46,28 +48,66 @@ def sum_rows(
     arrays: list[Float[Array, "M ..."]],
 ) -> list[Float[Array, "T ..."]]:
     """Returns the sums of the rows of each token, times the weights of its choices."""
-    return _sum_rows(options, routing, weights, arrays)
+    return _sum_rows_forward(options, routing, weights, arrays)[0]
 
 
-def _move(options: CollectiveOptions, routing: Routing, parts: list[Argument]) -> list[Any]:
+def _move(
+    options: CollectiveOptions, routing: Routing, parts: list[Argument], kind: str = "experts"
+) -> list[Any]:
     """Makes one exchange. Errors then speak of experts; see csrc/dispatch/messages.h."""
-    name = f"experts:{routing.capacity}"
+    name = f"{kind}:{routing.capacity}"
     return move(options, [part._replace(capacity_name=name) for part in parts])
 
 
 # ---- By choice: one exchange from and to the rows of the experts.
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sum_choices(
     options: CollectiveOptions, routing: Routing, weights: Array | None, arrays: list[Array]
 ) -> list[Array]:
-    wide = sum_dtype(*(x.dtype for x in arrays))
+    wide = jnp.finfo(sum_dtype(*(x.dtype for x in arrays))).dtype  # real, also of complex rows
+    given = jnp.ones(routing.row.shape, wide) if weights is None else weights.astype(wide)
+    more = {"num_tokens": len(routing.row), "weights": given}
+    part = returning(options.op, "y", arrays, routing.by_choice, **more)
+    return _move(options, routing, [part])[0]
+
+
+def _sum_choices_backward(options, residuals, gradients):
+    routing, weights, arrays = residuals
+    options, each = _transposed(options), _each_choice(routing)
+    op, capacity = options.op, routing.capacity
+    parts = [outgoing(op, "x", gradients, routing.by_choice, capacity=capacity)]
+    if weights is not None:
+        parts.append(outgoing(op, "weights", weights.reshape(-1), each, capacity=capacity))
+    rows, *own = _move(options, routing, parts)
     if weights is None:
-        weights = jnp.ones(routing.row.shape, wide)
-    given = {"num_tokens": len(routing.row), "weights": weights.astype(wide)}
-    return _move(
-        options, routing, [returning(options.op, "y", arrays, routing.by_choice, **given)]
-    )[0]
+        return None, None, rows
+    products, dys = _weighted_backward(arrays, rows, own[0])
+    part = returning(op, "dweights", products, each, num_tokens=weights.size)
+    return None, _move(options, routing, [part])[0].reshape(weights.shape), dys
+
+
+_sum_choices.defvjp(lambda *x: (_sum_choices(*x), x[1:]), _sum_choices_backward)
+
+
+def _weighted_backward(
+    arrays: list[Array], gradients: list[Array], weights: Array
+) -> tuple[Array, list[Array]]:
+    """Returns the gradients of the weight of each row, and of the rows.
+
+    Args:
+      arrays: the rows.
+      gradients: at each row, those of the sum that it is part of.
+      weights: of each row.
+    """
+    products, dys = [], []
+    for y, dy in zip(arrays, gradients, strict=True):
+        wide = sum_dtype(y.dtype, weights.dtype)
+        product = (dy.astype(wide) * y.astype(wide)).sum(tuple(range(1, y.ndim)))
+        products.append(product.astype(weights.dtype))
+        dys.append((dy.astype(wide) * for_rows(weights.astype(wide), y)).astype(y.dtype))
+    return functools.reduce(jnp.add, reversed(products)), dys
 
 
 def _each_choice(routing: Routing) -> Any:
@@ -108,14 +148,15 @@ def _sent(options: CollectiveOptions, routing: Routing, arrays: Sequence[Array])
     collected = _collected(routing)
     rows = [expand(x, collected) for x in arrays]
     part = outgoing(options.op, "x", rows, routing.by_rank, capacity=_most_tokens(routing))
-    return _move(options, routing, [part])[0]
+    return _move(options, routing, [part], "experts by rank")[0]
 
 
 def _return_sums(options: CollectiveOptions, routing: Routing, sums: list[Array]) -> list[Array]:
     """Returns the sums of each token from all of its ranks, and adds them up."""
     collected = _collected(routing)
     given = {"num_tokens": len(collected.choice)}
-    rows = _move(options, routing, [returning(options.op, "y", sums, routing.by_rank, **given)])[0]
+    part = returning(options.op, "y", sums, routing.by_rank, **given)
+    rows = _move(options, routing, [part], "experts by rank")[0]
     return [_only_if_valid(weighted_sum(x, None, collected), routing) for x in rows]
 
 
@@ -139,7 +180,8 @@ def _where_it_runs(
     summed: Sequence[Array],
 ) -> Any:
     """Calls one of two; `summed` are arrays that it sums, or whose gradients are summed."""
-    served = jnp.bfloat16, jnp.float32, jnp.float64  # by SumWeightedRows of csrc/numerics
+    # Those of SumWeightedRows in csrc/numerics; complex numbers are pairs of real ones.
+    served = jnp.bfloat16, jnp.float32, jnp.float64, jnp.complex64, jnp.complex128
     if any(jnp.issubdtype(x.dtype, jnp.inexact) and x.dtype not in served for x in summed):
         return by_rank(*operands)
     if options.implementation is None:
@@ -213,57 +255,28 @@ def _sum_rows_forward(options, routing, weights, arrays):
 
 
 def _sum_rows_backward(options, residuals, gradients):
-    routing, weights, arrays, received, places = residuals
-    options = _transposed(options)
-    op, capacity = options.op, routing.capacity
-    operands = (weights, received, places)
+    routing, *rest = residuals
 
-    def rows_by_choice(gradients, weights, *_):
-        parts = [outgoing(op, "x", gradients, routing.by_choice, capacity=capacity)]
-        if weights is not None:
-            each = _each_choice(routing)
-            parts.append(outgoing(op, "weights", weights.reshape(-1), each, capacity=capacity))
-        rows, *own = _move(options, routing, parts)
-        return rows, own[0] if own else None
+    def by_choice(gradients, weights, arrays, *_):
+        return _sum_choices_backward(options, (routing, weights, arrays), gradients)[1:]
 
-    def rows_by_rank(gradients, _, received, places):
-        rows = [expand(x, places) for x in _sent(options, routing, gradients)]
-        return rows, None if received is None else take(received.reshape(-1), places.choice)
+    def by_rank(gradients, weights, arrays, received, places):
+        back = _transposed(options)
+        rows = [expand(x, places) for x in _sent(back, routing, gradients)]
+        if weights is None:
+            return None, rows
+        own = take(received.reshape(-1), places.choice)
+        products, dys = _weighted_backward(arrays, rows, own)
+        of_tokens = take(products, places.row.reshape(-1)).reshape(places.row.shape)
+        return _return_sums(back, routing, [of_tokens])[0], dys
 
-    rows, own = _where_it_runs(
-        options, rows_by_choice, rows_by_rank, gradients, *operands, summed=arrays
-    )
-    if own is None:
-        return None, None, rows
-    products, dys = [], []
-    for y, dy in zip(arrays, rows, strict=True):
-        wide = sum_dtype(y.dtype, own.dtype)
-        product = (dy.astype(wide) * y.astype(wide)).sum(tuple(range(1, y.ndim)))
-        products.append(product.astype(own.dtype))
-        dys.append((dy.astype(wide) * for_rows(own.astype(wide), y)).astype(y.dtype))
-
-    dweights = functools.reduce(jnp.add, reversed(products))
-
-    def back_by_choice(dweights, _):
-        plan, given = _each_choice(routing), {"num_tokens": weights.size}
-        sums = _move(options, routing, [returning(op, "dweights", dweights, plan, **given)])[0]
-        return sums.reshape(weights.shape)
-
-    def back_by_rank(dweights, places):
-        of_tokens = take(dweights, places.row.reshape(-1)).reshape(places.row.shape)
-        return _return_sums(options, routing, [of_tokens])[0]
-
-    dweights = _where_it_runs(
-        options, back_by_choice, back_by_rank, dweights, places, summed=arrays
-    )
-    return None, dweights, dys
+    summed = residuals[2]
+    return None, *_where_it_runs(options, by_choice, by_rank, gradients, *rest, summed=summed)
 
 
 def _transposed(options: CollectiveOptions) -> CollectiveOptions:
-    return dataclasses.replace(options, op=f"the transpose of {options.op}")
+    return dataclasses.replace(options, op=name_of_transpose(options.op))
 
 
-_send_to_rows: Any = jax.custom_vjp(lambda *x: _to_rows(*x)[0], nondiff_argnums=(0, 1))
-_send_to_rows.defvjp(lambda *x: _to_rows(*x, with_places=True), _to_rows_backward)
-_sum_rows: Any = jax.custom_vjp(lambda *x: _sum_rows_forward(*x)[0], nondiff_argnums=(0,))
-_sum_rows.defvjp(_sum_rows_forward, _sum_rows_backward)
+send_to_rows.defvjp(functools.partial(_to_rows, with_places=True), _to_rows_backward)
+sum_rows.defvjp(_sum_rows_forward, _sum_rows_backward)

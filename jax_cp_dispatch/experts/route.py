@@ -94,7 +94,11 @@ def route(
             "by which it drops. Pass both or none."
         )
     _check_index(expert_index, weights)
-    expert_index = read_int32(_OP, "expert_index", expert_index, -1, num_experts - 1)
+    remedy = (
+        "It is an expert of each token, or -1 for none; where experts choose tokens, pass all "
+        "experts of each token, with -1 for those that do not choose it."
+    )
+    expert_index = read_int32(_OP, "expert_index", expert_index, -1, num_experts - 1, remedy=remedy)
     on_rank, axes, num_ranks = ranks_of(options, expert_index)
     num_choices = expert_index.size * (num_ranks if on_rank else 1)
     check_rows(_OP, "the number of all choices, W * T * k,", num_choices)

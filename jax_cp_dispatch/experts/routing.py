@@ -111,9 +111,12 @@ class Routing:
 
         Of tokens in the order of `send_row`: one piece for each rank.
         """
-        is_wrong = ((self.dst_rank < -1) | (self.dst_rank >= self.world_size)).any()
-        to = jnp.where(is_wrong, self.world_size, 0) + np.arange(self.world_size, dtype=np.int32)
-        return self._plan(to, self.first_row[0], self.num_send_tokens[0], self._received)
+        is_wrong = (self.dst_rank < -1) | (self.dst_rank >= self.world_size)
+        # The error names one wrong choice, also if nothing else is sent.
+        wrong = jnp.where(is_wrong, self.dst_rank, np.iinfo(np.int32).max).min(initial=2**31 - 1)
+        to = jnp.where(is_wrong.any(), wrong, np.arange(self.world_size, dtype=np.int32))
+        num_tokens = jnp.maximum(self.num_send_tokens[0], is_wrong.any().astype(jnp.int32))
+        return self._plan(to, self.first_row[0], num_tokens, self._received)
 
     @property
     def _received(self) -> Any:

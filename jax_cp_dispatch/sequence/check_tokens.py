@@ -29,7 +29,6 @@ from jax_cp_dispatch.documents.given import read_given_tokens
 from jax_cp_dispatch.documents.order import gather_sequence
 from jax_cp_dispatch.global_call.mesh_axes import GivenAxes, find_axes
 from jax_cp_dispatch.global_call.on_all_ranks import on_all_ranks, pad_tokens
-from jax_cp_dispatch.planning.stack import is_stack
 from jax_cp_dispatch.sequence.chunk_order import confirmed
 from jax_cp_dispatch.sequence.pieces import Options
 
@@ -107,13 +106,8 @@ def check_tokens(
         ranks = f"axis {axis_name!r} has {num_ranks} ranks"
         given.check_ranks(_OP, num_tokens * num_ranks, num_ranks, ranks)
         return _on_rank(options, options.axis_names, tokens, checksums)
-    plan = documents.plan
-    axes = find_axes(
-        _OP,
-        *leaves,
-        given=GivenAxes(mesh, axis_name, batch_axis, ()),
-        covers_batch=plan is not None and not is_stack(plan),
-    )
+    given_axes = GivenAxes(mesh, axis_name, batch_axis, ())
+    axes = find_axes(_OP, *leaves, given=given_axes, covers_batch=False)
     given.check_ranks(_OP, num_tokens, axes.num_ranks, axes.described)
     # All groups fail together: else some would wait for others, in sums of gradients.
     all_names = (*axes.batch, *axes.sequence)

@@ -146,9 +146,11 @@ def test_copies_keep_the_order(made):
 
 
 def test_replaced_fields_of_packed_documents():
-    """Positions that were counted are counted again, and not those of a plan."""
-    other = dataclasses.replace(Documents(drawn()[0]), segment_ids=drawn(1)[0])
+    """Positions that were counted are counted again; other ones are not taken for these."""
+    other = dataclasses.replace(Documents(drawn()[0]), segment_ids=drawn(1)[0], positions=None)
     np.testing.assert_array_equal(other.positions, counted(drawn(1)[0]))
+    own = dataclasses.replace(other, positions=other.positions + 1, counted=False)
+    np.testing.assert_array_equal(own.positions, other.positions + 1)
     assert other.counted and not dataclasses.replace(PLAIN, mask="full").counted
     assert dataclasses.replace(RANGES, k_end=RANGES.k_end - 1).order == PLAIN.order
 
@@ -185,6 +187,7 @@ def test_replaced_fields_of_packed_documents():
         (lambda: Documents(np.array([[-1, 2]])), "it needs to be at least 0"),
         (lambda: Documents(*drawn(), mask="no"), "mask is 'no'; it needs to be"),
         (lambda: Documents(*drawn(), mask=ZIGZAG.apply(PREFIX)), "are in zigzag order"),
+        (lambda: dataclasses.replace(Documents(drawn()[0]), positions=drawn()[0]), "counted=False"),
         (lambda: dataclasses.replace(ZIGZAG, mask=Causal()), "replace of one in zigzag order of 4"),
         (
             lambda: dataclasses.replace(PLACEMENT.documents),

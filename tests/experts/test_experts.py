@@ -190,6 +190,30 @@ def test_an_exchange_sums_the_bits_of_xla(dtypes):
     assert all(np.asarray(x, np.float32).any() for x in jax.tree.leaves(one))
 
 
+@pytest.mark.parametrize("implementation", ["in_process", "xla"])
+def test_second_derivatives(implementation):
+    """Of a sum of cubes: 2 rows, on the ranks of experts 0 and E - 1, are those of each token."""
+    index = np.broadcast_to(np.array([0, E - 1], np.int32), (W, T, 2))
+    rng = np.random.default_rng(3)
+    y, c = rng.normal(size=(2, W, W * T, 2)).astype(np.float32)
+    weights = rng.random((W, T, 2)).astype(np.float32)
+    options = {**OPTIONS, "capacity": W * T, "implementation": implementation}
+
+    def run(y, c, weights, index):
+        combine = lambda y: experts.combine_tokens(y, weights, experts.route(index, **options))
+        first = jax.grad(lambda y: (combine(y) ** 3).sum())
+        return jax.grad(lambda y: (first(y) * c).sum())(y)
+
+    got = on_ranks(run, mesh_of(W))(y, c, weights, index)
+    # Rank 0 has expert 0, the last rank expert E - 1: row r * T + t is token t of rank r.
+    w = weights.reshape(-1, 2)
+    out = w[:, :1] * y[0] + w[:, 1:] * y[-1]
+    along = 6 * out * (w[:, :1] * c[0] + w[:, 1:] * c[-1])
+    want = np.zeros_like(y)
+    want[0], want[-1] = w[:, :1] * along, w[:, 1:] * along
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
 def test_one_rank_and_no_tokens():
     """One rank, and tokens of no rank: shapes hold, and nothing moves."""
     operands = draw(6)

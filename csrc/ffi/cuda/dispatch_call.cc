@@ -93,6 +93,7 @@ Status ReadCudaOperands(const DispatchOptions& options, const ffi::RemainingArgs
       return Status::Invalid(call->op, ": plan ", p, " has ", read.num_slots, " slots x ",
                              read.num_replicas, " replicas. Call it through jax_cp_dispatch.");
     }
+    if (read.weights != nullptr) return NotOurs(call->op, "plan ", p, " has weights");
     kernels::OperandGroup& group = on_device->groups[p];
     group.num_recv_tokens = read.num_recv_tokens;
     group.seq_len = read.seq_len;

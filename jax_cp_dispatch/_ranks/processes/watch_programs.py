@@ -9,9 +9,9 @@ import threading
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
+from jax_cp_dispatch._jax_private import COMPILATION_EVENT
 from jax_cp_dispatch._ranks import runtime
 
-_COMPILATION = "/jax/core/compile/backend_compile_duration"
 _LONGEST = 600.0  # seconds; then two programs are compiled at once, and their ranks may not meet
 _one_at_a_time = threading.RLock()
 _held = threading.local()  # `depth`: how often this thread holds the lock
@@ -30,12 +30,12 @@ def watch_programs() -> None:
 
 
 def _on_begin(event: str, value: float, **_: str | int) -> None:
-    if event == _COMPILATION and _one_at_a_time.acquire(timeout=_LONGEST):
+    if event == COMPILATION_EVENT and _one_at_a_time.acquire(timeout=_LONGEST):
         _held.depth = getattr(_held, "depth", 0) + 1
 
 
 def _on_end(event: str, duration_secs: float, **_: str | int) -> None:
-    if event != _COMPILATION:
+    if event != COMPILATION_EVENT:
         return
     runtime.native.end_programs()
     if getattr(_held, "depth", 0):
