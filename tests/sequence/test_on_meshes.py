@@ -5,6 +5,7 @@ The expected values are NumPy's.
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -116,7 +117,8 @@ def test_inside_a_shard_map_over_another_axis(known):
 def test_an_explicit_axis_shards_the_batch_of_a_rank(known):
     mesh = permuted_mesh((2, 2), ("data", AXIS), (AxisType.Explicit, AxisType.Auto))
     tokens, taps, expected = known
-    rows, given = P(None, AXIS), {"axis_name": AXIS}
+    rows = P(None, AXIS)
+    given: Any = {"axis_name": AXIS}
 
     def of_ranks(tokens, taps, segment_ids):
         run = lambda tokens, taps, ids: layer(tokens, taps, segment_ids=ids, **given)
