@@ -154,8 +154,8 @@ def _sent(options: CollectiveOptions, routing: Routing, arrays: Sequence[Array])
 def _return_sums(options: CollectiveOptions, routing: Routing, sums: list[Array]) -> list[Array]:
     """Returns the sums of each token from all of its ranks, and adds them up."""
     collected = _collected(routing)
-    given = {"num_tokens": len(collected.choice)}
-    part = returning(options.op, "y", sums, routing.by_rank, **given)
+    num_rows = len(collected.choice)
+    part = returning(options.op, "y", sums, routing.by_rank, num_tokens=num_rows)
     rows = _move(options, routing, [part], "experts by rank")[0]
     return [_only_if_valid(weighted_sum(x, None, collected), routing) for x in rows]
 

@@ -402,9 +402,8 @@ def test_a_row_with_one_source_keeps_its_bits_by_xla():
 def test_global_arrays_of_64_bits(implementation, wide_types):
     """XLA's partitioner asks for each device's part outside of the context `jax.enable_x64`."""
     given = plan_of("one replica")
-    plan = Metadata(
-        **{name: np.asarray(x, np.int64) if np.ndim(x) else x for name, x in given.items()}
-    )
+    wide: Any = lambda x: np.asarray(x, np.int64) if np.ndim(x) else x
+    plan = Metadata(**{name: wide(x) for name, x in given.items()})
     x = np.random.default_rng(0).normal(size=(W * T, 3))
     options = {"axis_name": AXIS, "mesh": mesh_of(W), "implementation": implementation}
     rows = jax.jit(lambda x, m: dispatch(x, m, capacity=capacity_of(given), **options))(x, plan)

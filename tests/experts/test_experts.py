@@ -1,6 +1,7 @@
 """A layer of experts equals a dense one, wherever it is called; gradients included."""
 
 from functools import partial
+from typing import Any
 
 import experts_oracle as oracle
 import jax
@@ -59,7 +60,7 @@ def test_an_explicit_axis_shards_the_tokens_of_a_rank():
     operands = draw(3)
     flat = [a.reshape(-1, *a.shape[2:]) for a in operands]
     specs = [P((AXIS, "data")), P((AXIS, "data")), P(AXIS), P(AXIS), P((AXIS, "data"))]
-    run = jax.shard_map(layer, in_specs=P(AXIS), out_specs=P(AXIS), axis_names={AXIS})
+    run: Any = jax.shard_map(layer, in_specs=P(AXIS), out_specs=P(AXIS), axis_names={AXIS})
     with jax.set_mesh(mesh):
         places = [jax.NamedSharding(mesh, spec) for spec in specs]
         got = jax.jit(partial(with_gradients, layer=lambda *x, index: run(*x, index)))(

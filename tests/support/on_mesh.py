@@ -18,7 +18,7 @@ def mesh_of(num_ranks, order=None):
     return Mesh(devices if order is None else devices[np.asarray(order)], (AXIS,))
 
 
-def permuted_mesh(shape, names, kinds=AxisType.Auto):
+def permuted_mesh(shape, names, kinds: Any = AxisType.Auto):
     """A mesh of several axes over shuffled devices; `kinds` is one axis type, or one per axis."""
     order = np.random.default_rng(len(shape)).permutation(np.prod(shape))
     devices = np.array(jax.devices())[order].reshape(shape)
