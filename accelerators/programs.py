@@ -258,11 +258,13 @@ NOT_COMPILED: dict[str, tuple[str, ...]] = {
     "computes on the host": (
         *("buffers", "cost", "cycles", "available_implementations", "choose_algorithm"),
         *("fit_plan_config", "fit_capacity", "stack_plans", "shift_documents", "plot_load"),
+        "token_checksums",
     ),
     "needs the devices themselves": ("gpu", "initialize", "load_profile", "profiling"),
     "calls functions that are compiled, for a layer of another library": (
         *("equinox_attention", "flax_attention_fn", "maxtext_gemms"),
     ),
     "is part of compiled layers, with the caller's own function in them": ("recurrence",),
+    "exchanges a few numbers, as dispatch does": ("check_tokens",),
     "makes random cases for tests": ("scenarios",),
 }

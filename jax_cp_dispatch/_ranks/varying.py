@@ -43,7 +43,7 @@ def whole_on_explicit_axes(arrays: Iterable[ArrayLike]) -> list[Array]:
 
     For a function of one device's arrays, whose custom derivative has results of unsharded types.
     """
-    return [_whole(jnp.asarray(x), jnp.ndim(x)) for x in arrays]
+    return [_whole(x, jnp.ndim(x)) for x in arrays]
 
 
 def whole_rows(tree: Any) -> Any:
@@ -51,7 +51,8 @@ def whole_rows(tree: Any) -> Any:
     return jax.tree.map(lambda x: _whole(x, 1), tree)
 
 
-def _whole(x: Array, num_dims: int) -> Array:
+def _whole(x: ArrayLike, num_dims: int) -> Array:
+    x = jnp.asarray(x)
     sharding = jax.typeof(x).sharding
     split, rest = sharding.spec[:num_dims], sharding.spec[num_dims:]
     if all(entry is None for entry in split):
