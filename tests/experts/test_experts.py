@@ -28,6 +28,7 @@ from on_mesh import AXIS, mesh_of, on_ranks, permuted_mesh
 
 from jax_cp_dispatch import experts
 from jax_cp_dispatch._dispatch.exchange_operands import read_operands
+from jax_cp_dispatch.experts import exchange
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -189,6 +190,24 @@ def test_an_exchange_sums_the_bits_of_xla(dtypes):
     one, other = (on_ranks(run, mesh_of(W))(y, g, weights, index) for run in runs)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b, strict=True), one, other)
     assert all(np.asarray(x, np.float32).any() for x in jax.tree.leaves(one))
+
+
+def test_processes_without_shared_memory_sum_the_same_bits(monkeypatch):
+    """They exchange by choice as on CPU, but by XLA's collectives."""
+    index = draw(5)[4]
+    y = np.random.default_rng(5).integers(-15, 16, (W, CAPACITY, D)).astype(np.float32) / 8
+    weights = np.random.default_rng(6).integers(-15, 16, (W, T, K)).astype(np.float32) / 8
+    run = lambda implementation: on_ranks(
+        lambda y, w, i: experts.combine_tokens(
+            y, w, experts.route(i, implementation=implementation, **OPTIONS)
+        ),
+        mesh_of(W),
+    )(y, weights, index)
+    expected = run("in_process")
+    monkeypatch.setattr(
+        exchange, "_where_it_runs", lambda options, by_choice, by_rank, *x, summed: by_choice(*x)
+    )
+    np.testing.assert_array_equal(run("xla"), expected)
 
 
 @pytest.mark.parametrize("implementation", ["in_process", "xla"])
