@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -17,7 +18,8 @@ def chosen(
     mask: Bool[Array, "..."], x: Shaped[Array, "..."], other: Shaped[Array, "..."]
 ) -> Shaped[Array, "..."]:
     """Returns `x` where the mask of its first axes is true, else `other`."""
-    return lax.select(lax.broadcast_in_dim(mask, x.shape, tuple(range(mask.ndim))), x, other)
+    axes, sharding = tuple(range(mask.ndim)), jax.typeof(x).sharding
+    return lax.select(lax.broadcast_in_dim(mask, x.shape, axes, out_sharding=sharding), x, other)
 
 
 class At(NamedTuple):

@@ -163,7 +163,6 @@ def with_manual_axes(
     *,
     in_specs: Any,
     out_specs: Any,
-    check_vma: bool = False,
 ) -> Callable[..., Any]:
     """Returns `fn` with `axes` manual too, in the surrounding mesh or else in `mesh`."""
     around = jax.sharding.get_abstract_mesh()
@@ -174,5 +173,5 @@ def with_manual_axes(
         axis_names=set(axes),
         in_specs=in_specs,
         out_specs=out_specs,
-        check_vma=check_vma,
+        check_vma=False,
     )

@@ -83,8 +83,11 @@ def refuse_mapped_explicit_axes(op: str, mesh: Any) -> None:
 def can_check_varying() -> bool:
     """Whether this package's `shard_map` may track the axes over which arrays vary (`check_vma`).
 
-    False with `mapped_axes`: JAX makes arrays vary over them but does not show it. Then neither
-    JAX's operations nor ours cast the other operands, and batched bodies of loops and branches keep
-    their previous types.
+    False inside a `shard_map` that does not: arrays would begin to vary over its axes, and their
+    cotangents would not. False with `mapped_axes`: JAX makes arrays vary over them but does not
+    show it. Then neither JAX's operations nor ours cast the other operands, and batched bodies of
+    loops and branches keep their previous types.
     """
-    return not mapped_axes()
+    around = jax.sharding.get_abstract_mesh().manual_axes
+    is_checked = not around or bool(varying_axes(jax.lax.axis_index(around[0])))
+    return is_checked and not mapped_axes()

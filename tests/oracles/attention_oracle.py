@@ -64,6 +64,6 @@ def masked_attention_gradients(q, k, v, allowed, dout, dlse, scale=None, logit_s
     dv = np.einsum("bnts,btnh->bsnh", p, dout)
 
     def sum_groups(x):
-        return x.reshape(*x.shape[:2], num_groups, heads_per_group, -1).sum(3)
+        return x.reshape(*x.shape[:2], num_groups, heads_per_group, x.shape[3]).sum(3)
 
     return dq, sum_groups(dk), sum_groups(dv)

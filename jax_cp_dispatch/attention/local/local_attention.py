@@ -8,10 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
-from jaxtyping import Array, DTypeLike, Float, Int
+from jaxtyping import Array, DTypeLike, Float, Int, Integer
 
+from jax_cp_dispatch._arguments import HostOrDevice
 from jax_cp_dispatch._ranks.varying import vary_alike, vary_like
 from jax_cp_dispatch._residuals import named_context
 from jax_cp_dispatch.attention.local import uncut
@@ -46,8 +46,8 @@ def local_attention(
     q_end: Int[Array, "B S"] | None = None,
     mask: Mask | str | None = None,
     documents: Documents | None = None,
-    segment_ids: Int[Array | np.ndarray, "B S"] | None = None,
-    positions: Int[Array | np.ndarray, "B S"] | None = None,
+    segment_ids: Integer[HostOrDevice, "B S"] | None = None,
+    positions: Integer[HostOrDevice, "B S"] | None = None,
     sink: Float[Array, " N"] | None = None,
     return_max_logits: bool = False,
     scale: float | None = None,

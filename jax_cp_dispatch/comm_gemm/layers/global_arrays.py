@@ -18,7 +18,6 @@ from jax_cp_dispatch._ranks.call_context import (
     CallContext,
     place,
     refuse_other_mesh,
-    with_manual_axes,
 )
 from jax_cp_dispatch._ranks.varying import refuse_mapped_explicit_axes, vary_alike, varying_axes
 from jax_cp_dispatch.comm_gemm.layers.derivatives import gathered_matmul, scattered_matmul
@@ -29,6 +28,7 @@ from jax_cp_dispatch.comm_gemm.layers.token_axes import tell_lost_axes
 from jax_cp_dispatch.comm_gemm.scaled.scaled_operands import use_scales
 from jax_cp_dispatch.comm_gemm.types import CommOverlapType
 from jax_cp_dispatch.global_call.explicit_axes import explicit_axes
+from jax_cp_dispatch.global_call.mesh_axes import MeshAxes
 from jax_cp_dispatch.global_call.on_all_ranks import on_all_ranks
 
 
@@ -150,11 +150,11 @@ def _inside_shard_map(
     groups = math.prod(mesh.shape[name] for name in tokens)
     counts = tuple(count // groups for count in s.row_counts)
     local = s.replace(row_counts=counts, comm=s.comm.inside(mesh), mesh=None)
-    return with_manual_axes(
-        lambda state, operands: rank_matmul(local, operands, state),
-        context.open_axes,
-        mesh,
-        in_specs=(P(), specs),
+    return on_all_ranks(
+        functools.partial(rank_matmul, local),
+        (operands, state),
+        axes=MeshAxes(mesh, names, (), ()),
+        in_specs=(specs, P()),
         out_specs=by_columns if gathers else by_rows,
-        check_vma=True,
-    )(state, operands)
+        num_differentiable=2,
+    )

@@ -1,0 +1,540 @@
+"""The operations of the contract: one case each, with what it computes in NumPy."""
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import attention_oracle
+import experts_oracle
+import jax.numpy as jnp
+import mask_oracle
+import movement_oracle
+import numpy as np
+import sequence_oracle
+from contract import DATA, Case, Sizes
+from jax.sharding import PartitionSpec as P
+from on_mesh import AXIS
+from packed_batches import pack
+
+import jax_cp_dispatch as cpd
+from jax_cp_dispatch import experts, masks, sequence
+
+TOKENS = P(DATA, AXIS)  # of arrays [B, T, ...]
+ROWS = P(AXIS, DATA)  # of arrays [T, features]
+REPLICATED = P()
+
+
+def _documents(rng, sizes):
+    """Returns segment ids [B, T], with padding and with documents of several ranks."""
+    num_tokens = sizes.ranks * sizes.tokens
+    return pack(rng, sizes.batch, num_tokens, max_length=max(2, num_tokens // 2))[0]
+
+
+def _normal(rng, before, shapes):
+    return {name: rng.normal(size=(*before, *shape)) for name, shape in shapes.items()}
+
+
+# ---- Attention.
+
+QKV = {"q": (4, 4), "k": (2, 4), "v": (2, 6)}  # heads, features
+
+
+def _draw_qkv(rng, sizes):
+    ids = _documents(rng, sizes)
+    return {"ids": ids, **_normal(rng, ids.shape, QKV)}
+
+
+def _dense(arrays, ids, mask):
+    """Returns the output, and its pull back."""
+    (q, k, v), pairs = (arrays[x] for x in "qkv"), mask_oracle.batch_pairs(mask, ids)
+    out, lse = attention_oracle.masked_attention(q, k, v, pairs)
+
+    def pull(g):
+        none = np.zeros_like(lse)
+        found = attention_oracle.masked_attention_gradients(q, k, v, pairs, g, none)
+        return dict(zip("qkv", found, strict=True))
+
+    return out, pull
+
+
+def attention(algorithm: Any, mask: Any = "causal", **of) -> Case:
+    def call(arrays, **where):
+        qkv = (arrays[x] for x in "qkv")
+        options = {"segment_ids": arrays["ids"], "algorithm": algorithm, "mask": mask}
+        return {"out": cpd.context_parallel_attention(*qkv, **options, **where)}
+
+    def oracle(arrays):
+        out, pull = _dense(arrays, arrays["ids"], mask)
+        return {"out": out}, lambda g: pull(g["out"])
+
+    name = algorithm if isinstance(algorithm, str) else type(algorithm).__name__.lower()
+    specs = dict.fromkeys((*"qkv", "ids"), TOKENS)
+    case = Case(
+        name, call, oracle, _draw_qkv, specs, {"out": TOKENS},
+        op="context_parallel_attention", ids=("ids",), has_batch=True,
+    )  # fmt: skip
+    return dataclasses.replace(case, **of)
+
+
+def placed_attention() -> Case:
+    """Documents that are known on the host say where their tokens are."""
+
+    def place(sizes):
+        ids = _documents(np.random.default_rng(0), sizes)
+        return ids, cpd.place_tokens(segment_ids=ids, world_size=sizes.ranks)
+
+    def draw(rng, sizes):
+        ids, placement = place(sizes)
+        qkv = placement.apply(_normal(rng, ids.shape, QKV))
+        return {"documents": placement.documents, **qkv}
+
+    def call(arrays, **where):
+        options = {"documents": arrays["documents"], "algorithm": "placed", **where}
+        return {"out": cpd.context_parallel_attention(*(arrays[x] for x in "qkv"), **options)}
+
+    def oracle(arrays):
+        (plan,), (batch, num_tokens) = arrays["documents"].plans, arrays["q"].shape[:2]
+        ranks = plan.kv_metadata.world_size
+        ids, placement = place(Sizes(ranks, num_tokens // ranks, batch))
+        out, pull = _dense(placement.restore({x: arrays[x] for x in "qkv"}), ids, "causal")
+        apply, restore = placement.apply, placement.restore
+        return {"out": apply(out)}, lambda g: apply(pull(restore(g["out"])))
+
+    unlike = {"nothing": "there is nothing to place"}
+    case = attention("placed", call=call, oracle=oracle, draw=draw, ids=(), unlike=unlike)
+    of_documents = lambda documents: documents.specs(AXIS)
+    return dataclasses.replace(case, specs={**case.specs, "documents": of_documents})
+
+
+def latent_attention() -> Case:
+    """Keys and values of DeepSeek's kind: products of rows of latents, on the rank that attends."""
+
+    def draw(rng, sizes):
+        ids = _documents(rng, sizes)
+        arrays = _normal(rng, ids.shape, {"q": (4, 4), "latents": (5,)})
+        return {"ids": ids, **arrays, **_normal(rng, (5,), {"wk": (2, 4), "wv": (2, 6)})}
+
+    def expand(weights, rows):
+        return tuple(jnp.einsum("rl,lnh->rnh", rows, weights[x]) for x in ("wk", "wv"))
+
+    def call(arrays, **where):
+        out = cpd.context_parallel_attention(
+            arrays["q"], arrays["latents"], segment_ids=arrays["ids"], algorithm="ulysses",
+            expand=expand, weights={x: arrays[x] for x in ("wk", "wv")}, **where,
+        )  # fmt: skip
+        return {"out": out}
+
+    def oracle(arrays):
+        latents, wk, wv = (arrays[x] for x in ("latents", "wk", "wv"))
+        project = lambda w: np.einsum("btl,lnh->btnh", latents, w)
+        out, pull = _dense({**arrays, "k": project(wk), "v": project(wv)}, arrays["ids"], "causal")
+
+        def pull_latents(g):
+            found = pull(g["out"])
+            pairs = (found["k"], wk), (found["v"], wv)
+            of_weights = [np.einsum("btl,btnh->lnh", latents, x) for x, _ in pairs]
+            of_latents = sum(np.einsum("btnh,lnh->btl", x, w) for x, w in pairs)
+            names = "q", "latents", "wk", "wv"
+            return dict(zip(names, (found["q"], of_latents, *of_weights), strict=True))
+
+        return {"out": out}, pull_latents
+
+    specs = dict.fromkeys(("q", "latents", "ids"), TOKENS) | dict.fromkeys(("wk", "wv"), REPLICATED)
+    return Case(
+        "latents", call, oracle, draw, specs, {"out": TOKENS},
+        op="context_parallel_attention", ids=("ids",), has_batch=True,
+    )  # fmt: skip
+
+
+def local_attention() -> Case:
+    def call(arrays):
+        q, k, v = (jnp.asarray(arrays[x]) for x in "qkv")
+        options: Any = {"segment_ids": arrays["ids"], "mask": "causal", "out_dtype": q.dtype}
+        return {"out": cpd.local_attention(q, k, v, **options)[0]}
+
+    return _without_ranks(attention("ring", name="local_attention", call=call))
+
+
+def _without_ranks(case: Case) -> Case:
+    specs, results = (dict.fromkeys(x, REPLICATED) for x in (case.specs, case.results))
+    return dataclasses.replace(case, specs=specs, results=results, is_local=True)
+
+
+# ---- Layers beside attention.
+
+
+class RunningSum:
+    """A user's kernel for `sequence.recurrence`: the sum of a document up to each token."""
+
+    def summary(self, inputs):
+        return inputs.sum((0, 1))
+
+    def apply(self, map_, state):
+        return map_ if state is None else state + map_
+
+    def run(self, inputs, states, piece_ids):
+        same = (piece_ids[:, :, None] == piece_ids[:, None]) & (piece_ids > 0)[:, None]
+        before = jnp.tril(same).astype(inputs.dtype)
+        within = jnp.einsum("bts,bsf->btf", before, inputs, precision="highest")
+        return within + states[jnp.minimum(piece_ids, len(states) - 1)]
+
+
+def layer(function, shapes, oracle, *operands, weights=None, like="x", **options) -> Case:
+    """`oracle` maps arrays of one document, and the cotangent, to its output and gradients."""
+    weights = weights or {}
+
+    def draw(rng, sizes):
+        ids = _documents(rng, sizes)
+        arrays = _normal(rng, ids.shape, shapes) | _normal(rng, (), weights)
+        if "k" in arrays:
+            arrays["k"] /= np.linalg.norm(arrays["k"], axis=-1, keepdims=True)
+        if "log_decay" in arrays:
+            arrays["log_decay"] = -np.abs(arrays["log_decay"])
+        if "beta" in arrays:
+            arrays["beta"] = 1 / (1 + np.exp(arrays["beta"]))
+        return {"ids": ids, **arrays}
+
+    def call(arrays, **where):
+        tokens = (arrays[x] for x in (*shapes, *weights))
+        given = {"segment_ids": arrays["ids"], **options, **where}
+        return {"out": function(*tokens, *operands, **given)}
+
+    def of_batch(arrays):
+        shape = arrays[like].shape
+
+        def run(g):
+            out = np.zeros(shape)
+            found = {x: np.zeros(arrays[x].shape) for x in (*shapes, *weights)}
+            for row, a, b in sequence_oracle.documents(arrays["ids"]):
+                rows = [arrays[x][row, a:b] for x in shapes]
+                results = oracle(*rows, *(arrays[x] for x in weights), g=g[row, a:b])
+                out[row, a:b] = results[0]
+                for x, gradient in zip((*shapes, *weights), results[1:], strict=True):
+                    found[x][(row, slice(a, b)) if x in shapes else ...] += gradient
+            return out, found
+
+        return {"out": run(np.zeros(shape))[0]}, lambda g: run(g["out"])[1]
+
+    specs = dict.fromkeys(("ids", *shapes), TOKENS) | dict.fromkeys(weights, REPLICATED)
+    name = function.__name__
+    return Case(
+        name, call, of_batch, draw, specs, {"out": TOKENS}, op=name, ids=("ids",), has_batch=True
+    )
+
+
+def _shifted(x, g):
+    return sequence_oracle.shift(x, 2), sequence_oracle.shift(g, -2)
+
+
+def _convolved(x, taps, bias, g):
+    out = sequence_oracle.causal_conv(x, taps, bias)
+    return out, *sequence_oracle.causal_conv_gradients(x, taps, g)
+
+
+def _summed(x, g):
+    return np.cumsum(x, 0), np.cumsum(g[::-1], 0)[::-1]
+
+
+# ---- Movement.
+
+REPLICAS, FEATURES, CAPACITY = 2, 6, 40
+
+
+def _draw_plan(rng, sizes, name="plan"):
+    plan = movement_oracle.random_plan(rng, sizes.ranks, 4, sizes.tokens, REPLICAS)
+    return {name: cpd.Metadata(**plan)}
+
+
+def _fields(plan):
+    return {name: x for name, x in vars(plan).items() if x is not None}
+
+
+def _by_ranks(x, plan):
+    return x.reshape(plan.world_size, -1, *x.shape[1:])
+
+
+def _sent(x, plan):
+    """What dispatch does to the rows of all ranks, [W * T, ...]; the transpose of `_returned`."""
+    rows = movement_oracle.dispatched(_fields(plan), _by_ranks(x, plan), CAPACITY)
+    return rows.reshape(-1, *x.shape[1:])
+
+
+def _returned(y, plan, num_tokens):
+    rows = movement_oracle.combined(_fields(plan), _by_ranks(y, plan), num_tokens)
+    return rows.reshape(-1, *y.shape[1:])
+
+
+def movement(op, call, oracle, names, results) -> Case:
+    """`oracle` maps arrays to results and gradients; rows of x are tokens, those of y received."""
+
+    def draw(rng, sizes):
+        arrays = _draw_plan(rng, sizes)
+        for name in names:
+            rows = sizes.ranks * (CAPACITY if name == "y" else sizes.tokens)
+            arrays[name] = rng.normal(size=(rows, FEATURES))
+        return arrays
+
+    specs = {"plan": P(AXIS)} | dict.fromkeys(names, ROWS)
+    return Case(op, call, oracle, draw, specs, dict.fromkeys(results, ROWS), op=op)
+
+
+def _dispatch(arrays, **where):
+    return {"there": cpd.dispatch(arrays["x"], arrays["plan"], capacity=CAPACITY, **where)}
+
+
+def _dispatch_oracle(arrays):
+    x, plan = arrays["x"], arrays["plan"]
+    num_tokens = len(x) // plan.world_size
+    return {"there": _sent(x, plan)}, lambda g: {"x": _returned(g["there"], plan, num_tokens)}
+
+
+def _combine(arrays, **where):
+    """The sums are added to x, which says how many tokens a rank has."""
+    x, plan = arrays["x"], arrays["plan"]
+    num_tokens = len(x) // len(plan.seq_len)  # a rank has the plan's row of its own
+    return {"back": x + cpd.combine(arrays["y"], plan, num_tokens=num_tokens, **where)}
+
+
+def _combine_oracle(arrays):
+    x, y, plan = (arrays[name] for name in ("x", "y", "plan"))
+    back = _returned(y, plan, len(x) // plan.world_size)
+    return {"back": x + back}, lambda g: {"x": g["back"], "y": _sent(g["back"], plan)}
+
+
+def _pair(arrays, **where):
+    """Queries there and keys back, in one exchange each way."""
+    x, plan, size = arrays["x"], arrays["plan"], CAPACITY
+    there = {"q_capacity": size, "kv_capacity": size, **where}
+    q, (k,) = cpd.dispatch_qkv(x, (arrays["k"],), plan, plan, **there)
+    num_tokens = len(x) // len(plan.seq_len)
+    back = {"q_num_tokens": num_tokens, "kv_num_tokens": num_tokens, **where}
+    x, (y,) = cpd.combine_qkv(q, (2 * k,), plan, plan, **back)
+    return {"q": q, "x": x, "y": y}
+
+
+def _pair_oracle(arrays):
+    x, k, plan = (arrays[name] for name in ("x", "k", "plan"))
+    num_tokens = len(x) // plan.world_size
+    there_and_back = lambda x: _returned(_sent(x, plan), plan, num_tokens)
+
+    def pull(g):
+        of_x = _returned(g["q"], plan, num_tokens) + there_and_back(g["x"])
+        return {"x": of_x, "k": 2 * there_and_back(g["y"])}
+
+    return {"q": _sent(x, plan), "x": there_and_back(x), "y": 2 * there_and_back(k)}, pull
+
+
+def _two_calls(arrays, **where):
+    """Started and done, beside work of the rank."""
+    x, plan = arrays["x"], arrays["plan"]
+    exchange, beside = cpd.dispatch_start(x, plan, beside=x, capacity=CAPACITY, **where)
+    there, beside = cpd.exchange_done(exchange, beside=2 * beside)
+    num_tokens = len(x) // len(plan.seq_len)
+    exchange, beside = cpd.combine_start(there, plan, beside=beside, num_tokens=num_tokens, **where)
+    x, beside = cpd.exchange_done(exchange, beside=3 * beside)
+    return {"x": x, "beside": beside}
+
+
+def _two_calls_oracle(arrays):
+    x, plan = arrays["x"], arrays["plan"]
+    there_and_back = lambda x: _returned(_sent(x, plan), plan, len(x) // plan.world_size)
+    pull = lambda g: {"x": there_and_back(g["x"]) + 6 * g["beside"]}
+    return {"x": there_and_back(x), "beside": 6 * x}, pull
+
+
+def ragged_all_to_all() -> Case:
+    """A slice to each rank: sizes, where they begin, and where the receiver puts them."""
+    names = "begin", "size", "there", "got"
+
+    def draw(rng, sizes):
+        W, N = sizes.ranks, sizes.tokens
+        size = rng.integers(0, N // 2 + 1, (W, W))
+        begin = rng.integers(0, N - size + 1)
+        there = np.cumsum(size, 0) - size  # at each receiver, in the order of senders
+        plan = dict(zip(names, (begin, size, there, size.T), strict=True))
+        arrays = {name: x.astype(np.int32).reshape(-1) for name, x in plan.items()}
+        room = W * (W * (N // 2 + 1))
+        shapes = {"x": (W * N, FEATURES), "into": (room, FEATURES)}
+        return arrays | _normal(rng, (), shapes)
+
+    def call(arrays, **where):
+        out = cpd.ragged_all_to_all(
+            arrays["x"], arrays["into"], *(arrays[x] for x in names), **where
+        )
+        return {"out": out}
+
+    def oracle(arrays):
+        W = int(len(arrays["size"]) ** 0.5)
+        begin, size, there = (arrays[x].reshape(W, W) for x in ("begin", "size", "there"))
+        rows, room = (len(arrays[x]) // W for x in ("x", "into"))
+        slices = [
+            (slice(r * rows + begin[r, to], r * rows + begin[r, to] + size[r, to]),
+             slice(to * room + there[r, to], to * room + there[r, to] + size[r, to]))
+            for r in range(W) for to in range(W)
+        ]  # fmt: skip
+        out = arrays["into"].copy()
+        for source, target in slices:
+            out[target] = arrays["x"][source]
+
+        def pull(g):
+            of_x, of_into = np.zeros(arrays["x"].shape), g["out"].copy()
+            for source, target in slices:
+                of_x[source] += g["out"][target]
+                of_into[target] = 0
+            return {"x": of_x, "into": of_into}
+
+        return {"out": out}, pull
+
+    specs = dict.fromkeys(names, P(AXIS)) | dict.fromkeys(("x", "into"), ROWS)
+    return Case(
+        "ragged_all_to_all", call, oracle, draw, specs, {"out": ROWS},
+        op="ragged_all_to_all", only_on_ranks=True,
+        unlike={"nested": "JAX splits a shard_map that it computes again; XLA rejects it"},
+    )  # fmt: skip
+
+
+# ---- Experts.
+
+CHOICES, EXPERTS, ROOM = 3, 8, 80
+
+
+def layer_of_experts() -> Case:
+    """Rows to their experts, which scale them, and their weighted sums back."""
+
+    def draw(rng, sizes):
+        num_tokens = sizes.ranks * sizes.tokens
+        index = rng.integers(-1, EXPERTS, (num_tokens, CHOICES)).astype(np.int32)
+        of = {"x": (FEATURES,), "weights": (CHOICES,)}
+        scale = rng.normal(size=(sizes.ranks * ROOM, 1))
+        return {"index": index, "scale": scale, **_normal(rng, (num_tokens,), of)}
+
+    def call(arrays, **where):
+        routing = experts.route(arrays["index"], num_experts=EXPERTS, capacity=ROOM, **where)
+        rows = experts.dispatch_tokens(arrays["x"], routing)
+        out = experts.combine_tokens(rows * arrays["scale"], arrays["weights"], routing)
+        return {"rows": rows, "out": out}
+
+    def oracle(arrays):
+        x, scale, weights, index = (arrays[n] for n in ("x", "scale", "weights", "index"))
+        W = len(scale) // ROOM
+        split = lambda a: a.reshape(W, -1, *a.shape[1:])
+        held = experts_oracle.evenly(EXPERTS, W)
+        places = experts_oracle.rows_of_ranks(split(index), held)
+        x, weights, scale = split(x), split(weights), split(scale)
+        rows, _ = experts_oracle.grouped_rows(x, split(index), held, ROOM)
+        out = experts_oracle.summed_rows(rows * scale, weights, split(index), held)
+        flat = lambda a: a.reshape(-1, *a.shape[2:])
+
+        def pull(g):
+            g_rows, g_out = split(g["rows"]).copy(), split(g["out"])
+            found = {"x": np.zeros(x.shape), "weights": np.zeros(weights.shape)}
+            found["scale"] = np.zeros(scale.shape)
+            for rank, each in enumerate(places):
+                for i, (_, source, token, choice) in enumerate(each):
+                    of_y = weights[source, token, choice] * g_out[source, token]
+                    y = rows[rank, i] * scale[rank, i]
+                    found["weights"][source, token, choice] = (y * g_out[source, token]).sum()
+                    found["scale"][rank, i] = (of_y * rows[rank, i]).sum()
+                    found["x"][source, token] += g_rows[rank, i] + of_y * scale[rank, i]
+            return {name: flat(a) for name, a in found.items()}
+
+        return {"rows": flat(rows), "out": flat(out)}, pull
+
+    specs = {"index": P(AXIS), "scale": P(AXIS), "weights": P(AXIS), "x": ROWS}
+    return Case(
+        "experts", call, oracle, draw, specs, {"rows": ROWS, "out": ROWS},
+        op="route", ids=("index",),
+        unlike={"bits": "XLA rounds a product and its sum once, unless it optimizes"},
+    )  # fmt: skip
+
+
+# ---- GEMMs.
+
+
+def gemm(function, method) -> Case:
+    gathers = function is cpd.all_gather_matmul
+
+    def draw(rng, sizes):
+        rows, width = sizes.ranks * sizes.tokens, 2 * sizes.ranks
+        shapes = ((rows, 5), (5, width)) if gathers else ((rows, width), (width, 5))
+        return _normal(rng, (), dict(zip("xw", shapes, strict=True)))
+
+    def call(arrays, **where):
+        x, w = jnp.asarray(arrays["x"]), jnp.asarray(arrays["w"])
+        return {"out": function(x, w, method=method, **where)}
+
+    def oracle(arrays):
+        x, w = arrays["x"], arrays["w"]
+        pull = lambda g: {"x": g["out"] @ w.T, "w": x.T @ g["out"]}
+        return {"out": x @ w}, pull
+
+    unlike = {"bits": "XLA multiplies whole matrices, and adds in another order"}
+    columns, rows = P(None, AXIS), P(AXIS)
+    of_x, of_w, of_out = (rows, columns, columns) if gathers else (columns, rows, rows)
+    op = function.__name__
+    specs, results = {"x": of_x, "w": of_w}, {"out": of_out}
+    name = f"{op} {method}"
+    return Case(name, call, oracle, draw, specs, results, op=op, unlike=unlike)
+
+
+def grouped_gemm() -> Case:
+    def draw(rng, sizes):
+        num_rows = sizes.ranks * sizes.tokens
+        group_sizes = np.array([num_rows // 3, 0, num_rows // 2], np.int32)
+        return {"sizes": group_sizes, **_normal(rng, (), {"x": (num_rows, 5), "w": (3, 5, 7)})}
+
+    def call(arrays):
+        return {"out": cpd.grouped_gemm(*(jnp.asarray(arrays[n]) for n in ("x", "w", "sizes")))}
+
+    def oracle(arrays):
+        x, w, sizes = (arrays[name] for name in ("x", "w", "sizes"))
+        ends = np.cumsum(sizes)
+        groups = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+        out = np.zeros((len(x), w.shape[2]))
+        for rows, matrix in zip(groups, w, strict=True):
+            out[rows] = x[rows] @ matrix
+
+        def pull(g):
+            of_x = np.zeros(x.shape)
+            for rows, matrix in zip(groups, w, strict=True):
+                of_x[rows] = g["out"][rows] @ matrix.T
+            return {"x": of_x, "w": np.stack([x[rows].T @ g["out"][rows] for rows in groups])}
+
+        return {"out": out}, pull
+
+    specs = dict.fromkeys(("x", "w", "sizes"), REPLICATED)
+    results = {"out": REPLICATED}
+    return Case("grouped_gemm", call, oracle, draw, specs, results, is_local=True)
+
+
+DELTA = {"q": (1, 4), "k": (1, 4), "v": (2, 3), "log_decay": (2,), "beta": (2,)}
+LINEAR = {"q": (1, 4), "k": (1, 4), "v": (2, 3), "log_decay": (2, 4)}
+CASES = [
+    attention(cpd.Balanced(cpd.PlanConfig(block=4)), masks.SlidingWindow(9)),
+    placed_attention(),
+    attention("ring"),
+    attention("zigzag", "full"),
+    attention("halo", masks.SlidingWindow(4)),
+    attention("hamilton", masks.BlockCausal(3)),
+    attention("ulysses", masks.Chunked(5)),
+    latent_attention(),
+    local_attention(),
+    layer(sequence.shift, {"x": (3,)}, _shifted, 2),
+    layer(sequence.causal_conv, {"x": (3,)}, _convolved, weights={"weight": (4, 3), "bias": (3,)}),
+    layer(sequence.recurrence, {"x": (3,)}, _summed, RunningSum()),
+    layer(sequence.gated_delta_rule, DELTA, partial(sequence_oracle.recurrence, scale=0.5),
+          like="v"),
+    layer(sequence.linear_attention, LINEAR, partial(sequence_oracle.recurrence, scale=1.0),
+          like="v"),
+    layer(sequence.linear_recurrence, {"x": (3,), "log_decay": (3,)},
+          sequence_oracle.linear_recurrence),
+    movement("dispatch", _dispatch, _dispatch_oracle, "x", ("there",)),
+    movement("combine", _combine, _combine_oracle, "xy", ("back",)),
+    movement("dispatch_qkv", _pair, _pair_oracle, "xk", "qxy"),
+    movement("dispatch_start", _two_calls, _two_calls_oracle, "x", ("x", "beside")),
+    ragged_all_to_all(),
+    layer_of_experts(),
+    *(gemm(cpd.all_gather_matmul, method) for method in ("none", "ring")),
+    *(gemm(cpd.matmul_reduce_scatter, method) for method in ("none", "ring", "pipeline")),
+    grouped_gemm(),
+]  # fmt: skip

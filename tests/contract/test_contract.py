@@ -1,0 +1,153 @@
+"""What holds for every operation: each property once, for all cases.
+
+A program takes seconds to compile, so one program shows several properties. A test's name says
+which; the first line of its docstring lists them.
+"""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from contract import (
+    DATA,
+    check,
+    mesh_of,
+    on_global_arrays,
+    on_ranks,
+    placed,
+    same_bits,
+    split,
+    with_gradients,
+)  # fmt: skip
+from jax.sharding import AxisType, PartitionSpec as P
+from on_mesh import AXIS
+from operations import CASES
+
+each_case = pytest.mark.parametrize("case", CASES, ids=str)
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+
+
+@pytest.fixture(autouse=True)
+def strict():
+    """JAX promotes neither dtypes nor ranks, as in its own tests."""
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        yield
+
+
+def on_arrays(case, mesh, **options):
+    run = on_ranks if case.only_on_ranks else on_global_arrays
+    return run(case, mesh, **options)
+
+
+@each_case
+def test_values_and_gradients(case):
+    """In float64, donated, twice with the same bits, and by XLA's collectives.
+
+    Inside `shard_map` over one of two axes, of which the other is explicit.
+    """
+    arrays = case.arrays("float64", ids="int64")
+    *expected, cotangents = case.expected(arrays)
+    floats, others = split(arrays)
+    mesh, found = mesh_of(4, (EXPLICIT, AUTO), num_groups=2), []
+    with jax.enable_x64(True), jax.set_mesh(mesh):
+        fixed = placed(mesh, case.specs, others), placed(mesh, case.results, cotangents)
+        for options in [{}] if case.is_local else [{}, {"implementation": "xla"}]:
+            run = with_gradients(on_ranks(case, mesh, check_vma=False, **options))
+            program = jax.jit(run, donate_argnums=0)
+            for _ in range(2 if not options else 1):
+                results = program(placed(mesh, case.specs, floats), *fixed)
+                found.append(jax.tree.map(np.asarray, results))
+            check(found[-1], tuple(expected), "float64")
+    same_bits(*found[:2])
+    if "bits" not in case.unlike:
+        same_bits(found[0], found[-1])
+
+
+@each_case
+def test_constants_inside_jit(case):
+    """On explicit axes of the mesh that is set, while JAX looks for NaN."""
+    arrays = case.arrays("float32", ids="uint16")
+    results, gradients, cotangents = case.expected(arrays)
+    kind = AUTO if case.only_on_ranks else EXPLICIT  # `shard_map` does not reshard
+    mesh = mesh_of(4, kind)
+    run = with_gradients(on_arrays(case, mesh if case.only_on_ranks else None))
+    with jax.set_mesh(mesh), jax.debug_nans(True):
+        got = jax.jit(lambda: run(*split(arrays), cotangents))()
+    check(got, (results, gradients), "float32")
+
+
+@each_case
+def test_nested(case):
+    """In a `shard_map` over groups, in a loop that computes steps again, mapped, in bfloat16."""
+    if "nested" in case.unlike:
+        return
+    batches = [case.arrays("bfloat16", seed=seed, ids="int16") for seed in range(4)]
+    stack = lambda *x: jax.tree.map(lambda *x: np.stack(x), *x)
+    *expected, cotangents = map(stack, *(case.expected(arrays) for arrays in batches))
+    run = jax.vmap(with_gradients(jax.checkpoint(on_arrays(case, None))))
+
+    def of_group(*operands):
+        step = lambda _, x: (None, run(*x))
+        steps = jax.tree.map(lambda x: x[None], operands)
+        return jax.tree.map(lambda x: x[0], jax.lax.scan(step, None, steps)[1])
+
+    with jax.set_mesh(mesh_of(4, num_groups=2)):
+        mapped = jax.shard_map(of_group, in_specs=P(DATA), out_specs=P(DATA), axis_names={DATA})
+        got = jax.jit(mapped)(*split(stack(*batches)), cotangents)
+    check(got, tuple(expected), "bfloat16")
+
+
+@each_case
+def test_one_rank(case):
+    """Without jit."""
+    arrays = case.arrays("float32", ranks=1)
+    check(on_arrays(case, mesh_of(1))(arrays), case.expected(arrays)[0], "float32")
+
+
+@each_case
+def test_nothing(case):
+    """No tokens; traced, no batch rows."""
+    run = jax.jit(with_gradients(on_arrays(case, mesh_of(4))))
+    if "nothing" in case.unlike:
+        return
+    arrays = case.arrays("float32", tokens=0)
+    *expected, cotangents = case.expected(arrays)
+    check(run(*split(arrays), cotangents), tuple(expected), "float32")
+    if case.has_batch:
+        arrays = case.arrays("float32", batch=0)
+        *expected, cotangents = case.expected(arrays)
+        shapes = lambda tree: jax.tree.map(lambda x: x.shape, tree)
+        assert shapes(run.eval_shape(*split(arrays), cotangents)) == shapes(tuple(expected))
+
+
+@each_case
+def test_a_missing_rank_is_named(case):
+    """A rank that takes another branch."""
+    if case.is_local:
+        return
+    arrays, mesh = case.arrays("float32"), mesh_of(4)
+
+    def call(arrays, **where):
+        present = partial(case.call, deadline=0.2, **where)
+        absent = lambda x: jax.tree.map(jnp.zeros_like, jax.eval_shape(present, x))
+        return jax.lax.cond(jax.lax.axis_index(AXIS) == 2, absent, present, arrays)
+
+    run = on_ranks(dataclasses.replace(case, call=call), mesh, check_vma=False)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=rf"{case.op}.*missing ranks \[2\]"):
+        jax.block_until_ready(jax.jit(run)(placed(mesh, case.specs, arrays)))
+
+
+@each_case
+def test_dtypes(case):
+    """Traced: results and gradients of float16; ids of the widths that no test above has."""
+    run = on_arrays(case, mesh_of(4))
+    with jax.enable_x64(True):
+        arrays = case.arrays("float16")
+        traced = jax.eval_shape(with_gradients(run), *split(arrays), case.expected(arrays)[2])
+        assert {x.dtype for x in jax.tree.leaves(traced)} == {jnp.dtype("float16")}
+        for ids in ("int8", "uint64") if case.ids else ():
+            traced = jax.eval_shape(run, case.arrays("float32", ids=ids))
+            assert {x.dtype for x in jax.tree.leaves(traced)} == {jnp.dtype("float32")}
