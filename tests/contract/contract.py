@@ -36,14 +36,16 @@ class Case:
 
     Attributes:
       name: of the case.
+      functions: the public functions that it calls; run-time errors name the first. Arrays have the
+        names of their parameters.
       call: from arrays by name to results by name; its keywords are those of the operation.
       oracle: the same in NumPy, and a function from cotangents to gradients, both by name.
       draw: makes the arrays, float64 and int32, for a generator and sizes.
       specs: the dimensions over the ranks (`AXIS`), and over an axis beside them (`DATA`); or a
         function from the array to its specs.
       results: the same of results.
-      op: the function that errors name.
-      ids: arrays of integers that may have any width; "ids" names documents, by any integers.
+      ids: arrays of integers that may have any width; "segment_ids" names documents, by any
+        integers.
       has_batch: arrays are [B, T, ...], and the call names the axes of B and of heads.
       is_local: the operation knows no ranks.
       only_on_ranks: it has no form for global arrays.
@@ -51,12 +53,12 @@ class Case:
     """
 
     name: str
+    functions: tuple[Callable[..., Any], ...]
     call: Callable[..., Any]
     oracle: Callable[..., Any]
     draw: Callable[[np.random.Generator, Sizes], Any]
     specs: Any
     results: Any
-    op: str = ""
     ids: tuple[str, ...] = ()
     has_batch: bool = False
     is_local: bool = False
@@ -75,7 +77,7 @@ class Case:
         for name in self.ids:
             least = 0 if ids.startswith("u") else -1
             arrays[name] = np.maximum(arrays[name], least).astype(ids)
-            if name == "ids" and arrays[name].itemsize == 8:  # all are 0 in 32 bits
+            if name == "segment_ids" and arrays[name].itemsize == 8:  # all are 0 in 32 bits
                 arrays[name] <<= 33
         return arrays
 

@@ -41,7 +41,7 @@ QKV = {"q": (4, 4), "k": (2, 4), "v": (2, 6)}  # heads, features
 
 def _draw_qkv(rng, sizes):
     ids = _documents(rng, sizes)
-    return {"ids": ids, **_normal(rng, ids.shape, QKV)}
+    return {"segment_ids": ids, **_normal(rng, ids.shape, QKV)}
 
 
 def _dense(arrays, ids, mask):
@@ -60,18 +60,18 @@ def _dense(arrays, ids, mask):
 def attention(algorithm: Any, mask: Any = "causal", **of) -> Case:
     def call(arrays, **where):
         qkv = (arrays[x] for x in "qkv")
-        options = {"segment_ids": arrays["ids"], "algorithm": algorithm, "mask": mask}
+        options = {"segment_ids": arrays["segment_ids"], "algorithm": algorithm, "mask": mask}
         return {"out": cpd.context_parallel_attention(*qkv, **options, **where)}
 
     def oracle(arrays):
-        out, pull = _dense(arrays, arrays["ids"], mask)
+        out, pull = _dense(arrays, arrays["segment_ids"], mask)
         return {"out": out}, lambda g: pull(g["out"])
 
     name = algorithm if isinstance(algorithm, str) else type(algorithm).__name__.lower()
-    specs = dict.fromkeys((*"qkv", "ids"), TOKENS)
+    specs = dict.fromkeys((*"qkv", "segment_ids"), TOKENS)
     case = Case(
-        name, call, oracle, _draw_qkv, specs, {"out": TOKENS},
-        op="context_parallel_attention", ids=("ids",), has_batch=True,
+        name, (cpd.context_parallel_attention,), call, oracle, _draw_qkv, specs, {"out": TOKENS},
+        ids=("segment_ids",), has_batch=True,
     )  # fmt: skip
     return dataclasses.replace(case, **of)
 
@@ -112,14 +112,14 @@ def latent_attention() -> Case:
     def draw(rng, sizes):
         ids = _documents(rng, sizes)
         arrays = _normal(rng, ids.shape, {"q": (4, 4), "latents": (5,)})
-        return {"ids": ids, **arrays, **_normal(rng, (5,), {"wk": (2, 4), "wv": (2, 6)})}
+        return {"segment_ids": ids, **arrays, **_normal(rng, (5,), {"wk": (2, 4), "wv": (2, 6)})}
 
     def expand(weights, rows):
         return tuple(jnp.einsum("rl,lnh->rnh", rows, weights[x]) for x in ("wk", "wv"))
 
     def call(arrays, **where):
         out = cpd.context_parallel_attention(
-            arrays["q"], arrays["latents"], segment_ids=arrays["ids"], algorithm="ulysses",
+            arrays["q"], arrays["latents"], segment_ids=arrays["segment_ids"], algorithm="ulysses",
             expand=expand, weights={x: arrays[x] for x in ("wk", "wv")}, **where,
         )  # fmt: skip
         return {"out": out}
@@ -127,7 +127,9 @@ def latent_attention() -> Case:
     def oracle(arrays):
         latents, wk, wv = (arrays[x] for x in ("latents", "wk", "wv"))
         project = lambda w: np.einsum("btl,lnh->btnh", latents, w)
-        out, pull = _dense({**arrays, "k": project(wk), "v": project(wv)}, arrays["ids"], "causal")
+        out, pull = _dense(
+            {**arrays, "k": project(wk), "v": project(wv)}, arrays["segment_ids"], "causal"
+        )
 
         def pull_latents(g):
             found = pull(g["out"])
@@ -139,20 +141,28 @@ def latent_attention() -> Case:
 
         return {"out": out}, pull_latents
 
-    specs = dict.fromkeys(("q", "latents", "ids"), TOKENS) | dict.fromkeys(("wk", "wv"), REPLICATED)
+    specs = dict.fromkeys(("q", "latents", "segment_ids"), TOKENS) | dict.fromkeys(
+        ("wk", "wv"), REPLICATED
+    )
     return Case(
-        "latents", call, oracle, draw, specs, {"out": TOKENS},
-        op="context_parallel_attention", ids=("ids",), has_batch=True,
+        "latents", (cpd.context_parallel_attention,), call, oracle, draw, specs, {"out": TOKENS},
+        ids=("segment_ids",), has_batch=True,
     )  # fmt: skip
 
 
 def local_attention() -> Case:
     def call(arrays):
         q, k, v = (jnp.asarray(arrays[x]) for x in "qkv")
-        options: Any = {"segment_ids": arrays["ids"], "mask": "causal", "out_dtype": q.dtype}
+        options: Any = {
+            "segment_ids": arrays["segment_ids"],
+            "mask": "causal",
+            "out_dtype": q.dtype,
+        }
         return {"out": cpd.local_attention(q, k, v, **options)[0]}
 
-    return _without_ranks(attention("ring", name="local_attention", call=call))
+    functions = (cpd.local_attention,)
+    case = attention("ring", name="local_attention", functions=functions, call=call)
+    return _without_ranks(case)
 
 
 def _without_ranks(case: Case) -> Case:
@@ -192,11 +202,11 @@ def layer(function, shapes, oracle, *operands, weights=None, like="x", **options
             arrays["log_decay"] = -np.abs(arrays["log_decay"])
         if "beta" in arrays:
             arrays["beta"] = 1 / (1 + np.exp(arrays["beta"]))
-        return {"ids": ids, **arrays}
+        return {"segment_ids": ids, **arrays}
 
     def call(arrays, **where):
         tokens = (arrays[x] for x in (*shapes, *weights))
-        given = {"segment_ids": arrays["ids"], **options, **where}
+        given = {"segment_ids": arrays["segment_ids"], **options, **where}
         return {"out": function(*tokens, *operands, **given)}
 
     def of_batch(arrays):
@@ -205,7 +215,7 @@ def layer(function, shapes, oracle, *operands, weights=None, like="x", **options
         def run(g):
             out = np.zeros(shape)
             found = {x: np.zeros(arrays[x].shape) for x in (*shapes, *weights)}
-            for row, a, b in sequence_oracle.documents(arrays["ids"]):
+            for row, a, b in sequence_oracle.documents(arrays["segment_ids"]):
                 rows = [arrays[x][row, a:b] for x in shapes]
                 results = oracle(*rows, *(arrays[x] for x in weights), g=g[row, a:b])
                 out[row, a:b] = results[0]
@@ -215,11 +225,11 @@ def layer(function, shapes, oracle, *operands, weights=None, like="x", **options
 
         return {"out": run(np.zeros(shape))[0]}, lambda g: run(g["out"])[1]
 
-    specs = dict.fromkeys(("ids", *shapes), TOKENS) | dict.fromkeys(weights, REPLICATED)
-    name = function.__name__
+    specs = dict.fromkeys(("segment_ids", *shapes), TOKENS) | dict.fromkeys(weights, REPLICATED)
     return Case(
-        name, call, of_batch, draw, specs, {"out": TOKENS}, op=name, ids=("ids",), has_batch=True
-    )
+        function.__name__, (function,), call, of_batch, draw, specs, {"out": TOKENS},
+        ids=("segment_ids",), has_batch=True,
+    )  # fmt: skip
 
 
 def _shifted(x, g):
@@ -240,7 +250,7 @@ def _summed(x, g):
 REPLICAS, FEATURES, CAPACITY = 2, 6, 40
 
 
-def _draw_plan(rng, sizes, name="plan"):
+def _draw_plan(rng, sizes, name="metadata"):
     plan = movement_oracle.random_plan(rng, sizes.ranks, 4, sizes.tokens, REPLICAS)
     return {name: cpd.Metadata(**plan)}
 
@@ -264,7 +274,7 @@ def _returned(y, plan, num_tokens):
     return rows.reshape(-1, *y.shape[1:])
 
 
-def movement(op, call, oracle, names, results) -> Case:
+def movement(functions, call, oracle, names, results) -> Case:
     """`oracle` maps arrays to results and gradients; rows of x are tokens, those of y received."""
 
     def draw(rng, sizes):
@@ -274,38 +284,39 @@ def movement(op, call, oracle, names, results) -> Case:
             arrays[name] = rng.normal(size=(rows, FEATURES))
         return arrays
 
-    specs = {"plan": P(AXIS)} | dict.fromkeys(names, ROWS)
-    return Case(op, call, oracle, draw, specs, dict.fromkeys(results, ROWS), op=op)
+    specs = {"metadata": P(AXIS)} | dict.fromkeys(names, ROWS)
+    name, results = functions[0].__name__, dict.fromkeys(results, ROWS)
+    return Case(name, functions, call, oracle, draw, specs, results)
 
 
 def _dispatch(arrays, **where):
-    return {"there": cpd.dispatch(arrays["x"], arrays["plan"], capacity=CAPACITY, **where)}
+    return {"there": cpd.dispatch(arrays["x"], arrays["metadata"], capacity=CAPACITY, **where)}
 
 
 def _dispatch_oracle(arrays):
-    x, plan = arrays["x"], arrays["plan"]
+    x, plan = arrays["x"], arrays["metadata"]
     num_tokens = len(x) // plan.world_size
     return {"there": _sent(x, plan)}, lambda g: {"x": _returned(g["there"], plan, num_tokens)}
 
 
 def _combine(arrays, **where):
-    """The sums are added to x, which says how many tokens a rank has."""
-    x, plan = arrays["x"], arrays["plan"]
+    """The sums are added to the tokens of a rank, which says how many it has."""
+    x, plan = arrays["tokens"], arrays["metadata"]
     num_tokens = len(x) // len(plan.seq_len)  # a rank has the plan's row of its own
     return {"back": x + cpd.combine(arrays["y"], plan, num_tokens=num_tokens, **where)}
 
 
 def _combine_oracle(arrays):
-    x, y, plan = (arrays[name] for name in ("x", "y", "plan"))
+    x, y, plan = (arrays[name] for name in ("tokens", "y", "metadata"))
     back = _returned(y, plan, len(x) // plan.world_size)
-    return {"back": x + back}, lambda g: {"x": g["back"], "y": _sent(g["back"], plan)}
+    return {"back": x + back}, lambda g: {"tokens": g["back"], "y": _sent(g["back"], plan)}
 
 
 def _pair(arrays, **where):
     """Queries there and keys back, in one exchange each way."""
-    x, plan, size = arrays["x"], arrays["plan"], CAPACITY
+    x, plan, size = arrays["q"], arrays["metadata"], CAPACITY
     there = {"q_capacity": size, "kv_capacity": size, **where}
-    q, (k,) = cpd.dispatch_qkv(x, (arrays["k"],), plan, plan, **there)
+    q, (k,) = cpd.dispatch_qkv(x, (arrays["kv"],), plan, plan, **there)
     num_tokens = len(x) // len(plan.seq_len)
     back = {"q_num_tokens": num_tokens, "kv_num_tokens": num_tokens, **where}
     x, (y,) = cpd.combine_qkv(q, (2 * k,), plan, plan, **back)
@@ -313,20 +324,20 @@ def _pair(arrays, **where):
 
 
 def _pair_oracle(arrays):
-    x, k, plan = (arrays[name] for name in ("x", "k", "plan"))
+    x, k, plan = (arrays[name] for name in ("q", "kv", "metadata"))
     num_tokens = len(x) // plan.world_size
     there_and_back = lambda x: _returned(_sent(x, plan), plan, num_tokens)
 
     def pull(g):
         of_x = _returned(g["q"], plan, num_tokens) + there_and_back(g["x"])
-        return {"x": of_x, "k": 2 * there_and_back(g["y"])}
+        return {"q": of_x, "kv": 2 * there_and_back(g["y"])}
 
     return {"q": _sent(x, plan), "x": there_and_back(x), "y": 2 * there_and_back(k)}, pull
 
 
 def _two_calls(arrays, **where):
     """Started and done, beside work of the rank."""
-    x, plan = arrays["x"], arrays["plan"]
+    x, plan = arrays["x"], arrays["metadata"]
     exchange, beside = cpd.dispatch_start(x, plan, beside=x, capacity=CAPACITY, **where)
     there, beside = cpd.exchange_done(exchange, beside=2 * beside)
     num_tokens = len(x) // len(plan.seq_len)
@@ -336,7 +347,7 @@ def _two_calls(arrays, **where):
 
 
 def _two_calls_oracle(arrays):
-    x, plan = arrays["x"], arrays["plan"]
+    x, plan = arrays["x"], arrays["metadata"]
     there_and_back = lambda x: _returned(_sent(x, plan), plan, len(x) // plan.world_size)
     pull = lambda g: {"x": there_and_back(g["x"]) + 6 * g["beside"]}
     return {"x": there_and_back(x), "beside": 6 * x}, pull
@@ -344,7 +355,7 @@ def _two_calls_oracle(arrays):
 
 def ragged_all_to_all() -> Case:
     """A slice to each rank: sizes, where they begin, and where the receiver puts them."""
-    names = "begin", "size", "there", "got"
+    names = "input_offsets", "send_sizes", "output_offsets", "recv_sizes"
 
     def draw(rng, sizes):
         W, N = sizes.ranks, sizes.tokens
@@ -354,41 +365,40 @@ def ragged_all_to_all() -> Case:
         plan = dict(zip(names, (begin, size, there, size.T), strict=True))
         arrays = {name: x.astype(np.int32).reshape(-1) for name, x in plan.items()}
         room = W * (W * (N // 2 + 1))
-        shapes = {"x": (W * N, FEATURES), "into": (room, FEATURES)}
+        shapes = {"operand": (W * N, FEATURES), "output": (room, FEATURES)}
         return arrays | _normal(rng, (), shapes)
 
     def call(arrays, **where):
-        out = cpd.ragged_all_to_all(
-            arrays["x"], arrays["into"], *(arrays[x] for x in names), **where
-        )
-        return {"out": out}
+        operands = (jnp.asarray(arrays[x]) for x in ("operand", "output"))
+        plan = (arrays[x] for x in names)
+        return {"out": cpd.ragged_all_to_all(*operands, *plan, **where)}
 
     def oracle(arrays):
-        W = int(len(arrays["size"]) ** 0.5)
-        begin, size, there = (arrays[x].reshape(W, W) for x in ("begin", "size", "there"))
-        rows, room = (len(arrays[x]) // W for x in ("x", "into"))
+        W = int(len(arrays["send_sizes"]) ** 0.5)
+        begin, size, there = (arrays[x].reshape(W, W) for x in names[:3])
+        rows, room = (len(arrays[x]) // W for x in ("operand", "output"))
         slices = [
             (slice(r * rows + begin[r, to], r * rows + begin[r, to] + size[r, to]),
              slice(to * room + there[r, to], to * room + there[r, to] + size[r, to]))
             for r in range(W) for to in range(W)
         ]  # fmt: skip
-        out = arrays["into"].copy()
+        out = arrays["output"].copy()
         for source, target in slices:
-            out[target] = arrays["x"][source]
+            out[target] = arrays["operand"][source]
 
         def pull(g):
-            of_x, of_into = np.zeros(arrays["x"].shape), g["out"].copy()
+            of_x, of_into = np.zeros(arrays["operand"].shape), g["out"].copy()
             for source, target in slices:
                 of_x[source] += g["out"][target]
                 of_into[target] = 0
-            return {"x": of_x, "into": of_into}
+            return {"operand": of_x, "output": of_into}
 
         return {"out": out}, pull
 
-    specs = dict.fromkeys(names, P(AXIS)) | dict.fromkeys(("x", "into"), ROWS)
+    specs = dict.fromkeys(names, P(AXIS)) | dict.fromkeys(("operand", "output"), ROWS)
+    function, results = cpd.ragged_all_to_all, {"out": ROWS}
     return Case(
-        "ragged_all_to_all", call, oracle, draw, specs, {"out": ROWS},
-        op="ragged_all_to_all", only_on_ranks=True,
+        function.__name__, (function,), call, oracle, draw, specs, results, only_on_ranks=True,
         unlike={"nested": "JAX splits a shard_map that it computes again; XLA rejects it"},
     )  # fmt: skip
 
@@ -406,16 +416,16 @@ def layer_of_experts() -> Case:
         index = rng.integers(-1, EXPERTS, (num_tokens, CHOICES)).astype(np.int32)
         of = {"x": (FEATURES,), "weights": (CHOICES,)}
         scale = rng.normal(size=(sizes.ranks * ROOM, 1))
-        return {"index": index, "scale": scale, **_normal(rng, (num_tokens,), of)}
+        return {"expert_index": index, "scale": scale, **_normal(rng, (num_tokens,), of)}
 
     def call(arrays, **where):
-        routing = experts.route(arrays["index"], num_experts=EXPERTS, capacity=ROOM, **where)
+        routing = experts.route(arrays["expert_index"], num_experts=EXPERTS, capacity=ROOM, **where)
         rows = experts.dispatch_tokens(arrays["x"], routing)
         out = experts.combine_tokens(rows * arrays["scale"], arrays["weights"], routing)
         return {"rows": rows, "out": out}
 
     def oracle(arrays):
-        x, scale, weights, index = (arrays[n] for n in ("x", "scale", "weights", "index"))
+        x, scale, weights, index = (arrays[n] for n in ("x", "scale", "weights", "expert_index"))
         W = len(scale) // ROOM
         split = lambda a: a.reshape(W, -1, *a.shape[1:])
         held = experts_oracle.evenly(EXPERTS, W)
@@ -440,10 +450,11 @@ def layer_of_experts() -> Case:
 
         return {"rows": flat(rows), "out": flat(out)}, pull
 
-    specs = {"index": P(AXIS), "scale": P(AXIS), "weights": P(AXIS), "x": ROWS}
+    specs = {"expert_index": P(AXIS), "scale": P(AXIS), "weights": P(AXIS), "x": ROWS}
+    functions = experts.route, experts.dispatch_tokens, experts.combine_tokens
     return Case(
-        "experts", call, oracle, draw, specs, {"rows": ROWS, "out": ROWS},
-        op="route", ids=("index",),
+        "experts", functions, call, oracle, draw, specs, {"rows": ROWS, "out": ROWS},
+        ids=("expert_index",),
         unlike={"bits": "XLA rounds a product and its sum once, unless it optimizes"},
     )  # fmt: skip
 
@@ -471,10 +482,9 @@ def gemm(function, method) -> Case:
     unlike = {"bits": "XLA multiplies whole matrices, and adds in another order"}
     columns, rows = P(None, AXIS), P(AXIS)
     of_x, of_w, of_out = (rows, columns, columns) if gathers else (columns, rows, rows)
-    op = function.__name__
     specs, results = {"x": of_x, "w": of_w}, {"out": of_out}
-    name = f"{op} {method}"
-    return Case(name, call, oracle, draw, specs, results, op=op, unlike=unlike)
+    name = f"{function.__name__} {method}"
+    return Case(name, (function,), call, oracle, draw, specs, results, unlike=unlike)
 
 
 def grouped_gemm() -> Case:
@@ -503,8 +513,8 @@ def grouped_gemm() -> Case:
         return {"out": out}, pull
 
     specs = dict.fromkeys(("x", "w", "sizes"), REPLICATED)
-    results = {"out": REPLICATED}
-    return Case("grouped_gemm", call, oracle, draw, specs, results, is_local=True)
+    results, functions = {"out": REPLICATED}, (cpd.grouped_gemm,)
+    return Case("grouped_gemm", functions, call, oracle, draw, specs, results, is_local=True)
 
 
 DELTA = {"q": (1, 4), "k": (1, 4), "v": (2, 3), "log_decay": (2,), "beta": (2,)}
@@ -528,10 +538,11 @@ CASES = [
           like="v"),
     layer(sequence.linear_recurrence, {"x": (3,), "log_decay": (3,)},
           sequence_oracle.linear_recurrence),
-    movement("dispatch", _dispatch, _dispatch_oracle, "x", ("there",)),
-    movement("combine", _combine, _combine_oracle, "xy", ("back",)),
-    movement("dispatch_qkv", _pair, _pair_oracle, "xk", "qxy"),
-    movement("dispatch_start", _two_calls, _two_calls_oracle, "x", ("x", "beside")),
+    movement((cpd.dispatch,), _dispatch, _dispatch_oracle, ("x",), ("there",)),
+    movement((cpd.combine,), _combine, _combine_oracle, ("tokens", "y"), ("back",)),
+    movement((cpd.dispatch_qkv, cpd.combine_qkv), _pair, _pair_oracle, ("q", "kv"), "qxy"),
+    movement((cpd.dispatch_start, cpd.combine_start), _two_calls, _two_calls_oracle, ("x",),
+             ("x", "beside")),
     ragged_all_to_all(),
     layer_of_experts(),
     *(gemm(cpd.all_gather_matmul, method) for method in ("none", "ring")),

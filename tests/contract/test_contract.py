@@ -5,6 +5,8 @@ which; the first line of its docstring lists them.
 """
 
 import dataclasses
+import inspect
+import re
 from functools import partial
 
 import jax
@@ -136,7 +138,9 @@ def test_a_missing_rank_is_named(case):
         return jax.lax.cond(jax.lax.axis_index(AXIS) == 2, absent, present, arrays)
 
     run = on_ranks(dataclasses.replace(case, call=call), mesh, check_vma=False)
-    with pytest.raises(jax.errors.JaxRuntimeError, match=rf"{case.op}.*missing ranks \[2\]"):
+    with pytest.raises(
+        jax.errors.JaxRuntimeError, match=rf"{case.functions[0].__name__}.*missing ranks \[2\]"
+    ):
         jax.block_until_ready(jax.jit(run)(placed(mesh, case.specs, arrays)))
 
 
@@ -151,3 +155,35 @@ def test_dtypes(case):
         for ids in ("int8", "uint64") if case.ids else ():
             traced = jax.eval_shape(run, case.arrays("float32", ids=ids))
             assert {x.dtype for x in jax.tree.leaves(traced)} == {jnp.dtype("float32")}
+
+
+@each_case
+@pytest.mark.usefixtures("unchecked_types")
+def test_what_annotations_exclude_is_refused(case):
+    """Traced: another kind of dtype, a dimension more or less; the error names the function."""
+    run = on_arrays(case, mesh_of(4))
+    arrays = case.arrays("float32")
+    names = "|".join(function.__name__ for function in case.functions)
+    wrongs = list(wrong_arguments(case, arrays))
+    assert len(wrongs) > 2 or not case.has_batch
+    for name, wrong in wrongs:
+        with pytest.raises((TypeError, ValueError)) as error:
+            jax.eval_shape(run, {**arrays, name: wrong})
+        assert re.match(f"({names}): ", str(error.value)), (name, wrong.shape, str(error.value))
+
+
+def wrong_arguments(case, arrays):
+    """Yields names and arrays that the annotations of parameters exclude; pytrees take any."""
+    for function in case.functions:
+        for name, parameter in inspect.signature(function).parameters.items():
+            annotation = str(parameter.annotation)
+            array = re.search(r"\b(Float|Int|Integer|Int32)\[.*?['\"]([^'\"]*)['\"]\]", annotation)
+            if name not in arrays or array is None or "PyTree" in annotation:
+                continue
+            kind, dims = array.groups()
+            x = arrays[name]
+            yield name, x.astype(np.int32 if kind == "Float" else np.float32)
+            if "*" not in dims and "..." not in dims:
+                yield name, x[..., None]
+                if x.ndim > 1:  # `shard_map` refuses scalars itself
+                    yield name, x[0]
