@@ -18,6 +18,7 @@ import collections
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 import zlib
@@ -37,6 +38,12 @@ ROOMS = (
 SWAPPED = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "+": "-", "-": "+"}
 SWAPPED |= {"maximum": "minimum", "minimum": "maximum", "argmax": "argmin", "argmin": "argmax"}
 OPERATORS = {ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Add: "+", ast.Sub: "-"}
+# Programs that a test starts are counted as the test.
+COVERAGE = """[run]
+patch = subprocess
+parallel = true
+context = ${PYTEST_CURRENT_TEST-}
+"""
 NUM_KILLERS = 3  # failures after which a mutant meets no further test
 
 
@@ -175,9 +182,11 @@ def make_map(arguments) -> None:
 
     OUT.mkdir(parents=True, exist_ok=True)
     os.environ["COVERAGE_FILE"] = str(OUT / "coverage")
+    (OUT / "coveragerc").write_text(COVERAGE)
     found = run_tests(
         OUT / "map.jsonl", "--cov=jax_cp_dispatch", "--cov-context=test", "--cov-report=",
-        f"-n{arguments.jobs}", "--dist=loadfile", "--no-loadscope-reorder", *arguments.tests,
+        f"--cov-config={OUT / 'coveragerc'}", f"-n{arguments.jobs}", "--dist=loadfile",
+        "--no-loadscope-reorder", *arguments.tests,
     )  # fmt: skip
     seconds: collections.Counter[str] = collections.Counter()
     for test, outcome, duration in found:
@@ -192,7 +201,7 @@ def make_map(arguments) -> None:
         tests = data.contexts_by_lineno(file)
         name = str(Path(file).relative_to(ROOT))
         lines[name] = {
-            line: sorted({x.split("|")[0] for x in contexts} - {""} - failed)
+            line: sorted({re.split(r"\|| \(", x)[0] for x in contexts} - {""} - failed)
             for line, contexts in tests.items()
         }
     (OUT / "map.json").write_text(json.dumps({"seconds": seconds, "lines": lines}))
