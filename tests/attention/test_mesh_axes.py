@@ -55,7 +55,7 @@ def put(arrays, mesh, spec=SHARDED) -> Any:
     return [jax.device_put(x, NamedSharding(mesh, spec)) for x in arrays]
 
 
-def attention(algorithm="ring", **options) -> Any:
+def attention(algorithm: Any = "ring", **options) -> Any:
     options = {"axis_name": AXIS, "segment_ids": IDS, **options}
     return partial(context_parallel_attention, algorithm=algorithm, **options)
 

@@ -102,7 +102,7 @@ def test_equals_dense_attention(call):
 
 W = 8
 # Capacities that fit every plan of 8 x 32 rows.
-ROOMY = {
+ROOMY: dict[str, Any] = {
     "balanced": PlanConfig(16, 80, 256, max_q_transfers=16, max_kv_transfers=24, max_pieces=64),
     "placed": PlanConfig(
         kv_capacity=256, max_kv_transfers=64, max_pieces=32, max_cut_pieces=32, max_linked_pieces=99

@@ -229,7 +229,7 @@ def check(call, rng, mesh=None, *, num_batches=1):
 
 
 def _check_batch(call, rng, mesh, compiled):
-    """Returns the program."""
+    """Returns the program, which is compiled once."""
     ids, positions, given = draw_documents(call, rng)
     mask, allowed = draw_mask(call, rng, ids, positions)
     operands, cotangents = draw_operands(call, rng, ids.shape)
@@ -253,6 +253,7 @@ def _check_batch(call, rng, mesh, compiled):
     g, dlse = stored(cotangents[0]), moves.apply(cotangents[1])
     compiled = compiled or program(call, mesh, given, mask)
     got, gradients = compiled(arrays, (g, dlse), *((given, mask) if call.traced else ()))
+    assert compiled._cache_size() == 1
     gradients |= {name: back(gradients[name]) for name in ("q", "keys")}
     named = dict(zip(("out", *call.returns), got, strict=True))
     wanted = {"out": out, "lse": lse, "max_logits": largest}
@@ -292,10 +293,10 @@ def with_gradients(attend):
 
 def dense_qkv(operands, mask="causal", *, pairs=None):
     """Returns the output and gradients in float64; `pairs` may replace the mask."""
-    *qkv, g, segment_ids = operands
+    q, k, v, g, segment_ids = operands
     pairs = batch_pairs(mask, segment_ids) if pairs is None else pairs
-    out, lse = masked_attention(*qkv, pairs)
-    return out, *masked_attention_gradients(*qkv, pairs, g, np.zeros(lse.shape))
+    out, lse = masked_attention(q, k, v, pairs)
+    return out, *masked_attention_gradients(q, k, v, pairs, g, np.zeros(lse.shape))
 
 
 def check_qkv(results, operands, mask="causal", *, pairs=None):
