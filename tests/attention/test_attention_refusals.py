@@ -11,6 +11,7 @@ from refusals import HEADS, IDS, NO_PLAN, Q, W, check_names, check_rejected, eac
 
 import jax_cp_dispatch as cp
 from jax_cp_dispatch import masks
+from jax_cp_dispatch.attention import local_attention_backward
 from jax_cp_dispatch.cost import HARDWARE
 
 pytestmark = pytest.mark.usefixtures("unchecked_types")
@@ -20,6 +21,7 @@ PLACEMENT = cp.place_tokens(segment_ids=IDS, world_size=W)
 PACKED = cp.Documents(IDS)
 ZIGZAG = cp.Documents(np.ones((1, 12), int)).zigzag(W)
 IN_TWO_LEVELS: Any = {"algorithm": cp.Ulysses(cp.Zigzag()), "documents": ZIGZAG}
+TWO_BY_TWO = permuted_mesh((2, 2), ("a", AXIS))
 TWO_AXES: Any = {"axis_name": ("a", "b"), "mesh": permuted_mesh((2, 2), ("a", "b"))}
 PLANNED = PACKED.with_plan(cp.plan_attention(IDS, world_size=W))
 
@@ -59,6 +61,10 @@ def on_heads(x: Any = HEADS, **options: Any):
 
 def local(q: Any = Q[:, :4], k: Any = Q[:, :4], start: Any = RANGES, **options: Any):
     return cp.local_attention(q, k, k, start, start, **options)
+
+
+X: Any = Q[:, :4]
+LSE: Any = np.zeros((1, 2, 4), np.float32)
 
 
 def local_of(segment_ids: Any):
@@ -126,16 +132,12 @@ CASES = {
             lambda: jax.eval_shape(lambda ids: attend(algorithm="auto", segment_ids=ids), IDS),
             "algorithm='auto' reads segment_ids on the host, but they are traced",
         ),
-        (lambda: attend(q=Q[0]), r"shapes \(16, 2, 8\).*they need"),
-        (lambda: attend(k=Q[:, ::2]), "with equal B and T"),
-        (lambda: attend(k=Q[:, :, [0, 1, 1]]), "N must be a multiple of K"),
         (lambda: attend(logit_soft_cap=-1.0), "logit_soft_cap is -1.0, but must be > 0"),
         (lambda: attend(implementation="a"), "implementation is 'a'; it needs"),
         (lambda: attend(mask="no"), "mask is 'no'; it needs to be"),
         (lambda: attend(segment_ids=IDS[:, :3]), r"shape \(1, 3\) but q has.*Pass one int"),
         (lambda: attend(mesh=AXIS), "mesh is 'cp'; it needs to be a jax.sharding.Mesh"),
         (lambda: attend(axis_name=(AXIS, AXIS)), r"axis_name is \('cp', 'cp'\); it needs one"),
-        (lambda: attend(axis_name=3), "axis_name is 3; it needs the name of one mesh"),
         (lambda: attend(documents=IDS), "documents is of type ndarray; it needs to be"),
         (lambda: attend(documents=PACKED, segment_ids=IDS), "got documents, and segment_ids or"),
         *(
@@ -155,27 +157,11 @@ CASES = {
         ),
         (lambda: attend(mesh=mesh_of(1), algorithm=cp.Hamilton(cycles=((0, 1),))), "cycles"),
         (lambda: attend(q=Q[:, :, :1]), "1 query heads cannot share 2 KV heads"),
-        (lambda: attend(k=Q.astype("float16")), "float16"),
-        (lambda: attend(segment_ids=IDS * 1.0), "segment_ids has dtype float64"),
-        (lambda: attend(segment_ids=IDS, positions=IDS[:, ::2]), r"positions has shape \(1, 8\)"),
-        (lambda: attend_with(cp.Balanced, config=None), "config is None; it needs to be a"),
-        (lambda: attend_with(cp.Auto, hardware="h100"), "hardware is 'h100'; it needs to be a"),
         (lambda: attend(segment_ids=IDS.tolist()), "segment_ids is of type list; it needs"),
-        (lambda: attend(mask=True), "mask is True; it needs to be 'causal', 'full', or an"),
         (lambda: attend(mask=cp.masks.Causal), "mask is <class.*; it needs to be"),
         (lambda: attend(mask=np.tri(16, dtype=bool)), r"an array of shape \[16, 16\].*Pass"),
-        (lambda: attend(deadline="soon"), "deadline is 'soon'; it needs to be a positive"),
         (lambda: attend(num_comm_sm=0), "num_comm_sm is 0; it needs to be at least 1"),
-        (lambda: attend(scale=True), "scale is True, but must be a number"),
-        (lambda: attend_with(cp.Hamilton, nodes="2"), "nodes is '2'; it needs to be an"),
         (lambda: attend_with(cp.Hamilton, cycles=5), "cycles is 5; it needs to be rows of"),
-        (lambda: attend(k=Q[:, :, :, :3]), r"\(1, 16, 2, 3\).*needs \[1, S, K, 8\]"),
-        (
-            lambda: cp.context_parallel_attention(
-                *(Q.tolist(), Q, Q), axis_name=AXIS, mesh=mesh_of(W), algorithm="ring"
-            ),
-            "q is of type list; it needs to be an array. Pass",
-        ),
         (
             lambda: cp.context_parallel_attention(
                 *(Q, Q, Q[..., :0]), axis_name=AXIS, mesh=mesh_of(W), algorithm="ring"
@@ -186,27 +172,30 @@ CASES = {
             lambda: attend(algorithm="balanced", documents=PLACEMENT.documents),
             "algorithm='balanced' needs tokens in packed order; got placed order",
         ),
-        (
-            lambda: on_heads(algorithm="placed", documents=cast(Any, PLACEMENT)),
-            "documents is of type Placement; it needs to be .*Documents",
-        ),
         (lambda: on_heads(algorithm="ring", documents=PACKED), r"segment_ids has shape \(1, 16\)"),
-        (lambda: on_heads(HEADS[:, 0], algorithm="ring"), r"shapes \(4, 2, 8\).*they need"),
-        (lambda: on_heads(algorithm="zigzag", mask=0), "mask is 0"),
         (lambda: on_heads(algorithm=cp.Hamilton(nodes=3)), "nodes is 3.*needs to"),
+        (lambda: attend(Q[:, :, :1], algorithm="ulysses"), "1 heads but there are 4 ranks.*'zigza"),
+        (
+            lambda: attend(mesh=TWO_BY_TWO, batch_axis="a"),
+            r"B is 1 but batch_axis \('a',\) has 2 .*Pass batch_axis=\(\)",
+        ),
+        (
+            lambda: attend(Q[:, :, :1], Q[:, :, :1], mesh=TWO_BY_TWO, head_axis="a"),
+            r"N is 1 but head_axis \('a',\) has 2 .*Pass head_axis=\(\)",
+        ),
+        (lambda: attend(mesh=None), "no mesh with axis 'cp' was found. Pass mesh=, call it"),
+        (lambda: attend(sink=np.ones(3, np.float32)), r"sink has shape \[3\].*\[2\]"),
+        (lambda: attend(sink=np.ones(2, np.int32)), "sink has dtype int32"),
+        (
+            lambda: attend(mask=masks.PrefixLM(np.ones((1, 6), bool))),
+            r"needs one number for each token, but the batch has shape \[1, 16\]",
+        ),
     ],
     "Documents.with_plan": [
         (lambda: PACKED.with_plan(NO_PLAN), "plan is of type ndarray; it needs to be a Plan. Pass")
     ],
     "hamilton_attention_profile": [
-        (lambda: profile(mesh=None), "mesh is None; it needs to be"),
-        (lambda: profile(axis_name=3), "axis_name is 3; it needs"),
-        (lambda: profile(repeats=1.5), "repeats is 1.5; it needs to be"),
-        (lambda: profile(repeats=0), "repeats is 0"),
-        (lambda: profile(axis_name="no"), "axis_name is 'no' but the"),
         (lambda: profile(nodes=3), f"nodes is 3 but there are {W}"),
-        (lambda: profile(documents=IDS), "documents is of type ndarray"),
-        (lambda: profile(mask="no"), "mask is 'no'; it needs to be"),
         (lambda: profile(colour=1), "got colour; it takes the keywords"),
         (lambda: profile(mesh=mesh_of(3)), "T is .* but 'cp' has 3 dev"),
     ],
@@ -247,12 +236,23 @@ CASES = {
         )
     ],
     "local_attention": [
-        (lambda: local(start=RANGES.tolist()), "kv_start is of type list; it needs"),
-        (lambda: local(block_q=True), "block_q is True, but must be an integer"),
-        (lambda: local(scale="1"), "scale is '1', but must be a number"),
-        (lambda: local_of([[1] * 4]), "segment_ids is of type list"),
-        (lambda: local_of(IDS[:, :4] * 1.0), "segment_ids has dtype float64"),
         (lambda: local_of(IDS[:, :3]), r"\(1, 3\) but k has B, S = \(1, 4\)"),
+        (lambda: local(mask="full"), "got ranges of keys, and a mask"),
+        (lambda: local(start=None, q_start=RANGES), "q_start or q_end without kv_start"),
+        (lambda: local(k=Q[:, :3], start=None, mask="causal"), "4 queries and 3 keys"),
+        (lambda: local(start=RANGES[:, :3]), r"one range per query row, \[1, 4\]"),
+        (lambda: local(start=RANGES * 1.0), "kv_start has dtype float64"),
+        (lambda: local(Q[0]), "need four axes"),
+        (lambda: local(logit_soft_cap=0.0), "logit_soft_cap is 0.0"),
+        (lambda: local(block_q=0), "block_q is 0"),
+        (lambda: local(block_heads=3), "block_heads is 3, but must be .* divides the 2 KV"),
+        (lambda: local(sink=np.ones(3, np.float32)), r"sink has shape \[3\].*\[2\]"),
+    ],
+    "local_attention_backward": [
+        (
+            lambda: local_attention_backward(X, X, X, RANGES, RANGES, X, LSE, X[..., 0]),
+            r"dout has shape \(1, 4, 2\)",
+        )
     ],
     "merge_partials": [
         (

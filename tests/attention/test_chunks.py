@@ -1,4 +1,4 @@
-"""Documents and chunks: what each rank holds at every step, and that all ranks work equally.
+"""Chunks of keys and the order of tokens: what each rank holds at every step; equal work.
 
 Runs on the host, with one small program per table.
 """
@@ -10,27 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
-from packed_batches import pack
 from properties import examples
-from sequences import attended
 
 from jax_cp_dispatch import Hamilton, Ring
-from jax_cp_dispatch.attention.rotating.key_chunks import Chunking
-from jax_cp_dispatch.documents.layouts import (
+from jax_cp_dispatch.attention.rotating.key_chunks import Chunking  # inner: on the host
+from jax_cp_dispatch.documents import zigzag_permutation
+from jax_cp_dispatch.documents.layouts import (  # inner: on the host
     contiguous_layout,
     halves_in_zigzag,
     zigzag_layout,
 )
-from jax_cp_dispatch.documents.ranges import PackedMask, attended_tokens
-from jax_cp_dispatch.masks import Causal, Chunked, Full, SlidingWindow
 
 PLACEMENTS = [contiguous_layout, zigzag_layout, halves_in_zigzag]
-few_examples = examples(15)
-compiled_attended_tokens = jax.jit(attended_tokens, static_argnames="shape")
-MASKS = [
-    *(Causal(), Full(), Chunked(1), Chunked(5), Chunked(2**40)),
-    *(SlidingWindow(5), SlidingWindow(4, 0), SlidingWindow(None, 2), SlidingWindow(2, 99)),
-]
 
 
 def schedules(num_ranks):
@@ -57,33 +48,10 @@ def tabulate(num_ranks, fns):
     return jax.tree.map(np.asarray, tables)
 
 
-# ---- Documents.
-
-
-@given(
-    seed=st.integers(0, 2**32 - 1),
-    longest=st.sampled_from([1, 4, 30]),
-    told_by=st.sampled_from(["segments", "positions", "both"]),
-    mask=st.sampled_from(MASKS),
-)
-@few_examples
-def test_attended_tokens_follow_the_definition(seed, longest, told_by, mask):
-    shape = (2, 24)
-    segment_ids, positions = pack(np.random.default_rng(seed), *shape, max_length=longest)
-    if told_by != "segments":
-        segment_ids = np.minimum(segment_ids, 1)
-    positions = None if told_by == "segments" else positions
-    segment_ids = np.ones_like(segment_ids) if told_by == "positions" else segment_ids
-    documents = jax.tree.map(jnp.asarray, (segment_ids, positions))
-    got = compiled_attended_tokens(PackedMask(mask, *documents), shape)
-    want = attended(shape, segment_ids, positions, mask)
-    np.testing.assert_array_equal(got[:2], want)
-
-
 # ---- Chunks.
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4, 6, 9])
+@pytest.mark.parametrize("num_ranks", [1, 2, 5, 6])
 def test_every_rank_holds_every_chunk_of_every_rank_once(num_ranks):
     """At step 0 each rank holds its own chunks, in their slots."""
     found = schedules(num_ranks)
@@ -124,6 +92,19 @@ def test_most_tokens_of_a_step(make, num_ranks, per_rank):
         assert tokens.max() <= most, name
         if len(set(placement.lengths.flat)) == 1:
             assert (tokens == per_rank).all() and most == per_rank, name
+
+
+def test_the_direct_schedule_uses_each_link_once_per_step():
+    for n in (2, 5, 8):
+        schedule = Hamilton(cycles="direct").schedule("a test", n)
+        held = [[schedule.held(rank, step) for rank in range(n)] for step in range(n)]
+        source, chunk = np.moveaxis(np.array(held), 2, 0)  # each [step, rank, slot]
+        seen = np.sort((source * n + chunk).swapaxes(0, 1).reshape(n, -1), axis=1)  # of each rank
+        every_chunk = (np.arange(n)[:, None] * n + np.arange(n - 1)).ravel()
+        np.testing.assert_array_equal(seen, np.broadcast_to(every_chunk, seen.shape))
+        others = np.delete(np.tile(np.arange(n), (n, 1)), np.arange(n) * (n + 1))
+        for step in source[1:]:
+            np.testing.assert_array_equal(np.sort(step, axis=1), others.reshape(n, n - 1))
 
 
 # ---- Work.
@@ -183,3 +164,26 @@ def test_uneven_lengths_lose_no_pair(num_ranks, rows_per_chunk):
     for rows, work in pairs(num_ranks, zigzag_layout, rows_per_chunk).values():
         num_tokens = num_ranks * rows
         assert work.sum() == num_tokens * (num_tokens + 1) // 2
+
+
+# ---- The order of tokens.
+
+
+@given(num_ranks=st.integers(1, 40), per_rank=st.integers(0, 40))
+@examples(15)
+def test_zigzag_permutation_is_that_of_blocks(num_ranks, per_rank):
+    num_tokens = num_ranks * per_rank
+    order = zigzag_permutation(num_tokens, num_ranks)
+    back = zigzag_permutation(num_tokens, num_ranks, inverse=True)
+    np.testing.assert_array_equal(order[back], np.arange(num_tokens))
+    first, last = (per_rank + 1) // 2, per_rank // 2
+    lengths = [first] * num_ranks + [last] * num_ranks
+    blocks = np.split(np.arange(num_tokens), np.cumsum(lengths)[:-1])
+    want = [blocks[i] for rank in range(num_ranks) for i in (rank, 2 * num_ranks - 1 - rank)]
+    np.testing.assert_array_equal(order, np.concatenate(want))
+
+
+@pytest.mark.parametrize("num_tokens, num_ranks", [(7, 2), (4, 0), (-2, 2)])
+def test_tokens_that_cannot_be_split_are_rejected(num_tokens, num_ranks):
+    with pytest.raises(ValueError, match=f"{num_tokens} tokens cannot be split over {num_ranks}"):
+        zigzag_permutation(num_tokens, num_ranks)

@@ -14,6 +14,7 @@ from array_masks import random_mask
 from calls import check_qkv, draw_qkv, with_gradients
 from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from mask_oracle import batch_visible
 from on_mesh import AXIS, all_fail, mesh_of, permuted_mesh
 
 from jax_cp_dispatch import (
@@ -104,6 +105,29 @@ def test_a_plan_knows_the_mask_of_arrays_for_which_it_was_made():
     causal = Documents(segment_ids).with_plan(plan_attention(segment_ids, world_size=4))
     with pytest.raises(ValueError, match=r"mask is Ranges.* but the documents have a plan"):
         attend(causal, Ranges(0 * ends, ends))
+
+
+def test_a_placement_for_two_masks_serves_each_of_them():
+    """A window, and a mask of arrays over the same tokens; another one is an error on all ranks."""
+    rng = np.random.default_rng()
+    *arrays, segment_ids = operands = draw_qkv(None, 2, 48)
+    constructor, of_mask, sees = random_mask("tree", rng, segment_ids)
+    masks = (SlidingWindow(4), constructor(*of_mask))
+    placement = place_tokens(segment_ids=segment_ids, world_size=8, masks=masks, layers=(5, 1))
+    run = jax.jit(
+        lambda q, k, v, documents, mask: context_parallel_attention(
+            q, k, v, mesh=mesh_of(8), axis_name=AXIS, algorithm="placed", documents=documents,
+            mask=mask,
+        )
+    )  # fmt: skip
+    placed = *placement.apply(arrays[:3]), placement.documents
+    out = placement.restore(np.asarray(run(*placed, placement.apply(masks[1]))))
+    check_qkv([out], operands, pairs=batch_visible(segment_ids, sees))
+    check_qkv([placement.restore(np.asarray(run(*placed, masks[0])))], operands, masks[0])
+    constructor, of_mask, _ = random_mask("tree", rng, segment_ids)
+    other = run(*placed, placement.apply(constructor(*of_mask)))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"the mask of rank \d has checksum"):
+        jax.block_until_ready(other)
 
 
 # ---- One plan for each group of a sharded batch, and for each micro-batch.

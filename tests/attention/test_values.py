@@ -75,7 +75,7 @@ CASES = [
     Call(Ulysses(BLOCK), 4, "full", rows=12, heads=(4, 2), inner=2, returns=("lse",)),
     Call("balanced", 8, "tree", more=1, batch=2, heads=(4, 2), **ALL, **KNOWN),
     Call(BLOCK, 4, SlidingWindow(9, 14), rows=31, more=1, documents="both", batch=2, heads=(4, 2),
-         latents=True),
+         latents=True, **KNOWN),
     Call(BLOCK, 8, Chunked(7), rows=9, documents="positions", heads=(4, 4), dtype="bfloat16",
          **KNOWN),
     Call(BLOCK, 4, "shared_prefix", rows=9, returns=("lse",), implementation="xla", **ON_RANKS),

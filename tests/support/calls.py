@@ -146,7 +146,7 @@ def attend(call, operands, given, mask, **where) -> Any:
     return results if isinstance(results, tuple) else (results,)
 
 
-def program(call, mesh, given, mask):
+def program(call, mesh, given, mask) -> Any:
     """Returns `(operands, cotangents, given, mask) -> (results, gradients)`, jitted."""
     rows = P(None, call.axis_name)
     of_arrays = call.mask in KINDS
