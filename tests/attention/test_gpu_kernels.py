@@ -5,7 +5,6 @@ Programs are lowered for CUDA; those that run have plain JAX in place of the ker
 package's kernels on the host.
 """
 
-import dataclasses
 import re
 import types
 from typing import Any
@@ -16,8 +15,6 @@ import numpy as np
 import pytest
 from attention_oracle import attention, attention_gradients
 from calls import check_qkv, draw_qkv, with_gradients
-from jax._src.cudnn.fused_attention_stablehlo import AttentionLayout, MaskType
-from jax.nn import logsumexp
 from jax.sharding import PartitionSpec as P
 from local_cases import RANGES, assert_close, inputs
 from on_mesh import AXIS, mesh_of
@@ -26,12 +23,10 @@ from jax_cp_dispatch import context_parallel_attention, local_attention, masks
 from jax_cp_dispatch._ranks import runtime  # inner: as if the extension for GPUs were here
 from jax_cp_dispatch._text import say_once  # inner: a warning comes once
 from jax_cp_dispatch.attention.local import (  # inner: kernels that cannot run here
-    cudnn,
     local_attention as local,
     range_kernels,
     uncut,
 )
-from jax_cp_dispatch.attention.local.local_options import LocalOptions  # inner: for these
 from jax_cp_dispatch.attention.rotating import attend as rotating  # inner: for these
 
 
@@ -39,85 +34,9 @@ def text_of(fn, *arguments, platform="cuda"):
     return jax.jit(fn).trace(*arguments).lower(lowering_platforms=(platform,)).as_text()
 
 
-# ---- cuDNN's flash attention, `[B, T, N, H]`, in plain JAX: the assumed semantics of its calls.
-
-
-def cudnn_logits(q, k, mask_type, scale, layout, sliding_window_length):
-    assert layout == AttentionLayout.BTNH.value and sliding_window_length is None
-    T, S = q.shape[1], k.shape[1]
-    logits = scale * jnp.einsum("btnh,bsnh->bnts", q, k)
-    if mask_type is MaskType.NO_MASK:
-        return logits
-    assert mask_type is MaskType.CAUSAL and S == T
-    return jnp.where(jnp.tri(T, S, dtype=bool), logits, -jnp.inf)
-
-
-def in_float32(q, *others):
-    """Converts all to float32 and repeats keys and values for each query head."""
-    repeated = (jnp.repeat(x, q.shape[2] // x.shape[2], 2) for x in others)
-    return [x.astype(jnp.float32) for x in (q, *repeated)]
-
-
-class Forward:
-    """Replaces JAX's primitive."""
-
-    @staticmethod
-    def bind(q, k, v, *rest, mask_type, scale, is_training, **options):
-        assert is_training and [x.size for x in rest] == [0] * 7
-        wide, k, v = in_float32(q, k, v)
-        logits = cudnn_logits(wide, k, mask_type, scale, *used_options(options))
-        lse = logsumexp(logits, axis=3)
-        out = jnp.einsum("bnts,bsnh->btnh", jnp.exp(logits - lse[..., None]), v)
-        return out.astype(q.dtype), lse
-
-
-class Backward:
-    """Likewise; uses the given `lse` and `out`, whatever these keys would give."""
-
-    @staticmethod
-    def bind(q, k, v, *rest, mask_type, scale, **options):
-        lse, out, dout = rest[-3:]
-        wide_q, wide_k, wide_v, wide_out, wide_dout = in_float32(q, k, v, out, dout)
-        logits = cudnn_logits(wide_q, wide_k, mask_type, scale, *used_options(options))
-        p = jnp.exp(logits - lse[..., None])
-        delta = jnp.einsum("btnh,btnh->bnt", wide_out, wide_dout)
-        ds = scale * p * (jnp.einsum("btnh,bsnh->bnts", wide_dout, wide_v) - delta[..., None])
-
-        def of_keys(dx, x):
-            return jnp.sum(dx.reshape(*x.shape[:3], -1, x.shape[3]), axis=3).astype(x.dtype)
-
-        dq = jnp.einsum("bnts,bsnh->btnh", ds, wide_k).astype(q.dtype)
-        dk = of_keys(jnp.einsum("bnts,btnh->bsnh", ds, wide_q), k)
-        return dq, dk, of_keys(jnp.einsum("bnts,btnh->bsnh", p, wide_dout), v)
-
-
-def used_options(options):
-    assert options["dropout_rate"] == 0 and options["variadic_args"] == (False, False)
-    return options["layout"], options["sliding_window_length"]
-
+# ---- cuDNN's flash attention.
 
 SHAPES: Any = {"B": 1, "T": 256, "S": 256, "N": 4, "K": 2, "H": 64, "Hv": 64}
-
-
-@pytest.mark.parametrize("dense", ["causal", "full"])
-def test_values_and_gradients_by_cudnn(dense, monkeypatch):
-    monkeypatch.setattr(cudnn.fused, "_dot_product_attention_fwd_p", Forward)
-    monkeypatch.setattr(cudnn.fused, "_dot_product_attention_bwd_p", Backward)
-    q, k, v, dout, dlse = inputs(0, T=37, S=37)
-    start, end = RANGES[dense](2, 37, 37)
-    float32 = jnp.dtype("float32")
-    options = dataclasses.replace(
-        LocalOptions("test").resolved(q, k, v),
-        **{"dense": dense, "out_dtype": float32, "gradient_dtypes": (float32,) * 3},
-    )
-    ranges = uncut.RowRanges(start, end)
-    out, lse = cudnn.attend(options, uncut.Forward(q, k, v, ranges, None))
-    whole = uncut.SoftmaxGradients(out, lse, dout)
-    actual = out, lse, *cudnn.gradients(options, uncut.Backward(q, k, v, ranges, whole))
-    wanted = attention(q, k, v, start, end)
-    wanted += tuple(attention_gradients(q, k, v, start, end, dout, 0 * dlse))
-    for x, y in zip(actual, wanted, strict=True):
-        assert_close(x, y, 1e-5)
 
 
 def cudnn_calls(fn, *arguments, platform="cuda"):

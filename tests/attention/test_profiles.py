@@ -1,28 +1,19 @@
 """Profiles of attention: its steps by rank with their trace, and the balance of all ranks."""
 
-import importlib
 import json
 import time
 from collections import Counter
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from array_masks import random_mask
-from attention_oracle import masked_attention
-from calls import check_qkv, dense_qkv, draw_qkv
+from calls import check_qkv, draw_qkv
 from mask_oracle import batch_pairs, batch_visible, shared_prefix_pairs
-from movement_oracle import combined, dispatched
 from on_mesh import AXIS, mesh_of
 
-from jax_cp_dispatch import Documents, Hamilton, PlanConfig, place_tokens, plan_attention
+from jax_cp_dispatch import Documents, place_tokens
 from jax_cp_dispatch._rank_times import time_ranks  # inner: what is timed
-from jax_cp_dispatch._ranks.options import read_options  # inner: what is timed
-from jax_cp_dispatch.attention.algorithms.rank_program import Batch, Shape  # inner: the same
-from jax_cp_dispatch.attention.call_options import AttentionOptions  # inner: what is timed
-from jax_cp_dispatch.documents.ranges import PackedMask  # inner: what is timed
-from jax_cp_dispatch.documents.table import document_table  # inner: what is timed
 from jax_cp_dispatch.masks import SharedPrefix, SlidingWindow
 from jax_cp_dispatch.profiling import (
     BalanceProfile,
@@ -130,127 +121,33 @@ def test_trace_of_any_spans(tmp_path):
     assert [e["dur"] for e in events] == pytest.approx([3, 1])
 
 
-# ---- Balance: the program of each rank computes its part of dense attention, alone on a device.
+# ---- Balance: the program of each rank, alone on a device.
 
-
-module = importlib.import_module("jax_cp_dispatch.attention.profile.balance")
-W, T = 3, 8  # ranks, and columns of each
+T = 8  # columns of each rank
 LENGTHS = [[13, 2, 7], [21, 3]]
 IDS = np.array([[1] * 13 + [2] * 2 + [3] * 7 + [0] * 2, [1] * 21 + [2] * 3])
-MASK = SlidingWindow(9)
-HEADS: Any = {"num_heads": 4, "num_kv_heads": 2, "head_size": 8}
-QKV = [Shape((2, T, n, 8), np.dtype("float32")) for n in (4, 2, 2)]
-TOLERANCE = 1e-5  # of float32, relative to the largest entry
+SIZES: Any = {"num_heads": 4, "num_kv_heads": 2, "head_size": 8, "columns": W * T, "repeats": 1}
 
 
-def program_of(algorithm) -> Any:
-    options = AttentionOptions(read_options("test", "ranks"))
-    batch = Batch(W, PackedMask(MASK, documents().numbers()), QKV)
-    algorithm, batch = module._read(algorithm, batch)
-    program = algorithm.rank_program(options, batch, backward=True)
-    compiled = jax.jit(program.run)
-    return program, lambda rank, *qkv: compiled(np.int32(rank), *qkv, program.ranges[rank])
-
-
-def documents():
-    return document_table("test", world_size=W, lengths=LENGTHS, columns=W * T)
-
-
-def drawn():
-    """Returns q, k, v of the batch, and their dense output and gradients, whose dout is out."""
-    rng = np.random.default_rng(0)
-    qkv = [rng.normal(size=(2, W * T, n, 8)).astype("f") for n in (4, 2, 2)]
-    return qkv, *dense(qkv)
-
-
-def dense(qkv, live=None):
-    """Returns the pairs of each token, and output and gradients, of all or the `live` queries."""
-    pairs = batch_pairs(MASK, IDS)
-    if live is not None:
-        pairs = pairs & live[:, None]
-    out, _ = masked_attention(*qkv, allowed=pairs)
-    return pairs.sum(2), dense_qkv((*qkv, out, IDS), pairs=pairs)
-
-
-def of_ranks(x):
-    """Returns the rows that each rank holds: those of its columns, one batch row after another."""
-    return np.stack([part.reshape(-1, *x.shape[2:]) for part in np.split(x, W, axis=1)])
-
-
-def check(got, want):
-    assert got.shape == want.shape
-    assert np.abs(got - want).max() <= TOLERANCE * np.abs(want).max()
-
-
-def test_a_program_by_a_plan_computes_the_rows_of_its_rank():
-    """Output and dq are those of its queries; dk and dv of all ranks sum to the dense ones."""
-    config = PlanConfig(q_capacity=24, kv_capacity=48)
-    plan = plan_attention(IDS, world_size=W, mask=MASK, config=config)
-    queries, keys = vars(plan.q_metadata), vars(plan.kv_metadata)
-    qkv, pairs, want = drawn()
-    program, run = program_of(plan)
-    rows, want = ([of_ranks(x) for x in arrays] for arrays in (qkv, want))
-    moved = lambda x: dispatched(queries, x, plan.q_capacity)
-    received = moved(rows[0]), *(dispatched(keys, x, plan.kv_capacity) for x in rows[1:])
-    got = [run(rank, *(x[rank][None] for x in received)) for rank in range(W)]
-    out, dq, *dkv = (
-        np.stack([np.asarray(x)[0] for x in parts]) for parts in zip(*got, strict=True)
-    )
-    check(out, moved(want[0]))
-    check(dq, moved(want[1]))
-    for x, y in zip(dkv, want[2:], strict=True):
-        check(combined(keys, x, 2 * T), y)
-    assert program.num_pairs.tolist() == moved(of_ranks(pairs)).sum(1).tolist()
-
-
-def test_a_program_of_rotating_keys_computes_the_rows_of_its_rank():
-    """If all ranks hold the same keys, then also those that would arrive from another rank.
-
-    The gradients of keys are those of the rank's own queries, summed over the ranks that hold them.
-    """
-    program, run = program_of(Hamilton())
-    block = np.arange(W * T).reshape(2 * W, T // 2)  # rank r has blocks r and 2 * W - 1 - r
-    order = np.concatenate([[block[r], block[-1 - r]] for r in range(W)]).reshape(-1)
-    tokens = order.reshape(W, T)
-    (q, *kv), *_ = drawn()
-    is_padding = (IDS == 0)[:, tokens].any(1)  # on some rank, which zeroes its keys there
-    kv = [np.where(is_padding[..., None, None], 0, x[:, :T]) for x in kv]
-    kv = [x[:, np.argsort(order) % T] for x in kv]
-    pairs, (out, *_) = dense([q, *kv])
-    assert program.num_pairs.tolist() == [pairs[:, x].sum() for x in tokens]
-    for rank, own in enumerate(tokens):
-        got = run(rank, q[:, own], *(x[:, own] for x in kv))
-        _, (_, dq, *dkv) = dense([q, *kv], live=np.isin(np.arange(W * T), own))
-        dkv = [x[:, tokens].sum(1) for x in dkv]
-        for x, y in zip(got, (out[:, own], dq[:, own], *dkv), strict=True):
-            check(np.asarray(x), y)
-
-
-def test_documents_have_numbers():
-    """Counted over the batch, unlike segment ids; 0 is padding."""
-    assert documents().numbers().tolist() == np.where(IDS > 0, np.add(IDS, [[0], [3]]), 0).tolist()
-
-
-def test_profiles_count_the_pairs_of_each_rank():
-    algorithms = "ring", place_tokens(LENGTHS, world_size=W, columns=W * T, mask=MASK).plan
-    given = {"columns": W * T, "mask": MASK, "repeats": 1, "backward": False, **HEADS}
-    got = balance_profile(iter(LENGTHS), world_size=W, algorithms=algorithms, **given)
-    pairs = of_ranks(drawn()[1]).sum(1).tolist()
-    assert [x.name for x in got] == ["ring", "placed"]
-    assert list(got[0].work) == pairs and sum(got[1].work) == sum(pairs)
+@pytest.mark.parametrize("kind", ["numbers", "tree"])
+def test_balance_profiles_count_the_pairs_of_each_rank(kind):
+    if kind == "numbers":
+        mask = SlidingWindow(9)
+        seen = batch_pairs(mask, IDS)
+    else:
+        constructor, arrays, sees = random_mask(kind, np.random.default_rng(), IDS)
+        mask, seen = constructor(*arrays), batch_visible(IDS, sees)
+    plan = place_tokens(LENGTHS, world_size=W, columns=W * T, mask=mask).plan
+    options = {"mask": mask, "backward": kind == "numbers", **SIZES}
+    algorithms = "ring", plan, "hamilton", "balanced"
+    got = balance_profile(iter(LENGTHS), world_size=W, algorithms=algorithms, **options)
+    assert [x.name for x in got] == ["ring", "placed", "hamilton", "balanced"]
+    pairs = seen.sum(2)
+    assert list(got[0].work) == pairs.reshape(2, W, T).sum((0, 2)).tolist()
+    blocks = pairs.reshape(2, 2 * W, T // 2).sum((0, 2))  # rank r has blocks r and 2 * W - 1 - r
+    assert list(got[2].work) == [blocks[r] + blocks[-1 - r] for r in range(W)]
+    assert all(sum(x.work) == pairs.sum() for x in got)
     assert all(len(x.seconds) == W and min(x.seconds) > 0 for x in got)
-
-
-def test_profiles_count_the_pairs_of_masks_of_arrays():
-    make, arrays, seen = random_mask("tree", np.random.default_rng(), np.array(IDS))
-    ids = np.array(IDS)
-    seen &= (ids[:, :, None] == ids[:, None]) & (ids[:, :, None] > 0)
-    of_tokens = seen.sum((0, 2))
-    given = {"columns": W * T, "mask": make(*arrays), "repeats": 1, "backward": False, **HEADS}
-    algorithms = "ring", "placed"
-    ring, placed = balance_profile(LENGTHS, world_size=W, algorithms=algorithms, **given)
-    assert list(ring.work) == of_tokens.reshape(W, T).sum(1).tolist()
-    assert sum(placed.work) == of_tokens.sum()
 
 
 def test_ranks_and_programs_take_turns(monkeypatch):

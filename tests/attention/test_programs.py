@@ -1,4 +1,4 @@
-"""What programs of attention hold: exchanges, their bytes and order, memory, and lines.
+"""What programs of attention hold: exchanges, their bytes and order, and memory.
 
 Values: test_values.py.
 """
@@ -154,22 +154,6 @@ def test_exchange_and_attention_of_a_step_are_independent(name):
             assert not any(kind) or all(kinds[x] != other for x in needs)
 
 
-@pytest.mark.parametrize("implementation", [None, "xla"])
-def test_exchange_comes_before_attention_in_the_compiled_program(implementation):
-    """XLA's schedule, which is executed, keeps this order."""
-    attend, operands = program((Hamilton(), 3, 8, 2), implementation)
-    text = str(jax.jit(attend).lower(*operands).compile().as_text())
-    assert "is_scheduled=true" in text.splitlines()[0]
-    kinds = re.compile(r" = .*? (all-to-all|custom-call|while)(?:-start)?\(")
-    in_order = [kinds.findall(computation) for computation in text.split("\n\n")]
-    with_exchange = [found for found in in_order if set(found) - {"while"}]
-    expected = ["custom-call"] if implementation is None else ["all-to-all"] * 2
-    loop, *before = with_exchange
-    assert loop == [*expected, "while"]
-    assert before in ([], [["custom-call", "while", "while"]])  # the ids of all ranks come first
-    assert '"known_trip_count":{"n":"2"}' in text
-
-
 @pytest.mark.parametrize(
     "num_ranks, is_zigzag, dtype", [(3, True, "float32"), (7, False, "bfloat16")]
 )
@@ -290,20 +274,6 @@ def test_one_exchange_each_way(layout, mask):
     assert exchanges(layout, mask) == [("dispatch", {(held, K, H)}), ("combine", {(held, K, H)})]
 
 
-def test_chosen_where_it_wins():
-    """One order serves windows, by their halo, and whole documents, by a ring."""
-    choose = partial(cpd.choose_algorithm, None, num_ranks=8, tokens_per_rank=8192, **SIZES)
-    local, whole = (
-        choose(mask=mask, layout="zigzag", hardware=HARDWARE["h100"])
-        for mask in (SlidingWindow(512), Causal())
-    )
-    assert local.algorithm == cpd.Halo() and "halo" not in whole.predictions
-    one_rank = choose(mask=SlidingWindow(2**20), layout="zigzag", hardware=HARDWARE["h100"])
-    assert "halo" not in one_rank.predictions  # sees all keys
-    rings = local.predictions["zigzag"].bytes_per_rank
-    assert rings > 40 * local.predictions["halo"].bytes_per_rank
-
-
 # ---- Placed and balanced attention in two parts of heads, as between GPUs.
 
 LENGTHS = [30, 7, 50, 41]
@@ -409,59 +379,6 @@ def test_options_of_exchanges_of_chunks():
         move = partial(fn, axis_name=AXIS, **OPTIONS)
         run = jax.shard_map(move, mesh=mesh_of(2), in_specs=P(AXIS), out_specs=P(AXIS))
         assert options_in(run, np.zeros((2, 3), np.float32)) == ({("48", "7000")}, 1)
-
-
-# ---- The size of lowered programs: what JAX traces and XLA compiles, at every call.
-
-# Of one call with its gradients, at most 5 % above the measured number.
-MOST_LINES = {"hamilton": 2600, "balanced": 2630}
-
-
-QKV = [jax.ShapeDtypeStruct((1, 1024, num_heads, 64), jnp.float32) for num_heads in (8, 2, 2)]
-IDS_OF_1024 = np.repeat([1, 2, 3, 0], [300, 500, 150, 74]).astype(np.int32)[None]
-
-
-def num_lines(attend, num_calls):
-    """Returns the lines of the lowered gradient of `num_calls` layers; `attend(q, k, v, ids)`."""
-
-    def loss(q, k, v, ids):
-        for _ in range(num_calls):
-            q = q + attend(q, k, v, ids)
-        return jnp.sum(q * q)
-
-    lowered = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2))).lower(
-        *QKV, jnp.asarray(IDS_OF_1024)
-    )
-    return len(lowered.as_text().splitlines())
-
-
-@pytest.mark.parametrize("algorithm", MOST_LINES)
-def test_lines_of_one_call_and_of_a_second_equal_one(algorithm):
-    """A second equal call is a call of the functions of the first."""
-    where = {"mesh": mesh_of(W), "axis_name": AXIS, "batch_axis": (), "algorithm": algorithm}
-    attend = lambda q, k, v, ids: context_parallel_attention(q, k, v, segment_ids=ids, **where)
-    first, both = (num_lines(attend, calls) for calls in (1, 2))
-    assert first <= MOST_LINES[algorithm]
-    assert both - first <= first // 10
-
-
-def test_lines_of_a_second_equal_call_on_a_rank():
-    """Also of the functions that are called inside `shard_map`."""
-
-    def layers(q, k, v, documents, num_calls):
-        options = {"algorithm": "ring", "axis_name": AXIS, "documents": documents}
-        for _ in range(num_calls):
-            q = q + context_parallel_attention(q, k, v, **options)
-        return q
-
-    def lines(num_calls):
-        mapped = jax.shard_map(
-            partial(layers, num_calls=num_calls), mesh=mesh_of(W), in_specs=P(None, AXIS),
-            out_specs=P(None, AXIS),
-        )  # fmt: skip
-        return num_lines(lambda q, k, v, ids: mapped(q, k, v, Documents(ids)), 1)
-
-    assert lines(2) - lines(1) <= lines(1) // 10
 
 
 # ---- Memory of one rank for attention and its gradients, by the compiler's count.

@@ -14,9 +14,8 @@ from calls import check_qkv, draw_qkv, with_gradients
 from dispatch_cases import CAPACITY, F, T, W, check_all_ranks, integers, moves_and_gradients
 from in_ci import in_ci
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from movement_oracle import combined, dispatched, random_plan
-from moving import capacity_of
-from on_mesh import AXIS, collectives_over, mesh_of, on_ranks, permuted_mesh
+from movement_oracle import random_plan
+from on_mesh import AXIS, collectives_over, mesh_of, permuted_mesh
 
 import jax_cp_dispatch as cp
 from jax_cp_dispatch import Documents, Metadata, context_parallel_attention, local_attention
@@ -91,27 +90,6 @@ def test_the_value_of_a_gradient_may_be_used_in_a_loss():
     loss = lambda x: (local(x) ** 2).sum()
     with_gradient = lambda x: loss(x) + jax.grad(loss)(jax.lax.stop_gradient(x)).sum()
     np.testing.assert_allclose(jax.grad(with_gradient)(Q), jax.grad(loss)(Q), rtol=1e-6)
-
-
-def test_dispatch_and_combine_have_all_derivatives():
-    """They are linear: the tangent is the same movement, also for a gradient."""
-    rng = np.random.default_rng(1)
-    plan = random_plan(rng, W, 3, T, num_replicas=2)
-    capacity = capacity_of(plan)
-    x, dx = rng.normal(size=(2, W, T, 2)).astype(np.float32)
-    metadata = cp.Metadata(**plan)
-    send = on_ranks(lambda x, m: cp.dispatch(x, m, axis_name=AXIS, capacity=capacity), mesh_of(W))
-    combine_rows = on_ranks(lambda y, m: cp.combine(y, m, axis_name=AXIS, num_tokens=T), mesh_of(W))
-    _, sent = jax.jvp(lambda x: send(x, metadata), (x,), (dx,))
-    np.testing.assert_array_equal(sent, dispatched(plan, dx, capacity))
-    _, tangent = jax.jvp(lambda y: combine_rows(y, metadata), (sent,), (sent,))
-    np.testing.assert_allclose(tangent, combined(plan, np.asarray(sent), T), rtol=1e-5, atol=1e-6)
-    # The gradient of half the squared norm of dispatch(x) is combine(dispatch(x)), linear in x.
-    square = jax.grad(lambda x: 0.5 * (send(x, metadata) ** 2).sum())
-    _, product = jax.jvp(square, (x,), (dx,))
-    np.testing.assert_allclose(
-        product, combined(plan, dispatched(plan, dx, capacity), T), rtol=1e-5, atol=1e-6
-    )
 
 
 # ---- `jax.vmap(..., spmd_axis_name=...)`: stages of a pipeline, each at its own mesh index.
