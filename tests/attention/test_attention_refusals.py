@@ -174,7 +174,10 @@ CASES = {
         ),
         (lambda: on_heads(algorithm="ring", documents=PACKED), r"segment_ids has shape \(1, 16\)"),
         (lambda: on_heads(algorithm=cp.Hamilton(nodes=3)), "nodes is 3.*needs to"),
-        (lambda: attend(Q[:, :, :1], algorithm="ulysses"), "1 heads but there are 4 ranks.*'zigza"),
+        (
+            lambda: attend(Q[:, :, :1], Q[:, :, :1], algorithm="ulysses"),
+            "1 heads but there are 4 ranks.*'zigza",
+        ),
         (
             lambda: attend(mesh=TWO_BY_TWO, batch_axis="a"),
             r"B is 1 but batch_axis \('a',\) has 2 .*Pass batch_axis=\(\)",

@@ -6,7 +6,6 @@ Over one rank: tests/package. Of stages of a pipeline: test_transformations.py.
 import contextlib
 import re
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -175,35 +174,6 @@ def test_all_arrays_move_in_one_exchange():
         mesh_of(W),
     ).lower(x)
     assert collectives(program) == ["custom-call"] * 2
-
-
-def test_each_link_carries_one_chunk():
-    """Each rank sends as many bytes as in a ring, spread over its links."""
-    rows = np.zeros((W, 24), np.float32)
-
-    def arcs_and_bytes(fn):
-        text = on_ranks(fn, mesh_of(W)).lower(rows).compile().as_text()
-        permutes = re.findall(r"f32\[([\d,]*)\].* collective-permute(?:-start)?\(.*", text)
-        pairs = re.findall(r"source_target_pairs=\{([^=]*)\}", text)
-        arcs = [tuple(map(int, arc)) for p in pairs for arc in re.findall(r"\{(\d+),(\d+)\}", p)]
-        sizes = [4 * int(np.prod([int(n) for n in shape.split(",")])) for shape in permutes]
-        return arcs, sum(sizes)
-
-    options: Any = {"axis_name": AXIS, "implementation": "xla"}
-    ring = arcs_and_bytes(lambda x: ring_exchange(x, **options))
-    maps = MAPS["two cycles"]
-    halves = arcs_and_bytes(lambda x: chunk_exchange(x.reshape(2, 12), *maps, **options))
-    assert sorted(ring[0]) == [(r, (r + 1) % W) for r in range(W)]
-    assert sorted(halves[0]) == sorted((r, (r + step) % W) for r in range(W) for step in (-1, 1))
-    assert ring[1] == halves[1] == 24 * 4
-
-
-def test_all_links_at_once_are_an_all_to_all():
-    def local(x):
-        return chunk_exchange(x, *MAPS["all links"], axis_name=AXIS, implementation="xla")
-
-    program = on_ranks(local, mesh_of(W)).lower(np.zeros((W, 4, 6), np.float32))
-    assert collectives(program) == ["all-to-all"]
 
 
 # ---- Invalid calls.

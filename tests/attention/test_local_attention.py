@@ -348,10 +348,6 @@ def merged_by_definition(out, lse, block_out, block_lse):
         return merged, np.log(np.exp(lse) + np.exp(block_lse))
 
 
-def merge_pair(a, b):
-    return merge_partials(a[0], a[1], b[0], b[1])
-
-
 def float32(*arrays):
     return tuple(jnp.asarray(x, jnp.float32) for x in arrays)
 
@@ -367,19 +363,10 @@ def test_merge_partials_equals_the_definition(seed, empty_share):
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=1e-5)
 
 
-def test_order_and_grouping_do_not_matter():
-    rng = np.random.default_rng(1)
-    a, b, c = (float32(*partial_result(rng, 0.3)) for _ in range(3))
-    left = merge_pair(merge_pair(a, b), c)
-    right = merge_pair(a, merge_pair(c, b))
-    for x, y in zip(left, right, strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
-
-
 def test_an_empty_side_returns_the_other_exactly():
     full = float32(*partial_result(np.random.default_rng(2)))
     empty = jnp.zeros(SHAPE), jnp.full((B, N, T), -jnp.inf)
-    for merged in (merge_pair(full, empty), merge_pair(empty, full)):
+    for merged in (merge_partials(*full, *empty), merge_partials(*empty, *full)):
         for x, y in zip(merged, full, strict=True):
             np.testing.assert_array_equal(x, y)
 
@@ -405,10 +392,3 @@ def test_extreme_logarithms_do_not_overflow():
     merged, total = merge_partials(out, lse, block_out, block_lse)
     np.testing.assert_array_equal(merged, out)
     np.testing.assert_array_equal(total, lse)
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
-def test_result_is_float32(dtype):
-    parts = partial_result(np.random.default_rng(5))
-    parts = tuple(jnp.asarray(x, dtype) for x in parts)
-    assert all(x.dtype == jnp.float32 for x in merge_partials(*parts, *parts))

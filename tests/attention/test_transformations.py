@@ -19,8 +19,6 @@ from on_mesh import AXIS, collectives_over, mesh_of, permuted_mesh
 
 import jax_cp_dispatch as cp
 from jax_cp_dispatch import Documents, Metadata, context_parallel_attention, local_attention
-from jax_cp_dispatch.attention import chunk_exchange, ring_exchange
-from jax_cp_dispatch.cycles import chunk_maps
 
 # ---- Attention has one derivative, in reverse mode; linear operations have all.
 
@@ -184,37 +182,6 @@ def test_movement_of_each_stage(own, where):
         assert all(result.sharding.spec[0] == "stage" for result in results)
     for stage, plan in enumerate(plans):
         check_all_ranks([np.asarray(result)[stage] for result in results], x[stage], y[stage], plan)
-
-
-def exchanges(x):
-    """One step of a ring, and two chunks on two rings, each the reverse of the other."""
-    out_chunk, in_chunk = chunk_maps([list(range(W)), list(range(W))[::-1]])
-    chunks = x.reshape(2, -1, F)
-    return ring_exchange(x, axis_name=AXIS), chunk_exchange(
-        chunks, out_chunk, in_chunk, axis_name=AXIS
-    ).reshape(x.shape)
-
-
-def test_exchanges_of_each_stage():
-    x = integers(STAGES, W * T, F)
-    on_ranks = jax.shard_map(
-        exchanges, mesh=MESH, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False
-    )
-
-    @jax.jit
-    def run(x):
-        (turned, chunks), pull_back = jax.vjp(over_stages(on_ranks), x)
-        return turned, chunks, pull_back((x, x))[0]
-
-    results = run(placed(x, P("stage", AXIS)))
-    assert all(result.sharding.spec[0] == "stage" for result in results)
-    turned, chunks, pulled = (np.asarray(y).reshape(STAGES, W, T, F) for y in results)
-    rows = x.reshape(STAGES, W, T, F)
-    forth, back = np.roll(rows, 1, axis=1), np.roll(rows, -1, axis=1)
-    half = np.arange(T)[:, None] < T // 2  # the other chunk goes in the opposite direction
-    np.testing.assert_array_equal(turned, forth)
-    np.testing.assert_array_equal(chunks, np.where(half, forth, back))
-    np.testing.assert_array_equal(pulled, back + np.where(half, back, forth))
 
 
 def test_local_attention_of_each_stage():
