@@ -72,7 +72,7 @@ CASES = [
          **BF16),  # direct: 4 ranks have no cycles
     Call(Ulysses(Halo()), 8, SlidingWindow(9), "zigzag", rows=4, documents="both", heads=(4, 2),
          sink=True, inner=4, implementation="xla", **ON_RANKS),
-    Call(Ulysses(BLOCK), 4, "full", rows=12, heads=(4, 2), inner=2, returns=("lse",)),
+    Call(Ulysses(BLOCK), 4, "full", rows=12, heads=(4, 2), inner=2, returns=("lse",), **KNOWN),
     Call("balanced", 8, "tree", more=1, batch=2, heads=(4, 2), **ALL, **KNOWN),
     Call(BLOCK, 4, SlidingWindow(9, 14), rows=31, more=1, documents="both", batch=2, heads=(4, 2),
          latents=True, **KNOWN),
@@ -143,6 +143,34 @@ def test_one_program_serves_extreme_documents_and_repeats_bit_for_bit(algorithm)
         check_qkv(results, (*arrays, segment_ids))
         assert not any(x[segment_ids == 0].any() for x in results)
     assert run._cache_size() == 1
+
+
+# ---- What is returned.
+
+
+def test_only_what_is_asked_for_is_returned():
+    q, k, v, _, segment_ids = draw_qkv(0, 1, 8)
+    where = {"mesh": mesh_of(2), "axis_name": AXIS, "segment_ids": segment_ids}
+    attend = lambda **more: jax.eval_shape(
+        lambda: context_parallel_attention(q, k, v, algorithm="ring", **where, **more)
+    )
+    assert attend(sink=np.zeros(4, np.float32)).shape == (1, 8, 4, 4)
+    _, lse = attend(return_lse=True)
+    assert lse.shape == (1, 8, 4) and lse.dtype == np.float32
+    _, largest = attend(return_max_logits=True)
+    assert largest.shape == (4,)
+
+
+@pytest.mark.parametrize("algorithm", ["balanced", "auto"])
+@pytest.mark.parametrize("rows", [(0, 8), (2, 0)])
+def test_no_rows_and_no_tokens(algorithm, rows):
+    """Traced only: no algorithm plans or moves anything. Of the other ones: tests/contract."""
+    q = jax.ShapeDtypeStruct((*rows, 2, 4), np.float32)
+    where = {"mesh": mesh_of(2), "axis_name": AXIS, "segment_ids": np.ones(rows, np.int32)}
+    run = partial(context_parallel_attention, algorithm=algorithm, return_lse=True, **where)
+    assert [x.shape for x in jax.eval_shape(run, q, q, q)] == [q.shape, q.shape[:3]]
+    loss = lambda *qkv: run(*qkv)[0].sum()
+    assert jax.eval_shape(jax.grad(loss), q, q, q).shape == q.shape
 
 
 # ---- More than 65,536 tokens: columns beyond 16 bits.
