@@ -26,7 +26,7 @@ def library(name) -> Any:
     return pytest.importorskip(name, reason=MISSING)
 
 
-def batch(seed, mask="causal"):
+def batch(seed, mask: Any = "causal"):
     """Tokens, a cotangent that is zero for padding, segment ids, and the dense mask."""
     rng = np.random.default_rng(seed)
     segment_ids, _ = pack(rng, B, T, max_length=40)

@@ -17,7 +17,7 @@ from jax_cp_dispatch.cost import HARDWARE
 
 pytestmark = pytest.mark.usefixtures("unchecked_types")
 
-RANGES = np.zeros((1, 4), np.int32)
+RANGES: Any = np.zeros((1, 4), np.int32)
 PLACEMENT = cp.place_tokens(segment_ids=IDS, world_size=W)
 PACKED = cp.Documents(IDS)
 ZIGZAG = cp.Documents(np.ones((1, 12), int)).zigzag(W)

@@ -27,7 +27,7 @@ def expand(weights, rows):
     return jnp.concatenate([k, rope], axis=-1), v
 
 
-def dense_latents(operands, dout, segment_ids, mask="causal"):
+def dense_latents(operands, dout, segment_ids, mask: Any = "causal"):
     """`(out, (dq, dlatents, dweights))`; the derivative of `expand` is JAX's."""
     q, latents, weights = operands
     of_row = lambda x: x.reshape(-1, x.shape[-1])

@@ -364,8 +364,8 @@ def test_merge_partials_equals_the_definition(seed, empty_share):
 
 
 def test_an_empty_side_returns_the_other_exactly():
-    full = float32(*partial_result(np.random.default_rng(2)))
-    empty = jnp.zeros(SHAPE), jnp.full((B, N, T), -jnp.inf)
+    full: Any = float32(*partial_result(np.random.default_rng(2)))
+    empty: Any = jnp.zeros(SHAPE), jnp.full((B, N, T), -jnp.inf)
     for merged in (merge_partials(*full, *empty), merge_partials(*empty, *full)):
         for x, y in zip(merged, full, strict=True):
             np.testing.assert_array_equal(x, y)

@@ -20,7 +20,7 @@ from on_mesh import AXIS, collectives_over, mesh_of, permuted_mesh
 import jax_cp_dispatch as cp
 from jax_cp_dispatch import Documents, Metadata, context_parallel_attention, local_attention
 
-# ---- Attention has one derivative, in reverse mode; linear operations have all.
+# ---- Attention has one derivative, in reverse mode. Linear operations have all: tests/dispatch.
 
 Q = np.random.default_rng(0).normal(size=(1, 8, 1, 4)).astype(np.float32)
 IDS = np.ones((1, 8), np.int32)

@@ -126,14 +126,15 @@ def test_one_program_serves_extreme_documents_and_repeats_bit_for_bit(algorithm)
     attend = lambda q, k, v, x: context_parallel_attention(q, k, v, documents=x, **where)
     run: Any = jax.jit(with_gradients(attend))
     for ids in EXTREMES.values():
-        segment_ids, config = np.array([ids]), ROOMY.get(algorithm)
+        segment_ids = np.array([ids])
         documents = moves = Documents(segment_ids)
         if algorithm == "hamilton":
             documents = moves = documents.zigzag(W)
         elif algorithm == "balanced":
-            plan = plan_attention(segment_ids, world_size=W, config=config)
+            plan = plan_attention(segment_ids, world_size=W, config=ROOMY[algorithm])
             documents = documents.with_plan(plan)
         else:
+            config = ROOMY[algorithm]
             moves = place_tokens(segment_ids=segment_ids, world_size=W, config=config)
             documents = moves.documents
         call = partial(run, *moves.apply(arrays), documents)

@@ -291,7 +291,7 @@ def with_gradients(attend):
     return run
 
 
-def dense_qkv(operands, mask="causal", *, pairs=None):
+def dense_qkv(operands, mask: Any = "causal", *, pairs=None):
     """Returns the output and gradients in float64; `pairs` may replace the mask."""
     q, k, v, g, segment_ids = operands
     pairs = batch_pairs(mask, segment_ids) if pairs is None else pairs
@@ -299,7 +299,7 @@ def dense_qkv(operands, mask="causal", *, pairs=None):
     return out, *masked_attention_gradients(q, k, v, pairs, g, np.zeros(lse.shape))
 
 
-def check_qkv(results, operands, mask="causal", *, pairs=None):
+def check_qkv(results, operands, mask: Any = "causal", *, pairs=None):
     """Requires the output, or the output and gradients, of dense attention."""
     wanted = dense_qkv(operands, mask, pairs=pairs)
     assert len(results) in (1, 4)
