@@ -212,11 +212,9 @@ LENGTHS = [20, 4, 17, 19, 9, 59]
 ROWS = np.repeat(np.arange(1, 1 + len(LENGTHS), dtype=np.int32), LENGTHS)[None]
 
 
+@in_ci  # XLA compiles each operation
 @pytest.mark.usefixtures("operations_compiled_once")
-@pytest.mark.parametrize(
-    "algorithm",
-    ["balanced", pytest.param("ring", marks=in_ci)],  # XLA compiles each operation
-)
+@pytest.mark.parametrize("algorithm", ["balanced", "ring"])
 def test_without_jit(algorithm):
     """Values and errors. Without a plan, ids are planned on the host."""
     q, k, v, *_ = draw_qkv(None, 1, ROWS.shape[1], heads=(2, 1))
