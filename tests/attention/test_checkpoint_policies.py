@@ -4,7 +4,6 @@ Counted in the jaxpr of the gradient; docs/trainers.md has the same numbers.
 """
 
 import pathlib
-import re
 from functools import partial
 
 import jax
@@ -115,7 +114,7 @@ def documented(title):
 
 @pytest.mark.parametrize(
     "algorithm, on_ranks",
-    [*((a, False) for a in ("placed", "balanced", "ring", "zigzag")), ("balanced", True)],
+    [("placed", False), ("ring", False), ("zigzag", False), ("balanced", True)],
 )
 def test_what_runs_again(algorithm, on_ranks):
     rotates = algorithm not in ("placed", "balanced")
@@ -181,16 +180,6 @@ def test_bytes_kept():
     assert named(GLOBAL["zigzag"]) == (3 * out + lse + ranges + qkv, 0)
 
 
-def test_gradients_are_the_same_bit_for_bit():
-    """Kept, or brought back from the host's memory; computed again: test_nested_shard_map.py."""
-    w, x = weights_and_tokens()
-    want, other = (
-        jax.jit(gradient(GLOBAL["placed"], each))(w, x) for each in (lambda layer: layer, OFFLOADED)
-    )
-    assert all(np.any(each) for each in want)
-    jax.tree.map(np.testing.assert_array_equal, other, want)
-
-
 def test_local_attention():
     """Of a step of one's own: no second forward pass if its results are kept."""
     ranges = jnp.zeros((1, COLUMNS), jnp.int32), jnp.arange(1, COLUMNS + 1)[None]
@@ -198,12 +187,3 @@ def test_local_attention():
     for policy, passes in zip(POLICIES, (1, 2, 1, 1), strict=True):
         program = gradient(attend, POLICIES[policy])
         assert counts(program, *weights_and_tokens()) == (0, passes), policy
-
-
-def test_names_on_the_page_are_those_of_the_program():
-    x = jnp.zeros((1, COLUMNS, 2, H))
-    found = set()
-    for attend in GLOBAL.values():
-        text = str(jax.make_jaxpr(lambda x, attend=attend: jax.vjp(attend, x, x, x)[0])(x))
-        found |= set(re.findall(r"name\[name=(\w+)\]", text))
-    assert found == set(NAMES) and all(f'`"{name}"`' in PAGE.read_text() for name in NAMES)

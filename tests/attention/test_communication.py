@@ -1,7 +1,11 @@
-"""ring_exchange and chunk_exchange: values, transposes, errors, and the compiled collectives."""
+"""ring_exchange and chunk_exchange: values, transposes, errors, and the compiled collectives.
 
+Over one rank: tests/package. Of stages of a pipeline: test_transformations.py.
+"""
+
+import contextlib
 import re
-from typing import Any
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -125,8 +129,7 @@ def test_transposes(implementation):
         assert np.sum(moved[name] * y) == np.sum(by_vjp * x)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_axes_of_a_larger_mesh(implementation, check_vma):
+def test_axes_of_a_larger_mesh(implementation):
     """Along one axis, and along two axes as one, the major one first, on permuted devices."""
     x = np.arange(8 * 3, dtype=np.float32).reshape(2, 4, 3)
     cycles = two_level_cycles(4, 2)
@@ -145,20 +148,13 @@ def test_axes_of_a_larger_mesh(implementation, check_vma):
         mesh=permuted_mesh((2, 4), ("a", "b")),
         in_specs=P("a", "b"),
         out_specs=P("a", "b"),
-        check_vma=check_vma,
+        check_vma=implementation == "xla",
     )
     inner, both, moved = jax.jit(fn)(x, chunks)
     np.testing.assert_array_equal(inner, np.roll(x, 1, axis=1))
     np.testing.assert_array_equal(both, np.roll(x.reshape(8, 3), 1, axis=0).reshape(x.shape))
     want = exchanged(chunks.reshape(8, 4), chunk_maps(cycles)[0]).reshape(chunks.shape)
     np.testing.assert_array_equal(moved, want)
-
-
-def test_one_rank(implementation):
-    """All rows return to the same rank."""
-    x = np.ones((1, 2), np.float32)
-    local = lambda x: ring_exchange(x, axis_name=AXIS, shift=3, implementation=implementation)
-    np.testing.assert_array_equal(on_ranks(local, mesh_of(1))(x), x)
 
 
 # ---- Compiled collectives.
@@ -180,55 +176,47 @@ def test_all_arrays_move_in_one_exchange():
     assert collectives(program) == ["custom-call"] * 2
 
 
-def test_each_link_carries_one_chunk():
-    """Each rank sends as many bytes as in a ring, spread over its links."""
-    rows = np.zeros((W, 24), np.float32)
-
-    def arcs_and_bytes(fn):
-        text = on_ranks(fn, mesh_of(W)).lower(rows).compile().as_text()
-        permutes = re.findall(r"f32\[([\d,]*)\].* collective-permute(?:-start)?\(.*", text)
-        pairs = re.findall(r"source_target_pairs=\{([^=]*)\}", text)
-        arcs = [tuple(map(int, arc)) for p in pairs for arc in re.findall(r"\{(\d+),(\d+)\}", p)]
-        sizes = [4 * int(np.prod([int(n) for n in shape.split(",")])) for shape in permutes]
-        return arcs, sum(sizes)
-
-    options: Any = {"axis_name": AXIS, "implementation": "xla"}
-    ring = arcs_and_bytes(lambda x: ring_exchange(x, **options))
-    maps = MAPS["two cycles"]
-    halves = arcs_and_bytes(lambda x: chunk_exchange(x.reshape(2, 12), *maps, **options))
-    assert sorted(ring[0]) == [(r, (r + 1) % W) for r in range(W)]
-    assert sorted(halves[0]) == sorted((r, (r + step) % W) for r in range(W) for step in (-1, 1))
-    assert ring[1] == halves[1] == 24 * 4
-
-
-def test_all_links_at_once_are_an_all_to_all():
-    def local(x):
-        return chunk_exchange(x, *MAPS["all links"], axis_name=AXIS, implementation="xla")
-
-    program = on_ranks(local, mesh_of(W)).lower(np.zeros((W, 4, 6), np.float32))
-    assert collectives(program) == ["all-to-all"]
-
-
 # ---- Invalid calls.
 
+GOOD = MAPS["all links"]
 
-def run_chunk_exchange(maps, chunks=4, **options):
+
+def exchange(maps, chunks=4, **options):
     x = np.zeros((W, chunks, 2), np.float32)
     on_ranks(lambda x: chunk_exchange(x, *maps, axis_name=AXIS, **options), mesh_of(W))(x)
 
 
+def ring(**options):
+    x = np.zeros((W, 2), np.float32)
+    on_ranks(lambda x: ring_exchange(x, axis_name=AXIS, **options), mesh_of(W))(x)
+
+
 @pytest.mark.usefixtures("unchecked_types")
-def test_invalid_calls_are_rejected():
-    good = MAPS["all links"]
-    with pytest.raises(ValueError, match="ring_exchange: implementation is 'smoke'; it needs"):
-        on_ranks(lambda x: ring_exchange(x, axis_name=AXIS, implementation="smoke"), mesh_of(W))(
-            np.zeros((W, 2))
-        )
-    with pytest.raises(ValueError, match="chunk_exchange: implementation is 'smoke'; it needs"):
-        run_chunk_exchange(good, implementation="smoke")
-    with pytest.raises(ValueError, match=r"shape \(3, 2\) but the maps name 4 chunks"):
-        run_chunk_exchange(good, chunks=3)
-    with pytest.raises(ValueError, match=r"chunk_exchange: .* must be each other's transpose"):
-        run_chunk_exchange((good[0], good[0]))
-    with pytest.raises(ValueError, match="chunk_exchange: out_chunk has rows of length"):
-        run_chunk_exchange(chunk_maps([[0, 1, 2]]))
+@pytest.mark.parametrize(
+    "call, says",
+    [
+        (lambda: ring(implementation="a"), "ring_exchange: implementation is 'a'; it needs"),
+        (lambda: exchange(GOOD, implementation="a"), "chunk_exchange: implementation is 'a'; it"),
+        (lambda: exchange(GOOD, chunks=3), r"shape \(3, 2\) but the maps name 4 chunks"),
+        (lambda: exchange((GOOD[0],) * 2), r"chunk_exchange: .* must be each other's transpose"),
+        (lambda: exchange(chunk_maps([[0, 1, 2]])), "chunk_exchange: out_chunk has rows of length"),
+    ],
+)
+def test_rejected(call, says):
+    with pytest.raises(ValueError, match=says):
+        call()
+
+
+@pytest.mark.usefixtures("unchecked_types")
+@pytest.mark.parametrize("is_set", [True, False], ids=["set_mesh", "no mesh"])
+def test_outside_shard_map(is_set):
+    maps = [[-1, 0], [0, -1]], [[-1, 0], [0, -1]]
+    calls = {
+        "ring_exchange": ring_exchange,
+        "chunk_exchange": lambda x, **at: chunk_exchange(x, *maps, **at),
+    }
+    for op, call in calls.items():
+        says = f"^{op}: axis_name 'cp' is not manual here.*inside jax.shard_map over 'cp'.*use disp"
+        where = jax.set_mesh(mesh_of(2)) if is_set else contextlib.nullcontext()
+        with where, pytest.raises(ValueError, match=says):
+            jax.jit(partial(call, axis_name=AXIS))(np.ones((2, 3), np.float32))

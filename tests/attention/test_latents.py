@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from calls import Call, dense, dense_qkv, draw_operands
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from jaxprs import flattened
 from on_mesh import AXIS, mesh_of, permuted_mesh
 from packed_batches import pack
 
-from jax_cp_dispatch import Ring, Ulysses, context_parallel_attention, cost, masks, place_tokens
+from jax_cp_dispatch import Ring, Ulysses, context_parallel_attention, masks, place_tokens
 
 N, H, HV, ROPE, LATENT = 4, 12, 8, 4, 6
 
@@ -26,25 +27,16 @@ def expand(weights, rows):
     return jnp.concatenate([k, rope], axis=-1), v
 
 
-def dense(q, latents, weights, segment_ids, left):
-    """Windows of documents, by `jax.numpy`."""
-    B, T = q.shape[:2]
-    k, v = expand(weights, [x.reshape(B * T, -1) for x in latents])
-    k, v = (x.reshape(B, T, *x.shape[1:]) for x in (k, v))
-    k, v = (jnp.repeat(x, N // x.shape[2], axis=2) for x in (k, v))
-    distance = np.arange(T)[:, None] - np.arange(T)
-    seen = (segment_ids[:, :, None] == segment_ids[:, None]) & (segment_ids > 0)[:, :, None]
-    seen = (seen & (distance >= 0) & (distance < left))[:, None]
-    logits = jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest") * H**-0.5
-    e = jnp.where(seen, jnp.exp(logits), 0)
-    p = e / jnp.where(seen.any(-1), e.sum(-1), 1)[..., None]
-    return jnp.einsum("bnts,bsnh->btnh", p, v, precision="highest")
-
-
-@partial(jax.jit, static_argnames="left")  # of equal shapes one program
-def dense_with_gradients(operands, dout, segment_ids, left=16):
-    out, pull = jax.vjp(partial(dense, segment_ids=segment_ids, left=left), *operands)
-    return out, pull(dout)
+def dense_latents(operands, dout, segment_ids, mask: Any = "causal"):
+    """`(out, (dq, dlatents, dweights))`; the derivative of `expand` is JAX's."""
+    q, latents, weights = operands
+    of_row = lambda x: x.reshape(-1, x.shape[-1])
+    rows = lambda latents, weights: expand(weights, [of_row(x) for x in latents])
+    (k, v), pull = jax.vjp(rows, latents, weights)
+    of_batch = lambda x: x.reshape(*q.shape[:2], *x.shape[1:])
+    arrays = q, of_batch(k), of_batch(v), dout, segment_ids
+    out, dq, *dkv = dense_qkv(arrays, mask)
+    return out, (dq, *pull(tuple(jnp.float32(x).reshape(k.shape[0], *x.shape[2:]) for x in dkv)))
 
 
 def draw(B, T):
@@ -75,7 +67,7 @@ def test_output_and_gradients_over_data_context_and_tensor_axes(algorithm):
     mesh = permuted_mesh((2, 2, 2), ("data", "cp", "tp"))
     operands, dout, segment_ids = draw(2, 42)
     mask = masks.SlidingWindow(16)
-    want = dense_with_gradients(operands, dout, segment_ids)
+    want = dense_latents(operands, dout, segment_ids, mask)
     # Rows of padding stay unread: NaN there reaches nothing.
     q, latents, weights = operands
     latents = [np.where(segment_ids[..., None] > 0, x, np.nan) for x in latents]
@@ -99,35 +91,33 @@ def test_output_and_gradients_over_data_context_and_tensor_axes(algorithm):
     check((*restored((out, (dq, dlatents))), dweights), want)
 
 
-def test_quantised_rows_and_positions_are_expanded_by_the_receiver():
+@pytest.mark.parametrize("algorithm", ["balanced", "ring"])  # a plan, and rotating rows
+def test_quantised_rows_and_positions_are_expanded_by_the_receiver(algorithm):
     """4 ranks, tokens that they do not divide; integers move and have no gradient; sinks, lse."""
-    rng = np.random.default_rng()
-    T, K = 61, 2
-    q, scale = rng.normal(size=(1, T, N, H)), rng.uniform(0.01, 0.02, size=(1, T))
-    q, scale = q.astype(np.float32), scale.astype(np.float32)
+    rng, T, K = np.random.default_rng(), 61, 2
+    call = Call(algorithm, 4, heads=(N, K), features=(H, H), sink=True, returns=("lse",))
+    operands, (g, dlse) = draw_operands(call, rng, (1, T))
+    q, sink = operands["q"], operands["sink"]
+    scale = rng.uniform(0.01, 0.02, size=(1, T)).astype(np.float32)
     data = rng.integers(-127, 128, size=(1, T, K, H), dtype=np.int8)
-    sink = rng.normal(size=N).astype(np.float32)
     rows = {"data": data, "scale": scale, "position": np.arange(T, dtype=np.int32)[None]}
 
     def dequantised(_, rows):
         k = rows["data"] * rows["scale"][:, None, None]
         return k * jnp.cos(rows["position"])[:, None, None], k
 
-    def attend(num_ranks, keys, algorithm, **options):
-        def loss(q, sink, keys):
-            out, lse = context_parallel_attention(
-                *(q, *keys), mesh=mesh_of(num_ranks), axis_name=AXIS, algorithm=algorithm,
-                sink=sink, return_lse=True, **options,
-            )  # fmt: skip
-            return (out**2).sum() + lse.sum(), (out, lse)
+    def loss(q, sink, rows):
+        out, lse = context_parallel_attention(
+            *(q, rows), mesh=mesh_of(4), axis_name=AXIS, algorithm=algorithm, sink=sink,
+            return_lse=True, expand=dequantised,
+        )  # fmt: skip
+        return (out * g).sum() + (lse * dlse).sum(), (out, lse)
 
-        grad = jax.grad(loss, argnums=(0, 1), has_aux=True)
-        return jax.jit(grad)(q, sink, keys)
-
-    k, v = dequantised(None, jax.tree.map(lambda x: x[0], rows))
-    want = attend(1, (k[None], v[None]), "ring")
-    for algorithm in ("balanced", "ring"):  # a plan, and rotating rows
-        check(attend(4, (rows,), algorithm, expand=dequantised), want)
+    (dq, dsink), results = jax.jit(jax.grad(loss, (0, 1), has_aux=True))(q, sink, rows)
+    keys = tuple(np.asarray(x)[None] for x in dequantised(None, jax.tree.map(lambda x: x[0], rows)))
+    pairs = np.tri(T, dtype=bool)[None]
+    out, lse, _, wanted = dense(call, operands | {"keys": keys}, pairs, (g, dlse))
+    check((results, dq, dsink), ((out, lse), wanted["q"], wanted["sink"]))
 
 
 @pytest.mark.parametrize("algorithm", ["placed", "ring"])
@@ -201,23 +191,11 @@ def test_ulysses_gathers_rows_and_expands_a_share_of_the_heads():
     assert (LATENT, N // W, H) in products and weights.shape not in products
 
 
-def test_predicted_bytes_of_ulysses():
-    """Shares of q and of the output; whole latent rows, whose gradients are float32."""
-    sizes: dict[str, Any] = {"num_heads": 16, "num_kv_heads": 16, "head_size": 128, "itemsize": 2}
-    workload = cost.Workload(8, 1024, **sizes, latent_size=576, expand_flops=1e6)
-    q, latents = 1024 * 16 * 128 * 2, 1024 * 576 * 2
-    options: dict[str, Any] = {"hardware": cost.HARDWARE["h100"]}
-    forward = Ulysses().predict(workload, **options)
-    assert forward.bytes_per_rank == 2 * q * 7 / 8 + 7 * latents
-    both = Ulysses().predict(workload, with_backward=True, **options)
-    assert both.bytes_per_rank == 4 * q * 7 / 8 + (1 + 2) * 7 * latents
-
-
 def test_ulysses_inside_shard_map():
     """Each rank has the weights of its heads, as the specs say; whole ones: test_values.py."""
     mesh, rows, specs = mesh_of(4), P(None, AXIS), P(None, AXIS)
     (q, latents, weights), dout, segment_ids = draw(1, 16)
-    want = dense_with_gradients((q, latents, weights), dout, segment_ids)
+    want = dense_latents((q, latents, weights), dout, segment_ids)
 
     @partial(jax.shard_map, mesh=mesh, in_specs=(rows, rows, specs, rows), out_specs=rows)
     def attend(q, latents, weights, segment_ids):
@@ -247,7 +225,7 @@ def test_devices_keep_the_kv_heads_of_their_query_heads(
     mesh = permuted_mesh((2, *heads.values()), ("cp", *heads), kind)
     (q, latents, weights), dout, segment_ids = draw(1, 16)
     weights = {name: x[:, :num_kv_heads] for name, x in weights.items()}
-    want = dense_with_gradients((q, latents, weights), dout, segment_ids)
+    want = dense_latents((q, latents, weights), dout, segment_ids)
     options = {"weight_specs": specs}
     if kind == AxisType.Auto:
         options["head_axis"] = tuple(heads)
@@ -266,36 +244,62 @@ def test_devices_keep_the_kv_heads_of_their_query_heads(
     check(got, want)
 
 
+def keys(rows=16, size=H, heads=2):
+    return lambda *_: (jnp.zeros((rows, heads, size)), jnp.zeros((rows, heads, HV)))
+
+
+def of_heads(w, rows):
+    return (jnp.zeros((len(rows), w.shape[1], H)),) * 2
+
+
+OVER_HEADS = {
+    "mesh": permuted_mesh((2, 2, 2), ("cp", "a", "b")), "head_axis": ("a", "b"), "batch_axis": (),
+    "expand": of_heads, "weights": np.ones((3, N, 2), np.float32),
+}  # fmt: skip
+# Weights over the outer axis, which shards the sequence, so it cannot be head_axis.
+TWO_LEVELS = {
+    "mesh": permuted_mesh((2, 2), ("outer", "inner")), "axis_name": ("outer", "inner"),
+    "algorithm": Ulysses(outer=Ring()), "weights": np.ones(4, np.float32),
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("unchecked_types")
 @pytest.mark.parametrize(
-    "specs, says",
+    "given, error, says",
     [
-        (P(None, "b"), "over \\('b',\\), but q is sharded by heads over \\('a', 'b'\\)"),
-        (P(None, ("b", "a")), "Shard weights over the same axes in the same order"),
-        (P(None, None, ("a", "b")), "shard a dimension of 2 .* over 4 devices"),
-        (P(None, None, "a", None), "weights of shape \\[3, 4, 2\\]"),
-        (P(None, None, "a"), "expand returns 4 heads of k and 4 of v .* needs to give 2 of"),
+        ({"v": Q, "expand": keys()}, TypeError, "got v with expand. Pass latent rows in place of"),
+        ({"expand": 3}, TypeError, "expand is of type int. Pass a function"),
+        ({"expand": None}, TypeError, "v is missing. Pass k and v, or latent rows with expand="),
+        ({"k": Q, "v": Q, "weights": ROWS, "expand": None}, TypeError, "weight_specs without exp"),
+        ({"k": ROWS[:, :9]}, ValueError, "shape \\[1, 9, 3\\], but q has B, T"),
+        ({"expand": lambda w, x: x}, TypeError, "expand returned .* it needs to return \\(k, v"),
+        ({"expand": keys(rows=8)}, ValueError, "R = 16 rows. Each row is expanded alone"),
+        ({"expand": keys(size=5)}, ValueError, "it needs to return \\(k, v\\), \\[R, K, 12\\]"),
+        ({"expand": keys(heads=3)}, ValueError, "K needs to divide the 4 query heads"),
+        ({"weight_specs": P("tp")}, ValueError, "over \\(\\). Pass it as head"),
+        ({"weight_specs": P(AXIS)}, ValueError, "over \\(\\). Remove it from"),
+        ({"weight_specs": [P(), P()]}, ValueError, "does not match weights"),
+        ({"weight_specs": "tp"}, TypeError, "a pytree of PartitionSpec"),
+        *(
+            ({"weight_specs": specs, **OVER_HEADS}, ValueError, says)
+            for specs, says in [
+                (P(None, "b"), "over \\('b',\\), but q is sharded by heads over \\('a', 'b'\\)"),
+                (P(None, ("b", "a")), "Shard weights over the same axes in the same order"),
+                (P(None, None, ("a", "b")), "shard a dimension of 2 .* over 4 devices"),
+                (P(None, None, "a", None), "weights of shape \\[3, 4, 2\\]"),
+                (P(None, None, "a"), "expand returns 4 heads of k and 4 of v .* needs to give 2"),
+            ]
+        ),
+        ({"weight_specs": P("outer"), **TWO_LEVELS}, ValueError,
+         "over axis 'outer', but heads are sharded over \\('inner',\\). Remove it from"),
     ],
-)
-def test_weights_of_other_heads_are_refused(specs, says):
-    mesh = permuted_mesh((2, 2, 2), ("cp", "a", "b"))
-    weights = np.ones((3, N, 2), np.float32)
-    expand = lambda w, rows: (jnp.zeros((len(rows), w.shape[1], H)),) * 2
-    with pytest.raises(ValueError, match=f"^context_parallel_attention: .*{says}"):
-        context_parallel_attention(
-            *(Q, ROWS), expand=expand, weights=weights, weight_specs=specs, mesh=mesh,
-            axis_name="cp", head_axis=("a", "b"), batch_axis=(), algorithm="ring",
-        )  # fmt: skip
-
-
-def test_weights_over_the_outer_axis_of_two_levels_are_refused():
-    """It shards the sequence, so it cannot be head_axis."""
-    mesh = permuted_mesh((2, 2), ("outer", "inner"))
-    says = "over axis 'outer', but heads are sharded over \\('inner',\\). Remove it from"
-    with pytest.raises(ValueError, match=f"^context_parallel_attention: .*{says}"):
-        context_parallel_attention(
-            *(Q, ROWS), expand=keys(), weights=np.ones(4, np.float32), weight_specs=P("outer"),
-            mesh=mesh, axis_name=("outer", "inner"), algorithm=Ulysses(outer=Ring()),
-        )  # fmt: skip
+)  # fmt: skip
+def test_what_is_refused(given, error, says):
+    weights = [np.ones(3, np.float32)] if "weight_specs" in given else None
+    options = {"k": ROWS, "algorithm": "ring", "mesh": mesh_of(4), "axis_name": AXIS, **given}
+    options = {"weights": weights, "expand": keys(), **options}
+    with pytest.raises(error, match=f"^context_parallel_attention: .*{says}"):
+        context_parallel_attention(Q, **options)
 
 
 def test_a_traced_array_that_expand_closes_over_is_named():
@@ -307,33 +311,3 @@ def test_a_traced_array_that_expand_closes_over_is_named():
 
     with pytest.raises(ValueError, match=r"closes over a traced array of shape \[3, 4, 12\].*weig"):
         jax.eval_shape(jax.grad(loss), np.ones((3, N, H), np.float32))
-
-
-def keys(rows=16, size=H, heads=2):
-    return lambda *_: (jnp.zeros((rows, heads, size)), jnp.zeros((rows, heads, HV)))
-
-
-@pytest.mark.usefixtures("unchecked_types")
-@pytest.mark.parametrize(
-    "given, error, says",
-    [
-        ({"v": Q, "expand": keys()}, TypeError, "got v with expand. Pass latent rows in place of"),
-        ({"expand": 3}, TypeError, "expand is of type int. Pass a function"),
-        ({"k": Q}, TypeError, "v is missing. Pass k and v, or latent rows with expand="),
-        ({"k": Q, "v": Q, "weights": ROWS}, TypeError, "got weights or weight_specs without exp"),
-        ({"k": ROWS[:, :9], "expand": keys()}, ValueError, "shape \\[1, 9, 3\\], but q has B, T"),
-        ({"expand": lambda w, x: x}, TypeError, "expand returned .* it needs to return \\(k, v"),
-        ({"expand": keys(rows=8)}, ValueError, "R = 16 rows. Each row is expanded alone"),
-        ({"expand": keys(size=5)}, ValueError, "it needs to return \\(k, v\\), \\[R, K, 12\\]"),
-        ({"expand": keys(heads=3)}, ValueError, "K needs to divide the 4 query heads"),
-        ({"expand": keys(), "weight_specs": P("tp")}, ValueError, "over \\(\\). Pass it as head"),
-        ({"expand": keys(), "weight_specs": P(AXIS)}, ValueError, "over \\(\\). Remove it from"),
-        ({"expand": keys(), "weight_specs": [P(), P()]}, ValueError, "does not match weights"),
-        ({"expand": keys(), "weight_specs": "tp"}, TypeError, "a pytree of PartitionSpec"),
-    ],
-)
-def test_what_is_refused(given, error, says):
-    weights = [np.ones(3, np.float32)] if "weight_specs" in given else None
-    options = {"k": ROWS, "algorithm": "ring", "weights": weights, **given}
-    with pytest.raises(error, match=f"^context_parallel_attention: .*{says}"):
-        context_parallel_attention(Q, mesh=mesh_of(4), axis_name=AXIS, **options)

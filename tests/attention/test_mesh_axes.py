@@ -1,4 +1,4 @@
-"""Which mesh and which of its axes `context_parallel_attention` uses: named, or inferred.
+"""Which mesh and which of its axes `context_parallel_attention` uses: named, inferred, or manual.
 
 The tests count gathers in compiled programs: devices along an unused axis all compute the same
 result, so they are wasted.
@@ -9,21 +9,30 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from calls import Call, check_qkv, dense, dense_qkv, draw_operands, draw_qkv, with_gradients
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from on_mesh import AXIS, collectives_over, mesh_of, permuted_mesh
-from sequences import TOLERANCE, Case, dense, draw, relative_errors
+from mask_oracle import batch_pairs
+from on_mesh import AXIS, collectives_over, permuted_mesh
 
-from jax_cp_dispatch import Documents, context_parallel_attention, plan_attention
-from jax_cp_dispatch.attention import chunk_exchange, ring_exchange
-from jax_cp_dispatch.global_call import mesh_axes
+from jax_cp_dispatch import (
+    Documents,
+    Ulysses,
+    Zigzag,
+    context_parallel_attention,
+    place_tokens,
+    plan_attention,
+)
+from jax_cp_dispatch.global_call import mesh_axes  # inner: a warning comes once in a process
 
 T = 24
-CASE = Case("ring", 1, T, documents="segments", batch=2, heads=(4, 2))
 AXES = ("data", AXIS, "tp")
 SHARDED = P("data", AXIS, "tp")
-SOME_ALGORITHMS = ["balanced", "hamilton"]  # one that follows a plan, and one that rotates
+EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
+OPERANDS = draw_qkv(0, 2, T)
+IDS = OPERANDS[4]
 
 
 @pytest.fixture(autouse=True)
@@ -42,27 +51,13 @@ def mesh_of_kind(kind: Any):
     return permuted_mesh((2, 2, 2), AXES, kind)
 
 
-def placed(arrays, mesh, spec=SHARDED) -> Any:
+def put(arrays, mesh, spec=SHARDED) -> Any:
     return [jax.device_put(x, NamedSharding(mesh, spec)) for x in arrays]
 
 
-def program(segment_ids, **options):
-    """`(q, k, v, g) -> (out, dq, dk, dv)`"""
-    attend = partial(context_parallel_attention, axis_name=AXIS, segment_ids=segment_ids, **options)
-
-    @jax.jit
-    def run(q, k, v, g):
-        out, pull_back = jax.vjp(attend, q, k, v)
-        return out, *pull_back(g)
-
-    return run
-
-
-def check(results, operands, case=CASE):
-    segment_ids = operands[4]
-    got = [np.where((segment_ids > 0)[..., None, None], np.asarray(x), 0) for x in results]
-    errors = relative_errors(got, dense(case, operands))
-    assert max(errors.values()) <= TOLERANCE["float32"], errors
+def attention(algorithm: Any = "ring", **options) -> Any:
+    options = {"axis_name": AXIS, "segment_ids": IDS, **options}
+    return partial(context_parallel_attention, algorithm=algorithm, **options)
 
 
 def spec_of(array):
@@ -74,72 +69,53 @@ def spec_of(array):
 # ---- Inferred axes.
 
 
-@pytest.mark.parametrize(
-    "algorithm, is_set", list(zip(SOME_ALGORITHMS, (True, False), strict=True))
-)
+@pytest.mark.parametrize("algorithm, is_set", [("balanced", True), ("ring", False)])
 @pytest.mark.usefixtures("no_warning")
 def test_explicit_axes_are_read_from_types(algorithm, is_set):
-    mesh = mesh_of_kind(AxisType.Explicit)
-    operands = draw(CASE)
-    arrays = placed(operands[:4], mesh)
-    run = program(operands[4], algorithm=algorithm)
-    if is_set:
-        with jax.set_mesh(mesh):
-            compiled = run.lower(*arrays).compile()
-            results = compiled(*arrays)
-    else:
-        compiled = run.lower(*arrays).compile()
+    mesh = mesh_of_kind(EXPLICIT)
+    arrays = put(OPERANDS[:4], mesh)
+    with jax.set_mesh(mesh) if is_set else warnings.catch_warnings():
+        compiled = jax.jit(with_gradients(attention(algorithm))).lower(*arrays).compile()
         results = compiled(*arrays)
     assert collectives_over(compiled, mesh, "data") == collectives_over(compiled, mesh, "tp") == []
     assert all(spec_of(x) == ("data", AXIS, "tp", None) for x in results)
-    check(results, operands)
+    check_qkv(results, OPERANDS)
 
 
-@pytest.mark.parametrize("algorithm, kind", list(zip(SOME_ALGORITHMS, AxisType, strict=False)))
+@pytest.mark.parametrize("kind", [EXPLICIT, AUTO])
 @pytest.mark.usefixtures("no_warning")
-def test_all_axes_are_read_from_placed_arrays(algorithm, kind):
-    mesh = mesh_of_kind(kind)
-    operands = draw(CASE)
-    q, k, v = placed(operands[:3], mesh)
-    options = {"axis_name": AXIS, "algorithm": algorithm, "segment_ids": operands[4]}
-    out = context_parallel_attention(q, k, v, **options)
+def test_all_axes_are_read_from_placed_arrays(kind):
+    out = attention()(*put(OPERANDS[:3], mesh_of_kind(kind)))
     assert spec_of(out)[:3] == ("data", AXIS, "tp")
-    want = dense(CASE, operands)[0]
-    np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5)
-
-
-def test_axes_are_also_read_from_keys():
-    mesh = mesh_of_kind(AxisType.Explicit)
-    operands = draw(CASE)
-    q, k, v = operands[:3]
-    options: Any = {"axis_name": AXIS, "algorithm": "ring", "segment_ids": operands[4]}
-    attend = partial(context_parallel_attention, **options)
-    (out,) = jax.make_jaxpr(attend)(q, *placed((k, v), mesh)).out_avals
-    assert spec_of(out)[:3] == ("data", AXIS, "tp")
+    check_qkv([out], OPERANDS)
 
 
 @pytest.mark.usefixtures("no_warning")
-def test_named_axes_override_inference():
+def test_keys_also_show_axes_and_named_ones_override_them():
     """`()` means no axis, however the arrays are sharded."""
-    mesh = mesh_of_kind(AxisType.Explicit)
-    operands = draw(CASE)
-    q, k, v = placed(operands[:3], mesh)
-    options: Any = {"axis_name": AXIS, "algorithm": "ring", "segment_ids": operands[4]}
-    for batch, heads in (((), "tp"), (["data"], ())):
-        named: Any = {"batch_axis": batch, "head_axis": heads, **options}
-        (out,) = jax.make_jaxpr(partial(context_parallel_attention, **named))(q, k, v).out_avals
+    q, *kv = OPERANDS[:3]
+    kv = put(kv, mesh_of_kind(EXPLICIT))
+    for batch, heads in (("data", "tp"), ((), "tp"), (["data"], ())):
+        named = {} if batch and heads else {"batch_axis": batch, "head_axis": heads}
+        (out,) = jax.make_jaxpr(attention(**named))(q, *kv).out_avals
         assert spec_of(out)[:3] == ("data" if batch else None, AXIS, "tp" if heads else None)
+
+
+def test_explicit_axes_shard_equal_parts_only():
+    """So they shard neither these tokens nor the result."""
+    operands = draw_qkv(1, 2, 14)
+    with jax.set_mesh(permuted_mesh((3,), (AXIS,), EXPLICIT)):
+        run = jax.jit(with_gradients(attention(segment_ids=operands[4])))
+        check_qkv(run(*operands[:4]), operands)
 
 
 # ---- Axes that cannot be inferred.
 
 
 def test_automatic_axes_in_a_program_cause_one_warning():
-    mesh = mesh_of_kind(AxisType.Auto)
-    operands = draw(CASE)
-    arrays = placed(operands[:3], mesh)
-    options: Any = {"axis_name": AXIS, "algorithm": "ring", "segment_ids": operands[4]}
-    attend = partial(context_parallel_attention, mesh=mesh, **options)
+    mesh = mesh_of_kind(AUTO)
+    arrays = put(OPERANDS[:3], mesh)
+    attend = attention(mesh=mesh)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         jax.make_jaxpr(lambda *qkv: attend(*qkv))(*arrays)
@@ -153,20 +129,18 @@ def test_automatic_axes_in_a_program_cause_one_warning():
     assert "Pass as batch_axis the axis over which B is sharded, or batch_axis=()" in batch
     assert "head_axis is not given" in heads and "N = 4" in heads
     assert {"all-gather"} <= set(collectives_over(gathering, mesh, "data"))
-    want = dense(CASE, operands)[0]
-    np.testing.assert_allclose(gathering(*arrays), want, rtol=1e-5, atol=1e-5)
+    check_qkv([gathering(*arrays)], OPERANDS)
 
 
 def test_a_mesh_with_explicit_axes_is_set():
     """Otherwise JAX cannot transpose the linear layer after attention; the warning names both."""
-    mesh, x = mesh_of_kind(AxisType.Explicit), np.ones((2, T, 4, 8), np.float32)
-
-    options: dict[str, Any] = {"algorithm": "ring", "batch_axis": (), "head_axis": ()}
+    mesh, x = mesh_of_kind(EXPLICIT), np.ones((2, T, 4, 8), np.float32)
 
     def gradient(w, **given):
         def loss(w):
             q = x @ w
-            out = context_parallel_attention(q, q, q, axis_name=AXIS, **options, **given)
+            options: dict[str, Any] = {"batch_axis": (), "head_axis": (), **given}
+            out = context_parallel_attention(q, q, q, axis_name=AXIS, algorithm="ring", **options)
             return (out @ w).sum()
 
         return jax.eval_shape(jax.grad(loss), w)
@@ -185,147 +159,205 @@ def test_a_mesh_with_explicit_axes_is_set():
 
 @pytest.mark.usefixtures("no_warning")
 def test_named_axes_gather_nothing_and_cause_no_warning():
-    mesh = mesh_of_kind(AxisType.Auto)
-    operands = draw(CASE)
-    arrays = placed(operands[:4], mesh)
-    options: Any = {"mesh": mesh, "algorithm": "ring"}
-    run = program(operands[4], batch_axis="data", head_axis="tp", **options)
-    named = run.lower(*arrays).compile()
+    mesh = mesh_of_kind(AUTO)
+    arrays = put(OPERANDS[:4], mesh)
+    attend = attention(mesh=mesh, batch_axis="data", head_axis="tp")
+    named = jax.jit(with_gradients(attend)).lower(*arrays).compile()
     assert collectives_over(named, mesh, "data") == collectives_over(named, mesh, "tp") == []
     assert all(spec_of(x)[:3] == ("data", AXIS, "tp") for x in named(*arrays))
-    jax.eval_shape(program(operands[4], batch_axis=(), head_axis=(), **options), *arrays)
+    jax.eval_shape(attention(mesh=mesh, batch_axis=(), head_axis=()), *arrays[:3])
 
 
 @pytest.mark.usefixtures("no_warning")
 def test_no_warning_without_a_possible_cost():
     """Axes that are used, axes of one device, and sizes that an axis cannot split."""
     for shape, names in (((4,), (AXIS,)), ((1, 2), ("data", AXIS)), ((3, 2), ("data", AXIS))):
-        mesh = permuted_mesh(shape, names)
         x = jax.ShapeDtypeStruct((2, T, 4, 8), np.float32)
-        options: Any = {"axis_name": AXIS, "algorithm": "ring", "mesh": mesh}
-        jax.eval_shape(partial(context_parallel_attention, **options), x, x, x)
-
-
-def planned(segment_ids):
-    return Documents(segment_ids).with_plan(plan_attention(segment_ids, world_size=2))
+        jax.eval_shape(attention(mesh=permuted_mesh(shape, names)), x, x, x)
 
 
 @pytest.mark.usefixtures("unchecked_types")
 def test_a_plan_is_for_the_whole_batch():
     """It is rejected if the batch is sharded; segment ids are planned by each group."""
-    mesh = mesh_of_kind(AxisType.Explicit)
-    operands = draw(CASE)
-    documents = planned(operands[4])
-    q, k, v = placed(operands[:3], mesh)
-    options: Any = {"axis_name": AXIS, "algorithm": "balanced"}
+    documents = Documents(IDS).with_plan(plan_attention(IDS, world_size=2))
+    attend = attention("balanced", segment_ids=None, documents=documents)
     with pytest.warns(UserWarning, match=r"the plan is for all rows.*Pass stack_plans"):
-        out = context_parallel_attention(q, k, v, documents=documents, **options)
-    np.testing.assert_allclose(out, dense(CASE, operands)[0], rtol=1e-5, atol=1e-5)
-
-
-def test_a_plan_in_a_program_whose_batch_may_be_sharded():
-    """Types do not show automatic axes: a warning states the cost, except for `()`."""
-    mesh = mesh_of_kind(AxisType.Auto)
-    documents = planned(draw(CASE)[4])
+        out = attend(*put(OPERANDS[:3], mesh_of_kind(EXPLICIT)))
+    check_qkv([out], OPERANDS)
+    # Types do not show automatic axes: a warning states the cost, except for `()`.
+    mesh_axes._warned.clear()
     x = jax.ShapeDtypeStruct((2, T, 4, 8), np.float32)
-    options: Any = {"axis_name": AXIS, "algorithm": "balanced", "mesh": mesh, "head_axis": "tp"}
-    attend = partial(context_parallel_attention, documents=documents, **options)
+    attend = partial(attend, mesh=mesh_of_kind(AUTO), head_axis="tp")
     with pytest.warns(UserWarning, match=r"the plan is for all rows.*\('data',\).*batch_axis=\(\)"):
         jax.eval_shape(attend, x, x, x)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         mesh_axes._warned.clear()
         jax.eval_shape(partial(attend, batch_axis=()), x, x, x)
+    says = r"single plan, but .*\('data',\) splits the batch into 2 .*stack_plans"
+    with pytest.raises(ValueError, match=says):
+        attend(*OPERANDS[:3], batch_axis="data")
 
 
-def test_a_plan_of_the_whole_batch_is_rejected_for_groups():
-    operands = draw(CASE)
-    documents = planned(operands[4])
-    options: Any = {"axis_name": AXIS, "algorithm": "balanced", "mesh": mesh_of_kind(AxisType.Auto)}
-    with pytest.raises(
-        ValueError, match=r"single plan, but .*\('data',\) splits the batch into 2 .*stack_plans"
-    ):
-        context_parallel_attention(*operands[:3], documents=documents, batch_axis="data", **options)
-
-
-# ---- Fewer KV heads than devices.
+# ---- Several axes at once.
 
 
 @pytest.mark.parametrize(
     "heads, algorithm, kind",
-    [((4, 1), "balanced", AxisType.Explicit), ((12, 6), "zigzag", AxisType.Auto)],
+    [((4, 1), "balanced", EXPLICIT), ((12, 6), "zigzag", AUTO)],
 )
 def test_kv_heads_are_repeated(heads, algorithm, kind):
     """4 devices: those whose query heads read a KV head hold a copy; gradients are summed."""
-    case = Case("ring", 1, T, documents="segments", heads=heads)
     mesh = permuted_mesh((2, 4), (AXIS, "tp"), kind)
-    operands = draw(case)
-    q, k, v, g = operands[:4]
-    q, g = placed((q, g), mesh, P(None, AXIS, "tp"))
-    k, v = placed((k, v), mesh, P(None, AXIS))
-    run = program(operands[4], algorithm=algorithm, mesh=mesh, head_axis="tp")
-    results = run(q, k, v, g)
+    q, k, v, g, ids = operands = draw_qkv(2, 1, T, heads=heads)
+    q, g = put((q, g), mesh, P(None, AXIS, "tp"))
+    k, v = put((k, v), mesh, P(None, AXIS))
+    attend = attention(algorithm, segment_ids=ids, mesh=mesh, head_axis="tp")
+    results = jax.jit(with_gradients(attend))(q, k, v, g)
     assert spec_of(results[0])[:3] == (None, AXIS, "tp")
-    check(results, operands, case)
+    check_qkv(results, operands)
 
 
-# ---- Invalid calls.
+def test_two_axes_of_the_batch():
+    operands = draw_qkv(3, 4, 14)
+    mesh = permuted_mesh((2, 2, 2), ("data", AXIS, "model"))
+    attend = attention(segment_ids=operands[4], mesh=mesh, batch_axis=("data", "model"))
+    check_qkv([jax.jit(attend)(*operands[:3])], operands)
 
 
-Q = np.ones((1, 8, 3, 8), np.float32)
+def test_heads_shared_over_two_levels_beside_a_tensor_axis():
+    """A device of the tensor axis has one KV head for two inner ranks."""
+    axes = "outer", "inner"
+    mesh = permuted_mesh((2, 2, 2), (*axes, "tp"))
+    options: dict[str, Any] = {"axis_name": axes, "batch_axis": (), "head_axis": "tp"}
+    attend = attention(Ulysses(outer=Zigzag()), mesh=mesh, **options)
+    arrays = put(OPERANDS[:4], mesh, P(None, axes, "tp"))
+    compiled = jax.jit(with_gradients(attend)).lower(*arrays).compile()
+    assert collectives_over(compiled, mesh, "tp") == []
+    check_qkv(compiled(*arrays), OPERANDS)
 
 
-@pytest.mark.parametrize(
-    "axis, message",
-    [
-        ({"batch_axis": "data"}, r"B is 1 but batch_axis \('data',\) has 2 .*Pass batch_axis=\(\)"),
-        ({"head_axis": "data"}, r"N is 3 but head_axis \('data',\) has 2 .*Pass head_axis=\(\)"),
-    ],
-)
-@pytest.mark.usefixtures("unchecked_types")
-def test_sizes_that_devices_do_not_divide(axis, message):
-    mesh = permuted_mesh((2, 2), ("data", AXIS))
-    with pytest.raises(ValueError, match=f"context_parallel_attention: {message}"):
-        context_parallel_attention(Q, Q, Q, mesh=mesh, axis_name=AXIS, algorithm="ring", **axis)
+def test_a_sink_over_axes_of_batch_and_heads():
+    """Its gradients are summed over the batch and the ranks, once."""
+    call = Call("ring", 1, batch=2, heads=(4, 2), sink=True, returns=("lse", "max_logits"))
+    operands, (g, dlse) = draw_operands(call, np.random.default_rng(4), IDS.shape)
+    options = {"mesh": mesh_of_kind(AUTO), "batch_axis": "data", "head_axis": "tp"}
+    attend = attention(return_lse=True, return_max_logits=True, **options)
+
+    @jax.jit
+    def run(operands):
+        run = lambda x: attend(x["q"], *x["keys"], sink=x["sink"])
+        (out, lse, largest), pull_back = jax.vjp(run, operands)
+        dlse_of_tokens = jnp.where(jnp.isfinite(lse), dlse, 0)
+        return (out, lse, largest), pull_back((g, dlse_of_tokens, jnp.zeros_like(largest)))[0]
+
+    results, gradients = run(operands)
+    *wanted, of_operands = dense(call, operands, batch_pairs("causal", IDS), (g, dlse))
+    for x, y in zip(
+        jax.tree.leaves((results, gradients)), jax.tree.leaves((tuple(wanted), of_operands)),
+        strict=True,
+    ):  # fmt: skip
+        largest = np.abs(np.where(np.isfinite(y), y, 0)).max()
+        np.testing.assert_allclose(x, y, rtol=0, atol=3e-6 * max(1, largest))
 
 
-@pytest.mark.usefixtures("unchecked_types")
-def test_no_mesh():
-    with pytest.raises(ValueError, match=r"no mesh with axis 'cp' was found. Pass mesh=, call it"):
-        context_parallel_attention(Q, Q, Q, axis_name=AXIS, algorithm="ring")
+# ---- Inside `jax.shard_map`, over another axis or over its own, and beside other kinds of axes.
+
+DATA = P("data")
+
+
+def over_data(fn, num_results=4, **options):
+    out_specs = (DATA,) * num_results
+    return jax.shard_map(fn, in_specs=DATA, out_specs=out_specs, axis_names={"data"}, **options)
+
+
+def small_mesh(kind=AUTO):
+    return permuted_mesh((2, 2), ("data", AXIS), kind)
+
+
+def attend(q, k, v, segment_ids, **options):
+    options = {"segment_ids": segment_ids, "batch_axis": (), "head_axis": (), **options}
+    return attention(**options)(q, k, v)
+
+
+def test_differentiated_outside_of_a_shard_map_over_explicit_axes():
+    run = lambda *x: over_data(lambda *x: (attend(*x),), 1)(*x)[0]
+    mesh = small_mesh(EXPLICIT)
+    with jax.set_mesh(mesh):
+        arrays = put(OPERANDS, mesh, P("data", AXIS))
+        check_qkv(jax.jit(with_gradients(run))(*arrays), OPERANDS)
+
+
+@pytest.mark.parametrize("algorithm", ["balanced", "ring"])
+def test_explicit_axes_stay_in_the_types_of_a_rank(algorithm):
+    """They shard the heads. Values: tests/contract."""
+    specs = {"in_specs": P(None, AXIS), "out_specs": P(None, AXIS), "axis_names": {AXIS}}
+    mesh, spec = small_mesh(EXPLICIT), P(None, AXIS, "data")
+    fn = attention(algorithm, segment_ids=None)
+    with jax.set_mesh(mesh):
+        run = with_gradients(jax.shard_map(fn, **specs))
+        results = jax.eval_shape(run, *put(OPERANDS[:4], mesh, spec))
+    assert all("data" in x.sharding.spec for x in results)
+
+
+@pytest.mark.parametrize("kinds", [(EXPLICIT, AUTO), (AUTO, EXPLICIT)])
+def test_global_arrays_on_explicit_and_automatic_axes(kinds):
+    mesh = small_mesh(kinds)
+    fn = lambda *x: attend(*x, batch_axis="data")
+    with jax.set_mesh(mesh):
+        arrays = put(OPERANDS, mesh, P("data", AXIS))
+        check_qkv(jax.jit(with_gradients(fn))(*arrays), OPERANDS)
+
+
+def test_placed_and_unchecked():
+    """A surrounding `shard_map` that does not track the axes over which arrays vary."""
+    placement = place_tokens(segment_ids=IDS, world_size=2, num_groups=2)
+    fn = lambda q, k, v, x: attend(q, k, v, None, algorithm="placed", documents=x)
+    with jax.set_mesh(small_mesh()):
+        run = jax.jit(over_data(with_gradients(fn), check_vma=False))
+        results = run(*placement.apply(OPERANDS[:4]), placement.documents)
+    check_qkv(placement.restore([np.asarray(x) for x in results]), OPERANDS)
+
+
+def test_checkpointed_layers_of_a_scan():
+    """Keys that all layers share, so that JAX would hoist a part of them out of the loop."""
+    policy = jax.checkpoint_policies.save_only_these_names("context")
+
+    def layers(q, k, v, segment_ids):
+        fn = jax.checkpoint(partial(attend, algorithm="zigzag"), policy=policy)
+        return jax.lax.scan(lambda _, q: (None, fn(q, k, v, segment_ids)), None, q[None])[1][0]
+
+    with jax.set_mesh(small_mesh()):
+        check_qkv(jax.jit(over_data(with_gradients(layers)))(*OPERANDS), OPERANDS)
+
+
+def test_vmap_of_a_shard_map():
+    with jax.set_mesh(small_mesh()):
+        run = jax.vmap(over_data(with_gradients(attend)))
+        twice = jax.jit(run)(*(np.stack([x, x]) for x in OPERANDS))
+    for i in range(2):
+        check_qkv([x[i] for x in twice], OPERANDS)
+
+
+def test_operands_that_are_alike_on_all_groups():
+    """Their gradients are summed over the groups, in which only the documents differ."""
+    q, k, v, g, segment_ids = OPERANDS
+    shared = [x[:1] for x in (q, k, v)]
+    specs = {"in_specs": (P(), P(), P(), DATA), "out_specs": DATA, "axis_names": {"data"}}
+    with jax.set_mesh(small_mesh()):
+        run = with_gradients(jax.shard_map(attend, **specs))
+        _, *got = jax.jit(run)(*shared, g, segment_ids)
+    both = [np.concatenate([x, x]) for x in shared]
+    _, *want = dense_qkv((*both, g, segment_ids))
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(x, np.asarray(y).sum(0, keepdims=True), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.usefixtures("unchecked_types")
 def test_some_axes_of_the_ranks_are_manual():
-    mesh = permuted_mesh((2, 2), ("data", AXIS))
-    attend = partial(context_parallel_attention, axis_name=("data", AXIS), algorithm="ring")
-    rows = P(None, AXIS)
-    run = jax.shard_map(attend, mesh=mesh, in_specs=rows, out_specs=rows, axis_names={AXIS})
-    with pytest.raises(
-        ValueError, match=r"only \('cp',\) of axis_name \('data', 'cp'\) are manual"
-    ):
-        jax.jit(run)(Q, Q, Q)
-
-
-@pytest.mark.parametrize("is_set", [True, False], ids=["set_mesh", "no mesh"])
-@pytest.mark.parametrize(
-    "op, call, instead",
-    [
-        ("ring_exchange", lambda x, *_, **axis: ring_exchange(x, **axis), "use dispatch"),
-        (
-            "chunk_exchange",
-            lambda x, *_, **axis: chunk_exchange(x, [[-1, 0], [0, -1]], [[-1, 0], [0, -1]], **axis),
-            "use dispatch",
-        ),
-    ],
-)
-@pytest.mark.usefixtures("unchecked_types")
-def test_outside_shard_map(op, call, instead, is_set):
-    message = f"^{op}: axis_name 'cp' is not manual here.*inside jax.shard_map over 'cp'.*{instead}"
-    run = jax.jit(partial(call, axis_name=AXIS))
-    with pytest.raises(ValueError, match=message):
-        if is_set:
-            with jax.set_mesh(mesh_of(2)):
-                run(Q, Q, Q)
-        else:
-            run(Q, Q, Q)
+    fn = attention(segment_ids=None, axis_name=("data", AXIS))
+    rows, mesh = P(None, AXIS), small_mesh()
+    run = jax.shard_map(fn, mesh=mesh, in_specs=rows, out_specs=rows, axis_names={AXIS})
+    says = r"only \('cp',\) of axis_name \('data', 'cp'\) are manual"
+    with pytest.raises(ValueError, match=says):
+        jax.jit(run)(*OPERANDS[:3])

@@ -10,14 +10,15 @@ import pytest
 from argument_table import PAGE, page, table
 from hypothesis import given, settings, strategies as st
 from in_ci import in_ci
+from jax.sharding import PartitionSpec as P
 from jaxprs import runs
 from on_mesh import AXIS, all_fail, mesh_of
 
 import jax_cp_dispatch as cpd
-from jax_cp_dispatch.attention.peer_arguments import PEER_ARGUMENTS
+from jax_cp_dispatch.attention.peer_arguments import PEER_ARGUMENTS  # inner: all names
 from jax_cp_dispatch.documents import zigzag_permutation
-from jax_cp_dispatch.documents.order import is_in_order
-from jax_cp_dispatch.documents.segment_ids import read_documents
+from jax_cp_dispatch.documents.order import is_in_order  # inner: hundreds of small programs
+from jax_cp_dispatch.masks import Blocks, Tree
 
 ALGORITHMS = ("zigzag", "ulysses", "balanced")  # rotating keys, tokens for heads, by a plan
 T = 64
@@ -67,15 +68,14 @@ def test_tokens_in_another_order_are_an_error_on_all_ranks(algorithm):
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("algorithm", ["zigzag", "ulysses"])
-def test_documents_that_were_reordered_twice(algorithm):
+def test_documents_that_were_reordered_twice():
     """Traced ids in zigzag order, which were said to be packed, and put into zigzag order."""
 
     @jax.jit
     def attend(segment_ids, positions):
         documents = cpd.Documents(segment_ids, positions).zigzag(8)
         return cpd.context_parallel_attention(
-            *(Q, Q, Q), mesh=mesh_of(8), axis_name=AXIS, algorithm=algorithm, documents=documents,
+            *(Q, Q, Q), mesh=mesh_of(8), axis_name=AXIS, algorithm="ulysses", documents=documents,
             batch_axis=(), head_axis=(),
         )  # fmt: skip
 
@@ -107,6 +107,42 @@ def test_the_check_adds_no_exchange(algorithm):
     assert traced["combine"] == known["combine"]
 
 
+def test_the_mask_of_other_columns_fails_on_all_ranks():
+    """In packed order for zigzag tokens; of one rank's columns; against the rules of its kind."""
+    mesh, q = mesh_of(4), np.ones((1, T, 1, 4), np.float32)
+    ids = np.repeat([[1, 2, 3]], [30, 20, 14], axis=1)
+    blocks = np.repeat([[0, 1, 0, 2, 0]], [20, 13, 7, 10, 14], axis=1)
+    says = "the mask is not one of these tokens and documents"
+
+    def attend(documents, mask):
+        options = {"mesh": mesh, "axis_name": AXIS, "algorithm": "ring"}
+        return cpd.context_parallel_attention(q, q, q, documents=documents, mask=mask, **options)
+
+    of_tree = jax.jit(lambda spans, parents: attend(cpd.Documents(ids), Tree(spans, parents)))
+    spans = np.repeat([[0, 1, 2, 3]], [30, 10, 10, 14], axis=1)
+    assert np.isfinite(of_tree(spans, np.array([[-1, -1, 1, -1]]))).all()
+    all_fail(of_tree(spans, np.array([[-1, 2, -1, -1]])), says)  # a child before its parent
+
+    stored = jax.jit(lambda ids, mask: attend(cpd.Documents(ids).zigzag(4), mask))
+    packed = Blocks(blocks)
+    mask = cpd.Documents(ids).zigzag(4).apply(packed)
+    assert np.isfinite(stored(ids, mask)).all()
+    all_fail(
+        stored(ids, jax.tree.unflatten(jax.tree.structure(mask), jax.tree.leaves(packed))), says
+    )
+    with pytest.raises(ValueError, match=r"mask=.* in packed order, but the tokens in zigzag"):
+        stored(ids, packed)
+
+    def of_rank(q, ids, blocks):
+        return cpd.context_parallel_attention(
+            q, q, q, algorithm="ring", axis_name=AXIS, segment_ids=ids, mask=Blocks(blocks)
+        )
+
+    spec = P(None, AXIS)
+    on_ranks = jax.shard_map(of_rank, mesh=mesh, in_specs=spec, out_specs=spec)
+    all_fail(jax.jit(on_ranks)(q, ids, blocks), says)
+
+
 IN_ORDER = jax.jit(is_in_order)
 
 
@@ -134,7 +170,7 @@ def test_the_program_and_the_host_agree(row, with_positions, random):
     ids, positions = (x[None].astype(np.int32) for x in (ids, positions))  # [1, 48]
     places = positions if with_positions else None
     try:
-        read_documents("op", ids, places)
+        cpd.Documents(ids, places)
         accepted = True
     except ValueError:
         accepted = False
@@ -172,13 +208,7 @@ def test_the_table_of_arguments_is_what_happens():
         assert re.search(r"[Pp]ass|[Cc]hoose|use|Pad|Call", error), error
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        cpd.context_parallel_attention,
-        cpd.local_attention,
-    ],
-)
+@pytest.mark.parametrize("function", [cpd.context_parallel_attention, cpd.local_attention])
 def test_arguments_of_other_libraries_get_words(function):
     """Any other unknown argument gets Python's error."""
     assert not set(PEER_ARGUMENTS) & set(inspect.signature(function).parameters)

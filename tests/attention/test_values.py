@@ -1,18 +1,31 @@
 """Every algorithm equals dense attention, forward and backward: one suite for all of them.
 
-To keep programs few, each algorithm meets each option once; `sweep_attention.py` draws many more.
-Meshes of several axes: test_mesh_axes.py; plans: test_planned_attention.py; local attention:
-test_local_attention.py.
+To keep programs few, each algorithm meets each option once, beside what the contract asks of all;
+`sweep_attention.py` draws many more. Meshes of several axes: test_mesh_axes.py; plans:
+test_plans.py; local attention: test_local_attention.py.
 """
 
+from functools import partial
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
-from calls import Call, check
-from on_mesh import mesh_of
+from calls import Call, check, check_qkv, draw_qkv, with_gradients
+from on_mesh import AXIS, mesh_of
 
-from jax_cp_dispatch import Balanced, Halo, Hamilton, PlanConfig, Ulysses, Zigzag
+from jax_cp_dispatch import (
+    Balanced,
+    Documents,
+    Halo,
+    Hamilton,
+    PlanConfig,
+    Ulysses,
+    Zigzag,
+    context_parallel_attention,
+    place_tokens,
+    plan_attention,
+)
 from jax_cp_dispatch.cycles import chunk_maps
 from jax_cp_dispatch.masks import BlockCausal, Chunked, SlidingWindow
 
@@ -31,29 +44,26 @@ KNOWN: Fields = {"traced": False}
 # If 2 * chunks does not divide the rows, blocks and chunks are uneven, some of them empty.
 CASES = [
     Call("ring", 5, Chunked(4), "zigzag", heads=(3, 1), scale=0.2, **BF16),
-    Call("ring", 2, SlidingWindow(2), rows=1, documents="positions", batch=2, heads=(4, 2),
-         implementation="xla", **ON_RANKS),
+    Call("ring", 4, SlidingWindow(None, 3), rows=1, documents="positions", batch=2, heads=(4, 2),
+         latents=True, implementation="xla", **ON_RANKS),
     Call("ring", 3, "ranges", "zigzag", batch=2, heads=(4, 2), **ALL),
-    Call("ring", 4, SlidingWindow(None, 3), rows=7, batch=2, heads=(4, 2), latents=True,
-         **ON_RANKS),
-    Call("zigzag", 8, "full", "zigzag", heads=(4, 2), logit_soft_cap=2.0, **BF16),
+    Call("zigzag", 8, Chunked(9), "zigzag", rows=9, heads=(4, 2), logit_soft_cap=2.0, **BF16),
     Call("zigzag", 3, SlidingWindow(4, first=2), rows=8, documents="both", latents=True,
-         **ON_RANKS),  # put into zigzag order
+         sink=True, **ON_RANKS),  # put into zigzag order
     Call("zigzag", 3, "shared_prefix", more=1, heads=(4, 2)),
-    Call("zigzag", 1, Chunked(2), rows=9, sink=True, **ON_RANKS),
     Call("halo", 8, SlidingWindow(9), more=1, documents="none", batch=2, heads=(4, 2), **ALL),
     Call("halo", 5, Chunked(15), "zigzag", rows=7, documents="both", batch=2, latents=True,
          **ON_RANKS),
     Call("halo", 8, SlidingWindow(13, 2), "zigzag", rows=4, heads=(4, 1), sink=True, **BF16),
     Call("hamilton", 7, SlidingWindow(9, None), "zigzag", rows=4, documents="both", batch=2,
          logit_soft_cap=2.0, **BF16),
+    Call("hamilton", 3, SlidingWindow(300), rows=300, heads=(4, 1)),  # several blocks, one padded
     Call(Hamilton(nodes=2), 8, BlockCausal(5), rows=13, documents="none", latents=True,
          implementation="xla"),
     Call(CYCLES, 5, "tree", more=1, batch=2, heads=(4, 2), **ALL),
     Call(MAPS, 5, Chunked(3), rows=4, documents="positions", dtype="float64", **ON_RANKS),
     Call("ulysses", 4, "tree", "zigzag", heads=(4, 4), logit_soft_cap=2.0, **BF16),
     Call("ulysses", 2, "prefix", rows=3, more=1, heads=(4, 1), implementation="xla", **ALL),
-    Call("ulysses", 1, Chunked(3), rows=5, documents="none", **ON_RANKS),
     Call("ulysses", 8, SlidingWindow(9), documents="both", heads=(16, 2), batch=2, latents=True,
          sink=True, implementation="xla", **ON_RANKS),  # the only sum of latent rows by XLA
     Call(Ulysses(Zigzag()), 8, more=1, batch=2, heads=(4, 1), inner=2, latents=True,
@@ -62,15 +72,13 @@ CASES = [
          **BF16),  # direct: 4 ranks have no cycles
     Call(Ulysses(Halo()), 8, SlidingWindow(9), "zigzag", rows=4, documents="both", heads=(4, 2),
          sink=True, inner=4, implementation="xla", **ON_RANKS),
-    Call(Ulysses(BLOCK), 4, "full", rows=12, heads=(4, 2), inner=2, returns=("lse",)),
+    Call(Ulysses(BLOCK), 4, "full", rows=12, heads=(4, 2), inner=2, returns=("lse",), **KNOWN),
     Call("balanced", 8, "tree", more=1, batch=2, heads=(4, 2), **ALL, **KNOWN),
     Call(BLOCK, 4, SlidingWindow(9, 14), rows=31, more=1, documents="both", batch=2, heads=(4, 2),
-         latents=True),
+         latents=True, **KNOWN),
     Call(BLOCK, 8, Chunked(7), rows=9, documents="positions", heads=(4, 4), dtype="bfloat16",
          **KNOWN),
-    Call(BLOCK, 4, "blocks", rows=9, returns=("lse",), implementation="xla", **ON_RANKS),
-    Call(BLOCK, 3, "shared_prefix", rows=8, heads=(4, 2)),
-    Call("placed", 1, "full", "placed", rows=20),
+    Call(BLOCK, 4, "shared_prefix", rows=9, returns=("lse",), implementation="xla", **ON_RANKS),
     Call("placed", 2, SlidingWindow(8, 5), "placed", rows=31, batch=2),
     Call("placed", 3, "prefix", "placed", rows=12, batch=2, heads=(4, 2), **ALL),
     Call("placed", 5, Chunked(7), "placed", rows=31, heads=(4, 1), documents="both", **BF16),
@@ -88,3 +96,104 @@ def test_equals_dense_attention(call):
     mesh = mesh_of(call.num_ranks, rng.permutation(call.num_ranks))
     num_batches = 2 if isinstance(call.mask, str) and call.traced and call.order != "placed" else 1
     check(call, rng, mesh, num_batches=num_batches)
+
+
+# ---- Documents are data: a new batch causes no new trace.
+
+W = 8
+# Capacities that fit every plan of 8 x 32 rows.
+ROOMY: dict[str, Any] = {
+    "balanced": PlanConfig(16, 80, 256, max_q_transfers=16, max_kv_transfers=24, max_pieces=64),
+    "placed": PlanConfig(
+        kv_capacity=256, max_kv_transfers=64, max_pieces=32, max_cut_pieces=32, max_linked_pieces=99
+    ),
+}
+EXTREMES = {
+    "one document": [7] * 256,
+    "all padding": [0] * 256,
+    "first rank empty": [0] * 40 + [1] * 50 + [2] * 3 + [3] * 163,
+    "one token each": np.arange(1, 257),
+    "all equal": np.repeat(np.arange(1, 9), 32),
+    "last row only": [0] * 255 + [1],
+}
+
+
+@pytest.mark.parametrize("algorithm", ["hamilton", "balanced", "placed"])
+def test_one_program_serves_extreme_documents_and_repeats_bit_for_bit(algorithm):
+    *arrays, _ = draw_qkv(0, 1, W * 32)
+    arrays = [x / 2 for x in arrays]  # gradients of a token alone are differences of products
+    where = {"mesh": mesh_of(W), "axis_name": AXIS, "algorithm": algorithm}
+    attend = lambda q, k, v, x: context_parallel_attention(q, k, v, documents=x, **where)
+    run: Any = jax.jit(with_gradients(attend))
+    for ids in EXTREMES.values():
+        segment_ids = np.array([ids])
+        documents = moves = Documents(segment_ids)
+        if algorithm == "hamilton":
+            documents = moves = documents.zigzag(W)
+        elif algorithm == "balanced":
+            plan = plan_attention(segment_ids, world_size=W, config=ROOMY[algorithm])
+            documents = documents.with_plan(plan)
+        else:
+            config = ROOMY[algorithm]
+            moves = place_tokens(segment_ids=segment_ids, world_size=W, config=config)
+            documents = moves.documents
+        call = partial(run, *moves.apply(arrays), documents)
+        results = call()
+        jax.tree.map(np.testing.assert_array_equal, call(), results)
+        results = moves.restore([np.asarray(x) for x in results])
+        check_qkv(results, (*arrays, segment_ids))
+        assert not any(x[segment_ids == 0].any() for x in results)
+    assert run._cache_size() == 1
+
+
+# ---- What is returned.
+
+
+def test_only_what_is_asked_for_is_returned():
+    q, k, v, _, segment_ids = draw_qkv(0, 1, 8)
+    where = {"mesh": mesh_of(2), "axis_name": AXIS, "segment_ids": segment_ids}
+    attend = lambda **more: jax.eval_shape(
+        lambda: context_parallel_attention(q, k, v, algorithm="ring", **where, **more)
+    )
+    assert attend(sink=np.zeros(4, np.float32)).shape == (1, 8, 4, 4)
+    _, lse = attend(return_lse=True)
+    assert lse.shape == (1, 8, 4) and lse.dtype == np.float32
+    _, largest = attend(return_max_logits=True)
+    assert largest.shape == (4,)
+
+
+@pytest.mark.parametrize("algorithm", ["balanced", "auto"])
+@pytest.mark.parametrize("rows", [(0, 8), (2, 0)])
+def test_no_rows_and_no_tokens(algorithm, rows):
+    """Traced only: no algorithm plans or moves anything. Of the other ones: tests/contract."""
+    q = jax.ShapeDtypeStruct((*rows, 2, 4), np.float32)
+    where = {"mesh": mesh_of(2), "axis_name": AXIS, "segment_ids": np.ones(rows, np.int32)}
+    run = partial(context_parallel_attention, algorithm=algorithm, return_lse=True, **where)
+    assert [x.shape for x in jax.eval_shape(run, q, q, q)] == [q.shape, q.shape[:3]]
+    loss = lambda *qkv: run(*qkv)[0].sum()
+    assert jax.eval_shape(jax.grad(loss), q, q, q).shape == q.shape
+
+
+# ---- More than 65,536 tokens: columns beyond 16 bits.
+
+
+@pytest.mark.parametrize("algorithm", ["balanced", "zigzag"])
+def test_long_sequences(algorithm):
+    """Rows around 2**16, and at the ends of documents, by their definition."""
+    lengths, window = [65_000, 2_500, 490], 40
+    ids = np.repeat([1, 2, 3, 0], [*lengths, 10]).astype(np.int32)[None]
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(1, ids.size, 1, 4)).astype("f") for _ in range(3))
+    options = {"mesh": mesh_of(4), "axis_name": AXIS, "algorithm": algorithm}
+    out = context_parallel_attention(
+        q, k, v, segment_ids=ids, mask=SlidingWindow(window), **options
+    )
+    out = np.asarray(out)[0, :, 0]
+    starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
+    sample = [0, 39, 40, 64_999, 65_000, 65_001, *range(65_534, 65_539), 67_499, 67_500, 67_989]
+    for row in sample:
+        seen = slice(max(starts[row], row + 1 - window), row + 1)
+        weights = np.exp(k[0, seen, 0].astype(float) @ q[0, row, 0] / 2)
+        want = weights @ v[0, seen, 0] / weights.sum()
+        np.testing.assert_allclose(out[row], want, rtol=0, atol=1e-5)
+    assert not out[sum(lengths) :].any()

@@ -6,25 +6,49 @@ two tokens of keys and values are 4 bytes.
 """
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
 from array_masks import KINDS, random_mask
+from hypothesis import given, strategies as st
 from mask_oracle import visible
-from predictions import predict
+from properties import examples
 
-from jax_cp_dispatch import Balanced, Hamilton, Placed, Ring, Ulysses, Zigzag
-from jax_cp_dispatch.cost import HARDWARE, Hardware, Moves, Workload, count_pairs, rank_pairs
-from jax_cp_dispatch.masks import Chunked, SlidingWindow
+from jax_cp_dispatch import (
+    Balanced,
+    Halo,
+    Hamilton,
+    Placed,
+    Ring,
+    Ulysses,
+    Zigzag,
+)
+from jax_cp_dispatch.attention.choose import candidates  # inner: predictions of all
+from jax_cp_dispatch.cost import (
+    HARDWARE,
+    Hardware,
+    Moves,
+    Traffic,
+    Workload,
+    count_pairs,
+    rank_pairs,
+    rows_by_link,
+)
+from jax_cp_dispatch.cost.pairs import wasted_pairs  # inner: by brute force
+from jax_cp_dispatch.masks import Causal, Chunked, SlidingWindow
 
 SLOW = Hardware(matmul_flops=4.0, link_bandwidth=1.0, link_latency=1.0, topology="full_mesh")
-NODES = dataclasses.replace(
-    SLOW, ranks_per_node=4, rails=4, rail_bandwidth=0.5, rail_latency=3.0, link_latency=0.0
-)
 TINY = Workload(
     num_ranks=2, tokens_per_rank=2, num_heads=1, num_kv_heads=1, head_size=1, itemsize=1
 )
 ROTATING = Ring(), Zigzag(), Hamilton(), Hamilton(nodes=1)
+
+
+def predict(workload, *, hardware, **options):
+    """Those of all algorithms that need no placement; balanced attention by an estimate."""
+    found = candidates(workload, hardware)
+    return {x.label: x.predict(workload, hardware=hardware, **options) for x in found}
 
 
 def model(num_ranks=8, tokens_per_rank=4096, mask="full", lengths=None):
@@ -171,24 +195,6 @@ def test_topologies(topology, ring, hamilton):
         assert max(exchanges) == seconds
 
 
-@pytest.mark.parametrize(
-    "rails, ring, flat, two_level",
-    [
-        # KV of a rank: 28 bytes. Ring: all 28 through one NIC of 1/2 byte/s, latency 3 s.
-        # Flat: 4 of 7 chunks through a NIC each. Two-level: 1 of 4 chunks.
-        (4, 3 + 56, 3 + 16 / 0.5, 3 + 7 / 0.5),
-        (1, 3 + 56, 3 + 4 * 16 / 0.5, 3 + 4 * 7 / 0.5),  # four ranks share the NIC
-    ],
-)
-def test_two_nodes(rails, ring, flat, two_level):
-    hardware = dataclasses.replace(NODES, rails=rails)
-    workload = dataclasses.replace(TINY, num_ranks=8, tokens_per_rank=14)
-    expected = {Ring(): ring, Zigzag(): ring, Hamilton(): flat, Hamilton(nodes=2): two_level}
-    expected[Hamilton(nodes=4)] = flat  # other nodes than those of the hardware
-    for algorithm, seconds in expected.items():
-        assert algorithm.step_costs(workload, hardware=hardware)[0].communication == seconds
-
-
 @pytest.mark.parametrize("num_ranks", [1, 2, 8, 64])
 @pytest.mark.parametrize("mask", ["causal", "full"])
 def test_schedules_differ_in_links_only(num_ranks, mask):
@@ -208,19 +214,6 @@ def test_schedules_differ_in_links_only(num_ranks, mask):
         2 - 1 / num_ranks if mask == "causal" else 1
     )  # of the ring, whose first step is half as long
     assert predictions["ring"].total == pytest.approx(slowest * predictions["zigzag"].total, 1e-3)
-
-
-@pytest.mark.parametrize("num_ranks", [8, 64])
-def test_more_bandwidth_never_takes_more_time(num_ranks):
-    last = {}
-    for factor in (0.5, 1, 2, 4):
-        hardware = dataclasses.replace(
-            HARDWARE["mi300x"], link_bandwidth=factor * 48e9, rail_bandwidth=factor * 50e9
-        )
-        totals = {x: y.total for x, y in predict(model(num_ranks), hardware=hardware).items()}
-        assert all(totals[x] <= last.get(x, np.inf) for x in totals)
-        last = totals
-    assert ("hamilton_nodes" in last) == (num_ranks > 8)
 
 
 def test_balanced_estimate():
@@ -256,46 +249,6 @@ def test_shared_memory_hides_nothing_and_shares_idle_cores():
     assert predict(workload, hardware=one_core)["ring"].imbalance == pytest.approx(1)
 
 
-def gain(name, workload, algorithm="hamilton"):
-    predictions = predict(workload, hardware=HARDWARE[name])
-    return predictions["zigzag"].total / predictions[algorithm].total
-
-
-@pytest.mark.parametrize("mask", ["causal", "full"])
-@pytest.mark.parametrize("tokens", [1024, 2048, 4096])
-def test_published_trend_of_machines(mask, tokens):
-    """arXiv:2509.26541: largest gain on 8 MI300X, smallest on 8 H100; two H100 nodes between."""
-    one_node, two_nodes = model(8, tokens, mask=mask), model(16, tokens, mask=mask)
-    full_mesh = gain("mi300x", one_node)
-    assert gain("h100", one_node) == 1 < gain("h100", two_nodes) < full_mesh < 7
-
-
-@pytest.mark.parametrize("num_ranks", [8, 16, 64, 512])
-def test_published_trend_of_sizes(num_ranks):
-    """The same paper: there is no gain if computation exceeds 1.5 times the communication."""
-    algorithm = "hamilton" if num_ranks == 8 else "hamilton_nodes"
-    for tokens in (512, 32768):
-        workload = model(num_ranks, tokens, mask="causal")
-        step = Zigzag().step_costs(workload, hardware=HARDWARE["mi300x"])[1]
-        if tokens == 512:
-            assert step.compute < 0.1 * step.communication
-            assert gain("mi300x", workload, algorithm) > 3
-        else:
-            assert step.compute > 1.5 * step.communication
-            assert gain("mi300x", workload, algorithm) < 1.02
-
-
-def test_errors_name_the_remedy(unchecked_types):
-    with pytest.raises(ValueError, match=r"'placed' needs moves.*of the plan of place_tokens"):
-        Placed().step_costs(TINY, hardware=SLOW)
-    with pytest.raises(ValueError, match=r"12 ranks cannot be divided into nodes of 8. Pass a mul"):
-        predict(model(12), hardware=HARDWARE["h100"])
-    with pytest.raises(ValueError, match="'torus'; it needs to be one of 'full_mesh'"):
-        dataclasses.replace(SLOW, topology="torus")
-    with pytest.raises(ValueError, match=r"have 5 tokens, but .* 2 x 2 = 4.*tokens_per_rank>=3"):
-        dataclasses.replace(TINY, lengths=((4,), (2, 3)))
-
-
 def test_latents_by_hand():
     """Rows of 3 elements move in place of keys and values, and are expanded where they arrive."""
     workload = dataclasses.replace(TINY, num_kv_heads=1, latent_size=3, expand_flops=0.0)
@@ -315,3 +268,235 @@ def test_latents_by_hand():
     expected = rows * 7.0 * 3 / SLOW.matmul_flops
     assert sum(x == pytest.approx(expected) for x in added) == TINY.num_ranks
     assert "ulysses" not in predict(dataclasses.replace(workload, num_heads=2), hardware=SLOW)
+
+
+# ---- Published trends.
+
+
+def gain(name, workload, algorithm="hamilton"):
+    predictions = predict(workload, hardware=HARDWARE[name])
+    return predictions["zigzag"].total / predictions[algorithm].total
+
+
+@pytest.mark.parametrize("mask", ["causal", "full"])
+@pytest.mark.parametrize("tokens", [1024, 2048, 4096])
+def test_published_trend_of_machines(mask, tokens):
+    """arXiv:2509.26541: largest gain on 8 MI300X, smallest on 8 H100; two H100 nodes between."""
+    one_node, two_nodes = model(8, tokens, mask=mask), model(16, tokens, mask=mask)
+    full_mesh = gain("mi300x", one_node)
+    assert gain("h100", one_node) == 1 < gain("h100", two_nodes) < full_mesh < 7
+
+
+# ---- Nodes: traffic by the kind of link.
+
+
+NODES = dataclasses.replace(
+    SLOW, ranks_per_node=4, rails=4, rail_bandwidth=0.5, rail_latency=3.0, link_latency=0.0
+)
+
+
+@pytest.mark.parametrize(
+    "rails, ring, flat, two_level",
+    [
+        # KV of a rank: 28 bytes. Ring: all 28 through one NIC of 1/2 byte/s, latency 3 s.
+        # Flat: 4 of 7 chunks through a NIC each. Two-level: 1 of 4 chunks.
+        (4, 3 + 56, 3 + 16 / 0.5, 3 + 7 / 0.5),
+        (1, 3 + 56, 3 + 4 * 16 / 0.5, 3 + 4 * 7 / 0.5),  # four ranks share the NIC
+    ],
+)
+def test_two_nodes(rails, ring, flat, two_level):
+    hardware = dataclasses.replace(NODES, rails=rails)
+    workload = dataclasses.replace(TINY, num_ranks=8, tokens_per_rank=14)
+    expected = {Ring(): ring, Zigzag(): ring, Hamilton(): flat, Hamilton(nodes=2): two_level}
+    expected[Hamilton(nodes=4)] = flat  # other nodes than those of the hardware
+    for algorithm, seconds in expected.items():
+        assert algorithm.step_costs(workload, hardware=hardware)[0].communication == seconds
+
+
+SENT = np.array([[9, 1, 0, 2], [3, 9, 0, 0], [0, 4, 9, 5], [0, 0, 6, 9]])
+
+
+def test_rows_by_link():
+    """Own rows do not count; the busiest rank counts what it sends or receives, the larger."""
+    assert rows_by_link(SENT) == Traffic(21 / 4, 0.0, 9.0, 0.0)
+    two = rows_by_link(SENT, ranks_per_node=2, capacity=30)
+    assert two == Traffic(15 / 4, 6 / 4, 6.0, 4.0, 30)
+    assert (two.total, two.times(2).total) == (21 / 4, 21 / 2)
+    with pytest.raises(ValueError, match=r"4 ranks cannot be divided into nodes of 3. Pass a divi"):
+        rows_by_link(SENT, ranks_per_node=3)
+
+
+# One pair takes one second; links move one byte per second, NICs half a byte.
+PAIRS = Hardware(
+    matmul_flops=4.0, link_bandwidth=1.0, link_latency=0.0, topology="nvswitch", ranks_per_node=2,
+    rails=2, rail_bandwidth=0.5,
+)  # fmt: skip
+SMALL = Workload(4, 2, num_heads=1, num_kv_heads=1, head_size=1, itemsize=1)
+
+
+def test_traffic_of_a_plan_by_link():
+    """Two bytes per row: the busiest NIC decides, then the busiest port; means are reported."""
+    first = lambda keys: Placed().step_costs(SMALL, hardware=PAIRS, moves=Moves(0, keys))[0]
+    by_nic, by_port = Traffic(3.0, 1.0, 5.0, 4.0), Traffic(3.0, 1.0, 50.0, 4.0)
+    assert first(by_nic)[1:] == (4 * 2 / 0.5, 8.0, 2.0, 10.0, 8.0)
+    assert first(by_port)[1:] == (50 * 2, 8.0, 2.0, 100.0, 8.0)
+    equally = 8 * 2 / 0.5, 24.0, 16.0, 8.0, 16.0  # to 3 others
+    assert first(12)[1:] == pytest.approx(equally)
+
+
+@pytest.mark.parametrize(
+    "algorithm, between", [(Ring(), 1 / 2), (Hamilton(), 2 / 3), (Hamilton(nodes=2), 1 / 2)]
+)
+def test_share_between_nodes(algorithm, between):
+    """Ring: the last of two ranks. Cycles: 2 of 3 other ranks. With nodes: 1 of 2 chunks."""
+    for backward in (False, True):
+        for step in algorithm.step_costs(SMALL, hardware=PAIRS, backward=backward):
+            assert step.between_bytes == pytest.approx(between * step.sent_bytes)
+    prediction = algorithm.predict(SMALL, hardware=PAIRS)
+    assert prediction.bytes_per_rank == 3 * SMALL.kv_bytes(2)
+    assert prediction.bytes_between_nodes == pytest.approx(between * 3 * SMALL.kv_bytes(2))
+
+
+def test_predicted_from_the_links_inside_and_between_nodes():
+    """2 nodes of 4: a rank's heads of keys of a node's tokens go to the other node, once."""
+    hardware = dataclasses.replace(HARDWARE["h100"], ranks_per_node=4, rails=2)
+    workload = Workload(8, 1024, num_heads=8, num_kv_heads=4, head_size=128, itemsize=2)
+    q, kv = 1024 * 8 * 128 * 2, 2 * 1024 * 4 * 128 * 2  # bytes of a rank
+    options: dict[str, Any] = {"hardware": hardware, "with_backward": False}
+    ring, two = (x.predict(workload, **options) for x in (Ring(), Ulysses(Ring())))
+    assert two.bytes_between_nodes == kv
+    assert two.bytes_per_rank - two.bytes_between_nodes == (q + kv + q) * 3 / 4
+    assert ring.bytes_per_rank == 7 * kv
+    steps = Ulysses(Ring()).step_costs(workload, hardware=hardware)
+    seconds = hardware.rail_latency + kv / (hardware.rail_bandwidth * 2 / 4)  # 4 ranks, 2 NICs
+    assert max(step.communication for step in steps) == pytest.approx(seconds)
+    # In units of a rank's keys, the last rank computes 1/2 + 7; the last node 4 * 4 / 2 + 4 * 4.
+    assert two.compute == pytest.approx(ring.compute * (24 / 4) / 7.5, rel=1e-3)
+    assert Ulysses(Hamilton()).predict(workload, **options).total < ring.total
+    back = Ulysses(Zigzag()).predict(workload, hardware=hardware, with_backward=True)
+    assert back.bytes_between_nodes == kv * (1 + 1 + 2 * 2)  # again; gradients twice, in float32
+    one_node = dataclasses.replace(hardware, ranks_per_node=8)
+    with pytest.raises(ValueError, match="'ulysses_ring' shares 4 heads over 8 ranks"):
+        fewer = dataclasses.replace(workload, num_heads=4)
+        Ulysses(Ring()).step_costs(fewer, hardware=one_node)
+
+
+def test_windows_between_nodes():
+    """A window moves only its rows, also between nodes."""
+    hardware = dataclasses.replace(HARDWARE["h100"], ranks_per_node=4)
+    mask = SlidingWindow(129)
+    workload = Workload(8, 1024, num_heads=8, num_kv_heads=4, head_size=128, itemsize=2, mask=mask)
+    two = Ulysses(Halo()).predict(workload, hardware=hardware)
+    assert two.bytes_between_nodes == 128 * 2 * 1 * 128 * 2 / 2  # one of two nodes, one KV head
+
+
+def test_predicted_bytes_of_ulysses():
+    """Shares of q and of the output; whole latent rows, whose gradients are float32."""
+    sizes: dict[str, Any] = {"num_heads": 16, "num_kv_heads": 16, "head_size": 128, "itemsize": 2}
+    workload = Workload(8, 1024, **sizes, latent_size=576, expand_flops=1e6)
+    q, latents = 1024 * 16 * 128 * 2, 1024 * 576 * 2
+    options: dict[str, Any] = {"hardware": HARDWARE["h100"]}
+    forward = Ulysses().predict(workload, **options)
+    assert forward.bytes_per_rank == 2 * q * 7 / 8 + 7 * latents
+    both = Ulysses().predict(workload, with_backward=True, **options)
+    assert both.bytes_per_rank == 4 * q * 7 / 8 + (1 + 2) * 7 * latents
+
+
+# ---- Machines whose ranks share cores and memory.
+
+
+SHARED = Hardware(
+    matmul_flops=1.0, link_bandwidth=2.0, link_latency=3.0, topology="shared_memory", cores=4,
+    attention_flops=4.0, planned_attention_flops=2.0,
+)  # fmt: skip
+
+
+def test_exchanges_in_shared_memory():
+    """All ranks share the bandwidth; keys that stay on their rank are copied, too."""
+    steps = Placed().step_costs(SMALL, hardware=SHARED, moves=Moves(0, 3))
+    (exchange,) = [x for x in steps if x.communication]
+    assert exchange.communication == 3 + 4 * 2 * (3 + 2) / 2
+    assert exchange.sent_bytes == 6
+    zigzag = [x.communication for x in Zigzag().step_costs(SMALL, hardware=SHARED)]
+    assert zigzag == [0, 3 + 4 * 4 / 2] * 3 + [0, 0]
+
+
+@pytest.mark.parametrize(
+    "algorithm, backward, expected",
+    [
+        # 36 pairs of all ranks; with a plan, each takes two seconds. Then q, out, and 5 keys.
+        (Placed(), False, 2 * 36 + 4 * (2 * 2 + 2 * 5) / 2),
+        # q, out, dout and dq; 5 keys, and their gradients of 4 bytes.
+        (Placed(), True, 2.5 * 2 * 36 + 4 * (4 * 2 + 2 * 5 * (1 + 4)) / 2),
+        # The same queries, and other keys, in each of four steps.
+        (Zigzag(), False, 36 + 4 * 4 * (2 * 2 + 2 * 2) / 2),
+        (Zigzag(), True, 2.5 * 36 + 4 * 4 * (4 * 2 + 2 * 2 * (1 + 4)) / 2),
+    ],
+)
+def test_operands_are_copied_in_shared_memory(algorithm, backward, expected):
+    steps = algorithm.step_costs(SMALL, hardware=SHARED, backward=backward, moves=Moves(0, 3))
+    assert sum(x.compute for x in steps) == expected
+
+
+def test_buffers_are_copied_whole():
+    rows = Traffic(3.0, 0.0, 3.0, 0.0, capacity=20)
+    steps = Placed().step_costs(SMALL, hardware=SHARED, moves=Moves(0, rows))
+    assert sum(x.compute for x in steps) == 2 * 36 + 4 * (2 * 2 + 2 * 20) / 2
+
+
+# ---- Pairs outside the mask that attention computes, because it computes whole tiles.
+
+
+def computed_pairs(start, end, offset_q, offset_k, tile):
+    """Pairs of the tiles that hold a query [offset_q + i] with the keys [start, end) of it."""
+    queries, keys = tile
+    first = np.flatnonzero(np.r_[True, np.diff((np.arange(len(start)) + offset_q) // queries) > 0])
+    begin = (np.minimum.reduceat(start, first) + offset_k) // keys
+    stop = -(-(np.maximum.reduceat(end, first) + offset_k) // keys)
+    return queries * keys * int((stop - begin).sum())
+
+
+@examples(20)
+@given(data=st.data())
+def test_waste_is_the_mean_over_all_places_of_the_tiles(data):
+    """Up to terms that do not grow with the piece: a tile and its neighbour at each end."""
+    tile = data.draw(st.sampled_from([(4, 4), (2, 6), (6, 3)]))
+    length = data.draw(st.integers(20, 60))
+    start = data.draw(st.integers(0, length - 12))
+    end = data.draw(st.integers(start + 12, length))
+    left = data.draw(st.none() | st.integers(8, 40))
+    right = data.draw(st.sampled_from([0, None, 9]))
+    query = np.arange(start, end)
+    first = np.zeros_like(query) if left is None else np.maximum(query - left, 0)
+    last = np.full_like(query, length) if right is None else np.minimum(query + right + 1, length)
+    pairs = (last - first).sum()
+    places = [(q, k) for q in range(tile[0]) for k in range(tile[1])]
+    mean = np.mean([computed_pairs(first, last, q, k, tile) for q, k in places])
+    got = pairs + wasted_pairs(
+        start, end, length, SlidingWindow(None if left is None else left + 1, right), tile
+    )
+    assert abs(got - mean) <= 2 * tile[0] * (tile[0] + tile[1])
+
+
+def test_no_waste_without_tiles_or_queries():
+    causal = Causal()
+    assert wasted_pairs(3, 9, 20, causal, (1, 1)) == 0
+    assert wasted_pairs(np.array([5]), np.array([5]), np.array([9]), causal, (64, 128)) == 0
+
+
+# ---- Invalid calls.
+
+
+def test_errors_name_the_remedy(unchecked_types):
+    sent: Any = (SENT[0], SENT[:2], SENT / 2, None)
+    for each in sent:
+        with pytest.raises(TypeError, match=r"rows_by_link: sent is .*integers \[num_ranks, num_r"):
+            rows_by_link(each)
+    with pytest.raises(ValueError, match=r"'placed' needs moves.*of the plan of place_tokens"):
+        Placed().step_costs(TINY, hardware=SLOW)
+    with pytest.raises(ValueError, match=r"12 ranks cannot be divided into nodes of 8. Pass a mul"):
+        predict(model(12), hardware=HARDWARE["h100"])
+    with pytest.raises(ValueError, match="'torus'; it needs to be one of 'full_mesh'"):
+        dataclasses.replace(SLOW, topology="torus")
+    with pytest.raises(ValueError, match=r"have 5 tokens, but .* 2 x 2 = 4.*tokens_per_rank>=3"):
+        dataclasses.replace(TINY, lengths=((4,), (2, 3)))

@@ -1,14 +1,16 @@
 """Cycles over ranks: each uses every link once and visits every rank; custom ones are checked."""
 
-import hashlib
-import os
-import subprocess
-import sys
+import json
+import pathlib
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from hamilton_vectors import recorded
+from hypothesis import given, strategies as st
+from on_mesh import AXIS, mesh_of
+from properties import examples
 
+from jax_cp_dispatch import Documents, Hamilton, context_parallel_attention, merge_partials
 from jax_cp_dispatch.cycles import (
     chunk_maps,
     hamiltonian_cycles,
@@ -17,7 +19,11 @@ from jax_cp_dispatch.cycles import (
     two_level_cycles,
     two_level_maps,
 )
-from jax_cp_dispatch.cycles.integer_rows import check_chunk_maps, check_cycles
+from jax_cp_dispatch.cycles.integer_rows import (  # inner: every rule
+    check_chunk_maps,
+    check_cycles,
+)
+from jax_cp_dispatch.documents import zigzag_permutation
 
 DECOMPOSABLE = [n for n in range(2, 65) if n not in (4, 6)]
 NODES = [(m, u) for m in range(1, 13) for u in range(1, 7) if u > 1 or m not in (4, 6)]
@@ -59,7 +65,7 @@ def travel(rows, out_chunk):
 
 
 @pytest.mark.parametrize(
-    "sizes", [DECOMPOSABLE, [97, 126, 250, 333, 1022, 1024]], ids=["up to 64", "sampled"]
+    "sizes", [DECOMPOSABLE, [97, 126, 250, 333, 512]], ids=["up to 64", "sampled"]
 )
 def test_hamiltonian_cycles_use_each_link_once(sizes):
     for n in sizes:
@@ -77,33 +83,6 @@ def test_smallest_numbers_of_ranks():
     assert chunk_maps([]) == ([[-1]], [[-1]])
     assert check_cycles([], 1) == ()
     assert check_chunk_maps([[-1]], [[-1]], 1) == (0, ((-1,),), ((-1,),))
-
-
-def test_lists_are_fresh():
-    for make in (lambda: hamiltonian_cycles(8), lambda: hamiltonian_paths(7)):
-        before = make()
-        before[0].reverse()
-        assert make() != before
-
-
-DIGEST = """
-import hashlib
-from jax_cp_dispatch.cycles import hamiltonian_cycles, two_level_maps
-print(hashlib.sha256(repr((hamiltonian_cycles(62), two_level_maps(7, 3))).encode()).hexdigest())
-"""
-
-
-def test_the_same_in_every_process():
-    there = subprocess.run(
-        [sys.executable, "-c", DIGEST],
-        env={**os.environ, "PYTHONHASHSEED": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=1200,
-    ).stdout
-    here = repr((hamiltonian_cycles(62), two_level_maps(7, 3))).encode()
-    assert there.strip() == hashlib.sha256(here).hexdigest()
 
 
 def test_hamiltonian_paths_use_each_link_once():
@@ -172,15 +151,17 @@ def test_two_level_cycles_use_each_link_inside_once_and_one_between(rail_aligned
         assert sum(peer >= 0 for peer, _ in maps.inter_in) == len(between)
 
 
-def test_links_between_nodes_of_even_size_have_a_formula():
-    for m in range(2, 13, 2):
-        for u in range(2, 7):
-            maps = two_level_maps(m, u)
-            for rank in range(m * u):
-                node, place = divmod(rank, m)
-                opposite = (place + m // 2) % m
-                assert maps.inter_out[rank] == [(node + 1) % u * m + opposite, opposite]
-                assert maps.inter_in[rank] == [(node - 1) % u * m + opposite, place]
+def test_the_direct_schedule_uses_each_link_once_per_step():
+    for n in (2, 5, 8):
+        schedule = Hamilton(cycles="direct").schedule("a test", n)
+        held = [[schedule.held(rank, step) for rank in range(n)] for step in range(n)]
+        source, chunk = np.moveaxis(np.array(held), 2, 0)  # each [step, rank, slot]
+        seen = np.sort((source * n + chunk).swapaxes(0, 1).reshape(n, -1), axis=1)  # of each rank
+        every_chunk = (np.arange(n)[:, None] * n + np.arange(n - 1)).ravel()
+        np.testing.assert_array_equal(seen, np.broadcast_to(every_chunk, seen.shape))
+        others = np.delete(np.tile(np.arange(n), (n, 1)), np.arange(n) * (n + 1))
+        for step in source[1:]:
+            np.testing.assert_array_equal(np.sort(step, axis=1), others.reshape(n, n - 1))
 
 
 def test_sizes_without_cycles_are_rejected_with_a_remedy(unchecked_types):
@@ -203,54 +184,35 @@ def test_sizes_without_cycles_are_rejected_with_a_remedy(unchecked_types):
         two_level_cycles(2, True)
 
 
-def test_cycles_may_be_lists_tuples_or_arrays():
-    rows = hamiltonian_cycles(5)[:3]
-    want = tuple(map(tuple, rows))
-    for given in (rows, want, np.array(rows), np.array(rows, np.uint8)):
-        got = check_cycles(given, 5)
-        assert got == want
-        assert {type(rank) for row in got for rank in row} == {int}
-
-
 @pytest.mark.parametrize(
     "cycles, error, message",
     [
         ([[0, 1, 2], [0, 1]], ValueError, r"row 1 of cycles is \[0, 1\], .* not a permutation"),
         ([[0, 1, 1]], ValueError, r"row 0 of cycles is \[0, 1, 1\].*each of the 3 ranks once"),
-        ([[1, 2, 3]], ValueError, "not a permutation of 0, ..., 2"),
         ([[-1, 0, 1]], ValueError, "not a permutation"),
         ([[0, 1, 2], [1, 2, 0]], ValueError, "rows 0 and 1 .* from rank 0 to rank 1"),
         ([], ValueError, "got 0 cycles for 3 ranks"),
         ([[0, True, 2]], TypeError, "row 0 of cycles has entries of type bool"),
-        ([[0, 2, 1], [0, 1.0, 2]], TypeError, "row 1 of cycles has entries of type float"),
         (np.array([[0.0, 1.0, 2.0]]), TypeError, "float64"),
         ([0, 1, 2], TypeError, r"cycles is \[0, 1, 2\]; it needs to be rows of integers"),
     ],
 )
 def test_invalid_cycles_are_rejected(unchecked_types, cycles, error, message):
-    with pytest.raises(error, match=message) as caught:
+    with pytest.raises(error, match=f"^check_cycles: .*{message}"):
         check_cycles(cycles, 3)
-    assert str(caught.value).startswith("check_cycles: ")
+    rows = hamiltonian_cycles(5)[:3]
+    for each in (rows, np.array(rows), np.array(rows, np.uint8)):
+        assert check_cycles(each, 5) == tuple(map(tuple, rows))
 
 
 def test_every_function_rejects_invalid_cycles(unchecked_types):
-    shared = [[0, 1, 2], [1, 2, 0]]
     for op in (chunk_maps, source_is_earlier):
         with pytest.raises(ValueError, match=f"{op.__name__}: rows 0 and 1"):
-            op(shared)
+            op([[0, 1, 2], [1, 2, 0]])
         with pytest.raises(ValueError, match=f"{op.__name__}: row 0 .* not a permutation"):
             op([[]])
     with pytest.raises(ValueError, match="got 1 cycles for 1 ranks"):
         chunk_maps([[0]])
-
-
-def test_chunk_maps_may_be_lists_or_arrays():
-    out_chunk, in_chunk = chunk_maps(two_level_cycles(3, 2))
-    want = (2, tuple(map(tuple, out_chunk)), tuple(map(tuple, in_chunk)))
-    assert check_chunk_maps(out_chunk, in_chunk, 6) == want
-    assert check_chunk_maps(np.array(out_chunk), np.array(in_chunk), 6) == want
-    only_one = [[-1, 1, -1], [-1, -1, -1], [-1, -1, -1]]
-    assert check_chunk_maps(only_one, np.transpose(only_one), 3)[0] == 2
 
 
 @pytest.mark.parametrize(
@@ -273,7 +235,39 @@ def test_invalid_chunk_maps_are_rejected(unchecked_types, change, message):
         check_chunk_maps(maps["out"], maps["in"], 3)
 
 
-# Recorded results of another implementation, if they are present.
+# ---- The order of tokens for which causal work is equal.
+
+
+@given(num_ranks=st.integers(1, 40), per_rank=st.integers(0, 40))
+@examples(15)
+def test_zigzag_permutation_is_that_of_blocks(num_ranks, per_rank):
+    num_tokens = num_ranks * per_rank
+    order = zigzag_permutation(num_tokens, num_ranks)
+    back = zigzag_permutation(num_tokens, num_ranks, inverse=True)
+    np.testing.assert_array_equal(order[back], np.arange(num_tokens))
+    first, last = (per_rank + 1) // 2, per_rank // 2
+    lengths = [first] * num_ranks + [last] * num_ranks
+    blocks = np.split(np.arange(num_tokens), np.cumsum(lengths)[:-1])
+    want = [blocks[i] for rank in range(num_ranks) for i in (rank, 2 * num_ranks - 1 - rank)]
+    np.testing.assert_array_equal(order, np.concatenate(want))
+
+
+@pytest.mark.parametrize("num_tokens, num_ranks", [(7, 2), (4, 0), (-2, 2)])
+def test_tokens_that_cannot_be_split_are_rejected(num_tokens, num_ranks):
+    with pytest.raises(ValueError, match=f"{num_tokens} tokens cannot be split over {num_ranks}"):
+        zigzag_permutation(num_tokens, num_ranks)
+
+
+# ---- Recorded results of another implementation, of cycles and of attention; tests/data names it.
+
+VECTORS = pathlib.Path(__file__).parents[1] / "data" / "hamilton"
+
+
+def recorded(name):
+    """Returns cycles, maps, placements or a merge, by the name of the function."""
+    return json.loads((VECTORS / "schedules.json").read_text())[name]
+
+
 @pytest.mark.parametrize("num_ranks", [8, 12, 16])
 def test_recorded_cycles(num_ranks):
     cycles = recorded(f"gen_hamilton_circle_{num_ranks}")
@@ -307,3 +301,35 @@ def test_recorded_two_nodes():
         inside = np.array(maps.out_chunk)[node, node], np.array(maps.in_chunk)[node, node]
         np.testing.assert_array_equal(inside[0], recorded("intra_node_out_mapping_8"))
         np.testing.assert_array_equal(inside[1], recorded("intra_node_in_mapping_8"))
+
+
+def by_rank(name):
+    ranks = recorded(name).get("ranks") or recorded(name)
+    return [ranks[str(rank)] for rank in range(len(ranks))]
+
+
+def test_recorded_attention():
+    vector = dict(np.load(VECTORS / "forward_zigzag_4.npz"))
+    q, k, v, want = (vector[key] for key in ("q", "k", "v", "out_full"))
+    documents = Documents(np.ones(q.shape[:2], np.int32)).zigzag(4)
+    where = {"mesh": mesh_of(4), "axis_name": AXIS, "algorithm": "hamilton"}
+    got = context_parallel_attention(*documents.apply((q, k, v)), documents=documents, **where)
+    np.testing.assert_allclose(got, documents.apply(want), rtol=1e-5, atol=1e-5)
+    for rank, part in enumerate(np.split(np.asarray(got), 4, axis=1)):
+        np.testing.assert_allclose(part.ravel(), vector["local_out"][rank], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_ranks", [4, 8])
+def test_recorded_zigzag(num_ranks):
+    want = by_rank(f"placement_zigzag_ring_{num_ranks}")
+    order = zigzag_permutation(np.size(want), num_ranks)
+    np.testing.assert_array_equal(order.reshape(num_ranks, -1), want)
+
+
+def test_recorded_merge():
+    vector = recorded("out_lse_merge")
+    names = ("block_out1", "block_lse1_BNS", "block_out2", "block_lse2_BNS")
+    out, lse = merge_partials(*(jnp.float32(vector[name]) for name in names))
+    np.testing.assert_allclose(out, vector["out"], rtol=1e-6, atol=1e-6)
+    want = np.moveaxis(np.array(vector["lse_BSN1"])[..., 0], 1, 2)
+    np.testing.assert_allclose(lse, want, rtol=1e-6, atol=1e-6)

@@ -9,8 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from on_mesh import AXIS, mesh_of
+from calls import check_qkv, draw_qkv
+from jax.sharding import NamedSharding, PartitionSpec as P
+from on_mesh import AXIS, mesh_of, permuted_mesh
 from packed_batches import pack
 
 import jax_cp_dispatch as cpd
@@ -108,26 +109,30 @@ def test_programs_keep_the_order():
 
 def test_groups_of_a_sharded_batch_through_specs():
     """In `shard_map`, each group has one of stacked plans; attention and a layer take it."""
-    segment_ids, _ = drawn()
-    mesh = jax.make_mesh((2, W), ("data", AXIS), axis_types=(AxisType.Auto,) * 2)
-    rows = np.split(segment_ids, 2)
-    moved = cpd.stack_plans([cpd.plan_attention(x, world_size=W) for x in rows])
-    packed = Documents(segment_ids).with_plan(moved)
-    placed = cpd.place_tokens(segment_ids=segment_ids, world_size=W, num_groups=2).documents
-    q = np.random.default_rng(2).normal(size=(B, T, 1, 8)).astype(np.float32)
+    *qkv, _, segment_ids = operands = draw_qkv(2, B, T)
+    mesh = permuted_mesh((2, W), ("data", AXIS))
+    moved = [cpd.plan_attention(x, world_size=W) for x in np.split(segment_ids, 2)]
+    packed = Documents(segment_ids).with_plan(cpd.stack_plans(moved))
+    placement = cpd.place_tokens(segment_ids=segment_ids, world_size=W, num_groups=2)
+    placed = placement.documents
+    shift = partial(cpd.sequence.shift, offset=1, axis_name=AXIS)
 
-    def calls(q, packed, placed, **where):
-        attend = partial(cpd.context_parallel_attention, q, q, q, axis_name=AXIS, **where)
-        out = attend(documents=packed, algorithm="balanced")
-        of_placed = attend(documents=placed, algorithm="placed")
-        return out, of_placed, cpd.sequence.shift(q, 1, documents=placed, axis_name=AXIS, **where)
+    def calls(qkv, packed, placed_qkv, placed):
+        attend = partial(cpd.context_parallel_attention, axis_name=AXIS)
+        out = attend(*qkv, documents=packed, algorithm="balanced")
+        of_placed = attend(*placed_qkv, documents=placed, algorithm="placed")
+        return out, of_placed, shift(placed_qkv[0], documents=placed)
 
     sharded = P("data", AXIS)
-    specs = (sharded, *(x.specs(AXIS, batch_axis="data") for x in (packed, placed)))
+    of_packed, of_placed = (x.specs(AXIS, batch_axis="data") for x in (packed, placed))
+    specs = sharded, of_packed, sharded, of_placed
     mapped = jax.shard_map(calls, mesh=mesh, in_specs=specs, out_specs=sharded)
-    expected = calls(q, packed, placed, mesh=mesh, batch_axis="data")
-    for out, right in zip(jax.jit(mapped)(q, packed, placed), expected, strict=True):
-        np.testing.assert_array_equal(out, right)
+    arrays = tuple(qkv), packed, tuple(placement.apply(qkv)), placed
+    out, of_placed, shifted = jax.jit(mapped)(*arrays)
+    check_qkv([out], operands)
+    check_qkv([placement.restore(np.asarray(of_placed))], operands)
+    wanted = shift(arrays[2][0], documents=placed, mesh=mesh, batch_axis="data")
+    np.testing.assert_array_equal(shifted, wanted)
 
 
 PLAIN = Documents(*drawn())

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from on_mesh import AXIS, all_fail, mesh_of
+from on_mesh import AXIS, mesh_of
 
 import jax_cp_dispatch as cpd
 from jax_cp_dispatch import Documents, sequence
@@ -138,33 +138,3 @@ def test_labels_and_local_attention_take_packed_order(order):
     for call in (shift, local):
         with pytest.raises((ValueError, TypeError), match=rf"{REFUSED}|separate runs"):
             call()
-
-
-@pytest.mark.usefixtures("unchecked_types")
-def test_documents_and_their_short_form():
-    call = partial(cpd.context_parallel_attention, mesh=mesh_of(W), axis_name=AXIS)
-    with pytest.raises(TypeError, match="got documents, and segment_ids or positions"):
-        jax.eval_shape(
-            lambda x: call(x, x, x, algorithm="ring", documents=PACKED, segment_ids=IDS), X
-        )
-    with pytest.raises(ValueError, match=r"are in zigzag order.*but the tokens in packed order"):
-        jax.eval_shape(lambda x: call(x, x, x, algorithm="ring", mask=MASKS["zigzag"]), X)
-    with pytest.raises(TypeError, match=r"documents is of type ndarray.*Pass Documents"):
-        wrong: Any = IDS
-        jax.eval_shape(lambda x: call(x, x, x, algorithm="ring", documents=wrong), X)
-
-
-def test_traced_documents_out_of_order_fail_in_the_step():
-    """Their positions are counted, and start again in each piece: the ids alone show it."""
-    x = np.ones(X.shape, np.float32)
-    ids = np.repeat([[1, 2, 1]], [6, 5, 5], axis=1)
-
-    @jax.jit
-    def step(ids):
-        options: Any = {"mesh": mesh_of(W), "axis_name": AXIS, "algorithm": "ring"}
-        return cpd.context_parallel_attention(x, x, x, documents=Documents(ids), **options)
-
-    all_fail(
-        step(ids),
-        "a document has several pieces in its batch row.*in another order, pass documents=",
-    )

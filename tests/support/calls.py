@@ -146,7 +146,7 @@ def attend(call, operands, given, mask, **where) -> Any:
     return results if isinstance(results, tuple) else (results,)
 
 
-def program(call, mesh, given, mask):
+def program(call, mesh, given, mask) -> Any:
     """Returns `(operands, cotangents, given, mask) -> (results, gradients)`, jitted."""
     rows = P(None, call.axis_name)
     of_arrays = call.mask in KINDS
@@ -182,6 +182,13 @@ def program(call, mesh, given, mask):
     return both
 
 
+def allowed_error(dtype, largest):
+    allowed = TOLERANCE[dtype]
+    if isinstance(allowed, tuple):
+        return min(allowed[0] * max(largest, 1), allowed[1] * max(largest, 0.1))
+    return allowed * max(largest, 0.1)
+
+
 def errors(call, got, want):
     """Returns the error of each array, as a part of what is allowed."""
     assert jax.tree.structure(got) == jax.tree.structure(want)
@@ -191,12 +198,7 @@ def errors(call, got, want):
         assert x.shape == y.shape and np.array_equal(np.isfinite(x), np.isfinite(y)), name
         finite = np.isfinite(y)
         difference = np.abs(x[finite] - y[finite]).max(initial=0)
-        largest = np.abs(y[finite]).max(initial=0)
-        allowed = TOLERANCE[call.dtype]
-        if isinstance(allowed, tuple):
-            allowed = min(allowed[0] * max(largest, 1), allowed[1] * max(largest, 0.1))
-        else:
-            allowed *= max(largest, 0.1)
+        allowed = allowed_error(call.dtype, np.abs(y[finite]).max(initial=0))
         # Algorithms by plans keep out for the backward pass in the dtype of q.
         by_plan = call.dtype == "bfloat16" and "rotates" not in _kind(call.algorithm)
         found[name] = difference / (allowed * (4 if by_plan else 1))
@@ -227,7 +229,7 @@ def check(call, rng, mesh=None, *, num_batches=1):
 
 
 def _check_batch(call, rng, mesh, compiled):
-    """Returns the program."""
+    """Returns the program, which is compiled once."""
     ids, positions, given = draw_documents(call, rng)
     mask, allowed = draw_mask(call, rng, ids, positions)
     operands, cotangents = draw_operands(call, rng, ids.shape)
@@ -251,6 +253,7 @@ def _check_batch(call, rng, mesh, compiled):
     g, dlse = stored(cotangents[0]), moves.apply(cotangents[1])
     compiled = compiled or program(call, mesh, given, mask)
     got, gradients = compiled(arrays, (g, dlse), *((given, mask) if call.traced else ()))
+    assert compiled._cache_size() == 1
     gradients |= {name: back(gradients[name]) for name in ("q", "keys")}
     named = dict(zip(("out", *call.returns), got, strict=True))
     wanted = {"out": out, "lse": lse, "max_logits": largest}
@@ -265,3 +268,42 @@ def _check_batch(call, rng, mesh, compiled):
 
 def of_rows(x, like):
     return x.reshape(*x.shape, *[1] * (like.ndim - x.ndim))
+
+
+# ---- Of tests with programs of their own: q, k, v, a cotangent of the output, and segment ids.
+
+
+def draw_qkv(seed, batch, num_tokens, *, heads=(4, 2)) -> Any:
+    """Returns these five, of random documents with padding."""
+    rng, (N, K) = np.random.default_rng(seed), heads
+    shapes = ((batch, num_tokens, *size) for size in ((N, 8), (K, 8), (K, 4), (N, 4)))
+    arrays = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+    return *arrays, pack(rng, batch, num_tokens, max_length=max(2, num_tokens // 2))[0]
+
+
+def with_gradients(attend):
+    """`(q, k, v, g, *others) -> (out, dq, dk, dv)` of `attend(q, k, v, *others)`"""
+
+    def run(q, k, v, g, *others):
+        out, pull_back = jax.vjp(lambda *x: attend(*x, *others), q, k, v)
+        return out, *pull_back(g)
+
+    return run
+
+
+def dense_qkv(operands, mask: Any = "causal", *, pairs=None):
+    """Returns the output and gradients in float64; `pairs` may replace the mask."""
+    q, k, v, g, segment_ids = operands
+    pairs = batch_pairs(mask, segment_ids) if pairs is None else pairs
+    out, lse = masked_attention(q, k, v, pairs)
+    return out, *masked_attention_gradients(q, k, v, pairs, g, np.zeros(lse.shape))
+
+
+def check_qkv(results, operands, mask: Any = "causal", *, pairs=None):
+    """Requires the output, or the output and gradients, of dense attention."""
+    wanted = dense_qkv(operands, mask, pairs=pairs)
+    assert len(results) in (1, 4)
+    for name, x, y in zip(("out", "dq", "dk", "dv"), results, wanted, strict=False):
+        assert x.shape == y.shape and x.dtype == np.float32, name
+        error = np.abs(np.asarray(x, np.float64) - y).max()
+        assert error <= allowed_error("float32", np.abs(y).max()), f"{name}: {error}"

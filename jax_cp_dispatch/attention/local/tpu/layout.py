@@ -125,7 +125,7 @@ def find_visits(options: PassOptions, blocks: TpuBlocks) -> Visits:
     first, last = smallest(start) // LANES, -(-largest(end) // LANES)
     of_queries = [-(-largest(start) // LANES), smallest(end) // LANES]
     of_keys = []
-    key_block = jnp.arange(blocks.k.shape[1])
+    key_block = jnp.arange(blocks.k.shape[1])[None, None]
     meet = (first[..., None] <= key_block) & (key_block < last[..., None])
     if blocks.of_keys is not None:
         index = blocks.of_queries[:, :, 2]
@@ -153,7 +153,7 @@ _LARGEST = 2**31 - 1
 def _walks(meet):
     """Begin, first and last of the walks over the last axis."""
     number = meet.shape[2]
-    other = jnp.arange(number)
+    other = jnp.arange(number)[None, None]
     first = jnp.where(meet, other, number - 1).min(2)
     last = jnp.where(meet, other + 1, 0).max(2)
     steps = jnp.maximum(last - first, 1)

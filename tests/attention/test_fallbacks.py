@@ -11,9 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from attention_oracle import attention, attention_gradients
+from calls import check_qkv, draw_qkv
 from on_mesh import AXIS, mesh_of, permuted_mesh
-from packed_batches import causal_ranges
 
 from jax_cp_dispatch import (
     Documents,
@@ -24,7 +23,6 @@ from jax_cp_dispatch import (
     plan_attention,
     stack_plans,
 )
-from jax_cp_dispatch.masks.mask import PLACED
 
 WORLD_SIZE, COLUMNS, SCALE = 4, 512, 512
 LENGTHS = Path(__file__).parents[1] / "data" / "packed"
@@ -117,10 +115,7 @@ def test_many_batches_compile_once():
         fits = bool(made.documents.fits)
         seen[fits] += 1
         if seen[fits] <= 5:
-            start, end = causal_ranges(ids_of(lengths))
-            q, k, v = (x.astype(np.float64) for x in qkv)
-            want, _ = attention(q, k, v, start, end)
-            np.testing.assert_allclose(out, want, atol=1e-5)
+            check_qkv([out], (*qkv, qkv[0], ids_of(lengths)))
     assert 12 < seen[True] < 25
     assert len(compiled) == 1
     assert step._cache_size() == 1  # pyright: ignore[reportAttributeAccessIssue]
@@ -137,18 +132,12 @@ def test_gradients_of_both_branches():
         out, pull_back = jax.vjp(partial(jax.lax.cond, documents.fits, planned, ring), q, k, v)
         return out, *pull_back(g)
 
-    rng = np.random.default_rng(1)
-    arrays = [rng.normal(size=(1, columns, n, 8)).astype(np.float32) for n in (2, 1, 1, 2)]
+    *arrays, _ = draw_qkv(1, 1, columns, heads=(2, 1))
     for lengths, fits in (([20, 12, 32], True), ([60, 4], False)):
         made = Balanced(lengths, **sizes, config=config, fallback="ring")
         assert bool(made.documents.fits) == fits
         results = made.restore([np.asarray(x) for x in step(*made.apply(arrays), made.documents)])
-        start, end = causal_ranges(ids_of(lengths))
-        q, k, v, g = (x.astype(np.float64) for x in arrays)
-        out, lse = attention(q, k, v, start, end)
-        want = out, *attention_gradients(q, k, v, start, end, g, np.zeros(lse.shape))
-        for name, x, y in zip(("out", "dq", "dk", "dv"), results, want, strict=True):
-            np.testing.assert_allclose(x, y, atol=1e-5 * np.abs(y).max(), err_msg=name)
+        check_qkv(results, (*arrays, ids_of(lengths)))
     assert step._cache_size() == 1  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -173,12 +162,14 @@ def test_groups_of_rows_fall_back_together():
         assert bool(documents.fits) == fits
         assert fits or "group 1 of 2" in str(placement.reason)
         out = placement.restore(np.asarray(step(*placement.apply(arrays), documents)))
-        q, k, v = (x.astype(np.float64) for x in arrays)
-        want, _ = attention(q, k, v, *causal_ranges(ids_of(*lengths)))
-        np.testing.assert_allclose(out, want, atol=1e-5)
+        check_qkv([out], (*arrays, arrays[0], ids_of(*lengths)))
         apart = stack_plans([place_tokens([row], **options).plan for row in lengths])
         other = Documents.in_order(
-            documents.segment_ids, documents.positions, (apart,), order=PLACED, columns=columns
+            documents.segment_ids,
+            documents.positions,
+            (apart,),
+            order=documents.order,
+            columns=columns,
         )
         if not fits:
             with pytest.raises(jax.errors.JaxRuntimeError, match=r"a fallback|for another batch"):
@@ -235,31 +226,15 @@ def all_ranks_fail(algorithm, documents, needs):
         documents.plan.validate(np.ones((1, 64), np.int32))
 
 
-@pytest.mark.parametrize(
-    "kind, config",
-    [
-        (
-            Placed,
-            PlanConfig(
-                kv_capacity=512,
-                max_kv_transfers=1,
-                max_pieces=64,
-                max_cut_pieces=64,
-                max_linked_pieces=64,
-            ),
-        ),
-        (
-            Balanced,
-            PlanConfig(
-                q_capacity=512,
-                kv_capacity=512,
-                max_q_transfers=1,
-                max_kv_transfers=64,
-                max_pieces=64,
-            ),
-        ),
-    ],
+PLACED_CONFIG = PlanConfig(
+    kv_capacity=512, max_kv_transfers=1, max_pieces=64, max_cut_pieces=64, max_linked_pieces=64
 )
+MOVED_CONFIG = PlanConfig(
+    q_capacity=512, kv_capacity=512, max_q_transfers=1, max_kv_transfers=64, max_pieces=64
+)
+
+
+@pytest.mark.parametrize("kind, config", [(Placed, PLACED_CONFIG), (Balanced, MOVED_CONFIG)])
 def test_a_fallback_whose_rows_fit_fails_too(kind, config):
     """The error refers to `describe`, which names what exceeds a limit."""
     lengths = [90, 7, 31, 60, 60, 8]

@@ -1,7 +1,8 @@
-"""Local attention by this package's CUDA kernels, without a GPU: their operands and their place.
+"""Local attention on GPUs, without a GPU: which calls go to cuDNN and to this package's kernels.
 
-`native/test_attention_kernels.cc` runs the kernels themselves on the host. Here plain JAX takes
-their place.
+Programs are lowered for CUDA; those that run have plain JAX in place of the kernels. On a GPU,
+`gpu/test_gpu_attention.py` compares results; `native/test_attention_kernels.cc` runs this
+package's kernels on the host.
 """
 
 import re
@@ -12,17 +13,97 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_oracle import attention, attention_gradients
+from calls import check_qkv, draw_qkv, with_gradients
 from jax.sharding import PartitionSpec as P
 from local_cases import RANGES, assert_close, inputs
-from on_mesh import mesh_of
-from sequences import Case, check, draw
+from on_mesh import AXIS, mesh_of
 
-from jax_cp_dispatch import local_attention, masks
-from jax_cp_dispatch._ranks import runtime
-from jax_cp_dispatch._text import say_once
-from jax_cp_dispatch.attention.local import local_attention as local, range_kernels, uncut
-from jax_cp_dispatch.attention.rotating import attend as rotating
+from jax_cp_dispatch import context_parallel_attention, local_attention, masks
+from jax_cp_dispatch._ranks import runtime  # inner: as if the extension for GPUs were here
+from jax_cp_dispatch._text import say_once  # inner: a warning comes once
+from jax_cp_dispatch.attention.local import (  # inner: kernels that cannot run here
+    local_attention as local,
+    range_kernels,
+    uncut,
+)
+from jax_cp_dispatch.attention.rotating import attend as rotating  # inner: for these
+
+
+def text_of(fn, *arguments, platform="cuda"):
+    return jax.jit(fn).trace(*arguments).lower(lowering_platforms=(platform,)).as_text()
+
+
+# ---- cuDNN's flash attention.
+
+SHAPES: Any = {"B": 1, "T": 256, "S": 256, "N": 4, "K": 2, "H": 64, "Hv": 64}
+
+
+def cudnn_calls(fn, *arguments, platform="cuda"):
+    """Returns (target, mask) of each call, in program order."""
+    text = text_of(fn, *arguments, platform=platform)
+    calls = (line for line in text.splitlines() if "custom_call @__cudnn$" in line)
+    found = [re.search(r"@__cudnn\$(\w+)\(.*mask_type[^A-Z]+([A-Z_]+)", call) for call in calls]
+    return [match.groups() for match in found if match]
+
+
+def lower_both(shapes, dtype=jnp.bfloat16, platform="cuda", use_lse=False, **options: Any):
+    """Returns the calls of the forward pass, and those of both passes."""
+    q, k, v, *_ = inputs(5, **(SHAPES | shapes), dtype=dtype)
+    attend = lambda q, k, v: local_attention(q, k, v, **options)
+    loss = lambda *x: sum(jnp.sum(jnp.where(y > -9, y, 0)) for y in attend(*x)[: 1 + use_lse])
+    return tuple(
+        cudnn_calls(fn, q, k, v, platform=platform)
+        for fn in (attend, jax.grad(loss, argnums=(0, 1, 2)))
+    )
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("mask, name", [(None, "CAUSAL"), ("full", "NO_MASK")])
+def test_one_dense_document_goes_to_cudnn(dtype, mask, name):
+    forward, backward = ("fmhaSoftmax", name), ("fmhaSoftmaxBackward", name)
+    assert lower_both({}, dtype, mask=mask) == ([forward], [forward, backward])
+
+
+def test_cudnn_reads_and_writes_the_callers_arrays():
+    q, k, v, *_ = inputs(5, **SHAPES, dtype=jnp.bfloat16)
+    text = text_of(lambda *x: local_attention(*x, scale=0.375, out_dtype=q.dtype), q, k, v)
+    (call,) = (line for line in text.splitlines() if "custom_call @__cudnn$" in line)
+    query, key = "tensor<1x256x4x64xbf16>", "tensor<1x256x2x64xbf16>"
+    assert f"({query}, {key}, {key}) -> (tensor<1x4x256x64xbf16>, tensor<1x4x256xf32>" in call
+    assert r"fmha_scale\22: 0.375" in call
+    assert "stablehlo.case" not in text
+
+
+RANGES_OF_256 = dict(zip(("kv_start", "kv_end"), RANGES["causal"](1, 256, 256), strict=True))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"dtype": jnp.float32},
+        {"logit_soft_cap": 30.0},
+        {"shapes": {"H": 60, "Hv": 60}},
+        {"shapes": {"H": 256, "Hv": 256}},
+        {"shapes": {"Hv": 32}},
+        {"shapes": {"T": 128}},  # the last queries
+        {"segment_ids": np.ones((1, 256), np.int32)},
+        RANGES_OF_256,  # of data
+        {"platform": "cpu"},
+    ],
+    ids=lambda case: str(list(case.items()))[:40],
+)
+def test_what_cudnn_does_not_compute(case):
+    assert lower_both(case.pop("shapes", {}), **case) == ([], [])
+
+
+def test_results_that_cudnn_does_not_have():
+    """A cotangent of the lse, and the largest logits."""
+    forward, both = lower_both({}, use_lse=True)
+    assert forward == both != []
+    assert lower_both({}, return_max_logits=True) == ([], [("fmhaSoftmaxBackward", "CAUSAL")])
+
+
+# ---- This package's kernels.
 
 
 def emulation(target, shapes, operands, in_place, *, scale, soft_cap, has_queries, has_delta=False):
@@ -98,25 +179,6 @@ def only_kernels(monkeypatch):
         monkeypatch.setattr(local, name, getattr(local, name).__wrapped__)
 
 
-@pytest.mark.usefixtures("only_kernels")
-@pytest.mark.parametrize("ranges", ["packed", "random"])
-@pytest.mark.parametrize("with_dlse", [False, True])
-def test_ranges(ranges, with_dlse):
-    q, k, v, dout, dlse = inputs(int(np.random.default_rng().integers(1 << 30)), Hv=5)
-    start, end = RANGES[ranges](2, 37, 45)
-
-    @jax.jit
-    def results(q, k, v):
-        attend = lambda q, k, v: local_attention(q, k, v, start, end)[: 1 + with_dlse]
-        results, vjp = jax.vjp(attend, q, k, v)
-        return *results, *vjp((dout, dlse)[: 1 + with_dlse])
-
-    wanted = attention(q, k, v, start, end)[: 1 + with_dlse]
-    wanted += tuple(attention_gradients(q, k, v, start, end, dout, dlse * with_dlse))
-    for actual, expected in zip(results(q, k, v), wanted, strict=True):
-        assert_close(actual, expected, 1e-5)
-
-
 TREE = masks.Ranges(
     np.zeros((2, 45), np.int32),
     np.tile(np.arange(1, 46, dtype=np.int32), (2, 1)),
@@ -135,7 +197,7 @@ TREE = masks.Ranges(
     ],
     ids=lambda options: next(iter(options)),
 )
-def test_options(options):
+def test_options_by_kernels(options):
     """As the blockwise passes have them."""
     q, k, v, dout, dlse = inputs(1)
     ranges = () if "mask" in options else RANGES["packed"](2, 37, 45)
@@ -155,13 +217,12 @@ def test_options(options):
 
 
 @pytest.mark.usefixtures("only_kernels")
-def test_rings():
+def test_rings_by_kernels():
     """All rings call the same passes."""
-    case = Case("ring", 3, 8, heads=(4, 2))
-    check(case, draw(case))
-
-
-# ---- Lowering.
+    *arrays, segment_ids = operands = draw_qkv(0, 1, 24)
+    where: dict[str, Any] = {"mesh": mesh_of(3), "axis_name": AXIS, "segment_ids": segment_ids}
+    attend = lambda *qkv: context_parallel_attention(*qkv, algorithm="ring", **where)
+    check_qkv(jax.jit(with_gradients(attend))(*arrays), operands)
 
 
 def has_memory(monkeypatch, available: int):
@@ -176,11 +237,7 @@ def extension(monkeypatch):
     say_once.cache_clear()
 
 
-def text_of(fn, *arguments):
-    return jax.jit(fn).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
-
-
-def calls(q, k, v, **options):
+def kernel_calls(q, k, v, **options):
     """Returns the operand and result types of the kernels' calls in a program with gradients."""
     start, end = RANGES["packed"](1, q.shape[1], k.shape[1])
 
@@ -201,7 +258,7 @@ def calls(q, k, v, **options):
 @pytest.mark.usefixtures("extension")
 def test_the_calls_read_and_write_the_callers_arrays():
     q, k, v, *_ = inputs(0, B=1, T=200, S=128, N=4, K=2, H=64, Hv=64, dtype=jnp.bfloat16)
-    forward, backward = calls(q, k, v, scale=0.375)
+    forward, backward = kernel_calls(q, k, v, scale=0.375)
     query, key = "tensor<1x200x4x64xbf16>", "tensor<1x128x2x64xbf16>"
     row, ids = "tensor<1x4x200xf32>", "tensor<1x200xi32>"
     operands = [query, key, key, ids, ids]
@@ -217,27 +274,12 @@ def test_the_calls_read_and_write_the_callers_arrays():
 @pytest.mark.parametrize("sizes, heads", [((80, 80), (96, 96)), ((192, 64), (192, 128))], ids=str)
 def test_other_heads_are_padded(sizes, heads):
     shapes: Any = {"B": 1, "T": 64, "S": 64, "N": 2, "K": 1, "H": sizes[0], "Hv": sizes[1]}
-    forward, backward = calls(*inputs(0, **shapes, dtype=jnp.float16)[:3], logit_soft_cap=30.0)
+    forward, backward = kernel_calls(
+        *inputs(0, **shapes, dtype=jnp.float16)[:3], logit_soft_cap=30.0
+    )
     for _, _, types_of in (forward, backward):
         for size in heads:
             assert f"x{size}xf16>" in types_of
-
-
-@pytest.mark.usefixtures("extension")
-def test_nothing_else_touches_the_arrays():
-    """No pass over queries, keys or values before the calls, and none over the results after."""
-    q, k, v, *_ = inputs(0, B=1, T=256, S=256, N=4, K=2, H=64, Hv=64, dtype=jnp.bfloat16)
-    start, end = RANGES["packed"](1, 256, 256)
-
-    def both(q, k, v, dout):
-        attend = lambda q, k, v: local_attention(q, k, v, start, end, out_dtype=q.dtype)[0]
-        out, vjp = jax.vjp(attend, q, k, v)
-        return out, vjp(dout)
-
-    text = text_of(both, q, k, v, q)
-    lines = (line for line in text.splitlines() if re.search(r"256x[24]x64x", line))
-    touching = [line for line in lines if re.search(r"= stablehlo\.(?!custom_call)", line)]
-    assert touching == []
 
 
 @pytest.mark.usefixtures("extension")
@@ -258,7 +300,7 @@ def test_others_are_not_by_the_kernels(case, reason, monkeypatch):
     has_memory(monkeypatch, case.pop("memory", 0) << 10)
     shapes: Any = {"B": 1, "T": 64, "S": 64, "H": 64, "Hv": 64, "dtype": jnp.bfloat16}
     with pytest.warns(UserWarning, match=f"slow passes on this GPU, because .*{reason}") as seen:
-        assert calls(*inputs(0, **(shapes | case))[:3]) == []
+        assert kernel_calls(*inputs(0, **(shapes | case))[:3]) == []
     assert len([x for x in seen if "slow passes" in str(x.message)]) == 1
 
 

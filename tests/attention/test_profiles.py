@@ -1,0 +1,181 @@
+"""Profiles of attention: its steps by rank with their trace, and the balance of all ranks."""
+
+import json
+import time
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from array_masks import random_mask
+from calls import check_qkv, draw_qkv
+from mask_oracle import batch_pairs, batch_visible, shared_prefix_pairs
+from on_mesh import AXIS, mesh_of
+
+from jax_cp_dispatch import Documents, place_tokens
+from jax_cp_dispatch._rank_times import time_ranks  # inner: what is timed
+from jax_cp_dispatch.masks import SharedPrefix, SlidingWindow
+from jax_cp_dispatch.profiling import (
+    BalanceProfile,
+    Span,
+    balance_profile,
+    hamilton_attention_profile,
+)
+from jax_cp_dispatch.timeline import write_chrome_trace
+
+W = 3
+
+
+def profile(*operands, **options):
+    options = {"mesh": mesh_of(W, [1, 2, 0]), "axis_name": AXIS, "repeats": 2, **options}
+    return hamilton_attention_profile(*operands, **options)
+
+
+@pytest.mark.parametrize(
+    "zigzag, mask, options", [(False, "causal", {}), (True, SlidingWindow(5), {"cycles": "direct"})]
+)
+def test_hamilton_attention_profile(zigzag, mask, options, tmp_path):
+    """Tokens in packed order are rearranged first and last."""
+    operands = draw_qkv(0, 1, 7 * W)
+    documents = Documents(operands[4])
+    documents = documents.zigzag(W) if zigzag else documents
+    stored = documents.apply(operands[:3])
+    got = profile(*stored, documents=documents, mask=mask, **options)
+    check_qkv([documents.restore(np.asarray(got.out))], operands, mask)
+
+    names = [f"step {step}" for step in range(W)]
+    assert [step.name for step in got.steps] == (
+        names if zigzag else ["to zigzag", *names, "from zigzag"]
+    )
+    for step in got.steps:
+        assert (step.computation > 0) == step.name.startswith("step")
+        assert (step.communication > 0) == (step.name != names[-1])
+    assert got.total > 0
+    check_times(got)
+    events = json.loads(got.write_chrome_trace(tmp_path / "trace.json").read_text())["traceEvents"]
+    check_trace(events, got)
+
+
+def test_masks_of_arrays():
+    """Keys rotate with the queries that may see them. In zigzag order nothing is rearranged."""
+    T = W * 8
+    completions = np.arange(T)[None] % (T // 2) // 4
+    *arrays, _ = draw_qkv(1, 1, T)
+    operands = *arrays, np.repeat([[1, 2]], T // 2, axis=1)
+    documents = Documents(operands[4]).zigzag(W)
+    *stored, of_order = documents.apply((*arrays[:3], SharedPrefix(completions)))
+    got = profile(*stored, documents=documents, mask=of_order)
+    pairs = batch_visible(operands[4], shared_prefix_pairs(completions))
+    check_qkv([documents.restore(np.asarray(got.out))], operands, pairs=pairs)
+
+
+def check_times(got):
+    """Steps take as long as their slowest rank; the text has a row per step and per rank."""
+    assert [x.rank for x in got.ranks] == list(range(W))
+    for kind in ("communication", "computation"):
+        total = getattr(got, kind)
+        assert total == pytest.approx(sum(getattr(step, kind) for step in got.steps))
+        of_ranks = [getattr(x, kind) for x in got.ranks]
+        assert max(of_ranks) <= total * (1 + 1e-9)
+        spans = [
+            sum(s.duration for s in got.spans if (s.rank, s.kind) == (r, kind)) for r in range(W)
+        ]
+        assert of_ranks == pytest.approx(spans)
+    names = [line.split("  ")[0] for line in str(got).splitlines()]
+    steps, ranks = [step.name for step in got.steps], [f"rank {r}" for r in range(W)]
+    assert names[2:] == [*steps, "all", "All steps, by rank, ms:", "", *ranks]
+
+
+def check_trace(events, got):
+    """A process for each rank, a thread for each kind; spans that start together form one step."""
+    labels = Counter((e["name"], e["pid"], e["args"]["name"]) for e in events if e["ph"] == "M")
+    kinds = ("computation", "communication")
+    assert labels == Counter(
+        [("process_name", rank, f"rank {rank}") for rank in range(W)]
+        + [("thread_name", rank, kind) for rank in range(W) for kind in kinds]
+    )
+    spans = [e for e in events if e["ph"] == "X"]
+    assert (
+        len(spans)
+        == len(got.spans)
+        == W * sum((step.computation > 0) + (step.communication > 0) for step in got.steps)
+    )
+    now = 0.0
+    for step in got.steps:
+        of_step = [e for e in spans if e["name"] == step.name]
+        assert {e["pid"] for e in of_step} == set(range(W))
+        for kind, thread in zip(kinds, range(2), strict=True):
+            longest = max((e["dur"] for e in of_step if e["tid"] == thread), default=0)
+            assert longest == pytest.approx(1e6 * getattr(step, kind))
+            assert all(e["cat"] == kind for e in of_step if e["tid"] == thread)
+        assert [e["ts"] for e in of_step] == pytest.approx([1e6 * now] * len(of_step))
+        now += max(step.computation, step.communication)
+
+
+def test_trace_of_any_spans(tmp_path):
+    spans = [Span(1, "communication", "b", 2e-6, 1e-6), Span(0, "computation", "a", 0.0, 3e-6)]
+    path = write_chrome_trace(spans, tmp_path / "trace.json")
+    events = [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]
+    assert [(e["name"], e["pid"], e["tid"]) for e in events] == [("a", 0, 0), ("b", 1, 1)]
+    assert [e["ts"] for e in events] == pytest.approx([0, 2])
+    assert [e["dur"] for e in events] == pytest.approx([3, 1])
+
+
+# ---- Balance: the program of each rank, alone on a device.
+
+T = 8  # columns of each rank
+LENGTHS = [[13, 2, 7], [21, 3]]
+IDS = np.array([[1] * 13 + [2] * 2 + [3] * 7 + [0] * 2, [1] * 21 + [2] * 3])
+SIZES: Any = {"num_heads": 4, "num_kv_heads": 2, "head_size": 8, "columns": W * T, "repeats": 1}
+
+
+@pytest.mark.parametrize("kind", ["numbers", "tree"])
+def test_balance_profiles_count_the_pairs_of_each_rank(kind):
+    if kind == "numbers":
+        mask = SlidingWindow(9)
+        seen = batch_pairs(mask, IDS)
+    else:
+        constructor, arrays, sees = random_mask(kind, np.random.default_rng(), IDS)
+        mask, seen = constructor(*arrays), batch_visible(IDS, sees)
+    plan = place_tokens(LENGTHS, world_size=W, columns=W * T, mask=mask).plan
+    options = {"mask": mask, "backward": kind == "numbers", **SIZES}
+    algorithms = "ring", plan, "hamilton", "balanced"
+    got = balance_profile(iter(LENGTHS), world_size=W, algorithms=algorithms, **options)
+    assert [x.name for x in got] == ["ring", "placed", "hamilton", "balanced"]
+    pairs = seen.sum(2)
+    assert list(got[0].work) == pairs.reshape(2, W, T).sum((0, 2)).tolist()
+    blocks = pairs.reshape(2, 2 * W, T // 2).sum((0, 2))  # rank r has blocks r and 2 * W - 1 - r
+    assert list(got[2].work) == [blocks[r] + blocks[-1 - r] for r in range(W)]
+    assert all(sum(x.work) == pairs.sum() for x in got)
+    assert all(len(x.seconds) == W and min(x.seconds) > 0 for x in got)
+
+
+def test_ranks_and_programs_take_turns(monkeypatch):
+    """By a fake clock: after one run of each program to compile, each rank once in each round."""
+    ran, clock = [], [0.0]
+    seconds = {("a", 0): [5, 1, 3], ("a", 1): [2, 2, 9], ("b", 0): [7, 7, 7]}
+    ranks = {"a": 2, "b": 1}
+
+    def run_of(name):
+        def run(rank):
+            ran.append((name, rank))
+            rounds = ran.count((name, rank)) - 1 - (rank == 0)
+            clock[0] += 100 if rounds < 0 else seconds[name, rank][rounds]
+
+        return run
+
+    monkeypatch.setattr(time, "process_time", lambda: clock[0])
+    assert time_ranks([run_of(name) for name in ranks], [2, 1], 3) == [(3, 2), (7,)]
+    assert ran == [("a", 0), ("b", 0)] + 3 * list(seconds)
+
+
+def test_text_of_a_balance_profile():
+    profile = BalanceProfile("ring", seconds=(0.001, 0.003), work=(10, 40), unit="pairs")
+    assert (profile.busiest, profile.imbalance, profile.work_imbalance) == (0.003, 1.5, 1.6)
+    assert str(profile).splitlines() == [
+        "ring: busiest rank 3.00 ms, 1.500 of the mean; in pairs 1.600",
+        "  rank    ms  pairs",
+        "  0     1.00     10",
+        "  1     3.00     40",
+    ]
+    assert BalanceProfile("ring", seconds=(1.0, 1.0), work=(0, 0), unit="pairs").work_imbalance == 1

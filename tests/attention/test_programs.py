@@ -1,0 +1,442 @@
+"""What programs of attention hold: exchanges, their bytes and order, and memory.
+
+Values: test_values.py.
+"""
+
+import re
+import types
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from calls import draw_qkv
+from jax.sharding import NamedSharding, PartitionSpec as P
+from jaxprs import dependences, flattened, inner_jaxprs, runs
+from mask_oracle import batch_ranges, range_pairs
+from on_mesh import AXIS, mesh_of, permuted_mesh
+
+import jax_cp_dispatch as cpd
+from jax_cp_dispatch import Documents, Hamilton, Ring, Ulysses, Zigzag, context_parallel_attention
+from jax_cp_dispatch._ranks import runtime  # inner: as if the extension for GPUs were here
+from jax_cp_dispatch.attention import chunk_exchange, ring_exchange
+from jax_cp_dispatch.attention.algorithms import (  # inner: as between GPUs
+    ALGORITHMS,
+    parts_of_heads,
+)
+from jax_cp_dispatch.cost import HARDWARE, Workload
+from jax_cp_dispatch.masks import BlockCausal, Causal, Chunked, SlidingWindow
+
+# ---- Rings: exchanges come first, without copies.
+
+CASES: dict[str, Any] = {  # algorithm, ranks, rows of a rank, and chunks
+    "ring": (Ring(), 3, 8, 1),
+    "zigzag": (Zigzag(), 4, 12, 1),
+    "hamilton": (Hamilton(), 5, 16, 4),
+    "direct": (Hamilton(), 4, 12, 3),
+    "two levels": (Hamilton(nodes=3), 6, 12, 2),
+}
+each_case = pytest.mark.parametrize("name", CASES)
+BY_XLA = ("ppermute", "all_to_all")
+EXCHANGES = {"dispatch", "combine", *BY_XLA}
+ATTENTION = {"attend_blocks", "block_gradients"}
+
+
+def program(case, implementation, *, is_zigzag=True, dtype="float32"):
+    """Returns the function of all ranks, and the shapes of q, k, v."""
+    algorithm, num_ranks, rows, _ = case
+    options = {"axis_name": AXIS, "algorithm": algorithm, "implementation": implementation}
+    documents, spec = None, P(None, AXIS)
+    if is_zigzag and algorithm != Ring():
+        documents = Documents(np.ones((1, num_ranks * rows), np.int32)).zigzag(num_ranks)
+    on_ranks = jax.shard_map(
+        lambda documents, *qkv: context_parallel_attention(*qkv, documents=documents, **options),
+        mesh=mesh_of(num_ranks), in_specs=spec, out_specs=spec,
+    )  # fmt: skip
+    shapes = ((1, num_ranks * rows, 2, size) for size in (8, 8, 4))
+    return partial(on_ranks, documents), [jax.ShapeDtypeStruct(x, dtype) for x in shapes]
+
+
+def names(equations):
+    return [e.primitive.name for e in equations]
+
+
+def loops(jaxpr):
+    """Yields all scans over steps as (length, equations); scans over blocks are inside them."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "scan":
+            yield equation.params["length"], list(flattened(equation.params["jaxpr"].jaxpr))
+        else:
+            for inner in inner_jaxprs(equation):
+                yield from loops(inner)
+
+
+@each_case
+@pytest.mark.parametrize("implementation", [None, "xla"])
+def test_exchanges_of_the_forward_pass(name, implementation):
+    """n - 1, all in the loop, before attention; each moves the bytes of a ring step, in chunks.
+
+    If no implementation is named, both are traced, and lowering selects one.
+    """
+    _, num_ranks, rows, num_chunks = CASES[name]
+    attend, operands = program(CASES[name], implementation)
+    jaxpr = jax.make_jaxpr(attend)(*operands).jaxpr
+    kinds = BY_XLA if implementation else ("dispatch", *BY_XLA)
+    ((length, equations),) = (x for x in loops(jaxpr) if set(names(x[1])) & set(kinds))
+    assert length == num_ranks - 1
+    in_loop, anywhere = (sum(x in kinds for x in names(y)) for y in (equations, flattened(jaxpr)))
+    gathers = int(name != "ring" and not implementation)  # of segment ids, before the loop
+    assert in_loop + gathers == anywhere
+    is_all_to_all = 1 < num_chunks == num_ranks - 1
+    exchanges = ["all_to_all"] * 2 if is_all_to_all else ["ppermute"] * 2 * num_chunks
+    found = [x for x in names(equations) if x in (*kinds, "attend_blocks")]
+    assert found == [*([] if implementation else ["dispatch"]), *exchanges, "attend_blocks"]
+    sent = [e.invars[0].aval for e in equations if e.primitive.name in BY_XLA]
+    sizes = sum(x.size * x.dtype.itemsize for x in sent)
+    if is_all_to_all:  # one part of which stays
+        sizes -= sizes // num_ranks
+    assert sizes == rows * 2 * (8 + 4) * 4
+
+
+@each_case
+def test_exchanges_of_the_backward_pass(name):
+    """Keys move n - 1 times, gradients n times; in the loop both are sent before attention."""
+    attend, operands = program(CASES[name], "xla")
+    q, _, v = operands
+    out = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), q.dtype)
+    jaxpr = jax.make_jaxpr(lambda out, *x: jax.vjp(attend, *x)[1](out))(out, *operands).jaxpr
+    of_steps = [
+        (length, [x for x in names(equations) if x in {*BY_XLA, *ATTENTION}])
+        for length, equations in loops(jaxpr)
+        if set(names(equations)) & set(BY_XLA)
+    ]
+    (forward, exchange), (backward, both) = of_steps
+    num_ranks = CASES[name][1]
+    assert (forward, backward) == (num_ranks - 1, num_ranks - 2)
+    exchange.remove("attend_blocks")
+    assert both == [*exchange, *exchange, "block_gradients"]
+    anywhere = sum(x in BY_XLA for x in names(flattened(jaxpr)))
+    outside = anywhere - 3 * len(exchange)
+    assert outside == 3 * len(exchange)  # of keys: step 1; of gradients: the last two steps
+
+
+def steps_of(jaxpr):
+    """Yields the bodies of all loops over steps: of the scans that exchange something."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "scan":
+            body = equation.params["jaxpr"].jaxpr
+            if {e.primitive.name for e in flattened(body)} & EXCHANGES:
+                yield body
+        else:
+            for inner in inner_jaxprs(equation):
+                yield from steps_of(inner)
+
+
+@each_case
+def test_exchange_and_attention_of_a_step_are_independent(name):
+    """In both passes, so that a compiler may run them at the same time on any platform."""
+    attend, operands = program(CASES[name], None)
+    gradient = jax.grad(lambda *x: jnp.sum(attend(*x)), argnums=(0, 1, 2))
+    bodies = list(steps_of(jax.make_jaxpr(gradient)(*operands).jaxpr))
+    assert len(bodies) == 2  # of the forward pass, and of the backward pass
+    for body in bodies:
+        kinds, needed = [], []
+        for equation, needs in dependences(body):
+            inner = (e for x in inner_jaxprs(equation) for e in flattened(x))
+            names = {equation.primitive.name, *(e.primitive.name for e in inner)}
+            kinds.append([bool(names & EXCHANGES), bool(names & ATTENTION)])
+            needed.append(needs)
+        assert [True, False] in kinds and [False, True] in kinds and [True, True] not in kinds
+        for kind, needs in zip(kinds, needed, strict=True):
+            other = kind[::-1]
+            assert not any(kind) or all(kinds[x] != other for x in needs)
+
+
+@pytest.mark.parametrize(
+    "num_ranks, is_zigzag, dtype", [(3, True, "float32"), (7, False, "bfloat16")]
+)
+def test_residuals_of_the_backward_pass(num_ranks, is_zigzag, dtype):
+    """q, k, v, out in float32, lse and the key ranges of the rows; nothing per step."""
+    case = Hamilton(), num_ranks, 60, None
+    attend, operands = program(case, None, is_zigzag=is_zigzag, dtype=dtype)
+    residuals = jax.eval_shape(lambda *x: jax.vjp(attend, *x)[1], *operands)
+    q, _, v = operands
+    num_tokens, N = q.shape[1:3]
+    out = num_tokens * N * v.shape[3] * 4
+    lse, ranges = num_tokens * N * 4, num_tokens * 2 * 4
+    needed = num_bytes(operands) + out + lse + ranges
+    tables = 16 * 4 * num_ranks**2  # destinations of half the rows in zigzag order
+    assert needed <= num_bytes(residuals) <= needed + tables
+
+
+def num_bytes(tree):
+    return sum(x.size * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree))
+
+
+def test_exchanges_of_two_levels():
+    """There and back between the ranks of a node; between nodes those of the ring."""
+    axes, x = ("outer", "inner"), jax.ShapeDtypeStruct((1, 64, 4, 8), np.float32)
+    where: dict[str, Any] = {"axis_name": axes, "batch_axis": (), "head_axis": ()}
+    where["mesh"] = permuted_mesh((4, 2), axes)
+    attend = partial(context_parallel_attention, algorithm=Ulysses(Ring()), **where)
+    assert runs(jax.make_jaxpr(attend)(x, x, x).jaxpr)["dispatch"] == 2 + 3
+
+
+# ---- Halo attention: the rows that some query of a rank sees, once, in one exchange a pass.
+
+W, ROWS, N, K, H = 8, 6, 4, 2, 8
+SIZES: dict[str, Any] = {"num_heads": N, "num_kv_heads": K, "head_size": H, "itemsize": 4}
+
+
+def tokens_of_ranks(layout):
+    """Returns the tokens of each rank, [W, ROWS]."""
+    if layout == "contiguous":
+        return np.arange(W * ROWS).reshape(W, ROWS)
+    blocks = np.arange(W * ROWS).reshape(2 * W, -1)
+    return np.stack([np.append(blocks[r], blocks[2 * W - 1 - r]) for r in range(W)])
+
+
+def rows_between_ranks(layout, mask):
+    """Counts by hand, in one document: the rows of each rank that queries of each other rank see.
+
+    With documents that begin anywhere, any query may be the last or the first of its chunk.
+    """
+    if isinstance(mask, Chunked):
+        mask = SlidingWindow(mask.size)
+    allowed = range_pairs(*batch_ranges(mask, np.ones((1, W * ROWS), int), None))[0]
+    if isinstance(mask, BlockCausal):
+        allowed = np.tri(W * ROWS, k=mask.size - 1, dtype=bool)
+    tokens = tokens_of_ranks(layout)
+    seen = np.stack([allowed[of_rank].any(0) for of_rank in tokens])  # [receiver, token]
+    return np.stack([seen[:, of_rank].sum(1) for of_rank in tokens])  # [sender, receiver]
+
+
+def exchanges(layout, mask):
+    """Returns the rows that a rank holds, in each exchange of a call with its gradients."""
+    documents = cpd.Documents(np.ones((1, W * ROWS), int))
+    options = {"mesh": mesh_of(W), "axis_name": AXIS, "batch_axis": (), "head_axis": ()}
+    if layout == "zigzag":
+        options["documents"] = documents.zigzag(W)
+    attend = partial(cpd.context_parallel_attention, algorithm="halo", mask=mask, **options)
+    shapes = [jax.ShapeDtypeStruct((1, W * ROWS, n, H), jnp.float32) for n in (N, K, K, N)]
+
+    def with_gradients(q, k, v, g):
+        out, pull_back = jax.vjp(attend, q, k, v)
+        return out, pull_back(g)
+
+    found = []
+    for equation in flattened(jax.make_jaxpr(with_gradients)(*shapes).jaxpr):
+        arrays = equation.outvars if equation.primitive.name == "dispatch" else equation.invars
+        if equation.primitive.name in ("dispatch", "combine"):
+            rows = {x.aval.shape for x in arrays if x.aval.shape[1:] == (K, H)}
+            found += [(equation.primitive.name, rows)] if rows else []  # not that of segment ids
+    return found
+
+
+REACHES = [
+    *(SlidingWindow(1), SlidingWindow(4), SlidingWindow(ROWS + 1), SlidingWindow(5 * ROWS)),
+    *(SlidingWindow(8, 2), SlidingWindow(2 * ROWS + 4, ROWS), SlidingWindow(1, 5), Chunked(9)),
+]
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_rows_moved(layout):
+    """At most those within reach of each border, whose number the predictions know."""
+    borders = 1 if layout == "contiguous" else 2
+    row_bytes = 2 * K * H * 4
+    for mask in [*REACHES, BlockCausal(4), Causal()]:
+        sent = rows_between_ranks(layout, mask)
+        received = sent.sum(0) - ROWS
+        before, after = mask.reach
+        if before is not None and after is not None:
+            assert received.max() <= borders * (before + after)
+        sizes: dict[str, Any] = SIZES | {"tokens_per_rank": ROWS, "mask": mask}
+        algorithm = cpd.Halo(layout)
+        steps = algorithm.step_costs(Workload(W, **sizes), hardware=HARDWARE["h100"])
+        assert steps[0].sent_bytes == received.sum() * row_bytes / W
+        most = max(received.max(), (sent.sum(1) - ROWS).max())
+        assert steps[0].most_inside == most * row_bytes
+        back = algorithm.step_costs(Workload(W, **sizes), hardware=HARDWARE["h100"], backward=True)
+        assert back[-1].sent_bytes == steps[0].sent_bytes  # sums of gradients, in float32
+        text = algorithm.describe(Workload(W, **sizes))
+        assert f"{received.sum():,} of them from another rank" in text
+
+
+@pytest.mark.parametrize(
+    "layout, mask",
+    [("contiguous", SlidingWindow(ROWS + 1)), ("zigzag", SlidingWindow(2 * ROWS + 4, ROWS))],
+)
+def test_one_exchange_each_way(layout, mask):
+    """No rank can receive more rows than its buffer has, and gradients leave the same buffer."""
+    held = int(rows_between_ranks(layout, mask).sum(0).max())
+    assert exchanges(layout, mask) == [("dispatch", {(held, K, H)}), ("combine", {(held, K, H)})]
+
+
+# ---- Placed and balanced attention in two parts of heads, as between GPUs.
+
+LENGTHS = [30, 7, 50, 41]
+IDS = np.repeat(np.arange(1, 5), LENGTHS)[None]
+PLANNED = Documents(IDS).with_plan(cpd.plan_attention(IDS, world_size=4))
+
+
+@pytest.mark.parametrize("algorithm", ["placed", "balanced"])
+def test_two_parts_give_the_bits_of_one(algorithm, monkeypatch):
+    """Bit for bit; of 2 and 4 query heads."""
+    *arrays, _ = draw_qkv(0, 1, sum(LENGTHS), heads=(6, 3))
+    arrays = [x.astype(jnp.bfloat16) for x in arrays]
+    sink = jnp.linspace(-1, 2, 6)
+    if algorithm == "placed":
+        documents = cpd.place_tokens([LENGTHS], world_size=4).documents
+    else:
+        documents = PLANNED
+
+    def run(q, k, v, dout, deadline):
+        def attend(*qkv):
+            return context_parallel_attention(
+                *qkv, mesh=mesh_of(4), axis_name=AXIS, algorithm=algorithm,
+                documents=documents, sink=sink, return_lse=True, return_max_logits=True,
+                deadline=deadline,
+            )  # fmt: skip
+
+        (out, lse, peak), transpose = jax.vjp(attend, q, k, v)
+        return out, lse, peak, transpose((dout, jnp.ones_like(lse), jnp.zeros_like(peak)))
+
+    results = []
+    for is_cut in (False, True):
+        monkeypatch.setattr(parts_of_heads, "moves_beside_work", lambda _, is_cut=is_cut: is_cut)
+        # With another deadline the function is traced again.
+        traced = jax.jit(run, static_argnums=4).trace(*arrays, 60.0 + is_cut)
+        num_starts = str(traced.jaxpr).count("exchange_start[")
+        assert num_starts == ({"placed": 2, "balanced": 4}[algorithm] if is_cut else 0)
+        if algorithm == "balanced":  # its keys are cut by the same function as those of "placed"
+            results.append(traced.lower().compile()(*arrays))
+    if results:
+        jax.tree.map(np.testing.assert_array_equal, *results)
+
+
+def test_only_implementations_with_two_calls_split():
+    """CPU devices and XLA's collectives have one call."""
+    split = {
+        name: parts_of_heads.moves_beside_work(name)
+        for name in ("cuda_peer", "cuda_ipc", "nvshmem")
+    }
+    assert all(split.values())
+    assert not any(
+        map(parts_of_heads.moves_beside_work, ("in_process", "shared_memory", "xla", None))
+    )
+
+
+def test_one_kv_head_is_one_part(monkeypatch):
+    monkeypatch.setattr(parts_of_heads, "moves_beside_work", lambda _: True)
+    q, k = (jnp.zeros((1, sum(LENGTHS), n, H)) for n in (4, 1))
+    attend = lambda q, k: context_parallel_attention(
+        q, k, k, mesh=mesh_of(4), axis_name=AXIS, algorithm="balanced", documents=PLANNED
+    )
+    assert "exchange_start" not in str(jax.make_jaxpr(attend)(q, k))
+
+
+# ---- Options of exchanges reach every custom call, in both passes; lowered for GPUs.
+
+OPTIONS = {"implementation": "cuda_peer", "num_comm_sm": 48, "deadline": 7.0}
+
+
+@pytest.fixture
+def extension(monkeypatch):
+    """Pretends that the extension exists, built or not; nothing is executed."""
+    extension = types.SimpleNamespace(
+        set_process=lambda process, ordinals: None, device_count=lambda: (0, "no driver")
+    )
+    monkeypatch.setattr(runtime, "cuda", extension)
+
+
+def options_in(fn, *arguments):
+    """Returns the options of all exchanges of a program, and how many there are."""
+    text = jax.jit(fn).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    calls = re.findall(r"custom_call @jax_cp_dispatch\.(?:dispatch|combine)\w*\(.*", text)
+    read = lambda name, call: re.findall(rf"{name} = (\d+)", call)
+    return {tuple(read("num_comm_sm", x) + read("deadline_ms", x)) for x in calls}, len(calls)
+
+
+@pytest.mark.usefixtures("extension")
+@pytest.mark.filterwarnings("ignore:jax_cp_dispatch.*kernel")
+@pytest.mark.parametrize("algorithm", ["balanced", "hamilton", "ulysses"])
+def test_options_of_attention(algorithm):
+    x = np.zeros((1, 32, 4, 8), np.float32)
+    documents = Documents(np.repeat([1, 2], 16)[None])
+    where = {"mesh": mesh_of(4), "axis_name": AXIS, "documents": documents}
+    attend = partial(context_parallel_attention, algorithm=algorithm, **where, **OPTIONS)
+    loss = lambda q, k, v: (attend(q, k, v) ** 2).sum()
+    found, count = options_in(jax.grad(loss, argnums=(0, 1, 2)), x, x, x)
+    assert found == {("48", "7000")} and count >= 2
+
+
+@pytest.mark.usefixtures("extension")
+def test_options_of_exchanges_of_chunks():
+    maps = {"out_chunk": [[-1, 0], [0, -1]], "in_chunk": [[-1, 0], [0, -1]]}
+    for fn in (ring_exchange, partial(chunk_exchange, **maps)):
+        move = partial(fn, axis_name=AXIS, **OPTIONS)
+        run = jax.shard_map(move, mesh=mesh_of(2), in_specs=P(AXIS), out_specs=P(AXIS))
+        assert options_in(run, np.zeros((2, 3), np.float32)) == ({("48", "7000")}, 1)
+
+
+# ---- Memory of one rank for attention and its gradients, by the compiler's count.
+#
+# In units of a rank's rows of q, in float32, with as many KV heads. Documents are at most three
+# ranks long. All keys of all ranks would be 2 x (8 - 1) more units, and scores of a rank's rows
+# with all keys 512. Arguments and results, four each, are not temporary.
+
+LONG, MANY, SIZE = 4096, 8, 64  # rows of a rank, heads, and their size
+LONG_LENGTHS = [3 * LONG, *[LONG // 2] * (2 * (W - 3))]
+LONG_IDS = np.repeat(np.arange(1, 1 + len(LONG_LENGTHS)), LONG_LENGTHS).astype(np.int32)[None]
+UNIT = LONG * MANY * SIZE * 4
+
+LONG_DOCUMENTS = cpd.Documents(LONG_IDS)
+WINDOW = cpd.Documents(LONG_IDS, mask=SlidingWindow(LONG // 2 + 1))
+LONG_PLANNED = LONG_DOCUMENTS.with_plan(cpd.plan_attention(LONG_IDS, world_size=W))
+PLACED = cpd.place_tokens([LONG_LENGTHS], world_size=W).documents
+KEYS = PLACED.plan.kv_capacity / LONG
+OF_PLAN = LONG_PLANNED.plan.q_capacity / LONG + LONG_PLANNED.plan.kv_capacity / LONG
+
+# Of the backward pass, which needs the most: of the queries, q, out, dout and dq; keys and values
+# that are held, and those that arrive; the gradients of both, that travel and that are computed.
+RING = 4 + 2 * 2 + 2 * 2
+MOST = {
+    "ring": (LONG_DOCUMENTS, RING),
+    "zigzag": (LONG_DOCUMENTS, RING + 2),  # a rank's own keys in zigzag order
+    "halo": (WINDOW, 6 * 1.5 + 2),  # as placed, with half a rank of keys beside its own
+    "hamilton": (LONG_DOCUMENTS, RING + 2 + 2),  # and those of a step once more, in order
+    "ulysses": (
+        LONG_DOCUMENTS,
+        8,
+    ),  # q, k, v, out of a share of the heads, and the gradients of these
+    # Six arrays of the rows that came: keys and values, as they came, in blocks and their
+    # gradients; likewise of the queries q, out and dout. If queries stay, out and dq.
+    "balanced": (LONG_PLANNED, 6 * OF_PLAN),
+    "placed": (PLACED, 6 * KEYS + 2),
+}
+LONGEST_AND_OWN = 3 + 1  # keys of a plan: of the longest document, and a rank's own
+# Ids, positions and ranges of all tokens, int32; 16 arrays of them.
+OF_TOKENS = 16 * 4 * W * LONG / UNIT
+
+
+@pytest.mark.parametrize("algorithm", [kind.name for kind in ALGORITHMS])
+def test_memory(algorithm):
+    documents, most = MOST[algorithm]
+    assert documents.plan is None or documents.plan.kv_capacity <= LONGEST_AND_OWN * LONG
+    options = {"mesh": mesh_of(W), "axis_name": AXIS, "batch_axis": (), "head_axis": ()}
+    attend = partial(
+        cpd.context_parallel_attention, algorithm=algorithm, documents=documents, **options
+    )
+
+    def out_and_gradients(q, k, v, g):
+        out, pull_back = jax.vjp(attend, q, k, v)
+        return out, pull_back(g)
+
+    rows = NamedSharding(mesh_of(W), P(None, AXIS))
+    x = jax.ShapeDtypeStruct((1, W * LONG, MANY, SIZE), jnp.float32, sharding=rows)
+    compiled = jax.jit(out_and_gradients, out_shardings=rows).lower(x, x, x, x).compile()
+    memory: Any = compiled.memory_analysis()
+    assert memory.argument_size_in_bytes >= 4 * UNIT  # it counts those of one rank
+    assert memory.temp_size_in_bytes / UNIT <= most + OF_TOKENS
