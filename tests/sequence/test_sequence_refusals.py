@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from on_mesh import AXIS, mesh_of, permuted_mesh
 from refusals import check_names, check_rejected, each
 
@@ -80,6 +80,22 @@ def shift_of_pieces_in_zigzag_order():
     return jax.eval_shape(jax.shard_map(on_rank, mesh=mesh_of(2), **specs), TOKENS, documents)
 
 
+def shift_of_pieces_of_a_sharded_batch():
+    mesh = permuted_mesh((2, 2), ("data", AXIS), (AxisType.Explicit, AxisType.Auto))
+    rows = NamedSharding(mesh, P("data", AXIS))
+    x, ids = jax.device_put((np.zeros((2, 8, 4), np.float32), np.ones((2, 8), np.int32)), rows)
+
+    def on_rank(x, documents):
+        pieces = sequence.document_pieces(documents, axis_name=AXIS)
+        return sequence.shift(x, 1, axis_name=AXIS, documents=pieces)
+
+    documents = Documents(ids)
+    specs = {"in_specs": (P(None, AXIS), documents.specs(AXIS)), "out_specs": P(None, AXIS)}
+    with jax.set_mesh(mesh):
+        run = jax.shard_map(on_rank, **specs, axis_names={AXIS})
+        return jax.eval_shape(run, x, documents)
+
+
 # By operation: a call, and the message after "<operation>: ".
 CASES = {
     "shift": [
@@ -109,6 +125,7 @@ CASES = {
             shift_of_pieces_in_zigzag_order,
             "need packed order, but the pieces .* Pass document_pieces",
         ),
+        (shift_of_pieces_of_a_sharded_batch, "pieces are those of a whole rank, but an explicit"),
         (lambda: shift(offset=-1, return_state=True), "offset is -1; .* Omit both, or shift whole"),
         (lambda: shift([TOKENS, 1]), "x is of type int; it needs to be an array"),
         (
