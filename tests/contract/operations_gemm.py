@@ -1,10 +1,12 @@
-"""Further cases of the contract: layers beside attention in placed order."""
+"""Further cases of the contract: layers in placed order, and `gemm` with a fused GELU."""
 
+import jax.numpy as jnp
 import numpy as np
 import sequence_oracle
 from contract import Case, Sizes
 from on_mesh import AXIS
 from operations import REPLICATED, TOKENS, _convolved, _documents, layer
+from scaled_gemm_cases import gelu, gelu_derivative
 
 import jax_cp_dispatch as cpd
 from jax_cp_dispatch import sequence
@@ -68,4 +70,33 @@ def placed_layers() -> Case:
     )  # fmt: skip
 
 
-CASES_GEMM = [placed_layers()]
+def gemm_and_gelu() -> Case:
+    """A product on one device, and its GELU."""
+    names = "x", "w", "bias"
+
+    def draw(rng, sizes):
+        rows = sizes.ranks * sizes.tokens
+        shapes = dict(zip(names, ((rows, 5), (5, 7), (7,)), strict=True))
+        return {name: rng.normal(size=shape) for name, shape in shapes.items()}
+
+    def call(arrays):
+        x, w, bias = (jnp.asarray(arrays[name]) for name in names)
+        out, before = cpd.gemm(x, w, bias=bias, fuse_gelu=True)
+        return {"out": out, "before": before}
+
+    def oracle(arrays):
+        x, w, bias = (arrays[name] for name in names)
+        before = x @ w + bias
+
+        def pull(g):
+            of_before = g["before"] + g["out"] * gelu_derivative(before)
+            gradients = of_before @ w.T, x.T @ of_before, of_before.sum(0)
+            return dict(zip(names, gradients, strict=True))
+
+        return {"out": gelu(before), "before": before}, pull
+
+    specs, results = (dict.fromkeys(x, REPLICATED) for x in (names, ("out", "before")))
+    return Case("gemm", call, oracle, draw, specs, results, is_local=True)
+
+
+CASES_GEMM = [placed_layers(), gemm_and_gelu()]

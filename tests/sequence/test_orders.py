@@ -13,7 +13,7 @@ import pytest
 import sequence_oracle as oracle
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from on_mesh import AXIS, all_fail, mesh_of, permuted_mesh
-from operations import CASES, DELTA, RunningSum, _convolved, layer
+from operations import CASES, DELTA, _convolved, layer
 from orders import BATCHES, Order, packed
 
 from jax_cp_dispatch import Documents, place_tokens, sequence
@@ -260,26 +260,16 @@ def test_shift_of_arrays_with_sharded_heads_beside_others():
 
 
 def test_global_arrays_without_features():
-    """[B, T] in and out, of a kernel of this package and of a user."""
-    segment_ids, rng = packed([[3, 6, -2, 5], [1, 15]]), np.random.default_rng()
+    """[B, T] in and out."""
+    segment_ids = packed([[3, 6, -2, 5], [1, 15]])
     mesh = permuted_mesh((2, 2), ("data", AXIS), AxisType.Explicit)
-    x, log_decay = rng.normal(size=segment_ids.shape), -rng.random(segment_ids.shape)
-    given = {"axis_name": AXIS, "mesh": mesh, "segment_ids": segment_ids, "batch_axis": "data"}
-
-    @jax.jit
-    def run(x, log_decay):
-        summed = sequence.recurrence(x[..., None], RunningSum(), **given)
-        return sequence.linear_recurrence(x, log_decay, **given), summed[..., 0]
-
+    shapes: Any = {"x": (), "log_decay": ()}
+    cases = {"recurrence": layer(sequence.linear_recurrence, shapes, oracle.linear_recurrence)}
+    given = {"axis_name": AXIS, "mesh": mesh, "batch_axis": "data", "head_axis": ()}
+    documents = Documents(segment_ids)
+    run = lambda tokens, weights: call_all(cases, tokens, weights, documents=documents, **given)
     with jax.set_mesh(mesh):
-        got = run(*(x.astype(np.float32) for x in (x, log_decay)))
-    wanted = [np.zeros(x.shape) for _ in range(2)]
-    for row, a, b in oracle.documents(segment_ids):
-        of = (y[row, a:b] for y in (x, log_decay, x))
-        wanted[0][row, a:b] = oracle.linear_recurrence(*of)[0]
-        wanted[1][row, a:b] = np.cumsum(x[row, a:b])
-    for x, want in zip(got, wanted, strict=True):
-        np.testing.assert_allclose(x, want, rtol=1e-5, atol=1e-5)
+        check_layers(with_gradients(run), cases, segment_ids)
 
 
 def test_no_channels_and_no_values():
