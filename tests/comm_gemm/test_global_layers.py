@@ -169,28 +169,6 @@ def test_several_batch_dimensions():
     assert split_as(out, P(("data", "cp", "tp"))) and not found
 
 
-def test_scaled_operands():
-    mesh = mesh_of((1, 4, 2))
-    (x, w, *_), placed = operands(mesh)
-    scaled = functools.partial(up, method="ring", scaling_mode="CURRENT_TENSOR_SCALING", mesh=mesh)
-    out, found = run(scaled, *placed[:2])
-    np.testing.assert_array_equal(out, x @ w)  # these small integers are exact in 8 bits
-    assert split_as(out, HIDDEN) and "all-gather" not in found
-
-
-def test_mesh_from_argument_context_and_arrays():
-    mesh = mesh_of((1, 4, 2))
-    plain, placed = operands(mesh)
-    want = dense_two_layers(*plain)
-    layers = functools.partial(two_layers, method="ring")
-    out, found = run(functools.partial(layers, mesh=mesh), *placed)
-    np.testing.assert_array_equal(out, want)
-    assert split_as(out, TOKENS) and not found
-    out = layers(*placed)  # without jit, the arrays determine it
-    np.testing.assert_array_equal(out, want)
-    assert split_as(out, TOKENS)
-
-
 def test_tokens_over_the_other_axis_alone_end_up_sharded_over_both():
     mesh = mesh_of((1, 4, 2))
     plain, placed = operands(mesh, P("data", "cp"))
@@ -282,10 +260,11 @@ def test_two_layers_and_their_gradients_equal_dense_ones(way, monkeypatch):
         np.testing.assert_array_equal(got, want)
 
 
-def test_tokens_that_do_not_divide_without_jit():
+def test_without_jit_the_arrays_determine_the_mesh():
+    """Of tokens that do not divide."""
     mesh = jax.make_mesh((2, 4), ("data", "tp"), axis_types=(AxisType.Explicit,) * 2)
     plain, placed = operands(mesh, P("data"), shape=(B, 7))
-    out = two_layers(*placed, method="ring", mesh=mesh)
+    out = two_layers(*placed, method="ring")
     np.testing.assert_array_equal(out, dense_two_layers(*plain))
 
 

@@ -62,7 +62,7 @@ def placed_layers() -> Case:
         return placement.apply({name: out["out"] for name, (out, _) in found.items()}), pull
 
     specs = dict.fromkeys(("x", "log_decay"), TOKENS) | dict.fromkeys(weights, REPLICATED)
-    specs["documents"] = lambda documents: documents.specs(AXIS)
+    specs = {**specs, "documents": lambda documents: documents.specs(AXIS)}
     return Case(
         "placed layers", call, oracle, draw, specs, dict.fromkeys(parts, TOKENS),
         op="(causal_conv|linear_recurrence)", has_batch=True,

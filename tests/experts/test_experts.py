@@ -123,7 +123,7 @@ def test_complex_rows():
         moved = experts.dispatch_tokens(v, routing)
         return rows, moved, pull(rows)[0]
 
-    of_both = lambda *operands: [run(*operands, name) for name in (None, "xla")]
+    of_both = lambda x, v, index: [run(x, v, index, name) for name in (None, "xla")]
     for results in on_ranks(of_both, mesh_of(W))(x, v, index):
         rows, moved, dx = map(np.asarray, results)
         np.testing.assert_array_equal(rows, grouped_rows(x, index, evenly(E, W), CAPACITY)[0])

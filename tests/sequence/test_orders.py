@@ -53,7 +53,7 @@ def check_layers(both, cases, segment_ids, *, dtypes=None, change=None):
 
     `change` alters the arrays that were drawn.
     """
-    (batch, num_tokens), dtypes = segment_ids.shape, dtypes or {}
+    (batch, num_tokens), dtypes, pad = segment_ids.shape, dtypes or {}, segment_ids == 0
     tokens, weights, cotangents, expected = {}, {}, {}, {}
     for name, case in cases.items():
         dtype = dtypes.get(name, "float32")
@@ -61,7 +61,6 @@ def check_layers(both, cases, segment_ids, *, dtypes=None, change=None):
         arrays = (change or dict)(arrays | {"ids": segment_ids})
         out, expected[name], g = case.expected(arrays)
         expected[name]["out"], cotangents[name] = out["out"], g["out"]
-        pad = segment_ids == 0
         for x in arrays.values():
             if x.shape[:2] == segment_ids.shape and x is not segment_ids:
                 x[pad] = np.nan
@@ -81,7 +80,7 @@ def check_layers(both, cases, segment_ids, *, dtypes=None, change=None):
             roundings = 2 if (name, array) == ("causal_conv", "x") else 1
             assert error <= roundings * TOLERANCE[dtype] * np.abs(want).max(), (name, array, error)
             if want.shape[:2] == segment_ids.shape:
-                assert not got[array][pad].any(), (name, array)
+                assert not np.asarray(got[array])[pad].any(), (name, array)
 
 
 def test_every_layer_in_zigzag_order():
