@@ -1,4 +1,7 @@
-"""`grouped_gemm` equals `jax.lax.ragged_dot` and NumPy, group by group, forward and backward."""
+"""`grouped_gemm` in every form, with scales of groups, and where ranks share an operand.
+
+The contract (`tests/contract`) calls one form in all ways.
+"""
 
 from functools import partial
 from typing import Any
@@ -9,15 +12,15 @@ import numpy as np
 import pytest
 from comm_gemm_cases import close, equal, integers, normal
 from hypothesis import given, strategies as st
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from on_mesh import AXIS, mesh_of, permuted_mesh
+from jax.sharding import PartitionSpec as P
+from on_mesh import AXIS, mesh_of
 from properties import examples
 from scaling_oracle import decode_byte
 
 from jax_cp_dispatch import grouped_gemm
 
 K, N = 9, 6
-SIZES = [([3, 0, 5, 4], 12), ([0, 0, 0], 5), ([2, 1], 8), ([7], 7), ([0, 130, 2, 0], 132)]
+SIZES = [([3, 0, 5, 4], 12), ([0, 0, 0], 5), ([0, 130, 2, 0], 132)]
 TRANSPOSED, ROWS = ((1,), (2,)), ((0,), (0,))
 
 
@@ -39,25 +42,9 @@ def products_of_rows(lhs, rhs, sizes):
     return np.stack([np.float64(lhs[rows]).T @ rhs[rows] for rows in slices(sizes)])
 
 
-def test_operands_that_explicit_axes_shard():
-    mesh = permuted_mesh((2, 2), ("a", "b"), AxisType.Explicit)
-    sizes = np.array([3, 5], np.int32)
-    values = integers(0, 8, K), integers(1, 2, K, N), integers(2, 2, N)
-    specs = P("a"), P("b", None, "a"), P(None, "b")
-    put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
-    operands = list(map(put, values, specs))
-    loss = lambda x, w, b: grouped_gemm(x, w, jnp.asarray(sizes), bias=b).sum()
-    total, gradients = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(*operands)
-    equal(total, products(*values[:2], sizes, values[2]).sum())
-    whole = jax.grad(loss, (0, 1, 2))(*map(jnp.asarray, values))
-    for got, expected, operand in zip(gradients, whole, operands, strict=True):
-        equal(got, expected)
-        assert jax.typeof(got) == jax.typeof(operand)
-
-
 @pytest.mark.parametrize(
     "sizes, num_rows, implementation",
-    [*((*case, None) for case in SIZES), (*SIZES[0], "xla"), (*SIZES[4], "xla")],
+    [*((*case, None) for case in SIZES), (*SIZES[2], "xla")],
 )
 def test_every_form_and_its_derivative(sizes, num_rows, implementation):
     """Ragged and empty groups, rows after the last group; integers are exact."""
@@ -107,20 +94,15 @@ def _BOTH(lhs, rhs, sizes):
     return grouped_gemm(lhs, rhs, sizes), jax.lax.ragged_dot(lhs, rhs, sizes, precision=precision)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
-def test_types(dtype):
+def test_types():
     """Rounded once, to the operands' type or to another one."""
-    with jax.enable_x64(dtype == "float64"):
-        lhs, rhs = normal(0, 12, K, dtype=dtype), normal(1, 4, K, N, dtype=dtype)
-        sizes = np.array([3, 0, 5, 4], np.int32)
-        out = jax.jit(grouped_gemm)(lhs, rhs, sizes)
-        assert out.dtype == dtype
-        expected = products(lhs.astype("float64"), rhs.astype("float64"), sizes)
-        close(out, expected, dtype)
-        if dtype != "float64":
-            wide = partial(grouped_gemm, preferred_element_type=jnp.float32)
-            wide = jax.jit(wide)(lhs, rhs, sizes)
-            close(wide, expected, "float32")
+    lhs, rhs = normal(0, 12, K, dtype="bfloat16"), normal(1, 4, K, N, dtype="bfloat16")
+    sizes = np.array([3, 0, 5, 4], np.int32)
+    expected = products(lhs.astype("float64"), rhs.astype("float64"), sizes)
+    for dtype in (None, jnp.float32):
+        out = jax.jit(partial(grouped_gemm, preferred_element_type=dtype))(lhs, rhs, sizes)
+        assert out.dtype == (dtype or jnp.bfloat16)
+        close(out, expected, out.dtype)
 
 
 @pytest.mark.parametrize(
@@ -153,19 +135,6 @@ def test_one_scale_per_group(mode, implementation):
     got = call(lhs, dy, sizes, contracting_dims=ROWS, **wide)
     close(got, products_of_rows(lhs_values, dy_values, sizes) * scale, "float32")
     assert call(lhs, rhs, sizes).dtype == jnp.bfloat16
-
-
-def test_on_each_rank_and_under_vmap():
-    """Each rank has its own group sizes; examples run in sequence."""
-    lhs, rhs = integers(0, 4, 10, K), integers(1, 4, 3, K, N)
-    sizes = np.array([[3, 3, 4], [0, 10, 0], [1, 2, 3], [0, 0, 0]], np.int32)
-    want = np.stack([products(*each) for each in zip(lhs, rhs, sizes, strict=True)])
-    call: Any = grouped_gemm
-    local = lambda *a: call(*(x[0] for x in a))[None]
-    spec = P(AXIS)
-    on_ranks = jax.shard_map(local, mesh=mesh_of(4), in_specs=(spec,) * 3, out_specs=spec)
-    equal(jax.jit(on_ranks)(lhs, rhs, sizes), want)
-    equal(jax.vmap(call)(lhs, rhs, sizes), want)
 
 
 def test_gradients_where_one_operand_is_the_same_on_all_ranks():

@@ -1,8 +1,9 @@
-"""`gemm` of 8-bit operands on one device: every transposition, type and scaling mode."""
+"""`gemm` of 8-bit operands, on one device and between ranks: chunks move with their scales."""
 
 import itertools
 from functools import partial
 
+import comm_gemm_oracle as oracle
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,9 +11,11 @@ import pytest
 import scaling_oracle
 from comm_gemm_cases import equal
 from comm_overlap_cases import no_comm_overlap_buffers  # noqa: F401
+from on_mesh import AXIS, mesh_of, on_ranks
 from scaled_gemm_cases import (
     E4M3,
     E5M2,
+    GATHERING,
     MODES,
     MXFP8,
     drawn,
@@ -24,14 +27,30 @@ from scaled_gemm_cases import (
     tiles_of,
 )
 
-from jax_cp_dispatch._ranks.communicator import Communicator
-from jax_cp_dispatch.comm_gemm.engine.gemm_call import GemmCall
-from jax_cp_dispatch.comm_gemm.engine.primitive import bind_gemm
-from jax_cp_dispatch.scaling import ScalingMode
+from jax_cp_dispatch.buffers import create_comm_overlap_buffer
+from jax_cp_dispatch.comm_gemm import _gemm as on_ranks_of_buffers  # inner: scales in tiles
+from jax_cp_dispatch.comm_gemm.layers import one_device  # inner: the same
 
 TYPES = [(E4M3, E5M2), (E5M2, E4M3)]
-SCALED = "lhs", "lhs_scale_inv", "rhs", "rhs_scale_inv"
 LAYOUTS = list(itertools.product((False, True), (False, True)))  # lhs, rhs transposed
+T, K, N = 3, 64, 6
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """The results of each product, with scales as tensor cores read them, which no call returns."""
+    found, bind = [], one_device.bind_gemm
+
+    def spy(call, **operands):
+        found.append(bind(call, **operands))
+        return found[-1]
+
+    for module in (one_device, on_ranks_of_buffers):
+        monkeypatch.setattr(module, "bind_gemm", spy)
+    return found
+
+
+# ---- On one device.
 
 
 @pytest.mark.parametrize("mode", MODES[1:])
@@ -109,38 +128,22 @@ def test_special_blocks():
 
 
 @pytest.mark.parametrize("implementation", [None, "xla"])
-def test_scales_as_tensor_cores_read_them(implementation):
+def test_scales_as_tensor_cores_read_them(implementation, seen):
     """Scales of both operands in tiles, from either layout, several tiles; padded with zeros."""
     m, k, n = 130, 160, 70
-    calls, operands, wants = {}, {}, {}
     for left, right in LAYOUTS:
         lhs = drawn(0, MXFP8, E4M3, (k, m) if left else (m, k), "column" if left else "row")
         rhs = drawn(1, MXFP8, E4M3, (n, k) if right else (k, n), "row" if right else "column")
-        name = f"{left}, {right}"
-        calls[name] = GemmCall(
-            op="gemm",
-            comm=Communicator(implementation=implementation),
-            lhs_boundary=1,
-            rhs_boundary=1,
-            out_shape=(m, n),
-            out_dtype="float32",
-            lhs_transposed=left,
-            rhs_transposed=right,
-            scaling_mode=ScalingMode.MXFP8_1D_SCALING,
-        )
-        scales = [lhs.scale_inv, rhs.scale_inv]
+        call, operands = scaled(lhs, rhs, MXFP8)
         if implementation == "xla":  # keeps the padding unchanged
-            scales = [np.where(scale == 255, np.uint8(0), scale) for scale in scales]
-        operands[name] = dict(zip(SCALED, (lhs.data, scales[0], rhs.data, scales[1]), strict=True))
-        of_lhs = laid(lhs.scale_inv, "column" if left else "row")
-        of_rhs = laid(rhs.scale_inv, "row" if right else "column")
-        wants[name] = [tiles_of(x[:lines, : k // 32]) for x, lines in ((of_lhs, m), (of_rhs, n))]
-
-    # The public API does not return them.
-    bind = lambda operands: {name: bind_gemm(calls[name], **x) for name, x in operands.items()}
-    for name, results in jax.jit(bind)(operands).items():
-        equal(results.lhs_swizzled, wants[name][0], name)
-        equal(results.rhs_swizzled, wants[name][1], name)
+            zero = lambda x: np.where(x == 255, np.uint8(0), x) if x.dtype == np.uint8 else x
+            operands = map(zero, operands)
+        dims = ((0,) if left else (1,), (1,) if right else (0,))
+        call(*operands, contracting_dims=dims, implementation=implementation)
+        of_lhs = laid(lhs.scale_inv, "column" if left else "row")[:m, : k // 32]
+        of_rhs = laid(rhs.scale_inv, "row" if right else "column")[:n, : k // 32]
+        equal(seen[-1].lhs_swizzled, tiles_of(of_lhs), (left, right))
+        equal(seen[-1].rhs_swizzled, tiles_of(of_rhs), (left, right))
 
 
 @pytest.mark.parametrize("mode", MODES[1:])
@@ -157,10 +160,84 @@ def test_examples_under_vmap(mode):
     near(one, lhs.values @ rhs.values[0])
 
 
-def test_empty_operands():
-    one = np.ones(1, np.float32)
-    for m, k, n in ((0, 64, 6), (4, 0, 6), (4, 64, 0)):
-        call, _ = scaled((), (), MODES[1])
-        got = call(jnp.zeros((m, k), E4M3), one, jnp.zeros((k, n), E4M3), one)
-        assert got.dtype == jnp.bfloat16
-        equal(got, np.zeros((m, n)))
+# ---- Between ranks.
+
+
+def create(kind, shape, dtype, num_ranks, *, method="RING_EXCHANGE", **options):
+    return create_comm_overlap_buffer(kind, method, shape, dtype, num_ranks, **options)
+
+
+def with_ranks(lhs, rhs, mode, **options):
+    call, operands = scaled(lhs, rhs, mode)
+    options = {"axis_name": AXIS, "preferred_element_type": jnp.float32, **options}
+    return partial(call, **options), operands
+
+
+@pytest.mark.parametrize(
+    "num_ranks, mode, order",
+    [
+        (4, MXFP8, (2, 0, 3, 1)),
+        (1, MODES[1], None),
+        (3, MODES[0], (1, 2, 0)),
+    ],
+)
+def test_chunks_are_gathered_with_their_scales(num_ranks, mode, order):
+    """Every rank's tensor has its own scale; the 8-bit values are gathered."""
+    p, shape = num_ranks, (num_ranks * T, K)
+    lhs = drawn_by_ranks(0, p, mode, E5M2, (T, K))
+    rhs = drawn_by_ranks(1, p, mode, E4M3, (K, N), "column")
+    call, operands = with_ranks(lhs, rhs, mode)
+    back = create("RS", (p * T, N), "float32", p, atomic_gemm=True)
+    ways = {
+        name: partial(call, comm_overlap=create("AG", shape, E5M2, p, **options),
+                      paired_comm_overlap=back if options.get("atomic_gemm") else None)
+        for name, options in GATHERING.items() if p % 2 == 0 or name != "ring, pairs"
+    }  # fmt: skip
+    ways["xla"] = partial(ways["ring"], implementation="xla")
+
+    def local(*operands):
+        return {name: (way(*operands), *way(*operands, return_aux=True))
+                for name, way in ways.items()}  # fmt: skip
+
+    results = on_ranks(local, mesh_of(p, order))(*operands)
+    for name, (alone, out, aux) in results.items():
+        is_atomic = "atomic" in name
+        want, _ = oracle.engine_gather(lhs.values, rhs.values, atomic=is_atomic)
+        near(alone, want, name)
+        near(out, want, name)
+        gathered = np.stack([np.concatenate(lhs.data)] * p)
+        assert aux.dtype == E5M2
+        equal(np.asarray(aux).view(np.uint8), (lhs.data if is_atomic else gathered).view(np.uint8))
+
+
+def test_moved_scales_as_tensor_cores_read_them_are_in_rank_order(seen):
+    """Scales of gathered rows are in rank order; with bulk or sums, a rank has its own scales."""
+    p, lines = 4, 40  # the gathered lines fill one tile and start another
+    lhs = drawn_by_ranks(0, p, MXFP8, E4M3, (lines, K))
+    rhs = drawn_by_ranks(1, p, MXFP8, E4M3, (K, N), "column")
+    call, operands = with_ranks(lhs, rhs, MXFP8)
+    operands = [np.where(x == 255, np.uint8(0), x) if x.dtype == np.uint8 else x for x in operands]
+    rings = [partial(call, return_aux=True, comm_overlap=create("AG", (p * lines, K), E4M3, p,
+                     **options)) for options in list(GATHERING.values())[:3]]  # fmt: skip
+    rings.append(partial(rings[0], implementation="xla"))
+    part = np.zeros((p, T, 7), np.float32)
+    bulk = partial(call, comm_overlap=create("AG", (p * T, 7), "float32", p, method="BULK"))
+    summed = partial(call, comm_overlap=create("RS", (lines, N), "float32", p))
+
+    def local(part, *operands):
+        seen.clear()
+        for ring in rings:
+            ring(*operands)
+        bulk(*operands, aux_in=part)
+        summed(*operands)
+        return [(results.lhs_swizzled, results.rhs_swizzled) for results in seen]
+
+    got = on_ranks(local, mesh_of(p, (2, 0, 3, 1)))(part, *operands)
+    blocks = K // 32
+    gathered = np.concatenate(lhs.scale_inv[:, :lines, :blocks])
+    for i, (of_lhs, of_rhs) in enumerate(got):
+        for rank in range(p):
+            own = lhs.scale_inv[rank][:lines, :blocks]
+            want = gathered if i < len(rings) else own
+            equal(of_lhs[rank], tiles_of(want), i)
+            equal(of_rhs[rank], tiles_of(rhs.scale_inv[rank][:blocks, :N].T), i)

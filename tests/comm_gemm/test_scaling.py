@@ -1,4 +1,4 @@
-"""8-bit operands: values, rounding, block scales and delayed scales."""
+"""8-bit operands: values, rounding, block scales, their byte order, and delayed scales."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,17 @@ from jax.sharding import PartitionSpec as P
 from on_mesh import AXIS, mesh_of, on_ranks
 from properties import examples
 
-from jax_cp_dispatch.scaling import DelayedScaling, Quantized, ScalingMode, dequantize, quantize
+from jax_cp_dispatch.scaling import (
+    DelayedScaling,
+    Quantized,
+    ScalingMode,
+    dequantize,
+    pad_scales,
+    quantize,
+    swizzle_scales,
+    unpad_scales,
+    unswizzle_scales,
+)
 
 pytestmark = pytest.mark.usefixtures("full_optimization")  # roundings
 
@@ -167,12 +177,6 @@ def test_ranks_share_the_current_scale():
         np.testing.assert_array_equal(bytes_of(q.data), oracle.tensor(x, scale, NAMES[0]))
 
 
-def test_the_shared_scale_is_known_to_be_shared():
-    local = lambda x: quantize(x, CURRENT, axis_name=AXIS).scale_inv
-    mapped = jax.shard_map(local, mesh=mesh_of(4), in_specs=P(AXIS), out_specs=P())
-    assert jax.eval_shape(mapped, jnp.ones(8)).shape == (1,)
-
-
 # ---- delayed scaling
 
 
@@ -275,19 +279,33 @@ def test_inputs_and_outputs_of_any_float_type():
         np.testing.assert_array_equal(value, np.asarray(dequantize_jit(q)).astype(dtype))
 
 
+# ---- block scales as tensor cores read them: whole tiles, in the order of bytes
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", [(128, 4), (130, 9)])
+def test_pad_scales_pads_with_zeros_and_unpad_scales_removes_them(shape, layout):
+    scales = np.random.default_rng(0).integers(1, 255, shape).astype(np.uint8)
+    padded = laid(pad_scales(jnp.asarray(laid(scales, layout)), layout=layout), layout)
+    assert padded.shape == (-(-shape[0] // 128) * 128, -(-shape[1] // 4) * 4)
+    np.testing.assert_array_equal(padded[: shape[0], : shape[1]], scales)
+    assert np.sum(padded.astype(int)) == np.sum(scales.astype(int))
+    np.testing.assert_array_equal(unpad_scales(jnp.asarray(padded), shape=shape), scales)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_swizzle_scales_and_unswizzle_scales_follow_the_offset_formula(layout):
+    shape = 256, 12
+    scales = np.random.default_rng(0).integers(0, 256, shape).astype(np.uint8)
+    tiles = swizzle_scales(jnp.asarray(laid(scales, layout)), layout=layout)
+    row, block = np.indices(shape)
+    offset = oracle.tile_offset(row % 128, block % 4)
+    np.testing.assert_array_equal(np.asarray(tiles)[row // 128, block // 4, offset], scales)
+    back = unswizzle_scales(tiles, layout=layout)
+    np.testing.assert_array_equal(laid(back, layout), scales)
+
+
 # ---- transformations
-
-
-@pytest.mark.parametrize("mode", [CURRENT, MXFP8])
-def test_vmap_is_a_loop(mode):
-    x = np.stack([wide_range(seed) for seed in range(3)])
-    mapped, value = jax.jit(jax.vmap(lambda x: (q := quantize(x, mode), dequantize(q))))(x)
-    data, scale_inv, value = bytes_of(mapped.data), np.asarray(mapped.scale_inv), np.asarray(value)
-    for i, one in enumerate(x):
-        q = quantize_jit(one, mode, dtype=jnp.dtype(NAMES[0]), layout="row")
-        np.testing.assert_array_equal(data[i], bytes_of(q.data))
-        np.testing.assert_array_equal(scale_inv[i], q.scale_inv)
-        np.testing.assert_array_equal(value[i], dequantize_jit(q))
 
 
 @pytest.mark.parametrize("mode", [CURRENT, DELAYED, MXFP8])

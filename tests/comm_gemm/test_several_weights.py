@@ -25,13 +25,12 @@ def flat(x, num_dims=2):
     return np.asarray(x).reshape(*x.shape[:-num_dims], -1)
 
 
-@pytest.mark.parametrize("num_ranks, counts", [(4, None), (3, (2, 0, 4))])
-def test_every_method_gives_each_product_and_one_gradient_of_x(num_ranks, counts):
-    """Weights [K, N, H] and [K, N], one with a bias; even and uneven tokens."""
-    p, rows = num_ranks, max(counts or (2,))
+def test_every_method_gives_each_product_and_one_gradient_of_x():
+    """Weights [K, N, H] and [K, N], one with a bias; uneven tokens."""
+    p, counts = 3, (2, 0, 4)
+    rows, total = max(counts), sum(counts)
     x, wq, w = integers(0, p, 2, rows, K), integers(1, p, K, *Q), integers(2, p, K, HIDDEN)
     bias = integers(3, p, *Q)
-    total = sum(counts or (rows,) * p)
     dq, dy = integers(4, p, 2, total, *Q), integers(5, p, 2, total, HIDDEN)
 
     def local(x, wq, w, bias, dq, dy):
@@ -83,21 +82,15 @@ def test_every_method_contracts_two_dimensions():
             equal(got, want.reshape(got.shape), name)
 
 
-def test_random_values():
-    """Within the tolerance of the type; the gradient of x is rounded once, not per weight."""
-    p = 2
-    x, up, gate = normal(0, p, 8, 64), normal(1, p, 64, 24), normal(2, p, 64, 40)
-    got = on_ranks(lambda x, *w: gather(x, w, method="ring"), mesh_of(p))(x, up, gate)
-    for one, w in zip(got, (up, gate), strict=True):
-        close(one, oracle.all_gather_matmul(x, w), "float32")
+def test_the_gradient_of_x_is_rounded_once():
+    """257 is not a bfloat16, 258 is."""
 
     def gradient(x, up, gate):
-        y = jax.vjp(lambda x: gather(x, (up, gate), method="ring"), x)
-        return y[1](tuple(jnp.ones_like(a) for a in y[0]))[0]
+        out, pull = jax.vjp(lambda x: gather(x, (up, gate), method="ring"), x)
+        return pull(tuple(map(jnp.ones_like, out)))[0]
 
-    # 257 is not a bfloat16, 258 is.
-    ones = np.ones((p, 1, 1), jnp.bfloat16)
-    dx = on_ranks(gradient, mesh_of(1))(ones[:1], ones[:1] * 256, np.ones((1, 1, 2), jnp.bfloat16))
+    ones = np.ones((1, 1, 1), jnp.bfloat16)
+    dx = on_ranks(gradient, mesh_of(1))(ones, ones * 256, np.ones((1, 1, 2), jnp.bfloat16))
     equal(dx, np.full((1, 1, 1), 258))
 
 
@@ -158,9 +151,7 @@ def dense_gradients(x, wq, wk, up, out, bias, dy, dk, dh):
     return dx, of_w(dq), of_w(dk), dup, dout, dq.sum((0, 1))
 
 
-@pytest.mark.parametrize(
-    "kind, rows", [(AxisType.Auto, 8), (AxisType.Auto, 7), (AxisType.Explicit, 8)]
-)
+@pytest.mark.parametrize("kind, rows", [(AxisType.Auto, 7), (AxisType.Explicit, 8)])
 def test_global_arrays(kind, rows):
     mesh, typed = permuted_mesh((2, 4), ("dp", "tp"), kind), kind == AxisType.Explicit
     arrays = global_operands(rows)

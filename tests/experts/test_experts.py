@@ -1,9 +1,11 @@
-"""A layer of experts equals a dense one, wherever it is called; gradients included."""
+"""Rows of experts: of any dtype, over several axes, with padding, and what moves.
+
+The contract (`tests/contract`) has a layer of experts on each rank and of global arrays.
+"""
 
 from functools import partial
 from typing import Any
 
-import experts_oracle as oracle
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,23 +29,7 @@ from jaxprs import flattened
 from on_mesh import AXIS, mesh_of, on_ranks, permuted_mesh
 
 from jax_cp_dispatch import experts
-from jax_cp_dispatch._dispatch.exchange_operands import read_operands
-from jax_cp_dispatch.experts import exchange
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_on_ranks(check_vma):
-    """On a permuted mesh; each second token repeats an expert."""
-    operands = draw()
-    operands[4][:, ::2, 1] = operands[4][:, ::2, 0]
-    run = on_ranks(with_gradients, mesh_of(W, [2, 0, 3, 1]), check_vma=check_vma)
-    check_layer(run(*operands), operands)
-
-
-def test_by_xla():
-    operands = draw(1)
-    run = on_ranks(lambda *x: with_gradients(*x, implementation="xla"), mesh_of(W))
-    check_layer(run(*operands), operands)
+from jax_cp_dispatch.experts import exchange  # inner: stands for processes without shared memory
 
 
 def test_the_mesh_of_the_index_is_that_of_the_calls_that_follow():
@@ -70,10 +56,9 @@ def test_an_explicit_axis_shards_the_tokens_of_a_rank():
     check_layer(got, operands)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_global_arrays(kind):
+def test_ranks_of_two_explicit_axes():
     """Routing, dispatch and combine of all ranks' arrays; the experts in a `shard_map`."""
-    mesh = permuted_mesh((2, 2, 2), ("data", AXIS, "other"), kind)
+    mesh = permuted_mesh((2, 2, 2), ("data", AXIS, "other"), AxisType.Explicit)
     axes = ("data", AXIS)
     operands = draw(2)
     rows = lambda a: jax.device_put(a.reshape(-1, *a.shape[2:]), jax.NamedSharding(mesh, P(axes)))
@@ -94,29 +79,6 @@ def test_global_arrays(kind):
     with jax.set_mesh(mesh):
         got = run(*(rows(a) for a in operands))
     check_layer(got, operands)
-
-
-def two_layers(x, weights, matrices, index):
-    """Two layers of the same experts by `lax.scan`, each a `jax.checkpoint`."""
-    step = jax.checkpoint(lambda x, _: (layer(x, weights, matrices, index), None))
-    return jax.lax.scan(step, x, None, length=2)[0]
-
-
-def test_layers_examples_and_checkpoints():
-    """Layers in a loop with checkpoints, mapped over two examples by `jax.vmap`."""
-    examples = draw(3), draw(4)
-    operands = [np.stack(pair, 1) for pair in zip(*examples, strict=True)]
-    run = partial(with_gradients, layer=two_layers)
-    got = on_ranks(jax.vmap(run), mesh_of(W))(*operands)
-    for number, (x, weights, matrices, g, index) in enumerate(examples):
-        given = weights, index, matrices.reshape(E, D, D)
-        between = oracle.layer(x, *given)
-        dbetween, *of_second = oracle.layer_gradients(between, *given, g)
-        dx, *of_first = oracle.layer_gradients(x, *given, dbetween)
-        summed = [a + b for a, b in zip(of_first, of_second, strict=True)]
-        for a, b in zip(got, (oracle.layer(between, *given), dx, *summed), strict=True):
-            a = np.asarray(a)[:, number].reshape(b.shape)
-            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
 def test_narrow_rows():
@@ -148,32 +110,33 @@ def test_narrow_rows():
         np.testing.assert_allclose(np.asarray(got, float), want, atol=2 * K * 3 * 2.0**-9)
 
 
-@pytest.mark.parametrize("implementation", [None, "xla"])
-def test_complex_rows(implementation):
+def test_complex_rows():
     """As pairs of real ones, gradients included; weighted sums take real rows alone."""
     index = draw(9)[4]
     rng = np.random.default_rng(9)
     pairs = rng.normal(size=(2, 2, W, T, D)).astype(np.float32)
     x, v = pairs[0] + 1j * pairs[1]
 
-    def run(x, v, index):
+    def run(x, v, index, implementation):
         routing = experts.route(index, implementation=implementation, **OPTIONS)
         rows, pull = jax.vjp(lambda x: experts.dispatch_tokens(x, routing), x)
         moved = experts.dispatch_tokens(v, routing)
         return rows, moved, pull(rows)[0]
 
-    rows, moved, dx = map(np.asarray, on_ranks(run, mesh_of(W))(x, v, index))
-    np.testing.assert_array_equal(rows, grouped_rows(x, index, evenly(E, W), CAPACITY)[0])
-    # A derivative of a linear function, without conjugation.
-    np.testing.assert_allclose((dx * v).sum(), (rows * moved).sum(), rtol=1e-5)
+    of_both = lambda x, v, index: [run(x, v, index, name) for name in (None, "xla")]
+    for results in on_ranks(of_both, mesh_of(W))(x, v, index):
+        rows, moved, dx = map(np.asarray, results)
+        np.testing.assert_array_equal(rows, grouped_rows(x, index, evenly(E, W), CAPACITY)[0])
+        # A derivative of a linear function, without conjugation.
+        np.testing.assert_allclose((dx * v).sum(), (rows * moved).sum(), rtol=1e-5)
 
 
-@pytest.mark.parametrize("dtypes", [("bfloat16", "float32"), ("float8_e4m3fn", "float16")])
-def test_an_exchange_sums_the_bits_of_xla(dtypes):
+def test_an_exchange_sums_the_bits_of_xla():
     """Sums and all gradients; products have few bits, so that they are exact if fused or not."""
     index = draw(9)[4]
     index[:, ::2, 2] = index[:, ::2, 0]
     rng = np.random.default_rng(0)
+    dtypes = "bfloat16", "float8_e4m3fn", "float32"
     few = lambda *shape: rng.integers(-15, 16, (W, *shape)) / 8
     y = {name: few(CAPACITY, D).astype(name) for name in dtypes}
     g = {name: few(T, D).astype(name) for name in dtypes}
@@ -195,14 +158,16 @@ def test_an_exchange_sums_the_bits_of_xla(dtypes):
 def test_processes_without_shared_memory_sum_the_same_bits(monkeypatch):
     """They exchange by choice as on CPU, but by XLA's collectives."""
     index = draw(5)[4]
-    y = np.random.default_rng(5).integers(-15, 16, (W, CAPACITY, D)).astype(np.float32) / 8
-    weights = np.random.default_rng(6).integers(-15, 16, (W, T, K)).astype(np.float32) / 8
-    run = lambda implementation: on_ranks(
-        lambda y, w, i: experts.combine_tokens(
-            y, w, experts.route(i, implementation=implementation, **OPTIONS)
-        ),
-        mesh_of(W),
-    )(y, weights, index)
+    few = lambda seed, *shape: np.random.default_rng(seed).integers(-15, 16, (W, *shape)) / 8
+    operands = few(5, CAPACITY, D).astype(np.float32), few(6, T, K).astype(np.float32), index
+
+    def run(implementation):
+        def combine(y, w, i):
+            routing = experts.route(i, implementation=implementation, **OPTIONS)
+            return experts.combine_tokens(y, w, routing)
+
+        return on_ranks(combine, mesh_of(W))(*operands)
+
     expected = run("in_process")
     monkeypatch.setattr(
         exchange, "_where_it_runs", lambda options, by_choice, by_rank, *x, summed: by_choice(*x)
@@ -232,19 +197,6 @@ def test_second_derivatives(implementation):
     want = np.zeros_like(y)
     want[0], want[-1] = w[:, :1] * along, w[:, 1:] * along
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
-
-
-def test_one_rank_and_no_tokens():
-    """One rank, and tokens of no rank: shapes hold, and nothing moves."""
-    operands = draw(6)
-    one = [a.reshape(1, -1, *a.shape[2:]) for a in operands]
-    options = {"num_experts": E, "capacity": None}
-    run = lambda *x: with_gradients(*x, **options)
-    check_layer(on_ranks(run, mesh_of(1))(*one), operands)
-    none = [a[:, :0] if i != 2 else a for i, a in enumerate(operands)]
-    out, dx, dweights, dmatrices = on_ranks(with_gradients, mesh_of(W))(*none)
-    assert out.shape == dx.shape == (W, 0, D) and dweights.shape == (W, 0, K)
-    assert not np.asarray(dmatrices).any()
 
 
 def test_padding_may_hold_anything():
@@ -303,11 +255,10 @@ def test_only_counts_move_before_the_tokens():
     moved = {}
     for eqn in flattened(traced.jaxpr):
         if eqn.primitive.name in ("dispatch", "combine"):
-            exchange = eqn.params["exchange"]
-            arrays = read_operands([v.aval for v in eqn.invars], exchange).arrays
-            moved.setdefault(exchange.op, []).append([x.shape for x in arrays])
-    assert moved == {
-        "route": [[(1, 1, E + W + 1)]],
-        "dispatch_tokens": [[(T, D)]],
-        "combine_tokens": [[(CAPACITY, D)]],
-    }
+            arrays = [(str(v.aval.dtype), v.aval.shape) for v in eqn.invars]
+            moved.setdefault(eqn.params["exchange"].op, []).append(arrays)
+    assert list(moved) == ["route", "dispatch_tokens", "combine_tokens"]
+    (counts,), (tokens,), (rows,) = moved.values()
+    floats = lambda arrays: [shape for dtype, shape in arrays if dtype == "float32"]
+    assert not floats(counts) and ("int32", (1, 1, E + W + 1)) in counts
+    assert floats(tokens) == [(T, D)] and (CAPACITY, D) in floats(rows)

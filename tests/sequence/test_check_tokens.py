@@ -49,29 +49,18 @@ def seen(name, arrays, of=PLACED):
 OTHER_ORDER = "array {} has the values of its checksums, but not in the order of .*apply"
 OTHER_VALUES = "array {} has other values than its checksums"
 PLACEMENT = THIS.placement.documents
+TWICE, OF_NEXT = THIS.placement.apply(PLACED), NEXT.placement
 ACCIDENTS = {
     "not placed": (THIS.arrays, PLACEMENT, OTHER_ORDER, 0),
-    "placed twice": (THIS.placement.apply(PLACED), PLACEMENT, OTHER_ORDER, 0),
+    "placed twice": (TWICE, PLACEMENT, OTHER_ORDER, 0),
     "labels not placed": (seen("labels", THIS.arrays), PLACEMENT, OTHER_ORDER, 0),
-    "tokens placed twice": (
-        seen("tokens", THIS.placement.apply(PLACED)),
-        PLACEMENT,
-        OTHER_ORDER,
-        1,
-    ),
+    "tokens placed twice": (seen("tokens", TWICE), PLACEMENT, OTHER_ORDER, 1),
     "weights not placed": (seen("weights", THIS.arrays), PLACEMENT, OTHER_ORDER, 2),
-    "the next documents": (PLACED, NEXT.placement.documents, OTHER_ORDER, 0),
-    "the next placement": (
-        NEXT.placement.apply(THIS.arrays),
-        NEXT.placement.documents,
-        OTHER_ORDER,
-        0,
-    ),
+    "the next documents": (PLACED, OF_NEXT.documents, OTHER_ORDER, 0),
+    "the next placement": (OF_NEXT.apply(THIS.arrays), OF_NEXT.documents, OTHER_ORDER, 0),
     "the next tokens": (
-        seen("tokens", THIS.placement.apply(NEXT.arrays)),
-        PLACEMENT,
-        OTHER_VALUES,
-        1,
+        *(seen("tokens", THIS.placement.apply(NEXT.arrays)), PLACEMENT),
+        *(OTHER_VALUES, 1),
     ),
 }
 

@@ -1,15 +1,17 @@
-"""The registry of communication buffers: counts, memory, and destruction at any time."""
+"""Communication buffers: ids, defaults, bytes, counts, memory, and destruction at any time."""
 
 import re
 import threading
 import time
 from functools import partial
+from typing import Any
 
 import comm_gemm_oracle as oracle
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from comm_overlap_cases import create, no_comm_overlap_buffers  # noqa: F401
+from comm_overlap_cases import BASE, create, no_comm_overlap_buffers  # noqa: F401
 from on_mesh import AXIS, Gate, mesh_of, on_ranks
 
 from jax_cp_dispatch import gemm, matmul_reduce_scatter
@@ -18,12 +20,125 @@ from jax_cp_dispatch.buffers import (
     CommOverlapMethod,
     CommOverlapType,
     comm_overlap_buffer_bytes,
+    create_comm_overlap_buffer,
     destroy_all_comm_overlap_buffers,
     destroy_comm_overlap_buffer,
     list_comm_overlap_buffers,
 )
 
 pytestmark = pytest.mark.usefixtures("unchecked_types")
+
+RING = CommOverlapMethod.RING_EXCHANGE
+
+
+# ---- Ids.
+
+
+def id_of(**options):
+    """Returns the id alone; no buffer remains."""
+    buffer = create(**options)
+    destroy_comm_overlap_buffer(buffer)
+    return buffer
+
+
+# Each differs from the base in one parameter.
+OTHER: list[dict[str, Any]] = [
+    {"comm_type": "RS"},
+    {"method": "BULK"},
+    *({"buffer_shape": shape} for shape in ((65, 32), (64, 33), (32, 64))),
+    *({"buffer_dtype": dtype} for dtype in ("bfloat16", "float16", "float64")),
+    *({name: 2} for name in ("tp_size", "comm_cga_size", "num_comm_sm", "num_max_streams")),
+    *({name: 5} for name in ("num_splits", "gemm_priority", "comm_priority")),
+    {"gemm_priority": -1},
+    *({name: True} for name in ("set_sm_margin", "atomic_gemm", "aggregate_ag")),
+    {"use_ce": False},
+]
+
+
+def test_every_parameter_is_part_of_the_id():
+    ids = [id_of(), *(id_of(**other) for other in OTHER)]
+    assert len(set(ids)) == len(ids)
+    pipeline = {"comm_type": "RS", "method": "PIPELINE"}
+    assert id_of(**pipeline) != id_of(**pipeline, rs_overlap_first_gemm=True)
+    named = {name for other in OTHER for name in other} | {"rs_overlap_first_gemm"}
+    (buffer,) = [create()]
+    assert named == set(vars(list_comm_overlap_buffers()[buffer].config))
+
+
+def test_ids_are_the_same_in_every_process():
+    """Python's hashes are not."""
+    assert create() == 7859231275419051731
+    other = create_comm_overlap_buffer("RS", "PIPELINE", (8, 2), "bfloat16", 2, num_splits=7)
+    assert other == 6472580938398280615
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"comm_type": CommOverlapType.AG, "method": "ring_exchange", "buffer_shape": [64, 32]},
+        {"buffer_dtype": jnp.float32, "tp_size": np.int8(4), "num_splits": np.int64(4)},
+        {"buffer_dtype": np.dtype("float32"), "method": RING, "comm_cga_size": 1},
+        {"num_comm_sm": 1, "set_sm_margin": False, "use_ce": True},  # the defaults of the ring
+    ],
+)
+def test_equal_arguments_may_be_written_in_different_ways(options):
+    assert id_of(**options) == id_of()
+
+
+def test_defaults_depend_on_the_method():
+    parameters = ("comm_cga_size", "num_comm_sm", "set_sm_margin", "use_ce")
+    defaults = {}
+    for method in ("RING_EXCHANGE", "PIPELINE", "BULK"):
+        buffer = create(comm_type="RS", method=method)
+        config = list_comm_overlap_buffers()[buffer].config
+        defaults[method] = tuple(getattr(config, name) for name in parameters)
+        assert (config.num_splits, config.num_max_streams) == (4, 3)
+        assert (config.gemm_priority, config.comm_priority) == (0, 0)
+    collective = (2, 16, True, False)
+    assert defaults == {
+        "RING_EXCHANGE": (1, 1, False, True),
+        "PIPELINE": collective,
+        "BULK": collective,
+    }
+
+
+# ---- Bytes.
+
+
+@pytest.mark.parametrize(
+    "kind, method, options, num_elements",
+    [
+        ("AG", "RING_EXCHANGE", {}, 64 * 32),
+        ("AG", "BULK", {}, 64 * 32),
+        ("RS", "PIPELINE", {"num_splits": 9}, 64 * 32),
+        ("RS", "RING_EXCHANGE", {}, 7 * 16 * 32),  # 2 * 4 - 1 blocks of rows
+        ("RS", "RING_EXCHANGE", {"use_ce": False}, 0),  # nothing is copied
+        ("AG", "RING_EXCHANGE", {"use_ce": False}, 0),
+        ("RS", "RING_EXCHANGE", {"tp_size": 3}, 5 * 22 * 32),  # blocks of rows rounded up
+        ("NONE", "NONE", {}, 0),
+    ],
+)
+def test_comm_overlap_buffer_bytes_before_a_buffer_exists(kind, method, options, num_elements):
+    for dtype, size in ("bfloat16", 2), ("float32", 4), ("float64", 8):
+        arguments = {**BASE, "comm_type": kind, "method": method, "buffer_dtype": dtype, **options}
+        assert comm_overlap_buffer_bytes(**arguments) == num_elements * size
+    assert list_comm_overlap_buffers() == {}
+
+
+@pytest.mark.parametrize(
+    "shape, options, num_bytes",
+    [
+        ((64, 32), {}, 64 * 32 + 64 * 4),  # rows, and 4 block scales for each
+        ((64, 129), {}, 64 * 129 + 64 * 8),
+        ((3, 33), {}, 128 + 16),  # rows padded to 64 bytes; the scales of 4 ranks are 4 floats
+        ((64, 32), {"use_ce": False}, 64 * 4),  # scales alone
+        ((64, 32), {"method": "BULK"}, 64 * 32),  # whose array has no rows
+    ],
+)
+def test_comm_overlap_buffer_bytes_with_scales(shape, options, num_bytes):
+    arguments = {**BASE, "comm_type": "AG", "method": "RING_EXCHANGE", "buffer_shape": shape}
+    arguments |= {"buffer_dtype": "float8_e4m3fn", **options}
+    assert comm_overlap_buffer_bytes(**arguments) == num_bytes
 
 
 # ---- Counts.
@@ -200,3 +315,56 @@ def test_memory_that_cannot_be_allocated():
     fails(result, rf"no memory for buffer {buffer}: 4 ranks of \d+ bytes. Create it with a smaller")
     assert list_comm_overlap_buffers()[buffer].num_in_use == 0
     destroy_comm_overlap_buffer(buffer)
+
+
+# ---- Invalid parameters: the byte count and the buffer reject them alike; nothing is created.
+
+HUGE = "a process can address less than 2"
+INVALID: list[tuple[dict[str, Any], str]] = [
+    ({"comm_type": "GATHER"}, "comm_type is 'GATHER'; .* 'RS', 'AG'"),
+    ({"method": CommOverlapType.AG}, "method is .* 'BULK', 'PIPELINE', .*, or"),
+    (
+        {"method": "PIPELINE"},
+        r"got CommOverlapMethod\.PIPELINE with CommOverlapType\.AG; .* Use CommOverlapMethod\.RING",
+    ),
+    ({"method": "NONE"}, "either both are NONE"),
+    ({"comm_type": "NONE"}, "either both are NONE.* Pass both"),
+    ({"buffer_shape": (4,)}, r"buffer_shape is \(4,\); it needs two sizes"),
+    ({"buffer_shape": 4}, "buffer_shape is 4; it needs two sizes"),
+    ({"buffer_shape": (0, 4)}, "buffer_shape is 0; it needs to be an integer of at least 1"),
+    ({"buffer_shape": (2**62, 1)}, "4611686018427387904; .* of at least 1 and at"),
+    ({"buffer_shape": (2**31, 2**31)}, f"18446744073709551616 bytes for each of 4 ranks; {HUGE}"),
+    ({"buffer_shape": (2**45, 1)}, HUGE),
+    (
+        {"buffer_shape": (2**40, 2**40), "use_ce": False, "buffer_dtype": "float8_e5m2"},
+        HUGE,
+    ),
+    ({"buffer_dtype": "int32"}, "int32 with .*'bfloat16', 'float16'"),
+    ({"buffer_dtype": "float8_e4m3fn", "comm_type": "RS"}, "float8_e4m3fn with "),
+    ({"buffer_dtype": "nonsense"}, "'nonsense' with .*; it needs to"),
+    ({"tp_size": True}, "tp_size is True; it needs to be an integer of at least 1"),
+    ({"num_splits": "4"}, "num_splits is '4'; it needs to be an integer"),
+    ({"num_splits": 2**40}, "num_splits is 1099511627776; .* at most 1048576"),
+    ({"gemm_priority": 2**62}, "gemm_priority is 4611686018427387904; it needs"),
+    ({"use_ce": 1}, "use_ce is 1; it needs to be True or False"),
+    ({"method": "BULK", "atomic_gemm": True}, "got atomic_gemm with .*; chunk counters need"),
+    ({"rs_overlap_first_gemm": True}, "got rs_overlap_first_gemm with .* Omit it"),
+    (
+        {"rs_overlap_first_gemm": True, "method": "PIPELINE", "comm_type": "RS",
+         "atomic_gemm": True},
+        "got rs_overlap_first_gemm with atomic_gemm; all prod",
+    ),
+    ({"aggregate_ag": True, "tp_size": 3}, "got aggregate_ag with tp_size=3; pairs need an even"),
+    ({"aggregate_ag": True, "comm_type": "RS"}, "got aggregate_ag with CommOverlapType"),
+    ({"aggregate_ag": True, "method": "BULK"}, "got aggregate_ag with .*BULK"),
+    ({"aggregate_ag": True, "use_ce": False}, "got aggregate_ag with use_ce=False; pairs of"),
+    ({"aggregate_ag": True, "atomic_gemm": True}, "aggregate_ag with .*=True; it "),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options, message", INVALID)
+def test_invalid_parameters_are_rejected(options, message):
+    for function in (create_comm_overlap_buffer, comm_overlap_buffer_bytes):
+        with pytest.raises((ValueError, TypeError), match=f"^{function.__name__}: .*{message}"):
+            function(**{**BASE, **options})
+    assert list_comm_overlap_buffers() == {}

@@ -1,4 +1,4 @@
-"""`gemm` with registered buffers of every type, and concurrent calls of one buffer."""
+"""`gemm` with registered buffers: each type of buffer, epilogues of chunks, concurrent calls."""
 
 import threading
 from functools import partial
@@ -9,14 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from comm_gemm_cases import K, N, equal, integers
+from comm_gemm_cases import K, N, equal, integers, normal
 from comm_overlap_cases import no_comm_overlap_buffers  # noqa: F401
+from epilogues import WIDE, all_epilogues, check_all, draw, scaled
 from on_mesh import AXIS, mesh_of, on_ranks
+from scaled_gemm_cases import E4M3, GATHERING, MODES, near
 
 from jax_cp_dispatch import all_gather_matmul, gemm, matmul_reduce_scatter
 from jax_cp_dispatch.buffers import create_comm_overlap_buffer, list_comm_overlap_buffers
 
 P_, T = 4, 3
+DEPTH, COLUMNS = 64, 6  # of epilogues
 M = P_ * T
 X, W, BIAS = integers(0, P_, T, K), integers(1, P_, K, N), integers(2, P_, N)
 WHOLE = integers(3, P_, M, K)
@@ -112,13 +115,14 @@ def test_atomic_rings_in_a_pair(num_ranks, use_ce, implementation):
     equal(out, oracle.engine_scatter(straight, back))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_bulk_during_an_independent_gemm(dtype):
+@pytest.mark.parametrize("gathered_type, summed_type", [("float32", "float32"), (E4M3, "float16")])
+def test_bulk_during_an_independent_gemm(gathered_type, summed_type):
     """The array that moves is independent of the operands of the GEMM."""
     shape = (M, 6)
-    gather = create("AG", "BULK", shape, dtype)
-    scatter = create("RS", "BULK", shape, dtype)
-    part, whole = integers(4, P_, T, 6, dtype=dtype), integers(5, P_, M, 6, dtype=dtype)
+    gather = create("AG", "BULK", shape, gathered_type)
+    scatter = create("RS", "BULK", shape, summed_type)
+    part = integers(4, P_, T, 6, dtype=gathered_type)
+    whole = integers(5, P_, M, 6, dtype=summed_type)
     other = integers(6, P_, 2, 3, K)  # any number of rows, in several dimensions
 
     def local(lhs, other, w, bias, part, whole):
@@ -129,7 +133,7 @@ def test_bulk_during_an_independent_gemm(dtype):
 
     results = on_ranks(local, mesh_of(P_))(WHOLE, other, W, BIAS, part, whole)
     (out, gathered), (other_out, summed) = results
-    assert gathered.dtype == summed.dtype == dtype
+    assert (gathered.dtype, summed.dtype) == (gathered_type, summed_type)
     assert out.dtype == np.float32
     equal(out, np.einsum("pmk,pkn->pmn", WHOLE, W))
     equal(gathered, oracle.bulk_gather(part))
@@ -142,12 +146,6 @@ def test_buffer_without_communication():
     got = gemm(*map(jnp.asarray, (WHOLE[0], W[0])), bias=jnp.asarray(BIAS[0]), comm_overlap=buffer)
     equal(got, WHOLE[0] @ W[0] + BIAS[0])
     assert list_comm_overlap_buffers()[buffer].num_bytes == 0
-
-
-def test_a_larger_buffer_of_another_shape_serves():
-    buffer = create("AG", "RING_EXCHANGE", (K * 2, M * 3))
-    got = run(lambda x, w: with_ranks(x, w, comm_overlap=buffer), X, W)
-    equal(got, oracle.engine_gather(X, W)[0])
 
 
 def test_types_of_operands_and_result():
@@ -184,7 +182,94 @@ def test_transposed_weight():
     equal(summed, oracle.engine_scatter(WHOLE, W))
 
 
-# ---- The matmul layer with registered buffers.
+# ---- Epilogues of chunks.
+
+
+def test_chunks_of_an_all_gather():
+    """Each chunk's part of the output, and one bias gradient from all chunks."""
+    p, mode = 4, MODES[1]
+    lhs = draw(0, p, mode, (T, DEPTH))
+    rhs = draw(1, p, mode, (DEPTH, COLUMNS), "column")
+    options: Any = {"axis_name": AXIS, "preferred_element_type": jnp.float32}
+    call, operands = scaled(lhs, rhs, mode, **options)
+    create = partial(create_comm_overlap_buffer, tp_size=p)
+    back = create("RS", "RING_EXCHANGE", (p * T, COLUMNS), "float32", atomic_gemm=True)
+    ways = {}
+    for name, more in GATHERING.items():
+        buffer = create("AG", "RING_EXCHANGE", (p * T, DEPTH), E4M3, **more)
+        pair = back if "atomic_gemm" in more else None
+        ways[name] = partial(call, comm_overlap=buffer, paired_comm_overlap=pair)
+    ways["xla"] = partial(ways["ring"], implementation="xla")
+    ways["xla, atomic"] = partial(ways["ring, atomic"], implementation="xla")
+    bias, gelu_input = normal(2, p, COLUMNS), 3 * normal(3, p, p * T, COLUMNS)
+
+    def local(bias, gelu_input, *operands):
+        return {
+            name: all_epilogues(partial(way, *operands), bias, gelu_input)
+            for name, way in ways.items()
+        }
+
+    run = on_ranks(local, mesh_of(p, (2, 0, 3, 1)))
+    for name, results in run(bias, gelu_input, *operands).items():
+        product, _ = oracle.engine_gather(lhs.values, rhs.values, atomic="atomic" in name)
+        biases, sums = bias[:, None], rhs.values.sum(1)
+        check_all(results, product, biases, gelu_input, sums, name)
+
+
+def test_bias_of_sums_and_during_bulk():
+    """The bias is added once; its gradient uses this rank's rhs, whatever is summed."""
+    p, mode = 4, WIDE
+    lhs = draw(0, p, mode, (p * T, DEPTH))
+    rhs = draw(1, p, mode, (DEPTH, COLUMNS), "column")
+    options: Any = {"axis_name": AXIS, "preferred_element_type": jnp.float32}
+    call, operands = scaled(lhs, rhs, mode, **options)
+    create = partial(create_comm_overlap_buffer, tp_size=p, buffer_dtype="float32")
+    reducing: Any = {
+        "ring": ("RING_EXCHANGE", {}),
+        "ring, atomic": ("RING_EXCHANGE", {"atomic_gemm": True}),
+        "ring, no copies": ("RING_EXCHANGE", {"use_ce": False}),
+        "pipeline": ("PIPELINE", {}),
+        "pipeline, atomic": ("PIPELINE", {"atomic_gemm": True}),
+    }
+    ways = {
+        name: partial(
+            call, comm_overlap=create("RS", method, buffer_shape=(p * T, COLUMNS), **more)
+        )
+        for name, (method, more) in reducing.items()
+    }
+    ways["xla"] = partial(ways["ring"], implementation="xla")
+    bulk = {kind: create(kind, "BULK", buffer_shape=(p * T, 5)) for kind in ("AG", "RS")}
+    bias = np.stack([100 * normal(2, COLUMNS)] * p)
+    part, whole = integers(3, p, T, 5), integers(4, p, p * T, 5)
+
+    def local(bias, part, whole, *operands):
+        each = {
+            name: (way(*operands, bias=bias), way(*operands, fuse_bias=True, grad=True))
+            for name, way in ways.items()
+        }
+        moved = [
+            call(*operands, comm_overlap=bulk[kind], aux_in=aux, fuse_bias=True, grad=True)
+            for kind, aux in (("AG", part), ("RS", whole))
+        ]
+        return each, moved
+
+    run = on_ranks(local, mesh_of(p, (2, 0, 3, 1)))
+    results, moved = run(bias, part, whole, *operands)
+    sums = rhs.values.sum(1)
+    for name, (with_bias, (out, dbias)) in results.items():
+        is_atomic = name == "ring, atomic"
+        want = oracle.engine_scatter(lhs.values, rhs.values, atomic=is_atomic)
+        near(with_bias, want + bias[:, None], name)
+        near(out, want, name)
+        near(dbias, sums, name)
+    wants = oracle.bulk_gather(part), oracle.bulk_scatter(whole)
+    for (out, dbias, aux), want in zip(moved, wants, strict=True):
+        near(out, lhs.values @ rhs.values)
+        near(dbias, sums)
+        equal(aux, want)
+
+
+# ---- Layers with buffers, and many calls of one.
 
 
 def test_layers_with_buffers():
@@ -209,9 +294,6 @@ def test_layers_with_buffers():
     for got, want in zip((dwhole, dw_total), expected, strict=True):
         equal(got, want)
     assert list_comm_overlap_buffers()[gather].num_calls > 0
-
-
-# ---- One buffer, many calls.
 
 
 def test_many_calls_of_one_buffer():

@@ -1,0 +1,111 @@
+"""What the programs of layers move, compute again and hold, counted while they are traced."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+from jaxprs import flattened, runs
+from on_mesh import AXIS, mesh_of
+from orders import BATCHES, Order
+
+from jax_cp_dispatch import sequence
+from jax_cp_dispatch.planning.cuts import describe_cuts  # inner: the text of a placement
+from jax_cp_dispatch.sequence.chains import CutPieces, _links  # inner: nothing public counts rows
+from jax_cp_dispatch.sequence.halo import _metadata  # inner: the same
+from jax_cp_dispatch.sequence.pieces import Options  # inner: the same
+
+
+@partial(jax.jit, static_argnames=("num_ranks", "width"))
+def counts_of_ranks(documents, num_ranks, width):
+    def counts(documents):
+        options = Options.of_call("test", AXIS)
+        pieces = sequence.document_pieces(documents, axis_name=AXIS)
+        links = _links(CutPieces.of(options.exchange, pieces))
+        before, after = (_metadata(pieces, width, side, True) for side in (False, True))
+        exchanges = before, after, links.first, links.others
+        return jax.tree.map(lambda x: x[None], [x.num_recv_tokens[:-1] for x in exchanges])
+
+    specs: Any = {"in_specs": (documents.specs(AXIS),), "out_specs": P(AXIS)}
+    return jax.shard_map(counts, mesh=mesh_of(num_ranks), **specs)(documents)
+
+
+def moved(name, batch, width=3):
+    """Rows between different ranks: of a halo before and after, of states, of maps."""
+    order = Order(name, BATCHES[batch], 8)
+    counts = counts_of_ranks(order.documents, 8, width)
+    received = [np.asarray(x).astype(int) for x in counts]
+    return [int(x.sum() - np.trace(x)) for x in received], order.placement
+
+
+def test_only_cut_documents_move_rows():
+    """Whole documents move nothing, in contiguous and in placed order."""
+    assert moved("packed", "whole")[0] == [0, 0, 0, 0]
+    rows, placement = moved("placed", "whole")
+    assert placement is not None
+    assert rows == [0, 0, 0, 0] and "0 documents in 0 pieces" in placement.describe()
+    # 7 cuts of 3 rows; the first piece sends its state to 7 ranks, piece r its map to 7 - r.
+    assert moved("packed", "giant")[0] == [21, 21, 7, sum(7 - r for r in range(1, 7))]
+    # 15 cuts of 16 pieces, one of them within a rank.
+    assert moved("zigzag", "giant")[0][:3] == [42, 42, 7]
+
+
+def test_the_description_of_a_placement_counts_the_same():
+    rows, placement = moved("placed", "mixed", width=1)
+    assert placement is not None
+    text = "\n".join(describe_cuts(placement.plan.cut_pieces, placement.plan.num_tokens))
+    assert f"moves {rows[0]} x (W - 1) rows" in text and rows[0] == rows[1]
+    assert f"moves {rows[2]} states and {rows[3]} maps" in text
+
+
+def layers(x, log_decay, rate, taps, **given):
+    """Each layer of the same rows: [B, T, N, H], and [B, T, N] twice."""
+    yield sequence.shift(x, 2, **given)
+    yield sequence.causal_conv(x.reshape(*x.shape[:2], -1), taps, **given)
+    yield sequence.gated_delta_rule(x, x, x, log_decay, rate, **given)
+    yield sequence.linear_attention(x, x, x, log_decay, **given)
+    yield sequence.linear_recurrence(rate, log_decay, **given)
+
+
+def test_one_exchange_of_each_layer_forward_and_one_backward():
+    order = Order("placed", BATCHES["mixed"], 8)
+    rows = BATCHES["mixed"].shape
+    shapes = [(*rows, 2, 4), (*rows, 2), (*rows, 2), (3, 8)]
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    attributes = order.given | {"mesh": order.mesh, "implementation": "in_process"}
+    loss = lambda *arrays: sum((y**2).sum() for y in layers(*arrays, **attributes))
+    traced = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2, 3)))(*arrays)
+    found = [equation.primitive.name for equation in flattened(traced.jaxpr)]
+    assert found.count("dispatch") + found.count("combine") == 10
+
+
+def test_matrices_are_inverted_once():
+    """An inverse is put together from blocks, and nothing else is: concatenations count them."""
+    x, per_head = (np.zeros((1, 512, 8, *size), np.float32) for size in ((16,), ()))
+    layer = partial(sequence.gated_delta_rule, mesh=mesh_of(1), axis_name=AXIS, batch_axis=())
+    total = lambda *x: layer(*x).sum()
+    of_both = jax.value_and_grad(total, argnums=(0, 1, 2, 3, 4))
+    forward, both = (
+        runs(jax.make_jaxpr(fn)(x, x, x, per_head, per_head).jaxpr) for fn in (total, of_both)
+    )
+    assert both["exp"] == 2 * forward["exp"]  # factors are computed again
+    assert both["concatenate"] == forward["concatenate"] > 0
+
+
+def test_lines_of_a_call_with_its_gradient():
+    """A model traces, lowers and compiles every call. When maps had derivatives: 4,847 lines."""
+    rows = (*BATCHES["mixed"].shape, 2)
+    shapes = [*[(*rows, 8)] * 4, rows]
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    run = Order("packed", BATCHES["mixed"], 8).on_ranks(
+        lambda tokens, _, **given: sequence.gated_delta_rule(*tokens, **given)
+    )
+
+    def both(tokens):
+        out, pull = jax.vjp(lambda tokens: run(tokens, ()), tokens)
+        return out, pull(out)
+
+    lines = jax.jit(both).lower(arrays).as_text().count("\n")
+    assert lines < 2600, lines
