@@ -57,7 +57,7 @@ if importlib.util.find_spec("beartype"):
 LONG = (
     *("test_native.py", "test_processes.py", "test_examples.py", "test_recurrences.py"),
     *("test_ring_family.py", "test_attention_array_masks.py", "test_without_jit.py"),
-    *("test_checkpoint_policies.py", "test_bench_command.py"),
+    *("test_checkpoint_policies.py", "test_commands.py"),
 )
 
 

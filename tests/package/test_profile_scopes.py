@@ -16,13 +16,14 @@ from jax_cp_dispatch import experts
 W, T = 4, 32
 EXCHANGES = dict.fromkeys(("dispatch", "combine", "ppermute", "all_to_all"), "cpd.exchange")
 SCOPES = EXCHANGES | {
-    "attend_blocks": "cpd.attention",
-    "block_gradients": "cpd.attention_backward",
-    "local_attention": "cpd.attention",
-    "local_attention_gradients": "cpd.attention_backward",
-    "gemm": "cpd.gemm",
-    "grouped_gemm": "cpd.gemm",
+    **dict.fromkeys(("attend_blocks", "local_attention"), "cpd.attention"),
+    **dict.fromkeys(("block_gradients", "local_attention_gradients"), "cpd.attention_backward"),
+    **dict.fromkeys(("gemm", "grouped_gemm"), "cpd.gemm"),
     "sort": "cpd.plan",  # plans, and the check of the order of tokens
+}
+ATTENTION = {  # what an algorithm runs; softmax of rings stays in their blocks
+    "balanced": {"local_attention", "local_attention_gradients"},
+    "zigzag": {"ppermute", "attend_blocks", "block_gradients"},
 }
 
 
@@ -42,28 +43,30 @@ def found(program, *operands):
         if name in SCOPES:
             assert f"/{SCOPES[name]}" in stack, (name, stack)
             names.add(name)
+        if name == "gather" and "cpd.plan" not in stack:  # of rows; attention has none
+            assert "/cpd.experts" in stack, stack
+            names.add("rows of experts")
     return names
 
 
-@pytest.mark.parametrize("algorithm", ["balanced", "zigzag"])
+def attention_loss(algorithm):
+    def loss(q, ids):
+        options = {"mesh": mesh_of(W), "axis_name": AXIS, "segment_ids": ids}
+        return cpd.context_parallel_attention(q, q, q, algorithm=algorithm, **options).sum()
+
+    return loss, jnp.ones((1, T, 2, 8)), jnp.ones((1, T), jnp.int32)
+
+
+@pytest.mark.parametrize("algorithm", ATTENTION)
 def test_attention(algorithm):
-    q, ids = jnp.zeros((1, T, 2, 8)), jnp.ones((1, T), jnp.int32)
-    options = {"mesh": mesh_of(W), "axis_name": AXIS, "batch_axis": (), "head_axis": ()}
-    attend = partial(cpd.context_parallel_attention, algorithm=algorithm, **options)
-    program = jax.grad(lambda q, ids: attend(q, q, q, segment_ids=ids).sum())
-    blocks = {"attend_blocks", "block_gradients"}  # of rings, whose softmax stays in them
-    only = {
-        "balanced": {"local_attention", "local_attention_gradients"},
-        "zigzag": {"ppermute", *blocks},
-    }[algorithm]
-    assert found(program, q, ids) == {"dispatch", "combine", "sort"} | only
+    loss, *operands = attention_loss(algorithm)
+    expected = {"dispatch", "combine", "sort"} | ATTENTION[algorithm]
+    assert found(jax.grad(loss), *operands) == expected
 
 
 def test_gemm():
-    matmul = partial(cpd.all_gather_matmul, axis_name=AXIS)
-    specs = {"in_specs": (P(AXIS), P(None, AXIS)), "out_specs": P(None, AXIS)}
-    program = jax.shard_map(matmul, mesh=mesh_of(W), **specs)
-    loss = jax.grad(lambda x, w: program(x, w).sum(), argnums=(0, 1))
+    matmul = partial(cpd.all_gather_matmul, axis_name=AXIS, mesh=mesh_of(W))
+    loss = jax.grad(lambda x, w: matmul(x, w).sum(), argnums=(0, 1))
     assert found(loss, jnp.zeros((T, 8)), jnp.zeros((8, T))) == {"gemm"}
 
 
@@ -76,24 +79,15 @@ def test_experts():
     program = jax.shard_map(layer, mesh=mesh_of(W), in_specs=P(AXIS), out_specs=P(AXIS))
     operands = jnp.zeros((T, 8)), jnp.zeros((T, 2), jnp.int32), jnp.zeros((2 * W, 8, 8))
     loss = jax.grad(lambda *x: program(*x).sum(), argnums=(0, 2))
-    assert found(loss, *operands) >= {"dispatch", "combine", "grouped_gemm"}
-    rows = [
-        stack
-        for name, stack in scopes(jax.make_jaxpr(program)(*operands).jaxpr)
-        if name == "gather" and "cpd.plan" not in stack
-    ]
-    assert rows and all("/cpd.experts" in stack for stack in rows)
+    assert found(loss, *operands) >= {"dispatch", "combine", "grouped_gemm", "rows of experts"}
 
 
 def test_a_trace_of_a_step(tmp_path):
     """The events of a profile name operations of the compiled program, which carry the scopes."""
-    q, ids = jnp.ones((1, T, 2, 8)), jnp.ones((1, T), jnp.int32)
-    attend = partial(cpd.context_parallel_attention, mesh=mesh_of(W), axis_name=AXIS)
-    loss = lambda q, ids: attend(q, q, q, algorithm="balanced", segment_ids=ids).sum()
-    step = jax.jit(jax.grad(loss)).lower(q, ids).compile()
-    jax.block_until_ready(step(q, ids))
+    loss, *operands = attention_loss("balanced")
+    step = jax.jit(jax.grad(loss)).lower(*operands).compile()
     with jax.profiler.trace(tmp_path):
-        jax.block_until_ready(step(q, ids))
+        jax.block_until_ready(step(*operands))
     (path,) = tmp_path.rglob("*.xplane.pb")
     planes = jax.profiler.ProfileData.from_file(str(path)).planes
     events = (event for plane in planes for line in plane.lines for event in line.events)
