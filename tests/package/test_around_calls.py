@@ -270,13 +270,11 @@ def test_strict_experts(strict, options):
     keeps_dtypes(lambda x, weights: run(x, weights, index), narrow(W, T, 8), narrow(W, T, 2))
 
 
-TOKENS, HEADS = narrow(1, W * T, 2, 8), narrow(1, W * T, 2)
+OF_TOKENS, OF_HEADS = (1, W * T, 2, 8), (1, W * T, 2)
 LAYERS = {
-    "shift": (TOKENS,),
-    "causal_conv": (HEADS, narrow(3, 2)),
-    "gated_delta_rule": (TOKENS, TOKENS, TOKENS, HEADS, HEADS),
-    "linear_attention": (TOKENS, TOKENS, TOKENS, TOKENS),
-    "linear_recurrence": (HEADS, HEADS),
+    "shift": [OF_TOKENS],
+    "causal_conv": [OF_HEADS, (3, 2)],
+    "gated_delta_rule": [OF_TOKENS, OF_TOKENS, OF_TOKENS, OF_HEADS, OF_HEADS],
 }
 
 
@@ -286,11 +284,12 @@ def test_strict_states_of_layers(strict, name):
     options |= {"axis_name": AXIS, "mesh": mesh_of(W), "batch_axis": (), "head_axis": ()}
     layer = partial(getattr(cpd.sequence, name), segment_ids=IDS, return_state=True, **options)
 
-    _, state = jax.eval_shape(layer, *LAYERS[name])
+    arrays = [narrow(*shape) for shape in LAYERS[name]]
+    _, state = jax.eval_shape(layer, *arrays)
     start = jnp.zeros(state.shape, state.dtype)
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)
-        keeps_dtypes(lambda start, *x: layer(*x, initial_state=start), start, *LAYERS[name])
+        keeps_dtypes(lambda start, *x: layer(*x, initial_state=start), start, *arrays)
 
 
 def test_checkify():

@@ -74,14 +74,12 @@ def test_a_benchmark_that_fails_does_not_end_the_others(tmp_path, monkeypatch, c
 
 def shared_in_order(lengths, num_ranks):
     """Deals the tokens of each document out, one by one: pairs and padded tokens of each rank."""
+    owner = [*range(num_ranks), *reversed(range(num_ranks))]  # of each chunk
     pairs, tokens = [0] * num_ranks, [0] * num_ranks
     for length in lengths:
-        padded = length
-        while padded % (2 * num_ranks):
-            padded += 1
-        order = [*range(num_ranks), *reversed(range(num_ranks))]  # the owners of the chunks
+        padded = -(-length // len(owner)) * len(owner)
         for position in range(padded):
-            rank = order[position * 2 * num_ranks // padded]
+            rank = owner[position * len(owner) // padded]
             tokens[rank] += 1
             pairs[rank] += position + 1 if position < length else 0
     return pairs, tokens

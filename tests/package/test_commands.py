@@ -9,6 +9,7 @@ import mask_oracle
 import numpy as np
 import pytest
 from attention_oracle import masked_attention, masked_attention_gradients
+from in_ci import in_ci
 
 from jax_cp_dispatch import Availability, available_implementations, bench_command, demo, doctor
 from jax_cp_dispatch.__main__ import main
@@ -152,7 +153,9 @@ def test_a_wrong_result_is_noticed():
 # ---- The doctor.
 
 
-def test_doctor_reports_what_is_available_and_tests_every_transport(command):
+def test_doctor_reports_what_is_available_and_tests_every_transport(command, monkeypatch):
+    tried = machine.Finding("transport shared_memory", "right between 2 processes")
+    monkeypatch.setattr(doctor, "try_processes", lambda: tried)
     code, said = command("doctor", "--json", "--devices", jax.device_count())
     reported = json.loads(said.out)
     assert code == 0 and reported["ok"]
@@ -162,19 +165,24 @@ def test_doctor_reports_what_is_available_and_tests_every_transport(command):
     assert findings["devices"] == devices
     for name, implementation in available_implementations().items():
         says = "are correct on 8 ranks" if implementation.available else "the platform"
-        if name == "shared_memory":  # starts its own processes
-            says = "are correct between 2 processes"
+        if name == "shared_memory":
+            says = tried.found
         assert says in findings[f"transport {name}"]["found"]
     for finding in findings.values():
         assert finding["verdict"] != "ok" or not finding["remedy"]
 
 
+@in_ci
+def test_doctor_tests_shared_memory_between_its_own_processes():
+    found = doctor.try_processes()
+    assert found.verdict == "ok" and "are correct between 2 processes" in found.found
+
+
 @pytest.fixture
 def only_transports(monkeypatch):
     """Leaves out the machine, and the processes that the doctor starts."""
-    right = machine.Finding("transport of processes", "right")
     monkeypatch.setattr(doctor, "look_at_machine", lambda: ())
-    monkeypatch.setattr(doctor, "try_processes", lambda: right)
+    monkeypatch.setattr(doctor, "try_processes", lambda: machine.Finding("processes", "right"))
 
 
 def test_a_transport_that_moves_nothing_is_wrong(command, only_transports, monkeypatch):

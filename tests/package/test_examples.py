@@ -30,12 +30,9 @@ def runs(*program):
     return done
 
 
+@in_ci
 @pytest.mark.usefixtures("environment_of_a_user")
-@pytest.mark.parametrize(
-    "path",
-    [EXAMPLES[0], *(pytest.param(path, marks=in_ci) for path in EXAMPLES[1:])],
-    ids=lambda path: path.name,
-)
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_example(path, tmp_path):
     arguments = []
     if path.name == "07_train.py":
