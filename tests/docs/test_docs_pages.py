@@ -46,7 +46,8 @@ def close(got, want, tolerance=1e-5):
     np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)
 
 
-def dense(q, k, v, segment_ids, mask="causal"):
+def dense(qkv, segment_ids, mask: Any = "causal"):
+    q, k, v = qkv
     return masked_attention(q, k, v, mask_oracle.batch_pairs(mask, segment_ids))[0]
 
 
@@ -61,7 +62,7 @@ def readme(names):
 def choose_an_algorithm(names):
     stored = names["stored"]
     qkv, out = stored.restore([names[x] for x in "qkv"]), stored.restore(names["profile"].out)
-    close(out, dense(*qkv, stored.restore(stored.segment_ids)))
+    close(out, dense(qkv, stored.restore(stored.segment_ids)))
     assert pathlib.Path("trace.json").is_file()
 
 
@@ -82,19 +83,20 @@ def latents(names):
     """The attention of expanded keys and values."""
     k, v = names["expand"](names["weights"], (names["latent"][0], names["rope"][0]))
     ids = np.repeat([[1, 2]], [40, 24], axis=1)
-    close(names["out"], dense(names["q"], k[None], v[None], ids), 3e-6)
+    close(names["out"], dense((names["q"], k[None], v[None]), ids), 3e-6)
 
 
 def limits(names):
     """The recipes for attention, of float32 sums of 32 keys."""
     qkv, ids = [names[x] for x in "qkv"], np.ones((1, 32), int)
-    close(names["streaming_out"], dense(*qkv, ids, cpd.masks.SlidingWindow(8, first=4)))
-    out, lse = masked_attention(*qkv, mask_oracle.batch_pairs("causal", ids))
+    close(names["streaming_out"], dense(qkv, ids, cpd.masks.SlidingWindow(8, first=4)))
+    q, k, v = qkv
+    out, lse = masked_attention(q, k, v, mask_oracle.batch_pairs("causal", ids))
     share = 1 / (1 + np.exp(names["sink"] - lse.transpose(0, 2, 1)))[..., None]
     close(names["sink_out"], share * out)
     close(names["new"], out[:, 19:20])
     i, zero = names["i"], names["zero"]
-    attend = lambda sink: cpd.local_attention(*qkv, zero, i + 1, sink=sink)[0].sum()
+    attend = lambda sink: cpd.local_attention(q, k, v, zero, i + 1, sink=sink)[0].sum()
     of_sink = -(share * (1 - share) * out).sum((0, 1, 3))
     np.testing.assert_allclose(
         jax.jit(jax.grad(attend))(names["sink"]), of_sink, rtol=1e-3, atol=1e-4
@@ -175,7 +177,7 @@ def loss_of(path, params, window=None):
     x = params["embedding"][tokens[:-1]] + params["position"][: len(tokens) - 1]
     qkv = (np.einsum("td,dnh->tnh", x, params[name])[None] for name in "qkv")
     mask = cpd.masks.SlidingWindow(window) if window else "causal"
-    out = dense(*qkv, np.ones((1, len(x)), int), mask)
+    out = dense(qkv, np.ones((1, len(x)), int), mask)
     logits = (x + out.reshape(x.shape)) @ params["embedding"].T
     log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     ratio = np.exp(log_p[np.arange(len(x)), tokens[1:]] - old[1:])
@@ -229,7 +231,7 @@ def test_mesh_axes():
     arrays = {**dict(zip("qkv", qkv, strict=True)), "segment_ids": segment_ids}
     names: dict[str, Any] = dict(jax=jax, np=np, cpd=cpd, partial=partial, P=P)
     names |= dict(AxisType=AxisType, NamedSharding=NamedSharding, **arrays)
-    want = dense(*qkv, segment_ids)
+    want = dense(qkv, segment_ids)
 
     exec(on_axes, names)
     close(names["attend"](*qkv, segment_ids), want)
@@ -242,7 +244,7 @@ def test_mesh_axes():
     ids = np.stack([np.repeat(np.arange(1, 1 + len(row)), row) for row in lengths])
     names |= dict(lengths=lengths, segment_ids=ids)
     exec(two_axes, names)
-    close(names["placement"].restore(np.asarray(names["out"])), dense(*qkv, ids))
+    close(names["placement"].restore(np.asarray(names["out"])), dense(qkv, ids))
 
     names |= arrays
     exec(two_levels, names)
@@ -255,7 +257,7 @@ def test_mesh_axes():
     of_stages = [np.stack([x, rng.permutation(x, axis=3)]) for x in qkv]
     out = names["attend_stages"](*of_stages, np.stack([segment_ids] * 2))
     for stage, of_stage in enumerate(zip(*of_stages, strict=True)):
-        close(out[stage], dense(*of_stage, segment_ids))
+        close(out[stage], dense(of_stage, segment_ids))
 
 
 def test_the_table_of_rollouts():

@@ -139,10 +139,10 @@ def test_a_wrong_result_is_noticed():
     packed = demo.pack_documents(documents(60, 20), num_tokens=85, longest=85)
     rng = np.random.default_rng(0)
     operands = [rng.normal(size=(1, 85, n, 8)).astype(np.float32) for n in (4, 2, 2, 4)]
-    *qkv, g = operands
+    q, k, v, g = operands
     pairs = mask_oracle.batch_pairs("causal", packed.segment_ids)
-    out, lse = masked_attention(*qkv, pairs)
-    right = [out, *masked_attention_gradients(*qkv, pairs, g, np.zeros(lse.shape))]
+    out, lse = masked_attention(q, k, v, pairs)
+    right = [out, *masked_attention_gradients(q, k, v, pairs, g, np.zeros(lse.shape))]
     difference = lambda: demo.largest_difference(packed, operands, right, lambda _: None)
     assert max(difference().values()) < 1e-5
     right[2][0, 7] *= 1.01
