@@ -58,7 +58,7 @@ measure() {  # measure SECTIONS ...: all processes of this host; the first failu
   done
   while [ "${#pids[@]}" -gt 0 ]; do
     wait -n -p ended "${pids[@]}" || {
-      [ "$status" != 0 ] || (sleep 20; kill "${pids[@]}") >/dev/null 2>&1 &
+      { [ "$status" != 0 ] || { sleep 20; kill "${pids[@]}"; }; } >/dev/null 2>&1 &
       status=1
     }
     unset "pids[$ended]"

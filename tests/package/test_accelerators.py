@@ -2,7 +2,6 @@
 
 import ast
 import importlib
-import importlib.util
 import inspect
 import json
 import pathlib
@@ -10,7 +9,6 @@ import pathlib
 import pytest
 
 import jax_cp_dispatch as cpd
-from jax_cp_dispatch._ranks import runtime
 
 FOLDER = pathlib.Path(__file__).parents[2] / "accelerators"
 
@@ -83,104 +81,80 @@ custom_call_target="jax_cp_dispatch.combine_start", custom_call_has_side_effect=
 """
 
 
+ROW = 128 * 2  # bytes
+SCHEDULES = {
+    "the parts of a collective": (
+        PROGRAM,
+        {"all-gather": 1, "collective-permute": 3},
+        {
+            "collective-permute": {"bytes": 3 * 4 * ROW, "attention": 2 * 4 * ROW},
+            "all-gather": {"bytes": 16 * ROW},
+        },
+    ),
+    "every turn of a loop": (
+        LOOP,
+        {"all-to-all": 2},
+        {"all-to-all": {"bytes": 8 * 64, "attention": 7 * 64}},
+    ),
+    "the calls of an exchange": (
+        EXCHANGES,
+        {"exchange": 3},
+        {"exchange": {"bytes": 16 * ROW, "product": 6 * ROW}},
+    ),
+}
+
+
 @pytest.fixture
 def module(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
     return lambda name: importlib.import_module(name)
 
 
-def test_what_lies_between_the_parts_of_a_collective_overlaps_with_it(module):
-    program = module("schedule").Program(PROGRAM)
-    assert program.collectives() == {"all-gather": 1, "collective-permute": 3}
-    assert program.count("fusion") == 1
-    row = 4 * 128 * 2
-    assert program.overlap() == {
-        "collective-permute": {"bytes": 3 * row, "attention": 2 * row},
-        "all-gather": {"bytes": 16 * 128 * 2},
-    }
+@pytest.mark.parametrize("text, collectives, overlap", SCHEDULES.values(), ids=SCHEDULES)
+def test_what_lies_between_overlaps(module, text, collectives, overlap):
+    program = module("schedule").Program(text)
+    assert program.collectives() == collectives
+    assert program.overlap() == overlap
 
 
-def test_bytes_count_in_every_turn_of_a_loop(module):
-    program = module("schedule").Program(LOOP)
-    assert program.collectives() == {"all-to-all": 2}
-    assert program.overlap() == {"all-to-all": {"bytes": 8 * 64, "attention": 7 * 64}}
-
-
-def test_what_lies_between_the_calls_of_an_exchange_overlaps_with_it(module):
-    program = module("schedule").Program(EXCHANGES)
-    assert program.collectives() == {"exchange": 3}
-    row = 128 * 2
-    assert program.overlap() == {"exchange": {"bytes": 16 * row, "product": 6 * row}}
-
-
-def beside_work(row):
-    """Returns whether a compiled program has enough of its exchanges' bytes beside work."""
-    least = 1.0 if "_start" in row["program"] else 0.5  # half of the heads: of the bytes
-    moved = row["overlap"]["exchange"]
-    return max(moved.get("attention", 0), moved.get("product", 0)) >= least * moved["bytes"]
-
-
-def with_overlap(module):
-    programs = module("programs").PROGRAMS_FOR_GPUS
-    attending = "placed, cuda_peer", "balanced, planned before, cuda_peer"
-    return {name: program for name, program in programs.items()
-            if "_start" in name or name in attending}  # fmt: skip
-
-
-def test_exchanges_overlap_in_compiled_programs(module):
-    """By the compiler for H100, if it is installed: an environment of `./run accelerators`."""
-    if runtime.cuda is None:
-        pytest.skip(runtime.cuda_reason)
-    if importlib.util.find_spec("jax_plugins") is None:
-        pytest.skip("JAX's CUDA plugin, which has the compiler, is not installed")
-    target = module("targets").TARGETS["8 H100"]
-    shapes = module("shapes").Shapes(target.devices())
-    for name, program in with_overlap(module).items():
-        row = module("compile").compiled(target, shapes, name, program)
-        assert row["state"] == "compiled", row["reason"]
-        assert beside_work(row), name
-
-
-def test_exchanges_overlap_in_the_results_of_every_release(module):
-    rows = json.loads(module("table").RESULTS.read_text())["rows"]
-    rows = [row for row in rows if row["program"] in with_overlap(module)]
-    found = {(row["program"], row["versions"]["jax"].rsplit(".", 1)[0]) for row in rows}
-    assert len(found) == 2 * len(with_overlap(module)) == len(rows)
-    assert all(beside_work(row) for row in rows), rows
-
-
-def test_exchanges_of_a_ring_overlap_with_attention_on_every_accelerator(module):
-    """Half of the bytes or more: all but the keys of the backward pass's first step, and the last
-    two exchanges of its gradients. The compiler for TPU v5e 4x8 starts no collective early.
-    """
-    rows = json.loads(module("table").RESULTS.read_text())["rows"]
-    found = {row["target"]: row["overlap"]["collective-permute"] for row in rows
-             if row["program"] == "ring"}  # fmt: skip
-    assert found.keys() == module("targets").TARGETS.keys()
-    del found["TPU v5e 4x8"]
-    assert all(2 * moved["attention"] >= moved["bytes"] for moved in found.values()), found
-
-
-def test_a_layer_of_experts_compiles_for_every_accelerator(module):
-    rows = json.loads(module("table").RESULTS.read_text())["rows"]
-    states = {x["target"]: x["state"] for x in rows if x["program"] == "layer of experts"}
-    assert states == dict.fromkeys(module("targets").TARGETS, "compiled")
-
-
-def test_the_page_shows_the_results(module):
-    table = module("table")
-    assert table.PAGE.read_text() == table.page(), "run python accelerators/table.py"
-
-
-def test_attention_has_its_kernels_on_every_tpu(module):
+def test_results_of_every_accelerator(module):
+    """The page shows them; exchanges run beside work; kernels of attention are used on TPUs."""
     table, targets = module("table"), module("targets").TARGETS
-    programs = {name: set() for name, target in targets.items() if target.platform == "tpu"}
-    for row in json.loads(table.RESULTS.read_text())["rows"]:
+    assert table.PAGE.read_text() == table.page(), "run python accelerators/table.py"
+    rows = json.loads(table.RESULTS.read_text())["rows"]
+
+    # A ring: half of the bytes or more, all but the keys of the backward pass's first step and the
+    # last two exchanges of its gradients. The compiler for TPU v5e 4x8 starts none early.
+    rings = {
+        x["target"]: x["overlap"]["collective-permute"] for x in rows if x["program"] == "ring"
+    }
+    assert rings.keys() == targets.keys()
+    del rings["TPU v5e 4x8"]
+    assert all(2 * moved["attention"] >= moved["bytes"] for moved in rings.values()), rings
+
+    # Exchanges between GPUs, by the compilers of two releases.
+    attending = "placed, cuda_peer", "balanced, planned before, cuda_peer"
+    names = module("programs").PROGRAMS_FOR_GPUS
+    names = {name for name in names if "_start" in name or name in attending}
+    of_gpus = [x for x in rows if x["program"] in names]
+    releases = {(x["program"], x["versions"]["jax"].rsplit(".", 1)[0]) for x in of_gpus}
+    assert len(releases) == 2 * len(names) == len(of_gpus)
+    for row in of_gpus:
+        least = 1.0 if "_start" in row["program"] else 0.5  # half of the heads: of the bytes
+        moved = row["overlap"]["exchange"]
+        beside_work = max(moved.get("attention", 0), moved.get("product", 0))
+        assert beside_work >= least * moved["bytes"], row
+
+    experts = {x["target"]: x["state"] for x in rows if x["program"] == "layer of experts"}
+    assert experts == dict.fromkeys(targets, "compiled")
+
+    kernels = {name: set() for name, target in targets.items() if target.platform == "tpu"}
+    for row in rows:
         if row.get("kernels"):
-            programs[row["target"]].add(row["program"])
-    attending = ("ring", "placed", "ulysses", "ring, data and tensor axes")
-    for names in programs.values():
-        assert names == programs["TPU v5e 2x2"] and names.issuperset(attending)
+            kernels[row["target"]].add(row["program"])
+    for names in kernels.values():
+        assert names == kernels["TPU v5e 2x2"]
+        assert names >= {"ring", "placed", "ulysses", "ring, data and tensor axes"}
 
 
 def test_recorded_gpu_calls_keep_their_order_by_default(module):

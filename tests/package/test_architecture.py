@@ -1,6 +1,11 @@
-"""Imports and includes follow the table of docs/architecture.md, and have no cycle."""
+"""The package as a whole: who imports whom, how many files an addition touches, versions.
+
+Imports and includes follow the table of docs/architecture.md; CONTRIBUTING.md has the numbers.
+"""
 
 import ast
+import functools
+import importlib.metadata
 import inspect
 import pathlib
 import re
@@ -8,9 +13,24 @@ import re
 import pytest
 
 import jax_cp_dispatch
+from jax_cp_dispatch import _cpu, attention  # inner: the version of its headers
+from jax_cp_dispatch._ranks import runtime  # inner: its checks of versions, before import
 
 SOURCE = pathlib.Path(inspect.getfile(jax_cp_dispatch)).parent
 ROOT = pathlib.Path(__file__).parents[2]
+
+
+@functools.cache
+def nodes_of(path):
+    """Returns all nodes of a Python file."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+def files_of_package():
+    return sorted(SOURCE.rglob("*.py"))
+
+
+# ---- Imports and includes.
 
 
 def tables_of_page():
@@ -77,7 +97,7 @@ def part_of(path, package=SOURCE):
 
 def imported_modules(path):
     """Returns the names of modules, and the names imported from them."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.ImportFrom) and node.module:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Import):
@@ -94,7 +114,7 @@ def imported_parts(path, package):
 
 
 def test_imports_follow_the_architecture():
-    for path in SOURCE.rglob("*.py"):
+    for path in files_of_package():
         part = part_of(path)
         if part in ("__init__", "__main__"):
             continue
@@ -139,7 +159,7 @@ def test_no_import_cycle(table):
 def test_no_cycle_of_files():
     """Late imports inside functions count, too; those of the package itself do not."""
     files = {}
-    for path in SOURCE.rglob("*.py"):
+    for path in files_of_package():
         name = ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts)
         files[name.removesuffix(".__init__")] = path
     imports = {}
@@ -156,7 +176,7 @@ def test_no_cycle_of_files():
 def test_private_names_of_jax_are_in_one_file():
     using = {
         file.relative_to(SOURCE).as_posix()
-        for file in SOURCE.rglob("*.py")
+        for file in files_of_package()
         if any(name.startswith("jax._") for name in imported_modules(file))
     }
     assert using == {"_jax_private.py"}
@@ -166,3 +186,145 @@ def test_the_program_of_a_child_needs_neither_jax_nor_the_package():
     """NVSHMEM ends the child, so its program starts quickly and alone."""
     program = SOURCE / "_ranks/gpu/nvshmem_trial.py"
     assert not [x for x in imported_modules(program) if x.startswith("jax")]
+
+
+MOST_INNER = 30  # files of tests
+IMPORT = re.compile(  # the module and what is imported of it, with comments
+    r"^ *(?:from|import) +(jax_cp_dispatch[\w.]*)(?: +import +(\((?:#.*\n|[^)#])*\).*|.*)|.*)$",
+    re.M,
+)
+
+
+def imported_names(match):
+    """Returns the names of modules, and the names imported from them."""
+    module, names = match[1], re.sub("#.*", "", match[2] or "").strip("() \n,")
+    return [f"{module}.{name.split()[0]}" for name in names.split(",")] if names else [module]
+
+
+def is_inner(name):
+    """Whether a name is of a module that no user imports: private, or inside a package's folder."""
+    _, *parts = name.split(".")
+    folder = SOURCE.joinpath(*parts[:-1])
+    if parts and not any(folder.glob(f"{parts[-1]}/")) and not any(folder.glob(f"{parts[-1]}.*")):
+        parts.pop()  # something of the module
+    return len(parts) > 1 or any(re.match("_[^_]", part) for part in parts)
+
+
+def test_few_tests_import_inner_modules_and_each_says_why():
+    """They freeze how the package is built. The import's line has a comment `# inner: reason`."""
+    inner, without_reason = set(), []
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        for match in IMPORT.finditer(path.read_text()):
+            if any(map(is_inner, imported_names(match))):
+                inner.add(str(path.relative_to(ROOT)))
+                if not re.search(r"# inner: \w+", match[0]):
+                    without_reason.append(f"{path.relative_to(ROOT)}: {match[0]}")
+    assert not without_reason, "\n".join(without_reason)
+    assert len(inner) <= MOST_INNER, "\n".join(sorted(inner))
+
+
+# ---- How many files an addition touches: counted for one that exists.
+
+
+def files_that_name(word):
+    """Returns the files of the package, and of the C++ sources, that contain a word."""
+    csrc = ROOT / "csrc"
+    files = [*files_of_package(), *csrc.rglob("*.h"), *csrc.rglob("*.cc")]
+    found = (path for path in files if re.search(rf"\b{word}\b", path.read_text()))
+    return {str(path.relative_to(ROOT)) for path in found}
+
+
+@pytest.mark.parametrize("mask, file", [("Chunked", "chunked"), ("BlockCausal", "block_causal")])
+def test_a_mask_touches_one_file(mask, file):
+    """Its list. Beside it: its file, an error, an adapter."""
+    examples = {"jax_cp_dispatch/masks/read.py", "jax_cp_dispatch/adapters/maxtext_call.py"}
+    own = f"jax_cp_dispatch/masks/{file}.py"
+    assert own in files_that_name(mask)
+    assert files_that_name(mask) - {own} - examples == {"jax_cp_dispatch/masks/__init__.py"}
+
+
+def test_a_layer_touches_one_file():
+    """The list of the layers, beside its own file."""
+    assert files_that_name("linear_attention") == {
+        "jax_cp_dispatch/sequence/__init__.py",
+        "jax_cp_dispatch/sequence/linear_attention.py",
+    }
+
+
+def test_nothing_else_knows_the_experts():
+    """A room of its own; the list of public names has it."""
+    for path in files_of_package():
+        if SOURCE / "experts" not in path.parents and path != SOURCE / "__init__.py":
+            assert "jax_cp_dispatch.experts" not in path.read_text(), path
+
+
+def files_that_use(name):
+    """Returns the files of the package whose code names a class; texts do not count."""
+    has_name = lambda node: name in (getattr(node, "name", ""), getattr(node, "id", ""))
+    using = (path for path in files_of_package() if any(map(has_name, nodes_of(path))))
+    return {path.relative_to(SOURCE).as_posix() for path in using}
+
+
+def test_an_algorithm_touches_three_files():
+    """The lists of algorithms and of public names, beside its own file.
+
+    Hamilton attention also has a profile.
+    """
+    lists = {"attention/algorithms/__init__.py", "attention/__init__.py", "__init__.py"}
+    for name in ("Ulysses", "Halo"):
+        assert files_that_use(name) == {f"attention/algorithms/{name.lower()}.py", *lists}
+    more = {"attention/algorithms/hamilton.py", "attention/profile/hamilton.py"}
+    assert files_that_use("Hamilton") == {*lists, *more}
+
+
+def test_no_code_compares_the_name_of_an_algorithm():
+    """An order of tokens is called "zigzag", too, so that name is not looked for."""
+    public = vars(attention).values()
+    kinds = [x for x in public if inspect.isclass(x) and issubclass(x, attention.Algorithm)]
+    names = {kind.name for kind in kinds if hasattr(kind, "name")} - {"zigzag"}
+    assert names >= {"ring", "placed", "ulysses"}
+    for path in files_of_package():
+        if part_of(path) in ("attention", "cost", "plan_command"):  # what reads their objects
+            for node in nodes_of(path):
+                if isinstance(node, ast.Compare | ast.Match):
+                    constants = {x.value for x in ast.walk(node) if isinstance(x, ast.Constant)}
+                    assert not constants & names, path
+
+
+# ---- Versions, and installation.
+
+
+def test_version_and_types_are_installed():
+    assert (SOURCE / "py.typed").is_file() and (SOURCE / "_cpu.pyi").is_file()
+    try:
+        installed = importlib.metadata.version("jax_cp_dispatch")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("the package is not installed: this is its source tree")
+    assert installed == jax_cp_dispatch.__version__
+
+
+GOOD = {
+    **{"jax_version": "0.10.2", "jaxlib_version": "0.12.0.1"},
+    **{"built_ffi": (0, 3), "installed_ffi": (0, 5)},
+}
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"jax_version": "0.9.2"}, r"found jax 0.9.2 but needs jax>=0.10.2"),
+        ({"jaxlib_version": "0.10.1"}, r"found jaxlib 0.10.1 but needs jaxlib>=0.10.2"),
+        ({"built_ffi": (0, 6)}, r"built with XLA FFI headers 0.6 but jaxlib 0.12.0.1 offers 0.5"),
+        ({"built_ffi": (1, 0)}, r"built with XLA FFI headers 1.0 but jaxlib"),
+    ],
+)
+def test_unsupported_versions_are_rejected_at_import(change, message):
+    runtime.check_versions(**GOOD)
+    runtime.check_versions(**{**GOOD, "installed_ffi": None, "jax_version": "0.11.0.dev20260101"})
+    with pytest.raises(ImportError, match=message):
+        runtime.check_versions(**{**GOOD, **change})
+
+
+def test_built_with_the_oldest_supported_headers():
+    """With newer headers, the CPU backend of an older jaxlib would not start."""
+    assert _cpu.ffi_api_version() == (0, 3)

@@ -1,37 +1,39 @@
-"""Benchmark tables depend on result files alone, whatever rows these have; `run_all` runs all.
+"""Benchmarks: pages show result files; what programs compare with is right; they run.
 
-`test_docs.py` compares the committed tables with the committed results; `.ci/run` runs all.
+`.ci/run` runs all of them.
 """
 
 import json
 import pathlib
 import sys
+from functools import partial
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from attention_oracle import masked_attention, masked_attention_gradients
+from in_ci import in_ci
 
-ROOT = pathlib.Path(__file__).parents[2]
-BENCHMARKS = ROOT / "benchmarks"
-RESULTS = {path.stem: json.loads(path.read_text()) for path in BENCHMARKS.glob("results/*.json")}
+BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-import pages as generator  # noqa: E402  # pyright: ignore[reportMissingImports]
+import attention_peers as peers  # noqa: E402  # pyright: ignore[reportMissingImports]
+import attention_workloads as workloads  # noqa: E402  # pyright: ignore[reportMissingImports]
+import device_trace  # noqa: E402  # pyright: ignore[reportMissingImports]
+import gpu_attention  # noqa: E402  # pyright: ignore[reportMissingImports]
+import gpu_exchange  # noqa: E402  # pyright: ignore[reportMissingImports]
+import gpu_gemm  # noqa: E402  # pyright: ignore[reportMissingImports]
+import gpu_profile  # noqa: E402  # pyright: ignore[reportMissingImports]
+import pages  # noqa: E402  # pyright: ignore[reportMissingImports]
+import published_rules as rules  # noqa: E402  # pyright: ignore[reportMissingImports]
+import run_all  # noqa: E402  # pyright: ignore[reportMissingImports]
 import summary  # noqa: E402  # pyright: ignore[reportMissingImports]
 import tables  # noqa: E402  # pyright: ignore[reportMissingImports]
+from device_trace import Kernel  # noqa: E402  # pyright: ignore[reportMissingImports]
 
+# ---- Result files and pages.
 
-@pytest.fixture
-def pages(tmp_path):
-    """Returns a function of results by name that renders the README and docs/benchmarks.md."""
-
-    def of(results):
-        for earlier in tmp_path.glob("*.json"):
-            earlier.unlink()
-        for name, result in results.items():
-            (tmp_path / f"{name}.json").write_text(json.dumps(result))
-        readme, page = generator.pages(tmp_path).values()
-        return readme.split(generator.BEGIN)[1].split(generator.END)[0], page
-
-    return of
+RESULTS = {path.stem: json.loads(path.read_text()) for path in BENCHMARKS.glob("results/*.json")}
 
 
 def test_each_program_writes_one_result_file_of_its_name():
@@ -41,21 +43,204 @@ def test_each_program_writes_one_result_file_of_its_name():
     assert {of.__name__ for of in summary.LINES} | set(summary.SENTENCES) <= programs
 
 
-def test_results_may_lack_rows(pages):
-    """Keeps every second row, or none."""
+def test_pages_show_the_results():
+    for path, text in pages.pages().items():
+        assert path.read_text() == text, "run python benchmarks/pages.py"
+
+
+def test_results_may_lack_rows(tmp_path):
+    """Keeps every second row, or none, of one file."""
     for rows in (slice(0, None, 2), slice(0, 0)):
-        results = {x: {**result, "rows": result["rows"][rows]} for x, result in RESULTS.items()}
-        for name, result in results.items():
-            readme, page = pages({name: result})
-            assert page.startswith("# Benchmarks\n") and "all tables" in readme
+        for name, result in RESULTS.items():
+            file = tmp_path / f"{name}.json"
+            file.write_text(json.dumps({**result, "rows": result["rows"][rows]}))
+            readme, page = pages.pages(tmp_path).values()
+            section = readme.split(pages.BEGIN)[1].split(pages.END)[0]
+            assert page.startswith("# Benchmarks\n") and "all tables" in section
+            file.unlink()
 
 
 def test_a_benchmark_that_fails_does_not_end_the_others(tmp_path, monkeypatch, capsys):
-    import run_all as module  # pyright: ignore[reportMissingImports]
-
     ran = []
-    monkeypatch.setattr(module, "run", lambda name, *_: ran.append(name) or name != "latency")
+    monkeypatch.setattr(run_all, "run", lambda name, *_: ran.append(name) or name != "latency")
     monkeypatch.setattr(sys, "argv", ["run_all", "--quick", "--folder", str(tmp_path)])
-    assert module.main() == 1
-    assert ran == module.NAMES
+    assert run_all.main() == 1
+    assert ran == run_all.NAMES
     assert "failed: latency\n" in capsys.readouterr().err
+
+
+# ---- The published rules, against counts by hand.
+
+
+def shared_in_order(lengths, num_ranks):
+    """Deals the tokens of each document out, one by one: pairs and padded tokens of each rank."""
+    owner = [*range(num_ranks), *reversed(range(num_ranks))]  # of each chunk
+    pairs, tokens = [0] * num_ranks, [0] * num_ranks
+    for length in lengths:
+        padded = -(-length // len(owner)) * len(owner)
+        for position in range(padded):
+            rank = owner[position * len(owner) // padded]
+            tokens[rank] += 1
+            pairs[rank] += position + 1 if position < length else 0
+    return pairs, tokens
+
+
+@pytest.mark.parametrize("num_ranks", [3, 16])
+def test_zigzag(num_ranks):
+    lengths = np.random.default_rng(num_ranks).integers(1, 200, 20).tolist()
+    found = rules.zigzag(lengths, num_ranks)
+    pairs, tokens = shared_in_order(lengths, num_ranks)
+    assert found.pairs.tolist() == pairs and found.tokens.tolist() == tokens
+    between = num_ranks > 8  # all keys go to all other ranks, in a node or between nodes
+    assert found.received[:, int(between)].tolist() == [(num_ranks - 1) * x for x in tokens]
+    assert not found.received[:, int(not between)].any()
+    np.testing.assert_array_equal(found.sent, found.received)
+
+
+def test_hybrid_puts_documents_off_that_unbalance_a_round():
+    """Loads are squares: 104 and 100 differ by less than 5 %; of 125 and 100, 25 comes later."""
+    (found,) = rules.hybrid([10, 10, 2], 2, 10)
+    assert found.tokens.tolist() == [12, 10]
+    first, second = rules.hybrid([10, 5, 10], 2, 10)
+    assert first.tokens.tolist() == [10, 10]
+    assert second.tokens.tolist() == [4, 4]  # on both ranks
+
+
+def test_every_rule_computes_each_pair_once():
+    lengths = np.random.default_rng(0).integers(1, 400, 60).tolist()
+    pairs = sum(length * (length + 1) // 2 for length in lengths)
+    for found in (
+        [rules.zigzag(lengths, 16)],
+        [rules.fixed_groups(lengths, 16, 4)],
+        [rules.whole(lengths, 16, float)],
+        rules.hybrid(lengths, 16, 50),
+    ):
+        assert sum(x.pairs.sum() for x in found) == pairs
+        for x in found:
+            assert len(x.pairs) == len(x.tokens) == len(x.sent) == len(x.received) == 16
+            assert x.sent.sum() == x.received.sum()
+
+
+# ---- Programs of one GPU, on a CPU; of attention also workloads and expected results.
+
+HEADS = workloads.Heads(4, 2, 8, 4)
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    """Runs a program with options; returns its exit code, and the rows of its file."""
+
+    def run(program, options):
+        output = tmp_path / "rows.json"
+        options = f"{options} --repeats 1 --output {output}"
+        monkeypatch.setattr(sys, "argv", [program.__file__, *options.split()])
+        with pytest.raises(SystemExit) as ended:
+            program.main()
+        return ended.value.code, json.loads(output.read_text())["rows"]
+
+    return run
+
+
+def test_expected_results_equal_numpy():
+    of = workloads.placed(32, HEADS)
+    q, k, v, dout = of.operands()
+    out, lse = masked_attention(q, k, v, of.visible[None])
+    gradients = masked_attention_gradients(q, k, v, of.visible[None], dout, np.zeros(lse.shape))
+    actual = workloads.expected(q, k, v, dout, of.visible)
+    for name, wanted in zip(("out", "dq", "dk", "dv"), (out, *gradients), strict=True):
+        np.testing.assert_allclose(actual[name], wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("make", [partial(workloads.documents, length=10), workloads.placed])
+def test_segments_say_what_is_visible(make):
+    """As FlashAttention reads them: the last query of each sees its last key."""
+    of = make(512, heads=HEADS)
+    assert of.segments is not None and len(of.segments) > 1
+    visible, row, first = np.zeros_like(of.visible), 0, 0
+    for queries, keys in of.segments:
+        for i in range(queries):
+            visible[row + i, first : first + keys - queries + i + 1] = True
+        row, first = row + queries, first + keys
+    np.testing.assert_array_equal(visible, of.visible)
+
+
+def test_completions_see_the_prompt_and_themselves():
+    of = workloads.shared_prefix(64, HEADS)
+    sees = lambda i: np.flatnonzero(of.visible[i]).tolist()
+    assert sees(7) == [*range(8)]  # the last token of the prompt
+    assert sees(10) == [*range(8), 8, 9, 10] and sees(12) == [*range(8), 12]
+    assert sees(32) == [32]  # the next prompt
+
+
+def test_errors_leave_out_keys_that_no_query_sees():
+    column = lambda *values: jnp.asarray(values, jnp.float32).reshape(1, -1, 1, 1)
+    wanted = {"out": column(2), "dk": column(1, 1, 0)}
+    results = {"out": column(3), "dk": column(2, 1, 9)}
+    errors = workloads.relative_errors(results, wanted, jnp.asarray([[True, True, False]]))
+    np.testing.assert_allclose([errors["out"], errors["dk"]], [0.5, np.sqrt(0.5)], rtol=1e-6)
+
+
+@in_ci
+def test_every_workload_is_measured_and_every_failure_has_a_reason(results):
+    sizes = "--tokens 64 --documents 10 --heads 2 1 --size 8 --variants"
+    names = "--implementations ours flash_attention_3 jax_nn_xla"
+    code, rows = results(gpu_attention, f"{sizes} {names}")
+    assert code == 1  # the profile needs a GPU
+    *rows, profile = rows
+    assert profile["error"].startswith("RuntimeError: the profile has 0 kernels")
+    ours = [row for row in rows if row["implementation"] == "ours"]
+    assert len(ours) == 6 and all(row["path"] == "blockwise" for row in ours)
+    for row in rows:
+        errors = [value for name, value in row.items() if name.startswith("error_")]
+        if "not_measured" in row:
+            assert row["implementation"] == "flash_attention_3"
+            assert "128" in row["not_measured"] or "keys of their own" in row["not_measured"]
+        else:
+            assert row["ms"] > 0 and len(errors) in (1, 4) and all(0 < x < 0.02 for x in errors)
+
+
+@in_ci
+@pytest.mark.parametrize(
+    "program, sizes, failures",
+    [
+        (gpu_exchange, "--bytes 2097152", []),
+        (gpu_gemm, "--size 64", []),
+        (gpu_profile, "--size 64 --bytes 1048576", ["profile"]),  # which needs a GPU
+    ],
+)
+def test_programs_of_one_gpu_run_by_xla(program, sizes, failures, results):
+    code, rows = results(program, f"{sizes} --implementation xla")
+    assert code == bool(failures)
+    assert [row["what"] for row in rows if "error" in row] == failures and len(rows) > 2
+
+
+def test_wrong_results_of_this_package_fail(monkeypatch):
+    wrong = lambda of: (lambda q, k, v, _: 2 * jnp.einsum("btnh,bskh->btnh", q, k)[..., :4], ())
+    monkeypatch.setitem(peers.IMPLEMENTATIONS, "ours", wrong)
+    measurement = gpu_attention.Measurement(workloads.documents(16, 10, HEADS), ["ours"])
+    with pytest.raises(RuntimeError, match=r"relative errors .* above"):
+        list(measurement.rows(1))
+
+
+def test_the_profile_tells_own_kernels_from_others(monkeypatch):
+    own, other = "void cpd::(anonymous namespace)::AttendKernel<128>(cpd::AttendCall)", "fusion"
+    calls = gpu_attention.TRACED_CALLS
+    kernels = [Kernel(own, "Stream #1", 0, 2e6 * calls), Kernel(other, "Stream #1", 9e6, 9.3e6)]
+    trace = device_trace.Trace(kernels, {"attention 0": (0, 10e6)})
+    monkeypatch.setattr(device_trace, "traced", lambda run, names: trace)
+    measurement = gpu_attention.Measurement(workloads.documents(16, 10, HEADS), ["ours"])
+    measurement.runs["ours", "forward"] = lambda: None
+    (row,) = gpu_attention.profile([measurement])
+    assert (row["own_kernels_ms"], row["device_ms"], row["kernels"]) == (2, 2.1, 0.7)
+    assert row["longest"] == {own: 2, other: 0.1} and list(row["longest"]) == [own, other]
+
+
+def test_overlap_of_kernels():
+    exchange = [Kernel("push", "1", 0, 10), Kernel("push", "2", 5, 20)]
+    product = [Kernel("gemm", "3", 8, 12), Kernel("gemm", "3", 30, 40)]
+    assert device_trace.busy(exchange) == 20 and device_trace.busy(product) == 14
+    assert device_trace.overlap(exchange, product) == 4
+    trace = device_trace.Trace(exchange + product, {"here": (10, 40)})
+    assert trace.within("here") == [exchange[1], *product]
+    with pytest.raises(RuntimeError, match=r"4 kernels from 0 to 40, but none in 'later'"):
+        trace._replace(windows={"later": (50, 60)}).within("later")

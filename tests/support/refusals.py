@@ -11,7 +11,7 @@ import pytest
 from comm_gemm_refusals import W
 
 import jax_cp_dispatch as cp
-from jax_cp_dispatch._dispatch.buffers import _limits
+from jax_cp_dispatch._dispatch.buffers import _limits  # inner: what a refused call must not count
 
 T, S = 6, 2
 LENGTHS = np.full((W, S), 3, np.int32)

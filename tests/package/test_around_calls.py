@@ -1,0 +1,436 @@
+"""What surrounds a call: names in errors, other meshes, modes of JAX, export, scopes in profiles.
+
+The contract asks every operation for what is common; here is what it does not see.
+"""
+
+import re
+import warnings
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import metadata_oracle
+import numpy as np
+import pytest
+from jax import export
+from jax.experimental import checkify
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P
+from jaxprs import inner_jaxprs
+from on_mesh import AXIS, mesh_of, on_ranks
+
+import jax_cp_dispatch as cpd
+from jax_cp_dispatch.attention import chunk_exchange, ring_exchange
+from jax_cp_dispatch.documents import zigzag_permutation
+
+W, T = 4, 8
+ROWS: Any = P(AXIS)
+
+
+def normal(*shape, dtype: Any = np.float32, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(dtype)
+
+
+def plan_to(ranks, num_tokens=T):
+    """Returns a plan that sends all tokens of each rank to one."""
+    ranks = np.asarray(ranks, np.int32)[:, None]
+    fields, _ = metadata_oracle.plan(np.full(ranks.shape, num_tokens), ranks)
+    return cpd.Metadata(**fields, world_size=len(ranks))
+
+
+TO_RANK_0 = plan_to([0] * W)
+Q = normal(1, W * T, 2, 8)
+IDS = np.repeat([[1, 2, 0]], [20, 8, 4], axis=1)  # padding rows attend to nothing
+attend = partial(cpd.context_parallel_attention, axis_name=AXIS)
+send = partial(cpd.dispatch, axis_name=AXIS)
+
+
+# ---- Errors of a running program name the function that was called, in both passes.
+
+
+def said(run, *operands):
+    with pytest.raises((jax.errors.JaxRuntimeError, ValueError)) as error:
+        jax.block_until_ready(run(*operands))
+    return str(error.value)
+
+
+CHUNKS = dict(zip(("out_chunk", "in_chunk"), cpd.cycles.chunk_maps([[0, 1, 2, 3]]), strict=True))
+
+
+@pytest.mark.parametrize(
+    "name, call",
+    [("ring_exchange", ring_exchange), ("chunk_exchange", partial(chunk_exchange, **CHUNKS))],
+)
+def test_a_missing_rank(name, call):
+    """Of the operations that the contract has no case for."""
+    call = partial(call, axis_name=AXIS, deadline=0.2)
+    is_late = lambda: jax.lax.axis_index(AXIS) == 1
+    run = on_ranks(lambda x: jax.lax.cond(is_late(), lambda x: 2 * x, call, x), mesh_of(W))
+    assert f"{name} over axis 'cp': deadline of 200 ms passed" in said(run, normal(W, 1, T))
+
+
+@pytest.mark.parametrize("name", ["dispatch_qkv", "the transpose of combine"])
+def test_a_plan_that_exceeds_the_capacity(name):
+    """Of dispatch: `test_docs_errors.py`."""
+
+    def pair(x, plan):
+        return cpd.dispatch_qkv(x, x, plan, plan, axis_name=AXIS, q_capacity=T, kv_capacity=W * T)[
+            0
+        ]
+
+    def transpose(y, plan):
+        combine_rows = lambda y: cpd.combine(y, plan, axis_name=AXIS, num_tokens=T)
+        return jax.linear_transpose(combine_rows, y)(0 * y)[0]
+
+    call, capacity = (pair, "q_capacity") if name == "dispatch_qkv" else (transpose, "capacity")
+    message = f": {name} over axis 'cp': rank 0 would receive 32 tokens but {capacity} is 8"
+    text = said(on_ranks(call, mesh_of(W)), normal(W, T), TO_RANK_0)
+    assert message.lstrip(": ") in text
+
+
+def test_a_plan_that_attention_cannot_carry_out():
+    ids = np.ones((1, W * T), np.int32)
+    plan = cpd.plan_attention(ids, world_size=W)
+    object.__setattr__(plan, "kv_capacity", 2)
+    documents = cpd.Documents(ids).with_plan(plan)
+    run = jax.jit(partial(attend, mesh=mesh_of(W), algorithm="balanced", documents=documents))
+    message = said(run, Q, Q, Q)
+    assert ": context_parallel_attention over axis 'cp': rank" in message
+    assert "PlanConfig.kv_capacity is 2" in message
+
+
+def test_a_program_on_one_device_raises_value_error():
+    """JAX has a faster path for such programs; docs/errors.md says how to catch both errors."""
+    run = on_ranks(partial(send, capacity=1), mesh_of(1))
+    assert "would receive 8 tokens but capacity is 1" in said(run, normal(1, T), plan_to([0]))
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "balanced"])
+def test_no_deadline_is_the_default_one(algorithm):
+    of = partial(attend, mesh=mesh_of(W), algorithm=algorithm)
+    default, none = (jax.make_jaxpr(partial(of, **x))(Q, Q, Q) for x in ({}, {"deadline": None}))
+    assert str(default) == str(none)
+
+
+# ---- Arrays that are placed by another mesh than the call's are refused by name, or moved.
+
+KINDS = AxisType.Auto, AxisType.Explicit
+REVERSED = plan_to(range(8)[::-1], 2)
+X = np.arange(64, dtype=np.float32).reshape(16, 4)
+MOVED = {"dispatch": X.reshape(8, 2, 4)[::-1].reshape(16, 4), "all_gather_matmul": X @ X.T}
+CALLS = {
+    "context_parallel_attention": lambda x, mesh: attend(
+        *(x.reshape(1, 16, 1, 4),) * 3, mesh=mesh, algorithm="ring"
+    ),
+    "shift": lambda x, mesh: cpd.sequence.shift(x[None], 1, mesh=mesh, axis_name=AXIS),
+    "dispatch": lambda x, mesh: send(x, REVERSED, capacity=2, mesh=mesh),
+    "all_gather_matmul": lambda x, mesh: cpd.all_gather_matmul(
+        x, jnp.asarray(X.T), axis_name=AXIS, mesh=mesh
+    ),
+    "route": lambda x, mesh: (
+        cpd.experts.route(
+            jnp.asarray(x, jnp.int32) % 8, num_experts=8, axis_name=AXIS, mesh=mesh
+        ).row
+    ),
+}
+
+
+def on_8_devices(shape, names, kind):
+    return Mesh(np.array(jax.devices()).reshape(shape), names, axis_types=(kind,) * len(names))
+
+
+def placed_elsewhere(kind):
+    mesh = on_8_devices((2, 4), ("data", AXIS), kind)
+    return jax.device_put(X, NamedSharding(mesh, P(("data", AXIS))))
+
+
+@pytest.mark.parametrize("of_arrays", KINDS)
+@pytest.mark.parametrize(
+    "name, kind", [(x, kind) for x in CALLS for kind in KINDS if x not in MOVED or kind == KINDS[0]]
+)
+def test_a_program_has_one_mesh(name, kind, of_arrays):
+    """JAX's own error names neither the operation nor what to do."""
+    mesh = on_8_devices(8, (AXIS,), kind)
+    is_of = f"data=2 ({of_arrays.name}), cp=4 ({of_arrays.name}), but the call has one with cp=8"
+    says = f"^{name}: an array .*{re.escape(is_of)}.* Pass the mesh"
+    with pytest.raises(ValueError, match=says):
+        jax.jit(lambda x: CALLS[name](x, mesh))(placed_elsewhere(of_arrays))
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_explicit_axes_reshard(name):
+    mesh = on_8_devices(8, (AXIS,), AxisType.Explicit)
+    got = jax.jit(lambda x: CALLS[name](x, mesh))(placed_elsewhere(AxisType.Explicit))
+    np.testing.assert_array_equal(got, MOVED[name])
+
+
+def test_outside_jit_dispatch_moves_its_arrays():
+    """And those of NumPy, where others are differentiated."""
+    mesh = on_8_devices(8, (AXIS,), AxisType.Auto)
+    call = CALLS["dispatch"]
+    np.testing.assert_array_equal(call(placed_elsewhere(AxisType.Auto), mesh), MOVED["dispatch"])
+    with jax.set_mesh(mesh):
+        gradient = jax.grad(lambda scale: (call(X, None) * scale).sum())(2.0)
+    np.testing.assert_array_equal(gradient, X.sum())
+
+
+# ---- One rank, the first case of a new model: what has no case in the contract.
+
+
+def test_one_rank_needs_no_choice():
+    sizes: Any = {"num_heads": 2, "num_kv_heads": 2, "head_size": 8, "itemsize": 4}
+    choice = cpd.choose_algorithm([[20, 9]], num_ranks=1, tokens_per_rank=32, **sizes)
+    assert choice.algorithm.why_not is not None
+    one, q = {"mesh": mesh_of(1), "segment_ids": IDS}, Q
+    ring = attend(q, q, q, algorithm="ring", **one)
+    np.testing.assert_allclose(attend(q, q, q, algorithm="auto", **one), ring, atol=2e-5)
+    assert float(cpd.plan_attention(IDS, world_size=1).imbalance) == 1
+    for method in ("auto", "ring_exchange"):
+        for function in (cpd.all_gather_matmul, cpd.matmul_reduce_scatter):
+            run = on_ranks(partial(function, axis_name=AXIS, method=method), mesh_of(1))
+            x, w = normal(1, 6, 8), normal(1, 8, 4, seed=1)
+            np.testing.assert_allclose(run(x, w), x @ w, rtol=2e-5, atol=2e-5)
+
+
+def test_one_rank_has_no_cycles():
+    assert cpd.cycles.hamiltonian_cycles(1) == []
+    assert cpd.cycles.two_level_cycles(1, 1) == cpd.cycles.two_level_maps(1, 1).cycles == []
+    assert cpd.cycles.source_is_earlier([]) == [[[]]]  # one rank, one step, no chunks
+    assert cpd.cycles.chunk_maps([]) == ([[-1]], [[-1]])  # a rank sends itself nothing
+    np.testing.assert_array_equal(zigzag_permutation(8, 1), np.arange(8))
+    exchange = partial(chunk_exchange, out_chunk=[[-1]], in_chunk=[[-1]], axis_name=AXIS)
+    x = normal(1, 0, 3)
+    assert on_ranks(exchange, mesh_of(1))(x).size == 0
+    ring = on_ranks(partial(ring_exchange, axis_name=AXIS), mesh_of(1))
+    np.testing.assert_array_equal(ring(normal(1, 3)), normal(1, 3))
+
+
+# ---- JAX promotes neither ranks nor dtypes; traced only. 64-bit types would mix with ours.
+
+
+@pytest.fixture
+def strict():
+    modes = jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise")
+    with jax.enable_x64(True), modes[0], modes[1]:
+        yield
+
+
+def narrow(*shape):
+    return jnp.asarray(normal(*shape), jnp.bfloat16)
+
+
+def keeps_dtypes(run, *arrays):
+    """Requires gradients of the dtypes of arrays; `run` returns what is summed."""
+    total = lambda *arrays: sum(x.astype(jnp.float32).sum() for x in jax.tree.leaves(run(*arrays)))
+    gradients = jax.eval_shape(jax.grad(total, argnums=tuple(range(len(arrays)))), *arrays)
+    assert [x.dtype for x in gradients] == [x.dtype for x in arrays]
+
+
+def test_strict_plans_inside_jit(strict):
+    ids = np.repeat(np.arange(1, 3, dtype=np.uint32), [10, W * T - 10])[None]
+
+    def run(q):
+        plan = cpd.plan_attention(jnp.asarray(ids), world_size=W)
+        documents = cpd.Documents(ids).with_plan(plan)
+        out = attend(q, q, q, mesh=mesh_of(W), algorithm="balanced", documents=documents)
+        return jnp.where(plan.fits, out, 0)
+
+    keeps_dtypes(run, narrow(1, W * T, 2, 8))
+    cpd.plan_attention(ids, world_size=W).validate(ids)
+
+
+def test_strict_merged_parts(strict):
+    start, middle, end = (jnp.full((1, 16), n, jnp.int32) for n in (0, 7, 16))
+
+    def run(q, k):
+        first = cpd.local_attention(q, k, k, start, middle)
+        return cpd.merge_partials(*first, *cpd.local_attention(q, k, k, middle, end))
+
+    keeps_dtypes(run, narrow(1, 16, 4, 8), narrow(1, 16, 2, 8))
+
+
+def test_strict_biases(strict):
+    matmul = partial(cpd.all_gather_matmul, axis_name=AXIS, method="ring")
+    run = on_ranks(lambda x, w, bias: matmul(x, w, bias=bias), mesh_of(W), jit=False)
+    keeps_dtypes(run, narrow(W, T, 8), narrow(W, 8, 8), narrow(W, 8))
+
+
+@pytest.mark.parametrize(
+    "options", [{"overflow": "drop"}, {"physical_to_logical": np.arange(8).reshape(W, 2)}], ids=str
+)
+def test_strict_experts(strict, options):
+    index = jnp.zeros((W, T, 2), jnp.int32)
+
+    def layer(x, weights, index):
+        drops = {**options, "weights": weights} if "overflow" in options else options
+        routing = cpd.experts.route(index, num_experts=8, axis_name=AXIS, capacity=12, **drops)
+        rows = cpd.experts.dispatch_tokens(x, routing)
+        return cpd.experts.combine_tokens(rows, weights, routing)
+
+    run = on_ranks(layer, mesh_of(W), jit=False)
+    keeps_dtypes(lambda x, weights: run(x, weights, index), narrow(W, T, 8), narrow(W, T, 2))
+
+
+OF_TOKENS, OF_HEADS = (1, W * T, 2, 8), (1, W * T, 2)
+LAYERS = {
+    "shift": [OF_TOKENS],
+    "causal_conv": [OF_HEADS, (3, 2)],
+    "gated_delta_rule": [OF_TOKENS, OF_TOKENS, OF_TOKENS, OF_HEADS, OF_HEADS],
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_strict_states_of_layers(strict, name):
+    options: Any = {"offset": 2} if name == "shift" else {}
+    options |= {"axis_name": AXIS, "mesh": mesh_of(W), "batch_axis": (), "head_axis": ()}
+    layer = partial(getattr(cpd.sequence, name), segment_ids=IDS, return_state=True, **options)
+
+    arrays = [narrow(*shape) for shape in LAYERS[name]]
+    _, state = jax.eval_shape(layer, *arrays)
+    start = jnp.zeros(state.shape, state.dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        keeps_dtypes(lambda start, *x: layer(*x, initial_state=start), start, *arrays)
+
+
+def test_checkify():
+    """The checks of the caller; those that `checkify` adds do not enter shard_map."""
+
+    def loss(q):
+        out = attend(q, q, q, mesh=mesh_of(W), algorithm="balanced", segment_ids=IDS)
+        checkify.debug_check(jnp.isfinite(out).all(), "attention is not finite")
+        return out.sum()
+
+    wrong = Q.copy()
+    wrong[0, 5] = np.nan
+    checked = jax.jit(checkify.checkify(jax.value_and_grad(loss)))
+    assert checked(Q)[0].get() is None
+    assert "attention is not finite" in checked(wrong)[0].get()
+    with pytest.raises((TypeError, ValueError)):
+        jax.eval_shape(checkify.checkify(loss, errors=checkify.float_checks), Q)
+
+
+# ---- `jax.export` and meshes without devices: what docs/limits.md says does not work.
+
+
+def exported(fn, *operands, names=("dispatch", "gemm")):
+    checks = [export.DisabledSafetyCheck.custom_call(f"jax_cp_dispatch.{x}") for x in names]
+    return export.export(jax.jit(fn), platforms=("cpu",), disabled_checks=checks)(*operands)
+
+
+def inside(fn, mesh, in_specs=ROWS, out_specs=ROWS):
+    return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+
+
+def test_export_names_custom_calls_and_needs_shard_map():
+    put = lambda x: jax.device_put(x, NamedSharding(mesh_of(W), ROWS))
+    x, plan = put(normal(W * T, 2)), put(TO_RANK_0)
+    call = partial(send, capacity=W * T)
+    with pytest.raises(ValueError, match="custom calls whose targets have no compatibility"):
+        exported(inside(call, mesh_of(W)), x, plan, names=())
+    with pytest.raises(NotImplementedError):  # around the arrays of all ranks
+        exported(call, x, plan)
+
+
+def test_without_any_device_only_gemms_inside_shard_map_can_be_lowered():
+    mesh, specs = AbstractMesh((W,), (AXIS,)), (ROWS, P(None, AXIS))
+    operands = normal(16, 8), normal(8, 16)
+    without = lambda x, spec: jax.ShapeDtypeStruct(
+        x.shape, x.dtype, sharding=NamedSharding(mesh, spec)
+    )
+    gather = partial(cpd.all_gather_matmul, axis_name=AXIS, method="ring")
+    again = exported(inside(gather, mesh, specs, specs[1]), *map(without, operands, specs))
+    put = lambda x, spec: jax.device_put(x, NamedSharding(mesh_of(W), spec))
+    got = jax.jit(again.call)(*map(put, operands, specs))
+    np.testing.assert_allclose(got, operands[0] @ operands[1], rtol=1e-5, atol=1e-5)
+    call = inside(lambda x: send(x, TO_RANK_0, capacity=W * T), mesh)
+    with pytest.raises(ValueError, match="primitives that require devices"):
+        exported(call, without(normal(W * T, 2), ROWS))
+
+
+# ---- Operations carry scopes of the package, under which a profile of a step shows them.
+
+EXCHANGES = dict.fromkeys(("dispatch", "combine", "ppermute", "all_to_all"), "cpd.exchange")
+SCOPES = EXCHANGES | {
+    **dict.fromkeys(("attend_blocks", "local_attention"), "cpd.attention"),
+    **dict.fromkeys(("block_gradients", "local_attention_gradients"), "cpd.attention_backward"),
+    **dict.fromkeys(("gemm", "grouped_gemm"), "cpd.gemm"),
+    "sort": "cpd.plan",  # plans, and the check of the order of tokens
+}
+ATTENTION = {  # what an algorithm runs; softmax of rings stays in their blocks
+    "balanced": {"local_attention", "local_attention_gradients"},
+    "zigzag": {"ppermute", "attend_blocks", "block_gradients"},
+}
+
+
+def scopes(jaxpr, outer=""):
+    """Yields each primitive with all scopes around it."""
+    for equation in jaxpr.eqns:
+        stack = f"{outer}/{equation.source_info.name_stack}"
+        yield equation.primitive.name, stack
+        for inner in inner_jaxprs(equation):
+            yield from scopes(inner, stack)
+
+
+def found(program, *operands):
+    """The primitives that have a scope of their own, all of which must be in it."""
+    names = set()
+    for name, stack in scopes(jax.make_jaxpr(program)(*operands).jaxpr):
+        if name in SCOPES:
+            assert f"/{SCOPES[name]}" in stack, (name, stack)
+            names.add(name)
+    return names
+
+
+def attention_loss(algorithm):
+    def loss(q, ids):
+        return attend(q, q, q, algorithm=algorithm, mesh=mesh_of(W), segment_ids=ids).sum()
+
+    return loss, jnp.asarray(Q), jnp.asarray(IDS)
+
+
+@pytest.mark.parametrize("algorithm", ATTENTION)
+def test_scopes_of_attention(algorithm):
+    loss, *operands = attention_loss(algorithm)
+    expected = {"dispatch", "combine", "sort"} | ATTENTION[algorithm]
+    assert found(jax.grad(loss), *operands) == expected
+
+
+def test_scopes_of_gemms():
+    matmul = partial(cpd.all_gather_matmul, axis_name=AXIS)
+    specs = {"in_specs": (P(AXIS), P(None, AXIS)), "out_specs": P(None, AXIS)}
+    program = jax.shard_map(matmul, mesh=mesh_of(W), **specs)
+    loss = jax.grad(lambda x, w: program(x, w).sum(), argnums=(0, 1))
+    assert found(loss, jnp.zeros((T, 8)), jnp.zeros((8, T))) == {"gemm"}
+
+
+def test_scopes_of_experts():
+    def layer(x, index, w):
+        routing = cpd.experts.route(index, num_experts=2 * W, axis_name=AXIS, capacity=T)
+        rows = cpd.experts.dispatch_tokens(x, routing)
+        return cpd.experts.combine_tokens(
+            cpd.grouped_gemm(rows, w, routing.group_sizes), None, routing
+        )
+
+    program = jax.shard_map(layer, mesh=mesh_of(W), in_specs=P(AXIS), out_specs=P(AXIS))
+    operands = jnp.zeros((T, 8)), jnp.zeros((T, 2), jnp.int32), jnp.zeros((2 * W, 8, 8))
+    loss = jax.grad(lambda *x: program(*x).sum(), argnums=(0, 2))
+    assert found(loss, *operands) >= {"dispatch", "combine", "grouped_gemm"}
+    stacks = scopes(jax.make_jaxpr(program)(*operands).jaxpr)
+    rows = [x for name, x in stacks if name == "gather" and "cpd.plan" not in x]
+    assert rows and all("/cpd.experts" in stack for stack in rows)
+
+
+def test_a_trace_of_a_step(tmp_path):
+    """The events of a profile name operations of the compiled program, which carry the scopes."""
+    loss, *operands = attention_loss("balanced")
+    step = jax.jit(jax.grad(loss)).lower(*operands).compile()
+    with jax.profiler.trace(tmp_path):
+        jax.block_until_ready(step(*operands))
+    (path,) = tmp_path.rglob("*.xplane.pb")
+    planes = jax.profiler.ProfileData.from_file(str(path)).planes
+    events = (event for plane in planes for line in plane.lines for event in line.events)
+    ran = {op for event in events if (op := dict(event.stats).get("hlo_op"))}
+    names = dict(re.findall(r"([\w.-]+) = .*op_name=\"([^\"]*)\"", step.as_text() or ""))
+    scopes = {scope for op in ran for scope in re.findall(r"cpd\.\w+", names.get(op, ""))}
+    assert scopes == set(SCOPES.values()) - {"cpd.gemm"}

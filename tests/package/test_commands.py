@@ -1,0 +1,275 @@
+"""`python -m jax_cp_dispatch COMMAND`: what a user reads of demo, doctor and bench, exit codes."""
+
+import json
+import subprocess
+import sys
+
+import jax
+import mask_oracle
+import numpy as np
+import pytest
+from attention_oracle import masked_attention, masked_attention_gradients
+from in_ci import in_ci
+
+from jax_cp_dispatch import Availability, available_implementations, bench_command, demo, doctor
+from jax_cp_dispatch.__main__ import main
+from jax_cp_dispatch._ranks import runtime  # inner: a machine with a GPU, but without libraries
+from jax_cp_dispatch.bench_command import (  # inner: sizes that take seconds, and a wrong result
+    attention,
+    gemm,
+    movement,
+)
+from jax_cp_dispatch.doctor import machine, self_test  # inner: what a broken machine is
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Runs a command of this process; returns its exit code and what it says."""
+
+    def run(*arguments):
+        monkeypatch.setattr("sys.argv", ["jax_cp_dispatch", *map(str, arguments)])
+        return main(), capsys.readouterr()
+
+    return run
+
+
+# ---- All commands.
+
+
+def test_a_full_output_gives_one_line(tmp_path):
+    """Also when the process ends: Python flushes standard output once more."""
+    (tmp_path / "lengths.json").write_text("[100, 200]")
+    program = [sys.executable, "-m", "jax_cp_dispatch", "plan", "lengths.json"]
+    with open("/dev/full", "w") as file:
+        done = subprocess.run(
+            program, cwd=tmp_path, stdout=file, stderr=subprocess.PIPE, text=True, timeout=1200
+        )
+    said = [line for line in done.stderr.splitlines() if not line.startswith("[")]
+    space = "cannot write the output: No space left on device. Free some space, or write elsewhere."
+    assert (done.returncode, said) == (2, [f"plan: {space}"])
+
+
+def test_the_help_names_the_launcher(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["jax_cp_dispatch", "--help"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 0
+    assert "python -m jax_cp_dispatch.launch runs a program" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("demo . --ranks 0", "--ranks is 0; pass 1 to "),
+        ("demo . --tokens-per-rank 9999999", "--tokens-per-rank is 9999999; pass 1 to 2097152."),
+        ("demo . --pattern /a", "--pattern is '/a': Non-relative patterns are unsupported. Pass"),
+        ("demo . --picture nowhere/a.png", "--picture is nowhere/a.png; it needs to be a file in"),
+        ("demo . --picture a.b", "--picture is a.b; it needs to be a file in an existing folder,"),
+        ("demo nowhere", "nowhere is not a folder. Name one that holds text files."),
+        ("demo .", "no text file matches '*' below"),
+        ("doctor --devices 0", "--devices is 0; pass 1 to 1024.\n"),
+        ("doctor --devices 99999999", "--devices is 99999999; pass 1 to 1024.\n"),
+        ("bench attenton", "no section is called attenton. Pass some of movement, attention, gemm"),
+        ("bench --devices 0", "--devices is 0; pass 1 to 1024"),
+        ("bench --devices 9", "--devices is 9 but JAX has 8 devices"),
+    ],
+)
+def test_bad_arguments_give_one_line(command, monkeypatch, tmp_path, arguments, message):
+    """Beside the lines of progress."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bench_command, "start_cpu_devices", lambda count: None)
+    code, said = command(*arguments.split())
+    assert code == 2 and not said.out
+    (line,) = [x for x in said.err.splitlines(keepends=True) if not x.startswith("[")]
+    assert line.startswith(f"{arguments.split()[0]}: {message}")
+
+
+# ---- The demonstration.
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Writes documents of many lengths, one binary and one empty."""
+    rng = np.random.default_rng(0)
+    (tmp_path / "texts").mkdir()
+    for index, length in enumerate([3000, 700, 40, 900, 1500, 5, 0, 2200]):
+        letters = rng.integers(32, 127, length).astype(np.uint8)
+        (tmp_path / f"texts/{index}.txt").write_bytes(letters.tobytes())
+    (tmp_path / "texts/binary.txt").write_bytes(b"\x00\xff\x00")
+    return tmp_path / "texts"
+
+
+def test_demo_is_right(command, folder, monkeypatch):
+    monkeypatch.chdir(folder.parent)
+    code, said = command("demo", folder, "--tokens-per-rank", 128, "--picture", "picture.png")
+    assert code == 0
+    for text in (
+        *("documents ", "tokens  ", "work before planning  max/mean"),
+        *("work after planning   max/mean", "bytes moved", "time of planning"),
+        *("time of attention", "largest difference    out ", "correct: the tolerance is"),
+    ):
+        assert text in said.out
+    assert (folder.parent / "picture.png").read_bytes().startswith(b"\x89PNG")
+    assert "[6/6]" in said.err
+
+
+def test_reading_skips_binary_files_and_has_a_fixed_order(folder):
+    first = list(demo.read_documents(folder, pattern="*"))
+    assert sorted(len(d.tokens) for d in first) == [5, 40, 700, 900, 1500, 2200, 3000]
+    assert [d.name for d in demo.read_documents(folder, pattern="*")] == [d.name for d in first]
+
+
+def documents(*lengths):
+    return iter(demo.Document(str(n), np.full(n, n % 256, np.uint8)) for n in lengths)
+
+
+def test_packing_cuts_the_last_document_and_long_ones_and_pads():
+    packed = demo.pack_documents(documents(50, 30, 90), num_tokens=120, longest=45)
+    assert packed.spans == (("50", 0, 45), ("30", 45, 75), ("90", 75, 120))
+    np.testing.assert_array_equal(packed.segment_ids[0], np.repeat([1, 2, 3], [45, 30, 45]))
+    np.testing.assert_array_equal(packed.positions[0, 43:47], [43, 44, 0, 1])
+    assert (packed.tokens[0, 45:75] == 30).all()
+    packed = demo.pack_documents(documents(5, 2), num_tokens=10, longest=10)
+    assert packed.spans == (("5", 0, 5), ("2", 5, 7))
+    assert (packed.segment_ids[0, 7:] == 0).all()
+
+
+def test_a_wrong_result_is_noticed():
+    """Differences are relative to the largest entry; `jax.nn` itself is held to the oracle."""
+    packed = demo.pack_documents(documents(60, 20), num_tokens=85, longest=85)
+    rng = np.random.default_rng(0)
+    operands = [rng.normal(size=(1, 85, n, 8)).astype(np.float32) for n in (4, 2, 2, 4)]
+    q, k, v, g = operands
+    pairs = mask_oracle.batch_pairs("causal", packed.segment_ids)
+    out, lse = masked_attention(q, k, v, pairs)
+    right = [out, *masked_attention_gradients(q, k, v, pairs, g, np.zeros(lse.shape))]
+    difference = lambda: demo.largest_difference(packed, operands, right, lambda _: None)
+    assert max(difference().values()) < 1e-5
+    right[2][0, 7] *= 1.01
+    wrong = difference()
+    assert wrong.pop("dk") > 1e-4 and max(wrong.values()) < 1e-5
+
+
+# ---- The doctor.
+
+
+def test_doctor_reports_what_is_available_and_tests_every_transport(command, monkeypatch):
+    tried = machine.Finding("transport shared_memory", "right between 2 processes")
+    monkeypatch.setattr(doctor, "try_processes", lambda: tried)
+    code, said = command("doctor", "--json", "--devices", jax.device_count())
+    reported = json.loads(said.out)
+    assert code == 0 and reported["ok"]
+    findings = {finding.pop("name"): finding for finding in reported["findings"]}
+    assert jax.__version__ in findings["jax"]["found"]
+    devices = {"found": "8 of cpu, 1 process(es)", "verdict": "ok", "remedy": ""}
+    assert findings["devices"] == devices
+    for name, implementation in available_implementations().items():
+        says = "are correct on 8 ranks" if implementation.available else "the platform"
+        if name == "shared_memory":
+            says = tried.found
+        assert says in findings[f"transport {name}"]["found"]
+    for finding in findings.values():
+        assert finding["verdict"] != "ok" or not finding["remedy"]
+
+
+@in_ci
+def test_doctor_tests_shared_memory_between_its_own_processes():
+    found = doctor.try_processes()
+    assert found.verdict == "ok" and "are correct between 2 processes" in found.found
+
+
+@pytest.fixture
+def only_transports(monkeypatch):
+    """Leaves out the machine, and the processes that the doctor starts."""
+    monkeypatch.setattr(doctor, "look_at_machine", lambda: ())
+    monkeypatch.setattr(doctor, "try_processes", lambda: machine.Finding("processes", "right"))
+
+
+def test_a_transport_that_moves_nothing_is_wrong(command, only_transports, monkeypatch):
+    move = self_test.dispatch
+    monkeypatch.setattr(self_test, "dispatch", lambda *a, **options: 0 * move(*a, **options))
+    code, said = command("doctor", "--devices", 8)
+    assert code == 1 and "Something is wrong" in said.out
+    assert "XX  transport in_process       dispatch returned the wrong rows" in said.out
+
+
+def test_failures_and_missing_transports_are_reported(command, only_transports, monkeypatch):
+    there = {"a": Availability(False, "no such processes"), "b": Availability(True, "")}
+    monkeypatch.setattr(self_test, "available_implementations", lambda: there)
+    code, said = command("doctor", "--json", "--devices", 8)
+    first, second, _ = json.loads(said.out)["findings"]
+    assert (first["found"], first["verdict"]) == ("no such processes", "missing")
+    assert second["verdict"] == "wrong" and "implementation is 'b'" in second["found"]
+    assert code == 1
+
+
+def test_a_missing_gpu_library_or_memory_names_its_remedy(monkeypatch):
+    monkeypatch.setattr(machine, "has_gpu", lambda: True)
+    monkeypatch.setattr(machine, "_find_version", lambda *names: None)
+    monkeypatch.setattr(runtime, "cuda", None)
+    monkeypatch.setattr(machine.ctypes.util, "find_library", lambda name: None)
+    usage = machine.shutil.disk_usage("/")._replace(free=1 << 20)
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: usage)
+    found = {finding.name: finding for finding in machine.look_at_machine()}
+    for name, remedy in (
+        ("GPU", "jax[cuda13]"),
+        ("attention on GPUs", "Build the package with CUDA"),
+        ("NVSHMEM", "nvidia-nvshmem-cu13"),
+        ("shared memory", "--shm-size"),
+        ("pictures", "[plots]"),
+    ):
+        assert found[name].verdict == "missing" and remedy in found[name].remedy
+
+
+# ---- The bench.
+
+TINY = bench_command.Sizes(
+    *(1, 16, 128, 2, 8, "float32"),
+    ((gemm.GATHER, 64, 16, 64), (gemm.SCATTER, 64, 64, 16)),
+    feature=(2, 4),
+)
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """Small sizes and few algorithms; compiling takes most of the time."""
+    monkeypatch.setattr(bench_command, "sizes_for", lambda *_, **__: TINY)
+    monkeypatch.setitem(attention._MATMUL, "cpu", 64)
+    monkeypatch.setattr(attention, "CAUSAL", ("ring",))
+    monkeypatch.setattr(attention, "PACKED", ("placed",))
+
+
+def test_every_section_is_measured(tiny, command):
+    code, said = command("bench", "--json")
+    assert "[3/3] measuring gemm" in said.err
+    report = json.loads(said.out)
+    assert (report["errors"], code) == ({}, 0)
+    assert report["devices"].startswith("8 devices")
+    rows = report["rows"]
+    assert {(row["section"], row["what"]) for row in rows} >= {
+        ("movement", movement.DONATED),
+        ("movement", movement.SMALL_DISPATCH),
+        ("attention", "placed, packed"),
+        ("gemm", "all_gather_matmul, ring direct"),
+    }
+    for row in rows:
+        assert row["seconds"] > 0
+        assert not row["of_limit"] or (row["limit"] and row["rate"] > 0)
+        same = [x for x in rows if (x["section"], x["size"]) == (row["section"], row["size"])]
+        if len(same) > 1:  # the alternative is among the rows
+            assert any(x["speedup"] == pytest.approx(1) for x in same)
+
+
+def test_a_wrong_result_is_an_error_and_the_other_sections_still_run(tiny, command, monkeypatch):
+    monkeypatch.setattr(movement, "dispatch", lambda x, m, **options: x)
+    code, said = command("bench", "movement", "gemm")
+    assert code == 1 and "Error: " in said.out.split("gemm: ")[0]
+    assert "all_gather_matmul, none" in said.out and "of limit  speedup" in said.out
+
+
+def test_sizes_suit_every_number_of_ranks():
+    for sizes in (bench_command.CPU, bench_command.QUICK, bench_command.GPU):
+        assert sizes.shared(8) == sizes
+        odd = sizes.shared(6)
+        numbers = odd.tokens, *(x for _, *shape in odd.gemms for x in shape)
+        assert all(x % 12 == 0 for x in numbers)
