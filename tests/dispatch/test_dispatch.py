@@ -1,6 +1,9 @@
-"""dispatch and combine move exactly the named rows: values, on every kind of plan and mesh."""
+"""dispatch and combine move exactly the named rows of any plan, in all dtypes, and round sums once.
 
-import dataclasses
+Values, gradients and contexts that all operations have: tests/contract. Meshes and storage:
+test_dispatch_places.py.
+"""
+
 import pathlib
 import re
 from typing import Any
@@ -10,147 +13,156 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
-from jax.sharding import Mesh, PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 from movement_oracle import combined, dispatched, random_plan
-from moving import bits, capacity_of, run_combine, run_dispatch
-from on_mesh import AXIS, mesh_of, on_ranks
+from moving import bits, capacity_of, run_combine
+from on_mesh import AXIS, mesh_of, on_ranks, permuted_mesh
 from properties import examples
 
-from jax_cp_dispatch import Metadata, combine, compute_metadata, dispatch
-from jax_cp_dispatch.scenarios import create_qkv_dispatch, orchestrate_simulate
+from jax_cp_dispatch import (
+    Metadata,
+    combine,
+    combine_qkv,
+    compute_metadata,
+    dispatch,
+    dispatch_qkv,
+)
 
-W, S, T = 8, 6, 32
+W, S, T = 4, 5, 8
+ORDER = [2, 0, 3, 1]
+
+SUMMABLE = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
+SUMMABLE += ["bfloat16", "float16", "float32", "float64", "complex64", "complex128"]
+FLOAT8 = ["e3m4", "e4m3", "e4m3b11fnuz", "e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu"]
+FLOAT8 = [f"float8_{kind}" for kind in FLOAT8]
+
+both_implementations = pytest.mark.parametrize("implementation", ["in_process", "xla"])
 
 
-@pytest.mark.parametrize("num_ranks, num_replicas", [(1, 3), (2, 1), (5, 3), (8, 1)])
-def test_rows_arrive_bit_for_bit(num_ranks, num_replicas):
-    rng = np.random.default_rng(num_ranks)
-    plan = random_plan(rng, num_ranks, S, T, num_replicas)
-    x = rng.normal(size=(num_ranks, T, 3, 5)).astype(np.float32)
-    x[:, ::7] = np.nan
-    x[:, 1::7] = -0.0
-    capacity = capacity_of(plan) + 3
-    got = run_dispatch(plan, x, capacity)
-    np.testing.assert_array_equal(bits(got), bits(dispatched(plan, x, capacity)))
+def with_sources(rng, plan, num_tokens) -> dict[str, Any]:
+    """Names rows that are skipped, and rows in several slots."""
+    free = num_tokens - plan["seq_len"].astype(np.int64)
+    return {**plan, "src_offset": rng.integers(0, free + 1).astype(np.uint32)}
 
 
-_run_with_static_shapes = {}
+def plan_of(kind, seed=0) -> dict[str, Any]:
+    plan = random_plan(np.random.default_rng(seed), W, S, T, 3 if kind != "one replica" else 1)
+    return with_sources(np.random.default_rng(1), plan, T) if kind == "rows named twice" else plan
+
+
+def fields_of(metadata) -> dict[str, Any]:
+    """A plan of the package as the oracle reads it."""
+    arrays = {name: np.asarray(x) for name, x in vars(metadata).items() if hasattr(x, "shape")}
+    return {**arrays, "world_size": metadata.world_size}
+
+
+def options_of(implementation) -> dict[str, Any]:
+    return {"axis_name": AXIS, "implementation": implementation}
+
+
+def moving_both(implementation, capacity, num_tokens, mesh):
+    """dispatch and combine of one plan, each of any arrays."""
+
+    def both(x, y, m):
+        options = options_of(implementation)
+        sent = dispatch(x, m, capacity=capacity, **options)
+        return sent, combine(y, m, num_tokens=num_tokens, **options)
+
+    return on_ranks(both, mesh)
+
+
+# ---- Plans.
+
+MANY = 8
+_programs = {}
 
 
 @examples(15)
 @given(
     seed=st.integers(0, 2**32 - 1),
     case=st.sampled_from([(1, "in_process"), (2, "in_process"), (2, "xla")]),
+    kind=st.sampled_from(["random", "all to one", "one rank is empty", "all from row 0"]),
 )
-def test_any_plan_matches_the_definition(seed, case):
+def test_any_plan_matches_the_definition(seed, case, kind):
+    """One program serves every multiplicity: disjoint shards, chains, all slots on one row."""
     num_replicas, implementation = case
-    rng = np.random.default_rng(seed)
-    plan = random_plan(rng, W, S, T, num_replicas)
-    capacity = W * T * num_replicas
-
-    def both(x, y, m):
-        options: Any = {"axis_name": AXIS, "implementation": implementation}
-        sent = dispatch(x, m, capacity=capacity, **options)
-        return sent, combine(y, m, num_tokens=T, **options)
-
-    run = _run_with_static_shapes.setdefault(case, on_ranks(both, mesh_of(W)))
-    x = rng.normal(size=(W, T, 2)).astype(np.float32)
-    y = rng.normal(size=(W, capacity, 2)).astype(np.float32)
+    rng, num_tokens = np.random.default_rng(seed), 30
+    if kind in ("all to one", "one rank is empty"):
+        seq_len = rng.integers(0, 6, (MANY, 6)).astype(np.int32)
+        to = rng.integers(-1, MANY, (MANY, 6, num_replicas)).astype(np.int32)
+        if kind == "all to one":
+            to[:] = 2
+        else:
+            to[to == 5], seq_len[5] = 4, 0
+        plan = fields_of(compute_metadata(seq_len, to)[0])
+    else:
+        plan = random_plan(rng, MANY, 6, num_tokens, num_replicas)
+    if num_replicas == 2:
+        plan = with_sources(rng, plan, num_tokens)
+        plan["src_offset"] *= kind != "all from row 0"
+    capacity = MANY * num_tokens * num_replicas
+    run = _programs.setdefault(
+        case, moving_both(implementation, capacity, num_tokens, mesh_of(MANY))
+    )
+    x = rng.normal(size=(MANY, num_tokens, 2)).astype(np.float32)
+    y = rng.normal(size=(MANY, capacity, 2)).astype(np.float32)
     sent, home = run(x, y, Metadata(**plan))
     np.testing.assert_array_equal(sent, dispatched(plan, x, capacity))
-    np.testing.assert_array_equal(home, combined(plan, y, T, np.float32))
+    np.testing.assert_array_equal(home, combined(plan, y, num_tokens, np.float32))
 
 
-def test_agrees_with_the_simulated_network():
-    rng = np.random.default_rng(2)
+def test_summaries_are_not_read_and_gaps_are_zero():
+    """Movement accepts every plan that `Metadata.validate` accepts, and more."""
+    rng = np.random.default_rng(0)
     plan = random_plan(rng, W, S, T, 2)
-    x = rng.normal(size=(W, T, 4)).astype(np.float32)
-    capacity = capacity_of(plan)
-    perfect = orchestrate_simulate(x, np.zeros((W, capacity, 4), np.float32), Metadata(**plan))
-    np.testing.assert_array_equal(run_dispatch(plan, x, capacity), perfect)
+    capacity = capacity_of(plan) + 2
+    run = moving_both("in_process", capacity, T, mesh_of(W))
+    x = rng.normal(size=(W, T, 2)).astype(np.float32)
+    y = rng.normal(size=(W, capacity, 2)).astype(np.float32)
+    Metadata(**plan).validate()
+    counts = plan["num_recv_tokens"].copy()
+    counts[:, -1] = 0  # only a sum above the capacity is rejected
+    for wrong in (
+        {"num_recv_tokens": counts},
+        {"num_total_recv_tokens": plan["num_total_recv_tokens"] + 1},
+        {"num_seqs": np.full(W, 99, np.int32)},
+        {"recv_seq_lens": np.full((W, 2), 5, np.uint32)},
+        {"dst_offset": plan["dst_offset"] + 2},  # gaps
+    ):
+        other = Metadata(**{**plan, **wrong})
+        expected = {**plan, "dst_offset": np.asarray(other.dst_offset)}
+        sent, home = run(x, y, other)
+        np.testing.assert_array_equal(sent, dispatched(expected, x, capacity))
+        np.testing.assert_array_equal(home, combined(expected, y, T, np.float32))
+        with pytest.raises(ValueError, match=r"^Metadata\.validate: "):
+            other.validate()
+    omitted = {**plan, "num_seqs": None, "num_total_recv_tokens": None}
+    Metadata(**omitted).validate()
+    np.testing.assert_array_equal(run(x, y, Metadata(**omitted))[0], dispatched(plan, x, capacity))
 
 
-def test_forward_then_reverse_returns_every_sent_row():
-    rng = np.random.default_rng(3)
+def test_forward_then_reverse_returns_every_replica():
+    """The reverse plan fills a buffer (C, T) of copies; `combine` is the sum over its C."""
+    rng, num_replicas = np.random.default_rng(3), 3
     seq_len = rng.integers(0, 6, (W, S)).astype(np.int32)
-    destinations = rng.integers(-1, W, (W, S)).astype(np.int32)
-    forward, reverse = compute_metadata(seq_len, destinations)
+    to = rng.integers(-1, W, (W, S, num_replicas)).astype(np.int32)
+    forward, reverse = compute_metadata(seq_len, to)
     num_tokens = int(seq_len.sum(1).max())
     capacity = int(np.max(forward.num_total_recv_tokens))
-    x = rng.normal(size=(W, num_tokens, 4)).astype(np.float32)
+    x = rng.integers(-8, 9, (W, num_tokens, 4)).astype(np.float32)
 
     def there_and_back(x, forward, reverse):
         y = dispatch(x, forward, axis_name=AXIS, capacity=capacity)
-        return dispatch(y, reverse, axis_name=AXIS, capacity=num_tokens)
-
-    got = np.asarray(on_ranks(there_and_back, mesh_of(W))(x, forward, reverse))
-    for r in range(W):
-        sent = np.repeat(destinations[r] >= 0, seq_len[r])
-        np.testing.assert_array_equal(got[r, : len(sent)][sent], x[r, : len(sent)][sent])
-        assert not got[r, : len(sent)][~sent].any()
-
-
-def test_combine_sums_the_returned_replicas_of_keys():
-    """The reverse KV plan fills a buffer (C, T) of copies; `combine` is the sum over its C."""
-    num_documents, degree, num_tokens = 3, 4, 48
-    _, _, forward, reverse, _ = create_qkv_dispatch(
-        jax.random.key(0), W, num_tokens, num_documents, degree
-    )
-    num_replicas = forward.dst_rank.shape[-1]
-    capacity = int(np.max(forward.num_total_recv_tokens))
-    x = np.random.default_rng(4).integers(-8, 9, (W, num_tokens, 4)).astype(np.float32)
-
-    def there_and_back(x, forward, reverse):
-        keys = dispatch(x, forward, axis_name=AXIS, capacity=capacity)
-        copies = dispatch(keys, reverse, axis_name=AXIS, capacity=num_replicas * num_tokens)
-        return copies, combine(keys, forward, axis_name=AXIS, num_tokens=num_tokens)
+        copies = dispatch(y, reverse, axis_name=AXIS, capacity=num_replicas * num_tokens)
+        return copies, combine(y, forward, axis_name=AXIS, num_tokens=num_tokens)
 
     copies, total = on_ranks(there_and_back, mesh_of(W))(x, forward, reverse)
-    copies = np.asarray(copies).reshape(W, num_replicas, num_tokens, 4)
-    for r in range(W):
-        lengths = np.asarray(reverse.recv_seq_lens[r])
-        exists = np.repeat(np.asarray(reverse.seq_recv_mask[r]), lengths, axis=0).T
-        np.testing.assert_array_equal(copies[r][exists], np.stack([x[r]] * num_replicas)[exists])
-        assert not copies[r][~exists].any()
-    np.testing.assert_array_equal(total, copies.sum(1))
-
-
-def test_groups_of_a_larger_mesh_exchange_separately():
-    """On mesh (data 2, cp 4) each index of data is a separate group with its own plan."""
-    rng = np.random.default_rng(5)
-    plans = [random_plan(rng, 4, S, T) for _ in range(2)]
-    capacity = max(map(capacity_of, plans))
-    x = rng.normal(size=(2, 4, T, 3)).astype(np.float32)
-    metadata = jax.tree.map(lambda *a: np.stack(a), *(Metadata(**plan) for plan in plans))
-
-    def local(x, m):
-        m = jax.tree.map(lambda a: a[0, 0], m)
-        return dispatch(x[0, 0], m, axis_name=AXIS, capacity=capacity)[None, None]
-
-    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", AXIS))
-    spec = P("data", AXIS)
-    got = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec))(x, metadata)
-    for group in range(2):
-        expected = dispatched(plans[group], x[group], capacity)
-        np.testing.assert_array_equal(got[group], expected)
-
-
-@pytest.mark.parametrize("implementation", ["in_process", "xla"])
-def test_two_mesh_axes_can_be_one_axis_of_ranks(implementation):
-    rng = np.random.default_rng(6)
-    plan = random_plan(rng, W, S, T)
-    capacity = capacity_of(plan)
-    x = rng.normal(size=(W, T, 3)).astype(np.float32)
-    names = ("pod", "data")
-    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), names)
-
-    def local(x, m):
-        options: Any = {"axis_name": names, "implementation": implementation}
-        return dispatch(x[0], m, capacity=capacity, **options)[None]
-
-    move = jax.shard_map(local, mesh=mesh, in_specs=(P(names), P()), out_specs=P(names))
-    got = jax.jit(move)(x, Metadata(**plan))
-    np.testing.assert_array_equal(got, dispatched(plan, x, capacity))
+    for rank in range(W):
+        n = seq_len[rank].sum()
+        of_rank = np.asarray(copies[rank])[: num_replicas * n].reshape(num_replicas, n, 4)
+        is_sent = np.repeat(to[rank] >= 0, seq_len[rank], axis=0).T[..., None]
+        np.testing.assert_array_equal(of_rank, np.where(is_sent, x[rank, :n], 0))
+        np.testing.assert_array_equal(total[rank, :n], of_rank.sum(0))
 
 
 @pytest.mark.parametrize("form", ["global", "leading one", "slice"])
@@ -170,95 +182,330 @@ def test_metadata_may_be_global_or_this_ranks_slice(form):
     np.testing.assert_array_equal(got, dispatched(plan, x, capacity))
 
 
-def test_source_offsets_can_skip_rows_and_name_a_row_twice():
-    rng = np.random.default_rng(9)
-    plan = random_plan(rng, W, S, T, 2)
-    plan["src_offset"] = rng.integers(0, T - plan["seq_len"] + 1).astype(np.uint32)
+def test_a_plan_without_slots():
+    empty = {name: np.zeros((W, 0), np.int32) for name in ("dst_rank", "dst_offset", "seq_len")}
+    plan = Metadata(**empty, num_recv_tokens=np.zeros((W, W + 1), np.int32), world_size=W)
+    run = moving_both("in_process", 3, 2, mesh_of(W))
+    for out in run(np.ones((W, 2, 3)), np.ones((W, 3, 3)), plan):
+        assert out.size and not np.any(out)
+
+
+# ---- Dtypes, and plans that do not fit.
+
+
+def random_bits(rng, dtype, *shape):
+    """Returns elements of any value, including every kind of NaN."""
+    dtype = jnp.dtype(dtype)
+    if dtype.kind == "b":
+        return rng.random(shape) < 0.5
+    return rng.integers(0, 256, (*shape[:-1], shape[-1] * dtype.itemsize), np.uint8).view(dtype)
+
+
+@both_implementations
+def test_every_dtype_moves_bit_for_bit_and_is_summed(implementation):
+    """In one program, by metadata of 64 bits, of which none may become another number.
+
+    Rows of 1, 3, 7 and 17 bytes, empty rows, and rows of several dimensions.
+    """
+    rng, plan = np.random.default_rng(0), plan_of("three replicas")
+    capacity = capacity_of(plan) + 2
+    x = {name: random_bits(rng, name, W, T, 3) for name in ["bool", *SUMMABLE, *FLOAT8]}
+    x |= {f"{n} bytes": random_bits(rng, "uint8", W, T, n) for n in (1, 7, 17)}
+    x |= {"no features": np.zeros((W, T, 0, 4), np.float32)}
+    x |= {"dimensions": random_bits(rng, "float32", W, T, 2, 3), "none": x["int32"][..., 0]}
+    small = lambda name: rng.integers(0, 4, (W, capacity, 3)).astype(jnp.dtype(name))
+    y = {name: small(name) for name in [*SUMMABLE, "float8_e4m3fn"]}  # sums are exact
+    fields = ("num_recv_tokens", "seq_len", "dst_rank", "dst_offset")
+    wide = {**plan, **{name: plan[name].astype(np.int64) for name in fields}}
+    with jax.enable_x64(True):
+        run = moving_both(implementation, capacity, T, mesh_of(W, ORDER))
+        sent, home = run(x, y, Metadata(**wide))
+        for name, step in ("num_recv_tokens", 2**32), ("seq_len", 2**32), ("dst_offset", -capacity):
+            bad = Metadata(**{**wide, name: wide[name] + step})
+            if implementation == "in_process":
+                with pytest.raises(jax.errors.JaxRuntimeError, match="rank"):
+                    jax.block_until_ready(run(x, y, bad))
+            else:
+                assert all(np.isnan(out["float32"]).all() for out in run(x, y, bad)), name
+    for name, rows in x.items():
+        assert sent[name].dtype == rows.dtype, name
+        expected = dispatched(plan, rows, capacity)
+        np.testing.assert_array_equal(bits(sent[name]), bits(expected), err_msg=name)
+    for name, rows in y.items():
+        assert home[name].dtype == rows.dtype, name
+        total = combined(plan, rows, T, np.complex128 if "complex" in name else np.float64)
+        expected = total.astype(rows.dtype)
+        np.testing.assert_array_equal(bits(home[name]), bits(expected), err_msg=name)
+
+
+def test_gradients_of_dtypes_that_move_as_others():
+    """Complex numbers are summed as pairs, 8-bit floats in float32, rounded once."""
+    rng, plan = np.random.default_rng(9), plan_of("three replicas")
     capacity = capacity_of(plan)
-    x = rng.normal(size=(W, T, 3)).astype(np.float32)
-    y = rng.normal(size=(W, capacity, 3)).astype(np.float32)
-    np.testing.assert_array_equal(run_dispatch(plan, x, capacity), dispatched(plan, x, capacity))
-    np.testing.assert_array_equal(run_combine(plan, y, T), combined(plan, y, T, np.float32))
+    small = lambda: rng.integers(-8, 9, (W, capacity, 3)).astype(np.float32)
+    y = {"complex64": small() + 1j * small(), "float8_e4m3fn": small().astype("float8_e4m3fn")}
+    x = {name: np.zeros((W, T, 3), rows.dtype) for name, rows in y.items()}
+
+    def local(x, y, m):
+        send = lambda x: dispatch(x, m, axis_name=AXIS, capacity=capacity)
+        return jax.vjp(send, x)[1](y)[0]
+
+    pulled = on_ranks(local, mesh_of(W))(x, y, Metadata(**plan))
+    for name, rows in y.items():
+        wide = np.complex64 if name == "complex64" else np.float32
+        expected = combined(plan, rows, T, wide).astype(rows.dtype)
+        assert pulled[name].dtype == rows.dtype
+        got = np.asarray(pulled[name]).astype(wide)
+        np.testing.assert_array_equal(got, expected.astype(wide))
 
 
-def test_rows_may_be_named_by_many_slots_by_xla():
-    """One program serves every multiplicity: disjoint shards, chains, all slots on one row."""
-    capacity = 2 * W * T
-
-    def local(y, m):
-        return combine(y, m, axis_name=AXIS, num_tokens=T, implementation="xla")
-
-    run = on_ranks(local, mesh_of(W), check_vma=False)
-    for seed in range(5):
-        rng = np.random.default_rng(seed)
-        plan = random_plan(rng, W, S, T, 2)
-        free = T - plan["seq_len"] + 1
-        plan["src_offset"] = (0 * free if seed == 0 else rng.integers(0, free)).astype(np.uint32)
-        y = rng.normal(size=(W, capacity, 3)).astype(np.float32)
-        np.testing.assert_array_equal(run(y, Metadata(**plan)), combined(plan, y, T, np.float32))
+def moving_shards(plan):
+    """Returns the indices (rank, slot, replica) of the shards that move rows."""
+    return np.argwhere((plan["dst_rank"] >= 0) & (plan["seq_len"] > 0)[..., None])
 
 
-@pytest.mark.parametrize("kind", ["all to one", "one rank is empty"])
-def test_uneven_plans(kind):
-    rng = np.random.default_rng(10)
-    seq_len = rng.integers(0, 6, (W, S)).astype(np.int32)
-    destinations = rng.integers(-1, W, (W, S)).astype(np.int32)
-    if kind == "all to one":
-        destinations[:] = 2
+def first_to(rank):
+    def spoil(plan):
+        plan["dst_rank"][tuple(moving_shards(plan)[0])] = rank
+
+    return spoil
+
+
+def too_many_rows(plan):
+    plan["seq_len"][2, S - 1] += 2 * T
+    plan["dst_rank"][2, S - 1] = 0
+
+
+def rows_past_32_bits(plan):
+    plan["seq_len"][2] = 2**31
+    plan["dst_rank"][2] = -1
+    plan["dst_rank"][2, S - 1, 0] = 0
+
+
+def an_offset_too_large(plan):
+    plan["dst_offset"][plan["dst_rank"] == 3] = 2**31
+
+
+def overlapping_rows(plan):
+    first, last = map(tuple, moving_shards(plan)[[0, -1]])
+    for field in "dst_offset", "dst_rank":
+        plan[field][last] = plan[field][first]
+
+
+def a_slot_cut_off(plan):
+    plan["dst_rank"][tuple(moving_shards(plan)[0])] = -1
+
+
+def counts_that_are_not_what_is_sent(plan):
+    plan["num_recv_tokens"][0, [1, W]] += 1
+
+
+def a_total_beyond_capacity(plan):
+    plan["num_recv_tokens"][3, W] = 2**20
+
+
+def a_source_beyond_the_rows(plan):
+    rank, slot, _ = moving_shards(plan)[0]
+    plan["src_offset"][rank, slot] = T
+
+
+INVALID = {
+    first_to(W): r"has dst_rank 4; it must be in \[-1, 4\)",
+    first_to(-2): r"has dst_rank -2; it must be in \[-1, 4\)",
+    too_many_rows: r"rank 2 slot 4 names \d+ rows from row \d+ but the rank",
+    rows_past_32_bits: r"rank 2 slot 4 names 2147483648 rows",
+    an_offset_too_large: r"rank 3 would receive 21474836\d\d tokens",
+    overlapping_rows: "",  # whichever error is found first
+    a_slot_cut_off: r"num_recv_tokens.*a static bound \(max_recv_seqs",
+    counts_that_are_not_what_is_sent: r"rank 0 expects \d+ tokens from rank 1 \(num_recv_tokens",
+    a_total_beyond_capacity: "rank 3 would receive 1048576 tokens but capacity .* Pass capacity>",
+    a_source_beyond_the_rows: r"rank \d slot \d names \d+ rows from row 8",
+}
+WIDTHS = ["int32", "bfloat16", "complex64", "float8_e4m3b11fnuz", "float8_e8m0fnu", "bool"]
+
+
+@both_implementations
+def test_invalid_plans_are_rejected_on_all_ranks(implementation):
+    """An error from native handlers, NaN (or zero) from XLA's collectives.
+
+    What is wrong in a slot that moves nothing does not count.
+    """
+    good = plan_of("rows named twice")
+    capacity = capacity_of(good) + 2
+    x = np.random.default_rng(4).normal(size=(W, T, 3)).astype(np.float32)
+    y = dispatched(good, x, capacity)
+    rows = {"x": x, **{name: np.abs(x).astype(jnp.dtype(name)) for name in WIDTHS}}
+    run = moving_both(implementation, capacity, T, mesh_of(W, ORDER))
+    copy_of = lambda plan: {**{name: np.array(x) for name, x in plan.items()}, "world_size": W}
+    for spoil, message in INVALID.items():
+        bad: dict[str, Any] = copy_of(good)
+        spoil(bad)
+        if implementation == "in_process":
+            with pytest.raises(jax.errors.JaxRuntimeError, match=message or "rank"):
+                jax.block_until_ready(run(rows, y, Metadata(**bad)))
+            continue
+        for result in map(np.asarray, jax.tree.leaves(run(rows, y, Metadata(**bad)))):
+            if jnp.issubdtype(result.dtype, jnp.inexact):
+                assert np.isnan(np.real(result).astype(np.float32)).all(), (message, result.dtype)
+            else:
+                assert not result.any(), (message, result.dtype)
+
+    idle: dict[str, Any] = copy_of(good)
+    idle["dst_rank"][[1, 2], S - 1] = -1
+    idle["num_recv_tokens"][:] = 0
+    for rank, slot, replica in moving_shards(idle):
+        to = idle["dst_rank"][rank, slot, replica]
+        idle["num_recv_tokens"][to, [rank, W]] += idle["seq_len"][rank, slot]
+    odd: dict[str, Any] = copy_of(idle)
+    odd["seq_len"][1, S - 1] = 2**32 - 1
+    odd["seq_len"][2, S - 1], odd["dst_rank"][2, S - 1] = 0, 99
+    odd["dst_offset"][[1, 2], S - 1] = 2**32 - 1
+    for plan, same in (odd, idle), (good, good):  # the next call is fine
+        sent, home = run(rows, y, Metadata(**plan))
+        np.testing.assert_array_equal(sent["x"], dispatched(same, x, capacity))
+        np.testing.assert_array_equal(home, combined(same, y, T, np.float32))
+
+
+@both_implementations
+def test_ranks_without_rows_of_which_a_plan_names_some(implementation):
+    plan: dict[str, Any] = {n: np.zeros_like(v) for n, v in plan_of("one replica").items()}
+    plan["world_size"] = W
+    plan["seq_len"][2, 0] = 2
+    plan["num_recv_tokens"][0, [2, W]] = 2
+    x = np.zeros((W, 0, 3), np.float32)
+    move = lambda x, m: dispatch(x, m, capacity=6, **options_of(implementation))
+    run = on_ranks(move, mesh_of(W))
+    if implementation == "in_process":
+        with pytest.raises(jax.errors.JaxRuntimeError, match="rank 2 slot 0 names 2 rows from row"):
+            jax.block_until_ready(run(x, Metadata(**plan)))
     else:
-        seq_len[5] = 0
-        destinations[destinations == 5] = 4
-    forward, _ = compute_metadata(seq_len, destinations)
-    plan = {f.name: getattr(forward, f.name) for f in dataclasses.fields(forward)}
-    plan = {name: v for name, v in plan.items() if v is not None}
-    capacity = capacity_of(plan)
-    x = rng.normal(size=(W, 6 * S, 3)).astype(np.float32)
-    got = run_dispatch(plan, x, capacity)
-    np.testing.assert_array_equal(got, dispatched(plan, x, capacity))
+        assert np.isnan(run(x, Metadata(**plan))).all()
+
+
+@both_implementations
+def test_global_arrays_of_64_bits(implementation):
+    """XLA's partitioner asks for each device's part outside of the context `jax.enable_x64`."""
+    given = plan_of("one replica")
+    wide: Any = lambda x: np.asarray(x, np.int64) if np.ndim(x) else x
+    x = np.random.default_rng(0).normal(size=(W * T, 4))
+    mesh = permuted_mesh((2, W), ("tp", AXIS))
+    split = NamedSharding(mesh, P(AXIS, "tp"))
+    options: Any = options_of(implementation)
+    move = lambda x, m: dispatch(x, m, capacity=capacity_of(given), **options)
+    back = lambda y, m: combine(y, m, num_tokens=T, **options)
+    with jax.enable_x64(True):
+        plan = Metadata(**{name: wide(x) for name, x in given.items()})
+        rows = jax.jit(move)(jax.device_put(x, split), plan)
+        home = jax.jit(back)(rows, plan)
+        assert rows.dtype == home.dtype == np.float64
+        assert rows.sharding.is_equivalent_to(split, 2)
+    by_rank = x.reshape(W, T, 4)
+    sent = dispatched(given, by_rank, capacity_of(given))
+    np.testing.assert_array_equal(rows, sent.reshape(rows.shape))
+    np.testing.assert_array_equal(home, combined(given, sent, T).reshape(x.shape))
+
+
+# ---- Queries and keys in one exchange.
+
+TKV = 12
+_RNG = np.random.default_rng(0)
+PLANS = random_plan(_RNG, W, S, T), random_plan(_RNG, W, S + 2, TKV, 3)
+Q_ROWS, KV_ROWS = (capacity_of(plan) + 1 for plan in PLANS)
+SEND = {"axis_name": AXIS, "q_capacity": Q_ROWS, "kv_capacity": KV_ROWS}
+COMBINE = {"axis_name": AXIS, "q_num_tokens": T, "kv_num_tokens": TKV}
+
+
+def queries_and_keys(num_q, num_kv, seed, dtype: Any = np.float32):
+    """Returns q and the pair (k, v) [W, rows, ...]: small integers, so sums are exact."""
+    rng = np.random.default_rng(seed)
+    draw = lambda *shape: rng.integers(-8, 9, (W, *shape)).astype(dtype)
+    return draw(num_q, 4), (draw(num_kv, 2, 3), draw(num_kv, 2))
+
+
+def sent(q, kv):
+    return dispatched(PLANS[0], q, Q_ROWS), tuple(dispatched(PLANS[1], x, KV_ROWS) for x in kv)
+
+
+def returned(q, kv):
+    home = lambda plan, y, num_tokens: combined(plan, y, num_tokens).astype(y.dtype)
+    return home(PLANS[0], q, T), tuple(home(PLANS[1], y, TKV) for y in kv)
+
+
+def same(got, expected):
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
+def test_dispatch_qkv_and_combine_qkv_are_two_exchanges_of_different_plans():
+    """An invalid plan is named, and also stops the other plan: both fail on every rank."""
+    plans = [Metadata(**plan) for plan in PLANS]
+    run = on_ranks(lambda q, kv, *m: dispatch_qkv(q, kv, *m, **SEND), mesh_of(W, ORDER))
+    back = on_ranks(lambda q, kv, *m: combine_qkv(q, kv, *m, **COMBINE), mesh_of(W, ORDER))
+    x = queries_and_keys(T, TKV, 1, jnp.bfloat16)
+    y = queries_and_keys(Q_ROWS, KV_ROWS, 2, jnp.bfloat16)
+    for move, rows, expected in (run, x, sent(*x)), (back, y, returned(*y)):
+        lowered = move.lower(*rows, *plans)
+        assert lowered.as_text().count("custom_call @jax_cp_dispatch") == 1
+        op = "dispatch" if move is run else "combine"
+        for bad in range(2):
+            long = {**PLANS[bad], "seq_len": PLANS[bad]["seq_len"] + 100}
+            mixed = [*plans[:bad], Metadata(**long), *plans[bad + 1 :]]
+            with pytest.raises(
+                jax.errors.JaxRuntimeError, match=rf"{op}_qkv.*, plan {bad} of 0\.\.1: rank"
+            ):
+                jax.block_until_ready(move(*rows, *mixed))
+        same(move(*rows, *plans), expected)
+
+
+def test_gradient_of_one_side_alone():
+    """Only the keys are used; segment ids move with the keys and have no tangent."""
+    q, (k, _) = queries_and_keys(T, TKV, 5)
+    ids = np.arange(W * TKV, dtype=np.int32).reshape(W, TKV)
+
+    def local(q, k, ids, mq, mkv):
+        def loss(q, k):
+            _, (k, tags) = dispatch_qkv(q, (k, ids), mq, mkv, **SEND)
+            return jnp.sum(k * tags[:, None, None])
+
+        return jax.grad(loss, argnums=(0, 1))(q, k)
+
+    got = on_ranks(local, mesh_of(W))(q, k, ids, *(Metadata(**plan) for plan in PLANS))
+    weights = dispatched(PLANS[1], ids, KV_ROWS)[..., None, None] * np.ones(k.shape[2:])
+    same(got, (np.zeros_like(q), combined(PLANS[1], weights, TKV).astype(np.float32)))
 
 
 @pytest.mark.parametrize(
-    "slots, num_tokens, capacity", [((0,), 5, 4), ((3,), 0, 0), ((2, 0), 5, 4)]
+    "implementation, empty",
+    [("in_process", "no capacity"), ("in_process", "no features"), ("xla", "no rows")],
 )
-def test_nothing_to_move(slots, num_tokens, capacity):
-    plan = dict(
-        dst_rank=np.full((W, *slots), -1, np.int32),
-        dst_offset=np.zeros((W, *slots), np.uint32),
-        seq_len=np.zeros((W, slots[0]), np.uint32),
-        num_recv_tokens=np.zeros((W, W + 1), np.uint32),
-        num_seqs=np.zeros(W, np.int32),
-        num_total_recv_tokens=np.zeros(W, np.uint32),
-        world_size=W,
-    )
-    got = run_dispatch(plan, np.ones((W, num_tokens, 3), np.float32), capacity)
-    np.testing.assert_array_equal(got, np.zeros((W, capacity, 3)))
-    got = run_combine(plan, np.ones((W, capacity, 3), np.float32), num_tokens)
-    np.testing.assert_array_equal(got, np.zeros((W, num_tokens, 3)))
+def test_one_side_moves_nothing(implementation, empty):
+    q, kv = queries_and_keys(T, TKV, 6)
+    num_kv, kv_rows, plan = TKV, KV_ROWS, PLANS[1]
+    if empty == "no features":
+        kv = tuple(x[..., :0] for x in kv)
+    else:
+        plan: dict[str, Any] = {name: np.zeros_like(value) for name, value in plan.items()}
+        plan |= {"world_size": W, "dst_rank": plan["dst_rank"] - 1}
+    if empty == "no rows":
+        num_kv, kv = 0, tuple(x[:, :0] for x in kv)
+    elif empty == "no capacity":
+        kv_rows = 0
+
+    def local(q, kv, mq, mkv):
+        options = options_of(implementation)
+        there = dispatch_qkv(q, kv, mq, mkv, q_capacity=Q_ROWS, kv_capacity=kv_rows, **options)
+        home = combine_qkv(*there, mq, mkv, q_num_tokens=T, kv_num_tokens=num_kv, **options)
+        return there, home
+
+    there, home = on_ranks(local, mesh_of(W))(q, kv, Metadata(**PLANS[0]), Metadata(**plan))
+    nothing = tuple(np.zeros((W, kv_rows, *x.shape[2:]), x.dtype) for x in kv)
+    q_there = dispatched(PLANS[0], q, Q_ROWS)
+    same(there, (q_there, nothing))
+    q_home = combined(PLANS[0], q_there, T).astype(np.float32)
+    same(home, (q_home, tuple(np.zeros_like(x) for x in kv)))
 
 
-def test_donated_storage_is_written_in_place():
-    rng = np.random.default_rng(13)
-    plan = random_plan(rng, W, S, T)
-    capacity = capacity_of(plan) + 2
-    x = rng.normal(size=(W, T, 4)).astype(np.float32)
-
-    def local(x, out, m):
-        moved = dispatch(x[0], m, axis_name=AXIS, capacity=capacity, out=out[0])
-        return moved[None]
-
-    move = jax.jit(
-        jax.shard_map(local, mesh=mesh_of(W), in_specs=P(AXIS), out_specs=P(AXIS)),
-        donate_argnums=1,
-    )
-    sharding = jax.sharding.NamedSharding(mesh_of(W), P(AXIS))
-    # Created by XLA: a device array that shares memory with NumPy cannot be donated.
-    poison = jax.jit(lambda: jnp.full((W, capacity, 4), jnp.nan), out_shardings=sharding)
-    storage = poison()
-    before = [shard.data.unsafe_buffer_pointer() for shard in storage.addressable_shards]
-    got = move(x, storage, Metadata(**plan))
-    np.testing.assert_array_equal(got, dispatched(plan, x, capacity))
-    assert [s.data.unsafe_buffer_pointer() for s in got.addressable_shards] == before
-
+# ---- Memory.
 
 SMAPS = pathlib.Path("/proc/self/smaps")
 HUGE_PAGES = pathlib.Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -280,3 +527,90 @@ def test_large_results_use_huge_pages():
             assert " hg" in region.split("VmFlags:")[1]
             return
     pytest.fail("the result is nowhere in this process")
+
+
+# ---- Roundings, with all optimizations: they must not change the bits.
+
+
+@pytest.mark.usefixtures("full_optimization")
+@pytest.mark.parametrize("kind", ["three replicas", "rows named twice"])
+def test_sums_round_once_in_one_order_by_all_implementations(kind):
+    """Also those of gradients, and in a type that the caller prefers."""
+    rng, plan = np.random.default_rng(2), plan_of(kind)
+    capacity = capacity_of(plan)
+    preferred = {"float32": jnp.bfloat16, "bfloat16": jnp.float32}
+    draw = lambda rows, n: (100 * rng.normal(size=(W, rows, 5))).astype(n)
+    x = {name: draw(T, name) for name in preferred}
+    y = {name: draw(capacity, name) for name in (*preferred, "float16", "int32", "uint8")}
+    results = {}
+    for name in "in_process", "xla":
+
+        def local(x, y, m, name=name):
+            options = options_of(name)
+            send = lambda x: dispatch(x, m, capacity=capacity, **options)
+            combine_rows = lambda y, **to: combine(y, m, num_tokens=T, **options, **to)
+            floats = {name: y[name] for name in preferred}
+            home, push = jax.vjp(combine_rows, floats)
+            gradients = jax.vjp(send, x)[1](floats)[0], push(x)[0]
+            if name == "xla":
+                return home, *gradients
+            as_preferred = {
+                n: combine_rows(y[n], preferred_element_type=to) for n, to in preferred.items()
+            }
+            return home, *gradients, combine_rows(y), as_preferred
+
+        results[name] = on_ranks(local, mesh_of(W, ORDER))(x, y, Metadata(**plan))
+    home, pulled, pushed, sums, as_preferred = results["in_process"]
+    for one, other in zip(results["xla"], (home, pulled, pushed), strict=True):
+        jax.tree.map(lambda a, b: np.testing.assert_array_equal(bits(a), bits(b)), one, other)
+    for name, rows in y.items():
+        is_float = jnp.issubdtype(rows.dtype, jnp.floating)
+        total = combined(plan, rows, T, np.float32 if is_float else rows.dtype)
+        for found in (home, pulled, sums) if name in preferred else (sums,):
+            np.testing.assert_array_equal(bits(found[name]), bits(total.astype(rows.dtype)))
+    for name, dtype in preferred.items():
+        expected = combined(plan, y[name], T, np.float32).astype(dtype)
+        np.testing.assert_array_equal(bits(as_preferred[name]), bits(expected))
+        there = dispatched(plan, x[name], capacity)
+        np.testing.assert_array_equal(bits(pushed[name]), bits(there))
+
+
+@pytest.mark.usefixtures("full_optimization")
+def test_a_row_with_one_source_keeps_its_bits_by_xla():
+    """Every NaN and -0.0, whether rows are named in order or by `src_offset`."""
+    rng, plan = np.random.default_rng(3), plan_of("one replica")
+    y = [random_bits(rng, n, W, capacity_of(plan), 2) for n in ("float32", "bfloat16", FLOAT8[3])]
+    run = on_ranks(lambda y, m: combine(y, m, num_tokens=T, **options_of("xla")), mesh_of(W))
+    starts = np.cumsum(plan["seq_len"], 1, dtype=np.uint32) - plan["seq_len"]
+    for fields in (plan, {**plan, "src_offset": starts}):
+        for total, rows in zip(run(y, Metadata(**fields)), y, strict=True):
+            raw = rows.view(f"u{rows.itemsize}")
+            np.testing.assert_array_equal(bits(total), bits(combined(plan, raw, T, raw.dtype)))
+
+
+@pytest.mark.usefixtures("full_optimization")
+def test_half_precision_rounds_as_numpy_does_over_the_whole_range():
+    """One replica of every float16, and one float32 sum of two, against NumPy's conversion."""
+    values = np.arange(2**16, dtype=np.uint16).view(np.float16)
+    values = values[~np.isnan(values)]
+    other = np.random.default_rng(0).permutation(values)
+    num_tokens = len(values)
+    plan = fields_of(compute_metadata(np.array([[num_tokens]]), np.array([[[0, 0]]]))[0])
+    y = np.concatenate([values, other])[None, :, None]
+    with np.errstate(over="ignore", invalid="ignore"):
+        expected = (values.astype(np.float32) + other.astype(np.float32)).astype(np.float16)
+    got = run_combine(plan, y, num_tokens)[0, :, 0]
+    finite = ~np.isnan(expected)
+    np.testing.assert_array_equal(bits(got[finite]), bits(expected[finite]))
+    assert np.isnan(got[~finite]).all()
+
+
+@pytest.mark.usefixtures("full_optimization")
+def test_combine_sums_in_the_preferred_type_if_it_is_wider():
+    forward, _ = compute_metadata(np.full((2, 1), 1), np.array([[[0, 1]], [[0, 1]]]))
+    plan = fields_of(forward)
+    y = np.full((2, 2, 3), 100, np.int8)
+    for dtype in (np.int32, np.float32):
+        got = run_combine(plan, y, 1, preferred_element_type=dtype)
+        np.testing.assert_array_equal(got, np.full((2, 1, 3), 200, dtype), strict=True)
+    assert run_combine(plan, y, 1)[0, 0, 0] == np.int8(-56)  # in its own type it wraps

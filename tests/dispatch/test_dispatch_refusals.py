@@ -1,7 +1,7 @@
-"""Invalid calls of dispatch and combine: each is rejected while it is traced.
+"""Invalid calls of dispatch and combine: each is rejected while it is traced, or compiled.
 
-Of buffers: test_buffer_registry.py. Errors in the values of a plan appear at run time: see
-test_implementations.py.
+Of buffers: test_dispatch_buffers.py. Errors in the values of a plan appear at run time: see
+test_dispatch.py.
 """
 
 from typing import Any
@@ -9,9 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import metadata_oracle as oracle
+import numpy as np
 import pytest
 from comm_gemm_refusals import trace
-from on_mesh import AXIS, mesh_of, on_ranks
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from on_mesh import AXIS, mesh_of, permuted_mesh
 from refusals import LENGTHS, WHERE, T, W, X, check_names, check_rejected, each
 
 import jax_cp_dispatch as cp
@@ -56,6 +58,19 @@ def chunk_exchange(**options: Any):
     maps = cp.cycles.chunk_maps([[0, 1, 2, 3]])
     options = {"axis_name": AXIS, **options}
     return trace(lambda x: attention.chunk_exchange(x, *maps, **options), X)
+
+
+NUMBERS = np.ones((W, W), np.int32)
+
+
+def ragged(operand: Any = X, output: Any = X, begin=NUMBERS, sizes: Any = NUMBERS, **options):
+    move = lambda *x: cp.ragged_all_to_all(*x, axis_name=AXIS, **options)
+    return trace(move, operand, output, begin, sizes, begin, begin)
+
+
+def ragged_outside():
+    arrays = map(jnp.asarray, (X, X, *[NUMBERS] * 4))
+    return cp.ragged_all_to_all(*arrays, axis_name=AXIS)
 
 
 def outside(plan: Any = PLAN, **options: Any):
@@ -139,6 +154,16 @@ CASES = {
         (lambda: combine_qkv(kv_num_tokens=-1), "kv_num_tokens is -1; it needs"),
         (lambda: combine_qkv(num_comm_sm=True), "num_comm_sm is True; it needs to be"),
     ],
+    "ragged_all_to_all": [
+        (lambda: ragged(output=X.astype(np.int32)), "rows of one dtype and shape"),
+        (lambda: ragged(output=X[..., :1]), "rows of one dtype and shape"),
+        (lambda: ragged(begin=NUMBERS[:, :3], sizes=NUMBERS[:, :3]), "multiple of the 4 ranks"),
+        (lambda: ragged(sizes=NUMBERS.astype(np.float32)), "they need integers"),
+        (lambda: ragged(sizes=np.ones((W, 8), np.int32)), r"int32\[4\], int32\[8\]"),
+        (lambda: ragged(axis_index_groups=[[0, 1, 2, 3, 3]]), "groups of one size"),
+        (lambda: ragged(axis_index_groups=[[0], [1, 2, 3]]), "groups of one size"),
+        (ragged_outside, "shard_map"),
+    ],
     "ring_exchange": [
         (lambda: ring_exchange(axis_name=3), "axis_name is 3; it needs"),
         (lambda: ring_exchange(shift=1.5), "shift is 1.5; it needs to be an integer"),
@@ -157,15 +182,61 @@ def test_rejected(name, call, says):
     check_rejected(name, call, says)
 
 
-def test_another_platform():
-    move = lambda x, m: cp.dispatch(
-        x, m, axis_name=AXIS, capacity=W * T, implementation="in_process"
-    )
-    run = jax.jit(on_ranks(move, mesh_of(W)))
-    with pytest.raises(NotImplementedError, match="the platform is 'cuda', but it serves CPU dev"):
-        run.trace(X, PLAN).lower(lowering_platforms=("cuda",))
-
-
 @pytest.mark.parametrize("deadline", [1e10, 1e300])
 def test_a_deadline_that_is_practically_infinite(deadline):
     assert dispatch(deadline=deadline).shape == (W, W * T, 2)
+
+
+# ---- Arrays of all ranks on a mesh that does not suit the plan.
+
+# From the compiler; or from lowering, if the program gets a key for the cache on disk.
+LATE = jax.errors.JaxRuntimeError, ValueError
+ROWS = X.reshape(W * T, 2)
+KINDS = AxisType.Auto, AxisType.Explicit
+
+
+def move(x, plan: cp.Metadata = PLAN, **options: Any):
+    return cp.dispatch(x, plan, **{"axis_name": AXIS, "capacity": W * T, **options})
+
+
+def test_rows_that_do_not_divide():
+    with pytest.raises(ValueError, match="x has 23 rows, not a multiple of the 4 ranks"):
+        move(ROWS[:23], mesh=mesh_of(W))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_metadata_of_one_rank_with_arrays_of_all(kind):
+    x = jax.device_put(ROWS, NamedSharding(permuted_mesh((2, W), ("tp", AXIS), kind), P(AXIS)))
+    part = PLAN.get_slice(1)
+    with pytest.raises(ValueError, match=r"seq_len has shape \[2\]; it needs \[4, S\], the plan"):
+        jax.jit(lambda x: move(x, part))(x)
+
+
+def test_an_axis_of_another_size():
+    """Python reads it from the types or `mesh=`; otherwise the compiler reports our error."""
+    message = "metadata is for world_size=4 but axis 'cp' has 2 devices. Plan with world_size=2"
+    for kind in KINDS:
+        split = NamedSharding(permuted_mesh((4, 2), ("tp", AXIS), kind), P(AXIS))
+        with pytest.raises(ValueError, match=message):
+            jax.jit(move)(jax.device_put(ROWS, split))
+        with pytest.raises(ValueError, match=message):
+            jax.jit(lambda x: move(x, mesh=split.mesh))(ROWS)  # noqa: B023
+    only_for_the_compiler = NamedSharding(permuted_mesh((4, 2), ("tp", AXIS)), P(AXIS))
+    with pytest.raises(LATE, match=message):
+        jax.jit(move, in_shardings=only_for_the_compiler)(ROWS)
+
+
+def test_an_axis_that_the_mesh_of_the_program_lacks():
+    x = jax.device_put(ROWS, NamedSharding(permuted_mesh((4, 2), ("tp", "dp")), P("tp")))
+    with pytest.raises(LATE, match="'cp' is not an axis of the mesh on which"):
+        jax.jit(move)(x)
+
+
+def test_axes_of_which_only_some_are_manual():
+    names = "pod", "data"
+    run = jax.shard_map(
+        lambda x: move(x, axis_name=names), mesh=permuted_mesh((2, 4), names), axis_names={"pod"},
+        in_specs=P("pod"), out_specs=P("pod"),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"only \('pod',\) of axis_name \('pod', 'data'\) are man"):
+        jax.jit(run)(ROWS)

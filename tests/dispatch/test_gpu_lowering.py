@@ -1,13 +1,20 @@
-"""Programs lowered for GPUs without a GPU: attributes of the custom calls, and errors."""
+"""Which implementations there are, and programs lowered for platforms that are not here.
+
+No GPU is needed: attributes of the custom calls, and errors. Nothing runs on GPUs.
+"""
 
 import itertools
 import pathlib
 import re
+import types
+import warnings
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, PartitionSpec as P
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from movement_oracle import random_plan
 from on_mesh import AXIS, mesh_of, permuted_mesh
 
@@ -17,12 +24,22 @@ from jax_cp_dispatch import (
     combine,
     dispatch,
     dispatch_qkv,
+    dispatch_start,
+    exchange_done,
 )
-from jax_cp_dispatch._dispatch import custom_call
-from jax_cp_dispatch._ranks import implementations, runtime
-from jax_cp_dispatch._ranks.gpu import peers
-from jax_cp_dispatch._ranks.implementations import CUDA_PEER, gpu as implementations_gpu
-from jax_cp_dispatch._text import say_once
+from jax_cp_dispatch._dispatch import custom_call  # inner: its limit is that of the kernels
+from jax_cp_dispatch._ranks import (
+    implementations,  # inner: other platforms are pretended
+    runtime,  # inner: an extension is pretended
+)
+from jax_cp_dispatch._ranks.gpu import peers  # inner: caches what the driver said
+from jax_cp_dispatch._ranks.implementations import (
+    CUDA_PEER,
+    IMPLEMENTATIONS,
+    Operation,
+    gpu as implementations_gpu,
+)
+from jax_cp_dispatch._text import say_once  # inner: forgets what was said
 from jax_cp_dispatch.doctor.machine import Finding
 from jax_cp_dispatch.doctor.self_test import try_implementations
 from jax_cp_dispatch.gpu import raise_gpu_errors
@@ -34,7 +51,17 @@ PLAN = Metadata(**random_plan(np.random.default_rng(0), W, S, T, 2))
 X = np.zeros((W * T, 3), np.float32)
 
 
-pytestmark = pytest.mark.usefixtures("cuda")
+@pytest.fixture(autouse=True)
+def cuda(monkeypatch):
+    """Pretends that the extension exists, built or not; nothing may be executed."""
+    extension = types.SimpleNamespace(
+        set_process=lambda process, ordinals: None,
+        take_errors=lambda: [],
+        registrations=dict,
+        device_count=lambda: (0, "no driver"),
+    )
+    monkeypatch.setattr(runtime, "cuda", extension)
+    return extension
 
 
 def lowered(fn, *arguments):
@@ -68,6 +95,75 @@ def send_both(x, m):
 
 def combine_rows(y, m):
     return combine(y, m, axis_name=AXIS, num_tokens=T)
+
+
+# ---- The choice.
+
+
+def test_available_implementations_have_names_and_reasons():
+    found = available_implementations()
+    gpus = ["cuda_peer", "nvshmem", "cuda_ipc"]
+    assert list(found) == ["in_process", "shared_memory", *gpus, "xla"]
+    assert [name for name, one in found.items() if one.available] == ["in_process", "xla"]
+    assert found["nvshmem"].reason == "the platform is 'cpu', but it serves NVIDIA GPUs"
+    assert found["shared_memory"].reason == "there is one process"
+    assert found["in_process"].reason == "all devices are CPU devices of this process"
+    assert "a plan that does not fit gives NaN, not an error" in found["xla"].reason
+
+
+@pytest.mark.parametrize("name", available_implementations())
+def test_every_implementation_lowers_every_operation(name):
+    """Exchanges of arrays on one device have a rule where no other implementation is taken."""
+    row = IMPLEMENTATIONS[name]
+    operations = {Operation.EXCHANGE, Operation.GEMM, Operation.GROUPED_GEMM}
+    if row.platform != "cpu":
+        operations.add(Operation.EXCHANGE_ON_ONE_DEVICE)
+    if row.platform == "cuda":  # elsewhere, the first of two calls is the whole exchange
+        operations |= {Operation.EXCHANGE_START, Operation.EXCHANGE_DONE}
+    assert row.lowerings.keys() == operations
+    assert row.name == name and (row.why_not(["rocm"], None) is None) == (name == "xla")
+
+
+@pytest.mark.parametrize("place", ["shard_map", "explicit axes"])
+def test_a_platform_without_a_transport(place):
+    """XLA's collectives serve it, even without such a device; by default, one warning says so."""
+    kind = AxisType.Explicit if place == "explicit axes" else AxisType.Auto
+    split = NamedSharding(permuted_mesh((W,), (AXIS,), kind), P(AXIS))
+    shape = jax.ShapeDtypeStruct((W * T, 3), np.float32, sharding=split)
+
+    def lower(implementation):
+        def move(x):
+            y = send(x, PLAN, implementation=implementation)
+            return combine(y, PLAN, axis_name=AXIS, num_tokens=T, implementation=implementation)
+
+        run = on_ranks(lambda x: move(x), split.mesh) if place == "shard_map" else move
+        text = jax.jit(run).trace(shape).lower(lowering_platforms=("rocm",)).as_text()
+        assert "jax_cp_dispatch." not in text
+
+    say_once.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lower("xla")
+    with pytest.warns(UserWarning, match="moves rows with XLA's collectives.*is 'rocm'") as said:
+        lower(None)
+        lower(None)
+    assert len(said) == 1, "one warning for dispatch, combine and all later calls"
+
+
+@pytest.mark.parametrize("name", ["cuda_peer", "cuda_ipc", "nvshmem"])
+def test_gpu_transports_do_not_serve_cpu_devices(name):
+    call = on_ranks(lambda x, m: send(x, m, implementation=name), mesh_of(W))
+    with pytest.raises(NotImplementedError, match=f"'{name}' cannot .* platform is 'cpu'"):
+        jax.jit(call)(X, PLAN)
+
+
+def test_cpu_transports_do_not_serve_gpus():
+    call = on_ranks(lambda x, m: send(x, m, implementation="in_process"), mesh_of(W))
+    with pytest.raises(NotImplementedError, match="the platform is 'cuda', but it serves CPU dev"):
+        lowered(call, X, PLAN)
+
+
+# ---- Custom calls for GPUs.
 
 
 @pytest.mark.parametrize("implementation", [None, "cuda_peer"])
@@ -195,13 +291,6 @@ def test_modes_in_which_recorded_calls_overlap_are_rejected(flag, monkeypatch):
     assert calls(lowered(on_ranks(lambda x, m: send(x, m), mesh_of(W)), X, PLAN))
 
 
-@pytest.mark.parametrize("name", ["cuda_peer", "cuda_ipc", "nvshmem"])
-def test_gpu_transports_do_not_serve_cpu_devices(name):
-    call = on_ranks(lambda x, m: send(x, m, implementation=name), mesh_of(W))
-    with pytest.raises(NotImplementedError, match=f"'{name}' cannot .* platform is 'cpu'"):
-        jax.jit(call)(X, PLAN)
-
-
 def test_transports_between_processes_need_several():
     for name in ("cuda_ipc", "nvshmem"):
         call = on_ranks(lambda x, m, name=name: send(x, m, implementation=name), mesh_of(W))
@@ -234,6 +323,57 @@ def test_a_place_is_a_process_and_a_device_of_it(devices):
     assert [peers._entry(d) for d in devices] == [1, 0, 65536, 65537, 131072, 131073]
     assert peers.local_ordinals() == [6, 4]
     assert peers._entry(Device(0, 3, None)) == 3  # of a machine for which we compile
+
+
+# ---- An exchange in two calls.
+
+FORWARD, BACKWARD = ["dispatch_start", "exchange_done"], ["combine_start", "exchange_done"]
+
+
+def targets(fn, *arguments):
+    return [target for target, _ in calls(lowered(fn, *arguments))]
+
+
+def in_two_calls(x, metadata):
+    options = {"axis_name": AXIS, "capacity": CAPACITY}
+    exchange, x = dispatch_start(x, metadata, beside=x, **options)
+    return exchange_done(exchange, beside=2 * x)[0]
+
+
+def test_two_calls_and_two_for_the_derivative():
+    """Also in a loop, for examples, and on one device with all ranks."""
+    run = on_ranks(in_two_calls, mesh_of(W))
+    assert targets(run, X, PLAN) == FORWARD
+    squares = lambda x, m: (run(x, m) ** 2).sum()
+    assert targets(jax.grad(squares), X, PLAN) == FORWARD + BACKWARD
+    steps = lambda x, m: jax.lax.scan(
+        lambda c, _: (c + run(c, m)[: W * T], None), x, None, length=3
+    )
+    assert targets(steps, X, PLAN) == FORWARD
+    assert targets(in_two_calls, X, PLAN) == FORWARD
+    assert targets(jax.vmap(run, (0, None)), np.stack([X, X]), PLAN) == FORWARD
+
+
+def test_no_second_call_in_another_loop_or_branch():
+    """The first one is then the whole exchange; see csrc/gpu_schedule/exchange_pairs.h."""
+
+    def in_a_branch(x, metadata):
+        exchange, _ = dispatch_start(x, metadata, axis_name=AXIS, capacity=CAPACITY)
+        end = lambda: exchange_done(exchange)[0]
+        return jax.lax.cond(x[0, 0] > 0, end, lambda: jnp.zeros((CAPACITY, x.shape[1])) + x[0])
+
+    assert targets(on_ranks(in_a_branch, mesh_of(W)), X, PLAN) == ["dispatch_start"]
+    plans = jax.tree.map(lambda x: jnp.stack([x, x]), PLAN)
+    examples = jax.vmap(on_ranks(in_two_calls, mesh_of(W)))
+    assert targets(examples, np.stack([X, X]), plans) == ["dispatch_start"]
+
+
+def test_arrays_of_several_devices_and_other_implementations_move_in_one_call():
+    with jax.set_mesh(mesh_of(W)):
+        assert targets(in_two_calls, X, PLAN) == []  # each device's, made when it is partitioned
+    options: Any = {"axis_name": AXIS, "capacity": CAPACITY, "implementation": "xla"}
+    by_xla = lambda x, m: exchange_done(dispatch_start(x, m, **options)[0])[0]
+    assert targets(on_ranks(by_xla, mesh_of(W)), X, PLAN) == []
 
 
 # ---- GPUs that do not reach each other's memory.

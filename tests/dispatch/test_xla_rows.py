@@ -18,9 +18,13 @@ from movement_oracle import combined, dispatched, random_plan
 from on_mesh import AXIS, mesh_of, on_ranks, permuted_mesh
 
 from jax_cp_dispatch import Metadata, combine, dispatch
-from jax_cp_dispatch._dispatch import by_xla, ragged_choice, xla_collectives
-from jax_cp_dispatch._dispatch.xla_transfers import XlaRanks
-from jax_cp_dispatch._ranks import partitioned
+from jax_cp_dispatch._dispatch import (
+    by_xla,  # inner: XLA's CPU backend lacks the operation, which a stand-in replaces
+    ragged_choice,  # inner: GPUs and compilers are pretended
+    xla_collectives,  # inner: a small limit of bytes
+)
+from jax_cp_dispatch._dispatch.xla_transfers import XlaRanks  # inner: counts gathered bytes
+from jax_cp_dispatch._ranks import partitioned  # inner: a TPU is pretended
 
 W, S, T, C = 8, 5, 24, 2
 CAPACITY = 100
@@ -75,10 +79,11 @@ def test_any_plan_matches_the_definition_and_an_invalid_one_gives_nan(calls, has
         plan = fitting_plan(seed)
         if has_src_offset:
             free = T - plan["seq_len"] + 1
-            plan["src_offset"] = np.random.default_rng(seed).integers(0, free).astype(np.uint32)
+            starts = np.random.default_rng(seed).integers(0, free)
+            plan["src_offset"] = (starts * (seed != 1)).astype(np.uint32)  # all slots on one row
         return plan
 
-    for seed in range(8):
+    for seed in range(5):
         plan, (x, y) = plan_of(seed), rows(seed)
         assert_as_defined(run(x, y, Metadata(**plan)), plan, x, y)
     plan, (x, y) = plan_of(0), rows(0)
@@ -88,28 +93,6 @@ def test_any_plan_matches_the_definition_and_an_invalid_one_gives_nan(calls, has
         broken[field][index] = value
         got = run(x, y, Metadata(**broken))
         assert all(np.isnan(out).all() for out in got), field
-    assert len(calls) == 2
-
-
-def test_rows_in_many_slots_return_without_an_all_gather(calls):
-    """All rows of all receive buffers return to rank 0, which has fewer: each is in many slots."""
-    length, to_each = 20, CAPACITY // 20
-    slots = np.arange(W * to_each)
-    plan: dict[str, Any] = {
-        "seq_len": np.zeros((W, slots.size), np.int32),
-        "dst_rank": np.full((W, slots.size, 1), -1, np.int32),
-        "dst_offset": np.zeros((W, slots.size, 1), np.uint32),
-        "src_offset": np.zeros((W, slots.size), np.uint32),
-        "num_recv_tokens": np.zeros((W, W + 1), np.uint32),
-        "world_size": W,
-    }
-    plan["seq_len"][0] = length
-    plan["dst_rank"][0, :, 0] = slots // to_each
-    plan["dst_offset"][0, :, 0] = slots % to_each * length
-    plan["src_offset"][0] = slots % (T - length + 1)
-    plan["num_recv_tokens"][:, [0, W]] = CAPACITY
-    x, y = rows(5)
-    assert_as_defined(on_ranks(both, mesh_of(W))(x, y, Metadata(**plan)), plan, x, y)
     assert len(calls) == 2
 
 
@@ -144,7 +127,7 @@ def test_a_combine_of_many_bytes_gathers_in_turns(num_turns, monkeypatch):
     note = lambda self, x: gathered.append(x.size * W * 4) or gather(self, x)
     monkeypatch.setattr(XlaRanks, "gather", note)
     run = on_ranks(lambda y, m: combine(y, m, num_tokens=T, **OPTIONS), mesh_of(W))
-    for seed in range(3):
+    for seed in range(2):
         rng = np.random.default_rng(seed)
         plan = random_plan(rng, W, S, T, C)
         plan["src_offset"] = rng.integers(0, T - plan["seq_len"] + 1).astype(np.uint32)
@@ -228,13 +211,12 @@ def test_groups_and_examples():
 
 def test_other_programs_gather():
     run = jax.shard_map(moved, mesh=mesh_of(W), in_specs=P(AXIS), out_specs=P(AXIS))
-    for platforms in (("cpu",), ("cpu", "cuda")):
-        assert "ragged" not in lowered(run, X, PLAN, platforms=platforms)
+    assert "ragged" not in lowered(run, X, PLAN, platforms=("cpu", "cuda"))
     one = functools.partial(moved)  # one device with all ranks
     assert "ragged" not in lowered(one, X, PLAN, platforms=("tpu",))
 
 
-# ---- The self-test.
+# ---- The self-test. Where results are right: test_ragged_processes.py.
 
 
 @pytest.fixture
@@ -244,11 +226,6 @@ def tested(monkeypatch):
     ragged_choice._passes.cache_clear()
     yield lambda: ragged_choice.may_be_ragged(["cuda"], None)
     ragged_choice._passes.cache_clear()
-
-
-def test_the_operation_is_used_where_its_results_are_right(calls, tested):
-    assert tested()
-    assert len(calls) == 4  # both calls of both arrays
 
 
 def test_wrong_results_choose_the_all_gather(calls, tested, monkeypatch):

@@ -13,6 +13,7 @@ from jax_cp_dispatch import (
     plan_attention,
 )
 from jax_cp_dispatch.cost import rows_by_link
+from jax_cp_dispatch.masks import PrefixLM
 from jax_cp_dispatch.plots import plot_plan
 
 LENGTHS = [[50, 6, 4, 3, 1], [9, 9, 9, 9, 9, 9]]  # 118 of 128 tokens
@@ -118,6 +119,19 @@ def test_work_is_relative_to_the_speeds_of_ranks():
     text = placement.describe()
     assert number(text, r"max/mean ([\d.]+)") == pytest.approx(placement.imbalance, abs=5e-4)
     assert "work / share" in text
+
+
+def test_descriptions_name_the_work_of_ranks():
+    """Pairs are those of the mask: 20 prefix tokens see each other, the others are causal."""
+    mask = PrefixLM(np.arange(60)[None] < 20)
+    plan = plan_attention(lengths=[60], world_size=3, mask=mask)
+    text = plan.describe()
+    assert f"{20 * 20 + sum(range(21, 61)):.3e} query-key pairs; max/mean" in text
+    before = [20 * 20, *(sum(range(first, first + 20)) for first in (21, 41))]
+    np.testing.assert_array_equal(plan.pairs_before, before)
+    assert len(repr(plan)) < 1500
+    placement = place_tokens([60], world_size=3, mask=mask)
+    assert f"max/mean {placement.imbalance:.3f}" in placement.describe()
 
 
 def test_keys_between_nodes():

@@ -1,185 +1,34 @@
-"""Placement of tokens once per batch: all tokens, all keys, equal tokens, nearly equal work."""
+"""Placements: tokens and their arrays, groups of rows, layers with several masks, parts of ranks.
 
-import json
+Every token has one place and every query its keys: test_plans.py. How good they are:
+test_balance.py.
+"""
+
 import pickle
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from any_mask import any_mask
 from hypothesis import given, strategies as st
 from packed_batches import pack
-from placement_bounds import keys_if_fillers_were_free, keys_of_the_longest_document, least_keys
-from placement_oracle import check_placement, fewest_keys
+from placement_oracle import check_placement
 from properties import examples
-from random_lengths import (
-    EXTREMES,
-    PACKED,
-    TOKENS,
-    UNIT,
-    causal_pairs,
-    cut,
-    large_case,
-    real_lengths,
+
+from jax_cp_dispatch import PlanConfig, masks, place_tokens, plan_attention, stack_plans
+from jax_cp_dispatch.masks import (
+    BlockCausal,
+    Causal,
+    Chunked,
+    PrefixLM,
+    SlidingWindow,
 )
 
-from jax_cp_dispatch import PlanConfig, masks, place_tokens, stack_plans
-from jax_cp_dispatch.masks import Chunked, SlidingWindow
 
-MASKS = ["causal", "full", *map(SlidingWindow, (1, 7, 1000)), SlidingWindow(4, 9), Chunked(5)]
-
-
-@pytest.mark.parametrize("name", EXTREMES)
-def test_extreme_batches(name):
-    """All pairs of a batch, a mask and a number of ranks."""
-    for i, mask in enumerate(MASKS):
-        world_size = (1, 2, 3, 4, 8)[(i + list(EXTREMES).index(name)) % 5]
-        placement = place_tokens(EXTREMES[name], world_size=world_size, columns=96, mask=mask)
-        check_placement(placement, EXTREMES[name], mask)
-
-
-@given(data=st.data())
-@examples(20)
-def test_place_tokens_of_any_batch(data):
-    """Any lengths on any number of ranks, with padding and any mask."""
-    world_size = data.draw(st.integers(1, 8))
-    columns = world_size * data.draw(st.integers(1, 24))
-    mask = data.draw(any_mask(columns + 1))
-    lengths = []
-    for _ in range(data.draw(st.integers(1, 3))):
-        row, left = [], columns
-        while left > 0 and len(row) < 40:
-            row.append(data.draw(st.integers(0, left)))
-            left -= row[-1]
-        lengths.append(row)
-    tolerance = data.draw(st.sampled_from([0.0, 0.01, 0.3]))
-    config = PlanConfig(balance_tolerance=tolerance)
-    placement = place_tokens(
-        lengths,
-        world_size=world_size,
-        columns=columns,
-        mask=mask,
-        config=config,
-    )
-    check_placement(placement, lengths, mask)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_near_the_optimum_of_small_cases(seed):
-    """Within the limit if any placement is, with few more keys than the minimum."""
-    rng = np.random.default_rng(seed)
-    world_size = int(rng.integers(2, 4))
-    total = world_size * int(rng.integers(3, 7 if world_size == 2 else 5))
-    lengths = UNIT * cut(rng, total, rng.integers(0, 5))
-    mean = causal_pairs(lengths) / world_size
-    for tolerance in (0.01, 0.05, 0.25, 1.0):
-        config = PlanConfig(balance_tolerance=tolerance)
-        placement = place_tokens([lengths], world_size=world_size, config=config)
-        pairs, moved = check_placement(placement, [lengths])
-        needed = fewest_keys(lengths // UNIT, world_size, (1 + tolerance) * mean, unit=UNIT)
-        if needed is not None:
-            assert pairs.max() <= (1 + tolerance) * mean
-            assert moved <= 1.25 * needed + 2
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_no_placement_of_small_cases_is_below_the_bounds(seed):
-    """One long document and a few short ones, against all placements that cut at units."""
-    rng = np.random.default_rng(seed)
-    world_size, share = ((2, 6), (3, 4), (2, 7), (3, 3))[seed % 4]
-    total = world_size * share
-    longest = int(rng.integers(share, total))
-    short = cut(rng, total - longest, rng.integers(0, min(4, total - longest)))
-    lengths = np.append(short, longest)
-    mean = causal_pairs(UNIT * lengths) / world_size
-    for tolerance in (0.01, 0.05, 0.25):
-        limit = (1 + tolerance) * mean
-        needed = fewest_keys(lengths, world_size, limit, unit=UNIT)
-        for bound in (keys_if_fillers_were_free, keys_of_the_longest_document):
-            keys = bound(UNIT * lengths, world_size, UNIT * share, tolerance)
-            assert needed is None or keys <= needed
-
-
-def test_one_long_document_is_near_its_bound():
-    """Within 0.1 % of what any placement of this batch moves."""
-    lengths = real_lengths("wlbllm", 8)
-    needed = keys_of_the_longest_document(lengths, 8, TOKENS, tolerance=0.01)
-    moved = place_tokens(lengths, world_size=8).plan.num_kv_tokens_moved
-    assert 0.7704 * sum(lengths) < needed <= moved <= 1.001 * needed
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 8, 32])
-def test_one_document_is_spread_with_equal_work(world_size):
-    """Tails are next to slices of the same document's head, so less moves than with zigzag."""
-    tokens = 4096
-    placement = place_tokens([world_size * tokens], world_size=world_size)
-    assert placement.plan.imbalance <= 1.01
-    zigzag = 0.75 * (world_size - 1)
-    assert placement.plan.num_kv_tokens_moved <= zigzag * world_size * tokens
-
-
-def real_batches():
-    return [
-        pytest.param(batch["lengths"], batch["tokens"] // TOKENS, id=f"{path.stem}-{i}")
-        for path in sorted((Path(__file__).parents[1] / "data" / "lengths").glob("*.json"))
-        for i, batch in enumerate(json.loads(path.read_text()))
-        if batch["tokens"] >= 8 * TOKENS
-    ]
-
-
-@pytest.mark.parametrize("lengths, world_size", real_batches())
-def test_real_lengths(lengths, world_size):
-    """Balanced to 1 %, with few more keys than the lower bound for every placement."""
-    placement = place_tokens(lengths, world_size=world_size)
-    plan = placement.plan
-    plan.kv_metadata.validate()
-    assert plan.imbalance <= 1.0101
-    lengths = np.array(lengths, np.int64)
-    assert plan.pairs.sum() == pytest.approx((lengths * (lengths + 1) // 2).sum(), rel=1e-6)
-    assert (np.asarray(plan.num_rows) == TOKENS).all()
-    needed = least_keys(lengths, world_size, TOKENS, tolerance=0.01)
-    assert needed <= plan.num_kv_tokens_moved <= 1.5 * needed + 0.02 * lengths.sum()
-
-
-def packed_batches():
-    """The committed batches for 32 ranks, and a sample of small documents for 8."""
-    for path in sorted(PACKED.glob("*.json")):
-        for batch in json.loads(path.read_text()):
-            if batch["ranks"] == 32:
-                yield pytest.param(batch["lengths"], 32, id=path.stem)
-    rng = np.random.default_rng(0)
-    lengths = np.minimum(rng.lognormal(5, 1.4, 100), 8000).astype(int) + 1
-    lengths = [6000, 3000, *lengths.tolist()]
-    yield pytest.param([*lengths, -sum(lengths) % 8], 8, id="small")
-
-
-@pytest.mark.parametrize("lengths, world_size", list(packed_batches()))
-def test_most_documents_that_fit_a_rank_stay_whole(lengths, world_size):
-    """Long documents use as many ranks as they need, all others one."""
-    placement = place_tokens(lengths, world_size=world_size)
-    rank = placement.inverse // placement.plan.num_tokens
-    lengths = np.array(lengths)
-    is_some = lengths > 0
-    first = (np.cumsum(lengths) - lengths)[is_some]
-    is_whole = np.minimum.reduceat(rank, first) == np.maximum.reduceat(rank, first)
-    fits = lengths[is_some] <= placement.plan.num_tokens
-    assert placement.plan.imbalance <= 1.0101
-    assert is_whole[fits].mean() >= 0.95
-
-
-def test_more_tolerance_moves_fewer_keys():
-    lengths = [40_000, 20_000, 10_000] + [500] * 60
-    moved = [
-        place_tokens(
-            lengths, world_size=4, columns=100_000, config=PlanConfig(balance_tolerance=x)
-        ).plan.num_kv_tokens_moved
-        for x in (0.01, 0.1, 0.5)
-    ]
-    assert moved[0] > moved[1] > moved[2]
+def same(a, b):
+    return all(map(np.array_equal, jax.tree.leaves(a), jax.tree.leaves(b)))
 
 
 def test_lengths_and_segment_ids_give_the_same_placement():
@@ -268,18 +117,6 @@ def test_the_order_is_read_only():
     copy[0] = 1  # a copy is the caller's
 
 
-def test_labels_stay_with_their_tokens():
-    """Labels are shifted before placement; each is still the next token of its document."""
-    lengths = [[20, 40, 4]]
-    tokens = np.random.default_rng(1).integers(0, 1000, (1, 64))
-    labels = np.roll(tokens, -1, axis=1)
-    placement = place_tokens(lengths, world_size=4)
-    placed_tokens, placed_labels = placement.apply((tokens, labels))
-    for place, token in enumerate(placement.permutation):
-        assert placed_tokens[0, place] == tokens[0, token]
-        assert placed_labels[0, place] == tokens[0, (token + 1) % 64]
-
-
 def test_a_loader_starts_no_backend_and_sends_the_placement():
     """In a separate process; the result is bitwise the same as here."""
     program = """
@@ -299,21 +136,200 @@ sys.stdout.buffer.write(pickle.dumps((placement, batch)))
     jax.tree.map(np.testing.assert_array_equal, sent.plan, here.plan)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_no_rank_is_above_the_tolerance(seed):
-    """With some hundred tokens per rank, even if most of them are padding."""
-    rng = np.random.default_rng(seed)
-    world_size, tokens, lengths = large_case(rng)
-    size, right = rng.integers(1, 2 * tokens, 2).tolist()
-    kind = "none" if rng.random() < 0.6 else rng.choice(["window", "chunks"])
-    limited = {"window": SlidingWindow(size, right * (seed % 2)), "chunks": Chunked(size)}
-    mask = limited.get(kind, "full" if seed % 2 else "causal")
-    tolerance = float(rng.choice([0.01, 0.1]))
-    placement = place_tokens(
-        lengths,
-        world_size=world_size,
-        columns=world_size * tokens,
-        mask=mask,
-        config=PlanConfig(balance_tolerance=tolerance),
+# ---- Layers with several masks: the sum is balanced, and every mask has a plan.
+
+BOTH = {"masks": ("causal", SlidingWindow(64)), "layers": (8, 40)}
+
+
+def pairs_of(mask, lengths):
+    """Pairs of whole documents, by their booleans."""
+    visible = {
+        Causal(): lambda q, k: k <= q,
+        SlidingWindow(64): lambda q, k: (k <= q) & (k > q - 64),
+        Chunked(48): lambda q, k: (k <= q) & (k // 48 == q // 48),
+        BlockCausal(16): lambda q, k: k // 16 <= q // 16,
+    }[mask]
+    return sum(int(visible(*np.ogrid[:n, :n]).sum()) for n in lengths)
+
+
+@examples(8)
+@given(
+    st.lists(st.integers(1, 900), min_size=8, max_size=24),
+    st.sampled_from([SlidingWindow(64), Chunked(48), BlockCausal(16)]),
+    st.tuples(st.integers(1, 9), st.integers(1, 50)),
+)
+def test_the_weighted_sum_is_balanced(lengths, local, layers):
+    placement = place_tokens(lengths, world_size=4, masks=(Causal(), local), layers=layers)
+    plans, work = placement.plans, np.zeros(4)
+    for plan, mask, count in zip(plans, (Causal(), local), layers, strict=True):
+        assert plan.mask == mask
+        plan.kv_metadata.validate()
+        assert np.asarray(plan.pairs, np.float64).sum() == pairs_of(mask, lengths)
+        work = work + count * np.asarray(plan.pairs, np.float64)
+        np.testing.assert_array_equal(plan.num_rows, plans[0].num_rows)
+        np.testing.assert_array_equal(plan.fingerprint[:, 2:], plans[0].fingerprint[:, 2:])
+    assert placement.imbalance == pytest.approx(work.max() / work.mean(), rel=1e-6)
+
+
+def test_balance_and_keys_of_layers():
+    rng = np.random.default_rng(0)
+    lengths = [*rng.integers(20, 400, 90).tolist(), 5000, 3000]
+    placement = place_tokens(lengths, world_size=8, **BOTH)
+    assert placement.imbalance <= 1.0101
+    cuts = int((placement.plan.run_row < placement.plan.num_tokens).sum()) - len(lengths)
+    assert placement.plans[1].num_kv_tokens_moved <= 63 * cuts
+
+
+def test_one_mask_and_equal_masks_give_the_same_placement():
+    lengths = [900, 30, 500, 77, 300]
+    one = place_tokens(lengths, world_size=4, mask="causal")
+    for both in (("causal",), ("causal", "causal")):
+        several = place_tokens(lengths, world_size=4, masks=both)
+        np.testing.assert_array_equal(several.permutation, one.permutation)
+        assert all(same(plan, one.plan) for plan in several.plans)
+
+
+def test_a_plan_for_another_mask_and_of_one_rank():
+    lengths = [900, 30, 500, 77, 300]
+    placement = pickle.loads(pickle.dumps(place_tokens(lengths, world_size=4, **BOTH)))
+    for plan in placement.plans:
+        assert same(placement.plan_for(plan.mask), plan)
+    part = place_tokens(lengths, world_size=4, rank=2, **BOTH)
+    for a, b, c in zip(part.plans, placement.slice_of(2).plans, placement.plans, strict=True):
+        assert same(a, b) and same(a, c.slice_of(2)) and same(part.plan_for(c.mask), a)
+
+
+def test_apply_permutes_the_arrays_of_a_mask():
+    placement = place_tokens([[700, 200], [90]], world_size=4, columns=1024)
+    mask = PrefixLM(np.random.default_rng(0).random((2, 1024)) < 0.5)
+    placed = placement.apply(mask)
+    (before,), (after,) = jax.tree.leaves(mask), jax.tree.leaves(placed)
+    assert isinstance(placed, PrefixLM)
+    np.testing.assert_array_equal(after, placement.apply(before))
+    assert same(placement.restore(placed), mask)
+
+
+def test_a_fallback_has_a_plan_for_each_mask():
+    few = dict.fromkeys(
+        ("max_kv_transfers", "max_cut_pieces", "max_linked_pieces", "max_pieces"), 1
     )
-    assert placement.plan.imbalance <= 1 + tolerance + 1e-5
+    config = PlanConfig(kv_capacity=512, **few)
+    for of_layers in (BOTH, {"masks": ("causal", PrefixLM(np.arange(1000)[None] < 9))}):
+        placement = place_tokens(
+            [900, 30, 70], world_size=4, config=config, fallback="ring", **of_layers
+        )
+        assert [bool(plan.fits) for plan in placement.plans] == [False, False]
+    with pytest.raises(ValueError, match="no tokens were placed"):
+        placement.plan_for("causal")
+
+
+def test_plans_of_different_masks_differ():
+    masks = [None, SlidingWindow(5), Chunked(5), "full", SlidingWindow(5, 1)]
+    plans = [place_tokens([[30, 2]], world_size=4, mask=mask).plan for mask in masks]
+    assert len({plan.fingerprint[0, 0].item() for plan in plans}) == len(masks)
+    with pytest.raises(ValueError, match=r"mask is \[Causal\(\), Full\(\)\]; it needs"):
+        stack_plans([plans[0], plans[3]])
+
+
+def test_plans_of_one_kind_stack_and_a_fallback_has_their_shapes():
+    rng = np.random.default_rng()
+    config = PlanConfig(None, 40, 60, 8, 8, 8)
+    plans = []
+    for size in (20, 3, 40):
+        segment_ids = np.repeat(np.arange(1, 6, dtype=np.int32), [size, 5, 5, 5, 45 - size])[None]
+        mask = PrefixLM(np.arange(60)[None] < rng.integers(1, 60))
+        options = {"world_size": 3, "mask": mask, "fallback": "ring"}
+        plans.append(plan_attention(segment_ids, config=config, **options))
+    tight = PlanConfig(None, 40, 21, 8, 8, 8)
+    fallback: Any = plan_attention(segment_ids, config=tight, **options)
+    assert not fallback.fits and all(plan.fits for plan in plans)
+    assert fallback.ranges.k_end.shape == (3, 40)
+    assert fallback.fingerprint.shape == plans[0].fingerprint.shape == (3, 5)
+    stacked: Any = stack_plans(plans)
+    np.testing.assert_array_equal(stacked.ranges.k_end[1], plans[1].ranges.k_end)
+    with pytest.raises(ValueError, match=r"mask is .*PrefixLM, Causal.* same in all plans"):
+        stack_plans([plans[0], plan_attention(segment_ids, world_size=3)])
+
+
+def test_arrays_of_masks_that_are_refused():
+    segment_ids = np.repeat([[1, 2]], [21, 11], axis=1)
+    mask, wrong = PrefixLM(np.arange(32)[None] < 9), PrefixLM(np.ones((1, 8), bool))
+    for make, batch in (
+        (place_tokens, {"lengths": [21, 11]}),
+        (plan_attention, {"lengths": [21, 11]}),
+        (plan_attention, {"segment_ids": segment_ids}),
+    ):
+        with pytest.raises(ValueError, match=r"PrefixLM.* but the batch has shape \[1, 32\]"):
+            make(**batch, world_size=4, mask=wrong)
+    placement = place_tokens(segment_ids=segment_ids, world_size=4, mask=mask)
+    other = placement.apply(PrefixLM(np.arange(32)[None] < 10))
+    with pytest.raises(ValueError, match=r"the arrays of the mask of rank .* are not those"):
+        placement.plan.validate(placement.apply(segment_ids), mask=other)
+    with pytest.raises(ValueError, match="which does not know the order of all"):
+        placement.slice_of(1).plan_for(mask)
+
+
+# ---- The part of one rank: what it holds, what it refuses, its size.
+
+
+def test_the_part_of_one_rank():
+    """Places and moves the same tokens as the placement of all ranks, and is all that it needs."""
+    lengths, world_size, columns = [[50, 3, 30], [90]], 4, 96
+    config = PlanConfig(ranks_per_node=2)
+    options: dict[str, Any] = {"world_size": world_size, "columns": columns, "config": config}
+    placement = place_tokens(lengths, **options)
+    tokens = np.random.default_rng(0).integers(0, 9, (2, columns, 3))
+    placed = placement.apply(tokens)
+    for rank in range(world_size):
+        part = place_tokens(lengths, **options, rank=rank)
+        same = placement.slice_of(rank)
+        jax.tree.map(np.testing.assert_array_equal, part.plan, same.plan)
+        jax.tree.map(np.testing.assert_array_equal, part.plan, placement.plan.slice_of(rank))
+        assert all(len(x) == 1 for x in jax.tree.leaves(part.plan))
+        np.testing.assert_array_equal(part.apply(tokens), np.split(placed, world_size, 1)[rank])
+        np.testing.assert_array_equal(part.permutation, same.permutation)
+        assert part.needs == same.needs == placement.needs
+        ranges = (x.plan.local_ranges(rank) for x in (part, placement))
+        jax.tree.map(np.testing.assert_array_equal, *ranges)
+
+
+def test_a_part_does_not_answer_for_all_ranks():
+    part = place_tokens([[50, 30, 16]], world_size=4, rank=2)
+    of_all = {
+        part: ("inverse", "imbalance", "num_kv_tokens_moved_between_nodes"),
+        part.plan: ("imbalance", "num_kv_tokens_moved"),
+    }
+    for x, names in of_all.items():
+        for name in names:
+            with pytest.raises(ValueError, match=rf"{name}: this is the part of 1 of 4 ranks\."):
+                getattr(x, name)
+        with pytest.raises(ValueError, match="slice_of: got rank 0 with 1 of 4 ranks"):
+            x.slice_of(0)
+    with pytest.raises(ValueError, match="restore: this is the part of 1 of 4 ranks"):
+        part.restore(np.zeros((1, 96)))
+    with pytest.raises(ValueError, match=r"the plan of all 4 ranks has \[4, 5\]"):
+        part.describe()
+
+
+def test_the_part_of_one_rank_if_the_batch_does_not_fit():
+    """Its tokens stay in their columns."""
+    tokens = np.arange(192).reshape(2, 96)
+    config = PlanConfig(
+        kv_capacity=10, max_kv_transfers=8, max_pieces=8, max_cut_pieces=8, max_linked_pieces=99
+    )
+    options: dict[str, Any] = {"world_size": 4, "config": config, "fallback": "ring"}
+    whole = place_tokens([[50, 3, 30, 13], [90, 6]], **options)
+    for rank in range(4):
+        part = place_tokens([[50, 3, 30, 13], [90, 6]], **options, rank=rank)
+        assert not part.plan.fits and part.reason == whole.reason
+        jax.tree.map(np.testing.assert_array_equal, part.plan, whole.slice_of(rank).plan)
+        np.testing.assert_array_equal(part.apply(tokens), np.split(tokens, 4, axis=1)[rank])
+
+
+def test_the_part_of_one_rank_is_small():
+    """Some kilobytes, in no array of all ranks, which would stay in memory."""
+    lengths = np.random.default_rng(0).integers(1, 4000, 20_000)
+    part = place_tokens(lengths, world_size=1024, rank=7)
+    arrays = jax.tree.leaves(part.plan)
+    assert sum((x if x.base is None else x.base).nbytes for x in arrays) < 40 * 2**10
+    assert len(part.permutation) == part.plan.num_tokens

@@ -1,6 +1,10 @@
-"""Whether a batch fits given capacities: known before a step, inside it, and from the error."""
+"""Capacities: of a sample of batches, of what plans need, and of what masks can need.
+
+Whether a batch fits is known before a step, inside it, and from the error.
+"""
 
 import dataclasses
+import functools
 import pathlib
 import re
 from typing import Any
@@ -12,8 +16,19 @@ import pytest
 from on_mesh import AXIS, mesh_of
 from packed_batches import pack
 
-from jax_cp_dispatch import Balanced, PlanConfig, context_parallel_attention, plan_attention
+from jax_cp_dispatch import (
+    Balanced,
+    PlanConfig,
+    context_parallel_attention,
+    fit_plan_config,
+    place_tokens,
+    plan_attention,
+)
+from jax_cp_dispatch.masks import BlockCausal, Causal, Chunked, PrefixLM, SlidingWindow
 from jax_cp_dispatch.planning import needs_inside_jit
+from jax_cp_dispatch.planning.balance import balance_blocks  # inner: any costs and keys
+from jax_cp_dispatch.planning.block_grid import BlockGrid  # inner: of the bound below
+from jax_cp_dispatch.planning.key_limit import KeyLimit, kv_bound  # inner: a bound without a batch
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "plans.md"
 W, T, BLOCK = 8, 128, 4
@@ -25,7 +40,9 @@ LONG = np.ones((1, T), np.int32)
 
 
 # Of any two rows of T columns, with all the room there is.
-plan_inside = jax.jit(lambda *x: plan_attention(*x, world_size=W, config=PlanConfig(BLOCK)))
+plan_inside = jax.jit(
+    lambda *x, mask: plan_attention(*x, world_size=W, mask=mask, config=PlanConfig(BLOCK))
+)
 
 
 def needs_of(plan):
@@ -41,9 +58,10 @@ def test_needs_inside_jit_are_those_of_the_plan():
     rng = np.random.default_rng()
     for _ in range(10):
         segment_ids, positions = pack(rng, 2, T, max_length=int(rng.integers(2, T)))
-        config = PlanConfig(BLOCK)
-        plan = plan_inside(segment_ids, positions)
-        needs = needs_inside_jit(segment_ids, positions, world_size=W, config=config)
+        config, mask = PlanConfig(BLOCK), PrefixLM(rng.random((2, T)) < 0.1)
+        plan = plan_inside(segment_ids, positions, mask=mask)
+        options = {"world_size": W, "mask": mask, "config": config}
+        needs = needs_inside_jit(segment_ids, positions, **options)
         assert tuple(getattr(needs, name) for name in NAMES) == needs_of(plan)
         assert plan.needs == dataclasses.replace(needs, block=None) and plan.fits
         assert needs.fits(needs)
@@ -108,7 +126,7 @@ def test_the_error_names_sufficient_capacities():
     assert dataclasses.replace(config, **asked).fits(needs)
 
 
-@pytest.mark.parametrize("name", NAMES[2:])
+@pytest.mark.parametrize("name", NAMES[3:])
 def test_a_list_that_is_cut_off_fails_on_all_ranks(name):
     """Also if only key ranges are missing: without them, attention would be wrong."""
     x = np.random.default_rng().normal(size=(1, T, 8)).astype(np.float32)
@@ -120,3 +138,225 @@ def test_a_list_that_is_cut_off_fails_on_all_ranks(name):
     for shard in out.addressable_shards:
         with pytest.raises(jax.errors.JaxRuntimeError, match=rf"a static bound .*{name}"):
             np.asarray(shard.data)
+
+
+# ---- Of a sample of batches.
+
+WORLD_SIZE, COLUMNS = 4, 2048
+CAPACITIES = {
+    False: ("q_capacity", "kv_capacity", "max_q_transfers", "max_kv_transfers", "max_pieces"),
+    True: (
+        *("kv_capacity", "max_kv_transfers", "max_pieces"),
+        *("max_cut_pieces", "max_linked_pieces"),
+    ),
+}
+KINDS = pytest.mark.parametrize("placed", [False, True], ids=["moved", "placed"])
+
+
+def draw(rng):
+    """Lengths of one batch row, log-normal, the last one cut."""
+    ends = rng.lognormal(4.5, 1.2, 200).astype(int).cumsum()
+    return np.diff([0, *ends[ends < COLUMNS], COLUMNS]).tolist()
+
+
+def plan_of(lengths, placed, config):
+    """Static sizes and needs of the plan of a batch, in the order of the capacities."""
+    options = {"world_size": WORLD_SIZE, "columns": COLUMNS, "config": config}
+    made: Any = (place_tokens if placed else plan_attention)(lengths=lengths, **options)
+    plan: Any = made.plan if placed else made
+    sizes = [plan.kv_capacity, plan.kv_metadata.seq_len.shape[1], plan.run_row.shape[1]]
+    if placed:
+        sizes += [plan.max_cut_pieces, plan.cut_pieces.shape[1] - plan.max_cut_pieces]
+    else:
+        sizes = [plan.q_capacity, sizes[0], plan.q_metadata.seq_len.shape[1], *sizes[1:]]
+    assert list(plan.capacities.values()) == sizes
+    return sizes, [getattr(plan.needs, name) for name in CAPACITIES[placed]]
+
+
+def fits(batch, placed, config):
+    try:
+        plan_of(batch, placed, config)
+    except ValueError as error:
+        assert any(name in str(error) for name in CAPACITIES[placed])
+        return False
+    return True
+
+
+@KINDS
+def test_needs_are_the_least_capacities(placed):
+    batch = draw(np.random.default_rng(0))
+    _, needs = plan_of(batch, placed, PlanConfig())
+    sizes: dict[str, Any] = dict(zip(CAPACITIES[placed], needs, strict=True))
+    smallest = PlanConfig(**sizes)
+    assert plan_of(batch, placed, smallest) == (needs, needs)
+    for name, need in sizes.items():
+        if not name.endswith("_capacity"):  # these are kept by another plan if possible
+            with pytest.raises(ValueError, match=name):
+                plan_of(batch, placed, dataclasses.replace(smallest, **{name: need - 1}))
+
+
+@KINDS
+def test_the_expected_rate_is_kept(placed):
+    rng = np.random.default_rng(1)
+    sample = [draw(rng) for _ in range(24)]
+
+    def config_for(overflow):
+        sizes: Any = {"world_size": WORLD_SIZE, "columns": COLUMNS}
+        config = fit_plan_config(sample, placed=placed, overflow=overflow, **sizes)
+        assert config.expected_overflow is not None and config.kv_capacity is not None
+        return config, config.expected_overflow
+
+    config, expected = config_for(0.02)
+    assert 0 < expected <= 0.02
+    assert all(fits(batch, placed, config) for batch in sample)
+    rare, expected = config_for(1e-6)
+    assert expected <= 1e-6
+    assert all(getattr(rare, name) >= getattr(config, name) for name in CAPACITIES[placed])
+    assert (rare.kv_capacity or 0) <= 3 * WORLD_SIZE * COLUMNS
+    rate = np.mean([not fits(draw(rng), placed, config) for _ in range(24)])
+    assert rate <= 0.05
+
+
+@KINDS
+def test_other_choices_and_given_capacities_are_kept(placed):
+    """Also from arrays: of ids, and of lengths in lists."""
+    rng = np.random.default_rng(2)
+    lengths = [draw(rng) for _ in range(5)]
+    ids = [np.repeat(np.arange(1, len(x) + 1), x)[None] for x in lengths]
+    given = PlanConfig(balance_tolerance=0.2, max_pieces=99)
+    options = {"placed": placed, "world_size": WORLD_SIZE, "config": given}
+    config = fit_plan_config(ids, **options)
+    assert (config.balance_tolerance, config.max_pieces) == (0.2, 99)
+    assert all(getattr(config, name) is not None for name in CAPACITIES[placed])
+    assert config == dataclasses.replace(config, expected_overflow=None)
+    for batches in (np.stack(ids[:1]), lengths[:1], [[np.array(lengths[0])]]):
+        assert fit_plan_config(batches, **options) == fit_plan_config(ids[:1], **options)
+
+
+@KINDS
+def test_capacities_are_no_larger_than_any_batch_needs(placed):
+    """A rank receives each row of the batch once at most; no range and no piece is empty."""
+    world_size, columns = 4, 64
+    sample = [[[64], [7, 50]], [[1] * 64, [1] * 64]]
+    options = {"world_size": world_size, "columns": columns, "overflow": 1e-9, "placed": placed}
+    config = fit_plan_config(sample, **options)
+    num_tokens = len(sample[0]) * columns
+    most: dict[str, Any] = dict.fromkeys(CAPACITIES[placed], num_tokens)
+    most["max_pieces" if placed else "max_q_transfers"] = num_tokens // world_size
+    assert all(getattr(config, name) <= most[name] for name in most)
+    assert config.kv_capacity == num_tokens
+    del most["kv_capacity"]
+    alone = fit_plan_config(sample, **options, config=PlanConfig(**most))
+    assert (alone.kv_capacity, alone.expected_overflow) == (num_tokens, 0)  # every batch fits
+
+
+@KINDS
+def test_batches_of_different_shapes_warn(placed):
+    with pytest.warns(UserWarning, match=r"a rank holds 2 to 5 tokens.*with lengths, columns="):
+        fit_plan_config([[4], [10]], placed=placed, world_size=2)
+
+
+def test_capacities_from_masks_with_arrays_of_each_batch():
+    rng = np.random.default_rng()
+    batches = [np.repeat([1, 2], [size, 24 - size])[None] for size in (5, 20, 12)]
+    of_batches = [PrefixLM(np.arange(24)[None] < rng.integers(1, 24)) for _ in batches]
+    options: dict[str, Any] = {"world_size": 2}
+    for placed in (False, True):
+        fit = functools.partial(fit_plan_config, batches, placed=placed, **options)
+        config = fit(mask=of_batches)
+        for ids, mask in zip(batches, of_batches, strict=True):
+            given = {"segment_ids": ids, "mask": mask, "config": config, **options}
+            assert place_tokens(**given).plan.fits if placed else plan_attention(**given).fits
+        with pytest.raises(ValueError, match=r"a list for 2 batches, but there are more\."):
+            fit(mask=of_batches[:2])
+    both = [("causal", mask) for mask in of_batches]
+    assert fit(masks=both).kv_capacity
+    with pytest.raises(ValueError, match=r"masks is a list for 4 batches.* Pass one el"):
+        fit(masks=[*both, both[0]])
+
+
+# ---- What a mask can need: plans inside `jit` reserve it, and no batch needs more.
+
+
+def test_the_bound_of_published_sizes():
+    """Blocks of 128 rows need 4 blocks before them for a window of 512: 5 times the rank's rows."""
+    grid, everything = BlockGrid(1, W, 8192, 128), W * 8192
+    assert kv_bound(grid, SlidingWindow(512)) == kv_bound(grid, Chunked(513)) == 5 * 8192
+    assert kv_bound(grid, SlidingWindow(128, 128)) == 3 * 8192
+    for mask in (Causal(), BlockCausal(4), SlidingWindow(None, 4), SlidingWindow(4096)):
+        assert kv_bound(grid, mask) == everything
+
+
+def lengths(rng, num_tokens, size):
+    """Documents of lengths that make blocks see far for little work, beside others."""
+    kind = rng.integers(4)
+    found = rng.integers(1, 4 * size, num_tokens)
+    if kind == 0:
+        found[rng.random(num_tokens) < 0.7] = 1
+    elif kind == 1:
+        found[:] = rng.integers(size, 2 * size)
+    elif kind == 2:
+        found[: rng.integers(num_tokens)] = 1
+    return found
+
+
+@pytest.mark.parametrize(
+    "mask, grid",
+    [
+        (SlidingWindow(6, 3), BlockGrid(2, W, 30, 4)),  # blocks of unequal length
+        (Chunked(12), BlockGrid(2, W, 48, 8)),
+    ],
+    ids=str,
+)
+def test_no_batch_needs_more(mask, grid):
+    config, bound = PlanConfig(grid.block), kv_bound(grid, mask)
+    assert bound < W * grid.rows
+
+    @jax.jit
+    def run(ids):
+        plan = plan_attention(ids, world_size=W, mask=mask, config=config)
+        assert plan.kv_capacity == bound
+        return plan.kv_metadata.num_total_recv_tokens, plan.fits
+
+    rng, columns = np.random.default_rng(), W * grid.columns
+    for _ in range(20):
+        rows = []
+        for _ in range(grid.batch):
+            ids = np.repeat(np.arange(1, columns + 1), lengths(rng, columns, 17))[:columns]
+            ids[rng.integers(columns // 2, 2 * columns) :] = 0
+            rows.append(ids)
+        received, fits = run(np.array(rows, np.int32))
+        assert fits and (received <= bound).all()
+
+
+def test_an_assignment_keeps_its_limit():
+    """Of any costs and keys: receivers, and single moves, leave at home what exceeds it."""
+    num_blocks, exceeded, rng = 12, 0, np.random.default_rng()
+
+    @jax.jit
+    def assign(cost, begin, limit):
+        block = jnp.arange(W * num_blocks, dtype=jnp.int32)
+        piece, rows = block // num_blocks, jnp.ones((1, W, num_blocks), jnp.int32)
+        keys: Any = KeyLimit(begin, block + 1, cost.reshape(-1) > 0, piece, limit)
+        options: Any = {"row_limit": 3 * num_blocks, "tolerance": 0.0}
+        return [balance_blocks(cost, rows, keys=x, **options) for x in (keys, None)]
+
+    for _ in range(40):
+        cost = rng.integers(0, 100, (1, W, num_blocks)) ** rng.integers(1, 4)
+        cost[rng.random(cost.shape) < rng.random()] = 0
+        cost[:, rng.permutation(W)[: rng.integers(W)]] //= 50
+        block = np.arange(W * num_blocks)
+        reach = rng.integers(1, 6)
+        begin = np.maximum.accumulate(np.maximum(block - rng.integers(0, reach + 1, block.size), 0))
+        limit = num_blocks + reach + rng.integers(num_blocks)
+        arrays = (np.asarray(x, np.int32) for x in (cost, begin, limit))
+        ranks = [np.asarray(x).reshape(-1) for x in assign(*arrays)]
+        most = []
+        for rank in ranks:
+            seen = np.zeros((W, block.size), bool)
+            for i in np.flatnonzero(cost.reshape(-1)):
+                seen[rank[i], begin[i] : i + 1] = True
+            most.append(seen.sum(1).max())
+        assert most[0] <= limit
+        exceeded += most[1] > limit
+    assert exceeded  # without the limit

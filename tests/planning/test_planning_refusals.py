@@ -1,7 +1,6 @@
 """Invalid calls of `plan_attention` and `place_tokens`, and invalid configurations.
 
-Lengths that both read alike: test_lengths.py; constraints that are found by planning:
-test_constraints.py.
+Constraints that are found by planning: test_constraints.py.
 """
 
 from typing import Any
@@ -14,6 +13,7 @@ from refusals import check_names, check_rejected, each
 
 import jax_cp_dispatch as cp
 from jax_cp_dispatch import PlanConfig
+from jax_cp_dispatch.planning.request import static_size  # inner: no batch is so large
 
 pytestmark = pytest.mark.usefixtures("unchecked_types")
 
@@ -153,6 +153,11 @@ CASES = {
         (lambda: place([[4]] * 2, num_groups=2, rank=0), "call slice_of on one of"),
         (lambda: place([[4, -1]]), "document 1 of batch row 0 has length -1"),
         (lambda: place([[1.5]]), "integer"),
+        (lambda: place([8], layers=(1,)), "Pass masks"),
+        (lambda: place([8], masks=("causal",), mask="causal"), "both mask and masks"),
+        (lambda: place([8], masks=()), "at least one mask"),
+        (lambda: place([8], masks=("causal", "full"), layers=(1,)), "one number for each mask"),
+        (lambda: place([8], masks=("causal", "full"), layers=(0, 1)), "numbers from 1"),
         (lambda: place([3], columns=0), "columns is 0; it needs to be at least 1"),
         (lambda: place([3], columns=8.0), "columns is 8.0; it needs to be an integer"),
         (lambda: place([[4], [9]], columns=8), "row 1 sum to 9 but columns is 8"),
@@ -195,3 +200,91 @@ def test_the_list_is_of_public_functions():
 @each(CASES)
 def test_rejected(name, call, says):
     check_rejected(name, call, says)
+
+
+# ---- Lengths in every form that a data loader has, and those that cannot be planned.
+
+
+def plan_of(lengths: Any, **options: Any):
+    return cp.plan_attention(lengths=lengths, **options)
+
+
+def placed_plan_of(lengths: Any, **options: Any):
+    return cp.place_tokens(lengths, **options).plan
+
+
+both = pytest.mark.parametrize("make", [plan_of, placed_plan_of])
+
+
+def forms():
+    """Returns the same lengths in different forms; iterators anew each time."""
+    return [
+        (5, 3, 4),
+        np.array([5, 3, 4], np.uint8),
+        jnp.array([5, 3, 4]),
+        [np.int64(5), np.array(3), jnp.int32(4)],
+        iter([5, 3, 4]),
+        [iter([5, 3, 4])],
+        [np.array([5, 3, 4])],
+        [jnp.array([5, 3, 4])],
+    ]
+
+
+@both
+def test_all_forms_are_the_same_lengths(make):
+    expected = make([[5, 3, 4]], world_size=2)
+    for lengths in forms():
+        found = make(lengths, world_size=2)
+        for name in ("run_row", "run_position", "run_origin", "fingerprint"):
+            np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+        assert found.num_tokens == expected.num_tokens == 6
+
+
+@both
+def test_numpy_sizes_do_not_overflow(make):
+    """Products of sizes in 32 bits would."""
+    found = make([2**20] * 4096, world_size=np.int32(4096), rank=np.int32(1))
+    assert found.num_tokens == 2**20 and type(found.world_size) is int
+
+
+@both
+@pytest.mark.parametrize(
+    "lengths, message",
+    [
+        (5, r"lengths is 5; it needs a list of lengths, such as \[700, 200\]"),
+        ([3, [4]], "batch row 0 are numbers and lists; they need to be a list"),
+        ([[4], 3], r"batch row 1 are int64 of shape \(\); they need to be a list of integers"),
+        ([[True]], r"batch row 0 are bool of shape \(1,\)"),
+    ],
+)
+def test_other_types_are_rejected(make, lengths, message):
+    with pytest.raises(TypeError, match=message):
+        make(lengths, world_size=2)
+
+
+@both
+@pytest.mark.parametrize(
+    "lengths, message",
+    [
+        ([7, 2**31], "document 1 of batch row 0 has 2147483648 tokens, but positions have 32 bits"),
+        (np.array([2**63 + 5], np.uint64), "has 9223372036854775813 tokens, but positions have 32"),
+        ([2**30] * 16, "a rank would hold 8589934592 tokens, but row numbers have 32 bits"),
+    ],
+)
+def test_sizes_beyond_32_bits_are_rejected(make, lengths, message):
+    with pytest.raises(ValueError, match=message):
+        make(lengths, world_size=2)
+
+
+@both
+def test_counts_beyond_64_bits_are_rejected(make):
+    long = 2**31 - 1
+    make([long], world_size=2)
+    with pytest.raises(ValueError, match="query-key pairs of 8589934588 tokens exceed 62 bits"):
+        make([long] * 4, world_size=4)
+
+
+def test_received_rows_beyond_32_bits_are_rejected():
+    sizes = "plan", PlanConfig(), "kv_capacity", "would receive {} rows of keys"
+    with pytest.raises(ValueError, match="rank 1 would receive 2147483648 rows of keys, but row"):
+        static_size(*sizes, np.array([5, 2**31]), 8)

@@ -1,14 +1,13 @@
 """Segment ids mean the same to every algorithm, in every integer dtype, or are rejected alike."""
 
 from functools import partial
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_oracle import attention
-from jax.sharding import PartitionSpec as P
-from on_mesh import AXIS, mesh_of, permuted_mesh
+from on_mesh import AXIS, mesh_of
 from packed_batches import causal_ranges
 from planner_oracle import check_plan
 
@@ -27,26 +26,23 @@ from jax_cp_dispatch.documents import document_lengths
 pytestmark = pytest.mark.usefixtures("unchecked_types")
 
 CONFIG = PlanConfig(block=4)
-ALGORITHMS = (Balanced(CONFIG), "ring", "zigzag", "hamilton")
-TWO = ALGORITHMS[:2]  # all read ids by the same function
 T = 24
 # Documents of one batch row each, numbered in order from 1; 0 is padding.
 DOCUMENTS = np.repeat([[1, 2, 0, 3, 4, 5], [1, 1, 2, 0, 0, 3]], 4, axis=1)
 
 
-def attend(segment_ids, positions=None, **options):
-    """Returns the output for fixed queries, keys and values, and the expected one."""
+def attend(segment_ids, positions=None, algorithm: Any = "ring"):
+    """Returns the output for fixed queries, keys and values. All algorithms read ids alike."""
     rng = np.random.default_rng(3)
     q, k, v = (rng.normal(size=(2, T, n, 8)).astype(np.float32) for n in (2, 1, 1))
-    options = {"mesh": mesh_of(3), "axis_name": AXIS, **options}
+    options: Any = {"mesh": mesh_of(3), "axis_name": AXIS, "algorithm": algorithm}
     return context_parallel_attention(
         q, k, v, segment_ids=segment_ids, positions=positions, **options
     )
 
 
-@partial(jax.jit, static_argnames="algorithm")
-def attend_traced(segment_ids, positions=None, *, algorithm):
-    return attend(segment_ids, positions, algorithm=algorithm)
+attend_traced = jax.jit(attend)
+plan_traced = jax.jit(partial(plan_attention, world_size=3, config=CONFIG))
 
 
 def dense(documents):
@@ -78,21 +74,14 @@ WIDE = {
 
 @pytest.mark.parametrize("name", WIDE)
 def test_ids_of_any_integer_dtype(name):
-    algorithms = *ALGORITHMS, Auto(config=CONFIG), "ring", "ring"
-    algorithm = algorithms[list(WIDE).index(name)]
     dtype, ids = WIDE[name]
-    equals(attend(named(DOCUMENTS, ids, dtype), algorithm=algorithm), DOCUMENTS)
+    equals(attend(named(DOCUMENTS, ids, dtype)), DOCUMENTS)
 
 
 def test_traced_ids_are_compared_in_their_own_dtype():
-    """Those of a plan: test_plan_batch.py."""
+    """Those of 64 bits: tests/contract."""
     dtype, ids = WIDE["uint32"]
-    equals(attend_traced(named(DOCUMENTS, ids, dtype), algorithm="ring"), DOCUMENTS)
-    with jax.enable_x64(True):
-        dtype, ids = WIDE["equal low words"]
-        segment_ids = jnp.asarray(named(DOCUMENTS, ids, dtype))
-        assert segment_ids.dtype == np.int64
-        equals(attend_traced(segment_ids, algorithm="ring"), DOCUMENTS)
+    equals(attend_traced(named(DOCUMENTS, ids, dtype)), DOCUMENTS)
 
 
 @pytest.mark.parametrize("name", WIDE)
@@ -101,16 +90,17 @@ def test_a_plan_and_the_documents_of_one_batch_agree(name):
     dtype, ids = WIDE[name]
     segment_ids = named(DOCUMENTS, ids, dtype)
     plan = plan_attention(segment_ids, world_size=3, config=CONFIG)
-    documents = [Documents(segment_ids)]
-    with jax.enable_x64(True):  # or JAX cuts them
-        documents.append(jax.jit(Documents)(segment_ids))
-        inside = jax.jit(partial(plan_attention, world_size=3, config=CONFIG))(segment_ids)
+    documents, plans = [Documents(segment_ids)], [plan]
+    if name in ("equal low words", "uint32", "uint64"):
+        with jax.enable_x64(True):  # or JAX cuts them
+            documents.append(jax.jit(Documents)(segment_ids))
+            plans.append(jax.device_get(plan_traced(segment_ids)))
     for x in documents:
         assert x.segment_ids.dtype == np.int32
         np.testing.assert_array_equal(x.segment_ids, documents[0].segment_ids)
     for x in (segment_ids, documents[0].segment_ids):
-        plan.validate(x)
-        jax.device_get(inside).validate(x)
+        for each in plans:
+            each.validate(x)
     placement = place_tokens(segment_ids=segment_ids, world_size=3)
     placed = placement.documents
     placed.plan.validate(placed.segment_ids, placed.positions)
@@ -145,27 +135,28 @@ def test_layers_beside_attention_compare_traced_ids_exactly():
     np.testing.assert_allclose(restored, right, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("algorithm", TWO)
-def test_traced_ids_that_the_host_would_reject(algorithm):
+def test_traced_ids_that_the_host_would_reject():
     """Negative is padding, also in several places."""
     segment_ids = np.repeat([[1, 2, -1, 9, 4, 5], [-3, 7, 7, 0, 2, -3]], 4, axis=1)
+    segment_ids = segment_ids.astype(np.int32)
     runs = np.repeat([[1, 2, 0, 3, 4, 5], [0, 1, 1, 0, 2, 0]], 4, axis=1)
-    equals(attend_traced(segment_ids.astype(np.int32), algorithm=algorithm), runs)
+    equals(attend_traced(segment_ids), runs)
+    check_plan(jax.device_get(plan_traced(segment_ids)), runs)
 
 
-@pytest.mark.parametrize("algorithm", TWO)
-def test_positions_separate_runs_of_one_id(algorithm):
+def test_positions_separate_runs_of_one_id():
     segment_ids = np.repeat([[5, 6, 0, 5, 5, 6], [1, 1, 1, 0, 0, 1]], 4, axis=1)
     positions = np.tile(np.arange(4), (2, 6))
     positions[1, 4:8] += 4  # one document of 8 tokens
     documents = np.repeat([[1, 2, 0, 3, 4, 5], [1, 1, 2, 0, 0, 3]], 4, axis=1)
-    equals(attend(segment_ids, positions, algorithm=algorithm), documents)
+    equals(attend(segment_ids, positions), documents)
     positions[1, 20:] += 100
-    with pytest.raises(ValueError, match="segment 1 occurs in separate runs of batch row 1"):
-        attend(segment_ids, positions, algorithm=algorithm)
+    for algorithm in "ring", Balanced(CONFIG):
+        with pytest.raises(ValueError, match="segment 1 occurs in separate runs of batch row 1"):
+            attend(segment_ids, positions, algorithm=algorithm)
 
 
-@pytest.mark.parametrize("algorithm", [*TWO, Auto(config=CONFIG)])
+@pytest.mark.parametrize("algorithm", ["ring", Balanced(CONFIG), Auto(config=CONFIG)])
 @pytest.mark.parametrize(
     "change, message",
     [
@@ -194,7 +185,7 @@ def test_rejected_alike(algorithm, change, message):
 def test_positions_beyond_32_bits_are_rejected():
     positions = np.full(DOCUMENTS.shape, 2**40)
     with pytest.raises(ValueError, match="positions has a value beyond 32 bits"):
-        attend(DOCUMENTS, positions, algorithm="ring")
+        attend(DOCUMENTS, positions)
 
 
 def test_zigzag_order_keeps_documents_together_in_the_sequence():
@@ -207,18 +198,3 @@ def test_zigzag_order_keeps_documents_together_in_the_sequence():
     apart = np.repeat([[1, 2, 1, 3, 3, 3]] * 2, 4, axis=1)
     with pytest.raises(ValueError, match="segment 1 occurs in separate runs of batch row 0"):
         Documents(apart)
-
-
-def test_gathered_ids_on_a_partly_manual_mesh():
-    mesh = permuted_mesh((2, 4), ("other", AXIS))
-
-    @partial(jax.shard_map, mesh=mesh, in_specs=P(None, AXIS), out_specs=P(), axis_names={AXIS})
-    def planned(segment_ids):
-        whole = jax.lax.all_gather(segment_ids, AXIS, axis=1, tiled=True)
-        plan = plan_attention(whole, world_size=4, config=PlanConfig(block=4))
-        return jax.tree.map(lambda x: jax.lax.pmax(x, AXIS), plan)
-
-    segment_ids = DOCUMENTS.astype(np.int32)
-    plan = jax.jit(planned)(segment_ids)
-    assert (plan.q_capacity, plan.kv_capacity) == (28, 48)
-    check_plan(jax.device_get(plan), segment_ids)

@@ -1,0 +1,272 @@
+"""A plan knows its batch, its rank and itself: others fail on all ranks, or give NaN by XLA.
+
+`balanced` follows a plan of tokens in order, `placed` that of a placement.
+"""
+
+import dataclasses
+import re
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from any_mask import any_mask
+from hypothesis import given, strategies as st
+from on_mesh import AXIS, all_fail, mesh_of
+from packed_batches import pack
+from properties import examples
+
+from jax_cp_dispatch import (
+    Documents,
+    PlanConfig,
+    context_parallel_attention,
+    place_tokens,
+    plan_attention,
+)
+from jax_cp_dispatch.documents.fingerprint import (
+    ID_STEP,  # inner: what the fingerprint of a plan is made of
+    POSITION_STEP,
+    checksums,
+)
+from jax_cp_dispatch.masks import Causal, Chunked, SlidingWindow
+from jax_cp_dispatch.masks.mask import PLACED  # inner: arrays that no placement made
+
+W, T = 4, 64
+MADE_FOR_ANOTHER = "the plan was made for another batch"
+ANOTHER_PLAN = "rank 2 follows the plan with checksum .* but rank 0 follows another one"
+SIZES: dict[str, dict[str, Any]] = {
+    "balanced": {
+        **{"q_capacity": 72, "kv_capacity": 128, "max_q_transfers": 16, "max_kv_transfers": 16},
+        "max_pieces": 64,
+    },
+    "placed": {
+        **{"kv_capacity": 128, "max_kv_transfers": 32, "max_pieces": 32, "max_cut_pieces": 32},
+        "max_linked_pieces": 99,
+    },
+}
+each_kind = pytest.mark.parametrize("kind", SIZES)
+
+
+def draw(num_batches=1):
+    """Returns queries, keys and values, then segment ids and positions of several batches."""
+    rng = np.random.default_rng()
+    qkv = [rng.normal(size=(2, T, n, 8)).astype(np.float32) for n in (2, 1, 1)]
+    return qkv, *(pack(rng, 2, T, max_length=20) for _ in range(num_batches))
+
+
+def make(kind, segment_ids, positions=None, mask=None, rank=None, **choices):
+    """Returns a plan, and what puts arrays into its order."""
+    options: Any = {"world_size": W, "mask": mask, "rank": rank}
+    options["config"] = PlanConfig(**SIZES[kind], **choices)
+    if kind == "balanced":
+        return plan_attention(segment_ids, positions, **options), lambda x: x
+    placement = place_tokens(segment_ids=segment_ids, positions=positions, **options)
+    return placement.plan, placement.apply
+
+
+@partial(jax.jit, static_argnames=("kind", "implementation"))
+def attend(qkv, plan, segment_ids, positions=None, *, kind, implementation=None):
+    """Of arrays in the order of the plan, whether or not a placement made them."""
+    if kind == "balanced":
+        documents = Documents(segment_ids, positions).with_plan(plan)
+    else:
+        documents = Documents.in_order(segment_ids, positions, (plan,), order=PLACED, columns=T)
+    return context_parallel_attention(
+        *qkv, mesh=mesh_of(W), axis_name=AXIS, algorithm=kind, documents=documents,
+        implementation=implementation,
+    )  # fmt: skip
+
+
+@each_kind
+def test_the_batch_of_the_plan_is_taken_and_another_fails_on_all_ranks(kind):
+    """For example, a loader that is one batch ahead, or a single token that differs."""
+    qkv, (ours, positions), (others, _) = draw(2)
+    plan, order = make(kind, ours)
+    ids, places = order((ours, positions))
+    run = partial(attend, qkv, plan, kind=kind)
+    right = run(ids)
+    for documents in ((ids, places), (ids, places + (ids == 0))):
+        np.testing.assert_array_equal(run(*documents), right)
+    all_fail(run(order(others)), MADE_FOR_ANOTHER + ": the segment ids of rank")
+    rank, changed = 2, np.array(ids)
+    changed[1, rank * T // W + 5] = ours.max() + 1
+    all_fail(run(changed), f"the segment ids of rank {rank} have checksum")
+    all_fail(run(ids, places + 1), "the positions of rank 0 have checksum")
+    unlike = ours[::-1] if kind == "balanced" else ours  # rows swapped; as it was before
+    all_fail(run(unlike), MADE_FOR_ANOTHER)
+    np.testing.assert_array_equal(run(ids), right)  # the next call is fine
+
+
+@each_kind
+def test_by_xla_another_batch_is_nan_also_in_gradients(kind):
+    qkv, (ours, _), (others, _) = draw(2)
+    plan, order = make(kind, ours)
+
+    @jax.jit
+    def run(qkv, ids):
+        loss = lambda qkv: attend(qkv, plan, ids, kind=kind, implementation="xla")
+        out, pull = jax.vjp(loss, qkv)
+        return out, pull(out)[0][0]
+
+    ids, wrong = order(ours), order(others)
+    assert all(np.isfinite(x).all() for x in run(qkv, ids))
+    assert all(np.isnan(np.asarray(x)[ids > 0]).all() for x in run(qkv, wrong))
+
+
+def lengths_of(segment_ids):
+    """The documents of rows without padding between them."""
+    return [np.bincount(row)[1:].tolist() for row in segment_ids]
+
+
+@pytest.mark.parametrize("made", ["ids", "lengths", "ids and positions", "traced"])
+def test_positions_count_from_0_and_those_of_padding_do_not_count(made):
+    """Whatever positions the loader gives to padding, in the middle of a rank's columns too."""
+    _, (segment_ids, positions) = draw()
+    rng = np.random.default_rng()
+    if made == "lengths":
+        ends = np.array([[T - 9], [T - 30]])
+        segment_ids = np.where(np.arange(T) < ends, np.cumsum(rng.random((2, T)) < 0.1, 1) + 1, 0)
+        first = np.argmax(segment_ids[:, None] == segment_ids[..., None], axis=-1)
+        segment_ids, positions = (x.astype(np.int32) for x in (segment_ids, np.arange(T) - first))
+    is_padding = segment_ids == 0
+    others = [positions + is_padding * rng.integers(-9, 99, positions.shape) for _ in range(3)]
+    # Positions that continue over padding, as those of the document before or after it would.
+    others.append(np.where(is_padding, np.roll(positions, 1, 1) + 1, positions))
+    others.append(np.where(is_padding, np.roll(positions, -1, 1) - 1, positions))
+    config = PlanConfig(8, **SIZES["balanced"])
+    if made == "lengths":
+        lengths = lengths_of(segment_ids)
+        plan = plan_attention(lengths=lengths, columns=T, world_size=W, config=config)
+    else:
+        places = others[0] if made == "ids and positions" else None
+        run = partial(plan_attention, world_size=W, config=config)
+        plan = (jax.jit(run) if made == "traced" else run)(segment_ids, places)
+    for places in others:
+        plan.validate(segment_ids, places)
+    plan.validate(*map(jnp.asarray, (segment_ids, others[0])))
+    shifted = positions + (segment_ids == segment_ids.max())
+    with pytest.raises(ValueError, match="the positions of rank"):
+        plan.validate(segment_ids, shifted)
+
+
+def test_validate_on_the_host():
+    _, (ours, places), (others, _) = draw(2)
+    plan, _ = make("balanced", ours, places)
+    plan.validate(ours)
+    plan.validate(ours.astype(np.int64), places)
+    with pytest.raises(ValueError, match="the segment_ids of rank"):
+        plan.validate(others)
+    with pytest.raises(ValueError, match="the positions of rank 0 are not those of the plan"):
+        plan.validate(ours, places + 1)
+    message = "segment_ids has shape (2, 32) but the plan is for 4 ranks of 32 rows"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        plan.validate(ours[:, :32])
+
+
+@given(data=st.data())
+@examples(8)
+def test_the_fingerprint_of_a_placement_is_that_of_the_placed_arrays(data):
+    """Worked out from pieces on the host, it is what the arrays say, in NumPy and on a device."""
+    world_size, columns = data.draw(st.sampled_from([(1, 1), (2, 24), (3, 15), (6, 60)]))
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    segment_ids, positions = pack(rng, 2, columns, max_length=columns)
+    options: Any = {"world_size": world_size, "mask": data.draw(any_mask(columns))}
+    given = data.draw(st.none() | st.just(positions + 5 * segment_ids))
+    placement = place_tokens(segment_ids=segment_ids, positions=given, **options)
+    ids, places = placement.apply((segment_ids, positions if given is None else given))
+    placement.plan.validate(ids, places)
+    if world_size == 3:  # each shape is a program
+        placement.plan.validate(jnp.asarray(ids), jnp.asarray(places))
+    own = (
+        checksums(ids, world_size, step=ID_STEP),
+        checksums(places, world_size, step=POSITION_STEP, counts=ids > 0),
+    )
+    np.testing.assert_array_equal(placement.plan.fingerprint[:, 2:], np.stack(own, 1))
+    others = np.array(ids)
+    others[rng.integers(2), rng.integers(columns)] += 1
+    with pytest.raises(ValueError, match=MADE_FOR_ANOTHER + ": the segment_ids of rank"):
+        placement.plan.validate(others)
+
+
+def test_lengths_number_the_documents_of_each_row():
+    lengths = [[20, 0, 7, 30], [64]]
+    segment_ids = np.zeros((2, T), np.int32)
+    for row, sizes in enumerate(lengths):
+        segment_ids[row, : sum(sizes)] = np.repeat(1 + np.arange(len(sizes)), sizes)
+    placement = place_tokens(lengths, world_size=W, columns=T)
+    placement.plan.validate(placement.apply(segment_ids))
+    with pytest.raises(ValueError, match=MADE_FOR_ANOTHER):
+        placement.plan.validate(segment_ids)
+
+
+# ---- Ranks that follow different plans.
+
+
+@each_kind
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {},  # another batch
+        {"mask": Chunked(3)},
+        {"balance_tolerance": 0.3},
+        {"num_heads": 8, "backward": True},  # the plans of tokens in order send the same counts
+        {"rank_speeds": (1.0, 1.5, 1.0, 1.0)},
+    ],
+    ids=str,
+)
+def test_ranks_that_follow_different_plans(kind, choices):
+    qkv, (ids, _), (others, _) = draw(2)
+    ours, order = make(kind, ids)
+    theirs, _ = make(kind, ids if choices else others, **choices)
+    theirs = dataclasses.replace(theirs, mask=Causal())
+    mix = lambda mine, theirs: np.concatenate([mine[:2], theirs[2:3], mine[3:]])
+    mixed = jax.tree.map(mix, ours, theirs)
+    all_fail(attend(qkv, mixed, order(ids), kind=kind), ANOTHER_PLAN)
+
+
+@each_kind
+@pytest.mark.parametrize("made", ["rank=", "slice_of"])
+def test_parts_of_processes_in_another_order(kind, made):
+    """Documents of equal length: each rank sends what another one expects."""
+    qkv, _ = draw()
+    ids = np.repeat([np.arange(1, 1 + W)] * 2, T // W, axis=1)
+    whole, order = make(kind, ids)
+    part = (lambda r: make(kind, ids, rank=r)[0]) if made == "rank=" else whole.slice_of
+    join = lambda ranks: jax.tree.map(lambda *x: np.concatenate(x), *(part(r) for r in ranks))
+    run = partial(attend, qkv, segment_ids=order(ids), kind=kind)
+    np.testing.assert_array_equal(run(plan=join(range(W))), run(plan=whole))
+    all_fail(run(plan=join([1, 0, 2, 3])), "this is the part of rank 1, on rank 0")
+    if made == "slice_of":
+        assert np.isnan(run(plan=join([1, 0, 2, 3]), implementation="xla")).all()
+
+
+def test_every_choice_and_the_mask_are_in_the_checksum():
+    """Also inside a program, whose plan has no pieces to compare."""
+    segment_ids = np.repeat(np.arange(1, W + 1, dtype=np.int32), T // W)[None]
+    choices = [{}, {"backward": True}, {"balance_tolerance": 0.2}, {"block": 8}]
+
+    def checksum(ids, **options):
+        fingerprint = plan_attention(ids, world_size=W, **options).fingerprint
+        assert fingerprint.shape == (W, 4)
+        return fingerprint[0, 0]
+
+    options: list[dict[str, Any]] = [{"config": PlanConfig(**x)} for x in choices]
+    options += [{"mask": x} for x in (SlidingWindow(3), SlidingWindow(4), Chunked(4), "full")]
+    of_each = lambda ids: [checksum(ids, **x) for x in options]
+    of_some = lambda ids: [checksum(ids, **options[i]) for i in (0, 4)]
+    for run, number in ((of_each, 8), (jax.jit(of_some), 2)):
+        assert len({int(x) for x in run(segment_ids)}) == number
+        assert list(map(int, run(segment_ids))) == list(map(int, run(segment_ids)))
+    # The estimate of a sample changes no plan.
+    estimate = PlanConfig(expected_overflow=0.1)
+    assert checksum(segment_ids, config=estimate) == checksum(segment_ids)
+
+
+@each_kind
+def test_equal_numbers_of_a_config_are_equal(kind):
+    """A process may read its config as NumPy's numbers."""
+    ids = np.ones((1, T), np.int32)
+    plans = [make(kind, ids, balance_tolerance=x)[0] for x in (0.125, np.float64(0.125))]
+    assert len({plan.fingerprint.tobytes() for plan in plans}) == 1

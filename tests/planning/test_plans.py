@@ -1,0 +1,393 @@
+"""Plans and placements of any batch: each query once, with its keys, within all constraints.
+
+On the host and inside `jit`. Of how good they are: test_balance.py.
+"""
+
+import pickle
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+import placement_oracle
+import pytest
+from any_mask import any_mask
+from array_masks import KINDS, random_mask
+from hypothesis import given, strategies as st
+from jax.sharding import PartitionSpec as P
+from mask_oracle import batch_visible
+from on_mesh import AXIS, permuted_mesh
+from packed_batches import pack
+from placement_oracle import check_placement
+from planner_oracle import check_plan, check_plan_of_pairs, deliver
+from properties import examples
+from random_lengths import EXTREMES
+
+from jax_cp_dispatch import PlanConfig, place_tokens, plan_attention
+from jax_cp_dispatch.masks import (
+    BlockCausal,
+    Chunked,
+    Full,
+    PrefixLM,
+    SharedPrefix,
+    SlidingWindow,
+)
+
+COLUMNS = 96
+EXTREME_MASKS = [
+    *(None, SlidingWindow(1), SlidingWindow(7), SlidingWindow(1000), Chunked(5)),
+    *(Full(), BlockCausal(6), SlidingWindow(3, 9)),
+]
+
+
+def ids_of(lengths, columns=COLUMNS):
+    """Segment ids of rows of lengths; negative lengths are padding; the last length is cut."""
+    rows = np.zeros((len(lengths), columns), np.int32)
+    for row, of_row in zip(rows, lengths, strict=True):
+        column = 0
+        for number, length in enumerate(of_row, start=1):
+            row[column : column + abs(length)] = number if length > 0 else 0
+            column += abs(length)
+    return rows
+
+
+def same(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    jax.tree.map(partial(np.testing.assert_array_equal, strict=True), a, b)
+
+
+def rows_of(metadata):
+    return int(np.max(metadata.num_total_recv_tokens))
+
+
+# ---- Any lengths, constraints and masks of numbers.
+
+LENGTHS = st.sampled_from([*EXTREMES.values()]) | st.lists(
+    st.lists(st.integers(0, 24), max_size=4), min_size=1, max_size=2
+)
+ROWS = st.none() | st.integers(1, 150)
+
+
+def draw_config(data, world_size, **others):
+    return PlanConfig(
+        block=data.draw(st.sampled_from([None, 4])),
+        kv_capacity=data.draw(ROWS),
+        ranks_per_node=data.draw(st.sampled_from([None, 1, 2 - world_size % 2])),
+        rank_speeds=data.draw(st.none() | st.just(tuple(1.0 + r % 3 for r in range(world_size)))),
+        balance_tolerance=data.draw(st.sampled_from([0.0, 0.01, 0.5])),
+        **others,
+    )
+
+
+@pytest.mark.parametrize("make", [plan_attention, place_tokens])
+@given(data=st.data())
+@examples(25)
+def test_constraints_are_kept_or_refused(make, data):
+    """The capacities, nodes, speeds and blocks of a config, beside any mask."""
+    lengths, world_size = data.draw(LENGTHS), data.draw(st.sampled_from([1, 2, 3, 4, 8]))
+    others: dict[str, Any] = {}
+    if make is plan_attention:
+        others["num_kv_heads"] = data.draw(st.sampled_from([8, 32]))
+        others["q_capacity"], others["backward"] = data.draw(ROWS), data.draw(st.booleans())
+    config, mask = draw_config(data, world_size, **others), data.draw(any_mask(40))
+    options: Any = {"world_size": world_size, "columns": COLUMNS, "mask": mask, "config": config}
+    try:
+        made: Any = make(lengths=lengths, **options)
+    except ValueError as error:
+        assert "_capacity" in str(error) and "Pass " in str(error), error
+        assert config.q_capacity is not None or config.kv_capacity is not None
+        return
+    plan = made if make is plan_attention else made.plan
+    assert config.kv_capacity in (None, plan.kv_capacity)
+    assert rows_of(plan.kv_metadata) <= plan.kv_capacity
+    if make is plan_attention:
+        check_plan(plan, ids_of(lengths), None, mask)
+        assert config.q_capacity in (None, plan.q_capacity)
+        return
+    pairs, _ = check_placement(made, lengths, mask)
+    speeds = np.array(config.rank_speeds or [1.0] * world_size)
+    if pairs.sum():
+        share = pairs.sum() * speeds / speeds.sum()
+        assert made.imbalance == pytest.approx((pairs / share).max(), rel=1e-6)
+
+
+@pytest.mark.parametrize("number, name", list(enumerate(EXTREMES)))
+def test_extreme_batches(number, name):
+    """With each mask; capacities of plans are what they need, rounded up."""
+    lengths, block = EXTREMES[name], 4
+    for turn, mask in enumerate(EXTREME_MASKS):
+        world_size = (1, 2, 3, 4, 8)[(turn + number) % 5]
+        options: Any = {"world_size": world_size, "mask": mask}
+        placement = place_tokens(lengths, columns=COLUMNS, **options)
+        check_placement(placement, lengths, mask)
+        if (turn + 3 * number) % 4:
+            continue
+        options["config"] = PlanConfig(block)
+        plan = plan_attention(lengths=lengths, columns=COLUMNS, **options)
+        check_plan(plan, ids_of(lengths), None, mask)
+        same(plan, plan_attention(ids_of(lengths), **options))
+        slots = (x.dst_rank.shape[-1] for x in (plan.q_metadata, plan.kv_metadata))
+        capacities = (plan.q_capacity, plan.kv_capacity, *slots, plan.run_row.shape[1])
+        units = (8 * block, 8 * block, 8, 8, 8)
+        for need, capacity, step in zip(plan.largest_needs[0], capacities, units, strict=True):
+            assert need <= capacity <= max(need + step, need * 9 // 8)
+
+
+# ---- Inside a program.
+
+# (B, W, T, block); blocks need not divide T, and a block may be longer than T.
+SHAPES = [(3, 3, 10, 4), (2, 8, 3, 4)]
+
+
+def told_apart_by_positions(segment_ids):
+    """Gives adjacent documents one segment id, and positions with gaps that separate them."""
+    live = segment_ids > 0
+    starts = np.diff(live.astype(np.int32), axis=1, prepend=0) == 1
+    column = np.arange(segment_ids.shape[1])
+    first = np.diff(segment_ids, axis=1, prepend=-1) != 0
+    positions = column - np.maximum.accumulate(np.where(first, column, 0), axis=1)
+    return np.where(live, starts.cumsum(1), 0), 3 * positions + 2
+
+
+@partial(jax.jit, static_argnames=("world_size", "block", "mask"))
+def plan_inside(segment_ids, positions, *, world_size, block, mask):
+    return plan_attention(
+        segment_ids, positions, world_size=world_size, mask=mask, config=PlanConfig(block=block)
+    )
+
+
+@examples(15)
+@given(data=st.data())
+def test_plans_of_any_packing_are_exact_on_the_host_and_inside_jit(data):
+    batch, world_size, columns, block = data.draw(st.sampled_from(SHAPES))
+    length = st.integers(-6, 12) | st.integers(20, 60)
+    lengths = [data.draw(st.lists(length, max_size=20)) for _ in range(batch)]
+    segment_ids = ids_of(lengths, world_size * columns)
+    positions = np.broadcast_to(np.arange(world_size * columns), segment_ids.shape)
+    if data.draw(st.booleans()):
+        segment_ids, positions = told_apart_by_positions(segment_ids)
+    mask = SlidingWindow(5, 8) if batch == 3 else None
+    arguments, options = (segment_ids, positions), {"world_size": world_size, "mask": mask}
+    check_plan(plan_attention(*arguments, **options, config=PlanConfig(block)), *arguments, mask)
+    inside = plan_inside(*arguments, **options, block=block)
+    check_plan(jax.device_get(inside), *arguments, mask)
+    assert rows_of(inside.q_metadata) <= 2 * batch * columns + block
+
+
+def test_every_rank_makes_the_same_plan_inside_shard_map():
+    """Of ids that it gathers, on a partly manual mesh."""
+    segment_ids, config = ids_of([[3, 50, -5, 9, 1, 20]]), PlanConfig(block=8)
+    mesh = permuted_mesh((2, 4), ("other", AXIS))
+
+    @jax.jit
+    @partial(jax.shard_map, mesh=mesh, in_specs=P(None, AXIS), out_specs=P(AXIS), axis_names={AXIS})
+    def plans(segment_ids):
+        whole = jax.lax.all_gather(segment_ids, AXIS, axis=1, tiled=True)
+        plan = plan_attention(whole, world_size=4, config=config)
+        rank = jax.lax.axis_index(AXIS)
+        part = plan.q_metadata.get_slice(rank), *plan.local_ranges(rank)
+        return jax.tree.map(lambda x: x[None], (plan, part))
+
+    of_ranks, (metadata, *ranges) = jax.device_get(plans(segment_ids))
+    whole, *others = (jax.tree.map(lambda x, rank=rank: x[rank], of_ranks) for rank in range(4))
+    for other in others:
+        same(whole, other)
+    check_plan(whole, segment_ids)
+    np.testing.assert_array_equal(metadata.dst_rank, whole.q_metadata.dst_rank)
+    np.testing.assert_array_equal(metadata.num_recv_tokens, whole.q_metadata.num_recv_tokens)
+    for rank in range(4):
+        same([x[rank] for x in ranges], [np.asarray(x) for x in whole.local_ranges(rank)])
+
+
+def test_constants_inside_jit_get_exact_capacities():
+    options: Any = {"world_size": 4, "config": PlanConfig(block=8)}
+    eager = plan_attention(ids_of([[50, 3, 20]]), **options)
+
+    @jax.jit
+    def program(x):
+        inside = plan_attention(ids_of([[50, 3, 20]]), **options)
+        assert inside.kv_capacity == eager.kv_capacity
+        return x + inside.run_row.sum()
+
+    assert program(0) == eager.run_row.sum()
+
+
+def test_all_padding_moves_nothing():
+    plan = plan_attention(np.zeros((1, 96), np.int32), world_size=4, config=PlanConfig(block=8))
+    assert plan.num_q_tokens_moved == plan.num_kv_tokens_moved == 0
+    assert plan.imbalance == plan.imbalance_before == 1
+
+
+# ---- Masks of arrays.
+
+
+def check_placed(plan, placement, segment_ids, visible):
+    """`visible[b, q, k]` are the pairs of each batch row."""
+    columns = segment_ids.shape[1]
+    placed = placement.permutation.reshape(placement.world_size, -1)  # the token at each place
+    keys = placement_oracle.deliver(plan.kv_metadata, placed, plan.kv_capacity)
+    pairs = np.zeros(len(placed))
+    for rank, tokens in enumerate(placed):
+        kv_start, kv_end, *of_keys = (np.asarray(x) for x in plan.local_ranges(rank))
+        for i, query in enumerate(tokens):
+            seen = np.arange(kv_start[i], kv_end[i])
+            if of_keys:
+                seen = seen[(of_keys[0][seen] <= i) & (i < of_keys[1][seen])]
+            row, column = divmod(int(query), columns)
+            is_token = segment_ids[row, column] > 0
+            wanted = row * columns + np.flatnonzero(visible[row, column] & is_token)
+            assert np.array_equal(keys[rank, seen], wanted), (rank, i)
+            pairs[rank] += len(seen)
+    np.testing.assert_allclose(plan.pairs, pairs, rtol=1e-6)
+    plan.validate(placement.apply(segment_ids))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_mask_of_arrays(kind):
+    """A plan, a placement, and a placement beside a window; also the part of one rank."""
+    rng = np.random.default_rng()
+    for _ in range(4):
+        world_size = int(rng.integers(1, 5))
+        columns, longest = world_size * int(rng.integers(4, 20)), int(rng.choice([6, 60]))
+        segment_ids, _ = pack(rng, 2, columns, max_length=longest)
+        constructor, arrays, pairs = random_mask(kind, rng, segment_ids)
+        mask, visible = constructor(*arrays), batch_visible(segment_ids, pairs)
+        last, options = world_size - 1, {"segment_ids": segment_ids, "world_size": world_size}
+
+        block, tolerance = (None, 0.01) if rng.random() < 0.5 else (4, 0.3)
+        config = PlanConfig(block=block, balance_tolerance=tolerance)
+        plan = plan_attention(mask=mask, config=config, **options)
+        check_plan_of_pairs(plan, segment_ids, visible)
+        part = plan_attention(mask=mask, config=config, rank=last, **options)
+        same(part, plan.slice_of(last))
+        same(plan, pickle.loads(pickle.dumps(plan)))
+
+        alone = place_tokens(mask=mask, **options)
+        check_placed(alone.plan, alone, segment_ids, visible)
+        alone.plan.validate(alone.apply(segment_ids), mask=alone.apply(mask))
+        same(alone.plan, pickle.loads(pickle.dumps(alone.plan)))
+        part = place_tokens(mask=mask, rank=last, **options)
+        same(part.plan, alone.plan.slice_of(last))
+
+        column = np.arange(columns)
+        distance = column[:, None] - column
+        window = batch_visible(segment_ids, (distance >= 0) & (distance < 5))
+        two = place_tokens(masks=(SlidingWindow(5), mask), layers=(3, 1), **options)
+        check_placed(two.plans[0], two, segment_ids, window)
+        check_placed(two.plans[1], two, segment_ids, visible)
+        assert two.pairs_before.sum() == 3 * window.sum() + visible.sum()
+        same(two.plan_for(mask), two.plans[1])
+
+
+@jax.jit
+def plan_arrays_inside(segment_ids, mask):
+    return plan_attention(segment_ids, world_size=4, mask=mask, config=PlanConfig(block=3))
+
+
+@pytest.mark.parametrize("kind", ["blocks", "ranges_of_keys"])
+def test_masks_of_arrays_inside_jit(kind):
+    """Blocks do not divide the columns of a rank. Of the other kinds: test_values.py."""
+    rng = np.random.default_rng()
+    for _ in range(5):
+        segment_ids, _ = pack(rng, 2, 4 * 10, max_length=int(rng.choice([6, 40])))
+        constructor, arrays, pairs = random_mask(kind, rng, segment_ids)
+        mask = constructor(*arrays)
+        plan = jax.device_get(plan_arrays_inside(segment_ids, mask))
+        check_plan_of_pairs(plan, segment_ids, batch_visible(segment_ids, pairs))
+        plan.validate(segment_ids, None, mask)
+        assert plan.mask == plan_attention(segment_ids, world_size=4, mask=mask).mask
+
+
+def test_a_shared_prompt_moves_once_to_a_rank():
+    """However many completions it has, and no completion moves that is not seen."""
+    ids = np.concatenate([np.zeros(300), np.repeat(np.arange(1, 8), 50), np.zeros(150)])
+    segment_ids = (np.arange(800) < 650).astype(np.int32)[None]
+    mask = SharedPrefix(ids.astype(np.int32)[None])
+    plan = plan_attention(segment_ids, world_size=4, mask=mask)
+    assert plan.imbalance <= 1.01001
+    rows = np.arange(800).reshape(4, 200)
+    queries, keys = (
+        deliver(x, rows, n)
+        for x, n in ((plan.q_metadata, plan.q_capacity), (plan.kv_metadata, plan.kv_capacity))
+    )
+    for rank in range(4):
+        held = keys[rank][keys[rank] >= 0]
+        assert len(np.unique(held)) == len(held)
+        seen = np.unique(ids[queries[rank][queries[rank] >= 0]])
+        assert np.isin(ids[held], [0, *seen]).all()
+
+    ids = np.repeat([np.arange(9)], [768] + 8 * [32], axis=1)
+    ones = np.ones_like(ids)
+    placement = place_tokens(segment_ids=ones, world_size=8, mask=SharedPrefix(ids))
+    placed = placement.permutation.reshape(8, -1)
+    keys = placement_oracle.deliver(
+        placement.plan.kv_metadata, placed + 1, placement.plan.kv_capacity
+    )
+    for rank, received in enumerate(keys):
+        tokens, count = np.unique(received[received > 0], return_counts=True)
+        assert (count == 1).all() and np.isin(placed[rank] + 1, tokens).all()
+    last = placed[(ids[0, placed] > 0).any(1)]  # the ranks of completions have the whole prompt
+    moved = sum(768 - (ids[0, tokens] == 0).sum() for tokens in last)
+    assert moved <= placement.plan.num_kv_tokens_moved <= 7 * 768 + 8 * 32
+
+
+# ---- Saved plans, and the parts of ranks.
+
+IN_PREFIX = np.isin(np.arange(32), [0, 1, 2, 20, 21])[None]
+
+
+def made(kind) -> Any:
+    if kind == "traced":
+        return plan_inside(
+            ids_of([[15] * 2] * 3, 30), np.arange(30) + np.zeros((3, 1), int),
+            world_size=3, block=4, mask=SlidingWindow(5, 8),
+        )  # fmt: skip
+    if kind == "moved":
+        return plan_attention(lengths=[20, 12], world_size=2)
+    placement = place_tokens([20, 12], world_size=2, masks=["full", PrefixLM(IN_PREFIX)])
+    return placement if kind == "placement" else placement.plans[1]
+
+
+@pytest.mark.parametrize("kind", ["moved", "traced", "placed", "placement"])
+def test_a_saved_plan_is_read_again(kind):
+    plan = made(kind)
+    if kind == "placement":
+        plan.inverse  # noqa: B018 - is cached, and not saved
+    read = pickle.loads(pickle.dumps(plan))
+    fields = lambda x: (x.plans, x.source) if kind == "placement" else x
+    same(fields(read), fields(plan))
+    assert "inverse" not in vars(read)
+
+
+@pytest.mark.parametrize(
+    "kind, was, then, says",
+    [
+        ("moved", b"K\x01", b"K\x63", "in format 99 of plans, but this version .* reads format 1"),
+        ("moved", b"run_row", b"row_run", "run"),  # a field
+        ("moved", b"jax_cp_dispatch.metadata", b"jax_cp_dispatch.datameta", "datameta"),  # a module
+        ("placement", b"K\x01", b"K\x63", "in format 99 of plans"),
+        ("placement", b"PlanConfig", b"PlanChoice", "PlanChoice"),  # a class
+    ],
+)
+def test_a_plan_of_another_version_is_refused_in_words(kind, was, then, says):
+    plan = made(kind)
+    saved = pickle.dumps(plan)
+    assert was in saved
+    advice = "Plan the batch again, with this version of jax_cp_dispatch"
+    with pytest.raises(ValueError, match=rf"(?s)^{type(plan).__name__}: .*{says}.*{advice}"):
+        pickle.loads(saved.replace(was, then, 1))
+
+
+def test_slices_of_plans():
+    """A rank's slice is what it needs."""
+    options: Any = {"world_size": 4, "config": PlanConfig(block=8)}
+    plan = plan_attention(ids_of([[50, 3, 20]]), **options)
+    for rank in range(4):
+        part = plan.slice_of(rank)
+        same(part, plan_attention(ids_of([[50, 3, 20]]), rank=rank, **options))
+        assert all(len(x) == 1 for x in jax.tree.leaves(part)) and part.fits
+        same(part.local_ranges(rank), plan.local_ranges(rank))
+        view = part.kv_metadata.local_view(rank)
+        np.testing.assert_array_equal(view.num_recv_tokens, plan.kv_metadata.num_recv_tokens[rank])
+    with pytest.raises(ValueError, match="slice_of: got rank 0 with 1 of 4 ranks"):
+        plan.slice_of(3).slice_of(0)
