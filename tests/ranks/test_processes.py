@@ -9,25 +9,19 @@ import sys
 
 import pytest
 from launching import PROGRAMS, command, free_address, in_shared_memory, launch
-from on_mesh import mesh_of
 
 from jax_cp_dispatch._ranks.processes import coordination
 
-sys.path.insert(0, str(PROGRAMS))
-
-import gemms
-
 
 def test_every_operation(tmp_path, monkeypatch):
-    """GEMMs have the same bits as in this one process. Cached programs would not meet."""
+    """Cached programs would not meet."""
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-    path = str(tmp_path / "gemms.npz")
-    gemms.write(path, mesh_of(4), gemms.scaled_programs(4, is_short=True))
-    done = launch(PROGRAMS / "suite.py", "--short", path, devices=2)
+    length = [] if os.environ.get("TESTS") == "all" else ["--short"]
+    done = launch(PROGRAMS / "suite.py", *length, devices=2)
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     for process in range(2):
-        assert f"[{process}] all 17 ok\n" in done.stdout
+        assert f"[{process}] all 13 ok\n" in done.stdout
     assert not (tmp_path / "cache").exists()
 
 
