@@ -9,14 +9,14 @@ import pathlib
 
 import pytest
 from scenes import of_scene
-from two_processes import outputs_of_two
+from launching import outputs_of
 
 
 @pytest.fixture(scope="module")
 def outputs():
     """What each of two processes printed, in all scenes."""
     process = pathlib.Path(__file__).with_name("ragged_process.py")
-    return outputs_of_two(process, JAX_NUM_CPU_DEVICES="1")
+    return outputs_of(2, process, JAX_NUM_CPU_DEVICES="1")
 
 
 @pytest.mark.parametrize(

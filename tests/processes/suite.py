@@ -12,8 +12,9 @@ import sys
 import threading
 from typing import Any
 
-TESTS = pathlib.Path(__file__).parents[1]
-sys.path.extend(str(TESTS / name) for name in ("contract", "oracles", "support"))
+sys.path.extend(
+    str(pathlib.Path(__file__).parents[1] / name) for name in ("contract", "oracles", "support")
+)
 
 import gemms
 import jax

@@ -7,7 +7,7 @@ import pathlib
 
 import pytest
 from scenes import of_scene
-from two_processes import outputs_of
+from launching import outputs_of
 
 from jax_cp_dispatch._ranks.gpu.nvshmem import what_hosts_lack
 from jax_cp_dispatch._ranks.gpu.slabs import describe_mapping, group_by_mapping
