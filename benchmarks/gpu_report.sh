@@ -255,7 +255,7 @@ print(runtime.cuda.device_count()[0] if runtime.cuda else 0)' 2>/dev/null)
 if [ "${gpus:-0}" -ge 2 ] || { [ "$mode" = dry ] && [ "${gpus:-0}" = 0 ]; }; then
   for case in "one process" cuda_ipc nvshmem "put and get"; do
     between "$case" 180 XLA_FLAGS="$untuned" "$python" -m pytest -q \
-      "tests/gpu/test_several_gpus.py::test_every_operation[$case]"
+      "tests/gpu/test_gpu_processes.py::test_every_operation[$case]"
   done
   between rates 240 LIMIT=100 benchmarks/multi_gpu.sh --sizes quick --output "$out/between_gpus.json"
 elif is_chosen "between GPUs"; then

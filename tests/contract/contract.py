@@ -1,7 +1,7 @@
 """The contract of an operation: a `Case` says what it is, a `Way` how a program calls it.
 
 `test_contract.py` has the properties, each written once for all cases. `operations.py` has the
-cases. The same cases run in several processes (`tests/processes/contract.py`).
+cases. The same cases run in several processes (`tests/processes/suite.py`).
 """
 
 import dataclasses

@@ -16,8 +16,8 @@ import jax
 import pytest
 import ragged as stand_in
 from jax import lax
+from launching import outputs_of
 from scenes import of_scene, play
-from two_processes import outputs_of_two
 
 from jax_cp_dispatch._dispatch import ragged_choice  # inner: GPUs are pretended
 from jax_cp_dispatch._ranks.job import publish_and_read_all  # inner: lets a process come late
@@ -33,7 +33,7 @@ SCENES = {
 @pytest.fixture(scope="module")
 def outputs():
     """What each of two processes printed, in all scenes."""
-    return outputs_of_two(pathlib.Path(__file__), JAX_NUM_CPU_DEVICES="1")
+    return outputs_of(2, pathlib.Path(__file__), JAX_NUM_CPU_DEVICES="1")
 
 
 @pytest.mark.parametrize("scene", SCENES)

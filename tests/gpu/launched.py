@@ -1,14 +1,10 @@
 """Starts programs that use GPUs, in one process or in several, and keeps what they print."""
 
-import contextlib
 import os
-import socket
-import subprocess
-import sys
-import tempfile
-import time
 
-from jax_cp_dispatch._ranks import runtime
+from launching import free_address, run_job
+
+from jax_cp_dispatch._ranks import runtime  # inner: a GPU that JAX does not use, too
 
 # Seconds for all processes, less than a test has; a waiting call ends before.
 LIMIT = float(os.environ.get("JAX_CP_DISPATCH_PROCESS_LIMIT", "30"))
@@ -29,11 +25,7 @@ def run(program, num_processes, transport, *arguments, pointers=True, slab=64 <<
       slab: bytes of each process for its channels.
       fraction: of a GPU's memory for each process's JAX.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
     environment = {
-        **os.environ,
         "JAX_PLATFORMS": "cuda",
         "PYTHONUNBUFFERED": "1",
         **({"JAX_CP_DISPATCH_GPU_TRANSPORT": transport} if transport else {}),
@@ -42,32 +34,12 @@ def run(program, num_processes, transport, *arguments, pointers=True, slab=64 <<
         "XLA_PYTHON_CLIENT_MEM_FRACTION": fraction,
         "NVSHMEM_REMOTE_TRANSPORT": "none",
     }
-    job = [[address, str(num_processes), str(process)] for process in range(num_processes)]
-    codes, outputs = [], []
-    with contextlib.ExitStack() as stack:
-        # Files, not pipes: they keep the output of a process that never ends.
-        files = [stack.enter_context(tempfile.TemporaryFile()) for _ in job]
-        workers = [
-            subprocess.Popen(
-                [sys.executable, program, *(place if num_processes > 1 else ()), *arguments],
-                env=environment, stdout=file, stderr=subprocess.STDOUT,
-            )
-            for place, file in zip(job, files, strict=True)
-        ]  # fmt: skip
-        end = time.monotonic() + LIMIT
-        try:
-            for worker in workers:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    worker.wait(max(0.0, end - time.monotonic()))
-            codes = [worker.poll() for worker in workers]
-        finally:
-            for worker in workers:
-                worker.kill()
-                worker.wait()
-        for file in files:
-            file.seek(0)
-            outputs.append(file.read().decode(errors="replace"))
-    return codes, outputs
+    address, processes = free_address(), range(num_processes)
+    places = [
+        (address, num_processes, process) if num_processes > 1 else () for process in processes
+    ]
+    codes, said = run_job([(program, *place, *arguments) for place in places], environment, LIMIT)
+    return codes, ["".join(of_process) for of_process in said]
 
 
 def printed(codes, outputs):

@@ -1,9 +1,9 @@
-"""Tests over all GPUs of this machine: those of tests/processes/suite.py, and large operands.
+"""Tests over all GPUs of this machine: the contract's cases, groups, loops, and large operands.
 
     python tests/gpu/several_gpus.py                                 # one process with all GPUs
     python tests/gpu/several_gpus.py ADDRESS NUM_PROCESSES PROCESS   # one of a process per GPU
 
-test_several_gpus.py starts it. Names of tests, after these arguments, choose some. Each process
+test_gpu_processes.py starts it. Names of tests, after these arguments, choose some. Each process
 compares the results of its own ranks with NumPy. If XLA's collectives would serve instead of a
 transport of this package, a test fails.
 """
@@ -15,7 +15,8 @@ import warnings
 from functools import partial
 
 sys.path.extend(
-    str(pathlib.Path(__file__).parents[1] / name) for name in ("processes", "oracles", "support")
+    str(pathlib.Path(__file__).parents[1] / name)
+    for name in ("processes", "contract", "oracles", "support")
 )
 
 import gemms
@@ -27,6 +28,7 @@ from attention_oracle import attention, attention_gradients
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from local_cases import assert_close
 from movement_oracle import combined, dispatched, random_plan
+from operations import CASES
 from places import AXIS, all_devices, check, mesh_of_all, on_ranks, place
 
 import jax_cp_dispatch as cp
@@ -37,6 +39,18 @@ ROUNDS = 8
 ROWS, WIDTH = {"gpu": 4096, "cpu": 32}, 1024
 # Relative to the largest magnitude; probabilities and gradients are rounded to 8 bits.
 TOLERANCE = 2e-2
+OVER_THE_NETWORK = "over the network"  # there XLA computes GEMMs
+
+
+def test_cases():
+    """The contract's, in float32."""
+    for case in CASES:
+        if not case.is_local and not (OVER_THE_NETWORK in connect_gpus().reason and is_gemm(case)):
+            suite.check_case(case, "float32")
+
+
+def is_gemm(case):
+    return case.op in ("all_gather_matmul", "matmul_reduce_scatter")
 
 
 def test_large_exchanges():
@@ -99,16 +113,13 @@ def test_attention_in_bfloat16():
 
 
 TESTS_OF_ALL = (
-    suite.test_dispatch_and_combine_with_replicas,
-    suite.test_gradient_is_the_adjoint,
+    test_cases,
     suite.test_groups_in_one_process_and_across,
     suite.test_calls_of_one_program_are_distinguished,
     suite.test_arrays_of_all_ranks,
     test_large_exchanges,
     gemms.test_every_method_of_the_products,
     gemms.test_products_in_loops_and_of_global_arrays,
-    suite.test_attention,
-    suite.test_a_recurrence,
     test_attention_in_bfloat16,
 )
 
@@ -127,8 +138,8 @@ def main() -> None:
         sys.exit(f"no transport serves: {found}")
     warnings.filterwarnings("error", message="jax_cp_dispatch: .*XLA's")
     for test in (test for test in TESTS_OF_ALL if test.__name__ in chosen):
-        if "over the network" in world.reason and test.__module__ == "gemms":
-            continue  # XLA computes them there
+        if OVER_THE_NETWORK in world.reason and test.__module__ == "gemms":
+            continue
         test()
         raise_gpu_errors()
         print(f"process {jax.process_index()}: {test.__name__} over {over}: ok", flush=True)

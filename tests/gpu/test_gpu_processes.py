@@ -1,7 +1,6 @@
-"""Two and four processes: the same exchanges over CUDA IPC and NVSHMEM.
+"""Two and four processes on one GPU, and all GPUs: the same exchanges over every transport.
 
-They share one GPU, or use several where the machine has these. NVSHMEM is tested through pointers,
-and through puts and gets as over a network.
+NVSHMEM is tested through pointers, and through puts and gets as over a network.
 """
 
 import pathlib
@@ -9,9 +8,15 @@ from functools import partial
 
 import launched
 import pytest
-from launched import printed
+from launched import num_gpus, printed
 
 run = partial(launched.run, pathlib.Path(__file__).with_name("worker.py"))
+ALL_GPUS = {  # processes for each GPU, transport, options
+    "one process": (0, None, {}),
+    "cuda_ipc": (1, "cuda_ipc", {}),
+    "nvshmem": (1, "nvshmem", {}),
+    "put and get": (1, "nvshmem", {"pointers": False}),
+}
 
 
 @pytest.mark.parametrize(
@@ -42,3 +47,17 @@ def test_a_process_that_does_not_call_is_named_to_the_others():
     codes, outputs = run(2, "cuda_ipc", "--absent", "1")
     assert codes[0] == 0, printed(codes, outputs)
     assert "waited for rank 1 until the deadline" in outputs[0]
+
+
+@pytest.mark.skipif(num_gpus() == 1, reason="one GPU")
+@pytest.mark.parametrize("case", ALL_GPUS)
+def test_every_operation(case, monkeypatch):
+    for_each, transport, options = ALL_GPUS[case]
+    monkeypatch.setenv("JAX_DEFAULT_MATMUL_PRECISION", "highest")  # else XLA uses TF32
+    count = for_each * num_gpus() or 1
+    program = pathlib.Path(__file__).with_name("several_gpus.py")
+    options = {"fraction": ".5", "slab": 1 << 30, **options}
+    codes, outputs = launched.run(program, count, transport, **options)
+    assert codes == [0] * count, printed(codes, outputs)
+    for process, output in enumerate(outputs):
+        assert f"process {process}: all over {transport or 'cuda_peer'}: ok" in output

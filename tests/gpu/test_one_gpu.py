@@ -1,19 +1,23 @@
-"""All ranks on one GPU: the custom call against NumPy and against XLA's gathers."""
+"""One GPU: the contract's cases; all ranks on it against NumPy and against XLA's gathers."""
 
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from contract import check, mesh_of, on_ranks, split, with_gradients
 from movement_oracle import combined, dispatched, random_plan
 from moving import bits, capacity_of
+from operations import CASES
 
-from jax_cp_dispatch import Metadata, combine, compute_metadata, dispatch, dispatch_qkv
+from jax_cp_dispatch import Metadata, combine, compute_metadata, dispatch
 from jax_cp_dispatch.buffers import create_dispatch_buffer, destroy_dispatch_buffer
 from jax_cp_dispatch.gpu import raise_gpu_errors
 
 S, T = 6, 40
+MOVED = ("dispatch", "combine", "dispatch_qkv", "dispatch_start")
 OURS: dict[str, Any] = {"axis_name": "cp", "implementation": "cuda_peer", "deadline": 3.0}
 
 
@@ -39,6 +43,24 @@ def per_rank(x, num_ranks):
 
 def plan_of(num_ranks, num_replicas=3, seed=0):
     return random_plan(np.random.default_rng(seed), num_ranks, S, T, num_replicas)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.op in MOVED], ids=str)
+def test_cases_of_all_ranks(case, num_ranks):
+    """Values and gradients of arrays of all ranks, without a mesh."""
+    arrays = case.arrays("float32", ranks=num_ranks)
+    *expected, cotangents = case.expected(arrays)
+    run = with_gradients(partial(case.call, **OURS))
+    check(jax.jit(run)(*split(arrays), cotangents), tuple(expected), "float32")
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_cases_of_one_rank(case):
+    """What a rank computes beside its exchanges, and the gradients."""
+    arrays = case.arrays("bfloat16", ranks=1)
+    *expected, cotangents = case.expected(arrays)
+    run = with_gradients(on_ranks(case, mesh_of(1)))
+    check(jax.jit(run)(*split(arrays), cotangents), tuple(expected), "bfloat16")
 
 
 @pytest.mark.parametrize("num_replicas", [1, 3, 11])
@@ -102,24 +124,6 @@ def test_combine_sums_in_order(num_ranks, dtype):
     if dtype == "float32":
         exact = combined(plan, y, T, np.float32)
         np.testing.assert_array_equal(per_rank(got, num_ranks), exact)
-
-
-def test_gradients_equal_those_of_xla(num_ranks):
-    plan = Metadata(**plan_of(num_ranks))
-    capacity = int(np.max(plan.num_total_recv_tokens))
-    rng = np.random.default_rng(3)
-    q, k = (flat(rng.normal(size=(num_ranks, T, n)).astype(np.float32)) for n in (8, 5))
-
-    def loss(q, k, implementation):
-        there = dispatch_qkv(
-            q, k, plan, plan, axis_name="cp", q_capacity=capacity, kv_capacity=capacity,
-            implementation=implementation, deadline=3.0,
-        )  # fmt: skip
-        return sum((x**3).sum() for x in there)
-
-    grad = jax.jit(jax.grad(loss, argnums=(0, 1)), static_argnums=2)
-    for ours, xla in zip(grad(q, k, "cuda_peer"), grad(q, k, "xla"), strict=True):
-        np.testing.assert_array_equal(ours, xla)
 
 
 @pytest.mark.parametrize("width", [16, 1024], ids=["one kernel", "several"])

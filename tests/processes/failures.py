@@ -83,28 +83,39 @@ class Job:
         bad["num_recv_tokens"] = self.plan["num_recv_tokens"].copy()
         bad["num_recv_tokens"][-1, 0] += 1
         self.bad_metadata = self.on_mesh(bad)
-        self.program = self.compiled(self.dispatch(self.capacity))
-        self.closed = self.compiled(self.closed_over(self.plan), self.here)
         self.bad_plan = bad
         self.matrices = [place(draw(seed, self.num_ranks, 8), self.mesh) for seed in range(2)]
-        self.product = self.compiled(self.multiply(5), *self.matrices)
         self.ids = place(np.ones((self.num_ranks, T), np.int32), self.mesh)
-        self.ring = self.compiled(self.rotate(T), self.here, self.ids)
-        # All call these two equally often; otherwise a program's ranks never meet again.
-        self.checked = self.compiled(self.dispatch(self.capacity + 2))
+        # All call it equally often; otherwise a program's ranks never meet again.
         self.proof = self.compiled(self.dispatch(self.capacity + 3, deadline=60.0))
+        self.prepared = {}  # what `call_of` calls, by what kinds begin with
         self.num_calls = 0  # of `call_of`
         self.num_trials = 0
 
     def compiled(self, program, *operands):
-        """Compiles for `operands`: a deadline is shorter than processes may differ in that."""
+        """Compiles before all meet: a deadline is shorter than processes may differ in that."""
         return program.lower(*(operands or (self.here, self.metadata))).compile()
 
     def on_mesh(self, fields):
-        return self.on_mesh_of(cp.Metadata(**fields))
+        return jax.tree.map(lambda a: place(a, self.mesh), cp.Metadata(**fields))
 
-    def on_mesh_of(self, plan):
-        return jax.tree.map(lambda a: place(a, self.mesh), plan)
+    def prepare(self, kind):
+        """Compiles the program of a kind, and returns it with its operands."""
+        exchanged = self.here, self.metadata
+        makers = {
+            "gemm": lambda: (self.multiply(5), self.matrices),
+            "ring": lambda: (self.rotate(T), (self.here, self.ids)),
+            "batch": self.plan_batches,
+            "constants": lambda: (self.closed_over(self.plan), (self.here,)),
+            # Of its own: all call it equally often.
+            "metadata": lambda: (self.dispatch(self.capacity + 2), (self.here, self.bad_metadata)),
+            "": lambda: (self.dispatch(self.capacity), exchanged),
+        }
+        name = next(name for name in makers if kind.startswith(name))
+        if name not in self.prepared:
+            program, operands = makers[name]()
+            self.prepared[name] = self.compiled(program, *operands), operands
+        return self.prepared[name]
 
     def plan_batches(self):
         """Plans the documents of two steps: a rank that skips one passes the plan of the other."""
@@ -121,7 +132,7 @@ class Job:
             self.documents.append(jax.tree.map(put, specs, documents))
         rows = {"in_specs": (RANKS, specs), "out_specs": RANKS}
         attention = jax.jit(jax.shard_map(self.attend, mesh=self.mesh, **rows))
-        self.attention = self.compiled(attention, self.here, self.documents[0])
+        return attention, (self.here, self.documents[0])
 
     def attend(self, x, documents):
         x = x[:, :, None]
@@ -165,24 +176,13 @@ class Job:
 
         return on_ranks(local, self.mesh)
 
-    def call(self, program, *operands):
-        jax.block_until_ready(program(*(operands or (self.here, self.metadata))))
+    def call(self, program, operands):
+        jax.block_until_ready(program(*operands))
 
     def call_of(self, kind):
         """The call of the others while the victim fails."""
         self.num_calls += 1
-        if kind.startswith("gemm"):
-            self.call(self.product, *self.matrices)
-        elif kind.startswith("ring"):
-            self.call(self.ring, self.here, self.ids)
-        elif kind == "metadata":
-            self.call(self.checked, self.here, self.bad_metadata)
-        elif kind == "constants":
-            self.call(self.closed, self.here)
-        elif kind == "batch":
-            self.call(self.attention, self.here, self.documents[0])
-        else:
-            self.call(self.program)
+        self.call(*self.prepare(kind))
 
     def catch_up(self, kind):
         """Makes the calls that a process has missed: a stopped one may have made one more."""
@@ -236,7 +236,7 @@ def fail(kind, job, pid, another):
     """The action of the victim. Raises what its own call raises."""
     if another:
         job.num_calls += kind == "constants"  # it has not missed a call of the others' program
-        job.call(another[0], *another[1])
+        job.call(*another)
     elif kind in ("late", "gemm late"):
         job.wait_for_others()
         job.call_of(kind)
@@ -244,7 +244,7 @@ def fail(kind, job, pid, another):
         job.call_of(kind)
     elif kind == "batch":
         job.num_calls += 1
-        job.call(job.attention, job.here, job.documents[1])
+        job.call(job.prepare(kind)[0], (job.here, job.documents[1]))
     else:
         number = signal.SIGSTOP if kind.endswith("stop") else signal.SIGKILL
         threading.Timer(random.uniform(0, 0.05), os.kill, (pid, number)).start()
@@ -257,6 +257,7 @@ def trial(kind, job, pids):
     victim = job.processes[-1]
     here, rank = jax.process_index(), job.num_ranks - 1
     another = another_call(kind, job) if here == victim else None
+    job.prepare(kind)
     job.prove()
     job.num_trials += 1
     begin = time.monotonic()
@@ -304,8 +305,6 @@ def main():
         trials = options.trials
         if kind.endswith("kill"):
             trials = min(trials, len(job.processes) - 2)
-        if kind == "batch":
-            job.plan_batches()
         num_right, longest = 0, 0.0
         for _ in range(trials):
             is_right, seconds, job = trial(kind, job, pids)

@@ -1,29 +1,28 @@
-"""Tests of every operation between processes; the launcher runs this file in each process.
+"""Every operation between processes; the launcher runs this file in each process.
 
     python -m jax_cp_dispatch.launch --processes 2 --devices 4 tests/processes/suite.py
 
-Every process computes the expected results of all ranks, and compares those of its own ranks.
-Arguments: --short, names of tests, and the path of the file that `gemms.py` has written.
+The cases of the contract, groups, programs beside each other, and GEMMs with buffers. Every process
+computes the expected results of all ranks, and compares those of its own ranks.
+Arguments: --short, and names of tests.
 """
 
-import dataclasses
-import itertools
 import pathlib
 import sys
 import threading
 from typing import Any
 
-sys.path.extend(str(pathlib.Path(__file__).parents[1] / name) for name in ("oracles", "support"))
+sys.path.extend(
+    str(pathlib.Path(__file__).parents[1] / name) for name in ("contract", "oracles", "support")
+)
 
 import gemms
 import jax
-import jax.numpy as jnp
 import numpy as np
-import sequence_oracle
-from attention_oracle import attention, attention_gradients
-from experts_oracle import evenly, grouped_rows, summed_rows
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
-from movement_oracle import combined, dispatched
+from contract import TOLERANCE, Case, on_ranks as case_on_ranks, specs_of, split, with_gradients
+from jax.sharding import AxisType, Mesh, PartitionSpec as P
+from movement_oracle import dispatched
+from operations import CASES
 from places import (
     AXIS,
     IS_SHORT,
@@ -39,76 +38,44 @@ from places import (
 
 import jax_cp_dispatch as cp
 
-
-def test_dispatch_and_combine_with_replicas():
-    mesh, W = mesh_of_all(), jax.device_count()
-    for seed, replicas in itertools.product(range(2), (1, 3)):
-        plan, capacity = plan_of(seed, W, replicas)
-        arrays = {
-            "float32": draw(seed, W, 3, 2),
-            "bfloat16": draw(seed + 1, W, 8, dtype=jnp.bfloat16),
-            "bytes": draw(seed + 2, W, 7, dtype=np.uint8),
-        }
-
-        def there_and_back(x, m, capacity=capacity):
-            y = cp.dispatch(x, m, axis_name=AXIS, capacity=capacity)
-            return y, cp.combine(y, m, axis_name=AXIS, num_tokens=T)
-
-        x, m = jax.tree.map(lambda a: place(a, mesh), (arrays, cp.Metadata(**plan)))
-        there, back = on_ranks(there_and_back, mesh)(x, m)
-        for name, whole in arrays.items():
-            want = dispatched(plan, whole, capacity)
-            check(there[name], want)
-            check(back[name], combined(plan, want, T).astype(whole.dtype))
+# They take long to compile, and exchange as "placed" and "ring" do. Not in short.
+LONG = ("balanced", "zigzag", "halo", "hamilton", "ulysses", "latents")
+LONG += ("shift", "causal_conv", "recurrence", "gated_delta_rule")
+LONG += ("linear_attention", "linear_recurrence")
 
 
-def test_tokens_to_experts():
-    """A routing, its rows and sums, which XLA gives too, with their gradients.
-
-    And the first token of each rank by `ragged_all_to_all`.
-    """
-    mesh, W = mesh_of_all(), jax.device_count()
-    index = np.random.default_rng(0).integers(-1, 2 * W, (W, T, 3)).astype(np.int32)
-    x, weights, num_rows = draw(0, W, 8), draw(1, W, 3), W * T * 3
-
-    def layer(x, weights, index):
-        routing = cp.experts.route(index, num_experts=2 * W, axis_name=AXIS, capacity=num_rows)
-        rows = cp.experts.dispatch_tokens(x, routing)
-        options = dataclasses.replace(routing.options, implementation="xla")
-        by_xla = dataclasses.replace(routing, options=options)
-        outs = []
-        for of in routing, by_xla:
-            run = lambda x, w, of=of: cp.experts.combine_tokens(x, w, of)
-            out, pull = jax.vjp(run, rows, weights)
-            outs.append((out, *pull(out)))
-        none, one = jnp.zeros(W, jnp.int32), jnp.ones(W, jnp.int32)
-        at = jnp.full(W, jax.lax.axis_index(AXIS))
-        firsts = cp.ragged_all_to_all(x, 0 * x, none, one, at, one, axis_name=AXIS)
-        return rows, routing.group_sizes, outs[0][0], firsts[:W], outs
-
-    arrays = jax.tree.map(lambda a: place(a, mesh), (x, weights, index))
-    held = evenly(2 * W, W)
-    rows, sizes = grouped_rows(x, index, held, num_rows)
-    want = rows, sizes, summed_rows(rows, weights, index, held), np.stack([x[:, 0]] * W)
-    *got, outs = on_ranks(layer, mesh)(*arrays)
-    jax.tree.map(check, tuple(got), want)
-    for one, other in zip(*outs, strict=True):
-        for a, b in zip(one.addressable_shards, other.addressable_shards, strict=True):
-            np.testing.assert_array_equal(a.data, b.data)
+def test_cases():
+    """Values and gradients of the contract's cases, in float64."""
+    with jax.enable_x64(True):
+        for case in CASES:
+            if not case.is_local and not (IS_SHORT and case.name in LONG):
+                check_case(case, "float64")
 
 
-def test_gradient_is_the_adjoint():
-    mesh, W = mesh_of_all(), jax.device_count()
-    plan, capacity = plan_of(3, W, 2)
-    x, g = draw(0, W, 4), np.random.default_rng(1).integers(0, 9, (W, capacity, 4)).astype("f")
-
-    def gradient(x, g, m):
-        move = lambda x: cp.dispatch(x, m, axis_name=AXIS, capacity=capacity)
-        return jax.vjp(move, x)[1](g)[0]
-
-    m = jax.tree.map(lambda a: place(a, mesh), cp.Metadata(**plan))
-    got = on_ranks(gradient, mesh)(place(x, mesh), place(g, mesh), m)
-    check(got, combined(plan, g, T).astype(np.float32))
+def check_case(case: Case, dtype: str) -> None:
+    """Compares results and gradients of this process's ranks with the oracle's."""
+    mesh = mesh_of_all()
+    arrays = case.arrays(dtype, ranks=mesh.size)
+    *expected, cotangents = case.expected(arrays)
+    floats, others = split(arrays)
+    place_all = lambda specs, arrays: jax.tree.map(
+        lambda spec, part: jax.tree.map(lambda x: place(x, mesh, spec), part),
+        specs_of(specs, arrays, (AXIS,)),
+        arrays,
+        is_leaf=lambda x: isinstance(x, P),
+    )
+    operands = (case.specs, floats), (case.specs, others), (case.results, cotangents)
+    program = jax.jit(with_gradients(case_on_ranks(case, mesh, check_vma=False)))
+    got = program(*(place_all(*operand) for operand in operands))
+    assert jax.tree.structure(got) == jax.tree.structure(tuple(expected))
+    named = jax.tree.leaves_with_path(tuple(expected))
+    for (path, want), x in zip(named, jax.tree.leaves(got), strict=True):
+        name = f"{case}{jax.tree_util.keystr(path)}"
+        assert x.shape == want.shape and x.dtype == dtype, name
+        atol = TOLERANCE[dtype] * max(1.0, np.abs(want).max(initial=0))
+        for shard in x.addressable_shards:
+            part = np.asarray(shard.data, np.float64)
+            np.testing.assert_allclose(part, want[shard.index], rtol=0, atol=atol, err_msg=name)
 
 
 def test_groups_in_one_process_and_across():
@@ -216,74 +183,6 @@ def test_arrays_of_all_ranks():
             move = jax.jit(lambda x: cp.dispatch(x, m, axis_name=AXIS, capacity=capacity))
             got = move(place(x.reshape(W * T, 3), mesh))
         check(got, dispatched(plan, x, capacity).reshape(W * capacity, 3))
-
-
-def test_attention():
-    """Every algorithm, forward and backward, against dense attention of two documents."""
-    mesh, W = Mesh(all_devices(), (AXIS,), axis_types=(AxisType.Auto,)), jax.device_count()
-    tokens = 4 * W
-    rng = np.random.default_rng(0)
-    q = rng.normal(size=(1, tokens, 4, 8)).astype("f")
-    k, v = rng.normal(size=(2, 1, tokens, 2, 8)).astype("f")
-    g = rng.normal(size=q.shape).astype("f")
-    segments = np.repeat([1, 2], [tokens - 5, 5])[None]
-    start = np.where(segments == 1, 0, tokens - 5)
-    end = np.arange(tokens)[None] + 1
-    out, lse = attention(q, k, v, start, end)
-    want = out, *attention_gradients(q, k, v, start, end, g, np.zeros_like(lse))
-    balanced = cp.Balanced(cp.PlanConfig(block=2))
-    for algorithm in (balanced, "ring", "zigzag", "hamilton")[: 2 if IS_SHORT else 4]:
-
-        def attend(q, k, v, algorithm=algorithm):
-            return cp.context_parallel_attention(
-                q, k, v, mesh=mesh, axis_name=AXIS, algorithm=algorithm, segment_ids=segments,
-            )  # fmt: skip
-
-        def both(q, k, v, g, attend=attend):
-            out, pull = jax.vjp(attend, q, k, v)
-            return out, *pull(g)
-
-        spec = P(None, AXIS)
-        program = jax.jit(both, out_shardings=NamedSharding(mesh, spec))
-        for got, expected in zip(
-            program(*(place(a, mesh, spec) for a in (q, k, v, g))), want, strict=True
-        ):
-            check(got, expected.astype(np.float32), exact=False)
-
-
-def test_a_recurrence():
-    """The delta rule, forward and backward, of a document that all ranks hold and a short one.
-
-    Not in short: it takes long to compile, and makes exchanges like all others.
-    """
-    if IS_SHORT:
-        return
-    mesh, tokens = Mesh(all_devices(), (AXIS,), axis_types=(AxisType.Auto,)), 4 * jax.device_count()
-    rng = np.random.default_rng(0)
-    q, k, v, g = rng.normal(size=(4, 1, tokens, 2, 4)).astype("f")
-    k /= np.linalg.norm(k, axis=-1, keepdims=True)
-    log_decay, beta = -rng.random((1, tokens, 2), "f"), rng.random((1, tokens, 2), "f")
-    operands, ids = (q, k, v, log_decay, beta), np.repeat([1, 2], [tokens - 2, 2])[None]
-    want = [np.zeros(x.shape, "f") for x in (g, *operands)]
-    for row, a, b in sequence_oracle.documents(ids):
-        *of, of_g = (x[row, a:b].astype(float) for x in (*operands, g))
-        results = sequence_oracle.recurrence(*of, scale=0.5, g=of_g)
-        for x, result in zip(want, results, strict=True):
-            x[row, a:b] = result
-
-    def both(g, *operands):
-        layer = lambda *x: cp.sequence.gated_delta_rule(
-            *x, mesh=mesh, axis_name=AXIS, segment_ids=ids
-        )
-        out, pull = jax.vjp(layer, *operands)
-        return out, *pull(g)
-
-    spec = P(None, AXIS)
-    program = jax.jit(both, out_shardings=NamedSharding(mesh, spec))
-    for got, expected in zip(
-        program(*(place(a, mesh, spec) for a in (g, *operands))), want, strict=True
-    ):
-        check(got, expected, exact=False)
 
 
 def test_an_invalid_plan_is_rejected_on_all_ranks():

@@ -1,4 +1,4 @@
-"""Programs of several processes, by the launcher, and what they leave behind."""
+"""Programs of several processes, by the launcher or without it, and what they leave behind."""
 
 import contextlib
 import os
@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 
 from jax_cp_dispatch import launch as launcher
 
@@ -44,6 +45,57 @@ def launch(*arguments, **options):
         for file in (out, err):
             file.seek(0)
         return subprocess.CompletedProcess((), code, out.read(), err.read())
+
+
+def run_job(programs, environment, limit=LIMIT):
+    """Runs Python programs, one in each process, and kills those that take longer than `limit`.
+
+    Variables that are None are not inherited. Returns exit codes, None for a killed one, and of
+    each what it printed and its errors.
+    """
+    codes, said = [], []
+    variables = {**os.environ, **environment}
+    variables = {name: value for name, value in variables.items() if value is not None}
+    with contextlib.ExitStack() as stack:
+        # Files, not pipes: they keep the output of a process that never ends.
+        file = lambda: stack.enter_context(tempfile.TemporaryFile())
+        files = [(file(), file()) for _ in programs]
+        job = [
+            subprocess.Popen(
+                [sys.executable, *map(str, program)],
+                env=variables, stdout=out, stderr=err,
+            )
+            for program, (out, err) in zip(programs, files, strict=True)
+        ]  # fmt: skip
+        end = time.monotonic() + limit
+        try:
+            for process in job:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.0, end - time.monotonic()))
+            codes = [process.poll() for process in job]
+        finally:
+            for process in job:
+                process.kill()
+                process.wait()
+        for of_process in files:
+            for file in of_process:
+                file.seek(0)
+            said.append([file.read().decode(errors="replace") for file in of_process])
+    return codes, said
+
+
+def outputs_of(num_processes, program, **environment):
+    """Runs `program address process` in several processes on CPU; returns what each printed.
+
+    Options for XLA are not inherited. All must end with 0.
+    """
+    address = free_address()
+    plain = {name: None for name in os.environ if name.startswith("XLA_")}
+    environment = {**plain, "JAX_PLATFORMS": "cpu", **environment}
+    programs = [(program, address, process) for process in range(num_processes)]
+    codes, said = run_job(programs, environment)
+    assert codes == [0] * num_processes, said
+    return [out for out, _ in said]
 
 
 def free_address():
