@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from calls import Call, check, check_qkv, draw_qkv, with_gradients
@@ -155,7 +156,7 @@ def test_only_what_is_asked_for_is_returned():
     attend = lambda **more: jax.eval_shape(
         lambda: context_parallel_attention(q, k, v, algorithm="ring", **where, **more)
     )
-    assert attend(sink=np.zeros(4, np.float32)).shape == (1, 8, 4, 4)
+    assert attend(sink=jnp.zeros(4)).shape == (1, 8, 4, 4)
     _, lse = attend(return_lse=True)
     assert lse.shape == (1, 8, 4) and lse.dtype == np.float32
     _, largest = attend(return_max_logits=True)
