@@ -21,7 +21,6 @@ from on_mesh import AXIS, mesh_of, on_ranks
 
 import jax_cp_dispatch as cpd
 from jax_cp_dispatch.attention import chunk_exchange, ring_exchange
-from jax_cp_dispatch.documents import zigzag_permutation
 
 W, T = 4, 8
 ROWS: Any = P(AXIS)
@@ -177,32 +176,20 @@ def test_outside_jit_dispatch_moves_its_arrays():
 # ---- One rank, the first case of a new model: what has no case in the contract.
 
 
-def test_one_rank_needs_no_choice():
-    sizes: Any = {"num_heads": 2, "num_kv_heads": 2, "head_size": 8, "itemsize": 4}
-    choice = cpd.choose_algorithm([[20, 9]], num_ranks=1, tokens_per_rank=32, **sizes)
-    assert choice.algorithm.why_not is not None
-    one, q = {"mesh": mesh_of(1), "segment_ids": IDS}, Q
-    ring = attend(q, q, q, algorithm="ring", **one)
-    np.testing.assert_allclose(attend(q, q, q, algorithm="auto", **one), ring, atol=2e-5)
-    assert float(cpd.plan_attention(IDS, world_size=1).imbalance) == 1
+def test_one_rank():
+    run = lambda function, **options: on_ranks(
+        partial(function, axis_name=AXIS, **options), mesh_of(1)
+    )
+    one = {"mesh": mesh_of(1), "segment_ids": IDS}
+    ring = attend(Q, Q, Q, algorithm="ring", **one)
+    np.testing.assert_allclose(attend(Q, Q, Q, algorithm="auto", **one), ring, atol=2e-5)
+    x, w = normal(1, 6, 8), normal(1, 8, 4, seed=1)
     for method in ("auto", "ring_exchange"):
         for function in (cpd.all_gather_matmul, cpd.matmul_reduce_scatter):
-            run = on_ranks(partial(function, axis_name=AXIS, method=method), mesh_of(1))
-            x, w = normal(1, 6, 8), normal(1, 8, 4, seed=1)
-            np.testing.assert_allclose(run(x, w), x @ w, rtol=2e-5, atol=2e-5)
-
-
-def test_one_rank_has_no_cycles():
-    assert cpd.cycles.hamiltonian_cycles(1) == []
-    assert cpd.cycles.two_level_cycles(1, 1) == cpd.cycles.two_level_maps(1, 1).cycles == []
-    assert cpd.cycles.source_is_earlier([]) == [[[]]]  # one rank, one step, no chunks
-    assert cpd.cycles.chunk_maps([]) == ([[-1]], [[-1]])  # a rank sends itself nothing
-    np.testing.assert_array_equal(zigzag_permutation(8, 1), np.arange(8))
-    exchange = partial(chunk_exchange, out_chunk=[[-1]], in_chunk=[[-1]], axis_name=AXIS)
-    x = normal(1, 0, 3)
-    assert on_ranks(exchange, mesh_of(1))(x).size == 0
-    ring = on_ranks(partial(ring_exchange, axis_name=AXIS), mesh_of(1))
-    np.testing.assert_array_equal(ring(normal(1, 3)), normal(1, 3))
+            np.testing.assert_allclose(run(function, method=method)(x, w), x @ w, atol=2e-5)
+    np.testing.assert_array_equal(run(ring_exchange)(x), x)
+    out_chunk, in_chunk = cpd.cycles.chunk_maps([])
+    assert run(chunk_exchange, out_chunk=out_chunk, in_chunk=in_chunk)(x[:, :0]).size == 0
 
 
 # ---- JAX promotes neither ranks nor dtypes; traced only. 64-bit types would mix with ours.
