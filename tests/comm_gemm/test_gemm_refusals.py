@@ -254,6 +254,7 @@ GATHERS: list[tuple[Any, str]] = [
     # Scaling.
     (lambda: gather(scaling_mode="FP8"), "scaling_mode is 'FP8'; it needs to be one of "),
     (lambda: gather(scaling_mode=DELAYED), "got no scaling_state with .*DELAYED.* Begin with Matm"),
+    (lambda: gather(scaling_mode=DELAYED, scaling_state=3), "scaling_state is int; it needs to be"),
     (lambda: gather(scaling_state=STATE), "got a scaling_state with .*NO_SCALING; .* Omit it"),
     (lambda: gather(scaling_mode=MXFP8), "3 elements are contracted on a rank, .* Pad with zeros"),
     (

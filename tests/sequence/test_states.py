@@ -1,5 +1,6 @@
 """A document in several calls equals one call: `initial_state` and `return_state` of each layer."""
 
+import importlib
 from functools import partial
 from typing import Any
 
@@ -120,7 +121,8 @@ def assert_near(got, want, tolerance=1e-5):
 def test_states_of_heads(op, num_ranks, monkeypatch):
     """In chunks of 4 tokens: documents begin and end in others than the first and the last."""
     for module in ("delta_rule", "linear_attention"):
-        monkeypatch.setattr(f"jax_cp_dispatch.sequence.{module}.default_chunk", lambda: 4)
+        module = importlib.import_module(f"jax_cp_dispatch.sequence.{module}")
+        monkeypatch.setattr(module, "default_chunk", lambda: 4)
     rng, (n, size, columns) = np.random.default_rng(), (2, 4, 3)
     normal = lambda *shape: rng.normal(size=(*CALLS.shape, *shape))
     tokens = {"q": normal(1, size), "k": normal(1, size), "v": normal(n, columns)}
