@@ -88,6 +88,7 @@ GEMM: list[tuple[Any, str]] = [
         (lambda flag=flag: plain(**{flag: 1}), f"{flag} is 1; it needs to be True or False")
         for flag in ("fuse_bias", "fuse_gelu", "grad", "return_aux", "use_split_accumulator")
     ),
+    (lambda: plain(bias=np.ones(4)), r"bias has shape \(4,\); it needs 5 elements, one per column"),
     # Epilogues.
     (lambda: plain(grad=True), "got grad without an epilogue; it needs fuse_gelu, fuse_bias or bo"),
     (lambda: plain(grad=True, bias=np.ones(N)), "got a bias with fuse_bias=True, grad=True; .* Om"),
@@ -227,6 +228,7 @@ GATHERS: list[tuple[Any, str]] = [
     (lambda: gather(row_counts=(2, 2, 2)), r"row_counts is \(2, 2, 2\); it needs 4 counts, one pe"),
     (lambda: gather(row_counts=(1,) * 4), "the largest of them 2: the tokens of x, which has shap"),
     (lambda: gather(row_counts=(2, -1, 2, 2)), "row_counts is .* of at least 0, the largest of th"),
+    (lambda: gather(row_counts=(2, 1.5, 2, 2)), r"row_counts is \(2, 1\.5, 2, 2\); it needs 4 cou"),
     (lambda: gather(implementation="nccl"), "implementation is 'nccl'; it needs to be 'in_process"),
     (lambda: gather(deadline=0.0), "deadline is 0.0; it needs to be a positive number of seconds"),
     (lambda: gather(axis_name="nope"), "axis_name 'nope' is not an axis of the mesh here, which h"),
@@ -254,6 +256,7 @@ GATHERS: list[tuple[Any, str]] = [
     # Scaling.
     (lambda: gather(scaling_mode="FP8"), "scaling_mode is 'FP8'; it needs to be one of "),
     (lambda: gather(scaling_mode=DELAYED), "got no scaling_state with .*DELAYED.* Begin with Matm"),
+    (lambda: gather(scaling_mode=DELAYED, scaling_state=3), "scaling_state is int; it needs to be"),
     (lambda: gather(scaling_state=STATE), "got a scaling_state with .*NO_SCALING; .* Omit it"),
     (lambda: gather(scaling_mode=MXFP8), "3 elements are contracted on a rank, .* Pad with zeros"),
     (
@@ -328,6 +331,8 @@ def unpad(shape: Any):
 SCALING = {
     "quantize": [
         (lambda: quantize(x=[1.0]), r"x is of type list.*Pass numpy.asarray\(x\)"),
+        (lambda: quantize(x=VALUES.astype(int)), "x is int64"),
+        (lambda: quantize(x=VALUES[None]), r"x has shape \(1, 2, 32\).* two dimensions"),
         (lambda: quantize(x=np.zeros((2, 40), "f")), "dimension 1 to be a multiple of 32.* Pad"),
         (lambda: quantize(layout="column"), "layout 'column' needs dimension 0 to be a multiple"),
         (lambda: quantize(layout="diagonal"), "layout is 'diagonal'; it needs to be 'row'"),
@@ -372,6 +377,7 @@ SCALING = {
         (lambda: layout_of("unswizzle_scales", "row", np.ones((W, 6, 2))), r"\(4, 6, 2\).*512"),
     ],
     "unpad_scales": [
+        (lambda: unpad(3), "shape is 3; it needs to be a tuple"),
         (lambda: unpad((1.5, 2)), "entry of shape is 1.5; it needs"),
         *(
             (

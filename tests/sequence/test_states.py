@@ -1,5 +1,6 @@
 """A document in several calls equals one call: `initial_state` and `return_state` of each layer."""
 
+import importlib
 from functools import partial
 from typing import Any
 
@@ -116,20 +117,24 @@ def assert_near(got, want, tolerance=1e-5):
         assert np.abs(x - y).max() <= tolerance * np.abs(y).max()
 
 
-def test_states_of_heads(monkeypatch):
+@pytest.mark.parametrize("op, num_ranks", [("gated_delta_rule", 4), ("linear_attention", 1)])
+def test_states_of_heads(op, num_ranks, monkeypatch):
     """In chunks of 4 tokens: documents begin and end in others than the first and the last."""
-    default = "jax_cp_dispatch.sequence.delta_rule.default_chunk"
-    monkeypatch.setattr(default, lambda: 4)
+    for module in ("delta_rule", "linear_attention"):
+        module = importlib.import_module(f"jax_cp_dispatch.sequence.{module}")
+        monkeypatch.setattr(module, "default_chunk", lambda: 4)
     rng, (n, size, columns) = np.random.default_rng(), (2, 4, 3)
     normal = lambda *shape: rng.normal(size=(*CALLS.shape, *shape))
     tokens = {"q": normal(1, size), "k": normal(1, size), "v": normal(n, columns)}
     tokens["k"] /= np.linalg.norm(tokens["k"], axis=-1, keepdims=True)
     tokens["log_decay"] = -rng.uniform(size=(*CALLS.shape, n))
-    tokens["beta"] = rng.uniform(0, 2, (*CALLS.shape, n))
+    if op == "gated_delta_rule":
+        tokens["beta"] = rng.uniform(0, 2, (*CALLS.shape, n))
     g = normal(n, columns)
     g *= live(g)
-    layer = lambda tokens, **given: sequence.gated_delta_rule(**tokens, scale=0.5, **given)
-    run = program(layer, jnp.zeros((4, n, size, columns)), num_ranks=4)
+    layer = lambda tokens, **given: getattr(sequence, op)(**tokens, scale=0.5, **given)
+    place = {"num_ranks": num_ranks} if num_ranks > 1 else {"mesh": mesh_of(1)}
+    run = program(layer, jnp.zeros((4, n, size, columns)), **place)
     padded = {name: np.where(live(x), x, np.nan) for name, x in tokens.items()}
     out, gradients, last = out_and_gradients(run, padded, g)
 
