@@ -476,20 +476,14 @@ def test_gradient_of_one_side_alone():
 
 @pytest.mark.parametrize(
     "implementation, empty",
-    [("in_process", "no capacity"), ("in_process", "no features"), ("xla", "no rows")],
+    [("in_process", "no capacity"), ("xla", "no rows")],
 )
 def test_one_side_moves_nothing(implementation, empty):
     q, kv = queries_and_keys(T, TKV, 6)
-    num_kv, kv_rows, plan = TKV, KV_ROWS, PLANS[1]
-    if empty == "no features":
-        kv = tuple(x[..., :0] for x in kv)
-    else:
-        plan: dict[str, Any] = {name: np.zeros_like(value) for name, value in plan.items()}
-        plan |= {"world_size": W, "dst_rank": plan["dst_rank"] - 1}
-    if empty == "no rows":
-        num_kv, kv = 0, tuple(x[:, :0] for x in kv)
-    elif empty == "no capacity":
-        kv_rows = 0
+    plan: dict[str, Any] = {name: np.zeros_like(value) for name, value in PLANS[1].items()}
+    plan |= {"world_size": W, "dst_rank": plan["dst_rank"] - 1}
+    num_kv, kv_rows = (TKV, 0) if empty == "no capacity" else (0, KV_ROWS)
+    kv = tuple(x[:, :num_kv] for x in kv)
 
     def local(q, kv, mq, mkv):
         options = options_of(implementation)
