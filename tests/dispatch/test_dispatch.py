@@ -183,7 +183,9 @@ def test_metadata_may_be_global_or_this_ranks_slice(form):
 
 
 def test_a_plan_without_slots():
-    empty = {name: np.zeros((W, 0), np.int32) for name in ("dst_rank", "dst_offset", "seq_len")}
+    empty: Any = {
+        name: np.zeros((W, 0), np.int32) for name in ("dst_rank", "dst_offset", "seq_len")
+    }
     plan = Metadata(**empty, num_recv_tokens=np.zeros((W, W + 1), np.int32), world_size=W)
     run = moving_both("in_process", 3, 2, mesh_of(W))
     for out in run(np.ones((W, 2, 3)), np.ones((W, 3, 3)), plan):

@@ -8,7 +8,7 @@ import pathlib
 import re
 import types
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -298,21 +298,25 @@ def test_transports_between_processes_need_several():
             lowered(call, X, PLAN)
 
 
+class Device(NamedTuple):
+    process_index: int
+    id: int
+    local_hardware_id: int | None
+
+
 def test_a_place_is_a_process_and_a_device_of_it(monkeypatch):
     """Not the number that CUDA gives it: programs must be the same in all processes.
 
     Of three processes; this one, 0, uses the GPUs 4 and 6 of its machine, and knows no others.
     """
-    names = "process_index", "id", "local_hardware_id"
-    device = lambda *of: types.SimpleNamespace(**dict(zip(names, of, strict=True)))
     places = [(0, 1, 4), (0, 0, 6), (1, 8, None), (1, 9, None), (2, 16, None), (2, 17, None)]
-    devices = [device(*place) for place in places]
+    devices = [Device(*place) for place in places]
     monkeypatch.setattr(jax, "devices", lambda: devices)
     try:
         peers._numbers.cache_clear()
         assert [peers._entry(d) for d in devices] == [1, 0, 65536, 65537, 131072, 131073]
         assert peers.local_ordinals() == [6, 4]
-        assert peers._entry(device(0, 3, None)) == 3  # of a machine for which we compile
+        assert peers._entry(Device(0, 3, None)) == 3  # of a machine for which we compile
     finally:
         peers._numbers.cache_clear()
 
