@@ -11,6 +11,7 @@ import re
 import resource
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -71,34 +72,26 @@ def test_a_buffer_is_its_limits():
     assert create() == third + 1  # ids are never reused
 
 
-@pytest.mark.parametrize(
-    "value, needs",
-    [
-        *((value, "; it needs to be an integer of at least 1") for value in (0, -1, -(2**200))),
-        (2**40, ", but row numbers have 32 bits. Pass at most 2147483647"),
-    ],
-)
-def test_a_capacity_is_a_number_of_rows(value, needs):
-    message = f"create_dispatch_buffer: capacity is {value}{needs}"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        create(capacity=value)
+REFUSED = {
+    ValueError: {"capacity": (0, -1, -(2**200), 2**40), "deadline": (0, -1.0, math.inf, math.nan)},
+    TypeError: {
+        "capacity": (True, np.True_, 8.0, "8", [8]),
+        "deadline": (True, np.True_, "60", 1j),
+    },
+}
+NEEDS = {
+    "capacity": "(it needs to be an integer|Pass at most 2147483647)",
+    "deadline": "it needs to be a positive number of sec",
+}
 
 
-@pytest.mark.parametrize("value", [True, np.True_, 8.0, "8", [8]])
-def test_a_capacity_is_an_integer(value):
-    message = f"dispatch_buffer: capacity is {re.escape(repr(value))}; it needs to be an integer"
-    with pytest.raises(TypeError, match=message):
-        create(capacity=value)
-
-
-@pytest.mark.parametrize(
-    "error, deadlines",
-    [(ValueError, (0, -1.0, math.inf, math.nan)), (TypeError, (True, np.True_, "60", 1j))],
-)
-def test_deadlines_are_positive_seconds(error, deadlines):
-    for deadline in deadlines:
-        with pytest.raises(error, match=r"deadline is .*; it needs to be a positive number of sec"):
-            create(deadline=deadline)
+@pytest.mark.parametrize("error", REFUSED)
+@pytest.mark.parametrize("name", NEEDS)
+def test_limits_that_are_refused(error, name):
+    for value in REFUSED[error][name]:
+        says = f"^create_dispatch_buffer: {name} is {re.escape(repr(value))}.*{NEEDS[name]}"
+        with pytest.raises(error, match=says):
+            create(**{name: value})
 
 
 NAMING = [
@@ -128,30 +121,11 @@ def test_a_traced_id_is_rejected():
         jax.make_jaxpr(limits)(create())
 
 
-def in_threads(work, num_threads=8):
-    """Runs `work(thread)` in threads that start together; returns what each returned."""
-    start, results, errors = threading.Barrier(num_threads), {}, []
-
-    def run(thread):
-        start.wait()
-        try:
-            results[thread] = work(thread)
-        except Exception as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=[thread]) for thread in range(num_threads)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
-    return [results[thread] for thread in range(num_threads)]
-
-
 def test_create_dispatch_buffer_in_many_threads():
-    before = create()
+    before, together = create(), threading.Barrier(8)
 
     def work(thread):
+        together.wait()
         ids = []
         for i in range(100):
             ids.append(create(capacity=thread + 1))
@@ -160,7 +134,8 @@ def test_create_dispatch_buffer_in_many_threads():
                 destroy_dispatch_buffer(ids[-1])
         return ids
 
-    ids = in_threads(work)
+    with ThreadPoolExecutor(8) as threads:
+        ids = list(threads.map(work, range(8)))
     given = sorted(id for mine in ids for id in mine)
     assert given == list(range(before + 1, before + 1 + 8 * 100))
     assert {id for id in given if exists(id)} == {id for mine in ids for id in mine[::2]}

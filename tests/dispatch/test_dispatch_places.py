@@ -121,7 +121,7 @@ def test_two_axes_are_one_axis_of_ranks(kind):
         where: Any = {"axis_name": names, "implementation": implementation}
         run: Any = lambda *args: moves_and_gradients(*args, **where)  # noqa: B023
         if is_manual:
-            specs = {"in_specs": P(names), "out_specs": P(names)}
+            specs: Any = {"in_specs": P(names), "out_specs": P(names)}
             run = jax.shard_map(run, mesh=mesh, **specs)
         check_all_ranks(jax.jit(run)(*placed, Metadata(**plan)), x, y, plan)
 

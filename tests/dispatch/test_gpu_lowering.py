@@ -8,7 +8,7 @@ import pathlib
 import re
 import types
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -298,31 +298,27 @@ def test_transports_between_processes_need_several():
             lowered(call, X, PLAN)
 
 
-class Device:
-    """A device as JAX describes it to process 0, which does not know CUDA's numbers of others."""
-
-    def __init__(self, process, id, ordinal):
-        self.process_index, self.id, self.local_hardware_id = process, id, ordinal
-
-
-@pytest.fixture
-def devices(monkeypatch):
-    """Of three processes; this one, 0, uses the GPUs 4 and 6 of its machine."""
-    found = [Device(0, 1, 4), Device(0, 0, 6), Device(1, 8, None), Device(1, 9, None)]
-    found += [Device(2, 16, None), Device(2, 17, None)]
-    monkeypatch.setattr(jax, "devices", lambda: found)
-    peers._numbers.cache_clear()
-    peers._reason.cache_clear()
-    yield found
-    peers._numbers.cache_clear()
-    peers._reason.cache_clear()
+class Device(NamedTuple):
+    process_index: int
+    id: int
+    local_hardware_id: int | None
 
 
-def test_a_place_is_a_process_and_a_device_of_it(devices):
-    """Not the number that CUDA gives it: programs must be the same in all processes."""
-    assert [peers._entry(d) for d in devices] == [1, 0, 65536, 65537, 131072, 131073]
-    assert peers.local_ordinals() == [6, 4]
-    assert peers._entry(Device(0, 3, None)) == 3  # of a machine for which we compile
+def test_a_place_is_a_process_and_a_device_of_it(monkeypatch):
+    """Not the number that CUDA gives it: programs must be the same in all processes.
+
+    Of three processes; this one, 0, uses the GPUs 4 and 6 of its machine, and knows no others.
+    """
+    places = [(0, 1, 4), (0, 0, 6), (1, 8, None), (1, 9, None), (2, 16, None), (2, 17, None)]
+    devices = [Device(*place) for place in places]
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    try:
+        peers._numbers.cache_clear()
+        assert [peers._entry(d) for d in devices] == [1, 0, 65536, 65537, 131072, 131073]
+        assert peers.local_ordinals() == [6, 4]
+        assert peers._entry(Device(0, 3, None)) == 3  # of a machine for which we compile
+    finally:
+        peers._numbers.cache_clear()
 
 
 # ---- An exchange in two calls.

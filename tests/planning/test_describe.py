@@ -14,7 +14,6 @@ from jax_cp_dispatch import (
 )
 from jax_cp_dispatch.cost import rows_by_link
 from jax_cp_dispatch.masks import PrefixLM
-from jax_cp_dispatch.plots import plot_plan
 
 LENGTHS = [[50, 6, 4, 3, 1], [9, 9, 9, 9, 9, 9]]  # 118 of 128 tokens
 
@@ -101,16 +100,6 @@ def test_rows_between_ranks():
     assert rows_by_link(metadata.rows_between_ranks()).total == 7 / 2
     with pytest.raises(ValueError, match=r"Metadata\.rows_between_ranks: .* the plan of all 2"):
         metadata.get_slice(0).rows_between_ranks()
-
-
-def test_a_picture_of_a_placement(tmp_path):
-    """The labels are text in an SVG; other pictures: test_plots.py."""
-    placement = place_tokens(LENGTHS, world_size=4, columns=64)
-    before = f"before placing: max/mean {placement.imbalance_before:.2f}"
-    plot_plan(placement, tmp_path / "plan.svg")
-    text = (tmp_path / "plan.svg").read_text()
-    for label in ("attention work", "keys and values that move", before, "from rank"):
-        assert f">{label}</text>" in text
 
 
 def test_work_is_relative_to_the_speeds_of_ranks():

@@ -145,7 +145,7 @@ def test_positions_count_from_0_and_those_of_padding_do_not_count(made):
         plan = (jax.jit(run) if made == "traced" else run)(segment_ids, places)
     for places in others:
         plan.validate(segment_ids, places)
-    plan.validate(*map(jnp.asarray, (segment_ids, others[0])))
+    plan.validate(jnp.asarray(segment_ids), jnp.asarray(others[0]))
     shifted = positions + (segment_ids == segment_ids.max())
     with pytest.raises(ValueError, match="the positions of rank"):
         plan.validate(segment_ids, shifted)

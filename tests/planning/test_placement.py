@@ -214,7 +214,8 @@ def test_a_fallback_has_a_plan_for_each_mask():
         ("max_kv_transfers", "max_cut_pieces", "max_linked_pieces", "max_pieces"), 1
     )
     config = PlanConfig(kv_capacity=512, **few)
-    for of_layers in (BOTH, {"masks": ("causal", PrefixLM(np.arange(1000)[None] < 9))}):
+    arrays: Any = {"masks": ("causal", PrefixLM(np.arange(1000)[None] < 9))}
+    for of_layers in (BOTH, arrays):
         placement = place_tokens(
             [900, 30, 70], world_size=4, config=config, fallback="ring", **of_layers
         )
@@ -254,11 +255,12 @@ def test_plans_of_one_kind_stack_and_a_fallback_has_their_shapes():
 def test_arrays_of_masks_that_are_refused():
     segment_ids = np.repeat([[1, 2]], [21, 11], axis=1)
     mask, wrong = PrefixLM(np.arange(32)[None] < 9), PrefixLM(np.ones((1, 8), bool))
-    for make, batch in (
+    batches: Any = (
         (place_tokens, {"lengths": [21, 11]}),
         (plan_attention, {"lengths": [21, 11]}),
         (plan_attention, {"segment_ids": segment_ids}),
-    ):
+    )
+    for make, batch in batches:
         with pytest.raises(ValueError, match=r"PrefixLM.* but the batch has shape \[1, 32\]"):
             make(**batch, world_size=4, mask=wrong)
     placement = place_tokens(segment_ids=segment_ids, world_size=4, mask=mask)
