@@ -8,8 +8,8 @@ finds: test_xla_rows.py.
 import pathlib
 
 import pytest
-from scenes import of_scene
 from launching import outputs_of
+from scenes import of_scene
 
 
 @pytest.fixture(scope="module")

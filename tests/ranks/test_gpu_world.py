@@ -6,8 +6,8 @@ NVSHMEM is too, in children of these processes as well, where it may end them.
 import pathlib
 
 import pytest
-from scenes import of_scene
 from launching import outputs_of
+from scenes import of_scene
 
 from jax_cp_dispatch._ranks.gpu.nvshmem import what_hosts_lack
 from jax_cp_dispatch._ranks.gpu.slabs import describe_mapping, group_by_mapping
