@@ -7,8 +7,6 @@ Run them with JAX on the GPU: `JAX_PLATFORMS=cuda,cpu python -m pytest tests/gpu
 
 import faulthandler
 import os
-import pathlib
-import sys
 import time
 
 import jax
@@ -18,7 +16,6 @@ from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 from jax_cp_dispatch._ranks import runtime
 
-sys.path.append(str(pathlib.Path(__file__).parents[1] / "contract"))
 LIMIT = float(os.environ.get("JAX_CP_DISPATCH_TEST_LIMIT", "0"))
 
 

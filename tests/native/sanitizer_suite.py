@@ -7,33 +7,33 @@ Not part of the suite: `./run sanitizers` runs it, as continuous integration doe
 import functools
 import subprocess
 
-import native_program
 import pytest
+import test_native as native
 import test_weak_memory as weak_memory
 from test_native import check_core, check_random_programs
 
 # Without what no sanitizer allows: a multiple of the address space. Sums of every type run on
 # threads as those of the other kernels' tests do, and the planner has no threads.
 TESTS = {
-    "thread": (*native_program.KERNELS, *native_program.RANKS, *native_program.ON_THREADS),
+    "thread": (*native.KERNELS, *native.RANKS, *native.ON_THREADS),
     "address,undefined": (
-        *(*native_program.KERNELS, *native_program.RANKS, *native_program.ON_ONE_THREAD),
-        *native_program.WITH_SANITIZERS_ONLY,
+        *(*native.KERNELS, *native.RANKS, *native.ON_ONE_THREAD),
+        *native.WITH_SANITIZERS_ONLY,
     ),
 }
 
-pytestmark = pytest.mark.skipif(native_program.COMPILER is None, reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(native.COMPILER is None, reason="no C++ compiler")
 
 
 def require_sanitizer(option, folder):
     (folder / "empty.cc").write_text("int main() {}\n")
     try:
-        native_program.compile_(folder, option, "empty.cc", "-o", "empty")
-        works = native_program.run(folder / "empty").returncode == 0
+        native.compile_(folder, option, "empty.cc", "-o", "empty")
+        works = native.run(folder / "empty").returncode == 0
     except subprocess.CalledProcessError:
         works = False
     if not works:
-        pytest.skip(f"{native_program.COMPILER} or this system does not support {option}")
+        pytest.skip(f"{native.COMPILER} or this system does not support {option}")
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def programs(tmp_path_factory):
         if "undefined" in sanitizer:  # traps compile faster than messages
             options.append("-fsanitize-undefined-trap-on-error")
         require_sanitizer(options[0], folder)
-        return native_program.build(folder, TESTS[sanitizer], *options)
+        return native.build(folder, TESTS[sanitizer], *options)
 
     return build
 

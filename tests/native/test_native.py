@@ -1,33 +1,103 @@
-"""The native core without XLA and Python; `sanitizer_suite.py` runs it under the sanitizers."""
+"""The native core without XLA and Python, as one program that is compiled in a few pieces.
 
+`sanitizer_suite.py` runs it under the sanitizers.
+"""
+
+import concurrent.futures
+import os
+import pathlib
 import re
+import shutil
+import subprocess
 
-import native_program
 import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+# Seconds. Only a deadlock takes this long, however busy the machine is.
+LIMIT = 1200
+
+KERNELS = (
+    *("test_device", "test_early_rows", "test_network", "test_one_launch", "test_small_calls"),
+)
+RANKS = (
+    *("test_transport", "test_transport_failures", "test_completions", "test_waiting_tasks"),
+    *("test_shared_memory", "test_shared_overlap", "test_shared_overlap_failures"),
+    *("test_dispatch_buffers", "test_dispatch_plans", "test_comm_overlap"),
+    *("test_overlap_buffers", "test_overlap_timing"),
+)
+ON_ONE_THREAD = (
+    *("test_overlap_team", "test_cublaslt", "test_placement", "test_move_queries"),
+    *("test_attention_kernels", "test_exchange_pairs", "test_copies"),
+    "test_stream_copy",
+)
+# Its templates take long to compile.
+WITH_SANITIZERS_ONLY = ("test_attention_sizes",)
+ON_THREADS = ("test_sum_kernels", "test_layout_kernels", "test_meeting", "test_slab")
+ALWAYS = (
+    *(ROOT / "csrc/cuda" / name for name in ("errors.cc", "slab.cc")),
+    *(ROOT / "tests/native" / name for name in ("main.cc", "stress.cc")),
+)
+
+
+def compile_(folder, *arguments):
+    command = [COMPILER, "-std=c++17", f"-I{ROOT / 'csrc'}", *arguments]
+    subprocess.run(command, check=True, timeout=LIMIT, cwd=folder)
+
+
+def build(folder, tests, *options):
+    """Compiles these tests in one piece, and the sources that they need in two.
+
+    Standard headers and templates take most of the time.
+    """
+    sources = [["numerics", "transport", "dispatch", "gemm", "gpu_schedule"], ["planner"]]
+    units = [[*ALWAYS, *(ROOT / f"tests/native/{name}.cc" for name in tests)]]
+    for folders in sources:
+        units.append([x for name in folders for x in sorted((ROOT / "csrc" / name).glob("*.cc"))])
+    for number, files in enumerate(units):
+        text = "".join(f'#include "{file}"\n' for file in files)
+        (folder / f"unit_{number}.cc").write_text(text)
+    if "test_cublaslt" in tests:
+        library = ROOT / "tests/native/fake_cublaslt.cc"
+        compile_(folder, "-shared", "-fPIC", library, "-o", "libfake_cublaslt.so")
+    names = [f"unit_{number}" for number in range(len(units))]
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda name: compile_(folder, *options, "-c", f"{name}.cc"), names))
+    objects = [f"{name}.o" for name in names]
+    compile_(folder, *options, *objects, "-pthread", "-ldl", "-o", "native_tests")
+    return folder / "native_tests"
+
+
+def run(program, *arguments):
+    """The address sanitizer says where a trap of the other one is."""
+    env = {**os.environ, "ASAN_OPTIONS": "handle_sigill=1"}
+    command = [program, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=env)
+
 
 # Random programs; `tests/native/stress.sh` runs 2,000 in each build.
 NUM_PROGRAMS = 25
 TESTS = (
-    *(*native_program.KERNELS, *native_program.RANKS, *native_program.ON_THREADS),
-    *(*native_program.ON_ONE_THREAD, "test_large_offsets"),
+    *(*KERNELS, *RANKS, *ON_THREADS),
+    *(*ON_ONE_THREAD, "test_large_offsets"),
 )
 
-pytestmark = pytest.mark.skipif(native_program.COMPILER is None, reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
-    return native_program.build(tmp_path_factory.mktemp("native"), TESTS)
+    return build(tmp_path_factory.mktemp("native"), TESTS)
 
 
 def check_core(program, name):
-    ran = native_program.run(program, name)
+    ran = run(program, name)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout == "ok\n"
 
 
 def check_random_programs(program):
-    ran = native_program.run(program, "stress", NUM_PROGRAMS)
+    ran = run(program, "stress", NUM_PROGRAMS)
     assert ran.returncode == 0, ran.stderr
     counts = {what: int(n) for n, what in re.findall(r"(\d+) ([^,;:]+)", ran.stdout)}
     assert counts["programs"] == NUM_PROGRAMS
@@ -44,5 +114,5 @@ def test_random_programs(program):
 
 
 def test_every_native_test_runs():
-    files = {x.stem for x in (native_program.ROOT / "tests/native").glob("test_*.cc")}
-    assert files == {*TESTS, *native_program.WITH_SANITIZERS_ONLY}
+    files = {x.stem for x in (ROOT / "tests/native").glob("test_*.cc")}
+    assert files == {*TESTS, *WITH_SANITIZERS_ONLY}

@@ -47,7 +47,7 @@ def launch(*arguments, **options):
         return subprocess.CompletedProcess((), code, out.read(), err.read())
 
 
-def run_job(programs, environment, limit=LIMIT):
+def run_job(programs, environment, limit: float = LIMIT):
     """Runs Python programs, one in each process, and kills those that take longer than `limit`.
 
     Variables that are None are not inherited. Returns exit codes, None for a killed one, and of
