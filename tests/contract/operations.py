@@ -15,6 +15,7 @@ from contract import DATA, Case, Sizes
 from jax.sharding import PartitionSpec as P
 from on_mesh import AXIS
 from packed_batches import pack
+from scaled_gemm_cases import gelu, gelu_derivative
 
 import jax_cp_dispatch as cpd
 from jax_cp_dispatch import experts, masks, sequence
@@ -243,6 +244,64 @@ def _convolved(x, taps, bias, g):
 
 def _summed(x, g):
     return np.cumsum(x, 0), np.cumsum(g[::-1], 0)[::-1]
+
+
+def placed_layers() -> Case:
+    """A convolution and a recurrence of documents that say where their tokens are."""
+    conv = layer(
+        sequence.causal_conv, {"x": (3,)}, _convolved, weights={"weight": (4, 3), "bias": (3,)}
+    )
+    recurrence = layer(
+        sequence.linear_recurrence,
+        {"x": (3,), "log_decay": (3,)},
+        sequence_oracle.linear_recurrence,
+    )
+    parts, weights = {"conv": conv, "recurrence": recurrence}, ("weight", "bias")
+
+    def place(sizes):
+        ids = _documents(np.random.default_rng(0), sizes)
+        return ids, cpd.place_tokens(segment_ids=ids, world_size=sizes.ranks)
+
+    def by_tokens(reorder, arrays):
+        """Reorders the arrays of tokens; weights have none."""
+        tokens = {name: x for name, x in arrays.items() if name not in weights}
+        return arrays | reorder(tokens)
+
+    def draw(rng, sizes):
+        arrays = conv.draw(rng, sizes) | recurrence.draw(rng, sizes)
+        del arrays["segment_ids"]
+        _, placement = place(sizes)
+        return {"documents": placement.documents, **by_tokens(placement.apply, arrays)}
+
+    def call(arrays, **where):
+        where["documents"] = arrays["documents"]
+        of_part = lambda part: part.call({**arrays, "segment_ids": None}, **where)["out"]
+        return {name: of_part(part) for name, part in parts.items()}
+
+    def oracle(arrays):
+        arrays = dict(arrays)
+        (plan,), (batch, num_tokens) = arrays.pop("documents").plans, arrays["x"].shape[:2]
+        ranks = plan.kv_metadata.world_size
+        ids, placement = place(Sizes(ranks, num_tokens // ranks, batch))
+        packed = by_tokens(placement.restore, arrays) | {"segment_ids": ids}
+        found = {name: part.oracle(packed) for name, part in parts.items()}
+
+        def pull(g):
+            g, total = placement.restore(g), {}
+            for name, (_, pull_part) in found.items():
+                for array, gradient in pull_part({"out": g[name]}).items():
+                    total[array] = total.get(array, 0) + gradient
+            return by_tokens(placement.apply, total)
+
+        return placement.apply({name: out["out"] for name, (out, _) in found.items()}), pull
+
+    specs = dict.fromkeys(("x", "log_decay"), TOKENS) | dict.fromkeys(weights, REPLICATED)
+    specs = {**specs, "documents": lambda documents: documents.specs(AXIS)}
+    functions, results = (conv.functions + recurrence.functions), dict.fromkeys(parts, TOKENS)
+    return Case(
+        "placed layers", functions, call, oracle, draw, specs, results, has_batch=True,
+        unlike={"nothing": "there is nothing to place"},
+    )  # fmt: skip
 
 
 # ---- Movement.
@@ -517,6 +576,35 @@ def grouped_gemm() -> Case:
     return Case("grouped_gemm", functions, call, oracle, draw, specs, results, is_local=True)
 
 
+def gemm_and_gelu() -> Case:
+    """A product on one device, and its GELU."""
+    names = "x", "w", "bias"
+
+    def draw(rng, sizes):
+        rows = sizes.ranks * sizes.tokens
+        shapes = dict(zip(names, ((rows, 5), (5, 7), (7,)), strict=True))
+        return {name: rng.normal(size=shape) for name, shape in shapes.items()}
+
+    def call(arrays):
+        x, w, bias = (jnp.asarray(arrays[name]) for name in names)
+        out, before = cpd.gemm(x, w, bias=bias, fuse_gelu=True)
+        return {"out": out, "before": before}
+
+    def oracle(arrays):
+        x, w, bias = (arrays[name] for name in names)
+        before = x @ w + bias
+
+        def pull(g):
+            of_before = g["before"] + g["out"] * gelu_derivative(before)
+            gradients = of_before @ w.T, x.T @ of_before, of_before.sum(0)
+            return dict(zip(names, gradients, strict=True))
+
+        return {"out": gelu(before), "before": before}, pull
+
+    specs, results = (dict.fromkeys(x, REPLICATED) for x in (names, ("out", "before")))
+    return Case("gemm", (cpd.gemm,), call, oracle, draw, specs, results, is_local=True)
+
+
 DELTA = {"q": (1, 4), "k": (1, 4), "v": (2, 3), "log_decay": (2,), "beta": (2,)}
 LINEAR = {"q": (1, 4), "k": (1, 4), "v": (2, 3), "log_decay": (2, 4)}
 CASES = [
@@ -538,6 +626,7 @@ CASES = [
           like="v"),
     layer(sequence.linear_recurrence, {"x": (3,), "log_decay": (3,)},
           sequence_oracle.linear_recurrence),
+    placed_layers(),
     movement((cpd.dispatch,), _dispatch, _dispatch_oracle, ("x",), ("there",)),
     movement((cpd.combine,), _combine, _combine_oracle, ("tokens", "y"), ("back",)),
     movement((cpd.dispatch_qkv, cpd.combine_qkv), _pair, _pair_oracle, ("q", "kv"), "qxy"),
@@ -548,4 +637,5 @@ CASES = [
     *(gemm(cpd.all_gather_matmul, method) for method in ("none", "ring")),
     *(gemm(cpd.matmul_reduce_scatter, method) for method in ("none", "ring", "pipeline")),
     grouped_gemm(),
+    gemm_and_gelu(),
 ]  # fmt: skip

@@ -33,7 +33,7 @@ def linear_attention(log_decay=(2,)):
 
 def call_all(cases, tokens, weights, **given):
     """Returns the output of each layer of its tokens and weights."""
-    arrays = {name: {**tokens[name], **weights[name], "ids": None} for name in cases}
+    arrays = {name: {**tokens[name], **weights[name], "segment_ids": None} for name in cases}
     return {name: case.call(arrays[name], **given)["out"] for name, case in cases.items()}
 
 
@@ -58,13 +58,13 @@ def check_layers(both, cases, segment_ids, *, dtypes=None, change=None):
     for name, case in cases.items():
         dtype = dtypes.get(name, "float32")
         arrays = case.arrays(dtype, ranks=1, tokens=num_tokens, batch=batch)
-        arrays = (change or dict)(arrays | {"ids": segment_ids})
+        arrays = (change or dict)(arrays | {"segment_ids": segment_ids})
         out, expected[name], g = case.expected(arrays)
         expected[name]["out"], cotangents[name] = out["out"], g["out"]
         for x in arrays.values():
             if x.shape[:2] == segment_ids.shape and x is not segment_ids:
                 x[pad] = np.nan
-        del arrays["ids"]
+        del arrays["segment_ids"]
         weights[name] = {x: arrays.pop(x) for x in ("weight", "bias") if x in arrays}
         tokens[name] = arrays
 
