@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 
-from jax_cp_dispatch._ranks import runtime
+from jax_cp_dispatch._ranks import runtime  # inner: why no GPU serves
 
 LIMIT = float(os.environ.get("JAX_CP_DISPATCH_TEST_LIMIT", "0"))
 

@@ -11,7 +11,7 @@ from comm_gemm_cases import close, equal, integers, normal
 from comm_gemm_oracle import all_gather_matmul, gathered, matmul_reduce_scatter
 
 from jax_cp_dispatch import gemm
-from jax_cp_dispatch._ranks.communicator import Communicator
+from jax_cp_dispatch._ranks.communicator import Communicator  # inner: all ranks on one GPU
 from jax_cp_dispatch.comm_gemm.engine.gemm_call import GemmCall, Overlap
 from jax_cp_dispatch.comm_gemm.engine.on_gpu import run_all_ranks
 from jax_cp_dispatch.comm_gemm.types import CommOverlapMethod, CommOverlapType

@@ -17,7 +17,7 @@ from jax_cp_dispatch import (
     dispatch_start,
     exchange_done,
 )
-from jax_cp_dispatch._ranks import runtime
+from jax_cp_dispatch._ranks import runtime  # inner: counts exchanges
 from jax_cp_dispatch.buffers import create_dispatch_buffer, destroy_dispatch_buffer
 from jax_cp_dispatch.gpu import raise_gpu_errors
 

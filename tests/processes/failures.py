@@ -31,7 +31,7 @@ from movement_oracle import dispatched
 from places import AXIS, RANKS, T, check, draw, on_ranks, place, plan_of
 
 import jax_cp_dispatch as cp
-from jax_cp_dispatch._ranks.job import publish, read_published
+from jax_cp_dispatch._ranks.job import publish, read_published  # inner: processes tell each other
 
 DEADLINE = 2.0
 WAITED = f"|(waited {DEADLINE * 1000:.0f} ms for rank"

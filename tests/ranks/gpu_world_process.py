@@ -16,7 +16,7 @@ import scenes
 from jax.sharding import Mesh, PartitionSpec as P
 
 from jax_cp_dispatch import compute_metadata, dispatch, gpu
-from jax_cp_dispatch._ranks import runtime
+from jax_cp_dispatch._ranks import runtime  # inner: emulates GPUs
 from jax_cp_dispatch._ranks.gpu import nvshmem, nvshmem_trial, peers, world as gpu_world
 from jax_cp_dispatch._ranks.implementations import CUDA_IPC, CUDA_PEER, NVSHMEM
 from jax_cp_dispatch._text import say_once

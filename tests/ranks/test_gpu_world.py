@@ -9,7 +9,7 @@ import pytest
 from launching import outputs_of
 from scenes import of_scene
 
-from jax_cp_dispatch._ranks.gpu.nvshmem import what_hosts_lack
+from jax_cp_dispatch._ranks.gpu.nvshmem import what_hosts_lack  # inner: many hosts
 from jax_cp_dispatch._ranks.gpu.slabs import describe_mapping, group_by_mapping
 from jax_cp_dispatch._ranks.job import publish_and_read_all
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from launching import free_address, in_shared_memory
 
-from jax_cp_dispatch._ranks.processes import connect
+from jax_cp_dispatch._ranks.processes import connect  # inner: a protocol without users
 from jax_cp_dispatch._ranks.processes.connect import ConnectionInfo, connect_all, new_token
 from jax_cp_dispatch._ranks.processes.meeting import JobMember, meet
 

@@ -1,6 +1,5 @@
 """Several processes: every operation, every failure, how jobs start and end, the launcher."""
 
-import os
 import re
 import resource
 import signal
@@ -8,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from in_ci import in_ci
 from launching import PROGRAMS, command, free_address, in_shared_memory, launch, run_job
 
 from jax_cp_dispatch import launch as launcher
@@ -16,11 +16,13 @@ from jax_cp_dispatch._ranks.processes import coordination  # inner: limits of th
 STARTS = PROGRAMS / "starts.py"
 
 
-def test_every_operation(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "length", [["--short"], pytest.param([], marks=in_ci)], ids=["short", "all"]
+)
+def test_every_operation(tmp_path, monkeypatch, length):
     """Cached programs would not meet."""
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-    length = [] if os.environ.get("TESTS") == "all" else ["--short"]
     done = launch(PROGRAMS / "suite.py", *length, devices=2)
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     for process in range(2):
