@@ -262,7 +262,7 @@ def count():
         return ctypes.CDLL(path).scipy_openblas_get_num_threads()
 before = count()
 from jax_cp_dispatch import gemm
-from jax_cp_dispatch.comm_gemm.engine.custom_call import load_blas
+from jax_cp_dispatch.comm_gemm.engine.custom_call import load_blas  # inner: at most once
 a = np.random.default_rng(0).integers(-2, 3, (300, 200)).astype(np.float32)
 np.testing.assert_array_equal(gemm(a, a.T), a @ a.T)
 assert count() == before, (before, count())

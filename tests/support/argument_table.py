@@ -12,7 +12,7 @@ import numpy as np
 
 import jax_cp_dispatch as cpd
 from jax_cp_dispatch import masks
-from jax_cp_dispatch.attention import algorithms
+from jax_cp_dispatch.attention import algorithms  # inner: lists all of them
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs/limits.md"
 BEGIN, END = "<!-- arguments:begin -->\n", "<!-- arguments:end -->"
