@@ -56,7 +56,7 @@ if importlib.util.find_spec("beartype"):
 # The longest first. Otherwise one worker would still run them when the others have ended.
 LONG = (
     *("test_native.py", "test_processes.py", "test_examples.py", "test_orders.py"),
-    *("test_values.py", "test_mesh_axes.py", "test_latents.py", "test_plans.py"),
+    *("test_values.py", "test_mesh_axes.py", "test_latents.py", "test_attention_plans.py"),
     *("test_checkpoint_policies.py", "test_commands.py"),
 )
 

@@ -32,7 +32,7 @@ def gemm(
     rhs: Float[Array, "..."],
     *,
     contracting_dims: tuple[Sequence[int], Sequence[int]] = ((-1,), (0,)),
-    bias: Float[Array, " N"] | None = None,
+    bias: Float[Array, "*N"] | None = None,
     comm_overlap: int | None = None,
     paired_comm_overlap: int | None = None,
     axis_name: AxisName | None = None,
@@ -231,6 +231,8 @@ def _read_bias(op: str, call: GemmCall, bias, n: int) -> Array | None:
         raise ValueError(
             f"{op}: bias has shape {jnp.shape(bias)}; it needs {n} elements, one per column."
         )
+    if not jnp.issubdtype(jnp.result_type(bias), jnp.floating):
+        raise TypeError(f"{op}: bias is {jnp.result_type(bias)}; it needs floats. Cast it.")
     return jnp.asarray(bias, call.out_dtype).reshape(n)
 
 

@@ -2,7 +2,7 @@
 
 To keep programs few, each algorithm meets each option once, beside what the contract asks of all;
 `sweep_attention.py` draws many more. Meshes of several axes: test_mesh_axes.py; plans:
-test_plans.py; local attention: test_local_attention.py.
+test_attention_plans.py; local attention: test_local_attention.py.
 """
 
 from functools import partial
