@@ -32,7 +32,7 @@ def interpreted(monkeypatch):
     assert races is not None and not races.races_found
 
 
-# Rings, in which keys come in parts; `sweep_attention.py --tpu` draws others.
+# Rings, in which keys come in parts; `sweep.py attention --tpu` draws others.
 CALLS = [
     Call("ring", 2, "tree", rows=70, heads=(2, 1), features=(128, 128)),
     Call("ring", 1, rows=300, documents="none", heads=(2, 1), features=(192, 128),

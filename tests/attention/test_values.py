@@ -1,7 +1,7 @@
 """Every algorithm equals dense attention, forward and backward: one suite for all of them.
 
 To keep programs few, each algorithm meets each option once, beside what the contract asks of all;
-`sweep_attention.py` draws many more. Meshes of several axes: test_mesh_axes.py; plans:
+`sweep.py attention` draws many more. Meshes of several axes: test_mesh_axes.py; plans:
 test_attention_plans.py; local attention: test_local_attention.py.
 """
 
