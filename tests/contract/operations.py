@@ -28,7 +28,9 @@ REPLICATED = P()
 def _documents(rng, sizes):
     """Returns segment ids [B, T], with padding and with documents of several ranks."""
     num_tokens = sizes.ranks * sizes.tokens
-    return pack(rng, sizes.batch, num_tokens, max_length=max(2, num_tokens // 2))[0]
+    ids = pack(rng, sizes.batch, num_tokens, max_length=max(2, num_tokens // 2))[0]
+    ids[:1, :2] = ids[-1:, -3:] = 0
+    return ids
 
 
 def _normal(rng, before, shapes):

@@ -610,3 +610,23 @@ def test_combine_sums_in_the_preferred_type_if_it_is_wider():
         got = run_combine(plan, y, 1, preferred_element_type=dtype)
         np.testing.assert_array_equal(got, np.full((2, 1, 3), 200, dtype), strict=True)
     assert run_combine(plan, y, 1)[0, 0, 0] == np.int8(-56)  # in its own type it wraps
+
+
+def test_every_derivative_is_a_movement():
+    """Forward mode, the transpose, and the second derivative of a sum of squares."""
+    rng, plan = np.random.default_rng(1), plan_of("three replicas")
+    n, m, mesh = capacity_of(plan), Metadata(**plan), mesh_of(W)
+    send = on_ranks(lambda x, m: dispatch(x, m, axis_name=AXIS, capacity=n), mesh)
+    home = on_ranks(lambda y, m: combine(y, m, axis_name=AXIS, num_tokens=T), mesh)
+    draw = lambda rows: rng.integers(-8, 9, (2, W, rows, 3)).astype(np.float32)
+    (x, dx), (y, dy) = draw(T), draw(n)
+    there = dispatched(plan, dx, n)
+    loss = lambda x: 0.5 * (send(x, m) ** 2).sum()
+    for got, want in (
+        (jax.jvp(lambda x: send(x, m), (x,), (dx,))[1], there),
+        (jax.jvp(lambda y: home(y, m), (y,), (dy,))[1], combined(plan, dy, T)),
+        (jax.linear_transpose(lambda x: send(x, m), x)(y)[0], combined(plan, y, T)),
+        (jax.linear_transpose(lambda y: home(y, m), y)(x)[0], dispatched(plan, x, n)),
+        (jax.jvp(jax.grad(loss), (x,), (dx,))[1], combined(plan, there, T)),
+    ):
+        np.testing.assert_array_equal(got, want)
