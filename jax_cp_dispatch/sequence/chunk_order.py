@@ -80,7 +80,7 @@ def are_in_order(
 def confirmed(exchange: CollectiveOptions, fingerprint: Int32[Array, " 9"]) -> Bool[Array, ""]:
     """Compares the fingerprints of all ranks where nothing moves, by an exchange of its own."""
     rank, num_ranks = lax.axis_index(exchange.axis_name), lax.axis_size(exchange.axis_name)
-    own = (jnp.arange(num_ranks) == rank).astype(jnp.uint32)
+    own = (jnp.arange(num_ranks, dtype=jnp.int32) == rank).astype(jnp.uint32)
     metadata = Metadata(
         dst_rank=rank[None],
         dst_offset=jnp.zeros(1, jnp.uint32),

@@ -78,9 +78,9 @@ def test_a_plan_knows_the_mask_of_arrays_for_which_it_was_made():
     documents = Documents(segment_ids).with_plan(plan)
     options = {"mesh": mesh_of(4), "axis_name": AXIS}
 
-    @jax.jit
-    def attend(documents, mask):
-        given = {"documents": documents, "mask": mask, **options}
+    @partial(jax.jit, static_argnames="implementation")
+    def attend(documents, mask, implementation=None):
+        given = {"documents": documents, "mask": mask, "implementation": implementation, **options}
         return context_parallel_attention(*qkv, algorithm="balanced", **given)
 
     explicit = attend(documents, mask)
@@ -98,6 +98,7 @@ def test_a_plan_knows_the_mask_of_arrays_for_which_it_was_made():
     other = jax.tree.unflatten(jax.tree.structure(mask), [block_end])
     message = f"made for another batch: the mask of rank {rank} has checksum"
     all_fail(attend(documents, other), message)
+    assert np.isnan(np.asarray(attend(documents, other, "xla"))[segment_ids > 0]).all()
     with pytest.raises(ValueError, match=f"the arrays of the mask of rank {rank} are not those"):
         plan.validate(segment_ids, None, other)
     plan.validate(segment_ids, None, mask)

@@ -98,10 +98,21 @@ def test_shapes(shape):
     assert_equals_oracle(operands, random_ranges(4, 2, q.shape[1], k.shape[1]))
 
 
-def test_float16():
-    """Probabilities and gradients are rounded to 11 bits."""
-    operands = inputs(4, dtype=jnp.float16)
-    assert_equals_oracle(operands, random_ranges(5, 2, 37, 45), 2e-3)
+@pytest.mark.parametrize("dtype, tolerance", [(jnp.bfloat16, 1e-2), (jnp.float16, 2e-3)])
+def test_small_floats(dtype, tolerance):
+    """Probabilities and gradients are rounded to 8 and 11 bits."""
+    assert_equals_oracle(inputs(4, dtype=dtype), random_ranges(5, 2, 37, 45), tolerance)
+
+
+def test_float64_accumulates_in_float64():
+    q, k, v, dout, dlse = (np.asarray(x, np.float64) for x in inputs(5))
+    ranges = random_ranges(6, 2, 37, 45)
+    with jax.enable_x64(True):
+        results = with_cotangents(*(jnp.asarray(x) for x in (q, k, v, *ranges, dout, dlse)))
+    expected = *attention(q, k, v, *ranges), *attention_gradients(q, k, v, *ranges, dout, dlse)
+    for actual, wanted in zip(results, expected, strict=True):
+        assert actual.dtype == jnp.float64
+        assert_close(actual, wanted, 1e-13)
 
 
 def test_no_keys():
@@ -369,6 +380,12 @@ def test_an_empty_side_returns_the_other_exactly():
     for merged in (merge_partials(*full, *empty), merge_partials(*empty, *full)):
         for x, y in zip(merged, full, strict=True):
             np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_merged_parts_are_float32(dtype):
+    parts = [jnp.asarray(x, dtype) for x in partial_result(np.random.default_rng(5))]
+    assert all(x.dtype == jnp.float32 for x in merge_partials(*parts, *parts))
 
 
 def test_two_empty_sides_have_finite_zero_gradients():

@@ -25,6 +25,7 @@ from comm_gemm_cases import (
     with_nan_behind,
 )
 from comm_gemm_refusals import GATHER, T, W, ones
+from contract import same_bits
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, PartitionSpec as P
 from jaxprs import runs
@@ -132,6 +133,28 @@ def test_operands_of_different_types():
         for name, got in run_all(op, mesh_of(2), x, w, bias).items():
             assert got.dtype == jnp.float32
             equal(got, ORACLES[op][0](x, w, bias), name)
+
+
+def test_the_same_bits_every_time_and_on_every_rank():
+    """Values that each order of summation rounds differently."""
+    p = 4
+    x, w, _ = of_gather(p, (), 6, normal)
+    w = np.stack([w[0]] * p)  # then the gathered product is equal on all ranks
+    whole = of_scatter(p, (), 24, normal)[0]
+
+    def local(x, whole, w):
+        gather, scatter = methods(all_gather_matmul, p), methods(matmul_reduce_scatter, p)
+        return (
+            {name: fn(x, w, axis_name=AXIS) for name, fn in gather.items()},
+            {name: fn(whole, w, axis_name=AXIS) for name, fn in scatter.items()},
+        )
+
+    run = on_ranks(local, mesh_of(p)).lower(x, whole, w).compile()
+    first = run(x, whole, w)
+    for _ in range(5):
+        same_bits(run(x, whole, w), first)
+    for name, got in first[0].items():
+        same_bits({name: [got[0]] * p}, {name: list(got)})
 
 
 def test_sums_are_in_rank_order():

@@ -65,6 +65,9 @@ class Case:
     only_on_ranks: bool = False
     unlike: dict[str, str] = dataclasses.field(default_factory=dict)
 
+    def __post_init__(self):
+        assert self.unlike.keys() <= {"annotations", "bits", "nested", "nothing"}, self.unlike
+
     def __str__(self):
         return self.name
 

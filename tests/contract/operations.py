@@ -347,7 +347,8 @@ def movement(functions, call, oracle, names, results) -> Case:
 
     specs = {"metadata": P(AXIS)} | dict.fromkeys(names, ROWS)
     name, results = functions[0].__name__, dict.fromkeys(results, ROWS)
-    return Case(name, functions, call, oracle, draw, specs, results)
+    unlike = {"annotations": "rows are trees of any dtype and shape"}
+    return Case(name, functions, call, oracle, draw, specs, results, unlike=unlike)
 
 
 def _dispatch(arrays, **where):
@@ -552,13 +553,15 @@ def grouped_gemm() -> Case:
     def draw(rng, sizes):
         num_rows = sizes.ranks * sizes.tokens
         group_sizes = np.array([num_rows // 3, 0, num_rows // 2], np.int32)
-        return {"sizes": group_sizes, **_normal(rng, (), {"x": (num_rows, 5), "w": (3, 5, 7)})}
+        operands = _normal(rng, (), {"lhs": (num_rows, 5), "rhs": (3, 5, 7)})
+        return {"group_sizes": group_sizes, **operands}
 
     def call(arrays):
-        return {"out": cpd.grouped_gemm(*(jnp.asarray(arrays[n]) for n in ("x", "w", "sizes")))}
+        operands = (jnp.asarray(arrays[x]) for x in ("lhs", "rhs", "group_sizes"))
+        return {"out": cpd.grouped_gemm(*operands)}
 
     def oracle(arrays):
-        x, w, sizes = (arrays[name] for name in ("x", "w", "sizes"))
+        x, w, sizes = (arrays[name] for name in ("lhs", "rhs", "group_sizes"))
         ends = np.cumsum(sizes)
         groups = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
         out = np.zeros((len(x), w.shape[2]))
@@ -569,18 +572,18 @@ def grouped_gemm() -> Case:
             of_x = np.zeros(x.shape)
             for rows, matrix in zip(groups, w, strict=True):
                 of_x[rows] = g["out"][rows] @ matrix.T
-            return {"x": of_x, "w": np.stack([x[rows].T @ g["out"][rows] for rows in groups])}
+            return {"lhs": of_x, "rhs": np.stack([x[rows].T @ g["out"][rows] for rows in groups])}
 
         return {"out": out}, pull
 
-    specs = dict.fromkeys(("x", "w", "sizes"), REPLICATED)
+    specs = dict.fromkeys(("lhs", "rhs", "group_sizes"), REPLICATED)
     results, functions = {"out": REPLICATED}, (cpd.grouped_gemm,)
     return Case("grouped_gemm", functions, call, oracle, draw, specs, results, is_local=True)
 
 
 def gemm_and_gelu() -> Case:
     """A product on one device, and its GELU."""
-    names = "x", "w", "bias"
+    names = "lhs", "rhs", "bias"
 
     def draw(rng, sizes):
         rows = sizes.ranks * sizes.tokens

@@ -48,11 +48,13 @@ def on_arrays(case, mesh, **options):
 def test_values_and_gradients(case):
     """In float64, donated where a result fits, twice with the same bits, by XLA's collectives too.
 
+    NaN in padding reaches nothing.
+
     Inside `shard_map` over one of two axes, of which the other is explicit.
     """
     arrays = case.arrays("float64", ids="int64")
     *expected, cotangents = case.expected(arrays)
-    floats, others = split(arrays)
+    floats, others = split(hide_padding(arrays))
     mesh, found = mesh_of(4, (EXPLICIT, AUTO), num_groups=2), []
     with jax.enable_x64(True), jax.set_mesh(mesh):
         fixed = placed(mesh, case.specs, others), placed(mesh, case.results, cotangents)
@@ -68,6 +70,20 @@ def test_values_and_gradients(case):
     same_bits(*found[:2])
     if "bits" not in case.unlike:
         same_bits(found[0], found[-1])
+
+
+def hide_padding(arrays):
+    """Returns arrays of tokens with NaN in padding; a user's function expands latents of any."""
+    ids = arrays.get("segment_ids")
+    if ids is None:
+        return arrays
+
+    def hide(x):
+        if x.shape[:2] != ids.shape or not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        return np.where((ids > 0).reshape(*ids.shape, *[1] * (x.ndim - 2)), x, np.nan)
+
+    return {name: x if name == "latents" else hide(x) for name, x in arrays.items()}
 
 
 @each_case
@@ -88,7 +104,7 @@ def test_nested(case):
     """In a `shard_map` over groups, in a loop that computes steps again, mapped, in bfloat16."""
     if "nested" in case.unlike:
         pytest.skip(case.unlike["nested"])
-    batches = [case.arrays("bfloat16", seed=seed, ids="int16") for seed in range(4)]
+    batches = [case.arrays("bfloat16", seed=seed, ids="int8") for seed in range(4)]
     stack = lambda *x: jax.tree.map(lambda *x: np.stack(x), *x)
     *expected, cotangents = map(stack, *(case.expected(arrays) for arrays in batches))
     run = jax.vmap(with_gradients(jax.checkpoint(on_arrays(case, None))))
@@ -106,13 +122,13 @@ def test_nested(case):
 
 @each_case
 def test_one_rank(case):
-    """The call without jit; its gradients."""
-    arrays = case.arrays("float32", ranks=1)
+    """Without jit; and gradients inside `shard_map`, which checks over what arrays vary."""
+    arrays, mesh = case.arrays("float32", ranks=1, ids="uint64"), mesh_of(1)
     *expected, cotangents = case.expected(arrays)
-    run = on_arrays(case, mesh_of(1))
-    check(run(arrays), expected[0], "float32")
-    got = jax.jit(with_gradients(run))(*split(arrays), cotangents)
-    check(got, tuple(expected), "float32")
+    with jax.enable_x64(True):
+        check(on_arrays(case, mesh)(arrays), expected[0], "float32")
+        run = jax.jit(with_gradients(on_ranks(case, mesh)))
+        check(run(*split(arrays), cotangents), tuple(expected), "float32")
 
 
 @each_case
@@ -158,7 +174,7 @@ def test_dtypes(case):
         arrays = case.arrays("float16")
         traced = jax.eval_shape(with_gradients(run), *split(arrays), case.expected(arrays)[2])
         assert {x.dtype for x in jax.tree.leaves(traced)} == {jnp.dtype("float16")}
-        for ids in ("int8", "uint64") if case.ids else ():
+        for ids in ("int16", "uint32") if case.ids else ():
             traced = jax.eval_shape(run, case.arrays("float32", ids=ids))
             assert {x.dtype for x in jax.tree.leaves(traced)} == {jnp.dtype("float32")}
 
@@ -171,7 +187,7 @@ def test_what_annotations_exclude_is_refused(case):
     arrays = case.arrays("float32")
     names = "|".join(function.__name__ for function in case.functions)
     wrongs = list(wrong_arguments(case, arrays))
-    assert len(wrongs) > 2 or not case.has_batch
+    assert bool(wrongs) != ("annotations" in case.unlike)
     for name, wrong in wrongs:
         with pytest.raises((TypeError, ValueError)) as error:
             jax.eval_shape(run, {**arrays, name: wrong})

@@ -278,6 +278,25 @@ def test_in_the_middle_of_a_loop():
     np.testing.assert_array_equal(run(X, stack(*[METADATA] * 4)), expected)
 
 
+def test_in_the_backward_pass():
+    @jax.custom_vjp
+    def move(x, m, backward):
+        return send(x, m)
+
+    move.defvjp(
+        lambda x, m, backward: (send(x, m), backward),
+        lambda backward, g: (combine_rows(g, backward), None, None),
+    )
+
+    def local(x, y, m, backward):
+        return jax.grad(lambda x: jnp.sum(move(x, m, backward) * y))(x)
+
+    run = on_ranks(local, mesh_of(W), check_vma=False)
+    bad, message = spoiled()
+    np.testing.assert_array_equal(run(X, Y, METADATA, METADATA), combined(PLAN, Y, T))
+    all_say(run, X, Y, METADATA, bad, match=f"combine over axis 'cp': {message}")
+
+
 def test_in_one_of_two_groups():
     """A rank that was missing gets the error at its next call; the other group is done by then."""
     plan = random_plan(np.random.default_rng(3), 4, S, T)

@@ -115,6 +115,26 @@ def test_by_xla_another_batch_is_nan_also_in_gradients(kind):
     assert all(np.isnan(np.asarray(x)[ids > 0]).all() for x in run(qkv, wrong))
 
 
+def test_ids_beyond_32_bits_are_those_of_the_plan():
+    """Known and traced; the same documents under other ids are another batch."""
+    qkv, (segment_ids, _) = draw()
+    hashed = np.random.default_rng().permutation(np.arange(1, segment_ids.max() + 1) << 40)
+    wide = np.array([0, *hashed])[segment_ids]
+    plan, _ = make("balanced", wide)
+
+    def run(ids):
+        documents = Documents(ids).with_plan(plan)
+        return context_parallel_attention(
+            *qkv, mesh=mesh_of(W), axis_name=AXIS, algorithm="balanced", documents=documents
+        )
+
+    right = run(wide)
+    with jax.enable_x64(True):
+        traced = jax.jit(run)(jnp.asarray(wide))
+    np.testing.assert_allclose(traced, right, rtol=1e-5, atol=1e-6)
+    all_fail(run(segment_ids), MADE_FOR_ANOTHER)
+
+
 def lengths_of(segment_ids):
     """The documents of rows without padding between them."""
     return [np.bincount(row)[1:].tolist() for row in segment_ids]

@@ -108,6 +108,19 @@ def test_every_layer_in_zigzag_order():
     check_layers(with_gradients(order.on_ranks(once)), cases, segment_ids, dtypes=narrow)
 
 
+def test_bfloat16_accumulates_in_float32():
+    segment_ids = packed([[40, 24]])
+    weights = {"weight": (8, 3), "bias": (3,)}
+    case = layer(sequence.causal_conv, {"x": (3,)}, _convolved, weights=weights)
+    arrays = case.arrays("bfloat16", ranks=8, tokens=8, batch=1) | {"segment_ids": segment_ids}
+    out = Order("packed", segment_ids, 8).on_global_arrays(partial(call_all, {"conv": case}))
+    got = out({"conv": {"x": arrays["x"]}}, {"conv": {x: arrays[x] for x in weights}})["conv"]
+    assert got.dtype == jnp.bfloat16
+    # bfloat16 has 8 bits: half a unit of rounding, after sums that are exact beside it.
+    want = case.expected(arrays)[0]["out"]
+    np.testing.assert_allclose(np.asarray(got, np.float32), want, rtol=2**-8, atol=1e-5)
+
+
 @pytest.mark.parametrize("per_channel", [False, True])
 def test_any_decays_and_equal_keys_over_many_chunks(per_channel, monkeypatch):
     """Decays near one and near zero, too. Channels: more chunks than one slice takes."""
