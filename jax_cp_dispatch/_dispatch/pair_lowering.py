@@ -75,4 +75,5 @@ def _whole(*operands: Any, exchange: Exchange, num_beside: int, num_held: int) -
     moving, beside = operands[:num_moving], operands[num_moving:]
     primitive = dispatch_p if exchange.sums is None else combine_p
     moved = primitive.bind(*moving, exchange=exchange)
-    return [*moved, *moving[exchange.num_before_arrays :], jnp.zeros(num_held, jnp.float32), *beside]
+    held = jnp.zeros(num_held, jnp.float32)
+    return [*moved, *moving[exchange.num_before_arrays :], held, *beside]
