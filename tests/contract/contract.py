@@ -1,7 +1,7 @@
-"""The contract of an operation: a `Case` says what it is, a `Way` how a program calls it.
+"""An operation as a `Case`, the contexts in which a program calls it, and comparisons of results.
 
-`test_contract.py` has the properties, each written once for all cases. `operations.py` has the
-cases. The same cases run in several processes (`tests/processes/suite.py`).
+`operations.py` has the cases, and `test_contract.py` the properties, each written once for all
+cases. The cases also run between processes (`tests/processes/suite.py`) and on GPUs (`tests/gpu`).
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ class Case:
       has_batch: arrays are [B, T, ...], and the call names the axes of B and of heads.
       is_local: the operation knows no ranks.
       only_on_ranks: it has no form for global arrays.
-      unlike: properties that do not hold, with the reason.
+      unlike: properties that this case does not have, with the reason.
     """
 
     name: str

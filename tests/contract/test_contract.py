@@ -1,7 +1,7 @@
 """What holds for every operation: each property once, for all cases.
 
-A program takes seconds to compile, so one program shows several properties. A test's name says
-which; the first line of its docstring lists them.
+A program takes seconds to compile, so one program shows several properties; the docstring of a test
+lists them.
 """
 
 import dataclasses
