@@ -7,7 +7,7 @@ Needs pytest-cov. Three steps, whose files go to `build/mutants`:
     python tests/stress/mutants.py run --percent 10 # mutants that no earlier run has tried
     python tests/stress/mutants.py report           # survivors, and what each test file kills
 
-A mutant meets the tests that run its line, the quickest first, until three fail or their measured
+A mutant meets the tests that run its line, the quickest first, until some fail or their measured
 time exceeds a limit. Mutants that change nothing a user could see are listed, with the reason, in
 `mutants_equivalent.txt`.
 """
@@ -44,7 +44,6 @@ patch = subprocess
 parallel = true
 context = ${PYTEST_CURRENT_TEST-}
 """
-NUM_KILLERS = 3  # failures after which a mutant meets no further test
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,7 +231,7 @@ def try_mutants(arguments) -> None:
             try:
                 path.write_bytes(source[: mutant.start] + mutant.text + source[mutant.end :])
                 found = run_tests(
-                    OUT / f"run_{part}.jsonl", f"@{names}", f"--maxfail={NUM_KILLERS}",
+                    OUT / f"run_{part}.jsonl", f"@{names}", f"--maxfail={arguments.killers}",
                     timeout=10 * arguments.limit,
                 )  # fmt: skip
             finally:
@@ -286,6 +285,7 @@ def main() -> None:
     step.add_argument("--rooms", nargs="*", default=ROOMS)
     step.add_argument("--percent", type=float, default=10.0)
     step.add_argument("--limit", type=float, default=60.0, help="seconds of tests a mutant meets")
+    step.add_argument("--killers", type=int, default=3, help="failures after which a mutant ends")
     step.add_argument("--part", default="1/1", help="2/3: the second of three clones that share")
     step.set_defaults(run=try_mutants)
     steps.add_parser("report").set_defaults(run=report)
