@@ -1,4 +1,7 @@
-"""The code of every page runs, with its assertions, and its results and printed texts are right."""
+"""The code of every page runs, with its assertions, and its results and printed texts are right.
+
+The suite leaves pages that take long to `.ci/run`; their parts have tests of their own.
+"""
 
 import contextlib
 import importlib.util
@@ -204,7 +207,12 @@ PAGES = {
 }
 
 
-@pytest.mark.parametrize("page", PAGES)
+LONG = "masks.md", "scaling.md", "sequence.md"
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=in_ci) if page in LONG else page for page in PAGES]
+)
 def test_page(page, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     # Leaving the context also undoes `jax.set_mesh` of the page.
@@ -221,6 +229,7 @@ def test_every_page_with_code_is_run():
     assert with_code == {*PAGES, *FRAGMENTS, "mesh_axes.md", "trainers.md"}
 
 
+@in_ci
 def test_mesh_axes():
     """Blocks that begin with the arrays that the text describes."""
     blocks = [code for code, _ in BLOCK.findall(text_of("mesh_axes.md"))]
