@@ -76,6 +76,7 @@ def tokens_of(batch, config):
     return [sorted(map(tuple, group[i])) for group, i in zip(groups, used, strict=True)]
 
 
+@in_ci
 def test_orders_hold_the_same_documents(training):
     of_order = lambda order: dataclasses.replace(training.config, order=order)
     loaders = [training.data.make_loader(of_order(x)) for x in ("packed", "zigzag", "placed")]
@@ -90,6 +91,7 @@ def test_orders_hold_the_same_documents(training):
         assert (ids > 1).any()  # several documents in a row
 
 
+@in_ci
 def test_loader_continues_where_it_was_saved(training):
     loader, again = (training.data.make_loader(training.config) for _ in range(2))
     for _ in range(3):
