@@ -4,7 +4,6 @@ Kernels may not spill, need two blocks at once, and have no fences in loops, swa
 one. A fault that a stress on a GPU must find can be planted in the sources as they are.
 """
 
-import importlib.util
 import pathlib
 import re
 import shutil
@@ -12,6 +11,7 @@ import subprocess
 import sys
 
 import pytest
+from scripts import load
 
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "gpu"))
 
@@ -42,15 +42,6 @@ def test_a_fault_changes_one_header(fault, tmp_path):
     files = [path for path in (ROOT / "csrc").rglob("*.*") if path.is_file()]
     same = lambda path: path.read_bytes() == (tmp_path / path.relative_to(ROOT)).read_bytes()
     assert [path for path in files if not same(path)] == [ROOT / "csrc" / FAULTS[fault][0]]
-
-
-def script(name):
-    """Returns a program of csrc/cuda as a module."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / f"csrc/cuda/{name}.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 # ---- What ptxas says of kernels.
@@ -93,7 +84,7 @@ def check_log(tmp_path, monkeypatch, capsys):
         """Returns the exit code, and the table."""
         path.write_text(log)
         monkeypatch.setattr(sys, "argv", ["", str(path), "90"])
-        code, table = script("check_kernels").main(), capsys.readouterr().out
+        code, table = load("csrc/cuda/check_kernels.py").main(), capsys.readouterr().out
         assert table.count("<-") == code
         return code, table
 
@@ -171,7 +162,7 @@ COUNT = ["REDUX.SUM UR4, R4", "ATOMS.ADD RZ, [R2], R4"]
 
 @pytest.fixture(scope="module")
 def check():
-    return script("check_machine_code")
+    return load("csrc/cuda/check_machine_code.py")
 
 
 def listing(kernel, code, architecture="90"):
