@@ -52,37 +52,35 @@ def said(run, *operands):
 
 
 CHUNKS = dict(zip(("out_chunk", "in_chunk"), cpd.cycles.chunk_maps([[0, 1, 2, 3]]), strict=True))
+ABSENT = {"ring_exchange": ring_exchange, "chunk_exchange": partial(chunk_exchange, **CHUNKS)}
 
 
-@pytest.mark.parametrize(
-    "name, call",
-    [("ring_exchange", ring_exchange), ("chunk_exchange", partial(chunk_exchange, **CHUNKS))],
-)
-def test_a_missing_rank(name, call):
+@pytest.mark.parametrize("name", ABSENT)
+def test_a_missing_rank(name):
     """Of the operations that the contract has no case for."""
-    call = partial(call, axis_name=AXIS, deadline=0.2)
+    call = partial(ABSENT[name], axis_name=AXIS, deadline=0.2)
     is_late = lambda: jax.lax.axis_index(AXIS) == 1
     run = on_ranks(lambda x: jax.lax.cond(is_late(), lambda x: 2 * x, call, x), mesh_of(W))
     assert f"{name} over axis 'cp': deadline of 200 ms passed" in said(run, normal(W, 1, T))
 
 
-@pytest.mark.parametrize("name", ["dispatch_qkv", "the transpose of combine"])
-def test_a_plan_that_exceeds_the_capacity(name):
+def test_a_plan_that_exceeds_the_capacity():
     """Of dispatch: `test_docs_errors.py`."""
 
     def pair(x, plan):
-        return cpd.dispatch_qkv(x, x, plan, plan, axis_name=AXIS, q_capacity=T, kv_capacity=W * T)[
-            0
-        ]
+        sizes = {"q_capacity": T, "kv_capacity": W * T}
+        return cpd.dispatch_qkv(x, x, plan, plan, axis_name=AXIS, **sizes)[0]
 
     def transpose(y, plan):
         combine_rows = lambda y: cpd.combine(y, plan, axis_name=AXIS, num_tokens=T)
         return jax.linear_transpose(combine_rows, y)(0 * y)[0]
 
-    call, capacity = (pair, "q_capacity") if name == "dispatch_qkv" else (transpose, "capacity")
-    message = f": {name} over axis 'cp': rank 0 would receive 32 tokens but {capacity} is 8"
-    text = said(on_ranks(call, mesh_of(W)), normal(W, T), TO_RANK_0)
-    assert message.lstrip(": ") in text
+    for call, name, capacity in (
+        (pair, "dispatch_qkv", "q_capacity"),
+        (transpose, "the transpose of combine", "capacity"),
+    ):
+        message = f"{name} over axis 'cp': rank 0 would receive 32 tokens but {capacity} is 8"
+        assert message in said(on_ranks(call, mesh_of(W)), normal(W, T), TO_RANK_0)
 
 
 def test_a_program_on_one_device_raises_value_error():
@@ -308,27 +306,22 @@ def test_scopes_of_attention(algorithm):
     assert found(jax.grad(loss), *operands) == expected
 
 
-def test_scopes_of_gemms():
-    matmul = partial(cpd.all_gather_matmul, axis_name=AXIS)
-    specs = {"in_specs": (P(AXIS), P(None, AXIS)), "out_specs": P(None, AXIS)}
-    program = jax.shard_map(matmul, mesh=mesh_of(W), **specs)
-    loss = jax.grad(lambda x, w: program(x, w).sum(), argnums=(0, 1))
-    assert found(loss, jnp.zeros((T, 8)), jnp.zeros((8, T))) == {"gemm"}
+def test_scopes_of_gemms_and_experts():
+    def multiply(x, w):
+        return cpd.all_gather_matmul(x, w, axis_name=AXIS).sum()[None]
 
-
-def test_scopes_of_experts():
     def layer(x, index, w):
         routing = cpd.experts.route(index, num_experts=2 * W, axis_name=AXIS, capacity=T)
         rows = cpd.experts.dispatch_tokens(x, routing)
-        return cpd.experts.combine_tokens(
-            cpd.grouped_gemm(rows, w, routing.group_sizes), None, routing
-        )
+        rows = cpd.grouped_gemm(rows, w, routing.group_sizes)
+        return cpd.experts.combine_tokens(rows, None, routing)
 
-    program = jax.shard_map(layer, mesh=mesh_of(W), in_specs=P(AXIS), out_specs=P(AXIS))
+    on_mesh = lambda fn: jax.shard_map(fn, mesh=mesh_of(W), in_specs=P(AXIS), out_specs=P(AXIS))
+    gradient = lambda fn, *of: jax.grad(lambda *x: on_mesh(fn)(*x).sum(), argnums=of)
+    assert found(gradient(multiply, 0, 1), jnp.zeros((T, 8)), jnp.zeros((8 * W, T))) == {"gemm"}
     operands = jnp.zeros((T, 8)), jnp.zeros((T, 2), jnp.int32), jnp.zeros((2 * W, 8, 8))
-    loss = jax.grad(lambda *x: program(*x).sum(), argnums=(0, 2))
-    assert found(loss, *operands) >= {"dispatch", "combine", "grouped_gemm"}
-    stacks = scopes(jax.make_jaxpr(program)(*operands).jaxpr)
+    assert found(gradient(layer, 0, 2), *operands) >= {"dispatch", "combine", "grouped_gemm"}
+    stacks = scopes(jax.make_jaxpr(on_mesh(layer))(*operands).jaxpr)
     rows = [x for name, x in stacks if name == "gather" and "cpd.plan" not in x]
     assert rows and all("/cpd.experts" in stack for stack in rows)
 
