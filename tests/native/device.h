@@ -32,8 +32,8 @@ class Barrier final : public BlockBarrier {
   pthread_barrier_t barrier_;
 };
 
-// Calls `run(kernel, block)` on each thread of each block, and waits for all. Threads know the kernel
-// by its address alone: with its type, each kernel would compile threads of its own.
+// Calls `run(kernel, block)` on each thread of each block, and waits for all. Threads know only the
+// address of the kernel: with its type, each kernel would compile threads of its own.
 inline void RunThreads(int num_blocks, int num_threads, void (*run)(const void*, const Block&),
                        const void* kernel) {
   std::vector<std::unique_ptr<Barrier>> barriers;
