@@ -21,14 +21,9 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 @functools.cache
-def text_of(path):
-    return path.read_text()
-
-
-@functools.cache
 def nodes_of(path):
     """Returns all nodes of a Python file."""
-    return list(ast.walk(ast.parse(text_of(path))))
+    return list(ast.walk(ast.parse(path.read_text())))
 
 
 @functools.cache
@@ -194,47 +189,27 @@ def test_few_tests_import_inner_modules_and_each_says_why():
     assert len(reasons) <= MOST_INNER, "\n".join(reasons)
 
 
-# ---- How many files an addition touches: counted for one that exists.
+# ---- How many files an addition touches: counted for those that exist.
+
+LISTS = {"attention/algorithms/__init__.py", "attention/__init__.py", "__init__.py"}
+TOUCHED = {
+    "Chunked": {"masks/chunked.py", "masks/__init__.py"},
+    "BlockCausal": {"masks/block_causal.py", "masks/__init__.py"},
+    "linear_attention": {"sequence/linear_attention.py", "sequence/__init__.py"},
+    "Ulysses": {"attention/algorithms/ulysses.py", *LISTS},
+    "Halo": {"attention/algorithms/halo.py", *LISTS},
+    # Has a profile, too.
+    "Hamilton": {"attention/algorithms/hamilton.py", "attention/profile/hamilton.py", *LISTS},
+}
 
 
-def files_that_name(word):
-    """Returns the files of the package, and of the C++ sources, that contain a word."""
-    csrc = ROOT / "csrc"
-    files = [*files_of_package(), *csrc.rglob("*.h"), *csrc.rglob("*.cc")]
-    found = (path for path in files if re.search(rf"\b{word}\b", text_of(path)))
-    return {str(path.relative_to(ROOT)).removeprefix("jax_cp_dispatch/") for path in found}
-
-
-@pytest.mark.parametrize("mask, file", [("Chunked", "chunked"), ("BlockCausal", "block_causal")])
-def test_a_mask_touches_one_file(mask, file):
-    """Its list. Beside it: its file, an error, an adapter."""
-    others = files_that_name(mask) - {"masks/read.py", "adapters/maxtext_call.py"}
-    assert others == {f"masks/{file}.py", "masks/__init__.py"}
-
-
-def test_a_layer_touches_one_file():
-    """The list of the layers, beside its own file."""
-    own = "sequence/linear_attention.py"
-    assert files_that_name("linear_attention") == {"sequence/__init__.py", own}
-
-
-def files_that_use(name):
-    """Returns the files of the package whose code names a class; texts do not count."""
+@pytest.mark.parametrize("name", TOUCHED)
+def test_a_mask_a_layer_or_an_algorithm_touches_its_lists(name):
+    """Beside its own file. Code counts, and texts do not, nor what adapters know by name."""
     has_name = lambda node: name in (getattr(node, "name", ""), getattr(node, "id", ""))
     using = (path for path in files_of_package() if any(map(has_name, nodes_of(path))))
-    return {path.relative_to(SOURCE).as_posix() for path in using}
-
-
-def test_an_algorithm_touches_three_files():
-    """The lists of algorithms and of public names, beside its own file.
-
-    Hamilton attention also has a profile.
-    """
-    lists = {"attention/algorithms/__init__.py", "attention/__init__.py", "__init__.py"}
-    for name in ("Ulysses", "Halo"):
-        assert files_that_use(name) == {f"attention/algorithms/{name.lower()}.py", *lists}
-    more = {"attention/algorithms/hamilton.py", "attention/profile/hamilton.py"}
-    assert files_that_use("Hamilton") == {*lists, *more}
+    files = {path.relative_to(SOURCE).as_posix() for path in using}
+    assert files - {"adapters/maxtext_call.py"} == TOUCHED[name]
 
 
 def test_no_code_compares_the_name_of_an_algorithm():
