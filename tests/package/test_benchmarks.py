@@ -72,8 +72,10 @@ def test_a_benchmark_that_fails_does_not_end_the_others(tmp_path, monkeypatch, c
 # ---- The published rules, against counts by hand.
 
 
-def shared_in_order(lengths, num_ranks):
-    """Deals the tokens of each document out, one by one: pairs and padded tokens of each rank."""
+@pytest.mark.parametrize("num_ranks", [3, 16])
+def test_zigzag(num_ranks):
+    """Deals the tokens of each document out, one by one."""
+    lengths = np.random.default_rng(num_ranks).integers(1, 200, 20).tolist()
     owner = [*range(num_ranks), *reversed(range(num_ranks))]  # of each chunk
     pairs, tokens = [0] * num_ranks, [0] * num_ranks
     for length in lengths:
@@ -82,18 +84,11 @@ def shared_in_order(lengths, num_ranks):
             rank = owner[position * len(owner) // padded]
             tokens[rank] += 1
             pairs[rank] += position + 1 if position < length else 0
-    return pairs, tokens
-
-
-@pytest.mark.parametrize("num_ranks", [3, 16])
-def test_zigzag(num_ranks):
-    lengths = np.random.default_rng(num_ranks).integers(1, 200, 20).tolist()
     found = rules.zigzag(lengths, num_ranks)
-    pairs, tokens = shared_in_order(lengths, num_ranks)
     assert found.pairs.tolist() == pairs and found.tokens.tolist() == tokens
-    between = num_ranks > 8  # all keys go to all other ranks, in a node or between nodes
-    assert found.received[:, int(between)].tolist() == [(num_ranks - 1) * x for x in tokens]
-    assert not found.received[:, int(not between)].any()
+    between = int(num_ranks > 8)  # all keys go to all other ranks, in a node or between nodes
+    assert found.received[:, between].tolist() == [(num_ranks - 1) * x for x in tokens]
+    assert not found.received[:, 1 - between].any()
     np.testing.assert_array_equal(found.sent, found.received)
 
 
@@ -109,12 +104,9 @@ def test_hybrid_puts_documents_off_that_unbalance_a_round():
 def test_every_rule_computes_each_pair_once():
     lengths = np.random.default_rng(0).integers(1, 400, 60).tolist()
     pairs = sum(length * (length + 1) // 2 for length in lengths)
-    for found in (
-        [rules.zigzag(lengths, 16)],
-        [rules.fixed_groups(lengths, 16, 4)],
-        [rules.whole(lengths, 16, float)],
-        rules.hybrid(lengths, 16, 50),
-    ):
+    whole = rules.zigzag(lengths, 16), rules.fixed_groups(lengths, 16, 4)
+    whole = *whole, rules.whole(lengths, 16, float)
+    for found in (*([x] for x in whole), rules.hybrid(lengths, 16, 50)):
         assert sum(x.pairs.sum() for x in found) == pairs
         for x in found:
             assert len(x.pairs) == len(x.tokens) == len(x.sent) == len(x.received) == 16
@@ -156,12 +148,11 @@ def test_segments_say_what_is_visible(make):
     """As FlashAttention reads them: the last query of each sees its last key."""
     of = make(512, heads=HEADS)
     assert of.segments is not None and len(of.segments) > 1
-    visible, row, first = np.zeros_like(of.visible), 0, 0
+    row, first, blocks = 0, 0, np.zeros_like(of.visible)
     for queries, keys in of.segments:
-        for i in range(queries):
-            visible[row + i, first : first + keys - queries + i + 1] = True
+        blocks[row : row + queries, first : first + keys] = np.tri(queries, keys, keys - queries)
         row, first = row + queries, first + keys
-    np.testing.assert_array_equal(visible, of.visible)
+    np.testing.assert_array_equal(blocks, of.visible)
 
 
 def test_completions_see_the_prompt_and_themselves():
@@ -184,17 +175,16 @@ def test_errors_leave_out_keys_that_no_query_sees():
 def test_every_workload_is_measured_and_every_failure_has_a_reason(results):
     sizes = "--tokens 64 --documents 10 --heads 2 1 --size 8 --variants"
     names = "--implementations ours flash_attention_3 jax_nn_xla"
-    code, rows = results(gpu_attention, f"{sizes} {names}")
+    code, (*rows, profile) = results(gpu_attention, f"{sizes} {names}")
     assert code == 1  # the profile needs a GPU
-    *rows, profile = rows
     assert profile["error"].startswith("RuntimeError: the profile has 0 kernels")
-    ours = [row for row in rows if row["implementation"] == "ours"]
-    assert len(ours) == 6 and all(row["path"] == "blockwise" for row in ours)
+    ours = [row["path"] for row in rows if row["implementation"] == "ours"]
+    assert ours == ["blockwise"] * 6
     for row in rows:
         errors = [value for name, value in row.items() if name.startswith("error_")]
-        if "not_measured" in row:
+        if why := row.get("not_measured"):
             assert row["implementation"] == "flash_attention_3"
-            assert "128" in row["not_measured"] or "keys of their own" in row["not_measured"]
+            assert "128" in why or "keys of their own" in why
         else:
             assert row["ms"] > 0 and len(errors) in (1, 4) and all(0 < x < 0.02 for x in errors)
 
