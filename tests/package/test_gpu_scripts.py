@@ -22,8 +22,6 @@ TOOLS = ("no nvidia-smi", "no /usr/local/cuda/bin/", "no nvcc")  # of a GPU's ma
 sys.path.insert(0, str(BENCHMARKS))
 
 import multi_gpu  # noqa: E402  # pyright: ignore[reportMissingImports]
-import multi_gpu_movement as movement  # noqa: E402  # pyright: ignore[reportMissingImports]
-import multi_gpu_programs as programs  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 
 def on_cpu(*command, **more):
@@ -184,34 +182,22 @@ def test_a_closed_gate_ends_the_benchmark_and_is_in_the_file(tmp_path):
 
 
 def test_a_section_that_does_not_begin_is_in_the_file(tmp_path, monkeypatch):
+    """The rows of other sections stay; only process 0 writes."""
     output, in_between = tmp_path / "report.json", []
-    read = lambda: json.loads(output.read_text())
-    kept = {"section": "gemm", "us": 3}
-    earlier = {"title": "two GPUs", "topology": ["NV18"], "rows": [kept, {"section": "movement"}]}
-    output.write_text(json.dumps(earlier))
+    rows = lambda: json.loads(output.read_text())["rows"]
+    kept, own = {"section": "gemm", "us": 3}, {"section": "movement"}
+    output.write_text(json.dumps({"title": "two GPUs", "topology": ["NV18"], "rows": [kept, own]}))
 
     def make_sections(*_):
-        in_between.extend(read()["rows"])
+        in_between.extend(rows())
         raise RuntimeError("no GPU")
 
     monkeypatch.setattr(multi_gpu, "make_sections", make_sections)
-    arguments = ["", "--sections", "movement", "--output", str(output)]
-    monkeypatch.setattr(sys, "argv", arguments)
+    monkeypatch.setattr(sys, "argv", ["", "--sections", "movement", "--output", str(output)])
     assert multi_gpu.main() == 1
-    assert in_between == [kept, {"section": "movement", "error": multi_gpu.NOT_OVER}]
-    assert read()["rows"] == [kept, {"section": "movement", "error": "RuntimeError: no GPU"}]
-    assert (read()["title"], read()["topology"]) == ("two GPUs", ["NV18"])
+    assert in_between == [kept, {**own, "error": multi_gpu.NOT_OVER}]
+    assert rows() == [kept, {**own, "error": "RuntimeError: no GPU"}]
+    assert json.loads(output.read_text())["title"] == "two GPUs"
     monkeypatch.setenv("PROCESS_ID", "1")
     before = output.read_text()
-    assert multi_gpu.main() == 1 and output.read_text() == before  # process 0 writes
-
-
-def test_exchanges_say_how_much_memory_they_need():
-    """Two halves of rows and tags for each channel; calls that are alike share one."""
-    case = movement._Case(movement.Ranks.of_devices(4, 1), 1 << 16, True, 16)
-    halves = 2 * (case.num_bytes + 8 * case.tokens)
-    of = lambda *names: programs.symmetric_bytes(case.programs[name] for name in names)
-    assert halves <= of("dispatch") <= halves + (1 << 17)
-    assert of("dispatch", "dispatch beside a GEMM") == of("dispatch")
-    assert of("dispatch", "combine") > 2 * halves
-    assert of("all_to_all of equal parts", "GEMM") == 0
+    assert multi_gpu.main() == 1 and output.read_text() == before
