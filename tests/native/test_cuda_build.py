@@ -52,86 +52,65 @@ KERNELS = [
     *("Attend", "QueryGradients", "KeyGradients"),
     *("Sum", "Columns", "Transpose", "Swizzle", "Copy", "Begin", "Tell", "WaitFor", "End", "Hold"),
 ]
-NAME = "_ZN3cpd43_GLOBAL__N__2168_10_kernels_cu_0e9e{n}{kernel}KernelENS_6device4CallE"
-LINES = """\
+OVER_NVSHMEM = [*KERNELS[:6], "Signal", "StageToPut", "Put", "Fetch", "Quiet"]
+NAMES = (
+    "_ZN3cpd43_GLOBAL__N__2168_10_kernels_cu_0e9e{n}{kernel}KernelENS_6device4CallE",
+    "__nv_static_45__18_nvshmem_kernels_cu_9d{n}{kernel}KernelINS0_7NvshmemEEEvNS4_CallE",
+)
+PTXAS = """\
 ptxas info    : Compiling entry function '{name}' for 'sm_90a'
     {stack} bytes stack frame, {spills} bytes spill stores, 0 bytes spill loads
 ptxas info    : Used {registers} registers, used 1 barriers, {shared} bytes smem
 """
-
-OVER_NVSHMEM = [*KERNELS[:6], "Signal", "StageToPut", "Put", "Fetch", "Quiet"]
-NVSHMEM_NAME = "__nv_static_45__18_nvshmem_kernels_cu_9d{n}{kernel}KernelINS0_7NvshmemEEEvNS4_CallE"
-LINKED = f"""\
-nvlink info    : Function properties for '{NVSHMEM_NAME}': (target: sm_90a)
-nvlink info    : used 44 registers, used 1 barriers, {{stack}} stack, 0 bytes smem
+# Over NVSHMEM. The linker tells the stack of a kernel; the first lines are of a function.
+NVLINK = """\
+ptxas info    : Function properties for _Z14nvshmemi_quietIL13threadgroup_t3EEvv
+    512 bytes stack frame, 64 bytes spill stores, 64 bytes spill loads
+nvlink info    : Function properties for '{name}': (target: sm_90a)
+nvlink info    : used 44 registers, used 1 barriers, {stack} stack, 0 bytes smem
 """
 
 
-def name_of(kernel):
-    return NAME.format(n=len(kernel) + 6, kernel=kernel)
+def lines_of(kernel, over_nvshmem=False, **numbers):
+    of = {"stack": 0, "spills": 0, "registers": 64, "shared": 128, **numbers}
+    of["name"] = NAMES[over_nvshmem].format(n=len(kernel) + 6, kernel=kernel)
+    if over_nvshmem:
+        return PTXAS.format(**{**of, "stack": 0}) + NVLINK.format(**of)
+    return PTXAS.format(**of)
 
 
-def lines_of(kernel, stack=0, spills=0, registers=64, shared=128):
-    numbers = {"stack": stack, "spills": spills, "registers": registers, "shared": shared}
-    return LINES.format(name=name_of(kernel), **numbers)
+PUT = "{'stack': 216, 'spills': 0, 'registers': 64, 'shared': 128, 'blocks': 4}"
+LOGS = [  # a kernel, over NVSHMEM or not, its numbers or None: missing, exit code, a part of its row
+    ("Pull", False, {}, 0, "'blocks': 4"),
+    ("Pull", False, {"registers": 65}, 0, "'blocks': 3"),
+    ("Pull", False, {"registers": 129}, 1, "'blocks': 1"),
+    ("Pull", False, {"registers": 32, "shared": 114 << 10}, 1, "'blocks': 1"),
+    ("Pull", False, {"stack": 16}, 1, "<-"),
+    ("Push", False, {"spills": 8}, 1, "<-"),
+    ("Hold", False, None, 1, "<-"),
+    ("Put", True, {"stack": 216}, 0, PUT),
+    ("Pull", True, {"stack": 16}, 1, "<-"),
+    ("Fetch", True, {"stack": 216, "spills": 8}, 1, "<-"),
+    ("Quiet", True, None, 1, "<-"),
+]
 
 
-@pytest.fixture
-def check_log(tmp_path, monkeypatch, capsys):
-    path = tmp_path / "build.log"
-
-    def run(log):
-        """Returns the exit code, and the table."""
-        path.write_text(log)
-        monkeypatch.setattr(sys, "argv", ["", str(path), "90"])
-        code, table = load("csrc/cuda/check_kernels.py").main(), capsys.readouterr().out
-        assert table.count("<-") == code
-        return code, table
-
-    return run
-
-
-@pytest.mark.parametrize(
-    "name, numbers, code",
-    [("none", {}, 0), ("Pull", {"stack": 16}, 1), ("Push", {"spills": 8}, 1), ("missing", {}, 1)],
-)
-def test_kernels_that_are_rejected(check_log, name, numbers, code):
-    kernels = KERNELS[: -1 if name == "missing" else None]
-    log = "".join(lines_of(kernel, **numbers if kernel == name else {}) for kernel in kernels)
+@pytest.mark.parametrize("name, over_nvshmem, numbers, code, says", LOGS)
+def test_what_kernels_use(tmp_path, monkeypatch, capsys, name, over_nvshmem, numbers, code, says):
+    """Two blocks run at once; no kernel spills, and only functions of NVSHMEM have a stack."""
+    path, log = tmp_path / "build.log", ""
+    for is_over in (False, True)[: 1 + over_nvshmem]:
+        for kernel in OVER_NVSHMEM if is_over else KERNELS:
+            mine = (kernel, is_over) == (name, over_nvshmem)
+            if not mine or numbers is not None:
+                log += lines_of(kernel, is_over, **(mine and numbers) or {})
     # A kernel of several types: the worst one counts, not the last.
-    assert check_log(log + lines_of("Pull"))[0] == code
-
-
-@pytest.mark.parametrize(
-    "registers, shared, blocks",
-    [(64, 128, 4), (65, 128, 3), (129, 128, 1), (32, 114 << 10, 1)],
-)
-def test_two_blocks_of_a_kernel_run_at_once(check_log, registers, shared, blocks):
-    log = "".join(lines_of(kernel) for kernel in KERNELS)
-    code, table = check_log(log + lines_of("Pull", registers=registers, shared=shared))
-    assert f"'blocks': {blocks}" in next(x for x in table.splitlines() if "Pull" in x)
-    assert code == (blocks < 2)
-
-
-@pytest.mark.parametrize(
-    "name, stack, spills, code",
-    [("Put", 216, 0, 0), ("Pull", 16, 0, 1), ("Fetch", 216, 8, 1), ("missing", 0, 0, 1)],
-)
-def test_kernels_over_nvshmem_have_the_stack_of_its_functions(check_log, name, stack, spills, code):
-    log = "".join(lines_of(kernel) for kernel in KERNELS)
-    for kernel in OVER_NVSHMEM[: -1 if name == "missing" else None]:
-        mine, names = kernel == name, {"n": len(kernel) + 6, "kernel": kernel}
-        over_nvshmem = NVSHMEM_NAME.format(**names)
-        log += lines_of(kernel, spills=spills * mine).replace(name_of(kernel), over_nvshmem)
-        # A function of NVSHMEM, not a kernel.
-        log += "ptxas info    : Function properties for _Z14nvshmemi_quietIL13threadgroup_t3EEvv\n"
-        log += "    512 bytes stack frame, 64 bytes spill stores, 64 bytes spill loads\n"
-        log += LINKED.format(**names, stack=stack * mine)
-    found, table = check_log(log)
-    assert found == code
-    if name == "Put":
-        numbers = "'stack': 216, 'spills': 0, 'registers': 64, 'shared': 128, 'blocks': 4"
-        assert f"NvshmemPut        sm_90   {{{numbers}}}" in table
+    path.write_text(log + lines_of("Pull"))
+    monkeypatch.setattr(sys, "argv", ["", str(path), "90"])
+    assert load("csrc/cuda/check_kernels.py").main() == code
+    table = capsys.readouterr().out
+    row = f"{'Nvshmem' * over_nvshmem + name:<17} sm_90 .*{re.escape(says)}"
+    assert re.search(row, table) and table.count("<-") == code
 
 
 # ---- Machine code.
