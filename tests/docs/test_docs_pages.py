@@ -149,7 +149,7 @@ def metadata(names, page="metadata.md", num_cells=48):
 
 
 def rollouts(names):
-    """The loss of packed trees is that of each rollout alone, in NumPy."""
+    """The loss of packed trees is that of each rollout alone, in NumPy; a table shows a row."""
     params = {name: np.float64(x) for name, x in names["params"].items()}
     paths = [path for tree in names["trees"] for path in paths_of(tree)]
     assert len(paths) == 4
@@ -159,6 +159,17 @@ def rollouts(names):
     assert abs(near - want) > 1e-3 * abs(want)
     stored = (names["batch"]["segment_ids"] != 0).sum()
     assert stored < sum(len(path) - 1 for path in paths)  # shared tokens are stored once
+
+    leaf = lambda tokens, weight: (tokens, [weight] * len(tokens), [0.0] * len(tokens), ())
+    prompt = names["untrained"]([*"abc"], leaf([*"de"], 0.5), leaf([*"fg"], -0.5))
+    row, parents = names["pack"]([prompt], columns=6)
+    pattern = r"^\| (token|label|position|span).*?\|(.*)\|$"
+    rows = re.findall(pattern, text_of("rollouts.md"), flags=re.M)
+    table = {name: [x.strip(" *") for x in cells.split("|")] for name, cells in rows}
+    assert [*row["tokens"][0]] == table["token"] and [*row["labels"][0]] == table["label"]
+    assert [str(x) for x in row["positions"][0]] == table["position"]
+    assert [f"{x}, {parents[0][x]}" for x in row["span_ids"][0]] == table["span"]
+    assert row["weights"][0].tolist() == [0, 0, 0.5, 0.5, -0.5, -0.5]
 
 
 def paths_of(node, before=()):
@@ -266,22 +277,6 @@ def test_mesh_axes():
     out = names["attend_stages"](*of_stages, np.stack([segment_ids] * 2))
     for stage, of_stage in enumerate(zip(*of_stages, strict=True)):
         close(out[stage], dense(of_stage, segment_ids))
-
-
-def test_the_table_of_rollouts():
-    names: dict = {}
-    text = text_of("rollouts.md")
-    code = BLOCK.findall(text)[0][0]
-    exec(code[: code.index("up, down =")], names)
-    leaf = lambda tokens, weight: (tokens, [weight] * len(tokens), [0.0] * len(tokens), ())
-    prompt = names["untrained"]([*"abc"], leaf([*"de"], 0.5), leaf([*"fg"], -0.5))
-    row, parents = names["pack"]([prompt], columns=6)
-    rows = re.findall(r"^\| (token|label|position|span).*?\|(.*)\|$", text, flags=re.M)
-    table = {name: [x.strip(" *") for x in cells.split("|")] for name, cells in rows}
-    assert [*row["tokens"][0]] == table["token"] and [*row["labels"][0]] == table["label"]
-    assert [str(x) for x in row["positions"][0]] == table["position"]
-    assert [f"{x}, {parents[0][x]}" for x in row["span_ids"][0]] == table["span"]
-    assert row["weights"][0].tolist() == [0, 0, 0.5, 0.5, -0.5, -0.5]
 
 
 @in_ci

@@ -80,7 +80,7 @@ def lines_of(kernel, over_nvshmem=False, **numbers):
 
 
 PUT = "{'stack': 216, 'spills': 0, 'registers': 64, 'shared': 128, 'blocks': 4}"
-LOGS = [  # a kernel, over NVSHMEM or not, its numbers or None: missing, exit code, a part of its row
+LOGS = [  # a kernel, whether over NVSHMEM, its numbers or None, the exit code, what its row says
     ("Pull", False, {}, 0, "'blocks': 4"),
     ("Pull", False, {"registers": 65}, 0, "'blocks': 3"),
     ("Pull", False, {"registers": 129}, 1, "'blocks': 1"),
