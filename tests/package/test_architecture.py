@@ -1,4 +1,4 @@
-"""The package as a whole: who imports whom, how many files an addition touches, versions.
+"""The package as a whole: who imports whom, how many files an addition touches.
 
 Imports and includes follow the table of docs/architecture.md; CONTRIBUTING.md has the numbers.
 """
@@ -13,8 +13,7 @@ import re
 import pytest
 
 import jax_cp_dispatch
-from jax_cp_dispatch import _cpu, attention  # inner: the version of its headers
-from jax_cp_dispatch._ranks import runtime  # inner: its checks of versions, before import
+from jax_cp_dispatch import attention
 
 SOURCE = pathlib.Path(inspect.getfile(jax_cp_dispatch)).parent
 ROOT = pathlib.Path(__file__).parents[2]
@@ -226,7 +225,7 @@ def test_no_code_compares_the_name_of_an_algorithm():
                     assert not constants & names, path
 
 
-# ---- Versions, and installation.
+# ---- Installation.
 
 
 def test_version_and_types_are_installed():
@@ -236,26 +235,3 @@ def test_version_and_types_are_installed():
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("the package is not installed: this is its source tree")
     assert installed == jax_cp_dispatch.__version__
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"jax_version": "0.9.2"}, r"found jax 0.9.2 but needs jax>=0.10.2"),
-        ({"jaxlib_version": "0.10.1"}, r"found jaxlib 0.10.1 but needs jaxlib>=0.10.2"),
-        ({"built_ffi": (0, 6)}, r"built with XLA FFI headers 0.6 but jaxlib 0.12.0.1 offers 0.5"),
-        ({"built_ffi": (1, 0)}, r"built with XLA FFI headers 1.0 but jaxlib"),
-    ],
-)
-def test_unsupported_versions_are_rejected_at_import(change, message):
-    good = {"jax_version": "0.10.2", "jaxlib_version": "0.12.0.1"}
-    good |= {"built_ffi": (0, 3), "installed_ffi": (0, 5)}
-    runtime.check_versions(**good)
-    runtime.check_versions(**{**good, "installed_ffi": None, "jax_version": "0.11.0.dev20260101"})
-    with pytest.raises(ImportError, match=message):
-        runtime.check_versions(**{**good, **change})
-
-
-def test_built_with_the_oldest_supported_headers():
-    """With newer headers, the CPU backend of an older jaxlib would not start."""
-    assert _cpu.ffi_api_version() == (0, 3)

@@ -227,7 +227,7 @@ STRICT = {  # a function, of each rank or not, and the shapes of its arrays
 
 @pytest.mark.parametrize("name", STRICT)
 def test_nothing_is_promoted(name):
-    """Gradients have the dtypes of their arrays; those of the contract's cases: there."""
+    """Gradients have the dtypes of their arrays; the contract asks its cases the same."""
     call, of_rank, shapes = STRICT[name]
     arrays = [jnp.asarray(normal(*shape), jnp.bfloat16) for shape in shapes]
     if name == "state of gated_delta_rule":

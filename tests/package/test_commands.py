@@ -1,4 +1,7 @@
-"""`python -m jax_cp_dispatch COMMAND`: what a user reads of demo, doctor and bench, exit codes."""
+"""`python -m jax_cp_dispatch COMMAND`: what a user reads of demo, doctor and bench, exit codes.
+
+And the versions of JAX that the package refuses.
+"""
 
 import json
 import subprocess
@@ -11,9 +14,16 @@ import pytest
 from attention_oracle import masked_attention, masked_attention_gradients
 from in_ci import in_ci
 
-from jax_cp_dispatch import Availability, available_implementations, bench_command, demo, doctor
+from jax_cp_dispatch import (
+    Availability,
+    _cpu,  # inner: the version of its headers
+    available_implementations,
+    bench_command,
+    demo,
+    doctor,
+)
 from jax_cp_dispatch.__main__ import main
-from jax_cp_dispatch._ranks import runtime  # inner: a machine with a GPU, but without libraries
+from jax_cp_dispatch._ranks import runtime  # inner: its checks of versions and libraries
 from jax_cp_dispatch.bench_command import (  # inner: sizes that take seconds, and a wrong result
     attention,
     gemm,
@@ -229,6 +239,32 @@ def test_a_missing_gpu_library_or_memory_names_its_remedy(monkeypatch):
         ("pictures", "[plots]"),
     ):
         assert found[name].verdict == "missing" and remedy in found[name].remedy
+
+
+# ---- What import refuses.
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"jax_version": "0.9.2"}, r"found jax 0.9.2 but needs jax>=0.10.2"),
+        ({"jaxlib_version": "0.10.1"}, r"found jaxlib 0.10.1 but needs jaxlib>=0.10.2"),
+        ({"built_ffi": (0, 6)}, r"built with XLA FFI headers 0.6 but jaxlib 0.12.0.1 offers 0.5"),
+        ({"built_ffi": (1, 0)}, r"built with XLA FFI headers 1.0 but jaxlib"),
+    ],
+)
+def test_unsupported_versions_are_rejected_at_import(change, message):
+    good = {"jax_version": "0.10.2", "jaxlib_version": "0.12.0.1"}
+    good |= {"built_ffi": (0, 3), "installed_ffi": (0, 5)}
+    runtime.check_versions(**good)
+    runtime.check_versions(**{**good, "installed_ffi": None, "jax_version": "0.11.0.dev20260101"})
+    with pytest.raises(ImportError, match=message):
+        runtime.check_versions(**{**good, **change})
+
+
+def test_built_with_the_oldest_supported_headers():
+    """With newer headers, the CPU backend of an older jaxlib would not start."""
+    assert _cpu.ffi_api_version() == (0, 3)
 
 
 # ---- The bench.
