@@ -41,10 +41,8 @@ inline void RunThreads(int num_blocks, int num_threads, void (*run)(const void*,
   for (int b = 0; b < num_blocks; ++b) {
     barriers.push_back(std::make_unique<Barrier>(num_threads));
     for (int t = 0; t < num_threads; ++t) {
-      threads.emplace_back(
-          [=, block = Block{t, num_threads, b, num_blocks, barriers.back().get()}] {
-            run(kernel, block);
-          });
+      const Block block{t, num_threads, b, num_blocks, barriers.back().get()};
+      threads.emplace_back([=] { run(kernel, block); });
     }
   }
   for (std::thread& thread : threads) thread.join();

@@ -3,6 +3,7 @@
 `.ci/run` runs all of them.
 """
 
+import importlib
 import json
 import pathlib
 import sys
@@ -17,19 +18,16 @@ from in_ci import in_ci
 BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-import attention_peers as peers  # noqa: E402  # pyright: ignore[reportMissingImports]
-import attention_workloads as workloads  # noqa: E402  # pyright: ignore[reportMissingImports]
-import device_trace  # noqa: E402  # pyright: ignore[reportMissingImports]
-import gpu_attention  # noqa: E402  # pyright: ignore[reportMissingImports]
-import gpu_exchange  # noqa: E402  # pyright: ignore[reportMissingImports]
-import gpu_gemm  # noqa: E402  # pyright: ignore[reportMissingImports]
-import gpu_profile  # noqa: E402  # pyright: ignore[reportMissingImports]
-import pages  # noqa: E402  # pyright: ignore[reportMissingImports]
-import published_rules as rules  # noqa: E402  # pyright: ignore[reportMissingImports]
-import run_all  # noqa: E402  # pyright: ignore[reportMissingImports]
-import summary  # noqa: E402  # pyright: ignore[reportMissingImports]
-import tables  # noqa: E402  # pyright: ignore[reportMissingImports]
-from device_trace import Kernel  # noqa: E402  # pyright: ignore[reportMissingImports]
+peers, workloads, rules = map(
+    importlib.import_module, ("attention_peers", "attention_workloads", "published_rules")
+)
+gpu_attention, gpu_exchange, gpu_gemm, gpu_profile = map(
+    importlib.import_module, ("gpu_attention", "gpu_exchange", "gpu_gemm", "gpu_profile")
+)
+device_trace, pages, run_all, summary, tables = map(
+    importlib.import_module, ("device_trace", "pages", "run_all", "summary", "tables")
+)
+Kernel = device_trace.Kernel
 
 # ---- Result files and pages.
 
