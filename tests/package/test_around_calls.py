@@ -68,7 +68,7 @@ def test_a_plan_that_exceeds_the_capacity():
     """Of dispatch: `test_docs_errors.py`."""
 
     def pair(x, plan):
-        sizes = {"q_capacity": T, "kv_capacity": W * T}
+        sizes: Any = {"q_capacity": T, "kv_capacity": W * T}
         return cpd.dispatch_qkv(x, x, plan, plan, axis_name=AXIS, **sizes)[0]
 
     def transpose(y, plan):

@@ -6,6 +6,7 @@ And the versions of JAX that the package refuses.
 import json
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import mask_oracle
@@ -254,7 +255,7 @@ def test_a_missing_gpu_library_or_memory_names_its_remedy(monkeypatch):
     ],
 )
 def test_unsupported_versions_are_rejected_at_import(change, message):
-    good = {"jax_version": "0.10.2", "jaxlib_version": "0.12.0.1"}
+    good: dict[str, Any] = {"jax_version": "0.10.2", "jaxlib_version": "0.12.0.1"}
     good |= {"built_ffi": (0, 3), "installed_ffi": (0, 5)}
     runtime.check_versions(**good)
     runtime.check_versions(**{**good, "installed_ffi": None, "jax_version": "0.11.0.dev20260101"})
