@@ -1,7 +1,9 @@
-"""The code of every page runs, with its assertions, and its results and printed texts are right."""
+"""The code of every page runs, with its assertions, and its results and printed texts are right.
+
+The suite leaves pages that take long to `.ci/run`; their parts have tests of their own.
+"""
 
 import contextlib
-import importlib.util
 import pathlib
 import re
 from functools import partial
@@ -147,7 +149,7 @@ def metadata(names, page="metadata.md", num_cells=48):
 
 
 def rollouts(names):
-    """The loss of packed trees is that of each rollout alone, in NumPy."""
+    """The loss of packed trees is that of each rollout alone, in NumPy; a table shows a row."""
     params = {name: np.float64(x) for name, x in names["params"].items()}
     paths = [path for tree in names["trees"] for path in paths_of(tree)]
     assert len(paths) == 4
@@ -157,6 +159,17 @@ def rollouts(names):
     assert abs(near - want) > 1e-3 * abs(want)
     stored = (names["batch"]["segment_ids"] != 0).sum()
     assert stored < sum(len(path) - 1 for path in paths)  # shared tokens are stored once
+
+    leaf = lambda tokens, weight: (tokens, [weight] * len(tokens), [0.0] * len(tokens), ())
+    prompt = names["untrained"]([*"abc"], leaf([*"de"], 0.5), leaf([*"fg"], -0.5))
+    row, parents = names["pack"]([prompt], columns=6)
+    pattern = r"^\| (token|label|position|span).*?\|(.*)\|$"
+    rows = re.findall(pattern, text_of("rollouts.md"), flags=re.M)
+    table = {name: [x.strip(" *") for x in cells.split("|")] for name, cells in rows}
+    assert [*row["tokens"][0]] == table["token"] and [*row["labels"][0]] == table["label"]
+    assert [str(x) for x in row["positions"][0]] == table["position"]
+    assert [f"{x}, {parents[0][x]}" for x in row["span_ids"][0]] == table["span"]
+    assert row["weights"][0].tolist() == [0, 0, 0.5, 0.5, -0.5, -0.5]
 
 
 def paths_of(node, before=()):
@@ -204,7 +217,12 @@ PAGES = {
 }
 
 
-@pytest.mark.parametrize("page", PAGES)
+LONG = "masks.md", "scaling.md", "sequence.md"
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=in_ci) if page in LONG else page for page in PAGES]
+)
 def test_page(page, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     # Leaving the context also undoes `jax.set_mesh` of the page.
@@ -221,6 +239,7 @@ def test_every_page_with_code_is_run():
     assert with_code == {*PAGES, *FRAGMENTS, "mesh_axes.md", "trainers.md"}
 
 
+@in_ci
 def test_mesh_axes():
     """Blocks that begin with the arrays that the text describes."""
     blocks = [code for code, _ in BLOCK.findall(text_of("mesh_axes.md"))]
@@ -260,33 +279,14 @@ def test_mesh_axes():
         close(out[stage], dense(of_stage, segment_ids))
 
 
-def test_the_table_of_rollouts():
-    names: dict = {}
-    text = text_of("rollouts.md")
-    code = BLOCK.findall(text)[0][0]
-    exec(code[: code.index("up, down =")], names)
-    leaf = lambda tokens, weight: (tokens, [weight] * len(tokens), [0.0] * len(tokens), ())
-    prompt = names["untrained"]([*"abc"], leaf([*"de"], 0.5), leaf([*"fg"], -0.5))
-    row, parents = names["pack"]([prompt], columns=6)
-    rows = re.findall(r"^\| (token|label|position|span).*?\|(.*)\|$", text, flags=re.M)
-    table = {name: [x.strip(" *") for x in cells.split("|")] for name, cells in rows}
-    assert [*row["tokens"][0]] == table["token"] and [*row["labels"][0]] == table["label"]
-    assert [str(x) for x in row["positions"][0]] == table["position"]
-    assert [f"{x}, {parents[0][x]}" for x in row["span_ids"][0]] == table["span"]
-    assert row["weights"][0].tolist() == [0, 0, 0.5, 0.5, -0.5, -0.5]
-
-
 @in_ci
 def test_trainers():
-    """Every loss of the page is that of dense attention; blocks need libraries."""
+    """Every loss of the page is that of dense attention."""
+    for library in ("equinox", "flax", "optax"):
+        pytest.importorskip(library, reason="install the test extra")
     names: dict = {}
-    values, missing = [], set()
-    blocks = [code for code, _ in BLOCK.findall(text_of("trainers.md"))]
-    for code in blocks:
-        libraries = re.findall(r"^(?:from|import) (flax|equinox|optax)", code, flags=re.M)
-        missing |= {name for name in libraries if not importlib.util.find_spec(name)}
-        if libraries and missing:
-            continue
+    values, blocks = [], BLOCK.findall(text_of("trainers.md"))
+    for code, _ in blocks:
         exec(code, names)
         values += [names.pop("value")] if "value" in names else []
     assert (len(blocks), len(values)) == (16, 8)
@@ -301,10 +301,8 @@ def test_trainers():
     np.testing.assert_allclose(values, want, rtol=1e-6)
     np.testing.assert_allclose(names["bfloat16_value"], want, rtol=1e-2)
     check_fsdp(names)
-    for y in (names[name] for name in ("y", "z") if name in names):
+    for y in (names["y"], names["z"]):
         assert y.shape == names["x"].shape and jnp.isfinite(y).all()
-    if missing:
-        pytest.skip(f"only its blocks with {missing} did not run: install the test extra")
 
 
 def check_fsdp(names):
@@ -317,5 +315,5 @@ def check_fsdp(names):
     masters = zip(*map(jax.tree.leaves, (names["masters"], names["shardings"])), strict=True)
     for w, sharding in masters:
         assert w.dtype == jnp.float32 and w.sharding.is_equivalent_to(sharding, w.ndim)
-    for x in jax.tree.leaves(names.get("training")):  # without optax there is none
+    for x in jax.tree.leaves(names["training"]):
         assert x.sharding.device_set == {*names["mesh"].devices.flat}

@@ -32,26 +32,36 @@ class Barrier final : public BlockBarrier {
   pthread_barrier_t barrier_;
 };
 
-// Launches a kernel and waits for it.
-template <typename Scratch, typename Kernel>
-void Launch(int num_blocks, int num_threads, Kernel kernel) {
+// Calls `run(kernel, block)` on each thread of each block, and waits for all. Threads know only the
+// address of the kernel: with its type, each kernel would compile threads of its own.
+inline void RunThreads(int num_blocks, int num_threads, void (*run)(const void*, const Block&),
+                       const void* kernel) {
   std::vector<std::unique_ptr<Barrier>> barriers;
-  std::vector<std::unique_ptr<Scratch>> scratch;
   std::vector<std::thread> threads;
   for (int b = 0; b < num_blocks; ++b) {
     barriers.push_back(std::make_unique<Barrier>(num_threads));
-    scratch.push_back(std::make_unique<Scratch>());
     for (int t = 0; t < num_threads; ++t) {
       const Block block{t, num_threads, b, num_blocks, barriers.back().get()};
-      threads.emplace_back([=, s = scratch.back().get()] { kernel(block, s); });
+      threads.emplace_back([=] { run(kernel, block); });
     }
   }
   for (std::thread& thread : threads) thread.join();
 }
 
+// Launches a kernel and waits for it.
+template <typename Scratch, typename Kernel>
+void Launch(int num_blocks, int num_threads, const Kernel& kernel) {
+  std::vector<std::unique_ptr<Scratch>> scratch(num_blocks);
+  for (auto& one : scratch) one = std::make_unique<Scratch>();
+  const auto run = [&](const Block& block) { kernel(block, scratch[block.index].get()); };
+  RunThreads(
+      num_blocks, num_threads,
+      [](const void* of, const Block& b) { (*static_cast<decltype(&run)>(of))(b); }, &run);
+}
+
 // Launches a kernel for all ranks of a device, with `num_blocks` for each, and waits for it.
 template <typename Scratch, typename Kernel>
-void LaunchRanks(const Call& call, int num_blocks, int num_threads, Kernel kernel) {
+void LaunchRanks(const Call& call, int num_blocks, int num_threads, const Kernel& kernel) {
   Launch<Scratch>(num_blocks * call.num_local, num_threads, [&](Block block, Scratch* scratch) {
     const Rank rank{call, block.index / num_blocks};
     block.index %= num_blocks;

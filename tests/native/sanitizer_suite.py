@@ -12,14 +12,17 @@ import test_native as native
 import test_weak_memory as weak_memory
 from test_native import check_core, check_random_programs
 
-# Without what no sanitizer allows: a multiple of the address space. Sums of every type run on
-# threads as those of the other kernels' tests do, and the planner has no threads.
+# What no sanitizer allows: a multiple of the address space.
+NEVER = {"test_large_offsets"}
+ON_ONE_THREAD = {
+    *("test_overlap_team", "test_cublaslt", "test_placement", "test_move_queries"),
+    *("test_attention_kernels", "test_exchange_pairs", "test_copies", "test_stream_copy"),
+}
+# Sums of every type run on threads as those of the other kernels' tests do.
+ON_THREADS = {"test_sum_kernels", "test_layout_kernels", "test_meeting", "test_slab"}
 TESTS = {
-    "thread": (*native.KERNELS, *native.RANKS, *native.ON_THREADS),
-    "address,undefined": (
-        *(*native.KERNELS, *native.RANKS, *native.ON_ONE_THREAD),
-        *native.WITH_SANITIZERS_ONLY,
-    ),
+    "thread": sorted({*native.TESTS} - NEVER - ON_ONE_THREAD),
+    "address,undefined": sorted({*native.TESTS, *native.WITH_SANITIZERS_ONLY} - NEVER - ON_THREADS),
 }
 
 pytestmark = pytest.mark.skipif(native.COMPILER is None, reason="no C++ compiler")

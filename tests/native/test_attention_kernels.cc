@@ -166,7 +166,7 @@ const Register kTests("test_attention_kernels", [](const Numbers& numbers) {
   VisitsNoOtherTiles();
   FindsCommonAndUsedKeys(rng);
   ReachesTheEndOfLargeArrays(rng);
-  EqualsLoops<BF16, 64, 64>(rng, {136, 216}, true);
+  EqualsLoops<BF16, 64, 64>(rng, {136, 216, 1, 1, 1}, true);
   EqualsLoops<BF16, 64, 64>(rng, {70, 130, 2, 2, 1, true}, false);
   EqualsLoops<BF16, 64, 64>(rng, {150, 200, 1, 1, 1, false, true, true}, false);
   EqualsLoops<BF16, 192, 128>(rng, {40, 90}, true);

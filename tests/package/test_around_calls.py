@@ -13,9 +13,8 @@ import jax.numpy as jnp
 import metadata_oracle
 import numpy as np
 import pytest
-from jax import export
 from jax.experimental import checkify
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from jaxprs import inner_jaxprs
 from on_mesh import AXIS, mesh_of, on_ranks
 
@@ -23,7 +22,6 @@ import jax_cp_dispatch as cpd
 from jax_cp_dispatch.attention import chunk_exchange, ring_exchange
 
 W, T = 4, 8
-ROWS: Any = P(AXIS)
 
 
 def normal(*shape, dtype: Any = np.float32, seed=0):
@@ -54,48 +52,35 @@ def said(run, *operands):
 
 
 CHUNKS = dict(zip(("out_chunk", "in_chunk"), cpd.cycles.chunk_maps([[0, 1, 2, 3]]), strict=True))
+ABSENT = {"ring_exchange": ring_exchange, "chunk_exchange": partial(chunk_exchange, **CHUNKS)}
 
 
-@pytest.mark.parametrize(
-    "name, call",
-    [("ring_exchange", ring_exchange), ("chunk_exchange", partial(chunk_exchange, **CHUNKS))],
-)
-def test_a_missing_rank(name, call):
+@pytest.mark.parametrize("name", ABSENT)
+def test_a_missing_rank(name):
     """Of the operations that the contract has no case for."""
-    call = partial(call, axis_name=AXIS, deadline=0.2)
+    call = partial(ABSENT[name], axis_name=AXIS, deadline=0.2)
     is_late = lambda: jax.lax.axis_index(AXIS) == 1
     run = on_ranks(lambda x: jax.lax.cond(is_late(), lambda x: 2 * x, call, x), mesh_of(W))
     assert f"{name} over axis 'cp': deadline of 200 ms passed" in said(run, normal(W, 1, T))
 
 
-@pytest.mark.parametrize("name", ["dispatch_qkv", "the transpose of combine"])
-def test_a_plan_that_exceeds_the_capacity(name):
+def test_a_plan_that_exceeds_the_capacity():
     """Of dispatch: `test_docs_errors.py`."""
 
     def pair(x, plan):
-        return cpd.dispatch_qkv(x, x, plan, plan, axis_name=AXIS, q_capacity=T, kv_capacity=W * T)[
-            0
-        ]
+        sizes: Any = {"q_capacity": T, "kv_capacity": W * T}
+        return cpd.dispatch_qkv(x, x, plan, plan, axis_name=AXIS, **sizes)[0]
 
     def transpose(y, plan):
         combine_rows = lambda y: cpd.combine(y, plan, axis_name=AXIS, num_tokens=T)
         return jax.linear_transpose(combine_rows, y)(0 * y)[0]
 
-    call, capacity = (pair, "q_capacity") if name == "dispatch_qkv" else (transpose, "capacity")
-    message = f": {name} over axis 'cp': rank 0 would receive 32 tokens but {capacity} is 8"
-    text = said(on_ranks(call, mesh_of(W)), normal(W, T), TO_RANK_0)
-    assert message.lstrip(": ") in text
-
-
-def test_a_plan_that_attention_cannot_carry_out():
-    ids = np.ones((1, W * T), np.int32)
-    plan = cpd.plan_attention(ids, world_size=W)
-    object.__setattr__(plan, "kv_capacity", 2)
-    documents = cpd.Documents(ids).with_plan(plan)
-    run = jax.jit(partial(attend, mesh=mesh_of(W), algorithm="balanced", documents=documents))
-    message = said(run, Q, Q, Q)
-    assert ": context_parallel_attention over axis 'cp': rank" in message
-    assert "PlanConfig.kv_capacity is 2" in message
+    for call, name, capacity in (
+        (pair, "dispatch_qkv", "q_capacity"),
+        (transpose, "the transpose of combine", "capacity"),
+    ):
+        message = f"{name} over axis 'cp': rank 0 would receive 32 tokens but {capacity} is 8"
+        assert message in said(on_ranks(call, mesh_of(W)), normal(W, T), TO_RANK_0)
 
 
 def test_a_program_on_one_device_raises_value_error():
@@ -195,89 +180,65 @@ def test_one_rank():
 # ---- JAX promotes neither ranks nor dtypes; traced only. 64-bit types would mix with ours.
 
 
-@pytest.fixture
-def strict():
-    modes = jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise")
-    with jax.enable_x64(True), modes[0], modes[1]:
-        yield
-
-
-def narrow(*shape):
-    return jnp.asarray(normal(*shape), jnp.bfloat16)
-
-
-def keeps_dtypes(run, *arrays):
-    """Requires gradients of the dtypes of arrays; `run` returns what is summed."""
-    total = lambda *arrays: sum(x.astype(jnp.float32).sum() for x in jax.tree.leaves(run(*arrays)))
-    gradients = jax.eval_shape(jax.grad(total, argnums=tuple(range(len(arrays)))), *arrays)
-    assert [x.dtype for x in gradients] == [x.dtype for x in arrays]
-
-
-def test_strict_plans_inside_jit(strict):
-    ids = np.repeat(np.arange(1, 3, dtype=np.uint32), [10, W * T - 10])[None]
-
-    def run(q):
-        plan = cpd.plan_attention(jnp.asarray(ids), world_size=W)
-        documents = cpd.Documents(ids).with_plan(plan)
-        out = attend(q, q, q, mesh=mesh_of(W), algorithm="balanced", documents=documents)
-        return jnp.where(plan.fits, out, 0)
-
-    keeps_dtypes(run, narrow(1, W * T, 2, 8))
-    cpd.plan_attention(ids, world_size=W).validate(ids)
-
-
-def test_strict_merged_parts(strict):
+def merged_parts(q, k):
     start, middle, end = (jnp.full((1, 16), n, jnp.int32) for n in (0, 7, 16))
-
-    def run(q, k):
-        first = cpd.local_attention(q, k, k, start, middle)
-        return cpd.merge_partials(*first, *cpd.local_attention(q, k, k, middle, end))
-
-    keeps_dtypes(run, narrow(1, 16, 4, 8), narrow(1, 16, 2, 8))
+    first = cpd.local_attention(q, k, k, start, middle)
+    return cpd.merge_partials(*first, *cpd.local_attention(q, k, k, middle, end))
 
 
-def test_strict_biases(strict):
-    matmul = partial(cpd.all_gather_matmul, axis_name=AXIS, method="ring")
-    run = on_ranks(lambda x, w, bias: matmul(x, w, bias=bias), mesh_of(W), jit=False)
-    keeps_dtypes(run, narrow(W, T, 8), narrow(W, 8, 8), narrow(W, 8))
+def biased(x, w, bias):
+    return cpd.all_gather_matmul(x, w, bias=bias, axis_name=AXIS, method="ring")
 
 
-@pytest.mark.parametrize(
-    "options", [{"overflow": "drop"}, {"physical_to_logical": np.arange(8).reshape(W, 2)}], ids=str
-)
-def test_strict_experts(strict, options):
-    index = jnp.zeros((W, T, 2), jnp.int32)
-
-    def layer(x, weights, index):
-        drops = {**options, "weights": weights} if "overflow" in options else options
-        routing = cpd.experts.route(index, num_experts=8, axis_name=AXIS, capacity=12, **drops)
-        rows = cpd.experts.dispatch_tokens(x, routing)
-        return cpd.experts.combine_tokens(rows, weights, routing)
-
-    run = on_ranks(layer, mesh_of(W), jit=False)
-    keeps_dtypes(lambda x, weights: run(x, weights, index), narrow(W, T, 8), narrow(W, T, 2))
+def of_experts(x, weights, **options):
+    index = jnp.zeros((T, 2), jnp.int32)
+    drops = options or {"overflow": "drop", "weights": weights}
+    routing = cpd.experts.route(index, num_experts=8, axis_name=AXIS, capacity=12, **drops)
+    rows = cpd.experts.dispatch_tokens(x, routing)
+    return cpd.experts.combine_tokens(rows, weights, routing)
 
 
-OF_TOKENS, OF_HEADS = (1, W * T, 2, 8), (1, W * T, 2)
-LAYERS = {
-    "shift": [OF_TOKENS],
-    "causal_conv": [OF_HEADS, (3, 2)],
-    "gated_delta_rule": [OF_TOKENS, OF_TOKENS, OF_TOKENS, OF_HEADS, OF_HEADS],
-}
+def continued(layer, state, *arrays, **options):
+    given = {"axis_name": AXIS, "mesh": mesh_of(W), "batch_axis": (), "head_axis": ()}
+    of_documents = {"segment_ids": IDS, "initial_state": state, "return_state": True}
+    return layer(*arrays, **of_documents, **given, **options)
 
 
-@pytest.mark.parametrize("name", LAYERS)
-def test_strict_states_of_layers(strict, name):
-    options: Any = {"offset": 2} if name == "shift" else {}
-    options |= {"axis_name": AXIS, "mesh": mesh_of(W), "batch_axis": (), "head_axis": ()}
-    layer = partial(getattr(cpd.sequence, name), segment_ids=IDS, return_state=True, **options)
+HEADS, ROWS_OF_HEADS, HELD = (1, W * T, 2, 8), (1, W * T, 2), np.arange(8).reshape(W, 2)
+STRICT = {  # a function, of each rank or not, and the shapes of its arrays
+    "merged parts": (merged_parts, False, [(1, 16, 4, 8), (1, 16, 2, 8)]),
+    "bias": (biased, True, [(W, T, 8), (W, 8, 8), (W, 8)]),
+    "experts that drop": (of_experts, True, [(W, T, 8), (W, T, 2)]),
+    "experts anywhere": (
+        partial(of_experts, physical_to_logical=HELD), True, [(W, T, 8), (W, T, 2)],
+    ),
+    "state of shift": (
+        partial(continued, partial(cpd.sequence.shift, offset=2)), False, [(1, 2, 2, 8), HEADS],
+    ),
+    "state of causal_conv": (
+        partial(continued, cpd.sequence.causal_conv), False, [(1, 2, 2), ROWS_OF_HEADS, (3, 2)],
+    ),
+    "state of gated_delta_rule": (
+        partial(continued, cpd.sequence.gated_delta_rule), False,
+        [(1, 2, 8, 8), HEADS, HEADS, HEADS, ROWS_OF_HEADS, ROWS_OF_HEADS],
+    ),
+}  # fmt: skip
 
-    arrays = [narrow(*shape) for shape in LAYERS[name]]
-    _, state = jax.eval_shape(layer, *arrays)
-    start = jnp.zeros(state.shape, state.dtype)
-    with warnings.catch_warnings():
+
+@pytest.mark.parametrize("name", STRICT)
+def test_nothing_is_promoted(name):
+    """Gradients have the dtypes of their arrays; the contract asks its cases the same."""
+    call, of_rank, shapes = STRICT[name]
+    arrays = [jnp.asarray(normal(*shape), jnp.bfloat16) for shape in shapes]
+    if name == "state of gated_delta_rule":
+        arrays[0] = arrays[0].astype(jnp.float32)
+    run = on_ranks(call, mesh_of(W), jit=False) if of_rank else call
+    total = lambda *arrays: sum(x.astype(jnp.float32).sum() for x in jax.tree.leaves(run(*arrays)))
+    modes = jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise")
+    with jax.enable_x64(True), modes[0], modes[1], warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)
-        keeps_dtypes(lambda start, *x: layer(*x, initial_state=start), start, *arrays)
+        gradients = jax.eval_shape(jax.grad(total, argnums=tuple(range(len(arrays)))), *arrays)
+    assert [x.dtype for x in gradients] == [x.dtype for x in arrays]
 
 
 def test_checkify():
@@ -295,44 +256,6 @@ def test_checkify():
     assert "attention is not finite" in checked(wrong)[0].get()
     with pytest.raises((TypeError, ValueError)):
         jax.eval_shape(checkify.checkify(loss, errors=checkify.float_checks), Q)
-
-
-# ---- `jax.export` and meshes without devices: what docs/limits.md says does not work.
-
-
-def exported(fn, *operands, names=("dispatch", "gemm")):
-    checks = [export.DisabledSafetyCheck.custom_call(f"jax_cp_dispatch.{x}") for x in names]
-    return export.export(jax.jit(fn), platforms=("cpu",), disabled_checks=checks)(*operands)
-
-
-def inside(fn, mesh, in_specs=ROWS, out_specs=ROWS):
-    return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
-
-
-def test_export_names_custom_calls_and_needs_shard_map():
-    put = lambda x: jax.device_put(x, NamedSharding(mesh_of(W), ROWS))
-    x, plan = put(normal(W * T, 2)), put(TO_RANK_0)
-    call = partial(send, capacity=W * T)
-    with pytest.raises(ValueError, match="custom calls whose targets have no compatibility"):
-        exported(inside(call, mesh_of(W)), x, plan, names=())
-    with pytest.raises(NotImplementedError):  # around the arrays of all ranks
-        exported(call, x, plan)
-
-
-def test_without_any_device_only_gemms_inside_shard_map_can_be_lowered():
-    mesh, specs = AbstractMesh((W,), (AXIS,)), (ROWS, P(None, AXIS))
-    operands = normal(16, 8), normal(8, 16)
-    without = lambda x, spec: jax.ShapeDtypeStruct(
-        x.shape, x.dtype, sharding=NamedSharding(mesh, spec)
-    )
-    gather = partial(cpd.all_gather_matmul, axis_name=AXIS, method="ring")
-    again = exported(inside(gather, mesh, specs, specs[1]), *map(without, operands, specs))
-    put = lambda x, spec: jax.device_put(x, NamedSharding(mesh_of(W), spec))
-    got = jax.jit(again.call)(*map(put, operands, specs))
-    np.testing.assert_allclose(got, operands[0] @ operands[1], rtol=1e-5, atol=1e-5)
-    call = inside(lambda x: send(x, TO_RANK_0, capacity=W * T), mesh)
-    with pytest.raises(ValueError, match="primitives that require devices"):
-        exported(call, without(normal(W * T, 2), ROWS))
 
 
 # ---- Operations carry scopes of the package, under which a profile of a step shows them.
@@ -383,27 +306,22 @@ def test_scopes_of_attention(algorithm):
     assert found(jax.grad(loss), *operands) == expected
 
 
-def test_scopes_of_gemms():
-    matmul = partial(cpd.all_gather_matmul, axis_name=AXIS)
-    specs = {"in_specs": (P(AXIS), P(None, AXIS)), "out_specs": P(None, AXIS)}
-    program = jax.shard_map(matmul, mesh=mesh_of(W), **specs)
-    loss = jax.grad(lambda x, w: program(x, w).sum(), argnums=(0, 1))
-    assert found(loss, jnp.zeros((T, 8)), jnp.zeros((8, T))) == {"gemm"}
+def test_scopes_of_gemms_and_experts():
+    def multiply(x, w):
+        return cpd.all_gather_matmul(x, w, axis_name=AXIS).sum()[None]
 
-
-def test_scopes_of_experts():
     def layer(x, index, w):
         routing = cpd.experts.route(index, num_experts=2 * W, axis_name=AXIS, capacity=T)
         rows = cpd.experts.dispatch_tokens(x, routing)
-        return cpd.experts.combine_tokens(
-            cpd.grouped_gemm(rows, w, routing.group_sizes), None, routing
-        )
+        rows = cpd.grouped_gemm(rows, w, routing.group_sizes)
+        return cpd.experts.combine_tokens(rows, None, routing)
 
-    program = jax.shard_map(layer, mesh=mesh_of(W), in_specs=P(AXIS), out_specs=P(AXIS))
+    on_mesh = lambda fn: jax.shard_map(fn, mesh=mesh_of(W), in_specs=P(AXIS), out_specs=P(AXIS))
+    gradient = lambda fn, *of: jax.grad(lambda *x: on_mesh(fn)(*x).sum(), argnums=of)
+    assert found(gradient(multiply, 0, 1), jnp.zeros((T, 8)), jnp.zeros((8 * W, T))) == {"gemm"}
     operands = jnp.zeros((T, 8)), jnp.zeros((T, 2), jnp.int32), jnp.zeros((2 * W, 8, 8))
-    loss = jax.grad(lambda *x: program(*x).sum(), argnums=(0, 2))
-    assert found(loss, *operands) >= {"dispatch", "combine", "grouped_gemm"}
-    stacks = scopes(jax.make_jaxpr(program)(*operands).jaxpr)
+    assert found(gradient(layer, 0, 2), *operands) >= {"dispatch", "combine", "grouped_gemm"}
+    stacks = scopes(jax.make_jaxpr(on_mesh(layer))(*operands).jaxpr)
     rows = [x for name, x in stacks if name == "gather" and "cpd.plan" not in x]
     assert rows and all("/cpd.experts" in stack for stack in rows)
 

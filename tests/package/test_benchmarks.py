@@ -3,6 +3,7 @@
 `.ci/run` runs all of them.
 """
 
+import importlib
 import json
 import pathlib
 import sys
@@ -17,19 +18,16 @@ from in_ci import in_ci
 BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-import attention_peers as peers  # noqa: E402  # pyright: ignore[reportMissingImports]
-import attention_workloads as workloads  # noqa: E402  # pyright: ignore[reportMissingImports]
-import device_trace  # noqa: E402  # pyright: ignore[reportMissingImports]
-import gpu_attention  # noqa: E402  # pyright: ignore[reportMissingImports]
-import gpu_exchange  # noqa: E402  # pyright: ignore[reportMissingImports]
-import gpu_gemm  # noqa: E402  # pyright: ignore[reportMissingImports]
-import gpu_profile  # noqa: E402  # pyright: ignore[reportMissingImports]
-import pages  # noqa: E402  # pyright: ignore[reportMissingImports]
-import published_rules as rules  # noqa: E402  # pyright: ignore[reportMissingImports]
-import run_all  # noqa: E402  # pyright: ignore[reportMissingImports]
-import summary  # noqa: E402  # pyright: ignore[reportMissingImports]
-import tables  # noqa: E402  # pyright: ignore[reportMissingImports]
-from device_trace import Kernel  # noqa: E402  # pyright: ignore[reportMissingImports]
+peers, workloads, rules = map(
+    importlib.import_module, ("attention_peers", "attention_workloads", "published_rules")
+)
+gpu_attention, gpu_exchange, gpu_gemm, gpu_profile = map(
+    importlib.import_module, ("gpu_attention", "gpu_exchange", "gpu_gemm", "gpu_profile")
+)
+device_trace, pages, run_all, summary, tables = map(
+    importlib.import_module, ("device_trace", "pages", "run_all", "summary", "tables")
+)
+Kernel = device_trace.Kernel
 
 # ---- Result files and pages.
 
@@ -48,18 +46,6 @@ def test_pages_show_the_results():
         assert path.read_text() == text, "run python benchmarks/pages.py"
 
 
-def test_results_may_lack_rows(tmp_path):
-    """Keeps every second row, or none, of one file."""
-    for rows in (slice(0, None, 2), slice(0, 0)):
-        for name, result in RESULTS.items():
-            file = tmp_path / f"{name}.json"
-            file.write_text(json.dumps({**result, "rows": result["rows"][rows]}))
-            readme, page = pages.pages(tmp_path).values()
-            section = readme.split(pages.BEGIN)[1].split(pages.END)[0]
-            assert page.startswith("# Benchmarks\n") and "all tables" in section
-            file.unlink()
-
-
 def test_a_benchmark_that_fails_does_not_end_the_others(tmp_path, monkeypatch, capsys):
     ran = []
     monkeypatch.setattr(run_all, "run", lambda name, *_: ran.append(name) or name != "latency")
@@ -72,8 +58,10 @@ def test_a_benchmark_that_fails_does_not_end_the_others(tmp_path, monkeypatch, c
 # ---- The published rules, against counts by hand.
 
 
-def shared_in_order(lengths, num_ranks):
-    """Deals the tokens of each document out, one by one: pairs and padded tokens of each rank."""
+@pytest.mark.parametrize("num_ranks", [3, 16])
+def test_zigzag(num_ranks):
+    """Deals the tokens of each document out, one by one."""
+    lengths = np.random.default_rng(num_ranks).integers(1, 200, 20).tolist()
     owner = [*range(num_ranks), *reversed(range(num_ranks))]  # of each chunk
     pairs, tokens = [0] * num_ranks, [0] * num_ranks
     for length in lengths:
@@ -82,18 +70,11 @@ def shared_in_order(lengths, num_ranks):
             rank = owner[position * len(owner) // padded]
             tokens[rank] += 1
             pairs[rank] += position + 1 if position < length else 0
-    return pairs, tokens
-
-
-@pytest.mark.parametrize("num_ranks", [3, 16])
-def test_zigzag(num_ranks):
-    lengths = np.random.default_rng(num_ranks).integers(1, 200, 20).tolist()
     found = rules.zigzag(lengths, num_ranks)
-    pairs, tokens = shared_in_order(lengths, num_ranks)
     assert found.pairs.tolist() == pairs and found.tokens.tolist() == tokens
-    between = num_ranks > 8  # all keys go to all other ranks, in a node or between nodes
-    assert found.received[:, int(between)].tolist() == [(num_ranks - 1) * x for x in tokens]
-    assert not found.received[:, int(not between)].any()
+    between = int(num_ranks > 8)  # all keys go to all other ranks, in a node or between nodes
+    assert found.received[:, between].tolist() == [(num_ranks - 1) * x for x in tokens]
+    assert not found.received[:, 1 - between].any()
     np.testing.assert_array_equal(found.sent, found.received)
 
 
@@ -109,12 +90,9 @@ def test_hybrid_puts_documents_off_that_unbalance_a_round():
 def test_every_rule_computes_each_pair_once():
     lengths = np.random.default_rng(0).integers(1, 400, 60).tolist()
     pairs = sum(length * (length + 1) // 2 for length in lengths)
-    for found in (
-        [rules.zigzag(lengths, 16)],
-        [rules.fixed_groups(lengths, 16, 4)],
-        [rules.whole(lengths, 16, float)],
-        rules.hybrid(lengths, 16, 50),
-    ):
+    whole = rules.zigzag(lengths, 16), rules.fixed_groups(lengths, 16, 4)
+    whole = *whole, rules.whole(lengths, 16, float)
+    for found in (*([x] for x in whole), rules.hybrid(lengths, 16, 50)):
         assert sum(x.pairs.sum() for x in found) == pairs
         for x in found:
             assert len(x.pairs) == len(x.tokens) == len(x.sent) == len(x.received) == 16
@@ -156,45 +134,27 @@ def test_segments_say_what_is_visible(make):
     """As FlashAttention reads them: the last query of each sees its last key."""
     of = make(512, heads=HEADS)
     assert of.segments is not None and len(of.segments) > 1
-    visible, row, first = np.zeros_like(of.visible), 0, 0
+    row, first, blocks = 0, 0, np.zeros_like(of.visible)
     for queries, keys in of.segments:
-        for i in range(queries):
-            visible[row + i, first : first + keys - queries + i + 1] = True
+        blocks[row : row + queries, first : first + keys] = np.tri(queries, keys, keys - queries)
         row, first = row + queries, first + keys
-    np.testing.assert_array_equal(visible, of.visible)
-
-
-def test_completions_see_the_prompt_and_themselves():
-    of = workloads.shared_prefix(64, HEADS)
-    sees = lambda i: np.flatnonzero(of.visible[i]).tolist()
-    assert sees(7) == [*range(8)]  # the last token of the prompt
-    assert sees(10) == [*range(8), 8, 9, 10] and sees(12) == [*range(8), 12]
-    assert sees(32) == [32]  # the next prompt
-
-
-def test_errors_leave_out_keys_that_no_query_sees():
-    column = lambda *values: jnp.asarray(values, jnp.float32).reshape(1, -1, 1, 1)
-    wanted = {"out": column(2), "dk": column(1, 1, 0)}
-    results = {"out": column(3), "dk": column(2, 1, 9)}
-    errors = workloads.relative_errors(results, wanted, jnp.asarray([[True, True, False]]))
-    np.testing.assert_allclose([errors["out"], errors["dk"]], [0.5, np.sqrt(0.5)], rtol=1e-6)
+    np.testing.assert_array_equal(blocks, of.visible)
 
 
 @in_ci
 def test_every_workload_is_measured_and_every_failure_has_a_reason(results):
     sizes = "--tokens 64 --documents 10 --heads 2 1 --size 8 --variants"
     names = "--implementations ours flash_attention_3 jax_nn_xla"
-    code, rows = results(gpu_attention, f"{sizes} {names}")
+    code, (*rows, profile) = results(gpu_attention, f"{sizes} {names}")
     assert code == 1  # the profile needs a GPU
-    *rows, profile = rows
     assert profile["error"].startswith("RuntimeError: the profile has 0 kernels")
-    ours = [row for row in rows if row["implementation"] == "ours"]
-    assert len(ours) == 6 and all(row["path"] == "blockwise" for row in ours)
+    ours = [row["path"] for row in rows if row["implementation"] == "ours"]
+    assert ours == ["blockwise"] * 6
     for row in rows:
         errors = [value for name, value in row.items() if name.startswith("error_")]
-        if "not_measured" in row:
+        if why := row.get("not_measured"):
             assert row["implementation"] == "flash_attention_3"
-            assert "128" in row["not_measured"] or "keys of their own" in row["not_measured"]
+            assert "128" in why or "keys of their own" in why
         else:
             assert row["ms"] > 0 and len(errors) in (1, 4) and all(0 < x < 0.02 for x in errors)
 
@@ -220,19 +180,6 @@ def test_wrong_results_of_this_package_fail(monkeypatch):
     measurement = gpu_attention.Measurement(workloads.documents(16, 10, HEADS), ["ours"])
     with pytest.raises(RuntimeError, match=r"relative errors .* above"):
         list(measurement.rows(1))
-
-
-def test_the_profile_tells_own_kernels_from_others(monkeypatch):
-    own, other = "void cpd::(anonymous namespace)::AttendKernel<128>(cpd::AttendCall)", "fusion"
-    calls = gpu_attention.TRACED_CALLS
-    kernels = [Kernel(own, "Stream #1", 0, 2e6 * calls), Kernel(other, "Stream #1", 9e6, 9.3e6)]
-    trace = device_trace.Trace(kernels, {"attention 0": (0, 10e6)})
-    monkeypatch.setattr(device_trace, "traced", lambda run, names: trace)
-    measurement = gpu_attention.Measurement(workloads.documents(16, 10, HEADS), ["ours"])
-    measurement.runs["ours", "forward"] = lambda: None
-    (row,) = gpu_attention.profile([measurement])
-    assert (row["own_kernels_ms"], row["device_ms"], row["kernels"]) == (2, 2.1, 0.7)
-    assert row["longest"] == {own: 2, other: 0.1} and list(row["longest"]) == [own, other]
 
 
 def test_overlap_of_kernels():

@@ -1,8 +1,12 @@
-"""`python -m jax_cp_dispatch COMMAND`: what a user reads of demo, doctor and bench, exit codes."""
+"""`python -m jax_cp_dispatch COMMAND`: what a user reads of demo, doctor and bench, exit codes.
+
+And the versions of JAX that the package refuses.
+"""
 
 import json
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import mask_oracle
@@ -11,9 +15,16 @@ import pytest
 from attention_oracle import masked_attention, masked_attention_gradients
 from in_ci import in_ci
 
-from jax_cp_dispatch import Availability, available_implementations, bench_command, demo, doctor
+from jax_cp_dispatch import (
+    Availability,
+    _cpu,  # inner: the version of its headers
+    available_implementations,
+    bench_command,
+    demo,
+    doctor,
+)
 from jax_cp_dispatch.__main__ import main
-from jax_cp_dispatch._ranks import runtime  # inner: a machine with a GPU, but without libraries
+from jax_cp_dispatch._ranks import runtime  # inner: its checks of versions and libraries
 from jax_cp_dispatch.bench_command import (  # inner: sizes that take seconds, and a wrong result
     attention,
     gemm,
@@ -31,6 +42,15 @@ def command(monkeypatch, capsys):
         return main(), capsys.readouterr()
 
     return run
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """The numbers of devices that demo and bench start; JAX has some already."""
+    counts = []
+    for module in (demo, bench_command):
+        monkeypatch.setattr(module, "start_cpu_devices", counts.append)
+    return counts
 
 
 # ---- All commands.
@@ -74,10 +94,10 @@ def test_the_help_names_the_launcher(capsys, monkeypatch):
         ("bench --devices 9", "--devices is 9 but JAX has 8 devices"),
     ],
 )
+@pytest.mark.usefixtures("started")
 def test_bad_arguments_give_one_line(command, monkeypatch, tmp_path, arguments, message):
     """Beside the lines of progress."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(bench_command, "start_cpu_devices", lambda count: None)
     code, said = command(*arguments.split())
     assert code == 2 and not said.out
     (line,) = [x for x in said.err.splitlines(keepends=True) if not x.startswith("[")]
@@ -99,17 +119,18 @@ def folder(tmp_path):
     return tmp_path / "texts"
 
 
-def test_demo_is_right(command, folder, monkeypatch):
+def test_demo_is_right(command, started, folder, monkeypatch):
     monkeypatch.chdir(folder.parent)
-    code, said = command("demo", folder, "--tokens-per-rank", 128, "--picture", "picture.png")
-    assert code == 0
+    sizes = "--ranks", 2, "--tokens-per-rank", 256
+    code, said = command("demo", folder, *sizes, "--picture", "picture.svg")
+    assert (code, started) == (0, [2])
     for text in (
         *("documents ", "tokens  ", "work before planning  max/mean"),
         *("work after planning   max/mean", "bytes moved", "time of planning"),
         *("time of attention", "largest difference    out ", "correct: the tolerance is"),
     ):
         assert text in said.out
-    assert (folder.parent / "picture.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder.parent / "picture.svg").read_text().startswith("<?xml")
     assert "[6/6]" in said.err
 
 
@@ -221,6 +242,32 @@ def test_a_missing_gpu_library_or_memory_names_its_remedy(monkeypatch):
         assert found[name].verdict == "missing" and remedy in found[name].remedy
 
 
+# ---- What import refuses.
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"jax_version": "0.9.2"}, r"found jax 0.9.2 but needs jax>=0.10.2"),
+        ({"jaxlib_version": "0.10.1"}, r"found jaxlib 0.10.1 but needs jaxlib>=0.10.2"),
+        ({"built_ffi": (0, 6)}, r"built with XLA FFI headers 0.6 but jaxlib 0.12.0.1 offers 0.5"),
+        ({"built_ffi": (1, 0)}, r"built with XLA FFI headers 1.0 but jaxlib"),
+    ],
+)
+def test_unsupported_versions_are_rejected_at_import(change, message):
+    good: dict[str, Any] = {"jax_version": "0.10.2", "jaxlib_version": "0.12.0.1"}
+    good |= {"built_ffi": (0, 3), "installed_ffi": (0, 5)}
+    runtime.check_versions(**good)
+    runtime.check_versions(**{**good, "installed_ffi": None, "jax_version": "0.11.0.dev20260101"})
+    with pytest.raises(ImportError, match=message):
+        runtime.check_versions(**{**good, **change})
+
+
+def test_built_with_the_oldest_supported_headers():
+    """With newer headers, the CPU backend of an older jaxlib would not start."""
+    assert _cpu.ffi_api_version() == (0, 3)
+
+
 # ---- The bench.
 
 TINY = bench_command.Sizes(
@@ -231,7 +278,7 @@ TINY = bench_command.Sizes(
 
 
 @pytest.fixture
-def tiny(monkeypatch):
+def tiny(monkeypatch, started):
     """Small sizes and few algorithms; compiling takes most of the time."""
     monkeypatch.setattr(bench_command, "sizes_for", lambda *_, **__: TINY)
     monkeypatch.setitem(attention._MATMUL, "cpu", 64)
@@ -239,12 +286,12 @@ def tiny(monkeypatch):
     monkeypatch.setattr(attention, "PACKED", ("placed",))
 
 
-def test_every_section_is_measured(tiny, command):
-    code, said = command("bench", "--json")
+def test_every_section_is_measured(tiny, started, command):
+    code, said = command("bench", "--json", "--devices", 2)
     assert "[3/3] measuring gemm" in said.err
     report = json.loads(said.out)
-    assert (report["errors"], code) == ({}, 0)
-    assert report["devices"].startswith("8 devices")
+    assert (report["errors"], code, started) == ({}, 0, [2])
+    assert report["devices"].startswith("2 devices")
     rows = report["rows"]
     assert {(row["section"], row["what"]) for row in rows} >= {
         ("movement", movement.DONATED),
@@ -262,7 +309,7 @@ def test_every_section_is_measured(tiny, command):
 
 def test_a_wrong_result_is_an_error_and_the_other_sections_still_run(tiny, command, monkeypatch):
     monkeypatch.setattr(movement, "dispatch", lambda x, m, **options: x)
-    code, said = command("bench", "movement", "gemm")
+    code, said = command("bench", "movement", "gemm", "--devices", 2)
     assert code == 1 and "Error: " in said.out.split("gemm: ")[0]
     assert "all_gather_matmul, none" in said.out and "of limit  speedup" in said.out
 

@@ -1,9 +1,10 @@
 """Pictures: their texts, which do not depend on the version of matplotlib, and their scripts."""
 
-import importlib.util
 import pathlib
 import re
 from typing import Any
+
+from scripts import load
 
 IMAGES = pathlib.Path(__file__).parents[2] / "docs" / "images"
 
@@ -17,8 +18,4 @@ def texts(path: pathlib.Path) -> list[str]:
 
 def drawing_script(name: str) -> Any:
     """Returns the module of docs/images that draws a picture of the documentation."""
-    spec = importlib.util.spec_from_file_location(name, IMAGES / f"draw_{name}.py")
-    assert spec and spec.loader
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    return script
+    return load(f"docs/images/draw_{name}.py")
