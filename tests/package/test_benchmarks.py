@@ -46,6 +46,18 @@ def test_pages_show_the_results():
         assert path.read_text() == text, "run python benchmarks/pages.py"
 
 
+def test_results_may_lack_rows(tmp_path):
+    """Keeps every second row, or none, of one file."""
+    for rows in (slice(0, None, 2), slice(0, 0)):
+        for name, result in RESULTS.items():
+            file = tmp_path / f"{name}.json"
+            file.write_text(json.dumps({**result, "rows": result["rows"][rows]}))
+            readme, page = pages.pages(tmp_path).values()
+            section = readme.split(pages.BEGIN)[1].split(pages.END)[0]
+            assert page.startswith("# Benchmarks\n") and "all tables" in section
+            file.unlink()
+
+
 def test_a_benchmark_that_fails_does_not_end_the_others(tmp_path, monkeypatch, capsys):
     ran = []
     monkeypatch.setattr(run_all, "run", lambda name, *_: ran.append(name) or name != "latency")
@@ -141,6 +153,22 @@ def test_segments_say_what_is_visible(make):
     np.testing.assert_array_equal(blocks, of.visible)
 
 
+def test_completions_see_the_prompt_and_themselves():
+    of = workloads.shared_prefix(64, HEADS)
+    sees = lambda i: np.flatnonzero(of.visible[i]).tolist()
+    assert sees(7) == [*range(8)]  # the last token of the prompt
+    assert sees(10) == [*range(8), 8, 9, 10] and sees(12) == [*range(8), 12]
+    assert sees(32) == [32]  # the next prompt
+
+
+def test_errors_leave_out_keys_that_no_query_sees():
+    column = lambda *values: jnp.asarray(values, jnp.float32).reshape(1, -1, 1, 1)
+    wanted = {"out": column(2), "dk": column(1, 1, 0)}
+    results = {"out": column(3), "dk": column(2, 1, 9)}
+    errors = workloads.relative_errors(results, wanted, jnp.asarray([[True, True, False]]))
+    np.testing.assert_allclose([errors["out"], errors["dk"]], [0.5, np.sqrt(0.5)], rtol=1e-6)
+
+
 @in_ci
 def test_every_workload_is_measured_and_every_failure_has_a_reason(results):
     sizes = "--tokens 64 --documents 10 --heads 2 1 --size 8 --variants"
@@ -180,6 +208,19 @@ def test_wrong_results_of_this_package_fail(monkeypatch):
     measurement = gpu_attention.Measurement(workloads.documents(16, 10, HEADS), ["ours"])
     with pytest.raises(RuntimeError, match=r"relative errors .* above"):
         list(measurement.rows(1))
+
+
+def test_the_profile_tells_own_kernels_from_others(monkeypatch):
+    own, other = "void cpd::(anonymous namespace)::AttendKernel<128>(cpd::AttendCall)", "fusion"
+    calls = gpu_attention.TRACED_CALLS
+    kernels = [Kernel(own, "Stream #1", 0, 2e6 * calls), Kernel(other, "Stream #1", 9e6, 9.3e6)]
+    trace = device_trace.Trace(kernels, {"attention 0": (0, 10e6)})
+    monkeypatch.setattr(device_trace, "traced", lambda run, names: trace)
+    measurement = gpu_attention.Measurement(workloads.documents(16, 10, HEADS), ["ours"])
+    measurement.runs["ours", "forward"] = lambda: None
+    (row,) = gpu_attention.profile([measurement])
+    assert (row["own_kernels_ms"], row["device_ms"], row["kernels"]) == (2, 2.1, 0.7)
+    assert row["longest"] == {own: 2, other: 0.1} and list(row["longest"]) == [own, other]
 
 
 def test_overlap_of_kernels():

@@ -22,6 +22,8 @@ TOOLS = ("no nvidia-smi", "no /usr/local/cuda/bin/", "no nvcc")  # of a GPU's ma
 sys.path.insert(0, str(BENCHMARKS))
 
 import multi_gpu  # noqa: E402  # pyright: ignore[reportMissingImports]
+import multi_gpu_movement as movement  # noqa: E402  # pyright: ignore[reportMissingImports]
+import multi_gpu_programs as programs  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 
 def on_cpu(*command, **more):
@@ -201,3 +203,14 @@ def test_a_section_that_does_not_begin_is_in_the_file(tmp_path, monkeypatch):
     monkeypatch.setenv("PROCESS_ID", "1")
     before = output.read_text()
     assert multi_gpu.main() == 1 and output.read_text() == before
+
+
+def test_exchanges_say_how_much_memory_they_need():
+    """Two halves of rows and tags for each channel; calls that are alike share one."""
+    case = movement._Case(movement.Ranks.of_devices(4, 1), 1 << 16, True, 16)
+    halves = 2 * (case.num_bytes + 8 * case.tokens)
+    of = lambda *names: programs.symmetric_bytes(case.programs[name] for name in names)
+    assert halves <= of("dispatch") <= halves + (1 << 17)
+    assert of("dispatch", "dispatch beside a GEMM") == of("dispatch")
+    assert of("dispatch", "combine") > 2 * halves
+    assert of("all_to_all of equal parts", "GEMM") == 0
