@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from calls import Call, check_qkv, dense, dense_qkv, draw_operands, draw_qkv, with_gradients
+from inner import warn_again
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from mask_oracle import batch_pairs
 from on_mesh import AXIS, collectives_over, permuted_mesh
@@ -25,7 +26,6 @@ from jax_cp_dispatch import (
     place_tokens,
     plan_attention,
 )
-from jax_cp_dispatch.global_call import mesh_axes  # inner: a warning comes once in a process
 
 T = 24
 AXES = ("data", AXIS, "tp")
@@ -36,8 +36,8 @@ IDS = OPERANDS[4]
 
 
 @pytest.fixture(autouse=True)
-def nothing_warned_yet(monkeypatch):
-    monkeypatch.setattr(mesh_axes, "_warned", set())
+def nothing_warned_yet():
+    warn_again()
 
 
 @pytest.fixture
@@ -185,14 +185,14 @@ def test_a_plan_is_for_the_whole_batch():
         out = attend(*put(OPERANDS[:3], mesh_of_kind(EXPLICIT)))
     check_qkv([out], OPERANDS)
     # Types do not show automatic axes: a warning states the cost, except for `()`.
-    mesh_axes._warned.clear()
+    warn_again()
     x = jax.ShapeDtypeStruct((2, T, 4, 8), np.float32)
     attend = partial(attend, mesh=mesh_of_kind(AUTO), head_axis="tp")
     with pytest.warns(UserWarning, match=r"the plan is for all rows.*\('data',\).*batch_axis=\(\)"):
         jax.eval_shape(attend, x, x, x)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        mesh_axes._warned.clear()
+        warn_again()
         jax.eval_shape(partial(attend, batch_axis=()), x, x, x)
     says = r"single plan, but .*\('data',\) splits the batch into 2 .*stack_plans"
     with pytest.raises(ValueError, match=says):

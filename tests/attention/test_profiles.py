@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from array_masks import random_mask
@@ -13,7 +14,6 @@ from mask_oracle import batch_pairs, batch_visible, shared_prefix_pairs
 from on_mesh import AXIS, mesh_of
 
 from jax_cp_dispatch import Documents, place_tokens
-from jax_cp_dispatch._rank_times import time_ranks  # inner: what is timed
 from jax_cp_dispatch.masks import SharedPrefix, SlidingWindow
 from jax_cp_dispatch.profiling import (
     BalanceProfile,
@@ -126,11 +126,30 @@ def test_trace_of_any_spans(tmp_path):
 T = 8  # columns of each rank
 LENGTHS = [[13, 2, 7], [21, 3]]
 IDS = np.array([[1] * 13 + [2] * 2 + [3] * 7 + [0] * 2, [1] * 21 + [2] * 3])
-SIZES: Any = {"num_heads": 4, "num_kv_heads": 2, "head_size": 8, "columns": W * T, "repeats": 1}
+SIZES: Any = {"num_heads": 4, "num_kv_heads": 2, "head_size": 8, "columns": W * T, "repeats": 3}
 
 
 @pytest.mark.parametrize("kind", ["numbers", "tree"])
-def test_balance_profiles_count_the_pairs_of_each_rank(kind):
+def test_balance_profiles_count_the_pairs_of_each_rank(kind, monkeypatch):
+    """By a fake clock: each rank of each program once in each round; the median counts.
+
+    All programs are compiled before.
+    """
+    in_round, times, compiled = 4 * W, [0.0], []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, *_, **__: (
+            event.endswith("backend_compile_duration") and compiled.append(len(times))
+        )
+    )
+
+    def clock():
+        """Of run i of a round, i + 1 times 5, 1 and 3 seconds."""
+        number, is_end = divmod(len(times) - 1, 2)
+        seconds = (5, 1, 3)[number // in_round] * (1 + number % in_round) if is_end else 0
+        times.append(times[-1] + seconds)
+        return times[-1]
+
+    monkeypatch.setattr(time, "process_time", clock)
     if kind == "numbers":
         mask = SlidingWindow(9)
         seen = batch_pairs(mask, IDS)
@@ -147,26 +166,9 @@ def test_balance_profiles_count_the_pairs_of_each_rank(kind):
     blocks = pairs.reshape(2, 2 * W, T // 2).sum((0, 2))  # rank r has blocks r and 2 * W - 1 - r
     assert list(got[2].work) == [blocks[r] + blocks[-1 - r] for r in range(W)]
     assert all(sum(x.work) == pairs.sum() for x in got)
-    assert all(len(x.seconds) == W and min(x.seconds) > 0 for x in got)
-
-
-def test_ranks_and_programs_take_turns(monkeypatch):
-    """By a fake clock: after one run of each program to compile, each rank once in each round."""
-    ran, clock = [], [0.0]
-    seconds = {("a", 0): [5, 1, 3], ("a", 1): [2, 2, 9], ("b", 0): [7, 7, 7]}
-    ranks = {"a": 2, "b": 1}
-
-    def run_of(name):
-        def run(rank):
-            ran.append((name, rank))
-            rounds = ran.count((name, rank)) - 1 - (rank == 0)
-            clock[0] += 100 if rounds < 0 else seconds[name, rank][rounds]
-
-        return run
-
-    monkeypatch.setattr(time, "process_time", lambda: clock[0])
-    assert time_ranks([run_of(name) for name in ranks], [2, 1], 3) == [(3, 2), (7,)]
-    assert ran == [("a", 0), ("b", 0)] + 3 * list(seconds)
+    assert set(compiled) == {1}
+    seconds = np.array([x.seconds for x in got])
+    np.testing.assert_array_equal(seconds, 3 * np.arange(1, 1 + in_round).reshape(4, W))
 
 
 def test_text_of_a_balance_profile():

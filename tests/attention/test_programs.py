@@ -4,7 +4,6 @@ Values: test_values.py.
 """
 
 import re
-import types
 from functools import partial
 from typing import Any
 
@@ -13,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from calls import draw_qkv
+from inner import cut_heads, pretend_cuda
 from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxprs import dependences, flattened, inner_jaxprs, runs
 from mask_oracle import batch_ranges, range_pairs
@@ -20,12 +20,7 @@ from on_mesh import AXIS, mesh_of, permuted_mesh
 
 import jax_cp_dispatch as cpd
 from jax_cp_dispatch import Documents, Hamilton, Ring, Ulysses, Zigzag, context_parallel_attention
-from jax_cp_dispatch._ranks import runtime  # inner: as if the extension for GPUs were here
 from jax_cp_dispatch.attention import chunk_exchange, ring_exchange
-from jax_cp_dispatch.attention.algorithms import (  # inner: as between GPUs
-    ALGORITHMS,
-    parts_of_heads,
-)
 from jax_cp_dispatch.cost import HARDWARE, Workload
 from jax_cp_dispatch.masks import BlockCausal, Causal, Chunked, SlidingWindow
 
@@ -305,7 +300,8 @@ def test_two_parts_give_the_bits_of_one(algorithm, monkeypatch):
 
     results = []
     for is_cut in (False, True):
-        monkeypatch.setattr(parts_of_heads, "moves_beside_work", lambda _, is_cut=is_cut: is_cut)
+        if is_cut:
+            cut_heads(monkeypatch)
         # With another deadline the function is traced again.
         traced = jax.jit(run, static_argnums=4).trace(*arrays, 60.0 + is_cut)
         num_starts = str(traced.jaxpr).count("exchange_start[")
@@ -316,25 +312,22 @@ def test_two_parts_give_the_bits_of_one(algorithm, monkeypatch):
         jax.tree.map(np.testing.assert_array_equal, *results)
 
 
-def test_only_implementations_with_two_calls_split():
-    """CPU devices and XLA's collectives have one call."""
-    split = {
-        name: parts_of_heads.moves_beside_work(name)
-        for name in ("cuda_peer", "cuda_ipc", "nvshmem")
-    }
-    assert all(split.values())
-    assert not any(
-        map(parts_of_heads.moves_beside_work, ("in_process", "shared_memory", "xla", None))
-    )
-
-
-def test_one_kv_head_is_one_part(monkeypatch):
-    monkeypatch.setattr(parts_of_heads, "moves_beside_work", lambda _: True)
-    q, k = (jnp.zeros((1, sum(LENGTHS), n, H)) for n in (4, 1))
+@pytest.mark.parametrize(
+    "implementation, kv_heads, is_cut",
+    [
+        *((name, 2, True) for name in ("cuda_peer", "cuda_ipc", "nvshmem")),
+        *((name, 2, False) for name in ("in_process", "shared_memory", "xla")),
+        ("cuda_peer", 1, False),
+    ],
+)
+def test_only_implementations_with_two_calls_split(implementation, kv_heads, is_cut):
+    """CPU devices and XLA's collectives have one call; one KV head is one part."""
+    q, k = (jax.ShapeDtypeStruct((1, sum(LENGTHS), n, H), jnp.float32) for n in (4, kv_heads))
     attend = lambda q, k: context_parallel_attention(
-        q, k, k, mesh=mesh_of(4), axis_name=AXIS, algorithm="balanced", documents=PLANNED
-    )
-    assert "exchange_start" not in str(jax.make_jaxpr(attend)(q, k))
+        *(q, k, k), mesh=mesh_of(4), axis_name=AXIS, algorithm="balanced", documents=PLANNED,
+        implementation=implementation,
+    )  # fmt: skip
+    assert ("exchange_start" in str(jax.make_jaxpr(attend)(q, k))) == is_cut
 
 
 # ---- Options of exchanges reach every custom call, in both passes; lowered for GPUs.
@@ -344,11 +337,11 @@ OPTIONS = {"implementation": "cuda_peer", "num_comm_sm": 48, "deadline": 7.0}
 
 @pytest.fixture
 def extension(monkeypatch):
-    """Pretends that the extension exists, built or not; nothing is executed."""
-    extension = types.SimpleNamespace(
-        set_process=lambda process, ordinals: None, device_count=lambda: (0, "no driver")
+    pretend_cuda(
+        monkeypatch,
+        set_process=lambda process, ordinals: None,
+        device_count=lambda: (0, "no driver"),
     )
-    monkeypatch.setattr(runtime, "cuda", extension)
 
 
 def options_in(fn, *arguments):
@@ -421,7 +414,7 @@ LONGEST_AND_OWN = 3 + 1  # keys of a plan: of the longest document, and a rank's
 OF_TOKENS = 16 * 4 * W * LONG / UNIT
 
 
-@pytest.mark.parametrize("algorithm", [kind.name for kind in ALGORITHMS])
+@pytest.mark.parametrize("algorithm", MOST)
 def test_memory(algorithm):
     documents, most = MOST[algorithm]
     assert documents.plan is None or documents.plan.kv_capacity <= LONGEST_AND_OWN * LONG

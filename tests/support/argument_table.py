@@ -12,11 +12,11 @@ import numpy as np
 
 import jax_cp_dispatch as cpd
 from jax_cp_dispatch import masks
-from jax_cp_dispatch.attention import algorithms  # inner: lists all of them
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs/limits.md"
 BEGIN, END = "<!-- arguments:begin -->\n", "<!-- arguments:end -->"
-ALGORITHMS = (*(kind.name for kind in algorithms.ALGORITHMS), "auto", "local")
+KINDS = cpd.Ring, cpd.Zigzag, cpd.Halo, cpd.Hamilton, cpd.Ulysses, cpd.Balanced, cpd.Placed
+ALGORITHMS = (*(kind.name for kind in KINDS), "auto", "local")
 W, T, N, H = 4, 16, 4, 8
 IDS = np.repeat([[1, 2]], T // 2, axis=1)
 POSITIONS = np.tile(np.arange(T // 2, dtype=np.int32), (1, 2))
