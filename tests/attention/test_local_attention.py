@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from array_masks import KINDS, random_mask
+from array_masks import random_mask
 from attention_oracle import attention, attention_gradients, masked_attention
 from calls import Call, check_qkv, dense, draw_operands, draw_qkv, with_gradients
 from hypothesis import given, strategies as st
@@ -69,49 +69,27 @@ def test_random_ranges(seed):
     assert_equals_oracle(inputs(seed), random_ranges(seed, 2, 37, 45))
 
 
-@pytest.mark.parametrize("K, block_heads", [(1, None), (8, 2)])
-def test_query_heads_share_kv_heads(K, block_heads):
-    """Ratios 8 and 1 (other tests use 2), with all options that change the result."""
-    operands = inputs(1, N=8, K=K, B=2)
-    ranges = random_ranges(1, 2, 37, 45)
-    assert_equals_oracle(operands, ranges, **ALL_OPTIONS, block_heads=block_heads)
-
-
 @pytest.mark.parametrize(
-    "options",
+    "shape, options",
     [
-        ALL_OPTIONS,
-        {"logit_soft_cap": 0.7, "block_q": 7, "block_kv": 1},
-        {"block_q": None, "block_kv": None, "block_heads": 1},
+        ({"N": 8, "K": 1, "T": 3, "S": 100, "Hv": 5}, ALL_OPTIONS),
+        ({"N": 8, "K": 8}, ALL_OPTIONS | {"block_q": 7, "block_kv": 1, "block_heads": 2}),
+        ({}, {"block_q": None, "block_kv": None, "block_heads": 1}),
+        ({"T": 1, "S": 1}, {}),
     ],
     ids=str,
 )
-def test_options(options):
-    assert_equals_oracle(inputs(2), random_ranges(2, 2, 37, 45), **options)
-
-
-@pytest.mark.parametrize("shape", [{"T": 3, "S": 100, "Hv": 5}, {"T": 1, "S": 1}], ids=str)
-def test_shapes(shape):
-    operands = inputs(3, **shape)
+def test_shapes_and_options(shape, options):
+    """With 8, 1 and 2 query heads for a KV head."""
+    operands = inputs(1, **shape)
     q, k = operands[:2]
-    assert_equals_oracle(operands, random_ranges(4, 2, q.shape[1], k.shape[1]))
+    ranges = random_ranges(2, 2, q.shape[1], k.shape[1])
+    assert_equals_oracle(operands, ranges, **options)
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(jnp.bfloat16, 1e-2), (jnp.float16, 2e-3)])
-def test_small_floats(dtype, tolerance):
-    """Probabilities and gradients are rounded to 8 and 11 bits."""
-    assert_equals_oracle(inputs(4, dtype=dtype), random_ranges(5, 2, 37, 45), tolerance)
-
-
-def test_float64_accumulates_in_float64():
-    q, k, v, dout, dlse = (np.asarray(x, np.float64) for x in inputs(5))
-    ranges = random_ranges(6, 2, 37, 45)
-    with jax.enable_x64(True):
-        results = with_cotangents(*(jnp.asarray(x) for x in (q, k, v, *ranges, dout, dlse)))
-    expected = *attention(q, k, v, *ranges), *attention_gradients(q, k, v, *ranges, dout, dlse)
-    for actual, wanted in zip(results, expected, strict=True):
-        assert actual.dtype == jnp.float64
-        assert_close(actual, wanted, 1e-13)
+def test_small_floats():
+    """Probabilities and gradients are rounded to 11 bits. To 8: tests/contract."""
+    assert_equals_oracle(inputs(4, dtype=jnp.float16), random_ranges(5, 2, 37, 45), 2e-3)
 
 
 def test_no_keys():
@@ -141,25 +119,6 @@ def test_unused_rows_are_not_read():
     poisoned = run(q, k, v, start, end, dout, dlse + poison_q, **BLOCKS)
     for x, y in zip(clean, poisoned, strict=True):
         np.testing.assert_array_equal(x, y)
-
-
-def test_adjoint_of_the_jacobian():
-    """<cotangent, J tangent> = <J' cotangent, tangent>, with J by central differences, float64."""
-    rng = np.random.default_rng(9)
-    q, k, v, dout, dlse = (np.asarray(x, np.float64) for x in inputs(9))
-    ranges = RANGES["causal"](2, 37, 45)
-    tangents = tq, tk, tv = [rng.normal(size=x.shape) for x in (q, k, v)]
-    step = 1e-5
-    (out_1, lse_1), (out_0, lse_0) = (
-        attention(q + s * tq, k + s * tk, v + s * tv, *ranges, **ALL_OPTIONS) for s in (step, -step)
-    )
-    expected = (np.sum(dout * (out_1 - out_0)) + np.sum(dlse * (lse_1 - lse_0))) / (2 * step)
-    operands = (jnp.asarray(x, jnp.float32) for x in (q, k, v))
-    _, _, *grads = run(*operands, *ranges, *inputs(9)[3:], **BLOCKS, **ALL_OPTIONS)
-    actual = sum(
-        np.sum(np.asarray(g, np.float64) * t) for g, t in zip(grads, tangents, strict=True)
-    )
-    np.testing.assert_allclose(actual, expected, rtol=1e-4)
 
 
 @pytest.mark.parametrize("first", [0, 20])
@@ -273,18 +232,16 @@ def draw_with_mask(kind, shape):
     return operands, constructor(*arrays), batch_visible(operands[4], pairs)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["blocks", "tree"])
 def test_masks_of_arrays(kind):
     """In small blocks, many of which are hidden; NaN in padding reaches no result.
 
-    Gradients follow the ranges of the output: of keys alone, or of queries too.
+    Ranges of keys alone, and of queries too. Those of other kinds: tests/masks.
     """
     attend = lambda q, k, v, ids, mask: local_attention(
         q, k, v, mask=mask, segment_ids=ids, **SMALL
     )[0]
-    run: Any = jax.jit(lambda q, k, v, _, ids, mask: (attend(q, k, v, ids, mask),))
-    if kind in ("blocks", "tree"):
-        run = jax.jit(with_gradients(attend))
+    run: Any = jax.jit(with_gradients(attend))
     for _ in range(3):
         operands, mask, pairs = draw_with_mask(kind, (2, 45))
         *arrays, ids = operands
@@ -352,17 +309,19 @@ def test_merge_partials_equals_the_definition(seed, empty_share):
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=1e-5)
 
 
-def test_an_empty_side_returns_the_other_exactly():
+@pytest.mark.parametrize("lse", [-jnp.inf, -3e4])
+def test_an_empty_side_returns_the_other_exactly(lse):
+    """Likewise one whose logarithms are extreme, which do not overflow."""
     full: Any = float32(*partial_result(np.random.default_rng(2)))
-    empty: Any = jnp.zeros(SHAPE), jnp.full((B, N, T), -jnp.inf)
+    full = full[0], full[1] - lse / 2 if np.isfinite(lse) else full[1]
+    empty: Any = jnp.zeros(SHAPE), jnp.full((B, N, T), lse)
     for merged in (merge_partials(*full, *empty), merge_partials(*empty, *full)):
         for x, y in zip(merged, full, strict=True):
             np.testing.assert_array_equal(x, y)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_merged_parts_are_float32(dtype):
-    parts = [jnp.asarray(x, dtype) for x in partial_result(np.random.default_rng(5))]
+def test_merged_parts_are_float32():
+    parts = [jnp.asarray(x, jnp.bfloat16) for x in partial_result(np.random.default_rng(5))]
     assert all(x.dtype == jnp.float32 for x in merge_partials(*parts, *parts))
 
 
@@ -378,12 +337,4 @@ def test_gradients_match_numerical_ones():
     rng = np.random.default_rng(4)
     with jax.enable_x64(True):
         parts = tuple(jnp.asarray(x) for x in (*partial_result(rng), *partial_result(rng)))
-        check_grads(jax.jit(merge_partials), parts, order=2, modes=["fwd", "rev"], rtol=1e-5)
-
-
-def test_extreme_logarithms_do_not_overflow():
-    out, block_out = jnp.ones(SHAPE), jnp.full(SHAPE, 3.0)
-    lse, block_lse = jnp.full((B, N, T), 3e4), jnp.full((B, N, T), -3e4)
-    merged, total = merge_partials(out, lse, block_out, block_lse)
-    np.testing.assert_array_equal(merged, out)
-    np.testing.assert_array_equal(total, lse)
+        check_grads(jax.jit(merge_partials), parts, order=1, modes=["fwd", "rev"], rtol=1e-5)

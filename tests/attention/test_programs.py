@@ -69,25 +69,23 @@ def loops(jaxpr):
 
 
 @each_case
-@pytest.mark.parametrize("implementation", [None, "xla"])
-def test_exchanges_of_the_forward_pass(name, implementation):
+def test_exchanges_of_the_forward_pass(name):
     """n - 1, all in the loop, before attention; each moves the bytes of a ring step, in chunks.
 
     If no implementation is named, both are traced, and lowering selects one.
     """
     _, num_ranks, rows, num_chunks = CASES[name]
-    attend, operands = program(CASES[name], implementation)
+    attend, operands = program(CASES[name], None)
     jaxpr = jax.make_jaxpr(attend)(*operands).jaxpr
-    kinds = BY_XLA if implementation else ("dispatch", *BY_XLA)
+    kinds = ("dispatch", *BY_XLA)
     ((length, equations),) = (x for x in loops(jaxpr) if set(names(x[1])) & set(kinds))
     assert length == num_ranks - 1
     in_loop, anywhere = (sum(x in kinds for x in names(y)) for y in (equations, flattened(jaxpr)))
-    gathers = int(name != "ring" and not implementation)  # of segment ids, before the loop
-    assert in_loop + gathers == anywhere
+    assert in_loop + (name != "ring") == anywhere  # before the loop, segment ids are gathered
     is_all_to_all = 1 < num_chunks == num_ranks - 1
     exchanges = ["all_to_all"] * 2 if is_all_to_all else ["ppermute"] * 2 * num_chunks
     found = [x for x in names(equations) if x in (*kinds, "attend_blocks")]
-    assert found == [*([] if implementation else ["dispatch"]), *exchanges, "attend_blocks"]
+    assert found == ["dispatch", *exchanges, "attend_blocks"]
     sent = [e.invars[0].aval for e in equations if e.primitive.name in BY_XLA]
     sizes = sum(x.size * x.dtype.itemsize for x in sent)
     if is_all_to_all:  # one part of which stays
@@ -397,9 +395,9 @@ OF_PLAN = LONG_PLANNED.plan.q_capacity / LONG + LONG_PLANNED.plan.kv_capacity / 
 RING = 4 + 2 * 2 + 2 * 2
 MOST = {
     "ring": (LONG_DOCUMENTS, RING),
-    "zigzag": (LONG_DOCUMENTS, RING + 2),  # a rank's own keys in zigzag order
     "halo": (WINDOW, 6 * 1.5 + 2),  # as placed, with half a rank of keys beside its own
-    "hamilton": (LONG_DOCUMENTS, RING + 2 + 2),  # and those of a step once more, in order
+    # A rank's own keys in zigzag order, and those of a step once more, in order.
+    "hamilton": (LONG_DOCUMENTS, RING + 2 + 2),
     "ulysses": (
         LONG_DOCUMENTS,
         8,

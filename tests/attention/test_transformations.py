@@ -111,19 +111,15 @@ def over_stages(fn: Any, **options) -> Any:
     return jax.vmap(fn, spmd_axis_name="stage", **options)
 
 
-@pytest.mark.parametrize(
-    "algorithm, ids", [("balanced", "of each stage"), ("ring", "of all"), ("balanced", "known")]
-)
+@pytest.mark.parametrize("algorithm, ids", [("balanced", "of each stage"), ("ring", "of all")])
 def test_attention_of_each_stage(algorithm, ids):
     """Forward and backward equal dense attention of the stage; no data leaves a stage."""
     examples = [list(draw_qkv(stage, 1, W * 12)) for stage in range(STAGES)]
     if ids != "of each stage":  # arrays differ between stages, documents do not
         examples[1][4] = examples[0][4]
     *arrays, traced = placed(stacked(examples), P("stage", None, AXIS))
-    where = {"mesh": MESH, "axis_name": AXIS, "algorithm": algorithm}
-    known = examples[0][4] if ids == "known" else None
     one = lambda q, k, v, x: context_parallel_attention(
-        q, k, v, segment_ids=x if known is None else known, **where
+        q, k, v, segment_ids=x, mesh=MESH, axis_name=AXIS, algorithm=algorithm
     )
     in_axes = (0, 0, 0, 0 if ids == "of each stage" else None)
     of_stages = over_stages(one, in_axes=in_axes)
@@ -144,8 +140,9 @@ def test_attention_of_each_stage(algorithm, ids):
 @pytest.mark.parametrize(
     "own, where",
     [
-        *(("arrays", "global arrays"), ("plans", "global arrays")),
-        *(("arrays and plans", "shard_map"), ("plans", "unchecked shard_map")),
+        ("arrays", "global arrays"),
+        ("arrays and plans", "shard_map"),
+        ("plans", "unchecked shard_map"),
     ],
 )
 def test_movement_of_each_stage(own, where):
@@ -177,25 +174,10 @@ def test_movement_of_each_stage(own, where):
         )
     run = jax.jit(over_stages(one_stage, in_axes=in_axes)).lower(*arguments).compile()
     results = run(*arguments)
-    if where != "global arrays" or own == "arrays":
-        assert collectives_over(run, MESH, "stage") == []
-        assert all(result.sharding.spec[0] == "stage" for result in results)
+    assert collectives_over(run, MESH, "stage") == []
+    assert all(result.sharding.spec[0] == "stage" for result in results)
     for stage, plan in enumerate(plans):
         check_all_ranks([np.asarray(result)[stage] for result in results], x[stage], y[stage], plan)
-
-
-def test_local_attention_of_each_stage():
-    """Every device of a stage computes the same result, because no ranks are involved."""
-    examples = [draw_qkv(stage, 1, 8) for stage in range(STAGES)]
-    *arrays, ids = placed(stacked(examples), P("stage"))
-    on_each = jax.shard_map(
-        lambda *x: local_attention(*x[:3], mask="causal", segment_ids=x[3])[0],
-        mesh=MESH, in_specs=P(), out_specs=P(), check_vma=False,
-    )  # fmt: skip
-    results = jax.jit(with_gradients(over_stages(on_each)))(*arrays, ids)
-    assert all(x.sharding.spec[0] == "stage" for x in results)
-    for stage, example in enumerate(examples):
-        check_qkv([x[stage] for x in results], example)
 
 
 def test_stages_over_an_explicit_axis_are_rejected(unchecked_types):
