@@ -13,7 +13,7 @@ import pytest
 from array_masks import random_mask
 from calls import check_qkv, draw_qkv, with_gradients
 from jax.core import Tracer
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, PartitionSpec as P
 from mask_oracle import batch_visible
 from on_mesh import AXIS, all_fail, mesh_of, permuted_mesh
 
@@ -31,7 +31,6 @@ D, W, B, T = 2, 2, 2, 48  # groups, ranks of a group, rows of a group, tokens
 AXES = ("data", AXIS, "tp")
 PACKED = Documents(np.ones((1, 2), int)).order
 PLACED = place_tokens([[2]], world_size=1).documents.order
-FREE = PlanConfig()  # capacities that this batch needs
 CONFIG = PlanConfig(
     kv_capacity=96, max_kv_transfers=16, max_pieces=16, max_cut_pieces=16, max_linked_pieces=99
 )
@@ -52,19 +51,6 @@ def test_each_rank_may_have_the_whole_plan():
         mesh=mesh_of(4), in_specs=(rows, rows, rows, specs), out_specs=rows,
     )  # fmt: skip
     check_qkv([jax.jit(attend)(*arrays[:3], documents)], operands)
-
-
-def test_auto_follows_the_plan_on_an_explicit_mesh():
-    *arrays, segment_ids = operands = draw_qkv(8, 1, 4 * 24)
-    placement = place_tokens(segment_ids=segment_ids, world_size=4)
-    rows = NamedSharding(
-        jax.make_mesh((4,), (AXIS,), axis_types=(AxisType.Explicit,)), P(None, AXIS)
-    )
-    q, k, v = (jax.device_put(x, rows) for x in placement.apply(arrays[:3]))
-    out = context_parallel_attention(
-        q, k, v, mesh=rows.mesh, axis_name=AXIS, algorithm="auto", documents=placement.documents
-    )
-    check_qkv([placement.restore(np.asarray(out))], operands)
 
 
 def test_a_plan_knows_the_mask_of_arrays_for_which_it_was_made():
@@ -134,32 +120,15 @@ def by_group(x):
     return np.split(np.asarray(x), D)
 
 
-class Moved:
-    """Queries move, as `plan_attention` says."""
-
-    def __init__(self, segment_ids):
-        self.plans = [plan_attention(ids, world_size=W) for ids in by_group(segment_ids)]
-        self.documents = Documents(segment_ids).with_plan(stack_plans(self.plans))
-
-
-class Placed:
-    """Every group's tokens are placed on its ranks."""
-
-    def __init__(self, segment_ids, config=None):
-        apart = [place_tokens(segment_ids=ids, world_size=W) for ids in by_group(segment_ids)]
-        self.plans = [group.plan for group in apart]
-        together = place_tokens(
-            segment_ids=segment_ids, world_size=W, num_groups=D, config=config or FREE
-        )
-        self.documents = together.documents
-        self.apply, self.restore = together.apply, together.restore
+def moved_by_group(segment_ids):
+    return [plan_attention(ids, world_size=W) for ids in by_group(segment_ids)]
 
 
 def test_a_plan_for_each_group():
     """Of different capacities; each group compares the documents of its own rows."""
     mesh = permuted_mesh((D, W, 2), AXES, AxisType.Explicit)
     operands = draw_qkv(0, D * B, T)
-    groups = Moved(operands[4])
+    documents = Documents(operands[4]).with_plan(stack_plans(moved_by_group(operands[4])))
     options = {"axis_name": AXIS, "batch_axis": "data", "head_axis": "tp", "mesh": mesh}
 
     @jax.jit
@@ -168,23 +137,23 @@ def test_a_plan_for_each_group():
         given = {"documents": documents, "algorithm": "balanced", **options}
         return with_gradients(partial(context_parallel_attention, **given))(*arrays)
 
-    documents = groups.documents
     with jax.set_mesh(mesh):
         check_qkv(run(*operands[:4], documents), operands)
-    with jax.set_mesh(mesh), pytest.raises(jax.errors.JaxRuntimeError, match="made for another batch"):
         # The rows of the other group.
         ids, positions = (np.roll(x, B, 0) for x in (documents.segment_ids, documents.positions))
         others = Documents.in_order(
             ids, positions, documents.plans, order=documents.order, columns=T
         )
-        jax.block_until_ready(run(*operands[:4], others))
+        with pytest.raises(jax.errors.JaxRuntimeError, match="made for another batch"):
+            jax.block_until_ready(run(*operands[:4], others))
 
 
 def test_micro_batches_share_a_program():
     """A scan over stacked documents is compiled once."""
     mesh = permuted_mesh((D, W), AXES[:2])
     micro_batches = [draw_qkv(seed, D * B, T) for seed in range(3)]
-    placements = [Placed(operands[4], CONFIG) for operands in micro_batches]
+    of_each = {"world_size": W, "num_groups": D, "config": CONFIG}
+    placements = [place_tokens(segment_ids=operands[4], **of_each) for operands in micro_batches]
     documents = jax.tree.map(lambda *x: np.stack(x), *(x.documents for x in placements))
     assert documents.plan.fingerprint.shape == (3, D, W, 4)
     options: dict[str, Any] = {"axis_name": AXIS, "batch_axis": "data", "mesh": mesh}
@@ -234,76 +203,7 @@ def test_a_sequence_over_two_axes():
     check_qkv([placement.restore(np.asarray(out))], operands)
 
 
-def test_fixed_capacities_give_equal_shapes():
-    """So processes that each plan one group compile the same program."""
-    segment_ids = draw_qkv(3, D * B, T)[4]
-    plans = [
-        place_tokens(segment_ids=x, world_size=W, config=CONFIG).plan for x in by_group(segment_ids)
-    ]
-    stack = stack_plans(plans)
-    shapes = [jax.tree.map(np.shape, plan) for plan in plans]
-    assert jax.tree.leaves(shapes[0]) == jax.tree.leaves(shapes[1])
-    assert jax.tree.structure(plans[0]) == jax.tree.structure(plans[1])
-    assert isinstance(jax.tree.leaves(stack)[0], np.ndarray)
-
-
 # ---- Invalid calls.
-
-
-@pytest.mark.usefixtures("unchecked_types")
-def test_plan_for_other_ranks_or_rows_is_rejected():
-    *qkv, _, segment_ids = draw_qkv(12, 1, 8 * 16)
-
-    def attend(plan):
-        documents = Documents(segment_ids).with_plan(plan)
-        options = {"mesh": mesh_of(8), "axis_name": AXIS, "documents": documents}
-        return context_parallel_attention(*qkv, algorithm="balanced", **options)
-
-    plan = plan_attention(segment_ids, None, world_size=4)
-    with pytest.raises(ValueError, match="world_size=4 but mesh axis 'cp' has 8 devices"):
-        attend(plan)
-    plan = plan_attention(segment_ids[:, :64], None, world_size=8)
-    with pytest.raises(ValueError, match="a rank holds 1 x 16 = 16 rows but the plan is for 8"):
-        attend(plan)
-    plan = plan_attention(segment_ids.reshape(2, 64), None, world_size=8)
-    with pytest.raises(ValueError, match=r"a rank holds 1 x 16 rows but the plan is for 2 x 8\. P"):
-        attend(plan)
-
-
-def test_plans_are_for_their_own_mask_and_rows():
-    """Of tokens in another order: tests/documents."""
-    q, k, v, _, segment_ids = draw_qkv(9, 1, 2 * 16)
-    place = lambda ids, **options: place_tokens(segment_ids=ids, world_size=2, **options).documents
-    packed, placed = Documents(segment_ids), place(segment_ids)
-    moved = plan_attention(segment_ids, world_size=2)
-    attend = partial(context_parallel_attention, q, k, v, mesh=mesh_of(2), axis_name=AXIS)
-    with pytest.raises(ValueError, match=r"mask is Full\(\), but the documents have a plan for"):
-        attend(algorithm="placed", documents=placed, mask="full")
-    for other, rows in (
-        (place(segment_ids[:, :16]), 1),
-        (place(segment_ids.reshape(2, 16)), 2),
-        (place(segment_ids, rank=1), 1),
-    ):
-        with pytest.raises(ValueError, match=rf"segment_ids has shape \({rows}, 16\) but q has"):
-            attend(algorithm="placed", documents=other)
-    with pytest.raises(ValueError, match=r"the plan is the part of 1 of 2 ranks\. Pass"):
-        attend(algorithm="balanced", documents=packed.with_plan(moved.slice_of(1)))
-
-
-def test_stacked_plans_are_for_the_steps_of_a_scan():
-    *qkv, _, segment_ids = draw_qkv(9, 1, 2 * 16)
-    moved = Documents(segment_ids).with_plan(plan_attention(segment_ids, world_size=2))
-    documents = Documents.in_order(
-        moved.segment_ids, moved.positions, (stack_plans([moved.plan] * 2),), order=moved.order,
-        columns=moved.columns,
-    )  # fmt: skip
-    rows, attend = P(None, AXIS), partial(context_parallel_attention, axis_name=AXIS)
-    on_ranks = jax.shard_map(
-        lambda q, k, v, documents: attend(q, k, v, documents=documents, algorithm="balanced"),
-        mesh=mesh_of(2), in_specs=(rows, rows, rows, documents.specs(AXIS)), out_specs=rows,
-    )  # fmt: skip
-    with pytest.raises(ValueError, match=r"got stacked plans, of \[2\]. Pass one of them"):
-        jax.eval_shape(on_ranks, *qkv, documents)
 
 
 def attend_abstractly(plan, mesh_shape=(D, W), **options):
@@ -319,42 +219,71 @@ def attend_abstractly(plan, mesh_shape=(D, W), **options):
     )
 
 
-def test_errors_name_the_plans_that_are_needed():
-    segment_ids = draw_qkv(0, D * B, T)[4]
-    whole = [
-        plan_attention(segment_ids, world_size=W),
-        place_tokens(segment_ids=segment_ids, world_size=W).plan,
-    ]
-    of_groups: list[Any] = [Moved(segment_ids), Placed(segment_ids)]
-    for plan, groups in zip(whole, of_groups, strict=True):
-        for single in (plan, groups.plans[0]):
-            with pytest.raises(
-                ValueError, match=r"single plan, but batch_axis \('data',\).*stack_plans"
-            ):
-                attend_abstractly(single, batch_axis="data")
-        stack = stack_plans(groups.plans)
-        with pytest.raises(
-            ValueError, match=r"stacked as \[2\], but the batch is not sharded.*batch_axis"
-        ):
-            attend_abstractly(stack, batch_axis=())
-        with pytest.raises(ValueError, match=r"stacked as \[1, 2\], but batch_axis.*jax.lax.scan"):
-            attend_abstractly(stack_plans([stack]), batch_axis="data")
+IDS = draw_qkv(0, D * B, T)[4]
+MOVED, OF_ALL = plan_attention(IDS, world_size=W), place_tokens(segment_ids=IDS, world_size=W).plan
+MOVED_EACH = moved_by_group(IDS)
+PLACED_EACH = [place_tokens(segment_ids=ids, world_size=W).plan for ids in by_group(IDS)]
+
+
+def test_plans_that_the_call_cannot_follow():
+    """Errors name the plans that are needed. Tokens in another order: tests/documents."""
+    over_data, over_both = {"batch_axis": "data"}, {"axis_name": ("data", AXIS)}
+    rows = [
+        (plan_attention(IDS[:, :24], world_size=W), {"batch_axis": ()},
+         "a rank holds 4 x 24 = 96 rows but the plan is for 48"),
+        (plan_attention(IDS.reshape(8, 24), world_size=W), {"batch_axis": ()},
+         r"a rank holds 4 x 24 rows but the plan is for 8 x 12\. P"),
+        (MOVED.slice_of(1), {"batch_axis": ()}, r"the plan is the part of 1 of 2 ranks\. Pass"),
+        (OF_ALL, {"batch_axis": (), "mask": "full"},
+         r"mask is Full\(\), but the documents have a plan for"),
+        (MOVED, over_both, "world_size=2 but mesh axes 'data', 'cp' have 4 devices"),
+        (None, over_both | over_data, "a mesh axis can shard one dimension only"),
+    ]  # fmt: skip
+    for whole, of_groups in ((MOVED, MOVED_EACH), (OF_ALL, PLACED_EACH)):
+        stack = stack_plans(of_groups)
+        single = r"single plan, but batch_axis \('data',\).*stack_plans"
+        rows += [
+            (whole, over_data, single),
+            (of_groups[0], over_data, single),
+            (stack, {"batch_axis": ()},
+             r"stacked as \[2\], but the batch is not sharded.*batch_axis"),
+            (stack_plans([stack]), over_data,
+             r"stacked as \[1, 2\], but batch_axis.*jax.lax.scan"),
+        ]  # fmt: skip
         with pytest.raises(ValueError, match="Validate each plan before stack_plans"):
-            stack.validate(segment_ids)
-        attend_abstractly(stack, batch_axis="data")
-        attend_abstractly(stack_plans([plan]), mesh_shape=(1, W), batch_axis="data")
-    with pytest.raises(ValueError, match=r"world_size=2 but mesh axes 'data', 'cp' have 4 devices"):
-        attend_abstractly(whole[0], axis_name=("data", AXIS))
-    with pytest.raises(ValueError, match="a mesh axis can shard one dimension only"):
-        attend_abstractly(None, axis_name=("data", AXIS), batch_axis="data")
+            stack.validate(IDS)
+        attend_abstractly(stack, **over_data)
+        attend_abstractly(stack_plans([whole]), mesh_shape=(1, W), **over_data)
+    for plan, options, says in rows:
+        with pytest.raises(ValueError, match=says):
+            attend_abstractly(plan, **options)
+
+
+def test_documents_of_other_rows():
+    q, k, v, _, segment_ids = draw_qkv(9, 1, 2 * 16)
+    documents = place_tokens(segment_ids=segment_ids, world_size=2, rank=1).documents
+    with pytest.raises(ValueError, match=r"segment_ids has shape \(1, 16\) but q has"):
+        context_parallel_attention(
+            q, k, v, mesh=mesh_of(2), axis_name=AXIS, algorithm="placed", documents=documents
+        )
+
+
+def test_stacked_plans_are_for_the_steps_of_a_scan():
+    *qkv, _, ids = draw_qkv(9, 1, 2 * 16)
+    stack = stack_plans([plan_attention(ids, world_size=2)] * 2)
+    documents = Documents.in_order(ids, ids, (stack,), order=PACKED, columns=32)
+    rows, attend = P(None, AXIS), partial(context_parallel_attention, axis_name=AXIS)
+    on_ranks = jax.shard_map(
+        lambda q, k, v, documents: attend(q, k, v, documents=documents, algorithm="balanced"),
+        mesh=mesh_of(2), in_specs=(rows, rows, rows, documents.specs(AXIS)), out_specs=rows,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"got stacked plans, of \[2\]. Pass one of them"):
+        jax.eval_shape(on_ranks, *qkv, documents)
 
 
 @pytest.mark.usefixtures("unchecked_types")
 def test_plans_that_cannot_be_stacked():
-    moved, placed = (
-        Moved(draw_qkv(0, D * B, T)[4]).plans[0],
-        Placed(draw_qkv(0, D * B, T)[4]).plans[0],
-    )
+    moved, placed = MOVED_EACH[0], PLACED_EACH[0]
     window = place_tokens([[T], [T]], world_size=W, mask=SlidingWindow(5)).plan
     rows: Any = (
         ([], ValueError, "got an empty list"),

@@ -1,5 +1,6 @@
 """Latent rows that each rank expands to keys and values equal the dense formula, with gradients."""
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -7,56 +8,53 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from calls import Call, dense, dense_qkv, draw_operands
+from calls import Call, dense, draw_operands, expand
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from jaxprs import flattened
+from mask_oracle import batch_pairs
 from on_mesh import AXIS, mesh_of, permuted_mesh
 from packed_batches import pack
 
 from jax_cp_dispatch import Ring, Ulysses, context_parallel_attention, masks, place_tokens
 
-N, H, HV, ROPE, LATENT = 4, 12, 8, 4, 6
+N, H, HV = 4, 12, 8
+CALL = Call("ulysses", 1, batch=2, heads=(N, N), features=(H, HV), latents=True)
 
 
-def expand(weights, rows):
-    """A block of DeepSeek: the latent row is normalised, then projected; all heads share `rope`."""
-    latent, rope = rows
-    latent = latent / jnp.sqrt(jnp.mean(latent**2, axis=-1, keepdims=True))  # NaN for zeros
-    k, v = (jnp.einsum("rl,lnh->rnh", latent, weights[name]) for name in ("k", "v"))
-    rope = jnp.broadcast_to(rope[:, None], (*k.shape[:2], ROPE))
-    return jnp.concatenate([k, rope], axis=-1), v
-
-
-def dense_latents(operands, dout, segment_ids, mask: Any = "causal"):
-    """`(out, (dq, dlatents, dweights))`; the derivative of `expand` is JAX's."""
-    q, latents, weights = operands
-    of_row = lambda x: x.reshape(-1, x.shape[-1])
-    rows = lambda latents, weights: expand(weights, [of_row(x) for x in latents])
-    (k, v), pull = jax.vjp(rows, latents, weights)
-    of_batch = lambda x: x.reshape(*q.shape[:2], *x.shape[1:])
-    arrays = q, of_batch(k), of_batch(v), dout, segment_ids
-    out, dq, *dkv = dense_qkv(arrays, mask)
-    return out, (dq, *pull(tuple(jnp.float32(x).reshape(k.shape[0], *x.shape[2:]) for x in dkv)))
-
-
-def draw(B, T):
+def draw(call, T):
+    """Returns operands, a cotangent of the output, and documents."""
     rng = np.random.default_rng()
-    of = lambda *shape: rng.normal(size=shape).astype(np.float32)
-    segment_ids, _ = pack(rng, B, T, max_length=T // 2, padding=0.2)
-    weights = {"k": of(LATENT, N, H - ROPE) / 2, "v": of(LATENT, N, HV)}
-    operands = of(B, T, N, H), (of(B, T, LATENT), of(B, T, ROPE)), weights
-    return operands, of(B, T, N, HV), segment_ids
+    shape = call.batch, T
+    segment_ids, _ = pack(rng, *shape, max_length=T // 2, padding=0.2)
+    operands, (g, _) = draw_operands(call, rng, shape)
+    return operands, g, segment_ids
 
 
-def with_gradients(attend, operands, dout):
-    def both(operands, dout):
-        out, pull = jax.vjp(attend, *operands)
-        return out, pull(dout)
+def dense_latents(call, operands, g, segment_ids, mask: Any = "causal"):
+    """`(out, gradients)`"""
+    no_lse = np.zeros((*g.shape[:3],), np.float32)
+    pairs = batch_pairs(mask, segment_ids)
+    out, *_, gradients = dense(call, operands, pairs, (g, no_lse))
+    return out, gradients
 
-    return jax.jit(both)(operands, dout)
+
+def with_gradients(operands, g, **options):
+    """`(out, gradients)` of a call on global arrays."""
+
+    def attend(x):
+        return context_parallel_attention(
+            *(x["q"], x["keys"]), expand=expand, weights=x["weights"], axis_name=AXIS, **options
+        )
+
+    def both(operands, g):
+        out, pull = jax.vjp(attend, operands)
+        return out, pull(g)[0]
+
+    return jax.jit(both)(operands, g)
 
 
 def check(got, want):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(x, y, rtol=0, atol=3e-6 * max(1, np.abs(y).max()))
 
@@ -64,31 +62,25 @@ def check(got, want):
 @pytest.mark.parametrize("algorithm", ["placed", "ulysses"])
 def test_output_and_gradients_over_data_context_and_tensor_axes(algorithm):
     """Weights are sharded by heads; their gradients are summed once, over data and context."""
-    mesh = permuted_mesh((2, 2, 2), ("data", "cp", "tp"))
-    operands, dout, segment_ids = draw(2, 42)
-    mask = masks.SlidingWindow(16)
-    want = dense_latents(operands, dout, segment_ids, mask)
-    # Rows of padding stay unread: NaN there reaches nothing.
-    q, latents, weights = operands
-    latents = [np.where(segment_ids[..., None] > 0, x, np.nan) for x in latents]
+    mesh, mask = permuted_mesh((2, 2, 2), ("data", AXIS, "tp")), masks.SlidingWindow(16)
+    operands, g, segment_ids = draw(CALL, 42)
+    want = dense_latents(CALL, operands, g, segment_ids, mask)
     options: dict[str, Any] = {"segment_ids": segment_ids, "mask": mask}
-    stored, restored = (lambda x: x), lambda x: x
-    heads = ("tp", "cp") if algorithm == "ulysses" else "tp"
+    apply = restore = lambda x: x
+    heads = ("tp", AXIS)
     if algorithm == "placed":
         placement = place_tokens(segment_ids=segment_ids, world_size=2, mask=mask, num_groups=2)
-        stored, restored = placement.apply, placement.restore
-        options = {"documents": placement.documents}
-
-    def attend(q, latents, weights):
-        return context_parallel_attention(
-            *(q, latents), expand=expand, weights=weights,
-            weight_specs=P(None, heads), algorithm=algorithm, mesh=mesh, axis_name="cp",
-            batch_axis="data", head_axis="tp", **options,
-        )  # fmt: skip
-
-    moved = stored((q, tuple(latents)))
-    out, (dq, dlatents, dweights) = with_gradients(attend, (*moved, weights), stored(dout))
-    check((*restored((out, (dq, dlatents))), dweights), want)
+        apply, restore = placement.apply, placement.restore
+        options, heads = {"documents": placement.documents}, "tp"
+    # Rows of padding stay unread: NaN there reaches nothing.
+    hidden = np.where(segment_ids[..., None] > 0, operands["keys"], np.float32(np.nan))
+    q, keys, g = apply((operands["q"], hidden, g))
+    out, gradients = with_gradients(
+        operands | {"q": q, "keys": keys}, g, weight_specs=P(None, heads), algorithm=algorithm,
+        mesh=mesh, batch_axis="data", head_axis="tp", **options,
+    )  # fmt: skip
+    out, *of_tokens = restore([np.asarray(x) for x in (out, gradients["q"], gradients["keys"])])
+    check((out, gradients | dict(zip(("q", "keys"), of_tokens, strict=True))), want)
 
 
 @pytest.mark.parametrize("algorithm", ["balanced", "ring"])  # a plan, and rotating rows
@@ -162,7 +154,7 @@ def test_a_layer_of_deepseek_v3_moves_a_sixtieth_of_the_bytes(algorithm):
 
 def test_ulysses_gathers_rows_and_expands_a_share_of_the_heads():
     """8 ranks: each receives all rows once, and has weights of 2 of 16 heads; sums are float32."""
-    N, H, T, W = 16, 16, 4, 8
+    N, H, T, W, LATENT = 16, 16, 4, 8, 6
     of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     weights, rows = of(LATENT, N, H), of(1, W * T, LATENT)
 
@@ -193,21 +185,18 @@ def test_ulysses_gathers_rows_and_expands_a_share_of_the_heads():
 
 def test_ulysses_inside_shard_map():
     """Each rank has the weights of its heads, as the specs say; whole ones: test_values.py."""
-    mesh, rows, specs = mesh_of(4), P(None, AXIS), P(None, AXIS)
-    (q, latents, weights), dout, segment_ids = draw(1, 16)
-    want = dense_latents((q, latents, weights), dout, segment_ids)
+    rows, specs = P(None, AXIS), P(None, AXIS)
+    operands, g, segment_ids = draw(CALL, 16)
 
-    @partial(jax.shard_map, mesh=mesh, in_specs=(rows, rows, specs, rows), out_specs=rows)
+    @partial(jax.shard_map, mesh=mesh_of(4), in_specs=(rows, rows, specs, rows), out_specs=rows)
     def attend(q, latents, weights, segment_ids):
         return context_parallel_attention(
             *(q, latents), expand=expand, weights=weights, weight_specs=specs, axis_name=AXIS,
             algorithm="ulysses", segment_ids=segment_ids,
         )  # fmt: skip
 
-    check(jax.jit(attend)(q, latents, weights, segment_ids), want[0])
-
-
-Q, ROWS = np.zeros((1, 16, N, H), np.float32), np.zeros((1, 16, 3), np.float32)
+    out = jax.jit(attend)(*(operands[x] for x in ("q", "keys", "weights")), segment_ids)
+    check(out, dense_latents(CALL, operands, g, segment_ids)[0])
 
 
 @pytest.mark.parametrize(
@@ -221,26 +210,23 @@ def test_devices_keep_the_kv_heads_of_their_query_heads(
     algorithm, heads, num_kv_heads, specs, kind
 ):
     """Weights are whole, or sharded over the first axes of the heads only."""
-    mesh = permuted_mesh((2, *heads.values()), ("cp", *heads), kind)
-    (q, latents, weights), dout, segment_ids = draw(1, 16)
-    weights = {name: x[:, :num_kv_heads] for name, x in weights.items()}
-    want = dense_latents((q, latents, weights), dout, segment_ids)
+    mesh = permuted_mesh((2, *heads.values()), (AXIS, *heads), kind)
+    call = dataclasses.replace(CALL, batch=1, heads=(N, num_kv_heads))
+    operands, g, segment_ids = draw(call, 16)
+    want = dense_latents(call, operands, g, segment_ids)
     options = {"weight_specs": specs}
     if kind == AxisType.Auto:
         options["head_axis"] = tuple(heads)
     else:
-        put = lambda x: jax.device_put(x, NamedSharding(mesh, P(None, "cp", "tp")))
-        q, dout = put(q), put(dout)
-
-    def attend(q, latents, weights):
-        return context_parallel_attention(
-            *(q, latents), expand=expand, weights=weights, algorithm=algorithm, mesh=mesh,
-            axis_name="cp", batch_axis=(), segment_ids=segment_ids, **options,
-        )  # fmt: skip
-
+        put = lambda x: jax.device_put(x, NamedSharding(mesh, P(None, AXIS, "tp")))
+        operands["q"], g = put(operands["q"]), put(g)
+    options |= {"algorithm": algorithm, "batch_axis": (), "segment_ids": segment_ids}
     with jax.set_mesh(mesh):
-        got = with_gradients(attend, (q, latents, weights), dout)
+        got = with_gradients(operands, g, mesh=mesh, **options)
     check(got, want)
+
+
+Q, ROWS = np.zeros((1, 16, N, H), np.float32), np.zeros((1, 16, 3), np.float32)
 
 
 def keys(rows=16, size=H, heads=2):

@@ -57,7 +57,16 @@ class Call:
 
 
 def expand(weights, rows):
+    """As in DeepSeek, latent rows are normalised, then projected: NaN for zeros."""
+    rows = rows / jnp.sqrt(jnp.mean(rows**2, axis=-1, keepdims=True))
     return tuple(jnp.einsum("rl,lnh->rnh", rows, weights[name]) for name in "kv")
+
+
+def _normalise(rows):
+    """Returns what `expand` projects, and its pull back."""
+    size = np.sqrt(np.mean(rows**2, axis=-1, keepdims=True))
+    normal = rows / size
+    return normal, lambda g: (g - normal * np.mean(normal * g, axis=-1, keepdims=True)) / size
 
 
 def _project(rows, weights):
@@ -104,7 +113,10 @@ def dense(call, operands, allowed, cotangents):
     """Returns out, lse, the largest logits, and gradients of all operands, in float64."""
     operands, (g, dlse) = jax.tree.map(lambda x: np.asarray(x, np.float64), (operands, cotangents))
     q, keys, sink = operands["q"], operands["keys"], operands.get("sink")
-    k, v = _project(keys, operands["weights"]) if call.latents else keys
+    if call.latents:
+        normal, pull_rows = _normalise(keys)
+        keys = _project(normal, operands["weights"])
+    k, v = keys
     options = {"scale": call.scale, "logit_soft_cap": call.logit_soft_cap}
     out, lse = masked_attention(q, k, v, allowed, **options)
     dlse = np.where(np.isfinite(lse) & ("lse" in call.returns), np.swapaxes(dlse, 1, 2), 0)
@@ -120,8 +132,8 @@ def dense(call, operands, allowed, cotangents):
     gradients |= {"q": dq, "keys": (dk, dv)}
     if call.latents:
         w, of = operands["weights"], {"k": dk, "v": dv}
-        gradients["keys"] = sum(np.einsum("btnh,lnh->btl", of[x], w[x]) for x in of)
-        gradients["weights"] = {x: np.einsum("btl,btnh->lnh", keys, of[x]) for x in of}
+        gradients["keys"] = pull_rows(sum(np.einsum("btnh,lnh->btl", of[x], w[x]) for x in of))
+        gradients["weights"] = {x: np.einsum("btl,btnh->lnh", normal, of[x]) for x in of}
     k = np.repeat(k, q.shape[2] // k.shape[2], axis=2)
     logits = (q.shape[3] ** -0.5 if call.scale is None else call.scale) * np.einsum(
         "btnh,bsnh->bnts", q, k
