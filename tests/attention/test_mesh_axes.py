@@ -4,6 +4,7 @@ The tests count gathers in compiled programs: devices along an unused axis all c
 result, so they are wasted.
 """
 
+import re
 import warnings
 from functools import partial
 from typing import Any
@@ -118,14 +119,10 @@ def test_automatic_axes_in_a_program_cause_one_warning():
         warnings.simplefilter("always")
         jax.make_jaxpr(lambda *qkv: attend(*qkv))(*arrays)
         gathering = jax.jit(lambda *qkv: attend(*qkv)).lower(*arrays).compile()
-    messages = [str(x.message) for x in warned if issubclass(x.category, UserWarning)]
-    assert len(messages) == 2
-    batch, heads = messages
-    assert (
-        "batch_axis is not given" in batch and "B = 2" in batch and "axes ('data', 'tp')" in batch
-    )
+    batch, heads = (str(x.message) for x in warned if issubclass(x.category, UserWarning))
+    assert re.search(r"batch_axis is not given.*B = 2.*axes \('data', 'tp'\)", batch)
     assert "Pass as batch_axis the axis over which B is sharded, or batch_axis=()" in batch
-    assert "head_axis is not given" in heads and "N = 4" in heads
+    assert re.search("head_axis is not given.*N = 4", heads)
     assert {"all-gather"} <= set(collectives_over(gathering, mesh, "data"))
     check_qkv([gathering(*arrays)], OPERANDS)
 

@@ -37,51 +37,35 @@ def local(x):
     return local_attention(x, x, x, start, start + 3)[0]
 
 
-DOOR = "context_parallel_attention"
 FUNCTIONS = {
     "balanced": attention("balanced", documents=PLANNED),
     "ring": attention("ring"),
     "local_attention": local,
 }
-FORWARD = r"^{op}: forward mode .*supported. Use reverse mode: jax.vjp, jax.grad or jax.jac"
-SECOND = r"^{op}: second derivatives are not supported.*stop_gradient"
 
 
-def check_forward_mode(attend, op, compiled):
-    for derivative in (
-        lambda x: jax.jvp(attend, (x,), (x,)),
-        lambda x: jax.linearize(attend, x)[1](x),
-    ):
-        with pytest.raises(NotImplementedError, match=FORWARD.format(op=op)):
-            compiled(derivative)(Q)
-
-
-def check_second_derivatives(attend, op, compiled):
+def derivatives(attend):
+    """Yields derivatives that attention does not have, with the words of their errors."""
+    forward = "forward mode .*supported. Use reverse mode: jax.vjp, jax.grad or jax.jac"
+    second = "second derivatives are not supported.*stop_gradient"
     loss = lambda x: (attend(x) ** 2).sum()
-    second = SECOND.format(op=op)
-    with pytest.raises(NotImplementedError, match=second):
-        compiled(jax.grad(lambda x: jax.grad(loss)(x).sum()))(Q)
-    # Forward over reverse uses both modes.
-    with pytest.raises(NotImplementedError, match=rf"{second}|{FORWARD.format(op=op)}"):
-        compiled(lambda x: jax.jvp(jax.grad(loss), (x,), (x,)))(Q)
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_other_derivatives_of_attention_are_rejected_by_name(name):
-    op = name if name == "local_attention" else DOOR
-    check_forward_mode(FUNCTIONS[name], op, jax.jit)
-    check_second_derivatives(FUNCTIONS[name], op, jax.jit)
-    of_cotangents = jax.grad(lambda g: jax.vjp(FUNCTIONS[name], Q)[1](g)[0].sum())
-    with pytest.raises(NotImplementedError, match=SECOND.format(op=op)):
-        jax.jit(of_cotangents)(Q)
+    yield lambda x: jax.jvp(attend, (x,), (x,)), forward
+    yield lambda x: jax.linearize(attend, x)[1](x), forward
+    yield jax.grad(lambda x: jax.grad(loss)(x).sum()), second
+    yield lambda x: jax.jvp(jax.grad(loss), (x,), (x,)), f"({second}|{forward})"  # uses both modes
+    yield jax.grad(lambda g: jax.vjp(attend, Q)[1](g)[0].sum()), second
 
 
 @pytest.mark.usefixtures("operations_compiled_once")
-def test_other_derivatives_are_rejected_without_jit():
-    """Of few operations, each of which is a program."""
-    as_it_is = lambda function: function
-    check_forward_mode(local, "local_attention", as_it_is)
-    check_second_derivatives(local, "local_attention", as_it_is)
+@pytest.mark.parametrize(
+    "name, has_jit", [*((name, True) for name in FUNCTIONS), ("local_attention", False)]
+)
+def test_other_derivatives_of_attention_are_rejected_by_name(name, has_jit):
+    """Without jit, of few operations, each of which is a program."""
+    op = name if name == "local_attention" else "context_parallel_attention"
+    for derivative, says in derivatives(FUNCTIONS[name]):
+        with pytest.raises(NotImplementedError, match=f"^{op}: {says}"):
+            (jax.jit(derivative) if has_jit else derivative)(Q)
 
 
 def test_the_value_of_a_gradient_may_be_used_in_a_loss():
@@ -154,24 +138,17 @@ def test_movement_of_each_stage(own, where):
         x, y = x[:1].repeat(STAGES, 0), y[:1].repeat(STAGES, 0)
     metadata = stacked([Metadata(**plan) for plan in plans])
     in_axes = [0 if "arrays" in own else None] * 2 + [0 if "plans" in own else None]
-    arguments = [
-        placed(x, P("stage", AXIS)),
-        placed(y, P("stage", AXIS)),
-        placed(metadata, P("stage")),
-    ]
+    of_all = *placed((x, y), P("stage", AXIS)), placed(metadata, P("stage"))
     arguments = [
         x if axis == 0 else jax.tree.map(lambda x: x[0], x)
-        for x, axis in zip(arguments, in_axes, strict=True)
+        for x, axis in zip(of_all, in_axes, strict=True)
     ]
     one_stage = partial(moves_and_gradients, mesh=MESH)
     if where != "global arrays":
         one_stage = jax.shard_map(
-            moves_and_gradients,
-            mesh=MESH,
-            in_specs=P(AXIS),
-            out_specs=P(AXIS),
+            moves_and_gradients, mesh=MESH, in_specs=P(AXIS), out_specs=P(AXIS),
             check_vma=where == "shard_map",
-        )
+        )  # fmt: skip
     run = jax.jit(over_stages(one_stage, in_axes=in_axes)).lower(*arguments).compile()
     results = run(*arguments)
     assert collectives_over(run, MESH, "stage") == []
@@ -198,12 +175,15 @@ ROWS = np.repeat(np.arange(1, 1 + len(LENGTHS), dtype=np.int32), LENGTHS)[None]
 @pytest.mark.usefixtures("operations_compiled_once")
 @pytest.mark.parametrize("algorithm", ["balanced", "ring"])
 def test_without_jit(algorithm):
-    """Values and errors. Without a plan, ids are planned on the host."""
-    q, k, v, *_ = draw_qkv(None, 1, ROWS.shape[1], heads=(2, 1))
-    attend = partial(context_parallel_attention, q, k, v, algorithm=algorithm, **WHERE)
-    wanted = attend(segment_ids=ROWS)
+    """Values, gradients and errors. Without a plan, ids are planned on the host."""
+    *arrays, _ = draw_qkv(None, 1, ROWS.shape[1], heads=(2, 1))
+    attend = partial(context_parallel_attention, algorithm=algorithm, **WHERE)
+    run = lambda: attend(*arrays[:3], segment_ids=ROWS)
+    if algorithm == "balanced":
+        run = partial(with_gradients(partial(attend, segment_ids=ROWS)), *arrays)
+    wanted = run()
     with jax.disable_jit():
-        found = attend(segment_ids=ROWS)
+        found = run()
         if algorithm == "balanced":
             documents = Documents(ROWS).with_plan(cp.plan_attention(ROWS, world_size=2))
             ids, plans, order = documents.segment_ids[:, ::-1], documents.plans, documents.order
@@ -211,17 +191,6 @@ def test_without_jit(algorithm):
                 ids, documents.positions, plans, order=order, columns=ROWS.shape[1]
             )
             with pytest.raises(jax.errors.JaxRuntimeError, match="made for another batch"):
-                jax.block_until_ready(attend(documents=other))
+                jax.block_until_ready(attend(*arrays[:3], documents=other))
     # The same operations, which XLA fuses otherwise: they round otherwise.
-    np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5)
-
-
-@in_ci
-@pytest.mark.usefixtures("operations_compiled_once")
-def test_gradients_without_jit():
-    *arrays, _ = draw_qkv(None, 1, ROWS.shape[1], heads=(2, 1))
-    attend = partial(context_parallel_attention, algorithm="balanced", segment_ids=ROWS, **WHERE)
-    wanted = with_gradients(attend)(*arrays)
-    with jax.disable_jit():
-        found = with_gradients(attend)(*arrays)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5), found, wanted)
