@@ -10,11 +10,7 @@ import numpy as np
 import pytest
 from planner_oracle import deliver
 
-from jax_cp_dispatch import (
-    PlanConfig,
-    place_tokens,
-    plan_attention,
-)
+from jax_cp_dispatch import PlanConfig, place_tokens, plan_attention
 from jax_cp_dispatch.masks import SlidingWindow
 
 # A document of more than 2**32 pairs, and documents of 2**16 tokens and one more.
@@ -24,19 +20,14 @@ W = 2  # so that a rank's rows exceed 16 bits, too
 NUM_TOKENS = sum(LENGTHS) + PADDING
 
 
-def segment_ids(lengths, padding):
-    numbers = np.r_[np.arange(1, len(lengths) + 1), 0]
-    return np.repeat(numbers, [*lengths, padding]).astype(np.int32)[None]
-
-
-def check_ranges(plan, queries, rows, lengths, window):
+def check_ranges(plan, queries, rows, window):
     """Each query is computed once, with its keys; returns the exact pairs of each rank.
 
     Args:
       queries: the token of each row of queries of each rank, -1 for none.
       rows: the token of each row that the ranks send from.
     """
-    starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
+    starts = np.repeat(np.cumsum(LENGTHS) - LENGTHS, LENGTHS)
     keys = deliver(plan.kv_metadata, rows, plan.kv_capacity)
     computed, pairs = np.zeros(len(starts), int), []
     for rank in range(plan.world_size):
@@ -52,41 +43,32 @@ def check_ranges(plan, queries, rows, lengths, window):
         np.add.at(computed, query, 1)
         pairs.append(int((k_end - k_start).sum()))
     assert (computed == 1).all()
-    every = (np.minimum(np.arange(1, n + 1), window).sum(dtype=np.int64) for n in lengths)
+    every = (np.minimum(np.arange(1, n + 1), window).sum(dtype=np.int64) for n in LENGTHS)
     assert sum(pairs) == sum(every)
     return pairs
 
 
-def in_order():
-    return np.arange(NUM_TOKENS).reshape(W, -1)
-
-
-@pytest.mark.parametrize("window", [NUM_TOKENS, 65_537])
-def test_plans_on_the_host(window):
-    """Pairs are counted in 64 bits, and rounded to float32 once."""
-    mask = SlidingWindow(window)
-    plan = plan_attention(lengths=[LENGTHS], columns=NUM_TOKENS, world_size=W, mask=mask)
-    queries = deliver(plan.q_metadata, in_order(), plan.q_capacity)
-    pairs = check_ranges(plan, queries, in_order(), LENGTHS, window)
+@pytest.mark.parametrize("kind", ["moved", "in a window", "placed", "inside jit"])
+def test_plans(kind):
+    """Pairs are counted in 64 bits, and rounded to float32 once; inside jit scaled to 32 bits."""
+    window = 65_537 if kind == "in a window" else NUM_TOKENS
+    rows = np.arange(NUM_TOKENS).reshape(W, -1)
+    if kind == "placed":
+        placement = place_tokens([LENGTHS], columns=NUM_TOKENS, world_size=W)
+        plan, rows = placement.plan, np.asarray(placement.permutation).reshape(W, -1)
+    elif kind == "inside jit":
+        config = PlanConfig(block=4096)
+        planned = jax.jit(partial(plan_attention, world_size=W, config=config))
+        plan = planned(np.repeat([1, 2, 3, 4, 5, 0], [*LENGTHS, PADDING]).astype(np.int32)[None])
+    else:
+        mask = SlidingWindow(window)
+        plan = plan_attention(lengths=[LENGTHS], columns=NUM_TOKENS, world_size=W, mask=mask)
+    queries = rows if kind == "placed" else deliver(plan.q_metadata, rows, plan.q_capacity)
+    pairs = check_ranges(plan, queries, rows, window)
     assert max(pairs) > 2**31
-    np.testing.assert_array_equal(plan.pairs, np.array(pairs, np.float32))
-    assert max(pairs) <= 1.02 * np.mean(pairs)
-
-
-def test_a_placement_on_the_host():
-    placement = place_tokens([LENGTHS], columns=NUM_TOKENS, world_size=W)
-    rows = np.asarray(placement.permutation).reshape(W, -1)
-    pairs = check_ranges(placement.plan, rows, rows, LENGTHS, NUM_TOKENS)
-    np.testing.assert_array_equal(placement.plan.pairs, np.array(pairs, np.float32))
-    assert max(pairs) <= 1.02 * np.mean(pairs)
-
-
-def test_a_plan_inside_jit():
-    """Pairs are scaled to fit 32 bits there, and correct to 1e-4 of the mean."""
-    config = PlanConfig(block=4096)
-    planned = jax.jit(partial(plan_attention, world_size=W, config=config))
-    plan = planned(segment_ids(LENGTHS, PADDING))
-    queries = deliver(plan.q_metadata, in_order(), plan.q_capacity)
-    pairs = check_ranges(plan, queries, in_order(), LENGTHS, NUM_TOKENS)
-    np.testing.assert_allclose(plan.pairs, pairs, rtol=0, atol=1e-4 * sum(pairs) / W)
-    assert max(pairs) <= 1.1 * np.mean(pairs)
+    if kind == "inside jit":
+        np.testing.assert_allclose(plan.pairs, pairs, rtol=0, atol=1e-4 * sum(pairs) / W)
+        assert max(pairs) <= 1.1 * np.mean(pairs)
+    else:
+        np.testing.assert_array_equal(plan.pairs, np.array(pairs, np.float32))
+        assert max(pairs) <= 1.02 * np.mean(pairs)

@@ -10,13 +10,11 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from calls import Call, check_qkv, dense, dense_qkv, draw_operands, draw_qkv, with_gradients
+from calls import Call, check, check_qkv, dense_qkv, draw_qkv, with_gradients
 from inner import warn_again
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from mask_oracle import batch_pairs
 from on_mesh import AXIS, collectives_over, permuted_mesh
 
 from jax_cp_dispatch import (
@@ -214,10 +212,8 @@ def test_kv_heads_are_repeated(heads, algorithm, kind):
 
 
 def test_two_axes_of_the_batch():
-    operands = draw_qkv(3, 4, 14)
     mesh = permuted_mesh((2, 2, 2), ("data", AXIS, "model"))
-    attend = attention(segment_ids=operands[4], mesh=mesh, batch_axis=("data", "model"))
-    check_qkv([jax.jit(attend)(*operands[:3])], operands)
+    check(Call("ring", 2, batch=4), np.random.default_rng(), mesh, batch_axis=("data", "model"))
 
 
 def test_heads_shared_over_two_levels_beside_a_tensor_axis():
@@ -234,26 +230,9 @@ def test_heads_shared_over_two_levels_beside_a_tensor_axis():
 
 def test_a_sink_over_axes_of_batch_and_heads():
     """Its gradients are summed over the batch and the ranks, once."""
-    call = Call("ring", 1, batch=2, heads=(4, 2), sink=True, returns=("lse", "max_logits"))
-    operands, (g, dlse) = draw_operands(call, np.random.default_rng(4), IDS.shape)
-    options = {"mesh": mesh_of_kind(AUTO), "batch_axis": "data", "head_axis": "tp"}
-    attend = attention(return_lse=True, return_max_logits=True, **options)
-
-    @jax.jit
-    def run(operands):
-        run = lambda x: attend(x["q"], *x["keys"], sink=x["sink"])
-        (out, lse, largest), pull_back = jax.vjp(run, operands)
-        dlse_of_tokens = jnp.where(jnp.isfinite(lse), dlse, 0)
-        return (out, lse, largest), pull_back((g, dlse_of_tokens, jnp.zeros_like(largest)))[0]
-
-    results, gradients = run(operands)
-    *wanted, of_operands = dense(call, operands, batch_pairs("causal", IDS), (g, dlse))
-    for x, y in zip(
-        jax.tree.leaves((results, gradients)), jax.tree.leaves((tuple(wanted), of_operands)),
-        strict=True,
-    ):  # fmt: skip
-        largest = np.abs(np.where(np.isfinite(y), y, 0)).max()
-        np.testing.assert_allclose(x, y, rtol=0, atol=3e-6 * max(1, largest))
+    call = Call("ring", 2, batch=2, heads=(4, 2), sink=True, returns=("lse", "max_logits"))
+    axes = {"batch_axis": "data", "head_axis": "tp"}
+    check(call, np.random.default_rng(), mesh_of_kind(AUTO), **axes)
 
 
 # ---- Inside `jax.shard_map`, over another axis or over its own, and beside other kinds of axes.

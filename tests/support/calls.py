@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from array_masks import KINDS, random_mask
 from attention_oracle import masked_attention, masked_attention_gradients
-from jax.sharding import Mesh, PartitionSpec as P
+from jax.sharding import AxisType, Mesh, PartitionSpec as P
 from mask_oracle import batch_pairs, batch_visible
 from on_mesh import AXIS, mesh_of
 from packed_batches import pack
@@ -46,6 +46,7 @@ class Call:
     check_vma: bool | None = None  # inside `shard_map`; None: on global arrays
     traced: bool = True  # documents and mask are arguments of the program
     inner: int = 1  # ranks of the last of two axes; 1: there is one axis
+    num_groups: int = 1  # of batch rows that are placed on ranks of their own
 
     def __str__(self):
         fields = (f.name for f in dataclasses.fields(self) if getattr(self, f.name) != f.default)
@@ -158,7 +159,7 @@ def attend(call, operands, given, mask, **where) -> Any:
     return results if isinstance(results, tuple) else (results,)
 
 
-def program(call, mesh, given, mask) -> Any:
+def program(call, mesh, given, mask, **where: Any) -> Any:
     """Returns `(operands, cotangents, given, mask) -> (results, gradients)`, jitted."""
     rows = P(None, call.axis_name)
     of_arrays = call.mask in KINDS
@@ -166,16 +167,19 @@ def program(call, mesh, given, mask) -> Any:
     def run(operands, given, mask):
         mask = mask if of_arrays else call.mask
         if call.check_vma is None:
-            where = {"mesh": mesh, "batch_axis": (), "head_axis": ()}
-            return attend(call, operands, given, mask, **where)
+            whole = {"mesh": mesh, "batch_axis": (), "head_axis": ()}
+            return attend(call, operands, given, mask, **whole | where)
         specs = {
             name: x.specs(call.axis_name) if name == "documents" else rows
             for name, x in given.items()
         }
-        split = {name: rows if name in ("q", "keys") else P() for name in operands}
+        split = {"weights": where.get("weight_specs", P()), "sink": P()}
+        split = {name: split.get(name, rows) for name in operands}
         of_each = {"max_logits": P(), "lse": rows}
         mapped = jax.shard_map(
-            lambda operands, given, *masks: attend(call, operands, given, *(masks or (mask,))),
+            lambda operands, given, *masks: attend(
+                call, operands, given, *(masks or (mask,)), **where
+            ),
             mesh=mesh, check_vma=call.check_vma,
             in_specs=(split, specs, *([rows] if of_arrays else [])),
             out_specs=(rows, *(of_each[x] for x in ("lse", "max_logits") if x in call.returns)),
@@ -189,9 +193,16 @@ def program(call, mesh, given, mask) -> Any:
         of_results = [g, *(jnp.zeros_like(x) for x in results[1:])]
         if "lse" in call.returns:
             of_results[1] = jnp.where(jnp.isfinite(results[1]), dlse, 0)
-        return results, pull(tuple(of_results))[0]
+        return results, pull(jax.tree.map(sharded_alike, tuple(of_results), results))[0]
 
     return both
+
+
+def sharded_alike(x, result):
+    """Returns `x`, sharded over the explicit axes of the result."""
+    sharding = jax.typeof(result).sharding
+    is_explicit = AxisType.Explicit in sharding.mesh.axis_types
+    return jax.sharding.reshard(x, sharding) if is_explicit else x
 
 
 def allowed_error(dtype, largest):
@@ -222,8 +233,10 @@ def _kind(algorithm):
     return "by plan" if name in ("balanced", "placed", "halo", "auto") else "rotates"
 
 
-def check(call, rng, mesh=None, *, num_batches=1):
+def check(call, rng, mesh=None, *, num_batches=1, **where: Any):
     """Requires results and gradients of dense attention; NaN in padding reaches none of them.
+
+    `where`: further options of the call, such as axes of a mesh beside the ranks.
 
     One program serves all batches if the documents are its arguments. JAX promotes neither ranks
     nor dtypes, as in its own tests; of two batch rows also with 64-bit types, which would mix.
@@ -237,10 +250,10 @@ def check(call, rng, mesh=None, *, num_batches=1):
         modes.enter_context(jax.numpy_dtype_promotion("strict"))
         modes.enter_context(jax.numpy_rank_promotion("raise"))
         for _ in range(num_batches):
-            compiled = _check_batch(call, rng, mesh, compiled)
+            compiled = _check_batch(call, rng, mesh, compiled, where)
 
 
-def _check_batch(call, rng, mesh, compiled):
+def _check_batch(call, rng, mesh, compiled, where):
     """Returns the program, which is compiled once."""
     ids, positions, given = draw_documents(call, rng)
     mask, allowed = draw_mask(call, rng, ids, positions)
@@ -251,7 +264,8 @@ def _check_batch(call, rng, mesh, compiled):
         moves = moves.zigzag(call.num_ranks)
     if call.order == "placed":
         of_documents = {"segment_ids": ids, "positions": positions, "mask": mask}
-        moves = place_tokens(**of_documents, world_size=call.num_ranks)
+        sizes = {"world_size": call.num_ranks, "num_groups": call.num_groups}
+        moves = place_tokens(**of_documents, **sizes)
     if call.order != "packed":
         given = {"documents": getattr(moves, "documents", moves)}
     mask = moves.apply(mask) if call.mask in KINDS else None
@@ -263,7 +277,7 @@ def _check_batch(call, rng, mesh, compiled):
     back = partial(jax.tree.map, lambda x: moves.restore(np.asarray(x)))
     arrays = operands | {name: stored(operands[name]) for name in ("q", "keys")}
     g, dlse = stored(cotangents[0]), moves.apply(cotangents[1])
-    compiled = compiled or program(call, mesh, given, mask)
+    compiled = compiled or program(call, mesh, given, mask, **where)
     got, gradients = compiled(arrays, (g, dlse), *((given, mask) if call.traced else ()))
     assert compiled._cache_size() == 1
     gradients |= {name: back(gradients[name]) for name in ("q", "keys")}
@@ -273,6 +287,7 @@ def _check_batch(call, rng, mesh, compiled):
     found = errors(call, (named, gradients), ({x: wanted[x] for x in named}, of_operands))
     assert max(found.values()) <= 1, found
     assert named["out"].dtype == gradients["q"].dtype == call.dtype
+    assert named.get("lse", np.float32()).dtype == np.float32
     for x in jax.tree.leaves((named["out"], gradients["q"], gradients["keys"])):
         assert not x[ids == 0].any()
     return compiled
