@@ -4,6 +4,7 @@ Values: test_values.py.
 """
 
 import re
+from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -33,21 +34,20 @@ CASES: dict[str, Any] = {  # algorithm, ranks, rows of a rank, and chunks
     "direct": (Hamilton(), 4, 12, 3),
     "two levels": (Hamilton(nodes=3), 6, 12, 2),
 }
-each_case = pytest.mark.parametrize("name", CASES)
 BY_XLA = ("ppermute", "all_to_all")
 EXCHANGES = {"dispatch", "combine", *BY_XLA}
 ATTENTION = {"attend_blocks", "block_gradients"}
 
 
-def program(case, implementation, *, is_zigzag=True, dtype="float32"):
+def program(case, *, is_zigzag=True, dtype="float32"):
     """Returns the function of all ranks, and the shapes of q, k, v."""
     algorithm, num_ranks, rows, _ = case
-    options = {"axis_name": AXIS, "algorithm": algorithm, "implementation": implementation}
     documents, spec = None, P(None, AXIS)
     if is_zigzag and algorithm != Ring():
         documents = Documents(np.ones((1, num_ranks * rows), np.int32)).zigzag(num_ranks)
+    attend = partial(context_parallel_attention, axis_name=AXIS, algorithm=algorithm)
     on_ranks = jax.shard_map(
-        lambda documents, *qkv: context_parallel_attention(*qkv, documents=documents, **options),
+        lambda documents, *qkv: attend(*qkv, documents=documents),
         mesh=mesh_of(num_ranks), in_specs=spec, out_specs=spec,
     )  # fmt: skip
     shapes = ((1, num_ranks * rows, 2, size) for size in (8, 8, 4))
@@ -70,65 +70,43 @@ def loops(jaxpr):
                 yield from loops(inner)
 
 
-@each_case
-def test_exchanges_of_the_forward_pass(name):
-    """n - 1, all in the loop, before attention; each moves the bytes of a ring step, in chunks.
+@pytest.mark.parametrize("name", CASES)
+def test_steps(name):
+    """Of each pass, in a loop: exchanges come before attention, and do not depend on it.
 
-    If no implementation is named, both are traced, and lowering selects one.
+    So a compiler may run them at the same time on any platform. Keys move n - 1 times in each pass,
+    gradients n times, by an exchange of all chunks. If no implementation is named, both are traced,
+    and lowering selects one.
     """
     _, num_ranks, rows, num_chunks = CASES[name]
-    attend, operands = program(CASES[name], None)
-    jaxpr = jax.make_jaxpr(attend)(*operands).jaxpr
-    kinds = ("dispatch", *BY_XLA)
-    ((length, body),) = loops(jaxpr)
-    equations = list(flattened(body))
-    assert length == num_ranks - 1
-    in_loop, anywhere = (sum(x in kinds for x in names(y)) for y in (equations, flattened(jaxpr)))
-    assert in_loop + (name != "ring") == anywhere  # before the loop, segment ids are gathered
+    attend, operands = program(CASES[name])
+    gradient = jax.grad(lambda *x: jnp.sum(attend(*x)), argnums=(0, 1, 2))
+    jaxpr = jax.make_jaxpr(gradient)(*operands).jaxpr
+    (forward, body), (backward, body_of_gradients) = loops(jaxpr)
+    assert (forward, backward) == (num_ranks - 1, num_ranks - 2)
+
     is_all_to_all = 1 < num_chunks == num_ranks - 1
     exchanges = ["all_to_all"] * 2 if is_all_to_all else ["ppermute"] * 2 * num_chunks
-    found = [x for x in names(equations) if x in (*kinds, "attend_blocks")]
-    assert found == ["dispatch", *exchanges, "attend_blocks"]
-    sent = [e.invars[0].aval for e in equations if e.primitive.name in BY_XLA]
+    found = lambda x: [x for x in names(flattened(x)) if x in EXCHANGES | ATTENTION]
+    assert found(body) == ["dispatch", *exchanges, "attend_blocks"]
+    assert found(body_of_gradients) == 2 * ["dispatch", *exchanges] + ["block_gradients"]
+    # Outside: of keys, step 1; of gradients, the last two; of segment ids, before the loop.
+    outside = Counter(names(flattened(jaxpr))) - Counter(found(body) + found(body_of_gradients))
+    assert sum(outside[x] for x in BY_XLA) == 3 * len(exchanges)
+    assert outside["dispatch"] == 3 + (name != "ring")
+
+    sent = [e.invars[0].aval for e in flattened(body) if e.primitive.name in BY_XLA]
     sizes = sum(x.size * x.dtype.itemsize for x in sent)
     if is_all_to_all:  # one part of which stays
         sizes -= sizes // num_ranks
     assert sizes == rows * 2 * (8 + 4) * 4
 
-
-@each_case
-def test_exchanges_of_the_backward_pass(name):
-    """Keys move n - 1 times, gradients n times; in the loop both are sent before attention."""
-    attend, operands = program(CASES[name], "xla")
-    q, _, v = operands
-    out = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), q.dtype)
-    jaxpr = jax.make_jaxpr(lambda out, *x: jax.vjp(attend, *x)[1](out))(out, *operands).jaxpr
-    (forward, exchange), (backward, both) = (
-        (length, [x for x in names(flattened(body)) if x in {*BY_XLA, *ATTENTION}])
-        for length, body in loops(jaxpr)
-    )
-    num_ranks = CASES[name][1]
-    assert (forward, backward) == (num_ranks - 1, num_ranks - 2)
-    exchange.remove("attend_blocks")
-    assert both == [*exchange, *exchange, "block_gradients"]
-    anywhere = sum(x in BY_XLA for x in names(flattened(jaxpr)))
-    outside = anywhere - 3 * len(exchange)
-    assert outside == 3 * len(exchange)  # of keys: step 1; of gradients: the last two steps
-
-
-@each_case
-def test_exchange_and_attention_of_a_step_are_independent(name):
-    """In both passes, so that a compiler may run them at the same time on any platform."""
-    attend, operands = program(CASES[name], None)
-    gradient = jax.grad(lambda *x: jnp.sum(attend(*x)), argnums=(0, 1, 2))
-    of_passes = list(loops(jax.make_jaxpr(gradient)(*operands).jaxpr))
-    assert len(of_passes) == 2
-    for _, body in of_passes:
+    for each in (body, body_of_gradients):
         kinds, needed = [], []
-        for equation, needs in dependences(body):
+        for equation, needs in dependences(each):
             inner = (e for x in inner_jaxprs(equation) for e in flattened(x))
-            found = {equation.primitive.name, *names(inner)}
-            kinds.append([bool(found & EXCHANGES), bool(found & ATTENTION)])
+            of_step = {equation.primitive.name, *names(inner)}
+            kinds.append([bool(of_step & EXCHANGES), bool(of_step & ATTENTION)])
             needed.append(needs)
         assert [True, False] in kinds and [False, True] in kinds and [True, True] not in kinds
         for kind, needs in zip(kinds, needed, strict=True):
@@ -140,7 +118,7 @@ def test_residuals_of_the_backward_pass():
     """q, k, v, out in float32, lse and the key ranges of the rows; nothing per step."""
     num_ranks = 7
     case = Hamilton(), num_ranks, 60, None
-    attend, operands = program(case, None, is_zigzag=False, dtype="bfloat16")
+    attend, operands = program(case, is_zigzag=False, dtype="bfloat16")
     residuals = jax.eval_shape(lambda *x: jax.vjp(attend, *x)[1], *operands)
     q, _, v = operands
     num_tokens, N = q.shape[1:3]
