@@ -263,15 +263,6 @@ def test_plans_that_the_call_cannot_follow():
             attend_abstractly(plan, **options)
 
 
-def test_documents_of_other_rows():
-    q, k, v, _, segment_ids = draw_qkv(9, 1, 2 * 16)
-    documents = place_tokens(segment_ids=segment_ids, world_size=2, rank=1).documents
-    with pytest.raises(ValueError, match=r"segment_ids has shape \(1, 16\) but q has"):
-        context_parallel_attention(
-            q, k, v, mesh=mesh_of(2), axis_name=AXIS, algorithm="placed", documents=documents
-        )
-
-
 def test_stacked_plans_are_for_the_steps_of_a_scan():
     *qkv, _, ids = draw_qkv(9, 1, 2 * 16)
     stack = stack_plans([plan_attention(ids, world_size=2)] * 2)

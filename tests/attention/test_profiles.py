@@ -120,7 +120,7 @@ SIZES: Any = {"num_heads": 4, "num_kv_heads": 2, "head_size": 8, "columns": W * 
 def test_balance_profiles_count_the_pairs_of_each_rank(kind, monkeypatch):
     """By a fake clock: each rank of each program once in each round; the median counts.
 
-    All programs are compiled before.
+    No program is compiled between its start and its end.
     """
     in_round, times, compiled = (2 if kind == "numbers" else 4) * W, [0.0], []
     jax.monitoring.register_event_duration_secs_listener(
@@ -156,7 +156,7 @@ def test_balance_profiles_count_the_pairs_of_each_rank(kind, monkeypatch):
         blocks = pairs.reshape(2, 2 * W, T // 2).sum((0, 2))  # of rank r: r and 2 * W - 1 - r
         assert list(got[2].work) == [blocks[r] + blocks[-1 - r] for r in range(W)]
     assert all(sum(x.work) == pairs.sum() for x in got)
-    assert set(compiled) == {1}
+    assert set(compiled) <= {1}
     seconds = np.array([x.seconds for x in got])
     np.testing.assert_array_equal(seconds, 3 * np.arange(1, 1 + in_round).reshape(-1, W))
 

@@ -59,7 +59,9 @@ class Call:
 
 def expand(weights, rows):
     """As in DeepSeek, latent rows are normalised, then projected: NaN for zeros."""
-    rows = rows / jnp.sqrt(jnp.mean(rows**2, axis=-1, keepdims=True))
+    wide = rows.astype(jnp.promote_types(rows.dtype, jnp.float32))
+    wide = wide / jnp.sqrt(jnp.mean(wide**2, axis=-1, keepdims=True))
+    rows = wide.astype(rows.dtype)
     return tuple(jnp.einsum("rl,lnh->rnh", rows, weights[name]) for name in "kv")
 
 
