@@ -1,35 +1,20 @@
-"""Latent rows that each rank expands to keys and values equal the dense formula, with gradients."""
+"""Latent rows, which each rank expands to keys and values.
 
-import dataclasses
+Values: test_values.py, and over several axes test_mesh_axes.py.
+"""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from calls import Call, check, dense, draw_operands, errors
-from jax.sharding import AxisType, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 from jaxprs import flattened
 from on_mesh import AXIS, mesh_of, permuted_mesh
 
-from jax_cp_dispatch import Ring, Ulysses, context_parallel_attention, masks, place_tokens
+from jax_cp_dispatch import Ring, Ulysses, context_parallel_attention, place_tokens
 
 N, H, HV = 4, 12, 8
-CALL = Call("ulysses", 2, heads=(N, N), features=(H, HV), latents=True)
-
-
-@pytest.mark.parametrize("algorithm", ["placed", "ulysses"])
-def test_output_and_gradients_over_data_context_and_tensor_axes(algorithm):
-    """Weights are sharded by heads; their gradients are summed once, over data and context."""
-    mesh = permuted_mesh((2, 2, 2), ("data", AXIS, "tp"))
-    call = dataclasses.replace(CALL, mask=masks.SlidingWindow(16), rows=21, batch=2)
-    heads = ("tp", AXIS)
-    if algorithm == "placed":
-        call, heads = (
-            dataclasses.replace(call, algorithm="placed", order="placed", num_groups=2),
-            "tp",
-        )
-    axes = {"batch_axis": "data", "head_axis": "tp", "weight_specs": P(None, heads)}
-    check(call, np.random.default_rng(), mesh, **axes)
 
 
 @pytest.mark.parametrize("algorithm", ["balanced", "ring"])  # a plan, and rotating rows
@@ -135,25 +120,8 @@ def test_ulysses_gathers_rows_and_expands_a_share_of_the_heads():
 
 def test_ulysses_inside_shard_map():
     """Each rank has the weights of its heads, as the specs say; whole ones: test_values.py."""
-    call = dataclasses.replace(CALL, num_ranks=4, check_vma=True)
+    call = Call("ulysses", 4, heads=(N, N), latents=True, check_vma=True)
     check(call, np.random.default_rng(), weight_specs=P(None, AXIS))
-
-
-@pytest.mark.parametrize(
-    "algorithm, heads, num_kv_heads, specs, kind",
-    [
-        ("balanced", {"tp": 4}, 2, None, AxisType.Explicit),  # a KV head for two devices
-        ("ring", {"tp": 2, "ep": 2}, 4, P(None, "tp"), AxisType.Auto),
-    ],
-)
-def test_devices_keep_the_kv_heads_of_their_query_heads(
-    algorithm, heads, num_kv_heads, specs, kind
-):
-    """Weights are whole, or sharded over the first axes of the heads only."""
-    mesh = permuted_mesh((2, *heads.values()), (AXIS, *heads), kind)
-    call = dataclasses.replace(CALL, algorithm=algorithm, heads=(N, num_kv_heads))
-    with jax.set_mesh(mesh):
-        check(call, np.random.default_rng(), mesh, head_axis=tuple(heads), weight_specs=specs)
 
 
 Q, ROWS = np.zeros((1, 16, N, H), np.float32), np.zeros((1, 16, 3), np.float32)

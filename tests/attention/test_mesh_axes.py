@@ -4,6 +4,7 @@ The tests count gathers in compiled programs: devices along an unused axis all c
 result, so they are wasted.
 """
 
+import dataclasses
 import re
 import warnings
 from functools import partial
@@ -22,12 +23,13 @@ from jax_cp_dispatch import (
     Ring,
     Ulysses,
     context_parallel_attention,
+    masks,
     place_tokens,
     plan_attention,
 )
 
 T = 24
-AXES = ("data", AXIS, "tp")
+CUBE = {"data": 2, AXIS: 2, "tp": 2}
 SHARDED = P("data", AXIS, "tp")
 EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
 OPERANDS = draw_qkv(0, 2, T)
@@ -47,7 +49,7 @@ def no_warning():
 
 
 def mesh_of_kind(kind: Any):
-    return permuted_mesh((2, 2, 2), AXES, kind)
+    return permuted_mesh((2, 2, 2), tuple(CUBE), kind)
 
 
 def put(arrays, mesh, spec=SHARDED) -> Any:
@@ -96,14 +98,6 @@ def test_keys_also_show_axes_and_named_ones_override_them():
         named = {} if batch and heads else {"batch_axis": batch, "head_axis": heads}
         (out,) = jax.make_jaxpr(attention(**named))(q, *kv).out_avals
         assert spec_of(out)[:3] == ("data" if batch else None, AXIS, "tp" if heads else None)
-
-
-def test_explicit_axes_shard_equal_parts_only():
-    """So they shard neither these tokens nor the result."""
-    operands = draw_qkv(1, 2, 14)
-    with jax.set_mesh(permuted_mesh((3,), (AXIS,), EXPLICIT)):
-        run = jax.jit(with_gradients(attention(segment_ids=operands[4])))
-        check_qkv(run(*operands[:4]), operands)
 
 
 # ---- Axes that cannot be inferred.
@@ -195,26 +189,39 @@ def test_a_plan_is_for_the_whole_batch():
 
 # ---- Several axes at once.
 
+SINK = Call("ring", 2, batch=2, heads=(4, 2), sink=True, returns=("lse", "max_logits"))
+LATENTS = Call("ulysses", 2, masks.SlidingWindow(16), rows=21, batch=2, heads=(4, 4), latents=True)
+PLACED = dataclasses.replace(LATENTS, algorithm="placed", order="placed", num_groups=2)
+BOTH = {"batch_axis": "data", "head_axis": "tp"}
+TENSOR: dict[str, int] = {AXIS: 2, "tp": 4}
+
 
 @pytest.mark.parametrize(
-    "heads, algorithm, kind",
-    [((4, 1), "balanced", EXPLICIT), ((12, 6), "ring", AUTO)],
-)
-def test_kv_heads_are_repeated(heads, algorithm, kind):
-    """4 devices: those whose query heads read a KV head hold a copy; gradients are summed."""
-    mesh = permuted_mesh((2, 4), (AXIS, "tp"), kind)
-    q, k, v, g, ids = operands = draw_qkv(2, 1, T, heads=heads)
-    q, g = put((q, g), mesh, P(None, AXIS, "tp"))
-    k, v = put((k, v), mesh, P(None, AXIS))
-    attend = attention(algorithm, segment_ids=ids, mesh=mesh, head_axis="tp")
-    results = jax.jit(with_gradients(attend))(q, k, v, g)
-    assert spec_of(results[0])[:3] == (None, AXIS, "tp")
-    check_qkv(results, operands)
-
-
-def test_two_axes_of_the_batch():
-    mesh = permuted_mesh((2, 2, 2), ("data", AXIS, "model"))
-    check(Call("ring", 2, batch=4), np.random.default_rng(), mesh, batch_axis=("data", "model"))
+    "call, axes, kinds, options",
+    [
+        # Gradients are summed once over the batch and the ranks: of the sink, and of weights, which
+        # are sharded by heads.
+        (SINK, CUBE, AUTO, BOTH),
+        (PLACED, CUBE, AUTO, {**BOTH, "weight_specs": P(None, "tp")}),
+        (LATENTS, CUBE, AUTO, {**BOTH, "weight_specs": P(None, ("tp", AXIS))}),
+        (Call("ring", 2, batch=4), CUBE, AUTO, {"batch_axis": ("data", "tp")}),
+        (Call("ring", 2, batch=2), {"data": 2, AXIS: 2}, (AUTO, EXPLICIT), {"batch_axis": "data"}),
+        # Explicit axes shard equal parts only: neither these tokens nor the result.
+        (Call("ring", 3, rows=4, more=2), {AXIS: 3}, EXPLICIT, {}),
+        # 4 devices: those whose query heads read a KV head hold a copy; gradients are summed.
+        (Call("balanced", 2, heads=(4, 1)), TENSOR, EXPLICIT, {"head_axis": "tp"}),
+        (Call("ring", 2, heads=(12, 6)), TENSOR, AUTO, {"head_axis": "tp"}),
+        (Call("balanced", 2, heads=(4, 2), latents=True), TENSOR, EXPLICIT, {"head_axis": "tp"}),
+        # Weights that are sharded over the first axes of the heads only.
+        (Call("ring", 2, heads=(4, 4), latents=True), {AXIS: 2, "tp": 2, "ep": 2}, AUTO,
+         {"head_axis": ("tp", "ep"), "weight_specs": P(None, "tp")}),
+    ],
+    ids=lambda x: str(x) if isinstance(x, Call) else "",
+)  # fmt: skip
+def test_axes_beside_those_of_the_ranks(call, axes, kinds, options):
+    mesh = permuted_mesh(tuple(axes.values()), tuple(axes), kinds)
+    with jax.set_mesh(mesh):
+        check(call, np.random.default_rng(), mesh, **options)
 
 
 def test_heads_shared_over_two_levels_beside_a_tensor_axis():
@@ -229,13 +236,6 @@ def test_heads_shared_over_two_levels_beside_a_tensor_axis():
     check_qkv(compiled(*arrays), OPERANDS)
 
 
-def test_a_sink_over_axes_of_batch_and_heads():
-    """Its gradients are summed over the batch and the ranks, once."""
-    call = Call("ring", 2, batch=2, heads=(4, 2), sink=True, returns=("lse", "max_logits"))
-    axes = {"batch_axis": "data", "head_axis": "tp"}
-    check(call, np.random.default_rng(), mesh_of_kind(AUTO), **axes)
-
-
 # ---- Inside `jax.shard_map`, over another axis or over its own, and beside other kinds of axes.
 
 DATA = P("data")
@@ -246,7 +246,7 @@ def over_data(fn, num_results=4, **options):
     return jax.shard_map(fn, in_specs=DATA, out_specs=out_specs, axis_names={"data"}, **options)
 
 
-def small_mesh(kind=AUTO):
+def small_mesh(kind: Any = AUTO):
     return permuted_mesh((2, 2), ("data", AXIS), kind)
 
 
@@ -273,14 +273,6 @@ def test_explicit_axes_stay_in_the_types_of_a_rank(algorithm):
         run = with_gradients(jax.shard_map(fn, **specs))
         results = jax.eval_shape(run, *put(OPERANDS[:4], mesh, spec))
     assert all("data" in x.sharding.spec for x in results)
-
-
-def test_global_arrays_on_explicit_and_automatic_axes():
-    mesh = small_mesh((AUTO, EXPLICIT))
-    fn = lambda *x: attend(*x, batch_axis="data")
-    with jax.set_mesh(mesh):
-        arrays = put(OPERANDS, mesh, P("data", AXIS))
-        check_qkv(jax.jit(with_gradients(fn))(*arrays), OPERANDS)
 
 
 def test_placed_and_unchecked():
