@@ -204,6 +204,8 @@ TENSOR: dict[str, int] = {AXIS: 2, "tp": 4}
         (SINK, CUBE, AUTO, BOTH),
         (PLACED, CUBE, AUTO, {**BOTH, "weight_specs": P(None, "tp")}),
         (LATENTS, CUBE, AUTO, {**BOTH, "weight_specs": P(None, ("tp", AXIS))}),
+        (dataclasses.replace(LATENTS, num_ranks=4, check_vma=True), {AXIS: 4}, AUTO,
+         {"weight_specs": P(None, AXIS)}),  # a rank has the weights of its heads
         (Call("ring", 2, batch=4), CUBE, AUTO, {"batch_axis": ("data", "tp")}),
         (Call("ring", 2, batch=2), {"data": 2, AXIS: 2}, (AUTO, EXPLICIT), {"batch_axis": "data"}),
         # Explicit axes shard equal parts only: neither these tokens nor the result.
