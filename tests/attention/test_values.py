@@ -50,7 +50,7 @@ CASES = [
     Call("halo", 5, Chunked(15), more=1, documents="none", batch=2, heads=(4, 2), **ALL),
     Call("halo", 5, SlidingWindow(9, 2), "zigzag", rows=7, documents="both", batch=2, latents=True,
          sink=True, **ON_RANKS),
-    Call(MAPS, 5, "tree", "zigzag", batch=2, heads=(4, 2), **ALL),
+    Call(MAPS, 5, "tree", "zigzag", rows=7, batch=2, heads=(4, 2), **ALL),
     Call(Hamilton(nodes=2), 6, BlockCausal(5), rows=13, documents="none", latents=True,
          implementation="xla"),
     Call("ulysses", 4, "tree", "zigzag", heads=(4, 4), **ALL, **UNCHECKED),
@@ -58,7 +58,8 @@ CASES = [
          sink=True, implementation="xla", **ON_RANKS),  # the only sum of latent rows by XLA
     Call(Ulysses(Zigzag()), 4, batch=2, heads=(4, 1), inner=2, latents=True, **ALL,
          **ON_RANKS),  # of zigzag attention too
-    Call(Ulysses(BLOCK), 4, "full", rows=12, heads=(4, 2), inner=2, returns=("lse",), **KNOWN),
+    Call(Ulysses(BLOCK), 4, "full", rows=12, documents="both", heads=(4, 2), inner=2,
+         returns=("lse",), **KNOWN),
     Call(BLOCK, 4, "tree", rows=31, more=1, batch=2, heads=(4, 2), **ALL, **KNOWN),
     Call(BLOCK, 3, "prefix", rows=9, returns=("lse",), implementation="xla", **ON_RANKS),
     Call("placed", 3, "prefix", "placed", rows=12, batch=2, heads=(4, 2), **ALL),

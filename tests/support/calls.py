@@ -58,11 +58,11 @@ class Call:
 
 
 def expand(weights, rows):
-    """As in DeepSeek, latent rows are normalised, then projected: NaN for zeros."""
-    wide = rows.astype(jnp.promote_types(rows.dtype, jnp.float32))
+    """As in DeepSeek, latent rows are normalised, then projected: NaN for zeros; rounded once."""
+    wide = rows.astype(jnp.float32)
     wide = wide / jnp.sqrt(jnp.mean(wide**2, axis=-1, keepdims=True))
-    rows = wide.astype(rows.dtype)
-    return tuple(jnp.einsum("rl,lnh->rnh", rows, weights[name]) for name in "kv")
+    project = lambda w: jnp.einsum("rl,lnh->rnh", wide, w.astype(jnp.float32)).astype(rows.dtype)
+    return project(weights["k"]), project(weights["v"])
 
 
 def _normalise(rows):
@@ -118,7 +118,8 @@ def dense(call, operands, allowed, cotangents):
     q, keys, sink = operands["q"], operands["keys"], operands.get("sink")
     if call.latents:
         normal, pull_rows = _normalise(keys)
-        keys = _project(normal, operands["weights"])
+        rounded = lambda x: x.astype(jnp.dtype(call.dtype)).astype(np.float64)  # by `expand`
+        keys = map(rounded, _project(normal, operands["weights"]))
     k, v = keys
     options = {"scale": call.scale, "logit_soft_cap": call.logit_soft_cap}
     out, lse = masked_attention(q, k, v, allowed, **options)
