@@ -1,4 +1,4 @@
-"""ring_exchange and chunk_exchange: values, transposes, errors, and the compiled collectives.
+"""ring_exchange and chunk_exchange: values, transposes, errors, and one call for all arrays.
 
 Over one rank: tests/package. Of stages of a pipeline: test_transformations.py.
 """
@@ -18,23 +18,15 @@ from jax_cp_dispatch.attention import chunk_exchange, ring_exchange
 from jax_cp_dispatch.cycles import chunk_maps, hamiltonian_cycles, two_level_cycles
 
 W = 5
-ORDER = [2, 0, 4, 3, 1]
-SHIFTS = [1, -1, 0, 3, 7, -12]
-RING = [[0, 1, 2, 3, 4]]
-MAPS = {  # the second map leaves some links without a chunk
-    "all links": chunk_maps(hamiltonian_cycles(W)),
-    "two cycles": chunk_maps([RING[0], RING[0][::-1]]),
-}
+RING = [0, 1, 2, 3, 4]
+GOOD = chunk_maps(hamiltonian_cycles(W))  # of all links, in 4 chunks
+TWO_CYCLES = chunk_maps([RING, RING[::-1]])  # leave some links without a chunk
+implementations = pytest.mark.parametrize("implementation", ["in_process", "xla"])
 
 
-@pytest.fixture(params=["in_process", "xla"])
-def implementation(request):
-    return request.param
-
-
-def draw(*shape):
-    """Returns small integers in arrays of several dtypes and numbers of dimensions."""
-    integers = np.random.default_rng(0).integers(-9, 10, (*shape, 2, 3))
+def draw(seed):
+    """Returns small integers of all ranks, in arrays of several dtypes and dimensions."""
+    integers = np.random.default_rng(seed).integers(-9, 10, (W, 4, 2, 3))
     return {
         "float32": np.float32(integers),
         "bfloat16": integers[..., 0].astype(jnp.bfloat16),
@@ -42,93 +34,61 @@ def draw(*shape):
     }
 
 
-def assert_same(got, want):
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert x.dtype == y.dtype
-        np.testing.assert_array_equal(np.asarray(x), y)
+def exchanged(chunks, out_chunk):
+    """Moves each chunk by the definition of the map; slots that no rank fills are zero."""
+    result = np.zeros_like(chunks)
+    for sender, receiver in np.ndindex(np.shape(out_chunk)):
+        chunk = out_chunk[sender][receiver]
+        if chunk >= 0:
+            result[receiver, chunk] = chunks[sender, chunk]
+    return result
 
 
-def shifted(x, shift):
-    """Returns what each rank receives: the rows of the rank `shift` positions before it."""
-    return jax.tree.map(lambda rows: np.roll(rows, shift, axis=0), x)
+def first(arrays, num):
+    """Returns the first chunks of a rank."""
+    return jax.tree.map(lambda x: x[:num], arrays)
 
 
-def exchanged(x, out_chunk):
-    """Moves each chunk by the definition of the map."""
-
-    def move(chunks):
-        result = np.zeros_like(chunks)
-        for sender, receiver in np.ndindex(np.shape(out_chunk)):
-            chunk = out_chunk[sender][receiver]
-            if chunk >= 0:
-                result[receiver, chunk] = chunks[sender, chunk]
-        return result
-
-    return jax.tree.map(move, x)
-
-
-def num_chunks(out_chunk):
-    return 1 + np.max(out_chunk)
+def exchanges(**options):
+    """Yields each exchange with its transpose, its definition, and how many chunks it takes."""
+    ring = partial(ring_exchange, axis_name=AXIS, **options)
+    for shift in (1, -1, 0, 3, 7, -12):
+        definition = partial(np.roll, shift=shift, axis=0)
+        yield partial(ring, shift=shift), partial(ring, shift=-shift), definition, 4
+    for (out_chunk, in_chunk), num_chunks in ((GOOD, 4), (TWO_CYCLES, 2)):
+        chunks = partial(chunk_exchange, axis_name=AXIS, **options)
+        move = partial(chunks, out_chunk=out_chunk, in_chunk=in_chunk)
+        back = partial(chunks, out_chunk=in_chunk, in_chunk=out_chunk)
+        yield move, back, partial(exchanged, out_chunk=out_chunk), num_chunks
 
 
-def test_ring_exchange(implementation):
-    """Any shift, any arrays in one call, on permuted devices."""
-    x = draw(W)
-
-    def local(x):
-        return [
-            ring_exchange(x, axis_name=AXIS, shift=shift, implementation=implementation)
-            for shift in SHIFTS
-        ]
-
-    got = on_ranks(local, mesh_of(W, ORDER))(x)
-    for shift, result in zip(SHIFTS, got, strict=True):
-        assert_same(result, shifted(x, shift))
-
-
-def test_chunk_exchange(implementation):
-    """Slots that no rank fills are zero."""
-    x = {name: draw(W, num_chunks(maps[0])) for name, maps in MAPS.items()}
-
-    def local(x):
-        options = {"axis_name": AXIS, "implementation": implementation}
-        return {name: chunk_exchange(x[name], *maps, **options) for name, maps in MAPS.items()}
-
-    got = on_ranks(local, mesh_of(W, ORDER))(x)
-    for name, (out_chunk, _) in MAPS.items():
-        assert_same(got[name], exchanged(x[name], out_chunk))
-
-
-def test_transposes(implementation):
-    """The transpose negates the shift or swaps the maps; <y, A x> = <A' y, x>, exactly."""
-    out_chunk, in_chunk = MAPS["two cycles"]
-    x = draw(W, 2)["float32"]
-    y = np.float32(np.random.default_rng(1).integers(-9, 10, x.shape))
+@implementations
+def test_values_and_transposes(implementation):
+    """Any arrays in one call, on permuted devices; <y, A x> = <A' y, x>, exactly."""
+    x, y = draw(0), draw(1)
+    cases = list(exchanges(implementation=implementation))
 
     def local(x, y):
-        options = {"axis_name": AXIS, "implementation": implementation}
-        ring = lambda x: ring_exchange(x, shift=2, **options)
-        chunks = lambda x: chunk_exchange(x, out_chunk, in_chunk, **options)
-        back = {
-            "ring": ring_exchange(y, shift=-2, **options),
-            "chunks": chunk_exchange(y, in_chunk, out_chunk, **options),
-        }
-        moved = {}
-        for name, fn in {"ring": ring, "chunks": chunks}.items():
-            moved[name], pull_back = jax.vjp(fn, x)
-            pulled = pull_back(y)[0]
-            back[name] = back[name], pulled, jax.linear_transpose(fn, x)(y)[0]
-        return moved, back
+        results = []
+        for move, back, _, num_chunks in cases:
+            some, g = first((x, y["float32"]), num_chunks)
+            by_vjp = jax.vjp(move, some["float32"])[1](g)
+            by_transpose = jax.linear_transpose(move, some["float32"])(g)
+            results.append((move(some), back(g), *by_vjp, *by_transpose))
+        return results
 
-    moved, back = on_ranks(local, mesh_of(W))(x, y)
-    for name in ("ring", "chunks"):
-        by_exchange, by_vjp, by_transpose = back[name]
-        np.testing.assert_array_equal(by_vjp, by_exchange)
-        np.testing.assert_array_equal(by_transpose, by_exchange)
-        assert np.sum(moved[name] * y) == np.sum(by_vjp * x)
+    got = on_ranks(local, mesh_of(W, [2, 0, 4, 3, 1]))(x, y)
+    for (_, _, definition, num_chunks), (moved, *backs) in zip(cases, got, strict=True):
+        some, g = jax.vmap(partial(first, num=num_chunks))((x, y["float32"]))
+        want = jax.tree.map(definition, some)
+        assert jax.tree.map(lambda a: a.dtype, moved) == jax.tree.map(lambda a: a.dtype, want)
+        jax.tree.map(np.testing.assert_array_equal, moved, want)
+        for back in backs:
+            np.testing.assert_array_equal(back, backs[0])
+        assert np.sum(moved["float32"] * g) == np.sum(backs[0] * some["float32"])
 
 
+@implementations
 def test_axes_of_a_larger_mesh(implementation):
     """Along one axis, and along two axes as one, the major one first, on permuted devices."""
     x = np.arange(8 * 3, dtype=np.float32).reshape(2, 4, 3)
@@ -157,28 +117,14 @@ def test_axes_of_a_larger_mesh(implementation):
     np.testing.assert_array_equal(moved, want)
 
 
-# ---- Compiled collectives.
-
-
-def collectives(lowered):
-    """Returns the exchanges of the compiled program, in order."""
-    kind = re.compile(r" = .*? (collective-permute|all-gather|all-to-all|custom-call)(?:-start)?\(")
-    return kind.findall(lowered.compile().as_text())
-
-
 def test_all_arrays_move_in_one_exchange():
-    x = draw(W, 4)
-    maps = MAPS["all links"]
-    program = on_ranks(
-        lambda x: (ring_exchange(x, axis_name=AXIS), chunk_exchange(x, *maps, axis_name=AXIS)),
-        mesh_of(W),
-    ).lower(x)
-    assert collectives(program) == ["custom-call"] * 2
+    move = lambda x: (ring_exchange(x, axis_name=AXIS), chunk_exchange(x, *GOOD, axis_name=AXIS))
+    text = on_ranks(move, mesh_of(W)).lower(draw(0)).as_text()
+    found = re.findall(r"@jax_cp_dispatch\.\w+|stablehlo\.(?:all|collective|reduce_s)\w+", text)
+    assert found == ["@jax_cp_dispatch.dispatch"] * 2
 
 
 # ---- Invalid calls.
-
-GOOD = MAPS["all links"]
 
 
 def exchange(maps, chunks=4, **options):

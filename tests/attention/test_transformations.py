@@ -6,19 +6,19 @@ Others, of all operations: tests/contract.
 from functools import partial
 from typing import Any
 
+import contract
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from calls import check_qkv, draw_qkv, with_gradients
-from dispatch_cases import CAPACITY, F, T, W, check_all_ranks, integers, moves_and_gradients
+from calls import draw_qkv, with_gradients
 from in_ci import in_ci
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from movement_oracle import random_plan
 from on_mesh import AXIS, collectives_over, mesh_of, permuted_mesh
+from operations import CASES
 
 import jax_cp_dispatch as cp
-from jax_cp_dispatch import Documents, Metadata, context_parallel_attention, local_attention
+from jax_cp_dispatch import Documents, context_parallel_attention, local_attention
 
 # ---- Attention has one derivative, in reverse mode. Linear operations have all: tests/dispatch.
 
@@ -37,51 +37,35 @@ def local(x):
     return local_attention(x, x, x, start, start + 3)[0]
 
 
-DOOR = "context_parallel_attention"
 FUNCTIONS = {
     "balanced": attention("balanced", documents=PLANNED),
     "ring": attention("ring"),
     "local_attention": local,
 }
-FORWARD = r"^{op}: forward mode .*supported. Use reverse mode: jax.vjp, jax.grad or jax.jac"
-SECOND = r"^{op}: second derivatives are not supported.*stop_gradient"
 
 
-def check_forward_mode(attend, op, compiled):
-    for derivative in (
-        lambda x: jax.jvp(attend, (x,), (x,)),
-        lambda x: jax.linearize(attend, x)[1](x),
-    ):
-        with pytest.raises(NotImplementedError, match=FORWARD.format(op=op)):
-            compiled(derivative)(Q)
-
-
-def check_second_derivatives(attend, op, compiled):
+def derivatives(attend):
+    """Yields derivatives that attention does not have, with the words of their errors."""
+    forward = "forward mode .*supported. Use reverse mode: jax.vjp, jax.grad or jax.jac"
+    second = "second derivatives are not supported.*stop_gradient"
     loss = lambda x: (attend(x) ** 2).sum()
-    second = SECOND.format(op=op)
-    with pytest.raises(NotImplementedError, match=second):
-        compiled(jax.grad(lambda x: jax.grad(loss)(x).sum()))(Q)
-    # Forward over reverse uses both modes.
-    with pytest.raises(NotImplementedError, match=rf"{second}|{FORWARD.format(op=op)}"):
-        compiled(lambda x: jax.jvp(jax.grad(loss), (x,), (x,)))(Q)
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_other_derivatives_of_attention_are_rejected_by_name(name):
-    op = name if name == "local_attention" else DOOR
-    check_forward_mode(FUNCTIONS[name], op, jax.jit)
-    check_second_derivatives(FUNCTIONS[name], op, jax.jit)
-    of_cotangents = jax.grad(lambda g: jax.vjp(FUNCTIONS[name], Q)[1](g)[0].sum())
-    with pytest.raises(NotImplementedError, match=SECOND.format(op=op)):
-        jax.jit(of_cotangents)(Q)
+    yield lambda x: jax.jvp(attend, (x,), (x,)), forward
+    yield lambda x: jax.linearize(attend, x)[1](x), forward
+    yield jax.grad(lambda x: jax.grad(loss)(x).sum()), second
+    yield lambda x: jax.jvp(jax.grad(loss), (x,), (x,)), f"({second}|{forward})"  # uses both modes
+    yield jax.grad(lambda g: jax.vjp(attend, Q)[1](g)[0].sum()), second
 
 
 @pytest.mark.usefixtures("operations_compiled_once")
-def test_other_derivatives_are_rejected_without_jit():
-    """Of few operations, each of which is a program."""
-    as_it_is = lambda function: function
-    check_forward_mode(local, "local_attention", as_it_is)
-    check_second_derivatives(local, "local_attention", as_it_is)
+@pytest.mark.parametrize(
+    "name, has_jit", [*((name, True) for name in FUNCTIONS), ("local_attention", False)]
+)
+def test_other_derivatives_of_attention_are_rejected_by_name(name, has_jit):
+    """Without jit, of few operations, each of which is a program."""
+    op = name if name == "local_attention" else "context_parallel_attention"
+    for derivative, says in derivatives(FUNCTIONS[name]):
+        with pytest.raises(NotImplementedError, match=f"^{op}: {says}"):
+            (jax.jit(derivative) if has_jit else derivative)(Q)
 
 
 def test_the_value_of_a_gradient_may_be_used_in_a_loss():
@@ -94,108 +78,49 @@ def test_the_value_of_a_gradient_may_be_used_in_a_loss():
 #
 # The function sees one stage. The leading axis of its arrays stays sharded over the mesh axis.
 
-STAGES = 2
+STAGES, W = 2, 4
 MESH = permuted_mesh((STAGES, W), ("stage", AXIS))
 
 
-def placed(tree, spec) -> Any:
-    return jax.device_put(tree, NamedSharding(MESH, spec))
-
-
-def stacked(examples) -> Any:
-    return jax.tree.map(lambda *x: np.stack(x), *examples)
-
-
-def over_stages(fn: Any, **options) -> Any:
-    """Applies `fn`, which handles one stage, to all stages."""
-    return jax.vmap(fn, spmd_axis_name="stage", **options)
+def on_ranks(case, mesh, **options):
+    specs = {"in_specs": P(AXIS), "out_specs": P(AXIS)}
+    return jax.shard_map(partial(case.call, axis_name=AXIS), mesh=mesh, **specs, **options)
 
 
 @pytest.mark.parametrize(
-    "algorithm, ids", [("balanced", "of each stage"), ("ring", "of all"), ("balanced", "known")]
-)
-def test_attention_of_each_stage(algorithm, ids):
-    """Forward and backward equal dense attention of the stage; no data leaves a stage."""
-    examples = [list(draw_qkv(stage, 1, W * 12)) for stage in range(STAGES)]
-    if ids != "of each stage":  # arrays differ between stages, documents do not
-        examples[1][4] = examples[0][4]
-    *arrays, traced = placed(stacked(examples), P("stage", None, AXIS))
-    where = {"mesh": MESH, "axis_name": AXIS, "algorithm": algorithm}
-    known = examples[0][4] if ids == "known" else None
-    one = lambda q, k, v, x: context_parallel_attention(
-        q, k, v, segment_ids=x if known is None else known, **where
-    )
-    in_axes = (0, 0, 0, 0 if ids == "of each stage" else None)
-    of_stages = over_stages(one, in_axes=in_axes)
-
-    @jax.jit
-    def run(q, k, v, g, traced):
-        return with_gradients(of_stages)(q, k, v, g, traced if in_axes[3] == 0 else traced[0])
-
-    compiled = run.lower(*arrays, traced).compile()
-    from_each = ["all-reduce"] if ids == "of all" else []  # traced[0] is from the first stage
-    assert set(collectives_over(compiled, MESH, "stage")) <= set(from_each)
-    results = compiled(*arrays, traced)
-    assert all(x.sharding.spec[0] == "stage" for x in results)
-    for stage, example in enumerate(examples):
-        check_qkv([x[stage] for x in results], example)
-
-
-@pytest.mark.parametrize(
-    "own, where",
+    "name, shared, on_mesh",
     [
-        *(("arrays", "global arrays"), ("plans", "global arrays")),
-        *(("arrays and plans", "shard_map"), ("plans", "unchecked shard_map")),
+        ("balanced", (), contract.on_global_arrays),
+        ("ring", ("segment_ids",), contract.on_global_arrays),
+        ("combine", ("metadata",), contract.on_global_arrays),
+        ("combine", (), on_ranks),
+        ("combine", ("tokens", "y"), partial(on_ranks, check_vma=False)),
     ],
 )
-def test_movement_of_each_stage(own, where):
-    plans = [random_plan(np.random.default_rng(seed), W, 5, T, 2) for seed in range(STAGES)]
-    x, y = integers(STAGES, W * T, F, seed=1), integers(STAGES, W * CAPACITY, F, seed=2)
-    if "plans" not in own:
-        plans = plans[:1] * STAGES
-    if "arrays" not in own:
-        x, y = x[:1].repeat(STAGES, 0), y[:1].repeat(STAGES, 0)
-    metadata = stacked([Metadata(**plan) for plan in plans])
-    in_axes = [0 if "arrays" in own else None] * 2 + [0 if "plans" in own else None]
-    arguments = [
-        placed(x, P("stage", AXIS)),
-        placed(y, P("stage", AXIS)),
-        placed(metadata, P("stage")),
-    ]
-    arguments = [
-        x if axis == 0 else jax.tree.map(lambda x: x[0], x)
-        for x, axis in zip(arguments, in_axes, strict=True)
-    ]
-    one_stage = partial(moves_and_gradients, mesh=MESH)
-    if where != "global arrays":
-        one_stage = jax.shard_map(
-            moves_and_gradients,
-            mesh=MESH,
-            in_specs=P(AXIS),
-            out_specs=P(AXIS),
-            check_vma=where == "shard_map",
-        )
-    run = jax.jit(over_stages(one_stage, in_axes=in_axes)).lower(*arguments).compile()
-    results = run(*arguments)
-    if where != "global arrays" or own == "arrays":
-        assert collectives_over(run, MESH, "stage") == []
-        assert all(result.sharding.spec[0] == "stage" for result in results)
-    for stage, plan in enumerate(plans):
-        check_all_ranks([np.asarray(result)[stage] for result in results], x[stage], y[stage], plan)
+def test_each_stage(name, shared, on_mesh):
+    """Results and gradients; no data leaves a stage. Some arrays may be those of all stages."""
+    (case,) = (case for case in CASES if case.name == name)
+    first, *others = (case.arrays("float32", seed=seed) for seed in range(STAGES))
+    stages = [first, *({**x, **{name: first[name] for name in shared}} for x in others)]
+    *expected, cotangents = zip(*map(case.expected, stages), strict=True)
 
+    def placed(specs, of_stages):
+        """Returns the arrays of all stages, and their axes."""
+        stacked = jax.tree.map(lambda *x: np.stack(x), *of_stages)
+        arrays = contract.placed(MESH, specs, stacked, lead=("stage",))
+        arrays |= {name: first[name] for name in shared if name in stacked}
+        return arrays, {name: None if name in shared else 0 for name in arrays}
 
-def test_local_attention_of_each_stage():
-    """Every device of a stage computes the same result, because no ranks are involved."""
-    examples = [draw_qkv(stage, 1, 8) for stage in range(STAGES)]
-    *arrays, ids = placed(stacked(examples), P("stage"))
-    on_each = jax.shard_map(
-        lambda *x: local_attention(*x[:3], mask="causal", segment_ids=x[3])[0],
-        mesh=MESH, in_specs=P(), out_specs=P(), check_vma=False,
-    )  # fmt: skip
-    results = jax.jit(with_gradients(over_stages(on_each)))(*arrays, ids)
-    assert all(x.sharding.spec[0] == "stage" for x in results)
-    for stage, example in enumerate(examples):
-        check_qkv([x[stage] for x in results], example)
+    parts = zip(*map(contract.split, stages), strict=True)
+    operands = *(placed(case.specs, x) for x in parts), placed(case.results, cotangents)
+    arrays, in_axes = zip(*operands, strict=True)
+    one = contract.with_gradients(on_mesh(case, MESH))
+    run = jax.jit(jax.vmap(one, in_axes=in_axes, spmd_axis_name="stage")).lower(*arrays).compile()
+    assert collectives_over(run, MESH, "stage") == []
+    results = run(*arrays)
+    assert all(x.sharding.spec[0] == "stage" for x in jax.tree.leaves(results))
+    for stage, wanted in enumerate(zip(*expected, strict=True)):
+        contract.check(jax.tree.map(lambda x: x[stage], results), wanted, "float32")  # noqa: B023
 
 
 def test_stages_over_an_explicit_axis_are_rejected(unchecked_types):
@@ -216,12 +141,15 @@ ROWS = np.repeat(np.arange(1, 1 + len(LENGTHS), dtype=np.int32), LENGTHS)[None]
 @pytest.mark.usefixtures("operations_compiled_once")
 @pytest.mark.parametrize("algorithm", ["balanced", "ring"])
 def test_without_jit(algorithm):
-    """Values and errors. Without a plan, ids are planned on the host."""
-    q, k, v, *_ = draw_qkv(None, 1, ROWS.shape[1], heads=(2, 1))
-    attend = partial(context_parallel_attention, q, k, v, algorithm=algorithm, **WHERE)
-    wanted = attend(segment_ids=ROWS)
+    """Values, gradients and errors. Without a plan, ids are planned on the host."""
+    *arrays, _ = draw_qkv(None, 1, ROWS.shape[1], heads=(2, 1))
+    attend = partial(context_parallel_attention, algorithm=algorithm, **WHERE)
+    run = lambda: attend(*arrays[:3], segment_ids=ROWS)
+    if algorithm == "balanced":
+        run = partial(with_gradients(partial(attend, segment_ids=ROWS)), *arrays)
+    wanted = run()
     with jax.disable_jit():
-        found = attend(segment_ids=ROWS)
+        found = run()
         if algorithm == "balanced":
             documents = Documents(ROWS).with_plan(cp.plan_attention(ROWS, world_size=2))
             ids, plans, order = documents.segment_ids[:, ::-1], documents.plans, documents.order
@@ -229,17 +157,6 @@ def test_without_jit(algorithm):
                 ids, documents.positions, plans, order=order, columns=ROWS.shape[1]
             )
             with pytest.raises(jax.errors.JaxRuntimeError, match="made for another batch"):
-                jax.block_until_ready(attend(documents=other))
+                jax.block_until_ready(attend(*arrays[:3], documents=other))
     # The same operations, which XLA fuses otherwise: they round otherwise.
-    np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5)
-
-
-@in_ci
-@pytest.mark.usefixtures("operations_compiled_once")
-def test_gradients_without_jit():
-    *arrays, _ = draw_qkv(None, 1, ROWS.shape[1], heads=(2, 1))
-    attend = partial(context_parallel_attention, algorithm="balanced", segment_ids=ROWS, **WHERE)
-    wanted = with_gradients(attend)(*arrays)
-    with jax.disable_jit():
-        found = with_gradients(attend)(*arrays)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5), found, wanted)

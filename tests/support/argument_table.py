@@ -12,11 +12,11 @@ import numpy as np
 
 import jax_cp_dispatch as cpd
 from jax_cp_dispatch import masks
-from jax_cp_dispatch.attention import algorithms  # inner: lists all of them
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs/limits.md"
 BEGIN, END = "<!-- arguments:begin -->\n", "<!-- arguments:end -->"
-ALGORITHMS = (*(kind.name for kind in algorithms.ALGORITHMS), "auto", "local")
+KINDS = cpd.Ring, cpd.Zigzag, cpd.Halo, cpd.Hamilton, cpd.Ulysses, cpd.Balanced, cpd.Placed
+ALGORITHMS = (*(kind.name for kind in KINDS), "auto", "local")
 W, T, N, H = 4, 16, 4, 8
 IDS = np.repeat([[1, 2]], T // 2, axis=1)
 POSITIONS = np.tile(np.arange(T // 2, dtype=np.int32), (1, 2))
@@ -81,42 +81,26 @@ def order_of(algorithm):
     return "placed" if algorithm == "placed" else "packed"
 
 
-def call(algorithm, mask=CAUSAL, qkv=None, order=None, **options):
-    """Traces one call; raises its error."""
+def call(algorithm, mask=CAUSAL, qkv=None, order=None, is_traced=False, **options):
+    """Traces one call; raises its error. Traced documents are not known on the host."""
     q, k, v = arrays() if qkv is None else qkv
     if "sink" in options:
         options["sink"] = jnp.asarray(options["sink"])
     if algorithm == "local" and (order or not options.keys().isdisjoint(MEANINGLESS)):
         return None
     documents, mask = documents_in(order or order_of(algorithm), k.shape[1], mask)
-    options |= {"documents": documents, "mask": mask}
     if algorithm == "local":
-        return jax.eval_shape(partial(cpd.local_attention, **options), q, k, v)
-    mesh = jax.make_mesh((W,), ("cp",), axis_types=(jax.sharding.AxisType.Auto,))
-    if "expand" in options:
-        k, v = np.zeros((1, T, N, H), np.float32), None
-    attend = partial(
-        cpd.context_parallel_attention,
-        mesh=mesh, axis_name="cp", algorithm=algorithm, batch_axis=(), head_axis=(), **options,
-    )  # fmt: skip
-    return jax.eval_shape(attend, q, k, *([] if v is None else [v]))
-
-
-def with_traced_documents(algorithm):
-    """Traces a call whose documents are not known on the host."""
-    mesh = jax.make_mesh((W,), ("cp",), axis_types=(jax.sharding.AxisType.Auto,))
-    q, k, v = arrays()
-
-    def attend(documents):
-        if algorithm == "local":
-            qkv = map(jnp.asarray, (q, k, v))
-            return cpd.local_attention(*qkv, mask="causal", documents=documents)
-        return cpd.context_parallel_attention(
-            *(q, k, v), mesh=mesh, axis_name="cp", algorithm=algorithm, documents=documents,
-            batch_axis=(), head_axis=(),
-        )  # fmt: skip
-
-    return jax.eval_shape(attend, documents_in(order_of(algorithm))[0])
+        attend = partial(cpd.local_attention, mask=mask, **options)
+    else:
+        mesh = jax.make_mesh((W,), ("cp",), axis_types=(jax.sharding.AxisType.Auto,))
+        where = {"mesh": mesh, "axis_name": "cp", "batch_axis": (), "head_axis": ()}
+        given = {"algorithm": algorithm, "mask": mask, **where, **options}
+        attend = partial(cpd.context_parallel_attention, **given)
+    operands = (q, np.zeros((1, T, N, H), np.float32)) if "expand" in options else (q, k, v)
+    if is_traced:
+        operands = tuple(map(jnp.asarray, operands))
+        return jax.eval_shape(lambda documents: attend(*operands, documents=documents), documents)
+    return jax.eval_shape(partial(attend, documents=documents), *operands)
 
 
 def rows():
@@ -127,7 +111,7 @@ def rows():
         yield f"`{name}`", partial(call, **options)
     for order in ORDERS:
         yield f"tokens in {order} order", partial(call, order=order)
-    yield "traced documents", with_traced_documents
+    yield "traced documents", partial(call, is_traced=True)
     for name, qkv in SHAPES.items():
         yield name, partial(call, qkv=qkv)
 

@@ -1,29 +1,32 @@
-"""Local attention on GPUs, without a GPU: which calls go to cuDNN and to this package's kernels.
+"""Kernels of local attention: for GPUs and TPUs, without any of these, and the blocks of a CPU.
 
 Programs are lowered for CUDA; those that run have plain JAX in place of the kernels. On a GPU,
 `gpu/test_gpu_attention.py` compares results; `native/test_attention_kernels.cc` runs this
-package's kernels on the host.
+package's kernels on the host. Kernels for TPUs run in Pallas's interpreter, which has a TPU's
+memories and copies: it finds races, reads out of bounds, and fills memory with NaN before it is
+written.
 """
 
 import re
-import types
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from calls import check_qkv, draw_qkv, with_gradients
-from jax.sharding import PartitionSpec as P
+from calls import Call, check, check_qkv, draw_qkv, with_gradients
+from inner import pretend_cuda, warn_again
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import NamedSharding, PartitionSpec as P
 from local_cases import RANGES, assert_close, inputs
 from on_mesh import AXIS, mesh_of
 
-from jax_cp_dispatch import context_parallel_attention, local_attention, masks
-from jax_cp_dispatch._ranks import runtime  # inner: as if the extension for GPUs were here
-from jax_cp_dispatch._text import say_once  # inner: a warning comes once
+from jax_cp_dispatch import context_parallel_attention, local_attention, masks, place_tokens
 from jax_cp_dispatch.attention.local import (  # inner: kernels that cannot run here
+    forward as blockwise,
     local_attention as local,
     range_kernels,
+    tpu,
     uncut,
 )
 from jax_cp_dispatch.attention.rotating import attend as rotating  # inner: for these
@@ -46,22 +49,15 @@ def cudnn_calls(fn, *arguments, platform="cuda"):
     return [match.groups() for match in found if match]
 
 
-def lower_both(shapes, dtype=jnp.bfloat16, platform="cuda", use_lse=False, **options: Any):
+def lower_both(shapes=None, dtype=jnp.bfloat16, platform="cuda", use_lse=False, **options: Any):
     """Returns the calls of the forward pass, and those of both passes."""
-    q, k, v, *_ = inputs(5, **(SHAPES | shapes), dtype=dtype)
+    q, k, v, *_ = inputs(5, **(SHAPES | (shapes or {})), dtype=dtype)
     attend = lambda q, k, v: local_attention(q, k, v, **options)
     loss = lambda *x: sum(jnp.sum(jnp.where(y > -9, y, 0)) for y in attend(*x)[: 1 + use_lse])
     return tuple(
         cudnn_calls(fn, q, k, v, platform=platform)
         for fn in (attend, jax.grad(loss, argnums=(0, 1, 2)))
     )
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("mask, name", [(None, "CAUSAL"), ("full", "NO_MASK")])
-def test_one_dense_document_goes_to_cudnn(dtype, mask, name):
-    forward, backward = ("fmhaSoftmax", name), ("fmhaSoftmaxBackward", name)
-    assert lower_both({}, dtype, mask=mask) == ([forward], [forward, backward])
 
 
 def test_cudnn_reads_and_writes_the_callers_arrays():
@@ -78,29 +74,33 @@ RANGES_OF_256 = dict(zip(("kv_start", "kv_end"), RANGES["causal"](1, 256, 256), 
 
 
 @pytest.mark.parametrize(
-    "case",
+    "case, mask",
     [
-        {"dtype": jnp.float32},
-        {"logit_soft_cap": 30.0},
-        {"shapes": {"H": 60, "Hv": 60}},
-        {"shapes": {"H": 256, "Hv": 256}},
-        {"shapes": {"Hv": 32}},
-        {"shapes": {"T": 128}},  # the last queries
-        {"segment_ids": np.ones((1, 256), np.int32)},
-        RANGES_OF_256,  # of data
-        {"platform": "cpu"},
+        ({}, "CAUSAL"),
+        ({"dtype": jnp.float16, "mask": "full"}, "NO_MASK"),
+        ({"dtype": jnp.float32}, None),
+        ({"logit_soft_cap": 30.0}, None),
+        ({"shapes": {"H": 60, "Hv": 60}}, None),
+        ({"shapes": {"H": 256, "Hv": 256}}, None),
+        ({"shapes": {"Hv": 32}}, None),
+        ({"shapes": {"T": 128}}, None),  # the last queries
+        ({"segment_ids": np.ones((1, 256), np.int32)}, None),
+        (RANGES_OF_256, None),  # of data
+        ({"platform": "cpu"}, None),
     ],
-    ids=lambda case: str(list(case.items()))[:40],
+    ids=lambda case: str(case)[:40],
 )
-def test_what_cudnn_does_not_compute(case):
-    assert lower_both(case.pop("shapes", {}), **case) == ([], [])
+def test_one_dense_document_goes_to_cudnn(case, mask):
+    forward, backward = ("fmhaSoftmax", mask), ("fmhaSoftmaxBackward", mask)
+    wanted = ([forward], [forward, backward]) if mask else ([], [])
+    assert lower_both(**case) == wanted
 
 
 def test_results_that_cudnn_does_not_have():
     """A cotangent of the lse, and the largest logits."""
-    forward, both = lower_both({}, use_lse=True)
+    forward, both = lower_both(use_lse=True)
     assert forward == both != []
-    assert lower_both({}, return_max_logits=True) == ([], [("fmhaSoftmaxBackward", "CAUSAL")])
+    assert lower_both(return_max_logits=True) == ([], [("fmhaSoftmaxBackward", "CAUSAL")])
 
 
 # ---- This package's kernels.
@@ -227,14 +227,14 @@ def test_rings_by_kernels():
 
 def has_memory(monkeypatch, available: int):
     memory = lambda size, value_size: ((size + value_size) << 9, available)
-    monkeypatch.setattr(runtime, "cuda", types.SimpleNamespace(attention_memory=memory))
+    pretend_cuda(monkeypatch, attention_memory=memory)
 
 
 @pytest.fixture
 def extension(monkeypatch):
     """Pretends that the extension exists, built or not, without GPUs."""
     has_memory(monkeypatch, 0)
-    say_once.cache_clear()
+    warn_again()
 
 
 def kernel_calls(q, k, v, **options):
@@ -321,3 +321,102 @@ def test_inside_shard_map_and_vmap(check_vma):
     )
     found = re.findall(r"@jax_cp_dispatch\.(att\w+)\(.*: \((tensor<\S+>)", text_of(fn, q, k, v))
     assert found == [(name, "tensor<2x64x4x64xbf16>") for name in ("attend", "attention_gradients")]
+
+
+# ---- Kernels for TPUs.
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """Interprets kernels, and fails if two accesses race."""
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # the only place of `races`
+
+    monkeypatch.setattr(rotating, "attend_blocks", tpu.attend)
+    monkeypatch.setattr(rotating, "block_gradients", tpu.gradients)
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True)):
+        yield
+    races = interpret_pallas_call.races
+    assert races is not None and not races.races_found
+
+
+# Rings, in which keys come in parts; `sweep.py attention --tpu` draws others.
+CALLS = [
+    Call("ring", 2, "tree", rows=24, heads=(2, 1), features=(128, 128)),
+    Call("ring", 1, rows=300, documents="none", heads=(2, 1), features=(192, 128),
+         dtype="bfloat16", scale=-0.1, logit_soft_cap=0.7, sink=True,
+         returns=("lse", "max_logits")),
+]  # fmt: skip
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_kernels(call):
+    """Keys and queries of padding are NaN."""
+    check(call, np.random.default_rng())
+
+
+# ---- Lowered for TPUs: kernels, and rows that move by XLA's collectives; nothing runs.
+
+W, ROWS = 4, 32
+
+
+def lowered(**options):
+    def loss(q, k, v):
+        out = context_parallel_attention(q, k, v, mesh=mesh_of(W), axis_name=AXIS, **options)
+        return (out.astype(jnp.float32) ** 2).sum()
+
+    q = jnp.zeros((1, W * ROWS, 2, 8), jnp.bfloat16)
+    warn_again()
+    with pytest.warns(UserWarning, match="XLA's collectives .* platform is 'tpu'"):
+        program = jax.jit(jax.grad(loss, (0, 1, 2))).trace(q, q, q)
+        return program.lower(lowering_platforms=("tpu",)).as_text()
+
+
+@pytest.mark.parametrize("algorithm, num_moved", [("balanced", 6), ("placed", 4)])
+def test_rows_move_by_xla(algorithm, num_moved):
+    """Balanced: q, k, v there and out back, then their gradients. Placed: k and v, then theirs."""
+    lengths = [60, 28, 40]
+    if algorithm == "balanced":
+        text = lowered(algorithm=algorithm, segment_ids=np.repeat([[1, 2, 3]], lengths, axis=1))
+    else:
+        placement = place_tokens([lengths], world_size=W, columns=W * ROWS)
+        text = lowered(algorithm=algorithm, documents=placement.documents)
+    assert "custom_call @jax_cp_dispatch" not in text
+    assert text.count("custom_call @ragged_all_to_all(") >= num_moved
+    assert text.count("custom_call @tpu_custom_call(") == 3  # the output, dq, and dk with dv
+
+
+@pytest.mark.parametrize(
+    "dtype, automatic_axes, num_kernels",
+    [("float32", 0, 3), ("float16", 0, 0), ("float32", 1, 0)],
+)
+def test_local_attention_has_kernels(dtype, automatic_axes, num_kernels):
+    """Where they are known to compile: not for float16, nor where XLA partitions the program."""
+    shardings = [NamedSharding(mesh_of(2), P()), None]
+    q = jax.ShapeDtypeStruct((1, 64, 2, 8), dtype, sharding=shardings[not automatic_axes])
+    loss = lambda q: local_attention(q, q, q)[0].sum()
+    text = jax.jit(jax.grad(loss)).trace(q).lower(lowering_platforms=("tpu",)).as_text()
+    assert text.count("custom_call @tpu_custom_call(") == num_kernels
+
+
+# ---- Blocks of a CPU.
+
+
+def test_hidden_blocks_are_not_computed(monkeypatch):
+    """A prompt and its completions: the products of blocks whose queries see no key are skipped."""
+    counted: list[int] = []
+    matmul = blockwise.matmul
+
+    def counting(x, y, contract):
+        jax.debug.callback(lambda: counted.append(1))
+        return matmul(x, y, contract)
+
+    monkeypatch.setattr(blockwise, "matmul", counting)
+    ids = np.repeat([0, 0, 1, 2, 3, 4, 5, 6], 8)[None]  # a prompt of 2 blocks, 6 completions of one
+    x = jnp.asarray(np.random.default_rng().normal(size=(1, 64, 1, 8)), jnp.float32)
+    blocks: Any = {"block_q": 8, "block_kv": 8, "block_heads": 1}
+    jax.clear_caches()
+    jax.block_until_ready(local_attention(x, x, x, mask=masks.SharedPrefix(ids), **blocks))
+    jax.effects_barrier()
+    jax.clear_caches()
+    assert len(counted) == 2 * (1 + 2 + 6 * 3)  # two products for each pair of blocks
