@@ -1,11 +1,13 @@
 """One plan, and the results of `dispatch`, `combine` and their derivatives in any context."""
 
+import functools
+import re
 from typing import Any
 
 import jax
 import numpy as np
 from movement_oracle import combined, dispatched, random_plan
-from on_mesh import AXIS
+from on_mesh import AXIS, all_fail, mesh_of, on_ranks
 
 from jax_cp_dispatch import Metadata, combine, dispatch
 
@@ -21,6 +23,39 @@ def integers(*shape, seed=0):
 
 
 X, Y = integers(W * T, F, seed=1), integers(W * CAPACITY, F, seed=2)
+X_OF_RANKS, Y_OF_RANKS = X.reshape(W, T, F), Y.reshape(W, CAPACITY, F)
+SENT, HOME = dispatched(PLAN, X_OF_RANKS, CAPACITY), combined(PLAN, Y_OF_RANKS, T)
+
+
+def send(x, metadata, **options):
+    """Dispatches the rows of one rank."""
+    rows = {} if "buffer" in options else {"capacity": CAPACITY}
+    return dispatch(x, metadata, **{"axis_name": AXIS, **rows, **options})
+
+
+def combine_rows(y, metadata, **options):
+    return combine(y, metadata, axis_name=AXIS, num_tokens=T, **options)
+
+
+@functools.cache
+def _good():
+    return on_ranks(send, mesh_of(W))
+
+
+def check_next_program():
+    np.testing.assert_array_equal(_good()(X_OF_RANKS, METADATA), SENT)
+
+
+def fails(out, match):
+    """Requires the same error of every device; the next program succeeds."""
+    all_fail(jax.tree.leaves(out)[0], match)
+    check_next_program()
+
+
+def milliseconds_of(**options):
+    """Returns the deadlines of the calls of a program."""
+    run = on_ranks(lambda x, m: send(x, m, **options), mesh_of(W))
+    return re.findall(r"deadline_ms = (\d+) : i64", run.lower(X_OF_RANKS, METADATA).as_text())
 
 
 def moves_and_gradients(x, y, metadata, *, axis_name: Any = AXIS, **where):
