@@ -1,4 +1,4 @@
-"""Hooks into inner modules, for tests of several folders: no public name gives what they need."""
+"""Hooks into the package that several files of tests need, and that no public function offers."""
 
 from jax_cp_dispatch._ranks import runtime  # inner: counts calls in flight
 
