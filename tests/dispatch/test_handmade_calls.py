@@ -172,8 +172,8 @@ WRONG = [
 
 
 @pytest.fixture(autouse=True, scope="module")
-def gemm_is_registered():
-    """The package registers the target when it lowers the first GEMM."""
+def blas_is_loaded():
+    """The first product of a process loads it."""
     jax.jit(gemm).lower(LHS, RHS)
 
 
