@@ -1,10 +1,15 @@
 """Rows between ranks by XLA: `ragged_all_to_all`, and all-gathers in turns; CPU, GPUs and TPUs.
 
-CPU programs run a stand-in made from an all-gather, with XLA's definition of the operation.
+XLA's CPU backend lacks the operation. CPU programs run a stand-in made from an all-gather, with
+XLA's definition; what NCCL does is not tested here. As a program, this file is one of two processes
+that choose between the two ways, with CPU devices as their GPUs.
 """
 
-import functools
+import os
+import pathlib
+import sys
 import types
+import warnings
 from typing import Any
 
 import jax
@@ -14,10 +19,12 @@ import pytest
 import ragged as stand_in
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
+from launching import outputs_of
 from movement_oracle import combined, dispatched, random_plan
 from on_mesh import AXIS, mesh_of, on_ranks, permuted_mesh
+from scenes import of_scene, play
 
-from jax_cp_dispatch import Metadata, combine, dispatch
+from jax_cp_dispatch import Metadata, combine, dispatch, experts
 from jax_cp_dispatch._dispatch import (
     by_xla,  # inner: XLA's CPU backend lacks the operation, which a stand-in replaces
     ragged_choice,  # inner: GPUs and compilers are pretended
@@ -25,6 +32,8 @@ from jax_cp_dispatch._dispatch import (
 )
 from jax_cp_dispatch._dispatch.xla_transfers import XlaRanks  # inner: counts gathered bytes
 from jax_cp_dispatch._ranks import partitioned  # inner: a TPU is pretended
+from jax_cp_dispatch._ranks.job import publish_and_read_all  # inner: lets a process come late
+from jax_cp_dispatch.experts import exchange  # inner: stands for processes without shared memory
 
 W, S, T, C = 8, 5, 24, 2
 CAPACITY = 100
@@ -136,6 +145,28 @@ def test_a_combine_of_many_bytes_gathers_in_turns(num_turns, monkeypatch):
     assert limit / 2 < max(gathered) <= limit
 
 
+def test_processes_without_shared_memory_sum_weighted_rows_with_the_same_bits(monkeypatch):
+    """They exchange rows of experts by choice as on CPU, but by XLA's collectives."""
+    num_experts, choices, num_rows = 2 * W, 3, 40
+    index = np.random.default_rng(5).integers(-1, num_experts, (W, 6, choices)).astype(np.int32)
+    few = lambda seed, *shape: np.random.default_rng(seed).integers(-15, 16, (W, *shape)) / 8
+    operands = few(5, num_rows, 5).astype(np.float32), few(6, 6, choices).astype(np.float32), index
+    options = {"num_experts": num_experts, "axis_name": AXIS, "capacity": num_rows}
+
+    def run(implementation):
+        def combine(y, w, i):
+            routing = experts.route(i, implementation=implementation, **options)
+            return experts.combine_tokens(y, w, routing)
+
+        return on_ranks(combine, mesh_of(W))(*operands)
+
+    expected = run("in_process")
+    monkeypatch.setattr(
+        exchange, "_where_it_runs", lambda options, by_choice, by_rank, *x, summed: by_choice(*x)
+    )
+    np.testing.assert_array_equal(run("xla"), expected)
+
+
 # ---- Lowered for GPUs and TPUs.
 
 PLAN = Metadata(**fitting_plan(0))
@@ -212,11 +243,11 @@ def test_groups_and_examples():
 def test_other_programs_gather():
     run = jax.shard_map(moved, mesh=mesh_of(W), in_specs=P(AXIS), out_specs=P(AXIS))
     assert "ragged" not in lowered(run, X, PLAN, platforms=("cpu", "cuda"))
-    one = functools.partial(moved)  # one device with all ranks
-    assert "ragged" not in lowered(one, X, PLAN, platforms=("tpu",))
+    one_device = lambda x, m: moved(x, m)  # with all ranks
+    assert "ragged" not in lowered(one_device, X, PLAN, platforms=("tpu",))
 
 
-# ---- The self-test. Where results are right: test_ragged_processes.py.
+# ---- The self-test.
 
 
 @pytest.fixture
@@ -270,3 +301,67 @@ def test_a_compiler_that_has_the_operation_takes_it(calls):
     for num_devices in (1, 3, 8):
         assert ragged_choice._refusal(tuple(jax.devices()[:num_devices])) == ""
     assert len(calls) == 3
+
+
+# ---- The self-test in a job of two processes.
+
+SCENES = {
+    "right": (True, None),
+    "wrong on one": (False, "ragged_all_to_all failed its self-test"),
+    "not implemented on one": (False, "ragged_all_to_all cannot run here: UNIMPLEMENTED"),
+    "late": (False, "ragged_all_to_all: not all processes came within 3 s"),
+}
+
+
+@pytest.fixture(scope="module")
+def outputs():
+    """What each of two processes printed, in all scenes."""
+    path = os.pathsep.join(sys.path)
+    return outputs_of(2, pathlib.Path(__file__), JAX_NUM_CPU_DEVICES="1", PYTHONPATH=path)
+
+
+@pytest.mark.parametrize("scene", SCENES)
+def test_all_processes_choose_alike(outputs, scene):
+    may, reason = SCENES[scene]
+    for out in (of_scene(scene, out) for out in outputs):
+        assert f"chose {may}: " in out, out
+        assert ("chose True: []" in out) if reason is None else (reason in out), out
+
+
+def play_process(address, process):
+    """Decides with the others in every scene."""
+    is_equal = ragged_choice._is_equal
+    lax.ragged_all_to_all = stand_in.ragged_all_to_all
+
+    def found_by_this_process(scene):
+        """What the self-test finds. In one scene it runs; in others it is given."""
+        if scene == "not implemented on one" and process == 1:
+            raise NotImplementedError("UNIMPLEMENTED")
+        if scene == "right":
+            return is_equal()
+        return not (scene == "wrong on one" and process == 1)
+
+    def choose(scene):
+        ragged_choice._is_equal = lambda: found_by_this_process(scene)
+        ragged_choice._passes.cache_clear()
+        if scene == "late":
+            ragged_choice._TIMEOUT = 3.0
+        if scene == "late" and process == 1:
+            publish_and_read_all("test", "process 0 has chosen", None, 600.0)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            may = ragged_choice.may_be_ragged(["cuda"], None)
+            assert ragged_choice.may_be_ragged(["cuda"], None) is may, "decided once"
+        if scene == "late" and process == 0:
+            publish_and_read_all("test", "process 0 has chosen", None, 600.0)
+        said = [str(warning.message) for warning in found]
+        print(f"chose {may}: {[text for text in said if 'all-gather' in text]}", flush=True)
+
+    jax.distributed.initialize(address, 2, process)
+    assert jax.device_count() == 2 and jax.process_count() == 2
+    jax.default_backend = lambda: "gpu"
+    play(SCENES, choose)
+
+
+if __name__ == "__main__":
+    play_process(sys.argv[1], int(sys.argv[2]))

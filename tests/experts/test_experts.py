@@ -29,7 +29,6 @@ from jaxprs import flattened
 from on_mesh import AXIS, mesh_of, on_ranks, permuted_mesh
 
 from jax_cp_dispatch import experts
-from jax_cp_dispatch.experts import exchange  # inner: stands for processes without shared memory
 
 
 def test_the_mesh_of_the_index_is_that_of_the_calls_that_follow():
@@ -153,26 +152,6 @@ def test_an_exchange_sums_the_bits_of_xla():
     one, other = (on_ranks(run, mesh_of(W))(y, g, weights, index) for run in runs)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b, strict=True), one, other)
     assert all(np.asarray(x, np.float32).any() for x in jax.tree.leaves(one))
-
-
-def test_processes_without_shared_memory_sum_the_same_bits(monkeypatch):
-    """They exchange by choice as on CPU, but by XLA's collectives."""
-    index = draw(5)[4]
-    few = lambda seed, *shape: np.random.default_rng(seed).integers(-15, 16, (W, *shape)) / 8
-    operands = few(5, CAPACITY, D).astype(np.float32), few(6, T, K).astype(np.float32), index
-
-    def run(implementation):
-        def combine(y, w, i):
-            routing = experts.route(i, implementation=implementation, **OPTIONS)
-            return experts.combine_tokens(y, w, routing)
-
-        return on_ranks(combine, mesh_of(W))(*operands)
-
-    expected = run("in_process")
-    monkeypatch.setattr(
-        exchange, "_where_it_runs", lambda options, by_choice, by_rank, *x, summed: by_choice(*x)
-    )
-    np.testing.assert_array_equal(run("xla"), expected)
 
 
 @pytest.mark.parametrize("implementation", ["in_process", "xla"])
