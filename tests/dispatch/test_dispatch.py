@@ -264,63 +264,37 @@ def moving_shards(plan):
     return np.argwhere((plan["dst_rank"] >= 0) & (plan["seq_len"] > 0)[..., None])
 
 
-def first_to(rank):
-    def spoil(plan):
-        plan["dst_rank"][tuple(moving_shards(plan)[0])] = rank
-
-    return spoil
-
-
-def too_many_rows(plan):
-    plan["seq_len"][2, S - 1] += 2 * T
-    plan["dst_rank"][2, S - 1] = 0
-
-
-def rows_past_32_bits(plan):
-    plan["seq_len"][2] = 2**31
-    plan["dst_rank"][2] = -1
-    plan["dst_rank"][2, S - 1, 0] = 0
-
-
-def an_offset_too_large(plan):
-    plan["dst_offset"][plan["dst_rank"] == 3] = 2**31
-
-
-def overlapping_rows(plan):
-    first, last = map(tuple, moving_shards(plan)[[0, -1]])
-    for field in "dst_offset", "dst_rank":
-        plan[field][last] = plan[field][first]
-
-
-def a_slot_cut_off(plan):
-    plan["dst_rank"][tuple(moving_shards(plan)[0])] = -1
-
-
-def counts_that_are_not_what_is_sent(plan):
-    plan["num_recv_tokens"][0, [1, W]] += 1
-
-
-def a_total_beyond_capacity(plan):
-    plan["num_recv_tokens"][3, W] = 2**20
-
-
-def a_source_beyond_the_rows(plan):
-    rank, slot, _ = moving_shards(plan)[0]
-    plan["src_offset"][rank, slot] = T
-
-
-INVALID = {
-    first_to(W): r"has dst_rank 4; it must be in \[-1, 4\)",
-    first_to(-2): r"has dst_rank -2; it must be in \[-1, 4\)",
-    too_many_rows: r"rank 2 slot 4 names \d+ rows from row \d+ but the rank",
-    rows_past_32_bits: r"rank 2 slot 4 names 2147483648 rows",
-    an_offset_too_large: r"rank 3 would receive 21474836\d\d tokens",
-    overlapping_rows: "",  # whichever error is found first
-    a_slot_cut_off: r"num_recv_tokens.*a static bound \(max_recv_seqs",
-    counts_that_are_not_what_is_sent: r"rank 0 expects \d+ tokens from rank 1 \(num_recv_tokens",
-    a_total_beyond_capacity: "rank 3 would receive 1048576 tokens but capacity .* Pass capacity>",
-    a_source_beyond_the_rows: r"rank \d slot \d names \d+ rows from row 8",
-}
+TWICE = plan_of("rows named twice")
+FIRST, LAST = map(tuple, moving_shards(TWICE)[[0, -1]])
+COUNTS = TWICE["num_recv_tokens"]
+# Changes of that plan, (field, index, value) each, and the error; "": whichever is found first.
+INVALID = [
+    ([("dst_rank", FIRST, W)], r"has dst_rank 4; it must be in \[-1, 4\)"),
+    ([("dst_rank", FIRST, -2)], r"has dst_rank -2; it must be in \[-1, 4\)"),
+    (
+        [("seq_len", (2, S - 1), 3 * T), ("dst_rank", (2, S - 1), 0)],
+        r"rank 2 slot 4 names \d+ rows from row \d+ but the rank",
+    ),
+    (
+        [("seq_len", 2, 2**31), ("dst_rank", 2, -1), ("dst_rank", (2, S - 1, 0), 0)],
+        r"rank 2 slot 4 names 2147483648 rows",
+    ),
+    (
+        [("dst_offset", TWICE["dst_rank"] == 3, 2**31)],
+        r"rank 3 would receive 21474836\d\d tokens",
+    ),
+    ([(field, LAST, TWICE[field][FIRST]) for field in ("dst_offset", "dst_rank")], ""),
+    ([("dst_rank", FIRST, -1)], r"num_recv_tokens.*a static bound \(max_recv_seqs"),
+    (
+        [("num_recv_tokens", (0, i), COUNTS[0, i] + 1) for i in (1, W)],
+        r"rank 0 expects \d+ tokens from rank 1 \(num_recv_tokens",
+    ),
+    (
+        [("num_recv_tokens", (3, W), 2**20)],
+        "rank 3 would receive 1048576 tokens but capacity .* Pass capacity>",
+    ),
+    ([("src_offset", FIRST[:2], T)], r"rank \d slot \d names \d+ rows from row 8"),
+]
 WIDTHS = ["int32", "bfloat16", "complex64", "float8_e4m3b11fnuz", "float8_e8m0fnu", "bool"]
 
 
@@ -330,16 +304,16 @@ def test_invalid_plans_are_rejected_on_all_ranks(implementation):
 
     What is wrong in a slot that moves nothing does not count.
     """
-    good = plan_of("rows named twice")
-    capacity = capacity_of(good) + 2
+    capacity = capacity_of(TWICE) + 2
     x = np.random.default_rng(4).normal(size=(W, T, 3)).astype(np.float32)
-    y = dispatched(good, x, capacity)
+    y = dispatched(TWICE, x, capacity)
     rows = {"x": x, **{name: np.abs(x).astype(jnp.dtype(name)) for name in WIDTHS}}
     run = moving_both(implementation, capacity, T, mesh_of(W, ORDER))
     copy_of = lambda plan: {**{name: np.array(x) for name, x in plan.items()}, "world_size": W}
-    for spoil, message in INVALID.items():
-        bad: dict[str, Any] = copy_of(good)
-        spoil(bad)
+    for changes, message in INVALID:
+        bad: dict[str, Any] = copy_of(TWICE)
+        for field, index, value in changes:
+            bad[field][index] = value
         if implementation == "in_process":
             with pytest.raises(jax.errors.JaxRuntimeError, match=message or "rank"):
                 jax.block_until_ready(run(rows, y, Metadata(**bad)))
@@ -350,7 +324,7 @@ def test_invalid_plans_are_rejected_on_all_ranks(implementation):
             else:
                 assert not result.any(), (message, result.dtype)
 
-    idle: dict[str, Any] = copy_of(good)
+    idle: dict[str, Any] = copy_of(TWICE)
     idle["dst_rank"][[1, 2], S - 1] = -1
     idle["num_recv_tokens"][:] = 0
     for rank, slot, replica in moving_shards(idle):
@@ -360,7 +334,7 @@ def test_invalid_plans_are_rejected_on_all_ranks(implementation):
     odd["seq_len"][1, S - 1] = 2**32 - 1
     odd["seq_len"][2, S - 1], odd["dst_rank"][2, S - 1] = 0, 99
     odd["dst_offset"][[1, 2], S - 1] = 2**32 - 1
-    for plan, same in (odd, idle), (good, good):  # the next call is fine
+    for plan, same in (odd, idle), (TWICE, TWICE):  # the next call is fine
         sent, home = run(rows, y, Metadata(**plan))
         np.testing.assert_array_equal(sent["x"], dispatched(same, x, capacity))
         np.testing.assert_array_equal(home, combined(same, y, T, np.float32))

@@ -13,12 +13,10 @@ import numpy as np
 import pytest
 from dispatch_cases import (
     CAPACITY,
-    HOME,
     METADATA,
     PLAN,
     SENT,
     X_OF_RANKS as X,
-    Y_OF_RANKS as Y,
     F,
     S,
     T,
@@ -246,25 +244,6 @@ def test_in_the_middle_of_a_loop():
     np.testing.assert_array_equal(run(X, stack(*[METADATA] * 4)), expected)
     fails(run(X, stack(METADATA, METADATA, bad, METADATA)), message)
     np.testing.assert_array_equal(run(X, stack(*[METADATA] * 4)), expected)
-
-
-def test_in_the_backward_pass():
-    @jax.custom_vjp
-    def move(x, m, backward):
-        return send(x, m)
-
-    move.defvjp(
-        lambda x, m, backward: (send(x, m), backward),
-        lambda backward, g: (combine_rows(g, backward), None, None),
-    )
-
-    def local(x, y, m, backward):
-        return jax.grad(lambda x: jnp.sum(move(x, m, backward) * y))(x)
-
-    run = on_ranks(local, mesh_of(W), check_vma=False)
-    bad, message = spoiled()
-    np.testing.assert_array_equal(run(X, Y, METADATA, METADATA), HOME)
-    fails(run(X, Y, METADATA, bad), f"combine over axis 'cp': {message}")
 
 
 def test_in_one_of_two_groups():

@@ -1,4 +1,4 @@
-"""dispatch and combine on meshes: axes of all types, placed arrays, storage, branches, loops."""
+"""dispatch and combine on meshes: axes of all types, placed arrays, storage, two calls."""
 
 from typing import Any
 
@@ -21,10 +21,10 @@ from dispatch_cases import (
     moves_and_gradients,
 )
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from movement_oracle import combined, dispatched, random_plan
+from movement_oracle import dispatched, random_plan
 from on_mesh import AXIS, mesh_of, permuted_mesh
 
-from jax_cp_dispatch import Metadata, combine, dispatch, dispatch_qkv
+from jax_cp_dispatch import Metadata, dispatch, dispatch_qkv, dispatch_start, exchange_done
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 both_kinds = pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
@@ -134,16 +134,6 @@ def test_one_device_holds_all_ranks():
     assert all(np.isnan(result).all() for result in run(x, y, too_long))
 
 
-def test_examples_of_one_plan_are_one_call_with_wider_rows():
-    x = integers(2, W * T, F)
-    placed = jax.device_put(x, NamedSharding(tp_mesh(EXPLICIT), P(None, AXIS, "tp")))
-    run = jax.jit(jax.vmap(send)).lower(placed).compile()
-    assert str(run.as_text()).count('custom_call_target="jax_cp_dispatch.dispatch"') == 1
-    for rows, got in zip(x, np.asarray(run(placed)), strict=True):
-        expected = dispatched(PLAN, rows.reshape(W, T, F), CAPACITY)
-        np.testing.assert_array_equal(got, expected.reshape(got.shape))
-
-
 # ---- Storage. A device array that shares memory with NumPy cannot be donated: XLA creates it.
 
 
@@ -205,30 +195,65 @@ def test_donated_storage_is_deleted_even_if_the_call_is_rejected():
         move(x, PLAN["num_recv_tokens"], storage)
 
 
-# ---- In control flow.
+# ---- An exchange in two calls, which on CPU devices are one; on GPUs: test_gpu_lowering.py.
 
 
-def test_branches_and_loops():
-    """Both branches of a condition contain calls, and so does a loop of unknown length."""
+SIZES: Any = {"axis_name": AXIS, "capacity": CAPACITY}
 
-    def run(x, y, flag, steps):
-        combine_rows = lambda y: combine(y, METADATA, axis_name=AXIS, num_tokens=T)
-        branch = jax.lax.cond(flag, lambda: 2 * send(x), lambda: send(combine_rows(y)))
-        step = lambda carry: (carry[0] - 1, combine_rows(send(carry[1])))
-        return branch, jax.lax.while_loop(lambda carry: carry[0] > 0, step, (steps, x))[1]
 
-    inside = jax.shard_map(
-        run, mesh=tp_mesh(), in_specs=(P(AXIS), P(AXIS), P(), P()), out_specs=P(AXIS)
-    )
-    per_rank = lambda a: np.reshape(a, (W, -1, F))
-    for fn, kind in (run, EXPLICIT), (inside, AUTO):
-        placed = jax.device_put((X, Y), NamedSharding(tp_mesh(kind), P(AXIS, "tp")))
-        compiled = jax.jit(fn)
-        for flag, steps in (True, 3), (False, 0):
-            branch, loop = compiled(*placed, flag, steps)
-            sent = 2 * per_rank(X) if flag else combined(PLAN, per_rank(Y), T)
-            np.testing.assert_array_equal(per_rank(branch), dispatched(PLAN, sent, CAPACITY))
-            expected = per_rank(X)
-            for _ in range(steps):
-                expected = combined(PLAN, dispatched(PLAN, expected, CAPACITY), T)
-            np.testing.assert_array_equal(per_rank(loop), expected)
+def on_ranks(fn):
+    return jax.shard_map(fn, mesh=mesh_of(W), in_specs=P(AXIS), out_specs=P(AXIS))
+
+
+def in_two_calls(arrays, metadata):
+    exchange, beside = dispatch_start(arrays, metadata, **SIZES, beside={"y": arrays["x"]})
+    there, beside = exchange_done(exchange, beside=beside)
+    return there, beside["y"]
+
+
+def in_one_call(arrays, metadata):
+    there = dispatch(arrays, metadata, **SIZES)
+    return there, arrays["x"]
+
+
+def test_arrays_of_all_kinds_are_those_of_one_call():
+    """Integers, arrays without elements, and 8-bit floats, whose adjoint is one exchange.
+
+    Mapped over examples of one plan.
+    """
+
+    def total(x, metadata, move):
+        narrow = x.astype("float8_e4m3fn")
+        arrays = {"ids": jnp.arange(T), "none": jnp.zeros((T, 0)), "x": x, "narrow": narrow}
+        there, beside = move(arrays, metadata)
+        squares = lambda x: (x.astype(jnp.float32) ** 2).sum()
+        value = squares(there["x"]) + squares(there["narrow"]) + squares(beside)
+        return jax.lax.psum(value, AXIS), there
+
+    def both(move):
+        grad = jax.grad(lambda x, m: total(x, m, move), has_aux=True)
+        run = jax.shard_map(
+            jax.vmap(grad, (0, None)), mesh=mesh_of(W), in_specs=(P(None, AXIS), P(AXIS)),
+            out_specs=P(None, AXIS),
+        )  # fmt: skip
+        return jax.jit(run)(np.stack([X, X / 2]), METADATA)
+
+    (two, there), (one, _) = both(in_two_calls), both(in_one_call)
+    np.testing.assert_array_equal(two, one)
+    ids = dispatched(PLAN, np.tile(np.arange(T), (W, 1)), CAPACITY)
+    np.testing.assert_array_equal(there["ids"], [ids.reshape(-1)] * 2)
+    sent = dispatched(PLAN, X.reshape(W, T, F), CAPACITY).reshape(-1, F)
+    np.testing.assert_array_equal(there["x"], [sent, sent / 2])
+    assert there["none"].shape == (2, W * CAPACITY, 0)
+
+
+def test_an_exchange_ends_once():
+    def twice(x, metadata):
+        exchange, _ = dispatch_start(x, metadata, **SIZES)
+        exchange_done(exchange)
+        return exchange_done(exchange)[0]
+
+    with pytest.raises(ValueError, match=r"exchange_done: this exchange of dispatch_start is done"):
+        jax.eval_shape(lambda x: on_ranks(twice)(x, METADATA), X)
+    with pytest.raises(TypeError, match=r"exchange_done: got tuple; it needs the first result of"):
+        exchange_done((X, None))
