@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from inner import warn_again
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from movement_oracle import random_plan
 from on_mesh import AXIS, mesh_of, permuted_mesh
@@ -38,7 +39,6 @@ from jax_cp_dispatch._ranks.implementations import (
     Operation,
     gpu as implementations_gpu,
 )
-from jax_cp_dispatch._text import say_once  # inner: forgets what was said
 from jax_cp_dispatch.doctor.machine import Finding
 from jax_cp_dispatch.doctor.self_test import try_implementations
 from jax_cp_dispatch.gpu import raise_gpu_errors
@@ -101,7 +101,7 @@ PLACES = {
 def is_refused(why, *places, name="cuda_peer", **options):
     """By default XLA serves the call, and says why; a transport that is named raises an error."""
     for place in places:
-        say_once.cache_clear()
+        warn_again()
         with pytest.warns(UserWarning, match=f"XLA('s collectives| serves this call).*{why}"):
             assert not calls(PLACES[place](**options))
         with pytest.raises(NotImplementedError, match=f"'{name}' cannot .*{why}"):
@@ -148,7 +148,7 @@ def test_a_platform_without_a_transport():
         text = jax.jit(move).trace(shape).lower(lowering_platforms=("rocm",)).as_text()
         assert "jax_cp_dispatch." not in text
 
-    say_once.cache_clear()
+    warn_again()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         lower("xla")
