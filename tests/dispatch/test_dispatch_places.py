@@ -18,6 +18,7 @@ from dispatch_cases import (
     Y,
     check_all_ranks,
     integers,
+    moves,
     moves_and_gradients,
 )
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
@@ -79,7 +80,7 @@ def test_placed_arrays_stay_on_their_devices(kind):
 def test_shardings_that_only_the_compiler_knows():
     """Of NumPy's arrays; also of rows on every device."""
     split = NamedSharding(tp_mesh(), P(AXIS, "tp"))
-    results = jax.jit(moves_and_gradients, in_shardings=(split, split, None))(X, Y, METADATA)
+    results = jax.jit(moves, in_shardings=(split, split, None))(X, Y, METADATA)
     check_all_ranks(results)
     check_split(results)
     whole = NamedSharding(tp_mesh(), P(None, "tp"))
@@ -102,7 +103,7 @@ def test_axes_of_both_kinds(ranks):
     other = AUTO if ranks == EXPLICIT else EXPLICIT
     mesh = tp_mesh((other, ranks))
     x, y = jax.device_put((X, Y), NamedSharding(mesh, P(AXIS, "tp")))
-    results = jax.jit(moves_and_gradients)(x, y, METADATA)
+    results = jax.jit(moves)(x, y, METADATA)
     check_all_ranks(results)
     if other == EXPLICIT:
         check_split(results)
@@ -117,18 +118,15 @@ def test_two_axes_are_one_axis_of_ranks(kind):
     is_manual = kind == AxisType.Manual
     mesh = permuted_mesh((2, 4), ("pod", "data"), AUTO if is_manual else kind)
     placed = jax.device_put((x, y), NamedSharding(mesh, P(names)))
-    for implementation in ("in_process", "xla") if is_manual else (None,):
-        where: Any = {"axis_name": names, "implementation": implementation}
-        run: Any = lambda *args: moves_and_gradients(*args, **where)  # noqa: B023
-        if is_manual:
-            specs: Any = {"in_specs": P(names), "out_specs": P(names)}
-            run = jax.shard_map(run, mesh=mesh, **specs)
-        check_all_ranks(jax.jit(run)(*placed, Metadata(**plan)), x, y, plan)
+    run: Any = lambda *args: moves(*args, axis_name=names)
+    if is_manual:
+        run = jax.shard_map(run, mesh=mesh, in_specs=P(names), out_specs=P(names))
+    check_all_ranks(jax.jit(run)(*placed, Metadata(**plan)), x, y, plan)
 
 
 def test_one_device_holds_all_ranks():
     x, y = jax.device_put((X, Y), jax.devices()[1])
-    run = jax.jit(moves_and_gradients)
+    run = jax.jit(moves)
     check_all_ranks(run(x, y, METADATA))
     too_long = Metadata(**{**PLAN, "seq_len": PLAN["seq_len"] + T})
     assert all(np.isnan(result).all() for result in run(x, y, too_long))

@@ -215,7 +215,7 @@ def _dropping(index, weights):
 dropping = on_ranks(_dropping, mesh_of(W))
 
 
-@pytest.mark.parametrize("kind", ["float8_e4m3fn", "float8_e5m2", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("kind", ["float8_e5m2", "float32", "float64"])
 def test_any_weights_have_an_order(kind):
     """-0 is 0, NaN is lightest, infinite is heaviest; of thousands, and experts of any load."""
     rng, size, num_experts = np.random.default_rng(0), 4000, 5

@@ -58,21 +58,23 @@ def milliseconds_of(**options):
     return re.findall(r"deadline_ms = (\d+) : i64", run.lower(X_OF_RANKS, METADATA).as_text())
 
 
-def moves_and_gradients(x, y, metadata, *, axis_name: Any = AXIS, **where):
-    """Returns dispatch, combine and the vector-Jacobian product of each, on any number of rows."""
-    send = lambda x: dispatch(x, metadata, axis_name=axis_name, capacity=CAPACITY, **where)
-    combine_rows = lambda y: combine(y, metadata, axis_name=axis_name, num_tokens=T, **where)
-    sent, pull_sent = jax.vjp(send, x)
-    home, pull_home = jax.vjp(combine_rows, y)
-    return sent, home, pull_sent(2 * y)[0], pull_home(2 * x)[0]
+def moves(x, y, metadata, *, axis_name: Any = AXIS, **where):
+    """Returns the results of dispatch and combine, on any number of rows."""
+    options = {"axis_name": axis_name, **where}
+    sent = dispatch(x, metadata, capacity=CAPACITY, **options)
+    return sent, combine(y, metadata, num_tokens=T, **options)
+
+
+def moves_and_gradients(x, y, metadata, **where):
+    """Returns `moves`, and the vector-Jacobian product of each."""
+    (sent, home), pull = jax.vjp(lambda x, y: moves(x, y, metadata, **where), x, y)
+    return sent, home, *pull((2 * y, 2 * x))
 
 
 def check_all_ranks(results, x=X, y=Y, plan=PLAN):
-    """Checks the results of `moves_and_gradients` on arrays of all ranks."""
-    num_ranks = plan["world_size"]
-    per_rank = lambda a: a.reshape(num_ranks, -1, *a.shape[1:])
-    sent, home, pulled, pushed = (per_rank(np.asarray(a)) for a in results)
-    np.testing.assert_array_equal(sent, dispatched(plan, per_rank(x), CAPACITY))
-    np.testing.assert_array_equal(home, combined(plan, per_rank(y), T))
-    np.testing.assert_array_equal(pulled, combined(plan, 2 * per_rank(y), T))
-    np.testing.assert_array_equal(pushed, dispatched(plan, 2 * per_rank(x), CAPACITY))
+    """Checks `moves` of arrays of all ranks, or `moves_and_gradients`."""
+    per_rank = lambda a: np.asarray(a).reshape(plan["world_size"], -1, *a.shape[1:])
+    x, y = per_rank(x), per_rank(y)
+    sent, home = dispatched(plan, x, CAPACITY), combined(plan, y, T)
+    for got, want in zip(map(per_rank, results), (sent, home, 2 * home, 2 * sent)):  # noqa: B905
+        np.testing.assert_array_equal(got, want)
