@@ -92,7 +92,9 @@ def test_a_document_that_begins_and_ends_at_any_token():
     begin, end = np.triu_indices(len(rows) + 1, 1)
     ids = 1 + (rows >= begin[:, None]) + (rows >= end[:, None])  # before, inside and behind it
     segment_ids = np.where((ids == 3) & (end % 2 == 0)[:, None], 0, ids).astype(np.int32)
-    looped, other = ({name: LAYERS[name]} for name in ("causal_conv", "linear_recurrence"))
+    looped = {"causal_conv": LAYERS["causal_conv"]}
+    shapes: Any = {"x": (), "log_decay": ()}  # without features
+    other = {"recurrence": layer(sequence.linear_recurrence, shapes, oracle.linear_recurrence)}
 
     def once(tokens, weights, *, documents, axis_name):
         pieces = sequence.document_pieces(documents, axis_name=axis_name)
@@ -197,12 +199,17 @@ def test_documents_by_positions():
     segment_ids = packed([[6, 4, 14]])
     positions = np.concatenate([np.arange(n) for n in (6, 4, 14)])[None].astype(np.int32)
     x = np.arange(24, dtype=np.int32)[None]
-    given = {"axis_name": AXIS, "mesh": mesh_of(4), "fill": -1}
-    expected = sequence.shift_documents(x, 1, segment_ids=segment_ids, fill=-1)
     zigzag = Documents(np.ones_like(segment_ids), positions).zigzag(4)
-    got = zigzag.restore(sequence.shift(zigzag.apply(x), 1, documents=zigzag, **given))
-    np.testing.assert_array_equal(got, expected)
-    np.testing.assert_array_equal(sequence.shift(x, 1, positions=positions, **given), expected)
+    shift = partial(sequence.shift, offset=1, axis_name=AXIS, mesh=mesh_of(4), fill=-1)
+
+    @jax.jit
+    def both(x):
+        of_zigzag = shift(zigzag.apply(x), documents=zigzag)
+        return zigzag.restore(of_zigzag), shift(x, positions=positions)
+
+    expected = sequence.shift_documents(x, 1, segment_ids=segment_ids, fill=-1)
+    for got in both(x):
+        np.testing.assert_array_equal(got, expected)
 
 
 def test_tokens_that_the_ranks_do_not_divide():
@@ -235,45 +242,6 @@ def test_shift_of_arrays_with_sharded_heads_beside_others():
     back = lambda x: sequence.shift_documents(live(x), -1, segment_ids=segment_ids)
     expected = sequence.shift_documents(x, 1, segment_ids=segment_ids), list(map(back, g))
     jax.tree.map(np.testing.assert_array_equal, (out, dx), expected)
-
-
-# ---- Arrays without features or elements.
-
-
-def test_global_arrays_without_features():
-    """[B, T] in and out."""
-    segment_ids = packed([[3, 6, -2, 5], [1, 15]])
-    mesh = permuted_mesh((2, 2), ("data", AXIS), AxisType.Explicit)
-    shapes: Any = {"x": (), "log_decay": ()}
-    cases = {"recurrence": layer(sequence.linear_recurrence, shapes, oracle.linear_recurrence)}
-    given = {"axis_name": AXIS, "mesh": mesh, "batch_axis": "data", "head_axis": ()}
-    documents = Documents(segment_ids)
-    run = lambda tokens, weights: call_all(cases, tokens, weights, documents=documents, **given)
-    with jax.set_mesh(mesh):
-        check_layers(with_gradients(run), cases, segment_ids)
-
-
-def test_no_channels_and_no_values():
-    """Traced; compiling them takes long."""
-    ids = np.array([[1, 1, 2, 2, 2, 2]])
-    given: Any = {"axis_name": AXIS, "mesh": mesh_of(2), "segment_ids": ids}
-    like = lambda *shape: jax.ShapeDtypeStruct((1, 6, *shape), jnp.bfloat16)
-    arrays = {"x": like(0), "qk": like(2, 4), "v": like(2, 0), "gates": like(2)}
-
-    def loss(arrays):
-        x, qk, v, gates = (arrays[name] for name in ("x", "qk", "v", "gates"))
-        outputs = [
-            sequence.shift(x, 1, fill=1, **given),
-            sequence.causal_conv(x, jnp.ones((4, 0)), **given),
-            sequence.linear_recurrence(x, -x, **given),
-            sequence.gated_delta_rule(qk, qk, v, -gates, gates, **given),
-        ]
-        assert [(y.shape, y.dtype) for y in outputs] == [(y.shape, y.dtype) for y in (x, x, x, v)]
-        return sum(y.astype(jnp.float32).sum() for y in outputs)
-
-    gradients = jax.eval_shape(jax.grad(loss), arrays)
-    for name, x in arrays.items():
-        assert (gradients[name].shape, gradients[name].dtype) == (x.shape, x.dtype)
 
 
 def test_pieces_of_no_tokens():
