@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from expert_cases import OPTIONS, D, E, K, T, W, check_layer, draw, with_gradients
+from contract import check as check_layer, on_ranks as layer_on_ranks, split, with_gradients
+from expert_cases import LAYER, OPTIONS, D, E, K, T, W, draw, layer_with
 from experts_oracle import (
     after_drops,
     evenly,
@@ -17,6 +18,7 @@ from experts_oracle import (
 )
 from hypothesis import given, strategies as st
 from on_mesh import AXIS, all_fail, mesh_of, on_ranks
+from operations import CHOICES, EXPERTS, ROOM
 from pictures import texts
 from properties import examples
 
@@ -182,12 +184,13 @@ def test_experts_without_a_place():
 
 def test_drops_and_their_gradients():
     """The layer without what was dropped, gradients included."""
-    x, weights, matrices, g, index = draw(1, lowest=0)
-    run = lambda *x: with_gradients(*x, capacity=FEW, overflow="drop")
-    kept = after_drops(index, weights, HELD, FEW)
-    assert (kept != index).any()
-    got = on_ranks(run, mesh_of(W))(x, weights, matrices, g, index)
-    check_layer(got, (x, np.where(kept < 0, 0, weights), matrices, g, kept))
+    arrays, by_ranks = LAYER.arrays("float32", tokens=40), lambda x: x.reshape(W, -1, CHOICES)
+    index, weights = (by_ranks(arrays[x]) for x in ("expert_index", "weights"))
+    kept = after_drops(index, weights, evenly(EXPERTS, W), ROOM).reshape(-1, CHOICES)
+    assert (kept != arrays["expert_index"]).sum() > 9
+    *expected, cotangents = LAYER.expected({**arrays, "expert_index": kept})
+    run = with_gradients(layer_on_ranks(layer_with(drops=True), mesh_of(W)))
+    check_layer(jax.jit(run)(*split(arrays), cotangents), tuple(expected), "float32")
 
 
 @examples(12)
