@@ -1,7 +1,7 @@
 """Rows between ranks by XLA: `ragged_all_to_all`, and all-gathers in turns; CPU, GPUs and TPUs.
 
-XLA's CPU backend lacks the operation. CPU programs run a stand-in made from an all-gather, with
-XLA's definition; what NCCL does is not tested here.
+XLA's CPU backend lacks the operation. CPU programs run that of the package, which
+test_ragged_all_to_all.py compares with XLA's definition; what NCCL does is not tested here.
 """
 
 import json
@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import ragged as stand_in
 from inner import warn_again
 from jax import lax
 from jax._src import distributed
@@ -20,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from movement_oracle import combined, dispatched, random_plan
 from on_mesh import AXIS, mesh_of, on_ranks, permuted_mesh
 
-from jax_cp_dispatch import Metadata, combine, dispatch, experts
+from jax_cp_dispatch import Metadata, combine, dispatch, experts, ragged_all_to_all
 from jax_cp_dispatch._dispatch import (
     by_xla,  # inner: XLA's CPU backend lacks the operation, which a stand-in replaces
     ragged_choice,  # inner: GPUs and compilers are pretended
@@ -37,12 +36,12 @@ OPTIONS: Any = {"axis_name": AXIS, "implementation": "xla"}
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Lets CPU programs use the operation, by the stand-in; counts its calls while traced."""
+    """Lets CPU programs use the operation, by that of the package; counts calls while traced."""
     found = []
 
     def count(*args, **options):
         found.append(options)
-        return stand_in.ragged_all_to_all(*args, **options)
+        return ragged_all_to_all(*args, **options, implementation="in_process")
 
     monkeypatch.setattr(lax, "ragged_all_to_all", count)
     monkeypatch.setattr(by_xla, "may_be_ragged", lambda *_: True)
