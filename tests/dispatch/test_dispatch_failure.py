@@ -38,14 +38,6 @@ pytestmark = pytest.mark.usefixtures("unchecked_types")
 DEADLINE = 2.0
 
 
-def spoiled(rank=2):
-    """Returns a plan that promises `rank` one token too many, and its error."""
-    counts = PLAN["num_recv_tokens"].copy()
-    counts[rank, 1] += 1
-    message = f"rank {rank} expects {counts[rank, 1]} tokens from rank 1 .num_recv_tokens. but"
-    return Metadata(**{**PLAN, "num_recv_tokens": counts}), message
-
-
 # ---- In flight.
 
 
@@ -122,22 +114,7 @@ def test_different_programs_from_several_threads():
     assert outcomes == [[True] * 8] * len(plans)
 
 
-# ---- Plans that do not fit the batch, or each other. Of all kinds: test_dispatch.py.
-
-
-def test_metadata_of_another_plan_on_one_rank():
-    """Each rank passes its own slice: here rank 3 passes that of another batch."""
-    other = Metadata(**random_plan(np.random.default_rng(7), W, S, T, 2))
-
-    def mixed(mine, others):
-        mine = np.array(mine)
-        mine[3] = others[3]
-        return mine
-
-    fails(
-        on_ranks(send, mesh_of(W))(X, jax.tree.map(mixed, METADATA, other)),
-        r"rank \d expects \d+ tokens from rank \d \(num_recv_tokens\) but rank \d's slots",
-    )
+# ---- A plan that does not fit the batch. Of all kinds: test_dispatch.py.
 
 
 def test_plan_made_under_jit_that_needs_more_slots_than_its_bound():
@@ -227,23 +204,6 @@ def test_rank_that_fails_before_the_call():
 
 
 # ---- Failures in different places.
-
-
-def test_in_the_middle_of_a_loop():
-    """Step 2 of 4 fails; the same program runs on good plans before and after."""
-
-    def local(x, plans):
-        step = lambda x, m: (x + combine_rows(send(x, m), m), None)
-        return jax.lax.scan(step, x, plans)[0]
-
-    bad, message = spoiled()
-    run = on_ranks(local, mesh_of(W))
-    stack = lambda *plans: jax.tree.map(lambda *a: np.stack(a, 1), *plans)
-    moved = combined(PLAN, dispatched(PLAN, np.ones_like(X), CAPACITY), T)
-    expected = X * (1 + moved) ** 4
-    np.testing.assert_array_equal(run(X, stack(*[METADATA] * 4)), expected)
-    fails(run(X, stack(METADATA, METADATA, bad, METADATA)), message)
-    np.testing.assert_array_equal(run(X, stack(*[METADATA] * 4)), expected)
 
 
 def test_in_one_of_two_groups():

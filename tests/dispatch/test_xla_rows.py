@@ -21,7 +21,7 @@ from on_mesh import AXIS, mesh_of, on_ranks, permuted_mesh
 
 from jax_cp_dispatch import Metadata, combine, dispatch, experts, ragged_all_to_all
 from jax_cp_dispatch._dispatch import (
-    by_xla,  # inner: XLA's CPU backend lacks the operation, which a stand-in replaces
+    by_xla,  # inner: a CPU program uses the operation
     ragged_choice,  # inner: GPUs and compilers are pretended
     xla_collectives,  # inner: a small limit of bytes
 )
