@@ -230,8 +230,8 @@ def test_multiprocessors_of_an_exchange_are_those_of_its_derivative():
 
     assert numbers(lowered_on_ranks()) == ["0"]  # all
     some = on_ranks(lambda x, m: send(x, m, num_comm_sm=48), mesh_of(W))
-    squares = jax.grad(lambda x, m: (some(x, m) ** 2).sum())
-    assert numbers(lowered(squares, X, PLAN)) == ["48", "48"]
+    text = lowered(jax.grad(lambda x, m: (some(x, m) ** 2).sum()), X, PLAN)
+    assert numbers(text) == ["48", "48"] and [x for x, _ in calls(text)] == ["dispatch", "combine"]
     assert numbers(lowered_on_ranks(num_comm_sm=2**70)) == [str(2**31 - 1)]
 
 

@@ -267,59 +267,57 @@ def test_a_capacity_from_a_sample():
 # ---- The load of a routing of all ranks: texts, numbers, times and a picture.
 
 
+_, OF_CHOICES, INDEX = draw(0, lowest=0)
+
+
 @functools.partial(jax.jit, static_argnames=("capacity", "overflow"))
 def routing_of(index, **options):
-    index = index.reshape(-1, K)
-    return experts.route(index, mesh=mesh_of(W), **{**OPTIONS, **options})
+    return experts.route(index.reshape(-1, K), mesh=mesh_of(W), **{**OPTIONS, **options})
 
 
 def test_describe():
-    _, weights, *_, index = draw(0, lowest=0)
-    text = routing_of(index).describe()
-    rows, sent = need(index), num_moved(index, HELD)
+    text = routing_of(INDEX).describe()
+    rows, sent = need(INDEX), num_moved(INDEX, HELD)
     assert f"{W} ranks of {E // W} experts, {W * T} tokens of {K} choices" in text
     assert f"{ALL} for experts; max/mean {max(rows) / np.mean(rows):.3f}" in text
     assert f"at most {max(rows)} rows needed on rank {np.argmax(rows)}" in text
     moved = sent.sum() - np.trace(sent)
     assert f"{moved} move to another rank ({moved / (W * T):.3f} per token)" in text
     assert "0 choices (0.0%)" in text
-    none = routing_of(np.full_like(index, -1)).describe()
+    none = routing_of(np.full_like(INDEX, -1)).describe()
     assert "0 for experts; max/mean 1.000" in none and "No tokens move" in none
-    weights = weights.reshape(-1, K)
-    text = routing_of(index, capacity=FEW, overflow="drop", weights=weights).describe()
+    drops = {"overflow": "drop", "weights": OF_CHOICES.reshape(-1, K)}
+    text = routing_of(INDEX, capacity=FEW, **drops).describe()
     lost = np.maximum(rows - FEW, 0).sum()
     assert f"{lost} choices ({lost / rows.sum():.1%})" in text
     with pytest.raises(TypeError, match=r"Routing.describe: the plan is traced"):
-        jax.jit(lambda i: routing_of(i).describe())(index)
+        jax.jit(lambda i: routing_of(i).describe())(INDEX)
 
 
 def test_imbalance_in_a_program():
-    *_, index = draw(0, lowest=0)
-    got = jax.jit(lambda i: routing_of(i).imbalance)(index)
+    got = jax.jit(lambda i: routing_of(i).imbalance)(INDEX)
     assert got.dtype == np.float32 and got.shape == ()
-    np.testing.assert_allclose(got, max(need(index)) / np.mean(need(index)), rtol=1e-6)
-    assert routing_of(np.full_like(index, -1)).imbalance == 1
+    np.testing.assert_allclose(got, max(need(INDEX)) / np.mean(need(INDEX)), rtol=1e-6)
+    assert routing_of(np.full_like(INDEX, -1)).imbalance == 1
     on_each = on_ranks(lambda i: experts.route(i, **OPTIONS).imbalance, mesh_of(W))
-    np.testing.assert_array_equal(on_each(index), np.full(W, got))
+    np.testing.assert_array_equal(on_each(INDEX), np.full(W, got))
 
 
 def test_each_rank_alone():
-    *_, index = draw(0, lowest=0)
     seen = []
 
     def experts_of_a_rank(sizes, rows):
         jax.debug.callback(lambda x: seen.append(x.tolist()), sizes, ordered=True)
         return rows * sizes.sum()
 
-    profile = experts.load_profile(routing_of(index), experts_of_a_rank, np.ones(3), repeats=2)
-    assert profile.work == tuple(need(index)) and len(profile.seconds) == W
-    sizes = np.asarray(routing_of(index).group_sizes).reshape(W, -1).tolist()
+    profile = experts.load_profile(routing_of(INDEX), experts_of_a_rank, np.ones(3), repeats=2)
+    assert profile.work == tuple(need(INDEX)) and len(profile.seconds) == W
+    sizes = np.asarray(routing_of(INDEX).group_sizes).reshape(W, -1).tolist()
     assert seen == [sizes[0], *sizes, *sizes]  # the first compiles
     assert str(profile).startswith("experts_of_a_rank: busiest rank")
 
 
 def test_a_picture_of_the_load(tmp_path):
     pytest.importorskip("matplotlib", reason="pictures need it: install the plots extra")
-    *_, index = draw(0, lowest=0)
-    experts.plot_load(routing_of(index), tmp_path / "load.svg")
+    experts.plot_load(routing_of(INDEX), tmp_path / "load.svg")
     assert {"capacity", "mean", "rank", "rows"} <= set(texts(tmp_path / "load.svg"))
