@@ -167,13 +167,16 @@ def test_batches_and_heads_are_sharded():
 
 
 MIXED = BATCHES["mixed"]
-# An odd number of tokens per rank: the first chunk of a rank is longer by one, or alone.
-UNEVEN = [("zigzag", 3, 2, packed([[n - 2, 2]])) for n in (3, 9)]
 
 
 @pytest.mark.parametrize(
     "order, num_ranks, offset, segment_ids",
-    [("placed", 3, -17, MIXED), ("zigzag", 8, 3, MIXED), *UNEVEN],
+    [
+        ("placed", 3, -17, MIXED),
+        # An odd number of tokens per rank: its first chunk is longer by one, or alone.
+        ("zigzag", 8, 3, MIXED[:, :88]),
+        ("zigzag", 3, 2, packed([[1, 2]])),
+    ],
 )
 def test_shifts_of_integers_and_floats(order, num_ranks, offset, segment_ids):
     """Together, by more than a rank's tokens, with a value for what is missing."""
