@@ -25,6 +25,7 @@ NO_PLAN: Any = WHERE
 
 def each(cases) -> Any:
     """Runs a test with the name, the call and the message of every case of `{name: [...]}`."""
+    check_names(cases)
     rows = [(name, *case) for name, of_name in cases.items() for case in of_name]
     ids = [f"{row[0]}-{i}" for i, row in enumerate(rows)]
     return pytest.mark.parametrize("name, call, says", rows, ids=ids)
