@@ -116,7 +116,7 @@ def assert_near(got, want, tolerance=1e-5):
         assert np.abs(x - y).max() <= tolerance * np.abs(y).max()
 
 
-@pytest.mark.parametrize("op, num_ranks", [("gated_delta_rule", 1), ("linear_attention", 4)])
+@pytest.mark.parametrize("op, num_ranks", [("gated_delta_rule", 4), ("linear_attention", 1)])
 def test_states_of_heads(op, num_ranks):
     """Documents begin and end in chunks of 32 tokens that are neither the first nor the last."""
     calls, rng = np.repeat(CALLS, 8, axis=2), np.random.default_rng()
