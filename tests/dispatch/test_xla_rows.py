@@ -99,7 +99,7 @@ def test_any_plan_matches_the_definition_and_an_invalid_one_gives_nan(calls, has
         broken[field][index] = value
         sent, home = run(x, y, Metadata(**broken))
         assert np.isnan(sent["x"]).all() and np.isnan(home).all(), field
-    assert [options["axis_name"] for options in calls] == [axes] * 4
+    assert [options["axis_name"] for options in calls] == [axes] * 3
 
 
 @pytest.mark.parametrize("num_turns", [2, 5])
