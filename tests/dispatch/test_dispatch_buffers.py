@@ -5,24 +5,35 @@ All else is as without a buffer.
 
 import gc
 import math
-import os
 import pathlib
 import re
 import resource
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from movement_oracle import combined, dispatched, random_plan
-from on_mesh import AXIS, Gate, mesh_of, on_ranks
+from dispatch_cases import (
+    CAPACITY,
+    HOME,
+    METADATA,
+    PLAN,
+    SENT,
+    X_OF_RANKS as X,
+    Y_OF_RANKS as Y,
+    T,
+    W,
+    combine_rows,
+    fails,
+    milliseconds_of,
+    send,
+)
+from inner import calls_in_flight
+from movement_oracle import dispatched, random_plan
+from on_mesh import AXIS, Gate, all_fail, mesh_of, on_ranks
 
-from jax_cp_dispatch import Metadata, combine, dispatch, dispatch_qkv
-from jax_cp_dispatch._dispatch import buffers  # inner: what a call reads of a buffer
-from jax_cp_dispatch._ranks import runtime  # inner: how many calls use a buffer
+from jax_cp_dispatch import Metadata, dispatch_qkv
 from jax_cp_dispatch.buffers import (
     create_dispatch_buffer,
     destroy_all_dispatch_buffers,
@@ -31,40 +42,39 @@ from jax_cp_dispatch.buffers import (
 
 pytestmark = pytest.mark.usefixtures("no_buffers", "unchecked_types")
 
-W, S, T, F = 8, 3, 8, 2
-CAPACITY = W * T * 2  # enough for every plan with two replicas
-RNG = np.random.default_rng(0)
-PLAN = random_plan(RNG, W, S, T, 2)
-METADATA = Metadata(**PLAN)
-X = RNG.integers(-8, 9, (W, T, F)).astype(np.float32)
-Y = RNG.integers(-8, 9, (W, CAPACITY, F)).astype(np.float32)
-
 
 def create(**options):
     return create_dispatch_buffer(**{"capacity": CAPACITY, **options})
 
 
+def sending(buffer, **options):
+    return on_ranks(lambda x, m: send(x, m, buffer=buffer, **options), mesh_of(W))
+
+
 # ---- On the host.
 
 
-def limits(buffer):
-    return buffers.buffer_limits("x", buffer)
+def rows_of(buffer):
+    """Returns the rows of a result of each rank."""
+    return jax.eval_shape(sending(buffer), X, METADATA).shape[1]
 
 
 def exists(buffer):
+    """Whether a buffer exists; not any more."""
     try:
-        return bool(limits(buffer))
+        destroy_dispatch_buffer(buffer)
     except ValueError:
         return False
+    return True
 
 
 def test_a_buffer_is_its_limits():
     first = create()
     second = create(capacity=np.int32(7), deadline=1)
-    assert (limits(first), limits(np.int64(second))) == ((CAPACITY, None), (7, 1.0))
+    assert (rows_of(first), rows_of(np.int64(second))) == (CAPACITY, 7)
     assert type(first) is int
     destroy_dispatch_buffer(np.int32(first))
-    assert not exists(first) and exists(second)
+    assert not exists(first) and rows_of(second) == 7
     third = create()
     destroy_all_dispatch_buffers()
     assert not exists(second) and not exists(third)
@@ -94,15 +104,9 @@ def test_limits_that_are_refused(error, name):
             create(**{name: value})
 
 
-NAMING = [
-    (destroy_dispatch_buffer, "destroy_dispatch_buffer"),
-    (lambda buffer: buffers.buffer_limits("dispatch", buffer), "dispatch"),
-]
-
-
-@pytest.mark.parametrize("function, op", NAMING)
-def test_ids_without_a_buffer(function, op):
-    buffer = create()
+@pytest.mark.parametrize("function", [destroy_dispatch_buffer, rows_of])
+def test_ids_without_a_buffer(function):
+    buffer, op = create(), "dispatch" if function is rows_of else function.__name__
     destroy_dispatch_buffer(buffer)
     with pytest.raises(ValueError, match=rf"{op}: buffer {buffer} has been destroyed\. Create"):
         function(buffer)
@@ -111,122 +115,55 @@ def test_ids_without_a_buffer(function, op):
     for number in (0, -1, 2**63):
         with pytest.raises(ValueError, match=rf"{op}: buffer is {number}; .* is positive"):
             function(number)
-    for other in (True, float(buffer), None, str(buffer)):
+    for other in (True, float(buffer), str(buffer)):
         with pytest.raises(TypeError, match=f"{op}: buffer is {re.escape(repr(other))}; it needs"):
             function(other)
 
 
 def test_a_traced_id_is_rejected():
-    with pytest.raises(TypeError, match=r"x: buffer is .*Tracer.*; it needs to be the int"):
-        jax.make_jaxpr(limits)(create())
+    with pytest.raises(TypeError, match=r"dispatch: buffer is .*Tracer.*; it needs to be the int"):
+        jax.make_jaxpr(rows_of)(create())
 
 
-def test_create_dispatch_buffer_in_many_threads():
-    before, together = create(), threading.Barrier(8)
+def test_thousands_of_buffers_leave_nothing_behind():
+    """In several threads, too, each gets its own ids."""
 
-    def work(thread):
-        together.wait()
-        ids = []
-        for i in range(100):
-            ids.append(create(capacity=thread + 1))
-            assert limits(ids[-1]) == (thread + 1, None)
-            if i % 2:
-                destroy_dispatch_buffer(ids[-1])
-        return ids
+    def resident():
+        num_pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+        return num_pages * resource.getpagesize()
 
-    with ThreadPoolExecutor(8) as threads:
-        ids = list(threads.map(work, range(8)))
-    given = sorted(id for mine in ids for id in mine)
-    assert given == list(range(before + 1, before + 1 + 8 * 100))
-    assert {id for id in given if exists(id)} == {id for mine in ids for id in mine[::2]}
-
-
-def resources():
-    """(bytes of memory, threads, open files) of this process."""
-    num_pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
-    count = lambda folder: len(os.listdir(f"/proc/self/{folder}"))
-    return num_pages * resource.getpagesize(), count("task"), count("fd")
-
-
-def test_ten_thousand_buffers_leave_nothing_behind():
     def cycles(num_cycles):
         for _ in range(num_cycles):
             buffer = create()
-            destroy_dispatch_buffer(buffer)
-            assert not exists(buffer)
+            assert exists(buffer) and not exists(buffer)
         gc.collect()
+        return buffer
 
     # Fills holes in the heap that would hide a leak; an entry takes 96 bytes.
     filling = [np.empty(96, np.uint8) for _ in range(50_000)]
     cycles(1000)
-    memory, *others = resources()
-    cycles(10_000)
-    memory_after, *others_after = resources()
-    # Threads of other tests may have ended in the meantime.
-    assert all(after <= before for before, after in zip(others, others_after, strict=True))
-    assert memory_after - memory < 1 << 19  # 100 bytes per buffer would be twice that
+    memory = resident()
+    last = cycles(10_000)
+    assert resident() - memory < 1 << 19  # 100 bytes per buffer would be twice that
     del filling
+    create_many = lambda _: [create() for _ in range(50)]
+    with ThreadPoolExecutor(8) as threads:
+        ids = [id for mine in threads.map(create_many, range(8)) for id in mine]
+    assert sorted(ids) == list(range(last + 1, last + 401)) and all(map(exists, ids))
 
 
 # ---- In calls.
 
 
-def num_in_use(buffer):
-    """Returns the calls in flight that use a buffer, one per rank."""
-    return runtime.native.find_buffer("test", buffer)
-
-
-def program(fn, *, check_vma=True):
-    """Runs `fn(x, metadata)` on every rank."""
-    return on_ranks(fn, mesh_of(W), check_vma=check_vma)
-
-
-def sending(buffer):
-    return program(lambda x, m: dispatch(x, m, axis_name=AXIS, buffer=buffer))
-
-
-def slow(x, rounds):
-    """Returns `x` after arithmetic that it depends on."""
-    busy = jnp.broadcast_to(x[:1, :1], (256, 256))
-    busy = jax.lax.fori_loop(0, rounds, lambda _, a: jnp.sin(a) + 0.5, busy)
-    return x + (busy[0, 0] > 1e6)
-
-
-def slow_sending(buffer):
-    """Returns a program (x, rounds of arithmetic before the call, metadata)."""
-    send = lambda x, rounds, m: dispatch(slow(x, rounds), m, axis_name=AXIS, buffer=buffer)
-    return program(send, check_vma=False)
-
-
-def refuses(fn, match):
-    """The running program fails, and the process survives: the next result is correct."""
-    with pytest.raises(jax.errors.JaxRuntimeError, match=match):
-        jax.block_until_ready(fn())
-    np.testing.assert_array_equal(
-        program(lambda x, m: dispatch(x, m, axis_name=AXIS, capacity=CAPACITY))(X, METADATA),
-        dispatched(PLAN, X, CAPACITY),
-    )
-
-
 def test_capacity_comes_from_the_buffer():
-    buffer, other = create(), create(capacity=CAPACITY + 7)
-    send = sending(buffer)
-    for _ in range(3):
-        np.testing.assert_array_equal(send(X, METADATA), dispatched(PLAN, X, CAPACITY))
-    got = sending(other)(X, METADATA)
-    np.testing.assert_array_equal(got, dispatched(PLAN, X, CAPACITY + 7))
-    assert num_in_use(buffer) == num_in_use(other) == 0
-
-
-def test_plan_that_exceeds_the_buffer():
+    for more in (0, 7):
+        buffer = create(capacity=CAPACITY + more)
+        got = sending(buffer)(X, METADATA)
+        np.testing.assert_array_equal(got, dispatched(PLAN, X, CAPACITY + more))
+        assert calls_in_flight(buffer) == 0
     buffer = create(capacity=5)
-    refuses(lambda: sending(buffer)(X, METADATA), r"would receive \d+ tokens but capacity is 5")
-    assert num_in_use(buffer) == 0
-
-
-def deadline_of(**options):
-    run = program(lambda x, m: dispatch(x, m, axis_name=AXIS, **options))
-    return re.findall(r"deadline_ms = (\d+) : i64", run.lower(X, METADATA).as_text())
+    fails(sending(buffer)(X, METADATA), r"would receive \d+ tokens but capacity is 5")
+    assert calls_in_flight(buffer) == 0
 
 
 @pytest.mark.parametrize(
@@ -235,76 +172,76 @@ def deadline_of(**options):
 )
 def test_deadlines_are_whole_milliseconds_of_at_most_three_years(asked, milliseconds):
     buffer = create(deadline=asked)
-    assert deadline_of(buffer=buffer) == [milliseconds]
-    assert deadline_of(buffer=buffer, deadline=3.0) == ["3000"]  # of the call
+    assert milliseconds_of(buffer=buffer) == [milliseconds]
+    assert milliseconds_of(buffer=buffer, deadline=3.0) == ["3000"]  # of the call
 
 
-# ---- Destroyed buffers.
+# ---- Destroyed buffers, and buffers in use.
 
 
 def test_destroyed_id_in_a_compiled_program():
-    """Every rank gets the error; none keeps waiting, whichever arrives first."""
+    """Every rank gets the error; none keeps waiting, whichever arrives last."""
     buffer = create()
-    send = slow_sending(buffer)
-    rounds = np.arange(W, dtype=np.int32)
-    np.testing.assert_array_equal(send(X, rounds, METADATA), dispatched(PLAN, X, CAPACITY))
+    gates = [Gate(rank=rank) for rank in range(W)]
+
+    def at_its_gate(x, m, late):
+        waits = [lambda x, gate=gate: gate.wait_at(x) for gate in gates]
+        return send(jax.lax.switch(late, waits, x), m, buffer=buffer)
+
+    run = on_ranks(at_its_gate, mesh_of(W), check_vma=False)
+    gates[0].may_go.set()
+    np.testing.assert_array_equal(run(X, METADATA, np.zeros(W, np.int32)), SENT)
     destroy_dispatch_buffer(buffer)
-    for shift in range(3):
-        refuses(
-            lambda shift=shift: send(X, np.roll(rounds, shift), METADATA),
-            rf"dispatch over axis 'cp': buffer {buffer} has been destroyed. Create another",
-        )
+    says = rf"dispatch over axis 'cp': buffer {buffer} has been destroyed. Create another"
+    for rank in range(1, W):
+        out = run(X, METADATA, np.full(W, rank, np.int32))
+        assert gates[rank].has_come.wait(600)
+        gates[rank].may_go.set()
+        fails(out, says)
     assert create() == buffer + 1  # its id is not reused
-    refuses(lambda: send(X, rounds, METADATA), rf"buffer {buffer} has been destroyed")
+    fails(run(X, METADATA, np.zeros(W, np.int32)), f"buffer {buffer} has been destroyed")
 
 
 def test_a_buffer_in_use_is_kept():
     """One rank keeps the call open; the ranks that have arrived use the buffer."""
     buffer, spare = create(), create()
     gate = Gate(rank=3)
-    send = lambda x, m: dispatch(gate.wait_at(x), m, axis_name=AXIS, buffer=buffer)
-    late = program(send, check_vma=False)(X, METADATA)
-    while num_in_use(buffer) < W - 1:
+    late_send = lambda x, m: send(gate.wait_at(x), m, buffer=buffer)
+    late = on_ranks(late_send, mesh_of(W), check_vma=False)(X, METADATA)
+    while calls_in_flight(buffer) < W - 1:
         assert not late.is_ready()
         time.sleep(1e-4)
-    with pytest.raises(ValueError, match=f"buffer {buffer} is in use by 7 calls in flight, one pe"):
+    with pytest.raises(ValueError, match=f"buffer {buffer} is in use by 3 calls in flight, one pe"):
         destroy_dispatch_buffer(buffer)
-    with pytest.raises(ValueError, match=rf"use buffers {buffer} \(7 calls\); none has been destr"):
+    with pytest.raises(ValueError, match=rf"use buffers {buffer} \(3 calls\); none has been destr"):
         destroy_all_dispatch_buffers()
-    assert (num_in_use(buffer), num_in_use(spare)) == (W - 1, 0)
+    assert (calls_in_flight(buffer), calls_in_flight(spare)) == (W - 1, 0)
     gate.may_go.set()
-    np.testing.assert_array_equal(late, dispatched(PLAN, X, CAPACITY))
+    np.testing.assert_array_equal(late, SENT)
     destroy_dispatch_buffer(buffer)
 
 
 def test_a_buffer_can_be_destroyed_once_results_are_ready():
     """Every call releases the buffer before its result is ready."""
     buffer = create()
-    send = sending(buffer)
+    run = sending(buffer)
     for _ in range(200):  # as `destroy` requires; a new buffer would need a new program
-        jax.block_until_ready(send(X, METADATA))
-        assert num_in_use(buffer) == 0
+        jax.block_until_ready(run(X, METADATA))
+        assert calls_in_flight(buffer) == 0
     destroy_dispatch_buffer(buffer)
 
 
 def test_a_late_rank_gets_the_error_of_the_others():
     """The group failed without it: it waits for no new meeting. The buffer tells when."""
-    buffer = create()
-    gate = Gate(rank=2)
-    options = {"axis_name": AXIS, "buffer": buffer, "deadline": 2.0}
-    send = lambda x, m: dispatch(gate.wait_at(x), m, **options)
-    result = program(send, check_vma=False)(X, METADATA)
-    while num_in_use(buffer) < W - 1:
+    buffer, gate = create(), Gate(rank=2)
+    late_send = lambda x, m: send(gate.wait_at(x), m, buffer=buffer, deadline=2.0)
+    result = on_ranks(late_send, mesh_of(W), check_vma=False)(X, METADATA)
+    while calls_in_flight(buffer) < W - 1:
         time.sleep(1e-4)
-    while num_in_use(buffer) > 0:
+    while calls_in_flight(buffer) > 0:
         time.sleep(1e-4)
     gate.may_go.set()
-    for shard in result.addressable_shards:
-        with pytest.raises(
-            jax.errors.JaxRuntimeError,
-            match=r"deadline of 2000 ms passed: 7/8 ranks arrived.*missing ranks \[2\]",
-        ):
-            np.asarray(shard.data)
+    all_fail(result, r"deadline of 2000 ms passed: 3/4 ranks arrived.*missing ranks \[2\]")
 
 
 # ---- All else is as without a buffer.
@@ -312,39 +249,35 @@ def test_a_late_rank_gets_the_error_of_the_others():
 
 def test_combine():
     buffer = create()
-    combine_rows = program(lambda y, m: combine(y, m, axis_name=AXIS, num_tokens=T, buffer=buffer))
-    np.testing.assert_array_equal(combine_rows(Y, METADATA), combined(PLAN, Y, T))
+    run = on_ranks(lambda y, m: combine_rows(y, m, buffer=buffer), mesh_of(W))
+    np.testing.assert_array_equal(run(Y, METADATA), HOME)
     longer = np.concatenate([Y, Y[:, :1]], axis=1)
     message = rf"y has {CAPACITY + 1} rows per rank but the capacity of buffer {buffer} is"
     with pytest.raises(ValueError, match=message):
-        combine_rows(longer, METADATA)
+        run(longer, METADATA)
 
 
 def test_queries_and_keys_have_separate_buffers():
     kv_plan = random_plan(np.random.default_rng(1), W, 5, T, 1)
     q_buffer, kv_buffer = create(), create(capacity=W * T)
-    send = program(
-        lambda x, kv, m, n: dispatch_qkv(
-            x, kv, m, n, axis_name=AXIS, q_buffer=q_buffer, kv_buffer=kv_buffer
-        )
-    )
-    kv = (X + 1, np.tile(X, (1, 1, 3)))
-    q, (k, v) = send(X, kv, METADATA, Metadata(**kv_plan))
-    np.testing.assert_array_equal(q, dispatched(PLAN, X, CAPACITY))
-    np.testing.assert_array_equal(k, dispatched(kv_plan, kv[0], W * T))
-    np.testing.assert_array_equal(v, dispatched(kv_plan, kv[1], W * T))
+    buffers = {"q_buffer": q_buffer, "kv_buffer": kv_buffer}
+    run = on_ranks(lambda *args: dispatch_qkv(*args, axis_name=AXIS, **buffers), mesh_of(W))
+    operands = X, (X + 1, np.tile(X, (1, 1, 3))), METADATA, Metadata(**kv_plan)
+    q, kv = run(*operands)
+    np.testing.assert_array_equal(q, SENT)
+    for got, rows in zip(kv, operands[1], strict=True):
+        np.testing.assert_array_equal(got, dispatched(kv_plan, rows, W * T))
     destroy_dispatch_buffer(kv_buffer)
-    refuses(lambda: send(X, kv, METADATA, Metadata(**kv_plan)), f"buffer {kv_buffer} has been des")
-    assert num_in_use(q_buffer) == 0
+    fails(run(*operands), f"buffer {kv_buffer} has been des")
+    assert calls_in_flight(q_buffer) == 0
 
 
 def test_gradients():
     """The calls of the backward pass use the buffer too."""
     buffer = create()
-    send = sending(buffer)
-    y, pull = jax.vjp(lambda x: send(x, METADATA), X)
-    np.testing.assert_array_equal(y, dispatched(PLAN, X, CAPACITY))
-    np.testing.assert_array_equal(pull(Y)[0], combined(PLAN, Y, T))
+    y, pull = jax.vjp(lambda x: sending(buffer)(x, METADATA), X)
+    np.testing.assert_array_equal(y, SENT)
+    np.testing.assert_array_equal(pull(Y)[0], HOME)
     destroy_dispatch_buffer(buffer)
     op = "the transpose of dispatch over axis 'cp'"
-    refuses(lambda: pull(Y), f"{op}: buffer {buffer} has been destroyed")
+    fails(pull(Y), f"{op}: buffer {buffer} has been destroyed")

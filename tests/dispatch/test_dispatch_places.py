@@ -1,4 +1,4 @@
-"""dispatch and combine on meshes: axes of all types, placed arrays, storage, branches, loops."""
+"""dispatch and combine on meshes: axes of all types, placed arrays, storage, two calls."""
 
 from typing import Any
 
@@ -18,13 +18,14 @@ from dispatch_cases import (
     Y,
     check_all_ranks,
     integers,
+    moves,
     moves_and_gradients,
 )
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from movement_oracle import combined, dispatched, random_plan
+from movement_oracle import dispatched, random_plan
 from on_mesh import AXIS, mesh_of, permuted_mesh
 
-from jax_cp_dispatch import Metadata, combine, dispatch, dispatch_qkv
+from jax_cp_dispatch import Metadata, dispatch, dispatch_qkv, dispatch_start, exchange_done
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 both_kinds = pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
@@ -54,10 +55,14 @@ def check_split(results):
         assert axes_of(array) == (AXIS, "tp")
 
 
-@both_kinds
-def test_placed_arrays_stay_on_their_devices(kind):
-    """Explicit axes appear in the types. Metadata is split over the ranks, or a constant."""
-    split = NamedSharding(tp_mesh(kind), P(AXIS, "tp"))
+@pytest.mark.parametrize("tp", [AUTO, EXPLICIT])
+@pytest.mark.parametrize("ranks", [AUTO, EXPLICIT])
+def test_placed_arrays_stay_on_their_devices(tp, ranks):
+    """Types show only explicit axes; features over an automatic axis next to them are gathered.
+
+    Metadata is split over the ranks, or a constant.
+    """
+    split = NamedSharding(tp_mesh((tp, ranks)), P(AXIS, "tp"))
     placed, types = jax.device_put((X, Y), split), []
     metadata = jax.device_put(METADATA, NamedSharding(split.mesh, P(AXIS)))
 
@@ -67,19 +72,21 @@ def test_placed_arrays_stay_on_their_devices(kind):
         types.extend(jax.typeof(result) for result in results)
         return results
 
-    arguments = placed if kind == EXPLICIT else (*placed, metadata)
+    arguments = placed if ranks == EXPLICIT else (*placed, metadata)
     compiled = run.lower(*arguments).compile()
-    assert "all-gather" not in str(compiled.as_text())
     results = compiled(*arguments)
     check_all_ranks(results)
-    check_split(results)
-    assert kind == AUTO or all(axes_of(kind) == (AXIS, "tp") for kind in types)
+    if (tp, ranks) != (AUTO, EXPLICIT):
+        assert "all-gather" not in str(compiled.as_text())
+        check_split(results)
+    if tp == ranks == EXPLICIT:
+        check_split(types)
 
 
 def test_shardings_that_only_the_compiler_knows():
     """Of NumPy's arrays; also of rows on every device."""
     split = NamedSharding(tp_mesh(), P(AXIS, "tp"))
-    results = jax.jit(moves_and_gradients, in_shardings=(split, split, None))(X, Y, METADATA)
+    results = jax.jit(moves, in_shardings=(split, split, None))(X, Y, METADATA)
     check_all_ranks(results)
     check_split(results)
     whole = NamedSharding(tp_mesh(), P(None, "tp"))
@@ -96,18 +103,6 @@ def test_without_jit(kind):
     np.testing.assert_array_equal(send(jnp.asarray(X), mesh=mesh), SENT)
 
 
-@pytest.mark.parametrize("ranks", [AUTO, EXPLICIT])
-def test_axes_of_both_kinds(ranks):
-    """Types show only explicit axes; features over an automatic axis next to them are gathered."""
-    other = AUTO if ranks == EXPLICIT else EXPLICIT
-    mesh = tp_mesh((other, ranks))
-    x, y = jax.device_put((X, Y), NamedSharding(mesh, P(AXIS, "tp")))
-    results = jax.jit(moves_and_gradients)(x, y, METADATA)
-    check_all_ranks(results)
-    if other == EXPLICIT:
-        check_split(results)
-
-
 @pytest.mark.parametrize("kind", [EXPLICIT, AxisType.Manual])
 def test_two_axes_are_one_axis_of_ranks(kind):
     """The rank counts along `axis_name` in row-major order, whatever their order in the mesh."""
@@ -117,31 +112,18 @@ def test_two_axes_are_one_axis_of_ranks(kind):
     is_manual = kind == AxisType.Manual
     mesh = permuted_mesh((2, 4), ("pod", "data"), AUTO if is_manual else kind)
     placed = jax.device_put((x, y), NamedSharding(mesh, P(names)))
-    for implementation in ("in_process", "xla") if is_manual else (None,):
-        where: Any = {"axis_name": names, "implementation": implementation}
-        run: Any = lambda *args: moves_and_gradients(*args, **where)  # noqa: B023
-        if is_manual:
-            specs: Any = {"in_specs": P(names), "out_specs": P(names)}
-            run = jax.shard_map(run, mesh=mesh, **specs)
-        check_all_ranks(jax.jit(run)(*placed, Metadata(**plan)), x, y, plan)
+    run: Any = lambda *args: moves(*args, axis_name=names)
+    if is_manual:
+        run = jax.shard_map(run, mesh=mesh, in_specs=P(names), out_specs=P(names))
+    check_all_ranks(jax.jit(run)(*placed, Metadata(**plan)), x, y, plan)
 
 
 def test_one_device_holds_all_ranks():
     x, y = jax.device_put((X, Y), jax.devices()[1])
-    run = jax.jit(moves_and_gradients)
+    run = jax.jit(moves)
     check_all_ranks(run(x, y, METADATA))
     too_long = Metadata(**{**PLAN, "seq_len": PLAN["seq_len"] + T})
     assert all(np.isnan(result).all() for result in run(x, y, too_long))
-
-
-def test_examples_of_one_plan_are_one_call_with_wider_rows():
-    x = integers(2, W * T, F)
-    placed = jax.device_put(x, NamedSharding(tp_mesh(EXPLICIT), P(None, AXIS, "tp")))
-    run = jax.jit(jax.vmap(send)).lower(placed).compile()
-    assert str(run.as_text()).count('custom_call_target="jax_cp_dispatch.dispatch"') == 1
-    for rows, got in zip(x, np.asarray(run(placed)), strict=True):
-        expected = dispatched(PLAN, rows.reshape(W, T, F), CAPACITY)
-        np.testing.assert_array_equal(got, expected.reshape(got.shape))
 
 
 # ---- Storage. A device array that shares memory with NumPy cannot be donated: XLA creates it.
@@ -205,30 +187,65 @@ def test_donated_storage_is_deleted_even_if_the_call_is_rejected():
         move(x, PLAN["num_recv_tokens"], storage)
 
 
-# ---- In control flow.
+# ---- An exchange in two calls, which on CPU devices are one; on GPUs: test_gpu_lowering.py.
 
 
-def test_branches_and_loops():
-    """Both branches of a condition contain calls, and so does a loop of unknown length."""
+SIZES: Any = {"axis_name": AXIS, "capacity": CAPACITY}
 
-    def run(x, y, flag, steps):
-        combine_rows = lambda y: combine(y, METADATA, axis_name=AXIS, num_tokens=T)
-        branch = jax.lax.cond(flag, lambda: 2 * send(x), lambda: send(combine_rows(y)))
-        step = lambda carry: (carry[0] - 1, combine_rows(send(carry[1])))
-        return branch, jax.lax.while_loop(lambda carry: carry[0] > 0, step, (steps, x))[1]
 
-    inside = jax.shard_map(
-        run, mesh=tp_mesh(), in_specs=(P(AXIS), P(AXIS), P(), P()), out_specs=P(AXIS)
-    )
-    per_rank = lambda a: np.reshape(a, (W, -1, F))
-    for fn, kind in (run, EXPLICIT), (inside, AUTO):
-        placed = jax.device_put((X, Y), NamedSharding(tp_mesh(kind), P(AXIS, "tp")))
-        compiled = jax.jit(fn)
-        for flag, steps in (True, 3), (False, 0):
-            branch, loop = compiled(*placed, flag, steps)
-            sent = 2 * per_rank(X) if flag else combined(PLAN, per_rank(Y), T)
-            np.testing.assert_array_equal(per_rank(branch), dispatched(PLAN, sent, CAPACITY))
-            expected = per_rank(X)
-            for _ in range(steps):
-                expected = combined(PLAN, dispatched(PLAN, expected, CAPACITY), T)
-            np.testing.assert_array_equal(per_rank(loop), expected)
+def on_ranks(fn):
+    return jax.shard_map(fn, mesh=mesh_of(W), in_specs=P(AXIS), out_specs=P(AXIS))
+
+
+def in_two_calls(arrays, metadata):
+    exchange, beside = dispatch_start(arrays, metadata, **SIZES, beside={"y": arrays["x"]})
+    there, beside = exchange_done(exchange, beside=beside)
+    return there, beside["y"]
+
+
+def in_one_call(arrays, metadata):
+    there = dispatch(arrays, metadata, **SIZES)
+    return there, arrays["x"]
+
+
+def test_arrays_of_all_kinds_are_those_of_one_call():
+    """Integers, arrays without elements, and 8-bit floats, whose adjoint is one exchange.
+
+    Mapped over examples of one plan.
+    """
+
+    def total(x, metadata, move):
+        narrow = x.astype("float8_e4m3fn")
+        arrays = {"ids": jnp.arange(T), "none": jnp.zeros((T, 0)), "x": x, "narrow": narrow}
+        there, beside = move(arrays, metadata)
+        squares = lambda x: (x.astype(jnp.float32) ** 2).sum()
+        value = squares(there["x"]) + squares(there["narrow"]) + squares(beside)
+        return jax.lax.psum(value, AXIS), there
+
+    def both(move):
+        grad = jax.grad(lambda x, m: total(x, m, move), has_aux=True)
+        run = jax.shard_map(
+            jax.vmap(grad, (0, None)), mesh=mesh_of(W), in_specs=(P(None, AXIS), P(AXIS)),
+            out_specs=P(None, AXIS),
+        )  # fmt: skip
+        return jax.jit(run)(np.stack([X, X / 2]), METADATA)
+
+    (two, there), (one, _) = both(in_two_calls), both(in_one_call)
+    np.testing.assert_array_equal(two, one)
+    ids = dispatched(PLAN, np.tile(np.arange(T), (W, 1)), CAPACITY)
+    np.testing.assert_array_equal(there["ids"], [ids.reshape(-1)] * 2)
+    sent = dispatched(PLAN, X.reshape(W, T, F), CAPACITY).reshape(-1, F)
+    np.testing.assert_array_equal(there["x"], [sent, sent / 2])
+    assert there["none"].shape == (2, W * CAPACITY, 0)
+
+
+def test_an_exchange_ends_once():
+    def twice(x, metadata):
+        exchange, _ = dispatch_start(x, metadata, **SIZES)
+        exchange_done(exchange)
+        return exchange_done(exchange)[0]
+
+    with pytest.raises(ValueError, match=r"exchange_done: this exchange of dispatch_start is done"):
+        jax.eval_shape(lambda x: on_ranks(twice)(x, METADATA), X)
+    with pytest.raises(TypeError, match=r"exchange_done: got tuple; it needs the first result of"):
+        exchange_done((X, None))

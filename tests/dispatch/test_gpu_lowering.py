@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from inner import warn_again
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from movement_oracle import random_plan
 from on_mesh import AXIS, mesh_of, permuted_mesh
@@ -23,7 +24,6 @@ from jax_cp_dispatch import (
     available_implementations,
     combine,
     dispatch,
-    dispatch_qkv,
     dispatch_start,
     exchange_done,
 )
@@ -39,7 +39,6 @@ from jax_cp_dispatch._ranks.implementations import (
     Operation,
     gpu as implementations_gpu,
 )
-from jax_cp_dispatch._text import say_once  # inner: forgets what was said
 from jax_cp_dispatch.doctor.machine import Finding
 from jax_cp_dispatch.doctor.self_test import try_implementations
 from jax_cp_dispatch.gpu import raise_gpu_errors
@@ -87,14 +86,26 @@ def send(x, m, **options):
     return dispatch(x, m, axis_name=AXIS, capacity=CAPACITY, **options)
 
 
-def send_both(x, m):
-    return dispatch_qkv(
-        x, (x, x), m, m, axis_name=AXIS, q_capacity=CAPACITY, kv_capacity=CAPACITY + 1
-    )
+def lowered_on_ranks(fn=send, **options):
+    """`fn` of each rank on shuffled devices."""
+    return lowered(on_ranks(lambda x, m: fn(x, m, **options), mesh_of(W, ORDER)), X, PLAN)
 
 
-def combine_rows(y, m):
-    return combine(y, m, axis_name=AXIS, num_tokens=T)
+# Where an exchange chooses its implementation: on a rank, or for all of them on one device.
+PLACES = {
+    "shard_map": lowered_on_ranks,
+    "one device": lambda **options: lowered(lambda x, m: send(x, m, **options), X, PLAN),
+}
+
+
+def is_refused(why, *places, name="cuda_peer", **options):
+    """By default XLA serves the call, and says why; a transport that is named raises an error."""
+    for place in places:
+        warn_again()
+        with pytest.warns(UserWarning, match=f"XLA('s collectives| serves this call).*{why}"):
+            assert not calls(PLACES[place](**options))
+        with pytest.raises(NotImplementedError, match=f"'{name}' cannot .*{why}"):
+            PLACES[place](implementation=name, **options)
 
 
 # ---- The choice.
@@ -124,11 +135,9 @@ def test_every_implementation_lowers_every_operation(name):
     assert row.name == name and (row.why_not(["rocm"], None) is None) == (name == "xla")
 
 
-@pytest.mark.parametrize("place", ["shard_map", "explicit axes"])
-def test_a_platform_without_a_transport(place):
+def test_a_platform_without_a_transport():
     """XLA's collectives serve it, even without such a device; by default, one warning says so."""
-    kind = AxisType.Explicit if place == "explicit axes" else AxisType.Auto
-    split = NamedSharding(permuted_mesh((W,), (AXIS,), kind), P(AXIS))
+    split = NamedSharding(permuted_mesh((W,), (AXIS,), AxisType.Explicit), P(AXIS))
     shape = jax.ShapeDtypeStruct((W * T, 3), np.float32, sharding=split)
 
     def lower(implementation):
@@ -136,11 +145,10 @@ def test_a_platform_without_a_transport(place):
             y = send(x, PLAN, implementation=implementation)
             return combine(y, PLAN, axis_name=AXIS, num_tokens=T, implementation=implementation)
 
-        run = on_ranks(lambda x: move(x), split.mesh) if place == "shard_map" else move
-        text = jax.jit(run).trace(shape).lower(lowering_platforms=("rocm",)).as_text()
+        text = jax.jit(move).trace(shape).lower(lowering_platforms=("rocm",)).as_text()
         assert "jax_cp_dispatch." not in text
 
-    say_once.cache_clear()
+    warn_again()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         lower("xla")
@@ -150,31 +158,61 @@ def test_a_platform_without_a_transport(place):
     assert len(said) == 1, "one warning for dispatch, combine and all later calls"
 
 
-@pytest.mark.parametrize("name", ["cuda_peer", "cuda_ipc", "nvshmem"])
-def test_gpu_transports_do_not_serve_cpu_devices(name):
-    call = on_ranks(lambda x, m: send(x, m, implementation=name), mesh_of(W))
-    with pytest.raises(NotImplementedError, match=f"'{name}' cannot .* platform is 'cpu'"):
-        jax.jit(call)(X, PLAN)
-
-
-def test_cpu_transports_do_not_serve_gpus():
-    call = on_ranks(lambda x, m: send(x, m, implementation="in_process"), mesh_of(W))
-    with pytest.raises(NotImplementedError, match="the platform is 'cuda', but it serves CPU dev"):
-        lowered(call, X, PLAN)
+@pytest.mark.parametrize(
+    "name, platform, why",
+    [
+        *((name, "cpu", "platform is 'cpu'") for name in ("cuda_peer", "cuda_ipc", "nvshmem")),
+        ("in_process", "cuda", "the platform is 'cuda', but it serves CPU dev"),
+        *((name, "cuda", "there is one process") for name in ("cuda_ipc", "nvshmem")),
+    ],
+)
+def test_transports_that_cannot_serve(name, platform, why):
+    call = jax.jit(on_ranks(lambda x, m: send(x, m, implementation=name), mesh_of(W)))
+    with pytest.raises(NotImplementedError, match=f"'{name}' cannot .*{why}"):
+        call.trace(X, PLAN).lower(lowering_platforms=(platform,))
 
 
 # ---- Custom calls for GPUs.
 
 
-@pytest.mark.parametrize("implementation", [None, "cuda_peer"])
-def test_dispatch_names_the_gpu_of_every_rank(implementation):
-    text = lowered(
-        on_ranks(lambda x, m: send(x, m, implementation=implementation), mesh_of(W, ORDER)), X, PLAN
-    )
-    ((target, attributes),) = calls(text)
-    assert target == "dispatch"
-    assert device_table_in(attributes) == ORDER
-    assert 'memory = "devices"' in attributes
+GROUPS = permuted_mesh((2, W), ("data", AXIS))  # each index of the other axis is one
+MAJOR = permuted_mesh((W, 2), (AXIS, "data"))
+
+
+def over_explicit_axes():
+    devices = np.array(jax.devices()[:W])[ORDER]
+    with jax.set_mesh(Mesh(devices, (AXIS,), axis_types=(AxisType.Explicit,))):
+        return lowered(send, X, PLAN)
+
+
+DEVICES = {
+    "shard_map": (lambda: lowered_on_ranks(), ORDER),
+    "named": (lambda: lowered_on_ranks(implementation="cuda_peer"), ORDER),
+    "one manual axis": (
+        lambda: lowered(on_ranks(send, GROUPS, axis_names={AXIS}), X, PLAN),
+        [device.id for device in GROUPS.devices.flat],
+    ),
+    "the major axis": (
+        lambda: lowered(on_ranks(send, MAJOR), X, PLAN),
+        [device.id for device in MAJOR.devices.T.flat],
+    ),
+    "explicit axes": (over_explicit_axes, ORDER),
+    "one device": (PLACES["one device"], [-1]),
+}
+
+
+@pytest.mark.parametrize("place", DEVICES)
+def test_a_call_names_the_gpu_of_every_rank(place):
+    text, devices = DEVICES[place]
+    ((target, attributes),) = calls(text())
+    assert target == "dispatch" and 'memory = "devices"' in attributes
+    assert device_table_in(attributes) == devices
+
+
+def test_donated_storage_of_one_device():
+    into = lambda x, m, out: send(x, m, out=out)
+    ((_, attributes),) = calls(lowered(into, X, PLAN, np.zeros((W * CAPACITY, 3), np.float32)))
+    assert "output_operand_alias" in attributes
 
 
 def test_the_handler_reads_every_attribute():
@@ -187,88 +225,28 @@ def test_the_handler_reads_every_attribute():
 
 
 def test_multiprocessors_of_an_exchange_are_those_of_its_derivative():
-    def numbers(fn, x):
-        return re.findall(r"num_comm_sm = (\d+)", lowered(fn, x, PLAN))
+    def numbers(text):
+        return re.findall(r"num_comm_sm = (\d+)", text)
 
-    assert numbers(on_ranks(send, mesh_of(W)), X) == ["0"]  # all
+    assert numbers(lowered_on_ranks()) == ["0"]  # all
     some = on_ranks(lambda x, m: send(x, m, num_comm_sm=48), mesh_of(W))
-    assert numbers(jax.grad(lambda x, m: (some(x, m) ** 2).sum()), X) == ["48", "48"]
-    many = on_ranks(lambda x, m: send(x, m, num_comm_sm=2**70), mesh_of(W))
-    assert numbers(many, X) == [str(2**31 - 1)]
+    text = lowered(jax.grad(lambda x, m: (some(x, m) ** 2).sum()), X, PLAN)
+    assert numbers(text) == ["48", "48"] and [x for x, _ in calls(text)] == ["dispatch", "combine"]
+    assert numbers(lowered_on_ranks(num_comm_sm=2**70)) == [str(2**31 - 1)]
 
 
 def test_gpus_wait_ten_minutes_or_as_long_as_asked(monkeypatch):
     """A rank that compiles or saves a checkpoint meanwhile does not cost the channel."""
-    lasting = lambda **options: re.findall(
-        r"deadline_ms = (\d+)",
-        lowered(on_ranks(lambda x, m: send(x, m, **options), mesh_of(W)), X, PLAN),
-    )
+    lasting = lambda **options: re.findall(r"deadline_ms = (\d+)", lowered_on_ranks(**options))
     assert lasting() == ["600000"] and lasting(deadline=3.0) == ["3000"]
     monkeypatch.setenv("JAX_CP_DISPATCH_DEADLINE", "90")
     assert lasting() == ["90000"] and lasting(deadline=3.0) == ["3000"]
 
 
-def test_combine_and_gradients():
-    y = np.zeros((W * CAPACITY, 3), np.float32)
-    ((target, _),) = calls(lowered(on_ranks(combine_rows, mesh_of(W)), y, PLAN))
-    assert target == "combine"
-    loss = lambda x, m: (on_ranks(send, mesh_of(W))(x, m) ** 2).sum()
-    assert {name for name, _ in calls(lowered(jax.grad(loss), X, PLAN))} == {"dispatch", "combine"}
-    loss = lambda y, m: (on_ranks(combine_rows, mesh_of(W))(y, m) ** 2).sum()
-    assert {name for name, _ in calls(lowered(jax.grad(loss), y, PLAN))} == {"dispatch", "combine"}
-
-
-def test_queries_and_keys_go_in_one_call():
-    ((target, attributes),) = calls(lowered(on_ranks(send_both, mesh_of(W)), X, PLAN))
-    assert target == "dispatch"
-    assert f"capacity = dense<[{CAPACITY}, {CAPACITY + 1}]>" in attributes
-    assert "num_arrays = dense<[1, 2]>" in attributes
-
-
-def test_groups_of_a_larger_mesh_where_only_the_ranks_axis_is_manual():
-    mesh = permuted_mesh((2, W), ("data", AXIS))
-    text = lowered(on_ranks(send, mesh, axis_names={AXIS}), X, PLAN)
-    ((_, attributes),) = calls(text)
-    assert device_table_in(attributes) == [device.id for device in mesh.devices.flat]
-
-
-def test_ranks_on_the_major_axis():
-    mesh = permuted_mesh((W, 2), (AXIS, "data"))
-    ((_, attributes),) = calls(lowered(on_ranks(send, mesh), X, PLAN))
-    assert device_table_in(attributes) == [device.id for device in mesh.devices.T.flat]
-
-
-def test_arrays_of_all_ranks_over_explicit_axes():
-    mesh = Mesh(np.array(jax.devices()[:W])[ORDER], (AXIS,), axis_types=(AxisType.Explicit,))
-    with jax.set_mesh(mesh):
-        ((_, attributes),) = calls(lowered(send, X, PLAN))
-    assert device_table_in(attributes) == ORDER
-
-
-def test_one_device_with_all_ranks_and_donated_storage():
-    def into(x, m, out):
-        return send(x, m, out=out)
-
-    text = lowered(into, X, PLAN, np.zeros((W * CAPACITY, 3), np.float32))
-    ((_, attributes),) = calls(text)
-    assert device_table_in(attributes) == [-1]
-    assert "output_operand_alias" in attributes
-
-
-def test_xla_serves_gpus_as_well():
-    text = lowered(on_ranks(lambda x, m: send(x, m, implementation="xla"), mesh_of(W)), X, PLAN)
-    assert not calls(text)
-    assert "all_gather" in text
-
-
 def test_without_the_extension_xla_serves_and_a_named_transport_is_rejected(monkeypatch):
     monkeypatch.setattr(runtime, "cuda", None)
     monkeypatch.setattr(runtime, "cuda_reason", "the package was built without CUDA")
-    with pytest.warns(UserWarning, match=r"XLA's collectives .* built without CUDA"):
-        assert not calls(lowered(on_ranks(send, mesh_of(W)), X, PLAN))
-    named = on_ranks(lambda x, m: send(x, m, implementation="cuda_peer"), mesh_of(W))
-    with pytest.raises(NotImplementedError, match=r"'cuda_peer' cannot serve .* without CUDA"):
-        lowered(named, X, PLAN)
+    is_refused("built without CUDA", "shard_map")
 
 
 @pytest.mark.parametrize(
@@ -281,21 +259,9 @@ def test_without_the_extension_xla_serves_and_a_named_transport_is_rejected(monk
 )
 def test_modes_in_which_recorded_calls_overlap_are_rejected(flag, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", f"--xla_gpu_autotune_level=0 {flag}")
-    named = on_ranks(lambda x, m: send(x, m, implementation="cuda_peer"), mesh_of(W))
-    with pytest.raises(NotImplementedError, match=f"XLA_FLAGS has {flag}: .* at the same time"):
-        lowered(named, X, PLAN)
-    say_once.cache_clear()
-    with pytest.warns(UserWarning, match="XLA's collectives .* at the same time"):
-        assert not calls(lowered(on_ranks(lambda x, m: send(x, m), mesh_of(W)), X, PLAN))
+    is_refused(f"XLA_FLAGS has {flag}: .* at the same time", "shard_map")
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_command_buffer_scheduling_mode=LHS")
-    assert calls(lowered(on_ranks(lambda x, m: send(x, m), mesh_of(W)), X, PLAN))
-
-
-def test_transports_between_processes_need_several():
-    for name in ("cuda_ipc", "nvshmem"):
-        call = on_ranks(lambda x, m, name=name: send(x, m, implementation=name), mesh_of(W))
-        with pytest.raises(NotImplementedError, match="there is one process"):
-            lowered(call, X, PLAN)
+    assert calls(lowered_on_ranks())
 
 
 class Device(NamedTuple):
@@ -379,16 +345,9 @@ def pairs_in(size):
     return tuple(tuple(jax.devices()[i : i + size]) for i in range(0, W, size))
 
 
-@pytest.mark.parametrize(
-    "why",
-    [
-        "GPU 0 cannot access the memory of GPU 3",
-        "GPU 0 has as many peers as CUDA allows: 8, unless a switch connects them",
-    ],
-)
-def test_gpus_without_peer_access_use_xla(why, cuda, monkeypatch):
+def test_gpus_without_peer_access_use_xla(cuda, monkeypatch):
     """Asked once for the devices of each group; not for ranks that one device holds."""
-    asked = []
+    why, asked = "GPU 0 cannot access the memory of GPU 3", []
 
     def connect_peers(ordinals):
         asked.append(ordinals)
@@ -396,12 +355,7 @@ def test_gpus_without_peer_access_use_xla(why, cuda, monkeypatch):
 
     cuda.device_count, cuda.connect_peers = lambda: (8, ""), connect_peers
     peers._reason.cache_clear()
-    say_once.cache_clear()
-    with pytest.warns(UserWarning, match=f"'xla'.: {why}"):
-        assert not calls(lowered(on_ranks(lambda x, m: send(x, m), mesh_of(W)), X, PLAN))
-    named = lambda x, m: send(x, m, implementation="cuda_peer")
-    with pytest.raises(NotImplementedError, match=f"'cuda_peer' .*{why}"):
-        lowered(on_ranks(named, mesh_of(W)), X, PLAN)
+    is_refused(why, "shard_map")
     assert asked == [[0, 1, 2, 3]]
     assert CUDA_PEER.why_not(["cuda"], pairs_in(2)) == why
     assert asked[1:] == [[0, 1], [2, 3]]
@@ -409,36 +363,22 @@ def test_gpus_without_peer_access_use_xla(why, cuda, monkeypatch):
     assert available_implementations()["cuda_peer"] == (False, why)
     *_, found = itertools.islice(try_implementations(), 3)  # of the doctor
     assert found == Finding("transport cuda_peer", why, "missing")
-    assert calls(lowered(send, X, PLAN))  # one device
+    assert calls(PLACES["one device"]())
     cuda.device_count = lambda: (2, "")  # a program for another machine
     peers._reason.cache_clear()
     assert CUDA_PEER.why_not(["cuda"], pairs_in(4)) is None
     peers._reason.cache_clear()
 
 
-def test_more_ranks_than_a_call_takes_use_xla(cuda, monkeypatch):
-    monkeypatch.setattr(implementations_gpu, "MAX_RANKS", W - 1)
-    why = "there are 4 ranks, but a call on GPUs takes at most 3"
-    for run in (on_ranks(lambda x, m: send(x, m), mesh_of(W)), lambda x, m: send(x, m)):
-        say_once.cache_clear()
-        with pytest.warns(UserWarning, match=why):
-            assert not calls(lowered(run, X, PLAN))
-    named = lambda x, m: send(x, m, implementation="cuda_peer")
-    for run in (on_ranks(named, mesh_of(W)), named):
-        with pytest.raises(NotImplementedError, match=why):
-            lowered(run, X, PLAN)
-
-
-def test_more_arrays_than_a_call_takes_use_xla():
-    many = [X] * (custom_call._MAX_ARRAYS + 1)
-    why = "dispatch: XLA serves this call .* 65 arrays, but a call on GPUs takes at most 64"
-    for run in (on_ranks(lambda x, m: send(x, m), mesh_of(W)), lambda x, m: send(x, m)):
-        say_once.cache_clear()
-        with pytest.warns(UserWarning, match=why):
-            assert not calls(lowered(run, many, PLAN))
-    named = lambda x, m: send(x, m, implementation="cuda_peer")
-    with pytest.raises(NotImplementedError, match="at most 64"):
-        lowered(on_ranks(named, mesh_of(W)), many, PLAN)
+@pytest.mark.parametrize(
+    "module, limit, num, what",
+    [(implementations_gpu, "MAX_RANKS", W, "ranks"), (custom_call, "_MAX_ARRAYS", 1, "arrays")],
+)
+def test_more_than_a_call_takes_is_served_by_xla(module, limit, num, what, monkeypatch):
+    monkeypatch.setattr(module, limit, num)
+    assert all(calls(lower()) for lower in PLACES.values())
+    monkeypatch.setattr(module, limit, num - 1)
+    is_refused(f"{num} {what}, but a call on GPUs takes at most {num - 1}", *PLACES)
 
 
 def test_limits_are_those_of_the_kernels():

@@ -85,8 +85,7 @@ def test_examples_and_several_axes():
     """`jax.vmap` over rows and plans; ranks on two mesh axes."""
     pairs = [(*values(seed), *draw(seed)) for seed in (3, 4)]
     operands = [np.stack(pair, 1) for pair in zip(*pairs, strict=True)]
-    mesh = permuted_mesh((2, 2), ("a", "b"))
-    names = ["a", "b"]
+    mesh, names = permuted_mesh((2, 2), ("a", "b")), ["a", "b"]
 
     def local(*x):
         x = [a[0] for a in x]
@@ -94,8 +93,8 @@ def test_examples_and_several_axes():
 
     rows = P(("a", "b"))
     out = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=rows, out_specs=rows))(*operands)
-    for i, (operand, output, begin, size, there, _) in enumerate(pairs):
-        np.testing.assert_array_equal(out[:, i], received(operand, output, begin, size, there))
+    for i, (*given, _) in enumerate(pairs):
+        np.testing.assert_array_equal(out[:, i], received(*given))
 
 
 def test_groups():
@@ -112,20 +111,18 @@ def test_groups():
 
 
 def test_sizes_that_disagree_are_errors():
+    """Also those of two slices between two ranks, if their sum is right."""
     operand, output = values()
-    begin, size, there, got = draw(1)
-    run = on_ranks(exchange, mesh_of(W))
-    wrong = got + np.eye(W, dtype=np.int32)[2] * (np.arange(W) == 1)[:, None]
-    message = f"ragged_all_to_all.*rank 1 expects {wrong[1, 2]} tokens from rank 2"
-    all_fail(run(operand, output, begin, size, there, wrong), message)
-    all_fail(run(operand, output[:, :2], begin, size, there, got), "but rows of output is 2")
-    by_xla = on_ranks(lambda *x: exchange(*x, implementation="xla"), mesh_of(W))
-    assert np.isnan(by_xla(operand, output, begin, size, there, wrong)).all()
     begin, size, there, got = draw(2, 2)
-    swapped = got.reshape(W, W, 2)[:, :, ::-1].reshape(got.shape)  # each pair has the same sum
+    run = on_ranks(exchange, mesh_of(W))
+    by_xla = on_ranks(lambda *x: exchange(*x, implementation="xla"), mesh_of(W))
+    wrong = got + np.eye(2 * W, dtype=np.int32)[5] * (np.arange(W) == 1)[:, None]
+    swapped = got.reshape(W, W, 2)[:, :, ::-1].reshape(got.shape)
     assert (swapped != got).any()
-    all_fail(run(operand, output, begin, size, there, swapped), r"ragged_all_to_all.* expects")
-    assert np.isnan(by_xla(operand, output, begin, size, there, swapped)).all()
+    for sizes, message in (wrong, "rank 1 expects .* from rank 2"), (swapped, "expects"):
+        all_fail(run(operand, output, begin, size, there, sizes), f"ragged_all_to_all.* {message}")
+        assert np.isnan(by_xla(operand, output, begin, size, there, sizes)).all()
+    all_fail(run(operand, output[:, :2], begin, size, there, got), "but rows of output is 2")
 
 
 @pytest.mark.parametrize("field", range(4))

@@ -1,9 +1,10 @@
 """Rows between ranks by XLA: `ragged_all_to_all`, and all-gathers in turns; CPU, GPUs and TPUs.
 
-CPU programs run a stand-in made from an all-gather, with XLA's definition of the operation.
+XLA's CPU backend lacks the operation. CPU programs run that of the package, which
+test_ragged_all_to_all.py compares with XLA's definition; what NCCL does is not tested here.
 """
 
-import functools
+import json
 import types
 from typing import Any
 
@@ -11,20 +12,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import ragged as stand_in
+from inner import warn_again
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec as P
+from jax._src import distributed
+from jax.sharding import PartitionSpec as P
 from movement_oracle import combined, dispatched, random_plan
 from on_mesh import AXIS, mesh_of, on_ranks, permuted_mesh
 
-from jax_cp_dispatch import Metadata, combine, dispatch
+from jax_cp_dispatch import Metadata, combine, dispatch, experts, ragged_all_to_all
 from jax_cp_dispatch._dispatch import (
-    by_xla,  # inner: XLA's CPU backend lacks the operation, which a stand-in replaces
+    by_xla,  # inner: a CPU program uses the operation
     ragged_choice,  # inner: GPUs and compilers are pretended
     xla_collectives,  # inner: a small limit of bytes
 )
 from jax_cp_dispatch._dispatch.xla_transfers import XlaRanks  # inner: counts gathered bytes
 from jax_cp_dispatch._ranks import partitioned  # inner: a TPU is pretended
+from jax_cp_dispatch.experts import exchange  # inner: stands for processes without shared memory
 
 W, S, T, C = 8, 5, 24, 2
 CAPACITY = 100
@@ -33,12 +36,12 @@ OPTIONS: Any = {"axis_name": AXIS, "implementation": "xla"}
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Lets CPU programs use the operation, by the stand-in; counts its calls while traced."""
+    """Lets CPU programs use the operation, by that of the package; counts calls while traced."""
     found = []
 
     def count(*args, **options):
         found.append(options)
-        return stand_in.ragged_all_to_all(*args, **options)
+        return ragged_all_to_all(*args, **options, implementation="in_process")
 
     monkeypatch.setattr(lax, "ragged_all_to_all", count)
     monkeypatch.setattr(by_xla, "may_be_ragged", lambda *_: True)
@@ -53,27 +56,20 @@ def fitting_plan(seed, num_replicas=C):
     raise AssertionError("no plan fits")
 
 
-def both(x, y, m):
-    return (
-        dispatch(x, m, capacity=CAPACITY, **OPTIONS),
-        combine(y, m, num_tokens=T, **OPTIONS),
-    )
-
-
-def rows(seed):
-    rng = np.random.default_rng(seed)
-    return (rng.normal(size=(W, n, 3)).astype(np.float32) for n in (T, CAPACITY))
-
-
-def assert_as_defined(got, plan, x, y):
-    np.testing.assert_array_equal(got[0], dispatched(plan, x, CAPACITY))
-    np.testing.assert_array_equal(got[1], combined(plan, y, T, np.float32))
-
-
 @pytest.mark.parametrize("has_src_offset", [False, True])
 def test_any_plan_matches_the_definition_and_an_invalid_one_gives_nan(calls, has_src_offset):
-    """An invalid plan moves nothing, and fills every rank."""
-    run = on_ranks(both, mesh_of(W, np.random.default_rng(0).permutation(W)))
+    """On two axes of ranks, bits of narrow types too. An invalid plan fills every rank."""
+    axes = ("pod", "data")
+    options = {"axis_name": axes, "implementation": "xla"}
+    mesh = permuted_mesh((2, 4), axes)
+
+    def local(x, y, m):
+        x, y = jax.tree.map(lambda x: x[0], (x, y))
+        sent = dispatch(x, m, capacity=CAPACITY, **options)
+        home = combine(y, m, num_tokens=T, **options)
+        return jax.tree.map(lambda x: x[None], (sent, home))
+
+    run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P(axes), out_specs=P(axes)))
 
     def plan_of(seed):
         plan = fitting_plan(seed)
@@ -83,38 +79,27 @@ def test_any_plan_matches_the_definition_and_an_invalid_one_gives_nan(calls, has
             plan["src_offset"] = (starts * (seed != 1)).astype(np.uint32)  # all slots on one row
         return plan
 
+    def draw(seed):
+        rng = np.random.default_rng(seed)
+        x, y = (rng.normal(size=(W, n, 3)).astype(np.float32) for n in (T, CAPACITY))
+        raw = rng.integers(0, 2**16, (W, T, 2)).astype(np.uint16)
+        return {"x": x, "narrow": raw.view(jnp.bfloat16)}, y
+
     for seed in range(5):
-        plan, (x, y) = plan_of(seed), rows(seed)
-        assert_as_defined(run(x, y, Metadata(**plan)), plan, x, y)
-    plan, (x, y) = plan_of(0), rows(0)
+        plan, (x, y) = plan_of(seed), draw(seed)
+        sent, home = run(x, y, Metadata(**plan))
+        x["narrow"], sent["narrow"] = (np.asarray(a["narrow"]).view(np.uint16) for a in (x, sent))
+        for name, array in x.items():
+            np.testing.assert_array_equal(sent[name], dispatched(plan, array, CAPACITY))
+        np.testing.assert_array_equal(home, combined(plan, y, T, np.float32))
+    plan, (x, y) = plan_of(0), draw(0)
     for field, index, value in [("dst_rank", np.s_[:], W), ("num_recv_tokens", np.s_[2, 1], 4)]:
         broken = plan | {field: plan[field].copy()}
         assert (broken[field][index] != value).any()
         broken[field][index] = value
-        got = run(x, y, Metadata(**broken))
-        assert all(np.isnan(out).all() for out in got), field
-    assert len(calls) == 2
-
-
-def test_bits_of_narrow_types_and_two_axes_of_ranks(calls):
-    names = ("pod", "data")
-    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), names)
-    plan = fitting_plan(3)
-    rng = np.random.default_rng(4)
-    x = rng.integers(0, 2**16, (W, T, 2)).astype(np.uint16).view(jnp.bfloat16)
-    flags = rng.integers(0, 2, (W, T)).astype(bool)
-
-    def local(x, flags, m):
-        options = {**OPTIONS, "axis_name": names}
-        got = dispatch((x[0], flags[0]), m, capacity=CAPACITY, **options)
-        return jax.tree.map(lambda out: out[None], got)
-
-    run = jax.shard_map(local, mesh=mesh, in_specs=P(names), out_specs=P(names))
-    sent, sent_flags = jax.jit(run)(x, flags, Metadata(**plan))
-    raw = dispatched(plan, x.view(np.uint16), CAPACITY)
-    np.testing.assert_array_equal(np.asarray(sent).view(np.uint16), raw)
-    np.testing.assert_array_equal(sent_flags, dispatched(plan, flags, CAPACITY))
-    assert [options["axis_name"] for options in calls] == [names] * 2
+        sent, home = run(x, y, Metadata(**broken))
+        assert np.isnan(sent["x"]).all() and np.isnan(home).all(), field
+    assert [options["axis_name"] for options in calls] == [axes] * 3
 
 
 @pytest.mark.parametrize("num_turns", [2, 5])
@@ -134,6 +119,28 @@ def test_a_combine_of_many_bytes_gathers_in_turns(num_turns, monkeypatch):
         y = rng.normal(size=(W, capacity, 3)).astype(np.float32)
         np.testing.assert_array_equal(run(y, Metadata(**plan)), combined(plan, y, T, np.float32))
     assert limit / 2 < max(gathered) <= limit
+
+
+def test_processes_without_shared_memory_sum_weighted_rows_with_the_same_bits(monkeypatch):
+    """They exchange rows of experts by choice as on CPU, but by XLA's collectives."""
+    num_experts, choices, num_rows = 2 * W, 3, 40
+    index = np.random.default_rng(5).integers(-1, num_experts, (W, 6, choices)).astype(np.int32)
+    few = lambda seed, *shape: np.random.default_rng(seed).integers(-15, 16, (W, *shape)) / 8
+    operands = few(5, num_rows, 5).astype(np.float32), few(6, 6, choices).astype(np.float32), index
+    options = {"num_experts": num_experts, "axis_name": AXIS, "capacity": num_rows}
+
+    def run(implementation):
+        def combine(y, w, i):
+            routing = experts.route(i, implementation=implementation, **options)
+            return experts.combine_tokens(y, w, routing)
+
+        return on_ranks(combine, mesh_of(W))(*operands)
+
+    expected = run("in_process")
+    monkeypatch.setattr(
+        exchange, "_where_it_runs", lambda options, by_choice, by_rank, *x, summed: by_choice(*x)
+    )
+    np.testing.assert_array_equal(run("xla"), expected)
 
 
 # ---- Lowered for GPUs and TPUs.
@@ -212,11 +219,11 @@ def test_groups_and_examples():
 def test_other_programs_gather():
     run = jax.shard_map(moved, mesh=mesh_of(W), in_specs=P(AXIS), out_specs=P(AXIS))
     assert "ragged" not in lowered(run, X, PLAN, platforms=("cpu", "cuda"))
-    one = functools.partial(moved)  # one device with all ranks
-    assert "ragged" not in lowered(one, X, PLAN, platforms=("tpu",))
+    one_device = lambda x, m: moved(x, m)  # with all ranks
+    assert "ragged" not in lowered(one_device, X, PLAN, platforms=("tpu",))
 
 
-# ---- The self-test. Where results are right: test_ragged_processes.py.
+# ---- The self-test.
 
 
 @pytest.fixture
@@ -224,6 +231,7 @@ def tested(monkeypatch):
     """Makes the CPU devices pass for GPUs, and forgets earlier results."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     ragged_choice._passes.cache_clear()
+    warn_again()
     yield lambda: ragged_choice.may_be_ragged(["cuda"], None)
     ragged_choice._passes.cache_clear()
 
@@ -240,6 +248,45 @@ def test_an_operation_that_cannot_run_chooses_the_all_gather(tested):
     with pytest.warns(UserWarning, match="by all-gather .* cannot run here: UNIMPLEMENTED"):
         assert not tested()
     assert not tested()  # decided once
+
+
+class Coordinator:
+    """JAX's service as process 0 of two sees it; None: the other process does not come."""
+
+    def __init__(self, found_by_other):
+        self.published, self.found_by_other = {}, found_by_other
+
+    def wait_at_barrier(self, name, milliseconds):
+        assert milliseconds == 60_000
+        if self.found_by_other is None:
+            raise jax.errors.JaxRuntimeError(f"DEADLINE_EXCEEDED: {name}")
+
+    def key_value_set(self, key, value, may_repeat):
+        self.published[key] = value
+
+    def blocking_key_value_get(self, key, milliseconds):
+        return self.published[key] if key.endswith("/0") else json.dumps(self.found_by_other)
+
+
+@pytest.mark.parametrize("other", ["", "it failed its self-test there", None])
+@pytest.mark.parametrize("is_right", [True, False])
+def test_all_processes_choose_alike(tested, monkeypatch, other, is_right):
+    """By the first failure of any; without a self-test if not all come."""
+    service, ran = Coordinator(other), []
+    job = distributed.global_state
+    for name, value in {"client": service, "process_id": 0, "num_processes": 2}.items():
+        monkeypatch.setattr(job, name, value)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(ragged_choice, "_is_equal", lambda: ran.append(1) or is_right)
+    own = "" if is_right else "ragged_all_to_all failed its self-test"
+    reason = "not all processes came within 60 s" if other is None else own or other
+    if reason:
+        with pytest.warns(UserWarning, match=f"by all-gather .*{reason}"):
+            assert not tested()
+    else:
+        assert tested()
+    assert len(ran) == (other is not None)
+    assert list(service.published.values()) == [json.dumps(own)] * len(ran)
 
 
 # ---- Devices that a program is compiled for, and that are not here.

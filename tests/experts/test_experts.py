@@ -4,115 +4,89 @@ The contract (`tests/contract`) has a layer of experts on each rank and of globa
 """
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
-from expert_cases import (
-    CAPACITY,
-    OPTIONS,
-    D,
-    E,
-    K,
-    T,
-    W,
-    check_layer,
-    draw,
-    layer,
-    with_gradients,
-)
+from contract import check, on_ranks as layer_on_ranks, split, with_gradients
+from expert_cases import CAPACITY, LAYER, OPTIONS, D, E, K, T, W, draw, layer_with
 from experts_oracle import evenly, grouped_rows, summed_rows
 from jax.sharding import AxisType, PartitionSpec as P
 from jaxprs import flattened
 from on_mesh import AXIS, mesh_of, on_ranks, permuted_mesh
+from operations import EXPERTS, FEATURES, ROOM
 
 from jax_cp_dispatch import experts
-from jax_cp_dispatch.experts import exchange  # inner: stands for processes without shared memory
 
 
 def test_the_mesh_of_the_index_is_that_of_the_calls_that_follow():
-    x, weights, *_, index = (a.reshape(-1, *a.shape[2:]) for a in draw())
-    on_mesh = jax.device_put(index, jax.NamedSharding(mesh_of(W), P(AXIS)))
-    routing = experts.route(on_mesh, **OPTIONS)
-    rows = experts.dispatch_tokens(x, routing)
-    out = experts.combine_tokens(rows, weights, routing)
-    want = x * np.where(index >= 0, weights, 0).sum(1, keepdims=True)
-    np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-6)
+    arrays = LAYER.arrays("float32")
+    rows = jax.NamedSharding(mesh_of(W), P(AXIS))
+    on_mesh = {**arrays, "expert_index": jax.device_put(arrays["expert_index"], rows)}
+    check(LAYER.call(on_mesh, axis_name=AXIS), LAYER.expected(arrays)[0], "float32")
+
+
+def check_layer(run, mesh, rows):
+    """Checks the layer and its gradients; arrays are split by this spec."""
+    arrays = LAYER.arrays("float32")
+    *expected, cotangents = LAYER.expected(arrays)
+    with jax.set_mesh(mesh):
+        place = lambda x: jax.device_put(x, jax.NamedSharding(mesh, rows))
+        operands = jax.tree.map(place, (*split(arrays), cotangents))
+        check(jax.jit(with_gradients(run))(*operands), tuple(expected), "float32")
 
 
 def test_an_explicit_axis_shards_the_tokens_of_a_rank():
     mesh = permuted_mesh((2, W), ("data", AXIS), (AxisType.Explicit, AxisType.Auto))
-    operands = draw(3)
-    flat = [a.reshape(-1, *a.shape[2:]) for a in operands]
-    specs = [P((AXIS, "data")), P((AXIS, "data")), P(AXIS), P(AXIS), P((AXIS, "data"))]
-    run: Any = jax.shard_map(layer, in_specs=P(AXIS), out_specs=P(AXIS), axis_names={AXIS})
-    with jax.set_mesh(mesh):
-        places = [jax.NamedSharding(mesh, spec) for spec in specs]
-        got = jax.jit(partial(with_gradients, layer=lambda *x, index: run(*x, index)))(
-            *jax.device_put(flat, places)
-        )
-    check_layer(got, operands)
+    call = lambda arrays: LAYER.call(arrays, axis_name=AXIS)
+    run = jax.shard_map(call, in_specs=P(AXIS), out_specs=P(AXIS), axis_names={AXIS})
+    check_layer(run, mesh, P((AXIS, "data")))
 
 
 def test_ranks_of_two_explicit_axes():
-    """Routing, dispatch and combine of all ranks' arrays; the experts in a `shard_map`."""
     mesh = permuted_mesh((2, 2, 2), ("data", AXIS, "other"), AxisType.Explicit)
     axes = ("data", AXIS)
-    operands = draw(2)
-    rows = lambda a: jax.device_put(a.reshape(-1, *a.shape[2:]), jax.NamedSharding(mesh, P(axes)))
-
-    def of_all(x, weights, matrices, index):
-        routing = experts.route(index, **{**OPTIONS, "axis_name": axes})
-        rows = experts.dispatch_tokens(x, routing)
-        compute = jax.shard_map(
-            lambda r, m, s: jnp.tanh(jax.lax.ragged_dot(r, m, s)),
-            mesh=mesh,
-            in_specs=P(axes),
-            out_specs=P(axes),
-        )
-        y = compute(rows, matrices, routing.group_sizes)
-        return experts.combine_tokens(y, weights, routing)
-
-    run = jax.jit(lambda *x: with_gradients(*x, layer=of_all))
-    with jax.set_mesh(mesh):
-        got = run(*(rows(a) for a in operands))
-    check_layer(got, operands)
+    check_layer(lambda arrays: LAYER.call(arrays, axis_name=axes), mesh, P(axes))
 
 
 def test_narrow_rows():
     """Rows of several arrays move bit for bit; sums of bfloat16 are rounded once on each rank."""
-    index = draw(5)[4]
+    index, held = draw(5)[2], evenly(E, W)
     rng = np.random.default_rng(0)
     x = {
         "bytes": rng.integers(0, 256, (W, T, 2, 3)).astype(np.uint8),
         "rows": rng.normal(size=(W, T, D)).astype(jnp.bfloat16),
+        "small": rng.integers(-1, 2, (W, T, D)).astype("float8_e4m3fn"),  # sums are exact
     }
-    weights = rng.random((W, T, K)).astype(jnp.bfloat16)
+    weights = {
+        "rows": rng.random((W, T, K)).astype(jnp.bfloat16),
+        "small": rng.integers(1, 3, (W, T, K)).astype(np.float32),
+    }
 
     def run(x, weights, index):
         routing = experts.route(index, **OPTIONS)
         rows = experts.dispatch_tokens(x, routing)
-        plain = experts.combine_tokens(rows["rows"], None, routing)
-        return rows, experts.combine_tokens(rows["rows"], weights, routing), plain
+        sums = {n: experts.combine_tokens(rows[n], w, routing) for n, w in weights.items()}
+        return rows, sums, experts.combine_tokens(rows["rows"], None, routing)
 
-    rows, out, plain = on_ranks(run, mesh_of(W))(x, weights, index)
-    held = evenly(E, W)
-    for name, array in x.items():
-        want, _ = grouped_rows(array, index, held, CAPACITY)
-        np.testing.assert_array_equal(np.asarray(rows[name]), want)
-    y, _ = grouped_rows(x["rows"], index, held, CAPACITY)
-    for got, w in ((out, weights), (plain, None)):
-        assert got.dtype == jnp.bfloat16
-        want = summed_rows(y, w, index, held)
-        # A rounding on each rank and one of their sum, each of 2**-9 of at most K rows.
-        np.testing.assert_allclose(np.asarray(got, float), want, atol=2 * K * 3 * 2.0**-9)
+    rows, sums, plain = on_ranks(run, mesh_of(W))(x, weights, index)
+    found = {name: grouped_rows(array, index, held, CAPACITY)[0] for name, array in x.items()}
+    jax.tree.map(np.testing.assert_array_equal, rows, found)
+    # A rounding on each rank and one of their sum, each of 2**-9 of at most K rows.
+    of_rows = 2 * K * 3 * 2.0**-9
+    for got, name, w, atol in (
+        (sums["rows"], "rows", weights["rows"], of_rows),
+        (plain, "rows", None, of_rows),
+        (sums["small"], "small", weights["small"], 0),
+    ):
+        assert got.dtype == x[name].dtype
+        want = summed_rows(found[name], w, index, held)
+        np.testing.assert_allclose(np.asarray(got, float), want, rtol=0, atol=atol)
 
 
 def test_complex_rows():
     """As pairs of real ones, gradients included; weighted sums take real rows alone."""
-    index = draw(9)[4]
+    index = draw(9)[2]
     rng = np.random.default_rng(9)
     pairs = rng.normal(size=(2, 2, W, T, D)).astype(np.float32)
     x, v = pairs[0] + 1j * pairs[1]
@@ -133,13 +107,11 @@ def test_complex_rows():
 
 def test_an_exchange_sums_the_bits_of_xla():
     """Sums and all gradients; products have few bits, so that they are exact if fused or not."""
-    index = draw(9)[4]
+    index = draw(9)[2]
     index[:, ::2, 2] = index[:, ::2, 0]
     rng = np.random.default_rng(0)
-    dtypes = "bfloat16", "float8_e4m3fn", "float32"
     few = lambda *shape: rng.integers(-15, 16, (W, *shape)) / 8
-    y = {name: few(CAPACITY, D).astype(name) for name in dtypes}
-    g = {name: few(T, D).astype(name) for name in dtypes}
+    y, g = few(CAPACITY, D).astype(jnp.bfloat16), few(T, D).astype(jnp.bfloat16)
     weights = few(T, K).astype(np.float32)
 
     def sums(y, g, weights, index, implementation):
@@ -155,34 +127,13 @@ def test_an_exchange_sums_the_bits_of_xla():
     assert all(np.asarray(x, np.float32).any() for x in jax.tree.leaves(one))
 
 
-def test_processes_without_shared_memory_sum_the_same_bits(monkeypatch):
-    """They exchange by choice as on CPU, but by XLA's collectives."""
-    index = draw(5)[4]
-    few = lambda seed, *shape: np.random.default_rng(seed).integers(-15, 16, (W, *shape)) / 8
-    operands = few(5, CAPACITY, D).astype(np.float32), few(6, T, K).astype(np.float32), index
-
-    def run(implementation):
-        def combine(y, w, i):
-            routing = experts.route(i, implementation=implementation, **OPTIONS)
-            return experts.combine_tokens(y, w, routing)
-
-        return on_ranks(combine, mesh_of(W))(*operands)
-
-    expected = run("in_process")
-    monkeypatch.setattr(
-        exchange, "_where_it_runs", lambda options, by_choice, by_rank, *x, summed: by_choice(*x)
-    )
-    np.testing.assert_array_equal(run("xla"), expected)
-
-
-@pytest.mark.parametrize("implementation", ["in_process", "xla"])
-def test_second_derivatives(implementation):
+def test_second_derivatives():
     """Of a sum of cubes: 2 rows, on the ranks of experts 0 and E - 1, are those of each token."""
     index = np.broadcast_to(np.array([0, E - 1], np.int32), (W, T, 2))
     rng = np.random.default_rng(3)
     y, c = rng.normal(size=(2, W, W * T, 2)).astype(np.float32)
     weights = rng.random((W, T, 2)).astype(np.float32)
-    options = {**OPTIONS, "capacity": W * T, "implementation": implementation}
+    options = {**OPTIONS, "capacity": W * T}
 
     def run(y, c, weights, index):
         combine = lambda y: experts.combine_tokens(y, weights, experts.route(index, **options))
@@ -201,26 +152,23 @@ def test_second_derivatives(implementation):
 
 def test_padding_may_hold_anything():
     """Weights of -1 and rows behind the last group are not read."""
-    x, weights, matrices, g, index = draw(7)
-    index[:, 0] = -1
-    weights = np.where(index < 0, np.float32(np.nan), weights)
 
-    def spoiled(x, weights, matrices, index):
-        routing = experts.route(index, **OPTIONS)
-        rows = experts.dispatch_tokens(x, routing)
-        y = jnp.tanh(jax.lax.ragged_dot(rows, matrices, routing.group_sizes))
-        used = jnp.arange(CAPACITY) < routing.group_sizes.sum()
-        return experts.combine_tokens(jnp.where(used[:, None], y, jnp.nan), weights, routing)
+    def scaled(rows, scale, routing):
+        is_used = jnp.arange(len(rows)) < routing.group_sizes.sum()
+        return jnp.where(is_used[:, None], rows * scale, jnp.nan)
 
-    got = on_ranks(lambda *a: with_gradients(*a, layer=spoiled), mesh_of(W))(
-        x, weights, matrices, g, index
-    )
-    check_layer(got, (x, np.where(index < 0, 0, weights), matrices, g, index))
+    arrays = LAYER.arrays("float32")
+    arrays["expert_index"][::6] = -1
+    none = arrays["expert_index"] < 0
+    *expected, cotangents = LAYER.expected({**arrays, "weights": arrays["weights"] * ~none})
+    arrays["weights"][none] = np.nan
+    run = with_gradients(layer_on_ranks(layer_with(scaled), mesh_of(W)))
+    check(jax.jit(run)(*split(arrays), cotangents), tuple(expected), "float32")
 
 
 def test_8_bits():
     """Rows are close to those that move whole, by blocks; gradients return whole."""
-    _, weights, _, _, index = draw(8)
+    _, weights, index = draw(8)
     rng = np.random.default_rng(1)
     x = rng.normal(size=(W, T, 64)).astype(jnp.bfloat16)
     x[:, :, 32:] *= 1000  # each block has its own scale
@@ -249,9 +197,8 @@ def test_8_bits():
 
 def test_only_counts_move_before_the_tokens():
     """Counts of experts and ranks first; then tokens, and the sums of their rows."""
-    x, weights, matrices, _, index = draw()
-    run = partial(layer, implementation="in_process")
-    traced = jax.make_jaxpr(on_ranks(run, mesh_of(W), jit=False))(x, weights, matrices, index)
+    run = layer_on_ranks(LAYER, mesh_of(W), implementation="in_process")
+    traced = jax.make_jaxpr(run)(LAYER.arrays("float32"))
     moved = {}
     for eqn in flattened(traced.jaxpr):
         if eqn.primitive.name in ("dispatch", "combine"):
@@ -260,5 +207,5 @@ def test_only_counts_move_before_the_tokens():
     assert list(moved) == ["route", "dispatch_tokens", "combine_tokens"]
     (counts,), (tokens,), (rows,) = moved.values()
     floats = lambda arrays: [shape for dtype, shape in arrays if dtype == "float32"]
-    assert not floats(counts) and ("int32", (1, 1, E + W + 1)) in counts
-    assert floats(tokens) == [(T, D)] and (CAPACITY, D) in floats(rows)
+    assert not floats(counts) and ("int32", (1, 1, EXPERTS + W + 1)) in counts
+    assert floats(tokens) == [(T, FEATURES)] and (ROOM, FEATURES) in floats(rows)

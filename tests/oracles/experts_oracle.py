@@ -63,28 +63,6 @@ def num_moved(index, held):
     return sent
 
 
-def layer(x, weights, index, matrices):
-    """The layer of all experts on one device: sum of weight * tanh(x @ matrix), in float64."""
-    hidden = np.tanh(np.einsum("wtd,edf->wtef", x.astype(float), matrices.astype(float)))
-    chosen = np.take_along_axis(hidden, np.maximum(index, 0)[..., None], 2)
-    return (np.where(index >= 0, weights, 0)[..., None] * chosen).sum(2)
-
-
-def layer_gradients(x, weights, index, matrices, g):
-    """Returns the gradients of x, weights and matrices for the cotangent g of `layer`."""
-    x, weights, matrices, g = (a.astype(float) for a in (x, weights, matrices, g))
-    hidden = np.tanh(np.einsum("wtd,edf->wtef", x, matrices))
-    is_chosen = index[..., None] == np.arange(len(matrices))  # [W, T, k, E]
-    shares = np.einsum("wtk,wtke->wte", weights, is_chosen)
-    dweights = np.einsum("wtf,wtef,wtke->wtk", g, hidden, is_chosen)
-    before = shares[..., None] * g[:, :, None] * (1 - hidden**2)  # of the matrix products
-    return (
-        np.einsum("wtef,edf->wtd", before, matrices),
-        dweights,
-        np.einsum("wtd,wtef->edf", x, before),
-    )
-
-
 def kept_rows(counts, capacity):
     """Returns the quotas [W, W, L] of counts [from, to, place]: row by row, in rounds.
 

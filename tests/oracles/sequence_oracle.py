@@ -1,7 +1,6 @@
 """Layers along documents in NumPy float64: plain loops over tokens, document by document.
 
-Every function takes one document: arrays whose first axis is its tokens. `by_document` applies it
-to a packed batch.
+Every function takes one document: arrays whose first axis is its tokens.
 """
 
 from typing import Any
@@ -20,14 +19,6 @@ def documents(segment_ids):
                     found.append((row, first, t))
                 first = t
     return found
-
-
-def by_document(function, segment_ids, *arrays, like):
-    """Applies `function` to each document of arrays [B, T, ...]; padding is zero, as in `like`."""
-    out = np.zeros(like, np.float64)
-    for row, first, end in documents(segment_ids):
-        out[row, first:end] = function(*(np.asarray(x, np.float64)[row, first:end] for x in arrays))
-    return out
 
 
 def shift(x, offset, fill=0.0):
@@ -66,43 +57,40 @@ def recurrence(q, k, v, log_decay, beta=None, *, scale, g=None):
 
     Returns the output; with a cotangent `g`, also the gradients of the arrays, by a reverse loop.
     """
-    (num_tokens, heads, columns), group = v.shape, v.shape[1] // k.shape[1]
-    out = np.zeros(v.shape)
-    given = (q, k, v, log_decay) if beta is None else (q, k, v, log_decay, beta)
-    gradients = [np.zeros(x.shape) for x in given]
-    for n in range(heads):
-        state, states = np.zeros((k.shape[2], columns)), []
-        queries, keys = q[:, n // group], k[:, n // group]
-        decay = np.exp(log_decay[:, n].reshape(num_tokens, -1, 1))  # [T, 1 or H, 1]
-        for t in range(num_tokens):
-            states.append(state)
-            left = decay[t] * state
-            added = v[t, n] if beta is None else beta[t, n] * (v[t, n] - left.T @ keys[t])
-            state = left + np.outer(keys[t], added)
-            out[t, n] = scale * state.T @ queries[t]
-        if g is None:
-            continue
-        dstate = np.zeros_like(state)
-        for t in reversed(range(num_tokens)):
-            left, key = decay[t] * states[t], keys[t]
-            error = v[t, n] - left.T @ key
-            added = v[t, n] if beta is None else beta[t, n] * error
-            gradients[0][t, n // group] += scale * (left + np.outer(key, added)) @ g[t, n]
-            dstate = dstate + scale * np.outer(queries[t], g[t, n])
-            dadded = dstate.T @ key
-            gradients[1][t, n // group] += dstate @ added
-            dleft = dstate
-            if beta is None:
-                gradients[2][t, n] = dadded
-            else:
-                gradients[4][t, n] = dadded @ error
-                gradients[2][t, n] = derror = beta[t, n] * dadded
-                gradients[1][t, n // group] -= left @ derror
-                dleft = dstate - np.outer(key, derror)
-            each = (dleft * left).sum(1)
-            gradients[3][t, n] += each if log_decay.ndim == 3 else each.sum()
-            dstate = decay[t] * dleft
-    return out if g is None else (out, *gradients)
+    (num_tokens, num_heads, columns), groups = v.shape, k.shape[1]
+    group = num_heads // groups
+    q, k = (np.repeat(x, group, 1) for x in (q, k))
+    decay = np.exp(log_decay.reshape(num_tokens, num_heads, -1, 1))  # [T, N, 1 or H, 1]
+    rate = np.ones((num_tokens, num_heads, 1)) if beta is None else beta[..., None]
+    outer = lambda a, b: a[..., None] * b[:, None]
+    read = lambda state, key: np.einsum("nhv,nh->nv", state, key)
+    out, before = np.zeros(v.shape), [np.zeros((num_heads, k.shape[2], columns))]
+    erases = beta is not None
+    for t in range(num_tokens):
+        left = decay[t] * before[t]
+        added = rate[t] * (v[t] - erases * read(left, k[t]))
+        before.append(left + outer(k[t], added))
+        out[t] = scale * read(before[-1], q[t])
+    if g is None:
+        return out
+    dq, dk, dv = (np.zeros(x.shape) for x in (q, k, v))
+    dlog, drate, dstate = np.zeros(log_decay.shape), np.zeros(rate.shape), np.zeros(left.shape)
+    for t in reversed(range(num_tokens)):
+        left = decay[t] * before[t]
+        error = v[t] - erases * read(left, k[t])
+        dq[t] = scale * np.einsum("nhv,nv->nh", before[t + 1], g[t])
+        dstate = dstate + scale * outer(q[t], g[t])
+        dadded = read(dstate, k[t])
+        drate[t] = (dadded * error).sum(1, keepdims=True)
+        dv[t] = rate[t] * dadded
+        dk[t] = np.einsum("nhv,nv->nh", dstate, rate[t] * error)
+        dk[t] -= erases * np.einsum("nhv,nv->nh", left, dv[t])
+        dleft = dstate - erases * outer(k[t], dv[t])
+        of_channels = (dleft * left).sum(2)
+        dlog[t] = of_channels if log_decay.ndim == 3 else of_channels.sum(1)
+        dstate = decay[t] * dleft
+    dq, dk = (x.reshape(num_tokens, groups, group, -1).sum(2) for x in (dq, dk))
+    return out, dq, dk, dv, dlog, *([drate[..., 0]] if erases else [])
 
 
 def linear_recurrence(x, log_decay, g):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from on_mesh import AXIS, mesh_of, permuted_mesh
-from refusals import check_names, check_rejected, each
+from refusals import check_rejected, each
 
 from jax_cp_dispatch import Documents, place_tokens, sequence
 
@@ -157,21 +157,18 @@ CASES = {
             lambda: conv(initial_state=INTEGERS[:, :2]),
             r"initial_state has .*int32.*; it needs \(\(1, 2, 4\), 'float32'\). Pass the last",
         ),
-        (lambda: conv(x=INTEGERS), "x has dtype int32; it needs to be floats"),
     ],
     "gated_delta_rule": [
         (
             lambda: delta(initial_state=np.zeros((1, 4, 4), np.float32)),
             r"initial_state has shapes .* it needs \(\(1, 2, 4, 4\), 'float32'\). Pass a state for",
         ),
-        (lambda: delta(q=TOKENS), "Pass heads as axis 2"),
         (
             lambda: delta(**dict.fromkeys("qk", np.zeros((1, 16, 3, 4), np.float32))),
             "v has 2 heads but k has 3, which must divide them",
         ),
         (lambda: delta(v=HEADS[:, :, :0]), "v has 0 heads but k has 2"),
         (lambda: delta(**dict.fromkeys("qk", HEADS[..., :0])), "heads of q and k have size 0;"),
-        (lambda: delta(beta=HEADS), "one number per head"),
         (lambda: delta(log_decay=TOKENS), "per channel"),
         (
             lambda: delta(log_decay=GATES + 1),
@@ -179,7 +176,6 @@ CASES = {
         ),
     ],
     "linear_recurrence": [
-        (lambda: call("linear_recurrence", x=INTEGERS, log_decay=TOKENS), "x has dtype int32"),
         (lambda: call("linear_recurrence", x=TOKENS, log_decay=GATES), "broadcast_to"),
         (lambda: call("linear_recurrence", x=TOKENS, log_decay=TOKENS + 2), "is 2; it needs to be"),
     ],
@@ -199,10 +195,6 @@ CASES = {
         ),
     ],
 }
-
-
-def test_the_list_is_of_public_functions():
-    check_names(CASES)
 
 
 @each(CASES)

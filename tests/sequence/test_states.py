@@ -1,6 +1,5 @@
 """A document in several calls equals one call: `initial_state` and `return_state` of each layer."""
 
-import importlib
 from functools import partial
 from typing import Any
 
@@ -29,11 +28,11 @@ CALLS = np.stack(
 CONTINUES = np.array([[False] * 4, [True, True, False, True], [True] * 4])
 
 
-def documents():
+def documents(calls=CALLS):
     """Yields the tokens of each document over all calls: (calls, row, columns)."""
-    for row in range(CALLS.shape[1]):
+    for row in range(calls.shape[1]):
         found: list[list[tuple[int, int]]] = []
-        for call, ids in enumerate(CALLS[:, row]):
+        for call, ids in enumerate(calls[:, row]):
             last = None if CONTINUES[call, row] else 0
             for column in np.flatnonzero(ids):
                 if last is not None and ids[column] != last:
@@ -41,21 +40,21 @@ def documents():
                 last = ids[column]
                 found[-1].append((call, int(column)))
         for places in found:
-            calls, columns = np.array(places).T
-            yield calls, row, columns
+            numbers, columns = np.array(places).T
+            yield numbers, row, columns
 
 
-def expected(function, arrays, like):
+def expected(function, arrays, like, calls=CALLS):
     """Applies `function` to each document; returns arrays like `like`, zero for padding."""
     out = [np.zeros(x.shape) for x in like]
-    for where in documents():
+    for where in documents(calls):
         results = function(*(np.asarray(x, np.float64)[where] for x in arrays))
         for x, result in zip(out, results, strict=True):
             x[where] = result
     return out
 
 
-def program(layer, state, *, num_ranks=None, mesh: Any = None, **given):
+def program(layer, state, *, num_ranks=None, mesh: Any = None, calls=CALLS, **given):
     """Returns `tokens [calls, B, T, ...] -> (outputs, last state)`, by a scan over the calls.
 
     On the ranks, with the pieces of documents found once, or with a mesh on global arrays.
@@ -67,7 +66,7 @@ def program(layer, state, *, num_ranks=None, mesh: Any = None, **given):
 
     carried = {"return_state": True}
     if mesh is None:
-        specs = Documents(CALLS[0]).specs(AXIS)
+        specs = Documents(calls[0]).specs(AXIS)
         on_ranks: Any = jax.shard_map(
             on_rank,
             mesh=mesh_of(num_ranks),
@@ -91,7 +90,7 @@ def program(layer, state, *, num_ranks=None, mesh: Any = None, **given):
         return last, out
 
     def run(tokens):
-        last, out = jax.lax.scan(step, state, (tokens, CALLS, CONTINUES))
+        last, out = jax.lax.scan(step, state, (tokens, calls, CONTINUES))
         return out, last
 
     return run
@@ -107,8 +106,8 @@ def out_and_gradients(run, tokens, g):
     return jax.tree.map(np.asarray, both(tokens, g))
 
 
-def live(x):
-    return (CALLS > 0).reshape(*CALLS.shape, *[1] * (x.ndim - 3))
+def live(x, calls=CALLS):
+    return (calls > 0).reshape(*calls.shape, *[1] * (x.ndim - 3))
 
 
 def assert_near(got, want, tolerance=1e-5):
@@ -118,30 +117,28 @@ def assert_near(got, want, tolerance=1e-5):
 
 
 @pytest.mark.parametrize("op, num_ranks", [("gated_delta_rule", 4), ("linear_attention", 1)])
-def test_states_of_heads(op, num_ranks, monkeypatch):
-    """In chunks of 4 tokens: documents begin and end in others than the first and the last."""
-    for module in ("delta_rule", "linear_attention"):
-        module = importlib.import_module(f"jax_cp_dispatch.sequence.{module}")
-        monkeypatch.setattr(module, "default_chunk", lambda: 4)
-    rng, (n, size, columns) = np.random.default_rng(), (2, 4, 3)
-    normal = lambda *shape: rng.normal(size=(*CALLS.shape, *shape))
+def test_states_of_heads(op, num_ranks):
+    """Documents begin and end in chunks of 32 tokens that are neither the first nor the last."""
+    calls, rng = np.repeat(CALLS, 8, axis=2), np.random.default_rng()
+    n, size, columns = 2, 4, 3
+    normal = lambda *shape: rng.normal(size=(*calls.shape, *shape))
     tokens = {"q": normal(1, size), "k": normal(1, size), "v": normal(n, columns)}
     tokens["k"] /= np.linalg.norm(tokens["k"], axis=-1, keepdims=True)
-    tokens["log_decay"] = -rng.uniform(size=(*CALLS.shape, n))
+    tokens["log_decay"] = -rng.uniform(size=(*calls.shape, n))
     if op == "gated_delta_rule":
-        tokens["beta"] = rng.uniform(0, 2, (*CALLS.shape, n))
+        tokens["beta"] = rng.uniform(0, 2, (*calls.shape, n))
     g = normal(n, columns)
-    g *= live(g)
+    g *= live(g, calls)
     layer = lambda tokens, **given: getattr(sequence, op)(**tokens, scale=0.5, **given)
     place = {"num_ranks": num_ranks} if num_ranks > 1 else {"mesh": mesh_of(1)}
-    run = program(layer, jnp.zeros((4, n, size, columns)), **place)
-    padded = {name: np.where(live(x), x, np.nan) for name, x in tokens.items()}
+    run = program(layer, jnp.zeros((4, n, size, columns)), calls=calls, **place)
+    padded = {name: np.where(live(x, calls), x, np.nan) for name, x in tokens.items()}
     out, gradients, last = out_and_gradients(run, padded, g)
 
     def of_document(*arrays):
         return oracle.recurrence(*arrays[:-1], scale=0.5, g=arrays[-1])
 
-    want = expected(of_document, (*tokens.values(), g), (g, *tokens.values()))
+    want = expected(of_document, (*tokens.values(), g), (g, *tokens.values()), calls)
     assert_near([out, *(gradients[name] for name in tokens)], want)
     assert last.shape == (4, n, size, columns)
 
@@ -160,11 +157,10 @@ def test_states_of_elementwise_recurrences_on_a_mesh():
     assert_near([out, last[0], last[3]], [want, want[2, 0, 23], want[2, 3, 6]])
 
 
-@pytest.mark.parametrize("num_ranks", [1, 4])
-def test_states_of_a_kernel_of_a_user(num_ranks):
+def test_states_of_a_kernel_of_a_user():
     x = np.random.default_rng().integers(-9, 9, (*CALLS.shape, 3))
     layer = partial(sequence.recurrence, local=RunningSum())
-    run = program(layer, jnp.zeros((4, 3)), mesh=mesh_of(num_ranks))
+    run = program(layer, jnp.zeros((4, 3)), mesh=mesh_of(4))
     out, last = jax.jit(run)(x.astype(np.float32))
     (want,) = expected(lambda x: (np.cumsum(x, axis=0),), [x], [x])
     np.testing.assert_array_equal(out, want)
@@ -241,15 +237,17 @@ def test_gradients_of_a_state_that_only_returns_over_one_device(op):
 def test_states_of_tokens_without_ids():
     """A row is one document: of tokens that the ranks do not divide, and of none."""
     x = np.random.default_rng().integers(-9, 9, (2, 20)).astype(np.float32)
-    given = {"axis_name": AXIS, "mesh": mesh_of(4), "return_state": True}
+    mesh = permuted_mesh((4, 1), (AXIS, "tensor"))  # no array has heads
+    given = {"axis_name": AXIS, "mesh": mesh, "head_axis": "tensor", "return_state": True}
 
     @jax.jit
-    def run(x, state=None):
-        return sequence.linear_recurrence(x, 0 * x, initial_state=state, **given)
+    def run(x):
+        outs, state = [], None
+        for part in (x[:, :10], x[:, :0], x[:, 10:]):
+            out, state = sequence.linear_recurrence(part, 0 * part, initial_state=state, **given)
+            outs.append(out)
+        return jnp.concatenate(outs, 1), state
 
-    outs, state = [], None
-    for part in (x[:, :10], x[:, :0], x[:, 10:]):
-        out, state = run(part, state)
-        outs.append(out)
-    np.testing.assert_array_equal(np.concatenate(outs, 1), np.cumsum(x, 1))
+    out, state = run(x)
+    np.testing.assert_array_equal(out, np.cumsum(x, 1))
     np.testing.assert_array_equal(state, x.sum(1))

@@ -11,7 +11,6 @@ import pytest
 from comm_gemm_refusals import W
 
 import jax_cp_dispatch as cp
-from jax_cp_dispatch._dispatch.buffers import _limits  # inner: what a refused call must not count
 
 T, S = 6, 2
 LENGTHS = np.full((W, S), 3, np.int32)
@@ -26,6 +25,7 @@ NO_PLAN: Any = WHERE
 
 def each(cases) -> Any:
     """Runs a test with the name, the call and the message of every case of `{name: [...]}`."""
+    check_names(cases)
     rows = [(name, *case) for name, of_name in cases.items() for case in of_name]
     ids = [f"{row[0]}-{i}" for i, row in enumerate(rows)]
     return pytest.mark.parametrize("name, call, says", rows, ids=ids)
@@ -40,15 +40,17 @@ def check_names(cases) -> None:
 
 def check_rejected(name, call, says) -> None:
     """Requires that `call` raises an error of operation `name`, and changes nothing."""
-    buffer = cp.buffers.create_dispatch_buffer(capacity=5)
-    before = dict(_limits), cp.buffers.list_comm_overlap_buffers()
+    create = lambda: cp.buffers.create_dispatch_buffer(capacity=5)
+    buffer, before = create(), cp.buffers.list_comm_overlap_buffers()
     with pytest.raises((ValueError, TypeError)) as caught:
         call()
     message = str(caught.value)
     assert re.match(rf"{re.escape(name)}: ", message), message
     assert re.search(says, message, flags=re.S), message
-    # Nothing was created, counted or overwritten.
-    assert (dict(_limits), cp.buffers.list_comm_overlap_buffers()) == before
-    cp.buffers.destroy_dispatch_buffer(buffer)
+    # Nothing was created, counted, destroyed or overwritten.
+    assert cp.buffers.list_comm_overlap_buffers() == before
+    assert create() == buffer + 1
+    for each in (buffer, buffer + 1):
+        cp.buffers.destroy_dispatch_buffer(each)
     for array in (X, Q, HEADS, LHS, RHS):
         assert (array == 1).all()
