@@ -25,7 +25,6 @@ from movement_oracle import dispatched
 from operations import CASES
 from places import (
     AXIS,
-    IS_SHORT,
     T,
     all_devices,
     check,
@@ -33,10 +32,13 @@ from places import (
     mesh_of_all,
     on_ranks,
     place,
+    place_all,
     plan_of,
 )
 
 import jax_cp_dispatch as cp
+
+IS_SHORT = "--short" in sys.argv  # compiles fewer programs
 
 # They take long to compile, and exchange as "placed" and "ring" do. Not in short.
 LONG = ("balanced", "zigzag", "halo", "hamilton", "ulysses", "latents")
@@ -58,23 +60,22 @@ def check_case(case: Case, dtype: str) -> None:
     arrays = case.arrays(dtype, ranks=mesh.size)
     *expected, cotangents = case.expected(arrays)
     floats, others = split(arrays)
-    place_all = lambda specs, arrays: jax.tree.map(
-        lambda spec, part: jax.tree.map(lambda x: place(x, mesh, spec), part),
-        specs_of(specs, arrays, (AXIS,)),
-        arrays,
-        is_leaf=lambda x: isinstance(x, P),
-    )
     operands = (case.specs, floats), (case.specs, others), (case.results, cotangents)
     program = jax.jit(with_gradients(case_on_ranks(case, mesh, check_vma=False)))
-    got = program(*(place_all(*operand) for operand in operands))
-    assert jax.tree.structure(got) == jax.tree.structure(tuple(expected))
-    named = jax.tree.leaves_with_path(tuple(expected))
+    got = program(*(place_all(x, mesh, specs_of(specs, x, (AXIS,))) for specs, x in operands))
+    check_close(got, tuple(expected), dtype, case)
+
+
+def check_close(got, expected, dtype, case) -> None:
+    """Compares the part of this process's ranks, within the tolerance of the contract."""
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    named = jax.tree.leaves_with_path(expected)
     for (path, want), x in zip(named, jax.tree.leaves(got), strict=True):
         name = f"{case}{jax.tree_util.keystr(path)}"
         assert x.shape == want.shape and x.dtype == dtype, name
         atol = TOLERANCE[dtype] * max(1.0, np.abs(want).max(initial=0))
         for shard in x.addressable_shards:
-            part = np.asarray(shard.data, np.float64)
+            part = np.asarray(shard.data).astype(np.float64)
             np.testing.assert_allclose(part, want[shard.index], rtol=0, atol=atol, err_msg=name)
 
 

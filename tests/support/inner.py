@@ -1,0 +1,69 @@
+"""Hooks into the package that several files of tests need, and that no public function offers."""
+
+import contextlib
+from typing import Any
+from unittest import mock
+
+from jax_cp_dispatch._ranks import runtime  # inner: the extension for GPUs
+from jax_cp_dispatch._ranks.processes import ending, initialize  # inner: as on other hosts
+from jax_cp_dispatch.attention.algorithms import parts_of_heads  # inner: with and without parts
+from jax_cp_dispatch.attention.rotating import attend, sequence  # inner: blocks, kernels for TPUs
+
+# ---- GPUs.
+
+
+def gpus_here() -> tuple[int, str]:
+    """Returns the number of GPUs, also of those that JAX does not use; and if 0, the reason."""
+    return (0, runtime.cuda_reason) if runtime.cuda is None else runtime.cuda.device_count()
+
+
+def num_exchanges_beside_programs() -> int:
+    return runtime.cuda.num_exchanges_beside_programs()
+
+
+def replace_cuda(replaced) -> None:
+    """Puts `replaced(extension)` in place of the extension for GPUs."""
+    runtime.cuda = replaced(runtime.cuda)
+
+
+def cut_heads(is_cut: bool) -> None:
+    """Whether attention by a plan moves two parts of heads, as it does by default on GPUs."""
+    parts_of_heads.moves_beside_work = lambda _: is_cut
+
+
+# ---- Processes.
+
+
+def pretend(what: str, value: Any) -> None:
+    """Replaces what this process says of itself when it joins: its "host" or "version"."""
+    own = getattr(initialize, f"_{what}")()
+    setattr(initialize, f"_{what}", lambda: value(own))
+
+
+def leave_after(seconds: float) -> None:
+    """Lets process 0 wait for others at its end no longer than this."""
+    ending._LONGEST_SECONDS = seconds
+
+
+# ---- Attention.
+
+
+def blocks_of(**sizes: int) -> Any:
+    """Returns a patch that gives the passes of rings these sizes of blocks."""
+    return mock.patch.object(sequence, "rank_blocks", lambda *_, **__: sizes)
+
+
+@contextlib.contextmanager
+def interpreted_tpu_kernels():
+    """Runs the kernels for TPUs on CPU devices, of what is traced inside; fails if any race."""
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # the only place of `races`
+    from jax.experimental.pallas import tpu as pltpu
+
+    from jax_cp_dispatch.attention.local import tpu
+
+    passes = {"attend_blocks": tpu.attend, "block_gradients": tpu.gradients}
+    interpreted = pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True))
+    with mock.patch.multiple(attend, **passes), interpreted:
+        yield
+    races = interpret_pallas_call.races
+    assert races is not None and not races.races_found
