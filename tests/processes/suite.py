@@ -7,6 +7,7 @@ computes the expected results of all ranks, and compares those of its own ranks.
 Arguments: --short, and names of tests.
 """
 
+import itertools
 import pathlib
 import sys
 import threading
@@ -40,10 +41,10 @@ import jax_cp_dispatch as cp
 
 IS_SHORT = "--short" in sys.argv  # compiles fewer programs
 
-# They take long to compile, and exchange as "placed" and "ring" do. Not in short.
-LONG = ("balanced", "zigzag", "halo", "hamilton", "ulysses", "latents")
-LONG += ("shift", "causal_conv", "recurrence", "gated_delta_rule")
-LONG += ("linear_attention", "linear_recurrence")
+# They take long to compile, and exchange as "placed", "ring" and "dispatch" do. Not in short.
+LONG = ("balanced", "zigzag", "halo", "hamilton", "ulysses", "latents", "placed layers", "shift")
+LONG += ("causal_conv", "recurrence", "gated_delta_rule", "linear_attention", "linear_recurrence")
+LONG += ("experts",)
 
 
 def test_cases():
@@ -83,9 +84,11 @@ def test_groups_in_one_process_and_across():
     """Along one of two axes; a group may be inside one process, next to other groups."""
     if jax.device_count() < 4:
         return
-    for shape in ((2, jax.device_count() // 2), (jax.device_count() // 2, 2)):
-        for devices in (np.array(jax.devices()), all_devices()):
-            dispatch_in_groups(Mesh(devices.reshape(shape), ("data", AXIS)), *shape)
+    shapes = {(2, jax.device_count() // 2), (jax.device_count() // 2, 2)}
+    for shape, devices in itertools.product(
+        sorted(shapes), (np.array(jax.devices()), all_devices())
+    ):
+        dispatch_in_groups(Mesh(devices.reshape(shape), ("data", AXIS)), *shape)
 
 
 def dispatch_in_groups(mesh, num_groups, num_ranks):
@@ -178,7 +181,7 @@ def test_arrays_of_all_ranks():
     W = jax.device_count()
     plan, capacity = plan_of(7, W)
     x, m = draw(0, W, 3), cp.Metadata(**plan)
-    for kind in AxisType.Auto, AxisType.Explicit:
+    for kind in (AxisType.Auto, AxisType.Explicit)[: 1 if IS_SHORT else 2]:
         mesh = Mesh(all_devices(), (AXIS,), axis_types=(kind,))
         with jax.set_mesh(mesh):
             move = jax.jit(lambda x: cp.dispatch(x, m, axis_name=AXIS, capacity=capacity))

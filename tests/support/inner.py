@@ -1,13 +1,17 @@
 """Hooks into the package that several files of tests need, and that no public function offers."""
 
 import contextlib
+import sys
 from typing import Any
 from unittest import mock
 
 from jax_cp_dispatch._ranks import runtime  # inner: the extension for GPUs
-from jax_cp_dispatch._ranks.processes import ending, initialize  # inner: as on other hosts
+from jax_cp_dispatch._ranks.processes import ending  # inner: waits for minutes by default
 from jax_cp_dispatch.attention.algorithms import parts_of_heads  # inner: with and without parts
 from jax_cp_dispatch.attention.rotating import attend, sequence  # inner: blocks, kernels for TPUs
+
+# The package has a function of its name.
+initialize: Any = sys.modules["jax_cp_dispatch._ranks.processes.initialize"]
 
 # ---- GPUs.
 
@@ -34,10 +38,9 @@ def cut_heads(is_cut: bool) -> None:
 # ---- Processes.
 
 
-def pretend(what: str, value: Any) -> None:
-    """Replaces what this process says of itself when it joins: its "host" or "version"."""
-    own = getattr(initialize, f"_{what}")()
-    setattr(initialize, f"_{what}", lambda: value(own))
+def pretend(what: str, value: str) -> Any:
+    """Returns a patch of what this process says of itself when it joins: "host" or "version"."""
+    return mock.patch.object(initialize, f"_{what}", lambda: value)
 
 
 def leave_after(seconds: float) -> None:
