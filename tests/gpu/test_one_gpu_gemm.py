@@ -60,7 +60,7 @@ def are_column_sums(got, output, dtype):
 @pytest.mark.parametrize("n", [48, 44])  # the library's epilogues, and this package's own
 def test_epilogues_equal_those_of_xla(dtype, n):
     x, w = normal(0, 40, 32, dtype=dtype), normal(1, 32, n, dtype=dtype)
-    bias, pre = normal(2, n, dtype=dtype), normal(3, 40, n, dtype=dtype)
+    bias, pre = map(jnp.asarray, (normal(2, n, dtype=dtype), normal(3, 40, n, dtype=dtype)))
     z = x.astype(np.float64) @ w.astype(np.float64)
     cases: dict[str, dict[str, Any]] = {
         "plain": {},
@@ -72,8 +72,6 @@ def test_epilogues_equal_those_of_xla(dtype, n):
         "both": {"fuse_gelu": True, "fuse_bias": True, "grad": True, "gelu_input": pre},
     }
     for name, options in cases.items():
-        options = {k: jnp.asarray(v) if k in ("bias", "gelu_input") else v
-                   for k, v in options.items()}  # fmt: skip
         run = lambda x, w, options=options, **where: jax.tree.leaves(gemm(x, w, **options, **where))
         got = jax.jit(functools.partial(run, **OURS))(x, w)
         want = jax.jit(functools.partial(run, **BY_XLA))(x, w)
@@ -121,68 +119,66 @@ def test_tensor_scales(split, dims):
 
 # ---- Overlapped, with all ranks on one GPU.
 
-GATHERING = {
-    "none": {"method": NONE},
-    "ring": {"method": RING},
-    "ring, atomic": {"method": RING, "atomic": True},
-    "ring, pairs": {"method": RING, "aggregate": True},
-    "ring, copied by a kernel": {"method": RING, "use_ce": False},
-}
-SCATTERING = {
-    "none": {"method": NONE},
-    "ring": {"method": RING},
-    "pipeline of 1": {"method": PIPELINE, "num_splits": 1},
-    "pipeline of 3": {"method": PIPELINE, "num_splits": 3},
-    "pipeline, first gemm": {"method": PIPELINE, "overlap_first_gemm": True},
+METHODS = {
+    "gather": {
+        "none": {"method": NONE},
+        "ring": {"method": RING},
+        "ring, atomic": {"method": RING, "atomic": True},
+        "ring, pairs": {"method": RING, "aggregate": True},
+        "ring, copied by a kernel": {"method": RING, "use_ce": False},
+    },
+    "scatter": {
+        "none": {"method": NONE},
+        "ring": {"method": RING},
+        "pipeline of 1": {"method": PIPELINE, "num_splits": 1},
+        "pipeline of 3": {"method": PIPELINE, "num_splits": 3},
+        "pipeline, first gemm": {"method": PIPELINE, "overlap_first_gemm": True},
+    },
 }
 
 
-def run(kind, options, x, w, *, counts, batches=(), bias=None, to_aux=False, dtype="float32"):
-    """Returns each rank's output and gathered rows."""
-    p, n, total = len(x), w.shape[-1], sum(counts)
-    rows = total if kind == AG else max(counts)
+def run(kind, options, counts, rows, *, batches=(), aux=False, **operands):
+    """Returns each rank's output, of so many rows, and the rows that moved beside it."""
     call = GemmCall(
         op="test",
-        lhs_boundary=x.ndim - 2,
+        lhs_boundary=operands["lhs"].ndim - 2,
         rhs_boundary=1,
-        out_shape=(*batches, rows, n),
-        out_dtype=dtype,
-        comm=Communicator(axis_names=("tp",), num_ranks=p, deadline_ms=3000),
-        overlap=Overlap(comm_type=kind, **options),
+        out_shape=(*batches, rows, operands["rhs"].shape[-1]),
+        out_dtype=str(operands["lhs"].dtype),
+        comm=Communicator(axis_names=("tp",), num_ranks=len(counts), deadline_ms=3000),
+        overlap=Overlap(comm_type=AG if kind == "gather" else RS, **options),
         row_counts=counts,
         num_batches=int(np.prod(batches, dtype=int)),
-        gathers_to_aux=to_aux,
-        fuse_bias=bias is not None,
+        gathers_to_aux=aux,
+        fuse_bias="bias" in operands,
     )
-    operands = {"lhs": x, "rhs": w, "bias": bias}
-    given = {name: jnp.asarray(a) for name, a in operands.items() if a is not None}
-    program = jax.jit(lambda given: run_all_ranks(call, **given)[:4:3])
-    for _ in range(2):
-        program(given)
-    return program(given)
+    return run_all_ranks(call, **operands)[:4:3]
+
+
+def twice(*arguments, **options):
+    """Compiles, and runs again on the same channel."""
+    arrays = {name: x for name, x in options.items() if isinstance(x, np.ndarray)}
+    static = {name: x for name, x in options.items() if name not in arrays}
+    program = jax.jit(lambda arrays: run(*arguments, **static, **arrays))
+    return [program(arrays) for _ in range(3)][-1]
 
 
 @pytest.mark.parametrize("counts", [(5, 5), (8, 3, 6, 1)])
-@pytest.mark.parametrize("name", GATHERING)
-def test_all_gather(name, counts):
-    for batches in ((), (2,)):
-        x = integers(0, len(counts), *batches, max(counts), 16)
-        w, bias = integers(1, len(counts), 16, 24), integers(2, len(counts), 24)
-        output, aux = run(
-            AG, GATHERING[name], x, w, counts=counts, batches=batches, bias=bias, to_aux=True
+@pytest.mark.parametrize("kind, name", [(kind, name) for kind in METHODS for name in METHODS[kind]])
+def test_overlapped(kind, name, counts):
+    p, options = len(counts), METHODS[kind][name]
+    for batches in ((), (2,)) if kind == "gather" else ():
+        x = integers(0, p, *batches, max(counts), 16)
+        w, bias = integers(1, p, 16, 24), integers(2, p, 24)
+        output, aux = twice(
+            kind, options, counts, sum(counts), batches=batches, aux=True, lhs=x, rhs=w, bias=bias
         )
         equal(output, all_gather_matmul(x, w, bias, counts), name)
-        equal(aux, np.stack([gathered(x, counts)] * len(counts)), name)
-
-
-@pytest.mark.parametrize("counts", [(5, 5), (8, 3, 6, 1)])
-@pytest.mark.parametrize("name", SCATTERING)
-def test_reduce_scatter(name, counts):
-    for dtype in ("float32", "bfloat16"):
-        x = integers(0, len(counts), sum(counts), 16, dtype=dtype)
-        w = integers(1, len(counts), 16, 24, dtype=dtype)
-        bias = np.stack([integers(2, 24, dtype=dtype)] * len(counts))
-        output, _ = run(RS, SCATTERING[name], x, w, counts=counts, bias=bias, dtype=dtype)
+        equal(aux, np.stack([gathered(x, counts)] * p), name)
+    for dtype in ("float32", "bfloat16") if kind == "scatter" else ():
+        x, w = integers(0, p, sum(counts), 16, dtype=dtype), integers(1, p, 16, 24, dtype=dtype)
+        bias = np.stack([integers(2, 24, dtype=dtype)] * p)
+        output, _ = twice(kind, options, counts, max(counts), lhs=x, rhs=w, bias=bias)
         equal(output, matmul_reduce_scatter(x, w, bias, counts), name)
 
 
@@ -198,21 +194,12 @@ def test_a_loop_of_products_replays():
     x = integers(1, p, tokens, k)
     w = jnp.asarray(np.stack(np.split(first, p, axis=1)))
     v = jnp.asarray(np.stack(np.split(second, p, axis=0)))
+    ring, counts = METHODS["gather"]["ring"], (tokens,) * p
 
-    def product(kind, x, w):
-        call = GemmCall(
-            op="test",
-            lhs_boundary=1,
-            rhs_boundary=1,
-            out_shape=(p * tokens if kind == AG else tokens, w.shape[-1]),
-            out_dtype="float32",
-            comm=Communicator(axis_names=("tp",), num_ranks=p, deadline_ms=3000),
-            overlap=Overlap(comm_type=kind, method=RING),
-            row_counts=(tokens,) * p,
-        )
-        return run_all_ranks(call, lhs=x, rhs=w).output
+    def body(i, x):
+        hidden, _ = run("gather", ring, counts, p * tokens, lhs=x, rhs=w)
+        return run("scatter", ring, counts, tokens, lhs=hidden, rhs=v)[0] + i
 
-    body = lambda i, x: product(RS, product(AG, x, w), v) + i
     got = jax.jit(lambda x: jax.lax.fori_loop(0, rounds, body, x))(jnp.asarray(x))
     want = x.astype(np.float64)
     for i in range(rounds):
@@ -220,25 +207,12 @@ def test_a_loop_of_products_replays():
     equal(got, want)
 
 
-@pytest.mark.parametrize("kind", [AG, RS])
+@pytest.mark.parametrize("kind", METHODS)
 def test_bulk(kind):
     p, rows, width = 4, 6, 10
     x, w = integers(0, p, 8, 16), integers(1, p, 16, 24)
-    aux = integers(2, p, rows * (1 if kind == AG else p), width)
-    call = GemmCall(
-        op="test",
-        lhs_boundary=1,
-        rhs_boundary=1,
-        out_shape=(8, 24),
-        out_dtype="float32",
-        comm=Communicator(axis_names=("tp",), num_ranks=p, deadline_ms=3000),
-        overlap=Overlap(comm_type=kind, method=BULK),
-        row_counts=(rows,) * p,
-    )
-    fn = jax.jit(lambda x, w, aux: run_all_ranks(call, lhs=x, rhs=w, aux_in=aux)[:4:3])
-    output, moved = fn(*map(jnp.asarray, (x, w, aux)))
+    aux = integers(2, p, rows * (1 if kind == "gather" else p), width)
+    output, moved = twice(kind, {"method": BULK}, (rows,) * p, 8, lhs=x, rhs=w, aux_in=aux)
     equal(output, x.astype(np.float64) @ w)
-    if kind == AG:
-        equal(moved, np.stack([aux.reshape(-1, width)] * p))
-    else:
-        equal(moved, aux.sum(0).reshape(p, rows, width))
+    of_ranks = [aux.reshape(-1, width)] * p
+    equal(moved, of_ranks if kind == "gather" else aux.sum(0).reshape(p, rows, width))

@@ -18,11 +18,14 @@ initialize: Any = sys.modules["jax_cp_dispatch._ranks.processes.initialize"]
 
 def gpus_here() -> tuple[int, str]:
     """Returns the number of GPUs, also of those that JAX does not use; and if 0, the reason."""
-    return (0, runtime.cuda_reason) if runtime.cuda is None else runtime.cuda.device_count()
+    if runtime.cuda is None:
+        return 0, runtime.cuda_reason
+    found, reason = runtime.cuda.device_count()
+    return found, f"no GPU is here: {reason}"
 
 
 def num_exchanges_beside_programs() -> int:
-    return runtime.cuda.num_exchanges_beside_programs()
+    return runtime.cuda.num_exchanges_beside_programs() if runtime.cuda else 0
 
 
 def replace_cuda(replaced) -> None:
@@ -30,9 +33,9 @@ def replace_cuda(replaced) -> None:
     runtime.cuda = replaced(runtime.cuda)
 
 
-def cut_heads(is_cut: bool) -> None:
-    """Whether attention by a plan moves two parts of heads, as it does by default on GPUs."""
-    parts_of_heads.moves_beside_work = lambda _: is_cut
+def heads_in_parts(is_cut: bool) -> Any:
+    """Returns a patch: whether attention by a plan moves two parts of heads, as between GPUs."""
+    return mock.patch.object(parts_of_heads, "moves_beside_work", lambda _: is_cut)
 
 
 # ---- Processes.
