@@ -29,18 +29,20 @@ import tempfile
 import time
 from typing import Any
 
+sys.path.extend(
+    str(pathlib.Path(__file__).parents[1] / name) for name in ("processes", "oracles", "support")
+)
+
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-
-sys.path.extend(str(pathlib.Path(__file__).parents[1] / name) for name in ("oracles", "support"))
 import launched
+import numpy as np
+from inner import replace_cuda
 from movement_oracle import named_rows, random_plan
+from places import AXIS, RANKS, mesh_of_all, place_all
 from planted_fault import package_with
 
 from jax_cp_dispatch import Metadata, combine, dispatch
-from jax_cp_dispatch._ranks import runtime  # inner: other memory of channels
 from jax_cp_dispatch.gpu import connect_gpus, raise_gpu_errors
 
 SLOTS, COLUMNS, NUM_PLANS = 16, 1024, 4
@@ -61,67 +63,51 @@ def worker(options) -> None:
     address, (num_ranks, rank) = options.place[0], map(int, options.place[1:])
     jax.distributed.initialize(address, num_ranks, rank, local_device_ids=[0])
     if options.host_memory:
-        use_pinned_memory()
+        replace_cuda(_Pinned)
     world = connect_gpus()
     if world.implementation != "cuda_ipc":
         sys.exit(f"not connected by CUDA IPC: {world.reason}")
-    mesh = Mesh(np.array(jax.devices()), ("cp",))
-    tokens = (options.megabytes << 20) // (4 * COLUMNS)
-
-    def global_array(mine):
-        mine = jax.device_put(mine, jax.local_devices()[0])
-        shape = (num_ranks * mine.shape[0], *mine.shape[1:])
-        return jax.make_array_from_single_device_arrays(shape, NamedSharding(mesh, P("cp")), [mine])
-
+    mesh, tokens = mesh_of_all(), (options.megabytes << 20) // (4 * COLUMNS)
     common = np.random.default_rng(0)  # the same in all processes
     plans = [random_plan(common, num_ranks, SLOTS, tokens) for _ in range(NUM_PLANS)]
     capacity = max(int(plan["num_total_recv_tokens"].max()) for plan in plans)
-    cases = []
-    for plan in plans:
-        fields = {k: np.asarray(v)[rank][None] for k, v in plan.items() if k != "world_size"}
-        sources = np.full(capacity, -1, np.int32)
-        returned = np.full(tokens, -1, np.int32)
+    mine = np.arange(num_ranks * tokens, dtype=np.int32).reshape(num_ranks, tokens)
+
+    def case_of(plan):
+        sources = np.full((num_ranks, capacity), -1, np.int32)
+        returned = np.full(mine.shape, -1, np.int32)
         for sender, row, receiver, at in named_rows(plan):
-            if receiver == rank:
-                sources[at] = sender * tokens + row
-            if sender == rank:
-                returned[row] = sender * tokens + row
-        arrays = {k: global_array(v) for k, v in fields.items()}
-        metadata = Metadata(**arrays, normalized=False, world_size=num_ranks)
-        cases.append((metadata, global_array(sources), global_array(returned)))
-    mine = global_array(np.arange(tokens, dtype=np.int32) + rank * tokens)
-    named = {
-        "axis_name": "cp",
-        "implementation": "cuda_ipc",
-        "deadline": 3.0 if options.fault else 20.0,
-    }
-    send = functools.partial(dispatch, **named)
-    send_back = functools.partial(combine, **named)
+            sources[receiver, at] = returned[sender, row] = mine[sender, row]
+        return place_all((mine, Metadata(**plan), sources, returned), mesh)
+
+    cases = [case_of(plan) for plan in plans]
+    deadline = 3.0 if options.fault else 20.0
+    where: Any = {"axis_name": AXIS, "implementation": "cuda_ipc", "deadline": deadline}
 
     def step(mine, metadata, sources, returned, number, spins):
-        x = rows_of(mine, number[0])
+        x = rows_of(mine[0], number[0])
         delay = jax.lax.fori_loop(
             0, spins[0], lambda _, y: jnp.sin(y), x[:1, 0].astype(jnp.float32)
         )
         x, _ = jax.lax.optimization_barrier((x, delay))
-        came = send(x, metadata, capacity=capacity)
-        wrong = jnp.any(came != rows_of(sources, number[0]), axis=1).sum()
+        came = dispatch(x, metadata, capacity=capacity, **where)
+        wrong = jnp.any(came != rows_of(sources[0], number[0]), axis=1).sum()
         if not options.fault:  # after an error, a program ends before its next exchange
-            home = send_back(came, metadata, num_tokens=tokens)
-            wrong += jnp.any(home != rows_of(returned, number[0]), axis=1).sum()
+            home = combine(came, metadata, num_tokens=tokens, **where)
+            wrong += jnp.any(home != rows_of(returned[0], number[0]), axis=1).sum()
         return wrong[None]
 
-    step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P("cp"), out_specs=P("cp")))
+    step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=RANKS, out_specs=RANKS))
     own = np.random.default_rng(1000 + rank)  # delays differ
     wrong, num_errors, begun = [], 0, time.monotonic()
     for number in range(options.rounds):
         time.sleep(own.uniform(0, LONGEST_SLEEP))
-        scalars = (
-            global_array(np.array([x], np.int32)) for x in (number, own.integers(MOST_SPINS))
-        )
+        # Of which a process places its own part.
+        spins = np.full(num_ranks, own.integers(MOST_SPINS), np.int32)
+        scalars = place_all((np.full(num_ranks, number, np.int32), spins), mesh)
         case = cases[common.integers(NUM_PLANS)]
         try:
-            of_round = step(mine, *case, *scalars)
+            of_round = step(*case, *scalars)
             if options.fault or number % CHECKED_AT_ONCE == 0:
                 jax.block_until_ready(of_round)
             wrong.append(of_round)
@@ -141,11 +127,6 @@ def worker(options) -> None:
 # ---- Pinned memory of the host.
 
 _PORTABLE_AND_MAPPED = 1 | 2  # CU_MEMHOSTREGISTER_*
-
-
-def use_pinned_memory() -> None:
-    """Replaces how slabs are made and opened. Call before `connect_gpus`."""
-    runtime.cuda = _Pinned(runtime.cuda)
 
 
 class _Pinned:
