@@ -55,6 +55,10 @@ def test_cases():
             suite.check_case(case, "float32")
 
 
+def test_programs():
+    suite.test_programs(multiplies=OVER_THE_NETWORK not in connect_gpus().reason)
+
+
 def test_large_exchanges():
     """Rounds of other rows over the same channels; processes come at other times."""
     mesh, W, rows = mesh_of_all(), jax.device_count(), ROWS[jax.default_backend()]
@@ -166,12 +170,9 @@ def test_a_rank_that_does_not_call():
 
 TESTS_OF_ALL = (
     test_cases,
-    suite.test_groups_in_one_process_and_across,
-    suite.test_calls_of_one_program_are_distinguished,
-    suite.test_arrays_of_all_ranks,
+    test_programs,
     test_large_exchanges,
     gemms.test_every_method_of_the_products,
-    gemms.test_products_in_loops_and_of_global_arrays,
     test_attention_by_plans,
     test_attention_by_rings,
 )

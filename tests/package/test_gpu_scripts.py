@@ -99,7 +99,7 @@ def test_a_line_without_a_gpu_names_the_reason():
 @in_ci
 def test_the_tests_between_gpus_run_between_cpu_devices():
     """Those of their own; the others are run by tests/processes."""
-    names = "test_large_exchanges", "test_products_in_loops_and_of_global_arrays"
+    names = "test_large_exchanges", "test_attention_by_rings"
     ran = on_cpu(ROOT / "tests/gpu/several_gpus.py", *names, JAX_NUM_CPU_DEVICES="2")
     assert ran.returncode == 0, ran.stderr
     assert "process 0: test_large_exchanges over in_process: ok" in ran.stdout

@@ -7,11 +7,10 @@ computes the expected results of all ranks, and compares those of its own ranks.
 Arguments: --short, and names of tests.
 """
 
-import itertools
+import functools
 import pathlib
 import sys
 import threading
-from typing import Any
 
 sys.path.extend(
     str(pathlib.Path(__file__).parents[1] / name) for name in ("contract", "oracles", "support")
@@ -20,13 +19,11 @@ sys.path.extend(
 import gemms
 import jax
 import numpy as np
-from contract import TOLERANCE, Case, on_ranks as case_on_ranks, specs_of, split, with_gradients
-from jax.sharding import AxisType, Mesh, PartitionSpec as P
+from contract import Case, on_ranks as case_on_ranks, specs_of, split, with_gradients
 from movement_oracle import dispatched
 from operations import CASES
 from places import (
     AXIS,
-    T,
     all_devices,
     check,
     draw,
@@ -36,6 +33,7 @@ from places import (
     place_all,
     plan_of,
 )
+from programs import SETS, Program, Structure, check_close
 
 import jax_cp_dispatch as cp
 
@@ -67,78 +65,25 @@ def check_case(case: Case, dtype: str) -> None:
     check_close(got, tuple(expected), dtype, case)
 
 
-def check_close(got, expected, dtype, case) -> None:
-    """Compares the part of this process's ranks, within the tolerance of the contract."""
-    assert jax.tree.structure(got) == jax.tree.structure(expected)
-    named = jax.tree.leaves_with_path(expected)
-    for (path, want), x in zip(named, jax.tree.leaves(got), strict=True):
-        name = f"{case}{jax.tree_util.keystr(path)}"
-        assert x.shape == want.shape and x.dtype == dtype, name
-        atol = TOLERANCE[dtype] * max(1.0, np.abs(want).max(initial=0))
-        for shard in x.addressable_shards:
-            part = np.asarray(shard.data).astype(np.float64)
-            np.testing.assert_allclose(part, want[shard.index], rtol=0, atol=atol, err_msg=name)
-
-
-def test_groups_in_one_process_and_across():
-    """Along one of two axes; a group may be inside one process, next to other groups."""
-    if jax.device_count() < 4:
-        return
-    shapes = {(2, jax.device_count() // 2), (jax.device_count() // 2, 2)}
-    for shape, devices in itertools.product(
-        sorted(shapes), (np.array(jax.devices()), all_devices())
-    ):
-        dispatch_in_groups(Mesh(devices.reshape(shape), ("data", AXIS)), *shape)
-
-
-def dispatch_in_groups(mesh, num_groups, num_ranks):
-    plans = [plan_of(seed, num_ranks) for seed in range(num_groups)]
-    capacity = max(capacity for _, capacity in plans)
-    x = np.stack([draw(seed, num_ranks, 2) for seed in range(num_groups)])
-    names = [name for name in plans[0][0] if name != "world_size"]
-    fields: dict[str, Any] = {name: np.stack([plan[name] for plan, _ in plans]) for name in names}
-    spec = P("data", AXIS)
-
-    def local(x, m):
-        m = jax.tree.map(lambda a: a[0, 0], m)
-        return cp.dispatch(x[0, 0], m, axis_name=AXIS, capacity=capacity)[None, None]
-
-    move = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec))
-    m = cp.Metadata(**fields, world_size=num_ranks)
-    x_and_m = jax.tree.map(lambda a: place(a, mesh, spec), (x, m))
-    check(
-        move(*x_and_m),
-        np.stack([dispatched(plan, x[i], capacity) for i, (plan, _) in enumerate(plans)]),
-    )
-
-
-def test_calls_of_one_program_are_distinguished():
-    """Independent equal calls, an inner function called twice, a loop."""
-    mesh, W = mesh_of_all(), jax.device_count()
-    plan, capacity = plan_of(5, W)
-    capacity = max(capacity, T)
-    x = draw(0, W, 2)
-
-    def move(x, m):
-        return cp.dispatch(x, m, axis_name=AXIS, capacity=capacity)[:T]
-
-    inner = jax.jit(move)
-
-    def program(x, m):
-        independent = sum(k * move(x * k, m) for k in range(1, 7))
-        twice = inner(x, m) + 3 * inner(x * 5, m)
-        looped = jax.lax.scan(lambda y, _: (move(y, m) + 1, None), x, None, length=5)[0]
-        return independent, twice, looped
-
-    m = jax.tree.map(lambda a: place(a, mesh), cp.Metadata(**plan))
-    one = dispatched(plan, x, capacity)[:, :T]
-    looped = x
-    for _ in range(5):
-        looped = dispatched(plan, looped, capacity)[:, :T] + 1
-    run = on_ranks(program, mesh)
-    got = [run(place(x, mesh), m) for _ in range(3)][-1]
-    for result, want in zip(got, (one * 91, one * 16, looped), strict=True):
-        check(result, want.astype(np.float32))
+def test_programs(multiplies=True):
+    """Groups in one process and across, several calls and loops, and arrays of all ranks."""
+    num_devices = jax.device_count()
+    shuffled = tuple(jax.devices().index(device) for device in all_devices())
+    moves = ("dispatch", "many"), ("dispatch", "loop")
+    others = ("dispatch", "loop"), ("all_gather_matmul ring", "gradients")
+    others += (("matmul_reduce_scatter pipeline", "many"),)
+    others = others if multiplies else others[:1]
+    made = functools.partial(Structure, dtype="float32")
+    structures = [made(1, shuffled, is_global=True, calls=others)]
+    groups = {2, num_devices // 2} if num_devices >= 4 else {1}
+    for order in (tuple(range(num_devices)), shuffled):
+        structures += [made(n, order, is_global=False, calls=moves) for n in sorted(groups)]
+    for program in map(Program, structures):
+        calls, groups = program.structure.calls, program.structure.groups
+        seeds = np.arange(len(calls) * groups * SETS).reshape(len(calls), groups, SETS)
+        operands, expected = program.draw(seeds)
+        for _ in range(2):
+            program.check(program.start(operands, program.inputs()), expected, 0)
 
 
 def test_programs_of_one_process_do_not_interfere():
@@ -175,18 +120,6 @@ def test_programs_of_one_process_do_not_interfere():
     turns[-1].wait()
     for factor in (2, 5):
         check(compiled[factor](x, m), factor * dispatched(plan, draw(0, W, 2), capacity))
-
-
-def test_arrays_of_all_ranks():
-    W = jax.device_count()
-    plan, capacity = plan_of(7, W)
-    x, m = draw(0, W, 3), cp.Metadata(**plan)
-    for kind in (AxisType.Auto, AxisType.Explicit)[: 1 if IS_SHORT else 2]:
-        mesh = Mesh(all_devices(), (AXIS,), axis_types=(kind,))
-        with jax.set_mesh(mesh):
-            move = jax.jit(lambda x: cp.dispatch(x, m, axis_name=AXIS, capacity=capacity))
-            got = move(place(x.reshape(W * T, 3), mesh))
-        check(got, dispatched(plan, x, capacity).reshape(W * capacity, 3))
 
 
 def test_an_invalid_plan_is_rejected_on_all_ranks():

@@ -14,14 +14,12 @@ import argparse
 import collections
 import concurrent.futures
 import faulthandler
-import functools
 import os
 import pathlib
 import re
 import subprocess
 import sys
 import threading
-from typing import Any, NamedTuple
 
 sys.path.extend(
     str(pathlib.Path(__file__).parents[1] / name)
@@ -29,172 +27,14 @@ sys.path.extend(
 )
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from contract import DATA, on_global_arrays, specs_of, split, with_gradients
-from jax.sharding import Mesh, PartitionSpec as P
-from operations import CAPACITY, CASES
-from places import AXIS, place_all
-from suite import check_close
+from operations import CAPACITY
+from programs import BY_NAME, MOVES, NAMES, SETS, SHORT_DEADLINE, WAYS, Program, Structure
 
 import jax_cp_dispatch as cp
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
 
-# Others take long to compile and exchange as these do, or need certain numbers of ranks.
-MOVES = ("dispatch", "combine", "dispatch_qkv", "dispatch_start")
-NAMES = (*MOVES, "ragged_all_to_all", "experts", "ring", "all_gather_matmul none")
-NAMES += ("all_gather_matmul ring", "matmul_reduce_scatter ring", "matmul_reduce_scatter pipeline")
-BY_NAME = {case.name: case for case in CASES if case.name in NAMES}
-SETS = 3  # of arrays for a call: a channel has the rows of two calls
 SEEDS = 8
-SHORT_DEADLINE = 2.0
-GROUPS_AND_RANKS = P(DATA, AXIS)
-
-
-class Structure(NamedTuple):
-    """What is compiled. A call is a case, and one of `WAYS`."""
-
-    groups: int  # the mesh is groups x ranks
-    devices: tuple[int, ...]
-    dtype: str
-    is_global: bool  # plain jit on arrays of all ranks
-    calls: tuple[tuple[str, str], ...]
-
-
-class Inputs(NamedTuple):
-    """The inputs of one run, beside those of the cases: arrays [groups, ranks]."""
-
-    delays: Any  # rounds of arithmetic before each call
-    is_here: Any  # the ranks that take part in "maybe"
-    flags: Any  # the way of "branch"; the same on all ranks
-
-
-def at(sets, i):
-    return jax.tree.map(lambda x: x[i], sets)
-
-
-def stack(trees, numpy: Any = np):
-    return jax.tree.map(lambda *x: numpy.stack(x), *trees)
-
-
-def one(results):
-    return stack([results], jnp)
-
-
-def branch(run, sets, inputs):
-    return one(
-        jax.lax.cond(inputs.flags[0, 0] > 0, run, lambda *_: run(*at(sets, 1)), *at(sets, 0))
-    )
-
-
-def maybe(run, sets, inputs):
-    away = lambda *x: jax.tree.map(jnp.zeros_like, jax.eval_shape(run, *x))
-    return one(jax.lax.cond(inputs.is_here[0, 0], run, away, *at(sets, 0)))
-
-
-# From a call, its sets of arrays, and the inputs, to the results of some sets.
-WAYS = {
-    "many": lambda run, sets, _: stack([run(*at(sets, i)) for i in range(SETS)], jnp),
-    "loop": lambda run, sets, _: jax.lax.scan(lambda _, x: (None, run(*x)), None, sets)[1],
-    "gradients": lambda run, sets, _: one(run(*at(sets, 0))),
-    "branch": branch,
-    "maybe": maybe,
-}
-
-
-def chosen_sets(way, flag):
-    return {"gradients": [0], "maybe": [0], "branch": [1 - flag]}.get(way, [*range(SETS)])
-
-
-@functools.cache
-def drawn(name, dtype, num_ranks, seed):
-    """Returns (floats, others, cotangents) of a case, and (results, gradients)."""
-    arrays = BY_NAME[name].arrays(dtype, ranks=num_ranks, seed=seed)
-    results, gradients, cotangents = BY_NAME[name].expected(arrays)
-    return (*split(arrays), cotangents), (results, gradients)
-
-
-class Program:
-    """One compiled structure."""
-
-    def __init__(self, structure: Structure):
-        devices = np.array(jax.devices())[list(structure.devices)]
-        self.structure, self.num_ranks = structure, devices.size // structure.groups
-        self.mesh = Mesh(devices.reshape(structure.groups, -1), (DATA, AXIS))
-        operands, _ = self.draw(np.zeros((len(structure.calls), structure.groups, SETS), int))
-        self.specs, outs = [], []
-        for (name, way), (floats, others, cotangents) in zip(
-            structure.calls, operands, strict=True
-        ):
-            of = functools.partial(specs_of, axes=(AXIS,), lead=(DATA, None))
-            case = BY_NAME[name]
-            specs = of(case.specs, floats), of(case.specs, others), of(case.results, cotangents)
-            self.specs.append(specs)
-            outs.append((specs[2], specs[0] if way == "gradients" else {}))
-        run = self.everywhere
-        if not structure.is_global:
-            run = jax.shard_map(
-                run, mesh=self.mesh, in_specs=(self.specs, GROUPS_AND_RANKS), out_specs=outs,
-                check_vma=False,
-            )  # fmt: skip
-        self.run = jax.jit(run)
-
-    def call_of(self, name, way):
-        """Returns a function of floats, others and cotangents."""
-        options = {"deadline": SHORT_DEADLINE} if way == "maybe" else {}
-        call = functools.partial(BY_NAME[name].call, axis_name=AXIS, **options)
-        if self.structure.is_global:
-            call = on_global_arrays(BY_NAME[name], self.mesh)
-        if way == "gradients":
-            return with_gradients(call)
-        return lambda floats, others, _: (call({**floats, **others}), {})
-
-    def everywhere(self, operands, inputs):
-        """What each rank computes; or, on arrays of all ranks, the program."""
-        zero, found, before = jnp.zeros(()), [], ""
-        for (name, way), sets in zip(self.structure.calls, operands, strict=True):
-            if not self.structure.is_global and before != "maybe":  # XLA's collective has no error
-                zero = self.delayed(zero, inputs.delays)
-            before = way
-            floats, others, cotangents = at(sets, 0)  # of the group
-            floats = {name: x + zero.astype(x.dtype) for name, x in floats.items()}
-            results = WAYS[way](self.call_of(name, way), (floats, others, cotangents), inputs)
-            zero = sum((0 * x).sum().astype(jnp.float32) for x in jax.tree.leaves(results))
-            found.append(jax.tree.map(lambda x: x[None], results))
-        return found
-
-    def delayed(self, zero, delays):
-        """Returns zero after the delay of the rank, and a collective of XLA."""
-        busy = jnp.broadcast_to(zero, (64, 64))
-        busy = jax.lax.fori_loop(0, delays[0, 0], lambda _, a: jnp.sin(a) + 0.5, busy)
-        return jax.lax.psum((busy[0, 0] > 1e6).astype(jnp.float32), AXIS)
-
-    def draw(self, seeds):
-        """Returns the operands, and the results, of each call: [groups, sets, ...]."""
-        dtype, calls = self.structure.dtype, self.structure.calls
-        drawn_of = lambda name, seeds: stack(
-            [stack([drawn(name, dtype, self.num_ranks, seed) for seed in group]) for group in seeds]
-        )
-        both = [drawn_of(name, of) for (name, _), of in zip(calls, seeds.tolist(), strict=True)]
-        return [x for x, _ in both], [x for _, x in both]
-
-    def start(self, operands, inputs):
-        """Launches the program; the results may not be ready yet."""
-        operands = [
-            tuple(place_all(x, self.mesh, spec) for x, spec in zip(of, specs, strict=True))
-            for of, specs in zip(operands, self.specs, strict=True)
-        ]
-        return self.run(operands, place_all(inputs, self.mesh, GROUPS_AND_RANKS))
-
-    def check(self, found, expected, flag):
-        for call, got, (results, gradients) in zip(
-            self.structure.calls, found, expected, strict=True
-        ):
-            sets, want = chosen_sets(call[1], flag), (results, {})
-            if call[1] == "gradients":
-                want = results, gradients
-            want = jax.tree.map(lambda x, sets=sets: x[:, sets], want)
-            check_close(got, want, self.structure.dtype, call)
 
 
 def random_structure(rng, index) -> Structure:
@@ -256,11 +96,12 @@ class Stress:
         """Starts a program; returns a function that waits for it and checks it."""
         rng = np.random.default_rng((self.options.seed, number))
         program = self.programs[int(rng.integers(len(self.programs)))]
-        calls, shape = program.structure.calls, (program.structure.groups, program.num_ranks)
-        operands, expected = program.draw(rng.integers(SEEDS, size=(len(calls), shape[0], SETS)))
+        calls, groups = program.structure.calls, program.structure.groups
+        operands, expected = program.draw(rng.integers(SEEDS, size=(len(calls), groups, SETS)))
         flag, error = int(rng.integers(2)), None
-        delays = rng.integers(0, 300, shape) * (rng.random(shape) < 0.3)
-        inputs = Inputs(delays.astype("i4"), np.ones(shape, bool), np.full(shape, flag, "i4"))
+        inputs = program.inputs(flag)
+        inputs.delays[:] = rng.integers(0, 300, inputs.delays.shape)
+        inputs.delays[rng.random(inputs.delays.shape) > 0.3] = 0
         if rng.random() < self.options.failures:
             error = spoil(rng, program, operands, inputs)
         found = attempt(lambda: program.start(operands, inputs))
