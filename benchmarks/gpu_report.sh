@@ -235,8 +235,8 @@ smoke() {  # smoke SECONDS LINE...: these lines at a time
 }
 jobs=()
 smoke 20 dispatch combine pair
-smoke 20 bf16 fp8 ring
-smoke 45 pipeline causal packed
+smoke 20 bf16 fp8
+smoke 45 causal packed
 smoke 45 ipc
 if [ -n "$nvshmem" ]; then
   step "build nvshmem" 45 bash -c 'await "$nvshmem" "$out/nvshmem.log"' &&

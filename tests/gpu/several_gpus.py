@@ -33,6 +33,7 @@ from local_cases import assert_close
 from movement_oracle import combined, dispatched, random_plan
 from operations import CASES
 from places import AXIS, check, draw, mesh_of_all, on_ranks, place, place_all, plan_of
+from programs import Structure
 
 import jax_cp_dispatch as cp
 from jax_cp_dispatch.gpu import connect_gpus, raise_gpu_errors
@@ -55,8 +56,19 @@ def test_cases():
             suite.check_case(case, "float32")
 
 
+def calls():
+    far = OVER_THE_NETWORK in connect_gpus().reason
+    return suite.MOVES if far else (*suite.MOVES, *suite.PRODUCTS)
+
+
 def test_programs():
-    suite.test_programs(multiplies=OVER_THE_NETWORK not in connect_gpus().reason)
+    suite.test_programs(calls())
+
+
+def test_programs_without_collectives():
+    """Of XLA: loops of calls, and several of them."""
+    order = tuple(range(jax.device_count()))
+    suite.check_program(Structure(1, order, "float32", False, calls()), is_delayed=False)
 
 
 def test_large_exchanges():
@@ -179,6 +191,7 @@ TESTS_OF_ALL = (
 ON_ONE_GPU = (
     test_large_exchanges,
     gemms.test_every_method_of_the_products,
+    test_programs_without_collectives,
     test_attention_by_plans,
     test_a_rank_that_does_not_call,
 )

@@ -32,12 +32,6 @@ def product(dtype):
         tests.test_tensor_scales(False, ((1,), (0,)))
 
 
-def overlapped(kind, name):
-    import test_one_gpu_gemm as tests
-
-    tests.test_overlapped(kind, name, (5, 5))
-
-
 def attention(ranges):
     import test_gpu_attention as tests
 
@@ -56,8 +50,6 @@ LINES = {
     "pair": partial(movement, "dispatch_start"),
     "bf16": partial(product, "bfloat16"),
     "fp8": partial(product, "fp8"),
-    "ring": partial(overlapped, "gather", "ring"),
-    "pipeline": partial(overlapped, "scatter", "pipeline of 3"),
     "causal": partial(attention, "causal"),
     "packed": partial(attention, "packed"),
     "ipc": partial(processes, "cuda_ipc"),

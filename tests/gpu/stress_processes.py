@@ -1,7 +1,6 @@
 """Exchanges of large rows between processes on one GPU, with delays: each row is checked.
 
     python tests/gpu/stress_processes.py --processes 8 --rounds 500 --megabytes 64
-    python tests/gpu/stress_processes.py --rounds 200 --host-memory
     python tests/gpu/stress_processes.py --rounds 40 --fault EXTENSION
 
 The processes run under MPS, so that their kernels run at the same time; without it, they take
@@ -9,18 +8,12 @@ turns. Every round has another plan, other rows and random delays of the host an
 it, and sends the rows there and back. What a row has to be follows from its sender and the round,
 so the GPU checks all of them.
 
-With `--host-memory`, channels are in pinned memory of the host, in place of the memory that CUDA
-IPC shares: rows and signals cross PCIe, and must be ordered for the whole system, as between GPUs.
-The package never does this.
 `--fault` names an extension of planted_fault.py; the stress then succeeds if it finds wrong rows or
 errors. Otherwise it could not have found a race.
 """
 
 import argparse
 import contextlib
-import ctypes
-import functools
-import mmap
 import os
 import pathlib
 import subprocess
@@ -37,7 +30,6 @@ import jax
 import jax.numpy as jnp
 import launched
 import numpy as np
-from inner import replace_cuda
 from movement_oracle import named_rows, random_plan
 from places import AXIS, RANKS, mesh_of_all, place_all
 from planted_fault import package_with
@@ -62,8 +54,6 @@ def rows_of(ids, number):
 def worker(options) -> None:
     address, (num_ranks, rank) = options.place[0], map(int, options.place[1:])
     jax.distributed.initialize(address, num_ranks, rank, local_device_ids=[0])
-    if options.host_memory:
-        replace_cuda(_Pinned)
     world = connect_gpus()
     if world.implementation != "cuda_ipc":
         sys.exit(f"not connected by CUDA IPC: {world.reason}")
@@ -124,65 +114,6 @@ def worker(options) -> None:
     print(f"process {rank}: {found}, {took:.1f} s", flush=True)
 
 
-# ---- Pinned memory of the host.
-
-_PORTABLE_AND_MAPPED = 1 | 2  # CU_MEMHOSTREGISTER_*
-
-
-class _Pinned:
-    """The extension, with other slabs."""
-
-    def __init__(self, extension: Any):
-        self._extension = extension
-        self._mapped: list[Any] = []  # kept until the process ends
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._extension, name)
-
-    def make_slab(self, device: int, num_bytes: int) -> tuple[int, bytes]:
-        fd = os.memfd_create("slab")
-        os.ftruncate(fd, num_bytes)
-        return self._map(device, fd, num_bytes), f"{os.getpid()} {fd} {num_bytes}".encode()
-
-    def open_slab(self, device: int, handle: bytes) -> int:
-        pid, fd, num_bytes = map(int, handle.split())
-        other = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
-        return self._map(device, other, num_bytes)
-
-    def _map(self, device: int, fd: int, num_bytes: int) -> int:
-        """Returns the address at which the GPU reaches shared memory."""
-        memory = mmap.mmap(fd, num_bytes)
-        self._mapped.append(memory)
-        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        driver = _driver(device)
-        here = ctypes.c_uint64()
-        _check(driver.cuMemHostRegister_v2(
-            ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), _PORTABLE_AND_MAPPED
-        ), "cuMemHostRegister")  # fmt: skip
-        _check(driver.cuMemHostGetDevicePointer_v2(
-            ctypes.byref(here), ctypes.c_void_p(address), 0
-        ), "cuMemHostGetDevicePointer")  # fmt: skip
-        return here.value
-
-
-@functools.cache
-def _driver(device: int) -> Any:
-    """Returns the driver, with JAX's context of the device current in this thread."""
-    driver = ctypes.CDLL("libcuda.so.1")
-    handle, context = ctypes.c_int(), ctypes.c_void_p()
-    _check(driver.cuInit(0), "cuInit")
-    _check(driver.cuDeviceGet(ctypes.byref(handle), device), "cuDeviceGet")
-    retain = driver.cuDevicePrimaryCtxRetain
-    _check(retain(ctypes.byref(context), handle), "cuDevicePrimaryCtxRetain")
-    _check(driver.cuCtxSetCurrent(context), "cuCtxSetCurrent")
-    return driver
-
-
-def _check(code: int, what: str) -> None:
-    if code:
-        raise RuntimeError(f"{what} failed with {code}")
-
-
 # ---- Processes.
 
 
@@ -214,14 +145,12 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=500)
     parser.add_argument("--megabytes", type=int, default=64, help="rows of each process")
-    parser.add_argument("--host-memory", action="store_true", help="channels in pinned memory")
     parser.add_argument("--fault", default="", help="an extension of planted_fault.py")
     parser.add_argument("place", nargs="*", help="of a process that this program starts")
     options = parser.parse_args()
     if options.place:
         return worker(options)
     arguments = [f"--{x}={getattr(options, x)}" for x in ("rounds", "megabytes", "fault")]
-    arguments += ["--host-memory"] if options.host_memory else []
     with mps(), tempfile.TemporaryDirectory() as folder:
         if options.fault:
             os.environ["PYTHONPATH"] = package_with(options.fault, pathlib.Path(folder))

@@ -17,6 +17,7 @@ ALL_GPUS = {  # processes for each GPU, transport, options
     "put and get": (1, "nvshmem", {"pointers": False}),
 }
 ON_ONE_GPU = "test_large_exchanges", "test_every_method_of_the_products"
+ON_ONE_GPU += ("test_programs_without_collectives",)
 
 
 def exchange(num_processes, transport, *names, slab=512 << 20, **options):

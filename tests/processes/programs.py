@@ -103,7 +103,8 @@ def drawn(name, dtype, num_ranks, seed):
 class Program:
     """One compiled structure."""
 
-    def __init__(self, structure: Structure):
+    def __init__(self, structure: Structure, *, is_delayed=True):
+        self.is_delayed = is_delayed and not structure.is_global
         devices = np.array(jax.devices())[list(structure.devices)]
         self.structure, self.num_ranks = structure, devices.size // structure.groups
         self.mesh = Mesh(devices.reshape(structure.groups, -1), (DATA, AXIS))
@@ -139,7 +140,7 @@ class Program:
         """What each rank computes; or, on arrays of all ranks, the program."""
         zero, found, before = jnp.zeros(()), [], ""
         for (name, way), sets in zip(self.structure.calls, operands, strict=True):
-            if not self.structure.is_global and before != "maybe":  # XLA's collective has no error
+            if self.is_delayed and before != "maybe":  # XLA's collective has no error
                 zero = self.delayed(zero, inputs.delays)
             before = way
             floats, others, cotangents = at(sets, 0)  # of the group

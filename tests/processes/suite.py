@@ -7,7 +7,6 @@ computes the expected results of all ranks, and compares those of its own ranks.
 Arguments: --short, and names of tests.
 """
 
-import functools
 import pathlib
 import sys
 import threading
@@ -65,25 +64,26 @@ def check_case(case: Case, dtype: str) -> None:
     check_close(got, tuple(expected), dtype, case)
 
 
-def test_programs(multiplies=True):
+MOVES = ("dispatch", "many"), ("dispatch", "loop")
+PRODUCTS = ("all_gather_matmul ring", "loop"), ("matmul_reduce_scatter pipeline", "many")
+
+
+def test_programs(calls=(*MOVES, *PRODUCTS)):
     """Groups in one process and across, several calls and loops, and arrays of all ranks."""
     num_devices = jax.device_count()
-    shuffled = tuple(jax.devices().index(device) for device in all_devices())
-    moves = ("dispatch", "many"), ("dispatch", "loop")
-    others = ("dispatch", "loop"), ("all_gather_matmul ring", "gradients")
-    others += (("matmul_reduce_scatter pipeline", "many"),)
-    others = others if multiplies else others[:1]
-    made = functools.partial(Structure, dtype="float32")
-    structures = [made(1, shuffled, is_global=True, calls=others)]
-    groups = {2, num_devices // 2} if num_devices >= 4 else {1}
-    for order in (tuple(range(num_devices)), shuffled):
-        structures += [made(n, order, is_global=False, calls=moves) for n in sorted(groups)]
-    for program in map(Program, structures):
-        calls, groups = program.structure.calls, program.structure.groups
-        seeds = np.arange(len(calls) * groups * SETS).reshape(len(calls), groups, SETS)
-        operands, expected = program.draw(seeds)
-        for _ in range(2):
-            program.check(program.start(operands, program.inputs()), expected, 0)
+    orders = tuple(range(num_devices)), tuple(map(jax.devices().index, all_devices()))
+    check_program(Structure(1, orders[1], "float32", True, (*calls[1:], ("combine", "gradients"))))
+    for groups in sorted({2, num_devices // 2}) if num_devices >= 4 else [1]:
+        for order in orders[IS_SHORT:]:
+            check_program(Structure(groups, order, "float32", False, calls[:2]))
+
+
+def check_program(structure, **options):
+    program, calls = Program(structure, **options), len(structure.calls)
+    seeds = np.arange(calls * structure.groups * SETS).reshape(calls, structure.groups, SETS)
+    operands, expected = program.draw(seeds)
+    for _ in range(2):
+        program.check(program.start(operands, program.inputs()), expected, 0)
 
 
 def test_programs_of_one_process_do_not_interfere():

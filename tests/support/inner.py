@@ -28,11 +28,6 @@ def num_exchanges_beside_programs() -> int:
     return runtime.cuda.num_exchanges_beside_programs() if runtime.cuda else 0
 
 
-def replace_cuda(replaced) -> None:
-    """Puts `replaced(extension)` in place of the extension for GPUs."""
-    runtime.cuda = replaced(runtime.cuda)
-
-
 def heads_in_parts(is_cut: bool) -> Any:
     """Returns a patch: whether attention by a plan moves two parts of heads, as between GPUs."""
     return mock.patch.object(parts_of_heads, "moves_beside_work", lambda _: is_cut)
