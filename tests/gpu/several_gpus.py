@@ -9,6 +9,7 @@ transport of this package, a test fails. NCCL rejects processes that share a GPU
 `ON_ONE_GPU` need no collectives.
 """
 
+import os
 import pathlib
 import sys
 import time
@@ -30,17 +31,21 @@ from attention_oracle import attention, attention_gradients
 from inner import gpus_here, heads_in_parts, num_exchanges_beside_programs
 from jax.sharding import PartitionSpec as P
 from local_cases import assert_close
-from movement_oracle import combined, dispatched, random_plan
+from movement_oracle import named_rows, random_plan
 from operations import CASES
-from places import AXIS, check, draw, mesh_of_all, on_ranks, place, place_all, plan_of
+from places import AXIS, draw, mesh_of_all, on_ranks, place_all, plan_of
 from programs import Structure
 
 import jax_cp_dispatch as cp
 from jax_cp_dispatch.gpu import connect_gpus, raise_gpu_errors
 
-ROUNDS = 8
-# Rows per rank, each of 4 KB: on GPUs enough for several rounds of unpacking.
-ROWS, WIDTH = {"gpu": 4096, "cpu": 32}, 1024
+# Rounds; megabytes of rows of each rank, enough for several rounds of unpacking; whether a fault is
+# planted. stress_processes.py has others.
+SIZES = os.environ.get("JAX_CP_DISPATCH_STRESS", "8,16,0").split(",")
+ROUNDS, MEGABYTES, IS_FAULTY = map(int, SIZES)
+NUM_PLANS, COLUMNS = 4, 1024
+CHECKED_AT_ONCE = 25  # rounds that the host enqueues before it waits
+MOST_SPINS, LONGEST_SLEEP = 200, 0.05  # of a loop on the GPU; seconds of the host
 # Relative to the largest magnitude; probabilities and gradients are rounded to 8 bits.
 TOLERANCE = 2e-2
 OVER_THE_NETWORK = "over the network"  # there XLA computes GEMMs
@@ -72,25 +77,61 @@ def test_programs_without_collectives():
 
 
 def test_large_exchanges():
-    """Rounds of other rows over the same channels; processes come at other times."""
-    mesh, W, rows = mesh_of_all(), jax.device_count(), ROWS[jax.default_backend()]
-    plan = random_plan(np.random.default_rng(W), W, 2 * W, rows, 1)
-    capacity = int(plan["num_total_recv_tokens"].max()) + 2
+    """Rounds of other plans and rows over the same channels, after delays of the host and the GPU.
 
-    def there_and_back(x, m):
-        there = cp.dispatch(x, m, axis_name=AXIS, capacity=capacity)
-        return there, cp.combine(there, m, axis_name=AXIS, num_tokens=rows)
+    What a row has to be follows from its sender and the round, so the GPU checks all of them.
+    """
+    mesh, W = mesh_of_all(), jax.device_count()
+    tokens, common = (MEGABYTES << 20) // (4 * COLUMNS), np.random.default_rng(W)
+    plans = [random_plan(common, W, 2 * W, tokens) for _ in range(NUM_PLANS)]
+    capacity = max(int(plan["num_total_recv_tokens"].max()) for plan in plans) + 2
+    mine = np.arange(W * tokens, dtype=np.int32).reshape(W, tokens)
 
-    run, m = on_ranks(there_and_back, mesh), place_all(cp.Metadata(**plan), mesh)
-    late = np.random.default_rng(jax.process_index())
-    for seed in range(ROUNDS):
-        x = np.random.default_rng(seed).integers(0, 99, (W, rows, WIDTH)).astype(np.float32)
-        operand = place(x, mesh)
-        time.sleep(0.05 * late.random())
-        there, back = run(operand, m)
-        want = dispatched(plan, x, capacity)
-        check(there, want)
-        check(back, combined(plan, want, rows, np.float32))
+    def case_of(plan):
+        sources, returned = np.full((W, capacity), -1, np.int32), np.full_like(mine, -1)
+        for sender, row, receiver, at in named_rows(plan):
+            sources[receiver, at] = returned[sender, row] = mine[sender, row]
+        return place_all((mine, cp.Metadata(**plan), sources, returned), mesh)
+
+    def step(mine, metadata, sources, returned, number, spins):
+        x = rows_of(mine, number)
+        delay = jax.lax.fori_loop(0, spins, lambda _, y: jnp.sin(y), x[:1, 0].astype(jnp.float32))
+        x, _ = jax.lax.optimization_barrier((x, delay))
+        where: Any = {"axis_name": AXIS, "deadline": 3.0 if IS_FAULTY else 20.0}
+        came = cp.dispatch(x, metadata, capacity=capacity, **where)
+        wrong = jnp.any(came != rows_of(sources, number), axis=1).sum()
+        if not IS_FAULTY:  # after an error, a program ends before its next exchange
+            home = cp.combine(came, metadata, num_tokens=tokens, **where)
+            wrong += jnp.any(home != rows_of(returned, number), axis=1).sum()
+        return wrong
+
+    run, cases = on_ranks(step, mesh), [case_of(plan) for plan in plans]
+    delays, wrong, num_errors = np.random.default_rng(jax.process_index()), [], 0
+    for number in range(ROUNDS):
+        time.sleep(delays.uniform(0, LONGEST_SLEEP))
+        # A process places its own part of the delays.
+        scalars = np.full(W, number, np.int32), np.full(W, delays.integers(MOST_SPINS), np.int32)
+        try:
+            wrong.append(run(*cases[common.integers(NUM_PLANS)], *place_all(scalars, mesh)))
+            if IS_FAULTY or number % CHECKED_AT_ONCE == 0:
+                jax.block_until_ready(wrong[-1])
+        except Exception as error:  # the exchange was enqueued all the same
+            if not IS_FAULTY:
+                raise
+            num_errors += 1
+            print(str(error).splitlines()[0][:200], flush=True)
+    total = sum(int(own(x).sum()) for x in wrong)
+    print(f"{ROUNDS} rounds, {total} wrong rows, {num_errors} errors", flush=True)
+    assert IS_FAULTY or total == 0
+
+
+def rows_of(ids, number):
+    """Returns rows [..., COLUMNS] that differ by sender's row and round; zero for id -1."""
+    mixed = (ids.astype(jnp.uint32) * np.uint32(2654435761)) ^ (
+        number.astype(jnp.uint32) * np.uint32(0x9E3779B9)
+    )
+    columns = jnp.arange(COLUMNS, dtype=jnp.uint32) * np.uint32(0x85EBCA6B)
+    return jnp.where(ids[..., None] >= 0, (mixed[..., None] ^ columns) | 1, 0)
 
 
 def test_attention_by_plans():

@@ -4,9 +4,7 @@
     python tests/gpu/stress_processes.py --rounds 40 --fault EXTENSION
 
 The processes run under MPS, so that their kernels run at the same time; without it, they take
-turns. Every round has another plan, other rows and random delays of the host and of the GPU before
-it, and sends the rows there and back. What a row has to be follows from its sender and the round,
-so the GPU checks all of them.
+turns. Each runs `test_large_exchanges` of several_gpus.py.
 
 `--fault` names an extension of planted_fault.py; the stress then succeeds if it finds wrong rows or
 errors. Otherwise it could not have found a race.
@@ -19,102 +17,11 @@ import pathlib
 import subprocess
 import sys
 import tempfile
-import time
-from typing import Any
 
-sys.path.extend(
-    str(pathlib.Path(__file__).parents[1] / name) for name in ("processes", "oracles", "support")
-)
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "support"))
 
-import jax
-import jax.numpy as jnp
 import launched
-import numpy as np
-from movement_oracle import named_rows, random_plan
-from places import AXIS, RANKS, mesh_of_all, place_all
 from planted_fault import package_with
-
-from jax_cp_dispatch import Metadata, combine, dispatch
-from jax_cp_dispatch.gpu import connect_gpus, raise_gpu_errors
-
-SLOTS, COLUMNS, NUM_PLANS = 16, 1024, 4
-CHECKED_AT_ONCE = 25  # rounds that the host enqueues before it waits
-MOST_SPINS, LONGEST_SLEEP = 200, 0.002  # of a loop on the GPU; seconds of the host
-
-
-def rows_of(ids, number):
-    """Returns rows [..., COLUMNS] that differ by sender's row and round; zero for id -1."""
-    mixed = (ids.astype(jnp.uint32) * np.uint32(2654435761)) ^ (
-        number.astype(jnp.uint32) * np.uint32(0x9E3779B9)
-    )
-    columns = jnp.arange(COLUMNS, dtype=jnp.uint32) * np.uint32(0x85EBCA6B)
-    return jnp.where(ids[..., None] >= 0, (mixed[..., None] ^ columns) | 1, 0)
-
-
-def worker(options) -> None:
-    address, (num_ranks, rank) = options.place[0], map(int, options.place[1:])
-    jax.distributed.initialize(address, num_ranks, rank, local_device_ids=[0])
-    world = connect_gpus()
-    if world.implementation != "cuda_ipc":
-        sys.exit(f"not connected by CUDA IPC: {world.reason}")
-    mesh, tokens = mesh_of_all(), (options.megabytes << 20) // (4 * COLUMNS)
-    common = np.random.default_rng(0)  # the same in all processes
-    plans = [random_plan(common, num_ranks, SLOTS, tokens) for _ in range(NUM_PLANS)]
-    capacity = max(int(plan["num_total_recv_tokens"].max()) for plan in plans)
-    mine = np.arange(num_ranks * tokens, dtype=np.int32).reshape(num_ranks, tokens)
-
-    def case_of(plan):
-        sources = np.full((num_ranks, capacity), -1, np.int32)
-        returned = np.full(mine.shape, -1, np.int32)
-        for sender, row, receiver, at in named_rows(plan):
-            sources[receiver, at] = returned[sender, row] = mine[sender, row]
-        return place_all((mine, Metadata(**plan), sources, returned), mesh)
-
-    cases = [case_of(plan) for plan in plans]
-    deadline = 3.0 if options.fault else 20.0
-    where: Any = {"axis_name": AXIS, "implementation": "cuda_ipc", "deadline": deadline}
-
-    def step(mine, metadata, sources, returned, number, spins):
-        x = rows_of(mine[0], number[0])
-        delay = jax.lax.fori_loop(
-            0, spins[0], lambda _, y: jnp.sin(y), x[:1, 0].astype(jnp.float32)
-        )
-        x, _ = jax.lax.optimization_barrier((x, delay))
-        came = dispatch(x, metadata, capacity=capacity, **where)
-        wrong = jnp.any(came != rows_of(sources[0], number[0]), axis=1).sum()
-        if not options.fault:  # after an error, a program ends before its next exchange
-            home = combine(came, metadata, num_tokens=tokens, **where)
-            wrong += jnp.any(home != rows_of(returned[0], number[0]), axis=1).sum()
-        return wrong[None]
-
-    step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=RANKS, out_specs=RANKS))
-    own = np.random.default_rng(1000 + rank)  # delays differ
-    wrong, num_errors, begun = [], 0, time.monotonic()
-    for number in range(options.rounds):
-        time.sleep(own.uniform(0, LONGEST_SLEEP))
-        # Of which a process places its own part.
-        spins = np.full(num_ranks, own.integers(MOST_SPINS), np.int32)
-        scalars = place_all((np.full(num_ranks, number, np.int32), spins), mesh)
-        case = cases[common.integers(NUM_PLANS)]
-        try:
-            of_round = step(*case, *scalars)
-            if options.fault or number % CHECKED_AT_ONCE == 0:
-                jax.block_until_ready(of_round)
-            wrong.append(of_round)
-        except Exception as error:  # the exchange was enqueued all the same
-            if not options.fault:
-                raise
-            num_errors += 1
-            print(str(error).splitlines()[0][:200], flush=True)
-    total = sum(int(np.asarray(x.addressable_data(0))[0]) for x in wrong)
-    if not options.fault:
-        raise_gpu_errors()
-    took = time.monotonic() - begun
-    found = f"{options.rounds} rounds, {total} wrong rows, {num_errors} errors"
-    print(f"process {rank}: {found}, {took:.1f} s", flush=True)
-
-
-# ---- Processes.
 
 
 @contextlib.contextmanager
@@ -146,19 +53,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=500)
     parser.add_argument("--megabytes", type=int, default=64, help="rows of each process")
     parser.add_argument("--fault", default="", help="an extension of planted_fault.py")
-    parser.add_argument("place", nargs="*", help="of a process that this program starts")
     options = parser.parse_args()
-    if options.place:
-        return worker(options)
-    arguments = [f"--{x}={getattr(options, x)}" for x in ("rounds", "megabytes", "fault")]
+    sizes = f"{options.rounds},{options.megabytes},{int(bool(options.fault))}"
+    os.environ["JAX_CP_DISPATCH_STRESS"] = sizes
     with mps(), tempfile.TemporaryDirectory() as folder:
         if options.fault:
             os.environ["PYTHONPATH"] = package_with(options.fault, pathlib.Path(folder))
         codes, outputs = launched.run(
-            __file__,
+            pathlib.Path(__file__).with_name("several_gpus.py"),
             options.processes,
             "cuda_ipc",
-            *arguments,
+            "test_large_exchanges",
             slab=(8 * options.megabytes) << 20,
             fraction=".06",
         )

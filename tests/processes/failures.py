@@ -77,6 +77,10 @@ def heard(name, process):
     return client.blocking_key_value_get(f"{name} of {process}", 600_000)
 
 
+def call(program, operands):
+    jax.block_until_ready(program(*operands))
+
+
 class Job:
     """The programs of one mesh, with one device of each live process."""
 
@@ -87,11 +91,10 @@ class Job:
         self.plan, self.capacity = plan_of(1, self.num_ranks)
         self.x = draw(0, self.num_ranks, 3)
         self.here, self.metadata = place_all((self.x, cp.Metadata(**self.plan)), self.mesh)
-        bad: dict[str, Any] = dict(self.plan)
-        bad["num_recv_tokens"] = self.plan["num_recv_tokens"].copy()
-        bad["num_recv_tokens"][-1, 0] += 1
-        self.bad_metadata = place_all(cp.Metadata(**bad), self.mesh)
-        self.bad_plan = bad
+        one_more = self.plan["num_recv_tokens"].copy()
+        one_more[-1, 0] += 1
+        self.bad_plan: dict[str, Any] = {**self.plan, "num_recv_tokens": one_more}
+        self.bad_metadata = place_all(cp.Metadata(**self.bad_plan), self.mesh)
         self.matrices = [place(draw(seed, self.num_ranks, 8), self.mesh) for seed in range(2)]
         self.ids = place(np.ones((self.num_ranks, T), np.int32), self.mesh)
         # All call it equally often; otherwise a program's ranks never meet again.
@@ -159,12 +162,11 @@ class Job:
 
     def multiply(self, num_columns):
         """Returns a program: all ranks' tokens times a weight, reduce-scattered by rows."""
+        options: Any = {"axis_name": AXIS, "method": "ring", "deadline": DEADLINE}
 
         def local(x, w):
-            x = jax.numpy.tile(x, (self.num_ranks, 1))
-            return cp.matmul_reduce_scatter(
-                x, w[:8, :num_columns], axis_name=AXIS, method="ring", deadline=DEADLINE
-            )
+            x, w = jax.numpy.tile(x, (self.num_ranks, 1)), w[:8, :num_columns]
+            return cp.matmul_reduce_scatter(x, w, **options)
 
         return on_ranks(local, self.mesh)
 
@@ -172,21 +174,16 @@ class Job:
         """Returns a program: ring attention over the documents of all ranks."""
 
         def local(x, ids):
-            x = x[None, :num_tokens, None]
-            options: Any = {"axis_name": AXIS, "deadline": DEADLINE}
-            return cp.context_parallel_attention(
-                x, x, x, segment_ids=ids[None, :num_tokens], algorithm="ring", **options
-            )
+            x, options = x[None, :num_tokens, None], {"axis_name": AXIS, "deadline": DEADLINE}
+            options |= {"segment_ids": ids[None, :num_tokens], "algorithm": "ring"}
+            return cp.context_parallel_attention(x, x, x, **options)
 
         return on_ranks(local, self.mesh)
-
-    def call(self, program, operands):
-        jax.block_until_ready(program(*operands))
 
     def call_of(self, kind):
         """The call of the others while the victim fails."""
         self.num_calls += 1
-        self.call(*self.prepare(kind))
+        call(*self.prepare(kind))
 
     def catch_up(self, kind):
         """Makes the calls that a process has missed: a stopped one may have made one more."""
@@ -198,14 +195,13 @@ class Job:
             with contextlib.suppress(jax.errors.JaxRuntimeError, ValueError):
                 self.call_of(kind)
 
-    def give_up(self):
-        """Tells the victim that this process has its error."""
-        tell(f"{len(self.processes)}/{self.num_trials}")
-
     def wait_for_others(self):
         """Waits until all others have given up: only then is a call late."""
         for other in self.processes[:-1]:
-            heard(f"{len(self.processes)}/{self.num_trials}", other)
+            heard(self.name_of_trial(), other)
+
+    def name_of_trial(self):
+        return f"{len(self.processes)}/{self.num_trials}"
 
     def prove(self):
         """All live processes exchange, and start the next trial together."""
@@ -239,7 +235,7 @@ def fail(kind, job, pid, another):
     """The action of the victim. Raises what its own call raises."""
     if another:
         job.num_calls += kind == "constants"  # it has not missed a call of the others' program
-        job.call(*another)
+        call(*another)
     elif kind in ("late", "gemm late"):
         job.wait_for_others()
         job.call_of(kind)
@@ -247,7 +243,7 @@ def fail(kind, job, pid, another):
         job.call_of(kind)
     elif kind == "batch":
         job.num_calls += 1
-        job.call(job.prepare(kind)[0], (job.here, job.documents[1]))
+        call(job.prepare(kind)[0], (job.here, job.documents[1]))
     else:
         number = signal.SIGSTOP if kind.endswith("stop") else signal.SIGKILL
         threading.Timer(random.uniform(0, 0.05), os.kill, (pid, number)).start()
@@ -276,7 +272,7 @@ def trial(kind, job, pids):
     except (jax.errors.JaxRuntimeError, ValueError) as raised:
         error = str(raised)
     if here != victim:
-        job.give_up()
+        tell(job.name_of_trial())
     seconds = time.monotonic() - begin
     if kind.endswith("stop") and here == 0:
         os.kill(pids[victim], signal.SIGCONT)
