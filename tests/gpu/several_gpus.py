@@ -9,7 +9,6 @@ transport of this package, a test fails. NCCL rejects processes that share a GPU
 `ON_ONE_GPU` need no collectives.
 """
 
-import os
 import pathlib
 import sys
 import time
@@ -41,11 +40,11 @@ from jax_cp_dispatch.gpu import connect_gpus, raise_gpu_errors
 
 # Rounds; megabytes of rows of each rank, enough for several rounds of unpacking; whether a fault is
 # planted. stress_processes.py has others.
-SIZES = os.environ.get("JAX_CP_DISPATCH_STRESS", "8,16,0").split(",")
-ROUNDS, MEGABYTES, IS_FAULTY = map(int, SIZES)
+SIZES = [x.removeprefix("--sizes=") for x in sys.argv if x.startswith("--sizes=")]
+ROUNDS, MEGABYTES, IS_FAULTY = map(int, (*SIZES, "8,16,0")[0].split(","))
 NUM_PLANS, COLUMNS = 4, 1024
 CHECKED_AT_ONCE = 25  # rounds that the host enqueues before it waits
-MOST_SPINS, LONGEST_SLEEP = 200, 0.05  # of a loop on the GPU; seconds of the host
+MOST_SPINS, LONGEST_SLEEP = 200, 0.4 / ROUNDS  # of a loop on the GPU; seconds of the host
 # Relative to the largest magnitude; probabilities and gradients are rounded to 8 bits.
 TOLERANCE = 2e-2
 OVER_THE_NETWORK = "over the network"  # there XLA computes GEMMs
@@ -112,9 +111,10 @@ def test_large_exchanges():
         # A process places its own part of the delays.
         scalars = np.full(W, number, np.int32), np.full(W, delays.integers(MOST_SPINS), np.int32)
         try:
-            wrong.append(run(*cases[common.integers(NUM_PLANS)], *place_all(scalars, mesh)))
+            found = run(*cases[common.integers(NUM_PLANS)], *place_all(scalars, mesh))
             if IS_FAULTY or number % CHECKED_AT_ONCE == 0:
-                jax.block_until_ready(wrong[-1])
+                jax.block_until_ready(found)
+            wrong.append(found)
         except Exception as error:  # the exchange was enqueued all the same
             if not IS_FAULTY:
                 raise
@@ -241,7 +241,8 @@ ON_ONE_GPU = (
 def main() -> None:
     named = {test.__name__: test for test in (*TESTS_OF_ALL, *ON_ONE_GPU)}
     chosen = [named[x] for x in sys.argv[1:] if x in named] or TESTS_OF_ALL
-    if len(arguments := [x for x in sys.argv[1:] if x not in named]) == 3:
+    arguments = [x for x in sys.argv[1:] if x not in named and not x.startswith("--")]
+    if len(arguments) == 3:
         address, count, process = arguments[0], *map(int, arguments[1:])
         devices = [process % gpus_here()[0]] if gpus_here()[0] else None
         jax.distributed.initialize(address, count, process, local_device_ids=devices)

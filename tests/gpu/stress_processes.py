@@ -55,7 +55,6 @@ def main() -> None:
     parser.add_argument("--fault", default="", help="an extension of planted_fault.py")
     options = parser.parse_args()
     sizes = f"{options.rounds},{options.megabytes},{int(bool(options.fault))}"
-    os.environ["JAX_CP_DISPATCH_STRESS"] = sizes
     with mps(), tempfile.TemporaryDirectory() as folder:
         if options.fault:
             os.environ["PYTHONPATH"] = package_with(options.fault, pathlib.Path(folder))
@@ -64,6 +63,7 @@ def main() -> None:
             options.processes,
             "cuda_ipc",
             "test_large_exchanges",
+            f"--sizes={sizes}",
             slab=(8 * options.megabytes) << 20,
             fraction=".06",
         )

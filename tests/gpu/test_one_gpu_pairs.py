@@ -17,7 +17,6 @@ from jax_cp_dispatch import (
     dispatch_start,
     exchange_done,
 )
-from jax_cp_dispatch.buffers import create_dispatch_buffer, destroy_dispatch_buffer
 from jax_cp_dispatch.gpu import raise_gpu_errors
 
 W, S, T, FEATURES = 4, 6, 40, 256
@@ -226,13 +225,3 @@ def test_an_invalid_plan_gives_nan_and_raises():
     with pytest.raises(RuntimeError, match=r"has dst_rank 4; it must be in \[-1, 4\)"):
         raise_gpu_errors()
     are_there(move(x, METADATA, a), x)
-
-
-def test_a_destroyed_buffer():
-    buffer = create_dispatch_buffer(capacity=CAPACITY)
-    move = jax.jit(lambda x, a: sent(x, a, capacity=None, buffer=buffer)[0])
-    x, a = rows(8), matrix()
-    are_there(move(x, a), x)
-    destroy_dispatch_buffer(buffer)
-    with pytest.raises(jax.errors.JaxRuntimeError, match=f"buffer {buffer} has been destroyed"):
-        jax.block_until_ready(move(x, a))
