@@ -198,9 +198,20 @@ fi
 export nvshmem
 
 # ---- The smoke table: each line its own process, up to three at a time.
-smoke_line() {
+smoke_line() {  # smoke_line LINE: tests of one operation
+  local id
+  case "$1" in
+    dispatch | combine) id="test_one_gpu.py::test_cases_of_all_ranks[4-$1]" ;;
+    pair) id="test_one_gpu.py::test_cases_of_all_ranks[4-dispatch_start]" ;;
+    bf16) id="test_one_gpu_gemm.py::test_epilogues_equal_those_of_xla[48-bfloat16]" ;;
+    fp8) id="test_one_gpu_gemm.py::test_tensor_scales[dims1-True]" ;;
+    causal | packed) id="test_gpu_attention.py::test_equals_numpy[$1-bfloat16]" ;;
+    ipc) id="test_gpu_processes.py::test_exchanges_between_processes[2-cuda_ipc]" ;;
+    nvshmem) id="test_gpu_processes.py::test_exchanges_between_processes[2-nvshmem]" ;;
+    put) id="test_gpu_processes.py::test_exchanges_by_put_and_get[2]" ;;
+  esac
   env JAX_PLATFORMS=cuda,cpu XLA_FLAGS="$untuned" \
-    XLA_PYTHON_CLIENT_MEM_FRACTION=.2 "$python" tests/gpu/smoke.py "$1"
+    XLA_PYTHON_CLIENT_MEM_FRACTION=.2 "$python" -m pytest -q "tests/gpu/$id"
 }
 export -f smoke_line
 export untuned
@@ -211,7 +222,7 @@ smoke() {  # smoke SECONDS LINE...: these lines at a time
   for line; do ! is_chosen "smoke: $line" || lines+=("$line"); done
   if [ "$mode" = dry ] || [ "$left" -lt "$shortest" ]; then
     for line in ${lines[@]+"${lines[@]}"}; do
-      usual=5 step "smoke: $line" "$limit" "$python" tests/gpu/smoke.py "$line"
+      usual=5 step "smoke: $line" "$limit" bash -c 'smoke_line "$1"' - "$line"
     done
     return
   fi
@@ -235,8 +246,8 @@ smoke() {  # smoke SECONDS LINE...: these lines at a time
 }
 jobs=()
 smoke 20 dispatch combine pair
-smoke 20 bf16 fp8 ring
-smoke 45 pipeline causal packed
+smoke 20 bf16 fp8
+smoke 45 causal packed
 smoke 45 ipc
 if [ -n "$nvshmem" ]; then
   step "build nvshmem" 45 bash -c 'await "$nvshmem" "$out/nvshmem.log"' &&

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from calls import draw_qkv, with_gradients
-from inner import cut_heads, pretend_cuda
+from inner import heads_in_parts, pretend_cuda
 from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxprs import dependences, flattened, inner_jaxprs, runs
 from mask_oracle import batch_ranges, range_pairs
@@ -227,7 +227,7 @@ PLANNED = Documents(IDS).with_plan(cpd.plan_attention(IDS, world_size=4))
 
 
 @pytest.mark.parametrize("algorithm", ["placed", "balanced"])
-def test_two_parts_give_the_bits_of_one(algorithm, monkeypatch):
+def test_two_parts_give_the_bits_of_one(algorithm):
     """Bit for bit; of 2 and 4 query heads."""
     *arrays, _ = draw_qkv(0, 1, sum(LENGTHS), heads=(6, 3))
     arrays = [x.astype(jnp.bfloat16) for x in arrays]
@@ -250,10 +250,9 @@ def test_two_parts_give_the_bits_of_one(algorithm, monkeypatch):
 
     results = []
     for is_cut in (False, True):
-        if is_cut:
-            cut_heads(monkeypatch)
-        # With another deadline the function is traced again.
-        traced = jax.jit(run, static_argnums=4).trace(*arrays, 60.0 + is_cut)
+        with heads_in_parts(is_cut):
+            # With another deadline the function is traced again.
+            traced = jax.jit(run, static_argnums=4).trace(*arrays, 60.0 + is_cut)
         num_starts = str(traced.jaxpr).count("exchange_start[")
         assert num_starts == ({"placed": 2, "balanced": 4}[algorithm] if is_cut else 0)
         if algorithm == "balanced":  # its keys are cut by the same function as those of "placed"

@@ -13,18 +13,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
-
-from jax_cp_dispatch._ranks import runtime  # inner: why no GPU serves
+from inner import gpus_here
 
 LIMIT = float(os.environ.get("JAX_CP_DISPATCH_TEST_LIMIT", "0"))
 
 
 def why_no_gpu():
-    if runtime.cuda is None:
-        return runtime.cuda_reason
-    num_gpus, reason = runtime.cuda.device_count()
+    num_gpus, reason = gpus_here()
     if num_gpus == 0:
-        return f"no GPU is here: {reason}"
+        return reason
     if jax.default_backend() != "gpu":
         return f"JAX runs on {jax.default_backend()}; set JAX_PLATFORMS=cuda,cpu"
     return None

@@ -2,16 +2,15 @@
 
 import os
 
+from inner import gpus_here
 from launching import free_address, run_job
-
-from jax_cp_dispatch._ranks import runtime  # inner: a GPU that JAX does not use, too
 
 # Seconds for all processes, less than a test has; a waiting call ends before.
 LIMIT = float(os.environ.get("JAX_CP_DISPATCH_PROCESS_LIMIT", "30"))
 
 
 def num_gpus():
-    return runtime.cuda.device_count()[0] if runtime.cuda else 0
+    return gpus_here()[0]
 
 
 def run(program, num_processes, transport, *arguments, pointers=True, slab=64 << 20, fraction=".1"):

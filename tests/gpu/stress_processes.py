@@ -1,208 +1,27 @@
 """Exchanges of large rows between processes on one GPU, with delays: each row is checked.
 
     python tests/gpu/stress_processes.py --processes 8 --rounds 500 --megabytes 64
-    python tests/gpu/stress_processes.py --rounds 200 --host-memory
     python tests/gpu/stress_processes.py --rounds 40 --fault EXTENSION
 
 The processes run under MPS, so that their kernels run at the same time; without it, they take
-turns. Every round has another plan, other rows and random delays of the host and of the GPU before
-it, and sends the rows there and back. What a row has to be follows from its sender and the round,
-so the GPU checks all of them.
+turns. Each runs `test_large_exchanges` of several_gpus.py.
 
-With `--host-memory`, channels are in pinned memory of the host, in place of the memory that CUDA
-IPC shares: rows and signals cross PCIe, and must be ordered for the whole system, as between GPUs.
-The package never does this.
 `--fault` names an extension of planted_fault.py; the stress then succeeds if it finds wrong rows or
 errors. Otherwise it could not have found a race.
 """
 
 import argparse
 import contextlib
-import ctypes
-import functools
-import mmap
 import os
 import pathlib
 import subprocess
 import sys
 import tempfile
-import time
-from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "support"))
 
-sys.path.extend(str(pathlib.Path(__file__).parents[1] / name) for name in ("oracles", "support"))
 import launched
-from movement_oracle import named_rows, random_plan
 from planted_fault import package_with
-
-from jax_cp_dispatch import Metadata, combine, dispatch
-from jax_cp_dispatch._ranks import runtime  # inner: other memory of channels
-from jax_cp_dispatch.gpu import connect_gpus, raise_gpu_errors
-
-SLOTS, COLUMNS, NUM_PLANS = 16, 1024, 4
-CHECKED_AT_ONCE = 25  # rounds that the host enqueues before it waits
-MOST_SPINS, LONGEST_SLEEP = 200, 0.002  # of a loop on the GPU; seconds of the host
-
-
-def rows_of(ids, number):
-    """Returns rows [..., COLUMNS] that differ by sender's row and round; zero for id -1."""
-    mixed = (ids.astype(jnp.uint32) * np.uint32(2654435761)) ^ (
-        number.astype(jnp.uint32) * np.uint32(0x9E3779B9)
-    )
-    columns = jnp.arange(COLUMNS, dtype=jnp.uint32) * np.uint32(0x85EBCA6B)
-    return jnp.where(ids[..., None] >= 0, (mixed[..., None] ^ columns) | 1, 0)
-
-
-def worker(options) -> None:
-    address, (num_ranks, rank) = options.place[0], map(int, options.place[1:])
-    jax.distributed.initialize(address, num_ranks, rank, local_device_ids=[0])
-    if options.host_memory:
-        use_pinned_memory()
-    world = connect_gpus()
-    if world.implementation != "cuda_ipc":
-        sys.exit(f"not connected by CUDA IPC: {world.reason}")
-    mesh = Mesh(np.array(jax.devices()), ("cp",))
-    tokens = (options.megabytes << 20) // (4 * COLUMNS)
-
-    def global_array(mine):
-        mine = jax.device_put(mine, jax.local_devices()[0])
-        shape = (num_ranks * mine.shape[0], *mine.shape[1:])
-        return jax.make_array_from_single_device_arrays(shape, NamedSharding(mesh, P("cp")), [mine])
-
-    common = np.random.default_rng(0)  # the same in all processes
-    plans = [random_plan(common, num_ranks, SLOTS, tokens) for _ in range(NUM_PLANS)]
-    capacity = max(int(plan["num_total_recv_tokens"].max()) for plan in plans)
-    cases = []
-    for plan in plans:
-        fields = {k: np.asarray(v)[rank][None] for k, v in plan.items() if k != "world_size"}
-        sources = np.full(capacity, -1, np.int32)
-        returned = np.full(tokens, -1, np.int32)
-        for sender, row, receiver, at in named_rows(plan):
-            if receiver == rank:
-                sources[at] = sender * tokens + row
-            if sender == rank:
-                returned[row] = sender * tokens + row
-        arrays = {k: global_array(v) for k, v in fields.items()}
-        metadata = Metadata(**arrays, normalized=False, world_size=num_ranks)
-        cases.append((metadata, global_array(sources), global_array(returned)))
-    mine = global_array(np.arange(tokens, dtype=np.int32) + rank * tokens)
-    named = {
-        "axis_name": "cp",
-        "implementation": "cuda_ipc",
-        "deadline": 3.0 if options.fault else 20.0,
-    }
-    send = functools.partial(dispatch, **named)
-    send_back = functools.partial(combine, **named)
-
-    def step(mine, metadata, sources, returned, number, spins):
-        x = rows_of(mine, number[0])
-        delay = jax.lax.fori_loop(
-            0, spins[0], lambda _, y: jnp.sin(y), x[:1, 0].astype(jnp.float32)
-        )
-        x, _ = jax.lax.optimization_barrier((x, delay))
-        came = send(x, metadata, capacity=capacity)
-        wrong = jnp.any(came != rows_of(sources, number[0]), axis=1).sum()
-        if not options.fault:  # after an error, a program ends before its next exchange
-            home = send_back(came, metadata, num_tokens=tokens)
-            wrong += jnp.any(home != rows_of(returned, number[0]), axis=1).sum()
-        return wrong[None]
-
-    step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P("cp"), out_specs=P("cp")))
-    own = np.random.default_rng(1000 + rank)  # delays differ
-    wrong, num_errors, begun = [], 0, time.monotonic()
-    for number in range(options.rounds):
-        time.sleep(own.uniform(0, LONGEST_SLEEP))
-        scalars = (
-            global_array(np.array([x], np.int32)) for x in (number, own.integers(MOST_SPINS))
-        )
-        case = cases[common.integers(NUM_PLANS)]
-        try:
-            of_round = step(mine, *case, *scalars)
-            if options.fault or number % CHECKED_AT_ONCE == 0:
-                jax.block_until_ready(of_round)
-            wrong.append(of_round)
-        except Exception as error:  # the exchange was enqueued all the same
-            if not options.fault:
-                raise
-            num_errors += 1
-            print(str(error).splitlines()[0][:200], flush=True)
-    total = sum(int(np.asarray(x.addressable_data(0))[0]) for x in wrong)
-    if not options.fault:
-        raise_gpu_errors()
-    took = time.monotonic() - begun
-    found = f"{options.rounds} rounds, {total} wrong rows, {num_errors} errors"
-    print(f"process {rank}: {found}, {took:.1f} s", flush=True)
-
-
-# ---- Pinned memory of the host.
-
-_PORTABLE_AND_MAPPED = 1 | 2  # CU_MEMHOSTREGISTER_*
-
-
-def use_pinned_memory() -> None:
-    """Replaces how slabs are made and opened. Call before `connect_gpus`."""
-    runtime.cuda = _Pinned(runtime.cuda)
-
-
-class _Pinned:
-    """The extension, with other slabs."""
-
-    def __init__(self, extension: Any):
-        self._extension = extension
-        self._mapped: list[Any] = []  # kept until the process ends
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._extension, name)
-
-    def make_slab(self, device: int, num_bytes: int) -> tuple[int, bytes]:
-        fd = os.memfd_create("slab")
-        os.ftruncate(fd, num_bytes)
-        return self._map(device, fd, num_bytes), f"{os.getpid()} {fd} {num_bytes}".encode()
-
-    def open_slab(self, device: int, handle: bytes) -> int:
-        pid, fd, num_bytes = map(int, handle.split())
-        other = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
-        return self._map(device, other, num_bytes)
-
-    def _map(self, device: int, fd: int, num_bytes: int) -> int:
-        """Returns the address at which the GPU reaches shared memory."""
-        memory = mmap.mmap(fd, num_bytes)
-        self._mapped.append(memory)
-        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        driver = _driver(device)
-        here = ctypes.c_uint64()
-        _check(driver.cuMemHostRegister_v2(
-            ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), _PORTABLE_AND_MAPPED
-        ), "cuMemHostRegister")  # fmt: skip
-        _check(driver.cuMemHostGetDevicePointer_v2(
-            ctypes.byref(here), ctypes.c_void_p(address), 0
-        ), "cuMemHostGetDevicePointer")  # fmt: skip
-        return here.value
-
-
-@functools.cache
-def _driver(device: int) -> Any:
-    """Returns the driver, with JAX's context of the device current in this thread."""
-    driver = ctypes.CDLL("libcuda.so.1")
-    handle, context = ctypes.c_int(), ctypes.c_void_p()
-    _check(driver.cuInit(0), "cuInit")
-    _check(driver.cuDeviceGet(ctypes.byref(handle), device), "cuDeviceGet")
-    retain = driver.cuDevicePrimaryCtxRetain
-    _check(retain(ctypes.byref(context), handle), "cuDevicePrimaryCtxRetain")
-    _check(driver.cuCtxSetCurrent(context), "cuCtxSetCurrent")
-    return driver
-
-
-def _check(code: int, what: str) -> None:
-    if code:
-        raise RuntimeError(f"{what} failed with {code}")
-
-
-# ---- Processes.
 
 
 @contextlib.contextmanager
@@ -233,22 +52,18 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=500)
     parser.add_argument("--megabytes", type=int, default=64, help="rows of each process")
-    parser.add_argument("--host-memory", action="store_true", help="channels in pinned memory")
     parser.add_argument("--fault", default="", help="an extension of planted_fault.py")
-    parser.add_argument("place", nargs="*", help="of a process that this program starts")
     options = parser.parse_args()
-    if options.place:
-        return worker(options)
-    arguments = [f"--{x}={getattr(options, x)}" for x in ("rounds", "megabytes", "fault")]
-    arguments += ["--host-memory"] if options.host_memory else []
+    sizes = f"{options.rounds},{options.megabytes},{int(bool(options.fault))}"
     with mps(), tempfile.TemporaryDirectory() as folder:
         if options.fault:
             os.environ["PYTHONPATH"] = package_with(options.fault, pathlib.Path(folder))
         codes, outputs = launched.run(
-            __file__,
+            pathlib.Path(__file__).with_name("several_gpus.py"),
             options.processes,
             "cuda_ipc",
-            *arguments,
+            "test_large_exchanges",
+            f"--sizes={sizes}",
             slab=(8 * options.megabytes) << 20,
             fraction=".06",
         )

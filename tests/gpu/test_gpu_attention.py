@@ -19,27 +19,24 @@ TOLERANCE = {"bfloat16": 2e-2, "float16": 4e-3, "float32": 2e-5}
 
 @jax.jit
 def results(q, k, v, ranges, dout):
-    start, end = ranges
-    out, lse = local_attention(q, k, v, start, end)
-    return out, lse, *local_attention_backward(q, k, v, start, end, out, lse, dout)
+    out, lse = local_attention(q, k, v, *ranges)
+    return out, lse, *local_attention_backward(q, k, v, *ranges, out, lse, dout)
 
 
-def assert_equals_oracle(actual, q, k, v, ranges, dout, tolerance):
-    start, end = ranges
-    out, lse = attention(q, k, v, start, end)
-    dlse = np.zeros(lse.shape)
-    gradients = attention_gradients(q, k, v, start, end, dout, dlse)
+def check(actual, q, k, v, ranges, dout, tolerance, dlse=0.0):
+    """Compares out, lse and gradients with NumPy."""
+    out, lse = attention(q, k, v, *ranges)
+    gradients = attention_gradients(q, k, v, *ranges, dout, dlse + np.zeros(lse.shape))
     for x, y in zip(actual, (out, lse, *gradients), strict=True):
         assert_close(x, y, tolerance)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("ranges", ["causal", "full", "packed", "window", "random", "empty"])
-def test_equals_numpy(ranges, dtype):
-    q, k, v, dout, _ = inputs(0, **SHAPES, dtype=jnp.dtype(dtype))
-    ranges = RANGES[ranges](2, 384, 384)
-    actual = results(q, k, v, ranges, dout)
-    assert_equals_oracle(actual, q, k, v, ranges, dout, TOLERANCE[dtype])
+def test_equals_numpy(ranges, dtype, **shapes):
+    q, k, v, dout, _ = inputs(0, **(SHAPES | shapes), dtype=jnp.dtype(dtype))
+    operands = q, k, v, RANGES[ranges](2, q.shape[1], k.shape[1]), dout
+    check(results(*operands), *operands, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("ranges", ["causal", "packed"])
@@ -54,17 +51,14 @@ def test_equals_numpy(ranges, dtype):
     ids=str,
 )
 def test_shapes(shapes, ranges):
-    q, k, v, dout, _ = inputs(1, **(SHAPES | shapes), dtype=jnp.bfloat16)
-    ranges = RANGES[ranges](2, q.shape[1], k.shape[1])
-    actual = results(q, k, v, ranges, dout)
-    assert_equals_oracle(actual, q, k, v, ranges, dout, TOLERANCE["bfloat16"])
+    test_equals_numpy(ranges, "bfloat16", **shapes)
 
 
 @pytest.mark.parametrize("mask", ["causal", "full"])
 @pytest.mark.parametrize("head", [64, 128])
 def test_one_dense_document_by_cudnn(mask, head):
     shapes: Any = SHAPES | {"H": head, "Hv": head}
-    q, k, v, dout, dlse = inputs(4, **shapes, dtype=jnp.bfloat16)
+    q, k, v, dout, _ = inputs(4, **shapes, dtype=jnp.bfloat16)
 
     @jax.jit
     def both(q, k, v, dout):
@@ -72,9 +66,9 @@ def test_one_dense_document_by_cudnn(mask, head):
         out, vjp = jax.vjp(attend, q, k, v)
         return out, *vjp(dout)
 
-    start, end = RANGES[mask](2, 384, 384)
-    out, _ = attention(q, k, v, start, end)
-    wanted = out, *attention_gradients(q, k, v, start, end, dout, 0 * dlse)
+    ranges = RANGES[mask](2, 384, 384)
+    out, lse = attention(q, k, v, *ranges)
+    wanted = out, *attention_gradients(q, k, v, *ranges, dout, np.zeros(lse.shape))
     for x, y in zip(both(q, k, v, dout.astype(q.dtype)), wanted, strict=True):
         assert_close(x, y, TOLERANCE["bfloat16"])
 
@@ -96,10 +90,8 @@ def test_results_in_the_dtype_of_the_operands():
         return out, lse, *vjp((dout, dlse))
 
     actual = both(*spoilt, jnp.where(queries, dout, jnp.nan), dlse)
-    wanted = *attention(q, k, v, start, end), *attention_gradients(q, k, v, start, end, dout, dlse)
     assert actual[0].dtype == q.dtype and [x.dtype for x in actual[2:]] == [q.dtype] * 3
-    for x, y in zip(actual, wanted, strict=True):
-        assert_close(x, y, 2e-2)
+    check(actual, q, k, v, (start, end), dout, 2e-2, dlse)
 
 
 TREE = {
@@ -141,19 +133,16 @@ def test_options(options, dtype):
 def test_gradients_of_merged_parts():
     """The derivative receives the lse and the output of the whole softmax."""
     q, k, v, dout, _ = inputs(2, **SHAPES, dtype=jnp.bfloat16)
-    part = RANGES["full"](2, 384, 192)
-    held: Any = [(k[:, :192], v[:, :192], *part), (k[:, 192:], v[:, 192:], *part)]
-
-    backward: Any = local_attention_backward
+    part: Any = RANGES["full"](2, 384, 192)
 
     @jax.jit
-    def in_parts(q, held):
+    def in_parts(q, k, v):
+        held = [(k[:, :192], v[:, :192], *part), (k[:, 192:], v[:, 192:], *part)]
         first, second = (local_attention(q, *x) for x in held)
         out, lse = merge_partials(*first, *second)
-        outcome = out, lse, dout
-        grads = [backward(q, *x, *outcome) for x in held]
+        grads = [local_attention_backward(q, *x, out, lse, dout) for x in held]
         dq, dk, dv = zip(*grads, strict=True)
         return out, lse, sum(dq), *(jnp.concatenate(dx, axis=1) for dx in (dk, dv))
 
     whole = RANGES["full"](2, 384, 384)
-    assert_equals_oracle(in_parts(q, held), q, k, v, whole, dout, TOLERANCE["bfloat16"])
+    check(in_parts(q, k, v), q, k, v, whole, dout, TOLERANCE["bfloat16"])

@@ -1,4 +1,4 @@
-"""GEMMs on one GPU, alone and overlapped with all ranks on it, against NumPy and jnp."""
+"""GEMMs on one GPU against NumPy and jnp. Overlapped ones: test_gpu_processes.py."""
 
 import functools
 from typing import Any
@@ -8,19 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from comm_gemm_cases import close, equal, integers, normal
-from comm_gemm_oracle import all_gather_matmul, gathered, matmul_reduce_scatter
 
 from jax_cp_dispatch import gemm
-from jax_cp_dispatch._ranks.communicator import Communicator  # inner: all ranks on one GPU
-from jax_cp_dispatch.comm_gemm.engine.gemm_call import GemmCall, Overlap
-from jax_cp_dispatch.comm_gemm.engine.on_gpu import run_all_ranks
-from jax_cp_dispatch.comm_gemm.types import CommOverlapMethod, CommOverlapType
 from jax_cp_dispatch.gpu import raise_gpu_errors
 from jax_cp_dispatch.scaling import ScalingMode, quantize
 
-AG, RS = CommOverlapType.AG, CommOverlapType.RS
-NONE, BULK = CommOverlapMethod.NONE, CommOverlapMethod.BULK
-PIPELINE, RING = CommOverlapMethod.PIPELINE, CommOverlapMethod.RING_EXCHANGE
 OURS: dict[str, Any] = {"implementation": "cuda_peer"}
 BY_XLA: dict[str, Any] = {"implementation": "xla"}
 
@@ -29,9 +21,6 @@ BY_XLA: dict[str, Any] = {"implementation": "xla"}
 def no_errors():
     yield
     raise_gpu_errors()
-
-
-# ---- Alone.
 
 
 def is_gradient_of_gelu(got, want, z, dtype, name):
@@ -60,7 +49,7 @@ def are_column_sums(got, output, dtype):
 @pytest.mark.parametrize("n", [48, 44])  # the library's epilogues, and this package's own
 def test_epilogues_equal_those_of_xla(dtype, n):
     x, w = normal(0, 40, 32, dtype=dtype), normal(1, 32, n, dtype=dtype)
-    bias, pre = normal(2, n, dtype=dtype), normal(3, 40, n, dtype=dtype)
+    bias, pre = map(jnp.asarray, (normal(2, n, dtype=dtype), normal(3, 40, n, dtype=dtype)))
     z = x.astype(np.float64) @ w.astype(np.float64)
     cases: dict[str, dict[str, Any]] = {
         "plain": {},
@@ -72,8 +61,6 @@ def test_epilogues_equal_those_of_xla(dtype, n):
         "both": {"fuse_gelu": True, "fuse_bias": True, "grad": True, "gelu_input": pre},
     }
     for name, options in cases.items():
-        options = {k: jnp.asarray(v) if k in ("bias", "gelu_input") else v
-                   for k, v in options.items()}  # fmt: skip
         run = lambda x, w, options=options, **where: jax.tree.leaves(gemm(x, w, **options, **where))
         got = jax.jit(functools.partial(run, **OURS))(x, w)
         want = jax.jit(functools.partial(run, **BY_XLA))(x, w)
@@ -117,128 +104,3 @@ def test_tensor_scales(split, dims):
     np.testing.assert_allclose(
         *(np.asarray(a).astype(np.float64) for a in (got, want)), rtol=0.125, atol=0.0625
     )
-
-
-# ---- Overlapped, with all ranks on one GPU.
-
-GATHERING = {
-    "none": {"method": NONE},
-    "ring": {"method": RING},
-    "ring, atomic": {"method": RING, "atomic": True},
-    "ring, pairs": {"method": RING, "aggregate": True},
-    "ring, copied by a kernel": {"method": RING, "use_ce": False},
-}
-SCATTERING = {
-    "none": {"method": NONE},
-    "ring": {"method": RING},
-    "pipeline of 1": {"method": PIPELINE, "num_splits": 1},
-    "pipeline of 3": {"method": PIPELINE, "num_splits": 3},
-    "pipeline, first gemm": {"method": PIPELINE, "overlap_first_gemm": True},
-}
-
-
-def run(kind, options, x, w, *, counts, batches=(), bias=None, to_aux=False, dtype="float32"):
-    """Returns each rank's output and gathered rows."""
-    p, n, total = len(x), w.shape[-1], sum(counts)
-    rows = total if kind == AG else max(counts)
-    call = GemmCall(
-        op="test",
-        lhs_boundary=x.ndim - 2,
-        rhs_boundary=1,
-        out_shape=(*batches, rows, n),
-        out_dtype=dtype,
-        comm=Communicator(axis_names=("tp",), num_ranks=p, deadline_ms=3000),
-        overlap=Overlap(comm_type=kind, **options),
-        row_counts=counts,
-        num_batches=int(np.prod(batches, dtype=int)),
-        gathers_to_aux=to_aux,
-        fuse_bias=bias is not None,
-    )
-    operands = {"lhs": x, "rhs": w, "bias": bias}
-    given = {name: jnp.asarray(a) for name, a in operands.items() if a is not None}
-    program = jax.jit(lambda given: run_all_ranks(call, **given)[:4:3])
-    for _ in range(2):
-        program(given)
-    return program(given)
-
-
-@pytest.mark.parametrize("counts", [(5, 5), (8, 3, 6, 1)])
-@pytest.mark.parametrize("name", GATHERING)
-def test_all_gather(name, counts):
-    for batches in ((), (2,)):
-        x = integers(0, len(counts), *batches, max(counts), 16)
-        w, bias = integers(1, len(counts), 16, 24), integers(2, len(counts), 24)
-        output, aux = run(
-            AG, GATHERING[name], x, w, counts=counts, batches=batches, bias=bias, to_aux=True
-        )
-        equal(output, all_gather_matmul(x, w, bias, counts), name)
-        equal(aux, np.stack([gathered(x, counts)] * len(counts)), name)
-
-
-@pytest.mark.parametrize("counts", [(5, 5), (8, 3, 6, 1)])
-@pytest.mark.parametrize("name", SCATTERING)
-def test_reduce_scatter(name, counts):
-    for dtype in ("float32", "bfloat16"):
-        x = integers(0, len(counts), sum(counts), 16, dtype=dtype)
-        w = integers(1, len(counts), 16, 24, dtype=dtype)
-        bias = np.stack([integers(2, 24, dtype=dtype)] * len(counts))
-        output, _ = run(RS, SCATTERING[name], x, w, counts=counts, bias=bias, dtype=dtype)
-        equal(output, matmul_reduce_scatter(x, w, bias, counts), name)
-
-
-def test_a_loop_of_products_replays():
-    """XLA may record the body once; each iteration reads another array."""
-    rounds, (p, tokens, k) = 20, (2, 8, 32)
-    rng = np.random.default_rng(0)
-    # Permutes rows and signs, half of the columns on each rank: exact, and sums do not grow.
-    first, second = (
-        np.eye(k, dtype=np.float32)[rng.permutation(k)] * rng.choice([-1, 1], k).astype(np.float32)
-        for _ in range(2)
-    )
-    x = integers(1, p, tokens, k)
-    w = jnp.asarray(np.stack(np.split(first, p, axis=1)))
-    v = jnp.asarray(np.stack(np.split(second, p, axis=0)))
-
-    def product(kind, x, w):
-        call = GemmCall(
-            op="test",
-            lhs_boundary=1,
-            rhs_boundary=1,
-            out_shape=(p * tokens if kind == AG else tokens, w.shape[-1]),
-            out_dtype="float32",
-            comm=Communicator(axis_names=("tp",), num_ranks=p, deadline_ms=3000),
-            overlap=Overlap(comm_type=kind, method=RING),
-            row_counts=(tokens,) * p,
-        )
-        return run_all_ranks(call, lhs=x, rhs=w).output
-
-    body = lambda i, x: product(RS, product(AG, x, w), v) + i
-    got = jax.jit(lambda x: jax.lax.fori_loop(0, rounds, body, x))(jnp.asarray(x))
-    want = x.astype(np.float64)
-    for i in range(rounds):
-        want = want @ first @ second + i
-    equal(got, want)
-
-
-@pytest.mark.parametrize("kind", [AG, RS])
-def test_bulk(kind):
-    p, rows, width = 4, 6, 10
-    x, w = integers(0, p, 8, 16), integers(1, p, 16, 24)
-    aux = integers(2, p, rows * (1 if kind == AG else p), width)
-    call = GemmCall(
-        op="test",
-        lhs_boundary=1,
-        rhs_boundary=1,
-        out_shape=(8, 24),
-        out_dtype="float32",
-        comm=Communicator(axis_names=("tp",), num_ranks=p, deadline_ms=3000),
-        overlap=Overlap(comm_type=kind, method=BULK),
-        row_counts=(rows,) * p,
-    )
-    fn = jax.jit(lambda x, w, aux: run_all_ranks(call, lhs=x, rhs=w, aux_in=aux)[:4:3])
-    output, moved = fn(*map(jnp.asarray, (x, w, aux)))
-    equal(output, x.astype(np.float64) @ w)
-    if kind == AG:
-        equal(moved, np.stack([aux.reshape(-1, width)] * p))
-    else:
-        equal(moved, aux.sum(0).reshape(p, rows, width))

@@ -80,12 +80,9 @@ class TwoHosts:
         text = f"127.0.0.1 localhost\n{lines}"
         pathlib.Path(self.folder.name, f"hosts{host}").write_text(text)
 
-    def cut(self) -> None:
-        """Takes the network between the hosts down."""
-        _run(f"ip -n {self.names[1]} link set veth down")
-
-    def mend(self) -> None:
-        _run(f"ip -n {self.names[1]} link set veth up")
+    def set_network(self, state: str) -> None:
+        """Takes the network between the hosts "up" or "down"."""
+        _run(f"ip -n {self.names[1]} link set veth {state}")
 
     def start(self, host: int, arguments: list[str], environment: dict[str, str]) -> Process:
         """Starts a Python program on a host."""
@@ -178,52 +175,50 @@ def ends(hosts: TwoHosts, num_jobs: int) -> str:
     return f"{num_jobs} jobs of {num_jobs} ended well"
 
 
-def checkpoint(hosts: TwoHosts, num_jobs: int) -> str:
+def checkpoint(hosts: TwoHosts, _) -> str:
     expect_success(Job(hosts, "ends").run("--work=15"))
     return "15 s of work after process 0 was done"
 
 
-def inside(hosts: TwoHosts, num_jobs: int) -> str:
+def inside(hosts: TwoHosts, _) -> str:
     for num_processes in 2, 4:
         expect_success(Job(hosts, "inside", num_processes=num_processes).run())
     return "groups inside a process and inside a host have the package's transport"
 
 
-def network(hosts: TwoHosts, num_jobs: int) -> str:
-    """The network goes down permanently while both hosts exchange."""
+def begun(hosts: TwoHosts) -> list[Process]:
+    """Starts a job whose hosts exchange for ever."""
     job = Job(hosts, "for ever")
     both = [job.start(process) for process in range(2)]
-    wait_for_text(hosts, both, "begun")
-    hosts.cut()
+    end = time.monotonic() + LIMIT
+    while not all("begun" in process.output.read_text() for process in both):
+        said = [process.output.read_text()[-2000:] for process in both]
+        assert all(process.popen.poll() is None for process in both), said
+        assert time.monotonic() < end, f"it has not begun within {LIMIT} s"
+        time.sleep(0.05)
+    return both
+
+
+def network(hosts: TwoHosts, _) -> str:
+    """The network goes down permanently while both hosts exchange."""
+    both = begun(hosts)
+    hosts.set_network("down")
     try:
         all_done = hosts.wait(both, LIMIT)
     finally:
-        hosts.mend()
+        hosts.set_network("up")
     for process, done in enumerate(all_done):
         assert done.code != 0 and done.seconds < LIMIT, f"process {process}: {done}"
     return f"both ended after {max(done.seconds for done in all_done):.0f} s"
 
 
-def killed(hosts: TwoHosts, num_jobs: int) -> str:
-    job = Job(hosts, "for ever")
-    both = [job.start(process) for process in range(2)]
-    wait_for_text(hosts, both, "begun")
+def killed(hosts: TwoHosts, _) -> str:
+    both = begun(hosts)
     both[1].popen.send_signal(signal.SIGKILL)
     done = hosts.wait(both, LIMIT)[0]
     assert done.code == 1 and done.seconds < 30, done
     assert "Error" in done.text, done.text
     return f"the other process got an error and ended after {done.seconds:.1f} s"
-
-
-def wait_for_text(hosts: TwoHosts, processes: list[Process], text: str) -> None:
-    for _ in range(int(LIMIT / 0.05)):
-        if all(text in process.output.read_text() for process in processes):
-            return
-        assert all(process.popen.poll() is None for process in processes), [
-            process.output.read_text()[-2000:] for process in processes
-        ]
-        time.sleep(0.05)
-    raise AssertionError(f"{text!r} was not printed within {LIMIT} s")
 
 
 def alike(hosts: TwoHosts, num_jobs: int) -> str:
@@ -232,13 +227,11 @@ def alike(hosts: TwoHosts, num_jobs: int) -> str:
         num_processes = 2 if kind == "one host" else 4
         all_done = Job(hosts, kind, num_processes=num_processes, devices=1).run()
         expect_success(all_done)
-        choices = {line for done in all_done for line in chosen(done)}
+        choices = {
+            line for done in all_done for line in done.text.splitlines() if "choice: " in line
+        }
         assert len(choices) == 1 and reason in choices.pop(), all_done
     return "one answer"
-
-
-def chosen(done: Done) -> list[str]:
-    return [line for line in done.text.splitlines() if line.startswith("choice: ")]
 
 
 def missing(hosts: TwoHosts, num_jobs: int) -> str:
@@ -266,9 +259,8 @@ def unreachable(hosts: TwoHosts, num_jobs: int) -> str:
 def costs(hosts: TwoHosts, num_jobs: int) -> str:
     lines = []
     for num_processes in 2, 4:
-        all_done = Job(
-            hosts, "costs", num_processes=num_processes, devices=4 // num_processes
-        ).run()
+        devices = 4 // num_processes
+        all_done = Job(hosts, "costs", num_processes=num_processes, devices=devices).run()
         expect_success(all_done)
         lines += [line for line in all_done[0].text.splitlines() if " MB per rank: " in line]
     return "\n  ".join(["time of XLA's collectives on this machine", *lines])

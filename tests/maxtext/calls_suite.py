@@ -3,11 +3,9 @@
 Every kind of attention equals MaxText's own; other calls are left to MaxText, with a reason.
 """
 
-import dataclasses
 import re
 import warnings
 from typing import Any
-from unittest import mock
 
 import flax.linen
 import jax
@@ -19,13 +17,9 @@ from maxtext.common.common_types import AttentionType  # pyright: ignore[reportM
 from maxtext.configs import pyconfig  # pyright: ignore[reportMissingImports]
 from maxtext.layers.attention_op import AttentionOp  # pyright: ignore[reportMissingImports]
 from maxtext.utils import maxtext_utils  # pyright: ignore[reportMissingImports]
-from maxtext_runs import OPTIONS, packed_batch
+from maxtext_runs import OPTIONS, packed_batch, watched
 
-import jax_cp_dispatch as cpd
-from jax_cp_dispatch.adapters import (
-    maxtext,  # inner: whether the adapter calls the package
-    maxtext_attention,
-)
+from jax_cp_dispatch.adapters import maxtext_attention
 from jax_cp_dispatch.documents import zigzag_permutation
 
 B, T, N, K, H = 2, 64, 4, 2, 8
@@ -79,12 +73,6 @@ def jitted(op, fn, *operands):
 
 def attend(op, q, k, v, ids, positions, **more):
     return jitted(op, lambda op, *x: op(*x, "train", **more), q, k, v, ids, positions)
-
-
-def watched():
-    """Replaces the package's attention in the adapter by a mock that calls it."""
-    ours = mock.Mock(wraps=cpd.context_parallel_attention)
-    return mock.patch.object(maxtext, "context_parallel_attention", ours)
 
 
 # ---- Every kind of attention.
@@ -167,6 +155,7 @@ def test_the_method_is_restored():
 
 # ---- Calls that are left to MaxText: the result is that without the adapter.
 
+IN_ORDER = slice(None)
 MORE = 16  # keys that do not belong to a query
 # A stripe of each device is every fourth token.
 STRIPED = np.arange(T).reshape(-1, 4).T.ravel()
@@ -179,48 +168,40 @@ COMPRESSED = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A call: options, further arguments, keys ahead of those of the queries, order of tokens."""
-
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
-    num_more_keys: int = 0
-    order: Any = slice(None)
-
-
-CASES = {
-    "indexer_mask": Case(arguments={"indexer_mask": normal(B, T, T)}),
-    "moba": Case({"moba": True, "moba_chunk_size": 16, "moba_topk": 2}),
-    "compressed_mask and decoder_segment_ids_kv and keys of another length": Case(
-        arguments=COMPRESSED
+# The reason; options, further arguments, keys ahead of those of the queries, and order of tokens.
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int, Any]] = {
+    "indexer_mask": ({}, {"indexer_mask": normal(B, T, T)}, 0, IN_ORDER),
+    "moba": ({"moba": True, "moba_chunk_size": 16, "moba_topk": 2}, {}, 0, IN_ORDER),
+    "compressed_mask and decoder_segment_ids_kv and keys of another length": (
+        {}, COMPRESSED, 0, IN_ORDER
     ),
-    "decoder_segment_ids_kv": Case(arguments={"decoder_segment_ids_kv": arrays()[4][::-1]}),
-    "keys of another length": Case(num_more_keys=MORE),
-    "previous_chunk and keys of another length": Case(
-        arguments={"previous_chunk": np.zeros((B, MORE))}, num_more_keys=MORE
+    "decoder_segment_ids_kv": ({}, {"decoder_segment_ids_kv": arrays()[4][::-1]}, 0, IN_ORDER),
+    "keys of another length": ({}, {}, MORE, IN_ORDER),
+    "previous_chunk and keys of another length": (
+        {}, {"previous_chunk": np.zeros((B, MORE))}, MORE, IN_ORDER
     ),
-    "tokens in stripes": Case(
-        {**ON_GPUS, "context_parallel_reorder_strategy": "striped"}, order=STRIPED
+    "tokens in stripes": (
+        {**ON_GPUS, "context_parallel_reorder_strategy": "striped"}, {}, 0, STRIPED
     ),
-    "tokens in stripes ": Case(ON_GPUS, order=STRIPED),  # "auto" means stripes here
-}
+    "tokens in stripes ": (ON_GPUS, {}, 0, STRIPED),  # "auto" means stripes here
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("reason, case", CASES.items(), ids=CASES)
 def test_what_is_left_to_maxtext(reason, case):
     """A warning names the reason, if the sequence is sharded."""
-    q, k, v, ids, positions = (x[:, case.order] for x in tokens())
-    if case.num_more_keys:
-        k, v = (np.concatenate([normal(B, case.num_more_keys, K, H), x], axis=1) for x in (k, v))
-        ids = np.pad(ids, ((0, 0), (case.num_more_keys, 0)), constant_values=1)
+    options, arguments, num_more, order = case
+    q, k, v, ids, positions = (x[:, order] for x in tokens())
+    if num_more:
+        k, v = (np.concatenate([normal(B, num_more, K, H), x], axis=1) for x in (k, v))
+        ids = np.pad(ids, ((0, 0), (num_more, 0)), constant_values=1)
         # Without a chunk before, MaxText has no segment ids for keys without a query.
-        ids = ids if "previous_chunk" in case.arguments else None
-    op, inputs = operation(**case.options), (q, k, v, ids, positions)
-    expected = attend(op, *inputs, **case.arguments)
+        ids = ids if "previous_chunk" in arguments else None
+    op, inputs = operation(**options), (q, k, v, ids, positions)
+    expected = attend(op, *inputs, **arguments)
     message = f"^maxtext_attention: got {re.escape(reason.strip())}; MaxText computes it"
     with maxtext_attention(), pytest.warns(UserWarning, match=message):
-        got = attend(op, *inputs, **case.arguments)
+        got = attend(op, *inputs, **arguments)
     np.testing.assert_array_equal(got, expected)
 
 
@@ -244,13 +225,10 @@ def test_without_context_devices_nothing_changes():
     np.testing.assert_array_equal(got, expected)
 
 
-PREFILL, CHUNK = slice(None), slice(T - MORE, T)
+CHUNK, BEFORE = slice(T - MORE, T), jnp.zeros((B, T - MORE))
 INFERENCE = {
-    "prefill": (PREFILL, {"model_mode": "prefill"}),
-    "prefill in chunks": (
-        CHUNK,
-        {"model_mode": "prefill", "previous_chunk": jnp.zeros((B, T - MORE))},
-    ),
+    "prefill": (IN_ORDER, {"model_mode": "prefill"}),
+    "prefill in chunks": (CHUNK, {"model_mode": "prefill", "previous_chunk": BEFORE}),
     "decoding": (slice(T - 1, T), {"model_mode": "autoregressive"}),
 }
 

@@ -1,4 +1,4 @@
-"""Runs MaxText's own training loop on packed documents, and returns its losses."""
+"""Runs MaxText's own training loop on packed documents; watches what the adapters call."""
 
 import contextlib
 import json
@@ -15,6 +15,14 @@ from maxtext.input_pipeline.synthetic_data_processing import (  # pyright: ignor
 from maxtext.trainers.pre_train import train  # pyright: ignore[reportMissingImports]
 from maxtext.utils import sharding  # pyright: ignore[reportMissingImports]
 
+import jax_cp_dispatch as cpd
+from jax_cp_dispatch._text import say_once  # inner: each run says its warnings again
+from jax_cp_dispatch.adapters import (  # inner: whether the adapters call the package
+    maxtext,
+    maxtext_dense,
+)
+
+ATTENTION = "context_parallel_attention"
 STEPS = 50
 TOLERANCE = 1e-5  # of float32 losses of about 4, after 50 steps
 DEADLINE = 600  # seconds, for a machine that has other work to do
@@ -85,3 +93,23 @@ def losses(steps: int, adapter: Any = None, **options: Any) -> np.ndarray:
         lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert len(lines) == steps
     return np.array([line["learning/loss"] for line in lines])
+
+
+@contextlib.contextmanager
+def watched(*names: str) -> Any:
+    """Watches functions of the package that the adapters call; by default attention alone.
+
+    They are replaced by mocks that call them; the value is that of the first, or of all by name.
+    """
+    mocks = {name: mock.Mock(wraps=getattr(cpd, name)) for name in names or (ATTENTION,)}
+    with mock.patch.multiple(maxtext_dense if names else maxtext, **mocks):
+        yield mocks if names else mocks[ATTENTION]
+
+
+def without_overlap(multiply: Any) -> Any:
+    """Returns a patch that multiplies with this function in place of the adapter's."""
+    return mock.patch.object(maxtext_dense, "multiply", multiply)
+
+
+def warn_again() -> None:
+    say_once.cache_clear()

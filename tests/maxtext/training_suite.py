@@ -16,16 +16,18 @@ from unittest import mock
 import jax
 import numpy as np
 import pytest
-from maxtext_runs import DEADLINE, STEPS, TOLERANCE, losses
+from maxtext_runs import (
+    DEADLINE,
+    STEPS,
+    TOLERANCE,
+    losses,
+    warn_again,
+    watched,
+    without_overlap,
+)
 
 import jax_cp_dispatch as cpd
-from jax_cp_dispatch._text import say_once  # inner: each run says its warnings again
-from jax_cp_dispatch.adapters import (  # inner: whether the adapters call the package
-    maxtext,
-    maxtext_attention,
-    maxtext_dense,
-    maxtext_gemms,
-)
+from jax_cp_dispatch.adapters import maxtext_attention, maxtext_gemms
 
 # ---- Attention.
 
@@ -91,8 +93,7 @@ def expected(name: str) -> np.ndarray:
 )
 def test_attention(model, algorithm, options):
     adapter = maxtext_attention(algorithm=algorithm, deadline=DEADLINE)
-    attend = mock.Mock(wraps=cpd.context_parallel_attention)
-    with mock.patch.object(maxtext, "context_parallel_attention", attend):
+    with watched() as attend:
         got = losses(STEPS, adapter, **{**MODELS[model], **CONTEXT_4, **options})
     assert attend.called
     check(f"{model}, {algorithm}", got, expected(model))
@@ -129,7 +130,7 @@ GATHERED = {
 
 def overlapped(steps: int, **options: Any) -> np.ndarray:
     """Returns the losses of a run with both adapters, which says every warning again."""
-    say_once.cache_clear()
+    warn_again()
     attention = maxtext_attention(algorithm="ring", deadline=DEADLINE)
     with maxtext_gemms(method="ring", deadline=DEADLINE):
         return losses(steps, attention, **GEMMS, **options)
@@ -148,13 +149,9 @@ def test_overlapped_gemms(is_fused):
     # The same quantization without overlap, since it changes MaxText's first parameters, and on the
     # same mesh, since the order of heads in fused_qkv depends on it.
     plain = lambda x, kernel, dims, split, **_: jax.lax.dot_general(x, kernel, dims)
-    with mock.patch.object(maxtext_dense, "multiply", plain):
+    with without_overlap(plain):
         want = losses(STEPS, maxtext_gemms(), **GEMMS, **options)
-    functions = {name: mock.Mock(wraps=getattr(cpd, name)) for name in FUNCTIONS}
-    with (
-        mock.patch.multiple(maxtext_dense, **functions),
-        warnings.catch_warnings(record=True) as said,
-    ):
+    with watched(*FUNCTIONS) as functions, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         got = overlapped(STEPS, **options)
     assert kernels_of(functions["all_gather_matmul"]) == GATHERED[is_fused]

@@ -6,7 +6,7 @@ In each trial one process, the victim, fails while all others call a dispatch; a
 if the kind starts with "gemm"; ring attention, which begins with a gather of segment ids, if it
 starts with "ring". Then all live processes make an exchange with a correct result.
 Prints the number of successful trials of each kind. A killed process is not replaced, so these
-trials end when two processes are left.
+trials end when one process is left.
 """
 
 import argparse
@@ -25,13 +25,12 @@ sys.path.extend(str(pathlib.Path(__file__).parents[1] / name) for name in ("orac
 
 import jax
 import numpy as np
-from jax.experimental.multihost_utils import process_allgather
+from jax._src import distributed
 from jax.sharding import Mesh
 from movement_oracle import dispatched
-from places import AXIS, RANKS, T, check, draw, on_ranks, place, plan_of
+from places import AXIS, RANKS, T, check, draw, on_ranks, place, place_all, plan_of
 
 import jax_cp_dispatch as cp
-from jax_cp_dispatch._ranks.job import publish, read_published  # inner: processes tell each other
 
 DEADLINE = 2.0
 WAITED = f"|(waited {DEADLINE * 1000:.0f} ms for rank"
@@ -49,8 +48,8 @@ EXPECTED = {
     r"rank 0 of process 0 follows another one",
     "stop": r"(\[{rank}\] of process {process} \(pid {pid}, stopped\))|"
     r"(process {process} \(pid {pid}, stopped\) the rows of ranks \[{rank}\])",
-    "kill": r"expected ranks \[{rank}\] of process {process} \(pid {pid}\), seen: it has ended",
 }
+ENDED = r"expected ranks \[{rank}\] of process {process} \(pid {pid}\), seen: it has ended"
 RING = r"matmul_reduce_scatter \(RS, RING_EXCHANGE\) of rows \[.*\], "
 ANOTHER = "Seen: it came to another call: "
 EXPECTED |= {
@@ -60,12 +59,26 @@ EXPECTED |= {
     + WAITED
     + r" {rank} of process {process} \(pid {pid}, stopped\), signal)"
     r"|(process {process} \(pid {pid}, stopped\) the parts of ranks \[{rank}\] are not done)",
-    "gemm kill": EXPECTED["kill"]
-    + WAITED
-    + r" {rank} of process {process} \(pid {pid}, ended\), signal)",
     "ring shapes": r"context_parallel_attention over .*Expected rank {rank} in: .*\[1,1,16\].*"
     rf"{ANOTHER}.*\[1,1,8\]",
+    "kill": ENDED,
+    "gemm kill": ENDED + WAITED + r" {rank} of process {process} \(pid {pid}, ended\), signal)",
 }
+
+
+def tell(name, value=""):
+    """Tells the other processes."""
+    client: Any = distributed.global_state.client
+    client.key_value_set(f"{name} of {jax.process_index()}", value)
+
+
+def heard(name, process):
+    client: Any = distributed.global_state.client
+    return client.blocking_key_value_get(f"{name} of {process}", 600_000)
+
+
+def call(program, operands):
+    jax.block_until_ready(program(*operands))
 
 
 class Job:
@@ -77,13 +90,11 @@ class Job:
         self.mesh, self.num_ranks = Mesh(np.array(devices), (AXIS,)), len(processes)
         self.plan, self.capacity = plan_of(1, self.num_ranks)
         self.x = draw(0, self.num_ranks, 3)
-        self.here = place(self.x, self.mesh)
-        self.metadata = self.on_mesh(self.plan)
-        bad: dict[str, Any] = dict(self.plan)
-        bad["num_recv_tokens"] = self.plan["num_recv_tokens"].copy()
-        bad["num_recv_tokens"][-1, 0] += 1
-        self.bad_metadata = self.on_mesh(bad)
-        self.bad_plan = bad
+        self.here, self.metadata = place_all((self.x, cp.Metadata(**self.plan)), self.mesh)
+        one_more = self.plan["num_recv_tokens"].copy()
+        one_more[-1, 0] += 1
+        self.bad_plan: dict[str, Any] = {**self.plan, "num_recv_tokens": one_more}
+        self.bad_metadata = place_all(cp.Metadata(**self.bad_plan), self.mesh)
         self.matrices = [place(draw(seed, self.num_ranks, 8), self.mesh) for seed in range(2)]
         self.ids = place(np.ones((self.num_ranks, T), np.int32), self.mesh)
         # All call it equally often; otherwise a program's ranks never meet again.
@@ -95,9 +106,6 @@ class Job:
     def compiled(self, program, *operands):
         """Compiles before all meet: a deadline is shorter than processes may differ in that."""
         return program.lower(*(operands or (self.here, self.metadata))).compile()
-
-    def on_mesh(self, fields):
-        return jax.tree.map(lambda a: place(a, self.mesh), cp.Metadata(**fields))
 
     def prepare(self, kind):
         """Compiles the program of a kind, and returns it with its operands."""
@@ -122,14 +130,13 @@ class Job:
         tokens = self.num_ranks * T
         capacities = (4 * T, tokens, 16, 16, 16)
         config = cp.PlanConfig(4, *capacities)
-        put = lambda spec, part: jax.tree.map(lambda x: place(x, self.mesh, spec), part)
         self.documents = []
         for at in (T, T + 5):
             ids = np.repeat([[1, 2]], [at, tokens - at], axis=1)
             plan = cp.plan_attention(ids, world_size=self.num_ranks, config=config)
             documents = cp.Documents(ids).with_plan(plan)
             specs = documents.specs(AXIS)
-            self.documents.append(jax.tree.map(put, specs, documents))
+            self.documents.append(place_all(documents, self.mesh, specs))
         rows = {"in_specs": (RANKS, specs), "out_specs": RANKS}
         attention = jax.jit(jax.shard_map(self.attend, mesh=self.mesh, **rows))
         return attention, (self.here, self.documents[0])
@@ -155,12 +162,11 @@ class Job:
 
     def multiply(self, num_columns):
         """Returns a program: all ranks' tokens times a weight, reduce-scattered by rows."""
+        options: Any = {"axis_name": AXIS, "method": "ring", "deadline": DEADLINE}
 
         def local(x, w):
-            x = jax.numpy.tile(x, (self.num_ranks, 1))
-            return cp.matmul_reduce_scatter(
-                x, w[:8, :num_columns], axis_name=AXIS, method="ring", deadline=DEADLINE
-            )
+            x, w = jax.numpy.tile(x, (self.num_ranks, 1)), w[:8, :num_columns]
+            return cp.matmul_reduce_scatter(x, w, **options)
 
         return on_ranks(local, self.mesh)
 
@@ -168,21 +174,16 @@ class Job:
         """Returns a program: ring attention over the documents of all ranks."""
 
         def local(x, ids):
-            x = x[None, :num_tokens, None]
-            options: Any = {"axis_name": AXIS, "deadline": DEADLINE}
-            return cp.context_parallel_attention(
-                x, x, x, segment_ids=ids[None, :num_tokens], algorithm="ring", **options
-            )
+            x, options = x[None, :num_tokens, None], {"axis_name": AXIS, "deadline": DEADLINE}
+            options |= {"segment_ids": ids[None, :num_tokens], "algorithm": "ring"}
+            return cp.context_parallel_attention(x, x, x, **options)
 
         return on_ranks(local, self.mesh)
-
-    def call(self, program, operands):
-        jax.block_until_ready(program(*operands))
 
     def call_of(self, kind):
         """The call of the others while the victim fails."""
         self.num_calls += 1
-        self.call(*self.prepare(kind))
+        call(*self.prepare(kind))
 
     def catch_up(self, kind):
         """Makes the calls that a process has missed: a stopped one may have made one more."""
@@ -194,15 +195,13 @@ class Job:
             with contextlib.suppress(jax.errors.JaxRuntimeError, ValueError):
                 self.call_of(kind)
 
-    def give_up(self):
-        """Tells the victim that this process has its error."""
-        publish("failures", f"{len(self.processes)}/{self.num_trials}", True)
-
     def wait_for_others(self):
         """Waits until all others have given up: only then is a call late."""
-        name = f"{len(self.processes)}/{self.num_trials}"
-        while len(read_published("failures", name)) < self.num_ranks - 1:
-            time.sleep(0.01)
+        for other in self.processes[:-1]:
+            heard(self.name_of_trial(), other)
+
+    def name_of_trial(self):
+        return f"{len(self.processes)}/{self.num_trials}"
 
     def prove(self):
         """All live processes exchange, and start the next trial together."""
@@ -236,7 +235,7 @@ def fail(kind, job, pid, another):
     """The action of the victim. Raises what its own call raises."""
     if another:
         job.num_calls += kind == "constants"  # it has not missed a call of the others' program
-        job.call(*another)
+        call(*another)
     elif kind in ("late", "gemm late"):
         job.wait_for_others()
         job.call_of(kind)
@@ -244,7 +243,7 @@ def fail(kind, job, pid, another):
         job.call_of(kind)
     elif kind == "batch":
         job.num_calls += 1
-        job.call(job.prepare(kind)[0], (job.here, job.documents[1]))
+        call(job.prepare(kind)[0], (job.here, job.documents[1]))
     else:
         number = signal.SIGSTOP if kind.endswith("stop") else signal.SIGKILL
         threading.Timer(random.uniform(0, 0.05), os.kill, (pid, number)).start()
@@ -273,7 +272,7 @@ def trial(kind, job, pids):
     except (jax.errors.JaxRuntimeError, ValueError) as raised:
         error = str(raised)
     if here != victim:
-        job.give_up()
+        tell(job.name_of_trial())
     seconds = time.monotonic() - begin
     if kind.endswith("stop") and here == 0:
         os.kill(pids[victim], signal.SIGCONT)
@@ -298,13 +297,13 @@ def main():
         parser.error(f"there are {jax.process_count()} processes; 3 are needed. See above.")
     random.seed(jax.process_index())
     job = Job(list(range(jax.process_count())))
-    heard = process_allgather(np.int64(os.getpid()))
-    pids = [int(pid) for pid in heard]
+    tell("pid", str(os.getpid()))
+    pids = [int(heard("pid", process)) for process in job.processes]
     wrong = 0
     for kind in options.kinds:
         trials = options.trials
         if kind.endswith("kill"):
-            trials = min(trials, len(job.processes) - 2)
+            trials = min(trials, len(job.processes) - 1)
         num_right, longest = 0, 0.0
         for _ in range(trials):
             is_right, seconds, job = trial(kind, job, pids)

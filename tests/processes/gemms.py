@@ -11,7 +11,7 @@ import comm_gemm_oracle as oracle
 import jax
 import numpy as np
 from comm_gemm_cases import K, N, integers, methods, of_gather, of_scatter, with_nan_behind
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh, PartitionSpec as P
 from places import AXIS, all_devices, check, mesh_of_all, on_ranks, place
 from scaled_matmul_cases import ORACLES, of
 
@@ -106,40 +106,6 @@ def buffers_of(mesh, num_groups, p):
         want.append((out, gathered, sums, there_and_back, alone, *moved))
     for result, groups in zip(got, zip(*want, strict=True), strict=True):
         check(result, np.concatenate(groups).astype(np.float32))
-
-
-def test_products_in_loops_and_of_global_arrays():
-    """Independent equal calls, a loop, and the layer under plain `jit`; gradients are bulk."""
-    mesh = Mesh(all_devices(), (AXIS,), axis_types=(AxisType.Auto,))
-    rows, columns = NamedSharding(mesh, P(AXIS)), NamedSharding(mesh, P(None, AXIS))
-    p = mesh.size
-    x, w, back = integers(0, 2 * p, K), integers(1, K, N * p), integers(2, N * p, K)
-
-    def layer(x, w, back):
-        hidden = cp.all_gather_matmul(x, w, axis_name=AXIS, method="ring", gathered="again")
-        return cp.matmul_reduce_scatter(hidden, back, axis_name=AXIS, method="pipeline")
-
-    def program(x, w, back):
-        independent = sum(i * layer(i * x, w, back) for i in range(1, 4))
-        step = lambda x, _: (layer(x, w, back) % 5, None)
-        return independent, jax.lax.scan(step, x, None, length=3)[0]
-
-    specs = P(AXIS), P(None, AXIS), P(AXIS)
-    inner = jax.jit(jax.shard_map(program, mesh=mesh, in_specs=specs, out_specs=P(AXIS)))
-    operands = [place(a, mesh, spec) for a, spec in zip((x, w, back), specs, strict=True)]
-    one, looped = x @ w @ back, x
-    for _ in range(3):
-        looped = looped @ w @ back % 5
-    for _ in range(2):
-        independent, got = inner(*operands)
-        check(independent, 14 * one)
-        check(got, looped)
-    with jax.set_mesh(mesh):
-        grad = jax.grad(lambda w, x, back: layer(x, w, back).sum())
-        both = lambda x, w, back: (layer(x, w, back), grad(w, x, back))
-        out, dw = jax.jit(both, out_shardings=(rows, columns))(*operands)
-    check(out, one)
-    check(dw, x.T @ np.ones_like(one) @ back.T)
 
 
 def test_profile():

@@ -4,7 +4,9 @@ import pathlib
 import sys
 from typing import Any
 
-sys.path.extend(str(pathlib.Path(__file__).parents[1] / name) for name in ("oracles", "support"))
+sys.path.extend(
+    str(pathlib.Path(__file__).parents[1] / name) for name in ("contract", "oracles", "support")
+)
 
 import jax
 import numpy as np
@@ -14,7 +16,6 @@ from movement_oracle import random_plan
 AXIS = "cp"
 RANKS = P(AXIS)
 S, T = 5, 16
-IS_SHORT = "--short" in sys.argv  # compiles fewer programs
 
 
 def all_devices():
@@ -33,14 +34,17 @@ def place(x, mesh, spec=RANKS):
     return jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda i: x[i])
 
 
-def check(got, want, exact=True):
-    """Returns the part of the ranks of this process."""
+def place_all(arrays, mesh, specs: Any = RANKS):
+    """Places trees of arrays by one spec, or by trees of specs."""
+    of_spec = lambda spec, part: jax.tree.map(lambda x: place(x, mesh, spec), part)
+    return jax.tree.map(of_spec, specs, arrays, is_leaf=lambda x: isinstance(x, P))
+
+
+def check(got, want):
+    """Compares the part of the ranks of this process."""
     assert got.shape == want.shape, (got.shape, want.shape)
     for shard in got.addressable_shards:
-        if exact:
-            np.testing.assert_array_equal(np.asarray(shard.data), want[shard.index])
-        else:
-            np.testing.assert_allclose(np.asarray(shard.data), want[shard.index], 2e-5, 2e-5)
+        np.testing.assert_array_equal(np.asarray(shard.data), want[shard.index])
 
 
 def on_ranks(fn, mesh, spec=RANKS, **options):

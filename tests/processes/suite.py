@@ -10,7 +10,6 @@ Arguments: --short, and names of tests.
 import pathlib
 import sys
 import threading
-from typing import Any
 
 sys.path.extend(
     str(pathlib.Path(__file__).parents[1] / name) for name in ("contract", "oracles", "support")
@@ -19,29 +18,30 @@ sys.path.extend(
 import gemms
 import jax
 import numpy as np
-from contract import TOLERANCE, Case, on_ranks as case_on_ranks, specs_of, split, with_gradients
-from jax.sharding import AxisType, Mesh, PartitionSpec as P
+from contract import Case, on_ranks as case_on_ranks, specs_of, split, with_gradients
 from movement_oracle import dispatched
 from operations import CASES
 from places import (
     AXIS,
-    IS_SHORT,
-    T,
     all_devices,
     check,
     draw,
     mesh_of_all,
     on_ranks,
     place,
+    place_all,
     plan_of,
 )
+from programs import SETS, Program, Structure, check_close
 
 import jax_cp_dispatch as cp
 
-# They take long to compile, and exchange as "placed" and "ring" do. Not in short.
-LONG = ("balanced", "zigzag", "halo", "hamilton", "ulysses", "latents")
-LONG += ("shift", "causal_conv", "recurrence", "gated_delta_rule")
-LONG += ("linear_attention", "linear_recurrence")
+IS_SHORT = "--short" in sys.argv  # compiles fewer programs
+
+# They take long to compile, and exchange as "placed", "ring" and "dispatch" do. Not in short.
+LONG = ("balanced", "zigzag", "halo", "hamilton", "ulysses", "latents", "placed layers", "shift")
+LONG += ("causal_conv", "recurrence", "gated_delta_rule", "linear_attention", "linear_recurrence")
+LONG += ("experts",)
 
 
 def test_cases():
@@ -58,83 +58,32 @@ def check_case(case: Case, dtype: str) -> None:
     arrays = case.arrays(dtype, ranks=mesh.size)
     *expected, cotangents = case.expected(arrays)
     floats, others = split(arrays)
-    place_all = lambda specs, arrays: jax.tree.map(
-        lambda spec, part: jax.tree.map(lambda x: place(x, mesh, spec), part),
-        specs_of(specs, arrays, (AXIS,)),
-        arrays,
-        is_leaf=lambda x: isinstance(x, P),
-    )
     operands = (case.specs, floats), (case.specs, others), (case.results, cotangents)
     program = jax.jit(with_gradients(case_on_ranks(case, mesh, check_vma=False)))
-    got = program(*(place_all(*operand) for operand in operands))
-    assert jax.tree.structure(got) == jax.tree.structure(tuple(expected))
-    named = jax.tree.leaves_with_path(tuple(expected))
-    for (path, want), x in zip(named, jax.tree.leaves(got), strict=True):
-        name = f"{case}{jax.tree_util.keystr(path)}"
-        assert x.shape == want.shape and x.dtype == dtype, name
-        atol = TOLERANCE[dtype] * max(1.0, np.abs(want).max(initial=0))
-        for shard in x.addressable_shards:
-            part = np.asarray(shard.data, np.float64)
-            np.testing.assert_allclose(part, want[shard.index], rtol=0, atol=atol, err_msg=name)
+    got = program(*(place_all(x, mesh, specs_of(specs, x, (AXIS,))) for specs, x in operands))
+    check_close(got, tuple(expected), dtype, case)
 
 
-def test_groups_in_one_process_and_across():
-    """Along one of two axes; a group may be inside one process, next to other groups."""
-    if jax.device_count() < 4:
-        return
-    for shape in ((2, jax.device_count() // 2), (jax.device_count() // 2, 2)):
-        for devices in (np.array(jax.devices()), all_devices()):
-            dispatch_in_groups(Mesh(devices.reshape(shape), ("data", AXIS)), *shape)
+MOVES = ("dispatch", "many"), ("dispatch", "loop")
+PRODUCTS = ("all_gather_matmul ring", "loop"), ("matmul_reduce_scatter pipeline", "many")
 
 
-def dispatch_in_groups(mesh, num_groups, num_ranks):
-    plans = [plan_of(seed, num_ranks) for seed in range(num_groups)]
-    capacity = max(capacity for _, capacity in plans)
-    x = np.stack([draw(seed, num_ranks, 2) for seed in range(num_groups)])
-    names = [name for name in plans[0][0] if name != "world_size"]
-    fields: dict[str, Any] = {name: np.stack([plan[name] for plan, _ in plans]) for name in names}
-    spec = P("data", AXIS)
-
-    def local(x, m):
-        m = jax.tree.map(lambda a: a[0, 0], m)
-        return cp.dispatch(x[0, 0], m, axis_name=AXIS, capacity=capacity)[None, None]
-
-    move = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec))
-    m = cp.Metadata(**fields, world_size=num_ranks)
-    x_and_m = jax.tree.map(lambda a: place(a, mesh, spec), (x, m))
-    check(
-        move(*x_and_m),
-        np.stack([dispatched(plan, x[i], capacity) for i, (plan, _) in enumerate(plans)]),
-    )
+def test_programs(calls=(*MOVES, *PRODUCTS)):
+    """Groups in one process and across, several calls and loops, and arrays of all ranks."""
+    num_devices = jax.device_count()
+    orders = tuple(range(num_devices)), tuple(map(jax.devices().index, all_devices()))
+    check_program(Structure(1, orders[1], "float32", True, (*calls[1:], ("combine", "gradients"))))
+    for groups in sorted({2, num_devices // 2}) if num_devices >= 4 else [1]:
+        for order in orders[IS_SHORT:]:
+            check_program(Structure(groups, order, "float32", False, calls[:2]))
 
 
-def test_calls_of_one_program_are_distinguished():
-    """Independent equal calls, an inner function called twice, a loop."""
-    mesh, W = mesh_of_all(), jax.device_count()
-    plan, capacity = plan_of(5, W)
-    capacity = max(capacity, T)
-    x = draw(0, W, 2)
-
-    def move(x, m):
-        return cp.dispatch(x, m, axis_name=AXIS, capacity=capacity)[:T]
-
-    inner = jax.jit(move)
-
-    def program(x, m):
-        independent = sum(k * move(x * k, m) for k in range(1, 7))
-        twice = inner(x, m) + 3 * inner(x * 5, m)
-        looped = jax.lax.scan(lambda y, _: (move(y, m) + 1, None), x, None, length=5)[0]
-        return independent, twice, looped
-
-    m = jax.tree.map(lambda a: place(a, mesh), cp.Metadata(**plan))
-    one = dispatched(plan, x, capacity)[:, :T]
-    looped = x
-    for _ in range(5):
-        looped = dispatched(plan, looped, capacity)[:, :T] + 1
-    run = on_ranks(program, mesh)
-    got = [run(place(x, mesh), m) for _ in range(3)][-1]
-    for result, want in zip(got, (one * 91, one * 16, looped), strict=True):
-        check(result, want.astype(np.float32))
+def check_program(structure, **options):
+    program, calls = Program(structure, **options), len(structure.calls)
+    seeds = np.arange(calls * structure.groups * SETS).reshape(calls, structure.groups, SETS)
+    operands, expected = program.draw(seeds)
+    for _ in range(2):
+        program.check(program.start(operands, program.inputs()), expected, 0)
 
 
 def test_programs_of_one_process_do_not_interfere():
@@ -171,18 +120,6 @@ def test_programs_of_one_process_do_not_interfere():
     turns[-1].wait()
     for factor in (2, 5):
         check(compiled[factor](x, m), factor * dispatched(plan, draw(0, W, 2), capacity))
-
-
-def test_arrays_of_all_ranks():
-    W = jax.device_count()
-    plan, capacity = plan_of(7, W)
-    x, m = draw(0, W, 3), cp.Metadata(**plan)
-    for kind in AxisType.Auto, AxisType.Explicit:
-        mesh = Mesh(all_devices(), (AXIS,), axis_types=(kind,))
-        with jax.set_mesh(mesh):
-            move = jax.jit(lambda x: cp.dispatch(x, m, axis_name=AXIS, capacity=capacity))
-            got = move(place(x.reshape(W * T, 3), mesh))
-        check(got, dispatched(plan, x, capacity).reshape(W * capacity, 3))
 
 
 def test_an_invalid_plan_is_rejected_on_all_ranks():

@@ -1,17 +1,31 @@
 """Three real processes agree on a GPU transport; only their GPUs are emulated.
 
-NVSHMEM is too, in children of these processes as well, where it may end them.
+NVSHMEM is too, in children of these processes as well, where it may end them. As a program, this
+file is one of the processes.
 """
 
-import pathlib
+import importlib
+import os
+import sys
+import types
+import warnings
 
+import fake_nvshmem
+import jax
+import numpy as np
 import pytest
+import scenes
+from jax.sharding import Mesh, PartitionSpec as P
 from launching import outputs_of
-from scenes import of_scene
 
+from jax_cp_dispatch import compute_metadata, dispatch, gpu
+from jax_cp_dispatch._ranks import runtime  # inner: emulates GPUs
+from jax_cp_dispatch._ranks.gpu import nvshmem, nvshmem_trial, peers, world as gpu_world
 from jax_cp_dispatch._ranks.gpu.nvshmem import what_hosts_lack  # inner: many hosts
 from jax_cp_dispatch._ranks.gpu.slabs import describe_mapping, group_by_mapping
+from jax_cp_dispatch._ranks.implementations import CUDA_IPC, CUDA_PEER, NVSHMEM
 from jax_cp_dispatch._ranks.job import publish_and_read_all
+from jax_cp_dispatch._text import say_once
 
 ONE_HOST, TWO_HOSTS = "3 processes of 1 host, one GPU each", "3 processes of 2 hosts, one GPU each"
 NO_IPC = "cuda_ipc: process 2: initialize: cudaIpcOpenMemHandle failed: invalid argument"
@@ -24,35 +38,55 @@ BY_HOST = [[5000, 7001, 5000], [7000, 5001, 5001], [5002] * 3]
 # The network returns this process's own address for another process.
 BY_NVSHMEM = [[100, 200, 100], [100, 200, 200], [300] * 3]
 
+CONNECTED = [  # scene, transport, reason, slabs of each process, groups
+    ("one host", "cuda_ipc", ONE_HOST, ALL_IPC, [0, 0, 0]),
+    *(
+        (scene, "nvshmem", f"{where}: 0-1, 2 through pointers, each other over the network",
+         BY_NVSHMEM, [0, 0, 2])
+        for scene, where in (("two hosts", TWO_HOSTS), ("one host, nvshmem is named", ONE_HOST))
+    ),
+]  # fmt: skip
+BY_XLA = {
+    "one host, no ipc, nvshmem ends it": [
+        NO_IPC, "process 1: NVSHMEM ended the child process that tried it, with 255: ibv"
+    ],
+    "one host, no ipc, nvshmem makes no id": [NO_IPC, "process 0: NVSHMEM ended", "with 7"],
+    "one host, no ipc, nvshmem is late": [
+        NO_IPC, "process 0: NVSHMEM did not start in a child process within 1 s"
+    ],
+    "one host, data is lost": [f"cuda_ipc: {LOST}", f"nvshmem: {LOST}"],
+    "one host, mig on one": [
+        "cuda_ipc: process 1: initialize: cudaIpcGetMemHandle failed: operation not supp",
+        "nvshmem: process 1: NVSHMEM ended the child process",
+    ],
+    "one host, nvshmem raises": ["nvshmem: process 1: initialize: NVSHMEM did not start"],
+    "one host, nvshmem is named, no remote transport": [
+        "nvshmem: process 0: cannot map the memory of process 2", "TRANSPORT is none"
+    ],
+    "three hosts, no adapter": [
+        "on a, has no InfiniBand adapter", "cuda_ipc: no two processes run on the same host"
+    ],
+    "one host, no gpu on one": ["process 1: this process has no GPU: no driver"],
+    "one host, two gpus each": [
+        "process 0 has 2 GPUs, but processes connect with one each; groups of ranks inside"
+    ],
+}  # fmt: skip
+SCENES = [scene for scene, *_ in CONNECTED] + list(BY_XLA)
+SCENES += ["two hosts, no adapter", "one host, two gpus each, no peers on one"]
+
 
 @pytest.fixture(scope="module")
 def outputs():
     """What each of three processes printed, in all scenes."""
-    process = pathlib.Path(__file__).with_name("gpu_world_process.py")
     environment = {"JAX_CP_DISPATCH_SYMMETRIC_BYTES": "2097152", "JAX_NUM_CPU_DEVICES": "2"}
-    return outputs_of(3, process, **environment)
+    return outputs_of(3, __file__, PYTHONPATH=os.pathsep.join(sys.path), **environment)
 
 
 def in_all(outputs, scene):
-    return [of_scene(scene, out) for out in outputs]
+    return [scenes.of_scene(scene, out) for out in outputs]
 
 
-@pytest.mark.parametrize(
-    "scene, chosen, reason, bases, groups",
-    [
-        ("one host", "cuda_ipc", ONE_HOST, ALL_IPC, [0, 0, 0]),
-        (
-            *("two hosts", "nvshmem"),
-            f"{TWO_HOSTS}: 0-1, 2 through pointers, each other over the network",
-            *(BY_NVSHMEM, [0, 0, 2]),
-        ),
-        (
-            *("one host, nvshmem is named", "nvshmem"),
-            f"{ONE_HOST}: 0-1, 2 through pointers, each other over the network",
-            *(BY_NVSHMEM, [0, 0, 2]),
-        ),
-    ],
-)
+@pytest.mark.parametrize("scene, chosen, reason, bases, groups", CONNECTED)
 def test_processes_connect(outputs, scene, chosen, reason, bases, groups):
     """One host tries CUDA IPC first, which cannot end a process; several hosts need a network."""
     for number, out in enumerate(in_all(outputs, scene)):
@@ -66,48 +100,7 @@ def test_processes_connect(outputs, scene, chosen, reason, bases, groups):
         assert f"{other} over (0, 2): {chosen} connects the processes: {reason}\n" in out
 
 
-@pytest.mark.parametrize(
-    "scene, reasons",
-    [
-        (
-            "one host, no ipc, nvshmem ends it",
-            [
-                NO_IPC,
-                "process 1: NVSHMEM ended the child process that tried it, with 255: ibv",
-            ],
-        ),
-        ("one host, no ipc, nvshmem makes no id", [NO_IPC, "process 0: NVSHMEM ended", "with 7"]),
-        (
-            "one host, no ipc, nvshmem is late",
-            [NO_IPC, "process 0: NVSHMEM did not start in a child process within 1 s"],
-        ),
-        ("one host, data is lost", [f"cuda_ipc: {LOST}", f"nvshmem: {LOST}"]),
-        (
-            "one host, mig on one",
-            [
-                "cuda_ipc: process 1: initialize: cudaIpcGetMemHandle failed: operation not supp",
-                "nvshmem: process 1: NVSHMEM ended the child process",
-            ],
-        ),
-        (
-            "one host, nvshmem raises",
-            ["nvshmem: process 1: initialize: NVSHMEM did not start"],
-        ),
-        (
-            "one host, nvshmem is named, no remote transport",
-            ["nvshmem: process 0: cannot map the memory of process 2", "TRANSPORT is none"],
-        ),
-        (
-            "three hosts, no adapter",
-            ["on a, has no InfiniBand adapter", "cuda_ipc: no two processes run on the same host"],
-        ),
-        ("one host, no gpu on one", ["process 1: this process has no GPU: no driver"]),
-        (
-            "one host, two gpus each",
-            ["process 0 has 2 GPUs, but processes connect with one each; groups of ranks inside"],
-        ),
-    ],
-)
+@pytest.mark.parametrize("scene, reasons", BY_XLA.items())
 def test_processes_that_cannot_connect_use_xla_and_know_why(outputs, scene, reasons):
     """The same in all of them; NVSHMEM ends none of them, and no memory stays."""
     for number, out in enumerate(in_all(outputs, scene)):
@@ -181,3 +174,140 @@ def test_memory_groups_map_the_same_ranks():
 def test_a_process_without_a_job_gets_an_error():
     with pytest.raises(RuntimeError, match=r"connect_gpus: .* no job. Call jax.distributed.init"):
         publish_and_read_all("connect_gpus", "ready", "", timeout=1.0)
+
+
+# ---- One of the processes.
+
+SCENE, PROCESS = "", -1
+HOSTS = {"one host": "aaa", "two hosts": "aab", "three hosts": "abc"}
+VARIABLES = ("NVSHMEM_REMOTE_TRANSPORT", "JAX_CP_DISPATCH_GPU_TRANSPORT", fake_nvshmem.HOW)
+ENVIRONMENT = {
+    "nvshmem ends it": {fake_nvshmem.HOW: "ends"},
+    "mig on one": {fake_nvshmem.HOW: "ends"},
+    "nvshmem makes no id": {fake_nvshmem.HOW: "silent"},
+    "nvshmem is late": {fake_nvshmem.HOW: "late"},
+    "nvshmem is named": {"JAX_CP_DISPATCH_GPU_TRANSPORT": "nvshmem"},
+    "nvshmem raises": {
+        "JAX_CP_DISPATCH_GPU_TRANSPORT": "nvshmem",
+        fake_nvshmem.HOW: "raises",
+    },
+    "no remote transport": {
+        "JAX_CP_DISPATCH_GPU_TRANSPORT": "nvshmem",
+        "NVSHMEM_REMOTE_TRANSPORT": "none",
+    },
+}
+
+
+def make_slab(device, num_bytes):
+    if "mig on one" in SCENE and PROCESS == 1:
+        raise RuntimeError("initialize: cudaIpcGetMemHandle failed: operation not supported")
+    return 5000 + PROCESS, bytes([PROCESS] * 64)
+
+
+def open_slab(device, handle):
+    if "no ipc" in SCENE and PROCESS == 2:
+        raise RuntimeError("initialize: cudaIpcOpenMemHandle failed: invalid argument")
+    assert device == 0 and handle == bytes([handle[0]] * 64) != bytes([PROCESS] * 64)
+    return 7000 + handle[0]
+
+
+def has_pattern(device, address, seed):
+    """Finds the patterns that others have written into this process's memory; one is lost."""
+    writer, owner = seed >> 16, seed & 0xFFFF
+    assert owner == PROCESS
+    return not ("data is lost" in SCENE and (writer, owner) == (0, 1))
+
+
+def set_slab(bases, num_bytes, memory_groups, process):
+    assert process == PROCESS
+    print(f"slabs {bases} of {num_bytes}, groups {memory_groups}", flush=True)
+
+
+def say_of_agreement(agree):
+    """Prints what the processes tell each other where they make a channel, one of them alone."""
+    print("agreed", agree("a/0/free", f"of {PROCESS}", [2, 0, 2, 1], 600_000), flush=True)
+    print("agreed", agree("a/0/free", f"of {PROCESS}", [PROCESS], 600_000), flush=True)
+    print("agreed", agree(f"b/{PROCESS}", "alone", [0, 1, 2], 1500), flush=True)
+
+
+def num_gpus():
+    return (0, "no driver") if "no gpu on one" in SCENE and PROCESS == 1 else (2, "")
+
+
+def connect_peers(devices):
+    is_cut = "no peers on one" in SCENE and PROCESS == 1
+    return f"GPUs {devices} have no peer access" if is_cut else ""
+
+
+def connect(scene):
+    global SCENE
+    SCENE = scene
+    for name in VARIABLES:
+        os.environ.pop(name, None)
+    for part, values in ENVIRONMENT.items():
+        if part in scene:
+            os.environ.update(values)
+    nvshmem_trial._SECONDS = 1.0 if "late" in scene else 600.0
+    fake_nvshmem.started.clear()
+    gpu_world._world = gpu_world._slabs = None
+    gpu_world._host = lambda: HOSTS[scene.partition(",")[0]][PROCESS]
+    nvshmem._may_network = lambda: "no adapter" not in scene
+    num_local = 2 if "two gpus each" in scene else 1
+    gpu_world._local_gpus = lambda: jax.local_devices()[:num_local]
+    world = gpu.connect_gpus(timeout=600)
+    assert gpu.connect_gpus() is world
+    print(f"chose {world.implementation}: {world.reason}", flush=True)
+    print(f"started {len(fake_nvshmem.started)} times", flush=True)
+    say_of_groups()
+
+
+def say_of_groups():
+    """Prints whether groups over some processes are served, and what a program becomes."""
+    by_process = [[d for d in jax.devices() if d.process_index == p] for p in range(3)]
+    for row, processes in ((CUDA_IPC, (0, 1)), (CUDA_IPC, (0, 2)), (NVSHMEM, (0, 2))):
+        groups = (tuple(by_process[p][0] for p in processes),)
+        print(f"{row.name} over {processes}: {row.why_not(['cuda'], groups)}", flush=True)
+    if "two gpus each" in SCENE:
+        peers._reason.cache_clear()
+        say_once.cache_clear()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            print("lowered:", " ".join(lowered(by_process).split()), flush=True)
+        print(*(w.message for w in said), flush=True)
+        print(f"over all: {CUDA_PEER.why_not(['cuda'], None)}", flush=True)
+
+
+def lowered(by_process):
+    """Returns the custom call of an exchange in groups, one in each process."""
+    mesh = Mesh(np.array(by_process), ("data", "cp"))
+    plan, _ = compute_metadata(np.full((2, 2), 3), np.array([[0, 1], [1, 0]]))
+    move = lambda x: dispatch(x, plan, axis_name="cp", capacity=6)
+    run = jax.shard_map(move, mesh=mesh, in_specs=P(("data", "cp")), out_specs=P(("data", "cp")))
+    x = jax.ShapeDtypeStruct((6 * 6, 2), np.float32)
+    text = jax.jit(run).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    calls = [line for line in text.splitlines() if "custom_call @jax_cp_dispatch" in line]
+    return calls[0] if calls else "no custom call"
+
+
+if __name__ == "__main__":
+    PROCESS = int(sys.argv[2])
+    runtime.cuda = types.SimpleNamespace(
+        PATTERN_BYTES=1024,
+        device_count=num_gpus,
+        set_process=lambda process, ordinals: None,
+        connect_peers=connect_peers,
+        make_slab=make_slab,
+        open_slab=open_slab,
+        close_slab=lambda device, address: print(f"closed {address}", flush=True),
+        free_slab=lambda device, address: print(f"freed {address}", flush=True),
+        write_pattern=lambda device, address, seed: seed >> 16 == PROCESS,
+        has_pattern=has_pattern,
+        set_slab=set_slab,
+        set_agree=lambda agree: say_of_agreement(agree) if SCENE == "one host" else None,
+        set_network_launcher=lambda launcher: print(f"network by {launcher}", flush=True),
+    )
+    runtime.load_nvshmem = lambda: (importlib.import_module("fake_nvshmem"), "")
+    runtime.nvshmem_library = lambda: ""
+    jax.distributed.initialize(sys.argv[1], 3, PROCESS)
+    assert jax.process_count() == 3  # starts JAX
+    scenes.play(SCENES, connect)

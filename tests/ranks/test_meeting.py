@@ -29,16 +29,19 @@ def meet_all(places, timeout):
         return list(threads.map(meet_one, places))
 
 
+def member(process, count=3, host="a"):
+    return JobMember(process, count, host, f"name of {host}")
+
+
 def test_processes_meet():
-    places = [JobMember(process, 3, "a", "name of a") for process in range(3)]
+    places = [member(process) for process in range(3)]
     assert meet_all(places, 30.0) == [True] * 3
-    places[1] = places[1]._replace(host="b")
-    assert meet_all(places, 30.0) == [False] * 3
-    assert meet_all([JobMember(0, 1, "a", "name of a")], 30.0) == [True]
+    assert meet_all([places[0], member(1, host="b"), places[2]], 30.0) == [False] * 3
+    assert meet_all([member(0, 1)], 30.0) == [True]
 
 
 def test_missing_processes_are_named():
-    places = [JobMember(process, 4, "a", "name of a") for process in range(4)]
+    places = [member(process, 4) for process in range(4)]
     for error in meet_all(places[:2], 1.0):
         assert "waited 1 s at 127.0.0.1:" in error
         assert "for process 2, process 3 of 4, which did not join" in error
@@ -47,11 +50,9 @@ def test_missing_processes_are_named():
 
 
 def test_processes_of_another_job_are_named():
-    places = [JobMember(0, 2, "a", "name of a"), JobMember(1, 3, "b", "name of b")]
-    for error in meet_all(places, 30.0):
+    for error in meet_all([member(0, 2), member(1, 3, "b")], 30.0):
         assert "process 1 of 3 on host name of b joined a job of 2 processes" in error
-    places = [JobMember(0, 3, "a", "name of a"), *[JobMember(1, 3, "b", "name of b")] * 2]
-    for error in meet_all(places, 30.0):
+    for error in meet_all([member(0), *[member(1, host="b")] * 2], 30.0):
         assert "two processes, on hosts name of b and name of b, joined as process 1" in error
 
 
@@ -67,13 +68,13 @@ def test_a_port_of_another_program_is_named():
         with concurrent.futures.ThreadPoolExecutor(1) as threads:
             threads.submit(answer)
             with pytest.raises(RuntimeError, match=r"\(another program answers there\)"):
-                meet(f"127.0.0.1:{port}", JobMember(1, 2, "a", "name of a"), 0.0)
+                meet(f"127.0.0.1:{port}", member(1, 2), 0.0)
 
 
 @pytest.mark.parametrize("address", ["", "host", "host:", "host:port", ":1234"])
 def test_an_address_has_a_port(address):
     with pytest.raises(RuntimeError, match="it needs to be host:port of process 0"):
-        meet(address, JobMember(1, 2, "a", "name of a"), 1.0)
+        meet(address, member(1, 2), 1.0)
 
 
 def test_a_segment_is_private_unnamed_and_of_fixed_size(monkeypatch):

@@ -1,479 +1,226 @@
-"""Runs random programs around dispatch and combine in several threads; checks every result.
+"""Random programs of the contract's cases, with delays and failures on purpose; checks all results.
 
-    python tests/stress/stress.py --programs 2000 --seed 0
+    python tests/stress/stress.py --programs 2000 --seed 0     # in several threads of one process
+    python tests/stress/stress.py processes                    # between processes, about an hour
+    python tests/stress/stress.py processes kill --trials 9    # some of it, shorter
 
-Compiles a fixed number of program structures; each run has new plans, data, and delays per rank.
-Some programs fail on purpose, next to valid ones. Exits with 1 on a wrong result, on a wrong or
-missing error, and on a hang.
-
-A program is written once: the package runs it on devices, the oracle in NumPy. Values are small
-integers, so every result is exact in every dtype.
+Compiles a fixed number of structures; each run has new data and plans, and delays of each rank. In
+one process some programs fail on purpose, next to valid ones. Between processes there are also the
+suite of every operation, trials of every failure, and jobs that lose processes one by one. Exits
+with 1 on a wrong result, a wrong or missing error, a hang, or shared memory that was left behind.
 """
 
 import argparse
 import collections
+import concurrent.futures
 import faulthandler
-import functools
 import os
 import pathlib
 import re
+import subprocess
 import sys
 import threading
-import time
-from typing import Any, NamedTuple
 
-sys.path.extend(str(pathlib.Path(__file__).parents[1] / name) for name in ("oracles", "support"))
+sys.path.extend(
+    str(pathlib.Path(__file__).parents[1] / name)
+    for name in ("processes", "contract", "oracles", "support")
+)
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from movement_oracle import combined, dispatched, random_plan
+from operations import CAPACITY
+from programs import BY_NAME, MOVES, NAMES, SETS, SHORT_DEADLINE, WAYS, Program, Structure
 
 import jax_cp_dispatch as cp
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
 
-NUM_DEVICES = 8
-S, T, C, F = 4, 12, 2, 3  # slots, rows and replicas per rank, features
-NUM_PLANS = 3
-CAPACITY = NUM_DEVICES * T * C
-SHORT_DEADLINE = 2.0
-WEIGHTS = np.array([[1, -2, 0], [2, 1, -1], [-1, 0, 2]])
-TAGS = np.arange(CAPACITY)[:, None] % 5
-
-
-class Structure(NamedTuple):
-    """The structure of a program, which is compiled. An op is a name and the number of its plan."""
-
-    groups: int  # the mesh is groups x ranks
-    devices: tuple[int, ...]
-    dtype: str
-    is_global: bool  # plain jit on arrays of all ranks
-    check_vma: bool
-    ops: tuple[tuple[str, int], ...]
-
-    @property
-    def num_ranks(self) -> int:
-        return NUM_DEVICES // self.groups
-
-
-class Inputs(NamedTuple):
-    """The inputs of one run: arrays [groups, ranks, ...]."""
-
-    x: Any
-    plans: tuple[Any, ...]
-    delays: Any  # rounds of arithmetic before each call of "delay"
-    is_here: Any  # the ranks that take part in "maybe"
-    flags: Any  # the branch of "cond"; the same on all ranks of a group
-
-
-# ---- Programs, written once: `on` moves rows, either the package on devices or the oracle.
-
-
-def wrap(h):
-    """Keeps values in [-8, 8]."""
-    return (h + 8) % 17 - 8
-
-
-def move(on, h, seen, p, **options):
-    y = on.dispatch(h, p, **options)
-    return wrap(h + on.combine(y + on.tags, p, **options)), wrap(seen + y)
-
-
-def many(on, h, seen, p):
-    """Independent calls: several meetings are open at a time."""
-    received = [on.dispatch(wrap(h + i), (p + i) % NUM_PLANS) for i in range(5)]
-    home = [on.combine(y + on.tags, (p + i) % NUM_PLANS) for i, y in enumerate(received)]
-    return wrap(sum(map(wrap, home))), wrap(sum(received[1:], seen + received[0]))
-
-
-def qkv(on, h, seen, p):
-    q, (k, v) = on.dispatch_qkv(h, (h + 1, 2 * h), p, (p + 1) % NUM_PLANS)
-    hq, (hk, hv) = on.combine_qkv(q, (k + on.tags, v), p, (p + 1) % NUM_PLANS)
-    return wrap(wrap(hq - hk) + hv), wrap(seen + wrap(q - k + v))
-
-
-def cond(on, h, seen, p):
-    ways = [functools.partial(move, on, p=(p + i) % NUM_PLANS) for i in (0, 1)]
-    return on.choose(p, ways, h, seen)
-
-
-OPS = {
-    "move": move,
-    "buffer": functools.partial(move, buffered=True),
-    "many": many,
-    "qkv": qkv,
-    "scan": lambda on, h, seen, p: on.repeat(3, functools.partial(move, on, p=p), h, seen),
-    "cond": cond,
-    "pullback": lambda on, h, seen, p: (wrap(h + on.pullback(h, p)), seen),
-    "matmul": lambda on, h, seen, p: (wrap(h @ on.weights), seen),
-    "psum": lambda on, h, seen, p: (wrap(h + on.psum(h)), seen),
-    "ppermute": lambda on, h, seen, p: (wrap(h + on.shift(h)), seen),
-    "delay": lambda on, h, seen, p: (on.delay(h), seen),
-    "maybe": lambda on, h, seen, p: on.maybe(functools.partial(move, on, p=p), h, seen),
-}
-CALLS = ("move", "buffer", "many", "qkv", "scan", "cond", "pullback")  # each at least one exchange
-ON_RANKS = ("psum", "ppermute", "delay")  # only inside shard_map
-
-
-class OnDevices:
-    """One rank inside `shard_map`, or all of them under plain `jit`."""
-
-    def __init__(self, structure, mesh, inputs, buffer):
-        dtype, factor = structure.dtype, structure.num_ranks if structure.is_global else 1
-        self.inputs, self.buffer, self.num_ranks = inputs, buffer, structure.num_ranks
-        self.tags = jnp.asarray(np.tile(TAGS, (factor, 1)), dtype)
-        self.weights = jnp.asarray(WEIGHTS, dtype)
-        self.options: dict[str, Any] = {"axis_name": "cp"}
-        if structure.is_global:
-            self.options["mesh"] = mesh
-
-    def dispatch(self, h, p, *, buffered=False, **options):
-        limit: Any = {"buffer": self.buffer} if buffered else {"capacity": CAPACITY}
-        return cp.dispatch(h, self.inputs.plans[p], **limit, **self.options, **options)
-
-    def combine(self, y, p, *, buffered=False, **options):
-        limit: Any = {"buffer": self.buffer} if buffered else {}
-        options |= {"num_tokens": T, **limit, **self.options}
-        return cp.combine(y, self.inputs.plans[p], **options)
-
-    def dispatch_qkv(self, q, kv, p, p2):
-        plans, capacities = self.inputs.plans, {"q_capacity": CAPACITY, "kv_capacity": CAPACITY}
-        return cp.dispatch_qkv(q, kv, plans[p], plans[p2], **capacities, **self.options)
-
-    def combine_qkv(self, q, kv, p, p2):
-        plans, rows = self.inputs.plans, {"q_num_tokens": T, "kv_num_tokens": T}
-        return cp.combine_qkv(q, kv, plans[p], plans[p2], **rows, **self.options)
-
-    def pullback(self, h, p):
-        if not jnp.issubdtype(h.dtype, jnp.floating):
-            return self.combine(self.dispatch(h, p) + self.tags, p)
-        y, pull = jax.vjp(lambda h: self.dispatch(h, p), h)
-        return pull(y + self.tags)[0]
-
-    def repeat(self, times, step, h, seen):
-        return jax.lax.scan(lambda s, _: (step(*s), None), (h, seen), None, length=times)[0]
-
-    def choose(self, p, ways, h, seen):
-        return jax.lax.cond(self.inputs.flags.ravel()[0] > p, *ways, h, seen)
-
-    def psum(self, h):
-        return jax.lax.psum(h, "cp")
-
-    def shift(self, h):
-        pairs = [(i, (i + 1) % self.num_ranks) for i in range(self.num_ranks)]
-        return jax.lax.ppermute(h, "cp", pairs)
-
-    def delay(self, h):
-        busy = jnp.broadcast_to(h[:1, :1].astype(jnp.float32), (64, 64))
-        busy = jax.lax.fori_loop(0, self.inputs.delays, lambda _, a: jnp.sin(a) + 0.5, busy)
-        return h + (busy[0, 0] > 1e6).astype(h.dtype)
-
-    def maybe(self, step, h, seen):
-        away = lambda h, seen: (0 * h, 0 * seen)
-        step = functools.partial(step, deadline=SHORT_DEADLINE)
-        return jax.lax.cond(self.inputs.is_here, step, away, h, seen)
-
-
-class OnOracle:
-    """All groups and ranks at once, in NumPy: arrays [groups, ranks, rows, F] of int64."""
-
-    def __init__(self, structure, inputs):
-        self.inputs, self.tags, self.weights = inputs, TAGS, WEIGHTS
-        self.num_groups, self.num_exchanges = structure.groups, 0
-
-    def dispatch(self, h, p, **_):
-        self.num_exchanges += self.num_groups
-        plans = self.inputs.plans[p]
-        return np.stack([dispatched(plan, x, CAPACITY) for plan, x in zip(plans, h, strict=True)])
-
-    def combine(self, y, p, **_):
-        self.num_exchanges += self.num_groups
-        plans = self.inputs.plans[p]
-        return np.stack([combined(plan, x, T, np.int64) for plan, x in zip(plans, y, strict=True)])
-
-    def dispatch_qkv(self, q, kv, p, p2):
-        self.num_exchanges -= 2 * self.num_groups  # one for all three
-        return self.dispatch(q, p), tuple(self.dispatch(x, p2) for x in kv)
-
-    def combine_qkv(self, q, kv, p, p2):
-        self.num_exchanges -= 2 * self.num_groups
-        return self.combine(q, p), tuple(self.combine(x, p2) for x in kv)
-
-    def pullback(self, h, p):
-        return self.combine(self.dispatch(h, p) + self.tags, p)
-
-    def repeat(self, times, step, h, seen):
-        for _ in range(times):
-            h, seen = step(h, seen)
-        return h, seen
-
-    def choose(self, p, ways, h, seen):
-        return ways[0 if self.inputs.flags.ravel()[0] > p else 1](h, seen)
-
-    def psum(self, h):
-        return np.broadcast_to(h.sum(1, keepdims=True), h.shape)
-
-    def shift(self, h):
-        return np.roll(h, 1, axis=1)
-
-    def delay(self, h):
-        return h
-
-    def maybe(self, step, h, seen):
-        return step(h, seen)
-
-
-# ---- Compiling and running programs.
+SEEDS = 8
 
 
 def random_structure(rng, index) -> Structure:
-    is_global = index % 5 == 4
-    names = [name for name in OPS if name != "maybe" and not (is_global and name in ON_RANKS)]
-    num_ops = int(rng.integers(1, 8))
-    ops = [(str(rng.choice(names)), int(rng.integers(NUM_PLANS))) for _ in range(num_ops)]
-    ops.insert(int(rng.integers(num_ops + 1)), (CALLS[index % len(CALLS)], 0))
+    num_devices, is_global = jax.device_count(), index % 5 == 4
+    names = [name for name in NAMES if not (is_global and BY_NAME[name].only_on_ranks)]
+    ways = [way for way in WAYS if way != "maybe"]
+    calls = [(str(rng.choice(names)), str(rng.choice(ways))) for _ in range(rng.integers(1, 4))]
+    calls.insert(int(rng.integers(len(calls) + 1)), ("dispatch", ways[index % 2]))
     if index % 5 == 1:  # then a call at which a rank that was missing gets the error
-        at = int(rng.integers(num_ops + 1))
-        ops[at:at] = [("maybe", 1), ("move", 2)]
-    groups = 1 if is_global else int(rng.choice([1, 2, 4]))
-    devices = rng.permutation(NUM_DEVICES) if index % 2 else range(NUM_DEVICES)
-    dtype = str(rng.choice(["float32", "bfloat16", "int32"]))
-    devices = tuple(int(device) for device in devices)
-    return Structure(groups, devices, dtype, is_global, bool(rng.integers(2)), tuple(ops))
+        calls += [(MOVES[index % 4], "maybe"), (MOVES[index % 3], "many")]
+    groups = [x for x in (1, 2, 4) if num_devices % (2 * x) == 0]
+    devices = rng.permutation(num_devices) if index % 2 else range(num_devices)
+    return Structure(
+        1 if is_global else int(rng.choice(groups)), tuple(map(int, devices)),
+        str(rng.choice(["float32", "bfloat16"])), is_global, tuple(calls),
+    )  # fmt: skip
 
 
-class Program:
-    """One compiled structure: from NumPy inputs to device results."""
-
-    def __init__(self, structure: Structure, buffer: int):
-        devices = np.array(jax.devices())[list(structure.devices)]
-        mesh = Mesh(devices.reshape(structure.groups, -1), ("data", "cp"))
-        self.structure, self.rows = structure, P("data", "cp")
-
-        def everywhere(inputs):
-            h = inputs.x
-            on = OnDevices(structure, mesh, inputs, buffer)
-            seen = 0 * jnp.broadcast_to(h[:1, :1], (len(on.tags), F))
-            for name, p in structure.ops:
-                h, seen = OPS[name](on, h, seen, p)
-            return h, seen
-
-        def on_rank(inputs):
-            outs = everywhere(jax.tree.map(lambda a: a[0, 0], inputs))
-            return jax.tree.map(lambda a: a[None, None], outs)
-
-        if structure.is_global:
-            self.run = jax.jit(everywhere)
-            self.place = NamedSharding(mesh, P("cp"))
-        else:
-            specs = {"in_specs": (self.rows,), "out_specs": self.rows}
-            mapped = jax.shard_map(on_rank, mesh=mesh, check_vma=structure.check_vma, **specs)
-            self.run, self.place = jax.jit(mapped), NamedSharding(mesh, self.rows)
-
-    def start(self, inputs: Inputs):
-        """Launches the program; the results may not be ready yet."""
-        structure, W = self.structure, self.structure.num_ranks
-        plans = tuple(
-            jax.tree.map(lambda *a: np.stack(a), *(cp.Metadata(**plan) for plan in plans))
-            for plans in inputs.plans
-        )
-        inputs = inputs._replace(x=inputs.x.astype(structure.dtype), plans=plans)
-        if structure.is_global:
-            inputs = jax.tree.map(lambda a: a[0], inputs)
-            inputs = inputs._replace(x=inputs.x.reshape(W * T, F))
-        return self.run(jax.device_put(inputs, self.place))
-
-    def finish(self, results):
-        """Waits; returns the results as int64 [groups, ranks, rows, F]."""
-        shape = (self.structure.groups, self.structure.num_ranks, -1, F)
-        return [np.asarray(x).astype(np.int64).reshape(shape) for x in results]
-
-
-def expected(structure: Structure, inputs: Inputs):
-    """Returns the results, and their number of exchanges."""
-    on = OnOracle(structure, inputs)
-    h, seen = inputs.x, np.zeros((structure.groups, structure.num_ranks, CAPACITY, F), int)
-    for name, p in structure.ops:
-        h, seen = OPS[name](on, h, seen, p)
-    return (h, seen), on.num_exchanges
-
-
-def random_inputs(rng, structure: Structure) -> Inputs:
-    G, W = structure.groups, structure.num_ranks
-
-    def plan():
-        made = random_plan(rng, W, S, T, C)
-        silent, deaf = rng.random((2, W)) < rng.choice([0, 0.3])
-        dst = made["dst_rank"]
-        dst[silent[:, None, None] | ((dst >= 0) & deaf[dst])] = -1
-        counts = np.zeros((W, W), np.int64)
-        src, slot, replica = np.nonzero(dst >= 0)
-        np.add.at(counts, (dst[src, slot, replica], src), made["seq_len"][src, slot])
-        totals = counts.sum(1)
-        made["num_recv_tokens"] = np.c_[counts, totals].astype(np.uint32)
-        made["num_total_recv_tokens"] = totals.astype(np.uint32)
-        return made
-
-    return Inputs(
-        x=rng.integers(-8, 9, (G, W, T, F)),
-        plans=tuple([plan() for _ in range(G)] for _ in range(NUM_PLANS)),
-        delays=(rng.integers(0, 300, (G, W)) * (rng.random((G, W)) < 0.3)).astype(np.int32),
-        is_here=np.ones((G, W), bool),
-        flags=np.full((G, W), rng.integers(NUM_PLANS), np.int32),
-    )
-
-
-def can_fail(structure: Structure) -> bool:
-    """XLA's ppermute waits for the devices of all groups, including a group that failed."""
-    return structure.groups == 1 or "ppermute" not in dict(structure.ops)
-
-
-def spoil(rng, structure: Structure, inputs: Inputs) -> tuple[Inputs, str]:
-    """Returns inputs that must fail, and the expected error."""
-    inputs.flags[:] = NUM_PLANS  # every "cond" uses plan 0
-    G, W = structure.groups, structure.num_ranks
-    group, rank, other = int(rng.integers(G)), int(rng.integers(W)), int(rng.integers(W))
-    if ("maybe", 1) in structure.ops and rng.random() < 0.7:
+def spoil(rng, program, operands, inputs) -> str:
+    """Changes inputs so that they must fail; returns the expected error."""
+    groups, num_ranks = program.structure.groups, program.num_ranks
+    group, rank, other = (int(rng.integers(n)) for n in (groups, num_ranks, num_ranks))
+    if any(way == "maybe" for _, way in program.structure.calls) and rng.random() < 0.7:
         inputs.is_here[group, rank] = False
-        return inputs, (
-            rf"deadline of {1000 * SHORT_DEADLINE:.0f} ms passed: {W - 1}/{W} ranks "
-            rf".*missing ranks \[{rank}\]"
-        )
-    counts = inputs.plans[0][group]["num_recv_tokens"]
+        passed = f"deadline of {1000 * SHORT_DEADLINE:.0f} ms passed: {num_ranks - 1}/{num_ranks}"
+        return rf"{passed} ranks .*missing ranks \[{rank}\]"
+    call = next(i for i, (name, _) in enumerate(program.structure.calls) if name == "dispatch")
+    counts = operands[call][1]["metadata"].num_recv_tokens[group, :, rank]
     if rng.random() < 0.5:
-        counts[rank, W] = CAPACITY + 1
-        return inputs, f"rank {rank} would receive {CAPACITY + 1} tokens but capacity"
-    counts[rank, other] += 1
-    return inputs, f"rank {rank} expects {counts[rank, other]} tokens from rank {other} "
+        counts[:, num_ranks] = CAPACITY + 1
+        return f"rank {rank} would receive {CAPACITY + 1} tokens but capacity"
+    counts[:, other] += 1
+    return rf"rank {rank} expects \d+ tokens from rank {other} "
 
 
-# ---- Threads.
+def attempt(run):
+    try:
+        return run()
+    except (jax.errors.JaxRuntimeError, ValueError, AssertionError) as error:
+        return error
 
 
 class Stress:
-    """Threads that take program numbers, and their results."""
+    """Programs, and how many runs there were, failed on purpose, and were wrong."""
 
-    def __init__(self, seed: int, num_programs: int, num_structures: int, failures: float):
-        self.seed, self.numbers = seed, collections.deque(range(num_programs))
-        self.failures = failures
-        self.lock, self.counts, self.running = threading.Lock(), collections.Counter(), {}
-        self.wrong: list[str] = []
-        rng = np.random.default_rng(seed)
-        self.buffer = cp.buffers.create_dispatch_buffer(capacity=CAPACITY)
-        structures = [random_structure(rng, index) for index in range(num_structures)]
-        self.programs = [Program(structure, self.buffer) for structure in structures]
+    def __init__(self, options):
+        self.options = options
+        self.lock, self.counts = threading.Lock(), collections.Counter()
+        rng = np.random.default_rng(options.seed)
+        structures = [random_structure(rng, index) for index in range(options.structures)]
+        self.programs = [Program(structure) for structure in structures]
 
-    def work(self, thread):
-        while self.numbers:
-            try:
-                taken = [self.numbers.popleft() for _ in range(min(2, len(self.numbers)))]
-            except IndexError:
-                return
-            self.running[thread] = (time.monotonic(), taken)
-            cases = [self.start(number) for number in taken]  # all of them in flight
-            for case in cases:
-                self.finish(*case)
-            del self.running[thread]
+    def run(self, numbers):
+        """Runs some programs, all of them in flight."""
+        for finish in [self.start(number) for number in numbers]:
+            finish()
 
     def start(self, number):
-        rng = np.random.default_rng((self.seed, number))
+        """Starts a program; returns a function that waits for it and checks it."""
+        rng = np.random.default_rng((self.options.seed, number))
         program = self.programs[int(rng.integers(len(self.programs)))]
-        inputs, error = random_inputs(rng, program.structure), None
-        if rng.random() < self.failures and can_fail(program.structure):
-            inputs, error = spoil(rng, program.structure, inputs)
-        if rng.random() < self.failures / 10:
-            self.destroy_a_buffer(number)
-        return number, program, inputs, error, self.attempt(lambda: program.start(inputs))
+        calls, groups = program.structure.calls, program.structure.groups
+        operands, expected = program.draw(rng.integers(SEEDS, size=(len(calls), groups, SETS)))
+        flag, error = int(rng.integers(2)), None
+        inputs = program.inputs(flag)
+        inputs.delays[:] = rng.integers(0, 300, inputs.delays.shape)
+        inputs.delays[rng.random(inputs.delays.shape) > 0.3] = 0
+        if rng.random() < self.options.failures:
+            error = spoil(rng, program, operands, inputs)
+        found = attempt(lambda: program.start(operands, inputs))
 
-    @staticmethod
-    def attempt(run):
-        try:
-            return run()
-        except jax.errors.JaxRuntimeError as error:
-            return error
+        def finish():
+            outcome = found
+            if isinstance(found, list):
+                outcome = attempt(lambda: program.check(found, expected, flag))
+            self.count(number, program.structure, error, outcome)
 
-    def finish(self, number, program, inputs, error, outcome):
-        if not isinstance(outcome, Exception):
-            results = outcome
-            outcome = self.attempt(lambda: program.finish(results))
-        if error is not None or isinstance(outcome, Exception):
-            return self.count_failure(number, program.structure, error, outcome)
-        want, num_exchanges = expected(program.structure, inputs)
-        is_right = all(map(np.array_equal, outcome, want))
+        return finish
+
+    def count(self, number, structure, error, outcome):
+        is_right = re.search(error, str(outcome)) is not None if error else outcome is None
+        faulthandler.dump_traceback_later(self.options.hang, exit=True)
         with self.lock:
-            self.counts.update(programs=1, exchanges=num_exchanges)
-            if not is_right:
-                self.counts["mismatches"] += 1
-                self.wrong.append(f"program {number}: wrong result of {program.structure}")
+            self.counts.update(
+                programs=1, provoked=bool(error), seen=bool(error) and is_right, wrong=not is_right
+            )
+            if not is_right and self.counts["wrong"] <= 20:
+                print(f"program {number}: expected {error}, got {outcome} of {structure}")
 
-    def count_failure(self, number, structure, error, outcome):
-        is_right = error is not None and re.search(error, str(outcome)) is not None
-        with self.lock:
-            self.counts.update(programs=1, provoked=error is not None, seen=is_right)
-            if not is_right:
-                self.wrong.append(
-                    f"program {number}: expected {error!r}, got {outcome} of {structure}"
-                )
 
-    def destroy_a_buffer(self, number):
-        """Runs a compiled program whose buffer is destroyed."""
-        buffer = cp.buffers.create_dispatch_buffer(capacity=CAPACITY)
-        devices = tuple(range(NUM_DEVICES))
-        program = Program(Structure(1, devices, "int32", False, True, (("buffer", 0),)), buffer)
-        inputs = random_inputs(np.random.default_rng((self.seed, number, 1)), program.structure)
-        good = self.attempt(lambda: program.finish(program.start(inputs)))
-        cp.buffers.destroy_dispatch_buffer(buffer)
-        outcome = self.attempt(lambda: program.finish(program.start(inputs)))
-        is_right = f"buffer {buffer} has been destroyed" in str(outcome)
-        with self.lock:
-            self.counts.update(programs=2, exchanges=2, provoked=1, seen=is_right)
-            if not is_right or isinstance(good, Exception):
-                self.wrong.append(f"program {number}: destroyed buffer: {good}, then {outcome}")
+def run_programs(options) -> int:
+    if cp.initialize().implementation == "in_process":
+        start_cpu_devices(8)
+    else:  # programs of all processes come in one order; a missing call would not be made up for
+        options.threads, options.failures = 1, 0.0
+    stress = Stress(options)
+    faulthandler.dump_traceback_later(options.hang, exit=True)
+    numbers = range(options.programs)
+    with concurrent.futures.ThreadPoolExecutor(options.threads) as threads:
+        list(threads.map(stress.run, (numbers[i : i + 2] for i in numbers[::2])))
+    counts = stress.counts
+    print(
+        f"{counts['programs']} programs, {counts['provoked']} failures provoked, "
+        f"{counts['seen']} seen, {counts['wrong']} wrong, seed {options.seed}",
+        flush=True,
+    )
+    return 1 if counts["wrong"] else 0
+
+
+# ---- Between processes.
+
+PROCESSES = pathlib.Path(__file__).parents[1] / "processes"
+KINDS = ("late", "shapes", "operation", "metadata", "constants", "batch", "stop")
+KINDS += ("gemm late", "gemm shapes", "gemm stop", "ring shapes")
+
+
+def launch(*job, processes, devices=1):
+    options = [f"--processes={processes}", f"--devices={devices}"]
+    return subprocess.run(
+        [sys.executable, "-m", "jax_cp_dispatch.launch", *options, *map(str, job)],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+    )  # fmt: skip
+
+
+def run_suite(_):
+    """Every operation."""
+    for processes, devices in ((2, 1), (4, 1), (8, 1), (2, 4), (4, 2)):
+        done = launch(PROCESSES / "suite.py", processes=processes, devices=devices)
+        found = len(re.findall(r"^\[\d+\] all \d+ ok$", done.stdout, re.M))
+        yield found, processes, f"processes with {devices} devices passed", done
+
+
+def run_failures(options):
+    """One process fails repeatedly and survives."""
+    for kind in KINDS:
+        done = launch(PROCESSES / "failures.py", f"--trials={options.trials}", kind, processes=3)
+        found = re.findall(rf"{kind}: (\d+) of", done.stdout)
+        yield min(map(int, found), default=0), options.trials, f"trials of {kind}", done
+
+
+def run_kill(options):
+    """Each job loses its processes but one; the next job starts at once."""
+    for kind in ("kill", "gemm kill") * (options.trials // 3):
+        done = launch(PROCESSES / "failures.py", "--trials=3", kind, processes=4)
+        yield done.stdout.count(f"{kind}: 3 of 3"), 1, f"jobs of {kind}", done
+
+
+def run_random(options):
+    """The random programs, in the same order in all processes."""
+    for processes, devices in ((2, 2), (4, 1), (2, 4)):
+        job = __file__, f"--programs={options.programs}", f"--seed={options.seed}"
+        done = launch(*job, processes=processes, devices=devices)
+        found = len(re.findall(rf"\] {options.programs} programs, .* 0 wrong", done.stdout))
+        yield found, processes, f"processes with {devices} devices: random programs", done
+
+
+PARTS = {"suite": run_suite, "failures": run_failures, "kill": run_kill, "programs": run_random}
+
+
+def run_processes(options) -> int:
+    in_shared_memory = lambda: set(os.listdir("/dev/shm"))
+    is_right, before = True, in_shared_memory()
+    for part in options.parts or PARTS:
+        for num_right, number, text, done in PARTS[part](options):
+            print(f"{num_right} of {number} {text}", flush=True)
+            if num_right != number:
+                is_right = False
+                print(done.stdout[-4000:])
+    left = in_shared_memory() - before
+    print(f"{len(left)} segments left behind", *left)
+    return 0 if is_right and not left else 1
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Random programs; see above.")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("where", nargs="?", default="threads", choices=["threads", "processes"])
+    parser.add_argument("parts", nargs="*", help=f"between processes: {', '.join(PARTS)}")
     parser.add_argument("--programs", type=int, default=2000)
     parser.add_argument("--structures", type=int, default=25, help="programs that are compiled")
     parser.add_argument("--failures", type=float, default=0.15, help="share that fails on purpose")
     parser.add_argument("--threads", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--hang", type=float, default=120, help="seconds that a program may take")
+    parser.add_argument("--trials", type=int, default=100, help="of each failure of processes")
     options = parser.parse_args()
-    start_cpu_devices(NUM_DEVICES)
-    stress = Stress(options.seed, options.programs, options.structures, options.failures)
-    threads = [
-        threading.Thread(target=stress.work, args=[i], daemon=True) for i in range(options.threads)
-    ]
-    begin = last_line = time.monotonic()
-    for thread in threads:
-        thread.start()
-    hangs = 0
-    while any(thread.is_alive() for thread in threads) and not hangs:
-        time.sleep(0.1)
-        now = time.monotonic()
-        late = [
-            taken for since, taken in list(stress.running.values()) if now - since > options.hang
-        ]
-        hangs = len(late)
-        if now - last_line > 10 or hangs:
-            last_line = now
-            print(f"{now - begin:6.0f} s  {dict(stress.counts)}  late: {late}", flush=True)
-    for line in stress.wrong[:20]:
-        print(line)
-    counts = stress.counts
-    print(
-        f"{counts['programs']} programs, {counts['exchanges']} exchanges, {counts['provoked']} "
-        f"failures provoked, {counts['seen']} seen, {counts['mismatches']} mismatches, "
-        f"{len(stress.wrong)} wrong, {hangs} hangs, seed {options.seed}, "
-        f"{time.monotonic() - begin:.0f} s",
-        flush=True,
-    )
-    if hangs:
-        faulthandler.dump_traceback()
-        os._exit(1)
-    return 1 if stress.wrong or counts["programs"] < options.programs else 0
+    return (run_processes if options.where == "processes" else run_programs)(options)
 
 
 if __name__ == "__main__":

@@ -1,107 +1,33 @@
-"""Compares random plans with the brute-force oracle, and random calls of attention with NumPy.
+"""Compares random calls of attention with NumPy.
 
-    python tests/stress/sweep.py plans --plans 100000
     python tests/stress/sweep.py attention --seed 3 --seconds 200
     python tests/stress/sweep.py attention --tpu --seconds 600  # the kernels for TPUs, interpreted
 
-Plans have zero-length shards, ranks that send or receive nothing, all to one rank, fewer ranks than
-replicas, documents across ranks, and padding anywhere.
-
-Attention is that of test_values.py in its long form, over 1 to 9 or 16 ranks until the time is
-over: every algorithm, mask and order of tokens; lengths, heads, dtype, sinks, latent rows, soft
-caps, implementations, inside `shard_map` or on global arrays; half of the rings have many blocks of
-few rows. Exits with 1 if a call differs or does not run, or if accesses of the interpreted kernels
-race.
+The calls are those of test_values.py, over 1 to 9 or 16 ranks until the time is over: every
+algorithm, mask and order of tokens; lengths, heads, dtype, sinks, latent rows, soft caps,
+implementations, inside `shard_map` or on global arrays; half of the rings have many blocks of few
+rows. Exits with 1 if a call differs or does not run, or if the interpreted kernels race.
 """
 
 import argparse
-import collections
 import contextlib
 import itertools
 import pathlib
 import sys
 import time
 from typing import Any
-from unittest import mock
 
 sys.path.extend(str(pathlib.Path(__file__).parents[1] / name) for name in ("oracles", "support"))
 
 import jax
-import metadata_oracle as oracle
 import numpy as np
 from array_masks import KINDS
 from calls import Call, check
-from jax.experimental.pallas import tpu as pltpu
+from inner import blocks_of, interpreted_tpu_kernels
 
-from jax_cp_dispatch import Hamilton, Ring, Ulysses, Zigzag, compute_metadata
-from jax_cp_dispatch.attention.local import local_attention, tpu  # inner: interpreted
-from jax_cp_dispatch.attention.rotating import attend, sequence  # inner: small blocks
+from jax_cp_dispatch import Hamilton, Ring, Ulysses, Zigzag
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
 from jax_cp_dispatch.masks import BlockCausal, Chunked, SlidingWindow
-from jax_cp_dispatch.metadata import compute_attn_layout_seqlens, compute_metadata_kv
-
-# ---- Plans.
-
-# (W, S, C); all plans of one shape share a program.
-SHAPES = [(1, 3, None), (3, 4, None), (8, 5, None), (4, 3, 3), (2, 1, 5), (2, 4, 8), (6, 4, 2)]
-PLANS = ("random", "all to one", "all of length zero", "all padding")
-
-
-def check_shards(rng, world_size, num_shards, num_replicas, kind):
-    seq_len, dispatch = oracle.random_shards(rng, world_size, num_shards, num_replicas)
-    if kind == "all to one":
-        dispatch[dispatch >= 0] = rng.integers(world_size)
-    elif kind == "all of length zero":
-        seq_len[:] = 0
-    elif kind == "all padding":
-        seq_len[:], dispatch[:] = 0, -1
-    bound = dispatch.size
-    plans = compute_metadata(seq_len, dispatch, max_recv_seqs=bound)
-    for plan, fields in zip(plans, oracle.plan(seq_len, dispatch, bound), strict=True):
-        oracle.assert_fields(plan, fields)
-    if dispatch.ndim == 2:
-        arguments = seq_len, seq_len + 1, dispatch
-        layout = compute_attn_layout_seqlens(*arguments, max_recv_seqs=bound)
-        oracle.assert_fields(layout, oracle.attn_layout(*arguments, bound))
-
-
-def check_keys(rng, world_size, num_shards, num_replicas):
-    inputs = oracle.spanning_documents(rng, world_size, num_shards, num_replicas)
-    bound = world_size * num_shards * num_replicas
-    num_seqs = oracle.last_used(inputs[5] > 0)
-    arguments = *inputs[:6], num_seqs, inputs[6]
-    plans = compute_metadata_kv(*arguments, max_recv_seqs=bound)
-    for plan, fields in zip(plans, oracle.plan_kv(*inputs, bound), strict=True):
-        oracle.assert_fields(plan, fields)
-
-
-def sweep_plans(num_plans: int, first_seed: int) -> int:
-    counts: collections.Counter[str] = collections.Counter()
-    begin = last_line = time.monotonic()
-    for seed in range(first_seed, first_seed + num_plans):
-        rng = np.random.default_rng(seed)
-        world_size, num_shards, num_replicas = SHAPES[seed % len(SHAPES)]
-        kind = PLANS[0] if rng.random() < 0.9 else str(rng.choice(PLANS[1:]))
-        try:
-            if num_replicas is not None and rng.random() < 0.5:
-                kind = "keys of documents across ranks"
-                check_keys(rng, world_size, num_shards, num_replicas)
-            else:
-                check_shards(rng, world_size, num_shards, num_replicas, kind)
-        except Exception:
-            print(f"seed {seed}: {kind}, W, S, C = {SHAPES[seed % len(SHAPES)]}", flush=True)
-            raise
-        counts[kind] += 1
-        if time.monotonic() - last_line > 30:
-            last_line = time.monotonic()
-            print(f"{last_line - begin:6.0f} s  {counts.total()} plans", flush=True)
-    print(
-        f"{counts.total()} plans equal the oracle, {dict(counts)}, {time.monotonic() - begin:.0f} s"
-    )
-    return 0
-
-
-# ---- Attention.
 
 ALGORITHMS = ("balanced", "placed", "ring", "zigzag", "hamilton", "two levels", "direct")
 ALGORITHMS += ("own cycles", "ulysses", "ulysses inside", "halo", "auto")
@@ -181,25 +107,10 @@ def blocks(rng):
     """Returns a patch with default or small block sizes."""
     if rng.integers(2):
         return contextlib.nullcontext()
-    sizes = {"block_q": int(rng.choice([8, 16])), "block_kv": int(rng.choice([8, 24]))}
-    return mock.patch.object(sequence, "rank_blocks", lambda *_, **__: sizes)
+    return blocks_of(block_q=int(rng.choice([8, 16])), block_kv=int(rng.choice([8, 24])))
 
 
-@contextlib.contextmanager
-def tpu_kernels():
-    """Interprets the kernels for TPUs on CPU devices, from here on."""
-    from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # the only place of `races`
-
-    passes = {"attend_blocks": tpu.attend, "block_gradients": tpu.gradients}
-    for module in (local_attention, attend):  # before anything is traced
-        vars(module).update(passes)
-    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True)):
-        yield
-    races = interpret_pallas_call.races
-    assert races is not None and not races.races_found
-
-
-def sweep_attention(on_tpus: bool, first_seed: int, seconds: float) -> int:
+def sweep(on_tpus: bool, first_seed: int, seconds: float) -> int:
     begin, count, failures = time.monotonic(), 0, 0
     refused = {("halo", kind) for kind in KINDS}
     cases = [x for x in itertools.product(ALGORITHMS, MASKS) if x not in refused]
@@ -224,17 +135,14 @@ def sweep_attention(on_tpus: bool, first_seed: int, seconds: float) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["plans", "attention"])
+    parser.add_argument("what", choices=["attention"])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--plans", type=int, default=100_000)
-    parser.add_argument("--seconds", type=float, default=200, help="of attention")
+    parser.add_argument("--seconds", type=float, default=200)
     parser.add_argument("--tpu", action="store_true")
     options = parser.parse_args()
-    if options.what == "plans":
-        return sweep_plans(options.plans, options.seed)
     start_cpu_devices(max(NUM_RANKS[options.tpu]))
-    with tpu_kernels() if options.tpu else contextlib.nullcontext():
-        return sweep_attention(options.tpu, options.seed, options.seconds)
+    with interpreted_tpu_kernels() if options.tpu else contextlib.nullcontext():
+        return sweep(options.tpu, options.seed, options.seconds)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,23 @@
 """Hooks into the package that several files of tests need, and that no public function offers."""
 
+import contextlib
+import sys
 import types
 from typing import Any
+from unittest import mock
 
-from jax_cp_dispatch._ranks import runtime  # inner: the extensions, and one that is pretended
+from jax_cp_dispatch._ranks import (
+    partitioned,  # inner: a TPU is pretended
+    runtime,  # inner: the extensions, and one that is pretended
+)
+from jax_cp_dispatch._ranks.processes import ending  # inner: waits for minutes by default
 from jax_cp_dispatch._text import say_once  # inner: a warning comes once in a process
-from jax_cp_dispatch.attention.algorithms import parts_of_heads  # inner: as between GPUs
+from jax_cp_dispatch.attention.algorithms import parts_of_heads  # inner: with and without parts
+from jax_cp_dispatch.attention.rotating import attend, sequence  # inner: blocks, kernels for TPUs
 from jax_cp_dispatch.global_call import mesh_axes  # inner: a warning comes once in a process
+
+# The package has a function of its name.
+initialize: Any = sys.modules["jax_cp_dispatch._ranks.processes.initialize"]
 
 
 def warn_again() -> None:
@@ -20,11 +31,68 @@ def calls_in_flight(buffer: int) -> int:
     return runtime.native.find_buffer("test", buffer)
 
 
+# ---- GPUs and TPUs.
+
+
 def pretend_cuda(monkeypatch, **functions: Any) -> None:
     """Puts these functions in place of the extension for GPUs, built or not; nothing can run."""
     monkeypatch.setattr(runtime, "cuda", types.SimpleNamespace(**functions))
 
 
-def cut_heads(monkeypatch) -> None:
-    """Lets attention by a plan move two parts of heads, as exchanges between GPUs do."""
-    monkeypatch.setattr(parts_of_heads, "moves_beside_work", lambda _: True)
+def pretend_tpus(monkeypatch) -> None:
+    """Lowers global arrays as for TPUs, whose XLA cannot partition custom calls."""
+    monkeypatch.setattr(partitioned, "can_partition", lambda ctx: False)
+
+
+def gpus_here() -> tuple[int, str]:
+    """Returns the number of GPUs, also of those that JAX does not use; and if 0, the reason."""
+    if runtime.cuda is None:
+        return 0, runtime.cuda_reason
+    found, reason = runtime.cuda.device_count()
+    return found, f"no GPU is here: {reason}"
+
+
+def num_exchanges_beside_programs() -> int:
+    return runtime.cuda.num_exchanges_beside_programs() if runtime.cuda else 0
+
+
+def heads_in_parts(is_cut: bool) -> Any:
+    """Returns a patch: whether attention by a plan moves two parts of heads, as between GPUs."""
+    return mock.patch.object(parts_of_heads, "moves_beside_work", lambda _: is_cut)
+
+
+# ---- Processes.
+
+
+def pretend(what: str, value: str) -> Any:
+    """Returns a patch of what this process says of itself when it joins: "host" or "version"."""
+    return mock.patch.object(initialize, f"_{what}", lambda: value)
+
+
+def leave_after(seconds: float) -> None:
+    """Lets process 0 wait for others at its end no longer than this."""
+    ending._LONGEST_SECONDS = seconds
+
+
+# ---- Attention.
+
+
+def blocks_of(**sizes: int) -> Any:
+    """Returns a patch that gives the passes of rings these sizes of blocks."""
+    return mock.patch.object(sequence, "rank_blocks", lambda *_, **__: sizes)
+
+
+@contextlib.contextmanager
+def interpreted_tpu_kernels():
+    """Runs the kernels for TPUs on CPU devices, of what is traced inside; fails if any race."""
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # the only place of `races`
+    from jax.experimental.pallas import tpu as pltpu
+
+    from jax_cp_dispatch.attention.local import tpu
+
+    passes = {"attend_blocks": tpu.attend, "block_gradients": tpu.gradients}
+    interpreted = pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True))
+    with mock.patch.multiple(attend, **passes), interpreted:
+        yield
+    races = interpret_pallas_call.races
+    assert races is not None and not races.races_found

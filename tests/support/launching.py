@@ -28,23 +28,23 @@ def command(*arguments, **options):
     return [*module, *arguments_of(*arguments, **options)]
 
 
-def launch(*arguments, **options):
-    """Runs the launcher in this process, which has imported JAX already."""
+def launch(*arguments, out=None, **options):
+    """Runs the launcher in this process, which has imported JAX; `out` may get its output."""
     numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
     handlers = {number: signal.getsignal(number) for number in numbers}
     end = threading.Timer(LIMIT, os.kill, (os.getpid(), signal.SIGTERM))  # as a user ends it
     end.start()
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+    with tempfile.TemporaryFile("w+") as kept, tempfile.TemporaryFile("w+") as err:
         try:
-            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            with contextlib.redirect_stdout(out or kept), contextlib.redirect_stderr(err):
                 code = launcher.main(arguments_of(*arguments, **options))
         finally:
             end.cancel()
             for number, handler in handlers.items():
                 signal.signal(number, handler)
-        for file in (out, err):
+        for file in (kept, err):
             file.seek(0)
-        return subprocess.CompletedProcess((), code, out.read(), err.read())
+        return subprocess.CompletedProcess((), code, kept.read(), err.read())
 
 
 def run_job(programs, environment, limit: float = LIMIT):
