@@ -159,13 +159,12 @@ def test_every_transposition(mode):
     kinds = [("float32", None)], [("bfloat16", None), ("float32", "xla")]
     calls, operands, wants = {}, {}, {}
     for left, right in TRANSPOSED:
-        lhs, rhs, dims = in_layout(
-            left, right, m, k, N, lambda seed, *how: draw(seed, 1, mode, *how)
-        )
+        draw_one = lambda seed, *how: draw(seed, 1, mode, *how)
+        lhs, rhs, dims = in_layout(left, right, m, k, N, draw_one)
         key = f"{left}, {right}"
         calls[key], _ = scaled(lhs, rhs, mode, contracting_dims=dims)
         operands[key] = [x[0] for x in (*lhs[:2], *rhs[:2])]
-        of_rhs = laid(rhs.values[0], "row" if not right else "column")
+        of_rhs = laid(rhs.values[0], "column" if right else "row")
         wants[key] = laid(lhs.values[0], "column" if left else "row") @ of_rhs, of_rhs.sum(0)
 
     def local(operands):
@@ -175,8 +174,8 @@ def test_every_transposition(mode):
             preferred_element_type=out,
         )
         return {
-            key: [run(call, key, *kind) for kind in kinds[number % 2]]
-            for number, (key, call) in enumerate(calls.items())
+            key: [run(call, key, *kind) for kind in kinds[number]]
+            for number, (key, call) in zip((0, 1, 1, 0), calls.items(), strict=True)
         }
 
     added, before = oracle.wide(bias, gelu_input)

@@ -43,6 +43,16 @@ def methods(op, num_ranks):
     return {name: partial(op, **options) for name, options in table.items() if fits(options)}
 
 
+def with_gathered(op, num_ranks):
+    """Each method; methods that gather keep the tokens for the derivative, or gather them again."""
+    for name, fn in methods(op, num_ranks).items():
+        if op is not all_gather_matmul:
+            yield name, fn
+        else:
+            for gathered in ("keep", "again"):
+                yield f"{name}, {gathered}", partial(fn, gathered=gathered)
+
+
 def integers(seed, *shape, dtype: Any = np.float32):
     return np.random.default_rng(seed).integers(-4, 5, shape).astype(dtype)
 
