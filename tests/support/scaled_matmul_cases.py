@@ -52,6 +52,17 @@ def value_and_gradients(fn, x, w, bias, dy, state=None) -> Any:
     return (y, *pull(dy))
 
 
+def expected(op, arrays, mode, counts=None):
+    """(y, dx, dw, dbias) for arrays of `of`, with the state of `state_of` if scaling is delayed."""
+    x, w, dy, bias = arrays
+    scales = SCALES if mode == DELAYED else None
+    return ORACLES[op](x, w, dy, mode, counts, scales, bias)
+
+
+def given_state(mode):
+    return state_of()[0] if mode == DELAYED else None
+
+
 def check(got, want, name):
     for part, one, expected in zip(("y", "dx", "dw", "dbias"), got, want, strict=False):
         near(one, expected, f"{name}, {part}")
@@ -74,7 +85,7 @@ def check_state(state, arrays):
 def run_all(op, mesh, mode, x, w, bias, dy, *, names=None, counts=None, check_vma=True):
     """Returns the results of every method, or of those named, in one program."""
     each = methods(op, mesh.size)
-    state = state_of()[0] if mode == DELAYED else None
+    state = given_state(mode)
 
     def local(x, w, bias, dy):
         return {
