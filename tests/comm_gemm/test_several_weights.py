@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from comm_gemm_cases import close, equal, integers, methods, normal
+from comm_gemm_cases import close, equal, integers, methods, normal, with_gathered
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from jaxprs import runs
 from on_mesh import AXIS, mesh_of, on_ranks, permuted_mesh
@@ -25,7 +25,7 @@ def flat(x, num_dims=2):
     return np.asarray(x).reshape(*x.shape[:-num_dims], -1)
 
 
-def test_every_method_gives_each_product_and_one_gradient_of_x():
+def test_each_product_and_one_gradient_of_x():
     """Weights [K, N, H] and [K, N], one with a bias; uneven tokens."""
     p, counts = 3, (2, 0, 4)
     rows, total = max(counts), sum(counts)
@@ -35,12 +35,11 @@ def test_every_method_gives_each_product_and_one_gradient_of_x():
 
     def local(x, wq, w, bias, dq, dy):
         results = {}
-        for name, fn in methods(all_gather_matmul, p).items():
-            for gathered in ("keep",) if name == "xla" else ("keep", "again"):
-                run = partial(fn, axis_name=AXIS, row_counts=counts, gathered=gathered)
-                both = lambda x, w, b, run=run: run(x, w, bias=b)
-                out, pull = jax.vjp(both, x, (wq, w), (bias, None))
-                results[f"{name}, {gathered}"] = out, pull((dq, dy))
+        for name, fn in with_gathered(all_gather_matmul, p):
+            if name in ("none, keep", "ring, again", "ring, atomic, keep", "xla, keep"):
+                run = lambda x, w, b, fn=fn: fn(x, w, bias=b, axis_name=AXIS, row_counts=counts)
+                out, pull = jax.vjp(run, x, (wq, w), (bias, None))
+                results[name] = out, pull((dq, dy))
         return results
 
     results = on_ranks(local, mesh_of(p), check_vma=False)(x, wq, w, bias, dq, dy)
@@ -59,15 +58,15 @@ def test_every_method_gives_each_product_and_one_gradient_of_x():
         assert none is None
 
 
-def test_every_method_contracts_two_dimensions():
+def test_two_contracted_dimensions():
     p = 4
     x, w, bias = integers(0, p, 2, 8, *Q), integers(1, p, *Q, K), np.stack([integers(2, K)] * p)
     dy = integers(3, p, 2, 2, K)
 
     def local(x, w, bias, dy):
-        results = {}
-        for name, fn in methods(matmul_reduce_scatter, p).items():
-            run = lambda x, w, bias, fn=fn: fn(x, w, bias=bias, axis_name=AXIS)
+        results, each = {}, methods(matmul_reduce_scatter, p)
+        for name in ("none", "ring", "pipeline of 3", "xla"):
+            run = lambda x, w, bias, fn=each[name]: fn(x, w, bias=bias, axis_name=AXIS)
             out, pull = jax.vjp(run, x, w, bias)
             results[name] = out, *pull(dy)
         return results
@@ -114,8 +113,8 @@ def test_scaled_weights():
     p = 2
     x, up, gate = normal(0, p, 4, 64), normal(1, p, 64, 32), normal(2, p, 64, 64)
     scaled = partial(gather, method="ring", scaling_mode="mxfp8_1d_scaling")
-    together = on_ranks(lambda x, *w: scaled(x, w), mesh_of(p))(x, up, gate)
-    apart = on_ranks(lambda x, *w: [scaled(x, a) for a in w], mesh_of(p))(x, up, gate)
+    local = lambda x, *w: (scaled(x, w), tuple(scaled(x, a) for a in w))
+    together, apart = on_ranks(local, mesh_of(p))(x, up, gate)
     for one, want in zip(together, apart, strict=True):
         close(one, np.asarray(want, np.float64), "float32")
 
@@ -169,8 +168,8 @@ def test_global_arrays(kind, rows):
 
     compiled = both.lower(*placed).compile()
     out, gradients = compiled(*placed)
-    expected = *expected, *dense_gradients(*arrays, *cotangents)
-    for got, want in zip((*out, *gradients), expected, strict=True):
+    wants = *expected, *dense_gradients(*arrays, *cotangents)
+    for got, want in zip((*out, *gradients), wants, strict=True):
         equal(got, want)
     text = compiled.as_text() or ""
     if rows == 8:
@@ -180,13 +179,10 @@ def test_global_arrays(kind, rows):
 
 
 def test_under_vmap():
-    """Weights of each pipeline stage; and the same weights for all."""
+    """Weights of each pipeline stage."""
     mesh = permuted_mesh((2, 4), ("dp", "tp"))
     x, wq, up = integers(0, 2, 4, 8, 12), integers(1, 2, 12, 8, 3), integers(2, 2, 12, 8)
     run = lambda x, *w: all_gather_matmul(x, w, axis_name="tp", method="ring", mesh=mesh)
     q, y = jax.jit(jax.vmap(run))(x, wq, up)
     equal(q, np.einsum("sbtd,sdnh->sbtnh", x, wq))
     equal(y, np.einsum("sbtd,sdf->sbtf", x, up))
-    q, y = jax.jit(jax.vmap(run, in_axes=(0, None, None)))(x, wq[0], up[0])
-    equal(q, np.einsum("sbtd,dnh->sbtnh", x, wq[0]))
-    equal(y, x @ up[0])

@@ -82,19 +82,15 @@ def check_state(state, arrays):
         np.testing.assert_array_equal(entry.scale, np.full(np.shape(entry.scale), scale))
 
 
-def run_all(op, mesh, mode, x, w, bias, dy, *, names=None, counts=None, check_vma=True):
-    """Returns the results of every method, or of those named, in one program."""
-    each = methods(op, mesh.size)
-    state = given_state(mode)
+def run_all(op, mesh, mode, x, w, bias, dy, *, names, counts):
+    """Returns the results of the methods of these names, in one program."""
+    each, state = methods(op, mesh.size), given_state(mode)
 
     def local(x, w, bias, dy):
+        options = {"axis_name": AXIS, "scaling_mode": mode, "row_counts": counts}
         return {
-            name: value_and_gradients(
-                partial(fn, axis_name=AXIS, scaling_mode=mode, row_counts=counts),
-                *(x, w, bias, dy, state),
-            )
-            for name, fn in each.items()
-            if names is None or name in names
+            name: value_and_gradients(partial(each[name], **options), x, w, bias, dy, state)
+            for name in names
         }
 
-    return on_ranks(local, mesh, check_vma=check_vma)(x, w, bias, dy)
+    return on_ranks(local, mesh)(x, w, bias, dy)
