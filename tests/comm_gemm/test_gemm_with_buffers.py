@@ -1,6 +1,6 @@
 """`gemm` with registered buffers: each type of buffer, epilogues of chunks, concurrent calls."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -11,9 +11,18 @@ import numpy as np
 import pytest
 from comm_gemm_cases import K, N, equal, integers, normal
 from comm_overlap_cases import no_comm_overlap_buffers  # noqa: F401
-from epilogues import WIDE, all_epilogues, check_all, draw, scaled
 from on_mesh import AXIS, mesh_of, on_ranks
-from scaled_gemm_cases import E4M3, GATHERING, MODES, near
+from scaled_gemm_cases import (
+    E4M3,
+    GATHERING,
+    MODES,
+    WIDE,
+    all_epilogues,
+    check_all,
+    draw,
+    near,
+    scaled,
+)
 
 from jax_cp_dispatch import all_gather_matmul, gemm, matmul_reduce_scatter
 from jax_cp_dispatch.buffers import create_comm_overlap_buffer, list_comm_overlap_buffers
@@ -44,20 +53,23 @@ with_ranks: Any = partial(gemm, axis_name=AXIS)
 # ---- Each type of buffer.
 
 
-@pytest.mark.parametrize("options", [{}, {"use_ce": False}, {"aggregate_ag": True}])
-def test_ring_of_an_all_gather(options):
-    """With and without returning the gathered rows, and with a bias."""
-    buffer = create("AG", "RING_EXCHANGE", **options)
+def test_rings_of_an_all_gather():
+    """With and without returning the gathered rows, with a bias, with the weight transposed."""
+    each = {}, {"use_ce": False}, {"aggregate_ag": True}
+    rings = [partial(with_ranks, comm_overlap=create("AG", "RING_EXCHANGE", **x)) for x in each]
+    turned = partial(rings[0], contracting_dims=((1,), (1,)))
 
     def local(x, w, bias):
-        call = partial(with_ranks, x, w, bias=bias, comm_overlap=buffer)
-        return call(), call(return_aux=True)
+        both = [(ring(x, w, bias=bias), ring(x, w, bias=bias, return_aux=True)) for ring in rings]
+        return turned(x, w.T), both
 
-    alone, (out, aux) = run(local, X, W, BIAS)
     expected, gathered = oracle.engine_gather(X, W, BIAS)
-    for got in (alone, out):
-        equal(got, expected)
-    equal(aux, gathered)
+    of_turned, results = run(local, X, W, BIAS)
+    equal(of_turned, oracle.engine_gather(X, W)[0])
+    for alone, (out, aux) in results:
+        equal(alone, expected)
+        equal(out, expected)
+        equal(aux, gathered)
 
 
 REDUCING = [
@@ -71,17 +83,22 @@ REDUCING = [
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_reduce_scatter_with_partial_sums_of_a_type(dtype):
-    """Each is rounded to the buffer's type, then summed in float32; direct rings have none."""
+    """Each is rounded to the buffer's type, then summed in float32; direct rings have none.
+
+    The first weight is transposed.
+    """
     calls = [
         partial(with_ranks, comm_overlap=create("RS", method, dtype=dtype, **options))
         for method, options in REDUCING
     ]
     whole, w = WHOLE * np.float32(1.25), W * np.float32(0.75)  # more bits than bfloat16 has
-    results = run(lambda x, w, b: [call(x, w, bias=b) for call in calls], whole, w, SHARED_BIAS)
+    turned = partial(calls[2], contracting_dims=((1,), (1,)))
+    each = lambda x, w, b: [turned(x, w.T, bias=b), *(call(x, w, bias=b) for call in calls)]
+    results = run(each, whole, w, SHARED_BIAS)
     partial_sums = np.stack([a @ b for a, b in zip(whole, w, strict=True)])
     rounded = np.asarray(jnp.asarray(partial_sums, dtype)).astype(np.float64)
     assert (dtype == "float32") == np.array_equal(rounded, partial_sums)
-    for got, (_, options) in zip(results, REDUCING, strict=True):
+    for got, (_, options) in zip(results, [REDUCING[2], *REDUCING], strict=True):
         parts = rounded if options.get("use_ce", True) else partial_sums
         equal(got, oracle.bulk_scatter(parts) + SHARED_BIAS[:, None], options)
 
@@ -143,8 +160,8 @@ def test_bulk_during_an_independent_gemm(gathered_type, summed_type):
 
 def test_buffer_without_communication():
     buffer = create("NONE", "NONE")
-    got = gemm(*map(jnp.asarray, (WHOLE[0], W[0])), bias=jnp.asarray(BIAS[0]), comm_overlap=buffer)
-    equal(got, WHOLE[0] @ W[0] + BIAS[0])
+    got = gemm(jnp.asarray(WHOLE[0]), jnp.asarray(W[0]), comm_overlap=buffer)
+    equal(got, WHOLE[0] @ W[0])
     assert list_comm_overlap_buffers()[buffer].num_bytes == 0
 
 
@@ -165,23 +182,6 @@ def test_types_of_operands_and_result():
     equal(narrow, expected)
 
 
-def test_transposed_weight():
-    """The contracted dimension of rhs may be the last one."""
-    gather = create("AG", "RING_EXCHANGE")
-    scatter = create("RS", "PIPELINE")
-    turned: Any = {"contracting_dims": ((1,), (1,))}
-
-    def local(x, whole, w):
-        return (
-            with_ranks(x, w, comm_overlap=gather, **turned),
-            with_ranks(whole, w, comm_overlap=scatter, **turned),
-        )
-
-    got, summed = run(local, X, WHOLE, np.swapaxes(W, 1, 2))
-    equal(got, oracle.engine_gather(X, W)[0])
-    equal(summed, oracle.engine_scatter(WHOLE, W))
-
-
 # ---- Epilogues of chunks.
 
 
@@ -190,8 +190,7 @@ def test_chunks_of_an_all_gather():
     p, mode = 4, MODES[1]
     lhs = draw(0, p, mode, (T, DEPTH))
     rhs = draw(1, p, mode, (DEPTH, COLUMNS), "column")
-    options: Any = {"axis_name": AXIS, "preferred_element_type": jnp.float32}
-    call, operands = scaled(lhs, rhs, mode, **options)
+    call, operands = scaled(lhs, rhs, mode, axis_name=AXIS, preferred_element_type=jnp.float32)
     create = partial(create_comm_overlap_buffer, tp_size=p)
     back = create("RS", "RING_EXCHANGE", (p * T, COLUMNS), "float32", atomic_gemm=True)
     ways = {}
@@ -218,11 +217,10 @@ def test_chunks_of_an_all_gather():
 
 def test_bias_of_sums_and_during_bulk():
     """The bias is added once; its gradient uses this rank's rhs, whatever is summed."""
-    p, mode = 4, WIDE
-    lhs = draw(0, p, mode, (p * T, DEPTH))
-    rhs = draw(1, p, mode, (DEPTH, COLUMNS), "column")
-    options: Any = {"axis_name": AXIS, "preferred_element_type": jnp.float32}
-    call, operands = scaled(lhs, rhs, mode, **options)
+    p = 4
+    lhs = draw(0, p, WIDE, (p * T, DEPTH))
+    rhs = draw(1, p, WIDE, (DEPTH, COLUMNS), "column")
+    call, operands = scaled(lhs, rhs, WIDE, axis_name=AXIS, preferred_element_type=jnp.float32)
     create = partial(create_comm_overlap_buffer, tp_size=p, buffer_dtype="float32")
     reducing: Any = {
         "ring": ("RING_EXCHANGE", {}),
@@ -231,39 +229,34 @@ def test_bias_of_sums_and_during_bulk():
         "pipeline": ("PIPELINE", {}),
         "pipeline, atomic": ("PIPELINE", {"atomic_gemm": True}),
     }
+    shape = p * T, COLUMNS
     ways = {
-        name: partial(
-            call, comm_overlap=create("RS", method, buffer_shape=(p * T, COLUMNS), **more)
-        )
+        name: partial(call, comm_overlap=create("RS", method, shape, **more))
         for name, (method, more) in reducing.items()
     }
     ways["xla"] = partial(ways["ring"], implementation="xla")
-    bulk = {kind: create(kind, "BULK", buffer_shape=(p * T, 5)) for kind in ("AG", "RS")}
+    bulk = [partial(call, comm_overlap=create(kind, "BULK", (p * T, 5))) for kind in ("AG", "RS")]
     bias = np.stack([100 * normal(2, COLUMNS)] * p)
-    part, whole = integers(3, p, T, 5), integers(4, p, p * T, 5)
+    moved = integers(3, p, T, 5), integers(4, p, p * T, 5)
 
-    def local(bias, part, whole, *operands):
+    def local(bias, moved, *operands):
+        gradient = {"fuse_bias": True, "grad": True}
         each = {
-            name: (way(*operands, bias=bias), way(*operands, fuse_bias=True, grad=True))
+            name: (way(*operands, bias=bias), way(*operands, **gradient))
             for name, way in ways.items()
         }
-        moved = [
-            call(*operands, comm_overlap=bulk[kind], aux_in=aux, fuse_bias=True, grad=True)
-            for kind, aux in (("AG", part), ("RS", whole))
-        ]
-        return each, moved
+        beside = zip(bulk, moved, strict=True)
+        return each, [way(*operands, aux_in=aux, **gradient) for way, aux in beside]
 
-    run = on_ranks(local, mesh_of(p, (2, 0, 3, 1)))
-    results, moved = run(bias, part, whole, *operands)
+    results, of_bulk = on_ranks(local, mesh_of(p, (2, 0, 3, 1)))(bias, moved, *operands)
     sums = rhs.values.sum(1)
     for name, (with_bias, (out, dbias)) in results.items():
-        is_atomic = name == "ring, atomic"
-        want = oracle.engine_scatter(lhs.values, rhs.values, atomic=is_atomic)
+        want = oracle.engine_scatter(lhs.values, rhs.values, atomic=name == "ring, atomic")
         near(with_bias, want + bias[:, None], name)
         near(out, want, name)
         near(dbias, sums, name)
-    wants = oracle.bulk_gather(part), oracle.bulk_scatter(whole)
-    for (out, dbias, aux), want in zip(moved, wants, strict=True):
+    wants = oracle.bulk_gather(moved[0]), oracle.bulk_scatter(moved[1])
+    for (out, dbias, aux), want in zip(of_bulk, wants, strict=True):
         near(out, lhs.values @ rhs.values)
         near(dbias, sums)
         equal(aux, want)
@@ -319,35 +312,23 @@ def test_programs_of_several_threads_share_a_buffer():
     buffer = create("RS", "PIPELINE")
     program = on_ranks(lambda x, w: with_ranks(x, w, comm_overlap=buffer), mesh_of(P_))
     program(WHOLE, W).block_until_ready()
-    outcomes = {}
 
     def work(thread):
-        results = [program(WHOLE + thread, W) for _ in range(5)]
-        expected = oracle.engine_scatter(WHOLE + thread, W)
-        outcomes[thread] = all(np.array_equal(got, expected) for got in results)
+        for got in [program(WHOLE + thread, W) for _ in range(5)]:
+            equal(got, oracle.engine_scatter(WHOLE + thread, W))
 
-    threads = [threading.Thread(target=work, args=[i]) for i in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert outcomes == dict.fromkeys(range(3), True)
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(work, range(3)))
 
 
 def test_groups_have_separate_memory():
     """Two groups of two ranks on a larger mesh share one buffer and use twice its memory."""
     buffer = create("AG", "RING_EXCHANGE", (4, K), num_ranks=2)
-    devices = np.array(jax.devices()[:4]).reshape(2, 2)
-    mesh = jax.sharding.Mesh(devices, ("data", AXIS))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", AXIS))
     x, w = integers(0, 2, 2, 2, K), integers(1, 2, 2, K, N)
-    spec = jax.P("data", AXIS)
-    mapped = jax.shard_map(
-        lambda x, w: with_ranks(x[0, 0], w[0, 0], comm_overlap=buffer)[None, None],
-        mesh=mesh,
-        in_specs=spec,
-        out_specs=spec,
-    )
-    got = jax.jit(mapped)(x, w)
+    run = lambda x, w: with_ranks(x[0, 0], w[0, 0], comm_overlap=buffer)[None, None]
+    specs: Any = {"in_specs": jax.P("data", AXIS), "out_specs": jax.P("data", AXIS)}
+    got = jax.jit(jax.shard_map(run, mesh=mesh, **specs))(x, w)
     for group in range(2):
         equal(got[group], oracle.engine_gather(x[group], w[group])[0])
     assert list_comm_overlap_buffers()[buffer].num_bytes == 2 * 2 * 4 * K * 4
