@@ -27,16 +27,12 @@ AG, RS = "all_gather_matmul", "matmul_reduce_scatter"
 
 
 def mapped(fn, mesh, **options):
-    return jax.jit(
-        jax.shard_map(
-            lambda x, w: fn(x, w, axis_name="tp", **options),
-            mesh=mesh,
-            in_specs=(P("tp"), P(None, "tp"))
-            if fn is all_gather_matmul
-            else (P(None, "tp"), P("tp")),
-            out_specs=P(None, "tp") if fn is all_gather_matmul else P("tp"),
-        )
-    )
+    """The product of whole arrays, like `x @ w`."""
+    rows, columns, gathers = P("tp"), P(None, "tp"), fn is all_gather_matmul
+    local = lambda x, w: fn(x, w, axis_name="tp", **options)
+    specs = (rows, columns) if gathers else (columns, rows)
+    out = columns if gathers else rows
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out))
 
 
 @given(
@@ -87,33 +83,29 @@ def test_auto_follows_the_choice_also_backward():
     assert "comm_type = 2" in calls[0] and "comm_type = 1" in calls[1]
 
 
-@pytest.mark.parametrize(
-    "options, copies",
-    [
+def test_the_derivative_of_a_sum_is_a_ring():
+    """Of a pipeline, one with copies; of a ring, one with copies as that has."""
+    for options, copies in (
         ({"method": "pipeline"}, "true"),
         ({"method": "ring", "use_ce": False}, "false"),
         ({"method": "ring"}, "true"),
-    ],
-)
-def test_the_derivative_of_a_sum_is_a_ring(options, copies):
-    """Of a pipeline, one with copies; of a ring, one with copies as that has."""
-    _, backward = derivative_calls(matmul_reduce_scatter, **options)
-    assert "comm_type = 2" in backward and "comm_overlap_method = 3" in backward
-    assert f"copies = {copies}" in backward
-
-
-def span(rank, kind, start, duration):
-    return Span(rank, kind, "", start, duration)
+    ):
+        _, backward = derivative_calls(matmul_reduce_scatter, **options)
+        assert "comm_type = 2" in backward and "comm_overlap_method = 3" in backward
+        assert f"copies = {copies}" in backward
 
 
 def test_seconds_of_overlapping_spans_count_once_and_hidden_ones_not():
     spans = [
-        span(0, COMPUTATION, 1.0, 2.0),
-        span(0, COMPUTATION, 2.0, 2.0),
-        span(0, COMMUNICATION, 0.0, 1.5),
-        span(0, COMMUNICATION, 3.5, 1.5),
-        span(1, COMMUNICATION, 0.0, 3.0),
-        span(2, COMPUTATION, 0.0, 1.0),
+        Span(rank, kind, "", start, duration)
+        for rank, kind, start, duration in (
+            (0, COMPUTATION, 1.0, 2.0),
+            (0, COMPUTATION, 2.0, 2.0),
+            (0, COMMUNICATION, 0.0, 1.5),
+            (0, COMMUNICATION, 3.5, 1.5),
+            (1, COMMUNICATION, 0.0, 3.0),
+            (2, COMPUTATION, 0.0, 1.0),
+        )
     ]
     assert busy_seconds(spans, COMPUTATION) == {0: 3.0, 2: 1.0}
     assert busy_seconds(spans, COMMUNICATION) == {0: 3.0, 1: 3.0}
