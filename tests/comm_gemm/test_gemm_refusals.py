@@ -35,6 +35,9 @@ X, Y, V = ones(T, K), ones(M, K), ones(K, N)
 # Of NumPy: collecting the tests compiles nothing.
 one, two = (cast(Any, np.ones(n, np.float32)) for n in (1, 2))
 bytes_of = partial(np.zeros, dtype=np.uint8)
+OF_LHS, OF_RHS = bytes_of((128, 4)), bytes_of((4, 128))
+BOTH: Any = {"fuse_gelu": True, "grad": True}
+ATOMIC: Any = {"atomic_gemm": True}
 
 
 def wide(call, *arguments, **options):
@@ -63,11 +66,14 @@ def plain(lhs=LHS, rhs=RHS, types=("float32", "float32"), **options: Any):
     return jax.eval_shape(partial(gemm, **options), *operands)
 
 
-def scaled(mode, lhs_scale: Any = one, rhs_scale: Any = one, k=32, types=(F8, F8), **options: Any):
+def scaled(
+    mode, lhs_scale: Any = one, rhs_scale: Any = one, shapes=((M, 32), (32, N)), types=(F8, F8),
+    **options: Any,
+):  # fmt: skip
     """The same of 8-bit operands."""
     scales = {"lhs_scale_inv": lhs_scale, "rhs_scale_inv": rhs_scale}
     scales = {name: jnp.asarray(x) for name, x in scales.items() if x is not None}
-    return plain((M, k), (k, N), types, scaling_mode=mode, **scales, **options)
+    return plain(*shapes, types, scaling_mode=mode, **scales, **options)
 
 
 def engine(*buffer: Any, lhs=(T, K), aux=None, **options: Any):
@@ -84,14 +90,18 @@ def on_destroyed():
 
 
 def paired(*other: Any, **options: Any):
-    """The all-gather of an atomic ring with another buffer."""
-    ring = create("AG", RING, atomic_gemm=True)
-    return engine(comm_overlap=ring, paired_comm_overlap=create(*other, **options))
+    """The all-gather of an atomic ring with another buffer, or with none."""
+    pair = create(*other, **options) if other else None
+    return engine(comm_overlap=create("AG", RING, **ATOMIC), paired_comm_overlap=pair)
+
+
+def on_ring(x, w):
+    return ENGINE(x, w, comm_overlap=create("AG", RING))
 
 
 def outside():
     with jax.set_mesh(mesh_of(W)):
-        return jax.eval_shape(partial(ENGINE, comm_overlap=create("AG", RING)), X[0], V[0])
+        return jax.eval_shape(on_ring, X[0], V[0])
 
 
 def of_scale(scale):
@@ -125,37 +135,28 @@ GEMM: dict[str, Any] = {
     "a bias with fuse_bias=False, grad=F": lambda: plain(fuse_bias=False, bias=np.ones(N)),
     "no gelu_input with fuse_gelu=True, .* Pass": lambda: plain(grad=True, fuse_gelu=True),
     "a gelu_input with .* Omit": lambda: plain(fuse_gelu=True, gelu_input=np.ones((M, N))),
-    r"gelu_input has shape \(8, 3\); it needs that of the output, 40 elements\. Pass pre_gelu": (
-        lambda: plain(grad=True, fuse_gelu=True, gelu_input=np.ones((M, K)))
-    ),
+    r"gelu_input has shape \(8, 3\); .* 40 el.* Pass": lambda: plain(**BOTH, gelu_input=Y[0]),
     r"gelu_input has shape \(2, 5\); it needs that of the output, 40 elements": (
-        lambda: engine("AG", RING, fuse_gelu=True, grad=True, gelu_input=np.ones((T, N)))
+        lambda: engine("AG", RING, **BOTH, gelu_input=np.ones((T, N)))
     ),
-    r"fuse_gelu with \w+\.RS, \w+\.PIPELINE;": lambda: engine(
-        "RS", PIPELINE, lhs=LHS, fuse_gelu=True
-    ),
+    r"fuse_gelu with \w+\.RS, \w+\.PIP": lambda: engine("RS", PIPELINE, lhs=LHS, fuse_gelu=True),
     r"fuse_gelu with \w+\.AG, \w+\.BULK;": lambda: engine("AG", BULK, aux=LHS, fuse_gelu=True),
     # Scales.
     "missing .* of lhs for .*CURRENT.* Pass lhs_scale_in": lambda: scaled(CURRENT.lower(), None),
-    "missing .* of rhs for .* Pass rhs_scale_inv": lambda: scaled(MXFP8, bytes_of((128, 4)), None),
+    "missing .* of rhs for .* Pass rhs_scale_inv": lambda: scaled(MXFP8, OF_LHS, None),
     "e5m2 for lhs and rhs; .* Quantize it": lambda: scaled(CURRENT, types=(E5M2, E5M2)),
     "lhs is float8_e4m3fn with .* Pass its scaling_mode": lambda: scaled("NO_SCALING"),
     "lhs is bfloat16 with .* Quantize it first": lambda: scaled(CURRENT, types=("bfloat16", F8)),
     "got lhs_scale_inv with .*NO_SCALING; .* Omit it": lambda: plain(lhs_scale_inv=one),
-    "preferred_element_type is float8.*: quantize the result": (
-        lambda: scaled(CURRENT, preferred_element_type=F8)
-    ),
+    "type is float8.*: quantize the result": lambda: scaled(CURRENT, preferred_element_type=F8),
     r"lhs_scale_inv is float32\[\]; .* needs float32": lambda: scaled(CURRENT, one[0]),
-    r"lhs_scale_inv is uint8\[8, 1\]; .* needs uint8\[128, 4\]\. These are unpadded: call pad_": (
-        lambda: scaled(MXFP8, bytes_of((M, 1)), bytes_of((4, 128)))
+    r"is uint8\[8, 1\]; .* unpadded: call pad_": lambda: scaled(MXFP8, bytes_of((M, 1)), OF_RHS),
+    r"rhs.* uint8\[128, 4\]; .* uint8\[4, 128\]\. P.*'col": lambda: scaled(MXFP8, OF_LHS, OF_LHS),
+    r"lhs has shape \(8, 40\); layout 'row' .* 32, .* Pad": (
+        lambda: scaled(MXFP8, shapes=((M, 40), (40, N)))
     ),
-    r"rhs_scale_inv is uint8\[128, 4\]; .* needs uint8\[4, 128\]\. Pass pad_scales.*'column'": (
-        lambda: scaled(MXFP8, bytes_of((128, 4)), bytes_of((128, 4)))
-    ),
-    r"lhs has shape \(8, 40\); layout 'row' .* 32, .* Pad": lambda: scaled(MXFP8, k=40),
-    "lhs has .*layout 'column' needs dimension 0 to be": lambda: plain(
-        *((40, M), (N, 40), (F8, F8)), contracting_dims=((0,), (1,)), scaling_mode=MXFP8,
-        lhs_scale_inv=one, rhs_scale_inv=one,
+    "lhs has .*layout 'column' needs dimension 0 to be": (
+        lambda: scaled(MXFP8, shapes=((40, M), (N, 40)), contracting_dims=((0,), (1,)))
     ),
     # Buffers.
     r"an aux_in with buffer \d+ of .* Omit": lambda: engine("RS", PIPELINE, lhs=LHS, aux=LHS),
@@ -173,18 +174,12 @@ GEMM: dict[str, Any] = {
     "got comm_overlap without": lambda: gemm(X[0], V[0], comm_overlap=create("AG", RING)),
     r"buffer \d+ has been destroyed\. Create it": on_destroyed,
     r"not inside jax\.shard_map over": outside,
-    r"atomic ring of buffer \d+ .* paired with nothing; on": lambda: engine(
-        comm_overlap=create("AG", RING, atomic_gemm=True)
-    ),
-    "paired with comm_type=CommOverlapType.AG": lambda: paired("AG", RING, atomic_gemm=True),
+    r"atomic ring of buffer \d+ .* paired with nothing; on": lambda: paired(),
+    "paired with comm_type=CommOverlapType.AG": lambda: paired("AG", RING, **ATOMIC),
     "paired with comm_type=CommOverlapType.RS.* atomic_gemm=False": lambda: paired("RS", RING),
-    "paired with comm_type=CommOverlapType.RS.* tp_size=2": (
-        lambda: paired("RS", RING, num_ranks=2, atomic_gemm=True)
-    ),
+    "paired with .*RS.* tp_size=2, .*; on": lambda: paired("RS", RING, num_ranks=2, **ATOMIC),
     # Derivatives.
-    r"with communication, no derivative is defined\. Use all_gather_matmul or m": (
-        lambda: trace(grad(ENGINE, comm_overlap=create("AG", RING)), X, V)
-    ),
+    "communication, no derivative is .* Use all_gather": lambda: trace(grad(on_ring), X, V),
     "scaled operands or grad, no derivative is": lambda: jax.eval_shape(grad(of_scale), one),
     "with scaled operands or grad, no derivative is": lambda: jax.eval_shape(grad(fused), one),
     r"forward mode .* a Hessian is jax\.jacrev\(jax\.grad": lambda: forward(gemm, X[0], V[0]),
@@ -198,13 +193,9 @@ def grouped(lhs: Any = ROWS, rhs: Any = MATRICES, sizes: Any = (5, 3), **options
     return jax.eval_shape(lambda: grouped_gemm(jnp.asarray(lhs), rhs, sizes, **options))
 
 
-def f8_grouped(mode, lhs_scale_inv: Any = two, rhs_scale_inv: Any = two):
-    scales = {"lhs_scale_inv": lhs_scale_inv, "rhs_scale_inv": rhs_scale_inv}
-    return grouped(ROWS.astype(F8), MATRICES.astype(F8), scaling_mode=mode, **scales)
-
-
-def of_scales(scales):
-    options: Any = {"scaling_mode": CURRENT, "lhs_scale_inv": two, "rhs_scale_inv": scales}
+def of_scales(scales, mode=CURRENT):
+    """8-bit products of groups."""
+    options: Any = {"scaling_mode": mode, "lhs_scale_inv": scales, "rhs_scale_inv": two}
     return grouped_gemm(ROWS.astype(F8), MATRICES.astype(F8), jnp.array([5, 3]), **options)
 
 
@@ -217,10 +208,8 @@ GROUPED: dict[str, Any] = {
     r"group_sizes is int32\[1, 2\]; it needs int32": lambda: grouped(sizes=((5, 3),)),
     r"bias has shape \(3,\); it needs \(2, 3\), one row per g": lambda: grouped(bias=np.ones(3)),
     "a bias where rows are con": lambda: grouped(rhs=ROWS, contracting_dims=TURNED, bias=two),
-    "lhs is float8_e4m3fn with .* Pass its scaling_mode": lambda: f8_grouped("NO_SCALING"),
-    "missing inverse scaling factor of rhs": lambda: f8_grouped(CURRENT, two, None),
-    r"lhs_scale_inv is float32\[1\]; it needs float32 \[2\]": lambda: f8_grouped(DELAYED, one),
-    "got ScalingMode.MXFP8_1D_SCALING; groups have one scale each": lambda: f8_grouped(MXFP8),
+    r"lhs_scale_inv is float32\[1\]; it needs float32 \[2\]": lambda: of_scales(one),
+    "got ScalingMode.MXFP8_1D_SCALING; groups have one scale each": lambda: of_scales(two, MXFP8),
     "no derivative is defined with Sca": lambda: jax.eval_shape(grad(of_scales), two),
     "got forward mode": lambda: forward(grouped_gemm, ROWS, MATRICES, jnp.array([5, 3])),
 }  # fmt: skip
@@ -229,6 +218,8 @@ GROUPED: dict[str, Any] = {
 # ---- Layers.
 
 STATE = MatmulScaling.init()
+DOUBLE = X.astype(np.float64), V.astype(np.float64)
+DERIVED = "16 elements are contracted on a rank, in the forward pass or in the derivative"
 
 
 def gather(x: Any = X, w: Any = V, **options: Any):
@@ -259,6 +250,9 @@ def on_global(*shapes: Any, op=all_gather_matmul, **options: Any):
     return jax.eval_shape(grad(call), x, *ws)
 
 
+on_whole = partial(all_gather_matmul, axis_name=AXIS, mesh=mesh_of(W))
+
+
 def without_a_derivative():
     """N columns are no blocks, which matters only where they are contracted."""
     call = partial(SCATTER, scaling_mode=MXFP8)
@@ -284,13 +278,9 @@ GATHERS: dict[str, Any] = {
     "row_counts is .* of at least 0, the largest": lambda: gather(row_counts=(2, -1, 2, 2)),
     r"row_counts is \(2, 1\.5, 2, 2\); it needs 4": lambda: gather(row_counts=(2, 1.5, 2, 2)),
     "no mesh with axis 'cp' was found. Call": lambda: GATHER(X[0], V[0]),
-    r"\(12, 2, 4\), whose dimension of 2 is not divi": lambda: on_global(
-        (8, 12), (12, 8), (12, 2, 4)
-    ),
+    r"\(12, 2, 4\), whose dim.* of 2 is not": lambda: on_global((8, 12), (12, 8), (12, 2, 4)),
     "got row_counts with global arrays": lambda: on_global((8, 8), (8, 8), row_counts=(2,) * 4),
-    "got forward mode": lambda: forward(
-        partial(all_gather_matmul, axis_name=AXIS, mesh=mesh_of(W)), V[0], jnp.ones((N, W))
-    ),
+    "got forward mode": lambda: forward(on_whole, V[0], np.ones((N, W), "f")),
     # Operands.
     r"x has shape \(3,\) and w \(3, 5\); it needs \[\*batch": lambda: gather(ones(K)),
     "x has 3 columns but w has 5 rows; they are contracted": lambda: gather(w=ones(N, K)),
@@ -302,13 +292,9 @@ GATHERS: dict[str, Any] = {
     "w is bfloat16 and float32; .* Con": lambda: several(lambda w: (w, w.astype("bfloat16"))),
     r"bias is \w+; it needs to be a tuple of": lambda: several(lambda w: (w, w), bias=np.ones(N)),
     "bias is a tuple of 1; .* an array": lambda: gather(bias=(np.ones(N),)),
-    "x is float64 and w float32; float64 can only": lambda: wide(gather, X.astype("f8")),
-    "float64 with .*MXFP8.*, which would reduce it": lambda: wide(
-        gather, X.astype("f8"), V.astype("f8"), scaling_mode=MXFP8
-    ),
-    "preferred_element_type is float64 for operands of float32": (
-        lambda: wide(gather, preferred_element_type="float64")
-    ),
+    "x is float64 and w float32; float64 can only": lambda: wide(gather, DOUBLE[0]),
+    "float64 with .*MXFP8.*, which would": lambda: wide(gather, *DOUBLE, scaling_mode=MXFP8),
+    "is float64 for operands of float32": lambda: wide(gather, preferred_element_type="float64"),
     # Scaling.
     "scaling_mode is 'FP8'; it needs to be one of ": lambda: gather(scaling_mode="FP8"),
     "no scaling_state with .*DELAYED.* Begin with Matm": lambda: gather(scaling_mode=DELAYED),
@@ -316,9 +302,7 @@ GATHERS: dict[str, Any] = {
     "a scaling_state with .*NO_SCALING; .* Omit it": lambda: gather(scaling_state=STATE),
     "3 elements are contracted on a rank, .* Pad": lambda: gather(scaling_mode=MXFP8),
     "gathered='again' with .*CURR": lambda: gather(gathered="again", scaling_mode=CURRENT),
-    "16 elements are contracted on a rank, in the forward pass or in the derivative": (
-        lambda: on_global((64, 64), (64, 64), scaling_mode=MXFP8)
-    ),
+    DERIVED: lambda: on_global((64, 64), (64, 64), scaling_mode=MXFP8),
 }  # fmt: skip
 
 SCATTERS: dict[str, Any] = {
@@ -332,13 +316,9 @@ SCATTERS: dict[str, Any] = {
     r"is \(2, 2, 2, 1\); .* whose sum is 8": lambda: scatter(row_counts=(2, 2, 2, 1)),
     "7 tokens are not a multiple of the 4 ranks. Pass the": lambda: scatter(ones(M - 1, K)),
     "w is a tuple of 2, .* several weights need a common x": lambda: scatter(w=(V, V)),
-    r"x has \(8, 3\) columns but w has \(3, 5\) rows; they are contracted": (
-        lambda: scatter(ones(4, M, K), ones(K, N, 1))
-    ),
+    r"x has \(8, 3\) columns but w has \(3, 5\) r": lambda: scatter(ones(4, M, K), ones(K, N, 1)),
     "5 elements are contracted .*in the derivative.* multiple of 32": without_a_derivative,
-    "16 elements are contracted on a rank, in the forward pass or in the derivative": (
-        lambda: on_global((8, 64), (64, 64), op=matmul_reduce_scatter, scaling_mode=MXFP8)
-    ),
+    DERIVED: lambda: on_global((8, 64), (64, 64), op=matmul_reduce_scatter, scaling_mode=MXFP8),
 }  # fmt: skip
 
 

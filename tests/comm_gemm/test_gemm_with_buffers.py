@@ -24,7 +24,7 @@ from scaled_gemm_cases import (
     scaled,
 )
 
-from jax_cp_dispatch import all_gather_matmul, gemm, matmul_reduce_scatter
+from jax_cp_dispatch import gemm
 from jax_cp_dispatch.buffers import create_comm_overlap_buffer, list_comm_overlap_buffers
 
 P_, T = 4, 3
@@ -262,31 +262,7 @@ def test_bias_of_sums_and_during_bulk():
         equal(aux, want)
 
 
-# ---- Layers with buffers, and many calls of one.
-
-
-def test_layers_with_buffers():
-    """Batches and derivatives as without a buffer; the forward buffer counts the calls."""
-    gather = create("AG", "RING_EXCHANGE")
-    scatter = create("RS", "RING_EXCHANGE", dtype="bfloat16")
-
-    def local(x, whole, w):
-        up = lambda x, w: all_gather_matmul(x, w, axis_name=AXIS, buffer=gather)
-        down = lambda x, w: matmul_reduce_scatter(x, w, axis_name=AXIS, buffer=scatter)
-        out, pull = jax.vjp(up, x, w)
-        total, pull_total = jax.vjp(down, whole, w)
-        return out, *pull(out), total, *pull_total(total)
-
-    out, dx, dw, total, dwhole, dw_total = run(local, X, WHOLE, W)
-    expected = oracle.all_gather_matmul(X, W)
-    equal(out, expected)
-    for got, want in zip((dx, dw), oracle.all_gather_matmul_gradients(X, W, out)[:2], strict=True):
-        equal(got, want)
-    equal(total, oracle.matmul_reduce_scatter(WHOLE, W))
-    expected = oracle.matmul_reduce_scatter_gradients(WHOLE, W, total)[:2]
-    for got, want in zip((dwhole, dw_total), expected, strict=True):
-        equal(got, want)
-    assert list_comm_overlap_buffers()[gather].num_calls > 0
+# ---- Many calls of one buffer.
 
 
 def test_many_calls_of_one_buffer():

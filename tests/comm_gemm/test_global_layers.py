@@ -22,7 +22,8 @@ from jax_cp_dispatch import all_gather_matmul, matmul_reduce_scatter
 B, T, D, F = 4, 64, 8, 16
 B, T, D, F = 4, 64, 8, 16
 AXES = ("data", "cp", "tp")
-KINDS = {"automatic": AxisType.Auto, "explicit": AxisType.Explicit}
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+KINDS = {"automatic": AUTO, "explicit": EXPLICIT}
 TOKENS, HIDDEN = P("data", ("cp", "tp")), P("data", "cp", "tp")
 COLLECTIVES = r" (all-gather|all-to-all|reduce-scatter|collective-permute|all-reduce)(?:-start)?\("
 
@@ -79,6 +80,12 @@ def run(program, *arrays):
     """Returns the result, and the kinds of XLA collectives in the compiled program."""
     compiled = jax.jit(program).lower(*arrays).compile()
     return compiled(*arrays), set(re.findall(COLLECTIVES, compiled.as_text() or ""))
+
+
+def sharded_like(cotangent, result):
+    sharding = jax.typeof(result).sharding
+    is_typed = EXPLICIT in sharding.mesh.axis_types
+    return jax.sharding.reshard(cotangent, sharding) if is_typed else jnp.asarray(cotangent)
 
 
 def split_as(array, spec):
@@ -165,7 +172,6 @@ def test_the_ranks_axis_first_over_explicit_axes():
 
 # ---- Two layers of a batch over another axis equal dense ones.
 
-AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 OTHER_WAYS = {
     "tokens that do not divide": (7, (AUTO, AUTO), {"gathered": "again"}),
     "explicit axes, known from the arrays": (7, (EXPLICIT, EXPLICIT), {}),
@@ -194,9 +200,7 @@ def test_two_layers_and_their_gradients_equal_dense_ones(way, monkeypatch):
     @jax.jit
     def both(*arrays):
         out, pull = jax.vjp(layers, *arrays)
-        like = jax.typeof(out).sharding
-        is_typed = EXPLICIT in like.mesh.axis_types
-        return out, pull(jax.sharding.reshard(dy, like) if is_typed else jnp.asarray(dy))
+        return out, pull(sharded_like(dy, out))
 
     if "known" in way:
         out, gradients = both(*placed)
@@ -208,6 +212,53 @@ def test_two_layers_and_their_gradients_equal_dense_ones(way, monkeypatch):
         assert split_as(out, P("data", "tp"))
     for got, want in zip(gradients, dense_gradients(plain, dy), strict=True):
         equal(got, want)
+
+
+# ---- Several weights of one x, of heads and their features.
+
+
+def attention_block(mesh, x, wq, wk, up, out, bias):
+    """The projection of q, and k and another product of x."""
+    options: Any = {"axis_name": "tp", "mesh": mesh, "method": "ring"}
+    q, k, hidden = all_gather_matmul(x, (wq, wk, up), bias=(bias, None, None), **options)
+    return matmul_reduce_scatter(q, out, **options), k, hidden
+
+
+def dense_attention_block(x, wq, wk, up, out, bias):
+    q = np.einsum("btd,dnh->btnh", x, wq) + bias
+    return np.einsum("btnh,nhd->btd", q, out), np.einsum("btd,dnh->btnh", x, wk), x @ up
+
+
+def gradients_of_block(x, wq, wk, up, out, bias, dy, dk, dh):
+    q = np.einsum("btd,dnh->btnh", x, wq) + bias
+    dq = np.einsum("btd,nhd->btnh", dy, out)
+    dx = np.einsum("btnh,dnh->btd", dq, wq) + np.einsum("btnh,dnh->btd", dk, wk) + dh @ up.T
+    of_w = partial(np.einsum, "btd,btnh->dnh", x)
+    dup, dout = np.einsum("btd,btf->df", x, dh), np.einsum("btnh,btd->nhd", q, dy)
+    return dx, of_w(dq), of_w(dk), dup, dout, dq.sum((0, 1))
+
+
+@pytest.mark.parametrize("kind, rows", [("automatic", 7), ("explicit", 8)])
+def test_several_weights(kind, rows):
+    mesh, rng = mesh_of((2, 4), kind, ("data", "tp")), np.random.default_rng()
+    shapes = (B, rows, 12), (12, 8, 3), (12, 4, 3), (12, 8), (8, 3, 12), (8, 3)
+    plain = [integers(rng, *shape) for shape in shapes]
+    expected = dense_attention_block(*plain)
+    cotangents = [integers(rng, *a.shape) for a in expected]
+    specs = [P("data", "tp") if rows == 8 else P("data"), *[P(None, "tp")] * 3, P("tp"), P("tp")]
+    placed = [put(mesh, a, spec) for a, spec in zip(plain, specs, strict=True)]
+
+    def both(*arrays):
+        out, pull = jax.vjp(partial(attention_block, mesh), *arrays)
+        return out, pull(tuple(map(sharded_like, cotangents, out)))
+
+    (out, gradients), found = run(both, *placed)
+    wants = *expected, *gradients_of_block(*plain, *cotangents)
+    for got, want in zip((*out, *gradients), wants, strict=True):
+        equal(got, want)
+    if rows == 8:
+        assert not found - {"all-reduce"}
+        assert all(map(split_as, gradients, specs))
 
 
 # ---- Stages of a pipeline: `jax.vmap`, with weights of each stage or the same for all.
@@ -284,8 +335,11 @@ def test_stages_over_explicit_axes():
 
 
 def test_two_vmaps_on_global_arrays():
+    """Of several weights, one with heads."""
     rng = np.random.default_rng()
     x, w, b = integers(rng, 2, 3, 2, ROWS, 4), integers(rng, 2, 3, 4, 8), integers(rng, 3, 8)
-    call = partial(up, mesh=stages())
-    out = jax.jit(jax.vmap(jax.vmap(call), in_axes=(0, 0, None)))(x, w, b)
+    heads = integers(rng, 2, 3, 4, 2, 3)
+    call = lambda x, w, heads, b: up(x, (w, heads), (b, None), mesh=stages())
+    out, of_heads = jax.jit(jax.vmap(jax.vmap(call), in_axes=(0, 0, 0, None)))(x, w, heads, b)
     equal(out, x @ w[:, :, None] + b[:, None, None])
+    equal(of_heads, np.einsum("sebtd,sednh->sebtnh", x, heads))

@@ -32,7 +32,8 @@ from jax_cp_dispatch.comm_gemm.engine.on_gpu import run_all_ranks  # inner: of o
 W, ORDER = 4, [3, 1, 0, 2]
 ROOT = pathlib.Path(__file__).parents[2]
 SCRATCH = 255 + (32 << 20)
-X, Y, K, N = *(np.zeros((n, 32), np.float32) for n in (8, 32)), np.zeros((32, 16), np.float32), 16
+X, Y, K = (np.zeros(shape, np.float32) for shape in ((8, 32), (32, 32), (32, 16)))
+N = 16
 
 
 @pytest.fixture(autouse=True)

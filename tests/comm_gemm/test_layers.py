@@ -211,6 +211,110 @@ def test_gathered_tokens_are_kept_by_name():
         assert runs(jax.make_jaxpr(program)(x, up, down).jaxpr)["gemm"] == num_gemms, names
 
 
+# ---- Several weights of one x, gathered once, and weights of more than two dimensions.
+
+Q = 2, 3  # heads, and features of each
+
+
+def flat(x, num_dims=2):
+    """Joins the last dimensions, on each rank."""
+    return x.reshape(*x.shape[:-num_dims], -1)
+
+
+def test_each_product_and_one_gradient_of_x():
+    """Weights [K, N, H] and [K, N], one with a bias; uneven tokens."""
+    p, counts = 3, (2, 0, 4)
+    rows, total = max(counts), sum(counts)
+    x, wq, w = integers(0, p, 2, rows, K), integers(1, p, K, *Q), integers(2, p, K, N)
+    bias = integers(3, p, *Q)
+    dq, dy = integers(4, p, 2, total, *Q), integers(5, p, 2, total, N)
+
+    def local(x, wq, w, bias, dq, dy):
+        results = {}
+        for name, fn in with_gathered(all_gather_matmul, p):
+            if name in ("none, keep", "ring, again", "ring, atomic, keep", "xla, keep"):
+                run = lambda x, w, b, fn=fn: fn(x, w, bias=b, axis_name=AXIS, row_counts=counts)
+                out, pull = jax.vjp(run, x, (wq, w), (bias, None))
+                results[name] = out, pull((dq, dy))
+        return results
+
+    results = on_ranks(local, mesh_of(p), check_vma=False)(x, wq, w, bias, dq, dy)
+    flat_wq = flat(wq)
+    q = oracle.all_gather_matmul(x, flat_wq, flat(bias), counts).reshape(*dq.shape)
+    y = oracle.all_gather_matmul(x, w, None, counts)
+    dx_q, dwq, dbias = oracle.all_gather_matmul_gradients(x, flat_wq, flat(dq), counts)
+    dx_y, dw, _ = oracle.all_gather_matmul_gradients(x, w, dy, counts)
+    for name, ((got_q, got_y), (dx, dws, (got_dbias, none))) in results.items():
+        equal(got_q, q, name)
+        equal(got_y, y, name)
+        equal(dx, dx_q + dx_y, name)
+        equal(dws[0], dwq.reshape(wq.shape), name)
+        equal(dws[1], dw, name)
+        equal(got_dbias, dbias.reshape(bias.shape), name)
+        assert none is None
+
+
+def test_two_contracted_dimensions():
+    p = 4
+    x, w, bias = integers(0, p, 2, 8, *Q), integers(1, p, *Q, K), np.stack([integers(2, K)] * p)
+    dy = integers(3, p, 2, 2, K)
+
+    def local(x, w, bias, dy):
+        results, each = {}, methods(matmul_reduce_scatter, p)
+        for name in ("none", "ring", "pipeline of 3", "xla"):
+            run = lambda x, w, bias, fn=each[name]: fn(x, w, bias=bias, axis_name=AXIS)
+            out, pull = jax.vjp(run, x, w, bias)
+            results[name] = out, *pull(dy)
+        return results
+
+    results = on_ranks(local, mesh_of(p), check_vma=False)(x, w, bias, dy)
+    flat_w = w.reshape(p, -1, K)
+    expected = oracle.matmul_reduce_scatter(flat(x), flat_w, bias)
+    gradients = oracle.matmul_reduce_scatter_gradients(flat(x), flat_w, dy)
+    for name, (out, dx, dw, dbias) in results.items():
+        equal(out, expected, name)
+        for got, want in zip((dx, dw, dbias), gradients, strict=True):
+            equal(got, want.reshape(got.shape), name)
+
+
+def test_the_gradient_of_x_is_rounded_once():
+    """257 is not a bfloat16, 258 is."""
+
+    def gradient(x, up, gate):
+        out, pull = jax.vjp(lambda x: GATHER(x, (up, gate)), x)
+        return pull(tuple(map(jnp.ones_like, out)))[0]
+
+    ones = np.ones((1, 1, 1), jnp.bfloat16)
+    dx = on_ranks(gradient, mesh_of(1))(ones, ones * 256, np.ones((1, 1, 2), jnp.bfloat16))
+    equal(dx, np.full((1, 1, 1), 258))
+
+
+def test_one_gather_and_no_kept_copy_of_the_weights():
+    p = 2
+    x, up, gate = (np.ones(s, np.float32) for s in ((p, 2, K), (p, K, N), (p, K, 4)))
+    kept = []
+
+    def local(x, up, gate):
+        out, pull = jax.vjp(lambda x, *w: GATHER(x, w), x, up, gate)
+        kept.extend(a.shape for a in jax.tree.leaves(pull))
+        return pull(out)
+
+    program = on_ranks(local, mesh_of(p), jit=False)
+    assert runs(jax.make_jaxpr(program)(x, up, gate).jaxpr)["gemm"] == 2
+    assert (K, N) in kept and (K, N + 4) not in kept
+
+
+def test_scaled_weights():
+    """Blocks of 32 have their own scales, so products are those of separate calls."""
+    p = 2
+    x, up, gate = normal(0, p, 4, 64), normal(1, p, 64, 32), normal(2, p, 64, 64)
+    scaled = partial(GATHER, scaling_mode="mxfp8_1d_scaling")
+    local = lambda x, *w: (scaled(x, w), tuple(scaled(x, a) for a in w))
+    together, apart = on_ranks(local, mesh_of(p))(x, up, gate)
+    for one, want in zip(together, apart, strict=True):
+        close(one, np.asarray(want, np.float64), "float32")
+
+
 # ---- Meshes.
 
 
