@@ -83,9 +83,3 @@ def real(x, counts):
     for rank, count in enumerate(counts or ()):
         x[rank][..., count:, :] = 0
     return x
-
-
-def next_state(history, scale, x, name, margin=0):
-    """(history, scale) after a step with x of all ranks."""
-    history = np.concatenate([[largest(x)], history[:-1]]).astype(np.float32)
-    return history, scaling_oracle.tensor_scale(max(history), name, margin, otherwise=float(scale))
