@@ -14,12 +14,12 @@ from comm_overlap_cases import no_comm_overlap_buffers  # noqa: F401
 from on_mesh import AXIS, mesh_of, on_ranks
 from scaled_gemm_cases import (
     E4M3,
-    GATHERING,
     MODES,
     WIDE,
     all_epilogues,
     check_all,
     draw,
+    gathering_ways,
     near,
     scaled,
 )
@@ -191,15 +191,7 @@ def test_chunks_of_an_all_gather():
     lhs = draw(0, p, mode, (T, DEPTH))
     rhs = draw(1, p, mode, (DEPTH, COLUMNS), "column")
     call, operands = scaled(lhs, rhs, mode, axis_name=AXIS, preferred_element_type=jnp.float32)
-    create = partial(create_comm_overlap_buffer, tp_size=p)
-    back = create("RS", "RING_EXCHANGE", (p * T, COLUMNS), "float32", atomic_gemm=True)
-    ways = {}
-    for name, more in GATHERING.items():
-        buffer = create("AG", "RING_EXCHANGE", (p * T, DEPTH), E4M3, **more)
-        pair = back if "atomic_gemm" in more else None
-        ways[name] = partial(call, comm_overlap=buffer, paired_comm_overlap=pair)
-    ways["xla"] = partial(ways["ring"], implementation="xla")
-    ways["xla, atomic"] = partial(ways["ring, atomic"], implementation="xla")
+    ways = gathering_ways(call, (p * T, DEPTH), E4M3, p, COLUMNS)
     bias, gelu_input = normal(2, p, COLUMNS), 3 * normal(3, p, p * T, COLUMNS)
 
     def local(bias, gelu_input, *operands):

@@ -22,6 +22,7 @@ from scaled_gemm_cases import (
     TRANSPOSED,
     drawn,
     drawn_by_ranks,
+    gathering_ways,
     in_layout,
     laid,
     near,
@@ -161,17 +162,11 @@ def create(kind, shape, dtype, num_ranks, *, method="RING_EXCHANGE", **options):
 )
 def test_chunks_are_gathered_with_their_scales(num_ranks, mode, order):
     """Every rank's tensor has its own scale; the 8-bit values are gathered."""
-    p, shape = num_ranks, (num_ranks * T, K)
+    p = num_ranks
     lhs = drawn_by_ranks(0, p, mode, E5M2, (T, K))
     rhs = drawn_by_ranks(1, p, mode, E4M3, (K, N), "column")
     call, operands = scaled(lhs, rhs, mode, axis_name=AXIS, **WIDE)
-    back = create("RS", (p * T, N), "float32", p, atomic_gemm=True)
-    ways = {
-        name: partial(call, comm_overlap=create("AG", shape, E5M2, p, **options),
-                      paired_comm_overlap=back if options.get("atomic_gemm") else None)
-        for name, options in GATHERING.items() if p % 2 == 0 or name != "ring, pairs"
-    }  # fmt: skip
-    ways["xla"] = partial(ways["ring"], implementation="xla")
+    ways = gathering_ways(call, (p * T, K), E5M2, p, N)
 
     def local(*operands):
         return {name: (way(*operands), *way(*operands, return_aux=True))

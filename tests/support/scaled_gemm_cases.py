@@ -1,6 +1,7 @@
 """Operands of GEMMs, of 8 bits too; their values and all epilogues of a call in NumPy."""
 
 import itertools
+from functools import partial
 from typing import Any, NamedTuple
 
 import comm_gemm_oracle as oracle
@@ -10,6 +11,7 @@ import scaling_oracle
 from comm_gemm_cases import normal
 
 from jax_cp_dispatch import gemm
+from jax_cp_dispatch.buffers import create_comm_overlap_buffer
 
 E4M3, E5M2 = scaling_oracle.FORMATS
 MODES = ["DELAYED_TENSOR_SCALING", "CURRENT_TENSOR_SCALING", "MXFP8_1D_SCALING"]
@@ -118,6 +120,21 @@ def tiles_of(scales):
     line, block = np.indices(scales.shape)
     tiles[line // 128, block // 4, scaling_oracle.tile_offset(line % 128, block % 4)] = scales
     return tiles
+
+
+def gathering_ways(call, shape, dtype, num_ranks, columns):
+    """The call with a buffer of this shape and type for each schedule; by XLA, too."""
+    create = partial(create_comm_overlap_buffer, method="RING_EXCHANGE", tp_size=num_ranks)
+    sums: Any = {"buffer_shape": (shape[0], columns), "buffer_dtype": "float32"}
+    back, ways = create("RS", **sums, atomic_gemm=True), {}
+    for name, options in GATHERING.items():
+        if num_ranks % 2 == 0 or name != "ring, pairs":
+            buffer = create("AG", buffer_shape=shape, buffer_dtype=dtype, **options)
+            pair = back if "atomic" in name else None
+            ways[name] = partial(call, comm_overlap=buffer, paired_comm_overlap=pair)
+    of_xla = {f"{name}, xla": partial(ways[name], implementation="xla")
+              for name in ("ring", "ring, atomic")}  # fmt: skip
+    return {**ways, **of_xla}
 
 
 # ---- Epilogues.
