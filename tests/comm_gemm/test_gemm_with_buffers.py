@@ -15,12 +15,10 @@ from on_mesh import AXIS, mesh_of, on_ranks
 from scaled_gemm_cases import (
     E4M3,
     MODES,
-    WIDE,
     all_epilogues,
     check_all,
     draw,
     gathering_ways,
-    near,
     scaled,
 )
 
@@ -85,22 +83,32 @@ REDUCING = [
 def test_reduce_scatter_with_partial_sums_of_a_type(dtype):
     """Each is rounded to the buffer's type, then summed in float32; direct rings have none.
 
-    The first weight is transposed.
+    The bias is added once; its gradient uses this rank's rhs, whatever is summed.
     """
     calls = [
         partial(with_ranks, comm_overlap=create("RS", method, dtype=dtype, **options))
         for method, options in REDUCING
     ]
-    whole, w = WHOLE * np.float32(1.25), W * np.float32(0.75)  # more bits than bfloat16 has
     turned = partial(calls[2], contracting_dims=((1,), (1,)))
-    each = lambda x, w, b: [turned(x, w.T, bias=b), *(call(x, w, bias=b) for call in calls)]
-    results = run(each, whole, w, SHARED_BIAS)
+    by_xla = partial(calls[0], implementation="xla")
+    whole, w = WHOLE * np.float32(1.25), W * np.float32(0.75)  # more bits than bfloat16 has
+
+    def local(x, w, bias):
+        sums = [call(x, w, bias=bias) for call in (*calls, by_xla)]
+        gradient: Any = {"fuse_bias": True, "grad": True}
+        return [*sums, turned(x, w.T, bias=bias)], [call(x, w, **gradient) for call in calls]
+
+    sums, pairs = run(local, whole, w, SHARED_BIAS)
     partial_sums = np.stack([a @ b for a, b in zip(whole, w, strict=True)])
     rounded = np.asarray(jnp.asarray(partial_sums, dtype)).astype(np.float64)
     assert (dtype == "float32") == np.array_equal(rounded, partial_sums)
-    for got, (_, options) in zip(results, [REDUCING[2], *REDUCING], strict=True):
-        parts = rounded if options.get("use_ce", True) else partial_sums
-        equal(got, oracle.bulk_scatter(parts) + SHARED_BIAS[:, None], options)
+    of_rounded, of_exact = map(oracle.bulk_scatter, (rounded, partial_sums))
+    wants = [of_rounded if options.get("use_ce", True) else of_exact for _, options in REDUCING]
+    for i, (got, want) in enumerate(zip(sums, [*wants, of_rounded, of_rounded], strict=True)):
+        equal(got, want + SHARED_BIAS[:, None], i)
+    for (out, dbias), want in zip(pairs, wants, strict=True):
+        equal(out, want)
+        equal(dbias, w.sum(1))
 
 
 @pytest.mark.parametrize(
@@ -134,7 +142,7 @@ def test_atomic_rings_in_a_pair(num_ranks, use_ce, implementation):
 
 @pytest.mark.parametrize("gathered_type, summed_type", [("float32", "float32"), (E4M3, "float16")])
 def test_bulk_during_an_independent_gemm(gathered_type, summed_type):
-    """The array that moves is independent of the operands of the GEMM."""
+    """The array that moves is independent of the operands of the GEMM, and of its epilogue."""
     shape = (M, 6)
     gather = create("AG", "BULK", shape, gathered_type)
     scatter = create("RS", "BULK", shape, summed_type)
@@ -144,15 +152,16 @@ def test_bulk_during_an_independent_gemm(gathered_type, summed_type):
 
     def local(lhs, other, w, bias, part, whole):
         return (
-            with_ranks(lhs, w, comm_overlap=gather, aux_in=part),
+            with_ranks(lhs, w, comm_overlap=gather, aux_in=part, fuse_bias=True, grad=True),
             with_ranks(other, w, bias=bias, comm_overlap=scatter, aux_in=whole),
         )
 
     results = on_ranks(local, mesh_of(P_))(WHOLE, other, W, BIAS, part, whole)
-    (out, gathered), (other_out, summed) = results
+    (out, dbias, gathered), (other_out, summed) = results
     assert (gathered.dtype, summed.dtype) == (gathered_type, summed_type)
     assert out.dtype == np.float32
-    equal(out, np.einsum("pmk,pkn->pmn", WHOLE, W))
+    equal(out, WHOLE @ W)
+    equal(dbias, W.sum(1))
     equal(gathered, oracle.bulk_gather(part))
     equal(other_out, np.einsum("pabk,pkn->pabn", other, W) + BIAS[:, None, None])
     equal(summed, oracle.bulk_scatter(whole))
@@ -205,53 +214,6 @@ def test_chunks_of_an_all_gather():
         product, _ = oracle.engine_gather(lhs.values, rhs.values, atomic="atomic" in name)
         biases, sums = bias[:, None], rhs.values.sum(1)
         check_all(results, product, biases, gelu_input, sums, name)
-
-
-def test_bias_of_sums_and_during_bulk():
-    """The bias is added once; its gradient uses this rank's rhs, whatever is summed."""
-    p = 4
-    lhs = draw(0, p, WIDE, (p * T, DEPTH))
-    rhs = draw(1, p, WIDE, (DEPTH, COLUMNS), "column")
-    call, operands = scaled(lhs, rhs, WIDE, axis_name=AXIS, preferred_element_type=jnp.float32)
-    create = partial(create_comm_overlap_buffer, tp_size=p, buffer_dtype="float32")
-    reducing: Any = {
-        "ring": ("RING_EXCHANGE", {}),
-        "ring, atomic": ("RING_EXCHANGE", {"atomic_gemm": True}),
-        "ring, no copies": ("RING_EXCHANGE", {"use_ce": False}),
-        "pipeline": ("PIPELINE", {}),
-        "pipeline, atomic": ("PIPELINE", {"atomic_gemm": True}),
-    }
-    shape = p * T, COLUMNS
-    ways = {
-        name: partial(call, comm_overlap=create("RS", method, shape, **more))
-        for name, (method, more) in reducing.items()
-    }
-    ways["xla"] = partial(ways["ring"], implementation="xla")
-    bulk = [partial(call, comm_overlap=create(kind, "BULK", (p * T, 5))) for kind in ("AG", "RS")]
-    bias = np.stack([100 * normal(2, COLUMNS)] * p)
-    moved = integers(3, p, T, 5), integers(4, p, p * T, 5)
-
-    def local(bias, moved, *operands):
-        gradient = {"fuse_bias": True, "grad": True}
-        each = {
-            name: (way(*operands, bias=bias), way(*operands, **gradient))
-            for name, way in ways.items()
-        }
-        beside = zip(bulk, moved, strict=True)
-        return each, [way(*operands, aux_in=aux, **gradient) for way, aux in beside]
-
-    results, of_bulk = on_ranks(local, mesh_of(p, (2, 0, 3, 1)))(bias, moved, *operands)
-    sums = rhs.values.sum(1)
-    for name, (with_bias, (out, dbias)) in results.items():
-        want = oracle.engine_scatter(lhs.values, rhs.values, atomic=name == "ring, atomic")
-        near(with_bias, want + bias[:, None], name)
-        near(out, want, name)
-        near(dbias, sums, name)
-    wants = oracle.bulk_gather(moved[0]), oracle.bulk_scatter(moved[1])
-    for (out, dbias, aux), want in zip(of_bulk, wants, strict=True):
-        near(out, lhs.values @ rhs.values)
-        near(dbias, sums)
-        equal(aux, want)
 
 
 # ---- Many calls of one buffer.

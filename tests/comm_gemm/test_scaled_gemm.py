@@ -132,19 +132,6 @@ def test_scales_as_tensor_cores_read_them(implementation):
         equal(of_rhs, tiles_of(laid(rhs.scale_inv, "row" if right else "column")[:70, :5]))
 
 
-@pytest.mark.parametrize("mode", MODES[1:])
-def test_examples_under_vmap(mode):
-    """Each example has its own scales, or all share one operand."""
-    lhs = drawn_by_ranks(0, 3, mode, E4M3, (4, 64))
-    rhs = drawn_by_ranks(1, 3, mode, E4M3, (64, 6), "column")
-    call, operands = scaled(lhs, rhs, mode, **WIDE)
-    shared = [x[0] for x in operands[2:]]
-    run = lambda *all: (jax.vmap(call)(*all), jax.vmap(call, (0, 0, None, None))(*all[:2], *shared))
-    each, one = jax.jit(run)(*operands)
-    near(each, lhs.values @ rhs.values)
-    near(one, lhs.values @ rhs.values[0])
-
-
 # ---- Between ranks.
 
 

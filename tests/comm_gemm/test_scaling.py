@@ -9,6 +9,7 @@ from hypothesis import given, strategies as st
 from jax.sharding import PartitionSpec as P
 from on_mesh import AXIS, mesh_of, on_ranks
 from properties import examples
+from scaled_gemm_cases import laid
 
 from jax_cp_dispatch.scaling import (
     DelayedScaling,
@@ -52,11 +53,6 @@ def wide_range(seed, low=-140, high=127):
     exponent = np.clip(center + rng.integers(-20, 2, SHAPE), -149, 126)
     x = np.ldexp(rng.uniform(1, 2, SHAPE) * rng.choice([-1.0, 1.0], SHAPE), exponent)
     return np.where(rng.random(SHAPE) < 0.1, np.copysign(0, x), x).astype(np.float32)
-
-
-def laid(x, layout):
-    """Transposes blocks of the last dimension to the first one for "column"; its own inverse."""
-    return np.asarray(x) if layout == "row" else np.asarray(x).T
 
 
 def assert_mxfp8(x, name, layout="row"):
