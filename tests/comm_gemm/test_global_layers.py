@@ -301,27 +301,21 @@ def check(fn, has_weights, spmd, mesh, op):
 
 
 @pytest.mark.parametrize(
-    "op, has_weights", [(all_gather_matmul, False), (matmul_reduce_scatter, True)]
-)
-def test_stages_around_shard_map(op, has_weights):
-    mesh, (of_x, of_w, of_out) = stages(), SPECS[op]
-    local = partial(op, axis_name="tp", method="ring")
-    # JAX's check of varying axes fails for any custom derivative under spmd_axis_name.
-    each = jax.shard_map(local, mesh=mesh, in_specs=(of_x, of_w), out_specs=of_out, check_vma=False)
-    check(each, has_weights, "stage", mesh, op)
-
-
-@pytest.mark.parametrize(
-    "op, options, has_weights, spmd",
+    "op, options, has_weights, spmd, around",
     [
-        (all_gather_matmul, {"gathered": "again"}, True, "stage"),
-        (matmul_reduce_scatter, {}, False, None),
+        (all_gather_matmul, {}, False, "stage", True),
+        (matmul_reduce_scatter, {}, True, "stage", True),
+        (all_gather_matmul, {"gathered": "again"}, True, "stage", False),
+        (matmul_reduce_scatter, {}, False, None, False),
     ],
 )
-def test_stages_of_global_arrays(op, options, has_weights, spmd):
-    """Each stage's devices compute their own examples; results are sharded like the operands."""
-    mesh = stages()
-    fn = partial(op, axis_name="tp", method="ring", mesh=mesh, **options)
+def test_stages(op, options, has_weights, spmd, around):
+    """Around a `shard_map`, and of global arrays: each stage's devices compute its examples."""
+    mesh, (*inputs, out) = stages(), SPECS[op]
+    fn = partial(op, axis_name="tp", method="ring", **options)
+    if around:  # JAX's check of varying axes fails for any custom derivative under spmd_axis_name
+        specs: Any = {"in_specs": tuple(inputs), "out_specs": out}
+        fn = jax.shard_map(fn, mesh=mesh, **specs, check_vma=False)
     for array, spec in check(fn, has_weights, spmd, mesh, op):
         assert split_as(array, spec)
 

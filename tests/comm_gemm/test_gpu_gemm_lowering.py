@@ -132,15 +132,6 @@ def test_an_overlapped_product_names_the_gpu_of_every_rank(method):
     assert attributes["comm_type"] == "2"
 
 
-def test_gradients_are_the_other_call():
-    product = scatter(method="pipeline", num_splits=2)
-    loss = lambda x, w: (product(x, w) ** 2).sum()
-    found = calls(lowered(jax.grad(loss, argnums=(0, 1)), X, K))
-    assert sorted(attributes["comm_type"] for attributes, _ in found) == ["1", "2"]
-    (pipeline,) = [a for a, _ in found if a["comm_overlap_method"] == "2"]
-    assert pipeline["num_splits"] == "2"
-
-
 def test_options_of_a_buffer_reach_the_gpu(cuda):
     options = {"gemm_priority": 1, "comm_priority": 3, "num_comm_sm": 12}
     buffer = create_comm_overlap_buffer(

@@ -23,6 +23,7 @@ from comm_gemm_cases import (
     of_gather,
     of_scatter,
     with_gathered,
+    with_gradients,
     with_nan_behind,
 )
 from comm_gemm_refusals import GATHER, SCATTER, T, W, ones
@@ -66,13 +67,12 @@ def test_every_method_and_its_derivative(op, num_ranks, batch, counts, order):
     else:
         dy = with_nan_behind(dy, counts)
 
-    def local(x, w, bias, dy):
-        def both(fn):
-            run = lambda x, w, b: fn(x, w, bias=b, axis_name=AXIS, row_counts=counts)
-            out, pull = jax.vjp(run, x, w, bias)
-            return out, *pull(dy)
+    options = {"axis_name": AXIS, "row_counts": counts}
 
-        return {name: both(fn) for name, fn in with_gathered(op, num_ranks)}
+    def local(x, w, bias, dy):
+        run = lambda fn: lambda x, w, b: fn(x, w, bias=b, **options)
+        ways = {name: run(fn) for name, fn in with_gathered(op, num_ranks).items()}
+        return with_gradients(ways, dy, x, w, bias)
 
     results = on_ranks(local, mesh_of(num_ranks, order))(x, w, bias, dy)
     forward, backward = ORACLES[op]
@@ -103,14 +103,11 @@ def test_narrow_types(op, types, names):
     dy = draw(3, natural, rows[1], N)
 
     def local(x, w, bias, dy):
-        run = lambda fn, *arrays, **out: fn(*arrays[:2], bias=arrays[2], axis_name=AXIS, **out)
-        results = {}
-        for name, fn in with_gathered(op, p):
-            if name in names:
-                y, pull = jax.vjp(partial(run, fn), x, w, bias)
-                wide = run(fn, x, w, bias, preferred_element_type=jnp.float32)
-                results[name] = wide, y, *pull(dy)
-        return results
+        run = lambda fn, **out: lambda x, w, b: fn(x, w, bias=b, axis_name=AXIS, **out)
+        ways = {name: with_gathered(op, p)[name] for name in names}
+        results = with_gradients({name: run(fn) for name, fn in ways.items()}, dy, x, w, bias)
+        wide = {name: run(fn, preferred_element_type="float32") for name, fn in ways.items()}
+        return {name: (wide[name](x, w, bias), *results[name]) for name in names}
 
     forward, backward = ORACLES[op]
     y, *gradients = forward(x, w, bias), *backward(x, w, dy)
@@ -229,14 +226,13 @@ def test_each_product_and_one_gradient_of_x():
     bias = integers(3, p, *Q)
     dq, dy = integers(4, p, 2, total, *Q), integers(5, p, 2, total, N)
 
+    names = "none, keep", "ring, again", "ring, atomic, keep", "xla, keep"
+    options = {"axis_name": AXIS, "row_counts": counts}
+
     def local(x, wq, w, bias, dq, dy):
-        results = {}
-        for name, fn in with_gathered(all_gather_matmul, p):
-            if name in ("none, keep", "ring, again", "ring, atomic, keep", "xla, keep"):
-                run = lambda x, w, b, fn=fn: fn(x, w, bias=b, axis_name=AXIS, row_counts=counts)
-                out, pull = jax.vjp(run, x, (wq, w), (bias, None))
-                results[name] = out, pull((dq, dy))
-        return results
+        run = lambda fn: lambda x, w, b: fn(x, w, bias=b, **options)
+        ways = {name: run(with_gathered(all_gather_matmul, p)[name]) for name in names}
+        return with_gradients(ways, (dq, dy), x, (wq, w), (bias, None))
 
     results = on_ranks(local, mesh_of(p), check_vma=False)(x, wq, w, bias, dq, dy)
     flat_wq = flat(wq)
@@ -244,7 +240,7 @@ def test_each_product_and_one_gradient_of_x():
     y = oracle.all_gather_matmul(x, w, None, counts)
     dx_q, dwq, dbias = oracle.all_gather_matmul_gradients(x, flat_wq, flat(dq), counts)
     dx_y, dw, _ = oracle.all_gather_matmul_gradients(x, w, dy, counts)
-    for name, ((got_q, got_y), (dx, dws, (got_dbias, none))) in results.items():
+    for name, ((got_q, got_y), dx, dws, (got_dbias, none)) in results.items():
         equal(got_q, q, name)
         equal(got_y, y, name)
         equal(dx, dx_q + dx_y, name)
@@ -260,12 +256,10 @@ def test_two_contracted_dimensions():
     dy = integers(3, p, 2, 2, K)
 
     def local(x, w, bias, dy):
-        results, each = {}, methods(matmul_reduce_scatter, p)
-        for name in ("none", "ring", "pipeline of 3", "xla"):
-            run = lambda x, w, bias, fn=each[name]: fn(x, w, bias=bias, axis_name=AXIS)
-            out, pull = jax.vjp(run, x, w, bias)
-            results[name] = out, *pull(dy)
-        return results
+        run = lambda fn: lambda x, w, b: fn(x, w, bias=b, axis_name=AXIS)
+        each = methods(matmul_reduce_scatter, p)
+        ways = {name: run(each[name]) for name in ("none", "ring", "pipeline of 3", "xla")}
+        return with_gradients(ways, dy, x, w, bias)
 
     results = on_ranks(local, mesh_of(p), check_vma=False)(x, w, bias, dy)
     flat_w = w.reshape(p, -1, K)
