@@ -212,7 +212,6 @@ GROUPED: dict[str, Any] = {
 
 # ---- Layers.
 
-STATE = MatmulScaling.init()
 DOUBLE = X.astype(np.float64), V.astype(np.float64)
 DERIVED = "16 elements are contracted on a rank, in the forward pass or in the derivative"
 
@@ -245,7 +244,8 @@ def on_global(*shapes: Any, op=all_gather_matmul, **options: Any):
     return jax.eval_shape(grad(call), x, *ws)
 
 
-on_whole = partial(all_gather_matmul, axis_name=AXIS, mesh=mesh_of(W))
+def on_whole(x, w):
+    return all_gather_matmul(x, w, axis_name=AXIS, mesh=mesh_of(W))
 
 
 def without_a_derivative():
@@ -293,7 +293,7 @@ GATHERS: dict[str, Any] = {
     "scaling_mode is 'FP8'; it needs to be one of ": lambda: gather(scaling_mode="FP8"),
     "no scaling_state with .*DELAYED.* Begin with Matm": lambda: gather(scaling_mode=DELAYED),
     "scaling_state is int; it": lambda: gather(scaling_mode=DELAYED, scaling_state=3),
-    "a scaling_state with .*NO_SCALING; .* Omit it": lambda: gather(scaling_state=STATE),
+    "scaling_state with .*NO_SCALING; .* Omit": lambda: gather(scaling_state=MatmulScaling.init()),
     "3 elements are contracted on a rank, .* Pad": lambda: gather(scaling_mode=MXFP8),
     "gathered='again' with .*CURR": lambda: gather(gathered="again", scaling_mode=CURRENT),
     DERIVED: lambda: on_global((64, 64), (64, 64), scaling_mode=MXFP8),
@@ -350,7 +350,7 @@ SCALING: dict[str, dict[str, Any]] = {
         "type int.*DelayedScaling. Begin": lambda: quantize(mode=DELAYED, state=3),
     },
     "DelayedScaling": {
-        "dtype is float16": lambda: STATE.x.update(VALUES, dtype=jnp.float16),
+        "dtype is float16": lambda: MatmulScaling.init().x.update(VALUES, dtype=jnp.float16),
     },
     "dequantize": {
         "type ndarray.*Quantized. Pass": lambda: scaling.dequantize(NO_PLAN),
