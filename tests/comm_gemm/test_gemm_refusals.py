@@ -19,7 +19,7 @@ from refusals import NO_PLAN, check_names
 
 import jax_cp_dispatch as cp
 from jax_cp_dispatch import all_gather_matmul, gemm, grouped_gemm, matmul_reduce_scatter, scaling
-from jax_cp_dispatch.buffers import destroy_comm_overlap_buffer
+from jax_cp_dispatch.buffers import comm_overlap_buffer_bytes, destroy_comm_overlap_buffer
 from jax_cp_dispatch.comm_gemm import choose_comm_gemm
 from jax_cp_dispatch.scaling import MatmulScaling, Quantized
 
@@ -320,6 +320,7 @@ SCATTERS: dict[str, Any] = {
 
 VALUES: Any = np.zeros((2, 32), np.float32)
 SCALES: Any = bytes_of((130, 4))
+PRODUCT = cp.cost.CommGemmShape("all_gather_matmul", 8, 8, 8, 4, 4)
 
 
 def quantize(x: Any = VALUES, mode: Any = MXFP8, **options: Any):
@@ -349,9 +350,7 @@ SCALING: dict[str, dict[str, Any]] = {
         "got a state with .* Omit it": lambda: quantize(state="any"),
         "type int.*DelayedScaling. Begin": lambda: quantize(mode=DELAYED, state=3),
     },
-    "DelayedScaling": {
-        "dtype is float16": lambda: MatmulScaling.init().x.update(VALUES, dtype=jnp.float16),
-    },
+    "DelayedScaling": {"dtype is f": lambda: MatmulScaling.init().x.update(VALUES, dtype="f2")},
     "dequantize": {
         "type ndarray.*Quantized. Pass": lambda: scaling.dequantize(NO_PLAN),
         "dtype is 'nonsense'; it needs .* Pass jnp.float32": lambda: dequantize("nonsense"),
@@ -366,9 +365,7 @@ SCALING: dict[str, dict[str, Any]] = {
         r"\(4, 6, 2\).*\[r, c\]": lambda: swizzle(np.ones((W, 6, 2)), layout="row"),
         r"multiples of \(128, 4\). Call pad_scales": lambda: swizzle(SCALES, layout="row"),
     },
-    "unswizzle_scales": {
-        r"\(4, 6, 2\).*512": lambda: scaling.unswizzle_scales(np.ones((W, 6, 2)), layout="row"),
-    },
+    "unswizzle_scales": {r"\(8, 4\).*512": lambda: scaling.unswizzle_scales(ROWS, layout="row")},
     "unpad_scales": {
         "shape is 3; it needs to be a tuple": lambda: unpad(shape=3),
         "entry of shape is 1.5; it needs": lambda: unpad(shape=(1.5, 2)),
@@ -376,19 +373,13 @@ SCALING: dict[str, dict[str, Any]] = {
         r"\(-1, 4\); it needs sizes from 0 to .*\(130, 4\)": lambda: unpad(shape=(-1, 4)),
     },
     "comm_overlap_buffer_bytes": {
-        "got an unexpected keyword argument 'foo'": lambda: cp.buffers.comm_overlap_buffer_bytes(
-            *("AG", BULK, (8, 8), "float32", 4), foo=3
-        ),
+        "argument 'foo'": lambda: comm_overlap_buffer_bytes("AG", BULK, LHS, "float32", W, foo=3),
     },
     "choose_comm_gemm": {
         "type ndarray.*CommGemmShape. Pass": lambda: choose_comm_gemm(NO_PLAN),
-        "type str.*needs to be": lambda: choose_comm_gemm(
-            cp.cost.CommGemmShape("all_gather_matmul", 8, 8, 8, 4, 4), hardware=cast(Any, "h100")
-        ),
+        "type str.*needs to be": lambda: choose_comm_gemm(PRODUCT, hardware=cast(Any, "h100")),
     },
-    "overlap_profile": {
-        "type ndarray.*a function": lambda: cp.profiling.overlap_profile(NO_PLAN),
-    },
+    "overlap_profile": {"type ndarray.*a function": lambda: cp.profiling.overlap_profile(NO_PLAN)},
 }  # fmt: skip
 
 
