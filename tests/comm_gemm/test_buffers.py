@@ -62,8 +62,9 @@ def test_every_parameter_is_part_of_the_id():
     pipeline = {"comm_type": "RS", "method": "PIPELINE"}
     assert id_of(**pipeline) != id_of(**pipeline, rs_overlap_first_gemm=True)
     named = {name for other in OTHER for name in other} | {"rs_overlap_first_gemm"}
-    (buffer,) = [create()]
-    assert named == set(vars(list_comm_overlap_buffers()[buffer].config))
+    create()
+    (listed,) = list_comm_overlap_buffers().values()
+    assert named == set(vars(listed.config))
 
 
 def test_ids_are_the_same_in_every_process():

@@ -42,7 +42,7 @@ def products_of_rows(lhs, rhs, sizes):
 
 @pytest.mark.parametrize(
     "sizes, num_rows, implementation",
-    [*((*case, None) for case in SIZES), (*SIZES[2], "xla")],
+    [*((*case, None) for case in SIZES), (*SIZES[0], "xla")],
 )
 def test_every_form_and_its_derivative(sizes, num_rows, implementation):
     """Ragged and empty groups, rows after the last group; integers are exact."""
@@ -87,14 +87,14 @@ def test_one_scale_per_group(mode, implementation):
     scales = [random.uniform(0.5, 2, 4).astype("f") for _ in range(2)]
     options: Any = {"scaling_mode": mode, "implementation": implementation}
     options |= dict(zip(("lhs_scale_inv", "rhs_scale_inv"), map(jnp.asarray, scales), strict=True))
-    call = jax.jit(partial(grouped_gemm, **options), static_argnames="contracting_dims")
-    wide = jax.jit(partial(grouped_gemm, **options, preferred_element_type=jnp.float32),
-                   static_argnames="contracting_dims")  # fmt: skip
+    call = partial(grouped_gemm, **options)
+    wide = partial(call, preferred_element_type=jnp.float32)
+    lhs, rhs, dy, sizes = map(jnp.asarray, (lhs, rhs, dy, sizes))
     scale = (np.float64(scales[0]) * scales[1])[:, None, None]
     close(wide(lhs, rhs, sizes), products(of_lhs, of_rhs * scale, sizes), "float32")
     got = wide(lhs, dy, sizes, contracting_dims=ROWS)
     close(got, products_of_rows(of_lhs, of_dy, sizes) * scale, "float32")
-    assert call.eval_shape(lhs, rhs, sizes).dtype == jnp.bfloat16
+    assert jax.eval_shape(call, lhs, rhs, sizes).dtype == jnp.bfloat16
 
 
 def test_gradients_where_one_operand_is_the_same_on_all_ranks():

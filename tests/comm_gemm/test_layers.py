@@ -146,12 +146,8 @@ def test_the_order_of_sums():
         same_bits({name: [got[0]] * p}, {name: list(got)})
 
 
-def dense(x, w, bias):
-    return x @ w + bias
-
-
 def over_mesh(fn, mesh, kind):
-    """The product of whole arrays, like `dense`; shards x and w as the layer requires."""
+    """The product of whole arrays; shards x and w as the layer requires."""
     rows, columns = P(AXIS, None), P(None, AXIS)
     specs = {
         all_gather_matmul: ((rows, columns, P(AXIS)), columns),
@@ -172,7 +168,7 @@ def test_second_derivatives():
 
     mapped = lambda op, **options: over_mesh(partial(op, method="ring", **options), mesh_of(p), op)
     ways = {
-        "dense": dense,
+        "dense": lambda x, w, bias: x @ w + bias,
         "keep": mapped(all_gather_matmul),
         "again": mapped(all_gather_matmul, gathered="again"),
         "scatter": mapped(matmul_reduce_scatter),
