@@ -181,8 +181,7 @@ def test_create_and_destroy_comm_overlap_buffer_in_many_threads():
 
 # ---- Each type of buffer, with arrays that fit it.
 
-P, T = 4, 3
-M = P * T
+P, T, M = 4, 3, 12
 X, W, BIAS = integers(0, P, T, K), integers(1, P, K, N), integers(2, P, N)
 WHOLE = integers(3, P, M, K)
 SHARED_BIAS = np.stack([BIAS[0]] * P)

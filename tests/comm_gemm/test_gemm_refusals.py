@@ -21,6 +21,7 @@ import jax_cp_dispatch as cp
 from jax_cp_dispatch import all_gather_matmul, gemm, grouped_gemm, matmul_reduce_scatter, scaling
 from jax_cp_dispatch.buffers import comm_overlap_buffer_bytes, destroy_comm_overlap_buffer
 from jax_cp_dispatch.comm_gemm import choose_comm_gemm
+from jax_cp_dispatch.profiling import overlap_profile
 from jax_cp_dispatch.scaling import MatmulScaling, Quantized
 
 pytestmark = pytest.mark.usefixtures("unchecked_types")
@@ -386,7 +387,10 @@ SCALING: dict[str, dict[str, Any]] = {
         "type ndarray.*CommGemmShape. Pass": lambda: choose_comm_gemm(NO_PLAN),
         "type str.*needs to be": lambda: choose_comm_gemm(PRODUCT, hardware=cast(Any, "h100")),
     },
-    "overlap_profile": {"type ndarray.*a function": lambda: cp.profiling.overlap_profile(NO_PLAN)},
+    "overlap_profile": {
+        "type ndarray.*a function": lambda: overlap_profile(NO_PLAN),
+        "ran no GEMM with comm": lambda: overlap_profile(jax.jit(lambda x: x + 1), jnp.ones(3)),
+    },
 }  # fmt: skip
 
 

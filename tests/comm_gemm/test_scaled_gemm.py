@@ -135,10 +135,6 @@ def test_scales_as_tensor_cores_read_them(implementation):
 # ---- Between ranks.
 
 
-def create(kind, shape, dtype, num_ranks, *, method="RING_EXCHANGE", **options):
-    return create_comm_overlap_buffer(kind, method, shape, dtype, num_ranks, **options)
-
-
 @pytest.mark.parametrize(
     "num_ranks, mode, order",
     [
@@ -176,12 +172,16 @@ def test_moved_scales_as_tensor_cores_read_them_are_in_rank_order():
     lhs = drawn_by_ranks(0, p, MXFP8, E4M3, (lines, K))
     rhs = drawn_by_ranks(1, p, MXFP8, E4M3, (K, N), "column")
     call, operands = scaled(lhs, rhs, MXFP8, axis_name=AXIS)
-    rings = [partial(call, return_aux=True, comm_overlap=create("AG", (p * lines, K), E4M3, p,
-                     **options)) for options in list(GATHERING.values())[:3]]  # fmt: skip
+    create = partial(create_comm_overlap_buffer, tp_size=p)
+    rings = [
+        create("AG", "RING_EXCHANGE", (p * lines, K), E4M3, **options)
+        for options in list(GATHERING.values())[:3]
+    ]
+    rings = [partial(call, return_aux=True, comm_overlap=ring) for ring in rings]
     rings.append(partial(rings[0], implementation="xla"))
-    bulk = partial(call, comm_overlap=create("AG", (p * T, 7), "float32", p, method="BULK"))
+    bulk = partial(call, comm_overlap=create("AG", "BULK", (p * T, 7), "float32"))
     bulk = partial(bulk, aux_in=jnp.zeros((T, 7)))
-    summed = partial(call, comm_overlap=create("RS", (lines, N), "float32", p))
+    summed = partial(call, comm_overlap=create("RS", "RING_EXCHANGE", (lines, N), "float32"))
     local = lambda *operands: [tiles(way, *operands) for way in (*rings, bulk, summed)]
     got = on_ranks(local, mesh_of(p, (2, 0, 3, 1)))(*read(operands))
     own = lhs.scale_inv[:, :lines, : K // 32]
