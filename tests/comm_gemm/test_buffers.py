@@ -380,7 +380,7 @@ def fails(result, match):
 def compiled(gate=None):
     """Returns a buffer, and a program with it, in which one rank may be late."""
     buffer = fitting("RS", "RING_EXCHANGE")
-    call = partial(matmul_reduce_scatter, axis_name=AXIS, buffer=buffer)
+    call = partial(matmul_reduce_scatter, axis_name=AXIS, buffer=buffer, method="ring")
     local = lambda x, w: call(gate.wait_at(x) if gate else x, w)
     return buffer, on_ranks(local, mesh_of(P), check_vma=False).lower(WHOLE, W).compile()
 
