@@ -1,8 +1,8 @@
-"""Communication buffers: ids, defaults, bytes, counts, memory, and destruction at any time."""
+"""Communication buffers: ids, bytes, counts; `gemm` with each type; memory, end, refusals."""
 
 import re
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -11,8 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from comm_gemm_cases import K, N, equal, integers, normal
 from comm_overlap_cases import BASE, create, no_comm_overlap_buffers  # noqa: F401
-from on_mesh import AXIS, Gate, mesh_of, on_ranks
+from on_mesh import AXIS, Gate, all_fail, mesh_of, on_ranks
+from scaled_gemm_cases import E4M3, MODES, all_epilogues, check_all, draw, gathering_ways, scaled
 
 from jax_cp_dispatch import gemm, matmul_reduce_scatter
 from jax_cp_dispatch.buffers import (
@@ -26,9 +28,8 @@ from jax_cp_dispatch.buffers import (
     list_comm_overlap_buffers,
 )
 
-pytestmark = pytest.mark.usefixtures("unchecked_types")
-
 RING = CommOverlapMethod.RING_EXCHANGE
+unchecked = pytest.mark.usefixtures("unchecked_types")
 
 
 # ---- Ids.
@@ -61,8 +62,9 @@ def test_every_parameter_is_part_of_the_id():
     pipeline = {"comm_type": "RS", "method": "PIPELINE"}
     assert id_of(**pipeline) != id_of(**pipeline, rs_overlap_first_gemm=True)
     named = {name for other in OTHER for name in other} | {"rs_overlap_first_gemm"}
-    (buffer,) = [create()]
-    assert named == set(vars(list_comm_overlap_buffers()[buffer].config))
+    create()
+    (listed,) = list_comm_overlap_buffers().values()
+    assert named == set(vars(listed.config))
 
 
 def test_ids_are_the_same_in_every_process():
@@ -72,34 +74,26 @@ def test_ids_are_the_same_in_every_process():
     assert other == 6472580938398280615
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"comm_type": CommOverlapType.AG, "method": "ring_exchange", "buffer_shape": [64, 32]},
-        {"buffer_dtype": jnp.float32, "tp_size": np.int8(4), "num_splits": np.int64(4)},
-        {"buffer_dtype": np.dtype("float32"), "method": RING, "comm_cga_size": 1},
-        {"num_comm_sm": 1, "set_sm_margin": False, "use_ce": True},  # the defaults of the ring
-    ],
-)
-def test_equal_arguments_may_be_written_in_different_ways(options):
-    assert id_of(**options) == id_of()
+@unchecked
+def test_equal_arguments_may_be_written_in_different_ways():
+    ids = [
+        id_of(comm_type=CommOverlapType.AG, method="ring_exchange", buffer_shape=[64, 32]),
+        id_of(buffer_dtype=jnp.float32, tp_size=np.int8(4), num_splits=np.int64(4)),
+        id_of(buffer_dtype=np.dtype("float32"), method=RING, comm_cga_size=1),
+        id_of(num_comm_sm=1, set_sm_margin=False, use_ce=True),  # the defaults of the ring
+    ]
+    assert set(ids) == {id_of()}
 
 
 def test_defaults_depend_on_the_method():
-    parameters = ("comm_cga_size", "num_comm_sm", "set_sm_margin", "use_ce")
-    defaults = {}
-    for method in ("RING_EXCHANGE", "PIPELINE", "BULK"):
+    same = {"num_splits": 4, "num_max_streams": 3, "gemm_priority": 0, "comm_priority": 0}
+    ring = {"comm_cga_size": 1, "num_comm_sm": 1, "set_sm_margin": False, "use_ce": True}
+    other = {"comm_cga_size": 2, "num_comm_sm": 16, "set_sm_margin": True, "use_ce": False}
+    for method, of_method in ("RING_EXCHANGE", ring), ("PIPELINE", other), ("BULK", other):
         buffer = create(comm_type="RS", method=method)
         config = list_comm_overlap_buffers()[buffer].config
-        defaults[method] = tuple(getattr(config, name) for name in parameters)
-        assert (config.num_splits, config.num_max_streams) == (4, 3)
-        assert (config.gemm_priority, config.comm_priority) == (0, 0)
-    collective = (2, 16, True, False)
-    assert defaults == {
-        "RING_EXCHANGE": (1, 1, False, True),
-        "PIPELINE": collective,
-        "BULK": collective,
-    }
+        expected = same | of_method
+        assert {name: getattr(config, name) for name in expected} == expected
 
 
 # ---- Bytes.
@@ -125,20 +119,16 @@ def test_comm_overlap_buffer_bytes_before_a_buffer_exists(kind, method, options,
     assert list_comm_overlap_buffers() == {}
 
 
-@pytest.mark.parametrize(
-    "shape, options, num_bytes",
-    [
-        ((64, 32), {}, 64 * 32 + 64 * 4),  # rows, and 4 block scales for each
-        ((64, 129), {}, 64 * 129 + 64 * 8),
-        ((3, 33), {}, 128 + 16),  # rows padded to 64 bytes; the scales of 4 ranks are 4 floats
-        ((64, 32), {"use_ce": False}, 64 * 4),  # scales alone
-        ((64, 32), {"method": "BULK"}, 64 * 32),  # whose array has no rows
-    ],
-)
-def test_comm_overlap_buffer_bytes_with_scales(shape, options, num_bytes):
-    arguments = {**BASE, "comm_type": "AG", "method": "RING_EXCHANGE", "buffer_shape": shape}
-    arguments |= {"buffer_dtype": "float8_e4m3fn", **options}
-    assert comm_overlap_buffer_bytes(**arguments) == num_bytes
+def test_comm_overlap_buffer_bytes_with_scales():
+    for options, num_bytes in (
+        ({}, 64 * 32 + 64 * 4),  # rows, and 4 block scales for each
+        ({"buffer_shape": (64, 129)}, 64 * 129 + 64 * 8),
+        ({"buffer_shape": (3, 33)}, 128 + 16),  # padded to 64 bytes; 4 floats: scales of 4 ranks
+        ({"use_ce": False}, 64 * 4),  # scales alone
+        ({"method": "BULK"}, 64 * 32),  # whose array has no rows
+    ):
+        arguments = {**BASE, "buffer_dtype": "float8_e4m3fn", **options}
+        assert comm_overlap_buffer_bytes(**arguments) == num_bytes
 
 
 # ---- Counts.
@@ -151,19 +141,14 @@ def test_create_comm_overlap_buffer_counts_equal_arguments_as_one_buffer():
     assert {id: each.num_created for id, each in listed.items()} == {buffer: 3, second: 1}
     config = listed[buffer].config
     assert listed[buffer] == CommOverlapBuffer(config, 3, num_in_use=0, num_calls=0, num_bytes=0)
-    assert (config.comm_type, config.method) == (
-        CommOverlapType.AG,
-        CommOverlapMethod.RING_EXCHANGE,
-    )
+    assert (config.comm_type, config.method) == (CommOverlapType.AG, RING)
     assert (config.buffer_shape, config.buffer_dtype, config.tp_size) == ((64, 32), "float32", 4)
     for remaining in (2, 1):
         destroy_comm_overlap_buffer(buffer)
         assert list_comm_overlap_buffers()[buffer].num_created == remaining
     destroy_comm_overlap_buffer(buffer)
     assert list(list_comm_overlap_buffers()) == [second]
-    with pytest.raises(
-        ValueError, match=f"buffer {buffer} has been destroyed. Create it with crea"
-    ):
+    with pytest.raises(ValueError, match=f"buffer {buffer} has been destroyed. Create it with cr"):
         destroy_comm_overlap_buffer(buffer)
     assert create() == buffer  # and it exists again
     destroy_all_comm_overlap_buffers()
@@ -171,114 +156,274 @@ def test_create_comm_overlap_buffer_counts_equal_arguments_as_one_buffer():
     destroy_all_comm_overlap_buffers()
 
 
+@unchecked
 def test_ids_without_a_buffer():
-    with pytest.raises(
-        ValueError, match=r"destroy_comm_overlap_buffer: there is no buffer 12345\."
-    ):
-        destroy_comm_overlap_buffer(12345)
+    with pytest.raises(ValueError, match=r"destroy_comm_overlap_buffer: there is no buffer 123\."):
+        destroy_comm_overlap_buffer(123)
     for wrong in (0, -1, 2**63, True, "7", 1.0, None):
         with pytest.raises(ValueError, match=f"buffer is {re.escape(repr(wrong))}; it needs to be"):
             destroy_comm_overlap_buffer(wrong)  # pyright: ignore
 
 
 def test_create_and_destroy_comm_overlap_buffer_in_many_threads():
-    errors = []
-
     def work(thread):
-        try:
-            for i in range(50):
-                shared, own = create(), create(num_splits=thread + 2)
-                assert {shared, own} <= set(list_comm_overlap_buffers())
-                destroy_comm_overlap_buffer(own)
-                if i % 2:
-                    destroy_comm_overlap_buffer(shared)
-        except Exception as error:
-            errors.append(error)
+        for i in range(50):
+            shared, own = create(), create(num_splits=thread + 2)
+            assert {shared, own} <= set(list_comm_overlap_buffers())
+            destroy_comm_overlap_buffer(own)
+            if i % 2:
+                destroy_comm_overlap_buffer(shared)
 
-    threads = [threading.Thread(target=work, args=[i]) for i in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    with ThreadPoolExecutor(6) as threads:
+        list(threads.map(work, range(6)))
     assert [each.num_created for each in list_comm_overlap_buffers().values()] == [6 * 25]
 
 
-# ---- Memory.
+# ---- Each type of buffer, with arrays that fit it.
+
+P, T, M = 4, 3, 12
+X, W, BIAS = integers(0, P, T, K), integers(1, P, K, N), integers(2, P, N)
+WHOLE = integers(3, P, M, K)
+SHARED_BIAS = np.stack([BIAS[0]] * P)
 
 
-def test_nothing_is_allocated_while_a_program_is_compiled():
-    """The first call allocates the memory; later calls of the same group reuse it."""
-    p, x, w = 2, np.ones((2, 4, 3), np.float32), np.ones((2, 3, 5), np.float32)
-    buffer = create(comm_type="RS", buffer_shape=(4, 5), tp_size=p)
-    huge = create(buffer_shape=(1 << 20, 1 << 21), tp_size=8)
-    call = partial(matmul_reduce_scatter, axis_name=AXIS, buffer=buffer)
-    program = on_ranks(call, mesh_of(p)).lower(x, w).compile()
-    numbers = lambda: list_comm_overlap_buffers()[buffer][1:]
-    assert numbers() == (1, 0, 0, 0)
-    for calls in (1, 2):
-        jax.block_until_ready(program(x, w))
-        need = comm_overlap_buffer_bytes("RS", "RING_EXCHANGE", (4, 5), "float32", p)
-        assert numbers() == (1, 0, calls, p * need)
-    assert list_comm_overlap_buffers()[huge].num_bytes == 0
+def fitting(kind, method, shape=None, dtype="float32", num_ranks=P, **options):
+    """Creates a buffer that fits the arrays above."""
+    shape = shape or ((M, K) if kind == "AG" else (M, N))
+    return create_comm_overlap_buffer(kind, method, shape, dtype, num_ranks, **options)
 
 
-# ---- Destroyed at the wrong time.
+def run(fn, *operands):
+    """Results on ranks that are not in the order of their devices."""
+    p = len(operands[0])
+    return on_ranks(fn, mesh_of(p, (2, 0, 3, 1) if p == P else None))(*operands)
 
-P_, X, W = 4, np.ones((4, 8, 3), np.float32), np.ones((4, 3, 5), np.float32)
-SUM = oracle.matmul_reduce_scatter(X, W)
+
+with_ranks: Any = partial(gemm, axis_name=AXIS)
+
+
+def test_rings_of_an_all_gather():
+    """With and without returning the gathered rows, with a bias, with the weight transposed."""
+    each = {}, {"use_ce": False}, {"aggregate_ag": True}
+    rings = [partial(with_ranks, comm_overlap=fitting("AG", "RING_EXCHANGE", **x)) for x in each]
+    turned = partial(rings[0], contracting_dims=((1,), (1,)))
+
+    def local(x, w, bias):
+        both = [(ring(x, w, bias=bias), ring(x, w, bias=bias, return_aux=True)) for ring in rings]
+        return turned(x, w.T), both
+
+    expected, gathered = oracle.engine_gather(X, W, BIAS)
+    of_turned, results = run(local, X, W, BIAS)
+    equal(of_turned, oracle.engine_gather(X, W)[0])
+    for alone, (out, aux) in results:
+        equal(alone, expected)
+        equal(out, expected)
+        equal(aux, gathered)
+
+
+REDUCING = [
+    ("RING_EXCHANGE", {}),
+    ("RING_EXCHANGE", {"use_ce": False}),
+    ("PIPELINE", {}),
+    ("PIPELINE", {"num_splits": 3, "atomic_gemm": True}),
+    ("PIPELINE", {"num_splits": 3, "rs_overlap_first_gemm": True}),
+]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_reduce_scatter_with_partial_sums_of_a_type(dtype):
+    """Each is rounded to the buffer's type, then summed in float32; direct rings have none.
+
+    The bias is added once; its gradient uses this rank's rhs, whatever is summed.
+    """
+    calls = [
+        partial(with_ranks, comm_overlap=fitting("RS", method, dtype=dtype, **options))
+        for method, options in REDUCING
+    ]
+    turned = partial(calls[2], contracting_dims=((1,), (1,)))
+    by_xla = partial(calls[0], implementation="xla")
+    whole, w = WHOLE * np.float32(1.25), W * np.float32(0.75)  # more bits than bfloat16 has
+
+    def local(x, w, bias):
+        sums = [call(x, w, bias=bias) for call in (*calls, by_xla)]
+        gradient: Any = {"fuse_bias": True, "grad": True}
+        return [*sums, turned(x, w.T, bias=bias)], [call(x, w, **gradient) for call in calls]
+
+    sums, pairs = run(local, whole, w, SHARED_BIAS)
+    partial_sums = np.stack([a @ b for a, b in zip(whole, w, strict=True)])
+    rounded = np.asarray(jnp.asarray(partial_sums, dtype)).astype(np.float64)
+    assert (dtype == "float32") == np.array_equal(rounded, partial_sums)
+    of_rounded, of_exact = map(oracle.bulk_scatter, (rounded, partial_sums))
+    wants = [of_rounded if options.get("use_ce", True) else of_exact for _, options in REDUCING]
+    for i, (got, want) in enumerate(zip(sums, [*wants, of_rounded, of_rounded], strict=True)):
+        equal(got, want + SHARED_BIAS[:, None], i)
+    for (out, dbias), want in zip(pairs, wants, strict=True):
+        equal(out, want)
+        equal(dbias, w.sum(1))
+
+
+@pytest.mark.parametrize(
+    "num_ranks, use_ce, implementation",
+    [(1, None, None), (4, None, "in_process"), (3, False, None), (3, None, "xla")],
+)
+def test_atomic_rings_in_a_pair(num_ranks, use_ce, implementation):
+    """The all-gather leaves chunks in the order r-1, r-2, ..., r; the reduce-scatter takes it."""
+    p, rows = num_ranks, num_ranks * T
+    x, w, back = integers(0, p, T, K), integers(1, p, K, N), integers(2, p, N, K)
+    bias = integers(3, K)
+    atomic = {"atomic_gemm": True, "num_ranks": p, "use_ce": use_ce}
+    gather = fitting("AG", "RING_EXCHANGE", (rows, K), **atomic)
+    scatter = fitting("RS", "RING_EXCHANGE", (rows, K), **atomic)
+    call = partial(with_ranks, implementation=implementation)
+
+    def local(x, w, back):
+        pair = {"comm_overlap": gather, "paired_comm_overlap": scatter}
+        hidden, aux = call(x, w, return_aux=True, **pair)
+        out = call(hidden, back, bias=jnp.asarray(bias), comm_overlap=scatter)
+        return hidden, aux, call(x, w, **pair), out
+
+    hidden, aux, alone, out = run(local, x, w, back)
+    expected, own = oracle.engine_gather(x, w, atomic=True)
+    equal(hidden, expected)
+    equal(alone, expected)
+    equal(aux, own)
+    equal(out, oracle.engine_scatter(expected, back, atomic=True) + bias)
+    # The order is internal to the pair: together the two form a plain layer.
+    straight, _ = oracle.engine_gather(x, w)
+    equal(out, oracle.engine_scatter(straight, back) + bias)
+
+
+@pytest.mark.parametrize("gathered_type, summed_type", [("float32", "float32"), (E4M3, "float16")])
+def test_bulk_during_an_independent_gemm(gathered_type, summed_type):
+    """The array that moves is independent of the operands of the GEMM, and of its epilogue."""
+    shape = (M, 6)
+    gather = fitting("AG", "BULK", shape, gathered_type)
+    scatter = fitting("RS", "BULK", shape, summed_type)
+    part = integers(4, P, T, 6, dtype=gathered_type)
+    whole = integers(5, P, M, 6, dtype=summed_type)
+    other = integers(6, P, 2, 3, K)  # any number of rows, in several dimensions
+
+    def local(lhs, other, w, bias, part, whole):
+        return (
+            with_ranks(lhs, w, comm_overlap=gather, aux_in=part, fuse_bias=True, grad=True),
+            with_ranks(other, w, bias=bias, comm_overlap=scatter, aux_in=whole),
+        )
+
+    results = on_ranks(local, mesh_of(P))(WHOLE, other, W, BIAS, part, whole)
+    (out, dbias, gathered), (other_out, summed) = results
+    assert (gathered.dtype, summed.dtype) == (gathered_type, summed_type)
+    assert out.dtype == np.float32
+    equal(out, WHOLE @ W)
+    equal(dbias, W.sum(1))
+    equal(gathered, oracle.bulk_gather(part))
+    equal(other_out, np.einsum("pabk,pkn->pabn", other, W) + BIAS[:, None, None])
+    equal(summed, oracle.bulk_scatter(whole))
+
+
+def test_buffer_without_communication():
+    buffer = fitting("NONE", "NONE")
+    got = gemm(jnp.asarray(WHOLE[0]), jnp.asarray(W[0]), comm_overlap=buffer)
+    equal(got, WHOLE[0] @ W[0])
+    assert list_comm_overlap_buffers()[buffer].num_bytes == 0
+
+
+def test_types_of_operands_and_result():
+    """Narrow operands, a wide or narrow result; the result keeps the free dimensions."""
+    buffer = fitting("AG", "RING_EXCHANGE", dtype="bfloat16")
+    x = jnp.asarray(X, jnp.bfloat16)
+    w = W[:, :, :6].reshape(P, K, 2, 3)
+
+    def local(x, w):
+        call = partial(with_ranks, x, w, comm_overlap=buffer)
+        return call(), call(preferred_element_type=jnp.bfloat16)
+
+    wide, narrow = on_ranks(local, mesh_of(P))(x, w)
+    assert (wide.dtype, narrow.dtype) == (jnp.float32, jnp.bfloat16)
+    expected = oracle.engine_gather(X, W[:, :, :6])[0].reshape(P, M, 2, 3)
+    equal(wide, expected)
+    equal(narrow, expected)
+
+
+# ---- Epilogues of chunks.
+
+
+def test_chunks_of_an_all_gather():
+    """Each chunk's part of the output, and one bias gradient from all chunks."""
+    depth, columns, mode = 64, 6, MODES[1]
+    lhs = draw(0, P, mode, (T, depth))
+    rhs = draw(1, P, mode, (depth, columns), "column")
+    call, operands = scaled(lhs, rhs, mode, axis_name=AXIS, preferred_element_type=jnp.float32)
+    ways = gathering_ways(call, (M, depth), E4M3, P, columns)
+    bias, gelu_input = normal(2, P, columns), 3 * normal(3, P, M, columns)
+
+    def local(bias, gelu_input, *operands):
+        each = lambda way: all_epilogues(partial(way, *operands), bias, gelu_input)
+        return {name: each(way) for name, way in ways.items()}
+
+    for name, results in run(local, bias, gelu_input, *operands).items():
+        product, _ = oracle.engine_gather(lhs.values, rhs.values, atomic="atomic" in name)
+        check_all(results, product, bias[:, None], gelu_input, rhs.values.sum(1), name)
+
+
+# ---- Memory, and its end.
+
+SUM = oracle.engine_scatter(WHOLE, W)
 
 
 def fails(result, match):
     """Every rank gets the same error; the next computation runs."""
-    for shard in result.addressable_shards:
-        with pytest.raises(jax.errors.JaxRuntimeError, match=match):
-            np.asarray(shard.data)
+    all_fail(result, match)
     fresh = partial(matmul_reduce_scatter, axis_name=AXIS, method="ring")
-    np.testing.assert_array_equal(on_ranks(fresh, mesh_of(P_))(X, W), SUM)
+    np.testing.assert_array_equal(on_ranks(fresh, mesh_of(P))(WHOLE, W), SUM)
+
+
+def compiled(gate=None):
+    """Returns a buffer, and a program with it, in which one rank may be late."""
+    buffer = fitting("RS", "RING_EXCHANGE")
+    call = partial(matmul_reduce_scatter, axis_name=AXIS, buffer=buffer, method="ring")
+    local = lambda x, w: call(gate.wait_at(x) if gate else x, w)
+    return buffer, on_ranks(local, mesh_of(P), check_vma=False).lower(WHOLE, W).compile()
 
 
 def test_a_program_outlives_its_buffer():
-    """It fails with a clear error, and runs again once the buffer is created again."""
-    again = partial(create, comm_type="RS", method="PIPELINE", buffer_shape=(8, 5))
-    buffer = again()
-    call = partial(matmul_reduce_scatter, axis_name=AXIS, buffer=buffer)
-    program = on_ranks(call, mesh_of(P_)).lower(X, W).compile()
-    np.testing.assert_array_equal(program(X, W), SUM)
+    """It fails with a clear error, and runs again once the buffer is created again.
+
+    Compiling allocates nothing; the first call does, and later ones of the same group reuse it.
+    """
+    huge = create(buffer_shape=(1 << 20, 1 << 21), tp_size=8)
+    buffer, program = compiled()
+    need = P * comm_overlap_buffer_bytes("RS", "RING_EXCHANGE", (M, N), "float32", P)
+    for calls in (0, 1, 2):
+        assert list_comm_overlap_buffers()[buffer][1:] == (1, 0, calls, (calls > 0) * need)
+        np.testing.assert_array_equal(program(WHOLE, W), SUM)
+    assert list_comm_overlap_buffers()[huge].num_bytes == 0
     destroy_comm_overlap_buffer(buffer)
     gone = f"matmul_reduce_scatter over axis 'cp': buffer {buffer} has been destroyed. Create it"
-    fails(program(X, W), gone)
-    fails(program(X, W), gone)
-    with pytest.raises(ValueError, match=f"matmul_reduce_scatter: buffer {buffer} has been destr"):
-        on_ranks(call, mesh_of(P_)).lower(X, W)
-    assert again() == buffer
-    np.testing.assert_array_equal(program(X, W), SUM)
+    fails(program(WHOLE, W), gone)
+    fails(program(WHOLE, W), gone)
+    assert fitting("RS", "RING_EXCHANGE") == buffer
+    np.testing.assert_array_equal(program(WHOLE, W), SUM)
 
 
 def test_destroyed_before_all_ranks_arrive():
     """One rank is late and finds the buffer destroyed: all ranks get an error."""
-    buffer = create(comm_type="RS", buffer_shape=(8, 5))
     gate = Gate(rank=2)
-
-    def local(x, w):
-        return matmul_reduce_scatter(gate.wait_at(x), w, axis_name=AXIS, buffer=buffer)
-
-    program = on_ranks(local, mesh_of(P_), check_vma=False).lower(X, W).compile()
-    result = program(X, W)
+    buffer, program = compiled(gate)
+    result = program(WHOLE, W)
     assert gate.has_come.wait(30)
     destroy_comm_overlap_buffer(buffer)
     gate.may_go.set()
     fails(result, f"buffer {buffer} has been destroyed")
-    assert create(comm_type="RS", buffer_shape=(8, 5)) == buffer
-    np.testing.assert_array_equal(program(X, W), SUM)
+    assert fitting("RS", "RING_EXCHANGE") == buffer
+    np.testing.assert_array_equal(program(WHOLE, W), SUM)
 
 
 def test_a_buffer_in_use_is_kept():
     """A failed attempt to destroy it neither blocks later use nor changes a count."""
-    n = 768
+    n, other = 768, create()
     x = np.ones((2, n, n), np.float32)
-    buffer = create(comm_type="RS", buffer_shape=(n, n), tp_size=2, gemm_priority=7)
-    other = create()
+    again = partial(create, comm_type="RS", buffer_shape=(n, n), tp_size=2, gemm_priority=7)
+    buffer = again()
 
     def local(x, w):  # calls of one buffer take turns, so it is in use for a long time
         call = partial(gemm, comm_overlap=buffer, axis_name=AXIS)
@@ -289,17 +434,21 @@ def test_a_buffer_in_use_is_kept():
     while list_comm_overlap_buffers()[buffer].num_in_use == 0:
         assert not result.is_ready()
         time.sleep(1e-4)
-    in_use = rf"{buffer} is in use by \d+ calls? in flight. Wait for their results"
-    with pytest.raises(ValueError, match=f"destroy_comm_overlap_buffer: buffer {in_use}"):
-        destroy_comm_overlap_buffer(buffer)
-    with pytest.raises(
-        ValueError,
-        match=rf"destroy_all_comm_overlap_buffers: calls in flight use buffers {buffer} "
-        r"\(\d+ calls?\); none has been destroyed. Wait for their results",
+    for destroy, says in (
+        (
+            partial(destroy_comm_overlap_buffer, buffer),
+            rf"destroy_comm_overlap_buffer: buffer {buffer} is in use by \d+ calls? in flight",
+        ),
+        (
+            destroy_all_comm_overlap_buffers,
+            rf"destroy_all_comm_overlap_buffers: calls in flight use buffers {buffer} "
+            r"\(\d+ calls?\); none has been destroyed",
+        ),
     ):
-        destroy_all_comm_overlap_buffers()
+        with pytest.raises(ValueError, match=f"{says}. Wait for their results"):
+            destroy()
     assert set(list_comm_overlap_buffers()) == {buffer, other}
-    assert create(comm_type="RS", buffer_shape=(n, n), tp_size=2, gemm_priority=7) == buffer
+    assert again() == buffer
     destroy_comm_overlap_buffer(buffer)  # the first of two references
     np.testing.assert_array_equal(result, np.full((2, n // 2, n), n * 32 * 31))
     assert list_comm_overlap_buffers()[buffer][1:4] == (1, 0, 32)
@@ -311,22 +460,65 @@ def test_memory_that_cannot_be_allocated():
     """A failed allocation is an error of the call; the buffer can still be destroyed."""
     buffer = create(comm_type="RS", buffer_shape=(1 << 20, 1 << 22))
     call = partial(matmul_reduce_scatter, axis_name=AXIS, buffer=buffer)
-    result = on_ranks(call, mesh_of(P_))(X, W)
+    result = on_ranks(call, mesh_of(P))(WHOLE, W)
     fails(result, rf"no memory for buffer {buffer}: 4 ranks of \d+ bytes. Create it with a smaller")
     assert list_comm_overlap_buffers()[buffer].num_in_use == 0
     destroy_comm_overlap_buffer(buffer)
 
 
+def test_many_calls_of_one_buffer():
+    """Concurrent and sequential calls in one program, and calls in another program."""
+    buffer = fitting("RS", "RING_EXCHANGE")
+    call = partial(with_ranks, comm_overlap=buffer)
+
+    def several(x, w):
+        total = sum(call(x + i, w) for i in range(6))
+        step = lambda carry, i: (carry + call(x - i, w), None)
+        return jax.lax.scan(step, total, jnp.arange(3.0))[0]
+
+    expect = lambda x: oracle.engine_scatter(x, W)
+    expected = sum(expect(WHOLE + i) for i in range(-2, 6)) + expect(WHOLE)
+    equal(run(several, WHOLE, W), expected)
+    equal(run(lambda x, w: call(x, w), WHOLE, W), expect(WHOLE))
+    (listed,) = list_comm_overlap_buffers().values()
+    assert (listed.num_calls, listed.num_in_use) == (10, 0)
+    assert listed.num_bytes == P * (2 * P - 1) * T * N * 4  # of one group
+
+
+def test_programs_of_several_threads_share_a_buffer():
+    buffer = fitting("RS", "PIPELINE")
+    program = on_ranks(lambda x, w: with_ranks(x, w, comm_overlap=buffer), mesh_of(P))
+    program(WHOLE, W).block_until_ready()
+
+    def work(thread):
+        for got in [program(WHOLE + thread, W) for _ in range(5)]:
+            equal(got, oracle.engine_scatter(WHOLE + thread, W))
+
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(work, range(3)))
+
+
+def test_groups_have_separate_memory():
+    """Two groups of two ranks on a larger mesh share one buffer and use twice its memory."""
+    buffer = fitting("AG", "RING_EXCHANGE", (4, K), num_ranks=2)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", AXIS))
+    x, w = integers(0, 2, 2, 2, K), integers(1, 2, 2, K, N)
+    run = lambda x, w: with_ranks(x[0, 0], w[0, 0], comm_overlap=buffer)[None, None]
+    specs: Any = {"in_specs": jax.P("data", AXIS), "out_specs": jax.P("data", AXIS)}
+    got = jax.jit(jax.shard_map(run, mesh=mesh, **specs))(x, w)
+    for group in range(2):
+        equal(got[group], oracle.engine_gather(x[group], w[group])[0])
+    assert list_comm_overlap_buffers()[buffer].num_bytes == 2 * 2 * 4 * K * 4
+
+
 # ---- Invalid parameters: the byte count and the buffer reject them alike; nothing is created.
 
+FIRST = {"rs_overlap_first_gemm": True, "method": "PIPELINE", "comm_type": "RS"}
 HUGE = "a process can address less than 2"
 INVALID: list[tuple[dict[str, Any], str]] = [
     ({"comm_type": "GATHER"}, "comm_type is 'GATHER'; .* 'RS', 'AG'"),
     ({"method": CommOverlapType.AG}, "method is .* 'BULK', 'PIPELINE', .*, or"),
-    (
-        {"method": "PIPELINE"},
-        r"got CommOverlapMethod\.PIPELINE with CommOverlapType\.AG; .* Use CommOverlapMethod\.RING",
-    ),
+    ({"method": "PIPELINE"}, r"got \w+\.PIPELINE with CommOverlapType\.AG; .* Use \w+\.RING"),
     ({"method": "NONE"}, "either both are NONE"),
     ({"comm_type": "NONE"}, "either both are NONE.* Pass both"),
     ({"buffer_shape": (4,)}, r"buffer_shape is \(4,\); it needs two sizes"),
@@ -335,10 +527,7 @@ INVALID: list[tuple[dict[str, Any], str]] = [
     ({"buffer_shape": (2**62, 1)}, "4611686018427387904; .* of at least 1 and at"),
     ({"buffer_shape": (2**31, 2**31)}, f"18446744073709551616 bytes for each of 4 ranks; {HUGE}"),
     ({"buffer_shape": (2**45, 1)}, HUGE),
-    (
-        {"buffer_shape": (2**40, 2**40), "use_ce": False, "buffer_dtype": "float8_e5m2"},
-        HUGE,
-    ),
+    ({"buffer_shape": (2**40, 2**40), "use_ce": False, "buffer_dtype": "float8_e5m2"}, HUGE),
     ({"buffer_dtype": "int32"}, "int32 with .*'bfloat16', 'float16'"),
     ({"buffer_dtype": "float8_e4m3fn", "comm_type": "RS"}, "float8_e4m3fn with "),
     ({"buffer_dtype": "nonsense"}, "'nonsense' with .*; it needs to"),
@@ -349,11 +538,7 @@ INVALID: list[tuple[dict[str, Any], str]] = [
     ({"use_ce": 1}, "use_ce is 1; it needs to be True or False"),
     ({"method": "BULK", "atomic_gemm": True}, "got atomic_gemm with .*; chunk counters need"),
     ({"rs_overlap_first_gemm": True}, "got rs_overlap_first_gemm with .* Omit it"),
-    (
-        {"rs_overlap_first_gemm": True, "method": "PIPELINE", "comm_type": "RS",
-         "atomic_gemm": True},
-        "got rs_overlap_first_gemm with atomic_gemm; all prod",
-    ),
+    ({**FIRST, "atomic_gemm": True}, "got rs_overlap_first_gemm with atomic_gemm; all prod"),
     ({"aggregate_ag": True, "tp_size": 3}, "got aggregate_ag with tp_size=3; pairs need an even"),
     ({"aggregate_ag": True, "comm_type": "RS"}, "got aggregate_ag with CommOverlapType"),
     ({"aggregate_ag": True, "method": "BULK"}, "got aggregate_ag with .*BULK"),
@@ -362,6 +547,7 @@ INVALID: list[tuple[dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
+@unchecked
 @pytest.mark.parametrize("options, message", INVALID)
 def test_invalid_parameters_are_rejected(options, message):
     for function in (create_comm_overlap_buffer, comm_overlap_buffer_bytes):

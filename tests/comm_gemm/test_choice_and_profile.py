@@ -1,15 +1,14 @@
 """The method that "auto" chooses, and profiles of what overlapped."""
 
 import dataclasses
+import itertools
 import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
 from jax.sharding import Mesh, PartitionSpec as P
-from properties import examples
 
 from jax_cp_dispatch import all_gather_matmul, matmul_reduce_scatter
 from jax_cp_dispatch.comm_gemm import choose_comm_gemm
@@ -27,35 +26,26 @@ AG, RS = "all_gather_matmul", "matmul_reduce_scatter"
 
 
 def mapped(fn, mesh, **options):
-    return jax.jit(
-        jax.shard_map(
-            lambda x, w: fn(x, w, axis_name="tp", **options),
-            mesh=mesh,
-            in_specs=(P("tp"), P(None, "tp"))
-            if fn is all_gather_matmul
-            else (P(None, "tp"), P("tp")),
-            out_specs=P(None, "tp") if fn is all_gather_matmul else P("tp"),
-        )
-    )
+    """The product of whole arrays, like `x @ w`."""
+    rows, columns, gathers = P("tp"), P(None, "tp"), fn is all_gather_matmul
+    local = lambda x, w: fn(x, w, axis_name="tp", **options)
+    specs = (rows, columns) if gathers else (columns, rows)
+    out = columns if gathers else rows
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out))
 
 
-@given(
-    op=st.sampled_from([AG, RS]),
-    m=st.integers(1, 1 << 16),
-    k=st.integers(1, 1 << 14),
-    n=st.integers(1, 1 << 14),
-    num_ranks=st.integers(1, 64),
-    hardware=st.sampled_from(sorted(HARDWARE)),
-)
-@examples(50)
-def test_predict_comm_gemm_is_at_least_the_bound(op, m, k, n, num_ranks, hardware):
+@pytest.mark.parametrize("op", [AG, RS])
+@pytest.mark.parametrize("hardware", sorted(HARDWARE))
+def test_predict_comm_gemm_is_at_least_the_bound(op, hardware):
     """Overlap is never faster than the product alone; without overlap, times add up."""
     machine = dataclasses.replace(HARDWARE[hardware], ranks_per_node=None)
-    shape = CommGemmShape(op, m, k, n, num_ranks, 2)
-    shared = num_ranks if machine.topology == "shared_memory" else 1
-    gemm = shared * shape.flops / machine.matmul_flops
-    for method in comm_gemm_methods(op, num_ranks).values():
-        assert predict_comm_gemm(shape, method, hardware=machine) >= gemm * (1 - 1e-9)
+    sizes = (1, 1, 1), (1, 1 << 14, 1), (1 << 16, 3, 1 << 14), (777, 1 << 13, 1 << 12)
+    for num_ranks, (m, k, n) in itertools.product((1, 2, 3, 8, 64), sizes):
+        shape = CommGemmShape(op, m, k, n, num_ranks, 2)
+        shared = num_ranks if machine.topology == "shared_memory" else 1
+        gemm = shared * shape.flops / machine.matmul_flops
+        for method in comm_gemm_methods(op, num_ranks).values():
+            assert predict_comm_gemm(shape, method, hardware=machine) >= gemm * (1 - 1e-9)
 
 
 def test_choose_comm_gemm_overlaps_only_if_there_is_communication_to_hide():
@@ -87,33 +77,29 @@ def test_auto_follows_the_choice_also_backward():
     assert "comm_type = 2" in calls[0] and "comm_type = 1" in calls[1]
 
 
-@pytest.mark.parametrize(
-    "options, copies",
-    [
+def test_the_derivative_of_a_sum_is_a_ring():
+    """Of a pipeline, one with copies; of a ring, one with copies as that has."""
+    for options, copies in (
         ({"method": "pipeline"}, "true"),
         ({"method": "ring", "use_ce": False}, "false"),
         ({"method": "ring"}, "true"),
-    ],
-)
-def test_the_derivative_of_a_sum_is_a_ring(options, copies):
-    """Of a pipeline, one with copies; of a ring, one with copies as that has."""
-    _, backward = derivative_calls(matmul_reduce_scatter, **options)
-    assert "comm_type = 2" in backward and "comm_overlap_method = 3" in backward
-    assert f"copies = {copies}" in backward
-
-
-def span(rank, kind, start, duration):
-    return Span(rank, kind, "", start, duration)
+    ):
+        _, backward = derivative_calls(matmul_reduce_scatter, **options)
+        assert "comm_type = 2" in backward and "comm_overlap_method = 3" in backward
+        assert f"copies = {copies}" in backward
 
 
 def test_seconds_of_overlapping_spans_count_once_and_hidden_ones_not():
     spans = [
-        span(0, COMPUTATION, 1.0, 2.0),
-        span(0, COMPUTATION, 2.0, 2.0),
-        span(0, COMMUNICATION, 0.0, 1.5),
-        span(0, COMMUNICATION, 3.5, 1.5),
-        span(1, COMMUNICATION, 0.0, 3.0),
-        span(2, COMPUTATION, 0.0, 1.0),
+        Span(rank, kind, "", start, duration)
+        for rank, kind, start, duration in (
+            (0, COMPUTATION, 1.0, 2.0),
+            (0, COMPUTATION, 2.0, 2.0),
+            (0, COMMUNICATION, 0.0, 1.5),
+            (0, COMMUNICATION, 3.5, 1.5),
+            (1, COMMUNICATION, 0.0, 3.0),
+            (2, COMPUTATION, 0.0, 1.0),
+        )
     ]
     assert busy_seconds(spans, COMPUTATION) == {0: 3.0, 2: 1.0}
     assert busy_seconds(spans, COMMUNICATION) == {0: 3.0, 1: 3.0}
@@ -146,8 +132,3 @@ def test_groups_have_separate_ranks_and_a_direct_ring_sends_nothing():
     profile = overlap_profile(fn, jnp.ones((8, 8)), jnp.ones((8, 4)))
     assert {s.rank for s in profile.spans} == set(range(8))
     assert profile.communication == profile.exposed_communication == 0.0
-
-
-def test_a_program_without_overlap_is_rejected():
-    with pytest.raises(ValueError, match="ran no GEMM with communication on a transport"):
-        overlap_profile(jax.jit(lambda x: x + 1), jnp.ones(3))

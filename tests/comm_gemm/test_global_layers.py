@@ -5,31 +5,32 @@ sum's are sharded over both again, forward and backward. The compiled text shows
 gathered over cp.
 """
 
-import functools
 import re
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from comm_gemm_cases import equal
+from inner import pretend_tpus, warn_again
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from jax_cp_dispatch import all_gather_matmul, matmul_reduce_scatter
-from jax_cp_dispatch._text import say_once  # inner: warnings are said once in a process
 
 B, T, D, F = 4, 64, 8, 16
 B, T, D, F = 4, 64, 8, 16
 AXES = ("data", "cp", "tp")
-KINDS = {"automatic": AxisType.Auto, "explicit": AxisType.Explicit}
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+KINDS = {"automatic": AUTO, "explicit": EXPLICIT}
 TOKENS, HIDDEN = P("data", ("cp", "tp")), P("data", "cp", "tp")
 COLLECTIVES = r" (all-gather|all-to-all|reduce-scatter|collective-permute|all-reduce)(?:-start)?\("
-RING: Any = {"method": "ring"}
 
 
 @pytest.fixture(autouse=True)
 def every_warning_is_said():
-    say_once.cache_clear()
+    warn_again()
 
 
 def mesh_of(sizes, kind="automatic", names=AXES):
@@ -47,28 +48,19 @@ def put(mesh, array, spec):
 def operands(mesh, tokens=TOKENS, shape=(B, T)):
     """x, a column-sharded weight and its bias, a row-sharded weight and its bias, on the mesh."""
     rng = np.random.default_rng()
-    plain = [
-        integers(rng, *shape, D),
-        integers(rng, D, F),
-        integers(rng, F),
-        integers(rng, F, D),
-        integers(rng, D),
-    ]
+    shapes = (*shape, D), (D, F), (F,), (F, D), (D,)
+    plain = [integers(rng, *shape) for shape in shapes]
     specs = tokens, P(None, "tp"), P("tp"), P("tp", None), P()
     return plain, [put(mesh, x, spec) for x, spec in zip(plain, specs, strict=True)]
 
 
 def up(x, w, b=None, **options):
-    return all_gather_matmul(x, w, axis_name="tp", bias=b, **options)
+    return all_gather_matmul(x, w, axis_name="tp", bias=b, method="ring", **options)
 
 
-def down(h, w, b=None, **options):
-    return matmul_reduce_scatter(h, w, axis_name="tp", bias=b, **options)
-
-
-def two_layers(x, w, b, w2, b2, **options):
-    rest = {name: value for name, value in options.items() if name != "gathered"}
-    return down(up(x, w, b, **options), w2, b2, **rest)
+def two_layers(x, w, b, w2, b2, *, gathered="keep", **options):
+    hidden = up(x, w, b, gathered=gathered, **options)
+    return matmul_reduce_scatter(hidden, w2, axis_name="tp", bias=b2, method="ring", **options)
 
 
 def dense_two_layers(x, w, b, w2, b2):
@@ -90,6 +82,12 @@ def run(program, *arrays):
     return compiled(*arrays), set(re.findall(COLLECTIVES, compiled.as_text() or ""))
 
 
+def sharded_like(cotangent, result):
+    sharding = jax.typeof(result).sharding
+    is_typed = EXPLICIT in sharding.mesh.axis_types
+    return jax.sharding.reshard(cotangent, sharding) if is_typed else jnp.asarray(cotangent)
+
+
 def split_as(array, spec):
     """Whether a result is sharded by this spec, ignoring axes of one device."""
     want = NamedSharding(array.sharding.mesh, spec)
@@ -99,173 +97,167 @@ def split_as(array, spec):
 # ---- Tokens keep their other axes.
 
 
-@pytest.mark.parametrize("sizes, kind", [((2, 2, 2), "explicit"), ((1, 2, 4), "automatic")])
-def test_each_layer_keeps_tokens_on_their_other_axes(kind, sizes):
-    mesh = mesh_of(sizes, kind)
-    (x, w, b, w2, b2), placed = operands(mesh)
-    h = x @ w + b
-    with jax.set_mesh(mesh):
-        out, found = run(functools.partial(up, method="ring"), *placed[:3])
-        np.testing.assert_array_equal(out, h)
-        assert split_as(out, HIDDEN) and not found
-        hidden = put(mesh, h, HIDDEN)
-        out, found = run(functools.partial(down, method="ring"), hidden, *placed[3:])
-        np.testing.assert_array_equal(out, h @ w2 + b2)
-        assert split_as(out, TOKENS) and not found
-
-
 @pytest.mark.parametrize("kind, gathered", [("explicit", "keep"), ("automatic", "again")])
-def test_gradients_of_two_layers(kind, gathered):
-    """dx is sharded as x; weight gradients are summed over data and cp; nothing else moves."""
+def test_a_residual_stream_and_its_gradients(kind, gathered):
+    """In a loop. The stream and dx keep their sharding.
+
+    Weight gradients are summed over data and cp; nothing else moves.
+    """
     mesh = mesh_of((2, 2, 2), kind)
     plain, placed = operands(mesh)
     dy = integers(np.random.default_rng(), B, T, D)
-    layers = functools.partial(two_layers, method="ring", gathered=gathered)
 
-    def loss_and_output(dy, *arrays):
-        out = layers(*arrays)
+    def loss_and_output(dy, x, *weights):
+        add = lambda total, size: (total + size * two_layers(x, *weights, gathered=gathered), None)
+        out, _ = jax.lax.scan(add, x, jnp.array([1.0, 2.0]))
         return (out * dy).sum(), out
 
     gradients: Any = jax.grad(loss_and_output, range(1, 6), has_aux=True)
     with jax.set_mesh(mesh):
         (got, out), found = run(gradients, put(mesh, dy, TOKENS), *placed)
-    np.testing.assert_array_equal(out, dense_two_layers(*plain))
+    equal(out, plain[0] + 3 * dense_two_layers(*plain))
     assert split_as(out, TOKENS) and split_as(got[0], TOKENS) and found == {"all-reduce"}
-    for gradient, want in zip(got, dense_gradients(plain, dy), strict=True):
-        np.testing.assert_array_equal(gradient, want)
+    dx, *of_weights = dense_gradients(plain, 3 * dy)
+    for gradient, want in zip(got, (dx + dy, *of_weights), strict=True):
+        equal(gradient, want)
 
 
-def test_blocks_in_a_loop():
-    """A residual stream and its gradient keep their sharding in `lax.scan`."""
-    mesh = mesh_of((1, 4, 2))
-    (x, w, b, w2, b2), placed = operands(mesh)
+@pytest.mark.parametrize(
+    "sizes, tokens, shape",
+    [
+        ((2, 2, 2), P(None, "data", ("cp", "tp")), (3, 2, T)),
+        ((2, 2, 2), P(AXES), (T,)),
+        ((1, 4, 2), P("data", "cp"), (B, T)),
+    ],
+)
+def test_placements(sizes, tokens, shape, recwarn):
+    """Each batch dimension keeps its axes; tokens may be sharded over several other axes.
 
-    def sum_of_blocks(x, *weights):
-        block = lambda x, _: (x + 0.25 * two_layers(jnp.tanh(x), *weights, method="ring"), None)
-        out, _ = jax.lax.scan(block, x, None, length=2)
-        return out.sum(), out
-
-    with jax.set_mesh(mesh):
-        (dx, out), found = run(jax.grad(sum_of_blocks, has_aux=True), *placed)
-    want = x
-    for _ in range(2):
-        want = want + 0.25 * dense_two_layers(np.tanh(want), w, b, w2, b2)
-    np.testing.assert_allclose(out, want, rtol=1e-4, atol=1e-4)
-    assert split_as(out, TOKENS) and split_as(dx, TOKENS) and found <= {"all-reduce"}
-
-
-def test_several_batch_dimensions():
-    """Each keeps its axes; tokens may be sharded over several other axes."""
-    mesh = mesh_of((2, 2, 2))
-    plain, placed = operands(mesh, P(None, "data", ("cp", "tp")), shape=(3, 2, T))
-    with jax.set_mesh(mesh):
-        out, found = run(functools.partial(two_layers, method="ring"), *placed)
-    np.testing.assert_array_equal(out, dense_two_layers(*plain))
-    assert split_as(out, P(None, "data", ("cp", "tp"))) and not found
-    plain, placed = operands(mesh, P(("data", "cp", "tp")), shape=(T,))
-    with jax.set_mesh(mesh):
-        out, found = run(functools.partial(two_layers, method="ring"), *placed)
-    np.testing.assert_array_equal(out, dense_two_layers(*plain))
-    assert split_as(out, P(("data", "cp", "tp"))) and not found
-
-
-def test_tokens_over_the_other_axis_alone_end_up_sharded_over_both():
-    mesh = mesh_of((1, 4, 2))
-    plain, placed = operands(mesh, P("data", "cp"))
-    out, found = run(functools.partial(two_layers, method="ring", mesh=mesh), *placed)
-    np.testing.assert_array_equal(out, dense_two_layers(*plain))
-    assert split_as(out, TOKENS) and "all-gather" not in found
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_ranks_axis_first(kind):
-    """Tokens over ("tp", "cp") are not adjacent within a group of ranks.
-
-    With explicit axes they are moved. With automatic axes XLA gathers them, with a warning.
+    Over another axis alone, they end up sharded over both. There is no warning.
     """
-    mesh = mesh_of((1, 4, 2), kind)
-    plain, placed = operands(mesh, P("data", ("tp", "cp")))
-    run_up = lambda: run(functools.partial(up, method="ring"), *placed[:3])
-    with jax.set_mesh(mesh):
-        if kind == "explicit":
-            out, found = run_up()
-            assert split_as(out, HIDDEN) and "all-gather" not in found
-        else:
-            with pytest.warns(UserWarning, match="Call inside jax.shard_map, reshape tokens"):
-                out, _ = run_up()
-    np.testing.assert_array_equal(out, plain[0] @ plain[1] + plain[2])
-
-
-def test_tokens_that_do_not_divide_among_all_devices():
-    """12 tokens are a multiple of 4 ranks of cp, but not of 8 devices: a warning, and a gather."""
-    mesh = mesh_of((1, 4, 2))
-    plain, placed = operands(mesh, P("data", "cp"), shape=(B, 12))
-    with jax.set_mesh(mesh), pytest.warns(UserWarning, match="12 tokens are not a multiple of 8"):
-        out, _ = run(functools.partial(two_layers, method="ring"), *placed)
-    np.testing.assert_array_equal(out, dense_two_layers(*plain))
-
-
-def test_no_warning_for_other_tokens(recwarn):
-    mesh = mesh_of((4, 2), names=("data", "tp"))
-    plain, placed = operands(mesh, P("data", "tp"))
-    out, found = run(functools.partial(up, method="ring", mesh=mesh), *placed[:3])
-    np.testing.assert_array_equal(out, plain[0] @ plain[1] + plain[2])
-    assert split_as(out, P("data", None, "tp")) and not found
+    mesh = mesh_of(sizes)
+    plain, placed = operands(mesh, tokens, shape)
+    out, found = run(partial(two_layers, mesh=mesh), *placed)
+    equal(out, dense_two_layers(*plain))
+    assert split_as(out, TOKENS if tokens == P("data", "cp") else tokens)
+    assert not found or (tokens == P("data", "cp") and "all-gather" not in found)
     assert not [w for w in recwarn if "tokens are split" in str(w.message)]
+
+
+@pytest.mark.parametrize(
+    "tokens, num_tokens, says",
+    [
+        (P("data", ("tp", "cp")), T, "Call inside jax.shard_map, reshape tokens"),
+        (P("data", "cp"), 12, "12 tokens are not a multiple of 8"),
+    ],
+)
+def test_tokens_that_xla_gathers_with_a_warning(tokens, num_tokens, says):
+    """Tokens over ("tp", "cp") are not adjacent in a group of ranks; 12 divide among 4 devices."""
+    mesh = mesh_of((1, 4, 2))
+    (x, w, b, *_), placed = operands(mesh, tokens, (B, num_tokens))
+    with jax.set_mesh(mesh), pytest.warns(UserWarning, match=says):
+        out, _ = run(up, *placed[:3])
+    equal(out, x @ w + b)
+
+
+def test_the_ranks_axis_first_over_explicit_axes():
+    """Tokens are moved, not gathered."""
+    mesh = mesh_of((1, 4, 2), "explicit")
+    (x, w, b, *_), placed = operands(mesh, P("data", ("tp", "cp")))
+    with jax.set_mesh(mesh):
+        out, found = run(up, *placed[:3])
+    assert split_as(out, HIDDEN) and "all-gather" not in found
+    equal(out, x @ w + b)
 
 
 # ---- Two layers of a batch over another axis equal dense ones.
 
 OTHER_WAYS = {
-    "tokens that do not divide": (7, AxisType.Auto, {"gathered": "again"}),
-    "explicit axes": (8, AxisType.Explicit, {}),
-    "an explicit axis around the ranks": (8, (AxisType.Explicit, AxisType.Auto), {}),
-    "XLA without custom_partitioning, as on TPUs": (
-        *(8, AxisType.Auto),
-        {"implementation": "xla", "deadline": 59.0},
-    ),
+    "tokens that do not divide": (7, (AUTO, AUTO), {"gathered": "again"}),
+    "explicit axes, known from the arrays": (7, (EXPLICIT, EXPLICIT), {}),
+    "an explicit axis around the ranks": (8, (EXPLICIT, AUTO), {}),
+    # The deadline is that of no other program, so that JAX lowers this one anew.
+    "as on TPUs": (8, (AUTO, AUTO), {"implementation": "xla", "deadline": 59.0}),
 }
 
 
 @pytest.mark.parametrize("way", OTHER_WAYS)
 def test_two_layers_and_their_gradients_equal_dense_ones(way, monkeypatch):
     rows, kinds, options = OTHER_WAYS[way]
-    kinds = kinds if isinstance(kinds, tuple) else (kinds,) * 2
     mesh = jax.make_mesh((2, 4), ("data", "tp"), axis_types=kinds)
     plain, placed = operands(mesh, P("data", "tp") if rows == 8 else P("data"), shape=(B, rows))
-    layers = functools.partial(two_layers, method="ring", **options)
-    if way.startswith("XLA"):
+    layers = partial(two_layers, **options)
+    if way == "as on TPUs":
+        layers = partial(layers, mesh=mesh)
         text = jax.jit(layers).trace(*placed).lower(lowering_platforms=("tpu",)).as_text()
         assert "manual_computation" in text and "CustomSPMDPartitioning" not in text
-        # The deadline is that of no other program, so that JAX lowers this one anew.
-        can_partition = "jax_cp_dispatch._ranks.partitioned.can_partition"
-        monkeypatch.setattr(can_partition, lambda ctx: False)
+        pretend_tpus(monkeypatch)
     if "around" in way:
         specs = P(None, "tp"), P(None, "tp"), P("tp"), P("tp"), P()
         layers = jax.shard_map(layers, in_specs=specs, out_specs=P(None, "tp"), axis_names={"tp"})
     dy = integers(np.random.default_rng(), B, rows, D)
 
+    @jax.jit
     def both(*arrays):
         out, pull = jax.vjp(layers, *arrays)
-        like = jax.typeof(out).sharding
-        is_typed = AxisType.Explicit in like.mesh.axis_types
-        return out, pull(jax.sharding.reshard(dy, like) if is_typed else jnp.asarray(dy))
+        return out, pull(sharded_like(dy, out))
 
-    with jax.set_mesh(mesh):
-        out, gradients = jax.jit(both)(*placed)
-    np.testing.assert_array_equal(out, dense_two_layers(*plain))
-    if rows == 8 and "around" not in way:
+    if "known" in way:
+        out, gradients = both(*placed)
+    else:
+        with jax.set_mesh(mesh):
+            out, gradients = both(*placed)
+    equal(out, dense_two_layers(*plain))
+    if way == "as on TPUs":
         assert split_as(out, P("data", "tp"))
     for got, want in zip(gradients, dense_gradients(plain, dy), strict=True):
-        np.testing.assert_array_equal(got, want)
+        equal(got, want)
 
 
-def test_without_jit_the_arrays_determine_the_mesh():
-    """Of tokens that do not divide."""
-    mesh = jax.make_mesh((2, 4), ("data", "tp"), axis_types=(AxisType.Explicit,) * 2)
-    plain, placed = operands(mesh, P("data"), shape=(B, 7))
-    out = two_layers(*placed, method="ring")
-    np.testing.assert_array_equal(out, dense_two_layers(*plain))
+# ---- Several weights of one x, of heads and their features.
+
+
+def two_products(mesh, x, wq, up, out, bias):
+    """The projection of q, and another product of x."""
+    options: Any = {"axis_name": "tp", "mesh": mesh, "method": "ring"}
+    q, hidden = all_gather_matmul(x, (wq, up), bias=(bias, None), **options)
+    return matmul_reduce_scatter(q, out, **options), hidden
+
+
+def dense_products(x, wq, up, out, bias):
+    q = np.einsum("btd,dnh->btnh", x, wq) + bias
+    return np.einsum("btnh,nhd->btd", q, out), x @ up
+
+
+def gradients_of_products(x, wq, up, out, bias, dy, dh):
+    q = np.einsum("btd,dnh->btnh", x, wq) + bias
+    dq = np.einsum("btd,nhd->btnh", dy, out)
+    dx = np.einsum("btnh,dnh->btd", dq, wq) + dh @ up.T
+    dwq, dup = np.einsum("btd,btnh->dnh", x, dq), np.einsum("btd,btf->df", x, dh)
+    return dx, dwq, dup, np.einsum("btnh,btd->nhd", q, dy), dq.sum((0, 1))
+
+
+@pytest.mark.parametrize("kind, rows", [("automatic", 7), ("explicit", 8)])
+def test_several_weights(kind, rows):
+    mesh, rng = mesh_of((2, 4), kind, ("data", "tp")), np.random.default_rng()
+    shapes = (B, rows, 12), (12, 8, 3), (12, 4), (8, 3, 12), (8, 3)
+    plain = [integers(rng, *shape) for shape in shapes]
+    expected = dense_products(*plain)
+    cotangents = [integers(rng, *a.shape) for a in expected]
+    specs = [P("data", "tp") if rows == 8 else P("data"), *[P(None, "tp")] * 2, P("tp"), P("tp")]
+    placed = [put(mesh, a, spec) for a, spec in zip(plain, specs, strict=True)]
+
+    def both(*arrays):
+        out, pull = jax.vjp(partial(two_products, mesh), *arrays)
+        return out, pull(tuple(map(sharded_like, cotangents, out)))
+
+    (out, gradients), found = run(both, *placed)
+    wants = *expected, *gradients_of_products(*plain, *cotangents)
+    for got, want in zip((*out, *gradients), wants, strict=True):
+        equal(got, want)
+    if rows == 8:
+        assert not found - {"all-reduce"}
+        assert all(map(split_as, gradients, specs))
 
 
 # ---- Stages of a pipeline: `jax.vmap`, with weights of each stage or the same for all.
@@ -290,57 +282,57 @@ def check(fn, has_weights, spmd, mesh, op):
     of_w = P(stage, *specs[1]) if has_weights else specs[1]
     places = P(stage, *specs[0]), of_w, P(stage, *specs[2])
     mapped = jax.vmap(fn, in_axes=(0, 0 if has_weights else None), spmd_axis_name=spmd)
-    loss = lambda x, w, dy: (mapped(x, w) * dy).sum()
     placed = [put(mesh, a, spec) for a, spec in zip((x, w, dy), places, strict=True)]
+
+    @jax.jit
+    def both(x, w, dy):
+        out, pull = jax.vjp(mapped, x, w)
+        return out, *pull(dy)
+
     with jax.set_mesh(mesh):
-        both = jax.jit(lambda *a: (mapped(*a[:2]), *jax.grad(loss, (0, 1))(*a)))
         out, dx, dw = both(*placed)
     each = w[:, None] if has_weights else w
     of_w = np.einsum("sbtk,sbtn->skn", x, dy)
     wants = x @ each, dy @ np.swapaxes(each, -1, -2), of_w if has_weights else of_w.sum(0)
     for got, want in zip((out, dx, dw), wants, strict=True):
-        np.testing.assert_array_equal(got, want)
+        equal(got, want)
     return zip((out, dx, dw), (places[2], *places[:2]), strict=True)
 
 
 @pytest.mark.parametrize(
-    "op, has_weights", [(all_gather_matmul, False), (matmul_reduce_scatter, True)]
-)
-def test_stages_around_shard_map(op, has_weights):
-    mesh, (of_x, of_w, of_out) = stages(), SPECS[op]
-    local = functools.partial(op, axis_name="tp", method="ring")
-    # JAX's check of varying axes fails for any custom derivative under spmd_axis_name.
-    each = jax.shard_map(local, mesh=mesh, in_specs=(of_x, of_w), out_specs=of_out, check_vma=False)
-    check(each, has_weights, "stage", mesh, op)
-
-
-@pytest.mark.parametrize(
-    "op, options, has_weights, spmd",
+    "op, options, has_weights, spmd, around",
     [
-        (all_gather_matmul, {}, True, "stage"),
-        (all_gather_matmul, {"gathered": "again"}, False, "stage"),
-        (matmul_reduce_scatter, {}, False, None),
+        (all_gather_matmul, {}, False, "stage", True),
+        (matmul_reduce_scatter, {}, True, "stage", True),
+        (all_gather_matmul, {"gathered": "again"}, True, "stage", False),
+        (matmul_reduce_scatter, {}, False, None, False),
     ],
 )
-def test_stages_of_global_arrays(op, options, has_weights, spmd):
-    """Each stage's devices compute their own examples; results are sharded like the operands."""
-    mesh = stages()
-    fn = functools.partial(op, axis_name="tp", method="ring", mesh=mesh, **options)
+def test_stages(op, options, has_weights, spmd, around):
+    """Around a `shard_map`, and of global arrays: each stage's devices compute its examples."""
+    mesh, (*inputs, out) = stages(), SPECS[op]
+    fn = partial(op, axis_name="tp", method="ring", **options)
+    if around:  # JAX's check of varying axes fails for any custom derivative under spmd_axis_name
+        specs: Any = {"in_specs": tuple(inputs), "out_specs": out}
+        fn = jax.shard_map(fn, mesh=mesh, **specs, check_vma=False)
     for array, spec in check(fn, has_weights, spmd, mesh, op):
         assert split_as(array, spec)
 
 
 def test_stages_over_explicit_axes():
     op = all_gather_matmul
-    call = functools.partial(op, axis_name="tp", method="ring")
+    call = partial(op, axis_name="tp", method="ring")
     check(call, True, None, stages("explicit"), op)
     with pytest.raises(ValueError, match=r"^all_gather_matmul: .*explicit mesh axis 'stage'.*Auto"):
         check(call, True, "stage", stages("explicit"), op)
 
 
 def test_two_vmaps_on_global_arrays():
+    """Of several weights, one with heads."""
     rng = np.random.default_rng()
     x, w, b = integers(rng, 2, 3, 2, ROWS, 4), integers(rng, 2, 3, 4, 8), integers(rng, 3, 8)
-    call = functools.partial(up, method="ring", mesh=stages())
-    out = jax.jit(jax.vmap(jax.vmap(call), in_axes=(0, 0, None)))(x, w, b)
-    np.testing.assert_array_equal(out, x @ w[:, :, None] + b[:, None, None])
+    heads = integers(rng, 2, 3, 4, 2, 3)
+    call = lambda x, w, heads, b: up(x, (w, heads), (b, None), mesh=stages())
+    out, of_heads = jax.jit(jax.vmap(jax.vmap(call), in_axes=(0, 0, 0, None)))(x, w, heads, b)
+    equal(out, x @ w[:, :, None] + b[:, None, None])
+    equal(of_heads, np.einsum("sebtd,sednh->sebtnh", x, heads))

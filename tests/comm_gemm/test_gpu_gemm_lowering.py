@@ -1,16 +1,17 @@
 """GEMMs lowered for GPUs without a GPU: attributes of the custom calls, and fallbacks to XLA."""
 
-import functools
 import pathlib
 import re
 import types
 import warnings
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from inner import warn_again
 from jax.sharding import PartitionSpec as P
 from on_mesh import AXIS, mesh_of
 
@@ -19,7 +20,6 @@ from jax_cp_dispatch._ranks import lowering, runtime  # inner: stand for a GPU t
 from jax_cp_dispatch._ranks.communicator import Communicator  # inner: calls of one GPU
 from jax_cp_dispatch._ranks.gpu import peers  # inner: stands for GPUs of a network
 from jax_cp_dispatch._ranks.gpu.slabs import Slabs  # inner: the same
-from jax_cp_dispatch._text import say_once  # inner: warnings are said once in a process
 from jax_cp_dispatch.buffers import (
     CommOverlapMethod,
     CommOverlapType,
@@ -32,7 +32,8 @@ from jax_cp_dispatch.comm_gemm.engine.on_gpu import run_all_ranks  # inner: of o
 W, ORDER = 4, [3, 1, 0, 2]
 ROOT = pathlib.Path(__file__).parents[2]
 SCRATCH = 255 + (32 << 20)
-X, K, N = np.zeros((8, 32), np.float32), np.zeros((32, 16), np.float32), 16
+X, Y, K = (np.zeros(shape, np.float32) for shape in ((8, 32), (32, 32), (32, 16)))
+N = 16
 
 
 @pytest.fixture(autouse=True)
@@ -64,41 +65,42 @@ def calls(text):
     return [(dict(re.findall(r'(\w+) = (dense<.*?>|".*?"|\w+)', rest)), out) for rest, out in found]
 
 
-def numbers(text):
-    return [int(n) for n in re.findall(r"-?\d+", text)]
+def only_call(fn, *arguments):
+    """Returns attributes and result types of the only GEMM of a program."""
+    (found,) = calls(lowered(fn, *arguments))
+    return found
 
 
-def on_ranks(fn, w_spec=None):
-    specs = (P(AXIS), w_spec or P(None, AXIS))
-    return jax.shard_map(fn, mesh=mesh_of(W, ORDER), in_specs=specs, out_specs=P(None, AXIS))
+def gather(**options):
+    call = partial(all_gather_matmul, axis_name=AXIS, **options)
+    specs: Any = {"in_specs": (P(AXIS), P(None, AXIS)), "out_specs": P(None, AXIS)}
+    return jax.shard_map(call, mesh=mesh_of(W, ORDER), **specs)
+
+
+def scatter(**options):
+    call = partial(matmul_reduce_scatter, axis_name=AXIS, **options)
+    specs: Any = {"in_specs": (P(None, AXIS), P(AXIS)), "out_specs": P(AXIS)}
+    return jax.shard_map(call, mesh=mesh_of(W), **specs)
 
 
 def test_a_plain_product():
-    ((attributes, results),) = calls(lowered(gemm, X, K))
+    """The handler reads every attribute."""
+    attributes, results = only_call(gemm, X, K)
     assert attributes["comm_type"] == "0" and attributes["device_table"] == "dense<-1>"
     assert f"tensor<{SCRATCH}xui8>" in results
     assert attributes["tf32"] == "false"
-
-
-def test_the_handler_reads_every_attribute():
     names = ("attributes.cc", "gemm_call.cc", "cuda/dispatch_call.cc", "cuda/gemm_call.cc")
-    sources = [ROOT / "csrc/ffi" / name for name in names]
-    read = [name for path in sources for name in re.findall(r'Read\("(\w+)"', path.read_text())]
-    ((attributes, _),) = calls(lowered(gemm, X, K))
+    sources = [(ROOT / "csrc/ffi" / name).read_text() for name in names]
+    read = [name for source in sources for name in re.findall(r'Read\("(\w+)"', source)]
     assert sorted(attributes.keys() - {"backend_config"}) == sorted(read)
-
-
-def test_tf32_on_request():
     with jax.default_matmul_precision("tensorfloat32"):
-        ((attributes, _),) = calls(lowered(gemm, X, K))
-    assert attributes["tf32"] == "true"
+        assert only_call(gemm, X, K)[0]["tf32"] == "true"
 
 
 def test_gelu_that_the_library_cannot_fuse_needs_space_for_sums():
-    fn = functools.partial(gemm, fuse_gelu=True)
     for n, extra in ((16, 0), (12, 4 * 8 * 12)):
         x, w = (jnp.zeros(s, jnp.bfloat16) for s in ((8, 32), (32, n)))
-        ((_, results),) = calls(lowered(fn, x, w))
+        _, results = only_call(partial(gemm, fuse_gelu=True), x, w)
         assert f"tensor<{SCRATCH + -(-extra // 256) * 256}xui8>" in results
 
 
@@ -111,50 +113,28 @@ def test_8_bit_operands_may_need_another_layout():
         "rhs_scale_inv": one,
         "preferred_element_type": jnp.bfloat16,
     }
-    ((attributes, results),) = calls(lowered(lambda x, w: gemm(x, w, **options), x, w))
+    attributes, results = only_call(partial(gemm, **options), x, w)
     assert attributes["scaling_mode"] == "2"
     assert f"tensor<{SCRATCH + 32 * 16}xui8>" in results
-    rows = lambda x, w: gemm(x, w, contracting_dims=((1,), (1,)), **options)
-    ((_, results),) = calls(lowered(rows, x, w.T))
+    _, results = only_call(partial(gemm, contracting_dims=((1,), (1,)), **options), x, w.T)
     assert f"tensor<{SCRATCH}xui8>" in results
 
 
 @pytest.mark.parametrize("method", ["none", "ring"])
 def test_an_overlapped_product_names_the_gpu_of_every_rank(method):
-    fn = lambda x, w: all_gather_matmul(x, w, axis_name=AXIS, method=method)
-    ((attributes, _),) = calls(lowered(on_ranks(fn), np.zeros((32, 32), np.float32), K))
-    assert numbers(attributes["device_table"].split(":")[0]) == ORDER
+    attributes, _ = only_call(gather(method=method), Y, K)
+    assert re.findall(r"\d+", attributes["device_table"])[:W] == [str(n) for n in ORDER]
     assert attributes["memory"] == '"devices"'
     assert attributes["comm_type"] == "2"
 
 
-def test_gradients_are_the_other_call():
-    fn = lambda x, w: matmul_reduce_scatter(x, w, axis_name=AXIS, method="pipeline", num_splits=2)
-    spec: dict[str, Any] = dict(
-        mesh=mesh_of(W), in_specs=(P(None, AXIS), P(AXIS)), out_specs=P(AXIS)
-    )
-    loss = lambda x, w: (jax.shard_map(fn, **spec)(x, w) ** 2).sum()
-    x, w = np.zeros((8, 32), np.float32), np.zeros((32, 16), np.float32)
-    found = calls(lowered(jax.grad(loss, argnums=(0, 1)), x, w))
-    kinds = [attributes["comm_type"] for attributes, _ in found]
-    assert sorted(kinds) == ["1", "2"]
-    (pipeline,) = [a for a, _ in found if a["comm_overlap_method"] == "2"]
-    assert pipeline["num_splits"] == "2"
-
-
 def test_options_of_a_buffer_reach_the_gpu(cuda):
+    options = {"gemm_priority": 1, "comm_priority": 3, "num_comm_sm": 12}
     buffer = create_comm_overlap_buffer(
-        "RS", "PIPELINE", (32, 16), "float32", W,
-        num_splits=2, gemm_priority=1, comm_priority=3, num_comm_sm=12,
-    )  # fmt: skip
-    fn = lambda x, w: matmul_reduce_scatter(x, w, axis_name=AXIS, buffer=buffer)
-    spec: dict[str, Any] = dict(
-        mesh=mesh_of(W), in_specs=(P(None, AXIS), P(AXIS)), out_specs=P(AXIS)
+        "RS", "PIPELINE", (32, 16), "float32", W, num_splits=2, **options
     )
-    x, w = np.zeros((32, 32), np.float32), np.zeros((32, 16), np.float32)
-    ((attributes, _),) = calls(lowered(jax.shard_map(fn, **spec), x, w))
-    lowered_options = [attributes[n] for n in ("gemm_priority", "comm_priority", "num_comm_sm")]
-    assert lowered_options == ["1", "3", "12"]
+    attributes, _ = only_call(scatter(buffer=buffer), Y, K)
+    assert {name: int(attributes[name]) for name in options} == options
     assert attributes["set_sm_margin"] == "true" and attributes["copies"] == "false"
     assert attributes["comm_overlap_id"] == str(buffer)
     destroy_comm_overlap_buffer(buffer)
@@ -163,7 +143,7 @@ def test_options_of_a_buffer_reach_the_gpu(cuda):
 
 def fallen(fn, *arguments):
     """Returns why a program falls back to XLA."""
-    say_once.cache_clear()
+    warn_again()
     with pytest.warns(UserWarning) as said:
         text = jax.jit(fn).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
     assert not calls(text)
@@ -173,17 +153,12 @@ def fallen(fn, *arguments):
 def test_unsupported_gemms_fall_back_to_xla_with_a_reason():
     half = X.astype(jnp.bfloat16)
     assert "does not multiply bfloat16 by float32" in fallen(gemm, half, K)
-    to_half = functools.partial(gemm, preferred_element_type=jnp.bfloat16)
+    to_half = partial(gemm, preferred_element_type=jnp.bfloat16)
     assert "does not multiply float32 by float32 with a result in bfloat16" in fallen(to_half, X, K)
     sizes = np.array([3, 5], np.int32)
     assert "ragged_dot" in fallen(grouped_gemm, X, np.zeros((2, 32, 16), np.float32), sizes)
-
-
-def test_a_named_transport_is_rejected_with_a_reason():
-    half = X.astype(jnp.bfloat16)
-    named = functools.partial(gemm, implementation="cuda_peer")
     with pytest.raises(NotImplementedError, match=r"'cuda_peer' cannot serve .* bfloat16 by fl"):
-        lowered(named, half, K)
+        lowered(partial(gemm, implementation="cuda_peer"), half, K)
 
 
 def test_ranks_over_the_network_use_xla_and_neighbours_do_not(monkeypatch):
@@ -195,8 +170,7 @@ def test_ranks_over_the_network_use_xla_and_neighbours_do_not(monkeypatch):
     assert peers.what_pointers_lack(None, comm, (devices,)) == said
     assert peers.what_pointers_lack(None, comm, (devices[:2], devices[2:])) is None
     monkeypatch.setattr(lowering, "program_groups", lambda *_: (devices,))
-    product = on_ranks(lambda x, w: all_gather_matmul(x, w, axis_name=AXIS))
-    assert said in fallen(product, np.zeros((32, 32), np.float32), K)
+    assert said in fallen(gather(), Y, K)
     assert calls(lowered(gemm, X, K))  # a single rank
 
 
@@ -213,10 +187,9 @@ def test_one_gpu_that_holds_all_ranks():
         row_counts=(8,) * W,
         gathers_to_aux=True,
     )
-    x = np.zeros((W, 8, 32), np.float32)
-    w = np.zeros((W, 32, N), np.float32)
+    x, w = np.zeros((W, 8, 32), np.float32), np.zeros((W, 32, N), np.float32)
     fn = lambda x, w: [r for r in run_all_ranks(call, lhs=x, rhs=w) if r is not None]
-    ((attributes, results),) = calls(lowered(fn, x, w))
+    attributes, results = only_call(fn, x, w)
     assert attributes["device_table"] == "dense<-1>" and attributes["num_ranks"] == str(W)
     assert f"tensor<{W}x{call.out_shape[0]}x{N}xf32>" in results
     assert f"tensor<{W}x{SCRATCH}xui8>" in results

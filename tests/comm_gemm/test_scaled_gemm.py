@@ -11,6 +11,7 @@ import pytest
 import scaling_oracle
 from comm_gemm_cases import equal
 from comm_overlap_cases import no_comm_overlap_buffers  # noqa: F401
+from jaxprs import with_results_of
 from on_mesh import AXIS, mesh_of, on_ranks
 from scaled_gemm_cases import (
     E4M3,
@@ -18,8 +19,11 @@ from scaled_gemm_cases import (
     GATHERING,
     MODES,
     MXFP8,
+    TRANSPOSED,
     drawn,
     drawn_by_ranks,
+    gathering_ways,
+    in_layout,
     laid,
     near,
     padded,
@@ -28,26 +32,21 @@ from scaled_gemm_cases import (
 )
 
 from jax_cp_dispatch.buffers import create_comm_overlap_buffer
-from jax_cp_dispatch.comm_gemm import _gemm as on_ranks_of_buffers  # inner: scales in tiles
-from jax_cp_dispatch.comm_gemm.layers import one_device  # inner: the same
 
 TYPES = [(E4M3, E5M2), (E5M2, E4M3)]
-LAYOUTS = list(itertools.product((False, True), (False, True)))  # lhs, rhs transposed
 T, K, N = 3, 64, 6
+WIDE = {"preferred_element_type": jnp.float32}
 
 
-@pytest.fixture
-def seen(monkeypatch):
-    """The results of each product, with scales as tensor cores read them, which no call returns."""
-    found, bind = [], one_device.bind_gemm
+def tiles(call, *operands):
+    """Computes the scales as tensor cores read them, which no call returns: of lhs, of rhs."""
+    results = with_results_of(call, "gemm", *operands)
+    return [x for x in results if x.dtype == jnp.uint8 and x.ndim == 3]
 
-    def spy(call, **operands):
-        found.append(bind(call, **operands))
-        return found[-1]
 
-    for module in (one_device, on_ranks_of_buffers):
-        monkeypatch.setattr(module, "bind_gemm", spy)
-    return found
+def read(operands):
+    """Returns operands whose scales are padded with zeros, as tiles are."""
+    return [np.where(x == 255, np.uint8(0), x) if x.dtype == np.uint8 else x for x in operands]
 
 
 # ---- On one device.
@@ -58,51 +57,43 @@ def test_every_transposition_and_type(mode):
     """Two contracted dimensions, blocks of 32 across their border, two free ones on each side."""
     rows, contracted, columns = (5, 7), (2, 48), (3, 13)
     calls, operands, wants = {}, {}, {}
-    for (left, right), (lhs_type, rhs_type) in itertools.product(LAYOUTS, TYPES):
-        lhs_shape = (*contracted, *rows) if left else (*rows, *contracted)
-        rhs_shape = (*columns, *contracted) if right else (*contracted, *columns)
-        flat = lambda shape: (np.prod(shape[:2]), np.prod(shape[2:]))
-        lhs = drawn(1, mode, lhs_type, flat(lhs_shape), "column" if left else "row")
-        rhs = drawn(2, mode, rhs_type, flat(rhs_shape), "row" if right else "column")
-        key = f"{left}, {right}, {lhs_type}, {rhs_type}"
-        a, b = (values.T if turned else values
-                for values, turned in ((lhs.values, left), (rhs.values, right)))  # fmt: skip
-        wants[key] = (a @ b).reshape(*rows, *columns)
+    for (left, right), types in zip(TRANSPOSED, itertools.cycle(TYPES), strict=False):
+        draw = lambda seed, *how, types=types: drawn(seed, mode, types[seed], *how)
+        lhs, rhs, _ = in_layout(left, right, *map(np.prod, (rows, contracted, columns)), draw)
+        key = f"{left}, {right}, {types}"
+        of_lhs, of_rhs = lhs.values.T if left else lhs.values, rhs.values.T if right else rhs.values
+        wants[key] = (of_lhs @ of_rhs).reshape(*rows, *columns)
         call, (a, a_scale, b, b_scale) = scaled(lhs, rhs, mode)
-        operands[key] = a.reshape(lhs_shape), a_scale, b.reshape(rhs_shape), b_scale
+        a = a.reshape((*contracted, *rows) if left else (*rows, *contracted))
+        b = b.reshape((*columns, *contracted) if right else (*contracted, *columns))
+        operands[key] = a, a_scale, b, b_scale
         dims = ((0, 1) if left else (2, 3), (2, 3) if right else (0, 1))
         calls[key] = partial(call, contracting_dims=dims)
 
     def local(operands):
-        of_xla = partial(dict, implementation="xla", preferred_element_type=jnp.float32)
         return {
             key: (
-                call(*operands[key], preferred_element_type=jnp.float32),
-                call(*operands[key]),
+                call(*operands[key], **WIDE),
                 call(*operands[key], use_split_accumulator=False),
-                call(*operands[key], **of_xla()),
+                call(*operands[key], implementation="xla", **WIDE),
             )
             for key, call in calls.items()
         }
 
-    for key, (wide, natural, fast, by_xla) in jax.jit(local)(operands).items():
+    for key, (wide, natural, by_xla) in jax.jit(local)(operands).items():
         assert (wide.dtype, natural.dtype) == (jnp.float32, jnp.bfloat16)
         near(wide, wants[key], key)
         near(by_xla, wants[key], key)
-        near(natural, wants[key], key)
         equal(natural, np.asarray(wide.astype(jnp.bfloat16), np.float64), key)
-        equal(fast, np.asarray(natural, np.float64), key)
 
 
 @pytest.mark.parametrize("mode, turned", [(MODES[1], False), (MXFP8, True)])
 def test_several_widened_blocks(mode, turned):
     """Several blocks of rows, columns and the contraction; only float32 is written in place."""
-    m, k, n = 530, 544, 1040
-    lhs = drawn(0, mode, E4M3, (k, m) if turned else (m, k), "column" if turned else "row")
-    rhs = drawn(1, mode, E5M2, (n, k) if turned else (k, n), "row" if turned else "column")
+    draw = lambda seed, *shape: drawn(seed, mode, (E4M3, E5M2)[seed], *shape)
+    lhs, rhs, dims = in_layout(turned, turned, 530, 544, 1040, draw)
     want = lhs.values.T @ rhs.values.T if turned else lhs.values @ rhs.values
     call, operands = scaled(lhs, rhs, mode)
-    dims = ((0,), (1,)) if turned else ((1,), (0,))
     for out in ("float32", "bfloat16"):
         near(call(*operands, contracting_dims=dims, preferred_element_type=out), want)
 
@@ -115,62 +106,33 @@ def test_special_blocks():
     data[3, 2] = 0x7F
     scales = np.full((5, 2), 127, np.uint8)
     scales[0], scales[1], scales[2, 1] = 0, 254, 255
-    ones = np.ones((64, 3), E4M3)
     one = padded(np.full((2, 3), 127, np.uint8), "column")
     call, _ = scaled((), (), MXFP8)
-    operands = data.view(E4M3), padded(scales, "row"), ones, one
+    operands = data.view(E4M3), padded(scales, "row"), np.ones((64, 3), E4M3), one
     exact = scaling_oracle.mxfp8_value(data, scales, E4M3).sum(1)
     want = np.repeat(exact[:, None], 3, axis=1)
     assert np.isnan(want[2:4]).all() and np.isfinite(want[[0, 1, 4]]).all()
     for implementation in (None, "xla"):
-        got = call(*operands, preferred_element_type=jnp.float32, implementation=implementation)
+        got = call(*operands, implementation=implementation, **WIDE)
         np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=1e-6)
 
 
 @pytest.mark.parametrize("implementation", [None, "xla"])
-def test_scales_as_tensor_cores_read_them(implementation, seen):
+def test_scales_as_tensor_cores_read_them(implementation):
     """Scales of both operands in tiles, from either layout, several tiles; padded with zeros."""
-    m, k, n = 130, 160, 70
-    for left, right in LAYOUTS:
-        lhs = drawn(0, MXFP8, E4M3, (k, m) if left else (m, k), "column" if left else "row")
-        rhs = drawn(1, MXFP8, E4M3, (n, k) if right else (k, n), "row" if right else "column")
+    for left, right in ((False, True), (True, False)):
+        draw = lambda seed, *shape: drawn(seed, MXFP8, E4M3, *shape)
+        lhs, rhs, dims = in_layout(left, right, 130, 160, 70, draw)
         call, operands = scaled(lhs, rhs, MXFP8)
         if implementation == "xla":  # keeps the padding unchanged
-            zero = lambda x: np.where(x == 255, np.uint8(0), x) if x.dtype == np.uint8 else x
-            operands = map(zero, operands)
-        dims = ((0,) if left else (1,), (1,) if right else (0,))
-        call(*operands, contracting_dims=dims, implementation=implementation)
-        of_lhs = laid(lhs.scale_inv, "column" if left else "row")[:m, : k // 32]
-        of_rhs = laid(rhs.scale_inv, "row" if right else "column")[:n, : k // 32]
-        equal(seen[-1].lhs_swizzled, tiles_of(of_lhs), (left, right))
-        equal(seen[-1].rhs_swizzled, tiles_of(of_rhs), (left, right))
-
-
-@pytest.mark.parametrize("mode", MODES[1:])
-def test_examples_under_vmap(mode):
-    """Each example has its own scales, or all share one operand."""
-    lhs = drawn_by_ranks(0, 3, mode, E4M3, (4, 64))
-    rhs = drawn_by_ranks(1, 3, mode, E4M3, (64, 6), "column")
-    call, operands = scaled(lhs, rhs, mode)
-    call = partial(call, preferred_element_type=jnp.float32)
-    shared = [x[0] for x in operands[2:]]
-    run = lambda *all: (jax.vmap(call)(*all), jax.vmap(call, (0, 0, None, None))(*all[:2], *shared))
-    each, one = jax.jit(run)(*operands)
-    near(each, lhs.values @ rhs.values)
-    near(one, lhs.values @ rhs.values[0])
+            operands = read(operands)
+        call = partial(call, contracting_dims=dims, implementation=implementation)
+        of_lhs, of_rhs = tiles(call, *operands)
+        equal(of_lhs, tiles_of(laid(lhs.scale_inv, "column" if left else "row")[:130, :5]))
+        equal(of_rhs, tiles_of(laid(rhs.scale_inv, "row" if right else "column")[:70, :5]))
 
 
 # ---- Between ranks.
-
-
-def create(kind, shape, dtype, num_ranks, *, method="RING_EXCHANGE", **options):
-    return create_comm_overlap_buffer(kind, method, shape, dtype, num_ranks, **options)
-
-
-def with_ranks(lhs, rhs, mode, **options):
-    call, operands = scaled(lhs, rhs, mode)
-    options = {"axis_name": AXIS, "preferred_element_type": jnp.float32, **options}
-    return partial(call, **options), operands
 
 
 @pytest.mark.parametrize(
@@ -183,17 +145,11 @@ def with_ranks(lhs, rhs, mode, **options):
 )
 def test_chunks_are_gathered_with_their_scales(num_ranks, mode, order):
     """Every rank's tensor has its own scale; the 8-bit values are gathered."""
-    p, shape = num_ranks, (num_ranks * T, K)
+    p = num_ranks
     lhs = drawn_by_ranks(0, p, mode, E5M2, (T, K))
     rhs = drawn_by_ranks(1, p, mode, E4M3, (K, N), "column")
-    call, operands = with_ranks(lhs, rhs, mode)
-    back = create("RS", (p * T, N), "float32", p, atomic_gemm=True)
-    ways = {
-        name: partial(call, comm_overlap=create("AG", shape, E5M2, p, **options),
-                      paired_comm_overlap=back if options.get("atomic_gemm") else None)
-        for name, options in GATHERING.items() if p % 2 == 0 or name != "ring, pairs"
-    }  # fmt: skip
-    ways["xla"] = partial(ways["ring"], implementation="xla")
+    call, operands = scaled(lhs, rhs, mode, axis_name=AXIS, **WIDE)
+    ways = gathering_ways(call, (p * T, K), E5M2, p, N)
 
     def local(*operands):
         return {name: (way(*operands), *way(*operands, return_aux=True))
@@ -210,34 +166,27 @@ def test_chunks_are_gathered_with_their_scales(num_ranks, mode, order):
         equal(np.asarray(aux).view(np.uint8), (lhs.data if is_atomic else gathered).view(np.uint8))
 
 
-def test_moved_scales_as_tensor_cores_read_them_are_in_rank_order(seen):
+def test_moved_scales_as_tensor_cores_read_them_are_in_rank_order():
     """Scales of gathered rows are in rank order; with bulk or sums, a rank has its own scales."""
     p, lines = 4, 40  # the gathered lines fill one tile and start another
     lhs = drawn_by_ranks(0, p, MXFP8, E4M3, (lines, K))
     rhs = drawn_by_ranks(1, p, MXFP8, E4M3, (K, N), "column")
-    call, operands = with_ranks(lhs, rhs, MXFP8)
-    operands = [np.where(x == 255, np.uint8(0), x) if x.dtype == np.uint8 else x for x in operands]
-    rings = [partial(call, return_aux=True, comm_overlap=create("AG", (p * lines, K), E4M3, p,
-                     **options)) for options in list(GATHERING.values())[:3]]  # fmt: skip
+    call, operands = scaled(lhs, rhs, MXFP8, axis_name=AXIS)
+    create = partial(create_comm_overlap_buffer, tp_size=p)
+    rings = [
+        create("AG", "RING_EXCHANGE", (p * lines, K), E4M3, **options)
+        for options in list(GATHERING.values())[:3]
+    ]
+    rings = [partial(call, return_aux=True, comm_overlap=ring) for ring in rings]
     rings.append(partial(rings[0], implementation="xla"))
-    part = np.zeros((p, T, 7), np.float32)
-    bulk = partial(call, comm_overlap=create("AG", (p * T, 7), "float32", p, method="BULK"))
-    summed = partial(call, comm_overlap=create("RS", (lines, N), "float32", p))
-
-    def local(part, *operands):
-        seen.clear()
-        for ring in rings:
-            ring(*operands)
-        bulk(*operands, aux_in=part)
-        summed(*operands)
-        return [(results.lhs_swizzled, results.rhs_swizzled) for results in seen]
-
-    got = on_ranks(local, mesh_of(p, (2, 0, 3, 1)))(part, *operands)
-    blocks = K // 32
-    gathered = np.concatenate(lhs.scale_inv[:, :lines, :blocks])
+    bulk = partial(call, comm_overlap=create("AG", "BULK", (p * T, 7), "float32"))
+    bulk = partial(bulk, aux_in=jnp.zeros((T, 7)))
+    summed = partial(call, comm_overlap=create("RS", "RING_EXCHANGE", (lines, N), "float32"))
+    local = lambda *operands: [tiles(way, *operands) for way in (*rings, bulk, summed)]
+    got = on_ranks(local, mesh_of(p, (2, 0, 3, 1)))(*read(operands))
+    own = lhs.scale_inv[:, :lines, : K // 32]
     for i, (of_lhs, of_rhs) in enumerate(got):
         for rank in range(p):
-            own = lhs.scale_inv[rank][:lines, :blocks]
-            want = gathered if i < len(rings) else own
+            want = np.concatenate(own) if i < len(rings) else own[rank]
             equal(of_lhs[rank], tiles_of(want), i)
-            equal(of_rhs[rank], tiles_of(rhs.scale_inv[rank][:blocks, :N].T), i)
+            equal(of_rhs[rank], tiles_of(rhs.scale_inv[rank][: K // 32, :N].T), i)

@@ -45,12 +45,8 @@ class Call:
             return np.asarray(run(place, place, *self.operands)[0])
 
 
-def int64(*values) -> np.ndarray:
-    return np.array(values, np.int64)
-
-
-def int32(*values) -> np.ndarray:
-    return np.array(values, np.int32)
+int32 = lambda *values: np.array(values, np.int32)
+int64 = lambda *values: np.array(values, np.int64)
 
 
 # ---- An exchange: three rows from row 0 to row 1, then one from row 3 to row 0, of one rank.
@@ -79,10 +75,7 @@ def with_field(name, field) -> Call:
     return call.change(**{f"has_{name}": int64(1)})
 
 
-def dispatch_with(**attributes) -> Call:
-    return DISPATCH.change(**attributes)
-
-
+dispatch_with = DISPATCH.change
 WRONG_EXCHANGES = {
     "no ranks": (dispatch_with(num_ranks=np.int64(0)), "num_ranks is 0"),
     "many ranks": (dispatch_with(num_ranks=np.int64(2**32 + 1)), "num_ranks is 4294967297"),

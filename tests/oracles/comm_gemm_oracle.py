@@ -40,7 +40,7 @@ def all_gather_matmul(x, w, bias=None, counts=None):
     x, w, bias = wide(x, w, bias)
     together = gathered(x, counts)
     out = np.stack([together @ of_rank for of_rank in w])
-    return out if bias is None else out + expanded(bias, out)
+    return out if bias is None else out + bias.reshape(len(bias), *[1] * (out.ndim - 2), -1)
 
 
 def matmul_reduce_scatter(x, w, bias=None, counts=None):
@@ -53,10 +53,6 @@ def matmul_reduce_scatter(x, w, bias=None, counts=None):
         for rank, count in enumerate(counts):
             out[rank][..., :count, :] += bias[rank]
     return out
-
-
-def expanded(bias, like):
-    return bias.reshape(len(bias), *[1] * (like.ndim - 2), -1)
 
 
 def all_gather_matmul_gradients(x, w, dy, counts=None):

@@ -12,6 +12,7 @@ import scaling_oracle
 from scaled_gemm_cases import E4M3, E5M2, MXFP8
 
 ONE = np.float32(1)
+CURRENT: Any = {"x": None, "w": None, "dy": None}  # scales
 
 
 def rounded(x, mode, name, *, scale=None, along=-1):
@@ -46,13 +47,9 @@ def gradient_type(mode):
     return E4M3 if mode == MXFP8 else E5M2
 
 
-def _scales(scales):
-    return scales or {"x": None, "w": None, "dy": None}
-
-
 def all_gather_matmul(x, w, dy, mode, counts=None, scales=None, bias: Any = None):
     """(y, dx, dw, dbias)"""
-    scales = _scales(scales)
+    scales = scales or CURRENT
     x_of_ranks = of_ranks(real(x, counts), mode, E4M3, scale=scales["x"], shared=True)
     down = of_ranks(w, mode, E4M3, scale=scales["w"], along=-2)
     across = of_ranks(w, mode, E4M3, scale=scales["w"])
@@ -65,7 +62,7 @@ def all_gather_matmul(x, w, dy, mode, counts=None, scales=None, bias: Any = None
 
 def matmul_reduce_scatter(x, w, dy, mode, counts=None, scales=None, bias: Any = None):
     """(y, dx, dw, dbias)"""
-    scales = _scales(scales)
+    scales = scales or CURRENT
     x_of_ranks = of_ranks(x, mode, E4M3, scale=scales["x"])
     down = of_ranks(w, mode, E4M3, scale=scales["w"], along=-2)
     across = of_ranks(w, mode, E4M3, scale=scales["w"])
@@ -83,9 +80,3 @@ def real(x, counts):
     for rank, count in enumerate(counts or ()):
         x[rank][..., count:, :] = 0
     return x
-
-
-def next_state(history, scale, x, name, margin=0):
-    """(history, scale) after a step with x of all ranks."""
-    history = np.concatenate([[largest(x)], history[:-1]]).astype(np.float32)
-    return history, scaling_oracle.tensor_scale(max(history), name, margin, otherwise=float(scale))

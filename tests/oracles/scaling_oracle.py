@@ -116,18 +116,13 @@ def tensor(x, scale, name):
         return encode(flushed(x) * scale, name)
 
 
-class History:
-    """Delayed scaling as a list of all past amaxes."""
-
-    def __init__(self):
-        self.amaxes, self.scale = [], np.float32(1)
-
-    def step(self, x, name, margin):
-        amax = np.max(np.abs(flushed(x)))
-        self.amaxes.append(amax)
-        if np.isfinite(amax):
-            window = [a for a in self.amaxes[-HISTORY:] if np.isfinite(a)]
-            self.scale = tensor_scale(max(window), name, margin, otherwise=float(self.scale))
+def next_state(history, scale, x, name, margin=0):
+    """(history, scale) of delayed scaling after a step with x, of all ranks."""
+    amax = np.max(np.abs(flushed(x)), initial=0)
+    history = np.concatenate([[amax], history[:-1]]).astype(np.float32)
+    if np.isfinite(amax):
+        amax = np.max(history, where=np.isfinite(history), initial=0)
+    return history, tensor_scale(amax, name, margin, otherwise=float(scale))
 
 
 def tile_offset(row, block):

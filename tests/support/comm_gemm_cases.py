@@ -3,9 +3,11 @@
 Small integers are exact in every method; other values are within the tolerance of their type.
 """
 
+import itertools
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -41,6 +43,24 @@ def methods(op, num_ranks):
     table = GATHERING if op is all_gather_matmul else SCATTERING
     fits = lambda options: num_ranks % 2 == 0 or not options.get("aggregate")
     return {name: partial(op, **options) for name, options in table.items() if fits(options)}
+
+
+def with_gathered(op, num_ranks):
+    """Each method; methods that gather keep the tokens for the derivative, or gather them again."""
+    ways = methods(op, num_ranks)
+    if op is not all_gather_matmul:
+        return ways
+    both = itertools.product(ways.items(), ("keep", "again"))
+    return {f"{name}, {how}": partial(fn, gathered=how) for (name, fn), how in both}
+
+
+def with_gradients(ways, dy, *operands):
+    """Returns the result and the gradients of each way."""
+    results = {}
+    for name, fn in ways.items():
+        out, pull = jax.vjp(fn, *operands)
+        results[name] = out, *pull(dy)
+    return results
 
 
 def integers(seed, *shape, dtype: Any = np.float32):

@@ -1,11 +1,10 @@
-"""GEMMs of a few ranks, and a check of errors at trace time."""
+"""GEMMs of a few ranks, traced."""
 
 from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
-import pytest
 from on_mesh import AXIS, mesh_of, on_ranks
 
 from jax_cp_dispatch import all_gather_matmul, gemm, matmul_reduce_scatter
@@ -17,7 +16,6 @@ M = W * T
 GATHER: Any = partial(all_gather_matmul, axis_name=AXIS, method="ring")
 SCATTER: Any = partial(matmul_reduce_scatter, axis_name=AXIS, method="ring")
 ENGINE: Any = partial(gemm, axis_name=AXIS)
-PLAIN: Any = gemm
 
 
 def ones(*shape, dtype: Any = np.float32):
@@ -27,11 +25,6 @@ def ones(*shape, dtype: Any = np.float32):
 def trace(fn, *operands):
     """Traces a function of one rank on the mesh, without compiling."""
     return jax.eval_shape(on_ranks(fn, mesh_of(W), jit=False), *operands)
-
-
-def refused(fn, *operands, error: Any = ValueError, match):
-    with pytest.raises(error, match=match):
-        trace(fn, *operands)
 
 
 def create(kind, method, shape=None, dtype="float32", num_ranks=W, **options):

@@ -1,17 +1,21 @@
-"""8-bit operands from NumPy: bytes, scales in the engine's layout, and their values."""
+"""Operands of GEMMs, of 8 bits too; their values and all epilogues of a call in NumPy."""
 
+import itertools
+from functools import partial
 from typing import Any, NamedTuple
 
 import comm_gemm_oracle as oracle
 import jax.numpy as jnp
 import numpy as np
 import scaling_oracle
+from comm_gemm_cases import normal
 
 from jax_cp_dispatch import gemm
+from jax_cp_dispatch.buffers import create_comm_overlap_buffer
 
 E4M3, E5M2 = scaling_oracle.FORMATS
 MODES = ["DELAYED_TENSOR_SCALING", "CURRENT_TENSOR_SCALING", "MXFP8_1D_SCALING"]
-MXFP8 = MODES[2]
+MXFP8, WIDE = MODES[2], "NO_SCALING"
 
 # Options of each schedule's buffer.
 GATHERING: dict[str, Any] = {
@@ -21,15 +25,6 @@ GATHERING: dict[str, Any] = {
     "ring, atomic": {"atomic_gemm": True},
     "ring, atomic, no copies": {"atomic_gemm": True, "use_ce": False},
 }
-REDUCING: dict[str, Any] = {
-    "ring": {},
-    "ring, no copies": {"use_ce": False},
-    "ring, atomic": {"atomic_gemm": True},
-    "ring, atomic, no copies": {"atomic_gemm": True, "use_ce": False},
-    "pipeline": {"method": "PIPELINE"},
-    "pipeline, atomic": {"method": "PIPELINE", "atomic_gemm": True},
-    "pipeline, first gemm": {"method": "PIPELINE", "rs_overlap_first_gemm": True},
-}
 
 
 class Scaled(NamedTuple):
@@ -38,10 +33,6 @@ class Scaled(NamedTuple):
     data: Any
     scale_inv: Any
     values: Any  # float64
-
-
-def is_blocks(mode):
-    return mode == MXFP8
 
 
 def laid(x, layout):
@@ -61,7 +52,7 @@ def drawn(seed, mode, name, shape, layout="row", power=0) -> Scaled:
     rng = np.random.default_rng(seed)
     finite = np.flatnonzero(np.isfinite(scaling_oracle.table(name)))
     data = rng.choice(finite, size=shape)
-    if not is_blocks(mode):
+    if mode != MXFP8:
         scale = np.array([rng.uniform(0.5, 2) * 2.0 ** (power + rng.integers(-4, 5))], np.float32)
         values = scaling_oracle.table(name)[data] * scale.astype(np.float64)
         return Scaled(data.astype(np.uint8).view(name), scale, values)
@@ -101,15 +92,25 @@ def gelu_derivative(x):
     return (1 + tanh) / 2 + x / 2 * (1 - tanh**2) * inner
 
 
-def scaled(lhs, rhs, mode):
-    """Returns the call and its operands: data and scales."""
+def scaled(lhs, rhs, mode, **options):
+    """Returns the call and its operands: data and scales; without scaling, no scales."""
 
-    def call(*operands, **options):
+    def call(*operands, **more):
         a, a_scale, b, b_scale = map(jnp.asarray, operands)
-        scales = {"lhs_scale_inv": a_scale, "rhs_scale_inv": b_scale}
-        return gemm(a, b, scaling_mode=mode, **scales, **options)
+        scales = {"lhs_scale_inv": a_scale, "rhs_scale_inv": b_scale} if mode != WIDE else {}
+        return gemm(a, b, scaling_mode=mode, **scales, **options, **more)
 
     return call, (*lhs[:2], *rhs[:2])
+
+
+TRANSPOSED = list(itertools.product((False, True), repeat=2))  # lhs, rhs
+
+
+def in_layout(left, right, m, k, n, draw):
+    """Draws lhs and rhs, transposed or not; returns them with the dimensions to contract."""
+    lhs = draw(0, (k, m) if left else (m, k), "column" if left else "row")
+    rhs = draw(1, (n, k) if right else (k, n), "row" if right else "column")
+    return lhs, rhs, ((0,) if left else (1,), (1,) if right else (0,))
 
 
 def tiles_of(scales):
@@ -119,3 +120,62 @@ def tiles_of(scales):
     line, block = np.indices(scales.shape)
     tiles[line // 128, block // 4, scaling_oracle.tile_offset(line % 128, block % 4)] = scales
     return tiles
+
+
+def gathering_ways(call, shape, dtype, num_ranks, columns):
+    """The call with a buffer of this shape and type for each schedule; by XLA, too."""
+    create = partial(create_comm_overlap_buffer, method="RING_EXCHANGE", tp_size=num_ranks)
+    sums: Any = {"buffer_shape": (shape[0], columns), "buffer_dtype": "float32"}
+    back, ways = create("RS", **sums, atomic_gemm=True), {}
+    for name, options in GATHERING.items():
+        if num_ranks % 2 == 0 or name != "ring, pairs":
+            buffer = create("AG", buffer_shape=shape, buffer_dtype=dtype, **options)
+            pair = back if "atomic" in name else None
+            ways[name] = partial(call, comm_overlap=buffer, paired_comm_overlap=pair)
+    of_xla = {f"{name}, xla": partial(ways[name], implementation="xla")
+              for name in ("ring", "ring, atomic")}  # fmt: skip
+    return {**ways, **of_xla}
+
+
+# ---- Epilogues.
+
+
+def draw(seed, num_ranks, mode, shape, layout="row") -> Scaled:
+    """Operands whose products cover the range in which GELU bends, and beyond it."""
+    if mode == WIDE:
+        x = normal(seed, num_ranks, *shape) / np.float32(4)
+        return Scaled(x, np.zeros((num_ranks, 1)), x.astype(np.float64))
+    return drawn_by_ranks(seed, num_ranks, mode, E4M3, shape, layout, -9)
+
+
+def all_epilogues(call, bias, gelu_input, **options):
+    """Returns the epilogues by name, computed from the complete sum."""
+    return {
+        "bias": call(bias=bias, **options),
+        "gelu": call(fuse_gelu=True, **options),
+        "bias, gelu": call(bias=bias, fuse_gelu=True, **options),
+        "dgelu": call(fuse_gelu=True, grad=True, gelu_input=gelu_input, **options),
+        "dgelu, dbias": call(
+            fuse_gelu=True, fuse_bias=True, grad=True, gelu_input=gelu_input, **options
+        ),
+        "dbias": call(fuse_bias=True, grad=True, **options),
+    }
+
+
+def check_all(results, product, bias, gelu_input, rhs_sum, name):
+    """The product in float64, [..., m, n], and `rhs_sum`, the sum of rhs over the contraction."""
+    near(results["bias"], product + bias, name)
+    out, pre = results["gelu"]
+    near(pre, product, name)
+    near(out, gelu(product), name)
+    out, pre = results["bias, gelu"]
+    near(pre, product + bias, name)
+    near(out, gelu(product + bias), name)
+    want = product * gelu_derivative(gelu_input)
+    near(results["dgelu"], want, name)
+    out, dbias = results["dgelu, dbias"]
+    near(out, want, name)
+    near(dbias, np.asarray(out).astype(np.float64).sum(-2), name)
+    out, dbias = results["dbias"]
+    near(out, product, name)
+    near(dbias, rhs_sum, name)

@@ -11,6 +11,7 @@ from comm_gemm_cases import methods, normal
 from comm_overlap_cases import no_comm_overlap_buffers  # noqa: F401
 from on_mesh import AXIS, on_ranks
 from scaled_gemm_cases import E4M3, E5M2, MODES, near
+from scaling_oracle import next_state
 
 from jax_cp_dispatch import all_gather_matmul, matmul_reduce_scatter
 from jax_cp_dispatch.scaling import DelayedScaling, MatmulScaling
@@ -52,6 +53,17 @@ def value_and_gradients(fn, x, w, bias, dy, state=None) -> Any:
     return (y, *pull(dy))
 
 
+def expected(op, arrays, mode, counts=None):
+    """(y, dx, dw, dbias) for arrays of `of`, with the state of `state_of` if scaling is delayed."""
+    x, w, dy, bias = arrays
+    scales = SCALES if mode == DELAYED else None
+    return ORACLES[op](x, w, dy, mode, counts, scales, bias)
+
+
+def given_state(mode):
+    return state_of()[0] if mode == DELAYED else None
+
+
 def check(got, want, name):
     for part, one, expected in zip(("y", "dx", "dw", "dbias"), got, want, strict=False):
         near(one, expected, f"{name}, {part}")
@@ -61,29 +73,22 @@ def check_state(state, arrays):
     """Checks the state after a step with x, w and dy of all ranks."""
     _, histories = state_of()
     for name, x in arrays.items():
-        kind = E5M2 if name == "dy" else E4M3
-        history = np.where(np.isfinite(histories[name]), histories[name], 0)
-        _, scale = oracle.next_state(history, SCALES[name], x, kind)
-        entry: Any = getattr(state, name)
-        want = np.concatenate([[oracle.largest(x)], histories[name][:-1]])
+        kind, entry = E5M2 if name == "dy" else E4M3, getattr(state, name)
+        history, scale = next_state(histories[name], SCALES[name], x, kind)
         shape = np.shape(entry.amax_history)
-        np.testing.assert_array_equal(entry.amax_history, np.broadcast_to(want, shape))
+        np.testing.assert_array_equal(entry.amax_history, np.broadcast_to(history, shape))
         np.testing.assert_array_equal(entry.scale, np.full(np.shape(entry.scale), scale))
 
 
-def run_all(op, mesh, mode, x, w, bias, dy, *, names=None, counts=None, check_vma=True):
-    """Returns the results of every method, or of those named, in one program."""
-    each = methods(op, mesh.size)
-    state = state_of()[0] if mode == DELAYED else None
+def run_all(op, mesh, mode, x, w, bias, dy, *, names, counts):
+    """Returns the results of the methods of these names, in one program."""
+    each, state = methods(op, mesh.size), given_state(mode)
 
     def local(x, w, bias, dy):
+        options = {"axis_name": AXIS, "scaling_mode": mode, "row_counts": counts}
         return {
-            name: value_and_gradients(
-                partial(fn, axis_name=AXIS, scaling_mode=mode, row_counts=counts),
-                *(x, w, bias, dy, state),
-            )
-            for name, fn in each.items()
-            if names is None or name in names
+            name: value_and_gradients(partial(each[name], **options), x, w, bias, dy, state)
+            for name in names
         }
 
-    return on_ranks(local, mesh, check_vma=check_vma)(x, w, bias, dy)
+    return on_ranks(local, mesh)(x, w, bias, dy)
