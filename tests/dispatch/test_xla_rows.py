@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from inner import warn_again
+from inner import pretend_tpus, warn_again
 from jax import lax
 from jax._src import distributed
 from jax.sharding import PartitionSpec as P
@@ -26,7 +26,6 @@ from jax_cp_dispatch._dispatch import (
     xla_collectives,  # inner: a small limit of bytes
 )
 from jax_cp_dispatch._dispatch.xla_transfers import XlaRanks  # inner: counts gathered bytes
-from jax_cp_dispatch._ranks import partitioned  # inner: a TPU is pretended
 from jax_cp_dispatch.experts import exchange  # inner: stands for processes without shared memory
 
 W, S, T, C = 8, 5, 24, 2
@@ -182,7 +181,7 @@ def test_global_arrays_on_tpus_need_no_partitioner(monkeypatch):
     text = lowered(both, np.zeros((4 * T, 3), np.float32), plan, platforms=("tpu",))
     assert text.count("custom_call @ragged_all_to_all(") == 2
     assert "CustomSPMDPartitioning" not in text
-    monkeypatch.setattr(partitioned, "can_partition", lambda ctx: False)
+    pretend_tpus(monkeypatch)
     x = np.random.default_rng(1).standard_normal((4, T, 3)).astype(np.float32)
     of_rows = jax.NamedSharding(mesh, P(AXIS, "data"))
     wide = np.concatenate([x, -x], -1).reshape(4 * T, 6)

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 import pytest
 import scenes
+from inner import warn_again
 from jax.sharding import Mesh, PartitionSpec as P
 from launching import outputs_of
 
@@ -25,7 +26,6 @@ from jax_cp_dispatch._ranks.gpu.nvshmem import what_hosts_lack  # inner: many ho
 from jax_cp_dispatch._ranks.gpu.slabs import describe_mapping, group_by_mapping
 from jax_cp_dispatch._ranks.implementations import CUDA_IPC, CUDA_PEER, NVSHMEM
 from jax_cp_dispatch._ranks.job import publish_and_read_all
-from jax_cp_dispatch._text import say_once
 
 ONE_HOST, TWO_HOSTS = "3 processes of 1 host, one GPU each", "3 processes of 2 hosts, one GPU each"
 NO_IPC = "cuda_ipc: process 2: initialize: cudaIpcOpenMemHandle failed: invalid argument"
@@ -269,7 +269,7 @@ def say_of_groups():
         print(f"{row.name} over {processes}: {row.why_not(['cuda'], groups)}", flush=True)
     if "two gpus each" in SCENE:
         peers._reason.cache_clear()
-        say_once.cache_clear()
+        warn_again()
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             print("lowered:", " ".join(lowered(by_process).split()), flush=True)
