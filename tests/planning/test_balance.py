@@ -24,7 +24,6 @@ from random_lengths import TOKENS, UNIT, causal_pairs, cut, large_case, real_len
 
 from jax_cp_dispatch import Plan, PlanConfig, place_tokens, plan_attention
 from jax_cp_dispatch.masks import BlockCausal, Chunked, Full, SharedPrefix, SlidingWindow, Tree
-from jax_cp_dispatch.planning.balance import balance_blocks  # inner: any costs, of no lengths
 
 
 def moved(lengths, world_size, columns=None, mask=None, **choices: Any) -> Plan:
@@ -232,46 +231,6 @@ def test_mirrored_masks_have_mirrored_placements():
     )
     assert mirrored.num_kv_tokens_moved == causal.num_kv_tokens_moved
     np.testing.assert_array_equal(mirrored.pairs, causal.pairs)
-
-
-# ---- Plans made inside `jit`: the balancer of blocks.
-
-_balance = jax.jit(balance_blocks, static_argnames=("row_limit", "tolerance"))
-
-
-@examples(12)
-@given(st.data())
-def test_balancer_bounds_rows_for_any_costs(data):
-    """Its last step moves nothing to a rank that has its limit of rows."""
-    shape = (2, 4, 5)
-    length = np.broadcast_to(np.array([8, 8, 8, 8, 3], np.int32), shape)
-    seed = data.draw(st.integers(0, 2**32 - 1))
-    weight = data.draw(st.sampled_from([1, 2, 4, 6]))
-    rng = np.random.default_rng(seed)
-    cost = (10.0 ** rng.uniform(0, weight, shape)).astype(np.int32)
-    cost[rng.random(shape) < data.draw(st.sampled_from([0, 0.5, 0.95]))] = 0
-    rows = np.where(cost > 0, length, 0)
-    limit, most = 2 * 35, 2 * 2 * 35 + 8
-    before, assigned = (
-        np.asarray(_balance(jnp.asarray(cost), jnp.asarray(rows), row_limit=x, tolerance=0.01))
-        for x in (0, limit)
-    )
-    assert assigned.min() >= 0 and assigned.max() < 4
-    held = [np.bincount(x.ravel(), weights=rows.ravel(), minlength=4) for x in (before, assigned)]
-    assert held[0].max() <= most and (held[1] <= np.maximum(held[0], limit)).all()
-    load = np.bincount(assigned.ravel(), weights=cost.ravel(), minlength=4)
-    assert load.max() <= max(cost.sum((0, 2)).max(), load.mean() + cost.max())
-
-
-def test_the_last_step_respects_the_row_limit():
-    """Without room it moves nothing, as if the balance were good enough before it."""
-    rng, rows, moved = np.random.default_rng(0), jnp.full((1, 4, 6), 8, jnp.int32), 0
-    for _ in range(20):
-        cost = jnp.asarray(rng.integers(1, 100, rows.shape), jnp.int32)
-        before = _balance(cost, rows, row_limit=10**6, tolerance=9.0)
-        np.testing.assert_array_equal(_balance(cost, rows, row_limit=0, tolerance=0.01), before)
-        moved += (_balance(cost, rows, row_limit=10**6, tolerance=0.01) != before).sum()
-    assert moved > 0
 
 
 # ---- Real batches, 64K tokens per rank.
