@@ -224,7 +224,7 @@ def small_batch(data: st.DataObject) -> tuple[np.ndarray, int]:
 
 
 @given(data=st.data())
-@examples(16)
+@examples(10)
 def test_an_error_says_which_capacities_are_enough_together(data):
     """In one step: those of the placement with the best balance, which costs nothing with them."""
     lengths, ranks = small_batch(data)
