@@ -1,12 +1,12 @@
-"""Checks a plan one token at a time, from the segment ids alone."""
+"""Checks plans and placements one token at a time, from the documents alone.
+
+And the least that any plan of a small batch moves, by trying all of them.
+"""
+
+import itertools
 
 import numpy as np
-from mask_oracle import batch_ranges
-
-
-def pairs_per_rank(segment_ids, positions, world_size, mask=None):
-    first, last = batch_ranges(mask, segment_ids, positions)
-    return (last - first).reshape(len(first), world_size, -1).sum((0, 2))
+from mask_oracle import batch_pairs
 
 
 def deliver(metadata, rows, capacity):
@@ -47,79 +47,72 @@ def deliver(metadata, rows, capacity):
     return buffer
 
 
-def check_plan(plan, segment_ids, positions=None, mask=None):
-    """Asserts that the plan computes each query once, with the keys that it attends to."""
-    batch, columns = segment_ids.shape
-    world_size = plan.world_size
-    # rows[r] are the token numbers b * columns + column of rank r, in its own order.
-    rows = np.arange(batch * columns).reshape(batch, world_size, -1)
-    rows = rows.swapaxes(0, 1).reshape(world_size, -1)
-    first, last = (x.reshape(-1) for x in batch_ranges(mask, segment_ids, positions))
-    base = np.repeat(np.arange(batch) * columns, columns)
+def check_plan(plan, segment_ids, positions=None, mask=None, *, pairs=None, placed=None):
+    """Asserts that the plan computes each query once, with the keys that it attends to.
 
-    queries = deliver(plan.q_metadata, rows, plan.q_capacity)
+    Args:
+      mask: of numbers.
+      pairs: `[B, q, k]`, in place of the mask.
+      placed: the token at each place of a placement, `[W, tokens]`; by default they are in order.
+    """
+    batch, columns = segment_ids.shape
+    world_size, is_token = plan.world_size, segment_ids.reshape(-1) > 0
+    if pairs is None:
+        pairs = batch_pairs(mask, segment_ids, positions)
+    # home[r] are the token numbers b * columns + column of rank r before planning, in its order.
+    home = np.arange(batch * columns).reshape(batch, world_size, -1)
+    home = home.swapaxes(0, 1).reshape(world_size, -1)
+    rows = home if placed is None else placed
     keys = deliver(plan.kv_metadata, rows, plan.kv_capacity)
-    computed = np.zeros(batch * columns, int)
-    pairs = np.zeros(world_size)
+    queries = rows
+    if placed is None:
+        queries = deliver(plan.q_metadata, rows, plan.q_capacity)
+    computed, work = np.zeros(batch * columns, int), np.zeros(world_size)
+    num_moved = 0
     for rank in range(world_size):
         held = keys[rank][keys[rank] >= 0]
         assert len(np.unique(held)) == len(held), "a key arrives twice"
-        kv_start, kv_end = (np.asarray(x) for x in plan.local_ranges(rank))
-        assert kv_start.shape == kv_end.shape == (plan.q_capacity,)
-        for i, query in enumerate(queries[rank]):
-            start, end = kv_start[i], kv_end[i]
-            if query < 0 or last[query] == 0:
-                assert start == end == 0
-                continue
-            computed[query] += 1
-            pairs[rank] += end - start
-            seen = base[query] + np.arange(first[query], last[query])
-            assert np.array_equal(keys[rank, start:end], seen), (rank, i, start, end)
-    np.testing.assert_array_equal(computed, last > 0)
-    np.testing.assert_allclose(plan.pairs, pairs, rtol=1e-6)
-    before = pairs_per_rank(segment_ids, positions, world_size, mask)
-    np.testing.assert_allclose(plan.pairs_before, before, rtol=1e-6)
-    pieces = (np.asarray(plan.run_row) < np.asarray(plan.num_rows)[:, None]).sum(1)
-    slots = (np.asarray(x.num_seqs).max() for x in (plan.q_metadata, plan.kv_metadata))
-    needs = ((queries >= 0).sum(1).max(), (keys >= 0).sum(1).max(), *slots, pieces.max())
-    np.testing.assert_array_equal(plan.largest_needs, np.tile(needs, (world_size, 1)))
-    assert plan.fits
-    plan.q_metadata.validate()
-    plan.kv_metadata.validate()
-
-
-def check_plan_of_pairs(plan, segment_ids, visible):
-    """`check_plan` for any mask: `visible[b, q, k]` are the pairs of each batch row."""
-    batch, columns = segment_ids.shape
-    world_size = plan.world_size
-    rows = np.arange(batch * columns).reshape(batch, world_size, -1)
-    rows = rows.swapaxes(0, 1).reshape(world_size, -1)
-    queries = deliver(plan.q_metadata, rows, plan.q_capacity)
-    keys = deliver(plan.kv_metadata, rows, plan.kv_capacity)
-    computed = np.zeros(batch * columns, int)
-    pairs = np.zeros(world_size)
-    for rank in range(world_size):
-        held = keys[rank][keys[rank] >= 0]
-        assert len(np.unique(held)) == len(held), "a key arrives twice"
+        num_moved += (~np.isin(held, rows[rank])).sum()
         kv_start, kv_end, *of_keys = (np.asarray(x) for x in plan.local_ranges(rank))
+        assert kv_start.shape == kv_end.shape == queries[rank].shape
         assert all(x.shape == (plan.kv_capacity,) for x in of_keys)
         for i, query in enumerate(queries[rank]):
-            if query < 0 or segment_ids.reshape(-1)[query] == 0:
+            if query < 0 or not is_token[query]:
                 assert kv_start[i] == kv_end[i] == 0
                 continue
             seen = np.arange(kv_start[i], kv_end[i])
             if of_keys:
                 seen = seen[(of_keys[0][seen] <= i) & (i < of_keys[1][seen])]
             row, column = divmod(int(query), columns)
-            wanted = row * columns + np.flatnonzero(visible[row, column])
+            wanted = row * columns + np.flatnonzero(pairs[row, column])
             assert np.array_equal(keys[rank, seen], wanted), (rank, i)
             computed[query] += 1
-            pairs[rank] += len(seen)
-    np.testing.assert_array_equal(computed, segment_ids.reshape(-1) > 0)
-    np.testing.assert_allclose(plan.pairs, pairs, rtol=1e-6)
-    before = visible.sum(2).reshape(batch, world_size, -1).sum((0, 2))
+            work[rank] += len(seen)
+    np.testing.assert_array_equal(computed, is_token)
+    np.testing.assert_allclose(plan.pairs, work, rtol=1e-6)
+    before = pairs.sum(2).reshape(-1)[home].sum(1)
     np.testing.assert_allclose(plan.pairs_before, before, rtol=1e-6)
+    assert plan.num_kv_tokens_moved == num_moved
     assert plan.fits
+    plan.kv_metadata.validate()
+    if placed is None:
+        plan.q_metadata.validate()
+        pieces = (np.asarray(plan.run_row) < np.asarray(plan.num_rows)[:, None]).sum(1)
+        slots = (np.asarray(x.num_seqs).max() for x in (plan.q_metadata, plan.kv_metadata))
+        needs = ((queries >= 0).sum(1).max(), (keys >= 0).sum(1).max(), *slots, pieces.max())
+        np.testing.assert_array_equal(plan.largest_needs, np.tile(needs, (world_size, 1)))
+
+
+def check_placement(placement, segment_ids, positions=None, mask=None, *, pairs=None, number=0):
+    """Asserts that each token has one place, and what `check_plan` does of the plan of a mask."""
+    everything = np.arange(segment_ids.size)
+    assert np.array_equal(np.sort(placement.permutation), everything)
+    assert np.array_equal(placement.permutation[placement.inverse], everything)
+    placed = placement.permutation.reshape(placement.world_size, -1)
+    plan = placement.plans[number]
+    assert placed.shape[1] == plan.num_tokens
+    check_plan(plan, segment_ids, positions, mask, pairs=pairs, placed=placed)
+    plan.validate(*placement.apply((segment_ids, positions)))
 
 
 def fewest_bytes(lengths, world_size, limit, unit, q, ranks_per_node=1):
@@ -145,3 +138,57 @@ def fewest_bytes(lengths, world_size, limit, unit, q, ranks_per_node=1):
     is_moved = is_needed & (node[:, None] != np.arange(world_size) // ranks_per_node)
     costs = q * (choices // ranks_per_node != node).sum(1) + is_moved.sum((1, 2))
     return unit * int(costs.min())
+
+
+def fewest_keys(lengths, world_size, limit, unit, nodes=None, causal=True):
+    """Returns the fewest moved keys if each rank has at most `limit` pairs.
+
+    Document lengths are in units of `unit` tokens. Tries every placement that cuts at units;
+    returns None if all of them exceed the limit. The limit may be one per rank. With the node of
+    each rank, only keys that move between nodes count.
+    """
+    limit = np.broadcast_to(limit, world_size)
+    swaps = [np.arange(world_size)]
+    if nodes is not None or len(set(limit)) > 1:  # ranks are not alike
+        swaps = [np.array(x) for x in itertools.permutations(range(world_size))]
+    document = np.repeat(np.arange(len(lengths)), lengths)
+    position = np.concatenate([np.arange(x) for x in lengths])
+    end = (position + 1) * unit
+    start = position * unit
+    pairs = (end * (end + 1) - start * (start + 1)) // 2
+    if not causal:
+        pairs = unit * unit * np.array(lengths)[document]
+    best = None
+    ways = (swap[ranks] for ranks in _ways(len(document), world_size) for swap in swaps)
+    for ranks in ways:
+        if (np.bincount(ranks, pairs, minlength=world_size) > limit).any():
+            continue
+        moved = 0
+        for rank in range(world_size):
+            mine = ranks == rank
+            for d in np.unique(document[mine]):
+                needed = document == d
+                if causal:
+                    needed &= position <= position[mine & needed].max()
+                here = mine if nodes is None else nodes[ranks] == nodes[rank]
+                moved += (needed & ~here).sum()
+        best = moved if best is None else min(best, moved)
+    return None if best is None else unit * int(best)
+
+
+def _ways(total, world_size):
+    """Yields all ways to give every rank equally many; the first free one goes to the next rank."""
+    share = total // world_size
+
+    def extend(ranks, left):
+        if not left:
+            yield ranks
+            return
+        free = np.flatnonzero(ranks < 0)
+        rank = world_size - left
+        for rest in itertools.combinations(free[1:], share - 1):
+            chosen = ranks.copy()
+            chosen[[free[0], *rest]] = rank
+            yield from extend(chosen, left - 1)
+
+    yield from extend(np.full(total, -1), world_size)

@@ -12,8 +12,7 @@ from array_masks import KINDS, random_mask
 from mask_oracle import batch_visible
 from packed_batches import pack
 from placement_bounds import keys_if_fillers_were_free, keys_of_the_longest_document, least_keys
-from placement_oracle import fewest_keys
-from planner_oracle import check_plan, fewest_bytes
+from planner_oracle import check_plan, fewest_bytes, fewest_keys
 from random_lengths import (
     TOKENS,
     UNIT,
