@@ -217,12 +217,8 @@ def test_masks_are_pytrees_of_their_arrays():
     """Which move with the tokens; their numbers stay those of the batch as packed."""
     ids = np.array([[0, 0, 1, 1, 2, 0]])
     order = np.array([3, 1, 0, 5, 4, 2])
-    for mask in (
-        PrefixLM(ids == 0),
-        Blocks(ids),
-        SharedPrefix(ids),
-        Tree(np.sort(ids), ids[:, 1:4] - 1),
-    ):
+    of_tree = Tree(np.sort(ids), ids[:, 1:4] - 1)
+    for mask in (PrefixLM(ids == 0), Blocks(ids), SharedPrefix(ids), of_tree):
         moved = jax.tree.map(lambda x: x[:, order], mask)
         assert type(moved) is type(mask) and moved != mask and mask == mask
         back = jax.tree.map(lambda x: x[:, np.argsort(order)], moved)
@@ -234,12 +230,13 @@ def test_masks_are_pytrees_of_their_arrays():
 
 def test_traced_trees_out_of_order_get_ends_that_attention_refuses():
     """A child after its sibling, a span in two runs, a cycle of parents."""
+    make = jax.jit(Tree)
     for span_ids, parents in (
         ([[0, 1, 2, 3]], [[-1, 0, 0, 1]]),
         ([[0, 1, 0, 1]], [[-1, -1, -1, -1]]),
         ([[0, 1, 2, 3]], [[1, 0, -1, -1]]),
     ):
-        mask = jax.jit(Tree)(jnp.array(span_ids), jnp.array(parents))
+        mask = make(jnp.array(span_ids), jnp.array(parents))
         ((rule, _),) = mask.rules(jnp.arange(4)[None], jnp.zeros((1, 4)), jnp.full((1, 4), 4))
         assert not rule.any()
 
@@ -270,14 +267,21 @@ def test_arrays_that_explicit_axes_shard():
 
 # ---- Invalid masks, each rejected where it is made: a call, and the message after "<operation>: ".
 
-
 INTS = np.zeros((2, 6), np.int32)
 IDS = np.array([[1, 1, 1, 2, 2, 2]])
+Q: Any = np.zeros((1, 6, 1, 4), np.float32)
 
 
 def attend(mask):
-    q: Any = np.zeros((1, 6, 1, 4), np.float32)
-    return cp.local_attention(q, q, q, mask=mask, segment_ids=IDS)
+    return cp.local_attention(Q, Q, Q, mask=mask, segment_ids=IDS)
+
+
+def backwards(mask):
+    return jax.tree.map(lambda x: x[:, ::-1], mask)
+
+
+def tree(span_ids, parents):
+    return Tree(np.array([span_ids]), np.array([parents]))
 
 
 CASES = {
@@ -287,17 +291,13 @@ CASES = {
         (lambda: SlidingWindow(3, first=-1), "first is -1; it needs to be at least 0"),
         (lambda: SlidingWindow(3, 1, first=2), "first is 2 and right is 1; .* Omit right, or"),
     ],
-    "Chunked": [
-        (lambda: Chunked(0), "size is 0; it needs to be at least 1"),
-    ],
+    "Chunked": [(lambda: Chunked(0), "size is 0; it needs to be at least 1")],
     "BlockCausal": [(lambda: BlockCausal(0), "size is 0; it needs to be at least 1")],
     "PrefixLM": [
         (lambda: PrefixLM(INTS), "in_prefix has dtype int32; .*booleans.*Pass"),
         (lambda: PrefixLM(INTS[0] > 0), r"in_prefix has shape \[6\]; it needs to be"),
     ],
-    "Blocks": [
-        (lambda: Blocks(INTS > 0), "block_ids has dtype bool; it needs to be integers"),
-    ],
+    "Blocks": [(lambda: Blocks(INTS > 0), "block_ids has dtype bool; it needs to be integers")],
     "SharedPrefix": [
         (lambda: SharedPrefix(INTS[..., None]), r"completion_ids has shape \[2, 6, 1"),
         (lambda: SharedPrefix(np.array([[0, 1, 2, 1]])), "completion 1 begins again at column 3"),
@@ -311,9 +311,9 @@ CASES = {
         (lambda: Tree(INTS + 6, INTS - 1), r"span_ids\[0, 0\] is 6, but parents has 6 spans"),
         (lambda: Tree(INTS, INTS - 2), r"parents\[0, 0\] is -2"),
         (lambda: Tree(INTS, INTS), "batch row 0: span 0 is its own ancestor.*Pass -1"),
-        (lambda: Tree(np.array([[0, 1, 0]]), np.array([[-1, 0]])), "span 0 is not one run of"),
+        (lambda: tree([0, 1, 0], [-1, 0]), "span 0 is not one run of"),
         (
-            lambda: Tree(np.array([[0, 1, 2, 3]]), np.array([[-1, -1, 0, 0]])),
+            lambda: tree([0, 1, 2, 3], [-1, -1, 0, 0]),
             "span 0 has descendants that do not follow it in one run.*depth-first",
         ),
     ],
@@ -326,18 +326,14 @@ CASES = {
     ],
     "plan_attention": [
         (
-            lambda: cp.plan_attention(
-                IDS, world_size=1, mask=jax.tree.map(lambda x: x[:, ::-1], Blocks(IDS))
-            ),
+            lambda: plan_attention(IDS, world_size=1, mask=backwards(Blocks(IDS))),
             "at column 2, Blocks is made of other columns. Make it from whole batch rows",
         )
     ],
     "place_tokens": [
         (
-            lambda: cp.place_tokens(
-                segment_ids=IDS,
-                world_size=1,
-                mask=jax.tree.map(lambda x: x[:, ::-1], Tree(IDS, np.array([[-1, -1, -1]]))),
+            lambda: place_tokens(
+                segment_ids=IDS, world_size=1, mask=backwards(Tree(IDS, np.full((1, 3), -1)))
             ),
             "Tree has tokens that are not in depth-first order, or is made of other columns",
         )
