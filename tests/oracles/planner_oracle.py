@@ -3,8 +3,6 @@
 And the least that any plan of a small batch moves, by trying all of them.
 """
 
-import itertools
-
 import numpy as np
 from mask_oracle import batch_pairs
 
@@ -115,80 +113,37 @@ def check_placement(placement, segment_ids, positions=None, mask=None, *, pairs=
     plan.validate(*placement.apply((segment_ids, positions)))
 
 
-def fewest_bytes(lengths, world_size, limit, unit, q, ranks_per_node=1):
+def fewest_bytes(
+    lengths, world_size, limit, unit, *, q=0, ranks_per_node=1, placed=False, causal=True
+):
     """The least cost, if no rank may have more pairs, of documents of so many units of tokens.
 
-    A key that moves to another node costs 1, a query q. Tries every plan that cuts at units; None
-    if all of them exceed the limit, one number or one of each rank.
+    A key that moves to another node costs 1, a query q. Tries every plan that cuts at units, or
+    every placement, of which each rank has equally many; None if all of them exceed the limit, one
+    number or one of each rank.
     """
     document = np.repeat(np.arange(len(lengths)), lengths)
     position = np.concatenate([np.arange(x) for x in lengths])
     end, start = unit * (position + 1), unit * position
     pairs = (end * (end + 1) - start * (start + 1)) // 2
-    home = np.arange(len(document)) * world_size // len(document)
-    node = home // ranks_per_node
-    choices = np.indices((world_size,) * len(document)).reshape(len(document), -1).T
+    if not causal:
+        pairs = unit * unit * np.array(lengths)[document]
+    total = len(document)
+    choices = np.indices((world_size,) * total, np.int8).reshape(total, -1).T
+    if placed:
+        of_ranks = (choices[:, :, None] == np.arange(world_size)).sum(1)
+        choices = choices[(of_ranks == total // world_size).all(1)]
     on = choices[:, :, None] == np.arange(world_size)  # [plan, unit, rank]
     may = (np.einsum("pur,u->pr", on, pairs) <= limit).all(1)
     choices, on = choices[may], on[may]
     if not len(choices):
         return None
-    reads = (document[:, None] == document) & (position[:, None] <= position)  # [key, query]
+    reads = document[:, None] == document  # [key, query]
+    if causal:
+        reads &= position[:, None] <= position
+    home = choices if placed else (np.arange(total) * world_size // total)[None]
+    node = home // ranks_per_node
     is_needed = np.einsum("kq,pqr->pkr", reads, on)  # "or" of booleans
-    is_moved = is_needed & (node[:, None] != np.arange(world_size) // ranks_per_node)
+    is_moved = is_needed & (node[:, :, None] != np.arange(world_size) // ranks_per_node)
     costs = q * (choices // ranks_per_node != node).sum(1) + is_moved.sum((1, 2))
     return unit * int(costs.min())
-
-
-def fewest_keys(lengths, world_size, limit, unit, nodes=None, causal=True):
-    """Returns the fewest moved keys if each rank has at most `limit` pairs.
-
-    Document lengths are in units of `unit` tokens. Tries every placement that cuts at units;
-    returns None if all of them exceed the limit. The limit may be one per rank. With the node of
-    each rank, only keys that move between nodes count.
-    """
-    limit = np.broadcast_to(limit, world_size)
-    swaps = [np.arange(world_size)]
-    if nodes is not None or len(set(limit)) > 1:  # ranks are not alike
-        swaps = [np.array(x) for x in itertools.permutations(range(world_size))]
-    document = np.repeat(np.arange(len(lengths)), lengths)
-    position = np.concatenate([np.arange(x) for x in lengths])
-    end = (position + 1) * unit
-    start = position * unit
-    pairs = (end * (end + 1) - start * (start + 1)) // 2
-    if not causal:
-        pairs = unit * unit * np.array(lengths)[document]
-    best = None
-    ways = (swap[ranks] for ranks in _ways(len(document), world_size) for swap in swaps)
-    for ranks in ways:
-        if (np.bincount(ranks, pairs, minlength=world_size) > limit).any():
-            continue
-        moved = 0
-        for rank in range(world_size):
-            mine = ranks == rank
-            for d in np.unique(document[mine]):
-                needed = document == d
-                if causal:
-                    needed &= position <= position[mine & needed].max()
-                here = mine if nodes is None else nodes[ranks] == nodes[rank]
-                moved += (needed & ~here).sum()
-        best = moved if best is None else min(best, moved)
-    return None if best is None else unit * int(best)
-
-
-def _ways(total, world_size):
-    """Yields all ways to give every rank equally many; the first free one goes to the next rank."""
-    share = total // world_size
-
-    def extend(ranks, left):
-        if not left:
-            yield ranks
-            return
-        free = np.flatnonzero(ranks < 0)
-        rank = world_size - left
-        for rest in itertools.combinations(free[1:], share - 1):
-            chosen = ranks.copy()
-            chosen[[free[0], *rest]] = rank
-            yield from extend(chosen, left - 1)
-
-    yield from extend(np.full(total, -1), world_size)

@@ -12,7 +12,7 @@ from array_masks import KINDS, random_mask
 from mask_oracle import batch_visible
 from packed_batches import pack
 from placement_bounds import keys_if_fillers_were_free, keys_of_the_longest_document, least_keys
-from planner_oracle import check_plan, fewest_bytes, fewest_keys
+from planner_oracle import check_plan, fewest_bytes
 from random_lengths import (
     TOKENS,
     UNIT,
@@ -106,12 +106,8 @@ def test_near_the_optimum_of_small_cases(make, mask, kind, most, seed):
         options: Any = {"balance_tolerance": tolerance, "num_kv_heads": num_kv_heads, **choices}
         plan = make(UNIT * units, world_size, mask=mask, **options)
         limits = (1 + tolerance) * work
-        if make is moved:
-            needed = fewest_bytes(units, world_size, limits, unit=UNIT, q=q, ranks_per_node=size)
-        else:
-            nodes = np.arange(world_size) // 2 if kind == "nodes" else None
-            of: Any = {"unit": UNIT, "nodes": nodes, "causal": mask is None}
-            needed = fewest_keys(units, world_size, limits, **of)
+        of: Any = {"q": q} if make is moved else {"placed": True, "causal": mask is None}
+        needed = fewest_bytes(units, world_size, limits, UNIT, ranks_per_node=size, **of)
         if needed is not None:
             assert (plan.pairs <= limits * (1 + 1e-6)).all()
             queries, keys = plan.num_tokens_moved_between_nodes(size)
@@ -127,7 +123,7 @@ def test_no_placement_of_small_cases_is_below_the_bounds(world_size, share):
     lengths = np.append(short, longest)
     mean = causal_pairs(UNIT * lengths) / world_size
     for tolerance in (0.01, 0.25):
-        needed = fewest_keys(lengths, world_size, (1 + tolerance) * mean, unit=UNIT)
+        needed = fewest_bytes(lengths, world_size, (1 + tolerance) * mean, UNIT, placed=True)
         for bound in (keys_if_fillers_were_free, keys_of_the_longest_document):
             keys = bound(UNIT * lengths, world_size, UNIT * share, tolerance)
             assert needed is None or keys <= needed

@@ -238,7 +238,7 @@ def test_the_bound_of_published_sizes():
     grid, everything = BlockGrid(1, W, 8192, 128), W * 8192
     assert kv_bound(grid, SlidingWindow(512)) == kv_bound(grid, Chunked(513)) == 5 * 8192
     assert kv_bound(grid, SlidingWindow(128, 128)) == 3 * 8192
-    for mask in (Causal(), BlockCausal(4), SlidingWindow(None, 4), SlidingWindow(4096)):
+    for mask in (Causal(), BlockCausal(4), SlidingWindow(9, None), SlidingWindow(4096)):
         assert kv_bound(grid, mask) == everything
 
 
