@@ -164,24 +164,12 @@ def test_replaced_fields_of_packed_documents():
         (lambda: ZIGZAG.with_plan(PLAN), "this plan is for packed order"),
         (lambda: PLAIN.unplaced(), "tokens are in packed order. Call it on Placement.documents"),
         (lambda: PLACEMENT.documents.apply(PREFIX), "only the placement knows where. Call Plac"),
-        (
-            lambda: ZIGZAG.apply(np.zeros((B, T + 1))),
-            r"shape \[2, 49\] but the documents",
-        ),
-        (
-            lambda: ZIGZAG.apply(ZIGZAG.apply(PREFIX)),
-            r"are in zigzag.*but the tokens in packed",
-        ),
+        (lambda: ZIGZAG.apply(np.zeros((B, T + 1))), r"shape \[2, 49\] but the documents"),
+        (lambda: ZIGZAG.apply(ZIGZAG.apply(PREFIX)), "are in zigzag.*but the tokens in packed"),
         (lambda: ZIGZAG.restore(PREFIX), "are in packed order, but the tokens in zigzag"),
-        (
-            lambda: PLACEMENT.apply(ZIGZAG.apply(PREFIX)),
-            r"are in zigzag.*the tokens in packed",
-        ),
+        (lambda: PLACEMENT.apply(ZIGZAG.apply(PREFIX)), "are in zigzag.*the tokens in packed"),
         (lambda: PLACEMENT.restore(PREFIX), "are in packed order, but the tokens in placed"),
-        (
-            lambda: Documents(np.ones(3, int)),
-            r"segment_ids has shape \(3,\) but",
-        ),
+        (lambda: Documents(np.ones(3, int)), r"segment_ids has shape \(3,\) but"),
         (lambda: Documents(np.ones((1, 3))), "segment_ids has dtype float64; it needs an integer"),
         (lambda: Documents(np.array([[1, 2, 1]])), "segment 1 occurs in separate runs"),
         (lambda: Documents(np.array([[-1, 2]])), "it needs to be at least 0"),
@@ -189,10 +177,7 @@ def test_replaced_fields_of_packed_documents():
         (lambda: Documents(*drawn(), mask=ZIGZAG.apply(PREFIX)), "are in zigzag order"),
         (lambda: dataclasses.replace(Documents(drawn()[0]), positions=drawn()[0]), "counted=False"),
         (lambda: dataclasses.replace(ZIGZAG, mask=Causal()), "replace of one in zigzag order of 4"),
-        (
-            lambda: dataclasses.replace(PLACEMENT.documents),
-            "Documents: .*replace of one in placed",
-        ),
+        (lambda: dataclasses.replace(PLACEMENT.documents), "Documents: .*replace of one in placed"),
         (lambda: dataclasses.replace(ZIGZAG.apply(RANGES)), "Ranges: .*replace of one in zigzag"),
     ],
 )

@@ -194,10 +194,7 @@ def changed(name, index, value):
             r"seq_recv_mask has shape \(2, 3\); it needs that of recv_seq_lens",
         ),
         (lambda: by_numpy(recv_seq_lens=np.zeros(3, int)), r"recv_seq_lens has shape \(3,\)"),
-        (
-            lambda: by_numpy(src_offset=np.full((2, 3), 2**32 - 3)),
-            "rank 0, slot 0: src_offset . seq_len is 4294967297",
-        ),
+        (lambda: by_numpy(src_offset=np.full((2, 3), 2**32 - 3)), "src_offset . seq_len is 42949"),
         (lambda: by_numpy(dst_offset=np.zeros((2, 3))), "dst_offset has dtype float64"),
         (lambda: by_numpy(src_offset=np.zeros((2, 2), int)), "src_offset has shape"),
         (lambda: by_numpy(world_size=3), "3 leading rows"),

@@ -228,6 +228,11 @@ def test_a_plan_of_many_ranks_is_small():
     for rank in (0, 511):
         start, end = plan.local_ranges(rank)
         assert (end - start).sum() == pytest.approx(plan.pairs[rank])
+    # Of a placement too, in no array of all ranks, which would stay in memory.
+    alone = place_tokens(lengths, world_size=512, rank=7)
+    arrays = jax.tree.leaves(alone.plan)
+    assert sum((x if x.base is None else x.base).nbytes for x in arrays) < 40 * 2**10
+    assert len(alone.permutation) == alone.plan.num_tokens
 
 
 def keys_of_free_fillers(lengths, world_size):

@@ -128,18 +128,11 @@ def test_the_backward_pass_weighs_keys_more():
     assert both.num_kv_tokens_moved < forward.num_kv_tokens_moved
 
 
-@pytest.mark.parametrize(
-    "lengths, world_size",
-    [
-        ([4, 193, 44, 2, 13, 6, 128], 3),
-        ([6, 5, 16, 66, 42, 4, 4, 59, 126, 3, 189], 4),
-    ],
-)
-def test_no_rank_is_overfull_with_the_least_capacity(lengths, world_size):
+def test_no_rank_is_overfull_with_the_least_capacity():
     """Beside the rest of a cut document, the next one to add may be longer than the room."""
-    config = PlanConfig(kv_capacity=max(lengths))
-    placement = place_tokens(lengths, world_size=world_size, config=config)
-    assert np.array_equal(np.sort(placement.permutation), np.arange(sum(lengths)))
+    for lengths in ([4, 193, 44, 2, 13, 6, 128], [6, 5, 16, 66, 42, 4, 4, 59, 126, 3, 189]):
+        placement = place(lengths, 3 if len(lengths) == 7 else 4, kv_capacity=max(lengths))
+        assert np.array_equal(np.sort(placement.permutation), np.arange(sum(lengths)))
 
 
 def said_in(error) -> dict[str, Any]:
@@ -162,19 +155,6 @@ def test_an_error_has_the_needs_of_the_plan_with_the_best_balance():
     half = dataclasses.replace(PlanConfig(), **half)
     fallback = plan_attention(lengths=lengths, world_size=8, config=half, fallback="ring")
     assert fallback.needs == free.needs
-
-
-def test_capacities_of_the_config_are_used():
-    """Those of the other kind of plan are ignored."""
-    sizes = {"kv_capacity": 2000, "max_kv_transfers": 32, "max_pieces": 16, "q_capacity": 900}
-    sizes |= {"max_q_transfers": 7, "max_cut_pieces": 17, "max_linked_pieces": 99}
-    plan = placed([[600, 300, 100, 24]], 4, **sizes)
-    assert (plan.q_capacity, plan.kv_capacity) == (256, 2000)
-    assert plan.kv_metadata.dst_rank.shape == (4, 32)
-    assert plan.run_row.shape == (4, 16) and plan.cut_pieces.shape == (4, 17 + 99, 9)
-    plan = moved([[600, 300, 100, 24]], 4, **sizes)
-    assert (plan.q_capacity, plan.kv_capacity, plan.max_cut_pieces) == (900, 2000, 0)
-    assert plan.q_metadata.dst_rank.shape == (4, 7) and plan.cut_pieces is None
 
 
 # ---- Capacities that conflict with balance: as much balance as they leave, or an error.

@@ -112,39 +112,24 @@ def test_by_xla_another_batch_is_nan_also_in_gradients(kind):
         assert np.isnan(np.asarray(x)[ids > 0]).all()
 
 
-def lengths_of(segment_ids):
-    """The documents of rows without padding between them."""
-    return [np.bincount(row)[1:].tolist() for row in segment_ids]
-
-
 @partial(jax.jit, static_argnames=("mask",))
 def plan_inside(segment_ids, positions, mask=None):
     config = PlanConfig(8, **SIZES["balanced"])
     return plan_attention(segment_ids, positions, world_size=W, mask=mask, config=config)
 
 
-@pytest.mark.parametrize("made", ["ids", "lengths", "ids and positions", "traced"])
+@pytest.mark.parametrize("made", ["ids", "ids and positions", "traced"])
 def test_positions_count_from_0_and_those_of_padding_do_not_count(made):
     """Whatever positions the loader gives to padding, in the middle of a rank's columns too."""
     qkv, (segment_ids, positions) = draw()
     rng = np.random.default_rng()
-    if made == "lengths":
-        ends = np.array([[T - 9], [T - 30]])
-        segment_ids = np.where(np.arange(T) < ends, np.cumsum(rng.random((2, T)) < 0.1, 1) + 1, 0)
-        first = np.argmax(segment_ids[:, None] == segment_ids[..., None], axis=-1)
-        segment_ids, positions = (x.astype(np.int32) for x in (segment_ids, np.arange(T) - first))
     is_padding = segment_ids == 0
     others = [positions + is_padding * rng.integers(-9, 99, positions.shape) for _ in range(3)]
     # Positions that continue over padding, as those of the document before or after it would.
     others.append(np.where(is_padding, np.roll(positions, 1, 1) + 1, positions))
     others.append(np.where(is_padding, np.roll(positions, -1, 1) - 1, positions))
-    if made == "lengths":
-        options: Any = {"columns": T, "config": PlanConfig(8, **SIZES["balanced"])}
-        plan = plan_attention(lengths=lengths_of(segment_ids), world_size=W, **options)
-    else:
-        places = others[0] if made == "ids and positions" else None
-        run = plan_inside if made == "traced" else plan_inside.__wrapped__
-        plan = run(segment_ids, places)
+    run = plan_inside if made == "traced" else plan_inside.__wrapped__
+    plan = run(segment_ids, others[0] if made == "ids and positions" else None)
     for places in others:
         plan.validate(segment_ids, places)
     plan.validate(jnp.asarray(segment_ids), jnp.asarray(others[0]))

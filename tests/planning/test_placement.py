@@ -180,17 +180,20 @@ def test_one_mask_and_equal_masks_give_the_same_placement():
         assert all(same(plan, one.plan) for plan in several.plans)
 
 
-def test_a_fallback_has_a_plan_for_each_mask():
-    few = dict.fromkeys(
-        ("max_kv_transfers", "max_cut_pieces", "max_linked_pieces", "max_pieces"), 1
-    )
-    config = PlanConfig(kv_capacity=512, **few)
-    arrays: Any = {"masks": ("causal", PrefixLM(np.arange(1000)[None] < 9))}
-    for of_layers in (BOTH, arrays):
-        placement = place_tokens(
-            [900, 30, 70], world_size=4, config=config, fallback="ring", **of_layers
-        )
+def test_a_fallback_has_a_plan_for_each_mask_and_leaves_tokens_in_their_columns():
+    names = ("max_kv_transfers", "max_cut_pieces", "max_linked_pieces", "max_pieces")
+    config = PlanConfig(kv_capacity=512, **dict.fromkeys(names, 1))
+    lengths, tokens = [[900, 30, 70], [500, 400]], np.arange(2000).reshape(2, 1000)
+    for of_layers in (BOTH["masks"], ("causal", PrefixLM(tokens % 1000 < 9))):
+        options: Any = {"masks": of_layers, "world_size": 4, "columns": 1000}
+        options |= {"config": config, "fallback": "ring"}
+        placement = place_tokens(lengths, **options)
         assert [bool(plan.fits) for plan in placement.plans] == [False, False]
+        for rank in range(4):
+            part = place_tokens(lengths, **options, rank=rank)
+            assert part.reason == placement.reason
+            jax.tree.map(np.testing.assert_array_equal, part.plans, placement.slice_of(rank).plans)
+            np.testing.assert_array_equal(part.apply(tokens), np.split(tokens, 4, axis=1)[rank])
     with pytest.raises(ValueError, match="no tokens were placed"):
         placement.plan_for("causal")
 
@@ -237,9 +240,6 @@ def test_arrays_of_masks_that_are_refused():
         placement.slice_of(1).plan_for(mask)
 
 
-# ---- The part of one rank: what it holds, what it refuses, its size.
-
-
 def test_a_part_does_not_answer_for_all_ranks():
     part = place_tokens([[50, 30, 16]], world_size=4, rank=2)
     of_all = {
@@ -256,27 +256,3 @@ def test_a_part_does_not_answer_for_all_ranks():
         part.restore(np.zeros((1, 96)))
     with pytest.raises(ValueError, match=r"the plan of all 4 ranks has \[4, 5\]"):
         part.describe()
-
-
-def test_the_part_of_one_rank_if_the_batch_does_not_fit():
-    """Its tokens stay in their columns."""
-    tokens = np.arange(192).reshape(2, 96)
-    config = PlanConfig(
-        kv_capacity=10, max_kv_transfers=8, max_pieces=8, max_cut_pieces=8, max_linked_pieces=99
-    )
-    options: dict[str, Any] = {"world_size": 4, "config": config, "fallback": "ring"}
-    whole = place_tokens([[50, 3, 30, 13], [90, 6]], **options)
-    for rank in range(4):
-        part = place_tokens([[50, 3, 30, 13], [90, 6]], **options, rank=rank)
-        assert not part.plan.fits and part.reason == whole.reason
-        jax.tree.map(np.testing.assert_array_equal, part.plan, whole.slice_of(rank).plan)
-        np.testing.assert_array_equal(part.apply(tokens), np.split(tokens, 4, axis=1)[rank])
-
-
-def test_the_part_of_one_rank_is_small():
-    """Some kilobytes, in no array of all ranks, which would stay in memory."""
-    lengths = np.random.default_rng(0).integers(1, 4000, 20_000)
-    part = place_tokens(lengths, world_size=1024, rank=7)
-    arrays = jax.tree.leaves(part.plan)
-    assert sum((x if x.base is None else x.base).nbytes for x in arrays) < 40 * 2**10
-    assert len(part.permutation) == part.plan.num_tokens

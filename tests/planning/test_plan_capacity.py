@@ -38,14 +38,9 @@ LONG = np.ones((1, T), np.int32)
 
 
 def attend(x, segment_ids, config):
-    x = x[..., None, :]
-    return context_parallel_attention(
-        *(x, x, x),
-        mesh=mesh_of(W),
-        axis_name=AXIS,
-        algorithm=Balanced(config),
-        segment_ids=segment_ids,
-    )
+    qkv = [x[..., None, :]] * 3
+    options: Any = {"mesh": mesh_of(W), "axis_name": AXIS, "algorithm": Balanced(config)}
+    return context_parallel_attention(*qkv, segment_ids=segment_ids, **options)
 
 
 def test_the_documented_step_keeps_its_donated_state_if_the_batch_does_not_fit():
@@ -99,13 +94,8 @@ def test_the_error_names_sufficient_capacities(sizes, says):
 # ---- Of a sample of batches.
 
 WORLD_SIZE, COLUMNS = 4, 2048
-CAPACITIES = {
-    False: ("q_capacity", "kv_capacity", "max_q_transfers", "max_kv_transfers", "max_pieces"),
-    True: (
-        *("kv_capacity", "max_kv_transfers", "max_pieces"),
-        *("max_cut_pieces", "max_linked_pieces"),
-    ),
-}
+OF_PLACED = "kv_capacity", "max_kv_transfers", "max_pieces", "max_cut_pieces", "max_linked_pieces"
+CAPACITIES = {False: NAMES, True: OF_PLACED}
 KINDS = pytest.mark.parametrize("placed", [False, True], ids=["moved", "placed"])
 
 
@@ -143,7 +133,8 @@ def test_needs_are_the_least_capacities(placed):
     batch = draw(np.random.default_rng(0))
     _, needs = plan_of(batch, placed, PlanConfig())
     sizes: dict[str, Any] = dict(zip(CAPACITIES[placed], needs, strict=True))
-    smallest = PlanConfig(**sizes)
+    ignored = dict.fromkeys(set(CAPACITIES[not placed]) - set(sizes), 1)  # of the other kind
+    smallest = PlanConfig(**sizes, **ignored)
     assert plan_of(batch, placed, smallest) == (needs, needs)
     for name, need in sizes.items():
         if not name.endswith("_capacity"):  # these are kept by another plan if possible
