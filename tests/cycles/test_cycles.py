@@ -75,8 +75,8 @@ def test_smallest_numbers_of_ranks():
     assert hamiltonian_paths(1) == [[0]]
     assert source_is_earlier([]) == [[[]]]
     assert chunk_maps([]) == ([[-1]], [[-1]])
-    for of_one in ({"cycles": []}, {"maps": ([[-1]], [[-1]])}):
-        assert Hamilton(**of_one).schedule("a test", 1) == Hamilton().schedule("a test", 1)
+    for of_one in (Hamilton(cycles=[]), Hamilton(maps=([[-1]], [[-1]]))):
+        assert of_one.schedule("a test", 1) == Hamilton().schedule("a test", 1)
 
 
 def test_hamiltonian_paths_use_each_link_once():
@@ -208,7 +208,7 @@ def test_invalid_cycles_and_maps_are_rejected():
         with pytest.raises((ValueError, TypeError), match=f"^a test: .*{says}"):
             Hamilton(cycles=cycles).schedule("a test", 3)
     for name, change, says in NOT_MAPS:
-        maps = dict(zip(("out", "in"), chunk_maps(TWO), strict=True))
+        maps: Any = dict(zip(("out", "in"), chunk_maps(TWO), strict=True))
         maps[name] = change(maps[name])
         with pytest.raises(ValueError, match=f"^a test: .*{says}"):
             Hamilton(maps=(maps["out"], maps["in"])).schedule("a test", 3)

@@ -144,7 +144,7 @@ def test_omitted_totals_are_derived():
     for as_array, num_replicas in ((np.asarray, 1), (jnp.asarray, 2)):
         plan, _ = plans(*oracle.random_shards(rng, 3, 4, num_replicas))
         names = ("dst_rank", "dst_offset", "seq_len", "num_recv_tokens")
-        given = {name: as_array(getattr(plan, name)) for name in names}
+        given: Any = {name: as_array(getattr(plan, name)) for name in names}
         derived = Metadata(**given, world_size=3)
         derived.validate()
         np.testing.assert_array_equal(derived.num_seqs, plan.num_seqs)

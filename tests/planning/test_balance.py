@@ -241,7 +241,7 @@ def keys_of_free_fillers(lengths, world_size):
     return int(((np.ceil(lengths / most) - 1) * lengths).sum())
 
 
-REAL = [
+BATCHES: Any = [
     (name, ranks, mask)
     for mask, batches in {
         "full": [batch for batch in OTHERS if batch[1] != 32],
@@ -253,7 +253,7 @@ REAL = [
     }.items()
     for name, ranks in batches
 ]
-REAL = [(real_lengths(name, ranks), ranks, mask) for name, ranks, mask in REAL]
+REAL: Any = [(real_lengths(name, ranks), ranks, mask) for name, ranks, mask in BATCHES]
 REAL += [
     (batch["lengths"], batch["tokens"] // TOKENS, None)
     for path in sorted(LENGTHS.glob("*.json"))
@@ -279,9 +279,9 @@ def test_placements_are_balanced_for_few_keys(lengths, world_size, mask):
     elif mask == "full":
         needed = keys_of_free_fillers(lengths, world_size)
         assert needed <= keys <= 1.4 * needed + 0.05 * lengths.sum()
-    elif None not in plan.mask.reach:
+    elif None not in mask.reach:
         cuts = (plan.run_row < TOKENS).sum() - len(lengths)
-        assert keys <= sum(plan.mask.reach) * cuts
+        assert keys <= sum(mask.reach) * cuts
 
 
 def test_one_long_document_is_near_its_bound():

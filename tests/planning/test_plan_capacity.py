@@ -7,7 +7,7 @@ import dataclasses
 import pathlib
 import re
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -133,8 +133,8 @@ def test_needs_are_the_least_capacities(placed):
     batch = draw(np.random.default_rng(0))
     _, needs = plan_of(batch, placed, PlanConfig())
     sizes: dict[str, Any] = dict(zip(CAPACITIES[placed], needs, strict=True))
-    ignored = dict.fromkeys(set(CAPACITIES[not placed]) - set(sizes), 1)  # of the other kind
-    smallest = PlanConfig(**sizes, **ignored)
+    ignored = set(CAPACITIES[not placed]) - set(sizes)  # of the other kind of plan
+    smallest = PlanConfig(**sizes, **dict.fromkeys(ignored, cast(Any, 1)))
     assert plan_of(batch, placed, smallest) == (needs, needs)
     for name, need in sizes.items():
         if not name.endswith("_capacity"):  # these are kept by another plan if possible

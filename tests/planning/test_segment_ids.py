@@ -46,7 +46,8 @@ plan_traced = jax.jit(partial(plan_attention, world_size=3, config=CONFIG))
 
 
 def equals(out, documents):
-    want = attention(*(x.astype(float) for x in QKV), *causal_ranges(documents))[0]
+    q, k, v = (x.astype(float) for x in QKV)
+    want = attention(q, k, v, *causal_ranges(documents))[0]
     np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5)
 
 
