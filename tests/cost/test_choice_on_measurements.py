@@ -82,12 +82,10 @@ def from_attention():
     for (case, dtype, tokens), ms in by_case(rows("attention"), key, "method", lambda x: x["ms"]):
         packed = case.startswith("packed")
         assert not packed or case == "packed, dist_wlbllm.json"
-        options = {"num_ranks": 8, "tokens_per_rank": tokens // 8, **EIGHT_HEADS}
-        options |= {
-            "itemsize": 4 if dtype == "float32" else 2,
-            "mask": "full" if case == "full" else "causal",
-        }
-        options |= {"lengths": published("wlbllm", tokens) if packed else None}
+        options: Any = {"num_ranks": 8, "tokens_per_rank": tokens // 8, **EIGHT_HEADS}
+        options["itemsize"] = 4 if dtype == "float32" else 2
+        options["mask"] = "full" if case == "full" else "causal"
+        options["lengths"] = published("wlbllm", tokens) if packed else None
         yield Measured(f"{case}, {dtype}", options, ms)
 
 

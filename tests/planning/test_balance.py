@@ -157,14 +157,11 @@ def test_more_tolerance_moves_fewer_bytes(make):
     assert costs[0] > costs[1] > costs[2]
 
 
-def test_equal_local_documents_do_not_move():
+def test_documents_of_one_rank_do_not_move_and_one_over_all_ranks_is_balanced():
+    """Its tails are next to slices of its head, so less moves than with zigzag."""
     plan = moved([24] * 4, 4, block=8)
     assert plan.num_q_tokens_moved == plan.num_kv_tokens_moved == 0
     np.testing.assert_array_equal(plan.pairs_before, plan.pairs)
-
-
-def test_a_document_over_all_ranks_is_balanced():
-    """Its tails are next to slices of its head, so less moves than with zigzag."""
     plan = moved([1024], 8, block=8)
     assert plan.imbalance_before > 1.8
     assert plan.imbalance <= 1.01001

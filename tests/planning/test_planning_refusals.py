@@ -211,24 +211,14 @@ def placed_plan_of(lengths: Any, **options: Any):
 both = pytest.mark.parametrize("make", [plan_of, placed_plan_of])
 
 
-def forms():
-    """Returns the same lengths in different forms; iterators anew each time."""
-    return [
-        (5, 3, 4),
-        np.array([5, 3, 4], np.uint8),
-        jnp.array([5, 3, 4]),
-        [np.int64(5), np.array(3), jnp.int32(4)],
-        iter([5, 3, 4]),
-        [iter([5, 3, 4])],
-        [np.array([5, 3, 4])],
-        [jnp.array([5, 3, 4])],
-    ]
-
-
 @both
 def test_all_forms_are_the_same_lengths(make):
     expected = make([[5, 3, 4]], world_size=2)
-    for lengths in forms():
+    for lengths in (
+        (5, 3, 4), np.array([5, 3, 4], np.uint8), jnp.array([5, 3, 4]), iter([5, 3, 4]),
+        [np.int64(5), np.array(3), jnp.int32(4)], [iter([5, 3, 4])], [np.array([5, 3, 4])],
+        [jnp.array([5, 3, 4])],
+    ):  # fmt: skip
         found = make(lengths, world_size=2)
         for name in ("run_row", "run_position", "run_origin", "fingerprint"):
             np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
