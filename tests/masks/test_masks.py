@@ -85,7 +85,7 @@ def test_the_three_geometries_of_static_masks_are_the_definition(data):
     np.testing.assert_array_equal(stop - shift, length - seen[:, ::-1].argmax(1))
 
 
-@examples(25)
+@examples(16)
 @given(
     mask=any_mask(30)
     | st.builds(

@@ -98,14 +98,11 @@ def test_a_plan_and_the_documents_of_one_batch_agree(name):
 
 
 def test_layers_beside_attention_compare_traced_ids_exactly():
-    """Also positions beyond 32 bits, in both orders."""
+    """Also positions beyond 32 bits; in zigzag order."""
     x = np.random.default_rng(5).normal(size=(2, T, 4)).astype(np.float32)
     begins = np.diff(DOCUMENTS, axis=1, prepend=-1) != 0
     right = np.where((begins | (DOCUMENTS == 0))[..., None], 0, np.roll(x, 1, axis=1))
     shift = partial(sequence.shift, offset=1, **WHERE)
-    dtype, ids = WIDE["uint32 in pairs"]
-    run = jax.jit(lambda segment_ids: shift(x, segment_ids=segment_ids))
-    np.testing.assert_array_equal(run(named(DOCUMENTS, ids, dtype)), right)
     documents = Documents(DOCUMENTS)
 
     @jax.jit
