@@ -146,7 +146,7 @@ def test_static_masks_are_pytrees_without_leaves():
         assert copied == mask and not jax.tree.leaves(mask)
         assert mask.is_causal == bool(np.triu(visible(mask, 9), 1).sum() == 0)
         for each_of_two in (mask, copied):
-            count.trace(each_of_two, np.arange(3))
+            count(each_of_two, np.arange(3))
     assert tuple(traces) == masks
 
 
