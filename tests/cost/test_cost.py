@@ -12,19 +12,10 @@ import numpy as np
 import pytest
 from array_masks import KINDS, random_mask
 from hypothesis import given, strategies as st
-from mask_oracle import visible
+from mask_oracle import batch_pairs, batch_visible, visible
 from properties import examples
 
-from jax_cp_dispatch import (
-    Balanced,
-    Halo,
-    Hamilton,
-    Placed,
-    Ring,
-    Ulysses,
-    Zigzag,
-)
-from jax_cp_dispatch.attention.choose import candidates  # inner: predictions of all
+from jax_cp_dispatch import Balanced, Halo, Hamilton, Placed, Ring, Ulysses, Zigzag
 from jax_cp_dispatch.cost import (
     HARDWARE,
     Hardware,
@@ -39,16 +30,21 @@ from jax_cp_dispatch.cost.pairs import wasted_pairs  # inner: by brute force
 from jax_cp_dispatch.masks import Causal, Chunked, SlidingWindow
 
 SLOW = Hardware(matmul_flops=4.0, link_bandwidth=1.0, link_latency=1.0, topology="full_mesh")
+H100, CPU = HARDWARE["h100"], HARDWARE["cpu"]
 TINY = Workload(
     num_ranks=2, tokens_per_rank=2, num_heads=1, num_kv_heads=1, head_size=1, itemsize=1
 )
-ROTATING = Ring(), Zigzag(), Hamilton(), Hamilton(nodes=1)
 
 
-def predict(workload, *, hardware, **options):
-    """Those of all algorithms that need no placement; balanced attention by an estimate."""
-    found = candidates(workload, hardware)
-    return {x.label: x.predict(workload, hardware=hardware, **options) for x in found}
+def of(workload, **changes) -> Any:
+    """A workload, or hardware, with other fields."""
+    return dataclasses.replace(workload, **changes)
+
+
+def predict(workload, hardware, **options):
+    """By name; balanced attention by an estimate."""
+    algorithms = Ring(), Zigzag(), Hamilton(), Balanced()
+    return {x.name: x.predict(workload, hardware=hardware, **options) for x in algorithms}
 
 
 def model(num_ranks=8, tokens_per_rank=4096, mask="full", lengths=None):
@@ -56,243 +52,185 @@ def model(num_ranks=8, tokens_per_rank=4096, mask="full", lengths=None):
     return Workload(num_ranks, tokens_per_rank, 32, 32, 128, 2, lengths, mask)
 
 
-def brute_force(lengths, num_ranks, tokens_per_rank, mask, zigzag):
-    total = num_ranks * tokens_per_rank
-    seen = np.zeros((total, total), bool)
-    at = 0
-    for length in lengths:
-        seen[at : at + length, at : at + length] = visible(mask, length)
-        at += length
-    owner = np.arange(total) // tokens_per_rank
-    if zigzag:
-        block = np.arange(total) // (tokens_per_rank // 2)
-        owner = np.minimum(block, 2 * num_ranks - 1 - block)
-    one_hot = np.eye(num_ranks, dtype=int)[owner]
-    return one_hot.T @ seen @ one_hot
-
+# ---- Pairs.
 
 WINDOWS = ((1, 0), (7, 0), (4, 2), (1, 9), (6, None), (None, 4), (99, 99))
-MASKS = [
-    "causal",
-    "full",
-    *(SlidingWindow(left, right) for left, right in WINDOWS),
-    *map(Chunked, (1, 3, 8, 99)),
+MASKS = ["causal", "full", *(SlidingWindow(*x) for x in WINDOWS), *map(Chunked, (1, 3, 8, 99))]
+
+
+def test_count_pairs():
+    """Of a part of each document; without its length, the document ends with the part."""
+    start, end, length = np.array([[0, 0, 4, 5], [1, 9, 9, 6], [9, 9, 12, 8]])
+    for mask in MASKS:
+        for lengths, options in ((length, {"length": length}), (end, {})):
+            parts = zip(start, end, lengths, strict=True)
+            want = [visible(mask, n)[a:b].sum() for a, b, n in parts]
+            np.testing.assert_array_equal(count_pairs(start, end, mask=mask, **options), want)
+
+
+def test_rank_pairs():
+    """Of each mask; odd numbers of tokens have blocks of two lengths."""
+    rng = np.random.default_rng()
+    sizes = [(1, 9), (2, 2), (3, 8), (4, 7), (7, 10)]
+    for kind, (num_ranks, tokens) in ((kind, x) for kind in [*MASKS, *KINDS] for x in sizes):
+        total = num_ranks * tokens
+        ends = np.unique(rng.integers(0, total + 1, rng.integers(1, 6)))  # the rest is padding
+        ids = np.searchsorted(ends, np.arange(total), "right")[None] + 1
+        ids[ids > len(ends)] = 0
+        mask, seen = kind, None
+        if kind in KINDS:
+            make, arrays, pairs = random_mask(kind, rng, ids)
+            mask, seen = make(*arrays), batch_visible(ids, pairs)
+        (seen,) = batch_pairs(kind, ids) if seen is None else seen
+        block = np.searchsorted(
+            np.arange(1, 2 * num_ranks) * tokens // 2, np.arange(total), "right"
+        )
+        lengths = np.diff(ends, prepend=0).tolist()
+        for zigzag in (False, True):
+            owner = np.minimum(block, 2 * num_ranks - 1 - block) if zigzag else block // 2
+            one_hot = np.eye(num_ranks, dtype=int)[owner]
+            options: Any = {"num_ranks": num_ranks, "tokens_per_rank": tokens, "mask": mask}
+            got = rank_pairs(lengths, zigzag=zigzag, **options)
+            np.testing.assert_array_equal(got, one_hot.T @ seen @ one_hot)
+
+
+# ---- Steps by hand: seconds of attention, of the exchange, and bytes.
+
+TWO_HEADS = {"num_heads": 2, "num_kv_heads": 2}
+ONE_KV_HEAD = {"num_heads": 2, "num_kv_heads": 1}
+BY_HAND = [
+    # Rank 1 is the slowest: 3 local pairs, then all 4 with rank 0. 1 s latency and 4 bytes.
+    (Ring(), {}, False, [(3, 5, 4), (4, 0, 0)]),
+    # Rank 0 holds tokens 0 and 3, rank 1 holds 1 and 2: 2 pairs each in the second step.
+    (Zigzag(), {}, False, [(3, 5, 4), (2, 0, 0)]),
+    (Hamilton(), {}, False, [(3, 5, 4), (2, 0, 0)]),
+    # 5/2 of the FLOPs; dK and dV have 4 bytes per element and end with a separate step.
+    (Zigzag(), {}, True, [(7.5, 5, 4), (5, 17, 16), (0, 17, 16)]),
+    # 1 query row (1 byte) and 2 key rows (4 bytes) are sent, 1 row of output returns.
+    (Balanced(), {}, False, [(0, 6, 5), (5, 0, 0), (0, 2, 1)]),
+    (Balanced(), {}, True, [(0, 2, 1), (12.5, 0, 0), (0, 18, 17)]),
+    # 3 key rows come before attention; dK and dV return after it.
+    (Placed(), {}, False, [(0, 7, 6), (5, 0, 0)]),
+    (Placed(), {}, True, [(12.5, 0, 0), (0, 25, 24)]),
+    # Half of 2 rows of 2 heads of q (4 bytes), k and v (8 bytes) is sent; of the output, too.
+    (Ulysses(), TWO_HEADS, False, [(0, 7, 6), (10, 0, 0), (0, 3, 2)]),
+    (Ulysses(), ONE_KV_HEAD, False, [(0, 7, 6), (10, 0, 0), (0, 3, 2)]),  # the head is repeated
+    (Ulysses(), TWO_HEADS, True, [(0, 3, 2), (25, 0, 0), (0, 7, 6)]),
+    # Gradients of copies in float32.
+    (Ulysses(), ONE_KV_HEAD, True, [(0, 3, 2), (25, 0, 0), (0, 19, 18)]),
 ]
 
 
-@pytest.mark.parametrize("mask", MASKS, ids=str)
-def test_count_pairs(mask):
-    """Of a part of each document; without its length, the document ends with the part."""
-    start, end, length = np.array([[0, 0, 4, 5], [1, 9, 9, 6], [9, 9, 12, 8]])
-    for of, options in ((length, {"length": length}), (end, {})):
-        want = [visible(mask, n)[a:b].sum() for a, b, n in zip(start, end, of, strict=True)]
-        np.testing.assert_array_equal(count_pairs(start, end, mask=mask, **options), want)
-
-
-@pytest.mark.parametrize("mask", MASKS, ids=str)
-@pytest.mark.parametrize("zigzag", [True, False])
-def test_rank_pairs(mask, zigzag):
-    rng = np.random.default_rng(0)
-    for num_ranks in range(1, 8):
-        for tokens in (2, 4, 10):
-            lengths = []
-            while sum(lengths) < num_ranks * tokens - 5:  # the rest is padding
-                lengths.append(int(rng.integers(0, num_ranks * tokens - sum(lengths) + 1)))
-            placed = {"mask": mask, "zigzag": zigzag}
-            got = rank_pairs(lengths, num_ranks=num_ranks, tokens_per_rank=tokens, **placed)
-            np.testing.assert_array_equal(got, brute_force(lengths, num_ranks, tokens, **placed))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_rank_pairs_under_masks_of_arrays(kind):
-    rng = np.random.default_rng()
-    for num_ranks, tokens in ((1, 9), (3, 8), (4, 7)):
-        total = num_ranks * tokens
-        lengths = [[5, 0, total - 8], [total]]
-        ids = np.array([np.repeat([1, 2, 0], [5, total - 8, 3]), np.ones(total, int)])
-        make, arrays, seen = random_mask(kind, rng, ids)
-        seen &= (ids[:, :, None] == ids[:, None]) & (ids[:, :, None] > 0)
-        sizes = {"num_ranks": num_ranks, "tokens_per_rank": tokens}
-        for row, of_row in enumerate(seen):
-            half = np.arange(1, 2 * num_ranks) * tokens // 2  # where blocks begin
-            block = np.searchsorted(half, np.arange(total), "right")
-            mask = make(*(x[row : row + 1] for x in arrays))
-            for zigzag in (False, True):
-                folded = np.minimum(block, 2 * num_ranks - 1 - block) if zigzag else block // 2
-                one_hot = np.eye(num_ranks, dtype=int)[folded]
-                got = rank_pairs(lengths[row], **sizes, mask=mask, zigzag=zigzag)
-                np.testing.assert_array_equal(got, one_hot.T @ of_row @ one_hot)
-
-
-@pytest.mark.parametrize(
-    "algorithm, backward, expected",
-    [
-        # Rank 1 is the slowest: 3 local pairs, then all 4 with rank 0. 1 s latency and 4 bytes.
-        (Ring(), False, [(3, 5, 4), (4, 0, 0)]),
-        # Rank 0 holds tokens 0 and 3, rank 1 holds 1 and 2: 2 pairs each in the second step.
-        (Zigzag(), False, [(3, 5, 4), (2, 0, 0)]),
-        (Hamilton(), False, [(3, 5, 4), (2, 0, 0)]),
-        # 5/2 of the FLOPs; dK and dV have 4 bytes per element and end with a separate step.
-        (Zigzag(), True, [(7.5, 5, 4), (5, 17, 16), (0, 17, 16)]),
-        # 1 query row (1 byte) and 2 key rows (4 bytes) are sent, 1 row of output returns.
-        (Balanced(), False, [(0, 6, 5), (5, 0, 0), (0, 2, 1)]),
-        (Balanced(), True, [(0, 2, 1), (12.5, 0, 0), (0, 18, 17)]),
-        # 3 key rows come before attention; dK and dV return after it.
-        (Placed(), False, [(0, 7, 6), (5, 0, 0)]),
-        (Placed(), True, [(12.5, 0, 0), (0, 25, 24)]),
-    ],
-)
-def test_step_costs_of_two_ranks_by_hand(algorithm, backward, expected):
-    moves = Moves(0, 3) if algorithm == Placed() else Moves(1, 2)
-    steps = algorithm.step_costs(TINY, hardware=SLOW, backward=backward, moves=moves)
-    np.testing.assert_allclose([step[:3] for step in steps], expected)
-    assert not any(step.between_bytes for step in steps)
-
-
-@pytest.mark.parametrize(
-    "kv_heads, backward, expected",
-    [
-        # Half of 2 rows of 2 heads of q (4 bytes), k and v (8 bytes) is sent; of the output, too.
-        (2, False, [(0, 7, 6), (10, 0, 0), (0, 3, 2)]),
-        (1, False, [(0, 7, 6), (10, 0, 0), (0, 3, 2)]),  # the KV head is repeated
-        (2, True, [(0, 3, 2), (25, 0, 0), (0, 7, 6)]),
-        (1, True, [(0, 3, 2), (25, 0, 0), (0, 19, 18)]),  # gradients of copies in float32
-    ],
-)
-def test_ulysses_by_hand(kv_heads, backward, expected):
-    workload = dataclasses.replace(TINY, num_heads=2, num_kv_heads=kv_heads)
-    steps = Ulysses().step_costs(workload, hardware=SLOW, backward=backward)
-    np.testing.assert_allclose([step[:3] for step in steps], expected)
+def test_steps_of_two_ranks_by_hand():
+    for algorithm, changes, backward, expected in BY_HAND:
+        moves = Moves(0, 3) if algorithm == Placed() else Moves(1, 2)
+        options: Any = {"hardware": SLOW, "backward": backward}
+        steps = algorithm.step_costs(of(TINY, **changes), moves=moves, **options)
+        np.testing.assert_allclose([step[:3] for step in steps], expected, err_msg=str(algorithm))
+        assert not any(step.between_bytes for step in steps)
     with pytest.raises(ValueError, match="'ulysses' shares 1 heads over 2 ranks"):
         Ulysses().step_costs(TINY, hardware=SLOW)
-    assert "ulysses" not in predict(TINY, hardware=SLOW)
+    one_head_each = {"layout": "contiguous", "can_place": False}
+    assert not Ulysses.candidates(TINY, SLOW, **one_head_each)
+    assert Ulysses.candidates(of(TINY, **TWO_HEADS), SLOW, **one_head_each)
 
 
 def test_predict_adds_up():
-    ring, zigzag = (predict(TINY, hardware=SLOW)[x] for x in ("ring", "zigzag"))
+    ring, zigzag = (predict(TINY, SLOW)[x] for x in ("ring", "zigzag"))
     assert (ring.total, ring.compute, ring.communication) == (9, 7, 5)
     assert (ring.exposed_communication, ring.bytes_per_rank) == (2, 4)
     assert ring.imbalance == 7 / 5
     assert (zigzag.total, zigzag.imbalance) == (7, 1)
-    both = predict(TINY, hardware=SLOW, with_backward=True)["zigzag"]
+    both = predict(TINY, SLOW, with_backward=True)["zigzag"]
     assert (both.total, both.bytes_per_rank) == (7 + 7.5 + 17 + 17, 4 + 4 + 2 * 16)
-
-
-@pytest.mark.parametrize(
-    "topology, ring, hamilton",
-    [
-        ("full_mesh", 1 + 16, 1 + 4),  # one link; all four, a quarter of the bytes each
-        ("nvswitch", 1 + 16, 1 + 16),  # the port is full either way
-        ("shared_memory", 1 + 5 * 16, 1 + 5 * 16),  # five ranks share
-    ],
-)
-def test_topologies(topology, ring, hamilton):
-    hardware = dataclasses.replace(SLOW, topology=topology)
-    workload = dataclasses.replace(TINY, num_ranks=5, tokens_per_rank=8)
-    for algorithm, seconds in ((Ring(), ring), (Zigzag(), ring), (Hamilton(), hamilton)):
-        exchanges = [x.communication for x in algorithm.step_costs(workload, hardware=hardware)]
-        assert sum(exchanges) == 4 * seconds
-        assert max(exchanges) == seconds
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 8, 64])
-@pytest.mark.parametrize("mask", ["causal", "full"])
-def test_schedules_differ_in_links_only(num_ranks, mask):
-    """Equal bytes and steps; if links cost nothing, equal times."""
-    workload = model(num_ranks, mask=mask)
-    for backward in (False, True):
-        sent = {
-            tuple(y.sent_bytes for y in x.step_costs(workload, hardware=SLOW, backward=backward))
-            for x in ROTATING
-        }
-        assert len(sent) == 1
-    free = dataclasses.replace(SLOW, link_bandwidth=1e99, link_latency=0)
-    predictions = predict(workload, hardware=free, with_backward=True)
-    assert predictions["hamilton"].total == pytest.approx(predictions["zigzag"].total)
-    assert predictions["balanced"].total == pytest.approx(predictions["zigzag"].total)
-    slowest = (
-        2 - 1 / num_ranks if mask == "causal" else 1
-    )  # of the ring, whose first step is half as long
-    assert predictions["ring"].total == pytest.approx(slowest * predictions["zigzag"].total, 1e-3)
-
-
-def test_balanced_estimate():
-    """Short documents stay local; one long document moves everywhere; a given plan decides."""
-    short = model(lengths=((4096,) * 8,), mask="causal")
-    assert predict(short, hardware=SLOW)["balanced"].bytes_per_rank == 0
-    long = predict(model(mask="causal"), hardware=SLOW)
-    assert long["balanced"].bytes_per_rank > 7 * model().kv_bytes(4096)
-    assert long["balanced"].imbalance == 1
-    plan = Balanced().predict(model(mask="causal"), hardware=SLOW, moves=Moves(10.0, 20.0))
-    assert plan.bytes_per_rank == 2 * model().q_bytes(10) + model().kv_bytes(20)
-
-
-def test_packed_documents_cause_imbalance():
-    """One document fills half of the sequence, short ones the rest: the slowest rank decides."""
-    lengths = ((4 * 4096, *(512,) * 32),)
-    predictions = predict(model(lengths=lengths, mask="causal"), hardware=HARDWARE["h100"])
-    assert predictions["ring"].imbalance > 3
-    assert predictions["zigzag"].imbalance > 1.5
-    assert predictions["balanced"].imbalance == 1
-    rows = predict(model(lengths=lengths * 3, mask="causal"), hardware=HARDWARE["h100"])
-    assert rows["ring"].compute == pytest.approx(3 * predictions["ring"].compute)
-
-
-def test_shared_memory_hides_nothing_and_shares_idle_cores():
-    workload = model(mask="causal")
-    predictions = predict(workload, hardware=HARDWARE["cpu"], with_backward=True)
-    for name, prediction in predictions.items():
-        assert prediction.total == pytest.approx(prediction.compute + prediction.communication)
-        # The last rank of a ring does one of 32 parts of the work alone, on one of two cores.
-        assert prediction.imbalance == pytest.approx(33 / 32 if name == "ring" else 1, rel=1e-3)
-    one_core = dataclasses.replace(HARDWARE["cpu"], cores=1)
-    assert predict(workload, hardware=one_core)["ring"].imbalance == pytest.approx(1)
 
 
 def test_latents_by_hand():
     """Rows of 3 elements move in place of keys and values, and are expanded where they arrive."""
-    workload = dataclasses.replace(TINY, num_kv_heads=1, latent_size=3, expand_flops=0.0)
-    plain = Ring().step_costs(TINY, hardware=SLOW, backward=True)
-    latent = Ring().step_costs(workload, hardware=SLOW, backward=True)
+    workload = of(TINY, num_kv_heads=1, latent_size=3, expand_flops=0.0)
+    plain, latent, costly = (
+        Ring().step_costs(x, hardware=SLOW, backward=True)
+        for x in (TINY, workload, of(workload, expand_flops=7.0))
+    )
     row = 2 * TINY.num_kv_heads * TINY.head_size
     for x, y in zip(plain, latent, strict=True):
         assert y.sent_bytes == pytest.approx(x.sent_bytes * 3 / row)
-    costly = dataclasses.replace(workload, expand_flops=7.0)
-    added = [
-        y.compute - x.compute
-        for x, y in zip(
-            latent, Ring().step_costs(costly, hardware=SLOW, backward=True), strict=True
-        )
-    ]
+    added = [y.compute - x.compute for x, y in zip(latent, costly, strict=True)]
     rows = TINY.rows_per_rank  # of each of two steps; expanded again, and two transposes
     expected = rows * 7.0 * 3 / SLOW.matmul_flops
     assert sum(x == pytest.approx(expected) for x in added) == TINY.num_ranks
-    assert "ulysses" not in predict(dataclasses.replace(workload, num_heads=2), hardware=SLOW)
 
 
-# ---- Published trends.
+def test_topologies():
+    """One link; all four, a quarter of the bytes each. A port is full, and five ranks share."""
+    workload = of(TINY, num_ranks=5, tokens_per_rank=8)
+    for topology, ring, hamilton in (
+        ("full_mesh", 1 + 16, 1 + 4),
+        ("nvswitch", 1 + 16, 1 + 16),
+        ("shared_memory", 1 + 5 * 16, 1 + 5 * 16),
+    ):
+        hardware = of(SLOW, topology=topology)
+        for algorithm, seconds in ((Ring(), ring), (Zigzag(), ring), (Hamilton(), hamilton)):
+            exchanges = [x.communication for x in algorithm.step_costs(workload, hardware=hardware)]
+            assert sum(exchanges) == 4 * seconds
+            assert max(exchanges) == seconds
 
 
-def gain(name, workload, algorithm="hamilton"):
-    predictions = predict(workload, hardware=HARDWARE[name])
-    return predictions["zigzag"].total / predictions[algorithm].total
+@pytest.mark.parametrize("num_ranks, mask", [(1, "causal"), (2, "full"), (8, "causal")])
+def test_schedules_differ_in_links_only(num_ranks, mask):
+    """If links cost nothing, times are equal."""
+    free = of(SLOW, link_bandwidth=1e99, link_latency=0)
+    found = predict(model(num_ranks, mask=mask), free, with_backward=True)
+    seconds = {name: x.total for name, x in found.items()}
+    assert seconds["hamilton"] == pytest.approx(seconds["zigzag"])
+    assert seconds["balanced"] == pytest.approx(seconds["zigzag"])
+    slowest = 2 - 1 / num_ranks if mask == "causal" else 1  # its first step is half as long
+    assert seconds["ring"] == pytest.approx(slowest * seconds["zigzag"], 1e-3)
 
 
-@pytest.mark.parametrize("mask", ["causal", "full"])
-@pytest.mark.parametrize("tokens", [1024, 2048, 4096])
-def test_published_trend_of_machines(mask, tokens):
+# ---- Documents, machines, and published trends.
+
+
+def test_documents():
+    """One fills half of the sequence, short ones the rest: the slowest rank decides."""
+    lengths = ((4 * 4096, *(512,) * 32),)
+    found = predict(model(lengths=lengths, mask="causal"), H100)
+    assert found["ring"].imbalance > 3
+    assert found["zigzag"].imbalance > 1.5
+    assert found["balanced"].imbalance == 1
+    rows = predict(model(lengths=lengths * 3, mask="causal"), H100)
+    assert rows["ring"].compute == pytest.approx(3 * found["ring"].compute)
+    # Short documents stay local; one long document moves everywhere; a given plan decides.
+    short, long = (model(lengths=x, mask="causal") for x in (((4096,) * 8,), None))
+    assert predict(short, SLOW)["balanced"].bytes_per_rank == 0
+    assert predict(long, SLOW)["balanced"].bytes_per_rank > 7 * model().kv_bytes(4096)
+    assert predict(long, SLOW)["balanced"].imbalance == 1
+    plan = Balanced().predict(long, hardware=SLOW, moves=Moves(10.0, 20.0))
+    assert plan.bytes_per_rank == 2 * model().q_bytes(10) + model().kv_bytes(20)
+
+
+def test_shared_memory_hides_nothing_and_shares_idle_cores():
+    workload = model(mask="causal")
+    for name, prediction in predict(workload, CPU, with_backward=True).items():
+        assert prediction.total == pytest.approx(prediction.compute + prediction.communication)
+        # The last rank of a ring does one of 32 parts of the work alone, on one of two cores.
+        assert prediction.imbalance == pytest.approx(33 / 32 if name == "ring" else 1, rel=1e-3)
+    assert predict(workload, of(CPU, cores=1))["ring"].imbalance == pytest.approx(1)
+
+
+def test_published_trend_of_machines():
     """arXiv:2509.26541: largest gain on 8 MI300X, smallest on 8 H100; two H100 nodes between."""
-    one_node, two_nodes = model(8, tokens, mask=mask), model(16, tokens, mask=mask)
-    full_mesh = gain("mi300x", one_node)
-    assert gain("h100", one_node) == 1 < gain("h100", two_nodes) < full_mesh < 7
+
+    def gain(hardware, num_ranks):
+        found = predict(model(num_ranks, 1024, mask="causal"), hardware)
+        return found["zigzag"].total / found["hamilton"].total
+
+    assert gain(H100, 8) == 1 < gain(H100, 16) < gain(HARDWARE["mi300x"], 8) < 7
 
 
 # ---- Nodes: traffic by the kind of link.
 
-
-NODES = dataclasses.replace(
-    SLOW, ranks_per_node=4, rails=4, rail_bandwidth=0.5, rail_latency=3.0, link_latency=0.0
-)
+NODES = of(SLOW, ranks_per_node=4, rails=4, rail_bandwidth=0.5, rail_latency=3.0, link_latency=0.0)
 
 
 @pytest.mark.parametrize(
@@ -305,8 +243,7 @@ NODES = dataclasses.replace(
     ],
 )
 def test_two_nodes(rails, ring, flat, two_level):
-    hardware = dataclasses.replace(NODES, rails=rails)
-    workload = dataclasses.replace(TINY, num_ranks=8, tokens_per_rank=14)
+    hardware, workload = of(NODES, rails=rails), of(TINY, num_ranks=8, tokens_per_rank=14)
     expected = {Ring(): ring, Zigzag(): ring, Hamilton(): flat, Hamilton(nodes=2): two_level}
     expected[Hamilton(nodes=4)] = flat  # other nodes than those of the hardware
     for algorithm, seconds in expected.items():
@@ -327,14 +264,12 @@ def test_rows_by_link():
 
 
 # One pair takes one second; links move one byte per second, NICs half a byte.
-PAIRS = Hardware(
-    matmul_flops=4.0, link_bandwidth=1.0, link_latency=0.0, topology="nvswitch", ranks_per_node=2,
-    rails=2, rail_bandwidth=0.5,
-)  # fmt: skip
-SMALL = Workload(4, 2, num_heads=1, num_kv_heads=1, head_size=1, itemsize=1)
+PAIRS = of(SLOW, link_latency=0.0, topology="nvswitch", ranks_per_node=2)
+PAIRS = of(PAIRS, rails=2, rail_bandwidth=0.5)
+SMALL = of(TINY, num_ranks=4)
 
 
-def test_traffic_of_a_plan_by_link():
+def test_traffic_by_link():
     """Two bytes per row: the busiest NIC decides, then the busiest port; means are reported."""
     first = lambda keys: Placed().step_costs(SMALL, hardware=PAIRS, moves=Moves(0, keys))[0]
     by_nic, by_port = Traffic(3.0, 1.0, 5.0, 4.0), Traffic(3.0, 1.0, 50.0, 4.0)
@@ -342,24 +277,19 @@ def test_traffic_of_a_plan_by_link():
     assert first(by_port)[1:] == (50 * 2, 8.0, 2.0, 100.0, 8.0)
     equally = 8 * 2 / 0.5, 24.0, 16.0, 8.0, 16.0  # to 3 others
     assert first(12)[1:] == pytest.approx(equally)
+    # Ring: the last of two ranks. Cycles: 2 of 3 other ranks. With nodes: 1 of 2 chunks.
+    for algorithm, between in ((Ring(), 1 / 2), (Hamilton(), 2 / 3), (Hamilton(nodes=2), 1 / 2)):
+        for backward in (False, True):
+            for step in algorithm.step_costs(SMALL, hardware=PAIRS, backward=backward):
+                assert step.between_bytes == pytest.approx(between * step.sent_bytes)
+        prediction = algorithm.predict(SMALL, hardware=PAIRS)
+        assert prediction.bytes_per_rank == 3 * SMALL.kv_bytes(2)
+        assert prediction.bytes_between_nodes == pytest.approx(between * 3 * SMALL.kv_bytes(2))
 
 
-@pytest.mark.parametrize(
-    "algorithm, between", [(Ring(), 1 / 2), (Hamilton(), 2 / 3), (Hamilton(nodes=2), 1 / 2)]
-)
-def test_share_between_nodes(algorithm, between):
-    """Ring: the last of two ranks. Cycles: 2 of 3 other ranks. With nodes: 1 of 2 chunks."""
-    for backward in (False, True):
-        for step in algorithm.step_costs(SMALL, hardware=PAIRS, backward=backward):
-            assert step.between_bytes == pytest.approx(between * step.sent_bytes)
-    prediction = algorithm.predict(SMALL, hardware=PAIRS)
-    assert prediction.bytes_per_rank == 3 * SMALL.kv_bytes(2)
-    assert prediction.bytes_between_nodes == pytest.approx(between * 3 * SMALL.kv_bytes(2))
-
-
-def test_predicted_from_the_links_inside_and_between_nodes():
+def test_links_inside_and_between_nodes():
     """2 nodes of 4: a rank's heads of keys of a node's tokens go to the other node, once."""
-    hardware = dataclasses.replace(HARDWARE["h100"], ranks_per_node=4, rails=2)
+    hardware = of(H100, ranks_per_node=4, rails=2)
     workload = Workload(8, 1024, num_heads=8, num_kv_heads=4, head_size=128, itemsize=2)
     q, kv = 1024 * 8 * 128 * 2, 2 * 1024 * 4 * 128 * 2  # bytes of a rank
     options: dict[str, Any] = {"hardware": hardware, "with_backward": False}
@@ -375,18 +305,11 @@ def test_predicted_from_the_links_inside_and_between_nodes():
     assert Ulysses(Hamilton()).predict(workload, **options).total < ring.total
     back = Ulysses(Zigzag()).predict(workload, hardware=hardware, with_backward=True)
     assert back.bytes_between_nodes == kv * (1 + 1 + 2 * 2)  # again; gradients twice, in float32
-    one_node = dataclasses.replace(hardware, ranks_per_node=8)
     with pytest.raises(ValueError, match="'ulysses_ring' shares 4 heads over 8 ranks"):
-        fewer = dataclasses.replace(workload, num_heads=4)
+        fewer, one_node = of(workload, num_heads=4), of(hardware, ranks_per_node=8)
         Ulysses(Ring()).step_costs(fewer, hardware=one_node)
-
-
-def test_windows_between_nodes():
-    """A window moves only its rows, also between nodes."""
-    hardware = dataclasses.replace(HARDWARE["h100"], ranks_per_node=4)
-    mask = SlidingWindow(129)
-    workload = Workload(8, 1024, num_heads=8, num_kv_heads=4, head_size=128, itemsize=2, mask=mask)
-    two = Ulysses(Halo()).predict(workload, hardware=hardware)
+    # A window moves only its rows: half of the ranks' other heads, on the other node.
+    two = Ulysses(Halo()).predict(of(workload, mask=SlidingWindow(129)), hardware=hardware)
     assert two.bytes_between_nodes == 128 * 2 * 1 * 128 * 2 / 2  # one of two nodes, one KV head
 
 
@@ -395,15 +318,13 @@ def test_predicted_bytes_of_ulysses():
     sizes: dict[str, Any] = {"num_heads": 16, "num_kv_heads": 16, "head_size": 128, "itemsize": 2}
     workload = Workload(8, 1024, **sizes, latent_size=576, expand_flops=1e6)
     q, latents = 1024 * 16 * 128 * 2, 1024 * 576 * 2
-    options: dict[str, Any] = {"hardware": HARDWARE["h100"]}
-    forward = Ulysses().predict(workload, **options)
+    forward = Ulysses().predict(workload, hardware=H100)
     assert forward.bytes_per_rank == 2 * q * 7 / 8 + 7 * latents
-    both = Ulysses().predict(workload, with_backward=True, **options)
+    both = Ulysses().predict(workload, with_backward=True, hardware=H100)
     assert both.bytes_per_rank == 4 * q * 7 / 8 + (1 + 2) * 7 * latents
 
 
-# ---- Machines whose ranks share cores and memory.
-
+# ---- Machines whose ranks share cores and memory: all share the bandwidth, operands are copied.
 
 SHARED = Hardware(
     matmul_flops=1.0, link_bandwidth=2.0, link_latency=3.0, topology="shared_memory", cores=4,
@@ -412,7 +333,7 @@ SHARED = Hardware(
 
 
 def test_exchanges_in_shared_memory():
-    """All ranks share the bandwidth; keys that stay on their rank are copied, too."""
+    """Keys that stay on their rank are copied, too."""
     steps = Placed().step_costs(SMALL, hardware=SHARED, moves=Moves(0, 3))
     (exchange,) = [x for x in steps if x.communication]
     assert exchange.communication == 3 + 4 * 2 * (3 + 2) / 2
@@ -422,26 +343,22 @@ def test_exchanges_in_shared_memory():
 
 
 @pytest.mark.parametrize(
-    "algorithm, backward, expected",
+    "algorithm, backward, keys, expected",
     [
         # 36 pairs of all ranks; with a plan, each takes two seconds. Then q, out, and 5 keys.
-        (Placed(), False, 2 * 36 + 4 * (2 * 2 + 2 * 5) / 2),
+        (Placed(), False, 3, 2 * 36 + 4 * (2 * 2 + 2 * 5) / 2),
         # q, out, dout and dq; 5 keys, and their gradients of 4 bytes.
-        (Placed(), True, 2.5 * 2 * 36 + 4 * (4 * 2 + 2 * 5 * (1 + 4)) / 2),
+        (Placed(), True, 3, 2.5 * 2 * 36 + 4 * (4 * 2 + 2 * 5 * (1 + 4)) / 2),
         # The same queries, and other keys, in each of four steps.
-        (Zigzag(), False, 36 + 4 * 4 * (2 * 2 + 2 * 2) / 2),
-        (Zigzag(), True, 2.5 * 36 + 4 * 4 * (4 * 2 + 2 * 2 * (1 + 4)) / 2),
+        (Zigzag(), False, 3, 36 + 4 * 4 * (2 * 2 + 2 * 2) / 2),
+        (Zigzag(), True, 3, 2.5 * 36 + 4 * 4 * (4 * 2 + 2 * 2 * (1 + 4)) / 2),
+        # Whole buffers.
+        (Placed(), False, Traffic(3.0, 0.0, 3.0, 0.0, 20), 2 * 36 + 4 * (2 * 2 + 2 * 20) / 2),
     ],
 )
-def test_operands_are_copied_in_shared_memory(algorithm, backward, expected):
-    steps = algorithm.step_costs(SMALL, hardware=SHARED, backward=backward, moves=Moves(0, 3))
+def test_operands_are_copied_in_shared_memory(algorithm, backward, keys, expected):
+    steps = algorithm.step_costs(SMALL, hardware=SHARED, backward=backward, moves=Moves(0, keys))
     assert sum(x.compute for x in steps) == expected
-
-
-def test_buffers_are_copied_whole():
-    rows = Traffic(3.0, 0.0, 3.0, 0.0, capacity=20)
-    steps = Placed().step_costs(SMALL, hardware=SHARED, moves=Moves(0, rows))
-    assert sum(x.compute for x in steps) == 2 * 36 + 4 * (2 * 2 + 2 * 20) / 2
 
 
 # ---- Pairs outside the mask that attention computes, because it computes whole tiles.
@@ -469,19 +386,13 @@ def test_waste_is_the_mean_over_all_places_of_the_tiles(data):
     query = np.arange(start, end)
     first = np.zeros_like(query) if left is None else np.maximum(query - left, 0)
     last = np.full_like(query, length) if right is None else np.minimum(query + right + 1, length)
-    pairs = (last - first).sum()
     places = [(q, k) for q in range(tile[0]) for k in range(tile[1])]
     mean = np.mean([computed_pairs(first, last, q, k, tile) for q, k in places])
-    got = pairs + wasted_pairs(
-        start, end, length, SlidingWindow(None if left is None else left + 1, right), tile
-    )
+    mask = SlidingWindow(None if left is None else left + 1, right)
+    got = (last - first).sum() + wasted_pairs(start, end, length, mask, tile)
     assert abs(got - mean) <= 2 * tile[0] * (tile[0] + tile[1])
-
-
-def test_no_waste_without_tiles_or_queries():
-    causal = Causal()
-    assert wasted_pairs(3, 9, 20, causal, (1, 1)) == 0
-    assert wasted_pairs(np.array([5]), np.array([5]), np.array([9]), causal, (64, 128)) == 0
+    assert wasted_pairs(start, end, length, Causal(), (1, 1)) == 0
+    assert wasted_pairs(start, start, length, mask, tile) == 0
 
 
 # ---- Invalid calls.
@@ -495,8 +406,8 @@ def test_errors_name_the_remedy(unchecked_types):
     with pytest.raises(ValueError, match=r"'placed' needs moves.*of the plan of place_tokens"):
         Placed().step_costs(TINY, hardware=SLOW)
     with pytest.raises(ValueError, match=r"12 ranks cannot be divided into nodes of 8. Pass a mul"):
-        predict(model(12), hardware=HARDWARE["h100"])
+        predict(model(12), H100)
     with pytest.raises(ValueError, match="'torus'; it needs to be one of 'full_mesh'"):
-        dataclasses.replace(SLOW, topology="torus")
+        of(SLOW, topology="torus")
     with pytest.raises(ValueError, match=r"have 5 tokens, but .* 2 x 2 = 4.*tokens_per_rank>=3"):
-        dataclasses.replace(TINY, lengths=((4,), (2, 3)))
+        of(TINY, lengths=((4,), (2, 3)))

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,10 +19,6 @@ from jax_cp_dispatch.cycles import (
     source_is_earlier,
     two_level_cycles,
     two_level_maps,
-)
-from jax_cp_dispatch.cycles.integer_rows import (  # inner: every rule
-    check_chunk_maps,
-    check_cycles,
 )
 from jax_cp_dispatch.documents import zigzag_permutation
 
@@ -64,11 +61,8 @@ def travel(rows, out_chunk):
     return np.array(steps)
 
 
-@pytest.mark.parametrize(
-    "sizes", [DECOMPOSABLE, [97, 126, 250, 333, 512]], ids=["up to 64", "sampled"]
-)
-def test_hamiltonian_cycles_use_each_link_once(sizes):
-    for n in sizes:
+def test_hamiltonian_cycles_use_each_link_once():
+    for n in (*DECOMPOSABLE, 97, 126, 250, 333, 512):
         rows = np.array(hamiltonian_cycles(n))
         assert rows.shape == (n - 1, n)
         assert_permutations(rows, n)
@@ -81,8 +75,8 @@ def test_smallest_numbers_of_ranks():
     assert hamiltonian_paths(1) == [[0]]
     assert source_is_earlier([]) == [[[]]]
     assert chunk_maps([]) == ([[-1]], [[-1]])
-    assert check_cycles([], 1) == ()
-    assert check_chunk_maps([[-1]], [[-1]], 1) == (0, ((-1,),), ((-1,),))
+    for of_one in (Hamilton(cycles=[]), Hamilton(maps=([[-1]], [[-1]]))):
+        assert of_one.schedule("a test", 1) == Hamilton().schedule("a test", 1)
 
 
 def test_hamiltonian_paths_use_each_link_once():
@@ -184,28 +178,40 @@ def test_sizes_without_cycles_are_rejected_with_a_remedy(unchecked_types):
         two_level_cycles(2, True)
 
 
-@pytest.mark.parametrize(
-    "cycles, error, message",
-    [
-        ([[0, 1, 2], [0, 1]], ValueError, r"row 1 of cycles is \[0, 1\], .* not a permutation"),
-        ([[0, 1, 1]], ValueError, r"row 0 of cycles is \[0, 1, 1\].*each of the 3 ranks once"),
-        ([[-1, 0, 1]], ValueError, "not a permutation"),
-        ([[0, 1, 2], [1, 2, 0]], ValueError, "rows 0 and 1 .* from rank 0 to rank 1"),
-        ([], ValueError, "got 0 cycles for 3 ranks"),
-        ([[0, True, 2]], TypeError, "row 0 of cycles has entries of type bool"),
-        (np.array([[0.0, 1.0, 2.0]]), TypeError, "float64"),
-        ([0, 1, 2], TypeError, r"cycles is \[0, 1, 2\]; it needs to be rows of integers"),
-    ],
-)
-def test_invalid_cycles_are_rejected(unchecked_types, cycles, error, message):
-    with pytest.raises(error, match=f"^check_cycles: .*{message}"):
-        check_cycles(cycles, 3)
-    rows = hamiltonian_cycles(5)[:3]
-    for each in (rows, np.array(rows), np.array(rows, np.uint8)):
-        assert check_cycles(each, 5) == tuple(map(tuple, rows))
+# Changes of cycles of three ranks and of their maps, and what the error says.
+TWO = [[0, 1, 2], [0, 2, 1]]
+NOT_CYCLES: list[tuple[Any, str]] = [
+    ([[0, 1, 2], [0, 1]], r"row 1 of cycles is \[0, 1\], .* not a permutation"),
+    ([[0, 1, 1]], r"row 0 of cycles is \[0, 1, 1\].*each of the 3 ranks once"),
+    ([[-1, 0, 1]], "not a permutation"),
+    ([[0, 1, 2], [1, 2, 0]], "rows 0 and 1 .* from rank 0 to rank 1"),
+    ([], "got 0 cycles for 3 ranks"),
+    ([[0, True, 2]], "row 0 of cycles has entries of type bool"),
+    (np.array([[0.0, 1.0, 2.0]]), "row 0 of cycles has entries of type float"),
+    ([0, 1, 2], r"cycles is .*; it needs to be rows of"),
+]
+NOT_MAPS: list[tuple[str, Any, str]] = [
+    ("out", lambda m: m[:2], r"out_chunk has rows of length \[3, 3\], but needs 3 rows of 3"),
+    ("in", lambda m: [row[:2] for row in m], r"in_chunk has rows of length \[2, 2, 2\]"),
+    ("out", lambda m: [[0, *m[0][1:]], *m[1:]], r"out_chunk\[0\] .* needs -1 at index"),
+    ("in", lambda m: [[-1, -2, 0], *m[1:]], r"in_chunk\[0\] is \[-1, -2, 0\]"),
+    ("out", lambda m: [[-1, 1, 1], *m[1:]], "rank 0 sends chunk 1 twice"),
+    ("in", lambda m: [*m[:2], [0, 0, -1]], "rank 2 fills slot 0 twice"),
+    ("in", lambda m: [[-1] * 3, *m[1:]], r"in_chunk\[0\]\[1\] is -1.* transpose"),
+    ("out", lambda m: [[-1, 1, 0], *m[1:]], r"out_chunk\[0\]\[1\] is 1 but in_chunk\[1\]"),
+]
 
 
-def test_every_function_rejects_invalid_cycles(unchecked_types):
+@pytest.mark.usefixtures("unchecked_types")
+def test_invalid_cycles_and_maps_are_rejected():
+    for cycles, says in NOT_CYCLES:
+        with pytest.raises((ValueError, TypeError), match=f"^a test: .*{says}"):
+            Hamilton(cycles=cycles).schedule("a test", 3)
+    for name, change, says in NOT_MAPS:
+        maps: Any = dict(zip(("out", "in"), chunk_maps(TWO), strict=True))
+        maps[name] = change(maps[name])
+        with pytest.raises(ValueError, match=f"^a test: .*{says}"):
+            Hamilton(maps=(maps["out"], maps["in"])).schedule("a test", 3)
     for op in (chunk_maps, source_is_earlier):
         with pytest.raises(ValueError, match=f"{op.__name__}: rows 0 and 1"):
             op([[0, 1, 2], [1, 2, 0]])
@@ -213,26 +219,9 @@ def test_every_function_rejects_invalid_cycles(unchecked_types):
             op([[]])
     with pytest.raises(ValueError, match="got 1 cycles for 1 ranks"):
         chunk_maps([[0]])
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"out": lambda m: m[:2]}, r"out_chunk has rows of length \[3, 3\], but needs 3 rows of 3"),
-        ({"in": lambda m: [row[:2] for row in m]}, r"in_chunk has rows of length \[2, 2, 2\]"),
-        ({"out": lambda m: [[0, *m[0][1:]], *m[1:]]}, r"out_chunk\[0\] .* needs -1 at index"),
-        ({"in": lambda m: [[-1, -2, 0], *m[1:]]}, r"in_chunk\[0\] is \[-1, -2, 0\]"),
-        ({"out": lambda m: [[-1, 1, 1], *m[1:]]}, "rank 0 sends chunk 1 twice"),
-        ({"in": lambda m: [*m[:2], [0, 0, -1]]}, "rank 2 fills slot 0 twice"),
-        ({"in": lambda m: [[-1] * 3, *m[1:]]}, r"in_chunk\[0\]\[1\] is -1.* transpose"),
-        ({"out": lambda m: [[-1, 1, 0], *m[1:]]}, r"out_chunk\[0\]\[1\] is 1 but in_chunk\[1\]"),
-    ],
-)
-def test_invalid_chunk_maps_are_rejected(unchecked_types, change, message):
-    maps = dict(zip(("out", "in"), chunk_maps([[0, 1, 2], [0, 2, 1]]), strict=True))
-    maps |= {name: alter(maps[name]) for name, alter in change.items()}
-    with pytest.raises(ValueError, match=f"^check_chunk_maps: .*{message}"):
-        check_chunk_maps(maps["out"], maps["in"], 3)
+    rows = hamiltonian_cycles(5)[:3]
+    for each in (np.array(rows), np.array(rows, np.uint8)):
+        assert chunk_maps(each) == chunk_maps(rows)
 
 
 # ---- The order of tokens for which causal work is equal.
@@ -268,13 +257,9 @@ def recorded(name):
     return json.loads((VECTORS / "schedules.json").read_text())[name]
 
 
-@pytest.mark.parametrize("num_ranks", [8, 12, 16])
-def test_recorded_cycles(num_ranks):
-    cycles = recorded(f"gen_hamilton_circle_{num_ranks}")
-    assert len(check_cycles(cycles, num_ranks)) == num_ranks - 1
-
-
 def test_recorded_maps_and_sources():
+    for num_ranks in (12, 16):
+        Hamilton(cycles=recorded(f"gen_hamilton_circle_{num_ranks}")).schedule("a test", num_ranks)
     cycles = recorded("gen_hamilton_circle_8")
     out_chunk, in_chunk = chunk_maps(cycles)
     assert out_chunk == recorded("out_mapping_circle_8")
@@ -303,11 +288,6 @@ def test_recorded_two_nodes():
         np.testing.assert_array_equal(inside[1], recorded("intra_node_in_mapping_8"))
 
 
-def by_rank(name):
-    ranks = recorded(name).get("ranks") or recorded(name)
-    return [ranks[str(rank)] for rank in range(len(ranks))]
-
-
 def test_recorded_attention():
     vector = dict(np.load(VECTORS / "forward_zigzag_4.npz"))
     q, k, v, want = (vector[key] for key in ("q", "k", "v", "out_full"))
@@ -319,11 +299,13 @@ def test_recorded_attention():
         np.testing.assert_allclose(part.ravel(), vector["local_out"][rank], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("num_ranks", [4, 8])
-def test_recorded_zigzag(num_ranks):
-    want = by_rank(f"placement_zigzag_ring_{num_ranks}")
-    order = zigzag_permutation(np.size(want), num_ranks)
-    np.testing.assert_array_equal(order.reshape(num_ranks, -1), want)
+def test_recorded_zigzag():
+    for num_ranks in (4, 8):
+        of_ranks = recorded(f"placement_zigzag_ring_{num_ranks}")
+        of_ranks = of_ranks.get("ranks") or of_ranks
+        want = [of_ranks[str(rank)] for rank in range(num_ranks)]
+        order = zigzag_permutation(np.size(want), num_ranks)
+        np.testing.assert_array_equal(order.reshape(num_ranks, -1), want)
 
 
 def test_recorded_merge():

@@ -113,25 +113,20 @@ def test_groups_of_a_sharded_batch_through_specs():
     mesh = permuted_mesh((2, W), ("data", AXIS))
     moved = [cpd.plan_attention(x, world_size=W) for x in np.split(segment_ids, 2)]
     packed = Documents(segment_ids).with_plan(cpd.stack_plans(moved))
-    placement = cpd.place_tokens(segment_ids=segment_ids, world_size=W, num_groups=2)
-    placed = placement.documents
+    placed = cpd.place_tokens(segment_ids=segment_ids, world_size=W, num_groups=2).documents
     shift = partial(cpd.sequence.shift, offset=1, axis_name=AXIS)
 
-    def calls(qkv, packed, placed_qkv, placed):
-        attend = partial(cpd.context_parallel_attention, axis_name=AXIS)
-        out = attend(*qkv, documents=packed, algorithm="balanced")
-        of_placed = attend(*placed_qkv, documents=placed, algorithm="placed")
-        return out, of_placed, shift(placed_qkv[0], documents=placed)
+    def calls(qkv, packed, placed):
+        options = {"axis_name": AXIS, "algorithm": "balanced"}
+        out = cpd.context_parallel_attention(*qkv, documents=packed, **options)
+        return out, shift(qkv[0], documents=placed)
 
     sharded = P("data", AXIS)
-    of_packed, of_placed = (x.specs(AXIS, batch_axis="data") for x in (packed, placed))
-    specs = sharded, of_packed, sharded, of_placed
+    specs = sharded, *(x.specs(AXIS, batch_axis="data") for x in (packed, placed))
     mapped = jax.shard_map(calls, mesh=mesh, in_specs=specs, out_specs=sharded)
-    arrays = tuple(qkv), packed, tuple(placement.apply(qkv)), placed
-    out, of_placed, shifted = jax.jit(mapped)(*arrays)
+    out, shifted = jax.jit(mapped)(tuple(qkv), packed, placed)
     check_qkv([out], operands)
-    check_qkv([placement.restore(np.asarray(of_placed))], operands)
-    wanted = shift(arrays[2][0], documents=placed, mesh=mesh, batch_axis="data")
+    wanted = shift(qkv[0], documents=placed, mesh=mesh, batch_axis="data")
     np.testing.assert_array_equal(shifted, wanted)
 
 
@@ -169,24 +164,12 @@ def test_replaced_fields_of_packed_documents():
         (lambda: ZIGZAG.with_plan(PLAN), "this plan is for packed order"),
         (lambda: PLAIN.unplaced(), "tokens are in packed order. Call it on Placement.documents"),
         (lambda: PLACEMENT.documents.apply(PREFIX), "only the placement knows where. Call Plac"),
-        (
-            lambda: ZIGZAG.apply(np.zeros((B, T + 1))),
-            r"shape \[2, 49\] but the documents",
-        ),
-        (
-            lambda: ZIGZAG.apply(ZIGZAG.apply(PREFIX)),
-            r"are in zigzag.*but the tokens in packed",
-        ),
+        (lambda: ZIGZAG.apply(np.zeros((B, T + 1))), r"shape \[2, 49\] but the documents"),
+        (lambda: ZIGZAG.apply(ZIGZAG.apply(PREFIX)), "are in zigzag.*but the tokens in packed"),
         (lambda: ZIGZAG.restore(PREFIX), "are in packed order, but the tokens in zigzag"),
-        (
-            lambda: PLACEMENT.apply(ZIGZAG.apply(PREFIX)),
-            r"are in zigzag.*the tokens in packed",
-        ),
+        (lambda: PLACEMENT.apply(ZIGZAG.apply(PREFIX)), "are in zigzag.*the tokens in packed"),
         (lambda: PLACEMENT.restore(PREFIX), "are in packed order, but the tokens in placed"),
-        (
-            lambda: Documents(np.ones(3, int)),
-            r"segment_ids has shape \(3,\) but",
-        ),
+        (lambda: Documents(np.ones(3, int)), r"segment_ids has shape \(3,\) but"),
         (lambda: Documents(np.ones((1, 3))), "segment_ids has dtype float64; it needs an integer"),
         (lambda: Documents(np.array([[1, 2, 1]])), "segment 1 occurs in separate runs"),
         (lambda: Documents(np.array([[-1, 2]])), "it needs to be at least 0"),
@@ -194,10 +177,7 @@ def test_replaced_fields_of_packed_documents():
         (lambda: Documents(*drawn(), mask=ZIGZAG.apply(PREFIX)), "are in zigzag order"),
         (lambda: dataclasses.replace(Documents(drawn()[0]), positions=drawn()[0]), "counted=False"),
         (lambda: dataclasses.replace(ZIGZAG, mask=Causal()), "replace of one in zigzag order of 4"),
-        (
-            lambda: dataclasses.replace(PLACEMENT.documents),
-            "Documents: .*replace of one in placed",
-        ),
+        (lambda: dataclasses.replace(PLACEMENT.documents), "Documents: .*replace of one in placed"),
         (lambda: dataclasses.replace(ZIGZAG.apply(RANGES)), "Ranges: .*replace of one in zigzag"),
     ],
 )

@@ -1,6 +1,8 @@
 """Metadata of lengths and destinations: against the oracle and another implementation."""
 
+import itertools
 import pathlib
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,16 +18,16 @@ from jax_cp_dispatch import compute_metadata
 from jax_cp_dispatch.metadata import compute_attn_layout_seqlens, compute_metadata_kv
 from jax_cp_dispatch.scenarios import orchestrate_simulate
 
-SEQ_LEN = np.array([[4, 0, 6], [3, 5, 0]])
-DISPATCH = np.array([[1, 0, 0], [0, 1, -1]])
-
-
 # ---- Properties of every plan, on random inputs of a few static shapes.
 
+KV_SHAPE = (3, 5, 3)
 SHAPES = [(3, 4, None), (4, 3, 3)]
 MAX_LEN = 7
 FEATURE = 2
 
+DTYPES = {"dst_rank": jnp.int32, "num_seqs": jnp.int32, "seq_recv_mask": jnp.bool_}
+DTYPES |= dict.fromkeys(("dst_offset", "seq_len", "num_recv_tokens"), jnp.uint32)
+DTYPES |= dict.fromkeys(("num_total_recv_tokens", "recv_seq_lens"), jnp.uint32)
 seeds = st.integers(0, 2**32 - 1)
 bounded = examples(8)
 
@@ -65,6 +67,11 @@ def test_plans_equal_the_oracle_and_reverse_is_the_identity_on_what_was_sent(see
     for plan, fields in zip((forward, reverse), oracle.plan(seq_len, dispatch, bound), strict=True):
         oracle.assert_fields(plan, fields)
         plan.validate()  # sent = received per pair; ranges are disjoint and without gaps
+        assert plan.world_size == world_size
+        for name, x in vars(plan).items():
+            if name in DTYPES and x is not None:
+                assert x.dtype == DTYPES[name], name
+    assert forward.src_offset is None and forward.seq_recv_mask is None
     if dispatch.ndim == 2:
         context = seq_len + rng.integers(0, 9, seq_len.shape)  # also in padding: ignored
         lengths = compute_attn_layout_seqlens(seq_len, context, dispatch, max_recv_seqs=bound)
@@ -86,11 +93,10 @@ def test_plans_equal_the_oracle_and_reverse_is_the_identity_on_what_was_sent(see
     np.testing.assert_array_equal(back, want)
 
 
-@pytest.mark.parametrize("size", [(3, 5, 3)], ids=str)
 @bounded
 @given(seed=seeds)
-def test_kv_round_trip_reproduces_every_replica(seed, size):
-    rng = np.random.default_rng(seed)
+def test_kv_round_trip_reproduces_every_replica(seed):
+    rng, size = np.random.default_rng(seed), KV_SHAPE
     world_size, num_shards, copies = size
     arguments = oracle.spanning_documents(rng, *size)
     *rest, seq_len, q_dispatch = arguments
@@ -117,62 +123,67 @@ def test_kv_round_trip_reproduces_every_replica(seed, size):
 # ---- Examples.
 
 
-@pytest.mark.parametrize(
-    ("world_size", "num_shards", "num_replicas"),
-    [(1, 6, 3), (4, 65, None)],
-)
-def test_compute_metadata_finds_how_many_slots_it_needs(world_size, num_shards, num_replicas):
-    rng = np.random.default_rng(world_size * num_shards)
-    seq_len, dispatch = oracle.random_shards(rng, world_size, num_shards, num_replicas)
+def test_compute_metadata_finds_how_many_slots_it_needs():
+    seq_len, dispatch = oracle.random_shards(np.random.default_rng(), 4, 65)
     plans = compute_metadata(seq_len, dispatch)
     for plan, expected in zip(plans, oracle.plan(seq_len, dispatch), strict=True):
         oracle.assert_fields(plan, expected)
         plan.validate()
 
 
-def test_dtypes_and_static_fields():
-    forward, reverse = compute_metadata(SEQ_LEN, DISPATCH[..., None])
-    for plan in (forward, reverse):
-        assert plan.world_size == 2
-        for name in ("dst_rank", "num_seqs"):
-            assert getattr(plan, name).dtype == jnp.int32
-        for name in ("dst_offset", "seq_len", "num_recv_tokens", "num_total_recv_tokens"):
-            assert getattr(plan, name).dtype == jnp.uint32
-    assert reverse.seq_recv_mask.dtype == jnp.bool_
-    assert reverse.recv_seq_lens.dtype == jnp.uint32
-    assert forward.src_offset is None and forward.seq_recv_mask is None
+# Of the first of `SHAPES`: rank 2 receives most, 4 shards.
+SEQ_LEN = np.array([[4, 0, 6, 1], [3, 5, 0, 2], [1, 1, 2, 0]])
+DISPATCH = np.array([[1, 0, 2, 2], [0, 1, -1, 2], [2, 0, 1, -1]])
 
 
-@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int64, np.uint32])
-def test_any_integer_dtype_of_numpy_and_jax(dtype):
-    unsigned = np.issubdtype(dtype, np.unsignedinteger)
-    dispatch = DISPATCH.clip(0).astype(dtype) if unsigned else DISPATCH.astype(dtype)
-    for make in (np.asarray, jnp.asarray):
-        plan, _ = compute_metadata(make(SEQ_LEN.astype(dtype)), make(dispatch))
+def test_any_integer_dtype_of_numpy_and_jax():
+    for dtype, make in itertools.product((np.int8, np.uint8, np.int64, np.uint32), "nj"):
+        unsigned = np.issubdtype(dtype, np.unsignedinteger)
+        dispatch = (DISPATCH.clip(0) if unsigned else DISPATCH).astype(dtype)
+        given = SEQ_LEN.astype(dtype), dispatch
+        given = map(jnp.asarray, given) if make == "j" else given
+        plan, _ = compute_metadata(*given, max_recv_seqs=slots(SHAPES[0]))
         oracle.assert_fields(plan, oracle.plan(SEQ_LEN, dispatch.astype(int))[0])
 
 
 def test_either_component_of_the_mapping_marks_an_unused_replica():
-    mapping, *rest = kv_arguments()
+    mapping, *rest = kv_arguments(0, *KV_SHAPE)
     half = mapping.copy()
     unused = half[..., 0] < 0
     half[..., 1] = np.where(unused, 2, half[..., 1])
-    for plan, same in zip(*(compute_metadata_kv(x, *rest) for x in (mapping, half)), strict=True):
-        jax.tree.map(np.testing.assert_array_equal, plan, same)
+    options = {"max_recv_seqs": slots(KV_SHAPE)}
+    plans, same = (compute_metadata_kv(x, *rest, **options) for x in (mapping, half))
+    jax.tree.map(np.testing.assert_array_equal, plans, same)
 
 
-def test_traced_equals_concrete_also_under_vmap():
+def test_traced_equals_concrete_under_vmap_and_overflow_drops_slots_but_not_counts():
     plans = compute_metadata(SEQ_LEN, DISPATCH)
-    slots = plans[1].dst_rank.shape[1]
-
-    def call(seq_len, dispatch):
-        return compute_metadata(seq_len, dispatch, max_recv_seqs=slots)
-
-    batch = jax.jit(jax.vmap(call))(np.stack([SEQ_LEN, SEQ_LEN * 2]), np.stack([DISPATCH] * 2))
-    traced = jax.jit(call)(SEQ_LEN, DISPATCH)
-    for plan, one, many in zip(plans, traced, batch, strict=True):
-        jax.tree.map(np.testing.assert_array_equal, plan, one)
+    assert plans[1].dst_rank.shape[1] == 4
+    call = jax.jit(jax.vmap(partial(compute_metadata, max_recv_seqs=4)))
+    everything = np.full_like(DISPATCH, 2)  # in the second batch, to rank 2
+    batch = call(np.stack([SEQ_LEN, SEQ_LEN * 2]), np.stack([DISPATCH, everything]))
+    for plan, many in zip(plans, batch, strict=True):
         jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y[0]), plan, many)
+    reverse = jax.tree.map(lambda x: x[1], batch[1])
+    np.testing.assert_array_equal(reverse.num_seqs, [0, 0, 12])
+    np.testing.assert_array_equal(reverse.num_total_recv_tokens, 2 * SEQ_LEN.sum(1))
+    np.testing.assert_array_equal(reverse.dst_rank, [[-1] * 4, [-1] * 4, [0] * 4])
+    with pytest.raises(ValueError, match="rank 2: num_seqs is 12"):
+        reverse.validate()
+
+
+def test_kv_and_lengths_trace():
+    arguments = kv_arguments(0, *KV_SHAPE)
+    _, exact = compute_metadata_kv(*arguments, max_recv_seqs=slots(KV_SHAPE))
+    need = int(np.max(exact.num_seqs))
+    _, short = jax.jit(lambda a: compute_metadata_kv(*a, max_recv_seqs=need - 1))(arguments)
+    assert int(np.max(short.num_seqs)) == need
+    for name in ("dst_rank", "dst_offset", "seq_len"):
+        there = getattr(exact, name)[:, : need - 1]
+        np.testing.assert_array_equal(getattr(short, name), there)
+    np.testing.assert_array_equal(short.num_recv_tokens, exact.num_recv_tokens)
+    lengths = partial(compute_attn_layout_seqlens, max_recv_seqs=4)
+    assert jax.eval_shape(lengths, SEQ_LEN, SEQ_LEN, DISPATCH).cu_seqlens_q.shape == (3, 5)
 
 
 def test_constants_inside_jit_are_planned_exactly():
@@ -182,32 +193,7 @@ def test_constants_inside_jit_are_planned_exactly():
         reverse.validate()  # still concrete, so host functions work
         return x + reverse.num_seqs
 
-    np.testing.assert_array_equal(inside(0), [3, 2])
-
-
-def test_kv_and_lengths_trace():
-    arguments = kv_arguments()
-    plans = compute_metadata_kv(*arguments)
-    slots = plans[1].dst_rank.shape[1]
-    traced = jax.jit(lambda a: compute_metadata_kv(*a, max_recv_seqs=slots))(arguments)
-    jax.tree.map(np.testing.assert_array_equal, plans, traced)
-    lengths = jax.jit(lambda a, b, c: compute_attn_layout_seqlens(a, b, c, max_recv_seqs=4))
-    assert lengths(SEQ_LEN, SEQ_LEN, DISPATCH).cu_seqlens_q.shape == (2, 5)
-
-
-def test_traced_overflow_drops_slots_but_not_counts():
-    seq_len, dispatch = np.full((3, 2), 4), np.full((3, 2), 2)
-    _, reverse = jax.jit(lambda x, d: compute_metadata(x, d, max_recv_seqs=4))(seq_len, dispatch)
-    np.testing.assert_array_equal(reverse.num_seqs, [0, 0, 6])
-    np.testing.assert_array_equal(reverse.num_total_recv_tokens, [8, 8, 8])
-    np.testing.assert_array_equal(reverse.dst_rank, [[-1] * 4, [-1] * 4, [0, 0, 1, 1]])
-    with pytest.raises(ValueError, match="rank 2: num_seqs is 6"):
-        reverse.validate()
-    arguments = kv_arguments()
-    _, exact = compute_metadata_kv(*arguments)
-    need = int(np.max(exact.num_seqs))
-    _, short = jax.jit(lambda a: compute_metadata_kv(*a, max_recv_seqs=need - 1))(arguments)
-    assert int(np.max(short.num_seqs)) == need
+    np.testing.assert_array_equal(inside(0), [3, 3, 4])
 
 
 # ---- Recorded results of another implementation; tests/data names the source.

@@ -1,6 +1,7 @@
 """A Metadata object by example: views, dtypes, derived fields and validation."""
 
 import dataclasses
+import itertools
 from functools import partial
 from typing import Any
 
@@ -15,13 +16,24 @@ from jax_cp_dispatch import Metadata, compute_metadata, dispatch
 
 SEQ_LEN = np.array([[4, 0, 6], [3, 5, 0]])
 DISPATCH = np.array([[1, 0, 0], [0, 1, -1]])
+MESH = Mesh(np.array(jax.devices()[:2]), ("cp",))
+
+
+def plans(seq_len, dispatch) -> list[Any]:
+    """The forward and the reverse plan, by NumPy: compiles nothing."""
+    return [Metadata(**x, world_size=len(seq_len)) for x in oracle.plan(seq_len, dispatch)]
+
+
+def by_numpy(dtype: Any = np.int64, **changes: Any):
+    plan = jax.tree.map(lambda x: np.asarray(x, dtype), plans(SEQ_LEN, DISPATCH)[0])
+    return dataclasses.replace(plan, **changes)
 
 
 # --- views ----------------------------------------------------------------------------------
 
 
 def test_get_slice_outside_jit_and_in_shard_map():
-    plan, _ = compute_metadata(*oracle.random_shards(np.random.default_rng(0), 4, 5, 2))
+    plan, _ = plans(*oracle.random_shards(np.random.default_rng(0), 4, 5, 2))
     mesh = Mesh(np.array(jax.devices()[:4]), ("cp",))
     ways = {
         "global": (P(), lambda m: m.get_slice(jax.lax.axis_index("cp"))),
@@ -53,8 +65,7 @@ def test_get_slice_outside_jit_and_in_shard_map():
 def test_get_slice_has_the_numbers_of_one_rank_without_padding():
     rng = np.random.default_rng(3)
     for num_replicas in (1, 3):
-        plans = oracle.plan(*oracle.random_shards(rng, 4, 6, num_replicas))  # compiles nothing
-        plan, reverse = (Metadata(**fields, world_size=4) for fields in plans)
+        plan, reverse = plans(*oracle.random_shards(rng, 4, 6, num_replicas))
         for metadata in (plan, reverse):
             for rank, end in enumerate(np.asarray(metadata.num_seqs)):
                 view = metadata.get_slice(rank)
@@ -71,7 +82,7 @@ def test_get_slice_has_the_numbers_of_one_rank_without_padding():
 
 
 def test_views_reject_plans_without_all_ranks():
-    plan, _ = compute_metadata(SEQ_LEN, DISPATCH)
+    plan = by_numpy()
     with pytest.raises(ValueError, match=r"rank 2 is not in \[0, 2\)"):
         plan.get_slice(2)
     with pytest.raises(ValueError, match="local_view"):
@@ -79,24 +90,16 @@ def test_views_reject_plans_without_all_ranks():
 
 
 def test_device_put_shards_every_field():
-    plan, _ = compute_metadata(SEQ_LEN, DISPATCH)
-    mesh = Mesh(np.array(jax.devices()[:2]), ("cp",))
-    placed = plan.device_put(NamedSharding(mesh, P("cp")))
+    placed = by_numpy(np.int32).device_put(NamedSharding(MESH, P("cp")))
     assert all(len(x.sharding.device_set) == 2 for x in jax.tree.leaves(placed))
-    assert isinstance(plan.device_put(), Metadata)
+    assert isinstance(by_numpy(np.int32).device_put(), Metadata)
 
 
 # --- dtypes ---------------------------------------------------------------------------------
 
 
-def numpy_plan(dtype: Any = np.int64, **changes: Any):
-    plan, _ = compute_metadata(SEQ_LEN, DISPATCH)
-    plan = jax.tree.map(lambda x: np.asarray(x, dtype), plan)
-    return dataclasses.replace(plan, **changes)
-
-
 def test_normalize_dtype():
-    wide = numpy_plan()
+    wide = by_numpy()
     plan = wide.normalize_dtype()
     assert plan.normalized
     assert plan.dst_rank.dtype == jnp.int32 and plan.seq_len.dtype == jnp.uint32
@@ -109,28 +112,26 @@ def test_normalize_dtype():
 def test_normalize_dtype_checks_the_range():
     big = np.array([2**32, 5])
     with pytest.raises(ValueError, match=r"num_total_recv_tokens\[0\] is 4294967296.*enable x64"):
-        numpy_plan(num_total_recv_tokens=big).normalize_dtype()
+        by_numpy(num_total_recv_tokens=big).normalize_dtype()
 
 
 @pytest.mark.parametrize("name", ["dst_rank", "dst_offset", "seq_len", "num_recv_tokens"])
 def test_numbers_that_jax_would_cut_are_refused(name):
-    plan = numpy_plan()
+    plan = by_numpy()
     wrong = dataclasses.replace(plan, **{name: getattr(plan, name) + 2**32})
     with pytest.raises(ValueError, match=rf"Metadata.get_slice: {name}\[0, 0\] is 4\d+; it needs"):
         jax.eval_shape(wrong.get_slice, jnp.int32(0))
-    mesh = Mesh(np.array(jax.devices()[:2]), ("cp",))
     with pytest.raises(ValueError, match=rf"dispatch: metadata.{name}\[0, 0\] is 4\d+; it needs"):
-        dispatch(np.ones((20, 3)), wrong, axis_name="cp", capacity=20, mesh=mesh)
+        dispatch(np.ones((20, 3)), wrong, axis_name="cp", capacity=20, mesh=MESH)
 
 
-@pytest.mark.parametrize("wrong", [2**32, -(2**32)])
-def test_traced_numbers_stay_invalid(wrong):
+def test_traced_numbers_stay_invalid():
     """As those beyond 32 bits that are known; no rank or length of 64 bits becomes another one."""
     given = [np.asarray(x, np.int64) for x in (SEQ_LEN, DISPATCH)]
+    run = jax.jit(partial(compute_metadata, max_recv_seqs=9))
     with jax.enable_x64(True):
-        for number in range(2):
-            lengths, to = (x + wrong * (i == number) for i, x in enumerate(given))
-            plan, _ = jax.jit(partial(compute_metadata, max_recv_seqs=9))(lengths, to)
+        for wrong, number in itertools.product((2**32, -(2**32)), range(2)):
+            plan, _ = run(*(x + wrong * (i == number) for i, x in enumerate(given)))
             with pytest.raises(ValueError, match=r"Metadata.validate"):
                 plan.validate()
 
@@ -138,16 +139,12 @@ def test_traced_numbers_stay_invalid(wrong):
 # --- derived fields --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("as_array", [np.asarray, jnp.asarray])
-def test_omitted_totals_are_derived(as_array):
+def test_omitted_totals_are_derived():
     rng = np.random.default_rng(5)
-    for num_replicas in (1, 2):
-        fields, _ = oracle.plan(*oracle.random_shards(rng, 3, 4, num_replicas))
-        plan = Metadata(**fields, world_size=3)
-        given = {
-            name: as_array(getattr(plan, name))
-            for name in ("dst_rank", "dst_offset", "seq_len", "num_recv_tokens")
-        }
+    for as_array, num_replicas in ((np.asarray, 1), (jnp.asarray, 2)):
+        plan, _ = plans(*oracle.random_shards(rng, 3, 4, num_replicas))
+        names = ("dst_rank", "dst_offset", "seq_len", "num_recv_tokens")
+        given: Any = {name: as_array(getattr(plan, name)) for name in names}
         derived = Metadata(**given, world_size=3)
         derived.validate()
         np.testing.assert_array_equal(derived.num_seqs, plan.num_seqs)
@@ -159,13 +156,8 @@ def test_omitted_totals_are_derived(as_array):
 def test_a_plan_of_placeholders_is_unchanged():
     specs = Metadata(dst_rank=0, dst_offset=0, seq_len=0, num_recv_tokens=0, world_size=2)
     assert specs.num_seqs is None and specs.num_total_recv_tokens is None
-    none = Metadata(
-        dst_rank=np.zeros((2, 0), int),
-        dst_offset=np.zeros((2, 0), int),
-        seq_len=np.zeros((2, 0), int),
-        num_recv_tokens=np.zeros((2, 3), int),
-        world_size=2,
-    )
+    none = dict.fromkeys(("dst_rank", "dst_offset", "seq_len"), np.zeros((2, 0), int))
+    none = Metadata(**none, num_recv_tokens=np.zeros((2, 3), int), world_size=2)
     none.validate()
     np.testing.assert_array_equal(none.num_seqs, [0, 0])
 
@@ -174,9 +166,9 @@ def test_a_plan_of_placeholders_is_unchanged():
 
 
 def changed(name, index, value):
-    field = np.array(getattr(numpy_plan(), name))
+    field = np.array(getattr(by_numpy(), name))
     field[index] = value
-    return numpy_plan(**{name: field})
+    return by_numpy(**{name: field})
 
 
 @pytest.mark.parametrize(
@@ -195,30 +187,27 @@ def changed(name, index, value):
         (lambda: changed("seq_len", (0, 0), 2**32), r"rank 0, slot 0: seq_len .* 4294967295"),
         (lambda: changed("num_seqs", 0, 2), "rank 0: num_seqs is 2"),
         (lambda: changed("num_total_recv_tokens", 1, 8), "rank 1: num_total_recv_tokens is 8"),
-        (lambda: numpy_plan(num_seqs=np.zeros(3, int)), r"num_seqs has shape \(3,\)"),
-        (lambda: numpy_plan(seq_len=np.int64(3)), r"seq_len has shape \(\); it needs \[W, S\]"),
+        (lambda: by_numpy(num_seqs=np.zeros(3, int)), r"num_seqs has shape \(3,\)"),
+        (lambda: by_numpy(seq_len=np.int64(3)), r"seq_len has shape \(\); it needs \[W, S\]"),
         (
-            lambda: numpy_plan(recv_seq_lens=np.zeros((2, 3), int), seq_recv_mask=SEQ_LEN > 0),
+            lambda: by_numpy(recv_seq_lens=np.zeros((2, 3), int), seq_recv_mask=SEQ_LEN > 0),
             r"seq_recv_mask has shape \(2, 3\); it needs that of recv_seq_lens",
         ),
-        (lambda: numpy_plan(recv_seq_lens=np.zeros(3, int)), r"recv_seq_lens has shape \(3,\)"),
-        (
-            lambda: numpy_plan(src_offset=np.full((2, 3), 2**32 - 3)),
-            "rank 0, slot 0: src_offset . seq_len is 4294967297",
-        ),
-        (lambda: numpy_plan(dst_offset=np.zeros((2, 3))), "dst_offset has dtype float64"),
-        (lambda: numpy_plan(src_offset=np.zeros((2, 2), int)), "src_offset has shape"),
-        (lambda: numpy_plan(world_size=3), "3 leading rows"),
+        (lambda: by_numpy(recv_seq_lens=np.zeros(3, int)), r"recv_seq_lens has shape \(3,\)"),
+        (lambda: by_numpy(src_offset=np.full((2, 3), 2**32 - 3)), "src_offset . seq_len is 42949"),
+        (lambda: by_numpy(dst_offset=np.zeros((2, 3))), "dst_offset has dtype float64"),
+        (lambda: by_numpy(src_offset=np.zeros((2, 2), int)), "src_offset has shape"),
+        (lambda: by_numpy(world_size=3), "3 leading rows"),
     ],
 )  # fmt: skip
 def test_validate_names_rank_slot_and_field(plan, message):
-    numpy_plan().validate()
+    by_numpy().validate()
     with pytest.raises(ValueError, match=message):
         plan().validate()
 
 
 def test_validate_finds_gaps_and_overlaps_inside_the_buffer():
-    plan, _ = compute_metadata(np.array([[2, 2, 2]]), np.array([[0, 0, 0]]))
+    plan, _ = plans(np.array([[2, 2, 2]]), np.array([[0, 0, 0]]))
     for offsets, message in (
         ([1, 2, 4], "rank 0, slot 0: dst_offset 1 .* gap after the rows below 0"),
         ([0, 3, 4], "rank 0, slot 1: dst_offset 3 .* gap after the rows below 2"),
@@ -229,11 +218,8 @@ def test_validate_finds_gaps_and_overlaps_inside_the_buffer():
 
 
 def test_validate_reverse_checks_shards_that_were_not_sent():
-    seq_len, dispatch = (
-        np.array([[2, 3], [4, 1]]),
-        np.array([[[-1, 1], [0, -1]], [[1, 1], [-1, 0]]]),
-    )
-    _, reverse = compute_metadata(seq_len, dispatch)
+    dispatch = np.array([[[-1, 1], [0, -1]], [[1, 1], [-1, 0]]])
+    _, reverse = plans(np.array([[2, 3], [4, 1]]), dispatch)
     reverse.validate()
     moved = np.array(reverse.dst_offset)
     moved[0, 0] = 5  # where replica 0 of an unsent shard would return
@@ -247,4 +233,4 @@ def test_validate_reverse_checks_shards_that_were_not_sent():
 
 def test_validate_rejects_traced_values():
     with pytest.raises(TypeError, match="Validate on the host"):
-        jax.jit(lambda m: m.validate())(numpy_plan(np.int32))
+        jax.jit(lambda m: m.validate())(by_numpy(np.int32))

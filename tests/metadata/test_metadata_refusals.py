@@ -70,11 +70,7 @@ CASES = {
                 (0, lambda x: x[..., :1], "kv_to_q_mapping has shape"),
                 (0, lambda x: np.where(x >= 0, x + 9, x), "kv_to_q_mapping at rank"),
                 (1, lambda x: x + 9, "kv_to_q_rank at rank"),
-                (
-                    1,
-                    lambda x: x.clip(max=0),
-                    "kv_to_q_rank at rank .* differ from the other KV shards",
-                ),
+                (1, lambda x: x.clip(max=0), "kv_to_q_rank .* differ from the other KV shards"),
                 (2, lambda x: x + 99, "kv_context_size at rank"),
                 (4, lambda x: x[:1], "q_to_num_kv_token has shape"),
                 (6, lambda x: x + 99, "num_seqs at rank 0"),

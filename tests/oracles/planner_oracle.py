@@ -1,12 +1,10 @@
-"""Checks a plan one token at a time, from the segment ids alone."""
+"""Checks plans and placements one token at a time, from the documents alone.
+
+And the least that any plan of a small batch moves, by trying all of them.
+"""
 
 import numpy as np
-from mask_oracle import batch_ranges
-
-
-def pairs_per_rank(segment_ids, positions, world_size, mask=None):
-    first, last = batch_ranges(mask, segment_ids, positions)
-    return (last - first).reshape(len(first), world_size, -1).sum((0, 2))
+from mask_oracle import batch_pairs
 
 
 def deliver(metadata, rows, capacity):
@@ -47,101 +45,105 @@ def deliver(metadata, rows, capacity):
     return buffer
 
 
-def check_plan(plan, segment_ids, positions=None, mask=None):
-    """Asserts that the plan computes each query once, with the keys that it attends to."""
-    batch, columns = segment_ids.shape
-    world_size = plan.world_size
-    # rows[r] are the token numbers b * columns + column of rank r, in its own order.
-    rows = np.arange(batch * columns).reshape(batch, world_size, -1)
-    rows = rows.swapaxes(0, 1).reshape(world_size, -1)
-    first, last = (x.reshape(-1) for x in batch_ranges(mask, segment_ids, positions))
-    base = np.repeat(np.arange(batch) * columns, columns)
+def check_plan(plan, segment_ids, positions=None, mask=None, *, pairs=None, placed=None):
+    """Asserts that the plan computes each query once, with the keys that it attends to.
 
-    queries = deliver(plan.q_metadata, rows, plan.q_capacity)
+    Args:
+      mask: of numbers.
+      pairs: `[B, q, k]`, in place of the mask.
+      placed: the token at each place of a placement, `[W, tokens]`; by default they are in order.
+    """
+    batch, columns = segment_ids.shape
+    world_size, is_token = plan.world_size, segment_ids.reshape(-1) > 0
+    if pairs is None:
+        pairs = batch_pairs(mask, segment_ids, positions)
+    # home[r] are the token numbers b * columns + column of rank r before planning, in its order.
+    home = np.arange(batch * columns).reshape(batch, world_size, -1)
+    home = home.swapaxes(0, 1).reshape(world_size, -1)
+    rows = home if placed is None else placed
     keys = deliver(plan.kv_metadata, rows, plan.kv_capacity)
-    computed = np.zeros(batch * columns, int)
-    pairs = np.zeros(world_size)
+    queries = rows
+    if placed is None:
+        queries = deliver(plan.q_metadata, rows, plan.q_capacity)
+    computed, work = np.zeros(batch * columns, int), np.zeros(world_size)
+    num_moved = 0
     for rank in range(world_size):
         held = keys[rank][keys[rank] >= 0]
         assert len(np.unique(held)) == len(held), "a key arrives twice"
-        kv_start, kv_end = (np.asarray(x) for x in plan.local_ranges(rank))
-        assert kv_start.shape == kv_end.shape == (plan.q_capacity,)
-        for i, query in enumerate(queries[rank]):
-            start, end = kv_start[i], kv_end[i]
-            if query < 0 or last[query] == 0:
-                assert start == end == 0
-                continue
-            computed[query] += 1
-            pairs[rank] += end - start
-            seen = base[query] + np.arange(first[query], last[query])
-            assert np.array_equal(keys[rank, start:end], seen), (rank, i, start, end)
-    np.testing.assert_array_equal(computed, last > 0)
-    np.testing.assert_allclose(plan.pairs, pairs, rtol=1e-6)
-    before = pairs_per_rank(segment_ids, positions, world_size, mask)
-    np.testing.assert_allclose(plan.pairs_before, before, rtol=1e-6)
-    pieces = (np.asarray(plan.run_row) < np.asarray(plan.num_rows)[:, None]).sum(1)
-    slots = (np.asarray(x.num_seqs).max() for x in (plan.q_metadata, plan.kv_metadata))
-    needs = ((queries >= 0).sum(1).max(), (keys >= 0).sum(1).max(), *slots, pieces.max())
-    np.testing.assert_array_equal(plan.largest_needs, np.tile(needs, (world_size, 1)))
-    assert plan.fits
-    plan.q_metadata.validate()
-    plan.kv_metadata.validate()
-
-
-def check_plan_of_pairs(plan, segment_ids, visible):
-    """`check_plan` for any mask: `visible[b, q, k]` are the pairs of each batch row."""
-    batch, columns = segment_ids.shape
-    world_size = plan.world_size
-    rows = np.arange(batch * columns).reshape(batch, world_size, -1)
-    rows = rows.swapaxes(0, 1).reshape(world_size, -1)
-    queries = deliver(plan.q_metadata, rows, plan.q_capacity)
-    keys = deliver(plan.kv_metadata, rows, plan.kv_capacity)
-    computed = np.zeros(batch * columns, int)
-    pairs = np.zeros(world_size)
-    for rank in range(world_size):
-        held = keys[rank][keys[rank] >= 0]
-        assert len(np.unique(held)) == len(held), "a key arrives twice"
+        num_moved += (~np.isin(held, rows[rank])).sum()
         kv_start, kv_end, *of_keys = (np.asarray(x) for x in plan.local_ranges(rank))
+        assert kv_start.shape == kv_end.shape == queries[rank].shape
         assert all(x.shape == (plan.kv_capacity,) for x in of_keys)
         for i, query in enumerate(queries[rank]):
-            if query < 0 or segment_ids.reshape(-1)[query] == 0:
+            if query < 0 or not is_token[query]:
                 assert kv_start[i] == kv_end[i] == 0
                 continue
             seen = np.arange(kv_start[i], kv_end[i])
             if of_keys:
                 seen = seen[(of_keys[0][seen] <= i) & (i < of_keys[1][seen])]
             row, column = divmod(int(query), columns)
-            wanted = row * columns + np.flatnonzero(visible[row, column])
+            wanted = row * columns + np.flatnonzero(pairs[row, column])
             assert np.array_equal(keys[rank, seen], wanted), (rank, i)
             computed[query] += 1
-            pairs[rank] += len(seen)
-    np.testing.assert_array_equal(computed, segment_ids.reshape(-1) > 0)
-    np.testing.assert_allclose(plan.pairs, pairs, rtol=1e-6)
-    before = visible.sum(2).reshape(batch, world_size, -1).sum((0, 2))
+            work[rank] += len(seen)
+    np.testing.assert_array_equal(computed, is_token)
+    np.testing.assert_allclose(plan.pairs, work, rtol=1e-6)
+    before = pairs.sum(2).reshape(-1)[home].sum(1)
     np.testing.assert_allclose(plan.pairs_before, before, rtol=1e-6)
+    assert plan.num_kv_tokens_moved == num_moved
     assert plan.fits
+    plan.kv_metadata.validate()
+    if placed is None:
+        plan.q_metadata.validate()
+        pieces = (np.asarray(plan.run_row) < np.asarray(plan.num_rows)[:, None]).sum(1)
+        slots = (np.asarray(x.num_seqs).max() for x in (plan.q_metadata, plan.kv_metadata))
+        needs = ((queries >= 0).sum(1).max(), (keys >= 0).sum(1).max(), *slots, pieces.max())
+        np.testing.assert_array_equal(plan.largest_needs, np.tile(needs, (world_size, 1)))
 
 
-def fewest_bytes(lengths, world_size, limit, unit, q, ranks_per_node=1):
+def check_placement(placement, segment_ids, positions=None, mask=None, *, pairs=None, number=0):
+    """Asserts that each token has one place, and what `check_plan` does of the plan of a mask."""
+    everything = np.arange(segment_ids.size)
+    assert np.array_equal(np.sort(placement.permutation), everything)
+    assert np.array_equal(placement.permutation[placement.inverse], everything)
+    placed = placement.permutation.reshape(placement.world_size, -1)
+    plan = placement.plans[number]
+    assert placed.shape[1] == plan.num_tokens
+    check_plan(plan, segment_ids, positions, mask, pairs=pairs, placed=placed)
+    plan.validate(*placement.apply((segment_ids, positions)))
+
+
+def fewest_bytes(
+    lengths, world_size, limit, unit, *, q=0, ranks_per_node=1, placed=False, causal=True
+):
     """The least cost, if no rank may have more pairs, of documents of so many units of tokens.
 
-    A key that moves to another node costs 1, a query q. Tries every plan that cuts at units; None
-    if all of them exceed the limit, one number or one of each rank.
+    A key that moves to another node costs 1, a query q. Tries every plan that cuts at units, or
+    every placement, of which each rank has equally many; None if all of them exceed the limit, one
+    number or one of each rank.
     """
     document = np.repeat(np.arange(len(lengths)), lengths)
     position = np.concatenate([np.arange(x) for x in lengths])
     end, start = unit * (position + 1), unit * position
     pairs = (end * (end + 1) - start * (start + 1)) // 2
-    home = np.arange(len(document)) * world_size // len(document)
-    node = home // ranks_per_node
-    choices = np.indices((world_size,) * len(document)).reshape(len(document), -1).T
+    if not causal:
+        pairs = unit * unit * np.array(lengths)[document]
+    total = len(document)
+    choices = np.indices((world_size,) * total, np.int8).reshape(total, -1).T
+    if placed:
+        of_ranks = (choices[:, :, None] == np.arange(world_size)).sum(1)
+        choices = choices[(of_ranks == total // world_size).all(1)]
     on = choices[:, :, None] == np.arange(world_size)  # [plan, unit, rank]
     may = (np.einsum("pur,u->pr", on, pairs) <= limit).all(1)
     choices, on = choices[may], on[may]
     if not len(choices):
         return None
-    reads = (document[:, None] == document) & (position[:, None] <= position)  # [key, query]
+    reads = document[:, None] == document  # [key, query]
+    if causal:
+        reads &= position[:, None] <= position
+    home = choices if placed else (np.arange(total) * world_size // total)[None]
+    node = home // ranks_per_node
     is_needed = np.einsum("kq,pqr->pkr", reads, on)  # "or" of booleans
-    is_moved = is_needed & (node[:, None] != np.arange(world_size) // ranks_per_node)
+    is_moved = is_needed & (node[:, :, None] != np.arange(world_size) // ranks_per_node)
     costs = q * (choices // ranks_per_node != node).sum(1) + is_moved.sum((1, 2))
     return unit * int(costs.min())

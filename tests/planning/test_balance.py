@@ -1,7 +1,4 @@
-"""The work of ranks is balanced for few bytes: near the optimum, for random and for real batches.
-
-`moved` is a plan of tokens in order, `placed` that of a placement.
-"""
+"""The work of ranks is balanced for few bytes: near the optimum, of random and of real batches."""
 
 import itertools
 import json
@@ -9,68 +6,42 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from array_masks import KINDS, random_mask
-from hypothesis import given, strategies as st
 from mask_oracle import batch_visible
 from packed_batches import pack
 from placement_bounds import keys_if_fillers_were_free, keys_of_the_longest_document, least_keys
-from placement_oracle import check_placement, fewest_keys
 from planner_oracle import check_plan, fewest_bytes
-from properties import examples
-from random_lengths import TOKENS, UNIT, causal_pairs, cut, large_case, real_lengths, small_case
+from random_lengths import (
+    TOKENS,
+    UNIT,
+    causal_pairs,
+    cost,
+    cut,
+    large_case,
+    moved,
+    of_both_kinds,
+    placed,
+    real_lengths,
+    small_case,
+)
 
-from jax_cp_dispatch import Plan, PlanConfig, place_tokens, plan_attention
-from jax_cp_dispatch.masks import BlockCausal, Chunked, Full, SharedPrefix, SlidingWindow, Tree
-from jax_cp_dispatch.planning.balance import balance_blocks  # inner: any costs, of no lengths
-
-
-def moved(lengths, world_size, columns=None, mask=None, **choices: Any) -> Plan:
-    options: Any = {"columns": columns, "mask": mask, "config": PlanConfig(**choices)}
-    return plan_attention(lengths=lengths, world_size=world_size, **options)
-
-
-def placed(lengths, world_size, columns=None, mask=None, **choices: Any) -> Plan:
-    options: Any = {"columns": columns, "mask": mask, "config": PlanConfig(**choices)}
-    return place_tokens(lengths, world_size=world_size, **options).plan
-
-
-KINDS_OF_PLANS = pytest.mark.parametrize("make", [moved, placed])
-
-
-def cost(plan, ranks_per_node=1):
-    """Keys that move between nodes; a query counts as four of them, for the default heads."""
-    q, kv = plan.num_tokens_moved_between_nodes(ranks_per_node)
-    return 4 * q + kv
+from jax_cp_dispatch import place_tokens, plan_attention
+from jax_cp_dispatch.cost import count_pairs
+from jax_cp_dispatch.masks import BlockCausal, Chunked, Full, SlidingWindow
 
 
 def pairs_of(mask, lengths):
-    """Query-key pairs of a mask in these documents."""
-    total = 0.0
-    for length in lengths:
-        position = np.arange(length)
-        keys = position + 1
-        if isinstance(mask, Full):
-            keys = np.full(length, length)
-        elif isinstance(mask, Chunked):
-            keys = position % mask.size + 1
-        elif isinstance(mask, BlockCausal):
-            keys = np.minimum(length, (position // mask.size + 1) * mask.size)
-        elif mask is not None:
-            right = length if mask.right is None else mask.right
-            left = length if mask.left is None else mask.left
-            last = np.minimum(length, position + right + 1)
-            keys = last - np.maximum(0, position - left + 1)
-        total += keys.sum(dtype=float)
-    return total
+    """Query-key pairs of a mask in these documents; `count_pairs` is that of `tests/cost`."""
+    lengths = np.asarray(lengths, np.int64)
+    return count_pairs(0 * lengths, lengths, mask=mask).sum(dtype=float)
 
 
 # ---- Random batches.
 
 
-@KINDS_OF_PLANS
+@of_both_kinds
 @pytest.mark.parametrize("seed", range(6))
 def test_no_rank_is_above_the_tolerance(make, seed):
     """With some hundred tokens per rank, also if most of them are padding."""
@@ -90,26 +61,11 @@ def test_no_rank_is_above_the_tolerance_with_masks_of_arrays(kind):
     rng = np.random.default_rng(7)
     segment_ids, _ = pack(rng, 2, 4 * 600, max_length=2400)
     constructor, arrays, pairs = random_mask(kind, rng, segment_ids)
-    plan = plan_attention(segment_ids, world_size=4, mask=constructor(*arrays))
     of_queries = batch_visible(segment_ids, pairs).sum(2)
-    limit = 1.01 * of_queries.sum() / 4
-    assert plan.pairs.max() <= limit + (of_queries.max() if kind == "tree" else 0)  # few
-
-
-def test_balance_of_shared_prompts_and_trees():
-    rng = np.random.default_rng(0)
-    lengths = rng.integers(50, 900, 60)
-    segment_ids = np.repeat(np.arange(1, 61), lengths)[None]
-    segment_ids = np.pad(segment_ids, ((0, 0), (0, -segment_ids.shape[1] % 8)))
-    position = np.concatenate([*map(np.arange, lengths), np.zeros(8, int)])[: segment_ids.shape[1]]
-    turns = np.where(position < 200, 0, 1 + position // 100)[None]
-    branches = np.array([-1, 0, 1, 1, 0, 4, 0, 0, 0])  # spans of 100 tokens
-    first = 9 * np.arange(61)[:, None]
-    parents = np.where(branches < 0, -1, first + branches).reshape(1, -1)
-    spans = 9 * segment_ids + position // 100
-    for mask in (SharedPrefix(turns), Tree(spans, parents)):
-        placement = place_tokens(segment_ids=segment_ids, world_size=8, mask=mask)
-        assert placement.imbalance <= 1.0101 < placement.imbalance_before
+    limit = 1.01 * of_queries.sum() / 4 + (of_queries.max() if kind == "tree" else 0)  # few
+    options: Any = {"segment_ids": segment_ids, "world_size": 4, "mask": constructor(*arrays)}
+    for plan in (plan_attention(**options), place_tokens(**options).plan):
+        assert plan.pairs.max() <= limit
 
 
 # A kind of plan, a mask, what small cases have, and the most units of two and of three ranks.
@@ -125,7 +81,7 @@ SMALL = [
 
 
 @pytest.mark.parametrize("make, mask, kind, most", SMALL)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_near_the_optimum_of_small_cases(make, mask, kind, most, seed):
     """Never above the limit if some plan is below it, and few more bytes than the least.
 
@@ -150,30 +106,24 @@ def test_near_the_optimum_of_small_cases(make, mask, kind, most, seed):
         options: Any = {"balance_tolerance": tolerance, "num_kv_heads": num_kv_heads, **choices}
         plan = make(UNIT * units, world_size, mask=mask, **options)
         limits = (1 + tolerance) * work
-        if make is moved:
-            needed = fewest_bytes(units, world_size, limits, unit=UNIT, q=q, ranks_per_node=size)
-        else:
-            nodes = np.arange(world_size) // 2 if kind == "nodes" else None
-            of: Any = {"unit": UNIT, "nodes": nodes, "causal": mask is None}
-            needed = fewest_keys(units, world_size, limits, **of)
+        of: Any = {"q": q} if make is moved else {"placed": True, "causal": mask is None}
+        needed = fewest_bytes(units, world_size, limits, UNIT, ranks_per_node=size, **of)
         if needed is not None:
             assert (plan.pairs <= limits * (1 + 1e-6)).all()
             queries, keys = plan.num_tokens_moved_between_nodes(size)
             assert q * queries + keys <= 1.25 * needed + 2
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_no_placement_of_small_cases_is_below_the_bounds(seed):
+@pytest.mark.parametrize("world_size, share", [(2, 6), (3, 4), (2, 7)])
+def test_no_placement_of_small_cases_is_below_the_bounds(world_size, share):
     """One long document and a few short ones, against all placements that cut at units."""
-    rng = np.random.default_rng(seed)
-    world_size, share = ((2, 6), (3, 4), (2, 7), (3, 3))[seed % 4]
-    total = world_size * share
+    rng, total = np.random.default_rng(), world_size * share
     longest = int(rng.integers(share, total))
     short = cut(rng, total - longest, rng.integers(0, min(4, total - longest)))
     lengths = np.append(short, longest)
     mean = causal_pairs(UNIT * lengths) / world_size
-    for tolerance in (0.01, 0.05, 0.25):
-        needed = fewest_keys(lengths, world_size, (1 + tolerance) * mean, unit=UNIT)
+    for tolerance in (0.01, 0.25):
+        needed = fewest_bytes(lengths, world_size, (1 + tolerance) * mean, UNIT, placed=True)
         for bound in (keys_if_fillers_were_free, keys_of_the_longest_document):
             keys = bound(UNIT * lengths, world_size, UNIT * share, tolerance)
             assert needed is None or keys <= needed
@@ -200,21 +150,18 @@ def test_tiny_batches_keep_the_tolerance(world_size, lengths):
     assert max(sizes) <= in_order.num_tokens * world_size
 
 
-@KINDS_OF_PLANS
+@of_both_kinds
 def test_more_tolerance_moves_fewer_bytes(make):
     lengths = [40_000, 20_000, 10_000] + [500] * 60
     costs = [cost(make(lengths, 4, 100_000, balance_tolerance=x)) for x in (0.01, 0.1, 0.5)]
     assert costs[0] > costs[1] > costs[2]
 
 
-def test_equal_local_documents_do_not_move():
+def test_documents_of_one_rank_do_not_move_and_one_over_all_ranks_is_balanced():
+    """Its tails are next to slices of its head, so less moves than with zigzag."""
     plan = moved([24] * 4, 4, block=8)
     assert plan.num_q_tokens_moved == plan.num_kv_tokens_moved == 0
     np.testing.assert_array_equal(plan.pairs_before, plan.pairs)
-
-
-def test_a_document_over_all_ranks_is_balanced():
-    """Its tails are next to slices of its head, so less moves than with zigzag."""
     plan = moved([1024], 8, block=8)
     assert plan.imbalance_before > 1.8
     assert plan.imbalance <= 1.01001
@@ -234,49 +181,9 @@ def test_mirrored_masks_have_mirrored_placements():
     np.testing.assert_array_equal(mirrored.pairs, causal.pairs)
 
 
-# ---- Plans made inside `jit`: the balancer of blocks.
-
-_balance = jax.jit(balance_blocks, static_argnames=("row_limit", "tolerance"))
-
-
-@examples(12)
-@given(st.data())
-def test_balancer_bounds_rows_for_any_costs(data):
-    """Its last step moves nothing to a rank that has its limit of rows."""
-    shape = (2, 4, 5)
-    length = np.broadcast_to(np.array([8, 8, 8, 8, 3], np.int32), shape)
-    seed = data.draw(st.integers(0, 2**32 - 1))
-    weight = data.draw(st.sampled_from([1, 2, 4, 6]))
-    rng = np.random.default_rng(seed)
-    cost = (10.0 ** rng.uniform(0, weight, shape)).astype(np.int32)
-    cost[rng.random(shape) < data.draw(st.sampled_from([0, 0.5, 0.95]))] = 0
-    rows = np.where(cost > 0, length, 0)
-    limit, most = 2 * 35, 2 * 2 * 35 + 8
-    before, assigned = (
-        np.asarray(_balance(jnp.asarray(cost), jnp.asarray(rows), row_limit=x, tolerance=0.01))
-        for x in (0, limit)
-    )
-    assert assigned.min() >= 0 and assigned.max() < 4
-    held = [np.bincount(x.ravel(), weights=rows.ravel(), minlength=4) for x in (before, assigned)]
-    assert held[0].max() <= most and (held[1] <= np.maximum(held[0], limit)).all()
-    load = np.bincount(assigned.ravel(), weights=cost.ravel(), minlength=4)
-    assert load.max() <= max(cost.sum((0, 2)).max(), load.mean() + cost.max())
-
-
-def test_the_last_step_respects_the_row_limit():
-    """Without room it moves nothing, as if the balance were good enough before it."""
-    rng, rows, moved = np.random.default_rng(0), jnp.full((1, 4, 6), 8, jnp.int32), 0
-    for _ in range(20):
-        cost = jnp.asarray(rng.integers(1, 100, rows.shape), jnp.int32)
-        before = _balance(cost, rows, row_limit=10**6, tolerance=9.0)
-        np.testing.assert_array_equal(_balance(cost, rows, row_limit=0, tolerance=0.01), before)
-        moved += (_balance(cost, rows, row_limit=10**6, tolerance=0.01) != before).sum()
-    assert moved > 0
-
-
 # ---- Real batches, 64K tokens per rank.
 
-DATA = Path(__file__).parents[1] / "data"
+LENGTHS = Path(__file__).parents[1] / "data" / "lengths"
 
 # Queries and keys moved per token by two other planners, measured on the same batches: contiguous
 # blocks of 128 balanced to 1.02, and the greedy planner of benchmarks/peer_placements.py.
@@ -318,27 +225,11 @@ def test_a_plan_of_many_ranks_is_small():
     for rank in (0, 511):
         start, end = plan.local_ranges(rank)
         assert (end - start).sum() == pytest.approx(plan.pairs[rank])
-
-
-def real_batches():
-    return [
-        pytest.param(batch["lengths"], batch["tokens"] // TOKENS, id=f"{path.stem}-{i}")
-        for path in sorted((DATA / "lengths").glob("*.json"))
-        for i, batch in enumerate(json.loads(path.read_text()))
-        if batch["tokens"] >= 8 * TOKENS
-    ]
-
-
-@pytest.mark.parametrize("lengths, world_size", real_batches())
-def test_placements_move_few_more_keys_than_the_bound(lengths, world_size):
-    plan = placed(lengths, world_size)
-    plan.kv_metadata.validate()
-    assert plan.imbalance <= 1.0101
-    assert plan.pairs.sum() == pytest.approx(pairs_of(None, lengths), rel=1e-6)
-    assert (np.asarray(plan.num_rows) == TOKENS).all()
-    lengths = np.array(lengths, np.int64)
-    needed = least_keys(lengths, world_size, TOKENS, tolerance=0.01)
-    assert needed <= plan.num_kv_tokens_moved <= 1.5 * needed + 0.02 * lengths.sum()
+    # Of a placement too, in no array of all ranks, which would stay in memory.
+    alone = place_tokens(lengths, world_size=512, rank=7)
+    arrays = jax.tree.leaves(alone.plan)
+    assert sum((x if x.base is None else x.base).nbytes for x in arrays) < 40 * 2**10
+    assert len(alone.permutation) == alone.plan.num_tokens
 
 
 def keys_of_free_fillers(lengths, world_size):
@@ -347,41 +238,47 @@ def keys_of_free_fillers(lengths, world_size):
     return int(((np.ceil(lengths / most) - 1) * lengths).sum())
 
 
-@pytest.mark.parametrize(
-    "name, world_size", [(name, ranks) for name, ranks in OTHERS if ranks != 32]
-)
-def test_full_attention_is_balanced(name, world_size):
-    lengths = np.array(real_lengths(name, world_size), np.int64)
-    plan = placed(lengths, world_size, mask="full")
-    plan.kv_metadata.validate()
-    assert plan.imbalance <= 1.0101
-    assert (plan.num_rows == TOKENS).all()
-    assert plan.pairs.sum() == pytest.approx((lengths**2).sum(), rel=1e-6)
-    needed = keys_of_free_fillers(lengths, world_size)
-    assert needed <= plan.num_kv_tokens_moved <= 1.4 * needed + 0.05 * lengths.sum()
+BATCHES: Any = [
+    (name, ranks, mask)
+    for mask, batches in {
+        "full": [batch for batch in OTHERS if batch[1] != 32],
+        SlidingWindow(4097, 4096): [("prolong", 32)],
+        SlidingWindow(None, 512): [("wlbllm", 32)],
+        SlidingWindow(1025, None): [("prolong", 32)],
+        Chunked(512): [("wlbllm", 32)],
+        Chunked(8192): [("prolong", 32)],
+    }.items()
+    for name, ranks in batches
+]
+REAL: Any = [(real_lengths(name, ranks), ranks, mask) for name, ranks, mask in BATCHES]
+REAL += [
+    (batch["lengths"], batch["tokens"] // TOKENS, None)
+    for path in sorted(LENGTHS.glob("*.json"))
+    for batch in json.loads(path.read_text())
+    if batch["tokens"] >= 8 * TOKENS
+]
 
 
 @pytest.mark.parametrize(
-    "name, mask, of_a_cut",
-    [
-        ("prolong", SlidingWindow(4097, 4096), 8192),
-        ("wlbllm", SlidingWindow(None, 512), None),
-        ("prolong", SlidingWindow(1025, None), None),
-        ("wlbllm", Chunked(512), 511),
-        ("prolong", Chunked(8192), 8191),
-    ],
+    "lengths, world_size, mask", REAL, ids=[f"{i}-{x[1]}-{x[2]}" for i, x in enumerate(REAL)]
 )
-def test_limited_masks_are_balanced(name, mask, of_a_cut):
-    """Each cut moves the keys before it in its window or chunk, at most."""
-    lengths = real_lengths(name, 32)
-    plan = placed(lengths, 32, mask=mask)
+def test_placements_are_balanced_for_few_keys(lengths, world_size, mask):
+    """Near a lower bound; under a limited mask, each cut moves the keys before it, at most."""
+    plan, lengths = placed(lengths, world_size, mask=mask), np.array(lengths, np.int64)
     plan.kv_metadata.validate()
     assert plan.imbalance <= 1.0101
-    assert (plan.num_rows == TOKENS).all()
-    assert plan.pairs.sum() == pytest.approx(pairs_of(mask, lengths), rel=1e-6)
-    if of_a_cut is not None:
+    assert (np.asarray(plan.num_rows) == TOKENS).all()
+    assert plan.pairs.sum(dtype=float) == pytest.approx(pairs_of(mask, lengths), rel=1e-6)
+    keys = plan.num_kv_tokens_moved
+    if mask is None:
+        needed = least_keys(lengths, world_size, TOKENS, tolerance=0.01)
+        assert needed <= keys <= 1.5 * needed + 0.02 * lengths.sum()
+    elif mask == "full":
+        needed = keys_of_free_fillers(lengths, world_size)
+        assert needed <= keys <= 1.4 * needed + 0.05 * lengths.sum()
+    elif None not in mask.reach:
         cuts = (plan.run_row < TOKENS).sum() - len(lengths)
-        assert plan.num_kv_tokens_moved <= of_a_cut * cuts
+        assert keys <= sum(mask.reach) * cuts
 
 
 def test_one_long_document_is_near_its_bound():
@@ -411,8 +308,6 @@ def test_most_documents_that_fit_a_rank_stay_whole():
 def test_a_part_of_a_document_needs_all_its_keys():
     with pytest.raises(ValueError, match=r"a query of document 0 .* attends to 600 keys.*>=600"):
         placed([[600, 424]], 4, mask="full", kv_capacity=599)
-    config = PlanConfig(kv_capacity=700, balance_tolerance=0.5)
-    options: dict[str, Any] = {"world_size": 4, "columns": 2048, "mask": "full", "config": config}
-    placement = place_tokens([[600, 424]], **options)
-    check_placement(placement, [[600, 424]], "full")
-    assert placement.plan.num_kv_tokens_moved == 600  # on two ranks; the other is whole
+    options: dict[str, Any] = {"kv_capacity": 700, "balance_tolerance": 0.5}
+    # On two ranks; the other document is whole.
+    assert placed([[600, 424]], 4, 2048, "full", **options).num_kv_tokens_moved == 600

@@ -1,7 +1,6 @@
 """What constraints of plans and placements cost, and what a refusal says would be enough.
 
-Every plan keeps them, or is refused: test_plans.py. `moved` is a plan of tokens in order, `placed`
-that of a placement.
+Every plan keeps them, or is refused: test_plans.py.
 """
 
 import dataclasses
@@ -13,32 +12,13 @@ import pytest
 from hypothesis import given, strategies as st
 from placement_bounds import least_imbalance_of_capacity
 from properties import examples
-from random_lengths import TOKENS, real_lengths
+from random_lengths import TOKENS, cost, moved, of_both_kinds, placed, real_lengths
 
-from jax_cp_dispatch import Plan, PlanConfig, place_tokens, plan_attention
-
-
-def moved(lengths, world_size, columns=None, **choices: Any) -> Plan:
-    config = PlanConfig(**choices)
-    return plan_attention(lengths=lengths, world_size=world_size, columns=columns, config=config)
-
-
-def placed(lengths, world_size, columns=None, **choices: Any) -> Plan:
-    config = PlanConfig(**choices)
-    return place_tokens(lengths, world_size=world_size, columns=columns, config=config).plan
+from jax_cp_dispatch import PlanConfig, place_tokens, plan_attention
 
 
 def place(lengths, ranks, **limits: Any):
     return place_tokens([lengths], world_size=ranks, config=PlanConfig(**limits))
-
-
-KINDS = pytest.mark.parametrize("make", [moved, placed])
-
-
-def cost(plan, ranks_per_node=1):
-    """Keys that move between nodes; a query counts as four of them, for the default heads."""
-    q, kv = plan.num_tokens_moved_between_nodes(ranks_per_node)
-    return 4 * q + kv
 
 
 def rows_of(plan):
@@ -73,7 +53,7 @@ def test_a_capacity_is_kept_by_another_plan(make, name, ranks, tokens, balance, 
         assert rows_of(free) > capacity
 
 
-@KINDS
+@of_both_kinds
 def test_all_cuts_are_at_blocks_where_lengths_are_multiples(make):
     """And the columns of a rank, where tokens that do not move are cut."""
     lengths = 16 * np.random.default_rng(0).integers(1, 40, 30)
@@ -102,7 +82,7 @@ def test_more_tolerance_gives_more_cuts_at_blocks():
     assert aligned[1] >= 0.9 > aligned[0]
 
 
-@KINDS
+@of_both_kinds
 @pytest.mark.parametrize("name", ["wlbllm", "prolong"])
 def test_work_is_proportional_to_speed(make, name):
     speeds = tuple(1.0 if r % 4 else 0.5 for r in range(32))
@@ -148,38 +128,17 @@ def test_the_backward_pass_weighs_keys_more():
     assert both.num_kv_tokens_moved < forward.num_kv_tokens_moved
 
 
-@pytest.mark.parametrize(
-    "lengths, world_size",
-    [
-        ([4, 193, 44, 2, 13, 6, 128], 3),
-        ([6, 5, 16, 66, 42, 4, 4, 59, 126, 3, 189], 4),
-    ],
-)
-def test_no_rank_is_overfull_with_the_least_capacity(lengths, world_size):
+def test_no_rank_is_overfull_with_the_least_capacity():
     """Beside the rest of a cut document, the next one to add may be longer than the room."""
-    config = PlanConfig(kv_capacity=max(lengths))
-    placement = place_tokens(lengths, world_size=world_size, config=config)
-    assert np.array_equal(np.sort(placement.permutation), np.arange(sum(lengths)))
+    for lengths in ([4, 193, 44, 2, 13, 6, 128], [6, 5, 16, 66, 42, 4, 4, 59, 126, 3, 189]):
+        placement = place(lengths, 3 if len(lengths) == 7 else 4, kv_capacity=max(lengths))
+        assert np.array_equal(np.sort(placement.permutation), np.arange(sum(lengths)))
 
 
 def said_in(error) -> dict[str, Any]:
     """The capacities that an error says are enough together."""
     text = str(error).split("with the best balance needs ")[1]
     return {name: int(need) for name, need in re.findall(r"(\w+)=(\d+)", text)}
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_a_placement_fits_what_it_needs(seed):
-    """Also if a batch exceeds one capacity, the error says which are enough together."""
-    rng = np.random.default_rng(seed)
-    lengths = (rng.lognormal(3.5, 1.5, 40).astype(int) + 1).tolist()
-    options: Any = {"world_size": int(rng.integers(2, 17))}
-    placement = place_tokens(lengths, **options)
-    again = place_tokens(lengths, config=placement.needs, **options)
-    assert np.array_equal(again.permutation, placement.permutation)
-    with pytest.raises(ValueError, match="The placement with the best balance needs ") as error:
-        place_tokens(lengths, config=PlanConfig(kv_capacity=1), **options)
-    assert PlanConfig(**said_in(error.value)) == placement.needs
 
 
 def test_an_error_has_the_needs_of_the_plan_with_the_best_balance():
@@ -198,26 +157,12 @@ def test_an_error_has_the_needs_of_the_plan_with_the_best_balance():
     assert fallback.needs == free.needs
 
 
-def test_capacities_of_the_config_are_used():
-    """Those of the other kind of plan are ignored."""
-    sizes = {"kv_capacity": 2000, "max_kv_transfers": 32, "max_pieces": 16, "q_capacity": 900}
-    sizes |= {"max_q_transfers": 7, "max_cut_pieces": 17, "max_linked_pieces": 99}
-    plan = placed([[600, 300, 100, 24]], 4, **sizes)
-    assert (plan.q_capacity, plan.kv_capacity) == (256, 2000)
-    assert plan.kv_metadata.dst_rank.shape == (4, 32)
-    assert plan.run_row.shape == (4, 16) and plan.cut_pieces.shape == (4, 17 + 99, 9)
-    plan = moved([[600, 300, 100, 24]], 4, **sizes)
-    assert (plan.q_capacity, plan.kv_capacity, plan.max_cut_pieces) == (900, 2000, 0)
-    assert plan.q_metadata.dst_rank.shape == (4, 7) and plan.cut_pieces is None
-
-
 # ---- Capacities that conflict with balance: as much balance as they leave, or an error.
 
 
-@pytest.mark.parametrize("name, ranks", [("wlbllm", 8), ("prolong", 32)])
-def test_less_capacity_costs_balance_by_degrees(name, ranks):
+def test_less_capacity_costs_balance_by_degrees():
     """From the need of the best placement to the longest document, or to whole ones alone."""
-    lengths = np.array(real_lengths(name, ranks))
+    lengths, ranks = np.array(real_lengths("wlbllm", 8)), 8
     most = rows_of(placed(lengths, ranks))
     needed = max(int(lengths.max()), TOKENS + 2048)
     before, bound = 1.01, 1.0
@@ -234,16 +179,15 @@ def test_ranks_without_long_documents_keep_their_share():
     """Where a single document does not fit the capacity beside a rank's other tokens."""
     lengths, ranks = np.array(real_lengths("prolong", 128)), 128
     longest = int(lengths.argmax())
-    for capacity in (240_000, 260_000):
-        placement = place(lengths, ranks, kv_capacity=capacity)
-        assert np.sum(lengths + TOKENS > capacity) == 1
-        rank = placement.inverse // TOKENS
-        first = lengths[:longest].sum()
-        has_longest = np.unique(rank[first : first + lengths[longest]])
-        assert len(has_longest) < ranks // 4
-        others = np.delete(placement.plan.pairs, has_longest)
-        assert others.max() <= 1.0101 * placement.plan.pairs.mean()
-        assert placement.imbalance > 2
+    placement = place(lengths, ranks, kv_capacity=260_000)
+    assert np.sum(lengths + TOKENS > 260_000) == 1
+    rank = placement.inverse // TOKENS
+    first = lengths[:longest].sum()
+    has_longest = np.unique(rank[first : first + lengths[longest]])
+    assert len(has_longest) < ranks // 4
+    others = np.delete(placement.plan.pairs, has_longest)
+    assert others.max() <= 1.0101 * placement.plan.pairs.mean()
+    assert placement.imbalance > 2
 
 
 def small_batch(data: st.DataObject) -> tuple[np.ndarray, int]:
@@ -260,10 +204,15 @@ def small_batch(data: st.DataObject) -> tuple[np.ndarray, int]:
 
 
 @given(data=st.data())
-@examples(12)
-def test_the_advice_of_errors_leads_to_a_placement(data):
-    """In one step, for all capacities at once."""
+@examples(10)
+def test_an_error_says_which_capacities_are_enough_together(data):
+    """In one step: those of the placement with the best balance, which costs nothing with them."""
     lengths, ranks = small_batch(data)
+    free = place(lengths, ranks)
+    again = place_tokens(lengths, world_size=ranks, config=free.needs)
+    np.testing.assert_array_equal(again.permutation, free.permutation)
+    same = place(lengths, ranks, kv_capacity=free.needs.kv_capacity)
+    assert same.imbalance <= max(free.imbalance, 1.0101)
     tokens = int(lengths.sum()) // ranks
     capacities = {
         "kv_capacity": max(int(tokens * data.draw(st.floats(0.05, 2))), 1),
@@ -272,22 +221,7 @@ def test_the_advice_of_errors_leads_to_a_placement(data):
     try:
         placement = place(lengths, ranks, **capacities)
     except ValueError as error:
-        enough = said_in(error)
-        assert set(capacities) <= set(enough)
-        placement = place(lengths, ranks, **enough)
-    assert (placement.plan.num_rows == tokens).all()
-
-
-@given(data=st.data())
-@examples(8)
-def test_a_capacity_that_the_best_placement_keeps_costs_nothing(data):
-    lengths, ranks = small_batch(data)
-    free = place(lengths, ranks)
-    same = place(lengths, ranks, kv_capacity=free.needs.kv_capacity)
-    assert same.imbalance <= max(free.imbalance, 1.0101)
-
-
-def test_placements_with_a_capacity_are_deterministic():
-    lengths = np.array(real_lengths("wlbllm", 32))
-    first, second = (place(lengths, 32, kv_capacity=150_000) for _ in range(2))
-    np.testing.assert_array_equal(first.permutation, second.permutation)
+        assert PlanConfig(**said_in(error)) == free.needs
+    else:
+        assert (placement.plan.num_rows == tokens).all()
+        assert rows_of(placement.plan) <= capacities["kv_capacity"]

@@ -1,28 +1,19 @@
 """Descriptions and pictures of plans: the numbers agree with the plan; many ranks stay readable."""
 
 import re
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
-from jax_cp_dispatch import (
-    PlanConfig,
-    compute_metadata,
-    place_tokens,
-    plan_attention,
-)
+from jax_cp_dispatch import PlanConfig, compute_metadata, place_tokens, plan_attention
 from jax_cp_dispatch.cost import rows_by_link
 from jax_cp_dispatch.masks import PrefixLM
 
 LENGTHS = [[50, 6, 4, 3, 1], [9, 9, 9, 9, 9, 9]]  # 118 of 128 tokens
-
-
-def make_plan():
-    segment_ids = np.zeros((2, 64), np.int32)
-    for row, lengths in zip(segment_ids, LENGTHS, strict=True):
-        row[: sum(lengths)] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
-    return plan_attention(segment_ids, world_size=4, config=PlanConfig(block=4))
+BATCH: dict[str, Any] = {"lengths": LENGTHS, "columns": 64, "world_size": 4}
+PLACEMENT, PLAN = place_tokens(**BATCH), plan_attention(**BATCH, config=PlanConfig(block=4))
 
 
 def number(text, pattern):
@@ -32,33 +23,9 @@ def number(text, pattern):
 
 def test_a_plan_is_printed_by_its_shapes():
     """Traced and stacked plans too; the values are pages of numbers."""
-    placement, plan = place_tokens(LENGTHS, columns=64, world_size=4), make_plan()
-    assert "run_row=int32[4,8]" in repr(placement) and "columns=64" in repr(placement)
-    assert re.search(r"kv_metadata=Metadata\(dst_rank=int32\[4,\d+\], ", repr(plan))
-    assert jax.jit(lambda plan: len(repr(plan)))(plan) < 1000
-
-
-@pytest.mark.parametrize("kind", ["moved", "placement", "placed"])
-def test_numbers_of_a_plan(kind):
-    if kind == "moved":
-        made = plan = make_plan()
-        moved = {"queries": plan.num_q_tokens_moved, "keys": plan.num_kv_tokens_moved}
-    else:
-        placement = place_tokens(LENGTHS, world_size=4, columns=64)
-        plan = placement.plan
-        made = placement if kind == "placement" else plan
-        moved = {"keys": plan.num_kv_tokens_moved}
-    text = made.describe()
-    assert text.startswith(f"{type(made).__name__}: 4 ranks of 32 tokens")
-    assert "118 queries, 10 padding" in text
-    assert number(text, r"max/mean ([\d.]+)") == pytest.approx(float(plan.imbalance), abs=5e-4)
-    for what, rows in moved.items():
-        assert number(text, rf"  {what} +([\d,]+) move") == rows
-    np.testing.assert_array_equal(made.pairs_before, work_of_columns())
-    slowest = (
-        rf"before planning {made.imbalance_before:.3f}, on rank {made.pairs_before.argmax()}\)"
-    )
-    assert re.search(slowest, text)
+    assert "run_row=int32[4,8]" in repr(PLACEMENT) and "columns=64" in repr(PLACEMENT)
+    assert re.search(r"kv_metadata=Metadata\(dst_rank=int32\[4,\d+\], ", repr(PLAN))
+    assert jax.jit(lambda plan: len(repr(plan)))(PLAN) < 1000
 
 
 def work_of_columns():
@@ -67,6 +34,22 @@ def work_of_columns():
     for row, lengths in zip(keys, LENGTHS, strict=True):
         row[: sum(lengths)] = np.concatenate([np.arange(1, n + 1) for n in lengths])
     return keys.reshape(2, 4, 16).sum((0, 2))
+
+
+@pytest.mark.parametrize("made", [PLAN, PLACEMENT, PLACEMENT.plan], ids=["moved", "whole", "plan"])
+def test_numbers_of_a_plan(made):
+    plan, text = getattr(made, "plan", made), made.describe()
+    moved = {"keys": plan.num_kv_tokens_moved}
+    if made is PLAN:
+        moved["queries"] = plan.num_q_tokens_moved
+    assert text.startswith(f"{type(made).__name__}: 4 ranks of 32 tokens")
+    assert "118 queries, 10 padding" in text
+    assert number(text, r"max/mean ([\d.]+)") == pytest.approx(float(plan.imbalance), abs=5e-4)
+    for what, rows in moved.items():
+        assert number(text, rf"  {what} +([\d,]+) move") == rows
+    np.testing.assert_array_equal(made.pairs_before, work_of_columns())
+    slowest = made.pairs_before.argmax()
+    assert f"before planning {made.imbalance_before:.3f}, on rank {slowest})" in text
 
 
 def test_descriptions_of_many_ranks_are_short():
@@ -90,24 +73,26 @@ def test_metadata():
     view = metadata.get_slice(1).describe()
     assert "sends     8 rows; 4 to rank 0, 4 to rank 1" in view
     assert "receives  7 rows; 4 from rank 1, 3 from rank 0" in view
-
-
-def test_rows_between_ranks():
-    """As in `test_metadata`; `cost.rows_by_link` takes them."""
-    target = np.array([[[1, -1], [0, -1]], [[0, 1], [-1, -1]]], np.int32)
-    metadata, _ = compute_metadata(np.array([[3, 2], [4, 0]]), target)
     np.testing.assert_array_equal(metadata.rows_between_ranks(), [[2, 3], [4, 4]])
     assert rows_by_link(metadata.rows_between_ranks()).total == 7 / 2
     with pytest.raises(ValueError, match=r"Metadata\.rows_between_ranks: .* the plan of all 2"):
         metadata.get_slice(0).rows_between_ranks()
 
 
-def test_work_is_relative_to_the_speeds_of_ranks():
-    config = PlanConfig(rank_speeds=(1.0, 2.0, 1.0, 1.0), balance_tolerance=0.1)
-    placement = place_tokens([[32] * 64], world_size=4, config=config)
+def test_choices_of_a_plan():
+    """Work relative to the speeds of ranks; keys between nodes; none that move."""
+    speeds = PlanConfig(rank_speeds=(1.0, 2.0, 1.0, 1.0), balance_tolerance=0.1)
+    placement = place_tokens([[32] * 64], world_size=4, config=speeds)
     text = placement.describe()
     assert number(text, r"max/mean ([\d.]+)") == pytest.approx(placement.imbalance, abs=5e-4)
     assert "work / share" in text
+    nodes = PlanConfig(ranks_per_node=2)
+    placement = place_tokens([[200, 30, 26]], world_size=4, config=nodes)
+    moved = placement.num_kv_tokens_moved_between_nodes
+    assert moved > 0 and f"{moved:,} keys move between nodes of 2 ranks" in placement.describe()
+    assert "nodes" not in placement.plan.describe()
+    alone = place_tokens([[8], [8]], world_size=1).plan.describe()
+    assert "No keys move between ranks." in alone
 
 
 def test_descriptions_name_the_work_of_ranks():
@@ -123,38 +108,21 @@ def test_descriptions_name_the_work_of_ranks():
     assert f"max/mean {placement.imbalance:.3f}" in placement.describe()
 
 
-def test_keys_between_nodes():
-    config = PlanConfig(ranks_per_node=2)
-    placement = place_tokens([[200, 30, 26]], world_size=4, config=config)
-    text = placement.describe()
-    moved = placement.num_kv_tokens_moved_between_nodes
-    assert moved > 0 and f"{moved:,} keys move between nodes of 2 ranks" in text
-    assert "nodes" not in placement.plan.describe()
-
-
 def test_a_batch_that_does_not_fit():
-    config = PlanConfig(
-        kv_capacity=20, max_kv_transfers=4, max_pieces=4, max_cut_pieces=4, max_linked_pieces=99
-    )
-    placement = place_tokens([64], world_size=4, config=config, fallback="ring")
+    few = dict.fromkeys(("max_kv_transfers", "max_pieces", "max_cut_pieces"), 4)
+    config = PlanConfig(kv_capacity=20, max_linked_pieces=99, **few)
+    options: Any = {"world_size": 4, "config": config, "fallback": "ring"}
+    placement, part = place_tokens([64], **options), place_tokens([64], **options, rank=2).plan
     assert "the batch does not fit kv_capacity 20: it needs 64" in placement.plan.describe()
-    part = place_tokens([64], world_size=4, config=config, fallback="ring", rank=2).plan
     assert part.describe() == placement.plan.describe()  # all that a rank has
     assert part.reason and part.reason.startswith("Plan: the batch does not fit kv_capacity 20: it")
-    assert jax.device_put(placement.plan).reason == part.reason and make_plan().reason is None
+    assert jax.device_put(placement.plan).reason == part.reason and PLAN.reason is None
     assert "Pass kv_capacity>=64" in placement.describe()
 
 
-def test_a_plan_that_moves_nothing():
-    plan = place_tokens([[8], [8]], world_size=1).plan
-    text = plan.describe()
-    assert "No keys move between ranks." in text
-
-
 def test_traced_plans_parts_and_stacks_are_rejected():
-    plan = make_plan()
     with pytest.raises(TypeError, match=r"Metadata\.describe: the plan is traced.*outside jit"):
-        jax.jit(lambda x: x.describe())(plan.q_metadata)
+        jax.jit(lambda x: x.describe())(PLAN.q_metadata)
     for other in (lambda x: x[:1], lambda x: np.stack([x, x])):  # a rank's part, stacked plans
         with pytest.raises(ValueError, match=r"Plan\.describe: .* the plan of all 4"):
-            jax.tree.map(other, plan).describe()
+            jax.tree.map(other, PLAN).describe()

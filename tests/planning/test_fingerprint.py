@@ -25,13 +25,7 @@ from jax_cp_dispatch import (
     place_tokens,
     plan_attention,
 )
-from jax_cp_dispatch.documents.fingerprint import (
-    ID_STEP,  # inner: what the fingerprint of a plan is made of
-    POSITION_STEP,
-    checksums,
-)
 from jax_cp_dispatch.masks import Causal, Chunked, SlidingWindow
-from jax_cp_dispatch.masks.mask import PLACED  # inner: arrays that no placement made
 
 W, T = 4, 64
 MADE_FOR_ANOTHER = "the plan was made for another batch"
@@ -46,10 +40,11 @@ SIZES: dict[str, dict[str, Any]] = {
         "max_linked_pieces": 99,
     },
 }
+PLACED = place_tokens([[1]], world_size=1).documents.order
 each_kind = pytest.mark.parametrize("kind", SIZES)
 
 
-def draw(num_batches=1):
+def draw(num_batches=1) -> Any:
     """Returns queries, keys and values, then segment ids and positions of several batches."""
     rng = np.random.default_rng()
     qkv = [rng.normal(size=(2, T, n, 8)).astype(np.float32) for n in (2, 1, 1)]
@@ -99,95 +94,58 @@ def test_the_batch_of_the_plan_is_taken_and_another_fails_on_all_ranks(kind):
     np.testing.assert_array_equal(run(ids), right)  # the next call is fine
 
 
+@partial(jax.jit, static_argnames="kind")
+def attend_by_xla(qkv, plan, segment_ids, *, kind):
+    """Returns the output, and gradients with respect to the queries, keys and values."""
+    run = partial(attend, plan=plan, segment_ids=segment_ids, kind=kind, implementation="xla")
+    out, pull = jax.vjp(run, qkv)
+    return out, *pull(jnp.ones_like(out))[0]
+
+
 @each_kind
 def test_by_xla_another_batch_is_nan_also_in_gradients(kind):
     qkv, (ours, _), (others, _) = draw(2)
     plan, order = make(kind, ours)
-
-    @jax.jit
-    def run(qkv, ids):
-        loss = lambda qkv: attend(qkv, plan, ids, kind=kind, implementation="xla")
-        out, pull = jax.vjp(loss, qkv)
-        return out, pull(jnp.ones_like(out))[0][0]
-
     ids, wrong = order(ours), order(others)
-    assert all(np.isfinite(x).all() for x in run(qkv, ids))
-    assert all(np.isnan(np.asarray(x)[ids > 0]).all() for x in run(qkv, wrong))
+    assert all(np.isfinite(x).all() for x in attend_by_xla(qkv, plan, ids, kind=kind))
+    for x in attend_by_xla(qkv, plan, wrong, kind=kind):
+        assert np.isnan(np.asarray(x)[ids > 0]).all()
 
 
-def test_ids_beyond_32_bits_are_those_of_the_plan():
-    """Known and traced; the same documents under other ids are another batch."""
-    qkv, (segment_ids, _) = draw()
-    hashed = np.random.default_rng().permutation(np.arange(1, segment_ids.max() + 1) << 40)
-    wide = np.array([0, *hashed])[segment_ids]
-    plan, _ = make("balanced", wide)
-
-    def run(ids):
-        documents = Documents(ids).with_plan(plan)
-        return context_parallel_attention(
-            *qkv, mesh=mesh_of(W), axis_name=AXIS, algorithm="balanced", documents=documents
-        )
-
-    right = run(wide)
-    with jax.enable_x64(True):
-        traced = jax.jit(run)(jnp.asarray(wide))
-    np.testing.assert_allclose(traced, right, rtol=1e-5, atol=1e-6)
-    all_fail(run(segment_ids), MADE_FOR_ANOTHER)
+def plan_ids(segment_ids, positions, mask=None):
+    config = PlanConfig(8, **SIZES["balanced"])
+    return plan_attention(segment_ids, positions, world_size=W, mask=mask, config=config)
 
 
-def lengths_of(segment_ids):
-    """The documents of rows without padding between them."""
-    return [np.bincount(row)[1:].tolist() for row in segment_ids]
+plan_inside = jax.jit(plan_ids, static_argnames="mask")
 
 
-@pytest.mark.parametrize("made", ["ids", "lengths", "ids and positions", "traced"])
+@pytest.mark.parametrize("made", ["ids", "ids and positions", "traced"])
 def test_positions_count_from_0_and_those_of_padding_do_not_count(made):
     """Whatever positions the loader gives to padding, in the middle of a rank's columns too."""
     qkv, (segment_ids, positions) = draw()
     rng = np.random.default_rng()
-    if made == "lengths":
-        ends = np.array([[T - 9], [T - 30]])
-        segment_ids = np.where(np.arange(T) < ends, np.cumsum(rng.random((2, T)) < 0.1, 1) + 1, 0)
-        first = np.argmax(segment_ids[:, None] == segment_ids[..., None], axis=-1)
-        segment_ids, positions = (x.astype(np.int32) for x in (segment_ids, np.arange(T) - first))
     is_padding = segment_ids == 0
     others = [positions + is_padding * rng.integers(-9, 99, positions.shape) for _ in range(3)]
     # Positions that continue over padding, as those of the document before or after it would.
     others.append(np.where(is_padding, np.roll(positions, 1, 1) + 1, positions))
     others.append(np.where(is_padding, np.roll(positions, -1, 1) - 1, positions))
-    config = PlanConfig(8, **SIZES["balanced"])
-    if made == "lengths":
-        lengths = lengths_of(segment_ids)
-        plan = plan_attention(lengths=lengths, columns=T, world_size=W, config=config)
-    else:
-        places = others[0] if made == "ids and positions" else None
-        run = partial(plan_attention, world_size=W, config=config)
-        plan = (jax.jit(run) if made == "traced" else run)(segment_ids, places)
+    run = plan_inside if made == "traced" else plan_ids
+    plan = run(segment_ids, others[0] if made == "ids and positions" else None)
     for places in others:
         plan.validate(segment_ids, places)
     plan.validate(jnp.asarray(segment_ids), jnp.asarray(others[0]))
     shifted = positions + (segment_ids == segment_ids.max())
     with pytest.raises(ValueError, match="the positions of rank"):
         plan.validate(segment_ids, shifted)
+    message = "segment_ids has shape (2, 32) but the plan is for 4 ranks of 32 rows"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        plan.validate(segment_ids[:, :32])
     on_devices = partial(attend, qkv, plan, segment_ids, kind="balanced")
-    right = on_devices()
+    right = on_devices(positions)
     for places in others:
         np.testing.assert_array_equal(on_devices(places), right)
     all_fail(on_devices(shifted), "the positions of rank")
-
-
-def test_validate_on_the_host():
-    _, (ours, places), (others, _) = draw(2)
-    plan, _ = make("balanced", ours, places)
-    plan.validate(ours)
-    plan.validate(ours.astype(np.int64), places)
-    with pytest.raises(ValueError, match="the segment_ids of rank"):
-        plan.validate(others)
-    with pytest.raises(ValueError, match="the positions of rank 0 are not those of the plan"):
-        plan.validate(ours, places + 1)
-    message = "segment_ids has shape (2, 32) but the plan is for 4 ranks of 32 rows"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        plan.validate(ours[:, :32])
 
 
 @given(data=st.data())
@@ -204,26 +162,10 @@ def test_the_fingerprint_of_a_placement_is_that_of_the_placed_arrays(data):
     placement.plan.validate(ids, places)
     if world_size == 3:  # each shape is a program
         placement.plan.validate(jnp.asarray(ids), jnp.asarray(places))
-    own = (
-        checksums(ids, world_size, step=ID_STEP),
-        checksums(places, world_size, step=POSITION_STEP, counts=ids > 0),
-    )
-    np.testing.assert_array_equal(placement.plan.fingerprint[:, 2:], np.stack(own, 1))
     others = np.array(ids)
     others[rng.integers(2), rng.integers(columns)] += 1
     with pytest.raises(ValueError, match=MADE_FOR_ANOTHER + ": the segment_ids of rank"):
         placement.plan.validate(others)
-
-
-def test_lengths_number_the_documents_of_each_row():
-    lengths = [[20, 0, 7, 30], [64]]
-    segment_ids = np.zeros((2, T), np.int32)
-    for row, sizes in enumerate(lengths):
-        segment_ids[row, : sum(sizes)] = np.repeat(1 + np.arange(len(sizes)), sizes)
-    placement = place_tokens(lengths, world_size=W, columns=T)
-    placement.plan.validate(placement.apply(segment_ids))
-    with pytest.raises(ValueError, match=MADE_FOR_ANOTHER):
-        placement.plan.validate(segment_ids)
 
 
 # ---- Ranks that follow different plans.
@@ -248,51 +190,39 @@ def test_ranks_that_follow_different_plans(kind, choices):
     theirs = dataclasses.replace(theirs, mask=Causal())
     mix = lambda mine, theirs: np.concatenate([mine[:2], theirs[2:3], mine[3:]])
     mixed = jax.tree.map(mix, ours, theirs)
-    all_fail(attend(qkv, mixed, order(ids), kind=kind), ANOTHER_PLAN)
-    by_xla = attend(qkv, mixed, order(ids), kind=kind, implementation="xla")
-    assert np.isnan(np.asarray(by_xla)[order(ids) > 0]).all()
+    ids = order(ids)
+    all_fail(attend(qkv, mixed, ids, kind=kind), ANOTHER_PLAN)
+    assert np.isnan(np.asarray(attend_by_xla(qkv, mixed, ids, kind=kind)[0])[ids > 0]).all()
 
 
 @each_kind
-@pytest.mark.parametrize("made", ["rank=", "slice_of"])
-def test_parts_of_processes_in_another_order(kind, made):
+def test_parts_of_processes_in_another_order(kind):
     """Documents of equal length: each rank sends what another one expects."""
     qkv, _ = draw()
     ids = np.repeat([np.arange(1, 1 + W)] * 2, T // W, axis=1)
     whole, order = make(kind, ids)
-    part = (lambda r: make(kind, ids, rank=r)[0]) if made == "rank=" else whole.slice_of
-    join = lambda ranks: jax.tree.map(lambda *x: np.concatenate(x), *(part(r) for r in ranks))
-    run = partial(attend, qkv, segment_ids=order(ids), kind=kind)
-    np.testing.assert_array_equal(run(plan=join(range(W))), run(plan=whole))
-    all_fail(run(plan=join([1, 0, 2, 3])), "this is the part of rank 1, on rank 0")
-    assert np.isnan(run(plan=join([1, 0, 2, 3]), implementation="xla")).all()
+    swapped = [whole.slice_of(rank) for rank in (1, 0, 2, 3)]
+    swapped = jax.tree.map(lambda *x: np.concatenate(x), *swapped)
+    all_fail(attend(qkv, swapped, order(ids), kind=kind), "this is the part of rank 1, on rank 0")
+    assert np.isnan(attend_by_xla(qkv, swapped, order(ids), kind=kind)[0]).all()
 
 
 def test_every_choice_and_the_mask_are_in_the_checksum():
     """Also inside a program, whose plan has no pieces to compare."""
-    segment_ids = np.repeat(np.arange(1, W + 1, dtype=np.int32), T // W)[None]
-    choices = [{}, {"backward": True}, {"balance_tolerance": 0.2}, {"block": 8}]
-
-    def checksum(ids, **options):
-        fingerprint = plan_attention(ids, world_size=W, **options).fingerprint
-        assert fingerprint.shape == (W, 4)
-        return fingerprint[0, 0]
-
+    ids = np.repeat([np.arange(1, W + 1, dtype=np.int32)] * 2, T // W, axis=1)
+    checksum = lambda plan: int(plan.fingerprint[0, 0])
+    choices: list[dict[str, Any]] = [{}, {"backward": True}, {"balance_tolerance": 0.2}]
+    choices += [{"block": 8}, {"rank_speeds": (1.0, 1.5, 1.0, 1.0)}]
     options: list[dict[str, Any]] = [{"config": PlanConfig(**x)} for x in choices]
     options += [{"mask": x} for x in (SlidingWindow(3), SlidingWindow(4), Chunked(4), "full")]
-    of_each = lambda ids: [checksum(ids, **x) for x in options]
-    of_some = lambda ids: [checksum(ids, **options[i]) for i in (0, 4)]
-    for run, number in ((of_each, 8), (jax.jit(of_some), 2)):
-        assert len({int(x) for x in run(segment_ids)}) == number
-        assert list(map(int, run(segment_ids))) == list(map(int, run(segment_ids)))
-    # The estimate of a sample changes no plan.
-    estimate = PlanConfig(expected_overflow=0.1)
-    assert checksum(segment_ids, config=estimate) == checksum(segment_ids)
-
-
-@each_kind
-def test_equal_numbers_of_a_config_are_equal(kind):
-    """A process may read its config as NumPy's numbers."""
-    ids = np.ones((1, T), np.int32)
-    plans = [make(kind, ids, balance_tolerance=x)[0] for x in (0.125, np.float64(0.125))]
-    assert len({plan.fingerprint.tobytes() for plan in plans}) == 1
+    of_each = [checksum(plan_attention(ids, world_size=W, **x)) for x in options]
+    assert len(set(of_each)) == len(options)
+    assert of_each == [checksum(plan_attention(ids, world_size=W, **x)) for x in options]
+    inside = [plan_inside(ids, None, mask) for mask in (None, SlidingWindow(3))]
+    assert checksum(inside[0]) != checksum(inside[1])
+    assert inside[0].fingerprint.shape == (W, 4)
+    # The estimate of a sample changes no plan; a process may read its config as NumPy's numbers.
+    same: Any = {0: {"expected_overflow": 0.1}, 2: {"balance_tolerance": np.float64(0.2)}}
+    for number, config in same.items():
+        plan = plan_attention(ids, world_size=W, config=PlanConfig(**config))
+        assert checksum(plan) == of_each[number]

@@ -1,7 +1,7 @@
 """Placements: tokens and their arrays, groups of rows, layers with several masks, parts of ranks.
 
-Every token has one place and every query its keys: test_plans.py. How good they are:
-test_balance.py.
+Every token has one place and every query its keys, and a rank its part of it: test_plans.py. How
+good they are: test_balance.py.
 """
 
 import pickle
@@ -13,22 +13,13 @@ import jax
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
+from mask_oracle import visible
 from packed_batches import pack
-from placement_oracle import check_placement
+from planner_oracle import check_placement
 from properties import examples
 
 from jax_cp_dispatch import PlanConfig, masks, place_tokens, plan_attention, stack_plans
-from jax_cp_dispatch.masks import (
-    BlockCausal,
-    Causal,
-    Chunked,
-    PrefixLM,
-    SlidingWindow,
-)
-
-
-def same(a, b):
-    return all(map(np.array_equal, jax.tree.leaves(a), jax.tree.leaves(b)))
+from jax_cp_dispatch.masks import BlockCausal, Causal, Chunked, PrefixLM, SlidingWindow
 
 
 def test_lengths_and_segment_ids_give_the_same_placement():
@@ -41,13 +32,16 @@ def test_lengths_and_segment_ids_give_the_same_placement():
     by_lengths = place_tokens(lengths, world_size=4, columns=64)
     by_ids = place_tokens(segment_ids=segment_ids, world_size=4)
     assert np.array_equal(by_lengths.permutation, by_ids.permutation)
+    for row, of_row in zip(segment_ids, lengths, strict=True):  # lengths are numbered from 1
+        row[: sum(of_row)] = np.repeat(1 + np.arange(len(of_row)), of_row)
+    by_lengths.plan.validate(by_lengths.apply(segment_ids))
 
 
 def test_positions_that_do_not_increase_start_a_new_document():
     segment_ids = np.ones((1, 64), int)
     positions = np.concatenate([np.arange(40), np.arange(24)])[None]
     placement = place_tokens(segment_ids=segment_ids, positions=positions, world_size=4)
-    check_placement(placement, [[40, 24]])
+    check_placement(placement, segment_ids, positions)
 
 
 def test_apply_and_restore():
@@ -58,10 +52,13 @@ def test_apply_and_restore():
     arrays = {
         "tokens": rng.integers(0, 9, (2, columns)),
         "features": (rng.normal(size=(2, columns, 3, 2)),),
+        "mask": PrefixLM(rng.random((2, columns)) < 0.5),
     }
     placed = placement.apply(arrays)
     by_rank = placed["tokens"].reshape(2, world_size, -1).swapaxes(0, 1).reshape(-1)
     assert np.array_equal(by_rank, arrays["tokens"].reshape(-1)[placement.permutation])
+    prefix_end = placement.apply(arrays["mask"].prefix_end)
+    np.testing.assert_array_equal(placed["mask"].prefix_end, prefix_end)
     jax.tree.map(np.testing.assert_array_equal, placement.restore(placed), arrays)
     on_device = jax.jit(lambda x: placement.restore(placement.apply(x)))(arrays["tokens"])
     np.testing.assert_array_equal(on_device, arrays["tokens"])
@@ -141,17 +138,6 @@ sys.stdout.buffer.write(pickle.dumps((placement, batch)))
 BOTH = {"masks": ("causal", SlidingWindow(64)), "layers": (8, 40)}
 
 
-def pairs_of(mask, lengths):
-    """Pairs of whole documents, by their booleans."""
-    visible = {
-        Causal(): lambda q, k: k <= q,
-        SlidingWindow(64): lambda q, k: (k <= q) & (k > q - 64),
-        Chunked(48): lambda q, k: (k <= q) & (k // 48 == q // 48),
-        BlockCausal(16): lambda q, k: k // 16 <= q // 16,
-    }[mask]
-    return sum(int(visible(*np.ogrid[:n, :n]).sum()) for n in lengths)
-
-
 @examples(8)
 @given(
     st.lists(st.integers(1, 900), min_size=8, max_size=24),
@@ -164,7 +150,8 @@ def test_the_weighted_sum_is_balanced(lengths, local, layers):
     for plan, mask, count in zip(plans, (Causal(), local), layers, strict=True):
         assert plan.mask == mask
         plan.kv_metadata.validate()
-        assert np.asarray(plan.pairs, np.float64).sum() == pairs_of(mask, lengths)
+        pairs = sum(visible(mask, n).sum() for n in lengths)
+        assert np.asarray(plan.pairs, np.float64).sum() == pairs
         work = work + count * np.asarray(plan.pairs, np.float64)
         np.testing.assert_array_equal(plan.num_rows, plans[0].num_rows)
         np.testing.assert_array_equal(plan.fingerprint[:, 2:], plans[0].fingerprint[:, 2:])
@@ -186,50 +173,26 @@ def test_one_mask_and_equal_masks_give_the_same_placement():
     for both in (("causal",), ("causal", "causal")):
         several = place_tokens(lengths, world_size=4, masks=both)
         np.testing.assert_array_equal(several.permutation, one.permutation)
-        assert all(same(plan, one.plan) for plan in several.plans)
+        for plan in several.plans:
+            jax.tree.map(np.testing.assert_array_equal, plan, one.plan)
 
 
-def test_a_plan_for_another_mask_and_of_one_rank():
-    lengths = [900, 30, 500, 77, 300]
-    placement = pickle.loads(pickle.dumps(place_tokens(lengths, world_size=4, **BOTH)))
-    for plan in placement.plans:
-        assert same(placement.plan_for(plan.mask), plan)
-    part = place_tokens(lengths, world_size=4, rank=2, **BOTH)
-    for a, b, c in zip(part.plans, placement.slice_of(2).plans, placement.plans, strict=True):
-        assert same(a, b) and same(a, c.slice_of(2)) and same(part.plan_for(c.mask), a)
-
-
-def test_apply_permutes_the_arrays_of_a_mask():
-    placement = place_tokens([[700, 200], [90]], world_size=4, columns=1024)
-    mask = PrefixLM(np.random.default_rng(0).random((2, 1024)) < 0.5)
-    placed = placement.apply(mask)
-    (before,), (after,) = jax.tree.leaves(mask), jax.tree.leaves(placed)
-    assert isinstance(placed, PrefixLM)
-    np.testing.assert_array_equal(after, placement.apply(before))
-    assert same(placement.restore(placed), mask)
-
-
-def test_a_fallback_has_a_plan_for_each_mask():
-    few = dict.fromkeys(
-        ("max_kv_transfers", "max_cut_pieces", "max_linked_pieces", "max_pieces"), 1
-    )
-    config = PlanConfig(kv_capacity=512, **few)
-    arrays: Any = {"masks": ("causal", PrefixLM(np.arange(1000)[None] < 9))}
-    for of_layers in (BOTH, arrays):
-        placement = place_tokens(
-            [900, 30, 70], world_size=4, config=config, fallback="ring", **of_layers
-        )
+def test_a_fallback_has_a_plan_for_each_mask_and_leaves_tokens_in_their_columns():
+    names = ("max_kv_transfers", "max_cut_pieces", "max_linked_pieces", "max_pieces")
+    config = PlanConfig(kv_capacity=512, **dict.fromkeys(names, 1))
+    lengths, tokens = [[900, 30, 70], [500, 400]], np.arange(2000).reshape(2, 1000)
+    for of_layers in (BOTH["masks"], ("causal", PrefixLM(tokens % 1000 < 9))):
+        options: Any = {"masks": of_layers, "world_size": 4, "columns": 1000}
+        options |= {"config": config, "fallback": "ring"}
+        placement = place_tokens(lengths, **options)
         assert [bool(plan.fits) for plan in placement.plans] == [False, False]
+        for rank in range(4):
+            part = place_tokens(lengths, **options, rank=rank)
+            assert part.reason == placement.reason
+            jax.tree.map(np.testing.assert_array_equal, part.plans, placement.slice_of(rank).plans)
+            np.testing.assert_array_equal(part.apply(tokens), np.split(tokens, 4, axis=1)[rank])
     with pytest.raises(ValueError, match="no tokens were placed"):
         placement.plan_for("causal")
-
-
-def test_plans_of_different_masks_differ():
-    masks = [None, SlidingWindow(5), Chunked(5), "full", SlidingWindow(5, 1)]
-    plans = [place_tokens([[30, 2]], world_size=4, mask=mask).plan for mask in masks]
-    assert len({plan.fingerprint[0, 0].item() for plan in plans}) == len(masks)
-    with pytest.raises(ValueError, match=r"mask is \[Causal\(\), Full\(\)\]; it needs"):
-        stack_plans([plans[0], plans[3]])
 
 
 def test_plans_of_one_kind_stack_and_a_fallback_has_their_shapes():
@@ -250,6 +213,9 @@ def test_plans_of_one_kind_stack_and_a_fallback_has_their_shapes():
     np.testing.assert_array_equal(stacked.ranges.k_end[1], plans[1].ranges.k_end)
     with pytest.raises(ValueError, match=r"mask is .*PrefixLM, Causal.* same in all plans"):
         stack_plans([plans[0], plan_attention(segment_ids, world_size=3)])
+    of_numbers = [place_tokens([[30, 2]], world_size=4, mask=x).plan for x in ("causal", "full")]
+    with pytest.raises(ValueError, match=r"mask is \[Causal\(\), Full\(\)\]; it needs"):
+        stack_plans(of_numbers)
 
 
 def test_arrays_of_masks_that_are_refused():
@@ -271,30 +237,6 @@ def test_arrays_of_masks_that_are_refused():
         placement.slice_of(1).plan_for(mask)
 
 
-# ---- The part of one rank: what it holds, what it refuses, its size.
-
-
-def test_the_part_of_one_rank():
-    """Places and moves the same tokens as the placement of all ranks, and is all that it needs."""
-    lengths, world_size, columns = [[50, 3, 30], [90]], 4, 96
-    config = PlanConfig(ranks_per_node=2)
-    options: dict[str, Any] = {"world_size": world_size, "columns": columns, "config": config}
-    placement = place_tokens(lengths, **options)
-    tokens = np.random.default_rng(0).integers(0, 9, (2, columns, 3))
-    placed = placement.apply(tokens)
-    for rank in range(world_size):
-        part = place_tokens(lengths, **options, rank=rank)
-        same = placement.slice_of(rank)
-        jax.tree.map(np.testing.assert_array_equal, part.plan, same.plan)
-        jax.tree.map(np.testing.assert_array_equal, part.plan, placement.plan.slice_of(rank))
-        assert all(len(x) == 1 for x in jax.tree.leaves(part.plan))
-        np.testing.assert_array_equal(part.apply(tokens), np.split(placed, world_size, 1)[rank])
-        np.testing.assert_array_equal(part.permutation, same.permutation)
-        assert part.needs == same.needs == placement.needs
-        ranges = (x.plan.local_ranges(rank) for x in (part, placement))
-        jax.tree.map(np.testing.assert_array_equal, *ranges)
-
-
 def test_a_part_does_not_answer_for_all_ranks():
     part = place_tokens([[50, 30, 16]], world_size=4, rank=2)
     of_all = {
@@ -311,27 +253,3 @@ def test_a_part_does_not_answer_for_all_ranks():
         part.restore(np.zeros((1, 96)))
     with pytest.raises(ValueError, match=r"the plan of all 4 ranks has \[4, 5\]"):
         part.describe()
-
-
-def test_the_part_of_one_rank_if_the_batch_does_not_fit():
-    """Its tokens stay in their columns."""
-    tokens = np.arange(192).reshape(2, 96)
-    config = PlanConfig(
-        kv_capacity=10, max_kv_transfers=8, max_pieces=8, max_cut_pieces=8, max_linked_pieces=99
-    )
-    options: dict[str, Any] = {"world_size": 4, "config": config, "fallback": "ring"}
-    whole = place_tokens([[50, 3, 30, 13], [90, 6]], **options)
-    for rank in range(4):
-        part = place_tokens([[50, 3, 30, 13], [90, 6]], **options, rank=rank)
-        assert not part.plan.fits and part.reason == whole.reason
-        jax.tree.map(np.testing.assert_array_equal, part.plan, whole.slice_of(rank).plan)
-        np.testing.assert_array_equal(part.apply(tokens), np.split(tokens, 4, axis=1)[rank])
-
-
-def test_the_part_of_one_rank_is_small():
-    """Some kilobytes, in no array of all ranks, which would stay in memory."""
-    lengths = np.random.default_rng(0).integers(1, 4000, 20_000)
-    part = place_tokens(lengths, world_size=1024, rank=7)
-    arrays = jax.tree.leaves(part.plan)
-    assert sum((x if x.base is None else x.base).nbytes for x in arrays) < 40 * 2**10
-    assert len(part.permutation) == part.plan.num_tokens

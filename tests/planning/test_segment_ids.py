@@ -31,28 +31,24 @@ T = 24
 DOCUMENTS = np.repeat([[1, 2, 0, 3, 4, 5], [1, 1, 2, 0, 0, 3]], 4, axis=1)
 
 
+rng = np.random.default_rng(3)
+QKV = [rng.normal(size=(2, T, n, 8)).astype(np.float32) for n in (2, 1, 1)]
+WHERE: Any = {"mesh": mesh_of(3), "axis_name": AXIS}
+
+
 def attend(segment_ids, positions=None, algorithm: Any = "ring"):
-    """Returns the output for fixed queries, keys and values. All algorithms read ids alike."""
-    rng = np.random.default_rng(3)
-    q, k, v = (rng.normal(size=(2, T, n, 8)).astype(np.float32) for n in (2, 1, 1))
-    options: Any = {"mesh": mesh_of(3), "axis_name": AXIS, "algorithm": algorithm}
-    return context_parallel_attention(
-        q, k, v, segment_ids=segment_ids, positions=positions, **options
-    )
+    """All algorithms read ids alike."""
+    documents = {"segment_ids": segment_ids, "positions": positions}
+    return context_parallel_attention(*QKV, **documents, algorithm=algorithm, **WHERE)
 
 
-attend_traced = jax.jit(attend)
 plan_traced = jax.jit(partial(plan_attention, world_size=3, config=CONFIG))
 
 
-def dense(documents):
-    rng = np.random.default_rng(3)
-    q, k, v = (rng.normal(size=(2, T, n, 8)) for n in (2, 1, 1))
-    return attention(q, k, v, *causal_ranges(documents))[0]
-
-
 def equals(out, documents):
-    np.testing.assert_allclose(out, dense(documents), rtol=1e-5, atol=1e-5)
+    q, k, v = (x.astype(float) for x in QKV)
+    want = attention(q, k, v, *causal_ranges(documents))[0]
+    np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5)
 
 
 def named(documents, ids, dtype):
@@ -73,27 +69,16 @@ WIDE = {
 
 
 @pytest.mark.parametrize("name", WIDE)
-def test_ids_of_any_integer_dtype(name):
-    dtype, ids = WIDE[name]
-    equals(attend(named(DOCUMENTS, ids, dtype)), DOCUMENTS)
-
-
-def test_traced_ids_are_compared_in_their_own_dtype():
-    """Those of 64 bits: tests/contract."""
-    dtype, ids = WIDE["uint32"]
-    equals(attend_traced(named(DOCUMENTS, ids, dtype)), DOCUMENTS)
-
-
-@pytest.mark.parametrize("name", WIDE)
 def test_a_plan_and_the_documents_of_one_batch_agree(name):
     """However either was made; and where a document ends is seen."""
     dtype, ids = WIDE[name]
     segment_ids = named(DOCUMENTS, ids, dtype)
     plan = plan_attention(segment_ids, world_size=3, config=CONFIG)
     documents, plans = [Documents(segment_ids)], [plan]
-    if name in ("equal low words", "uint32", "uint64"):
-        with jax.enable_x64(True):  # or JAX cuts them
+    with jax.enable_x64(True):  # or JAX cuts them
+        if name in ("equal low words", "uint32", "uint64"):
             documents.append(jax.jit(Documents)(segment_ids))
+        if name == "uint64":
             plans.append(jax.device_get(plan_traced(segment_ids)))
     for x in documents:
         assert x.segment_ids.dtype == np.int32
@@ -113,26 +98,22 @@ def test_a_plan_and_the_documents_of_one_batch_agree(name):
 
 
 def test_layers_beside_attention_compare_traced_ids_exactly():
-    """Also positions beyond 32 bits, in both orders."""
-    rng = np.random.default_rng(5)
-    x, weights = (rng.normal(size=shape).astype(np.float32) for shape in ((2, T, 4), (3, 4)))
-    conv = partial(sequence.causal_conv, mesh=mesh_of(3), axis_name=AXIS)
-    right = conv(x, weights, segment_ids=DOCUMENTS)
-    dtype, ids = WIDE["uint32 in pairs"]
-    run = jax.jit(lambda segment_ids: conv(x, weights, segment_ids=segment_ids))
-    np.testing.assert_allclose(run(named(DOCUMENTS, ids, dtype)), right, rtol=1e-5, atol=1e-5)
+    """Also positions beyond 32 bits; in zigzag order."""
+    x = np.random.default_rng(5).normal(size=(2, T, 4)).astype(np.float32)
+    begins = np.diff(DOCUMENTS, axis=1, prepend=-1) != 0
+    right = np.where((begins | (DOCUMENTS == 0))[..., None], 0, np.roll(x, 1, axis=1))
+    shift = partial(sequence.shift, offset=1, **WHERE)
     documents = Documents(DOCUMENTS)
 
     @jax.jit
     def zigzag(segment_ids, positions):
         stored = Documents(segment_ids, positions).zigzag(3)
-        return conv(documents.zigzag(3).apply(x), weights, documents=stored)
+        return shift(documents.zigzag(3).apply(x), documents=stored)
 
     with jax.enable_x64(True):
         places = documents.positions + np.int64(2**40)
         out = zigzag(named(DOCUMENTS, WIDE["uint64"][1], np.uint64), places)
-    restored = documents.zigzag(3).restore(np.asarray(out))
-    np.testing.assert_allclose(restored, right, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(documents.zigzag(3).restore(np.asarray(out)), right)
 
 
 def test_traced_ids_that_the_host_would_reject():
@@ -140,7 +121,7 @@ def test_traced_ids_that_the_host_would_reject():
     segment_ids = np.repeat([[1, 2, -1, 9, 4, 5], [-3, 7, 7, 0, 2, -3]], 4, axis=1)
     segment_ids = segment_ids.astype(np.int32)
     runs = np.repeat([[1, 2, 0, 3, 4, 5], [0, 1, 1, 0, 2, 0]], 4, axis=1)
-    equals(attend_traced(segment_ids), runs)
+    equals(jax.jit(attend)(segment_ids), runs)
     check_plan(jax.device_get(plan_traced(segment_ids)), runs)
 
 
@@ -150,6 +131,8 @@ def test_positions_separate_runs_of_one_id():
     positions[1, 4:8] += 4  # one document of 8 tokens
     documents = np.repeat([[1, 2, 0, 3, 4, 5], [1, 1, 2, 0, 0, 3]], 4, axis=1)
     equals(attend(segment_ids, positions), documents)
+    with pytest.raises(ValueError, match="positions has a value beyond 32 bits"):
+        attend(segment_ids, positions + 2**40)
     positions[1, 20:] += 100
     for algorithm in "ring", Balanced(CONFIG):
         with pytest.raises(ValueError, match="segment 1 occurs in separate runs of batch row 1"):
@@ -170,30 +153,21 @@ def test_rejected_alike(algorithm, change, message):
         segment_ids[place] = value
     with pytest.raises(ValueError, match=f"context_parallel_attention: {message}"):
         attend(segment_ids, algorithm=algorithm)
-    with pytest.raises(ValueError, match=f"plan_attention: {message}"):
-        plan_attention(segment_ids, world_size=3)
-    with pytest.raises(ValueError, match=f"document_lengths: {message}"):
-        document_lengths(segment_ids)
-    with pytest.raises(ValueError, match=f"place_tokens: {message}"):
-        place_tokens(segment_ids=segment_ids, world_size=3)
-    with pytest.raises(ValueError, match=f"shift: {message}"):
-        sequence.shift(
-            np.ones((2, 24, 1)), 1, mesh=mesh_of(4), axis_name=AXIS, segment_ids=segment_ids
-        )
-
-
-def test_positions_beyond_32_bits_are_rejected():
-    positions = np.full(DOCUMENTS.shape, 2**40)
-    with pytest.raises(ValueError, match="positions has a value beyond 32 bits"):
-        attend(DOCUMENTS, positions)
+    shift = partial(sequence.shift, np.ones((2, 24, 1)), 1, mesh=mesh_of(4), axis_name=AXIS)
+    for name, call in (
+        ("plan_attention", lambda: plan_attention(segment_ids, world_size=3)),
+        ("document_lengths", lambda: document_lengths(segment_ids)),
+        ("place_tokens", lambda: place_tokens(segment_ids=segment_ids, world_size=3)),
+        ("shift", lambda: shift(segment_ids=segment_ids)),
+    ):
+        with pytest.raises(ValueError, match=f"{name}: {message}"):
+            call()
 
 
 def test_zigzag_order_keeps_documents_together_in_the_sequence():
     documents = Documents(named(DOCUMENTS, WIDE["equal low words"][1], np.int64)).zigzag(3)
-    rng = np.random.default_rng(3)
-    qkv = [rng.normal(size=(2, T, n, 8)).astype(np.float32) for n in (2, 1, 1)]
-    options = {"mesh": mesh_of(3), "axis_name": AXIS, "algorithm": "zigzag"}
-    out = context_parallel_attention(*documents.apply(qkv), documents=documents, **options)
+    options = {"documents": documents, "algorithm": "zigzag", **WHERE}
+    out = context_parallel_attention(*documents.apply(QKV), **options)
     equals(documents.restore(out), DOCUMENTS)
     apart = np.repeat([[1, 2, 1, 3, 3, 3]] * 2, 4, axis=1)
     with pytest.raises(ValueError, match="segment 1 occurs in separate runs of batch row 0"):

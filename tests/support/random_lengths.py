@@ -1,9 +1,16 @@
-"""Lengths of documents for tests of planning: random, extreme, and real ones."""
+"""Lengths of documents for tests of planning: random, extreme, and real ones; and their plans.
+
+`moved` is a plan of tokens in order, `placed` that of a placement.
+"""
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
+
+from jax_cp_dispatch import Plan, PlanConfig, place_tokens, plan_attention
 
 PACKED = Path(__file__).parents[1] / "data" / "packed"
 """Real lengths, packed for several numbers of ranks with `TOKENS` each."""
@@ -63,3 +70,22 @@ EXTREMES = {
     "padding almost everywhere": [[5], [0]],
     "several rows": [[90, 6], [1, 30, 2, 63], [96]],
 }
+
+
+def moved(lengths, world_size, columns=None, mask=None, **choices: Any) -> Plan:
+    options: Any = {"columns": columns, "mask": mask, "config": PlanConfig(**choices)}
+    return plan_attention(lengths=lengths, world_size=world_size, **options)
+
+
+def placed(lengths, world_size, columns=None, mask=None, **choices: Any) -> Plan:
+    options: Any = {"columns": columns, "mask": mask, "config": PlanConfig(**choices)}
+    return place_tokens(lengths, world_size=world_size, **options).plan
+
+
+of_both_kinds = pytest.mark.parametrize("make", [moved, placed])
+
+
+def cost(plan, ranks_per_node=1):
+    """Keys that move between nodes; a query counts as four of them, for the default heads."""
+    q, kv = plan.num_tokens_moved_between_nodes(ranks_per_node)
+    return 4 * q + kv
