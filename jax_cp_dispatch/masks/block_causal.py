@@ -12,7 +12,7 @@ from jax_cp_dispatch.masks.mask import minimum
 from jax_cp_dispatch.masks.static_mask import StaticMask, check_tokens, no_limit_if_large, remainder
 
 
-@jax.tree_util.register_dataclass
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class BlockCausal(StaticMask):
     """A query sees the keys of its document up to the end of its chunk (block diffusion).
@@ -23,7 +23,7 @@ class BlockCausal(StaticMask):
       size: tokens of a chunk.
     """
 
-    size: int = dataclasses.field(metadata={"static": True})
+    size: int
 
     def __post_init__(self) -> None:
         check_tokens(self, "size", self.size, minimum=1)

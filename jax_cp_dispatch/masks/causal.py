@@ -8,7 +8,7 @@ import jax
 from jax_cp_dispatch.masks.static_mask import StaticMask, triangle
 
 
-@jax.tree_util.register_dataclass
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Causal(StaticMask):
     """A query sees the keys of its document up to its own; `mask="causal"`, and the default."""

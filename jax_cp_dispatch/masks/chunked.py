@@ -17,7 +17,7 @@ from jax_cp_dispatch.masks.static_mask import (
 )
 
 
-@jax.tree_util.register_dataclass
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Chunked(StaticMask):
     """A query sees the keys up to its own in its chunk of the document (local layers of Llama 4).
@@ -28,7 +28,7 @@ class Chunked(StaticMask):
       size: tokens of a chunk.
     """
 
-    size: int = dataclasses.field(metadata={"static": True})
+    size: int
 
     def __post_init__(self) -> None:
         check_tokens(self, "size", self.size, minimum=1)

@@ -16,13 +16,13 @@ import numpy as np
 from jax_cp_dispatch.masks.mask import Mask, MaskRanges, is_traced, minimum
 
 
-@jax.tree_util.register_dataclass
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, repr=False)
 class FirstAndWindow(Mask):
     """A query at q sees the keys k <= q of its document with q - left < k or k < first."""
 
-    left: int = dataclasses.field(metadata={"static": True})
-    first: int = dataclasses.field(metadata={"static": True})
+    left: int
+    first: int
 
     def __repr__(self) -> str:
         return f"SlidingWindow(left={self.left}, first={self.first})"

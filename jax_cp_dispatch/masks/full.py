@@ -8,7 +8,7 @@ import jax
 from jax_cp_dispatch.masks.static_mask import StaticMask
 
 
-@jax.tree_util.register_dataclass
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Full(StaticMask):
     """A query sees all keys of its document; `mask="full"`."""

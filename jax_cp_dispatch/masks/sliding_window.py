@@ -12,7 +12,7 @@ from jax_cp_dispatch.masks.mask import Mask, maximum, minimum
 from jax_cp_dispatch.masks.static_mask import StaticMask, check_tokens, no_limit_if_large, triangle
 
 
-@jax.tree_util.register_dataclass
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class SlidingWindow(StaticMask):
     """A query at q sees the keys k of its document with q - left < k <= q + right.
@@ -26,9 +26,9 @@ class SlidingWindow(StaticMask):
       first: tokens at the start of each document that stay visible; needs `right` to be 0.
     """
 
-    left: int | None = dataclasses.field(metadata={"static": True})
-    right: int | None = dataclasses.field(default=0, metadata={"static": True})
-    first: int = dataclasses.field(default=0, metadata={"static": True})
+    left: int | None
+    right: int | None = 0
+    first: int = 0
 
     def __repr__(self) -> str:
         first = f", first={self.first}" if self.first else ""

@@ -15,7 +15,12 @@ from jax_cp_dispatch.masks.mask import Mask, MaskRanges
 
 
 class StaticMask(Mask):
-    """A mask that is known before the batch: each query sees one range of keys."""
+    """A mask that is known before the batch: each query sees one range of keys.
+
+    A frozen dataclass, and a static pytree: the mask itself is the structure. Those of
+    `register_dataclass` would not do: jaxlib 0.10.2 finds the structures of two such classes equal
+    if their numbers are, and a program of one may be run for the other (one call in a hundred).
+    """
 
     @property
     @abc.abstractmethod

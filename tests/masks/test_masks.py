@@ -131,24 +131,26 @@ def test_equal_masks_are_one():
     assert first.num_keys(100) == 4 + 8
 
 
-@pytest.mark.parametrize(
-    "mask", [Full(), Causal(), SlidingWindow(3, 1), SlidingWindow(8, first=4), Chunked(4)], ids=str
-)
-def test_static_masks_are_pytrees_without_leaves(mask):
-    leaves, tree = jax.tree.flatten(mask)
-    assert not leaves and jax.tree.unflatten(tree, leaves) == mask
-    assert pickle.loads(pickle.dumps(mask)) == mask
-    assert mask.is_causal == bool(np.triu(visible(mask, 9), 1).sum() == 0)
-    traces = []
+def test_static_masks_are_pytrees_without_leaves():
+    """Of equal structures `jax.jit` makes one program, so those of two kinds differ."""
+    masks = [Full(), Causal(), SlidingWindow(4, 0), SlidingWindow(8, first=4), Chunked(4)]
+    masks += [BlockCausal(4), read_mask("a test", SlidingWindow(4, first=8))]
+    trees, traces = [jax.tree.structure(mask) for mask in masks], []
 
     @jax.jit
     def count(mask, q):
         traces.append(mask)
-        return mask.k_start(q, 0 * q)
+        return mask.ranges(q, 0 * q, q + 1)
 
-    for _ in range(2):
-        count(mask, np.arange(3))
-    assert traces == [mask]
+    for i, mask in enumerate(masks):
+        assert not jax.tree.leaves(mask) and jax.tree.unflatten(trees[i], []) == mask
+        assert [tree == trees[i] for tree in trees] == [i == j for j in range(len(masks))]
+        assert pickle.loads(pickle.dumps(mask)) == mask
+        for _ in range(2):
+            count(mask, np.arange(3))
+    assert traces == masks
+    for mask in masks[:5]:
+        assert mask.is_causal == bool(np.triu(visible(mask, 9), 1).sum() == 0)
 
 
 @pytest.mark.parametrize("make", [place_tokens, plan_attention])
