@@ -324,7 +324,8 @@ def planned_or_ring(algorithm, **options):
 
 def test_many_batches_share_a_program():
     """Output and gradients of both branches, against dense attention."""
-    rng, sizes = np.random.default_rng(0), {"world_size": 4, "columns": 512}
+    rng = np.random.default_rng(0)
+    sizes: Any = {"world_size": 4, "columns": 512}
     sample = [cut(rng, 512, rng.integers(1, 40)).tolist() for _ in range(15)]
     config = fit_plan_config(sample, overflow=0.2, **sizes)
     # Less than the sample needs, so that some batches do not fit.

@@ -123,11 +123,12 @@ def test_balance_profiles_count_the_pairs_of_each_rank(kind, monkeypatch):
     No program is compiled between its start and its end.
     """
     in_round, times, compiled = (2 if kind == "numbers" else 4) * W, [0.0], []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda event, *_, **__: (
-            event.endswith("backend_compile_duration") and compiled.append(len(times))
-        )
-    )
+
+    def listen(event, *_, **__):
+        if event.endswith("backend_compile_duration"):
+            compiled.append(len(times))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
 
     def clock():
         """Of run i of a round, i + 1 times 5, 1 and 3 seconds."""

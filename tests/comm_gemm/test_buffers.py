@@ -204,7 +204,7 @@ with_ranks: Any = partial(gemm, axis_name=AXIS)
 
 def test_rings_of_an_all_gather():
     """With and without returning the gathered rows, with a bias, with the weight transposed."""
-    each = {}, {"use_ce": False}, {"aggregate_ag": True}
+    each: Any = {}, {"use_ce": False}, {"aggregate_ag": True}
     rings = [partial(with_ranks, comm_overlap=fitting("AG", "RING_EXCHANGE", **x)) for x in each]
     turned = partial(rings[0], contracting_dims=((1,), (1,)))
 

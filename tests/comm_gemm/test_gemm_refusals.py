@@ -68,13 +68,14 @@ def plain(lhs=LHS, rhs=RHS, types=("float32", "float32"), **options: Any):
 
 
 def scaled(
-    mode, lhs_scale: Any = one, rhs_scale: Any = one, shapes=((M, 32), (32, N)), types=(F8, F8),
-    **options: Any,
+    mode, lhs_scale: Any = one, rhs_scale: Any = one, shapes: Any = ((M, 32), (32, N)),
+    types=(F8, F8), **options: Any,
 ):  # fmt: skip
     """The same of 8-bit operands."""
     scales = {"lhs_scale_inv": lhs_scale, "rhs_scale_inv": rhs_scale}
     scales = {name: jnp.asarray(x) for name, x in scales.items() if x is not None}
-    return plain(*shapes, types, scaling_mode=mode, **scales, **options)
+    lhs, rhs = shapes
+    return plain(lhs, rhs, types, scaling_mode=mode, **scales, **options)
 
 
 def engine(*buffer: Any, lhs=(T, K), aux=None, **options: Any):
@@ -121,8 +122,8 @@ GEMM: dict[str, Any] = {
     r"lhs contracts dimensions of \(3,\) but rhs of \(4,\)": lambda: plain((4, 3), (4, 5)),
     r"rhs are \(1, 0\)": lambda: plain((4, 2, 3), (3, 2, 5), contracting_dims=((1, 2), (1, 0))),
     "contracting_dims is 3; it needs the dimensions": lambda: plain(contracting_dims=3),
-    "lhs is str; it needs to be an array, or": lambda: gemm(cast(Any, "x"), ones(*RHS)),
-    "lhs is list; it needs": lambda: gemm(cast(Any, [[1.0, 2.0], [1.0]]), ones(*RHS)),
+    "lhs is str; it needs to be an array, or": lambda: gemm(*cast(Any, ("x", ones(*RHS)))),
+    "lhs is list; it needs": lambda: gemm(*cast(Any, ([[1.0, 2.0], [1.0]], V))),
     "lhs is float64 .* can only be used": lambda: wide(plain, types=("float64", "float32")),
     **{
         f"{flag} is 1; it needs to be True or False": lambda flag=flag: plain(**{flag: 1})
@@ -192,7 +193,8 @@ def grouped(lhs: Any = ROWS, rhs: Any = MATRICES, sizes: Any = (5, 3), **options
 def of_scales(scales, mode=CURRENT):
     """8-bit products of groups."""
     options: Any = {"scaling_mode": mode, "lhs_scale_inv": scales, "rhs_scale_inv": two}
-    return grouped_gemm(ROWS.astype(F8), MATRICES.astype(F8), jnp.array([5, 3]), **options)
+    rows, matrices = jnp.asarray(ROWS, F8), jnp.asarray(MATRICES, F8)
+    return grouped_gemm(rows, matrices, jnp.array([5, 3]), **options)
 
 
 GROUPED: dict[str, Any] = {
@@ -341,7 +343,10 @@ def dequantize(dtype: Any = "float32", **change: Any):
     return scaling.dequantize(Quantized(**{**fields, "mode": mode}), dtype)
 
 
-swizzle, unpad = scaling.swizzle_scales, partial(scaling.unpad_scales, SCALES)
+swizzle: Any = scaling.swizzle_scales
+unswizzle: Any = scaling.unswizzle_scales
+pad: Any = partial(scaling.pad_scales, SCALES)
+unpad: Any = partial(scaling.unpad_scales, SCALES)
 SCALING: dict[str, dict[str, Any]] = {
     "quantize": {
         r"x is of type list.*Pass numpy.asarray\(x\)": lambda: quantize([1.0]),
@@ -368,12 +373,12 @@ SCALING: dict[str, dict[str, Any]] = {
         r"uint8\[128, 4\]; .* uint8\[2, 1\]": lambda: dequantize(scale_inv=bytes_of((128, 4))),
         r"uint8\[2, 1\]; .* float32\[1\]": lambda: dequantize(mode=CURRENT),
     },
-    "pad_scales": {"layout is 'both'": lambda: scaling.pad_scales(SCALES, layout="both")},
+    "pad_scales": {"layout is 'both'": lambda: pad(layout="both")},
     "swizzle_scales": {
         r"\(4, 6, 2\).*\[r, c\]": lambda: swizzle(np.ones((W, 6, 2)), layout="row"),
         r"multiples of \(128, 4\). Call pad_scales": lambda: swizzle(SCALES, layout="row"),
     },
-    "unswizzle_scales": {r"\(8, 4\).*512": lambda: scaling.unswizzle_scales(ROWS, layout="row")},
+    "unswizzle_scales": {r"\(8, 4\).*512": lambda: unswizzle(ROWS, layout="row")},
     "unpad_scales": {
         "shape is 3; it needs to be a tuple": lambda: unpad(shape=3),
         "entry of shape is 1.5; it needs": lambda: unpad(shape=(1.5, 2)),

@@ -129,7 +129,7 @@ def test_an_overlapped_product_names_the_gpu_of_every_rank(method):
 
 
 def test_options_of_a_buffer_reach_the_gpu(cuda):
-    options = {"gemm_priority": 1, "comm_priority": 3, "num_comm_sm": 12}
+    options: Any = {"gemm_priority": 1, "comm_priority": 3, "num_comm_sm": 12}
     buffer = create_comm_overlap_buffer(
         "RS", "PIPELINE", (32, 16), "float32", W, num_splits=2, **options
     )

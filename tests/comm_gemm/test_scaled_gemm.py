@@ -1,6 +1,7 @@
 """`gemm` of 8-bit operands, on one device and between ranks: chunks move with their scales."""
 
 import itertools
+import math
 from functools import partial
 
 import comm_gemm_oracle as oracle
@@ -56,10 +57,11 @@ def read(operands):
 def test_every_transposition_and_type(mode):
     """Two contracted dimensions, blocks of 32 across their border, two free ones on each side."""
     rows, contracted, columns = (5, 7), (2, 48), (3, 13)
+    m, k, n = map(math.prod, (rows, contracted, columns))
     calls, operands, wants = {}, {}, {}
     for (left, right), types in zip(TRANSPOSED, itertools.cycle(TYPES), strict=False):
         draw = lambda seed, *how, types=types: drawn(seed, mode, types[seed], *how)
-        lhs, rhs, _ = in_layout(left, right, *map(np.prod, (rows, contracted, columns)), draw)
+        lhs, rhs, _ = in_layout(left, right, m, k, n, draw)
         key = f"{left}, {right}, {types}"
         of_lhs, of_rhs = lhs.values.T if left else lhs.values, rhs.values.T if right else rhs.values
         wants[key] = (of_lhs @ of_rhs).reshape(*rows, *columns)

@@ -146,7 +146,8 @@ def test_registered_buffers_of_8_bits():
 
 def on_global(op, mesh, mode, *placed):
     call = partial(op, axis_name="tp", method="ring", scaling_mode=mode, mesh=mesh)
-    return jax.jit(lambda *arrays: value_and_gradients(call, *arrays, given_state(mode)))(*placed)
+    run = lambda x, w, bias, dy: value_and_gradients(call, x, w, bias, dy, given_state(mode))
+    return jax.jit(run)(*placed)
 
 
 @pytest.mark.parametrize("kind, mode", [(AxisType.Auto, CURRENT), (AxisType.Explicit, DELAYED)])

@@ -133,6 +133,7 @@ def test_thousands_of_buffers_leave_nothing_behind():
         return num_pages * resource.getpagesize()
 
     def cycles(num_cycles):
+        buffer = -1
         for _ in range(num_cycles):
             buffer = create()
             assert exists(buffer) and not exists(buffer)

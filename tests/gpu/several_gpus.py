@@ -146,7 +146,7 @@ def test_attention_by_plans():
             if jax.default_backend() == "gpu":
                 beside = num_exchanges_beside_programs() - before
                 assert beside == (num_beside if is_cut else 0), (algorithm, beside)
-        jax.tree.map(lambda *x: np.testing.assert_array_equal(*map(own, x)), *found)
+        jax.tree.map(lambda x, y: np.testing.assert_array_equal(own(x), own(y)), *found)
 
 
 def test_attention_by_rings():

@@ -19,14 +19,17 @@ TOLERANCE = {"bfloat16": 2e-2, "float16": 4e-3, "float32": 2e-5}
 
 @jax.jit
 def results(q, k, v, ranges, dout):
-    out, lse = local_attention(q, k, v, *ranges)
-    return out, lse, *local_attention_backward(q, k, v, *ranges, out, lse, dout)
+    start, end = ranges
+    out, lse = local_attention(q, k, v, start, end)
+    return out, lse, *local_attention_backward(q, k, v, start, end, out, lse, dout)
 
 
-def check(actual, q, k, v, ranges, dout, tolerance, dlse=0.0):
+def check(actual, q, k, v, ranges, dout, tolerance, dlse: Any = 0.0):
     """Compares out, lse and gradients with NumPy."""
-    out, lse = attention(q, k, v, *ranges)
-    gradients = attention_gradients(q, k, v, *ranges, dout, dlse + np.zeros(lse.shape))
+    start, end = ranges
+    out, lse = attention(q, k, v, start, end)
+    dlse = dlse + np.zeros(lse.shape)
+    gradients = attention_gradients(q, k, v, start, end, dout, dlse)
     for x, y in zip(actual, (out, lse, *gradients), strict=True):
         assert_close(x, y, tolerance)
 
@@ -137,10 +140,11 @@ def test_gradients_of_merged_parts():
 
     @jax.jit
     def in_parts(q, k, v):
-        held = [(k[:, :192], v[:, :192], *part), (k[:, 192:], v[:, 192:], *part)]
+        held: Any = [(k[:, :192], v[:, :192], *part), (k[:, 192:], v[:, 192:], *part)]
         first, second = (local_attention(q, *x) for x in held)
         out, lse = merge_partials(*first, *second)
-        grads = [local_attention_backward(q, *x, out, lse, dout) for x in held]
+        backward: Any = local_attention_backward
+        grads = [backward(q, *x, out, lse, dout) for x in held]
         dq, dk, dv = zip(*grads, strict=True)
         return out, lse, sum(dq), *(jnp.concatenate(dx, axis=1) for dx in (dk, dv))
 

@@ -74,7 +74,7 @@ def recurrence(q, k, v, log_decay, beta=None, *, scale, g=None):
     if g is None:
         return out
     dq, dk, dv = (np.zeros(x.shape) for x in (q, k, v))
-    dlog, drate, dstate = np.zeros(log_decay.shape), np.zeros(rate.shape), np.zeros(left.shape)
+    dlog, drate, dstate = np.zeros(log_decay.shape), np.zeros(rate.shape), np.zeros(before[0].shape)
     for t in reversed(range(num_tokens)):
         left = decay[t] * before[t]
         error = v[t] - erases * read(left, k[t])

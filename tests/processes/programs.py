@@ -146,7 +146,8 @@ class Program:
             floats, others, cotangents = at(sets, 0)  # of the group
             floats = {name: x + zero.astype(x.dtype) for name, x in floats.items()}
             results = WAYS[way](self.call_of(name, way), (floats, others, cotangents), inputs)
-            zero = sum((0 * x).sum().astype(jnp.float32) for x in jax.tree.leaves(results))
+            zeros = [(0 * x).sum().astype(jnp.float32) for x in jax.tree.leaves(results)]
+            zero = sum(zeros, jnp.zeros(()))
             found.append(jax.tree.map(lambda x: x[None], results))
         return found
 

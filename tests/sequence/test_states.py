@@ -150,7 +150,7 @@ def test_states_of_elementwise_recurrences_on_a_mesh():
     log_decay = -abs(log_decay)
     layer = lambda tokens, **given: sequence.linear_recurrence(*tokens, **given)
     mesh = permuted_mesh((2, 2, 2), ("data", AXIS, "tensor"))
-    axes = {"batch_axis": "data", "head_axis": "tensor"}
+    axes: Any = {"batch_axis": "data", "head_axis": "tensor"}
     out, last = jax.jit(program(layer, jnp.zeros((4, 6)), mesh=mesh, **axes))((x, log_decay))
     of_document = lambda x, log: oracle.linear_recurrence(x, log, x)[:1]
     (want,) = expected(of_document, (x, log_decay), (x,))

@@ -116,6 +116,8 @@ def dense(call, operands, allowed, cotangents):
     """Returns out, lse, the largest logits, and gradients of all operands, in float64."""
     operands, (g, dlse) = jax.tree.map(lambda x: np.asarray(x, np.float64), (operands, cotangents))
     q, keys, sink = operands["q"], operands["keys"], operands.get("sink")
+    normal: Any = None
+    pull_rows: Any = None
     if call.latents:
         normal, pull_rows = _normalise(keys)
         rounded = lambda x: x.astype(jnp.dtype(call.dtype)).astype(np.float64)  # by `expand`

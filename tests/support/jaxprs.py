@@ -3,6 +3,7 @@
 from collections import Counter
 
 import jax
+from jax.extend.core import jaxpr_as_fun
 
 
 def inner_jaxprs(equation):
@@ -77,4 +78,4 @@ def with_results_of(fn, name, *operands):
     closed = jax.make_jaxpr(fn)(*operands)
     *_, equation = (e for e in closed.jaxpr.eqns if e.primitive.name == name)
     jaxpr = closed.jaxpr.replace(outvars=equation.outvars)
-    return jax.core.eval_jaxpr(jaxpr, closed.consts, *operands)
+    return jaxpr_as_fun(closed.replace(jaxpr=jaxpr))(*operands)
