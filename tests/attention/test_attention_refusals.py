@@ -231,7 +231,8 @@ CASES = {
         (
             lambda: cast(Any, cp.merge_partials)(Q, Q[..., 0], Q, Q[..., 0]),
             r"lse \(1, 16, 2\).* do not match; with out \[B, T, N, Hv\] both lse must be \[B, N,",
-        )
+        ),
+        (lambda: cp.merge_partials(X, LSE, X, LSE[:, :1]), r"block_lse .* do not match; with out"),
     ],
 }  # fmt: skip
 

@@ -162,6 +162,12 @@ def test_balance_profiles_count_the_pairs_of_each_rank(kind, monkeypatch):
     np.testing.assert_array_equal(seconds, 3 * np.arange(1, 1 + in_round).reshape(-1, W))
 
 
+def test_a_balance_profile_of_blocks_that_do_not_divide():
+    options: Any = {**SIZES, "columns": 28, "repeats": 1, "backward": False}
+    (got,) = balance_profile([[13, 2, 7]], world_size=4, algorithms=["hamilton"], **options)
+    assert sum(got.work) == sum(n * (n + 1) // 2 for n in (13, 2, 7))
+
+
 def test_text_of_a_balance_profile():
     profile = BalanceProfile("ring", seconds=(0.001, 0.003), work=(10, 40), unit="pairs")
     assert (profile.busiest, profile.imbalance, profile.work_imbalance) == (0.003, 1.5, 1.6)

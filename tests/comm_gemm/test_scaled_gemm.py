@@ -181,8 +181,8 @@ def test_moved_scales_as_tensor_cores_read_them_are_in_rank_order():
     ]
     rings = [partial(call, return_aux=True, comm_overlap=ring) for ring in rings]
     rings.append(partial(rings[0], implementation="xla"))
-    bulk = partial(call, comm_overlap=create("AG", "BULK", (p * T, 7), "float32"))
-    bulk = partial(bulk, aux_in=jnp.zeros((T, 7)))
+    bulk = partial(call, comm_overlap=create("AG", "BULK", (p * lines, 7), "float32"))
+    bulk = partial(bulk, aux_in=jnp.zeros((lines, 7)))
     summed = partial(call, comm_overlap=create("RS", "RING_EXCHANGE", (lines, N), "float32"))
     local = lambda *operands: [tiles(way, *operands) for way in (*rings, bulk, summed)]
     got = on_ranks(local, mesh_of(p, (2, 0, 3, 1)))(*read(operands))

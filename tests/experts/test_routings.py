@@ -261,8 +261,9 @@ def test_a_capacity_from_a_sample():
     capacity = experts.fit_capacity(samples, num_experts=E, world_size=W)
     most = [np.bincount(s[s >= 0] // (E // W)).max() for s in samples]
     assert max(most) <= capacity < 1.3 * max(most) and capacity % 128 == 0
-    tiny = experts.fit_capacity([np.zeros((W, K), int)], num_experts=E, world_size=W)
-    assert tiny == W * K
+    for num_tokens in (W, 500):  # all of expert 0
+        alone = np.zeros((num_tokens, K), int)
+        assert experts.fit_capacity([alone], num_experts=E, world_size=W) == num_tokens * K
 
 
 # ---- The load of a routing of all ranks: texts, numbers, times and a picture.

@@ -75,6 +75,8 @@ def test_get_slice_has_the_numbers_of_one_rank_without_padding():
                     np.testing.assert_array_equal(getattr(view, name), whole[:end])
                     assert end == len(whole) or not (whole[end:] > 0).any()
                 assert view.num_recv_tokens.shape == (5,)  # one count per rank, and their sum
+    mask = jax.jit(lambda rank: reverse.get_slice(rank).seq_recv_mask)(0)
+    assert mask.dtype == reverse.get_slice(0).seq_recv_mask.dtype == bool
     starts = dataclasses.replace(plan, src_offset=np.zeros(plan.seq_len.shape, np.uint32))
     assert starts.get_slice(1).src_offset.shape == starts.get_slice(1).seq_len.shape
     # Static shapes do not depend on values: padding is kept.

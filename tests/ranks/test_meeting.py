@@ -52,6 +52,8 @@ def test_missing_processes_are_named():
 def test_processes_of_another_job_are_named():
     for error in meet_all([member(0, 2), member(1, 3, "b")], 30.0):
         assert "process 1 of 3 on host name of b joined a job of 2 processes" in error
+    for error in meet_all([member(0, 2), member(2, 2, "b")], 30.0):
+        assert "process 2 of 2 on host name of b joined a job of 2 processes" in error
     for error in meet_all([member(0), *[member(1, host="b")] * 2], 30.0):
         assert "two processes, on hosts name of b and name of b, joined as process 1" in error
 
