@@ -387,14 +387,16 @@ def test_rows_move_by_xla(algorithm, num_moved):
 
 
 @pytest.mark.parametrize(
-    "dtype, automatic_axes, num_kernels",
-    [("float32", 0, 3), ("float16", 0, 0), ("float32", 1, 0)],
+    "dtype, heads, automatic_axes, num_kernels",
+    [("float32", 16, 0, 3), ("float32", 17, 0, 0), ("float16", 2, 0, 0), ("float32", 2, 1, 0)],
 )
-def test_local_attention_has_kernels(dtype, automatic_axes, num_kernels):
-    """Where they are known to compile: not for float16, nor where XLA partitions the program."""
+def test_local_attention_has_kernels(dtype, heads, automatic_axes, num_kernels):
+    """Where they are known to compile: for at most 16 heads that share keys; not for float16, nor
+    where XLA partitions the program.
+    """
     shardings = [NamedSharding(mesh_of(2), P()), None]
-    q = jax.ShapeDtypeStruct((1, 64, 2, 8), dtype, sharding=shardings[not automatic_axes])
-    loss = lambda q: local_attention(q, q, q)[0].sum()
+    q = jax.ShapeDtypeStruct((1, 64, heads, 8), dtype, sharding=shardings[not automatic_axes])
+    loss = lambda q: local_attention(q, q[:, :, :1], q[:, :, 1:2])[0].sum()
     text = jax.jit(jax.grad(loss)).trace(q).lower(lowering_platforms=("tpu",)).as_text()
     assert text.count("custom_call @tpu_custom_call(") == num_kernels
 

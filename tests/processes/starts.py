@@ -60,6 +60,14 @@ def joins():
         "context_parallel_attention: the launcher started 2 processes, but this one "
         "has not joined the others and would compute alone. Call jax_cp_dispatch.initialize()"
     )
+    # What is not given, JAX finds out itself.
+    left_to_jax = mock.patch.object(jax.distributed, "initialize", side_effect=RuntimeError("JAX"))
+    with mock.patch.dict(os.environ), left_to_jax:
+        address = os.environ.pop("JAX_COORDINATOR_ADDRESS")
+        for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAX_CP_DISPATCH_HOSTED_COORDINATION"):
+            os.environ.pop(name, None)
+        for given in {"process_id": 1}, {"coordinator_address": address, "num_processes": 2}:
+            assert error_of(partial(cp.initialize, **given)) == "JAX", given
     is_other = os.environ["JAX_PROCESS_ID"] == "1"
     with open_files(18):
         said = error_of(cp.initialize)
