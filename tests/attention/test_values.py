@@ -61,7 +61,7 @@ CASES = [
     Call(Ulysses(BLOCK), 4, "full", rows=12, documents="both", heads=(4, 2), inner=2,
          returns=("lse",), **KNOWN),
     Call(BLOCK, 4, "tree", rows=31, more=1, batch=2, heads=(4, 2), **ALL, **KNOWN),
-    Call(BLOCK, 3, "prefix", rows=9, returns=("lse",), implementation="xla", **ON_RANKS),
+    Call(BLOCK, 3, "shared_prefix", rows=9, returns=("lse",), implementation="xla", **ON_RANKS),
     Call("placed", 3, "prefix", "placed", rows=12, batch=2, heads=(4, 2), **ALL),
     Call("placed", 3, SlidingWindow(6, first=4), "placed", rows=24, documents="both", **ON_RANKS),
     Call("placed", 4, "ranges_of_keys", "placed", rows=24, batch=2, latents=True, **BF16,
