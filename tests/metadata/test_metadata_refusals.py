@@ -51,7 +51,7 @@ CASES = {
         (lambda: plan_q(dispatch=DISPATCH[:, :2]), r"needs \[2, 3\] or"),
         (lambda: plan_q(dispatch=DISPATCH + 1), "dispatch at rank 0, slot 0 is 2; it needs to lie"),
         (lambda: plan_q(-SEQ_LEN), "seq_len at rank 0, slot 0 is -4; it needs to"),
-        (lambda: plan_q(SEQ_LEN * 2**29), "at most 4294967295"),
+        (lambda: plan_q(SEQ_LEN * 2**29), "of rank 0 is 5368709120 tokens; at most 4294967295"),
         (lambda: plan_q(max_recv_seqs=2), "rank 0 would receive 3 shards but max_recv_seqs is 2."),
         (lambda: plan_q(max_recv_seqs=0), "at least 1"),
         (lambda: jax.eval_shape(lambda n: plan_q(max_recv_seqs=n), 4), "max_recv_seqs is traced;"),
@@ -71,6 +71,7 @@ CASES = {
                 (0, lambda x: np.where(x >= 0, x + 9, x), "kv_to_q_mapping at rank"),
                 (1, lambda x: x + 9, "kv_to_q_rank at rank"),
                 (1, lambda x: x.clip(max=0), "kv_to_q_rank .* differ from the other KV shards"),
+                (3, lambda x: x - (x > 0), "kv_to_q_rank at rank"),  # one place too few
                 (2, lambda x: x + 99, "kv_context_size at rank"),
                 (4, lambda x: x[:1], "q_to_num_kv_token has shape"),
                 (6, lambda x: x + 99, "num_seqs at rank 0"),
