@@ -271,21 +271,23 @@ def test_masks_of_arrays_inside_jit():
 
 def test_a_shared_prompt_moves_once_to_a_rank():
     """However many completions it has, and no completion moves that is not seen."""
-    ids = np.concatenate([np.zeros(300), np.repeat(np.arange(1, 8), 50), np.zeros(150)])
-    segment_ids = (np.arange(800) < 650).astype(np.int32)[None]
-    mask = SharedPrefix(ids.astype(np.int32)[None])
-    plan = plan_attention(segment_ids, world_size=4, mask=mask)
-    assert plan.imbalance <= 1.01001
-    rows = np.arange(800).reshape(4, 200)
-    queries, keys = (
-        deliver(x, rows, n)
-        for x, n in ((plan.q_metadata, plan.q_capacity), (plan.kv_metadata, plan.kv_capacity))
-    )
-    for rank in range(4):
-        held = keys[rank][keys[rank] >= 0]
-        assert len(np.unique(held)) == len(held)
-        seen = np.unique(ids[queries[rank][queries[rank] >= 0]])
-        assert np.isin(ids[held], [0, *seen]).all()
+    for prompt, size, number, padding in ((300, 50, 7, 150), (16, 8, 6, 0)):
+        num_tokens = prompt + size * number
+        ids = np.repeat(np.arange(number + 1), [prompt] + number * [size])
+        ids = np.pad(ids, (0, padding)).astype(np.int32)
+        segment_ids = (np.arange(len(ids)) < num_tokens).astype(np.int32)[None]
+        plan = plan_attention(segment_ids, world_size=4, mask=SharedPrefix(ids[None]))
+        assert plan.imbalance <= 1.01001 or not padding
+        rows = np.arange(len(ids)).reshape(4, -1)
+        queries, keys = (
+            deliver(x, rows, n)
+            for x, n in ((plan.q_metadata, plan.q_capacity), (plan.kv_metadata, plan.kv_capacity))
+        )
+        for rank in range(4):
+            held = keys[rank][keys[rank] >= 0]
+            assert len(np.unique(held)) == len(held)
+            seen = np.unique(ids[queries[rank][queries[rank] >= 0]])
+            assert np.isin(ids[held], [0, *seen]).all()
 
     ids = np.repeat([np.arange(9)], [768] + 8 * [32], axis=1)
     ones = np.ones_like(ids)
