@@ -145,14 +145,10 @@ def check_groups(op: str, plan: Any, *, num_groups: int, batch: tuple[str, ...])
         )
 
 
-def check_plan(op: str, plan: Any, *, is_placed: bool | None = None) -> None:
-    """Requires a plan; one that moves queries, or one of a placement, unless both are possible."""
-    moved, placed = "plan_attention(...)", "place_tokens(...).plan"
-    sources = {None: f"{moved} or {placed}", False: moved, True: placed}[is_placed]
+def check_plan(op: str, plan: Any) -> None:
+    """Requires a plan."""
     if not isinstance(plan, Plan):
         raise TypeError(
-            f"{op}: plan is of type {type(plan).__name__}; it needs to be a Plan. Pass {sources}."
+            f"{op}: plan is of type {type(plan).__name__}; it needs to be a Plan. Pass "
+            "plan_attention(...) or place_tokens(...).plan."
         )
-    if is_placed is not None and plan.is_placed != is_placed:
-        kind = "that of a placement" if plan.is_placed else "one that moves queries"
-        raise TypeError(f"{op}: the plan is {kind}. Pass {sources}.")
