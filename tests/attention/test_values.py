@@ -58,6 +58,7 @@ CASES = [
          sink=True, implementation="xla", **ON_RANKS),  # the only sum of latent rows by XLA
     Call(Ulysses(Zigzag()), 4, batch=2, heads=(4, 1), inner=2, latents=True, **ALL,
          **ON_RANKS),  # of zigzag attention too
+    Call(Ulysses(Zigzag()), 4, "prefix", "zigzag", rows=4, heads=(2, 2), inner=2),
     Call(Ulysses(BLOCK), 4, "full", rows=12, documents="both", heads=(4, 2), inner=2,
          returns=("lse",), **KNOWN),
     Call(BLOCK, 4, "tree", rows=31, more=1, batch=2, heads=(4, 2), **ALL, **KNOWN),

@@ -149,8 +149,10 @@ def test_static_masks_are_pytrees_without_leaves():
         for _ in range(2):
             count(mask, np.arange(3))
     assert traces == masks
-    for mask in masks[:5]:
-        assert mask.is_causal == bool(np.triu(visible(mask, 9), 1).sum() == 0)
+    for mask in (*masks[:5], SlidingWindow(None, 2), SlidingWindow(3, None)):
+        seen = visible(mask, 9)
+        assert mask.is_causal == bool(np.triu(seen, 1).sum() == 0)
+        assert mask.num_keys(9) == seen.sum(1).max()
 
 
 @pytest.mark.parametrize("make", [place_tokens, plan_attention])
