@@ -215,11 +215,6 @@ def _on_global_arrays(
     if plan is not None:
         _check_plan(op, plan, found, num_tokens)
     else:
-        if missing and options.order.layout == "zigzag":
-            raise ValueError(
-                f"{op}: T is {num_tokens} but {found.described}, which must divide it in zigzag "
-                "order. Pad the tokens (segment 0 is padding) before you reorder them."
-            )
         segment_ids, positions = read_sequences(
             op, segment_ids, positions, layout=options.order.layout, num_ranks=found.num_ranks
         )

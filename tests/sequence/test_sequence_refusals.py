@@ -42,6 +42,16 @@ class Returns:
         return inputs.sum() + np.zeros(self.shape, np.float32)
 
 
+class OneState(Returns):
+    """A kernel whose states have no heads."""
+
+    def summary(self, inputs: Any) -> Any:
+        return inputs.sum()
+
+    def run(self, inputs: Any, states: Any, piece_ids: Any) -> Any:
+        return inputs
+
+
 def call(op: str, **given: Any):
     return getattr(sequence, op)(**{"axis_name": AXIS, "mesh": mesh_of(1), **given})
 
@@ -188,6 +198,11 @@ CASES = {
             r"initial_state has shapes \(\(1,\), 'float32'\); it needs \(\(1, 4\), 'float32'\)",
         ),
         (lambda: recur(inputs={}), "at least one such array"),
+        (lambda: recur(inputs=[TOKENS, TOKENS[:, :8]]), "with equal B and T"),
+        (
+            lambda: recur(local=OneState(()), return_state=True, mesh=OF_HEADS, head_axis="tensor"),
+            r"a state is \[B\] but head_axis \('tensor',\) shards axis 1",
+        ),
         (lambda: recur(local=Returns((1, 8))), r"returned arrays of shapes \[\(1, 8\)\] for rows"),
         (
             lambda: recur(local=Returns((1, 16)), mesh=OF_HEADS, head_axis="tensor"),
