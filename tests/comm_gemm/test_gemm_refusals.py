@@ -420,3 +420,7 @@ def test_rejected(index):
     with pytest.raises((ValueError, TypeError, NotImplementedError)) as caught:
         call()
     assert re.match(rf"{re.escape(op)}: .*{says}", str(caught.value), flags=re.S), caught.value
+
+
+def test_a_list_of_numbers_is_one_weight():
+    several(lambda w: [[1.0]] * K)

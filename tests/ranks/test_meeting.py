@@ -130,3 +130,14 @@ def test_unauthenticated_connections_are_rejected():
     with pytest.raises(TimeoutError, match=r"processes \[1\] did not connect"):
         connect_all(listener, 0, peers, connect.make_segment(), timeout=1.0)
     assert connect.listen()[1] != name
+
+
+def test_a_process_that_ends_before_its_segment_comes_is_named():
+    listener, name = connect.listen()
+    peers = {0: ConnectionInfo(name, new_token()), 1: ConnectionInfo("nobody", new_token())}
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
+        other.connect("\0" + name)
+        other.send(b"\1\0\0\0" + bytes.fromhex(peers[0].token))
+        other.shutdown(socket.SHUT_WR)
+        with pytest.raises(ConnectionError, match="process 1 closed the connection before its"):
+            connect_all(listener, 0, peers, connect.make_segment(), timeout=30.0)
