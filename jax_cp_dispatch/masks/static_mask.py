@@ -17,9 +17,10 @@ from jax_cp_dispatch.masks.mask import Mask, MaskRanges
 class StaticMask(Mask):
     """A mask that is known before the batch: each query sees one range of keys.
 
-    A frozen dataclass, and a static pytree: the mask itself is the structure. Those of
-    `register_dataclass` would not do: jaxlib 0.10.2 finds the structures of two such classes equal
-    if their numbers are, and a program of one may be run for the other (one call in a hundred).
+    A mask is a frozen dataclass and a static pytree: its structure is the mask itself. It is not
+    registered by `register_dataclass`, because jaxlib 0.10.2 treats the structures of two such
+    classes as equal if their fields are. Their hashes differ, so `jax.jit` confuses them in about
+    one process of a hundred, and then runs the program of another mask.
     """
 
     @property

@@ -188,6 +188,13 @@ def test_few_tests_import_inner_modules_and_each_says_why():
     assert len(reasons) <= MOST_INNER, "\n".join(reasons)
 
 
+def test_scripts_and_pages_name_tests_that_exist():
+    files = [ROOT / "run", ROOT / "CONTRIBUTING.md", *ROOT.glob("benchmarks/*.sh")]
+    for file in [*files, *ROOT.glob("docs/*.md"), *ROOT.glob(".ci/run")]:
+        for name in re.findall(r"\btests/[\w/]+\.(?:py|sh|h|cc)\b", file.read_text()):
+            assert (ROOT / name).is_file(), f"{file.name}: {name}"
+
+
 # ---- How many files an addition touches: counted for those that exist.
 
 LISTS = {"attention/algorithms/__init__.py", "attention/__init__.py", "__init__.py"}
