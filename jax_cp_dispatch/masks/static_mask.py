@@ -18,9 +18,9 @@ class StaticMask(Mask):
     """A mask that is known before the batch: each query sees one range of keys.
 
     A mask is a frozen dataclass and a static pytree: its structure is the mask itself. It is not
-    registered by `register_dataclass`, because jaxlib 0.10.2 treats the structures of two such
-    classes as equal if their fields are. Their hashes differ, so `jax.jit` confuses them in about
-    one process of a hundred, and then runs the program of another mask.
+    registered by `register_dataclass`, because jaxlib (0.10.2 to 0.12.0.1) treats the structures
+    of two such classes as equal if their fields are. Their hashes differ, so `jax.jit` confuses
+    them in about one process of a hundred, and then runs the program of another mask.
     """
 
     @property
