@@ -33,7 +33,7 @@ from local_cases import assert_close
 from movement_oracle import named_rows, random_plan
 from operations import CASES
 from places import AXIS, draw, mesh_of_all, on_ranks, place_all, plan_of
-from programs import Structure
+from program_sets import Structure
 
 import jax_cp_dispatch as cp
 from jax_cp_dispatch.gpu import connect_gpus, raise_gpu_errors

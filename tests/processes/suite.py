@@ -32,7 +32,7 @@ from places import (
     place_all,
     plan_of,
 )
-from programs import SETS, Program, Structure, check_close
+from program_sets import SETS, Program, Structure, check_close
 
 import jax_cp_dispatch as cp
 

@@ -29,7 +29,7 @@ sys.path.extend(
 import jax
 import numpy as np
 from operations import CAPACITY
-from programs import BY_NAME, MOVES, NAMES, SETS, SHORT_DEADLINE, WAYS, Program, Structure
+from program_sets import BY_NAME, MOVES, NAMES, SETS, SHORT_DEADLINE, WAYS, Program, Structure
 
 import jax_cp_dispatch as cp
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
