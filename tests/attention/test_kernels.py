@@ -355,6 +355,29 @@ def test_kernels(call):
     check(call, np.random.default_rng())
 
 
+@pytest.mark.usefixtures("interpreted")
+def test_a_block_of_padding_between_others():
+    """Its walk has no pairs, and the next block is copied during its step."""
+    ids = np.repeat(np.int32([1, 0, 2]), 128)[None]
+    q, k, v = np.random.default_rng().normal(size=(3, 1, 384, 1, 128)).astype(np.float32)
+
+    def gradients(rows):
+        def loss(*qkv):
+            options: Any = {"mesh": mesh_of(1), "axis_name": AXIS, "segment_ids": ids[:, rows]}
+            out = context_parallel_attention(*qkv, algorithm="ring", **options)
+            return (out**2).sum(), out
+
+        (_, out), found = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(
+            *(x[:, rows] for x in (q, k, v))
+        )
+        return out, *found
+
+    last = slice(256, None)
+    for x, alone in zip(gradients(slice(None)), gradients(last), strict=True):
+        assert not np.any(x[:, 128:256])
+        np.testing.assert_array_equal(x[:, last], alone)
+
+
 # ---- Lowered for TPUs: kernels, and rows that move by XLA's collectives; nothing runs.
 
 W, ROWS = 4, 32

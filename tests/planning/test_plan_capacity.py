@@ -23,11 +23,13 @@ from jax_cp_dispatch import (
     place_tokens,
     plan_attention,
 )
-from jax_cp_dispatch.masks import BlockCausal, Causal, Chunked, PrefixLM, SlidingWindow
+from jax_cp_dispatch.documents.table import document_table  # inner: of the keys below
+from jax_cp_dispatch.masks import BlockCausal, Causal, Chunked, PrefixLM, Ranges, SlidingWindow
 from jax_cp_dispatch.planning import needs_inside_jit
 from jax_cp_dispatch.planning.balance import balance_blocks  # inner: any costs and keys
 from jax_cp_dispatch.planning.block_grid import BlockGrid  # inner: of the bound below
 from jax_cp_dispatch.planning.key_limit import KeyLimit, kv_bound  # inner: a bound without a batch
+from jax_cp_dispatch.planning.seen_keys import seen_keys  # inner: the planner reads them in C++
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "plans.md"
 W, T, BLOCK = 8, 128, 4
@@ -329,3 +331,29 @@ def test_an_assignment_keeps_its_limit_of_keys():
         assert most[0] <= limit
         exceeded += most[1] > limit
     assert exceeded  # without the limit
+
+
+def test_a_limit_of_keys_leaves_room_for_balance():
+    """Ranks with few tokens take blocks of the others: keys count once, and those of a rank."""
+    ids = np.ones((1, 4, 64), np.int32)
+    ids[:, 2:, 16:] = 0
+    options: Any = {"mask": SlidingWindow(8), "config": PlanConfig(block=4)}
+    plan = jax.jit(partial(plan_attention, world_size=4, **options))(ids.reshape(1, -1))
+    assert plan.imbalance <= 1.05
+
+
+def test_running_keys_stay_in_their_document():
+    """What queries from `start` on see first, and queries before `end` last."""
+    rng = np.random.default_rng()
+    lengths = rng.integers(1, 9, 6)
+    mask = Ranges(*rng.integers(0, lengths.sum() + 1, (2, 1, lengths.sum()), np.int32))
+    keys = seen_keys(mask, document_table("test", world_size=1, lengths=[lengths.tolist()]))
+    assert keys.table is not None
+    first, last = keys.table.running_keys(lengths)
+    for begin, length in zip(np.cumsum(lengths) - lengths, lengths, strict=True):
+        of = slice(begin, begin + length)
+        k_start, k_end = keys.table.ranges.k_start[of], keys.table.ranges.k_end[of]
+        sees = k_start < k_end
+        least, most = np.where(sees, k_start, length), np.where(sees, k_end, 0)
+        np.testing.assert_array_equal(first[of], np.minimum.accumulate(least[::-1])[::-1])
+        np.testing.assert_array_equal(last[of], np.maximum.accumulate(most))
