@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_cp_dispatch.attention.local import range_kernels
+from jax_cp_dispatch.attention.local import gpu
 from jax_cp_dispatch.cpu_devices import warn_of_deadlock
 
 
@@ -118,7 +118,7 @@ _HEADS = (64, 128, 256)
 
 
 def _attention_on_gpus() -> Finding:
-    reasons = {size: range_kernels.why_not(jnp.dtype("bfloat16"), (size, size)) for size in _HEADS}
+    reasons = {size: gpu.why_not(jnp.dtype("bfloat16"), (size, size)) for size in _HEADS}
     served = [size for size, reason in reasons.items() if reason is None]
     if not served:
         remedy = "Build the package with CUDA, and do not set JAX_CP_DISPATCH_ATTENTION_KERNEL=0."

@@ -9,12 +9,7 @@ import numpy as np
 from jaxtyping import Int64
 
 from jax_cp_dispatch._text import RANKS_HEADER, count, rank_table, table
-from jax_cp_dispatch.metadata.describe import (
-    describe_traffic,
-    known,
-    rows_between_ranks,
-    rows_moved,
-)
+from jax_cp_dispatch.metadata.fields import describe_traffic, known, rows_between_ranks, rows_moved
 from jax_cp_dispatch.plots import color, figure_class, save
 
 

@@ -13,10 +13,10 @@ from jax_cp_dispatch._arguments import check_positive
 from jax_cp_dispatch._rank_times import BalanceProfile, time_ranks
 from jax_cp_dispatch._ranks.options import read_options
 from jax_cp_dispatch.attention.algorithms import ALGORITHMS, Algorithm, Balanced, Placed
-from jax_cp_dispatch.attention.algorithms.rank_program import Batch, RankProgram, Shape
-from jax_cp_dispatch.attention.auto import Auto, read_algorithm
-from jax_cp_dispatch.attention.call_options import AttentionOptions
-from jax_cp_dispatch.documents.ranges import PackedMask
+from jax_cp_dispatch.attention.algorithms.by_plan import Batch, RankProgram, Shape
+from jax_cp_dispatch.attention.choose import Auto, read_algorithm
+from jax_cp_dispatch.attention.operands import AttentionOptions
+from jax_cp_dispatch.documents.layouts import PackedMask
 from jax_cp_dispatch.documents.table import Row, document_table
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.read import read_mask_on_host

@@ -12,23 +12,22 @@ from jaxtyping import Float
 from jax_cp_dispatch._arguments import HostOrDevice
 from jax_cp_dispatch._ranks.options import read_options
 from jax_cp_dispatch.attention.algorithms import Call, Hamilton, refuse
-from jax_cp_dispatch.attention.call_options import AttentionOptions
-from jax_cp_dispatch.attention.local.forward import OnlineSoftmax
-from jax_cp_dispatch.attention.local.query_ranges import KeyQueries
-from jax_cp_dispatch.attention.operands import Operands, check_rows
+from jax_cp_dispatch.attention.local.blockwise import OnlineSoftmax
+from jax_cp_dispatch.attention.local.ranges import KeyQueries
+from jax_cp_dispatch.attention.operands import AttentionOptions, Operands, check_rows
 from jax_cp_dispatch.attention.profile.step_record import AttentionProfile, StepRecord
 from jax_cp_dispatch.attention.profile.stopwatch import check_tokens, stopwatch_over
-from jax_cp_dispatch.attention.rotating.attend import TokenRanges
-from jax_cp_dispatch.attention.rotating.sequence import (
+from jax_cp_dispatch.attention.rotating import (
     ShardedSequence,
+    TokenRanges,
     attend_sequence,
     from_layout,
     to_layout,
     token_ranges,
 )
-from jax_cp_dispatch.cycles.integer_rows import CycleRows
-from jax_cp_dispatch.documents.given import GivenDocuments, read_given, read_sequences
-from jax_cp_dispatch.documents.ranges import PackedMask
+from jax_cp_dispatch.cycles import CycleRows
+from jax_cp_dispatch.documents.documents import GivenDocuments, read_given, read_sequences
+from jax_cp_dispatch.documents.layouts import PackedMask
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.read import read_mask_on_host
 from jax_cp_dispatch.timeline import COMMUNICATION, COMPUTATION
