@@ -1,7 +1,6 @@
 """Hooks into the package that several files of tests need, and that no public function offers."""
 
 import contextlib
-import sys
 import types
 from typing import Any
 from unittest import mock
@@ -10,14 +9,12 @@ from jax_cp_dispatch import global_call  # inner: a warning comes once in a proc
 from jax_cp_dispatch._ranks import (  # inner: a TPU is pretended
     coordination,  # inner: waits for minutes by default
     lowering,
+    processes,
     runtime,
 )
 from jax_cp_dispatch._text import say_once  # inner: a warning comes once in a process
 from jax_cp_dispatch.attention import rotating  # inner: blocks, kernels for TPUs
 from jax_cp_dispatch.attention.algorithms import exchange_once  # inner: with and without parts
-
-# The package has a function of its name.
-initialize: Any = sys.modules["jax_cp_dispatch._ranks.processes.initialize"]
 
 
 def warn_again() -> None:
@@ -66,7 +63,7 @@ def heads_in_parts(is_cut: bool) -> Any:
 
 def pretend(what: str, value: str) -> Any:
     """Returns a patch of what this process says of itself when it joins: "host" or "version"."""
-    return mock.patch.object(initialize, f"_{what}", lambda: value)
+    return mock.patch.object(processes, f"_{what}", lambda: value)
 
 
 def leave_after(seconds: float) -> None:
