@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jaxtyping import Float
 
 from jax_cp_dispatch._arguments import HostOrDevice
+from jax_cp_dispatch._door import door
 from jax_cp_dispatch._ranks.options import read_options
 from jax_cp_dispatch.attention.algorithms import Call, Hamilton, refuse
 from jax_cp_dispatch.attention.local.blockwise import OnlineSoftmax
@@ -33,6 +34,7 @@ from jax_cp_dispatch.masks.read import read_mask_on_host
 from jax_cp_dispatch.timeline import COMMUNICATION, COMPUTATION
 
 
+@door("hamilton_attention_profile")
 def hamilton_attention_profile(
     q: Float[HostOrDevice, "B T N H"],
     k: Float[HostOrDevice, "B T K H"],
