@@ -16,7 +16,7 @@ from jax_cp_dispatch.attention.algorithms import ALGORITHMS, Algorithm, Balanced
 from jax_cp_dispatch.attention.algorithms.by_plan import Batch, RankProgram, Shape
 from jax_cp_dispatch.attention.choose import Auto, read_algorithm
 from jax_cp_dispatch.attention.operands import AttentionOptions
-from jax_cp_dispatch.documents.layouts import PackedMask
+from jax_cp_dispatch.documents.documents import trusted
 from jax_cp_dispatch.documents.table import Row, document_table
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.read import read_mask_on_host
@@ -75,7 +75,7 @@ def balance_profile(
     dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
     qkv = [Shape((*rows, n, head_size), dtype) for n in heads]
     options = AttentionOptions(read_options(_OP, "ranks"))
-    batch = Batch(world_size, PackedMask(mask, documents.numbers()), qkv)
+    batch = Batch(world_size, trusted(documents.numbers(), mask=mask), qkv)
     chosen = [_read(x, batch) for x in algorithms]
     programs = []
     for algorithm, its_batch in chosen:

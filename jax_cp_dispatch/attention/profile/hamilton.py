@@ -27,8 +27,13 @@ from jax_cp_dispatch.attention.rotating import (
     token_ranges,
 )
 from jax_cp_dispatch.cycles import CycleRows
-from jax_cp_dispatch.documents.documents import GivenDocuments, read_given, read_sequences
-from jax_cp_dispatch.documents.layouts import PackedMask
+from jax_cp_dispatch.documents.documents import (
+    Documents,
+    check_call_ranks,
+    read_given,
+    read_whole,
+    replaced,
+)
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.read import read_mask_on_host
 from jax_cp_dispatch.timeline import COMMUNICATION, COMPUTATION
@@ -73,15 +78,14 @@ def hamilton_attention_profile(
     algorithm.schedule(op, num_ranks)  # raises before the arrays are read
     given, read = _read_keywords(op, axis_name, options)
     refuse(op, algorithm, Call(read, (num_ranks,), q.shape[2]))
-    mask, *documents = given.packed
-    check_rows(op, Operands(q, k, v), *documents)
+    check_rows(op, Operands(q, k, v), given.segment_ids, given.positions)
     check_tokens(op, q.shape[1], stopwatch)
-    given.check_ranks(op, q.shape[1], num_ranks, f"{axis_name!r} has {num_ranks} devices")
-    mask = read_mask_on_host(op, mask, q.shape[:2])
+    check_call_ranks(op, given, q.shape[1], num_ranks, f"{axis_name!r} has {num_ranks} devices")
+    mask = read_mask_on_host(op, given.mask, q.shape[:2])
     sequence = algorithm.sequence(read, mask, num_ranks)
-    documents = read_sequences(op, *documents, layout=read.order.layout, num_ranks=num_ranks)
+    documents = read_whole(op, replaced(given, mask=mask), num_ranks)
     sharding = NamedSharding(stopwatch.mesh, P(None, axis_name))
-    *qkv, packed = jax.device_put((q, k, v, PackedMask(mask, *documents)), sharding)
+    *qkv, packed = jax.device_put((q, k, v, documents), sharding)
     attend = lambda q, k, v, packed: attend_sequence(sequence, Operands(q, k, v), packed).out
     whole = stopwatch.program(attend, 4 * [_ROWS], _ROWS)
     seconds, _ = stopwatch.run(whole, *qkv, packed)
@@ -92,7 +96,7 @@ def hamilton_attention_profile(
 
 def _read_keywords(
     op: str, axis_name: str, given: dict[str, Any]
-) -> tuple[GivenDocuments, AttentionOptions]:
+) -> tuple[Documents, AttentionOptions]:
     """Returns the documents, with their mask, and the options."""
     exchange = {"implementation", "deadline", "num_comm_sm"}
     documents = ("documents", "segment_ids", "positions", "mask")
@@ -121,7 +125,7 @@ def _range_axes(mask: Mask) -> Any:
     )
 
 
-def _run_steps(sequence: ShardedSequence, record: StepRecord, qkv, packed: PackedMask):
+def _run_steps(sequence: ShardedSequence, record: StepRecord, qkv, packed: Documents):
     """Runs the steps of `attend_sequence`, each kind as one program."""
     q, k, v = qkv
     num_tokens = q.shape[1] // sequence.num_ranks
