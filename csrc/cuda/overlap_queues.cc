@@ -1,13 +1,294 @@
-// The queues of one overlapped product on a device: CUDA streams and events, and signals between
-// devices.
+// Recorded spans of ranks on GPUs: events on their streams, read when recording ends.
 #include "cuda/overlap_queues.h"
 
+#include <algorithm>
+#include <chrono>
+#include <map>
+#include <mutex>
+#include <set>
+#include <thread>
+#include <tuple>
 #include <utility>
 
-#include "cuda/gpu_spans.h"
 #include "cuda/product_kernels.h"
+#include "cuda/status.h"
+#include "gemm/overlap_problem.h"
+#include "gpu_schedule/cublaslt.h"
 
 namespace cpd {
+
+GpuSpans& GpuSpans::Get() {
+  static auto* spans = new GpuSpans;
+  return *spans;
+}
+
+void GpuSpans::Start() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  spans_.clear();
+  clocks_.clear();
+  enabled_ = true;
+}
+
+int GpuSpans::Begin(RecordedSpan span, int device, cudaStream_t stream) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (!enabled_) return -1;
+  if (clocks_.count(device) == 0) {
+    lock.unlock();  // the other spans remain
+    Clock clock{};
+    if (cudaEventCreate(&clock.event) != cudaSuccess) return -1;
+    cudaEventRecord(clock.event, stream);
+    cudaEventSynchronize(clock.event);
+    clock.host_ns = SteadyNanoseconds();
+    lock.lock();
+    clocks_[device] = clock;
+  }
+  Open open{std::move(span), device, nullptr, nullptr};
+  if (cudaEventCreate(&open.begin) != cudaSuccess || cudaEventCreate(&open.end) != cudaSuccess) {
+    return -1;
+  }
+  cudaEventRecord(open.begin, stream);
+  spans_.push_back(std::move(open));
+  return static_cast<int>(spans_.size()) - 1;
+}
+
+void GpuSpans::End(int number, cudaStream_t stream) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (number >= 0 && number < static_cast<int>(spans_.size())) {
+    cudaEventRecord(spans_[number].end, stream);
+  }
+}
+
+std::vector<RecordedSpan> GpuSpans::Stop() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  enabled_ = false;
+  std::vector<RecordedSpan> read;
+  for (Open& open : spans_) {
+    const Clock& clock = clocks_[open.device];
+    float start_ms = 0, duration_ms = 0;
+    const bool is_read = cudaEventSynchronize(open.end) == cudaSuccess &&
+                         cudaEventElapsedTime(&start_ms, clock.event, open.begin) == cudaSuccess &&
+                         cudaEventElapsedTime(&duration_ms, open.begin, open.end) == cudaSuccess;
+    cudaEventDestroy(open.begin);
+    cudaEventDestroy(open.end);
+    if (!is_read) continue;
+    open.span.start_ns = clock.host_ns + static_cast<int64_t>(1e6 * start_ms);
+    open.span.duration_ns = static_cast<int64_t>(1e6 * duration_ms);
+    read.push_back(std::move(open.span));
+  }
+  for (auto& [device, clock] : clocks_) cudaEventDestroy(clock.event);
+  cudaGetLastError();
+  spans_.clear();
+  clocks_.clear();
+  return read;
+}
+
+// ---- The arithmetic of a schedule on GPUs: products by cuBLASLt, everything else by kernels.
+
+namespace {
+
+kernels::SumCall CallOf(const SumTask& task) {
+  kernels::SumCall sum{};
+  sum.num_sources = static_cast<int>(task.sources.size());
+  std::copy(task.sources.begin(), task.sources.end(), sum.sources);
+  sum.type = task.type;
+  sum.pitch = task.pitch;
+  sum.num_rows = task.num_rows;
+  sum.num_columns = task.num_columns;
+  sum.bias = task.bias;
+  sum.to = task.to;
+  sum.to_type = task.to_type;
+  sum.to_pitch = task.to_pitch;
+  return sum;
+}
+
+}  // namespace
+
+void GpuArithmetic::Check(cudaError_t error, const char* what) const {
+  const Status status = CudaStatus(error, op_, ": ", what);
+  if (status_.ok()) status_ = status;
+}
+
+void GpuArithmetic::Multiply(const GemmTask& task) const {
+  if (task.m == 0 || task.n == 0 || !status_.ok()) return;
+  const LtResources resources{device_, scratch_->lt, GemmScratch::kLtBytes, stream_};
+  const auto epilogue = [&](const GemmTask& rows, const char* sums, int64_t pitch) {
+    kernels::SumCall sum = CallOf({{sums},
+                                   DataType::kF32,
+                                   pitch,
+                                   rows.m,
+                                   rows.n,
+                                   rows.epilogue.bias,
+                                   rows.c,
+                                   rows.c_type,
+                                   rows.c_pitch});
+    sum.gelu = rows.epilogue.gelu;
+    sum.pre_gelu = rows.epilogue.pre_gelu;
+    sum.gelu_input = rows.epilogue.gelu_input;
+    Check(LaunchSum(sum, share_.num_blocks, stream_), "launching an epilogue");
+  };
+  const Status status = MultiplyWithLt(op_, task, share_.lt, resources, scratch_->sums, epilogue);
+  if (status_.ok()) status_ = status;
+}
+
+void GpuArithmetic::Sum(const SumTask& task) const {
+  Check(LaunchSum(CallOf(task), share_.num_comm_blocks, stream_), "launching a sum");
+}
+
+void GpuArithmetic::Copy(const std::vector<RowCopy>& copies) const {
+  for (const RowCopy& copy : copies) {
+    if (copy.num_rows == 0 || copy.row_bytes == 0) continue;
+    const bool is_one = copy.num_rows == 1 ||
+                        (copy.to_pitch == copy.row_bytes && copy.from_pitch == copy.row_bytes);
+    if (is_one && !share_.use_copy_engine) {
+      Check(LaunchCopy(copy.to, copy.from, copy.num_rows * copy.row_bytes, share_.num_comm_blocks,
+                       stream_),
+            "launching a copy");
+    } else if (is_one) {
+      Check(cudaMemcpyAsync(copy.to, copy.from, copy.num_rows * copy.row_bytes, cudaMemcpyDefault,
+                            stream_),
+            "copying");
+    } else {
+      Check(cudaMemcpy2DAsync(copy.to, copy.to_pitch, copy.from, copy.from_pitch, copy.row_bytes,
+                              copy.num_rows, cudaMemcpyDefault, stream_),
+            "copying rows");
+    }
+  }
+}
+
+void GpuArithmetic::Clear(char* rows, int64_t pitch, int64_t num_rows, int64_t row_bytes) const {
+  if (num_rows == 0 || row_bytes == 0) return;
+  Check(cudaMemset2DAsync(rows, pitch, 0, row_bytes, num_rows, stream_), "clearing rows");
+}
+
+void GpuArithmetic::Finish(const OverlapProblem& p, const RankMemory& memory, const char*) const {
+  if (memory.bias_grad == nullptr) return;
+  kernels::ColumnsCall call{};
+  call.num_columns = p.n;
+  call.out = memory.bias_grad;
+  call.out_type = p.output_type;
+  if (p.fuse_gelu) {
+    call.data = memory.output;
+    call.type = p.output_type;
+    call.by_row = p.n;
+    call.by_column = 1;
+    call.num_rows = p.m;
+  } else {
+    const Matrix rhs = WholeProduct(p, memory).b;
+    call.data = rhs.data;
+    call.type = rhs.type;
+    call.scale = reinterpret_cast<const float*>(rhs.scales.data);
+    call.by_row = rhs.transposed ? 1 : rhs.pitch;
+    call.by_column = rhs.transposed ? rhs.pitch : 1;
+    call.num_rows = p.k;
+  }
+  Check(LaunchColumns(call, share_.num_blocks, stream_), "launching a bias gradient");
+}
+
+void GpuArithmetic::Prepare(OverlapProblem* problem, int first,
+                            const std::vector<GemmScratch>& scratch) const {
+  OverlapProblem& p = *problem;
+  for (size_t i = 0; i < scratch.size() && p.scaling != Scaling::kNone; ++i) {
+    RankMemory& memory = p.ranks[first + i];
+    if (p.scaling == Scaling::kBlocks) {
+      const int64_t blocks = (p.k + Scales::kBlock - 1) / Scales::kBlock;
+      const auto swizzle = [&](const char* scales, char* tiles, bool of_lhs, bool across,
+                               int64_t num_lines) {
+        Check(LaunchSwizzle({scales, tiles, ScalesPitch(p, of_lhs), across, num_lines, blocks},
+                            share_.num_blocks, stream_),
+              "launching the order of scales");
+      };
+      swizzle(memory.lhs_scales, memory.lhs_swizzled, true, p.lhs_transposed, p.m);
+      swizzle(memory.rhs_scales, memory.rhs_swizzled, false, !p.rhs_transposed, p.n);
+      memory.lhs_scales = memory.lhs_swizzled;
+      memory.rhs_scales = memory.rhs_swizzled;
+    }
+    if (!p.rhs_transposed) {
+      Check(LaunchTranspose({memory.rhs, scratch[i].rhs, p.k, p.n}, share_.num_blocks, stream_),
+            "launching a transpose");
+      memory.rhs = scratch[i].rhs;
+    }
+    if (p.lhs_transposed) {
+      Check(LaunchTranspose({memory.lhs, scratch[i].lhs, p.k, p.m}, share_.num_blocks, stream_),
+            "launching a transpose");
+      memory.lhs = scratch[i].lhs;
+    }
+  }
+  if (p.scaling != Scaling::kNone) {
+    p.rhs_transposed = true;
+    p.lhs_transposed = false;
+  }
+}
+
+// ---- A device's streams for overlapped products, in addition to the program's, and their events.
+
+Status Lanes::Find(const std::string& op, const LanesKey& key, bool is_recorded,
+                   std::shared_ptr<Lanes>* lanes) {
+  using Key = std::tuple<int, int, int64_t, int64_t, bool>;
+  static auto& all_mutex = *new std::mutex;
+  static auto& all = *new std::map<Key, std::shared_ptr<Lanes>>;
+  const Key of_all{key.device, key.num_local, key.gemm_priority, key.comm_priority, is_recorded};
+  std::lock_guard<std::mutex> lock(all_mutex);
+  std::shared_ptr<Lanes>& found = all[of_all];
+  if (found == nullptr) {
+    auto made = std::make_shared<Lanes>();
+    int lowest = 0, highest = 0;  // CUDA numbers priorities the other way around
+    cudaError_t error = cudaDeviceGetStreamPriorityRange(&lowest, &highest);
+    for (int i = 0; i < 2 * key.num_local && error == cudaSuccess; ++i) {
+      const int64_t wanted = i % 2 == 0 ? key.gemm_priority : key.comm_priority;
+      const auto priority = static_cast<int>(std::clamp<int64_t>(lowest - wanted, highest, lowest));
+      made->streams_.emplace_back();
+      error = cudaStreamCreateWithPriority(&made->streams_.back(), cudaStreamNonBlocking, priority);
+    }
+    if (error != cudaSuccess) {
+      all.erase(of_all);
+      return CudaStatus(error, op, ": making streams");
+    }
+    found = std::move(made);
+  }
+  *lanes = found;
+  return Status::Ok();
+}
+
+Status Lanes::WaitForRecording(const std::string& op, cudaStream_t stream) const {
+  constexpr auto kPatience = std::chrono::seconds(10);
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  unsigned long long own = 0, other = 0;  // NOLINT: CUDA's types
+  cudaStreamGetCaptureInfo(stream, &status, &own);
+  const auto end = std::chrono::steady_clock::now() + kPatience;
+  const auto is_busy = [&] {
+    for (cudaStream_t lane : streams_) {
+      if (cudaStreamGetCaptureInfo(lane, &status, &other) != cudaSuccess ||
+          (status != cudaStreamCaptureStatusNone && other != own)) {
+        return true;
+      }
+    }
+    return false;
+  };
+  while (is_busy()) {
+    if (std::chrono::steady_clock::now() > end) {
+      return Status::Internal(
+          op,
+          ": another program has been recording on this device for 10 s. Start with "
+          "XLA_FLAGS=--xla_gpu_enable_command_buffer= (nothing is recorded then).");
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return Status::Ok();
+}
+
+cudaError_t Lanes::event(int number, cudaEvent_t* event) {
+  while (static_cast<int>(events_.size()) <= number) {
+    cudaEvent_t made = nullptr;
+    const cudaError_t error = cudaEventCreateWithFlags(&made, cudaEventDisableTiming);
+    if (error != cudaSuccess) return error;
+    events_.push_back(made);
+  }
+  *event = events_[number];
+  return cudaSuccess;
+}
+
+// ---- The queues of one overlapped product on a device: CUDA streams and events, and signals
+// between devices.
 
 OverlapQueues::OverlapQueues(Call call, std::vector<GemmScratch> scratch, Lanes* lanes,
                              GpuArithmetic* arithmetic, const kernels::Meeting* meeting)
@@ -74,6 +355,61 @@ void OverlapQueues::BeginSpan(int rank, SpanKind kind, const std::string& name) 
 
 void OverlapQueues::EndSpan() {
   if (call_.has_spans) GpuSpans::Get().End(span_, chosen_);
+}
+
+// ---- Records the launches of a call once and discards them, before ranks wait for one another.
+
+namespace {
+
+// One mutex per device: loading kernels for one does not block another.
+struct Rehearsed {
+  std::mutex mutex;
+  bool is_loaded = false;  // the library's handle, and this package's kernels
+  std::set<std::vector<int64_t>> kernels;
+};
+
+Rehearsed& RehearsedOn(int device) {
+  static auto& mutex = *new std::mutex;
+  static auto& devices = *new std::map<int, Rehearsed>;
+  std::lock_guard<std::mutex> lock(mutex);
+  return devices[device];
+}
+
+Status Load(const std::string& op, int device, Rehearsed* rehearsed) {
+  if (rehearsed->is_loaded) return Status::Ok();
+  Status status = CublasLt::Get().Prepare(op, device);
+  if (!status.ok()) return status;
+  status = CudaStatus(LoadProductKernels(), op, ": loading kernels");
+  rehearsed->is_loaded = status.ok();
+  return status;
+}
+
+}  // namespace
+
+Status Rehearsal::Run(const std::string& op, int device, const std::vector<int64_t>& kernels,
+                      const std::function<Status(cudaStream_t)>& launch) {
+  Rehearsed& rehearsed = RehearsedOn(device);
+  std::lock_guard<std::mutex> lock(rehearsed.mutex);
+  if (rehearsed.kernels.count(kernels) > 0) return Status::Ok();
+  Status status = Load(op, device, &rehearsed);
+  if (!status.ok()) return status;
+  cudaGraph_t graph = nullptr;
+  cudaGraphExec_t loaded = nullptr;
+  arithmetic_->Check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "making a stream");
+  if (stream_ == nullptr) return arithmetic_->status();
+  arithmetic_->Check(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeRelaxed), "recording");
+  status = arithmetic_->status();
+  if (status.ok()) {
+    status = launch(stream_);
+    arithmetic_->Check(cudaStreamEndCapture(stream_, &graph), "recording");
+  }
+  if (graph) arithmetic_->Check(cudaGraphInstantiate(&loaded, graph, 0), "loading kernels");
+  if (loaded) cudaGraphExecDestroy(loaded);
+  if (graph) cudaGraphDestroy(graph);
+  cudaStreamDestroy(stream_);
+  if (status.ok()) status = arithmetic_->status();
+  if (status.ok()) rehearsed.kernels.insert(kernels);
+  return status;
 }
 
 }  // namespace cpd

@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "dispatch/dispatch.h"
-#include "transport/bytes.h"
+#include "transport/announcement.h"
 
 namespace cpd {
 namespace {

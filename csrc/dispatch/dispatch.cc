@@ -7,7 +7,7 @@
 
 #include "dispatch/messages.h"
 #include "dispatch/segments.h"
-#include "transport/stream_copy.h"
+#include "numerics/rows.h"
 
 namespace cpd {
 namespace {

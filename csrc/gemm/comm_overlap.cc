@@ -1,10 +1,71 @@
-// The common part of the schedules: chunks of a product; gathering and summing of rows.
+// The arithmetic of a schedule on CPU.
 #include "gemm/comm_overlap.h"
 
 #include <algorithm>
 #include <numeric>
+#include <string>
+#include <utility>
+
+#include "numerics/rows.h"
+#include "transport/team.h"
 
 namespace cpd {
+namespace {
+
+// out = the sum of the sources in order (+ bias), rounded once.
+void SumAndRound(const std::vector<const char*>& sources, DataType type, const char* bias,
+                 int64_t num_elements, DataType out_type, char* out) {
+  const DataType sum_type = AccumulationType(type);
+  if (sum_type == out_type && bias == nullptr) {
+    SumRows({type, sum_type}, sources, num_elements, out);
+    return;
+  }
+  constexpr int64_t kTile = 2048;  // the sums stay in the first-level cache
+  alignas(64) char sums[kTile * sizeof(double)];
+  std::vector<const char*> tile(sources.size());
+  const int64_t bytes = ElementBytes(type), out_bytes = ElementBytes(out_type);
+  for (int64_t begin = 0; begin < num_elements; begin += kTile) {
+    const int64_t n = std::min(kTile, num_elements - begin);
+    for (size_t i = 0; i < tile.size(); ++i) tile[i] = sources[i] + begin * bytes;
+    SumRows({type, sum_type}, tile, n, sums);
+    Epilogue epilogue;
+    if (bias) epilogue.bias = bias + begin * out_bytes;
+    char* to = out + begin * out_bytes;
+    if (sum_type == DataType::kF64) {
+      StoreRow(out_type, reinterpret_cast<const double*>(sums), epilogue, n, to);
+    } else {
+      StoreRow(out_type, reinterpret_cast<const float*>(sums), epilogue, n, to);
+    }
+  }
+}
+
+}  // namespace
+
+void HostArithmetic::Sum(const SumTask& task) const {
+  const int64_t bytes = ElementBytes(task.type), to_bytes = ElementBytes(task.to_type);
+  // Rows without gaps between them count as one row.
+  const bool is_one =
+      task.pitch == task.num_columns && task.to_pitch == task.num_columns && task.bias == nullptr;
+  const int64_t rows_at_once = is_one ? std::max<int64_t>(task.num_rows, 1) : 1;
+  std::vector<const char*> parts(task.sources.size());
+  if (task.num_columns == 0) return;
+  for (int64_t row = 0; row < task.num_rows; row += rows_at_once) {
+    for (size_t i = 0; i < parts.size(); ++i) {
+      parts[i] = task.sources[i] + row * task.pitch * bytes;
+    }
+    SumAndRound(parts, task.type, task.bias, rows_at_once * task.num_columns, task.to_type,
+                task.to + row * task.to_pitch * to_bytes);
+  }
+}
+
+void HostArithmetic::Copy(const std::vector<RowCopy>& copies) const { CopyRows(copies); }
+
+void HostArithmetic::Clear(char* rows, int64_t pitch, int64_t num_rows, int64_t row_bytes) const {
+  if (row_bytes == 0) return;
+  for (int64_t row = 0; row < num_rows; ++row) std::fill_n(rows + row * pitch, row_bytes, 0);
+}
+
+// ---- The common part of the schedules: chunks of a product; gathering and summing of rows.
 
 CommOverlapCore::CommOverlapCore(OverlapProblem problem, std::shared_ptr<Arithmetic> arithmetic)
     : p_(std::move(problem)), arithmetic_(std::move(arithmetic)), offsets_(p_.rows.Offsets()) {}
@@ -306,6 +367,267 @@ std::unique_ptr<CommOverlapCore> MakeCommOverlap(OverlapProblem problem,
       return std::make_unique<CommOverlapP2PBase>(std::move(problem), std::move(arithmetic));
   }
   return nullptr;
+}
+
+// ---- Schedules in which ranks read from one another: without overlap, bulk, pipeline.
+
+void NoOverlap::Record(int rank, RankStreams streams) const {
+  Stream& stream = streams.compute;
+  if (p_.config.type == CommType::kAllGather) {
+    AllGather(rank, stream);
+    WaitForAllChunks(rank, stream);
+    stream.Run(SpanKind::kComputation, "GEMM", [this, rank](Counters&) { MultiplyAll(rank); });
+    KeepGathered(rank, stream);
+    Finish(rank, stream);
+    return;
+  }
+  stream.Run(SpanKind::kComputation, "GEMM",
+             [this, rank](Counters&) { MultiplyAllTo(rank, p_.ranks[rank].buffer); });
+  TellAll(rank, 0, stream);
+  WaitForAll(0, stream);
+  stream.Run(SpanKind::kCommunication, "reduce-scatter",
+             [this, rank](Counters&) { Reduce(rank, RowsOf(rank, Buffers(), p_.n), 0, p_.n); });
+  Finish(rank, stream);
+}
+
+void CommOverlapBase::Record(int rank, RankStreams streams) const {
+  if (p_.config.is_bulk()) {
+    RecordBulk(rank, streams);
+  } else {
+    RecordPipeline(rank, streams);
+  }
+  Finish(rank, streams.compute);
+}
+
+void CommOverlapBase::RecordBulk(int rank, RankStreams streams) const {
+  streams.compute.Run(SpanKind::kComputation, "GEMM",
+                      [this, rank](Counters&) { MultiplyAll(rank); });
+  if (p_.config.type == CommType::kAllGather) {
+    AllGather(rank, streams.communicate);
+    WaitForAllChunks(rank, streams.communicate);
+    KeepGathered(rank, streams.communicate);
+    return;
+  }
+  if (p_.shares_only_buffers) {
+    const RankMemory& memory = p_.ranks[rank];
+    const int64_t bytes =
+        p_.rows.num_batches * p_.rows.total() * p_.aux_width * ElementBytes(p_.aux_type);
+    streams.communicate.Run(
+        SpanKind::kCommunication, "own part", [this, &memory, bytes](Counters&) {
+          arithmetic_->Copy({{memory.buffer, bytes, memory.aux_in, bytes, 1, bytes}});
+        });
+    TellAll(rank, 0, streams.communicate);
+    WaitForAll(0, streams.communicate);
+  }
+  streams.communicate.Run(SpanKind::kCommunication, "reduce-scatter", [this, rank](Counters&) {
+    std::vector<const char*> whole;
+    for (const RankMemory& other : p_.ranks) {
+      whole.push_back(p_.shares_only_buffers ? other.buffer : other.aux_in);
+    }
+    Reduce(rank, RowsOf(rank, std::move(whole), p_.aux_width), 0, p_.aux_width);
+  });
+}
+
+// All ranks compute column chunk i, which is reduced while chunk i + 1 is computed. Chunks are
+// stored contiguously in the buffers.
+void CommOverlapBase::RecordPipeline(int rank, RankStreams streams) const {
+  const int num_splits = num_column_chunks();
+  const int64_t column_bytes =
+      p_.rows.num_batches * p_.rows.total() * ElementBytes(p_.partial_type);
+  const auto first_column = [this, num_splits](int chunk) { return p_.n * chunk / num_splits; };
+  const auto multiply = [=](int chunk) {
+    const int64_t begin = first_column(chunk), end = first_column(chunk + 1);
+    MultiplyColumns(rank, begin, end, p_.ranks[rank].buffer + begin * column_bytes);
+  };
+  const auto reduce = [&](int chunk) {
+    WaitForAll(chunk, streams.communicate);
+    const int64_t begin = first_column(chunk), end = first_column(chunk + 1);
+    streams.communicate.Run(
+        SpanKind::kCommunication, "reduce-scatter " + std::to_string(chunk), [=](Counters&) {
+          Sources chunks = RowsOf(rank, Buffers(begin * column_bytes), end - begin);
+          Reduce(rank, chunks, begin, end);
+        });
+  };
+  if (p_.config.atomic) {
+    streams.compute.Run(SpanKind::kComputation, "GEMM", [=](Counters& counters) {
+      for (int chunk = 0; chunk < num_splits; ++chunk) {
+        multiply(chunk);
+        for (int peer = 0; peer < p_.num_ranks(); ++peer) counters.Add(peer, Computed(chunk, rank));
+      }
+    });
+    for (int chunk = 0; chunk < num_splits; ++chunk) reduce(chunk);
+    return;
+  }
+  for (int chunk = 0; chunk < num_splits; ++chunk) {
+    streams.compute.Run(SpanKind::kComputation, "GEMM " + std::to_string(chunk),
+                        [multiply, chunk](Counters&) { multiply(chunk); });
+    TellAll(rank, chunk, streams.compute);
+    if (!p_.config.overlap_first_gemm) {
+      reduce(chunk);
+    } else if (chunk > 0) {
+      streams.communicate.Wait(Computed(chunk, rank), 1, rank);
+      reduce(chunk - 1);
+    }
+  }
+  if (p_.config.overlap_first_gemm) reduce(num_splits - 1);
+}
+
+// ---- Schedules in which ranks put chunks to one another in a ring.
+
+namespace {
+
+std::string Chunk(const char* what, int chunk) { return what + std::to_string(chunk); }
+
+}  // namespace
+
+void CommOverlapP2PBase::Record(int rank, RankStreams streams) const {
+  if (p_.config.type == CommType::kReduceScatter) {
+    RecordReduceScatter(rank, streams);
+  } else if (p_.config.aggregate) {
+    RecordPairs(rank, streams);
+  } else {
+    RecordAllGather(rank, streams);
+  }
+  if (p_.config.aggregate) {  // its signals are for pairs, which the products have waited for
+    KeepGathered(rank, streams.compute);
+  } else if (KeepsGathered()) {
+    WaitForAllChunks(rank, streams.communicate);
+    KeepGathered(rank, streams.communicate);
+  }
+  if (p_.config.type == CommType::kAllGather && p_.in_ring_order && p_.ranks[rank].aux_out) {
+    // The atomic ring returns the chunk that it received.
+    const RankMemory& memory = p_.ranks[rank];
+    const int64_t bytes = p_.rows.num_batches * p_.rows.capacity * p_.k * ElementBytes(p_.lhs_type);
+    streams.communicate.Run(
+        SpanKind::kCommunication, "own rows", [this, &memory, bytes](Counters&) {
+          arithmetic_->Copy({{memory.aux_out, bytes, memory.lhs, bytes, 1, bytes}});
+        });
+  }
+  Finish(rank, streams.compute);
+}
+
+// Step i multiplies chunk r - i and sends it on at the same time. Without copies the GEMM reads the
+// rows in place, in their rank's memory, and waits for nothing.
+void CommOverlapP2PBase::RecordAllGather(int rank, RankStreams streams) const {
+  const int p = p_.num_ranks(), next = Rank(rank + 1), previous = Rank(rank - 1);
+  const bool copies = p_.config.copies;
+  const auto multiply = [=](int chunk) {
+    if (chunk == rank || !copies) {
+      MultiplyAlone(rank, chunk);
+    } else {
+      MultiplyGathered(rank, chunk);
+    }
+  };
+  if (p_.config.atomic) {
+    streams.compute.Run(SpanKind::kComputation, "GEMM", [=](Counters& counters) {
+      for (int step = 0; step < p; ++step) {
+        const int chunk = Rank(rank - step);
+        if (copies && step > 0 && !counters.WaitFor(Arrived(chunk), 1, previous)) return;
+        multiply(chunk);
+      }
+    });
+  }
+  for (int step = 0; step < p; ++step) {
+    const int chunk = Rank(rank - step);
+    if (!p_.config.atomic) {
+      if (copies && step > 0) streams.compute.Wait(Arrived(chunk), 1, previous);
+      streams.compute.Run(SpanKind::kComputation, Chunk("GEMM ", chunk),
+                          [multiply, chunk](Counters&) { multiply(chunk); });
+    }
+    if (!copies || step == p - 1) continue;
+    if (step > 0) streams.communicate.Wait(Arrived(chunk), 1, previous);
+    streams.communicate.Put(
+        Chunk("send ", chunk), next,
+        step == 0 ? OwnToGathered(rank, next) : GatheredToGathered(chunk, rank, next),
+        Arrived(chunk));
+  }
+  if (p_.gathers_to_aux && !copies) {
+    AllGather(rank, streams.communicate);
+  } else if (p_.gathers_to_aux) {
+    streams.communicate.Put(Chunk("keep ", rank), rank, OwnToGathered(rank, rank), Arrived(rank));
+  }
+}
+
+// Neighbours swap their chunks; then pairs of chunks go around with stride 2.
+void CommOverlapP2PBase::RecordPairs(int rank, RankStreams streams) const {
+  const int p = p_.num_ranks(), neighbour = rank ^ 1;
+  const int next = Rank(rank + 2), previous = Rank(rank - 2);
+  streams.communicate.Put(Chunk("send ", rank), neighbour, OwnToGathered(rank, neighbour),
+                          Arrived(rank));
+  streams.communicate.Put(Chunk("keep ", rank), rank, OwnToGathered(rank, rank), Arrived(rank));
+  const auto wait = [&](Stream& stream, int step, int first) {
+    if (step == 0) {
+      stream.Wait(Arrived(rank), 1, rank);
+      stream.Wait(Arrived(neighbour), 1, neighbour);
+    } else {
+      stream.Wait(Arrived(first), 1, previous);
+    }
+  };
+  for (int step = 0; step < p / 2; ++step) {
+    const int first = Rank(rank / 2 * 2 - 2 * step);
+    wait(streams.compute, step, first);
+    streams.compute.Run(SpanKind::kComputation, Chunk("GEMM ", first) + Chunk(", ", first + 1),
+                        [this, rank, first](Counters&) { MultiplyGatheredPair(rank, first); });
+    if (step == p / 2 - 1) break;
+    wait(streams.communicate, step, first);
+    auto copies = GatheredToGathered(first, rank, next);
+    for (RowCopy& copy : GatheredToGathered(first + 1, rank, next)) {
+      copies.push_back(copy);
+    }
+    streams.communicate.Put(Chunk("send ", first) + Chunk(", ", first + 1), next, std::move(copies),
+                            Arrived(first));
+  }
+}
+
+// Slots of the buffer hold row blocks. GEMM i computes block r + i + 1 into slot i, which then goes
+// to slot i + p of that rank; a rank's own block comes last, in slot p - 1.
+void CommOverlapP2PBase::RecordReduceScatter(int rank, RankStreams streams) const {
+  if (!p_.config.copies) {
+    streams.compute.Run(SpanKind::kComputation, "GEMM of all ranks",
+                        [this, rank](Counters&) { MultiplyOfAllRanks(rank); });
+    return;
+  }
+  const int p = p_.num_ranks();
+  const int64_t slot_bytes =
+      p_.rows.num_batches * p_.rows.capacity * p_.n * ElementBytes(p_.partial_type);
+  const auto slot = [=](int of_rank, int index) {
+    return p_.ranks[of_rank].buffer + index * slot_bytes;
+  };
+  const auto multiply = [=](int step) {
+    MultiplyPartial(rank, Rank(rank + step + 1), slot(rank, step));
+  };
+  if (p_.config.atomic) {
+    streams.compute.Run(SpanKind::kComputation, "GEMM", [=](Counters& counters) {
+      for (int step = 0; step < p; ++step) {
+        multiply(step);
+        counters.Add(rank, Computed(step, rank));
+      }
+    });
+  } else {
+    for (int step = 0; step < p; ++step) {
+      streams.compute.Run(SpanKind::kComputation, Chunk("GEMM ", Rank(rank + step + 1)),
+                          [multiply, step](Counters&) { multiply(step); });
+      streams.compute.Add(rank, Computed(step, rank));
+    }
+  }
+  for (int step = 1; step < p; ++step) {
+    const int peer = Rank(rank + step);
+    const int64_t bytes = p_.rows.num_batches == 1
+                              ? p_.rows.counts[peer] * p_.n * ElementBytes(p_.partial_type)
+                              : slot_bytes;
+    streams.communicate.Wait(Computed(step - 1, rank), 1, rank);
+    streams.communicate.Put(
+        Chunk("send ", peer), peer,
+        {{slot(peer, step - 1 + p), bytes, slot(rank, step - 1), bytes, 1, bytes}}, Arrived(rank));
+  }
+  // In rank order, whatever the order of arrival.
+  Sources sources{{}, p_.rows.capacity, p_.n};
+  for (int peer = 0; peer < p; ++peer) {
+    sources.first_rows.push_back(slot(rank, peer == rank ? p - 1 : Rank(rank - peer) - 1 + p));
+    if (peer != rank) streams.compute.Wait(Arrived(peer), 1, peer);
+  }
+  streams.compute.Run(SpanKind::kComputation, "sum",
+                      [this, rank, sources](Counters&) { Reduce(rank, sources, 0, p_.n); });
 }
 
 }  // namespace cpd

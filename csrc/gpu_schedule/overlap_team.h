@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "gemm/overlap_problem.h"
-#include "gpu_schedule/lt_product.h"
+#include "gpu_schedule/cublaslt.h"
 #include "transport/streams.h"
 #include "transport/transport.h"
 

@@ -5,8 +5,6 @@
 
 #include "kernels/block.h"
 #include "numerics/element.h"
-#include "numerics/host_device.h"
-#include "numerics/int_array.h"
 
 namespace cpd::kernels {
 

@@ -4,7 +4,7 @@
 
 #include "kernels/block.h"
 #include "kernels/call.h"
-#include "kernels/fabric.h"
+#include "kernels/plan.h"
 #include "kernels/push.h"
 #include "kernels/sum.h"
 

@@ -5,7 +5,6 @@
 #include "kernels/block.h"
 #include "kernels/call.h"
 #include "kernels/copy.h"
-#include "kernels/fabric.h"
 #include "kernels/plan.h"
 
 namespace cpd::kernels {

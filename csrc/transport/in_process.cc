@@ -15,7 +15,6 @@
 #include <utility>
 
 #include "transport/completion_pool.h"
-#include "transport/failures.h"
 
 namespace cpd {
 namespace {

@@ -1,11 +1,10 @@
 // One exchange between processes, as seen by one of them: arrived ranks and progress.
-#include "transport/shared_meeting.h"
-
 #include <cstdlib>
 #include <fstream>
 #include <sstream>
 
-#include "transport/failures.h"
+#include "transport/completion_pool.h"
+#include "transport/shared_exchanges.h"
 
 namespace cpd {
 namespace {

@@ -14,8 +14,6 @@
 #include "dispatch/dispatch_buffers.h"
 #include "ffi/common.h"
 #include "ffi/cpu/call_site.h"
-#include "ffi/cpu/call_state.h"
-#include "ffi/cpu/targets.h"
 #include "ffi/dispatch_call.h"
 #include "xla/ffi/api/ffi.h"
 

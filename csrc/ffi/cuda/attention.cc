@@ -8,7 +8,7 @@
 
 #include "cuda/attention_kernels.h"
 #include "ffi/common.h"
-#include "ffi/cuda/targets.h"
+#include "ffi/cuda/handlers.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;

@@ -12,16 +12,13 @@
 #include <vector>
 
 #include "cuda/channels.h"
-#include "cuda/exchange_stream.h"
 #include "cuda/kernels.h"
 #include "cuda/status.h"
 #include "ffi/common.h"
 #include "ffi/cuda/dispatch_call.h"
-#include "ffi/cuda/rank_location.h"
-#include "ffi/cuda/targets.h"
-#include "kernels/held_fields.h"
+#include "ffi/cuda/handlers.h"
+#include "kernels/prepare.h"
 #include "kernels/small.h"
-#include "kernels/strips.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;

@@ -5,8 +5,7 @@
 #include <algorithm>
 
 #include "ffi/common.h"
-#include "kernels/held_fields.h"
-#include "kernels/strips.h"
+#include "kernels/prepare.h"
 #include "kernels/unpack.h"
 
 namespace ffi = xla::ffi;

@@ -11,15 +11,11 @@
 #include <vector>
 
 #include "cuda/channels.h"
-#include "cuda/gpu_arithmetic.h"
-#include "cuda/gpu_spans.h"
 #include "cuda/overlap_queues.h"
 #include "cuda/product_kernels.h"
-#include "cuda/rehearsal.h"
 #include "ffi/common.h"
 #include "ffi/cuda/gemm_call.h"
-#include "ffi/cuda/rank_location.h"
-#include "ffi/cuda/targets.h"
+#include "ffi/cuda/handlers.h"
 #include "gemm/comm_overlap.h"
 #include "xla/ffi/api/ffi.h"
 
