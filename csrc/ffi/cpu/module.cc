@@ -29,7 +29,7 @@
 #include "nanobind/stl/vector.h"
 #include "planner/move_queries.h"
 #include "planner/placement.h"
-#include "transport/shared_memory.h"
+#include "transport/transports.h"
 #include "transport/transport.h"
 
 namespace nb = nanobind;

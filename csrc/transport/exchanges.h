@@ -1,4 +1,6 @@
-// The memory of one process that the other processes of its job read: ranges of one segment.
+// Exchanges between the ranks of this process and, once it is connected, of other processes of the
+// host. Ranks publish pointers and return; the last to arrive plans and copies; every rank
+// completes on a thread of its own.
 #pragma once
 
 #include <chrono>
@@ -10,16 +12,19 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
 #include "transport/announcement.h"
 #include "transport/completion_pool.h"
 #include "transport/links.h"
-#include "transport/shared_memory.h"
 #include "transport/transport.h"
+#include "transport/transports.h"
 
 namespace cpd {
+
+// ---- The memory of one process that the other processes of its job read: ranges of one segment.
 
 // Address space costs nothing. Memory is committed where rows are written, and kept for the next
 // exchange. All functions are thread-safe.
@@ -56,18 +61,18 @@ class SharedArena {
   int64_t num_committed_ = 0;
 };
 
-// ---- One exchange between processes, as seen by one of them: arrived ranks and progress.
+// ---- One exchange, as seen by one process: arrived ranks and progress.
 
 enum class Phase : uint8_t {
   kMeeting,  // ranks are missing
-  kStaging,  // rows are being copied to where other processes read them
+  kStaging,  // planned; rows are being copied to where other processes read them
   kWaiting,  // for the rows of the other processes
   kPulling,  // local ranks receive rows, or tasks wait for ranks elsewhere
   kEnding,   // local tasks have succeeded; waiting for those of the other processes
   kOver,     // local ranks have been notified; others may still read this process's rows
 };
 
-struct SharedMeeting {
+struct Meeting {
   int64_t id;  // in this process
   ExchangeKey key;
   std::string op;
@@ -91,7 +96,7 @@ struct SharedMeeting {
   std::vector<Description> descriptions;  // of ranks elsewhere
   std::vector<Completion> completions;    // of local ranks
 
-  // ---- By process, without this one.
+  // ---- By process, without this one; empty if all ranks are here.
   struct Participant {
     int64_t meeting = -1;   // the exchange, as numbered by that process; -1: nothing announced yet
     bool is_ready = false;  // its rows are staged for ranks of this process
@@ -105,42 +110,61 @@ struct SharedMeeting {
   Status failure;  // of an execution that failed while tasks were running
 
   int num_ranks() const { return static_cast<int>(arrived.size()); }
-  // Whether local ranks wait for other processes, by the deadline. Without a local rank nothing
-  // waits here: the processes that have one know more and will report.
+  bool IsLocal() const { return participants.empty(); }
+  // Whether local ranks wait for others, by the deadline. Without a local rank nothing waits here:
+  // the processes that have one know more and will report.
   bool Waits() const;
-  bool AllReady() const;
-  bool AllOver() const;
+  // Whether all other processes have come so far.
+  bool All(bool Participant::* have) const;
   // Whether this process still needs something from `process`, which has ended.
   bool Misses(int process) const;
 };
 
-using SharedMeetings = std::vector<std::shared_ptr<SharedMeeting>>;
+using Meetings = std::vector<std::shared_ptr<Meeting>>;
 
 // "process 2 (pid 4711, stopped)"; asks the system for the state.
 std::string ProcessName(int process, int64_t pid);
 
 // Why `meeting`, whose deadline has passed, is not complete. `pid_of` maps processes to pids;
 // `others` are meetings in which missing ranks wait instead, or did until recently.
-std::string WhyLate(const SharedMeeting& meeting, const SharedMeetings& others,
+std::string WhyLate(const Meeting& meeting, const Meetings& others,
                     const std::function<int64_t(int)>& pid_of);
 
 // Why it cannot complete: a process has ended.
-std::string WhyLost(const SharedMeeting& meeting, int process, int64_t pid);
+std::string WhyLost(const Meeting& meeting, int process, int64_t pid);
 
-// ---- All exchanges between processes that involve this one, and their progress.
+// ---- All exchanges that involve this process, and their progress.
 
-class SharedExchanges final : public Transport {
+class Exchanges final : public Transport {
  public:
-  SharedExchanges(SharedSegment own, std::vector<SharedSegment> others, std::vector<Peer> peers);
+  Exchanges();
+  // Before the first exchange with ranks of other processes.
+  void Connect(SharedSegment own, std::vector<SharedSegment> others, std::vector<Peer> peers);
+  bool is_connected() const { return links_ != nullptr; }
+
   void Join(const Exchange& exchange, int rank, std::unique_ptr<Contribution> contribution,
-            Completion completion, int, const Scheduler&) override;
-  void Fail(int64_t run_id, const Status& status, std::chrono::milliseconds deadline) override;
+            Completion completion, int num_helpers, const Scheduler& scheduler) override;
   void Refuse(const Exchange& exchange, const Status& status, Completion completion) override;
-  int process() const { return process_; }
 
  private:
   using Clock = std::chrono::steady_clock;
-  using MeetingPtr = std::shared_ptr<SharedMeeting>;
+  using MeetingPtr = std::shared_ptr<Meeting>;
+
+  // The thread that runs tasks: its rank, or -1, and helpers that it may ask for.
+  struct Caller {
+    int rank;
+    int num_helpers;
+    const Scheduler& scheduler;
+  };
+
+  // What a closed meeting leaves: local ranks to notify, and work to destroy before, both without
+  // the lock.
+  struct Closed {
+    std::vector<Completion> completions;
+    std::vector<WorkList> work = {};
+
+    void Add(Closed other);
+  };
 
   // ---- Ranks arrive.
 
@@ -152,52 +176,58 @@ class SharedExchanges final : public Transport {
   // The functions below are called with the lock held, unless stated otherwise.
 
   MeetingPtr FindOrOpen(const ExchangeKey& key, int num_ranks, std::chrono::milliseconds deadline,
-                        const std::string& op, const std::string& signature);
-  void Adopt(const Exchange& exchange, SharedMeeting* meeting);
-  Status Arrive(SharedMeeting* meeting, int rank, int process, int num_ranks);
+                        const std::string& op, std::string_view signature);
+  void Adopt(const Exchange& exchange, Meeting* meeting);
+  Status Arrive(Meeting* meeting, int rank, int process, int num_ranks);
 
   // Returns true if the caller should proceed. The next round of a loop opens a new meeting under
   // the same key.
-  bool CloseIfComplete(SharedMeeting* meeting);
+  bool CloseIfComplete(Meeting* meeting);
 
   // ---- All ranks have arrived. These are called without the lock.
 
-  void Proceed(const MeetingPtr& meeting);
+  void Proceed(const MeetingPtr& meeting, const Caller& caller);
 
   // A planner that throws (no memory for a plan with very many pieces) also fails every rank.
-  Status Plan(SharedMeeting* meeting);
+  Status Plan(Meeting* meeting);
 
   // For tasks of `meeting` that wait for ranks of other processes.
-  Elsewhere ElsewhereOf(SharedMeeting* meeting);
+  Elsewhere ElsewhereOf(Meeting* meeting);
 
   // The contribution of a rank elsewhere, with its arrays at the addresses where this process reads
   // them.
-  Status ReadRank(SharedMeeting* meeting, int rank);
-  void RunAll(int64_t num_tasks, std::function<void(int64_t)> run, std::function<void()> then);
-  void EndStaging(const MeetingPtr& meeting);
-  void Pull(const MeetingPtr& meeting);
-  void EndPulling(const MeetingPtr& meeting);
-  void EndWell(std::unique_lock<std::mutex> lock, SharedMeeting* meeting);
-  void EndFailed(std::unique_lock<std::mutex> lock, SharedMeeting* meeting);
+  Status ReadRank(Meeting* meeting, int rank);
+  // Any thread may run any task. `then` runs on the one that ends the last.
+  void RunAll(const Caller& caller, int64_t num_tasks, std::function<void(int64_t)> run,
+              std::function<void(const Caller&)> then);
+  void EndStaging(const MeetingPtr& meeting, const Caller& caller);
+  void Pull(const MeetingPtr& meeting, const Caller& caller);
+  void EndPulling(const MeetingPtr& meeting, const Caller& caller);
+  // A completion runs the rest of a rank's program, which may wait for another rank's. So each runs
+  // on its own thread; that of `rank` (if any) comes last, inline.
+  void EndWell(std::unique_lock<std::mutex> lock, Meeting* meeting, int rank);
+  void EndFailed(std::unique_lock<std::mutex> lock, Meeting* meeting);
+  // A new wait for the other processes begins.
+  void WaitFor(Phase phase, Meeting* meeting);
 
-  // ---- The end, again with the lock held. Each returns the local ranks to notify.
+  // ---- The end, again with the lock held.
 
-  std::vector<Completion> Close(SharedMeeting* meeting);
+  Closed Close(Meeting* meeting);
 
   // Data that other processes may still read stays until they report that they are done, or end.
-  void FreeIfDone(SharedMeeting* meeting);
+  void FreeIfDone(Meeting* meeting);
 
-  // One failed exchange fails the whole execution, in all processes: see in_process.cc. `own` are
-  // ranks that no longer wait in a meeting.
+  // One failed exchange fails the whole execution, in all processes. Ranks that continued alone
+  // could reach an XLA collective, which waits for the failed ranks and then aborts the process.
+  // `own` are ranks that no longer wait in a meeting.
   void FailAll(std::unique_lock<std::mutex> lock, int64_t run_id, const Status& status,
-               std::chrono::milliseconds deadline, std::vector<Completion> own,
-               bool tell_others = true);
+               std::chrono::milliseconds deadline, Closed own, bool tell_others = true);
 
   // A rank that came to the wrong call gives up at about the time when others miss it elsewhere.
   void Remember(const MeetingPtr& meeting);
 
   // The meetings in which the ranks that `late` misses may wait, now or until recently.
-  SharedMeetings OthersThan(const SharedMeeting& late) const;
+  Meetings OthersThan(const Meeting& late) const;
 
   // ---- Messages. Called on the thread of the links, which must not block; without the lock.
 
@@ -207,11 +237,14 @@ class SharedExchanges final : public Transport {
   MeetingPtr Find(int process, int64_t id) const;
   void OnReady(int process, int64_t id);
   void OnSignal(const SignalNotice& notice);
-  void OnOver(int process, int64_t id);
-  void OnDone(int process, int64_t id);
+  // The process no longer reads rows of this one; its tasks may have succeeded, too.
+  void OnDone(int process, int64_t id, bool is_over);
 
   // Data that an ended process has staged can still be read; other data of it never arrives.
   void OnEnd(int process);
+  std::string WhyLostTo(const Meeting& meeting, int process) const {
+    return WhyLost(meeting, process, links_->pid(process));
+  }
 
   // ---- Deadlines.
 
@@ -219,21 +252,22 @@ class SharedExchanges final : public Transport {
   void WakeBy(Clock::time_point time);
   void Watch();
 
-  const int process_;
-  const int num_helpers_;
-  SharedArena arena_;
+  const Scheduler to_pool_ = [this](std::function<void()> task) { pool_.Run(std::move(task)); };
+  int process_ = 0;
+  int num_helpers_ = 0;                    // that the pool has for an exchange between processes
   std::map<int, SharedSegment> segments_;  // by process
   std::mutex mutex_;
   std::condition_variable wake_;
   Clock::time_point next_wake_ = Clock::now();
   std::map<int64_t, MeetingPtr> meetings_;  // all whose ranges are in use
   std::map<ExchangeKey, MeetingPtr> open_;  // those with missing ranks
-  SharedMeetings given_up_;                 // the latest that never had all ranks
+  Meetings given_up_;                       // the latest that never had all ranks
   int64_t next_meeting_ = 0;
   std::set<int> ended_;
   FailedRuns failed_runs_;
   CompletionPool pool_;
-  Links links_;  // last: its thread uses all members above
+  std::unique_ptr<SharedArena> arena_;
+  std::unique_ptr<Links> links_;  // its thread uses all members above
 };
 
 }  // namespace cpd
