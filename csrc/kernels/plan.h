@@ -264,8 +264,6 @@ CPD_DEVICE void Prepare(const Block& block, const Rank& rank, PlanScratch* scrat
     state->failed = state->broken ? kGivenUp : kFine;
     state->blocks_sent = 0;
     state->blocks_done = 0;
-    state->waiting_since = 0;
-    state->ready = state->taken = 0;
     state->first_strip[0] = 0;
     for (int p = 0; p < call.num_groups; ++p) state->rows_written[p] = 0;
   }

@@ -226,13 +226,13 @@ bool Exchanges::CloseIfComplete(Meeting* meeting) {
 // into this process's segment. When all processes have done so, local ranks pull their rows.
 
 void Exchanges::Proceed(const MeetingPtr& meeting, const Caller& caller) {
-  meeting->failure = Plan(meeting.get());
-  if (!meeting->failure.ok()) return EndStaging(meeting, caller);
+  const Status planned = Plan(meeting.get());
+  if (!planned.ok()) return EndStaging(meeting, planned, caller);
   const auto& staging = meeting->work.staging;
   RunAll(
       caller, static_cast<int64_t>(staging.size()),
       [&staging](int64_t i) { std::memcpy(staging[i].to, staging[i].from, staging[i].num_bytes); },
-      [this, meeting](const Caller& caller) { EndStaging(meeting, caller); });
+      [this, meeting](const Caller& caller) { EndStaging(meeting, Status::Ok(), caller); });
 }
 
 Status Exchanges::Plan(Meeting* meeting) {
@@ -335,8 +335,9 @@ void Exchanges::WaitFor(Phase phase, Meeting* meeting) {
   WakeBy(meeting->expires);
 }
 
-void Exchanges::EndStaging(const MeetingPtr& meeting, const Caller& caller) {
+void Exchanges::EndStaging(const MeetingPtr& meeting, const Status& planned, const Caller& caller) {
   std::unique_lock<std::mutex> lock(mutex_);
+  if (meeting->failure.ok()) meeting->failure = planned;
   if (!meeting->failure.ok()) return EndFailed(std::move(lock), meeting.get());
   if (!meeting->IsLocal()) WaitFor(Phase::kWaiting, meeting.get());
   for (const auto& [process, participant] : meeting->participants) {
@@ -574,7 +575,7 @@ void Exchanges::FailAll(std::unique_lock<std::mutex> lock, int64_t run_id, const
         own.Add(Close(meeting.get()));
         break;
       case Phase::kStaging:
-      case Phase::kPulling:  // notified when the running pieces have ended
+      case Phase::kPulling:             // notified when the running pieces have ended
         if (meeting->IsLocal()) break;  // ends well: it misses nobody
         if (meeting->failure.ok()) meeting->failure = why;
         if (meeting->phase == Phase::kPulling && meeting->work.fail) meeting->work.fail(why);

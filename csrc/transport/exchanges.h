@@ -200,7 +200,7 @@ class Exchanges final : public Transport {
   // Any thread may run any task. `then` runs on the one that ends the last.
   void RunAll(const Caller& caller, int64_t num_tasks, std::function<void(int64_t)> run,
               std::function<void(const Caller&)> then);
-  void EndStaging(const MeetingPtr& meeting, const Caller& caller);
+  void EndStaging(const MeetingPtr& meeting, const Status& planned, const Caller& caller);
   void Pull(const MeetingPtr& meeting, const Caller& caller);
   void EndPulling(const MeetingPtr& meeting, const Caller& caller);
   // A completion runs the rest of a rank's program, which may wait for another rank's. So each runs

@@ -29,8 +29,8 @@
 #include "nanobind/stl/vector.h"
 #include "planner/move_queries.h"
 #include "planner/placement.h"
-#include "transport/transports.h"
 #include "transport/transport.h"
+#include "transport/transports.h"
 
 namespace nb = nanobind;
 
