@@ -201,7 +201,7 @@ namespace {
 // The schedule of one call and the resources that it holds.
 struct Schedule {
   std::shared_ptr<OverlapBufferLease> lease;
-  std::unique_ptr<CommOverlapCore> core;
+  std::unique_ptr<CommOverlap> core;
   std::unique_ptr<Team> team;
   std::vector<int> tasks;
 };

@@ -1,10 +1,12 @@
 // What an exchange waits for, and the words for it.
+#include "transport/meeting.h"
+
 #include <algorithm>
 #include <cstdlib>
 #include <fstream>
 #include <sstream>
 
-#include "transport/exchanges.h"
+#include "transport/completion_pool.h"
 
 namespace cpd {
 namespace {

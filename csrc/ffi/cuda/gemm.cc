@@ -114,7 +114,7 @@ struct Schedule {
     for (int r = 0; r < problem.num_ranks(); ++r) core->Record(r, team.streams(r));
   }
 
-  const std::unique_ptr<CommOverlapCore> core;
+  const std::unique_ptr<CommOverlap> core;
   OverlapTeam team;
 };
 
