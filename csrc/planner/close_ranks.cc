@@ -12,6 +12,12 @@
 #include "planner/placement_steps.h"
 
 namespace cpd {
+namespace {
+
+constexpr int64_t kMostPermille = 10'000'000;  // of the work limit
+constexpr int64_t kWindow = 16;                // documents around the last that fits, for swaps
+constexpr int64_t kDropped = 3;  // documents that a slice or a reserved one can replace
+constexpr int64_t kTried = 64;   // candidates for the first of two documents
 
 // ---- The unplaced items, ordered by the keys that their last query needs.
 
@@ -78,8 +84,7 @@ class ItemPool {
   int64_t last_;
 };
 
-// ---- The remaining documents while ranks are closed one after another, and ways to take from
-// them.
+// ---- The ranks, closed one after another.
 
 // Documents that join or leave a rank together.
 struct Sum {
@@ -95,10 +100,63 @@ struct Sum {
   }
 };
 
-class ClosingState {
- protected:
-  ClosingState(const PlacementProblem& problem, const std::vector<Piece>& items,
-               const Closing& closing, std::vector<Concession>* concessions)
+// The largest tail of a piece that leaves room for a number of other tokens, the fill.
+struct Tail {
+  const PlacementProblem& problem;
+  Piece piece;  // the rest of the longest document
+  int64_t limit = 0;
+  int64_t tokens_per_rank = 0;
+  bool is_aligned = false;  // whether it starts at a multiple of a block alone
+
+  int64_t Start(int64_t fill) const { return piece.end - (tokens_per_rank - fill); }
+
+  // Whether the tail keeps the limit beside so many tokens and their work.
+  bool Fits(int64_t fill, int64_t work) const {
+    const int64_t start = Start(fill);
+    return start >= piece.start && fill >= 0 &&
+           (start >= piece.end || problem.Work({start, piece.end, piece.document}) + work <= limit);
+  }
+
+  bool IsAligned(int64_t fill) const { return !is_aligned || Start(fill) % problem.block == 0; }
+
+  // With a longer slice of its head, a rank that holds the rest of the document receives too many
+  // rows.
+  int64_t MostSlice() const {
+    const int64_t most = problem.max_received - tokens_per_rank;
+    return FirstThat(0, piece.num_tokens(), [&](int64_t x) {
+      const int64_t start = piece.start + x + 1;
+      return start - problem.FirstKey(piece.document, start) > most;
+    });
+  }
+};
+
+// Padding and the shortest documents beside a tail, and the best change of these so far.
+struct Beside {
+  int64_t padding = 0;
+  int64_t most = 0;    // the fill stays below this
+  int64_t num = 0;     // the shortest documents
+  int64_t tokens = 0;  // of the padding and these
+  int64_t work = 0;
+
+  int64_t best = 0;     // the least fill with which the tail fits
+  Sum joins, leaves;    // documents that reach it
+  int64_t slice = 0;    // or tokens from the head of the longest document,
+  int64_t kept = -1;    // or a reserved document,
+  int64_t dropped = 0;  // in place of so many of the shortest
+};
+
+// Pieces that leave the rank, items that join it, and the tokens that are missing then.
+struct Exchange {
+  int64_t score = std::numeric_limits<int64_t>::max();
+  bool is_kept = false;  // all limits are
+  Sum out;
+  int64_t first = -1, second = -1, rest = 0;
+};
+
+class Closer {
+ public:
+  Closer(const PlacementProblem& problem, const std::vector<Piece>& items, const Closing& closing,
+         std::vector<Concession>* concessions)
       : problem_(problem),
         closing_(closing),
         concessions_(concessions),
@@ -114,6 +172,43 @@ class ClosingState {
     KeepBack(closing.reserve_percent * problem.num_ranks / 100);
   }
 
+  RankPieces Run() {
+    std::vector<int32_t> order(problem_.num_ranks);
+    std::iota(order.begin(), order.end(), 0);
+    const std::vector<int64_t>& speeds = problem_.speeds;
+    std::stable_sort(order.begin(), order.end(),
+                     [&](int32_t a, int32_t b) { return speeds[a] > speeds[b]; });
+    int64_t speed_left = std::accumulate(speeds.begin(), speeds.end(), static_cast<int64_t>(0));
+    for (int64_t i = 0; i + 1 < problem_.num_ranks; ++i) {
+      ranks_left_ = problem_.num_ranks - i;
+      Open(order[i]);
+      Vary();
+      if (pool_.size() == 0) Release();
+      if (pool_.size() == 0) break;
+      if (CloseWithDense()) {
+      } else if (!FitsWhole(pool_.back())) {
+        if (!CloseWithTail(pool_.size() - 1)) {
+          Release();
+          if (!CloseWithTail(pool_.size() - 1) && !CloseWithMoreWork()) CloseByTokens();
+        }
+      } else if (NeedsMoreWork(pool_.back())) {
+        Release();
+        CloseWithPiece(pool_.size() - 1);
+      } else {
+        Release();
+        const Wide share = static_cast<Wide>(work_left_) * speeds[order[i]] / speed_left;
+        CloseWithRest(static_cast<int64_t>(share));
+      }
+      for (const Piece& piece : *pieces_) work_left_ -= Work(piece);
+      speed_left -= speeds[order[i]];
+    }
+    Release();
+    Open(order.back());
+    while (pool_.size() > 0) Give(pool_.Take(pool_.size() - 1));
+    return std::move(ranks_);
+  }
+
+ private:
   int64_t Work(const Piece& piece) const { return problem_.Work(piece); }
 
   // Begins to fill a rank.
@@ -217,73 +312,7 @@ class ClosingState {
     }
   }
 
-  const PlacementProblem& problem_;
-  const Closing closing_;
-  std::vector<Concession>* concessions_;
-  int64_t tokens_per_rank_;
-  int64_t limit_ = 0;  // work of the rank being closed
-  ItemPool pool_;
-  std::vector<Piece> reserve_;
-  int64_t padding_ = 0, work_left_ = 0, ranks_left_ = 0;
-  int64_t factor_ = 1;
-  uint64_t random_ = 0;
-  RankPieces ranks_;
-  std::vector<Piece>* pieces_ = nullptr;  // of the rank being closed
-  std::vector<Sum> sums_, removals_;
-};
-
-// ---- The tail of a document on a rank, and what stands beside it.
-
-// The largest tail of a piece that leaves room for a number of other tokens, the fill.
-struct Tail {
-  const PlacementProblem& problem;
-  Piece piece;  // the rest of the longest document
-  int64_t limit = 0;
-  int64_t tokens_per_rank = 0;
-  bool is_aligned = false;  // whether it starts at a multiple of a block alone
-
-  int64_t Start(int64_t fill) const { return piece.end - (tokens_per_rank - fill); }
-
-  // Whether the tail keeps the limit beside so many tokens and their work.
-  bool Fits(int64_t fill, int64_t work) const {
-    const int64_t start = Start(fill);
-    return start >= piece.start && fill >= 0 &&
-           (start >= piece.end || problem.Work({start, piece.end, piece.document}) + work <= limit);
-  }
-
-  bool IsAligned(int64_t fill) const { return !is_aligned || Start(fill) % problem.block == 0; }
-
-  // With a longer slice of its head, a rank that holds the rest of the document receives too many
-  // rows.
-  int64_t MostSlice() const {
-    const int64_t most = problem.max_received - tokens_per_rank;
-    return FirstThat(0, piece.num_tokens(), [&](int64_t x) {
-      const int64_t start = piece.start + x + 1;
-      return start - problem.FirstKey(piece.document, start) > most;
-    });
-  }
-};
-
-// Padding and the shortest documents beside a tail, and the best change of these so far.
-struct Beside {
-  int64_t padding = 0;
-  int64_t most = 0;    // the fill stays below this
-  int64_t num = 0;     // the shortest documents
-  int64_t tokens = 0;  // of the padding and these
-  int64_t work = 0;
-
-  int64_t best = 0;     // the least fill with which the tail fits
-  Sum joins, leaves;    // documents that reach it
-  int64_t slice = 0;    // or tokens from the head of the longest document,
-  int64_t kept = -1;    // or a reserved document,
-  int64_t dropped = 0;  // in place of so many of the shortest
-};
-
-// ---- Closes a rank with the tail of a cut document, beside the shortest documents.
-
-class TailCloser : protected ClosingState {
- protected:
-  using ClosingState::ClosingState;
+  // ---- Closes a rank with the tail of a cut document, beside the shortest documents.
 
   // The tail beside the cheapest tokens.
   bool FitsWhole(const Piece& item) const { return FitsWhole(item, Limit(item)); }
@@ -323,10 +352,6 @@ class TailCloser : protected ClosingState {
     TakeTail(longest, std::max(longest.start, longest.end - tokens_per_rank_));
     FillShortest(tokens_per_rank_ - pieces_->back().num_tokens());
   }
-
- private:
-  static constexpr int64_t kWindow = 16;  // documents around the last that fits, for swaps
-  static constexpr int64_t kDropped = 3;  // documents that a slice or a reserved one can replace
 
   bool CloseWith(const Tail& tail) {
     Beside beside;
@@ -511,13 +536,8 @@ class TailCloser : protected ClosingState {
       }
     }
   }
-};
 
-// ---- Closes a rank with whole documents, exactly in tokens and close to a wanted work.
-
-class WholeCloser : protected TailCloser {
- protected:
-  using TailCloser::TailCloser;
+  // ---- Closes a rank with whole documents, exactly in tokens and close to a wanted work.
 
   // The longest documents that leave room for the shortest, then these, to the token.
   void CloseWithWhole(int64_t mean, int64_t used_tokens, int64_t used_work) {
@@ -654,15 +674,6 @@ class WholeCloser : protected TailCloser {
     Apply(best);
   }
 
- private:
-  // Pieces that leave the rank, items that join it, and the tokens that are missing then.
-  struct Exchange {
-    int64_t score = std::numeric_limits<int64_t>::max();
-    bool is_kept = false;  // all limits are
-    Sum out;
-    int64_t first = -1, second = -1, rest = 0;
-  };
-
   // The last item, at most the given one, that has at most so many tokens; -1 if there is none.
   // Found in few steps if it is near the given one.
   int64_t LastWithin(int64_t item, int64_t tokens) const {
@@ -702,60 +713,8 @@ class WholeCloser : protected TailCloser {
     TakeHead(exchange.rest);
   }
 
-  static constexpr int64_t kTried = 64;  // candidates for the first of two documents
-  std::vector<Sum> cheapest_;
-};
+  // ---- The ways to close a rank.
 
-// ---- A construction of placements: closes one rank after another, the longest remaining document
-// first.
-
-namespace {
-
-constexpr int64_t kMostPermille = 10'000'000;  // of the work limit
-
-class Closer : WholeCloser {
- public:
-  Closer(const PlacementProblem& problem, const std::vector<Piece>& items, const Closing& closing,
-         std::vector<Concession>* concessions)
-      : WholeCloser(problem, items, closing, concessions) {}
-
-  RankPieces Run() {
-    std::vector<int32_t> order(problem_.num_ranks);
-    std::iota(order.begin(), order.end(), 0);
-    const std::vector<int64_t>& speeds = problem_.speeds;
-    std::stable_sort(order.begin(), order.end(),
-                     [&](int32_t a, int32_t b) { return speeds[a] > speeds[b]; });
-    int64_t speed_left = std::accumulate(speeds.begin(), speeds.end(), static_cast<int64_t>(0));
-    for (int64_t i = 0; i + 1 < problem_.num_ranks; ++i) {
-      ranks_left_ = problem_.num_ranks - i;
-      Open(order[i]);
-      Vary();
-      if (pool_.size() == 0) Release();
-      if (pool_.size() == 0) break;
-      if (CloseWithDense()) {
-      } else if (!FitsWhole(pool_.back())) {
-        if (!CloseWithTail(pool_.size() - 1)) {
-          Release();
-          if (!CloseWithTail(pool_.size() - 1) && !CloseWithMoreWork()) CloseByTokens();
-        }
-      } else if (NeedsMoreWork(pool_.back())) {
-        Release();
-        CloseWithPiece(pool_.size() - 1);
-      } else {
-        Release();
-        const Wide share = static_cast<Wide>(work_left_) * speeds[order[i]] / speed_left;
-        CloseWithRest(static_cast<int64_t>(share));
-      }
-      for (const Piece& piece : *pieces_) work_left_ -= Work(piece);
-      speed_left -= speeds[order[i]];
-    }
-    Release();
-    Open(order.back());
-    while (pool_.size() > 0) Give(pool_.Take(pool_.size() - 1));
-    return std::move(ranks_);
-  }
-
- private:
   // A tail with as little work above the limit as possible.
   bool CloseWithMoreWork() {
     if (concessions_ == nullptr) return false;
@@ -818,6 +777,21 @@ class Closer : WholeCloser {
     }
     return false;
   }
+
+  const PlacementProblem& problem_;
+  const Closing closing_;
+  std::vector<Concession>* concessions_;
+  int64_t tokens_per_rank_;
+  int64_t limit_ = 0;  // work of the rank being closed
+  ItemPool pool_;
+  std::vector<Piece> reserve_;
+  int64_t padding_ = 0, work_left_ = 0, ranks_left_ = 0;
+  int64_t factor_ = 1;
+  uint64_t random_ = 0;
+  RankPieces ranks_;
+  std::vector<Piece>* pieces_ = nullptr;  // of the rank being closed
+  std::vector<Sum> sums_, removals_;
+  std::vector<Sum> cheapest_;
 };
 
 }  // namespace
