@@ -31,28 +31,17 @@ constexpr int64_t kMostThreads = 1 << 16;  // of one rank
 
 // The attributes of a call.
 struct GemmOptions : RankOptions {
-  int64_t num_threads;  // of one rank
+  OverlapProblem problem;  // what they say of it, without arrays; the method and type are below
+  int64_t num_threads;     // of one rank
   int64_t scaling_mode;
   int64_t comm_overlap_method;
   int64_t comm_type;
   int64_t comm_overlap_id;  // 0: the workspace is the buffer
-  int64_t num_splits;       // these five: for calls without a registered buffer
-  bool atomic;
-  bool overlap_first_gemm;
-  bool aggregate;
-  bool copies;
   int64_t lhs_axis_boundary;
   int64_t rhs_axis_boundary;
   int64_t aux_axis_boundary;
-  bool lhs_transposed;
-  bool rhs_transposed;
   bool fuse_bias;
-  bool fuse_gelu;
-  bool grad;                        // for epilogues: the bias gradient, GELU's derivative
-  std::vector<int64_t> row_counts;  // of each rank's chunk, per batch
-  int64_t num_batches;
-  bool in_ring_order;
-  bool gathers_to_aux;
+  bool grad;  // for epilogues: the bias gradient, GELU's derivative
 };
 
 // Reads the attributes that CPU and GPU calls have in common.

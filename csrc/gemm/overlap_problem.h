@@ -126,30 +126,14 @@ Matrix LhsOf(const OverlapProblem& problem, const char* data, const char* scales
 // Bytes between lines of an operand's block scales.
 int64_t ScalesPitch(const OverlapProblem& problem, bool of_lhs);
 
-// The capacity of a rank's buffer: a registered one, or the workspace of a call.
-struct BufferRoom {
-  OverlapConfig config;
-  int64_t num_ranks = 0;
-  int64_t rows = 0;       // rows that move, of all ranks and batches
-  int64_t slot_rows = 0;  // capacity for the rows of one rank, over all batches
-  int64_t columns = 0;
-  DataType type = DataType::kOther;
-  Scaling scaling = Scaling::kNone;
-  bool gathers_to_aux = false, shares_only_buffers = false;  // see OverlapProblem
-
-  // Gathered rows, then their aligned scales: one float per rank, or lines of blocks.
-  int64_t GatheredBytes() const;
-  int64_t GatheredScalesBytes() const;
-  // The total, clamped to the largest integer of 63 bits. Python asks for the same number.
-  int64_t Bytes() const;
-};
-
-// The bytes of a rank's buffer, and the offset of the gathered scales in it: one float per chunk,
-// or lines stored as the gathered rows are.
+// The bytes of a rank's buffer, a registered one or the workspace of a call; clamped to the largest
+// integer of 63 bits. Python asks for the same number.
 int64_t BufferBytes(const OverlapProblem& problem);
+// The offset of the gathered scales in it: one float per chunk, or lines stored as the gathered
+// rows are.
+int64_t GatheredScalesOffset(const OverlapProblem& problem);
 // Bytes of one rank's operands; lines of scales are padded.
 int64_t OwnLhsRows(const OverlapProblem& problem);
 int64_t ScalesBytes(const OverlapProblem& problem, bool of_lhs);
-int64_t GatheredScalesOffset(const OverlapProblem& problem);
 
 }  // namespace cpd

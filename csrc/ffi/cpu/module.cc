@@ -95,19 +95,22 @@ using Sizes = std::tuple<int64_t, int64_t, int64_t>;
 // The smallest buffer that holds what moves, however 8-bit elements are scaled.
 int64_t BufferBytesFor(const nb::object& overlap, int64_t num_ranks, const Sizes& shape,
                        const std::string& dtype, bool has_scales, bool gathers_to_aux) {
-  BufferRoom room;
-  room.config = ConfigOf(overlap);
-  room.num_ranks = num_ranks;
-  std::tie(room.rows, room.slot_rows, room.columns) = shape;
-  room.type = FloatType(dtype);
-  room.gathers_to_aux = gathers_to_aux;
+  const auto [rows, slot_rows, columns] = shape;
+  OverlapProblem p;
+  p.config = ConfigOf(overlap);
+  p.rows.counts.resize(std::max<int64_t>(num_ranks, 1));
+  p.rows.counts[0] = rows;
+  p.rows.capacity = slot_rows;
+  p.n = p.k = p.aux_width = columns;
+  p.lhs_type = p.aux_type = p.partial_type = FloatType(dtype);
+  p.gathers_to_aux = gathers_to_aux;
   // On GPUs even an auxiliary array moves through the buffer.
-  room.shares_only_buffers = room.config.is_bulk();
-  if (!has_scales) return room.Bytes();
-  room.scaling = Scaling::kTensor;
-  const int64_t of_tensors = room.Bytes();
-  room.scaling = Scaling::kBlocks;
-  return std::max(of_tensors, room.Bytes());
+  p.shares_only_buffers = p.config.is_bulk();
+  if (!has_scales) return BufferBytes(p);
+  p.scaling = Scaling::kTensor;
+  const int64_t of_tensors = BufferBytes(p);
+  p.scaling = Scaling::kBlocks;
+  return std::max(of_tensors, BufferBytes(p));
 }
 
 // `call` is a GemmCall.

@@ -45,7 +45,7 @@ GpuShare ShareOf(const CudaGemmOptions& options, int device) {
   share.num_blocks = kBlocksPerSm * num_sms;
   share.num_comm_blocks =
       overlaps && options.set_sm_margin ? kBlocksPerSm * of_comm : share.num_blocks;
-  share.use_copy_engine = options.call.copies;
+  share.use_copy_engine = options.call.problem.config.copies;
   share.lt.tf32 = options.tf32;
   share.lt.use_split_accumulator = options.use_split_accumulator;
   if (overlaps && options.set_sm_margin) share.lt.num_sms = std::max(1, num_sms - of_comm);
