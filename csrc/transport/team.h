@@ -45,23 +45,6 @@ class SpanRecorder {
   std::vector<RecordedSpan> spans_;
 };
 
-// Records from construction to destruction. The strings must outlive it.
-class SpanScope {
- public:
-  SpanScope(const std::string& op, int group, int rank, SpanKind kind, const std::string& name);
-  ~SpanScope();
-  SpanScope(const SpanScope&) = delete;
-  SpanScope& operator=(const SpanScope&) = delete;
-
- private:
-  const std::string& op_;
-  const int group_;
-  const int rank_;
-  const SpanKind kind_;
-  const std::string& name_;
-  const int64_t start_ns_;  // -1: not recording
-};
-
 // ---- Streams of ranks: recorded first, then run, each on its own thread. Of ranks in other
 // processes, only their puts to local ranks run here: local ranks fetch those.
 
@@ -84,7 +67,7 @@ class Team {
   Team(Call call, int num_ranks, int num_signals, Link link = CopyRows, Elsewhere elsewhere = {});
   ~Team();
 
-  RankStreams streams(int rank);
+  RankStreams streams(int rank) { return schedule_.streams(rank); }
 
   // The tasks after recording: the streams that are not empty.
   std::vector<int> Tasks() const;
@@ -103,21 +86,27 @@ class Team {
 
  private:
   class RankCounters;
-  class RecordedStream;
 
+  // Whether a step of `rank` runs in this process: of ranks elsewhere, their puts to local ranks.
+  bool RunsHere(int rank, const Step& step) const;
+  bool RunStep(int rank, const Step& step);  // false: the stream ends here
+  template <typename Work>
+  void Span(int rank, SpanKind kind, const std::string& name, const Work& work) const;
   // Each signal has a second counter: of its puts that their rank has staged, so that they can be
   // fetched.
-  Signal Fetchable(const Signal& signal) const;
+  Signal Fetchable(const Signal& signal) const {
+    return {num_signals_ + signal.index, signal.name};
+  }
   std::string NameOf(int rank) const;
 
   const Call call_;
   const int num_signals_;
   const Link link_;
   const Elsewhere elsewhere_;
+  RecordedSchedule schedule_;
   std::mutex mutex_;
   Status status_;
   std::vector<std::unique_ptr<RankCounters>> counters_;
-  std::vector<std::unique_ptr<RecordedStream>> streams_;  // two per rank
 };
 
 }  // namespace cpd
