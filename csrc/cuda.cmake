@@ -27,7 +27,6 @@ add_library(cpd_cuda STATIC
   csrc/cuda/errors.cc
   csrc/cuda/kernels.cu
   csrc/cuda/memory.cc
-  csrc/cuda/overlap_queues.cc
   csrc/cuda/product_kernels.cu
   csrc/cuda/slab.cc)
 target_include_directories(cpd_cuda SYSTEM PUBLIC ${CPD_CUDA_INCLUDE_DIRS})
