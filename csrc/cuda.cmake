@@ -27,8 +27,7 @@ add_library(cpd_cuda STATIC
   csrc/cuda/errors.cc
   csrc/cuda/kernels.cu
   csrc/cuda/memory.cc
-  csrc/cuda/product_kernels.cu
-  csrc/cuda/slab.cc)
+  csrc/cuda/product_kernels.cu)
 target_include_directories(cpd_cuda SYSTEM PUBLIC ${CPD_CUDA_INCLUDE_DIRS})
 target_link_libraries(cpd_cuda PUBLIC cpd_core CUDA::cudart_static)
 target_compile_options(cpd_cuda PRIVATE

@@ -25,14 +25,44 @@ class OverlapContribution final : public Contribution {
  public:
   // `problem` has no memory yet; its configuration is that of the registered buffer, if there is
   // one.
-  OverlapContribution(const OverlapProblem& problem, RankMemory memory);
+  OverlapContribution(const OverlapProblem& problem, RankMemory memory)
+      : memory_(memory),
+        operands_(OperandsForPeers(problem)),
+        buffer_bytes_(BufferBytes(problem)),
+        shared_(operands_.size()) {}
 
   // The operands that peers read, in the order of the schedules, then the buffer.
-  std::vector<SharedArray> SharedArrays() override;
+  std::vector<SharedArray> SharedArrays() override {
+    std::vector<SharedArray> arrays;
+    for (size_t i = 0; i < operands_.size(); ++i) {
+      arrays.push_back({&shared_[i], operands_[i].num_bytes});
+    }
+    arrays.push_back({&shared_buffer_, buffer_bytes_});
+    return arrays;
+  }
 
   // Between processes. For a local rank: adds the copies that stage its operands, and returns its
   // memory with the shared buffer. For a rank elsewhere: returns what this process can read of it.
-  RankMemory Share(WorkList* work) const;
+  RankMemory Share(WorkList* work) const {
+    constexpr int64_t kPieceBytes = 1 << 20;  // copied at a time
+    RankMemory memory = memory_;
+    for (size_t i = 0; i < operands_.size(); ++i) {
+      const auto [place, num_bytes] = operands_[i];
+      if (memory.is_elsewhere) {
+        memory.*place = shared_[i];
+        continue;
+      }
+      for (int64_t begin = 0; begin < num_bytes; begin += kPieceBytes) {
+        work->staging.push_back(
+            {shared_[i] + begin, memory.*place + begin, std::min(kPieceBytes, num_bytes - begin)});
+      }
+    }
+    memory.buffer = shared_buffer_;
+    if (!memory.is_elsewhere && buffer_bytes_ > 0) {
+      work->written.push_back({shared_buffer_, buffer_bytes_});
+    }
+    return memory;
+  }
 
   const RankMemory& memory() const { return memory_; }
 
@@ -41,7 +71,27 @@ class OverlapContribution final : public Contribution {
     const char* RankMemory::* place;
     int64_t num_bytes;
   };
-  static std::vector<Operand> OperandsForPeers(const OverlapProblem& problem);
+
+  static std::vector<Operand> OperandsForPeers(const OverlapProblem& p) {
+    const bool gathers = p.config.type == CommType::kAllGather;
+    if (p.config.is_bulk()) {
+      const int64_t rows = p.rows.num_batches * (gathers ? p.rows.capacity : p.rows.total());
+      return {{&RankMemory::aux_in, rows * p.aux_width * ElementBytes(p.aux_type)}};
+    }
+    // Without copies the GEMM of a reduce-scatter multiplies the operands of all ranks.
+    const bool multiplies_all =
+        !gathers && p.config.method == CommMethod::kRingExchange && !p.config.copies;
+    std::vector<Operand> operands;
+    if (gathers || multiplies_all) {
+      operands = {{&RankMemory::lhs, OwnLhsRows(p) * p.k * ElementBytes(p.lhs_type)},
+                  {&RankMemory::lhs_scales, ScalesBytes(p, /*of_lhs=*/true)}};
+    }
+    if (multiplies_all) {
+      operands.push_back({&RankMemory::rhs, p.k * p.n * ElementBytes(p.rhs_type)});
+      operands.push_back({&RankMemory::rhs_scales, ScalesBytes(p, /*of_lhs=*/false)});
+    }
+    return operands;
+  }
 
   RankMemory memory_;
   const std::vector<Operand> operands_;
