@@ -23,6 +23,13 @@ struct Target {
   XLA_FFI_Handler* execute;
 };
 
+// A handler of this function, whose operands `kBind` binds.
+template <auto kFunction, auto kBind, xla::ffi::Traits... kTraits>
+XLA_FFI_Error* Handle(XLA_FFI_CallFrame* frame) {
+  static auto* const handler = kBind().To(kFunction, {kTraits...}).release();
+  return handler->Call(frame);
+}
+
 // nullopt unless the type is an integer of 32 or 64 bits.
 std::optional<IntType> ToIntType(xla::ffi::DataType type);
 // Complex types map to the type of their parts: a complex sum is two real sums.

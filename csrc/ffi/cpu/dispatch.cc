@@ -133,14 +133,13 @@ auto Binding() {
       .RemainingRets();
 }
 
-XLA_FFI_DEFINE_HANDLER(DispatchHandler, MoveIn<Direction::kDispatch>, Binding());
-XLA_FFI_DEFINE_HANDLER(CombineHandler, MoveIn<Direction::kCombine>, Binding());
-
 }  // namespace
 
 std::vector<Target> DispatchTargets() {
-  return {{"jax_cp_dispatch.dispatch", Instantiate<DispatchState>, DispatchHandler},
-          {"jax_cp_dispatch.combine", Instantiate<DispatchState>, CombineHandler}};
+  return {{"jax_cp_dispatch.dispatch", Instantiate<DispatchState>,
+           Handle<MoveIn<Direction::kDispatch>, Binding>},
+          {"jax_cp_dispatch.combine", Instantiate<DispatchState>,
+           Handle<MoveIn<Direction::kCombine>, Binding>}};
 }
 
 }  // namespace cpd

@@ -240,15 +240,11 @@ ffi::Error GemmIn(int32_t device, cudaStream_t stream, ffi::BufferR0<ffi::S32> r
   }));
 }
 
-// The operands are those of the CPU handler; see ffi/cpu/gemm.cc.
-XLA_FFI_DEFINE_HANDLER(InitializeGemm, GemmIn<false>, BindOperands<kInitialize>().Attrs());
-XLA_FFI_DEFINE_HANDLER(ExecuteGemm, GemmIn<true>, BindOperands<kExecute>().Attrs(),
-                       {ffi::Traits::kCmdBufferCompatible});
-
 }  // namespace
 
 std::vector<Target> CudaGemmTargets() {
-  return {{"jax_cp_dispatch.gemm", InitializeGemm, ExecuteGemm}};
+  return {{"jax_cp_dispatch.gemm", Handle<GemmIn<false>, BindOperands<kInitialize>>,
+           Handle<GemmIn<true>, BindOperands<kExecute>, ffi::Traits::kCmdBufferCompatible>}};
 }
 
 }  // namespace cpd

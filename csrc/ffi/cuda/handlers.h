@@ -18,7 +18,7 @@ namespace cpd {
 constexpr auto kInitialize = xla::ffi::ExecutionStage::kInitialize;
 constexpr auto kExecute = xla::ffi::ExecutionStage::kExecute;
 
-// The first operands of every handler, in both stages; attributes follow.
+// The operands of dispatch, combine and GEMMs, in both stages: those of the CPU handlers.
 template <xla::ffi::ExecutionStage kStage>
 auto BindOperands() {
   return xla::ffi::Ffi::Bind<kStage>()
@@ -27,7 +27,8 @@ auto BindOperands() {
       .template Arg<xla::ffi::BufferR0<xla::ffi::S32>>()  // rank: place on the axis, on the device
       .template Arg<xla::ffi::BufferR0<xla::ffi::S32>>()  // group
       .RemainingArgs()
-      .RemainingRets();
+      .RemainingRets()
+      .Attrs();
 }
 
 std::vector<Target> CudaAttentionTargets();
