@@ -272,7 +272,8 @@ class Exchanges final : public Transport {
     const std::vector<SharedArray> arrays = contribution->SharedArrays();
     Description description{exchange.op, std::string(exchange.signature),
                             std::vector<int64_t>(arrays.size()), contribution->Write()};
-    announcement->num_bytes = static_cast<int64_t>(ToBytes(description).size());
+    announcement->num_bytes =
+        static_cast<int64_t>(ToBytes(MessageKind::kDescription, description).size());
     int64_t total = SharedArena::PageAligned(announcement->num_bytes);
     for (const SharedArray& array : arrays) total += SharedArena::PageAligned(array.num_bytes);
     const int64_t offset = arena_->Allocate(total);
@@ -293,7 +294,7 @@ class Exchanges final : public Transport {
       arena_->Free(offset, total);
       return status;
     }
-    const std::string bytes = ToBytes(description);
+    const std::string bytes = ToBytes(MessageKind::kDescription, description);
     std::memcpy(arena_->at(offset), bytes.data(), bytes.size());
     announcement->offset = offset;
     *range_bytes = total;
@@ -609,8 +610,11 @@ class Exchanges final : public Transport {
       }
     }
     if (is_new && tell_others) {
-      const FailureNotice notice{run_id, deadline.count(), status.code, status.message};
-      for (const auto& [process, segment] : segments_) links_->Send(process, ToBytes(notice));
+      // A message must fit one packet.
+      const FailureNotice notice{run_id, deadline.count(), status.code,
+                                 status.message.substr(0, Links::kMaxMessageBytes / 2)};
+      for (const auto& [process, segment] : segments_)
+        links_->Send(process, ToBytes(MessageKind::kFail, notice));
     }
     lock.unlock();
     own.work.clear();
@@ -663,6 +667,8 @@ class Exchanges final : public Transport {
       case MessageKind::kDone:
         if (FromBytes(bytes, &id))
           OnDone(process, id, bytes[0] == static_cast<char>(MessageKind::kOver));
+        return;
+      case MessageKind::kDescription:
         return;
       case MessageKind::kFail: {
         FailureNotice notice;
