@@ -14,6 +14,7 @@ from jax_cp_dispatch._door import door
 from jax_cp_dispatch._ranks.options import read_options
 from jax_cp_dispatch.attention.algorithms import Call, Hamilton, refuse
 from jax_cp_dispatch.attention.local.blockwise import OnlineSoftmax
+from jax_cp_dispatch.attention.local.options import check_softmax
 from jax_cp_dispatch.attention.local.ranges import KeyQueries
 from jax_cp_dispatch.attention.operands import AttentionOptions, Operands, check_rows
 from jax_cp_dispatch.attention.profile.step_record import AttentionProfile, StepRecord
@@ -102,6 +103,7 @@ def _read_keywords(
             f"{op}: got {', '.join(sorted(unknown))}; it takes the keywords of attention."
         )
     others = {name: given[name] for name in names & given.keys()}
+    check_softmax(op, given.get("scale"), given.get("logit_soft_cap"))
     of_exchange = read_options(op, axis_name, **{name: given.get(name) for name in exchange})
     found = read_given(op, *(given.get(name) for name in documents), follows_plan=False)
     return found, AttentionOptions(of_exchange, order=found.order, **others)
