@@ -18,7 +18,7 @@ from jax_cp_dispatch._text import warn_caller
 from jax_cp_dispatch.attention import context_parallel_attention
 from jax_cp_dispatch.comm_gemm import all_gather_matmul, matmul_reduce_scatter
 from jax_cp_dispatch.documents import Documents
-from jax_cp_dispatch.documents.documents import attended_tokens, permuted, trusted
+from jax_cp_dispatch.documents.documents import attended_tokens, permuted, take_columns, trusted
 from jax_cp_dispatch.documents.layouts import zigzag_permutation
 from jax_cp_dispatch.masks import (
     BlockCausal,
@@ -64,7 +64,7 @@ def call_mask(self, segment_ids, is_image, batch: tuple[str, ...], order: Order)
     if is_image is not None:
         start, end = jnp.minimum(start, _starts(is_image)), jnp.maximum(end, _ends(is_image))
     seen = Ranges(start, end)
-    return permuted(seen, columns, order)
+    return permuted(seen, take_columns(columns), order)
 
 
 def _kind_mask(self) -> Mask:

@@ -181,7 +181,7 @@ class Documents:
             raise ValueError(
                 f"Documents.unplaced: tokens are in {self.order}. Call it on Placement.documents."
             )
-        return replaced(self, order=PACKED, mask=permuted(self.mask, _columns(None), PACKED))
+        return replaced(self, order=PACKED, mask=permuted(self.mask, take_columns(None), PACKED))
 
     def zigzag(self, num_ranks: int) -> Documents:
         """Returns the documents in zigzag order: rank r of n holds blocks r and 2 n - 1 - r of 2 n.
@@ -196,7 +196,7 @@ class Documents:
         order = zigzag_order(num_ranks)
         ids, positions, mask = permuted(
             (self.segment_ids, self.positions, self.mask),
-            _columns(zigzag_permutation(self.columns, num_ranks)),
+            take_columns(zigzag_permutation(self.columns, num_ranks)),
             order,
         )
         return replaced(
@@ -214,13 +214,13 @@ class Documents:
             knows where: call `Placement.apply`.
         """
         self._check_arrays("apply", arrays, PACKED)
-        return permuted(arrays, _columns(self._permutation), self.order)
+        return permuted(arrays, take_columns(self._permutation), self.order)
 
     def restore(self, arrays: PyTree[Shaped[Any, "B T ..."]]) -> PyTree[Shaped[Any, "B T ..."]]:
         """Puts arrays and masks in this order back into packed order; the inverse of `apply`."""
         self._check_arrays("restore", arrays, self.order)
         order = self._permutation
-        return permuted(arrays, _columns(None if order is None else np.argsort(order)), PACKED)
+        return permuted(arrays, take_columns(None if order is None else np.argsort(order)), PACKED)
 
     def specs(self, axis_name: Any, batch_axis: Any = None) -> Documents:
         """Returns the `PartitionSpec`s of this object, for `jax.shard_map` or `jax.device_put`.
@@ -326,7 +326,7 @@ def permuted(tree: Any, take: Callable[[Any], Any], order: Order) -> Any:
     return jax.tree.map(one, tree, is_leaf=lambda x: isinstance(x, Mask))
 
 
-def _columns(order: Any) -> Callable[[Any], Any]:
+def take_columns(order: Any) -> Callable[[Any], Any]:
     """Returns the function that takes these columns of an array; None: all."""
     return lambda x: x if order is None else x[:, order]
 
