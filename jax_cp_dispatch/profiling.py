@@ -39,6 +39,7 @@ from jax_cp_dispatch.attention.algorithms import (
 )
 from jax_cp_dispatch.attention.algorithms.by_plan import Batch, RankProgram, Shape
 from jax_cp_dispatch.attention.choose import Auto, read_algorithm
+from jax_cp_dispatch.attention.local.options import check_softmax
 from jax_cp_dispatch.attention.operands import AttentionOptions, Operands, check_rows
 from jax_cp_dispatch.attention.rotating import (
     ShardedSequence,
@@ -418,6 +419,7 @@ def hamilton_attention_profile(
     num_ranks, algorithm = mesh.shape[axis_name], Hamilton(nodes, cycles, maps)
     algorithm.schedule(op, num_ranks)  # raises before the arrays are read
     given = read_given(op, documents, segment_ids, positions, mask, follows_plan=False)
+    check_softmax(op, scale, logit_soft_cap)
     read = AttentionOptions(options, given.order, scale, logit_soft_cap)
     refuse(op, algorithm, Call(read, (num_ranks,), q.shape[2]))
     mask, *ids = given.packed
