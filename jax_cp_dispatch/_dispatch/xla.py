@@ -16,7 +16,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 from jaxtyping import Array, Int32, Shaped
 
 from jax_cp_dispatch._arrays import sum_dtype
-from jax_cp_dispatch._dispatch.arguments import Exchange, MetadataOperands, by_group, read_operands
+from jax_cp_dispatch._dispatch.exchange import Exchange, ExchangeOperands, MetadataOperands
 from jax_cp_dispatch._dispatch.xla_transfers import (
     Transfers,
     XlaRanks,
@@ -589,7 +589,7 @@ def lower(ctx: Any, *operands: Any, exchange: Exchange, choice: Chosen) -> Any:
     return mlir.lower_fun(move, multiple_results=True)(ctx, *operands)
 
 
-def on_one_device(ctx: Any, exchange: Exchange) -> Callable[..., Any]:
+def on_one_device(exchange: Exchange) -> Callable[..., Any]:
     """Returns the exchange of a device that holds the rows of all ranks, to be traced."""
     return functools.partial(_move, exchange, False)
 
@@ -598,7 +598,7 @@ def _move(exchange: Exchange, ragged: bool, *operands: Any) -> list[Any]:
     if any(canonicalize_dtype(x.dtype) != x.dtype for x in operands):
         with jax.enable_x64(True):  # which the partitioner has left
             return _move(exchange, ragged, *operands)
-    split = read_operands(operands, exchange)
+    split = ExchangeOperands.read(operands, exchange)
     if exchange.by_collectives is not None:
         moved = exchange.by_collectives(split.arrays)
         if exchange.sums is None:
@@ -612,8 +612,8 @@ def _move(exchange: Exchange, ragged: bool, *operands: Any) -> list[Any]:
         exchange.groups,
         split.metadata,
         split.fingerprints,
-        by_group(split.arrays, exchange),
-        by_group(sums, exchange),
+        exchange.by_group(split.arrays),
+        exchange.by_group(sums),
         strict=True,
     ):
         if exchange.sums is None:

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PyTree, Shaped
 
 from jax_cp_dispatch._arguments import HostOrDevice, check_array, check_type
-from jax_cp_dispatch._dispatch.arguments import check_arrays, rows_per_rank
+from jax_cp_dispatch._dispatch.arguments import check_movable, rows_per_rank
+from jax_cp_dispatch._door import door
 from jax_cp_dispatch._ranks.options import CollectiveOptions, is_on_rank, vary_alike, whole_rows
 from jax_cp_dispatch.comm_gemm import ScalingMode
 from jax_cp_dispatch.comm_gemm.quantize import check_blocks
@@ -65,6 +66,7 @@ def _program(run, config, axes, specs, *operands):
     return on_all_ranks(partial(run, config), operands, axes=axes, **dict(specs))
 
 
+@door("dispatch_tokens")
 def dispatch_tokens(
     x: PyTree[Shaped[HostOrDevice, "T ..."]],
     routing: Routing,
@@ -98,12 +100,13 @@ def dispatch_tokens(
     op = "dispatch_tokens"
     leaves, tree = jax.tree.flatten(x)
     leaves = [jnp.asarray(leaf) for leaf in leaves]
-    check_arrays(op, "x", leaves)
+    check_movable(op, "x", leaves)
     mode = _read_mode(op, scaling_mode, leaves)
     operands = tree.unflatten(leaves), routing
     return _call(op, _dispatch_on_rank, operands, leaves, more=(mode,))
 
 
+@door("combine_tokens")
 def combine_tokens(
     y: PyTree[Float[HostOrDevice, "capacity ..."]],
     weights: Float[HostOrDevice, "T k"] | None,
@@ -130,13 +133,7 @@ def combine_tokens(
     op = "combine_tokens"
     leaves, tree = jax.tree.flatten(y)
     leaves = [jnp.asarray(leaf) for leaf in leaves]
-    check_arrays(op, "y", leaves)
-    for leaf in leaves:
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise TypeError(
-                f"{op}: an array of y is {leaf.dtype}; sums with weights need floating-point rows. "
-                "Cast it."
-            )
+    check_movable(op, "y", leaves)
     operands = tree.unflatten(leaves), weights, routing
     return _call(op, _combine_on_rank, operands, leaves)
 
