@@ -17,8 +17,8 @@ from jax_cp_dispatch._ranks.gpu import (
     gpu_attributes,
     why_no_peer_access,
 )
-from jax_cp_dispatch._ranks.job import refuse_after_fork
-from jax_cp_dispatch._ranks.processes import refuse_alone, share_memory, transport_choice
+from jax_cp_dispatch._ranks.job import refuse_after_fork, refuse_alone
+from jax_cp_dispatch._ranks.processes import share_memory, transport_choice
 from jax_cp_dispatch._text import say_once
 
 # ---- One implementation of the operations: what it serves, and how it lowers each of them.
