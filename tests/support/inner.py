@@ -88,7 +88,7 @@ def interpreted_tpu_kernels():
 
     from jax_cp_dispatch.attention.local import tpu
 
-    passes = {"attend_blocks": tpu.attend, "block_gradients": tpu.gradients}
+    passes = {"attend_blocks": tpu.attend_blocks, "block_gradients": tpu.block_gradients}
     interpreted = pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True))
     with mock.patch.multiple(rotating, **passes), interpreted:
         yield

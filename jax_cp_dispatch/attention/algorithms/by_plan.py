@@ -24,7 +24,7 @@ from jax_cp_dispatch.attention.algorithms.exchange_once import (
     row_gradients,
 )
 from jax_cp_dispatch.attention.local.blockwise import SoftmaxGradients
-from jax_cp_dispatch.attention.local.options import check_operands
+from jax_cp_dispatch.attention.local.options import check_heads
 from jax_cp_dispatch.attention.operands import AttentionOptions, Operands, Outputs
 from jax_cp_dispatch.cost import Hardware, Moves, Workload, rows_by_link
 from jax_cp_dispatch.documents.fingerprint import rank_fingerprint
@@ -258,7 +258,7 @@ def planned_program(
     options: AttentionOptions, plan: Plan, qkv: list[Shape], *, backward: bool
 ) -> RankProgram:
     """Returns the program of attention by a plan, for rows like those of `qkv`."""
-    check_operands(options.op, *qkv)
+    check_heads(options.op, *qkv)
 
     def run(rank, q, k, v, ranges):
         out, lse, _ = attend_rows(options, BLOCK_ROWS, q, (k, v), ranges)
