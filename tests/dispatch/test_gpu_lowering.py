@@ -39,9 +39,8 @@ from jax_cp_dispatch._ranks.implementations import (
     Operation,
     gpu as implementations_gpu,
 )
-from jax_cp_dispatch.doctor.machine import Finding
-from jax_cp_dispatch.doctor.self_test import try_implementations
 from jax_cp_dispatch.gpu import raise_gpu_errors
+from jax_cp_dispatch.tools.doctor import Finding, try_implementations
 
 ROOT = pathlib.Path(__file__).parents[2]
 W, S, T, CAPACITY = 4, 5, 8, 64
@@ -361,7 +360,7 @@ def test_gpus_without_peer_access_use_xla(cuda, monkeypatch):
     assert asked[1:] == [[0, 1], [2, 3]]
     monkeypatch.setattr(implementations, "default_platform", lambda: "cuda")
     assert available_implementations()["cuda_peer"] == (False, why)
-    *_, found = itertools.islice(try_implementations(), 3)  # of the doctor
+    *_, found = itertools.islice(try_implementations(), 2)  # of the doctor
     assert found == Finding("transport cuda_peer", why, "missing")
     assert calls(PLACES["one device"]())
     cuda.device_count = lambda: (2, "")  # a program for another machine
