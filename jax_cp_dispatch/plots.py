@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from jax_cp_dispatch.comm_gemm import OverlapProfile
 from jax_cp_dispatch.cost import StepCost
 from jax_cp_dispatch.metadata import Metadata
 from jax_cp_dispatch.metadata.describe import rows_between_ranks
 from jax_cp_dispatch.planning import Placement, Plan
-from jax_cp_dispatch.timeline import COMMUNICATION, COMPUTATION
+from jax_cp_dispatch.profiling import COMMUNICATION, COMPUTATION, OverlapProfile
 
 __all__ = ["plot_overlap", "plot_plan", "plot_timeline"]
 

@@ -9,9 +9,9 @@ import jax
 from jaxtyping import PyTree
 
 from jax_cp_dispatch._arguments import check_positive, check_type
-from jax_cp_dispatch._rank_times import BalanceProfile, time_ranks
 from jax_cp_dispatch.experts.describe import rows_of_experts
 from jax_cp_dispatch.experts.routing import Routing
+from jax_cp_dispatch.profiling import BalanceProfile, time_ranks
 
 
 def load_profile(

@@ -205,7 +205,7 @@ TOUCHED = {
     "Ulysses": {"attention/algorithms/ulysses.py", *LISTS},
     "Halo": {"attention/algorithms/halo.py", *LISTS},
     # Has a profile, too.
-    "Hamilton": {"attention/algorithms/hamilton.py", "attention/profile/hamilton.py", *LISTS},
+    "Hamilton": {"attention/algorithms/hamilton.py", "profiling.py", *LISTS},
 }
 
 
