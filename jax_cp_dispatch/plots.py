@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from jax_cp_dispatch._text import rows_between_ranks
 from jax_cp_dispatch.cost import StepCost
 from jax_cp_dispatch.metadata import Metadata
-from jax_cp_dispatch.metadata.describe import rows_between_ranks
 from jax_cp_dispatch.planning import Placement, Plan
 from jax_cp_dispatch.profiling import COMMUNICATION, COMPUTATION, OverlapProfile
 

@@ -11,9 +11,9 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Int64
 
-from jax_cp_dispatch._arguments import read_wide
-from jax_cp_dispatch.metadata.describe import describe_metadata, rows_between_ranks
-from jax_cp_dispatch.metadata.validate import check_plan, host_value
+from jax_cp_dispatch._arguments import host_value, read_wide
+from jax_cp_dispatch._text import describe_metadata, rows_between_ranks
+from jax_cp_dispatch.metadata.validate import check_plan
 
 # An array; or anything that a transformation maps over the leaves (specs, shapes, axes).
 Leaf: TypeAlias = Any

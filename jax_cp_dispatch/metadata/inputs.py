@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jax_cp_dispatch._arguments import clip_to_int32
-from jax_cp_dispatch.metadata.validate import host_value
+from jax_cp_dispatch._arguments import clip_to_int32, host_value
 
 _MAX_UINT32 = 2**32 - 1
 _TOKENS = {"seq_len", "kv_context_size", "q_to_num_kv_token", "shard_len", "shard_context"}

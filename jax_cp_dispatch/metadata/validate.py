@@ -2,22 +2,11 @@
 
 from typing import Any
 
-import jax
 import numpy as np
-from jax.core import Tracer
+
+from jax_cp_dispatch._arguments import host_value
 
 _MAX_UINT32 = 2**32 - 1
-
-
-def host_value(value: Any) -> np.ndarray | None:
-    """Returns the values as NumPy, or None if they are traced or on other hosts."""
-    if isinstance(value, Tracer):
-        return None
-    if isinstance(value, jax.Array) and not (
-        value.is_fully_addressable or value.is_fully_replicated
-    ):
-        return None
-    return np.asarray(value)
 
 
 def check_plan(plan: Any) -> None:

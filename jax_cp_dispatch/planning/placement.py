@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float32, Int, PyTree, Shaped
 
-from jax_cp_dispatch._text import outline
+from jax_cp_dispatch._text import by_group, describe_mask, describe_plan, outline, work_by_share
 from jax_cp_dispatch.documents import Documents
 from jax_cp_dispatch.documents.given import check_document_mask
 from jax_cp_dispatch.masks import ArrayMask, Mask
@@ -18,7 +18,6 @@ from jax_cp_dispatch.masks.mask import PACKED, PLACED
 from jax_cp_dispatch.masks.read import check_mask_order, read_mask_on_host
 from jax_cp_dispatch.planning.config import PlanConfig
 from jax_cp_dispatch.planning.cuts import describe_cuts
-from jax_cp_dispatch.planning.describe import by_group, describe_mask, describe_plan, work_by_share
 from jax_cp_dispatch.planning.groups import join_plans
 from jax_cp_dispatch.planning.piece_table import PieceTable
 from jax_cp_dispatch.planning.placed_plan import (

@@ -11,14 +11,12 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
 from jax_cp_dispatch._arguments import check_integer
-from jax_cp_dispatch._text import outline
+from jax_cp_dispatch._text import describe_plan, exceeded, known, outline
 from jax_cp_dispatch.documents.fingerprint import check_batch
 from jax_cp_dispatch.documents.segment_ids import Ids
 from jax_cp_dispatch.masks import Mask, MaskRanges, StaticMask
 from jax_cp_dispatch.masks.array_mask import MaskKind
-from jax_cp_dispatch.metadata.describe import known
 from jax_cp_dispatch.planning.config import CAPACITIES, PLACED_CAPACITIES, PlanConfig
-from jax_cp_dispatch.planning.describe import describe_plan, exceeded
 from jax_cp_dispatch.planning.runs import key_ranges, local_rows, local_runs
 from jax_cp_dispatch.planning.saved import reduce_saved
 from jax_cp_dispatch.planning.transfers import check_all_ranks, num_moved
