@@ -153,7 +153,7 @@ def _describe_view(op: str, metadata: Any) -> str:
 
 def _partners(rows: Int[np.ndarray, " W"], direction: str) -> str:
     order = [rank for rank in np.argsort(-rows, kind="stable") if rows[rank] > 0]
-    parts = [f"{count(rows[rank])} {direction} rank {rank}" for rank in order[:2]]
+    parts = [f"{count(int(rows[rank]))} {direction} rank {rank}" for rank in order[:2]]
     if rest := order[2:]:
         parts.append(f"{count(int(rows[rest].sum()))} {direction} {len(rest)} other ranks")
     return ", ".join(parts) or f"{direction} no rank"

@@ -382,7 +382,9 @@ def hamilton_attention_profile(
     positions: Any = None,
     scale: float | None = None,
     logit_soft_cap: float | None = None,
-    **exchange: Any,
+    implementation: str | None = None,
+    deadline: float | None = None,
+    num_comm_sm: int | None = None,
 ) -> AttentionProfile:
     """Times Hamilton attention, forward, as one program and step by step.
 
@@ -396,9 +398,8 @@ def hamilton_attention_profile(
       axis_name: the mesh axis of the ranks.
       nodes, cycles, maps: see `Hamilton`.
       repeats: runs of every program; medians are returned.
-      mask, documents, segment_ids, positions, scale, logit_soft_cap: as in
-        `context_parallel_attention`, on global arrays.
-      exchange: its `implementation`, `deadline` and `num_comm_sm`.
+      mask, documents, segment_ids, positions, scale, logit_soft_cap, implementation, deadline,
+        num_comm_sm: as in `context_parallel_attention`, on global arrays.
     Returns:
       The times, and the output in the layout of q.
     Raises:
@@ -407,7 +408,7 @@ def hamilton_attention_profile(
     op = "hamilton_attention_profile"
     check_type(op, "mesh", mesh, Mesh, "Pass the mesh of the ranks.")
     check_positive(op, repeats=repeats)
-    options = read_options(op, axis_name, **exchange)
+    options = read_options(op, axis_name, None, implementation, deadline, num_comm_sm)
     if axis_name not in mesh.axis_names:
         raise ValueError(
             f"{op}: axis_name is {axis_name!r} but the mesh has axes {tuple(mesh.axis_names)}. "
@@ -443,29 +444,23 @@ def hamilton_attention_profile(
 
 def _run_steps(sequence: ShardedSequence, steps: _Steps, q, k, v, packed: PackedMask):
     """Runs the steps of `attend_sequence`, each kind as one program."""
-    shape, run = q.shape[1:3], steps.run
+    (B, T), dtype = q.shape[1:3], q.dtype
     rotation = sequence.rotation(*(jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in (q, k, v)))
 
-    def read_ranges(packed):
-        return token_ranges(sequence, rotation, packed, shape)._replace(fault=None)
+    def move(name, fn, *operands):
+        if not sequence.rearranges:
+            return steps.run(fn, *operands)[1]
+        return steps.step(name, communication=(fn, *operands))[0]
 
-    def place(*arrays):
-        return to_layout(sequence, rotation, arrays)
-
-    def finish(out):
-        return from_layout(sequence, (out,), shape[1])[0]
-
-    _, ranges = run(read_ranges, packed)
-    if sequence.rearranges:
-        ((q, k, v),) = steps.step("to zigzag", communication=(place, q, k, v))
-    else:
-        _, (q, k, v) = run(place, q, k, v)
-    begin = lambda q, k, v, ranges: rotation.begin(q, (k, v), ranges)
-    _, (queries, own, seen) = run(begin, q, k, v, ranges)
+    def begin(q, k, v, packed):
+        ranges = token_ranges(sequence, rotation, packed, (B, T))._replace(fault=None)
+        return ranges, *rotation.begin(q, (k, v), ranges)
 
     def attend(queries, ranges, held, seen, step):
         return rotation.attend(queries, ranges, held, seen, rotation.key_order(step), None)
 
+    q, k, v = move("to zigzag", lambda *x: to_layout(sequence, rotation, x), q, k, v)
+    _, (ranges, queries, own, seen) = steps.run(begin, q, k, v, packed)
     held = own
     for step in range(sequence.num_ranks):
         number = np.full(sequence.num_ranks, step, np.int32)
@@ -474,10 +469,8 @@ def _run_steps(sequence: ShardedSequence, steps: _Steps, q, k, v, packed: Packed
             parts = {COMMUNICATION: (rotation.fetch_keys, own, held, number), **parts}
         *fetched, seen = steps.step(f"step {step}", **parts)
         held = fetched[0] if fetched else held
-    _, out = run(lambda seen: rotation.result(seen)[0].astype(q.dtype), seen)
-    if not sequence.rearranges:
-        return run(finish, out)[1]
-    return steps.step("from zigzag", communication=(finish, out))[0]
+    _, out = steps.run(lambda seen: rotation.result(seen)[0].astype(dtype), seen)
+    return move("from zigzag", lambda out: from_layout(sequence, (out,), T)[0], out)
 
 
 _POLL = 20e-6  # seconds
@@ -644,46 +637,36 @@ def balance_profile(
     qkv = [Shape((*rows, n, head_size), dtype) for n in heads]
     options = AttentionOptions(read_options(_OP, "ranks"))
     batch = Batch(world_size, PackedMask(mask, documents.numbers()), qkv)
-    chosen = [_read(x, batch) for x in algorithms]
     programs = []
-    for algorithm, its_batch in chosen:
-        program = algorithm.rank_program(options, its_batch, backward=backward)
+    for given in algorithms:
+        is_plan = isinstance(given, Plan)
+        algorithm, its_batch = (
+            _of_plan(given, batch) if is_plan else (read_algorithm(_OP, given), batch)
+        )
+        program = None
+        if not isinstance(algorithm, Auto):
+            program = algorithm.rank_program(options, its_batch, backward=backward)
         if program is None:
-            raise _not_measured(algorithm.name)
-        programs.append(program)
-    runs = [_run_ranks(program) for program in programs]
-    seconds = time_ranks(runs, [len(program.ranges) for program in programs], repeats)
-    return tuple(
-        BalanceProfile(x.name, times, tuple(program.num_pairs.tolist()), "pairs")
-        for (x, _), program, times in zip(chosen, programs, seconds, strict=True)
-    )
+            raise ValueError(
+                f"{_OP}: got algorithm {algorithm.name!r}. Name algorithms that can be measured: "
+                f"{', '.join(map(repr, _MEASURED))}."
+            )
+        programs.append((algorithm.name, _run_ranks(program), program.num_pairs))
+    return time_ranks(programs, "pairs", repeats)
 
 
-def _read(given: Any, batch: Batch) -> tuple[Algorithm, Batch]:
-    """Returns an algorithm, and the batch with its plan, if a plan was given."""
-    if not isinstance(given, Plan):
-        algorithm = read_algorithm(_OP, given)
-        if isinstance(algorithm, Auto):
-            raise _not_measured(algorithm.name)
-        return algorithm, batch
+def _of_plan(plan: Plan, batch: Batch) -> tuple[Algorithm, Batch]:
+    """Returns the algorithm that follows a plan, and the batch with it."""
     rows, world_size = batch.qkv[0].shape[:2], batch.num_ranks
-    held = given.batch, given.num_tokens // given.batch
-    if given.fingerprint.shape[:-1] != (world_size,) or held != rows:
-        ranks = list(given.fingerprint.shape[:-1])
+    held = plan.batch, plan.num_tokens // plan.batch
+    if plan.fingerprint.shape[:-1] != (world_size,) or held != rows:
+        ranks = list(plan.fingerprint.shape[:-1])
         raise ValueError(
             f"{_OP}: got a plan of {ranks} ranks with {held[0]} x {held[1]} rows, but the "
             f"documents need one of [{world_size}] with {rows[0]} x {rows[1]}. Pass the "
             "plan of all ranks for these documents."
         )
-    algorithm = Placed() if given.is_placed else Balanced()
-    return algorithm, batch._replace(plan=given)
-
-
-def _not_measured(name: str) -> ValueError:
-    return ValueError(
-        f"{_OP}: got algorithm {name!r}. Name algorithms that can be measured: "
-        f"{', '.join(map(repr, _MEASURED))}."
-    )
+    return Placed() if plan.is_placed else Balanced(), batch._replace(plan=plan)
 
 
 def _run_ranks(program: RankProgram) -> Callable[[int], Any]:
@@ -696,26 +679,29 @@ def _run_ranks(program: RankProgram) -> Callable[[int], Any]:
 
 
 def time_ranks(
-    runs: Sequence[Callable[[int], Any]], num_ranks: Sequence[int], repeats: int
-) -> list[tuple[float, ...]]:
-    """Returns the median seconds of each rank in each program.
+    programs: Sequence[tuple[str, Callable[[int], Any], np.ndarray]], unit: str, repeats: int
+) -> tuple[BalanceProfile, ...]:
+    """Times each rank of each program.
 
     Ranks and programs take turns in each round. On CPU, seconds are processor time, so other
     processes do not count.
 
     Args:
-      runs: each runs one rank of a program, and returns its arrays.
-      num_ranks: of each program.
+      programs: of each its name, what runs one rank and returns its arrays, and the work [W].
+      unit: of the work.
       repeats: rounds.
     """
     now = time.process_time if jax.default_backend() == "cpu" else time.perf_counter
-    for run in runs:  # compile, and touch memory
+    for _, run, _ in programs:  # compile, and touch memory
         jax.block_until_ready(run(0))
-    times: list[list[list[float]]] = [[[] for _ in range(n)] for n in num_ranks]
-    for _ in range(repeats):
-        for of_program, run in zip(times, runs, strict=True):
+    times = [[[0.0] * repeats for _ in work] for *_, work in programs]
+    for number in range(repeats):
+        for of_program, (_, run, _) in zip(times, programs, strict=True):
             for rank, of_rank in enumerate(of_program):
                 start = now()
                 jax.block_until_ready(run(rank))
-                of_rank.append(now() - start)
-    return [tuple(map(statistics.median, of_program)) for of_program in times]
+                of_rank[number] = now() - start
+    return tuple(
+        BalanceProfile(name, tuple(map(statistics.median, seconds)), tuple(work.tolist()), unit)
+        for (name, _, work), seconds in zip(programs, times, strict=True)
+    )

@@ -87,6 +87,5 @@ def load_profile(
     sizes = rows.astype("int32")
     compiled, arrays = jax.jit(compute), jax.device_put(arrays)
     run = lambda rank: compiled(sizes[rank], *arrays)
-    [seconds] = time_ranks([run], [len(rows)], repeats)
     name = getattr(compute, "__name__", type(compute).__name__)
-    return BalanceProfile(name, seconds, tuple(rows.sum(1).tolist()), "rows")
+    return time_ranks([(name, run, rows.sum(1))], "rows", repeats)[0]

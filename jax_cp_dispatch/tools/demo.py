@@ -6,9 +6,9 @@ import pathlib
 import statistics
 import sysconfig
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,11 +20,12 @@ from jax_cp_dispatch.documents import Documents
 from jax_cp_dispatch.planning import Plan, plan_attention
 from jax_cp_dispatch.plots import plot_plan
 from jax_cp_dispatch.tools import MOST_DEVICES, InputError, Progress, at_most, call_seconds
-from jax_cp_dispatch.tools.programs import AXIS, BY_COLUMN, Ranks
+from jax_cp_dispatch.tools.programs import AXIS, BY_COLUMN, Ranks, make_segment_ids
 
 HELP = "plan attention of real documents, run it on virtual CPU devices and check it"
 TOLERANCE = 2e-5  # of float32 results, relative to the largest entry
-NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 2, 1, 32
+HEADS: dict[str, Any] = {"num_heads": 2, "head_size": 32}
+NUM_KV_HEADS = 1
 _MOST_TOKENS = 2**24  # the sequence is in the memory of this machine several times
 _PICTURES = (".png", ".pdf", ".svg")
 _SOURCES = pathlib.Path(sysconfig.get_path("stdlib"))
@@ -45,24 +46,24 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs the demonstration; returns the exit status: 0, or 1 if a result is wrong."""
     begin = time.perf_counter()
     folder, num_ranks = arguments.folder, arguments.ranks
-    _check(arguments)
     num_tokens = num_ranks * arguments.tokens_per_rank
+    _check(arguments)
     start_cpu_devices(num_ranks)
-    progress = Progress(6)
+    progress, seconds = Progress(6), {}
     with progress.step(f"reading {folder}"):
         longest = max(1, num_tokens // 8)  # the reference has all logits in memory
-        packed = pack(read_texts(folder), num_tokens=num_tokens, longest=longest)
-    if not packed.lengths:
+        tokens, lengths = pack(read_texts(folder), num_tokens=num_tokens, longest=longest)
+    if not lengths:
         raise InputError(f"{folder} has no text file. Name a folder that holds some.")
-    make_plan = partial(plan_attention, packed.segment_ids, packed.positions, world_size=num_ranks)
-    seconds = {}
+    padding = num_tokens - sum(lengths)
+    ids = np.pad(make_segment_ids(lengths), ((0, 0), (0, padding)))
+    make_plan = partial(plan_attention, ids, world_size=num_ranks)
     with progress.step("planning"):
         plan = make_plan()
         seconds["planning"] = call_seconds(make_plan)
     ranks = Ranks.of_devices(num_ranks, repeats=1)
-    operands = [ranks.put(x, BY_COLUMN) for x in embed(packed)]
-    documents = Documents(packed.segment_ids, packed.positions).with_plan(plan)
-    documents = ranks.put_documents(documents)
+    operands = [ranks.put(x, BY_COLUMN) for x in embed(tokens)]
+    documents = ranks.put_documents(Documents(ids).with_plan(plan))
     over: Any = {"mesh": ranks.mesh, "axis_name": AXIS, "algorithm": "balanced"}
     attend = partial(context_parallel_attention, **over)
     with progress.step("compiling attention, forward and backward"):
@@ -72,35 +73,42 @@ def run(arguments: argparse.Namespace) -> int:
         seconds["attention"] = call_seconds(lambda: program(*operands, documents=documents))
     with progress.step("checking against dense attention, by document") as show:
         host = lambda arrays: [np.asarray(x) for x in arrays]
-        differences = largest_difference(packed.lengths, host(operands), host(results), show)
+        differences = largest_difference(lengths, host(operands), host(results), show)
     with progress.step(f"drawing {arguments.picture}"):
         try:
             plot_plan(plan, arguments.picture)
             picture = str(arguments.picture)
         except ImportError as error:
             picture = f"none: {error}"
-    is_right = _report(packed, plan, seconds, differences)
-    print(f"picture               {picture}")
-    print(f"whole demonstration   {time.perf_counter() - begin:.1f} s")
+    is_right = all(value <= TOLERANCE for value in differences.values())  # false for NaN
+    each = ", ".join(f"{name} {value:.1e}" for name, value in differences.items())
+    lines = {
+        "documents": f"{len(lengths)}, of {min(lengths)} to {max(lengths)} tokens",
+        "tokens": f"{num_tokens}, of these {padding} padding; {num_ranks} ranks",
+        **_about(plan),
+        "time of planning": f"{1e3 * seconds['planning']:.1f} ms",
+        "time of attention": f"{1e3 * seconds['attention']:.1f} ms, forward and backward",
+        "largest difference": f"{each} (relative to dense attention)",
+        "": f"{'correct' if is_right else 'WRONG'}: the tolerance is {TOLERANCE:.0e}",
+        "picture": picture,
+        "whole demonstration": f"{time.perf_counter() - begin:.1f} s",
+    }
+    print("", *(f"{name:<22}{text}" for name, text in lines.items()), sep="\n")
     return 0 if is_right else 1
 
 
 def _check(arguments: argparse.Namespace) -> None:
     """Refuses arguments before anything is computed."""
+    most, path = _MOST_TOKENS // arguments.ranks, arguments.picture
     if not arguments.folder.is_dir():
         raise InputError(f"{arguments.folder} is not a folder. Name one that holds text files.")
-    if arguments.ranks * arguments.tokens_per_rank > _MOST_TOKENS:
-        most = _MOST_TOKENS // arguments.ranks
+    if arguments.tokens_per_rank > most:
         raise InputError(f"--tokens-per-rank is {arguments.tokens_per_rank}; pass 1 to {most}.")
-    path = arguments.picture
     if path.suffix.lower() not in _PICTURES or path.is_dir() or not path.parent.is_dir():
         raise InputError(
             f"--picture is {path}; it needs to be a file in an existing folder, with a suffix of "
             f"{', '.join(_PICTURES)}."
         )
-
-
-# ---- Documents.
 
 
 def read_texts(folder: pathlib.Path) -> Iterator[bytes]:
@@ -124,54 +132,25 @@ def read_texts(folder: pathlib.Path) -> Iterator[bytes]:
             yield data
 
 
-class Packed(NamedTuple):
-    """Documents that follow one another in a sequence, as a data pipeline would produce them.
+def pack(texts: Iterable[bytes], *, num_tokens: int, longest: int) -> tuple[np.ndarray, list[int]]:
+    """Fills a sequence with texts, whose bytes are the tokens; returns it, and their lengths.
 
-    Attributes:
-      tokens, segment_ids, positions: int32 `[1, num_tokens]`; segment 0 is padding.
-      lengths: of the documents.
+    A text has at most `longest` tokens. The last one is cut; without more texts, zeros follow.
     """
-
-    tokens: np.ndarray
-    segment_ids: np.ndarray
-    positions: np.ndarray
-    lengths: list[int]
-
-
-def pack(texts: Iterator[bytes], *, num_tokens: int, longest: int) -> Packed:
-    """Fills a sequence with texts, whose bytes are the tokens; the last one is cut.
-
-    Args:
-      texts: read until the sequence is full or no text is left.
-      num_tokens: of the sequence.
-      longest: maximum tokens of a document; longer ones are cut.
-    """
-    packed = Packed(*np.zeros((3, 1, num_tokens), np.int32), lengths=[])
-    end = 0
-    for segment, text in enumerate(texts, start=1):
-        length = min(len(text), longest, num_tokens - end)
-        rows, end = slice(end, end + length), end + length
-        packed.tokens[0, rows] = np.frombuffer(text[:length], np.uint8)
-        packed.segment_ids[0, rows] = segment
-        packed.positions[0, rows] = np.arange(length)
-        packed.lengths.append(length)
-        if end == num_tokens:
+    tokens, lengths = bytearray(), []
+    for text in texts:
+        lengths.append(min(len(text), longest, num_tokens - len(tokens)))
+        tokens += text[: lengths[-1]]
+        if len(tokens) == num_tokens:
             break
-    return packed
+    return np.frombuffer(tokens.ljust(num_tokens, b"\0"), np.uint8)[None], lengths
 
 
-def embed(packed: Packed) -> list[np.ndarray]:
-    """Returns q, k, v and a cotangent `[1, T, heads, H]`: byte embeddings rotated by position."""
-    rng = np.random.default_rng(0)
-    angles = packed.positions[..., None, None] / 10000 ** (np.arange(HEAD_DIM) / HEAD_DIM)
-    arrays = []
-    for num_heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS, NUM_HEADS):
-        table = rng.normal(size=(256, num_heads, HEAD_DIM))
-        arrays.append((table[packed.tokens] * np.cos(angles)).astype(np.float32))
-    return arrays
-
-
-# ---- Attention, and its check.
+def embed(tokens: np.ndarray) -> list[np.ndarray]:
+    """Returns q, k, v and a cotangent `[1, T, heads, H]`: random embeddings of the tokens."""
+    rng, (N, H) = np.random.default_rng(0), HEADS.values()
+    heads = N, NUM_KV_HEADS, NUM_KV_HEADS, N
+    return [rng.standard_normal((256, n, H), np.float32)[tokens] for n in heads]
 
 
 @partial(jax.jit, static_argnums=0)
@@ -212,40 +191,23 @@ def largest_difference(
     }
 
 
-def _report(
-    packed: Packed, plan: Plan, seconds: Mapping[str, float], differences: Mapping[str, float]
-) -> bool:
-    """Prints sizes, times and differences; returns whether the results are correct."""
-    lengths, num_tokens = packed.lengths, packed.tokens.size
-    moved = {"queries": plan.num_q_tokens_moved, "keys, values": plan.num_kv_tokens_moved}
-    # Forward: q there, out back, k and v there. Backward: dout there, dq back, dk and dv back.
-    moved_bytes = 4 * sum(
-        rows_bytes(int(rows), num_heads=heads, head_size=HEAD_DIM, itemsize=4)
-        for rows, heads in zip(moved.values(), (NUM_HEADS, NUM_KV_HEADS), strict=True)
-    )
+def _about(plan: Plan) -> dict[str, str]:
+    """Returns lines of the report: work, and what moves."""
 
     def work(pairs: Iterable[Any]) -> str:
-        flops = [attention_flops(float(x), num_heads=NUM_HEADS, head_size=HEAD_DIM) for x in pairs]
+        flops = [attention_flops(float(x), **HEADS) for x in pairs]
         each = " ".join(f"{x / 1e9:.1f}" for x in flops)
         return f"max/mean {max(flops) / statistics.mean(flops):.3f}   [{each}] GFLOP"
 
-    is_right = all(value <= TOLERANCE for value in differences.values())  # false for NaN
-    padding = f"of these {num_tokens - sum(lengths)} padding; {plan.world_size} ranks"
-    each = ", ".join(f"{name} {value:.1e}" for name, value in differences.items())
-    lines = {
-        "documents": f"{len(lengths)}, of {min(lengths)} to {max(lengths)} tokens",
-        "tokens": f"{num_tokens}, {padding}",
+    q_rows, kv_rows = int(plan.num_q_tokens_moved), int(plan.num_kv_tokens_moved)
+    moved = lambda rows: f"{rows} ({rows / plan.world_size / plan.num_tokens:.2f} of all)"
+    # Forward: q there, out back, k and v there. Backward: dout there, dq back, dk and dv back.
+    num_bytes = 4 * rows_bytes(q_rows, **HEADS, itemsize=4)
+    num_bytes += 4 * rows_bytes(kv_rows, **HEADS | {"num_heads": NUM_KV_HEADS}, itemsize=4)
+    return {
         "work before planning": work(plan.pairs_before),
         "work after planning": work(plan.pairs),
-        **{
-            f"{name} moved": f"{int(rows)} ({int(rows) / num_tokens:.2f} of all), copies counted"
-            for name, rows in moved.items()
-        },
-        "bytes moved": f"{moved_bytes / 1e6:.1f} MB, forward and backward",
-        "time of planning": f"{1e3 * seconds['planning']:.1f} ms",
-        "time of attention": f"{1e3 * seconds['attention']:.1f} ms, forward and backward",
-        "largest difference": f"{each} (relative to dense attention)",
-        "": f"{'correct' if is_right else 'WRONG'}: the tolerance is {TOLERANCE:.0e}",
+        "queries moved": f"{moved(q_rows)}, copies counted",
+        "keys, values moved": f"{moved(kv_rows)}, copies counted",
+        "bytes moved": f"{num_bytes / 1e6:.1f} MB, forward and backward",
     }
-    print("", *(f"{name:<22}{text}" for name, text in lines.items()), sep="\n")
-    return is_right
