@@ -24,29 +24,11 @@ from jax_cp_dispatch.tools import (
     Progress,
     at_most,
     machine,
+    programs,
     start_on_cpu,
     versions,
 )
-from jax_cp_dispatch.tools.programs import (
-    DENSE,
-    GATHER,
-    GEMM,
-    MEMCPY,
-    SCATTER,
-    SMALL,
-    TOLERANCE,
-    XLA,
-    Exchange,
-    Product,
-    Ranks,
-    Shape,
-    SmallExchange,
-    attention_run,
-    drawn_lengths,
-    random_operands,
-    scanned,
-    square_product,
-)
+from jax_cp_dispatch.tools.programs import Ranks, Shape
 
 HELP = "measure this machine against its limits and the alternatives"
 SECTIONS = ("movement", "attention", "gemm")
@@ -92,15 +74,15 @@ class Sizes:
 
 CPU = Sizes(
     *(3, 4096, 4096, 8, 64, 2048, "float32"),
-    ((GATHER, 4096, 1024, 5632), (SCATTER, 4096, 2816, 1024)),
+    ((programs.GATHER, 4096, 1024, 5632), (programs.SCATTER, 4096, 2816, 1024)),
 )
 QUICK = Sizes(
     *(1, 256, 1024, 4, 64, 2048, "float32"),
-    ((GATHER, 1024, 256, 1408), (SCATTER, 1024, 704, 256)),
+    ((programs.GATHER, 1024, 256, 1408), (programs.SCATTER, 1024, 704, 256)),
 )
 GPU = Sizes(
     *(5, 32768, 16384, 8, 128, 8192, "bfloat16"),
-    ((GATHER, 8192, 4096, 28672), (SCATTER, 8192, 14336, 4096)),
+    ((programs.GATHER, 8192, 4096, 28672), (programs.SCATTER, 8192, 14336, 4096)),
 )
 
 
@@ -209,15 +191,15 @@ def _rows(
 
 def movement(ranks: Ranks, tokens: int, feature: tuple[int, ...], dtype: Any) -> Iterator[Row]:
     """Measures the bandwidth of an exchange."""
-    exchange = Exchange(ranks, tokens, feature, dtype)
+    exchange = programs.Exchange(ranks, tokens, feature, dtype)
     exchange.check()
-    ours = {MEMCPY: exchange.limit()} | exchange.runs
+    ours = {programs.MEMCPY: exchange.limit()} | exchange.runs
     # In one process, apart from the collectives: they use so much memory that the next run finds
     # none cached.
     is_apart = jax.process_count() == 1
     together = [ours, exchange.collectives] if is_apart else [ours | exchange.collectives]
     seconds = {name: x for runs in together for name, x in ranks.measure(runs).items()}
-    limit = "a copy on each GPU" if ranks.is_gpu else "memcpy", seconds.pop(MEMCPY)
+    limit = "a copy on each GPU" if ranks.is_gpu else "memcpy", seconds.pop(programs.MEMCPY)
     fastest = min(seconds[name] for name in exchange.collectives)
     num_bytes = exchange.x.nbytes
     yield from _rows(
@@ -234,13 +216,13 @@ SMALL_DISPATCH, _STEPS = "small dispatch in a loop", 20
 
 def small_messages(ranks: Ranks) -> Iterator[Row]:
     """Measures the time of one small exchange inside `lax.scan`."""
-    exchange = SmallExchange(ranks)
-    loop = lambda name: ranks.program(scanned(exchange.operations[name], _STEPS))
+    exchange = programs.SmallExchange(ranks)
+    loop = lambda name: ranks.program(programs.scanned(exchange.operations[name], _STEPS))
     names = "dispatch", "ppermute"
     seconds = ranks.measure({x: partial(loop(x), exchange.x, exchange.metadata) for x in names})
     yield Row(
         SMALL_DISPATCH,
-        f"{SMALL[0]} × {SMALL[1]} float32, {ranks.name}",
+        f"{programs.SMALL[0]} × {programs.SMALL[1]} float32, {ranks.name}",
         seconds["dispatch"] / _STEPS,
         speedup=seconds["ppermute"] / seconds["dispatch"],
         alternative="ppermute",
@@ -255,18 +237,18 @@ def attention(ranks: Ranks, sizes: Sizes) -> Iterator[Row]:
     """Measures one causal document, and packed documents."""
     tokens, dtype, n = sizes.tokens, sizes.dtype, sizes.product
     # Virtual devices share the cores, and one product uses them all; each GPU computes its own.
-    seconds = ranks.measure({"product": square_product(n, dtype)})["product"]
+    seconds = ranks.measure({"product": programs.square_product(n, dtype)})["product"]
     flops_per_second = 2 * n**3 / seconds * (ranks.count if ranks.is_gpu else 1)
-    operands = random_operands(tokens, sizes.heads, sizes.head_size, dtype)
-    packed = drawn_lengths(tokens, seed=0, median=tokens / 16)
+    operands = programs.random_operands(tokens, sizes.heads, sizes.head_size, dtype)
+    packed = programs.drawn_lengths(tokens, seed=0, median=tokens / 16)
     for case, lengths, algorithms in (("causal", [tokens], CAUSAL), ("packed", packed, PACKED)):
-        methods = *algorithms, DENSE
-        runs = {x: attention_run(ranks, x, lengths, operands) for x in methods}
-        want = runs[DENSE]()
+        methods = *algorithms, programs.DENSE
+        runs = {x: programs.attention_run(ranks, x, lengths, operands) for x in methods}
+        want = runs[programs.DENSE]()
         for name in algorithms:
             if name != "placed":  # its tokens are in another order
                 for a, b in zip(runs[name](), want, strict=True):
-                    ranks.check_equal(f"{name}, {case}", a, b, TOLERANCE[dtype])
+                    ranks.check_equal(f"{name}, {case}", a, b, programs.TOLERANCE[dtype])
         seconds = ranks.measure(runs)
         pairs = float(sum(count_pairs(0, length) for length in lengths))
         layer = {"num_heads": sizes.heads, "head_size": sizes.head_size}
@@ -276,13 +258,13 @@ def attention(ranks: Ranks, sizes: Sizes) -> Iterator[Row]:
             f"{tokens} tokens, {dtype}, {ranks.name}",
             (flops, "FLOP/s"),
             ("a matrix product", flops / flops_per_second),
-            ("dense attention sharded by XLA", seconds[DENSE]),
+            ("dense attention sharded by XLA", seconds[programs.DENSE]),
         )
 
 
 MEASURED = {
-    GATHER: ("none", "ring", "ring direct"),
-    SCATTER: ("none", "ring direct", "pipeline 2"),
+    programs.GATHER: ("none", "ring", "ring direct"),
+    programs.SCATTER: ("none", "ring direct", "pipeline 2"),
 }
 
 
@@ -294,16 +276,16 @@ def gemms(
 ) -> Iterator[Row]:
     """Measures GEMMs; the limit is the GEMM without communication."""
     for op, m, k, n in shapes:
-        product = Product(ranks, (op, m, k, n), dtype, methods[op])
+        product = programs.Product(ranks, (op, m, k, n), dtype, methods[op])
         product.check()
-        seconds = ranks.measure(product.runs | {GEMM: product.alone})
-        alone = seconds.pop(GEMM)
+        seconds = ranks.measure(product.runs | {programs.GEMM: product.alone})
+        alone = seconds.pop(programs.GEMM)
         yield from _rows(
             {f"{op}, {name}": value for name, value in seconds.items()},
             f"{m} × {k} × {n} {dtype}, {ranks.name}",
             (2 * m * k * n, "FLOP/s"),
             ("the GEMM without communication", alone),
-            (XLA, seconds[XLA]),
+            (programs.XLA, seconds[programs.XLA]),
         )
 
 

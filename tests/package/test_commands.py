@@ -270,7 +270,7 @@ def test_built_with_the_oldest_supported_headers():
 
 TINY = bench.Sizes(
     *(1, 16, 128, 2, 8, 64, "float32"),
-    ((bench.GATHER, 64, 16, 64), (bench.SCATTER, 64, 64, 16)),
+    ((programs.GATHER, 64, 16, 64), (programs.SCATTER, 64, 64, 16)),
     feature=(2, 4),
 )
 
