@@ -7,7 +7,7 @@ import json
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from jax_cp_dispatch.cost import HARDWARE, Hardware, StepCost, Workload
 from jax_cp_dispatch.documents.table import document_lengths
 from jax_cp_dispatch.plots import figure_class, plot_plan, plot_timeline
 from jax_cp_dispatch.tools import InputError, Progress, at_most
+from jax_cp_dispatch.tools.programs import lengths_in
 
 HELP = "compare layouts and algorithms for your document lengths"
 _MOST_ROWS = 2**31 - 1
@@ -51,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     lengths = "document lengths as JSON (a list, or a list of lists: one per batch row), or segment"
     add("file", f"{lengths} ids as .npy", path, metavar="FILE")
     add("--ranks", "", at_most(_MOST_RANKS), default=8)
-    tokens = "tokens of a batch row on a rank; documents that exceed the ranks are cut or left out"
+    tokens = "tokens of a batch row on a rank; what exceeds the ranks is cut off"
     add("--tokens-per-rank", f"{tokens} (default: all documents fit)", at_most(_MOST_ROWS))
     add("--heads", "query heads", default=32)
     add("--kv-heads", "key heads", default=8)
@@ -82,14 +83,11 @@ def run(options: argparse.Namespace) -> int:
     hardware, mask = _hardware(options), _mask(options.mask)
     if options.pictures is not None:
         _make_folder(options.pictures)
-    batch = fill_ranks(read_lengths(options.file, options.row), options)
-    workload = Workload(
-        options.ranks,
-        batch.tokens_per_rank,
-        *(options.heads, options.kv_heads, options.head_size, options.itemsize),
-        lengths=batch.rows,
-        mask=mask,
-    )
+    given = read_lengths(options.file, options.row)
+    lengths, tokens_per_rank = fill_ranks(given, options)
+    heads = options.heads, options.kv_heads, options.head_size
+    sizes = options.ranks, tokens_per_rank, *heads, options.itemsize
+    workload = Workload(*sizes, lengths=lengths, mask=mask)
     progress, with_backward = Progress(3), not options.forward
     with progress.step("moving queries"):
         balanced = Balanced().plan_for(workload, hardware)
@@ -114,7 +112,7 @@ def run(options: argparse.Namespace) -> int:
         }
     passes = "forward and backward" if with_backward else "forward"
     num_nodes = options.ranks // hardware.node_size(options.ranks)
-    _print_batch(batch, workload, num_nodes)
+    _print_batch(given, workload, num_nodes)
     print(
         f"  work       max/mean {float(balanced.imbalance_before):.3f} before planning; "
         f"{float(balanced.imbalance):.3f} balanced, {float(placed.plan.imbalance):.3f} placed\n"
@@ -220,29 +218,15 @@ def _from_json(path: pathlib.Path) -> Sequence[Sequence[int]]:
     rows = found if isinstance(found[0], list) else [found]
     for x in (x for row in rows for x in row):
         is_number = isinstance(x, int | float) and not isinstance(x, bool)
-        if not is_number or not 0 <= x < 2**63 or x != int(x):
+        if not is_number or not 0 <= x < 2**48 or x != int(x):
             raise ValueError(f"{x!r} is no whole number of tokens")
     return [[int(x) for x in row] for row in rows]
 
 
-class Batch(NamedTuple):
-    """Documents that fill the ranks.
-
-    Attributes:
-      rows: lengths of the documents of each batch row, without empty ones.
-      tokens_per_rank: of each batch row.
-      num_cut: documents of which only the beginning fits.
-      num_left_out: documents of which nothing fits.
-    """
-
-    rows: tuple[tuple[int, ...], ...]
-    tokens_per_rank: int
-    num_cut: int
-    num_left_out: int
-
-
-def fill_ranks(rows: Sequence[Sequence[int]], options: argparse.Namespace) -> Batch:
-    """Cuts each batch row to the tokens of the ranks: as many as the longest row needs, or given.
+def fill_ranks(
+    rows: Sequence[Sequence[int]], options: argparse.Namespace
+) -> tuple[tuple[tuple[int, ...], ...], int]:
+    """Returns the lengths that the ranks hold of each batch row, and the tokens of a rank.
 
     Raises:
       InputError: plans cannot number the tokens of a rank, or count the pairs.
@@ -253,27 +237,20 @@ def fill_ranks(rows: Sequence[Sequence[int]], options: argparse.Namespace) -> Ba
             f"a rank would hold {len(rows) * tokens_per_rank} tokens, but plans number rows with "
             "32 bits. Pass more --ranks, or a smaller --tokens-per-rank."
         )
-    kept, num_cut, num_left_out = [], 0, 0
-    for row in rows:
-        space, used = options.ranks * tokens_per_rank, []
-        for length in filter(None, row):
-            used.append(part := min(length, space))
-            num_cut += 0 < part < length
-            num_left_out += part == 0
-            space -= part
-        kept.append(tuple(filter(None, used)))
-    if sum(x**2 for used in kept for x in used) >= 2**62:
+    space = options.ranks * tokens_per_rank
+    kept = tuple(tuple(lengths_in(row, space).tolist()) for row in rows)
+    if sum(x**2 for row in kept for x in row) >= 2**62:
         raise InputError(
             "the documents have more than 2**61 query-key pairs, the most that a plan counts. Pass "
             "shorter documents, or fewer of them."
         )
-    return Batch(tuple(kept), tokens_per_rank, num_cut, num_left_out)
+    return kept, tokens_per_rank
 
 
 # ---- What is printed.
 
 
-def _print_batch(batch: Batch, workload: Workload, num_nodes: int) -> None:
+def _print_batch(given: Sequence[Sequence[int]], workload: Workload, num_nodes: int) -> None:
     lengths = [length for row in workload.rows for length in row]
     rows, num_tokens = workload.rows_per_rank, workload.num_ranks * workload.rows_per_rank
     print(f"{workload.num_ranks} ranks of {count(rows)} tokens; nodes: {num_nodes}")
@@ -282,11 +259,8 @@ def _print_batch(batch: Batch, workload: Workload, num_nodes: int) -> None:
         f"tokens; batch rows: {count(len(workload.rows))}"
     )
     print(f"  tokens     {count(num_tokens)}; {count(num_tokens - sum(lengths))} of them padding")
-    if batch.num_cut or batch.num_left_out:
-        print(
-            f"  too long   documents that exceed the ranks: {count(batch.num_cut)} cut, "
-            f"{count(batch.num_left_out)} left out"
-        )
+    if too_many := sum(map(sum, given)) - sum(lengths):
+        print(f"  too long   {count(too_many)} tokens exceed the ranks; they are cut off")
 
 
 def _print_comparison(

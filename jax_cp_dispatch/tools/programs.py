@@ -256,10 +256,11 @@ def drawn_lengths(num_tokens: int, *, seed: int, median: int | float = MEDIAN) -
     count = 1
     while (drawn := np.random.default_rng(seed).choice(lengths, count)).sum() < num_tokens:
         count *= 2  # the first ones stay the same
-    return _lengths_in(drawn, num_tokens).tolist()
+    return lengths_in(drawn, num_tokens).tolist()
 
 
-def _lengths_in(lengths: Any, num_tokens: int) -> np.ndarray:
+def lengths_in(lengths: Any, num_tokens: int) -> np.ndarray:
+    """Returns the lengths of documents that `num_tokens` hold, without empty ones."""
     counts = np.diff(np.minimum(np.cumsum(lengths), num_tokens), prepend=0)
     return counts[counts > 0]
 
@@ -267,7 +268,7 @@ def _lengths_in(lengths: Any, num_tokens: int) -> np.ndarray:
 def make_segment_ids(lengths: Iterable[int], num_tokens: int | None = None) -> np.ndarray:
     """Returns segment ids [1, T] of documents that follow each other, cut to `num_tokens`."""
     lengths = list(lengths)
-    counts = _lengths_in(lengths, num_tokens or sum(lengths))
+    counts = lengths_in(lengths, num_tokens or sum(lengths))
     return np.repeat(np.arange(1, len(counts) + 1, dtype=np.int32), counts)[None]
 
 

@@ -71,7 +71,7 @@ def test_tables_and_pictures(plan, tmp_path):
     text = said.out
     assert max(map(len, text.splitlines())) <= 100
     # Of 900 columns 800 remain: the second document of 200 is cut, two of 50 are left out.
-    assert "documents that exceed the ranks: 1 cut, 2 left out" in text
+    assert "too long   200 tokens exceed the ranks; they are cut off" in text
     rows = [[700, 100], [50] * 16]
     config = PlanConfig(ranks_per_node=2)  # for 32 heads, 8 of keys
     moved = plan_attention(lengths=rows, world_size=4, columns=800, config=config)
@@ -133,7 +133,7 @@ def test_a_window_shows_its_halo(plan):
         ("rows.json --row 1", "18 of 50 to 50 tokens; batch rows: 1"),
         (
             "cut.json --ranks 3 --tokens-per-rank 8 --nodes 1",
-            "4 of 4 to 10 tokens; batch rows: 2.*exceed the ranks: 1 cut, 1 left out",
+            "4 of 4 to 10 tokens; batch rows: 2.*too long   16 tokens exceed the ranks",
         ),
     ],
 )
