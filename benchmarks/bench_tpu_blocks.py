@@ -20,10 +20,9 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 )
 
 import jax_cp_dispatch as cp
-from jax_cp_dispatch.attention.local.blocks import RowRanges, cut_ranges
-from jax_cp_dispatch.attention.local.local_options import LocalOptions
-from jax_cp_dispatch.attention.local.rows import to_rows
-from jax_cp_dispatch.attention.local.tpu.layout import FIRST, LANES, LAST, cut, find_visits
+from jax_cp_dispatch.attention.local.options import LocalOptions
+from jax_cp_dispatch.attention.local.ranges import RowRanges, cut_ranges, to_rows
+from jax_cp_dispatch.attention.local.tpu import FIRST, LANES, LAST, cut, find_visits
 
 RANKS = 8
 

@@ -36,11 +36,10 @@ from jax_cp_dispatch.attention.algorithms import (
     Placed,
     refuse,
 )
-from jax_cp_dispatch.attention.algorithms.rank_program import Batch, RankProgram, Shape
-from jax_cp_dispatch.attention.auto import Auto, read_algorithm
-from jax_cp_dispatch.attention.call_options import AttentionOptions
-from jax_cp_dispatch.attention.operands import Operands, check_rows
-from jax_cp_dispatch.attention.rotating.sequence import (
+from jax_cp_dispatch.attention.algorithms.by_plan import Batch, RankProgram, Shape
+from jax_cp_dispatch.attention.choose import Auto, read_algorithm
+from jax_cp_dispatch.attention.operands import AttentionOptions, Operands, check_rows
+from jax_cp_dispatch.attention.rotating import (
     ShardedSequence,
     attend_sequence,
     from_layout,
@@ -48,10 +47,10 @@ from jax_cp_dispatch.attention.rotating.sequence import (
     token_ranges,
 )
 from jax_cp_dispatch.comm_gemm import CommGemmChoice
-from jax_cp_dispatch.cycles.integer_rows import CycleRows
+from jax_cp_dispatch.cycles import CycleRows
 from jax_cp_dispatch.documents import Documents
-from jax_cp_dispatch.documents.given import read_given, read_sequences
-from jax_cp_dispatch.documents.ranges import PackedMask
+from jax_cp_dispatch.documents.documents import read_given, read_sequences
+from jax_cp_dispatch.documents.layouts import PackedMask
 from jax_cp_dispatch.documents.table import Row, document_table
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.read import read_mask_on_host

@@ -19,15 +19,14 @@ from jax_cp_dispatch.attention.algorithms import (
     Ulysses,
     Zigzag,
 )
-from jax_cp_dispatch.attention.auto import Auto
-from jax_cp_dispatch.attention.choose import Choice, choose_algorithm
+from jax_cp_dispatch.attention.choose import Auto, Choice, choose_algorithm
 from jax_cp_dispatch.attention.context_parallel import context_parallel_attention
+from jax_cp_dispatch.attention.key_chunks import chunk_exchange, ring_exchange
 from jax_cp_dispatch.attention.local.local_attention import (
     local_attention,
     local_attention_backward,
+    merge_partials,
 )
-from jax_cp_dispatch.attention.local.merge import merge_partials
-from jax_cp_dispatch.attention.rotating.communication import chunk_exchange, ring_exchange
 
 __all__ = [
     "Algorithm",

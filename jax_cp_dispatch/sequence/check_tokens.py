@@ -19,18 +19,14 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
 from jaxtyping import Array, Bool, PyTree, Shaped, UInt32
 
 from jax_cp_dispatch._arguments import HostOrDevice, check_array, check_type
-from jax_cp_dispatch._ranks.call_context import is_on_rank
 from jax_cp_dispatch._ranks.communicator import AxisName
-from jax_cp_dispatch._ranks.options import CollectiveOptions
-from jax_cp_dispatch._ranks.varying import vary_alike
+from jax_cp_dispatch._ranks.options import CollectiveOptions, is_on_rank, vary_alike
 from jax_cp_dispatch.documents import Documents
+from jax_cp_dispatch.documents.documents import read_given_tokens
 from jax_cp_dispatch.documents.fingerprint import WRONG_TOKENS, mix, order_fingerprint
-from jax_cp_dispatch.documents.given import read_given_tokens
-from jax_cp_dispatch.documents.order import gather_sequence
-from jax_cp_dispatch.global_call.mesh_axes import GivenAxes, find_axes
-from jax_cp_dispatch.global_call.on_all_ranks import on_all_ranks, pad_tokens
-from jax_cp_dispatch.sequence.chunk_order import confirmed
-from jax_cp_dispatch.sequence.pieces import Options
+from jax_cp_dispatch.documents.segment_ids import gather_sequence
+from jax_cp_dispatch.global_call import GivenAxes, find_axes, on_all_ranks, pad_tokens
+from jax_cp_dispatch.sequence.pieces import Options, confirmed
 
 _OP, _OF_LOADER = "check_tokens", "token_checksums"
 _FACTOR = np.uint32(0x9E3779B1)

@@ -14,14 +14,16 @@ from jax_cp_dispatch._arguments import HostOrDevice
 from jax_cp_dispatch._ranks.communicator import AxisName
 from jax_cp_dispatch.documents import Documents
 from jax_cp_dispatch.sequence.call_layer import Axes, Layer, Where, call_layer
-from jax_cp_dispatch.sequence.chains import CutPieces
+from jax_cp_dispatch.sequence.chains import CutPieces, Links, read
 from jax_cp_dispatch.sequence.chunks import (
+    Steps,
+    decayed_scores,
     default_chunk,
     dot,
     invert_unit_lower,
+    make_decays,
     same_piece,
 )
-from jax_cp_dispatch.sequence.decays import decayed_scores, make_decays
 from jax_cp_dispatch.sequence.pieces import Options, Pieces
 from jax_cp_dispatch.sequence.recurrence import (
     Recur,
@@ -31,8 +33,6 @@ from jax_cp_dispatch.sequence.recurrence import (
     chunks_of,
     heads_first,
 )
-from jax_cp_dispatch.sequence.states import Links, read
-from jax_cp_dispatch.sequence.walks import Steps
 
 _OP = "gated_delta_rule"
 

@@ -14,9 +14,15 @@ from jax_cp_dispatch._arguments import HostOrDevice
 from jax_cp_dispatch._ranks.communicator import AxisName
 from jax_cp_dispatch.documents import Documents
 from jax_cp_dispatch.sequence.call_layer import Axes, Layer, Where, call_layer
-from jax_cp_dispatch.sequence.chains import CutPieces
-from jax_cp_dispatch.sequence.chunks import Chunks, default_chunk, same_piece
-from jax_cp_dispatch.sequence.decays import decayed_scores, make_decays
+from jax_cp_dispatch.sequence.chains import CutPieces, Links, read
+from jax_cp_dispatch.sequence.chunks import (
+    Chunks,
+    Steps,
+    decayed_scores,
+    default_chunk,
+    make_decays,
+    same_piece,
+)
 from jax_cp_dispatch.sequence.pieces import Cuts, Options, Pieces
 from jax_cp_dispatch.sequence.recurrence import (
     Recur,
@@ -26,8 +32,6 @@ from jax_cp_dispatch.sequence.recurrence import (
     chunks_of,
     heads_first,
 )
-from jax_cp_dispatch.sequence.states import Links, read
-from jax_cp_dispatch.sequence.walks import Steps
 
 _OP = "linear_attention"
 

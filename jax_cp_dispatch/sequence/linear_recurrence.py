@@ -16,8 +16,7 @@ from jax_cp_dispatch._arrays import only_where
 from jax_cp_dispatch._ranks.communicator import AxisName
 from jax_cp_dispatch.documents import Documents
 from jax_cp_dispatch.sequence.call_layer import Axes, Layer, Where, call_layer
-from jax_cp_dispatch.sequence.carried import Carried, check_state
-from jax_cp_dispatch.sequence.chains import CutPieces
+from jax_cp_dispatch.sequence.chains import Carried, CutPieces, check_state
 from jax_cp_dispatch.sequence.pieces import Options, Pieces
 from jax_cp_dispatch.sequence.recurrence import Recur, check_decay, check_elementwise, wide
 

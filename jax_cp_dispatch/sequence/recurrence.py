@@ -18,8 +18,7 @@ from jax_cp_dispatch._arrays import chosen, only_where, sum_dtype
 from jax_cp_dispatch._ranks.communicator import AxisName
 from jax_cp_dispatch.documents import Documents
 from jax_cp_dispatch.sequence.call_layer import Axes, Layer, Where, call_layer
-from jax_cp_dispatch.sequence.carried import Carried, check_state, last_states
-from jax_cp_dispatch.sequence.chains import CutPieces
+from jax_cp_dispatch.sequence.chains import Carried, CutPieces, check_state, last_states
 from jax_cp_dispatch.sequence.chunks import Chunks, cut_into_chunks
 from jax_cp_dispatch.sequence.pieces import Cuts, Options, Pieces
 

@@ -26,7 +26,7 @@ import numpy as np
 from jax_cp_dispatch._dispatch import combine, dispatch
 from jax_cp_dispatch._ranks.implementations import available_implementations
 from jax_cp_dispatch._ranks.processes import initialize
-from jax_cp_dispatch.attention.local import range_kernels
+from jax_cp_dispatch.attention.local.gpu import why_not
 from jax_cp_dispatch.cpu_devices import start_cpu_devices, warn_of_deadlock
 from jax_cp_dispatch.metadata import compute_metadata
 from jax_cp_dispatch.scenarios import orchestrate_simulate
@@ -173,7 +173,7 @@ _HEADS = (64, 128, 256)
 
 
 def _attention_on_gpus() -> Finding:
-    reasons = {size: range_kernels.why_not(jnp.dtype("bfloat16"), (size, size)) for size in _HEADS}
+    reasons = {size: why_not(jnp.dtype("bfloat16"), (size, size)) for size in _HEADS}
     served = [size for size, reason in reasons.items() if reason is None]
     found = f"slow passes: {reasons[_HEADS[0]]}"
     if served:

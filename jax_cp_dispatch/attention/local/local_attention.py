@@ -8,27 +8,40 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jaxtyping import Array, DTypeLike, Float, Int, Integer
 
 from jax_cp_dispatch._arguments import HostOrDevice
-from jax_cp_dispatch._ranks.varying import vary_alike, vary_like
+from jax_cp_dispatch._arrays import sum_dtype
+from jax_cp_dispatch._ranks.options import vary_alike, vary_like
 from jax_cp_dispatch._residuals import named_context
 from jax_cp_dispatch.attention.local import uncut
-from jax_cp_dispatch.attention.local.backward import SoftmaxGradients
-from jax_cp_dispatch.attention.local.blocks import RowRanges, accumulator
-from jax_cp_dispatch.attention.local.check_operands import check_arrays, check_result_dtype
-from jax_cp_dispatch.attention.local.derivative_order import (
+from jax_cp_dispatch.attention.local.blockwise import SoftmaxGradients
+from jax_cp_dispatch.attention.local.options import (
+    LocalOptions,
+    PassOptions,
+    check_arrays,
+    check_result_dtype,
+    explains_peer_arguments,
+)
+from jax_cp_dispatch.attention.local.passes import (
+    add_sink,
+    check_sink,
     forbid_second_derivative,
     in_reverse_only,
+    sink_gradient,
 )
-from jax_cp_dispatch.attention.local.local_options import LocalOptions, PassOptions
-from jax_cp_dispatch.attention.local.read_ranges import dense_ranges, ranges_of_rows, read_ranges
-from jax_cp_dispatch.attention.local.sink import check_sink, sink_gradient
-from jax_cp_dispatch.attention.peer_arguments import explains_peer_arguments
+from jax_cp_dispatch.attention.local.ranges import (
+    RowRanges,
+    accumulator,
+    dense_ranges,
+    ranges_of_rows,
+    read_ranges,
+)
 from jax_cp_dispatch.documents import Documents
-from jax_cp_dispatch.documents.given import read_given
-from jax_cp_dispatch.documents.ranges import PackedMask
+from jax_cp_dispatch.documents.documents import read_given
+from jax_cp_dispatch.documents.layouts import PackedMask
 from jax_cp_dispatch.masks import Mask, MaskRanges
 from jax_cp_dispatch.masks.mask import PACKED
 from jax_cp_dispatch.masks.read import check_mask_order
@@ -300,3 +313,60 @@ def _backward(options, q, k, v, ranges: RowRanges, whole: SoftmaxGradients):
         arrays = zip((q, k, v), options.gradient_dtypes, strict=True)
         return tuple(vary_like((jnp.zeros(x.shape, dtype) for x, dtype in arrays), q))
     return uncut.gradients(options, uncut.Backward(q, k, v, ranges, whole))
+
+
+# ---- Merges two attention results over disjoint keys into the result over both.
+
+
+def merge_partials(
+    out: Float[Array, "B T N Hv"],
+    lse: Float[Array, "B N T"],
+    block_out: Float[Array, "B T N Hv"],
+    block_lse: Float[Array, "B N T"],
+    *,
+    sink: Float[Array, " N"] | None = None,
+) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B N T"]]:
+    """Merges two attention results, weighted by their shares of the softmax's denominator.
+
+    Call anywhere. Associative and commutative up to rounding; `(0, -inf)` is the neutral element
+    and does not change the other side. Differentiable in all arguments; if both sides are
+    `-inf`, the result is `(0, -inf)` with zero gradients.
+
+    Args:
+      out: output over the keys seen so far; zero where `lse` is `-inf`.
+      lse: their logarithm of the sum of exponentials.
+      block_out: output over further keys.
+      block_lse: the same for the further keys.
+      sink: a logit per head without a value, see `local_attention`. Pass it with the last part
+        only: it joins the denominator once.
+    Returns:
+      out, lse: over all keys, in float32 (float64 if an argument is float64).
+    Raises:
+      ValueError: shapes do not match.
+    References:
+      Dao, FlashAttention (arXiv:2205.14135), section 3.1.
+    """
+    B, T, N = out.shape[:3]
+    if block_out.shape != out.shape or lse.shape != (B, N, T) or block_lse.shape != lse.shape:
+        raise ValueError(
+            f"merge_partials: out {out.shape}, lse {lse.shape}, block_out {block_out.shape}, "
+            f"block_lse {block_lse.shape} do not match; with out [B, T, N, Hv] both lse must be "
+            "[B, N, T]."
+        )
+    check_sink("merge_partials", sink, N)
+    dtype = sum_dtype(*(x.dtype for x in (out, lse, block_out, block_lse)))
+    out, lse, block_out, block_lse = (x.astype(dtype) for x in (out, lse, block_out, block_lse))
+
+    # The peak cancels, so it needs no derivative; a finite one keeps -inf minus -inf from NaN.
+    peak = lax.stop_gradient(jnp.maximum(lse, block_lse))
+    peak = jnp.where(peak > -jnp.inf, peak, 0)
+    weight, block_weight = jnp.exp(lse - peak), jnp.exp(block_lse - peak)
+    total = weight + block_weight
+    empty = total == 0
+    total = jnp.where(empty, 1, total)
+
+    def per_row(share):
+        return jnp.swapaxes(share, 1, 2)[..., None]
+
+    merged = per_row(weight / total) * out + per_row(block_weight / total) * block_out
+    return add_sink(merged, jnp.where(empty, -jnp.inf, peak + jnp.log(total)), sink)

@@ -17,18 +17,21 @@ from jax.interpreters import batching, mlir
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from jax_cp_dispatch.attention.local import cudnn, range_kernels
-from jax_cp_dispatch.attention.local.backward import (
+from jax_cp_dispatch.attention.local import gpu
+from jax_cp_dispatch.attention.local.blockwise import (
     SoftmaxGradients,
     begin_dq,
     cut_cotangents,
     finish_dq,
 )
-from jax_cp_dispatch.attention.local.blocks import RowRanges, accumulator, cut_operands
-from jax_cp_dispatch.attention.local.local_options import PassOptions
-from jax_cp_dispatch.attention.local.passes import attend_blocks, batch_leading, block_gradients
-from jax_cp_dispatch.attention.local.rows import from_rows
-from jax_cp_dispatch.attention.local.sink import add_sink
+from jax_cp_dispatch.attention.local.options import PassOptions
+from jax_cp_dispatch.attention.local.passes import (
+    add_sink,
+    attend_blocks,
+    batch_leading,
+    block_gradients,
+)
+from jax_cp_dispatch.attention.local.ranges import RowRanges, accumulator, cut_operands, from_rows
 
 
 class Forward(NamedTuple):
@@ -148,16 +151,16 @@ def _define(primitive, shapes, cut, find_cuda):
 
 
 def _cuda_attend(options: PassOptions, operands: Forward):
-    if cudnn.takes(options, operands.q, operands.v) and operands.sink is None:
-        return cudnn.attend
-    return range_kernels.attend if range_kernels.take(operands.q, operands.v) else None
+    if gpu.takes(options, operands.q, operands.v) and operands.sink is None:
+        return gpu.cudnn_attend
+    return gpu.attend if gpu.take(operands.q, operands.v) else None
 
 
 def _cuda_gradients(options: PassOptions, operands: Backward):
     # cuDNN multiplies out and dout itself, and accepts no cotangent of the lse.
-    if cudnn.takes(options, operands.q, operands.v) and operands.whole.dlse is None:
-        return cudnn.gradients
-    return range_kernels.gradients if range_kernels.take(operands.q, operands.v) else None
+    if gpu.takes(options, operands.q, operands.v) and operands.whole.dlse is None:
+        return gpu.cudnn_gradients
+    return gpu.gradients if gpu.take(operands.q, operands.v) else None
 
 
 _define(attend_p, _attend_shapes, attend_cut, _cuda_attend)
