@@ -120,7 +120,6 @@ class Exchange:
 
     Attributes:
       x: rows of all ranks [W * tokens, *feature].
-      capacity: rows that the rank with most receives.
       runs: programs by name. All that receive rows give the same ones.
       collectives: the same with XLA.
     """
@@ -133,7 +132,7 @@ class Exchange:
         lengths = np.diff(cuts, axis=1, prepend=0, append=tokens).astype(np.int32)
         destinations = np.tile(np.arange(num_ranks, dtype=np.int32), (num_ranks, 1))
         plan, _ = compute_metadata(lengths, destinations)
-        self.capacity = capacity = int(np.max(plan.num_total_recv_tokens))
+        capacity = int(np.max(plan.num_total_recv_tokens))
         metadata = jax.tree.map(ranks.put, plan)
         self.x = x = ranks.put(rng.integers(0, 99, (num_ranks * tokens, *feature)).astype(dtype))
 
@@ -200,10 +199,8 @@ def _collectives(
         return fill(lax.all_gather(x, AXIS, tiled=True), indices)
 
     rank = np.arange(ranks.count)[:, None]
-    padded, gathered = (
-        received(np.tile(rank * pad, ranks.count)),
-        received(rank * tokens + first_rows),
-    )
+    padded = received(np.tile(rank * pad, ranks.count))
+    gathered = received(rank * tokens + first_rows)
     return {
         ALL_TO_ALL: partial(ranks.program(all_to_all), x, ranks.put(first_rows), padded),
         ALL_GATHER: partial(ranks.program(all_gather), x, gathered),
