@@ -113,7 +113,7 @@ def check_value_of(op: str, name: str, value: Any, dtype: Any) -> None:
         )
 
 
-def is_on_host(x: jax.Array | np.ndarray) -> bool:
+def is_on_host(x: Any) -> bool:
     """Whether this process knows all values, also while a program is traced."""
     return not isinstance(x, Tracer) and getattr(x, "is_fully_addressable", True)
 

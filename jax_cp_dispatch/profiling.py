@@ -23,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jaxtyping import Array, DTypeLike, Float
 
 from jax_cp_dispatch._arguments import HostOrDevice, check_positive, check_type
+from jax_cp_dispatch._door import door
 from jax_cp_dispatch._ranks import runtime
 from jax_cp_dispatch._ranks.options import read_options
 from jax_cp_dispatch._text import table
@@ -348,6 +349,7 @@ class AttentionProfile:
         )
 
 
+@door("hamilton_attention_profile")
 def hamilton_attention_profile(
     q: Float[HostOrDevice, "B T N H"],
     k: Float[HostOrDevice, "B T K H"],

@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
 from jaxtyping import Array, Float, Integer, PyTree
 
 from jax_cp_dispatch._arguments import HostOrDevice, is_on_host
+from jax_cp_dispatch._door import door
 from jax_cp_dispatch._ranks.communicator import AxisName, check_axis_name, check_mesh
 from jax_cp_dispatch._ranks.options import is_on_rank, read_options, vary_alike
 from jax_cp_dispatch.attention.algorithms import Algorithm, Call, attend_unless_empty, refuse
@@ -37,7 +38,7 @@ from jax_cp_dispatch.documents.documents import (
     read_sequences,
 )
 from jax_cp_dispatch.documents.layouts import PackedMask
-from jax_cp_dispatch.documents.segment_ids import read_documents
+from jax_cp_dispatch.documents.segment_ids import STEPS_OF_DOCUMENTS, read_documents
 from jax_cp_dispatch.global_call import (
     GivenAxes,
     MeshAxes,
@@ -56,6 +57,7 @@ _OP = "context_parallel_attention"
 
 
 @explains_peer_arguments
+@door(_OP, sink="Pass one logit per query head.", **STEPS_OF_DOCUMENTS)
 def context_parallel_attention(
     q: Float[HostOrDevice, "B T N H"],
     k: Float[HostOrDevice, "B T K H"] | PyTree[HostOrDevice],

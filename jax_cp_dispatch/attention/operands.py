@@ -11,18 +11,15 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float, PyTree, Shaped
 
-from jax_cp_dispatch._arguments import check_array
+from jax_cp_dispatch._arguments import HostOrDevice
 from jax_cp_dispatch._arrays import sum_dtype
+from jax_cp_dispatch._door import check_annotated
 from jax_cp_dispatch._ranks.options import CollectiveOptions, vary_alike
 from jax_cp_dispatch.attention.local.blockwise import SoftmaxGradients
-from jax_cp_dispatch.attention.local.options import check_arrays, check_operands, check_softmax
-from jax_cp_dispatch.attention.local.passes import (
-    check_sink,
-    forbid_second_derivative,
-    in_reverse_only,
-)
+from jax_cp_dispatch.attention.local.options import check_operands, check_softmax
+from jax_cp_dispatch.attention.local.passes import forbid_second_derivative, in_reverse_only
 from jax_cp_dispatch.attention.local.ranges import accumulator
 from jax_cp_dispatch.documents.segment_ids import check_documents
 from jax_cp_dispatch.global_call import MeshAxes, OwnHeads, kv_copies
@@ -132,22 +129,10 @@ def empty_outputs(operands: Operands, v: Any, return_lse: bool, return_max_logit
 
 def check_rows(op: str, operands: Operands, segment_ids: Any, positions: Any) -> None:
     """Requires that arrays of one rank, or of all ranks, match."""
-    q, k, v, sink, _ = operands
+    q, k, v, *_ = operands
     if v is not None:  # not latent rows, which `read_operands` checks
-        _check_qkv(op, q, k, v)
-    check_sink(op, sink, q.shape[2])
+        check_operands(op, q, k, v)
     check_documents(op, segment_ids, positions, q.shape[:2], "q has B, T =")
-
-
-def _check_qkv(op: str, q: Any, k: Any, v: Any) -> None:
-    check_arrays(op, q=q, k=k, v=v)
-    if q.ndim != 4 or k.ndim != 4 or v.ndim != 4 or not q.shape[:2] == k.shape[:2] == v.shape[:2]:
-        raise ValueError(
-            f"{op}: q, k, v have shapes {q.shape}, {k.shape}, {v.shape}; they need "
-            "[B, T, heads, features] with equal B and T. For queries and keys of "
-            "different lengths, use local_attention on one device."
-        )
-    check_operands(op, q, k, v)
 
 
 # ---- Latent rows, from which each rank computes keys and values where they arrive: `expand=`.
@@ -232,6 +217,20 @@ class Expansion:
         return (k, v), gradients
 
 
+class _KeysAndValues(NamedTuple):
+    q: Float[HostOrDevice, "B T N H"]
+    k: Float[HostOrDevice, "B T K H"]
+    v: Float[HostOrDevice, "B T K Hv"]
+
+
+class _LatentRows(NamedTuple):
+    q: Float[HostOrDevice, "B T N H"]
+    k: PyTree[Shaped[HostOrDevice, "B T ..."]]
+
+
+_OTHER_LENGTHS = "For queries and keys of different lengths, use local_attention on one device."
+
+
 def read_operands(
     op: str, q: Any, k: Any, v: Any, sink: Any, expanding: tuple[Any, Any, Any]
 ) -> tuple[Operands, Expansion | None]:
@@ -241,7 +240,7 @@ def read_operands(
             raise TypeError(f"{op}: v is missing. Pass k and v, or latent rows with expand=.")
         if any(x is not None for x in expanding):
             raise TypeError(f"{op}: got weights or weight_specs without expand. Pass it too.")
-        check_arrays(op, q=q, k=k, v=v)
+        check_annotated(op, _KeysAndValues, {"q": q, "k": k, "v": v}, {"k": _OTHER_LENGTHS})
         return Operands(q, k, v, sink), None
     if v is not None:
         raise TypeError(f"{op}: got v with expand. Pass latent rows in place of k, and no v.")
@@ -261,18 +260,9 @@ def _read_latents(
             f"{op}: expand is of type {type(expand).__name__}. Pass a function (weights, rows) -> "
             "(k, v)."
         )
-    check_array(op, "q", q)
-    if q.ndim != 4:
-        raise ValueError(f"{op}: q has shape {list(q.shape)}; it needs [B, T, heads, features].")
-    B, T = q.shape[:2]
-    rows, rows_tree = jax.tree.flatten(latents)
-    for x in rows:
-        check_array(op, "an array of latents", x)
-        if x.shape[:2] != (B, T):
-            raise ValueError(
-                f"{op}: an array of latents has shape {list(x.shape)}, but q has B, T = {(B, T)}. "
-                "Pass rows [B, T, ...] of the same tokens."
-            )
+    next_step = "Pass rows [B, T, ...] of the same tokens."
+    check_annotated(op, _LatentRows, {"q": q, "k": latents}, {"k": next_step})
+    (B, T), (rows, rows_tree) = q.shape[:2], jax.tree.flatten(latents)
     held, weights_tree = jax.tree.flatten(weights)
     specs = _specs(op, weights, weight_specs)
     expansion = Expansion(expand, weights_tree, rows_tree, tuple(x.shape[2:] for x in rows), specs)

@@ -376,7 +376,7 @@ class ShardedSequence:
             logit_soft_cap=self.options.logit_soft_cap,
             return_max_logits=self.options.return_max_logits,
             **rank_blocks(layout.num_rows, held, N, K, rows=256),
-        ).resolved(q, k, v)
+        ).passes(q, k)
         shape = B, layout.num_rows, N, H
         return Rotation(
             *(self.schedule, layout, self.options.exchange, passes, shape, K, Hv),

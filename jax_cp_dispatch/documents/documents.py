@@ -357,7 +357,7 @@ class GivenDocuments(NamedTuple):
 
 def read_given(
     op: str,
-    documents: Documents | None,
+    documents: Any,
     segment_ids: Any,
     positions: Any,
     mask: Any,
@@ -397,9 +397,7 @@ def read_given(
     return given if follows_plan or order == PLACED else given.without_plan(op)
 
 
-def read_given_tokens(
-    op: str, documents: Documents | None, segment_ids: Any, positions: Any
-) -> GivenDocuments:
+def read_given_tokens(op: str, documents: Any, segment_ids: Any, positions: Any) -> GivenDocuments:
     """Reads the documents of a call without a mask; of a placement, the plan of any mask."""
     if documents is None:
         return GivenDocuments(PackedMask(None, segment_ids, positions))

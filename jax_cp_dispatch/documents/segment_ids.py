@@ -30,6 +30,9 @@ Ids = Integer[Array, "B T"] | Integer[np.ndarray, "B T"]
 _INT32 = np.iinfo(np.int32)
 
 
+STEPS_OF_DOCUMENTS = dict.fromkeys(("segment_ids", "positions"), "Pass one integer for each token.")
+
+
 def check_ids(op: str, segment_ids: Any, positions: Any, *, may_be_empty: bool = False) -> None:
     """Requires integers of whole batch rows, of the same shape; positions may be None."""
     arrays = {"segment_ids": segment_ids}
@@ -52,18 +55,13 @@ def check_ids(op: str, segment_ids: Any, positions: Any, *, may_be_empty: bool =
 
 
 def check_documents(op: str, segment_ids: Any, positions: Any, shape: Any, tokens: str) -> None:
-    """Requires integers of this shape, or None.
+    """Requires documents of this shape, or None.
 
     Args:
       tokens: what has the shape, for the message.
     """
     for name, x in (("segment_ids", segment_ids), ("positions", positions)):
-        if x is None:
-            continue
-        check_array(op, name, x)
-        if not jnp.issubdtype(x.dtype, jnp.integer):
-            raise TypeError(f"{op}: {name} has dtype {x.dtype}; it needs to be integers.")
-        if x.shape != shape:
+        if x is not None and x.shape != shape:
             raise ValueError(
                 f"{op}: {name} has shape {x.shape} but {tokens} {shape}. Pass one integer for "
                 "each token."

@@ -15,6 +15,7 @@ from jax_cp_dispatch._arguments import HostOrDevice, check_integer, check_value_
 from jax_cp_dispatch._arrays import chosen, only_where, sum_dtype
 from jax_cp_dispatch._dispatch.arguments import outgoing
 from jax_cp_dispatch._dispatch.movement import move
+from jax_cp_dispatch._door import door
 from jax_cp_dispatch._ranks.communicator import AxisName
 from jax_cp_dispatch._ranks.options import CollectiveOptions, varying_axes
 from jax_cp_dispatch.documents import Documents
@@ -25,7 +26,6 @@ from jax_cp_dispatch.metadata import Metadata
 from jax_cp_dispatch.sequence.call_layer import Axes, Layer, Where, call_layer
 from jax_cp_dispatch.sequence.chains import Carried, check_state, last_rows
 from jax_cp_dispatch.sequence.pieces import Cuts, Options, Pieces
-from jax_cp_dispatch.sequence.recurrence import check_floats, check_rows
 
 # ---- The rows next to a cut: which rows of which rank come before or after each of its pieces.
 
@@ -130,6 +130,7 @@ class _Window(NamedTuple):
 _OP = "shift"
 
 
+@door(_OP)
 def shift(
     x: PyTree[Shaped[HostOrDevice, "B T ..."]],
     offset: int,
@@ -183,7 +184,6 @@ def shift(
     """
     options = Options.of_call(_OP, axis_name, implementation, deadline)
     check_integer(_OP, "offset", offset)
-    check_rows(_OP, "x", x)
     for each in jax.tree.leaves(x):
         check_value_of(_OP, "fill", fill, each.dtype)
     carried = Carried(initial_state, return_state, head_axis=2)
@@ -301,6 +301,7 @@ def _document_lengths(pieces: Pieces) -> Array:
 _OF_DOCUMENTS = "shift_documents"
 
 
+@door(_OF_DOCUMENTS)
 def shift_documents(
     x: PyTree[Shaped[np.ndarray, "B T ..."]],
     offset: int,
@@ -363,6 +364,12 @@ def shift_documents(
 _CONV = "causal_conv"
 
 
+@door(
+    _CONV,
+    weight="Pass one weight for each tap and channel.",
+    bias="Pass one value for each channel.",
+    initial_state="Pass the last tokens of each running document.",
+)
 def causal_conv(
     x: Float[HostOrDevice, "B T C"],
     weight: Float[HostOrDevice, "W C"],
@@ -377,7 +384,7 @@ def causal_conv(
     head_axis: str | Names[str] | None = None,
     implementation: str | None = None,
     deadline: float | None = None,
-    initial_state: Float[HostOrDevice, "B V C"] | None = None,
+    initial_state: Float[HostOrDevice, "B W-1 C"] | None = None,
     return_state: bool = False,
 ) -> Float[Array, "B T C"] | Any:
     """Computes a depthwise convolution over the tokens of each document, of this and earlier ones.
@@ -401,7 +408,7 @@ def causal_conv(
       mesh, batch_axis, head_axis: for global arrays, see `context_parallel_attention`; `head_axis`
         shards C.
       implementation, deadline: of the exchange, see `dispatch`.
-      initial_state: for documents that continue: the V = W - 1 tokens before the first document of
+      initial_state: for documents that continue: the W - 1 tokens before the first document of
         each batch row, the same on all ranks; zeros in a row that begins a document. Only in packed
         order.
       return_state: also return the last W - 1 tokens of the last document of each batch row, for
@@ -414,29 +421,15 @@ def causal_conv(
       jax.errors.JaxRuntimeError: at run time, see `dispatch`.
     """
     options = Options.of_call(_CONV, axis_name, implementation, deadline)
-    _check(x, weight, bias)
+    if not len(weight):
+        raise ValueError(
+            f"{_CONV}: weight has no taps; it needs at least one, of the token itself."
+        )
     weights = (weight,) if bias is None else (weight, bias)
-    shape = x.shape[0], len(weight) - 1, x.shape[2]
-    like = jax.ShapeDtypeStruct(shape, x.dtype)
-    check_state(_CONV, initial_state, like, "Pass the last tokens of each running document.")
     where, axes = Where(documents, segment_ids, positions), Axes(mesh, batch_axis, head_axis)
     layer = Layer(options, _convolve, moves=len(weight) > 1)
     carried = Carried(initial_state, return_state, head_axis=2)
     return call_layer(layer, x, weights, where, axes, carried)
-
-
-def _check(x, weight, bias) -> None:
-    check_floats(_CONV, x=x, weight=weight, bias=bias)
-    if x.ndim != 3 or weight.ndim != 2 or weight.shape[0] < 1 or weight.shape[1] != x.shape[2]:
-        raise ValueError(
-            f"{_CONV}: x has shape {x.shape} and weight {weight.shape}; they need [B, T, C] and "
-            "[W, C], with the same C. Pass one weight for each tap and channel."
-        )
-    if bias is not None and bias.shape != x.shape[2:]:
-        raise ValueError(
-            f"{_CONV}: bias has shape {bias.shape} but x has {x.shape[2]} channels. Pass one value "
-            "for each channel."
-        )
 
 
 @jax.named_scope("cpd.causal_conv")

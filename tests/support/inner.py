@@ -6,6 +6,7 @@ from typing import Any
 from unittest import mock
 
 from jax_cp_dispatch import global_call  # inner: a warning comes once in a process
+from jax_cp_dispatch._door import door as door  # inner: annotations of no public function
 from jax_cp_dispatch._ranks import (  # inner: a TPU is pretended
     coordination,  # inner: waits for minutes by default
     lowering,

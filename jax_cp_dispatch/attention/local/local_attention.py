@@ -14,6 +14,7 @@ from jaxtyping import Array, DTypeLike, Float, Int, Integer
 
 from jax_cp_dispatch._arguments import HostOrDevice
 from jax_cp_dispatch._arrays import sum_dtype
+from jax_cp_dispatch._door import door
 from jax_cp_dispatch._ranks.options import vary_alike, vary_like
 from jax_cp_dispatch._residuals import named_context
 from jax_cp_dispatch.attention.local import uncut
@@ -21,13 +22,11 @@ from jax_cp_dispatch.attention.local.blockwise import SoftmaxGradients
 from jax_cp_dispatch.attention.local.options import (
     LocalOptions,
     PassOptions,
-    check_arrays,
     check_result_dtype,
     explains_peer_arguments,
 )
 from jax_cp_dispatch.attention.local.passes import (
     add_sink,
-    check_sink,
     forbid_second_derivative,
     in_reverse_only,
     sink_gradient,
@@ -42,12 +41,24 @@ from jax_cp_dispatch.attention.local.ranges import (
 from jax_cp_dispatch.documents import Documents
 from jax_cp_dispatch.documents.documents import read_given
 from jax_cp_dispatch.documents.layouts import PackedMask
+from jax_cp_dispatch.documents.segment_ids import STEPS_OF_DOCUMENTS
 from jax_cp_dispatch.masks import Mask, MaskRanges
 from jax_cp_dispatch.masks.mask import PACKED
 from jax_cp_dispatch.masks.read import check_mask_order
 
+_STEPS_OF_RANGES = {
+    **dict.fromkeys(("kv_start", "kv_end"), "Pass one range of keys per query row."),
+    **dict.fromkeys(("q_start", "q_end"), "Pass one range of queries per key row."),
+}
+
 
 @explains_peer_arguments
+@door(
+    "local_attention",
+    **_STEPS_OF_RANGES,
+    **STEPS_OF_DOCUMENTS,
+    sink="Pass one logit per query head.",
+)
 def local_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
@@ -133,7 +144,6 @@ def local_attention(
         block_heads=block_heads,
         return_max_logits=return_max_logits,
     ).resolved(q, k, v)
-    check_sink("local_attention", sink, q.shape[2])
     given = (kv_start, kv_end, q_start, q_end)
     packed = _read_documents(documents, mask, segment_ids, positions)
     shapes, dtypes = (q.shape, k.shape), (q.dtype, accumulator(q))
@@ -150,6 +160,7 @@ def local_attention(
         return _attend(options, *_vary((q, k, v, ranges, sink)))
 
 
+@door("local_attention_backward", **_STEPS_OF_RANGES)
 def local_attention_backward(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
@@ -205,17 +216,6 @@ def local_attention_backward(
     options = dataclasses.replace(options, gradient_dtypes=(of_q, of_kv, of_kv))
     given = MaskRanges(kv_start, kv_end, q_start, q_end)
     ranges = read_ranges(name, (q.shape, k.shape), given, None)
-    out_shape, lse_shape = (*q.shape[:3], v.shape[3]), (q.shape[0], q.shape[2], q.shape[1])
-    arrays = {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
-    check_arrays(name, **arrays)
-    for what, x, shape in (
-        ("out", out, out_shape),
-        ("lse", lse, lse_shape),
-        ("dout", dout, out_shape),
-        ("dlse", dlse, lse_shape),
-    ):
-        if x is not None and x.shape != shape:
-            raise ValueError(f"{name}: {what} has shape {x.shape}, but q and v need {shape}.")
     whole = [out, lse, dout] if dlse is None else [out, lse, dout, dlse]
     q, k, v = forbid_second_derivative(name, [q, k, v])
     whole = forbid_second_derivative(name, whole)
@@ -318,6 +318,7 @@ def _backward(options, q, k, v, ranges: RowRanges, whole: SoftmaxGradients):
 # ---- Merges two attention results over disjoint keys into the result over both.
 
 
+@door("merge_partials", sink="Pass one logit per query head.")
 def merge_partials(
     out: Float[Array, "B T N Hv"],
     lse: Float[Array, "B N T"],
@@ -346,14 +347,6 @@ def merge_partials(
     References:
       Dao, FlashAttention (arXiv:2205.14135), section 3.1.
     """
-    B, T, N = out.shape[:3]
-    if block_out.shape != out.shape or lse.shape != (B, N, T) or block_lse.shape != lse.shape:
-        raise ValueError(
-            f"merge_partials: out {out.shape}, lse {lse.shape}, block_out {block_out.shape}, "
-            f"block_lse {block_lse.shape} do not match; with out [B, T, N, Hv] both lse must be "
-            "[B, N, T]."
-        )
-    check_sink("merge_partials", sink, N)
     dtype = sum_dtype(*(x.dtype for x in (out, lse, block_out, block_lse)))
     out, lse, block_out, block_lse = (x.astype(dtype) for x in (out, lse, block_out, block_lse))
 

@@ -11,40 +11,19 @@ from typing import Any, ParamSpec, TypeVar
 import jax.numpy as jnp
 import numpy as np
 
-from jax_cp_dispatch._arguments import check_array
-
 # ---- Checks dtypes, shapes and options of local attention.
 
 _FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
 
 
-def check_arrays(op: str, **arrays: Any) -> None:
-    """Requires arrays of JAX or NumPy; optional ones may be None."""
-    for name, x in arrays.items():
-        if x is not None or name != "dlse":
-            check_array(op, name, x)
-
-
 def check_operands(name: str, q: Any, k: Any, v: Any) -> None:
-    """Requires matching dtypes and shapes of queries, keys and values."""
-    check_arrays(name, q=q, k=k, v=v)
+    """Requires queries, keys and values of one dtype, whose heads match."""
     if q.dtype not in _FLOATS or k.dtype != q.dtype or v.dtype != q.dtype:
         raise TypeError(
             f"{name}: q, k, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}, but must have "
             "the same one: bfloat16, float16, float32 or float64. Cast them."
         )
-    if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
-        raise ValueError(
-            f"{name}: q, k, v have shapes {q.shape}, {k.shape}, {v.shape}, but need four axes "
-            "each: [B, T, N, H], [B, S, K, H], [B, S, K, Hv]."
-        )
-    B, _, N, H = q.shape
-    S, K = k.shape[1:3]
-    if k.shape != (B, S, K, H) or v.shape[:3] != (B, S, K):
-        raise ValueError(
-            f"{name}: k and v have shapes {k.shape} and {v.shape}, but q of shape {q.shape} needs "
-            f"[{B}, S, K, {H}] and [{B}, S, K, Hv]."
-        )
+    (N, H), K = q.shape[2:], k.shape[2]
     if K == 0 or N == 0 or N % K:
         raise ValueError(
             f"{name}: {N} query heads cannot share {K} KV heads; N must be a multiple of K."

@@ -17,7 +17,6 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float
 
-from jax_cp_dispatch._arguments import check_array
 from jax_cp_dispatch.attention.local import gpu
 from jax_cp_dispatch.attention.local.blockwise import (
     OnlineSoftmax,
@@ -202,20 +201,6 @@ ad.primitive_transposes[tangents_p] = _transpose
 
 
 # ---- Sinks: a learned logit per head without a value, added to a complete softmax.
-
-
-def check_sink(op: str, sink: Any, num_heads: int) -> None:
-    """Requires one number per query head, or None."""
-    if sink is None:
-        return
-    check_array(op, "sink", sink)
-    if not jnp.issubdtype(sink.dtype, jnp.floating):
-        raise TypeError(f"{op}: sink has dtype {sink.dtype}, but holds logits. Pass floats.")
-    if sink.shape != (num_heads,):
-        raise ValueError(
-            f"{op}: sink has shape {list(sink.shape)}, but needs one logit per query head, "
-            f"[{num_heads}]."
-        )
 
 
 def add_sink(

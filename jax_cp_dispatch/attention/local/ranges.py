@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Int32
 
 from jax_cp_dispatch._arguments import clip_to_int32, is_on_host
 from jax_cp_dispatch._arrays import are_covered, divided, sum_dtype
-from jax_cp_dispatch.attention.local.options import CAUSAL, FULL, PassOptions, check_arrays
+from jax_cp_dispatch.attention.local.options import CAUSAL, FULL, PassOptions
 from jax_cp_dispatch.documents.documents import check_document_mask
 from jax_cp_dispatch.documents.layouts import PackedMask, attended_tokens
 from jax_cp_dispatch.documents.segment_ids import check_documents, read_documents
@@ -377,11 +377,12 @@ def read_ranges(
             f"{op}: got ranges of keys, and a mask or documents. Pass either kv_start and kv_end, "
             "or mask, segment_ids and positions."
         )
-    check_arrays(op, kv_start=given.k_start, kv_end=given.k_end)
-    _check(op, "kv", (given.k_start, given.k_end), (B, T), "one range per query row")
+    needed = {"kv_start": given.k_start, "kv_end": given.k_end}
     if given.q_start is not None or given.q_end is not None:
-        check_arrays(op, q_start=given.q_start, q_end=given.q_end)
-        _check(op, "q", (given.q_start, given.q_end), (B, S), "one range per key row")
+        needed |= {"q_start": given.q_start, "q_end": given.q_end}
+    for name, x in needed.items():
+        if x is None:
+            raise TypeError(f"{op}: {name} is missing; a range has a start and an end. Pass it.")
     return ranges_of_rows(given, (B, T))
 
 
@@ -430,16 +431,3 @@ def _of_mask(op: str, sizes: tuple[int, int, int], packed: PackedMask) -> RowRan
         return RowRanges(start, end)
     index = jnp.broadcast_to(jnp.arange(S - T, S, dtype=jnp.int32), (B, T))
     return RowRanges(start, end, KeyQueries(index, ranges.q_start, ranges.q_end))
-
-
-def _check(op: str, of: str, ranges: tuple[Any, Any], shape: tuple[int, int], needs: str) -> None:
-    """Requires integers, one range of rows for each row."""
-    for what, x in zip((f"{of}_start", f"{of}_end"), ranges, strict=True):
-        if not jnp.issubdtype(x.dtype, jnp.integer):
-            raise TypeError(f"{op}: {what} has dtype {x.dtype}, but counts rows. Pass integers.")
-    start, end = ranges
-    if start.shape != shape or end.shape != shape:
-        raise ValueError(
-            f"{op}: {of}_start and {of}_end have shapes {start.shape} and {end.shape}, but there "
-            f"needs to be {needs}, {list(shape)}."
-        )
