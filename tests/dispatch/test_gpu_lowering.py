@@ -211,7 +211,7 @@ def test_donated_storage_of_one_device():
 
 
 def test_the_handler_reads_every_attribute():
-    names = ("attributes.cc", "dispatch_call.cc", "cuda/dispatch_call.cc")
+    names = ("common.cc", "dispatch_call.cc", "cuda/dispatch_call.cc")
     sources = [ROOT / "csrc/ffi" / name for name in names]
     read = [name for path in sources for name in re.findall(r'Read\("(\w+)"', path.read_text())]
     ((_, rest),) = calls(lowered(on_ranks(send, mesh_of(W)), X, PLAN))

@@ -1,4 +1,4 @@
-// One exchange between processes, as seen by one of them: arrived ranks and progress.
+// One exchange, as seen by one process: arrived ranks, progress, and the words for what is missing.
 #pragma once
 
 #include <chrono>
@@ -17,14 +17,14 @@ namespace cpd {
 
 enum class Phase : uint8_t {
   kMeeting,  // ranks are missing
-  kStaging,  // rows are being copied to where other processes read them
+  kStaging,  // planned; rows are being copied to where other processes read them
   kWaiting,  // for the rows of the other processes
   kPulling,  // local ranks receive rows, or tasks wait for ranks elsewhere
   kEnding,   // local tasks have succeeded; waiting for those of the other processes
   kOver,     // local ranks have been notified; others may still read this process's rows
 };
 
-struct SharedMeeting {
+struct Meeting {
   int64_t id;  // in this process
   ExchangeKey key;
   std::string op;
@@ -48,7 +48,7 @@ struct SharedMeeting {
   std::vector<Description> descriptions;  // of ranks elsewhere
   std::vector<Completion> completions;    // of local ranks
 
-  // ---- By process, without this one.
+  // ---- By process, without this one; empty if all ranks are here.
   struct Participant {
     int64_t meeting = -1;   // the exchange, as numbered by that process; -1: nothing announced yet
     bool is_ready = false;  // its rows are staged for ranks of this process
@@ -62,26 +62,27 @@ struct SharedMeeting {
   Status failure;  // of an execution that failed while tasks were running
 
   int num_ranks() const { return static_cast<int>(arrived.size()); }
-  // Whether local ranks wait for other processes, by the deadline. Without a local rank nothing
-  // waits here: the processes that have one know more and will report.
+  bool IsLocal() const { return participants.empty(); }
+  // Whether local ranks wait for others, by the deadline. Without a local rank nothing waits here:
+  // the processes that have one know more and will report.
   bool Waits() const;
-  bool AllReady() const;
-  bool AllOver() const;
+  // Whether all other processes have come so far.
+  bool All(bool Participant::* have) const;
   // Whether this process still needs something from `process`, which has ended.
   bool Misses(int process) const;
 };
 
-using SharedMeetings = std::vector<std::shared_ptr<SharedMeeting>>;
+using Meetings = std::vector<std::shared_ptr<Meeting>>;
 
 // "process 2 (pid 4711, stopped)"; asks the system for the state.
 std::string ProcessName(int process, int64_t pid);
 
 // Why `meeting`, whose deadline has passed, is not complete. `pid_of` maps processes to pids;
 // `others` are meetings in which missing ranks wait instead, or did until recently.
-std::string WhyLate(const SharedMeeting& meeting, const SharedMeetings& others,
+std::string WhyLate(const Meeting& meeting, const Meetings& others,
                     const std::function<int64_t(int)>& pid_of);
 
 // Why it cannot complete: a process has ended.
-std::string WhyLost(const SharedMeeting& meeting, int process, int64_t pid);
+std::string WhyLost(const Meeting& meeting, int process, int64_t pid);
 
 }  // namespace cpd

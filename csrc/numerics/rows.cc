@@ -1,9 +1,13 @@
 // Sums rows of several sources in a fixed order and a wider type; rounds once.
-#include "numerics/sum_rows.h"
+#include "numerics/rows.h"
 
 #include <algorithm>
 #include <cstring>
 #include <type_traits>
+
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 
 namespace cpd {
 namespace {
@@ -174,6 +178,28 @@ void SumWeightedRows(DataType type, const std::vector<const char*>& sources,
   SumWeightedOf<false>(type, sources, weights, num_elements, out);
 #else
   SumWeightedOf<true>(type, sources, weights, num_elements, out);
+#endif
+}
+
+// ---- By non-temporal stores of x86; elsewhere by memcpy.
+void StreamCopy(char* to, const char* from, int64_t num_bytes, const char* next) {
+#ifdef __SSE2__
+  constexpr int64_t kLine = 64;  // stored as a whole: half a line costs as much
+  const int64_t to_line = -reinterpret_cast<intptr_t>(to) & (kLine - 1);
+  int64_t at = std::min(to_line, num_bytes);
+  std::memcpy(to, from, at);
+  for (; at + kLine <= num_bytes; at += kLine) {
+    _mm_prefetch(next + at, _MM_HINT_T0);
+    __m128i line[kLine / sizeof(__m128i)];
+    std::memcpy(line, from + at, kLine);
+    auto* out = reinterpret_cast<__m128i*>(to + at);
+    for (const __m128i& lanes : line) _mm_stream_si128(out++, lanes);
+  }
+  std::memcpy(to + at, from + at, num_bytes - at);
+  _mm_sfence();
+#else
+  (void)next;
+  std::memcpy(to, from, num_bytes);
 #endif
 }
 

@@ -1,4 +1,4 @@
-// Sums rows of several sources in a fixed order and a wider type; rounds once.
+// Rows of an exchange on the CPU: their sums in a fixed order, and copies past the caches.
 #pragma once
 
 #include <cstdint>
@@ -7,6 +7,8 @@
 #include "numerics/element.h"
 
 namespace cpd {
+
+// ---- Sums rows of several sources in a fixed order and a wider type; rounds once.
 
 // bf16, f16 and f32 accumulate in f32, all other types in their own. `out` is `in`, or the
 // accumulation type.
@@ -33,5 +35,15 @@ struct RowWeight {
 // it; it is rounded to `type`, then the parts are summed.
 void SumWeightedRows(DataType type, const std::vector<const char*>& sources,
                      const std::vector<RowWeight>& weights, int64_t num_elements, char* out);
+
+// ---- Copies of an exchange that moves more bytes than caches hold.
+
+// More bytes in one exchange than the caches of most processors hold.
+constexpr int64_t kManyBytes = 32 << 20;
+
+// As memcpy, with stores that do not first read into the cache what they overwrite; memcpy avoids
+// that only in a single large copy. Complete, for other threads too, on return. Fetches as many
+// bytes from `next`, the source of the following copy, into the cache; they need not exist.
+void StreamCopy(char* to, const char* from, int64_t num_bytes, const char* next);
 
 }  // namespace cpd

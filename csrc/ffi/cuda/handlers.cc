@@ -1,6 +1,6 @@
 // The context of a custom call on a GPU: its device, its rank, and whether its stream is being
 // recorded.
-#include "ffi/cuda/rank_location.h"
+#include "ffi/cuda/handlers.h"
 
 #include <cstdlib>
 #include <cstring>

@@ -1,11 +1,12 @@
-// One exchange between processes, as seen by one of them: arrived ranks and progress.
-#include "transport/shared_meeting.h"
+// What an exchange waits for, and the words for it.
+#include "transport/meeting.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <fstream>
 #include <sstream>
 
-#include "transport/failures.h"
+#include "transport/completion_pool.h"
 
 namespace cpd {
 namespace {
@@ -20,19 +21,20 @@ char StateOf(int64_t pid) {
                                                                             : text[end_of_name + 2];
 }
 
-int ProcessOf(const SharedMeeting& meeting, size_t rank) {
+int ProcessOf(const Meeting& meeting, size_t rank) {
   if (meeting.arrived[rank]) return meeting.process[rank];
-  return meeting.has_exchange ? (*meeting.exchange.processes)[rank] : -1;
+  const std::vector<int>* processes = meeting.exchange.processes;
+  return processes != nullptr ? (*processes)[rank] : -1;
 }
 
-std::string RanksOf(const SharedMeeting& meeting, int process) {
+std::string RanksOf(const Meeting& meeting, int process) {
   std::vector<bool> its(meeting.arrived.size());
   for (size_t rank = 0; rank < its.size(); ++rank) its[rank] = ProcessOf(meeting, rank) == process;
   return RankList(its, true);
 }
 
 // What another call is, seen from one that waits.
-std::string Seen(const SharedMeeting& other, const SharedMeeting& meeting) {
+std::string Seen(const Meeting& other, const Meeting& meeting) {
   if (other.signature != meeting.signature) return "another call: " + other.signature;
   // The executions of a program have consecutive numbers, from its fingerprint on.
   constexpr int64_t kMostSkipped = 1 << 16;
@@ -49,16 +51,17 @@ std::string Seen(const SharedMeeting& other, const SharedMeeting& meeting) {
 }
 
 // Where a missing rank is instead: in another operation or shape, or in another order.
-void AddElsewhere(const SharedMeeting& meeting, const SharedMeetings& others,
-                  std::ostringstream* message) {
+void AddElsewhere(const Meeting& meeting, const Meetings& others, std::ostringstream* message) {
   for (size_t rank = 0; rank < meeting.arrived.size(); ++rank) {
     if (meeting.arrived[rank]) continue;
     for (auto it = others.rbegin(); it != others.rend(); ++it) {  // the latest first
-      const SharedMeeting& other = **it;
-      if (rank >= other.arrived.size() || !other.arrived[rank] ||
-          ProcessOf(meeting, rank) != other.process[rank]) {
+      const Meeting& other = **it;
+      if (rank >= other.arrived.size() || !other.arrived[rank]) continue;
+      if (meeting.IsLocal()) {
+        *message << " Rank " << rank << " waits in another call: " << other.op << ".";
         continue;
       }
+      if (ProcessOf(meeting, rank) != other.process[rank]) continue;
       *message << " Expected rank " << rank << " in: " << meeting.signature << ". Seen: it came to "
                << Seen(other, meeting) << ".";
       break;
@@ -68,26 +71,17 @@ void AddElsewhere(const SharedMeeting& meeting, const SharedMeetings& others,
 
 }  // namespace
 
-bool SharedMeeting::Waits() const {
+bool Meeting::Waits() const {
   return has_exchange &&
          (phase == Phase::kMeeting || phase == Phase::kWaiting || phase == Phase::kEnding);
 }
 
-bool SharedMeeting::AllReady() const {
-  for (const auto& [process, participant] : participants) {
-    if (!participant.is_ready) return false;
-  }
-  return true;
+bool Meeting::All(bool Participant::* have) const {
+  return std::all_of(participants.begin(), participants.end(),
+                     [have](const auto& other) { return other.second.*have; });
 }
 
-bool SharedMeeting::AllOver() const {
-  for (const auto& [process, participant] : participants) {
-    if (!participant.is_over) return false;
-  }
-  return true;
-}
-
-bool SharedMeeting::Misses(int process) const {
+bool Meeting::Misses(int process) const {
   const Participant& its = participants.at(process);
   switch (phase) {
     case Phase::kMeeting:
@@ -120,7 +114,7 @@ std::string ProcessName(int process, int64_t pid) {
   }
 }
 
-std::string WhyLate(const SharedMeeting& meeting, const SharedMeetings& others,
+std::string WhyLate(const Meeting& meeting, const Meetings& others,
                     const std::function<int64_t(int)>& pid_of) {
   std::ostringstream message;
   message << meeting.op << ": deadline of " << meeting.deadline.count() << " ms passed: ";
@@ -149,7 +143,7 @@ std::string WhyLate(const SharedMeeting& meeting, const SharedMeetings& others,
           << RankList(meeting.arrived, false);
   std::map<int, std::vector<bool>> missing;  // by process
   for (size_t rank = 0; rank < meeting.arrived.size(); ++rank) {
-    if (meeting.arrived[rank]) continue;
+    if (meeting.arrived[rank] || meeting.IsLocal()) continue;
     std::vector<bool>& its = missing[ProcessOf(meeting, rank)];
     its.resize(meeting.arrived.size());
     its[rank] = true;
@@ -162,14 +156,13 @@ std::string WhyLate(const SharedMeeting& meeting, const SharedMeetings& others,
   }
   message << ".";
   AddElsewhere(meeting, others, &message);
-  message
-      << " Every rank of the axis must make this call the same number of times, in the same "
-         "programs with equal shapes and plans; check whether a missing rank raised its own error, "
-         "or pass a longer deadline.";
+  message << " Every rank of the axis must make this call the same number of times"
+          << (meeting.IsLocal() ? "" : ", in the same programs with equal shapes and plans")
+          << "; check whether a missing rank raised its own error, or pass a longer deadline.";
   return message.str();
 }
 
-std::string WhyLost(const SharedMeeting& meeting, int process, int64_t pid) {
+std::string WhyLost(const Meeting& meeting, int process, int64_t pid) {
   std::ostringstream message;
   message << meeting.op << ": expected ranks " << RanksOf(meeting, process) << " of process "
           << process << " (pid " << pid << "), seen: it has ended (" << meeting.num_arrived << "/"
