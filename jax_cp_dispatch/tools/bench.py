@@ -198,7 +198,7 @@ def small_messages(ranks: Ranks) -> Iterator[Row]:
     loop = lambda name: ranks.program(programs.scanned(exchange.operations[name], _STEPS))
     names = "dispatch", "ppermute"
     seconds = ranks.measure({x: partial(loop(x), exchange.x, exchange.metadata) for x in names})
-    yield {
+    yield dict.fromkeys(("rate", "unit", "of_limit", "limit")) | {
         "what": SMALL_DISPATCH,
         "size": f"{programs.SMALL[0]} × {programs.SMALL[1]} float32, {ranks.name}",
         "seconds": seconds["dispatch"] / _STEPS,
@@ -275,11 +275,11 @@ def _tables(section: str, rows: Sequence[Row]) -> str:
     parts = []
     for size, group in itertools.groupby(rows, key=lambda row: row["size"]):
         first, *others = group
-        details = [f"limit: {first['limit']}"] if "limit" in first else []
+        details = [f"limit: {first['limit']}"] if first["limit"] else []
         details.append(f"speedup over {first['alternative']}")
         lines = []
         for row in (first, *others):
-            ratios = (f"{row[x]:.2f}" if x in row else "–" for x in ("of_limit", "speedup"))
+            ratios = ("–" if row[x] is None else f"{row[x]:.2f}" for x in ("of_limit", "speedup"))
             lines.append([f"  {row['what']}", duration(row["seconds"]), _rate(row), *ratios])
         title = paragraph(f"{section}: {size} ({'; '.join(details)})", indent=0)
         parts.append(f"{title}\n{table(('', 'time', 'rate', 'of limit', 'speedup'), lines)}")
@@ -287,7 +287,7 @@ def _tables(section: str, rows: Sequence[Row]) -> str:
 
 
 def _rate(row: Row) -> str:
-    if "rate" not in row:
+    if row["rate"] is None:
         return "–"
     is_bytes = row["unit"] == "B/s"
     return f"{byte_count(row['rate'])}/s" if is_bytes else f"{short_count(row['rate'])} FLOP/s"
