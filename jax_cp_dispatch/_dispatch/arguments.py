@@ -210,16 +210,12 @@ def check_movable(op: str, name: str, tree: Any) -> None:
     for dtype in {x.dtype for x in jax.tree.leaves(tree)}:
         if jnp.issubdtype(dtype, jax.dtypes.extended):
             raise TypeError(f"{op}: {name} has dtype {dtype}; move its data, not the keys.")
-        if not jnp.issubdtype(dtype, jnp.bool_) and _num_bits(dtype) % 8:
+        info = jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo
+        if not jnp.issubdtype(dtype, jnp.bool_) and info(dtype).bits % 8:
             raise TypeError(
                 f"{op}: {name} has dtype {dtype.name}, less than a byte per element, which "
                 "cannot be addressed. Cast to int8, or pack two elements into one byte."
             )
-
-
-def _num_bits(dtype: Any) -> int:
-    info = jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo
-    return info(dtype).bits
 
 
 def _check_is_metadata(op: str, name: str, metadata: Any) -> None:
@@ -327,7 +323,8 @@ def _check_storage(
 ) -> None:
     """Requires an undeleted `out` with the structure, shapes and dtypes of the result."""
     storage, out_tree = jax.tree.flatten(out)
-    if any(_is_deleted(x) for x in storage):
+    known = [x for x in storage if isinstance(x, jax.Array) and not isinstance(x, Tracer)]
+    if any(x.is_deleted() for x in known):
         raise ValueError(
             f"{op}: out is deleted: it was donated to an earlier call, and stays deleted even if "
             "that call failed. Pass a new array, or omit out."
@@ -339,10 +336,6 @@ def _check_storage(
             f"{op}: out holds {shapes(got)} but the result is {shapes(wanted)}. Pass an earlier "
             "result of the same call, or omit out."
         )
-
-
-def _is_deleted(x: Any) -> bool:
-    return isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted()
 
 
 def rows_per_rank(op: str, name: str, num_rows: int, num_ranks: int) -> int:

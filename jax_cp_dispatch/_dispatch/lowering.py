@@ -129,12 +129,6 @@ def _lower_on_gpu(ctx: Any, *operands: Any, exchange: Exchange, choice: Chosen) 
     return mlir.lower_fun(move, multiple_results=True)(ctx, *operands)
 
 
-def _on_one_gpu(ctx: Any, exchange: Exchange) -> Callable[..., Any]:
-    """Returns the exchange of a device that holds the rows of all ranks, to be traced."""
-    ranks = _on_gpu(ctx, exchange, None)
-    return functools.partial(_call_handler, ctx.avals_out, exchange, ranks)
-
-
 # ---- An exchange in two calls on GPUs; elsewhere it is whole at its start.
 
 
@@ -428,8 +422,10 @@ def lower(ctx: Any, *operands: Any, exchange: Exchange) -> Any:
         xla_ = fall_back_to_xla(op, comm.implementation, missing)
         choice = choice._replace(implementation=xla_)
     if exchange.is_global:
-        is_on_gpu = choice.implementation in ON_GPU
-        here = _on_one_gpu(ctx, exchange) if is_on_gpu else xla.on_one_device(exchange)
+        here = xla.on_one_device(exchange)
+        if choice.implementation in ON_GPU:
+            ranks = _on_gpu(ctx, exchange, None)
+            here = functools.partial(_call_handler, ctx.avals_out, exchange, ranks)
         return _lower_partitioned(ctx, *operands, exchange=exchange, on_one_device=here)
     return choice.lower(Operation.EXCHANGE, ctx, *operands, exchange=exchange)
 
