@@ -17,7 +17,7 @@ from jax.interpreters.mlir import ir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from jax_cp_dispatch._dispatch import xla
-from jax_cp_dispatch._dispatch.exchange import Exchange, ExchangeOperands
+from jax_cp_dispatch._dispatch.arguments import Exchange, ExchangeOperands
 from jax_cp_dispatch._ranks import runtime
 from jax_cp_dispatch._ranks.communicator import Communicator
 from jax_cp_dispatch._ranks.gpu import all_ranks_here
@@ -308,7 +308,7 @@ def _lower_partitioned(ctx, *operands, exchange: Exchange, on_one_device):
             f"{exchange.op}: arrays of all ranks are split by a Shardy rule, but "
             "jax_use_shardy_partitioner is False. Enable it, or call inside jax.shard_map."
         )
-    avals = ExchangeOperands.read(ctx.avals_in, exchange)
+    avals = ExchangeOperands.split(ctx.avals_in, exchange)
     names, num_ranks = exchange.comm.axis_names, exchange.comm.num_ranks
 
     mesh_around = jax.sharding.get_mesh()
@@ -316,7 +316,7 @@ def _lower_partitioned(ctx, *operands, exchange: Exchange, on_one_device):
     def partition(mesh, arguments, results):
         mesh = program_mesh(exchange.op, names, mesh, mesh_around)
         _check_num_ranks(exchange, mesh)
-        given = ExchangeOperands.read(arguments, exchange)
+        given = ExchangeOperands.split(arguments, exchange)
         is_free = lambda axis: axis not in names
         row_specs = [row_spec(x.sharding, len(x.shape), names, is_free) for x in given.arrays]
         fields = [P(names)] * exchange.num_before_arrays

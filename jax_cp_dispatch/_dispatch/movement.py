@@ -13,19 +13,17 @@ from jaxtyping import Array, DTypeLike, Num, PyTree, Shaped
 
 from jax_cp_dispatch._dispatch.arguments import (
     Argument,
-    Rows,
-    check_sizes,
-    read_outgoing,
-    read_returning,
-)
-from jax_cp_dispatch._dispatch.buffers import buffer_limits
-from jax_cp_dispatch._dispatch.exchange import (
     Collectives,
     Exchange,
     OperandGroup,
+    Rows,
+    check_sizes,
     done_p,
+    read_outgoing,
+    read_returning,
     start_p,
 )
+from jax_cp_dispatch._dispatch.buffers import buffer_limits
 from jax_cp_dispatch._dispatch.lowering import place_arrays, vary_with
 from jax_cp_dispatch._dispatch.primitives import PairValues, num_held
 from jax_cp_dispatch._door import door
@@ -442,7 +440,7 @@ def _started(op: str, call: Prepared, beside: Any) -> tuple[StartedExchange, Any
                 exchange=exchange,
                 num_held=num_held(fields),
             )
-        values = PairValues.read(outs, exchange)
+        values = PairValues.split(outs, exchange)
         beside = jax.tree.unflatten(tree, values.beside)
     return StartedExchange(op, call, values), beside
 
