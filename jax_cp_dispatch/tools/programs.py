@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from jax_cp_dispatch._dispatch import combine, dispatch
-from jax_cp_dispatch._ranks.gpu import raise_gpu_errors
+from jax_cp_dispatch._ranks.runtime import raise_gpu_errors
 from jax_cp_dispatch.attention import context_parallel_attention
 from jax_cp_dispatch.comm_gemm import all_gather_matmul, matmul_reduce_scatter
 from jax_cp_dispatch.documents import Documents
