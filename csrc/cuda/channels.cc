@@ -1,13 +1,8 @@
 // The registry of channels: GPU memory through which the ranks of one kind of call exchange data.
 #include "cuda/channels.h"
 
-#include <cuda_runtime_api.h>
-
 #include <algorithm>
 #include <cstring>
-#include <map>
-#include <memory>
-#include <mutex>
 #include <tuple>
 #include <utility>
 

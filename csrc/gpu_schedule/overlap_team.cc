@@ -2,8 +2,6 @@
 // device's ranks are enqueued, in an order in which no step waits for a later one.
 #include "gpu_schedule/overlap_team.h"
 
-#include <utility>
-
 namespace cpd {
 
 OverlapConfig OnGpus(OverlapConfig config) {
@@ -94,8 +92,7 @@ void OverlapTeam::Put(int rank, Lane lane, const Step& step, GpuQueues* queues) 
         queues->EndSpan();
       }
       return Add(rank, lane, step, queues);
-    case Step::Kind::kAdd:
-      return Add(rank, lane, step, queues);
+    case Step::Kind::kAdd: return Add(rank, lane, step, queues);
     case Step::Kind::kWait: {
       if (!IsLocal(rank)) return;
       const SignalState& state = StateOf(rank, step.signal);

@@ -137,13 +137,10 @@ struct IntArray {
 
   CPD_HOST_DEVICE int64_t operator[](int64_t i) const {
     switch (type) {
-      case IntType::kI32:
-        return static_cast<const int32_t*>(data)[i];
-      case IntType::kU32:
-        return static_cast<const uint32_t*>(data)[i];
+      case IntType::kI32: return static_cast<const int32_t*>(data)[i];
+      case IntType::kU32: return static_cast<const uint32_t*>(data)[i];
       case IntType::kI64:
-      case IntType::kU64:
-        return static_cast<const int64_t*>(data)[i];
+      case IntType::kU64: return static_cast<const int64_t*>(data)[i];
     }
     return -1;
   }

@@ -2,7 +2,7 @@
 #include "transport/team.h"
 
 #include <algorithm>
-#include <chrono>
+#include <condition_variable>
 #include <cstring>
 #include <exception>
 #include <utility>
@@ -160,9 +160,7 @@ void Team::Span(int rank, SpanKind kind, const std::string& name, const Work& wo
 bool Team::RunStep(int rank, const Step& step) {
   RankCounters& own = *counters_[rank];
   switch (step.kind) {
-    case Step::Kind::kRun:
-      Span(rank, step.span, step.name, [&] { step.work(own); });
-      return true;
+    case Step::Kind::kRun: Span(rank, step.span, step.name, [&] { step.work(own); }); return true;
     case Step::Kind::kPut: {
       // Processes do not write each other's memory: the peer is notified and fetches the rows.
       if (elsewhere_.Holds(step.peer)) {
@@ -179,11 +177,8 @@ bool Team::RunStep(int rank, const Step& step) {
       copier.Add(step.peer, step.signal);
       return true;
     }
-    case Step::Kind::kAdd:
-      own.Add(step.peer, step.signal);
-      return true;
-    case Step::Kind::kWait:
-      return own.WaitFor(step.signal, step.count, step.peer);
+    case Step::Kind::kAdd: own.Add(step.peer, step.signal); return true;
+    case Step::Kind::kWait: return own.WaitFor(step.signal, step.count, step.peer);
   }
   return false;
 }
