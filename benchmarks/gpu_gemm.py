@@ -14,8 +14,8 @@ import jax.numpy as jnp
 
 from jax_cp_dispatch import gemm
 from jax_cp_dispatch._ranks.communicator import Communicator
-from jax_cp_dispatch.comm_gemm.engine.gemm_call import GemmCall, Overlap
-from jax_cp_dispatch.comm_gemm.engine.on_gpu import run_all_ranks
+from jax_cp_dispatch.comm_gemm.call import GemmCall, Overlap
+from jax_cp_dispatch.comm_gemm.lowering import run_all_ranks
 from jax_cp_dispatch.comm_gemm.types import CommOverlapMethod, CommOverlapType
 from jax_cp_dispatch.gpu import raise_gpu_errors
 from jax_cp_dispatch.profiling import overlap_profile

@@ -50,7 +50,7 @@ import pytest  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
 if importlib.util.find_spec("beartype"):
-    jaxtyping.install_import_hook("jax_cp_dispatch", "beartype.beartype")
+    jaxtyping.install_import_hook("jax_cp_dispatch", "behind_doors.checked")
 
 
 # The longest first. Otherwise one worker would still run them when the others have ended.

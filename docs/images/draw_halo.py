@@ -4,7 +4,7 @@ import pathlib
 import sys
 from typing import Any
 
-from jax_cp_dispatch.attention.algorithms.halo import HeldRows
+from jax_cp_dispatch.attention.algorithms.planned import HeldRows
 from jax_cp_dispatch.documents.layouts import contiguous_layout, zigzag_layout
 from jax_cp_dispatch.plots import LINE, color, figure_class, save
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_cp_dispatch.documents.ranges import PackedMask, attended_tokens
+from jax_cp_dispatch.documents.layouts import PackedMask, attended_tokens
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.plots import COLORS, LINE, figure_class, save
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from jax_cp_dispatch.attention import Hamilton, Ring
-from jax_cp_dispatch.attention.rotating.key_chunks import Chunking
+from jax_cp_dispatch.attention.key_chunks import Chunking
 from jax_cp_dispatch.documents.layouts import (
     SequenceLayout,
     contiguous_layout,

@@ -6,16 +6,10 @@ from jax_cp_dispatch._dispatch.buffers import (
     destroy_all_dispatch_buffers,
     destroy_dispatch_buffer,
 )
-from jax_cp_dispatch._dispatch.exchange import move
-from jax_cp_dispatch._dispatch.movement import combine, combine_qkv, dispatch, dispatch_qkv
+from jax_cp_dispatch._dispatch.movement import combine, combine_qkv, dispatch, dispatch_qkv, move
+from jax_cp_dispatch._dispatch.pairs import combine_start, dispatch_start, exchange_done, start
 from jax_cp_dispatch._dispatch.primitives import name_of_transpose
 from jax_cp_dispatch._dispatch.ragged_all_to_all import ragged_all_to_all
-from jax_cp_dispatch._dispatch.started_exchange import (
-    combine_start,
-    dispatch_start,
-    exchange_done,
-    start,
-)
 
 __all__ = [
     "Argument",

@@ -17,7 +17,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jax_cp_dispatch._dispatch.exchange_operands import (
+from jax_cp_dispatch._dispatch.arguments import (
     Exchange,
     ExchangeOperands,
     groups_by_array,
@@ -28,7 +28,7 @@ from jax_cp_dispatch._dispatch.exchange_operands import (
 from jax_cp_dispatch._dispatch.lowering import lower
 from jax_cp_dispatch._jax_private import prim_requires_devices_during_lowering
 from jax_cp_dispatch._ranks.lowering import one_after_another, run_alone
-from jax_cp_dispatch._ranks.varying import vary_alike, varying_axes
+from jax_cp_dispatch._ranks.options import vary_alike, varying_axes
 
 dispatch_p = Primitive("dispatch")
 combine_p = Primitive("combine")

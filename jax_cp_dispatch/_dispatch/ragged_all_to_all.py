@@ -13,10 +13,9 @@ from jaxtyping import Array, Integer, Shaped
 from jax_cp_dispatch._arguments import HostOrDevice, check_array, read_int32
 from jax_cp_dispatch._arrays import chosen
 from jax_cp_dispatch._dispatch.arguments import Argument, outgoing
-from jax_cp_dispatch._dispatch.exchange import move
+from jax_cp_dispatch._dispatch.movement import move
 from jax_cp_dispatch._ranks.communicator import AxisName, num_ranks_here, rank_index
-from jax_cp_dispatch._ranks.options import read_options
-from jax_cp_dispatch._ranks.varying import vary_alike
+from jax_cp_dispatch._ranks.options import read_options, vary_alike
 from jax_cp_dispatch.metadata import Metadata
 
 _OP = "ragged_all_to_all"

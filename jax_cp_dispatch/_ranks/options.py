@@ -3,21 +3,197 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
+from jax.typing import ArrayLike
+from jaxtyping import Array
 
 from jax_cp_dispatch._arguments import check_positive
-from jax_cp_dispatch._ranks.call_context import CallContext, find_context
+from jax_cp_dispatch._jax_private import get_axis_env, trace_state_clean
 from jax_cp_dispatch._ranks.communicator import (
     AxisName,
     Communicator,
+    Groups,
     check_axis_name,
     check_deadline,
     check_mesh,
     in_milliseconds,
+    mesh_groups,
     other_axes,
 )
 from jax_cp_dispatch._ranks.implementations import check_groups, check_implementation, refuse_here
+
+# ---- The context of a call: on one rank inside `shard_map`, or on the arrays of all ranks.
+
+
+class CallContext(NamedTuple):
+    """The mesh of a call, and what must happen before each device runs its part.
+
+    Attributes:
+      mesh: None if only the compiler will know it.
+      is_global: whether the arrays hold the rows of all ranks; otherwise those of this rank.
+      open_axes: axes that our `shard_map` must make manual; if there are none, the partitioner
+        handles a global call.
+    """
+
+    mesh: Any
+    is_global: bool
+    open_axes: tuple[str, ...] = ()
+
+    def num_ranks(self, names: Sequence[str]) -> int | None:
+        return self.mesh and math.prod(self.mesh.shape[name] for name in names)
+
+    def groups(self, names: Sequence[str]) -> Groups | None:
+        """Returns the devices of the ranks, if already known."""
+        if self.mesh is None:
+            return None
+        others = [name for name in self.mesh.axis_names if name not in names]
+        return mesh_groups(self.mesh, names, others)
+
+
+def is_on_rank(op: str, names: tuple[str, ...]) -> bool:
+    """Whether the arrays of a call are those of one rank: all axes of the ranks are manual here."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    if not any(name in manual for name in names):
+        return False
+    if not all(name in manual for name in names):
+        raise ValueError(
+            f"{op}: only {tuple(manual)} of axis_name {names} are manual here. Make all of them "
+            f"manual, or none: jax.shard_map(..., axis_names={set(names)})."
+        )
+    return True
+
+
+def find_context(op: str, names: tuple[str, ...], mesh: Any, arrays: Sequence[Any]) -> CallContext:
+    """Finds the context of a call from its surroundings, `mesh`, or the types of the arrays."""
+    around = jax.sharding.get_abstract_mesh()
+    manual = around.manual_axes
+    if is_on_rank(op, names):
+        rest = (name for name in around.axis_names if name not in manual)
+        return CallContext(around, False, tuple(x for x in rest if around.shape[x] > 1))
+    found = around if manual else find_mesh(names, mesh, around, arrays)
+    if found is None:
+        _refuse_vmap_axes(op, names)
+        if not is_in_program(arrays):
+            raise ValueError(
+                f"{op}: no mesh with axis {names[0]!r} was found. Call {op} inside jax.shard_map "
+                f"over {names[0]!r}, or on arrays of all ranks with mesh=, under jax.set_mesh, or "
+                "sharded over such a mesh."
+            )
+        return CallContext(None, True)
+    missing = [name for name in names if name not in found.axis_names]
+    if missing:
+        raise ValueError(
+            f"{op}: axis_name {missing[0]!r} is not an axis of the mesh here, which has "
+            f"{tuple(found.axis_names)}. Name the axis whose devices are the ranks."
+        )
+    if not manual and all(kind == AxisType.Auto for kind in found.axis_types):
+        return CallContext(found, True)
+    return CallContext(found, True, tuple(name for name in found.axis_names if name not in manual))
+
+
+def _refuse_vmap_axes(op: str, names: tuple[str, ...]) -> None:
+    for name in names:
+        try:
+            jax.lax.axis_size(name)
+        except NameError:
+            continue
+        raise ValueError(
+            f"{op}: axis_name {name!r} is an axis of jax.vmap here, but the ranks must be devices. "
+            "Use another name in jax.vmap, and pass the name of a mesh axis."
+        )
+
+
+def find_mesh(names: Sequence[str], mesh: Any, around: Any, arrays: Sequence[Any]) -> Any:
+    """Returns the user's mesh, or that of an array; if possible, one that has `names`."""
+    if mesh is not None:
+        return mesh
+    if any(name in around.axis_names for name in names):
+        return around if is_in_program(arrays) else jax.sharding.get_mesh()
+    for array in arrays:
+        is_placed = isinstance(array, jax.Array) and not is_traced([array])
+        typed = getattr((array if is_placed else jax.typeof(array)).sharding, "mesh", None)
+        if typed is not None and any(name in typed.axis_names for name in names):
+            return typed
+    return None if around.empty else around
+
+
+def refuse_other_mesh(op: str, mesh: Any, arrays: Iterable[Any]) -> None:
+    """Refuses arrays that are placed on the same devices by another mesh than the call's.
+
+    JAX gives a program with our primitives one mesh, and otherwise raises without the name of the
+    operation. Call outside `shard_map`.
+    """
+    placed = [x for x in arrays if isinstance(x, jax.Array)]
+    if is_in_program(placed):  # others are constants of the program
+        placed = [x for x in placed if isinstance(x, Tracer)]
+    for x in placed:
+        own = jax.typeof(x).sharding.mesh
+        is_other = (own.shape_tuple, own.axis_types) != (mesh.shape_tuple, mesh.axis_types)
+        if is_other and own.size == mesh.size > 1:
+            raise ValueError(
+                f"{op}: an array of shape {list(x.shape)} is placed on a mesh with the axes "
+                f"{_described(own)}, but the call has one with {_described(mesh)}. Pass the mesh "
+                "of the arrays, or place them on this one before the program: "
+                "jax.device_put(x, NamedSharding(mesh, spec))."
+            )
+
+
+def _described(mesh: Any) -> str:
+    axes = zip(mesh.shape_tuple, mesh.axis_types, strict=True)
+    return ", ".join(f"{name}={size} ({kind.name})" for (name, size), kind in axes)
+
+
+def is_traced(arrays: Iterable[Any]) -> bool:
+    """Whether some of the arrays are known only when the program runs."""
+    return any(isinstance(x, Tracer) for x in arrays)
+
+
+def is_in_program(arrays: Iterable[Any]) -> bool:
+    """Whether a call is part of a program that is traced, of whose arrays all may be constants."""
+    return is_traced(arrays) or not trace_state_clean()
+
+
+def retype(x: Any, mesh: Any, spec: P) -> Any:
+    """Shards an array over the explicit axes of `spec`; types do not show the others."""
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    axes_of = lambda entry: (entry,) if isinstance(entry, str) else entry or ()
+    typed = lambda entry: tuple(a for a in axes_of(entry) if kinds[a] == AxisType.Explicit) or None
+    return jax.sharding.reshard(x, NamedSharding(mesh, P(*map(typed, spec))))
+
+
+def place(x: Any, mesh: Any, spec: P) -> Any:
+    """Places an array that is known here; `retype` of others, and in a program without devices."""
+    if is_traced([x]) or isinstance(mesh, AbstractMesh):
+        return retype(x, mesh, spec)
+    return jax.device_put(x, NamedSharding(mesh, spec))
+
+
+def with_manual_axes(
+    fn: Callable[..., Any],
+    axes: Sequence[str],
+    mesh: Any,
+    *,
+    in_specs: Any,
+    out_specs: Any,
+) -> Callable[..., Any]:
+    """Returns `fn` with `axes` manual too, in the surrounding mesh or else in `mesh`."""
+    around = jax.sharding.get_abstract_mesh()
+    is_around = all(name in around.axis_names for name in axes)
+    return jax.shard_map(
+        fn,
+        mesh=None if is_around else mesh,
+        axis_names=set(axes),
+        in_specs=in_specs,
+        out_specs=out_specs,
+        check_vma=False,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,9 +231,9 @@ def read_options(
     op: str,
     axis_name: AxisName,
     mesh: Any = None,
-    implementation: str | None = None,
-    deadline: float | None = None,
-    num_comm_sm: int | None = None,
+    implementation: Any = None,
+    deadline: Any = None,
+    num_comm_sm: Any = None,
 ) -> CollectiveOptions:
     """Checks the options of a call of `op` over a mesh axis.
 
@@ -74,7 +250,7 @@ def read_options(
 
 
 def read_options_alone(
-    op: str, *, implementation: str | None = None, deadline: float | None = None
+    op: str, *, implementation: Any = None, deadline: Any = None
 ) -> CollectiveOptions:
     """Checks the options of a call without ranks: it does not communicate."""
     check_implementation(op, implementation)
@@ -110,3 +286,87 @@ def find_ranks(
         group_axes=groups,
         open_axes=context.open_axes,
     ), context
+
+
+# ---- Finds and extends the mesh axes over which arrays vary in `jax.shard_map` (`check_vma`).
+
+
+def vary_alike(arrays: Iterable[ArrayLike], *, also: Iterable[str] = ()) -> list[Array]:
+    """Makes all arrays vary over the union of their mesh axes and `also`.
+
+    JAX's operations do this themselves; ours need it for the operands of one primitive, for the
+    initial and the next carry of a loop, and for an argument and its cotangent in a custom
+    derivative. The transpose sums over the added axes. Outside `shard_map` it does nothing.
+    """
+    arrays = list(arrays)
+    axes = frozenset(also).union(*map(varying_axes, arrays))
+    return [_add_axes(x, axes - varying_axes(x)) for x in arrays]
+
+
+def vary_like(arrays: Iterable[ArrayLike], like: ArrayLike) -> list[Array]:
+    """Makes all arrays vary over the mesh axes of `like` too, as initial carries of a loop must."""
+    return vary_alike(arrays, also=varying_axes(like))
+
+
+def _add_axes(array: ArrayLike, axes: frozenset[str]) -> Array:
+    return jax.lax.pcast(array, tuple(axes), to="varying") if axes else jnp.asarray(array)
+
+
+def varying_axes(array: ArrayLike) -> frozenset[str]:
+    """Returns the mesh axes over which an array varies."""
+    return frozenset(jax.typeof(array).manual_axis_type.varying)
+
+
+def whole_on_explicit_axes(arrays: Iterable[ArrayLike]) -> list[Array]:
+    """Returns arrays that no explicit mesh axis shards; their cotangents keep the sharding.
+
+    For a function of one device's arrays, whose custom derivative has results of unsharded types.
+    """
+    return [_whole(x, jnp.ndim(x)) for x in arrays]
+
+
+def whole_rows(tree: Any) -> Any:
+    """Returns arrays whose first dimension no explicit mesh axis shards."""
+    return jax.tree.map(lambda x: _whole(x, 1), tree)
+
+
+def _whole(x: ArrayLike, num_dims: int) -> Array:
+    x = jnp.asarray(x)
+    sharding = jax.typeof(x).sharding
+    split, rest = sharding.spec[:num_dims], sharding.spec[num_dims:]
+    if all(entry is None for entry in split):
+        return x
+    whole = P(*(None for _ in split), *rest)
+    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, whole))
+
+
+def mapped_axes() -> frozenset[str]:
+    """Returns the mesh axes that `jax.vmap(..., spmd_axis_name=...)` hides here."""
+    return frozenset(get_axis_env().spmd_axis_names)
+
+
+def refuse_mapped_explicit_axes(op: str, mesh: Any) -> None:
+    """Refuses a `jax.vmap` over arrays that are sharded over an explicit axis of `mesh`.
+
+    A `shard_map` cannot make that axis manual, and its function would see arrays split over it.
+    """
+    mapped = sorted(frozenset(get_axis_env().explicit_mesh_axis_names) & set(mesh.axis_names))
+    if mapped:
+        raise ValueError(
+            f"{op}: jax.vmap maps over arrays that are sharded over the explicit mesh axis "
+            f"{mapped[0]!r}. Make that axis automatic (AxisType.Auto), and map with "
+            f"spmd_axis_name={mapped[0]!r}."
+        )
+
+
+def can_check_varying() -> bool:
+    """Whether this package's `shard_map` may track the axes over which arrays vary (`check_vma`).
+
+    False inside a `shard_map` that does not: arrays would begin to vary over its axes, and their
+    cotangents would not. False with `mapped_axes`: JAX makes arrays vary over them but does not
+    show it. Then neither JAX's operations nor ours cast the other operands, and batched bodies of
+    loops and branches keep their previous types.
+    """
+    around = jax.sharding.get_abstract_mesh().manual_axes
+    is_checked = not around or bool(varying_axes(jax.lax.axis_index(around[0])))
+    return is_checked and not mapped_axes()

@@ -3,10 +3,8 @@
 Importing this needs none of these libraries.
 """
 
-from jax_cp_dispatch.adapters.equinox import equinox_attention
-from jax_cp_dispatch.adapters.flax import flax_attention_fn
-from jax_cp_dispatch.adapters.maxtext import maxtext_attention
-from jax_cp_dispatch.adapters.maxtext_dense import maxtext_gemms
+from jax_cp_dispatch.adapters.layers import equinox_attention, flax_attention_fn
+from jax_cp_dispatch.adapters.maxtext import maxtext_attention, maxtext_gemms
 
 __all__ = [
     "equinox_attention",

@@ -5,12 +5,138 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import math
 from collections.abc import Iterator
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
 from jax_cp_dispatch._text import warn_caller
-from jax_cp_dispatch.adapters.maxtext_call import attention_keywords, what_is_missing
 from jax_cp_dispatch.attention import context_parallel_attention
+from jax_cp_dispatch.comm_gemm import all_gather_matmul, matmul_reduce_scatter
+from jax_cp_dispatch.documents import Documents
+from jax_cp_dispatch.documents.documents import permuted
+from jax_cp_dispatch.documents.layouts import PackedMask, attended_tokens, zigzag_permutation
+from jax_cp_dispatch.masks import (
+    BlockCausal,
+    Blocks,
+    Causal,
+    Chunked,
+    Full,
+    Mask,
+    Ranges,
+    SlidingWindow,
+)
+from jax_cp_dispatch.masks.mask import PACKED, Order, zigzag_order
+
+# ---- Reads the arguments of MaxText's `AttentionOp.apply_attention`, and its mask.
+
+
+def call_mask(self, segment_ids, is_image, batch: tuple[str, ...], order: Order) -> Mask:
+    """Returns the mask of a call of `AttentionOp`.
+
+    Chunks count as in MaxText: from the start of a document with load balance, of the row without.
+
+    Args:
+      self: the `AttentionOp`.
+      segment_ids: `[B, T]`, or None.
+      is_image: `bidirectional_mask`: tokens that see all tokens of their run; `[B, T]`, or None.
+      batch: the mesh axes of the batch.
+      order: of the stored tokens.
+    """
+    mask = _kind_mask(self)
+    counts_from_row = order == PACKED and isinstance(mask, Chunked | BlockCausal)
+    if is_image is None and not (counts_from_row and segment_ids is not None):
+        return mask
+    shape = (segment_ids if is_image is None else is_image).shape
+    # Ranges are computed from whole rows in order.
+    whole = [self._maybe_shard_with_pspec(x, PartitionSpec(batch)) for x in (segment_ids, is_image)]
+    columns = None
+    if order != PACKED:
+        columns = zigzag_permutation(shape[1], order.num_ranks)
+        whole = [x if x is None else x[:, np.argsort(columns)] for x in whole]
+    segment_ids, is_image = whole
+    packed = PackedMask(mask, None if counts_from_row else segment_ids)
+    start, end, *_ = attended_tokens(packed, shape)
+    if is_image is not None:
+        start, end = jnp.minimum(start, _starts(is_image)), jnp.maximum(end, _ends(is_image))
+    seen = Ranges(start, end)
+    return permuted(seen, columns, order)
+
+
+def _kind_mask(self) -> Mask:
+    kind = self.attention_type.value
+    if kind == "local_sliding" and self.sliding_window_size:
+        return SlidingWindow(self.sliding_window_size)
+    if kind == "chunk":
+        return Chunked(self.chunk_attn_window_size)
+    if kind == "block_diffusion":
+        return BlockCausal(self.causal_block_size)
+    return Full() if kind == "full" else Causal()
+
+
+def _ends(is_image) -> jax.Array:
+    """Returns one past the last column of the run of each image token; 0 for others."""
+    return jnp.asarray(Blocks(is_image.astype(jnp.int32)).block_end)
+
+
+def _starts(is_image) -> jax.Array:
+    """Returns the first column of the run of each image token; T for others."""
+    return is_image.shape[1] - _ends(is_image[:, ::-1])[:, ::-1]
+
+
+_LACKING = ("previous_chunk", "indexer_mask", "compressed_mask", "decoder_segment_ids_kv")
+
+
+def attention_keywords(
+    self, query, key, value, decoder_segment_ids, sinks=None, **given
+) -> dict[str, Any]:
+    """Returns keywords of `context_parallel_attention`; none if the sequence is not sharded."""
+    dims = ("activation_batch_attn", "activation_q_length", "activation_heads")
+    names = lambda axes: (axes,) if isinstance(axes, str) else tuple(axes or ())
+    batch, sequence, heads = map(names, self._logical_to_mesh_axes(dims))
+    if not sequence:
+        return {}
+    size = lambda axes: math.prod(self.mesh.shape[name] for name in axes)
+    batch = batch if query.shape[0] % size(batch) == 0 else ()
+    is_reordered = self._load_balanced_context_parallel()
+    order = zigzag_order(size(sequence)) if is_reordered else PACKED
+    tokens = decoder_segment_ids, given.get("bidirectional_mask")
+    documents = token_documents(query, decoder_segment_ids, order)
+    return {
+        **{"q": query, "k": key, "v": value, "documents": documents},
+        **{"mesh": self.mesh, "axis_name": sequence, "head_axis": heads, "batch_axis": batch},
+        "mask": call_mask(self, *tokens, batch, order),
+        "sink": None if sinks is None else jnp.asarray(sinks),  # of a Param
+        "return_max_logits": bool(given.get("record_max_logits")),
+        "scale": 1.0,  # queries are scaled already
+        "logit_soft_cap": self.attn_logits_soft_cap or None,
+    }
+
+
+def token_documents(query, segment_ids, order: Order) -> Documents | None:
+    """Returns the documents of tokens that are in this order already."""
+    if segment_ids is None and order == PACKED:
+        return None
+    if segment_ids is None:
+        segment_ids = jnp.ones(query.shape[:2], jnp.int32)
+    return Documents.in_order(segment_ids, None, (), order=order, columns=query.shape[1])
+
+
+def what_is_missing(self, query, key, **given) -> str:
+    """Names what `context_parallel_attention` lacks for a call; empty if nothing."""
+    config, kind = self.config, self.attention_type.value
+    found = [name for name in _LACKING if given.get(name) is not None]
+    found += ["moba"] * config.moba + ["compressed attention"] * (kind == "compressed")
+    found += ["keys of another length"] * (query.shape[1] != key.shape[1])
+    order = config.context_parallel_reorder_strategy.value
+    is_ring = config.context_parallel_strategy == "ring" and "gpu" in config.hardware
+    is_striped = order == "striped" or (order == "auto" and config.packing and is_ring)
+    found += ["tokens in stripes"] * (self._load_balanced_context_parallel() and is_striped)
+    return " and ".join(found)
 
 
 @contextlib.contextmanager
@@ -60,3 +186,78 @@ def maxtext_attention(*, algorithm: Any = "zigzag", **options: Any) -> Iterator[
         yield
     finally:
         AttentionOp.apply_attention = dense
+
+
+# ---- Tensor-parallel products of MaxText's dense layers, overlapped with their communication.
+
+RANKS = "tensor_sequence"  # MaxText's axis for tensor and sequence parallelism
+
+
+def shared_dimension(spec: Any) -> int | None:
+    """Returns the dimension of a kernel that is sharded over the ranks and nothing else, if any."""
+    names = [(axes,) if isinstance(axes, str) else tuple(axes or ()) for axes in spec]
+    return names.index((RANKS,)) if (RANKS,) in names else None
+
+
+def multiply(x, kernel, dims, split: int | None, **options: Any) -> jax.Array:
+    """Returns the product by ranks that share dimension `split` of the kernel; None: they do not.
+
+    `dims` are dimension numbers as in `jax.lax.dot_general`.
+    """
+    contracted = len(dims[0][1])
+    if split == 0 and kernel.ndim == contracted + 1:
+        return matmul_reduce_scatter(x, kernel, axis_name=RANKS, **options)
+    if split == 1 and contracted == 1:
+        return all_gather_matmul(x, kernel, axis_name=RANKS, **options)
+    if split == 2 and contracted == 1:  # several kernels of the same x
+        kernels = tuple(jnp.moveaxis(kernel, 1, 0))
+        products = all_gather_matmul(x, kernels, axis_name=RANKS, **options)
+        return jnp.stack(products, axis=-2)
+    return jax.lax.dot_general(x, kernel, dims)
+
+
+@contextlib.contextmanager
+def maxtext_gemms(**options: Any) -> Iterator[None]:
+    """Overlaps products of MaxText models that are created in this block.
+
+    Products with kernels that are sharded over the mesh axis "tensor_sequence" only (MLP and
+    projections, with `ici_tensor_sequence_parallelism`) become `all_gather_matmul` or
+    `matmul_reduce_scatter`. Others stay as they are. With `fused_qkv` and `fused_mlp`, the tokens
+    of several kernels are gathered once. Installed in place of MaxText's quantization.
+
+    Args:
+      options: of both functions: `method`, `implementation`, `deadline`.
+    Raises:
+      NotImplementedError: when the model is created: it is quantized, or has experts.
+    """
+    from flax import linen
+    from maxtext.layers import quantizations  # pyright: ignore[reportMissingImports]
+    from maxtext.utils import sharding  # pyright: ignore[reportMissingImports]
+
+    class OverlappedDotGeneral(linen.Module):
+        kernel_axes: tuple[str | None, ...]
+
+        def __call__(self, x, kernel, dims, **_) -> jax.Array:
+            mesh, rules = jax.sharding.get_abstract_mesh(), sharding.get_logical_axis_rules()
+            spec = sharding.logical_to_mesh_axes(self.kernel_axes, mesh, rules=rules)
+            split = shared_dimension(spec) if x.ndim > 2 else None
+            return multiply(x, kernel, dims, split, **options)
+
+    class Overlapped(quantizations.Quantization):
+        needs_apply_rngs, quant_mode = False, "train"
+
+        def dot_general_cls(self, mesh_axes=()):
+            return functools.partial(OverlappedDotGeneral, kernel_axes=tuple(mesh_axes))
+
+    def configure(config, quant_mode_str="train"):
+        for name, usual in (("quantization", ""), ("num_experts", 1)):
+            if (value := getattr(config, name)) != usual:
+                value = getattr(value, "value", value)  # of an enumeration
+                raise NotImplementedError(f"maxtext_gemms: got {name}={value!r}; omit one of them.")
+        return Overlapped()
+
+    usual, quantizations.configure_quantization = quantizations.configure_quantization, configure
+    try:
+        yield
+    finally:
+        quantizations.configure_quantization = usual

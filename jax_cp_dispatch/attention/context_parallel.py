@@ -14,43 +14,49 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
 from jaxtyping import Array, Float, Integer, PyTree
 
 from jax_cp_dispatch._arguments import HostOrDevice, is_on_host
-from jax_cp_dispatch._ranks.call_context import is_on_rank
+from jax_cp_dispatch._door import door
 from jax_cp_dispatch._ranks.communicator import AxisName, check_axis_name, check_mesh
-from jax_cp_dispatch._ranks.options import read_options
-from jax_cp_dispatch._ranks.varying import vary_alike
+from jax_cp_dispatch._ranks.options import is_on_rank, read_options, vary_alike
 from jax_cp_dispatch.attention.algorithms import Algorithm, Call, attend_unless_empty, refuse
-from jax_cp_dispatch.attention.auto import Auto, Sizes, read_algorithm
-from jax_cp_dispatch.attention.call_options import AttentionOptions
-from jax_cp_dispatch.attention.expanded_heads import check_specs, with_own_heads
-from jax_cp_dispatch.attention.latents import read_operands
-from jax_cp_dispatch.attention.operands import Operands, Outputs, check_rows, has_no_tokens
-from jax_cp_dispatch.attention.peer_arguments import explains_peer_arguments
-from jax_cp_dispatch.documents.documents import Documents
-from jax_cp_dispatch.documents.given import (
+from jax_cp_dispatch.attention.choose import Auto, Sizes, read_algorithm
+from jax_cp_dispatch.attention.local.options import check_softmax
+from jax_cp_dispatch.attention.operands import (
+    AttentionOptions,
+    Operands,
+    Outputs,
+    check_rows,
+    check_specs,
+    has_no_tokens,
+    read_operands,
+    with_own_heads,
+)
+from jax_cp_dispatch.documents.documents import (
+    Documents,
     GivenDocuments,
     check_known_mask,
     read_given,
     read_sequences,
 )
-from jax_cp_dispatch.documents.ranges import PackedMask
-from jax_cp_dispatch.documents.segment_ids import read_documents
-from jax_cp_dispatch.global_call.explicit_axes import explicit_axes
-from jax_cp_dispatch.global_call.mesh_axes import GivenAxes, MeshAxes, find_axes
-from jax_cp_dispatch.global_call.on_all_ranks import cut_tokens, on_all_ranks, pad_tokens
+from jax_cp_dispatch.documents.layouts import PackedMask
+from jax_cp_dispatch.documents.segment_ids import STEPS_OF_DOCUMENTS, read_documents
+from jax_cp_dispatch.global_call import (
+    GivenAxes,
+    MeshAxes,
+    cut_tokens,
+    explicit_axes,
+    find_axes,
+    on_all_ranks,
+    pad_tokens,
+)
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.mask import PACKED
 from jax_cp_dispatch.masks.read import check_mask_arrays
-from jax_cp_dispatch.planning.stack import (
-    check_groups,
-    check_plan,
-    is_of_all,
-    is_stack,
-)
+from jax_cp_dispatch.planning.plan import check_groups, check_plan, is_of_all, is_stack
 
 _OP = "context_parallel_attention"
 
 
-@explains_peer_arguments
+@door(_OP, sink="Pass one logit per query head.", **STEPS_OF_DOCUMENTS)
 def context_parallel_attention(
     q: Float[HostOrDevice, "B T N H"],
     k: Float[HostOrDevice, "B T K H"] | PyTree[HostOrDevice],
@@ -175,6 +181,7 @@ def context_parallel_attention(
         given_axes = GivenAxes(mesh, axis_name, batch_axis, head_axis)
         axes = find_axes(_OP, *moved, given=given_axes, covers_batch=is_of_all(given.plan))
     check_rows(_OP, operands, *given.packed[1:])
+    check_softmax(_OP, scale, logit_soft_cap)
     options = AttentionOptions(
         read_options(
             _OP,

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, PyTree, Shaped
 
+from jax_cp_dispatch._arguments import HostOrDevice
 from jax_cp_dispatch._arrays import sum_dtype
-from jax_cp_dispatch._ranks.options import CollectiveOptions
-from jax_cp_dispatch._ranks.varying import vary_alike
-from jax_cp_dispatch.attention.local.backward import SoftmaxGradients
-from jax_cp_dispatch.attention.local.blocks import accumulator
-from jax_cp_dispatch.attention.local.check_operands import check_arrays, check_operands
-from jax_cp_dispatch.attention.local.derivative_order import (
-    forbid_second_derivative,
-    in_reverse_only,
-)
-from jax_cp_dispatch.attention.local.sink import check_sink
+from jax_cp_dispatch._door import check_annotated
+from jax_cp_dispatch._ranks.options import CollectiveOptions, vary_alike
+from jax_cp_dispatch.attention.local.blockwise import SoftmaxGradients
+from jax_cp_dispatch.attention.local.options import check_heads
+from jax_cp_dispatch.attention.local.passes import forbid_second_derivative, in_reverse_only
+from jax_cp_dispatch.attention.local.ranges import accumulator
 from jax_cp_dispatch.documents.segment_ids import check_documents
+from jax_cp_dispatch.global_call import MeshAxes, OwnHeads, kv_copies
+from jax_cp_dispatch.masks.mask import PACKED, Order
 
 
 class Operands(NamedTuple):
@@ -52,16 +56,12 @@ class Operands(NamedTuple):
         wide = self._replace(sink=_widened(self.sink), weights=_widened(self.weights))
         if self.v is None:
             wide = wide._replace(k=_widened(self.k))
-        wide = map_floats(lambda arrays: in_reverse_only(exchange.op, arrays), wide)
         leaves, tree = jax.tree.flatten(wide)
+        leaves = in_reverse_only(exchange.op, leaves)
         varying: Operands = tree.unflatten(vary_alike(leaves, also=exchange.axis_names))
         narrow = lambda x, like: x.astype(like.dtype)
         k = jax.tree.map(narrow, varying.k, self.k)
         return varying._replace(k=k, weights=jax.tree.map(narrow, varying.weights, self.weights))
-
-    def derived_once(self, op: str) -> Operands:
-        """Returns the same for the rules of a derivative, which is not differentiable itself."""
-        return map_floats(lambda arrays: forbid_second_derivative(op, arrays), self)
 
 
 class Outputs(NamedTuple):
@@ -83,13 +83,6 @@ def is_float(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def map_floats(change: Callable[[list[Any]], list[Any]], tree: Any) -> Any:
-    """Changes the differentiable arrays of a pytree."""
-    leaves, structure = jax.tree.flatten(tree)
-    changed = iter(change([x for x in leaves if is_float(x)]))
-    return structure.unflatten([next(changed) if is_float(x) else x for x in leaves])
-
-
 def rounded(gradients: Any, arrays: Any) -> tuple[Any, ...]:
     """Returns the gradients of arrays in their dtypes; None for those without derivative."""
     pairs = zip(gradients, arrays, strict=True)
@@ -102,11 +95,8 @@ def _widened(tree: Any) -> Any:
 
 def softmax_gradients(op: str, out: Any, lse: Any, cotangents: Outputs) -> SoftmaxGradients:
     """Returns the whole softmax, lse `[B, N, T]`, and its cotangents, those of `Outputs`."""
-    dout, dlse, _ = cotangents
-    if dlse is None:
-        return SoftmaxGradients(out, lse, *forbid_second_derivative(op, [dout]))
-    dout, dlse = forbid_second_derivative(op, [dout, dlse])
-    return SoftmaxGradients(out, lse, dout, jnp.swapaxes(dlse, 1, 2))
+    dout, dlse, _ = forbid_second_derivative(op, cotangents)
+    return SoftmaxGradients(out, lse, dout, None if dlse is None else jnp.swapaxes(dlse, 1, 2))
 
 
 def has_no_tokens(operands: Operands) -> bool:
@@ -125,19 +115,365 @@ def empty_outputs(operands: Operands, v: Any, return_lse: bool, return_max_logit
 
 def check_rows(op: str, operands: Operands, segment_ids: Any, positions: Any) -> None:
     """Requires that arrays of one rank, or of all ranks, match."""
-    q, k, v, sink, _ = operands
+    q, k, v, *_ = operands
     if v is not None:  # not latent rows, which `read_operands` checks
-        _check_qkv(op, q, k, v)
-    check_sink(op, sink, q.shape[2])
+        check_heads(op, q, k, v)
     check_documents(op, segment_ids, positions, q.shape[:2], "q has B, T =")
 
 
-def _check_qkv(op: str, q: Any, k: Any, v: Any) -> None:
-    check_arrays(op, q=q, k=k, v=v)
-    if q.ndim != 4 or k.ndim != 4 or v.ndim != 4 or not q.shape[:2] == k.shape[:2] == v.shape[:2]:
-        raise ValueError(
-            f"{op}: q, k, v have shapes {q.shape}, {k.shape}, {v.shape}; they need "
-            "[B, T, heads, features] with equal B and T. For queries and keys of "
-            "different lengths, use local_attention on one device."
+# ---- Latent rows, from which each rank computes keys and values where they arrive: `expand=`.
+
+Rows = Sequence[Shaped[Array, "R _"]]
+KeysAndValues = tuple[Float[Array, "R K H"], Float[Array, "R K Hv"]]
+Shape = jax.ShapeDtypeStruct
+# Of latent rows that no query reads: `expand` of zeros may be NaN, and 0 times it in a gradient.
+UNUSED_ROW = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Expansion:
+    """How rows become keys and values; static.
+
+    Attributes:
+      function: `(weights, rows) -> (k, v)`.
+      weights, rows: the structures of its arguments.
+      features: the shape of one row, for each array of rows.
+      specs: how each array of weights is sharded over the heads.
+      own_heads: those of the device, of the heads that several expand alike: each of those before.
+    """
+
+    function: Callable[..., Any]
+    weights: Any
+    rows: Any
+    features: tuple[tuple[int, ...], ...]
+    specs: tuple[P, ...]
+    own_heads: tuple[OwnHeads, ...] = ()
+
+    def __call__(self, weights: Sequence[Array], rows: Rows) -> Any:
+        """Returns the keys and values of rows, `[R, K, H]` and `[R, K, Hv]`."""
+        shaped = [x.reshape(-1, *shape) for x, shape in zip(rows, self.features, strict=True)]
+        made = self.function(self.weights.unflatten(weights), self.rows.unflatten(shaped))
+        for own in self.own_heads:
+            made = tuple(map(own.of, made))
+        return made
+
+    def sharing(self, names: tuple[str, ...], num_heads: int, operands: Operands) -> Expansion:
+        """Returns the expansion of ranks that share the query heads over these axes.
+
+        Weights that are sharded over the first of them give a part of the KV heads. Over the
+        others, each rank keeps its own.
+
+        Args:
+          names: the axes, major axis first; manual here.
+          num_heads: query heads that they share.
+          operands: of this rank.
+        """
+        named = {x for spec in self.specs for x in jax.tree.leaves(tuple(spec))}
+        kept = {x for own in self.own_heads for x in own.axes}
+        sharded = tuple(x for x in names if x in named)
+        others = tuple(x for x in names if x not in named | kept)
+        if not others:
+            return self
+        num_ranks, K = jax.lax.axis_size(others), key_shapes(self, operands)[0].shape[2]
+        copies = kv_copies(num_heads // jax.lax.axis_size(sharded), K, num_ranks)
+        own = OwnHeads(others, copies, K * copies // num_ranks)
+        return dataclasses.replace(self, own_heads=(*self.own_heads, own))
+
+    def with_transpose(
+        self, weights: Sequence[Array], rows: Rows
+    ) -> tuple[KeysAndValues, Callable[[Array, Array], tuple[Any, Any]]]:
+        """Also returns a function from gradients of keys and values to those of weights and rows.
+
+        These have the dtypes of sums, and None for arrays of integers, which have no derivative.
+        """
+        leaves, tree = jax.tree.flatten((tuple(weights), tuple(rows)))
+        floats = [x for x in leaves if is_float(x)]
+
+        def of_floats(floats):
+            moving = iter(floats)
+            return self(*tree.unflatten([next(moving) if is_float(x) else x for x in leaves]))
+
+        (k, v), transpose = jax.vjp(of_floats, floats)
+
+        def gradients(dk, dv):
+            (moving,) = transpose((dk.astype(k.dtype), dv.astype(v.dtype)))
+            moving = iter([x.astype(sum_dtype(x.dtype)) for x in moving])
+            return tree.unflatten([next(moving) if is_float(x) else None for x in leaves])
+
+        return (k, v), gradients
+
+
+class _KeysAndValues(NamedTuple):
+    q: Float[HostOrDevice, "B T N H"]
+    k: Float[HostOrDevice, "B T K H"]
+    v: Float[HostOrDevice, "B T K Hv"]
+
+
+class _LatentRows(NamedTuple):
+    q: Float[HostOrDevice, "B T N H"]
+    k: PyTree[Shaped[HostOrDevice, "B T ..."]]
+
+
+_OTHER_LENGTHS = "For queries and keys of different lengths, use local_attention on one device."
+
+
+def read_operands(
+    op: str, q: Any, k: Any, v: Any, sink: Any, expanding: tuple[Any, Any, Any]
+) -> tuple[Operands, Expansion | None]:
+    """Checks the arrays of a call with `expand`, `weights` and `weight_specs`."""
+    if expanding[0] is None:
+        if v is None:
+            raise TypeError(f"{op}: v is missing. Pass k and v, or latent rows with expand=.")
+        if any(x is not None for x in expanding):
+            raise TypeError(f"{op}: got weights or weight_specs without expand. Pass it too.")
+        check_annotated(op, _KeysAndValues, {"q": q, "k": k, "v": v}, {"k": _OTHER_LENGTHS})
+        return Operands(q, k, v, sink), None
+    if v is not None:
+        raise TypeError(f"{op}: got v with expand. Pass latent rows in place of k, and no v.")
+    operands, expansion = _read_latents(op, q, k, *expanding)
+    return operands._replace(sink=sink), expansion
+
+
+def _read_latents(
+    op: str, q: Any, latents: Any, expand: Any, weights: Any, weight_specs: Any
+) -> tuple[Operands, Expansion]:
+    """Checks latent rows and their expansion, for queries `[B, T, N, H]`.
+
+    Rows become `[B, T, 1, F]` each: as keys of one head, for whatever moves or orders rows.
+    """
+    if not callable(expand):
+        raise TypeError(
+            f"{op}: expand is of type {type(expand).__name__}. Pass a function (weights, rows) -> "
+            "(k, v)."
         )
-    check_operands(op, q, k, v)
+    next_step = "Pass rows [B, T, ...] of the same tokens."
+    check_annotated(op, _LatentRows, {"q": q, "k": latents}, {"k": next_step})
+    (B, T), (rows, rows_tree) = q.shape[:2], jax.tree.flatten(latents)
+    held, weights_tree = jax.tree.flatten(weights)
+    specs = _specs(op, weights, weight_specs)
+    expansion = Expansion(expand, weights_tree, rows_tree, tuple(x.shape[2:] for x in rows), specs)
+    one_head = tuple(x.reshape(B, T, 1, math.prod(x.shape[2:])) for x in rows)
+    operands = Operands(q, one_head, None, weights=tuple(held))
+    _check_expanded(op, q, expansion, operands)
+    return operands, expansion
+
+
+def _specs(op: str, weights: Any, weight_specs: Any) -> tuple[P, ...]:
+    is_spec = lambda x: isinstance(x, P)
+    if weight_specs is None:
+        return (P(),) * len(jax.tree.leaves(weights))
+    if not all(is_spec(x) for x in jax.tree.leaves(weight_specs, is_leaf=is_spec)):
+        raise TypeError(f"{op}: weight_specs needs to be a pytree of PartitionSpec.")
+    try:
+        spread = lambda spec, part: [spec] * len(jax.tree.leaves(part))
+        specs = jax.tree.map(spread, weight_specs, weights, is_leaf=is_spec)
+    except ValueError as error:
+        raise ValueError(
+            f"{op}: weight_specs does not match weights: {error}. Pass one PartitionSpec for each "
+            "array of weights, or for each part of the pytree."
+        ) from error
+    return tuple(jax.tree.leaves(specs, is_leaf=is_spec))
+
+
+def _check_expanded(op: str, q: Any, expansion: Expansion, operands: Operands) -> None:
+    """Requires keys and values of the queries, one for each row."""
+    num_rows, (N, H) = q.shape[0] * q.shape[1], q.shape[2:]
+    found = _traced(op, expansion, operands)
+    needs = f"(k, v), [R, K, {H}] and [R, K, Hv] in {q.dtype}, of R = {num_rows} rows"
+    if not (isinstance(found, tuple | list) and len(found) == 2):
+        raise TypeError(
+            f"{op}: expand returned {type(found).__name__}; it needs to return {needs}."
+        )
+    k, v = found
+    described = (
+        f"{op}: expand returned k and v of shapes {k.shape} and {v.shape} in {k.dtype} and "
+        f"{v.dtype}; it needs to return {needs}"
+    )
+    is_right = k.ndim == v.ndim == 3 and k.shape[:2] == v.shape[:2] and k.shape[0] == num_rows
+    if not is_right or k.shape[2] != H or {k.dtype, v.dtype} != {q.dtype}:
+        raise ValueError(f"{described}. Each row is expanded alone.")
+    if not k.shape[1] or N % k.shape[1]:
+        raise ValueError(f"{described}, and K needs to divide the {N} query heads.")
+
+
+def _traced(op: str, expansion: Expansion, operands: Operands) -> Any:
+    """Returns `expanded_shapes`; requires that `expand` reads no traced array but its arguments."""
+    program, found = jax.make_jaxpr(expansion, return_shape=True)(*_arguments(operands))
+    for x in program.consts:
+        if isinstance(x, Tracer):
+            raise ValueError(
+                f"{op}: expand closes over a traced array of shape {list(x.shape)}. Pass it as "
+                "weights=, and read it from the first argument of expand."
+            )
+    return found
+
+
+def _arguments(operands: Operands) -> tuple[list[Any], list[Any]]:
+    """Returns shapes and dtypes of weights and rows."""
+    B, T = operands.q.shape[:2]
+    weights = [Shape(x.shape, x.dtype) for x in operands.weights]
+    return weights, [Shape((B * T, x.shape[3]), x.dtype) for x in operands.k]
+
+
+def expanded_shapes(expansion: Expansion, operands: Operands) -> Any:
+    """Returns shapes and dtypes of what `expand` returns."""
+    return jax.eval_shape(expansion, *_arguments(operands))
+
+
+def key_shapes(expansion: Expansion | None, operands: Operands) -> tuple[Any, Any]:
+    """Returns keys and values `[B, T, K, _]`, or their shapes and dtypes if they are expanded."""
+    if expansion is None:
+        return operands.k, operands.v
+    B, T = operands.q.shape[:2]
+    k, v = expanded_shapes(expansion, operands)
+    return Shape((B, T, *k.shape[1:]), k.dtype), Shape((B, T, *v.shape[1:]), v.dtype)
+
+
+# ---- The options of one call of attention over a mesh axis, made at the call.
+#
+# Options of a single algorithm are its own, in `algorithms/`.
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionOptions:
+    """The options of every algorithm, checked; static.
+
+    Attributes:
+      exchange: the checked options of the exchanges, with the op and the axis.
+      order: of the tokens.
+      scale, logit_soft_cap, return_lse, return_max_logits: see
+        `context_parallel_attention`.
+      expansion: of latent rows, or None.
+      checks_order: whether ranks check that documents are in the order of the layout; not if that
+        was checked on the host.
+    """
+
+    exchange: CollectiveOptions
+    order: Order = PACKED
+    scale: float | None = None
+    logit_soft_cap: float | None = None
+    return_lse: bool = False
+    return_max_logits: bool = False
+    expansion: Expansion | None = None
+    checks_order: bool = True
+
+    @property
+    def op(self) -> str:
+        return self.exchange.op
+
+    def returned(self, outputs: Outputs) -> Any:
+        """Returns what the caller asked for: the output alone, or a tuple."""
+        out, lse, max_logits = outputs
+        asked = [lse] if self.return_lse else []
+        asked += [max_logits] if self.return_max_logits else []
+        return (out, *asked) if asked else out
+
+
+# ---- The KV heads that each device expands from latent rows, if the heads are sharded.
+
+
+def check_specs(
+    op: str,
+    expansion: Expansion,
+    weights: tuple[Any, ...],
+    axes: MeshAxes,
+    sharing: tuple[str, ...],
+) -> None:
+    """Requires weights sharded evenly over the axes of the heads, or the first of these.
+
+    The axes of the sequence over which the algorithm shares heads, `sharing`, come after those of
+    the mesh for heads.
+    """
+    all_heads = (*axes.heads, *sharing)
+    axes = _with_shared_heads(expansion, axes, sharing)
+    for spec, x in zip(expansion.specs, weights, strict=True):
+        names = _names(spec)
+        for name in names:
+            if name not in axes.heads:
+                step = "Pass it as head_axis, or remove it"
+                if name in (*axes.sequence, *axes.batch):  # which cannot be head_axis
+                    step = "Remove it"
+                raise ValueError(
+                    f"{op}: weight_specs shard weights over axis {name!r}, but heads are sharded "
+                    f"over {all_heads}. {step} from weight_specs; weights are gathered over "
+                    "other axes."
+                )
+        if names != axes.heads[: len(names)]:
+            raise ValueError(
+                f"{op}: weight_specs shard weights over {names}, but q is sharded by heads over "
+                f"{axes.heads}, so a device would expand the heads of others. Shard weights over "
+                "the same axes in the same order, or over the first of them."
+            )
+        if len(spec) > x.ndim:
+            raise ValueError(
+                f"{op}: weight_specs has {spec} for weights of shape {list(x.shape)}. Pass at most "
+                "one entry for each dimension."
+            )
+        for size, part in zip(x.shape, spec, strict=False):
+            devices = axes.num_devices(_names(part))
+            if size % devices:
+                raise ValueError(
+                    f"{op}: weight_specs shard a dimension of {size} of weights over {devices} "
+                    f"devices, which must divide it. Omit {part!r} there: each device then expands "
+                    "all heads, and keeps those of its query heads."
+                )
+
+
+def with_own_heads(
+    op: str, expansion: Expansion, operands: Operands, axes: MeshAxes, sharing: tuple[str, ...]
+) -> Expansion:
+    """Returns the expansion of each device, for its query heads.
+
+    Weights that are whole give all KV heads, of which each device keeps its own.
+
+    Args:
+      op: for messages.
+      expansion: of whole weights.
+      operands: whole.
+      axes: of the mesh.
+      sharing: see `check_specs`.
+    """
+    axes = _with_shared_heads(expansion, axes, sharing)
+    shared = max((_names(spec) for spec in expansion.specs), key=len, default=())
+    others = axes.heads[len(shared) :]
+    N, K = operands.q.shape[2], key_shapes(expansion, operands)[0].shape[2]
+    parts = axes.num_devices(shared)
+    _check_parts(op, expansion, operands, axes, K / parts)
+    devices, K = axes.num_devices(others), K // parts
+    if devices == 1 or K == 1:
+        return expansion
+    copies = kv_copies(N // parts, K, devices)
+    own = OwnHeads(others, copies, K * copies // devices)
+    return dataclasses.replace(expansion, own_heads=(own,))
+
+
+def _with_shared_heads(expansion: Expansion, axes: MeshAxes, sharing: tuple[str, ...]) -> MeshAxes:
+    """Returns the axes of the heads, with those that also share them if weights name one."""
+    named = {x for spec in expansion.specs for x in _names(spec)}
+    also = sharing if named.intersection(sharing) else ()
+    return dataclasses.replace(axes, heads=(*axes.heads, *also))
+
+
+def _check_parts(
+    op: str, expansion: Expansion, operands: Operands, axes: MeshAxes, num_heads: float
+) -> None:
+    """Requires that a device's part of the weights gives its part of the KV heads."""
+
+    def part(spec: Any, x: Any):
+        entries = (*spec, *(None,) * (x.ndim - len(spec)))
+        sizes = (n // axes.num_devices(_names(e)) for n, e in zip(x.shape, entries, strict=True))
+        return jax.ShapeDtypeStruct(tuple(sizes), x.dtype)
+
+    parts = tuple(map(part, expansion.specs, operands.weights))
+    found = [x.shape[1] for x in expanded_shapes(expansion, operands._replace(weights=parts))]
+    if found != [num_heads] * 2:
+        raise ValueError(
+            f"{op}: expand returns {found[0]} heads of k and {found[1]} of v from a device's part "
+            f"of the weights, but that part needs to give {num_heads:g} of the KV heads of all. "
+            "Pass weight_specs that shard the dimension of the heads, in all weights that have one."
+        )
+
+
+def _names(entries: Any) -> tuple[str, ...]:
+    """Returns the axes of a `PartitionSpec`, or of one of its entries."""
+    return tuple(jax.tree.leaves(tuple(entries) if isinstance(entries, P) else entries))

@@ -14,10 +14,9 @@ Three words mean three things here:
 
 from jax_cp_dispatch.comm_gemm._gemm import gemm
 from jax_cp_dispatch.comm_gemm._grouped_gemm import grouped_gemm
-from jax_cp_dispatch.comm_gemm._overlap_profile import OverlapProfile, overlap_profile
-from jax_cp_dispatch.comm_gemm.buffers.config import CommOverlapConfig
-from jax_cp_dispatch.comm_gemm.buffers.registry import (
+from jax_cp_dispatch.comm_gemm.buffers import (
     CommOverlapBuffer,
+    CommOverlapConfig,
     comm_overlap_buffer_bytes,
     create_comm_overlap_buffer,
     destroy_all_comm_overlap_buffers,
@@ -26,19 +25,17 @@ from jax_cp_dispatch.comm_gemm.buffers.registry import (
 )
 from jax_cp_dispatch.comm_gemm.choice import CommGemmChoice, choose_comm_gemm
 from jax_cp_dispatch.comm_gemm.matmul import all_gather_matmul, matmul_reduce_scatter
-from jax_cp_dispatch.comm_gemm.scaled.mxfp8 import (
+from jax_cp_dispatch.comm_gemm.quantize import (
+    DelayedScaling,
+    Quantized,
+    dequantize,
     pad_scales,
+    quantize,
     swizzle_scales,
     unpad_scales,
     unswizzle_scales,
 )
-from jax_cp_dispatch.comm_gemm.scaled.quantize import (
-    DelayedScaling,
-    Quantized,
-    dequantize,
-    quantize,
-)
-from jax_cp_dispatch.comm_gemm.scaled.scaled_operands import MatmulScaling
+from jax_cp_dispatch.comm_gemm.scaled_operands import MatmulScaling
 from jax_cp_dispatch.comm_gemm.types import CommOverlapMethod, CommOverlapType, ScalingMode
 
 __all__ = [
@@ -49,7 +46,6 @@ __all__ = [
     "CommOverlapType",
     "DelayedScaling",
     "MatmulScaling",
-    "OverlapProfile",
     "Quantized",
     "ScalingMode",
     "all_gather_matmul",
@@ -63,7 +59,6 @@ __all__ = [
     "grouped_gemm",
     "list_comm_overlap_buffers",
     "matmul_reduce_scatter",
-    "overlap_profile",
     "pad_scales",
     "quantize",
     "swizzle_scales",

@@ -8,14 +8,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jax_cp_dispatch._ranks.communicator import AxisName
-from jax_cp_dispatch._ranks.options import read_options, read_options_alone
-from jax_cp_dispatch._ranks.varying import whole_on_explicit_axes
-from jax_cp_dispatch.comm_gemm.buffers.registry import find_buffer
-from jax_cp_dispatch.comm_gemm.engine.communication import find_gemm_ranks, with_overlap
-from jax_cp_dispatch.comm_gemm.engine.gemm_call import GemmCall, GemmResults, collapse
-from jax_cp_dispatch.comm_gemm.engine.primitive import bind_gemm
-from jax_cp_dispatch.comm_gemm.layers.one_device import gemm_on_one_device
-from jax_cp_dispatch.comm_gemm.scaled.scaled_operands import check_scales
+from jax_cp_dispatch._ranks.options import read_options, read_options_alone, whole_on_explicit_axes
+from jax_cp_dispatch.comm_gemm.buffers import find_buffer
+from jax_cp_dispatch.comm_gemm.call import (
+    GemmCall,
+    GemmResults,
+    collapse,
+    find_gemm_ranks,
+    with_overlap,
+)
+from jax_cp_dispatch.comm_gemm.derivatives import gemm_on_one_device
+from jax_cp_dispatch.comm_gemm.lowering import bind_gemm
+from jax_cp_dispatch.comm_gemm.scaled_operands import check_scales
 from jax_cp_dispatch.comm_gemm.types import (
     CommOverlapType,
     ScalingMode,

@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_cp_dispatch._arguments import check_type
-from jax_cp_dispatch.comm_gemm.buffers.config import read_config
-from jax_cp_dispatch.comm_gemm.buffers.registry import check_buffer, find_buffer
-from jax_cp_dispatch.comm_gemm.engine.gemm_call import Overlap
+from jax_cp_dispatch.comm_gemm.buffers import check_buffer, find_buffer, read_config
+from jax_cp_dispatch.comm_gemm.call import Overlap
 from jax_cp_dispatch.comm_gemm.types import CommOverlapMethod, CommOverlapType
 from jax_cp_dispatch.cost import (
     HARDWARE,

@@ -9,28 +9,23 @@ import jax
 from jaxtyping import Array, Float
 
 from jax_cp_dispatch._arrays import sum_dtype
-from jax_cp_dispatch._ranks.call_context import CallContext
 from jax_cp_dispatch._ranks.communicator import AxisName, Communicator, other_axes
-from jax_cp_dispatch._ranks.options import CollectiveOptions, find_ranks, read_options
+from jax_cp_dispatch._ranks.options import CallContext, CollectiveOptions, find_ranks, read_options
 from jax_cp_dispatch.comm_gemm.choice import (
     MatmulSizes,
     OverlapOptions,
     check_details,
     choose_overlaps,
 )
-from jax_cp_dispatch.comm_gemm.layers.global_arrays import (
+from jax_cp_dispatch.comm_gemm.derivatives import (
     even_row_counts,
     global_matmul,
     over_explicit_axes,
     rank_matmul,
 )
-from jax_cp_dispatch.comm_gemm.layers.matmul_operands import (
-    MatmulOperands,
-    read_operands,
-    read_row_counts,
-)
-from jax_cp_dispatch.comm_gemm.layers.rank import Matmul
-from jax_cp_dispatch.comm_gemm.scaled.scaled_operands import (
+from jax_cp_dispatch.comm_gemm.matmul_operands import MatmulOperands, read_operands, read_row_counts
+from jax_cp_dispatch.comm_gemm.rank import Matmul
+from jax_cp_dispatch.comm_gemm.scaled_operands import (
     FORWARD_DTYPE,
     MatmulScaling,
     check_contracted_blocks,

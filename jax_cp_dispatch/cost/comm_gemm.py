@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal, NamedTuple
 
-from jax_cp_dispatch.cost.hardware import Hardware
+from jax_cp_dispatch.cost.attention import Hardware
 
 CommGemmOp = Literal["all_gather_matmul", "matmul_reduce_scatter"]
 

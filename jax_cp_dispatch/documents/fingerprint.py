@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Int, Int32, UInt32
 
 from jax_cp_dispatch.documents.segment_ids import Ids, number_ids
 from jax_cp_dispatch.masks import Mask
-from jax_cp_dispatch.masks.array_mask import MaskKind
+from jax_cp_dispatch.masks.mask import MaskKind
 
 Words = Int32[Array, "B T"] | Int32[np.ndarray, "B T"]
 

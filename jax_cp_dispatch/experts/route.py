@@ -8,30 +8,183 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
-from jaxtyping import Array, Float, Int32, Integer
+from jaxtyping import Array, Bool, Float, Int32, Integer, UInt
 
 from jax_cp_dispatch._arguments import (
+    MOST_ROWS,
     HostOrDevice,
-    check_array,
     check_positive,
     check_rows,
     read_int32,
 )
-from jax_cp_dispatch._arrays import divided, known_inside, only_where
+from jax_cp_dispatch._arrays import (
+    divided,
+    known_inside,
+    only_where,
+    running_sum,
+    sum_by_key,
+    sum_dtype,
+)
+from jax_cp_dispatch._door import door
 from jax_cp_dispatch._ranks.communicator import AxisName, rank_index
-from jax_cp_dispatch._ranks.options import CollectiveOptions, read_options
-from jax_cp_dispatch._ranks.varying import vary_alike
-from jax_cp_dispatch.documents.order import gather_sequence
-from jax_cp_dispatch.experts.drop import keep_heaviest, quotas
-from jax_cp_dispatch.experts.on_ranks import on_ranks, ranks_of
-from jax_cp_dispatch.experts.places import places_by_key
-from jax_cp_dispatch.experts.replicas import choose_replicas, no_place
+from jax_cp_dispatch._ranks.options import CollectiveOptions, read_options, vary_alike, vary_like
+from jax_cp_dispatch.documents.segment_ids import gather_sequence
 from jax_cp_dispatch.experts.routing import Overflow, Routing
+from jax_cp_dispatch.experts.tokens import on_ranks, ranks_of
+
+# ---- Counts by key, and each element's place among those of its key: sums over blocks, no sort.
+
+_BLOCK = 32  # elements that are compared with each other; the others are counted
+
+
+def places_by_key(
+    key: Int32[Array, " n"], num_keys: int
+) -> tuple[Int32[Array, " n"], Int32[Array, " num_keys"]]:
+    """Returns how many earlier elements have the key of each, and how many elements each key has.
+
+    Keys outside of [0, num_keys) do not count; the places of their elements are undefined.
+    """
+    size = len(key)
+    num_blocks = max(1, -(-size // _BLOCK))
+    key = jnp.where((key >= 0) & (key < num_keys), key, num_keys)
+    key = jnp.pad(key, (0, num_blocks * _BLOCK - size), constant_values=num_keys)
+    key = key.reshape(num_blocks, _BLOCK)
+    at = key * num_blocks + np.arange(num_blocks, dtype=np.int32)[:, None]
+    in_block = jnp.zeros((num_keys + 1) * num_blocks, jnp.int32)
+    in_block = in_block.at[at.astype(jnp.uint32)].add(1, mode="promise_in_bounds")
+    until = running_sum(in_block.reshape(num_keys + 1, num_blocks))
+    before = until.reshape(-1) - in_block
+    is_same = (key[:, None] == key[:, :, None]) & np.tri(_BLOCK, k=-1, dtype=bool)[None]
+    places = known_inside(before, at) + is_same.sum(2, dtype=jnp.int32)
+    return places.reshape(-1)[:size], until[:num_keys, -1]
+
+
+# ---- Which of the places of an expert a token uses, where a map gives experts to ranks.
+
+
+def choose_replicas(
+    expert_index: Int32[Array, "T k"],
+    physical_to_logical: Int32[Array, "W L"],
+    num_experts: int,
+    rank: Array,
+) -> Int32[Array, "T k"]:
+    """Returns the place of each choice, rank * L + i; token t of rank r takes replica r + t.
+
+    If the map holds what is no expert, all choices are of that one.
+    """
+    num_places = physical_to_logical.size
+    expert = physical_to_logical.reshape(-1)
+    low, high = expert.min(), expert.max()
+    is_wrong = (low < -1) | (high >= num_experts)
+    wrong = jnp.where(high >= num_experts, high, low)
+    expert_index = jnp.where(is_wrong & (expert_index >= 0), wrong, expert_index)
+    expert = jnp.where(expert < 0, num_experts, expert)  # a place without an expert
+    order = jnp.argsort(expert, stable=True).astype(jnp.int32)
+    ones = jnp.ones(num_places, jnp.int32)
+    (num_replicas,) = sum_by_key([ones], expert, num_experts)
+    first = running_sum(num_replicas) - num_replicas
+    is_expert = (expert_index >= 0) & (expert_index < num_experts)
+    known = jnp.where(is_expert, expert_index, 0)
+    token = rank + jnp.arange(len(expert_index), dtype=jnp.int32)[:, None]
+    replicas = num_replicas[known]
+    place = order[first[known] + token % jnp.maximum(replicas, 1)]
+    return jnp.where(is_expert & (replicas > 0), place, no_place(expert_index, num_places))
+
+
+def no_place(expert_index: Int32[Array, "T k"], num_places: int) -> Int32[Array, "T k"]:
+    """Returns what stands for the place of experts without one: beyond all places; -1 stays."""
+    beyond = num_places + jnp.minimum(expert_index, MOST_ROWS - num_places)
+    return jnp.where(expert_index < 0, expert_index, beyond)
+
+
+# ---- `overflow="drop"`: which choices are kept where a rank has fewer rows than it needs.
+
+_DIGIT_BITS = 4
+
+
+def quotas(counts: Int32[Array, "W W L"], capacity: int) -> Int32[Array, "W W L"]:
+    """Returns how many rows each rank (first axis) may send to each expert of each rank.
+
+    The largest counts of a full rank are cut to one level, so that its rows are exactly `capacity`;
+    where that leaves a rest, the first of these keep one more.
+    """
+    zero = jnp.zeros(counts.shape[1], jnp.int32)
+    low, high = vary_like([zero, zero + capacity], counts)
+    kept_at = lambda level: jnp.minimum(counts, level[None, :, None])
+    total_at = lambda level: kept_at(level).sum((0, 2), dtype=jnp.int32)
+
+    def halve(_, bounds):
+        low, high = bounds
+        middle = low + (high - low + 1) // 2
+        fits = total_at(middle) <= capacity
+        return jnp.where(fits, middle, low), jnp.where(fits, high, middle - 1)
+
+    level, _ = lax.fori_loop(0, capacity.bit_length() + 1, halve, (low, high))
+    is_cut = counts > level[None, :, None]
+    by_rank = jnp.moveaxis(is_cut, 1, 0).astype(jnp.int32)
+    number = running_sum(by_rank.reshape(len(zero), -1)).reshape(by_rank.shape)
+    rest = capacity - total_at(level)
+    has_more = is_cut & jnp.moveaxis(number <= rest[:, None, None], 0, 1)
+    return kept_at(level) + has_more.astype(jnp.int32)
+
+
+def keep_heaviest(
+    place: Int32[Array, " n"], weights: Float[Array, " n"], quota: Int32[Array, " P"]
+) -> Bool[Array, " n"]:
+    """Whether each choice is among the `quota` heaviest of its place; of equal ones the first.
+
+    Choices without a place in [0, P) are kept: they move nothing, or are errors. NaN is lightest.
+
+    Nothing is sorted, which compilers for TPUs need minutes for: counts give the lightest weight
+    that each place keeps, digit by digit from the highest.
+    """
+    num_places = len(quota)
+    has_place = (place >= 0) & (place < num_places)
+    at = jnp.where(has_place, place, 0)
+    key = _ordered(weights)
+    num_digits = key.dtype.itemsize * 8 // _DIGIT_BITS
+    base = 1 << _DIGIT_BITS
+    is_higher = np.tri(base, k=-1, dtype=np.int32).T[None]
+
+    def add_digit(i, found):
+        """Returns the next digits, and how many of the weights that begin with them are kept."""
+        lightest, left = found
+        rest = key >> ((num_digits - 1 - i) * _DIGIT_BITS).astype(key.dtype)
+        before, digit = rest >> _DIGIT_BITS, (rest & (base - 1)).astype(jnp.int32)
+        counts_here = has_place & (before == known_inside(lightest, at))
+        bins = jnp.where(counts_here, at * base + digit, num_places * base)
+        (counts,) = sum_by_key([jnp.ones_like(bins)], bins, num_places * base)
+        heavier = (counts.reshape(-1, 1, base) * is_higher).sum(2, dtype=jnp.int32)
+        fits = heavier <= left[:, None]
+        digit = (~fits).sum(1).astype(key.dtype)
+        return (lightest << _DIGIT_BITS) | digit, left - jnp.where(fits, heavier, 0).max(1)
+
+    found = vary_like([jnp.zeros(num_places, key.dtype), quota], place)
+    lightest, left = lax.fori_loop(0, num_digits, add_digit, tuple(found))
+    lightest, left = known_inside(lightest, at), known_inside(left, at)
+    is_equal = has_place & (key == lightest)
+    number, _ = places_by_key(jnp.where(is_equal, place, -1), num_places)
+    return ~has_place | (key > lightest) | (is_equal & (number < left))
+
+
+def _ordered(x: Float[Array, " n"]) -> UInt[Array, " n"]:
+    """Returns integers in the order of these numbers: -0 equals 0, NaN is the smallest."""
+    x = x.astype(sum_dtype(x.dtype))
+    number = lax.bitcast_convert_type(jnp.where(x == 0, 0, x), f"uint{x.dtype.itemsize * 8}")
+    sign = np.array(1 << (x.dtype.itemsize * 8 - 1), number.dtype)
+    return jnp.where(jnp.isnan(x), 0, jnp.where(number >= sign, ~number, number | sign))
+
 
 _OP = "route"
 
 
+@door(
+    _OP,
+    expert_index="Collapse the dimensions of the tokens into one.",
+    weights="Pass a weight for each choice.",
+)
 def route(
     expert_index: Integer[HostOrDevice, "T k"],
     *,
@@ -93,7 +246,11 @@ def route(
             f"{_OP}: got overflow={overflow!r} {'without' if weights is None else 'and'} weights, "
             "by which it drops. Pass both or none."
         )
-    _check_index(expert_index, weights)
+    if not expert_index.shape[1]:
+        raise ValueError(
+            f"{_OP}: expert_index has shape {list(expert_index.shape)}; each token needs at least "
+            "one choice. Pass -1 for tokens without an expert."
+        )
     remedy = (
         "It is an expert of each token, or -1 for none; where experts choose tokens, pass all "
         "experts of each token, with -1 for those that do not choose it."
@@ -126,24 +283,6 @@ def route(
     )
 
 
-def _check_index(expert_index: Any, weights: Any) -> None:
-    check_array(_OP, "expert_index", expert_index)
-    shape = expert_index.shape
-    if not jnp.issubdtype(expert_index.dtype, jnp.integer) or len(shape) != 2 or not shape[1]:
-        raise ValueError(
-            f"{_OP}: expert_index is {expert_index.dtype}{list(shape)}; it needs integers [T, k], "
-            "k at least 1. Collapse the dimensions of the tokens into one."
-        )
-    if weights is None:
-        return
-    check_array(_OP, "weights", weights)
-    if weights.shape != shape or not jnp.issubdtype(weights.dtype, jnp.floating):
-        raise ValueError(
-            f"{_OP}: weights is {weights.dtype}{list(weights.shape)} but expert_index has shape "
-            f"{list(shape)}. Pass a floating-point weight for each choice."
-        )
-
-
 def _num_places(num_experts: int, num_ranks: int, physical_to_logical: Any) -> int:
     """Returns L, the places of each rank."""
     if physical_to_logical is None:
@@ -153,12 +292,10 @@ def _num_places(num_experts: int, num_ranks: int, physical_to_logical: Any) -> i
                 "Pass physical_to_logical, with -1 in places that stay empty."
             )
         return num_experts // num_ranks
-    check_array(_OP, "physical_to_logical", physical_to_logical)
-    shape, dtype = physical_to_logical.shape, physical_to_logical.dtype
-    is_whole = len(shape) == 2 and shape[0] == num_ranks and shape[1] > 0
-    if not is_whole or not jnp.issubdtype(dtype, jnp.integer):
+    shape = physical_to_logical.shape
+    if shape[0] != num_ranks or not shape[1]:
         raise ValueError(
-            f"{_OP}: physical_to_logical is {dtype}{list(shape)}; it needs integers "
+            f"{_OP}: physical_to_logical has shape {list(shape)}; it needs "
             f"[{num_ranks}, L], the expert in each place of each rank."
         )
     return shape[1]

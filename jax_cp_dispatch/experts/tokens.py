@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,17 +12,64 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PyTree, Shaped
 
-from jax_cp_dispatch._arguments import HostOrDevice, check_array, check_type
-from jax_cp_dispatch._dispatch.checks import check_arrays
-from jax_cp_dispatch._ranks.options import CollectiveOptions
-from jax_cp_dispatch._ranks.varying import vary_alike
+from jax_cp_dispatch._arguments import HostOrDevice, check_type
+from jax_cp_dispatch._dispatch.arguments import check_arrays, rows_per_rank
+from jax_cp_dispatch._door import door
+from jax_cp_dispatch._ranks.options import CollectiveOptions, is_on_rank, vary_alike, whole_rows
 from jax_cp_dispatch.comm_gemm import ScalingMode
-from jax_cp_dispatch.comm_gemm.scaled.mxfp8 import check_blocks
+from jax_cp_dispatch.comm_gemm.quantize import check_blocks
 from jax_cp_dispatch.experts.exchange import send_to_rows, sum_rows
-from jax_cp_dispatch.experts.on_ranks import on_ranks, ranks_of
 from jax_cp_dispatch.experts.routing import Routing
+from jax_cp_dispatch.global_call import GivenAxes, MeshAxes, find_axes, on_all_ranks
+
+# ---- Runs a function of one rank where it is called: on this rank, or on all ranks' arrays.
 
 
+def ranks_of(options: CollectiveOptions, tokens: Any) -> tuple[bool, MeshAxes | None, int]:
+    """Returns whether the arrays are those of one rank, else the axes; and the number of ranks.
+
+    `tokens` are the first array of the call, whose rows all ranks share equally.
+    """
+    op, names = options.op, options.axis_names
+    if is_on_rank(op, names):
+        return True, None, jax.lax.axis_size(options.axis_name)
+    given = GivenAxes(options.mesh, options.axis_name, (), ())
+    axes = find_axes(op, tokens, given=given, covers_batch=False)
+    rows_per_rank(op, "the first array", tokens.shape[0], axes.num_ranks)
+    return False, axes, axes.num_ranks
+
+
+def on_ranks(
+    run: Callable[..., Any],
+    config: Hashable,
+    operands: tuple[Any, ...],
+    *,
+    axes: MeshAxes | None,
+    **specs: Any,
+) -> Any:
+    """Returns `run(config, *operands)` of this rank; with axes `on_all_ranks`.
+
+    As one function of the program, which equal calls share.
+    """
+    if axes is None:
+        return _part(run, config, *whole_rows(operands))
+    return _program(run, config, axes, tuple(specs.items()), *operands)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _part(run, config, *operands):
+    return run(config, *operands)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _program(run, config, axes, specs, *operands):
+    return on_all_ranks(partial(run, config), operands, axes=axes, **dict(specs))
+
+
+_OF_CHOICES = "Pass a weight for each choice."
+
+
+@door("dispatch_tokens")
 def dispatch_tokens(
     x: PyTree[Shaped[HostOrDevice, "T ..."]],
     routing: Routing,
@@ -61,6 +109,7 @@ def dispatch_tokens(
     return _call(op, _dispatch_on_rank, operands, leaves, more=(mode,))
 
 
+@door("combine_tokens", weights=_OF_CHOICES)
 def combine_tokens(
     y: PyTree[Float[HostOrDevice, "capacity ..."]],
     weights: Float[HostOrDevice, "T k"] | None,
@@ -88,12 +137,6 @@ def combine_tokens(
     leaves, tree = jax.tree.flatten(y)
     leaves = [jnp.asarray(leaf) for leaf in leaves]
     check_arrays(op, "y", leaves)
-    for leaf in leaves:
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise TypeError(
-                f"{op}: an array of y is {leaf.dtype}; sums with weights need floating-point rows. "
-                "Cast it."
-            )
     operands = tree.unflatten(leaves), weights, routing
     return _call(op, _combine_on_rank, operands, leaves)
 
@@ -160,12 +203,10 @@ def _check_rows(op: str, routing: Routing, array: Array, held: int, num_ranks: i
 
 
 def _check_weights(op: str, weights: Any, routing: Routing) -> None:
-    check_array(op, "weights", weights)
-    shape, dtype = weights.shape, weights.dtype
-    if shape != routing.row.shape or not jnp.issubdtype(dtype, jnp.floating):
+    if weights.shape != routing.row.shape:
         raise ValueError(
-            f"{op}: weights is {dtype}{list(shape)} but routing is of choices "
-            f"{list(routing.row.shape)}. Pass a floating-point weight for each choice."
+            f"{op}: weights is {list(weights.shape)} but routing is of choices "
+            f"{list(routing.row.shape)}. {_OF_CHOICES}"
         )
 
 

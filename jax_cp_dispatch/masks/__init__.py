@@ -6,19 +6,12 @@ the ranges of any mask; `csrc/planner/pair_count.h` counts the same pairs in the
 reads the argument `mask=` of all functions.
 """
 
-from jax_cp_dispatch.masks.array_mask import ArrayMask
-from jax_cp_dispatch.masks.block_causal import BlockCausal
-from jax_cp_dispatch.masks.causal import Causal
-from jax_cp_dispatch.masks.chunked import Chunked
-from jax_cp_dispatch.masks.document_blocks import Blocks
-from jax_cp_dispatch.masks.full import Full
-from jax_cp_dispatch.masks.mask import Mask, MaskRanges
-from jax_cp_dispatch.masks.prefix_lm import PrefixLM
-from jax_cp_dispatch.masks.ranges import Ranges
-from jax_cp_dispatch.masks.shared_prefix import SharedPrefix
-from jax_cp_dispatch.masks.sliding_window import SlidingWindow
-from jax_cp_dispatch.masks.static_mask import StaticMask
+from jax_cp_dispatch.masks.chunked import BlockCausal, Chunked
+from jax_cp_dispatch.masks.mask import ArrayMask, Mask, MaskRanges, StaticMask
+from jax_cp_dispatch.masks.prefixes import PrefixLM, SharedPrefix
+from jax_cp_dispatch.masks.ranges import Blocks, Ranges
 from jax_cp_dispatch.masks.tree import Tree
+from jax_cp_dispatch.masks.windows import Causal, Full, SlidingWindow
 
 __all__ = [
     "ArrayMask",

@@ -6,15 +6,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_cp_dispatch.masks.causal import Causal
-from jax_cp_dispatch.masks.mask import minimum
-from jax_cp_dispatch.masks.static_mask import (
+from jax_cp_dispatch.masks.mask import (
     StaticMask,
     check_tokens,
+    minimum,
     no_limit_if_large,
     remainder,
     triangle,
 )
+from jax_cp_dispatch.masks.windows import Causal, Full
 
 
 @jax.tree_util.register_static
@@ -72,3 +72,61 @@ class Chunked(StaticMask):
 
     def simplified(self) -> StaticMask:
         return Causal() if no_limit_if_large(self.size) is None else self
+
+
+# ---- `BlockCausal`: a query sees its chunk and the chunks before it.
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class BlockCausal(StaticMask):
+    """A query sees the keys of its document up to the end of its chunk (block diffusion).
+
+    Chunks count from the start of the document, whatever the layout.
+
+    Attributes:
+      size: tokens of a chunk.
+    """
+
+    size: int
+
+    def __post_init__(self) -> None:
+        check_tokens(self, "size", self.size, minimum=1)
+
+    @property
+    def is_causal(self) -> bool:
+        return self.size == 1
+
+    @property
+    def pair_count(self) -> tuple[int, int, int]:
+        return -1, -1, self.size
+
+    @property
+    def reach(self) -> tuple[int | None, int | None]:
+        return None, self.size - 1
+
+    @property
+    def num_diagonals(self) -> int:
+        return 1
+
+    def k_start(self, q: Any, start: Any) -> Any:
+        return start
+
+    def k_end(self, q: Any, start: Any, end: Any) -> Any:
+        here = q - remainder(q - start, self.size)
+        return here + self.size if end is None else minimum(end, here + self.size)
+
+    def pairs_before(self, queries: Any, keys: Any) -> Any:
+        whole, rest = queries // self.size, queries % self.size
+        # Queries of the first chunks see fewer keys than `keys`.
+        fewer = np.minimum(whole, keys // self.size)
+        pairs = self.size * (self.size * (fewer * (fewer + 1) // 2) + (whole - fewer) * keys)
+        return pairs + rest * np.minimum(keys, (whole + 1) * self.size)
+
+    def clipped(self, num_tokens: int) -> "BlockCausal":
+        return BlockCausal(max(1, min(self.size, num_tokens)))
+
+    def simplified(self) -> StaticMask:
+        if self.size == 1:
+            return Causal()
+        return Full() if no_limit_if_large(self.size) is None else self

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import abc
-from typing import Any, NamedTuple
+import dataclasses
+import functools
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec as P, reshard
+from jaxtyping import Int64
+
+from jax_cp_dispatch._arguments import check_array, check_integer, clip_to_int32
 
 
 class MaskRanges(NamedTuple):
@@ -151,3 +158,255 @@ def check_made_packed(op: str, order: Order) -> None:
 def zigzag_order(num_ranks: int) -> Order:
     """Returns zigzag order; over one rank, tokens stay in packed order."""
     return Order("zigzag", num_ranks) if num_ranks > 1 else PACKED
+
+
+# ---- `StaticMask`: a mask of numbers alone, with closed forms of its ranges and pairs.
+
+
+class StaticMask(Mask):
+    """A mask that is known before the batch: each query sees one range of keys.
+
+    A mask is a frozen dataclass and a static pytree: its structure is the mask itself. It is not
+    registered by `register_dataclass`, because jaxlib (0.10.2 to 0.12.0.1) treats the structures
+    of two such classes as equal if their fields are. Their hashes differ, so `jax.jit` confuses
+    them in about one process of a hundred, and then runs the program of another mask.
+    """
+
+    @property
+    @abc.abstractmethod
+    def pair_count(self) -> tuple[int, int, int]:
+        """The fields of `PairCount` in `csrc/planner`: left, right (-1: no limit) and chunk."""
+
+    @property
+    def num_diagonals(self) -> int:
+        """The diagonal edges of the mask, which cross tiles of pairs."""
+        return sum(x >= 0 for x in self.pair_count[:2])
+
+    @abc.abstractmethod
+    def k_start(self, q: Any, start: Any) -> Any:
+        """Returns the first key of each query; it never decreases along a document.
+
+        Queries, keys and documents have the same coordinates: columns of a batch row, received
+        rows, or positions in the document. Arrays of NumPy give NumPy.
+
+        Args:
+          q: the queries.
+          start: the first token of the document of each.
+        """
+
+    @abc.abstractmethod
+    def k_end(self, q: Any, start: Any, end: Any) -> Any:
+        """Returns one past the last key of each query; it never decreases along a document.
+
+        Args:
+          q, start: as in `k_start`.
+          end: one past the end of the document. A causal mask does not read it; it may be None.
+        """
+
+    def ranges(self, column: Any, start: Any, end: Any) -> MaskRanges:
+        return MaskRanges(self.k_start(column, start), self.k_end(column, start, end))
+
+    @abc.abstractmethod
+    def pairs_before(self, queries: Any, keys: Any) -> Int64[np.ndarray, "..."]:
+        """Counts the pairs (q, k) of one document with q < queries and k < keys."""
+
+    def pairs(self, start: Any, end: Any, length: Any) -> Int64[np.ndarray, "..."]:
+        """Counts the pairs of the queries [start, end) of a document of `length` tokens."""
+        return np.asarray(self.pairs_before(end, length) - self.pairs_before(start, length))
+
+    def keys_of(self, start: Any, end: Any, length: Any) -> tuple[Any, Any]:
+        """Returns the range of keys that at least one of the queries [start, end) sees."""
+        zero = np.zeros_like(start)
+        return self.k_start(start, zero), self.k_end(end - 1, zero, length)
+
+    def clipped(self, num_tokens: int) -> StaticMask:
+        return self
+
+    def simplified(self) -> Mask:
+        return self
+
+
+def triangle(q: Any, k: Any) -> Any:
+    """Pairs with query < q and key < k, and key <= query: a triangle, then rows of k."""
+    q = np.maximum(q, 0)
+    both = np.minimum(q, k)
+    return both * (both + 1) // 2 + (q - both) * both
+
+
+def check_tokens(mask: Any, name: str, value: Any, *, minimum: int) -> None:
+    """Requires an integer of at least `least`, and sets it as one of Python."""
+    op = type(mask).__name__
+    check_integer(op, name, value)
+    if value < minimum:
+        raise ValueError(f"{op}: {name} is {value}; it needs to be at least {minimum}.")
+    object.__setattr__(mask, name, int(value))
+
+
+def no_limit_if_large(value: int | None) -> int | None:
+    """Returns None for numbers that no document reaches: positions have 32 bits."""
+    return None if value is None or value >= 2**31 else value
+
+
+def remainder(x: Any, size: int) -> Any:
+    """Returns x % size of numbers that are not negative, on the device in one operation."""
+    if isinstance(x, jax.Array):
+        return lax.rem(x, jax.numpy.asarray(size, x.dtype))
+    return x % size
+
+
+# ---- `ArrayMask`: a mask that data decides; its registration, and the checks of its arrays.
+
+_Kind = TypeVar("_Kind", bound="type[ArrayMask]")
+
+
+@jax.tree_util.register_static
+class MaskKind:
+    """The kind of a mask of arrays, for which a plan was made; the plan has what its tokens see."""
+
+    def __init__(self, of: type[ArrayMask]) -> None:
+        self.of = of
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, MaskKind) and self.of is other.of
+
+    def __hash__(self) -> int:
+        return hash(self.of)
+
+    def __repr__(self) -> str:
+        return self.of.__name__
+
+
+class ArrayMask(Mask):
+    """A mask of arrays `[B, T]`, in columns of the batch as packed, which move with the tokens.
+
+    Equal only to itself: compare its leaves.
+
+    Attributes:
+      order: in which its arrays are (static): packed as it is made; `Documents.apply` changes both.
+    """
+
+    order: ClassVar[Order] = PACKED
+
+    @property
+    def has_arrays(self) -> bool:
+        return True
+
+    @property
+    def kind(self) -> MaskKind:
+        return MaskKind(type(self))
+
+    def reordered(self, arrays: Any, order: Order) -> ArrayMask:
+        """Returns this mask with arrays in another order; `arrays` are its leaves, of this tree."""
+        object.__setattr__(arrays, "order", order)
+        return arrays
+
+    def _store(self, **arrays: Any) -> None:
+        """Sets the fields, clipped to int32; for constructors, which take other arrays."""
+        for name, x in arrays.items():
+            stored = x if x is None else clip_to_int32(x)
+            object.__setattr__(self, name, stored)
+
+    def __repr__(self) -> str:
+        leaves = jax.tree.leaves(self)
+        return f"{type(self).__name__}(arrays of shape {list(np.shape(leaves[0]))})"
+
+
+def array_mask(kind: _Kind) -> _Kind:
+    """Makes a frozen dataclass, a pytree of its fields, whose constructor is its own."""
+    names, construct = list(kind.__annotations__), kind.__init__
+
+    @functools.wraps(construct)
+    def init(mask: Any, *args: Any, order: Order = PACKED, **arrays: Any) -> None:
+        check_made_packed(kind.__name__, order)
+        construct(mask, *args, **arrays)
+
+    # A field, so that `dataclasses.replace` passes it.
+    made: Any = kind
+    made.__annotations__["order"], made.__init__ = Order, init
+    dataclasses.dataclass(frozen=True, eq=False, repr=False, init=False)(made)
+
+    def with_keys(mask: Any):
+        keyed = [(jax.tree_util.GetAttrKey(name), getattr(mask, name)) for name in names]
+        return keyed, mask.order
+
+    def unflatten(order, children):
+        mask = object.__new__(kind)
+        object.__setattr__(mask, "order", order)
+        for name, x in zip(names, children, strict=True):
+            object.__setattr__(mask, name, x)
+        return mask
+
+    jax.tree_util.register_pytree_with_keys(kind, with_keys, unflatten)
+    return kind
+
+
+def check_arrays(op: str, **arrays: Any) -> None:
+    """Requires integers `[B, T]`, equal shapes; None is allowed for ranges of queries."""
+    shape: Any = None
+    optional = ("q_start", "q_end")
+    given = [(name, x) for name, x in arrays.items() if name not in optional or x is not None]
+    for name, x in given:
+        check_array(op, name, x)
+        if not jnp.issubdtype(x.dtype, jnp.integer):
+            raise TypeError(f"{op}: {name} has dtype {x.dtype}; it needs to be integers.")
+        if x.ndim != 2 or x.shape != (shape or x.shape):
+            needs = "[B, T]" if shape is None else f"{list(shape)}, as the other arrays"
+            raise ValueError(f"{op}: {name} has shape {list(x.shape)}; it needs to be {needs}.")
+        shape = x.shape
+
+
+def gathered(x: Any, *, rows: bool = False) -> Any:
+    """Returns an array whose columns, and with `rows` whose rows, no explicit mesh axis shards.
+
+    Runs and trees cross the shards. Attention shards what it takes.
+    """
+    if not is_traced(x):
+        return x
+    sharding = jax.typeof(x).sharding
+    sharded, *columns = (*sharding.spec, None, None)[:2]
+    kept = None if rows else sharded
+    if (kept, None) == (sharded, *columns):
+        return x
+    return reshard(x, NamedSharding(sharding.mesh, P(kept, None)))
+
+
+OF_OTHER_COLUMNS = (
+    "is made of other columns. Make it from whole batch rows in packed order, and pass it through "
+    "Documents.apply or Placement.apply."
+)
+
+
+def ends_fit(column: Any, end: Any) -> Any:
+    """Whether an end is that of a run with this column: behind it, and the same up to there."""
+    return (end > column) & ((column + 1 >= end) | (_shifted(end, -1) == end))
+
+
+def ends_nest(column: Any, end: Any) -> Any:
+    """Whether an end is behind its column, and no end between them is behind it."""
+    return (end > column) & ((column + 1 >= end) | (_shifted(end, -1) <= end))
+
+
+def before(x: Any) -> Any:
+    """Returns the value of the column before; of the first, its own."""
+    return _shifted(x, 1)
+
+
+def _shifted(x: Any, columns: int) -> Any:
+    xp = jnp if is_traced(x) else np
+    edge = x[:, :columns] if columns > 0 else x[:, columns:]
+    kept = x[:, :-columns] if columns > 0 else x[:, -columns:]
+    return xp.concatenate([edge, kept] if columns > 0 else [kept, edge], axis=1)
+
+
+def run_ends(x: Any) -> Any:
+    """Returns one past the last column of the run of equal values at each column, `[B, T]`."""
+    num_tokens = x.shape[1]
+    column = np.arange(num_tokens, dtype=np.int32)
+    if not is_traced(x):
+        is_last = np.ones(x.shape, bool)
+        is_last[:, :-1] = x[:, 1:] != x[:, :-1]
+        last = np.where(is_last, column, num_tokens)
+        return np.minimum.accumulate(last[:, ::-1], axis=1)[:, ::-1] + np.int32(1)
+    is_last = jnp.pad(x[:, 1:] != x[:, :-1], ((0, 0), (0, 1)), constant_values=True)
+    last = jnp.where(is_last, column, num_tokens)
+    return jax.lax.cummin(last, axis=1, reverse=True) + jnp.int32(1)

@@ -7,11 +7,8 @@ import jax
 import numpy as np
 
 from jax_cp_dispatch._arguments import is_on_host
-from jax_cp_dispatch.masks.array_mask import MaskKind
-from jax_cp_dispatch.masks.causal import Causal
-from jax_cp_dispatch.masks.full import Full
-from jax_cp_dispatch.masks.mask import Mask, Order
-from jax_cp_dispatch.masks.static_mask import StaticMask
+from jax_cp_dispatch.masks.mask import Mask, MaskKind, Order, StaticMask
+from jax_cp_dispatch.masks.windows import Causal, Full
 
 _BY_NAME: dict[str, type[Mask]] = {"full": Full, "causal": Causal}
 

@@ -10,15 +10,17 @@ from jax import lax
 from jaxtyping import Array, Int32, Integer
 
 from jax_cp_dispatch._arguments import clip_to_int32
-from jax_cp_dispatch.masks.array_mask import (
+from jax_cp_dispatch.masks.mask import (
     OF_OTHER_COLUMNS,
     ArrayMask,
+    MaskRanges,
     array_mask,
     check_arrays,
     ends_nest,
     gathered,
+    is_traced,
+    minimum,
 )
-from jax_cp_dispatch.masks.mask import MaskRanges, is_traced, minimum
 
 
 @array_mask

@@ -16,8 +16,7 @@ From documents to a plan, in this order:
    planner) within the `key_limit` of the mask, `stages` makes the arrays, and `slots` their
    metadata.
 5. `plan`: the result, `Plan`, which `pieces_fingerprint` ties to its batch. `stack` is several
-   plans as one, `describe` a text, `saved` a pickle. `placement`: the order of tokens that goes
-   with a plan.
+   plans as one, `saved` a pickle. `placement`: the order of tokens that goes with a plan.
 
 What is on the host uses NumPy and C++ only, and does not start JAX.
 """
@@ -25,11 +24,9 @@ What is on the host uses NumPy and C++ only, and does not start JAX.
 from jax_cp_dispatch.planning.config import PlanConfig
 from jax_cp_dispatch.planning.fit import fit_plan_config
 from jax_cp_dispatch.planning.inside_jit import needs_inside_jit
-from jax_cp_dispatch.planning.place import place_tokens
-from jax_cp_dispatch.planning.placement import Placement
-from jax_cp_dispatch.planning.plan import Plan
-from jax_cp_dispatch.planning.plan_batch import plan_attention
-from jax_cp_dispatch.planning.stack import stack_plans
+from jax_cp_dispatch.planning.on_host import plan_attention
+from jax_cp_dispatch.planning.placement import Placement, place_tokens
+from jax_cp_dispatch.planning.plan import Plan, stack_plans
 
 __all__ = [
     "Placement",

@@ -16,8 +16,8 @@ from jax_cp_dispatch.planning.config import (
     PlanConfig,
     check_config,
 )
-from jax_cp_dispatch.planning.place import place_tokens
-from jax_cp_dispatch.planning.plan_batch import plan_attention
+from jax_cp_dispatch.planning.on_host import plan_attention
+from jax_cp_dispatch.planning.placement import place_tokens
 
 _OP = "fit_plan_config"
 

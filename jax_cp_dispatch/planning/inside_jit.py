@@ -1,14 +1,18 @@
 """Plans attention inside `jit`: two compiled stages, and static capacities."""
 
 import dataclasses
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
 import jax.numpy as jnp
-from jaxtyping import Array, Int32
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float32, Int32
 
 from jax_cp_dispatch._arguments import check_positive
+from jax_cp_dispatch._arrays import WINDOW, divided, repeated, running_sum, sum_by_key, sums_before
 from jax_cp_dispatch.documents.fingerprint import (
     ID_STEP,
     checksums,
@@ -20,22 +24,404 @@ from jax_cp_dispatch.documents.fingerprint import (
     plan_digest,
     refused_at_fault,
 )
-from jax_cp_dispatch.documents.order import (
+from jax_cp_dispatch.documents.segment_ids import (
+    Ids,
+    check_ids,
     document_ends,
     document_starts,
     follows_rules,
+    number_ids,
+    read_documents,
     starts_in_order,
 )
-from jax_cp_dispatch.documents.segment_ids import Ids, check_ids, number_ids, read_documents
 from jax_cp_dispatch.documents.table import check_columns, require_host
-from jax_cp_dispatch.masks import Mask, StaticMask
+from jax_cp_dispatch.masks import Mask, MaskRanges, StaticMask
 from jax_cp_dispatch.masks.read import check_mask_arrays, read_mask
-from jax_cp_dispatch.planning.block_grid import BlockGrid, Capacities
+from jax_cp_dispatch.metadata import Metadata
+from jax_cp_dispatch.planning.blocks import (
+    BlockGrid,
+    Capacities,
+    KeyLimit,
+    Received,
+    balance_blocks,
+    block_ranges,
+    column_ranges,
+    kv_bound,
+    places,
+    seen_by_rows,
+    seen_columns,
+)
 from jax_cp_dispatch.planning.config import CAPACITIES, PlanConfig, check_config, check_traced
-from jax_cp_dispatch.planning.key_limit import kv_bound
 from jax_cp_dispatch.planning.plan import Plan
-from jax_cp_dispatch.planning.seen_inside import column_ranges
-from jax_cp_dispatch.planning.stages import assign, build, kv_transfers_bound, q_bound
+
+# ---- Metadata of transfers that are traced: one slot for each range that a rank sends.
+#
+# Queries and keys are cut and numbered together: each sort, gather and running sum takes time to
+# compile, so there is one for both.
+
+
+class TracedTransfers(NamedTuple):
+    """Ranges of rows that move, of queries and then of keys, in the order of the targets' rows.
+
+    Unused entries have no tokens, sender 2 W and target W.
+    """
+
+    sender: Int32[Array, " X"]  # the rank of queries, W + the rank of keys
+    target: Int32[Array, " X"]
+    source_row: Int32[Array, " X"]
+    target_row: Int32[Array, " X"]
+    tokens: Int32[Array, " X"]
+    # Of the target, with those of these queries; 0 for keys. None: all runs fit.
+    num_runs: Int32[Array, " X"] | None
+
+
+class Slots(NamedTuple):
+    """The slot of each transfer at its sender; adjacent transfers share a slot."""
+
+    slot: Int32[Array, " X"]
+    is_first: Bool[Array, " X"]  # of its slot
+    counts: Int32[Array, "2 W"]  # slots of each sender
+
+
+def list_traced(received: Received, grid: BlockGrid, size: int) -> TracedTransfers:
+    """Returns ranges of queries and of keys, cut where they cross from one home to the next.
+
+    Args:
+      received: what ranks receive.
+      grid: the blocks.
+      size: number of entries, at least that of the ranges after the cuts.
+    """
+    world_size = grid.world_size
+    batch, home, start, length = places(received.block, grid)
+    is_used = received.rank < world_size
+    num_runs = received.runs_before + received.num_runs
+    queries = home * grid.columns + start, length, received.row, 0 * home, num_runs
+    keys = received.first_column, received.num_keys, received.kv_row, 0 * home + world_size
+    # Elementwise operations are part of what follows; a concatenation would compile separately.
+    is_query = np.array([[True], [False]])
+    both = lambda x, y: jnp.where(is_query, x, y).reshape(-1)
+    ranges = [both(x, y) for x, y in zip(queries, (*keys, 0 * home), strict=True)]
+    first_column, num_tokens, row, kind, num_runs = ranges
+    is_used, target, batch = (jnp.tile(x, 2) for x in (is_used, received.rank, batch))
+    end = first_column + num_tokens
+    is_used &= num_tokens > 0
+    first_home, _ = divided(first_column, grid.columns)
+    last_home, _ = divided(jnp.maximum(end - 1, 0), grid.columns)
+    of, first_place, total = repeated(jnp.where(is_used, last_home - first_home + 1, 0), size)
+
+    place = jnp.arange(size, dtype=jnp.int32)
+    columns = first_home - first_place, first_column, end, row - first_column
+    table = jnp.stack([*columns, batch * grid.columns, kind, target, num_runs], -1)
+    rows = table[of]
+    home, first_column, end, to_row, to_source_row, kind, target, num_runs = (
+        rows[:, i] for i in range(rows.shape[1])
+    )
+    home += place
+    is_used = place < total
+    start = home * grid.columns
+    first = jnp.maximum(first_column, start)
+    return TracedTransfers(
+        sender=jnp.where(is_used, kind + home, 2 * world_size),
+        target=jnp.where(is_used, target, world_size),
+        source_row=to_source_row + first - start,
+        target_row=first + to_row,
+        tokens=jnp.where(is_used, jnp.minimum(end, start + grid.columns) - first, 0),
+        num_runs=num_runs,
+    )
+
+
+def by_sender(transfers: TracedTransfers, world_size: int) -> Slots:
+    """Numbers the slots of each sender in the order of the transfers."""
+    sender, target, source_row, target_row, tokens, _ = transfers
+    follows = (
+        (sender[1:] == sender[:-1])
+        & (target[1:] == target[:-1])
+        & (source_row[1:] == source_row[:-1] + tokens[:-1])
+        & (target_row[1:] == target_row[:-1] + tokens[:-1])
+    )
+    is_first = jnp.pad(~follows, (1, 0), constant_values=True) & (sender < 2 * world_size)
+    first = is_first.astype(jnp.int32)
+    (earlier,) = sums_before([first], sender, 2 * world_size)
+    (counts,) = sum_by_key([first], sender, 2 * world_size)
+    return Slots(earlier + first - 1, is_first, counts.reshape(2, world_size))
+
+
+def to_metadata(
+    transfers: TracedTransfers, slots: Slots, world_size: int, capacities: Capacities
+) -> list[Metadata]:
+    """Returns the metadata of queries and of keys; counts also contain what is in no slot.
+
+    Without its runs, a block would attend to wrong keys. It is in no slot, which the counts show.
+    """
+    sender, target, source_row, target_row, tokens, num_runs = transfers
+    has_runs = True if num_runs is None else num_runs <= capacities.pieces
+    # Sums write all: a slot's first transfer gives it all but its length, to which each adds.
+    first = (jnp.where(slots.is_first, x, 0) for x in (target + 1, target_row, source_row))
+    values = [x.astype(jnp.uint32) for x in (tokens, *first)]
+    metadata = []
+    for kind, num_slots in enumerate((capacities.q_transfers, capacities.kv_transfers)):
+        source = sender - kind * world_size
+        is_used = (source >= 0) & (source < world_size)
+        num_cells = world_size * num_slots
+        has_cell = is_used & has_runs & (slots.slot < num_slots)
+        cell = jnp.where(has_cell, source * num_slots + slots.slot, num_cells)
+        by_slot = [x.reshape(world_size, num_slots) for x in sum_by_key(values, cell, num_cells)]
+        seq_len, dst_rank, dst_offset, src_offset = by_slot
+        # By receiver and sender; the last column has the sums over senders.
+        width = world_size + 1
+        pair = jnp.concatenate([target * width + source, target * width + world_size])
+        pair = jnp.where(jnp.tile(is_used, 2), pair, world_size * width)
+        (received,) = sum_by_key([jnp.tile(values[0], 2)], pair, world_size * width)
+        received = received.reshape(world_size, width)
+        metadata.append(
+            Metadata(
+                dst_rank=dst_rank.astype(jnp.int32) - 1,
+                dst_offset=dst_offset,
+                seq_len=seq_len,
+                src_offset=src_offset,
+                num_recv_tokens=received,
+                num_seqs=jnp.minimum(slots.counts[kind], num_slots),
+                num_total_recv_tokens=received[:, -1],
+                world_size=world_size,
+            )
+        )
+    return metadata
+
+
+# ---- The two compiled stages of planning inside `jit`: blocks are assigned; then arrays are built.
+#
+# Capacities are set between them, so that `needs_inside_jit` can stop after the first stage. Below,
+# G counts blocks of the batch, X ranges of keys that move.
+
+
+class Assignment(NamedTuple):
+    """The assignment, before capacities are known."""
+
+    starts: Int32[Array, "B T"]  # first column of each column's document; -1: padding
+    received: Received
+    transfers: TracedTransfers
+    slots: Slots
+    begins_run: Bool[Array, "B W J block"]
+    runs: Int32[Array, "B W J block"]  # that have begun in the block
+    num_rows: Int32[Array, " W"]  # of queries that each rank receives
+    needs: Int32[Array, " 5"]
+    pairs_before: Float32[Array, " W"]
+    pairs: Float32[Array, " W"]
+    lengths: Int32[Array, "B T"] | None  # of each column's document, if keys depend on it
+    ranges: MaskRanges | None  # what each column sees; None: it follows from runs
+
+
+class PlanArrays(NamedTuple):
+    """The arrays of `Plan`, with its names."""
+
+    q_metadata: Metadata
+    kv_metadata: Metadata
+    run_row: Int32[Array, "W P"]
+    run_position: Int32[Array, "W P"]
+    run_origin: Int32[Array, "W P"]
+    num_rows: Int32[Array, " W"]
+    largest_needs: Int32[Array, "W 5"]
+    run_length: Int32[Array, "W P"] | None
+    ranges: MaskRanges | None
+
+
+def q_bound(grid: BlockGrid) -> int:
+    """Returns the maximum rows of queries of a rank, by the bound in `balance_blocks`."""
+    return min(2 * grid.rows + grid.block, grid.world_size * grid.rows)
+
+
+def kv_transfers_bound(grid: BlockGrid, *, is_causal: bool) -> int:
+    """Returns the maximum ranges of keys that a rank sends, if every query sees its own key.
+
+    If the mask is causal, each range ends with a block of queries. Of those that end on another
+    rank than they begin, a rank receives at most one from each sender and batch row, because ranges
+    do not overlap. Otherwise, it receives one more: blocks of queries before those of the sender
+    see its first keys, which are one range.
+    """
+    others = grid.world_size - 1
+    return grid.batch * (grid.per_piece + (others if is_causal else 2 * others))
+
+
+def num_transfers_bound(grid: BlockGrid) -> int:
+    """Returns the maximum ranges of queries and keys of all ranks, after cuts at homes.
+
+    One of each for each block, and cuts of keys: no more than between ranks for a causal mask.
+    Rounded up, because sums of other sizes compile to more.
+    """
+    bound = grid.num_blocks + kv_transfers_bound(grid, is_causal=True) * grid.world_size
+    return -(-bound // WINDOW) * WINDOW
+
+
+@partial(jax.jit, static_argnames=("grid", "tolerance"))
+def assign(
+    starts: Int32[Array, "B T"], *, grid: BlockGrid, mask: Mask, tolerance: float
+) -> Assignment:
+    """Assigns each block to a rank, given `document_starts`; lists what moves."""
+    seen = seen_columns(mask, starts)
+    first, cost, shift = block_ranges(seen.first, grid, seen.pairs)
+    last = None if seen.last is None else grid.split(seen.last, fill=0).max(-1)
+    length = jnp.broadcast_to(grid.lengths, grid.shape)
+    live = first >= 0
+    num_rows = jnp.where(live, length, 0)
+    keys = KeyLimit.of(grid, mask, first, last)
+    rank = balance_blocks(cost, num_rows, row_limit=q_bound(grid), tolerance=tolerance, keys=keys)
+    rank = jnp.where(live, rank, grid.world_size).reshape(-1)
+
+    begins = _run_begins(starts, rank, grid)
+    runs = running_sum(begins.astype(jnp.int32))
+    num_runs = runs[..., -1]
+    received, totals = _received(rank, (first, last), (num_runs, cost), grid)
+    num_rows, num_keys, num_runs, pairs = totals
+    transfers = list_traced(received, grid, num_transfers_bound(grid))
+    slots = by_sender(transfers, grid.world_size)
+    unit = jnp.ldexp(jnp.float32(1), shift)
+    needs = jnp.stack([num_rows, num_keys, *slots.counts, num_runs])
+    return Assignment(
+        starts=starts,
+        received=received,
+        transfers=transfers,
+        slots=slots,
+        begins_run=begins,
+        runs=runs,
+        num_rows=num_rows,
+        needs=needs.max(1),
+        pairs_before=cost.sum((0, 2), dtype=jnp.int32).astype(jnp.float32) * unit,
+        pairs=pairs.astype(jnp.float32) * unit,
+        lengths=seen.lengths,
+        ranges=seen.ranges,
+    )
+
+
+@partial(jax.jit, static_argnames=("grid", "capacities"))
+def build(
+    plan: Assignment, *, grid: BlockGrid, capacities: Capacities, rank: Any = None
+) -> PlanArrays:
+    """Builds the arrays of an assignment; cuts off what exceeds the capacities.
+
+    With `rank`, `ranges` are those of this rank alone: their size grows with the tokens.
+    """
+    transfers = plan.transfers
+    if capacities.pieces >= q_bound(grid):
+        transfers = transfers._replace(num_runs=None)
+    of_both = to_metadata(transfers, plan.slots, grid.world_size, capacities)
+    q_metadata, kv_metadata = of_both
+    row, position, origin, length = _runs(plan, grid, capacities)
+    ranges = plan.ranges
+    if ranges is not None:
+        ranks = jnp.arange(grid.world_size, dtype=jnp.int32) if rank is None else rank[None]
+        ranges = seen_by_rows(ranges, plan.received, grid, capacities, ranks)
+    return PlanArrays(
+        q_metadata=q_metadata,
+        kv_metadata=kv_metadata,
+        run_row=row,
+        run_position=position,
+        run_origin=origin,
+        num_rows=plan.num_rows,
+        largest_needs=jnp.broadcast_to(plan.needs, (grid.world_size, len(capacities))),
+        run_length=length,
+        ranges=ranges,
+    )
+
+
+def _received(
+    rank: Int32[Array, " G"],
+    keys: tuple[Int32[Array, "B W J"], Int32[Array, "B W J"] | None],
+    counts: tuple[Int32[Array, "B W J"], Int32[Array, "B W J"]],
+    grid: BlockGrid,
+) -> tuple[Received, list[Int32[Array, " W"]]]:
+    """Lists what ranks receive; also each rank's totals of queries, keys, runs and pairs.
+
+    Args:
+      rank: of each block.
+      keys: the first of each block, and one past the last; None: the block's own.
+      counts: runs that begin in each block, and its pairs in the unit of `block_ranges`.
+      grid: the blocks.
+    """
+    # Sorts take what later steps need of each block along; gathers would compile separately.
+    first, last = keys
+    block = jnp.arange(grid.num_blocks, dtype=jnp.int32)
+    values = [grid.block_of(jnp.maximum(first, 0)), *counts]
+    if last is not None:
+        values.append(grid.block_of(jnp.maximum(last - 1, 0)))
+    values = (x.reshape(-1) for x in values)
+    rank, block, first_block, num_runs, pairs, *lasts = lax.sort((rank, block, *values), num_keys=1)
+    last_block = lasts[0] if lasts else block
+    previous = jnp.pad(last_block[:-1], (1, 0))
+    follows = jnp.pad(rank[1:] == rank[:-1], (1, 0))
+    first_block = jnp.where(follows, jnp.maximum(first_block, previous + 1), first_block)
+    _, home, start, length = places(last_block, grid)
+    _, first_home, first_start, _ = places(first_block, grid)
+    first_column = first_home * grid.columns + first_start
+    end_column = home * grid.columns + start + length
+    if lasts:
+        *_, length = places(block, grid)
+        first_column = jnp.where(first_block > last_block, end_column, first_column)
+    num_keys = end_column - first_column
+    values = (length, num_keys, num_runs, pairs)
+    row, kv_row, runs_before = sums_before(values[:3], rank, grid.world_size)
+    totals = sum_by_key(values, rank, grid.world_size)
+    received = Received(
+        block=block,
+        rank=rank,
+        row=row,
+        first_column=first_column,
+        kv_row=kv_row,
+        num_keys=num_keys,
+        runs_before=runs_before,
+        num_runs=num_runs,
+    )
+    return received, totals
+
+
+def _run_begins(
+    starts: Int32[Array, "B T"], rank: Int32[Array, " G"], grid: BlockGrid
+) -> Bool[Array, "B W J block"]:
+    """Whether a run begins: at another document, and where the block before is elsewhere."""
+    new = jnp.pad(starts[:, 1:] != starts[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    new = grid.split(new, fill=False)
+    elsewhere = jnp.pad(rank[1:] != rank[:-1], (1, 0), constant_values=True).reshape(grid.shape)
+    is_first = jnp.arange(grid.block, dtype=jnp.int32)[None, None, None] == 0
+    return new | elsewhere[..., None] & is_first
+
+
+def _runs(plan: Assignment, grid: BlockGrid, capacities: Capacities):
+    """Returns row, position, origin and length of each rank's runs, `[W, P]`."""
+    world_size, size = grid.world_size, capacities.pieces
+    received = plan.received
+    # By block in global order.
+    values = received.rank, received.runs_before, received.row
+    values = (*values, received.kv_row, received.first_column)
+    _, rank, before, row, kv_row, column = lax.sort((received.block, *values), num_keys=1)
+    to_row = kv_row - column
+
+    # Column, counted over the batch, at which each run begins.
+    index = before.reshape(grid.shape)[..., None] + plan.runs
+    is_held = plan.begins_run & (index <= size) & (rank < world_size).reshape(grid.shape)[..., None]
+    index = rank.reshape(grid.shape)[..., None] * size + index - 1
+    index = jnp.where(is_held, index, world_size * size)  # out of bounds: dropped
+    begins = jnp.full(world_size * size, -1, jnp.int32)
+    place = jnp.arange(index.size, dtype=jnp.int32)
+    begins = begins.at[index.reshape(-1).astype(jnp.uint32)].set(place, mode="drop")
+    begins = begins.reshape(world_size, size)
+
+    is_used = begins >= 0
+    begins = jnp.maximum(begins, 0)
+    of, within = divided(begins, grid.block)
+    batch, home, first, _ = places(of, grid)
+    column = home * grid.columns + first + within
+    starts = plan.starts.reshape(-1)
+    token = batch * plan.starts.shape[1] + column
+    start = starts[token]
+    row, to_row = jnp.moveaxis(jnp.stack([row, to_row], -1)[of], -1, 0)
+    row = row + within
+    is_query = is_used & (start >= 0)
+    return (
+        jnp.where(is_used, row, capacities.q),
+        jnp.where(is_query, column - start, -1),
+        jnp.where(is_query, start + to_row, 0),
+        None if plan.lengths is None else jnp.where(is_query, plan.lengths.reshape(-1)[token], 0),
+    )
+
 
 _OP = "plan_attention"
 

@@ -1,33 +1,52 @@
 """Plans attention on the host, from the documents of a batch; NumPy and C++, without JAX."""
 
 import dataclasses
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import jax
+import jax.core
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Array, Int, Shaped
 
+from jax_cp_dispatch._arguments import check_integer
 from jax_cp_dispatch._ranks.runtime import native
-from jax_cp_dispatch.planning.config import CAPACITIES, check_ranks
-from jax_cp_dispatch.planning.fallback import fallback_plan
-from jax_cp_dispatch.planning.piece_table import PieceTable, Spans, home_pieces, lay_out
-from jax_cp_dispatch.planning.pieces_fingerprint import pieces_fingerprint
-from jax_cp_dispatch.planning.plan import Plan
+from jax_cp_dispatch.documents.documents import check_document_mask
+from jax_cp_dispatch.documents.table import DocumentTable, Row, document_table
+from jax_cp_dispatch.masks import Mask
+from jax_cp_dispatch.masks.read import check_mask_arrays, read_mask, read_mask_on_host
+from jax_cp_dispatch.planning.config import (
+    CAPACITIES,
+    PLACED_CAPACITIES,
+    PlanConfig,
+    check_config,
+    check_fallback,
+    check_ranks,
+    check_traced,
+)
+from jax_cp_dispatch.planning.inside_jit import check_shapes, plan_inside
+from jax_cp_dispatch.planning.plan import Plan, fallback_plan
 from jax_cp_dispatch.planning.request import (
     DoesNotFitError,
+    PieceTable,
     PlanRequest,
+    Spans,
+    Transfers,
     check_longest_keys,
     check_mean_queries,
-    native_problem,
-    static_size,
-)
-from jax_cp_dispatch.planning.runs import list_runs, row_ranges
-from jax_cp_dispatch.planning.transfers import (
-    Transfers,
+    check_rank,
+    home_pieces,
+    lay_out,
     list_transfers,
     make_metadata,
+    native_problem,
     num_sent,
+    pieces_fingerprint,
     rank_sums,
+    static_size,
 )
+from jax_cp_dispatch.planning.runs import cut_pieces, cut_table, list_runs, row_ranges
+from jax_cp_dispatch.planning.seen_keys import seen_keys
 
 _OP = "plan_attention"
 
@@ -135,3 +154,260 @@ def _sizes(request: PlanRequest, needs: Int[np.ndarray, "5 W"]) -> list[int]:
         static_size(_OP, config, name, what, need, *step)
         for (name, what, *step), need in zip(sizes, needs, strict=True)
     ]
+
+
+# ---- `plan_attention`: plans attention of packed documents, on the host or inside a program.
+
+
+@jax.named_scope("cpd.plan")
+def plan_attention(
+    segment_ids: Shaped[Array | np.ndarray, "..."] | None = None,
+    positions: Shaped[Array | np.ndarray, "..."] | None = None,
+    *,
+    world_size: int,
+    lengths: Iterable[Row] | Row | None = None,
+    columns: int | None = None,
+    mask: Mask | str | None = None,
+    config: PlanConfig = PlanConfig(),
+    fallback: str | None = None,
+    rank: int | None = None,
+) -> Plan:
+    """Plans attention over packed documents so that all ranks have nearly equal work.
+
+    Segment 0 is padding, anywhere in a row. A document is a run of one segment id in one batch row;
+    it also ends where `positions` does not increase.
+
+    Call outside `jit` with lengths or concrete arrays, also in worker processes of a data loader:
+    it then uses no device and does not initialize JAX. Or call inside `jit` or `shard_map` with
+    traced arrays that every rank holds in full. Not differentiable.
+
+    From lengths and concrete arrays, the plan moves few bytes, as `config` counts them, for a work
+    of each rank of at most `1 + balance_tolerance` times the mean. Inputs are checked, and
+    capacities default to what the plan needs, rounded up by at most 1/8 (or 8 blocks, or 8 ranges)
+    so that similar batches share compiled programs. Constants inside `jit` count as concrete.
+
+    Traced arrays are planned block by block. Negative segments are padding. An id with several runs
+    in a batch row is not an error here, but attention with such a plan fails on all ranks.
+    Capacities default to bounds that are always large enough: with T rows per rank, B batch rows
+    and J blocks of a rank in one of them, `q_capacity` is 2 * T + block, `kv_capacity` is W * T,
+    `max_q_transfers` is B * J, `max_kv_transfers` is B * (J + W - 1), or B * (J + 2 * (W - 1)) if
+    queries see later keys, and `max_pieces` is `q_capacity`. If given capacities are too small,
+    `Plan.fits` is false. The counts in the metadata then contain the true need, and
+    `dispatch` fails on all ranks.
+
+    Args:
+      segment_ids: integers [B, columns] of any dtype; each rank holds an equal range of columns, in
+        rank order.
+      positions: integers of the same shape; None if segment ids alone separate the documents.
+        Positions that you pass to attention are compared with these; None counts from 0.
+      world_size: number of ranks W; must divide the columns.
+      lengths: instead of segment ids: tokens of the documents, in order; one list per batch row, or
+        one list for a single row. The rest of a row is padding.
+      columns: with lengths only; tokens of a batch row, a multiple of W. None: the longest row,
+        rounded up.
+      mask: which keys a query sees, of `jax_cp_dispatch.masks`, with arrays `[B, columns]`. None:
+        causal.
+      config: block size, capacities, costs and balance tolerance.
+      fallback: outside `jit`, "ring" returns, instead of an error for a batch that does not fit the
+        config, a plan of the usual shapes that moves nothing. Its `fits` is false: use a ring for
+        this batch. Needs all capacities. Inside `jit`, `fits` is false for such a plan anyway.
+      rank: outside `jit`, returns the part of this rank alone, like `Plan.slice_of`, but
+        without arrays of all ranks, whose counts of rows grow with W * W. It is the index on the
+        mesh axis, not that of a process. None: all ranks.
+    Returns:
+      The plan for all ranks, the same in every process with the same inputs.
+    Raises:
+      TypeError: inputs are not integers, or `mask` is not a mask.
+      ValueError: shapes do not match. With concrete inputs also: a segment id is negative, or
+        occurs in separate runs of one batch row whose positions do not start again; a position
+        exceeds 32 bits; or a capacity is too small and there is no fallback. Or the arrays of
+        the mask have another shape.
+    """
+    mask = read_mask(_OP, mask)
+    check_config(_OP, config)
+    check_integer(_OP, "world_size", world_size)
+    world_size = int(world_size)
+    check_fallback(_OP, fallback, config, CAPACITIES)
+    check_rank(_OP, rank, world_size)
+    if segment_ids is not None and lengths is None:
+        if isinstance(segment_ids, list | tuple):
+            raise TypeError(
+                f"{_OP}: segment_ids is of type {type(segment_ids).__name__}; it needs to be an "
+                "array. Pass numpy.asarray(segment_ids), or document lengths as lengths=."
+            )
+        if columns is not None:
+            raise ValueError(f"{_OP}: got columns without lengths. Omit columns.")
+        grid = check_shapes(_OP, segment_ids, positions, world_size, config)
+        check_mask_arrays(_OP, mask, segment_ids.shape)
+        arrays = jax.tree.leaves((segment_ids, positions, mask))
+        if any(isinstance(x, jax.core.Tracer) for x in arrays):
+            check_traced(_OP, config)
+            if rank is not None:
+                raise ValueError(
+                    f"{_OP}: rank is {rank} but the plan is made inside jit, by all ranks. Omit "
+                    "rank, or plan outside jit."
+                )
+            return plan_inside(segment_ids, positions, grid=grid, mask=mask, config=config)
+    documents = document_table(
+        _OP,
+        world_size=world_size,
+        lengths=lengths,
+        segment_ids=segment_ids,
+        positions=positions,
+        columns=columns,
+    )
+    shape = documents.batch, documents.columns
+    mask = read_mask_on_host(_OP, mask, shape)
+    check_document_mask(_OP, mask, documents)
+    seen = seen_keys(mask, documents)
+    request = PlanRequest(documents, positions, world_size, seen, config, rank)
+    return plan_on_host(request, fallback=fallback)
+
+
+# ---- The plan and the order of placed tokens, from the pieces that each rank holds.
+
+
+def plan_placed(
+    request: PlanRequest, held: PieceTable, in_order: Mask | None
+) -> tuple[Plan, PlanConfig]:
+    """Returns the plan of one mask for pieces in their rows, which are the same for all masks.
+
+    Of one rank, the plan is its part. Also returns a config of what all ranks need. `in_order` is a
+    mask with arrays, in placed order; None for others.
+    """
+    order = np.lexsort((held.start, held.document, held.rank))
+    assigned = np.stack([held.rank, held.document, held.start, held.end], axis=1)[order]
+    pieces, spans = lay_out(assigned, request.seen, held)
+    world_size, documents, here = request.world_size, request.documents, request.held
+    transfers = list_transfers(pieces, spans)
+    cut = cut_pieces(pieces, documents.lengths, world_size)
+    needs = {
+        "kv_capacity": rank_sums(transfers.target, transfers.tokens, world_size),
+        "max_kv_transfers": num_sent(transfers, world_size),
+        "max_pieces": np.bincount(pieces.rank, minlength=world_size),
+        "max_cut_pieces": cut.held,
+        "max_linked_pieces": cut.linked,
+    }
+    size = lambda name, what, step, most=None: static_size(
+        "place_tokens", request.config, name, what, needs[name], step, most
+    )
+    num_slots = size("max_kv_transfers", "would send {} ranges of keys", 8)
+    num_runs = size("max_pieces", "would hold {} pieces", 8)
+    all_tokens = world_size * request.num_tokens
+    kv_capacity = size("kv_capacity", "would receive {} rows", 1024, all_tokens)
+    num_cuts = size("max_cut_pieces", "would hold {} pieces of cut documents", 4)
+    what = "would share cut documents with {} pieces on other ranks"
+    num_linked = size("max_linked_pieces", what, 4)
+    needed = {name: max(int(x.max(initial=0)), 1) for name, x in needs.items()}
+    largest = np.array([needed[x] for x in PLACED_CAPACITIES], np.int32)
+    of_rank = {"world_size": world_size, "rank": request.rank}
+    rows = rank_sums(pieces.rank, pieces.end - pieces.start, world_size)[here]
+    plan = Plan(
+        kv_metadata=make_metadata(transfers, num_slots=num_slots, **of_rank),
+        **list_runs(
+            pieces,
+            needs["max_pieces"],
+            num_runs=num_runs,
+            num_rows=request.num_tokens,
+            lengths=documents.lengths,
+            rank=request.rank,
+        ),
+        cut_pieces=cut_table(cut, num_slots=num_cuts, num_linked=num_linked, rank=request.rank),
+        num_rows=rows.astype(np.int32),
+        pairs_before=request.pairs(home_pieces(documents, world_size)),
+        pairs=request.pairs(pieces),
+        largest_needs=np.tile(largest, (len(rows), 1)),
+        fingerprint=pieces_fingerprint(request, pieces, pieces, in_order)[here].copy(),
+        ranges=row_ranges(
+            request, pieces, spans, num_queries=request.num_tokens, num_keys=kv_capacity
+        ),
+        num_tokens=request.num_tokens,
+        batch=documents.batch,
+        q_capacity=request.num_tokens,
+        kv_capacity=kv_capacity,
+        max_cut_pieces=num_cuts,
+        mask=request.mask.kind,
+    )
+    return plan, dataclasses.replace(request.config, **needed)
+
+
+def expand_ranges(
+    start: Int[np.ndarray, " P"], value: Int[np.ndarray, " P"], tokens: Int[np.ndarray, " P"]
+) -> Int[np.ndarray, " N"]:
+    """Returns the values of consecutive indices, of ranges of indices, minus the first index."""
+    order = np.argsort(start)
+    return np.repeat((value - start)[order], tokens[order])
+
+
+def by_columns(
+    x: Shaped[Any, "places ..."], batch: int, num_held: int, num_groups: int = 1
+) -> Shaped[Any, "B T ..."]:
+    """Returns rows of ranks, one rank of a group after another, as columns of the batch rows."""
+    rest = x.shape[1:]
+    rows = x.shape[0] // max(batch * num_held, 1)
+    x = x.reshape(num_groups, num_held, batch // num_groups, rows, *rest).swapaxes(1, 2)
+    return x.reshape(batch, num_held * rows, *rest)
+
+
+def pieces_ascend(pieces: PieceTable) -> bool:
+    """Whether the pieces of a document on a rank are in order."""
+    order = np.lexsort((pieces.row, pieces.document, pieces.rank))
+    rank, document, start = (x[order] for x in (pieces.rank, pieces.document, pieces.start))
+    same = (rank[1:] == rank[:-1]) & (document[1:] == document[:-1])
+    return not (same & (start[1:] < start[:-1])).any()
+
+
+def put_mask_in_order(request: PlanRequest, moves: Sequence[np.ndarray]) -> Mask | None:
+    """Returns a mask with arrays in placed order; None for others.
+
+    `moves`: source, place and length of every range, of all ranks.
+    """
+    if not request.mask.has_arrays:
+        return None
+    source, place, tokens = moves
+    token = expand_ranges(place, source, tokens)
+    token = token + np.arange(len(token))
+    batch = request.documents.batch
+    put = lambda x: by_columns(np.asarray(x).reshape(-1)[token], batch, request.world_size)
+    return jax.tree.map(put, request.mask)
+
+
+def list_moves(request: PlanRequest, pieces: PieceTable) -> list[np.ndarray]:
+    """Returns source, place and length of every range, by place; padding comes last per rank."""
+    documents, world_size, num_tokens = request.documents, request.world_size, request.num_tokens
+    tokens = pieces.end - pieces.start
+    source = documents.first[pieces.document] + pieces.start
+    place = pieces.rank * num_tokens + pieces.row
+    used = np.zeros(world_size, np.int64)
+    np.add.at(used, pieces.rank, tokens)
+    free_first = np.arange(world_size) * num_tokens + used
+    padding = _match(*documents.padding(), free_first, num_tokens - used)
+    moves = [np.concatenate(x) for x in zip((source, place, tokens), padding, strict=True)]
+    order = np.argsort(moves[1])
+    return [x[order] for x in moves]
+
+
+def no_moves(documents: DocumentTable, world_size: int) -> tuple[np.ndarray, ...]:
+    """Returns source, place and length of every range if all tokens stay in their columns."""
+    rows = documents.columns // world_size
+    rank, batch = np.divmod(np.arange(world_size * documents.batch), documents.batch)
+    source = batch * documents.columns + rank * rows
+    return source, np.arange(len(source)) * rows, np.full(len(source), rows)
+
+
+def _match(source, source_tokens, place, place_tokens):
+    """Splits two lists of ranges with equal sums into ranges of equal length on both sides."""
+    source_ends, place_ends = np.cumsum(source_tokens), np.cumsum(place_tokens)
+    ends = np.union1d(source_ends, place_ends)
+    ends = ends[ends > 0]
+    starts = np.concatenate([[0], ends])[:-1].astype(np.int64)
+    i = np.searchsorted(source_ends, starts, side="right")
+    j = np.searchsorted(place_ends, starts, side="right")
+    first = [
+        of[k] + starts - (ends_of[k] - tokens_of[k])
+        for of, ends_of, tokens_of, k in (
+            (source, source_ends, source_tokens, i),
+            (place, place_ends, place_tokens, j),
+        )
+    ]
+    return first[0], first[1], ends - starts

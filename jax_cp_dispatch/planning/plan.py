@@ -3,25 +3,86 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, TypeAlias
+import math
+import pickle
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float32, Int32
+from jaxtyping import Array, Bool, Float32, Int, Int32, Shaped
 
 from jax_cp_dispatch._arguments import check_integer
-from jax_cp_dispatch._text import outline
-from jax_cp_dispatch.documents.fingerprint import check_batch
+from jax_cp_dispatch._text import describe_plan, exceeded, known, outline
+from jax_cp_dispatch.documents.fingerprint import check_batch, fallback_fingerprint
 from jax_cp_dispatch.documents.segment_ids import Ids
+from jax_cp_dispatch.documents.table import DocumentTable
 from jax_cp_dispatch.masks import Mask, MaskRanges, StaticMask
-from jax_cp_dispatch.masks.array_mask import MaskKind
-from jax_cp_dispatch.metadata.describe import known
-from jax_cp_dispatch.planning.config import CAPACITIES, PLACED_CAPACITIES, PlanConfig
-from jax_cp_dispatch.planning.describe import describe_plan, exceeded
-from jax_cp_dispatch.planning.runs import key_ranges, local_rows, local_runs
-from jax_cp_dispatch.planning.saved import reduce_saved
-from jax_cp_dispatch.planning.transfers import check_all_ranks, num_moved
+from jax_cp_dispatch.masks.mask import MaskKind
+from jax_cp_dispatch.masks.read import read_mask
+from jax_cp_dispatch.metadata import Metadata
+from jax_cp_dispatch.planning.config import (
+    ALL_CAPACITIES,
+    CAPACITIES,
+    PLACED_CAPACITIES,
+    PlanConfig,
+)
+from jax_cp_dispatch.planning.request import (
+    PieceTable,
+    PlanRequest,
+    check_all_ranks,
+    home_pieces,
+    num_moved,
+)
+from jax_cp_dispatch.planning.runs import (
+    fallback_row_ranges,
+    key_ranges,
+    local_rows,
+    local_runs,
+    no_cuts,
+)
+from jax_cp_dispatch.planning.seen_keys import SeenKeys, query_table
+
+# ---- Saved plans and placements: a pickle names its format, so that another version can refuse it.
+#
+# The fields are a pickle of their own. So what this version no longer has, in a plan of another
+# one,
+# is found after its format has been read. The name and the module of `load_saved` are in every
+# saved
+# plan: they stay.
+
+# To be counted up with every change of the fields of `Plan` or `Placement`, or of their meaning.
+FORMAT = 1
+
+
+def reduce_saved(self: Any) -> tuple[Any, ...]:
+    """`__reduce__` of a dataclass: its class, and its fields without what is cached."""
+    fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+    kind = type(self)
+    return load_saved, (FORMAT, kind.__name__, pickle.dumps((kind, fields), protocol=5))
+
+
+def load_saved(found: int, name: str, payload: bytes) -> Any:
+    """Returns the saved object.
+
+    Raises:
+      ValueError: another version of the package has saved it.
+    """
+    advice = "Plan the batch again, with this version of jax_cp_dispatch."
+    if found != FORMAT:
+        raise ValueError(
+            f"{name}: this was saved in format {found} of plans, but this version of "
+            f"jax_cp_dispatch reads format {FORMAT}. {advice}"
+        )
+    try:
+        kind, fields = pickle.loads(payload)
+        return kind(**fields)
+    except (ImportError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"{name}: another version of jax_cp_dispatch has saved this: {error}. {advice}"
+        ) from error
+
 
 # Fields that are equal in the plans of all masks of a placement.
 OF_ALL_MASKS = ("run_row", "run_position", "run_length", "cut_pieces", "num_rows")
@@ -283,3 +344,330 @@ def slice_plan(op: str, plan: Plan, rank: int) -> Plan:
             f"ranks, with a rank in [0, {world_size})."
         )
     return jax.tree.map(lambda x: x[rank : rank + 1], plan)
+
+
+# ---- `stack_plans`: plans of several batches as one, with common static sizes.
+
+_OP = "stack_plans"
+
+_CAPACITIES = ("q_capacity", "kv_capacity", "max_cut_pieces")
+# What unused entries contain; those of all other fields are 0.
+_UNUSED = {"dst_rank": -1, "cut_pieces": -1, "run_row": np.iinfo(np.int32).max}
+
+
+def stack_plans(plans: Iterable[Plan]) -> Plan:
+    """Returns one plan whose arrays have a leading axis over `plans`, padded to common sizes.
+
+    Use it for the groups of a batch that is sharded over `batch_axis`, one plan for each, in the
+    order of the batch: pass the result to `Documents.with_plan`. Or use it for micro-batches:
+    `jax.lax.scan` over the result gives each step its own plan, in one compiled program. For both,
+    stack the groups of each micro-batch, then the micro-batches.
+
+    Call on the host, or anywhere with traced plans. NumPy arrays give NumPy. Different numbers of
+    plans, or other capacities, compile anew; fix the capacities in `PlanConfig`.
+
+    Args:
+      plans: all of `plan_attention` or all of `place_tokens`, for the same ranks, tokens per rank
+        and mask.
+    Returns:
+      A plan with the largest capacities. Its `imbalance` is the largest of all
+      plans, and its numbers of moved tokens are sums. Call `validate` and `describe` on the single
+      plans.
+    Raises:
+      TypeError, ValueError: there is no plan, or the plans differ in more than capacities.
+    """
+    if not isinstance(plans, Iterable):
+        raise TypeError(f"{_OP}: got {type(plans).__name__}. Pass a list of plans.")
+    plans = list(plans)
+    _check(plans)
+    capacities = {name: max(getattr(plan, name) for plan in plans) for name in _CAPACITIES}
+    flat = [
+        jax.tree_util.tree_flatten_with_path(dataclasses.replace(plan, **capacities))
+        for plan in plans
+    ]
+    leaves, tree = zip(*(leaves for leaves, _ in flat), strict=True), flat[0][1]
+    return jax.tree.unflatten(
+        tree,
+        [
+            _stacked(str(getattr(of_plans[0][0][-1], "name", "")), [x for _, x in of_plans])
+            for of_plans in leaves
+        ],
+    )
+
+
+def _check(plans: list[Plan]) -> None:
+    if not plans:
+        raise ValueError(f"{_OP}: got an empty list. Pass at least one plan.")
+    for plan in plans:
+        check_plan(_OP, plan)
+    if len({plan.is_placed for plan in plans}) > 1:
+        raise TypeError(
+            f"{_OP}: some plans are those of a placement, others move queries. Pass plans of "
+            "plan_attention, or plans of place_tokens."
+        )
+    for name in ("world_size", "num_tokens", "batch", "mask"):
+        values = [getattr(plan, name) for plan in plans]
+        if any(value != values[0] for value in values):
+            raise ValueError(
+                f"{_OP}: {name} is {values}; it needs to be the same in all plans. Plan batches of "
+                "one shape (by lengths, pass columns=) for the same ranks, with the same mask."
+            )
+    shapes = [np.shape(plan.fingerprint) for plan in plans]
+    if len(set(shapes)) > 1:
+        raise ValueError(
+            f"{_OP}: the plans have fingerprints of shapes {shapes}. Stack plans of all ranks "
+            "only, or stacks of the same number of plans."
+        )
+
+
+def _stacked(name: str, arrays: list[Any]) -> Shaped[Array | np.ndarray, "..."]:
+    xp = np if all(isinstance(x, np.ndarray) for x in arrays) else jnp
+    shape = np.max([x.shape for x in arrays], axis=0)
+
+    def padded(x):
+        missing = [(0, size - have) for have, size in zip(x.shape, shape, strict=True)]
+        return xp.pad(x, missing, constant_values=_UNUSED.get(name, 0))
+
+    return xp.stack([padded(x) for x in arrays])
+
+
+def is_stack(plan: Plan | None) -> bool:
+    """Whether this is a result of `stack_plans`, or a part of it with its leading axis."""
+    return plan is not None and plan.fingerprint.ndim > 2
+
+
+def is_of_all(plan: Plan | None) -> bool:
+    """Whether this is one plan, for all rows of a batch."""
+    return plan is not None and not is_stack(plan)
+
+
+def plan_of_group(op: str, plan: Plan) -> Plan:
+    """Returns the plan of this group of ranks, which alone it has of stacked ones."""
+    if not is_stack(plan):
+        return plan
+    if plan.fingerprint.shape[:-2] != (1,):
+        raise ValueError(
+            f"{op}: got stacked plans, of {list(plan.fingerprint.shape[:-2])}. Pass one of them: "
+            "each step of jax.lax.scan has its own, and jax.tree.map(lambda x: x[i], plans) is the "
+            "i-th. Of groups of batch rows, in_specs=documents.specs(axis_name, batch_axis) does."
+        )
+    return jax.tree.map(lambda x: x[0], plan)
+
+
+def check_groups(op: str, plan: Any, *, num_groups: int, batch: tuple[str, ...]) -> None:
+    """Requires one plan for each group of the batch; a single group may have it in a stack."""
+    held = plan.fingerprint.shape[-2] if plan.fingerprint.ndim > 1 else 1
+    if held != plan.world_size:
+        raise ValueError(
+            f"{op}: the plan is the part of {held} of {plan.world_size} ranks. Pass the plan of "
+            "all ranks, or global arrays with the part of each rank as its shard; or call it "
+            "inside jax.shard_map, with in_specs=documents.specs(axis_name)."
+        )
+    groups = f"batch_axis {batch!r} splits the batch into {num_groups} independent groups"
+    if not is_stack(plan):
+        if num_groups > 1:
+            raise ValueError(
+                f"{op}: got a single plan, but {groups}. Plan the rows of each group and pass "
+                "Documents.with_plan(stack_plans([...])), one plan per group, or place them by "
+                "place_tokens(num_groups=...). Or pass batch_axis=() and a plan for all rows, "
+                "which each group then computes."
+            )
+        return
+    if plan.fingerprint.shape[:-2] != (num_groups,):
+        groups = groups if num_groups > 1 else "the batch is not sharded"
+        raise ValueError(
+            f"{op}: got plans stacked as {list(plan.fingerprint.shape[:-2])}, but {groups}. Pass "
+            "stack_plans of one plan per group, and name the axis of the groups as batch_axis. For "
+            "micro-batches, call attention inside jax.lax.scan over their plans."
+        )
+
+
+def check_plan(op: str, plan: Any) -> None:
+    """Requires a plan."""
+    if not isinstance(plan, Plan):
+        raise TypeError(
+            f"{op}: plan is of type {type(plan).__name__}; it needs to be a Plan. Pass "
+            "plan_attention(...) or place_tokens(...).plan."
+        )
+
+
+# ---- What one placement serves: groups of batch rows, and the masks of layers.
+
+_MOST = 2**15  # layers, after the common factor is removed: sums of pairs keep 64 bits
+
+# A group of batch rows with each of the masks.
+Requests = tuple[PlanRequest, ...]
+
+
+class PlacedGroup(NamedTuple):
+    """How the tokens of a group are placed.
+
+    Attributes:
+      plans: one for each mask.
+      moves: source, place and length of every range of tokens.
+      made_of: its rows with each mask, and its pieces; no pieces if nothing was placed.
+      needed: the smallest capacities; None if the group does not fit.
+      reason: why it does not fit, without the name of the function; or None.
+    """
+
+    plans: tuple[Plan, ...]
+    moves: tuple[Int[np.ndarray, " P"], ...]
+    made_of: tuple[Requests, PieceTable | None]
+    needed: PlanConfig | None = None
+    reason: str | None = None
+
+
+def split_groups(
+    documents: DocumentTable, positions: Any, masks: Sequence[Any], num_groups: int
+) -> Iterator[tuple[DocumentTable, Any, list[Any]]]:
+    """Yields the documents, positions and masks of each group of consecutive batch rows."""
+    rows = documents.batch // num_groups
+    group = documents.first // max(rows * documents.columns, 1)
+    for number in range(num_groups):
+        of_group = slice(number * rows, (number + 1) * rows)
+        held = group == number
+        first = documents.first[held] - number * rows * documents.columns
+        own = {x: getattr(documents, x)[held] for x in ("lengths", "ids", "given_ids")}
+        part = documents._replace(**own, first=first, batch=rows)
+        own = None if positions is None else np.asarray(positions)[of_group]
+        yield part, own, [jax.tree.map(lambda x, rows=of_group: x[rows], mask) for mask in masks]
+
+
+def join_plans(of_groups: Sequence[tuple[Plan, ...]]) -> tuple[Plan, ...]:
+    """Returns a plan for each mask: stacked if there are several groups."""
+    if len(of_groups) == 1:
+        return of_groups[0]
+    return tuple(stack_plans(plans) for plans in zip(*of_groups, strict=True))
+
+
+def join_moves(groups: Sequence[PlacedGroup], group_tokens: int) -> list[np.ndarray]:
+    """Returns the ranges of all groups, in tokens and places of the whole batch."""
+    shifted = [
+        (source + n * group_tokens, place + n * group_tokens, tokens)
+        for n, (source, place, tokens) in enumerate(group.moves for group in groups)
+    ]
+    return [np.concatenate(x) for x in zip(*shifted, strict=True)]
+
+
+def join_reasons(op: str, groups: Sequence[PlacedGroup]) -> str | None:
+    """Returns why some groups do not fit, or None."""
+    number = lambda n: f"in group {n} of {len(groups)}, " if len(groups) > 1 else ""
+    reasons = [
+        f"{op}: {number(n)}{group.reason}"
+        for n, group in enumerate(groups)
+        if group.reason is not None
+    ]
+    return "\n".join(reasons) or None
+
+
+class Layers(NamedTuple):
+    """Masks, and the layers that use each, without a common factor."""
+
+    masks: tuple[Mask, ...]
+    layers: tuple[int, ...]
+
+
+def read_layers(
+    op: str, mask: Any, masks: Sequence[Any] | None, layers: Sequence[int] | None
+) -> Layers:
+    """Reads `mask=`, `masks=` and `layers=`."""
+    if masks is None:
+        if layers is not None:
+            raise ValueError(f"{op}: got layers without masks. Pass masks, one for each number.")
+        return Layers((read_mask(op, mask),), (1,))
+    if mask is not None:
+        raise ValueError(f"{op}: got both mask and masks. Pass masks alone.")
+    if not isinstance(masks, list | tuple) or not masks:
+        raise ValueError(f"{op}: masks is {masks!r}; pass a tuple of at least one mask.")
+    seen = tuple(read_mask(op, x) for x in masks)
+    layers = (1,) * len(seen) if layers is None else layers
+    if not isinstance(layers, list | tuple) or len(layers) != len(seen):
+        raise ValueError(
+            f"{op}: layers is {layers!r} for {len(seen)} masks. Pass one number for each mask."
+        )
+    for x in layers:
+        check_integer(op, "layers", x)
+    factor = math.gcd(*(int(x) for x in layers))
+    reduced = [int(x) // max(factor, 1) for x in layers]
+    if min(layers) < 1 or max(reduced) > _MOST:
+        raise ValueError(f"{op}: layers is {layers!r}; pass numbers from 1 to {_MOST}.")
+    return Layers(seen, tuple(reduced))
+
+
+def describe_layers(
+    problem: Any, seen: Sequence[SeenKeys], layers: Sequence[int], documents: DocumentTable
+) -> None:
+    """Sets several masks of a `PlacementProblem`, and how many layers use each."""
+    if all(x.table is None for x in seen):
+        masks = [x.mask for x in seen if isinstance(x.mask, StaticMask)]
+        counts = (x.clipped(documents.num_tokens).pair_count for x in masks)
+        problem.set_layers(list(zip(counts, layers, strict=True)))
+        return
+    tables = [query_table(x.mask, documents) if x.table is None else x.table for x in seen]
+    pairs = sum(n * x.pairs_before for n, x in zip(layers, tables, strict=True))
+    first, last = zip(*(x.running_keys(documents.lengths) for x in tables), strict=True)
+    problem.set_table(pairs, np.min(first, axis=0), np.max(last, axis=0))
+
+
+# ---- The plan of a batch that does not fit: it has the same shapes, and nothing may follow it.
+
+
+def fallback_plan(request: PlanRequest, needs: Int32[np.ndarray, " 5"], *, is_placed: bool) -> Plan:
+    """Returns a plan with `fits` false, of the shapes of all plans with this config.
+
+    `needs`: of the plan with the best balance, as in `Plan.largest_needs`.
+    """
+    world_size = request.world_size
+    sizes = {name: getattr(request.config, name) or 1 for name in ALL_CAPACITIES}
+    needed = dict(zip(PLACED_CAPACITIES if is_placed else CAPACITIES, needs, strict=True))
+    q = request.num_tokens if is_placed else sizes["q_capacity"]
+    kv, num_cuts = sizes["kv_capacity"], sizes["max_cut_pieces"]
+    pairs = request.pairs(home_pieces(request.documents, world_size))
+    num_held = len(pairs)
+    by_run = (num_held, sizes["max_pieces"])
+
+    def metadata(kind: str) -> Metadata:
+        need = needed[f"{kind}_capacity"]
+        return _announce(world_size, num_held, sizes[f"max_{kind}_transfers"], need)
+
+    return Plan(
+        q_metadata=None if is_placed else metadata("q"),
+        kv_metadata=metadata("kv"),
+        run_row=np.full(by_run, q, np.int32),
+        run_position=np.zeros(by_run, np.int32),
+        run_origin=np.zeros(by_run, np.int32),
+        run_length=np.zeros(by_run, np.int32) if is_placed or request.needs_lengths else None,
+        cut_pieces=no_cuts(num_held, num_cuts + sizes["max_linked_pieces"]) if is_placed else None,
+        ranges=fallback_row_ranges(request, num_held, num_queries=q, num_keys=kv),
+        num_rows=np.full(num_held, -1, np.int32),
+        pairs_before=pairs,
+        pairs=pairs,
+        largest_needs=np.tile(needs, (num_held, 1)),
+        fingerprint=fallback_fingerprint(num_held, request.mask),
+        num_tokens=request.num_tokens,
+        batch=request.documents.batch,
+        q_capacity=q,
+        kv_capacity=kv,
+        max_cut_pieces=num_cuts if is_placed else 0,
+        mask=request.mask.kind,
+    )
+
+
+def _announce(world_size: int, num_held: int, num_slots: int, need: int | np.integer) -> Metadata:
+    """Returns metadata of `num_held` ranks that announces the rows that the batch needs.
+
+    So if attention uses it nevertheless, the error names them.
+    """
+    received = np.zeros((num_held, world_size + 1), np.uint32)
+    received[:, [0, -1]] = need
+    by_slot = (num_held, num_slots)
+    return Metadata(
+        dst_rank=np.full(by_slot, -1, np.int32),
+        dst_offset=np.zeros(by_slot, np.uint32),
+        seq_len=np.zeros(by_slot, np.uint32),
+        src_offset=np.zeros(by_slot, np.uint32),
+        num_recv_tokens=received,
+        num_seqs=np.zeros(num_held, np.int32),
+        num_total_recv_tokens=received[:, -1].copy(),
+        world_size=world_size,
+    )

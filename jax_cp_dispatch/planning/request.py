@@ -2,16 +2,307 @@
 
 from typing import Any, NamedTuple, TypeVar
 
+import jax
 import numpy as np
-from jaxtyping import Float32, Int
+from jaxtyping import Float32, Int, Int32
 
+from jax_cp_dispatch._arguments import check_integer
+from jax_cp_dispatch.documents.fingerprint import (
+    ID_STEP,
+    POSITION_STEP,
+    make_fingerprint,
+    mask_checksums,
+    plan_digest,
+    run_checksums,
+)
 from jax_cp_dispatch.documents.segment_ids import Ids
 from jax_cp_dispatch.documents.table import DocumentTable
 from jax_cp_dispatch.masks import Mask
+from jax_cp_dispatch.metadata import Metadata
 from jax_cp_dispatch.planning.config import PlanConfig
-from jax_cp_dispatch.planning.piece_table import PieceTable
 from jax_cp_dispatch.planning.seen_keys import SeenKeys, seen_keys
-from jax_cp_dispatch.planning.transfers import rank_slice, rank_sums
+
+# ---- `PieceTable`: pieces of documents on ranks, at home and laid out in rows, and their keys.
+
+
+class PieceTable(NamedTuple):
+    """Tokens [start, end) of documents, in the order of the ranks' rows; `row` is local to a rank.
+
+    `origin` is the received row where the document starts, or would start.
+    """
+
+    rank: Int[np.ndarray, " P"]
+    document: Int[np.ndarray, " P"]
+    start: Int[np.ndarray, " P"]
+    end: Int[np.ndarray, " P"]
+    row: Int[np.ndarray, " P"]
+    origin: Int[np.ndarray, " P"]
+
+
+class Spans(NamedTuple):
+    """Contiguous keys [start, end) of a document on a rank, in received order."""
+
+    rank: Int[np.ndarray, " G"]
+    document: Int[np.ndarray, " G"]
+    start: Int[np.ndarray, " G"]
+    end: Int[np.ndarray, " G"]
+    row: Int[np.ndarray, " G"]
+
+
+def lay_out(
+    assigned: Int[np.ndarray, "P 4"],
+    seen: SeenKeys,
+    held: PieceTable | None = None,
+) -> tuple[PieceTable, Spans]:
+    """Lays out pieces, given as sorted rows (rank, document, start, end), in rows of ranks.
+
+    Cut documents come first on each rank. All its whole documents and the last cut one are then one
+    range of its own rows, and one range of its received rows. `held` are the same pieces, laid out
+    for another mask: they keep their rows.
+    """
+    if seen.table is not None:
+        return _lay_out_documents(assigned, seen, held)
+    rank, document, start, end = assigned.T
+    _, earliest, latest = seen.keys_of(document, start, end)
+    # Adjacent keys of two pieces of a document form one span.
+    new = np.ones(len(assigned), bool)
+    new[1:] = (np.diff(rank) != 0) | (np.diff(document) != 0) | (earliest[1:] > latest[:-1])
+    first = np.flatnonzero(new)
+    span = np.cumsum(new) - 1
+    span_end = latest[np.append(first[1:], len(new)) - 1] if len(new) else latest
+    size = span_end - earliest[first]
+    own = np.add.reduceat(end - start, first) if len(new) else size
+
+    order = np.lexsort((np.arange(len(first)), size == own, rank[first]))
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    row = np.empty_like(size)
+    row[order] = _before(size[order], rank[first][order])
+    columns = (rank[first], document[first], earliest[first], span_end, row)
+    spans = Spans._make(x[order] for x in columns)
+
+    piece_order = np.argsort(place[span], kind="stable")
+    if held is not None:
+        piece_order = np.argsort(np.lexsort((held.start, held.document, held.rank)))
+    rank, document, start, end = assigned[piece_order].T
+    origin = (row - earliest[first])[span][piece_order]
+    pieces = PieceTable(rank, document, start, end, _before(end - start, rank), origin)
+    return pieces, spans
+
+
+def _lay_out_documents(
+    assigned: Int[np.ndarray, "P 4"], seen: SeenKeys, held: PieceTable | None
+) -> tuple[PieceTable, Spans]:
+    """`lay_out` if a query may see keys of several spans: those of a document are adjacent rows.
+
+    Keys between them, which no query of the rank sees, are not sent. `origin` has no meaning.
+    """
+    rank, document, start, end = assigned.T
+    new = np.ones(len(assigned), bool)
+    new[1:] = (np.diff(rank) != 0) | (np.diff(document) != 0)
+    group, first = np.cumsum(new) - 1, np.flatnonzero(new)  # a document on a rank
+    of_group = rank[first], document[first]
+
+    keys = seen.keys_of(document, start, end)
+    shift = (int(seen.lengths.max(initial=0)) + 1) * group[keys.piece]
+    order = np.argsort(shift + keys.start, kind="stable")
+    begin, stop = (shift + keys.start)[order], np.maximum.accumulate((shift + keys.end)[order])
+    is_first = np.ones(len(begin), bool)
+    is_first[1:] = begin[1:] > stop[:-1]
+    at = np.flatnonzero(is_first)
+    span_start, span_group = keys.start[order][at], group[keys.piece][order][at]
+    span_end = (stop - shift[order])[np.append(at[1:], len(stop)) - 1] if len(at) else span_start
+
+    size, own = np.zeros((2, len(first)), np.int64)
+    np.add.at(size, span_group, span_end - span_start)
+    np.add.at(own, group, end - start)
+    place = np.empty(len(first), np.int64)
+    place[np.lexsort((np.arange(len(first)), size == own, of_group[0]))] = np.arange(len(first))
+    order = np.argsort(place[span_group], kind="stable")
+    columns = (*(x[span_group] for x in of_group), span_start, span_end)
+    rows = _before((span_end - span_start)[order], of_group[0][span_group][order])
+    spans = Spans._make((*(x[order] for x in columns), rows))
+
+    piece_order = np.argsort(place[group], kind="stable")
+    if held is not None:
+        piece_order = np.argsort(np.lexsort((held.start, held.document, held.rank)))
+    rank, document, start, end = assigned[piece_order].T
+    row = _before(end - start, rank)
+    return PieceTable(rank, document, start, end, row, np.zeros_like(row)), spans
+
+
+def home_pieces(documents: DocumentTable, world_size: int) -> PieceTable:
+    """Returns the pieces at home, by document; their `origin` is that of the home's own rows."""
+    first, lengths = documents.first, documents.lengths
+    columns = documents.columns // world_size
+    first_cell = first // columns  # cells of one rank in one batch row, in the order of tokens
+    counts = np.where(lengths > 0, (first + lengths - 1) // columns - first_cell + 1, 0)
+    number = np.repeat(np.arange(len(counts)), counts)
+    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    cell = first_cell[number] + within
+    begin = cell * columns - first[number]
+    start, end = np.maximum(begin, 0), np.minimum(begin + columns, lengths[number])
+    batch, rank = np.divmod(cell, world_size)
+    row = batch * columns + start - begin
+    return PieceTable(rank, number, start, end, row, row - start)
+
+
+def _before(size: Int[np.ndarray, " N"], rank: Int[np.ndarray, " N"]) -> Int[np.ndarray, " N"]:
+    """Returns the sum of the sizes before each entry on its rank; entries are sorted by rank."""
+    before = np.cumsum(size) - size
+    first = np.searchsorted(rank, rank, side="left")
+    return before - before[first]
+
+
+# ---- Rows that move between ranks, as ranges; and their metadata, with one slot per range.
+
+
+class Transfers(NamedTuple):
+    """Ranges of rows that move from one rank to another, in the order of the receivers' rows.
+
+    NumPy on the host. Inside `jit`, unused entries have source and target W, and no tokens.
+    """
+
+    source: Int[Any, " X"]
+    target: Int[Any, " X"]
+    source_row: Int[Any, " X"]
+    target_row: Int[Any, " X"]
+    tokens: Int[Any, " X"]
+
+
+def list_transfers(pieces: PieceTable, spans: Spans) -> Transfers:
+    """Returns the longest ranges that spans take from the rows of one rank."""
+    order = np.lexsort((pieces.start, pieces.document))
+    by_place = PieceTable._make(x[order] for x in pieces)
+    longest = int(pieces.end.max(initial=0)) + 1
+    key = by_place.document * longest + by_place.start
+    first = np.searchsorted(key, spans.document * longest + spans.start, side="right") - 1
+    count = np.searchsorted(key, spans.document * longest + spans.end, side="left") - first
+    span = np.repeat(np.arange(len(count)), count)
+    source = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count - first, count)
+
+    start = np.maximum(by_place.start[source], spans.start[span])
+    end = np.minimum(by_place.end[source], spans.end[span])
+    source_row = by_place.row[source] + start - by_place.start[source]
+    target_row = spans.row[span] + start - spans.start[span]
+    source, target, tokens = by_place.rank[source], spans.rank[span], end - start
+
+    follows = np.zeros(len(tokens), bool)
+    follows[1:] = (
+        (np.diff(source) == 0)
+        & (np.diff(target) == 0)
+        & (np.diff(source_row) == tokens[:-1])
+        & (np.diff(target_row) == tokens[:-1])
+    )
+    first = np.flatnonzero(~follows)
+    tokens = np.add.reduceat(tokens, first) if len(first) else tokens
+    source, target, source_row, target_row = (
+        x[first] for x in (source, target, source_row, target_row)
+    )
+    return Transfers(source, target, source_row, target_row, tokens)
+
+
+def num_sent(transfers: Transfers, world_size: int) -> Int[np.ndarray, " W"]:
+    """Returns the number of ranges that each rank sends."""
+    return np.bincount(transfers.source, minlength=world_size)
+
+
+def make_metadata(
+    transfers: Transfers, *, world_size: int, num_slots: int, rank: int | None = None
+) -> Metadata:
+    """Returns forward metadata; `num_slots` is at least `num_sent` of each rank.
+
+    With `rank`, all arrays have a leading axis of size 1, for that rank. So there is no array of
+    size W * W, or of all slots.
+    """
+    part = rank_slice(rank)
+    counts = num_sent(transfers, world_size)
+    held = counts[part].astype(np.int32)
+    order = order_by_rank(transfers.source, rank)
+    source = transfers.source[order] - (rank or 0)
+    index = source, number_on_rank(source, held)
+
+    def by_slot(values, fill, dtype):
+        out = np.full((len(held), num_slots), fill, dtype)
+        out[index] = values[order]
+        return out
+
+    totals = rank_sums(transfers.target, transfers.tokens, world_size)
+    totals = totals[part].astype(np.uint32)
+    received = np.zeros((len(totals), world_size + 1), np.uint32)
+    is_here = slice(None) if rank is None else transfers.target == rank
+    to, by = transfers.target[is_here] - (rank or 0), transfers.source[is_here]
+    np.add.at(received, (to, by), transfers.tokens[is_here].astype(np.uint32))
+    received[:, -1] = totals
+    return Metadata(
+        dst_rank=by_slot(transfers.target, -1, np.int32),
+        dst_offset=by_slot(transfers.target_row, 0, np.uint32),
+        seq_len=by_slot(transfers.tokens, 0, np.uint32),
+        src_offset=by_slot(transfers.source_row, 0, np.uint32),
+        num_recv_tokens=received,
+        num_seqs=held,
+        num_total_recv_tokens=totals,
+        world_size=world_size,
+    )
+
+
+def number_on_rank(
+    rank: Int[np.ndarray, " N"], counts: Int[np.ndarray, " W"]
+) -> Int[np.ndarray, " N"]:
+    """Returns the number of earlier entries of the same rank; entries are sorted by rank."""
+    return np.arange(len(rank)) - (np.cumsum(counts) - counts)[rank]
+
+
+def rank_sums(
+    rank: Int[np.ndarray, " N"], values: Int[np.ndarray, " N"], world_size: int
+) -> Int[np.ndarray, " W"]:
+    out = np.zeros(world_size, np.int64)
+    np.add.at(out, rank, values)
+    return out
+
+
+def num_moved(op: str, metadata: Metadata, ranks_per_node: int = 1) -> int:
+    """Returns the rows that move between nodes, by default between ranks; each copy counts.
+
+    Of stacked plans, the sum. Read outside `jit`.
+
+    Raises:
+      ValueError: this is one rank's part of a plan.
+    """
+    received = np.asarray(metadata.num_recv_tokens)[..., :-1]
+    held, world_size = received.shape[-2:]
+    check_all_ranks(op, held, world_size)
+    node = np.arange(world_size) // ranks_per_node
+    stays = node[:, None] == node
+    return int(received.sum(dtype=np.int64) - received[..., stays].sum(dtype=np.int64))
+
+
+def check_rank(op: str, rank: int | None, world_size: int) -> None:
+    if rank is None:
+        return
+    check_integer(op, "rank", rank)
+    if not 0 <= rank < world_size:
+        raise ValueError(f"{op}: rank is {rank}; it needs to be in [0, {world_size}), or None.")
+
+
+def check_all_ranks(op: str, held: int, world_size: int) -> None:
+    """Requires what depends on all ranks."""
+    if held != world_size:
+        raise ValueError(
+            f"{op}: this is the part of {held} of {world_size} ranks. Call it on the plan, "
+            "placement or routing of all ranks."
+        )
+
+
+def rank_slice(rank: int | None) -> slice:
+    """Returns the slice of a leading axis over ranks that keeps one rank, or all."""
+    return slice(None) if rank is None else slice(rank, rank + 1)
+
+
+def order_by_rank(ranks: Int[np.ndarray, " N"], rank: int | None) -> Int[np.ndarray, " M"]:
+    """Returns the indices of the entries of one rank, or of all, one rank after another."""
+    return np.argsort(ranks, kind="stable") if rank is None else np.flatnonzero(ranks == rank)
+
 
 Problem = TypeVar("Problem")
 
@@ -167,3 +458,70 @@ def check_mean_queries(op: str, config: PlanConfig, num_queries: int, world_size
             f"at least {mean} of them, but q_capacity is {config.q_capacity}. Pass q_capacity>="
             f"{mean} or None in PlanConfig."
         )
+
+
+# ---- The fingerprint of a plan made on the host, from the pieces of documents that ranks hold.
+
+
+def pieces_fingerprint(
+    request: PlanRequest, computed: PieceTable, held: PieceTable, in_order: Mask | None = None
+) -> Int32[np.ndarray, "W F"]:
+    """Returns the fingerprint of a plan of all ranks.
+
+    Positions of padding do not count.
+
+    Args:
+      request: with the segment ids and positions of the batch.
+      computed: where each piece is computed.
+      held: the order of the rows that ranks pass to attention.
+      in_order: a mask of arrays, in this order.
+    """
+    documents, positions, world_size = request.documents, request.positions, request.world_size
+    rank, row, length, document, start = _by_row(held)
+    ids = run_checksums(
+        *_with_padding(
+            (rank, row, length, documents.ids[document]),
+            documents.num_tokens // world_size,
+            world_size,
+        ),
+        step=ID_STEP,
+        num_ranks=world_size,
+    )
+    runs = rank, row, length, start
+    if positions is not None:
+        within = np.arange(length.sum()) - np.repeat(np.cumsum(length) - length, length)
+        rank, row, token = (
+            np.repeat(x, length) for x in (rank, row, documents.first[document] + start)
+        )
+        value = np.asarray(positions).reshape(-1)[token + within]
+        runs = rank, row + within, np.ones_like(row), value
+    places = run_checksums(*runs, step=POSITION_STEP, num_ranks=world_size)
+    own: list[Any] = [ids, places]
+    if in_order is not None:
+        own.append(mask_checksums(jax.tree.map(np.asarray, in_order), world_size))
+    digest = plan_digest(request.config, request.mask.kind, *computed[:4])
+    return make_fingerprint(own, digest)
+
+
+def _by_row(pieces: PieceTable) -> tuple[Int[np.ndarray, " P"], ...]:
+    """Returns rank, first row, length, document and start of each piece, by rank and row."""
+    order = np.lexsort((pieces.row, pieces.rank))
+    columns = pieces.rank, pieces.row, pieces.end - pieces.start, pieces.document, pieces.start
+    rank, row, length, document, start = (x[order] for x in columns)
+    return rank, row, length, document, start
+
+
+def _with_padding(
+    runs: tuple[Int[np.ndarray, " P"], ...], num_tokens: int, world_size: int
+) -> list[Int[np.ndarray, " N"]]:
+    """Returns rank, first row, length and id of these runs, and of the padding around them."""
+    ends = np.arange(world_size), np.full(world_size, num_tokens), *np.zeros((2, world_size), int)
+    rank, row, length, ids = (np.concatenate(x) for x in zip(runs, ends, strict=True))
+    order = np.lexsort((row, rank))
+    rank, row, length, ids = (x[order] for x in (rank, row, length, ids))
+    before = np.zeros_like(row)
+    before[1:] = np.where(rank[1:] == rank[:-1], (row + length)[:-1], 0)
+    gaps = rank, before, row - before, np.zeros_like(ids)
+    runs = rank, row, length, ids
+    every = [np.stack(x, axis=1).reshape(-1) for x in zip(gaps, runs, strict=True)]
+    return [x[every[2] > 0] for x in every]

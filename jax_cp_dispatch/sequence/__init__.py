@@ -11,14 +11,12 @@
 """
 
 from jax_cp_dispatch.sequence.check_tokens import check_tokens, token_checksums
-from jax_cp_dispatch.sequence.conv import causal_conv
 from jax_cp_dispatch.sequence.delta_rule import gated_delta_rule
-from jax_cp_dispatch.sequence.document_pieces import document_pieces
 from jax_cp_dispatch.sequence.linear_attention import linear_attention
 from jax_cp_dispatch.sequence.linear_recurrence import linear_recurrence
-from jax_cp_dispatch.sequence.pieces import Pieces
+from jax_cp_dispatch.sequence.pieces import Pieces, document_pieces
 from jax_cp_dispatch.sequence.recurrence import recurrence
-from jax_cp_dispatch.sequence.shift import shift, shift_documents
+from jax_cp_dispatch.sequence.shift import causal_conv, shift, shift_documents
 
 __all__ = [
     "Pieces",

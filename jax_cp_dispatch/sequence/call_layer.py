@@ -12,21 +12,32 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jax_cp_dispatch._ranks.call_context import is_on_rank
-from jax_cp_dispatch._ranks.varying import vary_alike
-from jax_cp_dispatch.documents.given import GivenDocuments, read_given_tokens, read_sequences
-from jax_cp_dispatch.documents.ranges import PackedMask
+from jax_cp_dispatch._ranks.options import is_on_rank, vary_alike
+from jax_cp_dispatch.documents.documents import GivenDocuments, read_given_tokens, read_sequences
+from jax_cp_dispatch.documents.layouts import PackedMask
 from jax_cp_dispatch.documents.segment_ids import check_documents, is_on_host
-from jax_cp_dispatch.global_call.explicit_axes import explicit_axes, refuse_explicit_axes
-from jax_cp_dispatch.global_call.mesh_axes import GivenAxes, MeshAxes, find_axes
-from jax_cp_dispatch.global_call.on_all_ranks import cut_tokens, on_all_ranks, pad_tokens
+from jax_cp_dispatch.global_call import (
+    GivenAxes,
+    MeshAxes,
+    cut_tokens,
+    explicit_axes,
+    find_axes,
+    on_all_ranks,
+    pad_tokens,
+    refuse_explicit_axes,
+)
 from jax_cp_dispatch.masks.mask import PACKED
 from jax_cp_dispatch.planning import Plan
-from jax_cp_dispatch.planning.stack import check_groups, is_of_all, is_stack
-from jax_cp_dispatch.sequence.carried import Carried, check_order, state_of_all
-from jax_cp_dispatch.sequence.chunk_order import confirmed, only_if_right
-from jax_cp_dispatch.sequence.document_pieces import pieces_from_ids
-from jax_cp_dispatch.sequence.pieces import Options, Pieces, pieces_from_plan
+from jax_cp_dispatch.planning.plan import check_groups, is_of_all, is_stack
+from jax_cp_dispatch.sequence.chains import Carried, check_order, state_of_all
+from jax_cp_dispatch.sequence.pieces import (
+    Options,
+    Pieces,
+    confirmed,
+    only_if_right,
+    pieces_from_ids,
+    pieces_from_plan,
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,24 +18,22 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
 from jaxtyping import Array, Bool, PyTree, Shaped, UInt32
 
-from jax_cp_dispatch._arguments import HostOrDevice, check_array, check_type
-from jax_cp_dispatch._ranks.call_context import is_on_rank
+from jax_cp_dispatch._arguments import HostOrDevice, check_type
+from jax_cp_dispatch._door import door
 from jax_cp_dispatch._ranks.communicator import AxisName
-from jax_cp_dispatch._ranks.options import CollectiveOptions
-from jax_cp_dispatch._ranks.varying import vary_alike
+from jax_cp_dispatch._ranks.options import CollectiveOptions, is_on_rank, vary_alike
 from jax_cp_dispatch.documents import Documents
+from jax_cp_dispatch.documents.documents import read_given_tokens
 from jax_cp_dispatch.documents.fingerprint import WRONG_TOKENS, mix, order_fingerprint
-from jax_cp_dispatch.documents.given import read_given_tokens
-from jax_cp_dispatch.documents.order import gather_sequence
-from jax_cp_dispatch.global_call.mesh_axes import GivenAxes, find_axes
-from jax_cp_dispatch.global_call.on_all_ranks import on_all_ranks, pad_tokens
-from jax_cp_dispatch.sequence.chunk_order import confirmed
-from jax_cp_dispatch.sequence.pieces import Options
+from jax_cp_dispatch.documents.segment_ids import gather_sequence
+from jax_cp_dispatch.global_call import GivenAxes, find_axes, on_all_ranks, pad_tokens
+from jax_cp_dispatch.sequence.pieces import Options, confirmed
 
 _OP, _OF_LOADER = "check_tokens", "token_checksums"
 _FACTOR = np.uint32(0x9E3779B1)
 
 
+@door(_OF_LOADER)
 def token_checksums(
     arrays: PyTree[Shaped[HostOrDevice, "B T ..."]], *, documents: Documents
 ) -> UInt32[HostOrDevice, "B arrays 2"]:
@@ -55,6 +53,7 @@ def token_checksums(
     return _sums(_Tokens(leaves, documents.segment_ids, documents.positions))
 
 
+@door(_OP, checksums="Pass token_checksums of the same rows and arrays.")
 def check_tokens(
     arrays: PyTree[Shaped[HostOrDevice, "B T ..."]],
     checksums: UInt32[HostOrDevice, "B arrays 2"],
@@ -90,13 +89,10 @@ def check_tokens(
     """
     options = Options.of_call(_OP, axis_name, implementation, deadline).exchange
     leaves = _read(_OP, arrays, documents)
-    check_array(_OP, "checksums", checksums)
-    needed = leaves[0].shape[0], len(leaves), 2
-    if checksums.shape != needed or checksums.dtype != np.uint32:
+    if checksums.shape[1] != len(leaves):
         raise ValueError(
-            f"{_OP}: checksums are {checksums.dtype}{list(checksums.shape)} but {len(leaves)} "
-            f"arrays of {needed[0]} batch rows have uint32{list(needed)}. Pass token_checksums of "
-            "the same rows and arrays."
+            f"{_OP}: checksums are of {checksums.shape[1]} arrays but got {len(leaves)}. Pass "
+            "token_checksums of the same arrays."
         )
     given = read_given_tokens(_OP, documents, None, None)
     tokens = _Tokens(leaves, documents.segment_ids, documents.positions)
@@ -181,14 +177,11 @@ def _words(x: Any) -> Any:
     return x.astype(np.uint32)
 
 
-def _read(op: str, arrays: Any, documents: Documents) -> list[Any]:
+def _read(op: str, arrays: Any, documents: Any) -> list[Any]:
     """Returns the checked arrays."""
     check_type(op, "documents", documents, Documents, "Pass Documents(segment_ids, positions).")
     leaves, shape = jax.tree.leaves(arrays), documents.segment_ids.shape
-    if not leaves:
-        raise ValueError(f"{op}: got no arrays. Pass the tokens, and what else moves with them.")
     for number, x in enumerate(leaves):
-        check_array(op, f"array {number}", x)
         if x.shape[:2] != shape or jnp.issubdtype(x.dtype, jnp.complexfloating):
             raise ValueError(
                 f"{op}: array {number} is {x.dtype}{list(x.shape)}; it needs integers or floats "

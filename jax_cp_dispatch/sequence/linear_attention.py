@@ -11,27 +11,33 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, Int32, Integer
 
 from jax_cp_dispatch._arguments import HostOrDevice
+from jax_cp_dispatch._door import door
 from jax_cp_dispatch._ranks.communicator import AxisName
 from jax_cp_dispatch.documents import Documents
 from jax_cp_dispatch.sequence.call_layer import Axes, Layer, Where, call_layer
-from jax_cp_dispatch.sequence.chains import CutPieces
-from jax_cp_dispatch.sequence.chunks import Chunks, default_chunk, same_piece
-from jax_cp_dispatch.sequence.decays import decayed_scores, make_decays
+from jax_cp_dispatch.sequence.chains import Carried, CutPieces, Links, read
+from jax_cp_dispatch.sequence.chunks import (
+    Chunks,
+    Steps,
+    decayed_scores,
+    default_chunk,
+    make_decays,
+    same_piece,
+)
 from jax_cp_dispatch.sequence.pieces import Cuts, Options, Pieces
 from jax_cp_dispatch.sequence.recurrence import (
+    STEPS_OF_HEADS,
     Recur,
-    carried_heads,
     check_decay,
     check_heads,
     chunks_of,
     heads_first,
 )
-from jax_cp_dispatch.sequence.states import Links, read
-from jax_cp_dispatch.sequence.walks import Steps
 
 _OP = "linear_attention"
 
 
+@door(_OP, **STEPS_OF_HEADS)
 def linear_attention(
     q: Float[HostOrDevice, "B T K H"],
     k: Float[HostOrDevice, "B T K H"],
@@ -77,14 +83,13 @@ def linear_attention(
       jax.errors.JaxRuntimeError: at run time, see `dispatch`.
     """
     options = Options.of_call(_OP, axis_name, implementation, deadline)
-    check_heads(_OP, q, k, v, log_decay)
+    check_heads(_OP, k, v)
     kernel = LinearAttention(1.0 if scale is None else float(scale), default_chunk())
     tokens = {"v": v, "q": q, "k": k, "log_decay": log_decay}
     layer = Layer(options, Recur(kernel), num_heads=v.shape[2], grouped=("q", "k"))
     where, axes = Where(documents, segment_ids, positions), Axes(mesh, batch_axis, head_axis)
     check_decay(_OP, log_decay, where)
-    carried = carried_heads(_OP, k, v, initial_state, return_state)
-    return call_layer(layer, tokens, (), where, axes, carried)
+    return call_layer(layer, tokens, (), where, axes, Carried(initial_state, return_state))
 
 
 @dataclasses.dataclass(frozen=True)

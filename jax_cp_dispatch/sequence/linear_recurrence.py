@@ -13,17 +13,24 @@ from jaxtyping import Array, Float, Int32, Integer
 
 from jax_cp_dispatch._arguments import HostOrDevice
 from jax_cp_dispatch._arrays import only_where
+from jax_cp_dispatch._door import door
 from jax_cp_dispatch._ranks.communicator import AxisName
 from jax_cp_dispatch.documents import Documents
+from jax_cp_dispatch.documents.segment_ids import STEPS_OF_DOCUMENTS
 from jax_cp_dispatch.sequence.call_layer import Axes, Layer, Where, call_layer
-from jax_cp_dispatch.sequence.carried import Carried, check_state
-from jax_cp_dispatch.sequence.chains import CutPieces
+from jax_cp_dispatch.sequence.chains import Carried, CutPieces
 from jax_cp_dispatch.sequence.pieces import Options, Pieces
-from jax_cp_dispatch.sequence.recurrence import Recur, check_decay, check_elementwise, wide
+from jax_cp_dispatch.sequence.recurrence import Recur, check_decay, wide
 
 _OP = "linear_recurrence"
 
 
+@door(
+    _OP,
+    **STEPS_OF_DOCUMENTS,
+    log_decay="Pass jnp.broadcast_to(log_decay, x.shape).",
+    initial_state="Pass the last h of each running document.",
+)
 def linear_recurrence(
     x: Float[HostOrDevice, "B T *F"],
     log_decay: Float[HostOrDevice, "B T *F"],
@@ -64,12 +71,9 @@ def linear_recurrence(
       jax.errors.JaxRuntimeError: at run time, see `dispatch`.
     """
     options = Options.of_call(_OP, axis_name, implementation, deadline)
-    check_elementwise(_OP, x, log_decay)
     where, axes = Where(documents, segment_ids, positions), Axes(mesh, batch_axis, head_axis)
     check_decay(_OP, log_decay, where)
     layer = Layer(options, Recur(LinearRecurrence()))
-    like = jax.ShapeDtypeStruct((x.shape[0], *x.shape[2:]), jnp.float32)
-    check_state(_OP, initial_state, like, "Pass the last h of each running document.")
     tokens, carried = {"x": x, "log_decay": log_decay}, Carried(initial_state, return_state)
     return call_layer(layer, tokens, (), where, axes, carried)
 

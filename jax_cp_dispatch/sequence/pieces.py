@@ -15,16 +15,33 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int32, PyTree, Shaped
 
-from jax_cp_dispatch._arrays import only_where
-from jax_cp_dispatch._ranks.communicator import AxisName
-from jax_cp_dispatch._ranks.options import CollectiveOptions, read_options
-from jax_cp_dispatch._ranks.varying import vary_alike
-from jax_cp_dispatch._scans import running_max
-from jax_cp_dispatch.documents.fingerprint import rank_fingerprint
-from jax_cp_dispatch.masks.mask import PACKED, Order
+from jax_cp_dispatch._arrays import At, only_where, running_max, running_maxima
+from jax_cp_dispatch._dispatch.arguments import outgoing
+from jax_cp_dispatch._dispatch.movement import move
+from jax_cp_dispatch._ranks.communicator import AxisName, num_ranks_here
+from jax_cp_dispatch._ranks.options import CollectiveOptions, read_options, vary_alike
+from jax_cp_dispatch.documents import Documents
+from jax_cp_dispatch.documents.documents import read_given_tokens
+from jax_cp_dispatch.documents.fingerprint import order_fault, order_fingerprint, rank_fingerprint
+from jax_cp_dispatch.documents.layouts import (
+    SequenceLayout,
+    contiguous_layout,
+    zigzag_layout,
+    zigzag_permutation,
+)
+from jax_cp_dispatch.documents.segment_ids import (
+    begin_columns,
+    gather_sequence,
+    is_in_order,
+    read_documents,
+    starts_in_order,
+)
+from jax_cp_dispatch.global_call import refuse_explicit_axes
+from jax_cp_dispatch.masks.mask import PACKED, PLACED, Order
+from jax_cp_dispatch.metadata import Metadata
 from jax_cp_dispatch.planning import Plan
+from jax_cp_dispatch.planning.plan import plan_of_group
 from jax_cp_dispatch.planning.runs import local_runs
-from jax_cp_dispatch.planning.stack import plan_of_group
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,3 +261,417 @@ def _check(options: Options, plan: Plan, shape: tuple[int, ...]) -> None:
             f"{op}: the plan is for world_size={plan.world_size} but axis "
             f"{options.axis_name!r} has {num_ranks} devices. Place the tokens again."
         )
+
+
+# ---- The first and the last document of each batch row: those that other calls may continue.
+
+# A document that the other documents of a call cannot have.
+_OWN = 2**31 - 1
+
+
+class RowEnds(NamedTuple):
+    """Where both documents begin and end, in tokens of the batch row; the same on all ranks.
+
+    Padding before the first and behind the last is not theirs. A row without tokens has none:
+    `first` is then [T, T), and `last` [0, 0).
+    """
+
+    first_begin: Int32[Array, " B"]
+    first_end: Int32[Array, " B"]
+    last_begin: Int32[Array, " B"]
+    last_end: Int32[Array, " B"]
+
+    def first_piece(self, pieces: Pieces) -> Cuts:
+        """Returns this rank's part of the first documents, by batch row."""
+        return _part(pieces, self.first_begin, self.first_end)
+
+    def closing_piece(self, pieces: Pieces) -> Cuts:
+        """Returns the last piece of each last document, if this rank has it."""
+        piece = _part(pieces, self.last_begin, self.last_end)
+        is_last = piece.end == self.last_end - self.last_begin
+        return piece._replace(document=jnp.where(is_last, piece.document, -1))
+
+
+def _part(pieces: Pieces, begin: Array, end: Array) -> Cuts:
+    rows = pieces.begin.shape[1]
+    rank_begin = jnp.asarray(pieces.rank, jnp.int32) * rows
+    first, stop = jnp.maximum(begin, rank_begin), jnp.minimum(end, rank_begin + rows)
+    slot = jnp.arange(len(begin), dtype=jnp.int32)
+    none = jnp.zeros_like(slot)
+    return Cuts(
+        document=jnp.where(first < stop, _OWN, -1),
+        start=jnp.where(first < stop, first - begin, 0),
+        length=jnp.maximum(stop - first, 0),
+        row=jnp.where(first < stop, slot * rows + first - rank_begin, 0),
+        rank=none + pieces.rank,
+        slot=slot,
+        order=none,
+        base=none,
+    )
+
+
+def chunk_ends(starts: Int32[Array, "B L"]) -> dict[str, Int32[Array, " B"]]:
+    """Returns where the tokens of this rank's part of each row begin and end, as its edges.
+
+    And how many tokens its first and its last piece have. `starts`: the first row of each row's
+    piece, -1 for padding.
+    """
+    row, is_token = jnp.arange(starts.shape[1], dtype=jnp.int32)[None], starts >= 0
+    begin = jnp.where(is_token, row, starts.shape[1]).min(1, keepdims=True)
+    last = starts.max(1, keepdims=True)
+    return {
+        "begin": begin[:, 0],
+        "begin_tokens": (is_token & (starts == begin)).sum(1, dtype=jnp.int32),
+        "end": jnp.where(is_token, row + 1, 0).max(1),
+        "end_tokens": (is_token & (starts == last)).sum(1, dtype=jnp.int32),
+    }
+
+
+def find_row_ends(edges: dict[str, Int32[Array, "B C"]], later: Cuts, rows: int) -> RowEnds:
+    """Finds them.
+
+    Args:
+      edges: of the chunks of all ranks, in the order of the sequence, with `chunk_ends`.
+      later: the pieces that continue others, of all ranks, for each chunk its first.
+      rows: tokens of a chunk.
+    """
+    shape = batch, num_chunks = edges["end"].shape
+    document, before = (x.reshape(shape) for x in (later.document, later.start))
+    chunk = jnp.arange(num_chunks, dtype=jnp.int32)[None]
+    first_row, has_tokens = chunk * rows, edges["end"] > 0
+    begin, begin_end = edges["begin"], edges["begin"] + edges["begin_tokens"]
+    head = jnp.where(has_tokens, chunk, num_chunks).min(1, keepdims=True)
+    is_head = chunk == head
+    # Documents that pieces continue have the number of the chunk where they begin.
+    own = jnp.arange(batch, dtype=jnp.int32)[:, None] * num_chunks + head
+    goes_on = (is_head & (begin_end == rows)).any(1, keepdims=True)
+    in_chunk = jnp.where(goes_on & (document == own), edges["first_tokens"], 0)
+    first_end = jnp.where(is_head, begin_end, in_chunk)
+    first_end = jnp.where(first_end > 0, first_row + first_end, 0).max(1)
+    tail = jnp.where(has_tokens, chunk, -1).max(1, keepdims=True)
+    tail_begin = edges["end"] - edges["end_tokens"]
+    last_begin = first_row + tail_begin - jnp.where(tail_begin == 0, before, 0)
+    num_tokens = num_chunks * rows
+    is_empty = ~has_tokens.any(1)
+    return RowEnds(
+        first_begin=jnp.where(has_tokens, first_row + begin, num_tokens).min(1),
+        first_end=jnp.where(is_empty, num_tokens, first_end),
+        last_begin=jnp.where(chunk == tail, last_begin, 0).max(1),
+        last_end=jnp.where(has_tokens, first_row + edges["end"], 0).max(1),
+    )
+
+
+# ---- Whether the tokens of all ranks are in the order of the layout, and what happens if not.
+#
+# Nearly always, ids ascend. The ends of the ranks' chunks, which they exchange anyway, then show
+# that
+# each document is one run. Otherwise the ranks gather all ids, as attention does.
+
+_NO_ID = np.int32(2**31 - 1)
+
+
+def chunk_order(
+    ids: Int32[Array, "G L"], places: Any, highest: Int32[Array, "G L"]
+) -> dict[str, Int32[Array, " G"]]:
+    """Returns the lowest and highest id of each chunk, and whether its ids ascend without restarts.
+
+    `highest` is the highest id so far, 0 before any.
+    A restart is a document with the id of the one before it, which only positions separate.
+    """
+    same = ids[:, 1:] == ids[:, :-1]
+    ascends = same | (ids[:, 1:] <= 0) | (ids[:, 1:] > highest[:, :-1])
+    if places is not None:
+        ascends &= ~same | (ids[:, 1:] <= 0) | (places[:, 1:] > places[:, :-1])
+    return {
+        "lowest": jnp.where(ids > 0, ids, _NO_ID).min(1, initial=_NO_ID),
+        "highest": highest.max(1, initial=0),
+        "ascends": ascends.all(1).astype(jnp.int32),
+    }
+
+
+def are_in_order(
+    exchange: CollectiveOptions,
+    layout: SequenceLayout,
+    documents: tuple[Any, Any],
+    edges: dict[str, Int32[Array, "B C"]],
+    continues: Bool[Array, "B C"],
+) -> Bool[Array, ""]:
+    """Whether each document is one run, the same on all ranks.
+
+    Args:
+      exchange: options of the call.
+      layout: of the tokens.
+      documents: segment ids and positions of this rank's columns, for the gather.
+      edges: of the chunks of all ranks, in the order of the sequence, with `chunk_order`.
+      continues: whether the first document of a chunk continues the last of the chunk before.
+    """
+    before = jnp.pad(running_max(edges["highest"])[:, :-1], ((0, 0), (1, 0)))
+    follows = (edges["lowest"] > before) | ((edges["lowest"] == before) & continues)
+    ascend = ((edges["ascends"] == 1) & follows).all()
+    (ascend,) = vary_alike([ascend], also=exchange.axis_names)
+
+    def compared() -> Array:
+        gathered = gather_sequence(exchange, documents, layout.num_ranks)
+        if layout.num_blocks > 1:
+            order = zigzag_permutation(layout.num_tokens, layout.num_ranks, inverse=True)
+            gathered = jax.tree.map(lambda x: x[:, order], gathered)
+        found = is_in_order(*gathered)
+        return vary_alike([found], also=exchange.axis_names)[0]
+
+    return lax.cond(ascend, lambda: ascend, compared)
+
+
+def confirmed(exchange: CollectiveOptions, fingerprint: Int32[Array, " 9"]) -> Bool[Array, ""]:
+    """Compares the fingerprints of all ranks where nothing moves, by an exchange of its own."""
+    rank, num_ranks = lax.axis_index(exchange.axis_name), lax.axis_size(exchange.axis_name)
+    own = (jnp.arange(num_ranks, dtype=jnp.int32) == rank).astype(jnp.uint32)
+    metadata = Metadata(
+        dst_rank=rank[None],
+        dst_offset=jnp.zeros(1, jnp.uint32),
+        seq_len=jnp.ones(1, jnp.uint32),
+        num_recv_tokens=jnp.append(own, jnp.uint32(1)),
+        world_size=num_ranks,
+    )
+    token = vary_alike([jnp.ones((1, 1), jnp.int32)], also=exchange.axis_names)[0]
+    part = outgoing(exchange.op, "rows", token, metadata, capacity=1)
+    (received,) = move(exchange, [part._replace(fingerprint=fingerprint)])
+    return received[0, 0] == 1
+
+
+def only_if_right(is_right: Bool[Array, ""], outputs: Any) -> Any:
+    """Returns outputs, or NaN (zeros of integers): XLA's collectives raise no error."""
+
+    def one(x: Array) -> Array:
+        wrong = jnp.nan if jnp.issubdtype(x.dtype, jnp.inexact) else 0
+        return jnp.where(is_right, x, jnp.asarray(wrong, x.dtype))
+
+    return jax.tree.map(one, outputs)
+
+
+# ---- The pieces of contiguous and zigzag order, from segment ids on the ranks.
+#
+# Only the first and last piece of a chunk (a rank's part of a batch row, or half of it in zigzag
+# order) can be cut. So the ranks exchange what describes these, and whether ids ascend: at most 36
+# bytes for each chunk, and 16 more where documents may continue in another call.
+
+
+def document_pieces(
+    documents: Documents,
+    *,
+    axis_name: AxisName,
+    implementation: str | None = None,
+    deadline: float | None = None,
+) -> Pieces:
+    """Finds the pieces of this rank's rows, once for all layers of a step.
+
+    Call inside `jax.shard_map` over `axis_name`, on every rank, and pass the result as `documents`
+    to the functions of this module. They then exchange nothing but what the layer needs; given the
+    documents, each of them finds the pieces again. Not differentiable.
+
+    Args:
+      documents: this rank's columns of them, through `in_specs=documents.specs(axis_name)`, in any
+        order.
+      axis_name: the mesh axis of the ranks, or several, major axis first.
+      implementation, deadline: of the exchange, see `ring_exchange`.
+    Returns:
+      The pieces; a pytree.
+    Raises:
+      TypeError, ValueError: an argument is invalid.
+      jax.errors.JaxRuntimeError: at run time, see `dispatch`.
+    """
+    op = "document_pieces"
+    options = Options.of_call(op, axis_name, implementation, deadline)
+    num_ranks = num_ranks_here(op, axis_name, "the layer itself, which takes documents")
+    given = read_given_tokens(op, documents, None, None)
+    _, segment_ids, positions = given.packed
+    shape = jnp.shape(segment_ids)
+    options = dataclasses.replace(options, order=given.order, finds_row_ends=given.order == PACKED)
+    ranks = f"axis {axis_name!r} has {num_ranks} ranks"
+    given.check_ranks(op, shape[1] * num_ranks, num_ranks, ranks)
+    refuse_explicit_axes(op, (given.packed, given.plan))
+    if given.order == PLACED:
+        return pieces_from_plan(options, given.plan, (segment_ids, positions), shape)
+    return pieces_from_ids(options, segment_ids, positions, shape)
+
+
+def pieces_from_ids(options: Options, segment_ids: Any, positions: Any, shape: Any) -> Pieces:
+    """Returns the pieces of this rank's rows [B, T]; without ids, a batch row is one document."""
+    if 0 in shape:  # as of one row of padding: no layer reads them
+        one = jnp.zeros([max(n, 1) for n in shape], jnp.int32)
+        pieces = pieces_from_ids(options, one, None, one.shape)
+        return dataclasses.replace(pieces, batch=shape[0], num_tokens=shape[1])
+    batch, num_tokens = shape
+    num_ranks = jax.lax.axis_size(options.axis_name)
+    is_zigzag = options.order.layout == "zigzag" and num_ranks > 1
+    make = zigzag_layout if is_zigzag else contiguous_layout
+    layout = make(num_ranks, num_tokens)
+    checks_order = options.checks_order and segment_ids is not None
+    if segment_ids is None:
+        segment_ids = np.ones(shape, np.int32)
+    segment_ids, positions = read_documents(options.op, segment_ids, positions)
+    are_right: Any = True
+    if any(x is not None and x.dtype != np.int32 for x in (segment_ids, positions)):
+        segment_ids, are_right = _numbered(options.exchange, layout, segment_ids, positions)
+        positions = None
+    ids, places = _grouped(layout, segment_ids), None
+    if positions is not None:
+        places = _grouped(layout, positions)
+    begins, highest = running_maxima([begin_columns(ids, places), jnp.maximum(ids, 0)])
+    starts = jnp.where(ids > 0, begins, -1)
+    group = jnp.arange(len(starts), dtype=jnp.int32)[:, None] * layout.block_rows
+    edges = _edges(layout, ids, places, starts)
+    if checks_order:
+        edges |= chunk_order(ids, places, highest)
+    if options.finds_row_ends:
+        edges |= chunk_ends(starts)
+    edges = _in_sequence(options.exchange, layout, edges)
+    continues = _continues(edges)
+    later, earlier = _cuts(layout, edges, continues)
+    rank, fingerprint = jax.lax.axis_index(options.axis_name), None
+    if checks_order:
+        documents = segment_ids, positions
+        in_order = are_in_order(options.exchange, layout, documents, edges, continues[:, :-1])
+        fingerprint = order_fingerprint(order_fault(in_order & are_right), rank)
+    begin = jnp.where(starts >= 0, starts + group, -1)
+    (begin,) = vary_alike([begin], also=options.exchange.axis_names)
+    return Pieces(
+        begin=begin,
+        later=later,
+        earlier=earlier,
+        rank=rank,
+        fingerprint=fingerprint,
+        row_ends=find_row_ends(edges, later, num_tokens) if options.finds_row_ends else None,
+        batch=batch,
+        num_tokens=num_tokens,
+        world_size=num_ranks,
+        num_slots=batch * layout.num_blocks,
+        chains=(batch, max(num_ranks * layout.num_blocks - 1, 1)),
+        min_tokens=max(int(layout.lengths.min()), 1),
+    )
+
+
+def _numbered(
+    exchange: CollectiveOptions, layout: SequenceLayout, segment_ids: Any, positions: Any
+) -> tuple[Array, Array]:
+    """Returns ids that number the documents, as int32, and whether documents are in order.
+
+    The ranks gather ids and positions beyond int32, and compare them in their own dtype.
+    """
+    documents = jax.tree.map(jnp.asarray, (segment_ids, positions))
+    whole = gather_sequence(exchange, documents, layout.num_ranks)
+    order = None
+    if layout.num_blocks > 1:
+        order = zigzag_permutation(layout.num_tokens, layout.num_ranks)
+        whole = jax.tree.map(lambda x: x[:, np.argsort(order)], whole)
+    starts, are_right = starts_in_order(*whole)
+    (starts,) = vary_alike(
+        [starts if order is None else starts[:, order]], also=exchange.axis_names
+    )
+    size = segment_ids.shape[1]
+    first = jax.lax.axis_index(exchange.axis_name) * size
+    return lax.dynamic_slice_in_dim(starts, first, size, axis=1) + 1, are_right
+
+
+def _grouped(layout: SequenceLayout, x: Any) -> Array:
+    """Cuts a rank's columns into chunks, [B * chunks, rows]; the missing row of one is padding."""
+    missing = layout.num_rows - x.shape[1]
+    return jnp.pad(jnp.asarray(x), ((0, 0), (0, missing))).reshape(-1, layout.block_rows)
+
+
+def _edges(layout: SequenceLayout, ids, places, starts) -> dict[str, Array]:
+    """Returns id, position and length of the first and last piece of each chunk, [B * chunks]."""
+    lengths = np.tile(layout.lengths[0], len(ids) // layout.num_blocks).astype(np.int32)
+    last = np.stack([np.arange(len(ids)), np.maximum(lengths - 1, 0)], 1).astype(np.int32)
+    at_last = At(jnp.asarray(last), (0, 1)).take
+    row = jnp.arange(starts.shape[1], dtype=jnp.int32)
+    is_first = (starts == 0) & (row[None] < lengths[:, None])
+    last_start, last_id = at_last(starts), jnp.maximum(at_last(ids), 0)
+    edges = {
+        "first": jnp.maximum(ids[:, 0], 0),
+        "last": jnp.where(lengths > 0, last_id, 0),
+        "first_tokens": is_first.sum(1, dtype=jnp.int32),
+        "last_tokens": jnp.where(last_start >= 0, lengths - last_start, 0),
+    }
+    if places is not None:
+        edges |= {"first_position": places[:, 0], "last_position": at_last(places)}
+    return edges
+
+
+def _order(layout: SequenceLayout) -> np.ndarray:
+    """Returns the chunks, which come one rank after another, in the order of the sequence."""
+    return np.argsort(layout.starts.reshape(-1), kind="stable")
+
+
+def _in_sequence(
+    exchange: CollectiveOptions, layout: SequenceLayout, edges: dict[str, Array]
+) -> dict[str, Array]:
+    """Returns what describes the chunks of all ranks, [B, chunks], in the order of the sequence."""
+    own = jnp.stack(list(edges.values()), -1)  # one array moves
+    shape = -1, layout.num_ranks * layout.num_blocks, len(edges)
+    columns = own.reshape(-1, layout.num_blocks * len(edges))
+    everything = gather_sequence(exchange, columns, layout.num_ranks).reshape(shape)
+    if layout.num_blocks > 1:
+        everything = everything[:, _order(layout)]
+    named = enumerate(edges)
+    return {x: lax.index_in_dim(everything, i, axis=2, keepdims=False) for i, x in named}
+
+
+def _continues(edges: dict[str, Array]) -> Array:
+    """Returns whether the document at each edge goes on behind it, [B, chunks + 1]."""
+    continues = (edges["first"][:, 1:] == edges["last"][:, :-1]) & (edges["first"][:, 1:] > 0)
+    if "first_position" in edges:
+        continues &= edges["first_position"][:, 1:] > edges["last_position"][:, :-1]
+    return jnp.pad(continues, ((0, 0), (1, 1)))
+
+
+def _cuts(layout: SequenceLayout, edges: dict[str, Array], continues: Array) -> tuple[Cuts, Cuts]:
+    """Returns the pieces that continue others, and those that are continued, of all ranks."""
+    order = _order(layout)
+    of_chunks = lambda x: x.reshape(1, -1)[:, order].astype(np.int32)
+    starts, lengths = of_chunks(layout.starts), of_chunks(layout.lengths)
+    batch, num_chunks = edges["first"].shape
+    order, batch_row = order.astype(np.int32), np.arange(batch, dtype=np.int32)[:, None]
+    before, after = continues[:, :-1], continues[:, 1:]
+    chunk = jnp.arange(num_chunks, dtype=jnp.int32)[None]
+    is_whole = edges["last_tokens"] == lengths  # one piece
+    # The chunk where the last document of a chunk begins, and its first token in the sequence.
+    first_token = starts + lengths - edges["last_tokens"]
+    own = [jnp.broadcast_to(chunk, before.shape), first_token]
+    head, origin = running_maxima([jnp.where(before & is_whole, -1, x) for x in own])
+    number = batch_row * num_chunks + head
+    previous = lambda x: jnp.pad(x[:, :-1], ((0, 0), (1, 0)))
+    slot = order[None] % layout.num_blocks
+    rank, group = order[None] // layout.num_blocks, batch_row * layout.num_blocks + slot
+    row = group * layout.block_rows
+    row, rank, group = (jnp.broadcast_to(x, before.shape) for x in (row, rank, group))
+    index = chunk - previous(head)  # of the first piece in its document
+    base = batch_row * (num_chunks - 1)
+    if layout.num_blocks > 1:  # a rank's second chunk comes behind its first in the buffer
+        first = order[None] % layout.num_blocks == 0
+        partner = np.argsort(order)[order - 1]  # the first chunk of the rank of a second one
+        other = lambda x: x[:, partner]
+        apart = other(before) & (other(previous(number)) != previous(number))
+        base = base + jnp.where(~first & apart, other(index), 0)
+    later = Cuts(
+        jnp.where(before, previous(number), -1),
+        jnp.where(before, starts - previous(origin), 0),
+        edges["first_tokens"],
+        row,
+        rank,
+        group,
+        index,
+        jnp.broadcast_to(base, before.shape),
+    )
+    begin = lengths - edges["last_tokens"]
+    earlier = Cuts(
+        jnp.where(after, number, -1),
+        jnp.where(after, first_token - origin, 0),
+        edges["last_tokens"],
+        row + begin,
+        rank,
+        group,
+        chunk - head,
+        jnp.zeros(before.shape, jnp.int32),
+    )
+    flat = lambda x: jnp.asarray(x, jnp.int32).reshape(-1)
+    return Cuts._make(map(flat, later)), Cuts._make(map(flat, earlier))

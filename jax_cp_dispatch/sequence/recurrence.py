@@ -13,66 +13,39 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, Int32, Integer, PyTree, Shaped
 
-from jax_cp_dispatch._arguments import HostOrDevice, check_array, is_on_host
+from jax_cp_dispatch._arguments import HostOrDevice, is_on_host
 from jax_cp_dispatch._arrays import chosen, only_where, sum_dtype
+from jax_cp_dispatch._door import door
 from jax_cp_dispatch._ranks.communicator import AxisName
 from jax_cp_dispatch.documents import Documents
+from jax_cp_dispatch.documents.segment_ids import STEPS_OF_DOCUMENTS
 from jax_cp_dispatch.sequence.call_layer import Axes, Layer, Where, call_layer
-from jax_cp_dispatch.sequence.carried import Carried, check_state, last_states
-from jax_cp_dispatch.sequence.chains import CutPieces
+from jax_cp_dispatch.sequence.chains import Carried, CutPieces, check_state, last_states
 from jax_cp_dispatch.sequence.chunks import Chunks, cut_into_chunks
 from jax_cp_dispatch.sequence.pieces import Cuts, Options, Pieces
 
+STEPS_OF_HEADS = {
+    **STEPS_OF_DOCUMENTS,
+    "q": "Pass heads as axis 2.",
+    "k": "Pass heads as axis 2, as many as q has.",
+    "v": "Pass heads as axis 2.",
+    "log_decay": "Pass one number per head, [B, T, N], or per channel of the key, [B, T, N, H].",
+    "beta": "Pass one number per head.",
+    "initial_state": "Pass a state for each batch row and head.",
+}
 
-def check_floats(op: str, **arrays: Any) -> None:
-    """Requires arrays of floats; those that are None are not given."""
-    for name, x in arrays.items():
-        if x is None:
-            continue
-        check_array(op, name, x)
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise TypeError(f"{op}: {name} has dtype {x.dtype}; it needs to be floats. Cast it.")
 
-
-def check_rows(op: str, name: str, tree: Any) -> None:
-    """Requires arrays [B, T, ...] of equal B and T, at least one."""
-    leaves = jax.tree.leaves(tree)
-    for x in leaves:
-        check_array(op, name, x)
-    if not leaves or any(x.ndim < 2 or x.shape[:2] != leaves[0].shape[:2] for x in leaves):
+def check_heads(op: str, k: Any, v: Any) -> None:
+    """Requires matching numbers of heads, with features."""
+    if not k.shape[2] or not v.shape[2] or v.shape[2] % k.shape[2]:
         raise ValueError(
-            f"{op}: {name} has arrays of shapes {[x.shape for x in leaves]}; they need "
-            "[B, T, ...] with equal B and T. Pass at least one such array."
-        )
-
-
-def check_heads(op: str, q: Any, k: Any, v: Any, log_decay: Any, beta: Any = None) -> None:
-    """Requires queries, keys and values of matching heads, with their decays."""
-    check_floats(op, q=q, k=k, v=v, log_decay=log_decay, beta=beta)
-    if q.ndim != 4 or v.ndim != 4 or q.shape != k.shape or q.shape[:2] != v.shape[:2]:
-        raise ValueError(
-            f"{op}: q, k, v have shapes {q.shape}, {k.shape}, {v.shape}; they need [B, T, K, H], "
-            "[B, T, K, H] and [B, T, N, Hv]. Pass heads as axis 2."
-        )
-    if not q.shape[2] or not v.shape[2] or v.shape[2] % q.shape[2]:
-        raise ValueError(
-            f"{op}: v has {v.shape[2]} heads but k has {q.shape[2]}, which must divide them. Pass "
+            f"{op}: v has {v.shape[2]} heads but k has {k.shape[2]}, which must divide them. Pass "
             "one key head for each group of value heads, at least one."
         )
-    if not q.shape[3]:
+    if not k.shape[3]:
         raise ValueError(
             f"{op}: heads of q and k have size 0; they need at least one feature. Pass those of a "
             "state with rows."
-        )
-    heads = v.shape[:3]
-    if log_decay.shape not in (heads, (*heads, q.shape[3])):
-        raise ValueError(
-            f"{op}: log_decay has shape {log_decay.shape}; it needs {heads} (per head) or "
-            f"{(*heads, q.shape[3])} (per channel). Pass one of these."
-        )
-    if beta is not None and beta.shape != heads:
-        raise ValueError(
-            f"{op}: beta has shape {beta.shape}; it needs {heads}. Pass one number per head."
         )
 
 
@@ -93,23 +66,6 @@ def check_decay(op: str, log_decay: Any, where: Where) -> None:
             f"{op}: log_decay[{at}] is {known[tuple(wrong[0])]:g}; it needs to be at most 0, the "
             "logarithm of a decay in [0, 1], or states grow without bound. Pass jnp.log of decays, "
             "or -jax.nn.softplus(x)."
-        )
-
-
-def carried_heads(op: str, k: Any, v: Any, initial_state: Any, return_state: bool) -> Carried:
-    """Returns the state [B, N, H, Hv] of a call, checked."""
-    shape = v.shape[0], v.shape[2], k.shape[3], v.shape[3]
-    like = jax.ShapeDtypeStruct(shape, jnp.float32)
-    check_state(op, initial_state, like, "Pass a state for each batch row and head.")
-    return Carried(initial_state, return_state)
-
-
-def check_elementwise(op: str, x: Any, log_decay: Any) -> None:
-    check_floats(op, x=x, log_decay=log_decay)
-    if x.ndim < 2 or x.shape != log_decay.shape:
-        raise ValueError(
-            f"{op}: x has shape {x.shape} and log_decay {log_decay.shape}; they need to be equal, "
-            "[B, T, ...]. Pass jnp.broadcast_to(log_decay, x.shape)."
         )
 
 
@@ -167,6 +123,7 @@ class Kernel(Protocol):
         ...
 
 
+@door(_OP, **STEPS_OF_DOCUMENTS, initial_state=_STATE)
 def recurrence(
     inputs: PyTree[Shaped[HostOrDevice, "B T ..."]],
     local: Any,
@@ -225,22 +182,9 @@ def recurrence(
             f"{_OP}: local is of type {type(local).__name__}, without {', '.join(missing)}. Pass "
             "an object with the functions summary, apply and run."
         )
-    check_rows(_OP, "inputs", inputs)
-    _check_rows_of_state(initial_state, jax.tree.leaves(inputs)[0].shape[0])
     layer = Layer(options, Recur(OfUser(local)))
     where, axes = Where(documents, segment_ids, positions), Axes(mesh, batch_axis, head_axis)
     return call_layer(layer, inputs, (), where, axes, Carried(initial_state, return_state))
-
-
-def _check_rows_of_state(state: Any, batch: int) -> None:
-    """Requires arrays [B, ...]; the kernel knows the rest of their shapes."""
-    for x in jax.tree.leaves(state):
-        check_array(_OP, "initial_state", x)
-        if x.shape[:1] != (batch,):
-            raise ValueError(
-                f"{_OP}: initial_state has an array of shape {x.shape}; it needs [B, ...] with B = "
-                f"{batch}. {_STATE}"
-            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,25 +9,129 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
-from jaxtyping import Array, Integer, PyTree, Shaped
+from jaxtyping import Array, Float, Int32, Integer, PyTree, Shaped
 
 from jax_cp_dispatch._arguments import HostOrDevice, check_integer, check_value_of
-from jax_cp_dispatch._arrays import chosen
+from jax_cp_dispatch._arrays import chosen, only_where, sum_dtype
+from jax_cp_dispatch._dispatch.arguments import outgoing
+from jax_cp_dispatch._dispatch.movement import move
+from jax_cp_dispatch._door import door
 from jax_cp_dispatch._ranks.communicator import AxisName
-from jax_cp_dispatch._ranks.varying import varying_axes
+from jax_cp_dispatch._ranks.options import CollectiveOptions, varying_axes
 from jax_cp_dispatch.documents import Documents
-from jax_cp_dispatch.documents.given import read_given_tokens
+from jax_cp_dispatch.documents.documents import read_given_tokens
+from jax_cp_dispatch.documents.segment_ids import STEPS_OF_DOCUMENTS
 from jax_cp_dispatch.documents.table import from_segment_ids
 from jax_cp_dispatch.masks.mask import PACKED
+from jax_cp_dispatch.metadata import Metadata
 from jax_cp_dispatch.sequence.call_layer import Axes, Layer, Where, call_layer
-from jax_cp_dispatch.sequence.carried import Carried, check_state, last_rows
-from jax_cp_dispatch.sequence.halo import receive_halo
-from jax_cp_dispatch.sequence.pieces import Options, Pieces
-from jax_cp_dispatch.sequence.recurrence import check_rows
+from jax_cp_dispatch.sequence.chains import Carried, check_state, last_rows
+from jax_cp_dispatch.sequence.pieces import Cuts, Options, Pieces
+
+# ---- The rows next to a cut: which rows of which rank come before or after each of its pieces.
+
+_FAR = 2**30
+
+
+def receive_halo(
+    exchange: CollectiveOptions,
+    pieces: Pieces,
+    rows: PyTree[Shaped[Array, "rows ..."]],
+    width: int,
+    *,
+    after: bool = False,
+    shifted: bool = False,
+) -> PyTree[Shaped[Array, "P width ..."]]:
+    """Returns the `width` tokens before each piece of `pieces.later`, in one exchange.
+
+    Tokens that the document does not have are zero. Linear in `rows`.
+
+    Args:
+      exchange: options of the call.
+      pieces: of this rank.
+      rows: all rows of this rank.
+      width: tokens, at least 1.
+      after: instead, the tokens after each piece of `pieces.earlier`.
+      shifted: move only those that a shift by `width` moves into the piece; others are zero.
+    """
+    metadata = _metadata(pieces, width, after, shifted)
+    to = pieces.num_slots
+    part = outgoing(exchange.op, "rows", rows, metadata, capacity=to * width)
+    if pieces.fingerprint is not None:
+        part = part._replace(fingerprint=pieces.fingerprint)
+    (received,) = move(exchange, [part])
+    return jax.tree.map(lambda x: x.reshape(to, width, *x.shape[1:]), received)
+
+
+def _metadata(pieces: Pieces, width: int, after: bool, shifted: bool) -> Metadata:
+    """Returns this rank's view: slots for its pieces and the pieces that need rows of them."""
+    senders, targets = pieces.earlier, pieces.later
+    own, mine = pieces.own_earlier, pieces.own_later
+    if after:
+        senders, targets, own, mine = targets, senders, mine, own
+    window = _Window(width, after, shifted)
+    # Between a row and a piece that needs it are fewer than `width` tokens.
+    nearest = min((width - 1) // pieces.min_tokens + 1, len(targets.row))
+    needed = window.needed(own, targets)
+    target = jax.lax.top_k(-needed.distance, nearest)[1]  # [P, nearest]
+    first, tokens = (jnp.take_along_axis(x, target, 1) for x in (needed.first, needed.tokens))
+    origin = (targets.end if after else targets.start - width)[target]
+    moves = tokens > 0
+    by_sender = window.needed(senders, mine).tokens.sum(1, dtype=jnp.int32)
+    received = jnp.zeros(pieces.world_size, jnp.int32).at[senders.rank].add(by_sender)
+
+    def slots(x: Array) -> Array:
+        return jnp.where(moves, x, 0).reshape(-1).astype(jnp.uint32)
+
+    return Metadata(
+        dst_rank=jnp.where(moves, targets.rank[target], -1).reshape(-1),
+        dst_offset=slots(targets.slot[target] * width + first - origin),
+        seq_len=slots(tokens),
+        src_offset=slots(own.row[:, None] + first - own.start[:, None]),
+        num_recv_tokens=jnp.append(received, received.sum(dtype=jnp.int32)).astype(jnp.uint32),
+        world_size=pieces.world_size,
+    )
+
+
+class _Needed(NamedTuple):
+    """What each target needs of each sender: [senders, targets]."""
+
+    distance: Array  # tokens between their starts; `_FAR` if it needs nothing
+    first: Array  # in the document
+    tokens: Array
+
+
+class _Window(NamedTuple):
+    """The tokens that a piece needs; see `receive_halo`."""
+
+    width: int
+    after: bool
+    shifted: bool
+
+    def needed(self, senders: Cuts, targets: Cuts) -> _Needed:
+        """Compares pieces [senders] with pieces [targets]."""
+        senders = Cuts._make(x[:, None] for x in senders)
+        targets = Cuts._make(x[None] for x in targets)
+        if self.after:
+            low, high = targets.end, targets.end + self.width
+            if self.shifted:
+                low = jnp.maximum(low, targets.start + self.width)
+            distance = senders.start - targets.start
+        else:
+            low, high = targets.start - self.width, targets.start
+            if self.shifted:
+                high = jnp.minimum(high, targets.end - self.width)
+            distance = targets.start - senders.start
+        is_linked = (senders.document == targets.document) & senders.used & (distance > 0)
+        first = jnp.maximum(senders.start, low)
+        tokens = jnp.maximum(jnp.minimum(senders.end, high) - first, 0)
+        return _Needed(jnp.where(is_linked, distance, _FAR), first, jnp.where(is_linked, tokens, 0))
+
 
 _OP = "shift"
 
 
+@door(_OP, **STEPS_OF_DOCUMENTS)
 def shift(
     x: PyTree[Shaped[HostOrDevice, "B T ..."]],
     offset: int,
@@ -81,7 +185,6 @@ def shift(
     """
     options = Options.of_call(_OP, axis_name, implementation, deadline)
     check_integer(_OP, "offset", offset)
-    check_rows(_OP, "x", x)
     for each in jax.tree.leaves(x):
         check_value_of(_OP, "fill", fill, each.dtype)
     carried = Carried(initial_state, return_state, head_axis=2)
@@ -199,6 +302,7 @@ def _document_lengths(pieces: Pieces) -> Array:
 _OF_DOCUMENTS = "shift_documents"
 
 
+@door(_OF_DOCUMENTS, **STEPS_OF_DOCUMENTS)
 def shift_documents(
     x: PyTree[Shaped[np.ndarray, "B T ..."]],
     offset: int,
@@ -254,3 +358,135 @@ def shift_documents(
         return np.where(keep, x[:, source], np.asarray(fill, x.dtype))
 
     return jax.tree.map(shifted, x)
+
+
+# ---- `causal_conv`: the short depthwise convolution of hybrid models, within documents.
+
+_CONV = "causal_conv"
+
+
+@door(
+    _CONV,
+    **STEPS_OF_DOCUMENTS,
+    weight="Pass one weight for each tap and channel.",
+    bias="Pass one value for each channel.",
+    initial_state="Pass the last tokens of each running document.",
+)
+def causal_conv(
+    x: Float[HostOrDevice, "B T C"],
+    weight: Float[HostOrDevice, "W C"],
+    bias: Float[HostOrDevice, " C"] | None = None,
+    *,
+    axis_name: AxisName,
+    documents: Documents | Pieces | None = None,
+    segment_ids: Integer[HostOrDevice, "B T"] | None = None,
+    positions: Integer[HostOrDevice, "B T"] | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    batch_axis: str | Names[str] | None = None,
+    head_axis: str | Names[str] | None = None,
+    implementation: str | None = None,
+    deadline: float | None = None,
+    initial_state: Float[HostOrDevice, "B W-1 C"] | None = None,
+    return_state: bool = False,
+) -> Float[Array, "B T C"] | Any:
+    """Computes a depthwise convolution over the tokens of each document, of this and earlier ones.
+
+        y[t] = bias + sum_i weight[i] * x[t - (W - 1) + i]
+
+    Tokens before the document are zero. Call inside `jax.shard_map` over `axis_name`, on every
+    rank, or on global arrays. Differentiable. For each cut of a document, W - 1 rows move, in one
+    exchange; its derivative is another. The sum accumulates in float32 and is rounded once. Padding
+    is not read and its output is zero.
+
+    Args:
+      x: tokens, C channels.
+      weight: of W taps; the last is that of the token itself. The same on all ranks.
+      bias: added to each token.
+      axis_name: the mesh axis over which the sequence is sharded, or several, major axis first.
+      documents: what the tokens are, and their order, in which the arrays are; or, inside
+        `jax.shard_map`, the `document_pieces` of them. A plan of another batch is an error.
+      segment_ids, positions: the short form for packed order, see `context_parallel_attention`;
+        without it, each batch row is one document.
+      mesh, batch_axis, head_axis: for global arrays, see `context_parallel_attention`; `head_axis`
+        shards C.
+      implementation, deadline: of the exchange, see `dispatch`.
+      initial_state: for documents that continue: the W - 1 tokens before the first document of
+        each batch row, the same on all ranks; zeros in a row that begins a document. Only in packed
+        order.
+      return_state: also return the last W - 1 tokens of the last document of each batch row, for
+        the next call. Padding does not count; a row without tokens keeps its state.
+    Returns:
+      The convolution, in the shape and dtype of x; or (convolution, state), the state in x's dtype,
+      on all ranks.
+    Raises:
+      TypeError, ValueError: an argument is invalid; the message says how to fix it.
+      jax.errors.JaxRuntimeError: at run time, see `dispatch`.
+    """
+    options = Options.of_call(_CONV, axis_name, implementation, deadline)
+    if not len(weight):
+        raise ValueError(
+            f"{_CONV}: weight has no taps; it needs at least one, of the token itself."
+        )
+    weights = (weight,) if bias is None else (weight, bias)
+    where, axes = Where(documents, segment_ids, positions), Axes(mesh, batch_axis, head_axis)
+    layer = Layer(options, _convolve, moves=len(weight) > 1)
+    carried = Carried(initial_state, return_state, head_axis=2)
+    return call_layer(layer, x, weights, where, axes, carried)
+
+
+@jax.named_scope("cpd.causal_conv")
+def _convolve(
+    options: Options, pieces: Pieces, x: Array, weights: tuple[Array, ...], carried: Carried
+) -> tuple[Array, Array | None]:
+    """Computes the convolution of one rank's rows [B, T, C]."""
+    weight, *bias = weights
+    width, dtype = weight.shape[0] - 1, x.dtype
+    wide = sum_dtype(dtype)
+    rows, offset = pieces.arrange(x), pieces.offsets()
+    total = jnp.zeros(rows.shape, wide)
+    for back in range(width + 1):  # the token `back` before
+        here = jnp.pad(rows, ((0, 0), (back, 0), (0, 0)))[:, : rows.shape[1]]
+        here = jnp.where((offset >= back)[..., None], here.astype(wide), 0)
+        total += here * weight[width - back][None, None].astype(wide)
+    flat = jax.lax.collapse(rows, 0, 2)
+    if width and pieces.world_size > 1:
+        before = receive_halo(options.exchange, pieces, flat, width)
+        total = _add_before(total, pieces.own_later, before, weight.astype(wide))
+    initial = carried.initial
+    if width and initial is not None:
+        piece = pieces.row_ends.first_piece(pieces)
+        before = _from(initial, piece.start)
+        total = _add_before(total, piece, before, weight.astype(wide))
+    for x in bias:
+        total += x[None, None].astype(wide)
+    out = jnp.where(pieces.is_token[..., None], total, 0).astype(dtype)
+    state = last_rows(pieces, flat, width, initial) if carried.is_returned else None
+    return pieces.restore(out), state
+
+
+def _from(state: Float[Array, "B V C"], start: Int32[Array, " B"]) -> Float[Array, "B V C"]:
+    """Returns the state's tokens behind the first `start`, and zeros for tokens of this call."""
+    place = jnp.arange(state.shape[1], dtype=jnp.int32)[None] + start[:, None]
+    inside = place < state.shape[1]
+    place = jnp.where(inside, place, 0)[..., None]
+    return only_where(inside, jnp.take_along_axis(state, place, axis=1))
+
+
+def _add_before(
+    total: Float[Array, "G L C"],
+    own: Cuts,
+    before: Float[Array, "P V C"],
+    weight: Float[Array, "W C"],
+) -> Float[Array, "G L C"]:
+    """Adds what the tokens before pieces contribute to their first rows."""
+    width, shape = weight.shape[0] - 1, total.shape
+    size = shape[0] * shape[1]
+    padded = jnp.pad(before.astype(total.dtype), ((0, 0), (0, width), (0, 0)))
+    # Row i of a piece takes tokens i, ..., i + W - 1 of (before, piece); those of the piece are in
+    # `total` already.
+    added = sum(padded[:, i : i + width] * weight[i][None, None] for i in range(width))
+    index = jnp.arange(width, dtype=jnp.int32)[None]
+    reaches = own.used[:, None] & (index < own.length[:, None])
+    at = jnp.where(reaches, own.row[:, None] + index, size)
+    total = jax.lax.collapse(total, 0, 2).at[at].add(added, mode="drop")
+    return total.reshape(shape)

@@ -111,7 +111,7 @@ CASES = {
              "those of a placement, which algorithm='halo' cannot follow"),
             ({"documents": PACKED, "segment_ids": IDS}, "got documents, and segment_ids or"),
             ({"documents": IDS}, "documents is of type ndarray; it needs to be"),
-            ({"segment_ids": IDS[:, :3]}, r"shape \(1, 3\) but q has.*Pass one int"),
+            ({"segment_ids": IDS[:, :3]}, r"is int32\[1, 3\]; .* T = 16 as in q. Pass one int"),
             ({"segment_ids": IDS.tolist()}, "segment_ids is of type list; it needs"),
             # Masks and other options.
             ({"algorithm": "halo", "mask": PREFIX},
@@ -123,8 +123,8 @@ CASES = {
             ({"logit_soft_cap": -1.0}, "logit_soft_cap is -1.0, but must be > 0"),
             ({"implementation": "a"}, "implementation is 'a'; it needs"),
             ({"num_comm_sm": 0}, "num_comm_sm is 0; it needs to be at least 1"),
-            ({"sink": np.ones(3, np.float32)}, r"sink has shape \[3\].*\[2\]"),
-            ({"sink": np.ones(2, np.int32)}, "sink has dtype int32"),
+            ({"sink": np.ones(3, np.float32)}, r"sink is float32\[3\].* N = 2 as in q. Pass one"),
+            ({"sink": np.ones(2, np.int32)}, r"sink is int32\[2\]; it needs floats"),
             ({"q": ONE_HEAD["q"]}, "1 query heads cannot share 2 KV heads"),
             # Heads shared over ranks.
             ({"algorithm": "ulysses", **ONE_HEAD}, "1 heads but there are 4 ranks.*'zigzag'"),
@@ -175,7 +175,6 @@ CASES = {
     "hamilton_attention_profile": calls(
         profile,
         ({"nodes": 3}, f"nodes is 3 but there are {W}"),
-        ({"colour": 1}, "got colour; it takes the keywords"),
         ({"mesh": mesh_of(3)}, "T is .* but 'cp' has 3 dev"),
     ),
     "balance_profile": calls(
@@ -211,28 +210,29 @@ CASES = {
             ({"mask": "full"}, "got ranges of keys, and a mask"),
             ({"start": None, "q_start": RANGES}, "q_start or q_end without kv_start"),
             ({"start": None, "k": Q[:, :3], "mask": "causal"}, "4 queries and 3 keys"),
-            ({"start": RANGES[:, :3]}, r"one range per query row, \[1, 4\]"),
-            ({"start": RANGES * 1.0}, "kv_start has dtype float64"),
-            ({"q": Q[0]}, "need four axes"),
+            ({"start": RANGES[:, :3]}, "T = 4 as in q. Pass one range of keys per query row"),
+            ({"start": RANGES * 1.0}, r"kv_start is float64\[1, 4\]; it needs integers"),
+            ({"q": Q[0]}, r"q is .*; it needs floats \[B, T, N, H\]"),
             ({"logit_soft_cap": 0.0}, "logit_soft_cap is 0.0"),
             ({"block_q": 0}, "block_q is 0"),
             ({"block_heads": 3}, "block_heads is 3, but must be .* divides the 2 KV"),
-            ({"sink": np.ones(3, np.float32)}, r"sink has shape \[3\].*\[2\]"),
+            ({"sink": np.ones(3, np.float32)}, r"sink is float32\[3\].* N = 2 as in q. Pass one"),
         ),
-        (lambda: local_of(IDS[:, :3]), r"\(1, 3\) but k has B, S = \(1, 4\)"),
+        (lambda: cp.local_attention(X, X, X, RANGES), "kv_end is missing; .* Pass it"),
+        (lambda: local_of(IDS[:, :3]), r"int32\[1, 3\]; .* S = 4 as in k. Pass one"),
     ],
     "local_attention_backward": [
         (
             lambda: local_attention_backward(X, X, X, RANGES, RANGES, X, LSE, X[..., 0]),
-            r"dout has shape \(1, 4, 2\)",
+            r"dout is float32\[1, 4, 2\]; it needs floats .* Hv = 8 as in v",
         )
     ],
     "merge_partials": [
         (
             lambda: cast(Any, cp.merge_partials)(Q, Q[..., 0], Q, Q[..., 0]),
-            r"lse \(1, 16, 2\).* do not match; with out \[B, T, N, Hv\] both lse must be \[B, N,",
+            r"lse is .*\[1, 16, 2\]; it needs floats \[B, N, T\] with .* T = 16 as in out",
         ),
-        (lambda: cp.merge_partials(X, LSE, X, LSE[:, :1]), r"block_lse .* do not match; with out"),
+        (lambda: cp.merge_partials(X, LSE, X, LSE[:, :1]), r"block_lse is .* T = 4 as in out"),
     ],
 }  # fmt: skip
 

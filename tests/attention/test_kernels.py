@@ -22,14 +22,14 @@ from local_cases import RANGES, assert_close, inputs
 from on_mesh import AXIS, mesh_of
 
 from jax_cp_dispatch import context_parallel_attention, local_attention, masks, place_tokens
+from jax_cp_dispatch.attention import rotating  # inner: for these
 from jax_cp_dispatch.attention.local import (  # inner: kernels that cannot run here
-    forward as blockwise,
+    blockwise,
+    gpu,
     local_attention as local,
-    range_kernels,
+    passes,
     tpu,
-    uncut,
 )
-from jax_cp_dispatch.attention.rotating import attend as rotating  # inner: for these
 
 
 def text_of(fn, *arguments, platform="cuda"):
@@ -110,7 +110,7 @@ def emulation(target, shapes, operands, in_place, *, scale, soft_cap, has_querie
     """The kernels' results, in plain JAX."""
     q, k, v, start, end, *others = operands
     of_rows = []
-    if target == range_kernels.GRADIENTS_TARGET:
+    if target == gpu.GRADIENTS_TARGET:
         of_rows, others = others[:2], others[2:]
     queries, others = others[: 3 * has_queries], others[3 * has_queries :]
     at = len(operands) - len(others)
@@ -128,8 +128,8 @@ def emulation(target, shapes, operands, in_place, *, scale, soft_cap, has_querie
         logits, slope = soft_cap * ratio, 1 - ratio**2
     logits = jnp.where(sees[:, None], logits, -jnp.inf)
     by_rows = lambda x: jnp.swapaxes(x, 1, 2)[..., None]
-    if target != range_kernels.GRADIENTS_TARGET:
-        seen = others if target == range_kernels.ATTEND_MORE_TARGET else []
+    if target != gpu.GRADIENTS_TARGET:
+        seen = others if target == gpu.ATTEND_MORE_TARGET else []
         assert in_place == {at + i: i for i in range(len(seen))}
         nothing = jnp.zeros(logits.shape[:3])
         peak, total, acc = seen or [nothing - 1e30, nothing, jnp.zeros((*q.shape[:3], v.shape[3]))]
@@ -138,7 +138,7 @@ def emulation(target, shapes, operands, in_place, *, scale, soft_cap, has_querie
         acc = acc * by_rows(keep) + jnp.einsum("bnts,bsnh->btnh", p, v)
         total = total * keep + p.sum(3)
         results = [new_peak, total, acc]
-        if target == range_kernels.ATTEND_TARGET:
+        if target == gpu.ATTEND_TARGET:
             if others:
                 total += jnp.where(total > 0, jnp.exp(others[0][..., None] - new_peak), 0)
             is_empty = total == 0
@@ -170,11 +170,11 @@ def emulation(target, shapes, operands, in_place, *, scale, soft_cap, has_querie
 @pytest.fixture
 def only_kernels(monkeypatch):
     """Makes CPU programs take the path of the kernels."""
-    monkeypatch.setattr(range_kernels, "_call", emulation)
-    monkeypatch.setattr(uncut, "attend", range_kernels.attend)
-    monkeypatch.setattr(uncut, "gradients", range_kernels.gradients)
-    monkeypatch.setattr(rotating, "attend_blocks", range_kernels.attend_in_blocks)
-    monkeypatch.setattr(rotating, "block_gradients", range_kernels.gradients_in_blocks)
+    monkeypatch.setattr(gpu, "_call", emulation)
+    monkeypatch.setattr(local, "fused_attention", gpu.attention)
+    monkeypatch.setattr(local, "fused_gradients", gpu.gradients)
+    monkeypatch.setattr(rotating, "attend_blocks", gpu.attend_blocks)
+    monkeypatch.setattr(rotating, "block_gradients", gpu.block_gradients)
     for name in ("_forward", "_backward"):  # cached traces would bypass the patch
         monkeypatch.setattr(local, name, getattr(local, name).__wrapped__)
 
@@ -209,8 +209,8 @@ def test_options_by_kernels(options):
 
     by_kernels = results()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(uncut, "attend", uncut.attend_cut)
-        patch.setattr(uncut, "gradients", uncut.gradients_cut)
+        patch.setattr(local, "fused_attention", passes.attention_in_tiles)
+        patch.setattr(local, "fused_gradients", passes.gradients_in_tiles)
         by_blocks = results()
     for actual, expected in zip(by_kernels, by_blocks, strict=True):
         assert_close(actual, expected, 1e-5)
@@ -331,8 +331,8 @@ def interpreted(monkeypatch):
     """Interprets kernels, and fails if two accesses race."""
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # the only place of `races`
 
-    monkeypatch.setattr(rotating, "attend_blocks", tpu.attend)
-    monkeypatch.setattr(rotating, "block_gradients", tpu.gradients)
+    monkeypatch.setattr(rotating, "attend_blocks", tpu.attend_blocks)
+    monkeypatch.setattr(rotating, "block_gradients", tpu.block_gradients)
     with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True)):
         yield
     races = interpret_pallas_call.races
@@ -358,7 +358,7 @@ def test_kernels(call):
 @pytest.mark.usefixtures("interpreted")
 def test_a_block_of_padding_between_others():
     """Its walk has no pairs, and the next block is copied during its step."""
-    ids = np.repeat(np.int32([1, 0, 2]), 128)[None]
+    ids = np.repeat(np.array([1, 0, 2], np.int32), 128)[None]
     q, k, v = np.random.default_rng().normal(size=(3, 1, 384, 1, 128)).astype(np.float32)
 
     def gradients(rows):

@@ -16,18 +16,21 @@ from jax.sharding import PartitionSpec as P
 from on_mesh import AXIS, mesh_of
 
 from jax_cp_dispatch import all_gather_matmul, gemm, grouped_gemm, matmul_reduce_scatter
-from jax_cp_dispatch._ranks import lowering, runtime  # inner: stand for a GPU that is not there
+from jax_cp_dispatch._ranks import (  # inner: stand for a GPU that is not there
+    gpu,  # inner: stands for GPUs of a network
+    lowering,
+    runtime,
+)
 from jax_cp_dispatch._ranks.communicator import Communicator  # inner: calls of one GPU
-from jax_cp_dispatch._ranks.gpu import peers  # inner: stands for GPUs of a network
-from jax_cp_dispatch._ranks.gpu.slabs import Slabs  # inner: the same
+from jax_cp_dispatch._ranks.gpu import Slabs  # inner: the same
 from jax_cp_dispatch.buffers import (
     CommOverlapMethod,
     CommOverlapType,
     create_comm_overlap_buffer,
     destroy_comm_overlap_buffer,
 )
-from jax_cp_dispatch.comm_gemm.engine.gemm_call import GemmCall, Overlap  # inner: of one GPU
-from jax_cp_dispatch.comm_gemm.engine.on_gpu import run_all_ranks  # inner: of one GPU
+from jax_cp_dispatch.comm_gemm.call import GemmCall, Overlap  # inner: of one GPU
+from jax_cp_dispatch.comm_gemm.lowering import run_all_ranks  # inner: of one GPU
 
 W, ORDER = 4, [3, 1, 0, 2]
 ROOT = pathlib.Path(__file__).parents[2]
@@ -163,12 +166,12 @@ def test_unsupported_gemms_fall_back_to_xla_with_a_reason():
 
 def test_ranks_over_the_network_use_xla_and_neighbours_do_not(monkeypatch):
     slabs = Slabs("nvshmem", [1, 2, 3, 3], [0, 0, 2, 2])
-    monkeypatch.setattr(peers, "connected_slabs", lambda: slabs)
+    monkeypatch.setattr(gpu, "connected_slabs", lambda: slabs)
     devices = tuple(type("Device", (), {"process_index": p, "id": 0})() for p in range(4))
     comm = Communicator(axis_names=(AXIS,), num_ranks=W)
     said = "processes 0 and 2 reach each other over the network only"
-    assert peers.what_pointers_lack(None, comm, (devices,)) == said
-    assert peers.what_pointers_lack(None, comm, (devices[:2], devices[2:])) is None
+    assert gpu.what_pointers_lack(None, comm, (devices,)) == said
+    assert gpu.what_pointers_lack(None, comm, (devices[:2], devices[2:])) is None
     monkeypatch.setattr(lowering, "program_groups", lambda *_: (devices,))
     assert said in fallen(gather(), Y, K)
     assert calls(lowered(gemm, X, K))  # a single rank

@@ -27,21 +27,16 @@ from jax_cp_dispatch import (
     dispatch_start,
     exchange_done,
 )
-from jax_cp_dispatch._dispatch import custom_call  # inner: its limit is that of the kernels
+from jax_cp_dispatch._dispatch import lowering  # inner: its limit is that of the kernels
 from jax_cp_dispatch._ranks import (
+    gpu,  # inner: caches what the driver said
     implementations,  # inner: other platforms are pretended
+    implementations as implementations_gpu,
     runtime,  # inner: an extension is pretended
 )
-from jax_cp_dispatch._ranks.gpu import peers  # inner: caches what the driver said
-from jax_cp_dispatch._ranks.implementations import (
-    CUDA_PEER,
-    IMPLEMENTATIONS,
-    Operation,
-    gpu as implementations_gpu,
-)
-from jax_cp_dispatch.doctor.machine import Finding
-from jax_cp_dispatch.doctor.self_test import try_implementations
+from jax_cp_dispatch._ranks.implementations import CUDA_PEER, IMPLEMENTATIONS, Operation
 from jax_cp_dispatch.gpu import raise_gpu_errors
+from jax_cp_dispatch.tools.doctor import Finding, try_implementations
 
 ROOT = pathlib.Path(__file__).parents[2]
 W, S, T, CAPACITY = 4, 5, 8, 64
@@ -279,12 +274,12 @@ def test_a_place_is_a_process_and_a_device_of_it(monkeypatch):
     devices = [Device(*place) for place in places]
     monkeypatch.setattr(jax, "devices", lambda: devices)
     try:
-        peers._numbers.cache_clear()
-        assert [peers._entry(d) for d in devices] == [1, 0, 65536, 65537, 131072, 131073]
-        assert peers.local_ordinals() == [6, 4]
-        assert peers._entry(Device(0, 3, None)) == 3  # of a machine for which we compile
+        gpu._numbers.cache_clear()
+        assert [gpu._entry(d) for d in devices] == [1, 0, 65536, 65537, 131072, 131073]
+        assert gpu.local_ordinals() == [6, 4]
+        assert gpu._entry(Device(0, 3, None)) == 3  # of a machine for which we compile
     finally:
-        peers._numbers.cache_clear()
+        gpu._numbers.cache_clear()
 
 
 # ---- An exchange in two calls.
@@ -354,25 +349,25 @@ def test_gpus_without_peer_access_use_xla(cuda, monkeypatch):
         return why if 3 in ordinals else ""
 
     cuda.device_count, cuda.connect_peers = lambda: (8, ""), connect_peers
-    peers._reason.cache_clear()
+    gpu._reason.cache_clear()
     is_refused(why, "shard_map")
     assert asked == [[0, 1, 2, 3]]
     assert CUDA_PEER.why_not(["cuda"], pairs_in(2)) == why
     assert asked[1:] == [[0, 1], [2, 3]]
     monkeypatch.setattr(implementations, "default_platform", lambda: "cuda")
     assert available_implementations()["cuda_peer"] == (False, why)
-    *_, found = itertools.islice(try_implementations(), 3)  # of the doctor
+    *_, found = itertools.islice(try_implementations(), 2)  # of the doctor
     assert found == Finding("transport cuda_peer", why, "missing")
     assert calls(PLACES["one device"]())
     cuda.device_count = lambda: (2, "")  # a program for another machine
-    peers._reason.cache_clear()
+    gpu._reason.cache_clear()
     assert CUDA_PEER.why_not(["cuda"], pairs_in(4)) is None
-    peers._reason.cache_clear()
+    gpu._reason.cache_clear()
 
 
 @pytest.mark.parametrize(
     "module, limit, num, what",
-    [(implementations_gpu, "MAX_RANKS", W, "ranks"), (custom_call, "_MAX_ARRAYS", 1, "arrays")],
+    [(implementations_gpu, "MAX_RANKS", W, "ranks"), (lowering, "_MAX_ARRAYS", 1, "arrays")],
 )
 def test_more_than_a_call_takes_is_served_by_xla(module, limit, num, what, monkeypatch):
     monkeypatch.setattr(module, limit, num)
@@ -385,7 +380,7 @@ def test_limits_are_those_of_the_kernels():
     header = (ROOT / "csrc/kernels/call.h").read_text()
     limits = dict(re.findall(r"constexpr int kMax(\w+) = (\d+);", header))
     assert int(limits["Ranks"]) == implementations_gpu.MAX_RANKS
-    assert int(limits["Arrays"]) == custom_call._MAX_ARRAYS
+    assert int(limits["Arrays"]) == lowering._MAX_ARRAYS
 
 
 def test_raise_gpu_errors_raises_each_once(cuda):

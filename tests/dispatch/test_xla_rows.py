@@ -20,11 +20,7 @@ from movement_oracle import combined, dispatched, random_plan
 from on_mesh import AXIS, mesh_of, on_ranks, permuted_mesh
 
 from jax_cp_dispatch import Metadata, combine, dispatch, experts, ragged_all_to_all
-from jax_cp_dispatch._dispatch import (
-    by_xla,  # inner: a CPU program uses the operation
-    ragged_choice,  # inner: GPUs and compilers are pretended
-    xla_collectives,  # inner: a small limit of bytes
-)
+from jax_cp_dispatch._dispatch import xla  # inner: a CPU program uses the operation
 from jax_cp_dispatch._dispatch.xla_transfers import XlaRanks  # inner: counts gathered bytes
 from jax_cp_dispatch.experts import exchange  # inner: stands for processes without shared memory
 
@@ -43,7 +39,7 @@ def calls(monkeypatch):
         return ragged_all_to_all(*args, **options, implementation="in_process")
 
     monkeypatch.setattr(lax, "ragged_all_to_all", count)
-    monkeypatch.setattr(by_xla, "may_be_ragged", lambda *_: True)
+    monkeypatch.setattr(xla, "may_be_ragged", lambda *_: True)
     return found
 
 
@@ -106,7 +102,7 @@ def test_a_combine_of_many_bytes_gathers_in_turns(num_turns, monkeypatch):
     """Of 192 rows per rank, which the turns divide, and do not."""
     capacity = W * T
     limit = -(-W * capacity * 3 * 4 // num_turns)
-    monkeypatch.setattr(xla_collectives, "MAX_GATHERED_BYTES", limit)
+    monkeypatch.setattr(xla, "MAX_GATHERED_BYTES", limit)
     gather, gathered = XlaRanks.gather, []
     note = lambda self, x: gathered.append(x.size * W * 4) or gather(self, x)
     monkeypatch.setattr(XlaRanks, "gather", note)
@@ -229,10 +225,10 @@ def test_other_programs_gather():
 def tested(monkeypatch):
     """Makes the CPU devices pass for GPUs, and forgets earlier results."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    ragged_choice._passes.cache_clear()
+    xla._passes.cache_clear()
     warn_again()
-    yield lambda: ragged_choice.may_be_ragged(["cuda"], None)
-    ragged_choice._passes.cache_clear()
+    yield lambda: xla.may_be_ragged(["cuda"], None)
+    xla._passes.cache_clear()
 
 
 def test_wrong_results_choose_the_all_gather(calls, tested, monkeypatch):
@@ -276,7 +272,7 @@ def test_all_processes_choose_alike(tested, monkeypatch, other, is_right):
     for name, value in {"client": service, "process_id": 0, "num_processes": 2}.items():
         monkeypatch.setattr(job, name, value)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(ragged_choice, "_is_equal", lambda: ran.append(1) or is_right)
+    monkeypatch.setattr(xla, "_is_equal", lambda: ran.append(1) or is_right)
     own = "" if is_right else "ragged_all_to_all failed its self-test"
     reason = "not all processes came within 60 s" if other is None else own or other
     if reason:
@@ -295,24 +291,24 @@ def test_the_compiler_of_other_devices_decides(monkeypatch):
     """A refusal costs the ragged exchange, and is said once; other slices keep it."""
     refusing, taking = (object(),) * 4, (object(),) * 4
     refusal = lambda devices: "limited routing" if devices == refusing else ""
-    monkeypatch.setattr(ragged_choice, "_refusal", refusal)
+    monkeypatch.setattr(xla, "_refusal", refusal)
     client = lambda devices: types.SimpleNamespace(platform="tpu", devices=lambda: list(devices))
     with pytest.warns(UserWarning, match="by all-gather .* limited routing"):
-        assert not ragged_choice.may_be_ragged(["tpu"], client(refusing))
-    assert ragged_choice.may_be_ragged(["tpu"], client(taking))
+        assert not xla.may_be_ragged(["tpu"], client(refusing))
+    assert xla.may_be_ragged(["tpu"], client(taking))
 
 
 def test_a_program_for_unknown_devices_uses_the_operation():
     for backend in (None, jax.devices()[0].client):
-        assert ragged_choice.may_be_ragged(["tpu"], backend)
-        assert not ragged_choice.may_be_ragged(["cpu"], backend)
+        assert xla.may_be_ragged(["tpu"], backend)
+        assert not xla.may_be_ragged(["cpu"], backend)
 
 
 def test_a_compiler_that_lacks_the_operation_refuses():
-    assert "for 8 x cpu: UNIMPLEMENTED" in ragged_choice._refusal(tuple(jax.devices()))
+    assert "for 8 x cpu: UNIMPLEMENTED" in xla._refusal(tuple(jax.devices()))
 
 
 def test_a_compiler_that_has_the_operation_takes_it(calls):
     for num_devices in (1, 3, 8):
-        assert ragged_choice._refusal(tuple(jax.devices()[:num_devices])) == ""
+        assert xla._refusal(tuple(jax.devices()[:num_devices])) == ""
     assert len(calls) == 3

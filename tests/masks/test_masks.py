@@ -20,7 +20,7 @@ from refusals import check_names, check_rejected, each
 import jax_cp_dispatch as cp
 from jax_cp_dispatch import place_tokens, plan_attention
 from jax_cp_dispatch._ranks.runtime import native  # inner: pairs in the planner
-from jax_cp_dispatch.documents.ranges import PackedMask, attended_tokens  # inner: the same
+from jax_cp_dispatch.documents.layouts import PackedMask, attended_tokens  # inner: the same
 from jax_cp_dispatch.masks import (
     BlockCausal,
     Blocks,

@@ -17,10 +17,7 @@ from maxtext.utils import sharding  # pyright: ignore[reportMissingImports]
 
 import jax_cp_dispatch as cpd
 from jax_cp_dispatch._text import say_once  # inner: each run says its warnings again
-from jax_cp_dispatch.adapters import (  # inner: whether the adapters call the package
-    maxtext,
-    maxtext_dense,
-)
+from jax_cp_dispatch.adapters import maxtext  # inner: whether the adapters call the package
 
 ATTENTION = "context_parallel_attention"
 STEPS = 50
@@ -102,13 +99,13 @@ def watched(*names: str) -> Any:
     They are replaced by mocks that call them; the value is that of the first, or of all by name.
     """
     mocks = {name: mock.Mock(wraps=getattr(cpd, name)) for name in names or (ATTENTION,)}
-    with mock.patch.multiple(maxtext_dense if names else maxtext, **mocks):
+    with mock.patch.multiple(maxtext, **mocks):
         yield mocks if names else mocks[ATTENTION]
 
 
 def without_overlap(multiply: Any) -> Any:
     """Returns a patch that multiplies with this function in place of the adapter's."""
-    return mock.patch.object(maxtext_dense, "multiply", multiply)
+    return mock.patch.object(maxtext, "multiply", multiply)
 
 
 def warn_again() -> None:

@@ -26,9 +26,12 @@ from jax_cp_dispatch import (
 from jax_cp_dispatch.documents.table import document_table  # inner: of the keys below
 from jax_cp_dispatch.masks import BlockCausal, Causal, Chunked, PrefixLM, Ranges, SlidingWindow
 from jax_cp_dispatch.planning import needs_inside_jit
-from jax_cp_dispatch.planning.balance import balance_blocks  # inner: any costs and keys
-from jax_cp_dispatch.planning.block_grid import BlockGrid  # inner: of the bound below
-from jax_cp_dispatch.planning.key_limit import KeyLimit, kv_bound  # inner: a bound without a batch
+from jax_cp_dispatch.planning.blocks import (  # inner: a bound without a batch
+    BlockGrid,  # inner: of the bound below
+    KeyLimit,
+    balance_blocks,  # inner: any costs and keys
+    kv_bound,
+)
 from jax_cp_dispatch.planning.seen_keys import seen_keys  # inner: the planner reads them in C++
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "plans.md"

@@ -20,10 +20,16 @@ from jax.sharding import Mesh, PartitionSpec as P
 from launching import outputs_of
 
 from jax_cp_dispatch import compute_metadata, dispatch, gpu
-from jax_cp_dispatch._ranks import runtime  # inner: emulates GPUs
-from jax_cp_dispatch._ranks.gpu import nvshmem, nvshmem_trial, peers, world as gpu_world
-from jax_cp_dispatch._ranks.gpu.nvshmem import what_hosts_lack  # inner: many hosts
-from jax_cp_dispatch._ranks.gpu.slabs import describe_mapping, group_by_mapping
+from jax_cp_dispatch._ranks import (  # inner: emulates GPUs
+    gpu as gpu_world,
+    nvshmem_trial,
+    runtime,
+)
+from jax_cp_dispatch._ranks.gpu import (
+    describe_mapping,
+    group_by_mapping,
+    what_hosts_lack,  # inner: many hosts
+)
 from jax_cp_dispatch._ranks.implementations import CUDA_IPC, CUDA_PEER, NVSHMEM
 from jax_cp_dispatch._ranks.job import publish_and_read_all
 
@@ -251,7 +257,7 @@ def connect(scene):
     fake_nvshmem.started.clear()
     gpu_world._world = gpu_world._slabs = None
     gpu_world._host = lambda: HOSTS[scene.partition(",")[0]][PROCESS]
-    nvshmem._may_network = lambda: "no adapter" not in scene
+    gpu_world._may_network = lambda: "no adapter" not in scene
     num_local = 2 if "two gpus each" in scene else 1
     gpu_world._local_gpus = lambda: jax.local_devices()[:num_local]
     world = gpu.connect_gpus(timeout=600)
@@ -268,7 +274,7 @@ def say_of_groups():
         groups = (tuple(by_process[p][0] for p in processes),)
         print(f"{row.name} over {processes}: {row.why_not(['cuda'], groups)}", flush=True)
     if "two gpus each" in SCENE:
-        peers._reason.cache_clear()
+        gpu_world._reason.cache_clear()
         warn_again()
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")

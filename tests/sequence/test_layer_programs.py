@@ -13,8 +13,8 @@ from orders import BATCHES, Order
 
 from jax_cp_dispatch import sequence
 from jax_cp_dispatch.sequence.chains import CutPieces, _links  # inner: nothing public counts rows
-from jax_cp_dispatch.sequence.halo import _metadata  # inner: the same
 from jax_cp_dispatch.sequence.pieces import Options  # inner: the same
+from jax_cp_dispatch.sequence.shift import _metadata  # inner: the same
 
 
 @partial(jax.jit, static_argnames=("num_ranks", "width"))

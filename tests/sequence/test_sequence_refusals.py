@@ -6,14 +6,11 @@ from typing import Any
 
 import jax
 import numpy as np
-import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from on_mesh import AXIS, mesh_of, permuted_mesh
 from refusals import check_rejected, each
 
 from jax_cp_dispatch import Documents, place_tokens, sequence
-
-pytestmark = pytest.mark.usefixtures("unchecked_types")
 
 TOKENS = np.zeros((1, 16, 4), np.float32)
 HEADS = np.zeros((1, 16, 2, 4), np.float32)
@@ -113,7 +110,7 @@ CASES = {
         (lambda: shift(INTEGERS, fill=0.5), "fill is 0.5, but .* int32. Pass an integer in"),
         (lambda: shift(INTEGERS > 0, fill=2), r"fill is 2, but .* bool. Pass .* \[0, 1\]"),
         (lambda: shift(INTEGERS.astype(np.uint8), fill=-1), r"fill is -1, but .* \[0, 255\]"),
-        (lambda: shift({}), "at least one such array"),
+        (lambda: shift({}), r"x has no arrays; it needs at least one of \[B, T, ...\]"),
         (lambda: shift(documents="no"), "documents is of type str.* Pass Documents"),
         (lambda: shift(documents=DOCUMENTS, positions=IDS), "got documents, and segment_ids or"),
         (lambda: shift(documents=DOCUMENTS.zigzag(2), mesh=mesh_of(4)), "the documents are in"),
@@ -133,7 +130,7 @@ CASES = {
         ),
         (shift_of_pieces_of_a_sharded_batch, "pieces are those of a whole rank, but an explicit"),
         (lambda: shift(offset=-1, return_state=True), "offset is -1; .* Omit both, or shift whole"),
-        (lambda: shift([TOKENS, 1]), "x is of type int; it needs to be an array"),
+        (lambda: shift([TOKENS, 1]), r"x\[1\] is of type int; it needs to be an array"),
         (
             lambda: shift([HEADS, TOKENS[..., :3]], mesh=OF_HEADS, head_axis="tensor"),
             r"an array has shape \(1, 16, 3\) but head_axis .* has 2 devices.* Pass head_axis=\(\)",
@@ -150,13 +147,20 @@ CASES = {
         (lambda: sequence.token_checksums(IDS, documents=IDS), "Pass Documents"),
         (
             lambda: sequence.token_checksums([IDS, IDS[:, :8]], documents=DOCUMENTS),
-            r"array 1 is int32\[1, 8\]; it needs .* start with \[1, 16\]",
+            r"arrays\[1\] is int32\[1, 8\]; it needs .* B = 1, T = 16 as in arrays\[0\]",
+        ),
+        (
+            lambda: sequence.token_checksums(IDS[:, :8], documents=DOCUMENTS),
+            r"array 0 is int32\[1, 8\]; it needs .* start with \[1, 16\]",
         ),
         (lambda: sequence.token_checksums(IDS * 1j, documents=DOCUMENTS), "is complex128"),
     ],
     "check_tokens": [
-        (lambda: checked(arrays={"labels": IDS, "tokens": IDS}), r"2 arrays of 1 .*\[1, 2, 2\]"),
-        (lambda: checked(checksums=np.zeros((1, 1, 2), np.int32)), r"int32\[1, 1, 2\] but 1 array"),
+        (lambda: checked(arrays={"labels": IDS, "tokens": IDS}), "are of 1 arrays but got 2. Pass"),
+        (
+            lambda: checked(checksums=np.zeros((1, 1, 2), np.int32)),
+            r"int32\[1, 1, 2\]; it needs uint32 ",
+        ),
         (lambda: checked(checksums=[[[0, 0]]]), "checksums is of type list"),
         (lambda: checked(documents=DOCUMENTS.zigzag(2)), "documents are in zigzag order"),
     ],
@@ -165,21 +169,28 @@ CASES = {
         (lambda: conv(bias=np.zeros(3)), "one value for each channel"),
         (
             lambda: conv(initial_state=INTEGERS[:, :2]),
-            r"initial_state has .*int32.*; it needs \(\(1, 2, 4\), 'float32'\). Pass the last",
+            r"is int32\[1, 2, 4\]; it needs floats \[B, W-1, C\] .*; W = 3 as in weight",
+        ),
+        (
+            lambda: conv(initial_state=TOKENS[:, :3]),
+            "initial_state is .* with B = 1, C = 4 as in x; W = 3 as in weight. Pass the last",
         ),
     ],
     "gated_delta_rule": [
         (
             lambda: delta(initial_state=np.zeros((1, 4, 4), np.float32)),
-            r"initial_state has shapes .* it needs \(\(1, 2, 4, 4\), 'float32'\). Pass a state for",
+            r"is float32\[1, 4, 4\]; it needs floats \[B, N, H, Hv\] .* Pass a state for",
         ),
         (
             lambda: delta(**dict.fromkeys("qk", np.zeros((1, 16, 3, 4), np.float32))),
             "v has 2 heads but k has 3, which must divide them",
         ),
-        (lambda: delta(v=HEADS[:, :, :0]), "v has 0 heads but k has 2"),
+        (
+            lambda: delta(v=HEADS[:, :, :0], log_decay=GATES[..., :0], beta=GATES[..., :0]),
+            "v has 0 heads but k has 2",
+        ),
         (lambda: delta(**dict.fromkeys("qk", HEADS[..., :0])), "heads of q and k have size 0;"),
-        (lambda: delta(log_decay=TOKENS), "per channel"),
+        (lambda: delta(log_decay=TOKENS), r"log_decay is .*N = 2 as in v. .* per channel"),
         (
             lambda: delta(log_decay=GATES + 1),
             r"log_decay\[0, 0, 0\] is 1; it needs to be at most 0",
@@ -192,13 +203,19 @@ CASES = {
     "recurrence": [
         (lambda: recur(local=None), "local is of type NoneType, without summary"),
         (lambda: recur(initial_state=0), "initial_state is of type int; it needs to be an array"),
-        (lambda: recur(initial_state=TOKENS[:0]), r"shape \(0, 16, 4\); it needs .* with B = 1"),
+        (
+            lambda: recur(initial_state=TOKENS[:0]),
+            r"\[0, 16, 4\]; it needs \[B, ...\] with B = 1 as in inputs",
+        ),
         (
             lambda: recur(local=Returns((1, 16)), initial_state=TOKENS[:, 0, 0], return_state=True),
             r"initial_state has shapes \(\(1,\), 'float32'\); it needs \(\(1, 4\), 'float32'\)",
         ),
-        (lambda: recur(inputs={}), "at least one such array"),
-        (lambda: recur(inputs=[TOKENS, TOKENS[:, :8]]), "with equal B and T"),
+        (lambda: recur(inputs={}), "inputs has no arrays; it needs at least one"),
+        (
+            lambda: recur(inputs=[TOKENS, TOKENS[:, :8]]),
+            r"inputs\[1\] is .* T = 16 as in inputs\[0\]",
+        ),
         (
             lambda: recur(local=OneState(()), return_state=True, mesh=OF_HEADS, head_axis="tensor"),
             r"a state is \[B\] but head_axis \('tensor',\) shards axis 1",

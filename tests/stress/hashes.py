@@ -15,14 +15,14 @@ from pathlib import Path
 for name in ("contract", "oracles", "support"):
     sys.path.append(str(Path(__file__).parents[1] / name))
 
-from jax_cp_dispatch.cpu_devices import start_cpu_devices
+from jax_cp_dispatch.cpu_devices import start_cpu_devices  # noqa: E402
 
 start_cpu_devices(8)
 
-import jax
-import numpy as np
-from contract import mesh_of, on_global_arrays, on_ranks, placed, split, with_gradients
-from operations import CASES
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+from contract import mesh_of, on_global_arrays, on_ranks, placed, split, with_gradients  # noqa: E402
+from operations import CASES  # noqa: E402
 
 
 def hashed(case, dtype: str) -> str:

@@ -1,29 +1,27 @@
 """Hooks into the package that several files of tests need, and that no public function offers."""
 
 import contextlib
-import sys
 import types
 from typing import Any
 from unittest import mock
 
-from jax_cp_dispatch._ranks import (
-    partitioned,  # inner: a TPU is pretended
-    runtime,  # inner: the extensions, and one that is pretended
+from jax_cp_dispatch import global_call  # inner: a warning comes once in a process
+from jax_cp_dispatch._door import door as door  # inner: annotations of no public function
+from jax_cp_dispatch._ranks import (  # inner: a TPU is pretended
+    coordination,  # inner: waits for minutes by default
+    lowering,
+    processes,
+    runtime,
 )
-from jax_cp_dispatch._ranks.processes import ending  # inner: waits for minutes by default
 from jax_cp_dispatch._text import say_once  # inner: a warning comes once in a process
-from jax_cp_dispatch.attention.algorithms import parts_of_heads  # inner: with and without parts
-from jax_cp_dispatch.attention.rotating import attend, sequence  # inner: blocks, kernels for TPUs
-from jax_cp_dispatch.global_call import mesh_axes  # inner: a warning comes once in a process
-
-# The package has a function of its name.
-initialize: Any = sys.modules["jax_cp_dispatch._ranks.processes.initialize"]
+from jax_cp_dispatch.attention import rotating  # inner: blocks, kernels for TPUs
+from jax_cp_dispatch.attention.algorithms import exchange_once  # inner: with and without parts
 
 
 def warn_again() -> None:
     """Forgets which warnings were given."""
     say_once.cache_clear()
-    mesh_axes._warned.clear()
+    global_call._warned.clear()
 
 
 def calls_in_flight(buffer: int) -> int:
@@ -41,7 +39,7 @@ def pretend_cuda(monkeypatch, **functions: Any) -> None:
 
 def pretend_tpus(monkeypatch) -> None:
     """Lowers global arrays as for TPUs, whose XLA cannot partition custom calls."""
-    monkeypatch.setattr(partitioned, "can_partition", lambda ctx: False)
+    monkeypatch.setattr(lowering, "can_partition", lambda ctx: False)
 
 
 def gpus_here() -> tuple[int, str]:
@@ -58,7 +56,7 @@ def num_exchanges_beside_programs() -> int:
 
 def heads_in_parts(is_cut: bool) -> Any:
     """Returns a patch: whether attention by a plan moves two parts of heads, as between GPUs."""
-    return mock.patch.object(parts_of_heads, "moves_beside_work", lambda _: is_cut)
+    return mock.patch.object(exchange_once, "moves_beside_work", lambda _: is_cut)
 
 
 # ---- Processes.
@@ -66,12 +64,12 @@ def heads_in_parts(is_cut: bool) -> Any:
 
 def pretend(what: str, value: str) -> Any:
     """Returns a patch of what this process says of itself when it joins: "host" or "version"."""
-    return mock.patch.object(initialize, f"_{what}", lambda: value)
+    return mock.patch.object(processes, f"_{what}", lambda: value)
 
 
 def leave_after(seconds: float) -> None:
     """Lets process 0 wait for others at its end no longer than this."""
-    ending._LONGEST_SECONDS = seconds
+    coordination._LONGEST_SECONDS = seconds
 
 
 # ---- Attention.
@@ -79,7 +77,7 @@ def leave_after(seconds: float) -> None:
 
 def blocks_of(**sizes: int) -> Any:
     """Returns a patch that gives the passes of rings these sizes of blocks."""
-    return mock.patch.object(sequence, "rank_blocks", lambda *_, **__: sizes)
+    return mock.patch.object(rotating, "rank_blocks", lambda *_, **__: sizes)
 
 
 @contextlib.contextmanager
@@ -90,9 +88,9 @@ def interpreted_tpu_kernels():
 
     from jax_cp_dispatch.attention.local import tpu
 
-    passes = {"attend_blocks": tpu.attend, "block_gradients": tpu.gradients}
+    passes = {"attend_blocks": tpu.attend_blocks, "block_gradients": tpu.block_gradients}
     interpreted = pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True))
-    with mock.patch.multiple(attend, **passes), interpreted:
+    with mock.patch.multiple(rotating, **passes), interpreted:
         yield
     races = interpret_pallas_call.races
     assert races is not None and not races.races_found

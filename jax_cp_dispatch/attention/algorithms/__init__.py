@@ -15,11 +15,8 @@ from jax_cp_dispatch.attention.algorithms.algorithm import (
     attend_unless_empty,
     refuse,
 )
-from jax_cp_dispatch.attention.algorithms.balanced import Balanced
-from jax_cp_dispatch.attention.algorithms.halo import Halo
-from jax_cp_dispatch.attention.algorithms.hamilton import Hamilton
-from jax_cp_dispatch.attention.algorithms.placed import Placed
-from jax_cp_dispatch.attention.algorithms.ring import Ring, Zigzag
+from jax_cp_dispatch.attention.algorithms.planned import Balanced, Halo, Placed
+from jax_cp_dispatch.attention.algorithms.ring import Hamilton, Ring, Zigzag
 from jax_cp_dispatch.attention.algorithms.ulysses import Ulysses
 
 # Simplest first: `choose_algorithm` prefers it among those that are equally fast and balanced.

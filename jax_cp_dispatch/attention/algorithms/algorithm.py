@@ -10,18 +10,23 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from jax_cp_dispatch.attention.call_options import AttentionOptions
-from jax_cp_dispatch.attention.latents import key_shapes
-from jax_cp_dispatch.attention.operands import Operands, Outputs, empty_outputs, has_no_tokens
+from jax_cp_dispatch.attention.operands import (
+    AttentionOptions,
+    Operands,
+    Outputs,
+    empty_outputs,
+    has_no_tokens,
+    key_shapes,
+)
 from jax_cp_dispatch.cost import Hardware, Moves, Prediction, StepCost, Workload
+from jax_cp_dispatch.cost.attention import add_steps, one_after_the_other
 from jax_cp_dispatch.cost.pairs import equal_pairs
-from jax_cp_dispatch.cost.steps import add_steps, one_after_the_other
-from jax_cp_dispatch.documents.ranges import PackedMask
+from jax_cp_dispatch.documents.layouts import PackedMask
 from jax_cp_dispatch.masks.mask import PLACED
 from jax_cp_dispatch.planning import Plan
 
 if TYPE_CHECKING:
-    from jax_cp_dispatch.attention.algorithms.rank_program import Batch, RankProgram
+    from jax_cp_dispatch.attention.algorithms.by_plan import Batch, RankProgram
 
 
 class Call(NamedTuple):

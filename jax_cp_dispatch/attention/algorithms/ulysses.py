@@ -3,39 +3,349 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Int32, Shaped
 
-from jax_cp_dispatch._ranks.varying import vary_alike, vary_like
+from jax_cp_dispatch._arrays import sum_dtype
+from jax_cp_dispatch._dispatch import move, outgoing, returning
+from jax_cp_dispatch._dispatch.xla import dispatch_or_collectives
+from jax_cp_dispatch._ranks.communicator import AxisName
+from jax_cp_dispatch._ranks.options import CollectiveOptions, vary_alike, vary_like
 from jax_cp_dispatch._residuals import named_context, named_context_received
 from jax_cp_dispatch.attention.algorithms.algorithm import Algorithm, Call
-from jax_cp_dispatch.attention.algorithms.exchange_once import Movement, exchange_once
-from jax_cp_dispatch.attention.algorithms.head_exchange import (
-    HeadExchange,
-    repeat_heads,
-    sum_copies,
-)
-from jax_cp_dispatch.attention.algorithms.parts_of_heads import Exchange
-from jax_cp_dispatch.attention.algorithms.two_levels import (
-    TwoLevels,
-    attend_two_levels,
-    outer_workload,
-)
-from jax_cp_dispatch.attention.call_options import AttentionOptions
-from jax_cp_dispatch.attention.operands import Operands, Outputs
+from jax_cp_dispatch.attention.algorithms.exchange_once import Exchange, Movement, exchange_once
+from jax_cp_dispatch.attention.operands import AttentionOptions, Operands, Outputs
 from jax_cp_dispatch.cost import Hardware, Moves, StepCost, Workload
+from jax_cp_dispatch.cost.attention import all_others, attention_seconds, spread, step_cost
 from jax_cp_dispatch.cost.pairs import equal_pairs
-from jax_cp_dispatch.cost.steps import attention_seconds, step_cost
-from jax_cp_dispatch.cost.traffic import all_others, spread
 from jax_cp_dispatch.documents.fingerprint import order_fingerprint
-from jax_cp_dispatch.documents.ranges import PackedMask, gathered_ranges
-from jax_cp_dispatch.global_call.kv_heads import kv_copies
+from jax_cp_dispatch.documents.layouts import PackedMask, gathered_ranges, zigzag_permutation
+from jax_cp_dispatch.documents.segment_ids import gather_sequence, plan_to_all
+from jax_cp_dispatch.global_call import kv_copies
 from jax_cp_dispatch.masks import MaskRanges
+from jax_cp_dispatch.masks.mask import zigzag_order
+from jax_cp_dispatch.metadata import Metadata
+
+# ---- Exchanges tokens of all heads for all tokens of a share of the heads, and back: an all-to-
+# all.
+#
+# Rows without heads, which all ranks need, are gathered instead.
+
+
+class HeadExchange(NamedTuple):
+    """The two exchanges of one call; static. Each is the transpose of the other.
+
+    Attributes:
+      exchange: options of the exchanges.
+      num_ranks: W.
+      layout: of the tokens on the ranks.
+    """
+
+    exchange: CollectiveOptions
+    num_ranks: int
+    layout: str
+
+    def to_heads(
+        self,
+        arrays: Sequence[Float[Array, "B T _ _"]],
+        fingerprint: Int32[Array, " 9"] | None = None,
+    ) -> list[Float[Array, "B WT _ _"]]:
+        """Returns all tokens of this rank's share of the heads, in the order of the sequence.
+
+        Ranks compare a fingerprint first; XLA's collectives do not.
+        """
+        if self.num_ranks == 1:
+            return list(arrays)
+        parts = self._move([self._by_heads(x) for x in arrays], fingerprint)
+        return [self._in_sequence_order(_one_after_the_other(x)) for x in parts]
+
+    def to_tokens(
+        self, arrays: Sequence[Float[Array, "B WT _ _"]]
+    ) -> list[Float[Array, "B T _ _"]]:
+        """Returns this rank's tokens of all heads."""
+        if self.num_ranks == 1:
+            return list(arrays)
+        parts = self._move([self._by_ranks(self._in_stored_order(x)) for x in arrays])
+        return [jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], -1, x.shape[4]) for x in parts]
+
+    def to_all(self, rows: Sequence[Shaped[Array, "B T _ _"]]) -> list[Shaped[Array, "B WT _ _"]]:
+        """Returns the rows of all ranks, in the order of the sequence."""
+        if self.num_ranks == 1:
+            return list(rows)
+        collectives, op = _AllGather(self.exchange.axis_name), self.exchange.op
+
+        def by_dispatch(rows: list[Array]) -> list[Array]:
+            plan = plan_to_all(self.num_ranks)
+            sent = outgoing(op, "latents", rows, plan, capacity=self.num_ranks)
+            return move(self.exchange, [sent], collectives)[0]
+
+        by_xla = lambda rows: collectives(rows)
+        parts = [x[None] for x in rows]
+        parts = dispatch_or_collectives(self.exchange, parts, by_dispatch, by_xla)
+        return [self._in_sequence_order(_one_after_the_other(x)) for x in parts]
+
+    def sums_of_all(
+        self, rows: Sequence[Float[Array, "B WT _ _"]]
+    ) -> list[Float[Array, "B T _ _"]]:
+        """The transpose of `to_all`; sums are float32, unrounded."""
+        if self.num_ranks == 1:
+            return list(rows)
+        parts = [self._by_ranks(self._in_stored_order(x)) for x in rows]
+        collectives, op = _AllGather(self.exchange.axis_name).transposed(), self.exchange.op
+
+        def by_dispatch(parts: list[Array]) -> list[Array]:
+            plan = plan_to_all(self.num_ranks)
+            returned = returning(op, "latents", parts, plan, num_tokens=1)
+            return move(self.exchange, [returned], collectives)[0]
+
+        by_xla = lambda parts: collectives(parts)
+        moved = dispatch_or_collectives(self.exchange, parts, by_dispatch, by_xla)
+        return [x[0] for x in moved]
+
+    def _by_heads(self, x: Array) -> Float[Array, "W B T _ _"]:
+        return jnp.moveaxis(x.reshape(*x.shape[:2], self.num_ranks, -1, x.shape[3]), 2, 0)
+
+    def _by_ranks(self, x: Array) -> Float[Array, "W B T _ _"]:
+        return jnp.moveaxis(x.reshape(x.shape[0], self.num_ranks, -1, *x.shape[2:]), 1, 0)
+
+    def _in_sequence_order(self, x: Array) -> Array:
+        if self.layout == "contiguous":
+            return x
+        return x[:, zigzag_permutation(x.shape[1], self.num_ranks, inverse=True)]
+
+    def _in_stored_order(self, x: Array) -> Array:
+        if self.layout == "contiguous":
+            return x
+        return x[:, zigzag_permutation(x.shape[1], self.num_ranks)]
+
+    def _move(self, parts: list[Array], fingerprint: Array | None = None) -> list[Array]:
+        """Sends part c of rank r to rank c, as its part r."""
+        by_collectives = _AllToAll(self.exchange.axis_name)
+        by_xla = lambda moved: by_collectives(moved[0])
+        by_dispatch = lambda moved: _by_dispatch(self.exchange, moved[0], moved[1], by_collectives)
+        return dispatch_or_collectives(self.exchange, (parts, fingerprint), by_dispatch, by_xla)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def repeat_heads(x: Float[Array, "B T K H"], copies: int) -> Float[Array, "B T copied H"]:
+    """Returns each KV head `copies` times; their gradients are summed in float32."""
+    return x if copies == 1 else jnp.repeat(x, copies, axis=2)
+
+
+def sum_copies(x: Float[Array, "B T copied H"], copies: int) -> Float[Array, "B T K H"]:
+    """The transpose of `repeat_heads`, unrounded."""
+    x = x.reshape(*x.shape[:2], -1, copies, x.shape[3])
+    return jnp.sum(x, axis=3, dtype=sum_dtype(x.dtype))
+
+
+def _repeat_forward(x: Array, copies: int) -> tuple[Array, None]:
+    return repeat_heads(x, copies), None
+
+
+def _repeat_backward(copies: int, _: None, dx: Array) -> tuple[Array]:
+    return (dx if copies == 1 else sum_copies(dx, copies).astype(dx.dtype),)
+
+
+repeat_heads.defvjp(_repeat_forward, _repeat_backward)
+
+
+def _one_after_the_other(x: Float[Array, "W B T _ _"]) -> Float[Array, "B WT _ _"]:
+    return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])
+
+
+class _AllToAll(NamedTuple):
+    """XLA's all-to-all of each array; its transpose is itself."""
+
+    axis_name: AxisName
+
+    @jax.named_scope("cpd.exchange")
+    def __call__(self, arrays: Sequence[Array]) -> list[Array]:
+        return [lax.all_to_all(x, self.axis_name, 0, 0) for x in arrays]
+
+    def transposed(self) -> _AllToAll:
+        return self
+
+
+class _AllGather(NamedTuple):
+    """XLA's all-gather of arrays with one row; its transpose sums the rows of all ranks."""
+
+    axis_name: AxisName
+
+    @jax.named_scope("cpd.exchange")
+    def __call__(self, arrays: Sequence[Array]) -> list[Array]:
+        return [lax.all_gather(x, self.axis_name, tiled=True) for x in arrays]
+
+    def transposed(self) -> _SumScatter:
+        return _SumScatter(self.axis_name)
+
+
+class _SumScatter(NamedTuple):
+    """The transpose of `_AllGather`; integers, which have no derivative, do not come here."""
+
+    axis_name: AxisName
+
+    @jax.named_scope("cpd.exchange")
+    def __call__(self, arrays: Sequence[Array]) -> list[Array]:
+        wide = [x.astype(sum_dtype(x.dtype)) for x in arrays]
+        return [lax.psum_scatter(x, self.axis_name, tiled=True) for x in wide]
+
+    def transposed(self) -> _AllGather:
+        return _AllGather(self.axis_name)
+
+
+def _by_dispatch(
+    exchange: CollectiveOptions,
+    parts: list[Array],
+    fingerprint: Array | None,
+    by_collectives: _AllToAll,
+):
+    """Moves the parts by one `dispatch`: each part is one token, and each token one shard."""
+    num_ranks = parts[0].shape[0]
+    shape = (num_ranks, num_ranks)
+    rank = np.arange(num_ranks)
+    plan = Metadata(
+        dst_rank=np.broadcast_to(rank.astype(np.int32), shape),
+        dst_offset=np.broadcast_to(rank.astype(np.uint32)[:, None], shape),
+        seq_len=np.ones(shape, np.uint32),
+        num_recv_tokens=np.concatenate(
+            [np.ones(shape, np.uint32), np.full((num_ranks, 1), num_ranks, np.uint32)], axis=1
+        ),
+        world_size=num_ranks,
+    )
+    argument: Any = outgoing(exchange.op, "heads", parts, plan, capacity=num_ranks)
+    return move(exchange, [argument._replace(fingerprint=fingerprint)], by_collectives)[0]
+
+
+# ---- Heads shared over the last mesh axis, and another algorithm over the axes before it (USP).
+
+
+class TwoLevels(NamedTuple):
+    """The two parts of a call; static.
+
+    The ranks of the last axis hold consecutive parts of the sequence, in zigzag order consecutive
+    blocks from both ends. So together they are one rank of the axes before it, with all their
+    tokens, in the same layout.
+
+    Attributes:
+      outer: the algorithm over the axes before the last.
+      options: of the call.
+    """
+
+    outer: Algorithm
+    options: AttentionOptions
+
+    @property
+    def inner_options(self) -> Any:
+        """Of the exchanges between the ranks that share the heads."""
+        names = self.options.exchange.axis_names[-1:]
+        return dataclasses.replace(self.options.exchange, axis_names=names)
+
+    def outer_options(self, num_outer: int) -> AttentionOptions:
+        """Of the part of the outer algorithm."""
+        names, order = self.options.exchange.axis_names[:-1], self.options.order
+        exchange = dataclasses.replace(self.options.exchange, axis_names=names)
+        if order.layout == "zigzag":
+            order = zigzag_order(num_outer)
+        return dataclasses.replace(self.options, exchange=exchange, order=order)
+
+    def why_not(self, call: Call) -> str | None:
+        """Returns why the outer algorithm cannot serve its part; inner ranks divide the heads."""
+        *outer, inner = call.axis_sizes
+        options = self.outer_options(math.prod(outer))
+        options = dataclasses.replace(options, order=call.options.order)  # as the caller names it
+        part = Call(options, tuple(outer), call.num_heads // inner, call.mask)
+        reason = self.outer.why_not(part)
+        return reason and f"{reason} Or pass Ulysses(outer=Zigzag())."
+
+
+@partial(jax.jit, static_argnums=0)  # equal calls of a program are traced and lowered once
+def attend_two_levels(levels: TwoLevels, operands: Operands, packed: PackedMask) -> Outputs:
+    """Computes attention of this rank's rows; the arguments are checked."""
+    options, T = levels.options, operands.q.shape[1]
+    exchange, inner = options.exchange, levels.inner_options
+    num_inner = lax.axis_size(inner.axis_name)
+    num_outer = lax.axis_size(exchange.axis_name) // num_inner
+    layout = options.order.layout
+    if layout == "zigzag" and T % 2 and num_outer > 1 and num_inner > 1:
+        raise ValueError(
+            f"{options.op}: a rank holds {T} tokens in {options.order}, but two levels need an "
+            "even number. Pad the tokens (segment 0 is padding) to a multiple of two per rank."
+        )
+    part = operands.varying(exchange)
+    heads = HeadExchange(inner, num_inner, layout)
+    if options.expansion is None:
+        copies = kv_copies(part.q.shape[2], part.k.shape[2], num_inner)
+        kv: Any = [repeat_heads(x, copies) for x in part.moved]
+        q, k, v = named_context_received(heads.to_heads([part.q, *kv]))
+    else:
+        (q,), k, v = heads.to_heads([part.q]), tuple(heads.to_all(part.k)), None
+        q, k = named_context_received((q, k))
+    sink = None if part.sink is None else _own(part.sink, num_inner, inner.axis_name)
+    part = part._replace(q=q, k=k, v=v, sink=sink)
+    packed = _gathered(levels, packed, num_inner)
+    outputs = levels.outer.attend(levels.outer_options(num_outer), part, packed, None)
+    lses = [] if outputs.lse is None else [outputs.lse[..., None]]
+    out, *lses = heads.to_tokens([outputs.out, *lses])
+    largest = outputs.max_logits
+    if largest is not None:
+        largest = _largest(lax.stop_gradient(largest), num_inner, inner.axis_name)
+    return Outputs(out, lses[0][..., 0] if lses else None, largest)
+
+
+def _gathered(levels: TwoLevels, packed: PackedMask, num_inner: int) -> PackedMask:
+    """Returns the columns of all ranks that share the heads, in the order of their blocks."""
+    leaves, tree = jax.tree.flatten(jax.tree.map(jnp.asarray, packed))
+    if num_inner == 1 or not leaves:
+        return packed
+    names = levels.options.exchange.axis_names
+    packed = tree.unflatten(vary_alike(leaves, also=names))
+    packed = gather_sequence(levels.inner_options, packed, num_inner)
+    if levels.options.order.layout != "zigzag":
+        return packed
+    order = zigzag_permutation(jax.tree.leaves(packed)[0].shape[1], num_inner, inverse=True)
+    return jax.tree.map(lambda x: x[:, order], packed)
+
+
+def _own(sink: Float[Array, " N"], num_inner: int, axis_name: Any) -> Float[Array, " share"]:
+    size = sink.shape[0] // num_inner
+    return lax.dynamic_slice_in_dim(sink, lax.axis_index(axis_name) * size, size)
+
+
+def _largest(share: Float[Array, " share"], num_inner: int, axis_name: Any) -> Float[Array, " N"]:
+    """Returns the numbers of all heads, given those of this rank's share."""
+    size = share.shape[0]
+    (none,) = vary_like([jnp.full(num_inner * size, -jnp.inf, share.dtype)], share)
+    among_all = lax.dynamic_update_slice_in_dim(none, share, lax.axis_index(axis_name) * size, 0)
+    return lax.pmax(among_all, axis_name)
+
+
+def outer_workload(workload: Workload, hardware: Hardware) -> tuple[Workload, Hardware, int]:
+    """Returns what the outer algorithm computes between nodes, on which links, and ranks a node.
+
+    The ranks of a node share the heads. Those with the same share, one on each node, are the ranks
+    of the outer algorithm; the others use the NICs of their node at the same time.
+    """
+    size = hardware.node_size(workload.num_ranks)
+    copies = kv_copies(workload.num_heads, workload.num_kv_heads, size)
+    part = dataclasses.replace(
+        workload,
+        num_ranks=workload.num_ranks // size,
+        tokens_per_rank=workload.tokens_per_rank * size,
+        num_heads=workload.num_heads // size,
+        num_kv_heads=workload.num_kv_heads * copies // size,
+        expand_flops=workload.expand_flops / size,
+    )
+    rail = hardware.rail_bandwidth * min(1.0, hardware.rails / size)
+    links = dataclasses.replace(hardware, ranks_per_node=1, rails=1, rail_bandwidth=rail)
+    return part, links, size
 
 
 @dataclasses.dataclass(frozen=True)

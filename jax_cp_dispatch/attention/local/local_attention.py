@@ -8,33 +8,59 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jaxtyping import Array, DTypeLike, Float, Int, Integer
 
 from jax_cp_dispatch._arguments import HostOrDevice
-from jax_cp_dispatch._ranks.varying import vary_alike, vary_like
+from jax_cp_dispatch._arrays import sum_dtype
+from jax_cp_dispatch._door import door
+from jax_cp_dispatch._ranks.options import vary_alike, vary_like
 from jax_cp_dispatch._residuals import named_context
-from jax_cp_dispatch.attention.local import uncut
-from jax_cp_dispatch.attention.local.backward import SoftmaxGradients
-from jax_cp_dispatch.attention.local.blocks import RowRanges, accumulator
-from jax_cp_dispatch.attention.local.check_operands import check_arrays, check_result_dtype
-from jax_cp_dispatch.attention.local.derivative_order import (
-    forbid_second_derivative,
-    in_reverse_only,
+from jax_cp_dispatch.attention.local.blockwise import SoftmaxGradients
+from jax_cp_dispatch.attention.local.options import (
+    PassOptions,
+    check_blocks,
+    check_heads,
+    check_result_dtype,
+    check_softmax,
+    pass_options,
 )
-from jax_cp_dispatch.attention.local.local_options import LocalOptions, PassOptions
-from jax_cp_dispatch.attention.local.read_ranges import dense_ranges, ranges_of_rows, read_ranges
-from jax_cp_dispatch.attention.local.sink import check_sink, sink_gradient
-from jax_cp_dispatch.attention.peer_arguments import explains_peer_arguments
+from jax_cp_dispatch.attention.local.passes import (
+    add_sink,
+    forbid_second_derivative,
+    fused_attention,
+    fused_gradients,
+    in_reverse_only,
+    sink_gradient,
+)
+from jax_cp_dispatch.attention.local.ranges import (
+    RowRanges,
+    accumulator,
+    dense_ranges,
+    ranges_of_rows,
+    read_ranges,
+)
 from jax_cp_dispatch.documents import Documents
-from jax_cp_dispatch.documents.given import read_given
-from jax_cp_dispatch.documents.ranges import PackedMask
+from jax_cp_dispatch.documents.documents import read_given
+from jax_cp_dispatch.documents.layouts import PackedMask
+from jax_cp_dispatch.documents.segment_ids import STEPS_OF_DOCUMENTS
 from jax_cp_dispatch.masks import Mask, MaskRanges
 from jax_cp_dispatch.masks.mask import PACKED
 from jax_cp_dispatch.masks.read import check_mask_order
 
+_STEPS_OF_RANGES = {
+    **dict.fromkeys(("kv_start", "kv_end"), "Pass one range of keys per query row."),
+    **dict.fromkeys(("q_start", "q_end"), "Pass one range of queries per key row."),
+}
 
-@explains_peer_arguments
+
+@door(
+    "local_attention",
+    **_STEPS_OF_RANGES,
+    **STEPS_OF_DOCUMENTS,
+    sink="Pass one logit per query head.",
+)
 def local_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
@@ -111,32 +137,29 @@ def local_attention(
     References:
       Dao, FlashAttention-2 (arXiv:2307.08691), algorithms 1 and 2.
     """
-    options = LocalOptions(
-        "local_attention",
-        scale=scale,
-        logit_soft_cap=logit_soft_cap,
-        block_q=block_q,
-        block_kv=block_kv,
-        block_heads=block_heads,
-        return_max_logits=return_max_logits,
-    ).resolved(q, k, v)
-    check_sink("local_attention", sink, q.shape[2])
-    given = (kv_start, kv_end, q_start, q_end)
+    op = "local_attention"
+    softmax = {"scale": scale, "logit_soft_cap": logit_soft_cap}
+    blocks = {"block_q": block_q, "block_kv": block_kv, "block_heads": block_heads}
+    _check_options(op, q, k, v, softmax, blocks)
     packed = _read_documents(documents, mask, segment_ids, positions)
-    shapes, dtypes = (q.shape, k.shape), (q.dtype, accumulator(q))
-    ranges = read_ranges("local_attention", shapes, MaskRanges(*given), packed)
-    options = dataclasses.replace(
-        options,
-        dense=dense_ranges(shapes, MaskRanges(*given), packed),
-        out_dtype=check_result_dtype("local_attention", "out_dtype", out_dtype, dtypes),
+    shapes, given = (q.shape, k.shape), MaskRanges(kv_start, kv_end, q_start, q_end)
+    ranges = read_ranges(op, shapes, given, packed)
+    options = pass_options(
+        *(q, k),
+        **softmax,
+        **blocks,
+        return_max_logits=return_max_logits,
+        dense=dense_ranges(shapes, given, packed),
+        out_dtype=check_result_dtype(op, "out_dtype", out_dtype, q),
         gradient_dtypes=(q.dtype,) * 3,
     )
-    q, k, v, *sinks = in_reverse_only("local_attention", [q, k, v] + [sink] * (sink is not None))
+    q, k, v, *sinks = in_reverse_only(op, [q, k, v] + [sink] * (sink is not None))
     sink = sinks[0] if sinks else None
     with jax.disable_jit(False):  # see `_attend`; the user may have disabled it
         return _attend(options, *_vary((q, k, v, ranges, sink)))
 
 
+@door("local_attention_backward", **_STEPS_OF_RANGES)
 def local_attention_backward(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
@@ -177,36 +200,24 @@ def local_attention_backward(
     Raises:
       TypeError, ValueError: as `local_attention`.
     """
-    name = "local_attention_backward"
-    options = LocalOptions(
-        name,
-        scale=scale,
-        logit_soft_cap=logit_soft_cap,
-        block_q=block_q,
-        block_kv=block_kv,
-        block_heads=block_heads,
-    ).resolved(q, k, v)
-    dtypes = q.dtype, accumulator(q)
-    of_q = check_result_dtype(name, "dq_dtype", dq_dtype, dtypes)
-    of_kv = check_result_dtype(name, "dkv_dtype", dkv_dtype, dtypes)
-    options = dataclasses.replace(options, gradient_dtypes=(of_q, of_kv, of_kv))
+    op = "local_attention_backward"
+    softmax = {"scale": scale, "logit_soft_cap": logit_soft_cap}
+    blocks = {"block_q": block_q, "block_kv": block_kv, "block_heads": block_heads}
+    _check_options(op, q, k, v, softmax, blocks)
+    of_q = check_result_dtype(op, "dq_dtype", dq_dtype, q)
+    of_kv = check_result_dtype(op, "dkv_dtype", dkv_dtype, q)
+    options = pass_options(q, k, **softmax, **blocks, gradient_dtypes=(of_q, of_kv, of_kv))
     given = MaskRanges(kv_start, kv_end, q_start, q_end)
-    ranges = read_ranges(name, (q.shape, k.shape), given, None)
-    out_shape, lse_shape = (*q.shape[:3], v.shape[3]), (q.shape[0], q.shape[2], q.shape[1])
-    arrays = {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
-    check_arrays(name, **arrays)
-    for what, x, shape in (
-        ("out", out, out_shape),
-        ("lse", lse, lse_shape),
-        ("dout", dout, out_shape),
-        ("dlse", dlse, lse_shape),
-    ):
-        if x is not None and x.shape != shape:
-            raise ValueError(f"{name}: {what} has shape {x.shape}, but q and v need {shape}.")
-    whole = [out, lse, dout] if dlse is None else [out, lse, dout, dlse]
-    q, k, v = forbid_second_derivative(name, [q, k, v])
-    whole = forbid_second_derivative(name, whole)
-    return _backward(options, *_vary((q, k, v, ranges, SoftmaxGradients(*whole))))
+    ranges = read_ranges(op, (q.shape, k.shape), given, None)
+    whole = SoftmaxGradients(out, lse, dout, dlse)
+    q, k, v, whole = forbid_second_derivative(op, (q, k, v, whole))
+    return _backward(options, *_vary((q, k, v, ranges, whole)))
+
+
+def _check_options(op: str, q, k, v, softmax: dict[str, Any], blocks: dict[str, Any]) -> None:
+    check_heads(op, q, k, v)
+    check_softmax(op, **softmax)
+    check_blocks(op, **blocks, num_kv_heads=k.shape[2])
 
 
 def _read_documents(documents: Any, mask: Any, segment_ids: Any, positions: Any) -> PackedMask:
@@ -251,14 +262,11 @@ def _attention(options, q, k, v, ranges, sink):
 
 
 def _attention_fwd(options, *primals):
-    q, k, v, ranges, sink = jax.tree.map(lambda x: x.value, primals, is_leaf=_is_primal)
-    operands = (*forbid_second_derivative("local_attention", [q, k, v]), ranges)
+    is_primal = lambda x: isinstance(x, CustomVJPPrimal)
+    q, k, v, ranges, sink = jax.tree.map(lambda x: x.value, primals, is_leaf=is_primal)
+    operands = (*forbid_second_derivative("local_attention", (q, k, v)), ranges)
     out, lse, *rest = named_context(_forward(options, *operands, sink))
     return (out, lse, *rest), (*operands, out, lse, sink)
-
-
-def _is_primal(x):
-    return isinstance(x, CustomVJPPrimal)
 
 
 def _attention_bwd(options, residuals, cotangents):
@@ -266,9 +274,9 @@ def _attention_bwd(options, residuals, cotangents):
     *operands, out, lse, sink = residuals
     if isinstance(dout, SymbolicZero):
         (dout,) = vary_like([jnp.zeros_like(out)], operands[0])
-    dlse = [] if isinstance(dlse, SymbolicZero) else [dlse]  # most programs use `out` alone
-    cotangents = forbid_second_derivative("local_attention", [dout, *dlse])
-    whole = SoftmaxGradients(out, lse, *cotangents)
+    dlse = None if isinstance(dlse, SymbolicZero) else dlse  # most programs use `out` alone
+    dout, dlse = forbid_second_derivative("local_attention", (dout, dlse))
+    whole = SoftmaxGradients(out, lse, dout, dlse)
     grads = _backward(dataclasses.replace(options, return_max_logits=False), *operands, whole)
     dsink = None if sink is None else sink_gradient(sink, whole)
     return *grads, None, dsink
@@ -289,7 +297,7 @@ def _forward(options, q, k, v, ranges: RowRanges, sink):
         empty += [jnp.full(N, -jnp.inf, dtype)] * options.return_max_logits
         return tuple(vary_like(empty, q))
     sink = None if sink is None else jnp.broadcast_to(sink, (B, N))
-    out, lse, *max_logits = uncut.attend(options, uncut.Forward(q, k, v, ranges, sink))
+    out, lse, *max_logits = fused_attention(options, q, k, v, ranges, sink)
     return out, lse, *(jnp.max(x, axis=(0, 2)) for x in max_logits)
 
 
@@ -299,4 +307,54 @@ def _backward(options, q, k, v, ranges: RowRanges, whole: SoftmaxGradients):
     if B * T * k.shape[1] == 0:
         arrays = zip((q, k, v), options.gradient_dtypes, strict=True)
         return tuple(vary_like((jnp.zeros(x.shape, dtype) for x, dtype in arrays), q))
-    return uncut.gradients(options, uncut.Backward(q, k, v, ranges, whole))
+    return fused_gradients(options, q, k, v, ranges, whole)
+
+
+# ---- Merges two attention results over disjoint keys into the result over both.
+
+
+@door("merge_partials", sink="Pass one logit per query head.")
+def merge_partials(
+    out: Float[Array, "B T N Hv"],
+    lse: Float[Array, "B N T"],
+    block_out: Float[Array, "B T N Hv"],
+    block_lse: Float[Array, "B N T"],
+    *,
+    sink: Float[Array, " N"] | None = None,
+) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B N T"]]:
+    """Merges two attention results, weighted by their shares of the softmax's denominator.
+
+    Call anywhere. Associative and commutative up to rounding; `(0, -inf)` is the neutral element
+    and does not change the other side. Differentiable in all arguments; if both sides are
+    `-inf`, the result is `(0, -inf)` with zero gradients.
+
+    Args:
+      out: output over the keys seen so far; zero where `lse` is `-inf`.
+      lse: their logarithm of the sum of exponentials.
+      block_out: output over further keys.
+      block_lse: the same for the further keys.
+      sink: a logit per head without a value, see `local_attention`. Pass it with the last part
+        only: it joins the denominator once.
+    Returns:
+      out, lse: over all keys, in float32 (float64 if an argument is float64).
+    Raises:
+      ValueError: shapes do not match.
+    References:
+      Dao, FlashAttention (arXiv:2205.14135), section 3.1.
+    """
+    dtype = sum_dtype(*(x.dtype for x in (out, lse, block_out, block_lse)))
+    out, lse, block_out, block_lse = (x.astype(dtype) for x in (out, lse, block_out, block_lse))
+
+    # The peak cancels, so it needs no derivative; a finite one keeps -inf minus -inf from NaN.
+    peak = lax.stop_gradient(jnp.maximum(lse, block_lse))
+    peak = jnp.where(peak > -jnp.inf, peak, 0)
+    weight, block_weight = jnp.exp(lse - peak), jnp.exp(block_lse - peak)
+    total = weight + block_weight
+    empty = total == 0
+    total = jnp.where(empty, 1, total)
+
+    def per_row(share):
+        return jnp.swapaxes(share, 1, 2)[..., None]
+
+    merged = per_row(weight / total) * out + per_row(block_weight / total) * block_out
+    return add_sink(merged, jnp.where(empty, -jnp.inf, peak + jnp.log(total)), sink)

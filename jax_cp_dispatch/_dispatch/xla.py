@@ -1,0 +1,654 @@
+"""Lowers an exchange to XLA's collectives, or to gathers on a device that holds all ranks."""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.dtypes import canonicalize_dtype
+from jax.interpreters import mlir
+from jax.sharding import Mesh, PartitionSpec as P
+from jaxtyping import Array, Int32, Shaped
+
+from jax_cp_dispatch._arrays import sum_dtype
+from jax_cp_dispatch._dispatch.arguments import Exchange, MetadataOperands, by_group, read_operands
+from jax_cp_dispatch._dispatch.xla_transfers import (
+    Transfers,
+    XlaRanks,
+    find_sources,
+    read_transfers,
+)
+from jax_cp_dispatch._ranks.communicator import rank_index
+from jax_cp_dispatch._ranks.implementations import (
+    IMPLEMENTATIONS,
+    default_platform,
+    program_platform,
+    refuse_here,
+)
+from jax_cp_dispatch._ranks.job import first_failure
+from jax_cp_dispatch._ranks.lowering import Chosen
+from jax_cp_dispatch._ranks.options import CollectiveOptions, vary_alike
+from jax_cp_dispatch._text import say_once
+from jax_cp_dispatch.metadata import compute_metadata
+
+# ---- Rows between ranks by XLA: `ragged_all_to_all`, or for a combine several all-gathers.
+#
+# `ragged_all_to_all` moves only what the plan says, without a copy between. Each replica of a shard
+# is one update. XLA takes equally many updates from each rank to each other, so of those from one
+# rank to another all but the replicas for it are empty. It is only lowered, never differentiated:
+# the
+# calls are primitives with their own derivatives. JAX's derivative of `ragged_all_to_all` writes
+# rows
+# to their source, so a row that was sent to several ranks would get the gradient of one.
+#
+# One all-gather of whole buffers needs W times the memory of one. With a plan that reserves space
+# for
+# all keys, that exceeds the memory of an accelerator, so rows return in turns.
+
+
+class _Updates(NamedTuple):
+    """Rows from rank to rank, by replicas; begins of empty updates are ignored."""
+
+    begin: Int32[Array, "W S C"]
+    num_sent: Int32[Array, "W S C"]
+    begin_there: Int32[Array, "W S C"]
+    num_received: Int32[Array, "W S C"]
+
+
+def send_rows(
+    plan: Transfers, ranks: XlaRanks, arrays: Sequence[Shaped[Array, "T ..."]], *, capacity: int
+) -> list[Shaped[Array, "capacity ..."]]:
+    """Returns this rank's receive buffers of a dispatch; rows that no rank writes are zero."""
+    num_rows, rank = plan.num_moved, ranks.rank
+    first_row = jnp.broadcast_to(plan.src_row[..., None], num_rows.shape)
+    num_ranks = plan.dst_rank.shape[0]
+    everywhere = lambda x: jnp.broadcast_to(x[rank], (num_ranks, *x.shape[1:]))
+    to = jnp.arange(num_ranks, dtype=jnp.int32)[:, None, None]
+    updates = _Updates(
+        begin=everywhere(first_row),
+        num_sent=jnp.where(plan.dst_rank[rank] == to, num_rows[rank], 0),
+        begin_there=everywhere(plan.dst_row),
+        num_received=jnp.where(plan.dst_rank == rank, num_rows, 0),
+    )
+    return _exchange(arrays, capacity, ranks.axis_names, updates)
+
+
+def return_rows(
+    plan: Transfers,
+    ranks: XlaRanks,
+    arrays: Sequence[Shaped[Array, "capacity ..."]],
+    *,
+    num_home: int,
+) -> tuple[list[Shaped[Array, "home ..."]], Int32[Array, "S C"]]:
+    """Brings the rows of a combine home, replica by replica.
+
+    Returns:
+      The rows of all replicas of this rank's shards, by slots, then replicas; and where each
+      replica begins.
+    """
+    num_rows, rank = plan.num_moved, ranks.rank
+    home = plan.begin_at_home
+    num_ranks = plan.dst_rank.shape[0]
+    from_ = jnp.arange(num_ranks, dtype=jnp.int32)[:, None, None]
+    updates = _Updates(
+        begin=plan.dst_row,
+        num_sent=jnp.where(plan.dst_rank == rank, num_rows, 0),
+        begin_there=home,
+        num_received=jnp.where(plan.dst_rank[rank] == from_, num_rows[rank], 0),
+    )
+    return _exchange(arrays, num_home, ranks.axis_names, updates), home[rank]
+
+
+def _exchange(
+    arrays: Sequence[Array], num_rows: int, axis_names: tuple[str, ...], updates: _Updates
+) -> list[Array]:
+    """Returns the receive buffers; rows that no rank writes are zero."""
+    begin, begin_there = (
+        jnp.where(updates.num_sent > 0, x, 0) for x in (updates.begin, updates.begin_there)
+    )
+    flat = [x.ravel() for x in updates._replace(begin=begin, begin_there=begin_there)]
+    results = []
+    for x in arrays:
+        x, out = vary_alike([x, jnp.zeros((num_rows, *x.shape[1:]), x.dtype)])
+        results.append(lax.ragged_all_to_all(x, out, *flat, axis_name=axis_names))
+    return results
+
+
+MAX_GATHERED_BYTES = 2**30
+"""Rows that one all-gather of a combine brings to a rank; not measured."""
+
+
+def gather_in_turns(
+    plan: Transfers,
+    ranks: XlaRanks,
+    arrays: Sequence[Shaped[Array, "capacity ..."]],
+    num_home: int,
+    num_at_once: int,
+) -> tuple[list[Shaped[Array, "home ..."]], Int32[Array, "S C"]]:
+    """Brings the rows of a combine home, as `return_rows`; `num_at_once` of each rank in a turn."""
+    rank, capacity = ranks.rank, arrays[0].shape[0]
+    begin = plan.begin_at_home[rank]
+    rows = jnp.arange(num_home, dtype=jnp.int32)
+    replica = jnp.searchsorted(begin.ravel(), rows, side="right") - 1
+    src_rank = plan.dst_rank[rank].ravel()[replica]
+    src_row = plan.dst_row[rank].ravel()[replica] + rows - begin.ravel()[replica]
+
+    def turn(i, homes):
+        first = jnp.minimum(i * num_at_once, capacity - num_at_once)
+        row = src_row - first
+        is_here = (row >= 0) & (row < num_at_once) & (src_rank >= 0)
+        results = []
+        for x, home in zip(arrays, homes, strict=True):
+            gathered = ranks.gather(lax.dynamic_slice_in_dim(x, first, num_at_once))
+            taken = gathered.at[src_rank, row].get(mode="clip")
+            results.append(jnp.where(is_here.reshape(-1, *[1] * (x.ndim - 1)), taken, home))
+        return results
+
+    homes = [jnp.zeros((num_home, *x.shape[1:]), x.dtype) for x in arrays]
+    homes = vary_alike([*homes, *arrays, src_row])[: len(homes)]
+    return lax.fori_loop(0, -(-capacity // num_at_once), turn, homes), begin
+
+
+# ---- Movement by XLA's collectives alone: `implementation="xla"`, on every platform.
+#
+# Rows move by `ragged_all_to_all` where the caller allows it. Otherwise every rank gathers the rows
+# of all ranks and selects from them; for a combine of more than `MAX_GATHERED_BYTES` in turns. No
+# error can be raised at run time: a plan that the native handlers would reject fills the results of
+# all ranks, floating-point ones with NaN, others with zeros.
+#
+# Rows move as unsigned integers where a float is narrower than 32 bits, because XLA may compute
+# with
+# such types in float32, which changes the bits of a NaN.
+
+
+def dispatch_with_xla(
+    ranks: XlaRanks,
+    metadata: MetadataOperands,
+    arrays: Sequence[Shaped[Array, "rows ..."]],
+    *,
+    capacity: int,
+    fingerprint: Int32[Array, " 9"] | None = None,
+) -> list[Shaped[Array, "out_rows ..."]]:
+    """Sends each shard to the ranks that `metadata` names, bit for bit.
+
+    Call on every rank, with manual axes; or once if one device holds all ranks.
+
+    Args:
+      ranks: of the exchange.
+      metadata: one rank's view, or that of all ranks.
+      arrays: `[T, ...]`, or without axes `[W * T, ...]`.
+      capacity: rows per rank of the results.
+      fingerprint: for which batch the plan was made, and which this rank sees.
+    Returns:
+      `[capacity, ...]`, or without axes `[W * capacity, ...]`; rows that no rank writes are zero.
+    """
+    dtypes = [x.dtype for x in arrays]
+    bits = [_to_bits(x) for x in arrays]
+    num_tokens = ranks.rows_per_rank_in(bits[0])
+    plan = read_transfers(
+        metadata, ranks, num_tokens=num_tokens, capacity=capacity, fingerprint=fingerprint
+    )
+    if ranks.are_ragged(num_tokens, plan):
+        received = send_rows(plan, ranks, bits, capacity=capacity)
+    else:
+        everyones = [ranks.gather(x) for x in bits]
+
+        def receive(rank):
+            src_rank, src_row = find_sources(plan, rank, capacity)
+            return [_take_rows(x, src_rank, src_row) for x in everyones]
+
+        received = _on_each(receive, ranks)
+    return [_finish(x, dtype, plan) for x, dtype in zip(received, dtypes, strict=True)]
+
+
+def combine_with_xla(
+    ranks: XlaRanks,
+    metadata: MetadataOperands,
+    arrays: Sequence[Shaped[Array, "rows ..."]],
+    *,
+    num_tokens: int,
+    dtypes: Sequence[str],
+    fingerprint: Int32[Array, " 9"] | None = None,
+) -> list[Shaped[Array, "out_rows ..."]]:
+    """Returns rows to their ranks and sums the replicas of each, by slots, then replicas 0 ... C-1.
+
+    The adjoint of `dispatch_with_xla`, and called like it. Floats narrower than 32 bits accumulate
+    in float32, everything else in its own type; rounds once. A row with one source keeps its bits;
+    XLA determines the bits of a NaN that is a sum of several.
+
+    Args:
+      ranks: of the exchange.
+      metadata: the forward metadata, one rank's view or that of all ranks.
+      arrays: `[capacity, ...]`, or without axes `[W * capacity, ...]`.
+      num_tokens: rows per rank T of the results.
+      dtypes: of the results.
+      fingerprint: as in `dispatch_with_xla`.
+    Returns:
+      `[T, ...]`, or without axes `[W * T, ...]`; rows that no shard names are zero.
+    """
+    dtypes_in, dtypes_out = [y.dtype for y in arrays], [np.dtype(dtype) for dtype in dtypes]
+    bits = [_to_bits(y) for y in arrays]
+    capacity = ranks.rows_per_rank_in(bits[0])
+    plan = read_transfers(
+        metadata, ranks, num_tokens=num_tokens, capacity=capacity, fingerprint=fingerprint
+    )
+    is_named_once = metadata.src_offset is None
+    # What returns to a rank at most: all replicas of its rows, and no more than all ranks hold,
+    # since a plan in which ranges overlap there is not valid.
+    num_named = 1 if is_named_once else plan.num_rows.shape[1]
+    num_home = min(num_tokens * num_named * plan.dst_rank.shape[2], ranks.num_ranks * capacity)
+    num_bytes = ranks.num_ranks * sum(y.nbytes for y in bits)  # gathered
+    num_at_once = max(1, MAX_GATHERED_BYTES * capacity // max(1, num_bytes))
+    homes = begin = None
+    if ranks.are_ragged(num_home, plan):
+        homes, begin = return_rows(plan, ranks, bits, num_home=num_home)
+    elif ranks.axis_names and num_at_once < capacity:
+        homes, begin = gather_in_turns(plan, ranks, bits, num_home, num_at_once)
+    if homes is None:
+        held, dst_rank = [ranks.gather(y) for y in bits], plan.dst_rank
+    else:
+        held, dst_rank = [home[None] for home in homes], jnp.minimum(plan.dst_rank, 0)
+    sources = [_Sources(*each) for each in zip(held, dtypes_in, dtypes_out, strict=True)]
+
+    def bring_home(rank):
+        dst_row = plan.dst_row[rank] if begin is None else begin
+        sender = _Sender(dst_rank[rank], dst_row, plan.src_row[rank], plan.num_rows[rank])
+        sum_shards = _sum_one_shard if is_named_once else _sum_every_shard
+        sums = sum_shards(sender, sources, _no_sums(sources, num_tokens))
+        return _round(sums, sources)
+
+    totals = _on_each(bring_home, ranks)
+    return [_finish(x, dtype, plan) for x, dtype in zip(totals, dtypes_out, strict=True)]
+
+
+def combine_weighted_with_xla(
+    ranks: XlaRanks,
+    metadata: MetadataOperands,
+    arrays: Sequence[Shaped[Array, "rows ..."]],
+    *,
+    num_tokens: int,
+    dtypes: Sequence[str],
+    fingerprint: Int32[Array, " 9"] | None = None,
+) -> list[Shaped[Array, "T ..."]]:
+    """Returns rows to their ranks and sums the replicas of each, times `metadata.weights`.
+
+    Those of one rank are summed first, in float32 (float64 for float64), and rounded to the dtype
+    of the rows; then the ranks, in the order in which they come first. Each slot is one row.
+    Otherwise as `combine_with_xla`, which brings all replicas home.
+    """
+    weights, dst_rank = metadata.weights, metadata.dst_rank
+    num_replicas = dst_rank.shape[1]
+    one_by_one = metadata._replace(
+        weights=None,
+        seq_len=jnp.repeat(metadata.seq_len, num_replicas),
+        dst_rank=dst_rank.reshape(-1),
+        dst_offset=metadata.dst_offset.reshape(-1),
+    )
+    options = {"num_tokens": dst_rank.size, "dtypes": dtypes, "fingerprint": fingerprint}
+    totals = []
+    for rows in combine_with_xla(ranks, one_by_one, arrays, **options):
+        rows = rows.reshape(num_tokens, num_replicas, *rows.shape[1:])
+        total = jnp.zeros_like(rows[:, 0], sum_dtype(rows.dtype))
+        is_new = dst_rank >= 0
+        for i in range(num_replicas):
+            part = jnp.zeros_like(total)
+            for c in range(i, num_replicas):
+                weight = weights[:, c].reshape(-1, *[1] * (total.ndim - 1)).astype(total.dtype)
+                added = part + rows[:, c].astype(total.dtype) * weight
+                part = _where_row(dst_rank[:, c] == dst_rank[:, i], added, part)
+            part = part.astype(rows.dtype).astype(total.dtype)
+            total = _where_row(is_new[:, i], total + part, total)
+            is_new &= dst_rank != dst_rank[:, i, None]
+        totals.append(total.astype(rows.dtype))
+    return totals
+
+
+def _on_each(one_rank: Callable[..., Any], ranks: XlaRanks) -> list[Array]:
+    """Returns the results of the running rank, or those of all ranks in order."""
+    if ranks.axis_names:
+        return one_rank(ranks.rank)
+    results = jax.vmap(one_rank)(jnp.arange(ranks.num_ranks, dtype=jnp.int32))
+    return [x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]) for x in results]
+
+
+# ---- Sums.
+
+
+class _Sender(NamedTuple):
+    """One rank's part of the plan."""
+
+    dst_rank: Int32[Array, "S C"]
+    dst_row: Int32[Array, "S C"]
+    src_row: Int32[Array, " S"]
+    num_rows: Int32[Array, " S"]
+
+
+class _Sources(NamedTuple):
+    """The rows `[W, capacity, ...]` of all ranks from which one result is summed."""
+
+    bits: Array
+    dtype: Any
+    dtype_out: Any
+
+    @property
+    def accumulator(self) -> Any:
+        return self.dtype if self.bits.dtype == self.dtype else np.dtype(np.float32)
+
+    @property
+    def keeps_first(self) -> bool:
+        """Whether rounding the accumulator could change a row with one source: the bits of NaN."""
+        return self.dtype == self.dtype_out != self.accumulator
+
+
+class _Sums(NamedTuple):
+    """The sum so far."""
+
+    num_sources: Int32[Array, " T"]
+    totals: list[Array]
+    firsts: list[Array | None]  # the bits of the first source, if they are kept
+
+
+def _no_sums(sources: list[_Sources], num_tokens: int) -> _Sums:
+    zeros = lambda y, dtype: jnp.zeros((num_tokens, *y.bits.shape[2:]), dtype)
+    return _Sums(
+        jnp.zeros(num_tokens, jnp.int32),
+        [zeros(y, y.accumulator) for y in sources],
+        [zeros(y, y.bits.dtype) if y.keeps_first else None for y in sources],
+    )
+
+
+def _sum_one_shard(sender: _Sender, sources: list[_Sources], sums: _Sums) -> _Sums:
+    """Sums contiguous shards, where a row is in at most one of them."""
+    rows = jnp.arange(sums.num_sources.size, dtype=jnp.int32)
+    slot = jnp.searchsorted(sender.src_row, rows, side="right") - 1
+    is_named = rows < (sender.src_row + sender.num_rows)[slot]
+    return _add_shards(jnp.where(is_named, slot, -1), sender, sources, sums)
+
+
+def _sum_every_shard(sender: _Sender, sources: list[_Sources], sums: _Sums) -> _Sums:
+    """Sums rows that may be in any number of shards: each turn adds the next one of every row."""
+    num_slots = sender.src_row.size
+    rows = jnp.arange(sums.num_sources.size, dtype=jnp.int32)[None]
+    slots = jnp.arange(num_slots, dtype=jnp.int32)[:, None]
+    ends = sender.src_row + sender.num_rows
+    is_named = (sender.src_row[:, None] <= rows) & (rows < ends[:, None])
+
+    def next_slot(slot):
+        return jnp.min(jnp.where(is_named & (slots > slot[None]), slots, num_slots), axis=0)
+
+    def turn(carry):
+        slot, sums = carry
+        return next_slot(slot), _add_shards(slot, sender, sources, sums)
+
+    flat, tree = jax.tree.flatten((next_slot(jnp.full_like(rows[0], -1)), sums))
+    everything = [*flat, *sender, *(y.bits for y in sources)]
+    carry = jax.tree.unflatten(tree, vary_alike(everything)[: len(flat)])
+    return lax.while_loop(lambda carry: jnp.any(carry[0] < num_slots), turn, carry)[1]
+
+
+def _add_shards(slot: Array, sender: _Sender, sources: list[_Sources], sums: _Sums) -> _Sums:
+    """Adds to every row the replicas of its shard `slot`; nothing if that is not in [0, S)."""
+    rows = jnp.arange(slot.size, dtype=jnp.int32)
+    for c in range(sender.dst_rank.shape[1]):
+        to = sender.dst_rank.at[slot, c]
+        rank = to.get(mode="fill", fill_value=-1, wrap_negative_indices=False)
+        row = sender.dst_row[slot, c] + rows - sender.src_row[slot]
+        is_source = rank >= 0
+        is_first = is_source & (sums.num_sources == 0)
+        totals, firsts = [], []
+        for y, total, first in zip(sources, sums.totals, sums.firsts, strict=True):
+            bits = _take_rows(y.bits, rank, row)
+            value = _from_bits(bits, y.dtype).astype(y.accumulator)
+            added = _where_row(is_source, total + value, total)
+            totals.append(_where_row(is_first, value, added))
+            firsts.append(None if first is None else _where_row(is_first, bits, first))
+        sums = _Sums(sums.num_sources + is_source.astype(jnp.int32), totals, firsts)
+    return sums
+
+
+def _round(sums: _Sums, sources: list[_Sources]) -> list[Array]:
+    """Returns the results as bits."""
+    results = [_to_bits(x.astype(y.dtype_out)) for x, y in zip(sums.totals, sources, strict=True)]
+    return [
+        x if first is None else _where_row(sums.num_sources == 1, first, x)
+        for x, first in zip(results, sums.firsts, strict=True)
+    ]
+
+
+# ---- Rows and bits.
+
+
+def _take_rows(x: Array, rank: Array, row: Array) -> Array:
+    """Returns `x[rank, row]`, or zero if there is none."""
+    if x.size == 0:
+        return jnp.zeros((row.size, *x.shape[2:]), x.dtype)
+    return x.at[rank, row].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+
+
+def _where_row(flags: Array, x: Array, y: Array) -> Array:
+    return jnp.where(flags.reshape(-1, *[1] * (x.ndim - 1)), x, y)
+
+
+def _to_bits(x: Array) -> Array:
+    return lax.bitcast_convert_type(x, _carrier(x.dtype)) if x.dtype != _carrier(x.dtype) else x
+
+
+def _from_bits(bits: Array, dtype: Any) -> Array:
+    return bits if bits.dtype == dtype else lax.bitcast_convert_type(bits, dtype)
+
+
+def _carrier(dtype: Any) -> Any:
+    """Returns the type in which elements of `dtype` are moved."""
+    is_narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+    return np.dtype(f"uint{8 * dtype.itemsize}") if is_narrow else dtype
+
+
+def _finish(bits: Array, dtype: Any, plan: Transfers) -> Array:
+    """Returns the result, or NaN (zero) if the plan is invalid."""
+    nan = complex(np.nan, np.nan) if jnp.issubdtype(dtype, jnp.complexfloating) else np.nan
+    says_invalid = np.array(nan if jnp.issubdtype(dtype, jnp.inexact) else 0).astype(dtype)
+    return _from_bits(jnp.where(plan.is_valid, bits, says_invalid.view(bits.dtype)), dtype)
+
+
+# ---- Whether `implementation="xla"` may use `ragged_all_to_all`: a test at first use decides.
+#
+# Devices that are here run it. For devices that are not, such as those of a topology, it is
+# compiled:
+# XLA refuses the operation for some TPU slices.
+
+_PLATFORMS = {"cuda", "tpu"}  # XLA's CPU backend does not have the operation
+_TIMEOUT = 60.0  # seconds for the other processes to reach the self-test
+_AXIS, _ROWS, _CAPACITY = "ranks", 16, 10
+
+
+def may_be_ragged(platforms: Sequence[str], backend: Any) -> bool:
+    """Whether a program that is lowered for `platforms` may use `ragged_all_to_all`.
+
+    A program for the devices that are here needs the self-test, which all processes of a job run
+    together. A program for other devices, those of `backend`, needs a compiler that takes the
+    operation. Any other program is only lowered, and uses it.
+
+    Args:
+      platforms: what the program is lowered for.
+      backend: the client whose devices the program is for; None if it is unknown.
+    """
+    if len(platforms) != 1 or platforms[0] not in _PLATFORMS:
+        return False
+    if backend is not None and program_platform(backend.platform) == platforms[0]:
+        devices = tuple(backend.devices())
+        if devices[0] not in jax.devices():
+            return _compiles(devices)
+    return default_platform() != platforms[0] or _passes()
+
+
+@functools.lru_cache(maxsize=16)
+def _compiles(devices: tuple[Any, ...]) -> bool:
+    """Whether the compiler of these devices, which cannot run here, takes the operation."""
+    with ThreadPoolExecutor(1) as thread:
+        refused = thread.submit(_refusal, devices).result()
+    if refused:
+        say_once(f"moves all ranks' rows by all-gather (implementation='xla'): {refused}.")
+    return not refused
+
+
+def _refusal(devices: tuple[Any, ...]) -> str:
+    """Returns why the compiler refuses the operation, or "".
+
+    The slice decides, not the number of ranks. Few ranks compile in less than a second; with 256,
+    the compiler can take two minutes to refuse.
+    """
+    num_ranks = math.gcd(len(devices), 2)
+    mesh = Mesh(np.array(devices).reshape(-1, num_ranks), ("groups", _AXIS))
+
+    def exchange(x: Array) -> Array:
+        each = jnp.arange(num_ranks, dtype=jnp.int32)
+        one = jnp.ones_like(each)
+        return jax.lax.ragged_all_to_all(x, x, each, one, each, one, axis_name=_AXIS)
+
+    spec = P(mesh.axis_names)
+    run = jax.jit(jax.shard_map(exchange, mesh=mesh, in_specs=spec, out_specs=spec))
+    rows = jax.ShapeDtypeStruct((len(devices) * num_ranks, 8), jnp.float32)
+    platform = program_platform(devices[0].platform)
+    try:
+        run.trace(rows).lower(lowering_platforms=(platform,)).compile()
+    except Exception as error:  # whatever XLA raises, the all-gather remains
+        slice_, reason = f"{len(devices)} x {devices[0].device_kind}", str(error).splitlines()[0]
+        return f"XLA cannot compile ragged_all_to_all for {slice_}: {reason}"
+    return ""
+
+
+@functools.cache
+def _passes() -> bool:
+    """Runs the self-test once, in a thread without the context of the program being lowered."""
+    with ThreadPoolExecutor(1) as thread:
+        failed = thread.submit(_agreed_failure).result()
+    if failed:
+        say_once(f"moves all ranks' rows by all-gather (implementation='xla'): {failed}.")
+    return not failed
+
+
+def _agreed_failure() -> str:
+    """Returns the first failure of all processes of the job, the same in all; or ""."""
+    if jax.process_count() == 1:
+        return _failure()
+    return first_failure("ragged_all_to_all", _failure, _TIMEOUT)
+
+
+def _failure() -> str:
+    """Moves rows over all devices by both ways; returns what differs, or "" if nothing does."""
+    try:
+        return "" if _is_equal() else "ragged_all_to_all failed its self-test"
+    except Exception as error:  # whatever XLA raises, the all-gather remains
+        return f"ragged_all_to_all cannot run here: {str(error).splitlines()[0]}"
+
+
+def _is_equal() -> bool:
+    devices = np.array(jax.devices())
+    ranks = np.arange(len(devices), dtype=np.int32)
+    # Uneven ranges: each rank sends 0, 1 or 2 rows to the next rank, and others to the one after.
+    num_rows = np.stack([ranks % 3, _ROWS // 2 - ranks % 3], axis=1)
+    to = np.stack([ranks + 1, ranks + 2], axis=1) % len(devices)
+    plan, _ = compute_metadata(num_rows, to)
+    metadata = MetadataOperands(
+        plan.num_recv_tokens, plan.seq_len, plan.dst_rank, plan.dst_offset, plan.src_offset
+    )
+    mesh = Mesh(devices, (_AXIS,))
+    # The plan is a constant of the program, which runs in several processes as well.
+    run = jax.shard_map(
+        lambda: _num_different(metadata, len(devices)), mesh=mesh, in_specs=(), out_specs=P(_AXIS)
+    )
+    return not any(np.asarray(x.data).any() for x in jax.jit(run)().addressable_shards)
+
+
+def _num_different(metadata: MetadataOperands, num_ranks: int) -> Array:
+    """Returns [1]: how many elements of this rank's results differ between the two ways."""
+    rank = jax.lax.axis_index(_AXIS)
+    own = jnp.arange(_ROWS * 4, dtype=jnp.float32).reshape(_ROWS, 4) + 1000 * rank
+    results = []
+    for ragged in (True, False):
+        ranks = XlaRanks(rank, (_AXIS,), num_ranks, ragged)
+        rows = [own, own.astype(jnp.bfloat16)]
+        sent = dispatch_with_xla(ranks, metadata, rows, capacity=_CAPACITY)
+        dtypes = [x.dtype.name for x in sent]
+        home = combine_with_xla(ranks, metadata, sent, num_tokens=_ROWS, dtypes=dtypes)
+        results.append([*sent, *home])
+    counts = [jnp.sum(x != y) for x, y in zip(*results, strict=True)]
+    return jnp.sum(jnp.stack(counts))[None]
+
+
+def lower(ctx: Any, *operands: Any, exchange: Exchange, choice: Chosen) -> Any:
+    """Lowers the part of one rank."""
+    program = ctx.module_context
+    ragged = may_be_ragged(program.platforms, program.backend)
+    move = functools.partial(_move, exchange, ragged)
+    return mlir.lower_fun(move, multiple_results=True)(ctx, *operands)
+
+
+def on_one_device(ctx: Any, exchange: Exchange) -> Callable[..., Any]:
+    """Returns the exchange of a device that holds the rows of all ranks, to be traced."""
+    return functools.partial(_move, exchange, False)
+
+
+def _move(exchange: Exchange, ragged: bool, *operands: Any) -> list[Any]:
+    if any(canonicalize_dtype(x.dtype) != x.dtype for x in operands):
+        with jax.enable_x64(True):  # which the partitioner has left
+            return _move(exchange, ragged, *operands)
+    split = read_operands(operands, exchange)
+    if exchange.by_collectives is not None:
+        moved = exchange.by_collectives(split.arrays)
+        if exchange.sums is None:
+            return moved
+        return [y.astype(dtype) for y, dtype in zip(moved, exchange.sums, strict=True)]
+    axis_names = () if exchange.is_global else exchange.comm.axis_names
+    ranks = XlaRanks(rank_index(axis_names), axis_names, exchange.comm.num_ranks, ragged)
+    sums = exchange.sums or [""] * exchange.num_arrays
+    outs = []
+    for group, metadata, fingerprint, arrays, dtypes in zip(
+        exchange.groups,
+        split.metadata,
+        split.fingerprints,
+        by_group(split.arrays, exchange),
+        by_group(sums, exchange),
+        strict=True,
+    ):
+        if exchange.sums is None:
+            arrays = _without_padding(arrays, group.num_tokens)
+            outs += dispatch_with_xla(
+                ranks, metadata, arrays, capacity=group.capacity, fingerprint=fingerprint
+            )
+        else:
+            arrays = _without_padding(arrays, group.capacity)
+            combine = combine_weighted_with_xla if group.has_weights else combine_with_xla
+            outs += combine(
+                ranks,
+                metadata,
+                arrays,
+                num_tokens=group.num_tokens,
+                dtypes=dtypes,
+                fingerprint=fingerprint,
+            )
+    return outs
+
+
+def _without_padding(arrays: list[Any], num_rows: int) -> list[Any]:
+    """Removes the padding of arrays without rows, which custom calls cannot take empty."""
+    return [x[:0] for x in arrays] if num_rows == 0 else arrays
+
+
+def dispatch_or_collectives(
+    exchange: CollectiveOptions,
+    arrays: Any,
+    by_dispatch: Callable[[Any], Any],
+    by_xla: Callable[[Any], Any],
+) -> Any:
+    """Moves arrays by `dispatch` between CPU devices, or if a transport is named; else by XLA."""
+    refuse_here(exchange.op)
+    if exchange.implementation is not None:
+        row = IMPLEMENTATIONS[exchange.implementation]
+        return by_xla(arrays) if row.is_collectives else by_dispatch(arrays)
+    return lax.platform_dependent(arrays, cpu=by_dispatch, default=by_xla)

@@ -1,0 +1,565 @@
+"""Connects the GPUs of several processes, and says how programs over all of them exchange."""
+
+import functools
+import os
+import pathlib
+import socket
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jax_cp_dispatch._ranks import runtime
+from jax_cp_dispatch._ranks.communicator import Communicator, Groups, default_deadline_ms
+from jax_cp_dispatch._ranks.job import publish, publish_and_read_all, read_from
+from jax_cp_dispatch._ranks.nvshmem_trial import why_nvshmem_ends
+from jax_cp_dispatch._ranks.runtime import raise_gpu_errors
+
+# ---- Memory of GPUs that the processes of a host share, by CUDA IPC.
+
+
+class GpuJob(NamedTuple):
+    """One process of a job of one GPU each, while they connect.
+
+    Attributes:
+      publish: (name, value) -> the values of all processes.
+      process: the number of this one.
+      device: its GPU, as CUDA counts.
+      hosts: of each process.
+      slab_bytes: of each process.
+    """
+
+    publish: Callable[[str, Any], list[Any]]
+    process: int
+    device: int
+    hosts: list[str]
+    slab_bytes: int
+
+
+class Slabs(NamedTuple):
+    """The slabs of all processes.
+
+    Attributes:
+      transport: "cuda_ipc" or "nvshmem".
+      bases: the address of each in this process; this process's own where it is not mapped.
+      memory_groups: the group of each process; those of one group map each other's slabs.
+    """
+
+    transport: str
+    bases: list[int]
+    memory_groups: list[int]
+
+    def reach(self, processes: Iterable[int]) -> bool:
+        """Whether these processes exchange through the slabs; the same answer in all of them."""
+        groups = {self.memory_groups[process] for process in processes}
+        return self.transport == "nvshmem" or len(groups) <= 1
+
+
+def first_reason(reasons: Sequence[str]) -> str | None:
+    """Returns the first process that has a reason, with it; None if none has."""
+    found = [f"process {process}: {reason}" for process, reason in enumerate(reasons) if reason]
+    return found[0] if found else None
+
+
+def why_patterns_are_lost(job: GpuJob, slabs: Slabs) -> str | None:
+    """Tries the memory between every two processes that map it; all processes return the same.
+
+    Some machines promise access between GPUs and lose what is written, for example because of an
+    IOMMU or of ACS on the way.
+    """
+    ours = slabs.memory_groups[job.process]
+    members = [process for process, group in enumerate(slabs.memory_groups) if group == ours]
+    others = [process for process in members if process != job.process]
+    place = {process: i * runtime.cuda.PATTERN_BYTES for i, process in enumerate(members)}
+    pair = lambda writer, owner: writer << 16 | owner  # every pair has its own pattern
+
+    def write(other: int) -> bool:
+        address = slabs.bases[other] + place[job.process]
+        return runtime.cuda.write_pattern(job.device, address, pair(job.process, other))
+
+    def find(other: int) -> bool:
+        address = slabs.bases[job.process] + place[other]
+        return runtime.cuda.has_pattern(job.device, address, pair(other, job.process))
+
+    for name, attempt in (("written", write), ("arrived", find)):
+        lost = job.publish(f"{slabs.transport}_{name}", _first_lost(attempt, others))
+        missing = first_reason(lost)
+        if missing is not None:
+            return missing
+    return None
+
+
+def _first_lost(attempt: Callable[[int], bool], others: Sequence[int]) -> str:
+    try:
+        lost = next((other for other in others if not attempt(other)), None)
+    except RuntimeError as error:
+        return str(error)
+    if lost is None:
+        return ""
+    return (
+        f"its GPU and that of process {lost} reach each other's memory, but data is lost (an IOMMU "
+        "or ACS of the machine may be the cause)"
+    )
+
+
+def group_by_mapping(mapped: Sequence[Sequence[bool]]) -> list[int]:
+    """Returns, for each process, the first process of its group.
+
+    Args:
+      mapped: for each process, the processes whose memory it has mapped. All processes of a group
+        have mapped the same ones, so they agree on it.
+    """
+    return [next(q for q, other in enumerate(mapped) if other == mine) for mine in mapped]
+
+
+def describe_mapping(memory_groups: Sequence[int]) -> str:
+    """Describes which processes are reached through pointers, and which over the network."""
+    if len(set(memory_groups)) == 1:
+        return "all through pointers"
+    members = [
+        [p for p, i in enumerate(memory_groups) if i == first]
+        for first in sorted(set(memory_groups))
+    ]
+    return f"{', '.join(map(_ranges, members))} through pointers, each other over the network"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Formats [0, 1, 2, 5] as "0-2+5"."""
+    starts = [n for n in numbers if n - 1 not in numbers]
+    ends = [n for n in numbers if n + 1 not in numbers]
+    pairs = zip(starts, ends, strict=True)
+    return "+".join(f"{a}-{b}" if a != b else str(a) for a, b in pairs)
+
+
+def connect_ipc(job: GpuJob) -> Slabs | str:
+    """Returns the slabs; or why there are none, the same in all processes."""
+    memory_groups = [job.hosts.index(host) for host in job.hosts]
+    if len(set(memory_groups)) == len(memory_groups):
+        return "no two processes run on the same host"
+    failed, address, handle = "", 0, b""
+    try:
+        address, handle = runtime.cuda.make_slab(job.device, job.slab_bytes)
+    except RuntimeError as error:
+        failed = str(error)
+    handles = job.publish("ipc_handle", [failed, list(handle)])
+    missing = first_reason([other for other, _ in handles])
+    if missing is not None:
+        if not failed:
+            runtime.cuda.free_slab(job.device, address)
+        return missing
+    bases = [address] * len(handles)
+    try:
+        for other, (_, theirs) in enumerate(handles):
+            if other != job.process and memory_groups[other] == memory_groups[job.process]:
+                bases[other] = runtime.cuda.open_slab(job.device, bytes(theirs))
+    except RuntimeError as error:
+        failed = str(error)
+    missing = first_reason(job.publish("ipc_slab", failed))
+    slabs = Slabs("cuda_ipc", bases, memory_groups)
+    missing = missing or why_patterns_are_lost(job, slabs)
+    if missing is None:
+        return slabs
+    for base in set(bases) - {address}:
+        runtime.cuda.close_slab(job.device, base)
+    job.publish("ipc_closed", "")  # memory is freed after others have unmapped it
+    runtime.cuda.free_slab(job.device, address)
+    return missing
+
+
+# ---- Connects processes through NVSHMEM, which is tried in child processes first: it may end them.
+
+_POINTERS_VARIABLE = "JAX_CP_DISPATCH_GPU_POINTERS"
+_OWN_BYTES = 64 << 20  # of the heap, beside the slab: NVSHMEM's own data
+
+
+def connect_nvshmem(job: GpuJob, is_named: bool) -> Slabs | str:
+    """Returns the slabs; or why there are none, the same in all processes.
+
+    Args:
+      job: this process.
+      is_named: whether the user named NVSHMEM. It is then started without a trial.
+    """
+    module, why = runtime.load_nvshmem()
+    for name, value in (("NVSHMEM_DISABLE_NCCL", "1"), ("NVSHMEM_DISABLE_NVLS", "1")):
+        os.environ.setdefault(name, value)
+    version = module.version() if module else ""
+    facts = job.publish("nvshmem", [why, version, is_named or _may_network()])
+    missing = first_reason([fact[0] for fact in facts])
+    if missing is not None:
+        return missing
+    if module is None or any(fact[1] != version for fact in facts):
+        return f"the versions of NVSHMEM differ: {[fact[1] for fact in facts]}"
+    hosts = [(host, fact[2]) for host, fact in zip(job.hosts, facts, strict=True)]
+    missing = what_hosts_lack(hosts)
+    if missing is None and not is_named:
+        missing = why_nvshmem_ends(job, module.__file__, runtime.nvshmem_library())
+    if missing:
+        return missing
+    os.environ.setdefault("NVSHMEM_SYMMETRIC_SIZE", str(job.slab_bytes + _OWN_BYTES))
+    return _start(job, module)
+
+
+def _may_network() -> bool:
+    """Whether NVSHMEM may find a network here. If it needs one and finds none, it exits."""
+    adapters = pathlib.Path("/sys/class/infiniband")
+    is_named = "NVSHMEM_REMOTE_TRANSPORT" in os.environ
+    return is_named or (adapters.is_dir() and any(adapters.iterdir()))
+
+
+def what_hosts_lack(hosts: list[tuple[str, bool]]) -> str | None:
+    """Returns which process of several hosts has no network for NVSHMEM; None if all may start it.
+
+    Args:
+      hosts: for each process, its host and whether NVSHMEM may find a network there.
+    """
+    if len({host for host, _ in hosts}) == 1 or all(found for _, found in hosts):
+        return None
+    process, (host, _) = next((p, h) for p, h in enumerate(hosts) if not h[1])
+    return (
+        f"process {process} of several hosts, on {host}, has no InfiniBand adapter "
+        "(/sys/class/infiniband); if another network or NVLink connects the hosts, set "
+        "NVSHMEM_REMOTE_TRANSPORT or JAX_CP_DISPATCH_GPU_TRANSPORT=nvshmem"
+    )
+
+
+def _start(job: GpuJob, module: Any) -> Slabs | str:
+    process, num_processes = job.process, len(job.hosts)
+    try:
+        first = list(module.unique_id()) if process == 0 else []
+        unique_id = bytes(job.publish("unique_id", first)[0])
+        module.start(process, num_processes, unique_id, job.device)
+        bases, failed = module.make_slab(job.slab_bytes), ""
+    except RuntimeError as error:
+        bases, failed = [], str(error)
+    if bases and not all(bases) and os.environ.get("NVSHMEM_REMOTE_TRANSPORT") == "none":
+        failed = (
+            f"cannot map the memory of process {bases.index(0)} (no NVLink or PCIe between them), "
+            "and NVSHMEM_REMOTE_TRANSPORT is none"
+        )
+    uses_pointers = os.environ.get(_POINTERS_VARIABLE, "1") != "0"
+    mapped = [p == process or (uses_pointers and base != 0) for p, base in enumerate(bases)]
+    found = job.publish("nvshmem_slab", [failed, mapped])
+    missing = first_reason([reason for reason, _ in found])
+    if missing is not None:
+        return missing
+    memory_groups = group_by_mapping([mapped for _, mapped in found])
+    # To name memory of another process, NVSHMEM expects this process's address of its own slab.
+    bases = [
+        base if memory_groups[p] == memory_groups[process] else bases[process]
+        for p, base in enumerate(bases)
+    ]
+    slabs = Slabs("nvshmem", bases, memory_groups)
+    missing = _set_launcher(job, module, slabs) or why_patterns_are_lost(job, slabs)
+    return missing or slabs
+
+
+def _set_launcher(job: GpuJob, module: Any, slabs: Slabs) -> str | None:
+    """Passes the launcher of network kernels to the extension, if some are needed."""
+    if len(set(slabs.memory_groups)) == 1:
+        return None
+    failed = ""
+    try:
+        runtime.cuda.set_network_launcher(module.launcher(job.device))
+    except RuntimeError as error:
+        failed = str(error)
+    return first_reason(job.publish("nvshmem_launcher", failed))
+
+
+_SLAB_BYTES = 1 << 30
+_SLAB_VARIABLE = "JAX_CP_DISPATCH_SYMMETRIC_BYTES"
+_TRANSPORT_VARIABLE = "JAX_CP_DISPATCH_GPU_TRANSPORT"
+
+
+class GpuWorld(NamedTuple):
+    """The implementation for programs over the GPUs of several processes.
+
+    Attributes:
+      implementation: "nvshmem", "cuda_ipc", "cuda_peer" for one process, or "xla".
+      reason: why it was chosen.
+    """
+
+    implementation: str
+    reason: str
+
+
+_world: GpuWorld | None = None
+_slabs: Slabs | None = None
+
+
+def connected_gpus() -> GpuWorld | None:
+    """Returns the choice of `connect_gpus`, or None before that call."""
+    return _world
+
+
+def connected_slabs() -> Slabs | None:
+    """Returns the memory of the processes; None if they have not connected, or could not."""
+    return _slabs
+
+
+def connect_gpus(*, timeout: float = 120.0) -> GpuWorld:
+    """Connects this process's GPU to the GPUs of the other processes of the job.
+
+    Call in every process, after `jax.distributed.initialize` and before a program is compiled.
+    Processes of one host use CUDA IPC, or else NVSHMEM. Processes of several hosts use NVSHMEM, or
+    else CUDA IPC for groups of ranks inside a host. Otherwise XLA's collectives serve. NVSHMEM is
+    first started in a child of each process, since it ends a process in which it fails. Set
+    `JAX_CP_DISPATCH_GPU_TRANSPORT` to nvshmem or cuda_ipc to use only that one, without this trial.
+
+    With NVSHMEM, a GPU uses pointers to memory that it can map, and the network to reach other
+    hosts. `JAX_CP_DISPATCH_GPU_POINTERS=0` makes it use the network for all others. Every process
+    reserves `JAX_CP_DISPATCH_SYMMETRIC_BYTES` of its GPU's memory (default 1 GiB).
+
+    Args:
+      timeout: seconds to wait for each of the other processes.
+    Returns:
+      The choice, the same in all processes, and the reason.
+    Raises:
+      RuntimeError: another process did not join.
+      ValueError: an environment variable is invalid.
+    """
+    global _world, _slabs
+    if _world is not None and _world.implementation != "cuda_peer":
+        return _world
+    if jax.process_count() == 1:
+        _world = GpuWorld("cuda_peer", "there is one process")
+        return _world
+    wanted = os.environ.get(_TRANSPORT_VARIABLE)
+    if wanted not in (None, "nvshmem", "cuda_ipc"):
+        raise ValueError(
+            f"connect_gpus: {_TRANSPORT_VARIABLE} is {wanted!r}; "
+            "it needs to be nvshmem or cuda_ipc."
+        )
+    publish_all = partial(publish_and_read_all, "connect_gpus", timeout=timeout)
+    _world, _slabs = _connect(publish_all, wanted)
+    return _world
+
+
+def _connect(publish_all: Any, wanted: str | None) -> tuple[GpuWorld, Slabs | None]:
+    found = publish_all("ready", [_why_not_ready(), len(_local_gpus()), _host(), _slab_bytes()])
+    reasons = [f"process {p}: {why}" for p, (why, *_) in enumerate(found) if why]
+    if not reasons and max(num_gpus for _, num_gpus, *_ in found) > 1:
+        p, num_gpus = next((p, one[1]) for p, one in enumerate(found) if one[1] > 1)
+        reasons.append(
+            f"process {p} has {num_gpus} GPUs, but processes connect with one each; groups of "
+            "ranks inside one process use cuda_peer"
+        )
+    sizes = [one[3] for one in found]
+    if len(set(sizes)) > 1:
+        reasons.append(f"{_SLAB_VARIABLE} differs between the processes: {sizes}")
+    if reasons:
+        return GpuWorld("xla", "; ".join(reasons)), None
+    hosts = [one[2] for one in found]
+    device = _local_gpus()[0].local_hardware_id
+    job = GpuJob(publish_all, jax.process_index(), device or 0, hosts, sizes[0])
+    ways = {"cuda_ipc": connect_ipc, "nvshmem": partial(connect_nvshmem, is_named=bool(wanted))}
+    num_hosts = len(set(hosts))
+    for name in sorted(ways, reverse=num_hosts > 1):  # the better one first
+        if wanted in (None, name):
+            slabs = ways[name](job)
+            if isinstance(slabs, Slabs):
+                _use(job, slabs)
+                return _describe(slabs, num_hosts, reasons), slabs
+            reasons.append(f"{name}: {slabs}")
+    return GpuWorld("xla", "; ".join(reasons)), None
+
+
+def _use(job: GpuJob, slabs: Slabs) -> None:
+    """Gives the slabs to the extension, from which the processes allocate channels together."""
+    runtime.cuda.set_slab(slabs.bases, job.slab_bytes, slabs.memory_groups, job.process)
+    runtime.cuda.set_agree(_agree)
+
+
+def _agree(
+    name: str, message: str, processes: list[int], milliseconds: int
+) -> tuple[list[str], str]:
+    """Publishes a message; returns those of `processes` in their order, and an error or ""."""
+    end = time.monotonic() + milliseconds / 1000
+    found: dict[int, str] = {}
+    publish("channel", name, message, may_repeat=True)
+    for process in sorted(set(processes)):
+        try:
+            left = max(0.001, end - time.monotonic())
+            found[process] = read_from("channel", name, process, left)
+        except RuntimeError:
+            return [], (
+                f"process {process} did not come to this call within {milliseconds / 1000:g} s, "
+                "three deadlines, which a first call has. It runs another program, has ended, or "
+                "is slower; pass a longer deadline."
+            )
+    return [found[process] for process in processes], ""
+
+
+def _describe(slabs: Slabs, num_hosts: int, reasons: list[str]) -> GpuWorld:
+    num_processes = len(slabs.bases)
+    where = f"{num_processes} processes of {num_hosts} host{'s' * (num_hosts > 1)}, one GPU each"
+    if slabs.reach(range(num_processes)):
+        if len(set(slabs.memory_groups)) > 1:
+            where += f": {describe_mapping(slabs.memory_groups)}"
+        return GpuWorld(slabs.transport, "; ".join([where, *reasons]))
+    inside = f"groups of ranks inside one host use {slabs.transport}"
+    return GpuWorld("xla", "; ".join([where, *reasons, inside]))
+
+
+def _slab_bytes() -> int:
+    text = os.environ.get(_SLAB_VARIABLE, str(_SLAB_BYTES))
+    if not text.isdecimal() or int(text) < 1 << 20:
+        raise ValueError(f"connect_gpus: {_SLAB_VARIABLE} is {text!r}; it needs at least 1048576.")
+    return int(text)
+
+
+def _why_not_ready() -> str:
+    """Returns the first obstacle that a process can find alone, or ""."""
+    if runtime.cuda is None:
+        return runtime.cuda_reason
+    num_gpus, reason = runtime.cuda.device_count()
+    return f"this process has no GPU: {reason}" if num_gpus == 0 else ""
+
+
+def _local_gpus() -> list[Any]:
+    return jax.local_devices()
+
+
+def _host() -> str:
+    boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{socket.gethostname()} {boot}"
+
+
+# ---- The GPUs of a program's ranks: their numbers and memory, and the table for custom calls.
+
+_OP = "peer_access"
+_TIMEOUT = 600.0  # seconds until another process of the program lowers it too
+
+
+@functools.cache
+def _numbers() -> dict[Any, int]:
+    by_process: dict[int, list[Any]] = {}
+    for device in sorted(jax.devices(), key=lambda device: device.id):
+        by_process.setdefault(device.process_index, []).append(device)
+    return {device: i for devices in by_process.values() for i, device in enumerate(devices)}
+
+
+def number_in_process(device: Any) -> int:
+    """Returns the number of a device among those of its process; all processes return the same.
+
+    Only the process itself knows how CUDA numbers its devices.
+    """
+    number = _numbers().get(device)
+    return int(device.id) if number is None else number  # a device of another machine
+
+
+def local_ordinals() -> list[int]:
+    """Returns how CUDA numbers the devices of this process, in their order."""
+    own = jax.process_index()
+    ordinals = [(n, d) for d, n in _numbers().items() if d.process_index == own]  # in order
+    return [n if d.local_hardware_id is None else d.local_hardware_id for n, d in ordinals]
+
+
+def why_no_peer_access(groups: Groups) -> str | None:
+    """Returns why GPUs of one group do not reach each other's memory; None if all do.
+
+    Each group lies in one process. A process tries its own GPUs, once, and tells the other
+    processes of the program, so that all of them lower it alike.
+    """
+    numbers_of = lambda group: tuple(sorted(set(map(number_in_process, group))))
+    sets = {(group[0].process_index, numbers_of(group)) for group in groups if group}
+    sets = sorted(found for found in sets if len(found[1]) > 1)
+    for process, numbers in sets:
+        if process == jax.process_index():
+            _reason(process, numbers)  # others may wait for it, so this comes before their turn
+    for process, numbers in sets:
+        if reason := _reason(process, numbers):
+            return f"process {process}: {reason}" if jax.process_count() > 1 else reason
+    return None
+
+
+@functools.cache
+def _reason(process: int, numbers: tuple[int, ...]) -> str:
+    name = "-".join(map(str, numbers))
+    if process != jax.process_index():
+        if process >= jax.process_count():
+            return ""  # a program for another machine
+        try:
+            return read_from(_OP, name, process, _TIMEOUT)
+        except RuntimeError as error:
+            return str(error)
+    ordinals, (num_gpus, _) = local_ordinals(), runtime.cuda.device_count()
+    reason = ""
+    if numbers[-1] < len(ordinals) and max(ordinals) < num_gpus:  # otherwise for another machine
+        reason = runtime.cuda.connect_peers([ordinals[number] for number in numbers])
+    if jax.process_count() > 1:
+        publish(_OP, name, reason)
+    return reason
+
+
+def gpu_attributes(
+    memory: str, ctx: Any, comm: Communicator, groups: Groups | None, what: str
+) -> dict[str, Any]:
+    """Returns the attributes of the custom call of one rank that tell of all ranks.
+
+    Args:
+      memory: in which the ranks meet: "devices" of this process, or a "slab" per process.
+      ctx: of the lowering rule.
+      comm: the ranks of the call; without axes one device holds everything.
+      groups: the devices of the ranks, if they are known.
+      what: not needed.
+    """
+    if not comm.axis_names:
+        return all_ranks_here()
+    if runtime.cuda is not None:
+        runtime.cuda.set_process(jax.process_index(), local_ordinals())
+    devices = [device for group in groups or _first_devices(ctx, comm) for device in group]
+    return {
+        "device_table": np.array([_entry(d) for d in devices], np.int64),
+        "memory": memory,
+        "deadline_ms": np.int64(comm.deadline_ms or default_deadline_ms(on_gpus=True)),
+    }
+
+
+def what_pointers_lack(ctx: Any, comm: Communicator, groups: Groups | None) -> str | None:
+    """Returns which processes of a group have not mapped each other's memory; None if all have."""
+    slabs = connected_slabs()
+    if slabs is None or len(set(slabs.memory_groups)) < 2:
+        return None
+    for group in groups or _first_devices(ctx, comm):
+        first, *others = [device.process_index for device in group]
+        for other in others:
+            if slabs.memory_groups[first] != slabs.memory_groups[other]:
+                return f"processes {first} and {other} reach each other over the network only"
+    return None
+
+
+def _first_devices(ctx: Any, comm: Communicator) -> Groups:
+    """Returns the default of jax.make_mesh; the devices compare it with the program."""
+    size = ctx.module_context.axis_context.mesh.size
+    if size % comm.num_ranks:
+        raise ValueError(f"{size} devices cannot be divided into groups of {comm.num_ranks} ranks.")
+    devices = np.array(jax.devices()[:size])
+    return tuple(map(tuple, devices.reshape(-1, comm.num_ranks)))
+
+
+def all_ranks_here() -> dict[str, Any]:
+    """Returns the attributes if one device holds the rows of all ranks."""
+    return {"device_table": np.array([-1], np.int64), "memory": "devices"}
+
+
+def _entry(device: Any) -> int:
+    """Encodes a process and its device in one number, which csrc/cuda/memory.h decodes."""
+    return device.process_index << 16 | number_in_process(device)
+
+
+# ---- Ranks on NVIDIA GPUs: the available transports, device placement, memory shared by processes.
+
+__all__ = [
+    "GpuWorld",
+    "all_ranks_here",
+    "connect_gpus",
+    "connected_gpus",
+    "connected_slabs",
+    "gpu_attributes",
+    "raise_gpu_errors",
+    "what_pointers_lack",
+    "why_no_peer_access",
+]

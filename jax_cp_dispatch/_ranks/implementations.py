@@ -1,0 +1,450 @@
+"""The implementations of exchanges and GEMMs: an object each, in a table; the choice of one."""
+
+import dataclasses
+import enum
+import functools
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from jax_cp_dispatch._ranks import runtime
+from jax_cp_dispatch._ranks.communicator import Communicator, Groups, call_site_attributes
+from jax_cp_dispatch._ranks.gpu import (
+    connected_gpus,
+    connected_slabs,
+    gpu_attributes,
+    why_no_peer_access,
+)
+from jax_cp_dispatch._ranks.job import refuse_after_fork
+from jax_cp_dispatch._ranks.processes import refuse_alone, share_memory, transport_choice
+from jax_cp_dispatch._text import say_once
+
+# ---- One implementation of the operations: what it serves, and how it lowers each of them.
+
+
+class Operation(enum.Enum):
+    """What an implementation lowers."""
+
+    EXCHANGE = "dispatch and combine"
+    EXCHANGE_START = "the first call of an exchange in two calls"
+    EXCHANGE_DONE = "the second call of it"
+    EXCHANGE_ON_ONE_DEVICE = "the same where one device holds the rows of all ranks"
+    GEMM = "gemm"
+    GROUPED_GEMM = "grouped_gemm"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Implementation:
+    """One row of the table.
+
+    Attributes:
+      name: the value of `implementation=`.
+      platform: the platform whose devices it serves; None: all.
+      is_collectives: whether XLA's collectives move the data; code that has such collectives of its
+        own uses them instead of a dispatch.
+      spans_processes: whether ranks of one group may be in several processes.
+      why_not: from the platforms of a program and the devices of its ranks, why it cannot serve the
+        program, or None. See `choose_implementation`.
+      serves: what it serves, as text, if it is available.
+      remedy: the next step, for the error if it cannot serve a program.
+      rank_attributes: from the context of a lowering rule, the ranks, their devices and a
+        description of the operation, the attributes by which a custom call finds its ranks. They
+        replace those of the operation.
+      lowerings: the rule of each operation; see `register_lowering`.
+    """
+
+    name: str
+    platform: str | None
+    spans_processes: bool
+    is_collectives: bool = False
+    why_not: Callable[[Sequence[str], Groups | None], str | None]
+    serves: Callable[[], str]
+    remedy: str
+    rank_attributes: Callable[[Any, Communicator, Groups | None, str], dict[str, Any]]
+    lowerings: dict[Operation, Callable[..., Any]] = dataclasses.field(default_factory=dict)
+
+
+def all_groups(groups: Groups | None) -> Groups:
+    """Returns the devices of the ranks by group; all devices in one if they are unknown."""
+    return (tuple(jax.devices()),) if groups is None else groups
+
+
+def process_numbers(group: Iterable[Any]) -> list[int]:
+    """Returns the processes of some devices."""
+    return sorted({device.process_index for device in group})
+
+
+def why_not_one_process(groups: Groups | None) -> str | None:
+    """Returns which ranks of one group are in several processes; None if there are none."""
+    for group in all_groups(groups) if jax.process_count() > 1 else ():
+        processes = process_numbers(group)
+        if len(processes) > 1:
+            named = ", ".join(map(str, processes[:4])) + (", ..." if len(processes) > 4 else "")
+            return (
+                f"ranks of one group are in {len(processes)} processes ({named}), but it serves "
+                "those of one"
+            )
+    return None
+
+
+# ---- Between CPU devices: inside one process, and between the processes of one host.
+
+_CPU_REMEDY = (
+    "Pass implementation='xla', or run on CPU devices with JAX_PLATFORMS=cpu: for virtual devices "
+    "of one process, set jax.config.update('jax_num_cpu_devices', n); for several processes of one "
+    "host, call jax_cp_dispatch.initialize()."
+)
+
+
+def _why_not_in_process(platforms: Sequence[str], groups: Groups | None) -> str | None:
+    return _why_not_cpu(platforms) or why_not_one_process(groups)
+
+
+def _why_not_shared_memory(platforms: Sequence[str], groups: Groups | None) -> str | None:
+    missing = _why_not_cpu(platforms)
+    if missing is not None:
+        return missing
+    if jax.process_count() == 1:
+        return "there is one process"
+    choice = transport_choice()
+    if choice is None:
+        return "jax_cp_dispatch.initialize() has not been called in this process"
+    found = map(process_numbers, all_groups(groups))
+    return None if all(map(share_memory, found)) else choice.reason
+
+
+def _why_not_cpu(platforms: Sequence[str]) -> str | None:
+    other = [name for name in platforms if name != "cpu"]
+    return f"the platform is {other[0]!r}, but it serves CPU devices" if other else None
+
+
+def _why_shared_memory() -> str:
+    choice = transport_choice()
+    return choice.reason if choice else ""
+
+
+IN_PROCESS = Implementation(
+    name="in_process",
+    platform="cpu",
+    spans_processes=False,
+    why_not=_why_not_in_process,
+    serves=lambda: "all devices are CPU devices of this process",
+    remedy=_CPU_REMEDY,
+    rank_attributes=functools.partial(call_site_attributes, "in_process"),
+)
+
+SHARED_MEMORY = Implementation(
+    name="shared_memory",
+    platform="cpu",
+    spans_processes=True,
+    why_not=_why_not_shared_memory,
+    serves=_why_shared_memory,
+    remedy=_CPU_REMEDY,
+    rank_attributes=functools.partial(call_site_attributes, "shared_memory"),
+)
+
+ON_CPU = (IN_PROCESS, SHARED_MEMORY)
+
+
+# ---- Between NVIDIA GPUs: of this process, and of several with one GPU each.
+
+MAX_RANKS = 64
+"""As in csrc/kernels/call.h: ranks are bits of a word."""
+
+_GRAPH_MODE = "xla_gpu_command_buffer_scheduling_mode"
+_GRAPH_REGION = "xla_gpu_graph_enable_concurrent_region"
+
+
+def _why_not_cuda(platforms: Sequence[str]) -> str | None:
+    """Does not look for a GPU: programs can be lowered without one."""
+    other = [platform for platform in platforms if platform != "cuda"]
+    if other:
+        return f"the platform is {other[0]!r}, but it serves NVIDIA GPUs"
+    if runtime.cuda is None:
+        return runtime.cuda_reason
+    if flag := _concurrent_graphs():
+        return f"XLA_FLAGS has {flag}: XLA would run calls that share a buffer at the same time"
+    return None
+
+
+def _why_too_many(groups: Groups | None) -> str | None:
+    most = max(map(len, all_groups(groups)), default=0)
+    if most <= MAX_RANKS:
+        return None
+    return f"there are {most} ranks, but a call on GPUs takes at most {MAX_RANKS}"
+
+
+def _why_not_in_one_process(platforms: Sequence[str], groups: Groups | None) -> str | None:
+    return (
+        _why_not_cuda(platforms)
+        or why_not_one_process(groups)
+        or _why_too_many(groups)
+        or why_no_peer_access(all_groups(groups))
+    )
+
+
+def _why_not_connected(name: str, platforms: Sequence[str], groups: Groups | None) -> str | None:
+    missing = _why_not_cuda(platforms)
+    if missing is not None:
+        return missing
+    if jax.process_count() == 1:
+        return "there is one process"
+    world = connected_gpus()
+    if world is None:
+        return "jax_cp_dispatch.gpu.connect_gpus() has not been called in this process"
+    slabs = connected_slabs()
+    if slabs is not None and slabs.transport != name:
+        return f"{slabs.transport} connects the processes: {world.reason}"
+    if slabs is None or not all(map(slabs.reach, map(process_numbers, all_groups(groups)))):
+        return world.reason
+    return _why_too_many(groups)
+
+
+def _concurrent_graphs() -> str | None:
+    """Returns the flag by which recorded calls may run at the same time, if it is set.
+
+    XLA then orders the calls of a command buffer by their operands only. Compiler options of a
+    single program have the same effect but are not seen here.
+    """
+    for flag in os.environ.get("XLA_FLAGS", "").split():
+        name, _, value = flag.lstrip("-").partition("=")
+        if name == _GRAPH_MODE and value.upper().startswith("CONCURRENT"):
+            return flag
+        if name == _GRAPH_REGION and value.lower() in ("", "true", "1"):
+            return flag
+    return None
+
+
+_REMEDY = "Pass implementation='xla'."
+
+CUDA_PEER = Implementation(
+    name="cuda_peer",
+    platform="cuda",
+    spans_processes=False,
+    why_not=_why_not_in_one_process,
+    serves=lambda: "the GPUs of this process reach each other's memory",
+    remedy=_REMEDY,
+    rank_attributes=functools.partial(gpu_attributes, "devices"),
+)
+
+NVSHMEM = Implementation(
+    name="nvshmem",
+    platform="cuda",
+    spans_processes=True,
+    why_not=functools.partial(_why_not_connected, "nvshmem"),
+    serves=lambda: "one process per GPU, over NVSHMEM: through pointers, or over the network",
+    remedy=_REMEDY,
+    rank_attributes=functools.partial(gpu_attributes, "slab"),
+)
+
+CUDA_IPC = Implementation(
+    name="cuda_ipc",
+    platform="cuda",
+    spans_processes=True,
+    why_not=functools.partial(_why_not_connected, "cuda_ipc"),
+    serves=lambda: "one process per GPU of one host, whose memory CUDA maps into all of them",
+    remedy=_REMEDY,
+    rank_attributes=functools.partial(gpu_attributes, "slab"),
+)
+
+ON_GPU = (CUDA_PEER, NVSHMEM, CUDA_IPC)
+
+
+__all__ = [
+    "CUDA_IPC",
+    "CUDA_PEER",
+    "IMPLEMENTATIONS",
+    "IN_PROCESS",
+    "NVSHMEM",
+    "ON_CPU",
+    "ON_GPU",
+    "SHARED_MEMORY",
+    "XLA",
+    "Availability",
+    "Implementation",
+    "Operation",
+    "available_implementations",
+    "check_groups",
+    "check_implementation",
+    "choose_implementation",
+    "choose_on_one_device",
+    "default_platform",
+    "fall_back_to_xla",
+    "moves_beside_work",
+    "program_platform",
+    "refuse_here",
+    "register_lowering",
+]
+
+XLA = Implementation(
+    name="xla",
+    platform=None,
+    spans_processes=True,
+    is_collectives=True,
+    why_not=lambda platforms, groups: None,
+    serves=lambda: (
+        "XLA's collectives, on every platform; a rank may hold all ranks' rows, and a plan that "
+        "does not fit gives NaN, not an error"
+    ),
+    remedy="",
+    rank_attributes=lambda *_: {},  # without a custom call
+)
+
+IMPLEMENTATIONS = {row.name: row for row in (*ON_CPU, *ON_GPU, XLA)}
+"""By name, preferred ones first. The last one serves every program."""
+
+
+def register_lowering(
+    operation: Operation, rule: Callable[..., Any], *, on: Iterable[Implementation]
+) -> None:
+    """Sets how implementations lower an operation.
+
+    The package of the operation calls this, so that this one imports none of them. All rules of an
+    operation take the same arguments.
+    """
+    for implementation in on:
+        implementation.lowerings[operation] = rule
+
+
+class Availability(NamedTuple):
+    """Whether an implementation is available here.
+
+    Attributes:
+      available: whether `implementation=<its name>` works on the default backend, for ranks on all
+        devices. It may still serve groups of ranks inside one process or host if this is false.
+      reason: why it is available, or why not.
+    """
+
+    available: bool
+    reason: str
+
+
+def available_implementations() -> dict[str, Availability]:
+    """Returns, by name (the values of `implementation=`), what is available; preferred ones first.
+
+    Call outside `jit`; with several processes, call after `initialize`. Starts the default backend.
+    """
+    platforms = [default_platform()]
+    reasons = {name: row.why_not(platforms, None) for name, row in IMPLEMENTATIONS.items()}
+    return {
+        name: Availability(reason is None, reason or IMPLEMENTATIONS[name].serves())
+        for name, reason in reasons.items()
+    }
+
+
+def default_platform() -> str:
+    """Returns the default backend by the name that programs are lowered for."""
+    return program_platform(jax.default_backend())
+
+
+def program_platform(name: str) -> str:
+    """Returns the name that programs are lowered for, of a backend's or a device's platform."""
+    return {"gpu": "cuda"}.get(name, name)
+
+
+def refuse_here(op: str) -> None:
+    """Rejects every call in a forked or an unconnected process. Call wherever one is traced."""
+    refuse_after_fork(op)
+    refuse_alone(op)
+
+
+def check_implementation(op: str, wanted: Any) -> None:
+    """Rejects an unknown implementation, and every call that `refuse_here` rejects."""
+    refuse_here(op)
+    if wanted is not None and wanted not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"{op}: implementation is {wanted!r}; it needs to be 'in_process', 'shared_memory' "
+            f"or 'xla', on GPUs {', '.join(repr(row.name) for row in ON_GPU)}, or None. See "
+            "available_implementations()."
+        )
+
+
+def choose_implementation(
+    op: str, wanted: str | None, platforms: Sequence[str], groups: Groups | None = None
+) -> Implementation:
+    """Returns the implementation for a program lowered for `platforms`, the same in all processes.
+
+    Args:
+      op: the public operation, for error messages.
+      wanted: the caller's choice, checked; None selects the first that can serve the program.
+      groups: the devices of the ranks, by group; None if all devices form one group.
+    Raises:
+      NotImplementedError: `wanted` cannot serve these platforms or groups.
+    """
+    if wanted is not None:
+        refuse_if_unable(op, IMPLEMENTATIONS[wanted], platforms, groups)
+        return IMPLEMENTATIONS[wanted]
+    row = next(r for r in IMPLEMENTATIONS.values() if r.why_not(platforms, groups) is None)
+    if row is XLA:
+        why = _likeliest(platforms, groups).why_not(platforms, groups)
+        say_once(f"moves rows with XLA's collectives (implementation='xla'): {why}.")
+    return row
+
+
+def _likeliest(platforms: Sequence[str], groups: Groups | None) -> Implementation:
+    """Returns the transport whose reason says most: that for as many processes as a group has."""
+    rows = ON_GPU if set(platforms) == {"cuda"} else ON_CPU
+    spans_processes = any(len(process_numbers(group)) > 1 for group in all_groups(groups))
+    return next(row for row in rows if row.spans_processes == spans_processes)
+
+
+def choose_on_one_device(
+    op: str, wanted: str | None, platforms: Sequence[str], num_ranks: int
+) -> Implementation:
+    """Returns the implementation of an exchange if one device holds the rows of all ranks."""
+    row = None if wanted is None else IMPLEMENTATIONS[wanted]
+    if set(platforms) == {"cuda"} and (row is None or row.platform == "cuda"):
+        here = (jax.local_devices()[0],) * num_ranks
+        return choose_implementation(op, wanted, platforms, (here,))
+    return XLA
+
+
+def moves_beside_work(wanted: str | None) -> bool:
+    """Whether a call in two parts moves rows beside the program, as far as it is known here.
+
+    Programs are traced before it is known what they are lowered for. This is the implementation of
+    programs for the default backend, unless the caller named one.
+    """
+    row = IMPLEMENTATIONS.get(wanted or "")
+    if row is None:
+        platforms = [default_platform()]
+        row = next(r for r in IMPLEMENTATIONS.values() if r.why_not(platforms, None) is None)
+    return Operation.EXCHANGE_START in row.lowerings
+
+
+def check_groups(op: str, wanted: str | None, groups: Groups | None) -> None:
+    """Rejects, before lowering, a transport between CPU devices that does not reach all ranks.
+
+    Raises:
+      NotImplementedError: `wanted` cannot serve groups of these devices.
+    """
+    if groups is None or wanted is None or IMPLEMENTATIONS[wanted].platform != "cpu":
+        return
+    refuse_if_unable(op, IMPLEMENTATIONS[wanted], ["cpu"], groups)
+
+
+def refuse_if_unable(
+    op: str, row: Implementation, platforms: Sequence[str], groups: Groups | None
+) -> None:
+    """Raises the reason if an implementation that the caller named cannot serve a program."""
+    missing = row.why_not(platforms, groups)
+    if missing is not None:
+        raise NotImplementedError(_refusal(op, row, missing))
+
+
+def fall_back_to_xla(op: str, wanted: str | None, missing: str) -> Implementation:
+    """Returns XLA where the kernels of a GPU transport do not support a call; logs this once.
+
+    Raises:
+      NotImplementedError: the caller asked for the transport by name.
+    """
+    if wanted is not None:
+        raise NotImplementedError(_refusal(op, IMPLEMENTATIONS[wanted], missing))
+    say_once(f"{op}: XLA serves this call (implementation='xla'): {missing}.")
+    return XLA
+
+
+def _refusal(op: str, row: Implementation, missing: str) -> str:
+    return f"{op}: implementation={row.name!r} cannot serve this program: {missing}. {row.remedy}"

@@ -1,0 +1,475 @@
+"""`Balanced`: queries and keys move to the ranks that a plan selects, for equal work."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import functools
+from typing import Any, ClassVar, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Int, Int64
+
+from jax_cp_dispatch._arrays import known_inside
+from jax_cp_dispatch._ranks.options import vary_alike
+from jax_cp_dispatch._residuals import named_context
+from jax_cp_dispatch.attention.algorithms.algorithm import Algorithm, Call
+from jax_cp_dispatch.attention.algorithms.by_plan import (
+    Batch,
+    PlannedMovement,
+    RankProgram,
+    attend_by_plan,
+    planned_program,
+    sizes_for_plan,
+)
+from jax_cp_dispatch.attention.algorithms.exchange_once import exchange_once
+from jax_cp_dispatch.attention.operands import AttentionOptions, Operands, Outputs
+from jax_cp_dispatch.attention.rotating import ranges_of_rows
+from jax_cp_dispatch.cost import Hardware, Moves, StepCost, Workload, rows_by_link
+from jax_cp_dispatch.cost.attention import Receivers, attention_seconds, step_cost
+from jax_cp_dispatch.cost.pairs import (
+    decisive_pairs,
+    estimated_moves,
+    pairs_between_ranks,
+    planned_steps,
+)
+from jax_cp_dispatch.documents.fingerprint import order_fingerprint
+from jax_cp_dispatch.documents.layouts import (
+    PackedMask,
+    SequenceLayout,
+    contiguous_layout,
+    gathered_ranges,
+    zigzag_layout,
+)
+from jax_cp_dispatch.documents.segment_ids import gather_sequence
+from jax_cp_dispatch.masks import Mask, StaticMask
+from jax_cp_dispatch.metadata import Metadata
+from jax_cp_dispatch.planning import Placement, Plan, PlanConfig, place_tokens, plan_attention
+from jax_cp_dispatch.planning.inside_jit import rank_plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Balanced(Algorithm):
+    """Every rank computes an equal share of the query-key pairs.
+
+    Sends each block of queries to the rank that a plan selects and each key block to the ranks that
+    need it, computes attention there, and returns the output. Use it for packed documents, whose
+    work is unequal in any fixed layout. Supports contiguous tokens only.
+
+    Gradients move by the transposes of the same exchanges; dK and dV are summed over the ranks in
+    float32 and rounded once. Residuals per rank: the received q, k and v, the output computed
+    there, and its lse.
+
+    Attributes:
+      config: block size and capacities of plans made in the call. A plan that you pass has its own.
+        Made from traced documents, a plan without capacities has room for any: each rank reserves,
+        and keeps for the backward pass, q, out and lse of two times its tokens and a block, and k
+        and v of `kv_capacity` tokens. That is all keys, W times the rank's tokens T; for a mask
+        with a reach, such as windows and chunks, at most T (block + reach) / block, the reach
+        rounded up to blocks: 5 T for a window of 512 and blocks of 128 that divide T.
+    """
+
+    name: ClassVar[str] = "balanced"
+    follows_plan: ClassVar[bool] = True
+    config: PlanConfig = PlanConfig()
+
+    def check(self, op: str) -> None:
+        check_plan_config(op, self.config)
+
+    def why_not(self, call: Call) -> str | None:
+        if call.options.order.name == "zigzag" or (call.plan is not None and call.plan.is_placed):
+            order = call.options.order
+            return (
+                f"algorithm='balanced' needs tokens in packed order; got {order}. Pass "
+                f"algorithm={order.name!r}, or the tokens and their documents as packed."
+            )
+        return super().why_not(call)
+
+    def plan_before(self, packed: PackedMask, num_ranks: int) -> Plan:
+        mask, *documents = packed
+        return plan_attention(*documents, world_size=num_ranks, mask=mask, config=self.config)
+
+    def attend(
+        self, options: AttentionOptions, operands: Operands, packed: PackedMask, plan: Any
+    ) -> Outputs:
+        if plan is None:
+            plan = named_context(self._plan_inside(options, operands, packed))
+            packed = PackedMask(plan.mask)  # nothing to compare
+        return attend_by_plan(options, operands, plan, packed)
+
+    def _plan_inside(
+        self, options: AttentionOptions, operands: Operands, packed: PackedMask
+    ) -> Plan:
+        """Makes the same plan on every rank, from the documents of all."""
+        packed = jax.tree.map(jnp.asarray, packed.with_segment_ids(operands.q.shape[:2]))
+        axis_name = options.exchange.axis_name
+        num_ranks, rank = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
+        packed = gather_sequence(options.exchange, packed, num_ranks)
+        return rank_plan(packed, world_size=num_ranks, config=self.config, rank=rank)
+
+    def rank_program(
+        self, options: AttentionOptions, batch: Batch, *, backward: bool
+    ) -> RankProgram:
+        plan = batch.plan or self.plan_before(batch.packed, batch.num_ranks)
+        return planned_program(options, plan, batch.qkv, backward=backward)
+
+    @classmethod
+    def candidates(cls, workload: Workload, hardware: Hardware, *, layout: str, can_place: bool):
+        return (cls(),) if layout == "contiguous" else ()
+
+    def plan_for(self, workload: Workload, hardware: Hardware) -> Plan:
+        sizes, ranks_per_node = sizes_for_plan(workload, hardware)
+        heads: Any = {"num_heads": workload.num_heads, "num_kv_heads": workload.num_kv_heads}
+        config = dataclasses.replace(self.config, **heads, ranks_per_node=ranks_per_node)
+        return plan_attention(lengths=workload.rows, mask=workload.mask, config=config, **sizes)
+
+    def _steps(
+        self, workload: Workload, hardware: Hardware, moves: Moves | None, *, backward: bool
+    ) -> list[StepCost]:
+        """Queries, keys and values are sent, all ranks do equal work, and the output returns.
+
+        Without `moves`, their number is estimated.
+        """
+        moves = estimated_moves(workload) if moves is None else moves
+        return planned_steps(moves, workload, hardware, backward=backward)
+
+
+def check_plan_config(op: str, config: Any) -> None:
+    """Requires the config of plans."""
+    if not isinstance(config, PlanConfig):
+        raise TypeError(
+            f"{op}: config is {config!r}; it needs to be a PlanConfig. Omit it for the default."
+        )
+
+
+# ---- `Placed`: tokens are on the ranks that `place_tokens` selected; queries stay.
+
+
+@dataclasses.dataclass(frozen=True)
+class Placed(Algorithm):
+    """Only keys and values move, to the ranks that attend them, as a placement requires.
+
+    Use it if the data pipeline can place tokens and many layers share a placement. Needs the plan
+    of `place_tokens`, and q, k, v in its order, which is also that of the output.
+
+    The gradients of keys and values return by the transpose of the same exchange, are summed over
+    the ranks in float32, and rounded once. Residuals per rank: q, the received k and v, the output,
+    and its lse.
+    """
+
+    name: ClassVar[str] = "placed"
+    advice: ClassVar[str] = (
+        "Place the tokens of every batch with place_tokens, and pass its documents."
+    )
+
+    def why_not(self, call: Call) -> str | None:
+        if call.plan is not None and call.plan.is_placed:
+            return None
+        return (
+            f"algorithm='placed' needs tokens in placed order; got {call.options.order}. Pass "
+            "documents=place_tokens(...).documents, and q, k, v in that order: Placement.apply."
+        )
+
+    def attend(
+        self, options: AttentionOptions, operands: Operands, packed: PackedMask, plan: Any
+    ) -> Outputs:
+        return attend_by_plan(options, operands, plan, packed)
+
+    def rank_program(
+        self, options: AttentionOptions, batch: Batch, *, backward: bool
+    ) -> RankProgram:
+        plan = batch.plan
+        if plan is None:
+            mask, segment_ids, _ = batch.packed
+            sizes = {"world_size": batch.num_ranks, "mask": mask}
+            plan = place_tokens(segment_ids=segment_ids, **sizes).plan
+        return planned_program(options, plan, batch.qkv, backward=backward)
+
+    @classmethod
+    def candidates(cls, workload: Workload, hardware: Hardware, *, layout: str, can_place: bool):
+        return (cls(),) if can_place and layout == "contiguous" else ()
+
+    def placement_for(self, workload: Workload, hardware: Hardware) -> Placement:
+        """Places the tokens of a workload for the nodes of the hardware."""
+        sizes, ranks_per_node = sizes_for_plan(workload, hardware)
+        config = PlanConfig(ranks_per_node=ranks_per_node)
+        return place_tokens(workload.rows, **sizes, mask=workload.mask, config=config)
+
+    def plan_for(self, workload: Workload, hardware: Hardware) -> Plan:
+        return self.placement_for(workload, hardware).plan
+
+    def _steps(
+        self, workload: Workload, hardware: Hardware, moves: Moves | None, *, backward: bool
+    ) -> list[StepCost]:
+        """Keys arrive before attention, of equal work; their gradients return after it."""
+        if moves is None:
+            raise ValueError(
+                "step_costs: 'placed' needs moves, the rows of keys that each rank sends. Pass "
+                "moves=Moves(0, rows): num_kv_tokens_moved of the plan of place_tokens, divided by "
+                "the ranks."
+            )
+        steps = planned_steps(moves, workload, hardware, backward=backward)
+        return steps[1:] if backward else steps[:-1]
+
+
+# ---- `Halo`: each rank receives the keys that its queries still see beyond its own tokens, once.
+
+# An array or `Metadata`, or anything that a transformation maps over the leaves.
+Leaf: TypeAlias = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Halo(Algorithm):
+    """Each rank receives the keys that its queries still see, from the ranks before and after.
+
+    Queries stay. A mask of numbers says how far a query sees (`Mask.reach`). So many rows of
+    keys and values move across each border of a rank's part of the sequence, from as many ranks as
+    hold them, in one exchange; in zigzag layout a rank has two parts. The rank then attends in one
+    call. Documents shorten what a query sees, not what moves. Tokens stay as they are.
+
+    Use it for windows and chunks shorter than the sequence. Where the mask has no limit, a rank
+    receives all rows on that side, in one exchange: causal attention takes the memory of all keys.
+    A mask whose arrays decide, or a window with first tokens, has no reach that is known before the
+    batch.
+
+    The gradients of keys and values return by the transpose of the same exchange, are summed over
+    the ranks in float32, and rounded once. Residuals per rank: q, the held k and v, the output, its
+    lse, and the ranges of its rows.
+
+    Attributes:
+      layout: of predictions: "contiguous" or "zigzag". A call has the order of its documents.
+    """
+
+    name: ClassVar[str] = "halo"
+    layout: str = dataclasses.field(default="contiguous", compare=False, repr=False)
+
+    def why_not(self, call: Call) -> str | None:
+        reason = super().why_not(call)
+        if reason is None and not isinstance(call.mask, StaticMask):
+            return (
+                f"algorithm='halo' needs a mask of numbers that say how far a query sees; with "
+                f"{call.mask}, that depends on the documents. Pass algorithm='balanced', or "
+                "'zigzag' in that order."
+            )
+        return reason
+
+    def attend(
+        self, options: AttentionOptions, operands: Operands, packed: PackedMask, plan: Any
+    ) -> Outputs:
+        num_ranks, num_tokens = lax.axis_size(options.exchange.axis_name), operands.q.shape[1]
+        layout = _layout(options.order.layout, num_ranks, num_tokens)
+        return _attend(options, held_rows(layout, packed.mask), operands, packed)
+
+    @classmethod
+    def candidates(cls, workload: Workload, hardware: Hardware, *, layout: str, can_place: bool):
+        mask, num_tokens = workload.visible, workload.num_ranks * workload.tokens_per_rank
+        is_short = all(x is not None and x < num_tokens for x in mask.reach)
+        return (cls(layout),) if is_short else ()
+
+    def describe(self, workload: Workload) -> str:
+        return f"Halo\n{self._held(workload).metadata(len(workload.rows)).describe()}"
+
+    def _steps(
+        self, workload: Workload, hardware: Hardware, moves: Moves | None, *, backward: bool
+    ) -> list[StepCost]:
+        """Keys arrive before attention of the rank's own queries; gradients return after it."""
+        n, batch, held = workload.num_ranks, len(workload.rows), self._held(workload)
+        size, capacity = hardware.node_size(n), batch * held.capacity
+        sent = batch * held.rows_between_ranks()
+        compute = attention_seconds(
+            self._pairs(workload, hardware),
+            *(workload, hardware),
+            q_rows=workload.rows_per_rank,
+            kv_rows=capacity,
+            backward=backward,
+            is_planned=True,
+        )
+        row = workload.kv_bytes(1, itemsize=4 if backward else None)
+        num_bytes = rows_by_link(sent, ranks_per_node=size, capacity=capacity).times(row)
+        own = row * workload.rows_per_rank
+        exchange = step_cost(0.0, num_bytes, _receivers(sent, size), workload, hardware, own)
+        steps = [exchange, StepCost(compute, 0.0, 0.0)]
+        return steps[::-1] if backward else steps
+
+    def _pairs(self, workload: Workload, hardware: Hardware) -> float:
+        pairs = pairs_between_ranks(workload, zigzag=self.layout == "zigzag").sum(1)
+        return decisive_pairs(pairs, hardware)
+
+    def _held(self, workload: Workload) -> HeldRows:
+        mask = workload.visible
+        if not isinstance(mask, StaticMask):
+            raise ValueError(
+                f"step_costs: 'halo' needs a mask of numbers; got {type(mask).__name__}. Use "
+                "another algorithm."
+            )
+        layout = _layout(self.layout, workload.num_ranks, workload.tokens_per_rank)
+        return held_rows(layout, mask)
+
+
+def _layout(name: str, num_ranks: int, num_tokens: int) -> SequenceLayout:
+    make = zigzag_layout if name == "zigzag" else contiguous_layout
+    return make(num_ranks, num_tokens)
+
+
+def _receivers(sent: Int64[np.ndarray, "W W"], node_size: int) -> Receivers:
+    """Returns to how many ranks the busiest one sends, by the kind of link."""
+    rank = np.arange(len(sent))
+    same = rank[:, None] // node_size == rank // node_size
+    sends = (sent > 0) & (rank[:, None] != rank)
+    inside, between = (sends & same).sum(1), (sends & ~same).sum(1)
+    senders = (between > 0).reshape(-1, node_size).sum(1)
+    return Receivers(*(max(1, int(x.max())) for x in (inside, between, senders)))
+
+
+class HeldRows(NamedTuple):
+    """The keys that each rank holds while it attends: its own and those around them; static.
+
+    They are in the order of the sequence, without gaps between those that a query sees.
+
+    Attributes:
+      layout: of the tokens on the ranks.
+      before, after: the most keys before and after its own that a query sees.
+    """
+
+    layout: SequenceLayout
+    before: int
+    after: int
+
+    def parts(self) -> list[list[tuple[int, int]]]:
+        """Returns the tokens that each rank holds: first, and one past the last, of each part."""
+        end, parts = self.layout.num_tokens, []
+        for blocks in self.layout.blocks:
+            held: list[tuple[int, int]] = []
+            for start, length in sorted(x for x in blocks if x[1]):
+                low, high = max(0, start - self.before), min(end, start + length + self.after)
+                if held and low <= held[-1][1]:
+                    low, high = held[-1][0], max(high, held.pop()[1])
+                held.append((low, high))
+            parts.append(held)
+        return parts
+
+    @property
+    def num_rows(self) -> Int64[np.ndarray, " W"]:
+        """Rows of keys that each rank holds, of one batch row."""
+        return np.array([sum(b - a for a, b in of_rank) for of_rank in self.parts()], np.int64)
+
+    @property
+    def capacity(self) -> int:
+        return int(self.num_rows.max())
+
+    def pieces(self) -> Int64[np.ndarray, "pieces 5"]:
+        """Returns what moves: receiver, first row there, sender, first row there, rows."""
+        blocks = []
+        for rank, of_rank in enumerate(self.layout.blocks):
+            row = 0
+            for start, length in of_rank:
+                blocks += [(start, start + length, rank, row)] if length else []
+                row += length
+        blocks.sort()
+        starts, pieces = [x[0] for x in blocks], []
+        for receiver, parts in enumerate(self.parts()):
+            held = 0
+            for low, high in parts:
+                first, last = bisect.bisect_right(starts, low) - 1, bisect.bisect_left(starts, high)
+                for start, end, sender, row in blocks[first:last]:
+                    a, b = max(low, start), min(high, end)
+                    pieces.append((receiver, held + a - low, sender, row + a - start, b - a))
+                held += high - low
+        return np.array(pieces, np.int64).reshape(-1, 5)
+
+    def rows_between_ranks(self) -> Int64[np.ndarray, "W W"]:
+        """Returns the rows that each rank sends to each, and keeps, of one batch row."""
+        receiver, _, sender, _, rows = self.pieces().T
+        sent = np.zeros((self.layout.num_ranks,) * 2, np.int64)
+        np.add.at(sent, (sender, receiver), rows)
+        return sent
+
+    def metadata(self, batch: int) -> Metadata:
+        """Returns the plan of the exchange of keys, of all batch rows one after another."""
+        num_ranks, rows = self.layout.num_ranks, self.layout.lengths.sum(1)
+        receiver, to, sender, origin, length = self.pieces().T
+        order = np.argsort(sender, kind="stable")
+        count = np.bincount(sender, minlength=num_ranks)
+        slot = np.arange(len(order)) - np.repeat(count.cumsum() - count, count)
+        shape = num_ranks, batch, int(count.max())
+        fields = [np.full(shape, empty, np.int64) for empty in (-1, 0, 0, 0)]
+        b = np.arange(batch)[:, None]
+        values = receiver, to + b * self.num_rows[receiver], length, origin + b * rows[sender]
+        for field, value in zip(fields, values, strict=True):
+            value = np.broadcast_to(value, (batch, len(order)))[:, order]
+            field[sender[order], :, slot] = value.T
+        dst_rank, dst_offset, seq_len, src_offset = (x.reshape(num_ranks, -1) for x in fields)
+        received = batch * self.rows_between_ranks().T
+        return Metadata(
+            dst_rank=dst_rank.astype(np.int32),
+            dst_offset=dst_offset.astype(np.uint32),
+            seq_len=seq_len.astype(np.uint32),
+            src_offset=src_offset.astype(np.uint32),
+            num_recv_tokens=np.append(received, received.sum(1)[:, None], 1).astype(np.uint32),
+            world_size=num_ranks,
+        )
+
+    def rows_before(self, rank: Any, token: Int[Array, "B T"]) -> Int[Array, "B T"]:
+        """Returns the held rows of a rank before the first one of each token or of a later one."""
+        table = np.zeros((self.layout.num_ranks, 2, self.layout.num_blocks), np.int32)
+        for i, of_rank in enumerate(self.parts()):
+            for j, (low, high) in enumerate(of_rank):
+                table[i, :, j] = low, high - low
+        start, length = known_inside(table, rank)
+        inside = jnp.clip(token[..., None] - start[None, None], 0, length[None, None])
+        return jnp.sum(inside, axis=-1, dtype=jnp.int32)
+
+
+@functools.lru_cache(maxsize=64)
+def held_rows(layout: SequenceLayout, mask: Mask) -> HeldRows:
+    """Returns the keys that the ranks hold, as far as a mask reaches."""
+    most = layout.num_tokens
+    return HeldRows(layout, *(most if x is None else min(x, most) for x in mask.reach))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class KeysAround:
+    """What `PlannedMovement` reads of a plan: the keys that move, and what each query sees."""
+
+    kv_metadata: Leaf
+    start: Leaf  # i32 [rows]
+    end: Leaf
+    num_tokens: int = dataclasses.field(metadata={"static": True})
+    kv_capacity: int = dataclasses.field(metadata={"static": True})
+
+    def local_ranges(self, rank: Any) -> tuple[Any, Any]:
+        """Returns the first and last + 1 held row of each query of this rank."""
+        return self.start, self.end
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))  # equal calls are traced and lowered once
+def _attend(
+    options: AttentionOptions, held: HeldRows, operands: Operands, packed: PackedMask
+) -> Outputs:
+    """Attends the concatenated rows of all batch rows."""
+    exchange, (B, T) = options.exchange, operands.q.shape[:2]
+    rank = lax.axis_index(exchange.axis_name)
+    order: Any = {"layout": options.order.layout, "checks_order": options.checks_order}
+    seen, fault = gathered_ranges(exchange, packed, (B, T), **order)
+    seen = ranges_of_rows(packed.mask, seen, held.layout.positions(rank)[:T])
+    first = np.arange(B, dtype=np.int32)[:, None] * known_inside(
+        held.num_rows.astype(np.int32), rank
+    )
+    start, end = ((held.rows_before(rank, x) + first).reshape(-1) for x in (seen.start, seen.end))
+    metadata = jax.tree.map(jnp.asarray, held.metadata(B))
+    around = KeysAround(metadata, start, end, B * T, B * held.capacity)
+    fingerprint = None if fault is None else order_fingerprint(fault, rank)
+    leaves, tree = jax.tree.flatten((around, fingerprint))
+    arrays = tree.unflatten(named_context(vary_alike(leaves, also=exchange.axis_names)))
+    q, k, v, *others = operands.varying(exchange)
+    q, k, v = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (q, k, v))
+    leaves, tree = jax.tree.flatten((Operands(q, k, v, *others), arrays))
+    movement = PlannedMovement(options, False)
+    outputs: Any = exchange_once(movement, *tree.unflatten(vary_alike(leaves)))
+    out, lse, max_logits = outputs
+    by_batch = lambda x: x.reshape(B, T, *x.shape[1:])
+    return Outputs(by_batch(out), None if lse is None else by_batch(lse), max_logits)

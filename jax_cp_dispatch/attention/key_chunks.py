@@ -1,0 +1,496 @@
+"""Cuts keys into chunks; the order and ranges of the chunks that a rank holds at one step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Int, Int32, PyTree, Shaped
+
+from jax_cp_dispatch._arguments import check_integer
+from jax_cp_dispatch._arrays import divided, known_inside
+from jax_cp_dispatch._dispatch import move, outgoing
+from jax_cp_dispatch._dispatch.xla import dispatch_or_collectives
+from jax_cp_dispatch._ranks.communicator import AxisName, num_ranks_here
+from jax_cp_dispatch._ranks.options import CollectiveOptions, read_options
+from jax_cp_dispatch.attention.local.ranges import with_rows
+from jax_cp_dispatch.cycles import CycleRows, check_chunk_maps
+from jax_cp_dispatch.documents.layouts import SequenceLayout
+from jax_cp_dispatch.metadata import Metadata
+
+
+class Chunking(NamedTuple):
+    """A rank's keys in C chunks; each chunk has a piece of every block, with equally many rows.
+
+    If the rows of a block do not divide, its last pieces are padded.
+    """
+
+    layout: SequenceLayout
+    num_chunks: int
+
+    @property
+    def piece_rows(self) -> int:
+        return -(-self.layout.block_rows // self.num_chunks)
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether there is one chunk without padding: its rows are already in sequence order."""
+        return self.num_chunks == 1 and bool((self.layout.lengths == self.layout.block_rows).all())
+
+    @property
+    def chunk_rows(self) -> int:
+        return self.layout.num_blocks * self.piece_rows
+
+    @property
+    def most_tokens(self) -> int:
+        """The maximum tokens held at a step: one chunk of each number, from any ranks."""
+        first = np.arange(self.num_chunks)[:, None, None] * self.piece_rows
+        lengths = np.clip(self.layout.lengths - first, 0, self.piece_rows)  # chunk, rank, block
+        return int(lengths.sum(2).max(1).sum())
+
+    def cut(self, x: Shaped[Array, "B rows K H"]) -> Shaped[Array, "C B*K chunk_rows H"]:
+        C, P = self.num_chunks, self.layout.num_blocks
+        B, _, K, H = x.shape
+        x = x.reshape(B, P, self.layout.block_rows, K, H)
+        x = with_rows(x, C * self.piece_rows, 2)
+        x = x.reshape(B, P, C, self.piece_rows, K, H)
+        return jnp.transpose(x, (2, 0, 4, 1, 3, 5)).reshape(C, B * K, self.chunk_rows, H)
+
+    def uncut(
+        self, x: Shaped[Array, "C M chunk_rows H"], batch: int
+    ) -> Shaped[Array, "B rows K H"]:
+        C, P = self.num_chunks, self.layout.num_blocks
+        H = x.shape[3]
+        x = x.reshape(C, batch, -1, P, self.piece_rows, H)
+        x = jnp.transpose(x, (1, 3, 0, 4, 2, 5)).reshape(batch, P, C * self.piece_rows, -1, H)
+        return x[:, :, : self.layout.block_rows].reshape(batch, -1, *x.shape[3:])
+
+    def key_order(self, source: Int[Array, " C"], chunk: Int[Array, " C"]) -> KeyOrder:
+        """Returns the order if each slot holds chunk `chunk[slot]` of rank `source[slot]`."""
+        rows, first = np.int32(self.piece_rows), chunk[:, None] * self.piece_rows
+        blocks = known_inside(np.stack([self.layout.starts, self.layout.lengths], 1), source)
+        start, length = blocks[:, 0] + first, lax.clamp(np.int32(0), blocks[:, 1] - first, rows)
+        return KeyOrder(self, start.reshape(-1), length.reshape(-1))
+
+
+class KeyOrder(NamedTuple):
+    """The C * blocks pieces that a rank holds at one step, in slots of `piece_rows` rows.
+
+    Attention reads the tokens of all pieces in sequence order, without gaps: then the keys of a
+    query are contiguous. Arrays have an axis of M = B * K matrices, like blocks, so nothing is
+    transposed at a step.
+    """
+
+    chunking: Chunking
+    start: Int[Array, " pieces"]  # first token of each piece
+    length: Int[Array, " pieces"]  # its tokens
+
+    def rows_before(self, token: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
+        """Returns how many rows hold tokens before each of these."""
+        start, length = (x[(None,) * token.ndim] for x in (self.start, self.length))
+        inside = jnp.minimum(jnp.maximum(token[..., None] - start, 0), length)
+        return jnp.sum(inside, axis=-1, dtype=jnp.int32)
+
+    def tokens(self, num_rows: int) -> Int[Array, " S"]:
+        """Returns the token of each of S = `num_rows` ordered rows; -1 after the last token."""
+        row = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
+        start, first, length = (x[None] for x in (self.start, self._first_rows(), self.length))
+        is_in = (row >= first) & (row < first + length)
+        return jnp.max(jnp.where(is_in, start + row - first, -1), axis=1)
+
+    def in_order(
+        self, x: Shaped[Array, "C M chunk_rows H"], num_rows: int
+    ) -> Shaped[Array, "M S H"]:
+        """Orders the rows as S = `num_rows` rows; rows after the last token repeat any token."""
+        if self.chunking.is_in_order:
+            return with_rows(x[0], num_rows, 1)
+        x = jnp.swapaxes(x, 0, 1).reshape(x.shape[1], -1, x.shape[3])
+        return known_inside(x, self._slot_rows(num_rows), axis=1)
+
+    def in_slots(self, x: Shaped[Array, "M S H"]) -> Shaped[Array, "C M chunk_rows H"]:
+        """The inverse of `in_order`; padding rows of a piece become zero."""
+        if self.chunking.is_in_order:
+            return x[None, :, : self.chunking.chunk_rows]
+        row, is_token = self._ordered_rows()
+        x = jnp.where(is_token[None, :, None], x[:, row], 0)
+        x = x.reshape(x.shape[0], self.chunking.num_chunks, -1, x.shape[2])
+        return jnp.swapaxes(x, 0, 1)
+
+    def _slot_rows(self, num_rows: int) -> Int[Array, " S"]:
+        """Maps each ordered row to its row in slots; rows after the last token map to any row."""
+        rows, num_pieces = self.chunking.piece_rows, self.start.size
+        order = jnp.argsort(self.start).astype(jnp.int32)
+        length = known_inside(self.length, order)
+        end = jnp.cumsum(length, dtype=jnp.int32)
+        row = jnp.arange(num_rows, dtype=jnp.int32)
+        piece = jnp.searchsorted(end, row, side="right", method="compare_all")
+        piece = jnp.minimum(piece, num_pieces - 1)
+        within = jnp.minimum(row - known_inside(end - length, piece), rows - 1)
+        return known_inside(order, piece) * rows + within
+
+    def _ordered_rows(self) -> tuple[Int[Array, " S"], Bool[Array, " S"]]:
+        """Maps each row in slots to its ordered row, and says whether it holds a token."""
+        rows, first = self.chunking.piece_rows, self._first_rows()
+        inside = jnp.arange(rows, dtype=jnp.int32)[None]
+        return (first[:, None] + inside).reshape(-1), (inside < self.length[:, None]).reshape(-1)
+
+    def _first_rows(self) -> Int[Array, " pieces"]:
+        """Returns the ordered row of each piece's first token."""
+        earlier = self.start[None, :] < self.start[:, None]
+        return jnp.sum(jnp.where(earlier, self.length[None], 0), axis=1, dtype=jnp.int32)
+
+
+# ---- Exchanges in which every rank sends each chunk to at most one other rank.
+
+# Chunk c of rank r goes to rank `routes[c][r]`, into the same slot c; -1: it is not sent.
+Routes = tuple[tuple[int, ...], ...]
+
+
+def ring_exchange(
+    x: PyTree[Shaped[Array, "..."]],
+    *,
+    axis_name: AxisName,
+    shift: int = 1,
+    implementation: str | None = None,
+    deadline: float | None = None,
+    num_comm_sm: int | None = None,
+) -> PyTree[Shaped[Array, "..."]]:
+    """Sends `x` to rank + shift and returns that of rank - shift, all arrays in one exchange.
+
+    Call inside `jax.shard_map` over `axis_name`, on every rank of the axis. Linear; its transpose
+    is the exchange with `-shift`.
+
+    Args:
+      x: any arrays, of the same shapes on all ranks.
+      axis_name: the mesh axis of the ranks, or several, the major one first.
+      shift: ranks to move by, modulo the size of the axis.
+      implementation: see `available_implementations`; "xla" makes a collective-permute of each
+        array. None is this package's transports between CPU devices, and "xla" on GPUs and TPUs.
+      deadline: seconds until an exchange gives up on a missing rank; None is 60, on GPUs 600, or
+        `JAX_CP_DISPATCH_DEADLINE`. No effect with "xla".
+      num_comm_sm: multiprocessors of a GPU that it may use; see `dispatch`.
+    Returns:
+      Arrays in the structure of `x`.
+    Raises:
+      ValueError, NotImplementedError: the implementation is unknown, or not available here.
+      jax.errors.JaxRuntimeError: see `dispatch`.
+    """
+    exchange = read_options(
+        "ring_exchange",
+        axis_name,
+        implementation=implementation,
+        deadline=deadline,
+        num_comm_sm=num_comm_sm,
+    )
+    check_integer("ring_exchange", "shift", shift)
+    num_ranks = num_ranks_here("ring_exchange", axis_name, "dispatch")
+    route = tuple((rank + shift) % num_ranks for rank in range(num_ranks))
+    chunks = jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], x)
+    moved = move_chunks(exchange, chunks, (route,))
+    return jax.tree.map(lambda leaf: leaf[0], moved)
+
+
+def chunk_exchange(
+    chunks: PyTree[Shaped[Array, "C ..."]],
+    out_chunk: CycleRows,
+    in_chunk: CycleRows,
+    *,
+    axis_name: AxisName,
+    implementation: str | None = None,
+    deadline: float | None = None,
+    num_comm_sm: int | None = None,
+) -> PyTree[Shaped[Array, "C ..."]]:
+    """Sends at most one chunk over each link, all in one exchange: a step of Hamilton attention.
+
+    Call where `ring_exchange` may be called. Linear; its transpose is the exchange with both maps
+    transposed.
+
+    Args:
+      chunks: arrays of C chunks each.
+      out_chunk: for ranks a, b the chunk that a sends to b, or -1; see `chunk_maps`.
+      in_chunk: for ranks a, b the slot in which a receives from b, or -1: the transpose of
+        `out_chunk`, because a chunk keeps its number.
+      axis_name, implementation, deadline, num_comm_sm: see `ring_exchange`; "xla" makes an
+        all-to-all of each array if all links are used, else a collective-permute of each chunk.
+    Returns:
+      The received chunks in the structure of `chunks`; slots that no rank fills are zero.
+    Raises:
+      ValueError: the maps contradict each other, or do not match the axis or the chunks.
+      NotImplementedError, jax.errors.JaxRuntimeError: see `ring_exchange`.
+    """
+    exchange = read_options(
+        "chunk_exchange",
+        axis_name,
+        implementation=implementation,
+        deadline=deadline,
+        num_comm_sm=num_comm_sm,
+    )
+    num_ranks = num_ranks_here("chunk_exchange", axis_name, "dispatch")
+    num_chunks, out_chunk, _ = check_chunk_maps(out_chunk, in_chunk, num_ranks, op="chunk_exchange")
+    for leaf in jax.tree.leaves(chunks):
+        if jnp.shape(leaf)[:1] != (num_chunks,):
+            raise ValueError(
+                f"chunk_exchange: an array has shape {jnp.shape(leaf)} but the maps name "
+                f"{num_chunks} chunks, which its first axis must count."
+            )
+    if num_chunks == 0:
+        return chunks
+    return move_chunks(exchange, chunks, map_routes(out_chunk, num_chunks))
+
+
+def map_routes(out_chunk: CycleRows, num_chunks: int) -> Routes:
+    """Returns the destination of each rank's chunks, from the chunk on each link."""
+    routes = np.full((num_chunks, len(out_chunk)), -1)
+    for rank, row in enumerate(out_chunk):
+        for peer, chunk in enumerate(row):
+            if chunk >= 0:
+                routes[chunk, rank] = peer
+    return tuple(map(tuple, routes.tolist()))
+
+
+def cycle_routes(cycles: Sequence[Sequence[int]]) -> Routes:
+    """Returns routes on which chunk c goes to its rank's successor on cycle c."""
+    successors = [dict(zip(row, (*row[1:], row[0]), strict=True)) for row in cycles]
+    return tuple(tuple(successor[rank] for rank in sorted(successor)) for successor in successors)
+
+
+def reverse(routes: Routes) -> Routes:
+    """Returns the reverse routes."""
+    back = np.full((len(routes), len(routes[0]) if routes else 0), -1)
+    for chunk, route in enumerate(routes):
+        for rank, peer in enumerate(route):
+            if peer >= 0:
+                back[chunk, peer] = rank
+    return tuple(map(tuple, back.tolist()))
+
+
+def move_chunks(
+    exchange: CollectiveOptions,
+    chunks: Any,
+    routes: Routes,
+    fingerprint: Int32[Array, " 9"] | None = None,
+) -> Any:
+    """Moves chunk c of every rank r into slot c of rank `routes[c][r]`; other slots become zero.
+
+    Ranks compare a fingerprint first; XLA's collectives do not.
+    """
+    by_collectives = _ByCollectives(routes, exchange.axis_name)
+    by_xla = lambda moved: _of_leaves(by_collectives, moved[0])
+    by_dispatch = lambda moved: _by_dispatch(exchange, moved[0], moved[1], by_collectives)
+    return dispatch_or_collectives(exchange, (chunks, fingerprint), by_dispatch, by_xla)
+
+
+def _of_leaves(move, chunks):
+    leaves, tree = jax.tree.flatten(chunks)
+    return jax.tree.unflatten(tree, move(leaves))
+
+
+class _ByCollectives(NamedTuple):
+    """One all-to-all if every rank sends to all others, which uses all links at once.
+
+    Otherwise, in rings and between nodes, one collective-permute for each chunk.
+    """
+
+    routes: Routes
+    axis_name: AxisName
+
+    @jax.named_scope("cpd.exchange")
+    def __call__(self, arrays: Sequence[Array]) -> list[Array]:
+        num_chunks, num_ranks = len(self.routes), len(self.routes[0])
+        peers = np.asarray(self.routes).T  # [rank, chunk]
+        others = [[peer for peer in range(num_ranks) if peer != rank] for rank in range(num_ranks)]
+        if num_chunks > 1 and np.array_equal(np.sort(peers, axis=1), others):
+            return _by_all_to_all(arrays, peers, self.axis_name)
+        pairs = [[(r, to) for r, to in enumerate(route) if to >= 0] for route in self.routes]
+        permute = lambda x, arcs: lax.ppermute(x, self.axis_name, arcs)
+        return [
+            jnp.stack([permute(x[chunk], arcs) for chunk, arcs in enumerate(pairs)]) for x in arrays
+        ]
+
+    def transposed(self) -> _ByCollectives:
+        return self._replace(routes=reverse(self.routes))
+
+
+def _by_all_to_all(arrays, peers, axis_name):
+    num_ranks, num_chunks = peers.shape
+    chunk_for = np.zeros((num_ranks, num_ranks), np.int32)  # [rank, peer]; own: any value
+    chunk_for[np.arange(num_ranks)[:, None], peers] = np.arange(num_chunks)
+    sender = np.zeros_like(peers)  # [rank, chunk]
+    sender[peers, np.arange(num_chunks)] = np.arange(num_ranks)[:, None]
+    rank = lax.axis_index(axis_name)
+    outgoing, incoming = jnp.asarray(chunk_for)[rank], jnp.asarray(sender)[rank]
+
+    return [lax.all_to_all(x[outgoing], axis_name, 0, 0)[incoming] for x in arrays]
+
+
+def _by_dispatch(exchange: CollectiveOptions, chunks: Any, fingerprint, by_collectives):
+    """Moves chunks by `dispatch`: each chunk is one token, and each token one shard."""
+    routes = by_collectives.routes
+    num_chunks, num_ranks = len(routes), len(routes[0])
+    to = np.asarray(routes, np.int32).T  # [rank, chunk]
+    moves = to >= 0
+    received = np.zeros((num_ranks, num_ranks + 1), np.uint32)
+    sender = np.broadcast_to(np.arange(num_ranks)[:, None], to.shape)
+    np.add.at(received, (to[moves], sender[moves]), 1)
+    received[:, -1] = received.sum(1)
+    plan = Metadata(
+        dst_rank=to,
+        dst_offset=np.where(moves, np.arange(num_chunks), 0).astype(np.uint32),
+        seq_len=np.ones(to.shape, np.uint32),
+        num_recv_tokens=received,
+        world_size=num_ranks,
+    )
+    argument = outgoing(exchange.op, "chunks", chunks, plan, capacity=num_chunks)
+    return move(exchange, [argument._replace(fingerprint=fingerprint)], by_collectives)[0]
+
+
+# ---- Schedules: which rank holds which chunks of keys and values at each step, and their routes.
+#
+# Every rank cuts its keys and values into C chunks. At step 0 it holds its own chunks; after n - 1
+# exchanges it has held every chunk of every rank once.
+
+
+class HeldChunks(NamedTuple):
+    """The content of the C slots of a rank: chunk `chunk[slot]` of rank `source[slot]`."""
+
+    source: Int[Array, " C"]
+    chunk: Int[Array, " C"]
+
+
+@runtime_checkable
+class Schedule(Protocol):
+    """`num_ranks` steps; all methods trace, with `step` and `rank` integers or traced ones."""
+
+    @property
+    def num_ranks(self) -> int: ...
+
+    @property
+    def num_chunks(self) -> int: ...
+
+    def held(self, rank, step) -> HeldChunks:
+        """Returns the chunks that `rank` holds at `step`."""
+        ...
+
+    def fetch_keys(self, exchange: CollectiveOptions, own, held, step, fingerprint=None):
+        """Fetches the chunks of step + 1, given a rank's own and those that it holds at `step`."""
+        ...
+
+    def begin(self, gradients) -> tuple[Any, Any]:
+        """Returns `travelling` and `home` after step 0, given the gradients of own chunks."""
+        ...
+
+    def return_gradients(
+        self, exchange: CollectiveOptions, travelling, home, step
+    ) -> tuple[Any, Any]:
+        """Moves the gradients of step - 1 while those of `step` are computed.
+
+        Returns the gradients to add to those of `step` before they move on, or None; and `home`.
+        After the last step the first is complete, or, if it is None, `home`.
+        """
+        ...
+
+
+class CycleSchedule(NamedTuple):
+    """Chunk c moves along cycle c, and its gradient one step later. One cycle is a ring.
+
+    Rows are arc-disjoint Hamiltonian cycles, so each link carries one chunk per step.
+    """
+
+    rows: tuple[tuple[int, ...], ...]
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.rows[0])
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.rows)
+
+    def held(self, rank, step):
+        rows, n = np.array(self.rows, np.int32), self.num_ranks
+        place = known_inside(np.argsort(rows, axis=1).astype(np.int32).T, rank)
+        _, source = divided(place + n - step, n)
+        chunk = np.arange(self.num_chunks, dtype=np.int32)
+        return HeldChunks(known_inside(rows.reshape(-1), source + n * chunk), jnp.asarray(chunk))
+
+    def fetch_keys(self, exchange, own, held, step, fingerprint=None):
+        return move_chunks(exchange, held, cycle_routes(self.rows), fingerprint)
+
+    def begin(self, gradients):
+        return gradients, ()
+
+    def return_gradients(self, exchange, travelling, home, step):
+        return move_chunks(exchange, travelling, cycle_routes(self.rows)), home
+
+
+class DirectSchedule(NamedTuple):
+    """At step t, slot s gets a chunk directly from rank r - 1 - s; its gradient returns directly.
+
+    Chunk c uses slot (c + t - 1) mod (n - 1). Needs no cycles, but a third set of chunks, because
+    each rank keeps its own for sending.
+    """
+
+    num_ranks: int
+
+    @property
+    def num_chunks(self) -> int:
+        return self.num_ranks - 1
+
+    @property
+    def _routes(self) -> Routes:
+        n = self.num_ranks
+        return tuple(tuple((rank + 1 + slot) % n for rank in range(n)) for slot in range(n - 1))
+
+    def _chunks(self, step):
+        """Returns the chunk in each slot at `step` >= 1."""
+        first = np.arange(self.num_chunks, dtype=np.int32) + 1 + self.num_chunks
+        return divided(jnp.asarray(first) - step, self.num_chunks)[1]
+
+    def held(self, rank, step):
+        slot = jnp.arange(self.num_chunks, dtype=jnp.int32)
+        is_own = jnp.asarray(step) == 0
+        _, peer = divided(rank + self.num_ranks - 1 - slot, self.num_ranks)
+        source = jnp.where(is_own, rank, peer)
+        return HeldChunks(source, jnp.where(is_own, slot, self._chunks(step)))
+
+    def fetch_keys(self, exchange, own, held, step, fingerprint=None):
+        chunks = jax.tree.map(lambda x: x[self._chunks(step + 1)], own)
+        return move_chunks(exchange, chunks, self._routes, fingerprint)
+
+    def begin(self, gradients):
+        return jax.tree.map(jnp.zeros_like, gradients), gradients
+
+    def return_gradients(self, exchange, travelling, home, step):
+        back = move_chunks(exchange, travelling, reverse(self._routes))
+        slots = jnp.argsort(self._chunks(step - 1))
+        return None, jax.tree.map(lambda h, x: h + x[slots], home, back)
+
+
+class OneRank(NamedTuple):
+    """A schedule whose exchanges move nothing: what a rank computes, with its own chunks."""
+
+    schedule: Schedule
+
+    @property
+    def num_ranks(self) -> int:
+        return self.schedule.num_ranks
+
+    @property
+    def num_chunks(self) -> int:
+        return self.schedule.num_chunks
+
+    def held(self, rank, step):
+        return self.schedule.held(rank, step)
+
+    def fetch_keys(self, exchange, own, held, step, fingerprint=None):
+        return held
+
+    def begin(self, gradients):
+        return gradients, ()
+
+    def return_gradients(self, exchange, travelling, home, step):
+        return travelling, home

@@ -1,0 +1,277 @@
+"""The passes of local attention for CUDA by this package's kernels, for any ranges.
+
+A kernel visits the pairs of tiles, of 64 queries and 64 keys, that a range connects, and no others.
+It reads and writes arrays `[B, T, N, H]`. The blocks of a ring are such arrays too, of one head.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from jax_cp_dispatch._arguments import clip_to_int32
+from jax_cp_dispatch._jax_private import fused_attention_stablehlo as fused
+from jax_cp_dispatch._ranks import runtime
+from jax_cp_dispatch._ranks.options import vary_like
+from jax_cp_dispatch._text import say_once
+from jax_cp_dispatch.attention.local.blockwise import (
+    OnlineSoftmax,
+    OutputCotangents,
+    SoftmaxGradients,
+)
+from jax_cp_dispatch.attention.local.options import CAUSAL, PassOptions
+from jax_cp_dispatch.attention.local.ranges import KeyQueries, KeyRanges, RowRanges
+
+ATTEND_TARGET = "jax_cp_dispatch.attend"
+ATTEND_MORE_TARGET = "jax_cp_dispatch.attend_more"
+GRADIENTS_TARGET = "jax_cp_dispatch.attention_gradients"
+_DTYPES = (jnp.bfloat16, jnp.float16)
+_HEAD_SIZES = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))  # of keys, and of values
+_TILE = 64  # rows
+
+
+def kernels_serve(q, v) -> bool:
+    """Whether the kernels serve such heads, whatever the ranges and options.
+
+    Otherwise a warning says once why not.
+    """
+    reason = why_not(q.dtype, (q.shape[3], v.shape[3]))
+    if reason is not None:
+        say_once(
+            f"local attention takes slow passes on this GPU, because {reason}. See "
+            "docs/gpu_attention.md."
+        )
+    return reason is None
+
+
+def why_not(dtype, head_sizes: tuple[int, int]) -> str | None:
+    """Returns why the kernels do not serve a call; None if they do."""
+    if os.environ.get("JAX_CP_DISPATCH_ATTENTION_KERNEL", "1") == "0":
+        return "JAX_CP_DISPATCH_ATTENTION_KERNEL=0 is set"
+    if runtime.cuda is None:
+        return f"the package's CUDA extension is missing ({runtime.cuda_reason})"
+    if dtype not in _DTYPES:
+        return f"its kernels need bfloat16 or float16, not {dtype}"
+    served = _served(*head_sizes)
+    if served is None:
+        largest = max(size for size, _ in _HEAD_SIZES)
+        return f"its kernels have heads of at most {largest}, not {max(head_sizes)}"
+    needed, available = runtime.cuda.attention_memory(*served)
+    if 0 < available < needed:  # it is 0 where no GPU is here: a program for another machine
+        sizes = f"{-(-needed // 1024)} KB of shared memory in a block, and this GPU has"
+        return f"its kernels of heads of {served[0]} need {sizes} {available // 1024}"
+    return None
+
+
+def attention(options: PassOptions, q, k, v, ranges: RowRanges, sink):
+    """`fused_attention` of `passes.py`, of heads that the kernels serve."""
+    B, T, N, _ = q.shape
+    row = _array((B, N, T), jnp.float32)
+    narrow = jnp.dtype(options.out_dtype) == q.dtype
+    call = _Call.of(options, q, k, v, ranges)
+    out = _array((B, T, N, call.v.shape[3]), q.dtype if narrow else jnp.float32)
+    shapes = out, row, *[row] * options.return_max_logits
+    sinks = () if sink is None else (sink.astype(jnp.float32),)
+    out, *others = call.run(ATTEND_TARGET, shapes, sinks)
+    return out[..., : v.shape[3]].astype(options.out_dtype), *others
+
+
+def gradients(options: PassOptions, q, k, v, ranges: RowRanges, whole: SoftmaxGradients):
+    """`fused_gradients` of `passes.py`, likewise."""
+    out, lse, dout, dlse = whole
+    out = out if out.dtype == q.dtype else out.astype(jnp.float32)
+    call = _Call.of(options, q, k, v, ranges)
+    dout, out = (_padded(x, call.v.shape[3]) for x in (dout.astype(q.dtype), out))
+    others = () if dlse is None else (dlse.astype(jnp.float32),)
+    wide = [jnp.dtype(x) != q.dtype for x in options.gradient_dtypes]
+    results = call.gradients(wide, (dout, lse.astype(jnp.float32)), (out, *others))
+    of = zip(results, (q, k, v), options.gradient_dtypes, strict=True)
+    return tuple(dx[..., : x.shape[3]].astype(to) for dx, x, to in of)
+
+
+def attend_blocks(
+    options: PassOptions, q, ranges: KeyRanges, kv, seen: OnlineSoftmax | None
+) -> OnlineSoftmax:
+    """`attend_blocks` of `passes.py`, likewise."""
+    rows, size = q.shape[:3], kv[1].shape[3]
+    call = _Call.of_blocks(options, q, kv, ranges)
+    row, wide = _array(_as_row(rows), jnp.float32), (*rows, call.v.shape[3])
+    shapes = row, row, _array(_as_head(wide), jnp.float32)
+    others = () if seen is None else (*map(_row, seen[:2]), _padded(_head(seen.acc), wide[3]))
+    peak, total, acc = call.run(ATTEND_MORE_TARGET, shapes, others, in_place=len(others))
+    acc = acc.reshape(wide)[..., :size]
+    return OnlineSoftmax(peak.reshape(rows), total.reshape(rows), acc)
+
+
+def block_gradients(
+    options: PassOptions, q, cotangents: OutputCotangents, ranges: KeyRanges, kv, dq
+):
+    """`block_gradients` of `passes.py`, likewise."""
+    dout, lse, delta = cotangents
+    call = _Call.of_blocks(options, q, kv, ranges)
+    dout = _padded(_head(dout.astype(q.dtype)), call.v.shape[3])
+    before = _padded(_head(jnp.swapaxes(dq, 2, 3)), call.q.shape[3])
+    results = call.gradients([True] * 3, (dout, _row(lse)), (_row(delta), before), has_delta=True)
+    of = zip(results, (q, *kv), strict=True)
+    dq, *dkv = (dx[..., : x.shape[3]].reshape(x.shape) for dx, x in of)
+    return jnp.swapaxes(dq, 2, 3), *dkv
+
+
+class _Call(NamedTuple):
+    """What all calls read: heads of a size that the kernels have, and ranges of rows that exist."""
+
+    options: PassOptions
+    q: Array
+    k: Array
+    v: Array
+    ranges: tuple[Array, ...]  # start and end
+    queries: tuple[Array, ...]  # index of rows, first and end query of keys; or none
+
+    @classmethod
+    def of(cls, options: PassOptions, q, k, v, ranges: RowRanges) -> _Call:
+        size, value_size = cast(tuple[int, int], _served(q.shape[3], v.shape[3]))
+        bounds = tuple(jnp.clip(clip_to_int32(x), 0, k.shape[1]) for x in ranges[:2])
+        queries = () if ranges.queries is None else tuple(ranges.queries)
+        q, k, v = _padded(q, size), _padded(k, size), _padded(v, value_size)
+        return cls(options, q, k, v, bounds, queries)
+
+    @classmethod
+    def of_blocks(cls, options: PassOptions, q, kv, ranges: KeyRanges) -> _Call:
+        """Of blocks `[M, blocks, rows, ...]`: arrays of M batch rows and one head."""
+        tokens = lambda x: x.reshape(x.shape[0], -1)
+        queries = ranges.queries
+        if queries is not None:
+            queries = KeyQueries(*map(tokens, (queries.index, queries.start, queries.end)))
+        bounds = ranges.of_heads(q.shape[2])
+        rows = RowRanges(tokens(bounds[:, :, 0]), tokens(bounds[:, :, 1]), queries)
+        k, v = map(_head, kv)
+        return cls.of(options, _head(q), k, v, rows)
+
+    def gradients(self, wide, of_rows, others, *, has_delta: bool = False):
+        """Returns dq, dk and dv; float32 those that are `wide`. A dq that is given is added to."""
+        B, T, N, _ = self.q.shape
+        pairs = zip((self.q, self.k, self.v), wide, strict=True)
+        shapes = [_array(x.shape, jnp.float32 if is_wide else x.dtype) for x, is_wide in pairs]
+        shapes += [_array((B, -(-T // _TILE), 8), jnp.int32), _array((B, N, T, 2), jnp.float32)]
+        in_place = int(has_delta)  # of the last one
+        attributes = {"has_delta": np.bool_(has_delta)}
+        results = self.run(GRADIENTS_TARGET, shapes, others, of_rows, in_place, **attributes)
+        return results[:3]
+
+    def run(self, target, shapes, others, of_rows=(), in_place: int = 0, **attributes):
+        """Calls the kernel; the last `in_place` operands are where the first results go."""
+        operands = (*self[1:4], *self.ranges, *of_rows, *self.queries, *others)
+        aliases = {len(operands) - in_place + i: i for i in range(in_place)}
+        attributes |= {
+            "scale": np.float32(self.options.scale),
+            "soft_cap": np.float32(self.options.logit_soft_cap or 0),
+            "has_queries": np.bool_(bool(self.queries)),
+        }
+        return _call(target, shapes, operands, aliases, **attributes)
+
+
+def _call(target, shapes, operands, aliases, **attributes):
+    call = jax.ffi.ffi_call(target, shapes, input_output_aliases=aliases)
+    return vary_like(call(*operands, **attributes), operands[0])
+
+
+def _served(size: int, value_size: int) -> tuple[int, int] | None:
+    """Returns the smallest heads of a kernel that hold such ones."""
+    large = (one for one in _HEAD_SIZES if size <= one[0] and value_size <= one[1])
+    return next(large, None)
+
+
+def _padded(x, size: int):
+    """Features of zeros add nothing to a product."""
+    missing = size - x.shape[-1]
+    return x if missing == 0 else jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)])
+
+
+def _array(shape, dtype):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+# ---- Blocks `[M, blocks, rows, ...]` as arrays of M batch rows and one head.
+
+
+def _as_head(shape):
+    return shape[0], shape[1] * shape[2], 1, shape[3]
+
+
+def _as_row(shape):
+    return shape[0], 1, shape[1] * shape[2]
+
+
+def _head(x):
+    return x.reshape(_as_head(x.shape))
+
+
+def _row(x):
+    return x.reshape(_as_row(x.shape))
+
+
+# ---- The passes of local attention for CUDA by cuDNN's flash attention: of one dense document.
+#
+# cuDNN has no key range per query, so the ranges must be known to be dense when a program is
+# traced.
+# It reads and writes the arrays of the caller.
+#
+# jax.nn.dot_product_attention stops the gradient of the logarithm of the sum, and does not return
+# it,
+# so this module uses the primitives below it.
+
+_LARGEST_HEAD = 128  # 256 on Hopper and later, which is unknown when a program is lowered
+_CALL: dict[str, Any] = {
+    "seed": 42,
+    "dropout_rate": 0.0,
+    "variadic_args": (False, False),  # no bias, no gradient of a bias
+    "layout": fused.AttentionLayout.BTNH.value,
+    "sliding_window_length": None,
+}
+if "score_mod" in inspect.signature(fused.dot_product_attention).parameters:  # since jax 0.12
+    _CALL |= {"score_mod_name": None, "score_mod_jaxpr": None}
+
+
+def cudnn_serves(options: PassOptions, q, v) -> bool:
+    """Whether the ranges are dense, and cuDNN supports such heads."""
+    H, Hv = q.shape[3], v.shape[3]
+    return (
+        options.dense is not None
+        and q.dtype in (jnp.bfloat16, jnp.float16)
+        and H == Hv <= _LARGEST_HEAD
+        and H % 8 == 0
+        and options.logit_soft_cap is None
+        and not options.return_max_logits  # cuDNN returns no largest logits
+    )
+
+
+def cudnn_attention(options: PassOptions, q, k, v, ranges: RowRanges, sink: None):
+    """`fused_attention` of `passes.py`, without a sink."""
+    out, lse = fused._dot_product_attention_fwd_p.bind(
+        q, k, v, *_unused(q), is_training=True, **_options(options)
+    )
+    return out.astype(options.out_dtype), lse
+
+
+def cudnn_gradients(options: PassOptions, q, k, v, ranges: RowRanges, whole: SoftmaxGradients):
+    """`fused_gradients` of `passes.py`, without a cotangent of the lse. Results are rounded."""
+    of_outputs = whole.lse, whole.out.astype(q.dtype), whole.dout.astype(q.dtype)
+    results = fused._dot_product_attention_bwd_p.bind(
+        q, k, v, *_unused(q), *of_outputs, **_options(options)
+    )
+    return tuple(x.astype(to) for x, to in zip(results, options.gradient_dtypes, strict=True))
+
+
+def _options(options: PassOptions) -> dict[str, Any]:
+    mask = fused.MaskType.CAUSAL if options.dense == CAUSAL else fused.MaskType.NO_MASK
+    return {"mask_type": mask, "scale": options.scale, **_CALL}
+
+
+def _unused(q):
+    return [jnp.zeros(0, q.dtype)] * 7  # bias, lengths, offsets and tables of pages

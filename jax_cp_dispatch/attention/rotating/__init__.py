@@ -1,1 +1,0 @@
-"""Attention while keys rotate: ring, zigzag and Hamilton."""

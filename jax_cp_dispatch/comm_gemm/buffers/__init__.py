@@ -1,1 +1,0 @@
-"""Registered buffers of overlapped GEMMs."""

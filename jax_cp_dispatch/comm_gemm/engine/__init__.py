@@ -1,1 +1,0 @@
-"""The GEMM of one rank, on CPU and GPU, or by XLA."""

@@ -1,1 +1,0 @@
-"""Matmuls over all ranks: derivatives, global arrays, other axes."""

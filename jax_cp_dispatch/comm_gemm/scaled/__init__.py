@@ -1,1 +1,0 @@
-"""8-bit operands and their scales."""

@@ -1,1 +1,0 @@
-"""Calls with global arrays: the mesh and its axes, padding, and one program on all ranks."""

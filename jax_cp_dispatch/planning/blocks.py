@@ -1,0 +1,593 @@
+"""Packed documents on a fixed grid of blocks, their cost, and what ranks receive of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Int32, Shaped
+
+from jax_cp_dispatch._arrays import (
+    divided,
+    reduced,
+    running_max,
+    running_maxima,
+    running_sum,
+    smallest,
+    sum_by_key,
+    sums_before,
+)
+from jax_cp_dispatch._ranks.options import vary_alike
+from jax_cp_dispatch.documents.segment_ids import document_ends
+from jax_cp_dispatch.masks import Mask, MaskRanges, StaticMask
+from jax_cp_dispatch.masks.pairs import traced_pairs_per_query
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockGrid:
+    """The blocks of a batch whose columns are sharded over ranks; static and hashable.
+
+    Rank w holds columns [w * T, (w + 1) * T) of each batch row, cut into J blocks of `block`
+    columns; the last one may be shorter. Global order is (batch row, rank, block), which equals the
+    order of (batch row, position). Slots of a rank are ordered by (batch row, block).
+    """
+
+    batch: int
+    world_size: int
+    columns: int  # of one rank: T
+    block: int
+
+    @property
+    def per_piece(self) -> int:
+        """Blocks of one rank in one batch row: J."""
+        return -(-self.columns // self.block)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.batch, self.world_size, self.per_piece
+
+    @property
+    def num_blocks(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def rows(self) -> int:
+        """Rows of one rank."""
+        return self.batch * self.columns
+
+    @property
+    def unit(self) -> int:
+        """Largest length that divides all block lengths, and therefore all start rows of blocks."""
+        return math.gcd(self.block, self.columns)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Rows of block j, int32 [J]."""
+        start = self.block * np.arange(self.per_piece, dtype=np.int32)
+        return np.minimum(self.columns - start, self.block).astype(np.int32)
+
+    def first_columns(self) -> Int32[Array, "B W J"]:
+        """Returns the column of its batch row at which each block starts."""
+        rank = jnp.arange(self.world_size, dtype=jnp.int32)[:, None] * self.columns
+        start = jnp.arange(self.per_piece, dtype=jnp.int32)[None] * self.block
+        return jnp.broadcast_to(rank + start, self.shape)
+
+    def block_of(self, column: Int32[Array, "B W J"]) -> Int32[Array, "B W J"]:
+        """Returns the index, in global order, of the block that contains a column."""
+        batch = jnp.arange(self.batch, dtype=jnp.int32)[:, None, None]
+        rank, within = divided(column, self.columns)
+        return (batch * self.world_size + rank) * self.per_piece + divided(within, self.block)[0]
+
+    def split(self, x: Shaped[Array, "B T"], *, fill: int) -> Shaped[Array, "B W J block"]:
+        """Cuts columns into blocks; pads short blocks with `fill`."""
+        x = x.reshape(self.batch, self.world_size, self.columns)
+        short = self.per_piece * self.block - self.columns
+        x = jnp.pad(x, ((0, 0), (0, 0), (0, short)), constant_values=fill)
+        return x.reshape(*self.shape, self.block)
+
+    def by_rank(self, x: Shaped[Array, "..."]) -> Shaped[Array, "W S *rest"]:
+        """Reorders blocks in global order, [B * W * J, ...], into slots of ranks."""
+        x = x.reshape(*self.shape, *x.shape[1:]).swapaxes(0, 1)
+        return x.reshape(self.world_size, self.batch * self.per_piece, *x.shape[3:])
+
+
+def block_ranges(
+    starts: Int32[Array, "B T"], grid: BlockGrid, seen: Int32[Array, "B T"] | None = None
+) -> tuple[Int32[Array, "B W J"], Int32[Array, "B W J"], Int32[Array, ""]]:
+    """Returns the first key and the cost of each block of queries.
+
+    Args:
+      starts: the first column that each query sees; -1 at padding.
+      seen: the keys that each query sees; None: all from the first one to its own.
+    Returns:
+      first: the first column to which any query of the block attends; -1 without queries.
+      cost: query-key pairs in units of 2**shift; their sum is below 2**30, so sums over blocks are
+        exact in int32 in any order. `shift` is 0 below 2**27 pairs.
+      shift: exponent of the unit.
+    """
+    none = np.int32(np.iinfo(np.int32).max)
+    start = grid.split(starts, fill=-1)
+    live = start >= 0
+    column = (
+        grid.first_columns()[..., None] + jnp.arange(grid.block, dtype=jnp.int32)[None, None, None]
+    )
+    # Each query's pairs are divided by 2**row_shift, so that a block's pairs fit int32. The
+    # divisor is 1 except for huge grids.
+    row_shift = max(0, (grid.block * starts.shape[1]).bit_length() - 30)
+    pairs = column + 1 - start if seen is None else grid.split(seen, fill=0)
+    pairs = jnp.where(live, pairs, 0) + (1 << row_shift) - 1 >> row_shift
+    # One reduction of both compiles once.
+    both = lambda a, b: (jnp.minimum(a[0], b[0]), a[1] + b[1])
+    of_columns = jnp.where(live, start, none), pairs
+    first, cost = lax.reduce(of_columns, (none, np.int32(0)), both, (3,))
+    # `total` * 2**low is an upper bound of the sum. High and low bits are added separately. With so
+    # many blocks that the low bits could overflow, their `drop` lowest bits are dropped.
+    low = (grid.num_blocks - 1).bit_length()
+    drop = max(0, 2 * low - 30)
+    parts = cost >> low, (cost & (1 << low) - 1) >> drop
+    high, rest = reduced(parts, jnp.add, 0, num_axes=3)
+    total = high + (rest >> (low - drop)) + (1 << drop)
+    shift = jnp.maximum(low + 32 - lax.clz(total) - 29, 0)
+    cost = cost + (1 << shift >> 1) >> shift
+    return jnp.where(first == none, -1, first), cost, shift + row_shift
+
+
+def places(block: Int32[Array, "..."], grid: BlockGrid):
+    """Returns batch row, home, first of its columns there, and length of blocks in global order."""
+    piece, number = divided(block, grid.per_piece)
+    start = number * grid.block
+    length = jnp.minimum(grid.columns - start, grid.block)
+    return *divided(piece, grid.world_size), start, length
+
+
+class Received(NamedTuple):
+    """What ranks receive: a sequence of blocks of queries by rank, then in global order.
+
+    Blocks without queries come last, with rank W. A block of queries needs keys from the first
+    that a query of it sees to the last. Those that its rank does not have from earlier blocks are a
+    contiguous range of columns, because first and last keys never decrease in global order.
+    """
+
+    block: Int32[Array, " G"]  # in global order
+    rank: Int32[Array, " G"]
+    row: Int32[Array, " G"]  # where its rank receives its first query
+    first_column: Int32[Array, " G"]  # of the range of keys
+    kv_row: Int32[Array, " G"]  # where its rank receives the range
+    num_keys: Int32[Array, " G"]  # of the range
+    runs_before: Int32[Array, " G"]  # runs of earlier blocks of its rank
+    num_runs: Int32[Array, " G"]  # that begin in the block
+
+
+class Capacities(NamedTuple):
+    """Static sizes of a plan, in the order of `Plan.largest_needs`."""
+
+    q: int
+    kv: int
+    q_transfers: int
+    kv_transfers: int
+    pieces: int
+
+
+# ---- The keys that a rank may need inside `jit`: a bound of the mask, which the assignment keeps.
+#
+# A block of queries needs whole blocks of keys, from the one with the first key that a query of it
+# sees to the one with the last. Where a mask has a reach, these are at most `_keys_of_block`.
+
+
+def kv_bound(grid: BlockGrid, mask: Mask) -> int:
+    """Returns rows of keys that suffice for every rank, whatever the documents.
+
+    As many as the blocks of one rank need if no two of them share a key; at most all keys. `assign`
+    keeps the bound, because a rank's own queries always do: in each batch row they need its own
+    keys, and what is beyond those of its first and its last block, no more than these alone need.
+    """
+    everything = grid.world_size * grid.rows
+    before, after = mask.reach
+    if before is None or after is None:
+        return everything
+    of_block = grid.block + _in_blocks(grid, before) + _in_blocks(grid, after)
+    return min(grid.batch * grid.per_piece * of_block, everything)
+
+
+def _in_blocks(grid: BlockGrid, reach: int) -> int:
+    """Returns the most rows of the blocks with the `reach` keys beside a block."""
+    if grid.columns % grid.block == 0:
+        return -(-reach // grid.block) * grid.block
+    return reach + grid.block - 1 if reach else 0  # blocks of unequal length
+
+
+class KeyLimit(NamedTuple):
+    """The keys of each block in global order, [G], in rows of the batch; and the limit.
+
+    Neither begin nor end of the keys decreases. Padding needs none.
+    """
+
+    begin: Int32[Array, " G"]
+    end: Int32[Array, " G"]
+    is_used: Bool[Array, " G"]
+    piece: Int32[Array, " G"]  # which rank's part of which batch row the block is of
+    limit: int
+
+    @classmethod
+    def of(
+        cls, grid: BlockGrid, mask: Mask, first: Int32[Array, "B W J"], last: Any
+    ) -> KeyLimit | None:
+        """Returns those of blocks with these keys; None if no assignment exceeds the limit.
+
+        `first`: the first column that each block sees, -1 if it has no queries; `last`: one past
+        the last; None: up to its own.
+        """
+        limit = kv_bound(grid, mask)
+        if limit >= grid.world_size * grid.rows:
+            return None
+        block = jnp.arange(grid.num_blocks, dtype=jnp.int32)
+        ends = block if last is None else grid.block_of(jnp.maximum(last - 1, 0)).reshape(-1)
+        begin, _ = _rows(grid.block_of(jnp.maximum(first, 0)).reshape(-1), grid)
+        _, end = _rows(ends, grid)
+        piece, _ = divided(block, grid.per_piece)
+        return cls(begin, end, first.reshape(-1) >= 0, piece, limit)
+
+    @property
+    def alone(self) -> Int32[Array, " G"]:
+        """Returns the keys of each block if it shares none."""
+        return jnp.where(self.is_used, self.end - self.begin, 0)
+
+    def taken(
+        self, given: Bool[Array, " G"], receiver: Int32[Array, " G"], num_ranks: int
+    ) -> tuple[Bool[Array, " G"], Int32[Array, " W"]]:
+        """Returns which given blocks their receivers take, and the keys that ranks then need.
+
+        Beside the keys of all queries that were theirs, whether these stay or not. Receivers never
+        decrease, so the blocks of one are adjacent; it takes the first ones.
+        """
+        _, home = divided(self.piece, num_ranks)
+        (held,) = sum_by_key([self._added(self.is_used, self.piece)], home, num_ranks)
+        added = self._added(given, receiver)
+        key = jnp.where(given, receiver, num_ranks)
+        (before,) = sums_before([added], key, num_ranks)
+        taken = given & (before + added <= self.limit - jnp.append(held, 0)[key])
+        return taken, held + sum_by_key([jnp.where(taken, added, 0)], key, num_ranks)[0]
+
+    def _added(self, counts: Bool[Array, " G"], owner: Int32[Array, " G"]) -> Int32[Array, " G"]:
+        """Returns the keys of each block that the one before of the same owner does not need.
+
+        Of the blocks that count, whose owners never decrease.
+        """
+        seen = [jnp.where(counts, x, -1) for x in (self.end, owner)]
+        end, before = (jnp.pad(x[:-1], (1, 0), constant_values=-1) for x in running_maxima(seen))
+        begin = jnp.where(before == owner, jnp.maximum(self.begin, end), self.begin)
+        return jnp.where(counts, self.end - begin, 0)
+
+
+def _rows(block: Int32[Array, " G"], grid: BlockGrid) -> tuple[jax.Array, jax.Array]:
+    """Returns the first row of blocks in the batch, and one past the last."""
+    batch, home, start, length = places(block, grid)
+    row = (batch * grid.world_size + home) * grid.columns + start
+    return row, row + length
+
+
+# ---- Assigns blocks to ranks: the replaceable decision of a plan.
+
+# The repair stops after this many moves.
+_MOVES_PER_RANK = 4
+
+
+def balance_blocks(
+    cost: Int32[Array, "B W J"],
+    num_rows: Int32[Array, "B W J"],
+    *,
+    row_limit: int,
+    tolerance: float,
+    keys: KeyLimit | None = None,
+) -> Int32[Array, "B W J"]:
+    """Assigns blocks to ranks so that all ranks have nearly equal cost and few rows move.
+
+    Every rank keeps its own blocks up to the mean cost. A rank above the mean gives away its blocks
+    with the highest cost per row. These fill the ranks below the mean in global order, so that
+    neighbouring blocks, which share keys, go to one rank. Finally, single blocks move from the most
+    to the least loaded rank until the largest cost is within the tolerance.
+
+    Before the last step, a rank has at most `2 T + block` rows, where T is the number of rows per
+    rank. Proof: A giving rank keeps at least the mean M on at most T rows. It gives away its most
+    expensive rows, so these cost at least M/T each. A receiving rank keeps at most T rows and
+    receives a cost of at most M, that is at most T rows, plus the other halves of the two blocks at
+    the ends of its share. The last step respects `row_limit`.
+
+    With a limit of keys, blocks that exceed it stay at home, which costs balance. Beside the keys
+    of all its own queries, a rank has room for those that it gets.
+
+    Call anywhere, also under `jax.jit`. All sums are of integers, so equal inputs give equal
+    assignments. Not differentiable.
+
+    Args:
+      cost: of block j of rank w in batch row b; the sum is below 2**30.
+      num_rows: rows that move with the block; 0 if there is nothing to compute.
+      row_limit: maximum rows of a rank in the last step.
+      tolerance: fraction by which the largest cost may exceed the mean.
+      keys: of the blocks, and their limit; None: no assignment exceeds it.
+    Returns:
+      The rank that computes the block.
+    """
+    num_ranks = cost.shape[1]
+    home = jnp.broadcast_to(jnp.arange(num_ranks, dtype=jnp.int32)[:, None], cost.shape)
+    load = cost.sum((0, 2), dtype=jnp.int32)
+    mean, _ = divided(load.sum(dtype=jnp.int32) + num_ranks - 1, num_ranks)
+    given = _dearest(cost, num_rows, jnp.maximum(load - mean, 0))
+    poured = _pour(jnp.where(given, cost, 0), jnp.maximum(mean - load, 0))
+    target = mean + (mean.astype(jnp.float32) * tolerance).astype(jnp.int32)
+    held_keys = None
+    if keys is not None:
+        taken, held_keys = keys.taken(given.reshape(-1), poured.reshape(-1), num_ranks)
+        given = taken.reshape(given.shape)
+    assigned = jnp.where(given, poured, home)
+    return _repair(assigned, cost, num_rows, mean, target, row_limit, keys, held_keys)
+
+
+def _dearest(
+    cost: Int32[Array, "B W J"], num_rows: Int32[Array, "B W J"], surplus: Int32[Array, " W"]
+) -> Bool[Array, "B W J"]:
+    """Selects each rank's blocks with the highest cost per row, up to its surplus."""
+    num_batch, num_ranks, num_blocks = cost.shape
+
+    def by_rank(x):
+        return x.swapaxes(0, 1).reshape(num_ranks, num_batch * num_blocks)
+
+    per_row = by_rank(cost).astype(jnp.float32) / jnp.maximum(by_rank(num_rows), 1).astype(
+        jnp.float32
+    )
+    block = lax.broadcasted_iota(jnp.int32, per_row.shape, 1)
+    _, ordered_cost, order = lax.sort((-per_row, by_rank(cost), block), dimension=1, num_keys=1)
+    total = running_sum(ordered_cost)
+    given = (total <= surplus[:, None]) & (ordered_cost > 0)
+    _, given = lax.sort((order, given), dimension=1, num_keys=1)
+    return given.reshape(num_ranks, num_batch, num_blocks).swapaxes(0, 1)
+
+
+def _pour(cost: Int32[Array, "B W J"], deficit: Int32[Array, " W"]) -> Int32[Array, "B W J"]:
+    """Returns the rank in whose share of the concatenated deficits each block's middle lies."""
+    flat = cost.reshape(-1)
+    middle = running_sum(flat) - flat + flat // 2
+    ends = running_sum(deficit)
+    # `jnp.searchsorted` cannot be traced inside a partly manual `shard_map` in JAX 0.10.
+    rank = (ends[None] <= middle[:, None]).sum(1, dtype=jnp.int32)
+    return rank.reshape(cost.shape)
+
+
+def _repair(
+    assigned: Int32[Array, "B W J"],
+    cost: Int32[Array, "B W J"],
+    num_rows: Int32[Array, "B W J"],
+    mean: Int32[Array, ""],
+    target: Int32[Array, ""],
+    row_limit: int,
+    keys: KeyLimit | None,
+    held_keys: Int32[Array, " W"] | None,
+) -> Int32[Array, "B W J"]:
+    """Moves single blocks from the most to the least loaded rank while this reduces the maximum."""
+    shape, num_ranks = assigned.shape, assigned.shape[1]
+    assigned, cost, num_rows = assigned.reshape(-1), cost.reshape(-1), num_rows.reshape(-1)
+    ranks = jnp.arange(num_ranks, dtype=jnp.int32)
+    blocks = jnp.arange(len(cost), dtype=jnp.int32)
+    of_keys = [] if keys is None else [keys.alone]  # a rank that gives a block may keep its keys
+    sizes = jnp.stack([cost, num_rows, *of_keys])
+
+    def go_on(state):
+        _, held, moves_left = state
+        return (moves_left > 0) & (held[0].max() > target)
+
+    def move(state):
+        assigned, held, moves_left = state
+        load, rows, *num_keys = held
+        (heaviest, giver), (lightest, taker) = smallest(-load, load)
+        heaviest = -heaviest
+        fits = (assigned == giver) & (rows[taker] + num_rows <= row_limit)
+        if keys is not None:
+            fits &= num_keys[0][taker] + keys.alone <= keys.limit
+        # The larger of the two loads after the move; values below the mean gain nothing, and
+        # blocks without cost change nothing.
+        after = jnp.maximum(jnp.maximum(heaviest - cost, lightest + cost), mean)
+        ((after, block),) = smallest(jnp.where(fits, after, heaviest))
+        helps = after < heaviest
+        # Comparisons of all elements; `at[]` would compile to more.
+        sign = (ranks == taker).astype(jnp.int32) - (ranks == giver).astype(jnp.int32)
+        sign = jnp.where(helps, sign, 0)
+        signs = jnp.stack([sign, sign, *(jnp.maximum(sign, 0) for _ in num_keys)])
+        return [
+            jnp.where(helps & (blocks == block), taker, assigned),
+            held + signs * sizes[:, block, None],
+            jnp.where(helps, moves_left - 1, 0),
+        ]
+
+    sums = sum_by_key([cost, num_rows], assigned, num_ranks)
+    held = jnp.stack(sums if held_keys is None else [*sums, held_keys])
+    state = vary_alike([assigned, held, jnp.int32(_MOVES_PER_RANK * num_ranks)])
+    return lax.while_loop(go_on, move, state)[0].reshape(shape)
+
+
+# ---- What queries see inside `jit`: columns of packed rows, for any mask, and received rows.
+
+
+class SeenColumns(NamedTuple):
+    """Keys of each column, which never decrease in global order, and contain its own.
+
+    Attributes:
+      first: the first key of the column and of later ones; -1 at padding.
+      last: one past the last key of the column and of earlier ones; None: its own key.
+      pairs: keys that the query sees; None: all of these.
+      lengths: tokens of its document; None: its keys do not depend on them.
+      ranges: of a mask with arrays, what the column sees; empty at padding.
+    """
+
+    first: Int32[Array, "B T"]
+    last: Int32[Array, "B T"] | None = None
+    pairs: Int32[Array, "B T"] | None = None
+    lengths: Int32[Array, "B T"] | None = None
+    ranges: MaskRanges | None = None
+
+
+def seen_columns(mask: Mask, starts: Int32[Array, "B T"]) -> SeenColumns:
+    """Returns what the columns see.
+
+    Args:
+      mask: its arrays, if any, are `[B, T]`.
+      starts: the first column of each column's document; -1 at padding.
+    """
+    if not isinstance(mask, StaticMask):
+        return _of_arrays(mask, starts)
+    first = _first_keys(mask, starts)
+    if mask.is_causal:
+        return SeenColumns(first)
+    ends = document_ends(starts)
+    last = _last_keys(mask, starts, ends)
+    pairs = jnp.where(starts >= 0, last - first, 0)
+    return SeenColumns(first, last, pairs, ends - starts)
+
+
+def column_ranges(mask: StaticMask, starts: Int32[Array, "B T"]) -> MaskRanges:
+    """Returns what each column sees; empty at padding."""
+    num_tokens = starts.shape[1]
+    column = jnp.arange(num_tokens, dtype=jnp.int32)[None]
+    ends = None if mask.is_causal else document_ends(starts)
+    ranges = mask.clipped(num_tokens).ranges(column, starts, ends)
+    return jax.tree.map(lambda x: jnp.where(starts >= 0, x, 0), ranges)
+
+
+def _first_keys(mask: StaticMask, starts: Int32[Array, "B T"]) -> Int32[Array, "B T"]:
+    """Returns the first column that each column sees; -1 at padding."""
+    num_tokens = starts.shape[1]
+    column = jnp.arange(num_tokens, dtype=jnp.int32)[None]
+    first = mask.clipped(num_tokens).k_start(column, starts)
+    return starts if first is starts else jnp.where(starts >= 0, first, -1)
+
+
+def _last_keys(
+    mask: StaticMask, starts: Int32[Array, "B T"], ends: Int32[Array, "B T"]
+) -> Int32[Array, "B T"]:
+    """Returns one past the last column that each column sees; 0 at padding."""
+    num_tokens = starts.shape[1]
+    column = jnp.arange(num_tokens, dtype=jnp.int32)[None]
+    return jnp.where(starts >= 0, mask.clipped(num_tokens).k_end(column, starts, ends), 0)
+
+
+def _of_arrays(mask: Mask, starts: Int32[Array, "B T"]) -> SeenColumns:
+    num_tokens = starts.shape[1]
+    column = jnp.arange(num_tokens, dtype=jnp.int32)[None]
+    live = starts >= 0
+    ranges = mask.ranges(column, starts, document_ends(starts))
+    inside = lambda x: jnp.where(live, jnp.clip(x, 0, num_tokens), 0).astype(jnp.int32)
+    ranges = jax.tree.map(inside, ranges)
+    sees = ranges.k_start < ranges.k_end
+    first = jnp.where(sees, jnp.minimum(ranges.k_start, column), column)
+    first = -running_max(-jnp.where(live, first, num_tokens)[:, ::-1])[:, ::-1]
+    last = None
+    if not mask.is_causal:
+        last = jnp.where(sees, jnp.maximum(ranges.k_end, column + 1), column + 1)
+        last = running_max(jnp.where(live, last, 0))
+    pairs = traced_pairs_per_query(ranges, is_causal=mask.is_causal)
+    return SeenColumns(jnp.where(live, first, -1), last, pairs, ranges=ranges)
+
+
+def seen_by_rows(
+    seen: MaskRanges,
+    received: Received,
+    grid: BlockGrid,
+    capacities: Capacities,
+    ranks: Int32[Array, " held"],
+) -> MaskRanges:
+    """Returns what the received rows of these ranks see, `[held, rows]`; empty for padding.
+
+    Args:
+      seen: what each column sees, `[B, T]`.
+      received: what ranks receive.
+      grid, capacities: sizes.
+      ranks: all, in order, or one.
+    """
+    start, end = _query_rows(seen, received, grid, capacities.q, ranks)
+    if seen.q_start is None:
+        return MaskRanges(start, end)
+    return MaskRanges(start, end, *_key_rows(seen, received, grid, capacities.kv, ranks))
+
+
+def _query_rows(
+    seen: MaskRanges,
+    received: Received,
+    grid: BlockGrid,
+    size: int,
+    ranks: Int32[Array, " held"],
+) -> list[Any]:
+    """Returns the keys of each received query.
+
+    The keys of a block of queries are adjacent rows: those that earlier blocks of its rank brought,
+    and those that it brings.
+    """
+    num_blocks = grid.num_blocks
+    of_blocks = received.rank, received.row, received.kv_row - received.first_column
+    table = jnp.zeros((num_blocks, 3), jnp.int32).at[received.block].set(jnp.stack(of_blocks, -1))
+    rank, row, to_row = jnp.moveaxis(table, -1, 0)[..., None]
+    held = rank - ranks[0]  # its place among these ranks
+    is_held = (held >= 0) & (held < len(ranks))
+    within = jnp.arange(grid.block, dtype=jnp.int32)[None]
+    sees = _by_block(seen.k_start < seen.k_end, grid, fill=False)
+    place = jnp.where(is_held & sees & (row + within < size), held * size + row + within, -1)
+    place = jnp.where(place < 0, len(ranks) * size, place).reshape(-1)  # out of bounds: dropped
+    rows = jnp.zeros(len(ranks) * size, jnp.int32)
+    return [
+        rows.at[place]
+        .set((_by_block(x, grid, fill=0) + to_row).reshape(-1), mode="drop")
+        .reshape(len(ranks), size)
+        for x in (seen.k_start, seen.k_end)
+    ]
+
+
+def _key_rows(
+    seen: MaskRanges,
+    received: Received,
+    grid: BlockGrid,
+    size: int,
+    ranks: Int32[Array, " held"],
+) -> list[Any]:
+    """Returns the queries of each received key."""
+    here = received.rank[None] == ranks[:, None]
+    # The entry of `received` that brings each row: the last one that begins before it.
+    brings = here & (received.num_keys > 0)[None]
+    num_held, num_entries = here.shape
+    entry = jnp.broadcast_to(jnp.arange(num_entries, dtype=jnp.int32), here.shape)
+    begin = jnp.where(brings, received.kv_row[None], size)
+    held = jnp.arange(num_held, dtype=jnp.int32)[:, None]
+    of = jnp.zeros((num_held, size), jnp.int32).at[held, begin].max(entry, mode="drop")
+    of = running_max(of)
+    batch, *_ = places(received.block, grid)
+    first, kv_row, num_keys, batch = jnp.stack(
+        [received.first_column, received.kv_row, received.num_keys, batch], -1
+    )[of].transpose(2, 0, 1)
+    row = jnp.arange(size, dtype=jnp.int32)[None] - kv_row
+    total = jnp.where(brings, (received.kv_row + received.num_keys)[None], 0).max(1, keepdims=True)
+    is_key = (row + kv_row < total) & (row < num_keys)
+    num_tokens = grid.world_size * grid.columns
+    token = batch * num_tokens + jnp.where(is_key, first + row, 0)
+
+    # Rows of queries that a rank receives of the blocks before each block, and of all.
+    table = jnp.zeros(grid.num_blocks, jnp.int32).at[received.block].set(received.rank)
+    *_, length = places(jnp.arange(grid.num_blocks, dtype=jnp.int32), grid)
+    is_here = table[None] == ranks[:, None]
+    before = jnp.pad(running_sum(jnp.where(is_here, length[None], 0)), ((0, 0), (1, 0)))
+    is_here = jnp.pad(is_here, ((0, 0), (0, 1)))
+
+    def rows_before(x):
+        position = batch * num_tokens + x.reshape(-1)[token]
+        piece, column = divided(position, grid.columns)
+        number, within = divided(column, grid.block)
+        block = piece * grid.per_piece + number
+        return before[held, block] + jnp.where(is_here[held, block], within, 0)
+
+    return [jnp.where(is_key, rows_before(x), 0) for x in (seen.q_start, seen.q_end)]
+
+
+def _by_block(x: Array, grid: BlockGrid, *, fill: Any) -> Array:
+    """Returns the columns of each block, `[G, block]`."""
+    return grid.split(x, fill=fill).reshape(grid.num_blocks, grid.block)
