@@ -257,9 +257,8 @@ def _to_rows(options, mode, routing, arrays, with_places=False):
 
     def by_choice(leaves):
         part = outgoing(options.op, "x", leaves, routing.by_choice, capacity=routing.capacity)
-        return _move(options, routing, [part])[0], _no_places(
-            routing, leaves
-        ) if with_places else None
+        places = _no_places(routing, leaves) if with_places else None
+        return _move(options, routing, [part])[0], places
 
     def by_rank(leaves):
         received, places = _send_tokens(options, routing, leaves)

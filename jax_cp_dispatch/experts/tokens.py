@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
 
@@ -25,44 +25,35 @@ from jax_cp_dispatch.global_call import GivenAxes, MeshAxes, find_axes, on_all_r
 # ---- Runs a function of one rank where it is called: on this rank, or on all ranks' arrays.
 
 
-def ranks_of(options: CollectiveOptions, tokens: Any) -> tuple[bool, MeshAxes | None, int]:
-    """Returns whether the arrays are those of one rank, else the axes; and the number of ranks.
+def ranks_of(options: CollectiveOptions, tokens: Any) -> tuple[MeshAxes | None, int]:
+    """Returns the mesh and its axes, None for the arrays of one rank; and the number of ranks.
 
     `tokens` are the first array of the call, whose rows all ranks share equally.
     """
     op, names = options.op, options.axis_names
     if is_on_rank(op, names):
-        return True, None, jax.lax.axis_size(options.axis_name)
+        return None, jax.lax.axis_size(options.axis_name)
     given = GivenAxes(options.mesh, options.axis_name, (), ())
     axes = find_axes(op, tokens, given=given, covers_batch=False)
     rows_per_rank(op, "the first array", tokens.shape[0], axes.num_ranks)
-    return False, axes, axes.num_ranks
+    return axes, axes.num_ranks
 
 
 def on_ranks(
-    run: Callable[..., Any],
-    config: Hashable,
-    operands: tuple[Any, ...],
-    *,
-    axes: MeshAxes | None,
-    **specs: Any,
+    run: Callable[..., Any], config: Hashable, operands: Any, axes: MeshAxes | None, **specs: Any
 ) -> Any:
     """Returns `run(config, *operands)` of this rank; with axes `on_all_ranks`.
 
     As one function of the program, which equal calls share.
     """
-    if axes is None:
-        return _part(run, config, *whole_rows(operands))
+    operands = whole_rows(operands) if axes is None else operands
     return _program(run, config, axes, tuple(specs.items()), *operands)
-
-
-@partial(jax.jit, static_argnums=(0, 1))
-def _part(run, config, *operands):
-    return run(config, *operands)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _program(run, config, axes, specs, *operands):
+    if axes is None:
+        return run(config, *operands)
     return on_all_ranks(partial(run, config), operands, axes=axes, **dict(specs))
 
 
@@ -101,12 +92,17 @@ def dispatch_tokens(
         `implementation="xla"`, floating-point rows are then NaN.
     """
     op = "dispatch_tokens"
-    leaves, tree = jax.tree.flatten(x)
-    leaves = [jnp.asarray(leaf) for leaf in leaves]
-    check_arrays(op, "x", leaves)
-    mode = _read_mode(op, scaling_mode, leaves)
-    operands = tree.unflatten(leaves), routing
-    return _call(op, _dispatch_on_rank, operands, leaves, more=(mode,))
+    mode = ScalingMode.read(op, "scaling_mode", scaling_mode)
+    if mode not in (ScalingMode.NO_SCALING, ScalingMode.MXFP8_1D_SCALING):
+        raise ValueError(
+            f"{op}: scaling_mode is {mode}, whose scales are those of whole tensors; tokens travel "
+            "with their own. Use MXFP8_1D_SCALING, or NO_SCALING."
+        )
+    for leaf in jax.tree.leaves(x) if mode != ScalingMode.NO_SCALING else ():
+        check_blocks(op, "an array of x", leaf.shape, "row")
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise TypeError(f"{op}: an array of x is {leaf.dtype}; {mode} needs floats. Cast it.")
+    return _call(op, mode, x, routing)
 
 
 @door("combine_tokens", weights=_OF_CHOICES)
@@ -133,105 +129,57 @@ def combine_tokens(
     Raises:
       As `dispatch_tokens`.
     """
-    op = "combine_tokens"
-    leaves, tree = jax.tree.flatten(y)
-    leaves = [jnp.asarray(leaf) for leaf in leaves]
-    check_arrays(op, "y", leaves)
-    operands = tree.unflatten(leaves), weights, routing
-    return _call(op, _combine_on_rank, operands, leaves)
+    return _call("combine_tokens", None, y, weights, routing)
 
 
-def _read_mode(op: str, scaling_mode: Any, leaves: Sequence[Array]) -> ScalingMode:
-    mode = ScalingMode.read(op, "scaling_mode", scaling_mode)
-    if mode == ScalingMode.NO_SCALING:
-        return mode
-    if mode != ScalingMode.MXFP8_1D_SCALING:
-        raise ValueError(
-            f"{op}: scaling_mode is {mode}, whose scales are those of whole tensors; tokens travel "
-            "with their own. Use MXFP8_1D_SCALING, or NO_SCALING."
-        )
-    for leaf in leaves:
-        check_blocks(op, "an array of x", leaf.shape, "row")
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise TypeError(f"{op}: an array of x is {leaf.dtype}; {mode} needs floats. Cast it.")
-    return mode
-
-
-def _call(
-    op: str,
-    run: Callable[..., Any],
-    operands: tuple[Any, ...],
-    leaves: Sequence[Array],
-    more: tuple[Any, ...] = (),
-) -> Any:
-    """Checks what both calls share, and runs one on the ranks."""
-    *_, routing = operands
+def _call(op: str, mode: ScalingMode | None, arrays: Any, *others: Any) -> Any:
+    """Checks what annotations cannot say; moves the arrays by the routing, the last argument."""
+    *weights, routing = others
     check_type(op, "routing", routing, Routing, "Pass the result of route.")
     options = dataclasses.replace(routing.options, op=op)
-    on_rank, axes, num_ranks = ranks_of(options, leaves[0])
-    _check_rows(op, routing, leaves[0], 1 if on_rank else num_ranks, num_ranks)
-    if len(operands) == 3 and operands[1] is not None:
-        _check_weights(op, operands[1], routing)
-    rows = P(options.axis_names)
-    return on_ranks(
-        run,
-        (options, *more) if more else options,
-        operands,
-        axes=axes,
-        in_specs=(rows,) * len(operands),
-        out_specs=rows,
-        num_differentiable=len(operands) - 1,
-    )
-
-
-def _check_rows(op: str, routing: Routing, array: Array, held: int, num_ranks: int) -> None:
-    if routing.world_size != num_ranks or len(routing.num_recv_tokens) != held:
+    name, what = ("x", "tokens") if mode is not None else ("y", "rows of the experts' buffers")
+    leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(arrays)]
+    check_arrays(op, name, leaves)
+    axes, num_ranks = ranks_of(options, leaves[0])
+    held, num_held = 1 if axes is None else num_ranks, len(routing.num_recv_tokens)
+    if routing.world_size != num_ranks or num_held != held:
         raise ValueError(
-            f"{op}: routing is of {len(routing.num_recv_tokens)} of {routing.world_size} ranks but "
-            f"the call is on {held} of {num_ranks}. Pass it into jax.shard_map with "
-            "in_specs=P(axis_name), or call route on these ranks."
+            f"{op}: routing is of {num_held} of {routing.world_size} ranks but the call is on "
+            f"{held} of {num_ranks}. Pass it into jax.shard_map with in_specs=P(axis_name), or "
+            "call route on these ranks."
         )
-    is_dispatch = op == "dispatch_tokens"
-    needed = len(routing.row) if is_dispatch else held * routing.capacity
-    if len(array) != needed:
-        name, what = ("x", "tokens") if is_dispatch else ("y", "rows of the experts' buffers")
+    needed = len(routing.row) if mode is not None else held * routing.capacity
+    if len(leaves[0]) != needed:
         raise ValueError(
-            f"{op}: {name} has {len(array)} rows but routing is of {needed} {what}. Pass the "
+            f"{op}: {name} has {len(leaves[0])} rows but routing is of {needed} {what}. Pass the "
             f"{what} of that routing. route takes the experts of each token, [T, k]; where experts "
             "choose tokens, pass all experts, with -1 for those that do not choose the token."
         )
-
-
-def _check_weights(op: str, weights: Any, routing: Routing) -> None:
-    if weights.shape != routing.row.shape:
-        raise ValueError(
-            f"{op}: weights is {list(weights.shape)} but routing is of choices "
-            f"{list(routing.row.shape)}. {_OF_CHOICES}"
-        )
+    for x in weights:
+        if x is not None and x.shape != routing.row.shape:
+            raise ValueError(
+                f"{op}: weights is {list(x.shape)} but routing is of choices "
+                f"{list(routing.row.shape)}. {_OF_CHOICES}"
+            )
+    operands, rows = (arrays, *others), P(options.axis_names)
+    return on_ranks(
+        _on_rank,
+        (options, mode),
+        operands,
+        axes,
+        in_specs=(rows,) * len(operands),
+        out_specs=rows,
+        num_differentiable=len(others),
+    )
 
 
 @jax.named_scope("cpd.experts")
-def _dispatch_on_rank(config: tuple[CollectiveOptions, ScalingMode], x: Any, routing: Any) -> Any:
+def _on_rank(config: tuple[CollectiveOptions, ScalingMode | None], *operands: Any) -> Any:
+    """Moves tokens to their experts; without a mode, rows back."""
     options, mode = config
-    leaves, tree = jax.tree.flatten(x)
-    leaves, routing = _varying(options, leaves, routing)
-    rows = send_to_rows(options, mode, routing, leaves)
-    return tree.unflatten(rows)
-
-
-@jax.named_scope("cpd.experts")
-def _combine_on_rank(options: CollectiveOptions, y: Any, weights: Any, routing: Any) -> Any:
-    leaves, tree = jax.tree.flatten((y, weights))
-    leaves, routing = _varying(options, leaves, routing)
-    y, weights = tree.unflatten(leaves)
-    leaves, tree = jax.tree.flatten(y)
-    return tree.unflatten(sum_rows(options, routing, weights, leaves))
-
-
-def _varying(
-    options: CollectiveOptions, arrays: Sequence[Array], routing: Routing
-) -> tuple[list[Array], Routing]:
-    """Makes everything vary over the ranks, and over all axes over which any array does."""
-    leaves, tree = jax.tree.flatten(routing)
-    everything = vary_alike([*arrays, *leaves], also=options.axis_names)
-    return everything[: len(arrays)], tree.unflatten(everything[len(arrays) :])
+    leaves, tree = jax.tree.flatten(operands)
+    arrays, *weights, routing = tree.unflatten(vary_alike(leaves, also=options.axis_names))
+    leaves, tree = jax.tree.flatten(arrays)
+    if mode is not None:
+        return tree.unflatten(send_to_rows(options, mode, routing, leaves))
+    return tree.unflatten(sum_rows(options, routing, *weights, leaves))
