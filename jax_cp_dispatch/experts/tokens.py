@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PyTree, Shaped
 
 from jax_cp_dispatch._arguments import HostOrDevice, check_type
-from jax_cp_dispatch._dispatch.arguments import check_arrays, rows_per_rank
+from jax_cp_dispatch._dispatch.arguments import check_movable, rows_per_rank
 from jax_cp_dispatch._door import door
 from jax_cp_dispatch._ranks.options import CollectiveOptions, is_on_rank, vary_alike, whole_rows
 from jax_cp_dispatch.comm_gemm import ScalingMode
@@ -139,7 +139,7 @@ def _call(op: str, mode: ScalingMode | None, arrays: Any, *others: Any) -> Any:
     options = dataclasses.replace(routing.options, op=op)
     name, what = ("x", "tokens") if mode is not None else ("y", "rows of the experts' buffers")
     leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(arrays)]
-    check_arrays(op, name, leaves)
+    check_movable(op, name, leaves)
     axes, num_ranks = ranks_of(options, leaves[0])
     held, num_held = 1 if axes is None else num_ranks, len(routing.num_recv_tokens)
     if routing.world_size != num_ranks or num_held != held:

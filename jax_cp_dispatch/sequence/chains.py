@@ -140,15 +140,12 @@ class CutPieces:
     def _received(self, states: Any, maps: Any, apply: Callable[[Any, Any], Any]) -> Any:
         exchange, shape = self.exchange, self.pieces.chains
         plans, kind, last = _links(self)
-        parts = [
-            outgoing(exchange.op, name, arrays, plan, capacity=shape[0] * shape[1])._replace(
-                capacity_name="PlanConfig.max_linked_pieces"
-            )
-            for name, arrays, plan in zip(("states", "maps"), (states, maps), plans, strict=True)
-        ]
-        if self.pieces.fingerprint is not None:
-            parts[0] = parts[0]._replace(fingerprint=self.pieces.fingerprint)
-        received = move(exchange, parts)
+        limits: Any = {
+            "capacity": shape[0] * shape[1],
+            "capacity_name": "PlanConfig.max_linked_pieces",
+        }
+        sent = outgoing(states, plans[0], fingerprint=self.pieces.fingerprint, **limits)
+        received = move(exchange, [sent, outgoing(maps, plans[1], **limits)])
         by_step = lambda x: jnp.moveaxis(x.reshape(*shape, *x.shape[1:]), 1, 0)
         kind, first, others = jax.tree.map(by_step, (kind, *received))
 
