@@ -101,8 +101,8 @@ def local_rows(ranges: MaskRanges, rank: Any) -> MaskRanges:
 def _rows_of(rank: Any, by_rank: Any, arrays: Any) -> Any:
     """Returns the rows of one rank, of arrays of all ranks, or of its slice.
 
-    `by_rank`: one of the arrays, `[W, ...]`, or `[1, ...]` of a slice. Without an axis of ranks, the
-    arrays are those of the rank.
+    `by_rank`: one of the arrays, `[W, ...]`, or `[1, ...]` of a slice. Without an axis of ranks,
+    the arrays are those of the rank.
     """
     if jnp.ndim(by_rank) < 2:
         return arrays

@@ -22,10 +22,11 @@ from on_mesh import AXIS, mesh_of, on_ranks, permuted_mesh
 from jax_cp_dispatch import Metadata, combine, dispatch, experts, ragged_all_to_all
 from jax_cp_dispatch._dispatch import xla  # inner: a CPU program uses the operation
 from jax_cp_dispatch._dispatch.xla_transfers import XlaRanks  # inner: counts gathered bytes
-from jax_cp_dispatch.experts import exchange  # inner: stands for processes without shared memory
+from jax_cp_dispatch.experts import tokens  # inner: stands for processes without shared memory
 
 W, S, T, C = 8, 5, 24, 2
 CAPACITY = 100
+MAY_BE_RAGGED = xla.may_be_ragged  # which tests replace
 OPTIONS: Any = {"axis_name": AXIS, "implementation": "xla"}
 
 
@@ -133,7 +134,7 @@ def test_processes_without_shared_memory_sum_weighted_rows_with_the_same_bits(mo
 
     expected = run("in_process")
     monkeypatch.setattr(
-        exchange, "_where_it_runs", lambda options, by_choice, by_rank, *x, summed: by_choice(*x)
+        tokens, "_where_it_runs", lambda options, by_choice, by_rank, *x, summed: by_choice(*x)
     )
     np.testing.assert_array_equal(run("xla"), expected)
 
@@ -227,7 +228,7 @@ def tested(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     xla._passes.cache_clear()
     warn_again()
-    yield lambda: xla.may_be_ragged(["cuda"], None)
+    yield lambda: MAY_BE_RAGGED(["cuda"], None)
     xla._passes.cache_clear()
 
 
@@ -272,8 +273,8 @@ def test_all_processes_choose_alike(tested, monkeypatch, other, is_right):
     for name, value in {"client": service, "process_id": 0, "num_processes": 2}.items():
         monkeypatch.setattr(job, name, value)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(xla, "_is_equal", lambda: ran.append(1) or is_right)
     own = "" if is_right else "ragged_all_to_all failed its self-test"
+    monkeypatch.setattr(xla, "_failure", lambda: ran.append(1) or own)
     reason = "not all processes came within 60 s" if other is None else own or other
     if reason:
         with pytest.warns(UserWarning, match=f"by all-gather .*{reason}"):
