@@ -134,17 +134,18 @@ class PlannedMovement(Movement):
 
     def _outgoing(self, plan, name: str, arrays) -> Argument:
         metadata, capacity = getattr(plan, f"{name}_metadata"), getattr(plan, f"{name}_capacity")
-        op = self.options.op
-        argument = outgoing(op, name, arrays, metadata, capacity=capacity)
-        return argument._replace(capacity_name=self._capacity_name(name))
+        return outgoing(
+            arrays, metadata, capacity=capacity, capacity_name=f"PlanConfig.{name}_capacity"
+        )
 
     def _returning(self, plan, name: str, arrays, dtype=None) -> Argument:
-        metadata, sizes = getattr(plan, f"{name}_metadata"), {"num_tokens": plan.num_tokens}
-        argument = returning(self.options.op, name, arrays, metadata, **sizes, dtype=dtype)
-        return argument._replace(capacity_name=self._capacity_name(name))
-
-    def _capacity_name(self, name: str) -> str:
-        return f"PlanConfig.{name}_capacity"
+        return returning(
+            arrays,
+            getattr(plan, f"{name}_metadata"),
+            num_tokens=plan.num_tokens,
+            dtype=dtype,
+            capacity_name=f"PlanConfig.{name}_capacity",
+        )
 
 
 def _attended(rows: Any) -> Any:
