@@ -40,7 +40,6 @@ nanobind_add_module(_cuda STABLE_ABI NB_STATIC
   csrc/ffi/cuda/dispatch_call.cc
   csrc/ffi/cuda/gemm.cc
   csrc/ffi/cuda/gemm_call.cc
-  csrc/ffi/cuda/handlers.cc
   csrc/ffi/cuda/module.cc
   csrc/ffi/dispatch_call.cc
   csrc/ffi/gemm_call.cc)

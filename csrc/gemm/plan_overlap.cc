@@ -41,7 +41,9 @@ Status OverlapBuffers::Lease(const std::string& op, int64_t id, int64_t group, b
   std::vector<char*> memory;
   try {
     if (has_memory) {
-      OverlapBuffer::Group& of_group = buffer.groups[group];
+      auto& shared = buffer.groups[group];
+      if (shared == nullptr) shared = std::make_shared<OverlapBuffer::Group>();
+      OverlapBuffer::Group& of_group = *shared;
       while (of_group.memory.size() < static_cast<size_t>(spec.num_ranks)) {
         of_group.memory.emplace_back(new char[spec.rank_bytes]);  // touched when written
       }
@@ -52,7 +54,6 @@ Status OverlapBuffers::Lease(const std::string& op, int64_t id, int64_t group, b
     return Status::Internal(op, ": no memory for buffer ", id, ": ", spec.num_ranks, " ranks of ",
                             spec.rank_bytes, " bytes. Create it with a smaller buffer_shape.");
   }
-  buffer.num_groups = static_cast<int64_t>(buffer.groups.size());
   ++buffer.num_in_use;
   ++buffer.num_calls;
   return Status::Ok();
@@ -62,7 +63,7 @@ void OverlapBufferLease::Enter(std::function<void()> begin) {
   {
     OverlapBuffers& all = OverlapBuffers::Get();
     std::lock_guard<std::mutex> lock(all.mutex_);
-    OverlapBuffer::Group& group = all.buffers_.at(id_).groups.at(group_);
+    OverlapBuffer::Group& group = *all.buffers_.at(id_).groups.at(group_);
     entered_ = true;
     if (group.is_busy) {
       group.waiting.push_back(std::move(begin));
@@ -81,7 +82,7 @@ OverlapBufferLease::~OverlapBufferLease() {
     OverlapBuffer& buffer = all.buffers_.at(id_);
     --buffer.num_in_use;
     if (entered_) {
-      OverlapBuffer::Group& group = buffer.groups.at(group_);
+      OverlapBuffer::Group& group = *buffer.groups.at(group_);
       if (group.waiting.empty()) {
         group.is_busy = false;
       } else {
@@ -104,7 +105,7 @@ Status OverlapBuffers::NoSuchBuffer(const std::string& op, int64_t id) const {
 // ---- Turns the contributions to one overlapped GEMM, and its buffer, into a schedule that runs.
 
 Status ConfigureByBuffer(const std::string& op, int64_t id, OverlapProblem* problem) {
-  OverlapBufferEntry entry;
+  OverlapBuffer entry;
   Status status = OverlapBuffers::Get().Find(op, id, &entry);
   if (!status.ok()) return status;
   const OverlapBufferSpec& spec = entry.spec;

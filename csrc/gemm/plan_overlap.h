@@ -110,23 +110,20 @@ struct OverlapBufferSpec {
   std::string parameters;  // all of them, as text: equal texts share one buffer
 };
 
-struct OverlapBufferEntry : BufferUsage {
-  OverlapBufferSpec spec;
-  int64_t num_groups = 0;  // that have memory
-};
-
-struct OverlapBuffer : OverlapBufferEntry {
+struct OverlapBuffer : BufferUsage {
   struct Group {
     std::vector<std::unique_ptr<char[]>> memory;  // by rank
     bool is_busy = false;
     std::deque<std::function<void()>> waiting;  // calls that have met, in that order
   };
-  std::map<int64_t, Group> groups;
+
+  OverlapBufferSpec spec;
+  std::map<int64_t, std::shared_ptr<Group>> groups;  // that have memory
 };
 
 class OverlapBufferLease;
 
-class OverlapBuffers : public BufferRegistry<OverlapBufferEntry, OverlapBuffer> {
+class OverlapBuffers : public BufferRegistry<OverlapBuffer> {
  public:
   OverlapBuffers() : BufferRegistry(/*counts_ranks=*/false) {}
 

@@ -18,9 +18,9 @@ struct BufferUsage {
   int64_t num_calls = 0;    // so far
 };
 
-// `Entry` is a BufferUsage with the description of a buffer; `Buffer` is an Entry with the state
-// that only the registry sees. All functions are thread-safe. `op` begins every message.
-template <typename Entry, typename Buffer = Entry>
+// `Buffer` is a BufferUsage with the description of a buffer. All functions are thread-safe. `op`
+// begins every message.
+template <typename Buffer>
 class BufferRegistry {
  public:
   // Releases one reference. Refused for the last one while a call uses the buffer.
@@ -66,7 +66,7 @@ class BufferRegistry {
     return Status::Ok();
   }
 
-  Status Find(const std::string& op, int64_t id, Entry* entry) {
+  Status Find(const std::string& op, int64_t id, Buffer* entry) {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto found = buffers_.find(id);
     if (found == buffers_.end()) return NoSuchBuffer(op, id);
@@ -74,7 +74,7 @@ class BufferRegistry {
     return Status::Ok();
   }
 
-  std::vector<std::pair<int64_t, Entry>> List() {  // in the order of ids
+  std::vector<std::pair<int64_t, Buffer>> List() {  // in the order of ids
     std::lock_guard<std::mutex> lock(mutex_);
     return {buffers_.begin(), buffers_.end()};
   }

@@ -1,7 +1,6 @@
 // What an exchange waits for, and the words for it.
 #include "transport/meeting.h"
 
-#include <algorithm>
 #include <cstdlib>
 #include <fstream>
 #include <sstream>
@@ -70,30 +69,6 @@ void AddElsewhere(const Meeting& meeting, const Meetings& others, std::ostringst
 }
 
 }  // namespace
-
-bool Meeting::Waits() const {
-  return has_exchange &&
-         (phase == Phase::kMeeting || phase == Phase::kWaiting || phase == Phase::kEnding);
-}
-
-bool Meeting::All(bool Participant::* have) const {
-  return std::all_of(participants.begin(), participants.end(),
-                     [have](const auto& other) { return other.second.*have; });
-}
-
-bool Meeting::Misses(int process) const {
-  const Participant& its = participants.at(process);
-  switch (phase) {
-    case Phase::kMeeting:
-    case Phase::kStaging:  // the plan is not known yet
-      return !its.is_ready;
-    case Phase::kWaiting: return work.tasks_wait ? !its.is_over : !its.is_ready;
-    case Phase::kPulling: return work.tasks_wait && !its.is_over;
-    case Phase::kEnding: return !its.is_over;
-    case Phase::kOver: return false;
-  }
-  return false;
-}
 
 std::string ProcessName(int process, int64_t pid) {
   std::string name = "process " + std::to_string(process) + " (pid " + std::to_string(pid);

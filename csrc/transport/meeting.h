@@ -1,6 +1,7 @@
 // One exchange, as seen by one process: arrived ranks, progress, and the words for what is missing.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <functional>
@@ -65,11 +66,31 @@ struct Meeting {
   bool IsLocal() const { return participants.empty(); }
   // Whether local ranks wait for others, by the deadline. Without a local rank nothing waits here:
   // the processes that have one know more and will report.
-  bool Waits() const;
+  bool Waits() const {
+    return has_exchange &&
+           (phase == Phase::kMeeting || phase == Phase::kWaiting || phase == Phase::kEnding);
+  }
+
   // Whether all other processes have come so far.
-  bool All(bool Participant::* have) const;
+  bool All(bool Participant::* have) const {
+    return std::all_of(participants.begin(), participants.end(),
+                       [have](const auto& other) { return other.second.*have; });
+  }
+
   // Whether this process still needs something from `process`, which has ended.
-  bool Misses(int process) const;
+  bool Misses(int process) const {
+    const Participant& its = participants.at(process);
+    switch (phase) {
+      case Phase::kMeeting:
+      case Phase::kStaging:  // the plan is not known yet
+        return !its.is_ready;
+      case Phase::kWaiting: return work.tasks_wait ? !its.is_over : !its.is_ready;
+      case Phase::kPulling: return work.tasks_wait && !its.is_over;
+      case Phase::kEnding: return !its.is_over;
+      case Phase::kOver: return false;
+    }
+    return false;
+  }
 };
 
 using Meetings = std::vector<std::shared_ptr<Meeting>>;

@@ -40,7 +40,7 @@ void DestroyedAsOftenAsCreated() {
                  "create: id 1 already denotes (a), not (b)"));
   CHECK(Registry().List().size() == 1 && Registry().List()[0].second.num_created == 2);
   CHECK(Registry().Destroy("destroy", 1).ok());
-  OverlapBufferEntry entry;
+  OverlapBuffer entry;
   CHECK(Registry().Find("find", 1, &entry).ok() && entry.spec.parameters == "a");
   CHECK(Registry().Destroy("destroy", 1).ok());
   CHECK(Contains(Registry().Destroy("destroy", 1), "destroy: buffer 1 has been destroyed."));
@@ -68,9 +68,9 @@ void ABufferInUseStays() {
   CHECK(Contains(Registry().Destroy("destroy", 2), "buffer 2 is in use by 1 call in flight"));
   const auto entries = Registry().List();
   CHECK(entries.size() == 2 && entries[0].first == 2);
-  const OverlapBufferEntry& entry = entries[0].second;
+  const OverlapBuffer& entry = entries[0].second;
   CHECK(entry.num_created == 1 && entry.num_in_use == 1 && entry.num_calls == 2 &&
-        entry.num_groups == 2);
+        entry.groups.size() == 2);
   second.reset();
   CHECK(Registry().Destroy("destroy", 2).ok());
   CHECK(!Registry().DestroyAll("destroy").ok());

@@ -66,7 +66,7 @@ void OneBufferForCallsInAnyOrder() {
     CHECK(first.IsRight() && second.IsRight());
     CHECK(OverlapBuffers::Get().List()[0].second.num_in_use == 0);
   }
-  CHECK(OverlapBuffers::Get().List()[0].second.num_groups == 0);
+  CHECK(OverlapBuffers::Get().List()[0].second.groups.empty());
   CHECK(OverlapBuffers::Get().Destroy("destroy", 1).ok());
   const Call call(problem);
   const Exchange exchange =

@@ -131,7 +131,7 @@ nb::dict List() {
   nb::dict buffers;
   for (const auto& [id, entry] : OverlapBuffers::Get().List()) {
     buffers[nb::int_(id)] =
-        nb::make_tuple(entry.num_created, entry.num_in_use, entry.num_calls, entry.num_groups);
+        nb::make_tuple(entry.num_created, entry.num_in_use, entry.num_calls, entry.groups.size());
   }
   return buffers;
 }
@@ -164,7 +164,7 @@ void BindBuffers(nb::module_& m) {
   m.def(
       "find_overlap_buffer",
       [](const std::string& op, int64_t id) {
-        OverlapBufferEntry entry;
+        OverlapBuffer entry;
         Check(OverlapBuffers::Get().Find(op, id, &entry));
       },
       arg("op"), arg("id"));

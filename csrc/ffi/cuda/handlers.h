@@ -5,10 +5,13 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <cstdlib>
+#include <cstring>
 #include <string>
 #include <vector>
 
 #include "cuda/channels.h"
+#include "cuda/status.h"
 #include "ffi/common.h"
 #include "ffi/cuda/dispatch_call.h"
 #include "transport/transport.h"
@@ -46,16 +49,42 @@ struct StageOnDevice {
 };
 
 // Makes `device` current and finds it among `device_table`; see LocateRanks.
-Status FindRank(const std::string& op, int32_t device, int64_t num_ranks, Counts device_table,
-                RankLocation* location);
+inline Status FindRank(const std::string& op, int32_t device, int64_t num_ranks,
+                       Counts device_table, RankLocation* location) {
+  if (const cudaError_t error = cudaSetDevice(device); error != cudaSuccess) {
+    return Status::Internal(op, ": cannot use GPU ", device, ": ", cudaGetErrorString(error));
+  }
+  auto& registry = ChannelRegistry::Get();
+  Status status = LocateRanks(op, registry.NameOf(device), num_ranks, device_table, location);
+  for (int64_t& entry : location->devices) entry = registry.ToOrdinal(entry);
+  return status;
+}
 
-bool IsRecorded(cudaStream_t stream);
+inline bool IsRecorded(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  return cudaStreamIsCapturing(stream, &status) == cudaSuccess &&
+         status != cudaStreamCaptureStatusNone;
+}
 
 // Whether each call synchronizes and reports its own errors, instead of leaving them to a later
 // call.
-bool ChecksEachCall();
+inline bool ChecksEachCall() {
+  static const bool checks = [] {
+    const char* value = std::getenv("JAX_CP_DISPATCH_CHECK");
+    return value != nullptr && std::strcmp(value, "0") != 0 && *value != '\0';
+  }();
+  return checks;
+}
 
 // The status of a call that has been enqueued. `message` is an error of an earlier call, or empty.
-Status EndCall(const std::string& op, cudaStream_t stream, std::string message, Channel* channel);
+inline Status EndCall(const std::string& op, cudaStream_t stream, std::string message,
+                      Channel* channel) {
+  if (ChecksEachCall()) {
+    const Status status = CudaStatus(cudaStreamSynchronize(stream), op, ": the call");
+    if (!status.ok()) return status;
+    if (message.empty()) message = channel->TakeError(op);
+  }
+  return message.empty() ? Status::Ok() : Status::Invalid(message);
+}
 
 }  // namespace cpd
