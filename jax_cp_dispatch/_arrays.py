@@ -16,6 +16,16 @@ def only_where(mask: Bool[Array, "..."], x: Shaped[Array, "..."]) -> Shaped[Arra
     return chosen(mask, x, lax.full_like(x, 0))
 
 
+def only_if_right(is_right: Bool[Array, ""], outputs: Any) -> Any:
+    """Returns outputs, or NaN (zeros of integers): XLA's collectives raise no error."""
+
+    def one(x: Array) -> Array:
+        wrong = jnp.nan if jnp.issubdtype(x.dtype, jnp.inexact) else 0
+        return jnp.where(is_right, x, jnp.asarray(wrong, x.dtype))
+
+    return jax.tree.map(one, outputs)
+
+
 def chosen(
     mask: Bool[Array, "..."], x: Shaped[Array, "..."], other: Shaped[Array, "..."]
 ) -> Shaped[Array, "..."]:
@@ -237,6 +247,33 @@ def are_all(x: Bool[Array, "..."]) -> Bool[Array, ""]:
         return jnp.bool_(True)
     ((value, index),) = smallest(x.reshape(-1).astype(jnp.int32))
     return (value > 0) & (index >= 0)  # without the index, it would become that reduction
+
+
+def run_begins(x: Any, ascending: Any = None) -> Any:
+    """Returns where runs of equal values begin, booleans `[B, T]`; of NumPy arrays by NumPy.
+
+    A run also ends where `ascending` does not increase.
+    """
+    new = x[:, 1:] != x[:, :-1]
+    if ascending is not None:
+        new |= ascending[:, 1:] <= ascending[:, :-1]
+    if not isinstance(new, np.ndarray):
+        return jnp.pad(new, ((0, 0), (1, 0)), constant_values=True)
+    begins = np.ones(x.shape, bool)
+    begins[:, 1:] = new
+    return begins
+
+
+def run_ends(x: Any) -> Any:
+    """Returns one past the last column of the run of equal values at each column; as above."""
+    num_tokens = x.shape[1]
+    if isinstance(x, np.ndarray):
+        is_last = np.roll(run_begins(x), -1, axis=1)
+        last = np.where(is_last, np.arange(num_tokens, dtype=np.int32), num_tokens)
+        return np.minimum.accumulate(last[:, ::-1], axis=1)[:, ::-1] + np.int32(1)
+    is_last = jnp.pad(x[:, 1:] != x[:, :-1], ((0, 0), (0, 1)), constant_values=True)
+    last = jnp.where(is_last, jnp.arange(num_tokens, dtype=jnp.int32), num_tokens)
+    return 1 - jnp.flip(running_max(jnp.flip(-last, axis=1)), axis=1)
 
 
 def _in_windows(x: Shaped[Array, "*lead n"], *, fill: Any) -> Shaped[Array, "*lead m window"]:

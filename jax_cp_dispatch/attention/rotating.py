@@ -49,12 +49,11 @@ from jax_cp_dispatch.attention.operands import (
     rounded,
     softmax_gradients,
 )
+from jax_cp_dispatch.documents.documents import Documents, gathered_ranges
 from jax_cp_dispatch.documents.fingerprint import order_fingerprint
 from jax_cp_dispatch.documents.layouts import (
-    PackedMask,
     SequenceLayout,
     contiguous_layout,
-    gathered_ranges,
     halves_in_zigzag,
     zigzag_layout,
 )
@@ -80,7 +79,7 @@ class TokenRanges(NamedTuple):
         pad a block. Both in one array, because XLA for CPU compiles an operation on each.
       is_key: bool `[B, rows]`; whether any row may see this one; None: if it sees any itself.
       queries: the rows' own tokens, and the queries of every token of the sequence; None: all.
-      fault: `order_fault` of the tokens; None: known to be in the order of the layout.
+      fault: `order_error_code` of the tokens; None: known to be in the order of the layout.
     """
 
     bounds: Array
@@ -397,7 +396,7 @@ class ShardedSequence:
 def attend_sequence(
     sequence: ShardedSequence,
     operands: Operands,
-    packed: PackedMask,
+    packed: Documents,
 ) -> Outputs:
     """Computes attention of this rank's rows, for all schedules."""
     options, q = sequence.options, operands.q
@@ -434,7 +433,7 @@ def from_layout(sequence: ShardedSequence, arrays, num_tokens: int):
 
 
 def token_ranges(
-    sequence: ShardedSequence, rotation: Rotation, packed: PackedMask, shape
+    sequence: ShardedSequence, rotation: Rotation, packed: Documents, shape
 ) -> TokenRanges:
     """Returns the tokens that each of this rank's rows sees, in the rows of the rotation."""
     options = sequence.options

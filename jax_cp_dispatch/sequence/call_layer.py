@@ -9,11 +9,11 @@ from typing import Any, Required, TypedDict
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
 from jaxtyping import Integer
 
 from jax_cp_dispatch._arguments import HostOrDevice
+from jax_cp_dispatch._arrays import only_if_right
 from jax_cp_dispatch._ranks.communicator import AxisName
 from jax_cp_dispatch._ranks.options import (
     CollectiveOptions,
@@ -23,8 +23,14 @@ from jax_cp_dispatch._ranks.options import (
     varying_axes,
 )
 from jax_cp_dispatch.documents import Documents
-from jax_cp_dispatch.documents.documents import GivenDocuments, read_given_tokens, read_sequences
-from jax_cp_dispatch.documents.layouts import PackedMask
+from jax_cp_dispatch.documents.documents import (
+    check_call_ranks,
+    read_given_tokens,
+    read_whole,
+    replaced,
+    trusted,
+    with_segment_ids,
+)
 from jax_cp_dispatch.documents.segment_ids import check_documents, is_on_host
 from jax_cp_dispatch.global_call import (
     GivenAxes,
@@ -36,9 +42,9 @@ from jax_cp_dispatch.global_call import (
     pad_tokens,
     refuse_explicit_axes,
 )
-from jax_cp_dispatch.masks.mask import PACKED, Order
+from jax_cp_dispatch.masks.mask import PACKED
 from jax_cp_dispatch.planning.plan import check_groups, is_of_all, is_stack
-from jax_cp_dispatch.sequence.pieces import Pieces, confirmed, find_pieces, only_if_right
+from jax_cp_dispatch.sequence.pieces import Pieces, confirmed, find_pieces
 
 
 class LayerOptions(TypedDict, total=False):
@@ -165,7 +171,7 @@ def call_layer(
         return _on_rank(layer, tokens, weights, carried, documents)
     given = read_given_tokens(op, documents, call.get("segment_ids"), call.get("positions"))
     shape = jax.tree.leaves(tokens)[0].shape[:2]
-    check_documents(op, *given.packed[1:], shape, "the tokens have B, T =")
+    check_documents(op, given.segment_ids, given.positions, shape, "the tokens have B, T =")
     if carried.is_used and given.order != PACKED:
         raise ValueError(
             f"{op}: the documents are in {given.order}; initial_state and return_state need packed "
@@ -176,19 +182,19 @@ def call_layer(
     if on_rank:
         num_ranks = jax.lax.axis_size(exchange.axis_name)
         ranks = f"axis {exchange.axis_name!r} has {num_ranks} ranks"
-        given.check_ranks(op, shape[1] * num_ranks, num_ranks, ranks)
-        others = weights, carried, given.packed, given.plan
+        check_call_ranks(op, given, shape[1] * num_ranks, num_ranks, ranks)
+        others = weights, carried, given
         axes = explicit_axes(op, *leaves, others=others, covers_batch=covers_batch)
         if axes is None:
             return _on_rank(layer, tokens, weights, carried, given)
-        return _program(layer, tokens, weights, carried, given, axes)
+        return _program(layer, axes, tokens, weights, carried, given)
     named = call.get("mesh"), call["axis_name"], call.get("batch_axis"), call.get("head_axis")
     axes = find_axes(op, *leaves, given=GivenAxes(*named), covers_batch=covers_batch)
     return _on_global_arrays(layer, tokens, weights, carried, given, axes)
 
 
 def _on_rank(
-    layer: Layer, tokens: Any, weights: Any, carried: Carried, given: GivenDocuments | Pieces
+    layer: Layer, tokens: Any, weights: Any, carried: Carried, given: Documents | Pieces
 ) -> Any:
     """Computes this rank's part."""
     exchange, leaves = layer.exchange, jax.tree.leaves(tokens)
@@ -241,19 +247,19 @@ def _of_no_tokens(layer: Layer, tokens: Any, weights: Any, carried: Carried) -> 
     initial = jax.tree.map(lambda x: pad(x, 1), carried.initial)
     padding = jnp.zeros(jax.tree.leaves(rows)[0].shape[:2], jnp.int32)
     carried = dataclasses.replace(carried, initial=initial)
-    out = _on_rank(layer, rows, weights, carried, GivenDocuments(PackedMask(None, padding)))
+    out = _on_rank(layer, rows, weights, carried, trusted(padding))
     out, *states = out if carried.is_returned else (out,)
     out = jax.tree.map(lambda x: x[:batch, :num_tokens], out)
     return (out, *jax.tree.map(lambda x: x[:batch], states)) if states else out
 
 
 def _on_global_arrays(
-    layer: Layer, tokens: Any, weights: Any, carried: Carried, given: GivenDocuments, axes: MeshAxes
+    layer: Layer, tokens: Any, weights: Any, carried: Carried, given: Documents, axes: MeshAxes
 ) -> Any:
     """Pads the tokens, and runs one program on all ranks."""
-    op, (_, segment_ids, positions), plan = layer.exchange.op, given.packed, given.plan
+    op, plan = layer.exchange.op, given.plan
     batch, num_tokens = jax.tree.leaves(tokens)[0].shape[:2]
-    given.check_ranks(op, num_tokens, axes.num_ranks, axes.described)
+    check_call_ranks(op, given, num_tokens, axes.num_ranks, axes.described)
     missing = -num_tokens % axes.num_ranks
     if plan is not None:
         if plan.world_size != axes.num_ranks:
@@ -268,19 +274,16 @@ def _on_global_arrays(
             )
         check_groups(op, plan, num_groups=axes.num_groups, batch=axes.batch)
     else:
-        layout = given.order.layout
-        segment_ids, positions = read_sequences(
-            op, segment_ids, positions, layout=layout, num_ranks=axes.num_ranks
-        )
-        if all(x is None or is_on_host(x) for x in (segment_ids, positions)):  # checked above
+        given = read_whole(op, given, axes.num_ranks)
+        if all(map(is_on_host, jax.tree.leaves(given))):  # checked above
             layer = dataclasses.replace(layer, checks_order=False)
-        if missing and segment_ids is None:
-            segment_ids = np.ones((batch, num_tokens), np.int32)
-    tokens, documents = pad_tokens((tokens, (segment_ids, positions)), missing)
+        if missing:
+            given = with_segment_ids(given, (batch, num_tokens))
+        given = pad_tokens(given, missing)
+    tokens = pad_tokens(tokens, missing)
     if all(x.ndim < 3 for x in jax.tree.leaves(tokens)):
         axes = dataclasses.replace(axes, heads=())  # of one device: no array has such an axis
-    given = given._replace(packed=PackedMask(None, *documents))
-    out = _program(layer, tokens, weights, carried, given, axes)
+    out = _program(layer, axes, tokens, weights, carried, given)
     if not missing:
         return out
     out, *states = out if carried.is_returned else (out,)
@@ -294,9 +297,8 @@ def _by_heads(layer: Layer, tokens: Any) -> list[Any]:
     return sorted(jax.tree.leaves(tokens), key=lambda x: not has_all(x))
 
 
-def _program(
-    layer: Layer, tokens: Any, weights: Any, carried: Carried, given: GivenDocuments, axes: MeshAxes
-) -> Any:
+@partial(jax.jit, static_argnums=(0, 1))
+def _program(layer: Layer, axes: MeshAxes, tokens, weights, carried, given):
     """Computes the part of every rank, where `axes` are made manual."""
     op, num_devices = layer.exchange.op, axes.num_devices(axes.heads)
     if layer.num_heads is not None:  # those that the devices of the heads divide
@@ -309,17 +311,11 @@ def _program(
                 f"{num_devices} devices, which must divide its axis 2. Pass head_axis=(), and each "
                 "of them computes all of it; or name an axis of fewer devices."
             )
-    operands = tokens, weights, carried, given.plan, given.packed[1:]
-    return _on_ranks(layer, axes, given.order, *operands)
-
-
-@partial(jax.jit, static_argnums=(0, 1, 2))
-def _on_ranks(layer: Layer, axes: MeshAxes, order: Order, *operands):
-    tokens, weights, carried, plan, _ = operands
     sequence = axes.rows
     rows = jax.tree.map(lambda x: P(*sequence, axes.heads) if x.ndim > 2 else sequence, tokens)
     shared = jax.tree.map(lambda x: P(*[None] * (x.ndim - 1), axes.heads), weights)
-    of_plan = sequence if is_stack(plan) else P(axes.sequence)
+    of_plans = tuple(sequence if is_stack(x) else P(axes.sequence) for x in given.plans)
+    documents = replaced(given, segment_ids=sequence, positions=sequence, plans=of_plans)
     of_heads = P(*sequence, axes.heads) if axes.heads else sequence
     before_heads = [axes.batch] + [None] * (carried.head_axis - 1)
     state = lambda ndim: P(*before_heads, axes.heads) if ndim > len(before_heads) else P(axes.batch)
@@ -329,11 +325,10 @@ def _on_ranks(layer: Layer, axes: MeshAxes, order: Order, *operands):
         states = jax.tree.map(lambda x: state(x.ndim), tokens)
         out_specs = out_specs, states if layer.like_tokens else state(3 if axes.heads else 1)
 
-    def of_rank(tokens, weights, carried, plan, documents):
-        given = GivenDocuments(PackedMask(None, *documents), order, plan)
+    def of_rank(tokens, weights, carried, given):
         out = _on_rank(layer, tokens, weights, carried, given)
         first, *states = out if carried.is_returned else (out,)
-        op, heads = layer.exchange.op, axes.heads
+        heads = axes.heads
         if heads and not layer.like_tokens and any(x.ndim < 3 for x in jax.tree.leaves(first)):
             raise ValueError(
                 f"{op}: an output is [B, T] but head_axis {heads!r} shards axis 2 of the inputs, "
@@ -349,9 +344,9 @@ def _on_ranks(layer: Layer, axes: MeshAxes, order: Order, *operands):
 
     return on_all_ranks(
         of_rank,
-        operands,
+        (tokens, weights, carried, given),
         axes=axes,
-        in_specs=(rows, shared, dataclasses.replace(carried, initial=initial), of_plan, sequence),
+        in_specs=(rows, shared, dataclasses.replace(carried, initial=initial), documents),
         out_specs=out_specs,
         num_differentiable=3,
     )

@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Sequence as Names
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from jax_cp_dispatch._door import door
 from jax_cp_dispatch._ranks.communicator import AxisName
 from jax_cp_dispatch._ranks.options import CollectiveOptions, is_on_rank, read_options, vary_alike
 from jax_cp_dispatch.documents import Documents
-from jax_cp_dispatch.documents.documents import read_given_tokens
+from jax_cp_dispatch.documents.documents import check_call_ranks, read_given_tokens
 from jax_cp_dispatch.documents.fingerprint import WRONG_TOKENS, mix, order_fingerprint
 from jax_cp_dispatch.documents.segment_ids import gather_sequence
 from jax_cp_dispatch.global_call import GivenAxes, find_axes, on_all_ranks, pad_tokens
@@ -51,7 +51,7 @@ def token_checksums(
       TypeError, ValueError: an argument is invalid.
     """
     leaves = _read(_OF_LOADER, arrays, documents)
-    return _sums(_Tokens(leaves, documents.segment_ids, documents.positions))
+    return _sums((leaves, documents.segment_ids, documents.positions))
 
 
 @door(_OP, checksums="Pass token_checksums of the same rows and arrays.")
@@ -96,16 +96,16 @@ def check_tokens(
             "token_checksums of the same arrays."
         )
     given = read_given_tokens(_OP, documents, None, None)
-    tokens = _Tokens(leaves, documents.segment_ids, documents.positions)
+    tokens = leaves, documents.segment_ids, documents.positions
     num_tokens = leaves[0].shape[1]
     if is_on_rank(_OP, options.axis_names):
         num_ranks = jax.lax.axis_size(axis_name)
         ranks = f"axis {axis_name!r} has {num_ranks} ranks"
-        given.check_ranks(_OP, num_tokens * num_ranks, num_ranks, ranks)
+        check_call_ranks(_OP, given, num_tokens * num_ranks, num_ranks, ranks)
         return _on_rank(options, options.axis_names, tokens, checksums)
     given_axes = GivenAxes(mesh, axis_name, batch_axis, ())
     axes = find_axes(_OP, *leaves, given=given_axes, covers_batch=False)
-    given.check_ranks(_OP, num_tokens, axes.num_ranks, axes.described)
+    check_call_ranks(_OP, given, num_tokens, axes.num_ranks, axes.described)
     # All groups fail together: else some would wait for others, in sums of gradients.
     options = dataclasses.replace(options, axis_names=(*axes.batch, *axes.sequence))
     return on_all_ranks(
@@ -118,19 +118,11 @@ def check_tokens(
     )
 
 
-class _Tokens(NamedTuple):
-    """Arrays `[B, T, ...]`, and the documents of their tokens, `[B, T]`."""
-
-    leaves: list[Any]
-    segment_ids: Any
-    positions: Any
-
-
 @jax.named_scope("cpd.check_tokens")
 def _on_rank(
     options: CollectiveOptions,
     sequence: tuple[str, ...],
-    tokens: _Tokens,
+    tokens: tuple[list[Any], Any, Any],
     checksums: UInt32[HostOrDevice, "B arrays 2"],
 ) -> Bool[Array, ""]:
     """Compares the sums of all ranks of `options`; those of `sequence` share batch rows."""
@@ -150,9 +142,10 @@ def _on_rank(
     return jax.lax.pmin(is_right.astype(jnp.int32), names) == 1
 
 
-def _sums(tokens: _Tokens) -> UInt32[HostOrDevice, "B arrays 2"]:
+def _sums(tokens: tuple[list[Any], Any, Any]) -> UInt32[HostOrDevice, "B arrays 2"]:
     """Returns the sums of each batch row: with ids and positions, and of the values alone.
 
+    `tokens`: arrays `[B, T, ...]`, and the segment ids and positions of their tokens, `[B, T]`.
     Each array's first sum is of its values and those of all arrays before, token by token.
     """
     xp: Any = np if all(isinstance(x, np.ndarray) for x in jax.tree.leaves(tokens)) else jnp

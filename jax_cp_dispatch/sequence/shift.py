@@ -10,14 +10,14 @@ import numpy as np
 from jaxtyping import Array, Float, Integer, PyTree, Shaped
 
 from jax_cp_dispatch._arguments import HostOrDevice, check_integer, check_value_of
-from jax_cp_dispatch._arrays import chosen, only_where, sum_dtype
+from jax_cp_dispatch._arrays import chosen, only_where, run_ends, sum_dtype
 from jax_cp_dispatch._dispatch.arguments import outgoing
 from jax_cp_dispatch._dispatch.movement import move
 from jax_cp_dispatch._door import door
 from jax_cp_dispatch._ranks.options import CollectiveOptions, varying_axes
 from jax_cp_dispatch.documents import Documents
 from jax_cp_dispatch.documents.documents import read_given_tokens
-from jax_cp_dispatch.documents.segment_ids import STEPS_OF_DOCUMENTS, document_ends
+from jax_cp_dispatch.documents.segment_ids import STEPS_OF_DOCUMENTS
 from jax_cp_dispatch.documents.table import from_segment_ids
 from jax_cp_dispatch.masks.mask import PACKED
 from jax_cp_dispatch.metadata import Metadata
@@ -297,7 +297,7 @@ def _sources(pieces: Pieces, offset: int) -> Array:
     size, width = pieces.begin.size, abs(offset)
     row = jnp.arange(size, dtype=jnp.int32)
     first_row = jnp.arange(0, size, pieces.begin.shape[1], dtype=jnp.int32)[:, None]
-    end = only_where(pieces.is_token, document_ends(pieces.begin) + first_row).reshape(-1)
+    end = only_where(pieces.is_token, run_ends(pieces.begin) + first_row).reshape(-1)
     begin = pieces.begin.reshape(-1)
     source = row - offset
     inside = (begin >= 0) & (source >= begin) & (source < end)
@@ -357,7 +357,7 @@ def shift_documents(
             f"{_OF_DOCUMENTS}: the documents are in {given.order}, in which neighbours need not be "
             "neighbours in a document. Shift in packed order, then apply the other order."
         )
-    document = from_segment_ids(_OF_DOCUMENTS, *given.packed[1:]).numbers()
+    document = from_segment_ids(_OF_DOCUMENTS, given.segment_ids, given.positions).numbers()
     num_tokens = document.shape[1]
     source = np.arange(num_tokens) - offset
     inside = (source >= 0) & (source < num_tokens)

@@ -27,8 +27,8 @@ from jax_cp_dispatch.attention.local.blockwise import SoftmaxGradients
 from jax_cp_dispatch.attention.local.options import check_heads
 from jax_cp_dispatch.attention.operands import AttentionOptions, Operands, Outputs
 from jax_cp_dispatch.cost import Hardware, Moves, Workload, rows_by_link
+from jax_cp_dispatch.documents.documents import Documents
 from jax_cp_dispatch.documents.fingerprint import rank_fingerprint
-from jax_cp_dispatch.documents.layouts import PackedMask
 from jax_cp_dispatch.masks import MaskRanges
 from jax_cp_dispatch.planning import Plan
 from jax_cp_dispatch.planning.plan import plan_of_group
@@ -42,7 +42,7 @@ def attend_by_plan(
     options: AttentionOptions,
     operands: Operands,
     plan: Plan,
-    packed: PackedMask,
+    packed: Documents,
 ) -> Outputs:
     """Computes this rank's part of attention by a plan.
 
@@ -55,11 +55,11 @@ def attend_by_plan(
 
 @partial(jax.jit, static_argnums=0)  # equal calls of a program are traced and lowered once
 def _attend(
-    movement: PlannedMovement, operands: Operands, plan: Plan, packed: PackedMask
+    movement: PlannedMovement, operands: Operands, plan: Plan, packed: Documents
 ) -> Outputs:
     """Attends the concatenated rows of all batch rows."""
     exchange = movement.options.exchange
-    mask, segment_ids, positions = packed
+    mask, segment_ids, positions = packed.mask, packed.segment_ids, packed.positions
     rank = jax.lax.axis_index(exchange.axis_name)
     arrays = plan, rank_fingerprint(plan.fingerprint, rank, segment_ids, positions, mask)
     q, k, v, *others = operands.varying(exchange)
@@ -168,7 +168,7 @@ def _output_and_lse(home):
     return out, jnp.where(lse == 0, -jnp.inf, lse)
 
 
-def check_plan_rows(op: str, operands: Operands, plan: Plan, packed: PackedMask) -> None:
+def check_plan_rows(op: str, operands: Operands, plan: Plan, packed: Documents) -> None:
     """Requires that a rank's rows match its plan."""
     q = operands.q
     is_placed = plan.is_placed
@@ -231,7 +231,7 @@ class Batch(NamedTuple):
     """
 
     num_ranks: int
-    packed: PackedMask
+    packed: Documents
     qkv: list[Shape]
     plan: Any = None
 

@@ -36,12 +36,16 @@ from jax_cp_dispatch.cost.pairs import (
     pairs_between_ranks,
     planned_steps,
 )
+from jax_cp_dispatch.documents.documents import (
+    Documents,
+    gathered_ranges,
+    trusted,
+    with_segment_ids,
+)
 from jax_cp_dispatch.documents.fingerprint import order_fingerprint
 from jax_cp_dispatch.documents.layouts import (
-    PackedMask,
     SequenceLayout,
     contiguous_layout,
-    gathered_ranges,
     zigzag_layout,
 )
 from jax_cp_dispatch.documents.segment_ids import gather_sequence
@@ -49,6 +53,7 @@ from jax_cp_dispatch.masks import Mask, StaticMask
 from jax_cp_dispatch.metadata import Metadata
 from jax_cp_dispatch.planning import Placement, Plan, PlanConfig, place_tokens, plan_attention
 from jax_cp_dispatch.planning.inside_jit import rank_plan
+from jax_cp_dispatch.planning.on_host import plan_read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,23 +93,22 @@ class Balanced(Algorithm):
             )
         return super().why_not(call)
 
-    def plan_before(self, packed: PackedMask, num_ranks: int) -> Plan:
-        mask, *documents = packed
-        return plan_attention(*documents, world_size=num_ranks, mask=mask, config=self.config)
+    def plan_before(self, packed: Documents, num_ranks: int) -> Plan:
+        return plan_read(packed, num_ranks, self.config)
 
     def attend(
-        self, options: AttentionOptions, operands: Operands, packed: PackedMask, plan: Any
+        self, options: AttentionOptions, operands: Operands, packed: Documents, plan: Any
     ) -> Outputs:
         if plan is None:
             plan = named_context(self._plan_inside(options, operands, packed))
-            packed = PackedMask(plan.mask)  # nothing to compare
+            packed = trusted(mask=plan.mask)  # nothing to compare
         return attend_by_plan(options, operands, plan, packed)
 
     def _plan_inside(
-        self, options: AttentionOptions, operands: Operands, packed: PackedMask
+        self, options: AttentionOptions, operands: Operands, packed: Documents
     ) -> Plan:
         """Makes the same plan on every rank, from the documents of all."""
-        packed = jax.tree.map(jnp.asarray, packed.with_segment_ids(operands.q.shape[:2]))
+        packed = jax.tree.map(jnp.asarray, with_segment_ids(packed, operands.q.shape[:2]))
         axis_name = options.exchange.axis_name
         num_ranks, rank = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
         packed = gather_sequence(options.exchange, packed, num_ranks)
@@ -174,7 +178,7 @@ class Placed(Algorithm):
         )
 
     def attend(
-        self, options: AttentionOptions, operands: Operands, packed: PackedMask, plan: Any
+        self, options: AttentionOptions, operands: Operands, packed: Documents, plan: Any
     ) -> Outputs:
         return attend_by_plan(options, operands, plan, packed)
 
@@ -183,9 +187,8 @@ class Placed(Algorithm):
     ) -> RankProgram:
         plan = batch.plan
         if plan is None:
-            mask, segment_ids, _ = batch.packed
-            sizes = {"world_size": batch.num_ranks, "mask": mask}
-            plan = place_tokens(segment_ids=segment_ids, **sizes).plan
+            ids, mask = batch.packed.segment_ids, batch.packed.mask
+            plan = place_tokens(segment_ids=ids, world_size=batch.num_ranks, mask=mask).plan
         return planned_program(options, plan, batch.qkv, backward=backward)
 
     @classmethod
@@ -257,7 +260,7 @@ class Halo(Algorithm):
         return reason
 
     def attend(
-        self, options: AttentionOptions, operands: Operands, packed: PackedMask, plan: Any
+        self, options: AttentionOptions, operands: Operands, packed: Documents, plan: Any
     ) -> Outputs:
         num_ranks, num_tokens = lax.axis_size(options.exchange.axis_name), operands.q.shape[1]
         layout = _layout(options.order.layout, num_ranks, num_tokens)
@@ -448,7 +451,7 @@ class KeysAround:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))  # equal calls are traced and lowered once
 def _attend(
-    options: AttentionOptions, held: HeldRows, operands: Operands, packed: PackedMask
+    options: AttentionOptions, held: HeldRows, operands: Operands, packed: Documents
 ) -> Outputs:
     """Attends the concatenated rows of all batch rows."""
     exchange, (B, T) = options.exchange, operands.q.shape[:2]

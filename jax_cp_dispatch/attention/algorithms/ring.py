@@ -36,7 +36,7 @@ from jax_cp_dispatch.cycles import (
     integer_rows,
     two_level_cycles,
 )
-from jax_cp_dispatch.documents.layouts import PackedMask, attended_tokens
+from jax_cp_dispatch.documents.documents import Documents, attended_tokens
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.pairs import pairs_per_query
 
@@ -68,7 +68,7 @@ class RingFamily(Algorithm):
         return ShardedSequence(options, schedule, self.computes_in_zigzag(mask))
 
     def attend(
-        self, options: AttentionOptions, operands: Operands, packed: PackedMask, plan: Any
+        self, options: AttentionOptions, operands: Operands, packed: Documents, plan: Any
     ) -> Outputs:
         num_ranks = jax.lax.axis_size(options.exchange.axis_name)
         sequence = self.sequence(options, packed.mask, num_ranks)

@@ -26,8 +26,9 @@ from jax_cp_dispatch.attention.operands import AttentionOptions, Operands, Outpu
 from jax_cp_dispatch.cost import Hardware, Moves, StepCost, Workload
 from jax_cp_dispatch.cost.attention import all_others, attention_seconds, spread, step_cost
 from jax_cp_dispatch.cost.pairs import equal_pairs
+from jax_cp_dispatch.documents.documents import Documents, gathered_ranges
 from jax_cp_dispatch.documents.fingerprint import order_fingerprint
-from jax_cp_dispatch.documents.layouts import PackedMask, gathered_ranges, zigzag_permutation
+from jax_cp_dispatch.documents.layouts import zigzag_permutation
 from jax_cp_dispatch.documents.segment_ids import gather_sequence, plan_to_all
 from jax_cp_dispatch.global_call import kv_copies
 from jax_cp_dispatch.masks import MaskRanges
@@ -267,7 +268,7 @@ class TwoLevels(NamedTuple):
 
 
 @partial(jax.jit, static_argnums=0)  # equal calls of a program are traced and lowered once
-def attend_two_levels(levels: TwoLevels, operands: Operands, packed: PackedMask) -> Outputs:
+def attend_two_levels(levels: TwoLevels, operands: Operands, packed: Documents) -> Outputs:
     """Computes attention of this rank's rows; the arguments are checked."""
     options, T = levels.options, operands.q.shape[1]
     exchange, inner = options.exchange, levels.inner_options
@@ -300,7 +301,7 @@ def attend_two_levels(levels: TwoLevels, operands: Operands, packed: PackedMask)
     return Outputs(out, lses[0][..., 0] if lses else None, largest)
 
 
-def _gathered(levels: TwoLevels, packed: PackedMask, num_inner: int) -> PackedMask:
+def _gathered(levels: TwoLevels, packed: Documents, num_inner: int) -> Documents:
     """Returns the columns of all ranks that share the heads, in the order of their blocks."""
     leaves, tree = jax.tree.flatten(jax.tree.map(jnp.asarray, packed))
     if num_inner == 1 or not leaves:
@@ -418,7 +419,7 @@ class Ulysses(Algorithm):
         return names if self.outer is None else names[-1:]
 
     def attend(
-        self, options: AttentionOptions, operands: Operands, packed: PackedMask, plan: Any
+        self, options: AttentionOptions, operands: Operands, packed: Documents, plan: Any
     ) -> Outputs:
         names, num_heads = self.head_axes(options.exchange.axis_names), operands.q.shape[2]
         if options.expansion is not None:
@@ -511,7 +512,7 @@ def _can_share_heads(workload: Workload) -> bool:
 
 
 @partial(jax.jit, static_argnums=0)  # equal calls of a program are traced and lowered once
-def _attend(movement: ShareOfHeads, operands: Operands, packed: PackedMask) -> Outputs:
+def _attend(movement: ShareOfHeads, operands: Operands, packed: Documents) -> Outputs:
     """Computes attention of this rank's rows; the arguments are checked."""
     options, shape = movement.options, operands.q.shape[:2]
     operands = operands.varying(options.exchange)
@@ -524,7 +525,7 @@ def _attend(movement: ShareOfHeads, operands: Operands, packed: PackedMask) -> O
 
 @dataclasses.dataclass(frozen=True)
 class ShareOfHeads(Movement):
-    """All tokens of a share of the heads come; `arrays` are what tokens see, and `order_fault`.
+    """All tokens of a share of the heads come; `arrays`: what tokens see, and their order.
 
     Attributes:
       options: of the call.
