@@ -16,6 +16,16 @@ def only_where(mask: Bool[Array, "..."], x: Shaped[Array, "..."]) -> Shaped[Arra
     return chosen(mask, x, lax.full_like(x, 0))
 
 
+def only_if_right(is_right: Bool[Array, ""], outputs: Any) -> Any:
+    """Returns outputs, or NaN (zeros of integers): XLA's collectives raise no error."""
+
+    def one(x: Array) -> Array:
+        wrong = jnp.nan if jnp.issubdtype(x.dtype, jnp.inexact) else 0
+        return jnp.where(is_right, x, jnp.asarray(wrong, x.dtype))
+
+    return jax.tree.map(one, outputs)
+
+
 def chosen(
     mask: Bool[Array, "..."], x: Shaped[Array, "..."], other: Shaped[Array, "..."]
 ) -> Shaped[Array, "..."]:

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Inexact, Int32, PyTree, Shaped
 
 from jax_cp_dispatch._arguments import HostOrDevice, check_type
-from jax_cp_dispatch._arrays import sum_dtype
+from jax_cp_dispatch._arrays import only_if_right, sum_dtype
 from jax_cp_dispatch._dispatch import Argument, move, name_of_transpose, outgoing, returning
 from jax_cp_dispatch._dispatch.arguments import check_movable, rows_per_rank
 from jax_cp_dispatch._door import door
@@ -380,13 +380,7 @@ def _return_sums(options: CollectiveOptions, routing: Routing, sums: list[Array]
     num_rows = len(collected.choice)
     part = returning(sums, routing.by_rank, num_tokens=num_rows)
     rows = _move(options, routing, [part], "experts by rank")[0]
-    return [_only_if_valid(weighted_sum(x, None, collected), routing) for x in rows]
-
-
-def _only_if_valid(rows: Array, routing: Routing) -> Array:
-    """XLA's collectives raise no error: NaN, and zeros of integers."""
-    wrong = jnp.nan if jnp.issubdtype(rows.dtype, jnp.inexact) else 0
-    return jnp.where(routing.is_valid[0], rows, jnp.asarray(wrong, rows.dtype))
+    return only_if_right(routing.is_valid[0], [weighted_sum(x, None, collected) for x in rows])
 
 
 def _collected(routing: Routing) -> Places:
@@ -427,7 +421,7 @@ def _to_rows(options, mode, routing, arrays, with_places=False):
 
     def by_rank(leaves):
         received, places = _send_tokens(options, routing, leaves)
-        rows = [_only_if_valid(take(x, places.token), routing) for x in received]
+        rows = only_if_right(routing.is_valid[0], [take(x, places.token) for x in received])
         return rows, places if with_places else None
 
     summed = arrays if with_places else ()

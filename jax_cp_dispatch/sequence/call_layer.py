@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
 from jaxtyping import Integer
 
 from jax_cp_dispatch._arguments import HostOrDevice
+from jax_cp_dispatch._arrays import only_if_right
 from jax_cp_dispatch._ranks.communicator import AxisName
 from jax_cp_dispatch._ranks.options import (
     CollectiveOptions,
@@ -21,8 +22,8 @@ from jax_cp_dispatch._ranks.options import (
     vary_alike,
     varying_axes,
 )
+from jax_cp_dispatch.documents import Documents
 from jax_cp_dispatch.documents.documents import (
-    Documents,
     check_call_ranks,
     read_given_tokens,
     read_whole,
@@ -41,9 +42,9 @@ from jax_cp_dispatch.global_call import (
     pad_tokens,
     refuse_explicit_axes,
 )
-from jax_cp_dispatch.masks.mask import PACKED, Order
+from jax_cp_dispatch.masks.mask import PACKED
 from jax_cp_dispatch.planning.plan import check_groups, is_of_all, is_stack
-from jax_cp_dispatch.sequence.pieces import Pieces, confirmed, find_pieces, only_if_right
+from jax_cp_dispatch.sequence.pieces import Pieces, confirmed, find_pieces
 
 
 class LayerOptions(TypedDict, total=False):
@@ -186,7 +187,7 @@ def call_layer(
         axes = explicit_axes(op, *leaves, others=others, covers_batch=covers_batch)
         if axes is None:
             return _on_rank(layer, tokens, weights, carried, given)
-        return _program(layer, tokens, weights, carried, given, axes)
+        return _program(layer, axes, tokens, weights, carried, given)
     named = call.get("mesh"), call["axis_name"], call.get("batch_axis"), call.get("head_axis")
     axes = find_axes(op, *leaves, given=GivenAxes(*named), covers_batch=covers_batch)
     return _on_global_arrays(layer, tokens, weights, carried, given, axes)
@@ -278,12 +279,11 @@ def _on_global_arrays(
             layer = dataclasses.replace(layer, checks_order=False)
         if missing:
             given = with_segment_ids(given, (batch, num_tokens))
-    of_tokens = given.segment_ids, given.positions
-    tokens, (segment_ids, positions) = pad_tokens((tokens, of_tokens), missing)
+        given = pad_tokens(given, missing)
+    tokens = pad_tokens(tokens, missing)
     if all(x.ndim < 3 for x in jax.tree.leaves(tokens)):
         axes = dataclasses.replace(axes, heads=())  # of one device: no array has such an axis
-    given = replaced(given, segment_ids=segment_ids, positions=positions)
-    out = _program(layer, tokens, weights, carried, given, axes)
+    out = _program(layer, axes, tokens, weights, carried, given)
     if not missing:
         return out
     out, *states = out if carried.is_returned else (out,)
@@ -297,9 +297,8 @@ def _by_heads(layer: Layer, tokens: Any) -> list[Any]:
     return sorted(jax.tree.leaves(tokens), key=lambda x: not has_all(x))
 
 
-def _program(
-    layer: Layer, tokens: Any, weights: Any, carried: Carried, given: Documents, axes: MeshAxes
-) -> Any:
+@partial(jax.jit, static_argnums=(0, 1))
+def _program(layer: Layer, axes: MeshAxes, tokens, weights, carried, given):
     """Computes the part of every rank, where `axes` are made manual."""
     op, num_devices = layer.exchange.op, axes.num_devices(axes.heads)
     if layer.num_heads is not None:  # those that the devices of the heads divide
@@ -312,17 +311,11 @@ def _program(
                 f"{num_devices} devices, which must divide its axis 2. Pass head_axis=(), and each "
                 "of them computes all of it; or name an axis of fewer devices."
             )
-    documents = given.segment_ids, given.positions
-    return _on_ranks(layer, axes, given.order, tokens, weights, carried, given.plan, documents)
-
-
-@partial(jax.jit, static_argnums=(0, 1, 2))
-def _on_ranks(layer: Layer, axes: MeshAxes, order: Order, *operands):
-    tokens, weights, carried, plan, _ = operands
     sequence = axes.rows
     rows = jax.tree.map(lambda x: P(*sequence, axes.heads) if x.ndim > 2 else sequence, tokens)
     shared = jax.tree.map(lambda x: P(*[None] * (x.ndim - 1), axes.heads), weights)
-    of_plan = sequence if is_stack(plan) else P(axes.sequence)
+    of_plans = tuple(sequence if is_stack(x) else P(axes.sequence) for x in given.plans)
+    documents = replaced(given, segment_ids=sequence, positions=sequence, plans=of_plans)
     of_heads = P(*sequence, axes.heads) if axes.heads else sequence
     before_heads = [axes.batch] + [None] * (carried.head_axis - 1)
     state = lambda ndim: P(*before_heads, axes.heads) if ndim > len(before_heads) else P(axes.batch)
@@ -332,12 +325,10 @@ def _on_ranks(layer: Layer, axes: MeshAxes, order: Order, *operands):
         states = jax.tree.map(lambda x: state(x.ndim), tokens)
         out_specs = out_specs, states if layer.like_tokens else state(3 if axes.heads else 1)
 
-    def of_rank(tokens, weights, carried, plan, documents):
-        plans = () if plan is None else (plan,)
-        given = trusted(*documents, plans=plans, order=order)
+    def of_rank(tokens, weights, carried, given):
         out = _on_rank(layer, tokens, weights, carried, given)
         first, *states = out if carried.is_returned else (out,)
-        op, heads = layer.exchange.op, axes.heads
+        heads = axes.heads
         if heads and not layer.like_tokens and any(x.ndim < 3 for x in jax.tree.leaves(first)):
             raise ValueError(
                 f"{op}: an output is [B, T] but head_axis {heads!r} shards axis 2 of the inputs, "
@@ -353,9 +344,9 @@ def _on_ranks(layer: Layer, axes: MeshAxes, order: Order, *operands):
 
     return on_all_ranks(
         of_rank,
-        operands,
+        (tokens, weights, carried, given),
         axes=axes,
-        in_specs=(rows, shared, dataclasses.replace(carried, initial=initial), of_plan, sequence),
+        in_specs=(rows, shared, dataclasses.replace(carried, initial=initial), documents),
         out_specs=out_specs,
         num_differentiable=3,
     )

@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Sequence as Names
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +51,7 @@ def token_checksums(
       TypeError, ValueError: an argument is invalid.
     """
     leaves = _read(_OF_LOADER, arrays, documents)
-    return _sums(_Tokens(leaves, documents.segment_ids, documents.positions))
+    return _sums((leaves, documents.segment_ids, documents.positions))
 
 
 @door(_OP, checksums="Pass token_checksums of the same rows and arrays.")
@@ -96,7 +96,7 @@ def check_tokens(
             "token_checksums of the same arrays."
         )
     given = read_given_tokens(_OP, documents, None, None)
-    tokens = _Tokens(leaves, documents.segment_ids, documents.positions)
+    tokens = leaves, documents.segment_ids, documents.positions
     num_tokens = leaves[0].shape[1]
     if is_on_rank(_OP, options.axis_names):
         num_ranks = jax.lax.axis_size(axis_name)
@@ -118,19 +118,11 @@ def check_tokens(
     )
 
 
-class _Tokens(NamedTuple):
-    """Arrays `[B, T, ...]`, and the documents of their tokens, `[B, T]`."""
-
-    leaves: list[Any]
-    segment_ids: Any
-    positions: Any
-
-
 @jax.named_scope("cpd.check_tokens")
 def _on_rank(
     options: CollectiveOptions,
     sequence: tuple[str, ...],
-    tokens: _Tokens,
+    tokens: tuple[list[Any], Any, Any],
     checksums: UInt32[HostOrDevice, "B arrays 2"],
 ) -> Bool[Array, ""]:
     """Compares the sums of all ranks of `options`; those of `sequence` share batch rows."""
@@ -150,9 +142,10 @@ def _on_rank(
     return jax.lax.pmin(is_right.astype(jnp.int32), names) == 1
 
 
-def _sums(tokens: _Tokens) -> UInt32[HostOrDevice, "B arrays 2"]:
+def _sums(tokens: tuple[list[Any], Any, Any]) -> UInt32[HostOrDevice, "B arrays 2"]:
     """Returns the sums of each batch row: with ids and positions, and of the values alone.
 
+    `tokens`: arrays `[B, T, ...]`, and the segment ids and positions of their tokens, `[B, T]`.
     Each array's first sum is of its values and those of all arrays before, token by token.
     """
     xp: Any = np if all(isinstance(x, np.ndarray) for x in jax.tree.leaves(tokens)) else jnp

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Unpack
 
 import jax.numpy as jnp
@@ -25,7 +26,6 @@ from jax_cp_dispatch.sequence.call_layer import (
 )
 from jax_cp_dispatch.sequence.chains import CutPieces, Links, read
 from jax_cp_dispatch.sequence.chunks import (
-    Chunks,
     Steps,
     cut_into_chunks,
     decayed_scores,
@@ -98,7 +98,7 @@ def gated_delta_rule(
       jax.errors.JaxRuntimeError: at run time, see `dispatch`.
     """
     factor = max(q.shape[-1], 1) ** -0.5 if scale is None else float(scale)
-    kernel = DeltaRule(factor, default_chunk())
+    kernel = _Kernel(_delta_rule, factor, default_chunk())
     tokens = {"v": v, "q": q, "k": k, "log_decay": log_decay, "beta": beta}
     return _call("gated_delta_rule", kernel, tokens, Carried(initial_state, return_state), call)
 
@@ -140,7 +140,7 @@ def linear_attention(
       TypeError, ValueError: an argument is invalid; the message says how to fix it.
       jax.errors.JaxRuntimeError: at run time, see `dispatch`.
     """
-    kernel = LinearAttention(1.0 if scale is None else float(scale), default_chunk())
+    kernel = _Kernel(_linear_attention, 1.0 if scale is None else float(scale), default_chunk())
     tokens = {"v": v, "q": q, "k": k, "log_decay": log_decay}
     return _call("linear_attention", kernel, tokens, Carried(initial_state, return_state), call)
 
@@ -165,79 +165,65 @@ def _call(
 
 
 @dataclasses.dataclass(frozen=True)
-class DeltaRule:
-    """The gated delta rule on one rank, by the WY form in each chunk.
+class _Kernel:
+    """A recurrence of matrices on one rank.
+
+    Attributes:
+      prepare: returns the steps of chunks, their queries, scores and log decays; see `_delta_rule`.
+      scale: factor on the output.
+      chunk: rows of a chunk.
+    """
+
+    prepare: Callable[..., tuple[Steps, Array, Array, Array | None]]
+    scale: float
+    chunk: int
+
+    def __call__(
+        self,
+        inputs: dict[str, Array],
+        ids: Int32[Array, "G L"],
+        cuts: CutPieces | None,
+        initial: Any,
+    ) -> tuple[Float[Array, "G L N V"], Any]:
+        v = inputs["v"]
+        dtype = sum_dtype(*(x.dtype for x in inputs.values()))
+        chunks = cut_into_chunks(ids, self.chunk, v.shape[2], dtype)
+        initial = None if initial is None else initial.astype(dtype)
+        prepare = lambda rows, ids: self.prepare(_heads_first(rows, self.scale), ids)
+        steps, q, scores, log = chunks.apply(prepare, inputs)
+        decays = None
+        if cuts is not None and log is not None:  # over each cut piece
+            first = cuts.earlier.row
+            rows = chunks.rows_between(first, first + cuts.earlier.length - 1).astype(log.dtype)
+            decays = jnp.exp(jnp.einsum("pngc,ngmcf->pmf", rows, log, precision="highest"))
+        out, state = read(steps, q, scores, chunks, Links.of(cuts, chunks, decays), initial)
+        return out.astype(v.dtype), state
+
+
+def _delta_rule(rows: list[Array], ids: Int32[Array, "n G C"]) -> tuple[Steps, Array, Array, None]:
+    """Prepares the gated delta rule, by the WY form in each chunk.
 
     References: Yang et al., "Parallelizing Linear Transformers with the Delta Rule over Sequence
     Length", section 3; "Gated Delta Networks", section 3.3.
     """
-
-    scale: float
-    chunk: int
-
-    def __call__(
-        self,
-        inputs: dict[str, Array],
-        ids: Int32[Array, "G L"],
-        cuts: CutPieces | None,
-        initial: Any,
-    ) -> tuple[Float[Array, "G L N V"], Any]:
-        chunks, initial = _chunks(inputs, ids, self.chunk, initial)
-        u, w, kd, into, q, scores = chunks.apply(self._prepare, inputs)
-        links = Links.of(cuts, chunks)
-        out, state = read(Steps(u, w, kd, into), q, scores, chunks, links, initial)
-        return out.astype(inputs["v"].dtype), state
-
-    def _prepare(self, rows: dict[str, Array], ids: Int32[Array, "n G C"]) -> tuple[Array, ...]:
-        q, k, v, log, beta = _heads_first(rows, self.scale)
-        same, lower = same_piece(ids, k.dtype), np.tri(ids.shape[-1], k=-1, dtype=k.dtype)
-        (into, out), weighted = make_decays(log, same), k * beta
-        own, scores = decayed_scores((weighted, q), k, log)
-        inverse = invert_unit_lower(own * (same * lower[None, None, None]))
-        u, w = dot(inverse, v * beta), dot(inverse, weighted * into)
-        return u, w, k * out, into, q * into, scores * same
+    q, k, v, log, beta = rows
+    same, lower = same_piece(ids, k.dtype), np.tri(ids.shape[-1], k=-1, dtype=k.dtype)
+    (into, out), weighted = make_decays(log, same), k * beta
+    own, scores = decayed_scores((weighted, q), k, log)
+    inverse = invert_unit_lower(own * (same * lower[None, None, None]))
+    u, w = dot(inverse, v * beta), dot(inverse, weighted * into)
+    return Steps(u, w, k * out, into), q * into, scores * same, None
 
 
-@dataclasses.dataclass(frozen=True)
-class LinearAttention:
-    """Linear attention with decay on one rank."""
-
-    scale: float
-    chunk: int
-
-    def __call__(
-        self,
-        inputs: dict[str, Array],
-        ids: Int32[Array, "G L"],
-        cuts: CutPieces | None,
-        initial: Any,
-    ) -> tuple[Float[Array, "G L N V"], Any]:
-        chunks, initial = _chunks(inputs, ids, self.chunk, initial)
-        u, kd, into, q, scores, log = chunks.apply(self._prepare, inputs)
-        decays = None
-        if cuts is not None:  # over each cut piece
-            first = cuts.earlier.row
-            rows = chunks.rows_between(first, first + cuts.earlier.length - 1).astype(log.dtype)
-            decays = jnp.exp(jnp.einsum("pngc,ngmcf->pmf", rows, log, precision="highest"))
-        links = Links.of(cuts, chunks, decays)
-        out, state = read(Steps(u, None, kd, into), q, scores, chunks, links, initial)
-        return out.astype(inputs["v"].dtype), state
-
-    def _prepare(self, rows: dict[str, Array], ids: Int32[Array, "n G C"]) -> tuple[Array, ...]:
-        q, k, v, log = _heads_first(rows, self.scale)
-        same = same_piece(ids, k.dtype)
-        into, out = make_decays(log, same)
-        (scores,) = decayed_scores((q,), k, log)
-        return v, k * out, into, q * into, scores * same, log
-
-
-def _chunks(
-    inputs: dict[str, Array], ids: Int32[Array, "G L"], size: int, initial: Any
-) -> tuple[Chunks, Any]:
-    """Returns the chunks of these rows, and the state before them in the dtype of the sums."""
-    dtype = sum_dtype(*(x.dtype for x in inputs.values()))
-    chunks = cut_into_chunks(ids, size, inputs["v"].shape[2], dtype)
-    return chunks, None if initial is None else initial.astype(dtype)
+def _linear_attention(
+    rows: list[Array], ids: Int32[Array, "n G C"]
+) -> tuple[Steps, Array, Array, Array]:
+    """Prepares linear attention, whose rows read nothing, so that cut pieces only decay states."""
+    q, k, v, log = rows
+    same = same_piece(ids, k.dtype)
+    into, out = make_decays(log, same)
+    (scores,) = decayed_scores((q,), k, log)
+    return Steps(v, None, k * out, into), q * into, scores * same, log
 
 
 def _heads_first(rows: dict[str, Array], scale: float) -> list[Float[Array, "n G N C F"]]:

@@ -20,12 +20,8 @@ from jax_cp_dispatch._dispatch.arguments import outgoing
 from jax_cp_dispatch._dispatch.movement import move
 from jax_cp_dispatch._ranks.communicator import AxisName, num_ranks_here
 from jax_cp_dispatch._ranks.options import CollectiveOptions, read_options, vary_alike
-from jax_cp_dispatch.documents.documents import (
-    Documents,
-    check_call_ranks,
-    read_given_tokens,
-    trusted,
-)
+from jax_cp_dispatch.documents import Documents
+from jax_cp_dispatch.documents.documents import check_call_ranks, read_given_tokens, trusted
 from jax_cp_dispatch.documents.fingerprint import (
     order_error_code,
     order_fingerprint,
@@ -47,7 +43,6 @@ from jax_cp_dispatch.documents.segment_ids import (
 from jax_cp_dispatch.global_call import refuse_explicit_axes
 from jax_cp_dispatch.masks.mask import PACKED
 from jax_cp_dispatch.metadata import Metadata
-from jax_cp_dispatch.planning import Plan
 from jax_cp_dispatch.planning.plan import plan_of_group
 from jax_cp_dispatch.planning.runs import local_runs
 
@@ -170,272 +165,6 @@ class Pieces:
         return only_where(self.is_token, at.at[begin].get(mode="promise_in_bounds"))
 
 
-def find_pieces(
-    exchange: CollectiveOptions,
-    given: Documents,
-    shape: tuple[int, ...],
-    checks_order: bool,
-    finds_row_ends: bool,
-) -> Pieces:
-    """Returns the pieces of this rank's rows [B, T]: from the plan of a placement, or from ids.
-
-    Args:
-      exchange: options of the call.
-      given: the documents; without segment ids, a batch row is one document.
-      shape: B and T.
-      checks_order: whether the ranks check that documents are in this order.
-      finds_row_ends: whether the pieces need `Pieces.row_ends`.
-    """
-    segment_ids, positions = given.segment_ids, given.positions
-    if given.plan is not None:
-        return _pieces_of_plan(exchange, given.plan, (segment_ids, positions), shape)
-    if 0 in shape:  # as of one row of padding: no layer reads them
-        one = jnp.zeros([max(n, 1) for n in shape], jnp.int32)
-        of_one = trusted(one, order=given.order)
-        pieces = find_pieces(exchange, of_one, one.shape, checks_order, finds_row_ends)
-        return dataclasses.replace(pieces, batch=shape[0], num_tokens=shape[1])
-    checks_order &= segment_ids is not None or positions is not None
-    if segment_ids is None:
-        ones = np.ones if positions is None else jnp.ones
-        segment_ids = ones(shape, np.int32)
-    documents = normalize_segment_ids(exchange.op, segment_ids, positions)
-    is_zigzag = given.order.layout == "zigzag"
-    return _pieces_of_ids(exchange, documents, is_zigzag, checks_order, finds_row_ends)
-
-
-def _pieces_of_plan(
-    exchange: CollectiveOptions, plan: Plan, documents: tuple[Any, Any], shape: tuple[int, ...]
-) -> Pieces:
-    op, (batch, num_tokens) = exchange.op, shape
-    plan = plan_of_group(op, plan)
-    if batch * num_tokens != plan.num_tokens or batch != plan.batch:
-        raise ValueError(
-            f"{op}: a rank holds {batch} x {num_tokens} rows but the plan is for {plan.batch} x "
-            f"{plan.num_tokens // plan.batch}. Place the tokens of this batch."
-        )
-    num_ranks = lax.axis_size(exchange.axis_name)
-    if plan.world_size != num_ranks:
-        raise ValueError(
-            f"{op}: the plan is for world_size={plan.world_size} but axis "
-            f"{exchange.axis_name!r} has {num_ranks} devices. Place the tokens again."
-        )
-    rank = lax.axis_index(exchange.axis_name)
-    runs, size = local_runs(plan, rank), plan.num_tokens
-    row, first = jnp.arange(size, dtype=jnp.int32), jnp.asarray(runs.row)
-    begin = running_max(jnp.zeros(size, jnp.int32).at[first].max(first, mode="drop"))
-    begin = jnp.where(row < runs.num_rows, begin, -1)[None]
-    (begin,) = vary_alike([begin], also=exchange.axis_names)
-    table = jnp.asarray(plan.cut_pieces)
-    table = table[0 if table.shape[0] == 1 else rank]
-    document, start, length, first_row, rest, *where = jnp.moveaxis(table, -1, 0)
-    cuts = Cuts(document, start, length, first_row, *where)
-    return Pieces(
-        begin=begin,
-        later=cuts._replace(document=jnp.where(start > 0, document, -1)),
-        earlier=cuts._replace(document=jnp.where(rest > 0, document, -1)),
-        rank=rank,
-        fingerprint=rank_fingerprint(plan.fingerprint, rank, *documents),
-        batch=batch,
-        num_tokens=num_tokens,
-        world_size=plan.world_size,
-        num_slots=plan.max_cut_pieces,
-        chains=(1, len(table)),
-        min_tokens=1,
-    )
-
-
-# ---- The first and the last document of each batch row: those that other calls may continue.
-
-# A document that the other documents of a call cannot have.
-_OWN = 2**31 - 1
-
-
-class RowEnds(NamedTuple):
-    """Where both documents begin and end, in tokens of the batch row; the same on all ranks.
-
-    Padding before the first and behind the last is not theirs. A row without tokens has none:
-    `first` is then [T, T), and `last` [0, 0).
-    """
-
-    first_begin: Int32[Array, " B"]
-    first_end: Int32[Array, " B"]
-    last_begin: Int32[Array, " B"]
-    last_end: Int32[Array, " B"]
-
-    def first_piece(self, pieces: Pieces) -> Cuts:
-        """Returns this rank's part of the first documents, by batch row."""
-        return _part(pieces, self.first_begin, self.first_end)
-
-    def closing_piece(self, pieces: Pieces) -> Cuts:
-        """Returns the last piece of each last document, if this rank has it."""
-        piece = _part(pieces, self.last_begin, self.last_end)
-        is_last = piece.end == self.last_end - self.last_begin
-        return piece._replace(document=jnp.where(is_last, piece.document, -1))
-
-
-def _part(pieces: Pieces, begin: Array, end: Array) -> Cuts:
-    rows = pieces.begin.shape[1]
-    rank_begin = jnp.asarray(pieces.rank, jnp.int32) * rows
-    first, stop = jnp.maximum(begin, rank_begin), jnp.minimum(end, rank_begin + rows)
-    slot = jnp.arange(len(begin), dtype=jnp.int32)
-    none = jnp.zeros_like(slot)
-    return Cuts(
-        document=jnp.where(first < stop, _OWN, -1),
-        start=jnp.where(first < stop, first - begin, 0),
-        length=jnp.maximum(stop - first, 0),
-        row=jnp.where(first < stop, slot * rows + first - rank_begin, 0),
-        rank=none + pieces.rank,
-        slot=slot,
-        order=none,
-        base=none,
-    )
-
-
-def _chunk_ends(starts: Int32[Array, "B L"]) -> dict[str, Int32[Array, " B"]]:
-    """Returns where the tokens of this rank's part of each row begin and end, as its edges.
-
-    And how many tokens its first and its last piece have. `starts`: the first row of each row's
-    piece, -1 for padding.
-    """
-    row, is_token = jnp.arange(starts.shape[1], dtype=jnp.int32)[None], starts >= 0
-    begin = jnp.where(is_token, row, starts.shape[1]).min(1, keepdims=True)
-    last = starts.max(1, keepdims=True)
-    return {
-        "begin": begin[:, 0],
-        "begin_tokens": (is_token & (starts == begin)).sum(1, dtype=jnp.int32),
-        "end": jnp.where(is_token, row + 1, 0).max(1),
-        "end_tokens": (is_token & (starts == last)).sum(1, dtype=jnp.int32),
-    }
-
-
-def _find_row_ends(edges: dict[str, Int32[Array, "B C"]], later: Cuts, rows: int) -> RowEnds:
-    """Finds them.
-
-    Args:
-      edges: of the chunks of all ranks, in the order of the sequence, with `_chunk_ends`.
-      later: the pieces that continue others, of all ranks, for each chunk its first.
-      rows: tokens of a chunk.
-    """
-    shape = batch, num_chunks = edges["end"].shape
-    document, before = (x.reshape(shape) for x in (later.document, later.start))
-    chunk = jnp.arange(num_chunks, dtype=jnp.int32)[None]
-    first_row, has_tokens = chunk * rows, edges["end"] > 0
-    begin, begin_end = edges["begin"], edges["begin"] + edges["begin_tokens"]
-    head = jnp.where(has_tokens, chunk, num_chunks).min(1, keepdims=True)
-    is_head = chunk == head
-    # Documents that pieces continue have the number of the chunk where they begin.
-    own = jnp.arange(batch, dtype=jnp.int32)[:, None] * num_chunks + head
-    goes_on = (is_head & (begin_end == rows)).any(1, keepdims=True)
-    in_chunk = jnp.where(goes_on & (document == own), edges["first_tokens"], 0)
-    first_end = jnp.where(is_head, begin_end, in_chunk)
-    first_end = jnp.where(first_end > 0, first_row + first_end, 0).max(1)
-    tail = jnp.where(has_tokens, chunk, -1).max(1, keepdims=True)
-    tail_begin = edges["end"] - edges["end_tokens"]
-    last_begin = first_row + tail_begin - jnp.where(tail_begin == 0, before, 0)
-    num_tokens = num_chunks * rows
-    is_empty = ~has_tokens.any(1)
-    return RowEnds(
-        first_begin=jnp.where(has_tokens, first_row + begin, num_tokens).min(1),
-        first_end=jnp.where(is_empty, num_tokens, first_end),
-        last_begin=jnp.where(chunk == tail, last_begin, 0).max(1),
-        last_end=jnp.where(has_tokens, first_row + edges["end"], 0).max(1),
-    )
-
-
-# ---- Whether the tokens of all ranks are in the order of the layout, and what happens if not.
-#
-# Nearly always, ids ascend. The ends of the ranks' chunks, which they exchange anyway, then show
-# that
-# each document is one run. Otherwise the ranks gather all ids, as attention does.
-
-_NO_ID = np.int32(2**31 - 1)
-
-
-def _chunk_order(
-    ids: Int32[Array, "G L"], places: Any, highest: Int32[Array, "G L"]
-) -> dict[str, Int32[Array, " G"]]:
-    """Returns the lowest and highest id of each chunk, and whether its ids ascend without restarts.
-
-    `highest` is the highest id so far, 0 before any.
-    A restart is a document with the id of the one before it, which only positions separate.
-    """
-    same = ids[:, 1:] == ids[:, :-1]
-    ascends = same | (ids[:, 1:] <= 0) | (ids[:, 1:] > highest[:, :-1])
-    if places is not None:
-        ascends &= ~same | (ids[:, 1:] <= 0) | (places[:, 1:] > places[:, :-1])
-    return {
-        "lowest": jnp.where(ids > 0, ids, _NO_ID).min(1, initial=_NO_ID),
-        "highest": highest.max(1, initial=0),
-        "ascends": ascends.all(1).astype(jnp.int32),
-    }
-
-
-def _are_in_order(
-    exchange: CollectiveOptions,
-    layout: SequenceLayout,
-    documents: tuple[Any, Any],
-    edges: dict[str, Int32[Array, "B C"]],
-    continues: Bool[Array, "B C"],
-) -> Bool[Array, ""]:
-    """Whether each document is one run, the same on all ranks.
-
-    Args:
-      exchange: options of the call.
-      layout: of the tokens.
-      documents: segment ids and positions of this rank's columns, for the gather.
-      edges: of the chunks of all ranks, in the order of the sequence, with `_chunk_order`.
-      continues: whether the first document of a chunk continues the last of the chunk before.
-    """
-    before = jnp.pad(running_max(edges["highest"])[:, :-1], ((0, 0), (1, 0)))
-    follows = (edges["lowest"] > before) | ((edges["lowest"] == before) & continues)
-    ascend = ((edges["ascends"] == 1) & follows).all()
-    (ascend,) = vary_alike([ascend], also=exchange.axis_names)
-
-    def compared() -> Array:
-        gathered = gather_sequence(exchange, documents, layout.num_ranks)
-        if layout.num_blocks > 1:
-            order = zigzag_permutation(layout.num_tokens, layout.num_ranks, inverse=True)
-            gathered = jax.tree.map(lambda x: x[:, order], gathered)
-        found = is_in_order(*gathered)
-        return vary_alike([found], also=exchange.axis_names)[0]
-
-    return lax.cond(ascend, lambda: ascend, compared)
-
-
-def confirmed(exchange: CollectiveOptions, fingerprint: Int32[Array, " 9"]) -> Bool[Array, ""]:
-    """Compares the fingerprints of all ranks where nothing moves, by an exchange of its own."""
-    rank, num_ranks = lax.axis_index(exchange.axis_name), lax.axis_size(exchange.axis_name)
-    own = (jnp.arange(num_ranks, dtype=jnp.int32) == rank).astype(jnp.uint32)
-    metadata = Metadata(
-        dst_rank=rank[None],
-        dst_offset=jnp.zeros(1, jnp.uint32),
-        seq_len=jnp.ones(1, jnp.uint32),
-        num_recv_tokens=jnp.append(own, jnp.uint32(1)),
-        world_size=num_ranks,
-    )
-    token = vary_alike([jnp.ones((1, 1), jnp.int32)], also=exchange.axis_names)[0]
-    part = outgoing(token, metadata, capacity=1, fingerprint=fingerprint)
-    (received,) = move(exchange, [part])
-    return received[0, 0] == 1
-
-
-def only_if_right(is_right: Bool[Array, ""], outputs: Any) -> Any:
-    """Returns outputs, or NaN (zeros of integers): XLA's collectives raise no error."""
-
-    def one(x: Array) -> Array:
-        wrong = jnp.nan if jnp.issubdtype(x.dtype, jnp.inexact) else 0
-        return jnp.where(is_right, x, jnp.asarray(wrong, x.dtype))
-
-    return jax.tree.map(one, outputs)
-
-
-# ---- The pieces of contiguous and zigzag order, from segment ids on the ranks.
-#
-# Only the first and last piece of a chunk (a rank's part of a batch row, or half of it in zigzag
-# order) can be cut. So the ranks exchange what describes these, and whether ids ascend: at most 36
-# bytes for each chunk, and 16 more where documents may continue in another call.
-
-
 def document_pieces(
     documents: Documents,
     *,
@@ -469,6 +198,87 @@ def document_pieces(
     check_call_ranks(op, given, shape[1] * num_ranks, num_ranks, ranks)
     refuse_explicit_axes(op, given)
     return find_pieces(exchange, given, shape, True, given.order == PACKED)
+
+
+def find_pieces(
+    exchange: CollectiveOptions,
+    given: Documents,
+    shape: tuple[int, ...],
+    checks_order: bool,
+    finds_row_ends: bool,
+) -> Pieces:
+    """Returns the pieces of this rank's rows [B, T]: from the plan of a placement, or from ids.
+
+    Args:
+      exchange: options of the call.
+      given: the documents; without segment ids, a batch row is one document.
+      shape: B and T.
+      checks_order: whether the ranks check that documents are in this order.
+      finds_row_ends: whether the pieces need `Pieces.row_ends`.
+    """
+    segment_ids, positions = given.segment_ids, given.positions
+    if given.plan is not None:
+        return _pieces_of_plan(exchange, given, shape)
+    if 0 in shape:  # as of one row of padding: no layer reads them
+        one = jnp.zeros([max(n, 1) for n in shape], jnp.int32)
+        of_one = trusted(one, order=given.order)
+        pieces = find_pieces(exchange, of_one, one.shape, checks_order, finds_row_ends)
+        return dataclasses.replace(pieces, batch=shape[0], num_tokens=shape[1])
+    checks_order &= segment_ids is not None or positions is not None
+    if segment_ids is None:
+        ones = np.ones if positions is None else jnp.ones
+        segment_ids = ones(shape, np.int32)
+    documents = normalize_segment_ids(exchange.op, segment_ids, positions)
+    is_zigzag = given.order.layout == "zigzag"
+    return _pieces_of_ids(exchange, documents, is_zigzag, checks_order, finds_row_ends)
+
+
+def _pieces_of_plan(
+    exchange: CollectiveOptions, given: Documents, shape: tuple[int, ...]
+) -> Pieces:
+    op, (batch, num_tokens) = exchange.op, shape
+    plan = plan_of_group(op, given.plan)
+    if batch * num_tokens != plan.num_tokens or batch != plan.batch:
+        raise ValueError(
+            f"{op}: a rank holds {batch} x {num_tokens} rows but the plan is for {plan.batch} x "
+            f"{plan.num_tokens // plan.batch}. Place the tokens of this batch."
+        )
+    num_ranks = lax.axis_size(exchange.axis_name)
+    if plan.world_size != num_ranks:
+        raise ValueError(
+            f"{op}: the plan is for world_size={plan.world_size} but axis "
+            f"{exchange.axis_name!r} has {num_ranks} devices. Place the tokens again."
+        )
+    rank = lax.axis_index(exchange.axis_name)
+    runs, size = local_runs(plan, rank), plan.num_tokens
+    row, first = jnp.arange(size, dtype=jnp.int32), jnp.asarray(runs.row)
+    begin = running_max(jnp.zeros(size, jnp.int32).at[first].max(first, mode="drop"))
+    begin = jnp.where(row < runs.num_rows, begin, -1)[None]
+    (begin,) = vary_alike([begin], also=exchange.axis_names)
+    table = jnp.asarray(plan.cut_pieces)
+    table = table[0 if table.shape[0] == 1 else rank]
+    document, start, length, first_row, rest, *where = jnp.moveaxis(table, -1, 0)
+    cuts = Cuts(document, start, length, first_row, *where)
+    return Pieces(
+        begin=begin,
+        later=cuts._replace(document=jnp.where(start > 0, document, -1)),
+        earlier=cuts._replace(document=jnp.where(rest > 0, document, -1)),
+        rank=rank,
+        fingerprint=rank_fingerprint(plan.fingerprint, rank, given.segment_ids, given.positions),
+        batch=batch,
+        num_tokens=num_tokens,
+        world_size=plan.world_size,
+        num_slots=plan.max_cut_pieces,
+        chains=(1, len(table)),
+        min_tokens=1,
+    )
+
+
+# ---- The pieces of contiguous and zigzag order, from segment ids on the ranks.
+#
+# Only the first and last piece of a chunk (a rank's part of a batch row, or half of it in zigzag
+# order) can be cut. So the ranks exchange what describes these, and whether ids ascend: at most 36
+# bytes for each chunk, and 16 more where documents may continue in another call.
 
 
 def _pieces_of_ids(
@@ -646,3 +456,177 @@ def _cuts(layout: SequenceLayout, edges: dict[str, Array], continues: Array) -> 
     )
     flat = lambda x: jnp.asarray(x, jnp.int32).reshape(-1)
     return Cuts._make(map(flat, later)), Cuts._make(map(flat, earlier))
+
+
+# ---- The first and the last document of each batch row: those that other calls may continue.
+
+# A document that the other documents of a call cannot have.
+_OWN = 2**31 - 1
+
+
+class RowEnds(NamedTuple):
+    """Where both documents begin and end, in tokens of the batch row; the same on all ranks.
+
+    Padding before the first and behind the last is not theirs. A row without tokens has none:
+    `first` is then [T, T), and `last` [0, 0).
+    """
+
+    first_begin: Int32[Array, " B"]
+    first_end: Int32[Array, " B"]
+    last_begin: Int32[Array, " B"]
+    last_end: Int32[Array, " B"]
+
+    def first_piece(self, pieces: Pieces) -> Cuts:
+        """Returns this rank's part of the first documents, by batch row."""
+        return _part(pieces, self.first_begin, self.first_end)
+
+    def closing_piece(self, pieces: Pieces) -> Cuts:
+        """Returns the last piece of each last document, if this rank has it."""
+        piece = _part(pieces, self.last_begin, self.last_end)
+        is_last = piece.end == self.last_end - self.last_begin
+        return piece._replace(document=jnp.where(is_last, piece.document, -1))
+
+
+def _part(pieces: Pieces, begin: Array, end: Array) -> Cuts:
+    rows = pieces.begin.shape[1]
+    rank_begin = jnp.asarray(pieces.rank, jnp.int32) * rows
+    first, stop = jnp.maximum(begin, rank_begin), jnp.minimum(end, rank_begin + rows)
+    slot = jnp.arange(len(begin), dtype=jnp.int32)
+    none = jnp.zeros_like(slot)
+    return Cuts(
+        document=jnp.where(first < stop, _OWN, -1),
+        start=jnp.where(first < stop, first - begin, 0),
+        length=jnp.maximum(stop - first, 0),
+        row=jnp.where(first < stop, slot * rows + first - rank_begin, 0),
+        rank=none + pieces.rank,
+        slot=slot,
+        order=none,
+        base=none,
+    )
+
+
+def _chunk_ends(starts: Int32[Array, "B L"]) -> dict[str, Int32[Array, " B"]]:
+    """Returns where the tokens of this rank's part of each row begin and end, as its edges.
+
+    And how many tokens its first and its last piece have. `starts`: the first row of each row's
+    piece, -1 for padding.
+    """
+    row, is_token = jnp.arange(starts.shape[1], dtype=jnp.int32)[None], starts >= 0
+    begin = jnp.where(is_token, row, starts.shape[1]).min(1, keepdims=True)
+    last = starts.max(1, keepdims=True)
+    return {
+        "begin": begin[:, 0],
+        "begin_tokens": (is_token & (starts == begin)).sum(1, dtype=jnp.int32),
+        "end": jnp.where(is_token, row + 1, 0).max(1),
+        "end_tokens": (is_token & (starts == last)).sum(1, dtype=jnp.int32),
+    }
+
+
+def _find_row_ends(edges: dict[str, Int32[Array, "B C"]], later: Cuts, rows: int) -> RowEnds:
+    """Finds them.
+
+    Args:
+      edges: of the chunks of all ranks, in the order of the sequence, with `_chunk_ends`.
+      later: the pieces that continue others, of all ranks, for each chunk its first.
+      rows: tokens of a chunk.
+    """
+    shape = batch, num_chunks = edges["end"].shape
+    document, before = (x.reshape(shape) for x in (later.document, later.start))
+    chunk = jnp.arange(num_chunks, dtype=jnp.int32)[None]
+    first_row, has_tokens = chunk * rows, edges["end"] > 0
+    begin, begin_end = edges["begin"], edges["begin"] + edges["begin_tokens"]
+    head = jnp.where(has_tokens, chunk, num_chunks).min(1, keepdims=True)
+    is_head = chunk == head
+    # Documents that pieces continue have the number of the chunk where they begin.
+    own = jnp.arange(batch, dtype=jnp.int32)[:, None] * num_chunks + head
+    goes_on = (is_head & (begin_end == rows)).any(1, keepdims=True)
+    in_chunk = jnp.where(goes_on & (document == own), edges["first_tokens"], 0)
+    first_end = jnp.where(is_head, begin_end, in_chunk)
+    first_end = jnp.where(first_end > 0, first_row + first_end, 0).max(1)
+    tail = jnp.where(has_tokens, chunk, -1).max(1, keepdims=True)
+    tail_begin = edges["end"] - edges["end_tokens"]
+    last_begin = first_row + tail_begin - jnp.where(tail_begin == 0, before, 0)
+    num_tokens = num_chunks * rows
+    is_empty = ~has_tokens.any(1)
+    return RowEnds(
+        first_begin=jnp.where(has_tokens, first_row + begin, num_tokens).min(1),
+        first_end=jnp.where(is_empty, num_tokens, first_end),
+        last_begin=jnp.where(chunk == tail, last_begin, 0).max(1),
+        last_end=jnp.where(has_tokens, first_row + edges["end"], 0).max(1),
+    )
+
+
+# ---- Whether the tokens of all ranks are in the order of the layout, and what happens if not.
+#
+# Nearly always, ids ascend. The ends of the ranks' chunks, which they exchange anyway, then show
+# that each document is one run. Otherwise the ranks gather all ids, as attention does.
+
+_NO_ID = np.int32(2**31 - 1)
+
+
+def _chunk_order(
+    ids: Int32[Array, "G L"], places: Any, highest: Int32[Array, "G L"]
+) -> dict[str, Int32[Array, " G"]]:
+    """Returns the lowest and highest id of each chunk, and whether its ids ascend without restarts.
+
+    `highest` is the highest id so far, 0 before any.
+    A restart is a document with the id of the one before it, which only positions separate.
+    """
+    same = ids[:, 1:] == ids[:, :-1]
+    ascends = same | (ids[:, 1:] <= 0) | (ids[:, 1:] > highest[:, :-1])
+    if places is not None:
+        ascends &= ~same | (ids[:, 1:] <= 0) | (places[:, 1:] > places[:, :-1])
+    return {
+        "lowest": jnp.where(ids > 0, ids, _NO_ID).min(1, initial=_NO_ID),
+        "highest": highest.max(1, initial=0),
+        "ascends": ascends.all(1).astype(jnp.int32),
+    }
+
+
+def _are_in_order(
+    exchange: CollectiveOptions,
+    layout: SequenceLayout,
+    documents: tuple[Any, Any],
+    edges: dict[str, Int32[Array, "B C"]],
+    continues: Bool[Array, "B C"],
+) -> Bool[Array, ""]:
+    """Whether each document is one run, the same on all ranks.
+
+    Args:
+      exchange: options of the call.
+      layout: of the tokens.
+      documents: segment ids and positions of this rank's columns, for the gather.
+      edges: of the chunks of all ranks, in the order of the sequence, with `_chunk_order`.
+      continues: whether the first document of a chunk continues the last of the chunk before.
+    """
+    before = jnp.pad(running_max(edges["highest"])[:, :-1], ((0, 0), (1, 0)))
+    follows = (edges["lowest"] > before) | ((edges["lowest"] == before) & continues)
+    ascend = ((edges["ascends"] == 1) & follows).all()
+    (ascend,) = vary_alike([ascend], also=exchange.axis_names)
+
+    def compared() -> Array:
+        gathered = gather_sequence(exchange, documents, layout.num_ranks)
+        if layout.num_blocks > 1:
+            order = zigzag_permutation(layout.num_tokens, layout.num_ranks, inverse=True)
+            gathered = jax.tree.map(lambda x: x[:, order], gathered)
+        found = is_in_order(*gathered)
+        return vary_alike([found], also=exchange.axis_names)[0]
+
+    return lax.cond(ascend, lambda: ascend, compared)
+
+
+def confirmed(exchange: CollectiveOptions, fingerprint: Int32[Array, " 9"]) -> Bool[Array, ""]:
+    """Compares the fingerprints of all ranks where nothing moves, by an exchange of its own."""
+    rank, num_ranks = lax.axis_index(exchange.axis_name), lax.axis_size(exchange.axis_name)
+    own = (jnp.arange(num_ranks, dtype=jnp.int32) == rank).astype(jnp.uint32)
+    metadata = Metadata(
+        dst_rank=rank[None],
+        dst_offset=jnp.zeros(1, jnp.uint32),
+        seq_len=jnp.ones(1, jnp.uint32),
+        num_recv_tokens=jnp.append(own, jnp.uint32(1)),
+        world_size=num_ranks,
+    )
+    token = vary_alike([jnp.ones((1, 1), jnp.int32)], also=exchange.axis_names)[0]
+    part = outgoing(token, metadata, capacity=1, fingerprint=fingerprint)
+    (received,) = move(exchange, [part])
+    return received[0, 0] == 1

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int32, PyTree, Shaped
 
 from jax_cp_dispatch._arguments import HostOrDevice, is_on_host
-from jax_cp_dispatch._arrays import chosen, only_where, sum_dtype
+from jax_cp_dispatch._arrays import chosen, only_where, run_begins, sum_dtype
 from jax_cp_dispatch._door import door
 from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch.documents import Documents
@@ -277,8 +277,7 @@ class LinearRecurrence:
     ) -> tuple[Array, Any]:
         dtype, inputs = inputs["x"].dtype, widened(inputs)
         x, decay = inputs["x"], jnp.exp(inputs["log_decay"])
-        new = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-        new = new.reshape(*new.shape, *[1] * (x.ndim - 2))
+        new = run_begins(ids).reshape(*ids.shape, *[1] * (x.ndim - 2))
 
         def join(left: Any, right: Any) -> Any:
             (new0, decay0, h0), (new1, decay1, h1) = left, right
