@@ -27,12 +27,12 @@ from jax_cp_dispatch._ranks.implementations import (
     XLA,
     Operation,
     choose_on_one_device,
-    fall_back_to_xla,
     register_lowering,
 )
 from jax_cp_dispatch._ranks.lowering import (
     Chosen,
     choose,
+    fall_back,
     lower_opened,
     partitioned,
     prepare_cpu_devices,
@@ -409,7 +409,7 @@ register_lowering(Operation.EXCHANGE, xla.lower, on=[XLA])
 
 def lower(ctx: Any, *operands: Any, exchange: Exchange) -> Any:
     """Lowers an exchange in one call."""
-    op, comm = exchange.op, exchange.comm
+    comm = exchange.comm
     if comm.open_axes:
         # Each device's part, inside a `shard_map` over the axes that are not manual yet.
         def on_rank(mesh):
@@ -419,8 +419,7 @@ def lower(ctx: Any, *operands: Any, exchange: Exchange) -> Any:
         return lower_opened(opened, ctx, *operands)
     choice = _choice(ctx, exchange)
     if choice.implementation in ON_GPU and (missing := _what_gpus_lack(exchange)):
-        xla_ = fall_back_to_xla(op, comm.implementation, missing)
-        choice = choice._replace(implementation=xla_)
+        choice = fall_back(choice, exchange.op, comm, missing)
     if exchange.is_global:
         here = xla.on_one_device(exchange)
         if choice.implementation in ON_GPU:
