@@ -309,21 +309,17 @@ class _Search(NamedTuple):
     def warn_of_plan(self) -> None:
         """Warns of a plan for all rows of a batch that mesh axes shard, or may shard."""
         if axes := self.found(0):
-            why, unless = (
-                (
-                    f"so q, k and v, whose batch is sharded over {axes}, are gathered, and each of its "
-                    "devices repeats the work of all"
-                ),
-                "that is what you want",
+            unless = "that is what you want"
+            why = (
+                f"so q, k and v, whose batch is sharded over {axes}, are gathered, and each of its "
+                "devices repeats the work of all"
             )
         elif axes := self.untold(0):
-            why, unless = (
-                (
-                    f"and a traced program does not show whether B = {self.arrays[0].shape[0]} is "
-                    f"sharded over the automatic mesh axes {axes}. If it is, q, k and v are gathered "
-                    "over these axes, and each of their devices repeats the work of all"
-                ),
-                "the batch is not sharded",
+            unless = "the batch is not sharded"
+            why = (
+                f"and a traced program does not show whether B = {self.arrays[0].shape[0]} is "
+                f"sharded over the automatic mesh axes {axes}. If it is, q, k and v are gathered "
+                "over these axes, and each of their devices repeats the work of all"
             )
         else:
             return

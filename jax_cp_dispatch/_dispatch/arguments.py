@@ -405,15 +405,19 @@ def _read_num_rows(op: str, name: str, value: Any) -> int:
     return num_rows
 
 
+def check_world_size(op: str, planned: int, names: tuple[str, ...], num_devices: int) -> None:
+    """Requires a plan for as many ranks as the axes have devices."""
+    if planned != num_devices:
+        raise ValueError(
+            f"{op}: metadata is for world_size={planned} but axis {','.join(names)!r} has "
+            f"{num_devices} devices. Plan with world_size={num_devices}."
+        )
+
+
 def check_sizes(op: str, argument: Argument, comm: Communicator, *, is_global: bool) -> None:
     """Checks the metadata and the sizes of an argument, now that the ranks are known."""
     metadata, num_ranks = argument.metadata, comm.num_ranks
-    if metadata.world_size != num_ranks:
-        raise ValueError(
-            f"{op}: metadata is for world_size={metadata.world_size} but axis "
-            f"{','.join(comm.axis_names)!r} has {num_ranks} devices. Plan with "
-            f"world_size={num_ranks}."
-        )
+    check_world_size(op, metadata.world_size, comm.axis_names, num_ranks)
     fields = (getattr(metadata, name) for name in PLANNED)
     given = (x if x is None else (x.shape, x.dtype) for x in fields)
     _check_fields(op, num_ranks, is_global, *given)

@@ -6,6 +6,7 @@ merged or hoisted on all of them alike.
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from jax.interpreters.mlir import ir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from jax_cp_dispatch._dispatch import xla
-from jax_cp_dispatch._dispatch.arguments import Exchange, ExchangeOperands
+from jax_cp_dispatch._dispatch.arguments import Exchange, ExchangeOperands, check_world_size
 from jax_cp_dispatch._ranks import runtime
 from jax_cp_dispatch._ranks.communicator import Communicator
 from jax_cp_dispatch._ranks.gpu import all_ranks_here
@@ -27,12 +28,12 @@ from jax_cp_dispatch._ranks.implementations import (
     XLA,
     Operation,
     choose_on_one_device,
-    fall_back_to_xla,
     register_lowering,
 )
 from jax_cp_dispatch._ranks.lowering import (
     Chosen,
     choose,
+    fall_back,
     lower_opened,
     partitioned,
     prepare_cpu_devices,
@@ -315,7 +316,7 @@ def _lower_partitioned(ctx, *operands, exchange: Exchange, on_one_device):
 
     def partition(mesh, arguments, results):
         mesh = program_mesh(exchange.op, names, mesh, mesh_around)
-        _check_num_ranks(exchange, mesh)
+        _check_mesh(exchange, mesh)
         given = ExchangeOperands.split(arguments, exchange)
         is_free = lambda axis: axis not in names
         row_specs = [row_spec(x.sharding, len(x.shape), names, is_free) for x in given.arrays]
@@ -351,20 +352,15 @@ def _run_over_ranks(*operands, exchange: Exchange):
             f"{exchange.op}: on TPUs, arrays of all ranks need a mesh that is known before the "
             "program is compiled. Pass mesh=, or call under jax.set_mesh or inside jax.shard_map."
         )
-    _check_num_ranks(exchange, mesh)
+    _check_mesh(exchange, mesh)
     run = functools.partial(exchange.primitive.bind, exchange=exchange.inside(mesh))
     return with_manual_axes(run, names, mesh, in_specs=P(names), out_specs=P(names))(*operands)
 
 
-def _check_num_ranks(exchange: Exchange, mesh) -> None:
+def _check_mesh(exchange: Exchange, mesh) -> None:
     comm = exchange.comm
-    num_devices = int(np.prod([mesh.shape[name] for name in comm.axis_names]))
-    if num_devices != comm.num_ranks:
-        raise ValueError(
-            f"{exchange.op}: metadata is for world_size={comm.num_ranks} but axis "
-            f"{','.join(comm.axis_names)!r} has {num_devices} devices. Plan with "
-            f"world_size={num_devices}."
-        )
+    num_devices = math.prod(mesh.shape[name] for name in comm.axis_names)
+    check_world_size(exchange.op, comm.num_ranks, comm.axis_names, num_devices)
 
 
 def _sharding_rule(avals: ExchangeOperands, result_rows: list[int], num_ranks: int):
@@ -409,7 +405,7 @@ register_lowering(Operation.EXCHANGE, xla.lower, on=[XLA])
 
 def lower(ctx: Any, *operands: Any, exchange: Exchange) -> Any:
     """Lowers an exchange in one call."""
-    op, comm = exchange.op, exchange.comm
+    comm = exchange.comm
     if comm.open_axes:
         # Each device's part, inside a `shard_map` over the axes that are not manual yet.
         def on_rank(mesh):
@@ -419,8 +415,7 @@ def lower(ctx: Any, *operands: Any, exchange: Exchange) -> Any:
         return lower_opened(opened, ctx, *operands)
     choice = _choice(ctx, exchange)
     if choice.implementation in ON_GPU and (missing := _what_gpus_lack(exchange)):
-        xla_ = fall_back_to_xla(op, comm.implementation, missing)
-        choice = choice._replace(implementation=xla_)
+        choice = fall_back(choice, exchange.op, comm, missing)
     if exchange.is_global:
         here = xla.on_one_device(exchange)
         if choice.implementation in ON_GPU:

@@ -5,6 +5,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from itertools import compress
 from typing import Any, NamedTuple
 
 import jax
@@ -66,10 +67,9 @@ class Prepared(NamedTuple):
         rest, trees = iter(moved), []
         for argument in self.arguments:
             leaves = []
-            for x, dtype, moves in zip(
-                argument.arrays, argument.dtypes, argument.moves, strict=True
-            ):
-                if moves:
+            named = zip(argument.arrays, argument.dtypes, argument.moves, strict=True)
+            for x, dtype, is_moved in named:
+                if is_moved:
                     leaf = next(rest)
                 else:
                     shape = (self.num_held * argument.num_rows, *x.shape[1:])
@@ -131,9 +131,6 @@ def _prepare(
         moves = argument.moves
         if not any(moves):
             continue
-        moving = lambda values, moves=moves: [
-            x for x, is_moved in zip(values, moves, strict=True) if is_moved
-        ]
         metadata = argument.fields(options.op)
         rows = argument.arrays[0].shape[0] // factor, argument.num_rows
         num_tokens, capacity = rows if argument.sums is None else rows[::-1]
@@ -151,14 +148,14 @@ def _prepare(
         )
         fields += metadata.present()
         fingerprints += [] if argument.fingerprint is None else [argument.fingerprint]
-        for x in moving(argument.arrays):
+        for x in compress(argument.arrays, moves):
             if x.shape[0] == 0:  # padding, which the call ignores: jaxlib 0.11 takes no empty array
                 x = vary_alike([jnp.zeros((factor, *x.shape[1:]), x.dtype), x])[0]
             arrays.append(x)
         if argument.storage is not None:
-            storage += moving(jax.tree.leaves(argument.storage))
+            storage += compress(jax.tree.leaves(argument.storage), moves)
         if argument.sums is not None:
-            sums += [jnp.dtype(dtype).name for dtype in moving(argument.sums)]
+            sums += [jnp.dtype(dtype).name for dtype in compress(argument.sums, moves)]
     if not groups:
         return Prepared(None, [], [], arguments, factor)
     mesh = context.mesh if context.is_global and not context.open_axes else None

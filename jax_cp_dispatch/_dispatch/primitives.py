@@ -118,41 +118,31 @@ def _done_shapes(*operands, exchange: Exchange):
 # Metadata or fingerprints that differ per example need one exchange per example, in a loop.
 
 
-def _behind_rows(arrays: Sequence[Any], dims: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    pairs = zip(arrays, dims, strict=True)
-    moved = [x if dim is None else jnp.moveaxis(x, dim, 1) for x, dim in pairs]
-    return moved, [None if dim is None else 1 for dim in dims]
-
-
-def _batch(primitive, operands, dims, *, exchange: Exchange):
-    n = exchange.num_before_arrays
-    end = n + exchange.num_arrays  # storage is not reused
-    fields, arrays, dims = list(operands[:n]), list(operands[n:end]), list(dims[:end])
-    if all(dim is None for dim in dims[:n]):
-        arrays, dims = _behind_rows(arrays, dims[n:])
-        return primitive.bind(*fields, *arrays, exchange=exchange), dims
-    num_fields = sum(len(group.fields) for group in exchange.groups)
-    axes = set().union(*map(varying_axes, fields[:num_fields]))  # those of spmd_axis_name, too
-    operands = [*fields, *vary_alike(arrays, also=axes)]
-    return one_after_another(primitive, operands, dims, exchange=exchange)
-
-
-def _batch_start(operands, dims, *, exchange: Exchange, num_held: int):
-    params = {"exchange": exchange, "num_held": num_held}
+def _batch(primitive, operands, dims, *, exchange: Exchange, **params):
     fields, arrays, beside = _split_start(operands, exchange)
     dims_fields, dims_arrays, dims_beside = _split_start(dims, exchange)
+    is_whole = primitive is not start_p
+    if is_whole:  # storage is not reused
+        beside = dims_beside = []
     if any(dim is not None for dim in dims_fields):
-        return one_after_another(start_p, operands, dims, **params)
-    arrays, dims_arrays = _behind_rows(arrays, dims_arrays)
-    outs = start_p.bind(*fields, *arrays, *beside, **params)
-    return outs, PairValues(dims_arrays, dims_arrays, None, dims_beside).flat()
+        if is_whole:
+            num_fields = sum(len(group.fields) for group in exchange.groups)
+            axes = set().union(*map(varying_axes, fields[:num_fields]))  # of spmd_axis_name, too
+            arrays = vary_alike(arrays, also=axes)
+        operands, dims = [*fields, *arrays, *beside], [*dims_fields, *dims_arrays, *dims_beside]
+        return one_after_another(primitive, operands, dims, exchange=exchange, **params)
+    pairs = zip(arrays, dims_arrays, strict=True)
+    arrays = [x if dim is None else jnp.moveaxis(x, dim, 1) for x, dim in pairs]
+    dims = [None if dim is None else 1 for dim in dims_arrays]
+    outs = primitive.bind(*fields, *arrays, *beside, exchange=exchange, **params)
+    return outs, dims if is_whole else PairValues(dims, dims, None, dims_beside).flat()
 
 
-def _batch_done(operands, dims, *, exchange: Exchange):
+def _batch_done(primitive, operands, dims, *, exchange: Exchange):
     _, of_each = _split_done(dims, exchange)
     if of_each.held is not None:
-        return one_after_another(done_p, operands, dims, exchange=exchange)
-    outs = done_p.bind(*operands, exchange=exchange)
+        return one_after_another(primitive, operands, dims, exchange=exchange)
+    outs = primitive.bind(*operands, exchange=exchange)
     return outs, [*of_each.results, *of_each.beside]
 
 
@@ -168,10 +158,6 @@ def _spread(values: Iterable[Any], keep: Iterable[bool], otherwise: Iterable[Any
     """Returns the next value where it was kept, and the other value elsewhere."""
     rest = iter(values)
     return [next(rest) if kept else other for kept, other in zip(keep, otherwise, strict=True)]
-
-
-def _zero_tangents(outs: Iterable[Any]) -> list[Any]:
-    return [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in outs]
 
 
 def _zero_like(x: Any) -> Any:
@@ -209,17 +195,24 @@ def _adjoint(linear: ExchangeOperands, dtypes: list[Any], exchange: Exchange) ->
     return dispatch_p.bind(*operands, exchange=_transposed(exchange, None))
 
 
-def _jvp(primitive, primals, tangents, *, exchange: Exchange):
+def _jvp(primitive, primals, tangents, *, exchange: Exchange, **params):
     if any(group.has_weights for group in exchange.groups):
         raise NotImplementedError(f"{exchange.op}: forward mode is not defined. Use jax.grad.")
-    outs = primitive.bind(*primals, exchange=exchange)
-    n = exchange.num_before_arrays
-    arrays = tangents[n : n + exchange.num_arrays]
-    keep, zeros = _is_nonzero(arrays), _zero_tangents(outs)
+    outs = primitive.bind(*primals, exchange=exchange, **params)
+    fields, *_ = _split_start(primals, exchange)
+    _, arrays, beside = _split_start(tangents, exchange)
+    if primitive is not start_p:  # that is storage
+        beside = []
+    keep, work = _is_nonzero(arrays), _is_nonzero(beside)
+    zeros = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in outs[: len(outs) - len(beside)]]
+    otherwise = [*zeros, *beside]
     if not any(keep):
-        return outs, zeros
-    linear, kept = _select(primals[:n], exchange, arrays, keep)
-    return outs, _spread(primitive.bind(*linear.flat(), exchange=kept), keep, zeros)
+        return outs, otherwise
+    linear, kept = _select(fields, exchange, arrays, keep)
+    operands = *linear.flat(), *itertools.compress(beside, work)
+    moved = primitive.bind(*operands, exchange=kept, **params)
+    are_new = [*keep, *keep, True, *work] if primitive is start_p else keep
+    return outs, _spread(moved, are_new, otherwise)
 
 
 def _transpose(cotangents, *operands, exchange: Exchange):
@@ -240,22 +233,8 @@ def _adjoint_pair(exchange: Exchange, arrays: Sequence[Any]) -> Exchange:
     return _transposed(exchange, sums)
 
 
-def _jvp_start(primals, tangents, *, exchange: Exchange, num_held: int):
-    outs = start_p.bind(*primals, exchange=exchange, num_held=num_held)
-    fields, *_ = _split_start(primals, exchange)
-    _, arrays, beside = _split_start(tangents, exchange)
-    keep, work = _is_nonzero(arrays), _is_nonzero(beside)
-    otherwise = [*_zero_tangents(outs)[: 2 * len(arrays) + 1], *beside]
-    if not any(keep):
-        return outs, otherwise
-    linear, kept = _select(fields, exchange, arrays, keep)
-    operands = *linear.flat(), *itertools.compress(beside, work)
-    moved = start_p.bind(*operands, exchange=kept, num_held=num_held)
-    return outs, _spread(moved, [*keep, *keep, True, *work], otherwise)
-
-
-def _jvp_done(primals, tangents, *, exchange: Exchange):
-    outs = done_p.bind(*primals, exchange=exchange)
+def _jvp_done(primitive, primals, tangents, *, exchange: Exchange):
+    outs = primitive.bind(*primals, exchange=exchange)
     fields, _ = _split_done(primals, exchange)
     _, given = _split_done(tangents, exchange)
     keep, work = _is_nonzero(given.results), _is_nonzero(given.beside)
@@ -337,7 +316,7 @@ def _linear_only(cotangents: Sequence[Any], operands: Sequence[Any]) -> list[Any
 # ---- The primitives.
 
 
-def _register(primitive: Primitive, shapes, lowering, batch, jvp, transpose) -> None:
+def _register(primitive: Primitive, shapes, lowering, transpose, batch=_batch, jvp=_jvp) -> None:
     primitive.multiple_results = True
     primitive.def_abstract_eval(shapes)
     primitive.def_impl(functools.partial(run_alone, primitive))
@@ -345,13 +324,12 @@ def _register(primitive: Primitive, shapes, lowering, batch, jvp, transpose) -> 
     mlir.register_lowering(primitive, lowering, cacheable=primitive is not done_p)
     # Private, but the only way to make `jit` provide what a partitioned lowering needs.
     prim_requires_devices_during_lowering.add(primitive)
-    batching.primitive_batchers[primitive] = batch
-    ad.primitive_jvps[primitive] = jvp
+    batching.primitive_batchers[primitive] = functools.partial(batch, primitive)
+    ad.primitive_jvps[primitive] = functools.partial(jvp, primitive)
     ad.primitive_transposes[primitive] = transpose
 
 
-for _whole in dispatch_p, combine_p:
-    _batch_whole, _jvp_whole = (functools.partial(rule, _whole) for rule in (_batch, _jvp))
-    _register(_whole, _shapes, lower, _batch_whole, _jvp_whole, _transpose)
-_register(start_p, _start_shapes, lower_start, _batch_start, _jvp_start, _transpose_start)
-_register(done_p, _done_shapes, lower_done, _batch_done, _jvp_done, _transpose_done)
+_register(dispatch_p, _shapes, lower, _transpose)
+_register(combine_p, _shapes, lower, _transpose)
+_register(start_p, _start_shapes, lower_start, _transpose_start)
+_register(done_p, _done_shapes, lower_done, _transpose_done, _batch_done, _jvp_done)

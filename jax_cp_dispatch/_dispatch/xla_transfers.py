@@ -90,16 +90,9 @@ def read_transfers(
     capacity: int,
     fingerprint: Int32[Array, " 9"] | None = None,
 ) -> Transfers:
-    """Gathers the metadata of all ranks and checks it.
+    """Gathers the metadata of all ranks and checks it; the rest of an invalid plan is undefined.
 
-    Args:
-      metadata: one rank's view, or that of all ranks.
-      ranks: of the exchange.
-      num_tokens: rows per rank of the sender's arrays.
-      capacity: rows per rank of the receive buffers.
-      fingerprint: for which batch the plan was made, and which this rank sees.
-    Returns:
-      The plan. If it is not valid, its other fields are undefined.
+    `num_tokens` are rows per rank of the sender's arrays, `capacity` those of the receive buffers.
     """
     num_ranks = ranks.num_ranks
     metadata = _gather_metadata(metadata, ranks)
@@ -144,18 +137,11 @@ def read_transfers(
         | jnp.any(metadata.num_recv_tokens[:, :-1] != moved_from)
         | jnp.any(overlap)
     )
-    if fingerprint is not None:
-        is_valid &= _do_fingerprints_match(fingerprint, ranks.axis_names)
+    if fingerprint is not None:  # all ranks follow the plan of one batch, and see that batch
+        all_ = lax.all_gather(fingerprint, ranks.axis_names)
+        is_right = jnp.all(all_[:, 1::2] == all_[:, 2::2])
+        is_valid &= is_right & jnp.all(all_[:, 0] == all_[0, 0])
     return Transfers(dst_rank, dst_row, src_row, jnp.max(num_moved, axis=2), received, is_valid)
-
-
-def _do_fingerprints_match(
-    fingerprint: Int32[Array, " 9"], axis_names: tuple[str, ...]
-) -> Bool[Array, ""]:
-    """Whether all ranks follow the plan of one batch, and see that batch."""
-    fingerprints = lax.all_gather(fingerprint, axis_names)
-    is_right = jnp.all(fingerprints[:, 1::2] == fingerprints[:, 2::2])
-    return is_right & jnp.all(fingerprints[:, 0] == fingerprints[0, 0])
 
 
 def find_sources(plan: Transfers, rank: Array, capacity: int) -> tuple[Array, Array]:

@@ -170,12 +170,7 @@ def call_site_attributes(
 ) -> dict[str, Any]:
     """Returns the attributes `transport`, `signature` and `processes` of a custom call.
 
-    Args:
-      transport: name of the chosen one.
-      ctx: context of the lowering rule, with the operands and results of one rank.
-      comm: the ranks of the call.
-      groups: see `program_groups`.
-      what: the operation with its static parameters; arrays are appended.
+    `what` is the operation with its static parameters; arrays are appended.
     """
     arrays = " -> ".join(
         ", ".join(f"{x.dtype}[{','.join(map(str, x.shape))}]" for x in avals)
@@ -201,11 +196,7 @@ def call_site_attributes(
 def program_groups(ctx: Any, comm: Communicator) -> Groups | None:
     """Returns the devices of the ranks of the program that is being lowered.
 
-    Args:
-      ctx: of the lowering rule.
-      comm: the ranks of the call.
-    Returns:
-      None if the devices of the mesh are unknown; () for a call without ranks.
+    None if the devices of the mesh are unknown; () for a call without ranks.
     """
     if not comm.axis_names:
         return ()

@@ -103,9 +103,8 @@ def why_patterns_are_lost(job: GpuJob, slabs: Slabs) -> str | None:
 def group_by_mapping(mapped: Sequence[Sequence[bool]]) -> list[int]:
     """Returns, for each process, the first process of its group.
 
-    Args:
-      mapped: for each process, the processes whose memory it has mapped. All processes of a group
-        have mapped the same ones, so they agree on it.
+    `mapped` says for each process whose memory it has mapped. All processes of a group have mapped
+    the same ones, so they agree on it.
     """
     return [next(q for q, other in enumerate(mapped) if other == mine) for mine in mapped]
 
@@ -167,9 +166,7 @@ _OWN_BYTES = 64 << 20  # of the heap, beside the slab: NVSHMEM's own data
 def connect_nvshmem(job: GpuJob, is_named: bool) -> Slabs | str:
     """Returns the slabs; or why there are none, the same in all processes.
 
-    Args:
-      job: this process.
-      is_named: whether the user named NVSHMEM. It is then started without a trial.
+    If the user named NVSHMEM, it is started without a trial.
     """
     module, why = runtime.load_nvshmem()
     for name, value in (("NVSHMEM_DISABLE_NCCL", "1"), ("NVSHMEM_DISABLE_NVLS", "1")):
@@ -201,8 +198,7 @@ def may_network() -> bool:
 def what_hosts_lack(hosts: list[tuple[str, bool]]) -> str | None:
     """Returns which process of several hosts has no network for NVSHMEM; None if all may start it.
 
-    Args:
-      hosts: for each process, its host and whether NVSHMEM may find a network there.
+    `hosts` are, for each process, its host and whether NVSHMEM may find a network there.
     """
     if len({host for host, _ in hosts}) == 1 or all(found for _, found in hosts):
         return None
@@ -479,12 +475,8 @@ def gpu_attributes(
 ) -> dict[str, Any]:
     """Returns the attributes of the custom call of one rank that tell of all ranks.
 
-    Args:
-      memory: in which the ranks meet: "devices" of this process, or a "slab" per process.
-      ctx: of the lowering rule.
-      comm: the ranks of the call; without axes one device holds everything.
-      groups: the devices of the ranks, if they are known.
-      what: not needed.
+    `memory` is where the ranks meet: "devices" of this process, or a "slab" per process. Without
+    axes one device holds everything.
     """
     if not comm.axis_names:
         return all_ranks_here()

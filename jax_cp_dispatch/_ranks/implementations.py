@@ -328,12 +328,8 @@ def choose_implementation(
 ) -> Implementation:
     """Returns the implementation for a program lowered for `platforms`, the same in all processes.
 
-    Args:
-      op: the public operation, for error messages.
-      wanted: the caller's choice, checked; None selects the first that can serve the program.
-      groups: the devices of the ranks, by group; None if all devices form one group.
-    Raises:
-      NotImplementedError: `wanted` cannot serve these platforms or groups.
+    `wanted` is the caller's choice, checked; None selects the first that can serve the program.
+    `groups` are the devices of the ranks; None if all devices form one group.
     """
     if wanted is not None:
         refuse_if_unable(op, IMPLEMENTATIONS[wanted], platforms, groups)
@@ -374,11 +370,7 @@ def moves_beside_work(wanted: str | None) -> bool:
 
 
 def check_groups(op: str, wanted: str | None, groups: Groups | None) -> None:
-    """Rejects, before lowering, a transport between CPU devices that does not reach all ranks.
-
-    Raises:
-      NotImplementedError: `wanted` cannot serve groups of these devices.
-    """
+    """Rejects, before lowering, a transport between CPU devices that does not reach all ranks."""
     if groups is None or wanted is None or IMPLEMENTATIONS[wanted].platform != "cpu":
         return
     refuse_if_unable(op, IMPLEMENTATIONS[wanted], ["cpu"], groups)
@@ -394,11 +386,7 @@ def refuse_if_unable(
 
 
 def fall_back_to_xla(op: str, wanted: str | None, missing: str) -> Implementation:
-    """Returns XLA where the kernels of a GPU transport do not support a call; logs this once.
-
-    Raises:
-      NotImplementedError: the caller asked for the transport by name.
-    """
+    """Returns XLA where the kernels of a GPU transport do not support a call, or refuses it."""
     if wanted is not None:
         raise NotImplementedError(_refusal(op, IMPLEMENTATIONS[wanted], missing))
     say_once(f"{op}: XLA serves this call (implementation='xla'): {missing}.")

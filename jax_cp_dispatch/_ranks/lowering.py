@@ -126,11 +126,7 @@ def rank_and_group(comm: Communicator) -> list[Any]:
 def program_mesh(op: str, names: tuple[str, ...], mesh: Any, otherwise: Any) -> Any:
     """Returns the mesh on which a partitioned program runs; it must have the axes of the ranks.
 
-    Args:
-      op: the public operation, for error messages.
-      names: the axes of the ranks.
-      mesh: the mesh of `custom_partitioning`, which ignores `jax.set_mesh`.
-      otherwise: the mesh to use if that is empty.
+    That is `mesh`, of `custom_partitioning`, which ignores `jax.set_mesh`; if empty, the other.
     """
     mesh = otherwise if mesh.empty else mesh
     missing = [name for name in names if name not in mesh.axis_names]

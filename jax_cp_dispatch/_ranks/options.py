@@ -218,7 +218,7 @@ class CollectiveOptions:
 
 def read_options(
     op: str,
-    axis_name: AxisName,
+    axis_name: Any,
     mesh: Any = None,
     implementation: Any = None,
     deadline: Any = None,

@@ -130,27 +130,25 @@ cuda, cuda_reason = _load_cuda()
 """The extension for GPUs and ""; or None and the reason. It loads without a GPU."""
 
 
+def _in_wheels(*places: tuple[str, str]) -> str:
+    """Returns the first file there is, of (package, path in it); or ""."""
+    for package, path in places:
+        try:
+            spec = importlib.util.find_spec(package)
+        except ModuleNotFoundError:
+            continue
+        for folder in spec.submodule_search_locations or () if spec is not None else ():
+            if (file := pathlib.Path(folder, path)).is_file():
+                return str(file)
+    return ""
+
+
 def nvshmem_library() -> str:
     """Returns the file of NVSHMEM's library in its wheel, or "".
 
     It is opened before the extension, whose search path is wrong after `pip install --target`.
     """
-    try:
-        spec = importlib.util.find_spec("nvidia.nvshmem")
-    except ModuleNotFoundError:
-        return ""
-    for folder in spec.submodule_search_locations or () if spec is not None else ():
-        library = pathlib.Path(folder, "lib/libnvshmem_host.so.3")
-        if library.is_file():
-            return str(library)
-    return ""
-
-
-_PLACES = (
-    ("nvidia", "cu13/lib/libcublasLt.so.13"),
-    ("nvidia.cublas", "lib/libcublasLt.so.13"),
-    ("nvidia.cublas", "lib/libcublasLt.so.12"),
-)
+    return _in_wheels(("nvidia.nvshmem", "lib/libnvshmem_host.so.3"))
 
 
 @functools.cache
@@ -159,17 +157,14 @@ def open_cublaslt() -> str:
 
     The extension then finds it by name, like a library of the system or one that JAX has opened.
     """
-    for package, path in _PLACES:
-        try:
-            spec = importlib.util.find_spec(package)
-        except ModuleNotFoundError:
-            continue
-        for folder in spec.submodule_search_locations or () if spec is not None else ():
-            library = pathlib.Path(folder, path)
-            if library.is_file():
-                ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
-                return str(library)
-    return ""
+    library = _in_wheels(
+        ("nvidia", "cu13/lib/libcublasLt.so.13"),
+        ("nvidia.cublas", "lib/libcublasLt.so.13"),
+        ("nvidia.cublas", "lib/libcublasLt.so.12"),
+    )
+    if library:
+        ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
+    return library
 
 
 def load_nvshmem() -> tuple[Any, str]:

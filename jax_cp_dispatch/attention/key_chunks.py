@@ -15,6 +15,7 @@ from jax_cp_dispatch._arguments import check_integer
 from jax_cp_dispatch._arrays import divided, known_inside
 from jax_cp_dispatch._dispatch import move, outgoing
 from jax_cp_dispatch._dispatch.xla import dispatch_or_collectives
+from jax_cp_dispatch._door import door
 from jax_cp_dispatch._ranks.communicator import AxisName, num_ranks_here
 from jax_cp_dispatch._ranks.options import CollectiveOptions, read_options
 from jax_cp_dispatch.attention.local.ranges import with_rows
@@ -150,6 +151,7 @@ class KeyOrder(NamedTuple):
 Routes = tuple[tuple[int, ...], ...]
 
 
+@door("ring_exchange")
 def ring_exchange(
     x: PyTree[Shaped[Array, "..."]],
     *,
@@ -194,6 +196,7 @@ def ring_exchange(
     return jax.tree.map(lambda leaf: leaf[0], moved)
 
 
+@door("chunk_exchange")
 def chunk_exchange(
     chunks: PyTree[Shaped[Array, "C ..."]],
     out_chunk: CycleRows,

@@ -20,8 +20,6 @@ from refusals import LENGTHS, WHERE, T, W, X, check_rejected, each
 import jax_cp_dispatch as cp
 from jax_cp_dispatch import attention
 
-pytestmark = pytest.mark.usefixtures("unchecked_types")
-
 PLAN = cp.Metadata(**oracle.plan(LENGTHS, WHERE)[0], world_size=W)  # by NumPy: compiles nothing
 
 
