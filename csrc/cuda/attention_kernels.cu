@@ -1,4 +1,4 @@
-// Binds kernels/attend.h, query_gradients.h and key_gradients.h to a GPU's blocks.
+// Binds kernels/attend.h and kernels/attention_gradients.h to a GPU's blocks.
 #include <algorithm>
 
 #include "cuda/attention_kernels.h"

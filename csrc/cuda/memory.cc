@@ -1,4 +1,4 @@
-// Slabs of memory that other processes of the same host map through CUDA IPC handles.
+// Memory that several GPUs read and write: of this process, and of other processes of the host.
 #include "cuda/memory.h"
 
 #include <cuda_runtime_api.h>

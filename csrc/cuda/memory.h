@@ -1,4 +1,4 @@
-// Slabs of memory that other processes of the same host map through CUDA IPC handles.
+// Memory that several GPUs read and write: of this process, and of other processes of the host.
 #pragma once
 
 #include <cstdint>
@@ -8,6 +8,8 @@
 #include "transport/transport.h"
 
 namespace cpd {
+
+// ---- Slabs of memory that other processes of the same host map through CUDA IPC handles.
 
 Status MakeIpcSlab(int device, int64_t bytes, uint64_t* address, std::string* handle);
 Status OpenIpcSlab(int device, const std::string& handle, uint64_t* address);

@@ -1,4 +1,4 @@
-// The arrays of a GEMM's custom call: reads them in their order.
+// One call of the GEMM handler, on CPU or a GPU: its arrays, attributes, and the problem.
 #include "ffi/gemm_call.h"
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// The arrays of a GEMM's custom call, on CPU or a GPU, by name.
+// One call of the GEMM handler, on CPU or a GPU: its arrays, attributes, and the problem.
 #pragma once
 
 #include <cstdint>
@@ -11,6 +11,8 @@
 #include "xla/ffi/api/ffi.h"
 
 namespace cpd {
+
+// ---- The arrays of a GEMM's custom call, on CPU or a GPU, by name.
 
 // The operands and the results, in the order of the custom call. Absent ones have one element,
 // which is never read. On CPU the workspace has the type of partial sums.

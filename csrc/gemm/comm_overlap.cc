@@ -1,4 +1,4 @@
-// The arithmetic of a schedule on CPU.
+// GEMMs that overlap with communication: the schedules of all methods, and arithmetic on the CPU.
 #include "gemm/comm_overlap.h"
 
 #include <algorithm>

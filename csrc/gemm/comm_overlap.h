@@ -1,5 +1,4 @@
-// The arithmetic of a schedule: on CPU it runs at once, on the calling threads; on GPUs it is
-// enqueued on the stream of the current step.
+// GEMMs that overlap with communication: what a schedule of them computes with, and its recording.
 #pragma once
 
 #include <cstdint>
@@ -12,6 +11,9 @@
 #include "transport/streams.h"
 
 namespace cpd {
+
+// ---- The arithmetic of a schedule: on CPU it runs at once, on the calling threads; on GPUs it is
+// enqueued on the stream of the current step.
 
 // to [num_rows, num_columns] = the sum of the sources in order, + bias, rounded once. All sources
 // have the same layout; pitches count elements.

@@ -1,4 +1,4 @@
-// Operands of a product in memory, and blocks of them as floats.
+// GEMMs on the CPU: of matrices of one type, or of groups of rows.
 #include "gemm/gemm.h"
 
 #include <algorithm>
@@ -13,6 +13,9 @@
 #include "transport/completion_pool.h"
 
 namespace cpd {
+
+// ---- Operands of a product in memory, and blocks of them as floats.
+
 namespace {
 
 template <typename In, typename Wide>

@@ -1,4 +1,4 @@
-// The order in which tensor cores read block scales.
+// One overlapped GEMM: its shapes, types, chunks and memory, and the order of block scales.
 #include "gemm/overlap_problem.h"
 
 #include <initializer_list>

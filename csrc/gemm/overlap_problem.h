@@ -1,4 +1,4 @@
-// The order in which tensor cores read block scales.
+// One overlapped GEMM: its shapes, types, chunks and memory, and the order of block scales.
 #pragma once
 
 #include <cstdint>
@@ -7,6 +7,8 @@
 #include "gemm/gemm.h"
 
 namespace cpd {
+
+// ---- The order in which tensor cores read block scales.
 
 constexpr int64_t kLinesInTile = 128, kScalesInTile = 4;
 

@@ -1,4 +1,4 @@
-// One rank's contribution to an overlapped GEMM, and the parts of it that other processes read.
+// What ranks contribute to an overlapped GEMM, the registry of its buffers, and its plan.
 #include "gemm/plan_overlap.h"
 
 #include <algorithm>

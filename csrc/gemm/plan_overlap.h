@@ -1,4 +1,4 @@
-// One rank's contribution to an overlapped GEMM, and the parts of it that other processes read.
+// What ranks contribute to an overlapped GEMM, the registry of its buffers, and its plan.
 #pragma once
 
 #include <cstdint>
@@ -18,6 +18,9 @@
 #include "transport/transport.h"
 
 namespace cpd {
+
+// ---- One rank's contribution to an overlapped GEMM, and the parts of it that other processes
+// read.
 
 // Pointers stay valid until the exchange is over.
 class OverlapContribution final : public Contribution {
@@ -100,6 +103,7 @@ class OverlapContribution final : public Contribution {
 };
 
 // ---- The registry of communication buffers of overlapped GEMMs: the description under an id, the
+
 // memory, and the calls that use it.
 
 struct OverlapBufferSpec {

@@ -1,4 +1,4 @@
-// Scratch memory of a rank's product on a GPU.
+// A product on a GPU by cuBLASLt: its scratch memory, its description, the library, its epilogue.
 #include "gpu_schedule/cublaslt.h"
 
 #include <dlfcn.h>

@@ -1,4 +1,4 @@
-// Scratch memory of a rank's product on a GPU.
+// A product on a GPU by cuBLASLt: its scratch memory, its description, the library, its epilogue.
 #pragma once
 
 #include <cstdint>
@@ -14,6 +14,8 @@
 #include "transport/transport.h"
 
 namespace cpd {
+
+// ---- Scratch memory of a rank's product on a GPU.
 
 // In this order: cuBLASLt's workspace, transposed 8-bit operands, and sums for an epilogue in a
 // kernel.
@@ -31,6 +33,7 @@ struct GemmScratch {
 };
 
 // ---- The description of a product for cuBLASLt, which is column-major: our c = a b is c' = b' a'
+
 // there, with our b as its A.
 
 struct LtMatrix {

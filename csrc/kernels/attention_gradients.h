@@ -1,5 +1,5 @@
 // Attention to one range of keys per query, backward: what the blocks of queries
-// (query_gradients.h) and of keys (key_gradients.h) share. The former sum dq, the latter dk and dv:
+// and of keys share. The former sum dq, the latter dk and dv:
 // nothing is added atomically, and sums have a fixed order.
 #pragma once
 

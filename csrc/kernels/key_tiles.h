@@ -1,9 +1,11 @@
-// Rows of one head in global memory: read as the left of products, and written.
+// Tiles of keys that meet a tile of queries: their rows in global memory, and which of them count.
 #pragma once
 
 #include "kernels/tile.h"
 
 namespace cpd::kernels {
+
+// ---- Rows of one head in global memory: read as the left of products, and written.
 
 // Rows of one head in a dense array [batch, num_rows, num_heads, size].
 template <typename T>
@@ -165,6 +167,7 @@ CPD_DEVICE void Dot(Lanes<float> (&sums)[2], const HeadRows<const uint16_t>& lef
 }
 
 // ---- What the kernels of attention share: their operands, and the tiles of keys that queries
+
 // attend to. A block has four warps of 16 rows.
 
 constexpr int kNone = 0x7fffffff;

@@ -1,4 +1,4 @@
-// The rows that are summed to one row of their owner, and where ranks hold them.
+// `combine`: the rows that are summed to one row of their owner, and the kernels that sum them.
 #pragma once
 
 #include <type_traits>
@@ -10,6 +10,8 @@
 #include "kernels/unpack.h"
 
 namespace cpd::kernels {
+
+// ---- The rows that are summed to one row of their owner, and where ranks hold them.
 
 // Rows [begin, end) of the owner, as one rank holds them: row r is its row r + shift.
 struct Source {
@@ -149,6 +151,7 @@ struct Sources {
 };
 
 // ---- The second and the fourth kernel of `combine`: every rank exposes its rows in its channel,
+
 // and the owners pull and sum them. Rows of ranks of the same device are read where they are.
 
 // Where rows of a group lie in a channel: those of each array at `base` plus its offset.

@@ -1,4 +1,4 @@
-// Chooses among constructions which rank keeps which tokens of packed documents.
+// Places the tokens of packed documents on ranks: costs, nodes, constructions, and the choice.
 #include "planner/placement.h"
 
 #include <numeric>

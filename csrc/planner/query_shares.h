@@ -1,4 +1,5 @@
-// Which rank computes which queries of packed documents that live on their home ranks.
+// Which rank computes which queries of packed documents that live on their home ranks, and the
+// steps that change it.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Recorded spans: what each rank did and when.
+// Streams of ranks on threads, and recorded spans: what each rank did and when.
 #pragma once
 
 #include <algorithm>
@@ -19,6 +19,8 @@
 #include "transport/transport.h"
 
 namespace cpd {
+
+// ---- Recorded spans: what each rank did and when.
 
 // The monotonic clock of all spans.
 inline int64_t SteadyNanoseconds() {
@@ -73,6 +75,7 @@ class SpanRecorder {
 };
 
 // ---- Streams of ranks: recorded first, then run, each on its own thread. Of ranks in other
+
 // processes, only their puts to local ranks run here: local ranks fetch those.
 
 // How the bytes of a put reach the peer; tests replace it with a slow link.

@@ -1,4 +1,4 @@
-// Where a custom call is in its program: there its ranks meet.
+// What a CPU handler has of its program: the place where its ranks meet, and its attributes.
 #pragma once
 
 #include <cstdint>
@@ -14,6 +14,8 @@
 #include "xla/ffi/api/ffi.h"
 
 namespace cpd {
+
+// ---- Where a custom call is in its program: there its ranks meet.
 
 // The rank that runs a call.
 struct CallingRank {

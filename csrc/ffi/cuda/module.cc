@@ -19,7 +19,6 @@
 #include "cuda/overlap_queues.h"
 #include "cuda/slab.h"
 #include "ffi/cuda/handlers.h"
-#include "ffi/cuda/memory_bindings.h"
 #include "nanobind/nanobind.h"
 #include "nanobind/stl/pair.h"
 #include "nanobind/stl/string.h"
