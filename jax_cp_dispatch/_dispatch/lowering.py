@@ -420,6 +420,9 @@ register_lowering(Operation.EXCHANGE_ON_ONE_DEVICE, xla.on_one_device, on=[XLA])
 def lower(primitive: Primitive, ctx: Any, *operands: Any, exchange: Exchange) -> Any:
     """Lowers both primitives."""
     op, comm = exchange.op, exchange.comm
+    on_cpu = "cpu" in ctx.module_context.platforms
+    if exchange.by_collectives is not None and comm.implementation is None and not on_cpu:
+        return xla.lower(ctx, *operands, exchange=exchange)
     if comm.open_axes:
         opened = functools.partial(_opened, primitive, exchange=exchange)
         return lower_opened(opened, ctx, *operands)

@@ -14,7 +14,6 @@ from jaxtyping import Array, Bool, Int, Int32, PyTree, Shaped
 from jax_cp_dispatch._arguments import check_integer
 from jax_cp_dispatch._arrays import divided, known_inside
 from jax_cp_dispatch._dispatch import move, outgoing
-from jax_cp_dispatch._dispatch.xla import dispatch_or_collectives
 from jax_cp_dispatch._ranks.communicator import AxisName, num_ranks_here
 from jax_cp_dispatch._ranks.options import CollectiveOptions, read_options
 from jax_cp_dispatch.attention.local.ranges import with_rows
@@ -278,18 +277,26 @@ def move_chunks(
 
     Ranks compare a fingerprint first; XLA's collectives do not.
     """
-    by_collectives = _ByCollectives(routes, exchange.axis_name)
-    by_xla = lambda moved: _of_leaves(by_collectives, moved[0])
-    by_dispatch = lambda moved: _by_dispatch(exchange, moved[0], moved[1], by_collectives)
-    return dispatch_or_collectives(exchange, (chunks, fingerprint), by_dispatch, by_xla)
+    num_chunks, num_ranks = len(routes), len(routes[0])
+    to = np.asarray(routes, np.int32).T  # [rank, chunk]
+    moves = to >= 0
+    received = np.zeros((num_ranks, num_ranks + 1), np.uint32)
+    sender = np.broadcast_to(np.arange(num_ranks)[:, None], to.shape)
+    np.add.at(received, (to[moves], sender[moves]), 1)
+    received[:, -1] = received.sum(1)
+    plan = Metadata(  # each chunk is one token, and each token one shard
+        dst_rank=to,
+        dst_offset=np.where(moves, np.arange(num_chunks), 0).astype(np.uint32),
+        seq_len=np.ones(to.shape, np.uint32),
+        num_recv_tokens=received,
+        world_size=num_ranks,
+    )
+    sent = outgoing(exchange.op, "chunks", chunks, plan, capacity=num_chunks)
+    sent = sent._replace(fingerprint=fingerprint)
+    return move(exchange, [sent], _Permutation(routes, exchange.axis_name))[0]
 
 
-def _of_leaves(move, chunks):
-    leaves, tree = jax.tree.flatten(chunks)
-    return jax.tree.unflatten(tree, move(leaves))
-
-
-class _ByCollectives(NamedTuple):
+class _Permutation(NamedTuple):
     """One all-to-all if every rank sends to all others, which uses all links at once.
 
     Otherwise, in rings and between nodes, one collective-permute for each chunk.
@@ -298,7 +305,6 @@ class _ByCollectives(NamedTuple):
     routes: Routes
     axis_name: AxisName
 
-    @jax.named_scope("cpd.exchange")
     def __call__(self, arrays: Sequence[Array]) -> list[Array]:
         num_chunks, num_ranks = len(self.routes), len(self.routes[0])
         peers = np.asarray(self.routes).T  # [rank, chunk]
@@ -311,7 +317,7 @@ class _ByCollectives(NamedTuple):
             jnp.stack([permute(x[chunk], arcs) for chunk, arcs in enumerate(pairs)]) for x in arrays
         ]
 
-    def transposed(self) -> _ByCollectives:
+    def transposed(self) -> _Permutation:
         return self._replace(routes=reverse(self.routes))
 
 
@@ -325,27 +331,6 @@ def _by_all_to_all(arrays, peers, axis_name):
     outgoing, incoming = jnp.asarray(chunk_for)[rank], jnp.asarray(sender)[rank]
 
     return [lax.all_to_all(x[outgoing], axis_name, 0, 0)[incoming] for x in arrays]
-
-
-def _by_dispatch(exchange: CollectiveOptions, chunks: Any, fingerprint, by_collectives):
-    """Moves chunks by `dispatch`: each chunk is one token, and each token one shard."""
-    routes = by_collectives.routes
-    num_chunks, num_ranks = len(routes), len(routes[0])
-    to = np.asarray(routes, np.int32).T  # [rank, chunk]
-    moves = to >= 0
-    received = np.zeros((num_ranks, num_ranks + 1), np.uint32)
-    sender = np.broadcast_to(np.arange(num_ranks)[:, None], to.shape)
-    np.add.at(received, (to[moves], sender[moves]), 1)
-    received[:, -1] = received.sum(1)
-    plan = Metadata(
-        dst_rank=to,
-        dst_offset=np.where(moves, np.arange(num_chunks), 0).astype(np.uint32),
-        seq_len=np.ones(to.shape, np.uint32),
-        num_recv_tokens=received,
-        world_size=num_ranks,
-    )
-    argument = outgoing(exchange.op, "chunks", chunks, plan, capacity=num_chunks)
-    return move(exchange, [argument._replace(fingerprint=fingerprint)], by_collectives)[0]
 
 
 # ---- Schedules: which rank holds which chunks of keys and values at each step, and their routes.

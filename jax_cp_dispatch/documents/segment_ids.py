@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Int, Int32, Integer, PyTree
 from jax_cp_dispatch._arguments import check_array, clip_to_int32, is_on_host
 from jax_cp_dispatch._arrays import are_all, running_max, running_maxima
 from jax_cp_dispatch._dispatch import move, outgoing
-from jax_cp_dispatch._dispatch.xla import dispatch_or_collectives
+from jax_cp_dispatch._dispatch.xla import AllGather
 from jax_cp_dispatch._ranks.options import CollectiveOptions, vary_alike
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.mask import gathered
@@ -234,19 +234,9 @@ def gather_sequence(
     if num_ranks == 1 or not leaves:
         return arrays
     arrays = structure.unflatten(vary_alike(leaves, also=exchange.axis_names))
-    by_xla = lambda arrays: jax.tree.map(
-        lambda x: lax.all_gather(x, exchange.axis_name, axis=1, tiled=True), arrays
-    )
-    by_dispatch = lambda arrays: _by_dispatch(exchange, arrays, num_ranks)
-    return dispatch_or_collectives(exchange, arrays, by_dispatch, by_xla)
-
-
-def _by_dispatch(exchange: CollectiveOptions, arrays: Any, num_ranks: int):
-    """Sends this rank's arrays to all ranks as one token, to the row of its number."""
-    plan = plan_to_all(num_ranks)
     tokens = jax.tree.map(lambda x: x[None], arrays)
-    ids = outgoing(exchange.op, "segment_ids", tokens, plan, capacity=num_ranks)
-    (gathered,) = move(exchange, [ids])
+    sent = outgoing(exchange.op, "segment_ids", tokens, plan_to_all(num_ranks), capacity=num_ranks)
+    (gathered,) = move(exchange, [sent], AllGather(exchange.axis_name))
     in_columns = lambda x: jnp.moveaxis(x, 0, 1).reshape(x.shape[1], num_ranks * x.shape[2])
     return jax.tree.map(in_columns, gathered)
 

@@ -16,8 +16,7 @@ from jaxtyping import Array, Float, Int, Int32, Shaped
 
 from jax_cp_dispatch._arrays import sum_dtype
 from jax_cp_dispatch._dispatch import move, outgoing, returning
-from jax_cp_dispatch._dispatch.xla import dispatch_or_collectives
-from jax_cp_dispatch._ranks.communicator import AxisName
+from jax_cp_dispatch._dispatch.xla import AllGather, AllToAll
 from jax_cp_dispatch._ranks.options import CollectiveOptions, vary_alike, vary_like
 from jax_cp_dispatch._residuals import named_context, named_context_received
 from jax_cp_dispatch.attention.algorithms.algorithm import Algorithm, Call
@@ -80,16 +79,12 @@ class HeadExchange(NamedTuple):
         """Returns the rows of all ranks, in the order of the sequence."""
         if self.num_ranks == 1:
             return list(rows)
-        collectives, op = _AllGather(self.exchange.axis_name), self.exchange.op
-
-        def by_dispatch(rows: list[Array]) -> list[Array]:
-            plan = plan_to_all(self.num_ranks)
-            sent = outgoing(op, "latents", rows, plan, capacity=self.num_ranks)
-            return move(self.exchange, [sent], collectives)[0]
-
-        by_xla = lambda rows: collectives(rows)
-        parts = [x[None] for x in rows]
-        parts = dispatch_or_collectives(self.exchange, parts, by_dispatch, by_xla)
+        sent = outgoing(
+            self.exchange.op,
+            *("latents", [x[None] for x in rows], plan_to_all(self.num_ranks)),
+            capacity=self.num_ranks,
+        )
+        parts = move(self.exchange, [sent], AllGather(self.exchange.axis_name))[0]
         return [self._in_sequence_order(_one_after_the_other(x)) for x in parts]
 
     def sums_of_all(
@@ -99,15 +94,9 @@ class HeadExchange(NamedTuple):
         if self.num_ranks == 1:
             return list(rows)
         parts = [self._by_ranks(self._in_stored_order(x)) for x in rows]
-        collectives, op = _AllGather(self.exchange.axis_name).transposed(), self.exchange.op
-
-        def by_dispatch(parts: list[Array]) -> list[Array]:
-            plan = plan_to_all(self.num_ranks)
-            returned = returning(op, "latents", parts, plan, num_tokens=1)
-            return move(self.exchange, [returned], collectives)[0]
-
-        by_xla = lambda parts: collectives(parts)
-        moved = dispatch_or_collectives(self.exchange, parts, by_dispatch, by_xla)
+        plan, sums = plan_to_all(self.num_ranks), AllGather(self.exchange.axis_name, sums=True)
+        returned = returning(self.exchange.op, "latents", parts, plan, num_tokens=1)
+        moved = move(self.exchange, [returned], sums)[0]
         return [x[0] for x in moved]
 
     def _by_heads(self, x: Array) -> Float[Array, "W B T _ _"]:
@@ -128,10 +117,18 @@ class HeadExchange(NamedTuple):
 
     def _move(self, parts: list[Array], fingerprint: Array | None = None) -> list[Array]:
         """Sends part c of rank r to rank c, as its part r."""
-        by_collectives = _AllToAll(self.exchange.axis_name)
-        by_xla = lambda moved: by_collectives(moved[0])
-        by_dispatch = lambda moved: _by_dispatch(self.exchange, moved[0], moved[1], by_collectives)
-        return dispatch_or_collectives(self.exchange, (parts, fingerprint), by_dispatch, by_xla)
+        n = self.num_ranks
+        shape, rank = (n, n), np.arange(n)
+        plan = Metadata(  # each part is one token, and each token one shard
+            dst_rank=np.broadcast_to(rank.astype(np.int32), shape),
+            dst_offset=np.broadcast_to(rank.astype(np.uint32)[:, None], shape),
+            seq_len=np.ones(shape, np.uint32),
+            num_recv_tokens=np.append(np.ones(shape, np.uint32), np.full((n, 1), n, np.uint32), 1),
+            world_size=n,
+        )
+        sent: Any = outgoing(self.exchange.op, "heads", parts, plan, capacity=n)
+        sent = sent._replace(fingerprint=fingerprint)
+        return move(self.exchange, [sent], AllToAll(self.exchange.axis_name))[0]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -159,69 +156,6 @@ repeat_heads.defvjp(_repeat_forward, _repeat_backward)
 
 def _one_after_the_other(x: Float[Array, "W B T _ _"]) -> Float[Array, "B WT _ _"]:
     return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])
-
-
-class _AllToAll(NamedTuple):
-    """XLA's all-to-all of each array; its transpose is itself."""
-
-    axis_name: AxisName
-
-    @jax.named_scope("cpd.exchange")
-    def __call__(self, arrays: Sequence[Array]) -> list[Array]:
-        return [lax.all_to_all(x, self.axis_name, 0, 0) for x in arrays]
-
-    def transposed(self) -> _AllToAll:
-        return self
-
-
-class _AllGather(NamedTuple):
-    """XLA's all-gather of arrays with one row; its transpose sums the rows of all ranks."""
-
-    axis_name: AxisName
-
-    @jax.named_scope("cpd.exchange")
-    def __call__(self, arrays: Sequence[Array]) -> list[Array]:
-        return [lax.all_gather(x, self.axis_name, tiled=True) for x in arrays]
-
-    def transposed(self) -> _SumScatter:
-        return _SumScatter(self.axis_name)
-
-
-class _SumScatter(NamedTuple):
-    """The transpose of `_AllGather`; integers, which have no derivative, do not come here."""
-
-    axis_name: AxisName
-
-    @jax.named_scope("cpd.exchange")
-    def __call__(self, arrays: Sequence[Array]) -> list[Array]:
-        wide = [x.astype(sum_dtype(x.dtype)) for x in arrays]
-        return [lax.psum_scatter(x, self.axis_name, tiled=True) for x in wide]
-
-    def transposed(self) -> _AllGather:
-        return _AllGather(self.axis_name)
-
-
-def _by_dispatch(
-    exchange: CollectiveOptions,
-    parts: list[Array],
-    fingerprint: Array | None,
-    by_collectives: _AllToAll,
-):
-    """Moves the parts by one `dispatch`: each part is one token, and each token one shard."""
-    num_ranks = parts[0].shape[0]
-    shape = (num_ranks, num_ranks)
-    rank = np.arange(num_ranks)
-    plan = Metadata(
-        dst_rank=np.broadcast_to(rank.astype(np.int32), shape),
-        dst_offset=np.broadcast_to(rank.astype(np.uint32)[:, None], shape),
-        seq_len=np.ones(shape, np.uint32),
-        num_recv_tokens=np.concatenate(
-            [np.ones(shape, np.uint32), np.full((num_ranks, 1), num_ranks, np.uint32)], axis=1
-        ),
-        world_size=num_ranks,
-    )
-    argument: Any = outgoing(exchange.op, "heads", parts, plan, capacity=num_ranks)
-    return move(exchange, [argument._replace(fingerprint=fingerprint)], by_collectives)[0]
 
 
 # ---- Heads shared over the last mesh axis, and another algorithm over the axes before it (USP).
