@@ -302,7 +302,7 @@ def attention_loss(algorithm):
 @pytest.mark.parametrize("algorithm", ATTENTION)
 def test_scopes_of_attention(algorithm):
     loss, *operands = attention_loss(algorithm)
-    expected = {"dispatch", "sort"} | ATTENTION[algorithm]
+    expected = {"dispatch", "combine", "sort"} | ATTENTION[algorithm]
     assert found(jax.grad(loss), *operands) == expected
 
 
