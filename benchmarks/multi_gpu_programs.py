@@ -19,10 +19,10 @@ import numpy as np
 
 from jax_cp_dispatch import available_implementations
 from jax_cp_dispatch._dispatch.arguments import Exchange, groups_by_array, read_operands
-from jax_cp_dispatch._measuring import call_seconds
 from jax_cp_dispatch._ranks.implementations import default_platform
 from jax_cp_dispatch._ranks.job import is_in_job, publish_and_read_all
 from jax_cp_dispatch.gpu import raise_gpu_errors
+from jax_cp_dispatch.tools import call_seconds
 
 SAMPLE = 0.02  # seconds; a sample has as many calls, up to MOST_CALLS
 LONGEST = 20.0  # seconds of all samples of a program

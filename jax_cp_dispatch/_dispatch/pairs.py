@@ -154,7 +154,7 @@ class PairValues(NamedTuple):
 
 
 def num_held(fields: Iterable[Any]) -> int:
-    """Returns the floats that hold copies of the rank and the fields; see kernels/held_fields.h."""
+    """Returns the floats that hold copies of the rank and the fields; see kernels/prepare.h."""
     return 4 + sum(-(-x.size * x.dtype.itemsize // 16) * 4 for x in fields)
 
 

@@ -350,7 +350,7 @@ def refuse_here(op: str) -> None:
     refuse_alone(op)
 
 
-def check_implementation(op: str, wanted: str | None) -> None:
+def check_implementation(op: str, wanted: Any) -> None:
     """Rejects an unknown implementation, and every call that `refuse_here` rejects."""
     refuse_here(op)
     if wanted is not None and wanted not in IMPLEMENTATIONS:

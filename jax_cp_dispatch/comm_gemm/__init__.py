@@ -14,7 +14,6 @@ Three words mean three things here:
 
 from jax_cp_dispatch.comm_gemm._gemm import gemm
 from jax_cp_dispatch.comm_gemm._grouped_gemm import grouped_gemm
-from jax_cp_dispatch.comm_gemm._overlap_profile import OverlapProfile, overlap_profile
 from jax_cp_dispatch.comm_gemm.buffers import (
     CommOverlapBuffer,
     CommOverlapConfig,
@@ -47,7 +46,6 @@ __all__ = [
     "CommOverlapType",
     "DelayedScaling",
     "MatmulScaling",
-    "OverlapProfile",
     "Quantized",
     "ScalingMode",
     "all_gather_matmul",
@@ -61,7 +59,6 @@ __all__ = [
     "grouped_gemm",
     "list_comm_overlap_buffers",
     "matmul_reduce_scatter",
-    "overlap_profile",
     "pad_scales",
     "quantize",
     "swizzle_scales",
