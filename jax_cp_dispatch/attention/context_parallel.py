@@ -17,11 +17,11 @@ from jax_cp_dispatch._arguments import HostOrDevice, is_on_host
 from jax_cp_dispatch._door import door
 from jax_cp_dispatch._ranks.communicator import AxisName, check_axis_name, check_mesh
 from jax_cp_dispatch._ranks.options import is_on_rank, read_options, vary_alike
-from jax_cp_dispatch.attention.algorithms import Algorithm, Call, attend_unless_empty, refuse
-from jax_cp_dispatch.attention.choose import Auto, Sizes, read_algorithm
+from jax_cp_dispatch.attention.algorithms import Algorithm, refuse, run_unless_empty
+from jax_cp_dispatch.attention.choose import Auto, read_algorithm
 from jax_cp_dispatch.attention.local.options import check_softmax
 from jax_cp_dispatch.attention.operands import (
-    AttentionOptions,
+    Call,
     Operands,
     Outputs,
     check_rows,
@@ -182,14 +182,15 @@ def context_parallel_attention(
         axes = find_axes(_OP, *moved, given=given_axes, covers_batch=is_of_all(given.plan))
     check_rows(_OP, operands, *given.packed[1:])
     check_softmax(_OP, scale, logit_soft_cap)
-    options = AttentionOptions(
-        read_options(
-            _OP,
-            axis_name,
-            implementation=implementation,
-            deadline=deadline,
-            num_comm_sm=num_comm_sm,
-        ),
+    check_mask_arrays(_OP, given.packed.mask, q.shape[:2])
+    if axes is not None and expansion is not None:
+        sharing = chosen.head_axes(axes.sequence)
+        check_specs(_OP, expansion, operands.weights, axes, sharing)
+    exchange = {"deadline": deadline, "num_comm_sm": num_comm_sm}
+    call = Call(
+        read_options(_OP, axis_name, implementation=implementation, **exchange),
+        tuple(map(lax.axis_size, names)) if axes is None or on_rank else axes.sizes,
+        q.shape[2] // (1 if axes is None else axes.num_devices(axes.heads)),
         order=given.order,
         scale=scale,
         logit_soft_cap=logit_soft_cap,
@@ -197,101 +198,84 @@ def context_parallel_attention(
         return_max_logits=return_max_logits,
         expansion=expansion,
     )
-    check_mask_arrays(_OP, given.packed.mask, q.shape[:2])
-    if axes is not None and expansion is not None:
-        sharing = chosen.head_axes(axes.sequence)
-        check_specs(_OP, expansion, operands.weights, axes, sharing)
     run: Callable[..., Outputs] = _on_rank if on_rank else _on_global_arrays
-    return options.returned(run(chosen, options, operands, given, axes))
+    return call.returned(run(chosen, call, operands, given, axes))
 
 
 def _on_rank(
     algorithm: Algorithm | Auto,
-    options: AttentionOptions,
+    call: Call,
     operands: Operands,
     given: GivenDocuments,
     axes: MeshAxes | None,
 ) -> Outputs:
     """Computes attention of this rank's rows, which explicit axes may shard."""
-    (packed, _, plan, _), axis_name = given, options.exchange.axis_name
-    (_, T, N), num_ranks = operands.q.shape[:3], lax.axis_size(axis_name)
-    devices = (1, 1) if axes is None else (axes.num_groups, axes.num_devices(axes.heads))
-    given.check_ranks(_OP, T * num_ranks, num_ranks, f"axis {axis_name!r} has {num_ranks} ranks")
+    (packed, _, plan, _), axis_name = given, call.exchange.axis_name
+    num_tokens = operands.q.shape[1] * call.num_ranks
+    ranks = f"axis {axis_name!r} has {call.num_ranks} ranks"
+    given.check_ranks(_OP, num_tokens, call.num_ranks, ranks)
     if plan is None:
         documents = read_documents(_OP, packed.segment_ids, packed.positions)
         packed = PackedMask(packed.mask, *documents)
     if isinstance(algorithm, Auto):
-        sizes = Sizes(num_ranks, T * num_ranks, *devices)
-        algorithm, plan = algorithm.choose(options, operands, packed, plan, sizes)
-    axis_sizes = tuple(map(lax.axis_size, options.exchange.axis_names))
-    refuse(_OP, algorithm, Call(options, axis_sizes, N // devices[1], packed.mask, plan))
+        num_groups = 1 if axes is None else axes.num_groups
+        sizes = {"num_tokens": num_tokens, "num_groups": num_groups}
+        algorithm, plan = algorithm.choose(call, operands, packed, plan, **sizes)
+    refuse(algorithm, call, packed.mask, plan)
     if axes is None:
-        return attend_unless_empty(algorithm, options, operands, packed, plan)
-    return _program(operands, plan, packed, algorithm=algorithm, options=options, axes=axes)
+        return run_unless_empty(algorithm, call, operands, packed, plan)
+    return _program(operands, plan, packed, algorithm=algorithm, call=call, axes=axes)
 
 
 def _on_global_arrays(
     algorithm: Algorithm | Auto,
-    options: AttentionOptions,
+    call: Call,
     operands: Operands,
     given: GivenDocuments,
     axes: MeshAxes,
 ) -> Outputs:
     """Pads the tokens, plans what is known, and runs one program on all ranks."""
     packed, _, plan, _ = given
-    q, num_ranks = operands.q, axes.num_ranks
-    given.check_ranks(_OP, q.shape[1], num_ranks, axes.described)
-    num_heads = q.shape[2] // axes.num_devices(axes.heads)
-    _check_plan(options, axes, q.shape[1], plan)
+    (B, T), num_ranks = operands.q.shape[:2], call.num_ranks
+    given.check_ranks(_OP, T, num_ranks, axes.described)
+    _check_plan(call, axes, T, plan)
     if not isinstance(algorithm, Auto):
-        refuse(_OP, algorithm, Call(options, axes.sizes, num_heads, packed.mask, plan))
-    packed = _read_known(options, packed, plan, num_ranks)
-    num_tokens = q.shape[1]
-    missing = -num_tokens % num_ranks
+        refuse(algorithm, call, packed.mask, plan)
+    if plan is None:  # else `Documents` come with it, that were read
+        order: Any = {"layout": call.order.layout, "num_ranks": num_ranks}
+        packed = PackedMask(packed.mask, *read_sequences(_OP, *packed[1:], **order))
+        check_known_mask(_OP, packed, **order)
+    missing = -T % num_ranks
     if missing and plan is None:
-        packed = packed.with_segment_ids(q.shape[:2])
-    q, k, v = pad_tokens((q, operands.k, operands.v), missing)
+        packed = packed.with_segment_ids((B, T))
+    q, k, v = pad_tokens((operands.q, operands.k, operands.v), missing)
     operands, packed = operands._replace(q=q, k=k, v=v), pad_tokens(packed, missing)
     if isinstance(algorithm, Auto):
-        head_devices = axes.num_devices(axes.heads)
-        sizes = Sizes(num_ranks, num_tokens + missing, axes.num_groups, head_devices)
-        algorithm, plan = algorithm.choose(options, operands, packed, plan, sizes)
-        refuse(_OP, algorithm, Call(options, axes.sizes, num_heads, packed.mask, plan))
+        sizes = {"num_tokens": T + missing, "num_groups": axes.num_groups}
+        algorithm, plan = algorithm.choose(call, operands, packed, plan, **sizes)
+        refuse(algorithm, call, packed.mask, plan)
     is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(packed))
     if plan is None and not (is_traced or axes.batch or has_no_tokens(operands)):
-        plan = algorithm.plan_before(packed.with_segment_ids(operands.q.shape[:2]), num_ranks)
+        plan = algorithm.plan_before(packed.with_segment_ids((B, T + missing)), num_ranks)
     if plan is not None and given.plan is None:
         packed = PackedMask(plan.mask)  # nothing to compare
     if all(map(is_on_host, jax.tree.leaves(packed))):
-        options = dataclasses.replace(options, checks_order=False)  # checked above
-    outputs = _program(operands, plan, packed, algorithm=algorithm, options=options, axes=axes)
+        call = dataclasses.replace(call, checks_order=False)  # checked above
+    outputs = _program(operands, plan, packed, algorithm=algorithm, call=call, axes=axes)
     if missing:
-        out, lse = cut_tokens((outputs.out, outputs.lse), num_tokens, axes.mesh)
+        out, lse = cut_tokens((outputs.out, outputs.lse), T, axes.mesh)
         outputs = outputs._replace(out=out, lse=lse)
     return outputs
 
 
-def _read_known(
-    options: AttentionOptions, packed: PackedMask, plan: Any, num_ranks: int
-) -> PackedMask:
-    """Checks ids, positions and masks that are known on the host."""
-    if plan is not None:  # with which `Documents` come, that were read
-        return packed
-    mask, *documents = packed
-    order: Any = {"layout": options.order.layout, "num_ranks": num_ranks}
-    packed = PackedMask(mask, *read_sequences(_OP, *documents, **order))
-    check_known_mask(_OP, packed, **order)
-    return packed
-
-
-@partial(jax.jit, static_argnames=("algorithm", "options", "axes"))
+@partial(jax.jit, static_argnames=("algorithm", "call", "axes"))
 def _program(
     operands: Operands,
     plan: Any,
     packed: PackedMask,
     *,
     algorithm: Algorithm,
-    options: AttentionOptions,
+    call: Call,
     axes: MeshAxes,
 ) -> Outputs:
     """Computes attention of all ranks."""
@@ -299,31 +283,31 @@ def _program(
     rows = P(*sequence, axes.heads)
     of_plan = sequence if is_stack(plan) else P(axes.sequence)
     of_keys, of_weights = rows, P()
-    if options.expansion is None:
+    if call.expansion is None:
         k, v = (axes.repeat_kv_heads(x, operands.q.shape[2]) for x in operands.moved)
         operands = operands._replace(k=k, v=v)
     else:
-        of_keys, of_weights = sequence, options.expansion.specs
+        of_keys, of_weights = sequence, call.expansion.specs
         sharing = algorithm.head_axes(axes.sequence)
-        expansion = with_own_heads(options.op, options.expansion, operands, axes, sharing)
-        options = dataclasses.replace(options, expansion=expansion)
+        expansion = with_own_heads(call.op, call.expansion, operands, axes, sharing)
+        call = dataclasses.replace(call, expansion=expansion)
     of_operands = Operands(rows, of_keys, of_keys, P(axes.heads), of_weights)
     out_specs = Outputs(
         rows,
-        rows if options.return_lse else None,
-        P(axes.heads) if options.return_max_logits else None,
+        rows if call.return_lse else None,
+        P(axes.heads) if call.return_max_logits else None,
     )
 
-    def attend(*sharded: Any) -> Outputs:
+    def attend_on_rank(*sharded: Any) -> Outputs:
         *arrays, plan, packed = sharded
-        outputs = attend_unless_empty(algorithm, options, Operands(*arrays), packed, plan)
+        outputs = run_unless_empty(algorithm, call, Operands(*arrays), packed, plan)
         if outputs.max_logits is None or not axes.batch:
             return outputs
         (largest,) = vary_alike([lax.stop_gradient(outputs.max_logits)], also=axes.batch)
         return outputs._replace(max_logits=lax.pmax(largest, axes.batch))
 
     return on_all_ranks(
-        attend,
+        attend_on_rank,
         (*operands, plan, packed),
         axes=axes,
         in_specs=(*of_operands, of_plan, sequence),
@@ -332,9 +316,9 @@ def _program(
     )
 
 
-def _check_plan(options: AttentionOptions, axes: MeshAxes, num_tokens: int, plan: Any) -> None:
+def _check_plan(call: Call, axes: MeshAxes, num_tokens: int, plan: Any) -> None:
     """Requires that order and plan match the tokens, the ranks and the other arguments."""
-    if (plan is not None or options.order.layout == "zigzag") and num_tokens % axes.num_ranks:
+    if (plan is not None or call.order.layout == "zigzag") and num_tokens % axes.num_ranks:
         raise ValueError(
             f"{_OP}: T is {num_tokens} but {axes.described}, which must divide it with a plan, and "
             "in zigzag order. Pad the tokens (segment 0 is padding) before you plan or reorder "

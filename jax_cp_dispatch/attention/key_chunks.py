@@ -51,7 +51,7 @@ class Chunking(NamedTuple):
         lengths = np.clip(self.layout.lengths - first, 0, self.piece_rows)  # chunk, rank, block
         return int(lengths.sum(2).max(1).sum())
 
-    def cut(self, x: Shaped[Array, "B rows K H"]) -> Shaped[Array, "C B*K chunk_rows H"]:
+    def tile(self, x: Shaped[Array, "B rows K H"]) -> Shaped[Array, "C B*K chunk_rows H"]:
         C, P = self.num_chunks, self.layout.num_blocks
         B, _, K, H = x.shape
         x = x.reshape(B, P, self.layout.block_rows, K, H)
@@ -59,7 +59,7 @@ class Chunking(NamedTuple):
         x = x.reshape(B, P, C, self.piece_rows, K, H)
         return jnp.transpose(x, (2, 0, 4, 1, 3, 5)).reshape(C, B * K, self.chunk_rows, H)
 
-    def uncut(
+    def untile(
         self, x: Shaped[Array, "C M chunk_rows H"], batch: int
     ) -> Shaped[Array, "B rows K H"]:
         C, P = self.num_chunks, self.layout.num_blocks

@@ -20,7 +20,6 @@ from jax_cp_dispatch._ranks.options import CollectiveOptions, vary_alike
 from jax_cp_dispatch.attention.local.blockwise import SoftmaxGradients
 from jax_cp_dispatch.attention.local.options import check_heads
 from jax_cp_dispatch.attention.local.passes import forbid_second_derivative, in_reverse_only
-from jax_cp_dispatch.attention.local.ranges import accumulator
 from jax_cp_dispatch.documents.segment_ids import check_documents
 from jax_cp_dispatch.global_call import MeshAxes, OwnHeads, kv_copies
 from jax_cp_dispatch.masks.mask import PACKED, Order
@@ -103,13 +102,13 @@ def has_no_tokens(operands: Operands) -> bool:
     return 0 in operands.q.shape[:2]
 
 
-def empty_outputs(operands: Operands, v: Any, return_lse: bool, return_max_logits: bool) -> Outputs:
-    """Returns the outputs of no tokens, whose values have the shape of `v`."""
-    q = operands.q
+def empty_outputs(call: Call, operands: Operands) -> Outputs:
+    """Returns the outputs of no tokens."""
+    q, (_, v) = operands.q, key_shapes(call.expansion, operands)
     B, T, N, _ = q.shape
-    dtype = accumulator(q)
-    lse = jnp.full((B, T, N), -jnp.inf, dtype) if return_lse else None
-    max_logits = jnp.full(N, -jnp.inf, dtype) if return_max_logits else None
+    dtype = sum_dtype(q.dtype)
+    lse = jnp.full((B, T, N), -jnp.inf, dtype) if call.return_lse else None
+    max_logits = jnp.full(N, -jnp.inf, dtype) if call.return_max_logits else None
     return Outputs(jnp.zeros((B, T, N, v.shape[3]), q.dtype), lse, max_logits)
 
 
@@ -329,17 +328,17 @@ def key_shapes(expansion: Expansion | None, operands: Operands) -> tuple[Any, An
     return Shape((B, T, *k.shape[1:]), k.dtype), Shape((B, T, *v.shape[1:]), v.dtype)
 
 
-# ---- The options of one call of attention over a mesh axis, made at the call.
-#
-# Options of a single algorithm are its own, in `algorithms/`.
+# ---- One call of attention over a mesh axis, made at its door.
 
 
 @dataclasses.dataclass(frozen=True)
-class AttentionOptions:
-    """The options of every algorithm, checked; static.
+class Call:
+    """A call without its arrays: checked, static, and passed whole to all that serve it.
 
     Attributes:
-      exchange: the checked options of the exchanges, with the op and the axis.
+      exchange: the checked options of the exchanges, with the op and the axes.
+      axis_sizes: devices of each axis that shares the sequence.
+      num_heads: query heads of one device.
       order: of the tokens.
       scale, logit_soft_cap, return_lse, return_max_logits: see
         `context_parallel_attention`.
@@ -349,6 +348,8 @@ class AttentionOptions:
     """
 
     exchange: CollectiveOptions
+    axis_sizes: tuple[int, ...]
+    num_heads: int
     order: Order = PACKED
     scale: float | None = None
     logit_soft_cap: float | None = None
@@ -360,6 +361,17 @@ class AttentionOptions:
     @property
     def op(self) -> str:
         return self.exchange.op
+
+    @property
+    def num_ranks(self) -> int:
+        """Devices that share the sequence."""
+        return math.prod(self.axis_sizes)
+
+    @property
+    def softmax(self) -> dict[str, Any]:
+        """Returns the options of local attention."""
+        names = ("scale", "logit_soft_cap", "return_max_logits")
+        return {name: getattr(self, name) for name in names}
 
     def returned(self, outputs: Outputs) -> Any:
         """Returns what the caller asked for: the output alone, or a tuple."""
