@@ -38,7 +38,7 @@ from jax_cp_dispatch.attention.algorithms import (
 )
 from jax_cp_dispatch.attention.algorithms.algorithm import Batch, RankProgram, Shape
 from jax_cp_dispatch.attention.choose import Auto, read_algorithm
-from jax_cp_dispatch.attention.local.options import check_softmax
+from jax_cp_dispatch.attention.local.ranges import check_softmax
 from jax_cp_dispatch.attention.operands import Call, Operands, check_rows
 from jax_cp_dispatch.attention.rotating import (
     Rotation,

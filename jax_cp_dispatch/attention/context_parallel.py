@@ -19,7 +19,7 @@ from jax_cp_dispatch._ranks.communicator import AxisName, check_axis_name, check
 from jax_cp_dispatch._ranks.options import is_on_rank, read_options, vary_alike
 from jax_cp_dispatch.attention.algorithms import Algorithm, refuse, run_unless_empty
 from jax_cp_dispatch.attention.choose import Auto, read_algorithm
-from jax_cp_dispatch.attention.local.options import check_softmax
+from jax_cp_dispatch.attention.local.ranges import check_softmax
 from jax_cp_dispatch.attention.operands import (
     Call,
     Operands,

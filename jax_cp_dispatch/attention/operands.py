@@ -16,10 +16,9 @@ from jaxtyping import Array, Float, PyTree, Shaped
 from jax_cp_dispatch._arguments import HostOrDevice
 from jax_cp_dispatch._arrays import sum_dtype
 from jax_cp_dispatch._door import check_annotated
-from jax_cp_dispatch._ranks.options import CollectiveOptions, vary_alike
-from jax_cp_dispatch.attention.local.blockwise import SoftmaxGradients
-from jax_cp_dispatch.attention.local.options import check_heads
+from jax_cp_dispatch._ranks.options import CollectiveOptions, vary_together
 from jax_cp_dispatch.attention.local.passes import forbid_second_derivative, in_reverse_only
+from jax_cp_dispatch.attention.local.ranges import SoftmaxGradients, check_heads
 from jax_cp_dispatch.documents.segment_ids import check_documents
 from jax_cp_dispatch.global_call import MeshAxes, OwnHeads, kv_copies
 from jax_cp_dispatch.masks.mask import PACKED, Order
@@ -55,9 +54,8 @@ class Operands(NamedTuple):
         wide = self._replace(sink=_widened(self.sink), weights=_widened(self.weights))
         if self.v is None:
             wide = wide._replace(k=_widened(self.k))
-        leaves, tree = jax.tree.flatten(wide)
-        leaves = in_reverse_only(exchange.op, leaves)
-        varying: Operands = tree.unflatten(vary_alike(leaves, also=exchange.axis_names))
+        wide = in_reverse_only(exchange.op, wide)
+        varying: Operands = vary_together(wide, also=exchange.axis_names)
         narrow = lambda x, like: x.astype(like.dtype)
         k = jax.tree.map(narrow, varying.k, self.k)
         return varying._replace(k=k, weights=jax.tree.map(narrow, varying.weights, self.weights))

@@ -13,18 +13,9 @@ from jax import lax
 from jaxtyping import Array, Shaped
 
 from jax_cp_dispatch._arrays import are_covered, known_inside, only_where
-from jax_cp_dispatch._ranks.options import CollectiveOptions, vary_alike
+from jax_cp_dispatch._ranks.options import CollectiveOptions, vary_together
 from jax_cp_dispatch._residuals import named_context
 from jax_cp_dispatch.attention.key_chunks import Chunking, KeyOrder, Schedule, move_chunks, reverse
-from jax_cp_dispatch.attention.local.blockwise import (
-    OnlineSoftmax,
-    OutputCotangents,
-    SoftmaxGradients,
-    begin_dq,
-    finish_dq,
-    tile_cotangents,
-)
-from jax_cp_dispatch.attention.local.options import PassOptions, pass_options, rank_blocks
 from jax_cp_dispatch.attention.local.passes import (
     add_sink,
     attend_blocks,
@@ -34,7 +25,16 @@ from jax_cp_dispatch.attention.local.passes import (
 )
 from jax_cp_dispatch.attention.local.ranges import (
     KeyQueries,
+    OnlineSoftmax,
+    OutputCotangents,
+    PassOptions,
     RowRanges,
+    SoftmaxGradients,
+    begin_dq,
+    finish_dq,
+    pass_options,
+    rank_blocks,
+    tile_cotangents,
     tile_queries,
     tile_ranges,
     with_rows,
@@ -354,8 +354,8 @@ def attend_sequence(rotation: Rotation, operands: Operands, packed: PackedMask) 
     leaves, tree = jax.tree.flatten((q, k, v))
     q, k, v = tree.unflatten(to_layout(rotation, leaves))
     ranges = token_ranges(rotation, packed, (B, T))
-    leaves, tree = jax.tree.flatten((Operands(q, k, v, *others), ranges))
-    outputs: Any = attend_rotating(rotation, *tree.unflatten(vary_alike(leaves)))
+    arrays = vary_together((Operands(q, k, v, *others), ranges))
+    outputs: Any = attend_rotating(rotation, *arrays)
     out, lse, max_logits = outputs
     lses = [] if lse is None else [lse[..., None]]
     out, *lses = from_layout(rotation, (out, *lses), T)
@@ -389,8 +389,7 @@ def token_ranges(rotation: Rotation, packed: PackedMask, shape) -> TokenRanges:
     seen, fault = gathered_ranges(call.exchange, packed, shape, **order)
     token = rotation.layout.positions(lax.axis_index(call.exchange.axis_name))
     ranges = ranges_of_rows(packed.mask, seen, token)._replace(fault=fault)
-    leaves, tree = jax.tree.flatten(ranges)
-    return tree.unflatten(named_context(vary_alike(leaves, also=call.exchange.axis_names)))
+    return named_context(vary_together(ranges, also=call.exchange.axis_names))
 
 
 def ranges_of_rows(mask: Mask, seen: MaskRanges, token: Any) -> TokenRanges:

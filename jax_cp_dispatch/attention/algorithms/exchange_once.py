@@ -25,11 +25,15 @@ from jax_cp_dispatch._dispatch import Argument, move, start
 from jax_cp_dispatch._ranks.implementations import moves_beside_work
 from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch._residuals import named_context
-from jax_cp_dispatch.attention.local.blockwise import SoftmaxGradients
 from jax_cp_dispatch.attention.local.local_attention import attend_ranges, range_gradients
-from jax_cp_dispatch.attention.local.options import PassOptions, pass_options, rank_blocks
 from jax_cp_dispatch.attention.local.passes import forbid_second_derivative, sink_gradient
-from jax_cp_dispatch.attention.local.ranges import accumulator
+from jax_cp_dispatch.attention.local.ranges import (
+    PassOptions,
+    SoftmaxGradients,
+    accumulator,
+    pass_options,
+    rank_blocks,
+)
 from jax_cp_dispatch.attention.operands import (
     UNUSED_ROW,
     Call,

@@ -16,7 +16,7 @@ from jaxtyping import Array, Int, Int64
 
 from jax_cp_dispatch._arrays import known_inside
 from jax_cp_dispatch._dispatch import Argument, outgoing, returning
-from jax_cp_dispatch._ranks.options import vary_alike
+from jax_cp_dispatch._ranks.options import vary_together
 from jax_cp_dispatch._residuals import named_context, named_context_received
 from jax_cp_dispatch.attention.algorithms.algorithm import Algorithm, Batch, RankProgram, Shape
 from jax_cp_dispatch.attention.algorithms.exchange_once import (
@@ -27,8 +27,7 @@ from jax_cp_dispatch.attention.algorithms.exchange_once import (
     parts_of_heads,
     row_gradients,
 )
-from jax_cp_dispatch.attention.local.blockwise import SoftmaxGradients
-from jax_cp_dispatch.attention.local.options import check_heads
+from jax_cp_dispatch.attention.local.ranges import SoftmaxGradients, check_heads
 from jax_cp_dispatch.attention.operands import Call, Operands, Outputs
 from jax_cp_dispatch.attention.rotating import ranges_of_rows
 from jax_cp_dispatch.cost import Hardware, Moves, StepCost, Workload, rows_by_link
@@ -634,8 +633,6 @@ def _attend_halo(call: Call, held: HeldRows, operands: Operands, packed: PackedM
     metadata = jax.tree.map(jnp.asarray, held.metadata(B))
     around = KeysAround(metadata, start, end, B * T, B * held.capacity)
     fingerprint = None if fault is None else order_fingerprint(fault, rank)
-    leaves, tree = jax.tree.flatten((around, fingerprint))
-    arrays = tree.unflatten(named_context(vary_alike(leaves, also=exchange.axis_names)))
-    leaves, tree = jax.tree.flatten((operands.varying(exchange), arrays))
+    arrays = named_context(vary_together((around, fingerprint), also=exchange.axis_names))
     movement = PlannedMovement(call, moves_queries=False)
-    return _attend_rows_of_batch(movement, *tree.unflatten(vary_alike(leaves)))
+    return _attend_rows_of_batch(movement, *vary_together((operands.varying(exchange), arrays)))

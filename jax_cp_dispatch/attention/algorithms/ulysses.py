@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int32, Shaped
 from jax_cp_dispatch._arrays import sum_dtype
 from jax_cp_dispatch._dispatch import move, outgoing, returning
 from jax_cp_dispatch._dispatch.xla import AllGather, AllToAll
-from jax_cp_dispatch._ranks.options import CollectiveOptions, vary_alike, vary_like
+from jax_cp_dispatch._ranks.options import CollectiveOptions, vary_like, vary_together
 from jax_cp_dispatch._residuals import named_context, named_context_received
 from jax_cp_dispatch.attention.algorithms.algorithm import Algorithm
 from jax_cp_dispatch.attention.algorithms.exchange_once import Exchange, Movement, gather_attend
@@ -214,12 +214,12 @@ def attend_two_levels(
         q, k = named_context_received((q, k))
     sink = None if part.sink is None else heads.own(part.sink)
     part = part._replace(q=q, k=k, v=v, sink=sink)
-    leaves, tree = jax.tree.flatten(jax.tree.map(jnp.asarray, packed))
-    if num_inner > 1 and leaves:  # the columns of all ranks that share the heads
-        packed = tree.unflatten(vary_alike(leaves, also=call.exchange.axis_names))
+    if num_inner > 1:  # the columns of all ranks that share the heads
+        packed = vary_together(jax.tree.map(jnp.asarray, packed), also=call.exchange.axis_names)
         packed = gather_sequence(inner, packed, num_inner)
         if layout == "zigzag":
-            order = zigzag_permutation(num_inner * leaves[0].shape[1], num_inner, inverse=True)
+            num_columns = num_inner * operands.q.shape[1]
+            order = zigzag_permutation(num_columns, num_inner, inverse=True)
             packed = jax.tree.map(lambda x: x[:, order], packed)
     outputs = outer.run(of_outer, part, packed, None)
     lses = [] if outputs.lse is None else [outputs.lse[..., None]]
@@ -416,10 +416,9 @@ def _attend_share_of_heads(
     call, shape = movement.call, operands.q.shape[:2]
     operands = operands.varying(call.exchange)
     order = {"layout": call.order.layout, "checks_order": call.checks_order}
-    leaves, tree = jax.tree.flatten(gathered_ranges(call.exchange, packed, shape, **order))
-    leaves = named_context(vary_alike(leaves, also=call.exchange.axis_names))
-    leaves, tree = jax.tree.flatten((operands, tree.unflatten(leaves)))
-    return gather_attend(movement, *tree.unflatten(vary_alike(leaves)))
+    found = gathered_ranges(call.exchange, packed, shape, **order)
+    found = named_context(vary_together(found, also=call.exchange.axis_names))
+    return gather_attend(movement, *vary_together((operands, found)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,13 +20,16 @@ from jax_cp_dispatch._jax_private import fused_attention_stablehlo as fused
 from jax_cp_dispatch._ranks import runtime
 from jax_cp_dispatch._ranks.options import vary_like
 from jax_cp_dispatch._text import say_once
-from jax_cp_dispatch.attention.local.blockwise import (
+from jax_cp_dispatch.attention.local.ranges import (
+    CAUSAL,
+    KeyQueries,
+    KeyRanges,
     OnlineSoftmax,
     OutputCotangents,
+    PassOptions,
+    RowRanges,
     SoftmaxGradients,
 )
-from jax_cp_dispatch.attention.local.options import CAUSAL, PassOptions
-from jax_cp_dispatch.attention.local.ranges import KeyQueries, KeyRanges, RowRanges
 
 ATTEND_TARGET = "jax_cp_dispatch.attend"
 ATTEND_MORE_TARGET = "jax_cp_dispatch.attend_more"

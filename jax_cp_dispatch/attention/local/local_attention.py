@@ -15,17 +15,8 @@ from jaxtyping import Array, DTypeLike, Float, Int, Integer
 from jax_cp_dispatch._arguments import HostOrDevice
 from jax_cp_dispatch._arrays import sum_dtype
 from jax_cp_dispatch._door import door
-from jax_cp_dispatch._ranks.options import vary_alike, vary_like
+from jax_cp_dispatch._ranks.options import vary_like, vary_together
 from jax_cp_dispatch._residuals import named_context
-from jax_cp_dispatch.attention.local.blockwise import SoftmaxGradients
-from jax_cp_dispatch.attention.local.options import (
-    PassOptions,
-    check_blocks,
-    check_heads,
-    check_result_dtype,
-    check_softmax,
-    pass_options,
-)
 from jax_cp_dispatch.attention.local.passes import (
     add_sink,
     forbid_second_derivative,
@@ -35,9 +26,16 @@ from jax_cp_dispatch.attention.local.passes import (
     sink_gradient,
 )
 from jax_cp_dispatch.attention.local.ranges import (
+    PassOptions,
     RowRanges,
+    SoftmaxGradients,
     accumulator,
+    check_blocks,
+    check_heads,
+    check_result_dtype,
+    check_softmax,
     dense_ranges,
+    pass_options,
     ranges_of_rows,
     read_ranges,
 )
@@ -153,10 +151,9 @@ def local_attention(
         out_dtype=check_result_dtype(op, "out_dtype", out_dtype, q),
         gradient_dtypes=(q.dtype,) * 3,
     )
-    q, k, v, *sinks = in_reverse_only(op, [q, k, v] + [sink] * (sink is not None))
-    sink = sinks[0] if sinks else None
+    q, k, v, sink = in_reverse_only(op, (q, k, v, sink))
     with jax.disable_jit(False):  # see `_attend`; the user may have disabled it
-        return _attend(options, *_vary((q, k, v, ranges, sink)))
+        return _attend(options, *vary_together((q, k, v, ranges, sink)))
 
 
 @door("local_attention_backward", **_STEPS_OF_RANGES)
@@ -211,7 +208,7 @@ def local_attention_backward(
     ranges = read_ranges(op, (q.shape, k.shape), given, None)
     whole = SoftmaxGradients(out, lse, dout, dlse)
     q, k, v, whole = forbid_second_derivative(op, (q, k, v, whole))
-    return _backward(options, *_vary((q, k, v, ranges, whole)))
+    return _backward(options, *vary_together((q, k, v, ranges, whole)))
 
 
 def _check_options(op: str, q, k, v, softmax: dict[str, Any], blocks: dict[str, Any]) -> None:
@@ -240,20 +237,14 @@ def attend_ranges(
     options: PassOptions, q: Array, kv: Any, ranges: MaskRanges, sink: Array | None
 ) -> tuple[Array, ...]:
     """`local_attention` of checked arguments, without a derivative: for the rules of others."""
-    return _forward(options, *_vary((q, *kv, ranges_of_rows(ranges, q.shape[:2]), sink)))
+    return _forward(options, *vary_together((q, *kv, ranges_of_rows(ranges, q.shape[:2]), sink)))
 
 
 def range_gradients(
     options: PassOptions, q: Array, kv: Any, ranges: MaskRanges, whole: SoftmaxGradients
 ) -> tuple[Array, ...]:
     """`local_attention_backward` of checked arguments."""
-    return _backward(options, *_vary((q, *kv, ranges_of_rows(ranges, q.shape[:2]), whole)))
-
-
-def _vary(operands):
-    """Makes all arrays of the operands vary over the same mesh axes."""
-    leaves, tree = jax.tree.flatten(operands)
-    return tree.unflatten(vary_alike(leaves))
+    return _backward(options, *vary_together((q, *kv, ranges_of_rows(ranges, q.shape[:2]), whole)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

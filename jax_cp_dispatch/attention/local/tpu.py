@@ -17,9 +17,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int32
 
-from jax_cp_dispatch.attention.local.blockwise import OnlineSoftmax, OutputCotangents
-from jax_cp_dispatch.attention.local.options import PassOptions, divisors
-from jax_cp_dispatch.attention.local.ranges import KeyRanges, soft_capped
+from jax_cp_dispatch.attention.local.ranges import (
+    KeyRanges,
+    OnlineSoftmax,
+    OutputCotangents,
+    PassOptions,
+    divisors,
+    soft_capped,
+)
 
 # ---- Blocks of 128 queries and keys, the lanes of a TPU, and the pairs of them that meet.
 #
