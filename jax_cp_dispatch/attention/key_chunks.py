@@ -291,8 +291,7 @@ def move_chunks(
         num_recv_tokens=received,
         world_size=num_ranks,
     )
-    sent = outgoing(exchange.op, "chunks", chunks, plan, capacity=num_chunks)
-    sent = sent._replace(fingerprint=fingerprint)
+    sent = outgoing(chunks, plan, capacity=num_chunks, fingerprint=fingerprint)
     return move(exchange, [sent], _Permutation(routes, exchange.axis_name))[0]
 
 

@@ -235,7 +235,7 @@ def gather_sequence(
         return arrays
     arrays = structure.unflatten(vary_alike(leaves, also=exchange.axis_names))
     tokens = jax.tree.map(lambda x: x[None], arrays)
-    sent = outgoing(exchange.op, "segment_ids", tokens, plan_to_all(num_ranks), capacity=num_ranks)
+    sent = outgoing(tokens, plan_to_all(num_ranks), capacity=num_ranks)
     (gathered,) = move(exchange, [sent], AllGather(exchange.axis_name))
     in_columns = lambda x: jnp.moveaxis(x, 0, 1).reshape(x.shape[1], num_ranks * x.shape[2])
     return jax.tree.map(in_columns, gathered)

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PyTree, Shaped
 
 from jax_cp_dispatch._arguments import HostOrDevice, check_type
-from jax_cp_dispatch._dispatch.arguments import check_arrays, rows_per_rank
+from jax_cp_dispatch._dispatch.arguments import check_movable, rows_per_rank
 from jax_cp_dispatch._door import door
 from jax_cp_dispatch._ranks.options import CollectiveOptions, is_on_rank, vary_alike, whole_rows
 from jax_cp_dispatch.comm_gemm import ScalingMode
@@ -103,7 +103,7 @@ def dispatch_tokens(
     op = "dispatch_tokens"
     leaves, tree = jax.tree.flatten(x)
     leaves = [jnp.asarray(leaf) for leaf in leaves]
-    check_arrays(op, "x", leaves)
+    check_movable(op, "x", leaves)
     mode = _read_mode(op, scaling_mode, leaves)
     operands = tree.unflatten(leaves), routing
     return _call(op, _dispatch_on_rank, operands, leaves, more=(mode,))
@@ -136,7 +136,7 @@ def combine_tokens(
     op = "combine_tokens"
     leaves, tree = jax.tree.flatten(y)
     leaves = [jnp.asarray(leaf) for leaf in leaves]
-    check_arrays(op, "y", leaves)
+    check_movable(op, "y", leaves)
     operands = tree.unflatten(leaves), weights, routing
     return _call(op, _combine_on_rank, operands, leaves)
 

@@ -56,7 +56,7 @@ def receive_halo(
     """
     metadata = _metadata(pieces, width, after, shifted)
     to = pieces.num_slots
-    part = outgoing(exchange.op, "rows", rows, metadata, capacity=to * width)
+    part = outgoing(rows, metadata, capacity=to * width)
     if pieces.fingerprint is not None:
         part = part._replace(fingerprint=pieces.fingerprint)
     (received,) = move(exchange, [part])

@@ -265,32 +265,32 @@ class PlannedMovement(Movement):
 
     def send(self, arrays: Any, part: Operands) -> Exchange:
         plan, fingerprint = arrays
-        kv = self._outgoing(plan, "kv", part.moved)
         if not self.moves_queries:
+            kv = self._outgoing(plan, "kv", part.moved, fingerprint)
             read = lambda came: _attended((part.q, named_context_received(came[0])))
-            return Exchange([kv._replace(fingerprint=fingerprint)], read)
-        q = self._outgoing(plan, "q", part.q)._replace(fingerprint=fingerprint)
+            return Exchange([kv], read)
+        q = self._outgoing(plan, "q", part.q, fingerprint)
+        kv = self._outgoing(plan, "kv", part.moved)
         return Exchange([q, kv], lambda came: _attended(named_context_received(came)))
 
     def give_back(self, arrays: Any, out: Array, lse: Array) -> Exchange:
-        # NaN for a wrong fingerprint, where there are no errors.
-        plan, fingerprint = arrays
         if not self.moves_queries:
             return Exchange(None, lambda _: (out[0], lse[0].T if self.call.return_lse else None))
-        if not self.call.return_lse:
-            home = self._returning(plan, "q", out[0])._replace(fingerprint=fingerprint)
-            return Exchange([home], lambda came: (named_context(came[0]), None))
-        # Rows that do not come back are 0 there. A row without keys travels as 0 likewise, and an
-        # lse of 0 as the smallest normal number, which no sum of exponentials can tell from it.
-        sent = jnp.where(lse == 0, jnp.finfo(lse.dtype).tiny, lse)
-        sent = jnp.where(lse == -jnp.inf, 0, sent)[0].T
-        home = self._returning(plan, "q", (out[0], sent))._replace(fingerprint=fingerprint)
+        returned: Any = out[0]
+        if self.call.return_lse:
+            # Rows that do not come back are 0 there. A row without keys travels as 0 likewise, and
+            # an lse of 0 as the smallest normal number: no sum of exponentials differs by it.
+            sent = jnp.where(lse == 0, jnp.finfo(lse.dtype).tiny, lse)
+            returned = out[0], jnp.where(lse == -jnp.inf, 0, sent)[0].T
 
         def read(came):
+            if not self.call.return_lse:
+                return named_context(came[0]), None
             out, lse = named_context(came[0])
             return out, jnp.where(lse == 0, -jnp.inf, lse)
 
-        return Exchange([home], read)
+        # The output is NaN for a wrong fingerprint, where there are no errors.
+        return Exchange([self._returning(arrays[0], "q", returned, fingerprint=arrays[1])], read)
 
     def send_cotangents(self, arrays: Any, cotangents: Outputs) -> Exchange:
         own = tuple(x for x in cotangents if x is not None)
@@ -304,24 +304,19 @@ class PlannedMovement(Movement):
         # A query is computed on one rank, so dq is rounded before it moves; dk and dv are sums.
         dtype = None if self.call.expansion else dq.dtype
         rows = [None if x is None else x[0] for x in dkv]
-        returned = self._returning(arrays[0], "kv", rows, dtype)
+        returned = self._returning(arrays[0], "kv", rows, dtype=dtype)
         if not self.moves_queries:
             return Exchange([returned], lambda came: (dq[0], came[0]))
         return Exchange([self._returning(arrays[0], "q", dq[0]), returned], tuple)
 
-    def _outgoing(self, plan, name: str, arrays) -> Argument:
+    def _outgoing(self, plan, name: str, arrays, fingerprint: Any = None) -> Argument:
         metadata, capacity = getattr(plan, f"{name}_metadata"), getattr(plan, f"{name}_capacity")
-        op = self.call.op
-        argument = outgoing(op, name, arrays, metadata, capacity=capacity)
-        return argument._replace(capacity_name=self._capacity_name(name))
+        options: Any = {"capacity_name": f"PlanConfig.{name}_capacity", "fingerprint": fingerprint}
+        return outgoing(arrays, metadata, capacity=capacity, **options)
 
-    def _returning(self, plan, name: str, arrays, dtype=None) -> Argument:
-        metadata, sizes = getattr(plan, f"{name}_metadata"), {"num_tokens": plan.num_tokens}
-        argument = returning(self.call.op, name, arrays, metadata, **sizes, dtype=dtype)
-        return argument._replace(capacity_name=self._capacity_name(name))
-
-    def _capacity_name(self, name: str) -> str:
-        return f"PlanConfig.{name}_capacity"
+    def _returning(self, plan, name: str, arrays, **options: Any) -> Argument:
+        options |= {"num_tokens": plan.num_tokens, "capacity_name": f"PlanConfig.{name}_capacity"}
+        return returning(arrays, getattr(plan, f"{name}_metadata"), **options)
 
 
 def _attended(rows: Any) -> Any:

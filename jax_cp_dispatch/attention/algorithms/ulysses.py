@@ -78,11 +78,8 @@ class HeadExchange(NamedTuple):
         """Returns the rows of all ranks, in the order of the sequence."""
         if self.num_ranks == 1:
             return list(rows)
-        sent = outgoing(
-            self.exchange.op,
-            *("latents", [x[None] for x in rows], plan_to_all(self.num_ranks)),
-            capacity=self.num_ranks,
-        )
+        sent = [x[None] for x in rows]
+        sent = outgoing(sent, plan_to_all(self.num_ranks), capacity=self.num_ranks)
         parts = move(self.exchange, [sent], AllGather(self.exchange.axis_name))[0]
         return [self._in_sequence_order(x) for x in parts]
 
@@ -94,7 +91,7 @@ class HeadExchange(NamedTuple):
             return list(rows)
         parts = [self._by_ranks(x) for x in rows]
         plan, sums = plan_to_all(self.num_ranks), AllGather(self.exchange.axis_name, sums=True)
-        returned = returning(self.exchange.op, "latents", parts, plan, num_tokens=1)
+        returned = returning(parts, plan, num_tokens=1)
         moved = move(self.exchange, [returned], sums)[0]
         return [x[0] for x in moved]
 
@@ -143,8 +140,7 @@ class HeadExchange(NamedTuple):
             num_recv_tokens=np.append(np.ones(shape, np.uint32), np.full((n, 1), n, np.uint32), 1),
             world_size=n,
         )
-        sent: Any = outgoing(self.exchange.op, "heads", parts, plan, capacity=n)
-        sent = sent._replace(fingerprint=fingerprint)
+        sent = outgoing(parts, plan, capacity=n, fingerprint=fingerprint)
         return move(self.exchange, [sent], AllToAll(self.exchange.axis_name))[0]
 
 
