@@ -505,8 +505,8 @@ def _num_different(metadata: MetadataOperands, num_ranks: int) -> Array:
 
 def lower(ctx: Any, *operands: Any, exchange: Exchange, choice: Chosen | None = None) -> Any:
     """Lowers the part of one rank."""
-    program = ctx.module_context
-    ragged = may_be_ragged(program.platforms, program.backend)
+    program, is_static = ctx.module_context, exchange.by_collectives is not None
+    ragged = not is_static and may_be_ragged(program.platforms, program.backend)
     move = functools.partial(_move, exchange, ragged)
     return mlir.lower_fun(move, multiple_results=True)(ctx, *operands)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import abc
+import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +21,7 @@ from jax_cp_dispatch._ranks.options import CollectiveOptions, read_options
 from jax_cp_dispatch.attention.local.ranges import with_rows
 from jax_cp_dispatch.cycles import CycleRows, check_chunk_maps
 from jax_cp_dispatch.documents.layouts import SequenceLayout
-from jax_cp_dispatch.metadata import Metadata
+from jax_cp_dispatch.metadata import single_rows
 
 
 class Chunking(NamedTuple):
@@ -277,20 +279,8 @@ def move_chunks(
 
     Ranks compare a fingerprint first; XLA's collectives do not.
     """
-    num_chunks, num_ranks = len(routes), len(routes[0])
-    to = np.asarray(routes, np.int32).T  # [rank, chunk]
-    moves = to >= 0
-    received = np.zeros((num_ranks, num_ranks + 1), np.uint32)
-    sender = np.broadcast_to(np.arange(num_ranks)[:, None], to.shape)
-    np.add.at(received, (to[moves], sender[moves]), 1)
-    received[:, -1] = received.sum(1)
-    plan = Metadata(  # each chunk is one token, and each token one shard
-        dst_rank=to,
-        dst_offset=np.where(moves, np.arange(num_chunks), 0).astype(np.uint32),
-        seq_len=np.ones(to.shape, np.uint32),
-        num_recv_tokens=received,
-        world_size=num_ranks,
-    )
+    num_chunks = len(routes)
+    plan = single_rows(np.asarray(routes).T, np.arange(num_chunks))
     sent = outgoing(chunks, plan, capacity=num_chunks, fingerprint=fingerprint)
     return move(exchange, [sent], _Permutation(routes, exchange.axis_name))[0]
 
@@ -345,28 +335,31 @@ class HeldChunks(NamedTuple):
     chunk: Int[Array, " C"]
 
 
-@runtime_checkable
-class Schedule(Protocol):
-    """`num_ranks` steps; all methods trace, with `step` and `rank` integers or traced ones."""
+@dataclasses.dataclass(frozen=True)
+class Schedule(abc.ABC):
+    """`num_ranks` steps; hashable. All methods trace, with `step` and `rank` integers or traced."""
 
     @property
+    @abc.abstractmethod
     def num_ranks(self) -> int: ...
 
     @property
+    @abc.abstractmethod
     def num_chunks(self) -> int: ...
 
+    @abc.abstractmethod
     def held(self, rank, step) -> HeldChunks:
         """Returns the chunks that `rank` holds at `step`."""
-        ...
 
+    @abc.abstractmethod
     def fetch_keys(self, exchange: CollectiveOptions, own, held, step, fingerprint=None):
         """Fetches the chunks of step + 1, given a rank's own and those that it holds at `step`."""
-        ...
 
     def begin(self, gradients) -> tuple[Any, Any]:
         """Returns `travelling` and `home` after step 0, given the gradients of own chunks."""
-        ...
+        return gradients, ()
 
+    @abc.abstractmethod
     def return_gradients(
         self, exchange: CollectiveOptions, travelling, home, step
     ) -> tuple[Any, Any]:
@@ -375,10 +368,10 @@ class Schedule(Protocol):
         Returns the gradients to add to those of `step` before they move on, or None; and `home`.
         After the last step the first is complete, or, if it is None, `home`.
         """
-        ...
 
 
-class CycleSchedule(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class CycleSchedule(Schedule):
     """Chunk c moves along cycle c, and its gradient one step later. One cycle is a ring.
 
     Rows are arc-disjoint Hamiltonian cycles, so each link carries one chunk per step.
@@ -404,25 +397,27 @@ class CycleSchedule(NamedTuple):
     def fetch_keys(self, exchange, own, held, step, fingerprint=None):
         return move_chunks(exchange, held, cycle_routes(self.rows), fingerprint)
 
-    def begin(self, gradients):
-        return gradients, ()
-
     def return_gradients(self, exchange, travelling, home, step):
         return move_chunks(exchange, travelling, cycle_routes(self.rows)), home
 
 
-class DirectSchedule(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class DirectSchedule(Schedule):
     """At step t, slot s gets a chunk directly from rank r - 1 - s; its gradient returns directly.
 
     Chunk c uses slot (c + t - 1) mod (n - 1). Needs no cycles, but a third set of chunks, because
     each rank keeps its own for sending.
     """
 
-    num_ranks: int
+    size: int  # ranks
+
+    @property
+    def num_ranks(self) -> int:
+        return self.size
 
     @property
     def num_chunks(self) -> int:
-        return self.num_ranks - 1
+        return self.size - 1
 
     @property
     def _routes(self) -> Routes:
@@ -454,7 +449,8 @@ class DirectSchedule(NamedTuple):
         return None, jax.tree.map(lambda h, x: h + x[slots], home, back)
 
 
-class OneRank(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class OneRank(Schedule):
     """A schedule whose exchanges move nothing: what a rank computes, with its own chunks."""
 
     schedule: Schedule
@@ -472,9 +468,6 @@ class OneRank(NamedTuple):
 
     def fetch_keys(self, exchange, own, held, step, fingerprint=None):
         return held
-
-    def begin(self, gradients):
-        return gradients, ()
 
     def return_gradients(self, exchange, travelling, home, step):
         return travelling, home

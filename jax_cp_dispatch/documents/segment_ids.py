@@ -24,7 +24,7 @@ from jax_cp_dispatch._dispatch.xla import AllGather
 from jax_cp_dispatch._ranks.options import CollectiveOptions, vary_alike
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.mask import gathered
-from jax_cp_dispatch.metadata import Metadata
+from jax_cp_dispatch.metadata import Metadata, single_rows
 
 Ids = Integer[Array, "B T"] | Integer[np.ndarray, "B T"]
 _INT32 = np.iinfo(np.int32)
@@ -244,16 +244,7 @@ def gather_sequence(
 def plan_to_all(num_ranks: int) -> Metadata:
     """Returns the plan by which each rank sends one token to all, to the row of its number."""
     rank = np.arange(num_ranks)
-    received = np.ones((num_ranks, num_ranks + 1), np.uint32)
-    received[:, -1] = num_ranks
-    to_all = (num_ranks, 1, num_ranks)  # a replica for every rank
-    return Metadata(
-        dst_rank=np.tile(rank.astype(np.int32), (num_ranks, 1, 1)),
-        dst_offset=np.repeat(rank.astype(np.uint32), num_ranks).reshape(to_all),
-        seq_len=np.ones((num_ranks, 1), np.uint32),
-        num_recv_tokens=received,
-        world_size=num_ranks,
-    )
+    return single_rows(np.tile(rank, (num_ranks, 1, 1)), rank[:, None, None])
 
 
 def follows_rules(mask: Mask, starts: Any, ends: Any) -> Any:

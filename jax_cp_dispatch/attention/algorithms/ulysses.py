@@ -30,7 +30,7 @@ from jax_cp_dispatch.documents.segment_ids import gather_sequence, plan_to_all
 from jax_cp_dispatch.global_call import kv_copies
 from jax_cp_dispatch.masks import MaskRanges
 from jax_cp_dispatch.masks.mask import zigzag_order
-from jax_cp_dispatch.metadata import Metadata
+from jax_cp_dispatch.metadata import single_rows
 from jax_cp_dispatch.planning import Plan
 
 # ---- Tokens of all heads for all tokens of a share of the heads, and back: an all-to-all.
@@ -131,16 +131,9 @@ class HeadExchange(NamedTuple):
 
     def _move(self, parts: list[Array], fingerprint: Array | None = None) -> list[Array]:
         """Sends part c of rank r to rank c, as its part r."""
-        n = self.num_ranks
-        shape, rank = (n, n), np.arange(n)
-        plan = Metadata(  # each part is one token, and each token one shard
-            dst_rank=np.broadcast_to(rank.astype(np.int32), shape),
-            dst_offset=np.broadcast_to(rank.astype(np.uint32)[:, None], shape),
-            seq_len=np.ones(shape, np.uint32),
-            num_recv_tokens=np.append(np.ones(shape, np.uint32), np.full((n, 1), n, np.uint32), 1),
-            world_size=n,
-        )
-        sent = outgoing(parts, plan, capacity=n, fingerprint=fingerprint)
+        rank = np.arange(self.num_ranks)
+        plan = single_rows(np.tile(rank, (self.num_ranks, 1)), rank[:, None])
+        sent = outgoing(parts, plan, capacity=self.num_ranks, fingerprint=fingerprint)
         return move(self.exchange, [sent], AllToAll(self.exchange.axis_name))[0]
 
 
