@@ -21,7 +21,7 @@ from jax_cp_dispatch._ranks.options import CollectiveOptions, read_options
 from jax_cp_dispatch.attention.local.ranges import with_rows
 from jax_cp_dispatch.cycles import CycleRows, check_chunk_maps
 from jax_cp_dispatch.documents.layouts import SequenceLayout
-from jax_cp_dispatch.metadata import single_rows
+from jax_cp_dispatch.metadata.fields import single_rows
 
 
 class Chunking(NamedTuple):

@@ -234,10 +234,7 @@ def read_operands(
 def _read_latents(
     op: str, q: Any, latents: Any, expand: Any, weights: Any, weight_specs: Any
 ) -> tuple[Operands, Expansion]:
-    """Checks latent rows and their expansion, for queries `[B, T, N, H]`.
-
-    Rows become `[B, T, 1, F]` each: as keys of one head, for whatever moves or orders rows.
-    """
+    """Returns rows as keys of one head, `[B, T, 1, F]` each, and their expansion."""
     if not callable(expand):
         raise TypeError(
             f"{op}: expand is of type {type(expand).__name__}. Pass a function (weights, rows) -> "
@@ -251,19 +248,18 @@ def _read_latents(
     expansion = Expansion(expand, weights_tree, rows_tree, tuple(x.shape[2:] for x in rows), specs)
     one_head = tuple(x.reshape(B, T, 1, math.prod(x.shape[2:])) for x in rows)
     operands = Operands(q, one_head, None, weights=tuple(held))
-    _check_expanded(op, q, expansion, operands)
+    _check_expanded(op, expansion, operands)
     return operands, expansion
 
 
 def _specs(op: str, weights: Any, weight_specs: Any) -> tuple[P, ...]:
     is_spec = lambda x: isinstance(x, P)
-    if weight_specs is None:
-        return (P(),) * len(jax.tree.leaves(weights))
-    if not all(is_spec(x) for x in jax.tree.leaves(weight_specs, is_leaf=is_spec)):
+    specs = P() if weight_specs is None else weight_specs
+    if not all(map(is_spec, jax.tree.leaves(specs, is_leaf=is_spec))):
         raise TypeError(f"{op}: weight_specs needs to be a pytree of PartitionSpec.")
     try:
         spread = lambda spec, part: [spec] * len(jax.tree.leaves(part))
-        specs = jax.tree.map(spread, weight_specs, weights, is_leaf=is_spec)
+        specs = jax.tree.map(spread, specs, weights, is_leaf=is_spec)
     except ValueError as error:
         raise ValueError(
             f"{op}: weight_specs does not match weights: {error}. Pass one PartitionSpec for each "
@@ -272,10 +268,17 @@ def _specs(op: str, weights: Any, weight_specs: Any) -> tuple[P, ...]:
     return tuple(jax.tree.leaves(specs, is_leaf=is_spec))
 
 
-def _check_expanded(op: str, q: Any, expansion: Expansion, operands: Operands) -> None:
-    """Requires keys and values of the queries, one for each row."""
+def _check_expanded(op: str, expansion: Expansion, operands: Operands) -> None:
+    """Requires keys and values of the queries, one for each row, and no traced constants."""
+    q = operands.q
     num_rows, (N, H) = q.shape[0] * q.shape[1], q.shape[2:]
-    found = _traced(op, expansion, operands)
+    program, found = jax.make_jaxpr(expansion, return_shape=True)(*_arguments(operands))
+    for x in program.consts:
+        if isinstance(x, Tracer):
+            raise ValueError(
+                f"{op}: expand closes over a traced array of shape {list(x.shape)}. Pass it as "
+                "weights=, and read it from the first argument of expand."
+            )
     needs = f"(k, v), [R, K, {H}] and [R, K, Hv] in {q.dtype}, of R = {num_rows} rows"
     if not (isinstance(found, tuple | list) and len(found) == 2):
         raise TypeError(
@@ -293,18 +296,6 @@ def _check_expanded(op: str, q: Any, expansion: Expansion, operands: Operands) -
         raise ValueError(f"{described}, and K needs to divide the {N} query heads.")
 
 
-def _traced(op: str, expansion: Expansion, operands: Operands) -> Any:
-    """Returns `expanded_shapes`; requires that `expand` reads no traced array but its arguments."""
-    program, found = jax.make_jaxpr(expansion, return_shape=True)(*_arguments(operands))
-    for x in program.consts:
-        if isinstance(x, Tracer):
-            raise ValueError(
-                f"{op}: expand closes over a traced array of shape {list(x.shape)}. Pass it as "
-                "weights=, and read it from the first argument of expand."
-            )
-    return found
-
-
 def _arguments(operands: Operands) -> tuple[list[Any], list[Any]]:
     """Returns shapes and dtypes of weights and rows."""
     B, T = operands.q.shape[:2]
@@ -312,18 +303,13 @@ def _arguments(operands: Operands) -> tuple[list[Any], list[Any]]:
     return weights, [Shape((B * T, x.shape[3]), x.dtype) for x in operands.k]
 
 
-def expanded_shapes(expansion: Expansion, operands: Operands) -> Any:
-    """Returns shapes and dtypes of what `expand` returns."""
-    return jax.eval_shape(expansion, *_arguments(operands))
-
-
 def key_shapes(expansion: Expansion | None, operands: Operands) -> tuple[Any, Any]:
     """Returns keys and values `[B, T, K, _]`, or their shapes and dtypes if they are expanded."""
     if expansion is None:
         return operands.k, operands.v
-    B, T = operands.q.shape[:2]
-    k, v = expanded_shapes(expansion, operands)
-    return Shape((B, T, *k.shape[1:]), k.dtype), Shape((B, T, *v.shape[1:]), v.dtype)
+    k, v = jax.eval_shape(expansion, *_arguments(operands))
+    rows = operands.q.shape[:2]
+    return Shape((*rows, *k.shape[1:]), k.dtype), Shape((*rows, *v.shape[1:]), v.dtype)
 
 
 # ---- One call of attention over a mesh axis, made at its door.
@@ -475,7 +461,7 @@ def _check_parts(
         return jax.ShapeDtypeStruct(tuple(sizes), x.dtype)
 
     parts = tuple(map(part, expansion.specs, operands.weights))
-    found = [x.shape[1] for x in expanded_shapes(expansion, operands._replace(weights=parts))]
+    found = [x.shape[2] for x in key_shapes(expansion, operands._replace(weights=parts))]
     if found != [num_heads] * 2:
         raise ValueError(
             f"{op}: expand returns {found[0]} heads of k and {found[1]} of v from a device's part "

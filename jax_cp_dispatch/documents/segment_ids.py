@@ -24,7 +24,8 @@ from jax_cp_dispatch._dispatch.xla import AllGather
 from jax_cp_dispatch._ranks.options import CollectiveOptions, vary_alike
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.mask import gathered
-from jax_cp_dispatch.metadata import Metadata, single_rows
+from jax_cp_dispatch.metadata import Metadata
+from jax_cp_dispatch.metadata.fields import single_rows
 
 Ids = Integer[Array, "B T"] | Integer[np.ndarray, "B T"]
 _INT32 = np.iinfo(np.int32)

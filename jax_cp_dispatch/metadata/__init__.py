@@ -6,7 +6,7 @@ from jax_cp_dispatch.metadata.compute import (
     compute_metadata,
     compute_metadata_kv,
 )
-from jax_cp_dispatch.metadata.fields import Metadata, single_rows
+from jax_cp_dispatch.metadata.fields import Metadata
 
 __all__ = [
     "AttnLayoutSeqlens",
@@ -14,5 +14,4 @@ __all__ = [
     "compute_attn_layout_seqlens",
     "compute_metadata",
     "compute_metadata_kv",
-    "single_rows",
 ]

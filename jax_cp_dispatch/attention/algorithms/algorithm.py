@@ -19,7 +19,6 @@ from jax_cp_dispatch.attention.operands import (
     has_no_tokens,
 )
 from jax_cp_dispatch.cost import Hardware, Moves, Prediction, StepCost, Workload
-from jax_cp_dispatch.cost.attention import add_steps, one_after_the_other
 from jax_cp_dispatch.cost.pairs import equal_pairs
 from jax_cp_dispatch.documents.layouts import PackedMask
 from jax_cp_dispatch.masks.mask import PLACED
@@ -174,7 +173,11 @@ class Algorithm(abc.ABC):
         ]
         equal = float(equal_pairs(workload, hardware))
         slowest = float(np.sum(self._pairs(workload, hardware)))
-        return add_steps(steps, imbalance=slowest / equal if equal else 1.0)
+        imbalance = slowest / equal if equal else 1.0
+        total = sum(max(x.compute, x.communication) for x in steps)
+        compute, communication, sent, between = map(sum, zip(*(x[:4] for x in steps), strict=True))
+        exposed = total - compute
+        return Prediction(total, compute, communication, exposed, imbalance, sent, between)
 
     def step_costs(
         self,
@@ -199,7 +202,10 @@ class Algorithm(abc.ABC):
             workload, or needs `moves`.
         """
         steps = self._steps(workload, hardware, moves, backward=backward)
-        return one_after_the_other(steps) if hardware.topology == "shared_memory" else steps
+        if hardware.topology != "shared_memory":
+            return steps
+        alone = [(StepCost(x.compute, 0.0, 0.0), x._replace(compute=0.0)) for x in steps]
+        return [step for pair in alone for step in pair]
 
     @abc.abstractmethod
     def _steps(

@@ -30,7 +30,7 @@ from jax_cp_dispatch.documents.segment_ids import gather_sequence, plan_to_all
 from jax_cp_dispatch.global_call import kv_copies
 from jax_cp_dispatch.masks import MaskRanges
 from jax_cp_dispatch.masks.mask import zigzag_order
-from jax_cp_dispatch.metadata import single_rows
+from jax_cp_dispatch.metadata.fields import single_rows
 from jax_cp_dispatch.planning import Plan
 
 # ---- Tokens of all heads for all tokens of a share of the heads, and back: an all-to-all.

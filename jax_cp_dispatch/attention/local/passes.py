@@ -268,15 +268,15 @@ def _block_gradients_shapes(_, q, cotangents, ranges, kv, dq):
 # Which kernels.
 
 
-def _cuda_attention(ctx, options, q, k, v, ranges, sink):
-    if sink is None and gpu.cudnn_serves(options, q, v):
+def _cuda_attention(ctx, options, q, k, v, *ranges_and_sink):
+    if ranges_and_sink[1] is None and gpu.cudnn_serves(options, q, v):
         return gpu.cudnn_attention
     return gpu.attention if gpu.kernels_serve(q, v) else None
 
 
-def _cuda_gradients(ctx, options, q, k, v, ranges, whole):
+def _cuda_gradients(ctx, options, q, k, v, *ranges_and_whole):
     # cuDNN multiplies out and dout itself, and accepts no cotangent of the lse.
-    if whole.dlse is None and gpu.cudnn_serves(options, q, v):
+    if ranges_and_whole[1].dlse is None and gpu.cudnn_serves(options, q, v):
         return gpu.cudnn_gradients
     return gpu.gradients if gpu.kernels_serve(q, v) else None
 

@@ -346,14 +346,11 @@ def allowed(j, of_queries, of_keys=None):
     inside = (of_queries[0:1] <= key) & (key < of_queries[1:2])
     if of_keys is None:
         return inside
-    start, end = (_column(of_keys[n : n + 1]) for n in range(2))
+    # Rows `[1, 128]` become columns by a transposition that TPUs have.
+    column = lambda row: jnp.broadcast_to(row, (LANES, LANES)).T[:, :1]
+    start, end = (column(of_keys[n : n + 1]) for n in range(2))
     index = of_queries[2:3]
     return inside & (start <= index) & (index < end)
-
-
-def _column(row):
-    """`[1, 128] -> [128, 1]`, by a transposition that TPUs have."""
-    return jnp.broadcast_to(row, (LANES, LANES)).T[:, :1]
 
 
 def gradients_of(options, q, cotangents, kv, mask):
