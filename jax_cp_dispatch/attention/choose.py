@@ -274,7 +274,6 @@ class Auto:
     config: PlanConfig = PlanConfig()
 
     def check(self, op: str) -> None:
-        """Checks the types of its options."""
         check_plan_config(op, self.config)
         if not isinstance(self.hardware, Hardware | None):
             raise TypeError(
@@ -339,7 +338,6 @@ _BY_NAME: dict[str, type[Algorithm] | type[Auto]] = {x.name: x for x in (*ALGORI
 
 
 def read_algorithm(op: str, algorithm: Any) -> Algorithm | Auto:
-    """Returns an algorithm; a short name selects the one with all defaults."""
     if isinstance(algorithm, str) and algorithm in _BY_NAME:
         return _BY_NAME[algorithm]()
     if not isinstance(algorithm, tuple(_BY_NAME.values())):

@@ -278,7 +278,6 @@ def _program(
     call: Call,
     axes: MeshAxes,
 ) -> Outputs:
-    """Computes attention of all ranks."""
     sequence = axes.rows
     rows = P(*sequence, axes.heads)
     of_plan = sequence if is_stack(plan) else P(axes.sequence)

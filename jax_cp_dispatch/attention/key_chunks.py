@@ -260,7 +260,6 @@ def cycle_routes(cycles: Sequence[Sequence[int]]) -> Routes:
 
 
 def reverse(routes: Routes) -> Routes:
-    """Returns the reverse routes."""
     back = np.full((len(routes), len(routes[0]) if routes else 0), -1)
     for chunk, route in enumerate(routes):
         for rank, peer in enumerate(route):

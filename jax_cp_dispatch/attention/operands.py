@@ -76,7 +76,6 @@ class Outputs(NamedTuple):
 
 
 def is_float(x: Any) -> bool:
-    """Whether an array has a derivative."""
     return jnp.issubdtype(x.dtype, jnp.floating)
 
 
@@ -101,7 +100,6 @@ def has_no_tokens(operands: Operands) -> bool:
 
 
 def empty_outputs(call: Call, operands: Operands) -> Outputs:
-    """Returns the outputs of no tokens."""
     q, (_, v) = operands.q, key_shapes(call.expansion, operands)
     B, T, N, _ = q.shape
     dtype = sum_dtype(q.dtype)
@@ -297,7 +295,6 @@ def _check_expanded(op: str, expansion: Expansion, operands: Operands) -> None:
 
 
 def _arguments(operands: Operands) -> tuple[list[Any], list[Any]]:
-    """Returns shapes and dtypes of weights and rows."""
     B, T = operands.q.shape[:2]
     weights = [Shape(x.shape, x.dtype) for x in operands.weights]
     return weights, [Shape((B * T, x.shape[3]), x.dtype) for x in operands.k]
@@ -348,12 +345,10 @@ class Call:
 
     @property
     def num_ranks(self) -> int:
-        """Devices that share the sequence."""
         return math.prod(self.axis_sizes)
 
     @property
     def softmax(self) -> dict[str, Any]:
-        """Returns the options of local attention."""
         names = ("scale", "logit_soft_cap", "return_max_logits")
         return {name: getattr(self, name) for name in names}
 

@@ -348,7 +348,6 @@ attend_rotating.defvjp(_forward, _backward)
 
 @partial(jax.jit, static_argnums=0)  # equal calls of a program are traced and lowered once
 def attend_sequence(rotation: Rotation, operands: Operands, packed: PackedMask) -> Outputs:
-    """Computes attention of this rank's rows."""
     B, T = operands.q.shape[:2]
     q, k, v, *others = operands.varying(rotation.call.exchange)
     leaves, tree = jax.tree.flatten((q, k, v))

@@ -170,8 +170,8 @@ def emulation(target, shapes, operands, in_place, *, scale, soft_cap, has_querie
 def only_kernels(monkeypatch):
     """Makes CPU programs take the path of the kernels."""
     monkeypatch.setattr(gpu, "_call", emulation)
-    monkeypatch.setattr(local, "fused_attention", gpu.attention)
-    monkeypatch.setattr(local, "fused_gradients", gpu.gradients)
+    monkeypatch.setattr(local, "fused_attention", gpu.fused_attention)
+    monkeypatch.setattr(local, "fused_gradients", gpu.fused_gradients)
     monkeypatch.setattr(rotating, "attend_blocks", gpu.attend_blocks)
     monkeypatch.setattr(rotating, "block_gradients", gpu.block_gradients)
     for name in ("_forward", "_backward"):  # cached traces would bypass the patch

@@ -82,7 +82,6 @@ class Algorithm(abc.ABC):
 
     @property
     def label(self) -> str:
-        """Its name among predictions."""
         return self.name
 
     def check(self, op: str) -> None:  # noqa: B027 - most have no options
@@ -234,7 +233,6 @@ def run_unless_empty(
 
 
 def refuse(algorithm: Algorithm, call: Call, mask: Any, plan: Plan | None = None) -> None:
-    """Raises if the algorithm cannot serve the call."""
     why = algorithm.why_not(call, mask, plan)
     if why is not None:
         raise ValueError(f"{call.op}: {why}")

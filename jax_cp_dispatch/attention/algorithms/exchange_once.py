@@ -91,7 +91,6 @@ class Movement(abc.ABC):
         """The transpose of `send`: (dq, dkv), of the caller's rows."""
 
     def move(self, moved: Any) -> list[Any]:
-        """Executes an exchange."""
         return move(self.call.exchange, moved)
 
     def parts(self, operands: Operands) -> list[Operands]:
@@ -222,7 +221,6 @@ def parts_of_heads(call: Call, operands: Operands) -> list[Operands]:
 
 
 def _join(parts: Sequence[Any], axis: int) -> Any:
-    """Concatenates the arrays of all parts, pytrees of one structure, along the axis of heads."""
     if len(parts) == 1:
         return parts[0]
     return jax.tree.map(lambda *x: jnp.concatenate(x, axis), *parts)

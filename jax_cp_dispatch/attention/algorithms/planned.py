@@ -130,7 +130,6 @@ class Balanced(Algorithm):
 
 
 def check_plan_config(op: str, config: Any) -> None:
-    """Requires the config of plans."""
     if not isinstance(config, PlanConfig):
         raise TypeError(
             f"{op}: config is {config!r}; it needs to be a PlanConfig. Omit it for the default."
@@ -231,7 +230,6 @@ def _attend_planned(
 
 
 def _attend_rows_of_batch(movement: PlannedMovement, operands: Operands, arrays: Any) -> Outputs:
-    """Attends the concatenated rows of all batch rows."""
     q, k, v, *others = operands
     shape = q.shape[:2]
     q, k, v = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (q, k, v))
@@ -326,7 +324,6 @@ def _attended(rows: Any) -> Any:
 
 
 def check_plan_rows(op: str, operands: Operands, plan: Plan, packed: PackedMask) -> None:
-    """Requires that a rank's rows match its plan."""
     q = operands.q
     is_placed = plan.is_placed
     advice = "Place the tokens" if is_placed else "Plan with the segment ids"
@@ -369,7 +366,6 @@ def moves_of_plan(plan: Plan | None, hardware: Hardware) -> Moves | None:
 
 
 def planned_program(call: Call, plan: Plan, qkv: list[Shape], *, backward: bool) -> RankProgram:
-    """Returns the program of attention by a plan, for rows like those of `qkv`."""
     check_heads(call.op, *qkv)
 
     def run(rank, q, k, v, ranges):
@@ -522,7 +518,6 @@ class HeldRows(NamedTuple):
 
     @property
     def num_rows(self) -> Int64[np.ndarray, " W"]:
-        """Rows of keys that each rank holds, of one batch row."""
         return np.array([sum(b - a for a, b in of_rank) for of_rank in self.parts()], np.int64)
 
     @property

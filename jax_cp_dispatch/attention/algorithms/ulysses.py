@@ -98,7 +98,6 @@ class HeadExchange(NamedTuple):
     # Arrays of one number for each head: this rank's share of them, and back.
 
     def own(self, x: Float[Array, " N"]) -> Float[Array, " share"]:
-        """Returns the numbers of this rank's heads."""
         size = x.shape[0] // self.num_ranks
         return lax.dynamic_slice_in_dim(x, lax.axis_index(self.exchange.axis_name) * size, size)
 
@@ -108,7 +107,6 @@ class HeadExchange(NamedTuple):
         return lax.dynamic_update_slice_in_dim(others, share.astype(others.dtype), first, 0)
 
     def largest(self, share: Float[Array, " share"]) -> Float[Array, " N"]:
-        """Returns the numbers of all heads, each from its rank."""
         none = jnp.full(self.num_ranks * share.shape[0], -jnp.inf, share.dtype)
         (none,) = vary_like([none], share)
         return lax.pmax(self.among(none, share), self.exchange.axis_name)
@@ -170,7 +168,6 @@ repeat_heads.defvjp(_repeat_forward, _repeat_backward)
 
 
 def outer_call(call: Call) -> Call:
-    """Returns the part of the outer algorithm."""
     *outer, inner = call.axis_sizes
     exchange = dataclasses.replace(call.exchange, axis_names=call.exchange.axis_names[:-1])
     sizes: Any = {"axis_sizes": tuple(outer), "num_heads": call.num_heads // inner}
@@ -181,7 +178,6 @@ def outer_call(call: Call) -> Call:
 def attend_two_levels(
     outer: Algorithm, call: Call, operands: Operands, packed: PackedMask
 ) -> Outputs:
-    """Computes attention of this rank's rows; the arguments are checked."""
     part, layout, of_outer = operands.varying(call.exchange), call.order.layout, outer_call(call)
     num_outer, num_inner = of_outer.num_ranks, call.axis_sizes[-1]
     if layout == "zigzag":

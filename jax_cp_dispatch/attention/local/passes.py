@@ -81,7 +81,6 @@ def block_gradients(options, q, cotangents: OutputCotangents, ranges: KeyRanges,
 
 
 def attention_in_tiles(options: PassOptions, q, k, v, ranges: RowRanges, sink) -> tuple[Array, ...]:
-    """`fused_attention` by blocks."""
     of = tile_operands(options, q, k, v, ranges)
     softmax = attend_blocks(options, of.q, of.ranges, (of.k, of.v), None)
     out, lse = add_sink(*softmax.result(q.shape, k.shape[2]), sink)
@@ -94,7 +93,6 @@ def attention_in_tiles(options: PassOptions, q, k, v, ranges: RowRanges, sink) -
 def gradients_in_tiles(
     options: PassOptions, q, k, v, ranges: RowRanges, whole: SoftmaxGradients
 ) -> tuple[Array, ...]:
-    """`fused_gradients` by blocks."""
     num_groups = k.shape[2]
     of = tile_operands(options, q, k, v, ranges)
     cotangents = tile_cotangents(options, of.used, whole, num_groups)
@@ -115,7 +113,6 @@ def gradients_in_tiles(
 def attend_blockwise(
     options, q, ranges: KeyRanges, kv, seen: OnlineSoftmax | None
 ) -> OnlineSoftmax:
-    """Implements `attend_blocks`."""
     seen = seen or OnlineSoftmax.of_nothing(q, kv[1].shape[3])
     q, (k, v) = options.scale * widen(q), map(widen, kv)
 
@@ -161,7 +158,6 @@ def attend_blockwise(
 
 
 def gradients_blockwise(options, q, cotangents: OutputCotangents, ranges: KeyRanges, kv, dq):
-    """Implements `block_gradients`."""
     q, (k, v) = options.scale * widen(q), map(widen, kv)
     cotangents = cotangents._replace(dout=widen(cotangents.dout))
     k_columns = options.scale * jnp.swapaxes(k, 2, 3)
@@ -271,14 +267,14 @@ def _block_gradients_shapes(_, q, cotangents, ranges, kv, dq):
 def _cuda_attention(ctx, options, q, k, v, *ranges_and_sink):
     if ranges_and_sink[1] is None and gpu.cudnn_serves(options, q, v):
         return gpu.cudnn_attention
-    return gpu.attention if gpu.kernels_serve(q, v) else None
+    return gpu.fused_attention if gpu.kernels_serve(q, v) else None
 
 
 def _cuda_gradients(ctx, options, q, k, v, *ranges_and_whole):
     # cuDNN multiplies out and dout itself, and accepts no cotangent of the lse.
     if ranges_and_whole[1].dlse is None and gpu.cudnn_serves(options, q, v):
         return gpu.cudnn_gradients
-    return gpu.gradients if gpu.kernels_serve(q, v) else None
+    return gpu.fused_gradients if gpu.kernels_serve(q, v) else None
 
 
 def _tpu(name, ctx, options, q, *others):

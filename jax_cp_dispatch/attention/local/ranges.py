@@ -114,7 +114,6 @@ def even_block(length: int, block: int) -> int:
 
 
 def divisors(number: int) -> list[int]:
-    """Returns all divisors in ascending order."""
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
@@ -163,7 +162,6 @@ class BlockIndex(NamedTuple):
     block: Array
 
     def at(self, block) -> BlockIndex:
-        """Returns another block of the same matrices."""
         return self._replace(block=block)
 
 
@@ -187,7 +185,7 @@ def _corner(x, index: BlockIndex):
 # ---- The queries that may see each key row, in blocks: for masks whose keys have ranges of
 # queries.
 
-_LAST_INDEX = 2**31 - 1
+LAST_INDEX = 2**31 - 1
 
 
 class KeyQueries(NamedTuple):
@@ -220,7 +218,6 @@ class QueryRanges(NamedTuple):
         )
 
     def of_keys(self, index: BlockIndex) -> QueryRanges:
-        """Likewise of one block of keys."""
         names = ("start", "starts", "end", "ends")
         return self._replace(**{name: block_of(getattr(self, name), index) for name in names})
 
@@ -246,12 +243,10 @@ class QueryRanges(NamedTuple):
     # ---- Of one block of queries and one of keys.
 
     def hide_none(self) -> Bool[Array, ""]:
-        """Whether all queries may see all keys."""
         are_early = jnp.max(self.indices[:, 1]) < jnp.min(self.ends[:, 0])
         return are_early & (jnp.min(self.indices[:, 0]) >= jnp.max(self.starts[:, 1]))
 
     def allow(self) -> Bool[Array, "matrices rows block_kv"]:
-        """Whether a query may see a key."""
         index = self.index[..., None]
         return (index >= self.start[:, None]) & (index < self.end[:, None])
 
@@ -283,9 +278,9 @@ def tile_query_ranges(
         x = jnp.broadcast_to(x[:, :, None, None], (*x.shape, num_groups, 1))
         return to_rows(x, num_groups, options.block_kv, fill)[..., 0]
 
-    first = of_queries(jnp.where(used, queries.index, _LAST_INDEX), _LAST_INDEX)
+    first = of_queries(jnp.where(used, queries.index, LAST_INDEX), LAST_INDEX)
     last = of_queries(jnp.where(used, queries.index, -1), -1)
-    start, end = of_keys(queries.start, _LAST_INDEX), of_keys(queries.end, 0)
+    start, end = of_keys(queries.start, LAST_INDEX), of_keys(queries.end, 0)
     extremes = lambda x: jnp.stack([x.min(-1), x.max(-1)], -1)
     return QueryRanges(
         index=of_queries(queries.index, 0),
@@ -295,9 +290,6 @@ def tile_query_ranges(
         end=end,
         ends=extremes(end),
     )
-
-
-_LAST = 2**31 - 1
 
 
 class KeyRanges(NamedTuple):
@@ -323,7 +315,7 @@ class KeyRanges(NamedTuple):
         before = lambda x: divided(x, options.block_kv)[0]
         after = lambda x: before(x + (options.block_kv - 1))
         bounds = before(start), after(end), after(start), before(end)
-        extremes, fills = (lax.min, lax.max, lax.max, lax.min), (_LAST, 0, 0, _LAST)
+        extremes, fills = (lax.min, lax.max, lax.max, lax.min), (LAST_INDEX, 0, 0, LAST_INDEX)
         combined = lambda xs, ys: [f(x, y) for f, x, y in zip(extremes, xs, ys, strict=True)]
         return KeyBlocks(*lax.reduce(bounds, tuple(map(np.int32, fills)), combined, (0, 1)))
 
@@ -346,8 +338,6 @@ class RowRanges(NamedTuple):
 
 
 class BlockedOperands(NamedTuple):
-    """The blocks of one call of local attention."""
-
     q: Array  # [B*K, nq, G*block_q, H]
     k: Array  # [B*K, nk, block_kv, H]
     v: Array  # [B*K, nk, block_kv, Hv]
@@ -356,7 +346,6 @@ class BlockedOperands(NamedTuple):
 
 
 def tile_operands(options: PassOptions, q, k, v, ranges: RowRanges) -> BlockedOperands:
-    """Cuts checked operands of `local_attention` into blocks."""
     kv_start, kv_end, queries = ranges
     S, K = k.shape[1:3]
     # Constant ranges are common, and XLA takes seconds to fold the code that depends on them.
@@ -413,7 +402,6 @@ def each_query_block(options: PassOptions, one_block, carry, q):
 
 
 def positions(options: PassOptions, j):
-    """Returns the key rows of block j."""
     return j * options.block_kv + jnp.arange(options.block_kv, dtype=jnp.int32)
 
 
@@ -438,7 +426,6 @@ def widen(x):
 
 
 def accumulator(x):
-    """Returns the dtype of all sums."""
     return sum_dtype(x.dtype)
 
 
@@ -495,7 +482,6 @@ class SoftmaxGradients(NamedTuple):
 
 
 def tile_cotangents(options, used, whole: SoftmaxGradients, num_groups) -> OutputCotangents:
-    """Cuts the whole softmax into blocks; rows outside `used`, `[B, T]`, are zero."""
     out, lse, dout, dlse = whole
     dtype = accumulator(lse)
     lse = jnp.swapaxes(lse.astype(dtype), 1, 2)
@@ -515,12 +501,10 @@ def tile_cotangents(options, used, whole: SoftmaxGradients, num_groups) -> Outpu
 
 
 def begin_dq(q):
-    """Zero gradients for query blocks q."""
     return jnp.zeros_like(jnp.swapaxes(q, 2, 3), accumulator(q))
 
 
 def finish_dq(dq, shape, num_groups):
-    """Returns dq as `[B, T, N, H]`."""
     return from_rows(jnp.swapaxes(dq, 2, 3), shape, num_groups)
 
 
@@ -562,7 +546,6 @@ def check_result_dtype(name: str, what: str, asked: Any, q: Any) -> Any:
 
 
 def check_softmax(name: str, scale: Any, logit_soft_cap: Any) -> None:
-    """Requires numbers that are known when a program is traced, or None."""
     _check_number(name, "scale", scale)
     _check_number(name, "logit_soft_cap", logit_soft_cap)
     if logit_soft_cap is not None and not float(logit_soft_cap) > 0:
@@ -572,7 +555,6 @@ def check_softmax(name: str, scale: Any, logit_soft_cap: Any) -> None:
 
 
 def check_blocks(name: str, block_q, block_kv, block_heads, *, num_kv_heads: int) -> None:
-    """Requires sizes of blocks, or None."""
     for what, number in (("block_q", block_q), ("block_kv", block_kv)):
         is_integer = isinstance(number, (int, np.integer)) and not isinstance(number, bool)
         if number is not None and not (is_integer and number >= 1):
