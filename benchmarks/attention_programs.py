@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from jax_cp_dispatch import Hamilton, context_parallel_attention, local_attention
 from jax_cp_dispatch.cost import attention_flops
-from jax_cp_dispatch.documents.layouts import PackedMask, attended_tokens
+from jax_cp_dispatch.documents.documents import attended_tokens, trusted
 from jax_cp_dispatch.masks import MaskRanges
 from jax_cp_dispatch.masks.read import read_mask
 from jax_cp_dispatch.tools.programs import DENSE, gradients, random_operands
@@ -50,7 +50,7 @@ class Case:
     def ranges(self) -> MaskRanges:
         shape = (1, self.num_tokens)
         ids = None if self.segment_ids is None else jnp.asarray(self.segment_ids)
-        return attended_tokens(PackedMask(read_mask("a benchmark", self.mask), ids), shape)
+        return attended_tokens(trusted(ids, mask=read_mask("a benchmark", self.mask)), shape)
 
     @property
     def flops(self) -> float:

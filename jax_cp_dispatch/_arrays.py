@@ -239,6 +239,33 @@ def are_all(x: Bool[Array, "..."]) -> Bool[Array, ""]:
     return (value > 0) & (index >= 0)  # without the index, it would become that reduction
 
 
+def run_begins(x: Any, ascending: Any = None) -> Any:
+    """Returns where runs of equal values begin, booleans `[B, T]`; of NumPy arrays by NumPy.
+
+    A run also ends where `ascending` does not increase.
+    """
+    new = x[:, 1:] != x[:, :-1]
+    if ascending is not None:
+        new |= ascending[:, 1:] <= ascending[:, :-1]
+    if not isinstance(new, np.ndarray):
+        return jnp.pad(new, ((0, 0), (1, 0)), constant_values=True)
+    begins = np.ones(x.shape, bool)
+    begins[:, 1:] = new
+    return begins
+
+
+def run_ends(x: Any) -> Any:
+    """Returns one past the last column of the run of equal values at each column; as above."""
+    num_tokens = x.shape[1]
+    if isinstance(x, np.ndarray):
+        is_last = np.roll(run_begins(x), -1, axis=1)
+        last = np.where(is_last, np.arange(num_tokens, dtype=np.int32), num_tokens)
+        return np.minimum.accumulate(last[:, ::-1], axis=1)[:, ::-1] + np.int32(1)
+    is_last = jnp.pad(x[:, 1:] != x[:, :-1], ((0, 0), (0, 1)), constant_values=True)
+    last = jnp.where(is_last, jnp.arange(num_tokens, dtype=jnp.int32), num_tokens)
+    return 1 - jnp.flip(running_max(jnp.flip(-last, axis=1)), axis=1)
+
+
 def _in_windows(x: Shaped[Array, "*lead n"], *, fill: Any) -> Shaped[Array, "*lead m window"]:
     num_windows = -(-x.shape[-1] // WINDOW)
     pad = [(0, 0)] * (x.ndim - 1)

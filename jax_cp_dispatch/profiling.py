@@ -49,9 +49,14 @@ from jax_cp_dispatch.attention.rotating import (
 )
 from jax_cp_dispatch.comm_gemm import CommGemmChoice
 from jax_cp_dispatch.cycles import CycleRows
-from jax_cp_dispatch.documents import Documents
-from jax_cp_dispatch.documents.documents import read_given, read_sequences
-from jax_cp_dispatch.documents.layouts import PackedMask
+from jax_cp_dispatch.documents.documents import (
+    Documents,
+    check_call_ranks,
+    read_given,
+    read_whole,
+    replaced,
+    trusted,
+)
 from jax_cp_dispatch.documents.table import Row, document_table
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.read import read_mask_on_host
@@ -420,23 +425,22 @@ def hamilton_attention_profile(
     given = read_given(op, documents, segment_ids, positions, mask, follows_plan=False)
     check_softmax(op, scale, logit_soft_cap)
     call = Call(options, (num_ranks,), q.shape[2], given.order, scale, logit_soft_cap)
-    refuse(algorithm, call, given.packed.mask)
-    mask, *ids = given.packed
-    check_rows(op, Operands(q, k, v), *ids)
+    refuse(algorithm, call, given.mask)
+    check_rows(op, Operands(q, k, v), given.segment_ids, given.positions)
     B, T = q.shape[:2]
     if T % num_ranks:
         raise ValueError(
             f"{op}: T is {T} but {axis_name!r} has {num_ranks} devices, which need to divide it. "
             "Pad the arrays; segment 0 is padding."
         )
-    given.check_ranks(op, T, num_ranks, f"{axis_name!r} has {num_ranks} devices")
-    mask = read_mask_on_host(op, mask, (B, T))
+    check_call_ranks(op, given, T, num_ranks, f"{axis_name!r} has {num_ranks} devices")
+    given = replaced(given, mask=read_mask_on_host(op, given.mask, (B, T)))
     of_rank = [jax.ShapeDtypeStruct((B, T // num_ranks, *x.shape[2:]), x.dtype) for x in (q, k, v)]
-    rotation = algorithm.rotation(call, mask, *of_rank)
-    ids = read_sequences(op, *ids, layout=call.order.layout, num_ranks=num_ranks)
+    rotation = algorithm.rotation(call, given.mask, *of_rank)
+    given = read_whole(op, given, num_ranks)
     steps = _Steps(mesh, axis_name, repeats)
     by_rank = lambda x: np.moveaxis(np.asarray(x).reshape(B, num_ranks, -1, *x.shape[2:]), 1, 0)
-    arrays = jax.tree.map(by_rank, (q, k, v, PackedMask(mask, *ids)))
+    arrays = jax.tree.map(by_rank, (q, k, v, given))
     arrays = jax.device_put(arrays, NamedSharding(mesh, P(axis_name)))
     whole = lambda q, k, v, packed: attend_sequence(rotation, Operands(q, k, v), packed).out
     seconds, _ = steps.run(whole, *arrays)
@@ -445,7 +449,7 @@ def hamilton_attention_profile(
     return AttentionProfile(max(seconds), tuple(steps.spans), out)
 
 
-def _run_steps(rotation: Rotation, steps: _Steps, q, k, v, packed: PackedMask):
+def _run_steps(rotation: Rotation, steps: _Steps, q, k, v, packed: Documents):
     """Runs the steps of `attend_sequence`, each kind as one program."""
     (B, T), dtype = q.shape[1:3], q.dtype
     num_ranks, fetch_keys = rotation.call.num_ranks, rotation.schedule.fetch_keys
@@ -640,7 +644,7 @@ def balance_profile(
     dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
     qkv = [Shape((*rows, n, head_size), dtype) for n in heads]
     call = Call(read_options(_OP, "ranks"), (world_size,), num_heads)
-    batch = Batch(world_size, PackedMask(mask, documents.numbers()), qkv)
+    batch = Batch(world_size, trusted(documents.numbers(), mask=mask), qkv)
     programs = []
     for given in algorithms:
         is_plan = isinstance(given, Plan)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_cp_dispatch.documents.layouts import PackedMask, attended_tokens
+from jax_cp_dispatch.documents.documents import attended_tokens, trusted
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.plots import COLORS, LINE, figure_class, save
 
@@ -45,7 +45,7 @@ def draw(folder: pathlib.Path) -> None:
 
 def _pairs(mask: Mask, segment_ids: np.ndarray) -> np.ndarray:
     """Returns whether each query, `[T, 1]`, sees each key, `[1, T]`, as 0 or 1."""
-    packed = jax.tree.map(jnp.asarray, PackedMask(mask, segment_ids))
+    packed = jax.tree.map(jnp.asarray, trusted(segment_ids, mask=mask))
     ranges = jax.tree.map(np.asarray, attended_tokens(packed, segment_ids.shape))
     token = np.arange(segment_ids.shape[1])
     k_start, k_end = (x[0][:, None] for x in ranges[:2])

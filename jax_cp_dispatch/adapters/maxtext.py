@@ -18,8 +18,8 @@ from jax_cp_dispatch._text import warn_caller
 from jax_cp_dispatch.attention import context_parallel_attention
 from jax_cp_dispatch.comm_gemm import all_gather_matmul, matmul_reduce_scatter
 from jax_cp_dispatch.documents import Documents
-from jax_cp_dispatch.documents.documents import permuted
-from jax_cp_dispatch.documents.layouts import PackedMask, attended_tokens, zigzag_permutation
+from jax_cp_dispatch.documents.documents import attended_tokens, permuted, take_columns, trusted
+from jax_cp_dispatch.documents.layouts import zigzag_permutation
 from jax_cp_dispatch.masks import (
     BlockCausal,
     Blocks,
@@ -59,12 +59,12 @@ def call_mask(self, segment_ids, is_image, batch: tuple[str, ...], order: Order)
         columns = zigzag_permutation(shape[1], order.num_ranks)
         whole = [x if x is None else x[:, np.argsort(columns)] for x in whole]
     segment_ids, is_image = whole
-    packed = PackedMask(mask, None if counts_from_row else segment_ids)
+    packed = trusted(None if counts_from_row else segment_ids, mask=mask)
     start, end, *_ = attended_tokens(packed, shape)
     if is_image is not None:
         start, end = jnp.minimum(start, _starts(is_image)), jnp.maximum(end, _ends(is_image))
     seen = Ranges(start, end)
-    return permuted(seen, columns, order)
+    return permuted(seen, take_columns(columns), order)
 
 
 def _kind_mask(self) -> Mask:

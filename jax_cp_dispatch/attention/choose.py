@@ -24,7 +24,8 @@ from jax_cp_dispatch.attention.algorithms.planned import check_plan_config, move
 from jax_cp_dispatch.attention.operands import Call, Operands, has_no_tokens, key_shapes
 from jax_cp_dispatch.cost import HARDWARE, Hardware, Moves, Prediction, Workload
 from jax_cp_dispatch.cost.pairs import wasted_pairs
-from jax_cp_dispatch.documents.layouts import PackedMask, check_layout, zigzag_permutation
+from jax_cp_dispatch.documents.documents import Documents, with_segment_ids
+from jax_cp_dispatch.documents.layouts import check_layout, zigzag_permutation
 from jax_cp_dispatch.documents.table import document_lengths
 from jax_cp_dispatch.global_call import kv_copies
 from jax_cp_dispatch.masks import Mask, StaticMask
@@ -289,7 +290,7 @@ class Auto:
         self,
         call: Call,
         operands: Operands,
-        packed: PackedMask,
+        packed: Documents,
         plan: Plan | None,
         *,
         num_tokens: int,
@@ -305,7 +306,7 @@ class Auto:
             return Placed() if plan.is_placed else Balanced(self.config), plan
         if has_no_tokens(operands):
             return Zigzag() if is_zigzag else Balanced(self.config), None
-        if any(isinstance(x, Tracer) for x in packed[1:]):
+        if any(isinstance(x, Tracer) for x in (packed.segment_ids, packed.positions)):
             raise ValueError(
                 f"{call.op}: algorithm='auto' reads segment_ids on the host, but they are "
                 "traced. Call choose_algorithm outside jit, once for similar batches, and pass "
@@ -320,7 +321,7 @@ class Auto:
             estimate = Balanced().plan_for(workload, hardware)
         elif not is_zigzag:
             shape = operands.q.shape[0], num_tokens
-            known = packed.with_segment_ids(shape)
+            known = with_segment_ids(packed, shape)
             try:
                 estimate = plan = Balanced(self.config).plan_before(known, call.num_ranks)
             except DoesNotFitError:
@@ -351,7 +352,7 @@ def read_algorithm(op: str, algorithm: Any) -> Algorithm | Auto:
 
 
 def _workload(
-    call: Call, operands: Operands, packed: PackedMask, num_tokens: int, num_groups: int
+    call: Call, operands: Operands, packed: Documents, num_tokens: int, num_groups: int
 ) -> Workload:
     """Returns the work of one group; the rows of the first represent all."""
     (B, _, N, H), T = operands.q.shape, num_tokens
@@ -362,7 +363,8 @@ def _workload(
     order = slice(None)
     if call.order.layout == "zigzag":
         order = zigzag_permutation(T, call.num_ranks, inverse=True)
-    mask, segment_ids, positions = jax.tree.map(lambda x: np.asarray(x)[:rows, order], packed)
+    packed = jax.tree.map(lambda x: np.asarray(x)[:rows, order], packed)
+    mask, segment_ids, positions = packed.mask, packed.segment_ids, packed.positions
     if segment_ids is not None or positions is not None:
         ids = np.ones((rows, T), np.int32) if segment_ids is None else segment_ids
         if mask.has_arrays:  # padding is a document for each token: columns stay as they are

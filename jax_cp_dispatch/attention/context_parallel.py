@@ -32,13 +32,15 @@ from jax_cp_dispatch.attention.operands import (
 )
 from jax_cp_dispatch.documents.documents import (
     Documents,
-    GivenDocuments,
-    check_known_mask,
+    check_call_ranks,
     read_given,
-    read_sequences,
+    read_whole,
+    replaced,
+    trusted,
+    with_segment_ids,
+    without_plan,
 )
-from jax_cp_dispatch.documents.layouts import PackedMask
-from jax_cp_dispatch.documents.segment_ids import STEPS_OF_DOCUMENTS, read_documents
+from jax_cp_dispatch.documents.segment_ids import STEPS_OF_DOCUMENTS, normalize_segment_ids
 from jax_cp_dispatch.global_call import (
     GivenAxes,
     MeshAxes,
@@ -170,19 +172,20 @@ def context_parallel_attention(
     if given.plan is not None:
         check_plan(_OP, given.plan)
         if given.order == PACKED and given.plan.is_placed:  # unplaced
-            given = given.without_plan(_OP)
+            given = without_plan(_OP, given)
     operands, expansion = read_operands(_OP, q, k, v, sink, (expand, weights, weight_specs))
     on_rank = is_on_rank(_OP, names)
     moved = q, *operands.moved
     if on_rank:
-        others = operands, given.packed, given.plan
-        axes = explicit_axes(_OP, *moved, others=others, covers_batch=is_of_all(given.plan))
+        axes = explicit_axes(
+            _OP, *moved, others=(operands, given), covers_batch=is_of_all(given.plan)
+        )
     else:
         given_axes = GivenAxes(mesh, axis_name, batch_axis, head_axis)
         axes = find_axes(_OP, *moved, given=given_axes, covers_batch=is_of_all(given.plan))
-    check_rows(_OP, operands, *given.packed[1:])
+    check_rows(_OP, operands, given.segment_ids, given.positions)
     check_softmax(_OP, scale, logit_soft_cap)
-    check_mask_arrays(_OP, given.packed.mask, q.shape[:2])
+    check_mask_arrays(_OP, given.mask, q.shape[:2])
     if axes is not None and expansion is not None:
         sharing = chosen.head_axes(axes.sequence)
         check_specs(_OP, expansion, operands.weights, axes, sharing)
@@ -206,17 +209,17 @@ def _on_rank(
     algorithm: Algorithm | Auto,
     call: Call,
     operands: Operands,
-    given: GivenDocuments,
+    given: Documents,
     axes: MeshAxes | None,
 ) -> Outputs:
     """Computes attention of this rank's rows, which explicit axes may shard."""
-    (packed, _, plan, _), axis_name = given, call.exchange.axis_name
+    packed, plan, axis_name = replaced(given, plans=()), given.plan, call.exchange.axis_name
     num_tokens = operands.q.shape[1] * call.num_ranks
     ranks = f"axis {axis_name!r} has {call.num_ranks} ranks"
-    given.check_ranks(_OP, num_tokens, call.num_ranks, ranks)
+    check_call_ranks(_OP, given, num_tokens, call.num_ranks, ranks)
     if plan is None:
-        documents = read_documents(_OP, packed.segment_ids, packed.positions)
-        packed = PackedMask(packed.mask, *documents)
+        ids, positions = normalize_segment_ids(_OP, packed.segment_ids, packed.positions)
+        packed = replaced(packed, segment_ids=ids, positions=positions)
     if isinstance(algorithm, Auto):
         num_groups = 1 if axes is None else axes.num_groups
         sizes = {"num_tokens": num_tokens, "num_groups": num_groups}
@@ -231,23 +234,21 @@ def _on_global_arrays(
     algorithm: Algorithm | Auto,
     call: Call,
     operands: Operands,
-    given: GivenDocuments,
+    given: Documents,
     axes: MeshAxes,
 ) -> Outputs:
     """Pads the tokens, plans what is known, and runs one program on all ranks."""
-    packed, _, plan, _ = given
+    packed, plan = replaced(given, plans=()), given.plan
     (B, T), num_ranks = operands.q.shape[:2], call.num_ranks
-    given.check_ranks(_OP, T, num_ranks, axes.described)
+    check_call_ranks(_OP, given, T, num_ranks, axes.described)
     _check_plan(call, axes, T, plan)
     if not isinstance(algorithm, Auto):
         refuse(algorithm, call, packed.mask, plan)
-    if plan is None:  # else `Documents` come with it, that were read
-        order: Any = {"layout": call.order.layout, "num_ranks": num_ranks}
-        packed = PackedMask(packed.mask, *read_sequences(_OP, *packed[1:], **order))
-        check_known_mask(_OP, packed, **order)
+    if plan is None:  # those with a plan were read
+        packed = read_whole(_OP, packed, num_ranks)
     missing = -T % num_ranks
     if missing and plan is None:
-        packed = packed.with_segment_ids((B, T))
+        packed = with_segment_ids(packed, (B, T))
     q, k, v = pad_tokens((operands.q, operands.k, operands.v), missing)
     operands, packed = operands._replace(q=q, k=k, v=v), pad_tokens(packed, missing)
     if isinstance(algorithm, Auto):
@@ -256,9 +257,9 @@ def _on_global_arrays(
         refuse(algorithm, call, packed.mask, plan)
     is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(packed))
     if plan is None and not (is_traced or axes.batch or has_no_tokens(operands)):
-        plan = algorithm.plan_before(packed.with_segment_ids((B, T + missing)), num_ranks)
+        plan = algorithm.plan_before(with_segment_ids(packed, (B, T + missing)), num_ranks)
     if plan is not None and given.plan is None:
-        packed = PackedMask(plan.mask)  # nothing to compare
+        packed = trusted(mask=plan.mask)  # nothing to compare
     if all(map(is_on_host, jax.tree.leaves(packed))):
         call = dataclasses.replace(call, checks_order=False)  # checked above
     outputs = _program(operands, plan, packed, algorithm=algorithm, call=call, axes=axes)
@@ -272,7 +273,7 @@ def _on_global_arrays(
 def _program(
     operands: Operands,
     plan: Any,
-    packed: PackedMask,
+    packed: Documents,
     *,
     algorithm: Algorithm,
     call: Call,

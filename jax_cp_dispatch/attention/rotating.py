@@ -47,12 +47,11 @@ from jax_cp_dispatch.attention.operands import (
     rounded,
     softmax_gradients,
 )
+from jax_cp_dispatch.documents.documents import Documents, gathered_ranges
 from jax_cp_dispatch.documents.fingerprint import order_fingerprint
 from jax_cp_dispatch.documents.layouts import (
-    PackedMask,
     SequenceLayout,
     contiguous_layout,
-    gathered_ranges,
     halves_in_zigzag,
     zigzag_layout,
 )
@@ -75,7 +74,7 @@ class TokenRanges(NamedTuple):
         pad a block. Both in one array, because XLA for CPU compiles an operation on each.
       is_key: bool `[B, rows]`; whether any row may see this one; None: if it sees any itself.
       queries: the rows' own tokens, and the queries of every token of the sequence; None: all.
-      fault: `order_fault` of the tokens; None: known to be in the order of the layout.
+      fault: `order_error_code` of the tokens; None: known to be in the order of the layout.
     """
 
     bounds: Array
@@ -347,7 +346,7 @@ attend_rotating.defvjp(_forward, _backward)
 
 
 @partial(jax.jit, static_argnums=0)  # equal calls of a program are traced and lowered once
-def attend_sequence(rotation: Rotation, operands: Operands, packed: PackedMask) -> Outputs:
+def attend_sequence(rotation: Rotation, operands: Operands, packed: Documents) -> Outputs:
     B, T = operands.q.shape[:2]
     q, k, v, *others = operands.varying(rotation.call.exchange)
     leaves, tree = jax.tree.flatten((q, k, v))
@@ -381,7 +380,7 @@ def from_layout(rotation: Rotation, arrays, num_tokens: int):
     return tuple(x[:, :num_tokens] for x in arrays)
 
 
-def token_ranges(rotation: Rotation, packed: PackedMask, shape) -> TokenRanges:
+def token_ranges(rotation: Rotation, packed: Documents, shape) -> TokenRanges:
     """Returns the tokens that each of this rank's rows sees, in the rows of the rotation."""
     call = rotation.call
     order = {"layout": call.order.layout, "checks_order": call.checks_order}

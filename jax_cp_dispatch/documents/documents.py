@@ -1,27 +1,34 @@
-"""`Documents`: what the tokens of a batch are, and in which order they are."""
+"""`Documents`: what the tokens of a batch are, and in which order; and those of a call."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Integer, PyTree, Shaped
+from jaxtyping import Array, Int32, Integer, PyTree, Shaped
 
 from jax_cp_dispatch._arguments import HostOrDevice, check_positive, check_type, is_on_host
+from jax_cp_dispatch._arrays import run_ends
+from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch._text import outline
-from jax_cp_dispatch.documents.layouts import PackedMask, zigzag_permutation
+from jax_cp_dispatch.documents.fingerprint import order_error_code
+from jax_cp_dispatch.documents.layouts import zigzag_permutation
 from jax_cp_dispatch.documents.segment_ids import (
     check_ids,
     document_starts,
+    follows_rules,
+    gather_sequence,
+    normalize_segment_ids,
     number_ids,
-    read_documents,
+    starts_in_order,
 )
-from jax_cp_dispatch.documents.table import DocumentTable, from_segment_ids
-from jax_cp_dispatch.masks import ArrayMask, Mask
+from jax_cp_dispatch.documents.table import DocumentTable, list_documents
+from jax_cp_dispatch.masks import ArrayMask, Mask, MaskRanges
 from jax_cp_dispatch.masks.mask import (
     PACKED,
     PLACED,
@@ -72,7 +79,7 @@ class Documents:
 
     segment_ids: Any
     positions: Any = None
-    mask: Mask | str | None = None
+    mask: Any = None
     plans: tuple[Any, ...] = ()
     # `dataclasses.replace` passes them.
     order: Order = dataclasses.field(default=PACKED, kw_only=True)
@@ -85,7 +92,7 @@ class Documents:
         if self.counted:
             self._check_counted()
             object.__setattr__(self, "positions", None)
-        segment_ids, positions = read_documents(_OP, self.segment_ids, self.positions)
+        segment_ids, positions = normalize_segment_ids(_OP, self.segment_ids, self.positions)
         segment_ids = number_ids(segment_ids)
         mask = self.mask if self.mask is None else read_mask(_OP, self.mask)
         if mask is not None:
@@ -124,23 +131,16 @@ class Documents:
 
     @classmethod
     def tree_unflatten(cls, static, children) -> Documents:
-        return cls._of(*children, *static)
-
-    @classmethod
-    def _of(cls, segment_ids, positions, mask, plans, order, columns, counted=False) -> Documents:
-        """Returns documents in any order; the arguments are trusted."""
-        documents = object.__new__(cls)
-        fields = segment_ids, positions, mask, plans, order, columns, counted
-        for field, value in zip(dataclasses.fields(cls), fields, strict=True):
-            object.__setattr__(documents, field.name, value)
-        return documents
+        order, columns, counted = static
+        return trusted(*children, order=order, columns=columns, counted=counted)
 
     @classmethod
     def in_order(
         cls, segment_ids: Any, positions: Any, plans: Any, *, order: Order, columns: int
     ) -> Documents:
         """Returns documents in another order, for `Placement.documents`; trusted."""
-        return cls._of(segment_ids, positions, None, tuple(plans), order, columns)
+        plans = tuple(plans)
+        return trusted(segment_ids, positions, plans=plans, order=order, columns=columns)
 
     @property
     def plan(self) -> Any:
@@ -169,7 +169,7 @@ class Documents:
                 "order. Pass plan_attention(...) for packed order; a placement has its own "
                 "documents: Placement.documents."
             )
-        return self._replaced(plans=(*self.plans, plan) if plan.is_placed else (plan,))
+        return replaced(self, plans=(*self.plans, plan) if plan.is_placed else (plan,))
 
     def unplaced(self) -> Documents:
         """Returns the documents of a placement that does not fit, and left all tokens in place.
@@ -181,7 +181,7 @@ class Documents:
             raise ValueError(
                 f"Documents.unplaced: tokens are in {self.order}. Call it on Placement.documents."
             )
-        return self._replaced(order=PACKED, mask=permuted(self.mask, None, PACKED))
+        return replaced(self, order=PACKED, mask=permuted(self.mask, take_columns(None), PACKED))
 
     def zigzag(self, num_ranks: int) -> Documents:
         """Returns the documents in zigzag order: rank r of n holds blocks r and 2 n - 1 - r of 2 n.
@@ -196,11 +196,11 @@ class Documents:
         order = zigzag_order(num_ranks)
         ids, positions, mask = permuted(
             (self.segment_ids, self.positions, self.mask),
-            zigzag_permutation(self.columns, num_ranks),
+            take_columns(zigzag_permutation(self.columns, num_ranks)),
             order,
         )
-        return self._replaced(
-            segment_ids=ids, positions=positions, mask=mask, plans=(), order=order
+        return replaced(
+            self, segment_ids=ids, positions=positions, mask=mask, plans=(), order=order
         )
 
     def apply(self, arrays: PyTree[Shaped[Any, "B T ..."]]) -> PyTree[Shaped[Any, "B T ..."]]:
@@ -213,13 +213,14 @@ class Documents:
           ValueError: an array does not start with [B, T]; tokens are placed, and only the placement
             knows where: call `Placement.apply`.
         """
-        return permuted(self._check_arrays("apply", arrays), self._permutation, self.order)
+        self._check_arrays("apply", arrays, PACKED)
+        return permuted(arrays, take_columns(self._permutation), self.order)
 
     def restore(self, arrays: PyTree[Shaped[Any, "B T ..."]]) -> PyTree[Shaped[Any, "B T ..."]]:
         """Puts arrays and masks in this order back into packed order; the inverse of `apply`."""
+        self._check_arrays("restore", arrays, self.order)
         order = self._permutation
-        order = None if order is None else np.argsort(order)
-        return permuted(self._check_arrays("restore", arrays, self.order), order, PACKED)
+        return permuted(arrays, take_columns(None if order is None else np.argsort(order)), PACKED)
 
     def specs(self, axis_name: Any, batch_axis: Any = None) -> Documents:
         """Returns the `PartitionSpec`s of this object, for `jax.shard_map` or `jax.device_put`.
@@ -235,7 +236,7 @@ class Documents:
         positions = None if self.positions is None else rows
         mask = rows if jax.tree.leaves(self.mask) else self.mask
         plans = tuple(rows if np.ndim(x.fingerprint) > 2 else P(axis_name) for x in self.plans)
-        return self._replaced(segment_ids=rows, positions=positions, mask=mask, plans=plans)
+        return replaced(self, segment_ids=rows, positions=positions, mask=mask, plans=plans)
 
     @property
     def _permutation(self) -> Any:
@@ -256,31 +257,65 @@ class Documents:
                 "columns. Call it on documents of whole batch rows in packed order."
             )
 
-    def _check_arrays(self, name: str, arrays: Any, order: Order = PACKED) -> Any:
-        shape = (*np.shape(self.segment_ids)[:1], self.columns)
-        for x in jax.tree.leaves(arrays, is_leaf=lambda x: isinstance(x, Mask | Documents)):
-            if isinstance(x, Documents):
-                raise TypeError(
-                    f"Documents.{name}: got Documents among the arrays. Pass arrays and masks "
-                    "alone: these are the documents in their order."
-                )
-            if isinstance(x, Mask):
-                check_mask_order(f"Documents.{name}", x, order)
-        for x in jax.tree.leaves(arrays):
-            if np.shape(x)[:2] != shape:
-                raise ValueError(
-                    f"Documents.{name}: an array has shape {list(np.shape(x))} but the documents "
-                    f"are [{shape[0]}, {shape[1]}, ...]. Pass arrays of whole batch rows."
-                )
-        return arrays
-
-    def _replaced(self, **changes: Any) -> Documents:
-        fields = {x.name: getattr(self, x.name) for x in dataclasses.fields(self)}
-        return self._of(**{**fields, **changes})
+    def _check_arrays(self, name: str, arrays: Any, order: Order) -> None:
+        shape = np.shape(self.segment_ids)[0], self.columns
+        check_moved(f"Documents.{name}", arrays, shape, order)
 
 
-def permuted(tree: Any, columns: Any, order: Order) -> Any:
-    """Returns arrays [B, T, ...] and masks with these columns, in this order; None: all columns."""
+def trusted(
+    segment_ids: Any = None,
+    positions: Any = None,
+    mask: Any = None,
+    plans: tuple[Any, ...] = (),
+    *,
+    order: Order = PACKED,
+    columns: Any = None,
+    counted: bool = False,
+) -> Documents:
+    """Returns documents in any order, of arguments that need no check.
+
+    Those of a call may have no ids; `columns` is None if the whole batch row is not known. With a
+    plan that knows the rest, the mask may be its `MaskKind`.
+    """
+    documents = object.__new__(Documents)
+    fields = segment_ids, positions, mask, plans, order, columns, counted
+    for field, value in zip(dataclasses.fields(Documents), fields, strict=True):
+        object.__setattr__(documents, field.name, value)
+    return documents
+
+
+def replaced(documents: Documents, **changes: Any) -> Documents:
+    """Returns `documents` with other fields, which need no check."""
+    fields = {x.name: getattr(documents, x.name) for x in dataclasses.fields(documents)}
+    return trusted(**{**fields, **changes})
+
+
+def check_moved(op: str, arrays: Any, shape: tuple[int, int], order: Order) -> None:
+    """Requires arrays of whole batch rows, [B, T, ...], and masks in this order."""
+    for x in jax.tree.leaves(arrays, is_leaf=lambda x: isinstance(x, Mask | Documents)):
+        if isinstance(x, Documents):
+            raise TypeError(
+                f"{op}: got Documents among the arrays. Pass arrays and masks alone: documents "
+                "have an order of their own, as those of Placement.documents."
+            )
+        if isinstance(x, Mask):
+            check_mask_order(op, x, order)
+    for x in jax.tree.leaves(arrays):
+        if not isinstance(x, jax.Array | np.ndarray):
+            raise TypeError(
+                f"{op}: got a value of type {type(x).__name__}; all leaves need to be arrays of "
+                "NumPy or JAX. Pass numpy.asarray of each list."
+            )
+        if x.shape[:2] != shape:
+            raise ValueError(
+                f"{op}: an array has shape {list(x.shape)} but the documents are [{shape[0]}, "
+                f"{shape[1]}, ...]. Pass arrays of whole batch rows, whose columns are padded as "
+                "the documents are, with segment 0."
+            )
+
+
+def permuted(tree: Any, take: Callable[[Any], Any], order: Order) -> Any:
+    """Returns arrays [B, T, ...] and masks, whose arrays `take` has put in this order."""
 
     def one(x: Any) -> Any:
         if isinstance(x, Mask):
@@ -288,71 +323,23 @@ def permuted(tree: Any, columns: Any, order: Order) -> Any:
             return x.reordered(moved, order) if isinstance(x, ArrayMask) else x
         return take(x)
 
-    def take(x: Any) -> Any:
-        return x if columns is None else x[:, columns]
-
     return jax.tree.map(one, tree, is_leaf=lambda x: isinstance(x, Mask))
+
+
+def take_columns(order: Any) -> Callable[[Any], Any]:
+    """Returns the function that takes these columns of an array; None: all."""
+    return lambda x: x if order is None else x[:, order]
 
 
 def _counted(segment_ids: Integer[HostOrDevice, "B T"]) -> Integer[HostOrDevice, "B T"]:
     """Returns the position of each token in its run of one id; 0 for padding."""
+    starts = document_starts(segment_ids, None)
     column = np.arange(segment_ids.shape[1], dtype=np.int32)[None]
-    if not isinstance(segment_ids, np.ndarray):
-        starts = document_starts(segment_ids, None)
-        return jnp.where(starts >= 0, column - starts, 0)
-    begins = np.ones(segment_ids.shape, bool)
-    begins[:, 1:] = segment_ids[:, 1:] != segment_ids[:, :-1]
-    starts = np.maximum.accumulate(np.where(begins, column, 0), axis=1)
-    return np.where(segment_ids > 0, column - starts, 0).astype(np.int32)
+    xp = np if isinstance(segment_ids, np.ndarray) else jnp
+    return xp.where(starts >= 0, column - starts, 0)
 
 
 # ---- The documents of a call: `documents=`, or its short form `segment_ids=` and `positions=`.
-
-
-class GivenDocuments(NamedTuple):
-    """What a call says about its tokens, read.
-
-    Attributes:
-      packed: mask, segment ids and positions; with a plan, its mask may be a `MaskKind`.
-      order: of the tokens.
-      plan: for the mask, or None.
-      columns: tokens of a whole batch row; None: not known.
-    """
-
-    packed: PackedMask
-    order: Order = PACKED
-    plan: Any = None
-    columns: int | None = None
-
-    def without_plan(self, op: str) -> GivenDocuments:
-        """Returns the same without the plan, whose mask needs to be known."""
-        if isinstance(self.packed.mask, MaskKind):
-            raise ValueError(
-                f"{op}: the plan of the documents is for {self.packed.mask}, whose arrays it does "
-                "not have. Pass the mask as mask=."
-            )
-        return self._replace(plan=None)
-
-    def check_ranks(self, op: str, num_tokens: int, num_ranks: int, ranks: str) -> None:
-        """Requires the ranks of this order, and whole batch rows.
-
-        Args:
-          op: for messages.
-          num_tokens: of the call, on all ranks.
-          num_ranks: that share the sequence.
-          ranks: the same in words.
-        """
-        if self.order.num_ranks not in (0, num_ranks):
-            raise ValueError(
-                f"{op}: the documents are in {self.order}, but {ranks}. Pass "
-                f"documents.zigzag({num_ranks}) of packed ones, and tokens in that order."
-            )
-        if self.columns not in (None, num_tokens):
-            raise ValueError(
-                f"{op}: the documents are of {self.columns} columns, but the ranks hold "
-                f"{num_tokens}. Pass the documents of these tokens: whole ones with global arrays, "
-                "and inside jax.shard_map through in_specs=documents.specs(axis_name)."
-            )
 
 
 def read_given(
@@ -363,7 +350,7 @@ def read_given(
     mask: Any,
     *,
     follows_plan: bool = True,
-) -> GivenDocuments:
+) -> Documents:
     """Reads the documents and the mask of a call, and selects its plan.
 
     Args:
@@ -375,8 +362,8 @@ def read_given(
     if documents is None:
         read = read_mask(op, mask)
         check_mask_order(op, read, PACKED)
-        return GivenDocuments(PackedMask(read, segment_ids, positions))
-    _check(op, documents, segment_ids, positions)
+        return trusted(segment_ids, positions, read)
+    given = read_given_tokens(op, documents, segment_ids, positions)
     mask = documents.mask if mask is None else mask
     plans, order = documents.plans, documents.order
     if mask is None and len(plans) == 1:
@@ -392,58 +379,155 @@ def read_given(
                 f"this one: place_tokens and plan_attention take mask=."
             )
     check_mask_order(op, read, order)
-    packed = _packed(read, documents)
-    given = GivenDocuments(packed, order, plan, documents.columns)
-    return given if follows_plan or order == PLACED else given.without_plan(op)
+    given = replaced(given, mask=read, plans=() if plan is None else (plan,))
+    return given if follows_plan or order == PLACED else without_plan(op, given)
 
 
-def read_given_tokens(op: str, documents: Any, segment_ids: Any, positions: Any) -> GivenDocuments:
-    """Reads the documents of a call without a mask; of a placement, the plan of any mask."""
+def read_given_tokens(op: str, documents: Any, segment_ids: Any, positions: Any) -> Documents:
+    """Reads the documents of a call without a mask; of a placement, the plan of any mask.
+
+    Counted positions are dropped: they start again in each piece of a document, and would hide that
+    there are two.
+    """
     if documents is None:
-        return GivenDocuments(PackedMask(None, segment_ids, positions))
-    _check(op, documents, segment_ids, positions)
-    plan = documents.plan if documents.order == PLACED else None
-    return GivenDocuments(_packed(None, documents), documents.order, plan, documents.columns)
-
-
-def _packed(mask: Any, documents: Documents) -> PackedMask:
-    # Counted positions start again in each piece of a document, and would hide that there are two.
-    positions = None if documents.counted else documents.positions
-    return PackedMask(mask, documents.segment_ids, positions)
-
-
-def _check(op: str, documents: Any, segment_ids: Any, positions: Any) -> None:
+        return trusted(segment_ids, positions)
     check_type(op, "documents", documents, Documents, "Pass Documents(segment_ids, positions).")
     if segment_ids is not None or positions is not None:
         raise TypeError(
             f"{op}: got documents, and segment_ids or positions, which they have. Omit the latter."
         )
+    plans = documents.plans[:1] if documents.order == PLACED else ()
+    positions = None if documents.counted else documents.positions
+    return replaced(documents, positions=positions, mask=None, plans=plans)
 
 
-def read_sequences(op: str, segment_ids, positions, *, layout: str, num_ranks: int):
-    """`read_documents` of whole sequences, in a layout whose ranks divide the tokens."""
-    known = next((x for x in (segment_ids, positions) if x is not None), None)
-    order = None
-    if layout == "zigzag" and known is not None:
-        order = zigzag_permutation(known.shape[1], num_ranks, inverse=True)
-    return read_documents(op, segment_ids, positions, order=order)
+def without_plan(op: str, documents: Documents) -> Documents:
+    """Returns the same without the plan, whose mask needs to be known."""
+    if isinstance(documents.mask, MaskKind):
+        raise ValueError(
+            f"{op}: the plan of the documents is for {documents.mask}, whose arrays it does "
+            "not have. Pass the mask as mask=."
+        )
+    return replaced(documents, plans=())
 
 
-def check_known_mask(op: str, packed: PackedMask, *, layout: str, num_ranks: int) -> None:
-    """Requires a mask of these tokens, if all arrays of whole sequences are known on the host."""
-    leaves = jax.tree.leaves(packed)
-    if not packed.mask.has_arrays or not all(map(is_on_host, leaves)):
-        return
-    columns = slice(None)
-    if layout == "zigzag":
-        columns = zigzag_permutation(leaves[0].shape[1], num_ranks, inverse=True)
-    mask, segment_ids, positions = jax.tree.map(lambda x: np.asarray(x)[:, columns], packed)
-    if segment_ids is None:
-        segment_ids = np.ones(leaves[0].shape, np.int32)
-    check_document_mask(op, mask, from_segment_ids(op, segment_ids, positions))
+def with_segment_ids(documents: Documents, shape: tuple[int, int]) -> Documents:
+    """Returns the same with segment ids; without them, each batch row is one document."""
+    if documents.segment_ids is not None:
+        return documents
+    return replaced(documents, segment_ids=np.ones(shape, np.int32))
+
+
+def check_call_ranks(
+    op: str, documents: Documents, num_tokens: int, num_ranks: int, ranks: str
+) -> None:
+    """Requires the ranks of this order, and whole batch rows.
+
+    Args:
+      op: for messages.
+      documents: of the call.
+      num_tokens: of the call, on all ranks.
+      num_ranks: that share the sequence.
+      ranks: the same in words.
+    """
+    order, columns = documents.order, documents.columns
+    if order.num_ranks not in (0, num_ranks):
+        raise ValueError(
+            f"{op}: the documents are in {order}, but {ranks}. Pass "
+            f"documents.zigzag({num_ranks}) of packed ones, and tokens in that order."
+        )
+    if columns not in (None, num_tokens):
+        raise ValueError(
+            f"{op}: the documents are of {columns} columns, but the ranks hold {num_tokens}. Pass "
+            "the documents of these tokens: whole ones with global arrays, and inside "
+            "jax.shard_map through in_specs=documents.specs(axis_name)."
+        )
+
+
+def read_whole(op: str, documents: Documents, num_ranks: int) -> Documents:
+    """Checks ids, positions and masks of whole sequences that are known on the host."""
+    leaves, mask, order = jax.tree.leaves(documents), documents.mask, None
+    if leaves and documents.order.layout == "zigzag":
+        order = zigzag_permutation(leaves[0].shape[1], num_ranks, inverse=True)
+    ids, positions = normalize_segment_ids(
+        op, documents.segment_ids, documents.positions, order=order
+    )
+    documents = replaced(documents, segment_ids=ids, positions=positions)
+    if mask is not None and mask.has_arrays and all(map(is_on_host, jax.tree.leaves(documents))):
+        known = with_segment_ids(documents, leaves[0].shape)
+        if order is not None:
+            known = jax.tree.map(lambda x: np.asarray(x)[:, order], known)
+        table = list_documents(known.segment_ids, known.positions)
+        check_document_mask(op, jax.tree.map(np.asarray, known.mask), table)
+    return documents
 
 
 def check_document_mask(op: str, mask: Mask, documents: DocumentTable) -> None:
     """Requires arrays of a mask that are those of the tokens of these documents."""
     if mask.has_arrays:
         check_mask_rules(op, mask, *documents.edges())
+
+
+# ---- What each token sees, as ranges of columns.
+
+
+def attended_tokens(documents: Documents, shape: tuple[int, int]) -> MaskRanges:
+    """Returns what each token sees, in columns of its batch row; empty ranges for padding.
+
+    Args:
+      documents: of the whole sequence, in order; without segment ids, each row is one document.
+      shape: B and T.
+    """
+    return _attended_in_order(documents, shape, False)[0]
+
+
+def _attended_in_order(
+    documents: Documents, shape: tuple[int, int], checks_order: bool
+) -> tuple[MaskRanges, Int32[Array, ""] | None]:
+    """Returns `attended_tokens`, and the `order_error_code` of the tokens if it is asked for."""
+    mask, in_order = documents.mask, True
+    if documents.segment_ids is None:
+        start, end = jnp.zeros(shape, jnp.int32), jnp.full(shape, shape[1], jnp.int32)
+    else:
+        of_tokens = documents.segment_ids, documents.positions
+        if checks_order:
+            start, in_order = starts_in_order(*of_tokens)
+        else:
+            start = document_starts(*of_tokens)
+        end = run_ends(start)
+    token = jnp.arange(shape[1], dtype=jnp.int32)
+    is_token = start >= 0
+    ranges = mask.clipped(shape[1]).ranges(token[None], start, end)
+    ranges = jax.tree.map(lambda x: jnp.where(is_token, x, 0), ranges)
+    if not checks_order:
+        return ranges, None
+    return ranges, order_error_code(in_order, follows_rules(mask, start, end))
+
+
+def gathered_ranges(
+    exchange: CollectiveOptions,
+    documents: Documents,
+    shape: tuple[int, int],
+    *,
+    layout: str,
+    checks_order: bool,
+) -> tuple[MaskRanges, Int32[Array, ""] | None]:
+    """Returns what each token of the sequence sees, from the columns of all ranks.
+
+    Args:
+      exchange: options of the call.
+      documents: of this rank's columns, without a plan.
+      shape: B and T of this rank.
+      layout: of the tokens on the ranks.
+      checks_order: whether to return the `order_error_code` of arrays that are given; else None.
+    """
+    num_ranks = jax.lax.axis_size(exchange.axis_name)
+    num_tokens = shape[1] * num_ranks
+    if documents.positions is not None:
+        documents = jax.tree.map(jnp.asarray, with_segment_ids(documents, shape))
+    documents = gather_sequence(exchange, documents, num_ranks)
+    if layout == "zigzag":
+        order = zigzag_permutation(num_tokens, num_ranks, inverse=True)
+        documents = jax.tree.map(lambda x: x[:, order], documents)
+    checks_order = checks_order and bool(jax.tree.leaves(documents))
+    return _attended_in_order(documents, (shape[0], num_tokens), checks_order)

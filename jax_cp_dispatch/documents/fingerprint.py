@@ -136,7 +136,7 @@ def fallback_fingerprint(num_held: int, mask: Mask) -> Int32[np.ndarray, "R F"]:
     return np.tile(np.array([0, NO_RANK, *own], np.int32), (num_held, 1))
 
 
-def order_fault(is_in_order: Any, has_its_mask: Any = True) -> Int32[Array, ""]:
+def order_error_code(is_in_order: Any, has_its_mask: Any = True) -> Int32[Array, ""]:
     """Returns 0, or what every rank refuses: tokens out of order, or the mask of other tokens."""
     of_mask = jnp.where(has_its_mask, 0, WRONG_MASK)
     return jnp.where(is_in_order, of_mask, OUT_OF_ORDER).astype(jnp.int32)
@@ -145,13 +145,13 @@ def order_fault(is_in_order: Any, has_its_mask: Any = True) -> Int32[Array, ""]:
 def refused_at_fault(
     fingerprint: Int32[Array, "W F"], fault: Int32[Array, ""]
 ) -> Int32[Array, "W F"]:
-    """Returns a fingerprint that every rank refuses if there is an `order_fault`."""
+    """Returns a fingerprint that every rank refuses if there is an `order_error_code`."""
     rank = jnp.where(fault == 0, fingerprint[:, 1], fault)
     return fingerprint.at[:, 1].set(rank)
 
 
 def order_fingerprint(fault: Int32[Array, ""], rank: Any) -> Int32[Array, " 9"]:
-    """Returns what is sent with an exchange without a plan, with an `order_fault`."""
+    """Returns what is sent with an exchange without a plan, with an `order_error_code`."""
     expected = jnp.where(fault == 0, rank, fault)
     nothing = jnp.zeros(_FINGERPRINT_SIZE - 3, jnp.int32)
     return jnp.concatenate([jnp.stack([0 * expected, expected, rank]), nothing])

@@ -3,13 +3,12 @@
 A document is a run of one segment id in one batch row; 0 is padding. Only equality with neighbours
 and with 0 matters, so ids may have any integer dtype: `number_ids` makes them int32. Ids that are
 known on the host are checked. Negative traced ids are padding too. A document in several pieces is
-an error: values that are known on the host are checked here, traced ones in the program
-(`order.py`).
+an error, on the host by `normalize_segment_ids`, in the program by `is_in_order`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +16,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int, Int32, Integer, PyTree
 
-from jax_cp_dispatch._arguments import check_array, clip_to_int32, is_on_host
-from jax_cp_dispatch._arrays import are_all, running_max, running_maxima
+from jax_cp_dispatch._arguments import HostOrDevice, clip_to_int32, is_on_host
+from jax_cp_dispatch._arrays import are_all, run_begins, running_max, running_maxima
 from jax_cp_dispatch._dispatch import move, outgoing
 from jax_cp_dispatch._dispatch.xla import AllGather
+from jax_cp_dispatch._door import check_annotated
 from jax_cp_dispatch._ranks.options import CollectiveOptions, vary_alike
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.mask import gathered
@@ -29,38 +29,30 @@ from jax_cp_dispatch.metadata.fields import single_rows
 
 Ids = Integer[Array, "B T"] | Integer[np.ndarray, "B T"]
 _INT32 = np.iinfo(np.int32)
+STEPS_OF_DOCUMENTS = {
+    "segment_ids": "Pass one integer for each token; for a single packed row, segment_ids[None].",
+    "positions": "Pass one integer for each token, or positions=None.",
+}
 
 
-STEPS_OF_DOCUMENTS = dict.fromkeys(("segment_ids", "positions"), "Pass one integer for each token.")
+class _Tokens(NamedTuple):
+    segment_ids: Integer[HostOrDevice, "B T"]
+    positions: Integer[HostOrDevice, "B T"] | None
 
 
 def check_ids(op: str, segment_ids: Any, positions: Any, *, may_be_empty: bool = False) -> None:
-    """Requires integers of whole batch rows, of the same shape; positions may be None."""
-    arrays = {"segment_ids": segment_ids}
-    if positions is not None:
-        arrays["positions"] = positions
-    for name, x in arrays.items():
-        check_array(op, name, x)
-        if not jnp.issubdtype(x.dtype, jnp.integer):
-            raise TypeError(f"{op}: {name} has dtype {x.dtype}; it needs an integer dtype.")
-    if segment_ids.ndim != 2 or (0 in segment_ids.shape and not may_be_empty):
+    """Requires integers of whole batch rows, of the same shape."""
+    given = {"segment_ids": segment_ids, "positions": positions}
+    check_annotated(op, _Tokens, given, STEPS_OF_DOCUMENTS)
+    if 0 in segment_ids.shape and not may_be_empty:
         raise ValueError(
             f"{op}: segment_ids has shape {segment_ids.shape} but must be [B, columns], not empty. "
-            "For a single packed row pass segment_ids[None]."
-        )
-    if positions is not None and positions.shape != segment_ids.shape:
-        raise ValueError(
-            f"{op}: positions has shape {positions.shape} but segment_ids has "
-            f"{segment_ids.shape}. Pass equal shapes, or positions=None."
+            "Pass at least one token."
         )
 
 
 def check_documents(op: str, segment_ids: Any, positions: Any, shape: Any, tokens: str) -> None:
-    """Requires documents of this shape, or None.
-
-    Args:
-      tokens: what has the shape, for the message.
-    """
+    """Requires documents of this shape, or None; `tokens` is what has it, in words."""
     for name, x in (("segment_ids", segment_ids), ("positions", positions)):
         if x is not None and x.shape != shape:
             raise ValueError(
@@ -69,7 +61,7 @@ def check_documents(op: str, segment_ids: Any, positions: Any, shape: Any, token
             )
 
 
-def read_documents(
+def normalize_segment_ids(
     op: str,
     segment_ids: Ids | None,
     positions: Ids | None,
@@ -89,58 +81,47 @@ def read_documents(
       ValueError: of the values known on the host, an id is negative, a position does not fit 32
         bits, or a document has several pieces in a batch row.
     """
-    if positions is not None:
-        positions = _widened(positions)
-        if is_on_host(positions):
-            positions = np.asarray(positions)
-            _check_positions(op, positions)
-            positions = positions.astype(np.int32)
-    columns = slice(None) if order is None else order
-    if segment_ids is None:
-        if isinstance(positions, np.ndarray):
-            _check_runs(op, np.ones(positions.shape, np.int32), positions[:, columns])
-        return None, positions
-    segment_ids = _widened(segment_ids)
-    if not is_on_host(segment_ids):
-        return segment_ids, positions
-    segment_ids = np.asarray(segment_ids)
-    _check_signs(op, segment_ids)
-    if positions is None or is_on_host(positions):
-        places = None if positions is None else np.asarray(positions)[:, columns]
-        _check_runs(op, segment_ids[:, columns], places)
-    return number_ids(segment_ids), positions
-
-
-def _widened(x: Ids) -> Ids:
-    return x.astype(np.int32) if x.dtype.itemsize < 4 else x
-
-
-def _check_positions(op: str, positions: np.ndarray) -> None:
-    if positions.size and (positions.max() > _INT32.max or positions.min() < _INT32.min):
-        raise ValueError(f"{op}: positions has a value beyond 32 bits. Count from 0 per document.")
-
-
-def _check_signs(op: str, segment_ids: np.ndarray) -> None:
-    if segment_ids.size and segment_ids.min() < 0:
-        row, column = np.argwhere(segment_ids < 0)[0]
+    ids, positions = (
+        x if x is None or x.dtype.itemsize >= 4 else x.astype(np.int32)
+        for x in (segment_ids, positions)
+    )
+    if positions is not None and is_on_host(positions):
+        positions = np.asarray(positions)
+        if positions.size and (positions.max() > _INT32.max or positions.min() < _INT32.min):
+            raise ValueError(
+                f"{op}: positions has a value beyond 32 bits. Count from 0 per document."
+            )
+        positions = positions.astype(np.int32)
+    if ids is None and isinstance(positions, np.ndarray):
+        _check_runs(op, np.ones(positions.shape, np.int32), positions, order)
+    if ids is None or not is_on_host(ids):
+        return ids, positions
+    ids = np.asarray(ids)
+    if ids.size and ids.min() < 0:
+        row, column = np.argwhere(ids < 0)[0]
         raise ValueError(
-            f"{op}: segment_ids[{row}, {column}] is {segment_ids[row, column]}; it needs to "
-            "be at least 0. Mark padding with 0 and number documents from 1: add 1 to ids that "
-            "count from 0, with padding -1."
+            f"{op}: segment_ids[{row}, {column}] is {ids[row, column]}; it needs to be at least 0. "
+            "Mark padding with 0 and number documents from 1: add 1 to ids that count from 0, with "
+            "padding -1."
         )
+    if positions is None or isinstance(positions, np.ndarray):
+        _check_runs(op, ids, positions, order)
+    return number_ids(ids), positions
 
 
-def _check_runs(op: str, segment_ids: np.ndarray, positions: np.ndarray | None) -> None:
-    """Rejects documents in several pieces, by the rule of `is_in_order` in `order.py`."""
-    begins = np.ones(segment_ids.shape, bool)
-    begins[:, 1:] = segment_ids[:, 1:] != segment_ids[:, :-1]
-    if positions is not None:
-        begins[:, 1:] |= positions[:, 1:] <= positions[:, :-1]
+def _check_runs(
+    op: str, segment_ids: np.ndarray, positions: np.ndarray | None, order: np.ndarray | None
+) -> None:
+    """Rejects documents in several pieces, by the rule of `is_in_order`."""
+    if order is not None:
+        segment_ids = segment_ids[:, order]
+        positions = None if positions is None else positions[:, order]
+    begins = run_begins(segment_ids, positions)
     row, first = np.nonzero(begins)
     last = np.nonzero(np.roll(begins, -1, axis=1))[1]
     segment = segment_ids[row, first]
-    order = np.lexsort((first, segment, row))  # runs of one id in one row are adjacent
-    row, first, last, segment = (x[order] for x in (row, first, last, segment))
+    by_id = np.lexsort((first, segment, row))  # runs of one id in one row are adjacent
+    row, first, last, segment = (x[by_id] for x in (row, first, last, segment))
     again = (row[1:] == row[:-1]) & (segment[1:] == segment[:-1]) & (segment[1:] != 0)
     if positions is not None:
         start, end = positions[row, first], positions[row, last]
@@ -178,7 +159,7 @@ def _number_traced(ids: Integer[Array, "B T"]) -> Int32[Array, "B T"]:
     is_wide = (ids > ids.dtype.type(_INT32.max)).any(axis=1, keepdims=True)
     column = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
     of_id, held = lax.sort((ids, column), dimension=1, num_keys=2)
-    is_first = jnp.pad(of_id[:, 1:] != of_id[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    is_first = run_begins(of_id)
     first = jnp.take_along_axis(held, running_max(jnp.where(is_first, column, 0)), axis=1)
     _, first = lax.sort((held, first), dimension=1, num_keys=1)
     return jnp.where(is_wide, jnp.where(ids > 0, first + 1, 0), clip_to_int32(ids))
@@ -191,31 +172,19 @@ def _number_traced(ids: Integer[Array, "B T"]) -> Int32[Array, "B T"]:
 
 
 def document_starts(
-    segment_ids: Integer[Array, "B T"], positions: Integer[Array, "B T"] | None
-) -> Int32[Array, "B T"]:
+    segment_ids: Integer[HostOrDevice, "B T"], positions: Integer[HostOrDevice, "B T"] | None
+) -> Any:
     """Returns the column at which each column's document starts; -1 at padding (segment <= 0)."""
-    starts = running_max(begin_columns(segment_ids, positions))
-    return jnp.where(segment_ids > 0, starts, -1)
+    begins = begin_columns(run_begins(segment_ids, positions))
+    if isinstance(begins, np.ndarray):
+        return np.where(segment_ids > 0, np.maximum.accumulate(begins, axis=1), -1)
+    return jnp.where(segment_ids > 0, running_max(begins), -1)
 
 
-def begin_columns(
-    segment_ids: Integer[Array, "B T"], positions: Integer[Array, "B T"] | None
-) -> Int32[Array, "B T"]:
-    """Returns the column of each column at which a document or padding begins; 0 elsewhere."""
-    column = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)
-    new = segment_ids[:, 1:] != segment_ids[:, :-1]
-    if positions is not None:
-        new |= positions[:, 1:] <= positions[:, :-1]
-    new = jnp.pad(new, ((0, 0), (1, 0)), constant_values=True)
-    return jnp.where(new, column, 0)
-
-
-def document_ends(starts: Int32[Array, "B T"]) -> Int32[Array, "B T"]:
-    """Returns one past the last column of each column's document."""
-    column = jnp.arange(starts.shape[1], dtype=jnp.int32)
-    is_last = jnp.pad(starts[:, 1:] != starts[:, :-1], ((0, 0), (0, 1)), constant_values=True)
-    last = jnp.where(is_last, column, starts.shape[1])
-    return 1 - jnp.flip(running_max(jnp.flip(-last, axis=1)), axis=1)
+def begin_columns(begins: Bool[HostOrDevice, "B T"]) -> Any:
+    """Returns the column of each column at which a run begins; 0 elsewhere."""
+    xp = np if isinstance(begins, np.ndarray) else jnp
+    return xp.where(begins, xp.arange(begins.shape[1], dtype=np.int32), 0)
 
 
 def gather_sequence(
@@ -268,8 +237,8 @@ def starts_in_order(
     positions = None if positions is None else jnp.asarray(positions)
     if ids.dtype != jnp.int32:
         return document_starts(ids, positions), is_in_order(ids, positions)
-    tokens = jnp.maximum(ids, 0)
-    starts, highest = running_maxima([begin_columns(ids, positions), tokens])
+    begins = begin_columns(run_begins(ids, positions))
+    starts, highest = running_maxima([begins, jnp.maximum(ids, 0)])
     return jnp.where(ids > 0, starts, -1), is_in_order(ids, positions, highest)
 
 
@@ -295,24 +264,24 @@ def is_in_order(
     ascends = are_all(same | ~is_token[:, 1:] | (ids[:, 1:] > highest[:, :-1]))
     if positions is None:
         return lax.cond(ascends, lambda: ascends, lambda: _has_no_pieces(ids, None))
-    begins = ~same | (positions[:, 1:] <= positions[:, :-1])
-    begins = jnp.pad(begins, ((0, 0), (1, 0)), constant_values=True)
-    first = _at(positions, _first_columns(begins))
+    begins: Any = run_begins(ids, positions)
+    first = jnp.take_along_axis(positions, running_max(begin_columns(begins)), axis=1)
     restarts = begins[:, 1:] & same & is_token[:, 1:]
     continues = restarts & (positions[:, 1:] > first[:, :-1])
 
     def separate():
         ends = jnp.pad(begins[:, 1:], ((0, 0), (0, 1)), constant_values=True)
-        last = _at(positions, ids.shape[1] - 1 - _first_columns(ends[:, ::-1])[:, ::-1])
+        backwards = running_max(begin_columns(ends[:, ::-1]))[:, ::-1]
+        last = jnp.take_along_axis(positions, ids.shape[1] - 1 - backwards, axis=1)
         return _has_no_pieces(ids, (first, last))
 
     return are_all(~continues) & lax.cond(ascends, lambda: ascends, separate)
 
 
-def _has_no_pieces(ids: _PerToken, run_ends: tuple[_PerToken, _PerToken] | None) -> Bool[Array, ""]:
+def _has_no_pieces(ids: _PerToken, ends: tuple[_PerToken, _PerToken] | None) -> Bool[Array, ""]:
     """Compares each run with the previous separate one of its id, by a sort of all tokens."""
     column = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
-    operands = (ids, column, *(run_ends or ()))
+    operands = (ids, column, *(ends or ()))
     ids, column, *runs = lax.sort(operands, dimension=1, num_keys=2)
     again = (ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] > 0) & (column[:, 1:] != column[:, :-1] + 1)
     if runs:
@@ -320,13 +289,3 @@ def _has_no_pieces(ids: _PerToken, run_ends: tuple[_PerToken, _PerToken] | None)
         continues = first[:, 1:] > first[:, :-1]
         again &= continues | (last[:, 1:] + 1 == first[:, :-1])
     return are_all(~again)
-
-
-def _first_columns(begins: Bool[Array, "B T"]) -> Int32[Array, "B T"]:
-    """Returns the column at which the run of each column begins."""
-    column = jnp.arange(begins.shape[1], dtype=jnp.int32)
-    return running_max(jnp.where(begins, column, 0))
-
-
-def _at(x: _PerToken, column: Int32[Array, "B T"]) -> _PerToken:
-    return jnp.take_along_axis(x, column, axis=1)

@@ -9,7 +9,8 @@ import numpy as np
 from jaxtyping import Int, Int32, Integer
 
 from jax_cp_dispatch._arguments import check_positive, is_on_host
-from jax_cp_dispatch.documents.segment_ids import check_ids, read_documents
+from jax_cp_dispatch._arrays import run_begins
+from jax_cp_dispatch.documents.segment_ids import check_ids, normalize_segment_ids
 
 # Lengths of the documents of a batch row.
 Row: TypeAlias = Iterable[int | np.integer]
@@ -105,7 +106,7 @@ def document_table(
     else:
         documents = from_segment_ids(op, segment_ids, positions)
     check_columns(op, documents.columns, world_size)
-    _check_sizes(op, documents, world_size)
+    check_sizes(op, documents, world_size)
     return documents
 
 
@@ -137,18 +138,17 @@ def from_segment_ids(op: str, segment_ids: Any, positions: Any) -> DocumentTable
     given = np.asarray(segment_ids)
     positions = None if positions is None else np.asarray(positions)
     check_ids(op, given, positions)
-    ids, positions = read_documents(op, given, positions)
-    new = np.ones(ids.shape, bool)
-    new[:, 1:] = ids[:, 1:] != ids[:, :-1]
-    if positions is not None:
-        new[:, 1:] |= positions[:, 1:] <= positions[:, :-1]
-    first = np.flatnonzero(new)
+    return list_documents(*normalize_segment_ids(op, given, positions), given)
+
+
+def list_documents(ids: Any, positions: Any, given: Any = None) -> DocumentTable:
+    """`from_segment_ids` of NumPy arrays that were read; `given`: the ids before."""
+    first = np.flatnonzero(run_begins(ids, positions))
     lengths = np.diff(np.append(first, ids.size))
     is_document = ids.reshape(-1)[first] > 0
     lengths, first = lengths[is_document], first[is_document]
-    batch, columns = given.shape
-    ids, given = ids.reshape(-1)[first], given.reshape(-1)[first]
-    return DocumentTable(lengths, first, ids, given, batch, columns)
+    of_documents = (x.reshape(-1)[first] for x in (ids, ids if given is None else given))
+    return DocumentTable(lengths, first, *of_documents, *ids.shape)
 
 
 def document_lengths(
@@ -193,7 +193,7 @@ def check_columns(op: str, columns: int, world_size: int) -> None:
         )
 
 
-def _check_sizes(op: str, documents: DocumentTable, world_size: int) -> None:
+def check_sizes(op: str, documents: DocumentTable, world_size: int) -> None:
     """Requires that rows of a rank have 32-bit numbers, and that 64 bits count all pairs."""
     num_tokens = documents.num_tokens // world_size
     if num_tokens > _MOST_ROWS:

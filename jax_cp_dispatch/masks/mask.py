@@ -166,6 +166,8 @@ def zigzag_order(num_ranks: int) -> Order:
 class StaticMask(Mask):
     """A mask that is known before the batch: each query sees one range of keys.
 
+    A kind says what it is made of, and what is simpler or smaller; the rest follows.
+
     A mask is a frozen dataclass and a static pytree: its structure is the mask itself. It is not
     registered by `register_dataclass`, because jaxlib (0.10.2 to 0.12.0.1) treats the structures
     of two such classes as equal if their fields are. Their hashes differ, so `jax.jit` confuses
@@ -175,14 +177,40 @@ class StaticMask(Mask):
     @property
     @abc.abstractmethod
     def pair_count(self) -> tuple[int, int, int]:
-        """The fields of `PairCount` in `csrc/planner`: left, right (-1: no limit) and chunk."""
+        """What the mask is made of, as `PairCount` in `csrc/planner`: left, right and chunk.
+
+        A query sees `left` keys before its own and `right` after it; -1: all. Unless `chunk` is 0,
+        its document is cut into chunks of so many tokens. It then sees those of its chunk up to its
+        own if `right` is 0, and else all up to the end of its chunk.
+        """
+
+    @property
+    def is_causal(self) -> bool:
+        _, right, chunk = self.pair_count
+        return right == 0 or chunk == 1
+
+    @property
+    def reach(self) -> tuple[int | None, int | None]:
+        left, right, chunk = self.pair_count
+        if chunk:
+            return (chunk - 1, 0) if right == 0 else (None, chunk - 1)
+        return None if left < 0 else left, None if right < 0 else right
 
     @property
     def num_diagonals(self) -> int:
-        """The diagonal edges of the mask, which cross tiles of pairs."""
-        return sum(x >= 0 for x in self.pair_count[:2])
+        """The diagonal edges of the mask, which cross tiles of pairs.
 
-    @abc.abstractmethod
+        The other edges of a chunk that begins and ends cross as many tiles as a diagonal.
+        """
+        left, right, chunk = self.pair_count
+        return 1 + (right == 0) if chunk else (left >= 0) + (right >= 0)
+
+    def num_keys(self, length: Any) -> Any:
+        before, after = self.reach
+        if before is None or after is None:
+            return length
+        return minimum(length, before + 1 + after)
+
     def k_start(self, q: Any, start: Any) -> Any:
         """Returns the first key of each query; it never decreases along a document.
 
@@ -193,8 +221,11 @@ class StaticMask(Mask):
           q: the queries.
           start: the first token of the document of each.
         """
+        left, right, chunk = self.pair_count
+        if chunk and right == 0:
+            return q - remainder(q - start, chunk)
+        return start if left < 0 else maximum(start, q - left)
 
-    @abc.abstractmethod
     def k_end(self, q: Any, start: Any, end: Any) -> Any:
         """Returns one past the last key of each query; it never decreases along a document.
 
@@ -202,13 +233,35 @@ class StaticMask(Mask):
           q, start: as in `k_start`.
           end: one past the end of the document. A causal mask does not read it; it may be None.
         """
+        _, right, chunk = self.pair_count
+        if right == 0:
+            return q + 1
+        if not chunk:
+            return end if right < 0 else minimum(end, q + (right + 1))
+        stop = q - remainder(q - start, chunk) + chunk
+        return stop if end is None else minimum(end, stop)
 
     def ranges(self, column: Any, start: Any, end: Any) -> MaskRanges:
         return MaskRanges(self.k_start(column, start), self.k_end(column, start, end))
 
-    @abc.abstractmethod
     def pairs_before(self, queries: Any, keys: Any) -> Int64[np.ndarray, "..."]:
         """Counts the pairs (q, k) of one document with q < queries and k < keys."""
+        left, right, chunk = self.pair_count
+        if not chunk:
+            seen = queries * keys if right < 0 else _up_to(right, queries, keys)
+            return seen if left < 0 else seen - _up_to(-left - 1, queries, keys)
+        if right == 0:
+            both = np.minimum(queries, keys)
+            whole, rest = both // chunk, both % chunk
+            # Queries after the last key see the keys of its chunk if they are in it.
+            later = np.minimum(queries, (whole + 1) * chunk) - both
+            triangles = whole * _triangle(chunk, chunk) + _triangle(rest, rest)
+            return triangles + np.maximum(later, 0) * rest
+        whole, rest = queries // chunk, queries % chunk
+        # Queries of the first chunks see fewer keys than `keys`.
+        fewer = np.minimum(whole, keys // chunk)
+        pairs = chunk * (chunk * (fewer * (fewer + 1) // 2) + (whole - fewer) * keys)
+        return pairs + rest * np.minimum(keys, (whole + 1) * chunk)
 
     def pairs(self, start: Any, end: Any, length: Any) -> Int64[np.ndarray, "..."]:
         """Counts the pairs of the queries [start, end) of a document of `length` tokens."""
@@ -222,19 +275,24 @@ class StaticMask(Mask):
     def clipped(self, num_tokens: int) -> StaticMask:
         return self
 
-    def simplified(self) -> Mask:
-        return self
 
-
-def triangle(q: Any, k: Any) -> Any:
+def _triangle(q: Any, k: Any) -> Any:
     """Pairs with query < q and key < k, and key <= query: a triangle, then rows of k."""
     q = np.maximum(q, 0)
     both = np.minimum(q, k)
     return both * (both + 1) // 2 + (q - both) * both
 
 
+def _up_to(ahead: int, q: Any, k: Any) -> Any:
+    """Pairs with query < q and key < k, and key <= query + ahead.
+
+    A triangle that begins `ahead` queries earlier, minus its part before the first query.
+    """
+    return _triangle(q + ahead, k) - _triangle(ahead, k)
+
+
 def check_tokens(mask: Any, name: str, value: Any, *, minimum: int) -> None:
-    """Requires an integer of at least `least`, and sets it as one of Python."""
+    """Requires an integer of at least `minimum`, and sets it as one of Python."""
     op = type(mask).__name__
     check_integer(op, name, value)
     if value < minimum:
@@ -396,17 +454,3 @@ def _shifted(x: Any, columns: int) -> Any:
     edge = x[:, :columns] if columns > 0 else x[:, columns:]
     kept = x[:, :-columns] if columns > 0 else x[:, -columns:]
     return xp.concatenate([edge, kept] if columns > 0 else [kept, edge], axis=1)
-
-
-def run_ends(x: Any) -> Any:
-    """Returns one past the last column of the run of equal values at each column, `[B, T]`."""
-    num_tokens = x.shape[1]
-    column = np.arange(num_tokens, dtype=np.int32)
-    if not is_traced(x):
-        is_last = np.ones(x.shape, bool)
-        is_last[:, :-1] = x[:, 1:] != x[:, :-1]
-        last = np.where(is_last, column, num_tokens)
-        return np.minimum.accumulate(last[:, ::-1], axis=1)[:, ::-1] + np.int32(1)
-    is_last = jnp.pad(x[:, 1:] != x[:, :-1], ((0, 0), (0, 1)), constant_values=True)
-    last = jnp.where(is_last, column, num_tokens)
-    return jax.lax.cummin(last, axis=1, reverse=True) + jnp.int32(1)

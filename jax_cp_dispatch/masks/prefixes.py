@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int32, Integer
 
 from jax_cp_dispatch._arguments import check_array
+from jax_cp_dispatch._arrays import run_begins, run_ends
 from jax_cp_dispatch.masks.mask import (
     OF_OTHER_COLUMNS,
     ArrayMask,
@@ -19,7 +20,6 @@ from jax_cp_dispatch.masks.mask import (
     is_traced,
     maximum,
     minimum,
-    run_ends,
 )
 
 
@@ -130,8 +130,7 @@ class SharedPrefix(ArrayMask):
 
 def _check_runs(ids: Integer[np.ndarray, "B T"]) -> None:
     """Requires one run for each id between two prompts."""
-    is_first = np.ones(ids.shape, bool)
-    is_first[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    is_first = run_begins(ids)
     row, column = np.nonzero(is_first & (ids != 0))
     prompts = np.cumsum(is_first & (ids == 0), axis=1)[row, column]
     runs = np.stack([row, prompts, ids[row, column]])

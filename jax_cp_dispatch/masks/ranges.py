@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Int32, Integer
 
+from jax_cp_dispatch._arrays import run_ends
 from jax_cp_dispatch.masks.mask import (
     OF_OTHER_COLUMNS,
     ArrayMask,
@@ -15,7 +16,6 @@ from jax_cp_dispatch.masks.mask import (
     gathered,
     maximum,
     minimum,
-    run_ends,
 )
 
 

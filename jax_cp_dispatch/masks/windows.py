@@ -1,4 +1,4 @@
-"""`SlidingWindow`: a query sees the keys near it."""
+"""`Full`, `Causal` and `SlidingWindow`: a query sees its document, what is before it, or near."""
 
 from __future__ import annotations
 
@@ -15,13 +15,9 @@ from jax_cp_dispatch.masks.mask import (
     StaticMask,
     check_tokens,
     is_traced,
-    maximum,
     minimum,
     no_limit_if_large,
-    triangle,
 )
-
-# ---- `Full`: a query sees its whole document.
 
 
 @jax.tree_util.register_static
@@ -30,24 +26,8 @@ class Full(StaticMask):
     """A query sees all keys of its document; `mask="full"`."""
 
     @property
-    def is_causal(self) -> bool:
-        return False
-
-    @property
     def pair_count(self) -> tuple[int, int, int]:
         return -1, -1, 0
-
-    def k_start(self, q: Any, start: Any) -> Any:
-        return start
-
-    def k_end(self, q: Any, start: Any, end: Any) -> Any:
-        return end
-
-    def pairs_before(self, queries: Any, keys: Any) -> Any:
-        return queries * keys
-
-
-# ---- `Causal`: a query sees the keys up to its own.
 
 
 @jax.tree_util.register_static
@@ -56,38 +36,18 @@ class Causal(StaticMask):
     """A query sees the keys of its document up to its own; `mask="causal"`, and the default."""
 
     @property
-    def is_causal(self) -> bool:
-        return True
-
-    @property
     def pair_count(self) -> tuple[int, int, int]:
         return -1, 0, 0
-
-    @property
-    def reach(self) -> tuple[int | None, int | None]:
-        return None, 0
-
-    def k_start(self, q: Any, start: Any) -> Any:
-        return start
-
-    def k_end(self, q: Any, start: Any, end: Any) -> Any:
-        return q + 1
-
-    def pairs_before(self, queries: Any, keys: Any) -> Any:
-        return triangle(queries, keys)
-
-
-# ---- `SlidingWindow(left, first=...)` as the calls see it: the keys near a query, and the first
-# ones.
-#
-# Two ranges of keys, but one of queries for each key: the first keys of a document are seen to its
-# end, the others by the `left` queries from their own on.
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, repr=False)
 class FirstAndWindow(Mask):
-    """A query at q sees the keys k <= q of its document with q - left < k or k < first."""
+    """`SlidingWindow(left, first=...)` as calls see it: k <= q with q - left < k or k < first.
+
+    These are two ranges of keys, but one of queries for each key: the first keys of a document are
+    seen to its end, the others by the `left` queries from their own on.
+    """
 
     left: int
     first: int
@@ -147,36 +107,9 @@ class SlidingWindow(StaticMask):
             )
 
     @property
-    def is_causal(self) -> bool:
-        return self.right == 0
-
-    @property
     def pair_count(self) -> tuple[int, int, int]:
         left = -1 if self.left is None else self.left - 1
         return left, -1 if self.right is None else self.right, 0
-
-    @property
-    def reach(self) -> tuple[int | None, int | None]:
-        before = None if self.left is None or self.first else self.left - 1
-        return before, self.right
-
-    def k_start(self, q: Any, start: Any) -> Any:
-        return start if self.left is None else maximum(start, q - (self.left - 1))
-
-    def k_end(self, q: Any, start: Any, end: Any) -> Any:
-        if self.right == 0:
-            return q + 1
-        return end if self.right is None else minimum(end, q + (self.right + 1))
-
-    def pairs_before(self, queries: Any, keys: Any) -> Any:
-        right = self.right
-        seen = queries * keys if right is None else _up_to(right, queries, keys)
-        return seen if self.left is None else seen - _up_to(-self.left, queries, keys)
-
-    def num_keys(self, length: Any) -> Any:
-        if self.left is None or self.right is None:
-            return length
-        return minimum(length, self.left + self.right)
 
     def clipped(self, num_tokens: int) -> "SlidingWindow":
         left, right = (None if x is None else min(x, num_tokens) for x in (self.left, self.right))
@@ -191,11 +124,3 @@ class SlidingWindow(StaticMask):
         if left is None and right in (None, 0):
             return Full() if right is None else Causal()
         return SlidingWindow(left, right)
-
-
-def _up_to(ahead: int, q: Any, k: Any) -> Any:
-    """Pairs with query < q and key < k, and key <= query + ahead.
-
-    A triangle that begins `ahead` queries earlier, minus its part before the first query.
-    """
-    return triangle(q + ahead, k) - triangle(ahead, k)

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Int32, Shaped
 from jax_cp_dispatch._arrays import (
     divided,
     reduced,
+    run_ends,
     running_max,
     running_maxima,
     running_sum,
@@ -23,7 +24,6 @@ from jax_cp_dispatch._arrays import (
     sums_before,
 )
 from jax_cp_dispatch._ranks.options import vary_alike
-from jax_cp_dispatch.documents.segment_ids import document_ends
 from jax_cp_dispatch.masks import Mask, MaskRanges, StaticMask
 from jax_cp_dispatch.masks.pairs import traced_pairs_per_query
 
@@ -442,7 +442,7 @@ def seen_columns(mask: Mask, starts: Int32[Array, "B T"]) -> SeenColumns:
     first = _first_keys(mask, starts)
     if mask.is_causal:
         return SeenColumns(first)
-    ends = document_ends(starts)
+    ends = run_ends(starts)
     last = _last_keys(mask, starts, ends)
     pairs = jnp.where(starts >= 0, last - first, 0)
     return SeenColumns(first, last, pairs, ends - starts)
@@ -452,7 +452,7 @@ def column_ranges(mask: StaticMask, starts: Int32[Array, "B T"]) -> MaskRanges:
     """Returns what each column sees; empty at padding."""
     num_tokens = starts.shape[1]
     column = jnp.arange(num_tokens, dtype=jnp.int32)[None]
-    ends = None if mask.is_causal else document_ends(starts)
+    ends = None if mask.is_causal else run_ends(starts)
     ranges = mask.clipped(num_tokens).ranges(column, starts, ends)
     return jax.tree.map(lambda x: jnp.where(starts >= 0, x, 0), ranges)
 
@@ -478,7 +478,7 @@ def _of_arrays(mask: Mask, starts: Int32[Array, "B T"]) -> SeenColumns:
     num_tokens = starts.shape[1]
     column = jnp.arange(num_tokens, dtype=jnp.int32)[None]
     live = starts >= 0
-    ranges = mask.ranges(column, starts, document_ends(starts))
+    ranges = mask.ranges(column, starts, run_ends(starts))
     inside = lambda x: jnp.where(live, jnp.clip(x, 0, num_tokens), 0).astype(jnp.int32)
     ranges = jax.tree.map(inside, ranges)
     sees = ranges.k_start < ranges.k_end

@@ -2,8 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -20,47 +20,6 @@ from jax_cp_dispatch.planning.on_host import plan_attention
 from jax_cp_dispatch.planning.placement import place_tokens
 
 _OP = "fit_plan_config"
-
-
-class _Needs(NamedTuple):
-    """What the plan of a batch needs; `values` and `most` are in the order of the capacities.
-
-    Attributes:
-      num_tokens: of a rank.
-      values: rows, ranges and pieces.
-      most: what no batch of this shape exceeds.
-    """
-
-    num_tokens: int
-    values: Sequence[int]
-    most: Sequence[int]
-
-
-class _OfEachBatch:
-    """A mask, or masks, of each batch: the elements of a list in order, or the same for all."""
-
-    def __init__(self, name: str, values: Any, *, is_list: bool) -> None:
-        self._name, self._values, self._is_list = name, values, is_list
-        self._num_batches = 0
-
-    def __next__(self) -> Any:
-        self._num_batches += 1
-        if not self._is_list:
-            return self._values
-        if self._num_batches > len(self._values):
-            self._refuse("more")
-        return self._values[self._num_batches - 1]
-
-    def check_number(self) -> None:
-        """Requires, after the last batch, that no element is left."""
-        if self._is_list and self._num_batches < len(self._values):
-            self._refuse(str(self._num_batches))
-
-    def _refuse(self, num_batches: str) -> None:
-        raise ValueError(
-            f"{_OP}: {self._name} is a list for {len(self._values)} batches, but there are "
-            f"{num_batches}. Pass one element for each batch."
-        )
 
 
 def fit_plan_config(
@@ -112,31 +71,52 @@ def fit_plan_config(
             f"{_OP}: got masks, layers or num_groups, which are those of a placement. Pass "
             "placed=True, or omit them."
         )
-    is_list = lambda x: isinstance(x, list | tuple)
-    of_batches = (
-        _OfEachBatch("mask", mask, is_list=is_list(mask)),
-        _OfEachBatch("masks", masks, is_list=is_list(masks) and any(map(is_list, masks or ()))),
-    )
-
-    def needs(**given: Any) -> _Needs:
-        seen = dict(zip(("mask", "masks"), map(next, of_batches), strict=True))
-        if placed:
-            seen |= {"layers": layers, "num_groups": num_groups}
-            return _placement_needs(world_size=world_size, **seen, **given)
-        return _plan_needs(world_size=world_size, mask=seen["mask"], **given)
-
-    names = PLACED_CAPACITIES if placed else CAPACITIES
-    is_free = [getattr(config, name) is None for name in names]
-    free = [name for name, x in zip(names, is_free, strict=True) if x]
+    names: Any = CAPACITIES
+    plan_of: Any = plan_attention
+    fixed: dict[str, Any] = {"world_size": world_size}
+    if placed:
+        names, plan_of = PLACED_CAPACITIES, place_tokens
+        fixed |= {"layers": layers, "num_groups": num_groups}
+    free = [name for name in names if getattr(config, name) is None]
     none: dict[str, Any] = dict.fromkeys(free)
-    sample = _plan_sample(batches, columns, overflow, needs, dataclasses.replace(config, **none))
-    for each in of_batches:
-        each.check_number()
+    fixed["config"] = dataclasses.replace(config, **none)
+    is_list = lambda x: isinstance(x, list | tuple)
+    of_batches: Any = (("mask", mask), ("masks", masks))
+    has_own = {"mask": is_list(mask), "masks": is_list(masks) and any(map(is_list, masks or ()))}
+    if not 0 < overflow < 1:
+        raise ValueError(f"{_OP}: overflow is {overflow}; it needs to be between 0 and 1.")
+    needs, sizes_of_ranks = [], []
+    for number, given in enumerate(_read_batches(batches, columns)):
+        for name, values in of_batches[: 1 + placed]:
+            if has_own[name] and number >= len(values):
+                _refuse_masks(name, values, "more")
+            given[name] = values[number] if has_own[name] else values
+        made = plan_of(**given, **fixed)
+        plans = made.plans if placed else (made,)
+        needs.append(np.concatenate([np.reshape(x.largest_needs, (-1, 5)) for x in plans]).max(0))
+        sizes_of_ranks.append(plans[0].num_tokens)
+    for name, values in of_batches:
+        if has_own[name] and len(needs) < len(values):
+            _refuse_masks(name, values, str(len(needs)))
+    if not needs:
+        raise ValueError(
+            f"{_OP}: batches is empty. Pass at least one batch, preferably a few hundred."
+        )
+    own = max(sizes_of_ranks)
+    if min(sizes_of_ranks) < own:
+        warn_caller(
+            f"{_OP}: a rank holds {min(sizes_of_ranks)} to {own} tokens, so plans of these batches "
+            "differ in shape. Pass batches of one shape; with lengths, columns=."
+        )
+    # No batch of this shape exceeds the tokens of all ranks. Of its own, a rank sends each query
+    # once; in a placement, its pieces have them.
+    of_rank = ("max_pieces", "max_cut_pieces") if placed else ("max_q_transfers",)
     sizes: dict[str, Any] = {}
     rates = []
-    values_of = np.array([need.values for need in sample], np.int64).T[is_free]
-    most = np.array([need.most for need in sample], np.int64).max(0)[is_free]
-    for name, values, enough in zip(free, values_of, most.tolist(), strict=True):
+    for name, values in zip(names, np.array(needs, np.int64).T, strict=True):
+        if name not in free:
+            continue
+        enough = max(own if name in of_rank else own * world_size, 1)
         rate = overflow / len(free)  # so that all together exceed it rarely enough
         step = 1024 if name.endswith("_capacity") else 8
         sizes[name] = min(math.ceil(quantile(values, rate) / step) * step, enough)
@@ -145,61 +125,32 @@ def fit_plan_config(
     return dataclasses.replace(config, **sizes)
 
 
-def _plan_needs(**given: Any) -> _Needs:
-    plan = plan_attention(**given)
-    own, all_ranks = plan.num_tokens, plan.num_tokens * plan.world_size
-    # A rank sends each of its queries once.
-    most = all_ranks, all_ranks, own, all_ranks, all_ranks
-    return _Needs(own, plan.largest_needs[0].tolist(), [max(x, 1) for x in most])
-
-
-def _placement_needs(**given: Any) -> _Needs:
-    placement = place_tokens(**given)
-    needed, plan = placement.needs, placement.plan
-    own, all_ranks = plan.num_tokens, plan.num_tokens * plan.world_size
-    most = all_ranks, all_ranks, own, own, all_ranks
-    values = [getattr(needed, name) for name in PLACED_CAPACITIES]
-    return _Needs(own, values, [max(x, 1) for x in most])
-
-
-def _plan_sample(
-    batches: Iterable[Any],
-    columns: int | None,
-    overflow: float,
-    needs: Callable[..., _Needs],
-    config: PlanConfig,
-) -> list[_Needs]:
-    """Returns what each batch needs."""
+def _read_batches(batches: Iterable[Any], columns: int | None) -> Iterator[dict[str, Any]]:
+    """Yields the documents of each batch, by the names of arguments."""
     shape = getattr(batches, "shape", None)
     if shape is not None and len(shape) < 3:
         raise TypeError(
             f"{_OP}: batches is an array of shape {shape}; it needs to be a list of "
             "batches. Pass [segment_ids] for a single one, or lists of lengths."
         )
-    if not 0 < overflow < 1:
-        raise ValueError(f"{_OP}: overflow is {overflow}; it needs to be between 0 and 1.")
-    seen: list[_Needs] = []
     for number, batch in enumerate(batches):
-        is_ids = not isinstance(batch, list | tuple) and np.ndim(batch) == 2
-        if is_ids and columns is not None:
+        if isinstance(batch, list | tuple) or np.ndim(batch) != 2:
+            yield {"lengths": batch, "columns": columns}
+            continue
+        if columns is not None:
             raise TypeError(
                 f"{_OP}: batch {number} is an array of shape {np.shape(batch)}, which means "
                 "segment ids, but columns goes with lengths. Pass lengths as lists, "
                 "batch.tolist(); for segment ids omit columns."
             )
-        given = {"segment_ids": batch} if is_ids else {"lengths": batch, "columns": columns}
-        seen.append(needs(config=config, **given))
-    if not seen:
-        raise ValueError(
-            f"{_OP}: batches is empty. Pass at least one batch, preferably a few hundred."
-        )
-    sizes_of_ranks = {need.num_tokens for need in seen}
-    if len(sizes_of_ranks) > 1:
-        warn_caller(
-            f"{_OP}: a rank holds {min(sizes_of_ranks)} to {max(sizes_of_ranks)} tokens, so plans "
-            "of these batches differ in shape. Pass batches of one shape; with lengths, columns=."
-        )
-    return seen
+        yield {"segment_ids": batch}
+
+
+def _refuse_masks(name: str, values: Sequence[Any], num_batches: str) -> None:
+    raise ValueError(
+        f"{_OP}: {name} is a list for {len(values)} batches, but there are {num_batches}. Pass one "
+        "element for each batch."
+    )
 
 
 def quantile(values: Int[np.ndarray, " N"], rate: float) -> float:

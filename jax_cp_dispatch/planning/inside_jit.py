@@ -12,13 +12,23 @@ from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32
 
 from jax_cp_dispatch._arguments import check_positive
-from jax_cp_dispatch._arrays import WINDOW, divided, repeated, running_sum, sum_by_key, sums_before
+from jax_cp_dispatch._arrays import (
+    WINDOW,
+    divided,
+    repeated,
+    run_begins,
+    run_ends,
+    running_sum,
+    sum_by_key,
+    sums_before,
+)
+from jax_cp_dispatch.documents import Documents
 from jax_cp_dispatch.documents.fingerprint import (
     ID_STEP,
     checksums,
     make_fingerprint,
     mask_checksums,
-    order_fault,
+    order_error_code,
     order_fingerprint,
     place_checksums,
     plan_digest,
@@ -27,11 +37,10 @@ from jax_cp_dispatch.documents.fingerprint import (
 from jax_cp_dispatch.documents.segment_ids import (
     Ids,
     check_ids,
-    document_ends,
     document_starts,
     follows_rules,
+    normalize_segment_ids,
     number_ids,
-    read_documents,
     starts_in_order,
 )
 from jax_cp_dispatch.documents.table import check_columns, require_host
@@ -377,8 +386,8 @@ def _run_begins(
     starts: Int32[Array, "B T"], rank: Int32[Array, " G"], grid: BlockGrid
 ) -> Bool[Array, "B W J block"]:
     """Whether a run begins: at another document, and where the block before is elsewhere."""
-    new = jnp.pad(starts[:, 1:] != starts[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    new = grid.split(new, fill=False)
+    begins: Any = run_begins(starts)
+    new = grid.split(begins, fill=False)
     elsewhere = jnp.pad(rank[1:] != rank[:-1], (1, 0), constant_values=True).reshape(grid.shape)
     is_first = jnp.arange(grid.block, dtype=jnp.int32)[None, None, None] == 0
     return new | elsewhere[..., None] & is_first
@@ -427,19 +436,17 @@ _OP = "plan_attention"
 
 
 @jax.named_scope("cpd.plan")
-def rank_plan(
-    packed: tuple[Mask, Ids, Ids | None], *, world_size: int, config: PlanConfig, rank: Any
-) -> Plan:
+def rank_plan(packed: Documents, *, world_size: int, config: PlanConfig, rank: Any) -> Plan:
     """`plan_attention` inside the program that follows it.
 
     It has `ranges` for every mask, of this rank alone: for all ranks, they would be as many times
     as large. The fingerprint has no checksums of the batch.
 
     Args:
-      packed: mask, segment ids and positions of all ranks, traced.
+      packed: of all ranks, traced.
       rank: the index on the mesh axis.
     """
-    mask, segment_ids, positions = packed
+    mask, segment_ids, positions = packed.mask, packed.segment_ids, packed.positions
     grid = check_shapes(_OP, segment_ids, positions, world_size, config)
     check_mask_arrays(_OP, mask, segment_ids.shape)
     check_traced(_OP, config)
@@ -462,9 +469,9 @@ def plan_inside(
     """
     world_size = grid.world_size
     capacities = static_capacities(grid, config, mask)
-    segment_ids, positions = read_documents(_OP, segment_ids, positions)
+    segment_ids, positions = normalize_segment_ids(_OP, segment_ids, positions)
     starts, in_order = starts_in_order(segment_ids, positions)
-    fault = order_fault(in_order, follows_rules(mask, starts, document_ends(starts)))
+    fault = order_error_code(in_order, follows_rules(mask, starts, run_ends(starts)))
     assignment = assign(starts, grid=grid, mask=mask, tolerance=config.balance_tolerance)
     if rank is not None:  # the batch is that of this program
         if isinstance(mask, StaticMask):  # without runs, which would compile to more
@@ -534,7 +541,7 @@ def needs_inside_jit(
     grid = check_shapes(op, segment_ids, positions, world_size, config)
     check_mask_arrays(op, mask, segment_ids.shape)
     require_host(op, segment_ids=segment_ids, positions=positions)
-    segment_ids, positions = read_documents(op, segment_ids, positions)
+    segment_ids, positions = normalize_segment_ids(op, segment_ids, positions)
     options = {"mask": mask, "tolerance": config.balance_tolerance}
     with jax.core.eval_context():
         starts = jax.jit(document_starts)(segment_ids, positions)

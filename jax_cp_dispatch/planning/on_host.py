@@ -1,21 +1,31 @@
 """Plans attention on the host, from the documents of a batch; NumPy and C++, without JAX."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.core
 import numpy as np
-from jaxtyping import Array, Int, Shaped
+from jaxtyping import Array, Int, Int32, Shaped
 
 from jax_cp_dispatch._arguments import check_integer
 from jax_cp_dispatch._ranks.runtime import native
+from jax_cp_dispatch.documents import Documents
 from jax_cp_dispatch.documents.documents import check_document_mask
-from jax_cp_dispatch.documents.table import DocumentTable, Row, document_table
+from jax_cp_dispatch.documents.fingerprint import fallback_fingerprint
+from jax_cp_dispatch.documents.table import (
+    DocumentTable,
+    Row,
+    check_sizes,
+    document_table,
+    list_documents,
+)
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.read import check_mask_arrays, read_mask, read_mask_on_host
+from jax_cp_dispatch.metadata import Metadata
 from jax_cp_dispatch.planning.config import (
+    ALL_CAPACITIES,
     CAPACITIES,
     PLACED_CAPACITIES,
     PlanConfig,
@@ -25,12 +35,11 @@ from jax_cp_dispatch.planning.config import (
     check_traced,
 )
 from jax_cp_dispatch.planning.inside_jit import check_shapes, plan_inside
-from jax_cp_dispatch.planning.plan import Plan, fallback_plan
+from jax_cp_dispatch.planning.plan import Plan
 from jax_cp_dispatch.planning.request import (
     DoesNotFitError,
-    PieceTable,
+    Pieces,
     PlanRequest,
-    Spans,
     Transfers,
     check_longest_keys,
     check_mean_queries,
@@ -43,25 +52,132 @@ from jax_cp_dispatch.planning.request import (
     num_sent,
     pieces_fingerprint,
     rank_sums,
-    static_size,
+    static_sizes,
 )
-from jax_cp_dispatch.planning.runs import cut_pieces, cut_table, list_runs, row_ranges
+from jax_cp_dispatch.planning.runs import (
+    CutPieces,
+    cut_pieces,
+    cut_table,
+    fallback_row_ranges,
+    list_runs,
+    row_ranges,
+)
 from jax_cp_dispatch.planning.seen_keys import seen_keys
 
 _OP = "plan_attention"
 
 
-class _Moves(NamedTuple):
-    """What ranks compute, its keys, what moves, and the needs in the order of `CAPACITIES`."""
+class _Work(NamedTuple):
+    """What ranks compute, its keys, what moves, and what each rank needs, by capacity.
 
-    pieces: PieceTable
-    spans: Spans
-    queries: Transfers
+    Queries that stay, those of a placement, do not move; some of their documents are cut.
+    """
+
+    pieces: Pieces
+    spans: Pieces
     keys: Transfers
-    needs: Int[np.ndarray, "5 W"]
+    needs: dict[str, Int[np.ndarray, " W"]]
+    queries: Transfers | None = None
+    cut: CutPieces | None = None
+
+    @property
+    def largest(self) -> Int32[np.ndarray, " 5"]:
+        return np.array([x.max(initial=0) for x in self.needs.values()], np.int32)
 
 
-def plan_on_host(request: PlanRequest, *, fallback: str | None) -> Plan:
+def _make_plan(
+    request: PlanRequest,
+    work: _Work,
+    sizes: Mapping[str, int],
+    largest: Int32[np.ndarray, " 5"],
+    held: Pieces,
+    in_order: Mask | None,
+) -> Plan:
+    """Returns a plan, or its part of one rank.
+
+    Args:
+      sizes: the capacities.
+      largest: `Plan.largest_needs` of a rank.
+      held, in_order: see `pieces_fingerprint`.
+    """
+    documents, world_size, here = request.documents, request.world_size, request.held
+    pieces, of_rank = work.pieces, {"world_size": world_size, "rank": request.rank}
+    slots = {"q": sizes.get("max_q_transfers", 0), "kv": sizes["max_kv_transfers"]}
+    q_capacity, q_metadata, table, num_cuts = request.num_tokens, None, None, 0
+    if work.queries is not None:
+        q_capacity = sizes["q_capacity"]
+        q_metadata = make_metadata(work.queries, num_slots=slots["q"], **of_rank)
+    if work.cut is not None:
+        num_cuts, num_linked = sizes["max_cut_pieces"], sizes["max_linked_pieces"]
+        table = cut_table(work.cut, num_slots=num_cuts, num_linked=num_linked, rank=request.rank)
+    has_lengths = q_metadata is None or request.needs_lengths
+    runs: Any = list_runs(
+        pieces,
+        np.bincount(pieces.rank, minlength=world_size),
+        num_runs=sizes["max_pieces"],
+        num_rows=q_capacity,
+        lengths=documents.lengths if has_lengths else None,
+        rank=request.rank,
+    )
+    rows = rank_sums(pieces.rank, pieces.end - pieces.start, world_size)[here]
+    num_rows = {"num_queries": q_capacity, "num_keys": sizes["kv_capacity"]}
+    return Plan(
+        q_metadata=q_metadata,
+        kv_metadata=make_metadata(work.keys, num_slots=slots["kv"], **of_rank),
+        **runs,
+        cut_pieces=table,
+        ranges=row_ranges(request, pieces, work.spans, **num_rows),
+        num_rows=rows.astype(np.int32),
+        pairs_before=request.pairs(home_pieces(documents, world_size)),
+        pairs=request.pairs(pieces),
+        largest_needs=np.tile(largest, (len(rows), 1)),
+        fingerprint=pieces_fingerprint(request, pieces, held, in_order)[here].copy(),
+        num_tokens=request.num_tokens,
+        batch=documents.batch,
+        q_capacity=q_capacity,
+        kv_capacity=sizes["kv_capacity"],
+        max_cut_pieces=num_cuts,
+        mask=request.mask.kind,
+    )
+
+
+def fallback_plan(request: PlanRequest, needs: Int32[np.ndarray, " 5"], *, is_placed: bool) -> Plan:
+    """Returns a plan with `fits` false, of the shapes of all plans with this config.
+
+    It moves nothing, and nothing may follow it. Its metadata announces the rows that the batch
+    needs, so if attention uses it nevertheless, the error names them.
+
+    Args:
+      needs: of the plan with the best balance, as in `Plan.largest_needs`.
+    """
+    nothing, moves = Pieces(*np.zeros((6, 0), np.int64)), Transfers(*np.zeros((5, 0), np.int64))
+    sizes = {name: getattr(request.config, name) or 1 for name in ALL_CAPACITIES}
+    work = _Work(nothing, nothing, moves, {}, moves)
+    if is_placed:
+        cut = cut_pieces(nothing, request.documents.lengths, request.world_size)
+        work = _Work(nothing, nothing, moves, {}, cut=cut)
+    plan = _make_plan(request, work, sizes, needs, nothing, None)
+    needed = dict(zip(plan.capacities, needs, strict=True))
+
+    def announce(metadata: Metadata, need: np.integer) -> Metadata:
+        received = np.zeros_like(metadata.num_recv_tokens)
+        received[:, [0, -1]] = need
+        total = received[:, -1].copy()
+        return dataclasses.replace(metadata, num_recv_tokens=received, num_total_recv_tokens=total)
+
+    num_held, rows = len(plan.pairs), (plan.q_capacity, plan.kv_capacity)
+    return dataclasses.replace(
+        plan,
+        q_metadata=None if is_placed else announce(plan.q_metadata, needed["q_capacity"]),
+        kv_metadata=announce(plan.kv_metadata, needed["kv_capacity"]),
+        ranges=fallback_row_ranges(request, num_held, num_queries=rows[0], num_keys=rows[1]),
+        num_rows=np.full(num_held, -1, np.int32),
+        pairs=plan.pairs_before,
+        fingerprint=fallback_fingerprint(num_held, request.mask),
+    )
+
+
+def _plan_on_host(request: PlanRequest, *, fallback: str | None) -> Plan:
     """Returns the plan of a batch, or its part of one rank.
 
     Costs time and memory in proportion to the pieces, and for all ranks W * W counts of rows.
@@ -69,50 +185,37 @@ def plan_on_host(request: PlanRequest, *, fallback: str | None) -> Plan:
     Raises:
       DoesNotFitError: a capacity of the config is too small, and there is no fallback.
     """
-    documents, config, world_size = request.documents, request.config, request.world_size
-    check_ranks(_OP, config, world_size)
-    home = home_pieces(documents, world_size)
-    moves = _moves(request, home)
-    needs = moves.needs.max(1).astype(np.int32)
+    config, columns = request.config, request.documents.columns // request.world_size
+    check_ranks(_OP, config, request.world_size)
+    home = home_pieces(request.documents, request.world_size)
+    work = _move_queries(request, home)
+    rows = 8 * min(config.rows_per_block, columns), request.documents.num_tokens
+    steps: Any = {
+        "q_capacity": ("would receive {} rows of queries", *rows),
+        "kv_capacity": ("would receive {} rows of keys", *rows),
+        "max_q_transfers": ("would send {} ranges of queries", 8),
+        "max_kv_transfers": ("would send {} ranges of keys", 8),
+        "max_pieces": ("would compute {} pieces", 8),
+    }
     try:
         check_longest_keys(_OP, request)
-        check_mean_queries(_OP, config, int(documents.lengths.sum()), world_size)
-        q, kv, q_slots, kv_slots, num_runs = _sizes(request, moves.needs)
+        check_mean_queries(_OP, request)
+        sizes = static_sizes(_OP, config, work.needs, steps)
     except DoesNotFitError as error:
         # The search under capacities gives up balance, so its own needs would mislead.
         free = dataclasses.replace(config, q_capacity=None, kv_capacity=None)
-        needs = _moves(request._replace(config=free), home).needs.max(1).astype(np.int32)
+        needs = _move_queries(request._replace(config=free), home).largest
         if fallback is None:
-            sizes = (f"{name}={need}" for name, need in zip(CAPACITIES, needs, strict=True))
+            needed = (f"{name}={need}" for name, need in zip(CAPACITIES, needs, strict=True))
             raise DoesNotFitError(
-                f"{error} The plan with the best balance needs {', '.join(sizes)}."
+                f"{error} The plan with the best balance needs {', '.join(needed)}."
             ) from None
         return fallback_plan(request, needs, is_placed=False)
-    pieces, held = moves.pieces, request.held
     in_order = request.mask if request.mask.has_arrays else None
-    of_ranks = {"world_size": world_size, "rank": request.rank}
-    lengths = documents.lengths if request.needs_lengths else None
-    runs: Any = {"num_runs": num_runs, "num_rows": q, "lengths": lengths, "rank": request.rank}
-    of_runs: dict[str, Any] = list_runs(pieces, moves.needs[-1], **runs)
-    return Plan(
-        q_metadata=make_metadata(moves.queries, num_slots=q_slots, **of_ranks),
-        kv_metadata=make_metadata(moves.keys, num_slots=kv_slots, **of_ranks),
-        **of_runs,
-        ranges=row_ranges(request, pieces, moves.spans, num_queries=q, num_keys=kv),
-        num_rows=moves.needs[0, held].astype(np.int32),
-        pairs_before=request.pairs(home),
-        pairs=request.pairs(pieces),
-        largest_needs=np.tile(needs, (world_size, 1))[held],
-        fingerprint=pieces_fingerprint(request, pieces, home, in_order)[held],
-        num_tokens=request.num_tokens,
-        batch=documents.batch,
-        q_capacity=q,
-        kv_capacity=kv,
-        mask=request.mask.kind,
-    )
+    return _make_plan(request, work, sizes, work.largest, home, in_order)
 
 
-def _moves(request: PlanRequest, home: PieceTable) -> _Moves:
+def _move_queries(request: PlanRequest, home: Pieces) -> _Work:
     documents, config, world_size = request.documents, request.config, request.world_size
     problem = native_problem(
         native.QueryProblem,
@@ -129,31 +232,13 @@ def _moves(request: PlanRequest, home: PieceTable) -> _Moves:
     )
     assigned = native.move_queries(problem)
     pieces, spans = lay_out(assigned.astype(np.int64), request.seen)
-    computed = Spans(pieces.rank, pieces.document, pieces.start, pieces.end, pieces.row)
-    queries, keys = (list_transfers(home, x) for x in (computed, spans))
+    queries, keys = (list_transfers(home, x) for x in (pieces, spans))
     needs = (
         *(rank_sums(x.target, x.tokens, world_size) for x in (queries, keys)),
         *(num_sent(x, world_size) for x in (queries, keys)),
         np.bincount(pieces.rank, minlength=world_size),
     )
-    return _Moves(pieces, spans, queries, keys, np.stack(needs))
-
-
-def _sizes(request: PlanRequest, needs: Int[np.ndarray, "5 W"]) -> list[int]:
-    """Returns the static sizes, in the order of `CAPACITIES`."""
-    config, columns = request.config, request.documents.columns // request.world_size
-    rows = 8 * min(config.rows_per_block, columns), request.documents.num_tokens
-    sizes: Any = (
-        ("q_capacity", "would receive {} rows of queries", *rows),
-        ("kv_capacity", "would receive {} rows of keys", *rows),
-        ("max_q_transfers", "would send {} ranges of queries", 8),
-        ("max_kv_transfers", "would send {} ranges of keys", 8),
-        ("max_pieces", "would compute {} pieces", 8),
-    )
-    return [
-        static_size(_OP, config, name, what, need, *step)
-        for (name, what, *step), need in zip(sizes, needs, strict=True)
-    ]
+    return _Work(pieces, spans, keys, dict(zip(CAPACITIES, needs, strict=True)), queries)
 
 
 # ---- `plan_attention`: plans attention of packed documents, on the host or inside a program.
@@ -230,11 +315,6 @@ def plan_attention(
     check_fallback(_OP, fallback, config, CAPACITIES)
     check_rank(_OP, rank, world_size)
     if segment_ids is not None and lengths is None:
-        if isinstance(segment_ids, list | tuple):
-            raise TypeError(
-                f"{_OP}: segment_ids is of type {type(segment_ids).__name__}; it needs to be an "
-                "array. Pass numpy.asarray(segment_ids), or document lengths as lengths=."
-            )
         if columns is not None:
             raise ValueError(f"{_OP}: got columns without lengths. Omit columns.")
         grid = check_shapes(_OP, segment_ids, positions, world_size, config)
@@ -256,19 +336,27 @@ def plan_attention(
         positions=positions,
         columns=columns,
     )
-    shape = documents.batch, documents.columns
-    mask = read_mask_on_host(_OP, mask, shape)
+    mask = read_mask_on_host(_OP, mask, (documents.batch, documents.columns))
     check_document_mask(_OP, mask, documents)
     seen = seen_keys(mask, documents)
     request = PlanRequest(documents, positions, world_size, seen, config, rank)
-    return plan_on_host(request, fallback=fallback)
+    return _plan_on_host(request, fallback=fallback)
+
+
+def plan_read(documents: Documents, num_ranks: int, config: PlanConfig) -> Plan:
+    """`plan_attention` of documents that `read_whole` has read, with their mask, on the host."""
+    table = list_documents(documents.segment_ids, documents.positions)
+    check_sizes(_OP, table, num_ranks)
+    seen = seen_keys(jax.tree.map(np.asarray, documents.mask), table)
+    request = PlanRequest(table, documents.positions, num_ranks, seen, config, None)
+    return _plan_on_host(request, fallback=None)
 
 
 # ---- The plan and the order of placed tokens, from the pieces that each rank holds.
 
 
 def plan_placed(
-    request: PlanRequest, held: PieceTable, in_order: Mask | None
+    request: PlanRequest, held: Pieces, in_order: Mask | None
 ) -> tuple[Plan, PlanConfig]:
     """Returns the plan of one mask for pieces in their rows, which are the same for all masks.
 
@@ -278,56 +366,28 @@ def plan_placed(
     order = np.lexsort((held.start, held.document, held.rank))
     assigned = np.stack([held.rank, held.document, held.start, held.end], axis=1)[order]
     pieces, spans = lay_out(assigned, request.seen, held)
-    world_size, documents, here = request.world_size, request.documents, request.held
-    transfers = list_transfers(pieces, spans)
-    cut = cut_pieces(pieces, documents.lengths, world_size)
-    needs = {
-        "kv_capacity": rank_sums(transfers.target, transfers.tokens, world_size),
-        "max_kv_transfers": num_sent(transfers, world_size),
-        "max_pieces": np.bincount(pieces.rank, minlength=world_size),
-        "max_cut_pieces": cut.held,
-        "max_linked_pieces": cut.linked,
+    world_size = request.world_size
+    keys = list_transfers(pieces, spans)
+    cut = cut_pieces(pieces, request.documents.lengths, world_size)
+    needs = (
+        rank_sums(keys.target, keys.tokens, world_size),
+        num_sent(keys, world_size),
+        np.bincount(pieces.rank, minlength=world_size),
+        *(cut.held, cut.linked),
+    )
+    needs = dict(zip(PLACED_CAPACITIES, needs, strict=True))
+    work = _Work(pieces, spans, keys, needs, cut=cut)
+    steps: Any = {
+        "max_kv_transfers": ("would send {} ranges of keys", 8),
+        "max_pieces": ("would hold {} pieces", 8),
+        "kv_capacity": ("would receive {} rows", 1024, world_size * request.num_tokens),
+        "max_cut_pieces": ("would hold {} pieces of cut documents", 4),
+        "max_linked_pieces": ("would share cut documents with {} pieces on other ranks", 4),
     }
-    size = lambda name, what, step, most=None: static_size(
-        "place_tokens", request.config, name, what, needs[name], step, most
-    )
-    num_slots = size("max_kv_transfers", "would send {} ranges of keys", 8)
-    num_runs = size("max_pieces", "would hold {} pieces", 8)
-    all_tokens = world_size * request.num_tokens
-    kv_capacity = size("kv_capacity", "would receive {} rows", 1024, all_tokens)
-    num_cuts = size("max_cut_pieces", "would hold {} pieces of cut documents", 4)
-    what = "would share cut documents with {} pieces on other ranks"
-    num_linked = size("max_linked_pieces", what, 4)
-    needed = {name: max(int(x.max(initial=0)), 1) for name, x in needs.items()}
-    largest = np.array([needed[x] for x in PLACED_CAPACITIES], np.int32)
-    of_rank = {"world_size": world_size, "rank": request.rank}
-    rows = rank_sums(pieces.rank, pieces.end - pieces.start, world_size)[here]
-    plan = Plan(
-        kv_metadata=make_metadata(transfers, num_slots=num_slots, **of_rank),
-        **list_runs(
-            pieces,
-            needs["max_pieces"],
-            num_runs=num_runs,
-            num_rows=request.num_tokens,
-            lengths=documents.lengths,
-            rank=request.rank,
-        ),
-        cut_pieces=cut_table(cut, num_slots=num_cuts, num_linked=num_linked, rank=request.rank),
-        num_rows=rows.astype(np.int32),
-        pairs_before=request.pairs(home_pieces(documents, world_size)),
-        pairs=request.pairs(pieces),
-        largest_needs=np.tile(largest, (len(rows), 1)),
-        fingerprint=pieces_fingerprint(request, pieces, pieces, in_order)[here].copy(),
-        ranges=row_ranges(
-            request, pieces, spans, num_queries=request.num_tokens, num_keys=kv_capacity
-        ),
-        num_tokens=request.num_tokens,
-        batch=documents.batch,
-        q_capacity=request.num_tokens,
-        kv_capacity=kv_capacity,
-        max_cut_pieces=num_cuts,
-        mask=request.mask.kind,
-    )
+    sizes = static_sizes("place_tokens", request.config, needs, steps)
+    largest = np.maximum(work.largest, 1)
+    plan = _make_plan(request, work, sizes, largest, pieces, in_order)
+    needed: Any = dict(zip(PLACED_CAPACITIES, largest.tolist(), strict=True))
     return plan, dataclasses.replace(request.config, **needed)
 
 
@@ -349,7 +409,7 @@ def by_columns(
     return x.reshape(batch, num_held * rows, *rest)
 
 
-def pieces_ascend(pieces: PieceTable) -> bool:
+def pieces_ascend(pieces: Pieces) -> bool:
     """Whether the pieces of a document on a rank are in order."""
     order = np.lexsort((pieces.row, pieces.document, pieces.rank))
     rank, document, start = (x[order] for x in (pieces.rank, pieces.document, pieces.start))
@@ -372,7 +432,7 @@ def put_mask_in_order(request: PlanRequest, moves: Sequence[np.ndarray]) -> Mask
     return jax.tree.map(put, request.mask)
 
 
-def list_moves(request: PlanRequest, pieces: PieceTable) -> list[np.ndarray]:
+def list_moves(request: PlanRequest, pieces: Pieces) -> list[np.ndarray]:
     """Returns source, place and length of every range, by place; padding comes last per rank."""
     documents, world_size, num_tokens = request.documents, request.world_size, request.num_tokens
     tokens = pieces.end - pieces.start

@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -10,15 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float32, Int, Int32, PyTree, Shaped
 
-from jax_cp_dispatch._arguments import check_positive
+from jax_cp_dispatch._arguments import check_integer, check_positive
 from jax_cp_dispatch._ranks.runtime import native
 from jax_cp_dispatch._text import by_group, describe_mask, describe_plan, outline, work_by_share
 from jax_cp_dispatch.documents import Documents
-from jax_cp_dispatch.documents.documents import check_document_mask
+from jax_cp_dispatch.documents.documents import check_document_mask, check_moved, permuted
 from jax_cp_dispatch.documents.table import DocumentTable, Row, document_table
-from jax_cp_dispatch.masks import ArrayMask, Mask
+from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.mask import PACKED, PLACED
-from jax_cp_dispatch.masks.read import check_mask_order, read_mask_on_host
+from jax_cp_dispatch.masks.read import read_mask_on_host
 from jax_cp_dispatch.planning.config import (
     PLACED_CAPACITIES,
     PlanConfig,
@@ -29,31 +30,17 @@ from jax_cp_dispatch.planning.config import (
 from jax_cp_dispatch.planning.on_host import (
     by_columns,
     expand_ranges,
+    fallback_plan,
     list_moves,
     no_moves,
     pieces_ascend,
     plan_placed,
     put_mask_in_order,
 )
-from jax_cp_dispatch.planning.plan import (
-    OF_ALL_MASKS,
-    Layers,
-    PlacedGroup,
-    Plan,
-    Requests,
-    describe_layers,
-    fallback_plan,
-    join_moves,
-    join_plans,
-    join_reasons,
-    read_layers,
-    reduce_saved,
-    slice_plan,
-    split_groups,
-)
+from jax_cp_dispatch.planning.plan import Plan, reduce_saved, slice_plan, stack_plans
 from jax_cp_dispatch.planning.request import (
     DoesNotFitError,
-    PieceTable,
+    Pieces,
     PlanRequest,
     check_all_ranks,
     check_longest_keys,
@@ -64,7 +51,7 @@ from jax_cp_dispatch.planning.request import (
     order_by_rank,
 )
 from jax_cp_dispatch.planning.runs import describe_cuts
-from jax_cp_dispatch.planning.seen_keys import seen_keys
+from jax_cp_dispatch.planning.seen_keys import describe_layers, seen_keys
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -96,7 +83,7 @@ class Placement:
     plans: tuple[Plan, ...]
     layers: tuple[int, ...]
     config: PlanConfig
-    made_of: tuple[tuple[tuple[PlanRequest, ...], PieceTable | None], ...]
+    made_of: tuple[tuple[tuple[PlanRequest, ...], Pieces | None], ...]
     source: Int[np.ndarray, " P"]
     place: Int[np.ndarray, " P"]
     tokens: Int[np.ndarray, " P"]
@@ -161,7 +148,7 @@ class Placement:
         batch = self.batch // self.num_groups
         own = lambda n: jax.tree.map(lambda x: x[n * batch : (n + 1) * batch], read)
         plans = [(group._plan_for(op, own(n)),) for n, group in enumerate(self.groups)]
-        return join_plans(plans)[0]
+        return _join_plans(plans)[0]
 
     def _plan_for(self, op: str, read: Mask) -> Plan:
         """Returns the plan of a single group."""
@@ -269,12 +256,14 @@ class Placement:
         Raises:
           ValueError: an array does not start with `[batch, columns]`.
         """
-        return jax.tree.map(self._apply, arrays, is_leaf=_is_whole)
+        check_moved("Placement.apply", arrays, (self.batch, self.columns), PACKED)
+        return permuted(arrays, self._apply, PLACED)
 
     def restore(self, arrays: PyTree[Shaped[Any, "B T ..."]]) -> PyTree[Shaped[Any, "B T ..."]]:
         """Puts arrays in placed order back into the order of the batch; the inverse of `apply`."""
         self._check_whole("restore")
-        return jax.tree.map(self._restore, arrays, is_leaf=_is_whole)
+        check_moved("Placement.restore", arrays, (self.batch, self.columns), PLACED)
+        return permuted(arrays, self._restore, PACKED)
 
     def describe(self) -> str:
         """Returns the text of `Plan.describe`, and what layers beside attention move."""
@@ -314,25 +303,17 @@ class Placement:
         return values
 
     def _apply(self, x: Any) -> Any:
-        if isinstance(x, Mask):
-            check_mask_order("Placement.apply", x, PACKED)
-            moved = jax.tree.map(self._apply, x)
-            return x.reordered(moved, PLACED) if isinstance(x, ArrayMask) else x
-        xp, rest = self._check_array("apply", x)
-        x = xp.take(x.reshape(self.batch * self.columns, *rest), self.permutation, axis=0)
+        xp = np if isinstance(x, np.ndarray) else jnp
+        x = xp.take(x.reshape(self.batch * self.columns, *x.shape[2:]), self.permutation, axis=0)
         return by_columns(x, self.batch, self._num_held, self.num_groups)
 
     def _restore(self, x: Any) -> Any:
-        if isinstance(x, Mask):
-            check_mask_order("Placement.restore", x, PLACED)
-            moved = jax.tree.map(self._restore, x)
-            return x.reordered(moved, PACKED) if isinstance(x, ArrayMask) else x
-        xp, rest = self._check_array("restore", x)
-        rows = self.columns // self.world_size
+        xp, shape = np if isinstance(x, np.ndarray) else jnp, x.shape
         of_group = self.num_groups, self.batch // self.num_groups
-        x = x.reshape(*of_group, self.world_size, rows, *rest).swapaxes(1, 2)
-        x = xp.take(x.reshape(self.batch * self.columns, *rest), self.inverse, axis=0)
-        return x.reshape(self.batch, self.columns, *rest)
+        rows = self.columns // self.world_size
+        x = x.reshape(*of_group, self.world_size, rows, *shape[2:]).swapaxes(1, 2)
+        x = xp.take(x.reshape(self.batch * self.columns, *shape[2:]), self.inverse, axis=0)
+        return x.reshape(shape)
 
     @property
     def _num_held(self) -> int:
@@ -340,30 +321,6 @@ class Placement:
 
     def _check_whole(self, name: str) -> None:
         check_all_ranks(f"Placement.{name}", self._num_held, self.world_size)
-
-    def _check_array(self, name: str, x: Any) -> tuple[Any, tuple[int, ...]]:
-        """Returns the array's module, and its axes after the tokens."""
-        if isinstance(x, Documents):
-            raise TypeError(
-                f"Placement.{name}: got Documents among the arrays. Pass arrays and masks alone: "
-                "those in placed order are Placement.documents."
-            )
-        if not isinstance(x, jax.Array | np.ndarray):
-            raise TypeError(
-                f"Placement.{name}: got a value of type {type(x).__name__}; all leaves need to be "
-                "arrays of NumPy or JAX. Pass numpy.asarray of each list."
-            )
-        if tuple(x.shape[:2]) != (self.batch, self.columns):
-            raise ValueError(
-                f"Placement.{name}: an array has shape {list(x.shape)} but the placement is for "
-                f"[{self.batch}, {self.columns}, ...]. Pad the columns with segment 0, or place "
-                "the tokens of this batch."
-            )
-        return (np if isinstance(x, np.ndarray) else jnp), tuple(x.shape[2:])
-
-
-def _is_whole(x: Any) -> bool:
-    return isinstance(x, Mask | Documents)
 
 
 def _ids_and_positions(made_of: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -383,6 +340,10 @@ def _ids_and_positions(made_of: Any) -> tuple[np.ndarray, np.ndarray]:
 # ---- `place_tokens`: assigns the tokens of a batch to ranks.
 
 _OP = "place_tokens"
+_MOST_LAYERS = 2**15  # after the common factor is removed: sums of pairs keep 64 bits
+# Fields that are equal in the plans of all masks of a placement.
+_OF_ALL_MASKS = ("run_row", "run_position", "run_length", "cut_pieces", "num_rows")
+Requests = Sequence[PlanRequest]  # of a group of batch rows, with each of the masks
 
 
 def place_tokens(
@@ -452,55 +413,38 @@ def place_tokens(
         positions=positions,
         columns=columns,
     )
-    layers_of = read_layers(_OP, mask, masks, layers)
+    masks_read, layers = _read_layers(mask, masks, layers)
     shape = documents.batch, documents.columns
-    masks_read = [read_mask_on_host(_OP, x, shape) for x in layers_of.masks]
+    masks_read = [read_mask_on_host(_OP, x, shape) for x in masks_read]
     for read in masks_read:
         check_document_mask(_OP, read, documents)
     _check_groups(documents, num_groups, rank)
-    requests_of = [
-        tuple(PlanRequest(rows, at, world_size, seen_keys(x, rows), config, rank) for x in own)
-        for rows, at, own in split_groups(documents, positions, masks_read, num_groups)
-    ]
-    request = requests_of[0][0]
-    _check_config(request)
-    check_fallback(_OP, fallback, config, PLACED_CAPACITIES)
-    check_rank(_OP, rank, world_size)
-    groups = [_place_group(x, layers_of) for x in requests_of]
-    reason = join_reasons(_OP, groups)
-    if reason is not None:
-        if fallback is None:
-            raise DoesNotFitError(reason)
-        groups = [_left_in_place(x) for x in groups]
-    moves = join_moves(groups, documents.num_tokens // num_groups)
-    here = order_by_rank(moves[1] // max(request.num_tokens, 1), rank)
-    needed = [x.needed for x in groups]
-    return Placement(
-        batch=documents.batch,
-        columns=documents.columns,
-        world_size=world_size,
-        plans=join_plans([x.plans for x in groups]),
-        layers=layers_of.layers,
-        made_of=tuple(x.made_of for x in groups),
-        config=config,
-        needed=None if reason is not None else _largest(config, needed),
-        reason=reason,
-        rank=rank,
-        source=moves[0][here],
-        place=moves[1][here],
-        tokens=moves[2][here],
-    )
-
-
-def _check_config(request: PlanRequest) -> None:
-    """Requires constraints that match the ranks."""
-    check_ranks(_OP, request.config, request.world_size)
-    block, num_tokens = request.config.block, request.num_tokens
-    if block is not None and block > max(num_tokens, 1):
+    check_ranks(_OP, config, world_size)
+    num_tokens = documents.num_tokens // num_groups // world_size
+    if config.block is not None and config.block > max(num_tokens, 1):
         raise ValueError(
-            f"{_OP}: block is {block} but a rank holds {num_tokens} tokens. Pass "
+            f"{_OP}: block is {config.block} but a rank holds {num_tokens} tokens. Pass "
             f"block<={num_tokens}."
         )
+    check_fallback(_OP, fallback, config, PLACED_CAPACITIES)
+    check_rank(_OP, rank, world_size)
+    groups = [
+        _place_group(
+            [PlanRequest(rows, at, world_size, seen_keys(x, rows), config, rank) for x in own],
+            layers,
+        )
+        for rows, at, own in _split_groups(documents, positions, masks_read, num_groups)
+    ]
+    reasons = [
+        f"{_OP}: {f'in group {n} of {num_groups}, ' if num_groups > 1 else ''}{group.reason}"
+        for n, group in enumerate(groups)
+        if group.reason is not None
+    ]
+    if reasons:
+        if fallback is None:
+            raise DoesNotFitError("\n".join(reasons))
+        groups = [_left_in_place(x) for x in groups]
+    return _joined(groups, "\n".join(reasons) or None)
 
 
 def _check_groups(documents: DocumentTable, num_groups: int, rank: int | None) -> None:
@@ -519,28 +463,112 @@ def _check_groups(documents: DocumentTable, num_groups: int, rank: int | None) -
         )
 
 
-def _place_group(requests: Requests, layers: Layers) -> PlacedGroup:
-    """Places the tokens of a group, or says why they do not fit; its plans are then fallbacks."""
+def _read_layers(
+    mask: Any, masks: Sequence[Any] | None, layers: Sequence[int] | None
+) -> tuple[list[Any], tuple[int, ...]]:
+    """Reads `mask=`, `masks=` and `layers=`; the layers of each mask have no common factor."""
+    if masks is None:
+        if layers is not None:
+            raise ValueError(f"{_OP}: got layers without masks. Pass masks, one for each number.")
+        return [mask], (1,)
+    if mask is not None:
+        raise ValueError(f"{_OP}: got both mask and masks. Pass masks alone.")
+    if not isinstance(masks, list | tuple) or not masks:
+        raise ValueError(f"{_OP}: masks is {masks!r}; pass a tuple of at least one mask.")
+    layers = (1,) * len(masks) if layers is None else layers
+    if not isinstance(layers, list | tuple) or len(layers) != len(masks):
+        raise ValueError(
+            f"{_OP}: layers is {layers!r} for {len(masks)} masks. Pass one number for each mask."
+        )
+    for x in layers:
+        check_integer(_OP, "layers", x)
+    factor = math.gcd(*(int(x) for x in layers))
+    reduced = tuple(int(x) // max(factor, 1) for x in layers)
+    if min(layers) < 1 or max(reduced) > _MOST_LAYERS:
+        raise ValueError(f"{_OP}: layers is {layers!r}; pass numbers from 1 to {_MOST_LAYERS}.")
+    return list(masks), reduced
+
+
+def _split_groups(
+    documents: DocumentTable, positions: Any, masks: Sequence[Mask], num: int
+) -> Iterator[tuple[DocumentTable, Any, list[Mask]]]:
+    """Yields the documents, positions and masks of each group of consecutive batch rows."""
+    rows = documents.batch // num
+    group = documents.first // max(rows * documents.columns, 1)
+    for number in range(num):
+        of_group = slice(number * rows, (number + 1) * rows)
+        held = group == number
+        first = documents.first[held] - number * rows * documents.columns
+        fields = {x: getattr(documents, x)[held] for x in ("lengths", "ids", "given_ids")}
+        own = documents._replace(**fields, first=first, batch=rows)
+        at = None if positions is None else np.asarray(positions)[of_group]
+        yield own, at, [jax.tree.map(lambda x, rows=of_group: x[rows], mask) for mask in masks]
+
+
+def _place_group(requests: Requests, layers: tuple[int, ...]) -> Placement:
+    """Places the tokens of a group, or says why they do not fit, without the function's name."""
+    request = requests[0]
     try:
         pieces = _place(requests, layers)
-        moves = tuple(list_moves(requests[0], pieces))
+        moves = list_moves(request, pieces)
         plans, needed = _plans(requests, pieces, moves)
+        reason = None
     except DoesNotFitError as error:
+        pieces, needed, moves = None, None, no_moves(request.documents, request.world_size)
         text, needs = _capacities_that_suffice(requests, layers)
         plans = tuple(fallback_plan(x, needs, is_placed=True) for x in requests)
-        moves = no_moves(requests[0].documents, requests[0].world_size)
         reason = str(error).removeprefix(f"{_OP}: ") + text
-        return PlacedGroup(plans, moves, (requests, None), reason=reason)
-    return PlacedGroup(plans, moves, (requests, pieces), needed)
+    here = order_by_rank(moves[1] // max(request.num_tokens, 1), request.rank)
+    return Placement(
+        batch=request.documents.batch,
+        columns=request.documents.columns,
+        world_size=request.world_size,
+        plans=plans,
+        layers=layers,
+        made_of=((tuple(requests), pieces),),
+        config=request.config,
+        needed=needed,
+        reason=reason,
+        rank=request.rank,
+        source=moves[0][here],
+        place=moves[1][here],
+        tokens=moves[2][here],
+    )
 
 
-def _left_in_place(group: PlacedGroup) -> PlacedGroup:
+def _left_in_place(group: Placement) -> Placement:
     """Returns a group as if it did not fit."""
-    requests, _ = group.made_of
-    needs = np.asarray(group.plans[0].largest_needs)[0]
+    requests = group.made_of[0][0]
+    needs = np.asarray(group.plan.largest_needs)[0]
     plans = tuple(fallback_plan(x, needs, is_placed=True) for x in requests)
     moves = no_moves(requests[0].documents, requests[0].world_size)
-    return group._replace(plans=plans, moves=moves, made_of=(requests, None))
+    here = order_by_rank(moves[1] // max(requests[0].num_tokens, 1), group.rank)
+    named = {name: x[here] for name, x in zip(("source", "place", "tokens"), moves, strict=True)}
+    return dataclasses.replace(group, plans=plans, made_of=((requests, None),), **named)
+
+
+def _joined(groups: list[Placement], reason: str | None) -> Placement:
+    """Returns the placement of all groups."""
+    first, size = groups[0], groups[0].batch * groups[0].columns
+    moved = lambda name: [n * size + getattr(group, name) for n, group in enumerate(groups)]
+    return dataclasses.replace(
+        first,
+        batch=sum(x.batch for x in groups),
+        plans=_join_plans([x.plans for x in groups]),
+        made_of=tuple(x.made_of[0] for x in groups),
+        needed=None if reason is not None else _largest(first.config, [x.needed for x in groups]),
+        reason=reason,
+        source=np.concatenate(moved("source")),
+        place=np.concatenate(moved("place")),
+        tokens=np.concatenate([x.tokens for x in groups]),
+    )
+
+
+def _join_plans(of_groups: Sequence[tuple[Plan, ...]]) -> tuple[Plan, ...]:
+    """Returns a plan for each mask: stacked if there are several groups."""
+    if len(of_groups) == 1:
+        return of_groups[0]
+    return tuple(stack_plans(plans) for plans in zip(*of_groups, strict=True))
 
 
 def _largest(config: PlanConfig, needed: Sequence[Any]) -> PlanConfig:
@@ -549,28 +577,33 @@ def _largest(config: PlanConfig, needed: Sequence[Any]) -> PlanConfig:
     return dataclasses.replace(config, **most)
 
 
-def _place(requests: Requests, layers: Layers) -> PieceTable:
+def _place(requests: Requests, layers: tuple[int, ...]) -> Pieces:
     """Returns the pieces of documents in the rows of the ranks."""
-    for request in requests:
-        check_longest_keys(_OP, request)
+    request, seen = requests[0], [x.seen for x in requests]
+    for each in requests:
+        check_longest_keys(_OP, each)
+    limits = {"tokens_per_rank": request.num_tokens, "max_received": request.config.kv_capacity}
+    problem = native_problem(native.PlacementProblem, request, limits)
+    if len(requests) > 1:
+        describe_layers(problem, seen, layers, request.documents)
+    assigned = native.place_documents(problem).astype(np.int64)  # nanobind says "long long"
     # A table of queries needs the pieces of a document in order; other masks take any order.
-    seen = next((x.seen for x in requests if x.seen.table is not None), requests[0].seen)
-    return lay_out(_assign(requests, layers), seen)[0]
+    return lay_out(assigned, next((x for x in seen if x.table is not None), seen[0]))[0]
 
 
 def _plans(
-    requests: Requests, pieces: PieceTable, moves: Sequence[np.ndarray]
+    requests: Requests, pieces: Pieces, moves: Sequence[np.ndarray]
 ) -> tuple[tuple[Plan, ...], PlanConfig]:
     """Returns a plan for each mask, and the capacities that they need."""
     built = [plan_placed(x, pieces, put_mask_in_order(x, moves)) for x in requests]
     first = built[0][0]
-    same = {name: getattr(first, name) for name in OF_ALL_MASKS}
+    same = {name: getattr(first, name) for name in _OF_ALL_MASKS}
     plans = (first, *(dataclasses.replace(x, **same) for x, _ in built[1:]))
     return plans, _largest(requests[0].config, [x for _, x in built])
 
 
 def _capacities_that_suffice(
-    requests: Requests, layers: Layers
+    requests: Requests, layers: tuple[int, ...]
 ) -> tuple[str, Int32[np.ndarray, " 5"]]:
     """Returns a sentence with capacities that suffice, all at once, and `Plan.largest_needs`.
 
@@ -580,24 +613,10 @@ def _capacities_that_suffice(
     free = dataclasses.replace(requests[0].config, **none)
     if free == requests[0].config:
         return "", np.zeros(len(PLACED_CAPACITIES), np.int32)
-    requests = tuple(x._replace(config=free) for x in requests)
+    requests = [x._replace(config=free) for x in requests]
     pieces = _place(requests, layers)
     _, needed = _plans(requests, pieces, list_moves(requests[0], pieces))
-    sizes = ", ".join(f"{name}={getattr(needed, name)}" for name in PLACED_CAPACITIES)
-    return f" The placement with the best balance needs {sizes}.", np.array(
-        [getattr(needed, x) for x in PLACED_CAPACITIES], np.int32
-    )
-
-
-def _assign(requests: Requests, layers: Layers) -> Int[np.ndarray, "P 4"]:
-    """Returns the pieces of each rank: rows (rank, document, start, end), sorted."""
-    limits = {
-        "tokens_per_rank": requests[0].num_tokens,
-        "max_received": requests[0].config.kv_capacity,
-    }
-    problem = native_problem(native.PlacementProblem, requests[0], limits)
-    if len(requests) > 1:
-        seen = [x.seen for x in requests]
-        describe_layers(problem, seen, layers.layers, requests[0].documents)
-    assigned = native.place_documents(problem)
-    return assigned.astype(np.int64)  # nanobind says "long long"
+    needs = [getattr(needed, name) for name in PLACED_CAPACITIES]
+    sizes = ", ".join(f"{name}={x}" for name, x in zip(PLACED_CAPACITIES, needs, strict=True))
+    text = f" The placement with the best balance needs {sizes}."
+    return text, np.array(needs, np.int32)

@@ -3,46 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import pickle
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Iterable
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float32, Int, Int32, Shaped
+from jaxtyping import Array, Bool, Float32, Int32, Shaped
 
 from jax_cp_dispatch._arguments import check_integer
 from jax_cp_dispatch._text import describe_plan, exceeded, known, outline
-from jax_cp_dispatch.documents.fingerprint import check_batch, fallback_fingerprint
+from jax_cp_dispatch.documents.fingerprint import check_batch
 from jax_cp_dispatch.documents.segment_ids import Ids
-from jax_cp_dispatch.documents.table import DocumentTable
 from jax_cp_dispatch.masks import Mask, MaskRanges, StaticMask
 from jax_cp_dispatch.masks.mask import MaskKind
-from jax_cp_dispatch.masks.read import read_mask
-from jax_cp_dispatch.metadata import Metadata
 from jax_cp_dispatch.planning.config import (
-    ALL_CAPACITIES,
     CAPACITIES,
     PLACED_CAPACITIES,
     PlanConfig,
 )
 from jax_cp_dispatch.planning.request import (
-    PieceTable,
-    PlanRequest,
     check_all_ranks,
-    home_pieces,
     num_moved,
 )
 from jax_cp_dispatch.planning.runs import (
-    fallback_row_ranges,
     key_ranges,
     local_rows,
     local_runs,
-    no_cuts,
 )
-from jax_cp_dispatch.planning.seen_keys import SeenKeys, query_table
 
 # ---- Saved plans and placements: a pickle names its format, so that another version can refuse it.
 #
@@ -84,8 +73,6 @@ def load_saved(found: int, name: str, payload: bytes) -> Any:
         ) from error
 
 
-# Fields that are equal in the plans of all masks of a placement.
-OF_ALL_MASKS = ("run_row", "run_position", "run_length", "cut_pieces", "num_rows")
 # An array or `Metadata`, or anything that a transformation maps over the leaves.
 Leaf: TypeAlias = Any
 
@@ -489,185 +476,3 @@ def check_plan(op: str, plan: Any) -> None:
             f"{op}: plan is of type {type(plan).__name__}; it needs to be a Plan. Pass "
             "plan_attention(...) or place_tokens(...).plan."
         )
-
-
-# ---- What one placement serves: groups of batch rows, and the masks of layers.
-
-_MOST = 2**15  # layers, after the common factor is removed: sums of pairs keep 64 bits
-
-# A group of batch rows with each of the masks.
-Requests = tuple[PlanRequest, ...]
-
-
-class PlacedGroup(NamedTuple):
-    """How the tokens of a group are placed.
-
-    Attributes:
-      plans: one for each mask.
-      moves: source, place and length of every range of tokens.
-      made_of: its rows with each mask, and its pieces; no pieces if nothing was placed.
-      needed: the smallest capacities; None if the group does not fit.
-      reason: why it does not fit, without the name of the function; or None.
-    """
-
-    plans: tuple[Plan, ...]
-    moves: tuple[Int[np.ndarray, " P"], ...]
-    made_of: tuple[Requests, PieceTable | None]
-    needed: PlanConfig | None = None
-    reason: str | None = None
-
-
-def split_groups(
-    documents: DocumentTable, positions: Any, masks: Sequence[Any], num_groups: int
-) -> Iterator[tuple[DocumentTable, Any, list[Any]]]:
-    """Yields the documents, positions and masks of each group of consecutive batch rows."""
-    rows = documents.batch // num_groups
-    group = documents.first // max(rows * documents.columns, 1)
-    for number in range(num_groups):
-        of_group = slice(number * rows, (number + 1) * rows)
-        held = group == number
-        first = documents.first[held] - number * rows * documents.columns
-        own = {x: getattr(documents, x)[held] for x in ("lengths", "ids", "given_ids")}
-        part = documents._replace(**own, first=first, batch=rows)
-        own = None if positions is None else np.asarray(positions)[of_group]
-        yield part, own, [jax.tree.map(lambda x, rows=of_group: x[rows], mask) for mask in masks]
-
-
-def join_plans(of_groups: Sequence[tuple[Plan, ...]]) -> tuple[Plan, ...]:
-    """Returns a plan for each mask: stacked if there are several groups."""
-    if len(of_groups) == 1:
-        return of_groups[0]
-    return tuple(stack_plans(plans) for plans in zip(*of_groups, strict=True))
-
-
-def join_moves(groups: Sequence[PlacedGroup], group_tokens: int) -> list[np.ndarray]:
-    """Returns the ranges of all groups, in tokens and places of the whole batch."""
-    shifted = [
-        (source + n * group_tokens, place + n * group_tokens, tokens)
-        for n, (source, place, tokens) in enumerate(group.moves for group in groups)
-    ]
-    return [np.concatenate(x) for x in zip(*shifted, strict=True)]
-
-
-def join_reasons(op: str, groups: Sequence[PlacedGroup]) -> str | None:
-    """Returns why some groups do not fit, or None."""
-    number = lambda n: f"in group {n} of {len(groups)}, " if len(groups) > 1 else ""
-    reasons = [
-        f"{op}: {number(n)}{group.reason}"
-        for n, group in enumerate(groups)
-        if group.reason is not None
-    ]
-    return "\n".join(reasons) or None
-
-
-class Layers(NamedTuple):
-    """Masks, and the layers that use each, without a common factor."""
-
-    masks: tuple[Mask, ...]
-    layers: tuple[int, ...]
-
-
-def read_layers(
-    op: str, mask: Any, masks: Sequence[Any] | None, layers: Sequence[int] | None
-) -> Layers:
-    """Reads `mask=`, `masks=` and `layers=`."""
-    if masks is None:
-        if layers is not None:
-            raise ValueError(f"{op}: got layers without masks. Pass masks, one for each number.")
-        return Layers((read_mask(op, mask),), (1,))
-    if mask is not None:
-        raise ValueError(f"{op}: got both mask and masks. Pass masks alone.")
-    if not isinstance(masks, list | tuple) or not masks:
-        raise ValueError(f"{op}: masks is {masks!r}; pass a tuple of at least one mask.")
-    seen = tuple(read_mask(op, x) for x in masks)
-    layers = (1,) * len(seen) if layers is None else layers
-    if not isinstance(layers, list | tuple) or len(layers) != len(seen):
-        raise ValueError(
-            f"{op}: layers is {layers!r} for {len(seen)} masks. Pass one number for each mask."
-        )
-    for x in layers:
-        check_integer(op, "layers", x)
-    factor = math.gcd(*(int(x) for x in layers))
-    reduced = [int(x) // max(factor, 1) for x in layers]
-    if min(layers) < 1 or max(reduced) > _MOST:
-        raise ValueError(f"{op}: layers is {layers!r}; pass numbers from 1 to {_MOST}.")
-    return Layers(seen, tuple(reduced))
-
-
-def describe_layers(
-    problem: Any, seen: Sequence[SeenKeys], layers: Sequence[int], documents: DocumentTable
-) -> None:
-    """Sets several masks of a `PlacementProblem`, and how many layers use each."""
-    if all(x.table is None for x in seen):
-        masks = [x.mask for x in seen if isinstance(x.mask, StaticMask)]
-        counts = (x.clipped(documents.num_tokens).pair_count for x in masks)
-        problem.set_layers(list(zip(counts, layers, strict=True)))
-        return
-    tables = [query_table(x.mask, documents) if x.table is None else x.table for x in seen]
-    pairs = sum(n * x.pairs_before for n, x in zip(layers, tables, strict=True))
-    first, last = zip(*(x.running_keys(documents.lengths) for x in tables), strict=True)
-    problem.set_table(pairs, np.min(first, axis=0), np.max(last, axis=0))
-
-
-# ---- The plan of a batch that does not fit: it has the same shapes, and nothing may follow it.
-
-
-def fallback_plan(request: PlanRequest, needs: Int32[np.ndarray, " 5"], *, is_placed: bool) -> Plan:
-    """Returns a plan with `fits` false, of the shapes of all plans with this config.
-
-    `needs`: of the plan with the best balance, as in `Plan.largest_needs`.
-    """
-    world_size = request.world_size
-    sizes = {name: getattr(request.config, name) or 1 for name in ALL_CAPACITIES}
-    needed = dict(zip(PLACED_CAPACITIES if is_placed else CAPACITIES, needs, strict=True))
-    q = request.num_tokens if is_placed else sizes["q_capacity"]
-    kv, num_cuts = sizes["kv_capacity"], sizes["max_cut_pieces"]
-    pairs = request.pairs(home_pieces(request.documents, world_size))
-    num_held = len(pairs)
-    by_run = (num_held, sizes["max_pieces"])
-
-    def metadata(kind: str) -> Metadata:
-        need = needed[f"{kind}_capacity"]
-        return _announce(world_size, num_held, sizes[f"max_{kind}_transfers"], need)
-
-    return Plan(
-        q_metadata=None if is_placed else metadata("q"),
-        kv_metadata=metadata("kv"),
-        run_row=np.full(by_run, q, np.int32),
-        run_position=np.zeros(by_run, np.int32),
-        run_origin=np.zeros(by_run, np.int32),
-        run_length=np.zeros(by_run, np.int32) if is_placed or request.needs_lengths else None,
-        cut_pieces=no_cuts(num_held, num_cuts + sizes["max_linked_pieces"]) if is_placed else None,
-        ranges=fallback_row_ranges(request, num_held, num_queries=q, num_keys=kv),
-        num_rows=np.full(num_held, -1, np.int32),
-        pairs_before=pairs,
-        pairs=pairs,
-        largest_needs=np.tile(needs, (num_held, 1)),
-        fingerprint=fallback_fingerprint(num_held, request.mask),
-        num_tokens=request.num_tokens,
-        batch=request.documents.batch,
-        q_capacity=q,
-        kv_capacity=kv,
-        max_cut_pieces=num_cuts if is_placed else 0,
-        mask=request.mask.kind,
-    )
-
-
-def _announce(world_size: int, num_held: int, num_slots: int, need: int | np.integer) -> Metadata:
-    """Returns metadata of `num_held` ranks that announces the rows that the batch needs.
-
-    So if attention uses it nevertheless, the error names them.
-    """
-    received = np.zeros((num_held, world_size + 1), np.uint32)
-    received[:, [0, -1]] = need
-    by_slot = (num_held, num_slots)
-    return Metadata(
-        dst_rank=np.full(by_slot, -1, np.int32),
-        dst_offset=np.zeros(by_slot, np.uint32),
-        seq_len=np.zeros(by_slot, np.uint32),
-        src_offset=np.zeros(by_slot, np.uint32),
-        num_recv_tokens=received,
-        num_seqs=np.zeros(num_held, np.int32),
-        num_total_recv_tokens=received[:, -1].copy(),
-        world_size=world_size,
-    )

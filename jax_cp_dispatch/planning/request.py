@@ -1,5 +1,6 @@
 """What a plan on the host is made of, as a whole, also for C++; and whether it fits its config."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -22,13 +23,13 @@ from jax_cp_dispatch.metadata import Metadata
 from jax_cp_dispatch.planning.config import PlanConfig
 from jax_cp_dispatch.planning.seen_keys import SeenKeys, seen_keys
 
-# ---- `PieceTable`: pieces of documents on ranks, at home and laid out in rows, and their keys.
+# ---- `Pieces`: parts of documents on ranks, at home and laid out in rows, and their keys.
 
 
-class PieceTable(NamedTuple):
+class Pieces(NamedTuple):
     """Tokens [start, end) of documents, in the order of the ranks' rows; `row` is local to a rank.
 
-    `origin` is the received row where the document starts, or would start.
+    `origin` is the received row where the document starts, or would start; None if nothing asks.
     """
 
     rank: Int[np.ndarray, " P"]
@@ -36,102 +37,70 @@ class PieceTable(NamedTuple):
     start: Int[np.ndarray, " P"]
     end: Int[np.ndarray, " P"]
     row: Int[np.ndarray, " P"]
-    origin: Int[np.ndarray, " P"]
+    origin: Any = None
 
-
-class Spans(NamedTuple):
-    """Contiguous keys [start, end) of a document on a rank, in received order."""
-
-    rank: Int[np.ndarray, " G"]
-    document: Int[np.ndarray, " G"]
-    start: Int[np.ndarray, " G"]
-    end: Int[np.ndarray, " G"]
-    row: Int[np.ndarray, " G"]
+    def take(self, index: Any) -> "Pieces":
+        """Returns these of the pieces."""
+        taken: Any = (x if x is None else x[index] for x in self)
+        return Pieces(*taken)
 
 
 def lay_out(
-    assigned: Int[np.ndarray, "P 4"],
-    seen: SeenKeys,
-    held: PieceTable | None = None,
-) -> tuple[PieceTable, Spans]:
+    assigned: Int[np.ndarray, "P 4"], seen: SeenKeys, held: Pieces | None = None
+) -> tuple[Pieces, Pieces]:
     """Lays out pieces, given as sorted rows (rank, document, start, end), in rows of ranks.
+
+    Also returns their keys, in received order: for a static mask, those of pieces that share keys
+    are one range. If a query may see keys of several ranges (`seen.table`), those of a document are
+    adjacent rows; keys between them, which no query of the rank sees, are not sent, and `origin`
+    has no meaning.
 
     Cut documents come first on each rank. All its whole documents and the last cut one are then one
     range of its own rows, and one range of its received rows. `held` are the same pieces, laid out
     for another mask: they keep their rows.
     """
-    if seen.table is not None:
-        return _lay_out_documents(assigned, seen, held)
     rank, document, start, end = assigned.T
-    _, earliest, latest = seen.keys_of(document, start, end)
-    # Adjacent keys of two pieces of a document form one span.
-    new = np.ones(len(assigned), bool)
-    new[1:] = (np.diff(rank) != 0) | (np.diff(document) != 0) | (earliest[1:] > latest[:-1])
-    first = np.flatnonzero(new)
-    span = np.cumsum(new) - 1
-    span_end = latest[np.append(first[1:], len(new)) - 1] if len(new) else latest
-    size = span_end - earliest[first]
-    own = np.add.reduceat(end - start, first) if len(new) else size
-
-    order = np.lexsort((np.arange(len(first)), size == own, rank[first]))
-    place = np.empty_like(order)
-    place[order] = np.arange(len(order))
-    row = np.empty_like(size)
-    row[order] = _before(size[order], rank[first][order])
-    columns = (rank[first], document[first], earliest[first], span_end, row)
-    spans = Spans._make(x[order] for x in columns)
-
-    piece_order = np.argsort(place[span], kind="stable")
-    if held is not None:
-        piece_order = np.argsort(np.lexsort((held.start, held.document, held.rank)))
-    rank, document, start, end = assigned[piece_order].T
-    origin = (row - earliest[first])[span][piece_order]
-    pieces = PieceTable(rank, document, start, end, _before(end - start, rank), origin)
-    return pieces, spans
-
-
-def _lay_out_documents(
-    assigned: Int[np.ndarray, "P 4"], seen: SeenKeys, held: PieceTable | None
-) -> tuple[PieceTable, Spans]:
-    """`lay_out` if a query may see keys of several spans: those of a document are adjacent rows.
-
-    Keys between them, which no query of the rank sees, are not sent. `origin` has no meaning.
-    """
-    rank, document, start, end = assigned.T
-    new = np.ones(len(assigned), bool)
+    piece, key_start, key_end = seen.keys_of(document, start, end)
+    new = np.ones(len(assigned), bool)  # pieces whose rows of keys need not be adjacent
     new[1:] = (np.diff(rank) != 0) | (np.diff(document) != 0)
-    group, first = np.cumsum(new) - 1, np.flatnonzero(new)  # a document on a rank
-    of_group = rank[first], document[first]
+    if seen.table is None:
+        new[1:] |= key_start[1:] > key_end[:-1]
+    group, first = np.cumsum(new) - 1, np.flatnonzero(new)
+    rank_of, document_of = rank[first], document[first]
 
-    keys = seen.keys_of(document, start, end)
-    shift = (int(seen.lengths.max(initial=0)) + 1) * group[keys.piece]
-    order = np.argsort(shift + keys.start, kind="stable")
-    begin, stop = (shift + keys.start)[order], np.maximum.accumulate((shift + keys.end)[order])
+    of_key = group[piece]
+    shift = (int(seen.lengths.max(initial=0)) + 1) * of_key
+    order = np.argsort(shift + key_start, kind="stable")
+    begin, stop = (shift + key_start)[order], np.maximum.accumulate((shift + key_end)[order])
     is_first = np.ones(len(begin), bool)
     is_first[1:] = begin[1:] > stop[:-1]
     at = np.flatnonzero(is_first)
-    span_start, span_group = keys.start[order][at], group[keys.piece][order][at]
-    span_end = (stop - shift[order])[np.append(at[1:], len(stop)) - 1] if len(at) else span_start
+    span_start, span_group = key_start[order][at], of_key[order][at]
+    last = np.append(at[1:], len(stop)) - 1
+    span_end = (stop - shift[order])[last] if len(at) else span_start
 
     size, own = np.zeros((2, len(first)), np.int64)
     np.add.at(size, span_group, span_end - span_start)
     np.add.at(own, group, end - start)
     place = np.empty(len(first), np.int64)
-    place[np.lexsort((np.arange(len(first)), size == own, of_group[0]))] = np.arange(len(first))
+    place[np.lexsort((np.arange(len(first)), size == own, rank_of))] = np.arange(len(first))
     order = np.argsort(place[span_group], kind="stable")
-    columns = (*(x[span_group] for x in of_group), span_start, span_end)
-    rows = _before((span_end - span_start)[order], of_group[0][span_group][order])
-    spans = Spans._make((*(x[order] for x in columns), rows))
+    columns = rank_of[span_group], document_of[span_group], span_start, span_end
+    ranks, documents, starts, ends = (x[order] for x in columns)
+    spans = Pieces(ranks, documents, starts, ends, _before(ends - starts, ranks))
 
+    origin = np.zeros(len(first), np.int64)
+    if seen.table is None:
+        origin[span_group[order]] = spans.row - spans.start
     piece_order = np.argsort(place[group], kind="stable")
     if held is not None:
         piece_order = np.argsort(np.lexsort((held.start, held.document, held.rank)))
     rank, document, start, end = assigned[piece_order].T
     row = _before(end - start, rank)
-    return PieceTable(rank, document, start, end, row, np.zeros_like(row)), spans
+    return Pieces(rank, document, start, end, row, origin[group][piece_order]), spans
 
 
-def home_pieces(documents: DocumentTable, world_size: int) -> PieceTable:
+def home_pieces(documents: DocumentTable, world_size: int) -> Pieces:
     """Returns the pieces at home, by document; their `origin` is that of the home's own rows."""
     first, lengths = documents.first, documents.lengths
     columns = documents.columns // world_size
@@ -144,7 +113,7 @@ def home_pieces(documents: DocumentTable, world_size: int) -> PieceTable:
     start, end = np.maximum(begin, 0), np.minimum(begin + columns, lengths[number])
     batch, rank = np.divmod(cell, world_size)
     row = batch * columns + start - begin
-    return PieceTable(rank, number, start, end, row, row - start)
+    return Pieces(rank, number, start, end, row, row - start)
 
 
 def _before(size: Int[np.ndarray, " N"], rank: Int[np.ndarray, " N"]) -> Int[np.ndarray, " N"]:
@@ -170,10 +139,10 @@ class Transfers(NamedTuple):
     tokens: Int[Any, " X"]
 
 
-def list_transfers(pieces: PieceTable, spans: Spans) -> Transfers:
+def list_transfers(pieces: Pieces, spans: Pieces) -> Transfers:
     """Returns the longest ranges that spans take from the rows of one rank."""
     order = np.lexsort((pieces.start, pieces.document))
-    by_place = PieceTable._make(x[order] for x in pieces)
+    by_place = pieces.take(order)
     longest = int(pieces.end.max(initial=0)) + 1
     key = by_place.document * longest + by_place.start
     first = np.searchsorted(key, spans.document * longest + spans.start, side="right") - 1
@@ -349,7 +318,7 @@ class PlanRequest(NamedTuple):
         """The ranks whose parts are made, of arrays of all ranks."""
         return rank_slice(self.rank)
 
-    def pairs(self, pieces: PieceTable) -> Float32[np.ndarray, " held"]:
+    def pairs(self, pieces: Pieces) -> Float32[np.ndarray, " held"]:
         """Returns the query-key pairs of each rank's pieces."""
         pairs = self.seen.pairs(pieces.document, pieces.start, pieces.end)
         return rank_sums(pieces.rank, pairs, self.world_size)[self.held].astype(np.float32)
@@ -386,7 +355,20 @@ class DoesNotFitError(ValueError):
     """A batch does not fit its configured sizes or limits; another one may."""
 
 
-def static_size(
+def static_sizes(
+    op: str,
+    config: PlanConfig,
+    needs: Mapping[str, Int[np.ndarray, " W"]],
+    steps: Mapping[str, tuple[Any, ...]],
+) -> dict[str, int]:
+    """Returns each capacity; `steps` are the other arguments of `_static_size`, by its name."""
+    return {
+        name: _static_size(op, config, name, what, needs[name], *step)
+        for name, (what, *step) in steps.items()
+    }
+
+
+def _static_size(
     op: str,
     config: PlanConfig,
     name: str,
@@ -445,12 +427,14 @@ def check_longest_keys(op: str, request: PlanRequest) -> None:
         )
 
 
-def check_mean_queries(op: str, config: PlanConfig, num_queries: int, world_size: int) -> None:
+def check_mean_queries(op: str, request: PlanRequest) -> None:
     """Rejects a capacity below the mean number of queries.
 
     Raises:
       DoesNotFitError: names the mean.
     """
+    config, world_size = request.config, request.world_size
+    num_queries = int(request.documents.lengths.sum())
     mean = -(-num_queries // world_size)
     if config.q_capacity is not None and config.q_capacity < mean:
         raise DoesNotFitError(
@@ -464,7 +448,7 @@ def check_mean_queries(op: str, config: PlanConfig, num_queries: int, world_size
 
 
 def pieces_fingerprint(
-    request: PlanRequest, computed: PieceTable, held: PieceTable, in_order: Mask | None = None
+    request: PlanRequest, computed: Pieces, held: Pieces, in_order: Mask | None = None
 ) -> Int32[np.ndarray, "W F"]:
     """Returns the fingerprint of a plan of all ranks.
 
@@ -503,7 +487,7 @@ def pieces_fingerprint(
     return make_fingerprint(own, digest)
 
 
-def _by_row(pieces: PieceTable) -> tuple[Int[np.ndarray, " P"], ...]:
+def _by_row(pieces: Pieces) -> tuple[Int[np.ndarray, " P"], ...]:
     """Returns rank, first row, length, document and start of each piece, by rank and row."""
     order = np.lexsort((pieces.row, pieces.rank))
     columns = pieces.rank, pieces.row, pieces.end - pieces.start, pieces.document, pieces.start

@@ -17,9 +17,8 @@ from jaxtyping import Int, Int32
 from jax_cp_dispatch._arrays import running_max
 from jax_cp_dispatch.masks import MaskRanges, StaticMask
 from jax_cp_dispatch.planning.request import (
-    PieceTable,
+    Pieces,
     PlanRequest,
-    Spans,
     number_on_rank,
     order_by_rank,
     rank_slice,
@@ -49,7 +48,7 @@ class LocalRuns(NamedTuple):
 
 
 def list_runs(
-    pieces: PieceTable,
+    pieces: Pieces,
     counts: Int[np.ndarray, " W"],
     *,
     num_runs: int,
@@ -67,7 +66,7 @@ def list_runs(
       num_rows: of a rank; the row of unused runs.
       rank: the only one whose runs are returned; None: all.
     """
-    pieces = PieceTable._make(x[order_by_rank(pieces.rank, rank)] for x in pieces)
+    pieces = pieces.take(order_by_rank(pieces.rank, rank))
     counts, ranks = counts[rank_slice(rank)], pieces.rank - (rank or 0)
     index = ranks, number_on_rank(ranks, counts)
     runs = {
@@ -136,47 +135,40 @@ def key_ranges(
 _ALL = np.iinfo(np.int32).max
 
 
-class _Rows(NamedTuple):
-    """Parts [start, end) of documents in the rows of one rank, by document and start."""
+def _of_rank(parts: Pieces, rank: int) -> Pieces:
+    """Returns the parts of documents in the rows of one rank, by document and start."""
+    here = np.flatnonzero(parts.rank == rank)
+    return parts.take(here[np.lexsort((parts.start[here], parts.document[here]))])
 
-    document: Int[np.ndarray, " X"]
-    start: Int[np.ndarray, " X"]
-    end: Int[np.ndarray, " X"]
-    row: Int[np.ndarray, " X"]
 
-    @classmethod
-    def of(cls, parts: PieceTable | Spans, rank: int) -> _Rows:
-        here = np.flatnonzero(parts.rank == rank)
-        order = here[np.lexsort((parts.start[here], parts.document[here]))]
-        return cls(*(x[order] for x in (parts.document, parts.start, parts.end, parts.row)))
+def _tokens(parts: Pieces, table: QueryTable) -> tuple[np.ndarray, ...]:
+    """Returns document, row and number in the table of each token."""
+    size = parts.end - parts.start
+    within = np.arange(size.sum()) - np.repeat(np.cumsum(size) - size, size)
+    of_parts = parts.document, parts.row, table.first[parts.document] + parts.start
+    document, row, token = (np.repeat(x, size) for x in of_parts)
+    return document, row + within, token + within
 
-    def tokens(self, table: QueryTable) -> tuple[np.ndarray, ...]:
-        """Returns document, row and number in the table of each token."""
-        size = self.end - self.start
-        within = np.arange(size.sum()) - np.repeat(np.cumsum(size) - size, size)
-        of_parts = self.document, self.row, table.first[self.document] + self.start
-        document, row, token = (np.repeat(x, size) for x in of_parts)
-        return document, row + within, token + within
 
-    def rows_before(self, document: np.ndarray, position: np.ndarray) -> np.ndarray:
-        """Returns the row of the first token of the document from a position on.
+def _rows_before(parts: Pieces, document: np.ndarray, position: np.ndarray) -> np.ndarray:
+    """Returns the row of the first token of the document from a position on.
 
-        Or one past the last, if there is none. Parts of a document are adjacent rows, in order.
-        """
-        longest = int(max(self.end.max(initial=0), position.max(initial=0))) + 1
-        keys = self.document * longest + self.start
-        before = np.searchsorted(keys, document * longest + position, side="right") - 1
-        after = np.minimum(before + 1, len(keys) - 1)
-        before = np.maximum(before, 0)
-        is_before = self.document[before] == document
-        is_before &= self.start[before] <= position
-        size = self.end[before] - self.start[before]
-        row = self.row[before] + np.minimum(position - self.start[before], size)
-        return np.where(is_before, row, self.row[after])
+    Or one past the last, if there is none. Parts of a document are adjacent rows, in order.
+    """
+    longest = int(max(parts.end.max(initial=0), position.max(initial=0))) + 1
+    keys = parts.document * longest + parts.start
+    before = np.searchsorted(keys, document * longest + position, side="right") - 1
+    after = np.minimum(before + 1, len(keys) - 1)
+    before = np.maximum(before, 0)
+    is_before = parts.document[before] == document
+    is_before &= parts.start[before] <= position
+    size = parts.end[before] - parts.start[before]
+    row = parts.row[before] + np.minimum(position - parts.start[before], size)
+    return np.where(is_before, row, parts.row[after])
 
 
 def row_ranges(
-    request: PlanRequest, pieces: PieceTable, spans: Spans, *, num_queries: int, num_keys: int
+    request: PlanRequest, pieces: Pieces, spans: Pieces, *, num_queries: int, num_keys: int
 ) -> MaskRanges | None:
     """Returns what the received queries and keys of each rank see, in its rows; `[held, rows]`.
 
@@ -198,20 +190,20 @@ def row_ranges(
         for x, size in zip(table.ranges, sizes, strict=True)
     ))  # fmt: skip
     for held, rank in enumerate(ranks):
-        queries, keys = _Rows.of(pieces, rank), _Rows.of(spans, rank)
+        queries, keys = _of_rank(pieces, rank), _of_rank(spans, rank)
         if not len(keys.row):
             continue
-        document, row, token = queries.tokens(table)
+        document, row, token = _tokens(queries, table)
         start, end = (x[token] for x in table.ranges[:2])
-        seen = [keys.rows_before(document, x) for x in (start, end)]
+        seen = [_rows_before(keys, document, x) for x in (start, end)]
         sees = (start < end) & (seen[0] < seen[1])
         for of_rank, x in zip(ranges[:2], seen, strict=True):
             of_rank[held, row] = np.where(sees, x, 0)
         if ranges.q_start is None:
             continue
-        document, row, token = keys.tokens(table)
+        document, row, token = _tokens(keys, table)
         for of_rank, x in zip(ranges[2:], table.ranges[2:], strict=True):
-            of_rank[held, row] = queries.rows_before(document, x[token])
+            of_rank[held, row] = _rows_before(queries, document, x[token])
     return ranges
 
 
@@ -266,7 +258,7 @@ class CutPieces(NamedTuple):
     linked: Int[np.ndarray, " W"]
 
 
-def cut_pieces(pieces: PieceTable, lengths: Int[np.ndarray, " D"], world_size: int) -> CutPieces:
+def cut_pieces(pieces: Pieces, lengths: Int[np.ndarray, " D"], world_size: int) -> CutPieces:
     """Finds the cut pieces and counts what each rank has to know of them."""
     cut = np.flatnonzero(pieces.end - pieces.start < lengths[pieces.document])
     held = np.bincount(pieces.rank[cut], minlength=world_size)
@@ -319,11 +311,6 @@ def cut_table(
         others = [i for a, b in sorted(spans) for i in range(a, b) if holder[i] != own]
         rows[num_slots : num_slots + len(others)] = columns[others]
     return table
-
-
-def no_cuts(num_held: int, num_entries: int) -> Int32[np.ndarray, "held X 9"]:
-    """Returns the table of a placement that cuts nothing."""
-    return np.full((num_held, num_entries, NUM_COLUMNS), -1, np.int32)
 
 
 def describe_cuts(table: Int32[np.ndarray, "W X 9"], num_tokens: int) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -92,14 +93,6 @@ def query_table(mask: Mask, documents: DocumentTable) -> QueryTable:
     return QueryTable(ranges, first, np.concatenate([[0], np.cumsum(pairs)]))
 
 
-class KeysOfPieces(NamedTuple):
-    """Ranges of keys [start, end) of documents, by piece, then ascending."""
-
-    piece: Int[np.ndarray, " G"]
-    start: Int[np.ndarray, " G"]
-    end: Int[np.ndarray, " G"]
-
-
 class SeenKeys(NamedTuple):
     """What the queries of the documents of a batch see.
 
@@ -119,20 +112,23 @@ class SeenKeys(NamedTuple):
             return self._numbers.pairs(start, end, self.lengths[document])
         return self.table.pairs(document, start, end)
 
-    def keys_of(self, document: Any, start: Any, end: Any) -> KeysOfPieces:
-        """Returns the keys that each piece [start, end) of a document needs."""
+    def keys_of(self, document: Any, start: Any, end: Any) -> tuple[Any, Any, Any]:
+        """Returns the keys [start, end) that pieces [start, end) of documents need.
+
+        First the piece of each range; by piece, then ascending. A piece may need several ranges.
+        """
         piece, lengths = np.arange(len(document)), self.lengths[document]
         if self.table is None:
-            return KeysOfPieces(piece, *self._numbers.keys_of(start, end, lengths))
+            return piece, *self._numbers.keys_of(start, end, lengths)
         is_cut = end - start < lengths
         whole = piece[~is_cut]
-        found = [KeysOfPieces(whole, np.zeros_like(whole), lengths[whole])]
+        found = [(whole, np.zeros_like(whole), lengths[whole])]
         for i in piece[is_cut].tolist():
             keys = self.table.needed(int(document[i]), int(start[i]), int(end[i]))
-            found.append(KeysOfPieces(np.full(len(keys[0]), i), *keys))
-        joined = [np.concatenate(x) for x in zip(*found, strict=True)]
-        order = np.argsort(joined[0], kind="stable")
-        return KeysOfPieces(*(x[order] for x in joined))
+            found.append((np.full(len(keys[0]), i), *keys))
+        pieces, starts, ends = (np.concatenate(x) for x in zip(*found, strict=True))
+        order = np.argsort(pieces, kind="stable")
+        return pieces[order], starts[order], ends[order]
 
     def most_keys(self) -> tuple[int, int]:
         """Returns the document with the query that sees most keys, and their number."""
@@ -163,3 +159,18 @@ def seen_keys(mask: Mask, documents: DocumentTable) -> SeenKeys:
     """Returns what the queries of a batch see."""
     table = None if isinstance(mask, StaticMask) else query_table(mask, documents)
     return SeenKeys(mask, documents.lengths, table)
+
+
+def describe_layers(
+    problem: Any, seen: Sequence[SeenKeys], layers: Sequence[int], documents: DocumentTable
+) -> None:
+    """Sets several masks of a `PlacementProblem`, and how many layers use each."""
+    if all(x.table is None for x in seen):
+        masks = [x.mask for x in seen if isinstance(x.mask, StaticMask)]
+        counts = (x.clipped(documents.num_tokens).pair_count for x in masks)
+        problem.set_layers(list(zip(counts, layers, strict=True)))
+        return
+    tables = [query_table(x.mask, documents) if x.table is None else x.table for x in seen]
+    pairs = sum(n * x.pairs_before for n, x in zip(layers, tables, strict=True))
+    first, last = zip(*(x.running_keys(documents.lengths) for x in tables), strict=True)
+    problem.set_table(pairs, np.min(first, axis=0), np.max(last, axis=0))

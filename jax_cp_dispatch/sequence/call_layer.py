@@ -9,12 +9,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jax_cp_dispatch._ranks.options import is_on_rank, vary_alike
-from jax_cp_dispatch.documents.documents import GivenDocuments, read_given_tokens, read_sequences
-from jax_cp_dispatch.documents.layouts import PackedMask
+from jax_cp_dispatch.documents.documents import (
+    Documents,
+    check_call_ranks,
+    read_given_tokens,
+    read_whole,
+    trusted,
+    with_segment_ids,
+)
 from jax_cp_dispatch.documents.segment_ids import check_documents, is_on_host
 from jax_cp_dispatch.global_call import (
     GivenAxes,
@@ -111,7 +116,7 @@ def call_layer(
         refuse_explicit_axes(op, (tokens, weights, carried))
         return _on_rank(layer, tokens, weights, carried, where.documents)
     given = read_given_tokens(op, where.documents, where.segment_ids, where.positions)
-    check_documents(op, *given.packed[1:], shape, "the tokens have B, T =")
+    check_documents(op, given.segment_ids, given.positions, shape, "the tokens have B, T =")
     layer = dataclasses.replace(
         layer,
         options=dataclasses.replace(
@@ -124,19 +129,19 @@ def call_layer(
         return _on_global_arrays(layer, tokens, weights, carried, given, axes)
     num_ranks = jax.lax.axis_size(layer.options.axis_name)
     ranks = f"axis {layer.options.axis_name!r} has {num_ranks} ranks"
-    given.check_ranks(op, shape[1] * num_ranks, num_ranks, ranks)
+    check_call_ranks(op, given, shape[1] * num_ranks, num_ranks, ranks)
     leaves = _by_heads(layer, tokens)
-    others, covers_batch = (weights, carried, given.packed, given.plan), is_of_all(given.plan)
+    others, covers_batch = (weights, carried, given), is_of_all(given.plan)
     found = explicit_axes(op, *leaves, others=others, covers_batch=covers_batch)
     if found is None:
         return _on_rank(layer, tokens, weights, carried, given)
-    documents = given.packed[1:]
+    documents = given.segment_ids, given.positions
     tokens = _repeat_heads(layer, tokens, found)
     return _program(tokens, weights, carried, given.plan, documents, layer=layer, axes=found)
 
 
 def _on_rank(
-    layer: Layer, tokens: Any, weights: Any, carried: Carried, given: GivenDocuments | Pieces
+    layer: Layer, tokens: Any, weights: Any, carried: Carried, given: Documents | Pieces
 ) -> Any:
     """Computes this rank's part."""
     options, leaves = layer.options, jax.tree.leaves(tokens)
@@ -152,9 +157,10 @@ def _on_rank(
                 f"{(pieces.batch, pieces.num_tokens)}. Pass those of these tokens."
             )
     elif given.plan is not None:
-        pieces = pieces_from_plan(options, given.plan, given.packed[1:], shape)
+        documents = given.segment_ids, given.positions
+        pieces = pieces_from_plan(options, given.plan, documents, shape)
     else:
-        _, segment_ids, positions = given.packed
+        segment_ids, positions = given.segment_ids, given.positions
         if positions is not None and segment_ids is None:
             segment_ids = jnp.ones(shape, jnp.int32)
         pieces = pieces_from_ids(options, segment_ids, positions, shape)
@@ -192,11 +198,10 @@ def _of_no_tokens(layer: Layer, tokens: Any, weights: Any, carried: Carried) -> 
     one_row = lambda x: jnp.pad(x, [missing[0]] + [(0, 0)] * (x.ndim - 1))
     initial = jax.tree.map(one_row, carried.initial)
     padding = jnp.zeros(jax.tree.leaves(rows)[0].shape[:2], jnp.int32)
-    one = PackedMask(None, padding)
     packed = dataclasses.replace(layer.options, order=PACKED, finds_row_ends=carried.is_used)
     layer = dataclasses.replace(layer, options=packed)
     carried = dataclasses.replace(carried, initial=initial)
-    out = _on_rank(layer, rows, weights, carried, GivenDocuments(one))
+    out = _on_rank(layer, rows, weights, carried, trusted(padding))
     out, *states = out if carried.is_returned else (out,)
     out = jax.tree.map(lambda x: x[:batch, :num_tokens], out)
     return (out, *jax.tree.map(lambda x: x[:batch], states)) if states else out
@@ -207,12 +212,12 @@ def _on_global_arrays(
     tokens: Any,
     weights: Any,
     carried: Carried,
-    given: GivenDocuments,
+    given: Documents,
     axes: Axes,
 ) -> Any:
     """Pads the tokens, finds the axes, and runs one program on all ranks."""
     options, op = layer.options, layer.options.op
-    (_, segment_ids, positions), plan = given.packed, given.plan
+    plan = given.plan
     leaves = _by_heads(layer, tokens)
     found = find_axes(
         op,
@@ -221,21 +226,19 @@ def _on_global_arrays(
         covers_batch=is_of_all(plan),
     )
     num_tokens = leaves[0].shape[1]
-    given.check_ranks(op, num_tokens, found.num_ranks, found.described)
+    check_call_ranks(op, given, num_tokens, found.num_ranks, found.described)
     missing = -num_tokens % found.num_ranks
     if plan is not None:
         _check_plan(op, plan, found, num_tokens)
     else:
-        segment_ids, positions = read_sequences(
-            op, segment_ids, positions, layout=options.order.layout, num_ranks=found.num_ranks
-        )
-        if all(x is None or is_on_host(x) for x in (segment_ids, positions)):  # checked above
+        given = read_whole(op, given, found.num_ranks)
+        if all(map(is_on_host, jax.tree.leaves(given))):  # checked above
             layer = dataclasses.replace(
                 layer, options=dataclasses.replace(options, checks_order=False)
             )
-        if missing and segment_ids is None:
-            segment_ids = np.ones(leaves[0].shape[:2], np.int32)
-    documents = segment_ids, positions
+        if missing:
+            given = with_segment_ids(given, leaves[0].shape[:2])
+    documents = given.segment_ids, given.positions
     tokens, documents = pad_tokens((tokens, documents), missing)
     if leaves[0].ndim < 3:
         found = dataclasses.replace(found, heads=())  # of one device: no array has such an axis
@@ -310,9 +313,8 @@ def _program(tokens, weights, carried, plan, documents, *, layer: Layer, axes: M
 
 
 def _local(layer: Layer, heads: tuple[str, ...], tokens, weights, carried, plan, documents):
-    segment_ids, positions = documents
-    packed = PackedMask(None, segment_ids, positions)
-    given = GivenDocuments(packed, layer.options.order, plan)
+    plans = () if plan is None else (plan,)
+    given = trusted(*documents, plans=plans, order=layer.options.order)
     out = _on_rank(layer, tokens, weights, carried, given)
     first, *states = out if carried.is_returned else (out,)
     if heads and not layer.like_tokens and any(x.ndim < 3 for x in jax.tree.leaves(first)):

@@ -23,7 +23,7 @@ from jax_cp_dispatch._door import door
 from jax_cp_dispatch._ranks.communicator import AxisName
 from jax_cp_dispatch._ranks.options import CollectiveOptions, is_on_rank, vary_alike
 from jax_cp_dispatch.documents import Documents
-from jax_cp_dispatch.documents.documents import read_given_tokens
+from jax_cp_dispatch.documents.documents import check_call_ranks, read_given_tokens
 from jax_cp_dispatch.documents.fingerprint import WRONG_TOKENS, mix, order_fingerprint
 from jax_cp_dispatch.documents.segment_ids import gather_sequence
 from jax_cp_dispatch.global_call import GivenAxes, find_axes, on_all_ranks, pad_tokens
@@ -100,11 +100,11 @@ def check_tokens(
     if is_on_rank(_OP, options.axis_names):
         num_ranks = jax.lax.axis_size(axis_name)
         ranks = f"axis {axis_name!r} has {num_ranks} ranks"
-        given.check_ranks(_OP, num_tokens * num_ranks, num_ranks, ranks)
+        check_call_ranks(_OP, given, num_tokens * num_ranks, num_ranks, ranks)
         return _on_rank(options, options.axis_names, tokens, checksums)
     given_axes = GivenAxes(mesh, axis_name, batch_axis, ())
     axes = find_axes(_OP, *leaves, given=given_axes, covers_batch=False)
-    given.check_ranks(_OP, num_tokens, axes.num_ranks, axes.described)
+    check_call_ranks(_OP, given, num_tokens, axes.num_ranks, axes.described)
     # All groups fail together: else some would wait for others, in sums of gradients.
     all_names = (*axes.batch, *axes.sequence)
     options = Options.of_call(_OP, all_names, implementation, deadline).exchange

@@ -15,14 +15,18 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int32, PyTree, Shaped
 
-from jax_cp_dispatch._arrays import At, only_where, running_max, running_maxima
+from jax_cp_dispatch._arrays import At, only_where, run_begins, running_max, running_maxima
 from jax_cp_dispatch._dispatch.arguments import outgoing
 from jax_cp_dispatch._dispatch.movement import move
 from jax_cp_dispatch._ranks.communicator import AxisName, num_ranks_here
 from jax_cp_dispatch._ranks.options import CollectiveOptions, read_options, vary_alike
 from jax_cp_dispatch.documents import Documents
-from jax_cp_dispatch.documents.documents import read_given_tokens
-from jax_cp_dispatch.documents.fingerprint import order_fault, order_fingerprint, rank_fingerprint
+from jax_cp_dispatch.documents.documents import check_call_ranks, read_given_tokens
+from jax_cp_dispatch.documents.fingerprint import (
+    order_error_code,
+    order_fingerprint,
+    rank_fingerprint,
+)
 from jax_cp_dispatch.documents.layouts import (
     SequenceLayout,
     contiguous_layout,
@@ -33,7 +37,7 @@ from jax_cp_dispatch.documents.segment_ids import (
     begin_columns,
     gather_sequence,
     is_in_order,
-    read_documents,
+    normalize_segment_ids,
     starts_in_order,
 )
 from jax_cp_dispatch.global_call import refuse_explicit_axes
@@ -483,12 +487,12 @@ def document_pieces(
     options = Options.of_call(op, axis_name, implementation, deadline)
     num_ranks = num_ranks_here(op, axis_name, "the layer itself, which takes documents")
     given = read_given_tokens(op, documents, None, None)
-    _, segment_ids, positions = given.packed
+    segment_ids, positions = given.segment_ids, given.positions
     shape = jnp.shape(segment_ids)
     options = dataclasses.replace(options, order=given.order, finds_row_ends=given.order == PACKED)
     ranks = f"axis {axis_name!r} has {num_ranks} ranks"
-    given.check_ranks(op, shape[1] * num_ranks, num_ranks, ranks)
-    refuse_explicit_axes(op, (given.packed, given.plan))
+    check_call_ranks(op, given, shape[1] * num_ranks, num_ranks, ranks)
+    refuse_explicit_axes(op, given)
     if given.order == PLACED:
         return pieces_from_plan(options, given.plan, (segment_ids, positions), shape)
     return pieces_from_ids(options, segment_ids, positions, shape)
@@ -508,7 +512,7 @@ def pieces_from_ids(options: Options, segment_ids: Any, positions: Any, shape: A
     checks_order = options.checks_order and segment_ids is not None
     if segment_ids is None:
         segment_ids = np.ones(shape, np.int32)
-    segment_ids, positions = read_documents(options.op, segment_ids, positions)
+    segment_ids, positions = normalize_segment_ids(options.op, segment_ids, positions)
     are_right: Any = True
     if any(x is not None and x.dtype != np.int32 for x in (segment_ids, positions)):
         segment_ids, are_right = _numbered(options.exchange, layout, segment_ids, positions)
@@ -516,7 +520,7 @@ def pieces_from_ids(options: Options, segment_ids: Any, positions: Any, shape: A
     ids, places = _grouped(layout, segment_ids), None
     if positions is not None:
         places = _grouped(layout, positions)
-    begins, highest = running_maxima([begin_columns(ids, places), jnp.maximum(ids, 0)])
+    begins, highest = running_maxima([begin_columns(run_begins(ids, places)), jnp.maximum(ids, 0)])
     starts = jnp.where(ids > 0, begins, -1)
     group = jnp.arange(len(starts), dtype=jnp.int32)[:, None] * layout.block_rows
     edges = _edges(layout, ids, places, starts)
@@ -531,7 +535,7 @@ def pieces_from_ids(options: Options, segment_ids: Any, positions: Any, shape: A
     if checks_order:
         documents = segment_ids, positions
         in_order = are_in_order(options.exchange, layout, documents, edges, continues[:, :-1])
-        fingerprint = order_fingerprint(order_fault(in_order & are_right), rank)
+        fingerprint = order_fingerprint(order_error_code(in_order & are_right), rank)
     begin = jnp.where(starts >= 0, starts + group, -1)
     (begin,) = vary_alike([begin], also=options.exchange.axis_names)
     return Pieces(

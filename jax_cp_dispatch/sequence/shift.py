@@ -340,7 +340,7 @@ def shift_documents(
             f"{_OF_DOCUMENTS}: the documents are in {given.order}, in which neighbours need not be "
             "neighbours in a document. Shift in packed order, then apply the other order."
         )
-    document = from_segment_ids(_OF_DOCUMENTS, *given.packed[1:]).numbers()
+    document = from_segment_ids(_OF_DOCUMENTS, given.segment_ids, given.positions).numbers()
     num_tokens = document.shape[1]
     source = np.arange(num_tokens) - offset
     inside = (source >= 0) & (source < num_tokens)

@@ -20,7 +20,7 @@ from refusals import check_names, check_rejected, each
 import jax_cp_dispatch as cp
 from jax_cp_dispatch import place_tokens, plan_attention
 from jax_cp_dispatch._ranks.runtime import native  # inner: pairs in the planner
-from jax_cp_dispatch.documents.layouts import PackedMask, attended_tokens  # inner: the same
+from jax_cp_dispatch.documents.documents import attended_tokens, trusted  # inner: the same
 from jax_cp_dispatch.masks import (
     BlockCausal,
     Blocks,
@@ -101,7 +101,7 @@ def test_ranges_of_packed_documents(mask, seed, told_by):
     segment_ids = np.ones_like(segment_ids) if told_by == "positions" else segment_ids
     documents = segment_ids, None if told_by == "segments" else positions
     wanted, mask = batch_pairs(mask, *documents), mask.simplified()
-    ranges = attended_tokens(PackedMask(mask, *jax.tree.map(jnp.asarray, documents)), SHAPE)
+    ranges = attended_tokens(trusted(*jax.tree.map(jnp.asarray, documents), mask=mask), SHAPE)
     assert mask.has_query_ranges == (ranges.q_end is not None)
     check_ranges(ranges, traced_pairs_per_query(ranges, is_causal=mask.is_causal), wanted)
 
@@ -177,7 +177,7 @@ def test_a_mask_admits_what_its_definition_says(kind):
 
     def on_device(constructor, arrays, segment_ids):
         mask = constructor(*arrays)
-        ranges = attended_tokens(PackedMask(mask, segment_ids), SHAPE)
+        ranges = attended_tokens(trusted(segment_ids, mask=mask), SHAPE)
         return mask, ranges, traced_pairs_per_query(ranges, is_causal=mask.is_causal)
 
     program: Any = jax.jit(on_device, static_argnums=0)

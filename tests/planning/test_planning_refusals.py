@@ -64,13 +64,13 @@ def place_inside():
 # By operation: a call, and the message after "<operation>: ".
 CASES = {
     "plan_attention": [
-        (lambda: plan(IDS * 1.0), "segment_ids has dtype float64; .* integer"),
+        (lambda: plan(IDS * 1.0), "segment_ids is float64.*needs integers"),
         (lambda: plan([[1, 2]]), "segment_ids is of type list; .*Pass"),
-        (lambda: plan(IDS[0]), r"shape \(96,\).*pass segment_ids\[None\]"),
+        (lambda: plan(IDS[0]), r"int64\[96\].*segment_ids\[None\]"),
         (lambda: plan(IDS[:, :0]), "not empty"),
-        (lambda: plan(positions=IDS > 0), "positions has dtype bool"),
+        (lambda: plan(positions=IDS > 0), "positions is bool"),
         (lambda: plan(positions=[0]), "positions is of type list"),
-        (lambda: plan(positions=IDS[:, :8]), "Pass equal shapes"),
+        (lambda: plan(positions=IDS[:, :8]), r"positions is int64\[1, 8\]; it needs"),
         (lambda: plan(positions=IDS * 2**40), "beyond 32 bits"),
         (lambda: plan(world_size=5), "96 columns cannot be split over world_size=5 ranks. Pad the"),
         (lambda: plan(world_size=0), "world_size is 0"),
@@ -143,7 +143,10 @@ CASES = {
         (place, "got neither lengths nor segment_ids"),
         (lambda: place([[4]], segment_ids=IDS), "got both lengths"),
         (lambda: place([[4]], positions=IDS), "positions without segment_ids"),
-        (lambda: place(segment_ids=IDS, positions=IDS[:, :8]), r"positions has shape \(1, 8\) but"),
+        (
+            lambda: place(segment_ids=IDS, positions=IDS[:, :8]),
+            r"positions is int64\[1, 8\]; it needs",
+        ),
         (lambda: place(segment_ids=IDS, columns=96), "columns without lengths"),
         (lambda: place([]), "lengths is empty"),
         (lambda: place([[4]], num_groups=2), "2, which must divide the 1 batch rows"),
@@ -161,7 +164,7 @@ CASES = {
         (lambda: place([[4]], columns=7), "7 columns cannot be split over world"),
         (lambda: place([[4]], 0), "world_size is 0; it needs to be at least 1"),
         (lambda: place([[4]], rank=2), r"rank is 2; it needs to be in \[0, 2\)"),
-        (lambda: place(segment_ids=IDS[0]), r"shape \(96,\) but must be \[B, colu"),
+        (lambda: place(segment_ids=IDS[0]), r"is int64\[96\]; it needs integers \[B"),
         (lambda: place(segment_ids=IDS * 1.0), "integer"),
         # As lengths they would give a placement of other tokens.
         (lambda: place(IDS), r"shape \(1, 96\).*Pass segment ids as segment_ids="),
@@ -182,7 +185,7 @@ CASES = {
         (lambda: place([[4]] * 2, num_groups=2).slice_of(0), "got 2 groups. Call it on one of")
     ],
     "Placement.apply": [
-        (lambda: PLACEMENT.apply(np.zeros((1, 9))), r".*shape \[1, 9\] but the placement is for"),
+        (lambda: PLACEMENT.apply(np.zeros((1, 9))), r".*shape \[1, 9\] but the documents are"),
         (lambda: PLACEMENT.apply([1, 2]), "got a value of type int; all leaves"),
     ],
 }

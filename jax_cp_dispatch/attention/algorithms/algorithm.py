@@ -20,7 +20,7 @@ from jax_cp_dispatch.attention.operands import (
 )
 from jax_cp_dispatch.cost import Hardware, Moves, Prediction, StepCost, Workload
 from jax_cp_dispatch.cost.pairs import equal_pairs
-from jax_cp_dispatch.documents.layouts import PackedMask
+from jax_cp_dispatch.documents.documents import Documents
 from jax_cp_dispatch.masks.mask import PLACED
 from jax_cp_dispatch.planning import Plan
 
@@ -43,7 +43,7 @@ class Batch(NamedTuple):
     """
 
     num_ranks: int
-    packed: PackedMask
+    packed: Documents
     qkv: list[Shape]
     plan: Any = None
 
@@ -104,7 +104,7 @@ class Algorithm(abc.ABC):
         """Returns those of the axes of the sequence over which it shares the heads."""
         return ()
 
-    def plan_before(self, packed: PackedMask, num_ranks: int) -> Plan | None:
+    def plan_before(self, packed: Documents, num_ranks: int) -> Plan | None:
         """Returns a plan of known documents that are not sharded over groups, if it follows one."""
         return None
 
@@ -113,7 +113,7 @@ class Algorithm(abc.ABC):
         self,
         call: Call,
         operands: Operands,
-        packed: PackedMask,
+        packed: Documents,
         plan: Plan | None,
     ) -> Outputs:
         """Computes one rank's part; differentiable.

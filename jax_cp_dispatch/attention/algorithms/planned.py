@@ -38,12 +38,16 @@ from jax_cp_dispatch.cost.pairs import (
     pairs_between_ranks,
     planned_steps,
 )
+from jax_cp_dispatch.documents.documents import (
+    Documents,
+    gathered_ranges,
+    trusted,
+    with_segment_ids,
+)
 from jax_cp_dispatch.documents.fingerprint import order_fingerprint, rank_fingerprint
 from jax_cp_dispatch.documents.layouts import (
-    PackedMask,
     SequenceLayout,
     contiguous_layout,
-    gathered_ranges,
     zigzag_layout,
 )
 from jax_cp_dispatch.documents.segment_ids import gather_sequence
@@ -51,6 +55,7 @@ from jax_cp_dispatch.masks import Mask, MaskRanges, StaticMask
 from jax_cp_dispatch.metadata import Metadata
 from jax_cp_dispatch.planning import Placement, Plan, PlanConfig, place_tokens, plan_attention
 from jax_cp_dispatch.planning.inside_jit import rank_plan
+from jax_cp_dispatch.planning.on_host import plan_read
 from jax_cp_dispatch.planning.plan import plan_of_group
 
 
@@ -90,18 +95,17 @@ class Balanced(Algorithm):
             )
         return super().why_not(call, mask, plan)
 
-    def plan_before(self, packed: PackedMask, num_ranks: int) -> Plan:
-        mask, *documents = packed
-        return plan_attention(*documents, world_size=num_ranks, mask=mask, config=self.config)
+    def plan_before(self, packed: Documents, num_ranks: int) -> Plan:
+        return plan_read(packed, num_ranks, self.config)
 
-    def run(self, call: Call, operands: Operands, packed: PackedMask, plan: Any) -> Outputs:
+    def run(self, call: Call, operands: Operands, packed: Documents, plan: Any) -> Outputs:
         if plan is None:  # the same on every rank, from the documents of all
-            packed = jax.tree.map(jnp.asarray, packed.with_segment_ids(operands.q.shape[:2]))
+            packed = jax.tree.map(jnp.asarray, with_segment_ids(packed, operands.q.shape[:2]))
             packed = gather_sequence(call.exchange, packed, call.num_ranks)
             rank = lax.axis_index(call.exchange.axis_name)
             sizes = {"world_size": call.num_ranks, "config": self.config}
             plan = named_context(rank_plan(packed, **sizes, rank=rank))
-            packed = PackedMask(plan.mask)  # nothing to compare
+            packed = trusted(mask=plan.mask)  # nothing to compare
         return attend_by_plan(call, operands, plan, packed)
 
     def rank_program(self, call: Call, batch: Batch, *, backward: bool) -> RankProgram:
@@ -164,15 +168,14 @@ class Placed(Algorithm):
             "documents=place_tokens(...).documents, and q, k, v in that order: Placement.apply."
         )
 
-    def run(self, call: Call, operands: Operands, packed: PackedMask, plan: Any) -> Outputs:
+    def run(self, call: Call, operands: Operands, packed: Documents, plan: Any) -> Outputs:
         return attend_by_plan(call, operands, plan, packed)
 
     def rank_program(self, call: Call, batch: Batch, *, backward: bool) -> RankProgram:
         plan = batch.plan
         if plan is None:
-            mask, segment_ids, _ = batch.packed
-            sizes = {"world_size": batch.num_ranks, "mask": mask}
-            plan = place_tokens(segment_ids=segment_ids, **sizes).plan
+            ids, mask = batch.packed.segment_ids, batch.packed.mask
+            plan = place_tokens(segment_ids=ids, world_size=batch.num_ranks, mask=mask).plan
         return planned_program(call, plan, batch.qkv, backward=backward)
 
     @classmethod
@@ -209,7 +212,7 @@ class Placed(Algorithm):
 BLOCK_ROWS = 128
 
 
-def attend_by_plan(call: Call, operands: Operands, plan: Plan, packed: PackedMask) -> Outputs:
+def attend_by_plan(call: Call, operands: Operands, plan: Plan, packed: Documents) -> Outputs:
     """Computes this rank's part of attention by a plan.
 
     Ranks compare the checksums of their plans, and of the ids, positions and mask of `packed`.
@@ -221,11 +224,11 @@ def attend_by_plan(call: Call, operands: Operands, plan: Plan, packed: PackedMas
 
 @partial(jax.jit, static_argnums=0)  # equal calls of a program are traced and lowered once
 def _attend_planned(
-    movement: PlannedMovement, operands: Operands, plan: Plan, packed: PackedMask
+    movement: PlannedMovement, operands: Operands, plan: Plan, packed: Documents
 ) -> Outputs:
-    exchange, (mask, segment_ids, positions) = movement.call.exchange, packed
-    rank = lax.axis_index(exchange.axis_name)
-    fingerprint = rank_fingerprint(plan.fingerprint, rank, segment_ids, positions, mask)
+    exchange = movement.call.exchange
+    rank, compared = lax.axis_index(exchange.axis_name), (packed.segment_ids, packed.positions)
+    fingerprint = rank_fingerprint(plan.fingerprint, rank, *compared, packed.mask)
     return _attend_rows_of_batch(movement, operands.varying(exchange), (plan, fingerprint))
 
 
@@ -323,7 +326,7 @@ def _attended(rows: Any) -> Any:
     return q, tuple(kv)
 
 
-def check_plan_rows(op: str, operands: Operands, plan: Plan, packed: PackedMask) -> None:
+def check_plan_rows(op: str, operands: Operands, plan: Plan, packed: Documents) -> None:
     q = operands.q
     is_placed = plan.is_placed
     advice = "Place the tokens" if is_placed else "Plan with the segment ids"
@@ -424,7 +427,7 @@ class Halo(Algorithm):
             )
         return reason
 
-    def run(self, call: Call, operands: Operands, packed: PackedMask, plan: Any) -> Outputs:
+    def run(self, call: Call, operands: Operands, packed: Documents, plan: Any) -> Outputs:
         layout = _layout(call.order.layout, call.num_ranks, operands.q.shape[1])
         return _attend_halo(call, held_rows(layout, packed.mask), operands, packed)
 
@@ -611,7 +614,7 @@ class KeysAround:
 
 
 @partial(jax.jit, static_argnums=(0, 1))  # equal calls are traced and lowered once
-def _attend_halo(call: Call, held: HeldRows, operands: Operands, packed: PackedMask) -> Outputs:
+def _attend_halo(call: Call, held: HeldRows, operands: Operands, packed: Documents) -> Outputs:
     exchange, (B, T) = call.exchange, operands.q.shape[:2]
     rank = lax.axis_index(exchange.axis_name)
     order: Any = {"layout": call.order.layout, "checks_order": call.checks_order}

@@ -41,7 +41,7 @@ from jax_cp_dispatch.cycles import (
     integer_rows,
     two_level_cycles,
 )
-from jax_cp_dispatch.documents.layouts import PackedMask, attended_tokens
+from jax_cp_dispatch.documents.documents import Documents, attended_tokens
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.pairs import pairs_per_query
 
@@ -72,7 +72,7 @@ class RingFamily(Algorithm):
         schedule = self.schedule(call.op, call.num_ranks)
         return Rotation.of(call, schedule, *qkv, zigzag=self.computes_in_zigzag(mask))
 
-    def run(self, call: Call, operands: Operands, packed: PackedMask, plan: Any) -> Outputs:
+    def run(self, call: Call, operands: Operands, packed: Documents, plan: Any) -> Outputs:
         keys = key_shapes(call.expansion, operands)
         rotation = self.rotation(call, packed.mask, operands.q, *keys)
         return attend_sequence(rotation, operands, packed)

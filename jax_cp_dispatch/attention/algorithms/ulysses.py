@@ -24,8 +24,9 @@ from jax_cp_dispatch.attention.operands import Call, Operands, Outputs
 from jax_cp_dispatch.cost import Hardware, Moves, StepCost, Workload
 from jax_cp_dispatch.cost.attention import all_others, attention_seconds, spread, step_cost
 from jax_cp_dispatch.cost.pairs import equal_pairs
+from jax_cp_dispatch.documents.documents import Documents, gathered_ranges
 from jax_cp_dispatch.documents.fingerprint import order_fingerprint
-from jax_cp_dispatch.documents.layouts import PackedMask, gathered_ranges, zigzag_permutation
+from jax_cp_dispatch.documents.layouts import zigzag_permutation
 from jax_cp_dispatch.documents.segment_ids import gather_sequence, plan_to_all
 from jax_cp_dispatch.global_call import kv_copies
 from jax_cp_dispatch.masks import MaskRanges
@@ -176,7 +177,7 @@ def outer_call(call: Call) -> Call:
 
 @partial(jax.jit, static_argnums=(0, 1))  # equal calls of a program are traced and lowered once
 def attend_two_levels(
-    outer: Algorithm, call: Call, operands: Operands, packed: PackedMask
+    outer: Algorithm, call: Call, operands: Operands, packed: Documents
 ) -> Outputs:
     part, layout, of_outer = operands.varying(call.exchange), call.order.layout, outer_call(call)
     num_outer, num_inner = of_outer.num_ranks, call.axis_sizes[-1]
@@ -307,7 +308,7 @@ class Ulysses(Algorithm):
     def head_axes(self, names: tuple[str, ...]) -> tuple[str, ...]:
         return names if self.outer is None else names[-1:]
 
-    def run(self, call: Call, operands: Operands, packed: PackedMask, plan: Any) -> Outputs:
+    def run(self, call: Call, operands: Operands, packed: Documents, plan: Any) -> Outputs:
         names, num_heads, copies = self.head_axes(call.exchange.axis_names), call.num_heads, 1
         if call.expansion is not None:
             expansion = call.expansion.sharing(names, num_heads, operands)
@@ -396,7 +397,7 @@ class Ulysses(Algorithm):
 
 @partial(jax.jit, static_argnums=0)  # equal calls of a program are traced and lowered once
 def _attend_share_of_heads(
-    movement: ShareOfHeads, operands: Operands, packed: PackedMask
+    movement: ShareOfHeads, operands: Operands, packed: Documents
 ) -> Outputs:
     call, shape = movement.call, operands.q.shape[:2]
     operands = operands.varying(call.exchange)
@@ -408,7 +409,7 @@ def _attend_share_of_heads(
 
 @dataclasses.dataclass(frozen=True)
 class ShareOfHeads(Movement):
-    """All tokens of a share of the heads come; `arrays` are what tokens see, and `order_fault`.
+    """All tokens of a share of the heads come; `arrays`: what tokens see, and their order.
 
     Attributes:
       copies: of each KV head.

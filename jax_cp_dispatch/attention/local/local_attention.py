@@ -39,9 +39,7 @@ from jax_cp_dispatch.attention.local.ranges import (
     ranges_of_rows,
     read_ranges,
 )
-from jax_cp_dispatch.documents import Documents
-from jax_cp_dispatch.documents.documents import read_given
-from jax_cp_dispatch.documents.layouts import PackedMask
+from jax_cp_dispatch.documents.documents import Documents, read_given, trusted
 from jax_cp_dispatch.documents.segment_ids import STEPS_OF_DOCUMENTS
 from jax_cp_dispatch.masks import Mask, MaskRanges
 from jax_cp_dispatch.masks.mask import PACKED
@@ -217,11 +215,11 @@ def _check_options(op: str, q, k, v, softmax: dict[str, Any], blocks: dict[str, 
     check_blocks(op, **blocks, num_kv_heads=k.shape[2])
 
 
-def _read_documents(documents: Any, mask: Any, segment_ids: Any, positions: Any) -> PackedMask:
+def _read_documents(documents: Any, mask: Any, segment_ids: Any, positions: Any) -> Documents:
     """Returns a mask and its documents, which are read with the ranges."""
     if documents is None:
         check_mask_order("local_attention", mask, PACKED)
-        return PackedMask(mask, segment_ids, positions)
+        return trusted(segment_ids, positions, mask)
     found = read_given(
         "local_attention", documents, segment_ids, positions, mask, follows_plan=False
     )
@@ -230,7 +228,7 @@ def _read_documents(documents: Any, mask: Any, segment_ids: Any, positions: Any)
             f"local_attention: the documents are in {found.order}, of which a rank holds a part. "
             "Pass documents in packed order, or call context_parallel_attention."
         )
-    return found.packed
+    return found
 
 
 def attend_ranges(

@@ -20,13 +20,17 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
-from jax_cp_dispatch._arguments import clip_to_int32, is_on_host
+from jax_cp_dispatch._arguments import clip_to_int32
 from jax_cp_dispatch._arrays import are_covered, divided, sum_dtype
 from jax_cp_dispatch._ranks.options import vary_like
-from jax_cp_dispatch.documents.documents import check_document_mask
-from jax_cp_dispatch.documents.layouts import PackedMask, attended_tokens
-from jax_cp_dispatch.documents.segment_ids import check_documents, read_documents
-from jax_cp_dispatch.documents.table import from_segment_ids
+from jax_cp_dispatch.documents.documents import (
+    Documents,
+    attended_tokens,
+    read_whole,
+    replaced,
+    with_segment_ids,
+)
+from jax_cp_dispatch.documents.segment_ids import check_documents
 from jax_cp_dispatch.masks import Causal, Full, MaskRanges
 from jax_cp_dispatch.masks.read import check_mask_arrays, read_mask
 
@@ -584,7 +588,7 @@ def _check_number(name: str, what: str, value: Any) -> None:
 
 
 def read_ranges(
-    op: str, shapes: tuple[Any, Any], given: MaskRanges, packed: PackedMask | None
+    op: str, shapes: tuple[Any, Any], given: MaskRanges, packed: Documents | None
 ) -> RowRanges:
     """Returns the ranges of rows; of a mask, if none are given and `packed` is.
 
@@ -599,7 +603,9 @@ def read_ranges(
                 "mask=masks.Ranges(...)."
             )
         return _of_mask(op, (B, T, S), packed)
-    if packed is not None and any(x is not None for x in packed):
+    if packed is not None and any(
+        x is not None for x in (packed.mask, packed.segment_ids, packed.positions)
+    ):
         raise TypeError(
             f"{op}: got ranges of keys, and a mask or documents. Pass either kv_start and kv_end, "
             "or mask, segment_ids and positions."
@@ -623,7 +629,7 @@ def ranges_of_rows(given: MaskRanges, shape: tuple[int, ...]) -> RowRanges:
     return RowRanges(k_start, k_end, KeyQueries(index, start, end))
 
 
-def dense_ranges(shapes: tuple[Any, Any], given: MaskRanges, packed: PackedMask) -> str | None:
+def dense_ranges(shapes: tuple[Any, Any], given: MaskRanges, packed: Documents) -> str | None:
     """Returns how ranges that `read_ranges` has checked are dense, if that is known."""
     is_of_mask = all(x is None for x in (*given, packed.segment_ids, packed.positions))
     if not is_of_mask:
@@ -634,7 +640,7 @@ def dense_ranges(shapes: tuple[Any, Any], given: MaskRanges, packed: PackedMask)
     return CAUSAL if isinstance(mask, Causal) and shapes[0][1] == shapes[1][1] else None
 
 
-def _of_mask(op: str, sizes: tuple[int, int, int], packed: PackedMask) -> RowRanges:
+def _of_mask(op: str, sizes: tuple[int, int, int], packed: Documents) -> RowRanges:
     B, T, S = sizes
     if T > S:
         raise ValueError(
@@ -644,14 +650,10 @@ def _of_mask(op: str, sizes: tuple[int, int, int], packed: PackedMask) -> RowRan
     mask = read_mask(op, packed.mask)
     check_documents(op, packed.segment_ids, packed.positions, (B, S), "k has B, S =")
     check_mask_arrays(op, mask, (B, S))
-    segment_ids, positions = read_documents(op, packed.segment_ids, packed.positions)
-    if segment_ids is None and positions is not None:
-        segment_ids = np.ones((B, S), np.int32)
-    if mask.has_arrays and all(map(is_on_host, jax.tree.leaves((mask, segment_ids, positions)))):
-        known = jax.tree.map(np.asarray, mask)
-        ids = np.ones((B, S), np.int32) if segment_ids is None else segment_ids
-        check_document_mask(op, known, from_segment_ids(op, ids, positions))
-    packed = jax.tree.map(jnp.asarray, PackedMask(mask, segment_ids, positions))
+    packed = read_whole(op, replaced(packed, mask=mask), 1)
+    if packed.positions is not None:
+        packed = with_segment_ids(packed, (B, S))
+    packed = jax.tree.map(jnp.asarray, packed)
     ranges = attended_tokens(packed, (B, S))
     start, end = (x[:, S - T :] for x in ranges[:2])
     if ranges.q_start is None:
