@@ -21,6 +21,7 @@ from jax_cp_dispatch.attention.algorithms import Algorithm, refuse, run_unless_e
 from jax_cp_dispatch.attention.choose import Auto, read_algorithm
 from jax_cp_dispatch.attention.local.ranges import check_softmax
 from jax_cp_dispatch.attention.operands import (
+    OP,
     Call,
     Operands,
     Outputs,
@@ -55,10 +56,8 @@ from jax_cp_dispatch.masks.mask import PACKED
 from jax_cp_dispatch.masks.read import check_mask_arrays
 from jax_cp_dispatch.planning.plan import check_groups, check_plan, is_of_all, is_stack
 
-_OP = "context_parallel_attention"
 
-
-@door(_OP, sink="Pass one logit per query head.", **STEPS_OF_DOCUMENTS)
+@door(OP, sink="Pass one logit per query head.", **STEPS_OF_DOCUMENTS)
 def context_parallel_attention(
     q: Float[HostOrDevice, "B T N H"],
     k: Float[HostOrDevice, "B T K H"] | PyTree[HostOrDevice],
@@ -164,34 +163,34 @@ def context_parallel_attention(
         another rank or plan; or as `dispatch`. With `implementation="xla"` the output is NaN
         instead.
     """
-    names = check_axis_name(_OP, axis_name)
-    check_mesh(_OP, mesh)
-    chosen = read_algorithm(_OP, algorithm)
+    names = check_axis_name(OP, axis_name)
+    check_mesh(OP, mesh)
+    chosen = read_algorithm(OP, algorithm)
     follows_plan = chosen.follows_plan
-    given = read_given(_OP, documents, segment_ids, positions, mask, follows_plan=follows_plan)
+    given = read_given(OP, documents, segment_ids, positions, mask, follows_plan=follows_plan)
     if given.plan is not None:
-        check_plan(_OP, given.plan)
+        check_plan(OP, given.plan)
         if given.order == PACKED and given.plan.is_placed:  # unplaced
-            given = without_plan(_OP, given)
-    operands, expansion = read_operands(_OP, q, k, v, sink, (expand, weights, weight_specs))
-    on_rank = is_on_rank(_OP, names)
+            given = without_plan(OP, given)
+    operands, expansion = read_operands(q, k, v, sink, (expand, weights, weight_specs))
+    on_rank = is_on_rank(OP, names)
     moved = q, *operands.moved
     if on_rank:
         axes = explicit_axes(
-            _OP, *moved, others=(operands, given), covers_batch=is_of_all(given.plan)
+            OP, *moved, others=(operands, given), covers_batch=is_of_all(given.plan)
         )
     else:
         given_axes = GivenAxes(mesh, axis_name, batch_axis, head_axis)
-        axes = find_axes(_OP, *moved, given=given_axes, covers_batch=is_of_all(given.plan))
-    check_rows(_OP, operands, given.segment_ids, given.positions)
-    check_softmax(_OP, scale, logit_soft_cap)
-    check_mask_arrays(_OP, given.mask, q.shape[:2])
+        axes = find_axes(OP, *moved, given=given_axes, covers_batch=is_of_all(given.plan))
+    check_rows(OP, operands, given.segment_ids, given.positions)
+    check_softmax(OP, scale, logit_soft_cap)
+    check_mask_arrays(OP, given.mask, q.shape[:2])
     if axes is not None and expansion is not None:
         sharing = chosen.head_axes(axes.sequence)
-        check_specs(_OP, expansion, operands.weights, axes, sharing)
+        check_specs(OP, expansion, operands.weights, axes, sharing)
     exchange = {"deadline": deadline, "num_comm_sm": num_comm_sm}
     call = Call(
-        read_options(_OP, axis_name, implementation=implementation, **exchange),
+        read_options(OP, axis_name, implementation=implementation, **exchange),
         tuple(map(lax.axis_size, names)) if axes is None or on_rank else axes.sizes,
         q.shape[2] // (1 if axes is None else axes.num_devices(axes.heads)),
         order=given.order,
@@ -216,9 +215,9 @@ def _on_rank(
     packed, plan, axis_name = replaced(given, plans=()), given.plan, call.exchange.axis_name
     num_tokens = operands.q.shape[1] * call.num_ranks
     ranks = f"axis {axis_name!r} has {call.num_ranks} ranks"
-    check_call_ranks(_OP, given, num_tokens, call.num_ranks, ranks)
+    check_call_ranks(OP, given, num_tokens, call.num_ranks, ranks)
     if plan is None:
-        ids, positions = normalize_segment_ids(_OP, packed.segment_ids, packed.positions)
+        ids, positions = normalize_segment_ids(OP, packed.segment_ids, packed.positions)
         packed = replaced(packed, segment_ids=ids, positions=positions)
     if isinstance(algorithm, Auto):
         num_groups = 1 if axes is None else axes.num_groups
@@ -240,12 +239,12 @@ def _on_global_arrays(
     """Pads the tokens, plans what is known, and runs one program on all ranks."""
     packed, plan = replaced(given, plans=()), given.plan
     (B, T), num_ranks = operands.q.shape[:2], call.num_ranks
-    check_call_ranks(_OP, given, T, num_ranks, axes.described)
+    check_call_ranks(OP, given, T, num_ranks, axes.described)
     _check_plan(call, axes, T, plan)
     if not isinstance(algorithm, Auto):
         refuse(algorithm, call, packed.mask, plan)
     if plan is None:  # those with a plan were read
-        packed = read_whole(_OP, packed, num_ranks)
+        packed = read_whole(OP, packed, num_ranks)
     missing = -T % num_ranks
     if missing and plan is None:
         packed = with_segment_ids(packed, (B, T))
@@ -320,14 +319,14 @@ def _check_plan(call: Call, axes: MeshAxes, num_tokens: int, plan: Any) -> None:
     """Requires that order and plan match the tokens, the ranks and the other arguments."""
     if (plan is not None or call.order.layout == "zigzag") and num_tokens % axes.num_ranks:
         raise ValueError(
-            f"{_OP}: T is {num_tokens} but {axes.described}, which must divide it with a plan, and "
+            f"{OP}: T is {num_tokens} but {axes.described}, which must divide it with a plan, and "
             "in zigzag order. Pad the tokens (segment 0 is padding) before you plan or reorder "
             "them."
         )
     if plan is not None and plan.world_size != axes.num_ranks:
         raise ValueError(
-            f"{_OP}: the plan is for world_size={plan.world_size} but {axes.described}. Plan again "
+            f"{OP}: the plan is for world_size={plan.world_size} but {axes.described}. Plan again "
             "with that world_size."
         )
     if plan is not None:
-        check_groups(_OP, plan, num_groups=axes.num_groups, batch=axes.batch)
+        check_groups(OP, plan, num_groups=axes.num_groups, batch=axes.batch)

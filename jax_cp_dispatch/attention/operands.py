@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, PyTree, Shaped
 
 from jax_cp_dispatch._arguments import HostOrDevice
 from jax_cp_dispatch._arrays import sum_dtype
-from jax_cp_dispatch._door import check_annotated
+from jax_cp_dispatch._door import door
 from jax_cp_dispatch._ranks.options import CollectiveOptions, vary_together
 from jax_cp_dispatch.attention.local.passes import forbid_second_derivative, in_reverse_only
 from jax_cp_dispatch.attention.local.ranges import SoftmaxGradients, check_heads
@@ -198,55 +198,55 @@ class Expansion:
         return (k, v), gradients
 
 
-class _KeysAndValues(NamedTuple):
-    q: Float[HostOrDevice, "B T N H"]
-    k: Float[HostOrDevice, "B T K H"]
-    v: Float[HostOrDevice, "B T K Hv"]
-
-
-class _LatentRows(NamedTuple):
-    q: Float[HostOrDevice, "B T N H"]
-    k: PyTree[Shaped[HostOrDevice, "B T ..."]]
-
-
-_OTHER_LENGTHS = "For queries and keys of different lengths, use local_attention on one device."
+OP = "context_parallel_attention"
 
 
 def read_operands(
-    op: str, q: Any, k: Any, v: Any, sink: Any, expanding: tuple[Any, Any, Any]
+    q: Any, k: Any, v: Any, sink: Any, expanding: tuple[Any, Any, Any]
 ) -> tuple[Operands, Expansion | None]:
     """Checks the arrays of a call with `expand`, `weights` and `weight_specs`."""
     if expanding[0] is None:
         if v is None:
-            raise TypeError(f"{op}: v is missing. Pass k and v, or latent rows with expand=.")
+            raise TypeError(f"{OP}: v is missing. Pass k and v, or latent rows with expand=.")
         if any(x is not None for x in expanding):
-            raise TypeError(f"{op}: got weights or weight_specs without expand. Pass it too.")
-        check_annotated(op, _KeysAndValues, {"q": q, "k": k, "v": v}, {"k": _OTHER_LENGTHS})
-        return Operands(q, k, v, sink), None
+            raise TypeError(f"{OP}: got weights or weight_specs without expand. Pass it too.")
+        return _read_keys(q, k, v)._replace(sink=sink), None
     if v is not None:
-        raise TypeError(f"{op}: got v with expand. Pass latent rows in place of k, and no v.")
-    operands, expansion = _read_latents(op, q, k, *expanding)
+        raise TypeError(f"{OP}: got v with expand. Pass latent rows in place of k, and no v.")
+    operands, expansion = _read_latents(q, k, *expanding)
     return operands._replace(sink=sink), expansion
 
 
+@door(OP, k="For queries and keys of different lengths, use local_attention on one device.")
+def _read_keys(
+    q: Float[HostOrDevice, "B T N H"],
+    k: Float[HostOrDevice, "B T K H"],
+    v: Float[HostOrDevice, "B T K Hv"],
+) -> Operands:
+    return Operands(q, k, v)
+
+
+@door(OP, k="Pass rows [B, T, ...] of the same tokens.")
 def _read_latents(
-    op: str, q: Any, latents: Any, expand: Any, weights: Any, weight_specs: Any
+    q: Float[HostOrDevice, "B T N H"],
+    k: PyTree[Shaped[HostOrDevice, "B T ..."]],
+    expand: Any,
+    weights: Any,
+    weight_specs: Any,
 ) -> tuple[Operands, Expansion]:
     """Returns rows as keys of one head, `[B, T, 1, F]` each, and their expansion."""
     if not callable(expand):
         raise TypeError(
-            f"{op}: expand is of type {type(expand).__name__}. Pass a function (weights, rows) -> "
+            f"{OP}: expand is of type {type(expand).__name__}. Pass a function (weights, rows) -> "
             "(k, v)."
         )
-    next_step = "Pass rows [B, T, ...] of the same tokens."
-    check_annotated(op, _LatentRows, {"q": q, "k": latents}, {"k": next_step})
-    (B, T), (rows, rows_tree) = q.shape[:2], jax.tree.flatten(latents)
+    rows, rows_tree = jax.tree.flatten(k)
     held, weights_tree = jax.tree.flatten(weights)
-    specs = _specs(op, weights, weight_specs)
+    specs = _specs(OP, weights, weight_specs)
     expansion = Expansion(expand, weights_tree, rows_tree, tuple(x.shape[2:] for x in rows), specs)
-    one_head = tuple(x.reshape(B, T, 1, math.prod(x.shape[2:])) for x in rows)
+    one_head = tuple(x.reshape(*x.shape[:2], 1, math.prod(x.shape[2:])) for x in rows)
     operands = Operands(q, one_head, None, weights=tuple(held))
-    _check_expanded(op, expansion, operands)
+    _check_expanded(OP, expansion, operands)
     return operands, expansion
 
 
