@@ -587,36 +587,15 @@ def _check_number(name: str, what: str, value: Any) -> None:
 # ---- Reads the ranges of `local_attention`, given as rows or by a mask.
 
 
-def read_ranges(
-    op: str, shapes: tuple[Any, Any], given: MaskRanges, packed: Documents | None
-) -> RowRanges:
-    """Returns the ranges of rows; of a mask, if none are given and `packed` is.
-
-    Args:
-      shapes: of q and of k.
-    """
-    (B, T), S = shapes[0][:2], shapes[1][1]
-    if packed is not None and given.k_start is None and given.k_end is None:
-        if given.q_start is not None or given.q_end is not None:
-            raise TypeError(
-                f"{op}: got q_start or q_end without kv_start and kv_end. Pass all four, or "
-                "mask=masks.Ranges(...)."
-            )
-        return _of_mask(op, (B, T, S), packed)
-    if packed is not None and any(
-        x is not None for x in (packed.mask, packed.segment_ids, packed.positions)
-    ):
-        raise TypeError(
-            f"{op}: got ranges of keys, and a mask or documents. Pass either kv_start and kv_end, "
-            "or mask, segment_ids and positions."
-        )
+def read_ranges(op: str, shape: tuple[int, ...], given: MaskRanges) -> RowRanges:
+    """Returns the ranges of rows; `shape` is B and T."""
     needed = {"kv_start": given.k_start, "kv_end": given.k_end}
     if given.q_start is not None or given.q_end is not None:
         needed |= {"q_start": given.q_start, "q_end": given.q_end}
     for name, x in needed.items():
         if x is None:
             raise TypeError(f"{op}: {name} is missing; a range has a start and an end. Pass it.")
-    return ranges_of_rows(given, (B, T))
+    return ranges_of_rows(given, shape)
 
 
 def ranges_of_rows(given: MaskRanges, shape: tuple[int, ...]) -> RowRanges:
@@ -629,34 +608,33 @@ def ranges_of_rows(given: MaskRanges, shape: tuple[int, ...]) -> RowRanges:
     return RowRanges(k_start, k_end, KeyQueries(index, start, end))
 
 
-def dense_ranges(shapes: tuple[Any, Any], given: MaskRanges, packed: Documents) -> str | None:
-    """Returns how ranges that `read_ranges` has checked are dense, if that is known."""
-    is_of_mask = all(x is None for x in (*given, packed.segment_ids, packed.positions))
-    if not is_of_mask:
-        return None
-    mask = read_mask("local_attention", packed.mask).simplified()
-    if isinstance(mask, Full):
-        return FULL
-    return CAUSAL if isinstance(mask, Causal) and shapes[0][1] == shapes[1][1] else None
+def ranges_of_mask(
+    op: str, shapes: tuple[Any, Any], packed: Documents
+) -> tuple[RowRanges, str | None]:
+    """Returns the ranges of a mask, and how they are dense, if that is known.
 
-
-def _of_mask(op: str, sizes: tuple[int, int, int], packed: Documents) -> RowRanges:
-    B, T, S = sizes
+    Args:
+      shapes: of q and of k.
+    """
+    (B, T), S = shapes[0][:2], shapes[1][1]
     if T > S:
         raise ValueError(
             f"{op}: got {T} queries and {S} keys; with a mask, queries are the last of the keys' "
             "tokens. Pass kv_start and kv_end."
         )
-    mask = read_mask(op, packed.mask)
+    mask, dense = read_mask(op, packed.mask), None
+    if packed.segment_ids is None and packed.positions is None:
+        simple = mask.simplified()
+        dense = CAUSAL if isinstance(simple, Causal) and T == S else None
+        dense = FULL if isinstance(simple, Full) else dense
     check_documents(op, packed.segment_ids, packed.positions, (B, S), "k has B, S =")
     check_mask_arrays(op, mask, (B, S))
     packed = read_whole(op, replaced(packed, mask=mask), 1)
     if packed.positions is not None:
         packed = with_segment_ids(packed, (B, S))
-    packed = jax.tree.map(jnp.asarray, packed)
-    ranges = attended_tokens(packed, (B, S))
+    ranges = attended_tokens(jax.tree.map(jnp.asarray, packed), (B, S))
     start, end = (x[:, S - T :] for x in ranges[:2])
     if ranges.q_start is None:
-        return RowRanges(start, end)
+        return RowRanges(start, end), dense
     index = jnp.broadcast_to(jnp.arange(S - T, S, dtype=jnp.int32), (B, T))
-    return RowRanges(start, end, KeyQueries(index, ranges.q_start, ranges.q_end))
+    return RowRanges(start, end, KeyQueries(index, ranges.q_start, ranges.q_end)), dense
