@@ -7,12 +7,13 @@
   equal results in every process, and every call returns new lists.
 """
 
-import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Integer
+
+from jax_cp_dispatch._arguments import check_positive
 
 # ---- Cycles and maps as rows of integers, and their checks, also of those of callers.
 
@@ -118,15 +119,6 @@ def check_chunk_maps(
     return 1 + max(map(max, sent)), sent, received
 
 
-def check_count(op: str, name: str, value: int) -> int:
-    """Returns a number of ranks or nodes as a Python integer; it must be at least 1."""
-    if isinstance(value, bool | np.bool_) or not hasattr(value, "__index__"):
-        raise TypeError(f"{op}: {name} is {value!r}; it needs to be an integer.")
-    if operator.index(value) < 1:
-        raise ValueError(f"{op}: {name} is {value}; it needs to be at least 1.")
-    return operator.index(value)
-
-
 def ranks_and_cycles(op: str, cycles: CycleRows) -> tuple[int, Checked]:
     """Returns checked cycles and their number of ranks: the length of the first row, or 1."""
     rows = integer_rows(op, "cycles", cycles)
@@ -173,7 +165,8 @@ def hamiltonian_cycles(n: int) -> list[list[int]]:
     References:
       T. W. Tillson, A Hamiltonian decomposition of K*_2m, 2m >= 8, JCTB 29 (1980) 68-74.
     """
-    n = check_count("hamiltonian_cycles", "n", n)
+    check_positive("hamiltonian_cycles", n=n)
+    n = int(n)
     if n in (4, 6):
         raise ValueError(
             f"hamiltonian_cycles: n is {n}, but the links between 4 or 6 ranks do not decompose "
@@ -281,7 +274,8 @@ def hamiltonian_paths(m: int) -> list[list[int]]:
       ValueError: m is 3 or 5, for which no decomposition exists, or less than 1.
       TypeError: m is not an integer.
     """
-    m = check_count("hamiltonian_paths", "m", m)
+    check_positive("hamiltonian_paths", m=m)
+    m = int(m)
     if m in (3, 5):
         raise ValueError(
             f"hamiltonian_paths: m is {m}, but the links between 3 or 5 ranks do not decompose "
@@ -437,8 +431,8 @@ def two_level_cycles(m: int, u: int, *, rail_aligned: bool = False) -> list[list
       ValueError: `rail_aligned` with odd m or odd u; m is 4 or 6 and u is 1; m or u is less than 1.
       TypeError: m or u is not an integer.
     """
-    m = check_count("two_level_cycles", "m", m)
-    u = check_count("two_level_cycles", "u", u)
+    check_positive("two_level_cycles", m=m, u=u)
+    m, u = int(m), int(u)
     if rail_aligned and (m % 2 or u % 2):
         raise ValueError(
             f"two_level_cycles: rail_aligned needs an even number of ranks per node and of nodes, "

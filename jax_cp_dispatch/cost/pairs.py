@@ -120,7 +120,7 @@ def equal_pairs(workload: Workload, hardware: Hardware) -> float:
 def decisive_pairs(work: Float64[np.ndarray, " num_ranks"], hardware: Hardware) -> float:
     """Returns the pairs that decide the time of one computation, given those of each rank.
 
-    Those of the slowest rank; if ranks share cores, those of all cores, idle ones included.
+    These are the pairs of the slowest rank. If ranks share cores, all cores count, also idle ones.
     """
     if hardware.topology != "shared_memory":
         return work.max()

@@ -1,9 +1,8 @@
 """Packed documents: what the tokens of a batch are, and in which order they are on the ranks.
 
-`documents`: the object of a batch. `given`: the documents of a call, read once. `segment_ids`: the
-meaning of ids and positions. `order`: where documents begin, and whether tokens are in order, of
-one rank or gathered from all. `ranges`: what tokens see. `table`: the same on the host. `layouts`:
-orders on the ranks. `fingerprint`: checksums.
+`documents`: the object of a batch, and of a call, and what its tokens see. `segment_ids`: the
+meaning of ids and positions, where documents begin, and whether tokens are in order. `table`: the
+same on the host. `layouts`: orders on the ranks. `fingerprint`: checksums.
 """
 
 from jax_cp_dispatch.documents.documents import Documents

@@ -153,9 +153,9 @@ class Documents:
         return self.plans[0].fits if self.plans else np.bool_(True)
 
     def with_plan(self, plan: Any) -> Documents:
-        """Returns these documents with a plan: of `plan_attention` for packed order.
+        """Returns these documents with a plan of `plan_attention`, if they are in packed order.
 
-        Or for placed order with one more plan, of `Placement.plan_for`.
+        In placed order, returns them with one more plan, of `Placement.plan_for`.
         """
         if not hasattr(plan, "fingerprint"):
             raise TypeError(
@@ -274,8 +274,8 @@ def trusted(
 ) -> Documents:
     """Returns documents in any order, of arguments that need no check.
 
-    Those of a call may have no ids; `columns` is None if the whole batch row is not known. With a
-    plan that knows the rest, the mask may be its `MaskKind`.
+    The documents of a call may have no ids; `columns` is None if the whole batch row is not known.
+    With a plan that knows the rest, the mask may be its `MaskKind`.
     """
     documents = object.__new__(Documents)
     fields = segment_ids, positions, mask, plans, order, columns, counted

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
+import inspect
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import jax
@@ -14,7 +15,8 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P, reshard
 from jaxtyping import Int64
 
-from jax_cp_dispatch._arguments import check_array, check_integer, clip_to_int32
+from jax_cp_dispatch._arguments import check_integer, clip_to_int32
+from jax_cp_dispatch._door import check_annotated
 
 
 class MaskRanges(NamedTuple):
@@ -134,7 +136,7 @@ class Order(NamedTuple):
 
     @property
     def layout(self) -> str:
-        """Of tokens that are not placed: "zigzag" or "contiguous"."""
+        """The layout of tokens that are not placed: "zigzag" or "contiguous"."""
         return "zigzag" if self.name == "zigzag" else "contiguous"
 
     def __str__(self) -> str:
@@ -244,7 +246,7 @@ class StaticMask(Mask):
     def ranges(self, column: Any, start: Any, end: Any) -> MaskRanges:
         return MaskRanges(self.k_start(column, start), self.k_end(column, start, end))
 
-    def pairs_before(self, queries: Any, keys: Any) -> Int64[np.ndarray, "..."]:
+    def pairs_before(self, queries: Any, keys: Any) -> Any:
         """Counts the pairs (q, k) of one document with q < queries and k < keys."""
         left, right, chunk = self.pair_count
         if not chunk:
@@ -370,12 +372,18 @@ class ArrayMask(Mask):
 
 
 def array_mask(kind: _Kind) -> _Kind:
-    """Makes a frozen dataclass, a pytree of its fields, whose constructor is its own."""
+    """Makes a frozen dataclass, a pytree of its fields, whose constructor is its own.
+
+    The annotations of the constructor say which arrays it takes.
+    """
     names, construct = list(kind.__annotations__), kind.__init__
+    parameters = list(inspect.signature(construct).parameters)[1:]
 
     @functools.wraps(construct)
     def init(mask: Any, *args: Any, order: Order = PACKED, **arrays: Any) -> None:
         check_made_packed(kind.__name__, order)
+        given = {**dict(zip(parameters, args, strict=False)), **arrays}
+        check_annotated(kind.__name__, construct, given)
         construct(mask, *args, **arrays)
 
     # A field, so that `dataclasses.replace` passes it.
@@ -396,21 +404,6 @@ def array_mask(kind: _Kind) -> _Kind:
 
     jax.tree_util.register_pytree_with_keys(kind, with_keys, unflatten)
     return kind
-
-
-def check_arrays(op: str, **arrays: Any) -> None:
-    """Requires integers `[B, T]`, equal shapes; None is allowed for ranges of queries."""
-    shape: Any = None
-    optional = ("q_start", "q_end")
-    given = [(name, x) for name, x in arrays.items() if name not in optional or x is not None]
-    for name, x in given:
-        check_array(op, name, x)
-        if not jnp.issubdtype(x.dtype, jnp.integer):
-            raise TypeError(f"{op}: {name} has dtype {x.dtype}; it needs to be integers.")
-        if x.ndim != 2 or x.shape != (shape or x.shape):
-            needs = "[B, T]" if shape is None else f"{list(shape)}, as the other arrays"
-            raise ValueError(f"{op}: {name} has shape {list(x.shape)}; it needs to be {needs}.")
-        shape = x.shape
 
 
 def gathered(x: Any, *, rows: bool = False) -> Any:

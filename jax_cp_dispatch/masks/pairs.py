@@ -86,30 +86,26 @@ def _visible(ranges: MaskRanges, xp: Any) -> Any:
     first, last = first.reshape(-1), last.reshape(-1)
     begin = xp.clip(q_start, 0, T)
     stop = xp.maximum(begin, xp.clip(q_end, 0, T))
-    count = _count_below if xp is np else _count_below_traced
-    of_keys = (x.reshape(-1) for x in (begin, stop))
-    begun, ended = (count(x, first, last, after, bits=(T + 1).bit_length()) for x in of_keys)
+    begun, ended = (
+        _count_below(xp, x.reshape(-1), first, last, after, (T + 1).bit_length())
+        for x in (begin, stop)
+    )
     return (begun - ended).reshape(B, T)
 
 
-def _count_below(values: Any, first: Any, last: Any, bound: Any, *, bits: int) -> Any:
+def _count_below(xp: Any, values: Any, first: Any, last: Any, bound: Any, bits: int) -> Any:
     """Counts the values below `bound` at the places [first, last), by a wavelet matrix.
 
     From the highest bit on, values with bit 0 move before those with bit 1, both in order, and
     places follow. Where the bound has bit 1, the values with bit 0 are below it.
     """
-    count = np.zeros_like(bound)
-    for bit in reversed(range(bits)):
-        values, first, last, count = _one_bit(np, bit, (values, first, last, count), bound)
-    return count
-
-
-def _count_below_traced(values: Any, first: Any, last: Any, bound: Any, *, bits: int) -> Any:
-    def step(i, state):
-        return _one_bit(jnp, bits - 1 - i, state, bound)
-
-    state = values, first, last, jnp.zeros_like(first)
-    return jax.lax.fori_loop(0, bits, step, state)[-1]
+    state = values, first, last, xp.zeros_like(bound)
+    step = lambda i, state: _one_bit(xp, bits - 1 - i, state, bound)
+    if xp is jnp:
+        return jax.lax.fori_loop(0, bits, step, state)[-1]
+    for i in range(bits):
+        state = step(i, state)
+    return state[-1]
 
 
 def _one_bit(xp: Any, bit: Any, state: tuple[Any, ...], bound: Any) -> Any:

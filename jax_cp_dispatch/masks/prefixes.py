@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int32, Integer
 
-from jax_cp_dispatch._arguments import check_array
 from jax_cp_dispatch._arrays import run_begins, run_ends
 from jax_cp_dispatch.masks.mask import (
     OF_OTHER_COLUMNS,
@@ -14,7 +13,6 @@ from jax_cp_dispatch.masks.mask import (
     MaskRanges,
     array_mask,
     before,
-    check_arrays,
     ends_fit,
     gathered,
     is_traced,
@@ -37,16 +35,6 @@ class PrefixLM(ArrayMask):
     prefix_end: Int32[Array | np.ndarray, "B T"]
 
     def __init__(self, in_prefix: Bool[Array | np.ndarray, "B T"]) -> None:
-        check_array("PrefixLM", "in_prefix", in_prefix)
-        if in_prefix.dtype != bool:
-            raise TypeError(
-                f"PrefixLM: in_prefix has dtype {in_prefix.dtype}; it needs to be booleans. Pass "
-                "in_prefix != 0."
-            )
-        if in_prefix.ndim != 2:
-            raise ValueError(
-                f"PrefixLM: in_prefix has shape {list(in_prefix.shape)}; it needs to be [B, T]."
-            )
         in_prefix = gathered(in_prefix)
         self._store(prefix_end=run_ends(in_prefix) * in_prefix)
 
@@ -95,7 +83,6 @@ class SharedPrefix(ArrayMask):
     q_end: Int32[Array | np.ndarray, "B T"]
 
     def __init__(self, completion_ids: Integer[Array | np.ndarray, "B T"]) -> None:
-        check_arrays("SharedPrefix", completion_ids=completion_ids)
         xp = jnp if is_traced(completion_ids) else np
         if isinstance(completion_ids, np.ndarray):
             _check_runs(completion_ids)

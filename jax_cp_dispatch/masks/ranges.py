@@ -11,7 +11,6 @@ from jax_cp_dispatch.masks.mask import (
     ArrayMask,
     MaskRanges,
     array_mask,
-    check_arrays,
     ends_fit,
     gathered,
     maximum,
@@ -44,7 +43,6 @@ class Ranges(ArrayMask):
         q_end: Integer[Array | np.ndarray, "B T"] | None = None,
     ) -> None:
         arrays = {"k_start": k_start, "k_end": k_end, "q_start": q_start, "q_end": q_end}
-        check_arrays("Ranges", **arrays)
         self._store(**arrays)
 
     @property
@@ -80,7 +78,6 @@ class Blocks(ArrayMask):
     block_end: Int32[Array | np.ndarray, "B T"]
 
     def __init__(self, block_ids: Integer[Array | np.ndarray, "B T"]) -> None:
-        check_arrays("Blocks", block_ids=block_ids)
         block_ids = gathered(block_ids)
         self._store(block_end=run_ends(block_ids) * (block_ids > 0))
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from jax_cp_dispatch._arguments import is_on_host
 from jax_cp_dispatch.masks.mask import Mask, MaskKind, Order, StaticMask
-from jax_cp_dispatch.masks.windows import Causal, Full
+from jax_cp_dispatch.masks.static import Causal, Full
 
 _BY_NAME: dict[str, type[Mask]] = {"full": Full, "causal": Causal}
 

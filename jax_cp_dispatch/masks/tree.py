@@ -15,7 +15,6 @@ from jax_cp_dispatch.masks.mask import (
     ArrayMask,
     MaskRanges,
     array_mask,
-    check_arrays,
     ends_nest,
     gathered,
     is_traced,
@@ -41,7 +40,7 @@ class Tree(ArrayMask):
       q_end: one past the last column of the subtree of each token's span.
     Raises:
       ValueError: of arrays known on the host, a number is out of range, parents form a cycle, a
-        span is not one run, or tokens are not in depth-first order. Of traced ones, attention then
+        span is not one run, or tokens are not in depth-first order. For traced ones, attention then
         fails on all ranks.
     """
 
@@ -52,13 +51,6 @@ class Tree(ArrayMask):
         span_ids: Integer[Array | np.ndarray, "B T"],
         parents: Integer[Array | np.ndarray, "B S"],
     ) -> None:
-        check_arrays("Tree", span_ids=span_ids)
-        check_arrays("Tree", parents=parents)
-        if len(span_ids) != len(parents):
-            raise ValueError(
-                f"Tree: span_ids has {len(span_ids)} batch rows and parents has {len(parents)}; "
-                "Pass arrays with as many rows as the batch."
-            )
         span_ids, parents = (gathered(x, rows=True) for x in (span_ids, parents))
         on_host = not is_traced(span_ids, parents)
         if on_host:

@@ -1,9 +1,7 @@
 """Planning: from shards and their destinations to the `Metadata` of every exchange.
 
 The planning functions are `jax.numpy` with static shapes. With concrete arguments the size of the
-reverse plan is exact; with traced ones it is `max_recv_seqs`. The public arguments are annotated
-without shapes, so that this module's errors name the argument. The compiled functions are annotated
-with shapes.
+reverse plan is exact; with traced ones it is `max_recv_seqs`.
 """
 
 import dataclasses
@@ -17,10 +15,10 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Int32, Shaped, UInt32
+from jaxtyping import Array, Bool, Int32, Integer, Shaped, UInt32
 
-from jax_cp_dispatch._arguments import clip_to_int32, host_value
+from jax_cp_dispatch._arguments import HostOrDevice, clip_to_int32, host_value
+from jax_cp_dispatch._door import check_annotated
 from jax_cp_dispatch.metadata.fields import Metadata
 
 # ---- Checks the arguments of the planning functions; every error names the argument.
@@ -32,15 +30,20 @@ _TOKENS = {"seq_len", "kv_context_size", "q_to_num_kv_token", "shard_len", "shar
 class Inputs:
     """The integer arrays of one call: NumPy where values are known, traced otherwise."""
 
-    def __init__(self, op: str, **arrays: Any):
+    def __init__(self, op: str, annotated: Any, **arrays: Any):
         self.op = op
         self._arrays = {}
         for name, value in arrays.items():
             known = host_value(value)
-            array = value if known is None else known
-            if not jnp.issubdtype(array.dtype, jnp.integer):
-                raise TypeError(f"{op}: {name} has dtype {array.dtype}; it needs an integer dtype.")
-            self._arrays[name] = array
+            self._arrays[name] = value if known is None else known
+        all_ranks = "Pass the plan of all ranks, not one rank's row."
+        check_annotated(op, annotated, self._arrays, {"seq_len": all_ranks, "shard_len": all_ranks})
+        for name, x in self._arrays.items():
+            if 0 in x.shape or (name == "dispatch" and x.ndim > 3):
+                raise ValueError(
+                    f"{op}: {name} has shape {x.shape}; it needs [W, S], or for replicas "
+                    f"[W, S, C], with at least one of each. {all_ranks}"
+                )
 
     def __getitem__(self, name: str) -> Any:
         return self._arrays[name]
@@ -56,28 +59,6 @@ class Inputs:
             clip_to_int32(x, np.uint32 if name in _TOKENS else np.int32)
             for name, x in self._arrays.items()
         ]
-
-    def first_shape(self, name: str) -> tuple[int, int]:
-        """Returns (W, S), which the argument `name` `[W, S]` defines."""
-        shape = self[name].shape
-        if len(shape) != 2 or 0 in shape:
-            raise ValueError(
-                f"{self.op}: {name} has shape {shape}; it needs [W, S]: W ranks by S slots, at "
-                f"least one of each. Pass the plan of all ranks, not one rank's row."
-            )
-        return shape
-
-    def require_shape(self, name: str, *shapes: tuple[int | str, ...]) -> None:
-        """Rejects any shape not in `shapes`, where a string denotes any positive size."""
-        got = self[name].shape
-        for shape in shapes:
-            if len(got) == len(shape) and all(
-                n > 0 if isinstance(want, str) else n == want
-                for n, want in zip(got, shape, strict=True)
-            ):
-                return
-        needs = " or ".join("[" + ", ".join(map(str, shape)) + "]" for shape in shapes)
-        raise ValueError(f"{self.op}: {name} has shape {got}; it needs {needs}.")
 
     def require_range(self, name: str, low: int, high: int) -> None:
         """Rejects known values outside `[low, high]`."""
@@ -393,7 +374,10 @@ class AttnLayoutSeqlens(NamedTuple):
 
 
 def compute_metadata(
-    seq_len: ArrayLike, dispatch: ArrayLike, *, max_recv_seqs: int | None = None
+    seq_len: Integer[HostOrDevice, "W S"],
+    dispatch: Integer[HostOrDevice, "W S *C"],
+    *,
+    max_recv_seqs: int | None = None,
 ) -> tuple[Metadata, Metadata]:
     """Plans an exchange; shards arrive in the order (rank, slot, replica) of their senders.
 
@@ -414,10 +398,8 @@ def compute_metadata(
       ValueError: wrong shapes, values out of range, more shards than `max_recv_seqs`, or traced
         arguments without `max_recv_seqs`.
     """
-    inputs = Inputs("compute_metadata", seq_len=seq_len, dispatch=dispatch)
-    world_size, num_shards = inputs.first_shape("seq_len")
-    shape = (world_size, num_shards)
-    inputs.require_shape("dispatch", shape, (*shape, "C"))
+    inputs = Inputs("compute_metadata", compute_metadata, seq_len=seq_len, dispatch=dispatch)
+    world_size, _ = shape = inputs["seq_len"].shape
     inputs.require_range("seq_len", 0, _MAX_UINT32)
     inputs.require_range("dispatch", -1, world_size - 1)
     needed = None
@@ -432,14 +414,14 @@ def compute_metadata(
 
 
 def compute_metadata_kv(
-    kv_to_q_mapping: ArrayLike,
-    kv_to_q_rank: ArrayLike,
-    kv_context_size: ArrayLike,
-    q_to_num_kv_seq: ArrayLike,
-    q_to_num_kv_token: ArrayLike,
-    seq_len: ArrayLike,
-    num_seqs: ArrayLike,
-    q_dispatch: ArrayLike,
+    kv_to_q_mapping: Integer[HostOrDevice, "W S C 2"],
+    kv_to_q_rank: Integer[HostOrDevice, "W S C"],
+    kv_context_size: Integer[HostOrDevice, "W S"],
+    q_to_num_kv_seq: Integer[HostOrDevice, "W S"],
+    q_to_num_kv_token: Integer[HostOrDevice, "W S"],
+    seq_len: Integer[HostOrDevice, "W S"],
+    num_seqs: Integer[HostOrDevice, " W"],
+    q_dispatch: Integer[HostOrDevice, "W S"],
     *,
     max_recv_seqs: int | None = None,
 ) -> tuple[Metadata, Metadata]:
@@ -469,6 +451,7 @@ def compute_metadata_kv(
     """
     inputs = Inputs(
         "compute_metadata_kv",
+        compute_metadata_kv,
         kv_to_q_mapping=kv_to_q_mapping,
         kv_to_q_rank=kv_to_q_rank,
         kv_context_size=kv_context_size,
@@ -478,12 +461,7 @@ def compute_metadata_kv(
         num_seqs=num_seqs,
         q_dispatch=q_dispatch,
     )
-    world_size, num_shards = shape = inputs.first_shape("seq_len")
-    for name in ("kv_context_size", "q_to_num_kv_seq", "q_to_num_kv_token", "q_dispatch"):
-        inputs.require_shape(name, shape)
-    inputs.require_shape("num_seqs", (world_size,))
-    inputs.require_shape("kv_to_q_mapping", (*shape, "C", 2))
-    inputs.require_shape("kv_to_q_rank", inputs["kv_to_q_mapping"].shape[:3])
+    world_size, num_shards = inputs["seq_len"].shape
     inputs.require_range("q_dispatch", -1, world_size - 1)
     inputs.require_range("num_seqs", 0, num_shards)
     for name in ("seq_len", "kv_context_size", "q_to_num_kv_token"):
@@ -497,9 +475,9 @@ def compute_metadata_kv(
 
 
 def compute_attn_layout_seqlens(
-    shard_len: ArrayLike,
-    shard_context: ArrayLike,
-    dispatch: ArrayLike,
+    shard_len: Integer[HostOrDevice, "W S"],
+    shard_context: Integer[HostOrDevice, "W S"],
+    dispatch: Integer[HostOrDevice, "W S"],
     *,
     max_recv_seqs: int | None = None,
 ) -> AttnLayoutSeqlens:
@@ -520,13 +498,12 @@ def compute_attn_layout_seqlens(
     """
     inputs = Inputs(
         "compute_attn_layout_seqlens",
+        compute_attn_layout_seqlens,
         shard_len=shard_len,
         shard_context=shard_context,
         dispatch=dispatch,
     )
-    world_size, num_shards = inputs.first_shape("shard_len")
-    inputs.require_shape("shard_context", (world_size, num_shards))
-    inputs.require_shape("dispatch", (world_size, num_shards))
+    world_size, _ = inputs["shard_len"].shape
     inputs.require_range("dispatch", -1, world_size - 1)
     needed = None
     for name in ("shard_len", "shard_context"):

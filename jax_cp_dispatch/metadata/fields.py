@@ -193,7 +193,10 @@ def _check_pairs(fields: dict[str, np.ndarray], world_size: int) -> None:
 def _check_destinations(fields: dict[str, np.ndarray]) -> None:
     """Requires that destination ranges cover exactly the expected rows, each of them once."""
     dst_rank, length = fields["dst_rank"], _per_replica(fields)
-    size = _buffer_rows(fields)
+    size = fields["num_recv_tokens"][:, -1]
+    if "recv_seq_lens" in fields:
+        mask = fields.get("seq_recv_mask")
+        size = fields["recv_seq_lens"].sum(1) * (1 if mask is None else mask.shape[2])
     at = _first((dst_rank >= 0) & (fields["dst_offset"] + length > size[dst_rank]))
     if at is not None:
         _fail(
@@ -218,13 +221,6 @@ def _check_destinations(fields: dict[str, np.ndarray]) -> None:
         )
     if "recv_seq_lens" in fields:
         _check_homes(fields, shards, to, start, length)
-
-
-def _buffer_rows(fields: dict[str, np.ndarray]) -> np.ndarray:
-    if "recv_seq_lens" not in fields:
-        return fields["num_recv_tokens"][:, -1]
-    mask = fields.get("seq_recv_mask")
-    return fields["recv_seq_lens"].sum(1) * (1 if mask is None else mask.shape[2])
 
 
 def _check_homes(

@@ -3,20 +3,16 @@
 From documents to a plan, in this order:
 
 1. `config`: the static choices, `PlanConfig`. `fit` finds its capacities from a sample of batches.
-2. `plan_batch`: `plan_attention`, which moves queries to balance a batch. `place`: `place_tokens`,
-   which puts tokens on ranks once, so that queries stay; `groups` are the groups of rows and the
-   masks of layers that it serves.
+2. `on_host`: `plan_attention`, which moves queries to balance a batch. `placement`: `place_tokens`,
+   which puts tokens on ranks once, so that queries stay.
 3. On the host, `request` is what a plan is made of, and whether it fits; `seen_keys` is what its
-   queries see, and `csrc/planner` assigns pieces of documents to ranks. `piece_table` lays them out
-   in rows, `transfers` lists what moves, with its metadata, and `runs` says what rows see.
-   `on_host` makes a plan of these, `placed_plan` that of a placement, with its `cuts`. `fallback`
-   is the plan of a batch that does not fit.
-4. `inside_jit` does the same in `jax.numpy`: `block_grid` cuts documents into blocks,
-   `seen_inside` says what they see, `balance` assigns them to ranks (replace this part for another
-   planner) within the `key_limit` of the mask, `stages` makes the arrays, and `slots` their
-   metadata.
-5. `plan`: the result, `Plan`, which `pieces_fingerprint` ties to its batch. `stack` is several
-   plans as one, `saved` a pickle. `placement`: the order of tokens that goes with a plan.
+   queries see, and `csrc/planner` assigns pieces of documents to ranks. `request` lays them out in
+   rows, and lists what moves, with its metadata; `runs` says what rows see, and which documents are
+   cut. `on_host` makes a plan of these, also the fallback for a batch that does not fit.
+4. `inside_jit` does the same in `jax.numpy`: it makes the arrays of a plan and their metadata.
+   `blocks` cuts documents into blocks, says what they see, and assigns them to ranks within the key
+   limit of the mask (replace `balance_blocks` for another planner).
+5. `plan`: the result, `Plan`; several plans as one; saved plans.
 
 What is on the host uses NumPy and C++ only, and does not start JAX.
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -242,8 +243,8 @@ class KeyLimit(NamedTuple):
     ) -> tuple[Bool[Array, " G"], Int32[Array, " W"]]:
         """Returns which given blocks their receivers take, and the keys that ranks then need.
 
-        Beside the keys of all queries that were theirs, whether these stay or not. Receivers never
-        decrease, so the blocks of one are adjacent; it takes the first ones.
+        Ranks also need the keys of all queries that were theirs, whether these stay or not.
+        Receivers never decrease, so the blocks of one are adjacent; it takes the first ones.
         """
         _, home = divided(self.piece, num_ranks)
         (held,) = sum_by_key([self._added(self.is_used, self.piece)], home, num_ranks)
@@ -256,7 +257,7 @@ class KeyLimit(NamedTuple):
     def _added(self, counts: Bool[Array, " G"], owner: Int32[Array, " G"]) -> Int32[Array, " G"]:
         """Returns the keys of each block that the one before of the same owner does not need.
 
-        Of the blocks that count, whose owners never decrease.
+        The owners of the blocks that count never decrease.
         """
         seen = [jnp.where(counts, x, -1) for x in (self.end, owner)]
         end, before = (jnp.pad(x[:-1], (1, 0), constant_values=-1) for x in running_maxima(seen))
@@ -318,14 +319,19 @@ def balance_blocks(
     load = cost.sum((0, 2), dtype=jnp.int32)
     mean, _ = divided(load.sum(dtype=jnp.int32) + num_ranks - 1, num_ranks)
     given = _dearest(cost, num_rows, jnp.maximum(load - mean, 0))
-    poured = _pour(jnp.where(given, cost, 0), jnp.maximum(mean - load, 0))
+    poured = _water_fill(jnp.where(given, cost, 0), jnp.maximum(mean - load, 0))
     target = mean + (mean.astype(jnp.float32) * tolerance).astype(jnp.int32)
-    held_keys = None
+    limits, of_keys, held_keys = [row_limit], [], []
     if keys is not None:
-        taken, held_keys = keys.taken(given.reshape(-1), poured.reshape(-1), num_ranks)
+        taken, held = keys.taken(given.reshape(-1), poured.reshape(-1), num_ranks)
         given = taken.reshape(given.shape)
-    assigned = jnp.where(given, poured, home)
-    return _repair(assigned, cost, num_rows, mean, target, row_limit, keys, held_keys)
+        # A rank that gives a block may keep its keys.
+        limits, of_keys, held_keys = [row_limit, keys.limit], [keys.alone], [held]
+    assigned = jnp.where(given, poured, home).reshape(-1)
+    of_blocks = cost.reshape(-1), num_rows.reshape(-1)
+    held = jnp.stack([*sum_by_key(of_blocks, assigned, num_ranks), *held_keys])
+    sizes = jnp.stack([*of_blocks, *of_keys])
+    return _repair(assigned, sizes, held, limits, mean, target).reshape(cost.shape)
 
 
 def _dearest(
@@ -348,7 +354,7 @@ def _dearest(
     return given.reshape(num_ranks, num_batch, num_blocks).swapaxes(0, 1)
 
 
-def _pour(cost: Int32[Array, "B W J"], deficit: Int32[Array, " W"]) -> Int32[Array, "B W J"]:
+def _water_fill(cost: Int32[Array, "B W J"], deficit: Int32[Array, " W"]) -> Int32[Array, "B W J"]:
     """Returns the rank in whose share of the concatenated deficits each block's middle lies."""
     flat = cost.reshape(-1)
     middle = running_sum(flat) - flat + flat // 2
@@ -359,22 +365,23 @@ def _pour(cost: Int32[Array, "B W J"], deficit: Int32[Array, " W"]) -> Int32[Arr
 
 
 def _repair(
-    assigned: Int32[Array, "B W J"],
-    cost: Int32[Array, "B W J"],
-    num_rows: Int32[Array, "B W J"],
+    assigned: Int32[Array, " G"],
+    sizes: Int32[Array, "sizes G"],
+    held: Int32[Array, "sizes W"],
+    limits: Sequence[Any],
     mean: Int32[Array, ""],
     target: Int32[Array, ""],
-    row_limit: int,
-    keys: KeyLimit | None,
-    held_keys: Int32[Array, " W"] | None,
-) -> Int32[Array, "B W J"]:
-    """Moves single blocks from the most to the least loaded rank while this reduces the maximum."""
-    shape, num_ranks = assigned.shape, assigned.shape[1]
-    assigned, cost, num_rows = assigned.reshape(-1), cost.reshape(-1), num_rows.reshape(-1)
+) -> Int32[Array, " G"]:
+    """Moves single blocks from the most to the least loaded rank while this reduces the maximum.
+
+    Args:
+      sizes: cost and rows of each block, and its keys if they are limited.
+      held: the same of each rank; it may keep the keys of blocks that it gives.
+      limits: of rows, and of keys.
+    """
+    cost, num_ranks = sizes[0], held.shape[1]
     ranks = jnp.arange(num_ranks, dtype=jnp.int32)
     blocks = jnp.arange(len(cost), dtype=jnp.int32)
-    of_keys = [] if keys is None else [keys.alone]  # a rank that gives a block may keep its keys
-    sizes = jnp.stack([cost, num_rows, *of_keys])
 
     def go_on(state):
         _, held, moves_left = state
@@ -382,12 +389,12 @@ def _repair(
 
     def move(state):
         assigned, held, moves_left = state
-        load, rows, *num_keys = held
+        load, *others = held
         (heaviest, giver), (lightest, taker) = smallest(-load, load)
         heaviest = -heaviest
-        fits = (assigned == giver) & (rows[taker] + num_rows <= row_limit)
-        if keys is not None:
-            fits &= num_keys[0][taker] + keys.alone <= keys.limit
+        fits = assigned == giver
+        for of_rank, of_block, limit in zip(others, sizes[1:], limits, strict=True):
+            fits &= of_rank[taker] + of_block <= limit
         # The larger of the two loads after the move; values below the mean gain nothing, and
         # blocks without cost change nothing.
         after = jnp.maximum(jnp.maximum(heaviest - cost, lightest + cost), mean)
@@ -396,17 +403,15 @@ def _repair(
         # Comparisons of all elements; `at[]` would compile to more.
         sign = (ranks == taker).astype(jnp.int32) - (ranks == giver).astype(jnp.int32)
         sign = jnp.where(helps, sign, 0)
-        signs = jnp.stack([sign, sign, *(jnp.maximum(sign, 0) for _ in num_keys)])
+        signs = jnp.stack([sign, sign, *(jnp.maximum(sign, 0) for _ in others[1:])])
         return [
             jnp.where(helps & (blocks == block), taker, assigned),
             held + signs * sizes[:, block, None],
             jnp.where(helps, moves_left - 1, 0),
         ]
 
-    sums = sum_by_key([cost, num_rows], assigned, num_ranks)
-    held = jnp.stack(sums if held_keys is None else [*sums, held_keys])
     state = vary_alike([assigned, held, jnp.int32(_MOVES_PER_RANK * num_ranks)])
-    return lax.while_loop(go_on, move, state)[0].reshape(shape)
+    return lax.while_loop(go_on, move, state)[0]
 
 
 # ---- What queries see inside `jit`: columns of packed rows, for any mask, and received rows.
@@ -437,50 +442,30 @@ def seen_columns(mask: Mask, starts: Int32[Array, "B T"]) -> SeenColumns:
       mask: its arrays, if any, are `[B, T]`.
       starts: the first column of each column's document; -1 at padding.
     """
+    ranges = column_ranges(mask, starts)
     if not isinstance(mask, StaticMask):
-        return _of_arrays(mask, starts)
-    first = _first_keys(mask, starts)
+        return _of_arrays(mask, starts, ranges)
+    first = jnp.where(starts >= 0, ranges.k_start, -1)
     if mask.is_causal:
         return SeenColumns(first)
-    ends = run_ends(starts)
-    last = _last_keys(mask, starts, ends)
-    pairs = jnp.where(starts >= 0, last - first, 0)
-    return SeenColumns(first, last, pairs, ends - starts)
+    pairs = ranges.k_end - ranges.k_start
+    return SeenColumns(first, ranges.k_end, pairs, run_ends(starts) - starts)
 
 
-def column_ranges(mask: StaticMask, starts: Int32[Array, "B T"]) -> MaskRanges:
+def column_ranges(mask: Mask, starts: Int32[Array, "B T"]) -> MaskRanges:
     """Returns what each column sees; empty at padding."""
     num_tokens = starts.shape[1]
     column = jnp.arange(num_tokens, dtype=jnp.int32)[None]
-    ends = None if mask.is_causal else run_ends(starts)
+    has_ends = not (mask.is_causal and isinstance(mask, StaticMask))
+    ends = run_ends(starts) if has_ends else None
     ranges = mask.clipped(num_tokens).ranges(column, starts, ends)
     return jax.tree.map(lambda x: jnp.where(starts >= 0, x, 0), ranges)
 
 
-def _first_keys(mask: StaticMask, starts: Int32[Array, "B T"]) -> Int32[Array, "B T"]:
-    """Returns the first column that each column sees; -1 at padding."""
-    num_tokens = starts.shape[1]
+def _of_arrays(mask: Mask, starts: Int32[Array, "B T"], ranges: MaskRanges) -> SeenColumns:
+    num_tokens, live = starts.shape[1], starts >= 0
     column = jnp.arange(num_tokens, dtype=jnp.int32)[None]
-    first = mask.clipped(num_tokens).k_start(column, starts)
-    return starts if first is starts else jnp.where(starts >= 0, first, -1)
-
-
-def _last_keys(
-    mask: StaticMask, starts: Int32[Array, "B T"], ends: Int32[Array, "B T"]
-) -> Int32[Array, "B T"]:
-    """Returns one past the last column that each column sees; 0 at padding."""
-    num_tokens = starts.shape[1]
-    column = jnp.arange(num_tokens, dtype=jnp.int32)[None]
-    return jnp.where(starts >= 0, mask.clipped(num_tokens).k_end(column, starts, ends), 0)
-
-
-def _of_arrays(mask: Mask, starts: Int32[Array, "B T"]) -> SeenColumns:
-    num_tokens = starts.shape[1]
-    column = jnp.arange(num_tokens, dtype=jnp.int32)[None]
-    live = starts >= 0
-    ranges = mask.ranges(column, starts, run_ends(starts))
-    inside = lambda x: jnp.where(live, jnp.clip(x, 0, num_tokens), 0).astype(jnp.int32)
-    ranges = jax.tree.map(inside, ranges)
+    ranges = jax.tree.map(lambda x: jnp.clip(x, 0, num_tokens).astype(jnp.int32), ranges)
     sees = ranges.k_start < ranges.k_end
     first = jnp.where(sees, jnp.minimum(ranges.k_start, column), column)
     first = -running_max(-jnp.where(live, first, num_tokens)[:, ::-1])[:, ::-1]

@@ -127,13 +127,6 @@ def _read_speeds(op: str, given: Any) -> tuple[float, ...]:
     return speeds
 
 
-def check_config(op: str, config: PlanConfig) -> None:
-    if not isinstance(config, PlanConfig):
-        raise TypeError(
-            f"{op}: config is {config!r}; it needs to be a PlanConfig. Omit it for the default."
-        )
-
-
 def check_ranks(op: str, config: PlanConfig, world_size: int) -> None:
     """Requires constraints that match the ranks."""
     speeds, size = config.rank_speeds, config.ranks_per_node

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
+from jax_cp_dispatch._arguments import check_type
 from jax_cp_dispatch._text import warn_caller
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.planning.config import (
     CAPACITIES,
     PLACED_CAPACITIES,
     PlanConfig,
-    check_config,
 )
 from jax_cp_dispatch.planning.on_host import plan_attention
 from jax_cp_dispatch.planning.placement import place_tokens
@@ -65,7 +65,7 @@ def fit_plan_config(
       TypeError, ValueError: there is no batch, `overflow` is not between 0 and 1, or as
         `plan_attention` or `place_tokens`.
     """
-    check_config(_OP, config)
+    check_type(_OP, "config", config, PlanConfig, "Omit it for the default.")
     if not placed and (masks is not None or layers is not None or num_groups != 1):
         raise ValueError(
             f"{_OP}: got masks, layers or num_groups, which are those of a placement. Pass "

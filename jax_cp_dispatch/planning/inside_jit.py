@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32
 
-from jax_cp_dispatch._arguments import check_positive
+from jax_cp_dispatch._arguments import check_positive, check_type
 from jax_cp_dispatch._arrays import (
     WINDOW,
     divided,
@@ -60,7 +60,7 @@ from jax_cp_dispatch.planning.blocks import (
     seen_by_rows,
     seen_columns,
 )
-from jax_cp_dispatch.planning.config import CAPACITIES, PlanConfig, check_config, check_traced
+from jax_cp_dispatch.planning.config import CAPACITIES, PlanConfig, check_traced
 from jax_cp_dispatch.planning.plan import Plan
 
 # ---- Metadata of transfers that are traced: one slot for each range that a rank sends.
@@ -220,20 +220,6 @@ class Assignment(NamedTuple):
     ranges: MaskRanges | None  # what each column sees; None: it follows from runs
 
 
-class PlanArrays(NamedTuple):
-    """The arrays of `Plan`, with its names."""
-
-    q_metadata: Metadata
-    kv_metadata: Metadata
-    run_row: Int32[Array, "W P"]
-    run_position: Int32[Array, "W P"]
-    run_origin: Int32[Array, "W P"]
-    num_rows: Int32[Array, " W"]
-    largest_needs: Int32[Array, "W 5"]
-    run_length: Int32[Array, "W P"] | None
-    ranges: MaskRanges | None
-
-
 def q_bound(grid: BlockGrid) -> int:
     """Returns the maximum rows of queries of a rank, by the bound in `balance_blocks`."""
     return min(2 * grid.rows + grid.block, grid.world_size * grid.rows)
@@ -242,7 +228,7 @@ def q_bound(grid: BlockGrid) -> int:
 def kv_transfers_bound(grid: BlockGrid, *, is_causal: bool) -> int:
     """Returns the maximum ranges of keys that a rank sends, if every query sees its own key.
 
-    If the mask is causal, each range ends with a block of queries. Of those that end on another
+    If the mask is causal, each range ends with a block of queries. Among those that end on another
     rank than they begin, a rank receives at most one from each sender and batch row, because ranges
     do not overlap. Otherwise, it receives one more: blocks of queries before those of the sender
     see its first keys, which are one range.
@@ -304,32 +290,33 @@ def assign(
 @partial(jax.jit, static_argnames=("grid", "capacities"))
 def build(
     plan: Assignment, *, grid: BlockGrid, capacities: Capacities, rank: Any = None
-) -> PlanArrays:
-    """Builds the arrays of an assignment; cuts off what exceeds the capacities.
+) -> dict[str, Any]:
+    """Builds the arrays of an assignment, by the names of `Plan`; cuts off what exceeds capacities.
 
     With `rank`, `ranges` are those of this rank alone: their size grows with the tokens.
     """
     transfers = plan.transfers
     if capacities.pieces >= q_bound(grid):
         transfers = transfers._replace(num_runs=None)
-    of_both = to_metadata(transfers, plan.slots, grid.world_size, capacities)
-    q_metadata, kv_metadata = of_both
+    q_metadata, kv_metadata = to_metadata(transfers, plan.slots, grid.world_size, capacities)
     row, position, origin, length = _runs(plan, grid, capacities)
     ranges = plan.ranges
     if ranges is not None:
         ranks = jnp.arange(grid.world_size, dtype=jnp.int32) if rank is None else rank[None]
         ranges = seen_by_rows(ranges, plan.received, grid, capacities, ranks)
-    return PlanArrays(
-        q_metadata=q_metadata,
-        kv_metadata=kv_metadata,
-        run_row=row,
-        run_position=position,
-        run_origin=origin,
-        num_rows=plan.num_rows,
-        largest_needs=jnp.broadcast_to(plan.needs, (grid.world_size, len(capacities))),
-        run_length=length,
-        ranges=ranges,
-    )
+    return {
+        "q_metadata": q_metadata,
+        "kv_metadata": kv_metadata,
+        "run_row": row,
+        "run_position": position,
+        "run_origin": origin,
+        "run_length": length,
+        "num_rows": plan.num_rows,
+        "pairs_before": plan.pairs_before,
+        "pairs": plan.pairs,
+        "largest_needs": jnp.broadcast_to(plan.needs, (grid.world_size, len(capacities))),
+        "ranges": ranges,
+    }
 
 
 def _received(
@@ -483,9 +470,7 @@ def plan_inside(
         digest = plan_digest(config, mask.kind, received.block, received.rank)
         fingerprint = refused_at_fault(make_fingerprint(own, digest), fault)
     return Plan(
-        **build(assignment, grid=grid, capacities=capacities, rank=rank)._asdict(),
-        pairs_before=assignment.pairs_before,
-        pairs=assignment.pairs,
+        **build(assignment, grid=grid, capacities=capacities, rank=rank),
         fingerprint=fingerprint,
         num_tokens=grid.rows,
         batch=grid.batch,
@@ -564,7 +549,7 @@ def static_capacities(grid: BlockGrid, config: PlanConfig, mask: Mask) -> Capaci
 
 def check_shapes(op: str, segment_ids, positions, world_size: int, config: PlanConfig) -> BlockGrid:
     """Checks types and shapes of a plan's arguments; returns the blocks of the batch."""
-    check_config(op, config)
+    check_type(op, "config", config, PlanConfig, "Omit it for the default.")
     check_positive(op, world_size=world_size)
     check_ids(op, segment_ids, positions)
     batch, columns = segment_ids.shape

@@ -9,7 +9,7 @@ import jax.core
 import numpy as np
 from jaxtyping import Array, Int, Int32, Shaped
 
-from jax_cp_dispatch._arguments import check_integer
+from jax_cp_dispatch._arguments import check_integer, check_type
 from jax_cp_dispatch._ranks.runtime import native
 from jax_cp_dispatch.documents import Documents
 from jax_cp_dispatch.documents.documents import check_document_mask
@@ -29,7 +29,6 @@ from jax_cp_dispatch.planning.config import (
     CAPACITIES,
     PLACED_CAPACITIES,
     PlanConfig,
-    check_config,
     check_fallback,
     check_ranks,
     check_traced,
@@ -305,11 +304,11 @@ def plan_attention(
       TypeError: inputs are not integers, or `mask` is not a mask.
       ValueError: shapes do not match. With concrete inputs also: a segment id is negative, or
         occurs in separate runs of one batch row whose positions do not start again; a position
-        exceeds 32 bits; or a capacity is too small and there is no fallback. Or the arrays of
+        exceeds 32 bits; a capacity is too small and there is no fallback; or the arrays of
         the mask have another shape.
     """
     mask = read_mask(_OP, mask)
-    check_config(_OP, config)
+    check_type(_OP, "config", config, PlanConfig, "Omit it for the default.")
     check_integer(_OP, "world_size", world_size)
     world_size = int(world_size)
     check_fallback(_OP, fallback, config, CAPACITIES)
@@ -360,8 +359,8 @@ def plan_placed(
 ) -> tuple[Plan, PlanConfig]:
     """Returns the plan of one mask for pieces in their rows, which are the same for all masks.
 
-    Of one rank, the plan is its part. Also returns a config of what all ranks need. `in_order` is a
-    mask with arrays, in placed order; None for others.
+    With `request.rank`, the plan is the part of that rank. Also returns a config of what all ranks
+    need. `in_order` is a mask with arrays, in placed order; None for others.
     """
     order = np.lexsort((held.start, held.document, held.rank))
     assigned = np.stack([held.rank, held.document, held.start, held.end], axis=1)[order]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float32, Int, Int32, PyTree, Shaped
 
-from jax_cp_dispatch._arguments import check_integer, check_positive
+from jax_cp_dispatch._arguments import check_integer, check_positive, check_type
 from jax_cp_dispatch._ranks.runtime import native
 from jax_cp_dispatch._text import by_group, describe_mask, describe_plan, outline, work_by_share
 from jax_cp_dispatch.documents import Documents
@@ -23,7 +23,6 @@ from jax_cp_dispatch.masks.read import read_mask_on_host
 from jax_cp_dispatch.planning.config import (
     PLACED_CAPACITIES,
     PlanConfig,
-    check_config,
     check_fallback,
     check_ranks,
 )
@@ -219,7 +218,7 @@ class Placement:
     def pairs_before(self) -> Float32[np.ndarray, "*groups W"]:
         """Query-key pairs of each rank, of all layers, if tokens stay in the order of the batch.
 
-        Of several groups, `[groups, W]`.
+        For several groups, they are `[groups, W]`.
         """
         self._check_whole("pairs_before")
         return self._sum(np.asarray(x.pairs_before) for x in self.plans)
@@ -228,7 +227,7 @@ class Placement:
     def imbalance(self) -> Float32[np.ndarray, ""]:
         """Largest work of a rank in all layers by its share; see `PlanConfig.rank_speeds`.
 
-        Of several groups, the largest of all; `describe` also compares the ranks of all groups.
+        For several groups, it is the largest; `describe` also compares the ranks of all groups.
         """
         self._check_whole("imbalance")
         return self._imbalance(self._pairs)
@@ -251,7 +250,7 @@ class Placement:
         Apply it to tokens, labels, positions and segment ids alike. Shift labels by one token
         first: neighbours in placed order need not be neighbours in a document.
 
-        Of one rank's part, the result is `[batch, columns / W, ...]`: the columns of this rank.
+        For one rank's part, the result is `[batch, columns / W, ...]`: the columns of this rank.
 
         Raises:
           ValueError: an array does not start with `[batch, columns]`.
@@ -402,7 +401,7 @@ def place_tokens(
       ValueError: sizes do not match, a document is not contiguous, or the placement exceeds a
         capacity of the config and there is no fallback.
     """
-    check_config(_OP, config)
+    check_type(_OP, "config", config, PlanConfig, "Omit it for the default.")
     check_positive(_OP, world_size=world_size)
     world_size = int(world_size)
     documents = document_table(

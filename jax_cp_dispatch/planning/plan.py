@@ -36,10 +36,8 @@ from jax_cp_dispatch.planning.runs import (
 # ---- Saved plans and placements: a pickle names its format, so that another version can refuse it.
 #
 # The fields are a pickle of their own. So what this version no longer has, in a plan of another
-# one,
-# is found after its format has been read. The name and the module of `load_saved` are in every
-# saved
-# plan: they stay.
+# one, is found after its format has been read. The name and the module of `load_saved` are in every
+# saved plan: they stay.
 
 # To be counted up with every change of the fields of `Plan` or `Placement`, or of their meaning.
 FORMAT = 1
@@ -204,9 +202,9 @@ class Plan:
         A plan that does not fit makes attention fail on all ranks. To skip such a training step
         instead, or to use another algorithm, use `lax.cond` on this value.
 
-        Of stacked plans that move queries, whether all fit. Of those of placements, whether any
-        fits: its tokens are placed, and no ring may read them. `place_tokens(num_groups=)` places
-        all groups or none.
+        For stacked plans: True if every plan fits. For stacked placements: True if any fits,
+        because its tokens are in placed order and a ring would misread them.
+        `place_tokens(num_groups=)` places all groups or none.
         """
         if self.is_placed:
             fits = (self.num_rows >= 0).all(-1).any()
@@ -230,7 +228,7 @@ class Plan:
     def needs(self) -> PlanConfig:
         """The smallest capacities for this plan; other choices are defaults.
 
-        Of stacked plans, those that suffice for all. Read outside `jit`. `Placement.needs` has the
+        For stacked plans, they suffice for all. Read outside `jit`. `Placement.needs` has the
         other choices too.
 
         Raises:
@@ -436,7 +434,7 @@ def plan_of_group(op: str, plan: Plan) -> Plan:
         raise ValueError(
             f"{op}: got stacked plans, of {list(plan.fingerprint.shape[:-2])}. Pass one of them: "
             "each step of jax.lax.scan has its own, and jax.tree.map(lambda x: x[i], plans) is the "
-            "i-th. Of groups of batch rows, in_specs=documents.specs(axis_name, batch_axis) does."
+            "i-th. For groups of batch rows, use in_specs=documents.specs(axis_name, batch_axis)."
         )
     return jax.tree.map(lambda x: x[0], plan)
 

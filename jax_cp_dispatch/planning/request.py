@@ -233,7 +233,7 @@ def rank_sums(
 def num_moved(op: str, metadata: Metadata, ranks_per_node: int = 1) -> int:
     """Returns the rows that move between nodes, by default between ranks; each copy counts.
 
-    Of stacked plans, the sum. Read outside `jit`.
+    For stacked plans, it is the sum. Read outside `jit`.
 
     Raises:
       ValueError: this is one rank's part of a plan.
@@ -361,51 +361,38 @@ def static_sizes(
     needs: Mapping[str, Int[np.ndarray, " W"]],
     steps: Mapping[str, tuple[Any, ...]],
 ) -> dict[str, int]:
-    """Returns each capacity; `steps` are the other arguments of `_static_size`, by its name."""
-    return {
-        name: _static_size(op, config, name, what, needs[name], *step)
-        for name, (what, *step) in steps.items()
-    }
-
-
-def _static_size(
-    op: str,
-    config: PlanConfig,
-    name: str,
-    what: str,
-    needs: Int[np.ndarray, " W"],
-    step: int,
-    most: int | None = None,
-) -> int:
-    """Returns the size in the config if sufficient; else the need, rounded up to share programs.
+    """Returns the sizes in the config if sufficient; else needs, rounded up to share programs.
 
     Args:
       op: the public function, for error messages.
-      config, name: the config, and the field with the size; None: by default.
-      what: what a rank would do, with `{}` for its need.
-      needs: of each rank.
-      step: smallest step of rounding; larger needs are rounded up by at most 1/8.
-      most: that any batch of this shape needs; None: not known.
+      config: has sizes, or None.
+      needs: of each rank, by the names of sizes.
+      steps: by name: what a rank would do, with `{}` for its need; the smallest step of rounding
+        (larger needs are rounded up by at most 1/8); and what any batch of this shape needs at
+        most, if that is known.
     Raises:
-      DoesNotFitError: the given size is too small.
+      DoesNotFitError: a given size is too small.
     """
-    need, rank = int(needs.max()), int(needs.argmax())
-    given = getattr(config, name)
-    if need > np.iinfo(np.int32).max:
-        raise ValueError(
-            f"{op}: rank {rank} {what.format(need)}, but row numbers have 32 bits. Plan for more "
-            "ranks, or fewer tokens at a time."
-        )
-    if given is None:
-        step = max(step, 1 << max(need.bit_length() - 4, 0))
-        size = max(-(-need // step), 1) * step
-        return size if most is None else min(size, max(most, 1))
-    if given < need:
-        raise DoesNotFitError(
-            f"{op}: rank {rank} {what.format(need)} but {name} is {given}. Pass {name}>={need} or "
-            f"None in PlanConfig."
-        )
-    return given
+    sizes = {}
+    for name, (what, step, *most) in steps.items():
+        need, rank = int(needs[name].max()), int(needs[name].argmax())
+        given = getattr(config, name)
+        if need > np.iinfo(np.int32).max:
+            raise ValueError(
+                f"{op}: rank {rank} {what.format(need)}, but row numbers have 32 bits. Plan for "
+                "more ranks, or fewer tokens at a time."
+            )
+        if given is None:
+            step = max(step, 1 << max(need.bit_length() - 4, 0))
+            size = max(-(-need // step), 1) * step
+            given = min(size, *(max(x, 1) for x in most)) if most else size
+        elif given < need:
+            raise DoesNotFitError(
+                f"{op}: rank {rank} {what.format(need)} but {name} is {given}. Pass {name}>={need} "
+                "or None in PlanConfig."
+            )
+        sizes[name] = given
+    return sizes
 
 
 def check_longest_keys(op: str, request: PlanRequest) -> None:

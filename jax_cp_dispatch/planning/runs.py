@@ -90,12 +90,26 @@ def local_runs(plan: Any, rank: Any) -> LocalRuns:
     axis. NumPy arrays and a concrete rank give NumPy.
     """
     names = "run_row", "run_position", "run_origin", "num_rows", "run_length"
-    runs = [x for name in names if (x := getattr(plan, name, None)) is not None]
-    if jnp.ndim(plan.run_row) > 1:
-        rank = 0 if jnp.shape(plan.run_row)[0] == 1 else rank
-        on_host = all(isinstance(x, np.ndarray) for x in runs) and not isinstance(rank, jax.Array)
-        runs = [(x if on_host else jnp.asarray(x))[rank] for x in runs]
-    return LocalRuns(*runs)
+    return LocalRuns(*_rows_of(rank, plan.run_row, [getattr(plan, name, None) for name in names]))
+
+
+def local_rows(ranges: MaskRanges, rank: Any) -> MaskRanges:
+    """Returns the ranges of one rank, of all ranks or of its slice; NumPy gives NumPy."""
+    return _rows_of(rank, ranges.k_start, ranges)
+
+
+def _rows_of(rank: Any, by_rank: Any, arrays: Any) -> Any:
+    """Returns the rows of one rank, of arrays of all ranks, or of its slice.
+
+    `by_rank`: one of the arrays, `[W, ...]`, or `[1, ...]` of a slice. Without an axis of ranks,
+    the arrays are those of the rank.
+    """
+    if jnp.ndim(by_rank) < 2:
+        return arrays
+    at = 0 if jnp.shape(by_rank)[0] == 1 else rank
+    leaves = jax.tree.leaves(arrays)
+    on_host = all(isinstance(x, np.ndarray) for x in leaves) and not isinstance(at, jax.Array)
+    return jax.tree.map(lambda x: (x if on_host else jnp.asarray(x))[at], arrays)
 
 
 def key_ranges(
@@ -218,19 +232,6 @@ def fallback_row_ranges(
     if not request.mask.has_query_ranges:
         return MaskRanges(*of_queries)
     return MaskRanges(*of_queries, fill(num_keys, 0), fill(num_keys, _ALL))
-
-
-def local_rows(ranges: MaskRanges, rank: Any) -> MaskRanges:
-    """Returns the ranges of one rank, of all ranks or of its slice; NumPy gives NumPy."""
-
-    def of_rank(x):
-        if jnp.ndim(x) < 2:
-            return x
-        at = 0 if jnp.shape(x)[0] == 1 else rank
-        on_host = isinstance(x, np.ndarray) and not isinstance(at, jax.Array)
-        return (x if on_host else jnp.asarray(x))[at]
-
-    return jax.tree.map(of_rank, ranges)
 
 
 # ---- The cut pieces of a placement: which piece of a document comes before which, on which rank.

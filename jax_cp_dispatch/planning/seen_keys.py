@@ -65,7 +65,8 @@ class QueryTable(NamedTuple):
     ) -> tuple[Int64[np.ndarray, " N"], Int64[np.ndarray, " N"]]:
         """Returns the first key of each query and of later ones, one past the last of earlier ones.
 
-        Of its document; so the keys of any queries [start, end) follow from two of these.
+        They count from the start of the document. The keys of any queries [start, end) follow from
+        two of these.
         """
         has_keys = self.ranges.k_start < self.ranges.k_end
         longest = int(lengths.max(initial=0)) + 1

@@ -45,10 +45,13 @@ def simulate(output: Any = OUT, plan: Any = PLAN):
 # By operation: a call, and the message after "<operation>: ".
 CASES = {
     "compute_metadata": [
-        (lambda: plan_q(SEQ_LEN * 1.0), "seq_len has dtype float64; .* integer"),
-        (lambda: plan_q(dispatch=DISPATCH > 0), "dispatch has dtype bool"),
-        (lambda: plan_q(SEQ_LEN[0]), r"seq_len has shape \(3,\); .*\[W, S\]"),
-        (lambda: plan_q(dispatch=DISPATCH[:, :2]), r"needs \[2, 3\] or"),
+        (lambda: plan_q(SEQ_LEN * 1.0), "seq_len is float64.*needs integers"),
+        (lambda: plan_q(dispatch=DISPATCH > 0), "dispatch is bool"),
+        (lambda: plan_q(SEQ_LEN[0]), r"seq_len is int\d+\[3\]; .*\[W, S\]"),
+        (
+            lambda: plan_q(dispatch=DISPATCH[:, :2]),
+            r"needs integers \[W, S, \*C\] with W = 2, S = 3",
+        ),
         (lambda: plan_q(dispatch=DISPATCH + 1), "dispatch at rank 0, slot 0 is 2; it needs to lie"),
         (lambda: plan_q(-SEQ_LEN), "seq_len at rank 0, slot 0 is -4; it needs to"),
         (lambda: plan_q(SEQ_LEN * 2**29), "of rank 0 is 5368709120 tokens; at most 4294967295"),
@@ -60,20 +63,20 @@ CASES = {
     "compute_attn_layout_seqlens": [
         (
             lambda: compute_attn_layout_seqlens(SEQ_LEN, SEQ_LEN[:1], DISPATCH),
-            r"shard_context has shape \(1, 3\); it needs",
+            r"shard_context is int\d+\[1, 3\]; it needs",
         )
     ],
     "compute_metadata_kv": [
         *(
             (lambda args=args: plan_kv(*args), says)
             for *args, says in (
-                (0, lambda x: x[..., :1], "kv_to_q_mapping has shape"),
+                (0, lambda x: x[..., :1], "kv_to_q_mapping is int"),
                 (0, lambda x: np.where(x >= 0, x + 9, x), "kv_to_q_mapping at rank"),
                 (1, lambda x: x + 9, "kv_to_q_rank at rank"),
                 (1, lambda x: x.clip(max=0), "kv_to_q_rank .* differ from the other KV shards"),
                 (3, lambda x: x - (x > 0), "kv_to_q_rank at rank"),  # one place too few
                 (2, lambda x: x + 99, "kv_context_size at rank"),
-                (4, lambda x: x[:1], "q_to_num_kv_token has shape"),
+                (4, lambda x: x[:1], "q_to_num_kv_token is int"),
                 (6, lambda x: x + 99, "num_seqs at rank 0"),
                 (7, lambda x: x + 9, "q_dispatch at rank 0, slot 0"),
             )
