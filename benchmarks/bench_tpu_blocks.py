@@ -20,8 +20,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 )
 
 import jax_cp_dispatch as cp
-from jax_cp_dispatch.attention.local.options import pass_options
-from jax_cp_dispatch.attention.local.ranges import RowRanges, tile_ranges, to_rows
+from jax_cp_dispatch.attention.local.ranges import RowRanges, pass_options, tile_ranges, to_rows
 from jax_cp_dispatch.attention.local.tpu import FIRST, LANES, LAST, find_visits, tile
 
 RANKS = 8

@@ -30,7 +30,7 @@ from jax_cp_dispatch import (
     place_tokens,
 )
 from jax_cp_dispatch.attention import Algorithm
-from jax_cp_dispatch.attention.algorithms.by_plan import moves_of_plan
+from jax_cp_dispatch.attention.algorithms.planned import moves_of_plan
 from jax_cp_dispatch.cost import HARDWARE, Workload, rank_pairs
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
 from jax_cp_dispatch.masks import Causal, SlidingWindow, StaticMask

@@ -32,17 +32,16 @@ from jax_cp_dispatch.attention.algorithms import (
     ALGORITHMS,
     Algorithm,
     Balanced,
-    Call,
     Hamilton,
     Placed,
     refuse,
 )
-from jax_cp_dispatch.attention.algorithms.by_plan import Batch, RankProgram, Shape
+from jax_cp_dispatch.attention.algorithms.algorithm import Batch, RankProgram, Shape
 from jax_cp_dispatch.attention.choose import Auto, read_algorithm
-from jax_cp_dispatch.attention.local.options import check_softmax
-from jax_cp_dispatch.attention.operands import AttentionOptions, Operands, check_rows
+from jax_cp_dispatch.attention.local.ranges import check_softmax
+from jax_cp_dispatch.attention.operands import Call, Operands, check_rows
 from jax_cp_dispatch.attention.rotating import (
-    ShardedSequence,
+    Rotation,
     attend_sequence,
     from_layout,
     to_layout,
@@ -409,8 +408,8 @@ def hamilton_attention_profile(
     algorithm.schedule(op, num_ranks)  # raises before the arrays are read
     given = read_given(op, documents, segment_ids, positions, mask, follows_plan=False)
     check_softmax(op, scale, logit_soft_cap)
-    read = AttentionOptions(options, given.order, scale, logit_soft_cap)
-    refuse(op, algorithm, Call(read, (num_ranks,), q.shape[2]))
+    call = Call(options, (num_ranks,), q.shape[2], given.order, scale, logit_soft_cap)
+    refuse(algorithm, call, given.mask)
     check_rows(op, Operands(q, k, v), given.segment_ids, given.positions)
     B, T = q.shape[:2]
     if T % num_ranks:
@@ -420,48 +419,50 @@ def hamilton_attention_profile(
         )
     check_call_ranks(op, given, T, num_ranks, f"{axis_name!r} has {num_ranks} devices")
     given = replaced(given, mask=read_mask_on_host(op, given.mask, (B, T)))
-    sequence = algorithm.sequence(read, given.mask, num_ranks)
+    of_rank = [jax.ShapeDtypeStruct((B, T // num_ranks, *x.shape[2:]), x.dtype) for x in (q, k, v)]
+    rotation = algorithm.rotation(call, given.mask, *of_rank)
     given = read_whole(op, given, num_ranks)
     steps = _Steps(mesh, axis_name, repeats)
     by_rank = lambda x: np.moveaxis(np.asarray(x).reshape(B, num_ranks, -1, *x.shape[2:]), 1, 0)
     arrays = jax.tree.map(by_rank, (q, k, v, given))
     arrays = jax.device_put(arrays, NamedSharding(mesh, P(axis_name)))
-    whole = lambda q, k, v, packed: attend_sequence(sequence, Operands(q, k, v), packed).out
+    whole = lambda q, k, v, packed: attend_sequence(rotation, Operands(q, k, v), packed).out
     seconds, _ = steps.run(whole, *arrays)
-    out = jnp.moveaxis(_run_steps(sequence, steps, *arrays), 0, 1).reshape(*q.shape[:3], -1)
+    out = jnp.moveaxis(_run_steps(rotation, steps, *arrays), 0, 1).reshape(*q.shape[:3], -1)
     out = jax.device_put(out, NamedSharding(mesh, P(None, axis_name)))
     return AttentionProfile(max(seconds), tuple(steps.spans), out)
 
 
-def _run_steps(sequence: ShardedSequence, steps: _Steps, q, k, v, packed: Documents):
+def _run_steps(rotation: Rotation, steps: _Steps, q, k, v, packed: Documents):
     """Runs the steps of `attend_sequence`, each kind as one program."""
     (B, T), dtype = q.shape[1:3], q.dtype
-    rotation = sequence.rotation(*(jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in (q, k, v)))
+    num_ranks, fetch_keys = rotation.call.num_ranks, rotation.schedule.fetch_keys
 
     def move(name, fn, *operands):
-        if not sequence.rearranges:
+        if not rotation.rearranges:
             return steps.run(fn, *operands)[1]
         return steps.step(name, communication=(fn, *operands))[0]
 
     def begin(q, k, v, packed):
-        ranges = token_ranges(sequence, rotation, packed, (B, T))._replace(fault=None)
+        ranges = token_ranges(rotation, packed, (B, T))._replace(fault=None)
         return ranges, *rotation.begin(q, (k, v), ranges)
 
     def attend(queries, ranges, held, seen, step):
-        return rotation.attend(queries, ranges, held, seen, rotation.key_order(step), None)
+        return rotation.add_keys(queries, ranges, held, seen, rotation.key_order(step), None)
 
-    q, k, v = move("to zigzag", lambda *x: to_layout(sequence, rotation, x), q, k, v)
+    q, k, v = move("to zigzag", lambda *x: to_layout(rotation, x), q, k, v)
     _, (ranges, queries, own, seen) = steps.run(begin, q, k, v, packed)
     held = own
-    for step in range(sequence.num_ranks):
-        number = np.full(sequence.num_ranks, step, np.int32)
+    for step in range(num_ranks):
+        number = np.full(num_ranks, step, np.int32)
         parts = {COMPUTATION: (attend, queries, ranges, held, seen, number)}
-        if step < rotation.last_step:
-            parts = {COMMUNICATION: (rotation.fetch_keys, own, held, number), **parts}
+        if step < num_ranks - 1:
+            fetch = partial(fetch_keys, rotation.call.exchange)
+            parts = {COMMUNICATION: (fetch, own, held, number), **parts}
         *fetched, seen = steps.step(f"step {step}", **parts)
         held = fetched[0] if fetched else held
     _, out = steps.run(lambda seen: rotation.result(seen)[0].astype(dtype), seen)
-    return move("from zigzag", lambda out: from_layout(sequence, (out,), T)[0], out)
+    return move("from zigzag", lambda out: from_layout(rotation, (out,), T)[0], out)
 
 
 _POLL = 20e-6  # seconds
@@ -626,7 +627,7 @@ def balance_profile(
     heads = num_heads, num_kv_heads, num_kv_heads
     dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
     qkv = [Shape((*rows, n, head_size), dtype) for n in heads]
-    options = AttentionOptions(read_options(_OP, "ranks"))
+    call = Call(read_options(_OP, "ranks"), (world_size,), num_heads)
     batch = Batch(world_size, trusted(documents.numbers(), mask=mask), qkv)
     programs = []
     for given in algorithms:
@@ -636,7 +637,7 @@ def balance_profile(
         )
         program = None
         if not isinstance(algorithm, Auto):
-            program = algorithm.rank_program(options, its_batch, backward=backward)
+            program = algorithm.rank_program(call, its_batch, backward=backward)
         if program is None:
             raise ValueError(
                 f"{_OP}: got algorithm {algorithm.name!r}. Name algorithms that can be measured: "

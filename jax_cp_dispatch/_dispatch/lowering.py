@@ -406,6 +406,9 @@ register_lowering(Operation.EXCHANGE, xla.lower, on=[XLA])
 def lower(ctx: Any, *operands: Any, exchange: Exchange) -> Any:
     """Lowers an exchange in one call."""
     comm = exchange.comm
+    on_cpu = "cpu" in ctx.module_context.platforms
+    if exchange.by_collectives is not None and comm.implementation is None and not on_cpu:
+        return xla.lower(ctx, *operands, exchange=exchange)
     if comm.open_axes:
         # Each device's part, inside a `shard_map` over the axes that are not manual yet.
         def on_rank(mesh):

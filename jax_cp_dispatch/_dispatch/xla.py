@@ -25,14 +25,12 @@ from jax_cp_dispatch._dispatch.xla_transfers import (
 )
 from jax_cp_dispatch._ranks.communicator import rank_index
 from jax_cp_dispatch._ranks.implementations import (
-    IMPLEMENTATIONS,
     default_platform,
     program_platform,
-    refuse_here,
 )
 from jax_cp_dispatch._ranks.job import first_failure
 from jax_cp_dispatch._ranks.lowering import Chosen
-from jax_cp_dispatch._ranks.options import CollectiveOptions, vary_alike
+from jax_cp_dispatch._ranks.options import vary_alike
 from jax_cp_dispatch._text import say_once
 from jax_cp_dispatch.metadata import compute_metadata
 
@@ -505,10 +503,10 @@ def _num_different(metadata: MetadataOperands, num_ranks: int) -> Array:
     return jnp.sum(jnp.stack(counts))[None]
 
 
-def lower(ctx: Any, *operands: Any, exchange: Exchange, choice: Chosen) -> Any:
+def lower(ctx: Any, *operands: Any, exchange: Exchange, choice: Chosen | None = None) -> Any:
     """Lowers the part of one rank."""
-    program = ctx.module_context
-    ragged = may_be_ragged(program.platforms, program.backend)
+    program, is_static = ctx.module_context, exchange.by_collectives is not None
+    ragged = not is_static and may_be_ragged(program.platforms, program.backend)
     move = functools.partial(_move, exchange, ragged)
     return mlir.lower_fun(move, multiple_results=True)(ctx, *operands)
 
@@ -564,15 +562,32 @@ def _without_padding(arrays: list[Any], num_rows: int) -> list[Any]:
     return [x[:0] for x in arrays] if num_rows == 0 else arrays
 
 
-def dispatch_or_collectives(
-    exchange: CollectiveOptions,
-    arrays: Any,
-    by_dispatch: Callable[[Any], Any],
-    by_xla: Callable[[Any], Any],
-) -> Any:
-    """Moves arrays by `dispatch` between CPU devices, or if a transport is named; else by XLA."""
-    refuse_here(exchange.op)
-    if exchange.implementation is not None:
-        row = IMPLEMENTATIONS[exchange.implementation]
-        return by_xla(arrays) if row.is_collectives else by_dispatch(arrays)
-    return lax.platform_dependent(arrays, cpu=by_dispatch, default=by_xla)
+# ---- Plans that are one collective of XLA on arrays whose rows are the ranks' tokens.
+
+
+class AllToAll(NamedTuple):
+    """Row c of rank r goes to rank c, as its row r; its transpose is itself."""
+
+    axis_name: Any
+
+    def __call__(self, arrays: Sequence[Array]) -> list[Array]:
+        return [lax.all_to_all(x, self.axis_name, 0, 0) for x in arrays]
+
+    def transposed(self) -> "AllToAll":
+        return self
+
+
+class AllGather(NamedTuple):
+    """The one row of each rank goes to all; the transpose sums the rows of all ranks."""
+
+    axis_name: Any
+    sums: bool = False
+
+    def __call__(self, arrays: Sequence[Array]) -> list[Array]:
+        if not self.sums:
+            return [lax.all_gather(x, self.axis_name, tiled=True) for x in arrays]
+        wide = [x.astype(sum_dtype(x.dtype)) for x in arrays]
+        return [lax.psum_scatter(x, self.axis_name, tiled=True) for x in wide]
+
+    def transposed(self) -> "AllGather":
+        return self._replace(sums=not self.sums)

@@ -294,6 +294,12 @@ def vary_alike(arrays: Iterable[ArrayLike], *, also: Iterable[str] = ()) -> list
     return [add(x, names) for x, names in zip(arrays, missing, strict=True)]
 
 
+def vary_together(tree: Any, *, also: Iterable[str] = ()) -> Any:
+    """`vary_alike` of the arrays of a pytree."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure.unflatten(vary_alike(leaves, also=also))
+
+
 def vary_like(arrays: Iterable[ArrayLike], like: ArrayLike) -> list[Array]:
     """Makes all arrays vary over the mesh axes of `like` too, as initial carries of a loop must."""
     return vary_alike(arrays, also=varying_axes(like))

@@ -1,12 +1,10 @@
 """Attention to local keys, and over a mesh axis.
 
-`context_parallel`: the door. It reads its arguments once, into `call_options`, `operands` and
-documents, and asks an algorithm of `algorithms/`: whether it can serve the call, and for one rank's
-part.
-`rotating/`: the steps of algorithms whose keys rotate. All algorithms use the two passes of
-`local/` (one range of keys per query); `local/merge` is for your own steps. `latents` are rows from
-which each rank expands keys, `expanded_heads` those of sharded heads. `choose` predicts the
-fastest algorithm; `auto` does so in a call.
+`context_parallel`: the door. It reads its arguments once, into a `Call`, `Operands` and documents
+(`operands`), and asks an algorithm of `algorithms/`: whether it can serve the call, and for one
+rank's part. `rotating`: the steps of algorithms whose keys rotate, in `key_chunks`. All algorithms
+use the two passes of `local/` (one range of keys per query). `choose` predicts the fastest
+algorithm, also in a call (`Auto`).
 """
 
 from jax_cp_dispatch.attention.algorithms import (

@@ -20,9 +20,8 @@ from jax_cp_dispatch.attention.algorithms import (
     Placed,
     Zigzag,
 )
-from jax_cp_dispatch.attention.algorithms.by_plan import moves_of_plan
-from jax_cp_dispatch.attention.algorithms.planned import check_plan_config
-from jax_cp_dispatch.attention.operands import AttentionOptions, Operands, has_no_tokens, key_shapes
+from jax_cp_dispatch.attention.algorithms.planned import check_plan_config, moves_of_plan
+from jax_cp_dispatch.attention.operands import Call, Operands, has_no_tokens, key_shapes
 from jax_cp_dispatch.cost import HARDWARE, Hardware, Moves, Prediction, Workload
 from jax_cp_dispatch.cost.pairs import wasted_pairs
 from jax_cp_dispatch.documents.documents import Documents, with_segment_ids
@@ -256,22 +255,6 @@ def _duration(seconds: float) -> str:
 # ---- `Auto`: the algorithm of a call by its documents, and the plan by which it was predicted.
 
 
-class Sizes(NamedTuple):
-    """The sizes of a call on all its ranks.
-
-    Attributes:
-      num_ranks: W.
-      num_tokens: of a batch row, on all ranks.
-      num_groups: parts of the batch; each has ranks of its own.
-      head_devices: that share the heads.
-    """
-
-    num_ranks: int
-    num_tokens: int
-    num_groups: int = 1
-    head_devices: int = 1
-
-
 @dataclasses.dataclass(frozen=True)
 class Auto:
     """The algorithm of the plan; without one, the choice of `choose_algorithm` from concrete ids.
@@ -292,7 +275,6 @@ class Auto:
     config: PlanConfig = PlanConfig()
 
     def check(self, op: str) -> None:
-        """Checks the types of its options."""
         check_plan_config(op, self.config)
         if not isinstance(self.hardware, Hardware | None):
             raise TypeError(
@@ -306,42 +288,45 @@ class Auto:
 
     def choose(
         self,
-        options: AttentionOptions,
+        call: Call,
         operands: Operands,
         packed: Documents,
         plan: Plan | None,
-        sizes: Sizes,
+        *,
+        num_tokens: int,
+        num_groups: int,
     ) -> tuple[Algorithm, Plan | None]:
         """Returns the algorithm, and its plan, if it has one: that of the call, or else a new one.
 
-        Operands are padded to a multiple of the ranks.
+        Operands are padded to a multiple of the ranks. `num_tokens` are those of a batch row on all
+        ranks; each of `num_groups` parts of the batch has ranks of its own.
         """
-        is_zigzag = options.order.layout == "zigzag"
+        is_zigzag = call.order.layout == "zigzag"
         if plan is not None:
             return Placed() if plan.is_placed else Balanced(self.config), plan
         if has_no_tokens(operands):
             return Zigzag() if is_zigzag else Balanced(self.config), None
         if any(isinstance(x, Tracer) for x in (packed.segment_ids, packed.positions)):
             raise ValueError(
-                f"{options.op}: algorithm='auto' reads segment_ids on the host, but they are "
+                f"{call.op}: algorithm='auto' reads segment_ids on the host, but they are "
                 "traced. Call choose_algorithm outside jit, once for similar batches, and pass "
                 "the algorithm of its result."
             )
         if not all(is_on_host(x) for x in jax.tree.leaves(packed.mask)):  # planned in the program
             return Zigzag() if is_zigzag else Balanced(self.config), None
         hardware = self.hardware or default_hardware()
-        workload = _workload(options, operands, packed, sizes)
+        workload = _workload(call, operands, packed, num_tokens, num_groups)
         estimate = None
-        if not is_zigzag and sizes.num_groups > 1:  # each group makes its own plan in the program
+        if not is_zigzag and num_groups > 1:  # each group makes its own plan in the program
             estimate = Balanced().plan_for(workload, hardware)
         elif not is_zigzag:
-            shape = operands.q.shape[0], sizes.num_tokens
+            shape = operands.q.shape[0], num_tokens
             known = with_segment_ids(packed, shape)
             try:
-                estimate = plan = Balanced(self.config).plan_before(known, sizes.num_ranks)
+                estimate = plan = Balanced(self.config).plan_before(known, call.num_ranks)
             except DoesNotFitError:
                 estimate = None
-        layout: Any = {"layout": options.order.layout}
+        layout: Any = {"layout": call.order.layout}
         compared = candidates(workload, hardware, **layout)
         moves: dict[Algorithm, Any] = {x: None for x in compared if not x.follows_plan}
         if estimate is not None:
@@ -354,7 +339,6 @@ _BY_NAME: dict[str, type[Algorithm] | type[Auto]] = {x.name: x for x in (*ALGORI
 
 
 def read_algorithm(op: str, algorithm: Any) -> Algorithm | Auto:
-    """Returns an algorithm; a short name selects the one with all defaults."""
     if isinstance(algorithm, str) and algorithm in _BY_NAME:
         return _BY_NAME[algorithm]()
     if not isinstance(algorithm, tuple(_BY_NAME.values())):
@@ -368,16 +352,17 @@ def read_algorithm(op: str, algorithm: Any) -> Algorithm | Auto:
 
 
 def _workload(
-    options: AttentionOptions, operands: Operands, packed: Documents, sizes: Sizes
+    call: Call, operands: Operands, packed: Documents, num_tokens: int, num_groups: int
 ) -> Workload:
     """Returns the work of one group; the rows of the first represent all."""
-    (B, _, N, H), T = operands.q.shape, sizes.num_tokens
-    K = key_shapes(options.expansion, operands)[0].shape[2]
-    rows = max(B // sizes.num_groups, 1)
+    (B, _, N, H), T = operands.q.shape, num_tokens
+    K = key_shapes(call.expansion, operands)[0].shape[2]
+    head_devices = N // call.num_heads
+    rows = max(B // num_groups, 1)
     lengths = ((T,),) * rows
     order = slice(None)
-    if options.order.layout == "zigzag":
-        order = zigzag_permutation(T, sizes.num_ranks, inverse=True)
+    if call.order.layout == "zigzag":
+        order = zigzag_permutation(T, call.num_ranks, inverse=True)
     packed = jax.tree.map(lambda x: np.asarray(x)[:rows, order], packed)
     mask, segment_ids, positions = packed.mask, packed.segment_ids, packed.positions
     if segment_ids is not None or positions is not None:
@@ -388,16 +373,16 @@ def _workload(
             positions = None if positions is None else np.where(segment_ids == 0, 0, positions)
         lengths = document_lengths(ids, positions)
     workload = Workload(
-        num_ranks=sizes.num_ranks,
-        tokens_per_rank=T // sizes.num_ranks,
-        num_heads=N // sizes.head_devices,
-        num_kv_heads=K * kv_copies(N, K, sizes.head_devices) // sizes.head_devices,
+        num_ranks=call.num_ranks,
+        tokens_per_rank=T // call.num_ranks,
+        num_heads=call.num_heads,
+        num_kv_heads=K * kv_copies(N, K, head_devices) // head_devices,
         head_size=H,
         itemsize=operands.q.dtype.itemsize,
         mask=mask,
         lengths=lengths,
     )
-    if options.expansion is None:
+    if call.expansion is None:
         return workload
     latent_size = sum(x.shape[3] for x in operands.k)  # as one projection of all features
     flops = 4.0 * latent_size * workload.num_kv_heads * workload.head_size

@@ -17,11 +17,12 @@ from jax_cp_dispatch._arguments import HostOrDevice, is_on_host
 from jax_cp_dispatch._door import door
 from jax_cp_dispatch._ranks.communicator import AxisName, check_axis_name, check_mesh
 from jax_cp_dispatch._ranks.options import is_on_rank, read_options, vary_alike
-from jax_cp_dispatch.attention.algorithms import Algorithm, Call, attend_unless_empty, refuse
-from jax_cp_dispatch.attention.choose import Auto, Sizes, read_algorithm
-from jax_cp_dispatch.attention.local.options import check_softmax
+from jax_cp_dispatch.attention.algorithms import Algorithm, refuse, run_unless_empty
+from jax_cp_dispatch.attention.choose import Auto, read_algorithm
+from jax_cp_dispatch.attention.local.ranges import check_softmax
 from jax_cp_dispatch.attention.operands import (
-    AttentionOptions,
+    OP,
+    Call,
     Operands,
     Outputs,
     check_rows,
@@ -55,10 +56,8 @@ from jax_cp_dispatch.masks.mask import PACKED
 from jax_cp_dispatch.masks.read import check_mask_arrays
 from jax_cp_dispatch.planning.plan import check_groups, check_plan, is_of_all, is_stack
 
-_OP = "context_parallel_attention"
 
-
-@door(_OP, sink="Pass one logit per query head.", **STEPS_OF_DOCUMENTS)
+@door(OP, sink="Pass one logit per query head.", **STEPS_OF_DOCUMENTS)
 def context_parallel_attention(
     q: Float[HostOrDevice, "B T N H"],
     k: Float[HostOrDevice, "B T K H"] | PyTree[HostOrDevice],
@@ -164,35 +163,36 @@ def context_parallel_attention(
         another rank or plan; or as `dispatch`. With `implementation="xla"` the output is NaN
         instead.
     """
-    names = check_axis_name(_OP, axis_name)
-    check_mesh(_OP, mesh)
-    chosen = read_algorithm(_OP, algorithm)
+    names = check_axis_name(OP, axis_name)
+    check_mesh(OP, mesh)
+    chosen = read_algorithm(OP, algorithm)
     follows_plan = chosen.follows_plan
-    given = read_given(_OP, documents, segment_ids, positions, mask, follows_plan=follows_plan)
+    given = read_given(OP, documents, segment_ids, positions, mask, follows_plan=follows_plan)
     if given.plan is not None:
-        check_plan(_OP, given.plan)
+        check_plan(OP, given.plan)
         if given.order == PACKED and given.plan.is_placed:  # unplaced
-            given = without_plan(_OP, given)
-    operands, expansion = read_operands(_OP, q, k, v, sink, (expand, weights, weight_specs))
-    on_rank = is_on_rank(_OP, names)
+            given = without_plan(OP, given)
+    operands, expansion = read_operands(q, k, v, sink, (expand, weights, weight_specs))
+    on_rank = is_on_rank(OP, names)
     moved = q, *operands.moved
     if on_rank:
         axes = explicit_axes(
-            _OP, *moved, others=(operands, given), covers_batch=is_of_all(given.plan)
+            OP, *moved, others=(operands, given), covers_batch=is_of_all(given.plan)
         )
     else:
         given_axes = GivenAxes(mesh, axis_name, batch_axis, head_axis)
-        axes = find_axes(_OP, *moved, given=given_axes, covers_batch=is_of_all(given.plan))
-    check_rows(_OP, operands, given.segment_ids, given.positions)
-    check_softmax(_OP, scale, logit_soft_cap)
-    options = AttentionOptions(
-        read_options(
-            _OP,
-            axis_name,
-            implementation=implementation,
-            deadline=deadline,
-            num_comm_sm=num_comm_sm,
-        ),
+        axes = find_axes(OP, *moved, given=given_axes, covers_batch=is_of_all(given.plan))
+    check_rows(OP, operands, given.segment_ids, given.positions)
+    check_softmax(OP, scale, logit_soft_cap)
+    check_mask_arrays(OP, given.mask, q.shape[:2])
+    if axes is not None and expansion is not None:
+        sharing = chosen.head_axes(axes.sequence)
+        check_specs(OP, expansion, operands.weights, axes, sharing)
+    exchange = {"deadline": deadline, "num_comm_sm": num_comm_sm}
+    call = Call(
+        read_options(OP, axis_name, implementation=implementation, **exchange),
+        tuple(map(lax.axis_size, names)) if axes is None or on_rank else axes.sizes,
+        q.shape[2] // (1 if axes is None else axes.num_devices(axes.heads)),
         order=given.order,
         scale=scale,
         logit_soft_cap=logit_soft_cap,
@@ -200,123 +200,113 @@ def context_parallel_attention(
         return_max_logits=return_max_logits,
         expansion=expansion,
     )
-    check_mask_arrays(_OP, given.mask, q.shape[:2])
-    if axes is not None and expansion is not None:
-        sharing = chosen.head_axes(axes.sequence)
-        check_specs(_OP, expansion, operands.weights, axes, sharing)
     run: Callable[..., Outputs] = _on_rank if on_rank else _on_global_arrays
-    return options.returned(run(chosen, options, operands, given, axes))
+    return call.returned(run(chosen, call, operands, given, axes))
 
 
 def _on_rank(
     algorithm: Algorithm | Auto,
-    options: AttentionOptions,
+    call: Call,
     operands: Operands,
     given: Documents,
     axes: MeshAxes | None,
 ) -> Outputs:
     """Computes attention of this rank's rows, which explicit axes may shard."""
-    packed, plan, axis_name = replaced(given, plans=()), given.plan, options.exchange.axis_name
-    (_, T, N), num_ranks = operands.q.shape[:3], lax.axis_size(axis_name)
-    devices = (1, 1) if axes is None else (axes.num_groups, axes.num_devices(axes.heads))
-    check_call_ranks(
-        _OP, given, T * num_ranks, num_ranks, f"axis {axis_name!r} has {num_ranks} ranks"
-    )
+    packed, plan, axis_name = replaced(given, plans=()), given.plan, call.exchange.axis_name
+    num_tokens = operands.q.shape[1] * call.num_ranks
+    ranks = f"axis {axis_name!r} has {call.num_ranks} ranks"
+    check_call_ranks(OP, given, num_tokens, call.num_ranks, ranks)
     if plan is None:
-        ids, positions = normalize_segment_ids(_OP, packed.segment_ids, packed.positions)
+        ids, positions = normalize_segment_ids(OP, packed.segment_ids, packed.positions)
         packed = replaced(packed, segment_ids=ids, positions=positions)
     if isinstance(algorithm, Auto):
-        sizes = Sizes(num_ranks, T * num_ranks, *devices)
-        algorithm, plan = algorithm.choose(options, operands, packed, plan, sizes)
-    axis_sizes = tuple(map(lax.axis_size, options.exchange.axis_names))
-    refuse(_OP, algorithm, Call(options, axis_sizes, N // devices[1], packed.mask, plan))
+        num_groups = 1 if axes is None else axes.num_groups
+        sizes = {"num_tokens": num_tokens, "num_groups": num_groups}
+        algorithm, plan = algorithm.choose(call, operands, packed, plan, **sizes)
+    refuse(algorithm, call, packed.mask, plan)
     if axes is None:
-        return attend_unless_empty(algorithm, options, operands, packed, plan)
-    return _program(operands, plan, packed, algorithm=algorithm, options=options, axes=axes)
+        return run_unless_empty(algorithm, call, operands, packed, plan)
+    return _program(operands, plan, packed, algorithm=algorithm, call=call, axes=axes)
 
 
 def _on_global_arrays(
     algorithm: Algorithm | Auto,
-    options: AttentionOptions,
+    call: Call,
     operands: Operands,
     given: Documents,
     axes: MeshAxes,
 ) -> Outputs:
     """Pads the tokens, plans what is known, and runs one program on all ranks."""
     packed, plan = replaced(given, plans=()), given.plan
-    q, num_ranks = operands.q, axes.num_ranks
-    check_call_ranks(_OP, given, q.shape[1], num_ranks, axes.described)
-    num_heads = q.shape[2] // axes.num_devices(axes.heads)
-    _check_plan(options, axes, q.shape[1], plan)
+    (B, T), num_ranks = operands.q.shape[:2], call.num_ranks
+    check_call_ranks(OP, given, T, num_ranks, axes.described)
+    _check_plan(call, axes, T, plan)
     if not isinstance(algorithm, Auto):
-        refuse(_OP, algorithm, Call(options, axes.sizes, num_heads, packed.mask, plan))
+        refuse(algorithm, call, packed.mask, plan)
     if plan is None:  # those with a plan were read
-        packed = read_whole(_OP, packed, num_ranks)
-    num_tokens = q.shape[1]
-    missing = -num_tokens % num_ranks
+        packed = read_whole(OP, packed, num_ranks)
+    missing = -T % num_ranks
     if missing and plan is None:
-        packed = with_segment_ids(packed, q.shape[:2])
-    q, k, v = pad_tokens((q, operands.k, operands.v), missing)
+        packed = with_segment_ids(packed, (B, T))
+    q, k, v = pad_tokens((operands.q, operands.k, operands.v), missing)
     operands, packed = operands._replace(q=q, k=k, v=v), pad_tokens(packed, missing)
     if isinstance(algorithm, Auto):
-        head_devices = axes.num_devices(axes.heads)
-        sizes = Sizes(num_ranks, num_tokens + missing, axes.num_groups, head_devices)
-        algorithm, plan = algorithm.choose(options, operands, packed, plan, sizes)
-        refuse(_OP, algorithm, Call(options, axes.sizes, num_heads, packed.mask, plan))
+        sizes = {"num_tokens": T + missing, "num_groups": axes.num_groups}
+        algorithm, plan = algorithm.choose(call, operands, packed, plan, **sizes)
+        refuse(algorithm, call, packed.mask, plan)
     is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(packed))
     if plan is None and not (is_traced or axes.batch or has_no_tokens(operands)):
-        plan = algorithm.plan_before(with_segment_ids(packed, operands.q.shape[:2]), num_ranks)
+        plan = algorithm.plan_before(with_segment_ids(packed, (B, T + missing)), num_ranks)
     if plan is not None and given.plan is None:
         packed = trusted(mask=plan.mask)  # nothing to compare
     if all(map(is_on_host, jax.tree.leaves(packed))):
-        options = dataclasses.replace(options, checks_order=False)  # checked above
-    outputs = _program(operands, plan, packed, algorithm=algorithm, options=options, axes=axes)
+        call = dataclasses.replace(call, checks_order=False)  # checked above
+    outputs = _program(operands, plan, packed, algorithm=algorithm, call=call, axes=axes)
     if missing:
-        out, lse = cut_tokens((outputs.out, outputs.lse), num_tokens, axes.mesh)
+        out, lse = cut_tokens((outputs.out, outputs.lse), T, axes.mesh)
         outputs = outputs._replace(out=out, lse=lse)
     return outputs
 
 
-@partial(jax.jit, static_argnames=("algorithm", "options", "axes"))
+@partial(jax.jit, static_argnames=("algorithm", "call", "axes"))
 def _program(
     operands: Operands,
     plan: Any,
     packed: Documents,
     *,
     algorithm: Algorithm,
-    options: AttentionOptions,
+    call: Call,
     axes: MeshAxes,
 ) -> Outputs:
-    """Computes attention of all ranks."""
     sequence = axes.rows
     rows = P(*sequence, axes.heads)
     of_plan = sequence if is_stack(plan) else P(axes.sequence)
     of_keys, of_weights = rows, P()
-    if options.expansion is None:
+    if call.expansion is None:
         k, v = (axes.repeat_kv_heads(x, operands.q.shape[2]) for x in operands.moved)
         operands = operands._replace(k=k, v=v)
     else:
-        of_keys, of_weights = sequence, options.expansion.specs
+        of_keys, of_weights = sequence, call.expansion.specs
         sharing = algorithm.head_axes(axes.sequence)
-        expansion = with_own_heads(options.op, options.expansion, operands, axes, sharing)
-        options = dataclasses.replace(options, expansion=expansion)
+        expansion = with_own_heads(call.op, call.expansion, operands, axes, sharing)
+        call = dataclasses.replace(call, expansion=expansion)
     of_operands = Operands(rows, of_keys, of_keys, P(axes.heads), of_weights)
     out_specs = Outputs(
         rows,
-        rows if options.return_lse else None,
-        P(axes.heads) if options.return_max_logits else None,
+        rows if call.return_lse else None,
+        P(axes.heads) if call.return_max_logits else None,
     )
 
-    def attend(*sharded: Any) -> Outputs:
+    def attend_on_rank(*sharded: Any) -> Outputs:
         *arrays, plan, packed = sharded
-        outputs = attend_unless_empty(algorithm, options, Operands(*arrays), packed, plan)
+        outputs = run_unless_empty(algorithm, call, Operands(*arrays), packed, plan)
         if outputs.max_logits is None or not axes.batch:
             return outputs
         (largest,) = vary_alike([lax.stop_gradient(outputs.max_logits)], also=axes.batch)
         return outputs._replace(max_logits=lax.pmax(largest, axes.batch))
 
     return on_all_ranks(
-        attend,
+        attend_on_rank,
         (*operands, plan, packed),
         axes=axes,
         in_specs=(*of_operands, of_plan, sequence),
@@ -325,18 +315,18 @@ def _program(
     )
 
 
-def _check_plan(options: AttentionOptions, axes: MeshAxes, num_tokens: int, plan: Any) -> None:
+def _check_plan(call: Call, axes: MeshAxes, num_tokens: int, plan: Any) -> None:
     """Requires that order and plan match the tokens, the ranks and the other arguments."""
-    if (plan is not None or options.order.layout == "zigzag") and num_tokens % axes.num_ranks:
+    if (plan is not None or call.order.layout == "zigzag") and num_tokens % axes.num_ranks:
         raise ValueError(
-            f"{_OP}: T is {num_tokens} but {axes.described}, which must divide it with a plan, and "
+            f"{OP}: T is {num_tokens} but {axes.described}, which must divide it with a plan, and "
             "in zigzag order. Pad the tokens (segment 0 is padding) before you plan or reorder "
             "them."
         )
     if plan is not None and plan.world_size != axes.num_ranks:
         raise ValueError(
-            f"{_OP}: the plan is for world_size={plan.world_size} but {axes.described}. Plan again "
+            f"{OP}: the plan is for world_size={plan.world_size} but {axes.described}. Plan again "
             "with that world_size."
         )
     if plan is not None:
-        check_groups(_OP, plan, num_groups=axes.num_groups, batch=axes.batch)
+        check_groups(OP, plan, num_groups=axes.num_groups, batch=axes.batch)

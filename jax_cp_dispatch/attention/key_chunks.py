@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import abc
+import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +16,13 @@ from jaxtyping import Array, Bool, Int, Int32, PyTree, Shaped
 from jax_cp_dispatch._arguments import check_integer
 from jax_cp_dispatch._arrays import divided, known_inside
 from jax_cp_dispatch._dispatch import move, outgoing
-from jax_cp_dispatch._dispatch.xla import dispatch_or_collectives
 from jax_cp_dispatch._door import door
 from jax_cp_dispatch._ranks.communicator import AxisName, num_ranks_here
 from jax_cp_dispatch._ranks.options import CollectiveOptions, read_options
 from jax_cp_dispatch.attention.local.ranges import with_rows
 from jax_cp_dispatch.cycles import CycleRows, check_chunk_maps
 from jax_cp_dispatch.documents.layouts import SequenceLayout
-from jax_cp_dispatch.metadata import Metadata
+from jax_cp_dispatch.metadata.fields import single_rows
 
 
 class Chunking(NamedTuple):
@@ -53,7 +54,7 @@ class Chunking(NamedTuple):
         lengths = np.clip(self.layout.lengths - first, 0, self.piece_rows)  # chunk, rank, block
         return int(lengths.sum(2).max(1).sum())
 
-    def cut(self, x: Shaped[Array, "B rows K H"]) -> Shaped[Array, "C B*K chunk_rows H"]:
+    def tile(self, x: Shaped[Array, "B rows K H"]) -> Shaped[Array, "C B*K chunk_rows H"]:
         C, P = self.num_chunks, self.layout.num_blocks
         B, _, K, H = x.shape
         x = x.reshape(B, P, self.layout.block_rows, K, H)
@@ -61,7 +62,7 @@ class Chunking(NamedTuple):
         x = x.reshape(B, P, C, self.piece_rows, K, H)
         return jnp.transpose(x, (2, 0, 4, 1, 3, 5)).reshape(C, B * K, self.chunk_rows, H)
 
-    def uncut(
+    def untile(
         self, x: Shaped[Array, "C M chunk_rows H"], batch: int
     ) -> Shaped[Array, "B rows K H"]:
         C, P = self.num_chunks, self.layout.num_blocks
@@ -262,7 +263,6 @@ def cycle_routes(cycles: Sequence[Sequence[int]]) -> Routes:
 
 
 def reverse(routes: Routes) -> Routes:
-    """Returns the reverse routes."""
     back = np.full((len(routes), len(routes[0]) if routes else 0), -1)
     for chunk, route in enumerate(routes):
         for rank, peer in enumerate(route):
@@ -281,18 +281,13 @@ def move_chunks(
 
     Ranks compare a fingerprint first; XLA's collectives do not.
     """
-    by_collectives = _ByCollectives(routes, exchange.axis_name)
-    by_xla = lambda moved: _of_leaves(by_collectives, moved[0])
-    by_dispatch = lambda moved: _by_dispatch(exchange, moved[0], moved[1], by_collectives)
-    return dispatch_or_collectives(exchange, (chunks, fingerprint), by_dispatch, by_xla)
+    num_chunks = len(routes)
+    plan = single_rows(np.asarray(routes).T, np.arange(num_chunks))
+    sent = outgoing(chunks, plan, capacity=num_chunks, fingerprint=fingerprint)
+    return move(exchange, [sent], _Permutation(routes, exchange.axis_name))[0]
 
 
-def _of_leaves(move, chunks):
-    leaves, tree = jax.tree.flatten(chunks)
-    return jax.tree.unflatten(tree, move(leaves))
-
-
-class _ByCollectives(NamedTuple):
+class _Permutation(NamedTuple):
     """One all-to-all if every rank sends to all others, which uses all links at once.
 
     Otherwise, in rings and between nodes, one collective-permute for each chunk.
@@ -301,7 +296,6 @@ class _ByCollectives(NamedTuple):
     routes: Routes
     axis_name: AxisName
 
-    @jax.named_scope("cpd.exchange")
     def __call__(self, arrays: Sequence[Array]) -> list[Array]:
         num_chunks, num_ranks = len(self.routes), len(self.routes[0])
         peers = np.asarray(self.routes).T  # [rank, chunk]
@@ -314,7 +308,7 @@ class _ByCollectives(NamedTuple):
             jnp.stack([permute(x[chunk], arcs) for chunk, arcs in enumerate(pairs)]) for x in arrays
         ]
 
-    def transposed(self) -> _ByCollectives:
+    def transposed(self) -> _Permutation:
         return self._replace(routes=reverse(self.routes))
 
 
@@ -330,27 +324,6 @@ def _by_all_to_all(arrays, peers, axis_name):
     return [lax.all_to_all(x[outgoing], axis_name, 0, 0)[incoming] for x in arrays]
 
 
-def _by_dispatch(exchange: CollectiveOptions, chunks: Any, fingerprint, by_collectives):
-    """Moves chunks by `dispatch`: each chunk is one token, and each token one shard."""
-    routes = by_collectives.routes
-    num_chunks, num_ranks = len(routes), len(routes[0])
-    to = np.asarray(routes, np.int32).T  # [rank, chunk]
-    moves = to >= 0
-    received = np.zeros((num_ranks, num_ranks + 1), np.uint32)
-    sender = np.broadcast_to(np.arange(num_ranks)[:, None], to.shape)
-    np.add.at(received, (to[moves], sender[moves]), 1)
-    received[:, -1] = received.sum(1)
-    plan = Metadata(
-        dst_rank=to,
-        dst_offset=np.where(moves, np.arange(num_chunks), 0).astype(np.uint32),
-        seq_len=np.ones(to.shape, np.uint32),
-        num_recv_tokens=received,
-        world_size=num_ranks,
-    )
-    argument = outgoing(chunks, plan, capacity=num_chunks, fingerprint=fingerprint)
-    return move(exchange, [argument], by_collectives)[0]
-
-
 # ---- Schedules: which rank holds which chunks of keys and values at each step, and their routes.
 #
 # Every rank cuts its keys and values into C chunks. At step 0 it holds its own chunks; after n - 1
@@ -364,28 +337,31 @@ class HeldChunks(NamedTuple):
     chunk: Int[Array, " C"]
 
 
-@runtime_checkable
-class Schedule(Protocol):
-    """`num_ranks` steps; all methods trace, with `step` and `rank` integers or traced ones."""
+@dataclasses.dataclass(frozen=True)
+class Schedule(abc.ABC):
+    """`num_ranks` steps; hashable. All methods trace, with `step` and `rank` integers or traced."""
 
     @property
+    @abc.abstractmethod
     def num_ranks(self) -> int: ...
 
     @property
+    @abc.abstractmethod
     def num_chunks(self) -> int: ...
 
+    @abc.abstractmethod
     def held(self, rank, step) -> HeldChunks:
         """Returns the chunks that `rank` holds at `step`."""
-        ...
 
+    @abc.abstractmethod
     def fetch_keys(self, exchange: CollectiveOptions, own, held, step, fingerprint=None):
         """Fetches the chunks of step + 1, given a rank's own and those that it holds at `step`."""
-        ...
 
     def begin(self, gradients) -> tuple[Any, Any]:
         """Returns `travelling` and `home` after step 0, given the gradients of own chunks."""
-        ...
+        return gradients, ()
 
+    @abc.abstractmethod
     def return_gradients(
         self, exchange: CollectiveOptions, travelling, home, step
     ) -> tuple[Any, Any]:
@@ -394,10 +370,10 @@ class Schedule(Protocol):
         Returns the gradients to add to those of `step` before they move on, or None; and `home`.
         After the last step the first is complete, or, if it is None, `home`.
         """
-        ...
 
 
-class CycleSchedule(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class CycleSchedule(Schedule):
     """Chunk c moves along cycle c, and its gradient one step later. One cycle is a ring.
 
     Rows are arc-disjoint Hamiltonian cycles, so each link carries one chunk per step.
@@ -423,25 +399,27 @@ class CycleSchedule(NamedTuple):
     def fetch_keys(self, exchange, own, held, step, fingerprint=None):
         return move_chunks(exchange, held, cycle_routes(self.rows), fingerprint)
 
-    def begin(self, gradients):
-        return gradients, ()
-
     def return_gradients(self, exchange, travelling, home, step):
         return move_chunks(exchange, travelling, cycle_routes(self.rows)), home
 
 
-class DirectSchedule(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class DirectSchedule(Schedule):
     """At step t, slot s gets a chunk directly from rank r - 1 - s; its gradient returns directly.
 
     Chunk c uses slot (c + t - 1) mod (n - 1). Needs no cycles, but a third set of chunks, because
     each rank keeps its own for sending.
     """
 
-    num_ranks: int
+    size: int  # ranks
+
+    @property
+    def num_ranks(self) -> int:
+        return self.size
 
     @property
     def num_chunks(self) -> int:
-        return self.num_ranks - 1
+        return self.size - 1
 
     @property
     def _routes(self) -> Routes:
@@ -473,7 +451,8 @@ class DirectSchedule(NamedTuple):
         return None, jax.tree.map(lambda h, x: h + x[slots], home, back)
 
 
-class OneRank(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class OneRank(Schedule):
     """A schedule whose exchanges move nothing: what a rank computes, with its own chunks."""
 
     schedule: Schedule
@@ -491,9 +470,6 @@ class OneRank(NamedTuple):
 
     def fetch_keys(self, exchange, own, held, step, fingerprint=None):
         return held
-
-    def begin(self, gradients):
-        return gradients, ()
 
     def return_gradients(self, exchange, travelling, home, step):
         return travelling, home

@@ -15,12 +15,10 @@ from jaxtyping import Array, Float, PyTree, Shaped
 
 from jax_cp_dispatch._arguments import HostOrDevice
 from jax_cp_dispatch._arrays import sum_dtype
-from jax_cp_dispatch._door import check_annotated
-from jax_cp_dispatch._ranks.options import CollectiveOptions, vary_alike
-from jax_cp_dispatch.attention.local.blockwise import SoftmaxGradients
-from jax_cp_dispatch.attention.local.options import check_heads
+from jax_cp_dispatch._door import door
+from jax_cp_dispatch._ranks.options import CollectiveOptions, vary_together
 from jax_cp_dispatch.attention.local.passes import forbid_second_derivative, in_reverse_only
-from jax_cp_dispatch.attention.local.ranges import accumulator
+from jax_cp_dispatch.attention.local.ranges import SoftmaxGradients, check_heads
 from jax_cp_dispatch.documents.segment_ids import check_documents
 from jax_cp_dispatch.global_call import MeshAxes, OwnHeads, kv_copies
 from jax_cp_dispatch.masks.mask import PACKED, Order
@@ -56,9 +54,8 @@ class Operands(NamedTuple):
         wide = self._replace(sink=_widened(self.sink), weights=_widened(self.weights))
         if self.v is None:
             wide = wide._replace(k=_widened(self.k))
-        leaves, tree = jax.tree.flatten(wide)
-        leaves = in_reverse_only(exchange.op, leaves)
-        varying: Operands = tree.unflatten(vary_alike(leaves, also=exchange.axis_names))
+        wide = in_reverse_only(exchange.op, wide)
+        varying: Operands = vary_together(wide, also=exchange.axis_names)
         narrow = lambda x, like: x.astype(like.dtype)
         k = jax.tree.map(narrow, varying.k, self.k)
         return varying._replace(k=k, weights=jax.tree.map(narrow, varying.weights, self.weights))
@@ -79,7 +76,6 @@ class Outputs(NamedTuple):
 
 
 def is_float(x: Any) -> bool:
-    """Whether an array has a derivative."""
     return jnp.issubdtype(x.dtype, jnp.floating)
 
 
@@ -103,13 +99,12 @@ def has_no_tokens(operands: Operands) -> bool:
     return 0 in operands.q.shape[:2]
 
 
-def empty_outputs(operands: Operands, v: Any, return_lse: bool, return_max_logits: bool) -> Outputs:
-    """Returns the outputs of no tokens, whose values have the shape of `v`."""
-    q = operands.q
+def empty_outputs(call: Call, operands: Operands) -> Outputs:
+    q, (_, v) = operands.q, key_shapes(call.expansion, operands)
     B, T, N, _ = q.shape
-    dtype = accumulator(q)
-    lse = jnp.full((B, T, N), -jnp.inf, dtype) if return_lse else None
-    max_logits = jnp.full(N, -jnp.inf, dtype) if return_max_logits else None
+    dtype = sum_dtype(q.dtype)
+    lse = jnp.full((B, T, N), -jnp.inf, dtype) if call.return_lse else None
+    max_logits = jnp.full(N, -jnp.inf, dtype) if call.return_max_logits else None
     return Outputs(jnp.zeros((B, T, N, v.shape[3]), q.dtype), lse, max_logits)
 
 
@@ -203,70 +198,66 @@ class Expansion:
         return (k, v), gradients
 
 
-class _KeysAndValues(NamedTuple):
-    q: Float[HostOrDevice, "B T N H"]
-    k: Float[HostOrDevice, "B T K H"]
-    v: Float[HostOrDevice, "B T K Hv"]
-
-
-class _LatentRows(NamedTuple):
-    q: Float[HostOrDevice, "B T N H"]
-    k: PyTree[Shaped[HostOrDevice, "B T ..."]]
-
-
-_OTHER_LENGTHS = "For queries and keys of different lengths, use local_attention on one device."
+OP = "context_parallel_attention"
 
 
 def read_operands(
-    op: str, q: Any, k: Any, v: Any, sink: Any, expanding: tuple[Any, Any, Any]
+    q: Any, k: Any, v: Any, sink: Any, expanding: tuple[Any, Any, Any]
 ) -> tuple[Operands, Expansion | None]:
     """Checks the arrays of a call with `expand`, `weights` and `weight_specs`."""
     if expanding[0] is None:
         if v is None:
-            raise TypeError(f"{op}: v is missing. Pass k and v, or latent rows with expand=.")
+            raise TypeError(f"{OP}: v is missing. Pass k and v, or latent rows with expand=.")
         if any(x is not None for x in expanding):
-            raise TypeError(f"{op}: got weights or weight_specs without expand. Pass it too.")
-        check_annotated(op, _KeysAndValues, {"q": q, "k": k, "v": v}, {"k": _OTHER_LENGTHS})
-        return Operands(q, k, v, sink), None
+            raise TypeError(f"{OP}: got weights or weight_specs without expand. Pass it too.")
+        return _read_keys(q, k, v)._replace(sink=sink), None
     if v is not None:
-        raise TypeError(f"{op}: got v with expand. Pass latent rows in place of k, and no v.")
-    operands, expansion = _read_latents(op, q, k, *expanding)
+        raise TypeError(f"{OP}: got v with expand. Pass latent rows in place of k, and no v.")
+    operands, expansion = _read_latents(q, k, *expanding)
     return operands._replace(sink=sink), expansion
 
 
-def _read_latents(
-    op: str, q: Any, latents: Any, expand: Any, weights: Any, weight_specs: Any
-) -> tuple[Operands, Expansion]:
-    """Checks latent rows and their expansion, for queries `[B, T, N, H]`.
+@door(OP, k="For queries and keys of different lengths, use local_attention on one device.")
+def _read_keys(
+    q: Float[HostOrDevice, "B T N H"],
+    k: Float[HostOrDevice, "B T K H"],
+    v: Float[HostOrDevice, "B T K Hv"],
+) -> Operands:
+    return Operands(q, k, v)
 
-    Rows become `[B, T, 1, F]` each: as keys of one head, for whatever moves or orders rows.
-    """
+
+@door(OP, k="Pass rows [B, T, ...] of the same tokens.")
+def _read_latents(
+    q: Float[HostOrDevice, "B T N H"],
+    k: PyTree[Shaped[HostOrDevice, "B T ..."]],
+    expand: Any,
+    weights: Any,
+    weight_specs: Any,
+) -> tuple[Operands, Expansion]:
+    """Returns rows as keys of one head, `[B, T, 1, F]` each, and their expansion."""
     if not callable(expand):
         raise TypeError(
-            f"{op}: expand is of type {type(expand).__name__}. Pass a function (weights, rows) -> "
+            f"{OP}: expand is of type {type(expand).__name__}. Pass a function (weights, rows) -> "
             "(k, v)."
         )
-    next_step = "Pass rows [B, T, ...] of the same tokens."
-    check_annotated(op, _LatentRows, {"q": q, "k": latents}, {"k": next_step})
-    (B, T), (rows, rows_tree) = q.shape[:2], jax.tree.flatten(latents)
+    rows, rows_tree = jax.tree.flatten(k)
     held, weights_tree = jax.tree.flatten(weights)
-    specs = _specs(op, weights, weight_specs)
+    specs = _specs(OP, weights, weight_specs)
     expansion = Expansion(expand, weights_tree, rows_tree, tuple(x.shape[2:] for x in rows), specs)
-    one_head = tuple(x.reshape(B, T, 1, math.prod(x.shape[2:])) for x in rows)
+    one_head = tuple(x.reshape(*x.shape[:2], 1, math.prod(x.shape[2:])) for x in rows)
     operands = Operands(q, one_head, None, weights=tuple(held))
-    _check_expanded(op, q, expansion, operands)
+    _check_expanded(OP, expansion, operands)
     return operands, expansion
 
 
 def _specs(op: str, weights: Any, weight_specs: Any) -> tuple[P, ...]:
     is_spec = lambda x: isinstance(x, P)
-    if weight_specs is None:
-        return (P(),) * len(jax.tree.leaves(weights))
-    if not all(is_spec(x) for x in jax.tree.leaves(weight_specs, is_leaf=is_spec)):
+    specs = P() if weight_specs is None else weight_specs
+    if not all(map(is_spec, jax.tree.leaves(specs, is_leaf=is_spec))):
         raise TypeError(f"{op}: weight_specs needs to be a pytree of PartitionSpec.")
     try:
         spread = lambda spec, part: [spec] * len(jax.tree.leaves(part))
-        specs = jax.tree.map(spread, weight_specs, weights, is_leaf=is_spec)
+        specs = jax.tree.map(spread, specs, weights, is_leaf=is_spec)
     except ValueError as error:
         raise ValueError(
             f"{op}: weight_specs does not match weights: {error}. Pass one PartitionSpec for each "
@@ -275,10 +266,17 @@ def _specs(op: str, weights: Any, weight_specs: Any) -> tuple[P, ...]:
     return tuple(jax.tree.leaves(specs, is_leaf=is_spec))
 
 
-def _check_expanded(op: str, q: Any, expansion: Expansion, operands: Operands) -> None:
-    """Requires keys and values of the queries, one for each row."""
+def _check_expanded(op: str, expansion: Expansion, operands: Operands) -> None:
+    """Requires keys and values of the queries, one for each row, and no traced constants."""
+    q = operands.q
     num_rows, (N, H) = q.shape[0] * q.shape[1], q.shape[2:]
-    found = _traced(op, expansion, operands)
+    program, found = jax.make_jaxpr(expansion, return_shape=True)(*_arguments(operands))
+    for x in program.consts:
+        if isinstance(x, Tracer):
+            raise ValueError(
+                f"{op}: expand closes over a traced array of shape {list(x.shape)}. Pass it as "
+                "weights=, and read it from the first argument of expand."
+            )
     needs = f"(k, v), [R, K, {H}] and [R, K, Hv] in {q.dtype}, of R = {num_rows} rows"
     if not (isinstance(found, tuple | list) and len(found) == 2):
         raise TypeError(
@@ -296,50 +294,32 @@ def _check_expanded(op: str, q: Any, expansion: Expansion, operands: Operands) -
         raise ValueError(f"{described}, and K needs to divide the {N} query heads.")
 
 
-def _traced(op: str, expansion: Expansion, operands: Operands) -> Any:
-    """Returns `expanded_shapes`; requires that `expand` reads no traced array but its arguments."""
-    program, found = jax.make_jaxpr(expansion, return_shape=True)(*_arguments(operands))
-    for x in program.consts:
-        if isinstance(x, Tracer):
-            raise ValueError(
-                f"{op}: expand closes over a traced array of shape {list(x.shape)}. Pass it as "
-                "weights=, and read it from the first argument of expand."
-            )
-    return found
-
-
 def _arguments(operands: Operands) -> tuple[list[Any], list[Any]]:
-    """Returns shapes and dtypes of weights and rows."""
     B, T = operands.q.shape[:2]
     weights = [Shape(x.shape, x.dtype) for x in operands.weights]
     return weights, [Shape((B * T, x.shape[3]), x.dtype) for x in operands.k]
-
-
-def expanded_shapes(expansion: Expansion, operands: Operands) -> Any:
-    """Returns shapes and dtypes of what `expand` returns."""
-    return jax.eval_shape(expansion, *_arguments(operands))
 
 
 def key_shapes(expansion: Expansion | None, operands: Operands) -> tuple[Any, Any]:
     """Returns keys and values `[B, T, K, _]`, or their shapes and dtypes if they are expanded."""
     if expansion is None:
         return operands.k, operands.v
-    B, T = operands.q.shape[:2]
-    k, v = expanded_shapes(expansion, operands)
-    return Shape((B, T, *k.shape[1:]), k.dtype), Shape((B, T, *v.shape[1:]), v.dtype)
+    k, v = jax.eval_shape(expansion, *_arguments(operands))
+    rows = operands.q.shape[:2]
+    return Shape((*rows, *k.shape[1:]), k.dtype), Shape((*rows, *v.shape[1:]), v.dtype)
 
 
-# ---- The options of one call of attention over a mesh axis, made at the call.
-#
-# Options of a single algorithm are its own, in `algorithms/`.
+# ---- One call of attention over a mesh axis, made at its door.
 
 
 @dataclasses.dataclass(frozen=True)
-class AttentionOptions:
-    """The options of every algorithm, checked; static.
+class Call:
+    """A call without its arrays: checked, static, and passed whole to all that serve it.
 
     Attributes:
-      exchange: the checked options of the exchanges, with the op and the axis.
+      exchange: the checked options of the exchanges, with the op and the axes.
+      axis_sizes: devices of each axis that shares the sequence.
+      num_heads: query heads of one device.
       order: of the tokens.
       scale, logit_soft_cap, return_lse, return_max_logits: see
         `context_parallel_attention`.
@@ -349,6 +329,8 @@ class AttentionOptions:
     """
 
     exchange: CollectiveOptions
+    axis_sizes: tuple[int, ...]
+    num_heads: int
     order: Order = PACKED
     scale: float | None = None
     logit_soft_cap: float | None = None
@@ -360,6 +342,15 @@ class AttentionOptions:
     @property
     def op(self) -> str:
         return self.exchange.op
+
+    @property
+    def num_ranks(self) -> int:
+        return math.prod(self.axis_sizes)
+
+    @property
+    def softmax(self) -> dict[str, Any]:
+        names = ("scale", "logit_soft_cap", "return_max_logits")
+        return {name: getattr(self, name) for name in names}
 
     def returned(self, outputs: Outputs) -> Any:
         """Returns what the caller asked for: the output alone, or a tuple."""
@@ -465,7 +456,7 @@ def _check_parts(
         return jax.ShapeDtypeStruct(tuple(sizes), x.dtype)
 
     parts = tuple(map(part, expansion.specs, operands.weights))
-    found = [x.shape[1] for x in expanded_shapes(expansion, operands._replace(weights=parts))]
+    found = [x.shape[2] for x in key_shapes(expansion, operands._replace(weights=parts))]
     if found != [num_heads] * 2:
         raise ValueError(
             f"{op}: expand returns {found[0]} heads of k and {found[1]} of v from a device's part "

@@ -13,18 +13,9 @@ from jax import lax
 from jaxtyping import Array, Shaped
 
 from jax_cp_dispatch._arrays import are_covered, known_inside, only_where
-from jax_cp_dispatch._ranks.options import CollectiveOptions, vary_alike
+from jax_cp_dispatch._ranks.options import CollectiveOptions, vary_together
 from jax_cp_dispatch._residuals import named_context
 from jax_cp_dispatch.attention.key_chunks import Chunking, KeyOrder, Schedule, move_chunks, reverse
-from jax_cp_dispatch.attention.local.blockwise import (
-    OnlineSoftmax,
-    OutputCotangents,
-    SoftmaxGradients,
-    begin_dq,
-    finish_dq,
-    tile_cotangents,
-)
-from jax_cp_dispatch.attention.local.options import PassOptions, pass_options, rank_blocks
 from jax_cp_dispatch.attention.local.passes import (
     add_sink,
     attend_blocks,
@@ -34,18 +25,25 @@ from jax_cp_dispatch.attention.local.passes import (
 )
 from jax_cp_dispatch.attention.local.ranges import (
     KeyQueries,
+    OnlineSoftmax,
+    OutputCotangents,
+    PassOptions,
     RowRanges,
+    SoftmaxGradients,
+    begin_dq,
+    finish_dq,
+    pass_options,
+    rank_blocks,
+    tile_cotangents,
     tile_queries,
     tile_ranges,
     with_rows,
 )
 from jax_cp_dispatch.attention.operands import (
     UNUSED_ROW,
-    AttentionOptions,
-    Expansion,
+    Call,
     Operands,
     Outputs,
-    key_shapes,
     rounded,
     softmax_gradients,
 )
@@ -59,16 +57,13 @@ from jax_cp_dispatch.documents.layouts import (
 )
 from jax_cp_dispatch.masks import Mask, MaskRanges
 
-# ---- Computes attention of local queries over keys and values that rotate through the ranks.
+# ---- The steps: attention of local queries over keys that rotate through the ranks.
 #
 # One loop serves ring, zigzag and Hamilton attention, which differ in the schedule of chunks and in
 # the layout of tokens. Each step starts the exchange for the next one, and adds the held keys to
-# the
-# softmax of the queries, which stay in blocks throughout. The backward pass needs only q, k, v,
-# their
-# ranges, out and lse: the keys rotate again, and their gradients follow them. Out is kept
-# unrounded,
-# because with few keys dq is a small difference of dout . v and dout . out.
+# the softmax of the queries, which stay in blocks throughout. The backward pass needs only q, k, v,
+# their ranges, out and lse: the keys rotate again, and their gradients follow them. Out is kept
+# unrounded, because with few keys dq is a small difference of dout . v and dout . out.
 
 
 class TokenRanges(NamedTuple):
@@ -102,83 +97,91 @@ class TokenRanges(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Rotation:
-    """The static part of a call."""
+    """A call, and how its keys rotate; static.
 
-    schedule: Schedule  # hashable
+    Attributes:
+      schedule: of the chunks of keys and values; hashable.
+      layout: in which a rank's tokens are computed.
+      rearranges: contiguous rows are brought to zigzag order first, and the output back.
+      passes: the options of each step.
+      q_shape: `[B, rows, N, H]`.
+      num_groups, value_size: K and Hv.
+    """
+
+    call: Call
+    schedule: Schedule
     layout: SequenceLayout
-    exchange: CollectiveOptions
+    rearranges: bool
     passes: PassOptions
-    q_shape: tuple[int, int, int, int]  # [B, rows, N, H]
-    num_groups: int  # K
-    value_size: int  # Hv
-    return_lse: bool = False
-    expansion: Expansion | None = None  # of latent rows
+    q_shape: tuple[int, int, int, int]
+    num_groups: int
+    value_size: int
 
-    @property
-    def last_step(self) -> int:
-        return self.schedule.num_ranks - 1
+    @classmethod
+    def of(cls, call: Call, schedule: Schedule, q, k, v, *, zigzag: bool) -> Rotation:
+        """Returns the rotation of one rank's arrays, or of their shapes and dtypes.
+
+        `zigzag`: compute in zigzag layout.
+        """
+        (B, T, N, H), K = q.shape, k.shape[2]
+        rearranges = zigzag and call.order.layout == "contiguous" and call.num_ranks > 1
+        make = halves_in_zigzag if rearranges else contiguous_layout
+        if call.order.layout == "zigzag":
+            make = zigzag_layout
+        layout = make(call.num_ranks, T)
+        most_keys = Chunking(layout, schedule.num_chunks).most_tokens
+        blocks = rank_blocks(layout.num_rows, most_keys, N, K, rows=256)
+        passes = pass_options(q, k, **call.softmax, **blocks)
+        shape = B, layout.num_rows, N, H
+        return cls(call, schedule, layout, rearranges, passes, shape, K, v.shape[3])
 
     @property
     def chunking(self) -> Chunking:
         return Chunking(self.layout, self.schedule.num_chunks)
 
-    def cut(self, q, kv, ranges: TokenRanges):
-        """Cuts query blocks and a rank's own chunks; rows with empty ranges are unused."""
+    def tile(self, q, kv, ranges: TokenRanges):
+        """Returns query blocks and a rank's own chunks; rows with empty ranges are unused."""
         used = ranges.used
         is_key = used if ranges.is_key is None else ranges.is_key
-        unused = 0 if self.expansion is None else UNUSED_ROW
-        own = (self.chunking.cut(jnp.where(is_key[:, :, None, None], x, unused)) for x in kv)
+        unused = 0 if self.call.expansion is None else UNUSED_ROW
+        own = (self.chunking.tile(jnp.where(is_key[:, :, None, None], x, unused)) for x in kv)
         return tile_queries(self.passes, q, used, self.num_groups), tuple(own)
 
     def begin(self, q, kv, ranges: TokenRanges):
         """Returns query blocks, a rank's own chunks, and the softmax before the first step."""
-        queries, own = self.cut(q, kv, ranges)
+        queries, own = self.tile(q, kv, ranges)
         return queries, own, OnlineSoftmax.of_nothing(queries, self.value_size)
-
-    def uncut_gradients(self, dkv):
-        return jax.tree.map(lambda x: self.chunking.uncut(x, self.q_shape[0]), dkv)
-
-    def tile_cotangents(self, ranges: TokenRanges, whole: SoftmaxGradients) -> OutputCotangents:
-        return tile_cotangents(self.passes, ranges.used, whole, self.num_groups)
-
-    def fetch_keys(self, own, held, step, fingerprint=None):
-        """Fetches the chunks of the next step."""
-        return self.schedule.fetch_keys(self.exchange, own, held, step, fingerprint)
-
-    def return_gradients(self, travelling, home, step):
-        return self.schedule.return_gradients(self.exchange, travelling, home, step)
 
     def key_order(self, step, rank=None) -> KeyOrder:
         """Returns the order of the keys that a rank, by default this one, holds at a step."""
-        rank = lax.axis_index(self.exchange.axis_name) if rank is None else rank
+        rank = lax.axis_index(self.call.exchange.axis_name) if rank is None else rank
         return self.chunking.key_order(*self.schedule.held(rank, step))
 
-    def attend(
+    def add_keys(
         self, queries, ranges, held, seen: OnlineSoftmax, order: KeyOrder, weights: Any
     ) -> OnlineSoftmax:
-        """Adds the keys that are held, in this order."""
+        """Adds the keys that are held, in this order, to the softmax."""
         rows = self._ordered(held, order)
-        if self.expansion is not None:
-            rows = self._by_heads(self.expansion(weights, rows))
+        if self.call.expansion is not None:
+            rows = self._by_heads(self.call.expansion(weights, rows))
         key_ranges = self._key_ranges(ranges, order)
         return attend_blocks(self.passes, queries, key_ranges, self._blocks(rows), seen)
 
     def result(self, seen: OnlineSoftmax):
         """Output, logarithm of the sum of exponentials, and the largest logits or None."""
-        asked = self.passes.return_max_logits
         max_logits = None
-        if asked:
+        if self.call.return_max_logits:
             max_logits = jnp.max(seen.max_logits(self.q_shape, self.num_groups), axis=(0, 2))
         return *seen.result(self.q_shape, self.num_groups), max_logits
 
-    def gradients(
+    def add_gradients(
         self, queries: tuple[Any, OutputCotangents], ranges, held, dq, order: KeyOrder, weights
     ):
         """Adds to dq; returns the gradients of the held chunks, and of the weights or None."""
         q, cotangents = queries
         rows, transpose = self._ordered(held, order), None
-        if self.expansion is not None:
-            expanded, transpose = self.expansion.with_transpose(weights, rows)
+        if self.call.expansion is not None:
+            expanded, transpose = self.call.expansion.with_transpose(weights, rows)
             rows = self._by_heads(expanded)
         key_ranges, kv = self._key_ranges(ranges, order), self._blocks(rows)
         dq, *dkv = block_gradients(self.passes, q, cotangents, key_ranges, kv, dq)
@@ -188,9 +191,6 @@ class Rotation:
             dkv = jax.tree.map(self._of_one_head, dkv)
         return dq, tuple(jax.tree.map(order.in_slots, dkv)), dweights
 
-    def finish_dq(self, dq):
-        return finish_dq(dq, self.q_shape, self.num_groups)
-
     @property
     def _num_rows(self) -> int:
         block = self.passes.block_kv
@@ -199,7 +199,7 @@ class Rotation:
     def _ordered(self, held, order: KeyOrder):
         """Returns held rows in sequence order: `[M, S, H]`, or latent rows `[B S, F]`."""
         rows = [order.in_order(x, self._num_rows) for x in held]
-        if self.expansion is None:
+        if self.call.expansion is None:
             return rows
         is_row = (jnp.arange(self._num_rows) < jnp.sum(order.length))[:, None]
         return [jnp.where(is_row, x, UNUSED_ROW).reshape(-1, x.shape[2]) for x in rows]
@@ -243,49 +243,50 @@ def attend_rotating(rotation: Rotation, operands: Operands, ranges: TokenRanges)
     return _forward(rotation, operands, ranges)[0]
 
 
-def forward(rotation: Rotation, operands: Operands, ranges: TokenRanges, rank=None):
+def attend_steps(rotation: Rotation, operands: Operands, ranges: TokenRanges, rank=None):
     """Returns output, lse, and the largest logits if asked for, of this rank's rows, unrounded.
 
     The sink is not added. A given `rank` computes the part of that rank, on one device, if the
     schedule moves nothing.
     """
+    schedule, exchange = rotation.schedule, rotation.call.exchange
     queries, own, seen = rotation.begin(operands.q, operands.moved, ranges)
-    weights, last = operands.weights, rotation.last_step
     fingerprint = None
     if ranges.fault is not None:
-        here = lax.axis_index(rotation.exchange.axis_name)
-        fingerprint = order_fingerprint(ranges.fault, here)
+        fingerprint = order_fingerprint(ranges.fault, lax.axis_index(exchange.axis_name))
 
-    def attend(held, seen, step):
+    def add_keys(held, seen, step):
         order = rotation.key_order(step, rank)
-        return rotation.attend(queries, ranges, held, seen, order, weights)
+        return rotation.add_keys(queries, ranges, held, seen, order, operands.weights)
 
     def one_step(step, carry):
         held, seen = carry
-        return rotation.fetch_keys(own, held, step, fingerprint), attend(held, seen, step)
+        fetched = schedule.fetch_keys(exchange, own, held, step, fingerprint)
+        return fetched, add_keys(held, seen, step)
 
-    held = own
+    held, last = own, schedule.num_ranks - 1
     if last:
         held, seen = lax.fori_loop(0, last, one_step, (held, seen))
-    return rotation.result(attend(held, seen, last))
+    return rotation.result(add_keys(held, seen, last))
 
 
-def backward(rotation: Rotation, operands: Operands, ranges: TokenRanges, outputs, rank=None):
+def gradient_steps(rotation: Rotation, operands: Operands, ranges: TokenRanges, whole, rank=None):
     """Returns unrounded gradients of q, of what rotates, and of weights or None.
 
-    `outputs`: out, lse, dout, dlse.
+    `whole`: out, lse, dout, dlse.
     """
-    queries, own = rotation.cut(operands.q, operands.moved, ranges)
-    weights, last = operands.weights, rotation.last_step
-    cotangents = rotation.tile_cotangents(ranges, SoftmaxGradients(*outputs))
+    schedule, exchange = rotation.schedule, rotation.call.exchange
+    queries, own = rotation.tile(operands.q, operands.moved, ranges)
+    whole = SoftmaxGradients(*whole)  # a profile passes a tuple
+    cotangents = tile_cotangents(rotation.passes, ranges.used, whole, rotation.num_groups)
 
     def gradients(held, dq, step):
-        order = rotation.key_order(step, rank)
-        return rotation.gradients((queries, cotangents), ranges, held, dq, order, weights)
+        order, of_queries = rotation.key_order(step, rank), (queries, cotangents)
+        return rotation.add_gradients(of_queries, ranges, held, dq, order, operands.weights)
 
     def add_step(held, sums, travelling, home, step):
         dq, dweights = sums
-        arrived, home = rotation.return_gradients(travelling, home, step)
+        arrived, home = schedule.return_gradients(exchange, travelling, home, step)
         dq, dkv, added = gradients(held, dq, step)
         if arrived is not None:
             dkv = jax.tree.map(jnp.add, arrived, dkv)
@@ -293,156 +294,100 @@ def backward(rotation: Rotation, operands: Operands, ranges: TokenRanges, output
 
     def one_step(step, carry):
         held, sums, travelling, home = carry
-        following = rotation.fetch_keys(own, held, step)
+        following = schedule.fetch_keys(exchange, own, held, step)
         return following, *add_step(held, sums, travelling, home, step)
 
-    held = rotation.fetch_keys(own, own, 0) if last else own
+    last = schedule.num_ranks - 1
+    held = schedule.fetch_keys(exchange, own, own, 0) if last else own
     dq, dkv, dweights = gradients(own, begin_dq(queries), 0)
     if last:
-        travelling, home = rotation.schedule.begin(dkv)
+        travelling, home = schedule.begin(dkv)
         carry = held, (dq, dweights), travelling, home
         if last > 1:  # `jax.disable_jit` rejects a loop without steps
             carry = lax.fori_loop(1, last, one_step, carry)
         held, sums, travelling, home = carry
         (dq, dweights), travelling, home = add_step(held, sums, travelling, home, last)
-        arrived, home = rotation.return_gradients(travelling, home, last + 1)
+        arrived, home = schedule.return_gradients(exchange, travelling, home, last + 1)
         dkv = home if arrived is None else arrived
-    return rotation.finish_dq(dq), rotation.uncut_gradients(dkv), dweights
+    dkv = jax.tree.map(lambda x: rotation.chunking.untile(x, rotation.q_shape[0]), dkv)
+    return finish_dq(dq, rotation.q_shape, rotation.num_groups), dkv, dweights
 
 
-def _forward(rotation, operands: Operands, ranges):
-    operands = forbid_second_derivative(rotation.exchange.op, operands)
-    out, lse, max_logits = forward(rotation, operands, ranges)
+def _forward(rotation: Rotation, operands: Operands, ranges: TokenRanges):
+    call = rotation.call
+    operands = forbid_second_derivative(call.op, operands)
+    out, lse, max_logits = attend_steps(rotation, operands, ranges)
     out, lse = add_sink(out, lse, operands.sink)
     if ranges.fault is not None:  # one rank, and XLA's collectives, raise no error
         out = jnp.where(ranges.fault == 0, out, jnp.nan)
     out, lse = named_context((out, lse))
     if max_logits is not None:
-        max_logits = lax.pmax(max_logits, rotation.exchange.axis_name)
-    returned_lse = jnp.swapaxes(lse, 1, 2) if rotation.return_lse else None
+        max_logits = lax.pmax(max_logits, call.exchange.axis_name)
+    returned_lse = jnp.swapaxes(lse, 1, 2) if call.return_lse else None
     outputs = Outputs(out.astype(operands.q.dtype), returned_lse, max_logits)
     return outputs, (operands, ranges, out, lse)
 
 
-def _backward(rotation, residuals, cotangents: Outputs):
+def _backward(rotation: Rotation, residuals, cotangents: Outputs):
     operands, ranges, out, lse = residuals
-    q, _, v, sink, weights = operands
-    whole = softmax_gradients(rotation.exchange.op, out, lse, cotangents)
-    dq, moved, dweights = backward(rotation, operands, ranges, whole)
-    dsink = None if sink is None else sink_gradient(sink, whole)
-    dq, moved = dq.astype(q.dtype), rounded(moved, operands.moved)
-    if v is not None:
-        dk, dv = moved
-        return Operands(dq, dk, dv, dsink), None
-    return Operands(dq, moved, None, dsink, rounded(dweights, weights)), None
+    whole = softmax_gradients(rotation.call.op, out, lse, cotangents)
+    dq, dmoved, dweights = gradient_steps(rotation, operands, ranges, whole)
+    dmoved = rounded(dmoved, operands.moved)
+    dk, dv = (dmoved, None) if operands.v is None else dmoved
+    dsink = None if operands.sink is None else sink_gradient(operands.sink, whole)
+    dweights = None if dweights is None else rounded(dweights, operands.weights)
+    return Operands(dq.astype(operands.q.dtype), dk, dv, dsink, dweights), None
 
 
 attend_rotating.defvjp(_forward, _backward)
 
 
-# ---- Attention over the ranks for this rank's rows of a sequence, in every layout.
-
-
-@dataclasses.dataclass(frozen=True)
-class ShardedSequence:
-    """The layout of a sequence on the ranks, and the range to which its tokens attend; static.
-
-    Attributes:
-      options: of the call, checked.
-      schedule: of the chunks of keys and values; hashable.
-      zigzag: compute in zigzag layout; contiguous parts are rearranged, and the output back.
-    """
-
-    options: AttentionOptions
-    schedule: Schedule
-    zigzag: bool
-
-    @property
-    def num_ranks(self) -> int:
-        return self.schedule.num_ranks
-
-    @property
-    def rearranges(self) -> bool:
-        return self.zigzag and self.options.order.layout == "contiguous" and self.num_ranks > 1
-
-    def rotation(self, q, k, v) -> Rotation:
-        """Returns the rotation of one rank's arrays, or of their shapes and dtypes."""
-        (B, T, N, H), K, Hv = q.shape, k.shape[2], v.shape[3]
-        layout = self._layout(T)
-        held = Chunking(layout, self.schedule.num_chunks).most_tokens
-        passes = pass_options(
-            *(q, k),
-            scale=self.options.scale,
-            logit_soft_cap=self.options.logit_soft_cap,
-            return_max_logits=self.options.return_max_logits,
-            **rank_blocks(layout.num_rows, held, N, K, rows=256),
-        )
-        shape = B, layout.num_rows, N, H
-        return Rotation(
-            *(self.schedule, layout, self.options.exchange, passes, shape, K, Hv),
-            return_lse=self.options.return_lse,
-            expansion=self.options.expansion,
-        )
-
-    def _layout(self, num_tokens: int) -> SequenceLayout:
-        """The layout in which a rank's tokens are computed."""
-        if self.options.order.layout == "zigzag":
-            return zigzag_layout(self.num_ranks, num_tokens)
-        make = halves_in_zigzag if self.rearranges else contiguous_layout
-        return make(self.num_ranks, num_tokens)
+# ---- Before and after the steps: the layout of rows, and what they see.
 
 
 @partial(jax.jit, static_argnums=0)  # equal calls of a program are traced and lowered once
-def attend_sequence(
-    sequence: ShardedSequence,
-    operands: Operands,
-    packed: Documents,
-) -> Outputs:
-    """Computes attention of this rank's rows, for all schedules."""
-    options, q = sequence.options, operands.q
-    B, T = q.shape[:2]
-    k, v = key_shapes(options.expansion, operands)
-    rotation = sequence.rotation(q, k, v)
-    q, k, v, *others = operands.varying(options.exchange)
+def attend_sequence(rotation: Rotation, operands: Operands, packed: Documents) -> Outputs:
+    B, T = operands.q.shape[:2]
+    q, k, v, *others = operands.varying(rotation.call.exchange)
     leaves, tree = jax.tree.flatten((q, k, v))
-    q, k, v = tree.unflatten(to_layout(sequence, rotation, leaves))
-    ranges = token_ranges(sequence, rotation, packed, (B, T))
-    leaves, tree = jax.tree.flatten((Operands(q, k, v, *others), ranges))
-    outputs: Outputs = attend_rotating(rotation, *tree.unflatten(vary_alike(leaves)))
+    q, k, v = tree.unflatten(to_layout(rotation, leaves))
+    ranges = token_ranges(rotation, packed, (B, T))
+    arrays = vary_together((Operands(q, k, v, *others), ranges))
+    outputs: Any = attend_rotating(rotation, *arrays)
     out, lse, max_logits = outputs
-    if lse is None:
-        return Outputs(*from_layout(sequence, (out,), T), max_logits=max_logits)
-    out, lse = from_layout(sequence, (out, lse[..., None]), T)
-    return Outputs(out, lse[..., 0], max_logits)
+    lses = [] if lse is None else [lse[..., None]]
+    out, *lses = from_layout(rotation, (out, *lses), T)
+    return Outputs(out, lses[0][..., 0] if lses else None, max_logits)
 
 
-def to_layout(sequence: ShardedSequence, rotation: Rotation, arrays):
+def to_layout(rotation: Rotation, arrays):
     """Arranges this rank's rows for the rotation: padded blocks, in zigzag order if needed."""
     num_rows = rotation.layout.num_rows  # one more than there are if halves are uneven
     arrays = tuple(with_rows(x, num_rows, 1) for x in arrays)
-    if sequence.rearranges:
-        arrays = named_context(_to_zigzag(sequence.options.exchange, arrays))
-    return arrays
+    if not rotation.rearranges:
+        return arrays
+    exchange = rotation.call.exchange
+    moved = move_chunks(exchange, tuple(map(_halves, arrays)), _zigzag_routes(rotation))
+    return named_context(tuple(_rows(_swap_on_odd_ranks(exchange, x)) for x in moved))
 
 
-def from_layout(sequence: ShardedSequence, arrays, num_tokens: int):
+def from_layout(rotation: Rotation, arrays, num_tokens: int):
     """Restores the caller's layout of arrays `[B, rows, N, _]`."""
-    if sequence.rearranges:
-        arrays = named_context(_from_zigzag(sequence.options.exchange, arrays))
+    if rotation.rearranges:
+        exchange, routes = rotation.call.exchange, reverse(_zigzag_routes(rotation))
+        chunks = tuple(_swap_on_odd_ranks(exchange, _halves(x)) for x in arrays)
+        arrays = named_context(tuple(map(_rows, move_chunks(exchange, chunks, routes))))
     return tuple(x[:, :num_tokens] for x in arrays)
 
 
-def token_ranges(
-    sequence: ShardedSequence, rotation: Rotation, packed: Documents, shape
-) -> TokenRanges:
+def token_ranges(rotation: Rotation, packed: Documents, shape) -> TokenRanges:
     """Returns the tokens that each of this rank's rows sees, in the rows of the rotation."""
-    options = sequence.options
-    order = {"layout": options.order.layout, "checks_order": options.checks_order}
-    seen, fault = gathered_ranges(options.exchange, packed, shape, **order)
-    token = rotation.layout.positions(lax.axis_index(options.exchange.axis_name))
+    call = rotation.call
+    order = {"layout": call.order.layout, "checks_order": call.checks_order}
+    seen, fault = gathered_ranges(call.exchange, packed, shape, **order)
+    token = rotation.layout.positions(lax.axis_index(call.exchange.axis_name))
     ranges = ranges_of_rows(packed.mask, seen, token)._replace(fault=fault)
-    leaves, tree = jax.tree.flatten(ranges)
-    return tree.unflatten(named_context(vary_alike(leaves, also=options.exchange.axis_names)))
+    return named_context(vary_together(ranges, also=call.exchange.axis_names))
 
 
 def ranges_of_rows(mask: Mask, seen: MaskRanges, token: Any) -> TokenRanges:
@@ -459,25 +404,11 @@ def ranges_of_rows(mask: Mask, seen: MaskRanges, token: Any) -> TokenRanges:
     return ranges
 
 
-def _zigzag_routes(num_ranks: int):
+def _zigzag_routes(rotation: Rotation):
     """Returns the routes of halves 2 r and 2 r + 1 of the sequence from rank r to zigzag order."""
-    return tuple(
-        tuple(min(2 * r + half, 2 * num_ranks - 1 - (2 * r + half)) for r in range(num_ranks))
-        for half in range(2)
-    )
-
-
-def _to_zigzag(exchange: CollectiveOptions, arrays):
-    chunks = tuple(map(_halves, arrays))
-    routes = _zigzag_routes(lax.axis_size(exchange.axis_name))
-    moved = move_chunks(exchange, chunks, routes)
-    return tuple(_rows(_swap_on_odd_ranks(exchange, x)) for x in moved)
-
-
-def _from_zigzag(exchange: CollectiveOptions, arrays):
-    chunks = tuple(_swap_on_odd_ranks(exchange, _halves(x)) for x in arrays)
-    routes = reverse(_zigzag_routes(lax.axis_size(exchange.axis_name)))
-    return tuple(map(_rows, move_chunks(exchange, chunks, routes)))
+    n = rotation.call.num_ranks
+    block_of = lambda half: min(half, 2 * n - 1 - half)
+    return tuple(tuple(block_of(2 * r + half) for r in range(n)) for half in range(2))
 
 
 def _halves(x: Shaped[Array, "B rows N H"]) -> Shaped[Array, "2 B half N H"]:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import typing
-from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import numpy as np
@@ -414,33 +413,6 @@ def all_others(num_ranks: int, hardware: Hardware) -> Receivers:
     return Receivers(size - 1, num_ranks - size, size)
 
 
-def exchange_seconds(
-    sent: Traffic,
-    receivers: Receivers,
-    num_ranks: int,
-    hardware: Hardware,
-    own_bytes: int | float = 0,
-) -> float:
-    """Returns the seconds of one exchange; both kinds of links work at once.
-
-    `own_bytes` stay on their rank; only "shared_memory" copies them.
-    """
-    n = num_ranks
-    if n == 1 or not sent.total:
-        return 0.0
-    if hardware.topology == "shared_memory":
-        return hardware.exchange_seconds(sent.total + own_bytes, num_ranks=n, inside=1)
-    inside = between = 0.0
-    if sent.most_inside:
-        message = sent.most_inside / receivers.inside
-        inside = hardware.exchange_seconds(message, num_ranks=n, inside=receivers.inside)
-    if sent.most_between:
-        message = sent.most_between / receivers.between
-        options = {"outside": receivers.between, "senders": receivers.senders}
-        between = hardware.exchange_seconds(message, num_ranks=n, **options)
-    return max(inside, between)
-
-
 class StepCost(NamedTuple):
     """One step: its computation, and the communication during it."""
 
@@ -476,14 +448,6 @@ class Prediction:
     bytes_between_nodes: float = 0.0
 
 
-def add_steps(steps: Sequence[StepCost], *, imbalance: float) -> Prediction:
-    """Returns the sums over the steps."""
-    total = sum(max(x.compute, x.communication) for x in steps)
-    compute, communication, sent, between = map(sum, zip(*(x[:4] for x in steps), strict=True))
-    exposed = total - compute
-    return Prediction(total, compute, communication, exposed, imbalance, sent, between)
-
-
 def step_cost(
     compute: float,
     sent: Traffic,
@@ -492,17 +456,24 @@ def step_cost(
     hardware: Hardware,
     own_bytes: int | float = 0,
 ) -> StepCost:
-    """Returns the step that computes for some seconds, and sends bytes meanwhile."""
-    seconds = exchange_seconds(sent, receivers, workload.num_ranks, hardware, own_bytes)
-    return StepCost(
-        compute, seconds, *(sent.total, sent.between, sent.most_inside, sent.most_between)
-    )
+    """Returns the step that computes for some seconds, and sends bytes meanwhile.
 
-
-def one_after_the_other(steps: Sequence[StepCost]) -> list[StepCost]:
-    """Returns steps that compute or communicate, but not both."""
-    alone = [(StepCost(x.compute, 0.0, 0.0), x._replace(compute=0.0)) for x in steps]
-    return [step for pair in alone for step in pair]
+    Both kinds of links work at once. `own_bytes` stay on their rank; only "shared_memory" copies
+    them.
+    """
+    n, seconds = workload.num_ranks, [0.0]
+    if n > 1 and sent.total and hardware.topology == "shared_memory":
+        num_bytes = sent.total + own_bytes
+        seconds.append(hardware.exchange_seconds(num_bytes, num_ranks=n, inside=1))
+    elif n > 1 and sent.total:
+        if sent.most_inside:
+            message, where = sent.most_inside / receivers.inside, {"inside": receivers.inside}
+            seconds.append(hardware.exchange_seconds(message, num_ranks=n, **where))
+        if sent.most_between:
+            message = sent.most_between / receivers.between
+            where = {"outside": receivers.between, "senders": receivers.senders}
+            seconds.append(hardware.exchange_seconds(message, num_ranks=n, **where))
+    return StepCost(compute, max(seconds), sent.total, *sent[1:4])
 
 
 def attention_seconds(

@@ -19,12 +19,13 @@ from jaxtyping import Array, Bool, Int, Int32, Integer, PyTree
 from jax_cp_dispatch._arguments import HostOrDevice, clip_to_int32, is_on_host
 from jax_cp_dispatch._arrays import are_all, run_begins, running_max, running_maxima
 from jax_cp_dispatch._dispatch import move, outgoing
-from jax_cp_dispatch._dispatch.xla import dispatch_or_collectives
+from jax_cp_dispatch._dispatch.xla import AllGather
 from jax_cp_dispatch._door import check_annotated
 from jax_cp_dispatch._ranks.options import CollectiveOptions, vary_alike
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.mask import gathered
 from jax_cp_dispatch.metadata import Metadata
+from jax_cp_dispatch.metadata.fields import single_rows
 
 Ids = Integer[Array, "B T"] | Integer[np.ndarray, "B T"]
 _INT32 = np.iinfo(np.int32)
@@ -203,19 +204,9 @@ def gather_sequence(
     if num_ranks == 1 or not leaves:
         return arrays
     arrays = structure.unflatten(vary_alike(leaves, also=exchange.axis_names))
-    by_xla = lambda arrays: jax.tree.map(
-        lambda x: lax.all_gather(x, exchange.axis_name, axis=1, tiled=True), arrays
-    )
-    by_dispatch = lambda arrays: _by_dispatch(exchange, arrays, num_ranks)
-    return dispatch_or_collectives(exchange, arrays, by_dispatch, by_xla)
-
-
-def _by_dispatch(exchange: CollectiveOptions, arrays: Any, num_ranks: int):
-    """Sends this rank's arrays to all ranks as one token, to the row of its number."""
-    plan = plan_to_all(num_ranks)
     tokens = jax.tree.map(lambda x: x[None], arrays)
-    ids = outgoing(tokens, plan, capacity=num_ranks)
-    (gathered,) = move(exchange, [ids])
+    sent = outgoing(tokens, plan_to_all(num_ranks), capacity=num_ranks)
+    (gathered,) = move(exchange, [sent], AllGather(exchange.axis_name))
     in_columns = lambda x: jnp.moveaxis(x, 0, 1).reshape(x.shape[1], num_ranks * x.shape[2])
     return jax.tree.map(in_columns, gathered)
 
@@ -223,16 +214,7 @@ def _by_dispatch(exchange: CollectiveOptions, arrays: Any, num_ranks: int):
 def plan_to_all(num_ranks: int) -> Metadata:
     """Returns the plan by which each rank sends one token to all, to the row of its number."""
     rank = np.arange(num_ranks)
-    received = np.ones((num_ranks, num_ranks + 1), np.uint32)
-    received[:, -1] = num_ranks
-    to_all = (num_ranks, 1, num_ranks)  # a replica for every rank
-    return Metadata(
-        dst_rank=np.tile(rank.astype(np.int32), (num_ranks, 1, 1)),
-        dst_offset=np.repeat(rank.astype(np.uint32), num_ranks).reshape(to_all),
-        seq_len=np.ones((num_ranks, 1), np.uint32),
-        num_recv_tokens=received,
-        world_size=num_ranks,
-    )
+    return single_rows(np.tile(rank, (num_ranks, 1, 1)), rank[:, None, None])
 
 
 def follows_rules(mask: Mask, starts: Any, ends: Any) -> Any:

@@ -459,3 +459,21 @@ def _cast(name: str, value: Leaf, dtype: Any) -> Leaf:
                 f"tokens per rank" + (", or enable x64." if name in _COUNTS else ".")
             )
     return jnp.asarray(value, dtype)
+
+
+def single_rows(dst_rank: np.ndarray, dst_offset: np.ndarray) -> Metadata:
+    """Returns a plan on the host whose shards are one token each, `[W, S]` or `[W, S, C]`.
+
+    A rank of -1 receives nothing. `dst_offset` may have fewer dimensions, as in broadcasting.
+    """
+    num_ranks, sends = len(dst_rank), dst_rank >= 0
+    received = np.zeros((num_ranks, num_ranks + 1), np.uint32)
+    np.add.at(received, (dst_rank[sends], np.nonzero(sends)[0]), 1)
+    received[:, -1] = received.sum(1)
+    return Metadata(
+        dst_rank=dst_rank.astype(np.int32),
+        dst_offset=np.where(sends, dst_offset, 0).astype(np.uint32),
+        seq_len=np.ones(dst_rank.shape[:2], np.uint32),
+        num_recv_tokens=received,
+        world_size=num_ranks,
+    )

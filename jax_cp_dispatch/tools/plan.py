@@ -14,7 +14,7 @@ import numpy as np
 from jax_cp_dispatch import masks
 from jax_cp_dispatch._text import byte_count, count, duration, paragraph, table
 from jax_cp_dispatch.attention import Balanced, Choice, Placed
-from jax_cp_dispatch.attention.algorithms.by_plan import moves_of_plan
+from jax_cp_dispatch.attention.algorithms.planned import moves_of_plan
 from jax_cp_dispatch.attention.choose import candidates, choose_for
 from jax_cp_dispatch.cost import HARDWARE, Hardware, StepCost, Workload
 from jax_cp_dispatch.documents.table import document_lengths

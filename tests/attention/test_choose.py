@@ -202,11 +202,11 @@ def attended(monkeypatch):
     seen: list[Any] = []
     for kind in (Ring, Zigzag, Halo, Hamilton, Ulysses, Balanced, Placed):
 
-        def recorded(algorithm, *operands, attend=kind.attend):
+        def recorded(algorithm, *operands, run=kind.run):
             seen.append((algorithm, operands[-1]))
-            return attend(algorithm, *operands)
+            return run(algorithm, *operands)
 
-        monkeypatch.setattr(kind, "attend", recorded)
+        monkeypatch.setattr(kind, "run", recorded)
     jax.clear_caches()
     return seen
 

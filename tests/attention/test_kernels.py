@@ -24,7 +24,6 @@ from on_mesh import AXIS, mesh_of
 from jax_cp_dispatch import context_parallel_attention, local_attention, masks, place_tokens
 from jax_cp_dispatch.attention import rotating  # inner: for these
 from jax_cp_dispatch.attention.local import (  # inner: kernels that cannot run here
-    blockwise,
     gpu,
     local_attention as local,
     passes,
@@ -171,8 +170,8 @@ def emulation(target, shapes, operands, in_place, *, scale, soft_cap, has_querie
 def only_kernels(monkeypatch):
     """Makes CPU programs take the path of the kernels."""
     monkeypatch.setattr(gpu, "_call", emulation)
-    monkeypatch.setattr(local, "fused_attention", gpu.attention)
-    monkeypatch.setattr(local, "fused_gradients", gpu.gradients)
+    monkeypatch.setattr(local, "fused_attention", gpu.fused_attention)
+    monkeypatch.setattr(local, "fused_gradients", gpu.fused_gradients)
     monkeypatch.setattr(rotating, "attend_blocks", gpu.attend_blocks)
     monkeypatch.setattr(rotating, "block_gradients", gpu.block_gradients)
     for name in ("_forward", "_backward"):  # cached traces would bypass the patch
@@ -430,13 +429,13 @@ def test_local_attention_has_kernels(dtype, heads, automatic_axes, num_kernels):
 def test_hidden_blocks_are_not_computed(monkeypatch):
     """A prompt and its completions: the products of blocks whose queries see no key are skipped."""
     counted: list[int] = []
-    matmul = blockwise.matmul
+    matmul = passes.matmul
 
     def counting(x, y, contract):
         jax.debug.callback(lambda: counted.append(1))
         return matmul(x, y, contract)
 
-    monkeypatch.setattr(blockwise, "matmul", counting)
+    monkeypatch.setattr(passes, "matmul", counting)
     ids = np.repeat([0, 0, 1, 2, 3, 4, 5, 6], 8)[None]  # a prompt of 2 blocks, 6 completions of one
     x = jnp.asarray(np.random.default_rng().normal(size=(1, 64, 1, 8)), jnp.float32)
     blocks: Any = {"block_q": 8, "block_kv": 8, "block_heads": 1}

@@ -34,8 +34,7 @@ CASES: dict[str, Any] = {  # algorithm, ranks, rows of a rank, and chunks
     "direct": (Hamilton(), 4, 12, 3),
     "two levels": (Hamilton(nodes=3), 6, 12, 2),
 }
-BY_XLA = ("ppermute", "all_to_all")
-EXCHANGES = {"dispatch", "combine", *BY_XLA}
+EXCHANGES = {"dispatch", "combine"}
 ATTENTION = {"attend_blocks", "block_gradients"}
 
 
@@ -75,8 +74,7 @@ def test_steps(name):
     """Of each pass, in a loop: exchanges come before attention, and do not depend on it.
 
     So a compiler may run them at the same time on any platform. Keys move n - 1 times in each pass,
-    gradients n times, by an exchange of all chunks. If no implementation is named, both are traced,
-    and lowering selects one.
+    gradients n times, by an exchange of all chunks. Lowering selects the implementation.
     """
     _, num_ranks, rows, num_chunks = CASES[name]
     attend, operands = program(CASES[name])
@@ -85,21 +83,20 @@ def test_steps(name):
     (forward, body), (backward, body_of_gradients) = loops(jaxpr)
     assert (forward, backward) == (num_ranks - 1, num_ranks - 2)
 
-    is_all_to_all = 1 < num_chunks == num_ranks - 1
-    exchanges = ["all_to_all"] * 2 if is_all_to_all else ["ppermute"] * 2 * num_chunks
     found = lambda x: [x for x in names(flattened(x)) if x in EXCHANGES | ATTENTION]
-    assert found(body) == ["dispatch", *exchanges, "attend_blocks"]
-    assert found(body_of_gradients) == 2 * ["dispatch", *exchanges] + ["block_gradients"]
+    assert found(body) == ["dispatch", "attend_blocks"]
+    assert found(body_of_gradients) == ["dispatch", "dispatch", "block_gradients"]
     # Outside: of keys, step 1; of gradients, the last two; of segment ids, before the loop.
     outside = Counter(names(flattened(jaxpr))) - Counter(found(body) + found(body_of_gradients))
-    assert sum(outside[x] for x in BY_XLA) == 3 * len(exchanges)
     assert outside["dispatch"] == 3 + (name != "ring")
 
-    sent = [e.invars[0].aval for e in flattened(body) if e.primitive.name in BY_XLA]
-    sizes = sum(x.size * x.dtype.itemsize for x in sent)
-    if is_all_to_all:  # one part of which stays
-        sizes -= sizes // num_ranks
+    (exchange,) = (e for e in flattened(body) if e.primitive.name == "dispatch")
+    sizes = sum(x.aval.size * x.aval.dtype.itemsize for x in exchange.outvars)
     assert sizes == rows * 2 * (8 + 4) * 4
+
+    lowered = jax.jit(attend).trace(*operands).lower(lowering_platforms=("tpu",)).as_text()
+    kind = "all_to_all" if 1 < num_chunks == num_ranks - 1 else "collective_permute"
+    assert f"stablehlo.{kind}" in lowered and "jax_cp_dispatch.dispatch" not in lowered
 
     for each in (body, body_of_gradients):
         kinds, needed = [], []

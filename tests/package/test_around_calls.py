@@ -260,8 +260,8 @@ def test_checkify():
 
 # ---- Operations carry scopes of the package, under which a profile of a step shows them.
 
-EXCHANGES = dict.fromkeys(("dispatch", "combine", "ppermute", "all_to_all"), "cpd.exchange")
-SCOPES = EXCHANGES | {
+SCOPES = {
+    **dict.fromkeys(("dispatch", "combine"), "cpd.exchange"),
     **dict.fromkeys(("attend_blocks", "local_attention"), "cpd.attention"),
     **dict.fromkeys(("block_gradients", "local_attention_gradients"), "cpd.attention_backward"),
     **dict.fromkeys(("gemm", "grouped_gemm"), "cpd.gemm"),
@@ -269,7 +269,7 @@ SCOPES = EXCHANGES | {
 }
 ATTENTION = {  # what an algorithm runs; softmax of rings stays in their blocks
     "balanced": {"local_attention", "local_attention_gradients"},
-    "zigzag": {"ppermute", "attend_blocks", "block_gradients"},
+    "zigzag": {"attend_blocks", "block_gradients"},
 }
 
 

@@ -1,19 +1,16 @@
 """The algorithms of attention over a mesh axis.
 
-`algorithm`: what is asked of each. One file for each: `balanced` and `placed` attend `by_plan`,
-`halo` by a plan that the mask alone decides, `ulysses` by a `head_exchange`; these exchange once
-each way (`exchange_once`, in `parts_of_heads`). In `two_levels`, another algorithm is inside it.
-In `ring` and `hamilton` keys rotate, by the steps of `attention/rotating`. `rank_program`: the part
-of one rank alone, for `balance_profile`.
+`algorithm`: what is asked of each. `planned`: `Balanced` and `Placed` move rows by a plan, `Halo`
+as the mask says; `ulysses` exchanges tokens for heads, also around another algorithm. These
+exchange once each way (`exchange_once`). In `ring` keys rotate, by the steps of `rotating`.
 
 To add one, write its file and name it in `ALGORITHMS`; see CONTRIBUTING.md.
 """
 
 from jax_cp_dispatch.attention.algorithms.algorithm import (
     Algorithm,
-    Call,
-    attend_unless_empty,
     refuse,
+    run_unless_empty,
 )
 from jax_cp_dispatch.attention.algorithms.planned import Balanced, Halo, Placed
 from jax_cp_dispatch.attention.algorithms.ring import Hamilton, Ring, Zigzag
@@ -26,13 +23,12 @@ __all__ = [
     "ALGORITHMS",
     "Algorithm",
     "Balanced",
-    "Call",
     "Halo",
     "Hamilton",
     "Placed",
     "Ring",
     "Ulysses",
     "Zigzag",
-    "attend_unless_empty",
     "refuse",
+    "run_unless_empty",
 ]

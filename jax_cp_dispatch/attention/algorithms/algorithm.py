@@ -4,52 +4,66 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple
 
+import jax
 import numpy as np
+from jaxtyping import Int
 
 from jax_cp_dispatch.attention.operands import (
-    AttentionOptions,
+    Call,
     Operands,
     Outputs,
     empty_outputs,
     has_no_tokens,
-    key_shapes,
 )
 from jax_cp_dispatch.cost import Hardware, Moves, Prediction, StepCost, Workload
-from jax_cp_dispatch.cost.attention import add_steps, one_after_the_other
 from jax_cp_dispatch.cost.pairs import equal_pairs
 from jax_cp_dispatch.documents.documents import Documents
 from jax_cp_dispatch.masks.mask import PLACED
 from jax_cp_dispatch.planning import Plan
 
-if TYPE_CHECKING:
-    from jax_cp_dispatch.attention.algorithms.by_plan import Batch, RankProgram
+# ---- For `balance_profile`: the attention of one rank, without exchanges, on one device.
+#
+# The programs call the functions of attention itself, with the key ranges of a rank. The rows that
+# a rank would receive may have any values: only their number and the ranges determine the time.
+
+Shape = jax.ShapeDtypeStruct
 
 
-class Call(NamedTuple):
-    """A call of attention, as an algorithm decides whether it can serve it; static.
+class Batch(NamedTuple):
+    """The batch of a profile.
 
     Attributes:
-      options: of the call.
-      axis_sizes: devices of each axis that shares the sequence.
-      num_heads: query heads of one device.
-      mask: of the call; with a plan, it may be a `MaskKind`.
-      plan: of the call, or None.
+      num_ranks: W.
+      packed: the mask and the documents `[B, W * T]`, on the host.
+      qkv: shapes of q, k and v of one rank, `[B, T, heads, H]`.
+      plan: of all ranks, or None.
     """
 
-    options: AttentionOptions
-    axis_sizes: tuple[int, ...]
-    num_heads: int
-    mask: Any = None
-    plan: Plan | None = None
+    num_ranks: int
+    packed: Documents
+    qkv: list[Shape]
+    plan: Any = None
 
-    @property
-    def num_ranks(self) -> int:
-        """Devices that share the sequence."""
-        return math.prod(self.axis_sizes)
+
+class RankProgram(NamedTuple):
+    """A program of one rank, and what differs between the ranks.
+
+    Attributes:
+      run: takes a rank, q, k and v, and these ranges. Returns the output and its
+        lse; with the backward pass, the output and the gradients of q, k and v, where the gradient
+        of the output is the output itself.
+      shapes: of q, k and v.
+      ranges: of each rank, what its queries see.
+      num_pairs: query-key pairs of each rank.
+    """
+
+    run: Callable[..., Any]
+    shapes: Sequence[Shape]
+    ranges: Sequence[Any]
+    num_pairs: Int[np.ndarray, " W"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,15 +82,17 @@ class Algorithm(abc.ABC):
 
     @property
     def label(self) -> str:
-        """Its name among predictions."""
         return self.name
 
     def check(self, op: str) -> None:  # noqa: B027 - most have no options
         """Checks the types of its options, but not whether they match the ranks."""
 
-    def why_not(self, call: Call) -> str | None:
-        """Returns None, or the sentence why it cannot serve this call, and the next step."""
-        if call.options.order == PLACED:
+    def why_not(self, call: Call, mask: Any, plan: Plan | None = None) -> str | None:
+        """Returns None, or the sentence why it cannot serve this call, and the next step.
+
+        `mask` is that of the documents; with a plan, it may be a `MaskKind`.
+        """
+        if call.order == PLACED:
             return (
                 f"the documents are those of a placement, which algorithm={self.name!r} cannot "
                 "follow. Pass algorithm='placed'; or, if the placement does not fit and left all "
@@ -93,9 +109,9 @@ class Algorithm(abc.ABC):
         return None
 
     @abc.abstractmethod
-    def attend(
+    def run(
         self,
-        options: AttentionOptions,
+        call: Call,
         operands: Operands,
         packed: Documents,
         plan: Plan | None,
@@ -103,15 +119,13 @@ class Algorithm(abc.ABC):
         """Computes one rank's part; differentiable.
 
         Args:
-          options: of the call, checked.
+          call: checked.
           operands: the rank's rows.
           packed: the mask, and the documents of the rank's columns.
           plan: of all ranks, or the rank's slice.
         """
 
-    def rank_program(
-        self, options: AttentionOptions, batch: Batch, *, backward: bool
-    ) -> RankProgram | None:
+    def rank_program(self, call: Call, batch: Batch, *, backward: bool) -> RankProgram | None:
         """Returns its part of one rank alone, for `balance_profile`; None: it is not measured."""
         return None
 
@@ -158,7 +172,11 @@ class Algorithm(abc.ABC):
         ]
         equal = float(equal_pairs(workload, hardware))
         slowest = float(np.sum(self._pairs(workload, hardware)))
-        return add_steps(steps, imbalance=slowest / equal if equal else 1.0)
+        imbalance = slowest / equal if equal else 1.0
+        total = sum(max(x.compute, x.communication) for x in steps)
+        compute, communication, sent, between = map(sum, zip(*(x[:4] for x in steps), strict=True))
+        exposed = total - compute
+        return Prediction(total, compute, communication, exposed, imbalance, sent, between)
 
     def step_costs(
         self,
@@ -183,7 +201,10 @@ class Algorithm(abc.ABC):
             workload, or needs `moves`.
         """
         steps = self._steps(workload, hardware, moves, backward=backward)
-        return one_after_the_other(steps) if hardware.topology == "shared_memory" else steps
+        if hardware.topology != "shared_memory":
+            return steps
+        alone = [(StepCost(x.compute, 0.0, 0.0), x._replace(compute=0.0)) for x in steps]
+        return [step for pair in alone for step in pair]
 
     @abc.abstractmethod
     def _steps(
@@ -202,18 +223,16 @@ class Algorithm(abc.ABC):
         return 0.0
 
 
-def attend_unless_empty(
-    algorithm: Algorithm, options: AttentionOptions, operands: Operands, packed: Any, plan: Any
+def run_unless_empty(
+    algorithm: Algorithm, call: Call, operands: Operands, packed: Any, plan: Any
 ) -> Outputs:
-    """Returns `algorithm.attend(...)`; without tokens there is nothing to plan or to move."""
+    """Returns `algorithm.run(...)`; without tokens there is nothing to plan or to move."""
     if plan is None and has_no_tokens(operands):
-        _, v = key_shapes(options.expansion, operands)
-        return empty_outputs(operands, v, options.return_lse, options.return_max_logits)
-    return algorithm.attend(options, operands, packed, plan)
+        return empty_outputs(call, operands)
+    return algorithm.run(call, operands, packed, plan)
 
 
-def refuse(op: str, algorithm: Algorithm, call: Call) -> None:
-    """Raises if the algorithm cannot serve the call."""
-    why = algorithm.why_not(call)
+def refuse(algorithm: Algorithm, call: Call, mask: Any, plan: Plan | None = None) -> None:
+    why = algorithm.why_not(call, mask, plan)
     if why is not None:
-        raise ValueError(f"{op}: {why}")
+        raise ValueError(f"{call.op}: {why}")

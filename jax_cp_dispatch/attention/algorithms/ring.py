@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -12,12 +13,16 @@ import numpy as np
 from jaxtyping import Float64
 
 from jax_cp_dispatch._arguments import check_integer
-from jax_cp_dispatch.attention import rotating
-from jax_cp_dispatch.attention.algorithms.algorithm import Algorithm
-from jax_cp_dispatch.attention.algorithms.by_plan import Batch, RankProgram, Shape
+from jax_cp_dispatch.attention.algorithms.algorithm import Algorithm, Batch, RankProgram, Shape
 from jax_cp_dispatch.attention.key_chunks import CycleSchedule, DirectSchedule, OneRank, Schedule
-from jax_cp_dispatch.attention.operands import AttentionOptions, Operands, Outputs
-from jax_cp_dispatch.attention.rotating import ShardedSequence, attend_sequence, ranges_of_rows
+from jax_cp_dispatch.attention.operands import Call, Operands, Outputs, key_shapes
+from jax_cp_dispatch.attention.rotating import (
+    Rotation,
+    attend_sequence,
+    attend_steps,
+    gradient_steps,
+    ranges_of_rows,
+)
 from jax_cp_dispatch.cost import Hardware, Moves, StepCost, Traffic, Workload
 from jax_cp_dispatch.cost.attention import (
     NEXT_RANK,
@@ -62,33 +67,29 @@ class RingFamily(Algorithm):
         """Whether contiguous rows are rearranged first, and the output back."""
         return mask.is_causal
 
-    def sequence(self, options: AttentionOptions, mask: Mask, num_ranks: int) -> ShardedSequence:
-        """Describes the sequence and its rotation."""
-        schedule = self.schedule(options.op, num_ranks)
-        return ShardedSequence(options, schedule, self.computes_in_zigzag(mask))
+    def rotation(self, call: Call, mask: Mask, *qkv: Any) -> Rotation:
+        """Returns the rotation of q, k and v of one rank, or of their shapes and dtypes."""
+        schedule = self.schedule(call.op, call.num_ranks)
+        return Rotation.of(call, schedule, *qkv, zigzag=self.computes_in_zigzag(mask))
 
-    def attend(
-        self, options: AttentionOptions, operands: Operands, packed: Documents, plan: Any
-    ) -> Outputs:
-        num_ranks = jax.lax.axis_size(options.exchange.axis_name)
-        sequence = self.sequence(options, packed.mask, num_ranks)
-        return attend_sequence(sequence, operands, packed)
+    def run(self, call: Call, operands: Operands, packed: Documents, plan: Any) -> Outputs:
+        keys = key_shapes(call.expansion, operands)
+        rotation = self.rotation(call, packed.mask, operands.q, *keys)
+        return attend_sequence(rotation, operands, packed)
 
-    def rank_program(
-        self, options: AttentionOptions, batch: Batch, *, backward: bool
-    ) -> RankProgram:
+    def rank_program(self, call: Call, batch: Batch, *, backward: bool) -> RankProgram:
         """Of tokens in the order that the algorithm computes, as in zigzag layout."""
         num_ranks, packed, qkv, _ = batch
-        rotation = self.sequence(options, packed.mask, num_ranks).rotation(*qkv)
+        rotation = self.rotation(call, packed.mask, *qkv)
         rotation = dataclasses.replace(rotation, schedule=OneRank(rotation.schedule))
 
         def run(rank, q, k, v, of_tokens):
             operands = Operands(q, k, v)
-            out, lse, _ = rotating.forward(rotation, operands, of_tokens, rank)
+            out, lse, _ = attend_steps(rotation, operands, of_tokens, rank)
             if not backward:
                 return out, lse
-            outputs = out, lse, out.astype(q.dtype)
-            dq, dkv, _ = rotating.backward(rotation, operands, of_tokens, outputs, rank)
+            outputs = out, lse, out.astype(q.dtype), None
+            dq, dkv, _ = gradient_steps(rotation, operands, of_tokens, outputs, rank)
             return out, dq, *dkv
 
         packed = jax.tree.map(jnp.asarray, packed)
@@ -284,10 +285,10 @@ class Hamilton(RingFamily):
         if rows is not None:
             return CycleSchedule(rows)
         if nodes not in (None, 1):
-            return _two_level(num_ranks // nodes, nodes)
+            return _schedule_of(two_level_cycles, num_ranks // nodes, nodes)
         if self.cycles == "direct" or (self.cycles is None and num_ranks in (4, 6)):
             return DirectSchedule(num_ranks)
-        return _flat(num_ranks)
+        return _schedule_of(hamiltonian_cycles, num_ranks)
 
     def _given_rows(self, op: str, num_ranks: int) -> tuple[tuple[int, ...], ...] | None:
         """Returns checked cycles, from `cycles` or `maps`."""
@@ -323,13 +324,8 @@ class Hamilton(RingFamily):
 
 
 @functools.cache
-def _flat(num_ranks: int) -> CycleSchedule:
-    return CycleSchedule(tuple(map(tuple, hamiltonian_cycles(num_ranks))))
-
-
-@functools.cache
-def _two_level(ranks_per_node: int, nodes: int) -> CycleSchedule:
-    return CycleSchedule(tuple(map(tuple, two_level_cycles(ranks_per_node, nodes))))
+def _schedule_of(make: Callable[..., Any], *sizes: int) -> CycleSchedule:
+    return CycleSchedule(tuple(map(tuple, make(*sizes))))
 
 
 def _hashable_rows(rows: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -12,17 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int, Int32, Shaped
+from jaxtyping import Array, Float, Int32, Shaped
 
 from jax_cp_dispatch._arrays import sum_dtype
 from jax_cp_dispatch._dispatch import move, outgoing, returning
-from jax_cp_dispatch._dispatch.xla import dispatch_or_collectives
-from jax_cp_dispatch._ranks.communicator import AxisName
-from jax_cp_dispatch._ranks.options import CollectiveOptions, vary_alike, vary_like
+from jax_cp_dispatch._dispatch.xla import AllGather, AllToAll
+from jax_cp_dispatch._ranks.options import CollectiveOptions, vary_like, vary_together
 from jax_cp_dispatch._residuals import named_context, named_context_received
-from jax_cp_dispatch.attention.algorithms.algorithm import Algorithm, Call
-from jax_cp_dispatch.attention.algorithms.exchange_once import Exchange, Movement, exchange_once
-from jax_cp_dispatch.attention.operands import AttentionOptions, Operands, Outputs
+from jax_cp_dispatch.attention.algorithms.algorithm import Algorithm
+from jax_cp_dispatch.attention.algorithms.exchange_once import Exchange, Movement, gather_attend
+from jax_cp_dispatch.attention.operands import Call, Operands, Outputs
 from jax_cp_dispatch.cost import Hardware, Moves, StepCost, Workload
 from jax_cp_dispatch.cost.attention import all_others, attention_seconds, spread, step_cost
 from jax_cp_dispatch.cost.pairs import equal_pairs
@@ -33,10 +31,10 @@ from jax_cp_dispatch.documents.segment_ids import gather_sequence, plan_to_all
 from jax_cp_dispatch.global_call import kv_copies
 from jax_cp_dispatch.masks import MaskRanges
 from jax_cp_dispatch.masks.mask import zigzag_order
-from jax_cp_dispatch.metadata import Metadata
+from jax_cp_dispatch.metadata.fields import single_rows
+from jax_cp_dispatch.planning import Plan
 
-# ---- Exchanges tokens of all heads for all tokens of a share of the heads, and back: an all-to-
-# all.
+# ---- Tokens of all heads for all tokens of a share of the heads, and back: an all-to-all.
 #
 # Rows without heads, which all ranks need, are gathered instead.
 
@@ -66,7 +64,7 @@ class HeadExchange(NamedTuple):
         if self.num_ranks == 1:
             return list(arrays)
         parts = self._move([self._by_heads(x) for x in arrays], fingerprint)
-        return [self._in_sequence_order(_one_after_the_other(x)) for x in parts]
+        return [self._in_sequence_order(x) for x in parts]
 
     def to_tokens(
         self, arrays: Sequence[Float[Array, "B WT _ _"]]
@@ -74,24 +72,17 @@ class HeadExchange(NamedTuple):
         """Returns this rank's tokens of all heads."""
         if self.num_ranks == 1:
             return list(arrays)
-        parts = self._move([self._by_ranks(self._in_stored_order(x)) for x in arrays])
+        parts = self._move([self._by_ranks(x) for x in arrays])
         return [jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], -1, x.shape[4]) for x in parts]
 
     def to_all(self, rows: Sequence[Shaped[Array, "B T _ _"]]) -> list[Shaped[Array, "B WT _ _"]]:
         """Returns the rows of all ranks, in the order of the sequence."""
         if self.num_ranks == 1:
             return list(rows)
-        collectives = _AllGather(self.exchange.axis_name)
-
-        def by_dispatch(rows: list[Array]) -> list[Array]:
-            plan = plan_to_all(self.num_ranks)
-            sent = outgoing(rows, plan, capacity=self.num_ranks)
-            return move(self.exchange, [sent], collectives)[0]
-
-        by_xla = lambda rows: collectives(rows)
-        parts = [x[None] for x in rows]
-        parts = dispatch_or_collectives(self.exchange, parts, by_dispatch, by_xla)
-        return [self._in_sequence_order(_one_after_the_other(x)) for x in parts]
+        sent = [x[None] for x in rows]
+        sent = outgoing(sent, plan_to_all(self.num_ranks), capacity=self.num_ranks)
+        parts = move(self.exchange, [sent], AllGather(self.exchange.axis_name))[0]
+        return [self._in_sequence_order(x) for x in parts]
 
     def sums_of_all(
         self, rows: Sequence[Float[Array, "B WT _ _"]]
@@ -99,40 +90,50 @@ class HeadExchange(NamedTuple):
         """The transpose of `to_all`; sums are float32, unrounded."""
         if self.num_ranks == 1:
             return list(rows)
-        parts = [self._by_ranks(self._in_stored_order(x)) for x in rows]
-        collectives = _AllGather(self.exchange.axis_name).transposed()
-
-        def by_dispatch(parts: list[Array]) -> list[Array]:
-            plan = plan_to_all(self.num_ranks)
-            returned = returning(parts, plan, num_tokens=1)
-            return move(self.exchange, [returned], collectives)[0]
-
-        by_xla = lambda parts: collectives(parts)
-        moved = dispatch_or_collectives(self.exchange, parts, by_dispatch, by_xla)
+        parts = [self._by_ranks(x) for x in rows]
+        plan, sums = plan_to_all(self.num_ranks), AllGather(self.exchange.axis_name, sums=True)
+        returned = returning(parts, plan, num_tokens=1)
+        moved = move(self.exchange, [returned], sums)[0]
         return [x[0] for x in moved]
+
+    # Arrays of one number for each head: this rank's share of them, and back.
+
+    def own(self, x: Float[Array, " N"]) -> Float[Array, " share"]:
+        size = x.shape[0] // self.num_ranks
+        return lax.dynamic_slice_in_dim(x, lax.axis_index(self.exchange.axis_name) * size, size)
+
+    def among(self, others: Float[Array, " N"], share: Float[Array, " share"]) -> Array:
+        """Returns the numbers of all heads: those of this rank's, and of the others."""
+        first = lax.axis_index(self.exchange.axis_name) * share.shape[0]
+        return lax.dynamic_update_slice_in_dim(others, share.astype(others.dtype), first, 0)
+
+    def largest(self, share: Float[Array, " share"]) -> Float[Array, " N"]:
+        none = jnp.full(self.num_ranks * share.shape[0], -jnp.inf, share.dtype)
+        (none,) = vary_like([none], share)
+        return lax.pmax(self.among(none, share), self.exchange.axis_name)
 
     def _by_heads(self, x: Array) -> Float[Array, "W B T _ _"]:
         return jnp.moveaxis(x.reshape(*x.shape[:2], self.num_ranks, -1, x.shape[3]), 2, 0)
 
-    def _by_ranks(self, x: Array) -> Float[Array, "W B T _ _"]:
-        return jnp.moveaxis(x.reshape(x.shape[0], self.num_ranks, -1, *x.shape[2:]), 1, 0)
-
-    def _in_sequence_order(self, x: Array) -> Array:
+    def _in_sequence_order(self, x: Float[Array, "W B T _ _"]) -> Float[Array, "B WT _ _"]:
+        """Returns the rows of all ranks as one sequence."""
+        x = jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])
         if self.layout == "contiguous":
             return x
         return x[:, zigzag_permutation(x.shape[1], self.num_ranks, inverse=True)]
 
-    def _in_stored_order(self, x: Array) -> Array:
-        if self.layout == "contiguous":
-            return x
-        return x[:, zigzag_permutation(x.shape[1], self.num_ranks)]
+    def _by_ranks(self, x: Float[Array, "B WT _ _"]) -> Float[Array, "W B T _ _"]:
+        """Returns the rows of a sequence by the ranks that hold them."""
+        if self.layout == "zigzag":
+            x = x[:, zigzag_permutation(x.shape[1], self.num_ranks)]
+        return jnp.moveaxis(x.reshape(x.shape[0], self.num_ranks, -1, *x.shape[2:]), 1, 0)
 
     def _move(self, parts: list[Array], fingerprint: Array | None = None) -> list[Array]:
         """Sends part c of rank r to rank c, as its part r."""
-        by_collectives = _AllToAll(self.exchange.axis_name)
-        by_xla = lambda moved: by_collectives(moved[0])
-        by_dispatch = lambda moved: _by_dispatch(self.exchange, moved[0], moved[1], by_collectives)
-        return dispatch_or_collectives(self.exchange, (parts, fingerprint), by_dispatch, by_xla)
+        rank = np.arange(self.num_ranks)
+        plan = single_rows(np.tile(rank, (self.num_ranks, 1)), rank[:, None])
+        sent = outgoing(parts, plan, capacity=self.num_ranks, fingerprint=fingerprint)
+        return move(self.exchange, [sent], AllToAll(self.exchange.axis_name))[0]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -158,174 +159,61 @@ def _repeat_backward(copies: int, _: None, dx: Array) -> tuple[Array]:
 repeat_heads.defvjp(_repeat_forward, _repeat_backward)
 
 
-def _one_after_the_other(x: Float[Array, "W B T _ _"]) -> Float[Array, "B WT _ _"]:
-    return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])
-
-
-class _AllToAll(NamedTuple):
-    """XLA's all-to-all of each array; its transpose is itself."""
-
-    axis_name: AxisName
-
-    @jax.named_scope("cpd.exchange")
-    def __call__(self, arrays: Sequence[Array]) -> list[Array]:
-        return [lax.all_to_all(x, self.axis_name, 0, 0) for x in arrays]
-
-    def transposed(self) -> _AllToAll:
-        return self
-
-
-class _AllGather(NamedTuple):
-    """XLA's all-gather of arrays with one row; its transpose sums the rows of all ranks."""
-
-    axis_name: AxisName
-
-    @jax.named_scope("cpd.exchange")
-    def __call__(self, arrays: Sequence[Array]) -> list[Array]:
-        return [lax.all_gather(x, self.axis_name, tiled=True) for x in arrays]
-
-    def transposed(self) -> _SumScatter:
-        return _SumScatter(self.axis_name)
-
-
-class _SumScatter(NamedTuple):
-    """The transpose of `_AllGather`; integers, which have no derivative, do not come here."""
-
-    axis_name: AxisName
-
-    @jax.named_scope("cpd.exchange")
-    def __call__(self, arrays: Sequence[Array]) -> list[Array]:
-        wide = [x.astype(sum_dtype(x.dtype)) for x in arrays]
-        return [lax.psum_scatter(x, self.axis_name, tiled=True) for x in wide]
-
-    def transposed(self) -> _AllGather:
-        return _AllGather(self.axis_name)
-
-
-def _by_dispatch(
-    exchange: CollectiveOptions,
-    parts: list[Array],
-    fingerprint: Array | None,
-    by_collectives: _AllToAll,
-):
-    """Moves the parts by one `dispatch`: each part is one token, and each token one shard."""
-    num_ranks = parts[0].shape[0]
-    shape = (num_ranks, num_ranks)
-    rank = np.arange(num_ranks)
-    plan = Metadata(
-        dst_rank=np.broadcast_to(rank.astype(np.int32), shape),
-        dst_offset=np.broadcast_to(rank.astype(np.uint32)[:, None], shape),
-        seq_len=np.ones(shape, np.uint32),
-        num_recv_tokens=np.concatenate(
-            [np.ones(shape, np.uint32), np.full((num_ranks, 1), num_ranks, np.uint32)], axis=1
-        ),
-        world_size=num_ranks,
-    )
-    argument = outgoing(parts, plan, capacity=num_ranks, fingerprint=fingerprint)
-    return move(exchange, [argument], by_collectives)[0]
-
-
 # ---- Heads shared over the last mesh axis, and another algorithm over the axes before it (USP).
 
 
-class TwoLevels(NamedTuple):
-    """The two parts of a call; static.
-
-    The ranks of the last axis hold consecutive parts of the sequence, in zigzag order consecutive
-    blocks from both ends. So together they are one rank of the axes before it, with all their
-    tokens, in the same layout.
-
-    Attributes:
-      outer: the algorithm over the axes before the last.
-      options: of the call.
-    """
-
-    outer: Algorithm
-    options: AttentionOptions
-
-    @property
-    def inner_options(self) -> Any:
-        """Of the exchanges between the ranks that share the heads."""
-        names = self.options.exchange.axis_names[-1:]
-        return dataclasses.replace(self.options.exchange, axis_names=names)
-
-    def outer_options(self, num_outer: int) -> AttentionOptions:
-        """Of the part of the outer algorithm."""
-        names, order = self.options.exchange.axis_names[:-1], self.options.order
-        exchange = dataclasses.replace(self.options.exchange, axis_names=names)
-        if order.layout == "zigzag":
-            order = zigzag_order(num_outer)
-        return dataclasses.replace(self.options, exchange=exchange, order=order)
-
-    def why_not(self, call: Call) -> str | None:
-        """Returns why the outer algorithm cannot serve its part; inner ranks divide the heads."""
-        *outer, inner = call.axis_sizes
-        options = self.outer_options(math.prod(outer))
-        options = dataclasses.replace(options, order=call.options.order)  # as the caller names it
-        part = Call(options, tuple(outer), call.num_heads // inner, call.mask)
-        reason = self.outer.why_not(part)
-        return reason and f"{reason} Or pass Ulysses(outer=Zigzag())."
+#
+# The ranks of the last axis hold consecutive parts of the sequence, in zigzag order consecutive
+# blocks from both ends. So together they are one rank of the axes before it, with all their tokens,
+# in the same layout.
 
 
-@partial(jax.jit, static_argnums=0)  # equal calls of a program are traced and lowered once
-def attend_two_levels(levels: TwoLevels, operands: Operands, packed: Documents) -> Outputs:
-    """Computes attention of this rank's rows; the arguments are checked."""
-    options, T = levels.options, operands.q.shape[1]
-    exchange, inner = options.exchange, levels.inner_options
-    num_inner = lax.axis_size(inner.axis_name)
-    num_outer = lax.axis_size(exchange.axis_name) // num_inner
-    layout = options.order.layout
-    if layout == "zigzag" and T % 2 and num_outer > 1 and num_inner > 1:
-        raise ValueError(
-            f"{options.op}: a rank holds {T} tokens in {options.order}, but two levels need an "
-            "even number. Pad the tokens (segment 0 is padding) to a multiple of two per rank."
-        )
-    part = operands.varying(exchange)
+def outer_call(call: Call) -> Call:
+    *outer, inner = call.axis_sizes
+    exchange = dataclasses.replace(call.exchange, axis_names=call.exchange.axis_names[:-1])
+    sizes: Any = {"axis_sizes": tuple(outer), "num_heads": call.num_heads // inner}
+    return dataclasses.replace(call, exchange=exchange, **sizes)
+
+
+@partial(jax.jit, static_argnums=(0, 1))  # equal calls of a program are traced and lowered once
+def attend_two_levels(
+    outer: Algorithm, call: Call, operands: Operands, packed: Documents
+) -> Outputs:
+    part, layout, of_outer = operands.varying(call.exchange), call.order.layout, outer_call(call)
+    num_outer, num_inner = of_outer.num_ranks, call.axis_sizes[-1]
+    if layout == "zigzag":
+        of_outer = dataclasses.replace(of_outer, order=zigzag_order(num_outer))
+        if operands.q.shape[1] % 2 and num_outer > 1 and num_inner > 1:
+            raise ValueError(
+                f"{call.op}: a rank holds {operands.q.shape[1]} tokens in {call.order}, but two "
+                "levels need an even number. Pad the tokens (segment 0 is padding) to a multiple "
+                "of two per rank."
+            )
+    inner = dataclasses.replace(call.exchange, axis_names=call.exchange.axis_names[-1:])
     heads = HeadExchange(inner, num_inner, layout)
-    if options.expansion is None:
+    if call.expansion is None:
         copies = kv_copies(part.q.shape[2], part.k.shape[2], num_inner)
         kv: Any = [repeat_heads(x, copies) for x in part.moved]
         q, k, v = named_context_received(heads.to_heads([part.q, *kv]))
     else:
         (q,), k, v = heads.to_heads([part.q]), tuple(heads.to_all(part.k)), None
         q, k = named_context_received((q, k))
-    sink = None if part.sink is None else _own(part.sink, num_inner, inner.axis_name)
+    sink = None if part.sink is None else heads.own(part.sink)
     part = part._replace(q=q, k=k, v=v, sink=sink)
-    packed = _gathered(levels, packed, num_inner)
-    outputs = levels.outer.attend(levels.outer_options(num_outer), part, packed, None)
+    if num_inner > 1:  # the columns of all ranks that share the heads
+        packed = vary_together(jax.tree.map(jnp.asarray, packed), also=call.exchange.axis_names)
+        packed = gather_sequence(inner, packed, num_inner)
+        if layout == "zigzag":
+            num_columns = num_inner * operands.q.shape[1]
+            order = zigzag_permutation(num_columns, num_inner, inverse=True)
+            packed = jax.tree.map(lambda x: x[:, order], packed)
+    outputs = outer.run(of_outer, part, packed, None)
     lses = [] if outputs.lse is None else [outputs.lse[..., None]]
     out, *lses = heads.to_tokens([outputs.out, *lses])
     largest = outputs.max_logits
     if largest is not None:
-        largest = _largest(lax.stop_gradient(largest), num_inner, inner.axis_name)
+        largest = heads.largest(lax.stop_gradient(largest))
     return Outputs(out, lses[0][..., 0] if lses else None, largest)
-
-
-def _gathered(levels: TwoLevels, packed: Documents, num_inner: int) -> Documents:
-    """Returns the columns of all ranks that share the heads, in the order of their blocks."""
-    leaves, tree = jax.tree.flatten(jax.tree.map(jnp.asarray, packed))
-    if num_inner == 1 or not leaves:
-        return packed
-    names = levels.options.exchange.axis_names
-    packed = tree.unflatten(vary_alike(leaves, also=names))
-    packed = gather_sequence(levels.inner_options, packed, num_inner)
-    if levels.options.order.layout != "zigzag":
-        return packed
-    order = zigzag_permutation(jax.tree.leaves(packed)[0].shape[1], num_inner, inverse=True)
-    return jax.tree.map(lambda x: x[:, order], packed)
-
-
-def _own(sink: Float[Array, " N"], num_inner: int, axis_name: Any) -> Float[Array, " share"]:
-    size = sink.shape[0] // num_inner
-    return lax.dynamic_slice_in_dim(sink, lax.axis_index(axis_name) * size, size)
-
-
-def _largest(share: Float[Array, " share"], num_inner: int, axis_name: Any) -> Float[Array, " N"]:
-    """Returns the numbers of all heads, given those of this rank's share."""
-    size = share.shape[0]
-    (none,) = vary_like([jnp.full(num_inner * size, -jnp.inf, share.dtype)], share)
-    among_all = lax.dynamic_update_slice_in_dim(none, share, lax.axis_index(axis_name) * size, 0)
-    return lax.pmax(among_all, axis_name)
 
 
 def outer_workload(workload: Workload, hardware: Hardware) -> tuple[Workload, Hardware, int]:
@@ -395,7 +283,7 @@ class Ulysses(Algorithm):
             )
         self.outer.check(op)
 
-    def why_not(self, call: Call) -> str | None:
+    def why_not(self, call: Call, mask: Any, plan: Plan | None = None) -> str | None:
         sharing = call.num_ranks
         if self.outer is not None:
             if len(call.axis_sizes) < 2:
@@ -411,30 +299,31 @@ class Ulysses(Algorithm):
                 "divide them: each rank computes a share of the heads. Pass algorithm='zigzag' or "
                 "'balanced', or use fewer ranks."
             )
-        if self.outer is None:
-            return super().why_not(call)
-        return super().why_not(call) or TwoLevels(self.outer, call.options).why_not(call)
+        reason = super().why_not(call, mask, plan)
+        if reason is None and self.outer is not None:
+            reason = self.outer.why_not(outer_call(call), mask)
+            reason = reason and f"{reason} Or pass Ulysses(outer=Zigzag())."
+        return reason
 
     def head_axes(self, names: tuple[str, ...]) -> tuple[str, ...]:
         return names if self.outer is None else names[-1:]
 
-    def attend(
-        self, options: AttentionOptions, operands: Operands, packed: Documents, plan: Any
-    ) -> Outputs:
-        names, num_heads = self.head_axes(options.exchange.axis_names), operands.q.shape[2]
-        if options.expansion is not None:
-            expansion = options.expansion.sharing(names, num_heads, operands)
-            options = dataclasses.replace(options, expansion=expansion)
+    def run(self, call: Call, operands: Operands, packed: Documents, plan: Any) -> Outputs:
+        names, num_heads, copies = self.head_axes(call.exchange.axis_names), call.num_heads, 1
+        if call.expansion is not None:
+            expansion = call.expansion.sharing(names, num_heads, operands)
+            call = dataclasses.replace(call, expansion=expansion)
         if self.outer is not None:
-            return attend_two_levels(TwoLevels(self.outer, options), operands, packed)
-        num_ranks, copies = lax.axis_size(options.exchange.axis_name), 1
-        if options.expansion is None:
-            copies = kv_copies(num_heads, operands.k.shape[2], num_ranks)
-        return _attend(ShareOfHeads(options, num_ranks, copies), operands, packed)
+            return attend_two_levels(self.outer, call, operands, packed)
+        if call.expansion is None:
+            copies = kv_copies(num_heads, operands.k.shape[2], call.num_ranks)
+        return _attend_share_of_heads(ShareOfHeads(call, copies), operands, packed)
 
     @classmethod
     def candidates(cls, workload: Workload, hardware: Hardware, *, layout: str, can_place: bool):
-        return (cls(),) if _can_share_heads(workload) else ()
+        """Those whose ranks divide the query heads; with latents only if weights may be whole."""
+        divide = workload.num_heads % workload.num_ranks == 0
+        return (cls(),) if divide and workload.latent_size is None else ()
 
     def _steps(
         self, workload: Workload, hardware: Hardware, moves: Moves | None, *, backward: bool
@@ -506,21 +395,16 @@ class Ulysses(Algorithm):
         return self.outer.rearrangement_seconds(part, links, **options)
 
 
-def _can_share_heads(workload: Workload) -> bool:
-    """Whether the ranks divide the query heads, and keys move: weights may be whole."""
-    return workload.num_heads % workload.num_ranks == 0 and workload.latent_size is None
-
-
 @partial(jax.jit, static_argnums=0)  # equal calls of a program are traced and lowered once
-def _attend(movement: ShareOfHeads, operands: Operands, packed: Documents) -> Outputs:
-    """Computes attention of this rank's rows; the arguments are checked."""
-    options, shape = movement.options, operands.q.shape[:2]
-    operands = operands.varying(options.exchange)
-    order = {"layout": options.order.layout, "checks_order": options.checks_order}
-    leaves, tree = jax.tree.flatten(gathered_ranges(options.exchange, packed, shape, **order))
-    leaves = named_context(vary_alike(leaves, also=options.exchange.axis_names))
-    leaves, tree = jax.tree.flatten((operands, tree.unflatten(leaves)))
-    return exchange_once(movement, *tree.unflatten(vary_alike(leaves)))
+def _attend_share_of_heads(
+    movement: ShareOfHeads, operands: Operands, packed: Documents
+) -> Outputs:
+    call, shape = movement.call, operands.q.shape[:2]
+    operands = operands.varying(call.exchange)
+    order = {"layout": call.order.layout, "checks_order": call.checks_order}
+    found = gathered_ranges(call.exchange, packed, shape, **order)
+    found = named_context(vary_together(found, also=call.exchange.axis_names))
+    return gather_attend(movement, *vary_together((operands, found)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -528,19 +412,16 @@ class ShareOfHeads(Movement):
     """All tokens of a share of the heads come; `arrays`: what tokens see, and their order.
 
     Attributes:
-      options: of the call.
-      num_ranks: W.
       copies: of each KV head.
     """
 
-    options: AttentionOptions
-    num_ranks: int
+    call: Call
     copies: int
     block_rows = 256
 
     @property
     def _heads(self) -> HeadExchange:
-        return HeadExchange(self.options.exchange, self.num_ranks, self.options.order.layout)
+        return HeadExchange(self.call.exchange, self.call.num_ranks, self.call.order.layout)
 
     def ranges(self, arrays: Any) -> MaskRanges:
         return arrays[0]
@@ -552,11 +433,11 @@ class ShareOfHeads(Movement):
         q, (_, fault) = part.q, arrays
         fingerprint = None
         if fault is not None:
-            here = lax.axis_index(self.options.exchange.axis_name)
+            here = lax.axis_index(self.call.exchange.axis_name)
             fingerprint = order_fingerprint(fault, here)
 
         def moved():
-            if self.options.expansion is not None:
+            if self.call.expansion is not None:
                 return [*self._heads.to_heads([q], fingerprint), *self._heads.to_all(part.k)]
             kv: Any = [repeat_heads(x, self.copies) for x in part.moved]
             return self._heads.to_heads([q, *kv], fingerprint)
@@ -568,7 +449,7 @@ class ShareOfHeads(Movement):
         return Exchange(moved, read)
 
     def give_back(self, arrays: Any, out: Array, lse: Array) -> Exchange:
-        lses = [jnp.swapaxes(lse, 1, 2)[..., None]] if self.options.return_lse else []
+        lses = [jnp.swapaxes(lse, 1, 2)[..., None]] if self.call.return_lse else []
 
         def read(came):
             home, *lses = named_context(came)
@@ -583,7 +464,7 @@ class ShareOfHeads(Movement):
         return Exchange(lambda: self._heads.to_heads([dout, *lses]), read)
 
     def give_back_gradients(self, arrays: Any, dq: Array, dkv: Any) -> Exchange:
-        if self.options.expansion is not None:  # None of integers
+        if self.call.expansion is not None:  # None of integers
             moving = [x for x in dkv if x is not None]
 
             def moved():
@@ -615,20 +496,10 @@ class ShareOfHeads(Movement):
         return jnp.where(fault == 0, out, jnp.nan)
 
     def own_sink(self, sink: Float[Array, " N"]) -> Float[Array, " share"]:
-        size = sink.shape[0] // self.num_ranks
-        return lax.dynamic_slice_in_dim(sink, self._first(size), size)
+        return self._heads.own(sink)
 
     def whole_sink(self, dsink: Float[Array, " share"], sink: Float[Array, " N"]) -> Array:
-        return self._among_all(dsink, jnp.zeros_like(sink))
+        return self._heads.among(jnp.zeros_like(sink), dsink)
 
-    def largest(self, max_logits: Float[Array, " share"], num_heads: int) -> Float[Array, " N"]:
-        (none,) = vary_like([jnp.full(num_heads, -jnp.inf, max_logits.dtype)], max_logits)
-        return super().largest(self._among_all(max_logits, none), num_heads)
-
-    def _among_all(self, share: Float[Array, " share"], others: Float[Array, " N"]) -> Array:
-        """Returns the numbers of all heads: those of this rank's, and of the others."""
-        first = self._first(share.shape[0])
-        return lax.dynamic_update_slice_in_dim(others, share.astype(others.dtype), first, 0)
-
-    def _first(self, size: int) -> Int[Array, ""]:
-        return lax.axis_index(self.options.exchange.axis_name) * size
+    def largest(self, max_logits: Float[Array, " share"]) -> Float[Array, " N"]:
+        return self._heads.largest(max_logits)

@@ -20,13 +20,16 @@ from jax_cp_dispatch._jax_private import fused_attention_stablehlo as fused
 from jax_cp_dispatch._ranks import runtime
 from jax_cp_dispatch._ranks.options import vary_like
 from jax_cp_dispatch._text import say_once
-from jax_cp_dispatch.attention.local.blockwise import (
+from jax_cp_dispatch.attention.local.ranges import (
+    CAUSAL,
+    KeyQueries,
+    KeyRanges,
     OnlineSoftmax,
     OutputCotangents,
+    PassOptions,
+    RowRanges,
     SoftmaxGradients,
 )
-from jax_cp_dispatch.attention.local.options import CAUSAL, PassOptions
-from jax_cp_dispatch.attention.local.ranges import KeyQueries, KeyRanges, RowRanges
 
 ATTEND_TARGET = "jax_cp_dispatch.attend"
 ATTEND_MORE_TARGET = "jax_cp_dispatch.attend_more"
@@ -69,7 +72,7 @@ def why_not(dtype, head_sizes: tuple[int, int]) -> str | None:
     return None
 
 
-def attention(options: PassOptions, q, k, v, ranges: RowRanges, sink):
+def fused_attention(options: PassOptions, q, k, v, ranges: RowRanges, sink):
     """`fused_attention` of `passes.py`, of heads that the kernels serve."""
     B, T, N, _ = q.shape
     row = _array((B, N, T), jnp.float32)
@@ -82,8 +85,7 @@ def attention(options: PassOptions, q, k, v, ranges: RowRanges, sink):
     return out[..., : v.shape[3]].astype(options.out_dtype), *others
 
 
-def gradients(options: PassOptions, q, k, v, ranges: RowRanges, whole: SoftmaxGradients):
-    """`fused_gradients` of `passes.py`, likewise."""
+def fused_gradients(options: PassOptions, q, k, v, ranges: RowRanges, whole: SoftmaxGradients):
     out, lse, dout, dlse = whole
     out = out if out.dtype == q.dtype else out.astype(jnp.float32)
     call = _Call.of(options, q, k, v, ranges)
@@ -98,7 +100,6 @@ def gradients(options: PassOptions, q, k, v, ranges: RowRanges, whole: SoftmaxGr
 def attend_blocks(
     options: PassOptions, q, ranges: KeyRanges, kv, seen: OnlineSoftmax | None
 ) -> OnlineSoftmax:
-    """`attend_blocks` of `passes.py`, likewise."""
     rows, size = q.shape[:3], kv[1].shape[3]
     call = _Call.of_blocks(options, q, kv, ranges)
     row, wide = _array(_as_row(rows), jnp.float32), (*rows, call.v.shape[3])
@@ -112,7 +113,6 @@ def attend_blocks(
 def block_gradients(
     options: PassOptions, q, cotangents: OutputCotangents, ranges: KeyRanges, kv, dq
 ):
-    """`block_gradients` of `passes.py`, likewise."""
     dout, lse, delta = cotangents
     call = _Call.of_blocks(options, q, kv, ranges)
     dout = _padded(_head(dout.astype(q.dtype)), call.v.shape[3])
@@ -165,7 +165,6 @@ class _Call(NamedTuple):
         return results[:3]
 
     def run(self, target, shapes, others, of_rows=(), in_place: int = 0, **attributes):
-        """Calls the kernel; the last `in_place` operands are where the first results go."""
         operands = (*self[1:4], *self.ranges, *of_rows, *self.queries, *others)
         aliases = {len(operands) - in_place + i: i for i in range(in_place)}
         attributes |= {
@@ -182,7 +181,6 @@ def _call(target, shapes, operands, aliases, **attributes):
 
 
 def _served(size: int, value_size: int) -> tuple[int, int] | None:
-    """Returns the smallest heads of a kernel that hold such ones."""
     large = (one for one in _HEAD_SIZES if size <= one[0] and value_size <= one[1])
     return next(large, None)
 

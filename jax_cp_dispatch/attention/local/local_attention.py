@@ -15,17 +15,8 @@ from jaxtyping import Array, DTypeLike, Float, Int, Integer
 from jax_cp_dispatch._arguments import HostOrDevice
 from jax_cp_dispatch._arrays import sum_dtype
 from jax_cp_dispatch._door import door
-from jax_cp_dispatch._ranks.options import vary_alike, vary_like
+from jax_cp_dispatch._ranks.options import vary_like, vary_together
 from jax_cp_dispatch._residuals import named_context
-from jax_cp_dispatch.attention.local.blockwise import SoftmaxGradients
-from jax_cp_dispatch.attention.local.options import (
-    PassOptions,
-    check_blocks,
-    check_heads,
-    check_result_dtype,
-    check_softmax,
-    pass_options,
-)
 from jax_cp_dispatch.attention.local.passes import (
     add_sink,
     forbid_second_derivative,
@@ -35,9 +26,16 @@ from jax_cp_dispatch.attention.local.passes import (
     sink_gradient,
 )
 from jax_cp_dispatch.attention.local.ranges import (
+    PassOptions,
     RowRanges,
+    SoftmaxGradients,
     accumulator,
-    dense_ranges,
+    check_blocks,
+    check_heads,
+    check_result_dtype,
+    check_softmax,
+    pass_options,
+    ranges_of_mask,
     ranges_of_rows,
     read_ranges,
 )
@@ -139,22 +137,28 @@ def local_attention(
     softmax = {"scale": scale, "logit_soft_cap": logit_soft_cap}
     blocks = {"block_q": block_q, "block_kv": block_kv, "block_heads": block_heads}
     _check_options(op, q, k, v, softmax, blocks)
-    packed = _read_documents(documents, mask, segment_ids, positions)
-    shapes, given = (q.shape, k.shape), MaskRanges(kv_start, kv_end, q_start, q_end)
-    ranges = read_ranges(op, shapes, given, packed)
+    given, named = MaskRanges(kv_start, kv_end, q_start, q_end), (segment_ids, positions, mask)
+    if kv_start is None and kv_end is None:
+        ranges, dense = _read_mask((q.shape, k.shape), given, documents, *named)
+    elif documents is None and all(x is None for x in named):
+        ranges, dense = read_ranges(op, q.shape[:2], given), None
+    else:
+        raise TypeError(
+            f"{op}: got ranges of keys, and a mask or documents. Pass either kv_start and kv_end, "
+            "or mask, segment_ids and positions."
+        )
     options = pass_options(
         *(q, k),
         **softmax,
         **blocks,
         return_max_logits=return_max_logits,
-        dense=dense_ranges(shapes, given, packed),
+        dense=dense,
         out_dtype=check_result_dtype(op, "out_dtype", out_dtype, q),
         gradient_dtypes=(q.dtype,) * 3,
     )
-    q, k, v, *sinks = in_reverse_only(op, [q, k, v] + [sink] * (sink is not None))
-    sink = sinks[0] if sinks else None
+    q, k, v, sink = in_reverse_only(op, (q, k, v, sink))
     with jax.disable_jit(False):  # see `_attend`; the user may have disabled it
-        return _attend(options, *_vary((q, k, v, ranges, sink)))
+        return _attend(options, *vary_together((q, k, v, ranges, sink)))
 
 
 @door("local_attention_backward", **_STEPS_OF_RANGES)
@@ -206,10 +210,10 @@ def local_attention_backward(
     of_kv = check_result_dtype(op, "dkv_dtype", dkv_dtype, q)
     options = pass_options(q, k, **softmax, **blocks, gradient_dtypes=(of_q, of_kv, of_kv))
     given = MaskRanges(kv_start, kv_end, q_start, q_end)
-    ranges = read_ranges(op, (q.shape, k.shape), given, None)
+    ranges = read_ranges(op, q.shape[:2], given)
     whole = SoftmaxGradients(out, lse, dout, dlse)
     q, k, v, whole = forbid_second_derivative(op, (q, k, v, whole))
-    return _backward(options, *_vary((q, k, v, ranges, whole)))
+    return _backward(options, *vary_together((q, k, v, ranges, whole)))
 
 
 def _check_options(op: str, q, k, v, softmax: dict[str, Any], blocks: dict[str, Any]) -> None:
@@ -218,40 +222,40 @@ def _check_options(op: str, q, k, v, softmax: dict[str, Any], blocks: dict[str, 
     check_blocks(op, **blocks, num_kv_heads=k.shape[2])
 
 
-def _read_documents(documents: Any, mask: Any, segment_ids: Any, positions: Any) -> Documents:
-    """Returns a mask and its documents, which are read with the ranges."""
+def _read_mask(
+    shapes: tuple[Any, Any], given: MaskRanges, documents: Any, *named: Any
+) -> tuple[RowRanges, str | None]:
+    """Returns the ranges of a mask; `named` are segment ids, positions and the mask."""
+    op, mask = "local_attention", named[2]
+    if given.q_start is not None or given.q_end is not None:
+        raise TypeError(
+            f"{op}: got q_start or q_end without kv_start and kv_end. Pass all four, or "
+            "mask=masks.Ranges(...)."
+        )
     if documents is None:
-        check_mask_order("local_attention", mask, PACKED)
-        return trusted(segment_ids, positions, mask)
-    found = read_given(
-        "local_attention", documents, segment_ids, positions, mask, follows_plan=False
-    )
+        check_mask_order(op, mask, PACKED)
+        return ranges_of_mask(op, shapes, trusted(*named))
+    found = read_given(op, documents, *named, follows_plan=False)
     if found.order != PACKED:
         raise ValueError(
-            f"local_attention: the documents are in {found.order}, of which a rank holds a part. "
+            f"{op}: the documents are in {found.order}, of which a rank holds a part. "
             "Pass documents in packed order, or call context_parallel_attention."
         )
-    return found
+    return ranges_of_mask(op, shapes, found)
 
 
 def attend_ranges(
     options: PassOptions, q: Array, kv: Any, ranges: MaskRanges, sink: Array | None
 ) -> tuple[Array, ...]:
     """`local_attention` of checked arguments, without a derivative: for the rules of others."""
-    return _forward(options, *_vary((q, *kv, ranges_of_rows(ranges, q.shape[:2]), sink)))
+    return _forward(options, *vary_together((q, *kv, ranges_of_rows(ranges, q.shape[:2]), sink)))
 
 
 def range_gradients(
     options: PassOptions, q: Array, kv: Any, ranges: MaskRanges, whole: SoftmaxGradients
 ) -> tuple[Array, ...]:
     """`local_attention_backward` of checked arguments."""
-    return _backward(options, *_vary((q, *kv, ranges_of_rows(ranges, q.shape[:2]), whole)))
-
-
-def _vary(operands):
-    """Makes all arrays of the operands vary over the same mesh axes."""
-    leaves, tree = jax.tree.flatten(operands)
-    return tree.unflatten(vary_alike(leaves))
+    return _backward(options, *vary_together((q, *kv, ranges_of_rows(ranges, q.shape[:2]), whole)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

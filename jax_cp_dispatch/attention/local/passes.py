@@ -9,7 +9,7 @@ TPUs compute these if they support them, else blockwise code.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,24 +20,29 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
+from jax_cp_dispatch._ranks.options import vary_like
 from jax_cp_dispatch.attention.local import gpu
-from jax_cp_dispatch.attention.local.blockwise import (
-    OnlineSoftmax,
-    OutputCotangents,
-    SoftmaxGradients,
-    attend_blockwise,
-    begin_dq,
-    finish_dq,
-    gradients_blockwise,
-    tile_cotangents,
-)
-from jax_cp_dispatch.attention.local.options import PassOptions
 from jax_cp_dispatch.attention.local.ranges import (
     KeyRanges,
+    OnlineSoftmax,
+    OutputCotangents,
+    PassOptions,
     RowRanges,
+    SoftmaxGradients,
     accumulator,
+    begin_dq,
+    block_of,
+    each_key_block,
+    each_query_block,
+    finish_dq,
     from_rows,
+    matmul,
+    positions,
+    set_block,
+    soft_capped,
+    tile_cotangents,
     tile_operands,
+    widen,
 )
 
 
@@ -76,7 +81,6 @@ def block_gradients(options, q, cotangents: OutputCotangents, ranges: KeyRanges,
 
 
 def attention_in_tiles(options: PassOptions, q, k, v, ranges: RowRanges, sink) -> tuple[Array, ...]:
-    """`fused_attention` by blocks."""
     of = tile_operands(options, q, k, v, ranges)
     softmax = attend_blocks(options, of.q, of.ranges, (of.k, of.v), None)
     out, lse = add_sink(*softmax.result(q.shape, k.shape[2]), sink)
@@ -89,7 +93,6 @@ def attention_in_tiles(options: PassOptions, q, k, v, ranges: RowRanges, sink) -
 def gradients_in_tiles(
     options: PassOptions, q, k, v, ranges: RowRanges, whole: SoftmaxGradients
 ) -> tuple[Array, ...]:
-    """`fused_gradients` by blocks."""
     num_groups = k.shape[2]
     of = tile_operands(options, q, k, v, ranges)
     cotangents = tile_cotangents(options, of.used, whole, num_groups)
@@ -98,6 +101,95 @@ def gradients_in_tiles(
     dk, dv = (from_rows(dx, x.shape, num_groups) for dx, x in zip(dkv, (k, v), strict=True))
     found = finish_dq(dq, q.shape, num_groups), dk, dv
     return tuple(x.astype(to) for x, to in zip(found, options.gradient_dtypes, strict=True))
+
+
+# ---- Blockwise, on every platform: an online softmax over each query block's keys.
+#
+# Forward, logits are `[matrices, G * block_q, block_kv]`: both products then read and write them
+# without a transposition. Backward, which recomputes the probabilities, they are transposed, so
+# that four of the five products do; only `dq` is accumulated transposed.
+
+
+def attend_blockwise(
+    options, q, ranges: KeyRanges, kv, seen: OnlineSoftmax | None
+) -> OnlineSoftmax:
+    seen = seen or OnlineSoftmax.of_nothing(q, kv[1].shape[3])
+    q, (k, v) = options.scale * widen(q), map(widen, kv)
+
+    def one_query_block(seen, index):
+        q_block, own = block_of(q, index), ranges.of_queries(index)
+        blocks, rows, queries = own.key_blocks(options), own.of_heads(q.shape[2]), own.queries
+
+        def exponentials(masked, j, logits, peak, of_pair):
+            logits, _ = soft_capped(options, logits)
+            if masked:
+                column = positions(options, j)[None, None]
+                allowed = (column >= rows[:, 0, :, None]) & (column < rows[:, 1, :, None])
+                if of_pair is not None:
+                    allowed &= of_pair.allow()
+                logits = jnp.where(allowed, logits, -jnp.inf)
+            new_peak = jnp.maximum(peak, jnp.max(logits, axis=2))
+            return jnp.exp(logits - new_peak[..., None]), new_peak
+
+        def add_block(j, row):
+            peak, total, acc = row
+            of_pair = queries and queries.of_keys(index.at(j))
+            # Most blocks are inside all ranges; a mask would cost them a pass over the logits.
+            is_whole = (j >= blocks.first_whole) & (j < blocks.last_whole)
+            p, new_peak = lax.cond(
+                is_whole if of_pair is None else is_whole & of_pair.hide_none(),
+                functools.partial(exponentials, False),
+                functools.partial(exponentials, True),
+                j,
+                matmul(q_block, block_of(k, index.at(j)), (2, 2)),
+                peak,
+                of_pair,
+            )
+            keep = jnp.exp(peak - new_peak)
+            total = total * keep + jnp.sum(p, axis=2)
+            acc = acc * keep[..., None] + matmul(p, block_of(v, index.at(j)), (2, 1))
+            return new_peak, total, acc
+
+        row = tuple(block_of(x, index) for x in seen)
+        row = each_key_block(index, (blocks.first, blocks.last, queries), add_block, row)
+        return OnlineSoftmax(*(set_block(x, index, y) for x, y in zip(seen, row, strict=True)))
+
+    return each_query_block(options, one_query_block, seen, q)
+
+
+def gradients_blockwise(options, q, cotangents: OutputCotangents, ranges: KeyRanges, kv, dq):
+    q, (k, v) = options.scale * widen(q), map(widen, kv)
+    cotangents = cotangents._replace(dout=widen(cotangents.dout))
+    k_columns = options.scale * jnp.swapaxes(k, 2, 3)
+
+    def one_query_block(carry, index):
+        q_block, dout, lse, delta = (block_of(x, index) for x in (q, *cotangents))
+        own = ranges.of_queries(index)
+        blocks, rows, queries = own.key_blocks(options), own.of_heads(q.shape[2]), own.queries
+
+        def add_block(j, carry):
+            dq_block, dk, dv = carry
+            there = index.at(j)
+            k_block, v_block = block_of(k, there), block_of(v, there)
+            position = positions(options, j)[None, :, None]
+            logits, slope = soft_capped(options, matmul(k_block, q_block, (2, 2)))
+            allowed = (position >= rows[:, :1]) & (position < rows[:, 1:])
+            if queries is not None:
+                allowed &= jnp.swapaxes(queries.of_keys(there).allow(), 1, 2)
+            p = jnp.exp(jnp.where(allowed, logits, -jnp.inf) - lse[:, None])
+            ds = p * (matmul(v_block, dout, (2, 2)) - delta[:, None]) * slope
+            dq_block = dq_block + matmul(block_of(k_columns, there), ds, (2, 1))
+            dk = set_block(dk, there, block_of(dk, there) + matmul(ds, q_block, (2, 1)))
+            dv = set_block(dv, there, block_of(dv, there) + matmul(p, dout, (2, 1)))
+            return dq_block, dk, dv
+
+        dq, *dkv = carry
+        row = block_of(dq, index), *dkv
+        dq_block, *dkv = each_key_block(index, (blocks.first, blocks.last, queries), add_block, row)
+        return set_block(dq, index, dq_block), *dkv
+
+    zeros = vary_like((jnp.zeros_like(k), jnp.zeros_like(v)), q)
+    return each_query_block(options, one_query_block, (dq, *zeros), q)
 
 
 # ---- The primitives.
@@ -172,17 +264,17 @@ def _block_gradients_shapes(_, q, cotangents, ranges, kv, dq):
 # Which kernels.
 
 
-def _cuda_attention(ctx, options, q, k, v, ranges, sink):
-    if sink is None and gpu.cudnn_serves(options, q, v):
+def _cuda_attention(ctx, options, q, k, v, *ranges_and_sink):
+    if ranges_and_sink[1] is None and gpu.cudnn_serves(options, q, v):
         return gpu.cudnn_attention
-    return gpu.attention if gpu.kernels_serve(q, v) else None
+    return gpu.fused_attention if gpu.kernels_serve(q, v) else None
 
 
-def _cuda_gradients(ctx, options, q, k, v, ranges, whole):
+def _cuda_gradients(ctx, options, q, k, v, *ranges_and_whole):
     # cuDNN multiplies out and dout itself, and accepts no cotangent of the lse.
-    if whole.dlse is None and gpu.cudnn_serves(options, q, v):
+    if ranges_and_whole[1].dlse is None and gpu.cudnn_serves(options, q, v):
         return gpu.cudnn_gradients
-    return gpu.gradients if gpu.kernels_serve(q, v) else None
+    return gpu.fused_gradients if gpu.kernels_serve(q, v) else None
 
 
 def _tpu(name, ctx, options, q, *others):
@@ -224,9 +316,9 @@ _block_gradients = _define(
 # function that was called. They leave nothing in a compiled program.
 
 
-def in_reverse_only(op: str, arrays: Iterable[Any]) -> list[Any]:
-    """Returns the arrays, differentiable in reverse mode only; forward mode is an error."""
-    return [_in_reverse_only(op, x) for x in arrays]
+def in_reverse_only(op: str, arrays: Any) -> Any:
+    """Returns a pytree, differentiable in reverse mode only; forward mode is an error."""
+    return jax.tree.map(functools.partial(_in_reverse_only, op), arrays)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

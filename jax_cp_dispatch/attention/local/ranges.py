@@ -10,6 +10,7 @@ accumulator's. Unused rows are zero, because 0 * NaN is NaN.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from jaxtyping import Array, Bool, Int32
 
 from jax_cp_dispatch._arguments import clip_to_int32
 from jax_cp_dispatch._arrays import are_covered, divided, sum_dtype
-from jax_cp_dispatch.attention.local.options import CAUSAL, FULL, PassOptions
+from jax_cp_dispatch._ranks.options import vary_like
 from jax_cp_dispatch.documents.documents import (
     Documents,
     attended_tokens,
@@ -32,6 +33,93 @@ from jax_cp_dispatch.documents.documents import (
 from jax_cp_dispatch.documents.segment_ids import check_documents
 from jax_cp_dispatch.masks import Causal, Full, MaskRanges
 from jax_cp_dispatch.masks.read import check_mask_arrays, read_mask
+
+# ---- The options of the passes.
+
+CAUSAL, FULL = "causal", "full"
+_VECTOR = 8  # rows
+# Rows of a block's matrix. On CPU, XLA multiplies 256 x 256 blocks with heads of 64 on one thread
+# (65 of 125 GFLOP/s on 2 cores), 512 x 512 on all; larger blocks waste more work.
+_BLOCK = 512
+# Of the blocks of several heads: larger products and passes wait less often for all threads (2
+# cores: 2.3 s without, 1.8 s with 4 heads, 8K tokens forward and backward).
+_LOGITS = 4 * _BLOCK * _BLOCK
+
+
+@dataclasses.dataclass(frozen=True)
+class PassOptions:
+    """The resolved options of the passes; static."""
+
+    scale: float
+    logit_soft_cap: float | None
+    block_q: int
+    block_kv: int
+    block_heads: int  # KV heads of a batch row whose blocks are computed together
+    return_max_logits: bool = False
+    kv_heads: int = 1  # of a batch row: that many matrices in turn have the same ranges
+    # Of calls on whole arrays.
+    dense: str | None = None  # all ranges are those of one document: CAUSAL or FULL
+    out_dtype: Any = None
+    gradient_dtypes: tuple[Any, ...] = ()  # of q, k and v
+
+
+def pass_options(
+    q,
+    k,
+    *,
+    scale: float | None = None,
+    logit_soft_cap: float | None = None,
+    block_q: int | None = None,
+    block_kv: int | None = None,
+    block_heads: int | None = None,
+    **others: Any,
+) -> PassOptions:
+    """Returns checked options; the shapes of q and k select the blocks that are None."""
+    (T, N, H), (S, K) = q.shape[1:], k.shape[1:3]
+    block_q = block_q or even_block(T, max(128, _BLOCK // (N // K)))
+    block_kv = block_kv or even_block(S, _BLOCK)
+    logits_of_head = N // K * block_q * block_kv
+    together = max(x for x in divisors(K) if x == 1 or x * logits_of_head <= _LOGITS)
+    return PassOptions(
+        scale=H**-0.5 if scale is None else float(scale),
+        logit_soft_cap=None if logit_soft_cap is None else float(logit_soft_cap),
+        block_q=block_q,
+        block_kv=block_kv,
+        block_heads=int(block_heads or together),
+        kv_heads=K,
+        **others,
+    )
+
+
+def rank_blocks(num_queries, num_keys, num_heads, num_groups, *, rows) -> dict[str, int]:
+    """Returns block sizes for ranks that compute at the same time.
+
+    Together they keep all cores busy, so a product need not use several threads. Small blocks of
+    one head stay in the caches and follow the ranges closely. `rows` is the row count of a query
+    block's matrix.
+    """
+    block_q = max(64, rows * num_groups // max(1, num_heads))
+    return {
+        "block_q": even_block(num_queries, block_q),
+        "block_kv": even_block(num_keys, 128),
+        "block_heads": 1,
+    }
+
+
+def even_block(length: int, block: int) -> int:
+    """Returns a size near `block`, in whole vectors, that covers the length with least waste.
+
+    The largest of several candidates; for a short axis its length, rounded up.
+    """
+    if length <= block * 3 // 2:
+        return max(1, -(-length // _VECTOR)) * _VECTOR
+    sizes = range(block * 3 // 4 // _VECTOR * _VECTOR, block * 5 // 4 + 1, _VECTOR)
+    return min(sizes, key=lambda size: (-length % size, -size))
+
+
+def divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
 
 # ---- Rows in blocks: the layout `[B*K, blocks, rows, ...]`, and access to single blocks.
 
@@ -78,7 +166,6 @@ class BlockIndex(NamedTuple):
     block: Array
 
     def at(self, block) -> BlockIndex:
-        """Returns another block of the same matrices."""
         return self._replace(block=block)
 
 
@@ -102,7 +189,7 @@ def _corner(x, index: BlockIndex):
 # ---- The queries that may see each key row, in blocks: for masks whose keys have ranges of
 # queries.
 
-_LAST_INDEX = 2**31 - 1
+LAST_INDEX = 2**31 - 1
 
 
 class KeyQueries(NamedTuple):
@@ -135,7 +222,6 @@ class QueryRanges(NamedTuple):
         )
 
     def of_keys(self, index: BlockIndex) -> QueryRanges:
-        """Likewise of one block of keys."""
         names = ("start", "starts", "end", "ends")
         return self._replace(**{name: block_of(getattr(self, name), index) for name in names})
 
@@ -161,12 +247,10 @@ class QueryRanges(NamedTuple):
     # ---- Of one block of queries and one of keys.
 
     def hide_none(self) -> Bool[Array, ""]:
-        """Whether all queries may see all keys."""
         are_early = jnp.max(self.indices[:, 1]) < jnp.min(self.ends[:, 0])
         return are_early & (jnp.min(self.indices[:, 0]) >= jnp.max(self.starts[:, 1]))
 
     def allow(self) -> Bool[Array, "matrices rows block_kv"]:
-        """Whether a query may see a key."""
         index = self.index[..., None]
         return (index >= self.start[:, None]) & (index < self.end[:, None])
 
@@ -198,9 +282,9 @@ def tile_query_ranges(
         x = jnp.broadcast_to(x[:, :, None, None], (*x.shape, num_groups, 1))
         return to_rows(x, num_groups, options.block_kv, fill)[..., 0]
 
-    first = of_queries(jnp.where(used, queries.index, _LAST_INDEX), _LAST_INDEX)
+    first = of_queries(jnp.where(used, queries.index, LAST_INDEX), LAST_INDEX)
     last = of_queries(jnp.where(used, queries.index, -1), -1)
-    start, end = of_keys(queries.start, _LAST_INDEX), of_keys(queries.end, 0)
+    start, end = of_keys(queries.start, LAST_INDEX), of_keys(queries.end, 0)
     extremes = lambda x: jnp.stack([x.min(-1), x.max(-1)], -1)
     return QueryRanges(
         index=of_queries(queries.index, 0),
@@ -210,9 +294,6 @@ def tile_query_ranges(
         end=end,
         ends=extremes(end),
     )
-
-
-_LAST = 2**31 - 1
 
 
 class KeyRanges(NamedTuple):
@@ -238,7 +319,7 @@ class KeyRanges(NamedTuple):
         before = lambda x: divided(x, options.block_kv)[0]
         after = lambda x: before(x + (options.block_kv - 1))
         bounds = before(start), after(end), after(start), before(end)
-        extremes, fills = (lax.min, lax.max, lax.max, lax.min), (_LAST, 0, 0, _LAST)
+        extremes, fills = (lax.min, lax.max, lax.max, lax.min), (LAST_INDEX, 0, 0, LAST_INDEX)
         combined = lambda xs, ys: [f(x, y) for f, x, y in zip(extremes, xs, ys, strict=True)]
         return KeyBlocks(*lax.reduce(bounds, tuple(map(np.int32, fills)), combined, (0, 1)))
 
@@ -261,8 +342,6 @@ class RowRanges(NamedTuple):
 
 
 class BlockedOperands(NamedTuple):
-    """The blocks of one call of local attention."""
-
     q: Array  # [B*K, nq, G*block_q, H]
     k: Array  # [B*K, nk, block_kv, H]
     v: Array  # [B*K, nk, block_kv, Hv]
@@ -271,7 +350,6 @@ class BlockedOperands(NamedTuple):
 
 
 def tile_operands(options: PassOptions, q, k, v, ranges: RowRanges) -> BlockedOperands:
-    """Cuts checked operands of `local_attention` into blocks."""
     kv_start, kv_end, queries = ranges
     S, K = k.shape[1:3]
     # Constant ranges are common, and XLA takes seconds to fold the code that depends on them.
@@ -328,7 +406,6 @@ def each_query_block(options: PassOptions, one_block, carry, q):
 
 
 def positions(options: PassOptions, j):
-    """Returns the key rows of block j."""
     return j * options.block_kv + jnp.arange(options.block_kv, dtype=jnp.int32)
 
 
@@ -353,43 +430,172 @@ def widen(x):
 
 
 def accumulator(x):
-    """Returns the dtype of all sums."""
     return sum_dtype(x.dtype)
+
+
+# ---- The softmax of query blocks, and its cotangents.
+
+
+class OnlineSoftmax(NamedTuple):
+    """The online softmax of each row of the query blocks, over the keys seen so far."""
+
+    peak: Array  # [B*K, nq, G*block_q] largest logit
+    total: Array  # [B*K, nq, G*block_q] sum of exp(logit - peak)
+    acc: Array  # [B*K, nq, G*block_q, Hv] likewise, times the values
+
+    @classmethod
+    def of_nothing(cls, q, num_features) -> OnlineSoftmax:
+        # A finite first peak keeps exp(-inf - peak) = 0 for rows without keys so far.
+        dtype = accumulator(q)
+        peak = jnp.full(q.shape[:3], jnp.finfo(dtype).min, dtype)
+        acc = jnp.zeros((*q.shape[:3], num_features), dtype)
+        return cls(*vary_like((peak, jnp.zeros_like(peak), acc), q))
+
+    def result(self, shape, num_groups):
+        """Returns `(out, lse)` of `local_attention`, for queries of this shape."""
+        empty = self.total == 0
+        total = jnp.where(empty, 1, self.total)
+        lse = jnp.where(empty, -jnp.inf, self.peak + jnp.log(total))
+        out = from_rows(self.acc / total[..., None], shape, num_groups)
+        return out, jnp.swapaxes(from_rows(lse[..., None], shape, num_groups)[..., 0], 1, 2)
+
+    def max_logits(self, shape, num_groups):
+        """Returns the largest logit of each row, `[B, N, T]`; -inf if it has no keys."""
+        peak = jnp.where(self.total == 0, -jnp.inf, self.peak)
+        return jnp.swapaxes(from_rows(peak[..., None], shape, num_groups)[..., 0], 1, 2)
+
+
+class OutputCotangents(NamedTuple):
+    """The whole softmax and its cotangents, for each row of the query blocks.
+
+    dL/dlogit_j = p_j (dout . v_j - delta), delta = dout . out - dlse, because dlse/dlogit_j = p_j.
+    """
+
+    dout: Array  # [B*K, nq, G*block_q, Hv], in its own dtype
+    lse: Array  # [B*K, nq, G*block_q]; inf, hence p = 0, for empty ranges
+    delta: Array  # [B*K, nq, G*block_q]
+
+
+class SoftmaxGradients(NamedTuple):
+    """Output and lse of the whole softmax, and their cotangents; None: zero."""
+
+    out: Array  # [B, T, N, Hv]
+    lse: Array  # [B, N, T]
+    dout: Array
+    dlse: Array | None = None
+
+
+def tile_cotangents(options, used, whole: SoftmaxGradients, num_groups) -> OutputCotangents:
+    out, lse, dout, dlse = whole
+    dtype = accumulator(lse)
+    lse = jnp.swapaxes(lse.astype(dtype), 1, 2)
+    used = used[:, :, None] & (lse > -jnp.inf)
+    delta = jnp.sum(dout.astype(dtype) * out.astype(dtype), axis=-1)
+    if dlse is not None:
+        delta = delta - jnp.swapaxes(dlse, 1, 2).astype(dtype)
+
+    def rows(x, fill: float = 0):
+        return to_rows(x[..., None], num_groups, options.block_q, fill)[..., 0]
+
+    return OutputCotangents(
+        to_rows(jnp.where(used[..., None], dout, 0), num_groups, options.block_q),
+        rows(jnp.where(used, lse, jnp.inf), jnp.inf),
+        rows(jnp.where(used, delta, 0)),
+    )
+
+
+def begin_dq(q):
+    return jnp.zeros_like(jnp.swapaxes(q, 2, 3), accumulator(q))
+
+
+def finish_dq(dq, shape, num_groups):
+    return from_rows(jnp.swapaxes(dq, 2, 3), shape, num_groups)
+
+
+# ---- Checks of the doors.
+
+_FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
+
+
+def check_heads(name: str, q: Any, k: Any, v: Any) -> None:
+    """Requires queries, keys and values of one dtype, whose heads match."""
+    if q.dtype not in _FLOATS or k.dtype != q.dtype or v.dtype != q.dtype:
+        raise TypeError(
+            f"{name}: q, k, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}, but must have "
+            "the same one: bfloat16, float16, float32 or float64. Cast them."
+        )
+    (N, H), K = q.shape[2:], k.shape[2]
+    if K == 0 or N == 0 or N % K:
+        raise ValueError(
+            f"{name}: {N} query heads cannot share {K} KV heads; N must be a multiple of K."
+        )
+    for heads, size in (("q and k", H), ("v", v.shape[3])):
+        if size == 0:
+            raise ValueError(
+                f"{name}: heads of {heads} have size 0; they need at least one feature."
+            )
+
+
+def check_result_dtype(name: str, what: str, asked: Any, q: Any) -> Any:
+    """Returns the dtype that is asked for: that of q, or by default that of sums."""
+    of_operands, of_sums = jnp.dtype(q.dtype), jnp.dtype(sum_dtype(q.dtype))
+    if asked is None:
+        return of_sums
+    if jnp.dtype(asked) not in (of_operands, of_sums):
+        raise ValueError(
+            f"{name}: {what} is {jnp.dtype(asked)}, but must be the dtype of q, {of_operands}, or "
+            f"{of_sums}. Pass one of them, or None for {of_sums}."
+        )
+    return jnp.dtype(asked)
+
+
+def check_softmax(name: str, scale: Any, logit_soft_cap: Any) -> None:
+    _check_number(name, "scale", scale)
+    _check_number(name, "logit_soft_cap", logit_soft_cap)
+    if logit_soft_cap is not None and not float(logit_soft_cap) > 0:
+        raise ValueError(
+            f"{name}: logit_soft_cap is {float(logit_soft_cap)}, but must be > 0, or None."
+        )
+
+
+def check_blocks(name: str, block_q, block_kv, block_heads, *, num_kv_heads: int) -> None:
+    for what, number in (("block_q", block_q), ("block_kv", block_kv)):
+        is_integer = isinstance(number, (int, np.integer)) and not isinstance(number, bool)
+        if number is not None and not (is_integer and number >= 1):
+            raise ValueError(f"{name}: {what} is {number}, but must be an integer >= 1, or None.")
+    is_integer = isinstance(block_heads, (int, np.integer))
+    if block_heads is not None and not (is_integer and block_heads in divisors(num_kv_heads)):
+        raise ValueError(
+            f"{name}: block_heads is {block_heads}, but must be an integer that divides the "
+            f"{num_kv_heads} KV heads, or None."
+        )
+
+
+def _check_number(name: str, what: str, value: Any) -> None:
+    try:
+        if not isinstance(value, bool | np.bool_ | str | bytes):
+            float(0 if value is None else value)
+            return
+    except (TypeError, ValueError):
+        pass
+    raise TypeError(
+        f"{name}: {what} is {value!r}, but must be a number that is known when the program is "
+        "traced, or None."
+    )
 
 
 # ---- Reads the ranges of `local_attention`, given as rows or by a mask.
 
 
-def read_ranges(
-    op: str, shapes: tuple[Any, Any], given: MaskRanges, packed: Documents | None
-) -> RowRanges:
-    """Returns the ranges of rows; of a mask, if none are given and `packed` is.
-
-    Args:
-      shapes: of q and of k.
-    """
-    (B, T), S = shapes[0][:2], shapes[1][1]
-    if packed is not None and given.k_start is None and given.k_end is None:
-        if given.q_start is not None or given.q_end is not None:
-            raise TypeError(
-                f"{op}: got q_start or q_end without kv_start and kv_end. Pass all four, or "
-                "mask=masks.Ranges(...)."
-            )
-        return _of_mask(op, (B, T, S), packed)
-    if packed is not None and any(
-        x is not None for x in (packed.mask, packed.segment_ids, packed.positions)
-    ):
-        raise TypeError(
-            f"{op}: got ranges of keys, and a mask or documents. Pass either kv_start and kv_end, "
-            "or mask, segment_ids and positions."
-        )
+def read_ranges(op: str, shape: tuple[int, ...], given: MaskRanges) -> RowRanges:
+    """Returns the ranges of rows; `shape` is B and T."""
     needed = {"kv_start": given.k_start, "kv_end": given.k_end}
     if given.q_start is not None or given.q_end is not None:
         needed |= {"q_start": given.q_start, "q_end": given.q_end}
     for name, x in needed.items():
         if x is None:
             raise TypeError(f"{op}: {name} is missing; a range has a start and an end. Pass it.")
-    return ranges_of_rows(given, (B, T))
+    return ranges_of_rows(given, shape)
 
 
 def ranges_of_rows(given: MaskRanges, shape: tuple[int, ...]) -> RowRanges:
@@ -402,34 +608,33 @@ def ranges_of_rows(given: MaskRanges, shape: tuple[int, ...]) -> RowRanges:
     return RowRanges(k_start, k_end, KeyQueries(index, start, end))
 
 
-def dense_ranges(shapes: tuple[Any, Any], given: MaskRanges, packed: Documents) -> str | None:
-    """Returns how ranges that `read_ranges` has checked are dense, if that is known."""
-    is_of_mask = all(x is None for x in (*given, packed.segment_ids, packed.positions))
-    if not is_of_mask:
-        return None
-    mask = read_mask("local_attention", packed.mask).simplified()
-    if isinstance(mask, Full):
-        return FULL
-    return CAUSAL if isinstance(mask, Causal) and shapes[0][1] == shapes[1][1] else None
+def ranges_of_mask(
+    op: str, shapes: tuple[Any, Any], packed: Documents
+) -> tuple[RowRanges, str | None]:
+    """Returns the ranges of a mask, and how they are dense, if that is known.
 
-
-def _of_mask(op: str, sizes: tuple[int, int, int], packed: Documents) -> RowRanges:
-    B, T, S = sizes
+    Args:
+      shapes: of q and of k.
+    """
+    (B, T), S = shapes[0][:2], shapes[1][1]
     if T > S:
         raise ValueError(
             f"{op}: got {T} queries and {S} keys; with a mask, queries are the last of the keys' "
             "tokens. Pass kv_start and kv_end."
         )
-    mask = read_mask(op, packed.mask)
+    mask, dense = read_mask(op, packed.mask), None
+    if packed.segment_ids is None and packed.positions is None:
+        simple = mask.simplified()
+        dense = CAUSAL if isinstance(simple, Causal) and T == S else None
+        dense = FULL if isinstance(simple, Full) else dense
     check_documents(op, packed.segment_ids, packed.positions, (B, S), "k has B, S =")
     check_mask_arrays(op, mask, (B, S))
     packed = read_whole(op, replaced(packed, mask=mask), 1)
     if packed.positions is not None:
         packed = with_segment_ids(packed, (B, S))
-    packed = jax.tree.map(jnp.asarray, packed)
-    ranges = attended_tokens(packed, (B, S))
+    ranges = attended_tokens(jax.tree.map(jnp.asarray, packed), (B, S))
     start, end = (x[:, S - T :] for x in ranges[:2])
     if ranges.q_start is None:
-        return RowRanges(start, end)
+        return RowRanges(start, end), dense
     index = jnp.broadcast_to(jnp.arange(S - T, S, dtype=jnp.int32), (B, T))
-    return RowRanges(start, end, KeyQueries(index, ranges.q_start, ranges.q_end))
+    return RowRanges(start, end, KeyQueries(index, ranges.q_start, ranges.q_end)), dense

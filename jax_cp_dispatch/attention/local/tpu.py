@@ -17,9 +17,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int32
 
-from jax_cp_dispatch.attention.local.blockwise import OnlineSoftmax, OutputCotangents
-from jax_cp_dispatch.attention.local.options import PassOptions, divisors
-from jax_cp_dispatch.attention.local.ranges import KeyRanges, soft_capped
+from jax_cp_dispatch.attention.local.ranges import (
+    LAST_INDEX,
+    KeyRanges,
+    OnlineSoftmax,
+    OutputCotangents,
+    PassOptions,
+    divisors,
+    soft_capped,
+)
 
 # ---- Blocks of 128 queries and keys, the lanes of a TPU, and the pairs of them that meet.
 #
@@ -48,7 +54,6 @@ class TpuBlocks(NamedTuple):
 
 
 def tile(options: PassOptions, q, ranges: KeyRanges, kv) -> TpuBlocks:
-    """Tiles the operands of a pass."""
     num_keys = kv[0].shape[1] * kv[0].shape[2]
     bounds = ranges.of_heads(q.shape[2])
     rows = [tile_rows(options, bounds[:, :, n], fill) for n, fill in enumerate((num_keys, 0))]
@@ -75,7 +80,6 @@ def tile_queries(options: PassOptions, x, fill: int | float = 0):
 
 
 def untile_queries(options: PassOptions, x, num_blocks: int):
-    """The inverse."""
     return _tile_again(x, LANES, options.block_q, 0)[:, :num_blocks]
 
 
@@ -145,11 +149,11 @@ def find_visits(options: PassOptions, blocks: TpuBlocks) -> Visits:
         starts, ends = blocks.of_keys[:, :, 0], blocks.of_keys[:, :, 1]
         seen = starts < ends  # others, as those that pad the last block, hide nothing less
         of_queries += [
-            smallest(jnp.where(used, index, _LARGEST)),
+            smallest(jnp.where(used, index, LAST_INDEX)),
             largest(jnp.where(used, index, -1)),
         ]
         of_keys = [
-            smallest(jnp.where(seen, starts, _LARGEST)),
+            smallest(jnp.where(seen, starts, LAST_INDEX)),
             largest(starts),
             smallest(ends),
             largest(ends),
@@ -160,11 +164,7 @@ def find_visits(options: PassOptions, blocks: TpuBlocks) -> Visits:
     return Visits(*(jnp.stack(table, 1).astype(jnp.int32) for table in tables))
 
 
-_LARGEST = 2**31 - 1
-
-
 def _walks(meet):
-    """Begin, first and last of the walks over the last axis."""
     number = meet.shape[2]
     other = jnp.arange(number)[None, None]
     first = jnp.where(meet, other, number - 1).min(2)
@@ -341,14 +341,11 @@ def allowed(j, of_queries, of_keys=None):
     inside = (of_queries[0:1] <= key) & (key < of_queries[1:2])
     if of_keys is None:
         return inside
-    start, end = (_column(of_keys[n : n + 1]) for n in range(2))
+    # Rows `[1, 128]` become columns by a transposition that TPUs have.
+    column = lambda row: jnp.broadcast_to(row, (LANES, LANES)).T[:, :1]
+    start, end = (column(of_keys[n : n + 1]) for n in range(2))
     index = of_queries[2:3]
     return inside & (start <= index) & (index < end)
-
-
-def _column(row):
-    """`[1, 128] -> [128, 1]`, by a transposition that TPUs have."""
-    return jnp.broadcast_to(row, (LANES, LANES)).T[:, :1]
 
 
 def gradients_of(options, q, cotangents, kv, mask):
@@ -364,7 +361,6 @@ def gradients_of(options, q, cotangents, kv, mask):
 def attend_blocks(
     options: PassOptions, q, ranges: KeyRanges, kv, seen: OnlineSoftmax | None
 ) -> OnlineSoftmax:
-    """`attend_blocks` of `passes.py`, for operands that the kernels take."""
     blocks = tile(options, q, ranges, kv)
     visits = find_visits(options, blocks)
     M, nq, R, _ = blocks.q.shape
@@ -507,7 +503,6 @@ def serves(ctx, options: PassOptions, q, k, v) -> bool:
 def block_gradients(
     options: PassOptions, q, cotangents: OutputCotangents, ranges: KeyRanges, kv, dq
 ):
-    """`block_gradients` of `passes.py`, for operands that the kernels take."""
     blocks = tile(options, q, ranges, kv)
     visits = find_visits(options, blocks)
     lse, delta = tile_rows(options, cotangents.lse, jnp.inf), tile_rows(options, cotangents.delta)
