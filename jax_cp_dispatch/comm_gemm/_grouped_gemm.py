@@ -11,9 +11,10 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from jax_cp_dispatch._arrays import sum_dtype
+from jax_cp_dispatch._door import check_annotated
 from jax_cp_dispatch._ranks import runtime
 from jax_cp_dispatch._ranks.communicator import Communicator
 from jax_cp_dispatch._ranks.implementations import (
@@ -32,18 +33,17 @@ from jax_cp_dispatch._ranks.lowering import (
     run_alone,
 )
 from jax_cp_dispatch._ranks.options import vary_alike, vary_like, whole_on_explicit_axes
-from jax_cp_dispatch.comm_gemm.lowering import load_blas, threads_per_device
-from jax_cp_dispatch.comm_gemm.scaled_operands import required_scales
-from jax_cp_dispatch.comm_gemm.types import (
-    ScalingMode,
+from jax_cp_dispatch.buffers import check_flag
+from jax_cp_dispatch.comm_gemm.primitive import (
     check_operand_types,
-    read_array,
-    read_flag,
+    load_blas,
+    read_arrays,
+    required_scales,
     result_dtype,
     reverse_mode_only,
+    threads_per_device,
 )
-
-# ---- `grouped_gemm_p`: a gemm per group of rows, with sizes known only at run time.
+from jax_cp_dispatch.scaling import ScalingMode
 
 grouped_gemm_p = Primitive("grouped_gemm")
 
@@ -184,10 +184,24 @@ def _no_derivative(primals, tangents, *, call: GroupedCall):
 ad.primitive_jvps[grouped_gemm_p] = _no_derivative
 
 
-_FORMS: dict[Any, tuple[bool, bool]] = {  # contracting_dims -> (contracts_rows, rhs_transposed)
-    ((1,), (1,)): (False, False),
-    ((1,), (2,)): (False, True),
-    ((0,), (0,)): (True, False),
+def _matrices(
+    lhs: Float[Array, "M K"], group_sizes: Shaped[Array, " G"], rhs: Float[Array, "G K N"]
+):
+    """The shapes of one form; `group_sizes` says G."""
+
+
+def _transposed(
+    lhs: Float[Array, "M K"], group_sizes: Shaped[Array, " G"], rhs: Float[Array, "G N K"]
+): ...
+
+
+def _rows(lhs: Float[Array, "M K"], rhs: Float[Array, "M N"]): ...
+
+
+_FORMS: dict[Any, tuple[Any, bool, bool]] = {  # contracting_dims -> contracts_rows, rhs_transposed
+    ((1,), (1,)): (_matrices, False, False),
+    ((1,), (2,)): (_transposed, False, True),
+    ((0,), (0,)): (_rows, True, False),
 }
 
 
@@ -243,15 +257,17 @@ def grouped_gemm(
       NVIDIA Transformer Engine, `grouped_gemm`; its oracle is `jax.lax.ragged_dot`.
     """
     op = "grouped_gemm"
-    lhs, rhs = read_array(op, "lhs", lhs), read_array(op, "rhs", rhs)
-    group_sizes = read_array(op, "group_sizes", group_sizes)
+    scales = {"lhs_scale_inv": lhs_scale_inv, "rhs_scale_inv": rhs_scale_inv}
+    more = {"group_sizes": group_sizes, "bias": bias, **scales}
+    given = read_arrays(op, grouped_gemm, lhs=lhs, rhs=rhs, **more)
+    lhs, rhs, group_sizes = given["lhs"], given["rhs"], given["group_sizes"]
+    bias = given.get("bias")
     mode = ScalingMode.read(op, "scaling_mode", scaling_mode)
-    check_operand_types(op, lhs, rhs, mode)
-    read_flag(op, "use_split_accumulator", use_split_accumulator)
+    check_operand_types(op, mode, lhs=lhs, rhs=rhs)
+    check_flag(op, "use_split_accumulator", use_split_accumulator)
     check_implementation(op, implementation)
-    dims = _read_dims(op, contracting_dims)
-    contracts_rows, rhs_transposed = _FORMS[dims]
-    _check_shapes(op, lhs, rhs, group_sizes, dims)
+    form, contracts_rows, rhs_transposed = _read_form(op, contracting_dims)
+    check_annotated(op, form, given, {"rhs": "Collapse others. See contracting_dims."})
     call = GroupedCall(
         out_dtype=result_dtype(op, lhs, rhs, preferred_element_type),
         contracts_rows=contracts_rows,
@@ -260,84 +276,44 @@ def grouped_gemm(
         fuse_bias=bias is not None,
         implementation=implementation,
     )
-    num_groups = group_sizes.shape[0]
     if bias is not None:
-        bias = _read_bias(
-            op,
-            call,
-            jnp.asarray(bias, call.out_dtype),
-            (num_groups, call.out_shape(lhs, rhs, group_sizes)[-1]),
+        shape = len(group_sizes), call.out_shape(lhs, rhs, group_sizes)[-1]
+        if contracts_rows:
+            raise ValueError(
+                f"{op}: got a bias where rows are contracted; it has no rows to be added to. Omit "
+                "it."
+            )
+        if bias.shape != shape:
+            raise ValueError(
+                f"{op}: bias has shape {bias.shape}; it needs {shape}, one row per group."
+            )
+        bias = jnp.asarray(bias, call.out_dtype)
+    lhs_scale_inv, rhs_scale_inv = map(given.get, scales)
+    required_scales(op, mode, lhs=lhs_scale_inv, rhs=rhs_scale_inv)
+    if mode == ScalingMode.MXFP8_1D_SCALING:
+        raise ValueError(
+            f"{op}: got {mode}; groups have one scale each. Use CURRENT_TENSOR_SCALING or "
+            "DELAYED_TENSOR_SCALING, or dequantize."
         )
-    _check_scales(op, mode, num_groups, {"lhs": lhs_scale_inv, "rhs": rhs_scale_inv})
-    if mode == ScalingMode.NO_SCALING:
-        given = [x for x in (lhs, rhs, group_sizes, bias) if x is not None]
-        whole = whole_on_explicit_axes(given)
-        lhs, rhs, group_sizes, *rest = vary_alike(whole)  # as their cotangents do
-        with reverse_mode_only(op):
-            return _differentiable(call, lhs, rhs, rest[0] if rest else None, group_sizes)
-    return _bind(call, lhs, rhs, bias, group_sizes, (lhs_scale_inv, rhs_scale_inv))
+    if mode != ScalingMode.NO_SCALING:
+        return _bind(call, lhs, rhs, bias, group_sizes, (lhs_scale_inv, rhs_scale_inv))
+    whole = whole_on_explicit_axes(x for x in (lhs, rhs, group_sizes, bias) if x is not None)
+    lhs, rhs, group_sizes, *rest = vary_alike(whole)  # as their cotangents do
+    with reverse_mode_only(op):
+        return _differentiable(call, lhs, rhs, rest[0] if rest else None, group_sizes)
 
 
-def _read_dims(op: str, given: Any) -> Any:
+def _read_form(op: str, given: Any) -> tuple[Any, bool, bool]:
     try:
         dims = tuple(map(tuple, given))
         if dims in _FORMS:
-            return dims
+            return _FORMS[dims]
     except TypeError:
         pass
     raise ValueError(
         f"{op}: contracting_dims is {given!r}; it needs to be one of "
         f"{', '.join(map(str, _FORMS))}. Transpose an operand."
     )
-
-
-def _check_shapes(op, lhs, rhs, group_sizes, dims) -> None:
-    contracts_rows, _ = _FORMS[dims]
-    if lhs.ndim != 2 or rhs.ndim != (2 if contracts_rows else 3):
-        raise ValueError(
-            f"{op}: lhs has shape {lhs.shape} and rhs {rhs.shape}; with contracting_dims={dims} "
-            f"they need {'two dimensions each' if contracts_rows else 'two and three dimensions'}. "
-            "Collapse the others."
-        )
-    if lhs.shape[dims[0][0]] != rhs.shape[dims[1][0]]:
-        raise ValueError(
-            f"{op}: lhs has shape {lhs.shape} and rhs {rhs.shape}, which differ in what is "
-            f"contracted. See contracting_dims, which is {dims}."
-        )
-    if group_sizes.ndim != 1 or group_sizes.dtype.name != "int32":
-        raise ValueError(
-            f"{op}: group_sizes is {group_sizes.dtype.name}{list(group_sizes.shape)}; it needs "
-            "int32 [G]. Convert it with astype(jnp.int32)."
-        )
-    if not contracts_rows and rhs.shape[0] != group_sizes.shape[0]:
-        raise ValueError(
-            f"{op}: rhs has {rhs.shape[0]} matrices but there are {group_sizes.shape[0]} groups. "
-            "Pass one for each."
-        )
-
-
-def _read_bias(op, call: GroupedCall, bias, shape) -> Array:
-    if call.contracts_rows:
-        raise ValueError(
-            f"{op}: got a bias where rows are contracted; it has no rows to be added to. Omit it."
-        )
-    if bias.shape != shape:
-        raise ValueError(f"{op}: bias has shape {bias.shape}; it needs {shape}, one row per group.")
-    return bias
-
-
-def _check_scales(op, mode: ScalingMode, num_groups: int, scales) -> None:
-    if mode == ScalingMode.MXFP8_1D_SCALING:
-        raise ValueError(
-            f"{op}: got {mode}; groups have one scale each. Use CURRENT_TENSOR_SCALING or "
-            "DELAYED_TENSOR_SCALING, or dequantize."
-        )
-    for name, scale in required_scales(op, mode, scales).items():
-        if (jnp.shape(scale), jnp.result_type(scale).name) != ((num_groups,), "float32"):
-            raise ValueError(
-                f"{op}: {name}_scale_inv is {jnp.result_type(scale).name}{list(jnp.shape(scale))}; "
-                f"it needs float32 [{num_groups}], one per group."
-            )
 
 
 # ---- The derivative: grouped gemms again, of transposed operands.
@@ -370,12 +346,7 @@ def _differentiable(call: GroupedCall, lhs, rhs, bias, group_sizes) -> Any:
 
 
 def _forward(call, lhs, rhs, bias, group_sizes):
-    return _differentiable(call, lhs, rhs, bias, group_sizes), (
-        lhs,
-        rhs,
-        bias,
-        group_sizes,
-    )
+    return _differentiable(call, lhs, rhs, bias, group_sizes), (lhs, rhs, bias, group_sizes)
 
 
 def _backward(call: GroupedCall, residuals, dy):

@@ -23,8 +23,8 @@ from jax_cp_dispatch._dispatch import Argument, move, name_of_transpose, outgoin
 from jax_cp_dispatch._ranks.communicator import rank_index
 from jax_cp_dispatch._ranks.implementations import IMPLEMENTATIONS
 from jax_cp_dispatch._ranks.options import CollectiveOptions, vary_alike
-from jax_cp_dispatch.comm_gemm import ScalingMode, dequantize, quantize
 from jax_cp_dispatch.experts.routing import Routing
+from jax_cp_dispatch.scaling import ScalingMode, dequantize, quantize
 
 # ---- Rows of received tokens and rows grouped by expert: one from the other, by gathers alone.
 #

@@ -15,11 +15,10 @@ from jaxtyping import Array, Float, PyTree, Shaped
 from jax_cp_dispatch._arguments import HostOrDevice, check_array, check_type
 from jax_cp_dispatch._dispatch.arguments import check_arrays, rows_per_rank
 from jax_cp_dispatch._ranks.options import CollectiveOptions, is_on_rank, vary_alike, whole_rows
-from jax_cp_dispatch.comm_gemm import ScalingMode
-from jax_cp_dispatch.comm_gemm.quantize import check_blocks
 from jax_cp_dispatch.experts.exchange import send_to_rows, sum_rows
 from jax_cp_dispatch.experts.routing import Routing
 from jax_cp_dispatch.global_call import GivenAxes, MeshAxes, find_axes, on_all_ranks
+from jax_cp_dispatch.scaling import ScalingMode, check_blocks
 
 # ---- Runs a function of one rank where it is called: on this rank, or on all ranks' arrays.
 
