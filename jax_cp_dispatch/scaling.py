@@ -253,7 +253,12 @@ def quantize(
         scale_inv = block_scales(wide, dtype, layout=layout)
         scaled = divide_by_scales(wide, scale_inv, layout=layout)
     else:
-        scale = _current_scale(_amax(wide, axis_name), dtype) if state is None else state.scale
+        if state is None:
+            amax = _amax(wide, axis_name)
+            is_usable = jnp.isfinite(amax) & (amax > 0)
+            scale = jnp.where(is_usable, _scale_for(amax, dtype, margin=0), 1)
+        else:
+            scale = state.scale
         scale = lax.stop_gradient(scale)
         scale_inv, scaled = 1 / scale, wide * scale[0]
     return Quantized(data=_round(scaled, dtype), scale_inv=scale_inv, mode=mode, layout=layout)
@@ -353,11 +358,6 @@ def _scale_for(amax: Float32[Array, ""], dtype: Any, margin: int) -> Float32[Arr
     return jnp.clip(scale, 1 / _LARGEST_SCALE, _LARGEST_SCALE)
 
 
-def _current_scale(amax: Float32[Array, ""], dtype: Any) -> Float32[Array, "1"]:
-    is_usable = jnp.isfinite(amax) & (amax > 0)
-    return jnp.where(is_usable, _scale_for(amax, dtype, margin=0), 1)
-
-
 def _round(scaled: Float32[Array, "..."], dtype: Any) -> Float[Array, "..."]:
     """Clamps, then converts with XLA, which rounds float32 once, ties to even.
 
@@ -380,7 +380,8 @@ def block_scales(
     """
     amax = jnp.max(_blocks(magnitude_bits(x), layout), axis=_block_axis(layout), initial=0)
     one = 1 << 23
-    exponent = (amax - _largest_bits(dtype) + one - 1) >> 23
+    largest = int(np.float32(jnp.finfo(dtype).max).view(np.int32))
+    exponent = (amax - largest + one - 1) >> 23
     biased = jnp.maximum(exponent + 127, 0)
     return jnp.where(amax >= _FLOAT32_INF, 255, biased).astype(jnp.uint8)
 
@@ -584,7 +585,3 @@ def _power_of_two(byte: Array) -> Float32[Array, "r c"]:
     """Returns 2**(byte - 127) for bytes 1 to 254, NaN for 255."""
     bits = (byte.astype(jnp.int32) << 23) | jnp.where(byte == 255, _FLOAT32_QUIET_BIT, 0)
     return lax.bitcast_convert_type(bits, jnp.float32)
-
-
-def _largest_bits(dtype: Any) -> int:
-    return int(np.float32(jnp.finfo(dtype).max).view(np.int32))

@@ -27,19 +27,21 @@ from jax_cp_dispatch.buffers import (
     check_flag,
     find_buffer,
 )
+from jax_cp_dispatch.comm_gemm.checks import (
+    check_operand_types,
+    read_arrays,
+    required_scales,
+    result_dtype,
+    reverse_mode_only,
+)
 from jax_cp_dispatch.comm_gemm.derivatives import bias_gradient
 from jax_cp_dispatch.comm_gemm.primitive import (
     GemmCall,
     GemmOperands,
     GemmResults,
     bind_gemm,
-    check_operand_types,
     collapse,
     gemm_by_xla,
-    read_arrays,
-    required_scales,
-    result_dtype,
-    reverse_mode_only,
 )
 from jax_cp_dispatch.scaling import ScalingMode, check_blocks, padded_shape, scales_shape
 

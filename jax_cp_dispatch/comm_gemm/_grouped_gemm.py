@@ -1,9 +1,8 @@
 """`grouped_gemm`: a GEMM for each group of rows, as in mixture-of-experts layers."""
 
-import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,13 +33,16 @@ from jax_cp_dispatch._ranks.lowering import (
 )
 from jax_cp_dispatch._ranks.options import vary_alike, vary_like, whole_on_explicit_axes
 from jax_cp_dispatch.buffers import check_flag
-from jax_cp_dispatch.comm_gemm.primitive import (
+from jax_cp_dispatch.comm_gemm.checks import (
     check_operand_types,
-    load_blas,
     read_arrays,
     required_scales,
     result_dtype,
     reverse_mode_only,
+)
+from jax_cp_dispatch.comm_gemm.primitive import (
+    GemmCall,
+    load_blas,
     threads_per_device,
 )
 from jax_cp_dispatch.scaling import ScalingMode
@@ -48,84 +50,41 @@ from jax_cp_dispatch.scaling import ScalingMode
 grouped_gemm_p = Primitive("grouped_gemm")
 
 
-@dataclasses.dataclass(frozen=True)
-class GroupedCall:
-    """The static parts of a grouped gemm.
-
-    Attributes:
-      out_dtype: of the output.
-      contracts_rows: lhs [M, K] and rhs [M, N] give [G, K, N]; else lhs [M, K] and a matrix per
-        group give [M, N].
-      rhs_transposed: the matrices are [G, N, K], not [G, K, N].
-      scaling_mode: how operands are scaled.
-      fuse_bias: a bias is added.
-      implementation: None, "in_process" or "xla".
-    """
-
-    out_dtype: str
-    contracts_rows: bool = False
-    rhs_transposed: bool = False
-    scaling_mode: ScalingMode = ScalingMode.NO_SCALING
-    fuse_bias: bool = False
-    implementation: str | None = None
-
-    @property
-    def comm(self) -> Communicator:
-        """No ranks, but the caller's choice."""
-        return Communicator(implementation=self.implementation)
-
-    def replace(self, **changes: Any) -> "GroupedCall":
-        return dataclasses.replace(self, **changes)
-
-    def out_shape(self, lhs, rhs, group_sizes) -> tuple[int, ...]:
-        if self.contracts_rows:
-            return (group_sizes.shape[0], lhs.shape[1], rhs.shape[1])
-        return (lhs.shape[0], rhs.shape[1 if self.rhs_transposed else 2])
+# The call says by `lhs_transposed` that rows are contracted: lhs [M, K] and rhs [M, N] give
+# [G, K, N]. Otherwise lhs [M, K] and a matrix per group, [G, K, N] or, as `rhs_transposed` says,
+# [G, N, K], give [M, N]. Operands that are not used have one element.
 
 
-class GroupedOperands(NamedTuple):
-    """Operands of the handler; those that are not used have one element."""
-
-    lhs: Any
-    lhs_scale_inv: Any
-    rhs: Any
-    rhs_scale_inv: Any
-    bias: Any
-    group_sizes: Any
+def _shape(lhs, *_, call: GemmCall):
+    return lhs.update(shape=call.out_shape, dtype=jnp.dtype(call.out_dtype), weak_type=False)
 
 
-def _shape(*operands, call: GroupedCall):
-    given = GroupedOperands(*operands)
-    shape = call.out_shape(given.lhs, given.rhs, given.group_sizes)
-    return given.lhs.update(shape=shape, dtype=jnp.dtype(call.out_dtype), weak_type=False)
-
-
-def _lower(ctx, *operands, call: GroupedCall):
-    choice = choose(ctx, "grouped_gemm", call.comm)
+def _lower(ctx, *operands, call: GemmCall):
+    choice = choose(ctx, call.op, call.comm)
     return choice.lower(Operation.GROUPED_GEMM, ctx, *operands, call=call)
 
 
-def _lower_on_cpu(ctx, *operands, call: GroupedCall, choice: Chosen):
+def _lower_on_cpu(ctx, *operands, call: GemmCall, choice: Chosen):
     load_blas()
     return jax.ffi.ffi_lowering(runtime.GROUPED_GEMM_TARGET)(
         ctx,
         *operands,
-        op="grouped_gemm",
+        op=call.op,
         num_threads=np.int64(threads_per_device()),
         scaling_mode=np.int64(call.scaling_mode),
-        contracts_rows=call.contracts_rows,
+        contracts_rows=call.lhs_transposed,
         rhs_transposed=call.rhs_transposed,
         fuse_bias=call.fuse_bias,
     )
 
 
-def _lower_on_gpu(ctx, *operands, call: GroupedCall, choice: Chosen):
+def _lower_on_gpu(ctx, *operands, call: GemmCall, choice: Chosen):
     missing = "grouped products on GPUs are XLA's ragged_dot, without a host's synchronisation"
-    by_xla = fall_back(choice, "grouped_gemm", call.comm, missing)
+    by_xla = fall_back(choice, call.op, call.comm, missing)
     return by_xla.lower(Operation.GROUPED_GEMM, ctx, *operands, call=call)
 
 
-def _lower_by_xla(ctx, *operands, call: GroupedCall, choice: Chosen):
+def _lower_by_xla(ctx, *operands, call: GemmCall, choice: Chosen):
     by_xla = functools.partial(grouped_gemm_by_xla, call=call)
     return mlir.lower_fun(by_xla, multiple_results=False)(ctx, *operands)
 
@@ -135,22 +94,23 @@ register_lowering(Operation.GROUPED_GEMM, _lower_on_gpu, on=ON_GPU)
 register_lowering(Operation.GROUPED_GEMM, _lower_by_xla, on=[XLA])
 
 
-def grouped_gemm_by_xla(*operands, call: GroupedCall):
+def grouped_gemm_by_xla(
+    lhs, lhs_scale_inv, rhs, rhs_scale_inv, bias, group_sizes, *, call: GemmCall
+):
     """Computes a grouped gemm with `jax.lax.ragged_dot_general`."""
-    lhs, lhs_scale_inv, rhs, rhs_scale_inv, bias, group_sizes = GroupedOperands(*operands)
     wide = sum_dtype(call.out_dtype)
-    num_rows, num_groups = lhs.shape[0], group_sizes.shape[0]
+    num_rows = lhs.shape[0]
     is_row = jnp.arange(num_rows)[:, None] < group_sizes.sum()
     of_rows = lambda x: jnp.repeat(x, group_sizes, axis=0, total_repeat_length=num_rows)
     if call.scaling_mode != ScalingMode.NO_SCALING:
         lhs = lhs.astype(wide) * of_rows(lhs_scale_inv)[:, None]
-        rhs_scale = of_rows(rhs_scale_inv) if call.contracts_rows else rhs_scale_inv
+        rhs_scale = of_rows(rhs_scale_inv) if call.lhs_transposed else rhs_scale_inv
         rhs = rhs.astype(wide) * rhs_scale.reshape(-1, *[1] * (rhs.ndim - 1))
-    contracted = ((0,), (0,)) if call.contracts_rows else ((1,), (2 if call.rhs_transposed else 1,))
+    contracted = ((0,), (0,)) if call.lhs_transposed else ((1,), (2 if call.rhs_transposed else 1,))
     numbers = lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(contracted, ((), ())),
         lhs_ragged_dimensions=[0],
-        rhs_group_dimensions=[] if call.contracts_rows else [0],
+        rhs_group_dimensions=[] if call.lhs_transposed else [0],
     )
     is_exact = max(lhs.dtype.itemsize, rhs.dtype.itemsize) < 4  # in float32; Mosaic refuses HIGHEST
     product = lax.ragged_dot_general(
@@ -161,8 +121,8 @@ def grouped_gemm_by_xla(*operands, call: GroupedCall):
         precision=None if is_exact else lax.Precision.HIGHEST,
         preferred_element_type=wide,
     )
-    if call.contracts_rows:
-        return product.reshape(num_groups, lhs.shape[1], rhs.shape[1]).astype(call.out_dtype)
+    if call.lhs_transposed:
+        return product.reshape(call.out_shape).astype(call.out_dtype)
     if call.fuse_bias:
         product = product + of_rows(bias.astype(wide))
     return jnp.where(is_row, product, 0).astype(call.out_dtype)
@@ -174,7 +134,7 @@ mlir.register_lowering(grouped_gemm_p, _lower)
 batching.primitive_batchers[grouped_gemm_p] = functools.partial(one_after_another, grouped_gemm_p)
 
 
-def _no_derivative(primals, tangents, *, call: GroupedCall):
+def _no_derivative(primals, tangents, *, call: GemmCall):
     raise NotImplementedError(
         f"grouped_gemm: no derivative is defined with {call.scaling_mode}. Quantize inside a "
         "function whose derivative you define, or differentiate it with NO_SCALING (reverse mode)."
@@ -186,8 +146,7 @@ ad.primitive_jvps[grouped_gemm_p] = _no_derivative
 
 def _matrices(
     lhs: Float[Array, "M K"], group_sizes: Shaped[Array, " G"], rhs: Float[Array, "G K N"]
-):
-    """The shapes of one form; `group_sizes` says G."""
+): ...
 
 
 def _transposed(
@@ -268,24 +227,26 @@ def grouped_gemm(
     check_implementation(op, implementation)
     form, contracts_rows, rhs_transposed = _read_form(op, contracting_dims)
     check_annotated(op, form, given, {"rhs": "Collapse others. See contracting_dims."})
-    call = GroupedCall(
+    n, num_groups = rhs.shape[1 if contracts_rows or rhs_transposed else 2], len(group_sizes)
+    call = GemmCall(
+        op=op,
+        comm=Communicator(implementation=implementation),
+        out_shape=(num_groups, lhs.shape[1], n) if contracts_rows else (len(lhs), n),
         out_dtype=result_dtype(op, lhs, rhs, preferred_element_type),
-        contracts_rows=contracts_rows,
+        lhs_transposed=contracts_rows,
         rhs_transposed=rhs_transposed,
         scaling_mode=mode,
         fuse_bias=bias is not None,
-        implementation=implementation,
     )
     if bias is not None:
-        shape = len(group_sizes), call.out_shape(lhs, rhs, group_sizes)[-1]
         if contracts_rows:
             raise ValueError(
                 f"{op}: got a bias where rows are contracted; it has no rows to be added to. Omit "
                 "it."
             )
-        if bias.shape != shape:
+        if bias.shape != (num_groups, n):
             raise ValueError(
-                f"{op}: bias has shape {bias.shape}; it needs {shape}, one row per group."
+                f"{op}: bias has shape {bias.shape}; it needs {(num_groups, n)}, one row per group."
             )
         bias = jnp.asarray(bias, call.out_dtype)
     lhs_scale_inv, rhs_scale_inv = map(given.get, scales)
@@ -320,28 +281,23 @@ def _read_form(op: str, given: Any) -> tuple[Any, bool, bool]:
 
 
 @jax.named_scope("cpd.gemm")
-def _bind(call: GroupedCall, lhs, rhs, bias, group_sizes, scales=(None, None)):
+def _bind(call: GemmCall, lhs, rhs, bias, group_sizes, scales=(None, None)):
     """Binds one call; `scales` are those of lhs and rhs."""
     nothing = jnp.zeros(1, jnp.float32)
     bias = nothing if bias is None else bias.astype(call.out_dtype)
     of_lhs, of_rhs = (nothing if x is None else jnp.asarray(x) for x in scales)
     if 0 in (*lhs.shape, *rhs.shape, *group_sizes.shape):  # jaxlib 0.11 crashes on no elements
-        return vary_like([_empty_sum(call, lhs, rhs, bias, group_sizes)], lhs)[0]
+        sums = jnp.zeros(call.out_shape, call.out_dtype)
+        if call.fuse_bias and sums.size and group_sizes.size:  # rows have the bias of their group
+            of_rows = jnp.repeat(bias, group_sizes, axis=0, total_repeat_length=len(sums))
+            sums = jnp.where(jnp.arange(len(sums))[:, None] < group_sizes.sum(), of_rows, 0)
+        return vary_like([sums], lhs)[0]
     operands = vary_alike([lhs, of_lhs, rhs, of_rhs, bias, group_sizes])
     return grouped_gemm_p.bind(*operands, call=call)
 
 
-def _empty_sum(call: GroupedCall, lhs, rhs, bias, group_sizes):
-    """Returns empty sums, plus the bias of existing rows."""
-    shape = call.out_shape(lhs, rhs, group_sizes)
-    if not call.fuse_bias or 0 in shape or not group_sizes.shape[0]:
-        return jnp.zeros(shape, call.out_dtype)
-    of_rows = jnp.repeat(bias, group_sizes, axis=0, total_repeat_length=shape[0])
-    return jnp.where(jnp.arange(shape[0])[:, None] < group_sizes.sum(), of_rows, 0)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _differentiable(call: GroupedCall, lhs, rhs, bias, group_sizes) -> Any:
+def _differentiable(call: GemmCall, lhs, rhs, bias, group_sizes) -> Any:
     return _bind(call, lhs, rhs, bias, group_sizes)
 
 
@@ -349,29 +305,31 @@ def _forward(call, lhs, rhs, bias, group_sizes):
     return _differentiable(call, lhs, rhs, bias, group_sizes), (lhs, rhs, bias, group_sizes)
 
 
-def _backward(call: GroupedCall, residuals, dy):
+def _backward(call: GemmCall, residuals, dy):
     lhs, rhs, bias, sizes = residuals
 
-    def product(a, b, like, *, contracts_rows=False, rhs_transposed=False) -> Any:
+    def product(a, b, like, shape, *, contracts_rows=False, rhs_transposed=False) -> Any:
         form = call.replace(
-            contracts_rows=contracts_rows,
+            lhs_transposed=contracts_rows,
             rhs_transposed=rhs_transposed,
+            out_shape=shape,
             out_dtype=like.dtype.name,
             fuse_bias=False,
         )
         return _differentiable(form, a, b, None, sizes)
 
-    if call.contracts_rows:  # dy [G, K, N]
-        dlhs = product(rhs, dy, lhs, rhs_transposed=True)
-        drhs = product(lhs, dy, rhs)
+    if call.lhs_transposed:  # dy [G, K, N]
+        dlhs = product(rhs, dy, lhs, lhs.shape, rhs_transposed=True)
+        drhs = product(lhs, dy, rhs, rhs.shape)
         return dlhs, drhs, None, None
-    dlhs = product(dy, rhs, lhs, rhs_transposed=not call.rhs_transposed)
+    dlhs = product(dy, rhs, lhs, lhs.shape, rhs_transposed=not call.rhs_transposed)
     of_rhs = (dy, lhs) if call.rhs_transposed else (lhs, dy)
-    drhs = product(*of_rhs, rhs, contracts_rows=True)
+    drhs = product(*of_rhs, rhs, rhs.shape, contracts_rows=True)
     dbias = None
     if bias is not None:
         ones = jnp.ones((lhs.shape[0], 1), dy.dtype)
-        dbias = product(ones, dy, bias, contracts_rows=True)[:, 0]
+        shape = len(bias), 1, bias.shape[1]
+        dbias = product(ones, dy, bias, shape, contracts_rows=True)[:, 0]
     return dlhs, drhs, dbias, None
 
 

@@ -37,7 +37,7 @@ class CommGemmChoice(NamedTuple):
     """
 
     label: str
-    options: dict[str, object]
+    options: dict[str, Any]
     seconds: dict[str, float]
     reason: str
 
@@ -124,80 +124,61 @@ class MatmulOptions:
         return [name for name, is_given in given.items() if is_given]
 
 
-@dataclasses.dataclass(frozen=True)
-class MatmulSizes:
-    """The matmul of one group of ranks.
+def choose_overlaps(
+    options: MatmulOptions, shape: CommGemmShape, slot_rows: int, dtype: str, sum_dtype: str
+) -> tuple[CommOverlapConfig, CommOverlapConfig]:
+    """Returns how a matmul communicates, and how the matmul in its derivative in x does.
 
-    Attributes:
-      shape: rows of all ranks, K and N of one rank's weight.
-      slot_rows: rows if every rank has as many as the largest.
+    Args:
+      options: of the caller.
+      shape: rows of all ranks of one group, K and N of one rank's weight.
+      slot_rows: rows of all ranks if every one has as many as the largest.
       dtype: name of the type in which x moves.
       sum_dtype: of partial sums.
     """
-
-    shape: CommGemmShape
-    slot_rows: int
-    dtype: str
-    sum_dtype: str
-
-    @property
-    def comm_type(self) -> CommOverlapType:
-        gathers = self.shape.op == "all_gather_matmul"
-        return CommOverlapType.AG if gathers else CommOverlapType.RS
-
-    def adjoint(self) -> "MatmulSizes":
-        """The matmul that computes the derivative in x."""
-        gathers, k, n = self.comm_type == CommOverlapType.AG, self.shape.n, self.shape.k
-        other = "matmul_reduce_scatter" if gathers else "all_gather_matmul"
-        shape = dataclasses.replace(self.shape, op=other, k=k, n=n)
-        return dataclasses.replace(self, shape=shape)
-
-    @property
-    def moved(self) -> tuple[tuple[int, int], str]:
-        """Shape and type of all moved data."""
-        if self.comm_type == CommOverlapType.AG:
-            return (self.shape.m, self.shape.k), self.dtype
-        return (self.shape.m, self.shape.n), self.sum_dtype
-
-
-def choose_overlaps(
-    options: MatmulOptions, sizes: MatmulSizes
-) -> tuple[CommOverlapConfig, CommOverlapConfig]:
-    """Returns how a matmul communicates, and how the matmul in its derivative does."""
-    adjoint = sizes.adjoint()
+    gathers = options.gathers
+    other = "matmul_reduce_scatter" if gathers else "all_gather_matmul"
+    adjoint = dataclasses.replace(shape, op=other, k=shape.n, n=shape.k)
+    of_both = (shape, dtype if gathers else sum_dtype), (adjoint, sum_dtype if gathers else dtype)
     if options.buffer is None and options.method == "auto":
         if options.details:
             raise ValueError(
                 f"{options.op}: got {options.details[0]} with method='auto', which also chooses "
                 "this. Omit it, or specify a method."
             )
-        forward, backward = (_from_options(_predicted(options, x), x) for x in (sizes, adjoint))
-        return forward, backward
-    from_caller = _from_options if options.buffer is None else _from_buffer
-    forward = from_caller(options, sizes)
-    method, is_ring = forward.method, forward.is_ring
-    if (adjoint.comm_type, method) == (CommOverlapType.AG, CommOverlapMethod.PIPELINE):
+        predicted = []
+        for each, moved in of_both:
+            chosen: dict[str, Any] = {"method": "none"}
+            if 0 not in (each.m, each.k, each.n):
+                chosen = choose_comm_gemm(each).options
+            predicted.append(_from_options(dataclasses.replace(options, **chosen), each, moved))
+        return predicted[0], predicted[1]
+    if options.buffer is None:
+        forward = _from_options(options, *of_both[0])
+    else:
+        forward = _from_buffer(options, *of_both[0], slot_rows)
+    method = forward.method
+    if not gathers and method == CommOverlapMethod.PIPELINE:
         method = CommOverlapMethod.RING_EXCHANGE
     back = MatmulOptions(
         ranks=options.ranks,
         method=method,
         num_splits=options.num_splits if method == CommOverlapMethod.PIPELINE else None,
-        use_ce=forward.use_ce if is_ring else None,
+        use_ce=forward.use_ce if forward.is_ring else None,
     )
-    return forward, _from_options(back, adjoint)
+    return forward, _from_options(back, *of_both[1])
 
 
-def _predicted(options: MatmulOptions, sizes: MatmulSizes) -> MatmulOptions:
-    """Returns the options with the method that is predicted to be fastest."""
-    if 0 in (sizes.shape.m, sizes.shape.k, sizes.shape.n):
-        return dataclasses.replace(options, method=CommOverlapMethod.NONE)
-    choice: Any = choose_comm_gemm(sizes.shape)
-    return dataclasses.replace(options, **choice.options)
+def _moved(shape: CommGemmShape) -> tuple[CommOverlapType, tuple[int, int]]:
+    """Returns the communication of a matmul, and the shape of all data that move."""
+    if shape.op == "all_gather_matmul":
+        return CommOverlapType.AG, (shape.m, shape.k)
+    return CommOverlapType.RS, (shape.m, shape.n)
 
 
-def _from_options(options: MatmulOptions, sizes: MatmulSizes) -> CommOverlapConfig:
-    op, kind, method = options.op, sizes.comm_type, _read_method(options.op, options.method)
-    shape, dtype = sizes.moved
+def _from_options(options: MatmulOptions, shape: CommGemmShape, dtype: str) -> CommOverlapConfig:
+    op, (kind, moved) = options.op, _moved(shape)
+    method = _read_method(op, options.method)
     if method == CommOverlapMethod.NONE:
         if options.details:
             raise ValueError(
@@ -224,9 +205,9 @@ def _from_options(options: MatmulOptions, sizes: MatmulSizes) -> CommOverlapConf
         op,
         comm_type=kind,
         method=method,
-        buffer_shape=[max(1, size) for size in shape],  # also for an array without elements
+        buffer_shape=[max(1, size) for size in moved],  # also for an array without elements
         buffer_dtype=dtype,
-        tp_size=sizes.shape.num_ranks,
+        tp_size=shape.num_ranks,
         num_splits=4 if options.num_splits is None else options.num_splits,
         atomic_gemm=options.atomic,
         rs_overlap_first_gemm=options.rs_overlap_first_gemm,
@@ -236,9 +217,11 @@ def _from_options(options: MatmulOptions, sizes: MatmulSizes) -> CommOverlapConf
     return dataclasses.replace(config, buffer_shape=None)  # it is not registered
 
 
-def _from_buffer(options: MatmulOptions, sizes: MatmulSizes) -> CommOverlapConfig:
+def _from_buffer(
+    options: MatmulOptions, shape: CommGemmShape, dtype: str, slot_rows: int
+) -> CommOverlapConfig:
     """Returns the parameters of a buffer, which must match the call."""
-    op, buffer, kind = options.op, options.buffer or 0, sizes.comm_type
+    op, buffer, (kind, moved) = options.op, options.buffer or 0, _moved(shape)
     if options.details:
         raise ValueError(
             f"{op}: got {options.details[0]} with buffer {buffer}, whose own parameters apply. "
@@ -255,10 +238,9 @@ def _from_buffer(options: MatmulOptions, sizes: MatmulSizes) -> CommOverlapConfi
             f"{op}: buffer {buffer} is for {config.comm_type}; it needs {kind}. Create one."
         )
     _read_method(op, config.method)
-    shape, dtype = sizes.moved
     if kind == CommOverlapType.RS and config.is_ring:
-        shape = sizes.slot_rows, shape[1]  # the ring has slots of equal size
-    check_buffer(op, config, shape, dtype, sizes.shape.num_ranks)
+        moved = slot_rows, moved[1]  # the ring has slots of equal size
+    check_buffer(op, config, moved, dtype, shape.num_ranks)
     return config
 
 

@@ -25,15 +25,15 @@ from jax_cp_dispatch._ranks.options import (
     varying_axes,
 )
 from jax_cp_dispatch.buffers import CommOverlapMethod
-from jax_cp_dispatch.comm_gemm.choice import MatmulOptions, MatmulSizes, choose_overlaps
-from jax_cp_dispatch.comm_gemm.derivatives import gradient_dtype, matmul, use_scales
-from jax_cp_dispatch.comm_gemm.partitioning import tell_lost_axes, with_rows
-from jax_cp_dispatch.comm_gemm.primitive import (
+from jax_cp_dispatch.comm_gemm.checks import (
     check_operand_types,
     read_arrays,
     result_dtype,
     reverse_mode_only,
 )
+from jax_cp_dispatch.comm_gemm.choice import MatmulOptions, choose_overlaps
+from jax_cp_dispatch.comm_gemm.derivatives import gradient_dtype, matmul, use_scales
+from jax_cp_dispatch.comm_gemm.partitioning import tell_lost_axes, with_rows
 from jax_cp_dispatch.comm_gemm.rank import (
     FORWARD_DTYPE,
     Matmul,
@@ -388,8 +388,8 @@ def _matmul(
     rows, slot_rows = _group_rows(operands, counts, comm, context)
     dtype = x.dtype.name if mode == ScalingMode.NO_SCALING else FORWARD_DTYPE
     shape = CommGemmShape(cast(Any, op), rows, k, n, p, jnp.dtype(dtype).itemsize)
-    sizes = MatmulSizes(shape, slot_rows, dtype, sum_dtype(out_dtype).name)
-    forward, backward = choose_overlaps(options, sizes)
+    partial = sum_dtype(out_dtype).name
+    forward, backward = choose_overlaps(options, shape, slot_rows, dtype, partial)
     s = Matmul(
         op=op,
         comm=comm,

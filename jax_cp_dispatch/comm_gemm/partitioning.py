@@ -40,7 +40,7 @@ def partition_product(s: Matmul, x, w, bias, scales, *, keeps: bool):
     elif not other_axes(s.mesh, names):
         x = _constrain(s, x, *free, names, None)
     w = _constrain(s, w, *_weight_spec(s, w))
-    out, *aux = _run(s, keeps, x, w, bias, scales)
+    out, *aux = _run(s, keeps, _Arrays(x, w, bias, scales))
     if s.gathers:
         out = _constrain(s, out, *free, P.UNCONSTRAINED if keeps_axes else None, names)
         if keeps_axes and aux:
@@ -56,7 +56,7 @@ def partition_gradients(s: Matmul, x, w, dy):
     """dx [*batch, p times the largest row count, K], and dw like w."""
     of_w = _weight_spec(s, w)
     w = _constrain(s, w, *of_w)
-    dx, dw = _run(s, False, x, w, dy=dy)
+    dx, dw = _run(s, False, _Arrays(x, w, dy=dy))
     if keeps_token_axes(s, x):
         dx = split_like(dx, x, x.ndim - 1)
     else:
@@ -86,43 +86,48 @@ def _constrain(s: Matmul, array, *spec):
     return jax.lax.with_sharding_constraint(array, NamedSharding(s.mesh, P(*spec)))
 
 
+class _Arrays(NamedTuple):
+    """The operands of a matmul, or something of each; with dy, its results are dx and dw."""
+
+    x: Any
+    w: Any
+    bias: Any = None
+    scales: Any = None
+    dy: Any = None
+
+    def given(self, parts) -> list[Any]:
+        """Returns the parts of those operands that are not None."""
+        return [part for part, x in zip(parts, self, strict=True) if x is not None]
+
+
 class _Form(NamedTuple):
     """What the rule of a matmul depends on, in addition to its static parts.
 
     Attributes:
       keeps: the gathered x is a result, too.
-      ndims: dimensions of x, w, bias, scales and dy, None where there is none; with dy the results
-        are dx and dw.
+      ndims: dimensions of the operands.
     """
 
     keeps: bool
-    ndims: tuple[int | None, ...]
-
-    def all(self, arrays) -> list[Any]:
-        """Returns arrays for all operands, from those that there are."""
-        given = iter(arrays)
-        return [None if ndim is None else next(given) for ndim in self.ndims]
-
-    def given(self, parts) -> list[Any]:
-        """Returns parts of those operands that there are."""
-        return [x for x, ndim in zip(parts, self.ndims, strict=True) if ndim is not None]
+    ndims: _Arrays
 
     @property
     def is_gradient(self) -> bool:
-        return self.ndims[-1] is not None
+        return self.ndims.dy is not None
 
     def each(self, run):
-        """Runs the examples in sequence."""
-        return jax.vmap(run) if self.ndims[1] == 3 else run
+        """Returns `run(_Arrays)` as a function of the given ones, over the examples in sequence."""
+        tree = jax.tree.structure(self.ndims)
+        of_given = lambda *arrays: run(jax.tree.unflatten(tree, arrays))
+        return jax.vmap(of_given) if self.ndims.w == 3 else of_given
 
     def of_example(self, batch) -> list[Any]:
-        return batch[:1] if self.ndims[1] == 3 else []
+        return batch[:1] if self.ndims.w == 3 else []
 
 
-def _run(s: Matmul, keeps: bool, x, w, bias=None, scales=None, dy=None):
-    arrays = (x, w, bias, scales, dy)
-    form = _Form(keeps, tuple(a if a is None else a.ndim for a in arrays))
-    return _partitioned(s, form, get_concrete_mesh())(*form.given(arrays))
+def _run(s: Matmul, keeps: bool, arrays: _Arrays):
+    form = _Form(keeps, jax.tree.map(jnp.ndim, arrays))
+    return _partitioned(s, form, get_concrete_mesh())(*jax.tree.leaves(arrays))
 
 
 @functools.lru_cache(maxsize=256)
@@ -133,7 +138,7 @@ def _partitioned(s: Matmul, form: _Form, mesh_around):
     stay automatic.
     """
     names = s.comm.axis_names
-    everywhere = form.each(lambda *arrays: _dense(s, form.keeps, *form.all(arrays)))
+    everywhere = form.each(functools.partial(_dense, s, form.keeps))
 
     def partition(mesh, arguments, results):
         mesh = _find_mesh(s, mesh, mesh_around)
@@ -144,15 +149,15 @@ def _partitioned(s: Matmul, form: _Form, mesh_around):
         example = form.of_example(batch)
         of_w = P(*example, *_weight_split(s))
         of_bias, of_scales = P(*example, names if s.gathers else None), P(*example, None)
-        ins = form.given((of_x, of_w, of_bias, of_scales, of_out))
+        ins = form.ndims.given((of_x, of_w, of_bias, of_scales, of_out))
         outs = [of_out, *([P(*batch, tokens or None, None)] if form.keeps else [])]
         if form.is_gradient:
             outs = [of_x, of_w]
         local = s.replace(mesh=None, row_counts=counts, comm=s.comm.inside(mesh))
         groups = (*itertools.chain(*filter(None, batch[len(example) :])), *tokens)
 
-        def on_each_device(*arrays):
-            x, w, bias, scales, dy = form.all(arrays)
+        def on_each_device(arrays: _Arrays):
+            x, w, bias, scales, dy = arrays
             if dy is None:
                 return jax.tree.leaves(product_of_rank(local, x, w, bias, scales, keeps=form.keeps))
             dx, dw = gradients_of_rank(local, x, w, dy)
@@ -218,8 +223,9 @@ def _layout(s: Matmul, mesh, x, out):
     return batch, tokens, (rows // parts,) * s.comm.num_ranks
 
 
-def _dense(s: Matmul, keeps: bool, x, w, bias, scales, dy):
+def _dense(s: Matmul, keeps: bool, arrays: _Arrays):
     """Computes the results as on one device; the partitioner replaces it."""
+    x, w, bias, scales, dy = arrays
     wide, rows = sum_dtype(x.dtype), sum(s.row_counts)
     dot = functools.partial(jax.lax.dot_general, preferred_element_type=wide)
     contracted = 1 if s.rhs_transposed else 0
@@ -254,11 +260,11 @@ def _sharding_rule(s: Matmul, form: _Form):
     "b0 m k, k n -> b0 m n": tokens of x and of a gathered product are sharded alike, except for the
     ranks' axis, which shards the product's columns. `split_like` shards the tokens of a sum.
     """
-    batch = [f"b{i}" for i in range((form.ndims[0] or 0) - 2)]
+    batch = [f"b{i}" for i in range(form.ndims.x - 2)]
     example = form.of_example(batch)
     of_w = [*example, *(["n", "k"] if s.rhs_transposed else ["k", "n"])]
     of_x = [*batch, "t" if form.is_gradient else "m", "k"]
-    operands = form.given((of_x, of_w, [*example, "n"], [*example, "q"], [*batch, "m", "n"]))
+    operands = form.ndims.given((of_x, of_w, [*example, "n"], [*example, "q"], [*batch, "m", "n"]))
     is_even = s.gathers and min(s.row_counts) == max(s.row_counts)
     results = [[*batch, "m" if is_even else "t", "n"]]
     if form.keeps:
@@ -266,7 +272,7 @@ def _sharding_rule(s: Matmul, form: _Form):
     if form.is_gradient:
         results = [of_x, of_w]
     text = " -> ".join(", ".join(" ".join(dims) for dims in side) for side in (operands, results))
-    whole = ["k" if s.gathers else "n", *([] if form.ndims[3] is None else ["q"])]
+    whole = ["k" if s.gathers else "n", *([] if form.ndims.scales is None else ["q"])]
     return text, tuple(sorted(whole, key=re.findall(r"\w+", text).index))
 
 
@@ -304,7 +310,9 @@ def split_tokens(s: Matmul, x):
     sizes = [s.mesh.shape[name] for name in other_axes(s.mesh, s.comm.axis_names)]
     subsets = (c for k in range(len(sizes) + 1) for c in itertools.combinations(sizes, k))
     thin = (x[..., 0] != 0).astype(jnp.int8)
-    ranks = _ranks_behind(s, x)[:, None]
+    ranks = _constrain(s, jnp.zeros(p, jnp.int8), s.comm.axis_names)
+    dims = " ".join(f"d{i}" for i in range(x.ndim))
+    ranks = _keep_first(ranks, x, f"r, {dims} -> r")[:, None]  # the compiler learns it after x
     total = jnp.zeros_like(thin)
     for devices in sorted({math.prod(subset) for subset in subsets}):
         if rows % (devices * p) == 0:
@@ -314,15 +322,6 @@ def split_tokens(s: Matmul, x):
             ranks_of = jnp.broadcast_to(ranks, parts.shape)
             total = total + (parts + ranks_of).reshape(thin.shape)
     return total
-
-
-def _ranks_behind(s: Matmul, x):
-    """Returns an array [p] sharded over the ranks; the compiler learns this after x."""
-    dims = " ".join(f"d{i}" for i in range(x.ndim))
-    ranks = jnp.zeros(s.comm.num_ranks, jnp.int8)
-    of_ranks = NamedSharding(s.mesh, P(s.comm.axis_names))
-    ranks = jax.lax.with_sharding_constraint(ranks, of_ranks)
-    return _keep_first(ranks, x, f"r, {dims} -> r")
 
 
 def split_like(array, like, num_dims: int):
