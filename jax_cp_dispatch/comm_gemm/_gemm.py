@@ -423,7 +423,7 @@ def _backward(call: GemmCall, residuals, cotangents):
         _, pull = jax.vjp(jax.nn.gelu, pre_gelu.astype(wide))
         dy = (pull(dy.astype(wide))[0] + dpre_gelu.astype(wide)).astype(pre_gelu.dtype)
 
-    def product(like, left, right, *, lhs_transposed, rhs_transposed):
+    def product(like, left, right, lhs_transposed, rhs_transposed):
         form = call.replace(
             fuse_bias=False,
             fuse_gelu=False,
@@ -435,19 +435,16 @@ def _backward(call: GemmCall, residuals, cotangents):
         results: Any = _differentiable(form, left, right, None)
         return results[0]
 
-    # dlhs = dy rhs', or its transpose rhs dy'; drhs = lhs' dy, or dy' lhs.
-    of_lhs = {"lhs_transposed": False, "rhs_transposed": not call.rhs_transposed}
-    pair = dy, rhs
-    if call.lhs_transposed:
-        of_lhs = {"lhs_transposed": call.rhs_transposed, "rhs_transposed": True}
-        pair = rhs, dy
-    dlhs = product(lhs, *pair, **of_lhs)
-    of_rhs = {"lhs_transposed": not call.lhs_transposed, "rhs_transposed": False}
-    pair = lhs, dy
-    if call.rhs_transposed:
-        of_rhs = {"lhs_transposed": True, "rhs_transposed": call.lhs_transposed}
-        pair = dy, lhs
-    drhs = product(rhs, *pair, **of_rhs)
+    dlhs = (  # dy rhs', or its transpose
+        product(lhs, rhs, dy, call.rhs_transposed, True)
+        if call.lhs_transposed
+        else product(lhs, dy, rhs, False, not call.rhs_transposed)
+    )
+    drhs = (  # lhs' dy, or its transpose
+        product(rhs, dy, lhs, True, call.lhs_transposed)
+        if call.rhs_transposed
+        else product(rhs, lhs, dy, not call.lhs_transposed, False)
+    )
     return dlhs, drhs, bias_gradient(dy, bias)
 
 

@@ -207,9 +207,7 @@ GROUPED: dict[str, Any] = {
     r"group_sizes is int32\[1, 2\]; it needs int32": lambda: grouped(sizes=((5, 3),)),
     r"bias is float32\[3\]; it needs floats \[G, N\] with G = 2": lambda: grouped(bias=np.ones(3)),
     r"bias has shape \(2, 2\); it needs \(2, 3\), one row": lambda: grouped(bias=np.ones((2, 2))),
-    "a bias where rows are con": (
-        lambda: grouped(rhs=ROWS, contracting_dims=TURNED, bias=np.ones((2, 4)))
-    ),
+    "a bias where r": lambda: grouped(rhs=ROWS, contracting_dims=TURNED, bias=MATRICES[..., 0]),
     r"lhs_scale_inv is float32\[1\]; it needs float32 \[G\] with G = 2": lambda: of_scales(one),
     "got ScalingMode.MXFP8_1D_SCALING; groups have one scale each": lambda: of_scales(two, MXFP8),
     "no derivative is defined with Sca": lambda: jax.eval_shape(grad(of_scales), two),
