@@ -33,7 +33,7 @@ from jax_cp_dispatch.comm_gemm.checks import (
 )
 from jax_cp_dispatch.comm_gemm.choice import MatmulOptions, choose_overlaps
 from jax_cp_dispatch.comm_gemm.derivatives import gradient_dtype, matmul, use_scales
-from jax_cp_dispatch.comm_gemm.partitioning import tell_lost_axes, with_rows
+from jax_cp_dispatch.comm_gemm.partitioning import dividing_axes, with_rows
 from jax_cp_dispatch.comm_gemm.rank import (
     FORWARD_DTYPE,
     Matmul,
@@ -576,12 +576,7 @@ def _explicit_axes(s: Matmul, context: CallContext, operands: MatmulOperands):
     spec = (*jax.typeof(x).sharding.spec, *(None,) * num_dims)[:num_dims]
     axes_of = lambda entry: (entry,) if isinstance(entry, str) else entry or ()
     *batch, tokens = [tuple(filter(is_free, axes_of(entry))) for entry in spec]
-    parts = math.prod(mesh.shape[name] for name in tokens) * s.comm.num_ranks
-    rows = sum(s.row_counts)
-    if tokens and rows % parts:
-        tell_lost_axes(s, tokens, f"{rows} tokens are not a multiple of {parts} devices; pad them")
-        tokens = ()
-    return [axes or None for axes in batch], tokens
+    return [axes or None for axes in batch], dividing_axes(s, mesh, tokens)
 
 
 def _inside_shard_map(s: Matmul, context: CallContext, operands: MatmulOperands, state):

@@ -210,17 +210,14 @@ def _layout(s: Matmul, mesh, x, out):
     if not tokens:
         taken = {axis for axes in batch for axis in axes or ()}
         tokens = tuple(axis for axis in wanted if is_free(axis) and axis not in taken)
-    parts = math.prod(mesh.shape[axis] for axis in tokens) * s.comm.num_ranks
-    rows = sum(s.row_counts)
+    tokens = dividing_axes(s, mesh, tokens)
     if not tokens:
-        return batch, (), s.row_counts
-    if rows % parts:
-        tell_lost_axes(s, tokens, f"{rows} tokens are not a multiple of {parts} devices; pad them")
         return batch, (), s.row_counts
     if not set(tokens) <= set(wanted):
         order = f"x has them split over {found}, the result has them over {wanted}"
-        tell_lost_axes(s, tokens, order)
-    return batch, tokens, (rows // parts,) * s.comm.num_ranks
+        _tell_lost_axes(s, tokens, order)
+    groups = math.prod(mesh.shape[axis] for axis in tokens)
+    return batch, tokens, tuple(count // groups for count in s.row_counts)
 
 
 def _dense(s: Matmul, keeps: bool, arrays: _Arrays):
@@ -357,7 +354,17 @@ def _keep_first(array, other, rule: str):
     return partitioned(first, partition, name=rule, on_tpus=first, **rules)(array, other)[0]
 
 
-def tell_lost_axes(s: Matmul, axes: tuple[str, ...], why: str) -> None:
+def dividing_axes(s: Matmul, mesh, tokens: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the axes that shard tokens besides the ranks', or none if they do not divide them."""
+    rows = sum(s.row_counts)
+    parts = math.prod(mesh.shape[axis] for axis in tokens) * s.comm.num_ranks
+    if not tokens or rows % parts == 0:
+        return tokens
+    _tell_lost_axes(s, tokens, f"{rows} tokens are not a multiple of {parts} devices; pad them")
+    return ()
+
+
+def _tell_lost_axes(s: Matmul, axes: tuple[str, ...], why: str) -> None:
     """Warns once about the axes of tokens that XLA gathers."""
     ranks = s.comm.axis_names
     say_once(
