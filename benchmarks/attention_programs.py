@@ -13,11 +13,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from jax_cp_dispatch import Hamilton, context_parallel_attention, local_attention
-from jax_cp_dispatch.bench_command.attention import DENSE, gradients, random_operands
 from jax_cp_dispatch.cost import attention_flops
 from jax_cp_dispatch.documents.layouts import PackedMask, attended_tokens
 from jax_cp_dispatch.masks import MaskRanges
 from jax_cp_dispatch.masks.read import read_mask
+from jax_cp_dispatch.tools.programs import DENSE, gradients, random_operands
 
 NUM_RANKS, NUM_HEADS, HEAD_SIZE = 8, 8, 64
 AXIS = "cp"

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_cp_dispatch.bench_command.attention import drawn_lengths
 from jax_cp_dispatch.masks import SharedPrefix
 from jax_cp_dispatch.planning import place_tokens
+from jax_cp_dispatch.tools.programs import drawn_lengths
 
 RANKS = 8  # of the placement
 COMPLETIONS = 6  # of each prompt

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import packing
 
 from jax_cp_dispatch import choose_algorithm
-from jax_cp_dispatch.bench_command.attention import square_product
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
 from jax_cp_dispatch.documents import document_lengths
+from jax_cp_dispatch.tools.programs import square_product
 
 LENGTHS = packing.PUBLISHED / "dist_wlbllm.json"
 MATMUL = 2048

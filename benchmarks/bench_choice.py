@@ -14,8 +14,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jax_cp_dispatch as cp
-from jax_cp_dispatch.bench_command.attention import make_segment_ids
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
+from jax_cp_dispatch.tools.programs import make_segment_ids
 
 AXIS, RANKS = "cp", (4, 8)
 FORWARD, BOTH = "forward", "forward and backward"

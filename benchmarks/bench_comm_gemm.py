@@ -6,17 +6,19 @@ width divided by 4 (its MLP by 5). The XLA baseline is `all_gather` then a GEMM,
 cost model.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import common
+import jax
 import jax.numpy as jnp
 
-from jax_cp_dispatch.bench_command.gemm import GATHER, GEMM, SCATTER, XLA, Product
-from jax_cp_dispatch.bench_command.ranks import Ranks
 from jax_cp_dispatch.comm_gemm import choose_comm_gemm
 from jax_cp_dispatch.cost import CommGemmShape
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
 from jax_cp_dispatch.profiling import overlap_profile
+from jax_cp_dispatch.tools.programs import AXIS, GATHER, GEMM, SCATTER, XLA, Product, Ranks
 
 AG, RS, COMMUNICATION = GATHER, SCATTER, "communication"
 
@@ -51,7 +53,7 @@ def measure(layer: Layer, ranks: Ranks, dtype: str) -> list[dict]:
     p, gathers = ranks.count, layer.op == AG
     product = Product(ranks, layer[1:], dtype, METHODS[layer.op])
     product.check()
-    parts = {GEMM: product.alone, COMMUNICATION: product.communication()}
+    parts = {GEMM: product.alone, COMMUNICATION: _communication(ranks, product)}
     seconds = ranks.measure(product.runs | parts)
     gemm, communication = seconds[GEMM], seconds[COMMUNICATION]
     shape = CommGemmShape(
@@ -94,6 +96,15 @@ def measure(layer: Layer, ranks: Ranks, dtype: str) -> list[dict]:
             flush=True,
         )
     return rows
+
+
+def _communication(ranks: Ranks, product: Product) -> Callable[[], jax.Array]:
+    """Returns a run of XLA's collective alone."""
+    if product.op == AG:
+        gather = ranks.program(lambda x: jax.lax.all_gather(x, AXIS, tiled=True)[None])
+        return partial(gather, product.x)
+    scatter = ranks.program(lambda y: jax.lax.psum_scatter(y, AXIS, tiled=True))
+    return partial(scatter, product.alone())
 
 
 def main() -> None:

@@ -27,8 +27,8 @@ from jax_cp_dispatch import (
     plan_attention,
     sequence,
 )
-from jax_cp_dispatch.bench_command.attention import random_operands
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
+from jax_cp_dispatch.tools.programs import random_operands
 
 NUM_DOCUMENTS = 8
 SCAN = "scan over tokens"

@@ -10,9 +10,16 @@ import ml_dtypes
 import numpy as np
 
 from jax_cp_dispatch import combine, compute_metadata
-from jax_cp_dispatch.bench_command.movement import ALL_GATHER, ALL_TO_ALL, FRESH, MEMCPY, Exchange
-from jax_cp_dispatch.bench_command.ranks import AXIS, Ranks
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
+from jax_cp_dispatch.tools.programs import (
+    ALL_GATHER,
+    ALL_TO_ALL,
+    AXIS,
+    FRESH,
+    MEMCPY,
+    Exchange,
+    Ranks,
+)
 
 W, FEATURE = 8, (16, 128)
 

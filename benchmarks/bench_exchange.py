@@ -13,10 +13,9 @@ import common
 import numpy as np
 
 from jax_cp_dispatch.attention import chunk_exchange, ring_exchange
-from jax_cp_dispatch.bench_command.movement import scanned
-from jax_cp_dispatch.bench_command.ranks import AXIS, Ranks
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
 from jax_cp_dispatch.cycles import chunk_maps, hamiltonian_cycles
+from jax_cp_dispatch.tools.programs import AXIS, Ranks, scanned
 
 STEPS = 10
 IMPLEMENTATIONS = ("in_process", "xla")

@@ -13,9 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_cp_dispatch import experts
-from jax_cp_dispatch.bench_command.movement import ALL_GATHER, ALL_TO_ALL, MEMCPY
-from jax_cp_dispatch.bench_command.ranks import AXIS, Ranks
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
+from jax_cp_dispatch.tools.programs import ALL_GATHER, ALL_TO_ALL, AXIS, MEMCPY, Ranks
 
 W, NUM_EXPERTS, CHOICES = 8, 64, 8
 ROUTE, THERE, BACK, LAYER = "route", "dispatch_tokens", "combine_tokens", "all three"

@@ -7,7 +7,7 @@ Each process has one device. The baseline is `all_gather` then a GEMM, or a GEMM
 import between_processes
 import common
 
-from jax_cp_dispatch.bench_command.gemm import GATHER, SCATTER, XLA
+from jax_cp_dispatch.tools.programs import GATHER, SCATTER, XLA
 
 M, K, N = 2048, 1024, 2048  # over all ranks
 PROCESSES = (2, 4)

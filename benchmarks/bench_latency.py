@@ -13,9 +13,8 @@ import common
 import jax
 import numpy as np
 
-from jax_cp_dispatch.bench_command.movement import SMALL, SmallExchange, scanned
-from jax_cp_dispatch.bench_command.ranks import Ranks
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
+from jax_cp_dispatch.tools.programs import SMALL, Ranks, SmallExchange, scanned
 
 STEPS = 200
 

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_cp_dispatch import local_attention
-from jax_cp_dispatch.bench_command.attention import gradients, random_operands
 from jax_cp_dispatch.cost import attention_flops
+from jax_cp_dispatch.tools.programs import gradients, random_operands
 
 NUM_HEADS, HEAD_SIZE, PACKED_LENGTH = 8, 64, 1024
 MATMUL_SIZE = 4096

@@ -17,9 +17,9 @@ from attention_programs import AXIS, HEAD_SIZE, NUM_HEADS, NUM_RANKS, mesh
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from jax_cp_dispatch import context_parallel_attention, local_attention
-from jax_cp_dispatch.bench_command.attention import drawn_lengths, make_segment_ids
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
 from jax_cp_dispatch.masks import SharedPrefix
+from jax_cp_dispatch.tools.programs import drawn_lengths, make_segment_ids
 
 FORWARD, BOTH = "forward", "forward and backward"
 NUM_COMPLETIONS, PREFIX_HEADS = 8, 2

@@ -20,6 +20,7 @@ import packing
 import peer_placements
 
 from jax_cp_dispatch import Plan, PlanConfig, plan_attention
+from jax_cp_dispatch.tools.programs import make_segment_ids
 
 TOKENS = packing.TOKENS_PER_RANK
 MOST_TRACED, MOST_OF_PEER = 32, 128  # ranks
@@ -37,7 +38,7 @@ def moved(plan: Plan, num_tokens: int, num_kv_heads: int) -> dict[str, float]:
 
 def plan_inside_jit(lengths: list[int], world_size: int) -> tuple[Plan, float]:
     """Returns the plan in blocks, which is the same for all head counts, and its milliseconds."""
-    segment_ids = packing.segment_ids(lengths, sum(lengths))
+    segment_ids = make_segment_ids(lengths)
     make = jax.jit(functools.partial(plan_attention, world_size=world_size))
     plan = jax.block_until_ready(make(segment_ids))
     start = time.perf_counter()

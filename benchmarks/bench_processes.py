@@ -10,11 +10,11 @@ from typing import Any
 import between_processes
 import common
 
-from jax_cp_dispatch.bench_command import movement
+from jax_cp_dispatch.tools import programs
 
 PROCESSES = (2, 4)
 ALL_BYTES = (128 << 20, 2 << 20)
-COLLECTIVES = (movement.ALL_TO_ALL, movement.ALL_GATHER)
+COLLECTIVES = (programs.ALL_TO_ALL, programs.ALL_GATHER)
 
 
 def measure(processes: int, num_bytes: int, repeats: int) -> Iterator[dict[str, Any]]:
@@ -22,7 +22,7 @@ def measure(processes: int, num_bytes: int, repeats: int) -> Iterator[dict[str, 
     rows = list(between_processes.measure(processes, num_bytes, (), repeats, {}))
     gloo = min(row.seconds for row in rows if row.what in COLLECTIVES)
     memcpy = (rows[0].of_limit or 0.0) * rows[0].seconds
-    seconds = {movement.MEMCPY: memcpy} | {row.what: row.seconds for row in rows}
+    seconds = {programs.MEMCPY: memcpy} | {row.what: row.seconds for row in rows}
     for what, value in seconds.items():
         is_gloo = what in COLLECTIVES
         yield {

@@ -20,9 +20,9 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 )
 
 import jax_cp_dispatch as cp
-from jax_cp_dispatch.attention.local.options import LocalOptions
-from jax_cp_dispatch.attention.local.ranges import RowRanges, cut_ranges, to_rows
-from jax_cp_dispatch.attention.local.tpu import FIRST, LANES, LAST, cut, find_visits
+from jax_cp_dispatch.attention.local.options import pass_options
+from jax_cp_dispatch.attention.local.ranges import RowRanges, tile_ranges, to_rows
+from jax_cp_dispatch.attention.local.tpu import FIRST, LANES, LAST, find_visits, tile
 
 RANKS = 8
 
@@ -48,11 +48,11 @@ def masks(num_tokens: int) -> Iterator[tuple[str, list[Any]]]:
 def walks(start, end, k):
     """The walks of the kernels, for one head of one number."""
     q = jnp.zeros((1, start.shape[1], 1, 1))
-    options = LocalOptions("bench").resolved(q, k, k)
-    ranges = cut_ranges(options, RowRanges(start, end), q.shape, 1, k.shape[1])
+    options = pass_options(q, k)
+    ranges = tile_ranges(options, RowRanges(start, end), q.shape, 1, k.shape[1])
     q = to_rows(q, 1, options.block_q)
     k = to_rows(k, 1, options.block_kv)
-    return find_visits(options, cut(options, q, ranges, (k, k)))
+    return find_visits(options, tile(options, q, ranges, (k, k)))
 
 
 def ours(ranks: list[Any]) -> tuple[int, dict[str, int], int]:

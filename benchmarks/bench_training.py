@@ -14,9 +14,8 @@ from attention_programs import PACKAGE, ring_of_package
 from scopes import OTHER, seconds_by_scope
 from training_step import Attend, Model, compiled_steps, drawn_documents
 
-from jax_cp_dispatch.bench_command.attention import DENSE
-from jax_cp_dispatch.bench_command.ranks import AXIS, Ranks
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
+from jax_cp_dispatch.tools.programs import AXIS, DENSE, Ranks
 
 NUM_RANKS = 8
 

@@ -15,8 +15,8 @@ import jax
 import numpy as np
 
 from jax_cp_dispatch import initialize
-from jax_cp_dispatch.bench_command import gemm, movement
-from jax_cp_dispatch.bench_command.ranks import Ranks, Row
+from jax_cp_dispatch.tools import bench
+from jax_cp_dispatch.tools.programs import Ranks, Shape
 
 ROW_ELEMENTS = 2048  # of float32: rows of 8 kB
 _LIMIT = 300  # seconds
@@ -25,10 +25,10 @@ _LIMIT = 300  # seconds
 def measure(
     processes: int,
     num_bytes: int,
-    shapes: Sequence[gemm.Shape],
+    shapes: Sequence[Shape],
     repeats: int,
     methods: Mapping[str, Sequence[str]],
-) -> Generator[Row, None, None]:
+) -> Generator[bench.Row, None, None]:
     """Starts the processes, with one device each, and yields the rows of the first as they come.
 
     Measures an exchange of `num_bytes`, unless 0, and GEMMs of these shapes by these methods.
@@ -49,7 +49,7 @@ def measure(
         try:
             for line in launcher.stdout or ():
                 if line.startswith("[0] {"):
-                    yield Row(**json.loads(line.removeprefix("[0] ")))
+                    yield bench.Row(**json.loads(line.removeprefix("[0] ")))
             code, in_time = launcher.wait(), clock.is_alive()
         finally:  # also after Ctrl-C
             clock.cancel()
@@ -69,8 +69,8 @@ def main() -> None:
     ranks = Ranks.of_devices(jax.device_count(), options["repeats"])
     tokens = options["num_bytes"] // (ranks.count * ROW_ELEMENTS * 4)
     for rows in (
-        movement.large(ranks, tokens, (ROW_ELEMENTS,), np.float32) if tokens else (),
-        gemm.measure(ranks, options["shapes"], "float32", options["methods"]),
+        bench.movement(ranks, tokens, (ROW_ELEMENTS,), np.float32) if tokens else (),
+        bench.gemms(ranks, options["shapes"], "float32", options["methods"]),
     ):
         for row in rows:
             if jax.process_index() == 0:

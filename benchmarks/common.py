@@ -10,8 +10,8 @@ import traceback
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from jax_cp_dispatch._measuring import interleaved, machine, versions
 from jax_cp_dispatch.gpu import raise_gpu_errors
+from jax_cp_dispatch.tools import interleaved, machine, versions
 
 __all__ = ["ROOT", "Report", "interleaved", "options", "parser", "seconds_in_a_row", "write"]
 

@@ -139,7 +139,7 @@ def make_sections(names: list[str], sizes: Sizes) -> tuple[Any, dict[str, Any]]:
 
     from jax_cp_dispatch import initialize
     from jax_cp_dispatch._ranks.job import is_in_job
-    from jax_cp_dispatch.bench_command.ranks import Ranks
+    from jax_cp_dispatch.tools.programs import Ranks
 
     connect = initialize if is_in_job() else lambda: None
     if jax.default_backend() != "gpu":

@@ -20,9 +20,8 @@ from multi_gpu_sizes import Sizes
 
 from jax_cp_dispatch import Documents, PlanConfig, local_attention, place_tokens, plan_attention
 from jax_cp_dispatch.attention import context_parallel_attention
-from jax_cp_dispatch.bench_command.attention import TOLERANCE, gradients, make_segment_ids
-from jax_cp_dispatch.bench_command.ranks import AXIS, Ranks
 from jax_cp_dispatch.cost import attention_flops, count_pairs
+from jax_cp_dispatch.tools.programs import AXIS, TOLERANCE, Ranks, gradients, make_segment_ids
 
 TOKENS_OF = P(None, AXIS)
 PASSES = {"forward": 3, "forward and backward": 4}  # operands of q, k, v and the cotangent

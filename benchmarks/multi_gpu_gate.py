@@ -17,10 +17,18 @@ from multi_gpu_sizes import Sizes
 
 from jax_cp_dispatch import place_tokens
 from jax_cp_dispatch.attention import context_parallel_attention
-from jax_cp_dispatch.bench_command.attention import TOLERANCE, make_segment_ids, random_operands
-from jax_cp_dispatch.bench_command.gemm import GATHER, METHODS, SCATTER, Product
-from jax_cp_dispatch.bench_command.movement import Exchange
-from jax_cp_dispatch.bench_command.ranks import AXIS, Ranks
+from jax_cp_dispatch.tools.programs import (
+    AXIS,
+    GATHER,
+    METHODS,
+    SCATTER,
+    TOLERANCE,
+    Exchange,
+    Product,
+    Ranks,
+    make_segment_ids,
+    random_operands,
+)
 
 TOKENS_OF = P(None, AXIS)
 DOCUMENTS: list[int] = [23, 41]  # tokens; of each rank

@@ -9,9 +9,17 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from multi_gpu_programs import Program, failing, timed
 from multi_gpu_sizes import Sizes
 
-from jax_cp_dispatch.bench_command.gemm import GATHER, GEMM, SCATTER, TOLERANCE, XLA, Product
-from jax_cp_dispatch.bench_command.ranks import AXIS, Ranks
 from jax_cp_dispatch.buffers import comm_overlap_buffer_bytes
+from jax_cp_dispatch.tools.programs import (
+    AXIS,
+    GATHER,
+    GEMM,
+    PRODUCT_TOLERANCE,
+    SCATTER,
+    XLA,
+    Product,
+    Ranks,
+)
 
 METHODS = {
     GATHER: ("none", "ring", "ring direct", "ring pairs"),
@@ -68,7 +76,7 @@ class Gemms:
                 del runs[name]
             want = runs[XLA]()
             for name, run in runs.items():
-                self._ranks.check_equal(name, run(), want, TOLERANCE[self._sizes.dtype])
+                self._ranks.check_equal(name, run(), want, PRODUCT_TOLERANCE[self._sizes.dtype])
             found = timed(runs | {GEMM: product.alone}, self._sizes.rounds)
             for name, times in found.items():
                 path = "nothing moves" if name == GEMM else programs[name].path

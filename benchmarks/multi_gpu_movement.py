@@ -18,7 +18,7 @@ from multi_gpu_programs import Program, failing, symmetric_bytes, timed
 from multi_gpu_sizes import Sizes
 
 from jax_cp_dispatch import combine, compute_metadata, dispatch
-from jax_cp_dispatch.bench_command.ranks import AXIS, BY_RANK, Ranks
+from jax_cp_dispatch.tools.programs import AXIS, BY_RANK, Ranks
 
 ROW_BYTES = 4096  # keys and values of a token: 2 x 8 heads of 128 in 16 bits
 HAS_SMS = "num_comm_sm" in inspect.signature(dispatch).parameters

@@ -18,7 +18,7 @@ import numpy as np
 from multi_gpu_sizes import Sizes
 
 from jax_cp_dispatch.adapters import maxtext_attention
-from jax_cp_dispatch.bench_command.ranks import AXIS, Ranks
+from jax_cp_dispatch.tools.programs import AXIS, Ranks
 
 STEPS, WARM_UP = 12, 4
 MOST_SEGMENTS = 32  # MaxText's synthetic documents of a row, and those that the ring accepts

@@ -18,11 +18,11 @@ import jax
 import numpy as np
 
 from jax_cp_dispatch import available_implementations
-from jax_cp_dispatch._dispatch.arguments import Exchange, groups_by_array, read_operands
-from jax_cp_dispatch._measuring import call_seconds
+from jax_cp_dispatch._dispatch.exchange import Exchange, ExchangeOperands
 from jax_cp_dispatch._ranks.implementations import default_platform
 from jax_cp_dispatch._ranks.job import is_in_job, publish_and_read_all
 from jax_cp_dispatch.gpu import raise_gpu_errors
+from jax_cp_dispatch.tools import call_seconds
 
 SAMPLE = 0.02  # seconds; a sample has as many calls, up to MOST_CALLS
 LONGEST = 20.0  # seconds of all samples of a program
@@ -92,13 +92,14 @@ def symmetric_bytes(programs: Iterable[Program]) -> int:
 
 def _channel_bytes(exchange: Exchange, operands: Any) -> int:
     """Two halves of tags and rows, and as much again where a network needs a staging area."""
-    arrays = read_operands(operands, exchange).arrays
+    arrays = exchange.by_group(ExchangeOperands.read(operands, exchange).arrays)
     num_bytes = 1 << 16
-    for group, array in zip(groups_by_array(exchange), arrays, strict=True):
-        row = int(np.prod(array.aval.shape[1:])) * array.aval.dtype.itemsize
-        num_bytes += 2 * group.capacity * (row + 8)
-        if len(set(hosts())) > 1:
-            num_bytes += max(group.capacity, group.num_tokens) * row
+    for group, of_group in zip(exchange.groups, arrays, strict=True):
+        for array in of_group:
+            row = int(np.prod(array.aval.shape[1:])) * array.aval.dtype.itemsize
+            num_bytes += 2 * group.capacity * (row + 8)
+            if len(set(hosts())) > 1:
+                num_bytes += max(group.capacity, group.num_tokens) * row
     return num_bytes
 
 

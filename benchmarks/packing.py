@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 from common import ROOT
 
-from jax_cp_dispatch.bench_command.attention import MEDIAN, SIGMA, drawn_lengths
+from jax_cp_dispatch.tools.programs import MEDIAN, SIGMA, drawn_lengths, make_segment_ids
 
 DRAWN = f"log-normal, median {MEDIAN}, sigma {SIGMA}"
 TOKENS_PER_RANK = 65536  # of `packed`
@@ -23,7 +23,7 @@ def published(path: pathlib.Path, num_tokens: int) -> Iterator[tuple[int, np.nda
     size = min(batch["tokens"] for batch in batches)
     for batch in batches:
         if batch["tokens"] == size:
-            yield batch["seed"], segment_ids(batch["lengths"], num_tokens)
+            yield batch["seed"], make_segment_ids(batch["lengths"], num_tokens)
 
 
 def packed(world_sizes: list[int]) -> Iterator[tuple[str, int, list[int]]]:
@@ -35,10 +35,3 @@ def packed(world_sizes: list[int]) -> Iterator[tuple[str, int, list[int]]]:
     for world_size in world_sizes:
         if world_size > MOST_PUBLISHED:
             yield DRAWN, world_size, drawn_lengths(world_size * TOKENS_PER_RANK, seed=world_size)
-
-
-def segment_ids(lengths, num_tokens: int) -> np.ndarray:
-    """Returns consecutive documents until all tokens are used; the last one is cut."""
-    ends = np.minimum(np.cumsum(lengths), num_tokens)
-    count = np.diff(ends, prepend=0)
-    return np.repeat(np.arange(1, len(count) + 1), count)[None].astype(np.int32)

@@ -11,10 +11,9 @@ from jax.sharding import PartitionSpec as P
 
 from jax_cp_dispatch._arguments import HostOrDevice
 from jax_cp_dispatch.attention import context_parallel_attention
-from jax_cp_dispatch.bench_command.attention import DENSE, drawn_lengths, make_segment_ids
-from jax_cp_dispatch.bench_command.ranks import AXIS, Ranks
 from jax_cp_dispatch.documents import Documents
 from jax_cp_dispatch.planning import place_tokens, plan_attention
+from jax_cp_dispatch.tools.programs import AXIS, DENSE, Ranks, drawn_lengths, make_segment_ids
 
 ALGORITHMS = ("placed", "balanced", "zigzag")
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}  # of the loss; sums in another order

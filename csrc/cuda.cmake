@@ -25,18 +25,9 @@ add_library(cpd_cuda STATIC
   csrc/cuda/attention_kernels.cu
   csrc/cuda/channels.cc
   csrc/cuda/errors.cc
-  csrc/cuda/exchange_stream.cc
-  csrc/cuda/gpu_arithmetic.cc
-  csrc/cuda/gpu_spans.cc
-  csrc/cuda/ipc.cc
   csrc/cuda/kernels.cu
-  csrc/cuda/lanes.cc
   csrc/cuda/memory.cc
-  csrc/cuda/overlap_queues.cc
-  csrc/cuda/peers.cc
-  csrc/cuda/product_kernels.cu
-  csrc/cuda/rehearsal.cc
-  csrc/cuda/slab.cc)
+  csrc/cuda/product_kernels.cu)
 target_include_directories(cpd_cuda SYSTEM PUBLIC ${CPD_CUDA_INCLUDE_DIRS})
 target_link_libraries(cpd_cuda PUBLIC cpd_core CUDA::cudart_static)
 target_compile_options(cpd_cuda PRIVATE
@@ -44,18 +35,15 @@ target_compile_options(cpd_cuda PRIVATE
   $<$<COMPILE_LANGUAGE:CUDA>:-Xptxas=-v>)
 
 nanobind_add_module(_cuda STABLE_ABI NB_STATIC
-  csrc/ffi/attributes.cc
   csrc/ffi/common.cc
   csrc/ffi/cuda/attention.cc
   csrc/ffi/cuda/dispatch.cc
   csrc/ffi/cuda/dispatch_call.cc
   csrc/ffi/cuda/gemm.cc
   csrc/ffi/cuda/gemm_call.cc
-  csrc/ffi/cuda/memory_bindings.cc
+  csrc/ffi/cuda/handlers.cc
   csrc/ffi/cuda/module.cc
-  csrc/ffi/cuda/rank_location.cc
   csrc/ffi/dispatch_call.cc
-  csrc/ffi/gemm_buffers.cc
   csrc/ffi/gemm_call.cc)
 target_include_directories(_cuda SYSTEM PRIVATE "${JAXLIB_INCLUDE_DIR}")
 target_link_libraries(_cuda PRIVATE cpd_cuda)

@@ -116,3 +116,14 @@ def check_value_of(op: str, name: str, value: Any, dtype: Any) -> None:
 def is_on_host(x: Any) -> bool:
     """Whether this process knows all values, also while a program is traced."""
     return not isinstance(x, Tracer) and getattr(x, "is_fully_addressable", True)
+
+
+def host_value(value: Any) -> np.ndarray | None:
+    """Returns the values as NumPy, or None if they are traced or on other hosts."""
+    if isinstance(value, Tracer):
+        return None
+    if isinstance(value, jax.Array) and not (
+        value.is_fully_addressable or value.is_fully_replicated
+    ):
+        return None
+    return np.asarray(value)

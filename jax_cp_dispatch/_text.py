@@ -1,17 +1,17 @@
-"""Text for people: tables, progress of commands, warnings at the line of the user's program."""
+"""Text for people: numbers, tables, plans and routings in words, warnings at the user's line."""
 
-import contextlib
 import dataclasses
 import functools
 import sys
 import textwrap
-import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
-from jaxtyping import Num
+from jaxtyping import Float32, Float64, Int, Int64
+
+from jax_cp_dispatch._arguments import host_value
 
 WIDTH = 100
 
@@ -83,17 +83,6 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, indent: int =
     )
 
 
-def rank_table(values: Mapping[str, Num[np.ndarray, " W"]], *, digits: int = 0) -> list[list[str]]:
-    """Returns a row for each quantity of the ranks: least, median, most, and the rank with most."""
-    return [
-        [name, *(f"{f(x):,.{digits}f}" for f in (np.min, np.median, np.max)), str(np.argmax(x))]
-        for name, x in values.items()
-    ]
-
-
-RANKS_HEADER = ("", "least", "median", "most", "on rank")
-
-
 def paragraph(text: str, *, indent: int = 2) -> str:
     """Wraps a text to the width of a page."""
     margin = " " * indent
@@ -101,30 +90,272 @@ def paragraph(text: str, *, indent: int = 2) -> str:
     return "\n".join(margin + line for line in lines)
 
 
-class Progress:
-    """Prints numbered steps with their time on standard error, and the progress of long ones."""
+# ---- Plans and routings in words.
 
-    def __init__(self, num_steps: int):
-        self._num_steps = num_steps
-        self._step = 0
 
-    @contextlib.contextmanager
-    def step(self, what: str) -> Iterator[Callable[[float], None]]:
-        self._step += 1
-        label = f"[{self._step}/{self._num_steps}] {what} "
-        start = time.perf_counter()
+def known(op: str, value: Any) -> np.ndarray:
+    """Returns an array's values; raises TypeError if they are not known on this host."""
+    found = host_value(value)
+    if found is None:
+        raise TypeError(
+            f"{op}: the plan is traced, or on other hosts. Call it outside jit, on a host that has "
+            "the plan of all ranks."
+        )
+    return found
 
-        def show(fraction: float) -> None:
-            if sys.stderr.isatty():
-                bar = "#" * round(20 * fraction)
-                print(f"\r{label:<60}|{bar:<20}|", end="", file=sys.stderr, flush=True)
 
-        show(0.0)
-        yield show
-        again = "\r" if sys.stderr.isatty() else ""
-        seconds = time.perf_counter() - start
-        print(f"{again}{label:<60}{seconds:6.1f} s{'':<14}", file=sys.stderr, flush=True)
+def rows_between_ranks(op: str, metadata: Any) -> Int[np.ndarray, "W W"]:
+    """Returns the rows that each rank (first axis) sends to each (second axis), and keeps.
 
+    Raises:
+      TypeError: the plan is traced.
+      ValueError: it is one rank's part of the plan.
+    """
+    received = known(op, metadata.num_recv_tokens)
+    if received.ndim != 2 or len(received) != metadata.world_size:
+        raise ValueError(
+            f"{op}: num_recv_tokens has shape {list(received.shape)} but the plan of all "
+            f"{metadata.world_size} ranks has [{metadata.world_size}, {metadata.world_size + 1}]. "
+            "Call it on that plan; of stacked plans, on one of them."
+        )
+    return received[:, : metadata.world_size].T.astype(np.int64)
+
+
+def describe_metadata(metadata: Any) -> str:
+    """Returns the text of `Metadata.describe`."""
+    op = "Metadata.describe"
+    if known(op, metadata.seq_len).ndim == 1:
+        return _describe_view(op, metadata)
+    sent = rows_between_ranks(op, metadata)
+    in_use, slots = known(op, metadata.num_seqs), np.shape(metadata.seq_len)[1]
+    lines = [
+        ("rows", f"{count(sent.sum())} received; {count(_away(sent))} of them from another rank"),
+        (
+            "slots",
+            f"at most {count(in_use.max())} of {count(slots)} in use (rank {in_use.argmax()})",
+        ),
+    ]
+    return _describe(f"Metadata: {metadata.world_size} ranks", lines, {}, {"rows": sent})
+
+
+def _describe_view(op: str, metadata: Any) -> str:
+    received = known(op, metadata.num_recv_tokens)[:-1].astype(np.int64)
+    target, tokens = known(op, metadata.dst_rank), known(op, metadata.seq_len)
+    tokens = tokens.reshape(*tokens.shape, *[1] * (target.ndim - 1))
+    sent = np.zeros(metadata.world_size, np.int64)
+    np.add.at(sent, target[target >= 0], np.broadcast_to(tokens, target.shape)[target >= 0])
+    return (
+        f"Metadata: the view of one of {metadata.world_size} ranks\n"
+        f"  sends     {count(sent.sum())} rows; {_partners(sent, 'to')}\n"
+        f"  receives  {count(received.sum())} rows; {_partners(received, 'from')}"
+    )
+
+
+def _partners(rows: Int[np.ndarray, " W"], direction: str) -> str:
+    order = [rank for rank in np.argsort(-rows, kind="stable") if rows[rank] > 0]
+    parts = [f"{count(int(rows[rank]))} {direction} rank {rank}" for rank in order[:2]]
+    if rest := order[2:]:
+        parts.append(f"{count(int(rows[rest].sum()))} {direction} {len(rest)} other ranks")
+    return ", ".join(parts) or f"{direction} no rank"
+
+
+def describe_plan(
+    op: str,
+    plan: Any,
+    *,
+    speeds: Sequence[float] | None = None,
+    ranks_per_node: int | None = None,
+) -> str:
+    """Returns the text of the `describe` methods of plans.
+
+    Args:
+      op: the method; the text begins with its class.
+      plan: a `Plan` of all ranks.
+      speeds: relative speeds of the ranks, which determine their shares of the work.
+      ranks_per_node: consecutive ranks of a node, if keys between nodes are to be counted.
+    """
+    computed = known(op, plan.num_rows).astype(np.int64)
+    if computed.min() < 0:
+        return f"{plan.reason} Nothing was planned."
+    moves, sizes = {"keys": rows_between_ranks(op, plan.kv_metadata)}, {"keys": plan.kv_capacity}
+    if not plan.is_placed:
+        moves = {"queries": rows_between_ranks(op, plan.q_metadata), **moves}
+        sizes["queries"] = plan.q_capacity
+    num_ranks, all_tokens = plan.world_size, plan.world_size * plan.num_tokens
+    pairs = known(op, plan.pairs).astype(float)
+    before, after = (work_by_share(known(op, x), speeds) for x in (plan.pairs_before, plan.pairs))
+    relative = "" if speeds is None else " relative to the ranks' speeds"
+    work = (
+        f"{pairs.sum():.3e} query-key pairs; max/mean {after.max():.3f}{relative} "
+        f"(before planning {before.max():.3f}, on rank {before.argmax()})"
+    )
+    padding = all_tokens - computed.sum()
+    lines = [
+        ("work", work),
+        ("tokens", f"{count(computed.sum())} queries, {count(padding)} padding"),
+    ]
+    per_token = lambda rows: f"({rows / max(all_tokens, 1):.3f} per token)"
+    for what, sent in moves.items():
+        lines.append((what, f"{count(_away(sent))} move {per_token(_away(sent))}"))
+    if ranks_per_node is not None:
+        _, away = plan.num_tokens_moved_between_nodes(ranks_per_node)
+        text = f"{count(away)} keys move between nodes of {ranks_per_node} ranks"
+        lines.append(("nodes", f"{text} {per_token(away)}"))
+    for what, sent in moves.items():
+        need, size = sent.sum(0), sizes[what]
+        used = f"at most {count(need.max())} rows of {what} on rank {need.argmax()}"
+        lines.append(("capacity", f"{used}; {need.max() / size:.0%} of {count(size)}"))
+    part = "mean" if speeds is None else "share"
+    shares = {f"work / {part} before planning": before, f"work / {part} as planned": after}
+    title = f"{op.partition('.')[0]}: {num_ranks} ranks of {count(plan.num_tokens)} tokens"
+    return _describe(title, lines, shares | {"queries computed": computed}, moves)
+
+
+def describe_routing(op: str, routing: Any) -> str:
+    """Returns the text of `Routing.describe`."""
+    rows = rows_of_experts(op, routing)
+    num_ranks, num_places = rows.shape
+    num_tokens, num_choices = routing.row.shape
+    sent, load = rows_between_ranks(op, routing), rows.sum(1)
+    need = known(op, routing.num_rows).astype(np.int64)
+    dropped, all_rows = int(known(op, routing.num_dropped).sum()), int(need.sum())
+    lines = [
+        ("rows", f"{count(load.sum())} for experts; max/mean {imbalance(load):.3f} of the "
+         f"ranks (rank {load.argmax()}), {imbalance(rows):.3f} of the experts (place "
+         f"{rows.argmax()})"),
+        ("capacity", f"at most {count(need.max())} rows needed on rank {need.argmax()}; "
+         f"{need.max() / routing.capacity:.0%} of {count(routing.capacity)}"),
+        ("dropped", f"{count(dropped)} choices ({dropped / max(all_rows, 1):.1%})"),
+        ("tokens", f"{count(_away(sent))} move to another rank "
+         f"({_away(sent) / max(num_tokens, 1):.3f} per token), where they have "
+         f"{load.sum() / max(int(sent.sum()), 1):.3f} rows each"),
+    ]  # fmt: skip
+    title = (
+        f"Routing: {num_ranks} ranks of {num_places} experts, {count(num_tokens)} tokens of "
+        f"{num_choices} choices"
+    )
+    return _describe(title, lines, {"rows of experts": load, "rows needed": need}, {"tokens": sent})
+
+
+def rows_of_experts(op: str, routing: Any) -> Int64[np.ndarray, "W L"]:
+    """Returns the rows of each expert of each rank.
+
+    Raises:
+      TypeError: the values are traced.
+      ValueError: it is one rank's part.
+    """
+    rows_between_ranks(op, routing)  # of all ranks?
+    return known(op, routing.group_sizes).reshape(routing.world_size, -1).astype(np.int64)
+
+
+def imbalance(load: Any) -> float:
+    """Returns the most divided by the mean; 1 if there is nothing."""
+    return float(load.max() / load.mean()) if load.any() else 1.0
+
+
+def describe_mask(layers: int, all_layers: int, plan: Any) -> str:
+    """Returns the line of a further mask of a placement."""
+    moved = plan.num_kv_tokens_moved
+    return (
+        f"            {plan.mask}, {layers} of {all_layers} layers: max/mean {plan.imbalance:.3f}; "
+        f"{moved:,} keys move"
+    )
+
+
+def by_group(
+    texts: Sequence[str], pairs: Float32[np.ndarray, "groups W"], speeds: Sequence[float] | None
+) -> str:
+    """Joins the texts of groups, which share no work: its balance inside a group, and of all."""
+    inside = work_by_share(pairs, speeds).max()
+    every = work_by_share(pairs.reshape(-1), None if speeds is None else len(pairs) * tuple(speeds))
+    group, rank = divmod(int(every.argmax()), pairs.shape[1])
+    first = (
+        f"{len(texts)} groups: max/mean {inside:.3f} inside a group, {every.max():.3f} of all "
+        f"ranks (rank {rank} of group {group})"
+    )
+    parts = [f"Group {n} of {len(texts)}\n{text}" for n, text in enumerate(texts)]
+    return "\n\n".join([first, *parts])
+
+
+def work_by_share(pairs: Any, speeds: Sequence[float] | None) -> Float64[np.ndarray, "*groups W"]:
+    """Returns the work of each rank, divided by its share of all work; 1 if there is none."""
+    pairs = np.asarray(pairs, np.float64)
+    of_ranks = np.ones(pairs.shape[-1]) if speeds is None else np.array(speeds)
+    share = pairs.sum(-1, keepdims=True) * of_ranks / of_ranks.sum()
+    return np.divide(pairs, share, out=np.ones_like(pairs), where=share > 0)
+
+
+def exceeded(capacities: Mapping[str, int], needs: Any) -> str:
+    """Returns in words which capacities the largest needs exceed."""
+    largest = np.asarray(needs).reshape(-1, len(capacities)).max(0).tolist()
+    values = zip(capacities.items(), largest, strict=True)
+    texts = [f"{name} {size}: it needs {need}" for (name, size), need in values if need > size]
+    return "; ".join(texts) or "a constraint of its config"
+
+
+def _describe(
+    title: str,
+    lines: Sequence[tuple[str, str]],
+    loads: Mapping[str, np.ndarray],
+    moves: Mapping[str, Int[np.ndarray, "W W"]],
+) -> str:
+    """Returns a title, lines of a name and a text, and two kinds of tables.
+
+    Args:
+      title, lines: the first ones.
+      loads: of each rank; fractions have three digits.
+      moves: rows from each rank to each, by what they are.
+    """
+    loads = dict(loads)
+    for what, sent in moves.items():
+        kept = np.diag(sent)
+        loads[f"{what} kept"] = kept
+        loads[f"{what} sent to others"] = sent.sum(1) - kept
+        loads[f"{what} received from others"] = sent.sum(0) - kept
+    of_ranks = []
+    for name, x in loads.items():
+        digits = 3 if x.dtype.kind == "f" else 0
+        values = (f"{f(x):,.{digits}f}" for f in (np.min, np.median, np.max))
+        of_ranks.append([name, *values, str(np.argmax(x))])
+    parts = [title, *(f"  {name:<9} {text}" for name, text in lines)]
+    parts += ["", table(("", "least", "median", "most", "on rank"), of_ranks)]
+    for what, sent in moves.items():
+        parts += ["", _describe_traffic(what, sent)]
+    return "\n".join(parts)
+
+
+def _away(sent: Int[np.ndarray, "W W"]) -> int:
+    """Returns the rows that go to another rank."""
+    return int(sent.sum() - np.trace(sent))
+
+
+_LARGEST_MATRIX = 12  # ranks; its lines then have at most 100 characters
+_NUM_PAIRS = 8
+
+
+def _describe_traffic(what: str, sent: Int[np.ndarray, "W W"]) -> str:
+    """Returns a matrix of the rows between ranks, or of many ranks the pairs with most rows."""
+    num_ranks = len(sent)
+    away = sent - np.diag(np.diag(sent))
+    pairs = int(np.count_nonzero(away))
+    if not pairs:
+        return f"  No {what} move between ranks."
+    if num_ranks <= _LARGEST_MATRIX:
+        header = ["from \\ to", *map(str, range(num_ranks))]
+        cells = [[short_count(x) if x else "." for x in of_rank] for of_rank in sent]
+        title = f"  {what.capitalize()} from each rank to each; on the diagonal those that stay"
+        rows = [[str(rank), *of_rank] for rank, of_rank in enumerate(cells)]
+        return f"{title}\n{table(header, rows, indent=4)}"
+    order = np.argsort(-away, axis=None, kind="stable")[: min(_NUM_PAIRS, pairs)]
+    shown = list(zip(*np.unravel_index(order, away.shape), strict=True))
+    rows = [[f"rank {i} to rank {j}", count(int(away[i, j]))] for i, j in shown]
+    share = sum(away[i, j] for i, j in shown) / away.sum()
+    title = f"  {what.capitalize()} move between {count(pairs)} pairs of ranks; the largest"
+    rest = f"    These are {share:.0%} of all {what} that move."
+    return f"{title}\n{table(('', what), rows, indent=4)}\n{rest}"
+
+
+# ---- Warnings.
 
 # Modules between the user's line and a warning: a traced or lowered call passes through JAX.
 _SKIPPED = {"jax_cp_dispatch", "jax", "jaxlib", "contextlib", "functools", "jaxtyping", "beartype"}

@@ -22,7 +22,7 @@ import threading
 import time
 from typing import IO
 
-from jax_cp_dispatch._ranks.coordination import host_service, job_environment
+from jax_cp_dispatch._ranks.job import host_service, job_environment
 
 _POLL_SECONDS = 0.02
 _TERMINATION_SECONDS = 3.0

@@ -1,8 +1,7 @@
 """Random scenarios for tests and benchmarks, and a simulation of their exchange."""
 
-import operator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +9,7 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int32, Shaped
 
+from jax_cp_dispatch._arguments import check_integer, check_positive, check_type
 from jax_cp_dispatch.metadata import (
     AttnLayoutSeqlens,
     Metadata,
@@ -50,32 +50,14 @@ def gen_seq_lens(
       TypeError: a size is not an integer.
       ValueError: `total_len` is too short for `num_seqs` lengths, or a size is not positive.
     """
-    world_size = _positive("gen_seq_lens", "world_size", world_size)
-    num_seqs = _positive("gen_seq_lens", "num_seqs", num_seqs)
-    total_len = _integer("gen_seq_lens", "total_len", total_len)
+    check_positive("gen_seq_lens", world_size=world_size, num_seqs=num_seqs)
+    check_integer("gen_seq_lens", "total_len", total_len)
     if total_len < num_seqs:
         raise ValueError(
             f"gen_seq_lens: total_len {total_len} is less than num_seqs {num_seqs}, but each "
             f"length is at least 1. Pass total_len>={num_seqs}."
         )
     return _gen_seq_lens(key, world_size, num_seqs, total_len)
-
-
-def _integer(op: str, name: str, value: Any) -> int:
-    """Requires an integer; rejects bool, although it has `__index__`."""
-    try:
-        if not isinstance(value, bool | np.bool_):
-            return operator.index(value)
-    except TypeError:
-        pass
-    raise TypeError(f"{op}: {name} is {value!r}; it needs to be an integer.")
-
-
-def _positive(op: str, name: str, value: Any) -> int:
-    number = _integer(op, name, value)
-    if number < 1:
-        raise ValueError(f"{op}: {name} is {number}; it needs to be at least 1.")
-    return number
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3))
@@ -91,10 +73,8 @@ def draw_qkv_dispatch(
 ) -> QkvDispatchInputs:
     """Draws the scenario that `create_qkv_dispatch` plans. Call outside `jit`."""
     op = "create_qkv_dispatch"
-    world_size = _positive(op, "world_size", world_size)
-    num_seqs = _positive(op, "num_seqs", num_seqs)
-    max_cp_degree = _positive(op, "max_cp_degree", max_cp_degree)
-    total_seq_len = _integer(op, "total_seq_len", total_seq_len)
+    check_positive(op, world_size=world_size, num_seqs=num_seqs, max_cp_degree=max_cp_degree)
+    check_integer(op, "total_seq_len", total_seq_len)
     if total_seq_len % max_cp_degree:
         raise ValueError(
             f"create_qkv_dispatch: total_seq_len {total_seq_len} is not divisible by max_cp_degree "
@@ -107,7 +87,7 @@ def draw_qkv_dispatch(
             f"{num_seqs} documents of at least max_cp_degree {max_cp_degree} tokens. Pass "
             f"total_seq_len>={num_seqs * max_cp_degree}."
         )
-    powers = [2**i for i in range(max_cp_degree.bit_length()) if max_cp_degree % 2**i == 0]
+    powers = [2**i for i in range(int(max_cp_degree).bit_length()) if max_cp_degree % 2**i == 0]
     choices = np.array(sorted({*powers, max_cp_degree}))
 
     @jax.jit
@@ -198,11 +178,8 @@ def orchestrate_simulate(tensor: ArrayLike, output: ArrayLike, metadata: Metadat
     Raises:
       ValueError: the shapes do not match.
     """
-    if not isinstance(metadata, Metadata):
-        raise TypeError(
-            f"orchestrate_simulate: metadata is {type(metadata).__name__}; it needs to be "
-            "Metadata. Pass one of the two that compute_metadata returns."
-        )
+    remedy = "Pass one of the two that compute_metadata returns."
+    check_type("orchestrate_simulate", "metadata", metadata, Metadata, remedy)
     tensor, output = jnp.asarray(tensor), jnp.asarray(output)
     world_size = metadata.world_size
     for name, x in (("tensor", tensor), ("output", output), ("metadata", metadata.seq_len)):

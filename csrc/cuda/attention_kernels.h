@@ -6,8 +6,7 @@
 #include <cstddef>
 
 #include "kernels/attend.h"
-#include "kernels/key_gradients.h"
-#include "kernels/query_gradients.h"
+#include "kernels/attention_gradients.h"
 
 namespace cpd {
 

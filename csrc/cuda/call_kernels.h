@@ -124,24 +124,6 @@ __global__ void __launch_bounds__(kMoveThreads, 1)
   RunSmall<false>(ThisBlock(), call, &scratch);
 }
 
-// ---- For mapped memory only: rows of ranks that have signalled, before all have.
-
-template <typename Fabric>
-__global__ void __launch_bounds__(kMeetThreads) WaitSomeKernel(const __grid_constant__ Call call) {
-  __shared__ MeetScratch scratch;
-  AwaitKernelAhead();
-  WaitSome(ThisBlock(), ThisRank(call), &scratch);
-}
-
-template <typename Fabric>
-__global__ void __launch_bounds__(kMoveThreads, kMoveBlocks)
-    UnpackReadyKernel(const __grid_constant__ Call call) {
-  __shared__ UnpackScratch scratch;
-  LetNextStart();  // a wait: one block
-  AwaitKernelAhead();
-  UnpackReady(ThisBlock(), ThisRank(call), &scratch);
-}
-
 // ---- For network fabrics only. These kernels start one after another.
 
 template <typename Fabric>
@@ -188,7 +170,7 @@ inline bool MayOverlap(cudaStream_t stream) {
          capture == cudaStreamCaptureStatusNone;
 }
 
-// Launches a call: plan, move and signal, wait and take, perhaps in several rounds.
+// Launches a call: plan, move and signal, wait and take.
 template <typename Fabric>
 cudaError_t LaunchOver(const Call& call, int num_blocks, cudaStream_t stream) {
   const bool may_overlap = !Fabric::kHasNetwork && IsNew() && MayOverlap(stream);
@@ -227,14 +209,7 @@ cudaError_t LaunchOver(const Call& call, int num_blocks, cudaStream_t stream) {
   }
   // Signals come from a kernel before the wait: if one device holds all ranks, all of them have
   // signalled before any waits, however few blocks run at once.
-  if constexpr (kSignalsLast<Fabric>) {
-    for (int round = 0; round < call.num_early; ++round) {
-      launch(WaitSomeKernel<Fabric>, one, kMeetThreads);
-      launch(UnpackReadyKernel<Fabric>, many, kMoveThreads);
-    }
-  } else {
-    launch(SignalKernel<Fabric>, one, kMeetThreads);
-  }
+  if constexpr (!kSignalsLast<Fabric>) launch(SignalKernel<Fabric>, one, kMeetThreads);
   launch(WaitKernel<Fabric>, one, kMeetThreads);
   if (call.is_dispatch) {
     launch(UnpackKernel<Fabric>, many, kMoveThreads);
@@ -266,8 +241,7 @@ cudaError_t LoadKernelsOver() {
     load({SignalKernel<Fabric>, StageToPutKernel<Fabric>, PutKernel<Fabric>, FetchKernel<Fabric>,
           QuietKernel<Fabric>});
   } else {
-    load({WaitSomeKernel<Fabric>, UnpackReadyKernel<Fabric>, SmallDispatchKernel<Fabric>,
-          SmallCombineKernel<Fabric>});
+    load({SmallDispatchKernel<Fabric>, SmallCombineKernel<Fabric>});
   }
   return error;
 }

@@ -22,18 +22,16 @@ import sys
 # The kernels, and how many ways of moving rows each has: Pull copies and sums ten types. A small
 # call does everything in one kernel.
 _COPIES = {
-    **{"Push": 1, "Stage": 1, "Unpack": 1, "UnpackReady": 1, "Pull": 11},
+    **{"Push": 1, "Stage": 1, "Unpack": 1, "Pull": 11},
     **{"SmallDispatch": 2, "SmallCombine": 12},
 }
-_COUNT_TAGS = ("Unpack", "UnpackReady", "SmallDispatch")
-_WAIT = ("Wait", "WaitSome")
+_COUNT_TAGS = ("Unpack", "SmallDispatch")
+_WAIT = ("Wait",)
 _SMALL = ("SmallDispatch", "SmallCombine")
-# Those that signal other ranks, that wait for them, in which the last block does something, and
-# that read tags while other ranks may write them.
+# Those that signal other ranks, that wait for them, and in which the last block does something.
 _SIGNAL = ("Plan", "Push", "Stage", *_SMALL)
 _ACQUIRE = (*_WAIT, *_SMALL)
 _LAST_BLOCK = ("Push", "Stage", "Unpack", "SmallDispatch")
-_READ_EARLY = ("UnpackReady",)
 _ATTENTION = ("Attend", "QueryGradients", "KeyGradients")
 # Parts of mangled names: kernels over memory of this host's GPUs, and for one size of heads.
 _NAMED = r"\d([A-Z][A-Za-z]*?)Kernel(?:\w*6Mapped|INS_\w+?Li\d)"
@@ -88,7 +86,6 @@ class Facts:
     num_signals: int  # 64 bits stored for the system after a barrier of its memory
     num_acquires: int  # 64 bits loaded from the system, before the cache is invalid
     num_additions: int  # for the system, with both
-    num_system_loads: int
     num_narrow: int  # loads and stores with an order, but for fewer than the system
     num_constant: int  # loads through the cache for constants
 
@@ -116,7 +113,6 @@ class Facts:
             (_SIGNAL, self.num_signals),
             (_ACQUIRE, self.num_acquires),
             (_LAST_BLOCK, self.num_additions),
-            (_READ_EARLY, self.num_system_loads),
         ]
         is_wrong = self.num_narrow or self.num_constant
         return not is_wrong and all(num or kernel not in kernels for kernels, num in needed)
@@ -259,7 +255,6 @@ def study(code: list[Instruction]) -> Facts:
         num_additions=_count_ordered(
             code, r"ATOMG?\.E\.ADD\.64\.STRONG\.SYS", before=True, after=True
         ),
-        num_system_loads=count(r"LDG?\.E\.64\.STRONG\.SYS", in_loops=False),
         num_narrow=count(r"(LD|ST)G?\.\S*STRONG\.(?!SYS)", in_loops=False),
         num_constant=count(r"LD\S*\.(CONSTANT|NC)\b", in_loops=False),
     )

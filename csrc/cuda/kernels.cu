@@ -3,7 +3,7 @@
 
 #include "cuda/call_kernels.h"
 #include "cuda/kernels.h"
-#include "kernels/held_fields.h"
+#include "kernels/prepare.h"
 
 namespace cpd {
 namespace {

@@ -4,7 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include "kernels/call.h"
-#include "kernels/held_fields.h"
+#include "kernels/prepare.h"
 
 namespace cpd {
 

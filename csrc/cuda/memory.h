@@ -1,4 +1,4 @@
-// Memory of several GPUs of this process, which read and write each other's.
+// Slabs of memory that other processes of the same host map through CUDA IPC handles.
 #pragma once
 
 #include <cstdint>
@@ -8,6 +8,25 @@
 #include "transport/transport.h"
 
 namespace cpd {
+
+Status MakeIpcSlab(int device, int64_t bytes, uint64_t* address, std::string* handle);
+Status OpenIpcSlab(int device, const std::string& handle, uint64_t* address);
+// Undo these; other processes close a slab before its own process frees it.
+Status CloseIpcSlab(int device, uint64_t address);
+Status FreeIpcSlab(int device, uint64_t address);
+
+// ---- Access of GPUs to each other's memory: enabled once for each pair, and tried.
+
+// Lets GPUs of this process access each other's memory. Every pair is tried once, in both
+// directions: some machines lose what is written. The message of a failure has no operation.
+Status ConnectPeers(const std::vector<int>& devices);
+
+// A pattern that a kernel of `device` writes, or finds, in memory that may belong to another GPU.
+constexpr int64_t kPatternBytes = 1024;
+Status WritePattern(int device, char* to, uint64_t seed);
+Status HasPattern(int device, const char* at, uint64_t seed, bool* has_it);
+
+// ---- Memory of several GPUs of this process, which read and write each other's.
 
 // A GPU: the number of its process, and in this process CUDA's number of the GPU.
 struct DeviceEntry {

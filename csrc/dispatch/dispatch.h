@@ -7,8 +7,8 @@
 #include <string_view>
 #include <vector>
 
-#include "numerics/int_array.h"
-#include "numerics/sum_rows.h"
+#include "numerics/element.h"
+#include "numerics/rows.h"
 #include "transport/transport.h"
 
 namespace cpd {

@@ -11,16 +11,6 @@ namespace ffi = xla::ffi;
 namespace cpd {
 namespace {
 
-using Dims = ffi::Span<const int64_t>;
-
-std::string Text(Dims dims) {
-  std::string text = "[";
-  for (const int64_t dim : dims) text += (text.size() > 1 ? ", " : "") + std::to_string(dim);
-  return text + "]";
-}
-
-Dims Without(Dims dims, size_t num_leading) { return dims.last(dims.size() - num_leading); }
-
 // -1 for types of less than a byte, and for types without elements.
 int64_t BytesOf(ffi::DataType type) {
   switch (type) {
@@ -42,15 +32,16 @@ int64_t BytesOf(ffi::DataType type) {
 }
 
 // The bytes of one row; -1 if no memory could hold it.
-int64_t RowBytes(Dims dims, int64_t element_bytes) {
-  int64_t bytes = element_bytes;
-  for (const int64_t dim : Without(dims, 1)) {
-    if (dim < 0 || __builtin_mul_overflow(bytes, dim, &bytes)) return -1;
+int64_t RowBytes(const ffi::AnyBuffer& array) {
+  int64_t bytes = BytesOf(array.element_type());
+  for (const int64_t dim : array.dimensions().last(array.dimensions().size() - 1)) {
+    if (bytes < 0 || dim < 0 || __builtin_mul_overflow(bytes, dim, &bytes)) return -1;
   }
   return bytes;
 }
 
-// Reads the operands in order.
+// Reads the operands in order. Python has checked them; this checks what guards memory: the types,
+// numbers of elements, and bytes of rows.
 class Reader {
  public:
   Reader(const DispatchOptions& options, const ffi::RemainingArgs& args,
@@ -58,15 +49,15 @@ class Reader {
       : options_(options), args_(args), results_(results), num_held_(num_held), call_(*call) {}
 
   Status Read() {
-    int64_t num_fields = 0;
-    size_t num_arrays = 0;
+    size_t num_args = 0, num_arrays = 0;
     for (size_t p = 0; p < call_.groups.size(); ++p) {
-      num_fields += options_.has_src_offset[p] != 0 ? 5 : 4;
-      if (options_.has_weights[p] != 0) ++num_fields;
-      if (options_.has_fingerprint[p] != 0) ++num_fields;
+      for (const auto* has :
+           {&options_.has_src_offset, &options_.has_weights, &options_.has_fingerprint}) {
+        if ((*has)[p] != 0) ++num_args;
+      }
+      num_args += 4 + options_.num_arrays[p];
       num_arrays += options_.num_arrays[p];  // checked: positive, and few in total
     }
-    const size_t num_args = num_fields + num_arrays;
     const size_t num_results = call_.is_start ? 2 * num_arrays + 1 : num_arrays;
     const bool has_storage =
         call_.is_dispatch() && !call_.is_start && args_.size() == num_args + num_arrays;
@@ -74,143 +65,106 @@ class Reader {
       return NotOurs(call_.op, "there are ", args_.size(), " operands and ", results_.size(),
                      " results, but num_arrays needs ", num_args, " and ", num_results);
     }
-    Status status;
-    for (size_t p = 0; p < call_.groups.size() && status.ok(); ++p) status = Metadata(p);
-    for (size_t p = 0; p < call_.groups.size() && status.ok(); ++p) status = Fingerprint(p);
-    for (size_t p = 0; p < call_.groups.size() && status.ok(); ++p) status = Arrays(p);
-    return status;
+    for (size_t p = 0; p < call_.groups.size(); ++p) {
+      if (!HasMetadata(p)) return NotOurs(call_.op, "metadata of plan ", p);
+    }
+    for (size_t p = 0; p < call_.groups.size(); ++p) {
+      int64_t count = kFingerprintSize;
+      const bool is_there = options_.has_fingerprint[p] != 0;
+      if (is_there &&
+          (!Integers(&call_.groups[p].fingerprint, &count) || count != kFingerprintSize)) {
+        return NotOurs(call_.op, "fingerprint of plan ", p);
+      }
+    }
+    for (size_t p = 0; p < call_.groups.size(); ++p) {
+      for (int64_t a = 0; a < options_.num_arrays[p]; ++a) {
+        if (const char* wrong = WrongArray(p)) {
+          return NotOurs(call_.op, "array ", a, " of plan ", p, " ", wrong);
+        }
+      }
+    }
+    return Status::Ok();
   }
 
  private:
-  // Reads one field of the metadata. Its dimensions: that of views, if any, then `num_dims` (or one
-  // less).
-  Status Field(size_t p, const char* name, size_t num_dims, IntArray* field, Dims* dims) {
+  // The next operand, and its number of elements.
+  bool Integers(IntArray* field, int64_t* count) {
     const auto buffer = args_.get<ffi::AnyBuffer>(next_arg_++);
     const auto type = buffer.has_value() ? ToIntType(buffer->element_type()) : std::nullopt;
-    if (!type) return NotOurs(call_.op, name, " of plan ", p, " has no integers of 32 or 64 bits");
+    if (!type) return false;
     *field = {buffer->untyped_data(), *type};
-    *dims = buffer->dimensions();
-    const size_t leading = has_views_dim_ ? 1 : 0;
-    const bool fits =
-        dims->size() == leading + num_dims || (num_dims == 2 && dims->size() == leading + 1);
-    if (fits && (!has_views_dim_ || dims->front() == num_views_)) return Status::Ok();
-    return NotOurs(call_.op, name, " of plan ", p, " has shape ", Text(*dims));
+    *count = NumElements(*buffer);
+    return *count >= 0;
   }
 
-  Status Metadata(size_t p) {
+  bool HasMetadata(size_t p) {
     OperandGroup& group = call_.groups[p];
-    const int64_t num_ranks = call_.num_ranks;
-    Dims counts, slots, targets, offsets;
-    // The first field tells whether there is a dimension of views.
-    has_views_dim_ = false;
-    Status status = Field(p, "num_recv_tokens", 2, &group.num_recv_tokens, &counts);
-    if (!status.ok()) return status;
-    has_views_dim_ = counts.size() == 2;
-    num_views_ = has_views_dim_ ? counts.front() : 1;
-    if (counts.back() != num_ranks + 1 || (num_views_ != 1 && num_views_ != num_ranks)) {
-      return NotOurs(call_.op, "num_recv_tokens of plan ", p, " has shape ", Text(counts),
-                     " but there are ", num_ranks, " ranks");
+    int64_t counts = 0, slots = 0, targets = 0, offsets = 0, sources = 0;
+    if (!Integers(&group.num_recv_tokens, &counts) || !Integers(&group.seq_len, &slots) ||
+        !Integers(&group.dst_rank, &targets) || !Integers(&group.dst_offset, &offsets)) {
+      return false;
     }
-    group.num_views = num_views_;
-    const size_t leading = has_views_dim_ ? 1 : 0;
-    status = Field(p, "seq_len", 1, &group.seq_len, &slots);
-    if (status.ok()) status = Field(p, "dst_rank", 2, &group.dst_rank, &targets);
-    if (status.ok()) status = Field(p, "dst_offset", 2, &group.dst_offset, &offsets);
-    if (status.ok() && options_.has_src_offset[p] != 0) {
-      Dims sources;
-      status = Field(p, "src_offset", 1, &group.src_offset, &sources);
-      if (status.ok() && !(sources == slots)) {
-        return NotOurs(call_.op, "src_offset of plan ", p, " has shape ", Text(sources),
-                       " but seq_len ", Text(slots));
-      }
+    const int64_t views = counts / (call_.num_ranks + int64_t{1});
+    if ((views != 1 && views != call_.num_ranks) || views * (call_.num_ranks + 1) != counts ||
+        slots % views != 0 || (slots == 0 ? targets != 0 : targets % slots != 0) ||
+        offsets != targets) {
+      return false;
     }
-    if (!status.ok()) return status;
-    group.num_slots = slots.back();
-    group.num_replicas = targets.size() == leading + 2 ? targets.back() : 1;
-    if (targets[leading] != group.num_slots || !(offsets == targets)) {
-      return NotOurs(call_.op, "dst_rank and dst_offset of plan ", p, " have shapes ",
-                     Text(targets), " and ", Text(offsets), " but seq_len ", Text(slots));
+    group.num_views = views;
+    group.num_slots = slots / views;
+    group.num_replicas = slots == 0 ? 1 : targets / slots;
+    if (options_.has_src_offset[p] != 0 &&
+        (!Integers(&group.src_offset, &sources) || sources != slots)) {
+      return false;
     }
-    if (options_.has_weights[p] == 0) return status;
+    if (options_.has_weights[p] == 0) return true;
     const auto weights = args_.get<ffi::AnyBuffer>(next_arg_++);
-    if (call_.is_dispatch() || !weights.has_value() || !(weights->dimensions() == targets) ||
-        num_views_ != 1 ||
-        (weights->element_type() != ffi::F32 && weights->element_type() != ffi::F64)) {
-      return NotOurs(call_.op, "weights of plan ", p, " are not those of the rows of one rank");
+    if (call_.is_dispatch() || !weights.has_value() || views != 1 ||
+        (!IsArray(*weights, DataType::kF32, targets) &&
+         !IsArray(*weights, DataType::kF64, targets))) {
+      return false;
     }
     group.weights = weights->untyped_data();
     group.weight_type = ToDataType(weights->element_type());
-    return status;
-  }
-
-  Status Fingerprint(size_t p) {
-    if (options_.has_fingerprint[p] == 0) return Status::Ok();
-    Dims dims;
-    has_views_dim_ = false;
-    Status status = Field(p, "fingerprint", 1, &call_.groups[p].fingerprint, &dims);
-    if (status.ok() && dims.front() != kFingerprintSize) {
-      status = NotOurs(call_.op, "fingerprint of plan ", p, " has shape ", Text(dims));
-    }
-    return status;
+    return true;
   }
 
   // Whether the array has the same number of rows for each rank that it holds.
-  bool HoldsRows(Dims dims, int64_t of_each) const {
-    return dims.front() % num_held_ == 0 && dims.front() / num_held_ == of_each;
+  bool HoldsRows(const ffi::AnyBuffer& array, int64_t of_each) const {
+    const int64_t num_rows = array.dimensions().front();
+    return num_rows % num_held_ == 0 && num_rows / num_held_ == of_each;
   }
 
-  Status Arrays(size_t p) {
+  // Reads the next array and its result; returns the first violated invariant, or nullptr.
+  const char* WrongArray(size_t p) {
     OperandGroup& group = call_.groups[p];
     const bool is_dispatch = call_.is_dispatch();
+    const auto in = args_.get<ffi::AnyBuffer>(next_arg_++);
+    auto result = results_.get<ffi::AnyBuffer>(next_result_++);
+    if (!in.has_value() || !result.has_value()) return "is not an array";
+    const ffi::AnyBuffer out = **result;
+    if (in->dimensions().size() == 0 || out.dimensions().size() == 0) return "is a scalar";
     const int64_t num_tokens = options_.num_tokens[p], capacity = options_.capacity[p];
     const int64_t rows_in = is_dispatch ? num_tokens : capacity;
     const int64_t rows_out = is_dispatch ? capacity : num_tokens;
-    const auto num_arrays =
-        static_cast<size_t>(options_.num_arrays[p]);  // at most as many as were passed
-    group.tokens.reserve(num_arrays);
-    group.buffers.reserve(num_arrays);
-    group.types.reserve(num_arrays);
-    for (int64_t a = 0; a < options_.num_arrays[p]; ++a) {
-      const auto arg = args_.get<ffi::AnyBuffer>(next_arg_++);
-      auto result = results_.get<ffi::AnyBuffer>(next_result_++);
-      const auto wrong = [&](const auto&... what) {
-        return NotOurs(call_.op, "array ", a, " of plan ", p, " ", what...);
-      };
-      if (!arg.has_value() || !result.has_value()) return wrong("is not an array");
-      const ffi::AnyBuffer out = **result;
-      const Dims dims_in = arg->dimensions(), dims_out = out.dimensions();
-      if (dims_in.size() == 0 || dims_out.size() == 0) return wrong("is a scalar");
-      if (!(Without(dims_in, 1) == Without(dims_out, 1))) {
-        return wrong("has rows of shape ", Text(Without(dims_in, 1)), " but its result of ",
-                     Text(Without(dims_out, 1)));
-      }
-      // An array without rows is padded: its rows do not count.
-      if ((rows_in != 0 && !HoldsRows(dims_in, rows_in)) || !HoldsRows(dims_out, rows_out)) {
-        return wrong("has ", dims_in.front(), " rows and its result ", dims_out.front(),
-                     ", but the attributes say ", rows_in, " and ", rows_out, " for each of ",
-                     num_held_, " ranks");
-      }
-      const ffi::DataType type_in = arg->element_type(), type_out = out.element_type();
-      const auto is_complex = [](ffi::DataType type) {
-        return ToRealType(type) != ToDataType(type);
-      };
-      const SumTypes types{ToDataType(type_in), ToDataType(type_out)};
-      if (is_dispatch ? type_in != type_out
-                      : !SumIsSupported(types) || (type_in != type_out &&
-                                                   (is_complex(type_in) || is_complex(type_out)))) {
-        return wrong(is_dispatch ? "and its result are of different types"
-                                 : "has types that cannot be summed");
-      }
-      const int64_t bytes_in = RowBytes(dims_in, BytesOf(type_in));
-      const int64_t bytes_out = RowBytes(dims_out, BytesOf(type_out));
-      if (bytes_in < 0 || bytes_out < 0) return wrong("has elements or rows of no size in bytes");
-      const RowArray in{static_cast<char*>(arg->untyped_data()), rows_in, bytes_in};
-      const RowArray written{static_cast<char*>(out.untyped_data()), rows_out, bytes_out};
-      group.tokens.push_back(is_dispatch ? in : written);
-      group.buffers.push_back(is_dispatch ? written : in);
-      group.types.push_back(types);
+    // An array without rows is padded: its rows do not count.
+    if ((rows_in != 0 && !HoldsRows(*in, rows_in)) || !HoldsRows(out, rows_out)) {
+      return "has other rows than the attributes say";
     }
-    return Status::Ok();
+    const int64_t bytes_in = RowBytes(*in), bytes_out = RowBytes(out);
+    if (bytes_in < 0 || bytes_out < 0) return "has elements or rows of no size in bytes";
+    const SumTypes types{ToDataType(in->element_type()), ToDataType(out.element_type())};
+    if (is_dispatch ? bytes_in != bytes_out
+                    : !SumIsSupported(types) || bytes_in / ElementBytes(types.in) !=
+                                                    bytes_out / ElementBytes(types.out)) {
+      return "and its result are of different types or shapes";
+    }
+    const RowArray read{static_cast<char*>(in->untyped_data()), rows_in, bytes_in};
+    const RowArray written{static_cast<char*>(out.untyped_data()), rows_out, bytes_out};
+    group.tokens.push_back(is_dispatch ? read : written);
+    group.buffers.push_back(is_dispatch ? written : read);
+    group.types.push_back(types);
+    return nullptr;
   }
 
   const DispatchOptions& options_;
@@ -218,8 +172,6 @@ class Reader {
   const ffi::RemainingRets& results_;
   const int64_t num_held_;
   DispatchCall& call_;
-  bool has_views_dim_ = false;
-  int64_t num_views_ = 1;
   size_t next_arg_ = 0;
   size_t next_result_ = 0;
 };

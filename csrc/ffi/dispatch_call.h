@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "dispatch/dispatch.h"
-#include "ffi/attributes.h"
+#include "ffi/common.h"
 #include "transport/transport.h"
 #include "xla/ffi/api/ffi.h"
 

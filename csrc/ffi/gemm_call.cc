@@ -1,20 +1,52 @@
-// One call of the GEMM handler: its attributes, and the problem that they describe.
+// The arrays of a GEMM's custom call: reads them in their order.
 #include "ffi/gemm_call.h"
 
 #include <algorithm>
 #include <limits>
 
 #include "ffi/common.h"
-#include "gemm/swizzle.h"
-#include "numerics/sum_rows.h"
+#include "gemm/overlap_problem.h"
+#include "numerics/rows.h"
 
 namespace ffi = xla::ffi;
 
 namespace cpd {
+
+Status ReadArrays(const std::string& op, const ffi::RemainingArgs& args,
+                  const ffi::RemainingRets& results, std::vector<ffi::AnyBuffer>* arrays) {
+  constexpr size_t kNumArgs = 7, kNumResults = 7;
+  if (args.size() != kNumArgs || results.size() != kNumResults) {
+    return NotOurs(op, "their number is wrong");
+  }
+  for (size_t i = 0; i < kNumArgs; ++i) {
+    const auto arg = args.get<ffi::AnyBuffer>(i);
+    if (!arg.has_value()) return NotOurs(op, "one is not an array");
+    arrays->push_back(*arg);
+  }
+  for (size_t i = 0; i < kNumResults; ++i) {
+    auto result = results.get<ffi::AnyBuffer>(i);
+    if (!result.has_value()) return NotOurs(op, "a result is not an array");
+    arrays->push_back(**result);
+  }
+  return {};
+}
+
+GemmBuffers BuffersOf(const std::vector<ffi::AnyBuffer>& arrays) {
+  const auto& a = arrays;
+  return {a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13]};
+}
+
+// ---- One call of the GEMM handler: its attributes, and the problem that they describe.
+
 namespace {
 
 // The range of the BLAS's integers. Products of two collapsed dimensions stay below 2^62.
 constexpr int64_t kMost = std::numeric_limits<int>::max();
+
+constexpr char kTooLarge[] =
+    "a collapsed dimension, or the number of gathered rows, is above 2**31 - 1, the largest "
+    "integer "
+    "of the BLAS";
 
 struct Shape2D {
   int64_t rows, columns;
@@ -42,15 +74,12 @@ int64_t NumRows(const ffi::AnyBuffer& buffer, int64_t num_columns) {
   return num_columns > 0 && count >= 0 && count % num_columns == 0 ? count / num_columns : -1;
 }
 
-std::string Text(Shape2D shape) {
-  return "[" + std::to_string(shape.rows) + ", " + std::to_string(shape.columns) + "]";
-}
+// All of these return the first violated invariant of a call, or nullptr.
 
-constexpr int64_t kMostSplits = 1 << 20;   // each has its own signals
-constexpr int64_t kMostBatches = 1 << 20;  // each has its own copies
-
-// Returns the first violated invariant of a call, or nullptr.
 const char* WrongAttribute(const GemmOptions& options) {
+  constexpr int64_t kMostSplits = 1 << 20;   // each has its own signals
+  constexpr int64_t kMostBatches = 1 << 20;  // each has its own copies
+  const OverlapProblem& p = options.problem;
   const auto type = static_cast<CommType>(options.comm_type);
   const auto method = static_cast<CommMethod>(options.comm_overlap_method);
   if (options.comm_type < 0 || type > CommType::kAllGather || options.comm_overlap_method < 0 ||
@@ -66,40 +95,70 @@ const char* WrongAttribute(const GemmOptions& options) {
   if (type == CommType::kAllGather && method == CommMethod::kPipeline) {
     return "a pipeline cannot gather";
   }
-  if (options.row_counts.size() == 0 ||
-      static_cast<int64_t>(options.row_counts.size()) != options.num_ranks) {
+  if (p.num_ranks() == 0 || p.num_ranks() != options.num_ranks) {
     return "row_counts needs one count per rank";
   }
   int64_t num_rows = 0;
-  for (const int64_t count : options.row_counts) {
-    if (count < 0) return "a row count is negative";
-    if (count > kMost - num_rows) return "the sum of row counts is above 2**31 - 1";
+  for (const int64_t count : p.rows.counts) {
+    if (count < 0 || count > kMost - num_rows) return "row_counts are negative, or above 2**31 - 1";
     num_rows += count;
   }
-  if (options.num_splits < 1 || options.num_splits > kMostSplits || options.num_batches < 1 ||
-      options.num_batches > kMostBatches) {
+  if (p.config.num_splits < 1 || p.config.num_splits > kMostSplits || p.rows.num_batches < 1 ||
+      p.rows.num_batches > kMostBatches) {
     return "num_splits and num_batches need to be at least 1, and at most 2**20";
   }
   if (!options.HasDeadline()) return "deadline_ms is out of range";
-  if (options.aggregate && options.num_ranks % 2 != 0) return "pairs need an even number of ranks";
-  if (options.in_ring_order && options.gathers_to_aux)
-    return "aux_out cannot be both own and gathered rows";
+  if (p.config.aggregate && p.num_ranks() % 2 != 0) return "pairs need an even number of ranks";
+  if (p.in_ring_order && p.gathers_to_aux) return "aux_out cannot be both own and gathered rows";
   const bool is_partial = type == CommType::kReduceScatter || method == CommMethod::kBulk;
-  if (options.fuse_gelu && is_partial) return "GELU needs complete sums";
+  if (p.fuse_gelu && is_partial) return "GELU needs complete sums";
   return nullptr;
+}
+
+// One side has the rows of all ranks, the other has capacity for the rows of each rank.
+const char* WrongRows(const GemmBuffers& buffers, Shape2D aux, OverlapProblem* problem) {
+  OverlapProblem& p = *problem;
+  const bool is_bulk = p.config.is_bulk(), gathers = p.config.type == CommType::kAllGather;
+  const int64_t batches = p.rows.num_batches, total = batches * p.rows.total();
+  const int64_t rows_in = is_bulk ? aux.rows : p.m;
+  const int64_t rows_out =
+      is_bulk ? NumRows(buffers.aux_out, aux.columns) : NumRows(buffers.output, p.n);
+  const int64_t alone = gathers ? rows_in : rows_out, together = gathers ? rows_out : rows_in;
+  p.rows.capacity = alone / batches;
+  if (is_bulk) {
+    p.aux_width = aux.columns;
+    const bool is_supported = gathers ? ElementBytes(p.aux_type) > 0
+                                      : SumIsSupported({p.aux_type, AccumulationType(p.aux_type)});
+    if (!is_supported || buffers.aux_out.element_type() != buffers.aux_in.element_type()) {
+      return "the types of aux_in and aux_out are not supported";
+    }
+  }
+  const int64_t most = *std::max_element(p.rows.counts.begin(), p.rows.counts.end());
+  if (alone < 0 || alone > kMost || p.rows.capacity * batches != alone || most > p.rows.capacity ||
+      together != total) {
+    return "row counts do not fit the arrays";
+  }
+  if (gathers && !is_bulk) p.m = total;
+  return p.m > kMost ? kTooLarge : nullptr;
 }
 
 const char* WrongEpilogue(const GemmOptions& options, const GemmBuffers& buffers,
                           const OverlapProblem& p) {
-  const auto is_row = [&](const auto& buffer) { return IsArray(buffer, p.output_type, p.n); };
-  const auto is_output = [&](const auto& buffer) {
-    return IsArray(buffer, p.output_type, p.m * p.n);
-  };
-  if (options.fuse_bias && !is_row(options.grad ? buffers.bias_grad : buffers.bias)) {
+  if (options.fuse_bias &&
+      !IsArray(options.grad ? buffers.bias_grad : buffers.bias, p.output_type, p.n)) {
     return "the bias or its gradient needs as many elements as there are columns";
   }
-  if (options.fuse_gelu && !is_output(options.grad ? buffers.gelu_input : buffers.pre_gelu_out)) {
+  if (p.fuse_gelu && !IsArray(options.grad ? buffers.gelu_input : buffers.pre_gelu_out,
+                              p.output_type, p.m * p.n)) {
     return "pre_gelu needs the output's shape and type";
+  }
+  const bool is_ring = p.config.method == CommMethod::kRingExchange;
+  if (p.config.type == CommType::kAllGather && (p.gathers_to_aux || (is_ring && p.in_ring_order))) {
+    const int64_t rows = p.gathers_to_aux ? p.m : p.rows.num_batches * p.rows.capacity;
+    if (NumElements(buffers.aux_out) != rows * p.k ||
+        buffers.aux_out.element_type() != buffers.lhs.element_type()) {
+      return "aux_out needs the rows of lhs that the call returns";
+    }
   }
   return nullptr;
 }
@@ -142,142 +201,83 @@ char* Data(const ffi::AnyBuffer& buffer) { return static_cast<char*>(buffer.unty
 void ReadOptions(AttributeReader* attributes, GemmOptions* options) {
   AttributeReader& a = *attributes;
   GemmOptions& o = *options;
+  OverlapProblem& p = o.problem;
   o.Read(attributes);
   a.Read("num_threads", &o.num_threads);
   a.Read("scaling_mode", &o.scaling_mode);
   a.Read("comm_overlap_method", &o.comm_overlap_method);
   a.Read("comm_type", &o.comm_type);
   a.Read("comm_overlap_id", &o.comm_overlap_id);
-  a.Read("num_splits", &o.num_splits);
-  a.Read("atomic", &o.atomic);
-  a.Read("overlap_first_gemm", &o.overlap_first_gemm);
-  a.Read("aggregate", &o.aggregate);
-  a.Read("copies", &o.copies);
+  a.Read("num_splits", &p.config.num_splits);
+  a.Read("atomic", &p.config.atomic);
+  a.Read("overlap_first_gemm", &p.config.overlap_first_gemm);
+  a.Read("aggregate", &p.config.aggregate);
+  a.Read("copies", &p.config.copies);
   a.Read("lhs_axis_boundary", &o.lhs_axis_boundary);
   a.Read("rhs_axis_boundary", &o.rhs_axis_boundary);
   a.Read("aux_axis_boundary", &o.aux_axis_boundary);
-  a.Read("lhs_transposed", &o.lhs_transposed);
-  a.Read("rhs_transposed", &o.rhs_transposed);
+  a.Read("lhs_transposed", &p.lhs_transposed);
+  a.Read("rhs_transposed", &p.rhs_transposed);
   a.Read("fuse_bias", &o.fuse_bias);
-  a.Read("fuse_gelu", &o.fuse_gelu);
+  a.Read("fuse_gelu", &p.fuse_gelu);
   a.Read("grad", &o.grad);
-  a.Read("row_counts", &o.row_counts);
-  a.Read("num_batches", &o.num_batches);
-  a.Read("in_ring_order", &o.in_ring_order);
-  a.Read("gathers_to_aux", &o.gathers_to_aux);
+  a.Read("row_counts", &p.rows.counts);
+  a.Read("num_batches", &p.rows.num_batches);
+  a.Read("in_ring_order", &p.in_ring_order);
+  a.Read("gathers_to_aux", &p.gathers_to_aux);
 }
 
 Status Describe(const std::string& op, const GemmOptions& options, const GemmBuffers& buffers,
                 OverlapProblem* problem) {
-  if (const char* wrong = WrongAttribute(options)) {
-    return Status::Invalid(op, ": ", wrong, ". Call it through jax_cp_dispatch.");
-  }
-  constexpr Scaling scaling[] = {Scaling::kNone, Scaling::kTensor, Scaling::kTensor,
-                                 Scaling::kBlocks};
-  const Shape2D lhs = Collapse(buffers.lhs, options.lhs_axis_boundary);
-  const Shape2D rhs = Collapse(buffers.rhs, options.rhs_axis_boundary);
-  const Shape2D aux = Collapse(buffers.aux_in, options.aux_axis_boundary);
-  OverlapProblem& p = *problem;
-  p.config.type = static_cast<CommType>(options.comm_type);
-  p.config.method = static_cast<CommMethod>(options.comm_overlap_method);
-  p.config.num_splits = options.num_splits;
-  p.config.atomic = options.atomic;
-  p.config.overlap_first_gemm = options.overlap_first_gemm;
-  p.config.aggregate = options.aggregate;
-  p.config.copies = options.copies;
-  p.lhs_transposed = options.lhs_transposed;
-  p.rhs_transposed = options.rhs_transposed;
-  p.lhs_type = ToRealType(buffers.lhs.element_type());
-  p.rhs_type = ToRealType(buffers.rhs.element_type());
-  p.output_type = ToRealType(buffers.output.element_type());
-  p.aux_type = ToRealType(buffers.aux_in.element_type());
-  p.partial_type = ToRealType(buffers.workspace.element_type());
-  p.scaling = scaling[options.scaling_mode];
-  p.fuse_gelu = options.fuse_gelu;
-  p.in_ring_order = options.in_ring_order;
-  p.gathers_to_aux = options.gathers_to_aux;
-  p.k = p.lhs_transposed ? lhs.rows : lhs.columns;
-  p.n = p.rhs_transposed ? rhs.rows : rhs.columns;
-  p.m = p.lhs_transposed ? lhs.columns : lhs.rows;
-  const int64_t rhs_k = p.rhs_transposed ? rhs.columns : rhs.rows;
-  if (!lhs.is_usable() || !rhs.is_usable() || !aux.is_usable()) {
-    return Status::Invalid(
-        op, ": a collapsed dimension is above 2**31 - 1, the largest integer of the BLAS.");
-  }
-  if (rhs_k != p.k) {
-    return Status::Invalid(op, ": lhs ", Text(lhs), " and rhs ", Text(rhs),
-                           " do not have the same contracted size.");
-  }
-  if (!GemmIsSupported(p.lhs_type, p.rhs_type, p.output_type)) {
-    return Status::Invalid(op, ": the element types of operands or output are not supported.");
-  }
-  const bool is_bulk = p.config.is_bulk();
-  if (p.lhs_transposed && p.config.type == CommType::kAllGather && !is_bulk) {
-    return Status::Invalid(op, ": the rows of a transposed lhs cannot be gathered in chunks.");
-  }
-  const int64_t out_rows = NumRows(buffers.output, p.n);
-  if ((p.config.type == CommType::kNone || is_bulk) && out_rows != p.m) {
-    return Status::Invalid(op, ": the output does not have ", p.m, " rows of ", p.n, " columns.");
-  }
-  if (p.config.type != CommType::kNone) {
-    const int64_t batches = options.num_batches;
-    p.rows.num_batches = batches;
-    p.rows.counts = options.row_counts;
-    const bool gathers = p.config.type == CommType::kAllGather;
-    const int64_t total = batches * p.rows.total();
-    const int64_t rows_in = is_bulk ? aux.rows : p.m;
-    const int64_t rows_out = is_bulk ? NumRows(buffers.aux_out, aux.columns) : out_rows;
-    // One side has the rows of all ranks, the other has capacity for the rows of each rank.
-    const int64_t alone = gathers ? rows_in : rows_out, together = gathers ? rows_out : rows_in;
-    p.rows.capacity = alone / batches;
-    if (is_bulk) p.aux_width = aux.columns;
-    if (is_bulk && buffers.aux_out.element_type() != buffers.aux_in.element_type()) {
-      return Status::Invalid(op, ": aux_out and aux_in have different types.");
+  const auto wrong = [&]() -> const char* {
+    if (const char* attribute = WrongAttribute(options)) return attribute;
+    constexpr Scaling scaling[] = {Scaling::kNone, Scaling::kTensor, Scaling::kTensor,
+                                   Scaling::kBlocks};
+    const Shape2D lhs = Collapse(buffers.lhs, options.lhs_axis_boundary);
+    const Shape2D rhs = Collapse(buffers.rhs, options.rhs_axis_boundary);
+    const Shape2D aux = Collapse(buffers.aux_in, options.aux_axis_boundary);
+    OverlapProblem& p = *problem = options.problem;
+    p.config.type = static_cast<CommType>(options.comm_type);
+    p.config.method = static_cast<CommMethod>(options.comm_overlap_method);
+    p.lhs_type = ToRealType(buffers.lhs.element_type());
+    p.rhs_type = ToRealType(buffers.rhs.element_type());
+    p.output_type = ToRealType(buffers.output.element_type());
+    p.aux_type = ToRealType(buffers.aux_in.element_type());
+    p.partial_type = ToRealType(buffers.workspace.element_type());
+    p.scaling = scaling[options.scaling_mode];
+    p.k = p.lhs_transposed ? lhs.rows : lhs.columns;
+    p.n = p.rhs_transposed ? rhs.rows : rhs.columns;
+    p.m = p.lhs_transposed ? lhs.columns : lhs.rows;
+    if (!lhs.is_usable() || !rhs.is_usable() || !aux.is_usable()) return kTooLarge;
+    if ((p.rhs_transposed ? rhs.columns : rhs.rows) != p.k) {
+      return "lhs and rhs do not have the same contracted size";
     }
-    if (is_bulk && (gathers ? ElementBytes(p.aux_type) == 0
-                            : !SumIsSupported({p.aux_type, AccumulationType(p.aux_type)}))) {
-      return Status::Invalid(op, ": the type of aux_in is not supported.");
+    const bool sums = p.config.type == CommType::kReduceScatter && !p.config.is_bulk();
+    if (!GemmIsSupported(p.lhs_type, p.rhs_type, p.output_type) ||
+        (sums && !GemmIsSupported(p.lhs_type, p.rhs_type, p.partial_type))) {
+      return "the element types of operands, output or partial sums are not supported";
     }
-    const int64_t most = *std::max_element(p.rows.counts.begin(), p.rows.counts.end());
-    if (alone < 0 || alone > kMost || p.rows.capacity * batches != alone ||
-        most > p.rows.capacity || together != total) {
-      return Status::Invalid(op, ": row counts do not fit the arrays, whose collapsed rows are ",
-                             rows_in, " in and ", rows_out, " out.");
+    if (p.lhs_transposed && p.config.gathers_lhs()) {
+      return "the rows of a transposed lhs cannot be gathered in chunks";
     }
-    if (gathers && !is_bulk) p.m = total;
-    if (p.m > kMost) {
-      return Status::Invalid(
-          op, ": the number of gathered rows is above 2**31 - 1, the largest integer of the BLAS.");
+    if ((p.config.type == CommType::kNone || p.config.is_bulk()) &&
+        NumRows(buffers.output, p.n) != p.m) {
+      return "the output needs the rows of lhs and the columns of rhs";
     }
-  }
-  if (const char* wrong = WrongEpilogue(options, buffers, p)) {
-    return Status::Invalid(op, ": ", wrong, ". Call it through jax_cp_dispatch.");
-  }
-  if (const char* wrong = WrongScales(buffers, p)) {
-    return Status::Invalid(op, ": ", wrong, ". Call it through jax_cp_dispatch.");
-  }
-  const bool is_ring = p.config.method == CommMethod::kRingExchange;
-  if (p.config.type == CommType::kAllGather && (p.gathers_to_aux || (is_ring && p.in_ring_order))) {
-    const int64_t own = p.rows.num_batches * p.rows.capacity;
-    const int64_t need = (p.gathers_to_aux ? p.m : own) * p.k;
-    const int64_t given = NumElements(buffers.aux_out);
-    if (given != need || buffers.aux_out.element_type() != buffers.lhs.element_type()) {
-      return Status::Invalid(op, ": aux_out has ", given, " elements but the call returns ", need,
-                             " of lhs.");
+    if (p.config.type != CommType::kNone) {
+      if (const char* rows = WrongRows(buffers, aux, &p)) return rows;
     }
-  }
-  if (p.config.type == CommType::kReduceScatter && !is_bulk &&
-      !GemmIsSupported(p.lhs_type, p.rhs_type, p.partial_type)) {
-    return Status::Invalid(op, ": the type of partial sums is not supported.");
-  }
-  if (p.config.type != CommType::kNone && options.comm_overlap_id == 0) {
-    const int64_t given = NumBytes(buffers.workspace);
-    if (const int64_t need = BufferBytes(p); given < need) {
-      return Status::Invalid(op, ": the workspace has ", given, " bytes but the call needs ", need,
-                             ".");
+    if (const char* epilogue = WrongEpilogue(options, buffers, p)) return epilogue;
+    if (const char* scales = WrongScales(buffers, p)) return scales;
+    if (p.config.type != CommType::kNone && options.comm_overlap_id == 0 &&
+        NumBytes(buffers.workspace) < BufferBytes(p)) {
+      return "the workspace has too few bytes";
     }
-  }
-  return Status::Ok();
+    return nullptr;
+  }();
+  if (wrong == nullptr) return Status::Ok();
+  return Status::Invalid(op, ": ", wrong,
+                         wrong == kTooLarge ? "." : ". Call it through jax_cp_dispatch.");
 }
 
 RankMemory MemoryOf(const GemmOptions& options, const OverlapProblem& problem,
@@ -296,7 +296,7 @@ RankMemory MemoryOf(const GemmOptions& options, const OverlapProblem& problem,
       memory.bias = Data(buffers.bias);
     }
   }
-  if (options.fuse_gelu) {
+  if (problem.fuse_gelu) {
     if (options.grad) {
       memory.gelu_input = Data(buffers.gelu_input);
     } else {

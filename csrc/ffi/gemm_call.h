@@ -1,44 +1,47 @@
-// One call of the GEMM handler: its attributes, and the problem that they describe.
+// The arrays of a GEMM's custom call, on CPU or a GPU, by name.
 #pragma once
 
 #include <cstdint>
 #include <string>
 #include <vector>
 
-#include "ffi/attributes.h"
-#include "ffi/gemm_buffers.h"
+#include "ffi/common.h"
 #include "gemm/comm_overlap.h"
 #include "transport/transport.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace cpd {
 
+// The operands and the results, in the order of the custom call. Absent ones have one element,
+// which is never read. On CPU the workspace has the type of partial sums.
+struct GemmBuffers {
+  xla::ffi::AnyBuffer lhs, lhs_scale_inv, rhs, rhs_scale_inv, bias, gelu_input, aux_in;
+  xla::ffi::AnyBuffer output, bias_grad, pre_gelu_out, aux_out, lhs_swizzled, rhs_swizzled,
+      workspace;
+};
+
+// Reads all arrays of a call. Rejects another number of them.
+Status ReadArrays(const std::string& op, const xla::ffi::RemainingArgs& args,
+                  const xla::ffi::RemainingRets& results, std::vector<xla::ffi::AnyBuffer>* arrays);
+GemmBuffers BuffersOf(const std::vector<xla::ffi::AnyBuffer>& arrays);
+
+// ---- One call of the GEMM handler: its attributes, and the problem that they describe.
+
 constexpr int64_t kMostThreads = 1 << 16;  // of one rank
 
 // The attributes of a call.
 struct GemmOptions : RankOptions {
-  int64_t num_threads;  // of one rank
+  OverlapProblem problem;  // what they say of it, without arrays; the method and type are below
+  int64_t num_threads;     // of one rank
   int64_t scaling_mode;
   int64_t comm_overlap_method;
   int64_t comm_type;
   int64_t comm_overlap_id;  // 0: the workspace is the buffer
-  int64_t num_splits;       // these five: for calls without a registered buffer
-  bool atomic;
-  bool overlap_first_gemm;
-  bool aggregate;
-  bool copies;
   int64_t lhs_axis_boundary;
   int64_t rhs_axis_boundary;
   int64_t aux_axis_boundary;
-  bool lhs_transposed;
-  bool rhs_transposed;
   bool fuse_bias;
-  bool fuse_gelu;
-  bool grad;                        // for epilogues: the bias gradient, GELU's derivative
-  std::vector<int64_t> row_counts;  // of each rank's chunk, per batch
-  int64_t num_batches;
-  bool in_ring_order;
-  bool gathers_to_aux;
+  bool grad;  // for epilogues: the bias gradient, GELU's derivative
 };
 
 // Reads the attributes that CPU and GPU calls have in common.

@@ -7,7 +7,7 @@
 #include "ffi/common.h"
 #include "nanobind/nanobind.h"
 #include "nanobind/stl/string.h"
-#include "transport/spans.h"
+#include "transport/team.h"
 
 namespace cpd {
 

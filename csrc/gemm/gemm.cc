@@ -1,16 +1,261 @@
-// Matrix products on CPU: float32 accumulation; narrow types are widened block by block.
+// Operands of a product in memory, and blocks of them as floats.
 #include "gemm/gemm.h"
 
 #include <algorithm>
+#include <array>
+#include <cmath>
 #include <condition_variable>
 #include <exception>
+#include <initializer_list>
 #include <mutex>
+#include <type_traits>
 #include <vector>
 
 #include "gemm/blas.h"
 #include "transport/completion_pool.h"
 
 namespace cpd {
+namespace {
+
+template <typename In, typename Wide>
+void Widen(const Matrix& block, int64_t num_lines, int64_t length, Wide* to) {
+  for (int64_t i = 0; i < num_lines; ++i) {
+    const In* line = reinterpret_cast<const In*>(block.data) + i * block.pitch;
+    for (int64_t j = 0; j < length; ++j) to[i * length + j] = static_cast<Wide>(line[j]);
+  }
+}
+
+template <typename In>
+const float* ValuesOfBytes() {
+  static const auto values = [] {
+    std::array<float, 256> of_byte;
+    for (int byte = 0; byte < 256; ++byte) of_byte[byte] = In{static_cast<uint8_t>(byte)};
+    return of_byte;
+  }();
+  return values.data();
+}
+
+// The scale of byte b as two factors: 2^-127 is subnormal and may be flushed to zero.
+struct BlockScale {
+  explicit BlockScale(char data)
+      : first(data == 0 ? 0.5f : 1.0f), second(FromBits(Bits(static_cast<uint8_t>(data)))) {}
+
+  float operator*(float value) const { return value * first * second; }
+
+  static uint32_t Bits(uint8_t byte) {
+    if (byte == 255) return 0x7fc00000;
+    return uint32_t{byte == 0 ? uint8_t{1} : byte} << 23;
+  }
+
+  float first, second;
+};
+
+template <typename In>
+void WidenScaled(const Matrix& block, int64_t num_lines, int64_t length, float* to) {
+  const float* values = ValuesOfBytes<In>();
+  const Scales& scales = block.scales;
+  for (int64_t i = 0; i < num_lines; ++i) {
+    const auto* line = reinterpret_cast<const uint8_t*>(block.data) + i * block.pitch;
+    float* out = to + i * length;
+    if (!scales.is_blocks) {
+      const float scale = scales.data ? *reinterpret_cast<const float*>(scales.data) : 1;
+      for (int64_t j = 0; j < length; ++j) out[j] = values[line[j]] * scale;
+    } else if (scales.across_lines) {
+      const char* of_line =
+          scales.data + (scales.line + i) / Scales::kBlock * scales.pitch + scales.position;
+      for (int64_t j = 0; j < length; ++j) out[j] = BlockScale(of_line[j]) * values[line[j]];
+    } else {
+      const char* of_line = scales.data + (scales.line + i) * scales.pitch;
+      for (int64_t j = 0; j < length;) {
+        const int64_t index = (scales.position + j) / Scales::kBlock;
+        const int64_t end = std::min(length, (index + 1) * Scales::kBlock - scales.position);
+        const BlockScale scale(of_line[index]);
+        for (; j < end; ++j) out[j] = scale * values[line[j]];
+      }
+    }
+  }
+}
+
+void WidenTo(const Matrix& block, int64_t num_lines, int64_t length, float* to) {
+  switch (block.type) {
+    case DataType::kE4M3:
+      return WidenScaled<E4M3>(block, num_lines, length, to);
+    case DataType::kE5M2:
+      return WidenScaled<E5M2>(block, num_lines, length, to);
+    case DataType::kBF16:
+      return Widen<BF16>(block, num_lines, length, to);
+    default:
+      return Widen<F16>(block, num_lines, length, to);
+  }
+}
+
+void WidenTo(const Matrix&, int64_t, int64_t, double*) {}  // float64 has no narrow type
+
+}  // namespace
+
+Matrix Matrix::FromRow(int64_t row) const {
+  Matrix rest = *this;
+  rest.data += row * (transposed ? 1 : pitch) * ElementBytes(type);
+  (transposed ? rest.scales.position : rest.scales.line) += row;
+  return rest;
+}
+
+Matrix Matrix::FromColumn(int64_t column) const {
+  Matrix rest = *this;
+  rest.data += column * (transposed ? pitch : 1) * ElementBytes(type);
+  (transposed ? rest.scales.line : rest.scales.position) += column;
+  return rest;
+}
+
+template <typename Wide>
+WideBlock<Wide> TakeBlock(const Matrix& matrix, int64_t row, int64_t num_rows, int64_t column,
+                          int64_t num_columns, std::vector<Wide>* scratch) {
+  const Matrix block = matrix.FromRow(row).FromColumn(column);
+  if (ElementBytes(matrix.type) == sizeof(Wide)) {
+    return {reinterpret_cast<const Wide*>(block.data), matrix.pitch};
+  }
+  const int64_t num_lines = matrix.transposed ? num_columns : num_rows;
+  const int64_t length = matrix.transposed ? num_rows : num_columns;
+  scratch->resize(std::max<size_t>(scratch->size(), num_lines * length));
+  WidenTo(block, num_lines, length, scratch->data());
+  return {scratch->data(), length};
+}
+
+template WideBlock<float> TakeBlock(const Matrix&, int64_t, int64_t, int64_t, int64_t,
+                                    std::vector<float>*);
+template WideBlock<double> TakeBlock(const Matrix&, int64_t, int64_t, int64_t, int64_t,
+                                     std::vector<double>*);
+
+template <typename Wide>
+void AddRows(const Matrix& matrix, int64_t num_rows, int64_t num_columns, Wide* out) {
+  constexpr int64_t kRows = 64, kColumns = 1024;
+  std::vector<Wide> scratch;
+  for (int64_t row = 0; row < num_rows; row += kRows) {
+    for (int64_t column = 0; column < num_columns; column += kColumns) {
+      const int64_t m = std::min(kRows, num_rows - row);
+      const int64_t n = std::min(kColumns, num_columns - column);
+      const auto block = TakeBlock(matrix, row, m, column, n, &scratch);
+      const int64_t by_row = matrix.transposed ? 1 : block.pitch;
+      const int64_t by_column = matrix.transposed ? block.pitch : 1;
+      for (int64_t i = 0; i < m; ++i) {
+        for (int64_t j = 0; j < n; ++j) {
+          out[column + j] += block.data[i * by_row + j * by_column];
+        }
+      }
+    }
+  }
+}
+
+template void AddRows(const Matrix&, int64_t, int64_t, float*);
+template void AddRows(const Matrix&, int64_t, int64_t, double*);
+
+// ---- Epilogues, applied to the sums of a product before they are stored: bias, GELU, its
+// derivative.
+
+namespace {
+
+// Minimax quotient of polynomials on the range where tanh is not yet 1 in float32. Unlike
+// std::tanh, a loop over it is vectorized.
+inline float Tanh(float x) {
+  constexpr float kIsOne = 7.90531110763549805f;
+  const float z = x * x;
+  float above = -2.76076847742355e-16f;
+  for (const float a : {2.00018790482477e-13f, -8.60467152213735e-11f, 5.12229709037114e-08f,
+                        1.48572235717979e-05f, 6.37261928875436e-04f, 4.89352455891786e-03f}) {
+    above = above * z + a;
+  }
+  float below = 1.19825839466702e-06f;
+  for (const float b : {1.18534705686654e-04f, 2.26843463243900e-03f, 4.89352518554385e-03f}) {
+    below = below * z + b;
+  }
+  return std::abs(x) < kIsOne ? x * above / below : std::copysign(1.0f, x);
+}
+
+inline double Tanh(double x) { return std::tanh(x); }
+
+constexpr double kSqrtTwoOverPi = 0.79788456080286535588, kCubic = 0.044715;
+
+template <typename T>
+T Gelu(T x) {
+  const T u = T(kSqrtTwoOverPi) * (x + T(kCubic) * x * x * x);
+  return T(0.5) * x * (1 + Tanh(u));
+}
+
+template <typename T>
+T GeluDerivative(T x) {
+  const T u = T(kSqrtTwoOverPi) * (x + T(kCubic) * x * x * x);
+  const T slope = T(kSqrtTwoOverPi) * (1 + T(3 * kCubic) * x * x);
+  const T tanh = Tanh(u);
+  // For large arguments the second term is 0 times infinity.
+  const T bend = (1 - tanh * tanh) * slope;
+  return T(0.5) * (1 + tanh) + T(0.5) * x * (tanh * tanh < 1 ? bend : 0);
+}
+
+template <typename Out, typename Wide>
+Out As(Wide value) {
+  if constexpr (std::is_arithmetic_v<Out>) {
+    return static_cast<Out>(value);
+  } else {
+    return Out::Round(static_cast<float>(value));
+  }
+}
+
+template <typename Out, typename Wide>
+void Store(const Wide* sums, const Epilogue& epilogue, int64_t n, Out* to) {
+  const auto* bias = reinterpret_cast<const Out*>(epilogue.bias);
+  const auto* gelu_input = reinterpret_cast<const Out*>(epilogue.gelu_input);
+  auto* pre_gelu = reinterpret_cast<Out*>(epilogue.pre_gelu);
+  const auto z = [=](int64_t j) { return bias ? sums[j] + static_cast<Wide>(bias[j]) : sums[j]; };
+  if (!epilogue.gelu) {
+    for (int64_t j = 0; j < n; ++j) to[j] = As<Out>(z(j));
+  } else if (gelu_input) {
+    for (int64_t j = 0; j < n; ++j) {
+      to[j] = As<Out>(z(j) * GeluDerivative(static_cast<Wide>(gelu_input[j])));
+    }
+  } else {
+    for (int64_t j = 0; j < n; ++j) {
+      const Wide value = z(j);
+      if (pre_gelu) pre_gelu[j] = As<Out>(value);
+      to[j] = As<Out>(Gelu(value));
+    }
+  }
+}
+
+template <typename Wide>
+void StoreAs(DataType type, const Wide* sums, const Epilogue& epilogue, int64_t n, char* to) {
+  switch (type) {
+    case DataType::kBF16:
+      return Store(sums, epilogue, n, reinterpret_cast<BF16*>(to));
+    case DataType::kF16:
+      return Store(sums, epilogue, n, reinterpret_cast<F16*>(to));
+    case DataType::kF32:
+      return Store(sums, epilogue, n, reinterpret_cast<float*>(to));
+    default:
+      return Store(sums, epilogue, n, reinterpret_cast<double*>(to));
+  }
+}
+
+}  // namespace
+
+Epilogue Epilogue::From(int64_t element, int64_t column, DataType type) const {
+  const int64_t bytes = ElementBytes(type);
+  Epilogue rest = *this;
+  if (bias) rest.bias += column * bytes;
+  if (pre_gelu) rest.pre_gelu += element * bytes;
+  if (gelu_input) rest.gelu_input += element * bytes;
+  return rest;
+}
+
+void StoreRow(DataType type, const float* sums, const Epilogue& epilogue, int64_t n, char* to) {
+  StoreAs(type, sums, epilogue, n, to);
+}
+
+void StoreRow(DataType type, const double* sums, const Epilogue& epilogue, int64_t n, char* to) {
+  StoreAs(type, sums, epilogue, n, to);
+}
+
+// ---- Matrix products on CPU: float32 accumulation; narrow types are widened block by block.
+
 namespace {
 
 // Size of blocks that are widened before they are multiplied: small compared with the operands,
@@ -212,6 +457,69 @@ void RunGemm(const GemmTask& task, int num_threads) {
   std::unique_lock<std::mutex> lock(mutex);
   done.wait(lock, [&] { return num_open == 0; });
   if (failure) std::rethrow_exception(failure);
+}
+
+// ---- Grouped GEMM: one product per group of rows; group sizes are known only at run time.
+
+namespace {
+
+Scales TensorScale(const float* scales, int64_t group) {
+  Scales scale;
+  if (scales) scale.data = reinterpret_cast<const char*>(scales + group);
+  return scale;
+}
+
+GemmTask TaskOf(const GroupedProduct& p, int64_t group, int64_t begin, int64_t num_rows) {
+  const int64_t output_bytes = ElementBytes(p.output_type), rhs_bytes = ElementBytes(p.rhs_type);
+  const Scales of_lhs = TensorScale(p.lhs_scales, group), of_rhs = TensorScale(p.rhs_scales, group);
+  GemmTask task;
+  task.n = task.c_pitch = p.n;
+  task.c_type = p.output_type;
+  const char* rows = p.lhs + begin * p.k * ElementBytes(p.lhs_type);
+  task.a = {rows, p.lhs_type, p.k, p.contracts_rows, of_lhs};
+  if (p.contracts_rows) {
+    task.m = p.k;
+    task.k = num_rows;
+    task.b = {p.rhs + begin * p.n * rhs_bytes, p.rhs_type, p.n, false, of_rhs};
+    task.c = p.output + group * p.k * p.n * output_bytes;
+  } else {
+    task.m = num_rows;
+    task.k = p.k;
+    task.b = {p.rhs + group * p.k * p.n * rhs_bytes, p.rhs_type, p.rhs_transposed ? p.k : p.n,
+              p.rhs_transposed, of_rhs};
+    task.c = p.output + begin * p.n * output_bytes;
+    if (p.bias) task.epilogue.bias = p.bias + group * p.n * output_bytes;
+  }
+  return task;
+}
+
+}  // namespace
+
+Status RunGroupedGemm(const std::string& op, const GroupedProduct& p, int num_threads) {
+  int64_t total = 0;
+  for (int64_t group = 0; group < p.num_groups; ++group) {
+    const int64_t size = p.group_sizes[group];
+    total += size;
+    if (size < 0 || total > p.m) {
+      const std::string why = size < 0
+                                  ? ", but a group has at least 0 rows."
+                                  : ", so that the groups up to it have " + std::to_string(total) +
+                                        " rows, but there are " + std::to_string(p.m) + ".";
+      return Status::Invalid(op, ": group_sizes[", group, "] is ", size, why,
+                             " Pass the rows of each group, in their order.");
+    }
+  }
+  int64_t begin = 0;
+  for (int64_t group = 0; group < p.num_groups; ++group) {
+    const int64_t size = p.group_sizes[group];
+    RunGemm(TaskOf(p, group, begin, size), num_threads);
+    begin += size;
+  }
+  if (!p.contracts_rows) {
+    const int64_t row_bytes = p.n * ElementBytes(p.output_type);
+    std::fill(p.output + begin * row_bytes, p.output + p.m * row_bytes, 0);
+  }
+  return Status::Ok();
 }
 
 }  // namespace cpd

@@ -1,13 +1,31 @@
-// One overlapped GEMM: shapes, types, chunks, and the memory of its ranks.
+// The order in which tensor cores read block scales.
 #include "gemm/overlap_problem.h"
 
 #include <initializer_list>
 #include <limits>
 #include <numeric>
 
-#include "gemm/swizzle.h"
-
 namespace cpd {
+
+void SwizzleScales(const BlockScales& scales, int64_t num_lines, int64_t num_blocks, char* tiles) {
+  for (int64_t first_line = 0; first_line < num_lines; first_line += kLinesInTile) {
+    for (int64_t first_block = 0; first_block < num_blocks; first_block += kScalesInTile) {
+      for (int64_t i = 0; i < kLinesInTile; ++i) {
+        for (int64_t j = 0; j < kScalesInTile; ++j) {
+          const int64_t line = first_line + i, block = first_block + j;
+          const bool is_there = line < num_lines && block < num_blocks;
+          const int64_t at =
+              scales.across ? block * scales.pitch + line : line * scales.pitch + block;
+          tiles[i % 32 * 16 + i / 32 * 4 + j] = is_there ? scales.data[at] : 0;
+        }
+      }
+      tiles += kLinesInTile * kScalesInTile;
+    }
+  }
+}
+
+// ---- One overlapped GEMM: shapes, types, chunks, and the memory of its ranks.
+
 namespace {
 
 int64_t RoundUp(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
@@ -48,26 +66,14 @@ int64_t BlocksOfLine(int64_t k) {
   return RoundUp((k + Scales::kBlock - 1) / Scales::kBlock, kScalesInTile);
 }
 
-BufferRoom RoomOf(const OverlapProblem& p) {
-  BufferRoom room;
-  room.config = p.config;
-  room.num_ranks = p.num_ranks();
-  room.rows = p.rows.num_batches * p.rows.total();
-  room.slot_rows = p.rows.num_batches * p.rows.capacity;
-  room.scaling = p.scaling;
-  room.gathers_to_aux = p.gathers_to_aux;
-  room.shares_only_buffers = p.shares_only_buffers;
-  if (p.config.is_bulk()) {
-    room.columns = p.aux_width;
-    room.type = p.aux_type;
-  } else if (p.config.type == CommType::kReduceScatter) {
-    room.columns = p.n;
-    room.type = p.partial_type;
-  } else {
-    room.columns = p.k;
-    room.type = p.lhs_type;
-  }
-  return room;
+// Gathered rows; their scales follow, aligned.
+int64_t GatheredBytes(const OverlapProblem& p) {
+  const bool is_bulk = p.config.is_bulk();
+  const int64_t bytes =
+      ClampedProduct({p.rows.num_batches, p.rows.total(), is_bulk ? p.aux_width : p.k,
+                      ElementBytes(is_bulk ? p.aux_type : p.lhs_type)});
+  const bool is_aligned = p.scaling == Scaling::kNone || bytes > (int64_t{1} << 62);
+  return is_aligned ? bytes : RoundUp(bytes, 64);
 }
 
 template <typename Wide>
@@ -162,44 +168,31 @@ int64_t ScalesBytes(const OverlapProblem& p, bool of_lhs) {
   return 0;
 }
 
-int64_t BufferRoom::GatheredBytes() const {
-  const int64_t bytes = ClampedProduct({rows, columns, ElementBytes(type)});
-  const bool is_aligned = scaling == Scaling::kNone || bytes > (int64_t{1} << 62);
-  return is_aligned ? bytes : RoundUp(bytes, 64);
-}
-
-int64_t BufferRoom::GatheredScalesBytes() const {
-  switch (scaling) {
-    case Scaling::kNone:
-      return 0;
-    case Scaling::kTensor:
-      return ClampedProduct({num_ranks, sizeof(float)});
-    case Scaling::kBlocks:
-      return ClampedProduct({rows, BlocksOfLine(columns)});
+int64_t BufferBytes(const OverlapProblem& p) {
+  const bool is_ring = p.config.method == CommMethod::kRingExchange;
+  const int64_t rows = ClampedProduct({p.rows.num_batches, p.rows.total()});
+  if (p.config.is_bulk()) {  // else directly from operand to result
+    return p.shares_only_buffers ? ClampedProduct({rows, p.aux_width, ElementBytes(p.aux_type)})
+                                 : 0;
   }
-  return 0;
-}
-
-int64_t BufferRoom::Bytes() const {
-  const int64_t element = ElementBytes(type);
-  const bool is_ring = config.method == CommMethod::kRingExchange;
-  if (config.is_bulk()) {  // else directly from operand to result
-    return shares_only_buffers ? ClampedProduct({rows, columns, element}) : 0;
+  if (p.config.type == CommType::kReduceScatter) {
+    const int64_t element = ElementBytes(p.partial_type);
+    if (!is_ring) return ClampedProduct({rows, p.n, element});
+    return p.config.copies ? ClampedProduct({2 * p.num_ranks() - 1, p.rows.num_batches,
+                                             p.rows.capacity, p.n, element})
+                           : 0;
   }
-  if (config.type == CommType::kReduceScatter) {
-    if (!is_ring) return ClampedProduct({rows, columns, element});
-    return config.copies ? ClampedProduct({2 * num_ranks - 1, slot_rows, columns, element}) : 0;
-  }
-  if (shares_only_buffers) return ClampedSum(GatheredBytes(), GatheredScalesBytes());
-  if (gathers_to_aux) return GatheredScalesBytes();  // the result receives the rows
-  const bool copies = !is_ring || config.copies || config.aggregate;
-  return copies ? ClampedSum(GatheredBytes(), GatheredScalesBytes()) : 0;
+  const int64_t scales = p.scaling == Scaling::kTensor
+                             ? ClampedProduct({p.num_ranks(), sizeof(float)})
+                         : p.scaling == Scaling::kBlocks ? ClampedProduct({rows, BlocksOfLine(p.k)})
+                                                         : 0;
+  if (p.gathers_to_aux && !p.shares_only_buffers) return scales;  // the result receives the rows
+  const bool copies = !is_ring || p.config.copies || p.config.aggregate || p.shares_only_buffers;
+  return copies ? ClampedSum(GatheredBytes(p), scales) : 0;
 }
 
 int64_t GatheredScalesOffset(const OverlapProblem& p) {
-  return p.gathers_to_aux && !p.shares_only_buffers ? 0 : RoomOf(p).GatheredBytes();
+  return p.gathers_to_aux && !p.shares_only_buffers ? 0 : GatheredBytes(p);
 }
-
-int64_t BufferBytes(const OverlapProblem& p) { return RoomOf(p).Bytes(); }
 
 }  // namespace cpd

@@ -1,4 +1,4 @@
-// One overlapped GEMM: shapes, types, chunks, and the memory of its ranks.
+// The order in which tensor cores read block scales.
 #pragma once
 
 #include <cstdint>
@@ -7,6 +7,22 @@
 #include "gemm/gemm.h"
 
 namespace cpd {
+
+constexpr int64_t kLinesInTile = 128, kScalesInTile = 4;
+
+// The scale of `line` and `block` is at data + line * pitch + block or, if `across`, at data +
+// block * pitch + line.
+struct BlockScales {
+  const char* data;
+  int64_t pitch;
+  bool across;
+};
+
+// Tiles [ceil(num_lines / 128), ceil(num_blocks / 4), 512], padded with zeros. In a tile, the scale
+// of a line and a block is at line % 32 * 16 + line / 32 * 4 + block.
+void SwizzleScales(const BlockScales& scales, int64_t num_lines, int64_t num_blocks, char* tiles);
+
+// ---- One overlapped GEMM: shapes, types, chunks, and the memory of its ranks.
 
 enum class CommType : uint8_t { kNone, kReduceScatter, kAllGather };
 enum class CommMethod : uint8_t { kNone, kBulk, kPipeline, kRingExchange };
@@ -110,30 +126,14 @@ Matrix LhsOf(const OverlapProblem& problem, const char* data, const char* scales
 // Bytes between lines of an operand's block scales.
 int64_t ScalesPitch(const OverlapProblem& problem, bool of_lhs);
 
-// The capacity of a rank's buffer: a registered one, or the workspace of a call.
-struct BufferRoom {
-  OverlapConfig config;
-  int64_t num_ranks = 0;
-  int64_t rows = 0;       // rows that move, of all ranks and batches
-  int64_t slot_rows = 0;  // capacity for the rows of one rank, over all batches
-  int64_t columns = 0;
-  DataType type = DataType::kOther;
-  Scaling scaling = Scaling::kNone;
-  bool gathers_to_aux = false, shares_only_buffers = false;  // see OverlapProblem
-
-  // Gathered rows, then their aligned scales: one float per rank, or lines of blocks.
-  int64_t GatheredBytes() const;
-  int64_t GatheredScalesBytes() const;
-  // The total, clamped to the largest integer of 63 bits. Python asks for the same number.
-  int64_t Bytes() const;
-};
-
-// The bytes of a rank's buffer, and the offset of the gathered scales in it: one float per chunk,
-// or lines stored as the gathered rows are.
+// The bytes of a rank's buffer, a registered one or the workspace of a call; clamped to the largest
+// integer of 63 bits. Python asks for the same number.
 int64_t BufferBytes(const OverlapProblem& problem);
+// The offset of the gathered scales in it: one float per chunk, or lines stored as the gathered
+// rows are.
+int64_t GatheredScalesOffset(const OverlapProblem& problem);
 // Bytes of one rank's operands; lines of scales are padded.
 int64_t OwnLhsRows(const OverlapProblem& problem);
 int64_t ScalesBytes(const OverlapProblem& problem, bool of_lhs);
-int64_t GatheredScalesOffset(const OverlapProblem& problem);
 
 }  // namespace cpd

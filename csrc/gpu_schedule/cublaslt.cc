@@ -1,11 +1,163 @@
-// cuBLASLt, opened on first use, and a cache of its algorithms.
+// Scratch memory of a rank's product on a GPU.
 #include "gpu_schedule/cublaslt.h"
 
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <optional>
 
 namespace cpd {
+namespace {
+
+int64_t AlignUp(int64_t bytes) { return (bytes + 255) & ~int64_t{255}; }
+
+}  // namespace
+
+int64_t GemmScratch::Lay(const OverlapProblem& p, char* data, GemmScratch* scratch) {
+  const auto begin = reinterpret_cast<intptr_t>(data);
+  int64_t at = AlignUp(begin) - begin;
+  const auto take = [&](char** part, int64_t bytes) {
+    *part = data ? data + at : nullptr;
+    at += AlignUp(bytes);
+  };
+  const bool is_scaled = p.scaling != Scaling::kNone;
+  take(&scratch->lt, kLtBytes);
+  take(&scratch->rhs, is_scaled && !p.rhs_transposed ? p.k * p.n : 0);
+  take(&scratch->lhs, is_scaled && p.lhs_transposed ? p.k * p.m : 0);
+  const bool is_apart = ElementBytes(p.output_type) == 2 && p.fuse_gelu &&
+                        (p.scaling != Scaling::kNone || p.n % 8 != 0);
+  take(&scratch->sums, is_apart ? 4 * p.m * p.n : 0);
+  return at + (data ? 0 : 255);  // whatever the alignment of the start
+}
+
+// ---- The description of a product for cuBLASLt.
+
+namespace {
+
+std::optional<lt::Type> TypeOf(DataType type) {
+  switch (type) {
+    case DataType::kE4M3:
+      return lt::kR8FE4M3;
+    case DataType::kE5M2:
+      return lt::kR8FE5M2;
+    case DataType::kBF16:
+      return lt::kR16BF;
+    case DataType::kF16:
+      return lt::kR16F;
+    case DataType::kF32:
+      return lt::kR32F;
+    default:
+      return std::nullopt;
+  }
+}
+
+// The table of types in cublasLtMatmul(): operands of one type give this type or float32; 8-bit
+// operands may differ, and give any wider type.
+bool HasTypes(DataType a, DataType b, DataType c) {
+  if (IsByteFloat(a) && IsByteFloat(b)) {
+    const bool is_wider = c == DataType::kBF16 || c == DataType::kF16 || c == DataType::kF32;
+    return is_wider && !(a == DataType::kE5M2 && b == a);
+  }
+  return a == b && TypeOf(a) && (c == a || c == DataType::kF32);
+}
+
+LtMatrix Lay(const Matrix& matrix, int64_t rows, int64_t columns) {
+  // Lines of the matrix are columns for cuBLASLt.
+  const auto num_lines = static_cast<uint64_t>(matrix.transposed ? columns : rows);
+  const auto length = static_cast<uint64_t>(matrix.transposed ? rows : columns);
+  return {TypeOf(matrix.type).value_or(lt::kR32F),
+          length,
+          num_lines,
+          matrix.pitch,
+          matrix.data,
+          matrix.scales.data};
+}
+
+}  // namespace
+
+int AlignmentOf(const void* address) {
+  const auto bits = reinterpret_cast<uintptr_t>(address) | 256;
+  return static_cast<int>(bits & -bits);
+}
+
+bool LtHasEpilogue(const GemmTask& task) {
+  const Epilogue& e = task.epilogue;
+  if (e.is_empty()) return true;
+  if (IsByteFloat(task.a.type)) return !e.gelu && task.c_type != DataType::kF32;
+  if (task.c_type != task.a.type) return false;
+  if (!e.gelu) return true;
+  // Its tanh may be an approximation with fewer bits than float32.
+  if (task.c_type == DataType::kF32) return false;
+  const char* aux = e.gelu_input ? e.gelu_input : e.pre_gelu;
+  if (e.gelu_input && e.bias) return false;
+  return aux == nullptr || (task.c_pitch % 8 == 0 && AlignmentOf(aux) >= 16);
+}
+
+std::vector<int64_t> LtProduct::Key() const {
+  std::vector<int64_t> key{compute_type,      transposes_a,     transposes_b,     has_block_scales,
+                           accumulates_fast,  epilogue,         aux_pitch,        num_sms,
+                           AlignmentOf(bias), AlignmentOf(aux), ignores_alignment};
+  for (const LtMatrix* x : {&a, &b, &d}) {
+    for (const int64_t number :
+         {static_cast<int64_t>(x->type), static_cast<int64_t>(x->rows),
+          static_cast<int64_t>(x->columns), x->pitch, static_cast<int64_t>(AlignmentOf(x->data))}) {
+      key.push_back(number);
+    }
+  }
+  return key;
+}
+
+Status DescribeLtProduct(const std::string& op, const GemmTask& task, const LtOptions& options,
+                         LtProduct* product) {
+  const auto refuse = [&](const std::string& what) {
+    return Status::Invalid(op, ": on GPUs ", what, ". Pass implementation='xla'.");
+  };
+  if (!task.more.empty()) return refuse("a product cannot read the operands of several ranks");
+  const bool is_narrow = IsByteFloat(task.a.type);
+  const DataType c_type = LtHasEpilogue(task) ? task.c_type : DataType::kF32;
+  if (!HasTypes(task.a.type, task.b.type, c_type)) {
+    return refuse("cuBLASLt does not support these types of operands and result");
+  }
+  LtProduct& p = *product;
+  p = {};
+  p.a = Lay(task.b, task.k, task.n);
+  p.b = Lay(task.a, task.m, task.k);
+  p.transposes_a = task.b.transposed;
+  p.transposes_b = task.a.transposed;
+  p.d = {TypeOf(c_type).value_or(lt::kR32F),
+         static_cast<uint64_t>(task.n),
+         static_cast<uint64_t>(task.m),
+         task.c_pitch,
+         task.c,
+         nullptr};
+  p.num_sms = options.num_sms;
+  if (options.tf32 && task.a.type == DataType::kF32) p.compute_type = lt::kCompute32FFastTF32;
+  if (is_narrow) {
+    p.has_block_scales = task.a.scales.is_blocks;
+    p.accumulates_fast = !options.use_split_accumulator;
+    if (!p.transposes_a || p.transposes_b) {
+      return refuse("8-bit operands need the contracted dimension to be the last of each");
+    }
+    if (task.k % 16 != 0 || task.n % 16 != 0 || AlignmentOf(task.a.data) < 16 ||
+        AlignmentOf(task.b.data) < 16 || AlignmentOf(task.c) < 16) {
+      return refuse("8-bit operands need contracted sizes and columns in multiples of 16, here " +
+                    std::to_string(task.k) + " and " + std::to_string(task.n));
+    }
+  }
+  if (task.epilogue.is_empty() || !LtHasEpilogue(task)) return Status::Ok();
+  const Epilogue& e = task.epilogue;
+  p.epilogue = e.bias ? uint32_t{lt::kBias} : 0;
+  p.bias = e.bias;
+  if (!e.gelu) return Status::Ok();
+  p.aux = e.gelu_input ? e.gelu_input : e.pre_gelu;
+  p.aux_pitch = p.aux ? task.c_pitch : 0;
+  p.epilogue |= e.gelu_input ? lt::kDGelu : lt::kGelu;
+  if (p.aux) p.epilogue |= lt::kAux;
+  return Status::Ok();
+}
+
+// ---- cuBLASLt, opened on first use, and a cache of its algorithms.
+
 namespace {
 
 // CUDA 13's first; JAX's plugin has opened one of them.
@@ -215,6 +367,74 @@ Status CublasLt::Multiply(const std::string& op, const LtProduct& p, const LtRes
 int64_t CublasLt::num_chosen() {
   std::lock_guard<std::mutex> lock(mutex_);
   return static_cast<int64_t>(chosen_.size());
+}
+
+// ---- A product with its epilogue on a GPU: by cuBLASLt as a whole, or in parts that it has.
+
+namespace {
+
+// The task without its epilogue, as float32 sums.
+GemmTask SumsOf(const GemmTask& task, char* sums, int64_t pitch) {
+  GemmTask product = task;
+  product.c = sums;
+  product.c_type = DataType::kF32;
+  product.c_pitch = pitch;
+  product.epilogue = {};
+  return product;
+}
+
+Status Multiply(const std::string& op, const GemmTask& task, const LtOptions& options,
+                const LtResources& resources, bool ignores_alignment, bool* is_missing) {
+  LtProduct product;
+  *is_missing = false;
+  if (Status status = DescribeLtProduct(op, task, options, &product); !status.ok()) return status;
+  product.ignores_alignment = ignores_alignment;
+  return CublasLt::Get().Multiply(op, product, resources, is_missing);
+}
+
+// Blocks of rows, whose sums take the place of the library's workspace. nullopt if the library has
+// no kernel for them.
+std::optional<Status> MultiplyRows(const std::string& op, const GemmTask& task,
+                                   const LtOptions& options, const LtResources& resources,
+                                   bool ignores_alignment, const LtEpilogue& epilogue) {
+  int64_t most = std::min(task.m, resources.workspace_bytes / (4 * task.n));
+  if (task.a.scales.is_blocks && most < task.m) most = 0;  // tiles of scales are not cut
+  LtResources without = resources;
+  without.workspace_bytes = 0;
+  for (int64_t row = 0; row < task.m && most > 0; row += most) {
+    GemmTask rows = task.FromRow(row);
+    rows.m = std::min(most, task.m - row);
+    const GemmTask product = SumsOf(rows, resources.workspace, task.n);
+    // The first block decides: blocks may differ in their number of rows and their alignment.
+    bool is_missing = false;
+    const Status status = Multiply(op, product, options, without, ignores_alignment, &is_missing);
+    if (is_missing) return std::nullopt;
+    if (!status.ok()) return status;
+    epilogue(rows, product.c, product.c_pitch);
+  }
+  if (most == 0) return std::nullopt;
+  return Status::Ok();
+}
+
+}  // namespace
+
+Status MultiplyWithLt(const std::string& op, const GemmTask& task, const LtOptions& options,
+                      const LtResources& resources, char* sums, const LtEpilogue& epilogue) {
+  bool is_missing = false;
+  const bool is_whole = LtHasEpilogue(task);
+  GemmTask product = task;
+  if (!is_whole) {
+    const bool in_place = task.c_type == DataType::kF32;
+    product = SumsOf(task, in_place ? task.c : sums, in_place ? task.c_pitch : task.n);
+  }
+  const Status first = Multiply(op, product, options, resources, false, &is_missing);
+  if (first.ok() && !is_whole) epilogue(task, product.c, product.c_pitch);
+  if (!is_missing) return first;
+  for (const bool ignores_alignment : {false, true}) {
+    const auto status = MultiplyRows(op, task, options, resources, ignores_alignment, epilogue);
+    if (status) return *status;
+  }
+  return first;
 }
 
 }  // namespace cpd

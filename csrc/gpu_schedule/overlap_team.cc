@@ -54,26 +54,6 @@ std::vector<int64_t> KernelsOf(uint64_t program, const OverlapProblem& problem, 
   return kernels;
 }
 
-struct OverlapTeam::Step {
-  enum class Kind { kRun, kPut, kAdd, kWait };
-
-  Kind kind;
-  SpanKind span = SpanKind::kComputation;
-  std::string name = {};
-  std::function<void(Counters&)> work = {};
-  std::vector<RowCopy> pieces = {};
-  int peer = 0;
-  int signal = 0;
-};
-
-// A signal of one rank, as counted by the steps so far.
-struct OverlapTeam::SignalState {
-  bool is_added = false;
-  int by = 0;      // which rank added
-  Lane by_lane{};  // and on which stream
-  int event = -1;  // on this device; -1: the other rank is elsewhere
-};
-
 namespace {
 
 // Schedules for GPUs have one GEMM per chunk: nothing signals in the middle of a GEMM.
@@ -85,55 +65,6 @@ class NoCounters final : public Counters {
 
 }  // namespace
 
-class OverlapTeam::RecordedStream final : public Stream {
- public:
-  void Run(SpanKind kind, std::string name, std::function<void(Counters&)> work) override {
-    steps.push_back({Step::Kind::kRun, kind, std::move(name), std::move(work)});
-  }
-  void Put(std::string name, int peer, std::vector<RowCopy> pieces, Signal signal) override {
-    steps.push_back({Step::Kind::kPut,
-                     SpanKind::kCommunication,
-                     std::move(name),
-                     {},
-                     std::move(pieces),
-                     peer,
-                     signal.index});
-  }
-  void Add(int peer, Signal signal) override {
-    steps.push_back({Step::Kind::kAdd, {}, std::move(signal.name), {}, {}, peer, signal.index});
-  }
-  // Every signal of a schedule counts to one.
-  void Wait(Signal signal, int64_t, int peer) override {
-    steps.push_back({Step::Kind::kWait, {}, std::move(signal.name), {}, {}, peer, signal.index});
-  }
-
-  std::vector<Step> steps;
-  size_t next = 0;
-};
-
-OverlapTeam::OverlapTeam(int num_ranks, int num_signals, int first_local, int num_local)
-    : num_ranks_(num_ranks),
-      num_signals_(num_signals),
-      first_local_(first_local),
-      num_local_(num_local),
-      signals_(std::make_unique<std::vector<SignalState>>(num_ranks * num_signals)) {
-  for (int i = 0; i < 2 * num_ranks; ++i) streams_.push_back(std::make_unique<RecordedStream>());
-}
-
-OverlapTeam::~OverlapTeam() = default;
-
-RankStreams OverlapTeam::streams(int rank) {
-  return {*streams_[2 * rank], *streams_[2 * rank + 1]};
-}
-
-OverlapTeam::SignalState& OverlapTeam::StateOf(int rank, int signal) const {
-  return (*signals_)[rank * num_signals_ + signal];
-}
-
-bool OverlapTeam::IsReady(int rank, const Step& step) const {
-  return step.kind != Step::Kind::kWait || StateOf(rank, step.signal).is_added;
-}
-
 void OverlapTeam::Add(int rank, Lane lane, const Step& step, GpuQueues* queues) {
   SignalState& state = StateOf(step.peer, step.signal);
   state = {true, rank, lane};
@@ -141,7 +72,7 @@ void OverlapTeam::Add(int rank, Lane lane, const Step& step, GpuQueues* queues) 
   if (IsLocal(step.peer)) {
     state.event = queues->RecordEvent();
   } else {
-    queues->SignalPeer(rank, step.peer, step.signal);
+    queues->SignalPeer(rank, step.peer, step.signal.index);
   }
 }
 
@@ -159,7 +90,7 @@ void OverlapTeam::Put(int rank, Lane lane, const Step& step, GpuQueues* queues) 
     case Step::Kind::kPut:
       if (IsLocal(rank)) {
         queues->BeginSpan(rank, step.span, step.name);
-        queues->Copy(step.pieces);
+        queues->Copy(step.copies);
         queues->EndSpan();
       }
       return Add(rank, lane, step, queues);
@@ -169,7 +100,7 @@ void OverlapTeam::Put(int rank, Lane lane, const Step& step, GpuQueues* queues) 
       if (!IsLocal(rank)) return;
       const SignalState& state = StateOf(rank, step.signal);
       if (state.event < 0) {
-        queues->WaitForPeer(rank, state.by, step.signal);
+        queues->WaitForPeer(rank, state.by, step.signal.index);
       } else if (state.by != rank || state.by_lane != lane) {
         queues->WaitForEvent(state.event);
       }
@@ -179,24 +110,23 @@ void OverlapTeam::Put(int rank, Lane lane, const Step& step, GpuQueues* queues) 
 }
 
 Status OverlapTeam::Enqueue(const std::string& op, GpuQueues* queues) {
+  std::vector<size_t> next(schedule_.num_streams());
   for (bool moves = true; moves;) {
     moves = false;
-    for (int i = 0; i < 2 * num_ranks_; ++i) {
-      RecordedStream& stream = *streams_[i];
-      if (stream.next == stream.steps.size()) continue;
-      const Step& step = stream.steps[stream.next];
-      if (!IsReady(i / 2, step)) continue;
+    for (int i = 0; i < schedule_.num_streams(); ++i) {
+      if (next[i] == schedule_.steps(i).size()) continue;
+      const Step& step = schedule_.steps(i)[next[i]];
+      if (step.kind == Step::Kind::kWait && !StateOf(i / 2, step.signal).is_added) continue;
       Put(i / 2, i % 2 == 0 ? Lane::kCompute : Lane::kCommunicate, step, queues);
-      ++stream.next;
+      ++next[i];
       moves = true;
     }
   }
-  for (int i = 0; i < 2 * num_ranks_; ++i) {
-    const RecordedStream& stream = *streams_[i];
-    if (stream.next == stream.steps.size()) continue;
-    const Step& step = stream.steps[stream.next];
-    return Status::Internal(op, ": rank ", i / 2, " waits for signal '", step.name, "' of rank ",
-                            step.peer, ", which no rank sends.");
+  for (int i = 0; i < schedule_.num_streams(); ++i) {
+    if (next[i] == schedule_.steps(i).size()) continue;
+    const Step& step = schedule_.steps(i)[next[i]];
+    return Status::Internal(op, ": rank ", i / 2, " waits for signal '", step.signal.name,
+                            "' of rank ", step.peer, ", which no rank sends.");
   }
   return Status::Ok();
 }

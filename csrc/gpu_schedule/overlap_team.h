@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "gemm/overlap_problem.h"
-#include "gpu_schedule/lt_product.h"
+#include "gpu_schedule/cublaslt.h"
 #include "transport/streams.h"
 #include "transport/transport.h"
 
@@ -53,28 +53,37 @@ class GpuQueues {
 class OverlapTeam {
  public:
   // This device holds ranks [first_local, first_local + num_local).
-  OverlapTeam(int num_ranks, int num_signals, int first_local, int num_local);
-  ~OverlapTeam();
+  OverlapTeam(int num_ranks, int num_signals, int first_local, int num_local)
+      : num_signals_(num_signals),
+        first_local_(first_local),
+        num_local_(num_local),
+        schedule_(num_ranks),
+        signals_(num_ranks * num_signals) {}
 
-  RankStreams streams(int rank);
+  RankStreams streams(int rank) { return schedule_.streams(rank); }
 
   // Enqueues everything on the device's streams. Fails only if the schedule would never end.
   Status Enqueue(const std::string& op, GpuQueues* queues);
 
  private:
-  class RecordedStream;
-  struct Step;
-  struct SignalState;
+  // A signal of one rank, as counted by the steps so far.
+  struct SignalState {
+    bool is_added = false;
+    int by = 0;      // which rank added
+    Lane by_lane{};  // and on which stream
+    int event = -1;  // on this device; -1: the other rank is elsewhere
+  };
 
   bool IsLocal(int rank) const { return rank >= first_local_ && rank < first_local_ + num_local_; }
-  bool IsReady(int rank, const Step& step) const;
   void Put(int rank, Lane lane, const Step& step, GpuQueues* queues);
   void Add(int rank, Lane lane, const Step& step, GpuQueues* queues);
-  SignalState& StateOf(int rank, int signal) const;
+  SignalState& StateOf(int rank, const Signal& signal) {
+    return signals_[rank * num_signals_ + signal.index];
+  }
 
-  const int num_ranks_, num_signals_, first_local_, num_local_;
-  std::vector<std::unique_ptr<RecordedStream>> streams_;  // two per rank
-  const std::unique_ptr<std::vector<SignalState>> signals_;
+  const int num_signals_, first_local_, num_local_;
+  RecordedSchedule schedule_;
+  std::vector<SignalState> signals_;
 };
 
 }  // namespace cpd

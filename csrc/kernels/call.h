@@ -5,8 +5,6 @@
 
 #include "kernels/block.h"
 #include "numerics/element.h"
-#include "numerics/host_device.h"
-#include "numerics/int_array.h"
 
 namespace cpd::kernels {
 
@@ -94,8 +92,6 @@ struct State {
   uint64_t broken;                    // permanent
   uint64_t blocks_sent, blocks_done;  // that have pushed, and unpacked or ended
   uint64_t begun, finished;           // of a meeting: calls that have arrived here, and that ended
-  uint64_t waiting_since;             // nanoseconds; 0: it has not waited yet
-  uint64_t ready, taken;              // senders, by bit: rows that unpack takes now, or took before
   uint64_t rows_written[kMaxOperandGroups];
   int64_t first_strip[kMaxOperandGroups + 1];  // rows that this rank sends, by group
   // Small calls so far; only grow. Of the first local rank: parts that blocks have drawn.
@@ -132,7 +128,6 @@ struct Call {
   int num_groups;
   int num_arrays;
   bool is_small;  // one kernel; see small.h
-  int num_early;  // rounds of unpack before all ranks have signalled; see WaitSome
   bool is_dispatch;
   OperandGroup groups[kMaxOperandGroups];
   Array arrays[kMaxArrays];
@@ -149,18 +144,13 @@ CPD_HOST_DEVICE inline bool HoldsAllRanks(const Call& call) {
   return call.num_local == call.num_ranks;
 }
 
-// The tag of a row: the call in which it was written, and its sender; or that it is in the result
-// already, as rows for a rank of the sender's device are. Epochs that differ by 2^57 look alike.
+// The tag of a row: the call in which it was written, and whether it is in the result already, as
+// rows for a rank of the sender's device are. Epochs that differ by 2^63 look alike.
 constexpr uint64_t kInPlace = uint64_t{1} << 63;
-constexpr int kSenderBit = 57;
-constexpr uint64_t kEpochOfTag = (uint64_t{1} << kSenderBit) - 1;
-static_assert(kMaxRanks <= 64);  // senders fit a tag, and a word has a bit for each
+constexpr uint64_t kEpochOfTag = kInPlace - 1;
 
-CPD_HOST_DEVICE inline uint64_t TagOf(uint64_t epoch, int sender) {
-  return (epoch & kEpochOfTag) | static_cast<uint64_t>(sender) << kSenderBit;
-}
-CPD_HOST_DEVICE inline uint64_t TagInPlace(uint64_t epoch) {
-  return (epoch & kEpochOfTag) | kInPlace;
+CPD_HOST_DEVICE inline uint64_t TagOf(uint64_t epoch, bool is_in_place = false) {
+  return (epoch & kEpochOfTag) | (is_in_place ? kInPlace : 0);
 }
 
 // Two words, the rows sent of each group, and the checksum of each group's plan.

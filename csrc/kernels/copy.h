@@ -6,7 +6,7 @@
 #include <cstring>
 
 #include "kernels/block.h"
-#include "numerics/host_device.h"
+#include "numerics/element.h"
 
 namespace cpd::kernels {
 

@@ -1,11 +1,9 @@
-// The signals of a call: one block per rank tells every rank that it has sent, and one block, in
-// later kernels, waits for some ranks and then for every rank. No other kernel waits, so none can
-// block the GPU.
+// The signals of a call: one block per rank tells every rank that it has sent, and one block, in a
+// later kernel, waits for every rank. No other kernel waits, so none can block the GPU.
 #pragma once
 
 #include "kernels/block.h"
 #include "kernels/call.h"
-#include "kernels/fabric.h"
 #include "kernels/plan.h"
 
 namespace cpd::kernels {
@@ -16,8 +14,6 @@ constexpr uint64_t kGone = uint64_t{1} << 63;
 struct MeetScratch {
   uint64_t first_bad;
   uint64_t is_broken;
-  uint64_t ready;    // senders, by bit
-  uint64_t is_over;  // not 0: WaitSome waits no longer
 };
 
 // Signals all ranks, even those that receive no row. The signal also acknowledges that this rank
@@ -119,53 +115,6 @@ CPD_DEVICE ErrorRecord CheckPeer(const Rank& rank, int from, uint64_t arrived) {
   return error;
 }
 
-// When this call's first wait began: all of its waits have one deadline. Ends with a Sync.
-CPD_DEVICE uint64_t WaitingSince(const Block& block, State* state) {
-  if (block.thread == 0 && state->waiting_since == 0) state->waiting_since = Nanoseconds();
-  block.Sync();
-  return state->waiting_since;
-}
-
-// Waits until half of the senders whose rows have not been taken have signalled: those rows are
-// ready. What is wrong is left to Wait, which follows: a message that must be rejected, or the
-// deadline, only ends this wait, and the rows of a rejected message are not taken.
-CPD_DEVICE void WaitSome(const Block& block, const Rank& rank, MeetScratch* scratch) {
-  const Call& call = rank.call;
-  State* state = rank.state();
-  if (state->failed != kFine) return;  // the same for all threads
-  if (block.thread == 0) {
-    scratch->ready = scratch->is_over = 0;
-    state->taken |= state->ready;
-  }
-  const uint64_t begin = WaitingSince(block, state);
-  const uint64_t taken = state->taken;
-  const int num_missing = call.num_ranks - call.num_local - NumBits(taken);
-  uint64_t heard = 0;  // by this thread
-  for (;;) {
-    if (block.thread == 0 && Nanoseconds() - begin >= call.deadline_ns) {
-      SetBits(&scratch->is_over, 1);
-    }
-    for (int from = block.thread; from < call.num_ranks; from += block.num_threads) {
-      const uint64_t sender = uint64_t{1} << from;
-      if (((taken | heard) & sender) || rank.IsHere(from)) continue;
-      const uint64_t arrived = Heard<Mapped>(rank, from);
-      if (arrived < state->epoch) continue;
-      heard |= sender;
-      const bool is_good = CheckPeer(rank, from, arrived).failure == Failure::kNone;
-      SetBits(is_good ? &scratch->ready : &scratch->is_over, sender);
-    }
-    block.Sync();
-    const uint64_t ready = scratch->ready;
-    const bool is_over = scratch->is_over != 0 || 2 * NumBits(ready) >= num_missing;
-    block.Sync();  // before the next turn adds to them
-    if (is_over) {
-      if (block.thread == 0) state->ready = ready;
-      return;
-    }
-    Pause();
-  }
-}
-
 // A rank whose plan was rejected waits too: it must not begin the next call before the others have
 // read the last one.
 template <typename Fabric = Mapped>
@@ -177,10 +126,9 @@ CPD_DEVICE void Wait(const Block& block, const Rank& rank, MeetScratch* scratch)
   if (block.thread == 0) {
     scratch->first_bad = kNowhere;
     scratch->is_broken = 0;
-    state->taken |= state->ready;
-    state->ready = ~state->taken;
   }
-  const uint64_t begin = WaitingSince(block, state);
+  block.Sync();
+  const uint64_t begin = Nanoseconds();
   ErrorRecord mine{};
   for (int from = block.thread; from < call.num_ranks; from += block.num_threads) {
     uint64_t arrived;

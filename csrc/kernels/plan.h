@@ -1,12 +1,73 @@
-// The first kernel of a call: one block per rank checks its plan and cuts it into strips.
+// How the ranks of a call reach each other: a parameter of its kernels.
+//
+// A network has, besides `kHasNetwork`, for memory at this rank's own addresses and rank `pe`:
+//   Put(block, to, from, bytes, pe)   a block copies to the peer; done when it is quiet
+//   Get(block, to, from, bytes, pe)   the same from the peer
+//   Quiet()                           waits until all puts and gets of this process are done
+//   PutSignal(to, from, bytes, signal, value, pe)   a put, and a signal that is not seen before it
+//   SetSignal(signal, value, pe)
+//   Observe(signal, value)            a signal has been seen here: makes visible what came before
+// The last four are called by one thread. `from` of a put and `to` of a get are in the channel too.
 #pragma once
 
 #include "kernels/block.h"
 #include "kernels/call.h"
-#include "kernels/fabric.h"
-#include "kernels/scan.h"
 
 namespace cpd::kernels {
+
+// All ranks map each other's memory.
+struct Mapped {
+  static constexpr bool kHasNetwork = false;
+};
+
+// Whether a rank is reached over the network.
+template <typename Fabric>
+CPD_DEVICE bool IsRemote(const Call& call, int64_t rank) {
+  if constexpr (Fabric::kHasNetwork) {
+    return call.pe[rank] >= 0;
+  } else {
+    return false;
+  }
+}
+
+// ---- Prefix sums over a block's items, in order.
+
+// Each of some threads or blocks owns the items [begin, end) of n.
+struct Share {
+  int64_t begin, end;
+};
+
+CPD_DEVICE Share ShareOf(int index, int num, int64_t n) {
+  const int64_t each = (n + num - 1) / num;
+  const int64_t begin = index * each < n ? index * each : n;
+  return {begin, begin + each < n ? begin + each : n};
+}
+
+CPD_DEVICE Share ShareOf(const Block& block, int64_t n) {
+  return ShareOf(block.thread, block.num_threads, n);
+}
+
+// The sum of `mine` over the threads before this one; `*total` becomes the sum over all threads.
+// `scratch` holds 2 * kMaxThreads numbers and is free again after the next Sync.
+CPD_DEVICE int64_t SumBefore(const Block& block, int64_t mine, int64_t* scratch, int64_t* total) {
+  int64_t* from = scratch;
+  int64_t* to = scratch + kMaxThreads;
+  from[block.thread] = mine;
+  block.Sync();
+  for (int step = 1; step < block.num_threads; step *= 2) {
+    to[block.thread] = from[block.thread] + (block.thread >= step ? from[block.thread - step] : 0);
+    block.Sync();
+    int64_t* other = from;
+    from = to;
+    to = other;
+  }
+  *total = from[block.num_threads - 1];
+  const int64_t before = from[block.thread] - mine;
+  block.Sync();
+  return before;
+}
+
+// ---- The first kernel of a call: one block per rank checks its plan and cuts it into strips.
 
 // More rows than any array has; sums of many of them stay below 2^63.
 constexpr int64_t kManyRows = int64_t{1} << 40;
@@ -203,8 +264,6 @@ CPD_DEVICE void Prepare(const Block& block, const Rank& rank, PlanScratch* scrat
     state->failed = state->broken ? kGivenUp : kFine;
     state->blocks_sent = 0;
     state->blocks_done = 0;
-    state->waiting_since = 0;
-    state->ready = state->taken = 0;
     state->first_strip[0] = 0;
     for (int p = 0; p < call.num_groups; ++p) state->rows_written[p] = 0;
   }

@@ -28,7 +28,7 @@ struct SumCall {
   int64_t to_pitch;
 };
 
-// GELU by tanh, and its derivative; csrc/gemm/epilogue.cc has the vectorized version.
+// GELU by tanh, and its derivative; csrc/gemm/gemm.cc has the vectorized version.
 CPD_DEVICE float Gelu(float x) {
   const float u = 0.79788456080286536f * (x + 0.044715f * x * x * x);
   return 0.5f * x * (1 + tanhf(u));
@@ -274,7 +274,7 @@ CPD_DEVICE void Transpose(const Block& block, const TransposeCall& call,
   }
 }
 
-// Block scales in the order of tensor cores; see gemm/swizzle.h.
+// Block scales in the order of tensor cores; see gemm/overlap_problem.h.
 struct SwizzleCall {
   const char* scales;
   char* tiles;

@@ -5,7 +5,6 @@
 #include "kernels/block.h"
 #include "kernels/call.h"
 #include "kernels/copy.h"
-#include "kernels/fabric.h"
 #include "kernels/plan.h"
 
 namespace cpd::kernels {
@@ -83,7 +82,7 @@ CPD_DEVICE void PushRows(const Block& block, const Rank& rank, const Strip& stri
   for (int i = 0; i < scratch->num; ++i) {
     const int to = scratch->rank[i];
     uint64_t* tags = Tags(call, to, epoch, group) + scratch->row[i];
-    const uint64_t tag = rank.IsHere(to) ? TagInPlace(epoch) : TagOf(epoch, rank.rank());
+    const uint64_t tag = TagOf(epoch, rank.IsHere(to));
     CPD_NO_UNROLL
     for (int64_t r = block.thread; r < n; r += block.num_threads) StoreRelaxed(&tags[r], tag);
   }

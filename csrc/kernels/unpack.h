@@ -1,5 +1,4 @@
-// The fourth kernel of `dispatch`: rows go from the channel into the result, some of them while
-// other ranks still send.
+// The fourth kernel of `dispatch`: rows go from the channel into the result.
 #pragma once
 
 #include "kernels/block.h"
@@ -8,47 +7,16 @@
 
 namespace cpd::kernels {
 
-// Rounds in which rows are taken before all ranks have signalled. Each is two more kernels, so
-// small calls have none. Each takes half of the ranks that are left, or more.
-inline int NumEarly(const Call& call) {
-  constexpr int kMost = 3;
-  constexpr int64_t kBytes = 16 << 20;  // of rows, for each round: about 10 us of a GPU's memory
-  if (!call.is_dispatch || HoldsAllRanks(call)) return 0;
-  int64_t bytes = 0;
-  for (int p = 0; p < call.num_groups; ++p) {
-    const OperandGroup& group = call.groups[p];
-    for (int a = group.first_array; a < group.first_array + group.num_arrays; ++a) {
-      bytes += group.capacity * call.arrays[a].in_row_bytes;
-    }
-  }
-  int num = 0;
-  for (int others = call.num_ranks - call.num_local; others > 1 && num < kMost; others /= 2) {
-    if (bytes >= (num + 1) * kBytes) ++num;
-  }
-  return num;
-}
-
-// When an unpack runs: before all ranks have signalled, or after.
-enum class Phase { kEarly, kLast };
-
 // What the tags of some rows say.
-template <Phase kPhase>
 struct Tagged {
   const uint64_t* tags;
   uint64_t epoch;
-  uint64_t ready;  // senders, by bit
 
-  // Before all ranks have signalled, some write tags at this time.
-  CPD_DEVICE uint64_t operator[](int64_t row) const {
-    return kPhase == Phase::kEarly ? LoadRelaxed(tags + row) : tags[row];
+  CPD_DEVICE bool IsWritten(int64_t row) const {
+    return (tags[row] & kEpochOfTag) == (epoch & kEpochOfTag);
   }
-  CPD_DEVICE bool IsWritten(uint64_t tag) const {
-    return (tag & kEpochOfTag) == (epoch & kEpochOfTag);
-  }
-  // Whether the row is in the channel, complete, and has not been taken.
-  CPD_DEVICE bool IsReady(uint64_t tag) const {
-    return IsWritten(tag) && !(tag & kInPlace) && (ready >> (tag >> kSenderBit) & 1);
-  }
+  // Whether the row is in the channel, not in the result.
+  CPD_DEVICE bool IsReady(int64_t row) const { return IsWritten(row) && !(tags[row] & kInPlace); }
 };
 
 // Rows of a strip.
@@ -88,14 +56,12 @@ CPD_DEVICE void Spoil(const Block& block, const Rank& rank) {
 }
 
 // Counts the rows of a strip by their tags. `turn` is the number of the strip, modulo 3.
-template <Phase kPhase>
-CPD_DEVICE Written CountWritten(const Block& block, const Tagged<kPhase>& tagged, int64_t n,
-                                int turn, UnpackScratch* scratch) {
+CPD_DEVICE Written CountWritten(const Block& block, const Tagged& tagged, int64_t n, int turn,
+                                UnpackScratch* scratch) {
   uint32_t num = 0, num_ready = 0;
   for (int64_t r = block.thread; r < n; r += block.num_threads) {
-    const uint64_t tag = tagged[r];
-    num += tagged.IsWritten(tag);
-    num_ready += tagged.IsReady(tag);
+    num += tagged.IsWritten(r);
+    num_ready += tagged.IsReady(r);
   }
   AddOfAll(&scratch->written[turn].num, num);
   AddOfAll(&scratch->written[turn].num_ready, num_ready);
@@ -114,9 +80,7 @@ struct ArrivedRows {
 
 // Takes rows of one array: all at once if their tags are the same, else row by row, some threads of
 // the block each.
-template <Phase kPhase>
-CPD_DEVICE void UnpackRows(const Block& block, const Tagged<kPhase>& tagged,
-                           const ArrivedRows& arrived) {
+CPD_DEVICE void UnpackRows(const Block& block, const Tagged& tagged, const ArrivedRows& arrived) {
   const int64_t n = arrived.num_rows, row_bytes = arrived.row_bytes;
   const Block takers = arrived.are_same ? AllTakers(block) : RowTakers(block, row_bytes);
   const int64_t rows = arrived.are_same ? n : 1;
@@ -124,18 +88,15 @@ CPD_DEVICE void UnpackRows(const Block& block, const Tagged<kPhase>& tagged,
   CPD_NO_UNROLL
   for (int64_t r = takers.index * rows; r < n; r += takers.num_blocks * rows) {
     char* row = arrived.to + r * row_bytes;
-    const uint64_t tag = tagged[r];
-    if (tagged.IsReady(tag)) {
+    if (tagged.IsReady(r)) {
       Copy(takers, arrived.from + r * row_bytes, &row, 1, rows * row_bytes);
-    } else if (kPhase == Phase::kLast && !tagged.IsWritten(tag)) {
+    } else if (!tagged.IsWritten(r)) {
       Fill(takers, row, 0, rows * row_bytes);
     }
   }
 }
 
-// Takes the rows of a group that are ready. In the last round it also clears rows that were not
-// written, and counts those that were.
-template <Phase kPhase>
+// Takes the rows of a group, clears rows that were not written, and counts those that were.
 CPD_DEVICE void UnpackGroup(const Block& block, const Rank& rank, int p, int* turn,
                             UnpackScratch* scratch) {
   const Call& call = rank.call;
@@ -147,17 +108,12 @@ CPD_DEVICE void UnpackGroup(const Block& block, const Rank& rank, int p, int* tu
     const int64_t begin = rank.Turned(strip, num_strips) * group.rows_per_strip;
     const int64_t n = group.capacity - begin < group.rows_per_strip ? group.capacity - begin
                                                                     : group.rows_per_strip;
-    const Tagged<kPhase> tagged{Tags(call, rank.rank(), state->epoch, group) + begin, state->epoch,
-                                state->ready};
+    const Tagged tagged{Tags(call, rank.rank(), state->epoch, group) + begin, state->epoch};
     const Written written = CountWritten(block, tagged, n, *turn, scratch);
     *turn = *turn == 2 ? 0 : *turn + 1;
-    if (kPhase == Phase::kLast && block.thread == 0 && written.num > 0) {
-      Add(&state->rows_written[p], written.num);
-    }
-    const bool none_is_written = kPhase == Phase::kLast && written.num == 0;
-    const bool all_are_done = kPhase == Phase::kLast && written.num == n;
-    if (written.num_ready == 0 && (kPhase == Phase::kEarly || all_are_done)) continue;
-    const bool are_same = written.num_ready == n || none_is_written;
+    if (block.thread == 0 && written.num > 0) Add(&state->rows_written[p], written.num);
+    if (written.num_ready == 0 && written.num == n) continue;
+    const bool are_same = written.num_ready == n || written.num == 0;
     for (int a = group.first_array; a < group.first_array + group.num_arrays; ++a) {
       const Array& array = call.arrays[a];
       const ArrivedRows arrived{half + array.data + begin * array.in_row_bytes,
@@ -168,7 +124,6 @@ CPD_DEVICE void UnpackGroup(const Block& block, const Rank& rank, int p, int* tu
   }
 }
 
-template <Phase kPhase>
 CPD_DEVICE void UnpackGroups(const Block& block, const Rank& rank, UnpackScratch* scratch) {
   if (block.thread == 0) {
     for (Written& written : scratch->written) written = {};
@@ -176,15 +131,8 @@ CPD_DEVICE void UnpackGroups(const Block& block, const Rank& rank, UnpackScratch
   block.Sync();
   int turn = 0;
   for (int p = 0; p < rank.call.num_groups; ++p) {
-    UnpackGroup<kPhase>(block, rank, p, &turn, scratch);
+    UnpackGroup(block, rank, p, &turn, scratch);
   }
-}
-
-// Takes the rows of the senders that WaitSome has heard.
-CPD_DEVICE void UnpackReady(const Block& block, const Rank& rank, UnpackScratch* scratch) {
-  const State& state = *rank.state();
-  if (state.failed != kFine || state.ready == 0) return;
-  UnpackGroups<Phase::kEarly>(block, rank, scratch);
 }
 
 // Clears the rows of a group that were not written; the others are in place. Returns how many of
@@ -194,7 +142,7 @@ CPD_DEVICE uint32_t ClearGroup(const Block& block, const Rank& rank, int p, uint
   const OperandGroup& group = rank.call.groups[p];
   const int64_t capacity = group.capacity;
   const uint64_t epoch = rank.state()->epoch;
-  const Tagged<Phase::kLast> tagged{Tags(rank.call, rank.rank(), epoch, group), epoch, 0};
+  const Tagged tagged{Tags(rank.call, rank.rank(), epoch, group), epoch};
   // After 8 rows, whose tags have 64 bytes, the next block takes its turn: all of them share a long
   // run of rows that were not written.
   const int run = block.num_threads % 8 == 0 ? 8 : 1;
@@ -208,12 +156,12 @@ CPD_DEVICE uint32_t ClearGroup(const Block& block, const Rank& rank, int p, uint
     CPD_UNROLL
     for (int k = 0; k < kTagsInFlight; ++k) {
       const int64_t row = first + mine + k * step;
-      tags[k] = row < capacity ? tagged[row] : epoch;
+      tags[k] = row < capacity ? tagged.tags[row] : epoch;
     }
     uint32_t unwritten = 0;  // by bit
     CPD_UNROLL
     for (int k = 0; k < kTagsInFlight; ++k) {
-      const bool is_written = tagged.IsWritten(tags[k]);
+      const bool is_written = (tags[k] & kEpochOfTag) == (epoch & kEpochOfTag);
       num_written += is_written && first + mine + k * step < capacity;
       unwritten |= uint32_t{!is_written} << k;
     }
@@ -293,7 +241,7 @@ CPD_DEVICE void Unpack(const Block& block, const Rank& rank, UnpackScratch* scra
     if (HoldsAllRanks(rank.call)) {
       ClearGroups(block, rank, scratch);
     } else {
-      UnpackGroups<Phase::kLast>(block, rank, scratch);
+      UnpackGroups(block, rank, scratch);
     }
     block.Sync();
     if (block.thread == 0) {

@@ -5,7 +5,11 @@
 #include <cstring>
 #include <type_traits>
 
-#include "numerics/host_device.h"
+#ifdef __CUDACC__
+#define CPD_HOST_DEVICE __host__ __device__
+#else
+#define CPD_HOST_DEVICE
+#endif
 
 namespace cpd {
 
@@ -27,7 +31,31 @@ enum class DataType : uint8_t {
   kOther
 };
 
-int64_t ElementBytes(DataType type);
+inline int64_t ElementBytes(DataType type) {
+  switch (type) {
+    case DataType::kE4M3:
+    case DataType::kE5M2:
+    case DataType::kI8:
+    case DataType::kU8:
+      return 1;
+    case DataType::kBF16:
+    case DataType::kF16:
+    case DataType::kI16:
+    case DataType::kU16:
+      return 2;
+    case DataType::kF32:
+    case DataType::kI32:
+    case DataType::kU32:
+      return 4;
+    case DataType::kF64:
+    case DataType::kI64:
+    case DataType::kU64:
+      return 8;
+    case DataType::kOther:
+      return 0;
+  }
+  return 0;
+}
 
 // Types that multiply but do not sum.
 inline bool IsByteFloat(DataType type) {
@@ -116,5 +144,36 @@ CPD_HOST_DEVICE T Round(std::conditional_t<std::is_arithmetic_v<T>, T, float> va
     return T::Round(value);
   }
 }
+
+// ---- Integers of metadata: 32 or 64 bits, signed or unsigned.
+
+enum class IntType : uint8_t { kI32, kU32, kI64, kU64 };
+
+// Values above 63 bits read as negative.
+struct IntArray {
+  const void* data = nullptr;
+  IntType type = IntType::kI32;
+
+  CPD_HOST_DEVICE explicit operator bool() const { return data != nullptr; }
+
+  CPD_HOST_DEVICE int64_t operator[](int64_t i) const {
+    switch (type) {
+      case IntType::kI32:
+        return static_cast<const int32_t*>(data)[i];
+      case IntType::kU32:
+        return static_cast<const uint32_t*>(data)[i];
+      case IntType::kI64:
+      case IntType::kU64:
+        return static_cast<const int64_t*>(data)[i];
+    }
+    return -1;
+  }
+
+  // The array without its first i elements.
+  CPD_HOST_DEVICE IntArray From(int64_t i) const {
+    const int64_t bytes = type == IntType::kI32 || type == IntType::kU32 ? 4 : 8;
+    return {static_cast<const char*>(data) + i * bytes, type};
+  }
+};
 
 }  // namespace cpd

@@ -18,11 +18,6 @@ struct BufferUsage {
   int64_t num_calls = 0;    // so far
 };
 
-// Errors that name the buffers and the calls in flight that use them, by id.
-Status BufferIsInUse(const std::string& op, int64_t id, int64_t num_calls, bool counts_ranks);
-Status BuffersAreInUse(const std::string& op, const std::map<int64_t, int64_t>& num_calls,
-                       bool counts_ranks);
-
 // `Entry` is a BufferUsage with the description of a buffer; `Buffer` is an Entry with the state
 // that only the registry sees. All functions are thread-safe. `op` begins every message.
 template <typename Entry, typename Buffer = Entry>
@@ -39,7 +34,10 @@ class BufferRegistry {
       return Status::Ok();
     }
     if (usage.num_in_use > 0) {
-      return BufferIsInUse(op, id, usage.num_in_use, counts_ranks_);
+      return Status::Invalid(op, ": buffer ", id, " is in use by ", Calls(usage.num_in_use),
+                             counts_ranks_ ? " in flight, one per rank. Wait for their results"
+                                           : " in flight. Wait for their results",
+                             ", for example with jax.block_until_ready, then destroy it.");
     }
     buffers_.erase(found);
     Destroyed(id);
@@ -49,11 +47,20 @@ class BufferRegistry {
   // Destroys every buffer, or none if one of them is in use.
   Status DestroyAll(const std::string& op) {
     std::lock_guard<std::mutex> lock(mutex_);
-    std::map<int64_t, int64_t> in_use;
+    std::string busy;
     for (const auto& [id, buffer] : buffers_) {
-      if (buffer.num_in_use > 0) in_use[id] = buffer.num_in_use;
+      if (buffer.num_in_use == 0) continue;
+      busy +=
+          (busy.empty() ? "" : ", ") + std::to_string(id) + " (" + Calls(buffer.num_in_use) + ")";
     }
-    if (!in_use.empty()) return BuffersAreInUse(op, in_use, counts_ranks_);
+    if (!busy.empty()) {
+      return Status::Invalid(op,
+                             counts_ranks_ ? ": calls in flight, counted per rank, use buffers "
+                                           : ": calls in flight use buffers ",
+                             busy,
+                             "; none has been destroyed. Wait for their results, for example with "
+                             "jax.block_until_ready, then destroy all.");
+    }
     for (const auto& [id, buffer] : buffers_) Destroyed(id);
     buffers_.clear();
     return Status::Ok();
@@ -85,6 +92,10 @@ class BufferRegistry {
   std::map<int64_t, Buffer> buffers_;
 
  private:
+  static std::string Calls(int64_t count) {
+    return std::to_string(count) + (count == 1 ? " call" : " calls");
+  }
+
   const bool counts_ranks_;
 };
 

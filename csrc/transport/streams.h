@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace cpd {
@@ -55,10 +56,62 @@ class Stream {
   virtual void Wait(Signal signal, int64_t count, int peer) = 0;
 };
 
+// An operation that has been recorded, and its arguments.
+struct Step {
+  enum class Kind : uint8_t { kRun, kPut, kAdd, kWait };
+
+  Kind kind;
+  SpanKind span = SpanKind::kCommunication;
+  std::string name = {};
+  std::function<void(Counters&)> work = {};
+  std::vector<RowCopy> copies = {};
+  int peer = 0;
+  Signal signal = {};
+  int64_t count = 1;
+};
+
+class RecordedStream final : public Stream {
+ public:
+  void Run(SpanKind kind, std::string name, std::function<void(Counters&)> work) override {
+    steps.push_back({Step::Kind::kRun, kind, std::move(name), std::move(work)});
+  }
+  void Put(std::string name, int peer, std::vector<RowCopy> copies, Signal signal) override {
+    steps.push_back({Step::Kind::kPut,
+                     SpanKind::kCommunication,
+                     std::move(name),
+                     {},
+                     std::move(copies),
+                     peer,
+                     std::move(signal)});
+  }
+  void Add(int peer, Signal signal) override {
+    steps.push_back({Step::Kind::kAdd, {}, {}, {}, {}, peer, std::move(signal)});
+  }
+  void Wait(Signal signal, int64_t count, int peer) override {
+    steps.push_back({Step::Kind::kWait, {}, {}, {}, {}, peer, std::move(signal), count});
+  }
+
+  std::vector<Step> steps;
+};
+
 // The two streams of a rank: one computes while the other communicates.
 struct RankStreams {
   Stream& compute;
   Stream& communicate;
+};
+
+// The streams of all ranks of a schedule, which is recorded once, for CPUs, GPUs and stand-ins.
+class RecordedSchedule {
+ public:
+  explicit RecordedSchedule(int num_ranks) : streams_(2 * num_ranks) {}
+
+  RankStreams streams(int rank) { return {streams_[2 * rank], streams_[2 * rank + 1]}; }
+  int num_streams() const { return static_cast<int>(streams_.size()); }
+  // Of stream i, which is of rank i / 2: the even one computes.
+  const std::vector<Step>& steps(int i) const { return streams_[i].steps; }
+
+ private:
+  std::vector<RecordedStream> streams_;
 };
 
 }  // namespace cpd

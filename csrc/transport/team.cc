@@ -1,20 +1,44 @@
-// Streams of ranks: recorded first, then run, each on its own thread. Of ranks in other processes,
-// only their puts to local ranks run here: local ranks fetch those.
+// Recorded spans: what each rank did and when.
 #include "transport/team.h"
 
-#include <atomic>
+#include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <exception>
 #include <utility>
 
-#include "transport/spans.h"
-
 namespace cpd {
-namespace {
 
-constexpr int kStreamsPerRank = 2;
+int64_t SteadyNanoseconds() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(
+             std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
 
-}  // namespace
+SpanRecorder& SpanRecorder::Get() {
+  static auto* recorder = new SpanRecorder;  // never destroyed: streams may run during exit()
+  return *recorder;
+}
+
+void SpanRecorder::Start() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  spans_.clear();
+  enabled_ = true;
+}
+
+std::vector<RecordedSpan> SpanRecorder::Stop() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  enabled_ = false;
+  return std::exchange(spans_, {});
+}
+
+void SpanRecorder::Record(RecordedSpan span) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (enabled_) spans_.push_back(std::move(span));
+}
+
+// ---- Streams of ranks: recorded first, then run, each on its own thread. Of ranks in other
+// processes, only their puts to local ranks run here: local ranks fetch those.
 
 void CopyRows(const std::vector<RowCopy>& copies) {
   for (const RowCopy& copy : copies) {
@@ -85,106 +109,84 @@ class Team::RankCounters final : public Counters {
   bool failed_ = false;
 };
 
-class Team::RecordedStream final : public Stream {
- public:
-  RecordedStream(Team* team, int rank)
-      : team_(team), rank_(rank), is_elsewhere_(team->elsewhere_.Holds(rank)) {}
-
-  void Run(SpanKind kind, std::string name, std::function<void(Counters&)> work) override {
-    if (is_elsewhere_) return;
-    steps_.push_back([this, kind, name = std::move(name), work = std::move(work)] {
-      const SpanScope span(team_->call_.op, team_->call_.group, rank_, kind, name);
-      work(*team_->counters_[rank_]);
-      return true;
-    });
-  }
-
-  // Processes do not write each other's memory: the peer is notified and fetches the rows.
-  void Put(std::string name, int peer, std::vector<RowCopy> copies, Signal signal) override {
-    if (team_->elsewhere_.Holds(peer)) return Add(peer, team_->Fetchable(signal));
-    if (is_elsewhere_) {
-      steps_.push_back([this, peer, fetchable = team_->Fetchable(signal)] {
-        return team_->counters_[peer]->WaitFor(fetchable, 1, rank_);
-      });
-      name += " from rank " + std::to_string(rank_);
-    }
-    const int copier = is_elsewhere_ ? peer : rank_;
-    steps_.push_back([this, copier, name = std::move(name), peer, copies = std::move(copies),
-                      signal = std::move(signal)] {
-      {
-        const SpanScope span(team_->call_.op, team_->call_.group, copier, SpanKind::kCommunication,
-                             name);
-        team_->link_(copies);
-      }
-      team_->counters_[copier]->Add(peer, signal);
-      return true;
-    });
-  }
-
-  void Add(int peer, Signal signal) override {
-    if (is_elsewhere_) return;  // its process notifies this one
-    steps_.push_back([this, peer, signal = std::move(signal)] {
-      team_->counters_[rank_]->Add(peer, signal);
-      return true;
-    });
-  }
-
-  void Wait(Signal signal, int64_t count, int peer) override {
-    if (is_elsewhere_) return;
-    steps_.push_back([this, signal = std::move(signal), count, peer] {
-      return team_->counters_[rank_]->WaitFor(signal, count, peer);
-    });
-  }
-
-  bool empty() const { return steps_.empty(); }
-
-  void RunAll() {
-    try {
-      for (const auto& step : steps_) {
-        if (!step() || !team_->status().ok()) return;
-      }
-    } catch (const std::exception& error) {  // no memory: the others must not wait for it
-      team_->Fail(Status::Internal(team_->call_.op,
-                                   (is_elsewhere_ ? ": fetching from rank " : ": rank "), rank_,
-                                   " threw ", error.what()));
-    }
-  }
-
- private:
-  Team* const team_;
-  const int rank_;
-  const bool is_elsewhere_;
-  std::vector<std::function<bool()>> steps_;  // false: the stream ends here
-};
-
 Team::Team(Call call, int num_ranks, int num_signals, Link link, Elsewhere elsewhere)
     : call_(std::move(call)),
       num_signals_(num_signals),
       link_(std::move(link)),
-      elsewhere_(std::move(elsewhere)) {
+      elsewhere_(std::move(elsewhere)),
+      schedule_(num_ranks) {
   for (int rank = 0; rank < num_ranks; ++rank) {
     counters_.push_back(std::make_unique<RankCounters>(this, rank, 2 * num_signals));
-    for (int i = 0; i < kStreamsPerRank; ++i) {
-      streams_.push_back(std::make_unique<RecordedStream>(this, rank));
-    }
   }
 }
 
 Team::~Team() = default;
 
-RankStreams Team::streams(int rank) {
-  return {*streams_[kStreamsPerRank * rank], *streams_[kStreamsPerRank * rank + 1]};
+bool Team::RunsHere(int rank, const Step& step) const {
+  return !elsewhere_.Holds(rank) || (step.kind == Step::Kind::kPut && !elsewhere_.Holds(step.peer));
 }
 
 std::vector<int> Team::Tasks() const {
   std::vector<int> tasks;
-  for (size_t i = 0; i < streams_.size(); ++i) {
-    if (!streams_[i]->empty()) tasks.push_back(static_cast<int>(i));
+  for (int i = 0; i < schedule_.num_streams(); ++i) {
+    const std::vector<Step>& steps = schedule_.steps(i);
+    const auto runs = [&](const Step& step) { return RunsHere(i / 2, step); };
+    if (std::any_of(steps.begin(), steps.end(), runs)) tasks.push_back(i);
   }
   return tasks;
 }
 
-void Team::Run(int task) { streams_[task]->RunAll(); }
+void Team::Run(int task) {
+  const int rank = task / 2;
+  try {
+    for (const Step& step : schedule_.steps(task)) {
+      if (RunsHere(rank, step) && (!RunStep(rank, step) || !status().ok())) return;
+    }
+  } catch (const std::exception& error) {  // no memory: the others must not wait for it
+    Fail(Status::Internal(call_.op, elsewhere_.Holds(rank) ? ": fetching from rank " : ": rank ",
+                          rank, " threw ", error.what()));
+  }
+}
+
+template <typename Work>
+void Team::Span(int rank, SpanKind kind, const std::string& name, const Work& work) const {
+  SpanRecorder& spans = SpanRecorder::Get();
+  const int64_t start = spans.enabled() ? SteadyNanoseconds() : -1;
+  work();
+  if (start < 0) return;
+  spans.Record({call_.op, call_.group, rank, kind, name, start, SteadyNanoseconds() - start});
+}
+
+bool Team::RunStep(int rank, const Step& step) {
+  RankCounters& own = *counters_[rank];
+  switch (step.kind) {
+    case Step::Kind::kRun:
+      Span(rank, step.span, step.name, [&] { step.work(own); });
+      return true;
+    case Step::Kind::kPut: {
+      // Processes do not write each other's memory: the peer is notified and fetches the rows.
+      if (elsewhere_.Holds(step.peer)) {
+        own.Add(step.peer, Fetchable(step.signal));
+        return true;
+      }
+      RankCounters& copier = elsewhere_.Holds(rank) ? *counters_[step.peer] : own;
+      std::string name = step.name;
+      if (&copier != &own) {
+        if (!copier.WaitFor(Fetchable(step.signal), 1, rank)) return false;
+        name += " from rank " + std::to_string(rank);
+      }
+      Span(&copier == &own ? rank : step.peer, step.span, name, [&] { link_(step.copies); });
+      copier.Add(step.peer, step.signal);
+      return true;
+    }
+    case Step::Kind::kAdd:
+      own.Add(step.peer, step.signal);
+      return true;
+    case Step::Kind::kWait:
+      return own.WaitFor(step.signal, step.count, step.peer);
+  }
+  return false;
+}
 
 Status Team::status() {
   std::lock_guard<std::mutex> lock(mutex_);
@@ -195,10 +197,6 @@ void Team::Add(int rank, int counter) {
   const bool is_one = rank >= 0 && rank < static_cast<int>(counters_.size()) && counter >= 0 &&
                       counter < 2 * num_signals_;
   if (is_one) counters_[rank]->Count(counter);
-}
-
-Signal Team::Fetchable(const Signal& signal) const {
-  return {num_signals_ + signal.index, signal.name};
 }
 
 std::string Team::NameOf(int rank) const {

@@ -165,9 +165,6 @@ class Transport {
   virtual void Join(const Exchange& exchange, int rank, std::unique_ptr<Contribution> contribution,
                     Completion completion, int num_helpers, const Scheduler& scheduler) = 0;
 
-  // Fails all unfinished and later exchanges of this execution, as a failed exchange does.
-  virtual void Fail(int64_t run_id, const Status& status, std::chrono::milliseconds deadline) = 0;
-
   // For a rank that cannot join: fails it, and all unfinished and later exchanges of this
   // execution.
   virtual void Refuse(const Exchange& exchange, const Status& status, Completion completion) = 0;

@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 from jax_cp_dispatch.cost import HARDWARE, CommGemmShape
 from jax_cp_dispatch.plots import plot_overlap
-from jax_cp_dispatch.profiling import OverlapProfile
-from jax_cp_dispatch.timeline import COMMUNICATION, COMPUTATION, Span
+from jax_cp_dispatch.profiling import COMMUNICATION, COMPUTATION, OverlapProfile, Span
 
 # Two products of an attention layer with 64 query and 2 x 8 key and value heads of 128 in bfloat16,
 # over 8192 tokens and 4 ranks: in (queries, keys, values), and out.

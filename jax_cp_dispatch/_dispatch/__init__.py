@@ -6,8 +6,17 @@ from jax_cp_dispatch._dispatch.buffers import (
     destroy_all_dispatch_buffers,
     destroy_dispatch_buffer,
 )
-from jax_cp_dispatch._dispatch.movement import combine, combine_qkv, dispatch, dispatch_qkv, move
-from jax_cp_dispatch._dispatch.pairs import combine_start, dispatch_start, exchange_done, start
+from jax_cp_dispatch._dispatch.movement import (
+    combine,
+    combine_qkv,
+    combine_start,
+    dispatch,
+    dispatch_qkv,
+    dispatch_start,
+    exchange_done,
+    move,
+    start,
+)
 from jax_cp_dispatch._dispatch.primitives import name_of_transpose
 from jax_cp_dispatch._dispatch.ragged_all_to_all import ragged_all_to_all
 

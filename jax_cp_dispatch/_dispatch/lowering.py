@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Primitive
 from jax.interpreters import mlir
+from jax.interpreters.mlir import ir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from jax_cp_dispatch._dispatch import xla
-from jax_cp_dispatch._dispatch.arguments import Exchange, ExchangeOperands, read_operands
+from jax_cp_dispatch._dispatch.exchange import Exchange, ExchangeOperands
 from jax_cp_dispatch._ranks import runtime
 from jax_cp_dispatch._ranks.communicator import Communicator
 from jax_cp_dispatch._ranks.gpu import all_ranks_here
@@ -32,7 +33,6 @@ from jax_cp_dispatch._ranks.implementations import (
 from jax_cp_dispatch._ranks.lowering import (
     Chosen,
     choose,
-    fall_back,
     lower_opened,
     partitioned,
     prepare_cpu_devices,
@@ -51,81 +51,54 @@ from jax_cp_dispatch._ranks.options import (
 # ---- The custom call of an exchange: what CPUs and GPUs read alike, and its lowering for each.
 
 
-def handler_name(exchange: Exchange) -> str:
-    """Returns the name of the handler."""
+def _handler_name(exchange: Exchange) -> str:
     return runtime.DISPATCH_TARGET if exchange.sums is None else runtime.COMBINE_TARGET
 
 
-def start_handler_name(exchange: Exchange) -> str:
-    """Returns the name of the handler of the first of two calls, on GPUs."""
-    return f"{handler_name(exchange)}_start"
-
-
-def handler_attributes(exchange: Exchange) -> dict[str, Any]:
-    """Returns what a handler reads besides the places of the ranks."""
-    groups = exchange.groups
-    return {
-        "op": exchange.op,
-        **exchange.comm.attributes(),
-        "capacity_names": ",".join(group.capacity_name for group in groups),
-        "has_src_offset": _span(group.has_src_offset for group in groups),
-        "has_weights": _span(group.has_weights for group in groups),
-        "has_fingerprint": _span(group.has_fingerprint for group in groups),
-        "num_arrays": _span(group.num_arrays for group in groups),
-        "num_tokens": _span(group.num_tokens for group in groups),
-        "capacity": _span(group.capacity for group in groups),
-        "buffer": _span(group.buffer for group in groups),
-    }
-
-
-def storage_aliases(exchange: Exchange, operands: Any) -> dict[int, int]:
-    """Returns which operand of the handler is the storage of which result.
-
-    `operands` are those of the primitive; the handler's begin with rank and group.
-    """
-    num_storage = exchange.num_storage(operands)
-    return {2 + len(operands) - num_storage + i: i for i in range(num_storage)}
-
-
-def _span(values: Any) -> np.ndarray:
-    return np.array(list(values), np.int64)
-
-
-def call_handler(
+def _call_handler(
     avals_out: Any, exchange: Exchange, attributes: dict[str, Any], *operands: Any
 ) -> list[Any]:
-    """Makes the call; `operands` are those of the primitive."""
+    """Makes the call. The handler's operands are rank and group, and those of the primitive."""
+    rank_and_group = _rank_and_group(exchange)
+    num_results = exchange.num_arrays
+    first = exchange.num_before_arrays + num_results  # of the storage
+    aliases = {len(rank_and_group) + i: i - first for i in range(first, len(operands))}
     handler = jax.ffi.ffi_call(
-        handler_name(exchange),
-        like(avals_out),
-        input_output_aliases=storage_aliases(exchange, operands),
+        _handler_name(exchange), _like(avals_out), input_output_aliases=aliases
     )
-    return list(handler(*places(exchange), *operands, **attributes))
+    return list(handler(*rank_and_group, *operands, **_attributes(exchange), **attributes))
 
 
-def places(exchange: Exchange) -> list[Any]:
-    """Returns the device's rank and group, the first operands; 0 if one device holds all ranks."""
+def _rank_and_group(exchange: Exchange) -> list[Any]:
+    """Returns those of the device; 0 if one device holds all ranks."""
     return rank_and_group(Communicator() if exchange.is_global else exchange.comm)
 
 
-def like(avals: Any) -> list[jax.ShapeDtypeStruct]:
+def _attributes(exchange: Exchange) -> dict[str, Any]:
+    """Returns what a handler reads besides the attributes of the ranks."""
+    spans = ("has_src_offset", "has_weights", "has_fingerprint", "num_arrays", "num_tokens")
+    span_of = lambda name: np.array([getattr(x, name) for x in exchange.groups], np.int64)
+    return {
+        "op": exchange.op,
+        "capacity_names": ",".join(group.capacity_name for group in exchange.groups),
+        **{name: span_of(name) for name in (*spans, "capacity", "buffer")},
+    }
+
+
+def _like(avals: Any) -> list[jax.ShapeDtypeStruct]:
     """Returns shapes and dtypes alone."""
     return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
 
 
-def lower_on_cpu(ctx: Any, *operands: Any, exchange: Exchange, choice: Chosen) -> Any:
+def _lower_on_cpu(ctx: Any, *operands: Any, exchange: Exchange, choice: Chosen) -> Any:
     """Lowers the part of one rank between CPU devices."""
     prepare_cpu_devices()
-    ranks = choice.rank_attributes(ctx, exchange.comm, _what(exchange))
-    attributes = handler_attributes(exchange) | ranks
-    call = functools.partial(call_handler, ctx.avals_out, exchange, attributes)
-    return mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
-
-
-def _what(exchange: Exchange) -> str:
-    """Describes the operation, and the properties of its groups that shapes do not show."""
+    # With the properties of the groups that shapes do not show.
     rows = "; ".join(f"{x.num_tokens} tokens, capacity {x.capacity}" for x in exchange.groups)
-    return f"{handler_name(exchange).rpartition('.')[2]} of {rows}"
+    what = f"{_handler_name(exchange).rpartition('.')[2]} of {rows}"
+    ranks = exchange.comm.attributes() | choice.rank_attributes(ctx, exchange.comm, what)
+    call = functools.partial(_call_handler, ctx.avals_out, exchange, ranks)
+    return mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
 
 
 _MAX_ARRAYS = 64  # of one call, as in csrc/kernels/call.h
@@ -133,7 +106,7 @@ _ALL = 0  # multiprocessors, for the handler
 _MOST_SMS = 2**31 - 1  # of any GPU
 
 
-def what_gpus_lack(exchange: Exchange) -> str | None:
+def _what_gpus_lack(exchange: Exchange) -> str | None:
     """Returns why an exchange needs XLA, whatever the transport; None if it does not."""
     if any(group.has_weights for group in exchange.groups):
         return "rows have weights"
@@ -142,91 +115,118 @@ def what_gpus_lack(exchange: Exchange) -> str | None:
     return f"{exchange.num_arrays} arrays, but a call on GPUs takes at most {_MAX_ARRAYS}"
 
 
-def lower_on_gpu(ctx: Any, *operands: Any, exchange: Exchange, choice: Chosen) -> Any:
+def _on_gpu(ctx: Any, exchange: Exchange, choice: Chosen | None) -> dict[str, Any]:
+    """Returns the attributes of the ranks; without a choice one device holds their rows."""
+    ranks = choice.rank_attributes(ctx, exchange.comm, "") if choice else all_ranks_here()
+    num_comm_sm = np.int64(min(exchange.num_comm_sm or _ALL, _MOST_SMS))
+    return {**exchange.comm.attributes(), **ranks, "num_comm_sm": num_comm_sm}
+
+
+def _lower_on_gpu(ctx: Any, *operands: Any, exchange: Exchange, choice: Chosen) -> Any:
     """Lowers the part of one rank."""
-    ranks = choice.rank_attributes(ctx, exchange.comm, "")
-    move = functools.partial(call_handler, ctx.avals_out, exchange, _attributes(exchange, ranks))
+    ranks = _on_gpu(ctx, exchange, choice)
+    move = functools.partial(_call_handler, ctx.avals_out, exchange, ranks)
     return mlir.lower_fun(move, multiple_results=True)(ctx, *operands)
 
 
-def on_one_gpu(ctx: Any, exchange: Exchange) -> Callable[..., Any]:
+def _on_one_gpu(ctx: Any, exchange: Exchange) -> Callable[..., Any]:
     """Returns the exchange of a device that holds the rows of all ranks, to be traced."""
-    attributes = _attributes(exchange, all_ranks_here())
-    return functools.partial(call_handler, ctx.avals_out, exchange, attributes)
+    ranks = _on_gpu(ctx, exchange, None)
+    return functools.partial(_call_handler, ctx.avals_out, exchange, ranks)
 
 
-def start_on_gpu(
-    ctx: Any, *operands: Any, exchange: Exchange, num_beside: int, choice: Chosen
-) -> Any:
-    """Lowers the first call of two.
+# ---- An exchange in two calls on GPUs; elsewhere it is whole at its start.
+
+
+def lower_start(ctx: Any, *operands: Any, exchange: Exchange, num_held: int) -> Any:
+    """Lowers the first call.
 
     It puts the exchange on a stream of the package and returns; the second call makes the program's
     stream wait. XLA keeps the memory that the exchange uses, because the second call takes all
     results of the first; and it puts the work between them, because optimization barriers make the
     work depend on `held`, and the second call on both.
     """
-    ranks = all_ranks_here()
-    if not exchange.is_global:
-        ranks = choice.rank_attributes(ctx, exchange.comm, "")
-    start = functools.partial(_start, ctx.avals_out, ranks, exchange, num_beside)
+    choice = _choice_of_pair(ctx, exchange)
+    n = exchange.num_before_arrays
+    end = n + exchange.num_arrays
+    if choice is None:
+
+        def whole(*operands: Any) -> list[Any]:
+            moved = exchange.primitive.bind(*operands[:end], exchange=exchange)
+            return [*moved, *operands[n:end], jnp.zeros(num_held, jnp.float32), *operands[end:]]
+
+        return lower_opened(whole, ctx, *operands)
+    ranks = _on_gpu(ctx, exchange, None if exchange.is_global else choice)
+
+    def start(*operands: Any) -> list[Any]:
+        rank_and_group = _rank_and_group(exchange)
+        call = jax.ffi.ffi_call(
+            f"{_handler_name(exchange)}_start",
+            _like(ctx.avals_out[: 2 * exchange.num_arrays + 1]),
+            input_output_aliases={len(rank_and_group) + i: end - 2 * n + i for i in range(n, end)},
+            has_side_effect=True,  # two calls of the same exchange must not become one
+        )
+        outs = call(*rank_and_group, *operands[:end], **_attributes(exchange), **ranks)
+        return [*outs[:-1], *_one_after_another(outs[-1], operands[end:])]
+
     return mlir.lower_fun(start, multiple_results=True)(ctx, *operands)
 
 
-def _start(
-    avals_out: Any, ranks: dict[str, Any], exchange: Exchange, num_beside: int, *operands: Any
-) -> list[Any]:
-    num_moving = len(operands) - num_beside
-    moving, beside = operands[:num_moving], operands[num_moving:]
-    first_two, n = places(exchange), exchange.num_arrays
-    first = len(first_two) + exchange.num_before_arrays
-    call = jax.ffi.ffi_call(
-        start_handler_name(exchange),
-        like(avals_out[: 2 * n + 1]),
-        input_output_aliases={first + i: n + i for i in range(n)},
-        has_side_effect=True,  # two calls of the same exchange must not become one
-    )
-    *started, held = call(*first_two, *moving, **_attributes(exchange, ranks))
-    return [*started, *_one_after_another(held, beside)]
+def lower_done(ctx: Any, *operands: Any, exchange: Exchange) -> Any:
+    """Lowers the second call; nothing is left to do after a whole exchange.
+
+    A first call in another loop, branch or function is the whole exchange, because the runtime
+    finds no second call for it.
+    """
+    n, operands = exchange.num_arrays, operands[exchange.num_before_arrays :]
+    is_whole = _choice_of_pair(ctx, exchange) is None
+    if is_whole or not all(map(_is_result_here, operands[: 2 * n])):
+        return [*operands[:n], *operands[2 * n + 1 :]]
+
+    def done(*operands: Any) -> list[Any]:
+        held, *beside = _one_after_another(operands[2 * n], operands[2 * n + 1 :])
+        call = jax.ffi.ffi_call(
+            runtime.EXCHANGE_DONE_TARGET,
+            _like(operands[:n]),
+            input_output_aliases={i: i for i in range(n)},
+            has_side_effect=True,  # it stays where it is
+        )
+        return [*call(*operands[: 2 * n], held), *beside]
+
+    avals_in = ctx.avals_in[exchange.num_before_arrays :]
+    return mlir.lower_fun(done, multiple_results=True)(ctx.replace(avals_in=avals_in), *operands)
 
 
-def done_on_gpu(ctx: Any, *operands: Any, exchange: Exchange, choice: Chosen) -> Any:
-    """Lowers the second call."""
-    done = functools.partial(_done, exchange)
-    return mlir.lower_fun(done, multiple_results=True)(ctx, *operands)
+def _is_result_here(value: Any) -> bool:
+    """Whether a value is the result of a custom call in the block that is being lowered."""
+    owner: Any = value.owner
+    if isinstance(owner, ir.Block):  # an argument
+        return False
+    current: Any = ir.InsertionPoint.current
+    return owner.name == "stablehlo.custom_call" and owner.operation.block == current.block
 
 
-def _done(exchange: Exchange, *operands: Any) -> list[Any]:
-    n = exchange.num_arrays
-    rest = operands[exchange.num_before_arrays :]
-    held, *beside = _one_after_another(rest[2 * n], rest[2 * n + 1 :])
-    call = jax.ffi.ffi_call(
-        runtime.EXCHANGE_DONE_TARGET,
-        like(rest[:n]),
-        input_output_aliases={i: i for i in range(n)},
-        has_side_effect=True,  # it stays where it is
-    )
-    return [*call(*rest[: 2 * n], held), *beside]
+def _choice_of_pair(ctx: Any, exchange: Exchange) -> Chosen | None:
+    """Returns the implementation, if it has two calls for this program."""
+    program = ctx.module_context.axis_context
+    if exchange.comm.open_axes or (exchange.is_global and program.num_devices != 1):
+        return None  # the arrays of other devices are here too, until the program is partitioned
+    if _what_gpus_lack(exchange):
+        return None  # the whole exchange says so
+    choice = _choice(ctx, exchange)
+    return choice if choice.implementation in ON_GPU else None
 
 
-def _one_after_another(held: Any, beside: Any) -> list[Any]:
+def _one_after_another(held: Any, beside: Sequence[Any]) -> list[Any]:
     """Returns all values; whatever reads one of them depends on all."""
     return list(jax.lax.optimization_barrier((held, *beside))) if beside else [held]
-
-
-def _attributes(exchange: Exchange, ranks: dict[str, Any]) -> dict[str, Any]:
-    return {
-        **handler_attributes(exchange),
-        **ranks,
-        "num_comm_sm": np.int64(min(exchange.num_comm_sm or _ALL, _MOST_SMS)),
-    }
 
 
 # ---- Calls on arrays of all ranks: a Shardy rule, and each device's part.
 #
 # Rows are sharded over the axis of the ranks. Every other dimension keeps its sharding, so heads
-# stay
-# on their tensor-parallel devices. Each index of the other mesh axes is an independent group of
-# ranks.
+# stay on their tensor-parallel devices. Each index of the other mesh axes is an independent group
+# of ranks.
 
 
 def place_arrays(
@@ -268,7 +268,7 @@ def _row_specs(names, arrays, open_axes, is_global, num_storage) -> list[P]:
     return specs + specs[:num_storage]
 
 
-def on_every_device(
+def _on_every_device(
     fn: Callable[[Any], Callable[..., list[Any]]], operands: Sequence[Any], exchange: Exchange
 ) -> list[Any]:
     """Calls `fn(mesh)` with all axes manual, on any view of the fields and one device's rows.
@@ -307,14 +307,14 @@ def vary_with(fields: Iterable[Any], names: Sequence[str], arrays: list[Any]) ->
     return arrays if all(varying_axes(x) == axes for x in arrays) else vary_alike(arrays, also=axes)
 
 
-def lower_partitioned(primitive, ctx, *operands, exchange: Exchange, on_one_device):
+def _lower_partitioned(ctx, *operands, exchange: Exchange, on_one_device):
     """Lowers a global exchange; `on_one_device` is used if there is nothing to split."""
     if not getattr(jax.config, "jax_use_shardy_partitioner", True):  # XLA would abort the process
         raise NotImplementedError(
             f"{exchange.op}: arrays of all ranks are split by a Shardy rule, but "
             "jax_use_shardy_partitioner is False. Enable it, or call inside jax.shard_map."
         )
-    avals = read_operands(ctx.avals_in, exchange)
+    avals = ExchangeOperands.read(ctx.avals_in, exchange)
     names, num_ranks = exchange.comm.axis_names, exchange.comm.num_ranks
 
     mesh_around = jax.sharding.get_mesh()
@@ -322,15 +322,13 @@ def lower_partitioned(primitive, ctx, *operands, exchange: Exchange, on_one_devi
     def partition(mesh, arguments, results):
         mesh = program_mesh(exchange.op, names, mesh, mesh_around)
         _check_num_ranks(exchange, mesh)
-        given = read_operands(arguments, exchange)
+        given = ExchangeOperands.read(arguments, exchange)
         is_free = lambda axis: axis not in names
         row_specs = [row_spec(x.sharding, len(x.shape), names, is_free) for x in given.arrays]
         fields = [P(names)] * exchange.num_before_arrays
         specs = [*fields, *row_specs, *row_specs[: len(given.storage)]]
 
-        def on_each_device(*moved):
-            return primitive.bind(*moved, exchange=exchange.inside(mesh))
-
+        on_each_device = functools.partial(exchange.primitive.bind, exchange=exchange.inside(mesh))
         on_mesh = lambda specs: [NamedSharding(mesh, spec) for spec in specs]
         return mesh, on_each_device, on_mesh(row_specs), tuple(on_mesh(specs))
 
@@ -339,8 +337,8 @@ def lower_partitioned(primitive, ctx, *operands, exchange: Exchange, on_one_devi
     run = partitioned(
         on_one_device,
         partition,
-        name=(str(primitive), exchange, mesh_around),
-        on_tpus=functools.partial(_run_over_ranks, primitive, exchange=exchange),
+        name=(exchange, mesh_around),
+        on_tpus=functools.partial(_run_over_ranks, exchange=exchange),
         sharding_rule=rule,
         need_replication_factors=whole,
         **sizes,
@@ -348,7 +346,7 @@ def lower_partitioned(primitive, ctx, *operands, exchange: Exchange, on_one_devi
     return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
 
 
-def _run_over_ranks(primitive, *operands, exchange: Exchange):
+def _run_over_ranks(*operands, exchange: Exchange):
     """Runs the same in a `shard_map` over the ranks' axes, for XLA's compilers without such rules.
 
     The other axes stay automatic. XLA gathers over them what `ragged_all_to_all` moves.
@@ -360,7 +358,7 @@ def _run_over_ranks(primitive, *operands, exchange: Exchange):
             "program is compiled. Pass mesh=, or call under jax.set_mesh or inside jax.shard_map."
         )
     _check_num_ranks(exchange, mesh)
-    run = lambda *moved: primitive.bind(*moved, exchange=exchange.inside(mesh))
+    run = functools.partial(exchange.primitive.bind, exchange=exchange.inside(mesh))
     return with_manual_axes(run, names, mesh, in_specs=P(names), out_specs=P(names))(*operands)
 
 
@@ -410,40 +408,37 @@ def _sharding_rule(avals: ExchangeOperands, result_rows: list[int], num_ranks: i
     return f"{', '.join(operands)} -> {', '.join(results)}", tuple(whole), sizes
 
 
-register_lowering(Operation.EXCHANGE, lower_on_cpu, on=ON_CPU)
-register_lowering(Operation.EXCHANGE, lower_on_gpu, on=ON_GPU)
+register_lowering(Operation.EXCHANGE, _lower_on_cpu, on=ON_CPU)
+register_lowering(Operation.EXCHANGE, _lower_on_gpu, on=ON_GPU)
 register_lowering(Operation.EXCHANGE, xla.lower, on=[XLA])
-register_lowering(Operation.EXCHANGE_ON_ONE_DEVICE, on_one_gpu, on=ON_GPU)
-register_lowering(Operation.EXCHANGE_ON_ONE_DEVICE, xla.on_one_device, on=[XLA])
 
 
-def lower(primitive: Primitive, ctx: Any, *operands: Any, exchange: Exchange) -> Any:
-    """Lowers both primitives."""
+def lower(ctx: Any, *operands: Any, exchange: Exchange) -> Any:
+    """Lowers an exchange in one call."""
     op, comm = exchange.op, exchange.comm
     if comm.open_axes:
-        opened = functools.partial(_opened, primitive, exchange=exchange)
+        # Each device's part, inside a `shard_map` over the axes that are not manual yet.
+        def on_rank(mesh):
+            return functools.partial(exchange.primitive.bind, exchange=exchange.inside(mesh))
+
+        opened = lambda *moved: _on_every_device(on_rank, moved, exchange)
         return lower_opened(opened, ctx, *operands)
+    choice = _choice(ctx, exchange)
+    if choice.implementation in ON_GPU and (missing := _what_gpus_lack(exchange)):
+        xla_ = fall_back_to_xla(op, comm.implementation, missing)
+        choice = choice._replace(implementation=xla_)
     if exchange.is_global:
-        implementation = choose_on_one_device(
-            op, comm.implementation, ctx.module_context.platforms, comm.num_ranks
-        )
-        if implementation in ON_GPU and (missing := what_gpus_lack(exchange)):
-            implementation = fall_back_to_xla(op, comm.implementation, missing)
-        on_one_device = implementation.lowerings[Operation.EXCHANGE_ON_ONE_DEVICE]
-        return lower_partitioned(
-            primitive, ctx, *operands, exchange=exchange, on_one_device=on_one_device(ctx, exchange)
-        )
-    choice = choose(ctx, op, comm)
-    if choice.implementation in ON_GPU and (missing := what_gpus_lack(exchange)):
-        choice = fall_back(choice, op, comm, missing)
+        is_on_gpu = choice.implementation in ON_GPU
+        here = _on_one_gpu(ctx, exchange) if is_on_gpu else xla.on_one_device(exchange)
+        return _lower_partitioned(ctx, *operands, exchange=exchange, on_one_device=here)
     return choice.lower(Operation.EXCHANGE, ctx, *operands, exchange=exchange)
 
 
-def _opened(primitive: Primitive, *operands: Any, exchange: Exchange) -> Any:
-    """Runs each device's part inside a `shard_map` over the axes that are not manual yet."""
-
-    def on_rank(mesh):
-        local = exchange.inside(mesh)
-        return lambda *moved: primitive.bind(*moved, exchange=local)
-
-    return on_every_device(on_rank, operands, exchange)
+def _choice(ctx: Any, exchange: Exchange) -> Chosen:
+    """Returns the implementation; of a global call, that of a device that holds all rows."""
+    op, comm = exchange.op, exchange.comm
+    if not exchange.is_global:
+        return choose(ctx, op, comm)
+    platforms = ctx.module_context.platforms
+    row = choose_on_one_device(op, comm.implementation, platforms, comm.num_ranks)
+    return Chosen(row, None)

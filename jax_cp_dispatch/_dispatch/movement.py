@@ -1,7 +1,9 @@
-"""`dispatch` and `combine`: move tokens between the ranks of a mesh axis, as metadata describes."""
+"""`dispatch` and `combine`: move tokens between the ranks of a mesh axis, as metadata describes.
+
+`dispatch_start`, `combine_start` and `exchange_done` do the same beside other work.
+"""
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,20 +13,23 @@ from jaxtyping import Array, DTypeLike, Num, PyTree, Shaped
 
 from jax_cp_dispatch._dispatch.arguments import (
     Argument,
+    Rows,
+    check_sizes,
+    read_outgoing,
+    read_returning,
+)
+from jax_cp_dispatch._dispatch.buffers import buffer_limits
+from jax_cp_dispatch._dispatch.exchange import (
     Collectives,
     Exchange,
     OperandGroup,
-    Rows,
-    check_size,
-    check_storage,
-    outgoing,
-    read_metadata,
-    returning,
-    rows_per_rank,
+    done_p,
+    start_p,
 )
 from jax_cp_dispatch._dispatch.lowering import place_arrays, vary_with
-from jax_cp_dispatch._dispatch.primitives import combine_p, dispatch_p
-from jax_cp_dispatch._ranks.communicator import AxisName
+from jax_cp_dispatch._dispatch.primitives import PairValues, num_held
+from jax_cp_dispatch._door import door
+from jax_cp_dispatch._ranks.communicator import AxisName, Communicator
 from jax_cp_dispatch._ranks.options import (
     CallContext,
     CollectiveOptions,
@@ -36,25 +41,45 @@ from jax_cp_dispatch._ranks.options import (
 )
 from jax_cp_dispatch.metadata import Metadata
 
-# ---- Turns the arguments of a public call into one call of a primitive.
+# ---- From arguments to one call of a primitive.
 
 SCOPE = "cpd.exchange"
 
 
 class Prepared(NamedTuple):
-    """The operands of one call of a primitive, and what makes results from its own.
+    """One call of a primitive.
 
     Attributes:
       exchange: None if nothing moves.
       operands: of the primitive, without storage.
       storage: arrays that the results may reuse, if any.
-      results: how those of each argument are made.
+      arguments: of the call.
+      num_held: ranks whose rows an array holds.
     """
 
     exchange: Exchange | None
     operands: list[Array]
     storage: list[Array]
-    results: list["_Results"]
+    arguments: Sequence[Argument]
+    num_held: int
+
+    def results(self, moved: Sequence[Array]) -> list[Any]:
+        """Returns rounded results, structured like the arrays; those that did not move are zero."""
+        rest, trees = iter(moved), []
+        for argument in self.arguments:
+            leaves = []
+            for x, dtype, moves in zip(
+                argument.arrays, argument.dtypes, argument.moves, strict=True
+            ):
+                if moves:
+                    leaf = next(rest)
+                else:
+                    shape = (self.num_held * argument.num_rows, *x.shape[1:])
+                    like = [jnp.zeros(shape, x.dtype), x, argument.metadata.seq_len]
+                    leaf = vary_alike(like)[0]
+                leaves.append(leaf if leaf.dtype == dtype else leaf.astype(dtype))
+            trees.append(jax.tree.unflatten(argument.tree, leaves))
+        return trees
 
 
 def move(
@@ -62,165 +87,112 @@ def move(
     arguments: Sequence[Argument],
     by_collectives: Collectives | None = None,
 ) -> list[Any]:
-    """Makes one exchange of all arguments; returns their results, structured like the arrays."""
-    call = prepare(options, arguments, by_collectives)
+    """Makes one exchange of this rank's arrays; returns results structured like the arrays."""
+    return _moved(_prepare(options, *find_ranks(options, []), arguments, by_collectives))
+
+
+def _move_checked(options: CollectiveOptions, *arguments: Argument) -> list[Any]:
+    return _moved(_check(options, arguments))
+
+
+def _moved(call: Prepared) -> list[Any]:
     moved = []
     if call.exchange is not None:
-        primitive = dispatch_p if call.exchange.sums is None else combine_p
         with jax.named_scope(SCOPE):
+            primitive = call.exchange.primitive
             moved = primitive.bind(*call.operands, *call.storage, exchange=call.exchange)
-    return finish_results(call.results, moved)
+    return call.results(moved)
 
 
-def prepare(
-    options: CollectiveOptions,
-    arguments: Sequence[Argument],
-    by_collectives: Collectives | None = None,
-) -> Prepared:
-    """Checks all arguments, and puts them in the order of the operands."""
-    op = options.op
-    deadlines = [x.limits.deadline for x in arguments if x.limits and x.limits.deadline]
+def _check(options: CollectiveOptions, arguments: Sequence[Argument]) -> Prepared:
+    """Checks what needs the ranks, of arrays of this rank or of all."""
+    buffers = [buffer_limits(options.op, x.buffer) for x in arguments if x.buffer]
+    deadlines = [limits.deadline for limits in buffers if limits.deadline]
     if options.deadline is None and deadlines:
         options = dataclasses.replace(options, deadline=max(deadlines))
     typed = [x for argument in arguments for x in (*argument.arrays, argument.metadata.seq_len)]
     comm, context = find_ranks(options, typed)
     num_ranks = comm.num_ranks or arguments[0].metadata.world_size
     comm = dataclasses.replace(comm, num_ranks=num_ranks)
+    for argument in arguments:
+        check_sizes(options.op, argument, comm, is_global=context.is_global)
+    return _prepare(options, comm, context, arguments)
 
+
+def _prepare(
+    options: CollectiveOptions,
+    comm: Communicator,
+    context: CallContext,
+    arguments: Sequence[Argument],
+    by_collectives: Collectives | None = None,
+) -> Prepared:
+    """Puts everything in the order of the operands, on the devices that use it."""
+    factor = comm.num_ranks if context.is_global else 1
     groups, fields, fingerprints, arrays, storage, sums = [], [], [], [], [], []
     for argument in arguments:
-        metadata = read_metadata(
-            op, argument.metadata, comm.axis_names, num_ranks, all_ranks=context.is_global
-        )
-        moving = _moving(argument)
-        if not moving:
+        moves = argument.moves
+        if not any(moves):
             continue
-        num_rows = argument.arrays[0].shape[0]
-        if context.is_global:
-            num_rows = rows_per_rank(op, argument.name, num_rows, num_ranks)
-        num_tokens, capacity = num_rows, argument.num_rows
-        if argument.sums is not None:
-            num_tokens, capacity = capacity, num_tokens
-        if argument.limits is not None and capacity > argument.limits.capacity:
-            raise ValueError(
-                f"{op}: {argument.name} has {capacity} rows per rank but the capacity of buffer "
-                f"{argument.buffer} is {argument.limits.capacity}. Create another with "
-                f"capacity>={capacity}."
+        moving = lambda values, moves=moves: [
+            x for x, is_moved in zip(values, moves, strict=True) if is_moved
+        ]
+        metadata = argument.fields(options.op)
+        rows = argument.arrays[0].shape[0] // factor, argument.num_rows
+        num_tokens, capacity = rows if argument.sums is None else rows[::-1]
+        groups.append(
+            OperandGroup(
+                num_arrays=sum(moves),
+                num_tokens=num_tokens,
+                capacity=capacity,
+                has_src_offset=metadata.src_offset is not None,
+                buffer=argument.buffer,
+                capacity_name=argument.capacity_name,
+                has_fingerprint=argument.fingerprint is not None,
+                has_weights=argument.weights is not None,
             )
-        group = OperandGroup(
-            num_arrays=len(moving),
-            num_tokens=num_tokens,
-            capacity=capacity,
-            has_src_offset=metadata.src_offset is not None,
-            buffer=argument.buffer,
-            capacity_name=argument.capacity_name,
-            has_fingerprint=argument.fingerprint is not None,
-            has_weights=argument.weights is not None,
         )
-        groups.append(group)
-        fields += metadata._replace(weights=argument.weights).present()
+        fields += metadata.present()
         fingerprints += [] if argument.fingerprint is None else [argument.fingerprint]
-        factor = num_ranks if context.is_global else 1
-        for i in moving:
-            what = f"{argument.name} goes to {argument.num_rows} rows per rank"
-            check_size(op, what, factor * argument.num_rows, argument.arrays[i])
-        arrays += [_with_rows(argument.arrays[i], factor) for i in moving]
+        arrays += [_with_rows(x, factor) for x in moving(argument.arrays)]
         if argument.storage is not None:
-            shapes = [((factor * capacity, *x.shape[1:]), x.dtype) for x in argument.arrays]
-            stored = check_storage(op, argument.storage, argument.tree, shapes)
-            storage += [stored[i] for i in moving]
+            storage += moving(jax.tree.leaves(argument.storage))
         if argument.sums is not None:
-            sums += [jnp.dtype(argument.sums[i]).name for i in moving]
-
+            sums += [jnp.dtype(dtype).name for dtype in moving(argument.sums)]
+    if not groups:
+        return Prepared(None, [], [], arguments, factor)
+    mesh = context.mesh if context.is_global and not context.open_axes else None
     exchange = Exchange(
-        op=op,
+        op=options.op,
         comm=comm,
         groups=tuple(groups),
         sums=None if arguments[0].sums is None else tuple(sums),
         is_global=context.is_global,
         by_collectives=by_collectives,
+        mesh=None if mesh is None else mesh.abstract_mesh,
         num_comm_sm=options.num_comm_sm,
     )
-    results = [_Results.of(x, num_ranks if context.is_global else 1) for x in arguments]
-    if not groups:
-        return Prepared(None, [], [], results)
-    return _placed(exchange, context, fields + fingerprints, arrays, storage, results)
-
-
-def _moving(argument: Argument) -> list[int]:
-    """Returns the arrays whose results have elements; others never reach a handler.
-
-    jaxlib 0.11 crashes on a custom call with an empty operand or result.
-    """
-    if argument.num_rows == 0:
-        return []
-    return [i for i, x in enumerate(argument.arrays) if math.prod(x.shape[1:]) > 0]
+    names, num_storage, fields = comm.axis_names, len(storage), fields + fingerprints
+    arrays += storage
+    if mesh is not None and is_in_program(arrays):  # arrays that are here are moved
+        refuse_other_mesh(options.op, mesh, arrays)
+    with jax.named_scope(SCOPE):
+        if context.is_global or context.open_axes:
+            arrays = place_arrays(context, names, arrays, num_storage)
+        if not context.is_global:
+            arrays = vary_with(fields, names, arrays)
+    num_arrays = len(arrays) - num_storage
+    operands, storage = fields + arrays[:num_arrays], arrays[num_arrays:]
+    return Prepared(exchange, operands, storage, arguments, factor)
 
 
 def _with_rows(array: Array, num_rows: int) -> Array:
-    """Pads an array without rows, for the same reason; the call ignores the padding."""
+    """Pads an array without rows, which jaxlib 0.11 cannot take; the call ignores the padding."""
     if array.shape[0] > 0:
         return array
     return vary_alike([jnp.zeros((num_rows, *array.shape[1:]), array.dtype), array])[0]
 
 
-@jax.named_scope(SCOPE)
-def _placed(exchange: Exchange, context: CallContext, fields, arrays, storage, results) -> Prepared:
-    """Returns the operands on the devices that use them, varying over the axes of the ranks."""
-    arrays, names, num_storage = arrays + storage, exchange.comm.axis_names, len(storage)
-    mesh = context.mesh if context.is_global and not context.open_axes else None
-    if mesh is not None and is_in_program(arrays):  # arrays that are here are moved
-        refuse_other_mesh(exchange.op, mesh, arrays)
-    if context.is_global or context.open_axes:
-        arrays = place_arrays(context, names, arrays, num_storage)
-    if not context.is_global:
-        arrays = vary_with(fields, names, arrays)
-    elif mesh is not None:
-        exchange = exchange._replace(mesh=mesh.abstract_mesh)
-    num_arrays = len(arrays) - num_storage
-    return Prepared(exchange, fields + arrays[:num_arrays], arrays[num_arrays:], results)
-
-
-class _Results(NamedTuple):
-    """How one argument's results are made from those of a primitive.
-
-    Attributes:
-      tree: their structure.
-      dtypes: theirs, or None as in `dispatch`.
-      zeros: results that do not move; None for those that do.
-    """
-
-    tree: Any
-    dtypes: list[Any] | None
-    zeros: list[Array | None]
-
-    @classmethod
-    def of(cls, argument: Argument, factor: int) -> "_Results":
-        moving, zeros = set(_moving(argument)), []
-        for i, x in enumerate(argument.arrays):
-            zero = None
-            if i not in moving:
-                shape = (factor * argument.num_rows, *x.shape[1:])
-                like = [jnp.zeros(shape, x.dtype), x, argument.metadata.seq_len]
-                zero = vary_alike(like)[0]
-            zeros.append(zero)
-        return cls(argument.tree, argument.dtypes, zeros)
-
-
-def finish_results(results: Sequence[_Results], moved: Sequence[Array]) -> list[Any]:
-    """Returns rounded results, structured like the arrays; those that did not move are zero."""
-    rest, trees = iter(moved), []
-    for each in results:
-        leaves = [next(rest) if zero is None else zero for zero in each.zeros]
-        if each.dtypes is not None:
-            leaves = [
-                x if x.dtype == dtype else x.astype(dtype)
-                for x, dtype in zip(leaves, each.dtypes, strict=True)
-            ]
-        trees.append(jax.tree.unflatten(each.tree, leaves))
-    return trees
-
-
+@door("dispatch")
 def dispatch(
     x: PyTree[Shaped[Rows, "T ..."]],
     metadata: Metadata,
@@ -280,11 +252,12 @@ def dispatch(
         results with NaN. Plans are not checked if the result has no elements.
     """
     op = "dispatch"
-    argument = outgoing(op, "x", x, metadata, capacity=capacity, buffer=buffer)
+    argument = read_outgoing(op, "x", x, metadata, capacity, buffer, out)
     options = read_options(op, axis_name, mesh, implementation, deadline, num_comm_sm)
-    return move(options, [argument._replace(storage=out)])[0]
+    return _move_checked(options, argument)[0]
 
 
+@door("dispatch_qkv")
 def dispatch_qkv(
     q: PyTree[Shaped[Rows, "Tq ..."]],
     kv: PyTree[Shaped[Rows, "Tkv ..."]],
@@ -323,15 +296,16 @@ def dispatch_qkv(
       1".
     """
     op = "dispatch_qkv"
-    of_q = outgoing(op, "q", q, q_metadata, capacity=q_capacity, buffer=q_buffer)
-    of_kv = outgoing(op, "kv", kv, kv_metadata, capacity=kv_capacity, buffer=kv_buffer)
+    of_q = read_outgoing(op, "q", q, q_metadata, q_capacity, q_buffer, q_out)
+    of_kv = read_outgoing(op, "kv", kv, kv_metadata, kv_capacity, kv_buffer, kv_out)
     if (q_out is None) != (kv_out is None):
         raise ValueError(f"{op}: got only one of q_out and kv_out. Pass both or none.")
     options = read_options(op, axis_name, mesh, implementation, deadline, num_comm_sm)
-    received = move(options, [of_q._replace(storage=q_out), of_kv._replace(storage=kv_out)])
-    return received[0], received[1]
+    received_q, received_kv = _move_checked(options, of_q, of_kv)
+    return received_q, received_kv
 
 
+@door("combine")
 def combine(
     y: PyTree[Num[Rows, "capacity ..."]],
     metadata: Metadata,
@@ -370,12 +344,12 @@ def combine(
       ValueError, jax.errors.JaxRuntimeError: as `dispatch`.
     """
     op, dtype = "combine", preferred_element_type
-    argument = returning(op, "y", y, metadata, num_tokens=num_tokens, dtype=dtype)
-    argument = argument.in_buffer(op, buffer)
+    argument = read_returning(op, "y", y, metadata, num_tokens, dtype, buffer)
     options = read_options(op, axis_name, mesh, implementation, deadline, num_comm_sm)
-    return move(options, [argument])[0]
+    return _move_checked(options, argument)[0]
 
 
+@door("combine_qkv")
 def combine_qkv(
     q: PyTree[Num[Rows, "q_capacity ..."]],
     kv: PyTree[Num[Rows, "kv_capacity ..."]],
@@ -411,9 +385,174 @@ def combine_qkv(
       1".
     """
     op, dtype = "combine_qkv", preferred_element_type
-    of_q = returning(op, "q", q, q_metadata, num_tokens=q_num_tokens, dtype=dtype)
-    of_kv = returning(op, "kv", kv, kv_metadata, num_tokens=kv_num_tokens, dtype=dtype)
-    arguments = [of_q.in_buffer(op, q_buffer), of_kv.in_buffer(op, kv_buffer)]
+    of_q = read_returning(op, "q", q, q_metadata, q_num_tokens, dtype, q_buffer)
+    of_kv = read_returning(op, "kv", kv, kv_metadata, kv_num_tokens, dtype, kv_buffer)
     options = read_options(op, axis_name, mesh, implementation, deadline, num_comm_sm)
-    home = move(options, arguments)
-    return home[0], home[1]
+    home_q, home_kv = _move_checked(options, of_q, of_kv)
+    return home_q, home_kv
+
+
+# ---- An exchange in two calls, beside other work.
+
+
+class StartedExchange:
+    """An exchange between `dispatch_start` or `combine_start` and `exchange_done`.
+
+    Not a pytree: both calls belong to one traced function.
+    """
+
+    def __init__(self, op: str, call: Prepared, values: PairValues | None):
+        self.op = op
+        self._call, self._values = call, values
+        self._is_done = False
+
+    def done(self, beside: Any) -> tuple[list[Any], Any]:
+        """Returns the results of all arguments, and `beside`, a pytree."""
+        if self._is_done:
+            raise ValueError(
+                f"exchange_done: this exchange of {self.op} is done. Start another one for each "
+                "call."
+            )
+        self._is_done = True
+        exchange, moved = self._call.exchange, []
+        if exchange is not None and self._values is not None:
+            fields = self._call.operands[: exchange.num_before_arrays]
+            leaves, tree = _flatten(beside)
+            values = self._values._replace(beside=leaves)
+            with jax.named_scope(SCOPE):
+                outs = done_p.bind(*fields, *values.flat(), exchange=exchange)
+            moved, leaves = outs[: exchange.num_arrays], outs[exchange.num_arrays :]
+            beside = jax.tree.unflatten(tree, leaves)
+        return self._call.results(moved), beside
+
+
+def start(
+    options: CollectiveOptions, arguments: Sequence[Argument], beside: Any
+) -> tuple[StartedExchange, Any]:
+    """Starts one exchange of this rank's arrays; returns it and `beside`, a pytree."""
+    call = _prepare(options, *find_ranks(options, []), arguments)
+    return _started(options.op, call, beside)
+
+
+def _started(op: str, call: Prepared, beside: Any) -> tuple[StartedExchange, Any]:
+    exchange, values = call.exchange, None
+    if exchange is not None:
+        fields = call.operands[: exchange.num_before_arrays]
+        leaves, tree = _flatten(beside)
+        with jax.named_scope(SCOPE):
+            outs = start_p.bind(
+                *call.operands,
+                *leaves,
+                exchange=exchange,
+                num_held=num_held(fields),
+            )
+        values = PairValues.read(outs, exchange)
+        beside = jax.tree.unflatten(tree, values.beside)
+    return StartedExchange(op, call, values), beside
+
+
+@door("dispatch_start")
+def dispatch_start(
+    x: PyTree[Shaped[Rows, "T ..."]],
+    metadata: Metadata,
+    *,
+    beside: Any = None,
+    axis_name: AxisName,
+    capacity: int | None = None,
+    buffer: int | None = None,
+    mesh: Any = None,
+    implementation: str | None = None,
+    deadline: float | None = None,
+    num_comm_sm: int | None = None,
+) -> tuple[StartedExchange, Any]:
+    """Starts a `dispatch` that moves rows beside other work of the program.
+
+        exchange, x = dispatch_start((k, v), metadata, beside=x, axis_name="cp", capacity=c)
+        q = x @ wq
+        (k, v), q = exchange_done(exchange, beside=q)
+
+    Between GPUs, rows move while the GPU computes what depends on the returned `beside`. Elsewhere,
+    and on arrays of all ranks that are split over several devices, this call is the whole exchange.
+    Call where `dispatch` can be called, and call `exchange_done` in the same traced function: not
+    in another `jit`, loop or branch.
+
+    Linear in `x` and `beside`. The transpose is such a pair too: the adjoint exchange moves rows
+    beside the transpose of the work.
+
+    Args:
+      beside: any arrays, the inputs of the work. Use the returned ones in it.
+      x, metadata, axis_name, capacity, buffer: see `dispatch`.
+      mesh, implementation, deadline, num_comm_sm: see `dispatch`.
+    Returns:
+      The exchange, for `exchange_done`; and `beside`, unchanged.
+    Raises:
+      As `dispatch`. On GPUs, `exchange_done` or a later call raises the errors of run time; see
+      docs/gpu.md.
+    """
+    op = "dispatch_start"
+    argument = read_outgoing(op, "x", x, metadata, capacity, buffer)
+    options = read_options(op, axis_name, mesh, implementation, deadline, num_comm_sm)
+    return _started(op, _check(options, [argument]), beside)
+
+
+@door("combine_start")
+def combine_start(
+    y: PyTree[Num[Rows, "capacity ..."]],
+    metadata: Metadata,
+    *,
+    beside: Any = None,
+    axis_name: AxisName,
+    num_tokens: int,
+    preferred_element_type: DTypeLike | None = None,
+    buffer: int | None = None,
+    mesh: Any = None,
+    implementation: str | None = None,
+    deadline: float | None = None,
+    num_comm_sm: int | None = None,
+) -> tuple[StartedExchange, Any]:
+    """Starts a `combine` that returns rows beside other work of the program.
+
+    See `dispatch_start`. Linear in `y` and `beside`.
+
+    Args:
+      beside: any arrays, the inputs of the work. Use the returned ones in it.
+      y, metadata, axis_name, num_tokens, preferred_element_type, buffer: see `combine`.
+      mesh, implementation, deadline, num_comm_sm: see `dispatch`.
+    Returns:
+      The exchange, for `exchange_done`; and `beside`, unchanged.
+    Raises:
+      As `combine`.
+    """
+    op, dtype = "combine_start", preferred_element_type
+    argument = read_returning(op, "y", y, metadata, num_tokens, dtype, buffer)
+    options = read_options(op, axis_name, mesh, implementation, deadline, num_comm_sm)
+    return _started(op, _check(options, [argument]), beside)
+
+
+def exchange_done(exchange: Any, *, beside: Any = None) -> tuple[Any, Any]:
+    """Ends an exchange: returns what `dispatch` or `combine` returns.
+
+    Call once for each `dispatch_start` and `combine_start`, in the same traced function. Its
+    derivative is that of the pair.
+
+    Args:
+      exchange: of `dispatch_start` or `combine_start`.
+      beside: any arrays, the outputs of the work. The exchange ends after they are computed.
+    Returns:
+      The rows, in the structure of `x` or `y`; and `beside`, unchanged.
+    Raises:
+      TypeError: `exchange` is not a started exchange.
+      ValueError: it is done.
+    """
+    if not isinstance(exchange, StartedExchange):
+        raise TypeError(
+            f"exchange_done: got {type(exchange).__name__}; it needs the first result of "
+            "dispatch_start or combine_start."
+        )
+    (rows,), beside = exchange.done(beside)
+    return rows, beside
+
+
+def _flatten(beside: Any) -> tuple[list[Any], Any]:
+    leaves, tree = jax.tree.flatten(beside)
+    return [jnp.asarray(x) for x in leaves], tree

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Integer, Shaped
 
-from jax_cp_dispatch._arguments import HostOrDevice, check_array, read_int32
+from jax_cp_dispatch._arguments import HostOrDevice, read_int32
 from jax_cp_dispatch._arrays import chosen
-from jax_cp_dispatch._dispatch.arguments import Argument, outgoing
+from jax_cp_dispatch._dispatch.arguments import Argument, check_movable, outgoing
 from jax_cp_dispatch._dispatch.movement import move
+from jax_cp_dispatch._door import door
 from jax_cp_dispatch._ranks.communicator import AxisName, num_ranks_here, rank_index
 from jax_cp_dispatch._ranks.options import read_options, vary_alike
 from jax_cp_dispatch.metadata import Metadata
@@ -22,6 +23,9 @@ _OP = "ragged_all_to_all"
 _FIELDS = "input_offsets", "send_sizes", "output_offsets", "recv_sizes"
 
 
+@door(
+    _OP, output="Reshape the rows of one.", send_sizes="Pass a size of 0 for a rank without rows."
+)
 def ragged_all_to_all(
     operand: Shaped[Array, "N *feature"],
     output: Shaped[Array, "M *feature"],
@@ -66,9 +70,23 @@ def ragged_all_to_all(
     options = read_options(_OP, axis_name, None, implementation, deadline)
     num_ranks = num_ranks_here(_OP, options.axis_name, "dispatch")
     peers = _peers(axis_index_groups, num_ranks)
-    _check_rows(operand, output)
+    check_movable(_OP, "operand", operand)
+    if operand.dtype != output.dtype:
+        raise ValueError(
+            f"{_OP}: operand is {operand.dtype} and output {output.dtype}; they need rows of one "
+            "dtype. Cast one."
+        )
     given = input_offsets, send_sizes, output_offsets, recv_sizes
-    starts, sizes, places, sizes_here = _read_fields(given, peers.shape[1])
+    if not send_sizes.size or send_sizes.size % peers.shape[1]:
+        raise ValueError(
+            f"{_OP}: {', '.join(_FIELDS)} are [{send_sizes.size}]; they need [K], K a positive "
+            f"multiple of the {peers.shape[1]} ranks. Pass a slice of size 0 for a rank that gets "
+            "nothing."
+        )
+    starts, sizes, places, sizes_here = (
+        read_int32(_OP, name, x, 0).reshape(peers.shape[1], -1)
+        for name, x in zip(_FIELDS, given, strict=True)
+    )
 
     own = jnp.asarray(peers)[rank_index(options.axis_names)]  # the ranks of this rank's group
 
@@ -86,8 +104,7 @@ def ragged_all_to_all(
             num_seqs=np.int32(len(size)),
             world_size=num_ranks,
         )
-        part = outgoing(_OP, "operand", arrays, plan, capacity=len(output))
-        return part._replace(capacity_name="rows of output")
+        return outgoing(arrays, plan, capacity=len(output), capacity_name="rows of output")
 
     one = jnp.ones(len(operand), jnp.bfloat16)  # NaN where XLA finds the plan wrong
     operand, one = vary_alike([operand, one], also=options.axis_names)
@@ -119,33 +136,3 @@ def _peers(groups: Any, num_ranks: int) -> np.ndarray:
     for group in groups:
         peers[group] = group
     return peers
-
-
-def _check_rows(operand: Array, output: Array) -> None:
-    check_array(_OP, "operand", operand)
-    check_array(_OP, "output", output)
-    if not operand.ndim or operand.shape[1:] != output.shape[1:] or operand.dtype != output.dtype:
-        raise ValueError(
-            f"{_OP}: operand is {operand.dtype}{list(operand.shape)} and output "
-            f"{output.dtype}{list(output.shape)}; they need rows of one dtype and shape. Cast or "
-            "reshape one."
-        )
-
-
-def _read_fields(fields: Sequence[Any], group_size: int) -> list[Any]:
-    """Returns them as int32 `[ranks of a group, K / ranks]`."""
-    for name, x in zip(_FIELDS, fields, strict=True):
-        check_array(_OP, name, x)
-    shapes = [f"{x.dtype}{list(x.shape)}" for x in fields]
-    is_vector = all(x.ndim == 1 and jnp.issubdtype(x.dtype, jnp.integer) for x in fields)
-    sizes = {x.shape for x in fields}
-    if not is_vector or len(sizes) != 1 or not fields[0].size or fields[0].size % group_size:
-        raise ValueError(
-            f"{_OP}: {', '.join(_FIELDS)} are "
-            f"{', '.join(shapes)}; they need integers [K], K a positive multiple of the "
-            f"{group_size} ranks. Pass a slice of size 0 for a rank that gets nothing."
-        )
-    shape = group_size, fields[0].size // group_size
-    return [
-        read_int32(_OP, name, x, 0).reshape(shape) for name, x in zip(_FIELDS, fields, strict=True)
-    ]

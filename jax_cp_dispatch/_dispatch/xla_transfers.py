@@ -11,7 +11,7 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Bool, Int32
 
-from jax_cp_dispatch._dispatch.arguments import MetadataOperands
+from jax_cp_dispatch._dispatch.exchange import MetadataOperands
 
 _MAX_INT32 = 2**31 - 1
 

@@ -121,11 +121,11 @@ _LONGEST = 1e8  # three years; the handlers' clock counts nanoseconds in 64 bits
 _NEEDS = "a positive number of seconds"
 
 
-def check_deadline(op: str, deadline: float) -> None:
+def check_deadline(op: str, deadline: Any) -> None:
     """Requires seconds; `op` is for error messages."""
     if isinstance(deadline, bool) or not isinstance(deadline, numbers.Real):
         raise TypeError(f"{op}: deadline is {deadline!r}; it needs to be {_NEEDS}.")
-    if not 0 < deadline < math.inf:
+    if not 0 < float(deadline) < math.inf:
         raise ValueError(f"{op}: deadline is {deadline}; it needs to be {_NEEDS}.")
 
 

@@ -17,8 +17,8 @@ from jax_cp_dispatch._ranks.gpu import (
     gpu_attributes,
     why_no_peer_access,
 )
-from jax_cp_dispatch._ranks.job import refuse_after_fork
-from jax_cp_dispatch._ranks.processes import refuse_alone, share_memory, transport_choice
+from jax_cp_dispatch._ranks.job import refuse_after_fork, refuse_alone
+from jax_cp_dispatch._ranks.processes import share_memory, transport_choice
 from jax_cp_dispatch._text import say_once
 
 # ---- One implementation of the operations: what it serves, and how it lowers each of them.
@@ -28,9 +28,6 @@ class Operation(enum.Enum):
     """What an implementation lowers."""
 
     EXCHANGE = "dispatch and combine"
-    EXCHANGE_START = "the first call of an exchange in two calls"
-    EXCHANGE_DONE = "the second call of it"
-    EXCHANGE_ON_ONE_DEVICE = "the same where one device holds the rows of all ranks"
     GEMM = "gemm"
     GROUPED_GEMM = "grouped_gemm"
 
@@ -350,7 +347,7 @@ def refuse_here(op: str) -> None:
     refuse_alone(op)
 
 
-def check_implementation(op: str, wanted: str | None) -> None:
+def check_implementation(op: str, wanted: Any) -> None:
     """Rejects an unknown implementation, and every call that `refuse_here` rejects."""
     refuse_here(op)
     if wanted is not None and wanted not in IMPLEMENTATIONS:
@@ -411,7 +408,7 @@ def moves_beside_work(wanted: str | None) -> bool:
     if row is None:
         platforms = [default_platform()]
         row = next(r for r in IMPLEMENTATIONS.values() if r.why_not(platforms, None) is None)
-    return Operation.EXCHANGE_START in row.lowerings
+    return row in ON_GPU
 
 
 def check_groups(op: str, wanted: str | None, groups: Groups | None) -> None:

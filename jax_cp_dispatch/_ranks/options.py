@@ -231,9 +231,9 @@ def read_options(
     op: str,
     axis_name: AxisName,
     mesh: Any = None,
-    implementation: str | None = None,
-    deadline: float | None = None,
-    num_comm_sm: int | None = None,
+    implementation: Any = None,
+    deadline: Any = None,
+    num_comm_sm: Any = None,
 ) -> CollectiveOptions:
     """Checks the options of a call of `op` over a mesh axis.
 
@@ -250,7 +250,7 @@ def read_options(
 
 
 def read_options_alone(
-    op: str, *, implementation: str | None = None, deadline: float | None = None
+    op: str, *, implementation: Any = None, deadline: Any = None
 ) -> CollectiveOptions:
     """Checks the options of a call without ranks: it does not communicate."""
     check_implementation(op, implementation)

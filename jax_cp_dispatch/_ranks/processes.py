@@ -4,6 +4,7 @@ import hashlib
 import ipaddress
 import os
 import pathlib
+import secrets
 import socket
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,40 +14,33 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from jax_cp_dispatch._jax_private import COMPILATION_EVENT
-from jax_cp_dispatch._ranks import coordination, runtime
-from jax_cp_dispatch._ranks.coordination import (
-    ConnectionInfo,
-    Segment,
-    connect_all,
-    listen,
-    make_segment,
-    new_token,
-    refuse_alone,
-    watch_process,
-)
+from jax_cp_dispatch._ranks import runtime
 from jax_cp_dispatch._ranks.gpu import connect_gpus
 from jax_cp_dispatch._ranks.job import (
     coordinator_host,
     is_in_job,
+    join,
     place_in_job,
     publish,
     publish_and_read_all,
     read_published,
+    watch_process,
 )
+from jax_cp_dispatch._ranks.sockets import ProcessInfo, Segment, connect_all, listen, make_segment
 from jax_cp_dispatch.cpu_devices import keep_freed_memory
 
 # ---- Marks where the compilation of one program ends and that of the next begins.
 #
 # Processes match the calls of a program by their order in it. XLA reports each call to the
-# extension,
-# on a thread of its own, but not its program. So this process compiles one program at a time.
+# extension, on a thread of its own, but not its program. So this process compiles one program at a
+# time.
 
 _LONGEST = 600.0  # seconds; then two programs are compiled at once, and their ranks may not meet
 _one_at_a_time = threading.RLock()
 _held = threading.local()  # `depth`: how often this thread holds the lock
 
 
-def watch_programs() -> None:
+def _watch_programs() -> None:
     """Starts listening to JAX's events, and makes JAX compile every program.
 
     JAX numbers the executions of a program from its fingerprint. A program read from the cache on
@@ -72,39 +66,19 @@ def _on_end(event: str, duration_secs: float, **_: str | int) -> None:
         _one_at_a_time.release()
 
 
-# ---- Finds and connects the processes of a job that share memory: those of one host and user.
+# ---- Connects the processes of a job that share memory: those of one host and user.
 
 _OP, _FAILURE = "initialize", "failure"
 _MARGIN_SECONDS = 30.0  # for the last process to learn that connecting took too long
-
-
-class ProcessInfo(NamedTuple):
-    """The first message of every process to all others."""
-
-    version: str  # of everything that must agree
-    host: str
-    host_name: str  # for messages
-    address: str  # that its host's name resolves to on that host; "": none
-    user: int
-    pid: int
-    socket_name: str
-    token: str
-    failure: str  # why it cannot share memory; "": it can
 
 
 class _GaveUp(ConnectionError):
     """Another process has reported that it cannot share memory, and why."""
 
 
-def find_shared_memory_groups(others: Sequence[ProcessInfo]) -> list[int]:
-    """Returns a number for each process, equal for processes of one host and user."""
-    owners = [(other.host, other.user) for other in others]
-    return [owners.index(owner) for owner in owners]
-
-
-def connect_group(
+def _connect_group(
     process: int,
-    members: Mapping[int, ProcessInfo],
+    peers: Mapping[int, ProcessInfo],
     listener: socket.socket,
     segment: Segment,
     timeout: float,
@@ -117,39 +91,33 @@ def connect_group(
     Returns:
       "" if it has started, else the reason why not, the same in all processes.
     """
-    peers = {p: ConnectionInfo(info.socket_name, info.token) for p, info in members.items()}
+
+    def check_others():
+        for text in read_published(_OP, _FAILURE).values():
+            raise _GaveUp(text)
+
     failure = ""
     try:
-        _start(process, peers, listener, segment, timeout)
+        neighbours = connect_all(listener, process, peers, segment, timeout, check_others)
+        for neighbour in neighbours:
+            watch_process(neighbour.process, neighbour.pid_fd)
+        runtime.native.start_shared_memory(
+            process, segment_fd=segment.fd, segment_bytes=segment.num_bytes, others=neighbours
+        )
     except _GaveUp as error:
         failure = str(error)
     except (OSError, ValueError) as error:
-        failure = f"process {process} cannot share memory with the others: {error}"
+        failure = _why_unshared(process, error)
         publish(_OP, _FAILURE, failure)
     failures = publish_and_read_all(_OP, "shared_memory", failure, timeout + _MARGIN_SECONDS)
     return next(filter(None, failures), "")
 
 
-def _start(
-    process: int,
-    peers: Mapping[int, ConnectionInfo],
-    listener: socket.socket,
-    segment: Segment,
-    timeout: float,
-) -> None:
-    def check_others():
-        for text in read_published(_OP, _FAILURE).values():
-            raise _GaveUp(text)
-
-    neighbours = connect_all(listener, process, peers, segment, timeout, check_others)
-    for neighbour in neighbours:
-        watch_process(neighbour.process, neighbour.pid_fd)
-    runtime.native.start_shared_memory(
-        process, segment_fd=segment.fd, segment_bytes=segment.num_bytes, others=neighbours
-    )
+def _why_unshared(process: int, error: Exception) -> str:
+    return f"process {process} cannot share memory with the others: {error}"
 
 
-def own_address() -> str:
+def _own_address() -> str:
     """Returns the address at which gloo (XLA's collectives on CPU) will listen; "" if none."""
     try:
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
@@ -165,7 +133,7 @@ def own_address() -> str:
     return ""
 
 
-def check_addresses(others: Sequence[ProcessInfo]) -> None:
+def _check_addresses(others: Sequence[ProcessInfo]) -> None:
     """Rejects hosts whose names resolve to no address that other hosts reach.
 
     Raises:
@@ -272,9 +240,8 @@ def initialize(
     known = transport_choice()
     if known is not None and known.implementation != "in_process":
         return known
-    if not is_in_job() and not coordination.start(
-        coordinator_address, num_processes, process_id, _host(), timeout
-    ):
+    given = coordinator_address, num_processes, process_id
+    if not is_in_job() and not join(*given, _host(), timeout):
         return _remember(TransportChoice("in_process", "this process belongs to no job of several"))
     process, count = place_in_job()
     if count == 1:
@@ -293,28 +260,32 @@ def _is_on_gpus() -> bool:
 def _choose(process: int, timeout: float) -> TransportChoice:
     listener, socket_name = listen()
     with listener:
-        segment, failure = _make_segment(process)
+        segment, failure = None, ""
+        try:
+            segment = make_segment()
+        except OSError as error:
+            failure = _why_unshared(process, error)
         own = ProcessInfo(
-            _version(), _host(), socket.gethostname(), own_address(), os.getuid(), os.getpid(),
-            socket_name, new_token(), failure,
+            _version(), _host(), socket.gethostname(), _own_address(), os.getuid(), os.getpid(),
+            socket_name, secrets.token_hex(32), failure,
         )  # fmt: skip
-        heard = publish_and_read_all("initialize", "process_info", own, timeout)
+        heard = publish_and_read_all(_OP, "process_info", own, timeout)
         others = [ProcessInfo(*fields) for fields in heard]
         _check_versions(others)
-        check_addresses(others)
-        memory_groups = find_shared_memory_groups(others)
+        _check_addresses(others)
+        owners = [(other.host, other.user) for other in others]
+        memory_groups = [owners.index(owner) for owner in owners]
         failure = next((other.failure for other in others if other.failure), "")
         is_connected = not failure and len(set(memory_groups)) < len(others)
         if segment is not None and is_connected:
-            own_group = memory_groups[process]
-            peers = {p: others[p] for p, group in enumerate(memory_groups) if group == own_group}
-            failure = connect_group(process, peers, listener, segment, timeout)
+            peers = {p: other for p, other in enumerate(others) if owners[p] == owners[process]}
+            failure = _connect_group(process, peers, listener, segment, timeout)
         elif segment is not None:
             os.close(segment.fd)
     reason = "; ".join(filter(None, (_why_several(others), failure)))
     if failure or not is_connected:
         return _remember(TransportChoice("xla", f"{reason}; {_BY_XLA}"))
-    watch_programs()
+    _watch_programs()
     keep_freed_memory()  # fresh pages would make every receive several times slower
     if reason:
         inside = "groups of ranks inside one host share memory"
@@ -323,14 +294,6 @@ def _choose(process: int, timeout: float) -> TransportChoice:
         f"the {len(others)} processes of the job run on host {own.host_name} as user {own.user}"
     )
     return _remember(TransportChoice("shared_memory", reason), memory_groups)
-
-
-def _make_segment(process: int) -> tuple[Segment | None, str]:
-    """Returns the segment; or None, and the reason."""
-    try:
-        return make_segment(), ""
-    except OSError as error:
-        return None, f"process {process} cannot share memory with the others: {error}"
 
 
 def _version() -> str:
@@ -376,15 +339,3 @@ def _why_several(others: list[ProcessInfo]) -> str | None:
                 f"{first.user}, and only processes of one user share memory"
             )
     return None
-
-
-# ---- Connects the processes of a job, and chooses one transport for them.
-
-__all__ = [
-    "TransportChoice",
-    "initialize",
-    "num_cpu_devices_here",
-    "refuse_alone",
-    "share_memory",
-    "transport_choice",
-]

@@ -6,7 +6,7 @@ part.
 `rotating/`: the steps of algorithms whose keys rotate. All algorithms use the two passes of
 `local/` (one range of keys per query); `local/merge` is for your own steps. `latents` are rows from
 which each rank expands keys, `expanded_heads` those of sharded heads. `choose` predicts the
-fastest algorithm; `auto` does so in a call. `profile/` measures.
+fastest algorithm; `auto` does so in a call.
 """
 
 from jax_cp_dispatch.attention.algorithms import (
@@ -27,33 +27,21 @@ from jax_cp_dispatch.attention.local.local_attention import (
     local_attention_backward,
     merge_partials,
 )
-from jax_cp_dispatch.attention.profile.balance import balance_profile
-from jax_cp_dispatch.attention.profile.hamilton import hamilton_attention_profile
-from jax_cp_dispatch.attention.profile.step_record import (
-    AttentionProfile,
-    RankProfile,
-    StepProfile,
-)
 
 __all__ = [
     "Algorithm",
-    "AttentionProfile",
     "Auto",
     "Balanced",
     "Choice",
     "Halo",
     "Hamilton",
     "Placed",
-    "RankProfile",
     "Ring",
-    "StepProfile",
     "Ulysses",
     "Zigzag",
-    "balance_profile",
     "choose_algorithm",
     "chunk_exchange",
     "context_parallel_attention",
-    "hamilton_attention_profile",
     "local_attention",
     "local_attention_backward",
     "merge_partials",

@@ -19,7 +19,7 @@ from jax_cp_dispatch._ranks.communicator import AxisName, check_axis_name, check
 from jax_cp_dispatch._ranks.options import is_on_rank, read_options, vary_alike
 from jax_cp_dispatch.attention.algorithms import Algorithm, Call, attend_unless_empty, refuse
 from jax_cp_dispatch.attention.choose import Auto, Sizes, read_algorithm
-from jax_cp_dispatch.attention.local.options import explains_peer_arguments
+from jax_cp_dispatch.attention.local.options import check_softmax
 from jax_cp_dispatch.attention.operands import (
     AttentionOptions,
     Operands,
@@ -56,7 +56,6 @@ from jax_cp_dispatch.planning.plan import check_groups, check_plan, is_of_all, i
 _OP = "context_parallel_attention"
 
 
-@explains_peer_arguments
 @door(_OP, sink="Pass one logit per query head.", **STEPS_OF_DOCUMENTS)
 def context_parallel_attention(
     q: Float[HostOrDevice, "B T N H"],
@@ -182,6 +181,7 @@ def context_parallel_attention(
         given_axes = GivenAxes(mesh, axis_name, batch_axis, head_axis)
         axes = find_axes(_OP, *moved, given=given_axes, covers_batch=is_of_all(given.plan))
     check_rows(_OP, operands, *given.packed[1:])
+    check_softmax(_OP, scale, logit_soft_cap)
     options = AttentionOptions(
         read_options(
             _OP,

@@ -344,8 +344,8 @@ def _by_dispatch(exchange: CollectiveOptions, chunks: Any, fingerprint, by_colle
         num_recv_tokens=received,
         world_size=num_ranks,
     )
-    argument = outgoing(exchange.op, "chunks", chunks, plan, capacity=num_chunks)
-    return move(exchange, [argument._replace(fingerprint=fingerprint)], by_collectives)[0]
+    argument = outgoing(chunks, plan, capacity=num_chunks, fingerprint=fingerprint)
+    return move(exchange, [argument], by_collectives)[0]
 
 
 # ---- Schedules: which rank holds which chunks of keys and values at each step, and their routes.

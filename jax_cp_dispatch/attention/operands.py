@@ -18,7 +18,7 @@ from jax_cp_dispatch._arrays import sum_dtype
 from jax_cp_dispatch._door import check_annotated
 from jax_cp_dispatch._ranks.options import CollectiveOptions, vary_alike
 from jax_cp_dispatch.attention.local.blockwise import SoftmaxGradients
-from jax_cp_dispatch.attention.local.options import check_operands, check_softmax
+from jax_cp_dispatch.attention.local.options import check_heads
 from jax_cp_dispatch.attention.local.passes import forbid_second_derivative, in_reverse_only
 from jax_cp_dispatch.attention.local.ranges import accumulator
 from jax_cp_dispatch.documents.segment_ids import check_documents
@@ -56,16 +56,12 @@ class Operands(NamedTuple):
         wide = self._replace(sink=_widened(self.sink), weights=_widened(self.weights))
         if self.v is None:
             wide = wide._replace(k=_widened(self.k))
-        wide = map_floats(lambda arrays: in_reverse_only(exchange.op, arrays), wide)
         leaves, tree = jax.tree.flatten(wide)
+        leaves = in_reverse_only(exchange.op, leaves)
         varying: Operands = tree.unflatten(vary_alike(leaves, also=exchange.axis_names))
         narrow = lambda x, like: x.astype(like.dtype)
         k = jax.tree.map(narrow, varying.k, self.k)
         return varying._replace(k=k, weights=jax.tree.map(narrow, varying.weights, self.weights))
-
-    def derived_once(self, op: str) -> Operands:
-        """Returns the same for the rules of a derivative, which is not differentiable itself."""
-        return map_floats(lambda arrays: forbid_second_derivative(op, arrays), self)
 
 
 class Outputs(NamedTuple):
@@ -87,13 +83,6 @@ def is_float(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def map_floats(change: Callable[[list[Any]], list[Any]], tree: Any) -> Any:
-    """Changes the differentiable arrays of a pytree."""
-    leaves, structure = jax.tree.flatten(tree)
-    changed = iter(change([x for x in leaves if is_float(x)]))
-    return structure.unflatten([next(changed) if is_float(x) else x for x in leaves])
-
-
 def rounded(gradients: Any, arrays: Any) -> tuple[Any, ...]:
     """Returns the gradients of arrays in their dtypes; None for those without derivative."""
     pairs = zip(gradients, arrays, strict=True)
@@ -106,11 +95,8 @@ def _widened(tree: Any) -> Any:
 
 def softmax_gradients(op: str, out: Any, lse: Any, cotangents: Outputs) -> SoftmaxGradients:
     """Returns the whole softmax, lse `[B, N, T]`, and its cotangents, those of `Outputs`."""
-    dout, dlse, _ = cotangents
-    if dlse is None:
-        return SoftmaxGradients(out, lse, *forbid_second_derivative(op, [dout]))
-    dout, dlse = forbid_second_derivative(op, [dout, dlse])
-    return SoftmaxGradients(out, lse, dout, jnp.swapaxes(dlse, 1, 2))
+    dout, dlse, _ = forbid_second_derivative(op, cotangents)
+    return SoftmaxGradients(out, lse, dout, None if dlse is None else jnp.swapaxes(dlse, 1, 2))
 
 
 def has_no_tokens(operands: Operands) -> bool:
@@ -131,7 +117,7 @@ def check_rows(op: str, operands: Operands, segment_ids: Any, positions: Any) ->
     """Requires that arrays of one rank, or of all ranks, match."""
     q, k, v, *_ = operands
     if v is not None:  # not latent rows, which `read_operands` checks
-        check_operands(op, q, k, v)
+        check_heads(op, q, k, v)
     check_documents(op, segment_ids, positions, q.shape[:2], "q has B, T =")
 
 
@@ -374,9 +360,6 @@ class AttentionOptions:
     @property
     def op(self) -> str:
         return self.exchange.op
-
-    def __post_init__(self):
-        check_softmax(self.op, self.scale, self.logit_soft_cap)
 
     def returned(self, outputs: Outputs) -> Any:
         """Returns what the caller asked for: the output alone, or a tuple."""

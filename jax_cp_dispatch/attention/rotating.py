@@ -21,21 +21,22 @@ from jax_cp_dispatch.attention.local.blockwise import (
     OutputCotangents,
     SoftmaxGradients,
     begin_dq,
-    cut_cotangents,
     finish_dq,
+    tile_cotangents,
 )
-from jax_cp_dispatch.attention.local.options import LocalOptions, PassOptions, rank_blocks
+from jax_cp_dispatch.attention.local.options import PassOptions, pass_options, rank_blocks
 from jax_cp_dispatch.attention.local.passes import (
     add_sink,
     attend_blocks,
     block_gradients,
+    forbid_second_derivative,
     sink_gradient,
 )
 from jax_cp_dispatch.attention.local.ranges import (
     KeyQueries,
     RowRanges,
-    cut_queries,
-    cut_ranges,
+    tile_queries,
+    tile_ranges,
     with_rows,
 )
 from jax_cp_dispatch.attention.operands import (
@@ -128,7 +129,7 @@ class Rotation:
         is_key = used if ranges.is_key is None else ranges.is_key
         unused = 0 if self.expansion is None else UNUSED_ROW
         own = (self.chunking.cut(jnp.where(is_key[:, :, None, None], x, unused)) for x in kv)
-        return cut_queries(self.passes, q, used, self.num_groups), tuple(own)
+        return tile_queries(self.passes, q, used, self.num_groups), tuple(own)
 
     def begin(self, q, kv, ranges: TokenRanges):
         """Returns query blocks, a rank's own chunks, and the softmax before the first step."""
@@ -138,8 +139,8 @@ class Rotation:
     def uncut_gradients(self, dkv):
         return jax.tree.map(lambda x: self.chunking.uncut(x, self.q_shape[0]), dkv)
 
-    def cut_cotangents(self, ranges: TokenRanges, whole: SoftmaxGradients) -> OutputCotangents:
-        return cut_cotangents(self.passes, ranges.used, whole, self.num_groups)
+    def tile_cotangents(self, ranges: TokenRanges, whole: SoftmaxGradients) -> OutputCotangents:
+        return tile_cotangents(self.passes, ranges.used, whole, self.num_groups)
 
     def fetch_keys(self, own, held, step, fingerprint=None):
         """Fetches the chunks of the next step."""
@@ -231,7 +232,7 @@ class Rotation:
             held_by = lambda x: jnp.where(of_keys >= 0, x[:, jnp.maximum(of_keys, 0)], 0)
             start, end = map(held_by, ranges.queries[1:])
             rows = rows._replace(queries=KeyQueries(ranges.queries.index, start, end))
-        return cut_ranges(self.passes, rows, self.q_shape, self.num_groups, num_rows)
+        return tile_ranges(self.passes, rows, self.q_shape, self.num_groups, num_rows)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -277,7 +278,7 @@ def backward(rotation: Rotation, operands: Operands, ranges: TokenRanges, output
     """
     queries, own = rotation.cut(operands.q, operands.moved, ranges)
     weights, last = operands.weights, rotation.last_step
-    cotangents = rotation.cut_cotangents(ranges, SoftmaxGradients(*outputs))
+    cotangents = rotation.tile_cotangents(ranges, SoftmaxGradients(*outputs))
 
     def gradients(held, dq, step):
         order = rotation.key_order(step, rank)
@@ -311,7 +312,7 @@ def backward(rotation: Rotation, operands: Operands, ranges: TokenRanges, output
 
 
 def _forward(rotation, operands: Operands, ranges):
-    operands = operands.derived_once(rotation.exchange.op)
+    operands = forbid_second_derivative(rotation.exchange.op, operands)
     out, lse, max_logits = forward(rotation, operands, ranges)
     out, lse = add_sink(out, lse, operands.sink)
     if ranges.fault is not None:  # one rank, and XLA's collectives, raise no error
@@ -370,13 +371,13 @@ class ShardedSequence:
         (B, T, N, H), K, Hv = q.shape, k.shape[2], v.shape[3]
         layout = self._layout(T)
         held = Chunking(layout, self.schedule.num_chunks).most_tokens
-        passes = LocalOptions(
-            self.options.op,
+        passes = pass_options(
+            *(q, k),
             scale=self.options.scale,
             logit_soft_cap=self.options.logit_soft_cap,
             return_max_logits=self.options.return_max_logits,
             **rank_blocks(layout.num_rows, held, N, K, rows=256),
-        ).passes(q, k)
+        )
         shape = B, layout.num_rows, N, H
         return Rotation(
             *(self.schedule, layout, self.options.exchange, passes, shape, K, Hv),

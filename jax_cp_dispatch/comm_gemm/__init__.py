@@ -13,17 +13,14 @@ Three words mean three things here:
 
 from jax_cp_dispatch.comm_gemm._gemm import gemm
 from jax_cp_dispatch.comm_gemm._grouped_gemm import grouped_gemm
-from jax_cp_dispatch.comm_gemm._overlap_profile import OverlapProfile, overlap_profile
 from jax_cp_dispatch.comm_gemm.choice import CommGemmChoice, choose_comm_gemm
 from jax_cp_dispatch.comm_gemm.matmul import all_gather_matmul, matmul_reduce_scatter
 
 __all__ = [
     "CommGemmChoice",
-    "OverlapProfile",
     "all_gather_matmul",
     "choose_comm_gemm",
     "gemm",
     "grouped_gemm",
     "matmul_reduce_scatter",
-    "overlap_profile",
 ]

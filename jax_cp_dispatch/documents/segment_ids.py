@@ -245,7 +245,7 @@ def _by_dispatch(exchange: CollectiveOptions, arrays: Any, num_ranks: int):
     """Sends this rank's arrays to all ranks as one token, to the row of its number."""
     plan = plan_to_all(num_ranks)
     tokens = jax.tree.map(lambda x: x[None], arrays)
-    ids = outgoing(exchange.op, "segment_ids", tokens, plan, capacity=num_ranks)
+    ids = outgoing(tokens, plan, capacity=num_ranks)
     (gathered,) = move(exchange, [ids])
     in_columns = lambda x: jnp.moveaxis(x, 0, 1).reshape(x.shape[1], num_ranks * x.shape[2])
     return jax.tree.map(in_columns, gathered)

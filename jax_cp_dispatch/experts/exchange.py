@@ -127,22 +127,22 @@ def _sum_choices(
     wide = jnp.finfo(sum_dtype(*(x.dtype for x in arrays))).dtype  # real, also of complex rows
     given = jnp.ones(routing.row.shape, wide) if weights is None else weights.astype(wide)
     more = {"num_tokens": len(routing.row), "weights": given}
-    part = returning(options.op, "y", arrays, routing.by_choice, **more)
+    part = returning(arrays, routing.by_choice, **more)
     return _move(options, routing, [part])[0]
 
 
 def _sum_choices_backward(options, residuals, gradients):
     routing, weights, arrays = residuals
     options, each = _transposed(options), _each_choice(routing)
-    op, capacity = options.op, routing.capacity
-    parts = [outgoing(op, "x", gradients, routing.by_choice, capacity=capacity)]
+    capacity = routing.capacity
+    parts = [outgoing(gradients, routing.by_choice, capacity=capacity)]
     if weights is not None:
-        parts.append(outgoing(op, "weights", weights.reshape(-1), each, capacity=capacity))
+        parts.append(outgoing(weights.reshape(-1), each, capacity=capacity))
     rows, *own = _move(options, routing, parts)
     if weights is None:
         return None, None, rows
     products, dys = _weighted_backward(arrays, rows, own[0])
-    part = returning(op, "dweights", products, each, num_tokens=weights.size)
+    part = returning(products, each, num_tokens=weights.size)
     return None, _move(options, routing, [part])[0].reshape(weights.shape), dys
 
 
@@ -205,7 +205,7 @@ def _most_tokens(routing: Routing) -> int:
 def _sent(options: CollectiveOptions, routing: Routing, arrays: Sequence[Array]) -> list[Array]:
     collected = _collected(routing)
     rows = [expand(x, collected) for x in arrays]
-    part = outgoing(options.op, "x", rows, routing.by_rank, capacity=_most_tokens(routing))
+    part = outgoing(rows, routing.by_rank, capacity=_most_tokens(routing))
     return _move(options, routing, [part], "experts by rank")[0]
 
 
@@ -213,7 +213,7 @@ def _return_sums(options: CollectiveOptions, routing: Routing, sums: list[Array]
     """Returns the sums of each token from all of its ranks, and adds them up."""
     collected = _collected(routing)
     num_rows = len(collected.choice)
-    part = returning(options.op, "y", sums, routing.by_rank, num_tokens=num_rows)
+    part = returning(sums, routing.by_rank, num_tokens=num_rows)
     rows = _move(options, routing, [part], "experts by rank")[0]
     return [_only_if_valid(weighted_sum(x, None, collected), routing) for x in rows]
 
@@ -256,7 +256,7 @@ def _to_rows(options, mode, routing, arrays, with_places=False):
     leaves, tree = jax.tree.flatten([quantize(x, mode) for x in arrays] if is_narrow else arrays)
 
     def by_choice(leaves):
-        part = outgoing(options.op, "x", leaves, routing.by_choice, capacity=routing.capacity)
+        part = outgoing(leaves, routing.by_choice, capacity=routing.capacity)
         return _move(options, routing, [part])[0], _no_places(
             routing, leaves
         ) if with_places else None

@@ -15,7 +15,6 @@ from jaxtyping import Array, Bool, Float, Int32, Integer, UInt
 from jax_cp_dispatch._arguments import (
     MOST_ROWS,
     HostOrDevice,
-    check_array,
     check_positive,
     check_rows,
     read_int32,
@@ -28,6 +27,7 @@ from jax_cp_dispatch._arrays import (
     sum_by_key,
     sum_dtype,
 )
+from jax_cp_dispatch._door import door
 from jax_cp_dispatch._ranks.communicator import AxisName, rank_index
 from jax_cp_dispatch._ranks.options import CollectiveOptions, read_options, vary_alike, vary_like
 from jax_cp_dispatch.documents.segment_ids import gather_sequence
@@ -180,6 +180,11 @@ def _ordered(x: Float[Array, " n"]) -> UInt[Array, " n"]:
 _OP = "route"
 
 
+@door(
+    _OP,
+    expert_index="Collapse the dimensions of the tokens into one.",
+    weights="Pass a weight for each choice.",
+)
 def route(
     expert_index: Integer[HostOrDevice, "T k"],
     *,
@@ -241,7 +246,11 @@ def route(
             f"{_OP}: got overflow={overflow!r} {'without' if weights is None else 'and'} weights, "
             "by which it drops. Pass both or none."
         )
-    _check_index(expert_index, weights)
+    if not expert_index.shape[1]:
+        raise ValueError(
+            f"{_OP}: expert_index has shape {list(expert_index.shape)}; each token needs at least "
+            "one choice. Pass -1 for tokens without an expert."
+        )
     remedy = (
         "It is an expert of each token, or -1 for none; where experts choose tokens, pass all "
         "experts of each token, with -1 for those that do not choose it."
@@ -274,24 +283,6 @@ def route(
     )
 
 
-def _check_index(expert_index: Any, weights: Any) -> None:
-    check_array(_OP, "expert_index", expert_index)
-    shape = expert_index.shape
-    if not jnp.issubdtype(expert_index.dtype, jnp.integer) or len(shape) != 2 or not shape[1]:
-        raise ValueError(
-            f"{_OP}: expert_index is {expert_index.dtype}{list(shape)}; it needs integers [T, k], "
-            "k at least 1. Collapse the dimensions of the tokens into one."
-        )
-    if weights is None:
-        return
-    check_array(_OP, "weights", weights)
-    if weights.shape != shape or not jnp.issubdtype(weights.dtype, jnp.floating):
-        raise ValueError(
-            f"{_OP}: weights is {weights.dtype}{list(weights.shape)} but expert_index has shape "
-            f"{list(shape)}. Pass a floating-point weight for each choice."
-        )
-
-
 def _num_places(num_experts: int, num_ranks: int, physical_to_logical: Any) -> int:
     """Returns L, the places of each rank."""
     if physical_to_logical is None:
@@ -301,12 +292,10 @@ def _num_places(num_experts: int, num_ranks: int, physical_to_logical: Any) -> i
                 "Pass physical_to_logical, with -1 in places that stay empty."
             )
         return num_experts // num_ranks
-    check_array(_OP, "physical_to_logical", physical_to_logical)
-    shape, dtype = physical_to_logical.shape, physical_to_logical.dtype
-    is_whole = len(shape) == 2 and shape[0] == num_ranks and shape[1] > 0
-    if not is_whole or not jnp.issubdtype(dtype, jnp.integer):
+    shape = physical_to_logical.shape
+    if shape[0] != num_ranks or not shape[1]:
         raise ValueError(
-            f"{_OP}: physical_to_logical is {dtype}{list(shape)}; it needs integers "
+            f"{_OP}: physical_to_logical has shape {list(shape)}; it needs "
             f"[{num_ranks}, L], the expert in each place of each rank."
         )
     return shape[1]

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float32
 
 from jax_cp_dispatch._arrays import divided, known_inside
 from jax_cp_dispatch._ranks.options import CollectiveOptions
-from jax_cp_dispatch.experts.describe import describe_routing
+from jax_cp_dispatch._text import describe_routing
 from jax_cp_dispatch.metadata import Metadata
 
 # An array; or anything that a transformation maps over the leaves (specs, shapes, axes).

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PyTree, Shaped
 
-from jax_cp_dispatch._arguments import HostOrDevice, check_array, check_type
-from jax_cp_dispatch._dispatch.arguments import check_arrays, rows_per_rank
+from jax_cp_dispatch._arguments import HostOrDevice, check_type
+from jax_cp_dispatch._dispatch.arguments import check_movable, rows_per_rank
+from jax_cp_dispatch._door import door
 from jax_cp_dispatch._ranks.options import CollectiveOptions, is_on_rank, vary_alike, whole_rows
 from jax_cp_dispatch.experts.exchange import send_to_rows, sum_rows
 from jax_cp_dispatch.experts.routing import Routing
@@ -64,6 +65,10 @@ def _program(run, config, axes, specs, *operands):
     return on_all_ranks(partial(run, config), operands, axes=axes, **dict(specs))
 
 
+_OF_CHOICES = "Pass a weight for each choice."
+
+
+@door("dispatch_tokens")
 def dispatch_tokens(
     x: PyTree[Shaped[HostOrDevice, "T ..."]],
     routing: Routing,
@@ -97,12 +102,13 @@ def dispatch_tokens(
     op = "dispatch_tokens"
     leaves, tree = jax.tree.flatten(x)
     leaves = [jnp.asarray(leaf) for leaf in leaves]
-    check_arrays(op, "x", leaves)
+    check_movable(op, "x", leaves)
     mode = _read_mode(op, scaling_mode, leaves)
     operands = tree.unflatten(leaves), routing
     return _call(op, _dispatch_on_rank, operands, leaves, more=(mode,))
 
 
+@door("combine_tokens", weights=_OF_CHOICES)
 def combine_tokens(
     y: PyTree[Float[HostOrDevice, "capacity ..."]],
     weights: Float[HostOrDevice, "T k"] | None,
@@ -129,13 +135,7 @@ def combine_tokens(
     op = "combine_tokens"
     leaves, tree = jax.tree.flatten(y)
     leaves = [jnp.asarray(leaf) for leaf in leaves]
-    check_arrays(op, "y", leaves)
-    for leaf in leaves:
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise TypeError(
-                f"{op}: an array of y is {leaf.dtype}; sums with weights need floating-point rows. "
-                "Cast it."
-            )
+    check_movable(op, "y", leaves)
     operands = tree.unflatten(leaves), weights, routing
     return _call(op, _combine_on_rank, operands, leaves)
 
@@ -202,12 +202,10 @@ def _check_rows(op: str, routing: Routing, array: Array, held: int, num_ranks: i
 
 
 def _check_weights(op: str, weights: Any, routing: Routing) -> None:
-    check_array(op, "weights", weights)
-    shape, dtype = weights.shape, weights.dtype
-    if shape != routing.row.shape or not jnp.issubdtype(dtype, jnp.floating):
+    if weights.shape != routing.row.shape:
         raise ValueError(
-            f"{op}: weights is {dtype}{list(shape)} but routing is of choices "
-            f"{list(routing.row.shape)}. Pass a floating-point weight for each choice."
+            f"{op}: weights is {list(weights.shape)} but routing is of choices "
+            f"{list(routing.row.shape)}. {_OF_CHOICES}"
         )
 
 

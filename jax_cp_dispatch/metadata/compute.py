@@ -20,8 +20,8 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int32, Shaped, UInt32
 
-from jax_cp_dispatch._arguments import clip_to_int32
-from jax_cp_dispatch.metadata.fields import Metadata, host_value
+from jax_cp_dispatch._arguments import clip_to_int32, host_value
+from jax_cp_dispatch.metadata.fields import Metadata
 
 # ---- Checks the arguments of the planning functions; every error names the argument.
 

@@ -16,8 +16,7 @@ From documents to a plan, in this order:
    planner) within the `key_limit` of the mask, `stages` makes the arrays, and `slots` their
    metadata.
 5. `plan`: the result, `Plan`, which `pieces_fingerprint` ties to its batch. `stack` is several
-   plans as one, `describe` a text, `saved` a pickle. `placement`: the order of tokens that goes
-   with a plan.
+   plans as one, `saved` a pickle. `placement`: the order of tokens that goes with a plan.
 
 What is on the host uses NumPy and C++ only, and does not start JAX.
 """

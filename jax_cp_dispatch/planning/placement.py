@@ -12,7 +12,7 @@ from jaxtyping import Float32, Int, Int32, PyTree, Shaped
 
 from jax_cp_dispatch._arguments import check_positive
 from jax_cp_dispatch._ranks.runtime import native
-from jax_cp_dispatch._text import outline
+from jax_cp_dispatch._text import by_group, describe_mask, describe_plan, outline, work_by_share
 from jax_cp_dispatch.documents import Documents
 from jax_cp_dispatch.documents.documents import check_document_mask
 from jax_cp_dispatch.documents.table import DocumentTable, Row, document_table
@@ -26,7 +26,6 @@ from jax_cp_dispatch.planning.config import (
     check_fallback,
     check_ranks,
 )
-from jax_cp_dispatch.planning.describe import by_group, describe_mask, describe_plan, work_by_share
 from jax_cp_dispatch.planning.on_host import (
     by_columns,
     expand_ranges,

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, Int, Int32, Shaped
 
 from jax_cp_dispatch._arguments import check_integer
-from jax_cp_dispatch._text import outline
+from jax_cp_dispatch._text import describe_plan, exceeded, known, outline
 from jax_cp_dispatch.documents.fingerprint import check_batch, fallback_fingerprint
 from jax_cp_dispatch.documents.segment_ids import Ids
 from jax_cp_dispatch.documents.table import DocumentTable
@@ -22,14 +22,12 @@ from jax_cp_dispatch.masks import Mask, MaskRanges, StaticMask
 from jax_cp_dispatch.masks.mask import MaskKind
 from jax_cp_dispatch.masks.read import read_mask
 from jax_cp_dispatch.metadata import Metadata
-from jax_cp_dispatch.metadata.fields import known
 from jax_cp_dispatch.planning.config import (
     ALL_CAPACITIES,
     CAPACITIES,
     PLACED_CAPACITIES,
     PlanConfig,
 )
-from jax_cp_dispatch.planning.describe import describe_plan, exceeded
 from jax_cp_dispatch.planning.request import (
     PieceTable,
     PlanRequest,

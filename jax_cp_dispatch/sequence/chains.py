@@ -283,14 +283,12 @@ class CutPieces:
         exchange, pieces = self.exchange, self.pieces
         links = _links(self)
         shape = pieces.chains
-        parts = []
-        sent = ("states", states, links.first), ("maps", maps, links.others)
-        for name, arrays, metadata in sent:
-            part = outgoing(exchange.op, name, arrays, metadata, capacity=shape[0] * shape[1])
-            parts.append(part._replace(capacity_name="PlanConfig.max_linked_pieces"))
-        if pieces.fingerprint is not None:
-            parts[0] = parts[0]._replace(fingerprint=pieces.fingerprint)
-        received = move(exchange, parts)
+        limits: Any = {
+            "capacity": shape[0] * shape[1],
+            "capacity_name": "PlanConfig.max_linked_pieces",
+        }
+        sent = outgoing(states, links.first, fingerprint=pieces.fingerprint, **limits)
+        received = move(exchange, [sent, outgoing(maps, links.others, **limits)])
         by_step = lambda x: jnp.moveaxis(x.reshape(*shape, *x.shape[1:]), 1, 0)
         kind, first, others = jax.tree.map(by_step, (links.kind, *received))
 

@@ -16,6 +16,7 @@ from jax_cp_dispatch._arrays import only_where
 from jax_cp_dispatch._door import door
 from jax_cp_dispatch._ranks.communicator import AxisName
 from jax_cp_dispatch.documents import Documents
+from jax_cp_dispatch.documents.segment_ids import STEPS_OF_DOCUMENTS
 from jax_cp_dispatch.sequence.call_layer import Axes, Layer, Where, call_layer
 from jax_cp_dispatch.sequence.chains import Carried, CutPieces
 from jax_cp_dispatch.sequence.pieces import Options, Pieces
@@ -26,6 +27,7 @@ _OP = "linear_recurrence"
 
 @door(
     _OP,
+    **STEPS_OF_DOCUMENTS,
     log_decay="Pass jnp.broadcast_to(log_decay, x.shape).",
     initial_state="Pass the last h of each running document.",
 )

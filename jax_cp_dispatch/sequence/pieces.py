@@ -433,8 +433,8 @@ def confirmed(exchange: CollectiveOptions, fingerprint: Int32[Array, " 9"]) -> B
         world_size=num_ranks,
     )
     token = vary_alike([jnp.ones((1, 1), jnp.int32)], also=exchange.axis_names)[0]
-    part = outgoing(exchange.op, "rows", token, metadata, capacity=1)
-    (received,) = move(exchange, [part._replace(fingerprint=fingerprint)])
+    part = outgoing(token, metadata, capacity=1, fingerprint=fingerprint)
+    (received,) = move(exchange, [part])
     return received[0, 0] == 1
 
 

@@ -18,12 +18,14 @@ from jax_cp_dispatch._arrays import chosen, only_where, sum_dtype
 from jax_cp_dispatch._door import door
 from jax_cp_dispatch._ranks.communicator import AxisName
 from jax_cp_dispatch.documents import Documents
+from jax_cp_dispatch.documents.segment_ids import STEPS_OF_DOCUMENTS
 from jax_cp_dispatch.sequence.call_layer import Axes, Layer, Where, call_layer
 from jax_cp_dispatch.sequence.chains import Carried, CutPieces, check_state, last_states
 from jax_cp_dispatch.sequence.chunks import Chunks, cut_into_chunks
 from jax_cp_dispatch.sequence.pieces import Cuts, Options, Pieces
 
 STEPS_OF_HEADS = {
+    **STEPS_OF_DOCUMENTS,
     "q": "Pass heads as axis 2.",
     "k": "Pass heads as axis 2, as many as q has.",
     "v": "Pass heads as axis 2.",
@@ -121,7 +123,7 @@ class Kernel(Protocol):
         ...
 
 
-@door(_OP, initial_state=_STATE)
+@door(_OP, **STEPS_OF_DOCUMENTS, initial_state=_STATE)
 def recurrence(
     inputs: PyTree[Shaped[HostOrDevice, "B T ..."]],
     local: Any,

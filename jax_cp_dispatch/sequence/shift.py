@@ -20,6 +20,7 @@ from jax_cp_dispatch._ranks.communicator import AxisName
 from jax_cp_dispatch._ranks.options import CollectiveOptions, varying_axes
 from jax_cp_dispatch.documents import Documents
 from jax_cp_dispatch.documents.documents import read_given_tokens
+from jax_cp_dispatch.documents.segment_ids import STEPS_OF_DOCUMENTS
 from jax_cp_dispatch.documents.table import from_segment_ids
 from jax_cp_dispatch.masks.mask import PACKED
 from jax_cp_dispatch.metadata import Metadata
@@ -55,7 +56,7 @@ def receive_halo(
     """
     metadata = _metadata(pieces, width, after, shifted)
     to = pieces.num_slots
-    part = outgoing(exchange.op, "rows", rows, metadata, capacity=to * width)
+    part = outgoing(rows, metadata, capacity=to * width)
     if pieces.fingerprint is not None:
         part = part._replace(fingerprint=pieces.fingerprint)
     (received,) = move(exchange, [part])
@@ -130,7 +131,7 @@ class _Window(NamedTuple):
 _OP = "shift"
 
 
-@door(_OP)
+@door(_OP, **STEPS_OF_DOCUMENTS)
 def shift(
     x: PyTree[Shaped[HostOrDevice, "B T ..."]],
     offset: int,
@@ -301,7 +302,7 @@ def _document_lengths(pieces: Pieces) -> Array:
 _OF_DOCUMENTS = "shift_documents"
 
 
-@door(_OF_DOCUMENTS)
+@door(_OF_DOCUMENTS, **STEPS_OF_DOCUMENTS)
 def shift_documents(
     x: PyTree[Shaped[np.ndarray, "B T ..."]],
     offset: int,
@@ -366,6 +367,7 @@ _CONV = "causal_conv"
 
 @door(
     _CONV,
+    **STEPS_OF_DOCUMENTS,
     weight="Pass one weight for each tap and channel.",
     bias="Pass one value for each channel.",
     initial_state="Pass the last tokens of each running document.",

@@ -175,7 +175,6 @@ CASES = {
     "hamilton_attention_profile": calls(
         profile,
         ({"nodes": 3}, f"nodes is 3 but there are {W}"),
-        ({"colour": 1}, "got colour; it takes the keywords"),
         ({"mesh": mesh_of(3)}, "T is .* but 'cp' has 3 dev"),
     ),
     "balance_profile": calls(

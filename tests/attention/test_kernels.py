@@ -27,8 +27,8 @@ from jax_cp_dispatch.attention.local import (  # inner: kernels that cannot run 
     blockwise,
     gpu,
     local_attention as local,
+    passes,
     tpu,
-    uncut,
 )
 
 
@@ -171,10 +171,10 @@ def emulation(target, shapes, operands, in_place, *, scale, soft_cap, has_querie
 def only_kernels(monkeypatch):
     """Makes CPU programs take the path of the kernels."""
     monkeypatch.setattr(gpu, "_call", emulation)
-    monkeypatch.setattr(uncut, "attend", gpu.attend)
-    monkeypatch.setattr(uncut, "gradients", gpu.gradients)
-    monkeypatch.setattr(rotating, "attend_blocks", gpu.attend_in_blocks)
-    monkeypatch.setattr(rotating, "block_gradients", gpu.gradients_in_blocks)
+    monkeypatch.setattr(local, "fused_attention", gpu.attention)
+    monkeypatch.setattr(local, "fused_gradients", gpu.gradients)
+    monkeypatch.setattr(rotating, "attend_blocks", gpu.attend_blocks)
+    monkeypatch.setattr(rotating, "block_gradients", gpu.block_gradients)
     for name in ("_forward", "_backward"):  # cached traces would bypass the patch
         monkeypatch.setattr(local, name, getattr(local, name).__wrapped__)
 
@@ -209,8 +209,8 @@ def test_options_by_kernels(options):
 
     by_kernels = results()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(uncut, "attend", uncut.attend_cut)
-        patch.setattr(uncut, "gradients", uncut.gradients_cut)
+        patch.setattr(local, "fused_attention", passes.attention_in_tiles)
+        patch.setattr(local, "fused_gradients", passes.gradients_in_tiles)
         by_blocks = results()
     for actual, expected in zip(by_kernels, by_blocks, strict=True):
         assert_close(actual, expected, 1e-5)
@@ -331,8 +331,8 @@ def interpreted(monkeypatch):
     """Interprets kernels, and fails if two accesses race."""
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # the only place of `races`
 
-    monkeypatch.setattr(rotating, "attend_blocks", tpu.attend)
-    monkeypatch.setattr(rotating, "block_gradients", tpu.gradients)
+    monkeypatch.setattr(rotating, "attend_blocks", tpu.attend_blocks)
+    monkeypatch.setattr(rotating, "block_gradients", tpu.block_gradients)
     with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True)):
         yield
     races = interpret_pallas_call.races

@@ -203,14 +203,3 @@ def test_the_table_of_arguments_is_what_happens():
     for error in errors:
         assert error.startswith(("context_parallel_attention: ", "place_tokens: ")), error
         assert re.search(r"[Pp]ass|[Cc]hoose|use|Pad|Call", error), error
-
-
-@pytest.mark.parametrize("function", [cpd.context_parallel_attention, cpd.local_attention])
-def test_arguments_of_other_libraries_get_words(function):
-    """Any other unknown argument gets Python's error."""
-    for name in ("bias", "dropout_rate", "alibi_slopes", "is_causal", "window_size", "sinks"):
-        says = f"^{function.__name__}: {name} is not an argument here: .*See docs/limits.md.$"
-        with pytest.raises(TypeError, match=says):
-            function(1, 2, 3, **{name: None})
-    with pytest.raises(TypeError, match=r"colour|missing"):
-        function(1, 2, 3, colour=None)

@@ -20,8 +20,8 @@ from jax_cp_dispatch.profiling import (
     Span,
     balance_profile,
     hamilton_attention_profile,
+    write_chrome_trace,
 )
-from jax_cp_dispatch.timeline import write_chrome_trace
 
 W = 3
 

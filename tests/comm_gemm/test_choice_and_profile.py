@@ -13,13 +13,13 @@ from jax.sharding import Mesh, PartitionSpec as P
 from jax_cp_dispatch import all_gather_matmul, matmul_reduce_scatter
 from jax_cp_dispatch.comm_gemm import choose_comm_gemm
 from jax_cp_dispatch.cost import HARDWARE, CommGemmShape, comm_gemm_methods, predict_comm_gemm
-from jax_cp_dispatch.profiling import overlap_profile
-from jax_cp_dispatch.timeline import (
+from jax_cp_dispatch.profiling import (
     COMMUNICATION,
     COMPUTATION,
     Span,
     busy_seconds,
     exposed_seconds,
+    overlap_profile,
 )
 
 AG, RS = "all_gather_matmul", "matmul_reduce_scatter"

@@ -92,7 +92,7 @@ def test_a_plain_product():
     assert attributes["comm_type"] == "0" and attributes["device_table"] == "dense<-1>"
     assert f"tensor<{SCRATCH}xui8>" in results
     assert attributes["tf32"] == "false"
-    names = ("attributes.cc", "gemm_call.cc", "cuda/dispatch_call.cc", "cuda/gemm_call.cc")
+    names = ("common.cc", "gemm_call.cc", "cuda/dispatch_call.cc", "cuda/gemm_call.cc")
     sources = [(ROOT / "csrc/ffi" / name).read_text() for name in names]
     read = [name for source in sources for name in re.findall(r'Read\("(\w+)"', source)]
     assert sorted(attributes.keys() - {"backend_config"}) == sorted(read)

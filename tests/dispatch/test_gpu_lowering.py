@@ -35,9 +35,8 @@ from jax_cp_dispatch._ranks import (
     runtime,  # inner: an extension is pretended
 )
 from jax_cp_dispatch._ranks.implementations import CUDA_PEER, IMPLEMENTATIONS, Operation
-from jax_cp_dispatch.doctor.machine import Finding
-from jax_cp_dispatch.doctor.self_test import try_implementations
 from jax_cp_dispatch.gpu import raise_gpu_errors
+from jax_cp_dispatch.tools.doctor import Finding, try_implementations
 
 ROOT = pathlib.Path(__file__).parents[2]
 W, S, T, CAPACITY = 4, 5, 8, 64
@@ -120,14 +119,8 @@ def test_available_implementations_have_names_and_reasons():
 
 @pytest.mark.parametrize("name", available_implementations())
 def test_every_implementation_lowers_every_operation(name):
-    """Exchanges of arrays on one device have a rule where no other implementation is taken."""
     row = IMPLEMENTATIONS[name]
-    operations = {Operation.EXCHANGE, Operation.GEMM, Operation.GROUPED_GEMM}
-    if row.platform != "cpu":
-        operations.add(Operation.EXCHANGE_ON_ONE_DEVICE)
-    if row.platform == "cuda":  # elsewhere, the first of two calls is the whole exchange
-        operations |= {Operation.EXCHANGE_START, Operation.EXCHANGE_DONE}
-    assert row.lowerings.keys() == operations
+    assert row.lowerings.keys() == set(Operation)
     assert row.name == name and (row.why_not(["rocm"], None) is None) == (name == "xla")
 
 
@@ -212,7 +205,7 @@ def test_donated_storage_of_one_device():
 
 
 def test_the_handler_reads_every_attribute():
-    names = ("attributes.cc", "dispatch_call.cc", "cuda/dispatch_call.cc")
+    names = ("common.cc", "dispatch_call.cc", "cuda/dispatch_call.cc")
     sources = [ROOT / "csrc/ffi" / name for name in names]
     read = [name for path in sources for name in re.findall(r'Read\("(\w+)"', path.read_text())]
     ((_, rest),) = calls(lowered(on_ranks(send, mesh_of(W)), X, PLAN))
@@ -357,7 +350,7 @@ def test_gpus_without_peer_access_use_xla(cuda, monkeypatch):
     assert asked[1:] == [[0, 1], [2, 3]]
     monkeypatch.setattr(implementations, "default_platform", lambda: "cuda")
     assert available_implementations()["cuda_peer"] == (False, why)
-    *_, found = itertools.islice(try_implementations(), 3)  # of the doctor
+    *_, found = itertools.islice(try_implementations(), 2)  # of the doctor
     assert found == Finding("transport cuda_peer", why, "missing")
     assert calls(PLACES["one device"]())
     cuda.device_count = lambda: (2, "")  # a program for another machine

@@ -4,14 +4,11 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from comm_gemm_refusals import W, trace
 from on_mesh import AXIS, mesh_of
 from refusals import check_rejected, each
 
 from jax_cp_dispatch import experts
-
-pytestmark = pytest.mark.usefixtures("unchecked_types")
 
 T, K, E = 4, 2, 8
 X = np.ones((W, T, 3), np.float32)
@@ -58,7 +55,8 @@ def fit(samples: Any, **options: Any):
 WIDE = np.ones((W, T, 64), np.float32)
 REFUSALS = {
     "route": [
-        (lambda: route(INDEX[..., :0]), "k at least 1"),
+        (lambda: route(INDEX[..., :0]), "needs at least one choice"),
+        (lambda: route(INDEX[..., 0]), r"int32\[4\]; it needs integers \[T, k\]. Collapse"),
         (
             lambda: known(INDEX[0].astype(np.int64) + 2**32),
             r"expert_index\[0, 0\] is 4294967296.* in \[-1, 7\]",
@@ -73,8 +71,11 @@ REFUSALS = {
         (lambda: route(overflow="wrap"), "needs to be 'error' or 'drop'"),
         (lambda: route(overflow="drop"), "without weights"),
         (lambda: route(weights=jnp.ones((T, K))), "and weights"),
-        (lambda: route(overflow="drop", weights=jnp.ones((T, 3))), "a floating-point weight"),
-        (lambda: route(physical_to_logical=HELD[:2]), r"needs integers \[4, L\]"),
+        (
+            lambda: route(overflow="drop", weights=jnp.ones((T, 3))),
+            "k = 2 as in expert_index. Pass a weight",
+        ),
+        (lambda: route(physical_to_logical=HELD[:2]), r"shape \[2, 2\]; it needs \[4, L\]"),
         (lambda: route(deadline=-1), "positive number of seconds"),
         (lambda: route(implementation="nccl"), "nccl"),
         (lambda: of_all_ranks(), "no mesh with axis 'cp' was found"),
@@ -93,14 +94,14 @@ REFUSALS = {
     ],
     "combine_tokens": [
         (lambda: combine(ROWS[:, :8]), "y has 8 rows but routing is of 9 rows"),
-        (lambda: combine(ROWS.astype(np.int32)), "need floating-point rows"),
+        (lambda: combine(ROWS.astype(np.int32)), "needs floats .* Cast it"),
         (lambda: combine(weights=WEIGHTS[..., :1]), r"but routing is of choices \[4, 2\]"),
     ],
     "fit_capacity": [
         (lambda: fit([]), "there is no sample"),
-        (lambda: fit([[[E]]]), "in .-1, 8"),
-        (lambda: fit([[[0]]], num_experts=6), "not a multiple"),
-        (lambda: fit([[[0]]], overflow=0.0), "between 0 and 1"),
+        (lambda: fit([INDEX[0] + E]), "in .-1, 8"),
+        (lambda: fit([INDEX[0]], num_experts=6), "not a multiple"),
+        (lambda: fit([INDEX[0]], overflow=0.0), "between 0 and 1"),
     ],
 }
 

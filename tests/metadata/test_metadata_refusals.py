@@ -101,7 +101,7 @@ CASES = {
         (lambda: orchestrate_simulate(X[:2], X[:1], PLAN), r"shape \(1, 6, 2\); it needs all 2"),
         (lambda: simulate(OUT[:, :, None]), "row of output"),
         (lambda: simulate(plan=PLAN.get_slice(0)), "metadata has shape"),
-        (lambda: simulate(plan=NO_PLAN), "is ndarray; it needs"),
+        (lambda: simulate(plan=NO_PLAN), "of type ndarray; it needs"),
     ],
 }
 

@@ -37,7 +37,7 @@ class AdverseNetwork {
   // Binds the calling thread to this rank. On GPUs each rank is a process.
   static void Enter(int rank) { ThisRank() = rank; }
 
-  // ---- The interface of a fabric, as in csrc/kernels/fabric.h.
+  // ---- The interface of a fabric, as in csrc/kernels/plan.h.
 
   static void Put(const Block& block, char* to, const char* from, int64_t bytes, int pe) {
     block.Sync();

@@ -2,8 +2,7 @@
 #pragma once
 
 #include "attention_problem.h"
-#include "kernels/key_gradients.h"
-#include "kernels/query_gradients.h"
+#include "kernels/attention_gradients.h"
 
 namespace cpd::kernels {
 

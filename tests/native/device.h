@@ -129,14 +129,6 @@ void RunCall(const Call& call, int blocks, int threads, const std::function<void
     });
   }
   meet();
-  for (int round = 0; kSignalsLast && round < call.num_early; ++round) {
-    LaunchRanks<MeetScratch>(
-        call, 1, threads,
-        [](const Block& b, const Rank& rank, MeetScratch* s) { WaitSome(b, rank, s); });
-    LaunchRanks<UnpackScratch>(
-        call, blocks, threads,
-        [](const Block& b, const Rank& rank, UnpackScratch* s) { UnpackReady(b, rank, s); });
-  }
   LaunchRanks<MeetScratch>(call, 1, threads, [](const Block& b, const Rank& rank, MeetScratch* s) {
     Wait<Fabric>(b, rank, s);
   });

@@ -51,7 +51,6 @@ struct World {
   int64_t rows_per_strip = 3;
   bool use_src_offset = true;
   bool is_small = false;           // each call is one kernel
-  int num_early = 0;               // rounds of unpack before all ranks have signalled
   std::vector<int> memory_groups;  // of each rank: the ranks whose memory it maps; empty: all
 
   bool IsRemote(int a, int b) const {
@@ -66,7 +65,6 @@ struct World {
     call.is_dispatch = is_dispatch;
     call.deadline_ns = deadline_ns;
     call.is_small = is_small;
-    call.num_early = is_dispatch ? num_early : 0;
     for (int r = 0; r < num_ranks; ++r) {
       call.pe[r] = IsRemote(rank, r) ? r : -1;
       call.has_network = call.has_network || IsRemote(0, r);
@@ -279,7 +277,6 @@ inline World RandomWorld(Rng& rng, bool is_dispatch) {
   world.rows_per_strip = Draw(rng, 1, 9);
   world.num_blocks = static_cast<int>(Draw(rng, 1, 3));
   world.num_threads = static_cast<int>(Draw(rng, 1, 4));
-  world.num_early = static_cast<int>(Draw(rng, 0, 2));
   world.is_small = Draw(rng, 0, 2) == 0;
   if (!is_dispatch) world.in_type = world.out_type = DataType::kF32;
   const int64_t num_groups = Draw(rng, 1, 2);

@@ -9,8 +9,7 @@
 
 #include "ffi/cuda/dispatch_call.h"
 #include "fuzz_ffi.h"
-#include "kernels/held_fields.h"
-#include "kernels/strips.h"
+#include "kernels/prepare.h"
 
 namespace cpd {
 namespace {

@@ -89,6 +89,7 @@ class Attributes {
 
 void AddAll(const GemmOptions& o, Counts device_table, Chooser& c, Attributes* attributes) {
   Attributes& a = *attributes;
+  const OverlapProblem& p = o.problem;
   a.Add("op", o.op);
   a.Add("axis", o.axis);
   for (const auto& [name, value] :
@@ -99,34 +100,34 @@ void AddAll(const GemmOptions& o, Counts device_table, Chooser& c, Attributes* a
                                                     {"comm_overlap_method", o.comm_overlap_method},
                                                     {"comm_type", o.comm_type},
                                                     {"comm_overlap_id", o.comm_overlap_id},
-                                                    {"num_splits", o.num_splits},
+                                                    {"num_splits", p.config.num_splits},
                                                     {"lhs_axis_boundary", o.lhs_axis_boundary},
                                                     {"rhs_axis_boundary", o.rhs_axis_boundary},
                                                     {"aux_axis_boundary", o.aux_axis_boundary},
-                                                    {"num_batches", o.num_batches},
+                                                    {"num_batches", p.rows.num_batches},
                                                     {"gemm_priority", c.MostlyOrHostile(0)},
                                                     {"comm_priority", c.MostlyOrHostile(0)},
                                                     {"num_comm_sm", c.MostlyOrHostile(2)}}) {
     a.Add(name, value);
   }
-  for (const auto& [name, value] :
-       std::vector<std::pair<const char*, bool>>{{"atomic", o.atomic},
-                                                 {"overlap_first_gemm", o.overlap_first_gemm},
-                                                 {"aggregate", o.aggregate},
-                                                 {"copies", o.copies},
-                                                 {"lhs_transposed", o.lhs_transposed},
-                                                 {"rhs_transposed", o.rhs_transposed},
-                                                 {"fuse_bias", o.fuse_bias},
-                                                 {"fuse_gelu", o.fuse_gelu},
-                                                 {"grad", o.grad},
-                                                 {"use_split_accumulator", false},
-                                                 {"in_ring_order", o.in_ring_order},
-                                                 {"gathers_to_aux", o.gathers_to_aux},
-                                                 {"set_sm_margin", false},
-                                                 {"tf32", false}}) {
+  for (const auto& [name, value] : std::vector<std::pair<const char*, bool>>{
+           {"atomic", p.config.atomic},
+           {"overlap_first_gemm", p.config.overlap_first_gemm},
+           {"aggregate", p.config.aggregate},
+           {"copies", p.config.copies},
+           {"lhs_transposed", p.lhs_transposed},
+           {"rhs_transposed", p.rhs_transposed},
+           {"fuse_bias", o.fuse_bias},
+           {"fuse_gelu", p.fuse_gelu},
+           {"grad", o.grad},
+           {"use_split_accumulator", false},
+           {"in_ring_order", p.in_ring_order},
+           {"gathers_to_aux", p.gathers_to_aux},
+           {"set_sm_margin", false},
+           {"tf32", false}}) {
     a.Add(name, value);
   }
-  a.Add("row_counts", o.row_counts);
+  a.Add("row_counts", p.rows.counts);
   a.Add("device_table", device_table);
   a.Add("memory", std::string_view("devices"));
 }

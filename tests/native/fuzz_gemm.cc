@@ -8,7 +8,7 @@
 
 #include "fuzz_gemm_program.h"
 #include "fuzz_schedule.h"
-#include "gemm/overlap_buffers.h"
+#include "gemm/plan_overlap.h"
 
 namespace cpd {
 namespace {

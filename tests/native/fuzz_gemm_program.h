@@ -64,13 +64,14 @@ class GemmProgram {
     o.comm_overlap_method = c_.Number(0, 3);
     o.comm_type = c_.Number(0, 2);
     o.num_ranks = o.comm_type == 0 ? 0 : c_.Number(1, most_ranks);
-    o.num_splits = c_.Number(1, 4);
-    for (bool* flag : {&o.atomic, &o.overlap_first_gemm, &o.aggregate, &o.copies, &o.lhs_transposed,
-                       &o.rhs_transposed, &o.fuse_bias, &o.fuse_gelu, &o.grad, &o.in_ring_order,
-                       &o.gathers_to_aux}) {
+    o.problem.config.num_splits = c_.Number(1, 4);
+    OverlapProblem& p = o.problem;
+    for (bool* flag : {&p.config.atomic, &p.config.overlap_first_gemm, &p.config.aggregate,
+                       &p.config.copies, &p.lhs_transposed, &p.rhs_transposed, &o.fuse_bias,
+                       &p.fuse_gelu, &o.grad, &p.in_ring_order, &p.gathers_to_aux}) {
       *flag = c_.Flag();
     }
-    o.num_batches = c_.Number(1, 2);
+    o.problem.rows.num_batches = c_.Number(1, 2);
     for (int64_t i = o.num_ranks; i > 0; --i) row_counts_.push_back(c_.Number(0, 3));
     o.lhs_axis_boundary = o.rhs_axis_boundary = o.aux_axis_boundary = 1;
     num_ranks = std::max<int64_t>(o.num_ranks, 1);
@@ -79,14 +80,15 @@ class GemmProgram {
   // Changes attributes that were consistent with the shapes.
   void Spoil() {
     GemmOptions& o = options;
-    for (int64_t* number : {&o.deadline_ms, &o.num_threads, &o.scaling_mode, &o.comm_overlap_method,
-                            &o.comm_type, &o.num_ranks, &o.num_splits, &o.num_batches,
-                            &o.lhs_axis_boundary, &o.rhs_axis_boundary, &o.aux_axis_boundary}) {
+    for (int64_t* number :
+         {&o.deadline_ms, &o.num_threads, &o.scaling_mode, &o.comm_overlap_method, &o.comm_type,
+          &o.num_ranks, &o.problem.config.num_splits, &o.problem.rows.num_batches,
+          &o.lhs_axis_boundary, &o.rhs_axis_boundary, &o.aux_axis_boundary}) {
       *number = c_.MostlyOrHostile(*number);
     }
     for (int64_t& count : row_counts_) count = c_.MostlyOrHostile(count);
     if (c_.Seldom()) row_counts_.resize(c_.Number(0, 5));
-    o.row_counts = row_counts_;
+    o.problem.rows.counts = row_counts_;
   }
 
   std::vector<int64_t> Dims(int64_t rows, int64_t columns, bool transposed = false) {
@@ -103,7 +105,7 @@ class GemmProgram {
       total += count;
       most = std::max(most, count);
     }
-    const int64_t batches = o.num_batches;
+    const int64_t batches = o.problem.rows.num_batches;
     const int64_t alone = batches * (most + c_.Mostly(0, 0, 2)), together = batches * total;
     const bool is_bulk = o.comm_overlap_method == 1, gathers = o.comm_type == 2;
     const bool is_plain = o.comm_type == 0 || is_bulk;
@@ -133,23 +135,25 @@ class GemmProgram {
     const auto row = [&](bool is_there) { return Dims(1, is_there ? n : 1); };
     const auto result = [&](bool is_there) { return is_there ? Dims(multiplied, n) : Dims(1, 1); };
     Shape gathered{c_.Type(aux), Dims(aux_out, width)};
-    if (!is_bulk) gathered = {c_.Type(lhs), o.gathers_to_aux ? Dims(together, k) : Dims(alone, k)};
+    if (!is_bulk)
+      gathered = {c_.Type(lhs), o.problem.gathers_to_aux ? Dims(together, k) : Dims(alone, k)};
     // A workspace that is large enough.
     const int64_t rows = 2 * std::max<int64_t>(o.num_ranks, 1) * (alone + together);
     const int64_t columns = 4 * (std::max(n, k) + width) + 8 * blocks + 64;
     shapes = {
-        {c_.Type(lhs), Dims(in, k, o.lhs_transposed)},
+        {c_.Type(lhs), Dims(in, k, o.problem.lhs_transposed)},
         scales(in),
-        {c_.Type(rhs), Dims(k, n, o.rhs_transposed)},
+        {c_.Type(rhs), Dims(k, n, o.problem.rhs_transposed)},
         scales(n),
         {c_.Type(wide), row(o.fuse_bias && !o.grad)},
-        {c_.Type(wide), result(o.fuse_gelu && o.grad)},
+        {c_.Type(wide), result(o.problem.fuse_gelu && o.grad)},
         {c_.Type(aux), Dims(aux_in, width)},
         {c_.Type(wide), Dims(out, n)},
         {c_.Type(wide), row(o.fuse_bias && o.grad)},
-        {c_.Type(wide), result(o.fuse_gelu && !o.grad)},
+        {c_.Type(wide), result(o.problem.fuse_gelu && !o.grad)},
         std::move(gathered),
-        tiles(multiplied, gives_tiles && c_.Mostly(is_plain || !gathers || o.gathers_to_aux, 0, 1)),
+        tiles(multiplied,
+              gives_tiles && c_.Mostly(is_plain || !gathers || o.problem.gathers_to_aux, 0, 1)),
         tiles(n, gives_tiles),
         {c_.Type(XLA_FFI_DataType_F32), Dims(rows + 256, columns)}};
   }

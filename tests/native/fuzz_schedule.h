@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "gemm/gemm.h"
-#include "gemm/overlap_contribution.h"
 #include "gemm/plan_overlap.h"
 
 namespace cpd {

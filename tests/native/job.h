@@ -8,7 +8,7 @@
 #include <unistd.h>
 
 #include "ranks.h"
-#include "transport/shared_memory.h"
+#include "transport/transports.h"
 
 namespace cpd {
 
@@ -45,7 +45,7 @@ struct Job {
         others.push_back(seen[q]);
         peers.push_back({q, getpid(), sockets[p][q], -1});
       }
-      transports.push_back(MakeSharedMemoryTransport(own[p], others, peers).release());
+      transports.push_back(&NewTransport(own[p], others, peers));
     }
   }
 

@@ -9,8 +9,7 @@
 #include <vector>
 
 #include "gemm/overlap_problem.h"
-#include "gemm/swizzle.h"
-#include "gpu_schedule/lt_gemm.h"
+#include "gpu_schedule/cublaslt.h"
 #include "ranks.h"
 
 namespace cpd {

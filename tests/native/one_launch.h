@@ -20,7 +20,6 @@ struct OneLaunch {
 
   explicit OneLaunch(World& world) : call(world.MakeCall(0)) {
     call.num_local = world.num_ranks;
-    call.num_early = 0;
     fields.resize(world.groups.size());
     for (size_t p = 0; p < world.groups.size(); ++p) Append(world, p);
     LayOutChannel(&call);

@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "check.h"
-#include "transport/in_process.h"
+#include "transport/transports.h"
 
 namespace cpd {
 

@@ -3,7 +3,6 @@
 
 #include <utility>
 
-#include "gemm/overlap_contribution.h"
 #include "gemm/plan_overlap.h"
 #include "job.h"
 #include "overlap_call.h"

@@ -7,7 +7,7 @@
 #include <string>
 #include <utility>
 
-#include "gpu_schedule/lt_gemm.h"
+#include "gpu_schedule/cublaslt.h"
 #include "lt_case.h"
 #include "native_test.h"
 #include "ranks.h"

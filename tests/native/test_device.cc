@@ -5,7 +5,7 @@
 
 #include "device.h"
 #include "device_world.h"
-#include "kernels/held_fields.h"
+#include "kernels/prepare.h"
 #include "native_test.h"
 
 namespace cpd::kernels::test_device {

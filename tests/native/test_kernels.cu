@@ -173,7 +173,6 @@ World LargeRows(Rng& rng, bool is_dispatch) {
   world.is_dispatch = is_dispatch;
   world.use_src_offset = Draw(rng, 0, 1);
   world.rows_per_strip = Draw(rng, 1, 20);
-  world.num_early = static_cast<int>(Draw(rng, 0, 2));
   if (!is_dispatch) world.in_type = world.out_type = DataType::kF32;
   world.groups.push_back(MakeGroup(
       rng, world.num_ranks,

@@ -2,7 +2,7 @@
 #include <random>
 
 #include "device.h"
-#include "gemm/swizzle.h"
+#include "gemm/overlap_problem.h"
 #include "kernels/product.h"
 #include "native_test.h"
 

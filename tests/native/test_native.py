@@ -21,7 +21,7 @@ LIMIT = 1200
 WITH_SANITIZERS_ONLY = {"test_attention_sizes"}
 TESTS = sorted({x.stem for x in (ROOT / "tests/native").glob("test_*.cc")} - WITH_SANITIZERS_ONLY)
 ALWAYS = (
-    *(ROOT / "csrc/cuda" / name for name in ("errors.cc", "slab.cc")),
+    ROOT / "csrc/cuda/errors.cc",
     *(ROOT / "tests/native" / name for name in ("main.cc", "stress.cc")),
 )
 SOURCES = [["numerics", "transport", "dispatch", "gemm", "gpu_schedule"], ["planner"]]

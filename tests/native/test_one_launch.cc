@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "device.h"
-#include "kernels/strips.h"
+#include "kernels/prepare.h"
 #include "native_test.h"
 #include "one_launch.h"
 

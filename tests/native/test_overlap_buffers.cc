@@ -4,7 +4,7 @@
 #include <cstring>
 #include <thread>
 
-#include "gemm/overlap_buffers.h"
+#include "gemm/plan_overlap.h"
 #include "native_test.h"
 #include "ranks.h"
 

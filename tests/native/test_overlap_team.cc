@@ -111,7 +111,7 @@ void Run(const Call& call, bool on_one_device, std::mt19937* rng) {
   const int num_local = on_one_device ? num_ranks : 1;
   Signals signals;
   std::vector<std::unique_ptr<FakeDevice>> devices;
-  std::vector<std::unique_ptr<CommOverlapCore>> schedules;  // kept until all has run
+  std::vector<std::unique_ptr<CommOverlap>> schedules;  // kept until all has run
   for (int first = 0; first < num_ranks; first += num_local) {
     devices.push_back(std::make_unique<FakeDevice>(&signals));
     OverlapProblem problem = call.problem();
@@ -123,7 +123,7 @@ void Run(const Call& call, bool on_one_device, std::mt19937* rng) {
     }
     schedules.push_back(
         MakeCommOverlap(problem, std::make_shared<QueuedArithmetic>(devices.back().get())));
-    const CommOverlapCore& core = *schedules.back();
+    const CommOverlap& core = *schedules.back();
     OverlapTeam team(num_ranks, core.num_signals(), first, num_local);
     for (int rank = 0; rank < num_ranks; ++rank) core.Record(rank, team.streams(rank));
     CHECK(team.Enqueue("test", devices.back().get()).ok());

@@ -9,7 +9,7 @@
 #include "native_test.h"
 #include "overlap_call.h"
 #include "overlap_problems.h"
-#include "transport/spans.h"
+#include "transport/team.h"
 #include "virtual_time.h"
 
 namespace cpd::test_overlap_timing {

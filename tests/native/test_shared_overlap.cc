@@ -1,6 +1,6 @@
 // Overlapped GEMMs between processes, with several instances in one process: the values of every
 // schedule, in shared memory that may run out.
-#include "gemm/overlap_buffers.h"
+#include "gemm/plan_overlap.h"
 #include "native_test.h"
 #include "overlap_problems.h"
 #include "shared_overlap_call.h"

@@ -49,7 +49,6 @@ void BothKindsServeOneChannel(int num_worlds) {
           Rng of_rank(100 * i + call.first_rank);
           for (int n = 0; n < 6; ++n) {
             call.is_small = Draw(of_rank, 0, 1);
-            call.num_early = is_dispatch ? static_cast<int>(Draw(of_rank, 0, 1)) : 0;
             RunCall(call, world.num_blocks, world.num_threads);
           }
         });

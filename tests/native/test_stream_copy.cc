@@ -5,7 +5,7 @@
 
 #include "check.h"
 #include "native_test.h"
-#include "transport/stream_copy.h"
+#include "numerics/rows.h"
 
 namespace cpd::test_stream_copy {
 

@@ -4,7 +4,7 @@
 #include <random>
 
 #include "device.h"
-#include "gemm/arithmetic.h"
+#include "gemm/comm_overlap.h"
 #include "kernels/product.h"
 #include "native_test.h"
 

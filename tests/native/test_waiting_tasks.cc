@@ -5,7 +5,7 @@
 #include <mutex>
 #include <thread>
 
-#include "gemm/overlap_buffers.h"
+#include "gemm/plan_overlap.h"
 #include "native_test.h"
 #include "ranks.h"
 

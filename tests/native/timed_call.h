@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "cuda/kernels.h"
+#include "kernels/prepare.h"
 #include "kernels/small.h"
-#include "kernels/strips.h"
 
 #define CUDA(call)                                                                           \
   do {                                                                                       \

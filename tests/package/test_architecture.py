@@ -4,6 +4,7 @@ Imports and includes follow the table of docs/architecture.md; CONTRIBUTING.md h
 """
 
 import ast
+import collections
 import functools
 import importlib.metadata
 import inspect
@@ -205,7 +206,7 @@ TOUCHED = {
     "Ulysses": {"attention/algorithms/ulysses.py", *LISTS},
     "Halo": {"attention/algorithms/planned.py", *LISTS},
     # Has a profile, too.
-    "Hamilton": {"attention/algorithms/ring.py", "attention/profile/hamilton.py", *LISTS},
+    "Hamilton": {"attention/algorithms/ring.py", "profiling.py", *LISTS},
 }
 
 
@@ -225,11 +226,68 @@ def test_no_code_compares_the_name_of_an_algorithm():
     names = {kind.name for kind in kinds if hasattr(kind, "name")} - {"zigzag"}
     assert names >= {"ring", "placed", "ulysses"}
     for path in files_of_package():
-        if part_of(path) in ("attention", "cost", "plan_command"):  # what reads their objects
+        reads_objects = path == SOURCE / "tools/plan.py"
+        if reads_objects or part_of(path) in ("attention", "cost"):
             for node in nodes_of(path):
                 if isinstance(node, ast.Compare | ast.Match):
                     constants = {x.value for x in ast.walk(node) if isinstance(x, ast.Constant)}
                     assert not constants & names, path
+
+
+# ---- Three rules: arguments are read once, a file is a subject, the path of a call is a budget.
+# `test_paths.py` holds the third.
+
+MASKS_AND_LAYERS = {"masks", "sequence"}  # lists to which users add
+TOPICS = {"gpu"}  # public names of other parts
+
+
+def importers(name):
+    """Returns how many files of the package import a module or something of it."""
+    is_of = lambda x: x == name or x.startswith(f"{name}.")
+    return sum(any(map(is_of, imported_modules(path))) for path in files_of_package())
+
+
+def test_a_file_is_a_subject():
+    """No file is under 80 lines, unless three others import it or users add files like it."""
+    for path in files_of_package():
+        if (
+            path.name in ("__init__.py", "__main__.py")
+            or part_of(path) in MASKS_AND_LAYERS | TOPICS
+        ):
+            continue
+        name = ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts)
+        num_lines = len(path.read_text().splitlines())
+        assert num_lines <= 700, f"{path}: {num_lines} lines"
+        assert num_lines >= 80 or importers(name) >= 3, f"{path}: {num_lines} lines"
+
+
+def test_no_private_function_has_more_than_six_parameters():
+    for path in files_of_package():
+        for node in nodes_of(path):
+            if isinstance(node, ast.FunctionDef) and re.match("_[^_]", node.name):
+                of = node.args
+                parameters = [*of.posonlyargs, *of.args, *of.kwonlyargs]
+                assert len(parameters) <= 6, f"{path}: {node.name}"
+
+
+def test_nothing_small_is_named_for_one_use():
+    """A private function of few lines with one caller, a class with one maker and no method."""
+    uses, called = collections.Counter(), collections.Counter()
+    for path in files_of_package():
+        for node in nodes_of(path):
+            uses[getattr(node, "id", getattr(node, "attr", ""))] += 1
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                called[node.func.id] += 1
+    for path in files_of_package():
+        for node in nodes_of(path):
+            if isinstance(node, ast.FunctionDef) and re.match("_[^_]", node.name):
+                is_small = (node.end_lineno or 0) - node.lineno < 5 and not node.decorator_list
+                assert not is_small or uses[node.name] > 1 or not called[node.name], (
+                    f"{path}: {node.name}"
+                )
+            elif isinstance(node, ast.ClassDef) and uses[node.name] < 2:
+                has_methods = any(isinstance(x, ast.FunctionDef) for x in node.body)
+                assert has_methods, f"{path}: {node.name}"
 
 
 # ---- Installation.

@@ -11,8 +11,7 @@ from pictures import IMAGES, drawing_script, texts
 from jax_cp_dispatch import Ring, Zigzag, compute_metadata, cost, plan_attention
 from jax_cp_dispatch.comm_gemm import choose_comm_gemm
 from jax_cp_dispatch.plots import plot_overlap, plot_plan, plot_timeline
-from jax_cp_dispatch.profiling import OverlapProfile
-from jax_cp_dispatch.timeline import COMMUNICATION, COMPUTATION, Span
+from jax_cp_dispatch.profiling import COMMUNICATION, COMPUTATION, OverlapProfile, Span
 
 SPANS = (
     Span(0, COMPUTATION, "GEMM 0 (f, x)", 0.0, 0.002),

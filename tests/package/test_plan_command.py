@@ -48,7 +48,11 @@ def plan(tmp_path, monkeypatch, capsys):
 
     def run(*arguments):
         monkeypatch.setattr("sys.argv", ["jax_cp_dispatch", "plan", *map(str, arguments)])
-        return main(), capsys.readouterr()
+        try:
+            code = main()
+        except SystemExit as end:
+            code = end.code
+        return code, capsys.readouterr()
 
     return run
 
@@ -67,7 +71,7 @@ def test_tables_and_pictures(plan, tmp_path):
     text = said.out
     assert max(map(len, text.splitlines())) <= 100
     # Of 900 columns 800 remain: the second document of 200 is cut, two of 50 are left out.
-    assert "documents that exceed the ranks: 1 cut, 2 left out" in text
+    assert "too long   200 tokens exceed the ranks; they are cut off" in text
     rows = [[700, 100], [50] * 16]
     config = PlanConfig(ranks_per_node=2)  # for 32 heads, 8 of keys
     moved = plan_attention(lengths=rows, world_size=4, columns=800, config=config)
@@ -129,7 +133,7 @@ def test_a_window_shows_its_halo(plan):
         ("rows.json --row 1", "18 of 50 to 50 tokens; batch rows: 1"),
         (
             "cut.json --ranks 3 --tokens-per-rank 8 --nodes 1",
-            "4 of 4 to 10 tokens; batch rows: 2.*exceed the ranks: 1 cut, 1 left out",
+            "4 of 4 to 10 tokens; batch rows: 2.*too long   16 tokens exceed the ranks",
         ),
     ],
 )
@@ -165,35 +169,23 @@ NEEDS_IDS = " needs integer segment ids [T] or [B, T]: "
         (["empty.json"], "empty.json has no documents with tokens"),
         (["rows.json", "--row", "2"], "--row is 2; pass a batch row of the file, 0 to 1."),
         (["list.json", "--ranks", "12"], "12 ranks cannot be divided into h100 nodes of 8. Pass"),
-        (["list.json", "--ranks", "99999"], "--ranks is 99999; pass 1 to 16384"),
-        (["list.json", "--nodes", "3"], "--nodes 3 does not divide 8 ranks"),
+        (["list.json", "--ranks", "99999"], "--ranks: it is 99999; pass 1 to 16384"),
+        (["list.json", "--nodes", "3"], "8 ranks cannot be divided into 3 nodes. Pass"),
         (["list.json", "--nodes", "2", "--hardware", "cpu"], "has no links between nodes"),
         (["list.json", "--mask", "tree"], "--mask is 'tree'; pass one of "),
         (["list.json", "--mask", "chunked:0"], "--mask is 'chunked:0'; pass one of "),
         (["list.json", "--mask", "causal:"], "--mask is 'causal:'; pass one of "),
-        (["list.json", "--head-size", "1" + "0" * 23], "--head-size is 1000000000"),
-        (["list.json", "--itemsize", "32"], "--itemsize is 32; pass 1 to 16"),
+        (["list.json", "--head-size", "1" + "0" * 23], "--head-size: it is 1000000000"),
+        (["list.json", "--itemsize", "32"], "--itemsize: it is 32; pass 1 to 16"),
         (["list.json", "--kv-heads", "3"], "--heads 32 is not a multiple of --kv-heads 3"),
         (["list.json", "--pictures", "list.json"], "cannot create the folder list.json"),
         (["huge.json", "--ranks", "2", "--hardware", "cpu"], "rank would hold 5000000000 tokens"),
         (["long.json"], "more than 2**61 query-key pairs, the most"),
-    ],
-)
-def test_bad_input_gives_one_line(plan, unchecked_types, arguments, message):
-    code, said = plan(*arguments)
-    assert code == 2 and message in said.err and said.err.startswith("plan: ")
-    assert said.err.count("\n") == 1 and not said.out
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
         ([], "the following arguments are required: FILE. See"),
         (["list.json", "--hardware", "abacus"], "argument --hardware: invalid choice: 'abacus'"),
     ],
 )
-def test_a_wrong_argument_gives_one_line(plan, capsys, arguments, message):
-    with pytest.raises(SystemExit) as exit:
-        plan(*arguments)
-    said = capsys.readouterr().err
-    assert exit.value.code == 2 and message in said and said.count("\n") == 1
+def test_bad_input_gives_one_line(plan, unchecked_types, arguments, message):
+    code, said = plan(*arguments)
+    assert code == 2 and message in said.err and "plan: " in said.err
+    assert said.err.count("\n") == 1 and not said.out

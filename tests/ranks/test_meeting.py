@@ -10,14 +10,8 @@ from typing import Any
 import pytest
 from launching import free_address, in_shared_memory
 
-from jax_cp_dispatch._ranks import coordination  # inner: a protocol without users
-from jax_cp_dispatch._ranks.coordination import (
-    ConnectionInfo,
-    JobMember,
-    connect_all,
-    meet,
-    new_token,
-)
+from jax_cp_dispatch._ranks import sockets  # inner: a protocol without users
+from jax_cp_dispatch._ranks.sockets import JobMember, ProcessInfo, Segment, connect_all, meet
 
 
 def meet_all(places, timeout):
@@ -85,9 +79,9 @@ def test_an_address_has_a_port(address):
 
 
 def test_a_segment_is_private_unnamed_and_of_fixed_size(monkeypatch):
-    monkeypatch.setenv(coordination.SEGMENT_BYTES, str(1 << 20))
+    monkeypatch.setenv(sockets.SEGMENT_BYTES, str(1 << 20))
     before = in_shared_memory()
-    fd, num_bytes = coordination.make_segment()
+    fd, num_bytes = sockets.make_segment()
     status = os.fstat(fd)
     assert num_bytes == status.st_size == 1 << 20
     assert stat.S_IMODE(status.st_mode) == 0o600
@@ -96,17 +90,17 @@ def test_a_segment_is_private_unnamed_and_of_fixed_size(monkeypatch):
     with pytest.raises(PermissionError):
         os.ftruncate(fd, 10)
     assert in_shared_memory() == before
-    coordination.check_segment(1, fd, num_bytes)
+    sockets.check_segment(1, Segment(fd, num_bytes))
     with pytest.raises(PermissionError, match="process 1 sent a segment with"):
-        coordination.check_segment(1, fd, num_bytes + 1)
+        sockets.check_segment(1, Segment(fd, num_bytes + 1))
     os.fchmod(fd, 0o644)
     with pytest.raises(PermissionError):
-        coordination.check_segment(1, fd, num_bytes)
+        sockets.check_segment(1, Segment(fd, num_bytes))
     unsealed = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
     os.fchmod(unsealed, 0o600)
     os.ftruncate(unsealed, 10)
     with pytest.raises(PermissionError):
-        coordination.check_segment(1, unsealed, 10)
+        sockets.check_segment(1, Segment(unsealed, 10))
     assert fcntl.fcntl(unsealed, fcntl.F_GET_SEALS) == 0
     os.close(fd)
     os.close(unsealed)
@@ -114,17 +108,24 @@ def test_a_segment_is_private_unnamed_and_of_fixed_size(monkeypatch):
 
 @pytest.mark.parametrize("text", ["", "much", "-5", "0", str(1 << 60)])
 def test_segment_bytes_must_be_a_number(monkeypatch, text):
-    monkeypatch.setenv(coordination.SEGMENT_BYTES, text)
+    monkeypatch.setenv(sockets.SEGMENT_BYTES, text)
     with pytest.raises(ValueError, match="JAX_CP_DISPATCH_SEGMENT_BYTES is"):
-        coordination.segment_bytes()
+        sockets.make_segment()
+
+
+TOKEN = "ab" * 32
+
+
+def info(socket_name):
+    return ProcessInfo("", "", "", "", 0, 0, socket_name, TOKEN, "")
 
 
 def test_unauthenticated_connections_are_rejected():
     """Connections without the token, or without a message, are ignored; the wait has a deadline."""
-    listener, name = coordination.listen()
-    peers = {0: ConnectionInfo(name, new_token()), 1: ConnectionInfo("nobody", new_token())}
+    listener, name = sockets.listen()
+    peers = {0: info(name), 1: info("nobody")}
     strangers = []
-    for greeting in (b"", b"\1\0\0\0" + bytes(32), b"short", b"\1\0\0\0" + bytes(99)):
+    for greeting in (b"", b'[1, "00"]\n', b"short\n", b"[1]\n", b"{}\n"):
         stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         stranger.connect("\0" + name)
         if greeting:
@@ -133,16 +134,16 @@ def test_unauthenticated_connections_are_rejected():
             stranger.shutdown(socket.SHUT_WR)
         strangers.append(stranger)
     with pytest.raises(TimeoutError, match=r"processes \[1\] did not connect"):
-        connect_all(listener, 0, peers, coordination.make_segment(), timeout=1.0)
-    assert coordination.listen()[1] != name
+        connect_all(listener, 0, peers, sockets.make_segment(), timeout=1.0)
+    assert sockets.listen()[1] != name
 
 
 def test_a_process_that_ends_before_its_segment_comes_is_named():
-    listener, name = coordination.listen()
-    peers = {0: ConnectionInfo(name, new_token()), 1: ConnectionInfo("nobody", new_token())}
+    listener, name = sockets.listen()
+    peers = {0: info(name), 1: info("nobody")}
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
         other.connect("\0" + name)
-        other.send(b"\1\0\0\0" + bytes.fromhex(peers[0].token))
+        other.send(f'[1, "{TOKEN}"]\n'.encode())
         other.shutdown(socket.SHUT_WR)
         with pytest.raises(ConnectionError, match="process 1 closed the connection before its"):
-            connect_all(listener, 0, peers, coordination.make_segment(), timeout=30.0)
+            connect_all(listener, 0, peers, sockets.make_segment(), timeout=30.0)

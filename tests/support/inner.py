@@ -8,7 +8,7 @@ from unittest import mock
 from jax_cp_dispatch import global_call  # inner: a warning comes once in a process
 from jax_cp_dispatch._door import door as door  # inner: annotations of no public function
 from jax_cp_dispatch._ranks import (  # inner: a TPU is pretended
-    coordination,  # inner: waits for minutes by default
+    job,  # inner: waits for minutes by default
     lowering,
     processes,
     runtime,
@@ -69,7 +69,7 @@ def pretend(what: str, value: str) -> Any:
 
 def leave_after(seconds: float) -> None:
     """Lets process 0 wait for others at its end no longer than this."""
-    coordination._LONGEST_SECONDS = seconds
+    job._LONGEST_SECONDS = seconds
 
 
 # ---- Attention.
@@ -88,7 +88,7 @@ def interpreted_tpu_kernels():
 
     from jax_cp_dispatch.attention.local import tpu
 
-    passes = {"attend_blocks": tpu.attend, "block_gradients": tpu.gradients}
+    passes = {"attend_blocks": tpu.attend_blocks, "block_gradients": tpu.block_gradients}
     interpreted = pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True))
     with mock.patch.multiple(rotating, **passes), interpreted:
         yield

@@ -7,8 +7,7 @@
 #include <mutex>
 #include <string_view>
 
-#include "transport/in_process.h"
-#include "transport/shared_memory.h"
+#include "transport/transports.h"
 
 namespace cpd {
 namespace {

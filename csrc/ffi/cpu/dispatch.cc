@@ -14,8 +14,6 @@
 #include "dispatch/dispatch_buffers.h"
 #include "ffi/common.h"
 #include "ffi/cpu/call_site.h"
-#include "ffi/cpu/call_state.h"
-#include "ffi/cpu/targets.h"
 #include "ffi/dispatch_call.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -135,14 +133,13 @@ auto Binding() {
       .RemainingRets();
 }
 
-XLA_FFI_DEFINE_HANDLER(DispatchHandler, MoveIn<Direction::kDispatch>, Binding());
-XLA_FFI_DEFINE_HANDLER(CombineHandler, MoveIn<Direction::kCombine>, Binding());
-
 }  // namespace
 
 std::vector<Target> DispatchTargets() {
-  return {{"jax_cp_dispatch.dispatch", Instantiate<DispatchState>, DispatchHandler},
-          {"jax_cp_dispatch.combine", Instantiate<DispatchState>, CombineHandler}};
+  return {{"jax_cp_dispatch.dispatch", Instantiate<DispatchState>,
+           Handle<MoveIn<Direction::kDispatch>, Binding>},
+          {"jax_cp_dispatch.combine", Instantiate<DispatchState>,
+           Handle<MoveIn<Direction::kCombine>, Binding>}};
 }
 
 }  // namespace cpd

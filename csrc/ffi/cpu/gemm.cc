@@ -11,11 +11,8 @@
 
 #include "ffi/common.h"
 #include "ffi/cpu/call_site.h"
-#include "ffi/cpu/call_state.h"
-#include "ffi/cpu/targets.h"
 #include "ffi/gemm_call.h"
 #include "gemm/blas.h"
-#include "gemm/overlap_contribution.h"
 #include "gemm/plan_overlap.h"
 #include "xla/ffi/api/ffi.h"
 

@@ -2,13 +2,17 @@
 #include "ffi/cpu/grouped_gemm_call.h"
 
 #include <algorithm>
+#include <cstdint>
 #include <initializer_list>
 #include <limits>
 #include <string>
 #include <utility>
 
 #include "ffi/common.h"
+#include "ffi/cpu/call_site.h"
 #include "ffi/gemm_call.h"
+#include "gemm/blas.h"
+#include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
 
@@ -99,6 +103,52 @@ Status DescribeGrouped(const GroupedGemmOptions& options, const GroupedGemmBuffe
   const char* wrong = Wrong(options, buffers, product);
   if (wrong == nullptr) return Status::Ok();
   return Status::Invalid(options.op, ": ", wrong, ". Call it through jax_cp_dispatch.");
+}
+
+// ---- XLA FFI handler of grouped GEMMs on CPU.
+
+namespace {
+
+struct GroupedGemmState : CallState<GroupedGemmState> {
+  static constexpr char kTypeName[] = "jax_cp_dispatch.GroupedGemm";
+  GroupedGemmOptions options;
+
+  void Read(AttributeReader* attributes) { ReadOptions(attributes, &options); }
+};
+
+ffi::Error GroupedGemm(const GroupedGemmState* state, ffi::AnyBuffer lhs,
+                       ffi::AnyBuffer lhs_scale_inv, ffi::AnyBuffer rhs,
+                       ffi::AnyBuffer rhs_scale_inv, ffi::AnyBuffer bias,
+                       ffi::AnyBuffer group_sizes, ffi::Result<ffi::AnyBuffer> output) {
+  return ToError(Caught([&] {
+    const GroupedGemmOptions& options = state->options;
+    if (!BlasIsLoaded()) {
+      return Status::Invalid(options.op, ": no BLAS is loaded. Call it through jax_cp_dispatch.");
+    }
+    GroupedProduct product;
+    const GroupedGemmBuffers buffers{lhs,  lhs_scale_inv, rhs,    rhs_scale_inv,
+                                     bias, group_sizes,   *output};
+    const Status status = DescribeGrouped(options, buffers, &product);
+    if (!status.ok()) return status;
+    return RunGroupedGemm(options.op, product, static_cast<int>(options.num_threads));
+  }));
+}
+
+XLA_FFI_DEFINE_HANDLER(GroupedGemmHandler, GroupedGemm,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::State<GroupedGemmState>>()
+                           .Arg<ffi::AnyBuffer>()    // lhs
+                           .Arg<ffi::AnyBuffer>()    // lhs_scale_inv [g]
+                           .Arg<ffi::AnyBuffer>()    // rhs
+                           .Arg<ffi::AnyBuffer>()    // rhs_scale_inv [g]
+                           .Arg<ffi::AnyBuffer>()    // bias [g, n]
+                           .Arg<ffi::AnyBuffer>()    // group_sizes [g]
+                           .Ret<ffi::AnyBuffer>());  // output
+
+}  // namespace
+
+std::vector<Target> GroupedGemmTargets() {
+  return {{"jax_cp_dispatch.grouped_gemm", Instantiate<GroupedGemmState>, GroupedGemmHandler}};
 }
 
 }  // namespace cpd

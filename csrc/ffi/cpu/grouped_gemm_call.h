@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <string>
 
-#include "ffi/attributes.h"
-#include "gemm/grouped_gemm.h"
+#include "ffi/common.h"
+#include "gemm/gemm.h"
 #include "transport/transport.h"
 #include "xla/ffi/api/ffi.h"
 

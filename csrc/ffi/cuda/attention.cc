@@ -8,7 +8,7 @@
 
 #include "cuda/attention_kernels.h"
 #include "ffi/common.h"
-#include "ffi/cuda/targets.h"
+#include "ffi/cuda/handlers.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -328,22 +328,17 @@ auto BindGradients() {
       .template Attr<bool>("has_delta");
 }
 
-XLA_FFI_DEFINE_HANDLER(InitializeAttend, AttendIn<false>, BindAttend<kInitialize>());
-XLA_FFI_DEFINE_HANDLER(ExecuteAttend, AttendIn<true>, BindAttend<kExecute>(),
-                       {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER(InitializeAttendMore, AttendMoreIn<false>, BindAttendMore<kInitialize>());
-XLA_FFI_DEFINE_HANDLER(ExecuteAttendMore, AttendMoreIn<true>, BindAttendMore<kExecute>(),
-                       {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER(InitializeGradients, GradientsIn<false>, BindGradients<kInitialize>());
-XLA_FFI_DEFINE_HANDLER(ExecuteGradients, GradientsIn<true>, BindGradients<kExecute>(),
-                       {ffi::Traits::kCmdBufferCompatible});
-
 }  // namespace
 
 std::vector<Target> CudaAttentionTargets() {
-  return {{"jax_cp_dispatch.attend", InitializeAttend, ExecuteAttend},
-          {"jax_cp_dispatch.attend_more", InitializeAttendMore, ExecuteAttendMore},
-          {"jax_cp_dispatch.attention_gradients", InitializeGradients, ExecuteGradients}};
+  constexpr auto kRecords = ffi::Traits::kCmdBufferCompatible;
+  return {{"jax_cp_dispatch.attend", Handle<AttendIn<false>, BindAttend<kInitialize>>,
+           Handle<AttendIn<true>, BindAttend<kExecute>, kRecords>},
+          {"jax_cp_dispatch.attend_more", Handle<AttendMoreIn<false>, BindAttendMore<kInitialize>>,
+           Handle<AttendMoreIn<true>, BindAttendMore<kExecute>, kRecords>},
+          {"jax_cp_dispatch.attention_gradients",
+           Handle<GradientsIn<false>, BindGradients<kInitialize>>,
+           Handle<GradientsIn<true>, BindGradients<kExecute>, kRecords>}};
 }
 
 }  // namespace cpd

@@ -12,16 +12,13 @@
 #include <vector>
 
 #include "cuda/channels.h"
-#include "cuda/exchange_stream.h"
 #include "cuda/kernels.h"
 #include "cuda/status.h"
 #include "ffi/common.h"
 #include "ffi/cuda/dispatch_call.h"
-#include "ffi/cuda/rank_location.h"
-#include "ffi/cuda/targets.h"
-#include "kernels/held_fields.h"
+#include "ffi/cuda/handlers.h"
+#include "kernels/prepare.h"
 #include "kernels/small.h"
-#include "kernels/strips.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -214,13 +211,6 @@ ffi::Error Done(int32_t device, cudaStream_t stream, ffi::RemainingArgs args,
   }));
 }
 
-// Both stages have the operands of the CPU handlers; see ffi/dispatch_call.h. Exchanges are not
-// recorded into command buffers: XLA would run a recording as one chain, without any overlap.
-template <ffi::ExecutionStage kStage>
-auto Binding() {
-  return BindOperands<kStage>().Attrs();
-}
-
 template <ffi::ExecutionStage kStage>
 auto BindDone() {
   return ffi::Ffi::Bind<kStage>()
@@ -231,33 +221,23 @@ auto BindDone() {
       .Attrs();
 }
 
-XLA_FFI_DEFINE_HANDLER(InitializeDispatch, (MoveIn<Direction::kDispatch, Part::kWhole, false>),
-                       Binding<kInitialize>());
-XLA_FFI_DEFINE_HANDLER(InitializeCombine, (MoveIn<Direction::kCombine, Part::kWhole, false>),
-                       Binding<kInitialize>());
-XLA_FFI_DEFINE_HANDLER(ExecuteDispatch, (MoveIn<Direction::kDispatch, Part::kWhole, true>),
-                       Binding<kExecute>());
-XLA_FFI_DEFINE_HANDLER(ExecuteCombine, (MoveIn<Direction::kCombine, Part::kWhole, true>),
-                       Binding<kExecute>());
-XLA_FFI_DEFINE_HANDLER(AnnounceDispatch, (MoveIn<Direction::kDispatch, Part::kStart, false>),
-                       Binding<kInitialize>());
-XLA_FFI_DEFINE_HANDLER(AnnounceCombine, (MoveIn<Direction::kCombine, Part::kStart, false>),
-                       Binding<kInitialize>());
-XLA_FFI_DEFINE_HANDLER(StartDispatch, (MoveIn<Direction::kDispatch, Part::kStart, true>),
-                       Binding<kExecute>());
-XLA_FFI_DEFINE_HANDLER(StartCombine, (MoveIn<Direction::kCombine, Part::kStart, true>),
-                       Binding<kExecute>());
-XLA_FFI_DEFINE_HANDLER(AnnounceDone, Done<false>, BindDone<kInitialize>());
-XLA_FFI_DEFINE_HANDLER(ExecuteDone, Done<true>, BindDone<kExecute>());
+// Exchanges are not recorded into command buffers: XLA would run a recording as one chain, without
+// any overlap.
+template <Direction kDirection, Part kPart>
+Target TargetOf(const char* name) {
+  return {name, Handle<MoveIn<kDirection, kPart, false>, BindOperands<kInitialize>>,
+          Handle<MoveIn<kDirection, kPart, true>, BindOperands<kExecute>>};
+}
 
 }  // namespace
 
 std::vector<Target> CudaDispatchTargets() {
-  return {{"jax_cp_dispatch.dispatch", InitializeDispatch, ExecuteDispatch},
-          {"jax_cp_dispatch.combine", InitializeCombine, ExecuteCombine},
-          {"jax_cp_dispatch.dispatch_start", AnnounceDispatch, StartDispatch},
-          {"jax_cp_dispatch.combine_start", AnnounceCombine, StartCombine},
-          {"jax_cp_dispatch.exchange_done", AnnounceDone, ExecuteDone}};
+  return {TargetOf<Direction::kDispatch, Part::kWhole>("jax_cp_dispatch.dispatch"),
+          TargetOf<Direction::kCombine, Part::kWhole>("jax_cp_dispatch.combine"),
+          TargetOf<Direction::kDispatch, Part::kStart>("jax_cp_dispatch.dispatch_start"),
+          TargetOf<Direction::kCombine, Part::kStart>("jax_cp_dispatch.combine_start"),
+          {"jax_cp_dispatch.exchange_done", Handle<Done<false>, BindDone<kInitialize>>,
+           Handle<Done<true>, BindDone<kExecute>>}};
 }
 
 }  // namespace cpd

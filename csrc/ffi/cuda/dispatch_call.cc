@@ -5,9 +5,7 @@
 #include <algorithm>
 
 #include "ffi/common.h"
-#include "kernels/held_fields.h"
-#include "kernels/strips.h"
-#include "kernels/unpack.h"
+#include "kernels/prepare.h"
 
 namespace ffi = xla::ffi;
 
@@ -122,7 +120,6 @@ Status ReadCudaOperands(const DispatchOptions& options, const ffi::RemainingArgs
     group.rows_per_strip = kernels::RowsPerStrip(*on_device, group, num_blocks);
     group.rows_per_push = group.rows_per_strip;
   }
-  on_device->num_early = kernels::NumEarly(*on_device);
   return status;
 }
 

@@ -11,15 +11,11 @@
 #include <vector>
 
 #include "cuda/channels.h"
-#include "cuda/gpu_arithmetic.h"
-#include "cuda/gpu_spans.h"
 #include "cuda/overlap_queues.h"
 #include "cuda/product_kernels.h"
-#include "cuda/rehearsal.h"
 #include "ffi/common.h"
 #include "ffi/cuda/gemm_call.h"
-#include "ffi/cuda/rank_location.h"
-#include "ffi/cuda/targets.h"
+#include "ffi/cuda/handlers.h"
 #include "gemm/comm_overlap.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -49,7 +45,7 @@ GpuShare ShareOf(const CudaGemmOptions& options, int device) {
   share.num_blocks = kBlocksPerSm * num_sms;
   share.num_comm_blocks =
       overlaps && options.set_sm_margin ? kBlocksPerSm * of_comm : share.num_blocks;
-  share.use_copy_engine = options.call.copies;
+  share.use_copy_engine = options.call.problem.config.copies;
   share.lt.tf32 = options.tf32;
   share.lt.use_split_accumulator = options.use_split_accumulator;
   if (overlaps && options.set_sm_margin) share.lt.num_sms = std::max(1, num_sms - of_comm);
@@ -118,7 +114,7 @@ struct Schedule {
     for (int r = 0; r < problem.num_ranks(); ++r) core->Record(r, team.streams(r));
   }
 
-  const std::unique_ptr<CommOverlapCore> core;
+  const std::unique_ptr<CommOverlap> core;
   OverlapTeam team;
 };
 
@@ -244,15 +240,11 @@ ffi::Error GemmIn(int32_t device, cudaStream_t stream, ffi::BufferR0<ffi::S32> r
   }));
 }
 
-// The operands are those of the CPU handler; see ffi/cpu/gemm.cc.
-XLA_FFI_DEFINE_HANDLER(InitializeGemm, GemmIn<false>, BindOperands<kInitialize>().Attrs());
-XLA_FFI_DEFINE_HANDLER(ExecuteGemm, GemmIn<true>, BindOperands<kExecute>().Attrs(),
-                       {ffi::Traits::kCmdBufferCompatible});
-
 }  // namespace
 
 std::vector<Target> CudaGemmTargets() {
-  return {{"jax_cp_dispatch.gemm", InitializeGemm, ExecuteGemm}};
+  return {{"jax_cp_dispatch.gemm", Handle<GemmIn<false>, BindOperands<kInitialize>>,
+           Handle<GemmIn<true>, BindOperands<kExecute>, ffi::Traits::kCmdBufferCompatible>}};
 }
 
 }  // namespace cpd

@@ -10,7 +10,7 @@
 
 #include "ffi/cuda/dispatch_call.h"
 #include "ffi/gemm_call.h"
-#include "gpu_schedule/gemm_scratch.h"
+#include "gpu_schedule/cublaslt.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace cpd {

@@ -1,28 +1,151 @@
 // The Python module with the XLA FFI handlers and memory for GPUs. It loads without any CUDA
 // library: the runtime is linked in, and the driver is opened on first use.
+
 #include "ffi/module.h"
 
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
 #include <cstdint>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "cuda/attention_kernels.h"
 #include "cuda/channels.h"
-#include "cuda/exchange_stream.h"
-#include "cuda/gpu_spans.h"
+#include "cuda/kernels.h"
+#include "cuda/memory.h"
+#include "cuda/overlap_queues.h"
+#include "cuda/slab.h"
+#include "ffi/cuda/handlers.h"
 #include "ffi/cuda/memory_bindings.h"
-#include "ffi/cuda/targets.h"
 #include "nanobind/nanobind.h"
+#include "nanobind/stl/pair.h"
 #include "nanobind/stl/string.h"
 #include "nanobind/stl/vector.h"
 
 namespace nb = nanobind;
 
 namespace cpd {
+
+// ---- The functions of the CUDA module about memory that several GPUs access: peers, and slabs.
+
+namespace {
+
+using nb::arg;
+using Unlocked = nb::call_guard<nb::gil_scoped_release>;
+
+void Check(const Status& status) {
+  if (!status.ok()) throw std::runtime_error(status.message);
+}
+
+// Calls a Python function, which returns the messages and an error.
+Agree AgreeBy(nb::object function) {
+  auto* held = new nb::object(std::move(function));  // never destroyed: Python may end first
+  return [held](const std::string& name, const std::string& message,
+                const std::vector<int64_t>& processes, std::chrono::milliseconds deadline,
+                std::vector<std::string>* messages) -> Status {
+    nb::gil_scoped_acquire lock;
+    std::string error;
+    try {
+      std::tie(*messages, error) = nb::cast<std::pair<std::vector<std::string>, std::string>>(
+          (*held)(name, message, processes, deadline.count()));
+    } catch (const std::exception& raised) {
+      error = raised.what();
+    }
+    if (error.empty()) return Status::Ok();
+    return {StatusCode::kDeadlineExceeded, std::move(error)};
+  };
+}
+
+void BindPeers(nb::module_& m) {
+  m.attr("PATTERN_BYTES") = kPatternBytes;
+  m.def(
+      "connect_peers",
+      [](const std::vector<int>& devices) { return ConnectPeers(devices).message; }, arg("devices"),
+      Unlocked(),
+      "Lets GPUs of this process access each other's memory, and tries it; returns why not, or "
+      "''.");
+  m.def(
+      "write_pattern",
+      [](int device, uint64_t address, uint64_t seed) {
+        Check(WritePattern(device, reinterpret_cast<char*>(address), seed));
+        bool is_seen = false;
+        Check(HasPattern(device, reinterpret_cast<char*>(address), seed, &is_seen));
+        return is_seen;
+      },
+      arg("device"), arg("address"), arg("seed"), Unlocked(),
+      "Writes a pattern by a kernel of the device; returns whether the device then reads it.");
+  m.def(
+      "has_pattern",
+      [](int device, uint64_t address, uint64_t seed) {
+        bool has_it = false;
+        Check(HasPattern(device, reinterpret_cast<char*>(address), seed, &has_it));
+        return has_it;
+      },
+      arg("device"), arg("address"), arg("seed"), Unlocked(),
+      "Returns whether the device reads a pattern.");
+}
+
+void BindIpc(nb::module_& m) {
+  m.def(
+      "make_slab",
+      [](int device, int64_t bytes) {
+        uint64_t address = 0;
+        std::string handle;
+        Check(MakeIpcSlab(device, bytes, &address, &handle));
+        return nb::make_tuple(address, nb::bytes(handle.data(), handle.size()));
+      },
+      arg("device"), arg("bytes"),
+      "Allocates zeros; returns (address, handle for the other processes).");
+  m.def(
+      "open_slab",
+      [](int device, nb::bytes handle) {
+        uint64_t address = 0;
+        Check(OpenIpcSlab(device, std::string(handle.c_str(), handle.size()), &address));
+        return address;
+      },
+      arg("device"), arg("handle"), "Returns the address of another process's slab in this one.");
+  m.def(
+      "close_slab", [](int device, uint64_t address) { Check(CloseIpcSlab(device, address)); },
+      arg("device"), arg("address"), "Undoes open_slab.");
+  m.def(
+      "free_slab", [](int device, uint64_t address) { Check(FreeIpcSlab(device, address)); },
+      arg("device"), arg("address"), "Undoes make_slab, after others have closed the slab.");
+}
+
+}  // namespace
+
+void BindMemory(nb::module_& m) {
+  BindPeers(m);
+  BindIpc(m);
+  m.def(
+      "set_slab",
+      [](const std::vector<uint64_t>& bases, int64_t bytes, std::vector<int64_t> memory_groups,
+         int64_t process) {
+        std::vector<char*> pointers;
+        for (const uint64_t base : bases) pointers.push_back(reinterpret_cast<char*>(base));
+        Slab::Get().Set(std::move(pointers), bytes, std::move(memory_groups), process);
+      },
+      arg("bases"), arg("bytes"), arg("memory_groups"), arg("process"),
+      "Sets the slabs of all processes; those of one group map each other's memory.");
+  m.def(
+      "set_agree", [](nb::object agree) { Slab::Get().SetAgree(AgreeBy(std::move(agree))); },
+      arg("agree"),
+      "Sets the function by which processes agree: (name, message, processes, milliseconds) -> "
+      "(messages of the processes, error).");
+  m.def(
+      "set_network_launcher",
+      [](nb::capsule launcher) {
+        SetNetworkLauncher(reinterpret_cast<CallLauncher>(launcher.data(kLauncherName)));
+      },
+      arg("launcher"), "Sets the launcher of calls between groups, _nvshmem.launcher().");
+}
+
+// ---- The Python module with the XLA FFI handlers and memory for GPUs. It loads without any CUDA
+// library: the runtime is linked in, and the driver is opened on first use.
+
 namespace {
 
 // (the number of GPUs, and why there are none).

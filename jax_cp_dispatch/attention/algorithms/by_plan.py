@@ -24,7 +24,7 @@ from jax_cp_dispatch.attention.algorithms.exchange_once import (
     row_gradients,
 )
 from jax_cp_dispatch.attention.local.blockwise import SoftmaxGradients
-from jax_cp_dispatch.attention.local.options import check_operands
+from jax_cp_dispatch.attention.local.options import check_heads
 from jax_cp_dispatch.attention.operands import AttentionOptions, Operands, Outputs
 from jax_cp_dispatch.cost import Hardware, Moves, Workload, rows_by_link
 from jax_cp_dispatch.documents.fingerprint import rank_fingerprint
@@ -134,17 +134,18 @@ class PlannedMovement(Movement):
 
     def _outgoing(self, plan, name: str, arrays) -> Argument:
         metadata, capacity = getattr(plan, f"{name}_metadata"), getattr(plan, f"{name}_capacity")
-        op = self.options.op
-        argument = outgoing(op, name, arrays, metadata, capacity=capacity)
-        return argument._replace(capacity_name=self._capacity_name(name))
+        return outgoing(
+            arrays, metadata, capacity=capacity, capacity_name=f"PlanConfig.{name}_capacity"
+        )
 
     def _returning(self, plan, name: str, arrays, dtype=None) -> Argument:
-        metadata, sizes = getattr(plan, f"{name}_metadata"), {"num_tokens": plan.num_tokens}
-        argument = returning(self.options.op, name, arrays, metadata, **sizes, dtype=dtype)
-        return argument._replace(capacity_name=self._capacity_name(name))
-
-    def _capacity_name(self, name: str) -> str:
-        return f"PlanConfig.{name}_capacity"
+        return returning(
+            arrays,
+            getattr(plan, f"{name}_metadata"),
+            num_tokens=plan.num_tokens,
+            dtype=dtype,
+            capacity_name=f"PlanConfig.{name}_capacity",
+        )
 
 
 def _attended(rows: Any) -> Any:
@@ -257,7 +258,7 @@ def planned_program(
     options: AttentionOptions, plan: Plan, qkv: list[Shape], *, backward: bool
 ) -> RankProgram:
     """Returns the program of attention by a plan, for rows like those of `qkv`."""
-    check_operands(options.op, *qkv)
+    check_heads(options.op, *qkv)
 
     def run(rank, q, k, v, ranges):
         out, lse, _ = attend_rows(options, BLOCK_ROWS, q, (k, v), ranges)

@@ -23,7 +23,7 @@ from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch._residuals import named_context
 from jax_cp_dispatch.attention.local.blockwise import SoftmaxGradients
 from jax_cp_dispatch.attention.local.local_attention import attend_ranges, range_gradients
-from jax_cp_dispatch.attention.local.options import LocalOptions, PassOptions, rank_blocks
+from jax_cp_dispatch.attention.local.options import PassOptions, pass_options, rank_blocks
 from jax_cp_dispatch.attention.local.passes import forbid_second_derivative, sink_gradient
 from jax_cp_dispatch.attention.local.ranges import accumulator
 from jax_cp_dispatch.attention.operands import (
@@ -255,7 +255,7 @@ def exchange_once(movement: Movement, operands: Operands, arrays: Any) -> Output
 
 def _forward(movement: Movement, operands: Operands, arrays: Any):
     options = movement.options
-    operands = operands.derived_once(options.op)
+    operands = forbid_second_derivative(options.op, operands)
     heads, ranges = movement.parts(operands), movement.ranges(arrays)
 
     def attend(part: Operands, came: tuple[Any, Any]):
@@ -282,8 +282,7 @@ def _forward(movement: Movement, operands: Operands, arrays: Any):
 def _backward(movement: Movement, residuals, cotangents: Outputs):
     received, out, lse, sink, weights, arrays = residuals
     options, op = movement.options, movement.options.op
-    given = [x for x in cotangents[:2] if x is not None]
-    given = forbid_second_derivative(op, given)
+    given = [x for x in forbid_second_derivative(op, cotangents)[:2] if x is not None]
     ends = list(itertools.accumulate(part.q.shape[2] for part in received))[:-1]
     split = [jnp.split(x, ends, 1) if ends else [x] for x in given]
     sinks = [None] * len(received) if sink is None else jnp.split(sink, ends)
@@ -376,10 +375,12 @@ def row_gradients(
 def _passes(options: AttentionOptions, block_rows: int, q, k, dkv_dtype: Any = None) -> PassOptions:
     (T, N), (S, K) = q.shape[1:3], k.shape[1:3]
     sum_dtype = accumulator(q)
-    return LocalOptions(
-        options.op,
+    return pass_options(
+        *(q, k),
         scale=options.scale,
         logit_soft_cap=options.logit_soft_cap,
-        return_max_logits=options.return_max_logits,
         **rank_blocks(T, S, N, K, rows=block_rows),
-    ).passes(q, k, out_dtype=q.dtype, gradient_dtypes=(q.dtype, *[dkv_dtype or sum_dtype] * 2))
+        return_max_logits=options.return_max_logits,
+        out_dtype=q.dtype,
+        gradient_dtypes=(q.dtype, *[dkv_dtype or sum_dtype] * 2),
+    )

@@ -80,11 +80,11 @@ class HeadExchange(NamedTuple):
         """Returns the rows of all ranks, in the order of the sequence."""
         if self.num_ranks == 1:
             return list(rows)
-        collectives, op = _AllGather(self.exchange.axis_name), self.exchange.op
+        collectives = _AllGather(self.exchange.axis_name)
 
         def by_dispatch(rows: list[Array]) -> list[Array]:
             plan = plan_to_all(self.num_ranks)
-            sent = outgoing(op, "latents", rows, plan, capacity=self.num_ranks)
+            sent = outgoing(rows, plan, capacity=self.num_ranks)
             return move(self.exchange, [sent], collectives)[0]
 
         by_xla = lambda rows: collectives(rows)
@@ -99,11 +99,11 @@ class HeadExchange(NamedTuple):
         if self.num_ranks == 1:
             return list(rows)
         parts = [self._by_ranks(self._in_stored_order(x)) for x in rows]
-        collectives, op = _AllGather(self.exchange.axis_name).transposed(), self.exchange.op
+        collectives = _AllGather(self.exchange.axis_name).transposed()
 
         def by_dispatch(parts: list[Array]) -> list[Array]:
             plan = plan_to_all(self.num_ranks)
-            returned = returning(op, "latents", parts, plan, num_tokens=1)
+            returned = returning(parts, plan, num_tokens=1)
             return move(self.exchange, [returned], collectives)[0]
 
         by_xla = lambda parts: collectives(parts)
@@ -220,8 +220,8 @@ def _by_dispatch(
         ),
         world_size=num_ranks,
     )
-    argument: Any = outgoing(exchange.op, "heads", parts, plan, capacity=num_ranks)
-    return move(exchange, [argument._replace(fingerprint=fingerprint)], by_collectives)[0]
+    argument = outgoing(parts, plan, capacity=num_ranks, fingerprint=fingerprint)
+    return move(exchange, [argument], by_collectives)[0]
 
 
 # ---- Heads shared over the last mesh axis, and another algorithm over the axes before it (USP).

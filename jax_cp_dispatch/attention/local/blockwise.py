@@ -134,7 +134,7 @@ class SoftmaxGradients(NamedTuple):
     dlse: Array | None = None
 
 
-def cut_cotangents(options, used, whole: SoftmaxGradients, num_groups) -> OutputCotangents:
+def tile_cotangents(options, used, whole: SoftmaxGradients, num_groups) -> OutputCotangents:
     """Cuts the whole softmax into blocks; rows outside `used`, `[B, T]`, are zero."""
     out, lse, dout, dlse = whole
     dtype = accumulator(lse)

@@ -20,7 +20,11 @@ from jax_cp_dispatch._jax_private import fused_attention_stablehlo as fused
 from jax_cp_dispatch._ranks import runtime
 from jax_cp_dispatch._ranks.options import vary_like
 from jax_cp_dispatch._text import say_once
-from jax_cp_dispatch.attention.local.blockwise import OnlineSoftmax, OutputCotangents
+from jax_cp_dispatch.attention.local.blockwise import (
+    OnlineSoftmax,
+    OutputCotangents,
+    SoftmaxGradients,
+)
 from jax_cp_dispatch.attention.local.options import CAUSAL, PassOptions
 from jax_cp_dispatch.attention.local.ranges import KeyQueries, KeyRanges, RowRanges
 
@@ -32,7 +36,7 @@ _HEAD_SIZES = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))  # of key
 _TILE = 64  # rows
 
 
-def take(q, v) -> bool:
+def kernels_serve(q, v) -> bool:
     """Whether the kernels serve such heads, whatever the ranges and options.
 
     Otherwise a warning says once why not.
@@ -65,9 +69,8 @@ def why_not(dtype, head_sizes: tuple[int, int]) -> str | None:
     return None
 
 
-def attend(options: PassOptions, operands):
-    """`attend` of `uncut.py`, for operands that the kernels take."""
-    q, k, v, ranges, sink = operands
+def attention(options: PassOptions, q, k, v, ranges: RowRanges, sink):
+    """`fused_attention` of `passes.py`, of heads that the kernels serve."""
     B, T, N, _ = q.shape
     row = _array((B, N, T), jnp.float32)
     narrow = jnp.dtype(options.out_dtype) == q.dtype
@@ -79,9 +82,9 @@ def attend(options: PassOptions, operands):
     return out[..., : v.shape[3]].astype(options.out_dtype), *others
 
 
-def gradients(options: PassOptions, operands):
-    """`gradients` of `uncut.py`, likewise."""
-    q, k, v, ranges, (out, lse, dout, dlse) = operands
+def gradients(options: PassOptions, q, k, v, ranges: RowRanges, whole: SoftmaxGradients):
+    """`fused_gradients` of `passes.py`, likewise."""
+    out, lse, dout, dlse = whole
     out = out if out.dtype == q.dtype else out.astype(jnp.float32)
     call = _Call.of(options, q, k, v, ranges)
     dout, out = (_padded(x, call.v.shape[3]) for x in (dout.astype(q.dtype), out))
@@ -92,7 +95,7 @@ def gradients(options: PassOptions, operands):
     return tuple(dx[..., : x.shape[3]].astype(to) for dx, x, to in of)
 
 
-def attend_in_blocks(
+def attend_blocks(
     options: PassOptions, q, ranges: KeyRanges, kv, seen: OnlineSoftmax | None
 ) -> OnlineSoftmax:
     """`attend_blocks` of `passes.py`, likewise."""
@@ -106,7 +109,7 @@ def attend_in_blocks(
     return OnlineSoftmax(peak.reshape(rows), total.reshape(rows), acc)
 
 
-def gradients_in_blocks(
+def block_gradients(
     options: PassOptions, q, cotangents: OutputCotangents, ranges: KeyRanges, kv, dq
 ):
     """`block_gradients` of `passes.py`, likewise."""
@@ -235,7 +238,7 @@ if "score_mod" in inspect.signature(fused.dot_product_attention).parameters:  # 
     _CALL |= {"score_mod_name": None, "score_mod_jaxpr": None}
 
 
-def takes(options: PassOptions, q, v) -> bool:
+def cudnn_serves(options: PassOptions, q, v) -> bool:
     """Whether the ranges are dense, and cuDNN supports such heads."""
     H, Hv = q.shape[3], v.shape[3]
     return (
@@ -248,20 +251,19 @@ def takes(options: PassOptions, q, v) -> bool:
     )
 
 
-def cudnn_attend(options: PassOptions, operands):
-    """`attend` of `uncut.py`, without a sink."""
+def cudnn_attention(options: PassOptions, q, k, v, ranges: RowRanges, sink: None):
+    """`fused_attention` of `passes.py`, without a sink."""
     out, lse = fused._dot_product_attention_fwd_p.bind(
-        *_operands(operands), is_training=True, **_options(options)
+        q, k, v, *_unused(q), is_training=True, **_options(options)
     )
     return out.astype(options.out_dtype), lse
 
 
-def cudnn_gradients(options: PassOptions, operands):
-    """`gradients` of `uncut.py`, without a cotangent of the lse. Results are rounded."""
-    out, lse, dout, _ = operands.whole
-    of_outputs = lse, *(x.astype(operands.q.dtype) for x in (out, dout))
+def cudnn_gradients(options: PassOptions, q, k, v, ranges: RowRanges, whole: SoftmaxGradients):
+    """`fused_gradients` of `passes.py`, without a cotangent of the lse. Results are rounded."""
+    of_outputs = whole.lse, whole.out.astype(q.dtype), whole.dout.astype(q.dtype)
     results = fused._dot_product_attention_bwd_p.bind(
-        *_operands(operands), *of_outputs, **_options(options)
+        q, k, v, *_unused(q), *of_outputs, **_options(options)
     )
     return tuple(x.astype(to) for x, to in zip(results, options.gradient_dtypes, strict=True))
 
@@ -271,6 +273,5 @@ def _options(options: PassOptions) -> dict[str, Any]:
     return {"mask_type": mask, "scale": options.scale, **_CALL}
 
 
-def _operands(operands):
-    none = jnp.zeros(0, operands.q.dtype)  # bias, lengths, offsets and tables of pages
-    return *operands[:3], *[none] * 7
+def _unused(q):
+    return [jnp.zeros(0, q.dtype)] * 7  # bias, lengths, offsets and tables of pages

@@ -17,17 +17,20 @@ from jax_cp_dispatch._arrays import sum_dtype
 from jax_cp_dispatch._door import door
 from jax_cp_dispatch._ranks.options import vary_alike, vary_like
 from jax_cp_dispatch._residuals import named_context
-from jax_cp_dispatch.attention.local import uncut
 from jax_cp_dispatch.attention.local.blockwise import SoftmaxGradients
 from jax_cp_dispatch.attention.local.options import (
-    LocalOptions,
     PassOptions,
+    check_blocks,
+    check_heads,
     check_result_dtype,
-    explains_peer_arguments,
+    check_softmax,
+    pass_options,
 )
 from jax_cp_dispatch.attention.local.passes import (
     add_sink,
     forbid_second_derivative,
+    fused_attention,
+    fused_gradients,
     in_reverse_only,
     sink_gradient,
 )
@@ -52,7 +55,6 @@ _STEPS_OF_RANGES = {
 }
 
 
-@explains_peer_arguments
 @door(
     "local_attention",
     **_STEPS_OF_RANGES,
@@ -135,26 +137,23 @@ def local_attention(
     References:
       Dao, FlashAttention-2 (arXiv:2307.08691), algorithms 1 and 2.
     """
-    options = LocalOptions(
-        "local_attention",
-        scale=scale,
-        logit_soft_cap=logit_soft_cap,
-        block_q=block_q,
-        block_kv=block_kv,
-        block_heads=block_heads,
-        return_max_logits=return_max_logits,
-    ).resolved(q, k, v)
-    given = (kv_start, kv_end, q_start, q_end)
+    op = "local_attention"
+    softmax = {"scale": scale, "logit_soft_cap": logit_soft_cap}
+    blocks = {"block_q": block_q, "block_kv": block_kv, "block_heads": block_heads}
+    _check_options(op, q, k, v, softmax, blocks)
     packed = _read_documents(documents, mask, segment_ids, positions)
-    shapes, dtypes = (q.shape, k.shape), (q.dtype, accumulator(q))
-    ranges = read_ranges("local_attention", shapes, MaskRanges(*given), packed)
-    options = dataclasses.replace(
-        options,
-        dense=dense_ranges(shapes, MaskRanges(*given), packed),
-        out_dtype=check_result_dtype("local_attention", "out_dtype", out_dtype, dtypes),
+    shapes, given = (q.shape, k.shape), MaskRanges(kv_start, kv_end, q_start, q_end)
+    ranges = read_ranges(op, shapes, given, packed)
+    options = pass_options(
+        *(q, k),
+        **softmax,
+        **blocks,
+        return_max_logits=return_max_logits,
+        dense=dense_ranges(shapes, given, packed),
+        out_dtype=check_result_dtype(op, "out_dtype", out_dtype, q),
         gradient_dtypes=(q.dtype,) * 3,
     )
-    q, k, v, *sinks = in_reverse_only("local_attention", [q, k, v] + [sink] * (sink is not None))
+    q, k, v, *sinks = in_reverse_only(op, [q, k, v] + [sink] * (sink is not None))
     sink = sinks[0] if sinks else None
     with jax.disable_jit(False):  # see `_attend`; the user may have disabled it
         return _attend(options, *_vary((q, k, v, ranges, sink)))
@@ -201,25 +200,24 @@ def local_attention_backward(
     Raises:
       TypeError, ValueError: as `local_attention`.
     """
-    name = "local_attention_backward"
-    options = LocalOptions(
-        name,
-        scale=scale,
-        logit_soft_cap=logit_soft_cap,
-        block_q=block_q,
-        block_kv=block_kv,
-        block_heads=block_heads,
-    ).resolved(q, k, v)
-    dtypes = q.dtype, accumulator(q)
-    of_q = check_result_dtype(name, "dq_dtype", dq_dtype, dtypes)
-    of_kv = check_result_dtype(name, "dkv_dtype", dkv_dtype, dtypes)
-    options = dataclasses.replace(options, gradient_dtypes=(of_q, of_kv, of_kv))
+    op = "local_attention_backward"
+    softmax = {"scale": scale, "logit_soft_cap": logit_soft_cap}
+    blocks = {"block_q": block_q, "block_kv": block_kv, "block_heads": block_heads}
+    _check_options(op, q, k, v, softmax, blocks)
+    of_q = check_result_dtype(op, "dq_dtype", dq_dtype, q)
+    of_kv = check_result_dtype(op, "dkv_dtype", dkv_dtype, q)
+    options = pass_options(q, k, **softmax, **blocks, gradient_dtypes=(of_q, of_kv, of_kv))
     given = MaskRanges(kv_start, kv_end, q_start, q_end)
-    ranges = read_ranges(name, (q.shape, k.shape), given, None)
-    whole = [out, lse, dout] if dlse is None else [out, lse, dout, dlse]
-    q, k, v = forbid_second_derivative(name, [q, k, v])
-    whole = forbid_second_derivative(name, whole)
-    return _backward(options, *_vary((q, k, v, ranges, SoftmaxGradients(*whole))))
+    ranges = read_ranges(op, (q.shape, k.shape), given, None)
+    whole = SoftmaxGradients(out, lse, dout, dlse)
+    q, k, v, whole = forbid_second_derivative(op, (q, k, v, whole))
+    return _backward(options, *_vary((q, k, v, ranges, whole)))
+
+
+def _check_options(op: str, q, k, v, softmax: dict[str, Any], blocks: dict[str, Any]) -> None:
+    check_heads(op, q, k, v)
+    check_softmax(op, **softmax)
+    check_blocks(op, **blocks, num_kv_heads=k.shape[2])
 
 
 def _read_documents(documents: Any, mask: Any, segment_ids: Any, positions: Any) -> PackedMask:
@@ -264,14 +262,11 @@ def _attention(options, q, k, v, ranges, sink):
 
 
 def _attention_fwd(options, *primals):
-    q, k, v, ranges, sink = jax.tree.map(lambda x: x.value, primals, is_leaf=_is_primal)
-    operands = (*forbid_second_derivative("local_attention", [q, k, v]), ranges)
+    is_primal = lambda x: isinstance(x, CustomVJPPrimal)
+    q, k, v, ranges, sink = jax.tree.map(lambda x: x.value, primals, is_leaf=is_primal)
+    operands = (*forbid_second_derivative("local_attention", (q, k, v)), ranges)
     out, lse, *rest = named_context(_forward(options, *operands, sink))
     return (out, lse, *rest), (*operands, out, lse, sink)
-
-
-def _is_primal(x):
-    return isinstance(x, CustomVJPPrimal)
 
 
 def _attention_bwd(options, residuals, cotangents):
@@ -279,9 +274,9 @@ def _attention_bwd(options, residuals, cotangents):
     *operands, out, lse, sink = residuals
     if isinstance(dout, SymbolicZero):
         (dout,) = vary_like([jnp.zeros_like(out)], operands[0])
-    dlse = [] if isinstance(dlse, SymbolicZero) else [dlse]  # most programs use `out` alone
-    cotangents = forbid_second_derivative("local_attention", [dout, *dlse])
-    whole = SoftmaxGradients(out, lse, *cotangents)
+    dlse = None if isinstance(dlse, SymbolicZero) else dlse  # most programs use `out` alone
+    dout, dlse = forbid_second_derivative("local_attention", (dout, dlse))
+    whole = SoftmaxGradients(out, lse, dout, dlse)
     grads = _backward(dataclasses.replace(options, return_max_logits=False), *operands, whole)
     dsink = None if sink is None else sink_gradient(sink, whole)
     return *grads, None, dsink
@@ -302,7 +297,7 @@ def _forward(options, q, k, v, ranges: RowRanges, sink):
         empty += [jnp.full(N, -jnp.inf, dtype)] * options.return_max_logits
         return tuple(vary_like(empty, q))
     sink = None if sink is None else jnp.broadcast_to(sink, (B, N))
-    out, lse, *max_logits = uncut.attend(options, uncut.Forward(q, k, v, ranges, sink))
+    out, lse, *max_logits = fused_attention(options, q, k, v, ranges, sink)
     return out, lse, *(jnp.max(x, axis=(0, 2)) for x in max_logits)
 
 
@@ -312,7 +307,7 @@ def _backward(options, q, k, v, ranges: RowRanges, whole: SoftmaxGradients):
     if B * T * k.shape[1] == 0:
         arrays = zip((q, k, v), options.gradient_dtypes, strict=True)
         return tuple(vary_like((jnp.zeros(x.shape, dtype) for x, dtype in arrays), q))
-    return uncut.gradients(options, uncut.Backward(q, k, v, ranges, whole))
+    return fused_gradients(options, q, k, v, ranges, whole)
 
 
 # ---- Merges two attention results over disjoint keys into the result over both.

@@ -1,22 +1,19 @@
-"""The options of local attention: those of the caller, and those of its passes."""
+"""The options of local attention: those of the caller, checked, and those of its passes."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
-from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-# ---- Checks dtypes, shapes and options of local attention.
+from jax_cp_dispatch._arrays import sum_dtype
 
 _FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
 
 
-def check_operands(name: str, q: Any, k: Any, v: Any) -> None:
+def check_heads(name: str, q: Any, k: Any, v: Any) -> None:
     """Requires queries, keys and values of one dtype, whose heads match."""
     if q.dtype not in _FLOATS or k.dtype != q.dtype or v.dtype != q.dtype:
         raise TypeError(
@@ -35,9 +32,9 @@ def check_operands(name: str, q: Any, k: Any, v: Any) -> None:
             )
 
 
-def check_result_dtype(name: str, what: str, asked: Any, dtypes: tuple[Any, Any]) -> Any:
-    """Returns the dtype that is asked for: that of the operands, or by default that of sums."""
-    of_operands, of_sums = map(jnp.dtype, dtypes)
+def check_result_dtype(name: str, what: str, asked: Any, q: Any) -> Any:
+    """Returns the dtype that is asked for: that of q, or by default that of sums."""
+    of_operands, of_sums = jnp.dtype(q.dtype), jnp.dtype(sum_dtype(q.dtype))
     if asked is None:
         return of_sums
     if jnp.dtype(asked) not in (of_operands, of_sums):
@@ -101,44 +98,6 @@ _LOGITS = 4 * _BLOCK * _BLOCK
 
 
 @dataclasses.dataclass(frozen=True)
-class LocalOptions:
-    """The options of `local_attention` as passed to `op`; None selects from the shapes."""
-
-    op: str
-    scale: float | None = None
-    logit_soft_cap: float | None = None
-    block_q: int | None = None
-    block_kv: int | None = None
-    block_heads: int | None = None
-    return_max_logits: bool = False
-
-    def resolved(self, q, k, v) -> PassOptions:
-        """Selects missing options from the shapes; raises the errors of `local_attention`."""
-        check_operands(self.op, q, k, v)
-        check_softmax(self.op, self.scale, self.logit_soft_cap)
-        blocks = self.block_q, self.block_kv, self.block_heads
-        check_blocks(self.op, *blocks, num_kv_heads=k.shape[2])
-        return self.passes(q, k)
-
-    def passes(self, q, k, **dtypes: Any) -> PassOptions:
-        """`resolved` of options and arrays that are checked already."""
-        (T, N, H), (S, K) = q.shape[1:], k.shape[1:3]
-        block_q = self.block_q or even_block(T, max(128, _BLOCK // (N // K)))
-        block_kv = self.block_kv or even_block(S, _BLOCK)
-        block_heads = self.block_heads or _heads_together(K, N // K * block_q * block_kv)
-        return PassOptions(
-            scale=H**-0.5 if self.scale is None else float(self.scale),
-            logit_soft_cap=None if self.logit_soft_cap is None else float(self.logit_soft_cap),
-            block_q=block_q,
-            block_kv=block_kv,
-            block_heads=int(block_heads),
-            return_max_logits=self.return_max_logits,
-            kv_heads=K,
-            **dtypes,
-        )
-
-
-@dataclasses.dataclass(frozen=True)
 class PassOptions:
     """The resolved options of the passes; static."""
 
@@ -155,9 +114,32 @@ class PassOptions:
     gradient_dtypes: tuple[Any, ...] = ()  # of q, k and v
 
 
-def _heads_together(num_groups: int, logits_of_head: int) -> int:
-    """Returns the most KV heads that divide their number within `_LOGITS`, at least one."""
-    return max(x for x in divisors(num_groups) if x == 1 or x * logits_of_head <= _LOGITS)
+def pass_options(
+    q,
+    k,
+    *,
+    scale: float | None = None,
+    logit_soft_cap: float | None = None,
+    block_q: int | None = None,
+    block_kv: int | None = None,
+    block_heads: int | None = None,
+    **others: Any,
+) -> PassOptions:
+    """Returns checked options; the shapes of q and k select the blocks that are None."""
+    (T, N, H), (S, K) = q.shape[1:], k.shape[1:3]
+    block_q = block_q or even_block(T, max(128, _BLOCK // (N // K)))
+    block_kv = block_kv or even_block(S, _BLOCK)
+    logits_of_head = N // K * block_q * block_kv
+    together = max(x for x in divisors(K) if x == 1 or x * logits_of_head <= _LOGITS)
+    return PassOptions(
+        scale=H**-0.5 if scale is None else float(scale),
+        logit_soft_cap=None if logit_soft_cap is None else float(logit_soft_cap),
+        block_q=block_q,
+        block_kv=block_kv,
+        block_heads=int(block_heads or together),
+        kv_heads=K,
+        **others,
+    )
 
 
 def rank_blocks(num_queries, num_keys, num_heads, num_groups, *, rows) -> dict[str, int]:
@@ -184,60 +166,3 @@ def even_block(length: int, block: int) -> int:
         return max(1, -(-length // _VECTOR)) * _VECTOR
     sizes = range(block * 3 // 4 // _VECTOR * _VECTOR, block * 5 // 4 + 1, _VECTOR)
     return min(sizes, key=lambda size: (-length % size, -size))
-
-
-# ---- Arguments that other libraries' attention takes: an error says what to pass here instead.
-
-Given = ParamSpec("Given")
-Returned = TypeVar("Returned")
-
-_NO_BIAS = "a bias of the logits is not supported. Omit it, or call jax.nn.dot_product_attention"
-_NO_DROPOUT = "attention weights are never stored, so they cannot be dropped. Omit it"
-_MASK = "pass mask='causal' or 'full', or an object of jax_cp_dispatch.masks"
-_WINDOW = "pass mask=masks.SlidingWindow(left, right), where left counts the query's own key"
-_DOCUMENTS = "documents are named by segment_ids, one for each token"
-_SCALE = "pass scale="
-_SOFT_CAP = "pass logit_soft_cap="
-_SINK = "pass sink=, one logit for each query head"
-_LSE = "pass return_lse=True, return_max_logits=True"
-
-# By jax.nn, PyTorch, flash-attn, Flax, Transformer Engine, MaxText, splash attention and tokamax.
-PEER_ARGUMENTS = {
-    **dict.fromkeys(("bias", "attn_bias", "score_mod", "relative_bias"), _NO_BIAS),
-    **dict.fromkeys(("alibi", "alibi_slopes", "use_alibi"), _NO_BIAS),
-    **dict.fromkeys(("dropout", "dropout_rate", "dropout_p", "dropout_rng", "dropout_prob"),
-                    _NO_DROPOUT),
-    **dict.fromkeys(("deterministic", "dropout_mask", "attention_dropout"), _NO_DROPOUT),
-    **dict.fromkeys(("causal", "is_causal", "attn_mask", "attention_mask", "attn_mask_type",
-                     "mask_type", "mask_value"), _MASK),
-    **dict.fromkeys(("window", "window_size", "sliding_window", "sliding_window_size",
-                     "local_window_size"), _WINDOW),
-    **dict.fromkeys(("cu_seqlens", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_k", "seqlens",
-                     "decoder_segment_ids", "q_segment_ids", "kv_segment_ids", "sequence_ids",
-                     "query_seq_lengths", "key_value_seq_lengths"), _DOCUMENTS),
-    **dict.fromkeys(("sm_scale", "softmax_scale", "scale_factor", "scaling", "logits_scale"),
-                    _SCALE),
-    **dict.fromkeys(("softcap", "soft_cap", "attn_logits_soft_cap", "logits_soft_cap",
-                     "attn_logit_softcapping"), _SOFT_CAP),
-    **dict.fromkeys(("sinks", "softmax_offset", "s_aux", "attention_sink", "softmax_type"), _SINK),
-    **dict.fromkeys(("return_attn_probs", "return_residual", "return_residuals",
-                     "return_softmax_lse", "return_lse_and_max", "save_residuals"), _LSE),
-}  # fmt: skip
-
-
-def explains_peer_arguments(function: Callable[Given, Returned]) -> Callable[Given, Returned]:
-    """Returns the function, with errors that explain arguments of other libraries."""
-    known = frozenset(inspect.signature(function).parameters)
-    foreign = {name: advice for name, advice in PEER_ARGUMENTS.items() if name not in known}
-
-    @functools.wraps(function)
-    def explained(*args: Given.args, **kwargs: Given.kwargs) -> Returned:
-        for name in kwargs.keys() - known:
-            if name in foreign:
-                raise TypeError(
-                    f"{function.__name__}: {name} is not an argument here: {foreign[name]}. "
-                    "See docs/limits.md."
-                )
-        return function(*args, **kwargs)
-
-    return explained

@@ -1,13 +1,15 @@
-"""The two passes of local attention over blocks, as primitives.
+"""The two passes of local attention, as primitives: over whole arrays, and over blocks.
 
-Lowering selects the implementation: kernels for CUDA and for TPUs if they support the blocks, else
-blockwise code.
+Lowering selects the implementation. For whole arrays, on GPUs, this package's kernels read and
+write the arrays of the caller, or cuDNN does if the ranges are those of one dense document.
+Otherwise arrays are tiled into blocks, which rings keep over all their steps: kernels for CUDA and
+TPUs compute these if they support them, else blockwise code.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -15,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from jax_cp_dispatch.attention.local import gpu
@@ -23,181 +26,247 @@ from jax_cp_dispatch.attention.local.blockwise import (
     OutputCotangents,
     SoftmaxGradients,
     attend_blockwise,
+    begin_dq,
+    finish_dq,
     gradients_blockwise,
+    tile_cotangents,
 )
-from jax_cp_dispatch.attention.local.ranges import KeyRanges, accumulator
+from jax_cp_dispatch.attention.local.options import PassOptions
+from jax_cp_dispatch.attention.local.ranges import (
+    KeyRanges,
+    RowRanges,
+    accumulator,
+    from_rows,
+    tile_operands,
+)
+
+
+@jax.named_scope("cpd.attention")
+def fused_attention(options: PassOptions, q, k, v, ranges: RowRanges, sink) -> tuple[Array, ...]:
+    """Returns out `[B, T, N, Hv]` in `options.out_dtype`, and lse `[B, N, T]`.
+
+    With `options.return_max_logits`, also the largest logit of each row, like lse. A sink is
+    `[B, N]`, or None.
+    """
+    return tuple(_attention(options, q, k, v, ranges, sink))
+
+
+@jax.named_scope("cpd.attention_backward")
+def fused_gradients(
+    options: PassOptions, q, k, v, ranges: RowRanges, whole: SoftmaxGradients
+) -> tuple[Array, Array, Array]:
+    """Returns dq, dk and dv in `options.gradient_dtypes`.
+
+    The softmax may be that of more keys than these.
+    """
+    dq, dk, dv = _attention_gradients(options, q, k, v, ranges, whole)
+    return dq, dk, dv
 
 
 @jax.named_scope("cpd.attention")
 def attend_blocks(options, q, ranges: KeyRanges, kv, seen: OnlineSoftmax | None) -> OnlineSoftmax:
     """Adds key blocks to the softmax of the query blocks; None if they are the first ones."""
-    return OnlineSoftmax(*_bind(attend_p, options, q, ranges, tuple(kv), seen))
+    return OnlineSoftmax(*_blocks(options, q, ranges, tuple(kv), seen))
 
 
 @jax.named_scope("cpd.attention_backward")
 def block_gradients(options, q, cotangents: OutputCotangents, ranges: KeyRanges, kv, dq):
     """Adds the part of one set of keys to `dq`, `[B*K, nq, H, G*block_q]`; returns all three."""
-    return _bind(gradients_p, options, q, cotangents, ranges, tuple(kv), dq)
+    return _block_gradients(options, q, cotangents, ranges, tuple(kv), dq)
 
 
-attend_p = Primitive("attend_blocks")
-gradients_p = Primitive("block_gradients")
-attend_p.multiple_results = gradients_p.multiple_results = True
+def attention_in_tiles(options: PassOptions, q, k, v, ranges: RowRanges, sink) -> tuple[Array, ...]:
+    """`fused_attention` by blocks."""
+    of = tile_operands(options, q, k, v, ranges)
+    softmax = attend_blocks(options, of.q, of.ranges, (of.k, of.v), None)
+    out, lse = add_sink(*softmax.result(q.shape, k.shape[2]), sink)
+    results = out.astype(options.out_dtype), lse
+    if options.return_max_logits:
+        results += (softmax.max_logits(q.shape, k.shape[2]),)
+    return results
 
 
-def _bind(primitive, options, *operands):
-    leaves, tree = jax.tree.flatten(operands)
-    return primitive.bind(*leaves, options=options, tree=tree)
+def gradients_in_tiles(
+    options: PassOptions, q, k, v, ranges: RowRanges, whole: SoftmaxGradients
+) -> tuple[Array, ...]:
+    """`fused_gradients` by blocks."""
+    num_groups = k.shape[2]
+    of = tile_operands(options, q, k, v, ranges)
+    cotangents = tile_cotangents(options, of.used, whole, num_groups)
+    kv = of.k, of.v
+    dq, *dkv = block_gradients(options, of.q, cotangents, of.ranges, kv, begin_dq(of.q))
+    dk, dv = (from_rows(dx, x.shape, num_groups) for dx, x in zip(dkv, (k, v), strict=True))
+    found = finish_dq(dq, q.shape, num_groups), dk, dv
+    return tuple(x.astype(to) for x, to in zip(found, options.gradient_dtypes, strict=True))
 
 
-def _call(pass_, *leaves, options, tree):
-    return tuple(pass_(options, *tree.unflatten(leaves)))
+# ---- The primitives.
 
 
-# ---- Shapes; `update` keeps the mesh axes over which an array varies.
+def _define(
+    name: str, shapes: Callable[..., Any], otherwise: Callable[..., Any], **platforms: Any
+) -> Callable[..., Any]:
+    """Returns the call of a new primitive, `(options, *operands)`, all of a leading batch axis.
 
+    Args:
+      shapes: from options and avals to the avals of the results.
+      otherwise: computes the results.
+      platforms: of each one, `(ctx, options, *avals)` to what computes them there, or None.
+    """
+    primitive = Primitive(name)
+    primitive.multiple_results = True
 
-def _attend_shapes(*leaves, options, tree):
-    q, _, (_, v), _ = tree.unflatten(leaves)
-    row = q.update(shape=q.shape[:3], dtype=accumulator(q), weak_type=False)
-    acc = q.update(shape=(*q.shape[:3], v.shape[3]), dtype=row.dtype, weak_type=False)
-    return [row, row, acc]
+    def bind(options, *operands):
+        leaves, tree = jax.tree.flatten(operands)
+        return primitive.bind(*leaves, options=options, tree=tree)
 
+    def call(pass_, *leaves, options, tree):
+        return tuple(pass_(options, *tree.unflatten(leaves)))
 
-def _gradients_shapes(*leaves, options, tree):
-    *_, (k, v), dq = tree.unflatten(leaves)
-    return [x.update(dtype=dq.dtype, weak_type=False) for x in (dq, k, v)]
-
-
-# ---- Batching.
-
-
-def batch_leading(primitive, operands, dims, **params):
-    """Adds the examples to the leading axis, of matrices or batch rows, that all operands have."""
-    (size,) = {x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None}
-    moved = (batching.bdim_at_front(x, d, size) for x, d in zip(operands, dims, strict=True))
-    outs = primitive.bind(*(x.reshape(-1, *x.shape[2:]) for x in moved), **params)
-    return [x.reshape(size, -1, *x.shape[1:]) for x in outs], [0] * len(outs)
-
-
-# ---- Lowering.
-
-
-def _define(primitive, shapes, blockwise, platforms):
-    def lower_by(find, ctx, *leaves, options, tree):
-        q, *others = tree.unflatten(ctx.avals_in)
-        (ranges,) = (x for x in others if isinstance(x, KeyRanges))
-        pass_ = find(ctx, options, q, ranges, others[-2]) or blockwise
-        lower = mlir.lower_fun(functools.partial(_call, pass_), multiple_results=True)
+    def lower(find, ctx, *leaves, options, tree):
+        pass_ = find(ctx, options, *tree.unflatten(ctx.avals_in)) or otherwise
+        lower = mlir.lower_fun(functools.partial(call, pass_), multiple_results=True)
         return lower(ctx, *leaves, options=options, tree=tree)
 
-    primitive.def_abstract_eval(shapes)
-    compiled = jax.jit(primitive.bind, static_argnames=("options", "tree"))
-    primitive.def_impl(compiled)
-    batching.primitive_batchers[primitive] = functools.partial(batch_leading, primitive)
-    blocks = functools.partial(_call, blockwise)
-    mlir.register_lowering(primitive, mlir.lower_fun(blocks, multiple_results=True))
-    for platform, find in platforms.items():
-        lower = functools.partial(lower_by, find)
-        mlir.register_lowering(primitive, lower, platform=platform)
+    def batch(operands, dims, **params):
+        (size,) = {x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None}
+        moved = (batching.bdim_at_front(x, d, size) for x, d in zip(operands, dims, strict=True))
+        outs = primitive.bind(*(x.reshape(-1, *x.shape[2:]) for x in moved), **params)
+        return [x.reshape(size, -1, *x.shape[1:]) for x in outs], [0] * len(outs)
+
+    primitive.def_abstract_eval(
+        lambda *leaves, options, tree: shapes(options, *tree.unflatten(leaves))
+    )
+    primitive.def_impl(jax.jit(primitive.bind, static_argnames=("options", "tree")))
+    batching.primitive_batchers[primitive] = batch
+    for platform, find in {None: lambda *_: None, **platforms}.items():
+        mlir.register_lowering(primitive, functools.partial(lower, find), platform=platform)
+    return bind
 
 
-def _cuda(pass_, ctx, options, q, ranges, kv):
-    return pass_ if gpu.take(q, kv[1]) else None
+# Shapes; `update` keeps the mesh axes over which an array varies.
 
 
-def _tpu(name, ctx, options, q, ranges, kv):
+def _attention_shapes(options, q, k, v, *_):
+    B, T, N, _ = q.shape
+    out = q.update(shape=(B, T, N, v.shape[3]), dtype=options.out_dtype, weak_type=False)
+    sharding = q.sharding.update(spec=P(None, None, None))
+    row = q.update(shape=(B, N, T), dtype=accumulator(q), weak_type=False, sharding=sharding)
+    return [out, row, *[row] * options.return_max_logits]
+
+
+def _attention_gradients_shapes(options, q, k, v, *_):
+    pairs = zip((q, k, v), options.gradient_dtypes, strict=True)
+    return [x.update(dtype=jnp.dtype(dtype), weak_type=False) for x, dtype in pairs]
+
+
+def _blocks_shapes(_, q, ranges, kv, *__):
+    row = q.update(shape=q.shape[:3], dtype=accumulator(q), weak_type=False)
+    return [row, row, row.update(shape=(*q.shape[:3], kv[1].shape[3]))]
+
+
+def _block_gradients_shapes(_, q, cotangents, ranges, kv, dq):
+    return [x.update(dtype=dq.dtype, weak_type=False) for x in (dq, *kv)]
+
+
+# Which kernels.
+
+
+def _cuda_attention(ctx, options, q, k, v, ranges, sink):
+    if sink is None and gpu.cudnn_serves(options, q, v):
+        return gpu.cudnn_attention
+    return gpu.attention if gpu.kernels_serve(q, v) else None
+
+
+def _cuda_gradients(ctx, options, q, k, v, ranges, whole):
+    # cuDNN multiplies out and dout itself, and accepts no cotangent of the lse.
+    if whole.dlse is None and gpu.cudnn_serves(options, q, v):
+        return gpu.cudnn_gradients
+    return gpu.gradients if gpu.kernels_serve(q, v) else None
+
+
+def _tpu(name, ctx, options, q, *others):
     from jax_cp_dispatch.attention.local import tpu  # imports Pallas, which takes half a second
 
-    return getattr(tpu, name) if tpu.takes(ctx, options, q, *kv) else None
+    return getattr(tpu, name) if tpu.serves(ctx, options, q, *others[-2]) else None
 
 
-def _platforms(cuda, tpu):
-    return {"cuda": functools.partial(_cuda, cuda), "tpu": functools.partial(_tpu, tpu)}
-
-
-_define(
-    attend_p,
-    _attend_shapes,
-    attend_blockwise,
-    _platforms(gpu.attend_in_blocks, "attend"),
+_attention = _define("local_attention", _attention_shapes, attention_in_tiles, cuda=_cuda_attention)
+_attention_gradients = _define(
+    "local_attention_gradients",
+    _attention_gradients_shapes,
+    gradients_in_tiles,
+    cuda=_cuda_gradients,
 )
-_define(
-    gradients_p,
-    _gradients_shapes,
+_blocks = _define(
+    "attend_blocks",
+    _blocks_shapes,
+    attend_blockwise,
+    cuda=lambda _, __, q, ranges, kv, *___: (
+        gpu.attend_blocks if gpu.kernels_serve(q, kv[1]) else None
+    ),
+    tpu=functools.partial(_tpu, "attend_blocks"),
+)
+_block_gradients = _define(
+    "block_gradients",
+    _block_gradients_shapes,
     gradients_blockwise,
-    _platforms(gpu.gradients_in_blocks, "gradients"),
+    cuda=lambda _, __, q, cotangents, ranges, kv, dq: (
+        gpu.block_gradients if gpu.kernels_serve(q, kv[1]) else None
+    ),
+    tpu=functools.partial(_tpu, "block_gradients"),
 )
 
 
 # ---- Attention is differentiable once, in reverse mode: other derivatives raise named errors.
 #
-# Without these markers, JAX's errors would name primitives or `custom_vjp` instead of the function
-# that was called. They are identities and leave nothing in a compiled program.
+# Without these identities, JAX's errors would name primitives or `custom_vjp` instead of the
+# function that was called. They leave nothing in a compiled program.
 
 
-def in_reverse_only(op: str, arrays: Sequence[Any]) -> list[Any]:
+def in_reverse_only(op: str, arrays: Iterable[Any]) -> list[Any]:
     """Returns the arrays, differentiable in reverse mode only; forward mode is an error."""
-    return reverse_only_p.bind(*arrays, op=op)
+    return [_in_reverse_only(op, x) for x in arrays]
 
 
-def forbid_second_derivative(op: str, arrays: Sequence[Any]) -> list[Any]:
-    """Returns the arrays for the rules of a derivative, which is not differentiable itself."""
-    return first_only_p.bind(*arrays, op=op)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _in_reverse_only(op: str, x: Any) -> Any:
+    return x
 
 
-def _refuse_forward_mode(*_, op, **__):
-    raise NotImplementedError(
-        f"{op}: forward mode (jvp, linearize, jacfwd) is not supported. Use reverse mode: "
-        "jax.vjp, jax.grad or jax.jacrev."
-    )
+@_in_reverse_only.defjvp
+def _to_transpose(op, primals, tangents):
+    return _in_reverse_only(op, *primals), _tangent_p.bind(*tangents, op=op)
 
 
-def _refuse_second_derivative(*_, op, **__):
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def forbid_second_derivative(op: str, arrays: Any) -> Any:
+    """Returns a pytree for the rules of a derivative, which is not differentiable itself."""
+    return arrays
+
+
+@forbid_second_derivative.defjvp
+def _refuse_second_derivative(op, *_):
     raise NotImplementedError(
         f"{op}: second derivatives are not supported. For the value of a gradient "
         "alone, differentiate with respect to jax.lax.stop_gradient(x)."
     )
 
 
-reverse_only_p = Primitive("in_reverse_only")
-first_only_p = Primitive("forbid_second_derivative")
-tangents_p = Primitive("tangents_to_transpose")
-
-
-def _jvp(primals, tangents, *, op):
-    outs = in_reverse_only(op, primals)
-    moving = [t for t in tangents if type(t) is not ad.Zero]
-    moved = iter(tangents_p.bind(*moving, op=op) if moving else ())
-    return outs, [t if type(t) is ad.Zero else next(moved) for t in tangents]
-
-
-def _transpose(cotangents, *_, op):
-    return list(cotangents)
-
-
-def _batch(primitive, operands, dims, *, op):
-    return primitive.bind(*operands, op=op), list(dims)
-
-
-def _complete(primitive: Primitive) -> None:
-    primitive.multiple_results = True
-    primitive.def_abstract_eval(lambda *avals, op: list(avals))
-    primitive.def_impl(lambda *arrays, op: list(arrays))
-    batching.primitive_batchers[primitive] = lambda *args, **kwargs: _batch(
-        primitive, *args, **kwargs
+def _refuse_forward_mode(*_, op):
+    raise NotImplementedError(
+        f"{op}: forward mode (jvp, linearize, jacfwd) is not supported. Use reverse mode: "
+        "jax.vjp, jax.grad or jax.jacrev."
     )
-    mlir.register_lowering(primitive, lambda ctx, *arrays, op: list(arrays))
 
 
-for _primitive in (reverse_only_p, first_only_p, tangents_p):
-    _complete(_primitive)
-ad.primitive_jvps[reverse_only_p] = _jvp
-ad.primitive_jvps[first_only_p] = _refuse_second_derivative
-tangents_p.def_impl(_refuse_forward_mode)
-mlir.register_lowering(tangents_p, _refuse_forward_mode)
-ad.primitive_jvps[tangents_p] = _refuse_second_derivative
-ad.primitive_transposes[tangents_p] = _transpose
+_tangent_p = Primitive("tangent_to_transpose")
+_tangent_p.def_abstract_eval(lambda x, op: x)
+_tangent_p.def_impl(_refuse_forward_mode)
+mlir.register_lowering(_tangent_p, _refuse_forward_mode)
+ad.primitive_jvps[_tangent_p] = lambda *_, op: _refuse_second_derivative(op)
+ad.primitive_transposes[_tangent_p] = lambda cotangent, _, op: [cotangent]
+batching.primitive_batchers[_tangent_p] = lambda xs, dims, op: (_tangent_p.bind(*xs, op=op), *dims)
 
 
 # ---- Sinks: a learned logit per head without a value, added to a complete softmax.

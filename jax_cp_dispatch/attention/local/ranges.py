@@ -42,7 +42,7 @@ def to_rows(x, num_groups, block, fill: int | float = 0):
     return x.reshape(B * num_groups, num_blocks, -1, F)
 
 
-def cut_tokens(x, block, fill):
+def tile_tokens(x, block, fill):
     """`[B, L] -> [B, num_blocks, block]`; pads the last block with `fill`."""
     num_blocks = -(-x.shape[1] // block)
     return with_rows(x, num_blocks * block, 1, fill).reshape(x.shape[0], num_blocks, block)
@@ -181,7 +181,7 @@ def each_key_block(
     return lax.fori_loop(0, count, lambda i, carry: body(blocks[i], carry), carry)
 
 
-def cut_query_ranges(
+def tile_query_ranges(
     options: PassOptions, queries: KeyQueries, used: Bool[Array, "B T"], q_shape, num_groups: int
 ) -> QueryRanges:
     """Cuts the numbers of queries `[B, T, N, H]` and of key rows; `used`: queries with keys."""
@@ -266,7 +266,7 @@ class BlockedOperands(NamedTuple):
     used: Array  # [B, T] queries with a non-empty range
 
 
-def cut_operands(options: PassOptions, q, k, v, ranges: RowRanges) -> BlockedOperands:
+def tile_operands(options: PassOptions, q, k, v, ranges: RowRanges) -> BlockedOperands:
     """Cuts checked operands of `local_attention` into blocks."""
     kv_start, kv_end, queries = ranges
     S, K = k.shape[1:3]
@@ -279,31 +279,31 @@ def cut_operands(options: PassOptions, q, k, v, ranges: RowRanges) -> BlockedOpe
         attended &= queries.start < queries.end
     k, v = (jnp.where(attended[:, :, None, None], x, 0) for x in (k, v))
     return BlockedOperands(
-        q=cut_queries(options, q, used, K),
+        q=tile_queries(options, q, used, K),
         k=to_rows(k, K, options.block_kv),
         v=to_rows(v, K, options.block_kv),
-        ranges=cut_ranges(options, RowRanges(start, end, queries), q.shape, K, S),
+        ranges=tile_ranges(options, RowRanges(start, end, queries), q.shape, K, S),
         used=used,
     )
 
 
-def cut_ranges(
+def tile_ranges(
     options: PassOptions, ranges: RowRanges, q_shape, num_groups: int, num_keys: int
 ) -> KeyRanges:
     """Cuts ranges in `[0, num_keys]`, for queries `[B, T, N, H]`."""
     kv_start, kv_end, queries = ranges
     used = kv_start < kv_end
     start, end = jnp.where(used, kv_start, num_keys), jnp.where(used, kv_end, 0)
-    blocks = [cut_tokens(start, options.block_q, num_keys), cut_tokens(end, options.block_q, 0)]
+    blocks = [tile_tokens(start, options.block_q, num_keys), tile_tokens(end, options.block_q, 0)]
     rows = jnp.stack(blocks, axis=2)
     rows = jnp.broadcast_to(rows[:, None], (rows.shape[0], num_groups, *rows.shape[1:]))
     rows = rows.reshape(-1, *rows.shape[2:])
     if queries is None:
         return KeyRanges(rows)
-    return KeyRanges(rows, cut_query_ranges(options, queries, used, q_shape, num_groups))
+    return KeyRanges(rows, tile_query_ranges(options, queries, used, q_shape, num_groups))
 
 
-def cut_queries(options: PassOptions, q, used, num_groups):
+def tile_queries(options: PassOptions, q, used, num_groups):
     """Returns query blocks; rows outside `used`, `[B, T]`, are zero."""
     return to_rows(jnp.where(used[:, :, None, None], q, 0), num_groups, options.block_q)
 

@@ -47,18 +47,20 @@ class TpuBlocks(NamedTuple):
         return self.k, self.v, *(() if self.of_keys is None else (self.of_keys,))
 
 
-def cut(options: PassOptions, q, ranges: KeyRanges, kv) -> TpuBlocks:
-    """Cuts the operands of a pass."""
+def tile(options: PassOptions, q, ranges: KeyRanges, kv) -> TpuBlocks:
+    """Tiles the operands of a pass."""
     num_keys = kv[0].shape[1] * kv[0].shape[2]
     bounds = ranges.of_heads(q.shape[2])
-    rows = [cut_rows(options, bounds[:, :, n], fill) for n, fill in enumerate((num_keys, 0))]
+    rows = [tile_rows(options, bounds[:, :, n], fill) for n, fill in enumerate((num_keys, 0))]
     of_keys = None
     if (queries := ranges.queries) is not None:
-        rows.append(cut_rows(options, queries.index))
-        of_keys = jnp.stack([_cut_keys(x[..., None])[..., 0] for x in (queries.start, queries.end)])
+        rows.append(tile_rows(options, queries.index))
+        of_keys = jnp.stack(
+            [_tile_keys(x[..., None])[..., 0] for x in (queries.start, queries.end)]
+        )
         of_keys = jnp.moveaxis(of_keys, 0, 2)
-    k, v = map(_cut_keys, kv)
-    return TpuBlocks(cut_queries(options, q), k, v, jnp.stack(rows, 2), of_keys)
+    k, v = map(_tile_keys, kv)
+    return TpuBlocks(tile_queries(options, q), k, v, jnp.stack(rows, 2), of_keys)
 
 
 def matrices_together(options: PassOptions, blocks: TpuBlocks) -> int:
@@ -67,28 +69,28 @@ def matrices_together(options: PassOptions, blocks: TpuBlocks) -> int:
     return max(x for x in divisors(options.kv_heads) if x <= most)
 
 
-def cut_queries(options: PassOptions, x, fill: int | float = 0):
+def tile_queries(options: PassOptions, x, fill: int | float = 0):
     """`[M, blocks, G*block_q, F] -> [M, blocks, G*128, F]`; pads the last block with `fill`."""
-    return _cut_again(x, options.block_q, LANES, fill)
+    return _tile_again(x, options.block_q, LANES, fill)
 
 
-def uncut_queries(options: PassOptions, x, num_blocks: int):
+def untile_queries(options: PassOptions, x, num_blocks: int):
     """The inverse."""
-    return _cut_again(x, LANES, options.block_q, 0)[:, :num_blocks]
+    return _tile_again(x, LANES, options.block_q, 0)[:, :num_blocks]
 
 
-def cut_rows(options: PassOptions, x, fill: int | float = 0):
-    """`cut_queries` of one number per row, `[M, blocks, G*block_q]`."""
-    return cut_queries(options, x[..., None], fill)[..., 0]
+def tile_rows(options: PassOptions, x, fill: int | float = 0):
+    """`tile_queries` of one number per row, `[M, blocks, G*block_q]`."""
+    return tile_queries(options, x[..., None], fill)[..., 0]
 
 
-def uncut_keys(x, like):
+def untile_keys(x, like):
     """Returns keys or values in the blocks of `like`, `[M, nk, block_kv, F]`."""
     x = x.reshape(x.shape[0], -1, x.shape[3])[:, : like.shape[1] * like.shape[2]]
     return x.reshape(like.shape)
 
 
-def _cut_again(x, rows: int, new_rows: int, fill: int | float):
+def _tile_again(x, rows: int, new_rows: int, fill: int | float):
     if rows == new_rows:
         return x
     M, blocks, all_rows, F = x.shape
@@ -98,7 +100,7 @@ def _cut_again(x, rows: int, new_rows: int, fill: int | float):
     return jnp.swapaxes(x, 1, 2).reshape(M, -1, heads * new_rows, F)
 
 
-def _cut_keys(x):
+def _tile_keys(x):
     x = _padded(x.reshape(x.shape[0], 1, -1, x.shape[3]), LANES, 0)
     return x.reshape(x.shape[0], -1, LANES, x.shape[3])
 
@@ -359,17 +361,17 @@ def gradients_of(options, q, cotangents, kv, mask):
     return p, p * (dot(v, dout, 1, 1) - sums[1:2]) * slope * options.scale
 
 
-def attend(
+def attend_blocks(
     options: PassOptions, q, ranges: KeyRanges, kv, seen: OnlineSoftmax | None
 ) -> OnlineSoftmax:
     """`attend_blocks` of `passes.py`, for operands that the kernels take."""
-    blocks = cut(options, q, ranges, kv)
+    blocks = tile(options, q, ranges, kv)
     visits = find_visits(options, blocks)
     M, nq, R, _ = blocks.q.shape
     state = ()
     if seen is not None:
-        peak, total = (cut_rows(options, x)[:, :, None] for x in seen[:2])
-        state = peak, total, cut_queries(options, seen.acc)
+        peak, total = (tile_rows(options, x)[:, :, None] for x in seen[:2])
+        state = peak, total, tile_queries(options, seen.acc)
     Hv = blocks.v.shape[3]
     peak, total, acc = call(
         functools.partial(_forward, options),
@@ -379,9 +381,9 @@ def attend(
         of_queries=True,
         scratch=[(M // visits.of_queries.shape[0], Hv, R)],
     )
-    uncut = functools.partial(uncut_queries, options, num_blocks=q.shape[1])
-    peak, total = (uncut(jnp.swapaxes(x, 2, 3))[..., 0] for x in (peak, total))
-    return OnlineSoftmax(peak, total, uncut(acc))
+    untile = functools.partial(untile_queries, options, num_blocks=q.shape[1])
+    peak, total = (untile(jnp.swapaxes(x, 2, 3))[..., 0] for x in (peak, total))
+    return OnlineSoftmax(peak, total, untile(acc))
 
 
 def _forward(options, own, seen, outs, scratch) -> Kernel:
@@ -426,7 +428,7 @@ def add_to_dq(options: PassOptions, blocks: TpuBlocks, visits: Visits, cotangent
       cotangents: dout `[M, nq, R, Hv]`; lse and delta `[M, nq, 2, R]`.
     """
     num_blocks = dq.shape[1]
-    dq = jnp.swapaxes(cut_queries(options, jnp.swapaxes(dq, 2, 3)), 2, 3)
+    dq = jnp.swapaxes(tile_queries(options, jnp.swapaxes(dq, 2, 3)), 2, 3)
     (dq,) = call(
         functools.partial(_dq, options),
         visits,
@@ -434,7 +436,7 @@ def add_to_dq(options: PassOptions, blocks: TpuBlocks, visits: Visits, cotangent
         [dq.shape],
         of_queries=True,
     )
-    return jnp.swapaxes(uncut_queries(options, jnp.swapaxes(dq, 2, 3), num_blocks), 2, 3)
+    return jnp.swapaxes(untile_queries(options, jnp.swapaxes(dq, 2, 3), num_blocks), 2, 3)
 
 
 def _dq(options, own, first, outs, scratch) -> Kernel:
@@ -486,7 +488,7 @@ def _dkv(options, own, first, outs, scratch) -> Kernel:
 _LARGEST_HEAD, _MOST_HEADS = 256, 16
 
 
-def takes(ctx, options: PassOptions, q, k, v) -> bool:
+def serves(ctx, options: PassOptions, q, k, v) -> bool:
     """Whether the kernels support such blocks, whatever their ranges; otherwise all is blockwise.
 
     Args:
@@ -502,13 +504,15 @@ def takes(ctx, options: PassOptions, q, k, v) -> bool:
     return alone and is_small and q.dtype in (jnp.bfloat16, jnp.float32)
 
 
-def gradients(options: PassOptions, q, cotangents: OutputCotangents, ranges: KeyRanges, kv, dq):
+def block_gradients(
+    options: PassOptions, q, cotangents: OutputCotangents, ranges: KeyRanges, kv, dq
+):
     """`block_gradients` of `passes.py`, for operands that the kernels take."""
-    blocks = cut(options, q, ranges, kv)
+    blocks = tile(options, q, ranges, kv)
     visits = find_visits(options, blocks)
-    lse, delta = cut_rows(options, cotangents.lse, jnp.inf), cut_rows(options, cotangents.delta)
-    dout = cut_queries(options, cotangents.dout).astype(q.dtype)
+    lse, delta = tile_rows(options, cotangents.lse, jnp.inf), tile_rows(options, cotangents.delta)
+    dout = tile_queries(options, cotangents.dout).astype(q.dtype)
     of_outputs = dout, jnp.stack([lse, delta], 2)
     dq = add_to_dq(options, blocks, visits, of_outputs, dq)
     dk, dv = dk_and_dv(options, blocks, visits, of_outputs)
-    return dq, *map(uncut_keys, (dk, dv), kv)
+    return dq, *map(untile_keys, (dk, dv), kv)

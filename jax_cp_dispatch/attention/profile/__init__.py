@@ -1,1 +1,0 @@
-"""Profiles: Hamilton attention step by step, and the attention of each rank alone."""
