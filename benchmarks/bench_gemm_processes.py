@@ -23,13 +23,13 @@ def main() -> None:
     rows = []
     for processes in PROCESSES:
         for measured in between_processes.measure(processes, 0, shapes, arguments.repeats, METHODS):
-            op, what = measured.what.split(", ")
+            op, what = measured["what"].split(", ")
             row = {
                 "processes": processes,
                 "op": op,
                 "what": "XLA with gloo" if what == XLA else what,
-                "ms": round(1e3 * measured.seconds, 3),
-                "times_gloo": round(measured.speedup or 0.0, 2),
+                "ms": round(1e3 * measured["seconds"], 3),
+                "times_gloo": round(measured["speedup"], 2),
             }
             rows.append(row)
             print(

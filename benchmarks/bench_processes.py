@@ -20,9 +20,9 @@ COLLECTIVES = (programs.ALL_TO_ALL, programs.ALL_GATHER)
 def measure(processes: int, num_bytes: int, repeats: int) -> Iterator[dict[str, Any]]:
     """Yields a row for each program, first for a copy by the host."""
     rows = list(between_processes.measure(processes, num_bytes, (), repeats, {}))
-    gloo = min(row.seconds for row in rows if row.what in COLLECTIVES)
-    memcpy = (rows[0].of_limit or 0.0) * rows[0].seconds
-    seconds = {programs.MEMCPY: memcpy} | {row.what: row.seconds for row in rows}
+    gloo = min(row["seconds"] for row in rows if row["what"] in COLLECTIVES)
+    memcpy = rows[0]["of_limit"] * rows[0]["seconds"]
+    seconds = {programs.MEMCPY: memcpy} | {row["what"]: row["seconds"] for row in rows}
     for what, value in seconds.items():
         is_gloo = what in COLLECTIVES
         yield {

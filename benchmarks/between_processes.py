@@ -3,7 +3,6 @@
 This file is also the program that they run.
 """
 
-import dataclasses
 import json
 import subprocess
 import sys
@@ -49,7 +48,7 @@ def measure(
         try:
             for line in launcher.stdout or ():
                 if line.startswith("[0] {"):
-                    yield bench.Row(**json.loads(line.removeprefix("[0] ")))
+                    yield json.loads(line.removeprefix("[0] "))
             code, in_time = launcher.wait(), clock.is_alive()
         finally:  # also after Ctrl-C
             clock.cancel()
@@ -74,7 +73,7 @@ def main() -> None:
     ):
         for row in rows:
             if jax.process_index() == 0:
-                print(json.dumps(dataclasses.asdict(row)), flush=True)
+                print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ endforeach()
 # registers and spills, which csrc/cuda/check_kernels.py reads.
 add_library(cpd_cuda STATIC
   csrc/cuda/attention_kernels.cu
-  csrc/cuda/channels.cc
   csrc/cuda/errors.cc
   csrc/cuda/kernels.cu
   csrc/cuda/memory.cc

@@ -4,14 +4,15 @@
     def causal_conv(x: Float[HostOrDevice, "B T C"], weight: Float[HostOrDevice, "W C"], *, ...):
 
 A public function has this decorator, outside of `jax.jit`; keywords say what to do about a wrong
-shape. It checks parameters annotated with one array type of jaxtyping, its union with None, or a
-`PyTree` of it, which needs an array; it lets every other annotation pass. Arrays are those of JAX,
-also traced, and NumPy, or their shape and dtype. A name has one size in all arguments of a call:
-the first one with it sets it. After it, `*H` is that axis or none, and `H-1` is computed. Below the
-door nothing checks this again. What annotations cannot say (equal dtypes, sizes that divide others,
-values) the function checks itself. Where other arguments decide on the types, `check_annotated`
-checks arrays by the annotations of a private function or class. Errors are TypeError for other
-types and dtypes, ValueError for shapes.
+shape. The keywords of a TypedDict that it unpacks, which several functions share, are part of its
+signature. The door checks parameters annotated with one array type of jaxtyping, its union with
+None, or a `PyTree` of it, which needs an array; it lets every other annotation pass. Arrays are
+those of JAX, also traced, and NumPy, or their shape and dtype. A name has one size in all arguments
+of a call: the first one with it sets it. After it, `*H` is that axis or none, and `H-1` is
+computed. Below the door nothing checks this again. What annotations cannot say (equal dtypes, sizes
+that divide others, values) the function checks itself. Where other arguments decide on the types,
+`check_annotated` checks arrays by the annotations of a private function or class. Errors are
+TypeError for other types and dtypes, ValueError for shapes.
 """
 
 from __future__ import annotations
@@ -60,19 +61,45 @@ def door(op: str, **next_steps: str) -> Callable[[_Function], _Function]:
     """
 
     def decorate(function: _Function) -> _Function:
-        names = tuple(inspect.signature(function).parameters)
-        known = frozenset(names)
+        signature = _with_shared_keywords(function)
 
         @functools.wraps(function)
         def checked(*args: Any, **options: Any) -> Any:
-            if known.issuperset(options):  # otherwise Python says which argument is unknown
-                given = {**dict(zip(names, args, strict=False)), **options}
-                check_annotated(op, function, given, next_steps)
+            try:
+                given = signature.bind(*args, **options).arguments
+            except TypeError as error:  # an argument is missing or unknown
+                raise TypeError(f"{op}: {error}.") from None
+            check_annotated(op, function, given, next_steps)
             return function(*args, **options)
 
+        setattr(checked, "__signature__", signature)  # noqa: B010
         return typing.cast(_Function, checked)
 
     return decorate
+
+
+def _with_shared_keywords(function: Callable[..., Any]) -> inspect.Signature:
+    """Returns the signature; keywords of an unpacked TypedDict come first, None unless required."""
+    signature = inspect.signature(function)
+    *own, last = signature.parameters.values()
+    shared = last.kind == last.VAR_KEYWORD and _unpacked(typing.get_type_hints(function))
+    if not shared:
+        return signature
+    keywords = []
+    for name, hint in shared.__annotations__.items():
+        text, default = hint.__forward_arg__, None
+        if text.startswith("Required["):
+            text, default = text[len("Required[") : -1], last.empty
+        keyword = last.replace(name=name, kind=last.KEYWORD_ONLY, default=default, annotation=text)
+        keywords.append(keyword)
+    first = sum(x.kind != last.KEYWORD_ONLY for x in own)
+    return signature.replace(parameters=[*own[:first], *keywords, *own[first:]])
+
+
+def _unpacked(hints: dict[str, Any]) -> Any:
+    """Returns the TypedDict whose keywords a function takes, or None."""
+    found = (typing.get_args(x) for x in hints.values() if typing.get_origin(x) is typing.Unpack)
+    return next((shared for (shared,) in found), None)
 
 
 def check_annotated(
@@ -115,6 +142,8 @@ def check_annotated(
 def _needs(annotated: Any) -> dict[str, tuple[_Need, bool]]:
     """Returns what each parameter needs, and whether it may be None."""
     hints = typing.get_type_hints(annotated)
+    if (shared := _unpacked(hints)) is not None:
+        hints |= typing.get_type_hints(shared)
     read = {name: _alternatives(hint) for name, hint in hints.items() if name != "return"}
     either = {name: (found - {None}, None in found) for name, found in read.items()}
     return {

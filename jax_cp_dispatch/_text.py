@@ -144,19 +144,11 @@ def _describe_view(op: str, metadata: Any) -> str:
     tokens = tokens.reshape(*tokens.shape, *[1] * (target.ndim - 1))
     sent = np.zeros(metadata.world_size, np.int64)
     np.add.at(sent, target[target >= 0], np.broadcast_to(tokens, target.shape)[target >= 0])
-    return (
-        f"Metadata: the view of one of {metadata.world_size} ranks\n"
-        f"  sends     {count(sent.sum())} rows; {_partners(sent, 'to')}\n"
-        f"  receives  {count(received.sum())} rows; {_partners(received, 'from')}"
-    )
-
-
-def _partners(rows: Int[np.ndarray, " W"], direction: str) -> str:
-    order = [rank for rank in np.argsort(-rows, kind="stable") if rows[rank] > 0]
-    parts = [f"{count(int(rows[rank]))} {direction} rank {rank}" for rank in order[:2]]
-    if rest := order[2:]:
-        parts.append(f"{count(int(rows[rest].sum()))} {direction} {len(rest)} other ranks")
-    return ", ".join(parts) or f"{direction} no rank"
+    sums = ("sends", sent.sum()), ("receives", received.sum())
+    lines = [(name, f"{count(x)} rows") for name, x in sums]
+    loads = {"rows to a rank": sent, "rows from a rank": received}
+    title = f"Metadata: the view of one of {metadata.world_size} ranks"
+    return _describe(title, lines, loads, {})
 
 
 def describe_plan(

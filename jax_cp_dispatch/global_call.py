@@ -31,9 +31,6 @@ from jax_cp_dispatch._ranks.options import (
 )
 from jax_cp_dispatch._text import warn_caller
 
-# ---- Calls with global arrays: the mesh and its axes, padding, and one program on all ranks.
-
-
 # ---- The KV heads of each of the devices that share the heads.
 
 
@@ -168,22 +165,20 @@ def find_axes(op: str, *arrays: Any, given: GivenAxes, covers_batch: bool) -> Me
     names = {"axis_name": axis_name, "batch_axis": batch_axis, "head_axis": head_axis}
     _check_names(op, mesh, names)
     refuse_mapped_explicit_axes(op, mesh)
-    search = Search(op, arrays, mesh)
-    _warn_of_unset_mesh(search)
     batch, heads = _names(batch_axis), _names(head_axis)
-    if batch_axis is None:
-        batch = sharding_axes(arrays, 0, mesh, {*sequence, *heads})
-        if batch and covers_batch:
-            warn_of_plan(search, batch)
-            batch = ()
-        elif not batch and covers_batch:
-            _warn_of_plan_if_traced(search, {*sequence, *heads})
-        elif not batch:
-            _warn_of_automatic_axes(search, "batch_axis", "B", {*sequence, *heads})
+    search = _Search(op, arrays, mesh, frozenset((*sequence, *heads)))
+    search.warn_of_unset_mesh()
+    if batch_axis is None and covers_batch:
+        search.warn_of_plan()
+    elif batch_axis is None:
+        batch = search.found(0)
+        if not batch:
+            search.warn_of_unnamed("batch_axis", "B", 0)
     if head_axis is None:
-        heads = sharding_axes(arrays, 2, mesh, {*sequence, *batch})
+        search = search._replace(taken=frozenset((*sequence, *batch)))
+        heads = search.found(2)
         if not heads:
-            _warn_of_automatic_axes(search, "head_axis", "N", {*sequence, *batch})
+            search.warn_of_unnamed("head_axis", "N", 2)
     axes = MeshAxes(mesh, sequence, batch, heads)
     first = arrays[0]
     _check_divides(op, "B", first.shape[0], "batch_axis", axes)
@@ -238,40 +233,45 @@ def _check_divides(op: str, dim: str, size: int, keyword: str, axes: MeshAxes):
 # ---- Inference of axes that are not named.
 
 
-def sharding_axes(arrays: Sequence[Any], dim: int, mesh, taken: set[str]) -> tuple[str, ...]:
-    """Returns the free axes that shard a dimension, from the first array with a known sharding."""
-    taken = taken | _hidden_axes(mesh)
-    for array in arrays:
-        sharding = _find_sharding(array)
-        if sharding is not None and dim < len(sharding.spec):
-            entry = sharding.spec[dim]
-            names = (entry,) if isinstance(entry, str) else entry or ()
-            found = tuple(
-                name for name in names if name not in taken and _agree(sharding, mesh, name)
-            )
-            if found:
-                return found
-    return ()
+class _Search(NamedTuple):
+    """Looks for axes that shard arrays; warns, once in a process, where they cannot be seen.
 
-
-def _agree(sharding: NamedSharding, mesh, name: str) -> bool:
-    size = sharding.mesh.shape[name]
-    return size > 1 and mesh.shape.get(name) == size
-
-
-def _find_sharding(array: Any) -> NamedSharding | None:
-    """Returns the known sharding: all axes of a placed array, explicit axes of a traced one."""
-    traced = is_traced([array])
-    sharding = jax.typeof(array).sharding if traced else getattr(array, "sharding", None)
-    return sharding if isinstance(sharding, NamedSharding) else None
-
-
-class Search(NamedTuple):
-    """What a warning is about."""
+    Attributes:
+      taken: axes that shard something else.
+    """
 
     op: str
     arrays: tuple[Any, ...]
     mesh: Any
+    taken: frozenset[str]
+
+    def found(self, dim: int) -> tuple[str, ...]:
+        """Returns the axes of a dimension, from the first array with a known sharding."""
+        hidden = self.taken | _hidden_axes(self.mesh)
+        for array in self.arrays:
+            # All axes of a placed array, explicit axes of a traced one.
+            typed = jax.typeof(array) if is_traced([array]) else array
+            sharding = getattr(typed, "sharding", None)
+            if isinstance(sharding, NamedSharding) and dim < len(sharding.spec):
+                entry, sizes = sharding.spec[dim], sharding.mesh.shape
+                names = (entry,) if isinstance(entry, str) else entry or ()
+                is_here = lambda name, sizes=sizes: 1 < sizes[name] == self.mesh.shape.get(name)
+                if found := tuple(x for x in names if x not in hidden and is_here(x)):
+                    return found
+        return ()
+
+    def untold(self, dim: int) -> tuple[str, ...]:
+        """Returns automatic axes over which a dimension of traced arrays may be sharded."""
+        mesh, size = self.mesh, (*self.arrays[0].shape, 0)[dim]
+        if not size or not is_traced(self.arrays):
+            return ()
+        hidden = self.taken | _hidden_axes(mesh)
+        return tuple(
+            axis
+            for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+            if kind == AxisType.Auto and axis not in hidden and mesh.shape[axis] > 1
+            if size % mesh.shape[axis] == 0
+        )
 
     def warn_once(self, about: str, message: str) -> None:
         with _warn_lock:
@@ -280,74 +280,59 @@ class Search(NamedTuple):
             _warned.add(about)
         warn_caller(f"{self.op}: {message}")
 
+    def warn_of_unset_mesh(self) -> None:
+        """Warns if no mesh is set and JAX therefore cannot transpose operations on the result."""
+        is_set = not jax.sharding.get_abstract_mesh().empty
+        if is_set or AxisType.Explicit not in self.mesh.axis_types or not is_traced(self.arrays):
+            return
+        if all(jax.typeof(x).sharding.mesh.empty for x in self.arrays):
+            self.warn_once(
+                "mesh",
+                "the mesh has explicit axes but is not set, so gradients of operations on the "
+                "result, such as a linear layer, can fail in JAX with a ShardingTypeError. Call "
+                "under jax.set_mesh(mesh), or make the mesh with axis_types=(AxisType.Auto,) * "
+                f"{len(self.mesh.axis_names)}.",
+            )
 
-def _warn_of_automatic_axes(search: Search, keyword: str, name: str, taken: set[str]) -> None:
-    """Warns if a dimension may be sharded over an axis without any way to know."""
-    dim = 0 if name == "B" else 2
-    axes = _untold_axes(dim, search.arrays, search.mesh, taken)
-    if axes:
-        search.warn_once(
-            keyword,
-            f"{keyword} is not given, and a traced program does not show whether {name} = "
-            f"{search.arrays[0].shape[dim]} is sharded over the automatic mesh axes {axes}. Over "
-            "an axis that is not named, q, k and v are gathered, and each of its devices repeats "
-            f"the work of all. Pass as {keyword} the axis over which {name} is sharded, or "
-            f"{keyword}=() if there is none.",
-        )
+    def warn_of_unnamed(self, keyword: str, name: str, dim: int) -> None:
+        """Warns if a dimension may be sharded over an axis without any way to know."""
+        if axes := self.untold(dim):
+            self.warn_once(
+                keyword,
+                f"{keyword} is not given, and a traced program does not show whether {name} = "
+                f"{self.arrays[0].shape[dim]} is sharded over the automatic mesh axes {axes}. Over "
+                "an axis that is not named, q, k and v are gathered, and each of its devices "
+                f"repeats the work of all. Pass as {keyword} the axis over which {name} is "
+                f"sharded, or {keyword}=() if there is none.",
+            )
 
-
-def _untold_axes(dim: int, arrays, mesh, taken: set[str]) -> tuple[str, ...]:
-    """Returns automatic axes over which a dimension of traced arrays may be sharded."""
-    taken = taken | _hidden_axes(mesh)
-    size = (*arrays[0].shape, 0)[dim]
-    if not size or not is_traced(arrays):
-        return ()
-    return tuple(
-        axis
-        for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-        if kind == AxisType.Auto and axis not in taken and mesh.shape[axis] > 1
-        if size % mesh.shape[axis] == 0
-    )
-
-
-def _warn_of_unset_mesh(search: Search) -> None:
-    """Warns if no mesh is set and JAX therefore cannot transpose operations on the result."""
-    _, arrays, mesh = search
-    is_set = not jax.sharding.get_abstract_mesh().empty
-    if is_set or AxisType.Explicit not in mesh.axis_types or not is_traced(arrays):
-        return
-    if all(jax.typeof(x).sharding.mesh.empty for x in arrays):
-        search.warn_once(
-            "mesh",
-            "the mesh has explicit axes but is not set, so gradients of operations on the result, "
-            "such as a linear layer, can fail in JAX with a ShardingTypeError. Call under "
-            "jax.set_mesh(mesh), or make the mesh with axis_types=(AxisType.Auto,) * "
-            f"{len(mesh.axis_names)}.",
-        )
-
-
-def _warn_of_plan_if_traced(search: Search, taken: set[str]) -> None:
-    _, arrays, mesh = search
-    axes = _untold_axes(0, arrays, mesh, taken)
-    if axes:
-        search.warn_once(
+    def warn_of_plan(self) -> None:
+        """Warns of a plan for all rows of a batch that mesh axes shard, or may shard."""
+        if axes := self.found(0):
+            why, unless = (
+                (
+                    f"so q, k and v, whose batch is sharded over {axes}, are gathered, and each of its "
+                    "devices repeats the work of all"
+                ),
+                "that is what you want",
+            )
+        elif axes := self.untold(0):
+            why, unless = (
+                (
+                    f"and a traced program does not show whether B = {self.arrays[0].shape[0]} is "
+                    f"sharded over the automatic mesh axes {axes}. If it is, q, k and v are gathered "
+                    "over these axes, and each of their devices repeats the work of all"
+                ),
+                "the batch is not sharded",
+            )
+        else:
+            return
+        self.warn_once(
             "plan",
-            "the plan is for all rows of the batch, and a traced program does not show whether "
-            f"B = {arrays[0].shape[0]} is sharded over the automatic mesh axes {axes}. If it is, "
-            "q, k and v are gathered over these axes, and each of their devices repeats the work "
-            "of all. Pass stack_plans of one plan per group and batch_axis, or segment_ids instead "
-            "of the plan. Or pass batch_axis=() if the batch is not sharded.",
+            f"the plan is for all rows of the batch, {why}. Pass stack_plans of one plan per group "
+            "and batch_axis, or segment_ids instead of the plan. Or pass batch_axis=() if "
+            f"{unless}.",
         )
-
-
-def warn_of_plan(search: Search, batch: tuple[str, ...]) -> None:
-    search.warn_once(
-        "plan",
-        f"the plan is for all rows of the batch, so q, k and v, whose batch is sharded over "
-        f"{batch}, are gathered, and each of its devices repeats the work of all. Pass stack_plans "
-        "of one plan per group and batch_axis, or segment_ids instead of the plan. Or pass "
-        "batch_axis=() if that is what you want.",
-    )
 
 
 _warned: set[str] = set()
@@ -534,11 +519,13 @@ def explicit_axes(op: str, *arrays: Any, others: Any, covers_batch: bool) -> Mes
     mesh = jax.sharding.get_abstract_mesh()
     if not _are_sharded((arrays, others)):
         return None
-    batch = sharding_axes(arrays, 0, mesh, set())
+    search = _Search(op, arrays, mesh, frozenset())
+    batch = search.found(0)
     if batch and covers_batch:
-        warn_of_plan(Search(op, arrays, mesh), batch)
+        search.warn_of_plan()
         batch = ()
-    return MeshAxes(mesh, (), batch, sharding_axes(arrays, 2, mesh, set(batch)))
+    heads = search._replace(taken=frozenset(batch)).found(2)
+    return MeshAxes(mesh, (), batch, heads)
 
 
 def refuse_explicit_axes(op: str, arrays: Any) -> None:

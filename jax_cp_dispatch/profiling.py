@@ -114,10 +114,10 @@ def write_chrome_trace(spans: Iterable[Span], path: str | os.PathLike) -> pathli
     for rank in sorted({span.rank for span in spans}):
         events.append(_label("process_name", rank, 0, f"rank {rank}"))
         events += [_label("thread_name", rank, i, kind) for i, kind in enumerate(_KINDS)]
-    for span in spans:
-        event = {"ph": "X", "name": span.name, "cat": span.kind, "pid": span.rank}
-        event |= {"tid": _KINDS.index(span.kind)}
-        events.append(event | {"ts": 1e6 * span.start, "dur": 1e6 * span.duration})
+    for rank, kind, name, *times in spans:
+        start, duration = (1e6 * x for x in times)
+        event = {"ph": "X", "name": name, "cat": kind, "pid": rank, "tid": _KINDS.index(kind)}
+        events.append(event | {"ts": start, "dur": duration})
     path = pathlib.Path(path)
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
     return path
@@ -127,37 +127,22 @@ def _label(name: str, rank: int, thread: int, text: str) -> dict:
     return {"ph": "M", "name": name, "pid": rank, "tid": thread, "args": {"name": text}}
 
 
-def busy_seconds(spans: Iterable[Span], kind: str) -> dict[int, float]:
-    """Returns, for each rank, the seconds covered by at least one span of `kind`."""
-    return {rank: _length(parts) for rank, parts in _by_rank(spans, kind).items()}
+def busy_seconds(spans: Iterable[Span], *kinds: str) -> dict[int, float]:
+    """Returns, for each rank, the seconds covered by at least one span of these kinds."""
+    busy, ends = {}, {}
+    for span in sorted(spans, key=lambda span: span.start):
+        if span.kind in kinds:
+            stop = span.start + span.duration
+            begin = max(span.start, ends.get(span.rank, span.start))
+            busy[span.rank] = busy.get(span.rank, 0.0) + max(0.0, stop - begin)
+            ends[span.rank] = max(stop, begin)
+    return busy
 
 
-def exposed_seconds(spans: Iterable[Span]) -> dict[int, float]:
+def exposed_seconds(spans: Sequence[Span]) -> dict[int, float]:
     """Returns, for each rank, the seconds in which it communicates without computing."""
-    spans = list(spans)
-    computing = _by_rank(spans, COMPUTATION)
-    exposed = {}
-    for rank, parts in _by_rank(spans, COMMUNICATION).items():
-        hidden = computing.get(rank, [])
-        exposed[rank] = _length(parts + hidden) - _length(hidden)
-    return exposed
-
-
-def _by_rank(spans: Iterable[Span], kind: str) -> dict[int, list[tuple[float, float]]]:
-    parts: dict[int, list[tuple[float, float]]] = {}
-    for span in spans:
-        if span.kind == kind:
-            parts.setdefault(span.rank, []).append((span.start, span.start + span.duration))
-    return parts
-
-
-def _length(parts: list[tuple[float, float]]) -> float:
-    """Returns the length of a union of intervals."""
-    total, end = 0.0, float("-inf")
-    for begin, stop in sorted(parts):
-        total += max(0.0, stop - max(begin, end))
-        end = max(end, stop)
-    return total
+    busy, computing = busy_seconds(spans, *_KINDS), busy_seconds(spans, COMPUTATION)
+    return {x: busy[x] - computing.get(x, 0.0) for x in busy_seconds(spans, COMMUNICATION)}
 
 
 # ---- What a program overlaps.
@@ -179,7 +164,7 @@ class OverlapProfile:
     @property
     def total(self) -> float:
         """Time from the start of the first span to the end of the last one."""
-        return max((s.start + s.duration for s in self.spans), default=0.0)
+        return max((x.start + x.duration for x in self.spans), default=0.0)
 
     @property
     def computation(self) -> float:
@@ -340,9 +325,8 @@ class AttentionProfile:
     @property
     def ranks(self) -> tuple[RankProfile, ...]:
         """The times of each rank, from the spans."""
-        busy = [busy_seconds(self.spans, kind) for kind in (COMMUNICATION, COMPUTATION)]
-        ranks = sorted({span.rank for span in self.spans})
-        return tuple(RankProfile(rank, *(x.get(rank, 0.0) for x in busy)) for rank in ranks)
+        sent, computed = (busy_seconds(self.spans, kind) for kind in (COMMUNICATION, COMPUTATION))
+        return tuple(RankProfile(x, sent.get(x, 0.0), computed[x]) for x in sorted(computed))
 
     def write_chrome_trace(self, path: str | os.PathLike) -> pathlib.Path:
         """Writes the spans as a JSON trace for Perfetto, with two rows per rank."""

@@ -3,18 +3,24 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
+#include <cstring>
 #include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <set>
 #include <string>
+#include <tuple>
+#include <utility>
 #include <vector>
 
+#include "cuda/errors.h"
 #include "cuda/memory.h"
 #include "cuda/slab.h"
+#include "cuda/status.h"
 #include "gpu_schedule/exchange_pairs.h"
 #include "kernels/call.h"
 #include "transport/transport.h"
@@ -28,7 +34,10 @@ struct ChannelKey {
   std::vector<int64_t> devices;  // of the ranks, in order
   const char* maker = "create_dispatch_buffer";  // creates those buffers, for messages
 
-  bool operator<(const ChannelKey& other) const;
+  bool operator<(const ChannelKey& other) const {
+    return std::tie(layout, buffers, devices) <
+           std::tie(other.layout, other.buffers, other.devices);
+  }
 };
 
 // The sizes of a channel.
@@ -59,19 +68,119 @@ class Channel {
   // Enqueues a call after the previous one on this device, if XLA runs them on different streams.
   // Not for calls that are being recorded: a recording cannot wait for work outside of it. XLA
   // orders these; Python rejects the modes in which it does not.
-  cudaError_t Enqueue(int first_rank, cudaStream_t stream, const std::function<void()>& launch);
+  cudaError_t Enqueue(int first_rank, cudaStream_t stream, const std::function<void()>& launch) {
+    Local& local = locals_.at(first_rank);
+    std::lock_guard<std::mutex> lock(local.mutex);
+    const cudaError_t waited = cudaStreamWaitEvent(stream, local.done, 0);
+    launch();
+    const cudaError_t recorded = cudaEventRecord(local.done, stream);
+    return waited != cudaSuccess ? waited : recorded;
+  }
 
   // The first error that a device found since the last call; empty if there is none.
-  std::string TakeError(const std::string& op);
+  std::string TakeError(const std::string& op) {
+    std::string first;
+    for (auto& [rank, local] : locals_) {
+      for (int r = 0; r < local.num_ranks; ++r) {
+        kernels::ErrorRecord* record = local.errors + r;
+        const uint64_t raised = __atomic_load_n(&record->raised, __ATOMIC_ACQUIRE);
+        if (raised == record->reported) continue;
+        const std::string text =
+            Describe(op, *record, static_cast<int>(devices_.size()), num_groups_);
+        // The rank that rejected the call names the cause; the others only name that rank.
+        const bool is_cause = record->failure != kernels::Failure::kPeer;
+        __atomic_store_n(&record->reported, raised, __ATOMIC_RELEASE);
+        if (first.empty() || is_cause) first = text;
+      }
+    }
+    return first;
+  }
 
  private:
   friend class ChannelRegistry;
 
-  Status Make(const std::string& op, const ChannelKey& key, const ChannelShape& shape, bool in_slab,
-              int64_t process);
-  void Free();
+  // Processes make a channel at the first call of a program, which they may have compiled, or begun
+  // to compile, at different times.
+  static constexpr int kFirstCallDeadlines = 3;
 
-  Status Allocate(const std::string& op, int64_t process);
+  // The state and error records of `num_ranks` ranks on the current device.
+  static Status MakeLocal(const std::string& op, int num_ranks, int64_t bytes_per_rank,
+                          Local* local) {
+    const int64_t bytes = num_ranks * bytes_per_rank;
+    cudaError_t error = cudaMalloc(reinterpret_cast<void**>(&local->state), bytes);
+    if (error == cudaSuccess) {
+      const Status status = ClearOnDevice(op, local->state, bytes);
+      if (!status.ok()) return status;
+      error = cudaHostAlloc(reinterpret_cast<void**>(&local->errors),
+                            num_ranks * sizeof(kernels::ErrorRecord),
+                            cudaHostAllocMapped | cudaHostAllocPortable);
+    }
+    if (error == cudaSuccess) {
+      std::memset(static_cast<void*>(local->errors), 0, num_ranks * sizeof(kernels::ErrorRecord));
+      error = cudaHostGetDevicePointer(reinterpret_cast<void**>(&local->errors_on_device),
+                                       local->errors, 0);
+    }
+    if (error == cudaSuccess)
+      error = cudaEventCreateWithFlags(&local->done, cudaEventDisableTiming);
+    local->num_ranks = num_ranks;
+    return CudaStatus(error, op, ": allocating a channel's state");
+  }
+
+  Status Make(const std::string& op, const ChannelKey& key, const ChannelShape& shape, bool in_slab,
+              int64_t process) {
+    bytes_ = shape.bytes;
+    in_slab_ = in_slab;
+    num_groups_ = shape.num_groups;
+    for (const int64_t entry : key.devices) devices_.push_back(DeviceEntry::From(entry));
+    request_ = {op, key.layout, {}, bytes_, kFirstCallDeadlines * shape.deadline};
+    for (const DeviceEntry& entry : devices_) request_.processes.push_back(entry.process);
+    Status status =
+        in_slab ? Allocate(op, process) : AllocateOnDevices(op, devices_, bytes_, &memory_);
+    const DeviceScope restore;
+    if (shape.num_local > 1) {
+      cudaSetDevice(devices_[0].device);
+      if (status.ok()) {
+        status = MakeLocal(op, shape.num_local, shape.local_bytes, &locals_[0]);
+      }
+    } else {
+      for (size_t r = 0; r < devices_.size() && status.ok(); ++r) {
+        if (devices_[r].process != process) continue;
+        cudaSetDevice(devices_[r].device);
+        status = MakeLocal(op, 1, shape.local_bytes, &locals_[static_cast<int>(r)]);
+      }
+    }
+    if (!status.ok()) Free();
+    return status;
+  }
+
+  void Free() {
+    for (auto& [rank, local] : locals_) {
+      const DeviceScope scope(devices_[rank].device);
+      cudaFree(local.state);  // waits for work on the device
+      cudaFreeHost(local.errors);
+      if (local.done) cudaEventDestroy(local.done);
+    }
+    locals_.clear();
+    if (in_slab_) {
+      Slab::Get().Free(request_, memory_);
+    } else {
+      FreeOnDevices(devices_, memory_);
+    }
+    memory_.clear();
+  }
+
+  Status Allocate(const std::string& op, int64_t process) {
+    const auto clear = [&](char* memory, int64_t bytes) {
+      const DeviceScope restore;
+      for (const DeviceEntry& entry : devices_) {
+        if (entry.process == process) cudaSetDevice(entry.device);
+      }
+      return ClearOnDevice(op, memory, bytes);
+    };
+    Status status = Slab::Get().Allocate(request_, clear, &memory_);
+    if (!status.ok()) status.message = op + ": " + status.message;
+    return status;
+  }
 
   SlabRequest request_;  // where it is in slabs
   std::vector<DeviceEntry> devices_;
@@ -84,33 +193,106 @@ class Channel {
 
 class ChannelRegistry {
  public:
-  static ChannelRegistry& Get();
+  static ChannelRegistry& Get() {
+    static auto* registry = new ChannelRegistry;  // never destroyed: CUDA may have ended first
+    return *registry;
+  }
 
   // The channel of a call. The first device that asks creates it for all devices of this process,
   // but not while a stream is being recorded.
   Status Find(const std::string& op, const ChannelKey& key, const ChannelShape& shape, bool in_slab,
-              bool may_make, std::shared_ptr<Channel>* channel);
+              bool may_make, std::shared_ptr<Channel>* channel) {
+    const auto look = [&] {
+      std::lock_guard<std::mutex> lock(mutex_);
+      return Look(op, key, channel);
+    };
+    Status status = look();
+    if (!status.ok() || *channel) return status;
+    if (!may_make) {
+      return Status::Internal(op, ": is being recorded, but its buffer has not been allocated.");
+    }
+    std::lock_guard<std::mutex> making(making_);
+    status = look();  // another device's call may have created it
+    if (!status.ok() || *channel) return status;
+    auto made = std::make_shared<Channel>();
+    status = made->Make(op, key, shape, in_slab, process_);
+    if (!status.ok()) return status;
+    std::lock_guard<std::mutex> lock(mutex_);
+    *channel = channels_[key] = std::move(made);
+    return status;
+  }
 
   // Frees the channels of a registered buffer once work on their devices is over. Later calls that
   // name it fail.
-  void Release(int64_t buffer);
+  void Release(int64_t buffer) {
+    std::lock_guard<std::mutex> making(making_);
+    std::vector<std::shared_ptr<Channel>> unused;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      released_.insert(buffer);
+      for (auto at = channels_.begin(); at != channels_.end();) {
+        bool is_used = false;
+        for (const int64_t id : at->first.buffers) is_used = is_used || id == buffer;
+        if (is_used) unused.push_back(at->second);
+        at = is_used ? channels_.erase(at) : std::next(at);
+      }
+    }
+    for (const auto& channel : unused) channel->Free();
+  }
 
   // Allows an id again whose buffer has been created again.
-  void Restore(int64_t buffer);
+  void Restore(int64_t buffer) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    released_.erase(buffer);
+  }
 
   // Errors that no call has reported yet.
-  std::vector<std::string> TakeErrors();
+  std::vector<std::string> TakeErrors() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    std::vector<std::string> errors;
+    for (auto& [key, channel] : channels_) {
+      std::string error = channel->TakeError("jax_cp_dispatch");
+      if (!error.empty()) errors.push_back(std::move(error));
+    }
+    return errors;
+  }
 
   // How JAX counts the processes, and the devices of this one: `ordinals` are CUDA's numbers.
-  void SetProcess(int64_t process, std::vector<int64_t> ordinals);
+  void SetProcess(int64_t process, std::vector<int64_t> ordinals) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    process_ = process;
+    ordinals_ = std::move(ordinals);
+  }
+
   // A device of this process as the device table names it; and the other way round, where devices
   // of other processes stay as they are.
-  int64_t NameOf(int32_t ordinal);
-  int64_t ToOrdinal(int64_t entry);
+  int64_t NameOf(int32_t ordinal) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = std::find(ordinals_.begin(), ordinals_.end(), ordinal);
+    const int64_t number = found == ordinals_.end() ? ordinal : found - ordinals_.begin();
+    return process_ << 16 | number;
+  }
+
+  int64_t ToOrdinal(int64_t entry) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto [process, number] = DeviceEntry::From(entry);
+    if (process != process_ || number >= static_cast<int>(ordinals_.size())) return entry;
+    return process << 16 | ordinals_[number];
+  }
 
  private:
   // Sets `channel` if it exists. Called with `mutex_` held.
-  Status Look(const std::string& op, const ChannelKey& key, std::shared_ptr<Channel>* channel);
+  Status Look(const std::string& op, const ChannelKey& key, std::shared_ptr<Channel>* channel) {
+    for (const int64_t buffer : key.buffers) {
+      if (released_.count(buffer) == 0) continue;
+      return Status::Invalid(op, ": buffer ", buffer, " has been destroyed. Create another with ",
+                             key.maker, ", and recompile the programs that use it.");
+    }
+    if (const auto found = channels_.find(key); found != channels_.end()) {
+      *channel = found->second;
+    }
+    return Status::Ok();
+  }
 
   // Serializes the creation of channels. Allocating and freeing may wait for a device on which a
   // rank waits for another's call; with a separate mutex this does not block calls whose channel
@@ -125,19 +307,79 @@ class ChannelRegistry {
 // ---- A device's stream for exchanges that run beside the program, and the pairs of calls around
 // them.
 
+class CudaOrder final : public StreamOrder {
+ public:
+  void* MakeEvent() override {
+    cudaEvent_t event = nullptr;
+    return IsFine(cudaEventCreateWithFlags(&event, cudaEventDisableTiming)) ? event : nullptr;
+  }
+  bool Record(void* event, void* stream) override {
+    return IsFine(
+        cudaEventRecord(static_cast<cudaEvent_t>(event), static_cast<cudaStream_t>(stream)));
+  }
+  bool Wait(void* stream, void* event) override {
+    return IsFine(
+        cudaStreamWaitEvent(static_cast<cudaStream_t>(stream), static_cast<cudaEvent_t>(event), 0));
+  }
+  bool IsOver(void* event) override {
+    return IsFine(cudaEventQuery(static_cast<cudaEvent_t>(event)));
+  }
+
+ private:
+  static bool IsFine(cudaError_t error) {
+    if (error != cudaSuccess) cudaGetLastError();
+    return error == cudaSuccess;
+  }
+};
+
 // One per device: its exchanges run one after another, in the same order on all ranks.
 struct ExchangeStream {
   explicit ExchangeStream(StreamOrder* order) : pairs(order) {}
 
   // That of `device`, which must be current. Made on first use, and kept: call it first before a
   // program runs.
-  static Status Find(const std::string& op, int device, ExchangeStream** found);
+  static Status Find(const std::string& op, int device, ExchangeStream** found) {
+    Streams& all = All();
+    std::lock_guard<std::mutex> lock(all.mutex);
+    std::unique_ptr<ExchangeStream>& one = all.by_device[device];
+    if (one == nullptr) {
+      auto made = std::make_unique<ExchangeStream>(&all.order);
+      int lowest = 0, highest = 0;
+      cudaError_t error = cudaDeviceGetStreamPriorityRange(&lowest, &highest);
+      if (error == cudaSuccess) {
+        error = cudaStreamCreateWithPriority(&made->stream, cudaStreamNonBlocking, highest);
+      }
+      if (error != cudaSuccess) return CudaStatus(error, op, ": making a stream");
+      one = std::move(made);
+    }
+    *found = one.get();
+    return Status::Ok();
+  }
 
   // The exchanges of all devices that went on after their first call.
-  static int64_t NumStarted();
+  static int64_t NumStarted() {
+    Streams& all = All();
+    std::lock_guard<std::mutex> lock(all.mutex);
+    int64_t num = 0;
+    for (auto& [device, one] : all.by_device) {
+      if (one != nullptr) num += one->pairs.num_started();
+    }
+    return num;
+  }
 
   cudaStream_t stream = nullptr;
   ExchangePairs pairs;
+
+ private:
+  struct Streams {
+    std::mutex mutex;
+    CudaOrder order;
+    std::map<int, std::unique_ptr<ExchangeStream>> by_device;
+  };
+  static Streams& All() {
+    static auto* all = new Streams;  // never destroyed: CUDA may have ended first
+    return *all;
+  }
 };
 
 }  // namespace cpd

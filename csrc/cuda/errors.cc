@@ -18,9 +18,7 @@ std::string Describe(const std::string& op, const ErrorRecord& e, int num_ranks,
   const auto slot = [&]() -> std::ostream& { return text << " slot " << e.slot; };
   const auto target = [&]() -> std::ostream& { return slot() << " replica " << e.replica; };
   switch (e.failure) {
-    case Failure::kNone:
-      text << " found nothing wrong";
-      break;
+    case Failure::kNone: text << " found nothing wrong"; break;
     case Failure::kRank:
       text << " runs as rank " << e.seen
            << ". The program was compiled for other devices than it runs on; compile it again.";
@@ -30,12 +28,8 @@ std::string Describe(const std::string& op, const ErrorRecord& e, int num_ranks,
                    ? kIsFallback
                    : OtherBatch(e.slot, e.expected, e.seen, "rank " + std::to_string(e.rank)));
       break;
-    case Failure::kLength:
-      slot() << BadLength(e.seen, e.expected);
-      break;
-    case Failure::kDstRank:
-      target() << BadTarget(e.seen, num_ranks);
-      break;
+    case Failure::kLength: slot() << BadLength(e.seen, e.expected); break;
+    case Failure::kDstRank: target() << BadTarget(e.seen, num_ranks); break;
     case Failure::kTokens:
       slot() << " names " << e.seen << " rows from row " << e.expected
              << " but the rank has fewer tokens. Pass an array with at least that many rows.";
@@ -55,9 +49,7 @@ std::string Describe(const std::string& op, const ErrorRecord& e, int num_ranks,
            << ". Ranges of its plan overlap at their destinations; see Metadata.validate(). For "
               "such a plan pass implementation='xla'.";
       break;
-    case Failure::kCounts:
-      text << OtherCounts(e.peer, e.expected, e.seen);
-      break;
+    case Failure::kCounts: text << OtherCounts(e.peer, e.expected, e.seen); break;
     case Failure::kPlan:
       text << OtherPlan(e.expected, e.seen, "rank " + std::to_string(e.peer));
       break;

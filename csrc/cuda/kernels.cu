@@ -3,7 +3,6 @@
 
 #include "cuda/call_kernels.h"
 #include "cuda/kernels.h"
-#include "kernels/prepare.h"
 
 namespace cpd {
 namespace {

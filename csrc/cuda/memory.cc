@@ -53,15 +53,15 @@ Status OpenIpcSlab(int device, const std::string& handle, uint64_t* address) {
 }
 
 Status CloseIpcSlab(int device, uint64_t address) {
-  Status status = ToStatus("selecting the GPU", cudaSetDevice(device));
-  if (!status.ok()) return status;
-  return ToStatus("cudaIpcCloseMemHandle", cudaIpcCloseMemHandle(reinterpret_cast<void*>(address)));
+  const Status status = ToStatus("selecting the GPU", cudaSetDevice(device));
+  void* memory = reinterpret_cast<void*>(address);
+  return status.ok() ? ToStatus("cudaIpcCloseMemHandle", cudaIpcCloseMemHandle(memory)) : status;
 }
 
 Status FreeIpcSlab(int device, uint64_t address) {
-  Status status = ToStatus("selecting the GPU", cudaSetDevice(device));
-  if (!status.ok()) return status;
-  return ToStatus("freeing symmetric memory", cudaFree(reinterpret_cast<void*>(address)));
+  const Status status = ToStatus("selecting the GPU", cudaSetDevice(device));
+  void* memory = reinterpret_cast<void*>(address);
+  return status.ok() ? ToStatus("freeing symmetric memory", cudaFree(memory)) : status;
 }
 
 // ---- Access of GPUs to each other's memory: enabled once for each pair, and tried.

@@ -8,7 +8,6 @@
 #include <utility>
 
 #include "dispatch/messages.h"
-#include "numerics/rows.h"
 
 namespace cpd {
 namespace {

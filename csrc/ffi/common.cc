@@ -13,16 +13,11 @@ namespace cpd {
 
 std::optional<IntType> ToIntType(ffi::DataType type) {
   switch (type) {
-    case ffi::S32:
-      return IntType::kI32;
-    case ffi::U32:
-      return IntType::kU32;
-    case ffi::S64:
-      return IntType::kI64;
-    case ffi::U64:
-      return IntType::kU64;
-    default:
-      return std::nullopt;
+    case ffi::S32: return IntType::kI32;
+    case ffi::U32: return IntType::kU32;
+    case ffi::S64: return IntType::kI64;
+    case ffi::U64: return IntType::kU64;
+    default: return std::nullopt;
   }
 }
 
@@ -43,38 +38,23 @@ void PreferHugePages(void* data, int64_t num_bytes) {
 
 DataType ToDataType(ffi::DataType type) {
   switch (type) {
-    case ffi::F8E4M3FN:
-      return DataType::kE4M3;
-    case ffi::F8E5M2:
-      return DataType::kE5M2;
-    case ffi::BF16:
-      return DataType::kBF16;
-    case ffi::F16:
-      return DataType::kF16;
+    case ffi::F8E4M3FN: return DataType::kE4M3;
+    case ffi::F8E5M2: return DataType::kE5M2;
+    case ffi::BF16: return DataType::kBF16;
+    case ffi::F16: return DataType::kF16;
     case ffi::F32:
-    case ffi::C64:
-      return DataType::kF32;
+    case ffi::C64: return DataType::kF32;
     case ffi::F64:
-    case ffi::C128:
-      return DataType::kF64;
-    case ffi::S8:
-      return DataType::kI8;
-    case ffi::U8:
-      return DataType::kU8;
-    case ffi::S16:
-      return DataType::kI16;
-    case ffi::U16:
-      return DataType::kU16;
-    case ffi::S32:
-      return DataType::kI32;
-    case ffi::U32:
-      return DataType::kU32;
-    case ffi::S64:
-      return DataType::kI64;
-    case ffi::U64:
-      return DataType::kU64;
-    default:
-      return DataType::kOther;
+    case ffi::C128: return DataType::kF64;
+    case ffi::S8: return DataType::kI8;
+    case ffi::U8: return DataType::kU8;
+    case ffi::S16: return DataType::kI16;
+    case ffi::U16: return DataType::kU16;
+    case ffi::S32: return DataType::kI32;
+    case ffi::U32: return DataType::kU32;
+    case ffi::S64: return DataType::kI64;
+    case ffi::U64: return DataType::kU64;
+    default: return DataType::kOther;
   }
 }
 
@@ -99,14 +79,11 @@ int64_t NumBytes(const ffi::AnyBuffer& buffer) {
 
 ffi::Error ToError(const Status& status) {
   switch (status.code) {
-    case StatusCode::kOk:
-      return ffi::Error::Success();
-    case StatusCode::kInvalidArgument:
-      return ffi::Error::InvalidArgument(status.message);
+    case StatusCode::kOk: return ffi::Error::Success();
+    case StatusCode::kInvalidArgument: return ffi::Error::InvalidArgument(status.message);
     case StatusCode::kDeadlineExceeded:
       return ffi::Error(ffi::ErrorCode::kDeadlineExceeded, status.message);
-    case StatusCode::kInternal:
-      return ffi::Error::Internal(status.message);
+    case StatusCode::kInternal: return ffi::Error::Internal(status.message);
   }
   return ffi::Error::Internal(status.message);
 }

@@ -1,10 +1,7 @@
 // One call of dispatch or combine, on CPU or a GPU: reads and checks its attributes and operands.
 #include "ffi/dispatch_call.h"
 
-#include <algorithm>
 #include <limits>
-
-#include "ffi/common.h"
 
 namespace ffi = xla::ffi;
 
@@ -20,14 +17,10 @@ int64_t BytesOf(ffi::DataType type) {
     case ffi::F8E4M3B11FNUZ:
     case ffi::F8E4M3FNUZ:
     case ffi::F8E5M2FNUZ:
-    case ffi::F8E8M0FNU:
-      return 1;
-    case ffi::C64:
-      return 8;
-    case ffi::C128:
-      return 16;
-    default:
-      return ToDataType(type) == DataType::kOther ? -1 : ElementBytes(ToDataType(type));
+    case ffi::F8E8M0FNU: return 1;
+    case ffi::C64: return 8;
+    case ffi::C128: return 16;
+    default: return ToDataType(type) == DataType::kOther ? -1 : ElementBytes(ToDataType(type));
   }
 }
 

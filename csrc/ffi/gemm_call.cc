@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <limits>
 
-#include "ffi/common.h"
 #include "gemm/overlap_problem.h"
 #include "numerics/rows.h"
 

@@ -2,9 +2,6 @@
 #include "gemm/comm_overlap.h"
 
 #include <algorithm>
-#include <numeric>
-#include <string>
-#include <utility>
 
 #include "numerics/rows.h"
 #include "transport/team.h"

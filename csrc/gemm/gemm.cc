@@ -6,10 +6,8 @@
 #include <cmath>
 #include <condition_variable>
 #include <exception>
-#include <initializer_list>
 #include <mutex>
 #include <type_traits>
-#include <vector>
 
 #include "gemm/blas.h"
 #include "transport/completion_pool.h"
@@ -78,14 +76,10 @@ void WidenScaled(const Matrix& block, int64_t num_lines, int64_t length, float* 
 
 void WidenTo(const Matrix& block, int64_t num_lines, int64_t length, float* to) {
   switch (block.type) {
-    case DataType::kE4M3:
-      return WidenScaled<E4M3>(block, num_lines, length, to);
-    case DataType::kE5M2:
-      return WidenScaled<E5M2>(block, num_lines, length, to);
-    case DataType::kBF16:
-      return Widen<BF16>(block, num_lines, length, to);
-    default:
-      return Widen<F16>(block, num_lines, length, to);
+    case DataType::kE4M3: return WidenScaled<E4M3>(block, num_lines, length, to);
+    case DataType::kE5M2: return WidenScaled<E5M2>(block, num_lines, length, to);
+    case DataType::kBF16: return Widen<BF16>(block, num_lines, length, to);
+    default: return Widen<F16>(block, num_lines, length, to);
   }
 }
 
@@ -224,14 +218,10 @@ void Store(const Wide* sums, const Epilogue& epilogue, int64_t n, Out* to) {
 template <typename Wide>
 void StoreAs(DataType type, const Wide* sums, const Epilogue& epilogue, int64_t n, char* to) {
   switch (type) {
-    case DataType::kBF16:
-      return Store(sums, epilogue, n, reinterpret_cast<BF16*>(to));
-    case DataType::kF16:
-      return Store(sums, epilogue, n, reinterpret_cast<F16*>(to));
-    case DataType::kF32:
-      return Store(sums, epilogue, n, reinterpret_cast<float*>(to));
-    default:
-      return Store(sums, epilogue, n, reinterpret_cast<double*>(to));
+    case DataType::kBF16: return Store(sums, epilogue, n, reinterpret_cast<BF16*>(to));
+    case DataType::kF16: return Store(sums, epilogue, n, reinterpret_cast<F16*>(to));
+    case DataType::kF32: return Store(sums, epilogue, n, reinterpret_cast<float*>(to));
+    default: return Store(sums, epilogue, n, reinterpret_cast<double*>(to));
   }
 }
 

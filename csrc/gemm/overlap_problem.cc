@@ -157,10 +157,8 @@ int64_t OwnLhsRows(const OverlapProblem& p) {
 
 int64_t ScalesBytes(const OverlapProblem& p, bool of_lhs) {
   switch (p.scaling) {
-    case Scaling::kNone:
-      return 0;
-    case Scaling::kTensor:
-      return sizeof(float);
+    case Scaling::kNone: return 0;
+    case Scaling::kTensor: return sizeof(float);
     case Scaling::kBlocks:
       return RoundUp(of_lhs ? OwnLhsRows(p) : p.n, kLinesInTile) *
              RoundUp(p.k / Scales::kBlock, kScalesInTile);

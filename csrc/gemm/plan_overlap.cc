@@ -3,10 +3,7 @@
 
 #include <algorithm>
 #include <exception>
-#include <string>
-#include <utility>
 
-#include "gemm/comm_overlap.h"
 #include "transport/team.h"
 
 namespace cpd {

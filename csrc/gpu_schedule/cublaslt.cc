@@ -36,18 +36,12 @@ namespace {
 
 std::optional<lt::Type> TypeOf(DataType type) {
   switch (type) {
-    case DataType::kE4M3:
-      return lt::kR8FE4M3;
-    case DataType::kE5M2:
-      return lt::kR8FE5M2;
-    case DataType::kBF16:
-      return lt::kR16BF;
-    case DataType::kF16:
-      return lt::kR16F;
-    case DataType::kF32:
-      return lt::kR32F;
-    default:
-      return std::nullopt;
+    case DataType::kE4M3: return lt::kR8FE4M3;
+    case DataType::kE5M2: return lt::kR8FE5M2;
+    case DataType::kBF16: return lt::kR16BF;
+    case DataType::kF16: return lt::kR16F;
+    case DataType::kF32: return lt::kR32F;
+    default: return std::nullopt;
   }
 }
 

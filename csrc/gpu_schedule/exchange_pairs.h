@@ -13,7 +13,6 @@
 #include <functional>
 #include <map>
 #include <mutex>
-#include <utility>
 #include <vector>
 
 namespace cpd {

@@ -6,8 +6,6 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
-#include <memory>
 #include <string>
 #include <vector>
 
@@ -21,15 +19,56 @@ namespace cpd {
 // The configuration for GPUs. Chunks are always copied, by a copy engine or a kernel. One GEMM with
 // a counter per chunk becomes one GEMM per chunk: the library has no such counters. The order of an
 // atomic ring's chunks stays.
-OverlapConfig OnGpus(OverlapConfig config);
+inline OverlapConfig OnGpus(OverlapConfig config) {
+  config.copies = true;
+  config.atomic = false;
+  return config;
+}
 
 // A hash of a call's work: equal, in every process, on ranks that run the same call.
-uint64_t ProgramOf(const std::string& op, const OverlapProblem& problem);
+inline uint64_t ProgramOf(const std::string& op, const OverlapProblem& p) {
+  std::string text = op;
+  const auto add = [&](auto number) { text += "," + std::to_string(static_cast<int64_t>(number)); };
+  add(p.config.type);
+  add(p.config.method);
+  add(p.config.num_splits);
+  add(p.config.overlap_first_gemm);
+  add(p.config.aggregate);
+  add(p.rows.num_batches);
+  add(p.rows.capacity);
+  for (const int64_t count : p.rows.counts) add(count);
+  for (const int64_t size : {p.m, p.n, p.k, p.aux_width}) add(size);
+  for (const DataType type : {p.lhs_type, p.rhs_type, p.output_type, p.aux_type, p.partial_type}) {
+    add(type);
+  }
+  add(p.scaling);
+  add(p.fuse_gelu);
+  add(p.lhs_transposed);
+  add(p.rhs_transposed);
+  add(p.in_ring_order);
+  add(p.gathers_to_aux);
+  return std::hash<std::string>{}(text);
+}
 
 // Everything that decides which kernels a call launches on this device: its program, the settings
 // of its products, and the presence and alignment of operands of its `num_local` ranks.
-std::vector<int64_t> KernelsOf(uint64_t program, const OverlapProblem& problem, int first_local,
-                               int num_local, const LtOptions& options);
+inline std::vector<int64_t> KernelsOf(uint64_t program, const OverlapProblem& problem,
+                                      int first_local, int num_local, const LtOptions& options) {
+  std::vector<int64_t> kernels{
+      static_cast<int64_t>(program), first_local,    num_local, options.tf32,
+      options.use_split_accumulator, options.num_sms};
+  for (int rank = first_local; rank < first_local + num_local; ++rank) {
+    const RankMemory& memory = problem.ranks[rank];
+    for (const char* operand :
+         {memory.lhs, memory.rhs, memory.bias, memory.gelu_input,
+          static_cast<const char*>(memory.output), static_cast<const char*>(memory.aux_out),
+          static_cast<const char*>(memory.pre_gelu_out),
+          static_cast<const char*>(memory.bias_grad)}) {
+      kernels.push_back(operand ? AlignmentOf(operand) : 0);
+    }
+  }
+  return kernels;
+}
 
 enum class Lane : uint8_t { kCompute, kCommunicate };
 
@@ -63,9 +102,36 @@ class OverlapTeam {
   RankStreams streams(int rank) { return schedule_.streams(rank); }
 
   // Enqueues everything on the device's streams. Fails only if the schedule would never end.
-  Status Enqueue(const std::string& op, GpuQueues* queues);
+  Status Enqueue(const std::string& op, GpuQueues* queues) {
+    std::vector<size_t> next(schedule_.num_streams());
+    for (bool moves = true; moves;) {
+      moves = false;
+      for (int i = 0; i < schedule_.num_streams(); ++i) {
+        if (next[i] == schedule_.steps(i).size()) continue;
+        const Step& step = schedule_.steps(i)[next[i]];
+        if (step.kind == Step::Kind::kWait && !StateOf(i / 2, step.signal).is_added) continue;
+        Put(i / 2, i % 2 == 0 ? Lane::kCompute : Lane::kCommunicate, step, queues);
+        ++next[i];
+        moves = true;
+      }
+    }
+    for (int i = 0; i < schedule_.num_streams(); ++i) {
+      if (next[i] == schedule_.steps(i).size()) continue;
+      const Step& step = schedule_.steps(i)[next[i]];
+      return Status::Internal(op, ": rank ", i / 2, " waits for signal '", step.signal.name,
+                              "' of rank ", step.peer, ", which no rank sends.");
+    }
+    return Status::Ok();
+  }
 
  private:
+  // Schedules for GPUs have one GEMM per chunk: nothing signals in the middle of a GEMM.
+  class NoCounters final : public Counters {
+   public:
+    void Add(int, const Signal&) override {}
+    bool WaitFor(const Signal&, int64_t, int) override { return true; }
+  };
+
   // A signal of one rank, as counted by the steps so far.
   struct SignalState {
     bool is_added = false;
@@ -75,8 +141,50 @@ class OverlapTeam {
   };
 
   bool IsLocal(int rank) const { return rank >= first_local_ && rank < first_local_ + num_local_; }
-  void Put(int rank, Lane lane, const Step& step, GpuQueues* queues);
-  void Add(int rank, Lane lane, const Step& step, GpuQueues* queues);
+
+  void Put(int rank, Lane lane, const Step& step, GpuQueues* queues) {
+    if (IsLocal(rank)) queues->Choose(rank, lane);
+    switch (step.kind) {
+      case Step::Kind::kRun: {
+        if (!IsLocal(rank)) return;
+        NoCounters none;
+        queues->BeginSpan(rank, step.span, step.name);
+        step.work(none);
+        queues->EndSpan();
+        return;
+      }
+      case Step::Kind::kPut:
+        if (IsLocal(rank)) {
+          queues->BeginSpan(rank, step.span, step.name);
+          queues->Copy(step.copies);
+          queues->EndSpan();
+        }
+        return Add(rank, lane, step, queues);
+      case Step::Kind::kAdd: return Add(rank, lane, step, queues);
+      case Step::Kind::kWait: {
+        if (!IsLocal(rank)) return;
+        const SignalState& state = StateOf(rank, step.signal);
+        if (state.event < 0) {
+          queues->WaitForPeer(rank, state.by, step.signal.index);
+        } else if (state.by != rank || state.by_lane != lane) {
+          queues->WaitForEvent(state.event);
+        }
+        return;
+      }
+    }
+  }
+
+  void Add(int rank, Lane lane, const Step& step, GpuQueues* queues) {
+    SignalState& state = StateOf(step.peer, step.signal);
+    state = {true, rank, lane};
+    if (!IsLocal(rank)) return;
+    if (IsLocal(step.peer)) {
+      state.event = queues->RecordEvent();
+    } else {
+      queues->SignalPeer(rank, step.peer, step.signal.index);
+    }
+  }
+
   SignalState& StateOf(int rank, const Signal& signal) {
     return signals_[rank * num_signals_ + signal.index];
   }

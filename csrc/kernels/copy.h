@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <cstring>
 
 #include "kernels/block.h"
 #include "numerics/element.h"

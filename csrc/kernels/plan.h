@@ -1,4 +1,12 @@
-// How the ranks of a call reach each other: a parameter of its kernels.
+// The first kernel of a call: one block per rank checks its plan and cuts it into strips.
+#pragma once
+
+#include "kernels/block.h"
+#include "kernels/call.h"
+
+namespace cpd::kernels {
+
+// ---- How the ranks of a call reach each other: a parameter of its kernels, the fabric.
 //
 // A network has, besides `kHasNetwork`, for memory at this rank's own addresses and rank `pe`:
 //   Put(block, to, from, bytes, pe)   a block copies to the peer; done when it is quiet
@@ -8,12 +16,6 @@
 //   SetSignal(signal, value, pe)
 //   Observe(signal, value)            a signal has been seen here: makes visible what came before
 // The last four are called by one thread. `from` of a put and `to` of a get are in the channel too.
-#pragma once
-
-#include "kernels/block.h"
-#include "kernels/call.h"
-
-namespace cpd::kernels {
 
 // All ranks map each other's memory.
 struct Mapped {
@@ -67,7 +69,7 @@ CPD_DEVICE int64_t SumBefore(const Block& block, int64_t mine, int64_t* scratch,
   return before;
 }
 
-// ---- The first kernel of a call: one block per rank checks its plan and cuts it into strips.
+// ---- Checks and strips.
 
 // More rows than any array has; sums of many of them stay below 2^63.
 constexpr int64_t kManyRows = int64_t{1} << 40;
@@ -87,7 +89,7 @@ CPD_DEVICE int64_t NumStrips(const OperandGroup& group, int64_t rows) {
   return rows > group.num_tokens ? 0 : (rows + group.rows_per_push - 1) / group.rows_per_push;
 }
 
-// The error in replica `c` of slot `s`, if any: the checks of csrc/dispatch/segments.cc that one
+// The error in replica `c` of slot `s`, if any: the checks of csrc/dispatch/dispatch.cc that one
 // rank can make.
 CPD_DEVICE ErrorRecord CheckTarget(const Rank& rank, const OperandGroup& group, int64_t src_row,
                                    int64_t s, int64_t c) {

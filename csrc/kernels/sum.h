@@ -289,10 +289,8 @@ CPD_DEVICE void SumByType(DataType in, DataType out, const Arguments&... argumen
     case DataType::kF16:
       return widen ? SumRow<F16, float, float>(arguments...)
                    : SumRow<F16, float, F16>(arguments...);
-    case DataType::kF32:
-      return SumRow<float, float, float>(arguments...);
-    case DataType::kF64:
-      return SumRow<double, double, double>(arguments...);
+    case DataType::kF32: return SumRow<float, float, float>(arguments...);
+    case DataType::kF64: return SumRow<double, double, double>(arguments...);
     case DataType::kI8:
     case DataType::kU8:  // integers wrap, signed or not
       return SumRow<uint8_t, uint8_t, uint8_t, Packed<0x80808080>>(arguments...);
@@ -300,15 +298,12 @@ CPD_DEVICE void SumByType(DataType in, DataType out, const Arguments&... argumen
     case DataType::kU16:
       return SumRow<uint16_t, uint16_t, uint16_t, Packed<0x80008000>>(arguments...);
     case DataType::kI32:
-    case DataType::kU32:
-      return SumRow<uint32_t, uint32_t, uint32_t>(arguments...);
+    case DataType::kU32: return SumRow<uint32_t, uint32_t, uint32_t>(arguments...);
     case DataType::kI64:
-    case DataType::kU64:
-      return SumRow<uint64_t, uint64_t, uint64_t>(arguments...);
+    case DataType::kU64: return SumRow<uint64_t, uint64_t, uint64_t>(arguments...);
     case DataType::kE4M3:
     case DataType::kE5M2:
-    case DataType::kOther:
-      return;  // rejected by the handler
+    case DataType::kOther: return;  // rejected by the handler
   }
 }
 

@@ -32,29 +32,8 @@ enum class DataType : uint8_t {
 };
 
 inline int64_t ElementBytes(DataType type) {
-  switch (type) {
-    case DataType::kE4M3:
-    case DataType::kE5M2:
-    case DataType::kI8:
-    case DataType::kU8:
-      return 1;
-    case DataType::kBF16:
-    case DataType::kF16:
-    case DataType::kI16:
-    case DataType::kU16:
-      return 2;
-    case DataType::kF32:
-    case DataType::kI32:
-    case DataType::kU32:
-      return 4;
-    case DataType::kF64:
-    case DataType::kI64:
-    case DataType::kU64:
-      return 8;
-    case DataType::kOther:
-      return 0;
-  }
-  return 0;
+  constexpr int8_t kBytes[] = {1, 1, 2, 2, 4, 8, 1, 1, 2, 2, 4, 4, 8, 8, 0};
+  return kBytes[static_cast<int>(type)];
 }
 
 // Types that multiply but do not sum.
@@ -158,13 +137,10 @@ struct IntArray {
 
   CPD_HOST_DEVICE int64_t operator[](int64_t i) const {
     switch (type) {
-      case IntType::kI32:
-        return static_cast<const int32_t*>(data)[i];
-      case IntType::kU32:
-        return static_cast<const uint32_t*>(data)[i];
+      case IntType::kI32: return static_cast<const int32_t*>(data)[i];
+      case IntType::kU32: return static_cast<const uint32_t*>(data)[i];
       case IntType::kI64:
-      case IntType::kU64:
-        return static_cast<const int64_t*>(data)[i];
+      case IntType::kU64: return static_cast<const int64_t*>(data)[i];
     }
     return -1;
   }

@@ -91,14 +91,10 @@ template <bool kFused>
                                                  const std::vector<RowWeight>& weights,
                                                  int64_t num_elements, char* out) {
   switch (type) {
-    case DataType::kBF16:
-      return SumWeighted<kFused, BF16>(sources, weights, num_elements, out);
-    case DataType::kF32:
-      return SumWeighted<kFused, float>(sources, weights, num_elements, out);
-    case DataType::kF64:
-      return SumWeighted<kFused, double>(sources, weights, num_elements, out);
-    default:
-      return;  // rejected when the exchange was planned
+    case DataType::kBF16: return SumWeighted<kFused, BF16>(sources, weights, num_elements, out);
+    case DataType::kF32: return SumWeighted<kFused, float>(sources, weights, num_elements, out);
+    case DataType::kF64: return SumWeighted<kFused, double>(sources, weights, num_elements, out);
+    default: return;  // rejected when the exchange was planned
   }
 }
 
@@ -143,30 +139,19 @@ void SumRows(SumTypes types, const std::vector<const char*>& sources, int64_t nu
     case DataType::kF16:
       return widen ? Sum<F16, float, float>(sources, num_elements, out)
                    : Sum<F16, float, F16>(sources, num_elements, out);
-    case DataType::kF32:
-      return Sum<float, float, float>(sources, num_elements, out);
-    case DataType::kF64:
-      return Sum<double, double, double>(sources, num_elements, out);
-    case DataType::kI8:
-      return Sum<int8_t, int8_t, int8_t>(sources, num_elements, out);
-    case DataType::kU8:
-      return Sum<uint8_t, uint8_t, uint8_t>(sources, num_elements, out);
-    case DataType::kI16:
-      return Sum<int16_t, int16_t, int16_t>(sources, num_elements, out);
-    case DataType::kU16:
-      return Sum<uint16_t, uint16_t, uint16_t>(sources, num_elements, out);
-    case DataType::kI32:
-      return Sum<int32_t, int32_t, int32_t>(sources, num_elements, out);
-    case DataType::kU32:
-      return Sum<uint32_t, uint32_t, uint32_t>(sources, num_elements, out);
-    case DataType::kI64:
-      return Sum<int64_t, int64_t, int64_t>(sources, num_elements, out);
-    case DataType::kU64:
-      return Sum<uint64_t, uint64_t, uint64_t>(sources, num_elements, out);
+    case DataType::kF32: return Sum<float, float, float>(sources, num_elements, out);
+    case DataType::kF64: return Sum<double, double, double>(sources, num_elements, out);
+    case DataType::kI8: return Sum<int8_t, int8_t, int8_t>(sources, num_elements, out);
+    case DataType::kU8: return Sum<uint8_t, uint8_t, uint8_t>(sources, num_elements, out);
+    case DataType::kI16: return Sum<int16_t, int16_t, int16_t>(sources, num_elements, out);
+    case DataType::kU16: return Sum<uint16_t, uint16_t, uint16_t>(sources, num_elements, out);
+    case DataType::kI32: return Sum<int32_t, int32_t, int32_t>(sources, num_elements, out);
+    case DataType::kU32: return Sum<uint32_t, uint32_t, uint32_t>(sources, num_elements, out);
+    case DataType::kI64: return Sum<int64_t, int64_t, int64_t>(sources, num_elements, out);
+    case DataType::kU64: return Sum<uint64_t, uint64_t, uint64_t>(sources, num_elements, out);
     case DataType::kE4M3:
     case DataType::kE5M2:
-    case DataType::kOther:
-      return;  // rejected when the exchange was planned
+    case DataType::kOther: return;  // rejected when the exchange was planned
   }
 }
 

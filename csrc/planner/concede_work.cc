@@ -3,7 +3,7 @@
 #include <functional>
 #include <utility>
 
-#include "planner/placement_steps.h"
+#include "planner/placement.h"
 
 namespace cpd {
 namespace {

@@ -6,7 +6,6 @@
 #include <numeric>
 #include <tuple>
 #include <utility>
-#include <vector>
 
 #include "planner/query_shares.h"
 

@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "planner/placement.h"
-#include "planner/placement_steps.h"
 
 namespace cpd {
 namespace {

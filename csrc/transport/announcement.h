@@ -1,7 +1,6 @@
 // Values to bytes and back, for messages between processes of one host.
 #pragma once
 
-#include <chrono>
 #include <cstdint>
 #include <cstring>
 #include <limits>

@@ -11,11 +11,9 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
-#include <iterator>
 #include <map>
 #include <memory>
 #include <mutex>
-#include <sstream>
 #include <string>
 #include <system_error>
 #include <thread>

@@ -596,17 +596,14 @@ class Exchanges final : public Transport {
           if (!meeting->IsLocal()) Remember(meeting);
           [[fallthrough]];
         case Phase::kWaiting:
-        case Phase::kEnding:
-          own.Add(Close(meeting.get()));
-          break;
+        case Phase::kEnding: own.Add(Close(meeting.get())); break;
         case Phase::kStaging:
         case Phase::kPulling:             // notified when the running pieces have ended
           if (meeting->IsLocal()) break;  // ends well: it misses nobody
           if (meeting->failure.ok()) meeting->failure = why;
           if (meeting->phase == Phase::kPulling && meeting->work.fail) meeting->work.fail(why);
           break;
-        case Phase::kOver:
-          break;
+        case Phase::kOver: break;
       }
     }
     if (is_new && tell_others) {
@@ -668,8 +665,7 @@ class Exchanges final : public Transport {
         if (FromBytes(bytes, &id))
           OnDone(process, id, bytes[0] == static_cast<char>(MessageKind::kOver));
         return;
-      case MessageKind::kDescription:
-        return;
+      case MessageKind::kDescription: return;
       case MessageKind::kFail: {
         FailureNotice notice;
         if (!FromBytes(bytes, &notice)) return;

@@ -87,14 +87,10 @@ bool Meeting::Misses(int process) const {
     case Phase::kMeeting:
     case Phase::kStaging:  // the plan is not known yet
       return !its.is_ready;
-    case Phase::kWaiting:
-      return work.tasks_wait ? !its.is_over : !its.is_ready;
-    case Phase::kPulling:
-      return work.tasks_wait && !its.is_over;
-    case Phase::kEnding:
-      return !its.is_over;
-    case Phase::kOver:
-      return false;
+    case Phase::kWaiting: return work.tasks_wait ? !its.is_over : !its.is_ready;
+    case Phase::kPulling: return work.tasks_wait && !its.is_over;
+    case Phase::kEnding: return !its.is_over;
+    case Phase::kOver: return false;
   }
   return false;
 }
@@ -104,13 +100,10 @@ std::string ProcessName(int process, int64_t pid) {
   switch (StateOf(pid)) {
     case 0:
     case 'Z':
-    case 'X':
-      return name + ", ended)";
+    case 'X': return name + ", ended)";
     case 'T':
-    case 't':
-      return name + ", stopped)";
-    default:
-      return name + ", alive)";
+    case 't': return name + ", stopped)";
+    default: return name + ", alive)";
   }
 }
 

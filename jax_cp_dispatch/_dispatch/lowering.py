@@ -17,7 +17,7 @@ from jax.interpreters.mlir import ir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from jax_cp_dispatch._dispatch import xla
-from jax_cp_dispatch._dispatch.exchange import Exchange, ExchangeOperands
+from jax_cp_dispatch._dispatch.arguments import Exchange, ExchangeOperands
 from jax_cp_dispatch._ranks import runtime
 from jax_cp_dispatch._ranks.communicator import Communicator
 from jax_cp_dispatch._ranks.gpu import all_ranks_here
@@ -127,12 +127,6 @@ def _lower_on_gpu(ctx: Any, *operands: Any, exchange: Exchange, choice: Chosen) 
     ranks = _on_gpu(ctx, exchange, choice)
     move = functools.partial(_call_handler, ctx.avals_out, exchange, ranks)
     return mlir.lower_fun(move, multiple_results=True)(ctx, *operands)
-
-
-def _on_one_gpu(ctx: Any, exchange: Exchange) -> Callable[..., Any]:
-    """Returns the exchange of a device that holds the rows of all ranks, to be traced."""
-    ranks = _on_gpu(ctx, exchange, None)
-    return functools.partial(_call_handler, ctx.avals_out, exchange, ranks)
 
 
 # ---- An exchange in two calls on GPUs; elsewhere it is whole at its start.
@@ -314,7 +308,7 @@ def _lower_partitioned(ctx, *operands, exchange: Exchange, on_one_device):
             f"{exchange.op}: arrays of all ranks are split by a Shardy rule, but "
             "jax_use_shardy_partitioner is False. Enable it, or call inside jax.shard_map."
         )
-    avals = ExchangeOperands.read(ctx.avals_in, exchange)
+    avals = ExchangeOperands.split(ctx.avals_in, exchange)
     names, num_ranks = exchange.comm.axis_names, exchange.comm.num_ranks
 
     mesh_around = jax.sharding.get_mesh()
@@ -322,7 +316,7 @@ def _lower_partitioned(ctx, *operands, exchange: Exchange, on_one_device):
     def partition(mesh, arguments, results):
         mesh = program_mesh(exchange.op, names, mesh, mesh_around)
         _check_num_ranks(exchange, mesh)
-        given = ExchangeOperands.read(arguments, exchange)
+        given = ExchangeOperands.split(arguments, exchange)
         is_free = lambda axis: axis not in names
         row_specs = [row_spec(x.sharding, len(x.shape), names, is_free) for x in given.arrays]
         fields = [P(names)] * exchange.num_before_arrays
@@ -428,8 +422,10 @@ def lower(ctx: Any, *operands: Any, exchange: Exchange) -> Any:
         xla_ = fall_back_to_xla(op, comm.implementation, missing)
         choice = choice._replace(implementation=xla_)
     if exchange.is_global:
-        is_on_gpu = choice.implementation in ON_GPU
-        here = _on_one_gpu(ctx, exchange) if is_on_gpu else xla.on_one_device(exchange)
+        here = xla.on_one_device(exchange)
+        if choice.implementation in ON_GPU:
+            ranks = _on_gpu(ctx, exchange, None)
+            here = functools.partial(_call_handler, ctx.avals_out, exchange, ranks)
         return _lower_partitioned(ctx, *operands, exchange=exchange, on_one_device=here)
     return choice.lower(Operation.EXCHANGE, ctx, *operands, exchange=exchange)
 

@@ -13,19 +13,17 @@ from jaxtyping import Array, DTypeLike, Num, PyTree, Shaped
 
 from jax_cp_dispatch._dispatch.arguments import (
     Argument,
-    Rows,
-    check_sizes,
-    read_outgoing,
-    read_returning,
-)
-from jax_cp_dispatch._dispatch.buffers import buffer_limits
-from jax_cp_dispatch._dispatch.exchange import (
     Collectives,
     Exchange,
     OperandGroup,
+    Rows,
+    check_sizes,
     done_p,
+    read_outgoing,
+    read_returning,
     start_p,
 )
+from jax_cp_dispatch._dispatch.buffers import buffer_limits
 from jax_cp_dispatch._dispatch.lowering import place_arrays, vary_with
 from jax_cp_dispatch._dispatch.primitives import PairValues, num_held
 from jax_cp_dispatch._door import door
@@ -153,7 +151,10 @@ def _prepare(
         )
         fields += metadata.present()
         fingerprints += [] if argument.fingerprint is None else [argument.fingerprint]
-        arrays += [_with_rows(x, factor) for x in moving(argument.arrays)]
+        for x in moving(argument.arrays):
+            if x.shape[0] == 0:  # padding, which the call ignores: jaxlib 0.11 takes no empty array
+                x = vary_alike([jnp.zeros((factor, *x.shape[1:]), x.dtype), x])[0]
+            arrays.append(x)
         if argument.storage is not None:
             storage += moving(jax.tree.leaves(argument.storage))
         if argument.sums is not None:
@@ -183,13 +184,6 @@ def _prepare(
     num_arrays = len(arrays) - num_storage
     operands, storage = fields + arrays[:num_arrays], arrays[num_arrays:]
     return Prepared(exchange, operands, storage, arguments, factor)
-
-
-def _with_rows(array: Array, num_rows: int) -> Array:
-    """Pads an array without rows, which jaxlib 0.11 cannot take; the call ignores the padding."""
-    if array.shape[0] > 0:
-        return array
-    return vary_alike([jnp.zeros((num_rows, *array.shape[1:]), array.dtype), array])[0]
 
 
 @door("dispatch")
@@ -446,7 +440,7 @@ def _started(op: str, call: Prepared, beside: Any) -> tuple[StartedExchange, Any
                 exchange=exchange,
                 num_held=num_held(fields),
             )
-        values = PairValues.read(outs, exchange)
+        values = PairValues.split(outs, exchange)
         beside = jax.tree.unflatten(tree, values.beside)
     return StartedExchange(op, call, values), beside
 

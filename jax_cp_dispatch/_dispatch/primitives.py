@@ -33,7 +33,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec as P
 
-from jax_cp_dispatch._dispatch.exchange import (
+from jax_cp_dispatch._dispatch.arguments import (
     Exchange,
     ExchangeOperands,
     combine_p,
@@ -51,7 +51,7 @@ from jax_cp_dispatch._ranks.options import vary_alike, varying_axes
 
 
 def _shapes(*operands, exchange: Exchange):
-    arrays = ExchangeOperands.read(operands, exchange).arrays
+    arrays = ExchangeOperands.split(operands, exchange).arrays
     dtypes = exchange.sums or [x.dtype for x in arrays]
     return [
         x.update(shape=(num_rows, *x.shape[1:]), dtype=np.dtype(dtype), weak_type=False)
@@ -74,7 +74,7 @@ class PairValues(NamedTuple):
     beside: list[Any]
 
     @classmethod
-    def read(cls, values: Sequence[Any], exchange: Exchange) -> "PairValues":
+    def split(cls, values: Sequence[Any], exchange: Exchange) -> "PairValues":
         n, values = exchange.num_arrays, list(values)
         return cls(values[:n], values[n : 2 * n], values[2 * n], values[2 * n + 1 :])
 
@@ -98,7 +98,7 @@ def _split_start(
 
 def _split_done(operands: Sequence[Any], exchange: Exchange) -> tuple[list[Any], PairValues]:
     num_fields = exchange.num_before_arrays
-    return list(operands[:num_fields]), PairValues.read(operands[num_fields:], exchange)
+    return list(operands[:num_fields]), PairValues.split(operands[num_fields:], exchange)
 
 
 def _start_shapes(*operands, exchange: Exchange, num_held: int):
@@ -181,7 +181,7 @@ def _zero_like(x: Any) -> Any:
 def _select(
     fields: Sequence[Any], exchange: Exchange, arrays: Sequence[Any], keep: Sequence[bool]
 ) -> tuple[ExchangeOperands, Exchange]:
-    return ExchangeOperands.read([*fields, *arrays], exchange).select(exchange, keep)
+    return ExchangeOperands.split([*fields, *arrays], exchange).select(exchange, keep)
 
 
 def name_of_transpose(op: str) -> str:
@@ -223,7 +223,7 @@ def _jvp(primitive, primals, tangents, *, exchange: Exchange):
 
 
 def _transpose(cotangents, *operands, exchange: Exchange):
-    split = ExchangeOperands.read(operands, exchange)
+    split = ExchangeOperands.split(operands, exchange)
     pairs = zip(split.arrays, _is_nonzero(cotangents), strict=True)
     keep = [ad.is_undefined_primal(x) and is_nonzero for x, is_nonzero in pairs]
     results = [_zero_like(x) for x in split.arrays]
@@ -288,7 +288,9 @@ def _transpose_done(cotangents, *operands, exchange: Exchange):
     fields, values = _split_done(operands, exchange)
     cts, beside = cotangents[: exchange.num_arrays], cotangents[exchange.num_arrays :]
     keep, work = _is_nonzero(cts), _is_nonzero(beside)
-    out = PairValues.read([*map(_zero_like, values.flat())], exchange)._replace(beside=list(beside))
+    out = PairValues.split([*map(_zero_like, values.flat())], exchange)._replace(
+        beside=list(beside)
+    )
     if any(keep):
         linear, kept = _select(fields, exchange, cts, keep)
         avals = [x.aval for x in itertools.compress(values.arrays, keep)]
@@ -304,7 +306,7 @@ def _transpose_done(cotangents, *operands, exchange: Exchange):
                 exchange=adjoint,
                 num_held=values.held.aval.size,
             )
-            moved = PairValues.read(started, adjoint)
+            moved = PairValues.split(started, adjoint)
             out = PairValues(
                 _spread(moved.arrays, keep, out.results),
                 _spread(moved.results, keep, out.arrays),
@@ -316,7 +318,7 @@ def _transpose_done(cotangents, *operands, exchange: Exchange):
 
 def _transpose_start(cotangents, *operands, exchange: Exchange, num_held: int):
     fields, arrays, beside = _split_start(operands, exchange)
-    cts = PairValues.read(cotangents, exchange)
+    cts = PairValues.split(cotangents, exchange)
     keep, work = _is_nonzero(cts.results), _is_nonzero(cts.beside)
     outs = [*cts.arrays, *cts.beside]
     if any(keep):  # the adjoint exchange has been started

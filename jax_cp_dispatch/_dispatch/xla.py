@@ -16,7 +16,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 from jaxtyping import Array, Int32, Shaped
 
 from jax_cp_dispatch._arrays import sum_dtype
-from jax_cp_dispatch._dispatch.exchange import Exchange, ExchangeOperands, MetadataOperands
+from jax_cp_dispatch._dispatch.arguments import Exchange, ExchangeOperands, MetadataOperands
 from jax_cp_dispatch._dispatch.xla_transfers import (
     Transfers,
     XlaRanks,
@@ -522,7 +522,7 @@ def _move(exchange: Exchange, ragged: bool, *operands: Any) -> list[Any]:
     if any(canonicalize_dtype(x.dtype) != x.dtype for x in operands):
         with jax.enable_x64(True):  # which the partitioner has left
             return _move(exchange, ragged, *operands)
-    split = ExchangeOperands.read(operands, exchange)
+    split = ExchangeOperands.split(operands, exchange)
     if exchange.by_collectives is not None:
         moved = exchange.by_collectives(split.arrays)
         if exchange.sums is None:

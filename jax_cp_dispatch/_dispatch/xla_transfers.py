@@ -11,7 +11,7 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Bool, Int32
 
-from jax_cp_dispatch._dispatch.exchange import MetadataOperands
+from jax_cp_dispatch._dispatch.arguments import MetadataOperands
 
 _MAX_INT32 = 2**31 - 1
 
@@ -132,13 +132,17 @@ def read_transfers(
     senders = jnp.arange(num_ranks)[:, None, None]
     moved_from = jnp.zeros((num_ranks, num_ranks), jnp.int32)
     moved_from = moved_from.at[dst_rank, senders].add(num_moved)
-    received = _sort_received(dst_rank, dst_row, num_moved)
+    index = jnp.arange(dst_rank.size, dtype=jnp.int32)
+    replicas = (*(x.ravel() for x in (dst_rank, dst_row, dst_row + num_moved)), index)
+    received = SortedReplicas(*lax.sort(replicas, num_keys=2))
+    rank, begin, end, _ = received
+    overlap = (rank[1:] == rank[:-1]) & (rank[1:] >= 0) & (begin[1:] < end[:-1])
     is_valid = ~(
         jnp.any(is_negative)
         | jnp.any(moves & is_misplaced)
         | jnp.any(metadata.num_recv_tokens[:, -1] > capacity)
         | jnp.any(metadata.num_recv_tokens[:, :-1] != moved_from)
-        | _overlap(received)
+        | jnp.any(overlap)
     )
     if fingerprint is not None:
         is_valid &= _do_fingerprints_match(fingerprint, ranks.axis_names)
@@ -193,15 +197,3 @@ def _saturating_starts(lengths: Array, limit: int) -> Array:
     has_wrapped = lax.cummax((ends < lengths).astype(jnp.int32), axis=1) > 0
     ends = jnp.where(has_wrapped, limit, jnp.minimum(ends, limit)).astype(jnp.int32)
     return jnp.pad(ends[:, :-1], ((0, 0), (1, 0)))
-
-
-def _sort_received(dst_rank: Array, dst_row: Array, num_rows: Array) -> SortedReplicas:
-    index = jnp.arange(dst_rank.size, dtype=jnp.int32)
-    rank, begin, end = (x.ravel() for x in (dst_rank, dst_row, dst_row + num_rows))
-    return SortedReplicas(*lax.sort((rank, begin, end, index), num_keys=2))
-
-
-def _overlap(received: SortedReplicas) -> Array:
-    """Whether two replicas are sent to the same row."""
-    rank, begin, end, _ = received
-    return jnp.any((rank[1:] == rank[:-1]) & (rank[1:] >= 0) & (begin[1:] < end[:-1]))

@@ -125,7 +125,8 @@ def check_deadline(op: str, deadline: Any) -> None:
     """Requires seconds; `op` is for error messages."""
     if isinstance(deadline, bool) or not isinstance(deadline, numbers.Real):
         raise TypeError(f"{op}: deadline is {deadline!r}; it needs to be {_NEEDS}.")
-    if not 0 < float(deadline) < math.inf:
+    seconds: Any = deadline  # an integer may exceed all floats
+    if not 0 < seconds < math.inf:
         raise ValueError(f"{op}: deadline is {deadline}; it needs to be {_NEEDS}.")
 
 

@@ -16,7 +16,6 @@ from jax_cp_dispatch._ranks import runtime
 from jax_cp_dispatch._ranks.communicator import Communicator, Groups, default_deadline_ms
 from jax_cp_dispatch._ranks.job import publish, publish_and_read_all, read_from
 from jax_cp_dispatch._ranks.nvshmem_trial import why_nvshmem_ends
-from jax_cp_dispatch._ranks.runtime import raise_gpu_errors
 
 # ---- Memory of GPUs that the processes of a host share, by CUDA IPC.
 
@@ -85,24 +84,20 @@ def why_patterns_are_lost(job: GpuJob, slabs: Slabs) -> str | None:
         return runtime.cuda.has_pattern(job.device, address, pair(other, job.process))
 
     for name, attempt in (("written", write), ("arrived", find)):
-        lost = job.publish(f"{slabs.transport}_{name}", _first_lost(attempt, others))
-        missing = first_reason(lost)
+        reason = ""
+        try:
+            lost = [other for other in others if not attempt(other)]
+        except RuntimeError as error:
+            lost, reason = [], str(error)
+        if lost:
+            reason = (
+                f"its GPU and that of process {lost[0]} reach each other's memory, but data is "
+                "lost (an IOMMU or ACS of the machine may be the cause)"
+            )
+        missing = first_reason(job.publish(f"{slabs.transport}_{name}", reason))
         if missing is not None:
             return missing
     return None
-
-
-def _first_lost(attempt: Callable[[int], bool], others: Sequence[int]) -> str:
-    try:
-        lost = next((other for other in others if not attempt(other)), None)
-    except RuntimeError as error:
-        return str(error)
-    if lost is None:
-        return ""
-    return (
-        f"its GPU and that of process {lost} reach each other's memory, but data is lost (an IOMMU "
-        "or ACS of the machine may be the cause)"
-    )
 
 
 def group_by_mapping(mapped: Sequence[Sequence[bool]]) -> list[int]:
@@ -116,22 +111,16 @@ def group_by_mapping(mapped: Sequence[Sequence[bool]]) -> list[int]:
 
 
 def describe_mapping(memory_groups: Sequence[int]) -> str:
-    """Describes which processes are reached through pointers, and which over the network."""
+    """Says who is reached through pointers, and who over the network; 0-2+5 are one group."""
     if len(set(memory_groups)) == 1:
         return "all through pointers"
-    members = [
-        [p for p, i in enumerate(memory_groups) if i == first]
-        for first in sorted(set(memory_groups))
-    ]
-    return f"{', '.join(map(_ranges, members))} through pointers, each other over the network"
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Formats [0, 1, 2, 5] as "0-2+5"."""
-    starts = [n for n in numbers if n - 1 not in numbers]
-    ends = [n for n in numbers if n + 1 not in numbers]
-    pairs = zip(starts, ends, strict=True)
-    return "+".join(f"{a}-{b}" if a != b else str(a) for a, b in pairs)
+    members = []
+    for first in sorted(set(memory_groups)):
+        own = [p for p, group in enumerate(memory_groups) if group == first]
+        starts, ends = ([p for p in own if p + step not in own] for step in (-1, 1))
+        runs = zip(starts, ends, strict=True)
+        members.append("+".join(f"{a}-{b}" if a != b else str(a) for a, b in runs))
+    return f"{', '.join(members)} through pointers, each other over the network"
 
 
 def connect_ipc(job: GpuJob) -> Slabs | str:
@@ -186,7 +175,7 @@ def connect_nvshmem(job: GpuJob, is_named: bool) -> Slabs | str:
     for name, value in (("NVSHMEM_DISABLE_NCCL", "1"), ("NVSHMEM_DISABLE_NVLS", "1")):
         os.environ.setdefault(name, value)
     version = module.version() if module else ""
-    facts = job.publish("nvshmem", [why, version, is_named or _may_network()])
+    facts = job.publish("nvshmem", [why, version, is_named or may_network()])
     missing = first_reason([fact[0] for fact in facts])
     if missing is not None:
         return missing
@@ -202,7 +191,7 @@ def connect_nvshmem(job: GpuJob, is_named: bool) -> Slabs | str:
     return _start(job, module)
 
 
-def _may_network() -> bool:
+def may_network() -> bool:
     """Whether NVSHMEM may find a network here. If it needs one and finds none, it exits."""
     adapters = pathlib.Path("/sys/class/infiniband")
     is_named = "NVSHMEM_REMOTE_TRANSPORT" in os.environ
@@ -251,21 +240,15 @@ def _start(job: GpuJob, module: Any) -> Slabs | str:
         base if memory_groups[p] == memory_groups[process] else bases[process]
         for p, base in enumerate(bases)
     ]
+    if len(set(memory_groups)) > 1:
+        failed = ""
+        try:
+            runtime.cuda.set_network_launcher(module.launcher(job.device))
+        except RuntimeError as error:
+            failed = str(error)
+        missing = first_reason(job.publish("nvshmem_launcher", failed))
     slabs = Slabs("nvshmem", bases, memory_groups)
-    missing = _set_launcher(job, module, slabs) or why_patterns_are_lost(job, slabs)
-    return missing or slabs
-
-
-def _set_launcher(job: GpuJob, module: Any, slabs: Slabs) -> str | None:
-    """Passes the launcher of network kernels to the extension, if some are needed."""
-    if len(set(slabs.memory_groups)) == 1:
-        return None
-    failed = ""
-    try:
-        runtime.cuda.set_network_launcher(module.launcher(job.device))
-    except RuntimeError as error:
-        failed = str(error)
-    return first_reason(job.publish("nvshmem_launcher", failed))
+    return missing or why_patterns_are_lost(job, slabs) or slabs
 
 
 _SLAB_BYTES = 1 << 30
@@ -338,7 +321,10 @@ def connect_gpus(*, timeout: float = 120.0) -> GpuWorld:
 
 
 def _connect(publish_all: Any, wanted: str | None) -> tuple[GpuWorld, Slabs | None]:
-    found = publish_all("ready", [_why_not_ready(), len(_local_gpus()), _host(), _slab_bytes()])
+    text = os.environ.get(_SLAB_VARIABLE, str(_SLAB_BYTES))
+    if not text.isdecimal() or int(text) < 1 << 20:
+        raise ValueError(f"connect_gpus: {_SLAB_VARIABLE} is {text!r}; it needs at least 1048576.")
+    found = publish_all("ready", [_why_not_ready(), len(_local_gpus()), _host(), int(text)])
     reasons = [f"process {p}: {why}" for p, (why, *_) in enumerate(found) if why]
     if not reasons and max(num_gpus for _, num_gpus, *_ in found) > 1:
         p, num_gpus = next((p, one[1]) for p, one in enumerate(found) if one[1] > 1)
@@ -360,16 +346,12 @@ def _connect(publish_all: Any, wanted: str | None) -> tuple[GpuWorld, Slabs | No
         if wanted in (None, name):
             slabs = ways[name](job)
             if isinstance(slabs, Slabs):
-                _use(job, slabs)
+                # The processes allocate channels from these together.
+                runtime.cuda.set_slab(slabs.bases, job.slab_bytes, slabs.memory_groups, job.process)
+                runtime.cuda.set_agree(_agree)
                 return _describe(slabs, num_hosts, reasons), slabs
             reasons.append(f"{name}: {slabs}")
     return GpuWorld("xla", "; ".join(reasons)), None
-
-
-def _use(job: GpuJob, slabs: Slabs) -> None:
-    """Gives the slabs to the extension, from which the processes allocate channels together."""
-    runtime.cuda.set_slab(slabs.bases, job.slab_bytes, slabs.memory_groups, job.process)
-    runtime.cuda.set_agree(_agree)
 
 
 def _agree(
@@ -401,13 +383,6 @@ def _describe(slabs: Slabs, num_hosts: int, reasons: list[str]) -> GpuWorld:
         return GpuWorld(slabs.transport, "; ".join([where, *reasons]))
     inside = f"groups of ranks inside one host use {slabs.transport}"
     return GpuWorld("xla", "; ".join([where, *reasons, inside]))
-
-
-def _slab_bytes() -> int:
-    text = os.environ.get(_SLAB_VARIABLE, str(_SLAB_BYTES))
-    if not text.isdecimal() or int(text) < 1 << 20:
-        raise ValueError(f"connect_gpus: {_SLAB_VARIABLE} is {text!r}; it needs at least 1048576.")
-    return int(text)
 
 
 def _why_not_ready() -> str:
@@ -448,6 +423,11 @@ def number_in_process(device: Any) -> int:
     """
     number = _numbers().get(device)
     return int(device.id) if number is None else number  # a device of another machine
+
+
+def device_entry(device: Any) -> int:
+    """Encodes a process and its device in one number, which csrc/cuda/memory.h decodes."""
+    return device.process_index << 16 | number_in_process(device)
 
 
 def local_ordinals() -> list[int]:
@@ -512,7 +492,7 @@ def gpu_attributes(
         runtime.cuda.set_process(jax.process_index(), local_ordinals())
     devices = [device for group in groups or _first_devices(ctx, comm) for device in group]
     return {
-        "device_table": np.array([_entry(d) for d in devices], np.int64),
+        "device_table": np.array([device_entry(d) for d in devices], np.int64),
         "memory": memory,
         "deadline_ms": np.int64(comm.deadline_ms or default_deadline_ms(on_gpus=True)),
     }
@@ -543,23 +523,3 @@ def _first_devices(ctx: Any, comm: Communicator) -> Groups:
 def all_ranks_here() -> dict[str, Any]:
     """Returns the attributes if one device holds the rows of all ranks."""
     return {"device_table": np.array([-1], np.int64), "memory": "devices"}
-
-
-def _entry(device: Any) -> int:
-    """Encodes a process and its device in one number, which csrc/cuda/memory.h decodes."""
-    return device.process_index << 16 | number_in_process(device)
-
-
-# ---- Ranks on NVIDIA GPUs: the available transports, device placement, memory shared by processes.
-
-__all__ = [
-    "GpuWorld",
-    "all_ranks_here",
-    "connect_gpus",
-    "connected_gpus",
-    "connected_slabs",
-    "gpu_attributes",
-    "raise_gpu_errors",
-    "what_pointers_lack",
-    "why_no_peer_access",
-]

@@ -95,10 +95,6 @@ _CPU_REMEDY = (
 )
 
 
-def _why_not_in_process(platforms: Sequence[str], groups: Groups | None) -> str | None:
-    return _why_not_cpu(platforms) or why_not_one_process(groups)
-
-
 def _why_not_shared_memory(platforms: Sequence[str], groups: Groups | None) -> str | None:
     missing = _why_not_cpu(platforms)
     if missing is not None:
@@ -117,16 +113,11 @@ def _why_not_cpu(platforms: Sequence[str]) -> str | None:
     return f"the platform is {other[0]!r}, but it serves CPU devices" if other else None
 
 
-def _why_shared_memory() -> str:
-    choice = transport_choice()
-    return choice.reason if choice else ""
-
-
 IN_PROCESS = Implementation(
     name="in_process",
     platform="cpu",
     spans_processes=False,
-    why_not=_why_not_in_process,
+    why_not=lambda platforms, groups: _why_not_cpu(platforms) or why_not_one_process(groups),
     serves=lambda: "all devices are CPU devices of this process",
     remedy=_CPU_REMEDY,
     rank_attributes=functools.partial(call_site_attributes, "in_process"),
@@ -137,7 +128,7 @@ SHARED_MEMORY = Implementation(
     platform="cpu",
     spans_processes=True,
     why_not=_why_not_shared_memory,
-    serves=_why_shared_memory,
+    serves=lambda: getattr(transport_choice(), "reason", ""),
     remedy=_CPU_REMEDY,
     rank_attributes=functools.partial(call_site_attributes, "shared_memory"),
 )
@@ -249,32 +240,6 @@ CUDA_IPC = Implementation(
 ON_GPU = (CUDA_PEER, NVSHMEM, CUDA_IPC)
 
 
-__all__ = [
-    "CUDA_IPC",
-    "CUDA_PEER",
-    "IMPLEMENTATIONS",
-    "IN_PROCESS",
-    "NVSHMEM",
-    "ON_CPU",
-    "ON_GPU",
-    "SHARED_MEMORY",
-    "XLA",
-    "Availability",
-    "Implementation",
-    "Operation",
-    "available_implementations",
-    "check_groups",
-    "check_implementation",
-    "choose_implementation",
-    "choose_on_one_device",
-    "default_platform",
-    "fall_back_to_xla",
-    "moves_beside_work",
-    "program_platform",
-    "refuse_here",
-    "register_lowering",
-]
-
 XLA = Implementation(
     name="xla",
     platform=None,
@@ -375,16 +340,13 @@ def choose_implementation(
         return IMPLEMENTATIONS[wanted]
     row = next(r for r in IMPLEMENTATIONS.values() if r.why_not(platforms, groups) is None)
     if row is XLA:
-        why = _likeliest(platforms, groups).why_not(platforms, groups)
+        # The reason that says most is that of a transport for as many processes as a group has.
+        rows = ON_GPU if set(platforms) == {"cuda"} else ON_CPU
+        spans = any(len(process_numbers(group)) > 1 for group in all_groups(groups))
+        likeliest = next(row for row in rows if row.spans_processes == spans)
+        why = likeliest.why_not(platforms, groups)
         say_once(f"moves rows with XLA's collectives (implementation='xla'): {why}.")
     return row
-
-
-def _likeliest(platforms: Sequence[str], groups: Groups | None) -> Implementation:
-    """Returns the transport whose reason says most: that for as many processes as a group has."""
-    rows = ON_GPU if set(platforms) == {"cuda"} else ON_CPU
-    spans_processes = any(len(process_numbers(group)) > 1 for group in all_groups(groups))
-    return next(row for row in rows if row.spans_processes == spans_processes)
 
 
 def choose_on_one_device(

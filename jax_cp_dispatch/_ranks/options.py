@@ -19,7 +19,6 @@ from jax_cp_dispatch._jax_private import get_axis_env, trace_state_clean
 from jax_cp_dispatch._ranks.communicator import (
     AxisName,
     Communicator,
-    Groups,
     check_axis_name,
     check_deadline,
     check_mesh,
@@ -45,16 +44,6 @@ class CallContext(NamedTuple):
     mesh: Any
     is_global: bool
     open_axes: tuple[str, ...] = ()
-
-    def num_ranks(self, names: Sequence[str]) -> int | None:
-        return self.mesh and math.prod(self.mesh.shape[name] for name in names)
-
-    def groups(self, names: Sequence[str]) -> Groups | None:
-        """Returns the devices of the ranks, if already known."""
-        if self.mesh is None:
-            return None
-        others = [name for name in self.mesh.axis_names if name not in names]
-        return mesh_groups(self.mesh, names, others)
 
 
 def is_on_rank(op: str, names: tuple[str, ...]) -> bool:
@@ -274,18 +263,18 @@ def find_ranks(
     """
     op, names = options.op, options.axis_names
     refuse_here(op)  # the process that traces a derivative may be another one
-    context = find_context(op, names, options.mesh, arrays)
-    if context.is_global and not context.open_axes:  # otherwise the lowering knows them
-        check_groups(op, options.implementation, context.groups(names))
-    groups = ()
-    if not context.is_global:
-        groups = tuple(x for x in other_axes(context.mesh, names) if x not in context.open_axes)
-    return options.communicator(
+    mesh, is_global, open_axes = context = find_context(op, names, options.mesh, arrays)
+    if mesh is not None and is_global and not open_axes:  # otherwise the lowering knows them
+        others = [name for name in mesh.axis_names if name not in names]
+        check_groups(op, options.implementation, mesh_groups(mesh, names, others))
+    groups = () if is_global else tuple(x for x in other_axes(mesh, names) if x not in open_axes)
+    comm = options.communicator(
         axis_names=names,
-        num_ranks=context.num_ranks(names) or 0,
+        num_ranks=0 if mesh is None else math.prod(mesh.shape[name] for name in names),
         group_axes=groups,
-        open_axes=context.open_axes,
-    ), context
+        open_axes=open_axes,
+    )
+    return comm, context
 
 
 # ---- Finds and extends the mesh axes over which arrays vary in `jax.shard_map` (`check_vma`).
@@ -300,16 +289,14 @@ def vary_alike(arrays: Iterable[ArrayLike], *, also: Iterable[str] = ()) -> list
     """
     arrays = list(arrays)
     axes = frozenset(also).union(*map(varying_axes, arrays))
-    return [_add_axes(x, axes - varying_axes(x)) for x in arrays]
+    missing = [tuple(axes - varying_axes(x)) for x in arrays]
+    add = lambda x, names: jax.lax.pcast(x, names, to="varying") if names else jnp.asarray(x)
+    return [add(x, names) for x, names in zip(arrays, missing, strict=True)]
 
 
 def vary_like(arrays: Iterable[ArrayLike], like: ArrayLike) -> list[Array]:
     """Makes all arrays vary over the mesh axes of `like` too, as initial carries of a loop must."""
     return vary_alike(arrays, also=varying_axes(like))
-
-
-def _add_axes(array: ArrayLike, axes: frozenset[str]) -> Array:
-    return jax.lax.pcast(array, tuple(axes), to="varying") if axes else jnp.asarray(array)
 
 
 def varying_axes(array: ArrayLike) -> frozenset[str]:

@@ -246,15 +246,10 @@ def initialize(
     process, count = place_in_job()
     if count == 1:
         return _remember(TransportChoice("in_process", "the job has one process"))
-    if _is_on_gpus():
+    is_cpu = getattr(jax.config, "jax_platforms", None) == "cpu"  # known before JAX has started
+    if not is_cpu and jax.default_backend() == "gpu":
         return _remember(TransportChoice(*connect_gpus(timeout=timeout)))
     return _choose(process, timeout)
-
-
-def _is_on_gpus() -> bool:
-    if getattr(jax.config, "jax_platforms", None) == "cpu":  # known before JAX has started
-        return False
-    return jax.default_backend() == "gpu"
 
 
 def _choose(process: int, timeout: float) -> TransportChoice:

@@ -1,4 +1,4 @@
-"""Attention for the multi-head layers of Flax, NNX and Linen."""
+"""Attention for the multi-head layers of Flax (NNX and Linen) and Equinox."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from jax_cp_dispatch.attention import context_parallel_attention
 from jax_cp_dispatch.documents import Documents
 from jax_cp_dispatch.masks.read import read_mask
 
-# ---- The documents of a batch, which adapters take where a library passes a dense mask.
-
 
 def document_keywords(op: str, mask: Any) -> dict[str, Any]:
     """Returns keywords of `context_parallel_attention`, from a layer's `mask`."""
@@ -28,13 +26,6 @@ def document_keywords(op: str, mask: Any) -> dict[str, Any]:
             "jax_cp_dispatch.masks."
         )
     return {"documents": mask}
-
-
-def refuse(op: str, reason: str, **given: Any) -> None:
-    """Raises if one of the arguments is given."""
-    for name, value in given.items():
-        if value is not None:
-            raise NotImplementedError(f"{op}: got {name}, but {reason}. Omit it.")
 
 
 def refuse_dropout(op: str, rate: float, is_off: bool | None, switch: str) -> None:
@@ -74,10 +65,17 @@ def flax_attention_fn(**options: Any) -> Callable[..., Array]:
         attn_weights_value_einsum=None,
     ):  # fmt: skip  # Linen passes on only those arguments that the signature names
         refuse_dropout(_FLAX, dropout_rate, deterministic, "deterministic")
-        reason = "attention weights are never stored"
-        refuse(_FLAX, reason, bias=bias, sow_weights=module)
-        refuse(_FLAX, reason, qk_attn_weights_einsum=qk_attn_weights_einsum)
-        refuse(_FLAX, reason, attn_weights_value_einsum=attn_weights_value_einsum)
+        of_weights = {
+            "bias": bias,
+            "sow_weights": module,
+            "qk_attn_weights_einsum": qk_attn_weights_einsum,
+            "attn_weights_value_einsum": attn_weights_value_einsum,
+        }
+        for name, given in of_weights.items():
+            if given is not None:
+                raise NotImplementedError(
+                    f"{_FLAX}: got {name}, but attention weights are never stored. Omit it."
+                )
         keywords = document_keywords(_FLAX, mask) | options
         attended = read_mask(_FLAX, options.get("mask", getattr(mask, "mask", None)))
         if is_causal and not attended.is_causal:

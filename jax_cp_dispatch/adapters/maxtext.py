@@ -62,7 +62,8 @@ def call_mask(self, segment_ids, is_image, batch: tuple[str, ...], order: Order)
     packed = PackedMask(mask, None if counts_from_row else segment_ids)
     start, end, *_ = attended_tokens(packed, shape)
     if is_image is not None:
-        start, end = jnp.minimum(start, _starts(is_image)), jnp.maximum(end, _ends(is_image))
+        first = is_image.shape[1] - _ends(is_image[:, ::-1])[:, ::-1]  # column of its run, or T
+        start, end = jnp.minimum(start, first), jnp.maximum(end, _ends(is_image))
     seen = Ranges(start, end)
     return permuted(seen, columns, order)
 
@@ -81,11 +82,6 @@ def _kind_mask(self) -> Mask:
 def _ends(is_image) -> jax.Array:
     """Returns one past the last column of the run of each image token; 0 for others."""
     return jnp.asarray(Blocks(is_image.astype(jnp.int32)).block_end)
-
-
-def _starts(is_image) -> jax.Array:
-    """Returns the first column of the run of each image token; T for others."""
-    return is_image.shape[1] - _ends(is_image[:, ::-1])[:, ::-1]
 
 
 _LACKING = ("previous_chunk", "indexer_mask", "compressed_mask", "decoder_segment_ids_kv")

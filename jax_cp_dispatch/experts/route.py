@@ -1,9 +1,14 @@
-"""`route`: from the experts of each token to the plan of its exchanges, by counts alone."""
+"""`route`: from the experts of each token to the plan of its exchanges, by counts alone.
+
+`fit_capacity`: the rows for the experts of a rank, from a sample of routings.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +38,7 @@ from jax_cp_dispatch._ranks.options import CollectiveOptions, read_options, vary
 from jax_cp_dispatch.documents.segment_ids import gather_sequence
 from jax_cp_dispatch.experts.routing import Overflow, Routing
 from jax_cp_dispatch.experts.tokens import on_ranks, ranks_of
+from jax_cp_dispatch.planning.fit import quantile
 
 # ---- Counts by key, and each element's place among those of its key: sums over blocks, no sort.
 
@@ -256,8 +262,8 @@ def route(
         "experts of each token, with -1 for those that do not choose it."
     )
     expert_index = read_int32(_OP, "expert_index", expert_index, -1, num_experts - 1, remedy=remedy)
-    on_rank, axes, num_ranks = ranks_of(options, expert_index)
-    num_choices = expert_index.size * (num_ranks if on_rank else 1)
+    axes, num_ranks = ranks_of(options, expert_index)
+    num_choices = expert_index.size * (num_ranks if axes is None else 1)
     check_rows(_OP, "the number of all choices, W * T * k,", num_choices)
     if capacity is None:
         capacity = max(num_choices, 1)
@@ -265,10 +271,22 @@ def route(
     check_rows(_OP, "W * capacity", num_ranks * int(capacity) + 1)
     if axes is not None:  # for the calls that follow, whose arrays may be on no mesh
         options = dataclasses.replace(options, mesh=axes.mesh)
-    num_places = _num_places(num_experts, num_ranks, physical_to_logical)
+    num_places = num_experts // num_ranks
     if physical_to_logical is not None:
+        shape = physical_to_logical.shape
+        if shape[0] != num_ranks or not shape[1]:
+            raise ValueError(
+                f"{_OP}: physical_to_logical has shape {list(shape)}; it needs [{num_ranks}, L], "
+                "the expert in each place of each rank."
+            )
+        num_places = shape[1]
         physical_to_logical = read_int32(
             _OP, "physical_to_logical", physical_to_logical, -1, num_experts - 1
+        )
+    elif num_experts % num_ranks:
+        raise ValueError(
+            f"{_OP}: num_experts is {num_experts}, not a multiple of the {num_ranks} ranks. "
+            "Pass physical_to_logical, with -1 in places that stay empty."
         )
     plan = _Plan(options, num_ranks, num_experts, num_places, int(capacity), overflow)
     tokens = P(options.axis_names)
@@ -276,29 +294,11 @@ def route(
         _on_rank,
         plan,
         (expert_index, weights, physical_to_logical),
-        axes=axes,
+        axes,
         in_specs=(tokens, tokens, P()),
         out_specs=tokens,
         num_differentiable=0,
     )
-
-
-def _num_places(num_experts: int, num_ranks: int, physical_to_logical: Any) -> int:
-    """Returns L, the places of each rank."""
-    if physical_to_logical is None:
-        if num_experts % num_ranks:
-            raise ValueError(
-                f"{_OP}: num_experts is {num_experts}, not a multiple of the {num_ranks} ranks. "
-                "Pass physical_to_logical, with -1 in places that stay empty."
-            )
-        return num_experts // num_ranks
-    shape = physical_to_logical.shape
-    if shape[0] != num_ranks or not shape[1]:
-        raise ValueError(
-            f"{_OP}: physical_to_logical has shape {list(shape)}; it needs "
-            f"[{num_ranks}, L], the expert in each place of each rank."
-        )
-    return shape[1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -313,15 +313,23 @@ class _Plan:
     overflow: Overflow
 
 
-class _Counts:
-    """What the ranks know of each other: choices of each place, tokens for each rank."""
+class _Counts(NamedTuple):
+    """Of this rank's choices, and what the ranks know of each other.
 
-    def __init__(self, plan: _Plan, counts: Int32[Array, " n"]):
-        num_ranks = plan.num_ranks
-        counts = gather_sequence(plan.options, counts[None], num_ranks).reshape(num_ranks, -1)
-        num_all = num_ranks * plan.num_places
-        choices, self.tokens, self.wrong = jnp.split(counts, [num_all, num_all + num_ranks], axis=1)
-        self.choices = choices.reshape(num_ranks, num_ranks, plan.num_places)  # from, to, place
+    Attributes:
+      dst_rank: see `Routing`; if the place does not exist, W + the expert, or the negative index.
+      within: the number of earlier choices of the same place, and of earlier tokens for that rank,
+        on this rank.
+      choices: of each place, by the rank they come from and the rank of the place.
+      tokens: for each rank, by the rank they come from.
+      wrong: choices without a place, of each rank.
+    """
+
+    dst_rank: Int32[Array, "T k"]
+    within: Int32[Array, "two T k"]
+    choices: Int32[Array, "W W L"]
+    tokens: Int32[Array, "W W"]
+    wrong: Int32[Array, "W 1"]
 
     @property
     def rows(self) -> Int32[Array, " W"]:
@@ -341,15 +349,16 @@ def _on_rank(plan: _Plan, expert_index: Any, weights: Any, physical_to_logical: 
     else:
         is_wrong = expert_index >= plan.num_experts
         place = jnp.where(is_wrong, no_place(expert_index, plan.num_experts), expert_index)
-    dst_rank, within, counts = _count(plan, place)
+    counts = _count(plan, place)
     num_rows, num_dropped = known_inside(counts.rows, rank), jnp.zeros(1, jnp.int32)
     if plan.overflow == "drop":
         quota = known_inside(quotas(counts.choices, plan.capacity), rank).reshape(-1)
         keep = keep_heaviest(place.reshape(-1), others[0].reshape(-1), quota).reshape(place.shape)
         num_dropped = num_dropped + (~keep).sum(dtype=jnp.int32)
         place = jnp.where(keep, place, -1)
-        dst_rank, within, counts = _count(plan, place)
+        counts = _count(plan, place)
 
+    dst_rank, within = counts.dst_rank, counts.within
     # Rows of a rank: by place, then by the rank they come from.
     before = np.arange(plan.num_ranks, dtype=np.int32) < rank
     earlier = lambda x: only_where(before, x).sum(0, dtype=x.dtype)
@@ -381,17 +390,8 @@ def _on_rank(plan: _Plan, expert_index: Any, weights: Any, physical_to_logical: 
     )
 
 
-def _count(
-    plan: _Plan, place: Int32[Array, "T k"]
-) -> tuple[Int32[Array, "T k"], Int32[Array, "two T k"], _Counts]:
-    """Counts choices by place and tokens by rank, and exchanges the counts.
-
-    Returns:
-      dst_rank: see `Routing`; if the place does not exist, W + the expert, or the negative index.
-      within: the number of earlier choices of the same place, and of earlier tokens for that rank,
-        on this rank.
-      counts: those of all ranks.
-    """
+def _count(plan: _Plan, place: Int32[Array, "T k"]) -> _Counts:
+    """Counts choices by place and tokens by rank, and exchanges the counts."""
     num_ranks, num_all = plan.num_ranks, plan.num_ranks * plan.num_places
     to = jnp.where(place < num_all, divided(place, plan.num_places)[0], place - num_all + num_ranks)
     to = jnp.where(place < 0, place, to)
@@ -401,5 +401,57 @@ def _count(
     is_wrong = (place < -1) | (place >= num_all)
     rank_key = jnp.where((dst_rank >= 0) & ~is_wrong, dst_rank + num_all, -1)
     keys = jnp.stack([jnp.where(is_wrong, num_all + num_ranks, place), rank_key])
-    within, counts = places_by_key(keys.reshape(-1), num_all + num_ranks + 1)
-    return dst_rank, within.reshape(keys.shape), _Counts(plan, counts)
+    within, own = places_by_key(keys.reshape(-1), num_all + num_ranks + 1)
+    counts = gather_sequence(plan.options, own[None], num_ranks).reshape(num_ranks, -1)
+    choices, tokens, wrong = jnp.split(counts, [num_all, num_all + num_ranks], axis=1)
+    choices = choices.reshape(num_ranks, num_ranks, plan.num_places)
+    return _Counts(dst_rank, within.reshape(keys.shape), choices, tokens, wrong)
+
+
+def fit_capacity(
+    samples: Iterable[Integer[np.ndarray, "tokens k"]],
+    *,
+    num_experts: int,
+    world_size: int,
+    overflow: float = 1e-4,
+) -> int:
+    """Finds a `capacity` for `route`, from the experts that the tokens of some batches chose.
+
+    The larger of the sample's maximum and the quantile of an exponential tail that is fitted to its
+    largest tenth (at least ten batches), rounded up to a multiple of 128; see `fit_plan_config`.
+    Call on the host.
+
+    Args:
+      samples: the `expert_index` of all ranks, for each batch and layer, with experts spread
+        evenly. With a map, the largest `Routing.num_rows` of some batches is what they need.
+      num_experts, world_size: as for `route`; the number of ranks.
+      overflow: wanted share of batches that need more, between 0 and 1.
+    Returns:
+      The capacity; at most what any routing of as many tokens needs.
+    Raises:
+      ValueError: an argument is invalid, or there is no sample.
+    """
+    op = "fit_capacity"
+    check_positive(op, num_experts=num_experts, world_size=world_size)
+    if num_experts % world_size:
+        raise ValueError(
+            f"{op}: num_experts is {num_experts}, not a multiple of the {world_size} ranks. With "
+            "a map, take the largest Routing.num_rows of some batches."
+        )
+    if not 0 < overflow < 1:
+        raise ValueError(f"{op}: overflow is {overflow}; it needs to be between 0 and 1.")
+    needs, most = [], 1
+    for sample in samples:
+        index = np.asarray(sample)
+        if index.size and not -1 <= index.min() <= index.max() < num_experts:
+            raise ValueError(
+                f"{op}: a sample has experts {index.min()} to {index.max()}; they need to be in "
+                f"[-1, {num_experts}). Pass the num_experts of the model."
+            )
+        rank = index[index >= 0] // (num_experts // world_size)
+        needs.append(np.bincount(rank, minlength=world_size).max())
+        most = max(most, index.size)
+    if not needs:
+        raise ValueError(f"{op}: there is no sample. Pass the expert_index of some batches.")
+    rows = quantile(np.array(needs, np.int64), overflow)
+    return min(math.ceil(max(rows, 1) / 128) * 128, most)

@@ -1,67 +1,69 @@
-"""`dispatch_tokens` and `combine_tokens`: tokens to the ranks of their experts, and sums back."""
+"""`dispatch_tokens` and `combine_tokens`: tokens to the ranks of their experts, and sums back.
+
+On CPU, each token is copied to its rows from where it is, and its rows are summed where they are
+read. Elsewhere a rank first collects the tokens for each rank, which then are one piece: XLA's
+`ragged_all_to_all` sends pieces, and few of them. Both give the same bits.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, PyTree, Shaped
+from jaxtyping import Array, Float, Inexact, Int32, PyTree, Shaped
 
 from jax_cp_dispatch._arguments import HostOrDevice, check_type
+from jax_cp_dispatch._arrays import sum_dtype
+from jax_cp_dispatch._dispatch import Argument, move, name_of_transpose, outgoing, returning
 from jax_cp_dispatch._dispatch.arguments import check_movable, rows_per_rank
 from jax_cp_dispatch._door import door
+from jax_cp_dispatch._ranks.communicator import rank_index
+from jax_cp_dispatch._ranks.implementations import IMPLEMENTATIONS
 from jax_cp_dispatch._ranks.options import CollectiveOptions, is_on_rank, vary_alike, whole_rows
-from jax_cp_dispatch.experts.exchange import send_to_rows, sum_rows
 from jax_cp_dispatch.experts.routing import Routing
 from jax_cp_dispatch.global_call import GivenAxes, MeshAxes, find_axes, on_all_ranks
-from jax_cp_dispatch.scaling import ScalingMode, check_blocks
+from jax_cp_dispatch.scaling import ScalingMode, check_blocks, dequantize, quantize
 
 # ---- Runs a function of one rank where it is called: on this rank, or on all ranks' arrays.
 
 
-def ranks_of(options: CollectiveOptions, tokens: Any) -> tuple[bool, MeshAxes | None, int]:
-    """Returns whether the arrays are those of one rank, else the axes; and the number of ranks.
+def ranks_of(options: CollectiveOptions, tokens: Any) -> tuple[MeshAxes | None, int]:
+    """Returns the mesh and its axes, None for the arrays of one rank; and the number of ranks.
 
     `tokens` are the first array of the call, whose rows all ranks share equally.
     """
     op, names = options.op, options.axis_names
     if is_on_rank(op, names):
-        return True, None, jax.lax.axis_size(options.axis_name)
+        return None, jax.lax.axis_size(options.axis_name)
     given = GivenAxes(options.mesh, options.axis_name, (), ())
     axes = find_axes(op, tokens, given=given, covers_batch=False)
     rows_per_rank(op, "the first array", tokens.shape[0], axes.num_ranks)
-    return False, axes, axes.num_ranks
+    return axes, axes.num_ranks
 
 
 def on_ranks(
-    run: Callable[..., Any],
-    config: Hashable,
-    operands: tuple[Any, ...],
-    *,
-    axes: MeshAxes | None,
-    **specs: Any,
+    run: Callable[..., Any], config: Hashable, operands: Any, axes: MeshAxes | None, **specs: Any
 ) -> Any:
     """Returns `run(config, *operands)` of this rank; with axes `on_all_ranks`.
 
     As one function of the program, which equal calls share.
     """
-    if axes is None:
-        return _part(run, config, *whole_rows(operands))
+    operands = whole_rows(operands) if axes is None else operands
     return _program(run, config, axes, tuple(specs.items()), *operands)
-
-
-@partial(jax.jit, static_argnums=(0, 1))
-def _part(run, config, *operands):
-    return run(config, *operands)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _program(run, config, axes, specs, *operands):
+    if axes is None:
+        return run(config, *operands)
     return on_all_ranks(partial(run, config), operands, axes=axes, **dict(specs))
 
 
@@ -100,12 +102,17 @@ def dispatch_tokens(
         `implementation="xla"`, floating-point rows are then NaN.
     """
     op = "dispatch_tokens"
-    leaves, tree = jax.tree.flatten(x)
-    leaves = [jnp.asarray(leaf) for leaf in leaves]
-    check_movable(op, "x", leaves)
-    mode = _read_mode(op, scaling_mode, leaves)
-    operands = tree.unflatten(leaves), routing
-    return _call(op, _dispatch_on_rank, operands, leaves, more=(mode,))
+    mode = ScalingMode.read(op, "scaling_mode", scaling_mode)
+    if mode not in (ScalingMode.NO_SCALING, ScalingMode.MXFP8_1D_SCALING):
+        raise ValueError(
+            f"{op}: scaling_mode is {mode}, whose scales are those of whole tensors; tokens travel "
+            "with their own. Use MXFP8_1D_SCALING, or NO_SCALING."
+        )
+    for leaf in jax.tree.leaves(x) if mode != ScalingMode.NO_SCALING else ():
+        check_blocks(op, "an array of x", leaf.shape, "row")
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise TypeError(f"{op}: an array of x is {leaf.dtype}; {mode} needs floats. Cast it.")
+    return _call(op, mode, x, routing)
 
 
 @door("combine_tokens", weights=_OF_CHOICES)
@@ -132,105 +139,365 @@ def combine_tokens(
     Raises:
       As `dispatch_tokens`.
     """
-    op = "combine_tokens"
-    leaves, tree = jax.tree.flatten(y)
-    leaves = [jnp.asarray(leaf) for leaf in leaves]
-    check_movable(op, "y", leaves)
-    operands = tree.unflatten(leaves), weights, routing
-    return _call(op, _combine_on_rank, operands, leaves)
+    return _call("combine_tokens", None, y, weights, routing)
 
 
-def _read_mode(op: str, scaling_mode: Any, leaves: Sequence[Array]) -> ScalingMode:
-    mode = ScalingMode.read(op, "scaling_mode", scaling_mode)
-    if mode == ScalingMode.NO_SCALING:
-        return mode
-    if mode != ScalingMode.MXFP8_1D_SCALING:
-        raise ValueError(
-            f"{op}: scaling_mode is {mode}, whose scales are those of whole tensors; tokens travel "
-            "with their own. Use MXFP8_1D_SCALING, or NO_SCALING."
-        )
-    for leaf in leaves:
-        check_blocks(op, "an array of x", leaf.shape, "row")
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise TypeError(f"{op}: an array of x is {leaf.dtype}; {mode} needs floats. Cast it.")
-    return mode
-
-
-def _call(
-    op: str,
-    run: Callable[..., Any],
-    operands: tuple[Any, ...],
-    leaves: Sequence[Array],
-    more: tuple[Any, ...] = (),
-) -> Any:
-    """Checks what both calls share, and runs one on the ranks."""
-    *_, routing = operands
+def _call(op: str, mode: ScalingMode | None, arrays: Any, *others: Any) -> Any:
+    """Checks what annotations cannot say; moves the arrays by the routing, the last argument."""
+    *weights, routing = others
     check_type(op, "routing", routing, Routing, "Pass the result of route.")
     options = dataclasses.replace(routing.options, op=op)
-    on_rank, axes, num_ranks = ranks_of(options, leaves[0])
-    _check_rows(op, routing, leaves[0], 1 if on_rank else num_ranks, num_ranks)
-    if len(operands) == 3 and operands[1] is not None:
-        _check_weights(op, operands[1], routing)
-    rows = P(options.axis_names)
-    return on_ranks(
-        run,
-        (options, *more) if more else options,
-        operands,
-        axes=axes,
-        in_specs=(rows,) * len(operands),
-        out_specs=rows,
-        num_differentiable=len(operands) - 1,
-    )
-
-
-def _check_rows(op: str, routing: Routing, array: Array, held: int, num_ranks: int) -> None:
-    if routing.world_size != num_ranks or len(routing.num_recv_tokens) != held:
+    name, what = ("x", "tokens") if mode is not None else ("y", "rows of the experts' buffers")
+    leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(arrays)]
+    check_movable(op, name, leaves)
+    axes, num_ranks = ranks_of(options, leaves[0])
+    held, num_held = 1 if axes is None else num_ranks, len(routing.num_recv_tokens)
+    if routing.world_size != num_ranks or num_held != held:
         raise ValueError(
-            f"{op}: routing is of {len(routing.num_recv_tokens)} of {routing.world_size} ranks but "
-            f"the call is on {held} of {num_ranks}. Pass it into jax.shard_map with "
-            "in_specs=P(axis_name), or call route on these ranks."
+            f"{op}: routing is of {num_held} of {routing.world_size} ranks but the call is on "
+            f"{held} of {num_ranks}. Pass it into jax.shard_map with in_specs=P(axis_name), or "
+            "call route on these ranks."
         )
-    is_dispatch = op == "dispatch_tokens"
-    needed = len(routing.row) if is_dispatch else held * routing.capacity
-    if len(array) != needed:
-        name, what = ("x", "tokens") if is_dispatch else ("y", "rows of the experts' buffers")
+    needed = len(routing.row) if mode is not None else held * routing.capacity
+    if len(leaves[0]) != needed:
         raise ValueError(
-            f"{op}: {name} has {len(array)} rows but routing is of {needed} {what}. Pass the "
+            f"{op}: {name} has {len(leaves[0])} rows but routing is of {needed} {what}. Pass the "
             f"{what} of that routing. route takes the experts of each token, [T, k]; where experts "
             "choose tokens, pass all experts, with -1 for those that do not choose the token."
         )
-
-
-def _check_weights(op: str, weights: Any, routing: Routing) -> None:
-    if weights.shape != routing.row.shape:
-        raise ValueError(
-            f"{op}: weights is {list(weights.shape)} but routing is of choices "
-            f"{list(routing.row.shape)}. {_OF_CHOICES}"
-        )
+    for x in weights:
+        if x is not None and x.shape != routing.row.shape:
+            raise ValueError(
+                f"{op}: weights is {list(x.shape)} but routing is of choices "
+                f"{list(routing.row.shape)}. {_OF_CHOICES}"
+            )
+    operands, rows = (arrays, *others), P(options.axis_names)
+    return on_ranks(
+        _on_rank,
+        (options, mode),
+        operands,
+        axes,
+        in_specs=(rows,) * len(operands),
+        out_specs=rows,
+        num_differentiable=len(others),
+    )
 
 
 @jax.named_scope("cpd.experts")
-def _dispatch_on_rank(config: tuple[CollectiveOptions, ScalingMode], x: Any, routing: Any) -> Any:
+def _on_rank(config: tuple[CollectiveOptions, ScalingMode | None], *operands: Any) -> Any:
+    """Moves tokens to their experts; without a mode, rows back."""
     options, mode = config
-    leaves, tree = jax.tree.flatten(x)
-    leaves, routing = _varying(options, leaves, routing)
-    rows = send_to_rows(options, mode, routing, leaves)
-    return tree.unflatten(rows)
+    leaves, tree = jax.tree.flatten(operands)
+    arrays, *weights, routing = tree.unflatten(vary_alike(leaves, also=options.axis_names))
+    leaves, tree = jax.tree.flatten(arrays)
+    if mode is not None:
+        return tree.unflatten(send_to_rows(options, mode, routing, leaves))
+    return tree.unflatten(sum_rows(options, routing, *weights, leaves))
 
 
-@jax.named_scope("cpd.experts")
-def _combine_on_rank(options: CollectiveOptions, y: Any, weights: Any, routing: Any) -> Any:
-    leaves, tree = jax.tree.flatten((y, weights))
-    leaves, routing = _varying(options, leaves, routing)
-    y, weights = tree.unflatten(leaves)
-    leaves, tree = jax.tree.flatten(y)
-    return tree.unflatten(sum_rows(options, routing, weights, leaves))
+# ---- Rows of received tokens and rows grouped by expert: one from the other, by gathers alone.
+#
+# A token has a row for each of its choices on this rank. It is taken there; `weighted_sum` adds
+# these rows up. Sums are float32 (float64 for float64, complex for complex), in the order of
+# the choices.
 
 
-def _varying(
-    options: CollectiveOptions, arrays: Sequence[Array], routing: Routing
-) -> tuple[list[Array], Routing]:
-    """Makes everything vary over the ranks, and over all axes over which any array does."""
-    leaves, tree = jax.tree.flatten(routing)
-    everything = vary_alike([*arrays, *leaves], also=options.axis_names)
-    return everything[: len(arrays)], tree.unflatten(everything[len(arrays) :])
+class Places(NamedTuple):
+    """Which row belongs to which choice of which token, both ways."""
+
+    row: Int32[Array, "R k"]  # the grouped row of each choice; M if it has none here
+    choice: Int32[Array, " M"]  # token * k + choice of each grouped row; R * k if there is none
+
+    @classmethod
+    def of_rows(cls, row: Int32[Array, "R k"], capacity: int) -> Places:
+        """Makes it from the row of each choice, in [0, capacity) if it has one here."""
+        row = jnp.where((row >= 0) & (row < capacity), row, capacity)
+        number = jnp.arange(row.size, dtype=jnp.int32)
+        none = jnp.full(capacity, row.size, jnp.int32)
+        # Choices without a row all write to the same place outside, so they are not unique.
+        return cls(row, none.at[row.reshape(-1)].set(number, mode="drop"))
+
+    @property
+    def token(self) -> Int32[Array, " M"]:
+        return self.choice // self.row.shape[1]
+
+
+def take(x: Shaped[Array, "n ..."], index: Int32[Array, " m"]) -> Shaped[Array, "m ..."]:
+    """Returns these rows; zeros for those outside."""
+    return x.at[index].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+
+
+def weighted_sum(
+    y: Inexact[Array, "M ..."], weights: Float[Array, "R k"] | None, places: Places
+) -> Inexact[Array, "R ..."]:
+    """Adds up the rows of each token, times the weights of its choices if there are any."""
+    total = jnp.zeros((len(places.row), *y.shape[1:]), sum_dtype(y.dtype))
+    for i in range(places.row.shape[1]):
+        total = _add(total, y, places.row[:, i], None if weights is None else weights[:, i])
+    return total.astype(y.dtype)
+
+
+@jax.jit  # one function of the program, called for each choice; XLA fuses the calls
+def _add(total, y, row, weight):
+    added = take(y, row).astype(total.dtype)
+    if weight is not None:  # that of a choice without a row may be anything
+        weight = jnp.where(row < len(y), weight, 0).astype(total.dtype)
+        added = added * for_rows(weight, y)
+    return total + added
+
+
+def for_rows(x: Any, like: Array) -> Array:
+    """Returns a number of each row in the dimensions of the rows."""
+    return x.reshape(-1, *[1] * (like.ndim - 1))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def send_to_rows(
+    options: CollectiveOptions,
+    mode: ScalingMode,
+    routing: Routing,
+    arrays: list[Shaped[Array, "T ..."]],
+) -> list[Shaped[Array, "M ..."]]:
+    """Sends tokens to the rows of their experts, also in 8 bits; gradients return as they are."""
+    return _to_rows(options, mode, routing, arrays)[0]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def sum_rows(
+    options: CollectiveOptions,
+    routing: Routing,
+    weights: Float[Array, "T k"] | None,
+    arrays: list[Float[Array, "M ..."]],
+) -> list[Float[Array, "T ..."]]:
+    """Returns the sums of the rows of each token, times the weights of its choices."""
+    return _sum_rows_forward(options, routing, weights, arrays)[0]
+
+
+def _move(
+    options: CollectiveOptions, routing: Routing, parts: list[Argument], kind: str = "experts"
+) -> list[Any]:
+    """Makes one exchange. Errors then speak of experts; see csrc/dispatch/messages.h."""
+    name = f"{kind}:{routing.capacity}"
+    return move(options, [part._replace(capacity_name=name) for part in parts])
+
+
+# ---- By choice: one exchange from and to the rows of the experts.
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _sum_choices(
+    options: CollectiveOptions, routing: Routing, weights: Array | None, arrays: list[Array]
+) -> list[Array]:
+    wide = jnp.finfo(sum_dtype(*(x.dtype for x in arrays))).dtype  # real, also of complex rows
+    given = jnp.ones(routing.row.shape, wide) if weights is None else weights.astype(wide)
+    more = {"num_tokens": len(routing.row), "weights": given}
+    part = returning(arrays, routing.by_choice, **more)
+    return _move(options, routing, [part])[0]
+
+
+def _sum_choices_backward(options, residuals, gradients):
+    routing, weights, arrays = residuals
+    options, each = _transposed(options), _each_choice(routing)
+    capacity = routing.capacity
+    parts = [outgoing(gradients, routing.by_choice, capacity=capacity)]
+    if weights is not None:
+        parts.append(outgoing(weights.reshape(-1), each, capacity=capacity))
+    rows, *own = _move(options, routing, parts)
+    if weights is None:
+        return None, None, rows
+    products, dys = _weighted_backward(arrays, rows, own[0])
+    part = returning(products, each, num_tokens=weights.size)
+    return None, _move(options, routing, [part])[0].reshape(weights.shape), dys
+
+
+_sum_choices.defvjp(lambda *x: (_sum_choices(*x), x[1:]), _sum_choices_backward)
+
+
+def _weighted_backward(
+    arrays: list[Array], gradients: list[Array], weights: Array
+) -> tuple[Array, list[Array]]:
+    """Returns the gradients of the weight of each row, and of the rows.
+
+    Args:
+      arrays: the rows.
+      gradients: at each row, those of the sum that it is part of.
+      weights: of each row.
+    """
+    products, dys = [], []
+    for y, dy in zip(arrays, gradients, strict=True):
+        wide = sum_dtype(y.dtype, weights.dtype)
+        product = (dy.astype(wide) * y.astype(wide)).sum(tuple(range(1, y.ndim)))
+        products.append(product.astype(weights.dtype))
+        dys.append((dy.astype(wide) * for_rows(weights.astype(wide), y)).astype(y.dtype))
+    return functools.reduce(jnp.add, reversed(products)), dys
+
+
+def _each_choice(routing: Routing) -> Any:
+    """Returns the plan that sends a number of each choice, `[T * k]`, to its row."""
+    plan = routing.by_choice
+    to, offset = plan.dst_rank.reshape(-1), plan.dst_offset.reshape(-1)
+    one = np.ones(to.size, np.int32)
+    more = {"seq_len": one, "num_seqs": np.int32(to.size)}
+    return dataclasses.replace(plan, dst_rank=to, dst_offset=offset, **more)
+
+
+def _no_places(routing: Routing, arrays: Sequence[Array]) -> Places:
+    """Returns places of the right shapes, which nothing reads."""
+    shape = (_most_tokens(routing), routing.row.shape[1])
+    none = jnp.zeros(shape, jnp.int32), jnp.zeros(routing.capacity, jnp.int32)
+    return Places(*vary_alike([*none, routing.row, *arrays])[:2])
+
+
+# ---- By rank: each token once to each of its ranks, and copies and sums there.
+
+
+def _send_tokens(
+    options: CollectiveOptions, routing: Routing, arrays: Sequence[Array]
+) -> tuple[list[Array], Places]:
+    """Sends tokens once to each of their ranks, with the rows of their choices there."""
+    # Plus one, so that a row that no rank writes is none.
+    *received, row = _sent(options, routing, [*arrays, routing.row + 1])
+    first = 1 + rank_index(options.axis_names) * routing.capacity
+    return received, Places.of_rows(row - first, routing.capacity)
+
+
+def _most_tokens(routing: Routing) -> int:
+    """A rank receives each token at most once, and has a row for it."""
+    return max(1, min(routing.capacity, routing.world_size * len(routing.row)))
+
+
+def _sent(options: CollectiveOptions, routing: Routing, arrays: Sequence[Array]) -> list[Array]:
+    collected = _collected(routing)
+    rows = [take(x, collected.token) for x in arrays]
+    part = outgoing(rows, routing.by_rank, capacity=_most_tokens(routing))
+    return _move(options, routing, [part], "experts by rank")[0]
+
+
+def _return_sums(options: CollectiveOptions, routing: Routing, sums: list[Array]) -> list[Array]:
+    """Returns the sums of each token from all of its ranks, and adds them up."""
+    collected = _collected(routing)
+    num_rows = len(collected.choice)
+    part = returning(sums, routing.by_rank, num_tokens=num_rows)
+    rows = _move(options, routing, [part], "experts by rank")[0]
+    return [_only_if_valid(weighted_sum(x, None, collected), routing) for x in rows]
+
+
+def _only_if_valid(rows: Array, routing: Routing) -> Array:
+    """XLA's collectives raise no error: NaN, and zeros of integers."""
+    wrong = jnp.nan if jnp.issubdtype(rows.dtype, jnp.inexact) else 0
+    return jnp.where(routing.is_valid[0], rows, jnp.asarray(wrong, rows.dtype))
+
+
+def _collected(routing: Routing) -> Places:
+    """Returns the rows of this rank's tokens where those for one rank are one piece."""
+    num_tokens, num_choices = routing.dst_rank.shape
+    return Places.of_rows(routing.send_row, num_tokens * min(num_choices, routing.world_size))
+
+
+def _where_it_runs(
+    options: CollectiveOptions,
+    by_choice: Callable[..., Any],
+    by_rank: Callable[..., Any],
+    *operands: Any,
+    summed: Sequence[Array],
+) -> Any:
+    """Calls one of two; `summed` are arrays that it sums, or whose gradients are summed."""
+    # Those of SumWeightedRows in csrc/numerics; complex numbers are pairs of real ones.
+    served = jnp.bfloat16, jnp.float32, jnp.float64, jnp.complex64, jnp.complex128
+    if any(jnp.issubdtype(x.dtype, jnp.inexact) and x.dtype not in served for x in summed):
+        return by_rank(*operands)
+    if options.implementation is None:
+        return lax.platform_dependent(*operands, cpu=by_choice, default=by_rank)
+    is_cpu = IMPLEMENTATIONS[options.implementation].platform == "cpu"
+    return by_choice(*operands) if is_cpu else by_rank(*operands)
+
+
+# ---- Tokens to rows.
+
+
+def _to_rows(options, mode, routing, arrays, with_places=False):
+    is_narrow = mode == ScalingMode.MXFP8_1D_SCALING
+    leaves, tree = jax.tree.flatten([quantize(x, mode) for x in arrays] if is_narrow else arrays)
+
+    def by_choice(leaves):
+        part = outgoing(leaves, routing.by_choice, capacity=routing.capacity)
+        places = _no_places(routing, leaves) if with_places else None
+        return _move(options, routing, [part])[0], places
+
+    def by_rank(leaves):
+        received, places = _send_tokens(options, routing, leaves)
+        rows = [_only_if_valid(take(x, places.token), routing) for x in received]
+        return rows, places if with_places else None
+
+    summed = arrays if with_places else ()
+    rows, places = _where_it_runs(options, by_choice, by_rank, leaves, summed=summed)
+    rows = tree.unflatten(rows)
+    if is_narrow:
+        rows = [dequantize(row, x.dtype) for row, x in zip(rows, arrays, strict=True)]
+    return rows, (routing, places)
+
+
+def _to_rows_backward(options, mode, residuals, gradients):
+    routing, places = residuals
+    options = _transposed(options)
+    real = [g for g in gradients if g.dtype != jax.dtypes.float0]  # integers have none
+
+    def by_rank(real, places):
+        return _return_sums(options, routing, [weighted_sum(g, None, places) for g in real])
+
+    by_choice = lambda real, _: _sum_choices(options, routing, None, real)
+    sums: list[Array] = []
+    if real:
+        sums = _where_it_runs(options, by_choice, by_rank, real, places, summed=real)
+    rest = iter(sums)
+    return None, [None if g.dtype == jax.dtypes.float0 else next(rest) for g in gradients]
+
+
+# ---- Rows to sums.
+
+
+def _sum_rows_forward(options, routing, weights, arrays):
+    def by_choice(weights, arrays):
+        received = None
+        if weights is not None:  # as nothing is received, nothing reads it
+            received = jnp.zeros((_most_tokens(routing), weights.shape[1]), weights.dtype)
+            received = vary_alike([received, weights, routing.row])[0]
+        places = _no_places(routing, arrays)
+        return _sum_choices(options, routing, weights, arrays), received, places
+
+    def by_rank(weights, arrays):
+        received, places = _send_tokens(options, routing, [] if weights is None else [weights])
+        received = received[0] if received else None
+        sums = [weighted_sum(y, received, places) for y in arrays]
+        return _return_sums(options, routing, sums), received, places
+
+    sums, *received = _where_it_runs(options, by_choice, by_rank, weights, arrays, summed=arrays)
+    return sums, (routing, weights, arrays, *received)
+
+
+def _sum_rows_backward(options, residuals, gradients):
+    routing, *rest = residuals
+
+    def by_choice(gradients, weights, arrays, *_):
+        return _sum_choices_backward(options, (routing, weights, arrays), gradients)[1:]
+
+    def by_rank(gradients, weights, arrays, received, places):
+        back = _transposed(options)
+        rows = [take(x, places.token) for x in _sent(back, routing, gradients)]
+        if weights is None:
+            return None, rows
+        own = take(received.reshape(-1), places.choice)
+        products, dys = _weighted_backward(arrays, rows, own)
+        of_tokens = take(products, places.row.reshape(-1)).reshape(places.row.shape)
+        return _return_sums(back, routing, [of_tokens])[0], dys
+
+    summed = residuals[2]
+    return None, *_where_it_runs(options, by_choice, by_rank, gradients, *rest, summed=summed)
+
+
+def _transposed(options: CollectiveOptions) -> CollectiveOptions:
+    return dataclasses.replace(options, op=name_of_transpose(options.op))
+
+
+send_to_rows.defvjp(partial(_to_rows, with_places=True), _to_rows_backward)
+sum_rows.defvjp(_sum_rows_forward, _sum_rows_backward)

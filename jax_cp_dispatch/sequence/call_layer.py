@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence as Names
 from functools import partial
-from typing import Any
+from typing import Any, Required, TypedDict
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
+from jaxtyping import Integer
 
-from jax_cp_dispatch._ranks.options import is_on_rank, vary_alike
+from jax_cp_dispatch._arguments import HostOrDevice
+from jax_cp_dispatch._ranks.communicator import AxisName
+from jax_cp_dispatch._ranks.options import (
+    CollectiveOptions,
+    is_on_rank,
+    read_options,
+    vary_alike,
+    varying_axes,
+)
+from jax_cp_dispatch.documents import Documents
 from jax_cp_dispatch.documents.documents import GivenDocuments, read_given_tokens, read_sequences
 from jax_cp_dispatch.documents.layouts import PackedMask
 from jax_cp_dispatch.documents.segment_ids import check_documents, is_on_host
@@ -26,36 +36,78 @@ from jax_cp_dispatch.global_call import (
     pad_tokens,
     refuse_explicit_axes,
 )
-from jax_cp_dispatch.masks.mask import PACKED
-from jax_cp_dispatch.planning import Plan
+from jax_cp_dispatch.masks.mask import PACKED, Order
 from jax_cp_dispatch.planning.plan import check_groups, is_of_all, is_stack
-from jax_cp_dispatch.sequence.chains import Carried, check_order, state_of_all
-from jax_cp_dispatch.sequence.pieces import (
-    Options,
-    Pieces,
-    confirmed,
-    only_if_right,
-    pieces_from_ids,
-    pieces_from_plan,
-)
+from jax_cp_dispatch.sequence.pieces import Pieces, confirmed, find_pieces, only_if_right
 
 
+class LayerOptions(TypedDict, total=False):
+    """Keywords of every layer, as its caller passed them; see `causal_conv`."""
+
+    axis_name: Required[AxisName]
+    documents: Documents | Pieces | None
+    segment_ids: Integer[HostOrDevice, "B T"] | None
+    positions: Integer[HostOrDevice, "B T"] | None
+    mesh: Mesh | AbstractMesh | None
+    batch_axis: str | Names[str] | None
+    head_axis: str | Names[str] | None
+    implementation: str | None
+    deadline: float | None
+
+
+def exchange_of(op: str, call: LayerOptions) -> CollectiveOptions:
+    """Returns the checked options of the exchanges of a layer."""
+    given = call.get("implementation"), call.get("deadline")
+    return read_options(op, call["axis_name"], None, *given)
+
+
+# ---- What a document takes from one call to the next: `initial_state`, `return_state`.
+#
+# A rank contributes what it holds of the state behind the last document of each batch row, zeros
+# elsewhere; the sum over the ranks is returned.
+
+
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Axes:
-    """The mesh and its axes, as the caller named them; None: inferred."""
+class Carried:
+    """The state of a call.
 
-    mesh: Any = None
-    batch: Any = None
-    heads: Any = None
+    Attributes:
+      initial: before the first document of each batch row, [B, ...]; None: documents begin here.
+      is_returned: whether the call returns that behind the last ones (static).
+      head_axis: of its arrays (static).
+    """
+
+    initial: Any = None
+    is_returned: bool = dataclasses.field(default=False, metadata={"static": True})
+    head_axis: int = dataclasses.field(default=1, metadata={"static": True})
+
+    @property
+    def is_used(self) -> bool:
+        return self.is_returned or self.initial is not None
 
 
-@dataclasses.dataclass(frozen=True)
-class Where:
-    """The documents of a call, as the caller passed them; `documents` may be the `Pieces`."""
+def check_state(op: str, state: Any, like: Any, next_step: str) -> None:
+    """Requires an initial state with the arrays of `like`; those of a float dtype may differ in it.
 
-    documents: Any = None
-    segment_ids: Any = None
-    positions: Any = None
+    Args:
+      op, next_step: for messages.
+      state: of the caller; None is none.
+      like: a pytree of `jax.ShapeDtypeStruct`.
+    """
+    if state is None:
+        return
+    kind = lambda x: jnp.floating if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype
+    described = lambda tree: jax.tree.map(lambda x: (x.shape, str(x.dtype)), tree)
+    is_alike = jax.tree.structure(state) == jax.tree.structure(like) and all(
+        x.shape == y.shape and kind(x) == kind(y)
+        for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(like), strict=True)
+    )
+    if not is_alike:
+        raise ValueError(
+            f"{op}: initial_state has shapes {described(state)}; it needs {described(like)}. "
+            f"{next_step}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,26 +115,28 @@ class Layer:
     """A layer as a hashable object.
 
     Attributes:
-      options: of the call.
-      run: the function of one rank, of (options, pieces, tokens, weights, carried); it returns the
+      exchange: the op, its axis, and how to move.
+      run: the function of one rank, of (exchange, pieces, tokens, weights, carried); it returns the
         result, and its contribution to the state that is returned.
       num_heads: of the output; None: there are no groups of heads.
       grouped: names of arrays with fewer heads, each of which serves several.
       like_tokens: whether the result, and the state, have the structure of the tokens; else the
         result is one array.
       moves: whether it exchanges anything between several ranks.
+      checks_order: whether the ranks check the order of the documents; not if the host has.
     """
 
-    options: Options
+    exchange: CollectiveOptions
     run: Callable[..., Any]
     num_heads: int | None = None
     grouped: tuple[str, ...] = ()
     like_tokens: bool = False
     moves: bool = True
+    checks_order: bool = True
 
 
 def call_layer(
-    layer: Layer, tokens: Any, weights: Any, where: Where, axes: Axes, carried: Carried
+    layer: Layer, tokens: Any, weights: Any, carried: Carried, call: LayerOptions
 ) -> Any:
     """Computes the layer; returns its result, or (result, state).
 
@@ -90,176 +144,148 @@ def call_layer(
       layer: what to compute.
       tokens: arrays [B, T, ...] of this rank, or of all; the heads, if any, are axis 2.
       weights: arrays that all ranks have; the last axis is that of the heads.
-      where: the documents.
-      axes: the mesh.
-      carried: the state before and behind, read.
+      carried: the state before and behind.
+      call: the documents and the mesh.
     """
-    op, leaves = layer.options.op, jax.tree.leaves(tokens)
-    names, shape = layer.options.exchange.axis_names, leaves[0].shape[:2]
+    exchange, documents = layer.exchange, call.get("documents")
+    op, names = exchange.op, exchange.axis_names
     on_rank = is_on_rank(op, names)
-    if isinstance(where.documents, Pieces):
+    if isinstance(documents, Pieces):
         if not on_rank:
             raise ValueError(
                 f"{op}: got the pieces of one rank as documents, but global arrays. Pass "
                 f"Documents, or call {op} inside jax.shard_map over {names[0]!r}."
             )
-        if carried.is_used and where.documents.row_ends is None:
+        if carried.is_used and documents.row_ends is None:
             raise ValueError(
                 f"{op}: initial_state and return_state need packed order, but the pieces are of "
                 "documents in another one. Pass document_pieces of packed documents."
             )
         refuse_explicit_axes(op, (tokens, weights, carried))
-        return _on_rank(layer, tokens, weights, carried, where.documents)
-    given = read_given_tokens(op, where.documents, where.segment_ids, where.positions)
+        return _on_rank(layer, tokens, weights, carried, documents)
+    given = read_given_tokens(op, documents, call.get("segment_ids"), call.get("positions"))
+    shape = jax.tree.leaves(tokens)[0].shape[:2]
     check_documents(op, *given.packed[1:], shape, "the tokens have B, T =")
-    layer = dataclasses.replace(
-        layer,
-        options=dataclasses.replace(
-            layer.options, order=given.order, finds_row_ends=carried.is_used
-        ),
-    )
-    if carried.is_used:
-        check_order(op, given.order)
-    if not on_rank:
-        return _on_global_arrays(layer, tokens, weights, carried, given, axes)
-    num_ranks = jax.lax.axis_size(layer.options.axis_name)
-    ranks = f"axis {layer.options.axis_name!r} has {num_ranks} ranks"
-    given.check_ranks(op, shape[1] * num_ranks, num_ranks, ranks)
-    leaves = _by_heads(layer, tokens)
-    others, covers_batch = (weights, carried, given.packed, given.plan), is_of_all(given.plan)
-    found = explicit_axes(op, *leaves, others=others, covers_batch=covers_batch)
-    if found is None:
-        return _on_rank(layer, tokens, weights, carried, given)
-    documents = given.packed[1:]
-    tokens = _repeat_heads(layer, tokens, found)
-    return _program(tokens, weights, carried, given.plan, documents, layer=layer, axes=found)
+    if carried.is_used and given.order != PACKED:
+        raise ValueError(
+            f"{op}: the documents are in {given.order}; initial_state and return_state need packed "
+            "order, in which a row's last tokens are its latest. Pass packed documents and tokens, "
+            "or whole documents in this order."
+        )
+    leaves, covers_batch = _by_heads(layer, tokens), is_of_all(given.plan)
+    if on_rank:
+        num_ranks = jax.lax.axis_size(exchange.axis_name)
+        ranks = f"axis {exchange.axis_name!r} has {num_ranks} ranks"
+        given.check_ranks(op, shape[1] * num_ranks, num_ranks, ranks)
+        others = weights, carried, given.packed, given.plan
+        axes = explicit_axes(op, *leaves, others=others, covers_batch=covers_batch)
+        if axes is None:
+            return _on_rank(layer, tokens, weights, carried, given)
+        return _program(layer, tokens, weights, carried, given, axes)
+    named = call.get("mesh"), call["axis_name"], call.get("batch_axis"), call.get("head_axis")
+    axes = find_axes(op, *leaves, given=GivenAxes(*named), covers_batch=covers_batch)
+    return _on_global_arrays(layer, tokens, weights, carried, given, axes)
 
 
 def _on_rank(
     layer: Layer, tokens: Any, weights: Any, carried: Carried, given: GivenDocuments | Pieces
 ) -> Any:
     """Computes this rank's part."""
-    options, leaves = layer.options, jax.tree.leaves(tokens)
-    shape = leaves[0].shape[:2]
+    exchange, leaves = layer.exchange, jax.tree.leaves(tokens)
+    names, shape = exchange.axis_names, leaves[0].shape[:2]
     is_placed = not isinstance(given, Pieces) and given.plan is not None
     if 0 in shape and not is_placed:  # no placement is of no tokens
         return _of_no_tokens(layer, tokens, weights, carried)
-    if isinstance(given, Pieces):
+    if not isinstance(given, Pieces):
+        pieces = find_pieces(exchange, given, shape, layer.checks_order, carried.is_used)
+    elif shape == (given.batch, given.num_tokens):
         pieces = given
-        if shape != (pieces.batch, pieces.num_tokens):
-            raise ValueError(
-                f"{options.op}: the tokens have B, T = {shape} but the pieces are of "
-                f"{(pieces.batch, pieces.num_tokens)}. Pass those of these tokens."
-            )
-    elif given.plan is not None:
-        pieces = pieces_from_plan(options, given.plan, given.packed[1:], shape)
     else:
-        _, segment_ids, positions = given.packed
-        if positions is not None and segment_ids is None:
-            segment_ids = jnp.ones(shape, jnp.int32)
-        pieces = pieces_from_ids(options, segment_ids, positions, shape)
-    # Each result of a layer `like_tokens` varies as its array does.
+        raise ValueError(
+            f"{exchange.op}: the tokens have B, T = {shape} but the pieces are of "
+            f"{(given.batch, given.num_tokens)}. Pass those of these tokens."
+        )
+    # Each result of a layer `like_tokens` varies as its array does, and so does its state.
     alike = [[x] for x in leaves] if layer.like_tokens else [leaves]
-    leaves = [x for group in alike for x in vary_alike(group, also=options.exchange.axis_names)]
+    leaves = [x for group in alike for x in vary_alike(group, also=names)]
     tokens = jax.tree.unflatten(jax.tree.structure(tokens), leaves)
-    alike = leaves if layer.like_tokens else [leaves] * len(jax.tree.leaves(carried.initial))
-    carried = carried.varying_like(alike, options.exchange.axis_names)
-    out = layer.run(options, pieces, tokens, weights, carried)
-    out, contribution = _checked(layer, pieces, out, is_placed)
+    states, tree = jax.tree.flatten(carried.initial)
+    beside = [[x] for x in leaves] if layer.like_tokens else [leaves] * len(states)
+    axes = [frozenset(names).union(*map(varying_axes, arrays)) for arrays in beside]
+    states = [vary_alike([x], also=own)[0] for x, own in zip(states, axes, strict=False)]
+    carried = dataclasses.replace(carried, initial=tree.unflatten(states))
+    out = layer.run(exchange, pieces, tokens, weights, carried)
+    if pieces.fingerprint is not None:
+        expected, seen = pieces.fingerprint[1::2], pieces.fingerprint[2::2]
+        is_right, has_others = (expected == seen).all(), pieces.world_size > 1
+        if not (has_others and layer.moves) and (has_others or is_placed):
+            is_right &= confirmed(exchange, pieces.fingerprint)
+        out = only_if_right(is_right, out)
+    out, contribution = out
     if not carried.is_returned:
         return out
-    return out, state_of_all(contribution, options.exchange.axis_names)
 
+    def summed(x: Any) -> Any:  # each number is of one rank, and zero on the others
+        total = jax.lax.psum(x.astype(jnp.uint8) if x.dtype == bool else x, names)
+        return total.astype(x.dtype)
 
-def _checked(layer: Layer, pieces: Pieces, out: Any, is_placed: bool) -> Any:
-    """Returns the result if the documents are those of the plan, or in their order."""
-    if pieces.fingerprint is None:
-        return out
-    expected, seen = pieces.fingerprint[1::2], pieces.fingerprint[2::2]
-    is_right = (expected == seen).all()
-    has_others = pieces.world_size > 1
-    if not (has_others and layer.moves) and (has_others or is_placed):
-        is_right &= confirmed(layer.options.exchange, pieces.fingerprint)
-    return only_if_right(is_right, out)
+    return out, jax.tree.map(summed, contribution)
 
 
 def _of_no_tokens(layer: Layer, tokens: Any, weights: Any, carried: Carried) -> Any:
     """Computes a row of padding and removes it, so the result has its shapes and dtypes."""
     batch, num_tokens = jax.tree.leaves(tokens)[0].shape[:2]
     missing = [(0, int(n == 0)) for n in (batch, num_tokens)]
-    pad = lambda x: jnp.pad(x, missing + [(0, 0)] * (x.ndim - 2))
-    rows = jax.tree.map(pad, tokens)
-    one_row = lambda x: jnp.pad(x, [missing[0]] + [(0, 0)] * (x.ndim - 1))
-    initial = jax.tree.map(one_row, carried.initial)
+    pad = lambda x, dims: jnp.pad(x, missing[:dims] + [(0, 0)] * (x.ndim - dims))
+    rows = jax.tree.map(lambda x: pad(x, 2), tokens)
+    initial = jax.tree.map(lambda x: pad(x, 1), carried.initial)
     padding = jnp.zeros(jax.tree.leaves(rows)[0].shape[:2], jnp.int32)
-    one = PackedMask(None, padding)
-    packed = dataclasses.replace(layer.options, order=PACKED, finds_row_ends=carried.is_used)
-    layer = dataclasses.replace(layer, options=packed)
     carried = dataclasses.replace(carried, initial=initial)
-    out = _on_rank(layer, rows, weights, carried, GivenDocuments(one))
+    out = _on_rank(layer, rows, weights, carried, GivenDocuments(PackedMask(None, padding)))
     out, *states = out if carried.is_returned else (out,)
     out = jax.tree.map(lambda x: x[:batch, :num_tokens], out)
     return (out, *jax.tree.map(lambda x: x[:batch], states)) if states else out
 
 
 def _on_global_arrays(
-    layer: Layer,
-    tokens: Any,
-    weights: Any,
-    carried: Carried,
-    given: GivenDocuments,
-    axes: Axes,
+    layer: Layer, tokens: Any, weights: Any, carried: Carried, given: GivenDocuments, axes: MeshAxes
 ) -> Any:
-    """Pads the tokens, finds the axes, and runs one program on all ranks."""
-    options, op = layer.options, layer.options.op
-    (_, segment_ids, positions), plan = given.packed, given.plan
-    leaves = _by_heads(layer, tokens)
-    found = find_axes(
-        op,
-        *leaves,
-        given=GivenAxes(axes.mesh, options.axis_name, axes.batch, axes.heads),
-        covers_batch=is_of_all(plan),
-    )
-    num_tokens = leaves[0].shape[1]
-    given.check_ranks(op, num_tokens, found.num_ranks, found.described)
-    missing = -num_tokens % found.num_ranks
+    """Pads the tokens, and runs one program on all ranks."""
+    op, (_, segment_ids, positions), plan = layer.exchange.op, given.packed, given.plan
+    batch, num_tokens = jax.tree.leaves(tokens)[0].shape[:2]
+    given.check_ranks(op, num_tokens, axes.num_ranks, axes.described)
+    missing = -num_tokens % axes.num_ranks
     if plan is not None:
-        _check_plan(op, plan, found, num_tokens)
+        if plan.world_size != axes.num_ranks:
+            raise ValueError(
+                f"{op}: the plan is for world_size={plan.world_size} but {axes.described}. Place "
+                "the tokens again with that world_size."
+            )
+        if missing:
+            raise ValueError(
+                f"{op}: T is {num_tokens} but {axes.described}, which must divide it with a plan. "
+                "Pass the tokens of the placement."
+            )
+        check_groups(op, plan, num_groups=axes.num_groups, batch=axes.batch)
     else:
+        layout = given.order.layout
         segment_ids, positions = read_sequences(
-            op, segment_ids, positions, layout=options.order.layout, num_ranks=found.num_ranks
+            op, segment_ids, positions, layout=layout, num_ranks=axes.num_ranks
         )
         if all(x is None or is_on_host(x) for x in (segment_ids, positions)):  # checked above
-            layer = dataclasses.replace(
-                layer, options=dataclasses.replace(options, checks_order=False)
-            )
+            layer = dataclasses.replace(layer, checks_order=False)
         if missing and segment_ids is None:
-            segment_ids = np.ones(leaves[0].shape[:2], np.int32)
-    documents = segment_ids, positions
-    tokens, documents = pad_tokens((tokens, documents), missing)
-    if leaves[0].ndim < 3:
-        found = dataclasses.replace(found, heads=())  # of one device: no array has such an axis
-    tokens = _repeat_heads(layer, tokens, found)
-    out = _program(tokens, weights, carried, plan, documents, layer=layer, axes=found)
+            segment_ids = np.ones((batch, num_tokens), np.int32)
+    tokens, documents = pad_tokens((tokens, (segment_ids, positions)), missing)
+    if all(x.ndim < 3 for x in jax.tree.leaves(tokens)):
+        axes = dataclasses.replace(axes, heads=())  # of one device: no array has such an axis
+    given = given._replace(packed=PackedMask(None, *documents))
+    out = _program(layer, tokens, weights, carried, given, axes)
     if not missing:
         return out
     out, *states = out if carried.is_returned else (out,)
-    out = cut_tokens(out, num_tokens, found.mesh)
+    out = cut_tokens(out, num_tokens, axes.mesh)
     return (out, *states) if states else out
-
-
-def _check_plan(op: str, plan: Plan, axes: MeshAxes, num_tokens: int) -> None:
-    if plan.world_size != axes.num_ranks:
-        raise ValueError(
-            f"{op}: the plan is for world_size={plan.world_size} but {axes.described}. Place the "
-            "tokens again with that world_size."
-        )
-    if num_tokens % axes.num_ranks:
-        raise ValueError(
-            f"{op}: T is {num_tokens} but {axes.described}, which must divide it with a plan. Pass "
-            "the tokens of the placement."
-        )
-    check_groups(op, plan, num_groups=axes.num_groups, batch=axes.batch)
 
 
 def _by_heads(layer: Layer, tokens: Any) -> list[Any]:
@@ -268,13 +294,14 @@ def _by_heads(layer: Layer, tokens: Any) -> list[Any]:
     return sorted(jax.tree.leaves(tokens), key=lambda x: not has_all(x))
 
 
-def _repeat_heads(layer: Layer, tokens: Any, axes: MeshAxes) -> Any:
-    """Returns the tokens with heads that the devices of the heads divide."""
-    op, num_devices = layer.options.op, axes.num_devices(axes.heads)
-    num_heads = layer.num_heads
-    if num_heads is not None:
-        repeated = lambda x: axes.repeat_kv_heads(x, num_heads)
-        tokens = {**tokens, **{name: repeated(tokens[name]) for name in layer.grouped}}
+def _program(
+    layer: Layer, tokens: Any, weights: Any, carried: Carried, given: GivenDocuments, axes: MeshAxes
+) -> Any:
+    """Computes the part of every rank, where `axes` are made manual."""
+    op, num_devices = layer.exchange.op, axes.num_devices(axes.heads)
+    if layer.num_heads is not None:  # those that the devices of the heads divide
+        repeated = {x: axes.repeat_kv_heads(tokens[x], layer.num_heads) for x in layer.grouped}
+        tokens = {**tokens, **repeated}
     for x in jax.tree.leaves(tokens):
         if x.ndim > 2 and x.shape[2] % num_devices:
             raise ValueError(
@@ -282,11 +309,13 @@ def _repeat_heads(layer: Layer, tokens: Any, axes: MeshAxes) -> Any:
                 f"{num_devices} devices, which must divide its axis 2. Pass head_axis=(), and each "
                 "of them computes all of it; or name an axis of fewer devices."
             )
-    return tokens
+    operands = tokens, weights, carried, given.plan, given.packed[1:]
+    return _on_ranks(layer, axes, given.order, *operands)
 
 
-@partial(jax.jit, static_argnames=("layer", "axes"))
-def _program(tokens, weights, carried, plan, documents, *, layer: Layer, axes: MeshAxes):
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _on_ranks(layer: Layer, axes: MeshAxes, order: Order, *operands):
+    tokens, weights, carried, plan, _ = operands
     sequence = axes.rows
     rows = jax.tree.map(lambda x: P(*sequence, axes.heads) if x.ndim > 2 else sequence, tokens)
     shared = jax.tree.map(lambda x: P(*[None] * (x.ndim - 1), axes.heads), weights)
@@ -299,31 +328,30 @@ def _program(tokens, weights, carried, plan, documents, *, layer: Layer, axes: M
     if carried.is_returned:
         states = jax.tree.map(lambda x: state(x.ndim), tokens)
         out_specs = out_specs, states if layer.like_tokens else state(3 if axes.heads else 1)
+
+    def of_rank(tokens, weights, carried, plan, documents):
+        given = GivenDocuments(PackedMask(None, *documents), order, plan)
+        out = _on_rank(layer, tokens, weights, carried, given)
+        first, *states = out if carried.is_returned else (out,)
+        op, heads = layer.exchange.op, axes.heads
+        if heads and not layer.like_tokens and any(x.ndim < 3 for x in jax.tree.leaves(first)):
+            raise ValueError(
+                f"{op}: an output is [B, T] but head_axis {heads!r} shards axis 2 of the inputs, "
+                "so each of its devices has an output of its own. Return [B, T, heads], or pass "
+                "head_axis=()."
+            )
+        if heads and any(x.ndim < 2 for x in jax.tree.leaves(states)):
+            raise ValueError(
+                f"{op}: a state is [B] but head_axis {heads!r} shards axis 1 of states. Use states "
+                "[B, heads], or pass head_axis=()."
+            )
+        return out
+
     return on_all_ranks(
-        partial(_local, layer, axes.heads),
-        (tokens, weights, carried, plan, documents),
+        of_rank,
+        operands,
         axes=axes,
         in_specs=(rows, shared, dataclasses.replace(carried, initial=initial), of_plan, sequence),
         out_specs=out_specs,
         num_differentiable=3,
     )
-
-
-def _local(layer: Layer, heads: tuple[str, ...], tokens, weights, carried, plan, documents):
-    segment_ids, positions = documents
-    packed = PackedMask(None, segment_ids, positions)
-    given = GivenDocuments(packed, layer.options.order, plan)
-    out = _on_rank(layer, tokens, weights, carried, given)
-    first, *states = out if carried.is_returned else (out,)
-    if heads and not layer.like_tokens and any(x.ndim < 3 for x in jax.tree.leaves(first)):
-        raise ValueError(
-            f"{layer.options.op}: an output is [B, T] but head_axis {heads!r} shards axis 2 of the "
-            "inputs, so each of its devices has an output of its own. Return [B, T, heads], or "
-            "pass head_axis=()."
-        )
-    if heads and any(x.ndim < 2 for x in jax.tree.leaves(states)):
-        raise ValueError(
-            f"{layer.options.op}: a state is [B] but head_axis {heads!r} shards axis 1 of states. "
-            "Use states [B, heads], or pass head_axis=()."
-        )
-    return out

@@ -19,9 +19,9 @@ from jaxtyping import Array, Bool, Float, Int32, PyTree, Shaped
 from jax_cp_dispatch._arrays import At, chosen, divided, only_where
 from jax_cp_dispatch._dispatch.arguments import outgoing
 from jax_cp_dispatch._dispatch.movement import move
-from jax_cp_dispatch._ranks.options import CollectiveOptions, vary_alike, vary_like, varying_axes
-from jax_cp_dispatch.masks.mask import PACKED, Order
+from jax_cp_dispatch._ranks.options import CollectiveOptions, vary_alike, vary_like
 from jax_cp_dispatch.metadata import Metadata
+from jax_cp_dispatch.sequence.call_layer import Carried
 from jax_cp_dispatch.sequence.chunks import (
     Chunks,
     Span,
@@ -34,146 +34,6 @@ from jax_cp_dispatch.sequence.chunks import (
 )
 from jax_cp_dispatch.sequence.pieces import Cuts, Pieces
 
-# ---- What a document takes from one call of a layer to the next: `initial_state`, `return_state`.
-#
-# A rank contributes what it holds of the state behind the last document of each batch row, zeros
-# elsewhere; `call_layer` sums over the ranks.
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Carried:
-    """The state of a call.
-
-    Attributes:
-      initial: before the first document of each batch row, [B, ...]; None: documents begin here.
-      is_returned: whether the call returns that behind the last ones (static).
-      head_axis: of its arrays (static).
-    """
-
-    initial: Any = None
-    is_returned: bool = dataclasses.field(default=False, metadata={"static": True})
-    head_axis: int = dataclasses.field(default=1, metadata={"static": True})
-
-    @property
-    def is_used(self) -> bool:
-        return self.is_returned or self.initial is not None
-
-    def varying_like(self, arrays: list[Any], axis_names: tuple[str, ...]) -> Carried:
-        """Returns it with each array of the state as the arrays beside it; see `vary_alike`."""
-        leaves, tree = jax.tree.flatten(self.initial)
-
-        def vary(x: Any, beside: Any) -> Any:
-            axes = frozenset(axis_names).union(*map(varying_axes, jax.tree.leaves(beside)))
-            return vary_alike([x], also=axes)[0]
-
-        return dataclasses.replace(self, initial=tree.unflatten(map(vary, leaves, arrays)))
-
-
-def check_state(op: str, state: Any, like: Any, next_step: str) -> None:
-    """Requires an initial state with the arrays of `like`; those of a float dtype may differ in it.
-
-    Args:
-      op, next_step: for messages.
-      state: of the caller; None is none.
-      like: a pytree of `jax.ShapeDtypeStruct`.
-    """
-    if state is None:
-        return
-    kind = lambda x: jnp.floating if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype
-    described = lambda tree: jax.tree.map(lambda x: (x.shape, str(x.dtype)), tree)
-    is_alike = jax.tree.structure(state) == jax.tree.structure(like) and all(
-        x.shape == y.shape and kind(x) == kind(y)
-        for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(like), strict=True)
-    )
-    if not is_alike:
-        raise ValueError(
-            f"{op}: initial_state has shapes {described(state)}; it needs {described(like)}. "
-            f"{next_step}"
-        )
-
-
-def check_order(op: str, order: Order) -> None:
-    """Requires packed order, in which the last tokens of a row are those of its last document."""
-    if order != PACKED:
-        raise ValueError(
-            f"{op}: the documents are in {order}; initial_state and return_state need packed "
-            "order, in which a row's last tokens are its latest. Pass packed documents and tokens, "
-            "or whole documents in this order."
-        )
-
-
-def last_rows(
-    pieces: Pieces,
-    x: Shaped[Array, "rows ..."],
-    width: int,
-    initial: Shaped[Array, "B width ..."] | None,
-    fill: Any = 0,
-) -> Shaped[Array, "B width ..."]:
-    """Returns this rank's contribution to the last `width` tokens of the last documents.
-
-    Tokens that a document does not have in this call are those of the state before it, if it is the
-    first of the row, else `fill`; rank 0 contributes them. In a row without tokens, the state stays
-    as it is.
-    """
-    ends, num_rows = pieces.row_ends, pieces.begin.shape[1]
-    place = jnp.arange(width, dtype=jnp.int32)[None]
-    token = ends.last_end[:, None] - width + place
-    row = token - jnp.asarray(pieces.rank, jnp.int32) * num_rows
-    is_own = (token >= ends.last_begin[:, None]) & (row >= 0) & (row < num_rows)
-    group = jnp.arange(len(row), dtype=jnp.int32)[:, None] * num_rows
-    flat = jnp.where(is_own, group + row, 0)
-    own = only_where(is_own, x.at[flat].get(mode="promise_in_bounds"))
-    is_older = (token < ends.last_begin[:, None]) & (pieces.rank == 0)
-    older = jnp.full_like(own, fill)
-    if initial is not None:
-        length = (ends.last_end - ends.last_begin)[:, None]
-        before = jnp.minimum(place + length, width - 1)
-        kept = jnp.take_along_axis(
-            initial.astype(x.dtype), before.reshape(*before.shape, *[1] * (x.ndim - 1)), axis=1
-        )
-        older = chosen(_is_first(pieces), kept, older)
-    return chosen(is_older, older, own)
-
-
-def last_states(
-    pieces: Pieces,
-    behind: PyTree[Shaped[Array, "B ..."]],
-    closing: Bool[Array, " B"],
-    initial: PyTree[Shaped[Array, "B ..."]] | None,
-) -> PyTree[Shaped[Array, "B ..."]]:
-    """Returns this rank's contribution to the states behind the last documents.
-
-    Args:
-      pieces: of this rank.
-      behind: the state behind the last document of each batch row, if this rank has it.
-      closing: whether it has.
-      initial: stays as it is in rows without tokens.
-    """
-    own = jax.tree.map(lambda x: only_where(closing, x), behind)
-    if initial is None:
-        return own
-    stays = (pieces.row_ends.last_end == 0) & (pieces.rank == 0)
-    return jax.tree.map(lambda x, y: chosen(stays, y.astype(x.dtype), x), own, initial)
-
-
-def state_of_all(contributions: Any, axis_names: tuple[str, ...]) -> Any:
-    """Returns the state, on all ranks: each number is of one rank, and zero on the others."""
-
-    def summed(x: Any) -> Any:
-        total = jax.lax.psum(x.astype(jnp.uint8) if x.dtype == bool else x, axis_names)
-        return total.astype(x.dtype)
-
-    return jax.tree.map(summed, contributions)
-
-
-def _is_first(pieces: Pieces) -> Bool[Array, " B"]:
-    """Whether the last document of a row is also its first, or there is none."""
-    ends = pieces.row_ends
-    return (ends.last_begin == ends.first_begin) | (ends.last_end == 0)
-
-
-NOTHING = Carried()
 # What a received row is.
 _NONE, _STATE, _MAP = range(3)
 
@@ -204,9 +64,7 @@ class CutPieces:
     closing: Any = None
 
     @classmethod
-    def of(
-        cls, exchange: CollectiveOptions, pieces: Pieces, carried: Carried = NOTHING
-    ) -> CutPieces:
+    def of(cls, exchange: CollectiveOptions, pieces: Pieces, carried: Carried) -> CutPieces:
         later, earlier = pieces.own_later, pieces.own_earlier
         opening = closing = None
         if carried.initial is not None:
@@ -280,17 +138,16 @@ class CutPieces:
         return jax.tree.map(lambda x, y: chosen(self.opening, x, y), initial, received)
 
     def _received(self, states: Any, maps: Any, apply: Callable[[Any, Any], Any]) -> Any:
-        exchange, pieces = self.exchange, self.pieces
-        links = _links(self)
-        shape = pieces.chains
+        exchange, shape = self.exchange, self.pieces.chains
+        plans, kind, last = _links(self)
         limits: Any = {
             "capacity": shape[0] * shape[1],
             "capacity_name": "PlanConfig.max_linked_pieces",
         }
-        sent = outgoing(states, links.first, fingerprint=pieces.fingerprint, **limits)
-        received = move(exchange, [sent, outgoing(maps, links.others, **limits)])
+        sent = outgoing(states, plans[0], fingerprint=self.pieces.fingerprint, **limits)
+        received = move(exchange, [sent, outgoing(maps, plans[1], **limits)])
         by_step = lambda x: jnp.moveaxis(x.reshape(*shape, *x.shape[1:]), 1, 0)
-        kind, first, others = jax.tree.map(by_step, (links.kind, *received))
+        kind, first, others = jax.tree.map(by_step, (kind, *received))
 
         def step(state: Any, x: Any) -> Any:
             kind, first, map_ = x
@@ -309,7 +166,7 @@ class CutPieces:
         leaves, tree = jax.tree.flatten(none)
         none = tree.unflatten(vary_alike(leaves, also=exchange.axis_names))
         after = lax.scan(step, none, (kind, first, others))[1]
-        chain, step_of = divided(links.last, shape[1])
+        chain, step_of = divided(last, shape[1])
         at = At(jnp.stack([step_of, chain], 1), (0, 1))
         return jax.tree.map(lambda x: only_where(self.crosses, at.take(x)), after)
 
@@ -318,23 +175,13 @@ def _chosen(use: Bool[Array, " P"], cuts: Cuts, others: Cuts) -> Cuts:
     return Cuts._make(jnp.where(use, *both) for both in zip(cuts, others, strict=True))
 
 
-class _Links(NamedTuple):
-    """What this rank sends and receives.
+def _links(cuts: CutPieces) -> tuple[list[Metadata], Array, Array]:
+    """Finds which maps move, and in which rows they arrive: by documents, in order.
 
-    Attributes:
-      first, others: its views of the metadata of states and of maps.
-      kind: i32 [rows]; what each received row is.
-      last: i32 [P]; the row of the predecessor of each of its later pieces.
+    Returns:
+      This rank's views of the metadata of states and of maps; what each received row is, i32
+      [rows]; and the row of the predecessor of each of its later pieces, i32 [P].
     """
-
-    first: Metadata
-    others: Metadata
-    kind: Array
-    last: Array
-
-
-def _links(cuts: CutPieces) -> _Links:
-    """Finds which maps move, and in which rows they arrive: by documents, in order."""
     pieces, own, mine = cuts.pieces, cuts.earlier, cuts.later
     world_size, num_slots = pieces.world_size, pieces.num_slots
     follows = _follows(own, pieces.later)  # [P, later]
@@ -353,7 +200,7 @@ def _links(cuts: CutPieces) -> _Links:
     moves = (rows >= 0)[None] & sent[..., None]
     dst_rank = jnp.where(moves, np.arange(world_size, dtype=np.int32)[None, None], -1)
     dst_offset = only_where(moves, jnp.stack([rows, rows])).astype(jnp.uint32)
-    first, others = (
+    plans = [
         Metadata(
             dst_rank=dst_rank[i],
             dst_offset=dst_offset[i],
@@ -362,15 +209,12 @@ def _links(cuts: CutPieces) -> _Links:
             world_size=world_size,
         )
         for i in range(2)
-    )
+    ]
     num_rows = pieces.chains[0] * pieces.chains[1]
     at = jnp.where(receives, arrival, num_rows).astype(jnp.uint32)
-    kinds = (
-        jnp.full(num_rows, _NONE, jnp.int32)
-        .at[at]
-        .set(jnp.where(is_first, _STATE, _MAP), mode="drop")
-    )
-    return _Links(first, others, kinds, jnp.maximum(mine.base + mine.order - 1, 0))
+    kinds = jnp.full(num_rows, _NONE, jnp.int32)
+    kinds = kinds.at[at].set(jnp.where(is_first, _STATE, _MAP), mode="drop")
+    return plans, kinds, jnp.maximum(mine.base + mine.order - 1, 0)
 
 
 def _follows(earlier: Cuts, later: Cuts) -> Array:
@@ -500,7 +344,9 @@ def _carry_backward(saved, gradients):
             dnew, dstates = _add_behind(at, behind, dbehind, dnew, dstates)
             dentering = dentering + only_where(enters, behind.decay * dbehind)
         active = crosses.is_active(len(chunks.ids))
-        of_rows = lambda: _entering_gradient(steps, chunks, links, active, dstates, dnew)
+        # What enters, without what goes on behind the pieces.
+        back = lambda: walk_back(steps, chunks, dstates, dnew, active=active)
+        of_rows = lambda: _at_entrance(steps, links, *back())
         (g,) = pull(dentering + _if_any(crosses.used, of_rows, dentering))
         if initial is not None:
             dinitial = dentering + only_where(enters, behind.decay * g)
@@ -571,11 +417,6 @@ def _add_behind(at: At, behind: _Behind, g: Array, dnew: Array, dstates: Array) 
     """Adds the gradient of the states behind pieces to those of what they are computed from."""
     dnew = at.add(dnew, dot(behind.keys, g))
     return dnew, at.add(dstates, only_where(~behind.is_inside, behind.decay * g))
-
-
-def _entering_gradient(steps, chunks, links, active, dstates, dnew):
-    """Returns the gradient of the states that enter, without what goes on behind their pieces."""
-    return _at_entrance(steps, links, *walk_back(steps, chunks, dstates, dnew, active=active))
 
 
 def _at_entrance(steps: Steps, links: Links, after: Array, dnew: Array) -> Array:

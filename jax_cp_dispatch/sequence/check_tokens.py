@@ -7,6 +7,7 @@ another one.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence as Names
 from functools import partial
@@ -21,13 +22,13 @@ from jaxtyping import Array, Bool, PyTree, Shaped, UInt32
 from jax_cp_dispatch._arguments import HostOrDevice, check_type
 from jax_cp_dispatch._door import door
 from jax_cp_dispatch._ranks.communicator import AxisName
-from jax_cp_dispatch._ranks.options import CollectiveOptions, is_on_rank, vary_alike
+from jax_cp_dispatch._ranks.options import CollectiveOptions, is_on_rank, read_options, vary_alike
 from jax_cp_dispatch.documents import Documents
 from jax_cp_dispatch.documents.documents import read_given_tokens
 from jax_cp_dispatch.documents.fingerprint import WRONG_TOKENS, mix, order_fingerprint
 from jax_cp_dispatch.documents.segment_ids import gather_sequence
 from jax_cp_dispatch.global_call import GivenAxes, find_axes, on_all_ranks, pad_tokens
-from jax_cp_dispatch.sequence.pieces import Options, confirmed
+from jax_cp_dispatch.sequence.pieces import confirmed
 
 _OP, _OF_LOADER = "check_tokens", "token_checksums"
 _FACTOR = np.uint32(0x9E3779B1)
@@ -87,7 +88,7 @@ def check_tokens(
       jax.errors.JaxRuntimeError: at run time, on all ranks: an array is in another order, or of
         another batch.
     """
-    options = Options.of_call(_OP, axis_name, implementation, deadline).exchange
+    options = read_options(_OP, axis_name, mesh, implementation, deadline)
     leaves = _read(_OP, arrays, documents)
     if checksums.shape[1] != len(leaves):
         raise ValueError(
@@ -106,8 +107,7 @@ def check_tokens(
     axes = find_axes(_OP, *leaves, given=given_axes, covers_batch=False)
     given.check_ranks(_OP, num_tokens, axes.num_ranks, axes.described)
     # All groups fail together: else some would wait for others, in sums of gradients.
-    all_names = (*axes.batch, *axes.sequence)
-    options = Options.of_call(_OP, all_names, implementation, deadline).exchange
+    options = dataclasses.replace(options, axis_names=(*axes.batch, *axes.sequence))
     return on_all_ranks(
         partial(_on_rank, options, axes.sequence),
         (pad_tokens(tokens, -num_tokens % axes.num_ranks), checksums),

@@ -33,6 +33,11 @@ def dot(
     return lax.dot_general(a, b, (contracted, (batch, batch)), precision=lax.Precision.HIGHEST)
 
 
+def across(x: Array) -> Array:
+    """Returns the transposed matrices."""
+    return x.swapaxes(-1, -2)
+
+
 class Span(NamedTuple):
     """Pieces of this rank in chunks, [P].
 
@@ -148,7 +153,8 @@ def cut_into_chunks(
 ) -> Chunks:
     """Returns the chunks of rows with these pieces; 0 is padding."""
     num_chunks, matrices = -(-piece_ids.shape[1] // size), piece_ids.shape[0] * num_heads
-    num_slices = -(-num_chunks // max(1, _matrices_in_slice() // matrices))
+    in_slice = 64 if jax.default_backend() == "cpu" else 1024  # matrices: a few MB on CPUs
+    num_slices = -(-num_chunks // max(1, in_slice // matrices))
     in_slice = -(-num_chunks // num_slices)
     ids = split(piece_ids, size, multiple=in_slice)
     before = jnp.pad(ids[:-1, :, -1:], ((1, 0), (0, 0), (0, 0)), constant_values=-1)
@@ -175,11 +181,6 @@ def same_piece(ids: Int32[Array, "n G C"], dtype: Any) -> Float[Array, "n G 1 C 
 def default_chunk() -> int:
     """Rows of a chunk on this platform; see docs/sequence.md for the measurement."""
     return 32 if jax.default_backend() == "cpu" else 64
-
-
-def _matrices_in_slice() -> int:
-    """Chunks of heads that are computed together: a few MB on CPUs."""
-    return 64 if jax.default_backend() == "cpu" else 1024
 
 
 # Matrices below this size are multiplied as sums: XLA makes a call of each product of a batch.
@@ -227,28 +228,23 @@ def _product(a: Array, b: Array) -> Array:
 # after a strong decay; and a log decay of -inf is exact.
 
 
-class Decays(NamedTuple):
-    """The decays of each row in its chunk, per head (F = 1) or channel (F = H).
+def make_decays(
+    log: Float[Array, "n G N C F"], same: Float[Array, "n G 1 C C"]
+) -> tuple[Float[Array, "n G N C F"], Float[Array, "n G N C F"]]:
+    """Returns the decays of each row in its chunk, per head (F = 1) or channel (F = H).
 
-    Attributes:
-      log: log decays, finite.
-      into: from the start of its piece, or of the chunk, through the row itself.
-      out: from behind the row to the end of its piece, or of the chunk.
+    Into the row: from the start of its piece, or of the chunk, through the row itself. And out of
+    it: from behind the row to the end of its piece, or of the chunk. Log decays are finite; `same`:
+    1 for two rows of one piece.
     """
-
-    log: Float[Array, "n G N C F"]
-    into: Float[Array, "n G N C F"]
-    out: Float[Array, "n G N C F"]
-
-
-def make_decays(log: Float[Array, "n G N C F"], same: Float[Array, "n G 1 C C"]) -> Decays:
-    """Sums log decays within the pieces of each chunk; `same`: 1 for two rows of one piece."""
     lower = np.tri(log.shape[-2], dtype=log.dtype)[None, None, None]
-    return Decays(log, *(jnp.exp(dot(same * mask, log)) for mask in (lower, 1 - lower)))
+    return jnp.exp(dot(same * lower, log)), jnp.exp(dot(same * (1 - lower), log))
 
 
 def decayed_scores(
-    rows: tuple[Float[Array, "n G N C H"], ...], k: Float[Array, "n G N C H"], decays: Decays
+    rows: tuple[Float[Array, "n G N C H"], ...],
+    k: Float[Array, "n G N C H"],
+    log: Float[Array, "n G N C F"],
 ) -> tuple[Float[Array, "n G N C C"], ...]:
     """Returns sum_h rows[i, h] k[j, h] exp(sum of log decays of rows j + 1, ..., i), for j <= i.
 
@@ -256,14 +252,14 @@ def decayed_scores(
     """
     shape, size = k.shape[:-2], k.shape[-2]
     flat = lambda x: lax.collapse(x, 0, x.ndim - 2)  # one batch axis: XLA's products are faster
-    rows, k, log = tuple(map(flat, rows)), flat(k), flat(decays.log)
+    rows, k, log = tuple(map(flat, rows)), flat(k), flat(log)
     if log.shape[-1] > 1:
         scores = _channel_scores(rows, k, log)
     else:
         below = np.tri(size, dtype=k.dtype)
         between = dot(below, log * np.tri(size, k=-1, dtype=k.dtype)[None])  # sums over (j, i]
         decay = jnp.exp(between) * below[None]
-        scores = tuple(dot(x, _transposed(k)) * decay for x in rows)
+        scores = tuple(dot(x, across(k)) * decay for x in rows)
     return tuple(named_pairs(x.reshape(*shape, size, size)) for x in scores)
 
 
@@ -279,7 +275,7 @@ def _channel_scores(rows, k, log):
     def level(out: Any, x: Any) -> Any:
         inside, pairs = x
         decay = jnp.exp(_sums(inside, log))
-        keys, pairs = _transposed(k * decay), pairs[None]
+        keys, pairs = across(k * decay), pairs[None]
         return [y + dot(x * decay, keys) * pairs for y, x in zip(out, rows, strict=True)], None
 
     return tuple(lax.scan(level, start, _levels(k.shape[-2], k.dtype))[0])
@@ -301,11 +297,11 @@ def _channel_scores_backward(saved, gradients):
         decay = jnp.exp(_sums(inside, log))
         keys, masked = k * decay, [g * pairs[None] for g in gradients]
         of_rows = [dot(g, keys) * decay for g in masked]
-        of_keys = sum(dot(_transposed(g), x * decay) for g, x in zip(masked, rows, strict=True))
+        of_keys = sum(dot(across(g), x * decay) for g, x in zip(masked, rows, strict=True))
         of_keys = of_keys * decay
         each = of_keys * k + sum(d * x for d, x in zip(of_rows, rows, strict=True))
         drows = [a + b for a, b in zip(drows, of_rows, strict=True)]
-        return (drows, dk + of_keys, dlog + _sums(_transposed(inside), each)), None
+        return (drows, dk + of_keys, dlog + _sums(across(inside), each)), None
 
     start = drows, dk, jnp.zeros_like(log)
     (drows, dk, dlog), _ = lax.scan(level, start, _levels(k.shape[-2], k.dtype))
@@ -332,10 +328,6 @@ def _levels(size: int, dtype: Any) -> tuple[Float[Array, "n C C"], Float[Array, 
 
 def _sums(inside: Float[Array, "C C"], x: Float[Array, "batch C H"]) -> Float[Array, "batch C H"]:
     return dot(jnp.broadcast_to(inside, (len(x), *inside.shape)), x)
-
-
-def _transposed(x: Array) -> Array:
-    return x.swapaxes(-1, -2)
 
 
 # ---- Walks through the chunks of a recurrence: the states, and from behind their gradients.
@@ -448,8 +440,3 @@ def decay_over(steps: Steps, chunks: Chunks | None = None) -> Float[Array, "n G 
     """Returns the decay over each chunk, of its last piece; with `chunks`, if that entered it."""
     decay = steps.into[..., -1, :]
     return (decay if chunks is None else decay * chunks.into[..., -1, :])[..., None]
-
-
-def across(x: Array) -> Array:
-    """Returns the transposed matrices."""
-    return x.swapaxes(-1, -2)

@@ -21,9 +21,10 @@ from jax_cp_dispatch._dispatch.movement import move
 from jax_cp_dispatch._ranks.communicator import AxisName, num_ranks_here
 from jax_cp_dispatch._ranks.options import CollectiveOptions, read_options, vary_alike
 from jax_cp_dispatch.documents import Documents
-from jax_cp_dispatch.documents.documents import read_given_tokens
+from jax_cp_dispatch.documents.documents import GivenDocuments, read_given_tokens
 from jax_cp_dispatch.documents.fingerprint import order_fault, order_fingerprint, rank_fingerprint
 from jax_cp_dispatch.documents.layouts import (
+    PackedMask,
     SequenceLayout,
     contiguous_layout,
     zigzag_layout,
@@ -37,49 +38,11 @@ from jax_cp_dispatch.documents.segment_ids import (
     starts_in_order,
 )
 from jax_cp_dispatch.global_call import refuse_explicit_axes
-from jax_cp_dispatch.masks.mask import PACKED, PLACED, Order
+from jax_cp_dispatch.masks.mask import PACKED
 from jax_cp_dispatch.metadata import Metadata
 from jax_cp_dispatch.planning import Plan
 from jax_cp_dispatch.planning.plan import plan_of_group
 from jax_cp_dispatch.planning.runs import local_runs
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """Which ranks hold the tokens, in which order, and how they exchange; static.
-
-    Attributes:
-      exchange: the op, its axis, and how to move.
-      order: of the tokens.
-      checks_order: whether ranks check that documents are in this order; not if that
-        was checked on the host.
-      finds_row_ends: whether the pieces need `Pieces.row_ends`.
-    """
-
-    exchange: CollectiveOptions
-    order: Order = PACKED
-    checks_order: bool = True
-    finds_row_ends: bool = False
-
-    @classmethod
-    def of_call(
-        cls,
-        op: str,
-        axis_name: AxisName,
-        implementation: str | None = None,
-        deadline: float | None = None,
-    ) -> Options:
-        """Returns checked options; raises the errors of the public functions."""
-        given = {"implementation": implementation, "deadline": deadline}
-        return cls(read_options(op, axis_name, **given))
-
-    @property
-    def op(self) -> str:
-        return self.exchange.op
-
-    @property
-    def axis_name(self) -> AxisName:
-        return self.exchange.axis_name
 
 
 class Cuts(NamedTuple):
@@ -190,21 +153,6 @@ class Pieces:
             lambda x: x.reshape(self.batch, per_row, *x.shape[2:])[:, : self.num_tokens], x
         )
 
-    def offsets(self) -> Int32[Array, "G L"]:
-        """Returns each row's distance from the first row of its piece; -1 for padding."""
-        row = jnp.arange(self.begin.size, dtype=jnp.int32).reshape(self.begin.shape)
-        return jnp.where(self.is_token, row - self.begin, -1)
-
-    def ends(self) -> Int32[Array, "G L"]:
-        """Returns the last row + 1 of each row's piece; 0 for padding."""
-        groups, rows = self.begin.shape
-        row = jnp.arange(self.begin.size, dtype=jnp.int32).reshape(self.begin.shape)
-        last = jnp.pad(
-            self.begin[:, 1:] != self.begin[:, :-1], ((0, 0), (0, 1)), constant_values=True
-        )
-        ends = -running_max(jnp.where(last, -row - 1, -groups * rows)[:, ::-1])[:, ::-1]
-        return jnp.where(self.is_token, ends, 0)
-
     def slots(self, own: Cuts) -> Int32[Array, "G L"]:
         """Returns for each row 1 + the number of its piece in `own`, of this rank, else 0."""
         size = self.begin.size
@@ -215,19 +163,61 @@ class Pieces:
         return only_where(self.is_token, at.at[begin].get(mode="promise_in_bounds"))
 
 
-def pieces_from_plan(
-    options: Options, plan: Plan, documents: tuple[Any, Any], shape: tuple[int, ...]
+def find_pieces(
+    exchange: CollectiveOptions,
+    given: GivenDocuments,
+    shape: tuple[int, ...],
+    checks_order: bool,
+    finds_row_ends: bool,
 ) -> Pieces:
-    """Returns the pieces of this rank's rows [B, T] in placed order."""
-    plan = plan_of_group(options.op, plan)
-    _check(options, plan, shape)
-    axis = options.exchange.axis_name
-    rank = jax.lax.axis_index(axis)
+    """Returns the pieces of this rank's rows [B, T]: from the plan of a placement, or from ids.
+
+    Args:
+      exchange: options of the call.
+      given: the documents; without segment ids, a batch row is one document.
+      shape: B and T.
+      checks_order: whether the ranks check that documents are in this order.
+      finds_row_ends: whether the pieces need `Pieces.row_ends`.
+    """
+    _, segment_ids, positions = given.packed
+    if given.plan is not None:
+        return _pieces_of_plan(exchange, given.plan, (segment_ids, positions), shape)
+    if 0 in shape:  # as of one row of padding: no layer reads them
+        one = jnp.zeros([max(n, 1) for n in shape], jnp.int32)
+        of_one = given._replace(packed=PackedMask(None, one))
+        pieces = find_pieces(exchange, of_one, one.shape, checks_order, finds_row_ends)
+        return dataclasses.replace(pieces, batch=shape[0], num_tokens=shape[1])
+    checks_order &= segment_ids is not None or positions is not None
+    if segment_ids is None:
+        ones = np.ones if positions is None else jnp.ones
+        segment_ids = ones(shape, np.int32)
+    documents = read_documents(exchange.op, segment_ids, positions)
+    is_zigzag = given.order.layout == "zigzag"
+    return _pieces_of_ids(exchange, documents, is_zigzag, checks_order, finds_row_ends)
+
+
+def _pieces_of_plan(
+    exchange: CollectiveOptions, plan: Plan, documents: tuple[Any, Any], shape: tuple[int, ...]
+) -> Pieces:
+    op, (batch, num_tokens) = exchange.op, shape
+    plan = plan_of_group(op, plan)
+    if batch * num_tokens != plan.num_tokens or batch != plan.batch:
+        raise ValueError(
+            f"{op}: a rank holds {batch} x {num_tokens} rows but the plan is for {plan.batch} x "
+            f"{plan.num_tokens // plan.batch}. Place the tokens of this batch."
+        )
+    num_ranks = lax.axis_size(exchange.axis_name)
+    if plan.world_size != num_ranks:
+        raise ValueError(
+            f"{op}: the plan is for world_size={plan.world_size} but axis "
+            f"{exchange.axis_name!r} has {num_ranks} devices. Place the tokens again."
+        )
+    rank = lax.axis_index(exchange.axis_name)
     runs, size = local_runs(plan, rank), plan.num_tokens
     row, first = jnp.arange(size, dtype=jnp.int32), jnp.asarray(runs.row)
     begin = running_max(jnp.zeros(size, jnp.int32).at[first].max(first, mode="drop"))
     begin = jnp.where(row < runs.num_rows, begin, -1)[None]
-    (begin,) = vary_alike([begin], also=options.exchange.axis_names)
+    (begin,) = vary_alike([begin], also=exchange.axis_names)
     table = jnp.asarray(plan.cut_pieces)
     table = table[0 if table.shape[0] == 1 else rank]
     document, start, length, first_row, rest, *where = jnp.moveaxis(table, -1, 0)
@@ -238,29 +228,13 @@ def pieces_from_plan(
         earlier=cuts._replace(document=jnp.where(rest > 0, document, -1)),
         rank=rank,
         fingerprint=rank_fingerprint(plan.fingerprint, rank, *documents),
-        batch=shape[0],
-        num_tokens=shape[1],
+        batch=batch,
+        num_tokens=num_tokens,
         world_size=plan.world_size,
         num_slots=plan.max_cut_pieces,
         chains=(1, len(table)),
         min_tokens=1,
     )
-
-
-def _check(options: Options, plan: Plan, shape: tuple[int, ...]) -> None:
-    op = options.op
-    num_tokens = shape[0] * shape[1]
-    if num_tokens != plan.num_tokens or shape[0] != plan.batch:
-        raise ValueError(
-            f"{op}: a rank holds {shape[0]} x {shape[1]} rows but the plan is for {plan.batch} x "
-            f"{plan.num_tokens // plan.batch}. Place the tokens of this batch."
-        )
-    num_ranks = jax.lax.axis_size(options.axis_name)
-    if plan.world_size != num_ranks:
-        raise ValueError(
-            f"{op}: the plan is for world_size={plan.world_size} but axis "
-            f"{options.axis_name!r} has {num_ranks} devices. Place the tokens again."
-        )
 
 
 # ---- The first and the last document of each batch row: those that other calls may continue.
@@ -310,7 +284,7 @@ def _part(pieces: Pieces, begin: Array, end: Array) -> Cuts:
     )
 
 
-def chunk_ends(starts: Int32[Array, "B L"]) -> dict[str, Int32[Array, " B"]]:
+def _chunk_ends(starts: Int32[Array, "B L"]) -> dict[str, Int32[Array, " B"]]:
     """Returns where the tokens of this rank's part of each row begin and end, as its edges.
 
     And how many tokens its first and its last piece have. `starts`: the first row of each row's
@@ -327,11 +301,11 @@ def chunk_ends(starts: Int32[Array, "B L"]) -> dict[str, Int32[Array, " B"]]:
     }
 
 
-def find_row_ends(edges: dict[str, Int32[Array, "B C"]], later: Cuts, rows: int) -> RowEnds:
+def _find_row_ends(edges: dict[str, Int32[Array, "B C"]], later: Cuts, rows: int) -> RowEnds:
     """Finds them.
 
     Args:
-      edges: of the chunks of all ranks, in the order of the sequence, with `chunk_ends`.
+      edges: of the chunks of all ranks, in the order of the sequence, with `_chunk_ends`.
       later: the pieces that continue others, of all ranks, for each chunk its first.
       rows: tokens of a chunk.
     """
@@ -370,7 +344,7 @@ def find_row_ends(edges: dict[str, Int32[Array, "B C"]], later: Cuts, rows: int)
 _NO_ID = np.int32(2**31 - 1)
 
 
-def chunk_order(
+def _chunk_order(
     ids: Int32[Array, "G L"], places: Any, highest: Int32[Array, "G L"]
 ) -> dict[str, Int32[Array, " G"]]:
     """Returns the lowest and highest id of each chunk, and whether its ids ascend without restarts.
@@ -389,7 +363,7 @@ def chunk_order(
     }
 
 
-def are_in_order(
+def _are_in_order(
     exchange: CollectiveOptions,
     layout: SequenceLayout,
     documents: tuple[Any, Any],
@@ -402,7 +376,7 @@ def are_in_order(
       exchange: options of the call.
       layout: of the tokens.
       documents: segment ids and positions of this rank's columns, for the gather.
-      edges: of the chunks of all ranks, in the order of the sequence, with `chunk_order`.
+      edges: of the chunks of all ranks, in the order of the sequence, with `_chunk_order`.
       continues: whether the first document of a chunk continues the last of the chunk before.
     """
     before = jnp.pad(running_max(edges["highest"])[:, :-1], ((0, 0), (1, 0)))
@@ -480,38 +454,32 @@ def document_pieces(
       jax.errors.JaxRuntimeError: at run time, see `dispatch`.
     """
     op = "document_pieces"
-    options = Options.of_call(op, axis_name, implementation, deadline)
+    exchange = read_options(op, axis_name, implementation=implementation, deadline=deadline)
     num_ranks = num_ranks_here(op, axis_name, "the layer itself, which takes documents")
     given = read_given_tokens(op, documents, None, None)
-    _, segment_ids, positions = given.packed
-    shape = jnp.shape(segment_ids)
-    options = dataclasses.replace(options, order=given.order, finds_row_ends=given.order == PACKED)
+    shape = jnp.shape(given.packed.segment_ids)
     ranks = f"axis {axis_name!r} has {num_ranks} ranks"
     given.check_ranks(op, shape[1] * num_ranks, num_ranks, ranks)
     refuse_explicit_axes(op, (given.packed, given.plan))
-    if given.order == PLACED:
-        return pieces_from_plan(options, given.plan, (segment_ids, positions), shape)
-    return pieces_from_ids(options, segment_ids, positions, shape)
+    return find_pieces(exchange, given, shape, True, given.order == PACKED)
 
 
-def pieces_from_ids(options: Options, segment_ids: Any, positions: Any, shape: Any) -> Pieces:
-    """Returns the pieces of this rank's rows [B, T]; without ids, a batch row is one document."""
-    if 0 in shape:  # as of one row of padding: no layer reads them
-        one = jnp.zeros([max(n, 1) for n in shape], jnp.int32)
-        pieces = pieces_from_ids(options, one, None, one.shape)
-        return dataclasses.replace(pieces, batch=shape[0], num_tokens=shape[1])
-    batch, num_tokens = shape
-    num_ranks = jax.lax.axis_size(options.axis_name)
-    is_zigzag = options.order.layout == "zigzag" and num_ranks > 1
-    make = zigzag_layout if is_zigzag else contiguous_layout
+def _pieces_of_ids(
+    exchange: CollectiveOptions,
+    documents: tuple[Any, Any],
+    is_zigzag: bool,
+    checks_order: bool,
+    finds_row_ends: bool,
+) -> Pieces:
+    """Returns the pieces by ids and positions of this rank's columns; see `find_pieces`."""
+    segment_ids, positions = documents
+    batch, num_tokens = segment_ids.shape
+    num_ranks, rank = lax.axis_size(exchange.axis_name), lax.axis_index(exchange.axis_name)
+    make = zigzag_layout if is_zigzag and num_ranks > 1 else contiguous_layout
     layout = make(num_ranks, num_tokens)
-    checks_order = options.checks_order and segment_ids is not None
-    if segment_ids is None:
-        segment_ids = np.ones(shape, np.int32)
-    segment_ids, positions = read_documents(options.op, segment_ids, positions)
     are_right: Any = True
-    if any(x is not None and x.dtype != np.int32 for x in (segment_ids, positions)):
-        segment_ids, are_right = _numbered(options.exchange, layout, segment_ids, positions)
+    if any(x is not None and x.dtype != np.int32 for x in documents):
+        segment_ids, are_right = _numbered(exchange, layout, segment_ids, positions)
         positions = None
     ids, places = _grouped(layout, segment_ids), None
     if positions is not None:
@@ -521,26 +489,30 @@ def pieces_from_ids(options: Options, segment_ids: Any, positions: Any, shape: A
     group = jnp.arange(len(starts), dtype=jnp.int32)[:, None] * layout.block_rows
     edges = _edges(layout, ids, places, starts)
     if checks_order:
-        edges |= chunk_order(ids, places, highest)
-    if options.finds_row_ends:
-        edges |= chunk_ends(starts)
-    edges = _in_sequence(options.exchange, layout, edges)
-    continues = _continues(edges)
+        edges |= _chunk_order(ids, places, highest)
+    if finds_row_ends:
+        edges |= _chunk_ends(starts)
+    edges = _in_sequence(exchange, layout, edges)
+    # Whether the document at each edge goes on behind it, [B, chunks + 1].
+    goes_on = (edges["first"][:, 1:] == edges["last"][:, :-1]) & (edges["first"][:, 1:] > 0)
+    if places is not None:
+        goes_on &= edges["first_position"][:, 1:] > edges["last_position"][:, :-1]
+    continues = jnp.pad(goes_on, ((0, 0), (1, 1)))
     later, earlier = _cuts(layout, edges, continues)
-    rank, fingerprint = jax.lax.axis_index(options.axis_name), None
+    fingerprint = None
     if checks_order:
         documents = segment_ids, positions
-        in_order = are_in_order(options.exchange, layout, documents, edges, continues[:, :-1])
+        in_order = _are_in_order(exchange, layout, documents, edges, continues[:, :-1])
         fingerprint = order_fingerprint(order_fault(in_order & are_right), rank)
     begin = jnp.where(starts >= 0, starts + group, -1)
-    (begin,) = vary_alike([begin], also=options.exchange.axis_names)
+    (begin,) = vary_alike([begin], also=exchange.axis_names)
     return Pieces(
         begin=begin,
         later=later,
         earlier=earlier,
         rank=rank,
         fingerprint=fingerprint,
-        row_ends=find_row_ends(edges, later, num_tokens) if options.finds_row_ends else None,
+        row_ends=_find_row_ends(edges, later, num_tokens) if finds_row_ends else None,
         batch=batch,
         num_tokens=num_tokens,
         world_size=num_ranks,
@@ -614,14 +586,6 @@ def _in_sequence(
         everything = everything[:, _order(layout)]
     named = enumerate(edges)
     return {x: lax.index_in_dim(everything, i, axis=2, keepdims=False) for i, x in named}
-
-
-def _continues(edges: dict[str, Array]) -> Array:
-    """Returns whether the document at each edge goes on behind it, [B, chunks + 1]."""
-    continues = (edges["first"][:, 1:] == edges["last"][:, :-1]) & (edges["first"][:, 1:] > 0)
-    if "first_position" in edges:
-        continues &= edges["first_position"][:, 1:] > edges["last_position"][:, :-1]
-    return jnp.pad(continues, ((0, 0), (1, 1)))
 
 
 def _cuts(layout: SequenceLayout, edges: dict[str, Array], continues: Array) -> tuple[Cuts, Cuts]:

@@ -1,126 +1,35 @@
-"""`recurrence`: a linear recurrence along documents, from the map of a piece and a local kernel."""
+"""`recurrence`, with the caller's kernel along documents; `linear_recurrence`, elementwise."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence as Names
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, Unpack, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh
-from jaxtyping import Array, Float, Int32, Integer, PyTree, Shaped
+from jaxtyping import Array, Bool, Float, Int32, PyTree, Shaped
 
 from jax_cp_dispatch._arguments import HostOrDevice, is_on_host
 from jax_cp_dispatch._arrays import chosen, only_where, sum_dtype
 from jax_cp_dispatch._door import door
-from jax_cp_dispatch._ranks.communicator import AxisName
+from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch.documents import Documents
 from jax_cp_dispatch.documents.segment_ids import STEPS_OF_DOCUMENTS
-from jax_cp_dispatch.sequence.call_layer import Axes, Layer, Where, call_layer
-from jax_cp_dispatch.sequence.chains import Carried, CutPieces, check_state, last_states
-from jax_cp_dispatch.sequence.chunks import Chunks, cut_into_chunks
-from jax_cp_dispatch.sequence.pieces import Cuts, Options, Pieces
-
-STEPS_OF_HEADS = {
-    **STEPS_OF_DOCUMENTS,
-    "q": "Pass heads as axis 2.",
-    "k": "Pass heads as axis 2, as many as q has.",
-    "v": "Pass heads as axis 2.",
-    "log_decay": "Pass one number per head, [B, T, N], or per channel of the key, [B, T, N, H].",
-    "beta": "Pass one number per head.",
-    "initial_state": "Pass a state for each batch row and head.",
-}
-
-
-def check_heads(op: str, k: Any, v: Any) -> None:
-    """Requires matching numbers of heads, with features."""
-    if not k.shape[2] or not v.shape[2] or v.shape[2] % k.shape[2]:
-        raise ValueError(
-            f"{op}: v has {v.shape[2]} heads but k has {k.shape[2]}, which must divide them. Pass "
-            "one key head for each group of value heads, at least one."
-        )
-    if not k.shape[3]:
-        raise ValueError(
-            f"{op}: heads of q and k have size 0; they need at least one feature. Pass those of a "
-            "state with rows."
-        )
-
-
-def check_decay(op: str, log_decay: Any, where: Where) -> None:
-    """Requires at most 0, or NaN, of tokens that are known here; padding may have any value."""
-    documents = where.documents
-    ids = documents.segment_ids if isinstance(documents, Documents) else where.segment_ids
-    if isinstance(documents, Pieces) or not all(is_on_host(x) for x in (log_decay, ids)):
-        return
-    known = np.asarray(log_decay)
-    is_token = True
-    if ids is not None and ids.shape == known.shape[:2]:
-        is_token = (np.asarray(ids) != 0).reshape(ids.shape + (1,) * (known.ndim - 2))
-    wrong = np.argwhere((known > 0) & is_token)
-    if len(wrong):
-        at = ", ".join(map(str, wrong[0]))
-        raise ValueError(
-            f"{op}: log_decay[{at}] is {known[tuple(wrong[0])]:g}; it needs to be at most 0, the "
-            "logarithm of a decay in [0, 1], or states grow without bound. Pass jnp.log of decays, "
-            "or -jax.nn.softplus(x)."
-        )
-
-
-def wide_dtype(inputs: dict[str, Any]) -> Any:
-    """Returns the dtype in which arrays are computed: float32, or float64 if one has it."""
-    return sum_dtype(*(x.dtype for x in inputs.values()))
-
-
-def wide(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Widens the arrays."""
-    dtype = wide_dtype(inputs)
-    return {name: x.astype(dtype) for name, x in inputs.items()}
-
-
-def chunks_of(
-    inputs: dict[str, Array], ids: Int32[Array, "G L"], size: int, initial: Any
-) -> tuple[Chunks, Any]:
-    """Returns the chunks of these rows, and the state before them in the dtype of the sums."""
-    dtype = wide_dtype(inputs)
-    chunks = cut_into_chunks(ids, size, inputs["v"].shape[2], dtype)
-    return chunks, None if initial is None else initial.astype(dtype)
-
-
-def heads_first(rows: dict[str, Array], scale: float) -> list[Float[Array, "n G N C F"]]:
-    """Returns scaled q, k, v, log decay and, if given, beta of rows in chunks [n, G, C, N, ...].
-
-    Each head has queries and keys of its own. Log decays are finite: instead of -inf, a number
-    whose exponential is zero, so that no product with it is NaN.
-    """
-    rows = wide(rows)
-    q, k, v, log = (rows[name] for name in ("q", "k", "v", "log_decay"))
-    q, k = (jnp.repeat(x, v.shape[3] // k.shape[3], axis=3) for x in (q * scale, k))
-    log = jnp.maximum(log, -120.0 if log.dtype == jnp.float32 else -800.0)
-    per_head = [log, *([rows["beta"]] if "beta" in rows else [])]
-    log, *beta = (x if x.ndim == 5 else x[..., None] for x in per_head)
-    return [x.swapaxes(2, 3) for x in (q, k, v, log, *beta)]
-
+from jax_cp_dispatch.sequence.call_layer import (
+    Carried,
+    Layer,
+    LayerOptions,
+    call_layer,
+    check_state,
+    exchange_of,
+)
+from jax_cp_dispatch.sequence.chains import CutPieces
+from jax_cp_dispatch.sequence.pieces import Cuts, Pieces
 
 _OP = "recurrence"
 _STATE = "Pass a state as return_state=True returns it."
-
-
-@runtime_checkable
-class Kernel(Protocol):
-    """A recurrence on one rank; hashable."""
-
-    def __call__(
-        self, inputs: Any, ids: Int32[Array, "G L"], cuts: CutPieces | None, initial: Any
-    ) -> tuple[Any, Any]:
-        """Returns the outputs [G, L, ...] of rows [G, L, ...], whose pieces have these ids.
-
-        Without `cuts`, all pieces start from zero. The initial states [P, ...] enter the opening
-        ones; the second result has the states behind the closing ones, [P, ...].
-        """
-        ...
 
 
 @door(_OP, **STEPS_OF_DOCUMENTS, initial_state=_STATE)
@@ -128,17 +37,9 @@ def recurrence(
     inputs: PyTree[Shaped[HostOrDevice, "B T ..."]],
     local: Any,
     *,
-    axis_name: AxisName,
-    documents: Documents | Pieces | None = None,
-    segment_ids: Integer[HostOrDevice, "B T"] | None = None,
-    positions: Integer[HostOrDevice, "B T"] | None = None,
-    mesh: Mesh | AbstractMesh | None = None,
-    batch_axis: str | Names[str] | None = None,
-    head_axis: str | Names[str] | None = None,
-    implementation: str | None = None,
-    deadline: float | None = None,
     initial_state: PyTree[Shaped[HostOrDevice, "B ..."]] | None = None,
     return_state: bool = False,
+    **call: Unpack[LayerOptions],
 ) -> PyTree[Shaped[Array, "B T ..."]] | Any:
     """Computes a recurrence along each document with the caller's kernel.
 
@@ -175,16 +76,93 @@ def recurrence(
       TypeError, ValueError: an argument is invalid; the message says how to fix it.
       jax.errors.JaxRuntimeError: at run time, see `dispatch`.
     """
-    options = Options.of_call(_OP, axis_name, implementation, deadline)
     missing = [x for x in ("summary", "apply", "run") if not callable(getattr(local, x, None))]
     if missing:
         raise TypeError(
             f"{_OP}: local is of type {type(local).__name__}, without {', '.join(missing)}. Pass "
             "an object with the functions summary, apply and run."
         )
-    layer = Layer(options, Recur(OfUser(local)))
-    where, axes = Where(documents, segment_ids, positions), Axes(mesh, batch_axis, head_axis)
-    return call_layer(layer, inputs, (), where, axes, Carried(initial_state, return_state))
+    layer = Layer(exchange_of(_OP, call), Recur(OfUser(local)))
+    return call_layer(layer, inputs, (), Carried(initial_state, return_state), call)
+
+
+@door(
+    "linear_recurrence",
+    **STEPS_OF_DOCUMENTS,
+    log_decay="Pass jnp.broadcast_to(log_decay, x.shape).",
+    initial_state="Pass the last h of each running document.",
+)
+def linear_recurrence(
+    x: Float[HostOrDevice, "B T *F"],
+    log_decay: Float[HostOrDevice, "B T *F"],
+    *,
+    initial_state: Float[HostOrDevice, "B *F"] | None = None,
+    return_state: bool = False,
+    **call: Unpack[LayerOptions],
+) -> Float[Array, "B T *F"] | Any:
+    """Computes an elementwise linear recurrence along each document: RG-LRU, LRU, S4D.
+
+        h_t = exp(log_decay_t) h_(t-1) + x_t
+
+    Call inside `jax.shard_map` over `axis_name`, on every rank, or on global arrays.
+    Differentiable. Computes in float32 (float64 for float64). Nothing moves for documents that are
+    whole on a rank; of a cut one, each piece but the last sends two rows (one, if it is the first)
+    to the ranks that hold later pieces. Padding is not read and its output is zero.
+
+    Args:
+      x: inputs.
+      log_decay: at most 0; -inf resets.
+      axis_name: the mesh axis over which the sequence is sharded, or several, major axis first.
+      documents, segment_ids, positions: see `causal_conv`.
+      mesh, batch_axis, head_axis: for global arrays, see `context_parallel_attention`.
+      implementation, deadline: of the exchange, see `dispatch`.
+      initial_state, return_state: see `gated_delta_rule`; `head_axis` shards axis 1 of a state.
+    Returns:
+      h, in the dtype of x; or (h, state), the state in float32 (float64 for float64), on all ranks.
+    Raises:
+      TypeError, ValueError: an argument is invalid; the message says how to fix it.
+      jax.errors.JaxRuntimeError: at run time, see `dispatch`.
+    """
+    op = "linear_recurrence"
+    check_decay(op, log_decay, call)
+    layer = Layer(exchange_of(op, call), Recur(LinearRecurrence()))
+    tokens, carried = {"x": x, "log_decay": log_decay}, Carried(initial_state, return_state)
+    return call_layer(layer, tokens, (), carried, call)
+
+
+def check_decay(op: str, log_decay: Any, call: LayerOptions) -> None:
+    """Requires at most 0, or NaN, of tokens that are known here; padding may have any value."""
+    documents = call.get("documents")
+    ids = documents.segment_ids if isinstance(documents, Documents) else call.get("segment_ids")
+    if isinstance(documents, Pieces) or not all(is_on_host(x) for x in (log_decay, ids)):
+        return
+    known = np.asarray(log_decay)
+    is_token = True
+    if ids is not None and ids.shape == known.shape[:2]:
+        is_token = (np.asarray(ids) != 0).reshape(ids.shape + (1,) * (known.ndim - 2))
+    wrong = np.argwhere((known > 0) & is_token)
+    if len(wrong):
+        at = ", ".join(map(str, wrong[0]))
+        raise ValueError(
+            f"{op}: log_decay[{at}] is {known[tuple(wrong[0])]:g}; it needs to be at most 0, the "
+            "logarithm of a decay in [0, 1], or states grow without bound. Pass jnp.log of decays, "
+            "or -jax.nn.softplus(x)."
+        )
+
+
+@runtime_checkable
+class Kernel(Protocol):
+    """A recurrence on one rank; hashable."""
+
+    def __call__(
+        self, inputs: Any, ids: Int32[Array, "G L"], cuts: CutPieces | None, initial: Any
+    ) -> tuple[Any, Any]:
+        """Returns the outputs [G, L, ...] of rows [G, L, ...], whose pieces have these ids.
+
+        Without `cuts`, all pieces start from zero. The initial states [P, ...] enter the opening
+        ones; the second result has the states behind the closing ones, [P, ...].
+        """
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,17 +173,42 @@ class Recur:
 
     @jax.named_scope("cpd.recurrence")
     def __call__(
-        self, options: Options, pieces: Pieces, inputs: Any, weights: tuple[()], carried: Carried
+        self,
+        exchange: CollectiveOptions,
+        pieces: Pieces,
+        inputs: Any,
+        weights: tuple[()],
+        carried: Carried,
     ) -> tuple[Any, Any]:
         inert = partial(only_where, pieces.is_token)
         inputs = jax.tree.map(inert, pieces.arrange(inputs))
-        cuts, initial = CutPieces.of(options.exchange, pieces, carried), carried.initial
+        cuts = CutPieces.of(exchange, pieces, carried)
         is_cut = pieces.world_size > 1 or carried.is_used
+        initial = carried.initial
         outputs, behind = self.kernel(inputs, cuts.ids(), cuts if is_cut else None, initial)
-        state = None
-        if carried.is_returned:
-            state = last_states(pieces, behind, cuts.closing, initial)
+        state = _last_states(pieces, behind, cuts.closing, initial) if carried.is_returned else None
         return pieces.restore(jax.tree.map(inert, outputs)), state
+
+
+def _last_states(
+    pieces: Pieces,
+    behind: PyTree[Shaped[Array, "B ..."]],
+    closing: Bool[Array, " B"],
+    initial: PyTree[Shaped[Array, "B ..."]] | None,
+) -> PyTree[Shaped[Array, "B ..."]]:
+    """Returns this rank's contribution to the states behind the last documents.
+
+    Args:
+      pieces: of this rank.
+      behind: the state behind the last document of each batch row, if this rank has it.
+      closing: whether it has.
+      initial: stays as it is in rows without tokens.
+    """
+    own = jax.tree.map(lambda x: only_where(closing, x), behind)
+    if initial is None:
+        return own
+    stays = (pieces.row_ends.last_end == 0) & (pieces.rank == 0)
+    return jax.tree.map(lambda x, y: chosen(stays, y.astype(x.dtype), x), own, initial)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,3 +262,51 @@ class OfUser:
             return self.local.summary(jax.tree.map(own, inputs))
 
         return jax.vmap(summary)(cuts)
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearRecurrence:
+    """The elementwise recurrence on one rank, by one associative scan."""
+
+    def __call__(
+        self,
+        inputs: dict[str, Array],
+        ids: Int32[Array, "G L"],
+        cuts: CutPieces | None,
+        initial: Any,
+    ) -> tuple[Array, Any]:
+        dtype, inputs = inputs["x"].dtype, widened(inputs)
+        x, decay = inputs["x"], jnp.exp(inputs["log_decay"])
+        new = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+        new = new.reshape(*new.shape, *[1] * (x.ndim - 2))
+
+        def join(left: Any, right: Any) -> Any:
+            (new0, decay0, h0), (new1, decay1, h1) = left, right
+            decay = jnp.where(new1, decay1, decay0 * decay1)
+            return new0 | new1, decay, jnp.where(new1, h1, decay1 * h0 + h1)
+
+        _, decay, h = jax.lax.associative_scan(join, (new, decay, x), axis=1)
+        behind = None
+        if cuts is not None:
+            last = jnp.maximum(cuts.earlier.row + cuts.earlier.length - 1, 0)
+            at_last = lambda x: jax.lax.collapse(x, 0, 2)[last]
+            added, product = at_last(h), at_last(decay)
+            if initial is not None:
+                initial = initial.astype(x.dtype)
+                added += product * only_where(cuts.opening & cuts.follows, initial)
+            state = jnp.asarray(cuts.states_before(added, (product, added), _apply, initial))
+            index = jnp.where(ids <= len(state), ids, 0)  # pieces 1, ..., P are entered
+            h = h + decay * jnp.pad(state, [(1, 0)] + [(0, 0)] * (state.ndim - 1))[index]
+            behind = None if cuts.closing is None else at_last(h)
+        return h.astype(dtype), behind
+
+
+def _apply(map_: Any, state: Any) -> Any:
+    decay, added = map_
+    return decay * state + added
+
+
+def widened(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Returns arrays in the dtype in which they are computed: float32, or float64 if one has it."""
+    dtype = sum_dtype(*(x.dtype for x in inputs.values()))
+    return {name: x.astype(dtype) for name, x in inputs.items()}

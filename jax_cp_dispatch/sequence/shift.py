@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Names
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh
-from jaxtyping import Array, Float, Int32, Integer, PyTree, Shaped
+from jaxtyping import Array, Float, Integer, PyTree, Shaped
 
 from jax_cp_dispatch._arguments import HostOrDevice, check_integer, check_value_of
 from jax_cp_dispatch._arrays import chosen, only_where, sum_dtype
 from jax_cp_dispatch._dispatch.arguments import outgoing
 from jax_cp_dispatch._dispatch.movement import move
 from jax_cp_dispatch._door import door
-from jax_cp_dispatch._ranks.communicator import AxisName
 from jax_cp_dispatch._ranks.options import CollectiveOptions, varying_axes
 from jax_cp_dispatch.documents import Documents
 from jax_cp_dispatch.documents.documents import read_given_tokens
-from jax_cp_dispatch.documents.segment_ids import STEPS_OF_DOCUMENTS
+from jax_cp_dispatch.documents.segment_ids import STEPS_OF_DOCUMENTS, document_ends
 from jax_cp_dispatch.documents.table import from_segment_ids
 from jax_cp_dispatch.masks.mask import PACKED
 from jax_cp_dispatch.metadata import Metadata
-from jax_cp_dispatch.sequence.call_layer import Axes, Layer, Where, call_layer
-from jax_cp_dispatch.sequence.chains import Carried, check_state, last_rows
-from jax_cp_dispatch.sequence.pieces import Cuts, Options, Pieces
+from jax_cp_dispatch.sequence.call_layer import (
+    Carried,
+    Layer,
+    LayerOptions,
+    call_layer,
+    check_state,
+    exchange_of,
+)
+from jax_cp_dispatch.sequence.pieces import Cuts, Pieces
 
 # ---- The rows next to a cut: which rows of which rank come before or after each of its pieces.
 
@@ -56,9 +59,7 @@ def receive_halo(
     """
     metadata = _metadata(pieces, width, after, shifted)
     to = pieces.num_slots
-    part = outgoing(rows, metadata, capacity=to * width)
-    if pieces.fingerprint is not None:
-        part = part._replace(fingerprint=pieces.fingerprint)
+    part = outgoing(rows, metadata, capacity=to * width, fingerprint=pieces.fingerprint)
     (received,) = move(exchange, [part])
     return jax.tree.map(lambda x: x.reshape(to, width, *x.shape[1:]), received)
 
@@ -69,15 +70,14 @@ def _metadata(pieces: Pieces, width: int, after: bool, shifted: bool) -> Metadat
     own, mine = pieces.own_earlier, pieces.own_later
     if after:
         senders, targets, own, mine = targets, senders, mine, own
-    window = _Window(width, after, shifted)
     # Between a row and a piece that needs it are fewer than `width` tokens.
     nearest = min((width - 1) // pieces.min_tokens + 1, len(targets.row))
-    needed = window.needed(own, targets)
-    target = jax.lax.top_k(-needed.distance, nearest)[1]  # [P, nearest]
-    first, tokens = (jnp.take_along_axis(x, target, 1) for x in (needed.first, needed.tokens))
+    distance, *needed = _needed(own, targets, width, after, shifted)
+    target = jax.lax.top_k(-distance, nearest)[1]  # [P, nearest]
+    first, tokens = (jnp.take_along_axis(x, target, 1) for x in needed)
     origin = (targets.end if after else targets.start - width)[target]
     moves = tokens > 0
-    by_sender = window.needed(senders, mine).tokens.sum(1, dtype=jnp.int32)
+    by_sender = _needed(senders, mine, width, after, shifted)[2].sum(1, dtype=jnp.int32)
     received = jnp.zeros(pieces.world_size, jnp.int32).at[senders.rank].add(by_sender)
 
     def slots(x: Array) -> Array:
@@ -93,40 +93,68 @@ def _metadata(pieces: Pieces, width: int, after: bool, shifted: bool) -> Metadat
     )
 
 
-class _Needed(NamedTuple):
-    """What each target needs of each sender: [senders, targets]."""
+def _needed(
+    senders: Cuts, targets: Cuts, width: int, after: bool, shifted: bool
+) -> tuple[Array, Array, Array]:
+    """Returns what each target needs of each sender, [senders, targets]; see `receive_halo`.
 
-    distance: Array  # tokens between their starts; `_FAR` if it needs nothing
-    first: Array  # in the document
-    tokens: Array
+    The tokens between their starts (`_FAR` if it needs nothing), the first token in the document,
+    and how many.
+    """
+    senders = Cuts._make(x[:, None] for x in senders)
+    targets = Cuts._make(x[None] for x in targets)
+    if after:
+        low, high = targets.end, targets.end + width
+        if shifted:
+            low = jnp.maximum(low, targets.start + width)
+        distance = senders.start - targets.start
+    else:
+        low, high = targets.start - width, targets.start
+        if shifted:
+            high = jnp.minimum(high, targets.end - width)
+        distance = targets.start - senders.start
+    is_linked = (senders.document == targets.document) & senders.used & (distance > 0)
+    first = jnp.maximum(senders.start, low)
+    tokens = jnp.maximum(jnp.minimum(senders.end, high) - first, 0)
+    return jnp.where(is_linked, distance, _FAR), first, jnp.where(is_linked, tokens, 0)
 
 
-class _Window(NamedTuple):
-    """The tokens that a piece needs; see `receive_halo`."""
+def _last_rows(
+    pieces: Pieces,
+    x: Shaped[Array, "rows ..."],
+    width: int,
+    initial: Shaped[Array, "B width ..."] | None,
+    fill: Any = 0,
+) -> Shaped[Array, "B width ..."]:
+    """Returns this rank's contribution to the last `width` tokens of the last documents.
 
-    width: int
-    after: bool
-    shifted: bool
+    Tokens that a document does not have in this call are those of the state before it, if it is the
+    first of the row, else `fill`; rank 0 contributes them. In a row without tokens, the state stays
+    as it is.
+    """
+    ends, num_rows = pieces.row_ends, pieces.begin.shape[1]
+    place = jnp.arange(width, dtype=jnp.int32)[None]
+    token = ends.last_end[:, None] - width + place
+    row = token - jnp.asarray(pieces.rank, jnp.int32) * num_rows
+    is_own = (token >= ends.last_begin[:, None]) & (row >= 0) & (row < num_rows)
+    group = jnp.arange(len(row), dtype=jnp.int32)[:, None] * num_rows
+    flat = jnp.where(is_own, group + row, 0)
+    own = only_where(is_own, x.at[flat].get(mode="promise_in_bounds"))
+    is_older = (token < ends.last_begin[:, None]) & (pieces.rank == 0)
+    older = jnp.full_like(own, fill)
+    if initial is not None:
+        length = (ends.last_end - ends.last_begin)[:, None]
+        before = jnp.minimum(place + length, width - 1)
+        kept = jnp.take_along_axis(
+            initial.astype(x.dtype), before.reshape(*before.shape, *[1] * (x.ndim - 1)), axis=1
+        )
+        # The last document is also the first, or there is none.
+        is_first = (ends.last_begin == ends.first_begin) | (ends.last_end == 0)
+        older = chosen(is_first, kept, older)
+    return chosen(is_older, older, own)
 
-    def needed(self, senders: Cuts, targets: Cuts) -> _Needed:
-        """Compares pieces [senders] with pieces [targets]."""
-        senders = Cuts._make(x[:, None] for x in senders)
-        targets = Cuts._make(x[None] for x in targets)
-        if self.after:
-            low, high = targets.end, targets.end + self.width
-            if self.shifted:
-                low = jnp.maximum(low, targets.start + self.width)
-            distance = senders.start - targets.start
-        else:
-            low, high = targets.start - self.width, targets.start
-            if self.shifted:
-                high = jnp.minimum(high, targets.end - self.width)
-            distance = targets.start - senders.start
-        is_linked = (senders.document == targets.document) & senders.used & (distance > 0)
-        first = jnp.maximum(senders.start, low)
-        tokens = jnp.maximum(jnp.minimum(senders.end, high) - first, 0)
-        return _Needed(jnp.where(is_linked, distance, _FAR), first, jnp.where(is_linked, tokens, 0))
 
+# ---- `shift`, and the same in a data loader.
 
 _OP = "shift"
 
@@ -137,17 +165,9 @@ def shift(
     offset: int,
     *,
     fill: float | int = 0,
-    axis_name: AxisName,
-    documents: Documents | Pieces | None = None,
-    segment_ids: Integer[HostOrDevice, "B T"] | None = None,
-    positions: Integer[HostOrDevice, "B T"] | None = None,
-    mesh: Mesh | AbstractMesh | None = None,
-    batch_axis: str | Names[str] | None = None,
-    head_axis: str | Names[str] | None = None,
-    implementation: str | None = None,
-    deadline: float | None = None,
     initial_state: PyTree[Shaped[HostOrDevice, "B V ..."]] | None = None,
     return_state: bool = False,
+    **call: Unpack[LayerOptions],
 ) -> PyTree[Shaped[Array, "B T ..."]] | Any:
     """Gives each token the row of the token `offset` before it in its document.
 
@@ -183,20 +203,11 @@ def shift(
       TypeError, ValueError: an argument is invalid; the message says how to fix it.
       jax.errors.JaxRuntimeError: at run time, see `dispatch`.
     """
-    options = Options.of_call(_OP, axis_name, implementation, deadline)
     check_integer(_OP, "offset", offset)
     for each in jax.tree.leaves(x):
         check_value_of(_OP, "fill", fill, each.dtype)
     carried = Carried(initial_state, return_state, head_axis=2)
-    if carried.is_used:
-        _check_carried(carried, offset, x)
-    layer = Layer(options, _Shift(int(offset), fill), like_tokens=True, moves=offset != 0)
-    where, axes = Where(documents, segment_ids, positions), Axes(mesh, batch_axis, head_axis)
-    return call_layer(layer, x, (), where, axes, carried)
-
-
-def _check_carried(carried: Carried, offset: int, x: Any) -> None:
-    if offset < 1:
+    if carried.is_used and offset < 1:
         raise ValueError(
             f"{_OP}: offset is {offset}; initial_state and return_state need a positive one: a "
             "state has earlier tokens. Omit both, or shift whole documents in the data loader, by "
@@ -204,7 +215,10 @@ def _check_carried(carried: Carried, offset: int, x: Any) -> None:
         )
     of_rows = lambda x: jax.ShapeDtypeStruct((x.shape[0], offset, *x.shape[2:]), x.dtype)
     next_step = "Pass the last rows of each running document, as return_state=True returns them."
-    check_state(_OP, carried.initial, jax.tree.map(of_rows, x), next_step)
+    check_state(_OP, initial_state, jax.tree.map(of_rows, x), next_step)
+    run = _Shift(int(offset), fill)
+    layer = Layer(exchange_of(_OP, call), run, like_tokens=True, moves=offset != 0)
+    return call_layer(layer, x, (), carried, call)
 
 
 class _Shift(NamedTuple):
@@ -215,7 +229,12 @@ class _Shift(NamedTuple):
 
     @jax.named_scope("cpd.shift")
     def __call__(
-        self, options: Options, pieces: Pieces, x: Any, weights: tuple[()], carried: Carried
+        self,
+        exchange: CollectiveOptions,
+        pieces: Pieces,
+        x: Any,
+        weights: tuple[()],
+        carried: Carried,
     ) -> tuple[Any, Any]:
         offset, fill = self
         size, groups = pieces.begin.size, pieces.begin.shape
@@ -223,7 +242,7 @@ class _Shift(NamedTuple):
         own = rows = [x.reshape(size, *x.shape[2:]) for x in leaves]
         source = _sources(pieces, offset)
         if offset and pieces.world_size > 1:
-            rows = _with_halo(options, pieces, rows, offset)
+            rows = _with_halo(exchange, pieces, rows, offset)
 
         def shifted(x: Array) -> Array:
             valid = (source >= 0).reshape(-1, *[1] * (x.ndim - 1))
@@ -239,7 +258,7 @@ class _Shift(NamedTuple):
         state = None
         if carried.is_returned:
             both = zip(own, initial, strict=True)
-            state = tree.unflatten(last_rows(pieces, x, offset, s, fill) for x, s in both)
+            state = tree.unflatten(_last_rows(pieces, x, offset, s, fill) for x, s in both)
         return pieces.restore(tree.unflatten(out)), state
 
 
@@ -257,7 +276,9 @@ def _after(
     return chosen(is_first, jnp.take_along_axis(state, place, axis=1).astype(x.dtype), x)
 
 
-def _with_halo(options: Options, pieces: Pieces, rows: list[Array], offset: int) -> list[Array]:
+def _with_halo(
+    exchange: CollectiveOptions, pieces: Pieces, rows: list[Array], offset: int
+) -> list[Array]:
     """Appends the halo: one exchange for all arrays that vary over the same mesh axes.
 
     Beside others, an array would begin to vary over their axes.
@@ -265,9 +286,7 @@ def _with_halo(options: Options, pieces: Pieces, rows: list[Array], offset: int)
     whole = dict(enumerate(rows))
     for axes in dict.fromkeys(map(varying_axes, rows)):
         own = {i: x for i, x in enumerate(rows) if varying_axes(x) == axes}
-        halo = receive_halo(
-            options.exchange, pieces, own, abs(offset), after=offset < 0, shifted=True
-        )
+        halo = receive_halo(exchange, pieces, own, abs(offset), after=offset < 0, shifted=True)
         for i, x in own.items():
             whole[i] = jnp.concatenate([x, jax.lax.collapse(halo[i], 0, 2)])
     return list(whole.values())
@@ -277,7 +296,9 @@ def _sources(pieces: Pieces, offset: int) -> Array:
     """Returns for each row the row that it takes, of (this rank's, the halo's); -1: none."""
     size, width = pieces.begin.size, abs(offset)
     row = jnp.arange(size, dtype=jnp.int32)
-    begin, end = pieces.begin.reshape(-1), pieces.ends().reshape(-1)
+    first_row = jnp.arange(0, size, pieces.begin.shape[1], dtype=jnp.int32)[:, None]
+    end = only_where(pieces.is_token, document_ends(pieces.begin) + first_row).reshape(-1)
+    begin = pieces.begin.reshape(-1)
     source = row - offset
     inside = (begin >= 0) & (source >= begin) & (source < end)
     own = pieces.own_earlier if offset < 0 else pieces.own_later
@@ -287,16 +308,12 @@ def _sources(pieces: Pieces, offset: int) -> Array:
         exists = (own.start[slot] + place - width >= 0) & (place < width)
     else:  # [end, end + width)
         place = row - end + width
-        exists = own.start[slot] + row - begin + width < _document_lengths(pieces)[slot]
+        same = own.document[:, None] == pieces.later.document[None]
+        length = jnp.where(same, pieces.later.end[None], 0).max(1, initial=0)  # of its document
+        exists = own.start[slot] + row - begin + width < length[slot]
         exists &= place >= 0
     in_halo = (slot >= 0) & exists & ~inside
     return jnp.where(inside, source, jnp.where(in_halo, size + slot * width + place, -1))
-
-
-def _document_lengths(pieces: Pieces) -> Array:
-    """Returns the tokens of the document of each of this rank's pieces that others continue."""
-    same = pieces.own_earlier.document[:, None] == pieces.later.document[None]
-    return jnp.where(same, pieces.later.end[None], 0).max(1, initial=0)
 
 
 _OF_DOCUMENTS = "shift_documents"
@@ -377,17 +394,9 @@ def causal_conv(
     weight: Float[HostOrDevice, "W C"],
     bias: Float[HostOrDevice, " C"] | None = None,
     *,
-    axis_name: AxisName,
-    documents: Documents | Pieces | None = None,
-    segment_ids: Integer[HostOrDevice, "B T"] | None = None,
-    positions: Integer[HostOrDevice, "B T"] | None = None,
-    mesh: Mesh | AbstractMesh | None = None,
-    batch_axis: str | Names[str] | None = None,
-    head_axis: str | Names[str] | None = None,
-    implementation: str | None = None,
-    deadline: float | None = None,
     initial_state: Float[HostOrDevice, "B W-1 C"] | None = None,
     return_state: bool = False,
+    **call: Unpack[LayerOptions],
 ) -> Float[Array, "B T C"] | Any:
     """Computes a depthwise convolution over the tokens of each document, of this and earlier ones.
 
@@ -422,27 +431,31 @@ def causal_conv(
       TypeError, ValueError: an argument is invalid; the message says how to fix it.
       jax.errors.JaxRuntimeError: at run time, see `dispatch`.
     """
-    options = Options.of_call(_CONV, axis_name, implementation, deadline)
     if not len(weight):
         raise ValueError(
             f"{_CONV}: weight has no taps; it needs at least one, of the token itself."
         )
     weights = (weight,) if bias is None else (weight, bias)
-    where, axes = Where(documents, segment_ids, positions), Axes(mesh, batch_axis, head_axis)
-    layer = Layer(options, _convolve, moves=len(weight) > 1)
+    layer = Layer(exchange_of(_CONV, call), _convolve, moves=len(weight) > 1)
     carried = Carried(initial_state, return_state, head_axis=2)
-    return call_layer(layer, x, weights, where, axes, carried)
+    return call_layer(layer, x, weights, carried, call)
 
 
 @jax.named_scope("cpd.causal_conv")
 def _convolve(
-    options: Options, pieces: Pieces, x: Array, weights: tuple[Array, ...], carried: Carried
+    exchange: CollectiveOptions,
+    pieces: Pieces,
+    x: Array,
+    weights: tuple[Array, ...],
+    carried: Carried,
 ) -> tuple[Array, Array | None]:
     """Computes the convolution of one rank's rows [B, T, C]."""
     weight, *bias = weights
     width, dtype = weight.shape[0] - 1, x.dtype
     wide = sum_dtype(dtype)
-    rows, offset = pieces.arrange(x), pieces.offsets()
+    rows = pieces.arrange(x)
+    row = jnp.arange(pieces.begin.size, dtype=jnp.int32).reshape(pieces.begin.shape)
+    offset = jnp.where(pieces.is_token, row - pieces.begin, -1)  # in its piece
     total = jnp.zeros(rows.shape, wide)
     for back in range(width + 1):  # the token `back` before
         here = jnp.pad(rows, ((0, 0), (back, 0), (0, 0)))[:, : rows.shape[1]]
@@ -450,26 +463,21 @@ def _convolve(
         total += here * weight[width - back][None, None].astype(wide)
     flat = jax.lax.collapse(rows, 0, 2)
     if width and pieces.world_size > 1:
-        before = receive_halo(options.exchange, pieces, flat, width)
+        before = receive_halo(exchange, pieces, flat, width)
         total = _add_before(total, pieces.own_later, before, weight.astype(wide))
     initial = carried.initial
     if width and initial is not None:
         piece = pieces.row_ends.first_piece(pieces)
-        before = _from(initial, piece.start)
+        place = jnp.arange(width, dtype=jnp.int32)[None] + piece.start[:, None]
+        inside = place < width  # tokens of the state, not of this call
+        place = jnp.where(inside, place, 0)[..., None]
+        before = only_where(inside, jnp.take_along_axis(initial, place, axis=1))
         total = _add_before(total, piece, before, weight.astype(wide))
     for x in bias:
         total += x[None, None].astype(wide)
     out = jnp.where(pieces.is_token[..., None], total, 0).astype(dtype)
-    state = last_rows(pieces, flat, width, initial) if carried.is_returned else None
+    state = _last_rows(pieces, flat, width, initial) if carried.is_returned else None
     return pieces.restore(out), state
-
-
-def _from(state: Float[Array, "B V C"], start: Int32[Array, " B"]) -> Float[Array, "B V C"]:
-    """Returns the state's tokens behind the first `start`, and zeros for tokens of this call."""
-    place = jnp.arange(state.shape[1], dtype=jnp.int32)[None] + start[:, None]
-    inside = place < state.shape[1]
-    place = jnp.where(inside, place, 0)[..., None]
-    return only_where(inside, jnp.take_along_axis(state, place, axis=1))
 
 
 def _add_before(

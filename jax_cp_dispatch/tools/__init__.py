@@ -51,27 +51,20 @@ def has_gpu() -> bool:
 
 
 class Progress:
-    """Prints numbered steps with their time on standard error, and the progress of long ones."""
+    """Prints numbered steps with their time on standard error."""
 
     def __init__(self, num_steps: int):
         self._num_steps, self._step = num_steps, 0
 
     @contextlib.contextmanager
-    def step(self, what: str) -> Iterator[Callable[[float], None]]:
+    def step(self, what: str) -> Iterator[None]:
         self._step += 1
-        label = f"[{self._step}/{self._num_steps}] {what} "
-        start, is_shown = time.perf_counter(), sys.stderr.isatty()
-
-        def show(fraction: float) -> None:
-            if is_shown:
-                bar = "#" * round(20 * fraction)
-                print(f"\r{label:<60}|{bar:<20}|", end="", file=sys.stderr, flush=True)
-
-        show(0.0)
-        yield show
+        label, start = f"[{self._step}/{self._num_steps}] {what}", time.perf_counter()
+        if sys.stderr.isatty():
+            print(label, end="\r", file=sys.stderr, flush=True)
+        yield
         seconds = time.perf_counter() - start
-        again = "\r" if is_shown else ""
-        print(f"{again}{label:<60}{seconds:6.1f} s{'':<14}", file=sys.stderr, flush=True)
+        print(f"{label:<60}{seconds:6.1f} s", file=sys.stderr, flush=True)
 
 
 def interleaved(

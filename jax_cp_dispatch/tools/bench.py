@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,7 @@ from jax_cp_dispatch.tools.programs import Ranks, Shape
 
 HELP = "measure this machine against its limits and the alternatives"
 SECTIONS = ("movement", "attention", "gemm")
+Row: TypeAlias = dict[str, Any]  # one measured operation, as JSON says it
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -125,7 +126,7 @@ def run(options: argparse.Namespace) -> int:
                 errors[name] = f"{type(error).__name__}: {error}"
         if is_first and not options.json:
             print(*filter(None, [_tables(name, rows), errors.get(name)]), "", sep="\n", flush=True)
-        all_rows += [{"section": name} | dataclasses.asdict(row) for row in rows]
+        all_rows += [{"section": name} | row for row in rows]
     if is_first and options.json:
         report = {
             "devices": f"{ranks.name} ({jax.devices()[0].device_kind})",
@@ -141,33 +142,6 @@ def run(options: argparse.Namespace) -> int:
 # ---- What is measured.
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """One measured operation.
-
-    Attributes:
-      what: the operation.
-      size: of the operation, with the number of ranks.
-      seconds: median of one operation.
-      rate: bytes or FLOPs per second over all ranks, by `unit`; None: only a time.
-      unit: of `rate`: "B/s" or "FLOP/s".
-      of_limit: speed as a fraction of the limit that was measured in the same run.
-      limit: what the limit is.
-      speedup: how many times as fast as the alternative; above 1 it is faster.
-      alternative: what the alternative is.
-    """
-
-    what: str
-    size: str
-    seconds: float
-    rate: float | None = None
-    unit: str = ""
-    of_limit: float | None = None
-    limit: str = ""
-    speedup: float | None = None
-    alternative: str = ""
-
-
 def _rows(
     seconds: Mapping[str, float],
     size: str,
@@ -175,18 +149,22 @@ def _rows(
     limit: tuple[str, float],
     alternative: tuple[str, float],
 ) -> Iterator[Row]:
-    """Yields a row for each operation.
+    """Yields a row for each operation, with its rate over all ranks.
+
+    `of_limit` is its speed as a fraction of the limit that was measured in the same run; `speedup`
+    is how many times as fast as the alternative it is.
 
     Args:
-      seconds: of each operation.
-      size: of all.
+      seconds: of each operation, medians.
+      size: of all, with the number of ranks.
       amount: what each moves or computes, and the unit of its rate.
       limit, alternative: what they are, and their seconds for the same amount.
     """
+    names = {"unit": amount[1], "limit": limit[0], "alternative": alternative[0]}
     for what, value in seconds.items():
-        of_limit, speedup = limit[1] / value, alternative[1] / value
-        rate = amount[0] / value
-        yield Row(what, size, value, rate, amount[1], of_limit, limit[0], speedup, alternative[0])
+        speeds = {"of_limit": limit[1] / value, "speedup": alternative[1] / value}
+        row = {"what": what, "size": size, "seconds": value, "rate": amount[0] / value}
+        yield row | speeds | names
 
 
 def movement(ranks: Ranks, tokens: int, feature: tuple[int, ...], dtype: Any) -> Iterator[Row]:
@@ -220,13 +198,13 @@ def small_messages(ranks: Ranks) -> Iterator[Row]:
     loop = lambda name: ranks.program(programs.scanned(exchange.operations[name], _STEPS))
     names = "dispatch", "ppermute"
     seconds = ranks.measure({x: partial(loop(x), exchange.x, exchange.metadata) for x in names})
-    yield Row(
-        SMALL_DISPATCH,
-        f"{programs.SMALL[0]} × {programs.SMALL[1]} float32, {ranks.name}",
-        seconds["dispatch"] / _STEPS,
-        speedup=seconds["ppermute"] / seconds["dispatch"],
-        alternative="ppermute",
-    )
+    yield dict.fromkeys(("rate", "unit", "of_limit", "limit")) | {
+        "what": SMALL_DISPATCH,
+        "size": f"{programs.SMALL[0]} × {programs.SMALL[1]} float32, {ranks.name}",
+        "seconds": seconds["dispatch"] / _STEPS,
+        "speedup": seconds["ppermute"] / seconds["dispatch"],
+        "alternative": "ppermute",
+    }
 
 
 CAUSAL = ("ring", "zigzag", "balanced")
@@ -295,22 +273,21 @@ def gemms(
 def _tables(section: str, rows: Sequence[Row]) -> str:
     """Returns a table for each size."""
     parts = []
-    for size, group in itertools.groupby(rows, key=lambda row: row.size):
+    for size, group in itertools.groupby(rows, key=lambda row: row["size"]):
         first, *others = group
-        details = [f"limit: {first.limit}"] * bool(first.limit)
-        details.append(f"speedup over {first.alternative}")
-        lines = [
-            [f"  {row.what}", duration(row.seconds), _rate(row)]
-            + ["–" if x is None else f"{x:.2f}" for x in (row.of_limit, row.speedup)]
-            for row in (first, *others)
-        ]
+        details = [f"limit: {first['limit']}"] if first["limit"] else []
+        details.append(f"speedup over {first['alternative']}")
+        lines = []
+        for row in (first, *others):
+            ratios = ("–" if row[x] is None else f"{row[x]:.2f}" for x in ("of_limit", "speedup"))
+            lines.append([f"  {row['what']}", duration(row["seconds"]), _rate(row), *ratios])
         title = paragraph(f"{section}: {size} ({'; '.join(details)})", indent=0)
         parts.append(f"{title}\n{table(('', 'time', 'rate', 'of limit', 'speedup'), lines)}")
     return "\n".join(parts)
 
 
 def _rate(row: Row) -> str:
-    if row.rate is None:
+    if row["rate"] is None:
         return "–"
-    is_bytes = row.unit == "B/s"
-    return f"{byte_count(row.rate)}/s" if is_bytes else f"{short_count(row.rate)} {row.unit}"
+    is_bytes = row["unit"] == "B/s"
+    return f"{byte_count(row['rate'])}/s" if is_bytes else f"{short_count(row['rate'])} FLOP/s"

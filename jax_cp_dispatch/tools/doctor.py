@@ -26,7 +26,7 @@ import numpy as np
 from jax_cp_dispatch._dispatch import combine, dispatch
 from jax_cp_dispatch._ranks.implementations import available_implementations
 from jax_cp_dispatch._ranks.processes import initialize
-from jax_cp_dispatch.attention.local import gpu
+from jax_cp_dispatch.attention.local.gpu import why_not
 from jax_cp_dispatch.cpu_devices import start_cpu_devices, warn_of_deadlock
 from jax_cp_dispatch.metadata import compute_metadata
 from jax_cp_dispatch.scenarios import orchestrate_simulate
@@ -102,31 +102,21 @@ def look_at_machine() -> Iterator[Finding]:
         yield _attention_on_gpus()
     package = version_of("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")
     nvshmem = f"package {package}" if package else ctypes.util.find_library("nvshmem_host")
-    yield _optional(
-        "NVSHMEM",
-        nvshmem or "neither package nor library",
-        nvshmem is not None,
-        "Only for GPUs of several hosts: pip install nvidia-nvshmem-cu13 (or -cu12).",
-    )
+    found = nvshmem or "neither package nor library"
+    remedy = "Only for GPUs of several hosts: pip install nvidia-nvshmem-cu13 (or -cu12)."
+    yield _optional("NVSHMEM", found, nvshmem is not None, remedy)
     yield _shared_memory()
     setting = pathlib.Path("/proc/sys/kernel/yama/ptrace_scope")
     scope = setting.read_text().strip() if setting.is_file() else "0"
-    yield _optional(
-        "memory of other processes",
-        f"ptrace_scope is {scope}",
-        scope == "0",
-        "Only for copies straight into a peer's memory: sysctl kernel.yama.ptrace_scope=0.",
-    )
+    remedy = "Only for copies straight into a peer's memory: sysctl kernel.yama.ptrace_scope=0."
+    yield _optional("memory of other processes", f"ptrace_scope is {scope}", scope == "0", remedy)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    yield _optional(
-        "open files",
-        f"{soft}, at most {hard}",
-        soft == resource.RLIM_INFINITY or soft >= 1024,
-        "Only for jobs of several processes: raise the limit, ulimit -n 1024.",
-    )
+    is_enough = soft == resource.RLIM_INFINITY or soft >= 1024
+    remedy = "Only for jobs of several processes: raise the limit, ulimit -n 1024."
+    yield _optional("open files", f"{soft}, at most {hard}", is_enough, remedy)
     version, remedy = version_of("matplotlib"), "pip install 'jax_cp_dispatch[plots]'."
-    pictures = f"matplotlib {version}" if version else "no matplotlib"
-    yield _optional("pictures", pictures, version is not None, remedy)
+    found = f"matplotlib {version}" if version else "no matplotlib"
+    yield _optional("pictures", found, version is not None, remedy)
 
 
 def _optional(name: str, found: str, is_there: bool, remedy: str) -> Finding:
@@ -173,7 +163,7 @@ _HEADS = (64, 128, 256)
 
 
 def _attention_on_gpus() -> Finding:
-    reasons = {size: gpu.why_not(jnp.dtype("bfloat16"), (size, size)) for size in _HEADS}
+    reasons = {size: why_not(jnp.dtype("bfloat16"), (size, size)) for size in _HEADS}
     served = [size for size, reason in reasons.items() if reason is None]
     found = f"slow passes: {reasons[_HEADS[0]]}"
     if served:

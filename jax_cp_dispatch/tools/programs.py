@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from jax_cp_dispatch._dispatch import combine, dispatch
-from jax_cp_dispatch._ranks.gpu import raise_gpu_errors
+from jax_cp_dispatch._ranks.runtime import raise_gpu_errors
 from jax_cp_dispatch.attention import context_parallel_attention
 from jax_cp_dispatch.comm_gemm import all_gather_matmul, matmul_reduce_scatter
 from jax_cp_dispatch.documents import Documents
@@ -120,7 +120,6 @@ class Exchange:
 
     Attributes:
       x: rows of all ranks [W * tokens, *feature].
-      capacity: rows that the rank with most receives.
       runs: programs by name. All that receive rows give the same ones.
       collectives: the same with XLA.
     """
@@ -133,7 +132,7 @@ class Exchange:
         lengths = np.diff(cuts, axis=1, prepend=0, append=tokens).astype(np.int32)
         destinations = np.tile(np.arange(num_ranks, dtype=np.int32), (num_ranks, 1))
         plan, _ = compute_metadata(lengths, destinations)
-        self.capacity = capacity = int(np.max(plan.num_total_recv_tokens))
+        capacity = int(np.max(plan.num_total_recv_tokens))
         metadata = jax.tree.map(ranks.put, plan)
         self.x = x = ranks.put(rng.integers(0, 99, (num_ranks * tokens, *feature)).astype(dtype))
 
@@ -200,10 +199,8 @@ def _collectives(
         return fill(lax.all_gather(x, AXIS, tiled=True), indices)
 
     rank = np.arange(ranks.count)[:, None]
-    padded, gathered = (
-        received(np.tile(rank * pad, ranks.count)),
-        received(rank * tokens + first_rows),
-    )
+    padded = received(np.tile(rank * pad, ranks.count))
+    gathered = received(rank * tokens + first_rows)
     return {
         ALL_TO_ALL: partial(ranks.program(all_to_all), x, ranks.put(first_rows), padded),
         ALL_GATHER: partial(ranks.program(all_gather), x, gathered),
@@ -356,12 +353,11 @@ class Product:
         rng = np.random.default_rng(0)
         draw = lambda *s: rng.standard_normal(s, np.float32).astype(jnp.dtype(dtype))
         x, w = draw(m, k), draw(k, n)
-        gathers = op == GATHER
-        specs, out = (BY_COLUMN, BY_RANK), BY_RANK
-        function, by_xla = matmul_reduce_scatter, _by_reduce_scatter
-        if gathers:
-            specs, out = (BY_RANK, BY_COLUMN), BY_COLUMN
-            function, by_xla = all_gather_matmul, _by_all_gather
+        specs, out, function = (BY_COLUMN, BY_RANK), BY_RANK, matmul_reduce_scatter
+        by_xla = lambda x, w: lax.psum_scatter(x @ w, AXIS, tiled=True)
+        if gathers := op == GATHER:
+            specs, out, function = (BY_RANK, BY_COLUMN), BY_COLUMN, all_gather_matmul
+            by_xla = lambda x, w: lax.all_gather(x, AXIS, tiled=True) @ w
         self.x, self.w = (ranks.put(a, spec) for a, spec in zip((x, w), specs, strict=True))
         self.programs = {XLA: ranks.program(by_xla, specs, out)} | {
             name: ranks.program(partial(function, axis_name=AXIS, **METHODS[name]), specs, out)
@@ -382,11 +378,3 @@ class Product:
         for name, run in self.runs.items():
             tolerance = PRODUCT_TOLERANCE[self._dtype]
             self._ranks.check_equal(f"{self.op}, {name}", run(), want, tolerance)
-
-
-def _by_all_gather(x, w):
-    return lax.all_gather(x, AXIS, tiled=True) @ w
-
-
-def _by_reduce_scatter(x, w):
-    return lax.psum_scatter(x @ w, AXIS, tiled=True)

@@ -269,9 +269,9 @@ def test_a_place_is_a_process_and_a_device_of_it(monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda: devices)
     try:
         gpu._numbers.cache_clear()
-        assert [gpu._entry(d) for d in devices] == [1, 0, 65536, 65537, 131072, 131073]
+        assert [gpu.device_entry(d) for d in devices] == [1, 0, 65536, 65537, 131072, 131073]
         assert gpu.local_ordinals() == [6, 4]
-        assert gpu._entry(Device(0, 3, None)) == 3  # of a machine for which we compile
+        assert gpu.device_entry(Device(0, 3, None)) == 3  # of a machine for which we compile
     finally:
         gpu._numbers.cache_clear()
 

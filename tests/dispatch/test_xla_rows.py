@@ -22,7 +22,7 @@ from on_mesh import AXIS, mesh_of, on_ranks, permuted_mesh
 from jax_cp_dispatch import Metadata, combine, dispatch, experts, ragged_all_to_all
 from jax_cp_dispatch._dispatch import xla  # inner: a CPU program uses the operation
 from jax_cp_dispatch._dispatch.xla_transfers import XlaRanks  # inner: counts gathered bytes
-from jax_cp_dispatch.experts import exchange  # inner: stands for processes without shared memory
+from jax_cp_dispatch.experts import tokens  # inner: stands for processes without shared memory
 
 W, S, T, C = 8, 5, 24, 2
 CAPACITY = 100
@@ -134,7 +134,7 @@ def test_processes_without_shared_memory_sum_weighted_rows_with_the_same_bits(mo
 
     expected = run("in_process")
     monkeypatch.setattr(
-        exchange, "_where_it_runs", lambda options, by_choice, by_rank, *x, summed: by_choice(*x)
+        tokens, "_where_it_runs", lambda options, by_choice, by_rank, *x, summed: by_choice(*x)
     )
     np.testing.assert_array_equal(run("xla"), expected)
 

@@ -41,16 +41,11 @@ int64_t Bytes(int type) {
 
 float Load(const void* data, int type, int64_t i) {
   switch (type) {
-    case lt::kR32F:
-      return static_cast<const float*>(data)[i];
-    case lt::kR16BF:
-      return static_cast<const BF16*>(data)[i];
-    case lt::kR16F:
-      return static_cast<const F16*>(data)[i];
-    case lt::kR8FE4M3:
-      return static_cast<const E4M3*>(data)[i];
-    default:
-      return static_cast<const E5M2*>(data)[i];
+    case lt::kR32F: return static_cast<const float*>(data)[i];
+    case lt::kR16BF: return static_cast<const BF16*>(data)[i];
+    case lt::kR16F: return static_cast<const F16*>(data)[i];
+    case lt::kR8FE4M3: return static_cast<const E4M3*>(data)[i];
+    default: return static_cast<const E5M2*>(data)[i];
   }
 }
 

@@ -93,21 +93,16 @@ inline int64_t StoredBytes(XLA_FFI_DataType type) {
     case XLA_FFI_DataType_S16:
     case XLA_FFI_DataType_U16:
     case XLA_FFI_DataType_F16:
-    case XLA_FFI_DataType_BF16:
-      return 2;
+    case XLA_FFI_DataType_BF16: return 2;
     case XLA_FFI_DataType_S32:
     case XLA_FFI_DataType_U32:
-    case XLA_FFI_DataType_F32:
-      return 4;
+    case XLA_FFI_DataType_F32: return 4;
     case XLA_FFI_DataType_S64:
     case XLA_FFI_DataType_U64:
     case XLA_FFI_DataType_F64:
-    case XLA_FFI_DataType_C64:
-      return 8;
-    case XLA_FFI_DataType_C128:
-      return 16;
-    default:
-      return 1;
+    case XLA_FFI_DataType_C64: return 8;
+    case XLA_FFI_DataType_C128: return 16;
+    default: return 1;
   }
 }
 

@@ -21,16 +21,11 @@ inline std::mt19937 rng(0);
 
 inline float ValueOf(DataType type, const char* data, int64_t i) {
   switch (type) {
-    case DataType::kBF16:
-      return reinterpret_cast<const BF16*>(data)[i];
-    case DataType::kF16:
-      return reinterpret_cast<const F16*>(data)[i];
-    case DataType::kE4M3:
-      return reinterpret_cast<const E4M3*>(data)[i];
-    case DataType::kE5M2:
-      return reinterpret_cast<const E5M2*>(data)[i];
-    default:
-      return reinterpret_cast<const float*>(data)[i];
+    case DataType::kBF16: return reinterpret_cast<const BF16*>(data)[i];
+    case DataType::kF16: return reinterpret_cast<const F16*>(data)[i];
+    case DataType::kE4M3: return reinterpret_cast<const E4M3*>(data)[i];
+    case DataType::kE5M2: return reinterpret_cast<const E5M2*>(data)[i];
+    default: return reinterpret_cast<const float*>(data)[i];
   }
 }
 

@@ -128,17 +128,12 @@ class Rank {
       }
       CheckUntouched(program_.calls[group_][open.call]);
       switch (program_.fault) {
-        case Fault::kNone:
-          CHECK(Contains(status, "(none should fail)"));
-          break;
+        case Fault::kNone: CHECK(Contains(status, "(none should fail)")); break;
         case Fault::kBadPlan:
           CHECK(Contains(status, "would receive 1048576 tokens but capacity is"));
           break;
-        case Fault::kMissing:
-          CHECK(Contains(status, "ms passed"));
-          break;
-        case Fault::kRefused:
-          CHECK(Contains(status, "no such buffer"));
+        case Fault::kMissing: CHECK(Contains(status, "ms passed")); break;
+        case Fault::kRefused: CHECK(Contains(status, "no such buffer"));
       }
     }
     open_.clear();

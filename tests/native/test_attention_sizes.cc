@@ -13,18 +13,12 @@ AttentionErrors OfRandomShape(std::mt19937& rng) {
   const AttentionShape shape = RandomAttentionShape(rng);
   const bool is_early = rng() % 2 == 0;
   switch (rng() % 6) {
-    case 0:
-      return EqualsLoops<F16, 64, 64>(rng, shape, is_early);
-    case 1:
-      return EqualsLoops<BF16, 96, 96>(rng, shape, is_early);
-    case 2:
-      return EqualsLoops<BF16, 192, 128>(rng, shape, is_early);
-    case 3:
-      return EqualsLoops<F16, 256, 256>(rng, shape, is_early);
-    case 4:
-      return EqualsLoops<BF16, 64, 64>(rng, shape, is_early);
-    default:
-      return EqualsLoops<BF16, 128, 128>(rng, shape, is_early);
+    case 0: return EqualsLoops<F16, 64, 64>(rng, shape, is_early);
+    case 1: return EqualsLoops<BF16, 96, 96>(rng, shape, is_early);
+    case 2: return EqualsLoops<BF16, 192, 128>(rng, shape, is_early);
+    case 3: return EqualsLoops<F16, 256, 256>(rng, shape, is_early);
+    case 4: return EqualsLoops<BF16, 64, 64>(rng, shape, is_early);
+    default: return EqualsLoops<BF16, 128, 128>(rng, shape, is_early);
   }
 }
 

@@ -71,8 +71,8 @@ def test_metadata():
     assert re.search(r"^ +0 +2 +3$", text, re.M) and re.search(r"^ +1 +4 +4$", text, re.M)
     assert re.search(r"rows received from others +3 +4 +4 +0$", text, re.M)
     view = metadata.get_slice(1).describe()
-    assert "sends     8 rows; 4 to rank 0, 4 to rank 1" in view
-    assert "receives  7 rows; 4 from rank 1, 3 from rank 0" in view
+    assert "sends     8 rows" in view and re.search(r"^  rows to a rank +4 +4 +4 +0$", view, re.M)
+    assert "receives  7 rows" in view and re.search(r"^  rows from a rank +3 +4 +4 +1$", view, re.M)
     np.testing.assert_array_equal(metadata.rows_between_ranks(), [[2, 3], [4, 4]])
     assert rows_by_link(metadata.rows_between_ranks()).total == 7 / 2
     with pytest.raises(ValueError, match=r"Metadata\.rows_between_ranks: .* the plan of all 2"):

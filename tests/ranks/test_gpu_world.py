@@ -257,7 +257,7 @@ def connect(scene):
     fake_nvshmem.started.clear()
     gpu_world._world = gpu_world._slabs = None
     gpu_world._host = lambda: HOSTS[scene.partition(",")[0]][PROCESS]
-    gpu_world._may_network = lambda: "no adapter" not in scene
+    gpu_world.may_network = lambda: "no adapter" not in scene
     num_local = 2 if "two gpus each" in scene else 1
     gpu_world._local_gpus = lambda: jax.local_devices()[:num_local]
     world = gpu.connect_gpus(timeout=600)

@@ -12,19 +12,20 @@ from on_mesh import AXIS, mesh_of
 from orders import BATCHES, Order
 
 from jax_cp_dispatch import sequence
-from jax_cp_dispatch.sequence.chains import CutPieces, _links  # inner: nothing public counts rows
-from jax_cp_dispatch.sequence.pieces import Options  # inner: the same
+from jax_cp_dispatch._ranks.options import read_options  # inner: nothing public counts rows
+from jax_cp_dispatch.sequence.call_layer import Carried  # inner: the same
+from jax_cp_dispatch.sequence.chains import CutPieces, _links  # inner: the same
 from jax_cp_dispatch.sequence.shift import _metadata  # inner: the same
 
 
 @partial(jax.jit, static_argnames=("num_ranks", "width"))
 def counts_of_ranks(documents, num_ranks, width):
     def counts(documents):
-        options = Options.of_call("test", AXIS)
+        exchange = read_options("test", AXIS)
         pieces = sequence.document_pieces(documents, axis_name=AXIS)
-        links = _links(CutPieces.of(options.exchange, pieces))
+        plans, *_ = _links(CutPieces.of(exchange, pieces, Carried()))
         before, after = (_metadata(pieces, width, side, True) for side in (False, True))
-        exchanges = before, after, links.first, links.others
+        exchanges = before, after, *plans
         return jax.tree.map(lambda x: x[None], [x.num_recv_tokens[:-1] for x in exchanges])
 
     specs: Any = {"in_specs": (documents.specs(AXIS),), "out_specs": P(AXIS)}

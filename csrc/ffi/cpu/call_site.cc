@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <atomic>
 #include <map>
-#include <mutex>
 #include <string_view>
 
 #include "transport/transports.h"

@@ -86,7 +86,7 @@ XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame) {
   return handler->Call(frame);
 }
 
-// ---- The handlers of the CPU module. The first stage makes the state; see call_state.h.
+// ---- The handlers of the CPU module. The first stage makes the state; see CallState.
 
 std::vector<Target> DispatchTargets();
 std::vector<Target> GemmTargets();

@@ -2,7 +2,6 @@
 #include "dispatch/dispatch.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cstdint>
 #include <exception>
 #include <memory>

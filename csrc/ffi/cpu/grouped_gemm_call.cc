@@ -2,17 +2,13 @@
 #include "ffi/cpu/grouped_gemm_call.h"
 
 #include <algorithm>
-#include <cstdint>
 #include <initializer_list>
 #include <limits>
-#include <string>
 #include <utility>
 
-#include "ffi/common.h"
 #include "ffi/cpu/call_site.h"
 #include "ffi/gemm_call.h"
 #include "gemm/blas.h"
-#include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
 

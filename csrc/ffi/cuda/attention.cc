@@ -27,16 +27,6 @@ Status Invalid(const std::string& op, const std::string& got) {
 
 const uint16_t* Bits(const Any& x) { return static_cast<const uint16_t*>(x.untyped_data()); }
 
-std::vector<int64_t> DimsOf(const Any& x) {
-  const auto dims = x.dimensions();
-  return {dims.begin(), dims.end()};
-}
-
-bool HasShape(const Any& x, const std::vector<int64_t>& shape) {
-  const auto dims = x.dimensions();
-  return std::equal(dims.begin(), dims.end(), shape.begin(), shape.end());
-}
-
 // What both calls read: arrays [batch, rows, heads, size], and the keys of each row.
 struct Operands {
   Any q, k, v;
@@ -47,16 +37,11 @@ struct Operands {
     return {ToDataType(q.element_type()), static_cast<int>(q.dimensions()[3]),
             static_cast<int>(v.dimensions()[3])};
   }
-  std::vector<int64_t> OfQueries(int64_t size) const {
-    const auto rows = q.dimensions();
-    return {rows[0], rows[1], rows[2], size};
-  }
   // Of numbers of each row.
   size_t NumRows() const {
     const auto rows = q.dimensions();
     return static_cast<size_t>(rows[0] * rows[1] * rows[2]);
   }
-  bool IsOfRows(const Floats& x) const { return x.element_count() == NumRows(); }
   // Whether an array is float, or has the type of the elements.
   bool IsFloat(const Any& x) const {
     return x.element_type() == ffi::F32 || x.element_type() == q.element_type();
@@ -116,11 +101,12 @@ Status ReadQueries(const std::string& op, const ffi::RemainingArgs& arguments,
   return Invalid(op, "ranges of queries of another size");
 }
 
-// Rows of floats; an invalid status if they have another shape or type.
+// Rows of `count` floats in all; an invalid status if they have another size or type.
 template <typename To>
-Status ReadFloats(const std::string& op, const Operands& of, Any x,
-                  const std::vector<int64_t>& shape, To* to) {
-  if (!HasShape(x, shape) || !of.IsFloat(x)) return Invalid(op, "rows of another shape or type");
+Status ReadFloats(const std::string& op, const Operands& of, Any x, size_t count, To* to) {
+  if (x.element_count() != count || !of.IsFloat(x)) {
+    return Invalid(op, "rows of another size or type");
+  }
   to->data = x.untyped_data();
   to->is_wide = x.element_type() == ffi::F32;
   return {};
@@ -129,7 +115,7 @@ Status ReadFloats(const std::string& op, const Operands& of, Any x,
 // Numbers of each row, of all heads.
 template <typename T>
 Status ReadNumbers(const std::string& op, const Operands& of, const Floats& x, T** to) {
-  if (!of.IsOfRows(x)) return Invalid(op, "numbers of another count of rows");
+  if (x.element_count() != of.NumRows()) return Invalid(op, "numbers of another count of rows");
   *to = x.typed_data();
   return {};
 }
@@ -182,7 +168,7 @@ ffi::Error AttendIn(int32_t device, cudaStream_t stream, Any q, Any k, Any v, In
   kernels::AttendCall call{};
   return Run<kExecute>(
       op, device, stream, LaunchAttend, of, others, has_queries, &call,
-      [&] { return ReadFloats(op, of, *out, of.OfQueries(v.dimensions()[3]), &call.out); },
+      [&] { return ReadFloats(op, of, *out, of.NumRows() * v.dimensions()[3], &call.out); },
       [&] { return ReadNumbers(op, of, *lse, &call.lse); },
       [&]() -> Status {
         if (peak.size() == 0) return {};
@@ -236,22 +222,22 @@ ffi::Error GradientsIn(int32_t device, cudaStream_t stream, Any q, Any k, Any v,
   return Run<kExecute>(
       op, device, stream, LaunchGradients, of, others, has_queries, &call,
       [&]() -> Status {
-        const auto shape = of.OfQueries(v.dimensions()[3]);
-        if (!HasShape(dout, shape) || dout.element_type() != q.element_type()) {
-          return Invalid(op, "dout of another shape or type");
+        const size_t num_values = of.NumRows() * v.dimensions()[3];
+        if (dout.element_count() != num_values || dout.element_type() != q.element_type()) {
+          return Invalid(op, "dout of another size or type");
         }
         call.dout = Bits(dout);
         if (others.size() == first) return Invalid(op, "neither out nor delta");
         if (has_delta) return ReadMore(op, others, first, of.NumRows(), &call.delta);
         const auto out = others.get<Any>(first);
         if (!out.has_value()) return Invalid(op, "no out");
-        return ReadFloats(op, of, *out, shape, &call.out);
+        return ReadFloats(op, of, *out, num_values, &call.out);
       },
       [&] {
         return has_delta ? Status{} : ReadMore(op, others, first + 1, of.NumRows(), &call.dlse);
       },
       [&] { return ReadNumbers(op, of, lse, &call.lse); },
-      [&] { return ReadFloats(op, of, *dq, of.OfQueries(q.dimensions()[3]), &call.dq); },
+      [&] { return ReadFloats(op, of, *dq, q.element_count(), &call.dq); },
       [&]() -> Status {
         if (!has_delta || others.size() < first + 2) return {};
         const auto before = others.get<Floats>(first + 1);
@@ -261,8 +247,8 @@ ffi::Error GradientsIn(int32_t device, cudaStream_t stream, Any q, Any k, Any v,
         call.dq.adds = true;
         return {};
       },
-      [&] { return ReadFloats(op, of, *dk, DimsOf(k), &call.dk); },
-      [&] { return ReadFloats(op, of, *dv, DimsOf(v), &call.dv); },
+      [&] { return ReadFloats(op, of, *dk, k.element_count(), &call.dk); },
+      [&] { return ReadFloats(op, of, *dv, v.element_count(), &call.dv); },
       [&]() -> Status {
         const auto num_tiles = static_cast<size_t>(call.batch) * kernels::NumTiles(call.num_rows);
         if (sizeof(kernels::QueryTile) / 4 * num_tiles != tiles->element_count() ||
