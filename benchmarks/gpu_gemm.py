@@ -14,9 +14,8 @@ import jax.numpy as jnp
 
 from jax_cp_dispatch import gemm
 from jax_cp_dispatch._ranks.communicator import Communicator
-from jax_cp_dispatch.comm_gemm.call import GemmCall, Overlap
-from jax_cp_dispatch.comm_gemm.lowering import run_all_ranks
-from jax_cp_dispatch.comm_gemm.types import CommOverlapMethod, CommOverlapType
+from jax_cp_dispatch.buffers import CommOverlapConfig, CommOverlapMethod, CommOverlapType
+from jax_cp_dispatch.comm_gemm.primitive import GemmCall, run_all_ranks
 from jax_cp_dispatch.gpu import raise_gpu_errors
 from jax_cp_dispatch.profiling import overlap_profile
 from jax_cp_dispatch.scaling import ScalingMode, quantize
@@ -105,7 +104,7 @@ def hidden(size, num_ranks, method, kind, repeats):
             out_shape=(size if gathers else own, n),
             out_dtype="bfloat16",
             comm=Communicator(axis_names=("tp",), num_ranks=num_ranks),
-            overlap=Overlap(comm_type=kind, method=method, use_ce=True),
+            overlap=CommOverlapConfig(kind, method),
             row_counts=(own,) * num_ranks,
         )
         return jax.jit(lambda x, w: run_all_ranks(call, lhs=x, rhs=w).output)

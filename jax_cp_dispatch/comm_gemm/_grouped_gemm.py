@@ -1,9 +1,8 @@
 """`grouped_gemm`: a GEMM for each group of rows, as in mixture-of-experts layers."""
 
-import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +10,10 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from jax_cp_dispatch._arrays import sum_dtype
+from jax_cp_dispatch._door import check_annotated
 from jax_cp_dispatch._ranks import runtime
 from jax_cp_dispatch._ranks.communicator import Communicator
 from jax_cp_dispatch._ranks.implementations import (
@@ -32,100 +32,59 @@ from jax_cp_dispatch._ranks.lowering import (
     run_alone,
 )
 from jax_cp_dispatch._ranks.options import vary_alike, vary_like, whole_on_explicit_axes
-from jax_cp_dispatch.comm_gemm.lowering import load_blas, threads_per_device
-from jax_cp_dispatch.comm_gemm.scaled_operands import required_scales
-from jax_cp_dispatch.comm_gemm.types import (
-    ScalingMode,
+from jax_cp_dispatch.buffers import check_flag
+from jax_cp_dispatch.comm_gemm.checks import (
     check_operand_types,
-    read_array,
-    read_flag,
+    read_arrays,
+    required_scales,
     result_dtype,
     reverse_mode_only,
 )
-
-# ---- `grouped_gemm_p`: a gemm per group of rows, with sizes known only at run time.
+from jax_cp_dispatch.comm_gemm.primitive import (
+    GemmCall,
+    load_blas,
+    threads_per_device,
+)
+from jax_cp_dispatch.scaling import ScalingMode
 
 grouped_gemm_p = Primitive("grouped_gemm")
 
 
-@dataclasses.dataclass(frozen=True)
-class GroupedCall:
-    """The static parts of a grouped gemm.
-
-    Attributes:
-      out_dtype: of the output.
-      contracts_rows: lhs [M, K] and rhs [M, N] give [G, K, N]; else lhs [M, K] and a matrix per
-        group give [M, N].
-      rhs_transposed: the matrices are [G, N, K], not [G, K, N].
-      scaling_mode: how operands are scaled.
-      fuse_bias: a bias is added.
-      implementation: None, "in_process" or "xla".
-    """
-
-    out_dtype: str
-    contracts_rows: bool = False
-    rhs_transposed: bool = False
-    scaling_mode: ScalingMode = ScalingMode.NO_SCALING
-    fuse_bias: bool = False
-    implementation: str | None = None
-
-    @property
-    def comm(self) -> Communicator:
-        """No ranks, but the caller's choice."""
-        return Communicator(implementation=self.implementation)
-
-    def replace(self, **changes: Any) -> "GroupedCall":
-        return dataclasses.replace(self, **changes)
-
-    def out_shape(self, lhs, rhs, group_sizes) -> tuple[int, ...]:
-        if self.contracts_rows:
-            return (group_sizes.shape[0], lhs.shape[1], rhs.shape[1])
-        return (lhs.shape[0], rhs.shape[1 if self.rhs_transposed else 2])
+# The call says by `lhs_transposed` that rows are contracted: lhs [M, K] and rhs [M, N] give
+# [G, K, N]. Otherwise lhs [M, K] and a matrix per group, [G, K, N] or, as `rhs_transposed` says,
+# [G, N, K], give [M, N]. Operands that are not used have one element.
 
 
-class GroupedOperands(NamedTuple):
-    """Operands of the handler; those that are not used have one element."""
-
-    lhs: Any
-    lhs_scale_inv: Any
-    rhs: Any
-    rhs_scale_inv: Any
-    bias: Any
-    group_sizes: Any
+def _shape(lhs, *_, call: GemmCall):
+    return lhs.update(shape=call.out_shape, dtype=jnp.dtype(call.out_dtype), weak_type=False)
 
 
-def _shape(*operands, call: GroupedCall):
-    given = GroupedOperands(*operands)
-    shape = call.out_shape(given.lhs, given.rhs, given.group_sizes)
-    return given.lhs.update(shape=shape, dtype=jnp.dtype(call.out_dtype), weak_type=False)
-
-
-def _lower(ctx, *operands, call: GroupedCall):
-    choice = choose(ctx, "grouped_gemm", call.comm)
+def _lower(ctx, *operands, call: GemmCall):
+    choice = choose(ctx, call.op, call.comm)
     return choice.lower(Operation.GROUPED_GEMM, ctx, *operands, call=call)
 
 
-def _lower_on_cpu(ctx, *operands, call: GroupedCall, choice: Chosen):
+def _lower_on_cpu(ctx, *operands, call: GemmCall, choice: Chosen):
     load_blas()
     return jax.ffi.ffi_lowering(runtime.GROUPED_GEMM_TARGET)(
         ctx,
         *operands,
-        op="grouped_gemm",
+        op=call.op,
         num_threads=np.int64(threads_per_device()),
         scaling_mode=np.int64(call.scaling_mode),
-        contracts_rows=call.contracts_rows,
+        contracts_rows=call.lhs_transposed,
         rhs_transposed=call.rhs_transposed,
         fuse_bias=call.fuse_bias,
     )
 
 
-def _lower_on_gpu(ctx, *operands, call: GroupedCall, choice: Chosen):
+def _lower_on_gpu(ctx, *operands, call: GemmCall, choice: Chosen):
     missing = "grouped products on GPUs are XLA's ragged_dot, without a host's synchronisation"
-    by_xla = fall_back(choice, "grouped_gemm", call.comm, missing)
+    by_xla = fall_back(choice, call.op, call.comm, missing)
     return by_xla.lower(Operation.GROUPED_GEMM, ctx, *operands, call=call)
 
 
-def _lower_by_xla(ctx, *operands, call: GroupedCall, choice: Chosen):
+def _lower_by_xla(ctx, *operands, call: GemmCall, choice: Chosen):
     by_xla = functools.partial(grouped_gemm_by_xla, call=call)
     return mlir.lower_fun(by_xla, multiple_results=False)(ctx, *operands)
 
@@ -135,22 +94,23 @@ register_lowering(Operation.GROUPED_GEMM, _lower_on_gpu, on=ON_GPU)
 register_lowering(Operation.GROUPED_GEMM, _lower_by_xla, on=[XLA])
 
 
-def grouped_gemm_by_xla(*operands, call: GroupedCall):
+def grouped_gemm_by_xla(
+    lhs, lhs_scale_inv, rhs, rhs_scale_inv, bias, group_sizes, *, call: GemmCall
+):
     """Computes a grouped gemm with `jax.lax.ragged_dot_general`."""
-    lhs, lhs_scale_inv, rhs, rhs_scale_inv, bias, group_sizes = GroupedOperands(*operands)
     wide = sum_dtype(call.out_dtype)
-    num_rows, num_groups = lhs.shape[0], group_sizes.shape[0]
+    num_rows = lhs.shape[0]
     is_row = jnp.arange(num_rows)[:, None] < group_sizes.sum()
     of_rows = lambda x: jnp.repeat(x, group_sizes, axis=0, total_repeat_length=num_rows)
     if call.scaling_mode != ScalingMode.NO_SCALING:
         lhs = lhs.astype(wide) * of_rows(lhs_scale_inv)[:, None]
-        rhs_scale = of_rows(rhs_scale_inv) if call.contracts_rows else rhs_scale_inv
+        rhs_scale = of_rows(rhs_scale_inv) if call.lhs_transposed else rhs_scale_inv
         rhs = rhs.astype(wide) * rhs_scale.reshape(-1, *[1] * (rhs.ndim - 1))
-    contracted = ((0,), (0,)) if call.contracts_rows else ((1,), (2 if call.rhs_transposed else 1,))
+    contracted = ((0,), (0,)) if call.lhs_transposed else ((1,), (2 if call.rhs_transposed else 1,))
     numbers = lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(contracted, ((), ())),
         lhs_ragged_dimensions=[0],
-        rhs_group_dimensions=[] if call.contracts_rows else [0],
+        rhs_group_dimensions=[] if call.lhs_transposed else [0],
     )
     is_exact = max(lhs.dtype.itemsize, rhs.dtype.itemsize) < 4  # in float32; Mosaic refuses HIGHEST
     product = lax.ragged_dot_general(
@@ -161,8 +121,8 @@ def grouped_gemm_by_xla(*operands, call: GroupedCall):
         precision=None if is_exact else lax.Precision.HIGHEST,
         preferred_element_type=wide,
     )
-    if call.contracts_rows:
-        return product.reshape(num_groups, lhs.shape[1], rhs.shape[1]).astype(call.out_dtype)
+    if call.lhs_transposed:
+        return product.reshape(call.out_shape).astype(call.out_dtype)
     if call.fuse_bias:
         product = product + of_rows(bias.astype(wide))
     return jnp.where(is_row, product, 0).astype(call.out_dtype)
@@ -174,7 +134,7 @@ mlir.register_lowering(grouped_gemm_p, _lower)
 batching.primitive_batchers[grouped_gemm_p] = functools.partial(one_after_another, grouped_gemm_p)
 
 
-def _no_derivative(primals, tangents, *, call: GroupedCall):
+def _no_derivative(primals, tangents, *, call: GemmCall):
     raise NotImplementedError(
         f"grouped_gemm: no derivative is defined with {call.scaling_mode}. Quantize inside a "
         "function whose derivative you define, or differentiate it with NO_SCALING (reverse mode)."
@@ -184,10 +144,23 @@ def _no_derivative(primals, tangents, *, call: GroupedCall):
 ad.primitive_jvps[grouped_gemm_p] = _no_derivative
 
 
-_FORMS: dict[Any, tuple[bool, bool]] = {  # contracting_dims -> (contracts_rows, rhs_transposed)
-    ((1,), (1,)): (False, False),
-    ((1,), (2,)): (False, True),
-    ((0,), (0,)): (True, False),
+def _matrices(
+    lhs: Float[Array, "M K"], group_sizes: Shaped[Array, " G"], rhs: Float[Array, "G K N"]
+): ...
+
+
+def _transposed(
+    lhs: Float[Array, "M K"], group_sizes: Shaped[Array, " G"], rhs: Float[Array, "G N K"]
+): ...
+
+
+def _rows(lhs: Float[Array, "M K"], rhs: Float[Array, "M N"]): ...
+
+
+_FORMS: dict[Any, tuple[Any, bool, bool]] = {  # contracting_dims -> contracts_rows, rhs_transposed
+    ((1,), (1,)): (_matrices, False, False),
+    ((1,), (2,)): (_transposed, False, True),
+    ((0,), (0,)): (_rows, True, False),
 }
 
 
@@ -243,46 +216,59 @@ def grouped_gemm(
       NVIDIA Transformer Engine, `grouped_gemm`; its oracle is `jax.lax.ragged_dot`.
     """
     op = "grouped_gemm"
-    lhs, rhs = read_array(op, "lhs", lhs), read_array(op, "rhs", rhs)
-    group_sizes = read_array(op, "group_sizes", group_sizes)
+    scales = {"lhs_scale_inv": lhs_scale_inv, "rhs_scale_inv": rhs_scale_inv}
+    more = {"group_sizes": group_sizes, "bias": bias, **scales}
+    given = read_arrays(op, grouped_gemm, lhs=lhs, rhs=rhs, **more)
+    lhs, rhs, group_sizes = given["lhs"], given["rhs"], given["group_sizes"]
+    bias = given.get("bias")
     mode = ScalingMode.read(op, "scaling_mode", scaling_mode)
-    check_operand_types(op, lhs, rhs, mode)
-    read_flag(op, "use_split_accumulator", use_split_accumulator)
+    check_operand_types(op, mode, lhs=lhs, rhs=rhs)
+    check_flag(op, "use_split_accumulator", use_split_accumulator)
     check_implementation(op, implementation)
-    dims = _read_dims(op, contracting_dims)
-    contracts_rows, rhs_transposed = _FORMS[dims]
-    _check_shapes(op, lhs, rhs, group_sizes, dims)
-    call = GroupedCall(
+    form, contracts_rows, rhs_transposed = _read_form(op, contracting_dims)
+    check_annotated(op, form, given, {"rhs": "Collapse others. See contracting_dims."})
+    n, num_groups = rhs.shape[1 if contracts_rows or rhs_transposed else 2], len(group_sizes)
+    call = GemmCall(
+        op=op,
+        comm=Communicator(implementation=implementation),
+        out_shape=(num_groups, lhs.shape[1], n) if contracts_rows else (len(lhs), n),
         out_dtype=result_dtype(op, lhs, rhs, preferred_element_type),
-        contracts_rows=contracts_rows,
+        lhs_transposed=contracts_rows,
         rhs_transposed=rhs_transposed,
         scaling_mode=mode,
         fuse_bias=bias is not None,
-        implementation=implementation,
     )
-    num_groups = group_sizes.shape[0]
     if bias is not None:
-        bias = _read_bias(
-            op,
-            call,
-            jnp.asarray(bias, call.out_dtype),
-            (num_groups, call.out_shape(lhs, rhs, group_sizes)[-1]),
+        if contracts_rows:
+            raise ValueError(
+                f"{op}: got a bias where rows are contracted; it has no rows to be added to. Omit "
+                "it."
+            )
+        if bias.shape != (num_groups, n):
+            raise ValueError(
+                f"{op}: bias has shape {bias.shape}; it needs {(num_groups, n)}, one row per group."
+            )
+        bias = jnp.asarray(bias, call.out_dtype)
+    lhs_scale_inv, rhs_scale_inv = map(given.get, scales)
+    required_scales(op, mode, lhs=lhs_scale_inv, rhs=rhs_scale_inv)
+    if mode == ScalingMode.MXFP8_1D_SCALING:
+        raise ValueError(
+            f"{op}: got {mode}; groups have one scale each. Use CURRENT_TENSOR_SCALING or "
+            "DELAYED_TENSOR_SCALING, or dequantize."
         )
-    _check_scales(op, mode, num_groups, {"lhs": lhs_scale_inv, "rhs": rhs_scale_inv})
-    if mode == ScalingMode.NO_SCALING:
-        given = [x for x in (lhs, rhs, group_sizes, bias) if x is not None]
-        whole = whole_on_explicit_axes(given)
-        lhs, rhs, group_sizes, *rest = vary_alike(whole)  # as their cotangents do
-        with reverse_mode_only(op):
-            return _differentiable(call, lhs, rhs, rest[0] if rest else None, group_sizes)
-    return _bind(call, lhs, rhs, bias, group_sizes, (lhs_scale_inv, rhs_scale_inv))
+    if mode != ScalingMode.NO_SCALING:
+        return _bind(call, lhs, rhs, bias, group_sizes, (lhs_scale_inv, rhs_scale_inv))
+    whole = whole_on_explicit_axes(x for x in (lhs, rhs, group_sizes, bias) if x is not None)
+    lhs, rhs, group_sizes, *rest = vary_alike(whole)  # as their cotangents do
+    with reverse_mode_only(op):
+        return _differentiable(call, lhs, rhs, rest[0] if rest else None, group_sizes)
 
 
-def _read_dims(op: str, given: Any) -> Any:
+def _read_form(op: str, given: Any) -> tuple[Any, bool, bool]:
     try:
         dims = tuple(map(tuple, given))
         if dims in _FORMS:
-            return dims
+            return _FORMS[dims]
     except TypeError:
         pass
     raise ValueError(
@@ -291,116 +277,59 @@ def _read_dims(op: str, given: Any) -> Any:
     )
 
 
-def _check_shapes(op, lhs, rhs, group_sizes, dims) -> None:
-    contracts_rows, _ = _FORMS[dims]
-    if lhs.ndim != 2 or rhs.ndim != (2 if contracts_rows else 3):
-        raise ValueError(
-            f"{op}: lhs has shape {lhs.shape} and rhs {rhs.shape}; with contracting_dims={dims} "
-            f"they need {'two dimensions each' if contracts_rows else 'two and three dimensions'}. "
-            "Collapse the others."
-        )
-    if lhs.shape[dims[0][0]] != rhs.shape[dims[1][0]]:
-        raise ValueError(
-            f"{op}: lhs has shape {lhs.shape} and rhs {rhs.shape}, which differ in what is "
-            f"contracted. See contracting_dims, which is {dims}."
-        )
-    if group_sizes.ndim != 1 or group_sizes.dtype.name != "int32":
-        raise ValueError(
-            f"{op}: group_sizes is {group_sizes.dtype.name}{list(group_sizes.shape)}; it needs "
-            "int32 [G]. Convert it with astype(jnp.int32)."
-        )
-    if not contracts_rows and rhs.shape[0] != group_sizes.shape[0]:
-        raise ValueError(
-            f"{op}: rhs has {rhs.shape[0]} matrices but there are {group_sizes.shape[0]} groups. "
-            "Pass one for each."
-        )
-
-
-def _read_bias(op, call: GroupedCall, bias, shape) -> Array:
-    if call.contracts_rows:
-        raise ValueError(
-            f"{op}: got a bias where rows are contracted; it has no rows to be added to. Omit it."
-        )
-    if bias.shape != shape:
-        raise ValueError(f"{op}: bias has shape {bias.shape}; it needs {shape}, one row per group.")
-    return bias
-
-
-def _check_scales(op, mode: ScalingMode, num_groups: int, scales) -> None:
-    if mode == ScalingMode.MXFP8_1D_SCALING:
-        raise ValueError(
-            f"{op}: got {mode}; groups have one scale each. Use CURRENT_TENSOR_SCALING or "
-            "DELAYED_TENSOR_SCALING, or dequantize."
-        )
-    for name, scale in required_scales(op, mode, scales).items():
-        if (jnp.shape(scale), jnp.result_type(scale).name) != ((num_groups,), "float32"):
-            raise ValueError(
-                f"{op}: {name}_scale_inv is {jnp.result_type(scale).name}{list(jnp.shape(scale))}; "
-                f"it needs float32 [{num_groups}], one per group."
-            )
-
-
 # ---- The derivative: grouped gemms again, of transposed operands.
 
 
 @jax.named_scope("cpd.gemm")
-def _bind(call: GroupedCall, lhs, rhs, bias, group_sizes, scales=(None, None)):
+def _bind(call: GemmCall, lhs, rhs, bias, group_sizes, scales=(None, None)):
     """Binds one call; `scales` are those of lhs and rhs."""
     nothing = jnp.zeros(1, jnp.float32)
     bias = nothing if bias is None else bias.astype(call.out_dtype)
     of_lhs, of_rhs = (nothing if x is None else jnp.asarray(x) for x in scales)
     if 0 in (*lhs.shape, *rhs.shape, *group_sizes.shape):  # jaxlib 0.11 crashes on no elements
-        return vary_like([_empty_sum(call, lhs, rhs, bias, group_sizes)], lhs)[0]
+        sums = jnp.zeros(call.out_shape, call.out_dtype)
+        if call.fuse_bias and sums.size and group_sizes.size:  # rows have the bias of their group
+            of_rows = jnp.repeat(bias, group_sizes, axis=0, total_repeat_length=len(sums))
+            sums = jnp.where(jnp.arange(len(sums))[:, None] < group_sizes.sum(), of_rows, 0)
+        return vary_like([sums], lhs)[0]
     operands = vary_alike([lhs, of_lhs, rhs, of_rhs, bias, group_sizes])
     return grouped_gemm_p.bind(*operands, call=call)
 
 
-def _empty_sum(call: GroupedCall, lhs, rhs, bias, group_sizes):
-    """Returns empty sums, plus the bias of existing rows."""
-    shape = call.out_shape(lhs, rhs, group_sizes)
-    if not call.fuse_bias or 0 in shape or not group_sizes.shape[0]:
-        return jnp.zeros(shape, call.out_dtype)
-    of_rows = jnp.repeat(bias, group_sizes, axis=0, total_repeat_length=shape[0])
-    return jnp.where(jnp.arange(shape[0])[:, None] < group_sizes.sum(), of_rows, 0)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _differentiable(call: GroupedCall, lhs, rhs, bias, group_sizes) -> Any:
+def _differentiable(call: GemmCall, lhs, rhs, bias, group_sizes) -> Any:
     return _bind(call, lhs, rhs, bias, group_sizes)
 
 
 def _forward(call, lhs, rhs, bias, group_sizes):
-    return _differentiable(call, lhs, rhs, bias, group_sizes), (
-        lhs,
-        rhs,
-        bias,
-        group_sizes,
-    )
+    return _differentiable(call, lhs, rhs, bias, group_sizes), (lhs, rhs, bias, group_sizes)
 
 
-def _backward(call: GroupedCall, residuals, dy):
+def _backward(call: GemmCall, residuals, dy):
     lhs, rhs, bias, sizes = residuals
 
-    def product(a, b, like, *, contracts_rows=False, rhs_transposed=False) -> Any:
+    def product(a, b, like, shape, *, contracts_rows=False, rhs_transposed=False) -> Any:
         form = call.replace(
-            contracts_rows=contracts_rows,
+            lhs_transposed=contracts_rows,
             rhs_transposed=rhs_transposed,
+            out_shape=shape,
             out_dtype=like.dtype.name,
             fuse_bias=False,
         )
         return _differentiable(form, a, b, None, sizes)
 
-    if call.contracts_rows:  # dy [G, K, N]
-        dlhs = product(rhs, dy, lhs, rhs_transposed=True)
-        drhs = product(lhs, dy, rhs)
+    if call.lhs_transposed:  # dy [G, K, N]
+        dlhs = product(rhs, dy, lhs, lhs.shape, rhs_transposed=True)
+        drhs = product(lhs, dy, rhs, rhs.shape)
         return dlhs, drhs, None, None
-    dlhs = product(dy, rhs, lhs, rhs_transposed=not call.rhs_transposed)
+    dlhs = product(dy, rhs, lhs, lhs.shape, rhs_transposed=not call.rhs_transposed)
     of_rhs = (dy, lhs) if call.rhs_transposed else (lhs, dy)
-    drhs = product(*of_rhs, rhs, contracts_rows=True)
+    drhs = product(*of_rhs, rhs, rhs.shape, contracts_rows=True)
     dbias = None
     if bias is not None:
         ones = jnp.ones((lhs.shape[0], 1), dy.dtype)
-        dbias = product(ones, dy, bias, contracts_rows=True)[:, 0]
+        shape = len(bias), 1, bias.shape[1]
+        dbias = product(ones, dy, bias, shape, contracts_rows=True)[:, 0]
     return dlhs, drhs, dbias, None
 
 

@@ -1,29 +1,29 @@
 """How a matmul and its derivative communicate: by options, or by predicted time."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from jax_cp_dispatch._arguments import check_type
-from jax_cp_dispatch.comm_gemm.buffers import check_buffer, find_buffer, read_config
-from jax_cp_dispatch.comm_gemm.call import Overlap
-from jax_cp_dispatch.comm_gemm.types import CommOverlapMethod, CommOverlapType
+from jax_cp_dispatch._ranks.options import CollectiveOptions
+from jax_cp_dispatch.buffers import (
+    CommOverlapConfig,
+    CommOverlapMethod,
+    CommOverlapType,
+    check_buffer,
+    find_buffer,
+    read_config,
+)
 from jax_cp_dispatch.cost import (
     HARDWARE,
-    CommGemmMethod,
     CommGemmShape,
     Hardware,
     comm_gemm_methods,
     predict_comm_gemm,
 )
-from jax_cp_dispatch.cost.comm_gemm import CommGemmOp
-
-OPS: dict[CommOverlapType, CommGemmOp] = {
-    CommOverlapType.AG: "all_gather_matmul",
-    CommOverlapType.RS: "matmul_reduce_scatter",
-}
+from jax_cp_dispatch.scaling import ScalingMode
 
 
 class CommGemmChoice(NamedTuple):
@@ -37,7 +37,7 @@ class CommGemmChoice(NamedTuple):
     """
 
     label: str
-    options: dict[str, object]
+    options: dict[str, Any]
     seconds: dict[str, float]
     reason: str
 
@@ -75,25 +75,26 @@ def choose_comm_gemm(shape: CommGemmShape, *, hardware: Hardware | None = None) 
         text += "no method with overlap is faster."
     else:
         text += f"it is {seconds['none'] / seconds[label]:.2f} times as fast as none."
-    return CommGemmChoice(label, _options(label, methods[label]), seconds, text)
-
-
-def _options(label: str, method: CommGemmMethod) -> dict[str, Any]:
-    """Returns the keywords of a matmul for a method of `cost.comm_gemm_methods`."""
-    options: dict[str, Any] = {"method": method.name}
-    if method.name == "PIPELINE":
-        options["num_splits"] = method.num_chunks
-    if method.name == "RING_EXCHANGE":
-        options["use_ce"] = method.copies
-        if label == "ring pairs":
+    chosen = methods[label]
+    options: dict[str, Any] = {"method": chosen.name}
+    if chosen.name == "PIPELINE":
+        options["num_splits"] = chosen.num_chunks
+    if chosen.name == "RING_EXCHANGE":
+        options["use_ce"] = chosen.copies
+        if chosen.num_chunks < shape.num_ranks:  # pairs
             options["aggregate"] = True
-    return options
+    return CommGemmChoice(label, options, seconds, text)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OverlapOptions:
-    """The caller's options for communication; see `matmul_reduce_scatter`."""
+class MatmulOptions:
+    """The caller's options, besides arrays; see `all_gather_matmul` and `matmul_reduce_scatter`."""
 
+    ranks: CollectiveOptions
+    row_counts: Sequence[int] | None = None
+    gathered: str = "keep"
+    scaling_mode: Any = ScalingMode.NO_SCALING
+    preferred_element_type: Any = None
     method: Any = "auto"
     num_splits: int | None = None
     atomic: bool = False
@@ -103,8 +104,12 @@ class OverlapOptions:
     buffer: int | None = None
 
     @property
-    def is_auto(self) -> bool:
-        return self.buffer is None and self.method == "auto"
+    def op(self) -> str:
+        return self.ranks.op
+
+    @property
+    def gathers(self) -> bool:
+        return self.op == "all_gather_matmul"
 
     @property
     def details(self) -> list[str]:
@@ -119,173 +124,68 @@ class OverlapOptions:
         return [name for name, is_given in given.items() if is_given]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MatmulSizes:
-    """The matmul of one group of ranks.
+def choose_overlaps(
+    options: MatmulOptions, shape: CommGemmShape, slot_rows: int, dtype: str, sum_dtype: str
+) -> tuple[CommOverlapConfig, CommOverlapConfig]:
+    """Returns how a matmul communicates, and how the matmul in its derivative in x does.
 
-    Attributes:
-      comm_type: whether x is gathered, or sums are scattered.
-      m, k, n: rows of all ranks, K and N of one rank's weight.
-      slot_rows: m if every rank has as many rows as the largest.
-      num_ranks: of the group.
+    Args:
+      options: of the caller.
+      shape: rows of all ranks of one group, K and N of one rank's weight.
+      slot_rows: rows of all ranks if every one has as many as the largest.
       dtype: name of the type in which x moves.
       sum_dtype: of partial sums.
     """
-
-    comm_type: CommOverlapType
-    m: int
-    k: int
-    n: int
-    slot_rows: int
-    num_ranks: int
-    dtype: str
-    sum_dtype: str
-
-    def adjoint(self) -> "MatmulSizes":
-        """The matmul that computes the derivative in x."""
-        gathers = self.comm_type == CommOverlapType.AG
-        other = CommOverlapType.RS if gathers else CommOverlapType.AG
-        return dataclasses.replace(self, comm_type=other, k=self.n, n=self.k)
-
-    @property
-    def moved(self) -> tuple[tuple[int, int], str]:
-        """Shape and type of all moved data."""
-        if self.comm_type == CommOverlapType.AG:
-            return (self.m, self.k), self.dtype
-        return (self.m, self.n), self.sum_dtype
-
-
-def choose_overlaps(
-    op: str, options: OverlapOptions, sizes: MatmulSizes
-) -> tuple[Overlap, Overlap]:
-    """Returns how a matmul communicates, and how the matmul in its derivative does."""
-    forward = _settled(op, options, sizes)
-    if options.is_auto:
-        return forward, _settled(op, options, sizes.adjoint())
-    backward, method = sizes.adjoint(), forward.method
-    if (backward.comm_type, method) == (CommOverlapType.AG, CommOverlapMethod.PIPELINE):
+    gathers = options.gathers
+    other = "matmul_reduce_scatter" if gathers else "all_gather_matmul"
+    adjoint = dataclasses.replace(shape, op=other, k=shape.n, n=shape.k)
+    of_both = (shape, dtype if gathers else sum_dtype), (adjoint, sum_dtype if gathers else dtype)
+    if options.buffer is None and options.method == "auto":
+        if options.details:
+            raise ValueError(
+                f"{options.op}: got {options.details[0]} with method='auto', which also chooses "
+                "this. Omit it, or specify a method."
+            )
+        predicted = []
+        for each, moved in of_both:
+            chosen: dict[str, Any] = {"method": "none"}
+            if 0 not in (each.m, each.k, each.n):
+                chosen = choose_comm_gemm(each).options
+            predicted.append(_from_options(dataclasses.replace(options, **chosen), each, moved))
+        return predicted[0], predicted[1]
+    if options.buffer is None:
+        forward = _from_options(options, *of_both[0])
+    else:
+        forward = _from_buffer(options, *of_both[0], slot_rows)
+    method = forward.method
+    if not gathers and method == CommOverlapMethod.PIPELINE:
         method = CommOverlapMethod.RING_EXCHANGE
-    stays_ring = forward.method == CommOverlapMethod.RING_EXCHANGE
-    back = OverlapOptions(
+    back = MatmulOptions(
+        ranks=options.ranks,
         method=method,
         num_splits=options.num_splits if method == CommOverlapMethod.PIPELINE else None,
-        use_ce=forward.use_ce if stays_ring else None,
+        use_ce=forward.use_ce if forward.is_ring else None,
     )
-    return forward, _settled(op, back, backward)
+    return forward, _from_options(back, *of_both[1])
 
 
-def _settled(op: str, options: OverlapOptions, sizes: MatmulSizes) -> Overlap:
-    if options.buffer is not None:
-        return _from_buffer(op, options.buffer, options.method, sizes)
-    return _from_options(op, _chosen(options, sizes) if options.is_auto else options, sizes)
+def _moved(shape: CommGemmShape) -> tuple[CommOverlapType, tuple[int, int]]:
+    """Returns the communication of a matmul, and the shape of all data that move."""
+    if shape.op == "all_gather_matmul":
+        return CommOverlapType.AG, (shape.m, shape.k)
+    return CommOverlapType.RS, (shape.m, shape.n)
 
 
-def _chosen(options: OverlapOptions, sizes: MatmulSizes) -> OverlapOptions:
-    """Returns the options with the method that is predicted to be fastest."""
-    m, k, n = sizes.m, sizes.k, sizes.n
-    if 0 in (m, k, n):
-        return dataclasses.replace(options, method=CommOverlapMethod.NONE)
-    itemsize = jnp.dtype(sizes.dtype).itemsize
-    shape = CommGemmShape(OPS[sizes.comm_type], m, k, n, sizes.num_ranks, itemsize)
-    choice: Any = choose_comm_gemm(shape)
-    return dataclasses.replace(options, **choice.options)
-
-
-def _from_options(op: str, options: OverlapOptions, sizes: MatmulSizes) -> Overlap:
-    kind, method = sizes.comm_type, _read_method(op, options.method)
-    shape, dtype = sizes.moved
-    _refuse_bulk(op, method)
-    _check_options(op, options, kind, method)
-    if method == CommOverlapMethod.NONE:
-        return Overlap(comm_type=kind, method=method, partial_dtype=dtype)
-    config = read_config(
-        op,
-        comm_type=kind,
-        method=method,
-        buffer_shape=[max(1, size) for size in shape],  # also for an array without elements
-        buffer_dtype=dtype,
-        tp_size=sizes.num_ranks,
-        num_splits=4 if options.num_splits is None else options.num_splits,
-        atomic_gemm=options.atomic,
-        rs_overlap_first_gemm=options.rs_overlap_first_gemm,
-        aggregate_ag=options.aggregate,
-        use_ce=options.use_ce,
-    )
-    return Overlap.of(config, buffer=0)
-
-
-def _from_buffer(op: str, buffer: int, method: Any, sizes: MatmulSizes) -> Overlap:
-    """Returns the overlap of a buffer, which must match the call."""
-    found, kind = find_buffer(op, buffer), sizes.comm_type
-    config = found.config
-    if method != "auto" and _read_method(op, method) != config.method:
-        raise ValueError(
-            f"{op}: method is {method!r} but buffer {buffer} is for {config.method}. Omit method."
-        )
-    if config.comm_type != kind:
-        raise ValueError(
-            f"{op}: buffer {buffer} is for {config.comm_type}; it needs {kind}. Create one."
-        )
-    _refuse_bulk(op, config.method)
-    shape, dtype = sizes.moved
-    if (kind, config.method) == (CommOverlapType.RS, CommOverlapMethod.RING_EXCHANGE):
-        shape = sizes.slot_rows, shape[1]  # the ring has slots of equal size
-    check_buffer(op, found, shape, dtype, sizes.num_ranks)
-    return Overlap.of(config, buffer=buffer)
-
-
-# ---- Checks.
-
-
-def check_details(op: str, options: OverlapOptions) -> None:
-    """Rejects method-specific options without an explicit method."""
-    if not options.details or not (options.is_auto or options.buffer is not None):
-        return
-    name = options.details[0]
-    if options.buffer is not None:
-        raise ValueError(
-            f"{op}: got {name} with buffer {options.buffer}, whose own parameters apply. Omit "
-            "it, or create another buffer."
-        )
-    raise ValueError(
-        f"{op}: got {name} with method='auto', which also chooses this. Omit it, or specify a "
-        "method."
-    )
-
-
-def _read_method(op: str, method: Any) -> CommOverlapMethod:
-    """Returns the method as a member of the enumeration."""
-    if method == "ring":
-        method = CommOverlapMethod.RING_EXCHANGE
-    if not isinstance(method, CommOverlapMethod) and (
-        not isinstance(method, str) or method.upper() not in CommOverlapMethod.__members__
-    ):
-        raise ValueError(
-            f"{op}: method is {method!r}; it needs to be 'auto', 'none', 'ring', 'pipeline' (of a "
-            "reduce-scatter), or a member of CommOverlapMethod."
-        )
-    return CommOverlapMethod.read(op, "method", method)
-
-
-def _refuse_bulk(op: str, method: CommOverlapMethod) -> None:
-    if method == CommOverlapMethod.BULK:
-        raise ValueError(
-            f"{op}: method is {method}, which moves an array during an independent GEMM. Use "
-            "CommOverlapMethod.RING_EXCHANGE, or gemm(..., aux_in=...) for bulk."
-        )
-
-
-def _check_options(
-    op: str, options: OverlapOptions, kind: CommOverlapType, method: CommOverlapMethod
-) -> None:
-    """Requires that the options belong to the method."""
+def _from_options(options: MatmulOptions, shape: CommGemmShape, dtype: str) -> CommOverlapConfig:
+    op, (kind, moved) = options.op, _moved(shape)
+    method = _read_method(op, options.method)
     if method == CommOverlapMethod.NONE:
         if options.details:
             raise ValueError(
                 f"{op}: got {options.details[0]} with {method}, which has no chunks. Omit "
                 "it, or specify another method."
             )
-        return
+        return CommOverlapConfig(kind, method, buffer_dtype=dtype)
     of_method = {
         "num_splits": (options.num_splits, CommOverlapMethod.PIPELINE),
         "use_ce": (options.use_ce, CommOverlapMethod.RING_EXCHANGE),
@@ -301,3 +201,63 @@ def _check_options(
             f"{op}: got atomic with use_ce=False; then each rank multiplies its tokens of all "
             "ranks at once, without chunks. Omit one of them."
         )
+    config = read_config(
+        op,
+        comm_type=kind,
+        method=method,
+        buffer_shape=[max(1, size) for size in moved],  # also for an array without elements
+        buffer_dtype=dtype,
+        tp_size=shape.num_ranks,
+        num_splits=4 if options.num_splits is None else options.num_splits,
+        atomic_gemm=options.atomic,
+        rs_overlap_first_gemm=options.rs_overlap_first_gemm,
+        aggregate_ag=options.aggregate,
+        use_ce=options.use_ce,
+    )
+    return dataclasses.replace(config, buffer_shape=None)  # it is not registered
+
+
+def _from_buffer(
+    options: MatmulOptions, shape: CommGemmShape, dtype: str, slot_rows: int
+) -> CommOverlapConfig:
+    """Returns the parameters of a buffer, which must match the call."""
+    op, buffer, (kind, moved) = options.op, options.buffer or 0, _moved(shape)
+    if options.details:
+        raise ValueError(
+            f"{op}: got {options.details[0]} with buffer {buffer}, whose own parameters apply. "
+            "Omit it, or create another buffer."
+        )
+    config = find_buffer(op, buffer)
+    if options.method != "auto" and _read_method(op, options.method) != config.method:
+        raise ValueError(
+            f"{op}: method is {options.method!r} but buffer {buffer} is for {config.method}. Omit "
+            "method."
+        )
+    if config.comm_type != kind:
+        raise ValueError(
+            f"{op}: buffer {buffer} is for {config.comm_type}; it needs {kind}. Create one."
+        )
+    _read_method(op, config.method)
+    if kind == CommOverlapType.RS and config.is_ring:
+        moved = slot_rows, moved[1]  # the ring has slots of equal size
+    check_buffer(op, config, moved, dtype, shape.num_ranks)
+    return config
+
+
+def _read_method(op: str, method: Any) -> CommOverlapMethod:
+    """Returns the method as a member of the enumeration; a matmul has no BULK."""
+    if method == "ring":
+        method = CommOverlapMethod.RING_EXCHANGE
+    if isinstance(method, str):
+        method = CommOverlapMethod.__members__.get(method.upper(), method)
+    if not isinstance(method, CommOverlapMethod):
+        raise ValueError(
+            f"{op}: method is {method!r}; it needs to be 'auto', 'none', 'ring', 'pipeline' (of a "
+            "reduce-scatter), or a member of CommOverlapMethod."
+        )
+    if method == CommOverlapMethod.BULK:
+        raise ValueError(
+            f"{op}: method is {method}, which moves an array during an independent GEMM. Use "
+            "CommOverlapMethod.RING_EXCHANGE, or gemm(..., aux_in=...) for bulk."
+        )
+    return method

@@ -1,44 +1,49 @@
 """`all_gather_matmul` and `matmul_reduce_scatter`, for tensor-parallel layers."""
 
 import dataclasses
+import functools
 import math
-from collections.abc import Sequence
-from typing import Any, Literal, TypeVar
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar, cast
 
 import jax
-from jaxtyping import Array, Float
+import jax.numpy as jnp
+from jax.sharding import AxisType, PartitionSpec as P
+from jaxtyping import Array, Float, PyTree
 
 from jax_cp_dispatch._arrays import sum_dtype
 from jax_cp_dispatch._ranks.communicator import AxisName, Communicator, other_axes
-from jax_cp_dispatch._ranks.options import CallContext, CollectiveOptions, find_ranks, read_options
-from jax_cp_dispatch.comm_gemm.choice import (
-    MatmulSizes,
-    OverlapOptions,
-    check_details,
-    choose_overlaps,
+from jax_cp_dispatch._ranks.options import (
+    CallContext,
+    find_ranks,
+    place,
+    read_options,
+    refuse_mapped_explicit_axes,
+    refuse_other_mesh,
+    vary_alike,
+    varying_axes,
 )
-from jax_cp_dispatch.comm_gemm.derivatives import (
-    even_row_counts,
-    global_matmul,
-    over_explicit_axes,
-    rank_matmul,
-)
-from jax_cp_dispatch.comm_gemm.matmul_operands import MatmulOperands, read_operands, read_row_counts
-from jax_cp_dispatch.comm_gemm.rank import Matmul
-from jax_cp_dispatch.comm_gemm.scaled_operands import (
-    FORWARD_DTYPE,
-    MatmulScaling,
-    check_contracted_blocks,
-    gradient_dtype,
-    read_scaling,
-)
-from jax_cp_dispatch.comm_gemm.types import (
-    CommOverlapMethod,
-    CommOverlapType,
-    ScalingMode,
+from jax_cp_dispatch.buffers import CommOverlapMethod
+from jax_cp_dispatch.comm_gemm.checks import (
+    check_operand_types,
+    read_arrays,
     result_dtype,
     reverse_mode_only,
 )
+from jax_cp_dispatch.comm_gemm.choice import MatmulOptions, choose_overlaps
+from jax_cp_dispatch.comm_gemm.derivatives import gradient_dtype, matmul, use_scales
+from jax_cp_dispatch.comm_gemm.partitioning import dividing_axes, with_rows
+from jax_cp_dispatch.comm_gemm.rank import (
+    FORWARD_DTYPE,
+    Matmul,
+    check_contracted_blocks,
+    join_columns,
+    split_columns,
+)
+from jax_cp_dispatch.cost import CommGemmShape
+from jax_cp_dispatch.global_call import MeshAxes, explicit_axes, on_all_ranks
+from jax_cp_dispatch.scaling import MatmulScaling, ScalingMode
 
 Method = CommOverlapMethod | str
 """A member or its name, "ring" for RING_EXCHANGE, or "auto"."""
@@ -129,23 +134,19 @@ def all_gather_matmul(
       Wang et al., "Overlap Communication with Dependent Computation via Decomposition in Large Deep
       Learning Models", ASPLOS 2023; NVIDIA Transformer Engine, userbuffers.
     """
-    op = "all_gather_matmul"
-    products: Any = _matmul(
-        op,
-        CommOverlapType.AG,
-        read_operands(op, CommOverlapType.AG, x, w, bias),
-        scaling_state,
-        OverlapOptions(
-            method=method, atomic=atomic, aggregate=aggregate, use_ce=use_ce, buffer=buffer
-        ),
-        _MatmulOptions(
-            ranks=read_options(op, axis_name, mesh, implementation, deadline),
-            row_counts=row_counts,
-            gathered=gathered,
-            scaling_mode=scaling_mode,
-            preferred_element_type=preferred_element_type,
-        ),
+    options = MatmulOptions(
+        ranks=read_options("all_gather_matmul", axis_name, mesh, implementation, deadline),
+        row_counts=row_counts,
+        gathered=gathered,
+        scaling_mode=scaling_mode,
+        preferred_element_type=preferred_element_type,
+        method=method,
+        atomic=atomic,
+        aggregate=aggregate,
+        use_ce=use_ce,
+        buffer=buffer,
     )
+    products: Any = _matmul(options, _read_operands(options, x, w, bias), scaling_state)
     return products if isinstance(w, tuple) else products[0]
 
 
@@ -215,60 +216,152 @@ def matmul_reduce_scatter(
     References:
       See `all_gather_matmul`.
     """
-    op = "matmul_reduce_scatter"
-    (product,) = _matmul(
-        op,
-        CommOverlapType.RS,
-        read_operands(op, CommOverlapType.RS, x, w, bias),
-        scaling_state,
-        OverlapOptions(
-            method=method,
-            num_splits=num_splits,
-            atomic=atomic,
-            rs_overlap_first_gemm=rs_overlap_first_gemm,
-            use_ce=use_ce,
-            buffer=buffer,
-        ),
-        _MatmulOptions(
-            ranks=read_options(op, axis_name, mesh, implementation, deadline),
-            row_counts=row_counts,
-            scaling_mode=scaling_mode,
-            preferred_element_type=preferred_element_type,
-        ),
+    options = MatmulOptions(
+        ranks=read_options("matmul_reduce_scatter", axis_name, mesh, implementation, deadline),
+        row_counts=row_counts,
+        scaling_mode=scaling_mode,
+        preferred_element_type=preferred_element_type,
+        method=method,
+        num_splits=num_splits,
+        atomic=atomic,
+        rs_overlap_first_gemm=rs_overlap_first_gemm,
+        use_ce=use_ce,
+        buffer=buffer,
     )
-    return product
+    return _matmul(options, _read_operands(options, x, w, bias), scaling_state)[0]
 
 
 # ---- Both.
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _MatmulOptions:
-    """The caller's options besides operands and overlap; see `all_gather_matmul`."""
+class MatmulOperands:
+    """The arrays of a matmul as the caller has them; a pytree.
 
-    ranks: CollectiveOptions
-    row_counts: Sequence[int] | None
-    gathered: str = "keep"
-    scaling_mode: Any
-    preferred_element_type: Any
+    On a rank, or of all ranks: then the first dimension of *N, or of *K, is sharded over them.
+
+        all_gather_matmul:      x [*batch, M, K],   several w [K, *N], each with a bias [*N]
+        matmul_reduce_scatter:  x [*batch, M, *K],  one w [*K, N], with a bias [N]
+
+    Attributes:
+      x: the tokens.
+      ws, biases: the weights, and for each a bias or None.
+      num_contracted: how many dimensions are contracted, the last of x with the first of w.
+    """
+
+    x: Any
+    ws: tuple[Any, ...]
+    biases: tuple[Any, ...]
+    num_contracted: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def tokens_shape(self) -> tuple[int, ...]:
+        """(*batch, M)."""
+        return self.x.shape[: self.x.ndim - self.num_contracted]
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Contracted elements, and columns of all weights."""
+        shape = self.ws[0].shape
+        return math.prod(shape[: self.num_contracted]), sum(map(math.prod, self._columns()))
+
+    def multiply(self, run: Callable[..., Array], num_parts: int) -> tuple[Array, ...]:
+        """Returns the product of each weight.
+
+        Args:
+          run: of x [*batch, M, K], weights [K, N] each, and a bias [sum of N] or None.
+          num_parts: the ranks that the columns of all weights belong to; 1: they are one rank's.
+        """
+        k, _ = self.sizes
+        columns = self._columns()
+        sizes = [math.prod(dims) for dims in columns]
+        ws = tuple(w.reshape(k, n) for w, n in zip(self.ws, sizes, strict=True))
+        product = run(self.x.reshape(*self.tokens_shape, k), ws, self._bias(sizes, num_parts))
+        parts = split_columns(product, sizes, num_parts)
+        return tuple(
+            part.reshape(*part.shape[:-1], *dims) for part, dims in zip(parts, columns, strict=True)
+        )
+
+    def _columns(self) -> list[tuple[int, ...]]:
+        return [w.shape[self.num_contracted :] for w in self.ws]
+
+    def _bias(self, sizes: Sequence[int], num_parts: int) -> Array | None:
+        given = [bias for bias in self.biases if bias is not None]
+        if not given:
+            return None
+        dtype = jnp.result_type(*given)
+        flat = [
+            jnp.zeros(n, dtype) if bias is None else bias.reshape(n).astype(dtype)
+            for bias, n in zip(self.biases, sizes, strict=True)
+        ]
+        return join_columns(flat, num_parts)
+
+
+def _gathered(
+    x: Float[Array, "*batch T K"],
+    w: PyTree[Float[Array, "K _ ..."]],
+    bias: PyTree[Float[Array, "..."]] | None,
+): ...
+
+
+def _scattered(
+    x: Float[Array, "_ _ ..."], w: Float[Array, "_ ... N"], bias: Float[Array, " N"] | None
+): ...
+
+
+def _read_operands(options: MatmulOptions, x: Any, w: Any, bias: Any) -> MatmulOperands:
+    """Returns the operands; a tuple holds several weights, or their biases."""
+    op, gathers, is_several = options.op, options.gathers, isinstance(w, tuple)
+    if isinstance(w, list) and any(hasattr(one, "shape") for one in w):
+        raise TypeError(f"{op}: w is a list of {len(w)} arrays; pass several weights as a tuple.")
+    if is_several and not (gathers and w):
+        has = "at least one is needed" if gathers else "several weights need a common x"
+        raise ValueError(f"{op}: w is a tuple of {len(w)}, but {has}. Pass an array.")
+    num_biases = len(bias) if isinstance(bias, tuple) else None
+    if num_biases != (len(w) if is_several else None) and bias is not None:
+        got = f"{type(bias).__name__}" if num_biases is None else f"a tuple of {num_biases}"
+        needs = f"a tuple of {len(w)} arrays or None, as w is" if is_several else "an array"
+        raise ValueError(f"{op}: bias is {got}; it needs to be {needs}.")
+    if isinstance(bias, tuple) and all(one is None for one in bias):
+        bias = None
+    given = read_arrays(op, _gathered if gathers else _scattered, x=x, w=w, bias=bias)
+    several = lambda one: one if isinstance(one, tuple) else (one,)
+    x, ws, biases = given["x"], several(given["w"]), several(given.get("bias"))
+    biases *= len(ws) if bias is None else 1
+    of_bias = {f"bias[{i}]": one for i, one in enumerate(biases) if one is not None}
+    check_operand_types(op, None, x=x, w=ws[0], **of_bias)
+    if len({w.dtype for w in ws}) > 1:
+        types = " and ".join(sorted({w.dtype.name for w in ws}))
+        raise TypeError(f"{op}: w is {types}; several weights need the same dtype. Convert them.")
+    num_contracted = 1 if gathers else ws[0].ndim - 1
+    of_x, of_w = x.shape[-num_contracted:], ws[0].shape[:num_contracted]
+    if of_x != of_w or x.ndim == num_contracted:
+        raise ValueError(
+            f"{op}: x has {of_x} columns but w has {of_w} rows; it needs x [*batch, tokens, *K] "
+            "and w [*K, N]. Transpose w, or split both over the same axis."
+        )
+    for i, (w, bias) in enumerate(zip(ws, biases, strict=True)):
+        columns = w.shape[num_contracted:]
+        if bias is not None and bias.shape != columns:
+            raise ValueError(
+                f"{op}: bias has shape {bias.shape}; it needs {columns}, one element for each "
+                f"column of w{f'[{i}]' if is_several else ''}."
+            )
+    return MatmulOperands(x=x, ws=ws, biases=biases, num_contracted=num_contracted)
 
 
 def _matmul(
-    op: str,
-    kind: CommOverlapType,
-    operands: MatmulOperands,
-    state: MatmulScaling | None,
-    overlap: OverlapOptions,
-    options: _MatmulOptions,
+    options: MatmulOptions, operands: MatmulOperands, state: MatmulScaling | None
 ) -> tuple[Array, ...]:
-    x, w = operands.x, operands.ws[0]
+    """Computes the products of a call, one for each weight."""
+    op, gathers, x, w = options.op, options.gathers, operands.x, operands.ws[0]
     if options.gathered not in ("keep", "again"):
         raise ValueError(
             f"{op}: gathered is {options.gathered!r}; it needs to be 'keep' or 'again'."
         )
-    mode = read_scaling(op, options.scaling_mode, state, x, w, options.gathered)
+    mode = _read_scaling(options, state, x, w)
     out_dtype = result_dtype(op, x, w, options.preferred_element_type)
-    check_details(op, overlap)
     comm, context = find_ranks(options.ranks, jax.tree.leaves(operands))
     p = comm.num_ranks
     if not p:
@@ -278,8 +371,8 @@ def _matmul(
             f"{name!r}, or on global arrays with mesh= or under jax.set_mesh."
         )
     if not context.is_global:
-        run = lambda operands, state: _matmul(op, kind, operands, state, overlap, options)
-        outs = over_explicit_axes(run, operands, state)
+        run = functools.partial(_matmul, options)
+        outs = _over_explicit_axes(run, operands, state)
         if outs is not None:
             return outs
     if context.is_global and options.row_counts is not None:
@@ -289,23 +382,14 @@ def _matmul(
         )
     k, n = operands.sizes
     if context.is_global:  # each rank has a part
-        k, n = (k, n // p) if kind == CommOverlapType.AG else (k // p, n)
-        counts = even_row_counts(operands.tokens_shape[-1], p)
-    else:
-        counts = read_row_counts(op, kind, operands, p, options.row_counts)
+        k, n = (k, n // p) if gathers else (k // p, n)
+    counts = _read_row_counts(options, operands, p, context)
     check_contracted_blocks(op, mode, k)
     rows, slot_rows = _group_rows(operands, counts, comm, context)
-    sizes = MatmulSizes(
-        comm_type=kind,
-        m=rows,
-        k=k,
-        n=n,
-        slot_rows=slot_rows,
-        num_ranks=p,
-        dtype=x.dtype.name if mode == ScalingMode.NO_SCALING else FORWARD_DTYPE,
-        sum_dtype=sum_dtype(out_dtype).name,
-    )
-    forward, backward = choose_overlaps(op, overlap, sizes)
+    dtype = x.dtype.name if mode == ScalingMode.NO_SCALING else FORWARD_DTYPE
+    shape = CommGemmShape(cast(Any, op), rows, k, n, p, jnp.dtype(dtype).itemsize)
+    partial = sum_dtype(out_dtype).name
+    forward, backward = choose_overlaps(options, shape, slot_rows, dtype, partial)
     s = Matmul(
         op=op,
         comm=comm,
@@ -320,8 +404,69 @@ def _matmul(
     )
     with reverse_mode_only(op):
         if context.is_global:
-            return global_matmul(s, context, operands, state)
-        return rank_matmul(s, operands, state)
+            return _of_all_ranks(s, context, operands, state)
+        return _of_rank(s, operands, state)
+
+
+def _read_scaling(options: MatmulOptions, state: Any, x: Array, w: Array) -> ScalingMode:
+    """Returns the mode; it must match the state, the operands and the kept arrays."""
+    op, mode = options.op, ScalingMode.read(options.op, "scaling_mode", options.scaling_mode)
+    is_delayed = mode == ScalingMode.DELAYED_TENSOR_SCALING
+    if state is not None and not isinstance(state, MatmulScaling):
+        raise TypeError(
+            f"{op}: scaling_state is {type(state).__name__}; it needs to be MatmulScaling. Start "
+            "with MatmulScaling.init()."
+        )
+    if is_delayed != (state is not None):
+        raise ValueError(
+            f"{op}: got {'no' if is_delayed else 'a'} scaling_state with {mode}; only "
+            "DELAYED_TENSOR_SCALING uses the scales of earlier steps. "
+            + ("Begin with MatmulScaling.init()." if is_delayed else "Omit it.")
+        )
+    if mode == ScalingMode.NO_SCALING:
+        return mode
+    if "float64" in (x.dtype.name, w.dtype.name):
+        raise TypeError(
+            f"{op}: got float64 with {mode}, which would reduce it to 8 bits, summed in float32. "
+            "Convert it first."
+        )
+    if options.gathered == "again":
+        raise ValueError(
+            f"{op}: got gathered='again' with {mode}; scaled tokens are kept. Omit it, or "
+            "recompute with jax.checkpoint."
+        )
+    return mode
+
+
+def _read_row_counts(
+    options: MatmulOptions, operands: MatmulOperands, num_ranks: int, context: CallContext
+) -> tuple[int, ...]:
+    """Returns the rows of each rank's chunk, per batch; of global arrays blocks of one size."""
+    op, rows, given = options.op, operands.tokens_shape[-1], options.row_counts
+    if context.is_global:
+        room = max(1, -(-rows // num_ranks))
+        return tuple(min(room, max(0, rows - q * room)) for q in range(num_ranks))
+    if given is None:
+        if options.gathers:
+            return (rows,) * num_ranks
+        if rows % num_ranks:
+            raise ValueError(
+                f"{op}: {rows} tokens are not a multiple of the {num_ranks} ranks. Pass the tokens "
+                "of each as row_counts=(...), or pad."
+            )
+        return (rows // num_ranks,) * num_ranks
+    try:
+        counts = tuple(operator.index(count) for count in given)
+    except TypeError:
+        counts = ()
+    found = max(counts, default=-1) if options.gathers else sum(counts)
+    if len(counts) != num_ranks or min(counts, default=-1) < 0 or found != rows:
+        what = f"the largest of them {rows}" if options.gathers else f"whose sum is {rows}"
+        raise ValueError(
+            f"{op}: row_counts is {given!r}; it needs {num_ranks} counts, one per rank, of at "
+            f"least 0, {what}: the tokens of x, which has shape {operands.x.shape}."
+        )
+    return counts
 
 
 def _group_rows(
@@ -336,3 +481,125 @@ def _group_rows(
         if rows % groups == room % groups == 0:
             rows, room = rows // groups, room // groups
     return rows, room
+
+
+# ---- One rank's arrays, inside `jax.shard_map`.
+
+
+def _over_explicit_axes(run: Any, operands: MatmulOperands, state) -> tuple[Array, ...] | None:
+    """Returns `run(operands, state)` of one rank's arrays over the explicit axes that shard them.
+
+    None if there are none. Batch dimensions stay sharded, all others are gathered.
+    """
+    axes = explicit_axes("", others=(operands, state), covers_batch=False)
+    if axes is None:
+        return None
+    num_batch = len(operands.tokens_shape) - 1
+    batch = P(*jax.typeof(operands.x).sharding.spec[:num_batch])
+    return on_all_ranks(
+        run,
+        (operands, state),
+        axes=axes,
+        in_specs=(dataclasses.replace(jax.tree.map(lambda _: P(), operands), x=batch), P()),
+        out_specs=batch,
+        num_differentiable=2,
+    )
+
+
+def _of_rank(s: Matmul, operands: MatmulOperands, state) -> tuple[Array, ...]:
+    """Computes the differentiable matmul with one rank's arguments."""
+    names = s.comm.axis_names
+    # The axes of the ranks, if JAX tracks over which axes arrays vary.
+    also = frozenset().union(*(varying_axes(jax.lax.axis_index(name)) for name in names))
+    arrays, tree = jax.tree.flatten(operands)
+    operands = jax.tree.unflatten(tree, vary_alike(arrays, also=also))
+    axes, varying = names + s.comm.group_axes, varying_axes(operands.x)
+    if varying:  # JAX tracks them; ranks with the same x share the state anyway
+        axes = tuple(a for a in axes if a in varying)
+    scales = None if state is None else use_scales(s.scaling_mode, axes, state)
+    return _products(s, operands, scales)
+
+
+def _products(s: Matmul, operands: MatmulOperands, scales) -> tuple[Array, ...]:
+    return operands.multiply(lambda *arrays: matmul(s, False, *arrays, scales)[0], s.num_parts)
+
+
+# Jitted, so that the compiler sees all of it even without an outer `jit`.
+_one_program = jax.jit(_products, static_argnums=0, inline=True)
+
+
+# ---- Matmuls of global arrays under plain `jit`, by a Shardy rule or an inner `shard_map`.
+#
+# Over automatic axes the partitioner keeps known shardings, see `partitioning`. Explicit axes are
+# read from the types: batch dimensions, and tokens on axes other than the ranks', keep their
+# sharding.
+
+
+def _of_all_ranks(
+    s: Matmul, context: CallContext, operands: MatmulOperands, state
+) -> tuple[Array, ...]:
+    """Computes the matmul of global arrays."""
+    gathers, p = s.gathers, s.comm.num_ranks
+    for w in operands.ws:
+        split = w.shape[1 if gathers else 0]
+        if split % p:
+            raise ValueError(
+                f"{s.op}: w has shape {w.shape}, whose dimension of {split} is not divisible by "
+                f"the {p} devices of {s.comm.axis_names}. Pad it."
+            )
+    rows, room = operands.tokens_shape[-1], p * max(s.row_counts)
+    if gathers:
+        operands = dataclasses.replace(operands, x=with_rows(operands.x, room))
+    if context.open_axes:
+        refuse_mapped_explicit_axes(s.op, context.mesh)
+        outs = _inside_shard_map(s, context, operands, state)
+        if gathers or room == rows:
+            return outs
+        batch, _ = _explicit_axes(s, context, operands)
+        whole = P(*batch, None, None)  # tokens that do not divide are not sharded
+        return (place(outs[0], context.mesh, whole)[..., :rows, :],)
+    if context.mesh is not None:
+        refuse_other_mesh(s.op, context.mesh, (operands.x, *operands.ws))
+    scales = None if state is None else use_scales(s.scaling_mode, (), state)
+    outs = _one_program(s, operands, scales)
+    return outs if gathers or room == rows else (outs[0][..., :rows, :],)
+
+
+def _explicit_axes(s: Matmul, context: CallContext, operands: MatmulOperands):
+    """Returns how types shard batch dimensions and tokens, apart from the ranks."""
+    mesh = context.mesh
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    is_free = lambda a: (
+        kinds.get(a) == AxisType.Explicit and a in context.open_axes and a not in s.comm.axis_names
+    )
+    x, num_dims = operands.x, len(operands.tokens_shape)
+    spec = (*jax.typeof(x).sharding.spec, *(None,) * num_dims)[:num_dims]
+    axes_of = lambda entry: (entry,) if isinstance(entry, str) else entry or ()
+    *batch, tokens = [tuple(filter(is_free, axes_of(entry))) for entry in spec]
+    return [axes or None for axes in batch], dividing_axes(s, mesh, tokens)
+
+
+def _inside_shard_map(s: Matmul, context: CallContext, operands: MatmulOperands, state):
+    gathers = s.gathers
+    names, mesh = s.comm.axis_names, context.mesh
+    batch, tokens = _explicit_axes(s, context, operands)
+    by_rows, by_columns = P(*batch, tokens + names), P(*batch, tokens or None, names)
+    of_bias = P(names) if gathers else P()
+    specs = dataclasses.replace(
+        operands,
+        x=by_rows if gathers else by_columns,
+        ws=(P(None, names) if gathers else P(names),) * len(operands.ws),
+        biases=tuple(None if bias is None else of_bias for bias in operands.biases),
+    )
+    operands = jax.tree.map(lambda a, spec: place(a, mesh, spec), operands, specs)
+    groups = math.prod(mesh.shape[name] for name in tokens)
+    counts = tuple(count // groups for count in s.row_counts)
+    local = s.replace(row_counts=counts, comm=s.comm.inside(mesh), mesh=None)
+    return on_all_ranks(
+        functools.partial(_of_rank, local),
+        (operands, state),
+        axes=MeshAxes(mesh, names, (), ()),
+        in_specs=(specs, P()),
+        out_specs=by_columns if gathers else by_rows,
+        num_differentiable=2,
+    )

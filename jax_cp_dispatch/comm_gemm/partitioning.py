@@ -5,69 +5,58 @@ are sharded over the ranks are constrained.
 """
 
 import functools
+import itertools
 import math
 import re
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from jax_cp_dispatch._arrays import sum_dtype
-from jax_cp_dispatch._jax_private import get_concrete_mesh
+from jax_cp_dispatch._jax_private import get_concrete_mesh, parse_flatten_op_sharding
 from jax_cp_dispatch._ranks.communicator import other_axes
 from jax_cp_dispatch._ranks.lowering import partitioned, program_mesh
 from jax_cp_dispatch._ranks.options import with_manual_axes
-from jax_cp_dispatch.comm_gemm.rank import (
-    Matmul,
-    dim_axes,
-    gather_rows,
-    gather_rows_again,
-    keeps_token_axes,
-    scatter_rows,
-    split_like,
-    split_tokens,
-    tell_lost_axes,
-)
-from jax_cp_dispatch.comm_gemm.types import CommOverlapType
+from jax_cp_dispatch._text import say_once
+from jax_cp_dispatch.comm_gemm.rank import Matmul, gradients_of_rank, product_of_rank
 
 
-def partition_gather(s: Matmul, x, w, bias, scales, *, gathers_to_aux: bool):
-    """Result [*batch, sum of the row counts, p N], and the gathered x or None.
+def partition_product(s: Matmul, x, w, bias, scales, *, keeps: bool):
+    """Returns the product, and the gathered x or None, as `product_of_rank` of all ranks.
 
-    As in the two functions below, w may have a leading dimension of examples, which is then also
-    the first dimension of all other arrays.
+    It has rows of all ranks, [*batch, sum of the row counts, p N], or room for them,
+    [*batch, p times the largest row count, N]. Here and in `partition_gradients`, w may have a
+    leading dimension of examples, which is then also the first dimension of all other arrays.
     """
     free, names = _free(x), s.comm.axis_names
-    keeps = keeps_token_axes(s, x)
-    if keeps:
+    keeps_axes = keeps_token_axes(s, x)
+    if not s.gathers:
+        x = _constrain(s, x, *free, P.UNCONSTRAINED, names)
+    elif keeps_axes:
         x = split_like(x, split_tokens(s, x), x.ndim - 1)
     elif not other_axes(s.mesh, names):
         x = _constrain(s, x, *free, names, None)
-    w = _constrain(s, w, *_weight_spec(s, w, True))
-    out, *aux = _run(s, gathers_to_aux, x, w, bias, scales)
-    out = _constrain(s, out, *free, P.UNCONSTRAINED if keeps else None, names)
-    if keeps and aux:
-        aux = [split_like(aux[0], out, x.ndim - 1)]
+    w = _constrain(s, w, *_weight_spec(s, w))
+    out, *aux = _run(s, keeps, _Arrays(x, w, bias, scales))
+    if s.gathers:
+        out = _constrain(s, out, *free, P.UNCONSTRAINED if keeps_axes else None, names)
+        if keeps_axes and aux:
+            aux = [split_like(aux[0], out, x.ndim - 1)]
+    elif keeps_axes:
+        out = split_like(out, split_tokens(s, x), x.ndim - 1)
+    else:
+        out = _constrain(s, out, *free, names, None)
     return out, aux[0] if aux else None
 
 
-def partition_scatter(s: Matmul, x, w, bias, scales):
-    """Result [*batch, p times the largest row count, N]."""
-    free, names = _free(x), s.comm.axis_names
-    x = _constrain(s, x, *free, P.UNCONSTRAINED, names)
-    w = _constrain(s, w, *_weight_spec(s, w, False))
-    (out,) = _run(s, False, x, w, bias, scales)
-    if keeps_token_axes(s, x):
-        return split_like(out, split_tokens(s, x), x.ndim - 1)
-    return _constrain(s, out, *free, names, None)
-
-
-def partition_gather_again(s: Matmul, x, w, dy):
+def partition_gradients(s: Matmul, x, w, dy):
     """dx [*batch, p times the largest row count, K], and dw like w."""
-    of_w = _weight_spec(s, w, True)
+    of_w = _weight_spec(s, w)
     w = _constrain(s, w, *of_w)
-    dx, dw = _partitioned_again(s, x.ndim, w.ndim == 3, get_concrete_mesh())(x, w, dy)
+    dx, dw = _run(s, False, _Arrays(x, w, dy=dy))
     if keeps_token_axes(s, x):
         dx = split_like(dx, x, x.ndim - 1)
     else:
@@ -77,19 +66,19 @@ def partition_gather_again(s: Matmul, x, w, dy):
 
 def constrain_weight(s: Matmul, dw):
     """Shards a weight's gradient like the weight of the matmul."""
-    return _constrain(s, dw, *_weight_split(s, s.overlap.comm_type == CommOverlapType.AG))
+    return _constrain(s, dw, *_weight_split(s))
 
 
 def _free(x) -> tuple[Any, ...]:
     return (P.UNCONSTRAINED,) * (x.ndim - 2)
 
 
-def _weight_spec(s: Matmul, w, gathers: bool) -> P:
-    return P(*(P.UNCONSTRAINED,) * (w.ndim - 2), *_weight_split(s, gathers))
+def _weight_spec(s: Matmul, w) -> P:
+    return P(*(P.UNCONSTRAINED,) * (w.ndim - 2), *_weight_split(s))
 
 
-def _weight_split(s: Matmul, gathers: bool) -> P:
-    spec = (None, s.comm.axis_names) if gathers else (s.comm.axis_names, None)
+def _weight_split(s: Matmul) -> P:
+    spec = (None, s.comm.axis_names) if s.gathers else (s.comm.axis_names, None)
     return P(*spec[::-1]) if s.rhs_transposed else P(*spec)
 
 
@@ -97,114 +86,104 @@ def _constrain(s: Matmul, array, *spec):
     return jax.lax.with_sharding_constraint(array, NamedSharding(s.mesh, P(*spec)))
 
 
+class _Arrays(NamedTuple):
+    """The operands of a matmul, or something of each; with dy, its results are dx and dw."""
+
+    x: Any
+    w: Any
+    bias: Any = None
+    scales: Any = None
+    dy: Any = None
+
+    def given(self, parts) -> list[Any]:
+        """Returns the parts of those operands that are not None."""
+        return [part for part, x in zip(parts, self, strict=True) if x is not None]
+
+
 class _Form(NamedTuple):
-    """What the rule of a matmul depends on, in addition to its static parts."""
+    """What the rule of a matmul depends on, in addition to its static parts.
 
-    gathers: bool
-    to_aux: bool
-    ndim: int
-    has_bias: bool
-    has_scales: bool
-    has_examples: bool
+    Attributes:
+      keeps: the gathered x is a result, too.
+      ndims: dimensions of the operands.
+    """
 
-    def read(self, rest):
-        """Returns bias and scales, or None, from the operands after x and w."""
-        rest = iter(rest)
-        return [next(rest) if there else None for there in (self.has_bias, self.has_scales)]
+    keeps: bool
+    ndims: _Arrays
+
+    @property
+    def is_gradient(self) -> bool:
+        return self.ndims.dy is not None
+
+    def each(self, run):
+        """Returns `run(_Arrays)` as a function of the given ones, over the examples in sequence."""
+        tree = jax.tree.structure(self.ndims)
+        of_given = lambda *arrays: run(jax.tree.unflatten(tree, arrays))
+        return jax.vmap(of_given) if self.ndims.w == 3 else of_given
+
+    def of_example(self, batch) -> list[Any]:
+        return batch[:1] if self.ndims.w == 3 else []
 
 
-def _run(s: Matmul, to_aux: bool, x, w, bias, scales):
-    gathers = s.overlap.comm_type == CommOverlapType.AG
-    form = _Form(gathers, to_aux, x.ndim, bias is not None, scales is not None, w.ndim == 3)
-    run = _partitioned(s, form, get_concrete_mesh())
-    return run(*(a for a in (x, w, bias, scales) if a is not None))
+def _run(s: Matmul, keeps: bool, arrays: _Arrays):
+    form = _Form(keeps, jax.tree.map(jnp.ndim, arrays))
+    return _partitioned(s, form, get_concrete_mesh())(*jax.tree.leaves(arrays))
 
 
 @functools.lru_cache(maxsize=256)
 def _partitioned(s: Matmul, form: _Form, mesh_around):
-    names, gathers = s.comm.axis_names, form.gathers
+    """Returns the matmul with its rule, under a unique name.
 
-    def everywhere(x, w, *rest):
-        dense = lambda x, w, *rest: _dense(s, form, x, w, *form.read(rest))
-        return _each(form.has_examples, dense)(x, w, *rest)
-
-    def partition(mesh, arguments, results):
-        mesh = _find_mesh(s, mesh, mesh_around)
-        batch, tokens, counts = _layout(s, mesh, arguments[0], results[0])
-        by_rows, by_columns = P(*batch, tokens + names, None), P(*batch, tokens or None, names)
-        of_example = batch[:1] if form.has_examples else []
-        specs = [by_rows if gathers else by_columns, P(*of_example, *_weight_split(s, gathers))]
-        if form.has_bias:
-            specs.append(P(*of_example, names if gathers else None))
-        if form.has_scales:
-            specs.append(P(*of_example, None))
-        outs = [by_rows]
-        if gathers:
-            outs = [by_columns, *([P(*batch, tokens or None, None)] if form.to_aux else [])]
-        local = s.replace(mesh=None, row_counts=counts, comm=s.comm.inside(mesh))
-
-        def on_each_device(x, w, *rest):
-            bias, scales = form.read(rest)
-            if not gathers:
-                return [scatter_rows(local, x, w, bias, scales)]
-            out, aux = gather_rows(local, x, w, bias, scales, gathers_to_aux=form.to_aux)
-            return [out, aux] if form.to_aux else [out]
-
-        on_mesh = lambda specs: [NamedSharding(mesh, spec) for spec in specs]
-        each = _each(form.has_examples, on_each_device)
-        return mesh, each, on_mesh(outs), tuple(on_mesh(specs))
-
-    return _with_rule(everywhere, partition, _sharding_rule(s, form), (form, mesh_around, s))
-
-
-@functools.lru_cache(maxsize=256)
-def _partitioned_again(s: Matmul, ndim: int, has_examples: bool, mesh_around):
+    XLA's compiler for TPUs has no such rules. There the ranks' axes become manual, and the others
+    stay automatic.
+    """
     names = s.comm.axis_names
-
-    def everywhere(x, w, dy):
-        return _each(has_examples, functools.partial(_dense_again, s))(x, w, dy)
+    everywhere = form.each(functools.partial(_dense, s, form.keeps))
 
     def partition(mesh, arguments, results):
         mesh = _find_mesh(s, mesh, mesh_around)
-        batch, tokens, counts = _layout(s, mesh, arguments[0], arguments[2])
-        of_example, others = (batch[:1], batch[1:]) if has_examples else ([], batch)
-        by_rows, of_w = P(*batch, tokens + names, None), P(*of_example, *_weight_split(s, True))
+        like = arguments[-1] if form.is_gradient else results[0]
+        batch, tokens, counts = _layout(s, mesh, arguments[0], like)
+        by_rows, by_columns = P(*batch, tokens + names, None), P(*batch, tokens or None, names)
+        of_x, of_out = (by_rows, by_columns) if s.gathers else (by_columns, by_rows)
+        example = form.of_example(batch)
+        of_w = P(*example, *_weight_split(s))
+        of_bias, of_scales = P(*example, names if s.gathers else None), P(*example, None)
+        ins = form.ndims.given((of_x, of_w, of_bias, of_scales, of_out))
+        outs = [of_out, *([P(*batch, tokens or None, None)] if form.keeps else [])]
+        if form.is_gradient:
+            outs = [of_x, of_w]
         local = s.replace(mesh=None, row_counts=counts, comm=s.comm.inside(mesh))
-        groups = (*(axis for axes in others if axes for axis in axes), *tokens)
+        groups = (*itertools.chain(*filter(None, batch[len(example) :])), *tokens)
 
-        def on_each_device(x, w, dy):
-            dx, dw = gather_rows_again(local, x, w, dy)
+        def on_each_device(arrays: _Arrays):
+            x, w, bias, scales, dy = arrays
+            if dy is None:
+                return jax.tree.leaves(product_of_rank(local, x, w, bias, scales, keeps=form.keeps))
+            dx, dw = gradients_of_rank(local, x, w, dy)
             return [dx, jax.lax.psum(dw, groups) if groups else dw]
 
         on_mesh = lambda specs: [NamedSharding(mesh, spec) for spec in specs]
-        operands = on_mesh([by_rows, of_w, P(*batch, tokens or None, names)])
-        each = _each(has_examples, on_each_device)
-        return mesh, each, on_mesh([by_rows, of_w]), tuple(operands)
+        return mesh, form.each(on_each_device), on_mesh(outs), tuple(on_mesh(ins))
 
-    batch = [f"b{i}" for i in range(ndim - 2)]
-    of_example = batch[:1] if has_examples else []
-    w = " ".join([*of_example, *("nk" if s.rhs_transposed else "kn")])
-    tokens = lambda *last: " ".join([*batch, *last])
-    rule = f"{tokens('t', 'k')}, {w}, {tokens('m', 'n')} -> {tokens('t', 'k')}, {w}"
-    return _with_rule(
-        everywhere, partition, (rule, ("k",)), ("again", has_examples, mesh_around, s)
+    def over_ranks(*arrays):
+        mesh = s.mesh.abstract_mesh
+        whole = NamedSharding(mesh, P())
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole) for x in arrays]
+        _, each, outs, ins = partition(mesh, shapes, shapes)
+        specs = {"in_specs": tuple(x.spec for x in ins), "out_specs": [x.spec for x in outs]}
+        return with_manual_axes(each, names, mesh, **specs)(*arrays)
+
+    text, whole = _sharding_rule(s, form)
+    return partitioned(
+        everywhere,
+        partition,
+        name=(form, mesh_around, s),
+        on_tpus=over_ranks,
+        sharding_rule=text,
+        need_replication_factors=whole,
+        decode_shardings=False,
     )
-
-
-def _each(has_examples: bool, run):
-    """Runs the examples in sequence."""
-    return jax.vmap(run) if has_examples else run
-
-
-def _dense_again(s: Matmul, x, w, dy):
-    wide = sum_dtype(x.dtype)
-    columns, rows = (0 if s.rhs_transposed else 1,), tuple(range(x.ndim - 1))
-    dims = (((x.ndim - 1,), columns), ((), ()))
-    dx = jax.lax.dot_general(dy, w, dims, preferred_element_type=wide).astype(x.dtype)
-    tokens = x[..., : sum(s.row_counts), :]
-    pair = (dy, tokens) if s.rhs_transposed else (tokens, dy)
-    dw = jax.lax.dot_general(*pair, ((rows, rows), ((), ())), preferred_element_type=wide)
-    return [with_rows(dx, x.shape[-2]), dw.astype(w.dtype)]
 
 
 def _find_mesh(s: Matmul, mesh, mesh_around):
@@ -231,63 +210,38 @@ def _layout(s: Matmul, mesh, x, out):
     if not tokens:
         taken = {axis for axes in batch for axis in axes or ()}
         tokens = tuple(axis for axis in wanted if is_free(axis) and axis not in taken)
-    parts = math.prod(mesh.shape[axis] for axis in tokens) * s.comm.num_ranks
-    rows = sum(s.row_counts)
+    tokens = dividing_axes(s, mesh, tokens)
     if not tokens:
-        return batch, (), s.row_counts
-    if rows % parts:
-        tell_lost_axes(s, tokens, f"{rows} tokens are not a multiple of {parts} devices; pad them")
         return batch, (), s.row_counts
     if not set(tokens) <= set(wanted):
         order = f"x has them split over {found}, the result has them over {wanted}"
-        tell_lost_axes(s, tokens, order)
-    return batch, tokens, (rows // parts,) * s.comm.num_ranks
+        _tell_lost_axes(s, tokens, order)
+    groups = math.prod(mesh.shape[axis] for axis in tokens)
+    return batch, tokens, tuple(count // groups for count in s.row_counts)
 
 
-def _with_rule(everywhere, partition, rule, name):
-    """Attaches the rule, and a unique name, whose last part is the matmul.
-
-    XLA's compiler for TPUs has no such rules. There the ranks' axes become manual, and the others
-    stay automatic.
-    """
-    text, whole = rule
-    s: Matmul = name[-1]
-
-    def over_ranks(*arrays):
-        mesh = s.mesh.abstract_mesh
-        whole = NamedSharding(mesh, P())
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole) for x in arrays]
-        _, each, outs, ins = partition(mesh, shapes, shapes)
-        specs = {"in_specs": tuple(x.spec for x in ins), "out_specs": [x.spec for x in outs]}
-        return with_manual_axes(each, s.comm.axis_names, mesh, **specs)(*arrays)
-
-    return partitioned(
-        everywhere,
-        partition,
-        name=name,
-        on_tpus=over_ranks,
-        sharding_rule=text,
-        need_replication_factors=whole,
-        decode_shardings=False,
-    )
-
-
-def _dense(s: Matmul, form: _Form, x, w, bias, scales):
-    """Computes the matmul as on one device; the partitioner replaces it."""
-    wide = sum_dtype(x.dtype)
-    dims = ((x.ndim - 1,), (1 if s.rhs_transposed else 0,))
-    rows = sum(s.row_counts)
-    x = x[..., :rows, :]
+def _dense(s: Matmul, keeps: bool, arrays: _Arrays):
+    """Computes the results as on one device; the partitioner replaces it."""
+    x, w, bias, scales, dy = arrays
+    wide, rows = sum_dtype(x.dtype), sum(s.row_counts)
+    dot = functools.partial(jax.lax.dot_general, preferred_element_type=wide)
+    contracted = 1 if s.rhs_transposed else 0
+    last, room, x = (x.ndim - 1,), x.shape[-2], x[..., :rows, :]
+    if dy is not None:
+        dx = dot(dy, w, ((last, (1 - contracted,)), ((), ())))
+        pair = (dy, x) if s.rhs_transposed else (x, dy)
+        dw = dot(*pair, ((tuple(range(x.ndim - 1)),) * 2, ((), ())))
+        return [with_rows(dx.astype(x.dtype), room), dw.astype(w.dtype)]
     aux = x
     if s.is_scaled:
         x, w = s.quantize(x, w, scales).values(wide)
         aux = x.astype(aux.dtype)
-    out = jax.lax.dot_general(x, w, (dims, ((), ())), preferred_element_type=wide)
+    out = dot(x, w, ((last, (contracted,)), ((), ())))
     if bias is not None:
         out = out + jnp.expand_dims(bias.astype(wide), range(out.ndim - 1))
     out = out.astype(s.out_dtype)
-    if form.gathers:
-        return [out, aux] if form.to_aux else [out]
+    if s.gathers:
+        return [out, aux] if keeps else [out]
     return [with_rows(out, s.comm.num_ranks * max(s.row_counts))]
 
 
@@ -303,17 +257,119 @@ def _sharding_rule(s: Matmul, form: _Form):
     "b0 m k, k n -> b0 m n": tokens of x and of a gathered product are sharded alike, except for the
     ranks' axis, which shards the product's columns. `split_like` shards the tokens of a sum.
     """
-    batch = [f"b{i}" for i in range(form.ndim - 2)]
-    keeps = form.gathers and min(s.row_counts) == max(s.row_counts)
-    example = batch[:1] if form.has_examples else []
-    of_w = ["n", "k"] if s.rhs_transposed else ["k", "n"]
-    operands = [
-        [*batch, "m", "k"],
-        [*example, *of_w],
-        *([[*example, "n"]] if form.has_bias else []),
-        *([[*example, "q"]] if form.has_scales else []),
-    ]
-    results = [[*batch, "m" if keeps else "t", "n"], *([[*batch, "a", "k"]] if form.to_aux else [])]
+    batch = [f"b{i}" for i in range(form.ndims.x - 2)]
+    example = form.of_example(batch)
+    of_w = [*example, *(["n", "k"] if s.rhs_transposed else ["k", "n"])]
+    of_x = [*batch, "t" if form.is_gradient else "m", "k"]
+    operands = form.ndims.given((of_x, of_w, [*example, "n"], [*example, "q"], [*batch, "m", "n"]))
+    is_even = s.gathers and min(s.row_counts) == max(s.row_counts)
+    results = [[*batch, "m" if is_even else "t", "n"]]
+    if form.keeps:
+        results.append([*batch, "a", "k"])
+    if form.is_gradient:
+        results = [of_x, of_w]
     text = " -> ".join(", ".join(" ".join(dims) for dims in side) for side in (operands, results))
-    whole = [*("k" if form.gathers else "n"), *(["q"] if form.has_scales else [])]
+    whole = ["k" if s.gathers else "n", *([] if form.ndims.scales is None else ["q"])]
     return text, tuple(sorted(whole, key=re.findall(r"\w+", text).index))
+
+
+# ---- Tokens of global arrays that are sharded over more mesh axes than the ranks'.
+#
+# A Shardy rule states which dimensions are sharded alike. It cannot state "as x, and also over the
+# ranks", because only the compiler knows over how many devices x is sharded. Small unused arrays
+# convey it: one for each possible number of devices of the other mesh axes, each sharded over the
+# ranks only after that number. All of them start alike, and the longest match applies.
+
+
+def keeps_token_axes(s: Matmul, x) -> bool:
+    """Whether tokens of x may be sharded over other mesh axes too, and stay so."""
+    is_even = min(s.row_counts) == max(s.row_counts) > 0
+    return is_even and x.shape[-1] > 0 and bool(other_axes(s.mesh, s.comm.axis_names))
+
+
+def dim_axes(sharding: Any, mesh: Any, num_dims: int) -> list[tuple[str, ...]]:
+    """Returns the mesh axes over which each dimension is sharded, major axis first.
+
+    A sharding that mesh axes cannot describe (half of one, for example) counts as none.
+    """
+    try:
+        (spec,) = parse_flatten_op_sharding(sharding._to_xla_hlo_sharding(num_dims), mesh)
+    except (ValueError, NotImplementedError, StopIteration):
+        spec = ()
+    axes = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec]
+    return axes + [()] * (num_dims - len(axes))
+
+
+def split_tokens(s: Matmul, x):
+    """Returns an array [*batch, M] sharded as x, and then over the ranks."""
+    *batch, rows, _ = x.shape
+    p = s.comm.num_ranks
+    sizes = [s.mesh.shape[name] for name in other_axes(s.mesh, s.comm.axis_names)]
+    subsets = (c for k in range(len(sizes) + 1) for c in itertools.combinations(sizes, k))
+    thin = (x[..., 0] != 0).astype(jnp.int8)
+    ranks = _constrain(s, jnp.zeros(p, jnp.int8), s.comm.axis_names)
+    dims = " ".join(f"d{i}" for i in range(x.ndim))
+    ranks = _keep_first(ranks, x, f"r, {dims} -> r")[:, None]  # the compiler learns it after x
+    total = jnp.zeros_like(thin)
+    for devices in sorted({math.prod(subset) for subset in subsets}):
+        if rows % (devices * p) == 0:
+            # If x is sharded over more devices, the third dimension already has an axis, which
+            # Shardy keeps. If over fewer, the second dimension is not full.
+            parts = thin.reshape(*batch, devices, p, rows // (devices * p))
+            ranks_of = jnp.broadcast_to(ranks, parts.shape)
+            total = total + (parts + ranks_of).reshape(thin.shape)
+    return total
+
+
+def split_like(array, like, num_dims: int):
+    """Shards the first dimensions of an array like those of another one."""
+    shared = [f"d{i}" for i in range(num_dims)]
+    dims = " ".join([*shared, *(f"k{i}" for i in range(num_dims, array.ndim))])
+    others = " ".join([*shared, *(f"n{i}" for i in range(num_dims, like.ndim))])
+
+    @custom_vmap
+    def run(array, like):
+        return _keep_first(array, like, f"{dims}, {others} -> {dims}")
+
+    @run.def_vmap
+    def _(size, is_mapped, *arrays):
+        array, like = (
+            a if flag else jnp.broadcast_to(a, (size, *a.shape))
+            for a, flag in zip(arrays, is_mapped, strict=True)
+        )
+        return split_like(array, like, num_dims + 1), True
+
+    return run(array, like)
+
+
+def _keep_first(array, other, rule: str):
+    first = lambda array, other: [array]
+
+    def partition(mesh, arguments, results):
+        to = results[0].sharding
+        return mesh, first, [to], (to, arguments[1].sharding)
+
+    # On TPUs XLA shards as it sees fit.
+    rules = {"sharding_rule": rule, "decode_shardings": False}
+    return partitioned(first, partition, name=rule, on_tpus=first, **rules)(array, other)[0]
+
+
+def dividing_axes(s: Matmul, mesh, tokens: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the axes that shard tokens besides the ranks', or none if they do not divide them."""
+    rows = sum(s.row_counts)
+    parts = math.prod(mesh.shape[axis] for axis in tokens) * s.comm.num_ranks
+    if not tokens or rows % parts == 0:
+        return tokens
+    _tell_lost_axes(s, tokens, f"{rows} tokens are not a multiple of {parts} devices; pad them")
+    return ()
+
+
+def _tell_lost_axes(s: Matmul, axes: tuple[str, ...], why: str) -> None:
+    """Warns once about the axes of tokens that XLA gathers."""
+    ranks = s.comm.axis_names
+    say_once(
+        f"{s.op}: tokens are split over {axes} besides axis_name {ranks}, and XLA gathers them "
+        f"over {axes}: {why}. Call inside jax.shard_map, reshape tokens to a dimension of {axes} "
+        f"and one of {ranks}, or split them over {(*axes, *ranks)}, and constrain the result with "
+        "jax.lax.with_sharding_constraint."
+    )

@@ -1,32 +1,75 @@
 """A matmul on one rank: its static parts, and the gemms that compute it."""
 
 import dataclasses
-import itertools
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.custom_batching import custom_vmap
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jaxtyping import Array
 
 from jax_cp_dispatch._arrays import sum_dtype
-from jax_cp_dispatch._jax_private import parse_flatten_op_sharding
-from jax_cp_dispatch._ranks.communicator import Communicator, other_axes
-from jax_cp_dispatch._ranks.lowering import partitioned
-from jax_cp_dispatch._ranks.options import vary_like, varying_axes
-from jax_cp_dispatch._text import say_once
-from jax_cp_dispatch.comm_gemm.call import GemmCall, Overlap
-from jax_cp_dispatch.comm_gemm.lowering import bind_gemm
-from jax_cp_dispatch.comm_gemm.matmul_operands import join_columns, split_columns
-from jax_cp_dispatch.comm_gemm.quantize import DelayedScaling, quantize
-from jax_cp_dispatch.comm_gemm.scaled_operands import (
-    FORWARD_DTYPE,
-    ScaledOperands,
-    dequantize_gathered,
-    flat,
+from jax_cp_dispatch._ranks.communicator import Communicator
+from jax_cp_dispatch._ranks.options import vary_like
+from jax_cp_dispatch.buffers import CommOverlapConfig, CommOverlapMethod, CommOverlapType
+from jax_cp_dispatch.comm_gemm.primitive import GemmCall, GemmOperands, bind_gemm
+from jax_cp_dispatch.scaling import (
+    BLOCK,
+    DelayedScaling,
+    Quantized,
+    ScalingMode,
+    dequantize,
+    pad_scales,
+    quantize,
+    scales_shape,
+    unpad_scales,
+    unswizzle_scales,
 )
-from jax_cp_dispatch.comm_gemm.types import CommOverlapMethod, CommOverlapType, ScalingMode
+
+FORWARD_DTYPE = "float8_e4m3fn"
+
+
+class ScaledOperands(NamedTuple):
+    """x [..., T, K] and w [K, N] or [N, K] as 8 bits.
+
+    Attributes:
+      x, w: with two dimensions, those before the last collapsed.
+      like: x as it was given.
+    """
+
+    x: Quantized
+    w: Quantized
+    like: Array
+
+    def operands(self) -> GemmOperands:
+        """Returns the operands of a gemm."""
+        scales = [
+            pad_scales(q.scale_inv, layout=q.layout)
+            if q.mode == ScalingMode.MXFP8_1D_SCALING
+            else q.scale_inv
+            for q in (self.x, self.w)
+        ]
+        return GemmOperands(self.x.data.reshape(self.like.shape), scales[0], self.w.data, scales[1])
+
+    def values(self, dtype: Any) -> tuple[Array, Array]:
+        """Returns the dequantized operands."""
+        return dequantize(self.x, dtype).reshape(self.like.shape), dequantize(self.w, dtype)
+
+    def gathered(self, data: Array, tiles: Array | None) -> Array:
+        """Dequantizes gathered data [..., M, K]; `tiles` are the swizzled scales of MXFP8."""
+        rows_of_all = flat(data)
+        scale_inv = self.x.scale_inv
+        if tiles is not None:
+            shape = scales_shape(rows_of_all.shape, "row")
+            scale_inv = unpad_scales(unswizzle_scales(tiles), shape=shape)
+        whole = dataclasses.replace(self.x, data=rows_of_all, scale_inv=scale_inv)
+        return dequantize(whole, self.like.dtype).reshape(data.shape)
+
+
+def flat(x: Array) -> Array:
+    """Collapses the dimensions before the last."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +92,8 @@ class Matmul:
     op: str
     comm: Communicator
     row_counts: tuple[int, ...]
-    overlap: Overlap
-    backward: Overlap
+    overlap: CommOverlapConfig
+    backward: CommOverlapConfig
     out_dtype: str
     keeps_gathered: bool = True
     rhs_transposed: bool = False
@@ -102,17 +145,17 @@ class Matmul:
         return ScaledOperands(
             quantize(flat(x), mode, dtype=self.x_dtype, state=states[0], axis_name=axis_name),
             quantize(w, mode, dtype=FORWARD_DTYPE, layout=layout, state=states[1]),
-            x.shape,
+            x,
         )
 
     @property
     def is_scaled(self) -> bool:
         return self.scaling_mode != ScalingMode.NO_SCALING
 
-    def varying_axes(self) -> frozenset[str]:
-        """The axes of the ranks, if JAX tracks over which axes arrays vary."""
-        places = (jax.lax.axis_index(name) for name in self.comm.axis_names)
-        return frozenset().union(*map(varying_axes, places))
+    @property
+    def gathers(self) -> bool:
+        """Whether x is gathered; otherwise sums are scattered."""
+        return self.overlap.gathers
 
     @property
     def num_parts(self) -> int:
@@ -131,43 +174,38 @@ class Matmul:
         return w.shape[0 if self.rhs_transposed else 1]
 
 
-def gather_rows(s: Matmul, x, w, bias, scales, *, gathers_to_aux: bool):
-    """Result [..., sum of the row counts, N], and the gathered x, as it is multiplied, or None."""
-    shape = (*x.shape[:-2], sum(s.row_counts), s.num_columns(w))
-    call = s.call(x, shape, s.out_dtype, gathers_to_aux=gathers_to_aux, fuse_bias=bias is not None)
-    if 0 in (*x.shape, *w.shape, *shape):
-        shape = (*x.shape[:-2], sum(s.row_counts), x.shape[-1])
-        (gathered,) = vary_like([jnp.zeros(shape, x.dtype)], x)
-        return _empty_sum(call, x, bias), gathered if gathers_to_aux else None
+def product_of_rank(s: Matmul, x, w, bias, scales, *, keeps: bool):
+    """Returns the product, and the gathered x, as it is multiplied, if it `keeps` that, or None.
+
+    The product has the rows of all ranks, or the largest count of rows; those after a rank's own
+    are zero.
+    """
+    rows = sum(s.row_counts) if s.gathers else max(s.row_counts)
+    shape = (*x.shape[:-2], rows, s.num_columns(w))
+    if 0 in (*x.shape, *w.shape):  # jaxlib 0.11 crashes on empty arrays
+        of_all = (*x.shape[:-2], rows, x.shape[-1])
+        out, gathered = vary_like([jnp.zeros(shape, s.out_dtype), jnp.zeros(of_all, x.dtype)], x)
+        if bias is not None:
+            out = jnp.broadcast_to(bias.astype(out.dtype), out.shape)
+        return out if s.gathers else real_rows(s, out), gathered if keeps else None
+    call = s.call(x, shape, s.out_dtype, gathers_to_aux=keeps, fuse_bias=bias is not None)
     if not s.is_scaled:
-        results = bind_gemm(call, lhs=x, rhs=w, bias=bias)
+        results = bind_gemm(call, GemmOperands(lhs=x, rhs=w, bias=bias))
         return results.output, results.aux_out
-    scaled = s.quantize(x, w, scales, axis_name=s.comm.axis_names)
-    results = bind_gemm(call, **scaled.operands(), bias=bias)
+    scaled = s.quantize(x, w, scales, axis_name=s.comm.axis_names if s.gathers else None)
+    results = bind_gemm(call, scaled.operands()._replace(bias=bias))
     aux = results.aux_out
-    if aux is not None:
-        aux = dequantize_gathered(aux, results.lhs_swizzled, scaled.x, x.dtype)
-    return results.output, aux
+    return results.output, aux if aux is None else scaled.gathered(aux, results.lhs_swizzled)
 
 
-def scatter_rows(s: Matmul, x, w, bias, scales):
-    """Result [..., largest row count, N]."""
-    shape = (*x.shape[:-2], max(s.row_counts), s.num_columns(w))
-    call = s.call(x, shape, s.out_dtype, fuse_bias=bias is not None)
-    if 0 in (*x.shape, *w.shape):
-        return real_rows(s, _empty_sum(call, x, bias))
-    operands = s.quantize(x, w, scales).operands() if s.is_scaled else {"lhs": x, "rhs": w}
-    return bind_gemm(call, **operands, bias=bias).output
-
-
-def gather_rows_again(s: Matmul, x, w, dy):
+def gradients_of_rank(s: Matmul, x, w, dy):
     """Returns dx and dw if the gathered x was not kept; each GEMM hides a transfer.
 
     x is gathered during dy w', whose result is reduce-scattered during x' dy.
     """
     if 0 in (*x.shape, *w.shape, *dy.shape):  # jaxlib 0.11 crashes on empty arrays
         return jnp.zeros_like(x), jnp.zeros_like(w)
-    bulk = lambda kind: Overlap(comm_type=kind, method=CommOverlapMethod.BULK)
+    bulk = lambda kind: CommOverlapConfig(kind, CommOverlapMethod.BULK)
     wide = sum_dtype(x.dtype)
     call = s.call(
         dy,
@@ -176,7 +214,7 @@ def gather_rows_again(s: Matmul, x, w, dy):
         overlap=bulk(CommOverlapType.AG),
         rhs_transposed=not s.rhs_transposed,
     )
-    first = bind_gemm(call, lhs=dy, rhs=w, aux_in=x)
+    first = bind_gemm(call, GemmOperands(lhs=dy, rhs=w, aux_in=x))
     gathered, partial = first.aux_out, first.output
     lhs, rhs = (dy, gathered) if s.rhs_transposed else (gathered, dy)
     call = s.call(
@@ -188,14 +226,8 @@ def gather_rows_again(s: Matmul, x, w, dy):
         lhs_transposed=True,
         rhs_transposed=False,
     )
-    second = bind_gemm(call, lhs=lhs, rhs=rhs, aux_in=partial)
+    second = bind_gemm(call, GemmOperands(lhs=lhs, rhs=rhs, aux_in=partial))
     return second.aux_out.astype(x.dtype), second.output
-
-
-def _empty_sum(call: GemmCall, x, bias):
-    """Returns an empty sum, since jaxlib 0.11 crashes on empty arrays."""
-    zeros = vary_like([jnp.zeros(call.out_shape, call.out_dtype)], x)[0]
-    return zeros if bias is None else jnp.broadcast_to(bias.astype(zeros.dtype), zeros.shape)
 
 
 def real_rows(s: Matmul, dy):
@@ -206,103 +238,30 @@ def real_rows(s: Matmul, dy):
     return jnp.where(jnp.arange(dy.shape[-2])[:, None] < count, dy, 0)
 
 
-# ---- Matmuls over all ranks: derivatives, global arrays, other axes.
+def join_columns(arrays: Sequence[Array], num_parts: int) -> Array:
+    """[.., p N_i] of each array to [.., p sum of N_i], in which each part has its own columns."""
+    if len(arrays) == 1:
+        return arrays[0]
+    shapes = [(*a.shape[:-1], num_parts, a.shape[-1] // num_parts) for a in arrays]
+    parts = [a.reshape(shape) for a, shape in zip(arrays, shapes, strict=True)]
+    joined = jnp.concatenate(parts, axis=-1)
+    return joined.reshape(*joined.shape[:-2], num_parts * joined.shape[-1])
 
 
-# ---- Tokens of global arrays that are sharded over more mesh axes than the ranks'.
-#
-# A Shardy rule states which dimensions are sharded alike. It cannot state "as x, and also over the
-# ranks", because only the compiler knows over how many devices x is sharded. Small unused arrays
-# convey it: one for each possible number of devices of the other mesh axes, each sharded over the
-# ranks only after that number. All of them start alike, and the longest match applies.
+def split_columns(array: Array, sizes: Sequence[int], num_parts: int) -> list[Array]:
+    """The inverse of `join_columns`; `sizes` are the columns of each array, of all parts."""
+    if len(sizes) == 1:
+        return [array]
+    parts = array.reshape(*array.shape[:-1], num_parts, sum(sizes) // num_parts)
+    split = jax.lax.split(parts, [n // num_parts for n in sizes], axis=parts.ndim - 1)
+    return [a.reshape(*array.shape[:-1], n) for a, n in zip(split, sizes, strict=True)]
 
 
-def keeps_token_axes(s: Matmul, x) -> bool:
-    """Whether tokens of x may be sharded over other mesh axes too, and stay so."""
-    is_even = min(s.row_counts) == max(s.row_counts) > 0
-    return is_even and x.shape[-1] > 0 and bool(other_axes(s.mesh, s.comm.axis_names))
-
-
-def dim_axes(sharding: Any, mesh: Any, num_dims: int) -> list[tuple[str, ...]]:
-    """Returns the mesh axes over which each dimension is sharded, major axis first.
-
-    A sharding that mesh axes cannot describe (half of one, for example) counts as none.
-    """
-    try:
-        (spec,) = parse_flatten_op_sharding(sharding._to_xla_hlo_sharding(num_dims), mesh)
-    except (ValueError, NotImplementedError, StopIteration):
-        spec = ()
-    axes = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec]
-    return axes + [()] * (num_dims - len(axes))
-
-
-def split_tokens(s: Matmul, x):
-    """Returns an array [*batch, M] sharded as x, and then over the ranks."""
-    *batch, rows, _ = x.shape
-    p = s.comm.num_ranks
-    sizes = [s.mesh.shape[name] for name in other_axes(s.mesh, s.comm.axis_names)]
-    subsets = (c for k in range(len(sizes) + 1) for c in itertools.combinations(sizes, k))
-    thin = (x[..., 0] != 0).astype(jnp.int8)
-    ranks = _ranks_behind(s, x)[:, None]
-    total = jnp.zeros_like(thin)
-    for devices in sorted({math.prod(subset) for subset in subsets}):
-        if rows % (devices * p) == 0:
-            # If x is sharded over more devices, the third dimension already has an axis, which
-            # Shardy keeps. If over fewer, the second dimension is not full.
-            parts = thin.reshape(*batch, devices, p, rows // (devices * p))
-            ranks_of = jnp.broadcast_to(ranks, parts.shape)
-            total = total + (parts + ranks_of).reshape(thin.shape)
-    return total
-
-
-def _ranks_behind(s: Matmul, x):
-    """Returns an array [p] sharded over the ranks; the compiler learns this after x."""
-    dims = " ".join(f"d{i}" for i in range(x.ndim))
-    ranks = jnp.zeros(s.comm.num_ranks, jnp.int8)
-    of_ranks = NamedSharding(s.mesh, P(s.comm.axis_names))
-    ranks = jax.lax.with_sharding_constraint(ranks, of_ranks)
-    return _keep_first(ranks, x, f"r, {dims} -> r")
-
-
-def split_like(array, like, num_dims: int):
-    """Shards the first dimensions of an array like those of another one."""
-    shared = [f"d{i}" for i in range(num_dims)]
-    dims = " ".join([*shared, *(f"k{i}" for i in range(num_dims, array.ndim))])
-    others = " ".join([*shared, *(f"n{i}" for i in range(num_dims, like.ndim))])
-
-    @custom_vmap
-    def run(array, like):
-        return _keep_first(array, like, f"{dims}, {others} -> {dims}")
-
-    @run.def_vmap
-    def _(size, is_mapped, *arrays):
-        array, like = (
-            a if flag else jnp.broadcast_to(a, (size, *a.shape))
-            for a, flag in zip(arrays, is_mapped, strict=True)
+def check_contracted_blocks(op: str, mode: ScalingMode, contracted: int) -> None:
+    """Requires that a rank contracts whole blocks."""
+    if mode == ScalingMode.MXFP8_1D_SCALING and contracted % BLOCK:
+        raise ValueError(
+            f"{op}: {contracted} elements are contracted on a rank, in the forward pass or in the "
+            f"derivative (columns of w); {mode} needs a multiple of {BLOCK}, the elements that "
+            "share a scale. Pad with zeros."
         )
-        return split_like(array, like, num_dims + 1), True
-
-    return run(array, like)
-
-
-def _keep_first(array, other, rule: str):
-    first = lambda array, other: [array]
-
-    def partition(mesh, arguments, results):
-        to = results[0].sharding
-        return mesh, first, [to], (to, arguments[1].sharding)
-
-    # On TPUs XLA shards as it sees fit.
-    rules = {"sharding_rule": rule, "decode_shardings": False}
-    return partitioned(first, partition, name=rule, on_tpus=first, **rules)(array, other)[0]
-
-
-def tell_lost_axes(s: Matmul, axes: tuple[str, ...], why: str) -> None:
-    """Warns once about the axes of tokens that XLA gathers."""
-    ranks = s.comm.axis_names
-    say_once(
-        f"{s.op}: tokens are split over {axes} besides axis_name {ranks}, and XLA gathers them "
-        f"over {axes}: {why}. Call inside jax.shard_map, reshape tokens to a dimension of {axes} "
-        f"and one of {ranks}, or split them over {(*axes, *ranks)}, and constrain the result with "
-        "jax.lax.with_sharding_constraint."
-    )

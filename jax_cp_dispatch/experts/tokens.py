@@ -28,10 +28,9 @@ from jax_cp_dispatch._door import door
 from jax_cp_dispatch._ranks.communicator import rank_index
 from jax_cp_dispatch._ranks.implementations import IMPLEMENTATIONS
 from jax_cp_dispatch._ranks.options import CollectiveOptions, is_on_rank, vary_alike, whole_rows
-from jax_cp_dispatch.comm_gemm import ScalingMode, dequantize, quantize
-from jax_cp_dispatch.comm_gemm.quantize import check_blocks
 from jax_cp_dispatch.experts.routing import Routing
 from jax_cp_dispatch.global_call import GivenAxes, MeshAxes, find_axes, on_all_ranks
+from jax_cp_dispatch.scaling import ScalingMode, check_blocks, dequantize, quantize
 
 # ---- Runs a function of one rank where it is called: on this rank, or on all ranks' arrays.
 

@@ -158,10 +158,10 @@ GEMM: dict[str, Any] = {
     # Buffers.
     r"an aux_in with buffer \d+ of .* Omit": lambda: engine("RS", PIPELINE, lhs=LHS, aux=LHS),
     r"no aux_in with buffer \d+ of \w+\.BULK; .* Pass": lambda: engine("AG", BULK),
-    r"aux_in has shape \(8,\); it needs two dim": lambda: engine("RS", BULK, aux=(M,)),
+    r"aux_in is float32\[8\]; it needs floats \[rows": lambda: engine("RS", BULK, aux=(M,)),
     "7 rows of aux_in are not a multiple of the 4": lambda: engine("RS", BULK, aux=(M - 1, N)),
     r"shape \(8, 5\) but the call needs \(8, 10": lambda: engine("RS", BULK, aux=(M, 2 * N)),
-    "got aux_in without a buffer that moves something. Cre": lambda: plain(aux_in=np.ones(3)),
+    "got aux_in without a buffer that moves something. Cre": lambda: plain(aux_in=np.ones((3, 1))),
     "got return_aux without a buffer that moves something": lambda: plain(return_aux=True),
     "got axis_name without a buffer that moves something": lambda: engine(),
     "got return_aux with .*only": lambda: engine("RS", PIPELINE, lhs=LHS, return_aux=True),
@@ -183,6 +183,7 @@ GEMM: dict[str, Any] = {
 }  # fmt: skip
 
 ROWS, MATRICES = np.ones((8, 4), np.float32), np.ones((2, 4, 3), np.float32)
+G_KN = r"needs floats \[G, K, N\] with G = 2 as in group_sizes; K = 4 as in lhs\. Coll.* See con"
 
 
 def grouped(lhs: Any = ROWS, rhs: Any = MATRICES, sizes: Any = (5, 3), **options: Any):
@@ -199,14 +200,15 @@ def of_scales(scales, mode=CURRENT):
 
 GROUPED: dict[str, Any] = {
     "contracting_dims is 3; it needs to be one of": lambda: grouped(contracting_dims=3),
-    r"lhs has shape \(8, 4\) and rhs \(8, 4\); .* two and three dim": lambda: grouped(rhs=ROWS),
-    "which differ in what is contracted": lambda: grouped(rhs=np.ones((2, 5, 3))),
-    "rhs has 3 matrices but there are 2 groups": lambda: grouped(rhs=np.ones((3, 4, 3))),
+    rf"rhs is float32\[8, 4\]; it {G_KN}": lambda: grouped(rhs=ROWS),
+    rf"rhs is float32\[2, 5, 3\]; it {G_KN}": lambda: grouped(rhs=np.ones((2, 5, 3))),
+    rf"rhs is float32\[3, 4, 3\]; it {G_KN}": lambda: grouped(rhs=np.ones((3, 4, 3))),
     r"group_sizes is float32\[2\]; it needs int32": lambda: grouped(sizes=two),
     r"group_sizes is int32\[1, 2\]; it needs int32": lambda: grouped(sizes=((5, 3),)),
-    r"bias has shape \(3,\); it needs \(2, 3\), one row per g": lambda: grouped(bias=np.ones(3)),
-    "a bias where rows are con": lambda: grouped(rhs=ROWS, contracting_dims=TURNED, bias=two),
-    r"lhs_scale_inv is float32\[1\]; it needs float32 \[2\]": lambda: of_scales(one),
+    r"bias is float32\[3\]; it needs floats \[G, N\] with G = 2": lambda: grouped(bias=np.ones(3)),
+    r"bias has shape \(2, 2\); it needs \(2, 3\), one row": lambda: grouped(bias=np.ones((2, 2))),
+    "a bias where r": lambda: grouped(rhs=ROWS, contracting_dims=TURNED, bias=MATRICES[..., 0]),
+    r"lhs_scale_inv is float32\[1\]; it needs float32 \[G\] with G = 2": lambda: of_scales(one),
     "got ScalingMode.MXFP8_1D_SCALING; groups have one scale each": lambda: of_scales(two, MXFP8),
     "no derivative is defined with Sca": lambda: jax.eval_shape(grad(of_scales), two),
     "got forward mode": lambda: forward(grouped_gemm, ROWS, MATRICES, jnp.array([5, 3])),
@@ -287,12 +289,12 @@ GATHERS: dict[str, Any] = {
     "got row_counts with global arrays": lambda: on_global((8, 8), (8, 8), row_counts=(2,) * 4),
     "got forward mode": lambda: forward(on_whole, V[0], np.ones((N, W), "f")),
     # Operands.
-    r"x has shape \(3,\) and w \(3, 5\); it needs \[\*batch": lambda: gather(ones(K)),
+    r"x is float32\[3\]; it needs floats \[\*batch, T, K\]": lambda: gather(ones(K)),
     "w is float8_e4m3fn; it needs": lambda: gather(w=ones(K, N, dtype=jnp.float8_e4m3fn)),
     r"bias has shape \(3,\); it needs \(5,\), one": lambda: gather(bias=np.ones(K)),
     "preferred_element_type is 'foo' for op": lambda: gather(preferred_element_type="foo"),
     "w is a list of 2 arrays; pass several weights as a tup": lambda: several(lambda w: [w, w]),
-    r"x has 3 columns but w\[1\] has 5 rows": lambda: several(lambda w: (w, w.T)),
+    r"w\[1\] is float32\[5, 3\]; .* K = 3 as in x": lambda: several(lambda w: (w, w.T)),
     "w is bfloat16 and float32; .* Con": lambda: several(lambda w: (w, w.astype("bfloat16"))),
     r"bias is \w+; it needs to be a tuple of": lambda: several(lambda w: (w, w), bias=np.ones(N)),
     "bias is a tuple of 1; .* an array": lambda: gather(bias=(np.ones(N),)),
@@ -375,10 +377,10 @@ SCALING: dict[str, dict[str, Any]] = {
     },
     "pad_scales": {"layout is 'both'": lambda: pad(layout="both")},
     "swizzle_scales": {
-        r"\(4, 6, 2\).*\[r, c\]": lambda: swizzle(np.ones((W, 6, 2)), layout="row"),
+        r"\[4, 6, 2\].*\[r, c\]": lambda: swizzle(bytes_of((W, 6, 2)), layout="row"),
         r"multiples of \(128, 4\). Call pad_scales": lambda: swizzle(SCALES, layout="row"),
     },
-    "unswizzle_scales": {r"\(8, 4\).*512": lambda: unswizzle(ROWS, layout="row")},
+    "unswizzle_scales": {r"\[8, 4\].*512": lambda: unswizzle(bytes_of((8, 4)), layout="row")},
     "unpad_scales": {
         "shape is 3; it needs to be a tuple": lambda: unpad(shape=3),
         "entry of shape is 1.5; it needs": lambda: unpad(shape=(1.5, 2)),

@@ -24,13 +24,13 @@ from jax_cp_dispatch._ranks import (  # inner: stand for a GPU that is not there
 from jax_cp_dispatch._ranks.communicator import Communicator  # inner: calls of one GPU
 from jax_cp_dispatch._ranks.gpu import Slabs  # inner: the same
 from jax_cp_dispatch.buffers import (
+    CommOverlapConfig,
     CommOverlapMethod,
     CommOverlapType,
     create_comm_overlap_buffer,
     destroy_comm_overlap_buffer,
 )
-from jax_cp_dispatch.comm_gemm.call import GemmCall, Overlap  # inner: of one GPU
-from jax_cp_dispatch.comm_gemm.lowering import run_all_ranks  # inner: of one GPU
+from jax_cp_dispatch.comm_gemm.primitive import GemmCall, run_all_ranks  # inner: of one GPU
 
 W, ORDER = 4, [3, 1, 0, 2]
 ROOT = pathlib.Path(__file__).parents[2]
@@ -186,7 +186,7 @@ def test_one_gpu_that_holds_all_ranks():
         out_shape=(32, N),
         out_dtype="float32",
         comm=Communicator(axis_names=(AXIS,), num_ranks=W),
-        overlap=Overlap(comm_type=CommOverlapType.AG, method=CommOverlapMethod.RING_EXCHANGE),
+        overlap=CommOverlapConfig(CommOverlapType.AG, CommOverlapMethod.RING_EXCHANGE),
         row_counts=(8,) * W,
         gathers_to_aux=True,
     )

@@ -238,7 +238,7 @@ def test_no_code_compares_the_name_of_an_algorithm():
 # `test_paths.py` holds the third.
 
 MASKS_AND_LAYERS = {"masks", "sequence"}  # lists to which users add
-TOPICS = {"gpu", "buffers", "scaling"}  # public names of other parts
+TOPICS = {"gpu"}  # public names of other parts
 
 
 def importers(name):
