@@ -112,7 +112,7 @@ class Balanced(Algorithm):
         axis_name = options.exchange.axis_name
         num_ranks, rank = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
         packed = gather_sequence(options.exchange, packed, num_ranks)
-        return rank_plan(packed, world_size=num_ranks, config=self.config, rank=rank)
+        return rank_plan(packed, num_ranks=num_ranks, config=self.config, rank=rank)
 
     def rank_program(
         self, options: AttentionOptions, batch: Batch, *, backward: bool
