@@ -39,7 +39,7 @@ class BlockGrid:
     """
 
     batch: int
-    world_size: int
+    num_ranks: int
     columns: int  # of one rank: T
     block: int
 
@@ -50,7 +50,7 @@ class BlockGrid:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        return self.batch, self.world_size, self.per_piece
+        return self.batch, self.num_ranks, self.per_piece
 
     @property
     def num_blocks(self) -> int:
@@ -74,7 +74,7 @@ class BlockGrid:
 
     def first_columns(self) -> Int32[Array, "B W J"]:
         """Returns the column of its batch row at which each block starts."""
-        rank = jnp.arange(self.world_size, dtype=jnp.int32)[:, None] * self.columns
+        rank = jnp.arange(self.num_ranks, dtype=jnp.int32)[:, None] * self.columns
         start = jnp.arange(self.per_piece, dtype=jnp.int32)[None] * self.block
         return jnp.broadcast_to(rank + start, self.shape)
 
@@ -82,11 +82,11 @@ class BlockGrid:
         """Returns the index, in global order, of the block that contains a column."""
         batch = jnp.arange(self.batch, dtype=jnp.int32)[:, None, None]
         rank, within = divided(column, self.columns)
-        return (batch * self.world_size + rank) * self.per_piece + divided(within, self.block)[0]
+        return (batch * self.num_ranks + rank) * self.per_piece + divided(within, self.block)[0]
 
     def split(self, x: Shaped[Array, "B T"], *, fill: int) -> Shaped[Array, "B W J block"]:
         """Cuts columns into blocks; pads short blocks with `fill`."""
-        x = x.reshape(self.batch, self.world_size, self.columns)
+        x = x.reshape(self.batch, self.num_ranks, self.columns)
         short = self.per_piece * self.block - self.columns
         x = jnp.pad(x, ((0, 0), (0, 0), (0, short)), constant_values=fill)
         return x.reshape(*self.shape, self.block)
@@ -94,7 +94,7 @@ class BlockGrid:
     def by_rank(self, x: Shaped[Array, "..."]) -> Shaped[Array, "W S *rest"]:
         """Reorders blocks in global order, [B * W * J, ...], into slots of ranks."""
         x = x.reshape(*self.shape, *x.shape[1:]).swapaxes(0, 1)
-        return x.reshape(self.world_size, self.batch * self.per_piece, *x.shape[3:])
+        return x.reshape(self.num_ranks, self.batch * self.per_piece, *x.shape[3:])
 
 
 def block_ranges(
@@ -143,7 +143,7 @@ def places(block: Int32[Array, "..."], grid: BlockGrid):
     piece, number = divided(block, grid.per_piece)
     start = number * grid.block
     length = jnp.minimum(grid.columns - start, grid.block)
-    return *divided(piece, grid.world_size), start, length
+    return *divided(piece, grid.num_ranks), start, length
 
 
 class Received(NamedTuple):
@@ -187,7 +187,7 @@ def kv_bound(grid: BlockGrid, mask: Mask) -> int:
     keeps the bound, because a rank's own queries always do: in each batch row they need its own
     keys, and what is beyond those of its first and its last block, no more than these alone need.
     """
-    everything = grid.world_size * grid.rows
+    everything = grid.num_ranks * grid.rows
     before, after = mask.reach
     if before is None or after is None:
         return everything
@@ -224,7 +224,7 @@ class KeyLimit(NamedTuple):
         the last; None: up to its own.
         """
         limit = kv_bound(grid, mask)
-        if limit >= grid.world_size * grid.rows:
+        if limit >= grid.num_ranks * grid.rows:
             return None
         block = jnp.arange(grid.num_blocks, dtype=jnp.int32)
         ends = block if last is None else grid.block_of(jnp.maximum(last - 1, 0)).reshape(-1)
@@ -268,7 +268,7 @@ class KeyLimit(NamedTuple):
 def _rows(block: Int32[Array, " G"], grid: BlockGrid) -> tuple[jax.Array, jax.Array]:
     """Returns the first row of blocks in the batch, and one past the last."""
     batch, home, start, length = places(block, grid)
-    row = (batch * grid.world_size + home) * grid.columns + start
+    row = (batch * grid.num_ranks + home) * grid.columns + start
     return row, row + length
 
 
@@ -553,7 +553,7 @@ def _key_rows(
     row = jnp.arange(size, dtype=jnp.int32)[None] - kv_row
     total = jnp.where(brings, (received.kv_row + received.num_keys)[None], 0).max(1, keepdims=True)
     is_key = (row + kv_row < total) & (row < num_keys)
-    num_tokens = grid.world_size * grid.columns
+    num_tokens = grid.num_ranks * grid.columns
     token = batch * num_tokens + jnp.where(is_key, first + row, 0)
 
     # Rows of queries that a rank receives of the blocks before each block, and of all.

@@ -100,12 +100,12 @@ def list_traced(received: Received, grid: BlockGrid, size: int) -> TracedTransfe
       grid: the blocks.
       size: number of entries, at least that of the ranges after the cuts.
     """
-    world_size = grid.world_size
+    num_ranks = grid.num_ranks
     batch, home, start, length = places(received.block, grid)
-    is_used = received.rank < world_size
+    is_used = received.rank < num_ranks
     num_runs = received.runs_before + received.num_runs
     queries = home * grid.columns + start, length, received.row, 0 * home, num_runs
-    keys = received.first_column, received.num_keys, received.kv_row, 0 * home + world_size
+    keys = received.first_column, received.num_keys, received.kv_row, 0 * home + num_ranks
     # Elementwise operations are part of what follows; a concatenation would compile separately.
     is_query = np.array([[True], [False]])
     both = lambda x, y: jnp.where(is_query, x, y).reshape(-1)
@@ -130,8 +130,8 @@ def list_traced(received: Received, grid: BlockGrid, size: int) -> TracedTransfe
     start = home * grid.columns
     first = jnp.maximum(first_column, start)
     return TracedTransfers(
-        sender=jnp.where(is_used, kind + home, 2 * world_size),
-        target=jnp.where(is_used, target, world_size),
+        sender=jnp.where(is_used, kind + home, 2 * num_ranks),
+        target=jnp.where(is_used, target, num_ranks),
         source_row=to_source_row + first - start,
         target_row=first + to_row,
         tokens=jnp.where(is_used, jnp.minimum(end, start + grid.columns) - first, 0),
@@ -139,7 +139,7 @@ def list_traced(received: Received, grid: BlockGrid, size: int) -> TracedTransfe
     )
 
 
-def by_sender(transfers: TracedTransfers, world_size: int) -> Slots:
+def by_sender(transfers: TracedTransfers, num_ranks: int) -> Slots:
     """Numbers the slots of each sender in the order of the transfers."""
     sender, target, source_row, target_row, tokens, _ = transfers
     follows = (
@@ -148,15 +148,15 @@ def by_sender(transfers: TracedTransfers, world_size: int) -> Slots:
         & (source_row[1:] == source_row[:-1] + tokens[:-1])
         & (target_row[1:] == target_row[:-1] + tokens[:-1])
     )
-    is_first = jnp.pad(~follows, (1, 0), constant_values=True) & (sender < 2 * world_size)
+    is_first = jnp.pad(~follows, (1, 0), constant_values=True) & (sender < 2 * num_ranks)
     first = is_first.astype(jnp.int32)
-    (earlier,) = sums_before([first], sender, 2 * world_size)
-    (counts,) = sum_by_key([first], sender, 2 * world_size)
-    return Slots(earlier + first - 1, is_first, counts.reshape(2, world_size))
+    (earlier,) = sums_before([first], sender, 2 * num_ranks)
+    (counts,) = sum_by_key([first], sender, 2 * num_ranks)
+    return Slots(earlier + first - 1, is_first, counts.reshape(2, num_ranks))
 
 
 def to_metadata(
-    transfers: TracedTransfers, slots: Slots, world_size: int, capacities: Capacities
+    transfers: TracedTransfers, slots: Slots, num_ranks: int, capacities: Capacities
 ) -> list[Metadata]:
     """Returns the metadata of queries and of keys; counts also contain what is in no slot.
 
@@ -169,19 +169,19 @@ def to_metadata(
     values = [x.astype(jnp.uint32) for x in (tokens, *first)]
     metadata = []
     for kind, num_slots in enumerate((capacities.q_transfers, capacities.kv_transfers)):
-        source = sender - kind * world_size
-        is_used = (source >= 0) & (source < world_size)
-        num_cells = world_size * num_slots
+        source = sender - kind * num_ranks
+        is_used = (source >= 0) & (source < num_ranks)
+        num_cells = num_ranks * num_slots
         has_cell = is_used & has_runs & (slots.slot < num_slots)
         cell = jnp.where(has_cell, source * num_slots + slots.slot, num_cells)
-        by_slot = [x.reshape(world_size, num_slots) for x in sum_by_key(values, cell, num_cells)]
+        by_slot = [x.reshape(num_ranks, num_slots) for x in sum_by_key(values, cell, num_cells)]
         seq_len, dst_rank, dst_offset, src_offset = by_slot
         # By receiver and sender; the last column has the sums over senders.
-        width = world_size + 1
-        pair = jnp.concatenate([target * width + source, target * width + world_size])
-        pair = jnp.where(jnp.tile(is_used, 2), pair, world_size * width)
-        (received,) = sum_by_key([jnp.tile(values[0], 2)], pair, world_size * width)
-        received = received.reshape(world_size, width)
+        width = num_ranks + 1
+        pair = jnp.concatenate([target * width + source, target * width + num_ranks])
+        pair = jnp.where(jnp.tile(is_used, 2), pair, num_ranks * width)
+        (received,) = sum_by_key([jnp.tile(values[0], 2)], pair, num_ranks * width)
+        received = received.reshape(num_ranks, width)
         metadata.append(
             Metadata(
                 dst_rank=dst_rank.astype(jnp.int32) - 1,
@@ -191,7 +191,7 @@ def to_metadata(
                 num_recv_tokens=received,
                 num_seqs=jnp.minimum(slots.counts[kind], num_slots),
                 num_total_recv_tokens=received[:, -1],
-                world_size=world_size,
+                world_size=num_ranks,
             )
         )
     return metadata
@@ -222,7 +222,7 @@ class Assignment(NamedTuple):
 
 def q_bound(grid: BlockGrid) -> int:
     """Returns the maximum rows of queries of a rank, by the bound in `balance_blocks`."""
-    return min(2 * grid.rows + grid.block, grid.world_size * grid.rows)
+    return min(2 * grid.rows + grid.block, grid.num_ranks * grid.rows)
 
 
 def kv_transfers_bound(grid: BlockGrid, *, is_causal: bool) -> int:
@@ -233,7 +233,7 @@ def kv_transfers_bound(grid: BlockGrid, *, is_causal: bool) -> int:
     do not overlap. Otherwise, it receives one more: blocks of queries before those of the sender
     see its first keys, which are one range.
     """
-    others = grid.world_size - 1
+    others = grid.num_ranks - 1
     return grid.batch * (grid.per_piece + (others if is_causal else 2 * others))
 
 
@@ -243,7 +243,7 @@ def num_transfers_bound(grid: BlockGrid) -> int:
     One of each for each block, and cuts of keys: no more than between ranks for a causal mask.
     Rounded up, because sums of other sizes compile to more.
     """
-    bound = grid.num_blocks + kv_transfers_bound(grid, is_causal=True) * grid.world_size
+    bound = grid.num_blocks + kv_transfers_bound(grid, is_causal=True) * grid.num_ranks
     return -(-bound // WINDOW) * WINDOW
 
 
@@ -260,7 +260,7 @@ def assign(
     num_rows = jnp.where(live, length, 0)
     keys = KeyLimit.of(grid, mask, first, last)
     rank = balance_blocks(cost, num_rows, row_limit=q_bound(grid), tolerance=tolerance, keys=keys)
-    rank = jnp.where(live, rank, grid.world_size).reshape(-1)
+    rank = jnp.where(live, rank, grid.num_ranks).reshape(-1)
 
     begins = _run_begins(starts, rank, grid)
     runs = running_sum(begins.astype(jnp.int32))
@@ -268,7 +268,7 @@ def assign(
     received, totals = _received(rank, (first, last), (num_runs, cost), grid)
     num_rows, num_keys, num_runs, pairs = totals
     transfers = list_traced(received, grid, num_transfers_bound(grid))
-    slots = by_sender(transfers, grid.world_size)
+    slots = by_sender(transfers, grid.num_ranks)
     unit = jnp.ldexp(jnp.float32(1), shift)
     needs = jnp.stack([num_rows, num_keys, *slots.counts, num_runs])
     return Assignment(
@@ -298,11 +298,11 @@ def build(
     transfers = plan.transfers
     if capacities.pieces >= q_bound(grid):
         transfers = transfers._replace(num_runs=None)
-    q_metadata, kv_metadata = to_metadata(transfers, plan.slots, grid.world_size, capacities)
+    q_metadata, kv_metadata = to_metadata(transfers, plan.slots, grid.num_ranks, capacities)
     row, position, origin, length = _runs(plan, grid, capacities)
     ranges = plan.ranges
     if ranges is not None:
-        ranks = jnp.arange(grid.world_size, dtype=jnp.int32) if rank is None else rank[None]
+        ranks = jnp.arange(grid.num_ranks, dtype=jnp.int32) if rank is None else rank[None]
         ranges = seen_by_rows(ranges, plan.received, grid, capacities, ranks)
     return {
         "q_metadata": q_metadata,
@@ -314,7 +314,7 @@ def build(
         "num_rows": plan.num_rows,
         "pairs_before": plan.pairs_before,
         "pairs": plan.pairs,
-        "largest_needs": jnp.broadcast_to(plan.needs, (grid.world_size, len(capacities))),
+        "largest_needs": jnp.broadcast_to(plan.needs, (grid.num_ranks, len(capacities))),
         "ranges": ranges,
     }
 
@@ -354,8 +354,8 @@ def _received(
         first_column = jnp.where(first_block > last_block, end_column, first_column)
     num_keys = end_column - first_column
     values = (length, num_keys, num_runs, pairs)
-    row, kv_row, runs_before = sums_before(values[:3], rank, grid.world_size)
-    totals = sum_by_key(values, rank, grid.world_size)
+    row, kv_row, runs_before = sums_before(values[:3], rank, grid.num_ranks)
+    totals = sum_by_key(values, rank, grid.num_ranks)
     received = Received(
         block=block,
         rank=rank,
@@ -382,7 +382,7 @@ def _run_begins(
 
 def _runs(plan: Assignment, grid: BlockGrid, capacities: Capacities):
     """Returns row, position, origin and length of each rank's runs, `[W, P]`."""
-    world_size, size = grid.world_size, capacities.pieces
+    num_ranks, size = grid.num_ranks, capacities.pieces
     received = plan.received
     # By block in global order.
     values = received.rank, received.runs_before, received.row
@@ -392,13 +392,13 @@ def _runs(plan: Assignment, grid: BlockGrid, capacities: Capacities):
 
     # Column, counted over the batch, at which each run begins.
     index = before.reshape(grid.shape)[..., None] + plan.runs
-    is_held = plan.begins_run & (index <= size) & (rank < world_size).reshape(grid.shape)[..., None]
+    is_held = plan.begins_run & (index <= size) & (rank < num_ranks).reshape(grid.shape)[..., None]
     index = rank.reshape(grid.shape)[..., None] * size + index - 1
-    index = jnp.where(is_held, index, world_size * size)  # out of bounds: dropped
-    begins = jnp.full(world_size * size, -1, jnp.int32)
+    index = jnp.where(is_held, index, num_ranks * size)  # out of bounds: dropped
+    begins = jnp.full(num_ranks * size, -1, jnp.int32)
     place = jnp.arange(index.size, dtype=jnp.int32)
     begins = begins.at[index.reshape(-1).astype(jnp.uint32)].set(place, mode="drop")
-    begins = begins.reshape(world_size, size)
+    begins = begins.reshape(num_ranks, size)
 
     is_used = begins >= 0
     begins = jnp.maximum(begins, 0)
@@ -423,7 +423,7 @@ _OP = "plan_attention"
 
 
 @jax.named_scope("cpd.plan")
-def rank_plan(packed: Documents, *, world_size: int, config: PlanConfig, rank: Any) -> Plan:
+def rank_plan(packed: Documents, *, num_ranks: int, config: PlanConfig, rank: Any) -> Plan:
     """`plan_attention` inside the program that follows it.
 
     It has `ranges` for every mask, of this rank alone: for all ranks, they would be as many times
@@ -434,7 +434,7 @@ def rank_plan(packed: Documents, *, world_size: int, config: PlanConfig, rank: A
       rank: the index on the mesh axis.
     """
     mask, segment_ids, positions = packed.mask, packed.segment_ids, packed.positions
-    grid = check_shapes(_OP, segment_ids, positions, world_size, config)
+    grid = check_shapes(_OP, segment_ids, positions, num_ranks, config)
     check_mask_arrays(_OP, mask, segment_ids.shape)
     check_traced(_OP, config)
     options = {"grid": grid, "mask": mask, "config": config, "rank": rank}
@@ -454,7 +454,7 @@ def plan_inside(
 
     With `rank`, the index on the mesh axis, it is that of `rank_plan`.
     """
-    world_size = grid.world_size
+    num_ranks = grid.num_ranks
     capacities = static_capacities(grid, config, mask)
     segment_ids, positions = normalize_segment_ids(_OP, segment_ids, positions)
     starts, in_order = starts_in_order(segment_ids, positions)
@@ -465,7 +465,7 @@ def plan_inside(
             assignment = assignment._replace(ranges=column_ranges(mask, starts))
         fingerprint = order_fingerprint(fault, rank)[None, :2]
     else:
-        own = _own_checksums(segment_ids, positions, starts, mask, world_size)
+        own = _own_checksums(segment_ids, positions, starts, mask, num_ranks)
         received = assignment.received
         digest = plan_digest(config, mask.kind, received.block, received.rank)
         fingerprint = refused_at_fault(make_fingerprint(own, digest), fault)
@@ -485,16 +485,16 @@ def _own_checksums(
     positions: Ids | None,
     starts: Int32[Array, "B T"],
     mask: Mask,
-    world_size: int,
+    num_ranks: int,
 ) -> list[Int32[Array, " W"]]:
     """Returns the ranks' checksums; positions that are not given count from 0 in each document."""
     if positions is None:
         positions = jnp.arange(starts.shape[1], dtype=jnp.int32)[None] - starts
-    ids = checksums(number_ids(segment_ids), world_size, step=ID_STEP)
-    of_places = place_checksums(jnp.asarray(positions), world_size, counts=starts >= 0)
+    ids = checksums(number_ids(segment_ids), num_ranks, step=ID_STEP)
+    of_places = place_checksums(jnp.asarray(positions), num_ranks, counts=starts >= 0)
     own = [jnp.asarray(ids), jnp.asarray(of_places)]
     if mask.has_arrays:
-        own.append(jnp.asarray(mask_checksums(mask, world_size)))
+        own.append(jnp.asarray(mask_checksums(mask, num_ranks)))
     return own
 
 

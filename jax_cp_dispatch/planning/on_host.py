@@ -99,8 +99,8 @@ def _make_plan(
       largest: `Plan.largest_needs` of a rank.
       held, in_order: see `pieces_fingerprint`.
     """
-    documents, world_size, here = request.documents, request.world_size, request.held
-    pieces, of_rank = work.pieces, {"world_size": world_size, "rank": request.rank}
+    documents, num_ranks, here = request.documents, request.num_ranks, request.held
+    pieces, of_rank = work.pieces, {"num_ranks": num_ranks, "rank": request.rank}
     slots = {"q": sizes.get("max_q_transfers", 0), "kv": sizes["max_kv_transfers"]}
     q_capacity, q_metadata, table, num_cuts = request.num_tokens, None, None, 0
     if work.queries is not None:
@@ -112,13 +112,13 @@ def _make_plan(
     has_lengths = q_metadata is None or request.needs_lengths
     runs: Any = list_runs(
         pieces,
-        np.bincount(pieces.rank, minlength=world_size),
+        np.bincount(pieces.rank, minlength=num_ranks),
         num_runs=sizes["max_pieces"],
         num_rows=q_capacity,
         lengths=documents.lengths if has_lengths else None,
         rank=request.rank,
     )
-    rows = rank_sums(pieces.rank, pieces.end - pieces.start, world_size)[here]
+    rows = rank_sums(pieces.rank, pieces.end - pieces.start, num_ranks)[here]
     num_rows = {"num_queries": q_capacity, "num_keys": sizes["kv_capacity"]}
     return Plan(
         q_metadata=q_metadata,
@@ -127,7 +127,7 @@ def _make_plan(
         cut_pieces=table,
         ranges=row_ranges(request, pieces, work.spans, **num_rows),
         num_rows=rows.astype(np.int32),
-        pairs_before=request.pairs(home_pieces(documents, world_size)),
+        pairs_before=request.pairs(home_pieces(documents, num_ranks)),
         pairs=request.pairs(pieces),
         largest_needs=np.tile(largest, (len(rows), 1)),
         fingerprint=pieces_fingerprint(request, pieces, held, in_order)[here].copy(),
@@ -153,7 +153,7 @@ def fallback_plan(request: PlanRequest, needs: Int32[np.ndarray, " 5"], *, is_pl
     sizes = {name: getattr(request.config, name) or 1 for name in ALL_CAPACITIES}
     work = _Work(nothing, nothing, moves, {}, moves)
     if is_placed:
-        cut = cut_pieces(nothing, request.documents.lengths, request.world_size)
+        cut = cut_pieces(nothing, request.documents.lengths, request.num_ranks)
         work = _Work(nothing, nothing, moves, {}, cut=cut)
     plan = _make_plan(request, work, sizes, needs, nothing, None)
     needed = dict(zip(plan.capacities, needs, strict=True))
@@ -184,9 +184,9 @@ def _plan_on_host(request: PlanRequest, *, fallback: str | None) -> Plan:
     Raises:
       DoesNotFitError: a capacity of the config is too small, and there is no fallback.
     """
-    config, columns = request.config, request.documents.columns // request.world_size
-    check_ranks(_OP, config, request.world_size)
-    home = home_pieces(request.documents, request.world_size)
+    config, columns = request.config, request.documents.columns // request.num_ranks
+    check_ranks(_OP, config, request.num_ranks)
+    home = home_pieces(request.documents, request.num_ranks)
     work = _move_queries(request, home)
     rows = 8 * min(config.rows_per_block, columns), request.documents.num_tokens
     steps: Any = {
@@ -215,13 +215,13 @@ def _plan_on_host(request: PlanRequest, *, fallback: str | None) -> Plan:
 
 
 def _move_queries(request: PlanRequest, home: Pieces) -> _Work:
-    documents, config, world_size = request.documents, request.config, request.world_size
+    documents, config, num_ranks = request.documents, request.config, request.num_ranks
     problem = native_problem(
         native.QueryProblem,
         request,
         {
             "columns": (documents.first % documents.columns).tolist(),
-            "columns_per_rank": documents.columns // world_size,
+            "columns_per_rank": documents.columns // num_ranks,
             "query_cost": config.query_cost,
             "key_cost": config.key_cost,
             "max_queries": config.q_capacity,
@@ -233,9 +233,9 @@ def _move_queries(request: PlanRequest, home: Pieces) -> _Work:
     pieces, spans = lay_out(assigned.astype(np.int64), request.seen)
     queries, keys = (list_transfers(home, x) for x in (pieces, spans))
     needs = (
-        *(rank_sums(x.target, x.tokens, world_size) for x in (queries, keys)),
-        *(num_sent(x, world_size) for x in (queries, keys)),
-        np.bincount(pieces.rank, minlength=world_size),
+        *(rank_sums(x.target, x.tokens, num_ranks) for x in (queries, keys)),
+        *(num_sent(x, num_ranks) for x in (queries, keys)),
+        np.bincount(pieces.rank, minlength=num_ranks),
     )
     return _Work(pieces, spans, keys, dict(zip(CAPACITIES, needs, strict=True)), queries)
 
@@ -365,13 +365,13 @@ def plan_placed(
     order = np.lexsort((held.start, held.document, held.rank))
     assigned = np.stack([held.rank, held.document, held.start, held.end], axis=1)[order]
     pieces, spans = lay_out(assigned, request.seen, held)
-    world_size = request.world_size
+    num_ranks = request.num_ranks
     keys = list_transfers(pieces, spans)
-    cut = cut_pieces(pieces, request.documents.lengths, world_size)
+    cut = cut_pieces(pieces, request.documents.lengths, num_ranks)
     needs = (
-        rank_sums(keys.target, keys.tokens, world_size),
-        num_sent(keys, world_size),
-        np.bincount(pieces.rank, minlength=world_size),
+        rank_sums(keys.target, keys.tokens, num_ranks),
+        num_sent(keys, num_ranks),
+        np.bincount(pieces.rank, minlength=num_ranks),
         *(cut.held, cut.linked),
     )
     needs = dict(zip(PLACED_CAPACITIES, needs, strict=True))
@@ -379,7 +379,7 @@ def plan_placed(
     steps: Any = {
         "max_kv_transfers": ("would send {} ranges of keys", 8),
         "max_pieces": ("would hold {} pieces", 8),
-        "kv_capacity": ("would receive {} rows", 1024, world_size * request.num_tokens),
+        "kv_capacity": ("would receive {} rows", 1024, num_ranks * request.num_tokens),
         "max_cut_pieces": ("would hold {} pieces of cut documents", 4),
         "max_linked_pieces": ("would share cut documents with {} pieces on other ranks", 4),
     }
@@ -427,29 +427,29 @@ def put_mask_in_order(request: PlanRequest, moves: Sequence[np.ndarray]) -> Mask
     token = expand_ranges(place, source, tokens)
     token = token + np.arange(len(token))
     batch = request.documents.batch
-    put = lambda x: by_columns(np.asarray(x).reshape(-1)[token], batch, request.world_size)
+    put = lambda x: by_columns(np.asarray(x).reshape(-1)[token], batch, request.num_ranks)
     return jax.tree.map(put, request.mask)
 
 
 def list_moves(request: PlanRequest, pieces: Pieces) -> list[np.ndarray]:
     """Returns source, place and length of every range, by place; padding comes last per rank."""
-    documents, world_size, num_tokens = request.documents, request.world_size, request.num_tokens
+    documents, num_ranks, num_tokens = request.documents, request.num_ranks, request.num_tokens
     tokens = pieces.end - pieces.start
     source = documents.first[pieces.document] + pieces.start
     place = pieces.rank * num_tokens + pieces.row
-    used = np.zeros(world_size, np.int64)
+    used = np.zeros(num_ranks, np.int64)
     np.add.at(used, pieces.rank, tokens)
-    free_first = np.arange(world_size) * num_tokens + used
+    free_first = np.arange(num_ranks) * num_tokens + used
     padding = _match(*documents.padding(), free_first, num_tokens - used)
     moves = [np.concatenate(x) for x in zip((source, place, tokens), padding, strict=True)]
     order = np.argsort(moves[1])
     return [x[order] for x in moves]
 
 
-def no_moves(documents: DocumentTable, world_size: int) -> tuple[np.ndarray, ...]:
+def no_moves(documents: DocumentTable, num_ranks: int) -> tuple[np.ndarray, ...]:
     """Returns source, place and length of every range if all tokens stay in their columns."""
-    rows = documents.columns // world_size
-    rank, batch = np.divmod(np.arange(world_size * documents.batch), documents.batch)
+    rows = documents.columns // num_ranks
+    rank, batch = np.divmod(np.arange(num_ranks * documents.batch), documents.batch)
     source = batch * documents.columns + rank * rows
     return source, np.arange(len(source)) * rows, np.full(len(source), rows)
 

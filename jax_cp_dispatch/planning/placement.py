@@ -513,7 +513,7 @@ def _place_group(requests: Requests, layers: tuple[int, ...]) -> Placement:
         plans, needed = _plans(requests, pieces, moves)
         reason = None
     except DoesNotFitError as error:
-        pieces, needed, moves = None, None, no_moves(request.documents, request.world_size)
+        pieces, needed, moves = None, None, no_moves(request.documents, request.num_ranks)
         text, needs = _capacities_that_suffice(requests, layers)
         plans = tuple(fallback_plan(x, needs, is_placed=True) for x in requests)
         reason = str(error).removeprefix(f"{_OP}: ") + text
@@ -521,7 +521,7 @@ def _place_group(requests: Requests, layers: tuple[int, ...]) -> Placement:
     return Placement(
         batch=request.documents.batch,
         columns=request.documents.columns,
-        world_size=request.world_size,
+        world_size=request.num_ranks,
         plans=plans,
         layers=layers,
         made_of=((tuple(requests), pieces),),
@@ -540,7 +540,7 @@ def _left_in_place(group: Placement) -> Placement:
     requests = group.made_of[0][0]
     needs = np.asarray(group.plan.largest_needs)[0]
     plans = tuple(fallback_plan(x, needs, is_placed=True) for x in requests)
-    moves = no_moves(requests[0].documents, requests[0].world_size)
+    moves = no_moves(requests[0].documents, requests[0].num_ranks)
     here = order_by_rank(moves[1] // max(requests[0].num_tokens, 1), group.rank)
     named = {name: x[here] for name, x in zip(("source", "place", "tokens"), moves, strict=True)}
     return dataclasses.replace(group, plans=plans, made_of=((requests, None),), **named)

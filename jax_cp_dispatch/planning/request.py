@@ -100,10 +100,10 @@ def lay_out(
     return Pieces(rank, document, start, end, row, origin[group][piece_order]), spans
 
 
-def home_pieces(documents: DocumentTable, world_size: int) -> Pieces:
+def home_pieces(documents: DocumentTable, num_ranks: int) -> Pieces:
     """Returns the pieces at home, by document; their `origin` is that of the home's own rows."""
     first, lengths = documents.first, documents.lengths
-    columns = documents.columns // world_size
+    columns = documents.columns // num_ranks
     first_cell = first // columns  # cells of one rank in one batch row, in the order of tokens
     counts = np.where(lengths > 0, (first + lengths - 1) // columns - first_cell + 1, 0)
     number = np.repeat(np.arange(len(counts)), counts)
@@ -111,7 +111,7 @@ def home_pieces(documents: DocumentTable, world_size: int) -> Pieces:
     cell = first_cell[number] + within
     begin = cell * columns - first[number]
     start, end = np.maximum(begin, 0), np.minimum(begin + columns, lengths[number])
-    batch, rank = np.divmod(cell, world_size)
+    batch, rank = np.divmod(cell, num_ranks)
     row = batch * columns + start - begin
     return Pieces(rank, number, start, end, row, row - start)
 
@@ -171,13 +171,13 @@ def list_transfers(pieces: Pieces, spans: Pieces) -> Transfers:
     return Transfers(source, target, source_row, target_row, tokens)
 
 
-def num_sent(transfers: Transfers, world_size: int) -> Int[np.ndarray, " W"]:
+def num_sent(transfers: Transfers, num_ranks: int) -> Int[np.ndarray, " W"]:
     """Returns the number of ranges that each rank sends."""
-    return np.bincount(transfers.source, minlength=world_size)
+    return np.bincount(transfers.source, minlength=num_ranks)
 
 
 def make_metadata(
-    transfers: Transfers, *, world_size: int, num_slots: int, rank: int | None = None
+    transfers: Transfers, *, num_ranks: int, num_slots: int, rank: int | None = None
 ) -> Metadata:
     """Returns forward metadata; `num_slots` is at least `num_sent` of each rank.
 
@@ -185,7 +185,7 @@ def make_metadata(
     size W * W, or of all slots.
     """
     part = rank_slice(rank)
-    counts = num_sent(transfers, world_size)
+    counts = num_sent(transfers, num_ranks)
     held = counts[part].astype(np.int32)
     order = order_by_rank(transfers.source, rank)
     source = transfers.source[order] - (rank or 0)
@@ -196,9 +196,9 @@ def make_metadata(
         out[index] = values[order]
         return out
 
-    totals = rank_sums(transfers.target, transfers.tokens, world_size)
+    totals = rank_sums(transfers.target, transfers.tokens, num_ranks)
     totals = totals[part].astype(np.uint32)
-    received = np.zeros((len(totals), world_size + 1), np.uint32)
+    received = np.zeros((len(totals), num_ranks + 1), np.uint32)
     is_here = slice(None) if rank is None else transfers.target == rank
     to, by = transfers.target[is_here] - (rank or 0), transfers.source[is_here]
     np.add.at(received, (to, by), transfers.tokens[is_here].astype(np.uint32))
@@ -211,7 +211,7 @@ def make_metadata(
         num_recv_tokens=received,
         num_seqs=held,
         num_total_recv_tokens=totals,
-        world_size=world_size,
+        world_size=num_ranks,
     )
 
 
@@ -223,9 +223,9 @@ def number_on_rank(
 
 
 def rank_sums(
-    rank: Int[np.ndarray, " N"], values: Int[np.ndarray, " N"], world_size: int
+    rank: Int[np.ndarray, " N"], values: Int[np.ndarray, " N"], num_ranks: int
 ) -> Int[np.ndarray, " W"]:
-    out = np.zeros(world_size, np.int64)
+    out = np.zeros(num_ranks, np.int64)
     np.add.at(out, rank, values)
     return out
 
@@ -239,26 +239,26 @@ def num_moved(op: str, metadata: Metadata, ranks_per_node: int = 1) -> int:
       ValueError: this is one rank's part of a plan.
     """
     received = np.asarray(metadata.num_recv_tokens)[..., :-1]
-    held, world_size = received.shape[-2:]
-    check_all_ranks(op, held, world_size)
-    node = np.arange(world_size) // ranks_per_node
+    held, num_ranks = received.shape[-2:]
+    check_all_ranks(op, held, num_ranks)
+    node = np.arange(num_ranks) // ranks_per_node
     stays = node[:, None] == node
     return int(received.sum(dtype=np.int64) - received[..., stays].sum(dtype=np.int64))
 
 
-def check_rank(op: str, rank: int | None, world_size: int) -> None:
+def check_rank(op: str, rank: int | None, num_ranks: int) -> None:
     if rank is None:
         return
     check_integer(op, "rank", rank)
-    if not 0 <= rank < world_size:
-        raise ValueError(f"{op}: rank is {rank}; it needs to be in [0, {world_size}), or None.")
+    if not 0 <= rank < num_ranks:
+        raise ValueError(f"{op}: rank is {rank}; it needs to be in [0, {num_ranks}), or None.")
 
 
-def check_all_ranks(op: str, held: int, world_size: int) -> None:
+def check_all_ranks(op: str, held: int, num_ranks: int) -> None:
     """Requires what depends on all ranks."""
-    if held != world_size:
+    if held != num_ranks:
         raise ValueError(
-            f"{op}: this is the part of {held} of {world_size} ranks. Call it on the plan, "
+            f"{op}: this is the part of {held} of {num_ranks} ranks. Call it on the plan, "
             "placement or routing of all ranks."
         )
 
@@ -282,7 +282,7 @@ class PlanRequest(NamedTuple):
     Attributes:
       documents: of the batch.
       positions: of the batch `[B, T]`; None: they count from 0 in each document.
-      world_size: number of ranks W.
+      num_ranks: number of ranks W.
       seen: which keys of its document a query sees.
       config: the choices of the plan.
       rank: the rank whose part is made; None: all.
@@ -290,7 +290,7 @@ class PlanRequest(NamedTuple):
 
     documents: DocumentTable
     positions: Ids | None
-    world_size: int
+    num_ranks: int
     seen: SeenKeys
     config: PlanConfig
     rank: int | None
@@ -311,7 +311,7 @@ class PlanRequest(NamedTuple):
     @property
     def num_tokens(self) -> int:
         """Rows of one rank."""
-        return self.documents.num_tokens // self.world_size
+        return self.documents.num_tokens // self.num_ranks
 
     @property
     def held(self) -> slice:
@@ -321,7 +321,7 @@ class PlanRequest(NamedTuple):
     def pairs(self, pieces: Pieces) -> Float32[np.ndarray, " held"]:
         """Returns the query-key pairs of each rank's pieces."""
         pairs = self.seen.pairs(pieces.document, pieces.start, pieces.end)
-        return rank_sums(pieces.rank, pairs, self.world_size)[self.held].astype(np.float32)
+        return rank_sums(pieces.rank, pairs, self.num_ranks)[self.held].astype(np.float32)
 
 
 def native_problem(kind: type[Problem], request: PlanRequest, limits: dict[str, Any]) -> Problem:
@@ -333,10 +333,10 @@ def native_problem(kind: type[Problem], request: PlanRequest, limits: dict[str, 
       limits: fields that are set unless they are None.
     """
     config = request.config
-    speeds = np.array(config.rank_speeds or [1.0] * request.world_size)
+    speeds = np.array(config.rank_speeds or [1.0] * request.num_ranks)
     fields = {
         "lengths": request.documents.lengths.tolist(),
-        "num_ranks": request.world_size,
+        "num_ranks": request.num_ranks,
         "tolerance_ppm": round(1e6 * config.balance_tolerance),
         # Integers; the fastest rank has 10**6.
         "speeds": np.maximum(np.round(1e6 * speeds / speeds.max()), 1).astype(int).tolist(),
@@ -420,12 +420,12 @@ def check_mean_queries(op: str, request: PlanRequest) -> None:
     Raises:
       DoesNotFitError: names the mean.
     """
-    config, world_size = request.config, request.world_size
+    config, num_ranks = request.config, request.num_ranks
     num_queries = int(request.documents.lengths.sum())
-    mean = -(-num_queries // world_size)
+    mean = -(-num_queries // num_ranks)
     if config.q_capacity is not None and config.q_capacity < mean:
         raise DoesNotFitError(
-            f"{op}: {num_queries} queries are computed by {world_size} ranks, so a rank receives "
+            f"{op}: {num_queries} queries are computed by {num_ranks} ranks, so a rank receives "
             f"at least {mean} of them, but q_capacity is {config.q_capacity}. Pass q_capacity>="
             f"{mean} or None in PlanConfig."
         )
@@ -447,16 +447,16 @@ def pieces_fingerprint(
       held: the order of the rows that ranks pass to attention.
       in_order: a mask of arrays, in this order.
     """
-    documents, positions, world_size = request.documents, request.positions, request.world_size
+    documents, positions, num_ranks = request.documents, request.positions, request.num_ranks
     rank, row, length, document, start = _by_row(held)
     ids = run_checksums(
         *_with_padding(
             (rank, row, length, documents.ids[document]),
-            documents.num_tokens // world_size,
-            world_size,
+            documents.num_tokens // num_ranks,
+            num_ranks,
         ),
         step=ID_STEP,
-        num_ranks=world_size,
+        num_ranks=num_ranks,
     )
     runs = rank, row, length, start
     if positions is not None:
@@ -466,10 +466,10 @@ def pieces_fingerprint(
         )
         value = np.asarray(positions).reshape(-1)[token + within]
         runs = rank, row + within, np.ones_like(row), value
-    places = run_checksums(*runs, step=POSITION_STEP, num_ranks=world_size)
+    places = run_checksums(*runs, step=POSITION_STEP, num_ranks=num_ranks)
     own: list[Any] = [ids, places]
     if in_order is not None:
-        own.append(mask_checksums(jax.tree.map(np.asarray, in_order), world_size))
+        own.append(mask_checksums(jax.tree.map(np.asarray, in_order), num_ranks))
     digest = plan_digest(request.config, request.mask.kind, *computed[:4])
     return make_fingerprint(own, digest)
 
@@ -483,10 +483,10 @@ def _by_row(pieces: Pieces) -> tuple[Int[np.ndarray, " P"], ...]:
 
 
 def _with_padding(
-    runs: tuple[Int[np.ndarray, " P"], ...], num_tokens: int, world_size: int
+    runs: tuple[Int[np.ndarray, " P"], ...], num_tokens: int, num_ranks: int
 ) -> list[Int[np.ndarray, " N"]]:
     """Returns rank, first row, length and id of these runs, and of the padding around them."""
-    ends = np.arange(world_size), np.full(world_size, num_tokens), *np.zeros((2, world_size), int)
+    ends = np.arange(num_ranks), np.full(num_ranks, num_tokens), *np.zeros((2, num_ranks), int)
     rank, row, length, ids = (np.concatenate(x) for x in zip(runs, ends, strict=True))
     order = np.lexsort((row, rank))
     rank, row, length, ids = (x[order] for x in (rank, row, length, ids))

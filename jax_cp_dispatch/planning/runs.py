@@ -197,7 +197,7 @@ def row_ranges(
     table = request.seen.table
     if table is None:
         return None
-    ranks = range(request.world_size)[request.held]
+    ranks = range(request.num_ranks)[request.held]
     sizes = (num_queries, num_queries, num_keys, num_keys)
     ranges = MaskRanges(*(
         None if x is None else np.zeros((len(ranks), size), np.int32)
@@ -259,10 +259,10 @@ class CutPieces(NamedTuple):
     linked: Int[np.ndarray, " W"]
 
 
-def cut_pieces(pieces: Pieces, lengths: Int[np.ndarray, " D"], world_size: int) -> CutPieces:
+def cut_pieces(pieces: Pieces, lengths: Int[np.ndarray, " D"], num_ranks: int) -> CutPieces:
     """Finds the cut pieces and counts what each rank has to know of them."""
     cut = np.flatnonzero(pieces.end - pieces.start < lengths[pieces.document])
-    held = np.bincount(pieces.rank[cut], minlength=world_size)
+    held = np.bincount(pieces.rank[cut], minlength=num_ranks)
     slot = number_on_rank(pieces.rank[cut], held)  # pieces are sorted by rank
     by_document = np.lexsort((pieces.start[cut], pieces.document[cut]))
     cut, slot = cut[by_document], slot[by_document]
@@ -281,7 +281,7 @@ def cut_pieces(pieces: Pieces, lengths: Int[np.ndarray, " D"], world_size: int) 
     first = np.cumsum(maps) - maps
     base = first - first[np.searchsorted(holder, holder)]
     total = _counts(document)[np.searchsorted(np.unique(document), shared % longest)]
-    linked = np.zeros(world_size, np.int64)
+    linked = np.zeros(num_ranks, np.int64)
     np.add.at(linked, holder, total - here)
     rest = lengths[document] - end
     columns = document, start, end - start, pieces.row[cut], rest, rank, slot, order, base[index]
@@ -299,13 +299,13 @@ def cut_table(
 
     First its own cut pieces, then those on other ranks of the same documents.
     """
-    world_size, columns = len(cut.held), cut.columns
-    table = np.full((world_size, num_slots + num_linked, NUM_COLUMNS), -1, np.int32)
+    num_ranks, columns = len(cut.held), cut.columns
+    table = np.full((num_ranks, num_slots + num_linked, NUM_COLUMNS), -1, np.int32)
     table = table[rank_slice(rank)].copy()
     document, holder = columns[:, 0], columns[:, 5]
     first = np.searchsorted(document, document)
     last = np.searchsorted(document, document, side="right")
-    for own, rows in zip(range(world_size) if rank is None else [rank], table, strict=True):
+    for own, rows in zip(range(num_ranks) if rank is None else [rank], table, strict=True):
         mine = np.flatnonzero(holder == own)
         rows[columns[mine, 6]] = columns[mine]
         spans = {(int(first[i]), int(last[i])) for i in mine}

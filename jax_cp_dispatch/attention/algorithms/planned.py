@@ -103,7 +103,7 @@ class Balanced(Algorithm):
             packed = jax.tree.map(jnp.asarray, with_segment_ids(packed, operands.q.shape[:2]))
             packed = gather_sequence(call.exchange, packed, call.num_ranks)
             rank = lax.axis_index(call.exchange.axis_name)
-            sizes = {"world_size": call.num_ranks, "config": self.config}
+            sizes = {"num_ranks": call.num_ranks, "config": self.config}
             plan = named_context(rank_plan(packed, **sizes, rank=rank))
             packed = trusted(mask=plan.mask)  # nothing to compare
         return attend_by_plan(call, operands, plan, packed)
