@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int32, Integer, Shaped
 
 
-def only_where(mask: Bool[Array, "..."], x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+def where_or_zero(mask: Bool[Array, "..."], x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
     """Returns `x` where the mask of its first axes is true, else zero."""
     return chosen(mask, x, lax.full_like(x, 0))
 
@@ -61,7 +61,7 @@ def divided(x: Integer[Array, "..."], divisor: int):
     return quotient.astype(jnp.int32), remainder.astype(jnp.int32)
 
 
-def known_inside(
+def take_in_bounds(
     x: Shaped[Array | np.ndarray, "..."],
     index: Integer[Array | np.ndarray, "..."] | int,
     *,

@@ -18,7 +18,7 @@ def named_context(kept: T) -> T:
     return checkpoint_name(kept, "context")
 
 
-def named_context_received(kept: T) -> T:
+def checkpoint_name_kv(kept: T) -> T:
     """Names queries, keys and values that came from other ranks."""
     return checkpoint_name(kept, "context_received")
 

@@ -406,8 +406,10 @@ register_lowering(Operation.EXCHANGE, xla.lower, on=[XLA])
 def lower(ctx: Any, *operands: Any, exchange: Exchange) -> Any:
     """Lowers an exchange in one call."""
     comm = exchange.comm
-    on_cpu = "cpu" in ctx.module_context.platforms
-    if exchange.by_collectives is not None and comm.implementation is None and not on_cpu:
+    by_xla = comm.implementation == XLA.name
+    if comm.implementation is None:
+        by_xla = "cpu" not in ctx.module_context.platforms
+    if exchange.by_collectives is not None and by_xla:  # these need no axes opened
         return xla.lower(ctx, *operands, exchange=exchange)
     if comm.open_axes:
         # Each device's part, inside a `shard_map` over the axes that are not manual yet.

@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int, Int32, PyTree, Shaped
 
 from jax_cp_dispatch._arguments import check_integer
-from jax_cp_dispatch._arrays import divided, known_inside
+from jax_cp_dispatch._arrays import divided, take_in_bounds
 from jax_cp_dispatch._dispatch import move, outgoing
 from jax_cp_dispatch._door import door
 from jax_cp_dispatch._ranks.communicator import AxisName, num_ranks_here
@@ -74,7 +74,7 @@ class Chunking(NamedTuple):
     def key_order(self, source: Int[Array, " C"], chunk: Int[Array, " C"]) -> KeyOrder:
         """Returns the order if each slot holds chunk `chunk[slot]` of rank `source[slot]`."""
         rows, first = np.int32(self.piece_rows), chunk[:, None] * self.piece_rows
-        blocks = known_inside(np.stack([self.layout.starts, self.layout.lengths], 1), source)
+        blocks = take_in_bounds(np.stack([self.layout.starts, self.layout.lengths], 1), source)
         start, length = blocks[:, 0] + first, lax.clamp(np.int32(0), blocks[:, 1] - first, rows)
         return KeyOrder(self, start.reshape(-1), length.reshape(-1))
 
@@ -111,7 +111,7 @@ class KeyOrder(NamedTuple):
         if self.chunking.is_in_order:
             return with_rows(x[0], num_rows, 1)
         x = jnp.swapaxes(x, 0, 1).reshape(x.shape[1], -1, x.shape[3])
-        return known_inside(x, self._slot_rows(num_rows), axis=1)
+        return take_in_bounds(x, self._slot_rows(num_rows), axis=1)
 
     def in_slots(self, x: Shaped[Array, "M S H"]) -> Shaped[Array, "C M chunk_rows H"]:
         """The inverse of `in_order`; padding rows of a piece become zero."""
@@ -126,13 +126,13 @@ class KeyOrder(NamedTuple):
         """Maps each ordered row to its row in slots; rows after the last token map to any row."""
         rows, num_pieces = self.chunking.piece_rows, self.start.size
         order = jnp.argsort(self.start).astype(jnp.int32)
-        length = known_inside(self.length, order)
+        length = take_in_bounds(self.length, order)
         end = jnp.cumsum(length, dtype=jnp.int32)
         row = jnp.arange(num_rows, dtype=jnp.int32)
         piece = jnp.searchsorted(end, row, side="right", method="compare_all")
         piece = jnp.minimum(piece, num_pieces - 1)
-        within = jnp.minimum(row - known_inside(end - length, piece), rows - 1)
-        return known_inside(order, piece) * rows + within
+        within = jnp.minimum(row - take_in_bounds(end - length, piece), rows - 1)
+        return take_in_bounds(order, piece) * rows + within
 
     def _ordered_rows(self) -> tuple[Int[Array, " S"], Bool[Array, " S"]]:
         """Maps each row in slots to its ordered row, and says whether it holds a token."""
@@ -391,10 +391,10 @@ class CycleSchedule(Schedule):
 
     def held(self, rank, step):
         rows, n = np.array(self.rows, np.int32), self.num_ranks
-        place = known_inside(np.argsort(rows, axis=1).astype(np.int32).T, rank)
+        place = take_in_bounds(np.argsort(rows, axis=1).astype(np.int32).T, rank)
         _, source = divided(place + n - step, n)
         chunk = np.arange(self.num_chunks, dtype=np.int32)
-        return HeldChunks(known_inside(rows.reshape(-1), source + n * chunk), jnp.asarray(chunk))
+        return HeldChunks(take_in_bounds(rows.reshape(-1), source + n * chunk), jnp.asarray(chunk))
 
     def fetch_keys(self, exchange, own, held, step, fingerprint=None):
         return move_chunks(exchange, held, cycle_routes(self.rows), fingerprint)

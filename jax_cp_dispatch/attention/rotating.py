@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Shaped
 
-from jax_cp_dispatch._arrays import are_covered, known_inside, only_where
+from jax_cp_dispatch._arrays import are_covered, take_in_bounds, where_or_zero
 from jax_cp_dispatch._ranks.options import CollectiveOptions, vary_together
 from jax_cp_dispatch._residuals import named_context
 from jax_cp_dispatch.attention.key_chunks import Chunking, KeyOrder, Schedule, move_chunks, reverse
@@ -393,7 +393,7 @@ def token_ranges(rotation: Rotation, packed: Documents, shape) -> TokenRanges:
 def ranges_of_rows(mask: Mask, seen: MaskRanges, token: Any) -> TokenRanges:
     """Returns what the rows of `token` see, of what all tokens see; token -1 pads a block."""
     is_row = jnp.broadcast_to(token >= 0, (len(seen.k_start), *token.shape))
-    of_rows = lambda x: only_where(is_row, known_inside(x, jnp.maximum(token, 0), axis=1))
+    of_rows = lambda x: where_or_zero(is_row, take_in_bounds(x, jnp.maximum(token, 0), axis=1))
     ranges = TokenRanges(of_rows(jnp.stack([seen.k_start, seen.k_end], axis=2)))
     if mask.has_arrays:
         is_key = are_covered(seen.k_start, seen.k_end, seen.k_start.shape[1])

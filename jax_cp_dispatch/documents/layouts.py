@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from jax_cp_dispatch._arrays import known_inside
+from jax_cp_dispatch._arrays import take_in_bounds
 
 LAYOUTS = ("contiguous", "zigzag")
 
@@ -84,7 +84,7 @@ class SequenceLayout(NamedTuple):
     def positions(self, rank):
         """Returns the token in each row of a rank, -1 for padding; int32 [num_rows]."""
         row = jnp.arange(self.block_rows, dtype=jnp.int32)[None]
-        start, length = known_inside(np.stack([self.starts, self.lengths], 1), rank)
+        start, length = take_in_bounds(np.stack([self.starts, self.lengths], 1), rank)
         return jnp.where(row < length[:, None], start[:, None] + row, -1).reshape(-1)
 
 

@@ -26,11 +26,11 @@ from jax_cp_dispatch._arguments import (
 )
 from jax_cp_dispatch._arrays import (
     divided,
-    known_inside,
-    only_where,
     running_sum,
     sum_by_key,
     sum_dtype,
+    take_in_bounds,
+    where_or_zero,
 )
 from jax_cp_dispatch._door import door
 from jax_cp_dispatch._ranks.communicator import AxisName, rank_index
@@ -63,7 +63,7 @@ def places_by_key(
     until = running_sum(in_block.reshape(num_keys + 1, num_blocks))
     before = until.reshape(-1) - in_block
     is_same = (key[:, None] == key[:, :, None]) & np.tri(_BLOCK, k=-1, dtype=bool)[None]
-    places = known_inside(before, at) + is_same.sum(2, dtype=jnp.int32)
+    places = take_in_bounds(before, at) + is_same.sum(2, dtype=jnp.int32)
     return places.reshape(-1)[:size], until[:num_keys, -1]
 
 
@@ -159,7 +159,7 @@ def keep_heaviest(
         lightest, left = found
         rest = key >> ((num_digits - 1 - i) * _DIGIT_BITS).astype(key.dtype)
         before, digit = rest >> _DIGIT_BITS, (rest & (base - 1)).astype(jnp.int32)
-        counts_here = has_place & (before == known_inside(lightest, at))
+        counts_here = has_place & (before == take_in_bounds(lightest, at))
         bins = jnp.where(counts_here, at * base + digit, num_places * base)
         (counts,) = sum_by_key([jnp.ones_like(bins)], bins, num_places * base)
         heavier = (counts.reshape(-1, 1, base) * is_higher).sum(2, dtype=jnp.int32)
@@ -169,7 +169,7 @@ def keep_heaviest(
 
     found = vary_like([jnp.zeros(num_places, key.dtype), quota], place)
     lightest, left = lax.fori_loop(0, num_digits, add_digit, tuple(found))
-    lightest, left = known_inside(lightest, at), known_inside(left, at)
+    lightest, left = take_in_bounds(lightest, at), take_in_bounds(left, at)
     is_equal = has_place & (key == lightest)
     number, _ = places_by_key(jnp.where(is_equal, place, -1), num_places)
     return ~has_place | (key > lightest) | (is_equal & (number < left))
@@ -350,9 +350,9 @@ def _on_rank(plan: _Plan, expert_index: Any, weights: Any, physical_to_logical: 
         is_wrong = expert_index >= plan.num_experts
         place = jnp.where(is_wrong, no_place(expert_index, plan.num_experts), expert_index)
     counts = _count(plan, place)
-    num_rows, num_dropped = known_inside(counts.rows, rank), jnp.zeros(1, jnp.int32)
+    num_rows, num_dropped = take_in_bounds(counts.rows, rank), jnp.zeros(1, jnp.int32)
     if plan.overflow == "drop":
-        quota = known_inside(quotas(counts.choices, plan.capacity), rank).reshape(-1)
+        quota = take_in_bounds(quotas(counts.choices, plan.capacity), rank).reshape(-1)
         keep = keep_heaviest(place.reshape(-1), others[0].reshape(-1), quota).reshape(place.shape)
         num_dropped = num_dropped + (~keep).sum(dtype=jnp.int32)
         place = jnp.where(keep, place, -1)
@@ -361,26 +361,26 @@ def _on_rank(plan: _Plan, expert_index: Any, weights: Any, physical_to_logical: 
     dst_rank, within = counts.dst_rank, counts.within
     # Rows of a rank: by place, then by the rank they come from.
     before = np.arange(plan.num_ranks, dtype=np.int32) < rank
-    earlier = lambda x: only_where(before, x).sum(0, dtype=x.dtype)
+    earlier = lambda x: where_or_zero(before, x).sum(0, dtype=x.dtype)
     of_place = counts.choices.sum(0, dtype=jnp.int32)
     first = jnp.cumsum(of_place, 1, dtype=jnp.int32) - of_place + earlier(counts.choices)
     at = np.arange(plan.num_ranks, dtype=np.int32)[:, None] * plan.capacity + first
     has_place = (place >= 0) & (place < at.size)
-    row = known_inside(at.reshape(-1), jnp.where(has_place, place, 0)) + within[0]
+    row = take_in_bounds(at.reshape(-1), jnp.where(has_place, place, 0)) + within[0]
     to = jnp.clip(dst_rank, 0, plan.num_ranks - 1)
     first_row = earlier(counts.tokens)
-    offset = known_inside(first_row, to) + within[1]
-    received = known_inside(counts.tokens, rank, axis=1)
+    offset = take_in_bounds(first_row, to) + within[1]
+    received = take_in_bounds(counts.tokens, rank, axis=1)
     return Routing(
         dst_rank=dst_rank,
         dst_offset=jnp.where(dst_rank >= 0, offset, 0),
         row=jnp.where(has_place, row, -1),
         num_recv_tokens=jnp.append(received, received.sum(dtype=jnp.int32))[None],
-        num_send_tokens=known_inside(counts.tokens, rank)[None],
+        num_send_tokens=take_in_bounds(counts.tokens, rank)[None],
         first_row=first_row[None],
-        group_sizes=known_inside(of_place, rank),
+        group_sizes=take_in_bounds(of_place, rank),
         rows_of_ranks=counts.rows[None],
-        num_recv_rows=known_inside(counts.choices.sum(2, dtype=jnp.int32), rank, axis=1)[None],
+        num_recv_rows=take_in_bounds(counts.choices.sum(2, dtype=jnp.int32), rank, axis=1)[None],
         num_rows=num_rows[None],
         num_dropped=num_dropped,
         is_valid=((counts.rows <= plan.capacity).all() & (counts.wrong == 0).all())[None],

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32
 
-from jax_cp_dispatch._arrays import divided, known_inside
+from jax_cp_dispatch._arrays import divided, take_in_bounds
 from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch._text import describe_routing
 from jax_cp_dispatch.metadata import Metadata
@@ -144,5 +144,5 @@ class Routing:
         num_sent = self.num_send_tokens[0]
         first = jnp.cumsum(num_sent, dtype=jnp.int32) - num_sent - self.first_row[0]
         is_sent = (self.dst_rank >= 0) & (self.dst_rank < self.world_size)
-        row = known_inside(first, jnp.where(is_sent, self.dst_rank, 0)) + self.dst_offset
+        row = take_in_bounds(first, jnp.where(is_sent, self.dst_rank, 0)) + self.dst_offset
         return jnp.where(is_sent, row, -1)

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, PyTree, Shaped
 
-from jax_cp_dispatch._arrays import At, chosen, divided, only_where
+from jax_cp_dispatch._arrays import At, chosen, divided, where_or_zero
 from jax_cp_dispatch._dispatch.arguments import outgoing
 from jax_cp_dispatch._dispatch.movement import move
 from jax_cp_dispatch._ranks.options import CollectiveOptions, vary_alike, vary_like
@@ -97,12 +97,12 @@ class CutPieces:
 
     def initial(self, states: PyTree[Shaped[Array, "P ..."]]) -> PyTree[Shaped[Array, "P ..."]]:
         """Returns the initial states where they enter, and zeros elsewhere."""
-        return jax.tree.map(lambda x: only_where(self.opening, x), states)
+        return jax.tree.map(lambda x: where_or_zero(self.opening, x), states)
 
     def ids(self) -> Int32[Array, "G L"]:
         """Returns a number for each row: 0 for padding, 1, ..., P for `later`, more for others."""
         pieces, slot = self.pieces, self.pieces.slots(self.later)
-        fresh = only_where(pieces.is_token, pieces.begin + pieces.num_slots + 1)
+        fresh = where_or_zero(pieces.is_token, pieces.begin + pieces.num_slots + 1)
         return chosen(slot > 0, slot, fresh)
 
     @property
@@ -168,7 +168,7 @@ class CutPieces:
         after = lax.scan(step, none, (kind, first, others))[1]
         chain, step_of = divided(last, shape[1])
         at = At(jnp.stack([step_of, chain], 1), (0, 1))
-        return jax.tree.map(lambda x: only_where(self.crosses, at.take(x)), after)
+        return jax.tree.map(lambda x: where_or_zero(self.crosses, at.take(x)), after)
 
 
 def _chosen(use: Bool[Array, " P"], cuts: Cuts, others: Cuts) -> Cuts:
@@ -199,7 +199,7 @@ def _links(cuts: CutPieces) -> tuple[list[Metadata], Array, Array]:
     counts = jnp.concatenate([counts, counts.sum(1, keepdims=True, dtype=jnp.uint32)], 1)
     moves = (rows >= 0)[None] & sent[..., None]
     dst_rank = jnp.where(moves, np.arange(world_size, dtype=np.int32)[None, None], -1)
-    dst_offset = only_where(moves, jnp.stack([rows, rows])).astype(jnp.uint32)
+    dst_offset = where_or_zero(moves, jnp.stack([rows, rows])).astype(jnp.uint32)
     plans = [
         Metadata(
             dst_rank=dst_rank[i],
@@ -264,7 +264,7 @@ class Links(NamedTuple):
         at = self.earlier.chunk()
         # A piece that starts in its last chunk is entered there, or starts from zero.
         is_inside = self.earlier.first == self.earlier.last
-        before = chosen(is_inside, only_where(self.cuts.follows, entering), at.take(states))
+        before = chosen(is_inside, where_or_zero(self.cuts.follows, entering), at.take(states))
         decay = self.earlier.last_row().take(steps.into)[..., None]
         keys = at.take(steps.kd) * self.earlier.mask
         return _Behind(before, decay, keys, at.take(new), is_inside)
@@ -340,16 +340,16 @@ def _carry_backward(saved, gradients):
         behind = links.behind(steps, states, new, entering)
         enters = behind.is_inside & links.cuts.follows
         if links.cuts.closing is not None:  # first: it is no part of the maps
-            dbehind = only_where(links.cuts.closing, dbehind)
+            dbehind = where_or_zero(links.cuts.closing, dbehind)
             dnew, dstates = _add_behind(at, behind, dbehind, dnew, dstates)
-            dentering = dentering + only_where(enters, behind.decay * dbehind)
+            dentering = dentering + where_or_zero(enters, behind.decay * dbehind)
         active = crosses.is_active(len(chunks.ids))
         # What enters, without what goes on behind the pieces.
         back = lambda: walk_back(steps, chunks, dstates, dnew, active=active)
         of_rows = lambda: _at_entrance(steps, links, *back())
         (g,) = pull(dentering + _if_any(crosses.used, of_rows, dentering))
         if initial is not None:
-            dinitial = dentering + only_where(enters, behind.decay * g)
+            dinitial = dentering + where_or_zero(enters, behind.decay * g)
         dnew, dstates = _add_behind(at, behind, g, dnew, dstates)
         if links.cuts.closing is not None:
             g = g + dbehind
@@ -416,7 +416,7 @@ def _maps(steps: Steps, chunks: Chunks, links: Links, initial: Any) -> tuple[Any
 def _add_behind(at: At, behind: _Behind, g: Array, dnew: Array, dstates: Array) -> Any:
     """Adds the gradient of the states behind pieces to those of what they are computed from."""
     dnew = at.add(dnew, dot(behind.keys, g))
-    return dnew, at.add(dstates, only_where(~behind.is_inside, behind.decay * g))
+    return dnew, at.add(dstates, where_or_zero(~behind.is_inside, behind.decay * g))
 
 
 def _at_entrance(steps: Steps, links: Links, after: Array, dnew: Array) -> Array:

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int32, PyTree, Shaped
 
-from jax_cp_dispatch._arrays import At, only_where, run_begins, running_max, running_maxima
+from jax_cp_dispatch._arrays import At, run_begins, running_max, running_maxima, where_or_zero
 from jax_cp_dispatch._dispatch.arguments import outgoing
 from jax_cp_dispatch._dispatch.movement import move
 from jax_cp_dispatch._ranks.communicator import AxisName, num_ranks_here
@@ -162,7 +162,7 @@ class Pieces:
         row = jnp.where(own.used, own.row, size).astype(jnp.uint32)
         at = jnp.zeros(size, jnp.int32).at[row].set(number, mode="drop")
         begin = jnp.maximum(self.begin, 0).astype(jnp.uint32)
-        return only_where(self.is_token, at.at[begin].get(mode="promise_in_bounds"))
+        return where_or_zero(self.is_token, at.at[begin].get(mode="promise_in_bounds"))
 
 
 def document_pieces(

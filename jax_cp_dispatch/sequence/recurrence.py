@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int32, PyTree, Shaped
 
 from jax_cp_dispatch._arguments import HostOrDevice, is_on_host
-from jax_cp_dispatch._arrays import chosen, only_where, run_begins, sum_dtype
+from jax_cp_dispatch._arrays import chosen, run_begins, sum_dtype, where_or_zero
 from jax_cp_dispatch._door import door
 from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch.documents import Documents
@@ -180,7 +180,7 @@ class Recur:
         weights: tuple[()],
         carried: Carried,
     ) -> tuple[Any, Any]:
-        inert = partial(only_where, pieces.is_token)
+        inert = partial(where_or_zero, pieces.is_token)
         inputs = jax.tree.map(inert, pieces.arrange(inputs))
         cuts = CutPieces.of(exchange, pieces, carried)
         is_cut = pieces.world_size > 1 or carried.is_used
@@ -204,7 +204,7 @@ def _last_states(
       closing: whether it has.
       initial: stays as it is in rows without tokens.
     """
-    own = jax.tree.map(lambda x: only_where(closing, x), behind)
+    own = jax.tree.map(lambda x: where_or_zero(closing, x), behind)
     if initial is None:
         return own
     stays = (pieces.row_ends.last_end == 0) & (pieces.rank == 0)
@@ -257,7 +257,7 @@ class OfUser:
 
             def own(x: Array) -> Array:
                 here = jax.lax.dynamic_index_in_dim(x, group)
-                return only_where(inside, here)
+                return where_or_zero(inside, here)
 
             return self.local.summary(jax.tree.map(own, inputs))
 
@@ -292,7 +292,7 @@ class LinearRecurrence:
             added, product = at_last(h), at_last(decay)
             if initial is not None:
                 initial = initial.astype(x.dtype)
-                added += product * only_where(cuts.opening & cuts.follows, initial)
+                added += product * where_or_zero(cuts.opening & cuts.follows, initial)
             state = jnp.asarray(cuts.states_before(added, (product, added), _apply, initial))
             index = jnp.where(ids <= len(state), ids, 0)  # pieces 1, ..., P are entered
             h = h + decay * jnp.pad(state, [(1, 0)] + [(0, 0)] * (state.ndim - 1))[index]

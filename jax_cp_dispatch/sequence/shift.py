@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Integer, PyTree, Shaped
 
 from jax_cp_dispatch._arguments import HostOrDevice, check_integer, check_value_of
-from jax_cp_dispatch._arrays import chosen, only_where, run_ends, sum_dtype
+from jax_cp_dispatch._arrays import chosen, run_ends, sum_dtype, where_or_zero
 from jax_cp_dispatch._dispatch.arguments import outgoing
 from jax_cp_dispatch._dispatch.movement import move
 from jax_cp_dispatch._door import door
@@ -139,7 +139,7 @@ def _last_rows(
     is_own = (token >= ends.last_begin[:, None]) & (row >= 0) & (row < num_rows)
     group = jnp.arange(len(row), dtype=jnp.int32)[:, None] * num_rows
     flat = jnp.where(is_own, group + row, 0)
-    own = only_where(is_own, x.at[flat].get(mode="promise_in_bounds"))
+    own = where_or_zero(is_own, x.at[flat].get(mode="promise_in_bounds"))
     is_older = (token < ends.last_begin[:, None]) & (pieces.rank == 0)
     older = jnp.full_like(own, fill)
     if initial is not None:
@@ -297,7 +297,7 @@ def _sources(pieces: Pieces, offset: int) -> Array:
     size, width = pieces.begin.size, abs(offset)
     row = jnp.arange(size, dtype=jnp.int32)
     first_row = jnp.arange(0, size, pieces.begin.shape[1], dtype=jnp.int32)[:, None]
-    end = only_where(pieces.is_token, run_ends(pieces.begin) + first_row).reshape(-1)
+    end = where_or_zero(pieces.is_token, run_ends(pieces.begin) + first_row).reshape(-1)
     begin = pieces.begin.reshape(-1)
     source = row - offset
     inside = (begin >= 0) & (source >= begin) & (source < end)
@@ -471,7 +471,7 @@ def _convolve(
         place = jnp.arange(width, dtype=jnp.int32)[None] + piece.start[:, None]
         inside = place < width  # tokens of the state, not of this call
         place = jnp.where(inside, place, 0)[..., None]
-        before = only_where(inside, jnp.take_along_axis(initial, place, axis=1))
+        before = where_or_zero(inside, jnp.take_along_axis(initial, place, axis=1))
         total = _add_before(total, piece, before, weight.astype(wide))
     for x in bias:
         total += x[None, None].astype(wide)

@@ -14,10 +14,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int, Int64
 
-from jax_cp_dispatch._arrays import known_inside
+from jax_cp_dispatch._arrays import take_in_bounds
 from jax_cp_dispatch._dispatch import Argument, outgoing, returning
 from jax_cp_dispatch._ranks.options import vary_together
-from jax_cp_dispatch._residuals import named_context, named_context_received
+from jax_cp_dispatch._residuals import checkpoint_name_kv, named_context
 from jax_cp_dispatch.attention.algorithms.algorithm import Algorithm, Batch, RankProgram, Shape
 from jax_cp_dispatch.attention.algorithms.exchange_once import (
     Exchange,
@@ -268,11 +268,11 @@ class PlannedMovement(Movement):
         plan, fingerprint = arrays
         if not self.moves_queries:
             kv = self._outgoing(plan, "kv", part.moved, fingerprint)
-            read = lambda came: _attended((part.q, named_context_received(came[0])))
+            read = lambda came: _attended((part.q, checkpoint_name_kv(came[0])))
             return Exchange([kv], read)
         q = self._outgoing(plan, "q", part.q, fingerprint)
         kv = self._outgoing(plan, "kv", part.moved)
-        return Exchange([q, kv], lambda came: _attended(named_context_received(came)))
+        return Exchange([q, kv], lambda came: _attended(checkpoint_name_kv(came)))
 
     def give_back(self, arrays: Any, out: Array, lse: Array) -> Exchange:
         if not self.moves_queries:
@@ -585,7 +585,7 @@ class HeldRows(NamedTuple):
         for i, of_rank in enumerate(self.parts()):
             for j, (low, high) in enumerate(of_rank):
                 table[i, :, j] = low, high - low
-        start, length = known_inside(table, rank)
+        start, length = take_in_bounds(table, rank)
         inside = jnp.clip(token[..., None] - start[None, None], 0, length[None, None])
         return jnp.sum(inside, axis=-1, dtype=jnp.int32)
 
@@ -620,7 +620,7 @@ def _attend_halo(call: Call, held: HeldRows, operands: Operands, packed: Documen
     order: Any = {"layout": call.order.layout, "checks_order": call.checks_order}
     seen, fault = gathered_ranges(exchange, packed, (B, T), **order)
     seen = ranges_of_rows(packed.mask, seen, held.layout.positions(rank)[:T])
-    num_held = known_inside(held.num_rows.astype(np.int32), rank)
+    num_held = take_in_bounds(held.num_rows.astype(np.int32), rank)
     first = np.arange(B, dtype=np.int32)[:, None] * num_held
     start, end = ((held.rows_before(rank, x) + first).reshape(-1) for x in (seen.start, seen.end))
     metadata = jax.tree.map(jnp.asarray, held.metadata(B))

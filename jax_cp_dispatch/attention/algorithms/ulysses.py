@@ -17,7 +17,7 @@ from jax_cp_dispatch._arrays import sum_dtype
 from jax_cp_dispatch._dispatch import move, outgoing, returning
 from jax_cp_dispatch._dispatch.xla import AllGather, AllToAll
 from jax_cp_dispatch._ranks.options import CollectiveOptions, vary_like, vary_together
-from jax_cp_dispatch._residuals import named_context, named_context_received
+from jax_cp_dispatch._residuals import checkpoint_name_kv, named_context
 from jax_cp_dispatch.attention.algorithms.algorithm import Algorithm
 from jax_cp_dispatch.attention.algorithms.exchange_once import Exchange, Movement, gather_attend
 from jax_cp_dispatch.attention.operands import Call, Operands, Outputs
@@ -194,10 +194,10 @@ def attend_two_levels(
     if call.expansion is None:
         copies = kv_copies(part.q.shape[2], part.k.shape[2], num_inner)
         kv: Any = [repeat_heads(x, copies) for x in part.moved]
-        q, k, v = named_context_received(heads.to_heads([part.q, *kv]))
+        q, k, v = checkpoint_name_kv(heads.to_heads([part.q, *kv]))
     else:
         (q,), k, v = heads.to_heads([part.q]), tuple(heads.to_all(part.k)), None
-        q, k = named_context_received((q, k))
+        q, k = checkpoint_name_kv((q, k))
     sink = None if part.sink is None else heads.own(part.sink)
     part = part._replace(q=q, k=k, v=v, sink=sink)
     if num_inner > 1:  # the columns of all ranks that share the heads
@@ -443,7 +443,7 @@ class ShareOfHeads(Movement):
             return self._heads.to_heads([q, *kv], fingerprint)
 
         def read(came):
-            q, *kv = named_context_received(came)
+            q, *kv = checkpoint_name_kv(came)
             return q, tuple(kv)
 
         return Exchange(moved, read)
