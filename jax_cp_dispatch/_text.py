@@ -356,7 +356,8 @@ _SKIPPED = {"jax_cp_dispatch", "jax", "jaxlib", "contextlib", "functools", "jaxt
 def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
     """Warns at the innermost line outside this package and JAX."""
     frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and _is_skipped(frame.f_globals.get("__name__", "")):
+    package = lambda frame: frame.f_globals.get("__name__", "").partition(".")[0]
+    while frame.f_back is not None and package(frame) in _SKIPPED:
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level)
 
@@ -365,7 +366,3 @@ def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
 def say_once(message: str) -> None:
     """Warns of something that this package chose, once per process."""
     warn_caller(f"jax_cp_dispatch: {message}")
-
-
-def _is_skipped(module: str) -> bool:
-    return module.partition(".")[0] in _SKIPPED

@@ -280,14 +280,12 @@ def _tables(section: str, rows: Sequence[Row]) -> str:
         lines = []
         for row in (first, *others):
             ratios = ("–" if row[x] is None else f"{row[x]:.2f}" for x in ("of_limit", "speedup"))
-            lines.append([f"  {row['what']}", duration(row["seconds"]), _rate(row), *ratios])
+            rate = "–"
+            if row["rate"] is not None:
+                is_bytes = row["unit"] == "B/s"
+                count = byte_count if is_bytes else short_count
+                rate = f"{count(row['rate'])}{'/s' if is_bytes else ' FLOP/s'}"
+            lines.append([f"  {row['what']}", duration(row["seconds"]), rate, *ratios])
         title = paragraph(f"{section}: {size} ({'; '.join(details)})", indent=0)
         parts.append(f"{title}\n{table(('', 'time', 'rate', 'of limit', 'speedup'), lines)}")
     return "\n".join(parts)
-
-
-def _rate(row: Row) -> str:
-    if row["rate"] is None:
-        return "–"
-    is_bytes = row["unit"] == "B/s"
-    return f"{byte_count(row['rate'])}/s" if is_bytes else f"{short_count(row['rate'])} FLOP/s"

@@ -191,7 +191,11 @@ def read_lengths(path: pathlib.Path, row: int | None = None) -> Sequence[Sequenc
             "ids in a .npy file."
         )
     try:
-        rows = _from_json(path) if kind == ".json" else _from_numpy(path)
+        rows = (
+            _from_json(path)
+            if kind == ".json"
+            else document_lengths(np.atleast_2d(np.load(path, allow_pickle=False)))
+        )
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}. Pass another file.") from None
     except (EOFError, RecursionError, TypeError, ValueError) as error:
@@ -205,10 +209,6 @@ def read_lengths(path: pathlib.Path, row: int | None = None) -> Sequence[Sequenc
     if not any(map(sum, rows)):
         raise InputError(f"{path} has no documents with tokens. Pass lengths of at least 1.")
     return rows
-
-
-def _from_numpy(path: pathlib.Path) -> Sequence[Sequence[int]]:
-    return document_lengths(np.atleast_2d(np.load(path, allow_pickle=False)))
 
 
 def _from_json(path: pathlib.Path) -> Sequence[Sequence[int]]:

@@ -285,7 +285,7 @@ def test_nothing_small_is_named_for_one_use():
                 assert not is_small or uses[node.name] > 1 or not called[node.name], (
                     f"{path}: {node.name}"
                 )
-            elif isinstance(node, ast.ClassDef) and uses[node.name] < 2:
+            elif isinstance(node, ast.ClassDef) and uses[node.name] == called[node.name] == 1:
                 has_methods = any(isinstance(x, ast.FunctionDef) for x in node.body)
                 assert has_methods, f"{path}: {node.name}"
 
