@@ -131,7 +131,6 @@ TWO_LEVELS = {
 }  # fmt: skip
 
 
-@pytest.mark.usefixtures("unchecked_types")
 @pytest.mark.parametrize(
     "given, error, says",
     [

@@ -33,8 +33,6 @@ from on_mesh import AXIS, mesh_of, on_ranks
 
 from jax_cp_dispatch import Metadata, compute_metadata
 
-pytestmark = pytest.mark.usefixtures("unchecked_types")
-
 DEADLINE = 2.0
 
 

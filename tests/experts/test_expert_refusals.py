@@ -94,7 +94,6 @@ REFUSALS = {
     ],
     "combine_tokens": [
         (lambda: combine(ROWS[:, :8]), "y has 8 rows but routing is of 9 rows"),
-        (lambda: combine(ROWS.astype(np.int32)), "needs floats .* Cast it"),
         (lambda: combine(weights=WEIGHTS[..., :1]), r"but routing is of choices \[4, 2\]"),
     ],
     "fit_capacity": [

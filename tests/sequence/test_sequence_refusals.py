@@ -110,7 +110,6 @@ CASES = {
         (lambda: shift(INTEGERS, fill=0.5), "fill is 0.5, but .* int32. Pass an integer in"),
         (lambda: shift(INTEGERS > 0, fill=2), r"fill is 2, but .* bool. Pass .* \[0, 1\]"),
         (lambda: shift(INTEGERS.astype(np.uint8), fill=-1), r"fill is -1, but .* \[0, 255\]"),
-        (lambda: shift({}), r"x has no arrays; it needs at least one of \[B, T, ...\]"),
         (lambda: shift(documents="no"), "documents is of type str.* Pass Documents"),
         (lambda: shift(documents=DOCUMENTS, positions=IDS), "got documents, and segment_ids or"),
         (lambda: shift(documents=DOCUMENTS.zigzag(2), mesh=mesh_of(4)), "the documents are in"),
@@ -130,7 +129,6 @@ CASES = {
         ),
         (shift_of_pieces_of_a_sharded_batch, "pieces are those of a whole rank, but an explicit"),
         (lambda: shift(offset=-1, return_state=True), "offset is -1; .* Omit both, or shift whole"),
-        (lambda: shift([TOKENS, 1]), r"x\[1\] is of type int; it needs to be an array"),
         (
             lambda: shift([HEADS, TOKENS[..., :3]], mesh=OF_HEADS, head_axis="tensor"),
             r"an array has shape \(1, 16, 3\) but head_axis .* has 2 devices.* Pass head_axis=\(\)",
@@ -143,12 +141,7 @@ CASES = {
         ),
     ],
     "token_checksums": [
-        (lambda: sequence.token_checksums({}, documents=DOCUMENTS), "no arrays"),
         (lambda: sequence.token_checksums(IDS, documents=IDS), "Pass Documents"),
-        (
-            lambda: sequence.token_checksums([IDS, IDS[:, :8]], documents=DOCUMENTS),
-            r"arrays\[1\] is int32\[1, 8\]; it needs .* B = 1, T = 16 as in arrays\[0\]",
-        ),
         (
             lambda: sequence.token_checksums(IDS[:, :8], documents=DOCUMENTS),
             r"array 0 is int32\[1, 8\]; it needs .* start with \[1, 16\]",
@@ -157,20 +150,11 @@ CASES = {
     ],
     "check_tokens": [
         (lambda: checked(arrays={"labels": IDS, "tokens": IDS}), "are of 1 arrays but got 2. Pass"),
-        (
-            lambda: checked(checksums=np.zeros((1, 1, 2), np.int32)),
-            r"int32\[1, 1, 2\]; it needs uint32 ",
-        ),
-        (lambda: checked(checksums=[[[0, 0]]]), "checksums is of type list"),
         (lambda: checked(documents=DOCUMENTS.zigzag(2)), "documents are in zigzag order"),
     ],
     "causal_conv": [
         (lambda: conv(weight=np.zeros((3, 5))), "weight for each tap"),
         (lambda: conv(bias=np.zeros(3)), "one value for each channel"),
-        (
-            lambda: conv(initial_state=INTEGERS[:, :2]),
-            r"is int32\[1, 2, 4\]; it needs floats \[B, W-1, C\] .*; W = 3 as in weight",
-        ),
         (
             lambda: conv(initial_state=TOKENS[:, :3]),
             "initial_state is .* with B = 1, C = 4 as in x; W = 3 as in weight. Pass the last",
@@ -202,19 +186,9 @@ CASES = {
     ],
     "recurrence": [
         (lambda: recur(local=None), "local is of type NoneType, without summary"),
-        (lambda: recur(initial_state=0), "initial_state is of type int; it needs to be an array"),
-        (
-            lambda: recur(initial_state=TOKENS[:0]),
-            r"\[0, 16, 4\]; it needs \[B, ...\] with B = 1 as in inputs",
-        ),
         (
             lambda: recur(local=Returns((1, 16)), initial_state=TOKENS[:, 0, 0], return_state=True),
             r"initial_state has shapes \(\(1,\), 'float32'\); it needs \(\(1, 4\), 'float32'\)",
-        ),
-        (lambda: recur(inputs={}), "inputs has no arrays; it needs at least one"),
-        (
-            lambda: recur(inputs=[TOKENS, TOKENS[:, :8]]),
-            r"inputs\[1\] is .* T = 16 as in inputs\[0\]",
         ),
         (
             lambda: recur(local=OneState(()), return_state=True, mesh=OF_HEADS, head_axis="tensor"),
