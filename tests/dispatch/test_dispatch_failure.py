@@ -194,8 +194,7 @@ def test_rank_that_fails_before_the_call():
     np.testing.assert_array_equal(run(X, METADATA, np.full(W, -1)), SENT)
     for shard in run(X, METADATA, np.full(W, 2)).addressable_shards:
         with pytest.raises(
-            jax.errors.JaxRuntimeError,
-            match=r"no data on this rank|wait for missing ranks \[2\]",
+            jax.errors.JaxRuntimeError, match=r"no data on this rank|wait for missing ranks \[2\]"
         ):
             np.asarray(shard.data)
     np.testing.assert_array_equal(run(X, METADATA, np.full(W, -1)), SENT)

@@ -86,10 +86,7 @@ REFUSALS = {
         (lambda: trace(lambda x: experts.dispatch_tokens(x, x), X), "Pass the result of route"),
         (lambda: dispatch(scaling_mode="MXFP8_1D_SCALING"), "a multiple of 32"),
         (lambda: dispatch(scaling_mode="CURRENT_TENSOR_SCALING"), "those of whole tensors"),
-        (
-            lambda: dispatch(WIDE.astype(np.int32), scaling_mode="MXFP8_1D_SCALING"),
-            "needs floats",
-        ),
+        (lambda: dispatch(WIDE.astype(np.int32), scaling_mode="MXFP8_1D_SCALING"), "needs floats"),
         (mixed, "routing is of 4 of 4 ranks but the call is on 1 of 4"),
     ],
     "combine_tokens": [

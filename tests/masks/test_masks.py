@@ -300,10 +300,10 @@ CASES = {
     "BlockCausal": [(lambda: BlockCausal(0), "size is 0; it needs to be at least 1")],
     "PrefixLM": [],
     "SharedPrefix": [
-        (lambda: SharedPrefix(np.array([[0, 1, 2, 1]])), "completion 1 begins again at column 3"),
+        (lambda: SharedPrefix(np.array([[0, 1, 2, 1]])), "completion 1 begins again at column 3")
     ],
     "Ranges": [
-        (lambda: Ranges(INTS, INTS[:1]), r"k_end is int32\[1, 6\]; .*B = 2, T = 6 as in k_start"),
+        (lambda: Ranges(INTS, INTS[:1]), r"k_end is int32\[1, 6\]; .*B = 2, T = 6 as in k_start")
     ],
     "Tree": [
         (lambda: Tree(INTS + 6, INTS - 1), r"span_ids\[0, 0\] is 6, but parents has 6 spans"),

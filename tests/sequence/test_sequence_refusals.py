@@ -138,7 +138,7 @@ CASES = {
         (
             lambda: sequence.shift_documents(INTEGERS, 1, segment_ids=IDS, fill=2**40),
             "fill is 1099511627776, but an array has dtype int32",
-        ),
+        )
     ],
     "token_checksums": [
         (lambda: sequence.token_checksums(IDS, documents=IDS), "Pass Documents"),
