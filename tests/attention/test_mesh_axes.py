@@ -158,7 +158,6 @@ def test_no_warning_without_a_possible_cost():
         jax.eval_shape(attention(mesh=permuted_mesh(shape, names)), x, x, x)
 
 
-@pytest.mark.usefixtures("unchecked_types")
 def test_a_plan_is_for_the_whole_batch():
     """It is rejected if the batch is sharded; segment ids are planned by each group."""
     documents = cp.Documents(IDS).with_plan(cp.plan_attention(IDS, world_size=2))
@@ -312,7 +311,6 @@ def test_operands_that_are_alike_on_all_groups():
         np.testing.assert_allclose(x, np.asarray(y).sum(0, keepdims=True), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.usefixtures("unchecked_types")
 def test_some_axes_of_the_ranks_are_manual():
     fn = attention(segment_ids=None, axis_name=("data", AXIS))
     rows, mesh = P(None, AXIS), small_mesh()
