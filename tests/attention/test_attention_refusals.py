@@ -1,18 +1,17 @@
 """Invalid calls of attention: each is rejected before anything moves."""
 
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 from comm_gemm_refusals import trace
 from on_mesh import AXIS, mesh_of, permuted_mesh
-from refusals import HEADS, IDS, NO_PLAN, Q, W, check_names, check_rejected, each
+from refusals import HEADS, IDS, NO_PLAN, Q, W, check_rejected, each
 
 import jax_cp_dispatch as cp
 from jax_cp_dispatch import masks
-from jax_cp_dispatch.attention import local_attention_backward
 from jax_cp_dispatch.cost import HARDWARE
 
 pytestmark = pytest.mark.usefixtures("unchecked_types")
@@ -61,16 +60,7 @@ def on_heads(x: Any = HEADS, **options: Any):
 
 
 def local(q: Any = Q[:, :4], k: Any = Q[:, :4], start: Any = RANGES, **options: Any):
-    return cp.local_attention(q, k, k, start, start, **options)
-
-
-X: Any = Q[:, :4]
-LSE: Any = np.zeros((1, 2, 4), np.float32)
-
-
-def local_of(segment_ids: Any):
-    q: Any = Q[:, :4]
-    return cp.local_attention(q, q, q, mask="causal", segment_ids=segment_ids)
+    return cp.local_attention(q, k, k, start, **{"kv_end": start, **options})
 
 
 PREFIX, SHORT_PREFIX = (masks.PrefixLM(np.ones((1, n), bool)) for n in (W * 4, W * 4 - 1))
@@ -112,7 +102,6 @@ CASES = {
             ({"documents": PACKED, "segment_ids": IDS}, "got documents, and segment_ids or"),
             ({"documents": IDS}, "documents is of type ndarray; it needs to be"),
             ({"segment_ids": IDS[:, :3]}, r"is int32\[1, 3\]; .* T = 16 as in q. Pass one int"),
-            ({"segment_ids": IDS.tolist()}, "segment_ids is of type list; it needs"),
             # Masks and other options.
             ({"algorithm": "halo", "mask": PREFIX},
              "algorithm='halo' needs a mask of numbers.*PrefixLM.*Pass algorithm='balanced'"),
@@ -124,7 +113,6 @@ CASES = {
             ({"implementation": "a"}, "implementation is 'a'; it needs"),
             ({"num_comm_sm": 0}, "num_comm_sm is 0; it needs to be at least 1"),
             ({"sink": np.ones(3, np.float32)}, r"sink is float32\[3\].* N = 2 as in q. Pass one"),
-            ({"sink": np.ones(2, np.int32)}, r"sink is int32\[2\]; it needs floats"),
             ({"q": ONE_HEAD["q"]}, "1 query heads cannot share 2 KV heads"),
             # Heads shared over ranks.
             ({"algorithm": "ulysses", **ONE_HEAD}, "1 heads but there are 4 ranks.*'zigzag'"),
@@ -146,10 +134,7 @@ CASES = {
             ({"nodes": 2, "cycles": "direct"}, "got both nodes and cycles"),
             ({"cycles": "scenic"}, "cycles is 'scenic'; it needs to be rows of ranks"),
             ({"cycles": 5}, "cycles is 5; it needs to be rows of"),
-            ({"cycles": ((0, 1),)}, r"row 0 of cycles is \[0, 1\], which is not a permutation"),
-            ({"cycles": ()}, f"got 0 cycles for {W} ranks"),
             ({"maps": MAPS, "cycles": "direct"}, "got both cycles and maps"),
-            ({"maps": (MAPS[0], MAPS[0])}, "must be each other's transpose"),
             ({"maps": MAPS[:1]}, r"it needs to be \(out_chunk, in_chunk\)"),
             ({"maps": TWO_PAIRS}, r"chunk 0 goes from rank 0 along \[0, 1\] and returns"),
         ),
@@ -210,35 +195,14 @@ CASES = {
             ({"mask": "full"}, "got ranges of keys, and a mask"),
             ({"start": None, "q_start": RANGES}, "q_start or q_end without kv_start"),
             ({"start": None, "k": Q[:, :3], "mask": "causal"}, "4 queries and 3 keys"),
+            ({"kv_end": None}, "kv_end is missing; .* Pass it"),
             ({"start": RANGES[:, :3]}, "T = 4 as in q. Pass one range of keys per query row"),
-            ({"start": RANGES * 1.0}, r"kv_start is float64\[1, 4\]; it needs integers"),
-            ({"q": Q[0]}, r"q is .*; it needs floats \[B, T, N, H\]"),
             ({"logit_soft_cap": 0.0}, "logit_soft_cap is 0.0"),
             ({"block_q": 0}, "block_q is 0"),
             ({"block_heads": 3}, "block_heads is 3, but must be .* divides the 2 KV"),
-            ({"sink": np.ones(3, np.float32)}, r"sink is float32\[3\].* N = 2 as in q. Pass one"),
         ),
-        (lambda: cp.local_attention(X, X, X, RANGES), "kv_end is missing; .* Pass it"),
-        (lambda: local_of(IDS[:, :3]), r"int32\[1, 3\]; .* S = 4 as in k. Pass one"),
-    ],
-    "local_attention_backward": [
-        (
-            lambda: local_attention_backward(X, X, X, RANGES, RANGES, X, LSE, X[..., 0]),
-            r"dout is float32\[1, 4, 2\]; it needs floats .* Hv = 8 as in v",
-        )
-    ],
-    "merge_partials": [
-        (
-            lambda: cast(Any, cp.merge_partials)(Q, Q[..., 0], Q, Q[..., 0]),
-            r"lse is .*\[1, 16, 2\]; it needs floats \[B, N, T\] with .* T = 16 as in out",
-        ),
-        (lambda: cp.merge_partials(X, LSE, X, LSE[:, :1]), r"block_lse is .* T = 4 as in out"),
     ],
 }  # fmt: skip
-
-
-def test_the_list_is_of_public_functions():
-    check_names(CASES)
 
 
 @each(CASES)

@@ -151,8 +151,7 @@ def test_predictions_follow_the_plans_of_these_documents():
     )
     moves = {
         Balanced(): Moves(
-            links(plan.q_metadata, plan.q_capacity),
-            links(plan.kv_metadata, plan.kv_capacity),
+            links(plan.q_metadata, plan.q_capacity), links(plan.kv_metadata, plan.kv_capacity)
         ),
         Placed(): Moves(0, links(placed.kv_metadata, placed.kv_capacity)),
     }

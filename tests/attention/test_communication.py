@@ -137,7 +137,6 @@ def ring(**options):
     on_ranks(lambda x: ring_exchange(x, axis_name=AXIS, **options), mesh_of(W))(x)
 
 
-@pytest.mark.usefixtures("unchecked_types")
 @pytest.mark.parametrize(
     "call, says",
     [
@@ -153,7 +152,6 @@ def test_rejected(call, says):
         call()
 
 
-@pytest.mark.usefixtures("unchecked_types")
 @pytest.mark.parametrize("is_set", [True, False], ids=["set_mesh", "no mesh"])
 def test_outside_shard_map(is_set):
     maps = [[-1, 0], [0, -1]], [[-1, 0], [0, -1]]

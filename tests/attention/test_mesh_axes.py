@@ -18,15 +18,7 @@ from inner import warn_again
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from on_mesh import AXIS, collectives_over, permuted_mesh
 
-from jax_cp_dispatch import (
-    Documents,
-    Ring,
-    Ulysses,
-    context_parallel_attention,
-    masks,
-    place_tokens,
-    plan_attention,
-)
+import jax_cp_dispatch as cp
 
 T = 24
 CUBE = {"data": 2, AXIS: 2, "tp": 2}
@@ -58,7 +50,7 @@ def put(arrays, mesh, spec=SHARDED) -> Any:
 
 def attention(algorithm: Any = "ring", **options) -> Any:
     options = {"axis_name": AXIS, "segment_ids": IDS, **options}
-    return partial(context_parallel_attention, algorithm=algorithm, **options)
+    return partial(cp.context_parallel_attention, algorithm=algorithm, **options)
 
 
 def spec_of(array):
@@ -127,7 +119,9 @@ def test_a_mesh_with_explicit_axes_is_set():
         def loss(w):
             q = x @ w
             options: dict[str, Any] = {"batch_axis": (), "head_axis": (), **given}
-            out = context_parallel_attention(q, q, q, axis_name=AXIS, algorithm="ring", **options)
+            out = cp.context_parallel_attention(
+                q, q, q, axis_name=AXIS, algorithm="ring", **options
+            )
             return (out @ w).sum()
 
         return jax.eval_shape(jax.grad(loss), w)
@@ -164,10 +158,9 @@ def test_no_warning_without_a_possible_cost():
         jax.eval_shape(attention(mesh=permuted_mesh(shape, names)), x, x, x)
 
 
-@pytest.mark.usefixtures("unchecked_types")
 def test_a_plan_is_for_the_whole_batch():
     """It is rejected if the batch is sharded; segment ids are planned by each group."""
-    documents = Documents(IDS).with_plan(plan_attention(IDS, world_size=2))
+    documents = cp.Documents(IDS).with_plan(cp.plan_attention(IDS, world_size=2))
     attend = attention("balanced", segment_ids=None, documents=documents)
     with pytest.warns(UserWarning, match=r"the plan is for all rows.*Pass stack_plans"):
         out = attend(*put(OPERANDS[:3], mesh_of_kind(EXPLICIT)))
@@ -190,7 +183,9 @@ def test_a_plan_is_for_the_whole_batch():
 # ---- Several axes at once.
 
 SINK = Call("ring", 2, batch=2, heads=(4, 2), sink=True, returns=("lse", "max_logits"))
-LATENTS = Call("ulysses", 2, masks.SlidingWindow(16), rows=21, batch=2, heads=(4, 4), latents=True)
+LATENTS = Call(
+    "ulysses", 2, cp.masks.SlidingWindow(16), rows=21, batch=2, heads=(4, 4), latents=True
+)
 PLACED = dataclasses.replace(LATENTS, algorithm="placed", order="placed", num_groups=2)
 BOTH = {"batch_axis": "data", "head_axis": "tp"}
 TENSOR: dict[str, int] = {AXIS: 2, "tp": 4}
@@ -231,7 +226,7 @@ def test_heads_shared_over_two_levels_beside_a_tensor_axis():
     axes = "outer", "inner"
     mesh = permuted_mesh((2, 2, 2), (*axes, "tp"))
     options: dict[str, Any] = {"axis_name": axes, "batch_axis": (), "head_axis": "tp"}
-    attend = attention(Ulysses(outer=Ring()), mesh=mesh, **options)
+    attend = attention(cp.Ulysses(outer=cp.Ring()), mesh=mesh, **options)
     arrays = put(OPERANDS[:4], mesh, P(None, axes, "tp"))
     compiled = jax.jit(with_gradients(attend)).lower(*arrays).compile()
     assert collectives_over(compiled, mesh, "tp") == []
@@ -279,7 +274,7 @@ def test_explicit_axes_stay_in_the_types_of_a_rank(algorithm):
 
 def test_placed_and_unchecked():
     """A surrounding `shard_map` that does not track the axes over which arrays vary."""
-    placement = place_tokens(segment_ids=IDS, world_size=2, num_groups=2)
+    placement = cp.place_tokens(segment_ids=IDS, world_size=2, num_groups=2)
     fn = lambda q, k, v, x: attend(q, k, v, None, algorithm="placed", documents=x)
     with jax.set_mesh(small_mesh()):
         run = jax.jit(over_data(with_gradients(fn), check_vma=False))
@@ -316,7 +311,6 @@ def test_operands_that_are_alike_on_all_groups():
         np.testing.assert_allclose(x, np.asarray(y).sum(0, keepdims=True), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.usefixtures("unchecked_types")
 def test_some_axes_of_the_ranks_are_manual():
     fn = attention(segment_ids=None, axis_name=("data", AXIS))
     rows, mesh = P(None, AXIS), small_mesh()

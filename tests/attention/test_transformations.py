@@ -123,7 +123,7 @@ def test_each_stage(name, shared, on_mesh):
         contract.check(jax.tree.map(lambda x: x[stage], results), wanted, "float32")  # noqa: B023
 
 
-def test_stages_over_an_explicit_axis_are_rejected(unchecked_types):
+def test_stages_over_an_explicit_axis_are_rejected():
     mesh = permuted_mesh((STAGES, W), ("stage", AXIS), AxisType.Explicit)
     x = jax.device_put(np.ones((STAGES, 1, 8, 2, 4), np.float32), NamedSharding(mesh, P("stage")))
     attend = partial(context_parallel_attention, axis_name=AXIS, algorithm="ring")

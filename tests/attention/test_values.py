@@ -14,22 +14,12 @@ import pytest
 from calls import Call, check, check_qkv, draw_qkv, with_gradients
 from on_mesh import AXIS, mesh_of
 
-from jax_cp_dispatch import (
-    Balanced,
-    Documents,
-    Hamilton,
-    PlanConfig,
-    Ulysses,
-    Zigzag,
-    context_parallel_attention,
-    place_tokens,
-    plan_attention,
-)
+import jax_cp_dispatch as cp
 from jax_cp_dispatch.cycles import chunk_maps
 from jax_cp_dispatch.masks import BlockCausal, Chunked, SlidingWindow
 
-BLOCK = Balanced(PlanConfig(block=8))
-MAPS = Hamilton(maps=chunk_maps(((0, 2, 4, 1, 3), (0, 1, 2, 3, 4))))
+BLOCK = cp.Balanced(cp.PlanConfig(block=8))
+MAPS = cp.Hamilton(maps=chunk_maps(((0, 2, 4, 1, 3), (0, 1, 2, 3, 4))))
 Fields = dict[str, Any]
 ALL: Fields = {
     "sink": True, "returns": ("lse", "max_logits"), "logit_soft_cap": 3.0, "scale": 0.4,
@@ -51,15 +41,15 @@ CASES = [
     Call("halo", 5, SlidingWindow(9, 2), "zigzag", rows=7, documents="both", batch=2, latents=True,
          sink=True, **ON_RANKS),
     Call(MAPS, 5, "tree", "zigzag", rows=7, batch=2, heads=(4, 2), **ALL),
-    Call(Hamilton(nodes=2), 6, BlockCausal(5), rows=13, documents="none", latents=True,
+    Call(cp.Hamilton(nodes=2), 6, BlockCausal(5), rows=13, documents="none", latents=True,
          implementation="xla"),
     Call("ulysses", 4, "tree", "zigzag", heads=(4, 4), **ALL, **UNCHECKED),
     Call("ulysses", 8, SlidingWindow(9), documents="both", heads=(16, 2), batch=2, latents=True,
          sink=True, implementation="xla", **ON_RANKS),  # the only sum of latent rows by XLA
-    Call(Ulysses(Zigzag()), 4, batch=2, heads=(4, 1), inner=2, latents=True, **ALL,
+    Call(cp.Ulysses(cp.Zigzag()), 4, batch=2, heads=(4, 1), inner=2, latents=True, **ALL,
          **ON_RANKS),  # of zigzag attention too
-    Call(Ulysses(Zigzag()), 4, "prefix", "zigzag", rows=4, heads=(2, 2), inner=2),
-    Call(Ulysses(BLOCK), 4, "full", rows=12, documents="both", heads=(4, 2), inner=2,
+    Call(cp.Ulysses(cp.Zigzag()), 4, "prefix", "zigzag", rows=4, heads=(2, 2), inner=2),
+    Call(cp.Ulysses(BLOCK), 4, "full", rows=12, documents="both", heads=(4, 2), inner=2,
          returns=("lse",), **KNOWN),
     Call(BLOCK, 4, "tree", rows=31, more=1, batch=2, heads=(4, 2), **ALL, **KNOWN),
     Call(BLOCK, 3, "shared_prefix", rows=9, returns=("lse",), implementation="xla", **ON_RANKS),
@@ -85,8 +75,8 @@ def test_equals_dense_attention(call):
 W = 4
 # Capacities that fit every plan of 4 x 32 rows.
 ROOMY: dict[str, Any] = {
-    "balanced": PlanConfig(16, 80, 256, max_q_transfers=16, max_kv_transfers=24, max_pieces=64),
-    "placed": PlanConfig(
+    "balanced": cp.PlanConfig(16, 80, 256, max_q_transfers=16, max_kv_transfers=24, max_pieces=64),
+    "placed": cp.PlanConfig(
         kv_capacity=256, max_kv_transfers=64, max_pieces=32, max_cut_pieces=32, max_linked_pieces=99
     ),
 }
@@ -105,19 +95,19 @@ def test_one_program_serves_extreme_documents_and_repeats_bit_for_bit(algorithm)
     *arrays, _ = draw_qkv(0, 1, W * 32)
     arrays = [x / 2 for x in arrays]  # gradients of a token alone are differences of products
     where = {"mesh": mesh_of(W), "axis_name": AXIS, "algorithm": algorithm}
-    attend = lambda q, k, v, x: context_parallel_attention(q, k, v, documents=x, **where)
+    attend = lambda q, k, v, x: cp.context_parallel_attention(q, k, v, documents=x, **where)
     run: Any = jax.jit(with_gradients(attend))
     for ids in EXTREMES.values():
         segment_ids = np.array([ids])
-        documents = moves = Documents(segment_ids)
+        documents = moves = cp.Documents(segment_ids)
         if algorithm == "zigzag":
             documents = moves = documents.zigzag(W)
         elif algorithm == "balanced":
-            plan = plan_attention(segment_ids, world_size=W, config=ROOMY[algorithm])
+            plan = cp.plan_attention(segment_ids, world_size=W, config=ROOMY[algorithm])
             documents = documents.with_plan(plan)
         else:
             config = ROOMY[algorithm]
-            moves = place_tokens(segment_ids=segment_ids, world_size=W, config=config)
+            moves = cp.place_tokens(segment_ids=segment_ids, world_size=W, config=config)
             documents = moves.documents
         call = partial(run, *moves.apply(arrays), documents)
         results = call()
@@ -136,7 +126,7 @@ def test_no_rows_and_no_tokens(rows):
     """Traced only: "auto" plans nothing. Algorithms: tests/contract."""
     q = jax.ShapeDtypeStruct((*rows, 2, 4), np.float32)
     where = {"mesh": mesh_of(2), "axis_name": AXIS, "segment_ids": np.ones(rows, np.int32)}
-    run = partial(context_parallel_attention, algorithm="auto", return_lse=True, **where)
+    run = partial(cp.context_parallel_attention, algorithm="auto", return_lse=True, **where)
     assert [x.shape for x in jax.eval_shape(run, q, q, q)] == [q.shape, q.shape[:3]]
     loss = lambda *qkv: run(*qkv)[0].sum()
     assert jax.eval_shape(jax.grad(loss), q, q, q).shape == q.shape
@@ -149,7 +139,7 @@ def test_long_sequences():
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(1, ids.size, 1, 4)).astype("f") for _ in range(3))
     options = {"mesh": mesh_of(4), "axis_name": AXIS, "algorithm": "balanced"}
-    out = context_parallel_attention(
+    out = cp.context_parallel_attention(
         q, k, v, segment_ids=ids, mask=SlidingWindow(window), **options
     )
     out = np.asarray(out)[0, :, 0]

@@ -10,17 +10,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec as P
 
-from jax_cp_dispatch import all_gather_matmul, matmul_reduce_scatter
+from jax_cp_dispatch import all_gather_matmul, matmul_reduce_scatter, profiling
 from jax_cp_dispatch.comm_gemm import choose_comm_gemm
 from jax_cp_dispatch.cost import HARDWARE, CommGemmShape, comm_gemm_methods, predict_comm_gemm
-from jax_cp_dispatch.profiling import (
-    COMMUNICATION,
-    COMPUTATION,
-    Span,
-    busy_seconds,
-    exposed_seconds,
-    overlap_profile,
-)
 
 AG, RS = "all_gather_matmul", "matmul_reduce_scatter"
 
@@ -91,34 +83,34 @@ def test_the_derivative_of_a_sum_is_a_ring():
 
 def test_seconds_of_overlapping_spans_count_once_and_hidden_ones_not():
     spans = [
-        Span(rank, kind, "", start, duration)
+        profiling.Span(rank, kind, "", start, duration)
         for rank, kind, start, duration in (
-            (0, COMPUTATION, 1.0, 2.0),
-            (0, COMPUTATION, 2.0, 2.0),
-            (0, COMMUNICATION, 0.0, 1.5),
-            (0, COMMUNICATION, 3.5, 1.5),
-            (1, COMMUNICATION, 0.0, 3.0),
-            (2, COMPUTATION, 0.0, 1.0),
+            (0, profiling.COMPUTATION, 1.0, 2.0),
+            (0, profiling.COMPUTATION, 2.0, 2.0),
+            (0, profiling.COMMUNICATION, 0.0, 1.5),
+            (0, profiling.COMMUNICATION, 3.5, 1.5),
+            (1, profiling.COMMUNICATION, 0.0, 3.0),
+            (2, profiling.COMPUTATION, 0.0, 1.0),
         )
     ]
-    assert busy_seconds(spans, COMPUTATION) == {0: 3.0, 2: 1.0}
-    assert busy_seconds(spans, COMMUNICATION) == {0: 3.0, 1: 3.0}
-    assert exposed_seconds(spans) == {0: 2.0, 1: 3.0}
+    assert profiling.busy_seconds(spans, profiling.COMPUTATION) == {0: 3.0, 2: 1.0}
+    assert profiling.busy_seconds(spans, profiling.COMMUNICATION) == {0: 3.0, 1: 3.0}
+    assert profiling.exposed_seconds(spans) == {0: 2.0, 1: 3.0}
 
 
 def test_spans_of_a_ring_match_its_schedule(tmp_path):
     p = 4
     mesh = Mesh(np.array(jax.devices()[:p]), ("tp",))
     x, w = jnp.ones((p * 64, 32)), jnp.ones((32, 64))
-    profile = overlap_profile(mapped(all_gather_matmul, mesh, method="ring"), x, w)
+    profile = profiling.overlap_profile(mapped(all_gather_matmul, mesh, method="ring"), x, w)
     np.testing.assert_array_equal(profile.result, x @ w)
     names = lambda kind, rank: [
         s.name.split(" (")[0] for s in profile.spans if (s.kind, s.rank) == (kind, rank)
     ]
     for rank in range(p):
         chunks = [(rank - step) % p for step in range(p)]
-        assert names(COMPUTATION, rank) == [f"GEMM {c}" for c in chunks]
-        assert names(COMMUNICATION, rank) == [f"send {c}" for c in chunks[:-1]]
+        assert names(profiling.COMPUTATION, rank) == [f"GEMM {c}" for c in chunks]
+        assert names(profiling.COMMUNICATION, rank) == [f"send {c}" for c in chunks[:-1]]
     assert profile.communication > 0 and profile.computation > 0
     # The two sums add the same durations in another order.
     assert profile.exposed_communication <= profile.communication * (1 + 1e-12)
@@ -129,6 +121,6 @@ def test_spans_of_a_ring_match_its_schedule(tmp_path):
 def test_groups_have_separate_ranks_and_a_direct_ring_sends_nothing():
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("dp", "tp"))
     fn = mapped(matmul_reduce_scatter, mesh, method="ring", use_ce=False)
-    profile = overlap_profile(fn, jnp.ones((8, 8)), jnp.ones((8, 4)))
+    profile = profiling.overlap_profile(fn, jnp.ones((8, 8)), jnp.ones((8, 4)))
     assert {s.rank for s in profile.spans} == set(range(8))
     assert profile.communication == profile.exposed_communication == 0.0

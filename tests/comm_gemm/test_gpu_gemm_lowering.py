@@ -15,7 +15,7 @@ from inner import warn_again
 from jax.sharding import PartitionSpec as P
 from on_mesh import AXIS, mesh_of
 
-from jax_cp_dispatch import all_gather_matmul, gemm, grouped_gemm, matmul_reduce_scatter
+from jax_cp_dispatch import all_gather_matmul, buffers, gemm, grouped_gemm, matmul_reduce_scatter
 from jax_cp_dispatch._ranks import (  # inner: stand for a GPU that is not there
     gpu,  # inner: stands for GPUs of a network
     lowering,
@@ -23,13 +23,6 @@ from jax_cp_dispatch._ranks import (  # inner: stand for a GPU that is not there
 )
 from jax_cp_dispatch._ranks.communicator import Communicator  # inner: calls of one GPU
 from jax_cp_dispatch._ranks.gpu import Slabs  # inner: the same
-from jax_cp_dispatch.buffers import (
-    CommOverlapConfig,
-    CommOverlapMethod,
-    CommOverlapType,
-    create_comm_overlap_buffer,
-    destroy_comm_overlap_buffer,
-)
 from jax_cp_dispatch.comm_gemm.primitive import GemmCall, run_all_ranks  # inner: of one GPU
 
 W, ORDER = 4, [3, 1, 0, 2]
@@ -133,14 +126,14 @@ def test_an_overlapped_product_names_the_gpu_of_every_rank(method):
 
 def test_options_of_a_buffer_reach_the_gpu(cuda):
     options: Any = {"gemm_priority": 1, "comm_priority": 3, "num_comm_sm": 12}
-    buffer = create_comm_overlap_buffer(
+    buffer = buffers.create_comm_overlap_buffer(
         "RS", "PIPELINE", (32, 16), "float32", W, num_splits=2, **options
     )
     attributes, _ = only_call(scatter(buffer=buffer), Y, K)
     assert {name: int(attributes[name]) for name in options} == options
     assert attributes["set_sm_margin"] == "true" and attributes["copies"] == "false"
     assert attributes["comm_overlap_id"] == str(buffer)
-    destroy_comm_overlap_buffer(buffer)
+    buffers.destroy_comm_overlap_buffer(buffer)
     assert cuda.released == [buffer]
 
 
@@ -186,7 +179,9 @@ def test_one_gpu_that_holds_all_ranks():
         out_shape=(32, N),
         out_dtype="float32",
         comm=Communicator(axis_names=(AXIS,), num_ranks=W),
-        overlap=CommOverlapConfig(CommOverlapType.AG, CommOverlapMethod.RING_EXCHANGE),
+        overlap=buffers.CommOverlapConfig(
+            buffers.CommOverlapType.AG, buffers.CommOverlapMethod.RING_EXCHANGE
+        ),
         row_counts=(8,) * W,
         gathers_to_aux=True,
     )

@@ -41,8 +41,7 @@ def products_of_rows(lhs, rhs, sizes):
 
 
 @pytest.mark.parametrize(
-    "sizes, num_rows, implementation",
-    [*((*case, None) for case in SIZES), (*SIZES[0], "xla")],
+    "sizes, num_rows, implementation", [*((*case, None) for case in SIZES), (*SIZES[0], "xla")]
 )
 def test_every_form_and_its_derivative(sizes, num_rows, implementation):
     """Ragged and empty groups, rows after the last group; integers are exact."""

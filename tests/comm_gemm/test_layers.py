@@ -47,10 +47,7 @@ ORACLES = {
 @pytest.mark.parametrize("op", ORACLES)
 @pytest.mark.parametrize(
     "num_ranks, batch, counts, order",
-    [
-        (3, (2, 2), (2, 0, 5), (1, 2, 0)),
-        (4, (), (0, 3, 0, 0), (2, 0, 3, 1)),
-    ],
+    [(3, (2, 2), (2, 0, 5), (1, 2, 0)), (4, (), (0, 3, 0, 0), (2, 0, 3, 1))],
 )
 def test_every_method_and_its_derivative(op, num_ranks, batch, counts, order):
     """Exact. The bias is added once; tokens are uneven or absent, in several batches.

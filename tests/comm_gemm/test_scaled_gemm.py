@@ -139,11 +139,7 @@ def test_scales_as_tensor_cores_read_them(implementation):
 
 @pytest.mark.parametrize(
     "num_ranks, mode, order",
-    [
-        (4, MXFP8, (2, 0, 3, 1)),
-        (1, MODES[1], None),
-        (3, MODES[0], (1, 2, 0)),
-    ],
+    [(4, MXFP8, (2, 0, 3, 1)), (1, MODES[1], None), (3, MODES[0], (1, 2, 0))],
 )
 def test_chunks_are_gathered_with_their_scales(num_ranks, mode, order):
     """Every rank's tensor has its own scale; the 8-bit values are gathered."""

@@ -15,23 +15,13 @@ from hypothesis import given, strategies as st
 from mask_oracle import batch_pairs, batch_visible, visible
 from properties import examples
 
-from jax_cp_dispatch import Balanced, Halo, Hamilton, Placed, Ring, Ulysses, Zigzag
-from jax_cp_dispatch.cost import (
-    HARDWARE,
-    Hardware,
-    Moves,
-    Traffic,
-    Workload,
-    count_pairs,
-    rank_pairs,
-    rows_by_link,
-)
+from jax_cp_dispatch import Balanced, Halo, Hamilton, Placed, Ring, Ulysses, Zigzag, cost
 from jax_cp_dispatch.cost.pairs import wasted_pairs  # inner: by brute force
 from jax_cp_dispatch.masks import Causal, Chunked, SlidingWindow
 
-SLOW = Hardware(matmul_flops=4.0, link_bandwidth=1.0, link_latency=1.0, topology="full_mesh")
-H100, CPU = HARDWARE["h100"], HARDWARE["cpu"]
-TINY = Workload(
+SLOW = cost.Hardware(matmul_flops=4.0, link_bandwidth=1.0, link_latency=1.0, topology="full_mesh")
+H100, CPU = cost.HARDWARE["h100"], cost.HARDWARE["cpu"]
+TINY = cost.Workload(
     num_ranks=2, tokens_per_rank=2, num_heads=1, num_kv_heads=1, head_size=1, itemsize=1
 )
 
@@ -49,7 +39,7 @@ def predict(workload, hardware, **options):
 
 def model(num_ranks=8, tokens_per_rank=4096, mask="full", lengths=None):
     """32 heads of 128 in bfloat16."""
-    return Workload(num_ranks, tokens_per_rank, 32, 32, 128, 2, lengths, mask)
+    return cost.Workload(num_ranks, tokens_per_rank, 32, 32, 128, 2, lengths, mask)
 
 
 # ---- Pairs.
@@ -65,7 +55,7 @@ def test_count_pairs():
         for lengths, options in ((length, {"length": length}), (end, {})):
             parts = zip(start, end, lengths, strict=True)
             want = [visible(mask, n)[a:b].sum() for a, b, n in parts]
-            np.testing.assert_array_equal(count_pairs(start, end, mask=mask, **options), want)
+            np.testing.assert_array_equal(cost.count_pairs(start, end, mask=mask, **options), want)
 
 
 def test_rank_pairs():
@@ -90,7 +80,7 @@ def test_rank_pairs():
             owner = np.minimum(block, 2 * num_ranks - 1 - block) if zigzag else block // 2
             one_hot = np.eye(num_ranks, dtype=int)[owner]
             options: Any = {"num_ranks": num_ranks, "tokens_per_rank": tokens, "mask": mask}
-            got = rank_pairs(lengths, zigzag=zigzag, **options)
+            got = cost.rank_pairs(lengths, zigzag=zigzag, **options)
             np.testing.assert_array_equal(got, one_hot.T @ seen @ one_hot)
 
 
@@ -123,7 +113,7 @@ BY_HAND = [
 
 def test_steps_of_two_ranks_by_hand():
     for algorithm, changes, backward, expected in BY_HAND:
-        moves = Moves(0, 3) if algorithm == Placed() else Moves(1, 2)
+        moves = cost.Moves(0, 3) if algorithm == Placed() else cost.Moves(1, 2)
         options: Any = {"hardware": SLOW, "backward": backward}
         steps = algorithm.step_costs(of(TINY, **changes), moves=moves, **options)
         np.testing.assert_allclose([step[:3] for step in steps], expected, err_msg=str(algorithm))
@@ -205,7 +195,7 @@ def test_documents():
     assert predict(short, SLOW)["balanced"].bytes_per_rank == 0
     assert predict(long, SLOW)["balanced"].bytes_per_rank > 7 * model().kv_bytes(4096)
     assert predict(long, SLOW)["balanced"].imbalance == 1
-    plan = Balanced().predict(long, hardware=SLOW, moves=Moves(10.0, 20.0))
+    plan = Balanced().predict(long, hardware=SLOW, moves=cost.Moves(10.0, 20.0))
     assert plan.bytes_per_rank == 2 * model().q_bytes(10) + model().kv_bytes(20)
 
 
@@ -225,7 +215,7 @@ def test_published_trend_of_machines():
         found = predict(model(num_ranks, 1024, mask="causal"), hardware)
         return found["zigzag"].total / found["hamilton"].total
 
-    assert gain(H100, 8) == 1 < gain(H100, 16) < gain(HARDWARE["mi300x"], 8) < 7
+    assert gain(H100, 8) == 1 < gain(H100, 16) < gain(cost.HARDWARE["mi300x"], 8) < 7
 
 
 # ---- Nodes: traffic by the kind of link.
@@ -255,12 +245,12 @@ SENT = np.array([[9, 1, 0, 2], [3, 9, 0, 0], [0, 4, 9, 5], [0, 0, 6, 9]])
 
 def test_rows_by_link():
     """Own rows do not count; the busiest rank counts what it sends or receives, the larger."""
-    assert rows_by_link(SENT) == Traffic(21 / 4, 0.0, 9.0, 0.0)
-    two = rows_by_link(SENT, ranks_per_node=2, capacity=30)
-    assert two == Traffic(15 / 4, 6 / 4, 6.0, 4.0, 30)
+    assert cost.rows_by_link(SENT) == cost.Traffic(21 / 4, 0.0, 9.0, 0.0)
+    two = cost.rows_by_link(SENT, ranks_per_node=2, capacity=30)
+    assert two == cost.Traffic(15 / 4, 6 / 4, 6.0, 4.0, 30)
     assert (two.total, two.times(2).total) == (21 / 4, 21 / 2)
     with pytest.raises(ValueError, match=r"4 ranks cannot be divided into nodes of 3. Pass a divi"):
-        rows_by_link(SENT, ranks_per_node=3)
+        cost.rows_by_link(SENT, ranks_per_node=3)
 
 
 # One pair takes one second; links move one byte per second, NICs half a byte.
@@ -271,8 +261,8 @@ SMALL = of(TINY, num_ranks=4)
 
 def test_traffic_by_link():
     """Two bytes per row: the busiest NIC decides, then the busiest port; means are reported."""
-    first = lambda keys: Placed().step_costs(SMALL, hardware=PAIRS, moves=Moves(0, keys))[0]
-    by_nic, by_port = Traffic(3.0, 1.0, 5.0, 4.0), Traffic(3.0, 1.0, 50.0, 4.0)
+    first = lambda keys: Placed().step_costs(SMALL, hardware=PAIRS, moves=cost.Moves(0, keys))[0]
+    by_nic, by_port = cost.Traffic(3.0, 1.0, 5.0, 4.0), cost.Traffic(3.0, 1.0, 50.0, 4.0)
     assert first(by_nic)[1:] == (4 * 2 / 0.5, 8.0, 2.0, 10.0, 8.0)
     assert first(by_port)[1:] == (50 * 2, 8.0, 2.0, 100.0, 8.0)
     equally = 8 * 2 / 0.5, 24.0, 16.0, 8.0, 16.0  # to 3 others
@@ -290,7 +280,7 @@ def test_traffic_by_link():
 def test_links_inside_and_between_nodes():
     """2 nodes of 4: a rank's heads of keys of a node's tokens go to the other node, once."""
     hardware = of(H100, ranks_per_node=4, rails=2)
-    workload = Workload(8, 1024, num_heads=8, num_kv_heads=4, head_size=128, itemsize=2)
+    workload = cost.Workload(8, 1024, num_heads=8, num_kv_heads=4, head_size=128, itemsize=2)
     q, kv = 1024 * 8 * 128 * 2, 2 * 1024 * 4 * 128 * 2  # bytes of a rank
     options: dict[str, Any] = {"hardware": hardware, "with_backward": False}
     ring, two = (x.predict(workload, **options) for x in (Ring(), Ulysses(Ring())))
@@ -316,7 +306,7 @@ def test_links_inside_and_between_nodes():
 def test_predicted_bytes_of_ulysses():
     """Shares of q and of the output; whole latent rows, whose gradients are float32."""
     sizes: dict[str, Any] = {"num_heads": 16, "num_kv_heads": 16, "head_size": 128, "itemsize": 2}
-    workload = Workload(8, 1024, **sizes, latent_size=576, expand_flops=1e6)
+    workload = cost.Workload(8, 1024, **sizes, latent_size=576, expand_flops=1e6)
     q, latents = 1024 * 16 * 128 * 2, 1024 * 576 * 2
     forward = Ulysses().predict(workload, hardware=H100)
     assert forward.bytes_per_rank == 2 * q * 7 / 8 + 7 * latents
@@ -326,7 +316,7 @@ def test_predicted_bytes_of_ulysses():
 
 # ---- Machines whose ranks share cores and memory: all share the bandwidth, operands are copied.
 
-SHARED = Hardware(
+SHARED = cost.Hardware(
     matmul_flops=1.0, link_bandwidth=2.0, link_latency=3.0, topology="shared_memory", cores=4,
     attention_flops=4.0, planned_attention_flops=2.0,
 )  # fmt: skip
@@ -334,7 +324,7 @@ SHARED = Hardware(
 
 def test_exchanges_in_shared_memory():
     """Keys that stay on their rank are copied, too."""
-    steps = Placed().step_costs(SMALL, hardware=SHARED, moves=Moves(0, 3))
+    steps = Placed().step_costs(SMALL, hardware=SHARED, moves=cost.Moves(0, 3))
     (exchange,) = [x for x in steps if x.communication]
     assert exchange.communication == 3 + 4 * 2 * (3 + 2) / 2
     assert exchange.sent_bytes == 6
@@ -353,11 +343,13 @@ def test_exchanges_in_shared_memory():
         (Zigzag(), False, 3, 36 + 4 * 4 * (2 * 2 + 2 * 2) / 2),
         (Zigzag(), True, 3, 2.5 * 36 + 4 * 4 * (4 * 2 + 2 * 2 * (1 + 4)) / 2),
         # Whole buffers.
-        (Placed(), False, Traffic(3.0, 0.0, 3.0, 0.0, 20), 2 * 36 + 4 * (2 * 2 + 2 * 20) / 2),
+        (Placed(), False, cost.Traffic(3.0, 0.0, 3.0, 0.0, 20), 2 * 36 + 4 * (2 * 2 + 2 * 20) / 2),
     ],
 )
 def test_operands_are_copied_in_shared_memory(algorithm, backward, keys, expected):
-    steps = algorithm.step_costs(SMALL, hardware=SHARED, backward=backward, moves=Moves(0, keys))
+    steps = algorithm.step_costs(
+        SMALL, hardware=SHARED, backward=backward, moves=cost.Moves(0, keys)
+    )
     assert sum(x.compute for x in steps) == expected
 
 
@@ -402,7 +394,7 @@ def test_errors_name_the_remedy(unchecked_types):
     sent: Any = (SENT[0], SENT[:2], SENT / 2, None)
     for each in sent:
         with pytest.raises(TypeError, match=r"rows_by_link: sent is .*integers \[num_ranks, num_r"):
-            rows_by_link(each)
+            cost.rows_by_link(each)
     with pytest.raises(ValueError, match=r"'placed' needs moves.*of the plan of place_tokens"):
         Placed().step_costs(TINY, hardware=SLOW)
     with pytest.raises(ValueError, match=r"12 ranks cannot be divided into nodes of 8. Pass a mul"):

@@ -20,13 +20,7 @@ from moving import bits, capacity_of
 from on_mesh import AXIS, mesh_of, on_ranks, permuted_mesh
 from properties import examples
 
-from jax_cp_dispatch import (
-    Metadata,
-    combine,
-    combine_qkv,
-    dispatch,
-    dispatch_qkv,
-)
+from jax_cp_dispatch import Metadata, combine, combine_qkv, dispatch, dispatch_qkv
 
 W, S, T = 4, 5, 8
 ORDER = [2, 0, 3, 1]
@@ -279,10 +273,7 @@ INVALID = [
         [("seq_len", 2, 2**31), ("dst_rank", 2, -1), ("dst_rank", (2, S - 1, 0), 0)],
         r"rank 2 slot 4 names 2147483648 rows",
     ),
-    (
-        [("dst_offset", TWICE["dst_rank"] == 3, 2**31)],
-        r"rank 3 would receive 21474836\d\d tokens",
-    ),
+    ([("dst_offset", TWICE["dst_rank"] == 3, 2**31)], r"rank 3 would receive 21474836\d\d tokens"),
     ([(field, LAST, TWICE[field][FIRST]) for field in ("dst_offset", "dst_rank")], ""),
     ([("dst_rank", FIRST, -1)], r"num_recv_tokens.*a static bound \(max_recv_seqs"),
     (
@@ -449,8 +440,7 @@ def test_gradient_of_one_side_alone():
 
 
 @pytest.mark.parametrize(
-    "implementation, empty",
-    [("in_process", "no capacity"), ("xla", "no rows")],
+    "implementation, empty", [("in_process", "no capacity"), ("xla", "no rows")]
 )
 def test_one_side_moves_nothing(implementation, empty):
     q, kv = queries_and_keys(T, TKV, 6)

@@ -33,8 +33,6 @@ from on_mesh import AXIS, mesh_of, on_ranks
 
 from jax_cp_dispatch import Metadata, compute_metadata
 
-pytestmark = pytest.mark.usefixtures("unchecked_types")
-
 DEADLINE = 2.0
 
 
@@ -196,8 +194,7 @@ def test_rank_that_fails_before_the_call():
     np.testing.assert_array_equal(run(X, METADATA, np.full(W, -1)), SENT)
     for shard in run(X, METADATA, np.full(W, 2)).addressable_shards:
         with pytest.raises(
-            jax.errors.JaxRuntimeError,
-            match=r"no data on this rank|wait for missing ranks \[2\]",
+            jax.errors.JaxRuntimeError, match=r"no data on this rank|wait for missing ranks \[2\]"
         ):
             np.asarray(shard.data)
     np.testing.assert_array_equal(run(X, METADATA, np.full(W, -1)), SENT)

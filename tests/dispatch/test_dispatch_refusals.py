@@ -96,13 +96,10 @@ CASES = {
         (lambda: dispatch(capacity=2**40), "capacity is 1099511627776, but row numbers have 32"),
         (lambda: dispatch(jnp.zeros((W, 1, 2**20)), capacity=2**30), "any machine has"),
         # Arrays.
-        (lambda: dispatch([]), "x has no arrays; it needs at least one of"),
-        (lambda: dispatch(X[:, 0, 0]), r"x is float32\[\]; it needs \[T, ...\]"),
         (lambda: dispatch((X, X[:, :4])), r"x\[1\] is .*\[4, 2\]; .* with T = 6 as in x\[0\]"),
         (lambda: dispatch(X.astype(jnp.int4)), "x has dtype int4, less than a byte"),
         (lambda: dispatch(jax.random.split(jax.random.key(0), (W, T))), "x has dtype key.*; move"),
         (lambda: dispatch(out=X), r"out holds .* but the result is float32\[24, 2\]"),
-        (lambda: dispatch(out=1.0), "out is of type float; it needs to be an array"),
         # Ranks.
         (lambda: dispatch(axis_name=3), "axis_name is 3; it needs the name of one mesh"),
         (lambda: dispatch(axis_name="no"), "axis_name 'no' is not an axis of the mesh"),
@@ -126,11 +123,7 @@ CASES = {
         (lambda: combine(num_tokens=None), "num_tokens is None; it needs to be a static"),
         (lambda: combine(num_tokens=-3), "num_tokens is -3; it needs to be at least 0"),
         (lambda: combine(num_tokens=2**31), "num_tokens is 2147483648, but row numbers"),
-        (lambda: combine(X > 0), r"y is bool.*; it needs numbers \["),
-        (
-            lambda: combine(X + 1j, preferred_element_type=jnp.float32, num_tokens=T),
-            "float32 but the rows are complex64, whose imaginary parts would be lost",
-        ),
+        (lambda: combine(X + 1j, preferred_element_type=jnp.float32), "complex64, whose imaginary"),
         (lambda: combine(num_comm_sm=-4), "num_comm_sm is -4; it needs to be at least"),
     ],
     "dispatch_qkv": [
@@ -138,11 +131,6 @@ CASES = {
         (lambda: dispatch_qkv(q_capacity=None), "got neither of q_capacity and q_buf"),
         (lambda: dispatch_qkv(kv_buffer=1), "got both of kv_capacity and kv_buffer"),
         (lambda: dispatch_qkv(q_out=X), "only one of q_out and kv_out. Pass both or"),
-        (lambda: dispatch_qkv(kv=()), "kv has no arrays; it needs at least one of"),
-        (
-            lambda: dispatch_qkv(kv=(X, X[:, :4])),
-            r"kv\[1\] is .*; .* with Tkv = 6 as in kv\[0\]",
-        ),
         (lambda: dispatch_qkv(num_comm_sm=1.5), "num_comm_sm is 1.5; it needs to be"),
         (lambda: dispatch_qkv_outside(PLAN.get_slice(0)), r"metadata.seq_len has shape \[2\]; it"),
     ],
@@ -153,16 +141,7 @@ CASES = {
     ],
     "ragged_all_to_all": [
         (lambda: ragged(output=X.astype(np.int32)), "rows of one dtype"),
-        (lambda: ragged(output=X[..., :1]), r"output is .*\[6, 1\]; it needs \[M, \*feature\]"),
         (lambda: ragged(begin=NUMBERS[:, :3], sizes=NUMBERS[:, :3]), "multiple of the 4 ranks"),
-        (
-            lambda: ragged(sizes=NUMBERS.astype(np.float32)),
-            r"float32\[4\]; it needs integers \[K\]",
-        ),
-        (
-            lambda: ragged(sizes=np.ones((W, 8), np.int32)),
-            r"int32\[8\]; .* with K = 4 as in",
-        ),
         (lambda: ragged(axis_index_groups=[[0, 1, 2, 3, 3]]), "groups of one size"),
         (lambda: ragged(axis_index_groups=[[0], [1, 2, 3]]), "groups of one size"),
         (ragged_outside, "shard_map"),

@@ -19,14 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from movement_oracle import random_plan
 from on_mesh import AXIS, mesh_of, permuted_mesh
 
-from jax_cp_dispatch import (
-    Metadata,
-    available_implementations,
-    combine,
-    dispatch,
-    dispatch_start,
-    exchange_done,
-)
+import jax_cp_dispatch as cp
 from jax_cp_dispatch._dispatch import lowering  # inner: its limit is that of the kernels
 from jax_cp_dispatch._ranks import (
     gpu,  # inner: caches what the driver said
@@ -41,7 +34,7 @@ from jax_cp_dispatch.tools.doctor import Finding, try_implementations
 ROOT = pathlib.Path(__file__).parents[2]
 W, S, T, CAPACITY = 4, 5, 8, 64
 ORDER = [3, 1, 0, 2]
-PLAN = Metadata(**random_plan(np.random.default_rng(0), W, S, T, 2))
+PLAN = cp.Metadata(**random_plan(np.random.default_rng(0), W, S, T, 2))
 X = np.zeros((W * T, 3), np.float32)
 
 
@@ -78,7 +71,7 @@ def on_ranks(fn, mesh, **options):
 
 
 def send(x, m, **options):
-    return dispatch(x, m, axis_name=AXIS, capacity=CAPACITY, **options)
+    return cp.dispatch(x, m, axis_name=AXIS, capacity=CAPACITY, **options)
 
 
 def lowered_on_ranks(fn=send, **options):
@@ -107,7 +100,7 @@ def is_refused(why, *places, name="cuda_peer", **options):
 
 
 def test_available_implementations_have_names_and_reasons():
-    found = available_implementations()
+    found = cp.available_implementations()
     gpus = ["cuda_peer", "nvshmem", "cuda_ipc"]
     assert list(found) == ["in_process", "shared_memory", *gpus, "xla"]
     assert [name for name, one in found.items() if one.available] == ["in_process", "xla"]
@@ -117,7 +110,7 @@ def test_available_implementations_have_names_and_reasons():
     assert "a plan that does not fit gives NaN, not an error" in found["xla"].reason
 
 
-@pytest.mark.parametrize("name", available_implementations())
+@pytest.mark.parametrize("name", cp.available_implementations())
 def test_every_implementation_lowers_every_operation(name):
     row = IMPLEMENTATIONS[name]
     assert row.lowerings.keys() == set(Operation)
@@ -132,7 +125,7 @@ def test_a_platform_without_a_transport():
     def lower(implementation):
         def move(x):
             y = send(x, PLAN, implementation=implementation)
-            return combine(y, PLAN, axis_name=AXIS, num_tokens=T, implementation=implementation)
+            return cp.combine(y, PLAN, axis_name=AXIS, num_tokens=T, implementation=implementation)
 
         text = jax.jit(move).trace(shape).lower(lowering_platforms=("rocm",)).as_text()
         assert "jax_cp_dispatch." not in text
@@ -287,8 +280,8 @@ def targets(fn, *arguments):
 
 def in_two_calls(x, metadata):
     options = {"axis_name": AXIS, "capacity": CAPACITY}
-    exchange, x = dispatch_start(x, metadata, beside=x, **options)
-    return exchange_done(exchange, beside=2 * x)[0]
+    exchange, x = cp.dispatch_start(x, metadata, beside=x, **options)
+    return cp.exchange_done(exchange, beside=2 * x)[0]
 
 
 def test_two_calls_and_two_for_the_derivative():
@@ -309,8 +302,8 @@ def test_no_second_call_in_another_loop_or_branch():
     """The first one is then the whole exchange; see csrc/gpu_schedule/exchange_pairs.h."""
 
     def in_a_branch(x, metadata):
-        exchange, _ = dispatch_start(x, metadata, axis_name=AXIS, capacity=CAPACITY)
-        end = lambda: exchange_done(exchange)[0]
+        exchange, _ = cp.dispatch_start(x, metadata, axis_name=AXIS, capacity=CAPACITY)
+        end = lambda: cp.exchange_done(exchange)[0]
         return jax.lax.cond(x[0, 0] > 0, end, lambda: jnp.zeros((CAPACITY, x.shape[1])) + x[0])
 
     assert targets(on_ranks(in_a_branch, mesh_of(W)), X, PLAN) == ["dispatch_start"]
@@ -323,7 +316,7 @@ def test_arrays_of_several_devices_and_other_implementations_move_in_one_call():
     with jax.set_mesh(mesh_of(W)):
         assert targets(in_two_calls, X, PLAN) == []  # each device's, made when it is partitioned
     options: Any = {"axis_name": AXIS, "capacity": CAPACITY, "implementation": "xla"}
-    by_xla = lambda x, m: exchange_done(dispatch_start(x, m, **options)[0])[0]
+    by_xla = lambda x, m: cp.exchange_done(cp.dispatch_start(x, m, **options)[0])[0]
     assert targets(on_ranks(by_xla, mesh_of(W)), X, PLAN) == []
 
 
@@ -349,7 +342,7 @@ def test_gpus_without_peer_access_use_xla(cuda, monkeypatch):
     assert CUDA_PEER.why_not(["cuda"], pairs_in(2)) == why
     assert asked[1:] == [[0, 1], [2, 3]]
     monkeypatch.setattr(implementations, "default_platform", lambda: "cuda")
-    assert available_implementations()["cuda_peer"] == (False, why)
+    assert cp.available_implementations()["cuda_peer"] == (False, why)
     *_, found = itertools.islice(try_implementations(), 2)  # of the doctor
     assert found == Finding("transport cuda_peer", why, "missing")
     assert calls(PLACES["one device"]())

@@ -169,11 +169,6 @@ def test_replaced_fields_of_packed_documents():
         (lambda: ZIGZAG.restore(PREFIX), "are in packed order, but the tokens in zigzag"),
         (lambda: PLACEMENT.apply(ZIGZAG.apply(PREFIX)), "are in zigzag.*the tokens in packed"),
         (lambda: PLACEMENT.restore(PREFIX), "are in packed order, but the tokens in placed"),
-        (
-            lambda: Documents(np.ones(3, int)),
-            r"segment_ids is int64\[3\]; it needs integers \[B, T\]",
-        ),
-        (lambda: Documents(np.ones((1, 3))), r"segment_ids is float64\[1, 3\]; it needs integers"),
         (lambda: Documents(np.array([[1, 2, 1]])), "segment 1 occurs in separate runs"),
         (lambda: Documents(np.array([[-1, 2]])), "it needs to be at least 0"),
         (lambda: Documents(*drawn(), mask="no"), "mask is 'no'; it needs to be"),

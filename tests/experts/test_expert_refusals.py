@@ -57,10 +57,7 @@ REFUSALS = {
     "route": [
         (lambda: route(INDEX[..., :0]), "needs at least one choice"),
         (lambda: route(INDEX[..., 0]), r"int32\[4\]; it needs integers \[T, k\]. Collapse"),
-        (
-            lambda: known(INDEX[0].astype(np.int64) + 2**32),
-            r"expert_index\[0, 0\] is 4294967296.* in \[-1, 7\]",
-        ),
+        (lambda: known(INDEX[0] + np.int64(2**32)), r"\[0, 0\] is 4294967296.* in \[-1, 7\]"),
         (lambda: known(np.full((T, K), -2, np.int8)), "is -2; it needs to be in"),
         (lambda: route(physical_to_logical=HELD + 1), r"physical_to_logical\[3, 1\] is 8; it"),
         (lambda: route(physical_to_logical=HELD - 5), "is -5; it needs to be in"),
@@ -71,10 +68,7 @@ REFUSALS = {
         (lambda: route(overflow="wrap"), "needs to be 'error' or 'drop'"),
         (lambda: route(overflow="drop"), "without weights"),
         (lambda: route(weights=jnp.ones((T, K))), "and weights"),
-        (
-            lambda: route(overflow="drop", weights=jnp.ones((T, 3))),
-            "k = 2 as in expert_index. Pass a weight",
-        ),
+        (lambda: route(overflow="drop", weights=jnp.ones((T, 3))), "expert_index. Pass a weight"),
         (lambda: route(physical_to_logical=HELD[:2]), r"shape \[2, 2\]; it needs \[4, L\]"),
         (lambda: route(deadline=-1), "positive number of seconds"),
         (lambda: route(implementation="nccl"), "nccl"),
@@ -86,15 +80,11 @@ REFUSALS = {
         (lambda: trace(lambda x: experts.dispatch_tokens(x, x), X), "Pass the result of route"),
         (lambda: dispatch(scaling_mode="MXFP8_1D_SCALING"), "a multiple of 32"),
         (lambda: dispatch(scaling_mode="CURRENT_TENSOR_SCALING"), "those of whole tensors"),
-        (
-            lambda: dispatch(WIDE.astype(np.int32), scaling_mode="MXFP8_1D_SCALING"),
-            "needs floats",
-        ),
+        (lambda: dispatch(WIDE.astype(np.int32), scaling_mode="MXFP8_1D_SCALING"), "needs floats"),
         (mixed, "routing is of 4 of 4 ranks but the call is on 1 of 4"),
     ],
     "combine_tokens": [
         (lambda: combine(ROWS[:, :8]), "y has 8 rows but routing is of 9 rows"),
-        (lambda: combine(ROWS.astype(np.int32)), "needs floats .* Cast it"),
         (lambda: combine(weights=WEIGHTS[..., :1]), r"but routing is of choices \[4, 2\]"),
     ],
     "fit_capacity": [

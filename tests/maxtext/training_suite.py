@@ -16,15 +16,7 @@ from unittest import mock
 import jax
 import numpy as np
 import pytest
-from maxtext_runs import (
-    DEADLINE,
-    STEPS,
-    TOLERANCE,
-    losses,
-    warn_again,
-    watched,
-    without_overlap,
-)
+from maxtext_runs import DEADLINE, STEPS, TOLERANCE, losses, warn_again, watched, without_overlap
 
 import jax_cp_dispatch as cpd
 from jax_cp_dispatch.adapters import maxtext_attention, maxtext_gemms
@@ -122,10 +114,7 @@ GEMMS: dict[str, Any] = {
 D, N, K, H, F = 32, 4, 2, 8, 64  # of the model
 SCATTERED = {(N, H, D), (F, D)}
 # Fused, heads of q, k and v are one kernel, and both kernels of the MLP a tuple.
-GATHERED = {
-    False: {(D, N, H), (D, K, H), (D, F)},
-    True: {(D, N + 2 * K, H), ((D, F), (D, F))},
-}
+GATHERED = {False: {(D, N, H), (D, K, H), (D, F)}, True: {(D, N + 2 * K, H), ((D, F), (D, F))}}
 
 
 def overlapped(steps: int, **options: Any) -> np.ndarray:

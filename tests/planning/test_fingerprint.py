@@ -18,13 +18,7 @@ from on_mesh import AXIS, all_fail, mesh_of
 from packed_batches import pack
 from properties import examples
 
-from jax_cp_dispatch import (
-    Documents,
-    PlanConfig,
-    context_parallel_attention,
-    place_tokens,
-    plan_attention,
-)
+import jax_cp_dispatch as cp
 from jax_cp_dispatch.masks import Causal, Chunked, SlidingWindow
 
 W, T = 4, 64
@@ -40,7 +34,7 @@ SIZES: dict[str, dict[str, Any]] = {
         "max_linked_pieces": 99,
     },
 }
-PLACED = place_tokens([[1]], world_size=1).documents.order
+PLACED = cp.place_tokens([[1]], world_size=1).documents.order
 each_kind = pytest.mark.parametrize("kind", SIZES)
 
 
@@ -54,10 +48,10 @@ def draw(num_batches=1) -> Any:
 def make(kind, segment_ids, positions=None, mask=None, rank=None, **choices):
     """Returns a plan, and what puts arrays into its order."""
     options: Any = {"world_size": W, "mask": mask, "rank": rank}
-    options["config"] = PlanConfig(**SIZES[kind], **choices)
+    options["config"] = cp.PlanConfig(**SIZES[kind], **choices)
     if kind == "balanced":
-        return plan_attention(segment_ids, positions, **options), lambda x: x
-    placement = place_tokens(segment_ids=segment_ids, positions=positions, **options)
+        return cp.plan_attention(segment_ids, positions, **options), lambda x: x
+    placement = cp.place_tokens(segment_ids=segment_ids, positions=positions, **options)
     return placement.plan, placement.apply
 
 
@@ -65,10 +59,10 @@ def make(kind, segment_ids, positions=None, mask=None, rank=None, **choices):
 def attend(qkv, plan, segment_ids, positions=None, *, kind, implementation=None):
     """Of arrays in the order of the plan, whether or not a placement made them."""
     if kind == "balanced":
-        documents = Documents(segment_ids, positions).with_plan(plan)
+        documents = cp.Documents(segment_ids, positions).with_plan(plan)
     else:
-        documents = Documents.in_order(segment_ids, positions, (plan,), order=PLACED, columns=T)
-    return context_parallel_attention(
+        documents = cp.Documents.in_order(segment_ids, positions, (plan,), order=PLACED, columns=T)
+    return cp.context_parallel_attention(
         *qkv, mesh=mesh_of(W), axis_name=AXIS, algorithm=kind, documents=documents,
         implementation=implementation,
     )  # fmt: skip
@@ -113,8 +107,8 @@ def test_by_xla_another_batch_is_nan_also_in_gradients(kind):
 
 
 def plan_ids(segment_ids, positions, mask=None):
-    config = PlanConfig(8, **SIZES["balanced"])
-    return plan_attention(segment_ids, positions, world_size=W, mask=mask, config=config)
+    config = cp.PlanConfig(8, **SIZES["balanced"])
+    return cp.plan_attention(segment_ids, positions, world_size=W, mask=mask, config=config)
 
 
 plan_inside = jax.jit(plan_ids, static_argnames="mask")
@@ -157,7 +151,7 @@ def test_the_fingerprint_of_a_placement_is_that_of_the_placed_arrays(data):
     segment_ids, positions = pack(rng, 2, columns, max_length=columns)
     options: Any = {"world_size": world_size, "mask": data.draw(any_mask(columns))}
     given = data.draw(st.none() | st.just(positions + 5 * segment_ids))
-    placement = place_tokens(segment_ids=segment_ids, positions=given, **options)
+    placement = cp.place_tokens(segment_ids=segment_ids, positions=given, **options)
     ids, places = placement.apply((segment_ids, positions if given is None else given))
     placement.plan.validate(ids, places)
     if world_size == 3:  # each shape is a program
@@ -213,16 +207,16 @@ def test_every_choice_and_the_mask_are_in_the_checksum():
     checksum = lambda plan: int(plan.fingerprint[0, 0])
     choices: list[dict[str, Any]] = [{}, {"backward": True}, {"balance_tolerance": 0.2}]
     choices += [{"block": 8}, {"rank_speeds": (1.0, 1.5, 1.0, 1.0)}]
-    options: list[dict[str, Any]] = [{"config": PlanConfig(**x)} for x in choices]
+    options: list[dict[str, Any]] = [{"config": cp.PlanConfig(**x)} for x in choices]
     options += [{"mask": x} for x in (SlidingWindow(3), SlidingWindow(4), Chunked(4), "full")]
-    of_each = [checksum(plan_attention(ids, world_size=W, **x)) for x in options]
+    of_each = [checksum(cp.plan_attention(ids, world_size=W, **x)) for x in options]
     assert len(set(of_each)) == len(options)
-    assert of_each == [checksum(plan_attention(ids, world_size=W, **x)) for x in options]
+    assert of_each == [checksum(cp.plan_attention(ids, world_size=W, **x)) for x in options]
     inside = [plan_inside(ids, None, mask) for mask in (None, SlidingWindow(3))]
     assert checksum(inside[0]) != checksum(inside[1])
     assert inside[0].fingerprint.shape == (W, 4)
     # The estimate of a sample changes no plan; a process may read its config as NumPy's numbers.
     same: Any = {0: {"expected_overflow": 0.1}, 2: {"balance_tolerance": np.float64(0.2)}}
     for number, config in same.items():
-        plan = plan_attention(ids, world_size=W, config=PlanConfig(**config))
+        plan = cp.plan_attention(ids, world_size=W, config=cp.PlanConfig(**config))
         assert checksum(plan) == of_each[number]

@@ -15,14 +15,7 @@ import numpy as np
 import pytest
 from on_mesh import AXIS, all_fail, mesh_of
 
-from jax_cp_dispatch import (
-    Balanced,
-    PlanConfig,
-    context_parallel_attention,
-    fit_plan_config,
-    place_tokens,
-    plan_attention,
-)
+import jax_cp_dispatch as cp
 from jax_cp_dispatch.documents.table import document_table  # inner: of the keys below
 from jax_cp_dispatch.masks import BlockCausal, Causal, Chunked, PrefixLM, Ranges, SlidingWindow
 from jax_cp_dispatch.planning import needs_inside_jit
@@ -44,8 +37,8 @@ LONG = np.ones((1, T), np.int32)
 
 def attend(x, segment_ids, config):
     qkv = [x[..., None, :]] * 3
-    options: Any = {"mesh": mesh_of(W), "axis_name": AXIS, "algorithm": Balanced(config)}
-    return context_parallel_attention(*qkv, segment_ids=segment_ids, **options)
+    options: Any = {"mesh": mesh_of(W), "axis_name": AXIS, "algorithm": cp.Balanced(config)}
+    return cp.context_parallel_attention(*qkv, segment_ids=segment_ids, **options)
 
 
 def test_the_documented_step_keeps_its_donated_state_if_the_batch_does_not_fit():
@@ -79,7 +72,7 @@ def test_the_error_names_sufficient_capacities(sizes, says):
     x = np.random.default_rng().normal(size=(1, T, 8)).astype(np.float32)
     # The last ranks have most local work, so the first rank's needs are not the largest.
     segment_ids = np.concatenate([SHORT[:, : T // 2], np.full((1, T // 2), 99, np.int32)], axis=1)
-    config = PlanConfig(BLOCK, **sizes)
+    config = cp.PlanConfig(BLOCK, **sizes)
     needs = needs_inside_jit(segment_ids, world_size=W, config=config)
     assert not config.fits(needs)
     out = jax.jit(lambda ids: attend(x, ids, config))(segment_ids)
@@ -113,7 +106,7 @@ def draw(rng):
 def plan_of(lengths, placed, config):
     """Static sizes and needs of the plan of a batch, in the order of the capacities."""
     options = {"world_size": WORLD_SIZE, "columns": COLUMNS, "config": config}
-    made: Any = (place_tokens if placed else plan_attention)(lengths=lengths, **options)
+    made: Any = (cp.place_tokens if placed else cp.plan_attention)(lengths=lengths, **options)
     plan: Any = made.plan if placed else made
     sizes = [plan.kv_capacity, plan.kv_metadata.seq_len.shape[1], plan.run_row.shape[1]]
     if placed:
@@ -136,10 +129,10 @@ def fits(batch, placed, config):
 @KINDS
 def test_needs_are_the_least_capacities(placed):
     batch = draw(np.random.default_rng(0))
-    _, needs = plan_of(batch, placed, PlanConfig())
+    _, needs = plan_of(batch, placed, cp.PlanConfig())
     sizes: dict[str, Any] = dict(zip(CAPACITIES[placed], needs, strict=True))
     ignored = set(CAPACITIES[not placed]) - set(sizes)  # of the other kind of plan
-    smallest = PlanConfig(**sizes, **dict.fromkeys(ignored, cast(Any, 1)))
+    smallest = cp.PlanConfig(**sizes, **dict.fromkeys(ignored, cast(Any, 1)))
     assert plan_of(batch, placed, smallest) == (needs, needs)
     for name, need in sizes.items():
         if not name.endswith("_capacity"):  # these are kept by another plan if possible
@@ -154,7 +147,7 @@ def test_the_expected_rate_is_kept(placed):
 
     def config_for(overflow):
         sizes: Any = {"world_size": WORLD_SIZE, "columns": COLUMNS}
-        config = fit_plan_config(sample, placed=placed, overflow=overflow, **sizes)
+        config = cp.fit_plan_config(sample, placed=placed, overflow=overflow, **sizes)
         assert config.expected_overflow is not None and config.kv_capacity is not None
         return config, config.expected_overflow
 
@@ -174,14 +167,14 @@ def test_other_choices_and_given_capacities_are_kept(placed):
     rng = np.random.default_rng(2)
     lengths = [draw(rng) for _ in range(5)]
     ids = [np.repeat(np.arange(1, len(x) + 1), x)[None] for x in lengths]
-    given = PlanConfig(balance_tolerance=0.2, max_pieces=99)
+    given = cp.PlanConfig(balance_tolerance=0.2, max_pieces=99)
     options = {"placed": placed, "world_size": WORLD_SIZE, "config": given}
-    config = fit_plan_config(ids, **options)
+    config = cp.fit_plan_config(ids, **options)
     assert (config.balance_tolerance, config.max_pieces) == (0.2, 99)
     assert all(getattr(config, name) is not None for name in CAPACITIES[placed])
     assert config == dataclasses.replace(config, expected_overflow=None)
     for batches in (np.stack(ids[:1]), lengths[:1], [[np.array(lengths[0])]]):
-        assert fit_plan_config(batches, **options) == fit_plan_config(ids[:1], **options)
+        assert cp.fit_plan_config(batches, **options) == cp.fit_plan_config(ids[:1], **options)
 
 
 @KINDS
@@ -190,21 +183,21 @@ def test_capacities_are_no_larger_than_any_batch_needs(placed):
     world_size, columns = 4, 64
     sample = [[[64], [7, 50]], [[1] * 64, [1] * 64]]
     options = {"world_size": world_size, "columns": columns, "overflow": 1e-9, "placed": placed}
-    config = fit_plan_config(sample, **options)
+    config = cp.fit_plan_config(sample, **options)
     num_tokens = len(sample[0]) * columns
     most: dict[str, Any] = dict.fromkeys(CAPACITIES[placed], num_tokens)
     most["max_pieces" if placed else "max_q_transfers"] = num_tokens // world_size
     assert all(getattr(config, name) <= most[name] for name in most)
     assert config.kv_capacity == num_tokens
     del most["kv_capacity"]
-    alone = fit_plan_config(sample, **options, config=PlanConfig(**most))
+    alone = cp.fit_plan_config(sample, **options, config=cp.PlanConfig(**most))
     assert (alone.kv_capacity, alone.expected_overflow) == (num_tokens, 0)  # every batch fits
 
 
 @KINDS
 def test_batches_of_different_shapes_warn(placed):
     with pytest.warns(UserWarning, match=r"a rank holds 2 to 5 tokens.*with lengths, columns="):
-        fit_plan_config([[4], [10]], placed=placed, world_size=2)
+        cp.fit_plan_config([[4], [10]], placed=placed, world_size=2)
 
 
 def test_capacities_from_masks_with_arrays_of_each_batch():
@@ -213,11 +206,11 @@ def test_capacities_from_masks_with_arrays_of_each_batch():
     of_batches = [PrefixLM(np.arange(24)[None] < rng.integers(1, 24)) for _ in batches]
     options: dict[str, Any] = {"world_size": 2}
     for placed in (False, True):
-        fit = partial(fit_plan_config, batches, placed=placed, **options)
+        fit = partial(cp.fit_plan_config, batches, placed=placed, **options)
         config = fit(mask=of_batches)
         for ids, mask in zip(batches, of_batches, strict=True):
             given = {"segment_ids": ids, "mask": mask, "config": config, **options}
-            assert place_tokens(**given).plan.fits if placed else plan_attention(**given).fits
+            assert cp.place_tokens(**given).plan.fits if placed else cp.plan_attention(**given).fits
         with pytest.raises(ValueError, match=r"a list for 2 batches, but there are more\."):
             fit(mask=of_batches[:2])
     both = [("causal", mask) for mask in of_batches]
@@ -254,8 +247,8 @@ def lengths(rng, num_tokens, size):
 def test_no_batch_needs_more_and_needs_are_those_of_the_plan():
     """Of blocks of unequal length."""
     batch, rows = 2, 30
-    options: dict[str, Any] = {"mask": SlidingWindow(6, 3), "config": PlanConfig(4)}
-    run, rng = jax.jit(partial(plan_attention, world_size=W, **options)), np.random.default_rng()
+    options: dict[str, Any] = {"mask": SlidingWindow(6, 3), "config": cp.PlanConfig(4)}
+    run, rng = jax.jit(partial(cp.plan_attention, world_size=W, **options)), np.random.default_rng()
     for number in range(20):
         ids = [np.repeat(np.arange(1, W * rows + 1), lengths(rng, W * rows, 17)) for _ in "ab"]
         ids = np.array([x[: W * rows] for x in ids], np.int32)
@@ -340,8 +333,8 @@ def test_a_limit_of_keys_leaves_room_for_balance():
     """Ranks with few tokens take blocks of the others: keys count once, and those of a rank."""
     ids = np.ones((1, 4, 64), np.int32)
     ids[:, 2:, 16:] = 0
-    options: Any = {"mask": SlidingWindow(8), "config": PlanConfig(block=4)}
-    plan = jax.jit(partial(plan_attention, world_size=4, **options))(ids.reshape(1, -1))
+    options: Any = {"mask": SlidingWindow(8), "config": cp.PlanConfig(block=4)}
+    plan = jax.jit(partial(cp.plan_attention, world_size=4, **options))(ids.reshape(1, -1))
     assert plan.imbalance <= 1.05
 
 

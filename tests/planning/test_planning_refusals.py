@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from refusals import check_names, check_rejected, each
+from refusals import check_rejected, each
 
 import jax_cp_dispatch as cp
 from jax_cp_dispatch import PlanConfig
@@ -64,13 +64,8 @@ def place_inside():
 # By operation: a call, and the message after "<operation>: ".
 CASES = {
     "plan_attention": [
-        (lambda: plan(IDS * 1.0), "segment_ids is float64.*needs integers"),
-        (lambda: plan([[1, 2]]), "segment_ids is of type list; .*Pass"),
         (lambda: plan(IDS[0]), r"int64\[96\].*segment_ids\[None\]"),
         (lambda: plan(IDS[:, :0]), "not empty"),
-        (lambda: plan(positions=IDS > 0), "positions is bool"),
-        (lambda: plan(positions=[0]), "positions is of type list"),
-        (lambda: plan(positions=IDS[:, :8]), r"positions is int64\[1, 8\]; it needs"),
         (lambda: plan(positions=IDS * 2**40), "beyond 32 bits"),
         (lambda: plan(world_size=5), "96 columns cannot be split over world_size=5 ranks. Pad the"),
         (lambda: plan(world_size=0), "world_size is 0"),
@@ -94,10 +89,7 @@ CASES = {
         (lambda: plan_with(max_pieces=1), r"would compute \d pieces but max_pieces is 1"),
         (lambda: plan_lengths(rank_speeds=(1.0, 2.0)), "rank_speeds has 2 numbers but there are 4"),
         (lambda: plan_lengths(ranks_per_node=3), "4 ranks cannot be divided into nodes of"),
-        (
-            lambda: plan_inside(rank_speeds=(1.0, 2.0), ranks_per_node=2),
-            "do not support rank_speeds, ranks_per_node of PlanConfig",
-        ),
+        (lambda: plan_inside(rank_speeds=(1.0, 2.0), ranks_per_node=2), "speeds, ranks_per_node"),
     ],
     "PlanConfig": [
         *(
@@ -143,10 +135,6 @@ CASES = {
         (place, "got neither lengths nor segment_ids"),
         (lambda: place([[4]], segment_ids=IDS), "got both lengths"),
         (lambda: place([[4]], positions=IDS), "positions without segment_ids"),
-        (
-            lambda: place(segment_ids=IDS, positions=IDS[:, :8]),
-            r"positions is int64\[1, 8\]; it needs",
-        ),
         (lambda: place(segment_ids=IDS, columns=96), "columns without lengths"),
         (lambda: place([]), "lengths is empty"),
         (lambda: place([[4]], num_groups=2), "2, which must divide the 1 batch rows"),
@@ -164,8 +152,6 @@ CASES = {
         (lambda: place([[4]], columns=7), "7 columns cannot be split over world"),
         (lambda: place([[4]], 0), "world_size is 0; it needs to be at least 1"),
         (lambda: place([[4]], rank=2), r"rank is 2; it needs to be in \[0, 2\)"),
-        (lambda: place(segment_ids=IDS[0]), r"is int64\[96\]; it needs integers \[B"),
-        (lambda: place(segment_ids=IDS * 1.0), "integer"),
         # As lengths they would give a placement of other tokens.
         (lambda: place(IDS), r"shape \(1, 96\).*Pass segment ids as segment_ids="),
         (place_inside, "segment_ids is traced.* outside jit"),
@@ -189,10 +175,6 @@ CASES = {
         (lambda: PLACEMENT.apply([1, 2]), "got a value of type int; all leaves"),
     ],
 }
-
-
-def test_the_list_is_of_public_functions():
-    check_names(CASES)
 
 
 @each(CASES)

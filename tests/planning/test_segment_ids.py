@@ -11,21 +11,12 @@ from on_mesh import AXIS, mesh_of
 from packed_batches import causal_ranges
 from planner_oracle import check_plan
 
-from jax_cp_dispatch import (
-    Auto,
-    Balanced,
-    Documents,
-    PlanConfig,
-    context_parallel_attention,
-    place_tokens,
-    plan_attention,
-    sequence,
-)
+import jax_cp_dispatch as cp
 from jax_cp_dispatch.documents import document_lengths
 
 pytestmark = pytest.mark.usefixtures("unchecked_types")
 
-CONFIG = PlanConfig(block=4)
+CONFIG = cp.PlanConfig(block=4)
 T = 24
 # Documents of one batch row each, numbered in order from 1; 0 is padding.
 DOCUMENTS = np.repeat([[1, 2, 0, 3, 4, 5], [1, 1, 2, 0, 0, 3]], 4, axis=1)
@@ -39,10 +30,10 @@ WHERE: Any = {"mesh": mesh_of(3), "axis_name": AXIS}
 def attend(segment_ids, positions=None, algorithm: Any = "ring"):
     """All algorithms read ids alike."""
     documents = {"segment_ids": segment_ids, "positions": positions}
-    return context_parallel_attention(*QKV, **documents, algorithm=algorithm, **WHERE)
+    return cp.context_parallel_attention(*QKV, **documents, algorithm=algorithm, **WHERE)
 
 
-plan_traced = jax.jit(partial(plan_attention, world_size=3, config=CONFIG))
+plan_traced = jax.jit(partial(cp.plan_attention, world_size=3, config=CONFIG))
 
 
 def equals(out, documents):
@@ -73,11 +64,11 @@ def test_a_plan_and_the_documents_of_one_batch_agree(name):
     """However either was made; and where a document ends is seen."""
     dtype, ids = WIDE[name]
     segment_ids = named(DOCUMENTS, ids, dtype)
-    plan = plan_attention(segment_ids, world_size=3, config=CONFIG)
-    documents, plans = [Documents(segment_ids)], [plan]
+    plan = cp.plan_attention(segment_ids, world_size=3, config=CONFIG)
+    documents, plans = [cp.Documents(segment_ids)], [plan]
     with jax.enable_x64(True):  # or JAX cuts them
         if name in ("equal low words", "uint32", "uint64"):
-            documents.append(jax.jit(Documents)(segment_ids))
+            documents.append(jax.jit(cp.Documents)(segment_ids))
         if name == "uint64":
             plans.append(jax.device_get(plan_traced(segment_ids)))
     for x in documents:
@@ -86,13 +77,13 @@ def test_a_plan_and_the_documents_of_one_batch_agree(name):
     for x in (segment_ids, documents[0].segment_ids):
         for each in plans:
             each.validate(x)
-    placement = place_tokens(segment_ids=segment_ids, world_size=3)
+    placement = cp.place_tokens(segment_ids=segment_ids, world_size=3)
     placed = placement.documents
     placed.plan.validate(placed.segment_ids, placed.positions)
     np.testing.assert_array_equal(placed.segment_ids, placement.apply(documents[0].segment_ids))
     assert placed.segment_ids.dtype == placed.positions.dtype == np.int32
     segment_ids[0, 15] = segment_ids[0, 16]  # of document 3, now of 4
-    for x in (segment_ids, Documents(segment_ids).segment_ids):
+    for x in (segment_ids, cp.Documents(segment_ids).segment_ids):
         with pytest.raises(ValueError, match="was made for another batch: the segment_ids of rank"):
             plan.validate(x)
 
@@ -102,12 +93,12 @@ def test_layers_beside_attention_compare_traced_ids_exactly():
     x = np.random.default_rng(5).normal(size=(2, T, 4)).astype(np.float32)
     begins = np.diff(DOCUMENTS, axis=1, prepend=-1) != 0
     right = np.where((begins | (DOCUMENTS == 0))[..., None], 0, np.roll(x, 1, axis=1))
-    shift = partial(sequence.shift, offset=1, **WHERE)
-    documents = Documents(DOCUMENTS)
+    shift = partial(cp.sequence.shift, offset=1, **WHERE)
+    documents = cp.Documents(DOCUMENTS)
 
     @jax.jit
     def zigzag(segment_ids, positions):
-        stored = Documents(segment_ids, positions).zigzag(3)
+        stored = cp.Documents(segment_ids, positions).zigzag(3)
         return shift(documents.zigzag(3).apply(x), documents=stored)
 
     with jax.enable_x64(True):
@@ -134,12 +125,12 @@ def test_positions_separate_runs_of_one_id():
     with pytest.raises(ValueError, match="positions has a value beyond 32 bits"):
         attend(segment_ids, positions + 2**40)
     positions[1, 20:] += 100
-    for algorithm in "ring", Balanced(CONFIG):
+    for algorithm in "ring", cp.Balanced(CONFIG):
         with pytest.raises(ValueError, match="segment 1 occurs in separate runs of batch row 1"):
             attend(segment_ids, positions, algorithm=algorithm)
 
 
-@pytest.mark.parametrize("algorithm", ["ring", Balanced(CONFIG), Auto(config=CONFIG)])
+@pytest.mark.parametrize("algorithm", ["ring", cp.Balanced(CONFIG), cp.Auto(config=CONFIG)])
 @pytest.mark.parametrize(
     "change, message",
     [
@@ -153,11 +144,11 @@ def test_rejected_alike(algorithm, change, message):
         segment_ids[place] = value
     with pytest.raises(ValueError, match=f"context_parallel_attention: {message}"):
         attend(segment_ids, algorithm=algorithm)
-    shift = partial(sequence.shift, np.ones((2, 24, 1)), 1, mesh=mesh_of(4), axis_name=AXIS)
+    shift = partial(cp.sequence.shift, np.ones((2, 24, 1)), 1, mesh=mesh_of(4), axis_name=AXIS)
     for name, call in (
-        ("plan_attention", lambda: plan_attention(segment_ids, world_size=3)),
+        ("plan_attention", lambda: cp.plan_attention(segment_ids, world_size=3)),
         ("document_lengths", lambda: document_lengths(segment_ids)),
-        ("place_tokens", lambda: place_tokens(segment_ids=segment_ids, world_size=3)),
+        ("place_tokens", lambda: cp.place_tokens(segment_ids=segment_ids, world_size=3)),
         ("shift", lambda: shift(segment_ids=segment_ids)),
     ):
         with pytest.raises(ValueError, match=f"{name}: {message}"):
@@ -165,10 +156,10 @@ def test_rejected_alike(algorithm, change, message):
 
 
 def test_zigzag_order_keeps_documents_together_in_the_sequence():
-    documents = Documents(named(DOCUMENTS, WIDE["equal low words"][1], np.int64)).zigzag(3)
+    documents = cp.Documents(named(DOCUMENTS, WIDE["equal low words"][1], np.int64)).zigzag(3)
     options = {"documents": documents, "algorithm": "zigzag", **WHERE}
-    out = context_parallel_attention(*documents.apply(QKV), **options)
+    out = cp.context_parallel_attention(*documents.apply(QKV), **options)
     equals(documents.restore(out), DOCUMENTS)
     apart = np.repeat([[1, 2, 1, 3, 3, 3]] * 2, 4, axis=1)
     with pytest.raises(ValueError, match="segment 1 occurs in separate runs of batch row 0"):
-        Documents(apart)
+        cp.Documents(apart)

@@ -21,17 +21,7 @@ import numpy as np
 from contract import Case, on_ranks as case_on_ranks, specs_of, split, with_gradients
 from movement_oracle import dispatched
 from operations import CASES
-from places import (
-    AXIS,
-    all_devices,
-    check,
-    draw,
-    mesh_of_all,
-    on_ranks,
-    place,
-    place_all,
-    plan_of,
-)
+from places import AXIS, all_devices, check, draw, mesh_of_all, on_ranks, place, place_all, plan_of
 from program_sets import SETS, Program, Structure, check_close
 
 import jax_cp_dispatch as cp

@@ -20,11 +20,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 from launching import outputs_of
 
 from jax_cp_dispatch import compute_metadata, dispatch, gpu
-from jax_cp_dispatch._ranks import (  # inner: emulates GPUs
-    gpu as gpu_world,
-    nvshmem_trial,
-    runtime,
-)
+from jax_cp_dispatch._ranks import gpu as gpu_world, nvshmem_trial, runtime  # inner: emulates GPUs
 from jax_cp_dispatch._ranks.gpu import (
     describe_mapping,
     group_by_mapping,
@@ -193,10 +189,7 @@ ENVIRONMENT = {
     "nvshmem makes no id": {fake_nvshmem.HOW: "silent"},
     "nvshmem is late": {fake_nvshmem.HOW: "late"},
     "nvshmem is named": {"JAX_CP_DISPATCH_GPU_TRANSPORT": "nvshmem"},
-    "nvshmem raises": {
-        "JAX_CP_DISPATCH_GPU_TRANSPORT": "nvshmem",
-        fake_nvshmem.HOW: "raises",
-    },
+    "nvshmem raises": {"JAX_CP_DISPATCH_GPU_TRANSPORT": "nvshmem", fake_nvshmem.HOW: "raises"},
     "no remote transport": {
         "JAX_CP_DISPATCH_GPU_TRANSPORT": "nvshmem",
         "NVSHMEM_REMOTE_TRANSPORT": "none",

@@ -18,9 +18,9 @@ INTEGERS = np.zeros((1, 16, 4), np.int32)
 GATES = np.zeros((1, 16, 2), np.float32)
 IDS: Any = np.ones((1, 16), np.int32)
 KERNEL = SimpleNamespace(summary=len, apply=len, run=len)
-OF_HEADS = permuted_mesh((1, 2), (AXIS, "tensor"))
+OVER_HEADS: Any = {"mesh": permuted_mesh((1, 2), (AXIS, "tensor")), "head_axis": "tensor"}
 DOCUMENTS = Documents(IDS)
-OF_2, OF_3 = (place_tokens([[6 * n]], world_size=n).documents for n in (2, 3))
+OF_2 = place_tokens([[12]], world_size=2).documents
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +110,6 @@ CASES = {
         (lambda: shift(INTEGERS, fill=0.5), "fill is 0.5, but .* int32. Pass an integer in"),
         (lambda: shift(INTEGERS > 0, fill=2), r"fill is 2, but .* bool. Pass .* \[0, 1\]"),
         (lambda: shift(INTEGERS.astype(np.uint8), fill=-1), r"fill is -1, but .* \[0, 255\]"),
-        (lambda: shift({}), r"x has no arrays; it needs at least one of \[B, T, ...\]"),
         (lambda: shift(documents="no"), "documents is of type str.* Pass Documents"),
         (lambda: shift(documents=DOCUMENTS, positions=IDS), "got documents, and segment_ids or"),
         (lambda: shift(documents=DOCUMENTS.zigzag(2), mesh=mesh_of(4)), "the documents are in"),
@@ -124,77 +123,41 @@ CASES = {
             lambda: shift(TOKENS[:, :12], documents=OF_2, mesh=mesh_of(2), initial_state=TOKENS),
             "initial_state has shapes .*(1, 16, 4).* it needs .*(1, 1, 4).* Pass the last rows",
         ),
-        (
-            shift_of_pieces_in_zigzag_order,
-            "need packed order, but the pieces .* Pass document_pieces",
-        ),
+        (shift_of_pieces_in_zigzag_order, "need packed order, but .* Pass document_pieces"),
         (shift_of_pieces_of_a_sharded_batch, "pieces are those of a whole rank, but an explicit"),
         (lambda: shift(offset=-1, return_state=True), "offset is -1; .* Omit both, or shift whole"),
-        (lambda: shift([TOKENS, 1]), r"x\[1\] is of type int; it needs to be an array"),
-        (
-            lambda: shift([HEADS, TOKENS[..., :3]], mesh=OF_HEADS, head_axis="tensor"),
-            r"an array has shape \(1, 16, 3\) but head_axis .* has 2 devices.* Pass head_axis=\(\)",
-        ),
+        (lambda: shift([HEADS, TOKENS[..., :3]], **OVER_HEADS), r"3\) but head_axis.*_axis=\(\)"),
     ],
     "shift_documents": [
         (
             lambda: sequence.shift_documents(INTEGERS, 1, segment_ids=IDS, fill=2**40),
             "fill is 1099511627776, but an array has dtype int32",
-        ),
+        )
     ],
     "token_checksums": [
-        (lambda: sequence.token_checksums({}, documents=DOCUMENTS), "no arrays"),
         (lambda: sequence.token_checksums(IDS, documents=IDS), "Pass Documents"),
-        (
-            lambda: sequence.token_checksums([IDS, IDS[:, :8]], documents=DOCUMENTS),
-            r"arrays\[1\] is int32\[1, 8\]; it needs .* B = 1, T = 16 as in arrays\[0\]",
-        ),
-        (
-            lambda: sequence.token_checksums(IDS[:, :8], documents=DOCUMENTS),
-            r"array 0 is int32\[1, 8\]; it needs .* start with \[1, 16\]",
-        ),
+        (lambda: sequence.token_checksums(IDS[:, :8], documents=DOCUMENTS), "array 0 .* start"),
         (lambda: sequence.token_checksums(IDS * 1j, documents=DOCUMENTS), "is complex128"),
     ],
     "check_tokens": [
         (lambda: checked(arrays={"labels": IDS, "tokens": IDS}), "are of 1 arrays but got 2. Pass"),
-        (
-            lambda: checked(checksums=np.zeros((1, 1, 2), np.int32)),
-            r"int32\[1, 1, 2\]; it needs uint32 ",
-        ),
-        (lambda: checked(checksums=[[[0, 0]]]), "checksums is of type list"),
         (lambda: checked(documents=DOCUMENTS.zigzag(2)), "documents are in zigzag order"),
     ],
     "causal_conv": [
         (lambda: conv(weight=np.zeros((3, 5))), "weight for each tap"),
         (lambda: conv(bias=np.zeros(3)), "one value for each channel"),
-        (
-            lambda: conv(initial_state=INTEGERS[:, :2]),
-            r"is int32\[1, 2, 4\]; it needs floats \[B, W-1, C\] .*; W = 3 as in weight",
-        ),
-        (
-            lambda: conv(initial_state=TOKENS[:, :3]),
-            "initial_state is .* with B = 1, C = 4 as in x; W = 3 as in weight. Pass the last",
-        ),
+        (lambda: conv(initial_state=TOKENS[:, :3]), "C = 4 as in x; W = 3 as in weight. Pass th"),
     ],
     "gated_delta_rule": [
-        (
-            lambda: delta(initial_state=np.zeros((1, 4, 4), np.float32)),
-            r"is float32\[1, 4, 4\]; it needs floats \[B, N, H, Hv\] .* Pass a state for",
-        ),
-        (
-            lambda: delta(**dict.fromkeys("qk", np.zeros((1, 16, 3, 4), np.float32))),
-            "v has 2 heads but k has 3, which must divide them",
-        ),
+        (lambda: delta(initial_state=TOKENS), r"needs floats \[B, N, H, Hv\] .* Pass a state for"),
+        (lambda: delta(**dict.fromkeys("qk", TOKENS[..., None])), "v has 2 heads but k has 4"),
         (
             lambda: delta(v=HEADS[:, :, :0], log_decay=GATES[..., :0], beta=GATES[..., :0]),
             "v has 0 heads but k has 2",
         ),
         (lambda: delta(**dict.fromkeys("qk", HEADS[..., :0])), "heads of q and k have size 0;"),
         (lambda: delta(log_decay=TOKENS), r"log_decay is .*N = 2 as in v. .* per channel"),
-        (
-            lambda: delta(log_decay=GATES + 1),
-            r"log_decay\[0, 0, 0\] is 1; it needs to be at most 0",
-        ),
+        (lambda: delta(log_decay=GATES + 1), r"log_decay\[0, 0, 0\] is 1; it needs to be at most"),
     ],
     "linear_recurrence": [
         (lambda: call("linear_recurrence", x=TOKENS, log_decay=GATES), "broadcast_to"),
@@ -202,29 +165,13 @@ CASES = {
     ],
     "recurrence": [
         (lambda: recur(local=None), "local is of type NoneType, without summary"),
-        (lambda: recur(initial_state=0), "initial_state is of type int; it needs to be an array"),
-        (
-            lambda: recur(initial_state=TOKENS[:0]),
-            r"\[0, 16, 4\]; it needs \[B, ...\] with B = 1 as in inputs",
-        ),
         (
             lambda: recur(local=Returns((1, 16)), initial_state=TOKENS[:, 0, 0], return_state=True),
             r"initial_state has shapes \(\(1,\), 'float32'\); it needs \(\(1, 4\), 'float32'\)",
         ),
-        (lambda: recur(inputs={}), "inputs has no arrays; it needs at least one"),
-        (
-            lambda: recur(inputs=[TOKENS, TOKENS[:, :8]]),
-            r"inputs\[1\] is .* T = 16 as in inputs\[0\]",
-        ),
-        (
-            lambda: recur(local=OneState(()), return_state=True, mesh=OF_HEADS, head_axis="tensor"),
-            r"a state is \[B\] but head_axis \('tensor',\) shards axis 1",
-        ),
+        (lambda: recur(local=OneState(()), return_state=True, **OVER_HEADS), r"state is \[B\] but"),
         (lambda: recur(local=Returns((1, 8))), r"returned arrays of shapes \[\(1, 8\)\] for rows"),
-        (
-            lambda: recur(local=Returns((1, 16)), mesh=OF_HEADS, head_axis="tensor"),
-            r"an output is \[B, T\] but head_axis .* Return \[B, T, heads\], or pass",
-        ),
+        (lambda: recur(local=Returns((1, 16)), **OVER_HEADS), r"output is \[B, T\] but .* Return"),
     ],
 }
 
