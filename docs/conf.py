@@ -22,7 +22,6 @@ highlight_language = "none"  # of what does not say its language
 myst_heading_anchors = 3  # links to headings, as the pages have them
 
 autodoc_default_options = {"members": True, "member-order": "bysource"}
-autodoc_preserve_defaults = True
 add_module_names = False
 maximum_signature_line_length = 88
 napoleon_custom_sections = [("Attributes", "params_style")]  # in the text of their class

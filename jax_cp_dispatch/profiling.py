@@ -388,8 +388,9 @@ def hamilton_attention_profile(
       axis_name: the mesh axis of the ranks.
       nodes, cycles, maps: see `Hamilton`.
       repeats: runs of every program; medians are returned.
-      mask, documents, segment_ids, positions, scale, logit_soft_cap, implementation, deadline,
-        num_comm_sm: as in `context_parallel_attention`, on global arrays.
+      mask, documents, segment_ids, positions, scale, logit_soft_cap: as in
+        `context_parallel_attention`, on global arrays.
+      implementation, deadline, num_comm_sm: of the exchanges, as there.
     Returns:
       The times, and the output in the layout of q.
     Raises:

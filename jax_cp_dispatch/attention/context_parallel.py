@@ -57,7 +57,12 @@ from jax_cp_dispatch.masks.read import check_mask_arrays
 from jax_cp_dispatch.planning.plan import check_groups, check_plan, is_of_all, is_stack
 
 
-@door(OP, sink="Pass one logit per query head.", **STEPS_OF_DOCUMENTS)
+@door(
+    OP,
+    v="For queries and keys of different lengths, use local_attention on one device.",
+    sink="Pass one logit per query head.",
+    **STEPS_OF_DOCUMENTS,
+)
 def context_parallel_attention(
     q: Float[HostOrDevice, "B T N H"],
     k: Float[HostOrDevice, "B T K H"] | PyTree[HostOrDevice],
