@@ -1,4 +1,4 @@
-"""The options of a collective call, checked where it is called; and its ranks, found by them."""
+"""A collective call where it is made: options, ranks, context, axes over which arrays vary."""
 
 from __future__ import annotations
 

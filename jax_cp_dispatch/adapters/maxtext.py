@@ -1,4 +1,4 @@
-"""Attention of MaxText under context parallelism, by `context_parallel_attention`."""
+"""MaxText's attention and tensor-parallel dense layers, computed by this package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chooses the algorithm with the shortest predicted time."""
+"""Chooses the algorithm with the shortest predicted time; `Auto` does so in a call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cuts keys into chunks; the order and ranges of the chunks that a rank holds at one step."""
+"""Chunks of keys that rotate: how they are cut, who holds them at each step, their moves."""
 
 from __future__ import annotations
 

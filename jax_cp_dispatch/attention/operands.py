@@ -1,4 +1,4 @@
-"""`Operands` and `Outputs`: the arrays that the algorithms take and return, and their checks."""
+"""What an algorithm takes and returns: the `Call`, `Operands` (keys or latents), `Outputs`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The time of one step of attention, and of all steps: what algorithms predict of themselves."""
+"""The cost of attention: work, traffic, hardware, and the times predicted from these."""
 
 import dataclasses
 import typing

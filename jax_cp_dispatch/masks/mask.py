@@ -1,4 +1,4 @@
-"""The interface of a mask, the tokens that each token sees, as ranges; and `Order`, of tokens."""
+"""What every mask is: its interface, the bases of masks of numbers and of arrays, `Order`."""
 
 from __future__ import annotations
 

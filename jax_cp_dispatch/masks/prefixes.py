@@ -1,4 +1,4 @@
-"""`PrefixLM`: the prefix of a document sees all of itself, the rest is causal."""
+"""Masks of documents that begin with a prompt: `PrefixLM`, and `SharedPrefix`."""
 
 from typing import Any
 

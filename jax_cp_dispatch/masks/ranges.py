@@ -1,4 +1,4 @@
-"""`Ranges`: the general form of a mask, by the numbers of columns."""
+"""Masks by the numbers of columns: `Ranges`, the general form, and `Blocks`."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""`Metadata`: the plan of one exchange as data, its views and its dtypes."""
+"""`Metadata`: the plan of one exchange as data, its views, its dtypes and its validation."""
 
 import dataclasses
 import operator

@@ -1,4 +1,4 @@
-"""`Placement`: where each token of a batch is; reorders arrays and restores them."""
+"""`place_tokens` assigns the tokens of a batch to ranks; a `Placement` reorders arrays."""
 
 import dataclasses
 import functools

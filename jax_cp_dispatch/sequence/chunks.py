@@ -1,4 +1,4 @@
-"""Rows in chunks of one size, which of them are of one piece, and inverses of their matrices."""
+"""Recurrences in chunks of rows: products in a chunk, decays, walks from chunk to chunk."""
 
 from __future__ import annotations
 

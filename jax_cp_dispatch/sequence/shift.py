@@ -1,4 +1,4 @@
-"""`shift`: each token gets the row of another of its document; `shift_documents`, in a loader."""
+"""Layers that need the rows next to a cut: `shift`, `shift_documents`, `causal_conv`."""
 
 from __future__ import annotations
 

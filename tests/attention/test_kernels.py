@@ -350,11 +350,7 @@ CALLS = [
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("call", CALLS, ids=str)
 def test_kernels(call):
-    """Keys and queries of padding are NaN.
-
-    Of one draw: products round the softmax and its derivative to bfloat16, whose error in dq is up
-    to 1.2 of the tolerance of float32 products in one of ten draws.
-    """
+    """Padding is NaN. One draw: in others, dq by products of bfloat16 has 1.2 of the tolerance."""
     check(call, np.random.default_rng(0))
 
 

@@ -281,9 +281,11 @@ GATHERS: dict[str, Any] = {
     "got row_counts with global arrays": lambda: on_global((8, 8), (8, 8), row_counts=(2,) * 4),
     "got forward mode": lambda: forward(on_whole, V[0], np.ones((N, W), "f")),
     # Operands.
+    "w is float8_e4m3fn; it needs": lambda: gather(w=ones(K, N, dtype=jnp.float8_e4m3fn)),
     r"bias has shape \(3,\); it needs \(5,\), one": lambda: gather(bias=np.ones(K)),
     "preferred_element_type is 'foo' for op": lambda: gather(preferred_element_type="foo"),
     "w is a list of 2 arrays; pass several weights as a tup": lambda: several(lambda w: [w, w]),
+    r"w\[1\] is float32\[5, 3\]; .* K = 3 as in x": lambda: several(lambda w: (w, w.T)),
     "w is bfloat16 and float32; .* Con": lambda: several(lambda w: (w, w.astype("bfloat16"))),
     r"bias is \w+; it needs to be a tuple of": lambda: several(lambda w: (w, w), bias=np.ones(N)),
     "bias is a tuple of 1; .* an array": lambda: gather(bias=(np.ones(N),)),

@@ -123,7 +123,10 @@ CASES = {
         (lambda: combine(num_tokens=None), "num_tokens is None; it needs to be a static"),
         (lambda: combine(num_tokens=-3), "num_tokens is -3; it needs to be at least 0"),
         (lambda: combine(num_tokens=2**31), "num_tokens is 2147483648, but row numbers"),
-        (lambda: combine(X + 1j, preferred_element_type=jnp.float32), "complex64, whose imaginary"),
+        (
+            lambda: combine(X + 1j, preferred_element_type=jnp.float32),
+            "float32 but the rows are complex64, whose imaginary parts would be lost",
+        ),
         (lambda: combine(num_comm_sm=-4), "num_comm_sm is -4; it needs to be at least"),
     ],
     "dispatch_qkv": [

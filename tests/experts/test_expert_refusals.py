@@ -57,7 +57,10 @@ REFUSALS = {
     "route": [
         (lambda: route(INDEX[..., :0]), "needs at least one choice"),
         (lambda: route(INDEX[..., 0]), r"int32\[4\]; it needs integers \[T, k\]. Collapse"),
-        (lambda: known(INDEX[0] + np.int64(2**32)), r"\[0, 0\] is 4294967296.* in \[-1, 7\]"),
+        (
+            lambda: known(INDEX[0] + np.int64(2**32)),
+            r"expert_index\[0, 0\] is 4294967296.* in \[-1, 7\]",
+        ),
         (lambda: known(np.full((T, K), -2, np.int8)), "is -2; it needs to be in"),
         (lambda: route(physical_to_logical=HELD + 1), r"physical_to_logical\[3, 1\] is 8; it"),
         (lambda: route(physical_to_logical=HELD - 5), "is -5; it needs to be in"),
@@ -68,7 +71,10 @@ REFUSALS = {
         (lambda: route(overflow="wrap"), "needs to be 'error' or 'drop'"),
         (lambda: route(overflow="drop"), "without weights"),
         (lambda: route(weights=jnp.ones((T, K))), "and weights"),
-        (lambda: route(overflow="drop", weights=jnp.ones((T, 3))), "expert_index. Pass a weight"),
+        (
+            lambda: route(overflow="drop", weights=jnp.ones((T, 3))),
+            "k = 2 as in expert_index. Pass a weight",
+        ),
         (lambda: route(physical_to_logical=HELD[:2]), r"shape \[2, 2\]; it needs \[4, L\]"),
         (lambda: route(deadline=-1), "positive number of seconds"),
         (lambda: route(implementation="nccl"), "nccl"),

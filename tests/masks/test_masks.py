@@ -310,11 +310,17 @@ CASES = {
         (lambda: Tree(INTS, INTS - 2), r"parents\[0, 0\] is -2"),
         (lambda: Tree(INTS, INTS), "batch row 0: span 0 is its own ancestor.*Pass -1"),
         (lambda: tree([0, 1, 0], [-1, 0]), "span 0 is not one run of"),
-        (lambda: tree([0, 1, 2, 3], [-1, -1, 0, 0]), "do not follow it in one run.*depth-first"),
+        (
+            lambda: tree([0, 1, 2, 3], [-1, -1, 0, 0]),
+            "span 0 has descendants that do not follow it in one run.*depth-first",
+        ),
     ],
     "local_attention": [
         (lambda: attend(PrefixLM(np.array([[1, 1, 0, 0, 1, 0]]) > 0)), "in batch row 0, at column"),
-        (lambda: attend(SharedPrefix(np.array([[0, 1, 2, 3, 4, 4]]))), "at column 3, .*one token"),
+        (
+            lambda: attend(SharedPrefix(np.array([[0, 1, 2, 3, 4, 4]]))),
+            "at column 3, SharedPrefix .* as of a prompt of one token, give each completion",
+        ),
     ],
     "plan_attention": [
         (

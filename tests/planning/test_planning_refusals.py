@@ -89,7 +89,10 @@ CASES = {
         (lambda: plan_with(max_pieces=1), r"would compute \d pieces but max_pieces is 1"),
         (lambda: plan_lengths(rank_speeds=(1.0, 2.0)), "rank_speeds has 2 numbers but there are 4"),
         (lambda: plan_lengths(ranks_per_node=3), "4 ranks cannot be divided into nodes of"),
-        (lambda: plan_inside(rank_speeds=(1.0, 2.0), ranks_per_node=2), "speeds, ranks_per_node"),
+        (
+            lambda: plan_inside(rank_speeds=(1.0, 2.0), ranks_per_node=2),
+            "do not support rank_speeds, ranks_per_node of PlanConfig",
+        ),
     ],
     "PlanConfig": [
         *(

@@ -123,10 +123,16 @@ CASES = {
             lambda: shift(TOKENS[:, :12], documents=OF_2, mesh=mesh_of(2), initial_state=TOKENS),
             "initial_state has shapes .*(1, 16, 4).* it needs .*(1, 1, 4).* Pass the last rows",
         ),
-        (shift_of_pieces_in_zigzag_order, "need packed order, but .* Pass document_pieces"),
+        (
+            shift_of_pieces_in_zigzag_order,
+            "need packed order, but the pieces .* Pass document_pieces",
+        ),
         (shift_of_pieces_of_a_sharded_batch, "pieces are those of a whole rank, but an explicit"),
         (lambda: shift(offset=-1, return_state=True), "offset is -1; .* Omit both, or shift whole"),
-        (lambda: shift([HEADS, TOKENS[..., :3]], **OVER_HEADS), r"3\) but head_axis.*_axis=\(\)"),
+        (
+            lambda: shift([HEADS, TOKENS[..., :3]], **OVER_HEADS),
+            r"an array has shape \(1, 16, 3\) but head_axis .* has 2 devices.* Pass head_axis=\(\)",
+        ),
     ],
     "shift_documents": [
         (
@@ -136,7 +142,10 @@ CASES = {
     ],
     "token_checksums": [
         (lambda: sequence.token_checksums(IDS, documents=IDS), "Pass Documents"),
-        (lambda: sequence.token_checksums(IDS[:, :8], documents=DOCUMENTS), "array 0 .* start"),
+        (
+            lambda: sequence.token_checksums(IDS[:, :8], documents=DOCUMENTS),
+            r"array 0 is int32\[1, 8\]; it needs .* start with \[1, 16\]",
+        ),
         (lambda: sequence.token_checksums(IDS * 1j, documents=DOCUMENTS), "is complex128"),
     ],
     "check_tokens": [
@@ -146,18 +155,27 @@ CASES = {
     "causal_conv": [
         (lambda: conv(weight=np.zeros((3, 5))), "weight for each tap"),
         (lambda: conv(bias=np.zeros(3)), "one value for each channel"),
-        (lambda: conv(initial_state=TOKENS[:, :3]), "C = 4 as in x; W = 3 as in weight. Pass th"),
+        (
+            lambda: conv(initial_state=TOKENS[:, :3]),
+            "initial_state is .* with B = 1, C = 4 as in x; W = 3 as in weight. Pass the last",
+        ),
     ],
     "gated_delta_rule": [
         (lambda: delta(initial_state=TOKENS), r"needs floats \[B, N, H, Hv\] .* Pass a state for"),
-        (lambda: delta(**dict.fromkeys("qk", TOKENS[..., None])), "v has 2 heads but k has 4"),
+        (
+            lambda: delta(**dict.fromkeys("qk", TOKENS[..., None])),
+            "v has 2 heads but k has 4, which must divide them",
+        ),
         (
             lambda: delta(v=HEADS[:, :, :0], log_decay=GATES[..., :0], beta=GATES[..., :0]),
             "v has 0 heads but k has 2",
         ),
         (lambda: delta(**dict.fromkeys("qk", HEADS[..., :0])), "heads of q and k have size 0;"),
         (lambda: delta(log_decay=TOKENS), r"log_decay is .*N = 2 as in v. .* per channel"),
-        (lambda: delta(log_decay=GATES + 1), r"log_decay\[0, 0, 0\] is 1; it needs to be at most"),
+        (
+            lambda: delta(log_decay=GATES + 1),
+            r"log_decay\[0, 0, 0\] is 1; it needs to be at most 0",
+        ),
     ],
     "linear_recurrence": [
         (lambda: call("linear_recurrence", x=TOKENS, log_decay=GATES), "broadcast_to"),
@@ -169,9 +187,15 @@ CASES = {
             lambda: recur(local=Returns((1, 16)), initial_state=TOKENS[:, 0, 0], return_state=True),
             r"initial_state has shapes \(\(1,\), 'float32'\); it needs \(\(1, 4\), 'float32'\)",
         ),
-        (lambda: recur(local=OneState(()), return_state=True, **OVER_HEADS), r"state is \[B\] but"),
+        (
+            lambda: recur(local=OneState(()), return_state=True, **OVER_HEADS),
+            r"a state is \[B\] but head_axis \('tensor',\) shards axis 1",
+        ),
         (lambda: recur(local=Returns((1, 8))), r"returned arrays of shapes \[\(1, 8\)\] for rows"),
-        (lambda: recur(local=Returns((1, 16)), **OVER_HEADS), r"output is \[B, T\] but .* Return"),
+        (
+            lambda: recur(local=Returns((1, 16)), **OVER_HEADS),
+            r"an output is \[B, T\] but head_axis .* Return \[B, T, heads\], or pass",
+        ),
     ],
 }
 

@@ -31,7 +31,7 @@ OUT = ROOT / "build" / "mutants"
 EQUIVALENT = Path(__file__).with_name("mutants_equivalent.txt")
 # Rooms whose branches users meet; tools, pictures and predictions have tests of their own.
 ROOMS = (
-    *("_arguments", "_arrays", "_dispatch", "_ranks", "_scans", "adapters", "attention", "buffers"),
+    *("_arguments", "_arrays", "_dispatch", "_door", "_ranks", "adapters", "attention", "buffers"),
     *("comm_gemm", "cycles", "documents", "experts", "global_call", "masks", "metadata"),
     *("planning", "scaling", "sequence"),
 )

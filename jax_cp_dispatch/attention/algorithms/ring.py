@@ -1,4 +1,4 @@
-"""`Ring` and `Zigzag`: keys and values rotate through the ranks as a whole."""
+"""`Ring`, `Zigzag`, `Hamilton`: keys and values rotate through the ranks, whole or in chunks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cuts local attention into blocks: the common layout of its two passes.
+"""What the passes of local attention read: options, key ranges, operands tiled into blocks.
 
 A block is a matrix `[rows, features]` of one batch row and one KV head. A pass computes blocks of
 several KV heads together: they fit the caches, and give work to several threads. The rows of a
