@@ -17,6 +17,7 @@ TypeError for other types and dtypes, ValueError for shapes.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import re
@@ -31,9 +32,8 @@ import numpy as np
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _ARRAYS = (np.ndarray, jax.Array, jax.ShapeDtypeStruct)
-_KINDS: dict[
-    str, tuple[Any, str]
-] = {  # of dtypes, in jaxtyping and in NumPy; others are of one dtype
+# Of dtypes, in jaxtyping and in NumPy; others are of one dtype.
+_KINDS: dict[str, tuple[Any, str]] = {
     "Shaped": (np.generic, ""),
     "Num": (jnp.number, "numbers "),
     "Float": (jnp.floating, "floats "),
@@ -68,7 +68,7 @@ def door(op: str, **next_steps: str) -> Callable[[_Function], _Function]:
             try:
                 given = signature.bind(*args, **options).arguments
             except TypeError as error:  # an argument is missing or unknown
-                raise TypeError(f"{op}: {error}.") from None
+                raise TypeError(f"{op}: {error}. {_similar(signature, options)}") from None
             check_annotated(op, function, given, next_steps)
             return function(*args, **options)
 
@@ -76,6 +76,15 @@ def door(op: str, **next_steps: str) -> Callable[[_Function], _Function]:
         return typing.cast(_Function, checked)
 
     return decorate
+
+
+def _similar(signature: inspect.Signature, options: Mapping[str, Any]) -> str:
+    """Returns the next step after arguments that do not fit."""
+    names = list(signature.parameters)
+    for unknown in (x for x in options if x not in names):
+        if similar := difflib.get_close_matches(unknown, names, 1):
+            return f"Did you mean {similar[0]}?"
+    return f"It takes {', '.join(names)}."
 
 
 def _with_shared_keywords(function: Callable[..., Any]) -> inspect.Signature:
@@ -134,8 +143,8 @@ def check_annotated(
     fault = _fault(annotated, tuple(arrays))
     if fault is not None:
         error, name, text = fault
-        next_step = "Cast it." if error is TypeError else (next_steps or {}).get(name, "")
-        raise error(f"{op}: {text}. {next_step}".rstrip())
+        next_step = (next_steps or {}).get(name, "Pass an array of these dimensions.")
+        raise error(f"{op}: {text}. {'Cast it.' if error is TypeError else next_step}")
 
 
 @functools.cache
