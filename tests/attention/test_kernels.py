@@ -340,7 +340,7 @@ def interpreted(monkeypatch):
 
 # Rings, in which keys come in parts; `sweep.py attention --tpu` draws others.
 CALLS = [
-    Call("ring", 2, "tree", rows=24, heads=(2, 1), features=(128, 128)),
+    Call("ring", 2, "tree", rows=24, batch=2, heads=(2, 1), features=(128, 128)),
     Call("ring", 1, rows=300, documents="none", heads=(2, 1), features=(192, 128),
          dtype="bfloat16", scale=-0.1, logit_soft_cap=0.7, sink=True,
          returns=("lse", "max_logits")),

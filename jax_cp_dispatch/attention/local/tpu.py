@@ -142,7 +142,7 @@ def find_visits(options: PassOptions, blocks: TpuBlocks) -> Visits:
     first, last = smallest(start) // LANES, -(-largest(end) // LANES)
     of_queries = [-(-largest(start) // LANES), smallest(end) // LANES]
     of_keys = []
-    key_block = jnp.arange(blocks.k.shape[1])[None, None]
+    key_block = jnp.arange(blocks.k.shape[1], dtype=jnp.int32)[None, None]
     meet = (first[..., None] <= key_block) & (key_block < last[..., None])
     if blocks.of_keys is not None:
         index = blocks.of_queries[:, :, 2]
@@ -166,7 +166,7 @@ def find_visits(options: PassOptions, blocks: TpuBlocks) -> Visits:
 
 def _walks(meet):
     number = meet.shape[2]
-    other = jnp.arange(number)[None, None]
+    other = jnp.arange(number, dtype=jnp.int32)[None, None]
     first = jnp.where(meet, other, number - 1).min(2)
     last = jnp.where(meet, other + 1, 0).max(2)
     steps = jnp.maximum(last - first, 1)
