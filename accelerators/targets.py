@@ -2,7 +2,6 @@
 
 import dataclasses
 import pathlib
-import re
 from typing import Any
 
 import jax
@@ -38,7 +37,6 @@ class Target:
         if self.platform == "tpu":
             _load_tpu_compiler()
             return topologies.get_topology_desc(self.topology, platform="tpu").devices
-        check_order_of_recorded_calls()
         config = _H100.read_text()
         described = topologies.get_topology_desc(
             "h100", platform="cuda", target_config=config, topology=self.topology
@@ -64,20 +62,6 @@ def _load_tpu_compiler() -> None:
     plugin = xla_client.load_pjrt_plugin_dynamically("tpu", path)
     for callback in xla_bridge._plugin_callbacks:
         callback(c_api=plugin)
-
-
-def check_order_of_recorded_calls() -> None:
-    """Raises RuntimeError if XLA's default may run the calls of a command buffer at the same time.
-
-    Calls that share a channel need an order. The package itself reads XLA_FLAGS only.
-    """
-    options = xla_client.CompileOptions()  # must outlive its parts
-    text = repr(options.executable_build_options.debug_options)
-    (mode,) = re.findall(r"^xla_gpu_command_buffer_scheduling_mode: (\w+)$", text, re.MULTILINE)
-    if mode.startswith("CONCURRENT"):
-        raise RuntimeError(
-            f"XLA runs command buffers in mode {mode}. Reject it in _ranks/implementations/gpu.py."
-        )
 
 
 TARGETS = {

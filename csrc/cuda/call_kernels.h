@@ -8,7 +8,6 @@
 #include <initializer_list>
 
 #include "kernels/exchange.h"
-#include "kernels/network.h"
 #include "kernels/plan.h"
 #include "kernels/push.h"
 #include "kernels/small.h"

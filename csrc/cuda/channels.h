@@ -20,7 +20,6 @@
 #include "cuda/errors.h"
 #include "cuda/memory.h"
 #include "cuda/slab.h"
-#include "cuda/status.h"
 #include "gpu_schedule/exchange_pairs.h"
 #include "kernels/call.h"
 #include "transport/transport.h"
@@ -58,7 +57,7 @@ class Channel {
     kernels::ErrorRecord* errors_on_device = nullptr;
     kernels::ErrorRecord* errors = nullptr;
     int num_ranks = 0;
-    cudaEvent_t done = nullptr;  // the last call that was not recorded
+    cudaEvent_t done = nullptr;  // the last call
     std::mutex mutex;            // held while a call is enqueued
   };
 
@@ -66,8 +65,6 @@ class Channel {
   const Local& local(int first_rank) const { return locals_.at(first_rank); }
 
   // Enqueues a call after the previous one on this device, if XLA runs them on different streams.
-  // Not for calls that are being recorded: a recording cannot wait for work outside of it. XLA
-  // orders these; Python rejects the modes in which it does not.
   cudaError_t Enqueue(int first_rank, cudaStream_t stream, const std::function<void()>& launch) {
     Local& local = locals_.at(first_rank);
     std::lock_guard<std::mutex> lock(local.mutex);
@@ -198,19 +195,15 @@ class ChannelRegistry {
     return *registry;
   }
 
-  // The channel of a call. The first device that asks creates it for all devices of this process,
-  // but not while a stream is being recorded.
+  // The channel of a call. The first device that asks creates it for all devices of this process.
   Status Find(const std::string& op, const ChannelKey& key, const ChannelShape& shape, bool in_slab,
-              bool may_make, std::shared_ptr<Channel>* channel) {
+              std::shared_ptr<Channel>* channel) {
     const auto look = [&] {
       std::lock_guard<std::mutex> lock(mutex_);
       return Look(op, key, channel);
     };
     Status status = look();
     if (!status.ok() || *channel) return status;
-    if (!may_make) {
-      return Status::Internal(op, ": is being recorded, but its buffer has not been allocated.");
-    }
     std::lock_guard<std::mutex> making(making_);
     status = look();  // another device's call may have created it
     if (!status.ok() || *channel) return status;

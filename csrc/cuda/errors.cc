@@ -3,7 +3,7 @@
 
 #include <sstream>
 
-#include "dispatch/messages.h"
+#include "dispatch/dispatch.h"
 
 namespace cpd {
 

@@ -8,8 +8,7 @@
 #include <set>
 #include <utility>
 
-#include "cuda/product_kernels.h"
-#include "cuda/status.h"
+#include "cuda/kernels.h"
 
 namespace cpd {
 namespace {

@@ -1,6 +1,8 @@
 // Memory that several GPUs read and write: of this process, and of other processes of the host.
 #pragma once
 
+#include <cuda_runtime_api.h>
+
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -8,6 +10,29 @@
 #include "transport/transport.h"
 
 namespace cpd {
+
+// ---- Errors of CUDA as statuses, and the current device of a thread.
+
+// The message is the text of these values, that it failed, and why.
+template <typename... What>
+Status CudaStatus(cudaError_t error, const What&... what) {
+  if (error == cudaSuccess) return Status::Ok();
+  cudaGetLastError();  // clears it: the next call is not to blame
+  return Status::Internal(what..., " failed: ", cudaGetErrorString(error));
+}
+
+// Makes the thread's device of before current again on destruction.
+class DeviceScope {
+ public:
+  DeviceScope() { cudaGetDevice(&before_); }
+  explicit DeviceScope(int device) : DeviceScope() { cudaSetDevice(device); }
+  ~DeviceScope() { cudaSetDevice(before_); }
+  DeviceScope(const DeviceScope&) = delete;
+  DeviceScope& operator=(const DeviceScope&) = delete;
+
+ private:
+  int before_ = 0;
+};
 
 // ---- Slabs of memory that other processes of the same host map through CUDA IPC handles.
 

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -13,13 +12,12 @@
 #include <mutex>
 #include <set>
 #include <string>
-#include <thread>
 #include <tuple>
 #include <utility>
 #include <vector>
 
-#include "cuda/product_kernels.h"
-#include "cuda/status.h"
+#include "cuda/kernels.h"
+#include "cuda/memory.h"
 #include "gemm/comm_overlap.h"
 #include "gpu_schedule/cublaslt.h"
 #include "gpu_schedule/overlap_team.h"
@@ -32,7 +30,7 @@ namespace cpd {
 // ---- Recorded spans of ranks: events on their streams, read when recording ends.
 
 // All functions are thread-safe. While recording, each device synchronizes once to relate its time
-// to the host's clock. Calls in a recorded command buffer have no spans.
+// to the host's clock.
 class GpuSpans {
  public:
   static GpuSpans& Get() {
@@ -302,15 +300,12 @@ struct LanesKey {
 // The streams of each local rank. Calls on one device take turns to enqueue their steps.
 class Lanes {
  public:
-  // The streams of this device with these priorities. Created on first use, but not while a stream
-  // is being recorded, and then kept. Calls that are being recorded have separate ones: from their
-  // first step until XLA ends its recording, all that reaches these streams is recorded.
-  static Status Find(const std::string& op, const LanesKey& key, bool is_recorded,
-                     std::shared_ptr<Lanes>* lanes) {
-    using Key = std::tuple<int, int, int64_t, int64_t, bool>;
+  // The streams of this device with these priorities. Created on first use, and then kept.
+  static Status Find(const std::string& op, const LanesKey& key, std::shared_ptr<Lanes>* lanes) {
+    using Key = std::tuple<int, int, int64_t, int64_t>;
     static auto& all_mutex = *new std::mutex;
     static auto& all = *new std::map<Key, std::shared_ptr<Lanes>>;
-    const Key of_all{key.device, key.num_local, key.gemm_priority, key.comm_priority, is_recorded};
+    const Key of_all{key.device, key.num_local, key.gemm_priority, key.comm_priority};
     std::lock_guard<std::mutex> lock(all_mutex);
     std::shared_ptr<Lanes>& found = all[of_all];
     if (found == nullptr) {
@@ -332,35 +327,6 @@ class Lanes {
       found = std::move(made);
     }
     *lanes = found;
-    return Status::Ok();
-  }
-
-  // Waits on the host until no other recording than that of `stream` uses these streams; fails
-  // after 10 s. Call with the mutex held.
-  Status WaitForRecording(const std::string& op, cudaStream_t stream) const {
-    constexpr auto kPatience = std::chrono::seconds(10);
-    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    unsigned long long own = 0, other = 0;  // NOLINT: CUDA's types
-    cudaStreamGetCaptureInfo(stream, &status, &own);
-    const auto end = std::chrono::steady_clock::now() + kPatience;
-    const auto is_busy = [&] {
-      for (cudaStream_t lane : streams_) {
-        if (cudaStreamGetCaptureInfo(lane, &status, &other) != cudaSuccess ||
-            (status != cudaStreamCaptureStatusNone && other != own)) {
-          return true;
-        }
-      }
-      return false;
-    };
-    while (is_busy()) {
-      if (std::chrono::steady_clock::now() > end) {
-        return Status::Internal(
-            op,
-            ": another program has been recording on this device for 10 s. Start with "
-            "XLA_FLAGS=--xla_gpu_enable_command_buffer= (nothing is recorded then).");
-      }
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
     return Status::Ok();
   }
 
@@ -485,8 +451,7 @@ class OverlapQueues final : public GpuQueues {
 // ---- Records the launches of a call once and discards them, before ranks wait for one another.
 //
 // A cuBLASLt kernel is loaded at its first launch. Loading may wait for the device, where a rank
-// may be waiting for the one that loads; and nothing should be loaded while XLA records a program.
-// A recording loads the kernels and runs nothing.
+// may be waiting for the one that loads. A recording loads the kernels and runs nothing.
 
 // Puts all steps of a schedule on one stream, without the dependencies between streams.
 class Rehearsal final : public GpuQueues {

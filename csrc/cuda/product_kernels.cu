@@ -1,7 +1,7 @@
 // The kernels around a product: binds kernels/product.h and kernels/meeting.h to a GPU's blocks.
 #include <algorithm>
 
-#include "cuda/product_kernels.h"
+#include "cuda/kernels.h"
 #include "kernels/copy.h"
 
 namespace cpd {

@@ -3,7 +3,7 @@
 #include <utility>
 
 #include "dispatch/dispatch.h"
-#include "transport/announcement.h"
+#include "transport/meeting.h"
 
 namespace cpd {
 namespace {

@@ -7,8 +7,6 @@
 #include <sstream>
 #include <utility>
 
-#include "dispatch/messages.h"
-
 namespace cpd {
 namespace {
 

@@ -1,5 +1,4 @@
 // What is wrong with a plan, in the words that CPU and GPUs have in common.
-#include "dispatch/messages.h"
 
 #include <sstream>
 

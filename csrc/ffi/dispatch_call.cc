@@ -35,54 +35,56 @@ int64_t RowBytes(const ffi::AnyBuffer& array) {
 
 // Reads the operands in order. Python has checked them; this checks what guards memory: the types,
 // numbers of elements, and bytes of rows.
-class Reader {
- public:
-  Reader(const DispatchOptions& options, const ffi::RemainingArgs& args,
-         const ffi::RemainingRets& results, int64_t num_held, DispatchCall* call)
-      : options_(options), args_(args), results_(results), num_held_(num_held), call_(*call) {}
+struct Reader {
+  const DispatchOptions& options;
+  const ffi::RemainingArgs& args;
+  const ffi::RemainingRets& results;
+  const int64_t num_held;
+  DispatchCall& call;
+  size_t next_arg = 0;
+  size_t next_result = 0;
 
   Status Read() {
     size_t num_args = 0, num_arrays = 0;
-    for (size_t p = 0; p < call_.groups.size(); ++p) {
+    for (size_t p = 0; p < call.groups.size(); ++p) {
       for (const auto* has :
-           {&options_.has_src_offset, &options_.has_weights, &options_.has_fingerprint}) {
+           {&options.has_src_offset, &options.has_weights, &options.has_fingerprint}) {
         if ((*has)[p] != 0) ++num_args;
       }
-      num_args += 4 + options_.num_arrays[p];
-      num_arrays += options_.num_arrays[p];  // checked: positive, and few in total
+      num_args += 4 + options.num_arrays[p];
+      num_arrays += options.num_arrays[p];  // checked: positive, and few in total
     }
-    const size_t num_results = call_.is_start ? 2 * num_arrays + 1 : num_arrays;
+    const size_t num_results = call.is_start ? 2 * num_arrays + 1 : num_arrays;
     const bool has_storage =
-        call_.is_dispatch() && !call_.is_start && args_.size() == num_args + num_arrays;
-    if (results_.size() != num_results || (args_.size() != num_args && !has_storage)) {
-      return NotOurs(call_.op, "there are ", args_.size(), " operands and ", results_.size(),
+        call.is_dispatch() && !call.is_start && args.size() == num_args + num_arrays;
+    if (results.size() != num_results || (args.size() != num_args && !has_storage)) {
+      return NotOurs(call.op, "there are ", args.size(), " operands and ", results.size(),
                      " results, but num_arrays needs ", num_args, " and ", num_results);
     }
-    for (size_t p = 0; p < call_.groups.size(); ++p) {
-      if (!HasMetadata(p)) return NotOurs(call_.op, "metadata of plan ", p);
+    for (size_t p = 0; p < call.groups.size(); ++p) {
+      if (!HasMetadata(p)) return NotOurs(call.op, "metadata of plan ", p);
     }
-    for (size_t p = 0; p < call_.groups.size(); ++p) {
+    for (size_t p = 0; p < call.groups.size(); ++p) {
       int64_t count = kFingerprintSize;
-      const bool is_there = options_.has_fingerprint[p] != 0;
+      const bool is_there = options.has_fingerprint[p] != 0;
       if (is_there &&
-          (!Integers(&call_.groups[p].fingerprint, &count) || count != kFingerprintSize)) {
-        return NotOurs(call_.op, "fingerprint of plan ", p);
+          (!Integers(&call.groups[p].fingerprint, &count) || count != kFingerprintSize)) {
+        return NotOurs(call.op, "fingerprint of plan ", p);
       }
     }
-    for (size_t p = 0; p < call_.groups.size(); ++p) {
-      for (int64_t a = 0; a < options_.num_arrays[p]; ++a) {
+    for (size_t p = 0; p < call.groups.size(); ++p) {
+      for (int64_t a = 0; a < options.num_arrays[p]; ++a) {
         if (const char* wrong = WrongArray(p)) {
-          return NotOurs(call_.op, "array ", a, " of plan ", p, " ", wrong);
+          return NotOurs(call.op, "array ", a, " of plan ", p, " ", wrong);
         }
       }
     }
     return Status::Ok();
   }
 
- private:
   // The next operand, and its number of elements.
   bool Integers(IntArray* field, int64_t* count) {
-    const auto buffer = args_.get<ffi::AnyBuffer>(next_arg_++);
+    const auto buffer = args.get<ffi::AnyBuffer>(next_arg++);
     const auto type = buffer.has_value() ? ToIntType(buffer->element_type()) : std::nullopt;
     if (!type) return false;
     *field = {buffer->untyped_data(), *type};
@@ -91,14 +93,14 @@ class Reader {
   }
 
   bool HasMetadata(size_t p) {
-    OperandGroup& group = call_.groups[p];
+    OperandGroup& group = call.groups[p];
     int64_t counts = 0, slots = 0, targets = 0, offsets = 0, sources = 0;
     if (!Integers(&group.num_recv_tokens, &counts) || !Integers(&group.seq_len, &slots) ||
         !Integers(&group.dst_rank, &targets) || !Integers(&group.dst_offset, &offsets)) {
       return false;
     }
-    const int64_t views = counts / (call_.num_ranks + int64_t{1});
-    if ((views != 1 && views != call_.num_ranks) || views * (call_.num_ranks + 1) != counts ||
+    const int64_t views = counts / (call.num_ranks + int64_t{1});
+    if ((views != 1 && views != call.num_ranks) || views * (call.num_ranks + 1) != counts ||
         slots % views != 0 || (slots == 0 ? targets != 0 : targets % slots != 0) ||
         offsets != targets) {
       return false;
@@ -106,13 +108,13 @@ class Reader {
     group.num_views = views;
     group.num_slots = slots / views;
     group.num_replicas = slots == 0 ? 1 : targets / slots;
-    if (options_.has_src_offset[p] != 0 &&
+    if (options.has_src_offset[p] != 0 &&
         (!Integers(&group.src_offset, &sources) || sources != slots)) {
       return false;
     }
-    if (options_.has_weights[p] == 0) return true;
-    const auto weights = args_.get<ffi::AnyBuffer>(next_arg_++);
-    if (call_.is_dispatch() || !weights.has_value() || views != 1 ||
+    if (options.has_weights[p] == 0) return true;
+    const auto weights = args.get<ffi::AnyBuffer>(next_arg++);
+    if (call.is_dispatch() || !weights.has_value() || views != 1 ||
         (!IsArray(*weights, DataType::kF32, targets) &&
          !IsArray(*weights, DataType::kF64, targets))) {
       return false;
@@ -125,19 +127,19 @@ class Reader {
   // Whether the array has the same number of rows for each rank that it holds.
   bool HoldsRows(const ffi::AnyBuffer& array, int64_t of_each) const {
     const int64_t num_rows = array.dimensions().front();
-    return num_rows % num_held_ == 0 && num_rows / num_held_ == of_each;
+    return num_rows % num_held == 0 && num_rows / num_held == of_each;
   }
 
   // Reads the next array and its result; returns the first violated invariant, or nullptr.
   const char* WrongArray(size_t p) {
-    OperandGroup& group = call_.groups[p];
-    const bool is_dispatch = call_.is_dispatch();
-    const auto in = args_.get<ffi::AnyBuffer>(next_arg_++);
-    auto result = results_.get<ffi::AnyBuffer>(next_result_++);
+    OperandGroup& group = call.groups[p];
+    const bool is_dispatch = call.is_dispatch();
+    const auto in = args.get<ffi::AnyBuffer>(next_arg++);
+    auto result = results.get<ffi::AnyBuffer>(next_result++);
     if (!in.has_value() || !result.has_value()) return "is not an array";
     const ffi::AnyBuffer out = **result;
     if (in->dimensions().size() == 0 || out.dimensions().size() == 0) return "is a scalar";
-    const int64_t num_tokens = options_.num_tokens[p], capacity = options_.capacity[p];
+    const int64_t num_tokens = options.num_tokens[p], capacity = options.capacity[p];
     const int64_t rows_in = is_dispatch ? num_tokens : capacity;
     const int64_t rows_out = is_dispatch ? capacity : num_tokens;
     // An array without rows is padded: its rows do not count.
@@ -159,14 +161,6 @@ class Reader {
     group.types.push_back(types);
     return nullptr;
   }
-
-  const DispatchOptions& options_;
-  const ffi::RemainingArgs& args_;
-  const ffi::RemainingRets& results_;
-  const int64_t num_held_;
-  DispatchCall& call_;
-  size_t next_arg_ = 0;
-  size_t next_result_ = 0;
 };
 
 }  // namespace
@@ -221,7 +215,7 @@ Status ReadAttributes(Direction direction, const DispatchOptions& options, Dispa
 
 Status ReadOperands(const DispatchOptions& options, const ffi::RemainingArgs& args,
                     const ffi::RemainingRets& results, int64_t num_held, DispatchCall* call) {
-  return Reader(options, args, results, num_held, call).Read();
+  return Reader{options, args, results, num_held, *call}.Read();
 }
 
 }  // namespace cpd

@@ -15,6 +15,7 @@ namespace cpd {
 
 // The attributes of a call; vectors have an entry per operand group.
 struct DispatchOptions : RankOptions {
+  static constexpr char kTypeName[] = "jax_cp_dispatch.Dispatch";
   std::string capacity_names;            // of all groups, for messages; see dispatch/dispatch.h
   std::vector<int64_t> has_src_offset;   // whether the metadata ends with src_offset
   std::vector<int64_t> has_weights;      // whether weights follow it

@@ -7,6 +7,7 @@
 
 #include "ffi/common.h"
 #include "gemm/comm_overlap.h"
+#include "gemm/gemm.h"
 #include "transport/transport.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -33,6 +34,7 @@ constexpr int64_t kMostThreads = 1 << 16;  // of one rank
 
 // The attributes of a call.
 struct GemmOptions : RankOptions {
+  static constexpr char kTypeName[] = "jax_cp_dispatch.Gemm";
   OverlapProblem problem;  // what they say of it, without arrays; the method and type are below
   int64_t num_threads;     // of one rank
   int64_t scaling_mode;
@@ -56,5 +58,35 @@ Status Describe(const std::string& op, const GemmOptions& options, const GemmBuf
 
 RankMemory MemoryOf(const GemmOptions& options, const OverlapProblem& problem,
                     const GemmBuffers& buffers);
+
+// ---- One call of the grouped GEMM handler: its attributes, buffers, and the product they
+// describe.
+
+struct GroupedGemmOptions {
+  std::string op;  // begins every message
+  int64_t num_threads;
+  int64_t scaling_mode;
+  bool contracts_rows;
+  bool rhs_transposed;
+  bool fuse_bias;
+};
+
+void ReadOptions(AttributeReader* attributes, GroupedGemmOptions* options);
+
+// Absent operands have one element, which is never read.
+struct GroupedGemmBuffers {
+  xla::ffi::AnyBuffer lhs;
+  xla::ffi::AnyBuffer lhs_scale_inv;  // [g]
+  xla::ffi::AnyBuffer rhs;
+  xla::ffi::AnyBuffer rhs_scale_inv;  // [g]
+  xla::ffi::AnyBuffer bias;           // [g, n]
+  xla::ffi::AnyBuffer group_sizes;    // [g] of int32
+  xla::ffi::AnyBuffer output;
+};
+
+// Describes everything but the group sizes. Python has checked the call; this checks only what
+// could corrupt memory.
+Status DescribeGrouped(const GroupedGemmOptions& options, const GroupedGemmBuffers& buffers,
+                       GroupedProduct* product);
 
 }  // namespace cpd

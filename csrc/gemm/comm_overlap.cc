@@ -218,6 +218,12 @@ class CommOverlapCore : public CommOverlap {
     for (int peer = 0; peer < p_.num_ranks(); ++peer) stream.Wait(Computed(chunk, peer), 1, peer);
   }
 
+  // Copies an array of the rank itself.
+  void CopyOwn(const char* name, char* to, const char* from, int64_t bytes, Stream& stream) const {
+    stream.Run(SpanKind::kCommunication, name,
+               [=](Counters&) { arithmetic_->Copy({{to, bytes, from, bytes, 1, bytes}}); });
+  }
+
   // Copies a result that was gathered where other ranks reach it to its own array.
   bool KeepsGathered() const {
     const bool to_aux = p_.gathers_to_aux || p_.config.is_bulk();
@@ -228,9 +234,7 @@ class CommOverlapCore : public CommOverlap {
     if (!KeepsGathered()) return;
     const DataType type = p_.config.is_bulk() ? p_.aux_type : p_.lhs_type;
     const int64_t bytes = p_.rows.num_batches * p_.rows.total() * width() * ElementBytes(type);
-    stream.Run(SpanKind::kCommunication, "gathered rows", [this, rank, bytes](Counters&) {
-      arithmetic_->Copy({{p_.ranks[rank].aux_out, bytes, GatheredRows(rank), bytes, 1, bytes}});
-    });
+    CopyOwn("gathered rows", p_.ranks[rank].aux_out, GatheredRows(rank), bytes, stream);
   }
 
   // Arrays [B, rows_of_batch, pitch] that are summed in this order.
@@ -445,10 +449,7 @@ class CommOverlapBase final : public CommOverlapCore {
       const RankMemory& memory = p_.ranks[rank];
       const int64_t bytes =
           p_.rows.num_batches * p_.rows.total() * p_.aux_width * ElementBytes(p_.aux_type);
-      streams.communicate.Run(
-          SpanKind::kCommunication, "own part", [this, &memory, bytes](Counters&) {
-            arithmetic_->Copy({{memory.buffer, bytes, memory.aux_in, bytes, 1, bytes}});
-          });
+      CopyOwn("own part", memory.buffer, memory.aux_in, bytes, streams.communicate);
       TellAll(rank, 0, streams.communicate);
       WaitForAll(0, streams.communicate);
     }
@@ -535,10 +536,7 @@ class CommOverlapP2PBase final : public CommOverlapCore {
       const RankMemory& memory = p_.ranks[rank];
       const int64_t bytes =
           p_.rows.num_batches * p_.rows.capacity * p_.k * ElementBytes(p_.lhs_type);
-      streams.communicate.Run(
-          SpanKind::kCommunication, "own rows", [this, &memory, bytes](Counters&) {
-            arithmetic_->Copy({{memory.aux_out, bytes, memory.lhs, bytes, 1, bytes}});
-          });
+      CopyOwn("own rows", memory.aux_out, memory.lhs, bytes, streams.communicate);
     }
     Finish(rank, streams.compute);
   }

@@ -8,7 +8,7 @@
 
 #include "gemm/gemm.h"
 #include "gemm/overlap_problem.h"
-#include "transport/streams.h"
+#include "transport/team.h"
 
 namespace cpd {
 

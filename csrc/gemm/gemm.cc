@@ -358,21 +358,13 @@ void StoreNothing(const GemmTask& task) {
   }
 }
 
-template <typename Wide>
-void RunPartIn(const GemmTask& task) {
-  if (FactorsOf(task).empty()) {
-    StoreNothing<Wide>(task);
-  } else {
-    GemmIn<Wide>(task);
-  }
-}
-
 void RunPart(const GemmTask& task) {
   if (task.m == 0 || task.n == 0) return;
+  const bool is_empty = FactorsOf(task).empty();
   if (AccumulationType(task.a.type) == DataType::kF64) {
-    RunPartIn<double>(task);
+    (is_empty ? StoreNothing<double> : GemmIn<double>)(task);
   } else {
-    RunPartIn<float>(task);
+    (is_empty ? StoreNothing<float> : GemmIn<float>)(task);
   }
 }
 

@@ -103,7 +103,6 @@ class OverlapContribution final : public Contribution {
 };
 
 // ---- The registry of communication buffers of overlapped GEMMs: the description under an id, the
-
 // memory, and the calls that use it.
 
 struct OverlapBufferSpec {

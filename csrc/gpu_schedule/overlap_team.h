@@ -11,7 +11,7 @@
 
 #include "gemm/overlap_problem.h"
 #include "gpu_schedule/cublaslt.h"
-#include "transport/streams.h"
+#include "transport/team.h"
 #include "transport/transport.h"
 
 namespace cpd {

@@ -167,7 +167,6 @@ CPD_DEVICE void Dot(Lanes<float> (&sums)[2], const HeadRows<const uint16_t>& lef
 }
 
 // ---- What the kernels of attention share: their operands, and the tiles of keys that queries
-
 // attend to. A block has four warps of 16 rows.
 
 constexpr int kNone = 0x7fffffff;

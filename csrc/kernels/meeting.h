@@ -4,8 +4,7 @@
 // A rank announces call e when its stream has finished e - 1. A rank that has received
 // this from all ranks may write to their buffers. Nothing is ever reset.
 //
-// A call begins when the one before it on this device has ended, also if nothing else orders them:
-// a recording does not wait for work outside of it.
+// A call begins when the one before it on this device has ended, also if nothing else orders them.
 #pragma once
 
 #include "kernels/block.h"

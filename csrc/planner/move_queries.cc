@@ -1,12 +1,11 @@
 // Plans which rank computes which queries: fills ranks, keeps their capacities.
-#include "planner/move_queries.h"
-
 #include <algorithm>
 #include <cmath>
 #include <numeric>
 #include <tuple>
 #include <utility>
 
+#include "planner/problem.h"
 #include "planner/query_shares.h"
 
 namespace cpd {
@@ -282,12 +281,8 @@ class Relief {
   void FindRoom() {
     with_room_.resize(shares_.num_ranks());
     std::iota(with_room_.begin(), with_room_.end(), 0);
-    const auto num = std::min<size_t>(kTakers, with_room_.size());
-    const auto rows = [&](int32_t rank) { return shares_.QueriesOf(rank) + shares_.KeysOf(rank); };
-    std::partial_sort(
-        with_room_.begin(), with_room_.begin() + num, with_room_.end(),
-        [&](int32_t a, int32_t b) { return rows(a) != rows(b) ? rows(a) < rows(b) : a < b; });
-    with_room_.resize(num);
+    KeepSmallest(&with_room_, kTakers,
+                 [&](int32_t rank) { return shares_.QueriesOf(rank) + shares_.KeysOf(rank); });
     std::sort(with_room_.begin(), with_room_.end());
   }
 

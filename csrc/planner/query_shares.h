@@ -7,8 +7,8 @@
 #include <utility>
 #include <vector>
 
-#include "planner/move_queries.h"
 #include "planner/placement.h"
+#include "planner/problem.h"
 
 namespace cpd {
 
@@ -54,10 +54,7 @@ class QueryShares {
       cost_ += costs_[document] = CostOf(document);
     }
     for (std::vector<int32_t>& documents : home_documents_) {
-      std::sort(documents.begin(), documents.end(), [&](int32_t a, int32_t b) {
-        const int64_t x = problem.lengths[a], y = problem.lengths[b];
-        return x != y ? x > y : a < b;
-      });
+      KeepSmallest(&documents, documents.size(), [&](int32_t x) { return -problem.lengths[x]; });
     }
     std::vector<int64_t> speeds = problem.speeds;
     if (speeds.empty()) speeds.assign(problem.num_ranks, 1);

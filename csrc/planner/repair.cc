@@ -47,11 +47,7 @@ class RankLoads {
   std::vector<int64_t> Lightest(int64_t num) const {
     std::vector<int64_t> light(ranks_.size());
     std::iota(light.begin(), light.end(), 0);
-    num = std::min<int64_t>(num, light.size());
-    std::partial_sort(
-        light.begin(), light.begin() + num, light.end(),
-        [this](int64_t a, int64_t b) { return Room(a) != Room(b) ? Room(a) > Room(b) : a < b; });
-    light.resize(num);
+    KeepSmallest(&light, num, [this](int64_t rank) { return -Room(rank); });
     return light;
   }
 
@@ -134,11 +130,7 @@ std::vector<int> LongestHeads(const std::vector<Piece>& pieces, const std::vecto
   for (const Group& group : groups) {
     if (group.first >= 0 && pieces[group.first].start == 0) heads.push_back(group.first);
   }
-  const size_t num = std::min(kGroupHeads, heads.size());
-  std::partial_sort(heads.begin(), heads.begin() + num, heads.end(), [&](int a, int b) {
-    return pieces[a].end != pieces[b].end ? pieces[a].end > pieces[b].end : a < b;
-  });
-  heads.resize(num);
+  KeepSmallest(&heads, kGroupHeads, [&](int piece) { return -pieces[piece].end; });
   return heads;
 }
 
@@ -393,12 +385,7 @@ class TailShift {
   static std::vector<size_t> Largest(const std::vector<Piece>& pieces) {
     std::vector<size_t> order(pieces.size());
     std::iota(order.begin(), order.end(), 0);
-    const size_t num = std::min<size_t>(kPieces, order.size());
-    std::partial_sort(order.begin(), order.begin() + num, order.end(), [&](size_t a, size_t b) {
-      const int64_t x = pieces[a].num_tokens(), y = pieces[b].num_tokens();
-      return x != y ? x > y : a < b;
-    });
-    order.resize(num);
+    KeepSmallest(&order, kPieces, [&](size_t piece) { return -pieces[piece].num_tokens(); });
     return order;
   }
 

@@ -3,7 +3,6 @@
 import dataclasses
 import enum
 import functools
-import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -141,9 +140,6 @@ ON_CPU = (IN_PROCESS, SHARED_MEMORY)
 MAX_RANKS = 64
 """As in csrc/kernels/call.h: ranks are bits of a word."""
 
-_GRAPH_MODE = "xla_gpu_command_buffer_scheduling_mode"
-_GRAPH_REGION = "xla_gpu_graph_enable_concurrent_region"
-
 
 def _why_not_cuda(platforms: Sequence[str]) -> str | None:
     """Does not look for a GPU: programs can be lowered without one."""
@@ -152,8 +148,6 @@ def _why_not_cuda(platforms: Sequence[str]) -> str | None:
         return f"the platform is {other[0]!r}, but it serves NVIDIA GPUs"
     if runtime.cuda is None:
         return runtime.cuda_reason
-    if flag := _concurrent_graphs():
-        return f"XLA_FLAGS has {flag}: XLA would run calls that share a buffer at the same time"
     return None
 
 
@@ -188,21 +182,6 @@ def _why_not_connected(name: str, platforms: Sequence[str], groups: Groups | Non
     if slabs is None or not all(map(slabs.reach, map(process_numbers, all_groups(groups)))):
         return world.reason
     return _why_too_many(groups)
-
-
-def _concurrent_graphs() -> str | None:
-    """Returns the flag by which recorded calls may run at the same time, if it is set.
-
-    XLA then orders the calls of a command buffer by their operands only. Compiler options of a
-    single program have the same effect but are not seen here.
-    """
-    for flag in os.environ.get("XLA_FLAGS", "").split():
-        name, _, value = flag.lstrip("-").partition("=")
-        if name == _GRAPH_MODE and value.upper().startswith("CONCURRENT"):
-            return flag
-        if name == _GRAPH_REGION and value.lower() in ("", "true", "1"):
-            return flag
-    return None
 
 
 _REMEDY = "Pass implementation='xla'."

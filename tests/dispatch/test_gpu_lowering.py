@@ -231,21 +231,6 @@ def test_without_the_extension_xla_serves_and_a_named_transport_is_rejected(monk
     is_refused("built without CUDA", "shard_map")
 
 
-@pytest.mark.parametrize(
-    "flag",
-    [
-        "--xla_gpu_command_buffer_scheduling_mode=CONCURRENT",
-        "--xla_gpu_command_buffer_scheduling_mode=concurrent_regions",
-        "--xla_gpu_graph_enable_concurrent_region=true",
-    ],
-)
-def test_modes_in_which_recorded_calls_overlap_are_rejected(flag, monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", f"--xla_gpu_autotune_level=0 {flag}")
-    is_refused(f"XLA_FLAGS has {flag}: .* at the same time", "shard_map")
-    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_command_buffer_scheduling_mode=LHS")
-    assert calls(lowered_on_ranks())
-
-
 class Device(NamedTuple):
     process_index: int
     id: int

@@ -13,7 +13,6 @@
 
 #include "device_world.h"
 #include "kernels/exchange.h"
-#include "kernels/network.h"
 #include "kernels/plan.h"
 #include "kernels/push.h"
 #include "kernels/small.h"

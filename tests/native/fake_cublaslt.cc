@@ -7,7 +7,7 @@
 #include <map>
 #include <string>
 
-#include "gpu_schedule/cublaslt_api.h"
+#include "gpu_schedule/cublaslt.h"
 #include "numerics/element.h"
 
 namespace {

@@ -2,7 +2,7 @@
 // group sizes are rejected or describe products that stay within the arrays. See fuzz.sh.
 #include <vector>
 
-#include "ffi/cpu/grouped_gemm_call.h"
+#include "ffi/gemm_call.h"
 #include "fuzz_gemm_program.h"
 
 namespace cpd {

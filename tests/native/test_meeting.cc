@@ -108,7 +108,7 @@ void AMissingSignalIsNamed() {
   CHECK(Contains(Status::Invalid(ranks.Error(1)), "rank 0 gave up on this buffer"));
 }
 
-// A recorded call and one that is not may begin in any order.
+// Streams that nothing orders may begin two calls in any order.
 void ACallWaitsForTheOneBefore() {
   Ranks ranks(1);
   ranks.Begin(0);

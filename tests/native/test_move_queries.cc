@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "native_test.h"
-#include "planner/move_queries.h"
+#include "planner/problem.h"
 #include "random_documents.h"
 
 namespace cpd::test_move_queries {

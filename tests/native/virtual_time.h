@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "ranks.h"
-#include "transport/streams.h"
+#include "transport/team.h"
 
 namespace cpd {
 

@@ -124,10 +124,6 @@ def test_results_of_every_accelerator(module):
         assert names >= {"ring", "placed", "ulysses", "ring, data and tensor axes"}
 
 
-def test_recorded_gpu_calls_keep_their_order_by_default(module):
-    module("targets").check_order_of_recorded_calls()
-
-
 def test_every_public_function_that_runs_on_devices_is_in_a_program(module):
     """Named by a program, or by the list of those in none, and only by one of them."""
     left_out = {name for group in module("programs").NOT_COMPILED.values() for name in group}

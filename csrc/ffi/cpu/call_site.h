@@ -88,6 +88,54 @@ XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame) {
   return handler->Call(frame);
 }
 
+// ---- Calls between ranks: their handlers have the same operands.
+
+// The state of a call between ranks: `Options` are its attributes, with a kTypeName.
+template <typename Options>
+struct RankCallState : CallState<RankCallState<Options>> {
+  static constexpr const char* kTypeName = Options::kTypeName;
+  Options options;
+  CallSite site;
+
+  void Read(AttributeReader* attributes) {
+    ReadOptions(attributes, &options);
+    site.Read(attributes, options.num_ranks);
+  }
+};
+
+// The execute stage: kRun(state, calling rank, thread pool, arguments, results).
+template <typename Options, auto kRun>
+xla::ffi::Future RunOnRank(xla::ffi::ThreadPool pool, const RankCallState<Options>* state,
+                           xla::ffi::RunId run_id, xla::ffi::BufferR0<xla::ffi::S32> rank,
+                           xla::ffi::BufferR0<xla::ffi::S32> group, xla::ffi::RemainingArgs args,
+                           xla::ffi::RemainingRets results) {
+  try {
+    const CallingRank calling{run_id.run_id, *rank.typed_data(), *group.typed_data()};
+    return kRun(*state, calling, pool, args, results);
+  } catch (const std::exception& error) {  // no memory or no thread: this rank never arrives
+    return Failed(Status::Internal("jax_cp_dispatch: ", error.what()));
+  }
+}
+
+template <typename Options>
+auto BindRank() {
+  using xla::ffi::BufferR0, xla::ffi::S32;
+  return xla::ffi::Ffi::Bind()
+      .Ctx<xla::ffi::ThreadPool>()
+      .Ctx<xla::ffi::State<RankCallState<Options>>>()
+      .template Ctx<xla::ffi::RunId>()  // the same on all ranks of one execution
+      .template Arg<BufferR0<S32>>()    // rank: place on the axis
+      .template Arg<BufferR0<S32>>()    // group: place on the other axes of the mesh
+      .RemainingArgs()
+      .RemainingRets();
+}
+
+template <typename Options, auto kRun>
+Target RankTarget(const char* name) {
+  return {name, Instantiate<RankCallState<Options>>,
+          Handle<RunOnRank<Options, kRun>, BindRank<Options>>};
+}
+
 // ---- The handlers of the CPU module. The first stage makes the state; see CallState.
 
 std::vector<Target> DispatchTargets();

@@ -21,19 +21,15 @@ namespace ffi = xla::ffi;
 namespace cpd {
 namespace {
 
-struct GemmState : CallState<GemmState> {
-  static constexpr char kTypeName[] = "jax_cp_dispatch.Gemm";
-  GemmOptions options;
-  CallSite site;
-
-  void Read(AttributeReader* attributes) {
-    ReadOptions(attributes, &options);
-    site.Read(attributes, options.num_ranks);
+ffi::Future Gemm(const RankCallState<GemmOptions>& state, const CallingRank& calling,
+                 ffi::ThreadPool, const ffi::RemainingArgs& args,
+                 const ffi::RemainingRets& results) {
+  const GemmOptions& options = state.options;
+  std::vector<ffi::AnyBuffer> arrays;
+  if (const Status status = ReadArrays(options.op, args, results, &arrays); !status.ok()) {
+    return Failed(status);
   }
-};
-
-ffi::Future Gemm(const CallSite& site, const CallingRank& calling, const GemmOptions& options,
-                 const GemmBuffers& buffers) {
+  const GemmBuffers buffers = BuffersOf(arrays);
   Exchange exchange;
   exchange.op = options.num_ranks > 0 ? options.OverAxis() : options.op;
   if (!BlasIsLoaded()) {
@@ -60,7 +56,7 @@ ffi::Future Gemm(const CallSite& site, const CallingRank& calling, const GemmOpt
   }
   exchange.num_ranks = static_cast<int>(options.num_ranks);
   Transport* transport = nullptr;
-  if (const Status status = site.Describe(calling, &exchange, &transport); !status.ok()) {
+  if (const Status status = state.site.Describe(calling, &exchange, &transport); !status.ok()) {
     return Failed(status);
   }
   exchange.deadline = std::chrono::milliseconds(options.deadline_ms);
@@ -90,33 +86,10 @@ ffi::Future Gemm(const CallSite& site, const CallingRank& calling, const GemmOpt
   return future;
 }
 
-ffi::Future GemmIn(const GemmState* state, ffi::RunId run_id, ffi::BufferR0<ffi::S32> rank,
-                   ffi::BufferR0<ffi::S32> group, ffi::RemainingArgs args,
-                   ffi::RemainingRets results) {
-  try {
-    std::vector<ffi::AnyBuffer> arrays;
-    const Status status = ReadArrays(state->options.op, args, results, &arrays);
-    if (!status.ok()) return Failed(status);
-    const CallingRank calling{run_id.run_id, *rank.typed_data(), *group.typed_data()};
-    return Gemm(state->site, calling, state->options, BuffersOf(arrays));
-  } catch (const std::exception& error) {  // no memory or no thread: this rank never arrives
-    return Failed(Status::Internal("jax_cp_dispatch: ", error.what()));
-  }
-}
-
-XLA_FFI_DEFINE_HANDLER(GemmHandler, GemmIn,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::State<GemmState>>()
-                           .Ctx<ffi::RunId>()               // the same on all ranks
-                           .Arg<ffi::BufferR0<ffi::S32>>()  // rank: place on the axis
-                           .Arg<ffi::BufferR0<ffi::S32>>()  // group: place on the other axes
-                           .RemainingArgs()                 // both in the order of GemmBuffers
-                           .RemainingRets());
-
 }  // namespace
 
 std::vector<Target> GemmTargets() {
-  return {{"jax_cp_dispatch.gemm", Instantiate<GemmState>, GemmHandler}};
+  return {RankTarget<GemmOptions, Gemm>("jax_cp_dispatch.gemm")};
 }
 
 }  // namespace cpd

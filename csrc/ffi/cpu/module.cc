@@ -27,8 +27,8 @@
 #include "nanobind/stl/string.h"
 #include "nanobind/stl/tuple.h"
 #include "nanobind/stl/vector.h"
-#include "planner/move_queries.h"
 #include "planner/placement.h"
+#include "planner/problem.h"
 #include "transport/transport.h"
 #include "transport/transports.h"
 
@@ -36,20 +36,14 @@ namespace nb = nanobind;
 
 namespace cpd {
 
-// ---- Python bindings of the CPU module, one function for each file.
-
-void BindBuffers(nanobind::module_& m);    // registries of buffers
-void BindPlanner(nanobind::module_& m);    // documents to pieces
-void BindProcesses(nanobind::module_& m);  // the transport between processes
+namespace {
 
 // Raises ValueError.
-inline void Check(const Status& status) {
-  if (!status.ok()) throw nanobind::value_error(status.message.c_str());
+void Check(const Status& status) {
+  if (!status.ok()) throw nb::value_error(status.message.c_str());
 }
 
 // ---- Python bindings of the registries of buffers, and of the sizes of those of GEMMs.
-
-namespace {
 
 DataType FloatType(const std::string& name) {
   if (name == "float8_e4m3fn") return DataType::kE4M3;
@@ -145,8 +139,6 @@ void BindDestruction(nb::module_& m, const char* one, const char* all) {
   m.def(all, [](const std::string& op) { Check(Registry::Get().DestroyAll(op)); }, nb::arg("op"));
 }
 
-}  // namespace
-
 void BindBuffers(nb::module_& m) {
   using nb::arg;
   m.def("create_buffer", [] { return DispatchBuffers::Get().Create(); }, "Returns its id.");
@@ -177,8 +169,6 @@ void BindBuffers(nb::module_& m) {
 }
 
 // ---- Python bindings of the planner: documents to pieces.
-
-namespace {
 
 using Pieces = nb::ndarray<nb::numpy, int64_t, nb::ndim<2>>;
 using Mask = std::tuple<int64_t, int64_t, int64_t>;  // left, right and chunk; negative: no limit
@@ -265,8 +255,6 @@ nb::class_<Problem> BindProblem(nb::module_& m, const char* name) {
           "In place of `pairs`: numbers of each query of `lengths`, see `QueryTable`.");
 }
 
-}  // namespace
-
 void BindPlanner(nb::module_& m) {
   m.def(
       "count_pairs",
@@ -305,8 +293,6 @@ void BindPlanner(nb::module_& m) {
 }
 
 // ---- Python bindings of the transport between processes. Python creates the sockets and segments.
-
-namespace {
 
 [[noreturn]] void Refuse(int process, const std::string& why) {
   throw nb::value_error(
@@ -349,8 +335,6 @@ void Start(int process, int segment_fd, int64_t segment_bytes, const nb::sequenc
   StartSharedMemory(own, std::move(segments), std::move(peers));
 }
 
-}  // namespace
-
 void BindProcesses(nb::module_& m) {
   using nb::arg;
   m.def("start_shared_memory", &Start, arg("process"), nb::kw_only(), arg("segment_fd"),
@@ -359,6 +343,7 @@ void BindProcesses(nb::module_& m) {
   m.def("end_programs", &EndPrograms, "Records that no program with calls is being compiled.");
 }
 
+}  // namespace
 }  // namespace cpd
 
 NB_MODULE(_cpu, m) {

@@ -12,7 +12,7 @@
 
 #include "cuda/channels.h"
 #include "cuda/kernels.h"
-#include "cuda/status.h"
+#include "cuda/memory.h"
 #include "ffi/common.h"
 #include "ffi/cuda/dispatch_call.h"
 #include "ffi/cuda/handlers.h"
@@ -133,12 +133,7 @@ Status Move(Direction direction, Part part, const CudaOptions& options, const St
   shape.num_local = call.num_local;
   shape.num_groups = call.num_groups;
   shape.deadline = read.deadline;
-  if (at.executes && IsRecorded(at.stream)) {  // no handler here says that it may be
-    return Status::Internal(op,
-                            ": exchanges cannot be recorded into a CUDA graph, but its stream is.");
-  }
-  status =
-      ChannelRegistry::Get().Find(op, key, shape, options.in_slab(), /*may_make=*/true, &channel);
+  status = ChannelRegistry::Get().Find(op, key, shape, options.in_slab(), &channel);
   if (!status.ok()) return status;
   ExchangePairs::Addresses arrays;
   char* held = nullptr;

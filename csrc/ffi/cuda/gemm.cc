@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "cuda/channels.h"
+#include "cuda/kernels.h"
 #include "cuda/overlap_queues.h"
-#include "cuda/product_kernels.h"
 #include "ffi/common.h"
 #include "ffi/cuda/gemm_call.h"
 #include "ffi/cuda/handlers.h"
@@ -145,15 +145,11 @@ Status Overlap(const std::string& op, const CudaGemmOptions& options, const Stag
                            kernels::AlignUp(sizeof(kernels::State)), num_local, 1,
                            std::chrono::milliseconds(options.call.deadline_ms)};
   const ChannelKey key = KeyOf(options, location, num_local, num_signals, buffer_bytes);
-  const bool is_recorded = at.executes && IsRecorded(stream);
   std::shared_ptr<Channel> channel;
-  Status status =
-      ChannelRegistry::Get().Find(op, key, shape, options.in_slab(), !is_recorded, &channel);
+  Status status = ChannelRegistry::Get().Find(op, key, shape, options.in_slab(), &channel);
   const LanesKey of_lanes{device, num_local, options.gemm_priority, options.comm_priority};
   std::shared_ptr<Lanes> lanes;
-  if (status.ok()) status = Lanes::Find(op, of_lanes, is_recorded, &lanes);
-  // Also those of a recording, before it begins.
-  if (status.ok() && !at.executes) status = Lanes::Find(op, of_lanes, true, &lanes);
+  if (status.ok()) status = Lanes::Find(op, of_lanes, &lanes);
   if (!status.ok()) return status;
 
   for (int r = 0; r < num_ranks; ++r) {
@@ -181,7 +177,7 @@ Status Overlap(const std::string& op, const CudaGemmOptions& options, const Stag
     });
   }
   // An error of an earlier call. Taken before the launch, after which this call may raise its own.
-  std::string message = is_recorded ? "" : channel->TakeError(op);
+  std::string message = channel->TakeError(op);
   const auto launch = [&] {
     if (meets) arithmetic->Check(LaunchBegin(meeting, stream), "launching the begin");
     arithmetic->Choose(stream, &scratch[0]);
@@ -189,25 +185,17 @@ Status Overlap(const std::string& op, const CudaGemmOptions& options, const Stag
     Schedule schedule(problem, arithmetic, location.rank, num_local);
     {
       std::lock_guard<std::mutex> lock(lanes->mutex);
-      if (is_recorded) status = lanes->WaitForRecording(op, stream);
-      if (!status.ok()) return;
-      const bool has_spans = GpuSpans::Get().enabled() && !is_recorded;
-      OverlapQueues queues({op, device, location.group, location.rank, has_spans}, scratch,
-                           lanes.get(), arithmetic.get(), meets ? &meeting : nullptr);
+      OverlapQueues queues({op, device, location.group, location.rank, GpuSpans::Get().enabled()},
+                           scratch, lanes.get(), arithmetic.get(), meets ? &meeting : nullptr);
       queues.Fork(stream);
       status = schedule.team.Enqueue(op, &queues);
       queues.Join(stream);
     }
     if (meets) EndMeeting(buffers[0], meeting.state, share.num_blocks, stream, *arithmetic);
   };
-  if (is_recorded) {
-    launch();
-  } else {
-    arithmetic->Check(channel->Enqueue(location.rank, stream, launch), "ordering calls");
-  }
+  arithmetic->Check(channel->Enqueue(location.rank, stream, launch), "ordering calls");
   if (status.ok()) status = arithmetic->status();
-  if (!status.ok() || is_recorded) return status;
-  return EndCall(op, stream, std::move(message), channel.get());
+  return status.ok() ? EndCall(op, stream, std::move(message), channel.get()) : status;
 }
 
 Status Gemm(const StageOnDevice& at, const int32_t* rank, const ffi::RemainingArgs& args,
@@ -243,8 +231,10 @@ ffi::Error GemmIn(int32_t device, cudaStream_t stream, ffi::BufferR0<ffi::S32> r
 }  // namespace
 
 std::vector<Target> CudaGemmTargets() {
+  // Not recorded into command buffers: there, the wait for another rank and the signal to it are on
+  // branches that CUDA may run in any order.
   return {{"jax_cp_dispatch.gemm", Handle<GemmIn<false>, BindOperands<kInitialize>>,
-           Handle<GemmIn<true>, BindOperands<kExecute>, ffi::Traits::kCmdBufferCompatible>}};
+           Handle<GemmIn<true>, BindOperands<kExecute>>}};
 }
 
 }  // namespace cpd

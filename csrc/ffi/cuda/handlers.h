@@ -1,5 +1,4 @@
-// The handlers of the CUDA module. The first stage allocates the memory of a call, before anything
-// is recorded.
+// The handlers of the CUDA module. The first stage allocates the memory of a call.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,7 +10,7 @@
 #include <vector>
 
 #include "cuda/channels.h"
-#include "cuda/status.h"
+#include "cuda/memory.h"
 #include "ffi/common.h"
 #include "ffi/cuda/dispatch_call.h"
 #include "transport/transport.h"
@@ -38,8 +37,7 @@ std::vector<Target> CudaAttentionTargets();
 std::vector<Target> CudaDispatchTargets();
 std::vector<Target> CudaGemmTargets();
 
-// ---- The context of a custom call on a GPU: its device, its rank, and whether its stream is being
-// recorded.
+// ---- The context of a custom call on a GPU: its device and its rank.
 
 // One stage of a custom call on a GPU.
 struct StageOnDevice {
@@ -58,12 +56,6 @@ inline Status FindRank(const std::string& op, int32_t device, int64_t num_ranks,
   Status status = LocateRanks(op, registry.NameOf(device), num_ranks, device_table, location);
   for (int64_t& entry : location->devices) entry = registry.ToOrdinal(entry);
   return status;
-}
-
-inline bool IsRecorded(cudaStream_t stream) {
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  return cudaStreamIsCapturing(stream, &status) == cudaSuccess &&
-         status != cudaStreamCaptureStatusNone;
 }
 
 // Whether each call synchronizes and reports its own errors, instead of leaving them to a later

@@ -114,8 +114,6 @@ void BindIpc(nb::module_& m) {
       arg("device"), arg("address"), "Undoes make_slab, after others have closed the slab.");
 }
 
-}  // namespace
-
 void BindMemory(nb::module_& m) {
   BindPeers(m);
   BindIpc(m);
@@ -142,10 +140,7 @@ void BindMemory(nb::module_& m) {
       arg("launcher"), "Sets the launcher of calls between groups, _nvshmem.launcher().");
 }
 
-// ---- The Python module with the XLA FFI handlers and memory for GPUs. It loads without any CUDA
-// library: the runtime is linked in, and the driver is opened on first use.
-
-namespace {
+// ---- What there is: GPUs, their memory, versions.
 
 // (the number of GPUs, and why there are none).
 nb::tuple DeviceCount() {

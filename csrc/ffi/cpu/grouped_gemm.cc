@@ -1,5 +1,4 @@
 // One call of the grouped GEMM handler: its attributes, buffers, and the product they describe.
-#include "ffi/cpu/grouped_gemm_call.h"
 
 #include <algorithm>
 #include <initializer_list>
