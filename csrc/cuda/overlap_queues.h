@@ -290,30 +290,26 @@ class GpuArithmetic final : public Arithmetic {
 
 // ---- A device's streams for overlapped products, in addition to the program's, and their events.
 
-// What calls that share lanes have in common. 0 is the lowest priority; larger values are more
-// urgent.
-struct LanesKey {
-  int device, num_local;
-  int64_t gemm_priority, comm_priority;
-};
+// What calls that share lanes have in common: the device, its ranks, and the priorities of GEMMs
+// and of communication. 0 is the lowest priority; larger values are more urgent.
+using LanesKey = std::tuple<int, int, int64_t, int64_t>;
 
 // The streams of each local rank. Calls on one device take turns to enqueue their steps.
 class Lanes {
  public:
   // The streams of this device with these priorities. Created on first use, and then kept.
   static Status Find(const std::string& op, const LanesKey& key, std::shared_ptr<Lanes>* lanes) {
-    using Key = std::tuple<int, int, int64_t, int64_t>;
     static auto& all_mutex = *new std::mutex;
-    static auto& all = *new std::map<Key, std::shared_ptr<Lanes>>;
-    const Key of_all{key.device, key.num_local, key.gemm_priority, key.comm_priority};
+    static auto& all = *new std::map<LanesKey, std::shared_ptr<Lanes>>;
+    const auto& [device, num_local, gemm_priority, comm_priority] = key;
     std::lock_guard<std::mutex> lock(all_mutex);
-    std::shared_ptr<Lanes>& found = all[of_all];
+    std::shared_ptr<Lanes>& found = all[key];
     if (found == nullptr) {
       auto made = std::make_shared<Lanes>();
       int lowest = 0, highest = 0;  // CUDA numbers priorities the other way around
       cudaError_t error = cudaDeviceGetStreamPriorityRange(&lowest, &highest);
-      for (int i = 0; i < 2 * key.num_local && error == cudaSuccess; ++i) {
-        const int64_t wanted = i % 2 == 0 ? key.gemm_priority : key.comm_priority;
+      for (int i = 0; i < 2 * num_local && error == cudaSuccess; ++i) {
+        const int64_t wanted = i % 2 == 0 ? gemm_priority : comm_priority;
         const auto priority =
             static_cast<int>(std::clamp<int64_t>(lowest - wanted, highest, lowest));
         made->streams_.emplace_back();
@@ -321,7 +317,7 @@ class Lanes {
             cudaStreamCreateWithPriority(&made->streams_.back(), cudaStreamNonBlocking, priority);
       }
       if (error != cudaSuccess) {
-        all.erase(of_all);
+        all.erase(key);
         return CudaStatus(error, op, ": making streams");
       }
       found = std::move(made);

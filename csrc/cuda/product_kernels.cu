@@ -73,32 +73,25 @@ __global__ void __launch_bounds__(kThreads)
 using Sum = void (*)(SumCall);
 using Columns = void (*)(ColumnsCall);
 
-template <typename In>
-Sum SumTo(DataType out) {
-  if (out == DataType::kBF16) return SumKernel<In, BF16>;
-  if (out == DataType::kF16) return SumKernel<In, F16>;
-  return SumKernel<In, float>;
+// Returns f(an element of this type): of 16 bits, else float.
+template <typename F>
+auto OfType(DataType type, F f) {
+  if (type == DataType::kBF16) return f(BF16{});
+  return type == DataType::kF16 ? f(F16{}) : f(float{});
 }
 
 Sum SumOf(DataType in, DataType out) {
-  if (in == DataType::kBF16) return SumTo<BF16>(out);
-  if (in == DataType::kF16) return SumTo<F16>(out);
-  return SumTo<float>(out);
-}
-
-template <typename In>
-Columns ColumnsTo(DataType out) {
-  if (out == DataType::kBF16) return ColumnsKernel<In, BF16>;
-  if (out == DataType::kF16) return ColumnsKernel<In, F16>;
-  return ColumnsKernel<In, float>;
+  return OfType(in, [&](auto x) {
+    return OfType(out, [](auto y) -> Sum { return SumKernel<decltype(x), decltype(y)>; });
+  });
 }
 
 Columns ColumnsOf(DataType in, DataType out) {
-  if (in == DataType::kBF16) return ColumnsTo<BF16>(out);
-  if (in == DataType::kF16) return ColumnsTo<F16>(out);
-  if (in == DataType::kE4M3) return ColumnsTo<E4M3>(out);
-  if (in == DataType::kE5M2) return ColumnsTo<E5M2>(out);
-  return ColumnsTo<float>(out);
+  const auto from = [&](auto x) {
+    return OfType(out, [](auto y) -> Columns { return ColumnsKernel<decltype(x), decltype(y)>; });
+  };
+  if (in == DataType::kE4M3) return from(E4M3{});
+  return in == DataType::kE5M2 ? from(E5M2{}) : OfType(in, from);
 }
 
 unsigned Blocks(int64_t wanted, int most) {

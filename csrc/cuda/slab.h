@@ -144,13 +144,6 @@ class Slab {
  private:
   static constexpr char kFailure = '!';  // begins a message that is not a place
 
-  // The same in all processes; names of keys may be limited.
-  static uint64_t HashOf(const std::string& text) {
-    uint64_t hash = 0xcbf29ce484222325;  // FNV-1a
-    for (const char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3;
-    return hash;
-  }
-
   static std::set<int64_t> NumbersIn(const std::string& text) {
     std::istringstream words(text);
     std::set<int64_t> numbers;
@@ -186,7 +179,7 @@ class Slab {
     }
     if (!agree_) return Status::Internal("the processes cannot agree on memory");
     const std::string name = NameOf(request);
-    std::ostringstream key;
+    std::ostringstream key;  // names of keys may be limited
     key << std::hex << HashOf(name) << "/" << std::dec << series_[name].next << "/" << step;
     return agree_(key.str(), message, processes, request.deadline, messages);
   }

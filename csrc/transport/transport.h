@@ -15,6 +15,13 @@ namespace cpd {
 // Three years, the maximum that Python accepts: clocks count nanoseconds in 64 bits.
 constexpr std::chrono::milliseconds kLongestDeadline{100'000'000'000};
 
+// FNV-1a, the same in all processes.
+inline uint64_t HashOf(std::string_view text) {
+  uint64_t hash = 0xcbf29ce484222325;
+  for (const char c : text) hash = (hash ^ static_cast<uint8_t>(c)) * 0x100000001b3;
+  return hash;
+}
+
 // More rows than any array has: sums and products of a few such numbers stay far below 2^63.
 constexpr int64_t kMostRows = int64_t{1} << 48;
 

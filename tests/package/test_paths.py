@@ -1,11 +1,15 @@
 """The path of a call: the files and functions of the package that it enters, and its checks.
 
-Each call is traced and lowered for this platform, with its gradient. The numbers only go down: a
-new capability pays by what it removes. `pytest -s` prints them.
+Each call is traced and lowered for this platform, with its gradient; and q alone is followed, from
+function to function that gets it. The numbers only go down: a new capability pays by what it
+removes. `pytest -s` prints them.
 """
 
+import dataclasses
 import functools
 import gc
+import inspect
+import itertools
 import sys
 from pathlib import Path
 
@@ -31,6 +35,11 @@ LIMITS = {
     "experts": (19, 149, 131),
     "all_gather_matmul": (21, 157, 30),
 }
+
+
+# Files, and changes of file, of functions of balanced attention that get q, forward.
+LIMITS_OF_Q = (0, 0)
+NUM_HEADS, SIZE = 14, 5  # of q, for 2 KV heads: no other array ends with 14 or 7, rows and 5
 
 
 def arrays(*shapes):
@@ -73,16 +82,52 @@ def entered(function, x):
     def loss(x):
         return jnp.sum(function(x))
 
+    trace(jax.value_and_grad(loss), x, count)
+    return calls
+
+
+def trace(function, x, profile):
+    """Traces and lowers a function without anything that earlier calls have left."""
     jax.clear_caches()
     for cached in gc.get_objects():
         if isinstance(cached, functools._lru_cache_wrapper) and PACKAGE.name in cached.__module__:
             cached.cache_clear()
-    sys.setprofile(count)
+    sys.setprofile(profile)
     try:
-        jax.jit(jax.value_and_grad(loss)).lower(x)
+        jax.jit(function).lower(x)
     finally:
         sys.setprofile(None)
-    return calls
+
+
+def holds_q(x):
+    """Whether an argument is q, its rows or tiles, or a record of them."""
+    if dataclasses.is_dataclass(x) and type(x).__module__.startswith(PACKAGE.name):
+        x = vars(x)
+    if isinstance(x, dict):
+        return any(map(holds_q, x.values()))
+    if isinstance(x, tuple | list):
+        return any(map(holds_q, x))
+    shape = getattr(x, "shape", ())
+    is_shape = isinstance(shape, tuple) and len(shape) > 2
+    return is_shape and shape[-1] == SIZE and bool({NUM_HEADS, NUM_HEADS // 2} & set(shape))
+
+
+def test_path_of_q():
+    files = []
+
+    def follow(frame, event, _):
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(str(PACKAGE)):
+            given = inspect.getargvalues(frame)
+            names = filter(None, (*given.args, given.varargs, given.keywords))
+            if any(holds_q(given.locals[name]) for name in names):
+                files.append(code.co_filename)
+
+    q, *kv = arrays((1, 128, NUM_HEADS, SIZE), (1, 128, 2, SIZE), (1, 128, 2, 3))
+    trace(lambda q: attend("balanced", (q, *kv)), q, follow)
+    changes = sum(a != b for a, b in itertools.pairwise(files))
+    print(f"q alone: {len(set(files))} files, {changes} changes of file")
+    assert (len(set(files)), changes) <= LIMITS_OF_Q
 
 
 @pytest.mark.parametrize("name", LIMITS)

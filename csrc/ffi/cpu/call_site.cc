@@ -4,21 +4,11 @@
 #include <algorithm>
 #include <atomic>
 #include <map>
-#include <string_view>
 
 #include "transport/transports.h"
 
 namespace cpd {
 namespace {
-
-// FNV-1a over the signature and the number among equal signatures.
-int64_t CallSiteId(std::string_view signature, uint64_t ordinal) {
-  uint64_t hash = 0xcbf29ce484222325;
-  const auto add = [&hash](uint8_t byte) { hash = (hash ^ byte) * 0x100000001b3; };
-  for (const char c : signature) add(static_cast<uint8_t>(c));
-  for (int i = 0; i < 8; ++i) add(static_cast<uint8_t>(ordinal >> (8 * i)));
-  return static_cast<int64_t>(hash);
-}
 
 // Call sites of the programs that are being compiled, by signature. XLA creates those of a program
 // in an order that depends only on the program.
@@ -38,7 +28,9 @@ void CallSite::Read(AttributeReader* attributes, int64_t num_ranks) {
   attributes->Read("signature", &signature_);
   attributes->Read("processes", &processes);
   static std::atomic<int64_t> next_uid{1};
-  uid_ = processes.empty() ? next_uid++ : CallSiteId(signature_, NumberAmongEquals(signature_));
+  uid_ = processes.empty() ? next_uid++
+                           : static_cast<int64_t>(HashOf(
+                                 signature_ + "/" + std::to_string(NumberAmongEquals(signature_))));
   const auto group_size = static_cast<size_t>(std::max<int64_t>(num_ranks, 1));
   for (size_t i = 0; group_size <= processes.size() - i; i += group_size) {
     processes_.emplace_back(processes.begin() + i, processes.begin() + i + group_size);

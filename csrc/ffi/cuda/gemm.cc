@@ -3,7 +3,6 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -24,20 +23,10 @@ namespace ffi = xla::ffi;
 namespace cpd {
 namespace {
 
-int NumSms(int device) {
-  static std::atomic<int> known[64];
-  std::atomic<int>& num_sms = known[device & 63];
-  if (num_sms == 0) {
-    int count = 1;
-    cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-    num_sms = std::max(count, 1);
-  }
-  return num_sms;
-}
-
 GpuShare ShareOf(const CudaGemmOptions& options, int device) {
   constexpr int kBlocksPerSm = 8;
-  const int num_sms = NumSms(device);
+  int num_sms = 1;
+  cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
   const bool overlaps = static_cast<CommMethod>(options.call.comm_overlap_method) !=
                         CommMethod::kNone;  // without overlap, each has the device in turn
   const auto of_comm = static_cast<int>(std::clamp<int64_t>(options.num_comm_sm, 1, num_sms));
@@ -147,7 +136,7 @@ Status Overlap(const std::string& op, const CudaGemmOptions& options, const Stag
   const ChannelKey key = KeyOf(options, location, num_local, num_signals, buffer_bytes);
   std::shared_ptr<Channel> channel;
   Status status = ChannelRegistry::Get().Find(op, key, shape, options.in_slab(), &channel);
-  const LanesKey of_lanes{device, num_local, options.gemm_priority, options.comm_priority};
+  const LanesKey of_lanes(device, num_local, options.gemm_priority, options.comm_priority);
   std::shared_ptr<Lanes> lanes;
   if (status.ok()) status = Lanes::Find(op, of_lanes, &lanes);
   if (!status.ok()) return status;
