@@ -10,6 +10,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int32, Integer, Shaped
 
+from jax_cp_dispatch._arguments import HostOrDevice
+
 
 def where_or_zero(mask: Bool[Array, "..."], x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
     """Returns `x` where the mask of its first axes is true, else zero."""
@@ -94,9 +96,11 @@ _FEW_PAIRS = 2**20
 WINDOW = 32
 
 
-def running_max(x: Int32[Array, "*lead n"]) -> Int32[Array, "*lead n"]:
-    """Inclusive maximum along the last axis."""
-    return running_maxima([x])[0]
+def running_max(x: Int32[HostOrDevice, "*lead n"]) -> Any:
+    """Inclusive maximum along the last axis; of NumPy arrays by NumPy."""
+    if isinstance(x, np.ndarray):
+        return np.maximum.accumulate(x, axis=-1)
+    return _running((x,), jnp.maximum, fill=np.iinfo(np.int32).min)[0]
 
 
 def running_maxima(xs: Sequence[Int32[Array, "*lead n"]]) -> Sequence[Int32[Array, "*lead n"]]:
@@ -259,21 +263,17 @@ def run_begins(x: Any, ascending: Any = None) -> Any:
         new |= ascending[:, 1:] <= ascending[:, :-1]
     if not isinstance(new, np.ndarray):
         return jnp.pad(new, ((0, 0), (1, 0)), constant_values=True)
-    begins = np.ones(x.shape, bool)
+    begins = np.ones(x.shape, bool)  # without columns, too
     begins[:, 1:] = new
     return begins
 
 
 def run_ends(x: Any) -> Any:
     """Returns one past the last column of the run of equal values at each column; as above."""
-    num_tokens = x.shape[1]
-    if isinstance(x, np.ndarray):
-        is_last = np.roll(run_begins(x), -1, axis=1)
-        last = np.where(is_last, np.arange(num_tokens, dtype=np.int32), num_tokens)
-        return np.minimum.accumulate(last[:, ::-1], axis=1)[:, ::-1] + np.int32(1)
-    is_last = jnp.pad(x[:, 1:] != x[:, :-1], ((0, 0), (0, 1)), constant_values=True)
-    last = jnp.where(is_last, jnp.arange(num_tokens, dtype=jnp.int32), num_tokens)
-    return 1 - jnp.flip(running_max(jnp.flip(-last, axis=1)), axis=1)
+    xp, num_tokens = np if isinstance(x, np.ndarray) else jnp, x.shape[1]
+    is_last = xp.pad(x[:, 1:] != x[:, :-1], ((0, 0), (0, 1)), constant_values=True)
+    last = xp.where(is_last, xp.arange(num_tokens, dtype=np.int32), num_tokens)
+    return 1 - xp.flip(running_max(xp.flip(-last, axis=1)), axis=1)
 
 
 def _in_windows(x: Shaped[Array, "*lead n"], *, fill: Any) -> Shaped[Array, "*lead m window"]:

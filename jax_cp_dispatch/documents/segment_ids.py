@@ -146,21 +146,18 @@ def number_ids(segment_ids: Ids) -> Int32[Any, "B T"]:
     ids = segment_ids
     if ids.dtype.itemsize < 4 or ids.dtype == np.int32:
         return ids.astype(np.int32)
-    if not isinstance(ids, np.ndarray):
-        return _number_traced(gathered(ids, rows=True))
-    numbers = ids.astype(np.int32)
-    for row in np.flatnonzero((ids > _INT32.max).any(axis=1)):
-        _, first, place = np.unique(ids[row], return_index=True, return_inverse=True)
-        numbers[row] = np.where(ids[row] > 0, first[place] + 1, 0)
-    return numbers
-
-
-def _number_traced(ids: Integer[Array, "B T"]) -> Int32[Array, "B T"]:
+    if isinstance(ids, np.ndarray):
+        numbers = ids.astype(np.int32)
+        for row in np.flatnonzero((ids > _INT32.max).any(axis=1)):
+            _, first, place = np.unique(ids[row], return_index=True, return_inverse=True)
+            numbers[row] = np.where(ids[row] > 0, first[place] + 1, 0)
+        return numbers
+    ids = gathered(ids, rows=True)
     is_wide = (ids > ids.dtype.type(_INT32.max)).any(axis=1, keepdims=True)
     column = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
     of_id, held = lax.sort((ids, column), dimension=1, num_keys=2)
-    is_first = run_begins(of_id)
-    first = jnp.take_along_axis(held, running_max(jnp.where(is_first, column, 0)), axis=1)
+    begins = jnp.where(run_begins(of_id), column, 0)
+    first = jnp.take_along_axis(held, running_max(begins), axis=1)
     _, first = lax.sort((held, first), dimension=1, num_keys=1)
     return jnp.where(is_wide, jnp.where(ids > 0, first + 1, 0), clip_to_int32(ids))
 
@@ -175,10 +172,9 @@ def document_starts(
     segment_ids: Integer[HostOrDevice, "B T"], positions: Integer[HostOrDevice, "B T"] | None
 ) -> Any:
     """Returns the column at which each column's document starts; -1 at padding (segment <= 0)."""
-    begins = begin_columns(run_begins(segment_ids, positions))
-    if isinstance(begins, np.ndarray):
-        return np.where(segment_ids > 0, np.maximum.accumulate(begins, axis=1), -1)
-    return jnp.where(segment_ids > 0, running_max(begins), -1)
+    xp = np if isinstance(segment_ids, np.ndarray) else jnp
+    starts = running_max(begin_columns(run_begins(segment_ids, positions)))
+    return xp.where(segment_ids > 0, starts, -1)
 
 
 def begin_columns(begins: Bool[HostOrDevice, "B T"]) -> Any:

@@ -113,13 +113,11 @@ def document_table(
 def from_lengths(op: str, lengths: Any, columns: int | None, world_size: int) -> DocumentTable:
     """Returns consecutive documents in each batch row, followed by padding."""
     rows = _rows(op, lengths)
-    if columns is not None:
-        check_positive(op, columns=columns)
-        columns = int(columns)
     totals = [int(row.sum()) for row in rows]
     longest = max(totals)
     if columns is None:
         columns = max(-(-longest // world_size), 1) * world_size
+    check_positive(op, columns=columns)
     if longest > columns:
         row = totals.index(longest)
         raise ValueError(
@@ -129,7 +127,7 @@ def from_lengths(op: str, lengths: Any, columns: int | None, world_size: int) ->
     first = [b * columns + np.cumsum(row) - row for b, row in enumerate(rows)]
     ids = [np.arange(1, 1 + len(row), dtype=np.int32) for row in rows]
     lengths, first, ids = map(np.concatenate, (rows, first, ids))
-    return DocumentTable(lengths, first, ids, ids, len(rows), columns)
+    return DocumentTable(lengths, first, ids, ids, len(rows), int(columns))
 
 
 def from_segment_ids(op: str, segment_ids: Any, positions: Any) -> DocumentTable:
@@ -220,36 +218,35 @@ def _rows(op: str, lengths: Any) -> list[Int[np.ndarray, " D"]]:
             "such list per batch row."
         )
     lengths = np.asarray(lengths) if hasattr(lengths, "ndim") else list(lengths)
-    is_flat = len(lengths) > 0 and not _is_list(lengths[0])
-    rows = [_row(op, b, row) for b, row in enumerate([lengths] if is_flat else lengths)]
-    if not rows:
+    if len(lengths) and not _is_list(lengths[0]):
+        lengths = [lengths]
+    if not len(lengths):
         raise ValueError(f"{op}: lengths is empty. Pass one list of lengths per batch row.")
+    rows = []
+    for b, given in enumerate(lengths):
+        try:
+            row = np.asarray(list(given) if isinstance(given, Iterator) else given)
+            what = f"{row.dtype} of shape {row.shape}"
+        except ValueError:
+            row, what = np.empty((0, 0)), "numbers and lists"
+        if row.ndim != 1 or (row.size and row.dtype.kind not in "iu"):
+            raise TypeError(
+                f"{op}: lengths of batch row {b} are {what}; they need to be a list of integers. "
+                "Pass one list of lengths per batch row."
+            )
+        if row.size and row.min() < 0:
+            raise ValueError(
+                f"{op}: document {int(row.argmin())} of batch row {b} has length {row.min()}. "
+                "Pass lengths of at least 0 tokens."
+            )
+        if row.size and row.max() > _MOST_ROWS:
+            raise ValueError(
+                f"{op}: document {int(row.argmax())} of batch row {b} has {row.max()} tokens, but "
+                f"positions have 32 bits. Pass documents of at most {_MOST_ROWS} tokens."
+            )
+        rows.append(row.astype(np.int64))
     return rows
 
 
 def _is_list(x: Any) -> bool:
     return isinstance(x, Iterable) and getattr(x, "ndim", 1) > 0
-
-
-def _row(op: str, b: int, given: Any) -> Int[np.ndarray, " D"]:
-    try:
-        row = np.asarray(list(given) if isinstance(given, Iterator) else given)
-        what = f"{row.dtype} of shape {row.shape}"
-    except ValueError:
-        row, what = np.empty((0, 0)), "numbers and lists"
-    if row.ndim != 1 or (row.size and row.dtype.kind not in "iu"):
-        raise TypeError(
-            f"{op}: lengths of batch row {b} are {what}; they need to be a list of integers. "
-            "Pass one list of lengths per batch row."
-        )
-    if row.size and row.min() < 0:
-        raise ValueError(
-            f"{op}: document {int(row.argmin())} of batch row {b} has length {row.min()}. "
-            "Pass lengths of at least 0 tokens."
-        )
-    if row.size and row.max() > _MOST_ROWS:
-        raise ValueError(
-            f"{op}: document {int(row.argmax())} of batch row {b} has {row.max()} tokens, but "
-            f"positions have 32 bits. Pass documents of at most {_MOST_ROWS} tokens."
-        )
-    return row.astype(np.int64)

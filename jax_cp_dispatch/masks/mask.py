@@ -45,7 +45,14 @@ class Mask(abc.ABC):
     sharded and gathered like segment ids, and may be traced. They move with the tokens if these are
     permuted; the columns in them stay those of the batch as packed. A mask never crosses the ends
     of documents.
+
+    Attributes:
+      has_arrays: whether data decides what is visible: arrays `[B, T]`.
+      has_query_ranges: whether keys have ranges of queries.
     """
+
+    has_arrays: ClassVar[bool] = False
+    has_query_ranges: ClassVar[bool] = False
 
     @property
     @abc.abstractmethod
@@ -53,19 +60,9 @@ class Mask(abc.ABC):
         """Whether no query sees keys after its own."""
 
     @property
-    def has_arrays(self) -> bool:
-        """Whether data decides what is visible: arrays `[B, T]`."""
-        return False
-
-    @property
     def kind(self) -> Any:
         """What a plan has of the mask beside ranges of rows: itself; with arrays, a `MaskKind`."""
         return self
-
-    @property
-    def has_query_ranges(self) -> bool:
-        """Whether keys have ranges of queries."""
-        return False
 
     @abc.abstractmethod
     def ranges(self, column: Any, start: Any, end: Any) -> MaskRanges:
@@ -250,8 +247,11 @@ class StaticMask(Mask):
         """Counts the pairs (q, k) of one document with q < queries and k < keys."""
         left, right, chunk = self.pair_count
         if not chunk:
-            seen = queries * keys if right < 0 else _up_to(right, queries, keys)
-            return seen if left < 0 else seen - _up_to(-left - 1, queries, keys)
+            # Those up to a diagonal are a triangle that begins before, or behind, the first query.
+            seen = queries * keys
+            if right >= 0:
+                seen = _triangle(queries + right, keys) - _triangle(right, keys)
+            return seen if left < 0 else seen - _triangle(queries - left - 1, keys)
         if right == 0:
             both = np.minimum(queries, keys)
             whole, rest = both // chunk, both % chunk
@@ -285,14 +285,6 @@ def _triangle(q: Any, k: Any) -> Any:
     return both * (both + 1) // 2 + (q - both) * both
 
 
-def _up_to(ahead: int, q: Any, k: Any) -> Any:
-    """Pairs with query < q and key < k, and key <= query + ahead.
-
-    A triangle that begins `ahead` queries earlier, minus its part before the first query.
-    """
-    return _triangle(q + ahead, k) - _triangle(ahead, k)
-
-
 def check_tokens(mask: Any, name: str, value: Any, *, minimum: int) -> None:
     """Requires an integer of at least `minimum`, and sets it as one of Python."""
     op = type(mask).__name__
@@ -320,17 +312,11 @@ _Kind = TypeVar("_Kind", bound="type[ArrayMask]")
 
 
 @jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, repr=False)
 class MaskKind:
     """The kind of a mask of arrays, for which a plan was made; the plan has what its tokens see."""
 
-    def __init__(self, of: type[ArrayMask]) -> None:
-        self.of = of
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, MaskKind) and self.of is other.of
-
-    def __hash__(self) -> int:
-        return hash(self.of)
+    of: type[ArrayMask]
 
     def __repr__(self) -> str:
         return self.of.__name__
@@ -345,11 +331,8 @@ class ArrayMask(Mask):
       order: in which its arrays are (static): packed as it is made; `Documents.apply` changes both.
     """
 
+    has_arrays: ClassVar[bool] = True
     order: ClassVar[Order] = PACKED
-
-    @property
-    def has_arrays(self) -> bool:
-        return True
 
     @property
     def kind(self) -> MaskKind:
@@ -427,23 +410,11 @@ OF_OTHER_COLUMNS = (
 )
 
 
-def ends_fit(column: Any, end: Any) -> Any:
-    """Whether an end is that of a run with this column: behind it, and the same up to there."""
-    return (end > column) & ((column + 1 >= end) | (_shifted(end, -1) == end))
+def ends_fit(column: Any, end: Any, *, nested: bool = False) -> Any:
+    """Whether an end is that of a run with this column: behind it, and the same up to there.
 
-
-def ends_nest(column: Any, end: Any) -> Any:
-    """Whether an end is behind its column, and no end between them is behind it."""
-    return (end > column) & ((column + 1 >= end) | (_shifted(end, -1) <= end))
-
-
-def before(x: Any) -> Any:
-    """Returns the value of the column before; of the first, its own."""
-    return _shifted(x, 1)
-
-
-def _shifted(x: Any, columns: int) -> Any:
-    xp = jnp if is_traced(x) else np
-    edge = x[:, :columns] if columns > 0 else x[:, columns:]
-    kept = x[:, :-columns] if columns > 0 else x[:, -columns:]
-    return xp.concatenate([edge, kept] if columns > 0 else [kept, edge], axis=1)
+    If runs are nested, no end between them may be behind it.
+    """
+    following = (jnp if is_traced(end) else np).concatenate([end[:, 1:], end[:, -1:]], axis=1)
+    fits = following <= end if nested else following == end
+    return (end > column) & ((column + 1 >= end) | fits)

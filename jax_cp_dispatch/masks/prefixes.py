@@ -12,7 +12,6 @@ from jax_cp_dispatch.masks.mask import (
     ArrayMask,
     MaskRanges,
     array_mask,
-    before,
     ends_fit,
     gathered,
     is_traced,
@@ -44,7 +43,8 @@ class PrefixLM(ArrayMask):
 
     def rules(self, column: Any, start: Any, end: Any) -> list[tuple[Any, str]]:
         is_outside = self.prefix_end == 0
-        follows = (column == start) | (before(self.prefix_end) > 0)
+        before = (jnp if is_traced(self.prefix_end) else np).roll(self.prefix_end, 1, axis=1)
+        follows = (column == start) | (before > 0)
         return [
             (is_outside | ends_fit(column, self.prefix_end), OF_OTHER_COLUMNS),
             (
@@ -80,6 +80,7 @@ class SharedPrefix(ArrayMask):
       ValueError: ids known on the host form several runs between two prompts.
     """
 
+    has_query_ranges = True
     q_end: Int32[Array | np.ndarray, "B T"]
 
     def __init__(self, completion_ids: Integer[Array | np.ndarray, "B T"]) -> None:
@@ -92,10 +93,6 @@ class SharedPrefix(ArrayMask):
 
     @property
     def is_causal(self) -> bool:
-        return True
-
-    @property
-    def has_query_ranges(self) -> bool:
         return True
 
     def rules(self, column: Any, start: Any, end: Any) -> list[tuple[Any, str]]:

@@ -50,7 +50,7 @@ class Ranges(ArrayMask):
         return False
 
     @property
-    def has_query_ranges(self) -> bool:
+    def has_query_ranges(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return not (self.q_start is None and self.q_end is None)
 
     def ranges(self, column: Any, start: Any, end: Any) -> MaskRanges:

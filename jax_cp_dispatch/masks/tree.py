@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import functools
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +16,7 @@ from jax_cp_dispatch.masks.mask import (
     ArrayMask,
     MaskRanges,
     array_mask,
-    ends_nest,
+    ends_fit,
     gathered,
     is_traced,
     minimum,
@@ -44,6 +45,7 @@ class Tree(ArrayMask):
         fails on all ranks.
     """
 
+    has_query_ranges = True
     q_end: Int32[Array | np.ndarray, "B T"]
 
     def __init__(
@@ -52,96 +54,29 @@ class Tree(ArrayMask):
         parents: Integer[Array | np.ndarray, "B S"],
     ) -> None:
         span_ids, parents = (gathered(x, rows=True) for x in (span_ids, parents))
-        on_host = not is_traced(span_ids, parents)
-        if on_host:
+        if not is_traced(span_ids, parents):
             _check_numbers(span_ids, parents)
-        forest = _Forest.of(span_ids, parents)
-        last = forest.fold_tokens(forest.column + 1, "max")
-        ends, above_roots = forest.fold_into_ancestors(last, "max")
-        q_end = ends[forest.span] * (forest.span < forest.none)
-        wrong = _wrong_order(forest, last, ends, above_roots)
-        if on_host:
-            _refuse(forest, wrong)
-        else:  # attention refuses such ends
-            is_right = jnp.stack([x[:-1].all() for x, _ in wrong]).all()
+        q_end, rules = _subtree_ends(span_ids, parents)
+        if is_traced(q_end):  # attention refuses such ends
+            is_right = jnp.stack([x.all() for x, _ in rules]).all()
             q_end = jnp.where(is_right, q_end, -1)
+        else:
+            for is_right, what in rules:
+                if not is_right.all():
+                    row, span = divmod(int(np.argmin(is_right)), parents.shape[1])
+                    raise ValueError(f"Tree: batch row {row}: span {span} {what}")
         self._store(q_end=q_end)
 
     @property
     def is_causal(self) -> bool:
         return True
 
-    @property
-    def has_query_ranges(self) -> bool:
-        return True
-
     def rules(self, column: Any, start: Any, end: Any) -> list[tuple[Any, str]]:
-        fits = (self.q_end == 0) | ends_nest(column, self.q_end)
+        fits = (self.q_end == 0) | ends_fit(column, self.q_end, nested=True)
         return [(fits, f"has tokens that are not in depth-first order, or {OF_OTHER_COLUMNS}")]
 
     def ranges(self, column: Any, start: Any, end: Any) -> MaskRanges:
         return MaskRanges(start, column + 1, start, minimum(end, self.q_end))
-
-
-class _Forest(NamedTuple):
-    """The spans of all batch rows in one list; the last one stands for none."""
-
-    span: Any  # [B, T]
-    parent: Any  # [B * S + 1]
-    spans_of_row: int
-
-    @classmethod
-    def of(cls, span_ids: Any, parents: Any) -> _Forest:
-        xp: Any = jnp if is_traced(span_ids, parents) else np
-        B, S = parents.shape
-        first = S * np.arange(B, dtype=np.int32)[:, None]
-
-        def numbered(x):
-            x = clip_to_int32(x)
-            return xp.where((x >= 0) & (x < S), x + first, B * S).astype(np.int32)
-
-        none = np.full(1, B * S, np.int32)
-        return cls(numbered(span_ids), xp.concatenate([numbered(parents).reshape(-1), none]), S)
-
-    @property
-    def none(self) -> int:
-        return len(self.parent) - 1
-
-    @property
-    def column(self) -> Int32[np.ndarray, "B T"]:
-        B, T = self.span.shape
-        return np.broadcast_to(np.arange(T, dtype=np.int32), (B, T))
-
-    def fold_tokens(self, values: Any, how: str, initial: int = 0) -> Any:
-        """Folds one value of each token into its span; that of none has no meaning."""
-        return _folded(np.full(self.none + 1, initial, np.int32), self.span, values, how)
-
-    def fold_into_ancestors(self, values: Any, how: str) -> tuple[Any, Any]:
-        """Folds the value of each span into all its ancestors.
-
-        After i steps, a span has the values of its descendants less than 2**i levels below, and
-        the ancestor is the one 2**i levels above; after the last step it is none, unless parents
-        form a cycle.
-        """
-
-        def step(_, state):
-            values, ancestor = state
-            return _folded(values, ancestor, values, how), ancestor[ancestor]
-
-        state, steps = (values, self.parent), self.none.bit_length()
-        if is_traced(self.parent):
-            return lax.fori_loop(0, steps, step, state)
-        for i in range(steps):
-            state = step(i, state)
-        return state
-
-
-def _folded(x: Any, index: Any, values: Any, how: str) -> Any:
-    if is_traced(x, index, values):
-        return getattr(jnp.asarray(x).at[index], how)(values)
-    x = x.copy()
-    {"max": np.maximum, "min": np.minimum, "add": np.add}[how].at(x, index, values)
-    return x
 
 
 def _check_numbers(span_ids: Any, parents: Any) -> None:
@@ -156,17 +91,55 @@ def _check_numbers(span_ids: Any, parents: Any) -> None:
             )
 
 
-def _wrong_order(forest: _Forest, last: Any, ends: Any, above_roots: Any) -> list[tuple[Any, str]]:
-    """Returns whether spans are trees in depth-first order, and what is wrong if not.
+def _subtree_ends(span_ids: Any, parents: Any) -> tuple[Any, list[tuple[Any, str]]]:
+    """Returns one past the last column of the subtree of each token's span, and rules.
 
-    `ends` and `above_roots` are the folded `last`.
+    Each rule is booleans of all spans, and what a false one means: spans are not trees in
+    depth-first order.
     """
-    first = forest.fold_tokens(forest.column, "min", initial=forest.span.shape[1])
-    size = forest.fold_tokens(np.int32(1), "add")
-    firsts, _ = forest.fold_into_ancestors(first, "min")
-    sizes, _ = forest.fold_into_ancestors(size, "add")
-    return [
-        (above_roots == forest.none, "is its own ancestor. Pass -1 as the parent of a root."),
+    xp: Any = jnp if is_traced(span_ids, parents) else np
+    (B, T), S = span_ids.shape, parents.shape[1]
+    none = B * S  # the spans of all batch rows are in one list, whose last stands for none
+    column = np.broadcast_to(np.arange(T, dtype=np.int32), (B, T))
+
+    def numbered(x):
+        x, first = clip_to_int32(x), S * np.arange(B, dtype=np.int32)[:, None]
+        return xp.where((x >= 0) & (x < S), x + first, none).astype(np.int32)
+
+    def folded(x, index, values, how):
+        if xp is jnp:
+            return getattr(jnp.asarray(x).at[index], how)(values)
+        x = x.copy()
+        {"max": np.maximum, "min": np.minimum, "add": np.add}[how].at(x, index, values)
+        return x
+
+    def of_spans(values, how, initial=0):
+        """Folds one value of each token into its span, then that of each span into its ancestors.
+
+        After i steps, a span has the values of its descendants less than 2**i levels below, and
+        the ancestor is the one 2**i levels above; after the last step it is none, unless parents
+        form a cycle.
+        """
+        own = folded(np.full(none + 1, initial, np.int32), span, values, how)
+
+        def step(_, state):
+            values, ancestor = state
+            return folded(values, ancestor, values, how), ancestor[ancestor]
+
+        state, steps = (own, parent), none.bit_length()
+        if xp is jnp:
+            state = lax.fori_loop(0, steps, step, state)
+        else:
+            state = functools.reduce(lambda state, i: step(i, state), range(steps), state)
+        return own, *state
+
+    span = numbered(span_ids)
+    parent = xp.concatenate([numbered(parents).reshape(-1), np.full(1, none, np.int32)])
+    last, ends, above_roots = of_spans(column + 1, "max")
+    first, firsts, _ = of_spans(column, "min", initial=T)
+    size, sizes, _ = of_spans(np.int32(1), "add")
+    rules = [
+        (above_roots == none, "is its own ancestor. Pass -1 as the parent of a root."),
         (
             (size == 0) | (last - first == size),
             "is not one run of tokens. Pass the tokens of a span one after the other.",
@@ -177,10 +150,4 @@ def _wrong_order(forest: _Forest, last: Any, ends: Any, above_roots: Any) -> lis
             "order: a span, then the subtree of each child.",
         ),
     ]
-
-
-def _refuse(forest: _Forest, wrong: list[tuple[Any, str]]) -> None:
-    for is_right, what in wrong:
-        if not is_right[:-1].all():
-            row, span = divmod(int(np.argmin(is_right[:-1])), forest.spans_of_row)
-            raise ValueError(f"Tree: batch row {row}: span {span} {what}")
+    return ends[span] * (span < none), [(is_right[:-1], what) for is_right, what in rules]
