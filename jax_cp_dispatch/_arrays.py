@@ -20,12 +20,8 @@ def where_or_zero(mask: Bool[Array, "..."], x: Shaped[Array, "..."]) -> Shaped[A
 
 def only_if_right(is_right: Bool[Array, ""], outputs: Any) -> Any:
     """Returns outputs, or NaN (zeros of integers): XLA's collectives raise no error."""
-
-    def one(x: Array) -> Array:
-        wrong = jnp.nan if jnp.issubdtype(x.dtype, jnp.inexact) else 0
-        return jnp.where(is_right, x, jnp.asarray(wrong, x.dtype))
-
-    return jax.tree.map(one, outputs)
+    wrong = lambda x: jnp.nan if jnp.issubdtype(x.dtype, jnp.inexact) else 0
+    return jax.tree.map(lambda x: jnp.where(is_right, x, jnp.asarray(wrong(x), x.dtype)), outputs)
 
 
 def chosen(

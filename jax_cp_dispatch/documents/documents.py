@@ -336,11 +336,7 @@ def read_given(
 ) -> Documents:
     """Reads the documents and the mask of a call, and selects its plan.
 
-    Args:
-      op: for messages.
-      documents, segment_ids, positions, mask: of the call.
-      follows_plan: whether the call follows a plan of packed documents; others ignore it, but not
-        its mask.
+    Calls that do not follow a plan of packed documents ignore it, but not its mask.
     """
     if documents is None:
         read = read_mask(op, mask)
@@ -404,15 +400,7 @@ def with_segment_ids(documents: Documents, shape: tuple[int, int]) -> Documents:
 def check_call_ranks(
     op: str, documents: Documents, num_tokens: int, num_ranks: int, ranks: str
 ) -> None:
-    """Requires the ranks of this order, and whole batch rows.
-
-    Args:
-      op: for messages.
-      documents: of the call.
-      num_tokens: of the call, on all ranks.
-      num_ranks: that share the sequence.
-      ranks: the same in words.
-    """
+    """Requires the ranks of this order, in words `ranks`, and the tokens of whole batch rows."""
     order, columns = documents.order, documents.columns
     if order.num_ranks not in (0, num_ranks):
         raise ValueError(
@@ -463,9 +451,8 @@ def check_document_mask(op: str, mask: Mask, documents: DocumentTable) -> None:
 def attended_tokens(documents: Documents, shape: tuple[int, int]) -> MaskRanges:
     """Returns what each token sees, in columns of its batch row; empty ranges for padding.
 
-    Args:
-      documents: of the whole sequence, in order; without segment ids, each row is one document.
-      shape: B and T.
+    The documents, of `shape` `[B, T]`, are of the whole sequence, in order. Without segment ids,
+    each batch row is one document.
     """
     return _attended_in_order(documents, shape, False)[0]
 
@@ -503,12 +490,8 @@ def gathered_ranges(
 ) -> tuple[MaskRanges, Int32[Array, ""] | None]:
     """Returns what each token of the sequence sees, from the columns of all ranks.
 
-    Args:
-      exchange: options of the call.
-      documents: of this rank's columns, without a plan.
-      shape: B and T of this rank.
-      layout: of the tokens on the ranks.
-      checks_order: whether to return the `order_error_code` of arrays that are given; else None.
+    Documents, of `shape` `[B, T]`, are of this rank's columns, without a plan. If it is asked for,
+    also returns the `order_error_code` of arrays that are given.
     """
     num_ranks = jax.lax.axis_size(exchange.axis_name)
     num_tokens = shape[1] * num_ranks

@@ -85,10 +85,8 @@ def run_checksums(
 def plan_digest(config: Any, mask: Mask | MaskKind, *arrays: Int[Any, " N"]) -> UInt32[Any, " 1"]:
     """Returns a checksum of what a plan depends on besides its batch.
 
-    Args:
-      config: of the plan; fields that do not take part in comparisons do not count.
-      mask: of the plan.
-      arrays: what the planner has chosen: where each piece or block is computed.
+    Fields of its config that do not take part in comparisons do not count. `arrays` are what the
+    planner has chosen: where each piece or block is computed.
     """
     choices: list[tuple[str, Any]] = []  # their text is the same for equal configs
     for name in (x.name for x in dataclasses.fields(config) if x.compare):
@@ -114,14 +112,10 @@ def mask_checksums(mask: Mask, num_ranks: int) -> Int32[Array | np.ndarray, " W"
 def make_fingerprint(
     own: Sequence[Int32[Array | np.ndarray, " W"]], digest: UInt32[Any, " 1"]
 ) -> Int32[Any, "W F"]:
-    """Returns the fingerprint of a plan.
+    """Returns the fingerprint of a plan with this `plan_digest`.
 
     In each rank's row: the checksum of the plan and its whole batch, the rank, then the rank's own
-    checksums.
-
-    Args:
-      own: checksums of each rank's segment ids, of its positions, and of its mask if it has arrays.
-      digest: of the plan.
+    checksums: of segment ids, of positions, and of the mask if it has arrays.
     """
     xp = np if isinstance(own[0], np.ndarray) else jnp
     own_columns: Any = xp.stack(own, axis=1)
@@ -168,11 +162,9 @@ def rank_fingerprint(
 ) -> Int32[Array, " 9"]:
     """Returns what is sent with an exchange: the plan's checksum, then pairs (expected, seen).
 
-    Args:
-      fingerprint: of the plan of all ranks, or of a rank's slice.
-      rank: the index on the mesh axis.
-      segment_ids, positions, mask: this rank's columns; None, or a mask without arrays, counts as
-        expected. Positions of padding do not count, so they need the ids.
+    The fingerprint is of all ranks, or a rank's slice; ids, positions and mask are of this rank's
+    columns. None, or a mask without arrays, counts as expected. Positions of padding do not count,
+    so they need the ids.
     """
     fingerprint = jnp.asarray(fingerprint)
     if fingerprint.ndim > 1:

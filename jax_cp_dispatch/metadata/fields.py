@@ -44,7 +44,7 @@ def check_plan(plan: Any) -> None:
     _refuse(read_to > _MAX_UINT32, too_far.format("src_offset + seq_len"), read_to)
     if "num_seqs" in fields:
         num_seqs, num_slots = fields["num_seqs"], seq_len.shape[1]
-        last = np.asarray(_slots_in_use(dst_rank, seq_len))
+        last = Metadata(**{**fields, "num_seqs": None}, world_size=world_size).num_seqs
         _refuse(
             (num_seqs < last) | (num_seqs > num_slots),
             f"num_seqs is {{}}; it needs to lie in [{{}}, {num_slots}], from the last slot in use "
@@ -208,8 +208,7 @@ def _fail(what: str) -> None:
 # An array; or anything that a transformation maps over the leaves (specs, shapes, axes).
 Leaf: TypeAlias = Any
 
-_INT32 = ("dst_rank", "num_seqs")
-_UINT32 = ("dst_offset", "seq_len", "recv_seq_lens", "src_offset")
+_DTYPES = {"dst_rank": np.int32, "num_seqs": np.int32, "seq_recv_mask": np.bool_}  # others: uint32
 _PER_SLOT = ("dst_rank", "dst_offset", "seq_len", "src_offset")
 _COUNTS = ("num_recv_tokens", "num_total_recv_tokens")
 
@@ -256,12 +255,17 @@ class Metadata:
     normalized: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def __post_init__(self):
-        arrays = np.ndarray | jax.Array
+        arrays, dst_rank, seq_len = np.ndarray | jax.Array, self.dst_rank, self.seq_len
         if self.num_total_recv_tokens is None and isinstance(self.num_recv_tokens, arrays):
             object.__setattr__(self, "num_total_recv_tokens", self.num_recv_tokens[..., -1])
-        has_slots = isinstance(self.dst_rank, arrays) and isinstance(self.seq_len, arrays)
-        if self.num_seqs is None and has_slots:
-            object.__setattr__(self, "num_seqs", _slots_in_use(self.dst_rank, self.seq_len))
+        if self.num_seqs is not None or not all(isinstance(x, arrays) for x in (dst_rank, seq_len)):
+            return
+        if seq_len.ndim and dst_rank.shape[: seq_len.ndim] == seq_len.shape:
+            xp = np if isinstance(dst_rank, np.ndarray) and isinstance(seq_len, np.ndarray) else jnp
+            sent = (dst_rank >= 0).any(axis=tuple(range(seq_len.ndim, dst_rank.ndim)))
+            slot = xp.arange(1, seq_len.shape[-1] + 1, dtype=xp.int32)
+            last = xp.max(xp.where(sent | (seq_len > 0), slot, 0), axis=-1, initial=0)
+            object.__setattr__(self, "num_seqs", last)
 
     def get_slice(self, rank: Any) -> "Metadata":
         """Returns the view of one rank: its rows of the fields, without slots past `num_seqs`.
@@ -318,13 +322,24 @@ class Metadata:
           ValueError: a value is out of range; the error names field, rank and slot.
         """
         counts = np.uint64 if jax.config.jax_enable_x64 else np.uint32  # pyright: ignore
-        dtypes = dict.fromkeys(_INT32, np.int32) | dict.fromkeys(_UINT32, np.uint32)
-        dtypes |= dict.fromkeys(_COUNTS, counts) | {"seq_recv_mask": np.bool_}
-        return dataclasses.replace(
-            self,
-            **{name: _cast(name, getattr(self, name), dtype) for name, dtype in dtypes.items()},
-            normalized=True,
-        )
+        fields = {}
+        for name, value in vars(self).items():
+            if name in ("world_size", "normalized") or value is None:
+                continue
+            dtype: Any = counts if name in _COUNTS else _DTYPES.get(name, np.uint32)
+            known = host_value(value)
+            if known is not None and dtype != np.bool_:
+                limits = np.iinfo(dtype)
+                bad = np.argwhere((known < limits.min) | (known > limits.max))
+                if bad.size:
+                    at = tuple(bad[0].tolist())
+                    raise ValueError(
+                        f"Metadata.normalize_dtype: {name}{list(at)} is {known[at]}, outside of "
+                        f"[{limits.min}, {limits.max}], the range of {np.dtype(dtype).name}. Plan "
+                        "fewer tokens per rank" + (", or enable x64." if name in _COUNTS else ".")
+                    )
+            fields[name] = value.astype(dtype) if known is None else jnp.asarray(value, dtype)
+        return dataclasses.replace(self, **fields, normalized=True)
 
     def device_put(self, sharding: Any = None) -> "Metadata":
         """Returns the plan on the default device, or placed by `jax.device_put` with `sharding`.
@@ -379,35 +394,6 @@ def _row_of(rank: Tracer, path: Any, x: Leaf) -> Array:
     if isinstance(x, np.ndarray) and x.dtype != np.bool_:
         x = read_wide("Metadata.get_slice", path[-1].name, x)
     return jax.lax.dynamic_index_in_dim(jnp.asarray(x), rank, keepdims=False)
-
-
-def _slots_in_use(dst_rank: Any, seq_len: Any) -> Any:
-    """Returns the last slot with a destination or a length, plus one; None if shapes mismatch."""
-    if seq_len.ndim == 0 or dst_rank.shape[: seq_len.ndim] != seq_len.shape:
-        return None
-    xp = np if isinstance(dst_rank, np.ndarray) and isinstance(seq_len, np.ndarray) else jnp
-    sent = (dst_rank >= 0).any(axis=tuple(range(seq_len.ndim, dst_rank.ndim)))
-    slot = xp.arange(1, seq_len.shape[-1] + 1, dtype=xp.int32)
-    return xp.max(xp.where(sent | (seq_len > 0), slot, 0), axis=-1, initial=0)
-
-
-def _cast(name: str, value: Leaf, dtype: Any) -> Leaf:
-    if value is None:
-        return None
-    known = host_value(value)
-    if known is None:
-        return value.astype(dtype)
-    if dtype is not np.bool_:
-        limits = np.iinfo(dtype)
-        bad = np.argwhere((known < limits.min) | (known > limits.max))
-        if bad.size:
-            at = tuple(int(i) for i in bad[0])
-            raise ValueError(
-                f"Metadata.normalize_dtype: {name}{list(at)} is {known[at]}, outside of "
-                f"[{limits.min}, {limits.max}], the range of {np.dtype(dtype).name}. Plan fewer "
-                f"tokens per rank" + (", or enable x64." if name in _COUNTS else ".")
-            )
-    return jnp.asarray(value, dtype)
 
 
 def single_rows(dst_rank: np.ndarray, dst_offset: np.ndarray) -> Metadata:
