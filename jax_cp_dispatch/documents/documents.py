@@ -21,7 +21,6 @@ from jax_cp_dispatch.documents.layouts import zigzag_permutation
 from jax_cp_dispatch.documents.segment_ids import (
     check_ids,
     document_starts,
-    follows_rules,
     gather_sequence,
     normalize_segment_ids,
     number_ids,
@@ -477,7 +476,7 @@ def _attended_in_order(
     ranges = jax.tree.map(lambda x: jnp.where(is_token, x, 0), ranges)
     if not checks_order:
         return ranges, None
-    return ranges, order_error_code(in_order, follows_rules(mask, start, end))
+    return ranges, order_error_code(in_order, mask, start, end)
 
 
 def gathered_ranges(

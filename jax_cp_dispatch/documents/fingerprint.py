@@ -132,8 +132,18 @@ def fallback_fingerprint(num_held: int, mask: Mask) -> Int32[np.ndarray, "R F"]:
     return np.tile(np.array([0, NO_RANK, *own], np.int32), (num_held, 1))
 
 
-def order_error_code(is_in_order: Any, has_its_mask: Any = True) -> Int32[Array, ""]:
-    """Returns 0, or what every rank refuses: tokens out of order, or the mask of other tokens."""
+def order_error_code(
+    is_in_order: Any, mask: Mask | None = None, starts: Any = None, ends: Any = None
+) -> Int32[Array, ""]:
+    """Returns 0, or what every rank refuses: tokens out of order, or the mask of other tokens.
+
+    `starts` and `ends` are the edges of each token's document; starts of padding are -1.
+    """
+    has_its_mask: Any = True
+    if mask is not None and mask.has_arrays:
+        column = jnp.arange(starts.shape[1], dtype=jnp.int32)[None]
+        rules = [(x | (starts < 0)).all() for x, _ in mask.rules(column, starts, ends)]
+        has_its_mask = jnp.stack(rules).all() if rules else True
     of_mask = jnp.where(has_its_mask, 0, WRONG_MASK)
     return jnp.where(is_in_order, of_mask, OUT_OF_ORDER).astype(jnp.int32)
 

@@ -22,7 +22,6 @@ from jax_cp_dispatch._dispatch import move, outgoing
 from jax_cp_dispatch._dispatch.xla import AllGather
 from jax_cp_dispatch._door import check_annotated
 from jax_cp_dispatch._ranks.options import CollectiveOptions, vary_alike
-from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.mask import gathered
 from jax_cp_dispatch.metadata import Metadata
 from jax_cp_dispatch.metadata.fields import single_rows
@@ -195,15 +194,6 @@ def plan_to_all(num_ranks: int) -> Metadata:
     """Returns the plan by which each rank sends one token to all, to the row of its number."""
     rank = np.arange(num_ranks)
     return single_rows(np.tile(rank, (num_ranks, 1, 1)), rank[:, None, None])
-
-
-def follows_rules(mask: Mask, starts: Any, ends: Any) -> Any:
-    """Whether the arrays of a mask are those of the tokens of these documents; -1 is padding."""
-    if not mask.has_arrays:
-        return True
-    column = jnp.arange(starts.shape[1], dtype=jnp.int32)[None]
-    rules = [(x | (starts < 0)).all() for x, _ in mask.rules(column, starts, ends)]
-    return jnp.stack(rules).all() if rules else True
 
 
 @jax.named_scope("cpd.plan")

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import functools
-import inspect
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +14,6 @@ from jax.sharding import NamedSharding, PartitionSpec as P, reshard
 from jaxtyping import Int64
 
 from jax_cp_dispatch._arguments import check_integer, clip_to_int32
-from jax_cp_dispatch._door import check_annotated
 
 
 class MaskRanges(NamedTuple):
@@ -306,9 +303,7 @@ def remainder(x: Any, size: int) -> Any:
     return x % size
 
 
-# ---- `ArrayMask`: a mask that data decides; its registration, and the checks of its arrays.
-
-_Kind = TypeVar("_Kind", bound="type[ArrayMask]")
+# ---- `ArrayMask`: a mask that data decides.
 
 
 @jax.tree_util.register_static
@@ -354,41 +349,6 @@ class ArrayMask(Mask):
         return f"{type(self).__name__}(arrays of shape {list(np.shape(leaves[0]))})"
 
 
-def array_mask(kind: _Kind) -> _Kind:
-    """Makes a frozen dataclass, a pytree of its fields, whose constructor is its own.
-
-    The annotations of the constructor say which arrays it takes.
-    """
-    names, construct = list(kind.__annotations__), kind.__init__
-    parameters = list(inspect.signature(construct).parameters)[1:]
-
-    @functools.wraps(construct)
-    def init(mask: Any, *args: Any, order: Order = PACKED, **arrays: Any) -> None:
-        check_made_packed(kind.__name__, order)
-        given = {**dict(zip(parameters, args, strict=False)), **arrays}
-        check_annotated(kind.__name__, construct, given)
-        construct(mask, *args, **arrays)
-
-    # A field, so that `dataclasses.replace` passes it.
-    made: Any = kind
-    made.__annotations__["order"], made.__init__ = Order, init
-    dataclasses.dataclass(frozen=True, eq=False, repr=False, init=False)(made)
-
-    def with_keys(mask: Any):
-        keyed = [(jax.tree_util.GetAttrKey(name), getattr(mask, name)) for name in names]
-        return keyed, mask.order
-
-    def unflatten(order, children):
-        mask = object.__new__(kind)
-        object.__setattr__(mask, "order", order)
-        for name, x in zip(names, children, strict=True):
-            object.__setattr__(mask, name, x)
-        return mask
-
-    jax.tree_util.register_pytree_with_keys(kind, with_keys, unflatten)
-    return kind
-
-
 def gathered(x: Any, *, rows: bool = False) -> Any:
     """Returns an array whose columns, and with `rows` whose rows, no explicit mesh axis shards.
 
@@ -402,19 +362,3 @@ def gathered(x: Any, *, rows: bool = False) -> Any:
     if (kept, None) == (sharded, *columns):
         return x
     return reshard(x, NamedSharding(sharding.mesh, P(kept, None)))
-
-
-OF_OTHER_COLUMNS = (
-    "is made of other columns. Make it from whole batch rows in packed order, and pass it through "
-    "Documents.apply or Placement.apply."
-)
-
-
-def ends_fit(column: Any, end: Any, *, nested: bool = False) -> Any:
-    """Whether an end is that of a run with this column: behind it, and the same up to there.
-
-    If runs are nested, no end between them may be behind it.
-    """
-    following = (jnp if is_traced(end) else np).concatenate([end[:, 1:], end[:, -1:]], axis=1)
-    fits = following <= end if nested else following == end
-    return (end > column) & ((column + 1 >= end) | fits)

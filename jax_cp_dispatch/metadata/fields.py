@@ -255,10 +255,10 @@ class Metadata:
     normalized: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def __post_init__(self):
-        arrays, dst_rank, seq_len = np.ndarray | jax.Array, self.dst_rank, self.seq_len
-        if self.num_total_recv_tokens is None and isinstance(self.num_recv_tokens, arrays):
+        kinds, dst_rank, seq_len = np.ndarray | jax.Array, self.dst_rank, self.seq_len
+        if self.num_total_recv_tokens is None and isinstance(self.num_recv_tokens, kinds):
             object.__setattr__(self, "num_total_recv_tokens", self.num_recv_tokens[..., -1])
-        if self.num_seqs is not None or not all(isinstance(x, arrays) for x in (dst_rank, seq_len)):
+        if self.num_seqs is not None or not all(isinstance(x, kinds) for x in (dst_rank, seq_len)):
             return
         if seq_len.ndim and dst_rank.shape[: seq_len.ndim] == seq_len.shape:
             xp = np if isinstance(dst_rank, np.ndarray) and isinstance(seq_len, np.ndarray) else jnp
@@ -280,8 +280,8 @@ class Metadata:
         """
         shape = jnp.shape(self.seq_len)
         if len(shape) == 2 and shape[0] == 1 and self.world_size > 1:
-            return self._row(0)
-        if len(shape) != 2 or shape[0] != self.world_size:
+            rank = 0
+        elif len(shape) != 2 or shape[0] != self.world_size:
             raise ValueError(
                 f"Metadata.get_slice: needs the plan of all {self.world_size} ranks, seq_len "
                 f"[{self.world_size}, S], got seq_len {shape}. For a plan that may be one rank's "
@@ -295,18 +295,13 @@ class Metadata:
                 f"Metadata.get_slice: rank {rank} is not in [0, {self.world_size}), the ranks of "
                 f"this plan."
             )
-        return self._row(rank)
-
-    def _row(self, rank: int) -> "Metadata":
         view = jax.tree.map(lambda x: x[rank], self)
         in_use = None if self.num_seqs is None else host_value(self.num_seqs)
         if in_use is None:
             return view
-        end = int(in_use[rank])
         fields = {name: getattr(view, name) for name in _PER_SLOT}
-        return dataclasses.replace(
-            view, **{name: x[:end] for name, x in fields.items() if x is not None}
-        )
+        used = {name: x[: in_use[rank]] for name, x in fields.items() if x is not None}
+        return dataclasses.replace(view, **used)
 
     def local_view(self, rank: Any) -> "Metadata":
         """Returns `get_slice(rank)`, or this plan if it is already one rank's view."""
