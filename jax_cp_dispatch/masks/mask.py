@@ -245,8 +245,9 @@ class StaticMask(Mask):
         left, right, chunk = self.pair_count
         if not chunk:
             # Those up to a diagonal are a triangle that begins before, or behind, the first query.
-            seen = queries * keys
-            if right >= 0:
+            if right < 0:
+                seen = queries * keys
+            else:
                 seen = _triangle(queries + right, keys) - _triangle(right, keys)
             return seen if left < 0 else seen - _triangle(queries - left - 1, keys)
         if right == 0:

@@ -16,8 +16,7 @@ from jax_cp_dispatch.masks.mask import MaskRanges
 def pairs_per_query(ranges: MaskRanges) -> Int64[np.ndarray, "B T"]:
     """Counts the keys of each query, in O(n log n); linear if no query misses keys of a subtree.
 
-    Args:
-      ranges: NumPy arrays, in columns `[0, T]`; empty for padding.
+    The ranges are NumPy arrays, in columns `[0, T]`; empty for padding.
     """
     ranges = MaskRanges(*(x if x is None else x.astype(np.int64) for x in ranges))
     if ranges.q_start is None:
@@ -36,11 +35,10 @@ def pairs_with_keys(ranges: MaskRanges, first: int, last: int) -> Int64[np.ndarr
 
 
 def traced_pairs_per_query(ranges: MaskRanges, *, is_causal: bool) -> Int32[Array, "B T"]:
-    """`pairs_per_query` inside a program.
+    """`pairs_per_query` inside a program, of a mask that is causal or not.
 
-    Args:
-      is_causal: of the mask: if it has ranges of queries too, its queries miss no keys of a subtree
-        (`SharedPrefix`, `Tree`), and counting is linear.
+    If a causal one has ranges of queries too, its queries miss no keys of a subtree
+    (`SharedPrefix`, `Tree`), and counting is linear.
     """
     if ranges.q_start is None:
         return jnp.maximum(ranges.k_end - ranges.k_start, 0)

@@ -133,14 +133,12 @@ def count_per_rank(dst: np.ndarray, world_size: int, weights: np.ndarray) -> np.
 # ---- The compiled arithmetic of planning: running sums per destination, and their inverse.
 #
 # W ranks, S slots, C replicas, N = S * C shards per rank in global order, R slots of a reverse
-# plan.
-# Token sums wrap modulo 2**32; callers reject known values that would.
+# plan. Token sums wrap modulo 2**32; callers reject known values that would.
 
 # Shards of a rank that are compared pairwise; a table [W * blocks, W] combines the blocks. Both
 # parts cost about the same near 64 shards, and neither needs a sort.
 _BLOCK = 64
-# Rows of that table that are summed at a time: on CPU 10 times faster than `jnp.cumsum` at 512
-# rows.
+# Rows of that table summed at a time: on CPU 10 times faster than `jnp.cumsum` at 512 rows.
 _ROWS = 4
 
 
