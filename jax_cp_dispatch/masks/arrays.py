@@ -108,10 +108,6 @@ class Ranges(ArrayMask):
         self._store(k_start=k_start, k_end=k_end, q_start=q_start, q_end=q_end)
 
     @property
-    def is_causal(self) -> bool:
-        return False
-
-    @property
     def has_query_ranges(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return not (self.q_start is None and self.q_end is None)
 
@@ -140,10 +136,6 @@ class Blocks(ArrayMask):
         block_ids = gathered(block_ids)
         self._store(block_end=run_ends(block_ids) * (block_ids > 0))
 
-    @property
-    def is_causal(self) -> bool:
-        return False
-
     def rules(self, column: Any, start: Any, end: Any) -> list[tuple[Any, str]]:
         fits = (self.block_end == 0) | _ends_fit(column, self.block_end)
         return [(fits, _OF_OTHER_COLUMNS)]
@@ -171,10 +163,6 @@ class PrefixLM(ArrayMask):
     def __init__(self, in_prefix: Bool[Array | np.ndarray, "B T"]) -> None:
         in_prefix = gathered(in_prefix)
         self._store(prefix_end=run_ends(in_prefix) * in_prefix)
-
-    @property
-    def is_causal(self) -> bool:
-        return False
 
     def rules(self, column: Any, start: Any, end: Any) -> list[tuple[Any, str]]:
         is_outside = self.prefix_end == 0

@@ -331,6 +331,11 @@ class ArrayMask(Mask):
     order: ClassVar[Order] = PACKED
 
     @property
+    def is_causal(self) -> bool:
+        """See `Mask`; a kind of mask that never sees later keys says so."""
+        return False
+
+    @property
     def kind(self) -> MaskKind:
         return MaskKind(type(self))
 
@@ -358,8 +363,8 @@ def gathered(x: Any, *, rows: bool = False) -> Any:
     if not is_traced(x):
         return x
     sharding = jax.typeof(x).sharding
-    sharded, *columns = (*sharding.spec, None, None)[:2]
+    sharded, columns = (*sharding.spec, None, None)[:2]
     kept = None if rows else sharded
-    if (kept, None) == (sharded, *columns):
+    if (sharded, columns) == (kept, None):
         return x
     return reshard(x, NamedSharding(sharding.mesh, P(kept, None)))

@@ -29,28 +29,23 @@ _MAX_UINT32 = 2**32 - 1
 _TOKENS = {"seq_len", "kv_context_size", "q_to_num_kv_token", "shard_len", "shard_context"}
 
 
-class Inputs:
-    """The integer arrays of one call: NumPy where values are known, traced otherwise."""
+class Inputs(dict[str, Any]):
+    """The integer arrays of one call, by name: NumPy where values are known, traced otherwise."""
 
     def __init__(self, op: str, annotated: Any, **arrays: Any):
         self.op = op
-        self._arrays = {}
         for name, value in arrays.items():
             known = host_value(value)
-            self._arrays[name] = value if known is None else known
+            self[name] = value if known is None else known
         all_ranks = "Pass the plan of all ranks, not one rank's row."
-        check_annotated(op, annotated, self._arrays, {"seq_len": all_ranks, "shard_len": all_ranks})
-        for name, x in self._arrays.items():
+        check_annotated(op, annotated, self, {"seq_len": all_ranks, "shard_len": all_ranks})
+        for name, x in self.items():
             if 0 in x.shape or (name == "dispatch" and x.ndim > 3):
                 raise ValueError(
                     f"{op}: {name} has shape {x.shape}; it needs [W, S], or for replicas "
                     f"[W, S, C], with at least one of each. {all_ranks}"
                 )
-
-        self.known = all(isinstance(x, np.ndarray) for x in self._arrays.values())
-
-    def __getitem__(self, name: str) -> Any:
-        return self._arrays[name]
+        self.known = all(isinstance(x, np.ndarray) for x in self.values())
 
     def require_ranges(self, **ranges: tuple[int, int]) -> None:
         """Rejects known values outside `[low, high]`."""
@@ -96,8 +91,7 @@ class Inputs:
             num_slots = max(1, int(needed.max()))  # arrays are never empty
             padded = 1 << (num_slots - 1).bit_length()
         arrays = [
-            clip_to_int32(x, np.uint32 if name in _TOKENS else np.int32)
-            for name, x in self._arrays.items()
+            clip_to_int32(x, np.uint32 if name in _TOKENS else np.int32) for name, x in self.items()
         ]
         # A plan of known values is a constant, even inside jit.
         with jax.core.eval_context() if self.known else contextlib.nullcontext():
