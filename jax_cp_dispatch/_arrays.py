@@ -183,19 +183,23 @@ def are_covered(
     return running_sum(edges)[:, :size] > 0
 
 
-def _running(xs, combine, *, fill, exclusive=False):
+def _running(xs, combine, *, fill):
     size = xs[0].shape[-1]
     xs = tuple(_in_windows(x, fill=fill) for x in xs)
     shape = xs[0].shape
     lead, num_windows = shape[:-2], shape[-2]
     if math.prod(shape) * size <= _FEW_PAIRS:  # one fused pass compiles fastest
         place = jnp.arange(num_windows * WINDOW, dtype=jnp.int32).reshape(shape[-2:])
-        last = jnp.arange(size, dtype=jnp.int32)[:, None, None] - int(exclusive)
+        last = jnp.arange(size, dtype=jnp.int32)[:, None, None]
         is_seen = jnp.broadcast_to(place[None] <= last, (*lead, size, *place.shape))
         seen = tuple(jnp.where(is_seen, x[..., None, :, :], fill) for x in xs)
         return reduced(seen, combine, fill, num_axes=2)
     of_windows = reduced(xs, combine, fill, num_axes=1)
-    before = _running(of_windows, combine, fill=fill, exclusive=True)
+    pad = [*(len(lead) * [(0, 0)]), (1, 0)]
+    before = tuple(
+        jnp.pad(x[..., :-1], pad, constant_values=fill)
+        for x in _running(of_windows, combine, fill=fill)
+    )
     if math.prod(shape) * WINDOW <= _FEW_PAIRS:
         within = _running(xs, combine, fill=fill)
         xs = tuple(combine(b[..., None], x) for b, x in zip(before, within, strict=True))
@@ -209,11 +213,7 @@ def _running(xs, combine, *, fill, exclusive=False):
 
         columns = tuple(jnp.moveaxis(x, -1, 0) for x in xs)
         xs = tuple(jnp.moveaxis(x, 0, -1) for x in lax.scan(step, before, columns)[1])
-    xs = tuple(x.reshape(*lead, num_windows * WINDOW)[..., :size] for x in xs)
-    if not exclusive:
-        return xs
-    pad = [*(len(lead) * [(0, 0)]), (1, 0)]
-    return tuple(jnp.pad(x[..., :-1], pad, constant_values=fill) for x in xs)
+    return tuple(x.reshape(*lead, num_windows * WINDOW)[..., :size] for x in xs)
 
 
 def reduced(xs: Sequence[Array], combine: Callable[..., Any], fill: int, *, num_axes: int):

@@ -87,6 +87,8 @@ def document_table(
 ) -> DocumentTable:
     """Returns the documents given by their lengths, or by segment ids and positions.
 
+    Documents of lengths are consecutive in each batch row, and padding follows them.
+
     Raises:
       TypeError, ValueError: the arguments do not match, or the ranks cannot share the columns.
     """
@@ -101,33 +103,27 @@ def document_table(
     ):
         if value is not None:
             raise ValueError(f"{op}: got {name} without {partner}. Omit {name}.")
-    if lengths is not None:
-        documents = from_lengths(op, lengths, columns, world_size)
-    else:
+    if lengths is None:
         documents = from_segment_ids(op, segment_ids, positions)
+    else:
+        rows = _rows(op, lengths)
+        totals = [int(row.sum()) for row in rows]
+        longest = max(totals)
+        if columns is None:
+            columns = max(-(-longest // world_size), 1) * world_size
+        check_positive(op, columns=columns)
+        if longest > columns:
+            raise ValueError(
+                f"{op}: the lengths of batch row {totals.index(longest)} sum to {longest} but "
+                f"columns is {columns}. Pass columns>={longest}, or shorter rows."
+            )
+        first = [b * columns + np.cumsum(row) - row for b, row in enumerate(rows)]
+        ids = [np.arange(1, 1 + len(row), dtype=np.int32) for row in rows]
+        tokens, first, ids = map(np.concatenate, (rows, first, ids))
+        documents = DocumentTable(tokens, first, ids, ids, len(rows), int(columns))
     check_columns(op, documents.columns, world_size)
     check_sizes(op, documents, world_size)
     return documents
-
-
-def from_lengths(op: str, lengths: Any, columns: int | None, world_size: int) -> DocumentTable:
-    """Returns consecutive documents in each batch row, followed by padding."""
-    rows = _rows(op, lengths)
-    totals = [int(row.sum()) for row in rows]
-    longest = max(totals)
-    if columns is None:
-        columns = max(-(-longest // world_size), 1) * world_size
-    check_positive(op, columns=columns)
-    if longest > columns:
-        row = totals.index(longest)
-        raise ValueError(
-            f"{op}: the lengths of batch row {row} sum to {longest} but columns is {columns}. "
-            f"Pass columns>={longest}, or shorter rows."
-        )
-    first = [b * columns + np.cumsum(row) - row for b, row in enumerate(rows)]
-    ids = [np.arange(1, 1 + len(row), dtype=np.int32) for row in rows]
-    lengths, first, ids = map(np.concatenate, (rows, first, ids))
-    return DocumentTable(lengths, first, ids, ids, len(rows), int(columns))
 
 
 def from_segment_ids(op: str, segment_ids: Any, positions: Any) -> DocumentTable:

@@ -456,8 +456,6 @@ def compute_attn_layout_seqlens(
       shard_context: integer `[W, S]`; tokens of the shard's KV context, itself included.
       dispatch: integer `[W, S]`; the rank each query shard goes to, -1 = none.
       max_recv_seqs: R, the slots of the result; None as in `compute_metadata`.
-    Returns:
-      Cumulative lengths with the leading zero; past the last shard they repeat the total.
     Raises:
       TypeError: an argument is not of integers.
       ValueError: as in `compute_metadata`.

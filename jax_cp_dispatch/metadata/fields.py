@@ -44,7 +44,8 @@ def check_plan(plan: Any) -> None:
     _refuse(read_to > _MAX_UINT32, too_far.format("src_offset + seq_len"), read_to)
     if "num_seqs" in fields:
         num_seqs, num_slots = fields["num_seqs"], seq_len.shape[1]
-        last = Metadata(**{**fields, "num_seqs": None}, world_size=world_size).num_seqs
+        derived: dict[str, Any] = {**fields, "num_seqs": None}
+        last = Metadata(**derived, world_size=world_size).num_seqs
         _refuse(
             (num_seqs < last) | (num_seqs > num_slots),
             f"num_seqs is {{}}; it needs to lie in [{{}}, {num_slots}], from the last slot in use "
@@ -56,8 +57,8 @@ def check_plan(plan: Any) -> None:
     differs = "{} is {{}}, but num_recv_tokens sums to {{}}"
     _refuse(total[:, 0] != sums, differs.format("num_recv_tokens' last column"), total[:, 0], sums)
     totals = fields.get("num_total_recv_tokens", sums)
-    derived = differs.format("num_total_recv_tokens") + ". If omitted, it is derived"
-    _refuse(totals != sums, derived, totals, sums)
+    of_totals = differs.format("num_total_recv_tokens") + ". If omitted, it is derived"
+    _refuse(totals != sums, of_totals, totals, sums)
     if is_view:
         return
 
