@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Int32, Integer, PyTree, Shaped
+from jaxtyping import Array, Int32, PyTree, Shaped
 
-from jax_cp_dispatch._arguments import HostOrDevice, check_positive, check_type, is_on_host
+from jax_cp_dispatch._arguments import check_positive, check_type, is_on_host
 from jax_cp_dispatch._arrays import run_ends
 from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch._text import outline
@@ -87,8 +87,11 @@ class Documents:
         given = None if self.counted else self.positions
         segment_ids, positions = normalize_segment_ids(_OP, self.segment_ids, given)
         segment_ids = number_ids(segment_ids)
-        if positions is None:
-            positions = _counted(segment_ids)
+        if positions is None:  # they count the tokens of each run of one id; 0 for padding
+            starts = document_starts(segment_ids, None)
+            column = np.arange(segment_ids.shape[1], dtype=np.int32)[None]
+            xp: Any = np if isinstance(segment_ids, np.ndarray) else jnp
+            positions = xp.where(starts >= 0, column - starts, 0)
         dropped = self.positions if self.counted else None
         known = isinstance(positions, np.ndarray) and is_on_host(dropped)
         if dropped is not None and known and not np.array_equal(dropped, positions):
@@ -311,14 +314,6 @@ def permuted(tree: Any, take: Callable[[Any], Any], order: Order) -> Any:
 def take_columns(order: Any) -> Callable[[Any], Any]:
     """Returns the function that takes these columns of an array; None: all."""
     return lambda x: x if order is None else x[:, order]
-
-
-def _counted(segment_ids: Integer[HostOrDevice, "B T"]) -> Integer[HostOrDevice, "B T"]:
-    """Returns the position of each token in its run of one id; 0 for padding."""
-    starts = document_starts(segment_ids, None)
-    column = np.arange(segment_ids.shape[1], dtype=np.int32)[None]
-    xp = np if isinstance(segment_ids, np.ndarray) else jnp
-    return xp.where(starts >= 0, column - starts, 0)
 
 
 # ---- The documents of a call: `documents=`, or its short form `segment_ids=` and `positions=`.

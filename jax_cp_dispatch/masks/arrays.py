@@ -221,9 +221,20 @@ class SharedPrefix(_UntilEnd):
 
     def __init__(self, completion_ids: Integer[Array | np.ndarray, "B T"]) -> None:
         xp = jnp if is_traced(completion_ids) else np
-        if isinstance(completion_ids, np.ndarray):
-            _check_runs(completion_ids)
         completion_ids = gathered(completion_ids)
+        if isinstance(completion_ids, np.ndarray):  # one run for each id between two prompts
+            ids, is_first = completion_ids, run_begins(completion_ids)
+            row, column = np.nonzero(is_first & (ids != 0))
+            prompts = np.cumsum(is_first & (ids == 0), axis=1)[row, column]
+            runs = np.stack([row, prompts, ids[row, column]])
+            order = np.lexsort(runs[::-1])
+            again = np.flatnonzero((np.diff(runs[:, order], axis=1) == 0).all(0))
+            for i in order[again[:1] + 1]:
+                raise ValueError(
+                    f"SharedPrefix: batch row {row[i]}: completion {ids[row[i], column[i]]} begins "
+                    f"again at column {column[i]}; a completion needs to be one run of its id. "
+                    "Pass the completions of a prompt one after the other, with different ids."
+                )
         ends = run_ends(completion_ids)
         self._store(q_end=xp.where(completion_ids == 0, _NO_END, ends))
 
@@ -239,23 +250,6 @@ class SharedPrefix(_UntilEnd):
                 "completion a segment id of its own, and completion id 0.",
             ),
         ]
-
-
-def _check_runs(ids: Integer[np.ndarray, "B T"]) -> None:
-    """Requires one run for each id between two prompts."""
-    is_first = run_begins(ids)
-    row, column = np.nonzero(is_first & (ids != 0))
-    prompts = np.cumsum(is_first & (ids == 0), axis=1)[row, column]
-    runs = np.stack([row, prompts, ids[row, column]])
-    order = np.lexsort(runs[::-1])
-    again = np.flatnonzero((np.diff(runs[:, order], axis=1) == 0).all(0))
-    if len(again):
-        i = order[again[0] + 1]
-        raise ValueError(
-            f"SharedPrefix: batch row {row[i]}: completion {ids[row[i], column[i]]} begins again "
-            f"at column {column[i]}; a completion needs to be one run of its id. Pass the "
-            "completions of a prompt one after the other, with different ids."
-        )
 
 
 # ---- `Tree`: ancestors in a tree of spans.
