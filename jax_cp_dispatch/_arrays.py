@@ -259,7 +259,7 @@ def run_begins(x: Any, ascending: Any = None) -> Any:
         new |= ascending[:, 1:] <= ascending[:, :-1]
     if not isinstance(new, np.ndarray):
         return jnp.pad(new, ((0, 0), (1, 0)), constant_values=True)
-    begins = np.ones(x.shape, bool)  # without columns, too
+    begins = np.ones(x.shape, bool)  # T may be 0
     begins[:, 1:] = new
     return begins
 

@@ -112,6 +112,7 @@ def document_table(
         if columns is None:
             columns = max(-(-longest // world_size), 1) * world_size
         check_positive(op, columns=columns)
+        columns = int(columns)
         if longest > columns:
             raise ValueError(
                 f"{op}: the lengths of batch row {totals.index(longest)} sum to {longest} but "
@@ -120,7 +121,7 @@ def document_table(
         first = [b * columns + np.cumsum(row) - row for b, row in enumerate(rows)]
         ids = [np.arange(1, 1 + len(row), dtype=np.int32) for row in rows]
         tokens, first, ids = map(np.concatenate, (rows, first, ids))
-        documents = DocumentTable(tokens, first, ids, ids, len(rows), int(columns))
+        documents = DocumentTable(tokens, first, ids, ids, len(rows), columns)
     check_columns(op, documents.columns, world_size)
     check_sizes(op, documents, world_size)
     return documents
