@@ -10,6 +10,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int32, Integer, Shaped
 
+from jax_cp_dispatch._arguments import HostOrDevice
+
 
 def where_or_zero(mask: Bool[Array, "..."], x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
     """Returns `x` where the mask of its first axes is true, else zero."""
@@ -18,12 +20,8 @@ def where_or_zero(mask: Bool[Array, "..."], x: Shaped[Array, "..."]) -> Shaped[A
 
 def only_if_right(is_right: Bool[Array, ""], outputs: Any) -> Any:
     """Returns outputs, or NaN (zeros of integers): XLA's collectives raise no error."""
-
-    def one(x: Array) -> Array:
-        wrong = jnp.nan if jnp.issubdtype(x.dtype, jnp.inexact) else 0
-        return jnp.where(is_right, x, jnp.asarray(wrong, x.dtype))
-
-    return jax.tree.map(one, outputs)
+    wrong = lambda x: jnp.nan if jnp.issubdtype(x.dtype, jnp.inexact) else 0
+    return jax.tree.map(lambda x: jnp.where(is_right, x, jnp.asarray(wrong(x), x.dtype)), outputs)
 
 
 def chosen(
@@ -94,9 +92,11 @@ _FEW_PAIRS = 2**20
 WINDOW = 32
 
 
-def running_max(x: Int32[Array, "*lead n"]) -> Int32[Array, "*lead n"]:
-    """Inclusive maximum along the last axis."""
-    return running_maxima([x])[0]
+def running_max(x: Int32[HostOrDevice, "*lead n"]) -> Any:
+    """Inclusive maximum along the last axis; of NumPy arrays by NumPy."""
+    if isinstance(x, np.ndarray):
+        return np.maximum.accumulate(x, axis=-1)
+    return _running((x,), jnp.maximum, fill=np.iinfo(np.int32).min)[0]
 
 
 def running_maxima(xs: Sequence[Int32[Array, "*lead n"]]) -> Sequence[Int32[Array, "*lead n"]]:
@@ -183,19 +183,23 @@ def are_covered(
     return running_sum(edges)[:, :size] > 0
 
 
-def _running(xs, combine, *, fill, exclusive=False):
+def _running(xs, combine, *, fill):
     size = xs[0].shape[-1]
     xs = tuple(_in_windows(x, fill=fill) for x in xs)
     shape = xs[0].shape
     lead, num_windows = shape[:-2], shape[-2]
     if math.prod(shape) * size <= _FEW_PAIRS:  # one fused pass compiles fastest
         place = jnp.arange(num_windows * WINDOW, dtype=jnp.int32).reshape(shape[-2:])
-        last = jnp.arange(size, dtype=jnp.int32)[:, None, None] - int(exclusive)
+        last = jnp.arange(size, dtype=jnp.int32)[:, None, None]
         is_seen = jnp.broadcast_to(place[None] <= last, (*lead, size, *place.shape))
         seen = tuple(jnp.where(is_seen, x[..., None, :, :], fill) for x in xs)
         return reduced(seen, combine, fill, num_axes=2)
     of_windows = reduced(xs, combine, fill, num_axes=1)
-    before = _running(of_windows, combine, fill=fill, exclusive=True)
+    pad = [*(len(lead) * [(0, 0)]), (1, 0)]
+    before = tuple(
+        jnp.pad(x[..., :-1], pad, constant_values=fill)
+        for x in _running(of_windows, combine, fill=fill)
+    )
     if math.prod(shape) * WINDOW <= _FEW_PAIRS:
         within = _running(xs, combine, fill=fill)
         xs = tuple(combine(b[..., None], x) for b, x in zip(before, within, strict=True))
@@ -209,11 +213,7 @@ def _running(xs, combine, *, fill, exclusive=False):
 
         columns = tuple(jnp.moveaxis(x, -1, 0) for x in xs)
         xs = tuple(jnp.moveaxis(x, 0, -1) for x in lax.scan(step, before, columns)[1])
-    xs = tuple(x.reshape(*lead, num_windows * WINDOW)[..., :size] for x in xs)
-    if not exclusive:
-        return xs
-    pad = [*(len(lead) * [(0, 0)]), (1, 0)]
-    return tuple(jnp.pad(x[..., :-1], pad, constant_values=fill) for x in xs)
+    return tuple(x.reshape(*lead, num_windows * WINDOW)[..., :size] for x in xs)
 
 
 def reduced(xs: Sequence[Array], combine: Callable[..., Any], fill: int, *, num_axes: int):
@@ -259,21 +259,17 @@ def run_begins(x: Any, ascending: Any = None) -> Any:
         new |= ascending[:, 1:] <= ascending[:, :-1]
     if not isinstance(new, np.ndarray):
         return jnp.pad(new, ((0, 0), (1, 0)), constant_values=True)
-    begins = np.ones(x.shape, bool)
+    begins = np.ones(x.shape, bool)  # T may be 0
     begins[:, 1:] = new
     return begins
 
 
 def run_ends(x: Any) -> Any:
     """Returns one past the last column of the run of equal values at each column; as above."""
-    num_tokens = x.shape[1]
-    if isinstance(x, np.ndarray):
-        is_last = np.roll(run_begins(x), -1, axis=1)
-        last = np.where(is_last, np.arange(num_tokens, dtype=np.int32), num_tokens)
-        return np.minimum.accumulate(last[:, ::-1], axis=1)[:, ::-1] + np.int32(1)
-    is_last = jnp.pad(x[:, 1:] != x[:, :-1], ((0, 0), (0, 1)), constant_values=True)
-    last = jnp.where(is_last, jnp.arange(num_tokens, dtype=jnp.int32), num_tokens)
-    return 1 - jnp.flip(running_max(jnp.flip(-last, axis=1)), axis=1)
+    xp, num_tokens = np if isinstance(x, np.ndarray) else jnp, x.shape[1]
+    is_last = xp.pad(x[:, 1:] != x[:, :-1], ((0, 0), (0, 1)), constant_values=True)
+    last = xp.where(is_last, xp.arange(num_tokens, dtype=np.int32), num_tokens)
+    return 1 - xp.flip(running_max(xp.flip(-last, axis=1)), axis=1)
 
 
 def _in_windows(x: Shaped[Array, "*lead n"], *, fill: Any) -> Shaped[Array, "*lead m window"]:

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Int32, Integer, PyTree, Shaped
+from jaxtyping import Array, Int32, PyTree, Shaped
 
-from jax_cp_dispatch._arguments import HostOrDevice, check_positive, check_type, is_on_host
+from jax_cp_dispatch._arguments import check_positive, check_type, is_on_host
 from jax_cp_dispatch._arrays import run_ends
 from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch._text import outline
@@ -21,7 +21,6 @@ from jax_cp_dispatch.documents.layouts import zigzag_permutation
 from jax_cp_dispatch.documents.segment_ids import (
     check_ids,
     document_starts,
-    follows_rules,
     gather_sequence,
     normalize_segment_ids,
     number_ids,
@@ -37,12 +36,7 @@ from jax_cp_dispatch.masks.mask import (
     check_made_packed,
     zigzag_order,
 )
-from jax_cp_dispatch.masks.read import (
-    check_mask_arrays,
-    check_mask_order,
-    check_mask_rules,
-    read_mask,
-)
+from jax_cp_dispatch.masks.read import check_mask_arrays, check_mask_order, read_mask
 
 _OP = "Documents"
 
@@ -66,8 +60,9 @@ class Documents:
       positions: integers [B, T]; the position of each token in its document, for example for RoPE.
         None: counted from 0; of padding, 0.
       mask: which keys a token sees, in calls without `mask=`; its arrays are in this order.
-      plans: the plans of attention for these tokens: of a placement, one for each of its masks; of
-        `plan_attention`, one. The mask of a call selects it.
+      plans: plans of attention for these tokens, a tuple of `Plan`; set by `with_plan`, which holds
+        one, or by `Placement.documents`, with one for each mask of the placement. A call follows
+        the plan for its mask. Without plans, a call that needs one makes it.
       order: of the tokens (static). Do not pass it, nor `columns`.
       columns: tokens T of a whole batch row (static).
       counted: whether positions were counted, and so say no more than the ids (static). Pass False
@@ -89,40 +84,36 @@ class Documents:
     def __post_init__(self) -> None:
         check_made_packed(_OP, self.order)
         check_ids(_OP, self.segment_ids, self.positions, may_be_empty=True)
-        if self.counted:
-            self._check_counted()
-            object.__setattr__(self, "positions", None)
-        segment_ids, positions = normalize_segment_ids(_OP, self.segment_ids, self.positions)
+        given = None if self.counted else self.positions
+        segment_ids, positions = normalize_segment_ids(_OP, self.segment_ids, given)
         segment_ids = number_ids(segment_ids)
-        mask = self.mask if self.mask is None else read_mask(_OP, self.mask)
-        if mask is not None:
-            check_mask_arrays(_OP, mask, segment_ids.shape)
-            check_mask_order(_OP, mask, PACKED)
-        if positions is None:
-            positions = _counted(segment_ids)
-        for name, value in {
-            "segment_ids": segment_ids,
-            "positions": positions,
-            "mask": mask,
-            "plans": tuple(self.plans),
-            "columns": segment_ids.shape[1],
-            "counted": self.positions is None,
-        }.items():
-            object.__setattr__(self, name, value)
-
-    __repr__ = outline
-
-    def _check_counted(self) -> None:
-        """Refuses known positions that `dataclasses.replace` would drop."""
-        known = self.segment_ids, self.positions
-        if self.positions is None or not all(map(is_on_host, known)):
-            return
-        if not np.array_equal(self.positions, _counted(number_ids(np.asarray(self.segment_ids)))):
+        if positions is None:  # they count the tokens of each run of one id; 0 for padding
+            starts = document_starts(segment_ids, None)
+            column = np.arange(segment_ids.shape[1], dtype=np.int32)[None]
+            xp: Any = np if isinstance(segment_ids, np.ndarray) else jnp
+            positions = xp.where(starts >= 0, column - starts, 0)
+        dropped = self.positions if self.counted else None
+        known = isinstance(positions, np.ndarray) and is_on_host(dropped)
+        if dropped is not None and known and not np.array_equal(dropped, positions):
             raise ValueError(
                 f"{_OP}: got counted=True, as by dataclasses.replace, and positions that are not "
                 "those counted from these segment_ids. Pass counted=False with positions of your "
                 "own, or positions=None to count them again."
             )
+        mask = self.mask if self.mask is None else read_mask(_OP, self.mask)
+        if mask is not None:
+            check_mask_arrays(_OP, mask, segment_ids.shape)
+            check_mask_order(_OP, mask, PACKED)
+        vars(self).update(
+            segment_ids=segment_ids,
+            positions=positions,
+            mask=mask,
+            plans=tuple(self.plans),
+            columns=segment_ids.shape[1],
+            counted=given is None,
+        )
+
+    __repr__ = outline
 
     def tree_flatten_with_keys(self):
         names = ("segment_ids", "positions", "mask", "plans")
@@ -192,7 +183,12 @@ class Documents:
           ValueError: tokens are in another order already, or the ranks do not divide them.
         """
         check_positive("Documents.zigzag", num_ranks=num_ranks)
-        self._check_packed("zigzag")
+        shape = np.shape(self.segment_ids)
+        if self.order != PACKED or shape[1:] != (self.columns,):
+            raise ValueError(
+                f"Documents.zigzag: tokens are in {self.order}, {list(shape)} of {self.columns} "
+                "columns. Call it on documents of whole batch rows in packed order."
+            )
         order = zigzag_order(num_ranks)
         ids, positions, mask = permuted(
             (self.segment_ids, self.positions, self.mask),
@@ -213,14 +209,11 @@ class Documents:
           ValueError: an array does not start with [B, T]; tokens are placed, and only the placement
             knows where: call `Placement.apply`.
         """
-        self._check_arrays("apply", arrays, PACKED)
-        return permuted(arrays, take_columns(self._permutation), self.order)
+        return self._moved("apply", arrays, PACKED, self.order)
 
     def restore(self, arrays: PyTree[Shaped[Any, "B T ..."]]) -> PyTree[Shaped[Any, "B T ..."]]:
         """Puts arrays and masks in this order back into packed order; the inverse of `apply`."""
-        self._check_arrays("restore", arrays, self.order)
-        order = self._permutation
-        return permuted(arrays, take_columns(None if order is None else np.argsort(order)), PACKED)
+        return self._moved("restore", arrays, self.order, PACKED)
 
     def specs(self, axis_name: Any, batch_axis: Any = None) -> Documents:
         """Returns the `PartitionSpec`s of this object, for `jax.shard_map` or `jax.device_put`.
@@ -238,28 +231,20 @@ class Documents:
         plans = tuple(rows if np.ndim(x.fingerprint) > 2 else P(axis_name) for x in self.plans)
         return replaced(self, segment_ids=rows, positions=positions, mask=mask, plans=plans)
 
-    @property
-    def _permutation(self) -> Any:
+    def _moved(self, name: str, arrays: Any, order: Order, into: Order) -> Any:
+        """Puts arrays and masks of whole batch rows from one order into another."""
+        shape = np.shape(self.segment_ids)[0], self.columns
+        check_moved(f"Documents.{name}", arrays, shape, order)
         if self.order == PLACED:
             raise ValueError(
                 "Documents: tokens are placed, and only the placement knows where. Call "
                 "Placement.apply or Placement.restore."
             )
-        if self.order == PACKED:
-            return None
-        return zigzag_permutation(self.columns, self.order.num_ranks)
-
-    def _check_packed(self, name: str) -> None:
-        shape = np.shape(self.segment_ids)
-        if self.order != PACKED or shape[1:] != (self.columns,):
-            raise ValueError(
-                f"Documents.{name}: tokens are in {self.order}, {list(shape)} of {self.columns} "
-                "columns. Call it on documents of whole batch rows in packed order."
-            )
-
-    def _check_arrays(self, name: str, arrays: Any, order: Order) -> None:
-        shape = np.shape(self.segment_ids)[0], self.columns
-        check_moved(f"Documents.{name}", arrays, shape, order)
+        columns = None
+        if self.order != PACKED:
+            ranks, inverse = self.order.num_ranks, into == PACKED
+            columns = zigzag_permutation(self.columns, ranks, inverse=inverse)
+        return permuted(arrays, take_columns(columns), into)
 
 
 def trusted(
@@ -279,15 +264,15 @@ def trusted(
     """
     documents = object.__new__(Documents)
     fields = segment_ids, positions, mask, plans, order, columns, counted
-    for field, value in zip(dataclasses.fields(Documents), fields, strict=True):
-        object.__setattr__(documents, field.name, value)
+    vars(documents).update(
+        zip((x.name for x in dataclasses.fields(Documents)), fields, strict=True)
+    )
     return documents
 
 
 def replaced(documents: Documents, **changes: Any) -> Documents:
     """Returns `documents` with other fields, which need no check."""
-    fields = {x.name: getattr(documents, x.name) for x in dataclasses.fields(documents)}
-    return trusted(**{**fields, **changes})
+    return trusted(**{**vars(documents), **changes})
 
 
 def check_moved(op: str, arrays: Any, shape: tuple[int, int], order: Order) -> None:
@@ -331,14 +316,6 @@ def take_columns(order: Any) -> Callable[[Any], Any]:
     return lambda x: x if order is None else x[:, order]
 
 
-def _counted(segment_ids: Integer[HostOrDevice, "B T"]) -> Integer[HostOrDevice, "B T"]:
-    """Returns the position of each token in its run of one id; 0 for padding."""
-    starts = document_starts(segment_ids, None)
-    column = np.arange(segment_ids.shape[1], dtype=np.int32)[None]
-    xp = np if isinstance(segment_ids, np.ndarray) else jnp
-    return xp.where(starts >= 0, column - starts, 0)
-
-
 # ---- The documents of a call: `documents=`, or its short form `segment_ids=` and `positions=`.
 
 
@@ -353,11 +330,7 @@ def read_given(
 ) -> Documents:
     """Reads the documents and the mask of a call, and selects its plan.
 
-    Args:
-      op: for messages.
-      documents, segment_ids, positions, mask: of the call.
-      follows_plan: whether the call follows a plan of packed documents; others ignore it, but not
-        its mask.
+    Calls that do not follow a plan of packed documents ignore it, but not its mask.
     """
     if documents is None:
         read = read_mask(op, mask)
@@ -421,15 +394,7 @@ def with_segment_ids(documents: Documents, shape: tuple[int, int]) -> Documents:
 def check_call_ranks(
     op: str, documents: Documents, num_tokens: int, num_ranks: int, ranks: str
 ) -> None:
-    """Requires the ranks of this order, and whole batch rows.
-
-    Args:
-      op: for messages.
-      documents: of the call.
-      num_tokens: of the call, on all ranks.
-      num_ranks: that share the sequence.
-      ranks: the same in words.
-    """
+    """Requires the ranks of this order, in words `ranks`, and the tokens of whole batch rows."""
     order, columns = documents.order, documents.columns
     if order.num_ranks not in (0, num_ranks):
         raise ValueError(
@@ -463,9 +428,15 @@ def read_whole(op: str, documents: Documents, num_ranks: int) -> Documents:
 
 
 def check_document_mask(op: str, mask: Mask, documents: DocumentTable) -> None:
-    """Requires arrays of a mask that are those of the tokens of these documents."""
-    if mask.has_arrays:
-        check_mask_rules(op, mask, *documents.edges())
+    """Requires arrays of a mask, if any, that are those of the tokens of these documents."""
+    if not mask.has_arrays:
+        return
+    start, end, live = documents.edges()
+    for rule, what in mask.rules(np.arange(documents.columns)[None], start, end):
+        if not (rule | ~live).all():
+            row, column = np.argwhere(~rule & live)[0]
+            kind = type(mask).__name__
+            raise ValueError(f"{op}: in batch row {row}, at column {column}, {kind} {what}")
 
 
 # ---- What each token sees, as ranges of columns.
@@ -474,9 +445,8 @@ def check_document_mask(op: str, mask: Mask, documents: DocumentTable) -> None:
 def attended_tokens(documents: Documents, shape: tuple[int, int]) -> MaskRanges:
     """Returns what each token sees, in columns of its batch row; empty ranges for padding.
 
-    Args:
-      documents: of the whole sequence, in order; without segment ids, each row is one document.
-      shape: B and T.
+    The documents, of `shape` `[B, T]`, are of the whole sequence, in order. Without segment ids,
+    each batch row is one document.
     """
     return _attended_in_order(documents, shape, False)[0]
 
@@ -501,7 +471,7 @@ def _attended_in_order(
     ranges = jax.tree.map(lambda x: jnp.where(is_token, x, 0), ranges)
     if not checks_order:
         return ranges, None
-    return ranges, order_error_code(in_order, follows_rules(mask, start, end))
+    return ranges, order_error_code(in_order, mask, start, end)
 
 
 def gathered_ranges(
@@ -514,12 +484,8 @@ def gathered_ranges(
 ) -> tuple[MaskRanges, Int32[Array, ""] | None]:
     """Returns what each token of the sequence sees, from the columns of all ranks.
 
-    Args:
-      exchange: options of the call.
-      documents: of this rank's columns, without a plan.
-      shape: B and T of this rank.
-      layout: of the tokens on the ranks.
-      checks_order: whether to return the `order_error_code` of arrays that are given; else None.
+    Documents, of `shape` `[B, T]`, are of this rank's columns, without a plan. If it is asked for,
+    also returns the `order_error_code` of arrays that are given.
     """
     num_ranks = jax.lax.axis_size(exchange.axis_name)
     num_tokens = shape[1] * num_ranks

@@ -39,14 +39,14 @@ def checksums(
     Different batches have equal checksums with probability 2**-32. With `counts`, other values do
     not matter.
     """
-    xp = _array_module(x)
-    rows = _by_rank(_bits(x), num_ranks)
+    xp = np if isinstance(x, np.ndarray) else jnp
+    rows = _by_rank(x.view(np.uint32), num_ranks)
     follows = rows[:, 1:] == rows[:, :-1] + np.uint32(step)
     counted = xp.ones(rows.shape, bool) if counts is None else _by_rank(counts, num_ranks)
     follows &= counted[:, :-1]
     begins = counted & xp.concatenate([counted[:, :1], ~follows], axis=1)
     hashed = _hash(xp.arange(rows.shape[1], dtype=np.uint32)[None], rows)
-    return _signed(xp.where(begins, hashed, np.uint32(0)).sum(1, dtype=np.uint32))
+    return xp.where(begins, hashed, np.uint32(0)).sum(1, dtype=np.uint32).view(np.int32)
 
 
 def place_checksums(
@@ -57,7 +57,7 @@ def place_checksums(
     if positions.dtype.itemsize == 8:
         high = (positions >> positions.dtype.type(32)).astype(np.uint32)
         words = words ^ mix(high + (words >> np.uint32(31)))  # 0 if 32 bits hold it
-    return checksums(_signed(words), num_ranks, step=POSITION_STEP, counts=counts)
+    return checksums(words.view(np.int32), num_ranks, step=POSITION_STEP, counts=counts)
 
 
 def run_checksums(
@@ -79,19 +79,19 @@ def run_checksums(
     follows[1:] &= value[1:] == value[:-1] + np.uint32(step) * length[:-1]
     total = np.zeros(num_ranks, np.uint32)
     np.add.at(total, rank[~follows], _hash(row, value)[~follows])
-    return _signed(total)
+    return total.view(np.int32)
 
 
 def plan_digest(config: Any, mask: Mask | MaskKind, *arrays: Int[Any, " N"]) -> UInt32[Any, " 1"]:
     """Returns a checksum of what a plan depends on besides its batch.
 
-    Args:
-      config: of the plan; fields that do not take part in comparisons do not count.
-      mask: of the plan.
-      arrays: what the planner has chosen: where each piece or block is computed.
+    Fields of its config that do not take part in comparisons do not count. `arrays` are what the
+    planner has chosen: where each piece or block is computed.
     """
-    fields = (x for x in dataclasses.fields(config) if x.compare)
-    choices = [(x.name, _plain(getattr(config, x.name))) for x in fields]
+    choices: list[tuple[str, Any]] = []  # their text is the same for equal configs
+    for name in (x.name for x in dataclasses.fields(config) if x.compare):
+        value = getattr(config, name)
+        choices.append((name, None if value is None else np.asarray(value, float).tolist()))
     digest = np.array([zlib.crc32(repr((mask, choices)).encode())], np.uint32)
     for x in arrays:
         index = np.arange(len(x), dtype=np.uint32)
@@ -104,28 +104,24 @@ def mask_checksums(mask: Mask, num_ranks: int) -> Int32[Array | np.ndarray, " W"
     total: Any = np.uint32(0)
     for number, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(mask)):
         name = np.uint32(zlib.crc32(str(path[-1]).encode()))
-        each = _bits(checksums(x.astype(np.int32), num_ranks, step=ID_STEP))
+        each = checksums(x.astype(np.int32), num_ranks, step=ID_STEP).view(np.uint32)
         total = mix(total + mix(each + name) + np.uint32(number))
-    return _signed(total)
+    return total.view(np.int32)
 
 
 def make_fingerprint(
     own: Sequence[Int32[Array | np.ndarray, " W"]], digest: UInt32[Any, " 1"]
 ) -> Int32[Any, "W F"]:
-    """Returns the fingerprint of a plan.
+    """Returns the fingerprint of a plan with this `plan_digest`.
 
     In each rank's row: the checksum of the plan and its whole batch, the rank, then the rank's own
-    checksums.
-
-    Args:
-      own: checksums of each rank's segment ids, of its positions, and of its mask if it has arrays.
-      digest: of the plan.
+    checksums: of segment ids, of positions, and of the mask if it has arrays.
     """
-    xp = _array_module(own[0])
+    xp = np if isinstance(own[0], np.ndarray) else jnp
     own_columns: Any = xp.stack(own, axis=1)
     place = np.arange(1, 1 + own_columns.size, dtype=np.uint32).reshape(own_columns.shape)
-    each = mix(_bits(own_columns) + place * np.uint32(0x165667B1))
-    whole = _signed(mix(each.sum(keepdims=True, dtype=np.uint32) + digest[None]))
+    each = mix(own_columns.view(np.uint32) + place * np.uint32(0x165667B1))
+    whole = mix(each.sum(keepdims=True, dtype=np.uint32) + digest[None]).view(np.int32)
     rank = np.arange(len(own_columns), dtype=np.int32)[:, None]
     return xp.concatenate([xp.broadcast_to(whole, rank.shape), rank, own_columns], axis=1)
 
@@ -136,8 +132,18 @@ def fallback_fingerprint(num_held: int, mask: Mask) -> Int32[np.ndarray, "R F"]:
     return np.tile(np.array([0, NO_RANK, *own], np.int32), (num_held, 1))
 
 
-def order_error_code(is_in_order: Any, has_its_mask: Any = True) -> Int32[Array, ""]:
-    """Returns 0, or what every rank refuses: tokens out of order, or the mask of other tokens."""
+def order_error_code(
+    is_in_order: Any, mask: Mask | None = None, starts: Any = None, ends: Any = None
+) -> Int32[Array, ""]:
+    """Returns 0, or what every rank refuses: tokens out of order, or the mask of other tokens.
+
+    `starts` and `ends` are the edges of each token's document; starts of padding are -1.
+    """
+    has_its_mask: Any = True
+    if mask is not None and mask.has_arrays:
+        column = jnp.arange(starts.shape[1], dtype=jnp.int32)[None]
+        rules = [(x | (starts < 0)).all() for x, _ in mask.rules(column, starts, ends)]
+        has_its_mask = jnp.stack(rules).all() if rules else True
     of_mask = jnp.where(has_its_mask, 0, WRONG_MASK)
     return jnp.where(is_in_order, of_mask, OUT_OF_ORDER).astype(jnp.int32)
 
@@ -166,19 +172,17 @@ def rank_fingerprint(
 ) -> Int32[Array, " 9"]:
     """Returns what is sent with an exchange: the plan's checksum, then pairs (expected, seen).
 
-    Args:
-      fingerprint: of the plan of all ranks, or of a rank's slice.
-      rank: the index on the mesh axis.
-      segment_ids, positions, mask: this rank's columns; None, or a mask without arrays, counts as
-        expected. Positions of padding do not count, so they need the ids.
+    The fingerprint is of all ranks, or a rank's slice; ids, positions and mask are of this rank's
+    columns. None, or a mask without arrays, counts as expected. Positions of padding do not count,
+    so they need the ids.
     """
     fingerprint = jnp.asarray(fingerprint)
     if fingerprint.ndim > 1:
         fingerprint = fingerprint[0] if fingerprint.shape[0] == 1 else fingerprint[rank]
     digest, *expected = fingerprint
-    seen = [rank, *_seen(segment_ids, positions, mask, 1)][: len(expected)]
-    pairs = [(x, x if y is None else y.reshape(())) for x, y in zip(expected, seen, strict=True)]
-    values = [digest, *(value for pair in pairs for value in pair)]
+    values, seen = [digest], (rank, *_seen(segment_ids, positions, mask, 1))
+    for x, y in zip(expected, seen, strict=False):
+        values += [x, x if y is None else y.reshape(())]
     return jnp.stack(values + (_FINGERPRINT_SIZE - len(values)) * [jnp.int32(0)])
 
 
@@ -248,25 +252,6 @@ def _by_rank(x: Any, num_ranks: int) -> Any:
     return x.reshape(x.shape[0], num_ranks, -1).swapaxes(0, 1).reshape(num_ranks, -1)
 
 
-def _plain(value: Any) -> Any:
-    """The value of a field in numbers whose text is the same for equal configs."""
-    return None if value is None else np.asarray(value, float).tolist()
-
-
 def _hash(row: UInt32[Any, "..."], value: UInt32[Any, "..."]) -> UInt32[Any, "..."]:
     """Hashes the beginning of a run."""
     return mix(value * np.uint32(0x9E3779B1) + (row + np.uint32(1)) * np.uint32(0x27D4EB2F))
-
-
-def _array_module(x: Any) -> Any:
-    return np if isinstance(x, np.ndarray) else jnp
-
-
-def _bits(x: Any) -> Any:
-    if isinstance(x, np.ndarray):
-        return x.view(np.uint32)
-    return jax.lax.bitcast_convert_type(x, jnp.uint32)
-
-
-def _signed(x: Any) -> Any:
-    return x.view(np.int32) if isinstance(x, np.ndarray) else x.view(jnp.int32)

@@ -111,13 +111,14 @@ def zigzag_layout(num_ranks: int, num_tokens: int) -> SequenceLayout:
 def halves_in_zigzag(num_ranks: int, num_tokens: int) -> SequenceLayout:
     """Zigzag over the halves of contiguous parts; if necessary, odd blocks are shorter by one."""
     even, odd = (num_tokens + 1) // 2, num_tokens // 2
-
-    def block(number):
-        start = number // 2 * num_tokens + number % 2 * even
-        return start, odd if number % 2 else even
-
-    pairs = ((rank, 2 * num_ranks - 1 - rank) for rank in range(num_ranks))
-    return SequenceLayout(even, tuple((block(front), block(back)) for front, back in pairs))
+    blocks = [
+        (rank * num_tokens + half * even, odd if half else even)
+        for rank in range(num_ranks)
+        for half in range(2)
+    ]
+    return SequenceLayout(
+        even, tuple(zip(blocks[:num_ranks], blocks[: -num_ranks - 1 : -1], strict=True))
+    )
 
 
 def check_layout(op: str, layout: Any) -> None:

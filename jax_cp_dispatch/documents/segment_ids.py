@@ -3,7 +3,7 @@
 A document is a run of one segment id in one batch row; 0 is padding. Only equality with neighbours
 and with 0 matters, so ids may have any integer dtype: `number_ids` makes them int32. Ids that are
 known on the host are checked. Negative traced ids are padding too. A document in several pieces is
-an error, on the host by `normalize_segment_ids`, in the program by `is_in_order`.
+an error, on the host by `normalize_segment_ids`, in the program by `starts_in_order`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from jax_cp_dispatch._dispatch import move, outgoing
 from jax_cp_dispatch._dispatch.xla import AllGather
 from jax_cp_dispatch._door import check_annotated
 from jax_cp_dispatch._ranks.options import CollectiveOptions, vary_alike
-from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.mask import gathered
 from jax_cp_dispatch.metadata import Metadata
 from jax_cp_dispatch.metadata.fields import single_rows
@@ -71,15 +70,12 @@ def normalize_segment_ids(
     """Returns segment ids and positions as integers of at least 32 bits with exact comparisons.
 
     Values known on the host are returned as NumPy int32, by `number_ids`. Traced values, and values
-    spread over processes, keep a wide dtype: a rank alone cannot number them.
+    spread over processes, keep a wide dtype: a rank alone cannot number them. `order` has the
+    columns in the order of the sequence; None: they are in order.
 
-    Args:
-      op: the public operation, for error messages.
-      segment_ids, positions: integers of whole batch rows, or of one rank's columns.
-      order: the columns in the order of the sequence; None: they are in order.
     Raises:
       ValueError: of the values known on the host, an id is negative, a position does not fit 32
-        bits, or a document has several pieces in a batch row.
+        bits, or a document has several pieces in a batch row, by the rule of `starts_in_order`.
     """
     ids, positions = (
         x if x is None or x.dtype.itemsize >= 4 else x.astype(np.int32)
@@ -92,43 +88,34 @@ def normalize_segment_ids(
                 f"{op}: positions has a value beyond 32 bits. Count from 0 per document."
             )
         positions = positions.astype(np.int32)
-    if ids is None and isinstance(positions, np.ndarray):
-        _check_runs(op, np.ones(positions.shape, np.int32), positions, order)
-    if ids is None or not is_on_host(ids):
-        return ids, positions
-    ids = np.asarray(ids)
-    if ids.size and ids.min() < 0:
-        row, column = np.argwhere(ids < 0)[0]
-        raise ValueError(
-            f"{op}: segment_ids[{row}, {column}] is {ids[row, column]}; it needs to be at least 0. "
-            "Mark padding with 0 and number documents from 1: add 1 to ids that count from 0, with "
-            "padding -1."
-        )
-    if positions is None or isinstance(positions, np.ndarray):
-        _check_runs(op, ids, positions, order)
-    return number_ids(ids), positions
-
-
-def _check_runs(
-    op: str, segment_ids: np.ndarray, positions: np.ndarray | None, order: np.ndarray | None
-) -> None:
-    """Rejects documents in several pieces, by the rule of `is_in_order`."""
+    if ids is not None and is_on_host(ids):
+        ids = np.asarray(ids)
+        if ids.size and ids.min() < 0:
+            row, column = np.argwhere(ids < 0)[0]
+            raise ValueError(
+                f"{op}: segment_ids[{row}, {column}] is {ids[row, column]}; it needs to be at "
+                "least 0. Mark padding with 0 and number documents from 1: add 1 to ids that count "
+                "from 0, with padding -1."
+            )
+    numbered = number_ids(ids) if isinstance(ids, np.ndarray) else ids
+    given = [x for x in (ids, positions) if x is not None]
+    if not given or not all(isinstance(x, np.ndarray) for x in given):
+        return numbered, positions
+    segments, places = np.ones(given[0].shape, np.int32) if ids is None else ids, positions
     if order is not None:
-        segment_ids = segment_ids[:, order]
-        positions = None if positions is None else positions[:, order]
-    begins = run_begins(segment_ids, positions)
+        segments, places = (x if x is None else x[:, order] for x in (segments, places))
+    begins = run_begins(segments, places)
     row, first = np.nonzero(begins)
     last = np.nonzero(np.roll(begins, -1, axis=1))[1]
-    segment = segment_ids[row, first]
+    segment = segments[row, first]
     by_id = np.lexsort((first, segment, row))  # runs of one id in one row are adjacent
     row, first, last, segment = (x[by_id] for x in (row, first, last, segment))
     again = (row[1:] == row[:-1]) & (segment[1:] == segment[:-1]) & (segment[1:] != 0)
-    if positions is not None:
-        start, end = positions[row, first], positions[row, last]
+    if places is not None:
+        start, end = places[row, first], places[row, last]
         is_separate = first[1:] != last[:-1] + 1
         again &= (start[1:] > start[:-1]) | is_separate & (end[1:] + 1 == start[:-1])
-    if again.any():
-        at = int(np.flatnonzero(again)[0])
+    for at in np.flatnonzero(again)[:1]:
         raise ValueError(
             f"{op}: segment {segment[at]} occurs in separate runs of batch row {row[at]}, but a "
             "document must be contiguous. Give each run its own segment id, or sort the row by "
@@ -136,6 +123,7 @@ def _check_runs(
             "of a parent, omit positions here. For tokens in another order, pass documents= in it: "
             "documents.zigzag(num_ranks), or Placement.documents."
         )
+    return numbered, positions
 
 
 def number_ids(segment_ids: Ids) -> Int32[Any, "B T"]:
@@ -146,21 +134,18 @@ def number_ids(segment_ids: Ids) -> Int32[Any, "B T"]:
     ids = segment_ids
     if ids.dtype.itemsize < 4 or ids.dtype == np.int32:
         return ids.astype(np.int32)
-    if not isinstance(ids, np.ndarray):
-        return _number_traced(gathered(ids, rows=True))
-    numbers = ids.astype(np.int32)
-    for row in np.flatnonzero((ids > _INT32.max).any(axis=1)):
-        _, first, place = np.unique(ids[row], return_index=True, return_inverse=True)
-        numbers[row] = np.where(ids[row] > 0, first[place] + 1, 0)
-    return numbers
-
-
-def _number_traced(ids: Integer[Array, "B T"]) -> Int32[Array, "B T"]:
+    if isinstance(ids, np.ndarray):
+        numbers = ids.astype(np.int32)
+        for row in np.flatnonzero((ids > _INT32.max).any(axis=1)):
+            _, first, place = np.unique(ids[row], return_index=True, return_inverse=True)
+            numbers[row] = np.where(ids[row] > 0, first[place] + 1, 0)
+        return numbers
+    ids = gathered(ids, rows=True)
     is_wide = (ids > ids.dtype.type(_INT32.max)).any(axis=1, keepdims=True)
     column = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
     of_id, held = lax.sort((ids, column), dimension=1, num_keys=2)
-    is_first = run_begins(of_id)
-    first = jnp.take_along_axis(held, running_max(jnp.where(is_first, column, 0)), axis=1)
+    begins = jnp.where(run_begins(of_id), column, 0)
+    first = jnp.take_along_axis(held, running_max(begins), axis=1)
     _, first = lax.sort((held, first), dimension=1, num_keys=1)
     return jnp.where(is_wide, jnp.where(ids > 0, first + 1, 0), clip_to_int32(ids))
 
@@ -175,10 +160,9 @@ def document_starts(
     segment_ids: Integer[HostOrDevice, "B T"], positions: Integer[HostOrDevice, "B T"] | None
 ) -> Any:
     """Returns the column at which each column's document starts; -1 at padding (segment <= 0)."""
-    begins = begin_columns(run_begins(segment_ids, positions))
-    if isinstance(begins, np.ndarray):
-        return np.where(segment_ids > 0, np.maximum.accumulate(begins, axis=1), -1)
-    return jnp.where(segment_ids > 0, running_max(begins), -1)
+    xp = np if isinstance(segment_ids, np.ndarray) else jnp
+    starts = running_max(begin_columns(run_begins(segment_ids, positions)))
+    return xp.where(segment_ids > 0, starts, -1)
 
 
 def begin_columns(begins: Bool[HostOrDevice, "B T"]) -> Any:
@@ -192,13 +176,8 @@ def gather_sequence(
 ) -> PyTree[Integer[Array, "B W_T"]]:
     """Returns the columns of all ranks, one rank after the other, on every rank.
 
-    Between CPU devices all arrays move in one `dispatch`, so the deadline holds. XLA's all-gather
-    would wait without a limit for a process that hangs.
-
-    Args:
-      exchange: options of the call.
-      arrays: of this rank; the same shapes on all ranks.
-      num_ranks: of the axis, W.
+    All ranks pass the same shapes. Between CPU devices all arrays move in one `dispatch`, so the
+    deadline holds. XLA's all-gather would wait without a limit for a process that hangs.
     """
     leaves, structure = jax.tree.flatten(arrays)
     if num_ranks == 1 or not leaves:
@@ -217,55 +196,31 @@ def plan_to_all(num_ranks: int) -> Metadata:
     return single_rows(np.tile(rank, (num_ranks, 1, 1)), rank[:, None, None])
 
 
-def follows_rules(mask: Mask, starts: Any, ends: Any) -> Any:
-    """Whether the arrays of a mask are those of the tokens of these documents; -1 is padding."""
-    if not mask.has_arrays:
-        return True
-    column = jnp.arange(starts.shape[1], dtype=jnp.int32)[None]
-    rules = [(x | (starts < 0)).all() for x, _ in mask.rules(column, starts, ends)]
-    return jnp.stack(rules).all() if rules else True
-
-
-_PerToken = Integer[Array, "B T"]
-
-
+@jax.named_scope("cpd.plan")
 def starts_in_order(
     segment_ids: Ids, positions: Ids | None
 ) -> tuple[Int32[Array, "B T"], Bool[Array, ""]]:
-    """`document_starts` and `is_in_order`, from one pass over the tokens."""
-    ids = jnp.asarray(segment_ids)
-    positions = None if positions is None else jnp.asarray(positions)
-    if ids.dtype != jnp.int32:
-        return document_starts(ids, positions), is_in_order(ids, positions)
-    begins = begin_columns(run_begins(ids, positions))
-    starts, highest = running_maxima([begins, jnp.maximum(ids, 0)])
-    return jnp.where(ids > 0, starts, -1), is_in_order(ids, positions, highest)
-
-
-@jax.named_scope("cpd.plan")
-def is_in_order(
-    segment_ids: Ids, positions: Ids | None, highest: _PerToken | None = None
-) -> Bool[Array, ""]:
-    """Whether no document has separate pieces in its batch row.
+    """Returns `document_starts`, and whether no document has separate pieces in its batch row.
 
     Without positions, every run of an id is a piece. With them, a run also ends where positions do
     not increase, and several documents may have one id: a run continues an earlier one of its id if
-    it starts at a higher position, or ends just before the first of a separate one. `highest` is
-    the highest id up to each column, of at least 0, if the caller knows it.
+    it starts at a higher position, or ends just before the first of a separate one.
     """
     ids = jnp.asarray(segment_ids)
-    is_token = ids > 0
     positions = None if positions is None else jnp.asarray(positions)
-    same = ids[:, 1:] == ids[:, :-1]
+    begins: Any = run_begins(ids, positions)
+    run, highest, is_token = begin_columns(begins), jnp.maximum(ids, 0), ids > 0
+    if ids.dtype == jnp.int32:
+        run, highest = running_maxima([run, highest])
+    else:
+        run, highest = running_max(run), lax.cummax(highest, axis=1)
+    starts = jnp.where(is_token, run, -1)
     # Nearly always, the ids of runs ascend. Otherwise all tokens are sorted by id.
-    if highest is None:
-        highest = jnp.maximum(ids, 0)
-        highest = running_max(highest) if ids.dtype == jnp.int32 else lax.cummax(highest, axis=1)
+    same = ids[:, 1:] == ids[:, :-1]
     ascends = are_all(same | ~is_token[:, 1:] | (ids[:, 1:] > highest[:, :-1]))
     if positions is None:
-        return lax.cond(ascends, lambda: ascends, lambda: _has_no_pieces(ids, None))
-    begins: Any = run_begins(ids, positions)
-    first = jnp.take_along_axis(positions, running_max(begin_columns(begins)), axis=1)
+        return starts, lax.cond(ascends, lambda: ascends, lambda: _has_no_pieces(ids))
+    first = jnp.take_along_axis(positions, run, axis=1)
     restarts = begins[:, 1:] & same & is_token[:, 1:]
     continues = restarts & (positions[:, 1:] > first[:, :-1])
 
@@ -273,16 +228,18 @@ def is_in_order(
         ends = jnp.pad(begins[:, 1:], ((0, 0), (0, 1)), constant_values=True)
         backwards = running_max(begin_columns(ends[:, ::-1]))[:, ::-1]
         last = jnp.take_along_axis(positions, ids.shape[1] - 1 - backwards, axis=1)
-        return _has_no_pieces(ids, (first, last))
+        return _has_no_pieces(ids, first, last)
 
-    return are_all(~continues) & lax.cond(ascends, lambda: ascends, separate)
+    return starts, are_all(~continues) & lax.cond(ascends, lambda: ascends, separate)
 
 
-def _has_no_pieces(ids: _PerToken, ends: tuple[_PerToken, _PerToken] | None) -> Bool[Array, ""]:
-    """Compares each run with the previous separate one of its id, by a sort of all tokens."""
+def _has_no_pieces(ids: Integer[Array, "B T"], *ends: Integer[Array, "B T"]) -> Bool[Array, ""]:
+    """Compares each run with the previous separate one of its id, by a sort of all tokens.
+
+    `ends`: the first and the last position of the run of each token, if runs have positions.
+    """
     column = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
-    operands = (ids, column, *(ends or ()))
-    ids, column, *runs = lax.sort(operands, dimension=1, num_keys=2)
+    ids, column, *runs = lax.sort((ids, column, *ends), dimension=1, num_keys=2)
     again = (ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] > 0) & (column[:, 1:] != column[:, :-1] + 1)
     if runs:
         first, last = runs

@@ -87,6 +87,8 @@ def document_table(
 ) -> DocumentTable:
     """Returns the documents given by their lengths, or by segment ids and positions.
 
+    Documents of lengths are consecutive in each batch row, and padding follows them.
+
     Raises:
       TypeError, ValueError: the arguments do not match, or the ranks cannot share the columns.
     """
@@ -101,35 +103,28 @@ def document_table(
     ):
         if value is not None:
             raise ValueError(f"{op}: got {name} without {partner}. Omit {name}.")
-    if lengths is not None:
-        documents = from_lengths(op, lengths, columns, world_size)
-    else:
+    if lengths is None:
         documents = from_segment_ids(op, segment_ids, positions)
+    else:
+        rows = _rows(op, lengths)
+        totals = [int(row.sum()) for row in rows]
+        longest = max(totals)
+        if columns is None:
+            columns = max(-(-longest // world_size), 1) * world_size
+        check_positive(op, columns=columns)
+        columns = int(columns)
+        if longest > columns:
+            raise ValueError(
+                f"{op}: the lengths of batch row {totals.index(longest)} sum to {longest} but "
+                f"columns is {columns}. Pass columns>={longest}, or shorter rows."
+            )
+        first = [b * columns + np.cumsum(row) - row for b, row in enumerate(rows)]
+        ids = [np.arange(1, 1 + len(row), dtype=np.int32) for row in rows]
+        tokens, first, ids = map(np.concatenate, (rows, first, ids))
+        documents = DocumentTable(tokens, first, ids, ids, len(rows), columns)
     check_columns(op, documents.columns, world_size)
     check_sizes(op, documents, world_size)
     return documents
-
-
-def from_lengths(op: str, lengths: Any, columns: int | None, world_size: int) -> DocumentTable:
-    """Returns consecutive documents in each batch row, followed by padding."""
-    rows = _rows(op, lengths)
-    if columns is not None:
-        check_positive(op, columns=columns)
-        columns = int(columns)
-    totals = [int(row.sum()) for row in rows]
-    longest = max(totals)
-    if columns is None:
-        columns = max(-(-longest // world_size), 1) * world_size
-    if longest > columns:
-        row = totals.index(longest)
-        raise ValueError(
-            f"{op}: the lengths of batch row {row} sum to {longest} but columns is {columns}. "
-            f"Pass columns>={longest}, or shorter rows."
-        )
-    first = [b * columns + np.cumsum(row) - row for b, row in enumerate(rows)]
-    ids = [np.arange(1, 1 + len(row), dtype=np.int32) for row in rows]
-    lengths, first, ids = map(np.concatenate, (rows, first, ids))
-    return DocumentTable(lengths, first, ids, ids, len(rows), columns)
 
 
 def from_segment_ids(op: str, segment_ids: Any, positions: Any) -> DocumentTable:
@@ -220,36 +215,35 @@ def _rows(op: str, lengths: Any) -> list[Int[np.ndarray, " D"]]:
             "such list per batch row."
         )
     lengths = np.asarray(lengths) if hasattr(lengths, "ndim") else list(lengths)
-    is_flat = len(lengths) > 0 and not _is_list(lengths[0])
-    rows = [_row(op, b, row) for b, row in enumerate([lengths] if is_flat else lengths)]
-    if not rows:
+    if len(lengths) and not _is_list(lengths[0]):
+        lengths = [lengths]
+    if not len(lengths):
         raise ValueError(f"{op}: lengths is empty. Pass one list of lengths per batch row.")
+    rows = []
+    for b, given in enumerate(lengths):
+        try:
+            row = np.asarray(list(given) if isinstance(given, Iterator) else given)
+            what = f"{row.dtype} of shape {row.shape}"
+        except ValueError:
+            row, what = np.empty((0, 0)), "numbers and lists"
+        if row.ndim != 1 or (row.size and row.dtype.kind not in "iu"):
+            raise TypeError(
+                f"{op}: lengths of batch row {b} are {what}; they need to be a list of integers. "
+                "Pass one list of lengths per batch row."
+            )
+        if row.size and row.min() < 0:
+            raise ValueError(
+                f"{op}: document {int(row.argmin())} of batch row {b} has length {row.min()}. "
+                "Pass lengths of at least 0 tokens."
+            )
+        if row.size and row.max() > _MOST_ROWS:
+            raise ValueError(
+                f"{op}: document {int(row.argmax())} of batch row {b} has {row.max()} tokens, but "
+                f"positions have 32 bits. Pass documents of at most {_MOST_ROWS} tokens."
+            )
+        rows.append(row.astype(np.int64))
     return rows
 
 
 def _is_list(x: Any) -> bool:
     return isinstance(x, Iterable) and getattr(x, "ndim", 1) > 0
-
-
-def _row(op: str, b: int, given: Any) -> Int[np.ndarray, " D"]:
-    try:
-        row = np.asarray(list(given) if isinstance(given, Iterator) else given)
-        what = f"{row.dtype} of shape {row.shape}"
-    except ValueError:
-        row, what = np.empty((0, 0)), "numbers and lists"
-    if row.ndim != 1 or (row.size and row.dtype.kind not in "iu"):
-        raise TypeError(
-            f"{op}: lengths of batch row {b} are {what}; they need to be a list of integers. "
-            "Pass one list of lengths per batch row."
-        )
-    if row.size and row.min() < 0:
-        raise ValueError(
-            f"{op}: document {int(row.argmin())} of batch row {b} has length {row.min()}. "
-            "Pass lengths of at least 0 tokens."
-        )
-    if row.size and row.max() > _MOST_ROWS:
-        raise ValueError(
-            f"{op}: document {int(row.argmax())} of batch row {b} has {row.max()} tokens, but "
-            f"positions have 32 bits. Pass documents of at most {_MOST_ROWS} tokens."
-        )
-    return row.astype(np.int64)

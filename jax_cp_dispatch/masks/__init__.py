@@ -1,16 +1,14 @@
 """Masks of attention: which keys of its document a query sees.
 
 `mask`: the interface, and the bases of masks of numbers, with closed forms of their ranges and
-pairs, and of masks that data decides. `static` are the masks of numbers; `prefixes`, `ranges` and
-`tree` those of arrays. `pairs` counts from the ranges of any mask; `csrc/planner/pair_count.h`
-counts the same pairs in the planner. `read` reads the argument `mask=` of all functions.
+pairs, and of masks that data decides. `static` are the masks of numbers, `arrays` those of arrays.
+`pairs` counts from the ranges of any mask; `csrc/planner/pair_count.h` counts the same pairs in the
+planner. `read` reads the argument `mask=` of all functions.
 """
 
+from jax_cp_dispatch.masks.arrays import Blocks, PrefixLM, Ranges, SharedPrefix, Tree
 from jax_cp_dispatch.masks.mask import ArrayMask, Mask, MaskRanges, StaticMask
-from jax_cp_dispatch.masks.prefixes import PrefixLM, SharedPrefix
-from jax_cp_dispatch.masks.ranges import Blocks, Ranges
 from jax_cp_dispatch.masks.static import BlockCausal, Causal, Chunked, Full, SlidingWindow
-from jax_cp_dispatch.masks.tree import Tree
 
 __all__ = [
     "ArrayMask",

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import functools
-import inspect
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +14,6 @@ from jax.sharding import NamedSharding, PartitionSpec as P, reshard
 from jaxtyping import Int64
 
 from jax_cp_dispatch._arguments import check_integer, clip_to_int32
-from jax_cp_dispatch._door import check_annotated
 
 
 class MaskRanges(NamedTuple):
@@ -45,7 +42,14 @@ class Mask(abc.ABC):
     sharded and gathered like segment ids, and may be traced. They move with the tokens if these are
     permuted; the columns in them stay those of the batch as packed. A mask never crosses the ends
     of documents.
+
+    Attributes:
+      has_arrays: whether data decides what is visible: arrays `[B, T]`.
+      has_query_ranges: whether keys have ranges of queries.
     """
+
+    has_arrays: ClassVar[bool] = False
+    has_query_ranges: ClassVar[bool] = False
 
     @property
     @abc.abstractmethod
@@ -53,19 +57,9 @@ class Mask(abc.ABC):
         """Whether no query sees keys after its own."""
 
     @property
-    def has_arrays(self) -> bool:
-        """Whether data decides what is visible: arrays `[B, T]`."""
-        return False
-
-    @property
     def kind(self) -> Any:
         """What a plan has of the mask beside ranges of rows: itself; with arrays, a `MaskKind`."""
         return self
-
-    @property
-    def has_query_ranges(self) -> bool:
-        """Whether keys have ranges of queries."""
-        return False
 
     @abc.abstractmethod
     def ranges(self, column: Any, start: Any, end: Any) -> MaskRanges:
@@ -250,8 +244,12 @@ class StaticMask(Mask):
         """Counts the pairs (q, k) of one document with q < queries and k < keys."""
         left, right, chunk = self.pair_count
         if not chunk:
-            seen = queries * keys if right < 0 else _up_to(right, queries, keys)
-            return seen if left < 0 else seen - _up_to(-left - 1, queries, keys)
+            # Those up to a diagonal are a triangle that begins before, or behind, the first query.
+            if right < 0:
+                seen = queries * keys
+            else:
+                seen = _triangle(queries + right, keys) - _triangle(right, keys)
+            return seen if left < 0 else seen - _triangle(queries - left - 1, keys)
         if right == 0:
             both = np.minimum(queries, keys)
             whole, rest = both // chunk, both % chunk
@@ -285,14 +283,6 @@ def _triangle(q: Any, k: Any) -> Any:
     return both * (both + 1) // 2 + (q - both) * both
 
 
-def _up_to(ahead: int, q: Any, k: Any) -> Any:
-    """Pairs with query < q and key < k, and key <= query + ahead.
-
-    A triangle that begins `ahead` queries earlier, minus its part before the first query.
-    """
-    return _triangle(q + ahead, k) - _triangle(ahead, k)
-
-
 def check_tokens(mask: Any, name: str, value: Any, *, minimum: int) -> None:
     """Requires an integer of at least `minimum`, and sets it as one of Python."""
     op = type(mask).__name__
@@ -314,23 +304,15 @@ def remainder(x: Any, size: int) -> Any:
     return x % size
 
 
-# ---- `ArrayMask`: a mask that data decides; its registration, and the checks of its arrays.
-
-_Kind = TypeVar("_Kind", bound="type[ArrayMask]")
+# ---- `ArrayMask`: a mask that data decides.
 
 
 @jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, repr=False)
 class MaskKind:
     """The kind of a mask of arrays, for which a plan was made; the plan has what its tokens see."""
 
-    def __init__(self, of: type[ArrayMask]) -> None:
-        self.of = of
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, MaskKind) and self.of is other.of
-
-    def __hash__(self) -> int:
-        return hash(self.of)
+    of: type[ArrayMask]
 
     def __repr__(self) -> str:
         return self.of.__name__
@@ -345,11 +327,13 @@ class ArrayMask(Mask):
       order: in which its arrays are (static): packed as it is made; `Documents.apply` changes both.
     """
 
+    has_arrays: ClassVar[bool] = True
     order: ClassVar[Order] = PACKED
 
     @property
-    def has_arrays(self) -> bool:
-        return True
+    def is_causal(self) -> bool:
+        """See `Mask`; a kind of mask that never sees later keys says so."""
+        return False
 
     @property
     def kind(self) -> MaskKind:
@@ -371,41 +355,6 @@ class ArrayMask(Mask):
         return f"{type(self).__name__}(arrays of shape {list(np.shape(leaves[0]))})"
 
 
-def array_mask(kind: _Kind) -> _Kind:
-    """Makes a frozen dataclass, a pytree of its fields, whose constructor is its own.
-
-    The annotations of the constructor say which arrays it takes.
-    """
-    names, construct = list(kind.__annotations__), kind.__init__
-    parameters = list(inspect.signature(construct).parameters)[1:]
-
-    @functools.wraps(construct)
-    def init(mask: Any, *args: Any, order: Order = PACKED, **arrays: Any) -> None:
-        check_made_packed(kind.__name__, order)
-        given = {**dict(zip(parameters, args, strict=False)), **arrays}
-        check_annotated(kind.__name__, construct, given)
-        construct(mask, *args, **arrays)
-
-    # A field, so that `dataclasses.replace` passes it.
-    made: Any = kind
-    made.__annotations__["order"], made.__init__ = Order, init
-    dataclasses.dataclass(frozen=True, eq=False, repr=False, init=False)(made)
-
-    def with_keys(mask: Any):
-        keyed = [(jax.tree_util.GetAttrKey(name), getattr(mask, name)) for name in names]
-        return keyed, mask.order
-
-    def unflatten(order, children):
-        mask = object.__new__(kind)
-        object.__setattr__(mask, "order", order)
-        for name, x in zip(names, children, strict=True):
-            object.__setattr__(mask, name, x)
-        return mask
-
-    jax.tree_util.register_pytree_with_keys(kind, with_keys, unflatten)
-    return kind
-
-
 def gathered(x: Any, *, rows: bool = False) -> Any:
     """Returns an array whose columns, and with `rows` whose rows, no explicit mesh axis shards.
 
@@ -414,36 +363,8 @@ def gathered(x: Any, *, rows: bool = False) -> Any:
     if not is_traced(x):
         return x
     sharding = jax.typeof(x).sharding
-    sharded, *columns = (*sharding.spec, None, None)[:2]
+    sharded, columns = (*sharding.spec, None, None)[:2]
     kept = None if rows else sharded
-    if (kept, None) == (sharded, *columns):
+    if (sharded, columns) == (kept, None):
         return x
     return reshard(x, NamedSharding(sharding.mesh, P(kept, None)))
-
-
-OF_OTHER_COLUMNS = (
-    "is made of other columns. Make it from whole batch rows in packed order, and pass it through "
-    "Documents.apply or Placement.apply."
-)
-
-
-def ends_fit(column: Any, end: Any) -> Any:
-    """Whether an end is that of a run with this column: behind it, and the same up to there."""
-    return (end > column) & ((column + 1 >= end) | (_shifted(end, -1) == end))
-
-
-def ends_nest(column: Any, end: Any) -> Any:
-    """Whether an end is behind its column, and no end between them is behind it."""
-    return (end > column) & ((column + 1 >= end) | (_shifted(end, -1) <= end))
-
-
-def before(x: Any) -> Any:
-    """Returns the value of the column before; of the first, its own."""
-    return _shifted(x, 1)
-
-
-def _shifted(x: Any, columns: int) -> Any:
-    xp = jnp if is_traced(x) else np
-    edge = x[:, :columns] if columns > 0 else x[:, columns:]
-    kept = x[:, :-columns] if columns > 0 else x[:, -columns:]
-    return xp.concatenate([edge, kept] if columns > 0 else [kept, edge], axis=1)

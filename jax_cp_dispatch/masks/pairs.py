@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -15,8 +16,7 @@ from jax_cp_dispatch.masks.mask import MaskRanges
 def pairs_per_query(ranges: MaskRanges) -> Int64[np.ndarray, "B T"]:
     """Counts the keys of each query, in O(n log n); linear if no query misses keys of a subtree.
 
-    Args:
-      ranges: NumPy arrays, in columns `[0, T]`; empty for padding.
+    The ranges are NumPy arrays, in columns `[0, T]`; empty for padding.
     """
     ranges = MaskRanges(*(x if x is None else x.astype(np.int64) for x in ranges))
     if ranges.q_start is None:
@@ -35,11 +35,10 @@ def pairs_with_keys(ranges: MaskRanges, first: int, last: int) -> Int64[np.ndarr
 
 
 def traced_pairs_per_query(ranges: MaskRanges, *, is_causal: bool) -> Int32[Array, "B T"]:
-    """`pairs_per_query` inside a program.
+    """`pairs_per_query` inside a program, of a mask that is causal or not.
 
-    Args:
-      is_causal: of the mask: if it has ranges of queries too, its queries miss no keys of a subtree
-        (`SharedPrefix`, `Tree`), and counting is linear.
+    If a causal one has ranges of queries too, its queries miss no keys of a subtree
+    (`SharedPrefix`, `Tree`), and counting is linear.
     """
     if ranges.q_start is None:
         return jnp.maximum(ranges.k_end - ranges.k_start, 0)
@@ -75,53 +74,44 @@ def _nested(ranges: MaskRanges, xp: Any) -> Any:
 
 
 def _visible(ranges: MaskRanges, xp: Any) -> Any:
-    """The keys between k_start and k_end with q_start <= q, minus those with q_end <= q."""
+    """The keys between k_start and k_end with q_start <= q, minus those with q_end <= q.
+
+    A wavelet matrix counts the values below a bound at the places [first, last). From the highest
+    bit on, values with bit 0 move before those with bit 1, both in order, and places follow. Where
+    the bound has bit 1, the values with bit 0 are below it.
+    """
     k_start, k_end, q_start, q_end = ranges
     B, T = k_start.shape
-    dtype = k_start.dtype
+    dtype, bits = k_start.dtype, (T + 1).bit_length()
     row = T * np.arange(B, dtype=dtype)[:, None]
-    after = xp.broadcast_to(np.arange(1, T + 1, dtype=dtype), (B, T)).reshape(-1)
+    bound = xp.broadcast_to(np.arange(1, T + 1, dtype=dtype), (B, T)).reshape(-1)
     first = xp.clip(k_start, 0, T) + row
-    last = xp.maximum(first, xp.clip(k_end, 0, T) + row)
-    first, last = first.reshape(-1), last.reshape(-1)
+    last = xp.maximum(first, xp.clip(k_end, 0, T) + row).reshape(-1)
     begin = xp.clip(q_start, 0, T)
     stop = xp.maximum(begin, xp.clip(q_end, 0, T))
-    begun, ended = (
-        _count_below(xp, x.reshape(-1), first, last, after, (T + 1).bit_length())
-        for x in (begin, stop)
-    )
-    return (begun - ended).reshape(B, T)
+    place = xp.arange(B * T, dtype=dtype)
 
+    def one_bit(i, state):
+        values, first, last, count = state
+        bit = bits - 1 - i
+        is_zero = (values >> bit & 1) == 0
+        zeros = xp.concatenate([xp.zeros(1, dtype), xp.cumsum(is_zero, dtype=dtype)])
+        first_zero, last_zero = zeros[first], zeros[last]
+        is_one = (bound >> bit & 1) == 1
+        count = count + xp.where(is_one, last_zero - first_zero, 0)
+        first = xp.where(is_one, zeros[-1] + first - first_zero, first_zero)
+        last = xp.where(is_one, zeros[-1] + last - last_zero, last_zero)
+        moved = xp.where(is_zero, zeros[:-1], zeros[-1] + place - zeros[:-1])
+        if xp is jnp:
+            return jnp.zeros_like(values).at[moved].set(values), first, last, count
+        in_order = np.empty_like(values)
+        in_order[moved] = values
+        return in_order, first, last, count
 
-def _count_below(xp: Any, values: Any, first: Any, last: Any, bound: Any, bits: int) -> Any:
-    """Counts the values below `bound` at the places [first, last), by a wavelet matrix.
+    def count_below(values):
+        state = values.reshape(-1), first.reshape(-1), last, xp.zeros_like(bound)
+        if xp is jnp:
+            return jax.lax.fori_loop(0, bits, one_bit, state)[-1]
+        return functools.reduce(lambda state, i: one_bit(i, state), range(bits), state)[-1]
 
-    From the highest bit on, values with bit 0 move before those with bit 1, both in order, and
-    places follow. Where the bound has bit 1, the values with bit 0 are below it.
-    """
-    state = values, first, last, xp.zeros_like(bound)
-    step = lambda i, state: _one_bit(xp, bits - 1 - i, state, bound)
-    if xp is jnp:
-        return jax.lax.fori_loop(0, bits, step, state)[-1]
-    for i in range(bits):
-        state = step(i, state)
-    return state[-1]
-
-
-def _one_bit(xp: Any, bit: Any, state: tuple[Any, ...], bound: Any) -> Any:
-    values, first, last, count = state
-    is_zero = (values >> bit & 1) == 0
-    zeros = xp.concatenate([xp.zeros(1, values.dtype), xp.cumsum(is_zero, dtype=values.dtype)])
-    first_zero, last_zero = zeros[first], zeros[last]
-    is_one = (bound >> bit & 1) == 1
-    count = count + xp.where(is_one, last_zero - first_zero, 0)
-    first = xp.where(is_one, zeros[-1] + first - first_zero, first_zero)
-    last = xp.where(is_one, zeros[-1] + last - last_zero, last_zero)
-    place = xp.arange(len(values), dtype=values.dtype)
-    moved = xp.where(is_zero, zeros[:-1], zeros[-1] + place - zeros[:-1])
-    if xp is np:
-        sorted_ = np.empty_like(values)
-        sorted_[moved] = values
-    else:
-        sorted_ = jnp.zeros_like(values).at[moved].set(values)
-    return sorted_, first, last, count
+    return (count_below(begin) - count_below(stop)).reshape(B, T)

@@ -68,15 +68,6 @@ def read_mask_on_host(op: str, mask: Any, shape: tuple[int, ...]) -> Mask:
     return jax.tree.map(np.asarray, mask)
 
 
-def check_mask_rules(op: str, mask: Mask, start: Any, end: Any, live: Any) -> None:
-    """Requires arrays of NumPy that are those of the tokens of these documents, `[B, T]`."""
-    for rule, what in mask.rules(np.arange(start.shape[1])[None], start, end):
-        if not (rule | ~live).all():
-            row, column = np.argwhere(~rule & live)[0]
-            kind = type(mask).__name__
-            raise ValueError(f"{op}: in batch row {row}, at column {column}, {kind} {what}")
-
-
 def check_mask_order(op: str, mask: Any, order: Order) -> None:
     """Requires that the arrays of a mask, if any, are in the order of the tokens."""
     found = getattr(mask, "order", order)

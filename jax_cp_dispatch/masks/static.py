@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +49,7 @@ class FirstAndWindow(Mask):
     seen to its end, the others by the `left` queries from their own on.
     """
 
+    has_query_ranges: ClassVar[bool] = True
     left: int
     first: int
 
@@ -57,10 +58,6 @@ class FirstAndWindow(Mask):
 
     @property
     def is_causal(self) -> bool:
-        return True
-
-    @property
-    def has_query_ranges(self) -> bool:
         return True
 
     def ranges(self, column: Any, start: Any, end: Any) -> MaskRanges:
@@ -111,9 +108,10 @@ class SlidingWindow(StaticMask):
         left = -1 if self.left is None else self.left - 1
         return left, -1 if self.right is None else self.right, 0
 
-    def clipped(self, num_tokens: int) -> "SlidingWindow":
+    def clipped(self, num_tokens: int) -> StaticMask:
         left, right = (None if x is None else min(x, num_tokens) for x in (self.left, self.right))
-        return SlidingWindow(None if left is None else max(left, 1), right)
+        left = None if left is None else max(left, 1)
+        return dataclasses.replace(self, left=left, right=right)
 
     def simplified(self) -> Mask:
         left, right = (no_limit_if_large(x) for x in (self.left, self.right))

@@ -4,6 +4,7 @@ The planning functions are `jax.numpy` with static shapes. With concrete argumen
 reverse plan is exact; with traced ones it is `max_recv_seqs`.
 """
 
+import contextlib
 import dataclasses
 import operator
 from collections.abc import Callable
@@ -23,48 +24,35 @@ from jax_cp_dispatch.metadata.fields import Metadata
 
 # ---- Checks the arguments of the planning functions; every error names the argument.
 
-_MAX_LENGTH = 2**32 - 1
+_MAX_INT32 = 2**31 - 1
+_MAX_UINT32 = 2**32 - 1
 _TOKENS = {"seq_len", "kv_context_size", "q_to_num_kv_token", "shard_len", "shard_context"}
 
 
-class Inputs:
-    """The integer arrays of one call: NumPy where values are known, traced otherwise."""
+class Inputs(dict[str, Any]):
+    """The integer arrays of one call, by name: NumPy where values are known, traced otherwise."""
 
     def __init__(self, op: str, annotated: Any, **arrays: Any):
         self.op = op
-        self._arrays = {}
         for name, value in arrays.items():
             known = host_value(value)
-            self._arrays[name] = value if known is None else known
+            self[name] = value if known is None else known
         all_ranks = "Pass the plan of all ranks, not one rank's row."
-        check_annotated(op, annotated, self._arrays, {"seq_len": all_ranks, "shard_len": all_ranks})
-        for name, x in self._arrays.items():
+        check_annotated(op, annotated, self, {"seq_len": all_ranks, "shard_len": all_ranks})
+        for name, x in self.items():
             if 0 in x.shape or (name == "dispatch" and x.ndim > 3):
                 raise ValueError(
                     f"{op}: {name} has shape {x.shape}; it needs [W, S], or for replicas "
                     f"[W, S, C], with at least one of each. {all_ranks}"
                 )
+        self.known = all(isinstance(x, np.ndarray) for x in self.values())
 
-    def __getitem__(self, name: str) -> Any:
-        return self._arrays[name]
-
-    @property
-    def known(self) -> bool:
-        """Whether every value is known, so that sizes may depend on them."""
-        return all(isinstance(x, np.ndarray) for x in self._arrays.values())
-
-    def canonical(self) -> list[Any]:
-        """Returns the arrays in the order given: u32 where they count tokens, else i32."""
-        return [
-            clip_to_int32(x, np.uint32 if name in _TOKENS else np.int32)
-            for name, x in self._arrays.items()
-        ]
-
-    def require_range(self, name: str, low: int, high: int) -> None:
+    def require_ranges(self, **ranges: tuple[int, int]) -> None:
         """Rejects known values outside `[low, high]`."""
-        x = self[name]
-        if isinstance(x, np.ndarray):
-            self.refuse(name, (x < low) | (x > high), f"needs to lie in [{low}, {high}]")
+        for name, (low, high) in ranges.items():
+            x = self[name]
+            if isinstance(x, np.ndarray):
+                self.refuse(name, (x < low) | (x > high), f"needs to lie in [{low}, {high}]")
 
     def refuse(self, name: str, bad: np.ndarray, needs: str) -> None:
         """Raises at the first element of `name` that is `bad`."""
@@ -74,7 +62,7 @@ class Inputs:
             place = ", ".join(f"{axis} {i}" for axis, i in zip(axes, at, strict=False))
             raise ValueError(f"{self.op}: {name} at {place} is {self[name][at]}; it {needs}.")
 
-    def require_tokens(self, what: str, per_rank: np.ndarray, *, high: int = _MAX_LENGTH) -> None:
+    def require_tokens(self, what: str, per_rank: np.ndarray, *, high: int = _MAX_UINT32) -> None:
         """Rejects token sums that exceed the range of the plan's fields."""
         if per_rank.max() > high:
             rank = int(per_rank.argmax())
@@ -83,21 +71,33 @@ class Inputs:
                 f"{high} are possible. Give each rank fewer tokens."
             )
 
-    def num_slots(self, needed: np.ndarray | None, max_recv_seqs: Any) -> tuple[int, int]:
-        """Returns (slots to compute with, slots to return) for `needed` slots per rank.
+    def compute(
+        self, function: Callable[..., Any], needed: np.ndarray | None, max_recv_seqs: Any
+    ) -> tuple[Any, int]:
+        """Runs a compiled planning function of all arrays, for `needed` slots per rank if known.
 
-        Both are `max_recv_seqs` if it is given. Otherwise the computation uses the next power of
-        two, so that plans of varying size share a few compiled programs.
+        Returns its result, and the number of valid slots. This is `max_recv_seqs` if it is given.
+        Otherwise the computation uses the next power of two, so that plans of varying size share a
+        few compiled programs.
         """
-        most = None if needed is None else int(needed.max())
-        if max_recv_seqs is None:
-            if most is None:
-                raise ValueError(
-                    f"{self.op}: the number of shards that a rank receives depends on traced "
-                    f"values. Pass max_recv_seqs, an upper bound, as a static int."
-                )
-            exact = max(1, most)  # arrays are never empty, even if no rank receives
-            return 1 << (exact - 1).bit_length(), exact
+        if max_recv_seqs is not None:
+            padded = num_slots = self._bound(needed, max_recv_seqs)
+        elif needed is None:
+            raise ValueError(
+                f"{self.op}: the number of shards that a rank receives depends on traced "
+                f"values. Pass max_recv_seqs, an upper bound, as a static int."
+            )
+        else:
+            num_slots = max(1, int(needed.max()))  # arrays are never empty
+            padded = 1 << (num_slots - 1).bit_length()
+        arrays = [
+            clip_to_int32(x, np.uint32 if name in _TOKENS else np.int32) for name, x in self.items()
+        ]
+        # A plan of known values is a constant, even inside jit.
+        with jax.core.eval_context() if self.known else contextlib.nullcontext():
+            return function(*arrays, num_slots=padded), num_slots
+
+    def _bound(self, needed: np.ndarray | None, max_recv_seqs: Any) -> int:
         if isinstance(max_recv_seqs, Tracer):
             raise TypeError(
                 f"{self.op}: max_recv_seqs is traced; it needs to be a static int, because it is a "
@@ -106,12 +106,13 @@ class Inputs:
         bound = operator.index(max_recv_seqs)
         if bound < 1:
             raise ValueError(f"{self.op}: max_recv_seqs is {bound}; it needs to be at least 1.")
-        if needed is not None and most is not None and most > bound:
+        if needed is not None and needed.max() > bound:
+            most = int(needed.max())
             raise ValueError(
                 f"{self.op}: rank {int(needed.argmax())} would receive {most} shards but "
                 f"max_recv_seqs is {bound}. Pass max_recv_seqs>={most}, or omit it."
             )
-        return bound, bound
+        return bound
 
 
 def count_per_rank(dst: np.ndarray, world_size: int, weights: np.ndarray) -> np.ndarray:
@@ -126,14 +127,12 @@ def count_per_rank(dst: np.ndarray, world_size: int, weights: np.ndarray) -> np.
 # ---- The compiled arithmetic of planning: running sums per destination, and their inverse.
 #
 # W ranks, S slots, C replicas, N = S * C shards per rank in global order, R slots of a reverse
-# plan.
-# Token sums wrap modulo 2**32; callers reject known values that would.
+# plan. Token sums wrap modulo 2**32; callers reject known values that would.
 
 # Shards of a rank that are compared pairwise; a table [W * blocks, W] combines the blocks. Both
 # parts cost about the same near 64 shards, and neither needs a sort.
 _BLOCK = 64
-# Rows of that table that are summed at a time: on CPU 10 times faster than `jnp.cumsum` at 512
-# rows.
+# Rows of that table summed at a time: on CPU 10 times faster than `jnp.cumsum` at 512 rows.
 _ROWS = 4
 
 
@@ -147,50 +146,73 @@ def plan(
     (offset, matrix), (slot, counts) = _sums_per_destination(
         _flat(replicas), _flat(tokens), jnp.ones(_flat(replicas).shape, jnp.int32)
     )
-    forward = _forward(seq_len, dispatch, offset.reshape(dispatch.shape), matrix)
+    offset = offset.reshape(dispatch.shape)
+    forward = _metadata(matrix.T, dst_rank=dispatch, dst_offset=offset, seq_len=seq_len)
     source = _slot_source(_flat(replicas), slot, num_slots)
     num_received = jnp.sum(counts, 0, dtype=jnp.int32)
     mask = dispatch >= 0 if dispatch.ndim == 3 else None
     return forward, _reverse(seq_len, replicas.shape[2], source, num_received, matrix, mask)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class KvInputs:
-    """The arguments of `compute_metadata_kv`, in its order."""
-
-    kv_to_q_mapping: Int32[Array, "W S C 2"]
-    kv_to_q_rank: Int32[Array, "W S C"]
-    kv_context_size: UInt32[Array, "W S"]
-    q_to_num_kv_seq: Int32[Array, "W S"]
-    q_to_num_kv_token: UInt32[Array, "W S"]
-    seq_len: UInt32[Array, "W S"]
-    num_seqs: Int32[Array, " W"]
-    q_dispatch: Int32[Array, "W S"]
-
-
 @partial(jax.jit, static_argnames="num_slots")
-def plan_kv(kv: KvInputs, *, num_slots: int) -> tuple[Metadata, Metadata]:
+def plan_kv(
+    kv_to_q_mapping: Int32[Array, "W S C 2"],
+    kv_to_q_rank: Int32[Array, "W S C"],
+    kv_context_size: UInt32[Array, "W S"],
+    q_to_num_kv_seq: Int32[Array, "W S"],
+    q_to_num_kv_token: UInt32[Array, "W S"],
+    seq_len: UInt32[Array, "W S"],
+    num_seqs: Int32[Array, " W"],
+    q_dispatch: Int32[Array, "W S"],
+    *,
+    num_slots: int,
+) -> tuple[Metadata, Metadata]:
     """`compute_metadata_kv` for `num_slots` reverse slots."""
-    world_size, num_shards = kv.seq_len.shape
+    world_size, num_shards = seq_len.shape
     (first_row, _), (first_slot, reserved) = _sums_per_destination(
-        kv.q_dispatch, kv.q_to_num_kv_token, kv.q_to_num_kv_seq
+        q_dispatch, q_to_num_kv_token, q_to_num_kv_seq
     )
-    q_rank, q_slot = kv.kv_to_q_mapping[..., 0], kv.kv_to_q_mapping[..., 1]
+    q_rank, q_slot = kv_to_q_mapping[..., 0], kv_to_q_mapping[..., 1]
     query = jnp.where((q_rank >= 0) & (q_slot >= 0), q_rank * num_shards + q_slot, -1)
-    dst = jnp.where(query >= 0, _take(kv.q_dispatch, query), -1)
-    row = jnp.where(dst >= 0, _take(first_row, query) + kv.kv_context_size[..., None], 0)
-    slot = _take(first_slot, query) + kv.kv_to_q_rank
-    tokens = jnp.broadcast_to(kv.seq_len[..., None], dst.shape)
+    dst = jnp.where(query >= 0, _take(q_dispatch, query), -1)
+    row = jnp.where(dst >= 0, _take(first_row, query) + kv_context_size[..., None], 0)
+    slot = _take(first_slot, query) + kv_to_q_rank
+    tokens = jnp.broadcast_to(seq_len[..., None], dst.shape)
 
     matrix = _sum_table(_flat(dst), _flat(tokens), world_size)
-    forward = _forward(kv.seq_len, dst, row, matrix, at_least=kv.num_seqs)
+    forward = _metadata(matrix.T, dst_rank=dst, dst_offset=row, seq_len=seq_len)
+    forward = dataclasses.replace(forward, num_seqs=jnp.maximum(forward.num_seqs, num_seqs))
     source = _slot_source(_flat(dst), _flat(slot), num_slots)
     # Some slots may be empty, so the last used one counts. Slots beyond the bound are not in
     # `source`; then the slots that the queries reserve are counted.
     reserved = jnp.sum(reserved, 0, dtype=jnp.int32)
-    num_received = jnp.where(reserved > num_slots, reserved, _last_used(source >= 0))
-    return forward, _reverse(kv.seq_len, dst.shape[2], source, num_received, matrix, dst >= 0)
+    place = jnp.arange(1, num_slots + 1, dtype=jnp.int32)
+    last_used = jnp.max(jnp.where(source >= 0, place, 0), 1)
+    num_received = jnp.where(reserved > num_slots, reserved, last_used)
+    return forward, _reverse(seq_len, dst.shape[2], source, num_received, matrix, dst >= 0)
+
+
+class AttnLayoutSeqlens(NamedTuple):
+    """Inputs of variable-length attention kernels, per rank, in attention layout.
+
+    R is the number of slots for received shards: the number that the busiest rank receives (at
+    least 1), or `max_recv_seqs`. Lengths count tokens.
+
+    Attributes:
+      cu_seqlens_q: i32 `[W, R + 1]`; the start of each received query shard, then the total,
+        repeated past the rank's last shard.
+      cu_seqlens_kv: i32 `[W, R + 1]`; the same for the KV context of each query shard.
+      max_seqlen_q: i32 `[W]`; the longest query shard, 0 if nothing is received.
+      max_seqlen_kv: i32 `[W]`; the longest KV context.
+      num_local_seqs: i32 `[W]`; query shards received; exceeds R only if traced values need more
+        than `max_recv_seqs`.
+    """
+
+    cu_seqlens_q: Int32[Array, "W R_plus_1"]
+    cu_seqlens_kv: Int32[Array, "W R_plus_1"]
+    max_seqlen_q: Int32[Array, " W"]
+    max_seqlen_kv: Int32[Array, " W"]
+    num_local_seqs: Int32[Array, " W"]
 
 
 @partial(jax.jit, static_argnames="num_slots")
@@ -200,14 +222,8 @@ def attn_layout(
     dispatch: Int32[Array, "W S"],
     *,
     num_slots: int,
-) -> tuple[
-    Int32[Array, "W R_plus_1"],
-    Int32[Array, "W R_plus_1"],
-    Int32[Array, " W"],
-    Int32[Array, " W"],
-    Int32[Array, " W"],
-]:
-    """The fields of `compute_attn_layout_seqlens` for `num_slots` received shards."""
+) -> AttnLayoutSeqlens:
+    """`compute_attn_layout_seqlens` for `num_slots` received shards."""
     ((slot, counts),) = _sums_per_destination(dispatch, jnp.ones(dispatch.shape, jnp.int32))
     source = _slot_source(dispatch, slot, num_slots)
     q, kv = (
@@ -215,7 +231,8 @@ def attn_layout(
         for x in (shard_len, shard_context)
     )
     cu_q, cu_kv = (jnp.pad(jnp.cumsum(x, 1, dtype=jnp.int32), ((0, 0), (1, 0))) for x in (q, kv))
-    return cu_q, cu_kv, q.max(1), kv.max(1), jnp.sum(counts, 0, dtype=jnp.int32)
+    num_received = jnp.sum(counts, 0, dtype=jnp.int32)
+    return AttnLayoutSeqlens(cu_q, cu_kv, q.max(1), kv.max(1), num_received)
 
 
 def _flat(x: Shaped[Array, "W S C"]) -> Shaped[Array, "W N"]:
@@ -288,24 +305,6 @@ def _slot_source(
     return source.reshape(world_size, num_slots)
 
 
-def _last_used(used: Bool[Array, "W S"]) -> Int32[Array, " W"]:
-    """Returns the last used slot of each rank, plus one."""
-    return jnp.max(jnp.where(used, jnp.arange(1, used.shape[1] + 1, dtype=jnp.int32), 0), 1)
-
-
-def _forward(
-    seq_len: UInt32[Array, "W S"],
-    dst: Int32[Array, "W S *C"],
-    offset: UInt32[Array, "W S *C"],
-    matrix: UInt32[Array, "W W"],
-    *,
-    at_least: Int32[Array, " W"] | int = 0,
-) -> Metadata:
-    used = (dst.reshape(*seq_len.shape, -1) >= 0).any(-1) | (seq_len > 0)
-    num_seqs = jnp.maximum(_last_used(used), at_least)
-    return _metadata(dst, offset, seq_len, num_seqs, matrix.T)
-
-
 def _reverse(
     seq_len: UInt32[Array, "W S"],
     num_replicas: int,
@@ -323,54 +322,21 @@ def _reverse(
     row = jnp.take(total, home, mode="clip") * replica.astype(seq_len.dtype) + _take(start, shard)
     offset = jnp.where(filled, row, 0)
     lengths = jnp.where(filled, _take(seq_len, shard), 0)
-    metadata = _metadata(home, offset, lengths, num_received, matrix)
-    return dataclasses.replace(metadata, seq_recv_mask=mask, recv_seq_lens=seq_len)
-
-
-def _metadata(
-    dst_rank: Int32[Array, "..."],
-    dst_offset: UInt32[Array, "..."],
-    seq_len: UInt32[Array, "W slots"],
-    num_seqs: Int32[Array, " W"],
-    received: UInt32[Array, "W W"],
-) -> Metadata:
-    total = jnp.sum(received, 1, dtype=received.dtype)
-    return Metadata(
-        dst_rank=dst_rank,
-        dst_offset=dst_offset,
-        seq_len=seq_len,
-        num_recv_tokens=jnp.concatenate([received, total[:, None]], 1),
-        num_seqs=num_seqs,
-        num_total_recv_tokens=total,
-        world_size=received.shape[0],
+    return _metadata(
+        matrix,
+        dst_rank=home,
+        dst_offset=offset,
+        seq_len=lengths,
+        num_seqs=num_received,
+        seq_recv_mask=mask,
+        recv_seq_lens=seq_len,
     )
 
 
-_MAX_INT32 = 2**31 - 1
-_MAX_UINT32 = 2**32 - 1
-
-
-class AttnLayoutSeqlens(NamedTuple):
-    """Inputs of variable-length attention kernels, per rank, in attention layout.
-
-    R is the number of slots for received shards: the number that the busiest rank receives (at
-    least 1), or `max_recv_seqs`. Lengths count tokens.
-
-    Attributes:
-      cu_seqlens_q: i32 `[W, R + 1]`; the start of each received query shard, then the total,
-        repeated past the rank's last shard.
-      cu_seqlens_kv: i32 `[W, R + 1]`; the same for the KV context of each query shard.
-      max_seqlen_q: i32 `[W]`; the longest query shard, 0 if nothing is received.
-      max_seqlen_kv: i32 `[W]`; the longest KV context.
-      num_local_seqs: i32 `[W]`; query shards received; exceeds R only if traced values need more
-        than `max_recv_seqs`.
-    """
-
-    cu_seqlens_q: Int32[Array, "W R_plus_1"]
-    cu_seqlens_kv: Int32[Array, "W R_plus_1"]
-    max_seqlen_q: Int32[Array, " W"]
-    max_seqlen_kv: Int32[Array, " W"]
-    num_local_seqs: Int32[Array, " W"]
+def _metadata(received: UInt32[Array, "W W"], **fields: Any) -> Metadata:
+    total = jnp.sum(received, 1, keepdims=True, dtype=received.dtype)
+    num_recv_tokens = jnp.concatenate([received, total], 1)
+    return Metadata(**fields, num_recv_tokens=num_recv_tokens, world_size=len(received))
 
 
 def compute_metadata(
@@ -400,8 +366,7 @@ def compute_metadata(
     """
     inputs = Inputs("compute_metadata", compute_metadata, seq_len=seq_len, dispatch=dispatch)
     world_size, _ = shape = inputs["seq_len"].shape
-    inputs.require_range("seq_len", 0, _MAX_UINT32)
-    inputs.require_range("dispatch", -1, world_size - 1)
+    inputs.require_ranges(seq_len=(0, _MAX_UINT32), dispatch=(-1, world_size - 1))
     needed = None
     if inputs.known:
         lengths, dst = inputs["seq_len"].astype(np.int64), inputs["dispatch"]
@@ -462,16 +427,17 @@ def compute_metadata_kv(
         q_dispatch=q_dispatch,
     )
     world_size, num_shards = inputs["seq_len"].shape
-    inputs.require_range("q_dispatch", -1, world_size - 1)
-    inputs.require_range("num_seqs", 0, num_shards)
-    for name in ("seq_len", "kv_context_size", "q_to_num_kv_token"):
-        inputs.require_range(name, 0, _MAX_UINT32)
-    inputs.require_range("q_to_num_kv_seq", 0, _MAX_INT32)
-    needed = _check_kv(inputs) if inputs.known else None
-    plan_inputs = lambda *arrays, num_slots: plan_kv(
-        KvInputs(*map(jnp.asarray, arrays)), num_slots=num_slots
+    tokens = 0, _MAX_UINT32
+    inputs.require_ranges(
+        q_dispatch=(-1, world_size - 1),
+        num_seqs=(0, num_shards),
+        seq_len=tokens,
+        kv_context_size=tokens,
+        q_to_num_kv_token=tokens,
+        q_to_num_kv_seq=(0, _MAX_INT32),
     )
-    return _forward_reverse(plan_inputs, inputs, needed, max_recv_seqs)
+    needed = _check_kv(inputs) if inputs.known else None
+    return _forward_reverse(plan_kv, inputs, needed, max_recv_seqs)
 
 
 def compute_attn_layout_seqlens(
@@ -490,8 +456,6 @@ def compute_attn_layout_seqlens(
       shard_context: integer `[W, S]`; tokens of the shard's KV context, itself included.
       dispatch: integer `[W, S]`; the rank each query shard goes to, -1 = none.
       max_recv_seqs: R, the slots of the result; None as in `compute_metadata`.
-    Returns:
-      Cumulative lengths with the leading zero; past the last shard they repeat the total.
     Raises:
       TypeError: an argument is not of integers.
       ValueError: as in `compute_metadata`.
@@ -504,19 +468,17 @@ def compute_attn_layout_seqlens(
         dispatch=dispatch,
     )
     world_size, _ = inputs["shard_len"].shape
-    inputs.require_range("dispatch", -1, world_size - 1)
-    needed = None
-    for name in ("shard_len", "shard_context"):
-        inputs.require_range(name, 0, _MAX_INT32)
-        if inputs.known:
+    tokens, needed = (0, _MAX_INT32), None
+    inputs.require_ranges(dispatch=(-1, world_size - 1), shard_len=tokens, shard_context=tokens)
+    if inputs.known:
+        for name in ("shard_len", "shard_context"):
             received = count_per_rank(inputs["dispatch"], world_size, inputs[name])
             inputs.require_tokens(f"what {name} sends to the layout", received, high=_MAX_INT32)
-    if inputs.known:
         needed = count_per_rank(inputs["dispatch"], world_size, np.ones(1))
-    fields, num_slots = _compute(attn_layout, inputs, needed, max_recv_seqs)
-    cu_seqlens_q, cu_seqlens_kv, *rest = fields
-    return AttnLayoutSeqlens(
-        _cut(cu_seqlens_q, num_slots + 1), _cut(cu_seqlens_kv, num_slots + 1), *rest
+    result, num_slots = inputs.compute(attn_layout, needed, max_recv_seqs)
+    return result._replace(
+        cu_seqlens_q=_cut(result.cu_seqlens_q, num_slots + 1),
+        cu_seqlens_kv=_cut(result.cu_seqlens_kv, num_slots + 1),
     )
 
 
@@ -560,26 +522,12 @@ def _forward_reverse(
     needed: np.ndarray | None,
     max_recv_seqs: int | None,
 ) -> tuple[Metadata, Metadata]:
-    (forward, reverse), num_slots = _compute(function, inputs, needed, max_recv_seqs)
+    (forward, reverse), num_slots = inputs.compute(function, needed, max_recv_seqs)
     slots = {
         name: _cut(getattr(reverse, name), num_slots)
         for name in ("dst_rank", "dst_offset", "seq_len")
     }
     return forward, dataclasses.replace(reverse, **slots)
-
-
-def _compute(
-    function: Callable[..., Any],
-    inputs: Inputs,
-    needed: np.ndarray | None,
-    max_recv_seqs: int | None,
-) -> tuple[Any, int]:
-    """Runs a compiled planning function; returns its result and the number of valid slots."""
-    padded, num_slots = inputs.num_slots(needed, max_recv_seqs)
-    if not inputs.known:
-        return function(*inputs.canonical(), num_slots=padded), num_slots
-    with jax.core.eval_context():  # a plan of known values is a constant, even inside jit
-        return function(*inputs.canonical(), num_slots=padded), num_slots
 
 
 def _cut(x: Array, num_slots: int) -> Array:

@@ -21,244 +21,195 @@ _MAX_UINT32 = 2**32 - 1
 
 def check_plan(plan: Any) -> None:
     """Raises unless a transport can execute `plan` (a `Metadata`)."""
-    fields = _host_fields(plan)
+    fields, is_view = _host_fields(plan)
     world_size = plan.world_size
-    is_view = fields["seq_len"].ndim == 1
-    if is_view:
-        fields = {name: x[None] for name, x in fields.items()}
-    _check_shapes(fields, world_size, is_view)
-    _check_ranges(fields, world_size)
+    limits = {"dst_rank": (-1, world_size - 1), "num_seqs": (0, 2**31 - 1)}
+    for name, x in fields.items():
+        if name != "seq_recv_mask":
+            low, high = limits.get(name, (0, _MAX_UINT32))
+            needs = f"{name} is {{}}; it needs to lie in [{low}, {high}]"
+            _refuse((x < low) | (x > high), needs, x)
+            fields[name] = x.astype(np.int64)  # sums below cannot wrap
+
+    dst_rank, offset, seq_len = (fields[x] for x in ("dst_rank", "dst_offset", "seq_len"))
+    moves = dst_rank >= 0
+    length = seq_len.reshape(*seq_len.shape, *(1,) * (dst_rank.ndim - 2))
+    length = np.broadcast_to(length, dst_rank.shape)
+    end = offset + length
+    read_to = np.cumsum(seq_len, 1)
+    if "src_offset" in fields:
+        read_to = fields["src_offset"] + seq_len
+    too_far = "{} is {{}}; it needs to fit in 32 bits"
+    _refuse(moves & (end > _MAX_UINT32), too_far.format("dst_offset + seq_len"), end)
+    _refuse(read_to > _MAX_UINT32, too_far.format("src_offset + seq_len"), read_to)
     if "num_seqs" in fields:
-        _check_slots_in_use(fields)
-    _check_counts(fields, world_size)
+        num_seqs, num_slots = fields["num_seqs"], seq_len.shape[1]
+        derived: dict[str, Any] = {**fields, "num_seqs": None}
+        last = Metadata(**derived, world_size=world_size).num_seqs
+        _refuse(
+            (num_seqs < last) | (num_seqs > num_slots),
+            f"num_seqs is {{}}; it needs to lie in [{{}}, {num_slots}], from the last slot in use "
+            "to the number of slots. If omitted, it is derived",
+            *(num_seqs, last),
+        )
+    received, total = np.split(fields["num_recv_tokens"], [world_size], axis=1)
+    sums = received.sum(1)
+    differs = "{} is {{}}, but num_recv_tokens sums to {{}}"
+    _refuse(total[:, 0] != sums, differs.format("num_recv_tokens' last column"), total[:, 0], sums)
+    totals = fields.get("num_total_recv_tokens", sums)
+    of_totals = differs.format("num_total_recv_tokens") + ". If omitted, it is derived"
+    _refuse(totals != sums, of_totals, totals, sums)
     if is_view:
         return
-    _check_pairs(fields, world_size)
-    _check_destinations(fields)
+
+    sent = np.zeros((world_size, world_size), np.int64)
+    np.add.at(sent, (dst_rank[moves], np.nonzero(moves)[0]), length[moves])
+    for receiver, sender in np.argwhere(sent != received)[:1]:
+        slots = np.unique(np.argwhere(dst_rank[sender] == receiver)[:, 0])
+        some = ", ".join(map(str, slots[:8])) + (", …" if len(slots) > 8 else "")
+        _fail(
+            f"rank {receiver}: num_recv_tokens expects {received[receiver, sender]} tokens of rank "
+            f"{sender}, whose seq_len with dst_rank {receiver} sums to {sent[receiver, sender]} "
+            f"(slot {some or 'none'})"
+        )
+    _check_destinations(fields, length)
 
 
-def _host_fields(plan: Any) -> dict[str, np.ndarray]:
+def _host_fields(plan: Any) -> tuple[dict[str, np.ndarray], bool]:
+    """Returns arrays `[W, ...]` of right dtypes and shapes, and whether they are one rank's."""
     fields = {}
     for name, leaf in vars(plan).items():
         if name in ("world_size", "normalized") or leaf is None:
             continue
-        value = host_value(leaf)
+        fields[name] = value = host_value(leaf)
         if value is None:
             raise TypeError(
                 f"Metadata.validate: {name} is traced or lives on another host, so its values are "
                 f"not known here. Validate on the host, before the plan enters jit."
             )
-        if name == "seq_recv_mask":
-            if value.dtype != np.bool_:
-                _fail(f"seq_recv_mask has dtype {value.dtype}; it needs bool")
-        elif not np.issubdtype(value.dtype, np.integer):
-            _fail(f"{name} has dtype {value.dtype}; it needs an integer dtype")
-        fields[name] = value
-    return fields
+        is_mask = name == "seq_recv_mask"
+        if not np.issubdtype(value.dtype, np.bool_ if is_mask else np.integer):
+            needs = "bool" if is_mask else "an integer dtype"
+            _fail(f"{name} has dtype {value.dtype}; it needs {needs}")
+    world_size, is_view = plan.world_size, fields["seq_len"].ndim == 1
+    if is_view:
+        fields = {name: x[None] for name, x in fields.items()}
+    lead = 1 if is_view else world_size
+    shapes = {name: x.shape for name, x in fields.items()}
+    seq_len, dst_rank = shapes["seq_len"], shapes["dst_rank"]
+    home, mask = shapes.get("recv_seq_lens"), shapes.get("seq_recv_mask")
+    needed = {
+        "seq_len": (lead, *seq_len[1:]),
+        "dst_offset": dst_rank,
+        "src_offset": (lead, *seq_len[1:]),
+        "num_recv_tokens": (lead, world_size + 1),
+        "num_seqs": (lead,),
+        "num_total_recv_tokens": (lead,),
+    }
+    for is_right, what in (
+        (world_size >= 1, f"world_size is {world_size}; it needs to be at least 1"),
+        (len(seq_len) == 2, f"seq_len has shape {seq_len}; it needs [W, S], or [S] for one rank"),
+        (
+            dst_rank[:2] == needed["seq_len"] and len(dst_rank) in (2, 3),
+            f"dst_rank has shape {dst_rank}; it needs seq_len's {seq_len} with {lead} leading rows "
+            f"for world_size {world_size}, or that and a replica axis",
+        ),
+        (
+            home is None or (len(home) == 2 and home[0] == lead),
+            f"recv_seq_lens has shape {home}; it needs [W, S] with W {world_size}, or [S]",
+        ),
+        (
+            mask is None or home is not None,
+            "seq_recv_mask is given without recv_seq_lens; pass both, or neither",
+        ),
+        (
+            mask is None or (len(mask) == 3 and mask[:2] == home),
+            f"seq_recv_mask has shape {mask}; it needs that of recv_seq_lens, {home}, and a "
+            "replica axis",
+        ),
+        *(
+            (
+                shapes.get(name, shape) == shape,
+                f"{name} has shape {shapes.get(name)}; it needs {shape} for world_size "
+                f"{world_size} and dst_rank {dst_rank}",
+            )
+            for name, shape in needed.items()
+        ),
+    ):
+        if not is_right:
+            _fail(what)
+    return fields, is_view
+
+
+def _check_destinations(fields: dict[str, np.ndarray], length: np.ndarray) -> None:
+    """Requires that destination ranges cover exactly the expected rows, each of them once."""
+    dst_rank, offset = fields["dst_rank"], fields["dst_offset"]
+    home, mask = fields.get("recv_seq_lens"), fields.get("seq_recv_mask")
+    size = fields["num_recv_tokens"][:, -1]
+    if home is not None:
+        mask = np.ones((*home.shape, 1), bool) if mask is None else mask
+        size = home.sum(1) * mask.shape[2]
+    _refuse(
+        (dst_rank >= 0) & (offset + length > size[dst_rank]),
+        "dst_offset {} with seq_len {} ends outside of the {} rows that rank {} receives",
+        *(offset, length, size[dst_rank], dst_rank),
+    )
+    shards = np.argwhere((dst_rank >= 0) & (length > 0))  # rows (rank, slot[, replica])
+    to, start, tokens = (x[tuple(shards.T)] for x in (dst_rank, offset, length))
+    order = np.lexsort((start, to))
+    shards, to, start, tokens = (x[order] for x in (shards, to, start, tokens))
+    free = np.roll(start + tokens, 1)  # the first unwritten row
+    free[np.diff(to, prepend=-1) != 0] = 0
+    gap = (start > free) & (home is None)
+    _refuse(
+        (start < free) | gap,
+        "dst_offset {} with seq_len {} {} the rows below {} that rank {} receives",
+        *(start, tokens, np.where(gap, "leaves a gap after", "overlaps"), free, to),
+        places=shards,
+    )
+    if home is None or mask is None:
+        return
+    # Each range of a reverse plan is one replica of one of the receiver's shards.
+    row = np.arange(mask.shape[2]) * home.sum(1)[:, None, None]
+    row = row + (np.cumsum(home, 1) - home)[..., None]
+    expected = {
+        (int(r), int(row[r, s, c])): int(home[r, s])
+        for r, s, c in np.argwhere(mask & (home > 0)[..., None])
+    }
+    given = zip(to.tolist(), start.tolist(), tokens.tolist(), strict=True)
+    _refuse(
+        np.array([expected.pop((rank, first), None) != n for rank, first, n in given], bool),
+        "dst_offset {} with seq_len {} is not a shard of rank {} in recv_seq_lens and "
+        "seq_recv_mask",
+        *(start, tokens, to),
+        places=shards,
+    )
+    if expected and "seq_recv_mask" in fields:
+        (rank, first), n = next(iter(expected.items()))
+        _fail(
+            f"rank {rank}: no rank returns rows [{first}, {first + n}), which seq_recv_mask expects"
+        )
+
+
+def _refuse(
+    bad: np.ndarray, what: str, *values: np.ndarray, places: np.ndarray | None = None
+) -> None:
+    """Raises at the first place [rank, slot, replica] that is bad, with the values there."""
+    for at in np.argwhere(bad)[:1]:
+        place = at if places is None else places[at[0]]
+        names = ("rank", "slot", "replica")
+        where = ", ".join(f"{name} {i}" for name, i in zip(names, place, strict=False))
+        _fail(f"{where}: {what.format(*(x[tuple(at)] for x in values))}")
 
 
 def _fail(what: str) -> None:
     raise ValueError(f"Metadata.validate: {what}.")
 
 
-def _first(bad: np.ndarray) -> tuple[int, ...] | None:
-    where = np.argwhere(bad)
-    return tuple(int(i) for i in where[0]) if len(where) else None
-
-
-def _at(index: tuple[int, ...]) -> str:
-    names = ("rank", "slot", "replica")
-    return ", ".join(f"{name} {i}" for name, i in zip(names, index, strict=False))
-
-
-def _check_shapes(fields: dict[str, np.ndarray], world_size: int, is_view: bool) -> None:
-    if world_size < 1:
-        _fail(f"world_size is {world_size}; it needs to be at least 1")
-    lead = 1 if is_view else world_size
-    if fields["seq_len"].ndim != 2:
-        _fail(f"seq_len has shape {fields['seq_len'].shape}; it needs [W, S], or [S] for one rank")
-    num_slots = fields["seq_len"].shape[1]
-    expected = {
-        "seq_len": (lead, num_slots),
-        "dst_offset": fields["dst_rank"].shape,
-        "src_offset": (lead, num_slots),
-        "num_recv_tokens": (lead, world_size + 1),
-        "num_seqs": (lead,),
-        "num_total_recv_tokens": (lead,),
-    }
-    dst_rank = fields["dst_rank"].shape
-    if dst_rank[:2] != (lead, num_slots) or len(dst_rank) not in (2, 3):
-        _fail(
-            f"dst_rank has shape {dst_rank}; it needs seq_len's {fields['seq_len'].shape} with "
-            f"{lead} leading rows for world_size {world_size}, or that and a replica axis"
-        )
-    if "recv_seq_lens" in fields:
-        shape = fields["recv_seq_lens"].shape
-        if len(shape) != 2 or shape[0] != lead:
-            _fail(f"recv_seq_lens has shape {shape}; it needs [W, S] with W {world_size}, or [S]")
-        mask = fields.get("seq_recv_mask")
-        if mask is not None and (mask.ndim != 3 or mask.shape[:2] != shape):
-            _fail(
-                f"seq_recv_mask has shape {mask.shape}; it needs that of recv_seq_lens, {shape}, "
-                f"and a replica axis"
-            )
-    elif "seq_recv_mask" in fields:
-        _fail("seq_recv_mask is given without recv_seq_lens; pass both, or neither")
-    for name, shape in expected.items():
-        if name in fields and fields[name].shape != shape:
-            _fail(
-                f"{name} has shape {fields[name].shape}; it needs {shape} for world_size "
-                f"{world_size} and dst_rank {dst_rank}"
-            )
-
-
-def _check_ranges(fields: dict[str, np.ndarray], world_size: int) -> None:
-    limits = {name: (0, _MAX_UINT32) for name in fields if name != "seq_recv_mask"}
-    limits["dst_rank"] = (-1, world_size - 1)
-    limits["num_seqs"] = (0, 2**31 - 1)
-    for name, (low, high) in limits.items():
-        at = _first((fields[name] < low) | (fields[name] > high))
-        if at is not None:
-            _fail(f"{_at(at)}: {name} is {fields[name][at]}; it needs to lie in [{low}, {high}]")
-    for name, field in fields.items():  # 64-bit sums below cannot wrap
-        fields[name] = field if field.dtype == np.bool_ else field.astype(np.int64)
-    end = fields["dst_offset"] + _per_replica(fields)
-    read_to = np.cumsum(fields["seq_len"], 1)
-    if "src_offset" in fields:
-        read_to = fields["src_offset"] + fields["seq_len"]
-    for what, rows, moves in (
-        ("dst_offset + seq_len", end, fields["dst_rank"] >= 0),
-        ("src_offset + seq_len", read_to, True),
-    ):
-        at = _first(moves & (rows > _MAX_UINT32))
-        if at is not None:
-            _fail(f"{_at(at)}: {what} is {rows[at]}; it needs to fit in 32 bits")
-
-
-def _per_replica(fields: dict[str, np.ndarray]) -> np.ndarray:
-    seq_len, dst_rank = fields["seq_len"], fields["dst_rank"]
-    if dst_rank.ndim == 3:
-        seq_len = seq_len[..., None]
-    return np.broadcast_to(seq_len, dst_rank.shape)
-
-
-def _check_slots_in_use(fields: dict[str, np.ndarray]) -> None:
-    num_slots = fields["seq_len"].shape[1]
-    dst_rank = fields["dst_rank"]
-    sent = (dst_rank >= 0).any(axis=tuple(range(2, dst_rank.ndim)))
-    used = sent | (fields["seq_len"] > 0)
-    last: np.ndarray = np.max(np.where(used, np.arange(1, num_slots + 1), 0), axis=1, initial=0)
-    at = _first((fields["num_seqs"] < last) | (fields["num_seqs"] > num_slots))
-    if at is not None:
-        _fail(
-            f"{_at(at)}: num_seqs is {fields['num_seqs'][at]}; it needs to lie in "
-            f"[{last[at]}, {num_slots}], from the last slot in use to the number of slots. If "
-            f"omitted, it is derived"
-        )
-
-
-def _check_counts(fields: dict[str, np.ndarray], world_size: int) -> None:
-    per_rank = fields["num_recv_tokens"]
-    sums: np.ndarray = per_rank[:, :world_size].sum(1)
-    totals = fields.get("num_total_recv_tokens", sums)
-    for name, got, remedy in (
-        ("num_recv_tokens' last column", per_rank[:, -1], ""),
-        ("num_total_recv_tokens", totals, ". If omitted, it is derived"),
-    ):
-        at = _first(got != sums)
-        if at is not None:
-            _fail(f"{_at(at)}: {name} is {got[at]}, but num_recv_tokens sums to {sums[at]}{remedy}")
-
-
-def _check_pairs(fields: dict[str, np.ndarray], world_size: int) -> None:
-    dst_rank = fields["dst_rank"]
-    source = np.broadcast_to(
-        np.arange(world_size).reshape(-1, *(1,) * (dst_rank.ndim - 1)), dst_rank.shape
-    )
-    moves = dst_rank >= 0
-    sent = np.zeros((world_size, world_size), np.int64)
-    np.add.at(sent, (dst_rank[moves], source[moves]), _per_replica(fields)[moves])
-    received = fields["num_recv_tokens"][:, :world_size]
-    at = _first(sent != received)
-    if at is not None:
-        receiver, sender = at
-        slots = np.unique(np.argwhere(dst_rank[sender] == receiver)[:, 0])
-        some = ", ".join(map(str, slots[:8])) + (", …" if len(slots) > 8 else "")
-        _fail(
-            f"rank {receiver}: num_recv_tokens expects {received[at]} tokens of rank {sender}, "
-            f"whose seq_len with dst_rank {receiver} sums to {sent[at]} (slot {some or 'none'})"
-        )
-
-
-def _check_destinations(fields: dict[str, np.ndarray]) -> None:
-    """Requires that destination ranges cover exactly the expected rows, each of them once."""
-    dst_rank, length = fields["dst_rank"], _per_replica(fields)
-    size = fields["num_recv_tokens"][:, -1]
-    if "recv_seq_lens" in fields:
-        mask = fields.get("seq_recv_mask")
-        size = fields["recv_seq_lens"].sum(1) * (1 if mask is None else mask.shape[2])
-    at = _first((dst_rank >= 0) & (fields["dst_offset"] + length > size[dst_rank]))
-    if at is not None:
-        _fail(
-            f"{_at(at)}: dst_offset {fields['dst_offset'][at]} with seq_len {length[at]} ends "
-            f"outside of the {size[dst_rank[at]]} rows that rank {dst_rank[at]} receives"
-        )
-    shards = np.argwhere((dst_rank >= 0) & (length > 0))  # rows (rank, slot[, replica])
-    at = tuple(shards.T)
-    to, start = dst_rank[at], fields["dst_offset"][at]
-    order = np.lexsort((start, to))
-    shards, to, start, length = shards[order], to[order], start[order], length[at][order]
-
-    first = np.r_[True, to[1:] != to[:-1]] if len(to) else np.zeros(0, bool)
-    free = np.where(first, 0, np.roll(start + length, 1))  # the first unwritten row
-    gap = (start > free) & ("recv_seq_lens" not in fields)
-    at = _first((start < free) | gap)
-    if at is not None:
-        what = "leaves a gap after" if gap[at] else "overlaps"
-        _fail(
-            f"{_at(tuple(shards[at].tolist()))}: dst_offset {start[at]} with seq_len {length[at]} "
-            f"{what} the rows below {free[at]} that rank {to[at]} receives"
-        )
-    if "recv_seq_lens" in fields:
-        _check_homes(fields, shards, to, start, length)
-
-
-def _check_homes(
-    fields: dict[str, np.ndarray],
-    shards: np.ndarray,
-    to: np.ndarray,
-    start: np.ndarray,
-    length: np.ndarray,
-) -> None:
-    """Requires that each range of a reverse plan is one replica of one of the receiver's shards."""
-    home = fields["recv_seq_lens"]
-    mask = fields.get("seq_recv_mask", np.ones((*home.shape, 1), bool))
-    total = home.sum(1)[:, None, None]
-    row = np.arange(mask.shape[2]) * total + (np.cumsum(home, 1) - home)[..., None]
-    expected = {
-        (int(r), int(row[r, s, c])): int(home[r, s])
-        for r, s, c in np.argwhere(mask & (home > 0)[..., None])
-    }
-    for shard, *key, tokens in zip(shards, to, start, length, strict=True):
-        want = expected.pop((int(key[0]), int(key[1])), None)
-        if want != tokens:
-            _fail(
-                f"{_at(tuple(shard.tolist()))}: dst_offset {key[1]} with seq_len {tokens} "
-                f"is not a shard of rank {key[0]} in recv_seq_lens and seq_recv_mask"
-            )
-    if expected and "seq_recv_mask" in fields:
-        (rank, offset), tokens = next(iter(expected.items()))
-        _fail(
-            f"rank {rank}: no rank returns rows [{offset}, {offset + tokens}), which "
-            f"seq_recv_mask expects"
-        )
-
-
 # An array; or anything that a transformation maps over the leaves (specs, shapes, axes).
 Leaf: TypeAlias = Any
 
-_INT32 = ("dst_rank", "num_seqs")
-_UINT32 = ("dst_offset", "seq_len", "recv_seq_lens", "src_offset")
+_DTYPES = {"dst_rank": np.int32, "num_seqs": np.int32, "seq_recv_mask": np.bool_}  # others: uint32
 _PER_SLOT = ("dst_rank", "dst_offset", "seq_len", "src_offset")
 _COUNTS = ("num_recv_tokens", "num_total_recv_tokens")
 
@@ -305,10 +256,17 @@ class Metadata:
     normalized: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def __post_init__(self):
-        if self.num_total_recv_tokens is None and _are_arrays(self.num_recv_tokens):
+        kinds, dst_rank, seq_len = np.ndarray | jax.Array, self.dst_rank, self.seq_len
+        if self.num_total_recv_tokens is None and isinstance(self.num_recv_tokens, kinds):
             object.__setattr__(self, "num_total_recv_tokens", self.num_recv_tokens[..., -1])
-        if self.num_seqs is None and _are_arrays(self.dst_rank, self.seq_len):
-            object.__setattr__(self, "num_seqs", _slots_in_use(self.dst_rank, self.seq_len))
+        if self.num_seqs is not None or not all(isinstance(x, kinds) for x in (dst_rank, seq_len)):
+            return
+        if seq_len.ndim and dst_rank.shape[: seq_len.ndim] == seq_len.shape:
+            xp = np if isinstance(dst_rank, np.ndarray) and isinstance(seq_len, np.ndarray) else jnp
+            sent = (dst_rank >= 0).any(axis=tuple(range(seq_len.ndim, dst_rank.ndim)))
+            slot = xp.arange(1, seq_len.shape[-1] + 1, dtype=xp.int32)
+            last = xp.max(xp.where(sent | (seq_len > 0), slot, 0), axis=-1, initial=0)
+            object.__setattr__(self, "num_seqs", last)
 
     def get_slice(self, rank: Any) -> "Metadata":
         """Returns the view of one rank: its rows of the fields, without slots past `num_seqs`.
@@ -323,8 +281,8 @@ class Metadata:
         """
         shape = jnp.shape(self.seq_len)
         if len(shape) == 2 and shape[0] == 1 and self.world_size > 1:
-            return self._row(0)
-        if len(shape) != 2 or shape[0] != self.world_size:
+            rank = 0
+        elif len(shape) != 2 or shape[0] != self.world_size:
             raise ValueError(
                 f"Metadata.get_slice: needs the plan of all {self.world_size} ranks, seq_len "
                 f"[{self.world_size}, S], got seq_len {shape}. For a plan that may be one rank's "
@@ -338,18 +296,13 @@ class Metadata:
                 f"Metadata.get_slice: rank {rank} is not in [0, {self.world_size}), the ranks of "
                 f"this plan."
             )
-        return self._row(rank)
-
-    def _row(self, rank: int) -> "Metadata":
         view = jax.tree.map(lambda x: x[rank], self)
         in_use = None if self.num_seqs is None else host_value(self.num_seqs)
         if in_use is None:
             return view
-        end = int(in_use[rank])
         fields = {name: getattr(view, name) for name in _PER_SLOT}
-        return dataclasses.replace(
-            view, **{name: x[:end] for name, x in fields.items() if x is not None}
-        )
+        used = {name: x[: in_use[rank]] for name, x in fields.items() if x is not None}
+        return dataclasses.replace(view, **used)
 
     def local_view(self, rank: Any) -> "Metadata":
         """Returns `get_slice(rank)`, or this plan if it is already one rank's view."""
@@ -365,13 +318,24 @@ class Metadata:
           ValueError: a value is out of range; the error names field, rank and slot.
         """
         counts = np.uint64 if jax.config.jax_enable_x64 else np.uint32  # pyright: ignore
-        dtypes = dict.fromkeys(_INT32, np.int32) | dict.fromkeys(_UINT32, np.uint32)
-        dtypes |= dict.fromkeys(_COUNTS, counts) | {"seq_recv_mask": np.bool_}
-        return dataclasses.replace(
-            self,
-            **{name: _cast(name, getattr(self, name), dtype) for name, dtype in dtypes.items()},
-            normalized=True,
-        )
+        fields = {}
+        for name, value in vars(self).items():
+            if name in ("world_size", "normalized") or value is None:
+                continue
+            dtype: Any = counts if name in _COUNTS else _DTYPES.get(name, np.uint32)
+            known = host_value(value)
+            if known is not None and dtype != np.bool_:
+                limits = np.iinfo(dtype)
+                bad = np.argwhere((known < limits.min) | (known > limits.max))
+                if bad.size:
+                    at = tuple(bad[0].tolist())
+                    raise ValueError(
+                        f"Metadata.normalize_dtype: {name}{list(at)} is {known[at]}, outside of "
+                        f"[{limits.min}, {limits.max}], the range of {np.dtype(dtype).name}. Plan "
+                        "fewer tokens per rank" + (", or enable x64." if name in _COUNTS else ".")
+                    )
+            fields[name] = value.astype(dtype) if known is None else jnp.asarray(value, dtype)
+        return dataclasses.replace(self, **fields, normalized=True)
 
     def device_put(self, sharding: Any = None) -> "Metadata":
         """Returns the plan on the default device, or placed by `jax.device_put` with `sharding`.
@@ -426,39 +390,6 @@ def _row_of(rank: Tracer, path: Any, x: Leaf) -> Array:
     if isinstance(x, np.ndarray) and x.dtype != np.bool_:
         x = read_wide("Metadata.get_slice", path[-1].name, x)
     return jax.lax.dynamic_index_in_dim(jnp.asarray(x), rank, keepdims=False)
-
-
-def _are_arrays(*leaves: Leaf) -> bool:
-    return all(isinstance(x, np.ndarray | jax.Array) for x in leaves)
-
-
-def _slots_in_use(dst_rank: Any, seq_len: Any) -> Any:
-    """Returns the last slot with a destination or a length, plus one; None if shapes mismatch."""
-    if seq_len.ndim == 0 or dst_rank.shape[: seq_len.ndim] != seq_len.shape:
-        return None
-    xp = np if isinstance(dst_rank, np.ndarray) and isinstance(seq_len, np.ndarray) else jnp
-    sent = (dst_rank >= 0).any(axis=tuple(range(seq_len.ndim, dst_rank.ndim)))
-    slot = xp.arange(1, seq_len.shape[-1] + 1, dtype=xp.int32)
-    return xp.max(xp.where(sent | (seq_len > 0), slot, 0), axis=-1, initial=0)
-
-
-def _cast(name: str, value: Leaf, dtype: Any) -> Leaf:
-    if value is None:
-        return None
-    known = host_value(value)
-    if known is None:
-        return value.astype(dtype)
-    if dtype is not np.bool_:
-        limits = np.iinfo(dtype)
-        bad = np.argwhere((known < limits.min) | (known > limits.max))
-        if bad.size:
-            at = tuple(int(i) for i in bad[0])
-            raise ValueError(
-                f"Metadata.normalize_dtype: {name}{list(at)} is {known[at]}, outside of "
-                f"[{limits.min}, {limits.max}], the range of {np.dtype(dtype).name}. Plan fewer "
-                f"tokens per rank" + (", or enable x64." if name in _COUNTS else ".")
-            )
-    return jnp.asarray(value, dtype)
 
 
 def single_rows(dst_rank: np.ndarray, dst_offset: np.ndarray) -> Metadata:

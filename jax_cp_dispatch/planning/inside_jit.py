@@ -38,7 +38,6 @@ from jax_cp_dispatch.documents.segment_ids import (
     Ids,
     check_ids,
     document_starts,
-    follows_rules,
     normalize_segment_ids,
     number_ids,
     starts_in_order,
@@ -458,7 +457,7 @@ def plan_inside(
     capacities = static_capacities(grid, config, mask)
     segment_ids, positions = normalize_segment_ids(_OP, segment_ids, positions)
     starts, in_order = starts_in_order(segment_ids, positions)
-    fault = order_error_code(in_order, follows_rules(mask, starts, run_ends(starts)))
+    fault = order_error_code(in_order, mask, starts, run_ends(starts))
     assignment = assign(starts, grid=grid, mask=mask, tolerance=config.balance_tolerance)
     if rank is not None:  # the batch is that of this program
         if isinstance(mask, StaticMask):  # without runs, which would compile to more

@@ -36,7 +36,6 @@ from jax_cp_dispatch.documents.layouts import (
 from jax_cp_dispatch.documents.segment_ids import (
     begin_columns,
     gather_sequence,
-    is_in_order,
     normalize_segment_ids,
     starts_in_order,
 )
@@ -609,7 +608,7 @@ def _are_in_order(
         if layout.num_blocks > 1:
             order = zigzag_permutation(layout.num_tokens, layout.num_ranks, inverse=True)
             gathered = jax.tree.map(lambda x: x[:, order], gathered)
-        found = is_in_order(*gathered)
+        _, found = starts_in_order(*gathered)
         return vary_alike([found], also=exchange.axis_names)[0]
 
     return lax.cond(ascend, lambda: ascend, compared)
