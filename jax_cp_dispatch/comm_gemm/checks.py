@@ -18,23 +18,21 @@ def read_arrays(op: str, annotated: Any, **given: Any) -> dict[str, Any]:
     """
     read = {}
     for name, value in given.items():
-        if isinstance(value, tuple):
-            each = (_read_array(op, f"{name}[{i}]", x) for i, x in enumerate(value))
-            read[name] = tuple(each)
-        elif value is not None:
-            read[name] = _read_array(op, name, value)
+        several = value if isinstance(value, tuple) else (value,)
+        arrays = []
+        for i, x in enumerate(several):
+            try:
+                arrays.append(None if x is None else jnp.asarray(x))
+            except (TypeError, ValueError) as error:
+                at = f"{name}[{i}]" if isinstance(value, tuple) else name
+                raise TypeError(
+                    f"{op}: {at} is {type(x).__name__}; it needs to be an array, or nested lists "
+                    f"of numbers that make one. {error}"
+                ) from None
+        if value is not None:
+            read[name] = tuple(arrays) if isinstance(value, tuple) else arrays[0]
     check_annotated(op, annotated, read)
     return read
-
-
-def _read_array(op: str, name: str, value: Any) -> Array | None:
-    try:
-        return None if value is None else jnp.asarray(value)
-    except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"{op}: {name} is {type(value).__name__}; it needs to be an array, or nested lists of "
-            f"numbers that make one. {error}"
-        ) from None
 
 
 def check_operand_types(op: str, mode: ScalingMode | None, **operands: Array) -> None:

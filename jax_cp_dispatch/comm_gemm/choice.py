@@ -111,18 +111,6 @@ class MatmulOptions:
     def gathers(self) -> bool:
         return self.op == "all_gather_matmul"
 
-    @property
-    def details(self) -> list[str]:
-        """Names of the given options that depend on the method."""
-        given = {
-            "num_splits": self.num_splits is not None,
-            "atomic": self.atomic,
-            "rs_overlap_first_gemm": self.rs_overlap_first_gemm,
-            "aggregate": self.aggregate,
-            "use_ce": self.use_ce is not None,
-        }
-        return [name for name, is_given in given.items() if is_given]
-
 
 def choose_overlaps(
     options: MatmulOptions, shape: CommGemmShape, slot_rows: int, dtype: str, sum_dtype: str
@@ -136,55 +124,77 @@ def choose_overlaps(
       dtype: name of the type in which x moves.
       sum_dtype: of partial sums.
     """
-    gathers = options.gathers
-    other = "matmul_reduce_scatter" if gathers else "all_gather_matmul"
-    adjoint = dataclasses.replace(shape, op=other, k=shape.n, n=shape.k)
+    op, gathers = options.op, options.gathers
+    adjoint = dataclasses.replace(
+        shape,
+        op="matmul_reduce_scatter" if gathers else "all_gather_matmul",
+        k=shape.n,
+        n=shape.k,
+    )
     of_both = (shape, dtype if gathers else sum_dtype), (adjoint, sum_dtype if gathers else dtype)
-    if options.buffer is None and options.method == "auto":
-        if options.details:
-            raise ValueError(
-                f"{options.op}: got {options.details[0]} with method='auto', which also chooses "
-                "this. Omit it, or specify a method."
-            )
+    is_auto, why = options.method == "auto", None
+    method = None if is_auto else _read_method(op, options.method)
+    if options.buffer is not None:
+        why = f"buffer {options.buffer}, whose own parameters apply. Omit it, or create another one"
+    elif is_auto:
+        why = "method='auto', which also chooses this. Omit it, or specify a method"
+    elif method == CommOverlapMethod.NONE:
+        why = f"{method}, which has no chunks. Omit it, or specify another method"
+    of_method = {
+        "num_splits": options.num_splits is not None,
+        "atomic": options.atomic,
+        "rs_overlap_first_gemm": options.rs_overlap_first_gemm,
+        "aggregate": options.aggregate,
+        "use_ce": options.use_ce is not None,
+    }
+    for name, is_given in of_method.items():
+        if is_given and why is not None:
+            raise ValueError(f"{op}: got {name} with {why}.")
+    if options.buffer is None and is_auto:
         predicted = []
         for each, moved in of_both:
             chosen: dict[str, Any] = {"method": "none"}
             if 0 not in (each.m, each.k, each.n):
                 chosen = choose_comm_gemm(each).options
-            predicted.append(_from_options(dataclasses.replace(options, **chosen), each, moved))
+            of_each = dataclasses.replace(options, **chosen)
+            predicted.append(_read_overlap(of_each, each, slot_rows, moved))
         return predicted[0], predicted[1]
-    if options.buffer is None:
-        forward = _from_options(options, *of_both[0])
-    else:
-        forward = _from_buffer(options, *of_both[0], slot_rows)
+    forward = _read_overlap(options, shape, slot_rows, of_both[0][1])
     method = forward.method
     if not gathers and method == CommOverlapMethod.PIPELINE:
         method = CommOverlapMethod.RING_EXCHANGE
     back = MatmulOptions(
-        ranks=options.ranks,
-        method=method,
-        num_splits=options.num_splits if method == CommOverlapMethod.PIPELINE else None,
-        use_ce=forward.use_ce if forward.is_ring else None,
+        ranks=options.ranks, method=method, use_ce=forward.use_ce if forward.is_ring else None
     )
-    return forward, _from_options(back, *of_both[1])
+    return forward, _read_overlap(back, adjoint, slot_rows, of_both[1][1])
 
 
-def _moved(shape: CommGemmShape) -> tuple[CommOverlapType, tuple[int, int]]:
-    """Returns the communication of a matmul, and the shape of all data that move."""
+def _read_overlap(
+    options: MatmulOptions, shape: CommGemmShape, slot_rows: int, dtype: str
+) -> CommOverlapConfig:
+    """Returns how a matmul communicates, whose data have this type; see `choose_overlaps`."""
+    op, buffer = options.op, options.buffer
+    kind, moved = CommOverlapType.RS, (shape.m, shape.n)
     if shape.op == "all_gather_matmul":
-        return CommOverlapType.AG, (shape.m, shape.k)
-    return CommOverlapType.RS, (shape.m, shape.n)
-
-
-def _from_options(options: MatmulOptions, shape: CommGemmShape, dtype: str) -> CommOverlapConfig:
-    op, (kind, moved) = options.op, _moved(shape)
+        kind, moved = CommOverlapType.AG, (shape.m, shape.k)
+    if buffer is not None:
+        config = find_buffer(op, buffer)
+        if options.method != "auto" and _read_method(op, options.method) != config.method:
+            raise ValueError(
+                f"{op}: method is {options.method!r} but buffer {buffer} is for {config.method}. "
+                "Omit method."
+            )
+        if config.comm_type != kind:
+            raise ValueError(
+                f"{op}: buffer {buffer} is for {config.comm_type}; it needs {kind}. Create one."
+            )
+        _read_method(op, config.method)
+        if kind == CommOverlapType.RS and config.is_ring:
+            moved = slot_rows, moved[1]  # the ring has slots of equal size
+        check_buffer(op, config, moved, dtype, shape.num_ranks)
+        return config
     method = _read_method(op, options.method)
     if method == CommOverlapMethod.NONE:
-        if options.details:
-            raise ValueError(
-                f"{op}: got {options.details[0]} with {method}, which has no chunks. Omit "
-                "it, or specify another method."
-            )
         return CommOverlapConfig(kind, method, buffer_dtype=dtype)
     of_method = {
         "num_splits": (options.num_splits, CommOverlapMethod.PIPELINE),
@@ -215,33 +225,6 @@ def _from_options(options: MatmulOptions, shape: CommGemmShape, dtype: str) -> C
         use_ce=options.use_ce,
     )
     return dataclasses.replace(config, buffer_shape=None)  # it is not registered
-
-
-def _from_buffer(
-    options: MatmulOptions, shape: CommGemmShape, dtype: str, slot_rows: int
-) -> CommOverlapConfig:
-    """Returns the parameters of a buffer, which must match the call."""
-    op, buffer, (kind, moved) = options.op, options.buffer or 0, _moved(shape)
-    if options.details:
-        raise ValueError(
-            f"{op}: got {options.details[0]} with buffer {buffer}, whose own parameters apply. "
-            "Omit it, or create another buffer."
-        )
-    config = find_buffer(op, buffer)
-    if options.method != "auto" and _read_method(op, options.method) != config.method:
-        raise ValueError(
-            f"{op}: method is {options.method!r} but buffer {buffer} is for {config.method}. Omit "
-            "method."
-        )
-    if config.comm_type != kind:
-        raise ValueError(
-            f"{op}: buffer {buffer} is for {config.comm_type}; it needs {kind}. Create one."
-        )
-    _read_method(op, config.method)
-    if kind == CommOverlapType.RS and config.is_ring:
-        moved = slot_rows, moved[1]  # the ring has slots of equal size
-    check_buffer(op, config, moved, dtype, shape.num_ranks)
-    return config
 
 
 def _read_method(op: str, method: Any) -> CommOverlapMethod:

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, TypeVar, cast
 
 import jax
@@ -13,7 +13,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 from jaxtyping import Array, Float, PyTree
 
 from jax_cp_dispatch._arrays import sum_dtype
-from jax_cp_dispatch._ranks.communicator import AxisName, Communicator, other_axes
+from jax_cp_dispatch._ranks.communicator import AxisName, other_axes
 from jax_cp_dispatch._ranks.options import (
     CallContext,
     find_ranks,
@@ -32,15 +32,9 @@ from jax_cp_dispatch.comm_gemm.checks import (
     reverse_mode_only,
 )
 from jax_cp_dispatch.comm_gemm.choice import MatmulOptions, choose_overlaps
-from jax_cp_dispatch.comm_gemm.derivatives import gradient_dtype, matmul, use_scales
+from jax_cp_dispatch.comm_gemm.derivatives import matmul, use_scales
 from jax_cp_dispatch.comm_gemm.partitioning import dividing_axes, with_rows
-from jax_cp_dispatch.comm_gemm.rank import (
-    FORWARD_DTYPE,
-    Matmul,
-    check_contracted_blocks,
-    join_columns,
-    split_columns,
-)
+from jax_cp_dispatch.comm_gemm.rank import FORWARD_DTYPE, Matmul, check_contracted_blocks
 from jax_cp_dispatch.cost import CommGemmShape
 from jax_cp_dispatch.global_call import MeshAxes, explicit_axes, on_all_ranks
 from jax_cp_dispatch.scaling import MatmulScaling, ScalingMode
@@ -260,43 +254,6 @@ class MatmulOperands:
         """(*batch, M)."""
         return self.x.shape[: self.x.ndim - self.num_contracted]
 
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """Contracted elements, and columns of all weights."""
-        shape = self.ws[0].shape
-        return math.prod(shape[: self.num_contracted]), sum(map(math.prod, self._columns()))
-
-    def multiply(self, run: Callable[..., Array], num_parts: int) -> tuple[Array, ...]:
-        """Returns the product of each weight.
-
-        Args:
-          run: of x [*batch, M, K], weights [K, N] each, and a bias [sum of N] or None.
-          num_parts: the ranks that the columns of all weights belong to; 1: they are one rank's.
-        """
-        k, _ = self.sizes
-        columns = self._columns()
-        sizes = [math.prod(dims) for dims in columns]
-        ws = tuple(w.reshape(k, n) for w, n in zip(self.ws, sizes, strict=True))
-        product = run(self.x.reshape(*self.tokens_shape, k), ws, self._bias(sizes, num_parts))
-        parts = split_columns(product, sizes, num_parts)
-        return tuple(
-            part.reshape(*part.shape[:-1], *dims) for part, dims in zip(parts, columns, strict=True)
-        )
-
-    def _columns(self) -> list[tuple[int, ...]]:
-        return [w.shape[self.num_contracted :] for w in self.ws]
-
-    def _bias(self, sizes: Sequence[int], num_parts: int) -> Array | None:
-        given = [bias for bias in self.biases if bias is not None]
-        if not given:
-            return None
-        dtype = jnp.result_type(*given)
-        flat = [
-            jnp.zeros(n, dtype) if bias is None else bias.reshape(n).astype(dtype)
-            for bias, n in zip(self.biases, sizes, strict=True)
-        ]
-        return join_columns(flat, num_parts)
-
 
 def _gathered(
     x: Float[Array, "*batch T K"],
@@ -380,12 +337,19 @@ def _matmul(
             f"{op}: got row_counts with global arrays, which are split evenly and padded. "
             "Omit it, or call inside jax.shard_map."
         )
-    k, n = operands.sizes
-    if context.is_global:  # each rank has a part
-        k, n = (k, n // p) if gathers else (k // p, n)
     counts = _read_row_counts(options, operands, p, context)
+    k = math.prod(w.shape[: operands.num_contracted])
+    n = sum(math.prod(w.shape[operands.num_contracted :]) for w in operands.ws)
+    # The rows of one group of ranks: their number, and that with equal slots on all ranks.
+    batches = math.prod(operands.tokens_shape[:-1])
+    rows, slot_rows = batches * sum(counts), batches * p * max(counts)
+    if context.is_global:  # each rank has a part, and groups have examples or tokens
+        k, n = (k, n // p) if gathers else (k // p, n)
+        others = other_axes(context.mesh, comm.axis_names)
+        groups = math.prod(context.mesh.shape[a] for a in others)
+        if rows % groups == slot_rows % groups == 0:
+            rows, slot_rows = rows // groups, slot_rows // groups
     check_contracted_blocks(op, mode, k)
-    rows, slot_rows = _group_rows(operands, counts, comm, context)
     dtype = x.dtype.name if mode == ScalingMode.NO_SCALING else FORWARD_DTYPE
     shape = CommGemmShape(cast(Any, op), rows, k, n, p, jnp.dtype(dtype).itemsize)
     partial = sum_dtype(out_dtype).name
@@ -399,7 +363,8 @@ def _matmul(
         out_dtype=out_dtype,
         keeps_gathered=options.gathered == "keep",
         scaling_mode=mode,
-        dy_dtype=gradient_dtype(mode),
+        # Gradients need range rather than precision, except in MXFP8.
+        dy_dtype=FORWARD_DTYPE if mode == ScalingMode.MXFP8_1D_SCALING else "float8_e5m2",
         mesh=context.mesh if context.is_global else None,
     )
     with reverse_mode_only(op):
@@ -469,20 +434,6 @@ def _read_row_counts(
     return counts
 
 
-def _group_rows(
-    operands: MatmulOperands, counts: tuple[int, ...], comm: Communicator, context: CallContext
-) -> tuple[int, int]:
-    """Returns the rows of one group: their number, and that with equal slots on all ranks."""
-    batches = math.prod(operands.tokens_shape[:-1])
-    rows, room = batches * sum(counts), batches * comm.num_ranks * max(counts)
-    if context.is_global:  # split over groups, by examples or by tokens
-        mesh = context.mesh
-        groups = math.prod(mesh.shape[a] for a in other_axes(mesh, comm.axis_names))
-        if rows % groups == room % groups == 0:
-            rows, room = rows // groups, room // groups
-    return rows, room
-
-
 # ---- One rank's arrays, inside `jax.shard_map`.
 
 
@@ -516,12 +467,29 @@ def _of_rank(s: Matmul, operands: MatmulOperands, state) -> tuple[Array, ...]:
     axes, varying = names + s.comm.group_axes, varying_axes(operands.x)
     if varying:  # JAX tracks them; ranks with the same x share the state anyway
         axes = tuple(a for a in axes if a in varying)
-    scales = None if state is None else use_scales(s.scaling_mode, axes, state)
+    scales = None if state is None else use_scales(s.dy_dtype, axes, state)
     return _products(s, operands, scales)
 
 
 def _products(s: Matmul, operands: MatmulOperands, scales) -> tuple[Array, ...]:
-    return operands.multiply(lambda *arrays: matmul(s, False, *arrays, scales)[0], s.num_parts)
+    """Returns the product of each weight; they are multiplied as one matrix."""
+    num_contracted = operands.num_contracted
+    k = math.prod(operands.ws[0].shape[:num_contracted])
+    columns = [w.shape[num_contracted:] for w in operands.ws]
+    sizes = [math.prod(dims) for dims in columns]
+    ws = tuple(w.reshape(k, n) for w, n in zip(operands.ws, sizes, strict=True))
+    bias, given = None, [bias for bias in operands.biases if bias is not None]
+    if given:
+        dtype = jnp.result_type(*given)
+        of_all = [
+            jnp.zeros(n, dtype) if bias is None else bias.reshape(n).astype(dtype)
+            for bias, n in zip(operands.biases, sizes, strict=True)
+        ]
+        bias = s.join(of_all)
+    x = operands.x.reshape(*operands.tokens_shape, k)
+    product, _ = matmul(s, False, x, ws, bias, scales)
+    parts = zip(s.split(product, sizes), columns, strict=True)
+    return tuple(part.reshape(*part.shape[:-1], *dims) for part, dims in parts)
 
 
 # Jitted, so that the compiler sees all of it even without an outer `jit`.
@@ -560,7 +528,7 @@ def _of_all_ranks(
         return (place(outs[0], context.mesh, whole)[..., :rows, :],)
     if context.mesh is not None:
         refuse_other_mesh(s.op, context.mesh, (operands.x, *operands.ws))
-    scales = None if state is None else use_scales(s.scaling_mode, (), state)
+    scales = None if state is None else use_scales(s.dy_dtype, (), state)
     outs = _one_program(s, operands, scales)
     return outs if gathers or room == rows else (outs[0][..., :rows, :],)
 

@@ -8,6 +8,7 @@ import functools
 import itertools
 import math
 import re
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +23,7 @@ from jax_cp_dispatch._ranks.lowering import partitioned, program_mesh
 from jax_cp_dispatch._ranks.options import with_manual_axes
 from jax_cp_dispatch._text import say_once
 from jax_cp_dispatch.comm_gemm.rank import Matmul, gradients_of_rank, product_of_rank
+from jax_cp_dispatch.scaling import dequantize
 
 
 def partition_product(s: Matmul, x, w, bias, scales, *, keeps: bool):
@@ -31,58 +33,47 @@ def partition_product(s: Matmul, x, w, bias, scales, *, keeps: bool):
     [*batch, p times the largest row count, N]. Here and in `partition_gradients`, w may have a
     leading dimension of examples, which is then also the first dimension of all other arrays.
     """
-    free, names = _free(x), s.comm.axis_names
+    names, free = s.comm.axis_names, (P.UNCONSTRAINED,) * (x.ndim - 2)
     keeps_axes = keeps_token_axes(s, x)
     if not s.gathers:
-        x = _constrain(s, x, *free, P.UNCONSTRAINED, names)
+        x = constrain(s, x, *free, P.UNCONSTRAINED, names)
     elif keeps_axes:
         x = split_like(x, split_tokens(s, x), x.ndim - 1)
     elif not other_axes(s.mesh, names):
-        x = _constrain(s, x, *free, names, None)
-    w = _constrain(s, w, *_weight_spec(s, w))
+        x = constrain(s, x, *free, names, None)
+    w = constrain(s, w, *weight_spec(s, free[: w.ndim - 2]))
     out, *aux = _run(s, keeps, _Arrays(x, w, bias, scales))
     if s.gathers:
-        out = _constrain(s, out, *free, P.UNCONSTRAINED if keeps_axes else None, names)
+        out = constrain(s, out, *free, P.UNCONSTRAINED if keeps_axes else None, names)
         if keeps_axes and aux:
             aux = [split_like(aux[0], out, x.ndim - 1)]
     elif keeps_axes:
         out = split_like(out, split_tokens(s, x), x.ndim - 1)
     else:
-        out = _constrain(s, out, *free, names, None)
+        out = constrain(s, out, *free, names, None)
     return out, aux[0] if aux else None
 
 
 def partition_gradients(s: Matmul, x, w, dy):
     """dx [*batch, p times the largest row count, K], and dw like w."""
-    of_w = _weight_spec(s, w)
-    w = _constrain(s, w, *of_w)
+    free = (P.UNCONSTRAINED,) * (x.ndim - 2)
+    of_w = weight_spec(s, free[: w.ndim - 2])
+    w = constrain(s, w, *of_w)
     dx, dw = _run(s, False, _Arrays(x, w, dy=dy))
     if keeps_token_axes(s, x):
         dx = split_like(dx, x, x.ndim - 1)
     else:
-        dx = _constrain(s, dx, *_free(x), s.comm.axis_names, None)
-    return dx, _constrain(s, dw, *of_w)
+        dx = constrain(s, dx, *free, s.comm.axis_names, None)
+    return dx, constrain(s, dw, *of_w)
 
 
-def constrain_weight(s: Matmul, dw):
-    """Shards a weight's gradient like the weight of the matmul."""
-    return _constrain(s, dw, *_weight_split(s))
-
-
-def _free(x) -> tuple[Any, ...]:
-    return (P.UNCONSTRAINED,) * (x.ndim - 2)
-
-
-def _weight_spec(s: Matmul, w) -> P:
-    return P(*(P.UNCONSTRAINED,) * (w.ndim - 2), *_weight_split(s))
-
-
-def _weight_split(s: Matmul) -> P:
+def weight_spec(s: Matmul, examples: Sequence[Any] = ()) -> P:
+    """Returns how a weight is sharded; it may have a dimension of examples."""
     spec = (None, s.comm.axis_names) if s.gathers else (s.comm.axis_names, None)
-    return P(*spec[::-1]) if s.rhs_transposed else P(*spec)
+    return P(*examples, *(spec[::-1] if s.rhs_transposed else spec))
 
 
-def _constrain(s: Matmul, array, *spec):
+def constrain(s: Matmul, array, *spec):
     return jax.lax.with_sharding_constraint(array, NamedSharding(s.mesh, P(*spec)))
 
 
@@ -95,93 +86,88 @@ class _Arrays(NamedTuple):
     scales: Any = None
     dy: Any = None
 
-    def given(self, parts) -> list[Any]:
-        """Returns the parts of those operands that are not None."""
-        return [part for part, x in zip(parts, self, strict=True) if x is not None]
-
-
-class _Form(NamedTuple):
-    """What the rule of a matmul depends on, in addition to its static parts.
-
-    Attributes:
-      keeps: the gathered x is a result, too.
-      ndims: dimensions of the operands.
-    """
-
-    keeps: bool
-    ndims: _Arrays
-
-    @property
-    def is_gradient(self) -> bool:
-        return self.ndims.dy is not None
-
-    def each(self, run):
-        """Returns `run(_Arrays)` as a function of the given ones, over the examples in sequence."""
-        tree = jax.tree.structure(self.ndims)
-        of_given = lambda *arrays: run(jax.tree.unflatten(tree, arrays))
-        return jax.vmap(of_given) if self.ndims.w == 3 else of_given
-
-    def of_example(self, batch) -> list[Any]:
-        return batch[:1] if self.ndims.w == 3 else []
-
 
 def _run(s: Matmul, keeps: bool, arrays: _Arrays):
-    form = _Form(keeps, jax.tree.map(jnp.ndim, arrays))
-    return _partitioned(s, form, get_concrete_mesh())(*jax.tree.leaves(arrays))
+    ndims = jax.tree.map(jnp.ndim, arrays)
+    return _partitioned(s, keeps, ndims, get_concrete_mesh())(*jax.tree.leaves(arrays))
 
 
 @functools.lru_cache(maxsize=256)
-def _partitioned(s: Matmul, form: _Form, mesh_around):
+def _partitioned(s: Matmul, keeps: bool, ndims: _Arrays, mesh_around):
     """Returns the matmul with its rule, under a unique name.
 
     XLA's compiler for TPUs has no such rules. There the ranks' axes become manual, and the others
     stay automatic.
+
+    Args:
+      s: the static parts.
+      keeps: the gathered x is a result, too.
+      ndims: dimensions of the operands.
+      mesh_around: the concrete mesh of the context, or None.
     """
-    names = s.comm.axis_names
-    everywhere = form.each(functools.partial(_dense, s, form.keeps))
+    names, is_gradient, num_examples = s.comm.axis_names, ndims.dy is not None, ndims.w - 2
+    tree = jax.tree.structure(ndims)
+    given = lambda parts: [part for part, n in zip(parts, ndims, strict=True) if n is not None]
+
+    def each(run):
+        """Returns `run(_Arrays)` as a function of those given, over the examples in sequence."""
+        of_given = lambda *arrays: run(jax.tree.unflatten(tree, arrays))
+        return jax.vmap(of_given) if num_examples else of_given
 
     def partition(mesh, arguments, results):
         mesh = _find_mesh(s, mesh, mesh_around)
-        like = arguments[-1] if form.is_gradient else results[0]
+        like = arguments[-1] if is_gradient else results[0]
         batch, tokens, counts = _layout(s, mesh, arguments[0], like)
         by_rows, by_columns = P(*batch, tokens + names, None), P(*batch, tokens or None, names)
         of_x, of_out = (by_rows, by_columns) if s.gathers else (by_columns, by_rows)
-        example = form.of_example(batch)
-        of_w = P(*example, *_weight_split(s))
+        example, others = batch[:num_examples], batch[num_examples:]
         of_bias, of_scales = P(*example, names if s.gathers else None), P(*example, None)
-        ins = form.ndims.given((of_x, of_w, of_bias, of_scales, of_out))
-        outs = [of_out, *([P(*batch, tokens or None, None)] if form.keeps else [])]
-        if form.is_gradient:
+        of_w = weight_spec(s, example)
+        ins = _Arrays(of_x, of_w, of_bias, of_scales, of_out)
+        outs = [of_out, *([P(*batch, tokens or None, None)] if keeps else [])]
+        if is_gradient:
             outs = [of_x, of_w]
         local = s.replace(mesh=None, row_counts=counts, comm=s.comm.inside(mesh))
-        groups = (*itertools.chain(*filter(None, batch[len(example) :])), *tokens)
+        groups = (*itertools.chain(*filter(None, others)), *tokens)
 
         def on_each_device(arrays: _Arrays):
             x, w, bias, scales, dy = arrays
             if dy is None:
-                return jax.tree.leaves(product_of_rank(local, x, w, bias, scales, keeps=form.keeps))
+                return jax.tree.leaves(product_of_rank(local, x, w, bias, scales, keeps=keeps))
             dx, dw = gradients_of_rank(local, x, w, dy)
             return [dx, jax.lax.psum(dw, groups) if groups else dw]
 
         on_mesh = lambda specs: [NamedSharding(mesh, spec) for spec in specs]
-        return mesh, form.each(on_each_device), on_mesh(outs), tuple(on_mesh(ins))
+        return mesh, each(on_each_device), on_mesh(outs), tuple(on_mesh(given(ins)))
 
     def over_ranks(*arrays):
         mesh = s.mesh.abstract_mesh
         whole = NamedSharding(mesh, P())
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole) for x in arrays]
-        _, each, outs, ins = partition(mesh, shapes, shapes)
+        _, run, outs, ins = partition(mesh, shapes, shapes)
         specs = {"in_specs": tuple(x.spec for x in ins), "out_specs": [x.spec for x in outs]}
-        return with_manual_axes(each, names, mesh, **specs)(*arrays)
+        return with_manual_axes(run, names, mesh, **specs)(*arrays)
 
-    text, whole = _sharding_rule(s, form)
+    # The rule as text, and the factors that are not sharded.
+    # "b0 m k, k n -> b0 m n": tokens of x and of a gathered product are sharded alike, except for
+    # the ranks' axis, which shards the product's columns. `split_like` shards the tokens of a sum.
+    batch = [f"b{i}" for i in range(ndims.x - 2)]
+    example = batch[:num_examples]
+    of_w = [*example, *(["n", "k"] if s.rhs_transposed else ["k", "n"])]
+    of_x = [*batch, "t" if is_gradient else "m", "k"]
+    ins = _Arrays(of_x, of_w, [*example, "n"], [*example, "q"], [*batch, "m", "n"])
+    is_even = s.gathers and min(s.row_counts) == max(s.row_counts)
+    outs = [[*batch, "m" if is_even else "t", "n"], *([[*batch, "a", "k"]] if keeps else [])]
+    sides = given(ins), [of_x, of_w] if is_gradient else outs
+    text = " -> ".join(", ".join(" ".join(dims) for dims in side) for side in sides)
+    whole = ["k" if s.gathers else "n", *([] if ndims.scales is None else ["q"])]
     return partitioned(
-        everywhere,
+        each(functools.partial(_dense, s, keeps)),
         partition,
-        name=(form, mesh_around, s),
+        name=(keeps, ndims, mesh_around, s),
         on_tpus=over_ranks,
         sharding_rule=text,
-        need_replication_factors=whole,
+        need_replication_factors=tuple(sorted(whole, key=re.findall(r"\w+", text).index)),
         decode_shardings=False,
     )
 
@@ -234,7 +220,8 @@ def _dense(s: Matmul, keeps: bool, arrays: _Arrays):
         return [with_rows(dx.astype(x.dtype), room), dw.astype(w.dtype)]
     aux = x
     if s.is_scaled:
-        x, w = s.quantize(x, w, scales).values(wide)
+        lhs, rhs = s.quantize(x, w, scales)
+        x, w = dequantize(lhs, wide).reshape(x.shape), dequantize(rhs, wide)
         aux = x.astype(aux.dtype)
     out = dot(x, w, ((last, (contracted,)), ((), ())))
     if bias is not None:
@@ -249,28 +236,6 @@ def with_rows(x, num_rows: int):
     """Pads x to `num_rows` rows."""
     missing = num_rows - x.shape[-2]
     return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, missing), (0, 0)]) if missing else x
-
-
-def _sharding_rule(s: Matmul, form: _Form):
-    """Returns the rule as text, and the factors that are not sharded.
-
-    "b0 m k, k n -> b0 m n": tokens of x and of a gathered product are sharded alike, except for the
-    ranks' axis, which shards the product's columns. `split_like` shards the tokens of a sum.
-    """
-    batch = [f"b{i}" for i in range(form.ndims.x - 2)]
-    example = form.of_example(batch)
-    of_w = [*example, *(["n", "k"] if s.rhs_transposed else ["k", "n"])]
-    of_x = [*batch, "t" if form.is_gradient else "m", "k"]
-    operands = form.ndims.given((of_x, of_w, [*example, "n"], [*example, "q"], [*batch, "m", "n"]))
-    is_even = s.gathers and min(s.row_counts) == max(s.row_counts)
-    results = [[*batch, "m" if is_even else "t", "n"]]
-    if form.keeps:
-        results.append([*batch, "a", "k"])
-    if form.is_gradient:
-        results = [of_x, of_w]
-    text = " -> ".join(", ".join(" ".join(dims) for dims in side) for side in (operands, results))
-    whole = ["k" if s.gathers else "n", *([] if form.ndims.scales is None else ["q"])]
-    return text, tuple(sorted(whole, key=re.findall(r"\w+", text).index))
 
 
 # ---- Tokens of global arrays that are sharded over more mesh axes than the ranks'.
@@ -307,7 +272,7 @@ def split_tokens(s: Matmul, x):
     sizes = [s.mesh.shape[name] for name in other_axes(s.mesh, s.comm.axis_names)]
     subsets = (c for k in range(len(sizes) + 1) for c in itertools.combinations(sizes, k))
     thin = (x[..., 0] != 0).astype(jnp.int8)
-    ranks = _constrain(s, jnp.zeros(p, jnp.int8), s.comm.axis_names)
+    ranks = constrain(s, jnp.zeros(p, jnp.int8), s.comm.axis_names)
     dims = " ".join(f"d{i}" for i in range(x.ndim))
     ranks = _keep_first(ranks, x, f"r, {dims} -> r")[:, None]  # the compiler learns it after x
     total = jnp.zeros_like(thin)

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jax_cp_dispatch._arrays import sum_dtype
 from jax_cp_dispatch._ranks.communicator import Communicator
 from jax_cp_dispatch._ranks.options import vary_like
 from jax_cp_dispatch.buffers import CommOverlapConfig, CommOverlapMethod, CommOverlapType
-from jax_cp_dispatch.comm_gemm.primitive import GemmCall, GemmOperands, bind_gemm
+from jax_cp_dispatch.comm_gemm.primitive import GemmCall, GemmOperands, bind_gemm, collapse
 from jax_cp_dispatch.scaling import (
     BLOCK,
     DelayedScaling,
@@ -28,48 +28,6 @@ from jax_cp_dispatch.scaling import (
 )
 
 FORWARD_DTYPE = "float8_e4m3fn"
-
-
-class ScaledOperands(NamedTuple):
-    """x [..., T, K] and w [K, N] or [N, K] as 8 bits.
-
-    Attributes:
-      x, w: with two dimensions, those before the last collapsed.
-      like: x as it was given.
-    """
-
-    x: Quantized
-    w: Quantized
-    like: Array
-
-    def operands(self) -> GemmOperands:
-        """Returns the operands of a gemm."""
-        scales = [
-            pad_scales(q.scale_inv, layout=q.layout)
-            if q.mode == ScalingMode.MXFP8_1D_SCALING
-            else q.scale_inv
-            for q in (self.x, self.w)
-        ]
-        return GemmOperands(self.x.data.reshape(self.like.shape), scales[0], self.w.data, scales[1])
-
-    def values(self, dtype: Any) -> tuple[Array, Array]:
-        """Returns the dequantized operands."""
-        return dequantize(self.x, dtype).reshape(self.like.shape), dequantize(self.w, dtype)
-
-    def gathered(self, data: Array, tiles: Array | None) -> Array:
-        """Dequantizes gathered data [..., M, K]; `tiles` are the swizzled scales of MXFP8."""
-        rows_of_all = flat(data)
-        scale_inv = self.x.scale_inv
-        if tiles is not None:
-            shape = scales_shape(rows_of_all.shape, "row")
-            scale_inv = unpad_scales(unswizzle_scales(tiles), shape=shape)
-        whole = dataclasses.replace(self.x, data=rows_of_all, scale_inv=scale_inv)
-        return dequantize(whole, self.like.dtype).reshape(data.shape)
-
-
-def flat(x: Array) -> Array:
-    """Collapses the dimensions before the last."""
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,20 +90,21 @@ class Matmul:
             dy_dtype=self.x_dtype,
         )
 
-    def quantize(self, x, w, scales, *, axis_name: Any = None) -> ScaledOperands:
-        """Quantizes both operands; `scales` of x and w, f32 [2], are for delayed scaling.
+    def quantize(self, x, w, scales, *, axis_name: Any = None) -> tuple[Quantized, Quantized]:
+        """Quantizes x, its dimensions before the last collapsed, and w [K, N] or [N, K].
 
-        The ranks of `axis_name` share a current scale of x.
+        The ranks of `axis_name` share a current scale of x; `scales` of x and w, f32 [2], are
+        delayed ones.
         """
-        states = (None, None)
-        if scales is not None:
-            each = scales[:1], scales[1:2]
-            states = tuple(DelayedScaling(amax_history=None, scale=scale) for scale in each)
         mode, layout = self.scaling_mode, "row" if self.rhs_transposed else "column"
-        return ScaledOperands(
-            quantize(flat(x), mode, dtype=self.x_dtype, state=states[0], axis_name=axis_name),
-            quantize(w, mode, dtype=FORWARD_DTYPE, layout=layout, state=states[1]),
-            x,
+        of_x = of_w = None
+        if scales is not None:
+            of_x = DelayedScaling(amax_history=None, scale=scales[:1])
+            of_w = DelayedScaling(amax_history=None, scale=scales[1:2])
+        rows = x.reshape(collapse(x.shape, -1))
+        return (
+            quantize(rows, mode, dtype=self.x_dtype, state=of_x, axis_name=axis_name),
+            quantize(w, mode, dtype=FORWARD_DTYPE, layout=layout, state=of_w),
         )
 
     @property
@@ -162,13 +121,24 @@ class Matmul:
         """The ranks whose columns the weights hold."""
         return 1 if self.mesh is None else self.comm.num_ranks
 
-    def join(self, ws):
-        """Returns several weights of the same x as one, [K, sum of their columns]."""
-        return join_columns(ws, self.num_parts)
+    def join(self, arrays: Sequence[Array]) -> Array:
+        """[.., p N_i] of each array to [.., p sum of N_i]: every part has its own columns."""
+        if len(arrays) == 1:
+            return arrays[0]
+        p = self.num_parts
+        parts = [a.reshape(*a.shape[:-1], p, a.shape[-1] // p) for a in arrays]
+        joined = jnp.concatenate(parts, axis=-1)
+        return joined.reshape(*joined.shape[:-2], p * joined.shape[-1])
 
-    def split(self, w, like):
-        """Returns the weights in a joined one, or their gradients in its gradient."""
-        return tuple(split_columns(w, [each.shape[-1] for each in like], self.num_parts))
+    def split(self, array: Array, sizes: Sequence[int]) -> tuple[Array, ...]:
+        """The inverse of `join`; `sizes` are the columns of each array, of all parts."""
+        if len(sizes) == 1:
+            return (array,)
+        p = self.num_parts
+        parts = array.reshape(*array.shape[:-1], p, sum(sizes) // p)
+        split = jax.lax.split(parts, [n // p for n in sizes], axis=parts.ndim - 1)
+        each = zip(split, sizes, strict=True)
+        return tuple(a.reshape(*array.shape[:-1], n) for a, n in each)
 
     def num_columns(self, w) -> int:
         return w.shape[0 if self.rhs_transposed else 1]
@@ -192,10 +162,21 @@ def product_of_rank(s: Matmul, x, w, bias, scales, *, keeps: bool):
     if not s.is_scaled:
         results = bind_gemm(call, GemmOperands(lhs=x, rhs=w, bias=bias))
         return results.output, results.aux_out
-    scaled = s.quantize(x, w, scales, axis_name=s.comm.axis_names if s.gathers else None)
-    results = bind_gemm(call, scaled.operands()._replace(bias=bias))
+    each = s.quantize(x, w, scales, axis_name=s.comm.axis_names if s.gathers else None)
+    is_blocks = s.scaling_mode == ScalingMode.MXFP8_1D_SCALING
+    pad = lambda q: pad_scales(q.scale_inv, layout=q.layout) if is_blocks else q.scale_inv
+    lhs, rhs = each
+    operands = GemmOperands(lhs.data.reshape(x.shape), pad(lhs), rhs.data, pad(rhs), bias)
+    results = bind_gemm(call, operands)
     aux = results.aux_out
-    return results.output, aux if aux is None else scaled.gathered(aux, results.lhs_swizzled)
+    if aux is not None:  # 8 bits of all ranks
+        rows, scale_inv = aux.reshape(collapse(aux.shape, -1)), lhs.scale_inv
+        if is_blocks:
+            padded = unswizzle_scales(results.lhs_swizzled)
+            scale_inv = unpad_scales(padded, shape=scales_shape(rows.shape, "row"))
+        gathered = dataclasses.replace(lhs, data=rows, scale_inv=scale_inv)
+        aux = dequantize(gathered, x.dtype).reshape(aux.shape)
+    return results.output, aux
 
 
 def gradients_of_rank(s: Matmul, x, w, dy):
@@ -236,25 +217,6 @@ def real_rows(s: Matmul, dy):
         return dy
     count = jnp.array(s.row_counts)[jax.lax.axis_index(s.comm.axis_names)]
     return jnp.where(jnp.arange(dy.shape[-2])[:, None] < count, dy, 0)
-
-
-def join_columns(arrays: Sequence[Array], num_parts: int) -> Array:
-    """[.., p N_i] of each array to [.., p sum of N_i], in which each part has its own columns."""
-    if len(arrays) == 1:
-        return arrays[0]
-    shapes = [(*a.shape[:-1], num_parts, a.shape[-1] // num_parts) for a in arrays]
-    parts = [a.reshape(shape) for a, shape in zip(arrays, shapes, strict=True)]
-    joined = jnp.concatenate(parts, axis=-1)
-    return joined.reshape(*joined.shape[:-2], num_parts * joined.shape[-1])
-
-
-def split_columns(array: Array, sizes: Sequence[int], num_parts: int) -> list[Array]:
-    """The inverse of `join_columns`; `sizes` are the columns of each array, of all parts."""
-    if len(sizes) == 1:
-        return [array]
-    parts = array.reshape(*array.shape[:-1], num_parts, sum(sizes) // num_parts)
-    split = jax.lax.split(parts, [n // num_parts for n in sizes], axis=parts.ndim - 1)
-    return [a.reshape(*array.shape[:-1], n) for a, n in zip(split, sizes, strict=True)]
 
 
 def check_contracted_blocks(op: str, mode: ScalingMode, contracted: int) -> None:
