@@ -174,7 +174,6 @@ def gemm(
         lhs_scale_inv=given.get("lhs_scale_inv"),
         rhs=rhs.reshape(right),
         rhs_scale_inv=given.get("rhs_scale_inv"),
-        bias=_read_bias(call, given.get("bias")),
     )
     _check_scales(call, operands)
     config = CommOverlapConfig() if comm_overlap is None else find_buffer(op, comm_overlap)
@@ -214,16 +213,22 @@ def gemm(
         call = call.replace(comm=comm, overlap=config, gathers_to_aux=return_aux)
         call = _with_overlap(call, operands, paired_comm_overlap)
         return_aux |= config.is_bulk
-    operands = operands._replace(gelu_input=_read_gelu_input(call, given.get("gelu_input")))
+    operands = operands._replace(**_read_epilogue(call, given))
     arrays, tree = jax.tree.flatten(operands)
     operands = jax.tree.unflatten(tree, vary_alike(whole_on_explicit_axes(arrays)))
     if communicates:
         results = bind_gemm(call, operands)
         rows = free_lhs if config.is_bulk else call.out_shape[:1]
     else:
-        with reverse_mode_only(op):
-            results = _alone(call, operands)
         rows = free_lhs
+        if 0 in (*left, *right):  # jaxlib 0.11 crashes on empty arrays
+            results = gemm_by_xla(call, operands, call.result_shapes(operands))
+        elif mode != ScalingMode.NO_SCALING or grad:
+            results = bind_gemm(call, operands)
+        else:
+            with reverse_mode_only(op):
+                both: Any = _differentiable(call, operands.lhs, operands.rhs, operands.bias)
+            results = GemmResults(both[0], pre_gelu_out=both[1])
     output, pre_gelu = (x if x is None else x.reshape(*rows, *free_rhs) for x in results[:3:2])
     more = (results.bias_grad, pre_gelu, results.aux_out if return_aux else None)
     more = [x for x in more if x is not None]
@@ -266,44 +271,44 @@ def _collapse(op: str, name: str, array: Array, dims: list[int]):
     return collapse(array.shape, boundary), contracted, free, contracts_last != is_lhs
 
 
-def _read_bias(call: GemmCall, bias) -> Array | None:
-    n = call.out_shape[1]
+def _read_epilogue(call: GemmCall, given: dict[str, Array]) -> dict[str, Array]:
+    """Returns the bias and the input of GELU that the call needs, in its shapes and type."""
     if call.grad and not (call.fuse_bias or call.fuse_gelu):
         raise ValueError(
             f"{call.op}: got grad without an epilogue; it needs fuse_gelu, fuse_bias or both. Omit "
             "it for a plain product."
         )
-    if (bias is not None) != (call.fuse_bias and not call.grad):
-        raise ValueError(
-            f"{call.op}: got {'a' if bias is not None else 'no'} bias with fuse_bias="
-            f"{call.fuse_bias}, grad={call.grad}; fuse_bias adds a bias without grad, and returns "
-            f"its gradient with grad. {'Omit it' if bias is not None else 'Pass one'}."
-        )
-    if bias is None:
-        return None
-    if bias.size != n:
-        raise ValueError(
-            f"{call.op}: bias has shape {bias.shape}; it needs {n} elements, one per column."
-        )
-    return jnp.asarray(bias, call.out_dtype).reshape(n)
-
-
-def _read_gelu_input(call: GemmCall, gelu_input) -> Array | None:
-    if (gelu_input is not None) != (call.fuse_gelu and call.grad):
-        raise ValueError(
-            f"{call.op}: got {'a' if gelu_input is not None else 'no'} gelu_input with "
-            f"fuse_gelu={call.fuse_gelu}, grad={call.grad}; it is required with "
-            "both, for the derivative of GELU, and only then. "
-            f"{'Omit it' if gelu_input is not None else 'Pass pre_gelu of the forward pass'}."
-        )
-    if gelu_input is None:
-        return None
-    if gelu_input.size != math.prod(call.out_shape):
-        raise ValueError(
-            f"{call.op}: gelu_input has shape {gelu_input.shape}; it needs that of the output, "
-            f"{math.prod(call.out_shape)} elements. Pass pre_gelu of the forward pass."
-        )
-    return jnp.asarray(gelu_input, call.out_dtype).reshape(call.out_shape)
+    size = math.prod(call.out_shape)
+    epilogues = {
+        "bias": (
+            call.fuse_bias and not call.grad,
+            f"fuse_bias={call.fuse_bias}, grad={call.grad}; fuse_bias adds a bias without grad, "
+            "and returns its gradient with grad",
+            "Pass one",
+            call.out_shape[1:],
+            f"{call.out_shape[1]} elements, one per column",
+        ),
+        "gelu_input": (
+            call.fuse_gelu and call.grad,
+            f"fuse_gelu={call.fuse_gelu}, grad={call.grad}; it is required with both, for the "
+            "derivative of GELU, and only then",
+            "Pass pre_gelu of the forward pass",
+            call.out_shape,
+            f"that of the output, {size} elements. Pass pre_gelu of the forward pass",
+        ),
+    }
+    read = {}
+    for name, (is_needed, why, remedy, shape, needs) in epilogues.items():
+        x = given.get(name)
+        if (x is not None) != is_needed:
+            got, remedy = ("no", remedy) if x is None else ("a", "Omit it")
+            raise ValueError(f"{call.op}: got {got} {name} with {why}. {remedy}.")
+        if x is None:
+            continue
+        if x.size != math.prod(shape):
+            raise ValueError(f"{call.op}: {name} has shape {x.shape}; it needs {needs}.")
+        read[name] = jnp.asarray(x, call.out_dtype).reshape(shape)
+    return read
 
 
 def _check_scales(call: GemmCall, operands: GemmOperands) -> None:
@@ -392,16 +397,6 @@ def _check_pair(op: str, config: CommOverlapConfig, paired: int | None, num_rank
 
 
 # ---- A gemm that does not communicate, and its derivative: gemms again, of transposed operands.
-
-
-def _alone(call: GemmCall, operands: GemmOperands) -> GemmResults:
-    """Computes a call without communication; differentiable without scales and `grad`."""
-    if 0 in (*operands.lhs.shape, *operands.rhs.shape):  # jaxlib 0.11 crashes on empty arrays
-        return gemm_by_xla(call, operands, call.result_shapes(operands))
-    if call.scaling_mode != ScalingMode.NO_SCALING or call.grad:
-        return bind_gemm(call, operands)
-    results: Any = _differentiable(call, operands.lhs, operands.rhs, operands.bias)
-    return GemmResults(results[0], pre_gelu_out=results[1])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

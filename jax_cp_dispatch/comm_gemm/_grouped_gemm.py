@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, mlir
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from jax_cp_dispatch._arrays import sum_dtype
@@ -24,13 +23,7 @@ from jax_cp_dispatch._ranks.implementations import (
     check_implementation,
     register_lowering,
 )
-from jax_cp_dispatch._ranks.lowering import (
-    Chosen,
-    choose,
-    fall_back,
-    one_after_another,
-    run_alone,
-)
+from jax_cp_dispatch._ranks.lowering import Chosen, fall_back
 from jax_cp_dispatch._ranks.options import vary_alike, vary_like, whole_on_explicit_axes
 from jax_cp_dispatch.buffers import check_flag
 from jax_cp_dispatch.comm_gemm.checks import (
@@ -43,11 +36,12 @@ from jax_cp_dispatch.comm_gemm.checks import (
 from jax_cp_dispatch.comm_gemm.primitive import (
     GemmCall,
     load_blas,
+    make_primitive,
     threads_per_device,
 )
 from jax_cp_dispatch.scaling import ScalingMode
 
-grouped_gemm_p = Primitive("grouped_gemm")
+grouped_gemm_p = make_primitive("grouped_gemm", Operation.GROUPED_GEMM)
 
 
 # The call says by `lhs_transposed` that rows are contracted: lhs [M, K] and rhs [M, N] give
@@ -55,16 +49,7 @@ grouped_gemm_p = Primitive("grouped_gemm")
 # [G, N, K], give [M, N]. Operands that are not used have one element.
 
 
-def _shape(lhs, *_, call: GemmCall):
-    return lhs.update(shape=call.out_shape, dtype=jnp.dtype(call.out_dtype), weak_type=False)
-
-
-def _lower(ctx, *operands, call: GemmCall):
-    choice = choose(ctx, call.op, call.comm)
-    return choice.lower(Operation.GROUPED_GEMM, ctx, *operands, call=call)
-
-
-def _lower_on_cpu(ctx, *operands, call: GemmCall, choice: Chosen):
+def _lower_on_cpu(ctx, *operands, call: GemmCall, **_):
     load_blas()
     return jax.ffi.ffi_lowering(runtime.GROUPED_GEMM_TARGET)(
         ctx,
@@ -78,13 +63,13 @@ def _lower_on_cpu(ctx, *operands, call: GemmCall, choice: Chosen):
     )
 
 
-def _lower_on_gpu(ctx, *operands, call: GemmCall, choice: Chosen):
+def _lower_on_gpu(ctx, *operands, call: GemmCall, choice: Chosen, **params):
     missing = "grouped products on GPUs are XLA's ragged_dot, without a host's synchronisation"
     by_xla = fall_back(choice, call.op, call.comm, missing)
-    return by_xla.lower(Operation.GROUPED_GEMM, ctx, *operands, call=call)
+    return by_xla.lower(Operation.GROUPED_GEMM, ctx, *operands, call=call, **params)
 
 
-def _lower_by_xla(ctx, *operands, call: GemmCall, choice: Chosen):
+def _lower_by_xla(ctx, *operands, call: GemmCall, **_):
     by_xla = functools.partial(grouped_gemm_by_xla, call=call)
     return mlir.lower_fun(by_xla, multiple_results=False)(ctx, *operands)
 
@@ -128,13 +113,7 @@ def grouped_gemm_by_xla(
     return jnp.where(is_row, product, 0).astype(call.out_dtype)
 
 
-grouped_gemm_p.def_abstract_eval(_shape)
-grouped_gemm_p.def_impl(functools.partial(run_alone, grouped_gemm_p))
-mlir.register_lowering(grouped_gemm_p, _lower)
-batching.primitive_batchers[grouped_gemm_p] = functools.partial(one_after_another, grouped_gemm_p)
-
-
-def _no_derivative(primals, tangents, *, call: GemmCall):
+def _no_derivative(primals, tangents, *, call: GemmCall, **_):
     raise NotImplementedError(
         f"grouped_gemm: no derivative is defined with {call.scaling_mode}. Quantize inside a "
         "function whose derivative you define, or differentiate it with NO_SCALING (reverse mode)."
@@ -293,7 +272,8 @@ def _bind(call: GemmCall, lhs, rhs, bias, group_sizes, scales=(None, None)):
             sums = jnp.where(jnp.arange(len(sums))[:, None] < group_sizes.sum(), of_rows, 0)
         return vary_like([sums], lhs)[0]
     operands = vary_alike([lhs, of_lhs, rhs, of_rhs, bias, group_sizes])
-    return grouped_gemm_p.bind(*operands, call=call)
+    result = jax.ShapeDtypeStruct(call.out_shape, call.out_dtype)
+    return grouped_gemm_p.bind(*operands, call=call, results=result)[0]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -44,8 +44,9 @@ from jax_cp_dispatch.buffers import CommOverlapConfig, CommOverlapMethod, CommOv
 from jax_cp_dispatch.scaling import (
     BYTE_FLOATS,
     BlockLayout,
+    Quantized,
     ScalingMode,
-    multiply_by_scales,
+    dequantize,
     pad_scales,
     scales_shape,
     swizzle_scales,
@@ -241,10 +242,61 @@ class GemmCall:
         }
 
 
-# ---- The primitive. Its parameters: the call, which operands there are, and the results.
+# ---- The primitives. Their parameters: the call, which operands there are, and the results.
 
-gemm_p = Primitive("gemm")
-gemm_p.multiple_results = True
+
+def make_primitive(name: str, operation: Operation) -> Primitive:
+    """Returns a primitive that the implementations lower; it has no derivative yet."""
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(_shapes)
+    primitive.def_impl(functools.partial(run_alone, primitive))
+    mlir.register_lowering(primitive, functools.partial(_lower, operation))
+    batching.primitive_batchers[primitive] = functools.partial(one_after_another, primitive)
+    return primitive
+
+
+def _shapes(*operands, results: Any, **_):
+    update = functools.partial(operands[0].update, weak_type=False)
+    return [update(shape=x.shape, dtype=x.dtype) for x in jax.tree.leaves(results)]
+
+
+def _lower(operation: Operation, ctx, *operands, call: GemmCall, **params):
+    if call.comm.open_axes:
+        opened = functools.partial(_with_all_axes_manual, call=call, **params)
+        return lower_opened(opened, ctx, *operands)
+    choice = choose(ctx, call.op, call.comm)
+    return choice.lower(operation, ctx, *operands, call=call, **params)
+
+
+gemm_p = make_primitive("gemm", Operation.GEMM)
+
+
+def _with_all_axes_manual(*operands, call: GemmCall, **params):
+    """Makes automatic axes manual; arrays that vary over them are gathered."""
+    mesh = jax.sharding.get_abstract_mesh()
+    local = call.replace(comm=call.comm.inside(mesh))
+    return with_manual_axes(
+        functools.partial(gemm_p.bind, call=local, **params),
+        call.comm.open_axes,
+        mesh,
+        in_specs=(P(),) * len(operands),
+        out_specs=[P()] * len(jax.tree.leaves(params["results"])),
+    )(*operands)
+
+
+def _no_derivative(primals, tangents, *, call: GemmCall, **_):
+    what, remedy = "scaled operands or grad", "Define it with jax.custom_vjp around the call."
+    if call.comm.axis_names:
+        what = "communication"
+        remedy = (
+            "Use all_gather_matmul or matmul_reduce_scatter, which are each other's derivative "
+            "(reverse mode)."
+        )
+    raise NotImplementedError(f"{call.op}: with {what}, no derivative is defined. {remedy}")
+
+
+ad.primitive_jvps[gemm_p] = _no_derivative
 
 
 @jax.named_scope("cpd.gemm")
@@ -258,54 +310,6 @@ def bind_gemm(call: GemmCall, operands: GemmOperands) -> GemmResults:
     return jax.tree.unflatten(jax.tree.structure(results), written)
 
 
-def _shapes(*operands, results: GemmResults, **_):
-    like = operands[0]
-    return [
-        like.update(shape=x.shape, dtype=x.dtype, weak_type=False) for x in jax.tree.leaves(results)
-    ]
-
-
-def _lower(ctx, *operands, call: GemmCall, **params):
-    if call.comm.open_axes:
-        opened = functools.partial(_with_all_axes_manual, call=call, **params)
-        return lower_opened(opened, ctx, *operands)
-    choice = choose(ctx, call.op, call.comm)
-    return choice.lower(Operation.GEMM, ctx, *operands, call=call, **params)
-
-
-def _with_all_axes_manual(*operands, call: GemmCall, tree, results: GemmResults):
-    """Makes automatic axes manual; arrays that vary over them are gathered."""
-    mesh = jax.sharding.get_abstract_mesh()
-    local = call.replace(comm=call.comm.inside(mesh))
-    return with_manual_axes(
-        functools.partial(gemm_p.bind, call=local, tree=tree, results=results),
-        call.comm.open_axes,
-        mesh,
-        in_specs=tuple(P() for _ in operands),
-        out_specs=[P() for _ in jax.tree.leaves(results)],
-    )(*operands)
-
-
-gemm_p.def_abstract_eval(_shapes)
-gemm_p.def_impl(functools.partial(run_alone, gemm_p))
-mlir.register_lowering(gemm_p, _lower)
-batching.primitive_batchers[gemm_p] = functools.partial(one_after_another, gemm_p)
-
-
-def _no_derivative(primals, tangents, *, call: GemmCall, **_):
-    remedy = "Define it with jax.custom_vjp around the call."
-    if call.comm.axis_names:
-        remedy = (
-            "Use all_gather_matmul or matmul_reduce_scatter, which are each other's derivative "
-            "(reverse mode)."
-        )
-    what = "communication" if call.comm.axis_names else "scaled operands or grad"
-    raise NotImplementedError(f"{call.op}: with {what}, no derivative is defined. {remedy}")
-
-
-ad.primitive_jvps[gemm_p] = _no_derivative
-
-
 # ---- The custom call of a gemm: what CPUs and GPUs do alike, and its lowering for CPUs.
 
 
@@ -317,7 +321,6 @@ def load_blas() -> str:
       ImportError: SciPy, which JAX depends on, is not installed.
     """
     cython_blas: Any = importlib.import_module("scipy.linalg.cython_blas")
-
     routines = cython_blas.__pyx_capi__  # jaxlib's LAPACK uses it too
     return runtime.native.load_blas(sgemm=routines["sgemm"], dgemm=routines["dgemm"])
 
@@ -524,7 +527,20 @@ def gemm_by_xla(call: GemmCall, operands: GemmOperands, results: GemmResults) ->
     elif overlap.is_sum and call.in_ring_order:
         lhs = lhs[..., jnp.argsort(_ring_rows(call)), :]
     wide = sum_dtype(lhs.dtype)
-    product = _multiply(call, lhs, rhs, wide)
+    dims = [
+        tuple(range(boundary) if contracts_rows else range(boundary, x.ndim))
+        for x, boundary, contracts_rows in (
+            (lhs, call.lhs_boundary, call.lhs_transposed),
+            (rhs, call.rhs_boundary, not call.rhs_transposed),
+        )
+    ]
+    product = lax.dot_general(
+        lhs,
+        rhs,
+        (dims, ((), ())),
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=wide,
+    )
     if overlap.is_sum:  # a ring without copies reads other ranks' operands: it stores no sums
         moves_sums = not overlap.is_ring or overlap.use_ce
         partial = overlap.buffer_dtype if moves_sums else wide
@@ -567,12 +583,11 @@ def _dequantized(call: GemmCall, operands: GemmOperands):
     )
     values = []
     for data, scale, boundary, layout in sides:
+        rows = data.reshape(collapse(data.shape, boundary))
         if call.is_mxfp8:
-            flat = data.reshape(collapse(data.shape, boundary))
-            scale = unpad_scales(scale, shape=scales_shape(flat.shape, layout))
-            values.append(multiply_by_scales(flat, scale, layout=layout).reshape(data.shape))
-        else:
-            values.append(data.astype(jnp.float32) * scale[0])
+            scale = unpad_scales(scale, shape=scales_shape(rows.shape, layout))
+        q = Quantized(data=rows, scale_inv=scale, mode=call.scaling_mode, layout=layout)
+        values.append(dequantize(q).reshape(data.shape))
     return values
 
 
@@ -588,18 +603,6 @@ def _swizzled(call: GemmCall, operands: GemmOperands, results: GemmResults):
         scales = pad_scales(scales.reshape(-1, scales.shape[-1]), layout=of_lhs)
     lhs = None if results.lhs_swizzled is None else swizzle_scales(scales, layout=of_lhs)
     return lhs, swizzle_scales(operands.rhs_scale_inv, layout=of_rhs)
-
-
-def _multiply(call, lhs, rhs, dtype):
-    rows = lambda boundary: tuple(range(boundary))
-    columns = lambda boundary, x: tuple(range(boundary, x.ndim))
-    dims = (
-        rows(call.lhs_boundary) if call.lhs_transposed else columns(call.lhs_boundary, lhs),
-        columns(call.rhs_boundary, rhs) if call.rhs_transposed else rows(call.rhs_boundary),
-    )
-    return lax.dot_general(
-        lhs, rhs, (dims, ((), ())), precision=lax.Precision.HIGHEST, preferred_element_type=dtype
-    )
 
 
 def _gather_rows(call: GemmCall, x):
@@ -629,12 +632,10 @@ def _scatter(call: GemmCall, x, dtype):
 
 def _ring_rows(call: GemmCall):
     """Returns, for each row in ring order, its place in the order of the ranks."""
-    counts = np.array(call.row_counts)
-    begins = np.cumsum(counts) - counts
-    tables = []
-    for rank in range(call.comm.num_ranks):
-        order = [(rank - step) % call.comm.num_ranks for step in range(1, call.comm.num_ranks + 1)]
-        tables.append(np.concatenate([begins[q] + np.arange(counts[q]) for q in order]))
+    p, ends = call.comm.num_ranks, np.cumsum(call.row_counts)
+    rows = [np.arange(end - n, end) for end, n in zip(ends, call.row_counts, strict=True)]
+    orders = [[(rank - step) % p for step in range(1, p + 1)] for rank in range(p)]
+    tables = [np.concatenate([rows[q] for q in order]) for order in orders]
     return jnp.array(np.stack(tables))[lax.axis_index(call.comm.axis_names)]
 
 
