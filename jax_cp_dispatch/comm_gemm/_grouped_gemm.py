@@ -281,10 +281,6 @@ def _differentiable(call: GemmCall, lhs, rhs, bias, group_sizes) -> Any:
     return _bind(call, lhs, rhs, bias, group_sizes)
 
 
-def _forward(call, lhs, rhs, bias, group_sizes):
-    return _differentiable(call, lhs, rhs, bias, group_sizes), (lhs, rhs, bias, group_sizes)
-
-
 def _backward(call: GemmCall, residuals, dy):
     lhs, rhs, bias, sizes = residuals
 
@@ -313,4 +309,4 @@ def _backward(call: GemmCall, residuals, dy):
     return dlhs, drhs, dbias, None
 
 
-_differentiable.defvjp(_forward, _backward)
+_differentiable.defvjp(lambda *x: (_differentiable(*x), x[1:]), _backward)

@@ -23,22 +23,20 @@ from jaxtyping import Array
 from jax_cp_dispatch._arrays import sum_dtype
 from jax_cp_dispatch._ranks.options import vary_alike, vary_like, varying_axes
 from jax_cp_dispatch._residuals import named_gathered_tokens
-from jax_cp_dispatch.comm_gemm.partitioning import (
-    constrain,
-    keeps_token_axes,
-    partition_gradients,
-    partition_product,
-    split_like,
-    weight_spec,
-    with_rows,
-)
 from jax_cp_dispatch.comm_gemm.rank import (
     FORWARD_DTYPE,
     Matmul,
     check_contracted_blocks,
+    constrain,
     gradients_of_rank,
+    keeps_token_axes,
+    partition_gradients,
+    partition_product,
     product_of_rank,
     real_rows,
+    split_like,
+    weight_spec,
+    with_rows,
 )
 from jax_cp_dispatch.scaling import DelayedScaling, MatmulScaling, largest_magnitude
 
@@ -127,10 +125,6 @@ def _gradients(s: Matmul, _, x, w, dy):
     return dx, s.split(dw, [each.shape[-1] for each in w])
 
 
-def _gradients_forward(s: Matmul, _, x, w, dy):
-    return _gradients(s, None, x, w, dy), (x, w, dy)
-
-
 def _gradients_backward(s: Matmul, _, residuals, cotangents):
     # dx = reduce_scatter(dy w') and dw = concat(x)' dy, each linear in both of its operands.
     x, w, dy = residuals
@@ -140,7 +134,7 @@ def _gradients_backward(s: Matmul, _, residuals, cotangents):
     return dx, dw, more(of_dx, w) + more(x, of_dw)
 
 
-_gradients.defvjp(_gradients_forward, _gradients_backward)
+_gradients.defvjp(lambda *x: (_gradients(*x), x[2:]), _gradients_backward)
 
 
 def bias_gradient(dy, bias):
@@ -191,10 +185,6 @@ def use_scales(dy_dtype: str, axes: tuple[str, ...], state: MatmulScaling) -> Sc
     return Scales(*vary_alike(scales, also=axes))
 
 
-def _scales_forward(dy_dtype, axes, state):
-    return use_scales(dy_dtype, axes, state), state
-
-
 def _scales_backward(dy_dtype, axes, state: MatmulScaling, amaxes: Scales):
     def next_state(old: DelayedScaling, amax: Array, dtype: str) -> DelayedScaling:
         own = varying_axes(old.scale)
@@ -213,7 +203,7 @@ def _scales_backward(dy_dtype, axes, state: MatmulScaling, amaxes: Scales):
     )
 
 
-use_scales.defvjp(_scales_forward, _scales_backward)
+use_scales.defvjp(lambda *x: (use_scales(*x), x[2]), _scales_backward)
 
 
 # ---- Examples of `jax.vmap`, on global arrays.

@@ -33,8 +33,13 @@ from jax_cp_dispatch.comm_gemm.checks import (
 )
 from jax_cp_dispatch.comm_gemm.choice import MatmulOptions, choose_overlaps
 from jax_cp_dispatch.comm_gemm.derivatives import matmul, use_scales
-from jax_cp_dispatch.comm_gemm.partitioning import dividing_axes, with_rows
-from jax_cp_dispatch.comm_gemm.rank import FORWARD_DTYPE, Matmul, check_contracted_blocks
+from jax_cp_dispatch.comm_gemm.rank import (
+    FORWARD_DTYPE,
+    Matmul,
+    check_contracted_blocks,
+    dividing_axes,
+    with_rows,
+)
 from jax_cp_dispatch.cost import CommGemmShape
 from jax_cp_dispatch.global_call import MeshAxes, explicit_axes, on_all_ranks
 from jax_cp_dispatch.scaling import MatmulScaling, ScalingMode
@@ -498,7 +503,7 @@ _one_program = jax.jit(_products, static_argnums=0, inline=True)
 
 # ---- Matmuls of global arrays under plain `jit`, by a Shardy rule or an inner `shard_map`.
 #
-# Over automatic axes the partitioner keeps known shardings, see `partitioning`. Explicit axes are
+# Over automatic axes the partitioner keeps known shardings, see `rank`. Explicit axes are
 # read from the types: batch dimensions, and tokens on axes other than the ranks', keep their
 # sharding.
 

@@ -15,7 +15,6 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array
 
 from jax_cp_dispatch._arrays import sum_dtype
 from jax_cp_dispatch._ranks import runtime
@@ -352,14 +351,10 @@ def _lower_custom_call(ctx, *values, call: GemmCall, tree, results, attributes, 
         written = _call_handler(given, shapes, rank_and_group(call.comm), attributes)
         if scratch is not None and results.workspace is not None:
             # It keeps the program's shape, and is never read.
-            written = written._replace(workspace=_zeros(results.workspace))
+            written = written._replace(workspace=jnp.zeros_like(results.workspace))
         return [x for x, shape in zip(written, results, strict=True) if shape is not None]
 
     return mlir.lower_fun(run, multiple_results=True)(ctx, *values)
-
-
-def _zeros(like: jax.ShapeDtypeStruct) -> Array:
-    return jnp.zeros(like.shape, like.dtype)
 
 
 def _lower_on_cpu(ctx, *values, call: GemmCall, tree, results, choice: Chosen):
@@ -367,8 +362,8 @@ def _lower_on_cpu(ctx, *values, call: GemmCall, tree, results, choice: Chosen):
     load_blas()
     attributes = call.attributes(jax.tree.unflatten(tree, ctx.avals_in), threads_per_device())
     attributes |= choice.rank_attributes(ctx, call.comm, _what(call, attributes))
-    params: Any = {"call": call, "tree": tree, "results": results, "attributes": attributes}
-    return _lower_custom_call(ctx, *values, **params)
+    params: Any = {"tree": tree, "results": results, "attributes": attributes}
+    return _lower_custom_call(ctx, *values, call=call, **params)
 
 
 def _what(call: GemmCall, attributes: Mapping[str, Any]) -> str:
@@ -566,7 +561,7 @@ def gemm_by_xla(call: GemmCall, operands: GemmOperands, results: GemmResults) ->
         count = jnp.array(call.row_counts)[lax.axis_index(call.comm.axis_names)]
         output = jnp.where(jnp.arange(output.shape[-2])[:, None] < count, output, 0)
     swizzled = _swizzled(call, operands, results) if call.is_mxfp8 else (None, None)
-    unused = jax.tree.map(_zeros, results.workspace)
+    unused = jax.tree.map(jnp.zeros_like, results.workspace)
     return GemmResults(output, bias_grad, pre_gelu, aux, *swizzled, unused)
 
 

@@ -439,16 +439,10 @@ def _to_rows(options, mode, routing, arrays, with_places=False):
 
 def _to_rows_backward(options, mode, residuals, gradients):
     routing, places = residuals
-    options = _transposed(options)
     real = [g for g in gradients if g.dtype != jax.dtypes.float0]  # integers have none
-
-    def by_rank(real, places):
-        return _return_sums(options, routing, [weighted_sum(g, None, places) for g in real])
-
-    by_choice = lambda real, _: _sum_choices(options, routing, None, real)
     sums: list[Array] = []
     if real:
-        sums = _where_it_runs(options, by_choice, by_rank, real, places, summed=real)
+        sums, _ = _sum_rows_forward(_transposed(options), routing, None, real, places)
     rest = iter(sums)
     return None, [None if g.dtype == jax.dtypes.float0 else next(rest) for g in gradients]
 
@@ -456,18 +450,24 @@ def _to_rows_backward(options, mode, residuals, gradients):
 # ---- Rows to sums.
 
 
-def _sum_rows_forward(options, routing, weights, arrays):
-    def by_choice(weights, arrays):
+def _sum_rows_forward(options, routing, weights, arrays, places=None):
+    """Returns the sums; on the way back of `_to_rows`, places are known."""
+
+    def by_choice(weights, arrays, _):
         sums = _sum_choices(options, routing, weights, arrays)
         return sums, *_nothing(routing, arrays, weights)
 
-    def by_rank(weights, arrays):
-        received, places = _send_tokens(options, routing, [] if weights is None else [weights])
-        received = received[0] if received else None
-        sums = [weighted_sum(y, received, places) for y in arrays]
-        return _return_sums(options, routing, sums), received, places
+    def by_rank(weights, arrays, places):
+        received = []
+        if places is None:
+            sent = [] if weights is None else [weights]
+            received, places = _send_tokens(options, routing, sent)
+        own = received[0] if received else None
+        sums = [weighted_sum(y, own, places) for y in arrays]
+        return _return_sums(options, routing, sums), own, places
 
-    sums, *received = _where_it_runs(options, by_choice, by_rank, weights, arrays, summed=arrays)
+    operands = weights, arrays, places
+    sums, *received = _where_it_runs(options, by_choice, by_rank, *operands, summed=arrays)
     return sums, (routing, weights, arrays, *received)
 
 
