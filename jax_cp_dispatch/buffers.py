@@ -190,11 +190,12 @@ def create_comm_overlap_buffer(
       num_max_streams, comm_cga_size: parameters of Transformer Engine's userbuffers. They are part
         of the id and have no other effect on any platform: a rank has one stream for computation
         and one for communication, and its kernels use no thread block clusters.
-      gemm_priority, comm_priority, num_comm_sm, set_sm_margin: streams and multiprocessors of GPUs;
-        on CPU they are only part of the id. None: 16 and True; for the ring 1 and False.
-      use_ce: whether the ring moves chunks by separate copies (copy engine, or memcpy on CPU) while
-        the GEMM runs; otherwise the GEMM reads the memory of other ranks. None: only the ring
-        copies.
+      gemm_priority, comm_priority: priorities of the two streams of a GPU; 0 is the lowest. On CPU
+        these and the next two are only part of the id.
+      num_comm_sm, set_sm_margin: multiprocessors for communication, and whether the GEMM leaves
+        them free. None: 16 and True; for the ring 1 and False.
+      use_ce: of the ring. True, or None: chunks move by separate copies (copy engine, or memcpy on
+        CPU) while the GEMM runs. False: the GEMM reads the memory of other ranks.
       atomic_gemm: run all GEMMs as one step of the schedule, which signals or waits for each chunk
         by a counter; otherwise each is a separate step. On GPUs they stay separate. In `gemm` it
         also selects the order of the ring's chunks; in a reduce-scatter with use_ce=False, which

@@ -148,12 +148,12 @@ def gemm(
         options = read_options_alone(op, implementation=implementation, deadline=deadline)
     else:
         options = read_options(op, axis_name, implementation=implementation, deadline=deadline)
-    dims = _read_dims(op, contracting_dims)
-    left, sizes, free_lhs, lhs_transposed = _collapse(op, "lhs", lhs, dims[0])
-    right, of_rhs, free_rhs, rhs_transposed = _collapse(op, "rhs", rhs, dims[1])
-    if sizes != of_rhs:
+    of_lhs, of_rhs = _collapse(op, contracting_dims, lhs, rhs)
+    left, sizes, free_lhs, lhs_transposed = of_lhs
+    right, sizes_of_rhs, free_rhs, rhs_transposed = of_rhs
+    if sizes != sizes_of_rhs:
         raise ValueError(
-            f"{op}: lhs contracts dimensions of {sizes} but rhs of {of_rhs}, of shapes "
+            f"{op}: lhs contracts dimensions of {sizes} but rhs of {sizes_of_rhs}, of shapes "
             f"{lhs.shape} and {rhs.shape}. See contracting_dims."
         )
     call = GemmCall(
@@ -235,40 +235,38 @@ def gemm(
     return (output, *more) if more else output
 
 
-def _read_dims(op: str, dims: Any) -> list[list[int]]:
-    """Returns two sequences of integers."""
+def _collapse(op: str, dims: Any, lhs: Array, rhs: Array) -> list[tuple[Any, Any, Any, bool]]:
+    """Collapses both operands to two dimensions.
+
+    Returns for each the two sizes, the contracted and the other dimensions, and whether the
+    contracted ones are on the unusual side: first in lhs, last in rhs.
+    """
     try:
-        lhs, rhs = ([operator.index(d) for d in side] for side in dims)
+        of_lhs, of_rhs = ([operator.index(d) for d in side] for side in dims)
     except (TypeError, ValueError):
-        lhs = rhs = []
-    if not lhs or not rhs:
+        of_lhs = of_rhs = []
+    if not of_lhs or not of_rhs:
         raise ValueError(
             f"{op}: contracting_dims is {dims!r}; it needs the dimensions of lhs and those of rhs "
             "that are contracted, as ((-1,), (0,))."
         )
-    return [lhs, rhs]
-
-
-def _collapse(op: str, name: str, array: Array, dims: list[int]):
-    """Collapses lhs or rhs to two dimensions.
-
-    Returns the two sizes, the contracted and the other dimensions of the array, and whether the
-    contracted ones are on the unusual side: first in lhs, last in rhs.
-    """
-    ndim, is_lhs = array.ndim, name == "lhs"
-    places = [d % ndim if -ndim <= d < ndim else ndim for d in dims] if ndim else []
-    count = len(places)
-    is_first, is_last = places == list(range(count)), places == list(range(ndim - count, ndim))
-    if not count or len(set(places)) < count or not (is_first or is_last):
-        raise ValueError(
-            f"{op}: contracting_dims of {name} are {tuple(dims)} for shape {array.shape}; they "
-            "need to be adjacent, first or last, in their order. Transpose it."
-        )
-    contracts_last = is_last if is_lhs else not is_first
-    boundary = ndim - count if contracts_last else count
-    sides = array.shape[:boundary], array.shape[boundary:]
-    contracted, free = sides[::-1] if contracts_last else sides
-    return collapse(array.shape, boundary), contracted, free, contracts_last != is_lhs
+    collapsed = []
+    for name, array, given in (("lhs", lhs, of_lhs), ("rhs", rhs, of_rhs)):
+        ndim, count, is_lhs = array.ndim, len(given), name == "lhs"
+        places = [d % ndim if -ndim <= d < ndim else None for d in given]
+        is_first, is_last = places == [*range(count)], places == [*range(ndim - count, ndim)]
+        if not (is_first or is_last):
+            raise ValueError(
+                f"{op}: contracting_dims of {name} are {tuple(given)} for shape {array.shape}; "
+                "they need to be adjacent, first or last, in their order. Transpose it."
+            )
+        contracts_last = is_last if is_lhs else not is_first
+        boundary = ndim - count if contracts_last else count
+        sides = array.shape[:boundary], array.shape[boundary:]
+        contracted, free = sides[::-1] if contracts_last else sides
+        sizes = collapse(array.shape, boundary)
+        collapsed.append((sizes, contracted, free, contracts_last != is_lhs))
+    return collapsed
 
 
 def _read_epilogue(call: GemmCall, given: dict[str, Array]) -> dict[str, Array]:

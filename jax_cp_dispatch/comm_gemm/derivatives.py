@@ -90,7 +90,9 @@ def _backward(s: Matmul, keeps: bool, residuals, cotangents):
         splits_columns = s.mesh is not None and s.gathers
         columns = sum(map(s.num_columns, w)) // (s.comm.num_ranks if splits_columns else 1)
         check_contracted_blocks(s.op, s.scaling_mode, columns)
-        of_adjoint = None if scales is None else scales.of_adjoint()
+        of_adjoint = scales
+        if scales is not None:  # of dy w', whose own derivative multiplies a tensor like x
+            of_adjoint = Scales(*map(lax.stop_gradient, (scales.dy, scales.w, scales.x)))
         dx, rows_of_all = matmul(s.adjoint(x.dtype), not s.gathers, dy, w, None, of_adjoint)
         if s.gathers:
             rows_of_all = dy
@@ -166,10 +168,6 @@ class Scales(NamedTuple):
     x: Any
     w: Any
     dy: Any
-
-    def of_adjoint(self) -> "Scales":
-        """Scales of the product dy w', whose own derivative multiplies a tensor like x."""
-        return Scales(*map(lax.stop_gradient, (self.dy, self.w, self.x)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

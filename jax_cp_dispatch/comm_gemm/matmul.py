@@ -99,8 +99,8 @@ def all_gather_matmul(
       atomic: run all GEMMs as one step of the schedule, which waits for each chunk by a counter;
         otherwise each is a separate step. On GPUs they stay separate.
       aggregate: move chunks in pairs; needs an even number of ranks, and use_ce.
-      use_ce: whether the ring copies chunks while the GEMM runs; otherwise the GEMM reads other
-        ranks' tokens in place, and only tokens kept for the derivative are copied.
+      use_ce: of the ring. True, or None: chunks are copied while the GEMM runs. False: the GEMM
+        reads other ranks' tokens in their memory; only those kept for the derivative are copied.
       buffer: id of `create_comm_overlap_buffer`, whose parameters then apply. Without it, XLA
         allocates memory for each call.
       row_counts: tokens of each rank (per batch), if they differ. Each rank's x then has T =
@@ -188,7 +188,7 @@ def matmul_reduce_scatter(
       w: this rank's rows, [K, N] or [K, H, N]. All its dimensions but the last are contracted. Of
         those of global arrays, the first is sharded.
       axis_name: the mesh axis of the p ranks, or several, the major one first.
-      bias: added once to the sum; the same on all ranks.
+      bias: [N], added once to the sum; the same on all ranks.
       method: NONE (multiply, then reduce), PIPELINE (reduce columns while the next are multiplied),
         RING_EXCHANGE (send each rank its tokens while the next rank's are multiplied), or "auto"
         (the choice of `choose_comm_gemm`). The derivative uses the same, but the ring instead of
@@ -197,8 +197,9 @@ def matmul_reduce_scatter(
       atomic: run all GEMMs as one step of the schedule, which signals each chunk by a counter;
         otherwise each is a separate step. On GPUs they stay separate. Not with use_ce=False.
       rs_overlap_first_gemm: see `create_comm_overlap_buffer`.
-      use_ce: whether the ring copies chunks while the GEMM runs; otherwise each rank multiplies its
-        tokens of all ranks' x by all their w in place, without copies or stored partial sums.
+      use_ce: of the ring. True, or None: partial sums are copied while the GEMM runs. False: each
+        rank reads the x of its tokens, and w, in the memory of all ranks, and adds their products
+        up; nothing is copied, and no partial sum stored.
       buffer: id of `create_comm_overlap_buffer`, whose parameters then apply; its dtype is that of
         partial sums. Without it, XLA allocates memory for each call, for float32 partial sums.
       row_counts: tokens of each rank (per batch), if they differ: M = sum(row_counts), and the

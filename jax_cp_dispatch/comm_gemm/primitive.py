@@ -261,27 +261,24 @@ def _shapes(*operands, results: Any, **_):
 
 
 def _lower(operation: Operation, ctx, *operands, call: GemmCall, **params):
+    def with_all_axes_manual(*operands):  # arrays that vary over automatic axes are gathered
+        mesh = jax.sharding.get_abstract_mesh()
+        local = call.replace(comm=call.comm.inside(mesh))
+        return with_manual_axes(
+            functools.partial(gemm_p.bind, call=local, **params),
+            call.comm.open_axes,
+            mesh,
+            in_specs=(P(),) * len(operands),
+            out_specs=[P()] * len(jax.tree.leaves(params["results"])),
+        )(*operands)
+
     if call.comm.open_axes:
-        opened = functools.partial(_with_all_axes_manual, call=call, **params)
-        return lower_opened(opened, ctx, *operands)
+        return lower_opened(with_all_axes_manual, ctx, *operands)
     choice = choose(ctx, call.op, call.comm)
     return choice.lower(operation, ctx, *operands, call=call, **params)
 
 
 gemm_p = make_primitive("gemm", Operation.GEMM)
-
-
-def _with_all_axes_manual(*operands, call: GemmCall, **params):
-    """Makes automatic axes manual; arrays that vary over them are gathered."""
-    mesh = jax.sharding.get_abstract_mesh()
-    local = call.replace(comm=call.comm.inside(mesh))
-    return with_manual_axes(
-        functools.partial(gemm_p.bind, call=local, **params),
-        call.comm.open_axes,
-        mesh,
-        in_specs=(P(),) * len(operands),
-        out_specs=[P()] * len(jax.tree.leaves(params["results"])),
-    )(*operands)
 
 
 def _no_derivative(primals, tangents, *, call: GemmCall, **_):
@@ -361,14 +358,7 @@ def _lower_on_cpu(ctx, *values, call: GemmCall, tree, results, choice: Chosen):
     prepare_cpu_devices()
     load_blas()
     attributes = call.attributes(jax.tree.unflatten(tree, ctx.avals_in), threads_per_device())
-    attributes |= choice.rank_attributes(ctx, call.comm, _what(call, attributes))
-    params: Any = {"tree": tree, "results": results, "attributes": attributes}
-    return _lower_custom_call(ctx, *values, call=call, **params)
-
-
-def _what(call: GemmCall, attributes: Mapping[str, Any]) -> str:
-    """Describes the operation beyond its shapes; calls meet only if they agree in this text."""
-    kind = f"{call.overlap.comm_type.name}, {call.overlap.method.name}"
+    # What the call is beyond its shapes; calls meet only if they agree in this text.
     said = {"op", "axis", "num_ranks", "comm_type", "comm_overlap_method", "row_counts"}
     of_a_rank = {"deadline_ms", "num_threads", "aux_axis_boundary"}
     others = [
@@ -376,7 +366,11 @@ def _what(call: GemmCall, attributes: Mapping[str, Any]) -> str:
         for name, value in attributes.items()
         if name not in said | of_a_rank and value
     ]
-    return f"{call.op} ({kind}) of rows {list(call.row_counts)}, {', '.join(others)}"
+    kind = f"{call.overlap.comm_type.name}, {call.overlap.method.name}"
+    what = f"{call.op} ({kind}) of rows {list(call.row_counts)}, {', '.join(others)}"
+    attributes |= choice.rank_attributes(ctx, call.comm, what)
+    params: Any = {"tree": tree, "results": results, "attributes": attributes}
+    return _lower_custom_call(ctx, *values, call=call, **params)
 
 
 # ---- NVIDIA GPUs: a custom call with scratch memory.

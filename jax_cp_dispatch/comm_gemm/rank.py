@@ -312,16 +312,10 @@ def _run(s: Matmul, keeps: bool, arrays: _Arrays):
 
 @functools.lru_cache(maxsize=256)
 def _partitioned(s: Matmul, keeps: bool, ndims: _Arrays, mesh_around):
-    """Returns the matmul with its rule, under a unique name.
+    """Returns the matmul with its rule, under a unique name; `ndims` are those of the operands.
 
     XLA's compiler for TPUs has no such rules. There the ranks' axes become manual, and the others
     stay automatic.
-
-    Args:
-      s: the static parts.
-      keeps: the gathered x is a result, too.
-      ndims: dimensions of the operands.
-      mesh_around: the concrete mesh of the context, or None.
     """
     names, is_gradient, num_examples = s.comm.axis_names, ndims.dy is not None, ndims.w - 2
     tree = jax.tree.structure(ndims)
