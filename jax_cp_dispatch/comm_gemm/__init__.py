@@ -11,8 +11,7 @@ Three words mean three things here:
   `CommOverlapConfig`, without a shape unless a buffer is registered.
 """
 
-from jax_cp_dispatch.comm_gemm._gemm import gemm
-from jax_cp_dispatch.comm_gemm._grouped_gemm import grouped_gemm
+from jax_cp_dispatch.comm_gemm._gemm import gemm, grouped_gemm
 from jax_cp_dispatch.comm_gemm.choice import CommGemmChoice, choose_comm_gemm
 from jax_cp_dispatch.comm_gemm.matmul import all_gather_matmul, matmul_reduce_scatter
 

@@ -1,4 +1,4 @@
-"""How a matmul and its derivative communicate: by options, or by predicted time."""
+"""How a GEMM communicates: a matmul and its derivative by options or predicted time, or a gemm."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jax_cp_dispatch._arguments import check_type
+from jax_cp_dispatch._arrays import sum_dtype
 from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch.buffers import (
     CommOverlapConfig,
@@ -16,6 +17,7 @@ from jax_cp_dispatch.buffers import (
     find_buffer,
     read_config,
 )
+from jax_cp_dispatch.comm_gemm.primitive import GemmCall, GemmOperands
 from jax_cp_dispatch.cost import (
     HARDWARE,
     CommGemmShape,
@@ -113,7 +115,7 @@ class MatmulOptions:
 
 
 def choose_overlaps(
-    options: MatmulOptions, shape: CommGemmShape, slot_rows: int, dtype: str, sum_dtype: str
+    options: MatmulOptions, shape: CommGemmShape, slot_rows: int, dtype: str, partial: str
 ) -> tuple[CommOverlapConfig, CommOverlapConfig]:
     """Returns how a matmul communicates, and how the matmul in its derivative in x does.
 
@@ -122,7 +124,7 @@ def choose_overlaps(
       shape: rows of all ranks of one group, K and N of one rank's weight.
       slot_rows: rows of all ranks if every one has as many as the largest.
       dtype: name of the type in which x moves.
-      sum_dtype: of partial sums.
+      partial: of partial sums.
     """
     op, gathers = options.op, options.gathers
     adjoint = dataclasses.replace(
@@ -131,7 +133,7 @@ def choose_overlaps(
         k=shape.n,
         n=shape.k,
     )
-    of_both = (shape, dtype if gathers else sum_dtype), (adjoint, sum_dtype if gathers else dtype)
+    of_both = (shape, dtype if gathers else partial), (adjoint, partial if gathers else dtype)
     is_auto, why = options.method == "auto", None
     method = None if is_auto else _read_method(op, options.method)
     if options.buffer is not None:
@@ -244,3 +246,67 @@ def _read_method(op: str, method: Any) -> CommOverlapMethod:
             "CommOverlapMethod.RING_EXCHANGE, or gemm(..., aux_in=...) for bulk."
         )
     return method
+
+
+# ---- The communication of a gemm with a buffer.
+
+
+def with_overlap(call: GemmCall, operands: GemmOperands, paired: int | None) -> GemmCall:
+    """Returns the call with the rows that its buffer moves, checked against lhs or aux_in."""
+    op, config, lhs, aux_in = call.op, call.overlap, operands.lhs, operands.aux_in
+    kind, method, is_bulk = config.comm_type, config.method, config.is_bulk
+    if is_bulk != (aux_in is not None):
+        raise ValueError(
+            f"{op}: got {'no' if is_bulk else 'an'} aux_in with buffer {config.id} of {method}; "
+            "an array that moves during an independent GEMM needs CommOverlapMethod.BULK, and "
+            f"vice versa. {'Pass one.' if is_bulk else 'Omit it, or create that buffer.'}"
+        )
+    if call.fuse_gelu and (is_bulk or not config.gathers):
+        raise ValueError(
+            f"{op}: got fuse_gelu with {kind}, {method}; GELU needs a complete sum, and cannot "
+            "run during a bulk transfer. Apply jax.nn.gelu afterwards."
+        )
+    if call.gathers_to_aux and not config.gathers:
+        raise ValueError(f"{op}: got return_aux with {kind}; only an all-gather has one.")
+    if call.lhs_transposed and not is_bulk:
+        raise ValueError(
+            f"{op}: lhs contracts its first dimensions; its chunks are rows, so with {kind} the "
+            "last ones need to be contracted. Transpose it."
+        )
+    p = call.comm.num_ranks
+    moved, name = (aux_in, "aux_in") if is_bulk else (lhs, "lhs")
+    rows = moved.shape[0]
+    if not config.gathers and rows % p:
+        raise ValueError(
+            f"{op}: {rows} rows of {name} are not a multiple of the {p} ranks. Pad them, or use "
+            "matmul_reduce_scatter with row_counts."
+        )
+    total = rows * p if config.gathers else rows
+    columns = call.out_shape[1] if config.is_sum else moved.shape[1]
+    dtype = sum_dtype(call.out_dtype) if config.is_sum else moved.dtype
+    check_buffer(op, config, (total, columns), dtype.name, p)
+    in_ring_order = config.atomic_gemm and config.is_ring
+    if in_ring_order and config.gathers:
+        _check_pair(op, config, paired, p)
+    out_rows = call.out_shape[0]
+    if not is_bulk:
+        out_rows = total if config.gathers else rows // p
+    return call.replace(
+        out_shape=(out_rows, call.out_shape[1]),
+        row_counts=(total // p,) * p,
+        in_ring_order=in_ring_order,
+        gathers_to_aux=call.gathers_to_aux and not is_bulk and not in_ring_order,
+    )
+
+
+def _check_pair(op: str, config: CommOverlapConfig, paired: int | None, num_ranks: int) -> None:
+    ring = (CommOverlapType.RS, CommOverlapMethod.RING_EXCHANGE, True, num_ranks)
+    other = None if paired is None else find_buffer(op, paired)
+    found = other and (other.comm_type, other.method, other.atomic_gemm, other.tp_size)
+    if found != ring:
+        raise ValueError(
+            f"{op}: the atomic ring of buffer {config.id} leaves chunks in the order r-1, r-2, "
+            f"..., r, and is paired with {other.text if other else 'nothing'}; only an atomic "
+            f"RING_EXCHANGE of CommOverlapType.RS with tp_size={num_ranks} consumes chunks in that "
+            "order. Pass its id: paired_comm_overlap=..."
+        )
