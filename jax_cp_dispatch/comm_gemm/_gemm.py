@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.interpreters import ad, mlir
+from jax.interpreters import mlir
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from jax_cp_dispatch._arrays import sum_dtype
@@ -497,19 +497,17 @@ def grouped_gemm(
                 f"{op}: bias has shape {bias.shape}; it needs {(num_groups, n)}, one row per group."
             )
         bias = jnp.asarray(bias, call.out_dtype)
-    lhs_scale_inv, rhs_scale_inv = map(given.get, scales)
-    required_scales(op, mode, lhs=lhs_scale_inv, rhs=rhs_scale_inv)
+    of_both = tuple(map(given.get, scales))
+    required_scales(op, mode, lhs=of_both[0], rhs=of_both[1])
     if mode == ScalingMode.MXFP8_1D_SCALING:
         raise ValueError(
             f"{op}: got {mode}; groups have one scale each. Use CURRENT_TENSOR_SCALING or "
             "DELAYED_TENSOR_SCALING, or dequantize."
         )
-    if mode != ScalingMode.NO_SCALING:
-        return _bind_groups(call, lhs, rhs, bias, group_sizes, (lhs_scale_inv, rhs_scale_inv))
-    whole = whole_on_explicit_axes(x for x in (lhs, rhs, group_sizes, bias) if x is not None)
-    lhs, rhs, group_sizes, *rest = vary_alike(whole)  # as their cotangents do
+    arrays, tree = jax.tree.flatten((lhs, rhs, bias, group_sizes, of_both))
+    arrays = vary_alike(whole_on_explicit_axes(arrays))  # as their cotangents do
     with reverse_mode_only(op):
-        return _differentiable_groups(call, lhs, rhs, rest[0] if rest else None, group_sizes)
+        return _multiply_groups(call, *jax.tree.unflatten(tree, arrays))
 
 
 def _read_groups(op: str, given: Any) -> tuple[Any, bool, bool]:
@@ -599,22 +597,13 @@ def grouped_gemm_by_xla(
     return jnp.where(is_row, product, 0).astype(call.out_dtype)
 
 
-def _no_derivative_of_groups(primals, tangents, *, call: GemmCall, **_):
-    raise NotImplementedError(
-        f"grouped_gemm: no derivative is defined with {call.scaling_mode}. Quantize inside a "
-        "function whose derivative you define, or differentiate it with NO_SCALING (reverse mode)."
-    )
-
-
-ad.primitive_jvps[grouped_gemm_p] = _no_derivative_of_groups
-
-
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 @jax.named_scope("cpd.gemm")
-def _bind_groups(call: GemmCall, lhs, rhs, bias, group_sizes, scales=(None, None)):
-    """Binds one call; `scales` are those of lhs and rhs."""
+def _multiply_groups(call: GemmCall, lhs, rhs, bias, group_sizes, scales) -> Any:
+    """Binds one call; `scales` are those of lhs and rhs, or None."""
     nothing = jnp.zeros(1, jnp.float32)
     bias = nothing if bias is None else bias.astype(call.out_dtype)
-    of_lhs, of_rhs = (nothing if x is None else jnp.asarray(x) for x in scales)
+    of_lhs, of_rhs = (nothing if x is None else x for x in scales)
     if 0 in (*lhs.shape, *rhs.shape, *group_sizes.shape):  # jaxlib 0.11 crashes on no elements
         sums = jnp.zeros(call.out_shape, call.out_dtype)
         if call.fuse_bias and sums.size and group_sizes.size:  # rows have the bias of their group
@@ -626,13 +615,14 @@ def _bind_groups(call: GemmCall, lhs, rhs, bias, group_sizes, scales=(None, None
     return grouped_gemm_p.bind(*operands, call=call, results=result)[0]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _differentiable_groups(call: GemmCall, lhs, rhs, bias, group_sizes) -> Any:
-    return _bind_groups(call, lhs, rhs, bias, group_sizes)
-
-
 def _groups_backward(call: GemmCall, residuals, dy):
-    lhs, rhs, bias, sizes = residuals
+    lhs, rhs, bias, sizes, scales = residuals
+    if call.scaling_mode != ScalingMode.NO_SCALING:
+        raise NotImplementedError(
+            f"{call.op}: no derivative is defined with {call.scaling_mode}. Quantize inside a "
+            "function whose derivative you define, or differentiate it with NO_SCALING (reverse "
+            "mode)."
+        )
 
     def product(a, b, like, shape, *, contracts_rows=False, rhs_transposed=False) -> Any:
         form = call.replace(
@@ -642,12 +632,12 @@ def _groups_backward(call: GemmCall, residuals, dy):
             out_dtype=like.dtype.name,
             fuse_bias=False,
         )
-        return _differentiable_groups(form, a, b, None, sizes)
+        return _multiply_groups(form, a, b, None, sizes, scales)
 
     if call.lhs_transposed:  # dy [G, K, N]
         dlhs = product(rhs, dy, lhs, lhs.shape, rhs_transposed=True)
         drhs = product(lhs, dy, rhs, rhs.shape)
-        return dlhs, drhs, None, None
+        return dlhs, drhs, None, None, None
     dlhs = product(dy, rhs, lhs, lhs.shape, rhs_transposed=not call.rhs_transposed)
     of_rhs = (dy, lhs) if call.rhs_transposed else (lhs, dy)
     drhs = product(*of_rhs, rhs, rhs.shape, contracts_rows=True)
@@ -656,7 +646,7 @@ def _groups_backward(call: GemmCall, residuals, dy):
         ones = jnp.ones((lhs.shape[0], 1), dy.dtype)
         shape = len(bias), 1, bias.shape[1]
         dbias = product(ones, dy, bias, shape, contracts_rows=True)[:, 0]
-    return dlhs, drhs, dbias, None
+    return dlhs, drhs, dbias, None, None
 
 
-_differentiable_groups.defvjp(lambda *x: (_differentiable_groups(*x), x[1:]), _groups_backward)
+_multiply_groups.defvjp(lambda *x: (_multiply_groups(*x), x[1:]), _groups_backward)
