@@ -225,19 +225,12 @@ def gemm(
     operands = operands._replace(**_read_epilogue(call, given))
     arrays, tree = jax.tree.flatten(operands)
     operands = jax.tree.unflatten(tree, vary_alike(whole_on_explicit_axes(arrays)))
-    if communicates:
-        results = bind_gemm(call, operands)
-        rows = free_lhs if config.is_bulk else call.out_shape[:1]
+    rows = call.out_shape[:1] if communicates and not config.is_bulk else free_lhs
+    if 0 in (*left, *right):  # jaxlib 0.11 crashes on empty arrays
+        results = gemm_by_xla(call, operands, call.result_shapes(operands))
     else:
-        rows = free_lhs
-        if 0 in (*left, *right):  # jaxlib 0.11 crashes on empty arrays
-            results = gemm_by_xla(call, operands, call.result_shapes(operands))
-        elif mode != ScalingMode.NO_SCALING or grad:
-            results = bind_gemm(call, operands)
-        else:
-            with reverse_mode_only(op):
-                both: Any = _differentiable(call, operands.lhs, operands.rhs, operands.bias)
-            results = GemmResults(both[0], pre_gelu_out=both[1])
+        with reverse_mode_only(op):
+            results = _multiply(call, operands)
     output, pre_gelu = (x if x is None else x.reshape(*rows, *free_rhs) for x in results[:3:2])
     more = (results.bias_grad, pre_gelu, results.aux_out if return_aux else None)
     more = [x for x in more if x is not None]
@@ -339,27 +332,37 @@ def _check_scales(call: GemmCall, operands: GemmOperands) -> None:
             )
 
 
-# ---- A gemm that does not communicate, and its derivative: gemms again, of transposed operands.
+# ---- The derivative of a gemm that does not communicate: gemms again, of transposed operands.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _differentiable(call: GemmCall, lhs, rhs, bias) -> Any:
-    results = bind_gemm(call, GemmOperands(lhs=lhs, rhs=rhs, bias=bias))
-    return results.output, results.pre_gelu_out
+def _multiply(call: GemmCall, operands: GemmOperands) -> Any:
+    return bind_gemm(call, operands)
 
 
-def _forward(call, lhs, rhs, bias):
-    results: Any = _differentiable(call, lhs, rhs, bias)
-    return results, (lhs, rhs, bias, results[1])
+def _forward(call, operands):
+    results: Any = _multiply(call, operands)
+    return results, (operands, results.pre_gelu_out)
 
 
-def _backward(call: GemmCall, residuals, cotangents):
-    lhs, rhs, bias, pre_gelu = residuals
-    dy, dpre_gelu = cotangents
+def _backward(call: GemmCall, residuals, cotangents: GemmResults):
+    operands, pre_gelu = residuals
+    lhs, rhs, dy = operands.lhs, operands.rhs, cotangents.output
+    if call.comm.axis_names:
+        raise NotImplementedError(
+            f"{call.op}: with communication, no derivative is defined. Use all_gather_matmul or "
+            "matmul_reduce_scatter, which are each other's derivative (reverse mode)."
+        )
+    if call.scaling_mode != ScalingMode.NO_SCALING or call.grad:
+        raise NotImplementedError(
+            f"{call.op}: with scaled operands or grad, no derivative is defined. Define it with "
+            "jax.custom_vjp around the call."
+        )
     if pre_gelu is not None:
         wide = sum_dtype(pre_gelu.dtype)
         _, pull = jax.vjp(jax.nn.gelu, pre_gelu.astype(wide))
-        dy = (pull(dy.astype(wide))[0] + dpre_gelu.astype(wide)).astype(pre_gelu.dtype)
+        of_gelu = cotangents.pre_gelu_out.astype(wide)
+        dy = (pull(dy.astype(wide))[0] + of_gelu).astype(pre_gelu.dtype)
 
     def product(like, left, right, lhs_transposed, rhs_transposed):
         form = call.replace(
@@ -370,8 +373,7 @@ def _backward(call: GemmCall, residuals, cotangents):
             out_shape=like.shape,
             out_dtype=like.dtype.name,
         )
-        results: Any = _differentiable(form, left, right, None)
-        return results[0]
+        return _multiply(form, GemmOperands(lhs=left, rhs=right)).output
 
     dlhs = (  # dy rhs', or its transpose
         product(lhs, rhs, dy, call.rhs_transposed, True)
@@ -383,10 +385,10 @@ def _backward(call: GemmCall, residuals, cotangents):
         if call.rhs_transposed
         else product(rhs, lhs, dy, not call.lhs_transposed, False)
     )
-    return dlhs, drhs, bias_gradient(dy, bias)
+    return (GemmOperands(lhs=dlhs, rhs=drhs, bias=bias_gradient(dy, operands.bias)),)
 
 
-_differentiable.defvjp(_forward, _backward)
+_multiply.defvjp(_forward, _backward)
 
 
 # ---- A gemm for each group of rows.

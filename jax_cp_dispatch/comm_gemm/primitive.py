@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import batching, mlir
 from jax.sharding import PartitionSpec as P
 
 from jax_cp_dispatch._arrays import sum_dtype
@@ -245,7 +245,7 @@ class GemmCall:
 
 
 def make_primitive(name: str, operation: Operation) -> Primitive:
-    """Returns a primitive that the implementations lower; it has no derivative yet."""
+    """Returns a primitive that the implementations lower; its callers define derivatives."""
     primitive = Primitive(name)
     primitive.multiple_results = True
     primitive.def_abstract_eval(_shapes)
@@ -279,20 +279,6 @@ def _lower(operation: Operation, ctx, *operands, call: GemmCall, **params):
 
 
 gemm_p = make_primitive("gemm", Operation.GEMM)
-
-
-def _no_derivative(primals, tangents, *, call: GemmCall, **_):
-    what, remedy = "scaled operands or grad", "Define it with jax.custom_vjp around the call."
-    if call.comm.axis_names:
-        what = "communication"
-        remedy = (
-            "Use all_gather_matmul or matmul_reduce_scatter, which are each other's derivative "
-            "(reverse mode)."
-        )
-    raise NotImplementedError(f"{call.op}: with {what}, no derivative is defined. {remedy}")
-
-
-ad.primitive_jvps[gemm_p] = _no_derivative
 
 
 @jax.named_scope("cpd.gemm")
