@@ -32,14 +32,14 @@ from jax_cp_dispatch._ranks.options import (
     whole_on_explicit_axes,
 )
 from jax_cp_dispatch.buffers import CommOverlapConfig, CommOverlapType, check_flag, find_buffer
-from jax_cp_dispatch.comm_gemm.checks import (
+from jax_cp_dispatch.comm_gemm.arguments import (
     check_operand_types,
     read_arrays,
     required_scales,
     result_dtype,
     reverse_mode_only,
+    with_overlap,
 )
-from jax_cp_dispatch.comm_gemm.choice import with_overlap
 from jax_cp_dispatch.comm_gemm.derivatives import bias_gradient
 from jax_cp_dispatch.comm_gemm.primitive import (
     GemmCall,

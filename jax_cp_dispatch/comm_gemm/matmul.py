@@ -25,13 +25,14 @@ from jax_cp_dispatch._ranks.options import (
     varying_axes,
 )
 from jax_cp_dispatch.buffers import CommOverlapMethod
-from jax_cp_dispatch.comm_gemm.checks import (
+from jax_cp_dispatch.comm_gemm.arguments import (
+    MatmulOptions,
     check_operand_types,
+    choose_overlaps,
     read_arrays,
     result_dtype,
     reverse_mode_only,
 )
-from jax_cp_dispatch.comm_gemm.choice import MatmulOptions, choose_overlaps
 from jax_cp_dispatch.comm_gemm.derivatives import matmul, use_scales
 from jax_cp_dispatch.comm_gemm.rank import (
     FORWARD_DTYPE,
