@@ -91,15 +91,13 @@ def _backward(s: Matmul, keeps: bool, residuals, cotangents):
         columns = sum(map(s.num_columns, w)) // (s.comm.num_ranks if splits_columns else 1)
         check_contracted_blocks(s.op, s.scaling_mode, columns)
         of_adjoint = scales
-        if scales is not None:  # of dy w', whose own derivative multiplies a tensor like x
+        if scales is not None:  # the derivative of dy w' multiplies a tensor like x
             of_adjoint = Scales(*map(lax.stop_gradient, (scales.dy, scales.w, scales.x)))
         dx, rows_of_all = matmul(s.adjoint(x.dtype), not s.gathers, dy, w, None, of_adjoint)
         if s.gathers:
             rows_of_all = dy
-        if 0 in (
-            *x.shape,
-            *rows_of_all.shape,
-        ):  # XLA fails if all operands of a shard_map are empty
+        if 0 in (*x.shape, *rows_of_all.shape):
+            # XLA fails if all operands of a shard_map are empty.
             dw = tuple(vary_like(map(jnp.zeros_like, w), rows_of_all))
         else:
             lhs, rhs = (rows_of_all, x) if s.rhs_transposed else (x, rows_of_all)

@@ -505,9 +505,8 @@ _one_program = jax.jit(_products, static_argnums=0, inline=True)
 
 # ---- Matmuls of global arrays under plain `jit`, by a Shardy rule or an inner `shard_map`.
 #
-# Over automatic axes the partitioner keeps known shardings, see `rank`. Explicit axes are
-# read from the types: batch dimensions, and tokens on axes other than the ranks', keep their
-# sharding.
+# Over automatic axes the partitioner keeps known shardings, see `rank`. Explicit axes are read from
+# the types: batch dimensions, and tokens on axes other than the ranks', keep their sharding.
 
 
 def _of_all_ranks(

@@ -174,10 +174,9 @@ def product_of_rank(s: Matmul, x, w, bias, scales, *, keeps: bool):
     if not s.is_scaled:
         results = bind_gemm(call, GemmOperands(lhs=x, rhs=w, bias=bias))
         return results.output, results.aux_out
-    each = s.quantize(x, w, scales, axis_name=s.comm.axis_names if s.gathers else None)
+    lhs, rhs = s.quantize(x, w, scales, axis_name=s.comm.axis_names if s.gathers else None)
     is_blocks = s.scaling_mode == ScalingMode.MXFP8_1D_SCALING
     pad = lambda q: pad_scales(q.scale_inv, layout=q.layout) if is_blocks else q.scale_inv
-    lhs, rhs = each
     operands = GemmOperands(lhs.data.reshape(x.shape), pad(lhs), rhs.data, pad(rhs), bias)
     results = bind_gemm(call, operands)
     aux = results.aux_out
