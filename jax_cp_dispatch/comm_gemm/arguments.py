@@ -235,17 +235,12 @@ def choose_overlaps(
       options: of the caller.
       shape: rows of all ranks of one group, K and N of one rank's weight.
       slot_rows: rows of all ranks if every one has as many as the largest.
-      dtype: name of the type in which x moves.
-      partial: of partial sums.
+      dtype, partial: names of the types in which x moves, and partial sums.
     """
     op, gathers = options.op, options.gathers
-    adjoint = dataclasses.replace(
-        shape,
-        op="matmul_reduce_scatter" if gathers else "all_gather_matmul",
-        k=shape.n,
-        n=shape.k,
-    )
-    of_both = (shape, dtype if gathers else partial), (adjoint, partial if gathers else dtype)
+    other = "matmul_reduce_scatter" if gathers else "all_gather_matmul"
+    adjoint = dataclasses.replace(shape, op=other, k=shape.n, n=shape.k)
+    moved = (dtype, partial) if gathers else (partial, dtype)
     is_auto, why = options.method == "auto", None
     method = None if is_auto else _read_method(op, options.method)
     if options.buffer is not None:
@@ -266,21 +261,21 @@ def choose_overlaps(
             raise ValueError(f"{op}: got {name} with {why}.")
     if options.buffer is None and is_auto:
         predicted = []
-        for each, moved in of_both:
+        for each, dtype in zip((shape, adjoint), moved, strict=True):
             chosen: dict[str, Any] = {"method": "none"}
             if 0 not in (each.m, each.k, each.n):
                 chosen = choose_comm_gemm(each).options
             of_each = dataclasses.replace(options, **chosen)
-            predicted.append(_read_overlap(of_each, each, slot_rows, moved))
+            predicted.append(_read_overlap(of_each, each, slot_rows, dtype))
         return predicted[0], predicted[1]
-    forward = _read_overlap(options, shape, slot_rows, of_both[0][1])
+    forward = _read_overlap(options, shape, slot_rows, moved[0])
     method = forward.method
     if not gathers and method == CommOverlapMethod.PIPELINE:
         method = CommOverlapMethod.RING_EXCHANGE
     back = MatmulOptions(
         ranks=options.ranks, method=method, use_ce=forward.use_ce if forward.is_ring else None
     )
-    return forward, _read_overlap(back, adjoint, slot_rows, of_both[1][1])
+    return forward, _read_overlap(back, adjoint, slot_rows, moved[1])
 
 
 def _read_overlap(
