@@ -531,9 +531,7 @@ def gemm_by_xla(call: GemmCall, operands: GemmOperands, results: GemmResults) ->
         pre_gelu, product = product.astype(call.out_dtype), jax.nn.gelu(product)
     output = product.astype(call.out_dtype)
     if call.grad and call.fuse_bias:
-        summed, axis = rhs, tuple(range(call.rhs_boundary))
-        if call.rhs_transposed:
-            axis = tuple(range(call.rhs_boundary, rhs.ndim))
+        summed, axis = rhs, dims[1]
         if call.fuse_gelu:
             summed, axis = output, tuple(range(output.ndim - 1))
         bias_grad = summed.astype(wide).sum(axis).reshape(-1).astype(call.out_dtype)

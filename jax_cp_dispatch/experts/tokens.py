@@ -391,7 +391,7 @@ def _nothing(
     return received[0] if received else None, Places(row, choice)
 
 
-# ---- Either way, whichever the implementation serves.
+# ---- The choice of one of both ways.
 
 
 def _where_it_runs(
