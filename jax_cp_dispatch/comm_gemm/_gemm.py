@@ -4,6 +4,7 @@
 rows, as in mixture-of-experts layers.
 """
 
+import dataclasses
 import functools
 import math
 import operator
@@ -219,7 +220,7 @@ def gemm(
                 "Call it there, or use all_gather_matmul or matmul_reduce_scatter on global arrays."
             )
         operands = operands._replace(aux_in=aux_in)
-        call = call.replace(comm=comm, overlap=config, gathers_to_aux=return_aux)
+        call = dataclasses.replace(call, comm=comm, overlap=config, gathers_to_aux=return_aux)
         call = with_overlap(call, operands, paired_comm_overlap)
         return_aux |= config.is_bulk
     operands = operands._replace(**_read_epilogue(call, given))
@@ -365,7 +366,8 @@ def _backward(call: GemmCall, residuals, cotangents: GemmResults):
         dy = (pull(dy.astype(wide))[0] + of_gelu).astype(pre_gelu.dtype)
 
     def product(like, left, right, lhs_transposed, rhs_transposed):
-        form = call.replace(
+        form = dataclasses.replace(
+            call,
             fuse_bias=False,
             fuse_gelu=False,
             lhs_transposed=lhs_transposed,
@@ -627,7 +629,8 @@ def _groups_backward(call: GemmCall, residuals, dy):
         )
 
     def product(a, b, like, shape, *, contracts_rows=False, rhs_transposed=False) -> Any:
-        form = call.replace(
+        form = dataclasses.replace(
+            call,
             lhs_transposed=contracts_rows,
             rhs_transposed=rhs_transposed,
             out_shape=shape,

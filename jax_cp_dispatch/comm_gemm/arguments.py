@@ -398,7 +398,8 @@ def with_overlap(call: GemmCall, operands: GemmOperands, paired: int | None) -> 
     out_rows = call.out_shape[0]
     if not is_bulk:
         out_rows = total if config.gathers else rows // p
-    return call.replace(
+    return dataclasses.replace(
+        call,
         out_shape=(out_rows, call.out_shape[1]),
         row_counts=(total // p,) * p,
         in_ring_order=in_ring_order,

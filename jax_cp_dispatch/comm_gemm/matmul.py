@@ -568,7 +568,7 @@ def _inside_shard_map(s: Matmul, context: CallContext, operands: MatmulOperands,
     operands = jax.tree.map(lambda a, spec: place(a, mesh, spec), operands, specs)
     groups = math.prod(mesh.shape[name] for name in tokens)
     counts = tuple(count // groups for count in s.row_counts)
-    local = s.replace(row_counts=counts, comm=s.comm.inside(mesh), mesh=None)
+    local = dataclasses.replace(s, row_counts=counts, comm=s.comm.inside(mesh), mesh=None)
     return on_all_ranks(
         functools.partial(_of_rank, local),
         (operands, state),

@@ -129,9 +129,6 @@ class GemmCall:
     grad: bool = False
     use_split_accumulator: bool = True
 
-    def replace(self, **changes: Any) -> "GemmCall":
-        return dataclasses.replace(self, **changes)
-
     @property
     def is_mxfp8(self) -> bool:
         return self.scaling_mode == ScalingMode.MXFP8_1D_SCALING
@@ -263,7 +260,7 @@ def _shapes(*operands, results: Any, **_):
 def _lower(operation: Operation, ctx, *operands, call: GemmCall, **params):
     def with_all_axes_manual(*operands):  # arrays that vary over automatic axes are gathered
         mesh = jax.sharding.get_abstract_mesh()
-        local = call.replace(comm=call.comm.inside(mesh))
+        local = dataclasses.replace(call, comm=call.comm.inside(mesh))
         return with_manual_axes(
             functools.partial(gemm_p.bind, call=local, **params),
             call.comm.open_axes,

@@ -72,9 +72,6 @@ class Matmul:
     dy_dtype: str = FORWARD_DTYPE
     mesh: Any = None
 
-    def replace(self, **changes: Any) -> "Matmul":
-        return dataclasses.replace(self, **changes)
-
     def call(self, x, out_shape, out_dtype, **changes) -> GemmCall:
         call = GemmCall(
             op=self.op,
@@ -89,11 +86,12 @@ class Matmul:
             row_counts=self.row_counts,
             num_batches=math.prod(x.shape[:-2]),
         )
-        return call.replace(**changes)
+        return dataclasses.replace(call, **changes)
 
     def adjoint(self, out_dtype) -> "Matmul":
         """Returns the matmul that computes dx: w is transposed, and the communication swapped."""
-        return self.replace(
+        return dataclasses.replace(
+            self,
             overlap=self.backward,
             backward=self.overlap,
             out_dtype=jnp.dtype(out_dtype).name,
@@ -338,7 +336,7 @@ def _partitioned(s: Matmul, keeps: bool, ndims: _Arrays, mesh_around):
         outs = [of_out, *([P(*batch, tokens or None, None)] if keeps else [])]
         if is_gradient:
             outs = [of_x, of_w]
-        local = s.replace(mesh=None, row_counts=counts, comm=s.comm.inside(mesh))
+        local = dataclasses.replace(s, mesh=None, row_counts=counts, comm=s.comm.inside(mesh))
         groups = (*itertools.chain(*filter(None, others)), *tokens)
 
         def on_each_device(arrays: _Arrays):
