@@ -190,11 +190,12 @@ def create_comm_overlap_buffer(
       num_max_streams, comm_cga_size: parameters of Transformer Engine's userbuffers. They are part
         of the id and have no other effect on any platform: a rank has one stream for computation
         and one for communication, and its kernels use no thread block clusters.
-      gemm_priority, comm_priority, num_comm_sm, set_sm_margin: streams and multiprocessors of GPUs;
-        on CPU they are only part of the id. None: 16 and True; for the ring 1 and False.
-      use_ce: whether the ring moves chunks by separate copies (copy engine, or memcpy on CPU) while
-        the GEMM runs; otherwise the GEMM reads the memory of other ranks. None: only the ring
-        copies.
+      gemm_priority, comm_priority: priorities of the two streams of a GPU; 0 is the lowest. On CPU
+        these and the next two are only part of the id.
+      num_comm_sm, set_sm_margin: multiprocessors for communication, and whether the GEMM leaves
+        them free. None: 16 and True; for the ring 1 and False.
+      use_ce: of the ring. True, or None: chunks move by separate copies (copy engine, or memcpy on
+        CPU) while the GEMM runs. False: the GEMM reads the memory of other ranks.
       atomic_gemm: run all GEMMs as one step of the schedule, which signals or waits for each chunk
         by a counter; otherwise each is a separate step. On GPUs they stay separate. In `gemm` it
         also selects the order of the ring's chunks; in a reduce-scatter with use_ce=False, which
@@ -253,15 +254,10 @@ def list_comm_overlap_buffers() -> dict[int, CommOverlapBuffer]:
         return {
             id: CommOverlapBuffer(
                 config := _configs[id],
-                *(num_created, num_in_use, num_calls),
+                *counts,
                 num_bytes=num_groups * config.tp_size * config.rank_bytes,
             )
-            for id, (
-                num_created,
-                num_in_use,
-                num_calls,
-                num_groups,
-            ) in runtime.native.list_overlap_buffers().items()
+            for id, (*counts, num_groups) in runtime.native.list_overlap_buffers().items()
         }
 
 
@@ -353,8 +349,20 @@ def read_config(op: str, **given: Any) -> CommOverlapConfig:
     of_method = _RING_DEFAULTS if is_ring else _OTHER_DEFAULTS
     given |= {name: value for name, value in of_method.items() if given.get(name) is None}
     given |= {"comm_type": comm_type, "method": method}
-    given["buffer_shape"] = _shape(op, given["buffer_shape"])
-    given["buffer_dtype"] = _dtype(op, given["buffer_dtype"], comm_type)
+    shape, dtype = given["buffer_shape"], dtype_name(given["buffer_dtype"])
+    sizes = tuple(shape) if isinstance(shape, Sequence) else (shape,)
+    if len(sizes) != 2:
+        raise ValueError(
+            f"{op}: buffer_shape is {shape!r}; it needs two sizes: the gathered lhs of an "
+            "all-gather, the whole output of a reduce-scatter, collapsed to rows and columns."
+        )
+    given["buffer_shape"] = tuple(_integer(op, "buffer_shape", size, 1) for size in sizes)
+    allowed = FLOATS + BYTE_FLOATS if comm_type == CommOverlapType.AG else FLOATS
+    if dtype not in allowed:
+        raise ValueError(
+            f"{op}: buffer_dtype is {dtype} with {comm_type}; it needs to be one of {allowed}."
+        )
+    given["buffer_dtype"] = dtype
     limits: dict[str, Any] = dict.fromkeys(("gemm_priority", "comm_priority"), ())
     limits |= dict.fromkeys(("tp_size", "num_max_streams", "comm_cga_size", "num_comm_sm"), (1,))
     limits["num_splits"] = 1, _MOST_SPLITS
@@ -427,27 +435,6 @@ def _check_combination(op: str, config: CommOverlapConfig) -> None:
                 f"{op}: got aggregate_ag with tp_size={config.tp_size}; pairs need an even "
                 "number of ranks. Omit it."
             )
-
-
-def _shape(op: str, shape: Sequence[int]) -> tuple[int, int]:
-    sizes = tuple(shape) if isinstance(shape, Sequence) else (shape,)
-    if len(sizes) != 2:
-        raise ValueError(
-            f"{op}: buffer_shape is {shape!r}; it needs two sizes: the gathered lhs of an "
-            "all-gather, the whole output of a reduce-scatter, collapsed to rows and columns."
-        )
-    rows, columns = (_integer(op, "buffer_shape", size, 1) for size in sizes)
-    return rows, columns
-
-
-def _dtype(op: str, dtype: Any, comm_type: CommOverlapType) -> str:
-    name = dtype_name(dtype)
-    allowed = FLOATS + BYTE_FLOATS if comm_type == CommOverlapType.AG else FLOATS
-    if name not in allowed:
-        raise ValueError(
-            f"{op}: buffer_dtype is {name} with {comm_type}; it needs to be one of {allowed}."
-        )
-    return name
 
 
 def _integer(

@@ -250,18 +250,25 @@ def quantize(
         num_ranks_here("quantize", axis_name, instead="axis_name=None")
     wide = _float32(x)
     if is_blocks:
-        scale_inv = block_scales(wide, dtype, layout=layout)
-        scaled = divide_by_scales(wide, scale_inv, layout=layout)
+        blocks, axis = _blocks(wide, layout)
+        scale_inv = _block_scales(blocks, axis, dtype)
+        # A finite block has a byte of at most 247, for which 2**(127 - byte) is a normal float32.
+        inverse = _power_of_two(jnp.where(scale_inv == 255, 255, 254 - scale_inv))
+        scaled = (blocks * jnp.expand_dims(inverse, axis)).reshape(x.shape)
     else:
         if state is None:
-            amax = _amax(wide, axis_name)
+            amax = largest_magnitude(x, axis_name=axis_name)
             is_usable = jnp.isfinite(amax) & (amax > 0)
             scale = jnp.where(is_usable, _scale_for(amax, dtype, margin=0), 1)
         else:
             scale = state.scale
         scale = lax.stop_gradient(scale)
         scale_inv, scaled = 1 / scale, wide * scale[0]
-    return Quantized(data=_round(scaled, dtype), scale_inv=scale_inv, mode=mode, layout=layout)
+    # XLA rounds float32 once, ties to even; without the clamp, values that are too large become NaN
+    # in e4m3fn and infinity in e5m2.
+    largest = float(jnp.finfo(dtype).max)
+    data = jnp.clip(scaled, -largest, largest).astype(dtype)
+    return Quantized(data=data, scale_inv=scale_inv, mode=mode, layout=layout)
 
 
 def dequantize(q: Quantized, dtype: Any = jnp.float32) -> Float[Array, "..."]:
@@ -307,11 +314,14 @@ def dequantize(q: Quantized, dtype: Any = jnp.float32) -> Float[Array, "..."]:
             f"with data of shape {q.data.shape} needs {kind}{list(shape)}. Pass it as quantize "
             "returned it, unpadded; under vmap, map both."
         )
-    if is_blocks:
-        value = multiply_by_scales(q.data, q.scale_inv, layout=q.layout)
-    else:
-        value = q.data.astype(jnp.float32) * q.scale_inv[0]
-    return value.astype(dtype)
+    value = q.data.astype(jnp.float32)
+    if not is_blocks:
+        return (value * q.scale_inv[0]).astype(dtype)
+    blocks, axis = _blocks(value, q.layout)
+    # 2**-127 is a subnormal float32 and would be flushed to zero, so byte 0 halves the data.
+    blocks = jnp.where(jnp.expand_dims(q.scale_inv == 0, axis), blocks * 0.5, blocks)
+    factor = _power_of_two(jnp.maximum(q.scale_inv, 1))
+    return (blocks * jnp.expand_dims(factor, axis)).reshape(value.shape).astype(dtype)
 
 
 def dtype_name(dtype: Any) -> str:
@@ -340,17 +350,20 @@ def _float32(x: Float[Array, "..."]) -> Float32[Array, "..."]:
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def _amax(x: Float32[Array, "..."], axis_name: Any) -> Float32[Array, ""]:
-    """Returns the largest magnitude, by integers: a maximum of floats may drop a NaN."""
-    amax = jnp.max(magnitude_bits(x), initial=0)
+def largest_magnitude(x: Float[Array, "..."], *, axis_name: Any = None) -> Float32[Array, ""]:
+    """Returns the amax of x over all ranks of `axis_name`, without derivative; NaN if x has one.
+
+    By integers, because a maximum of floats may drop a NaN.
+    """
+    amax = jnp.max(_magnitude_bits(_float32(x)), initial=0)
     if axis_name is not None:
         amax = lax.pmax(amax, axis_name)
     return lax.bitcast_convert_type(amax, jnp.float32)
 
 
-def largest_magnitude(x: Float[Array, "..."], *, axis_name: Any = None) -> Float32[Array, ""]:
-    """Returns the amax of x over all ranks of `axis_name`, without derivative; NaN if x has one."""
-    return _amax(_float32(x), axis_name)
+def _magnitude_bits(x: Float32[Array, "..."]) -> Int32[Array, "..."]:
+    """Returns integers in the order of |x|: infinity above finite values, NaN above all."""
+    return lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF
 
 
 def _scale_for(amax: Float32[Array, ""], dtype: Any, margin: int) -> Float32[Array, "1"]:
@@ -358,58 +371,34 @@ def _scale_for(amax: Float32[Array, ""], dtype: Any, margin: int) -> Float32[Arr
     return jnp.clip(scale, 1 / _LARGEST_SCALE, _LARGEST_SCALE)
 
 
-def _round(scaled: Float32[Array, "..."], dtype: Any) -> Float[Array, "..."]:
-    """Clamps, then converts with XLA, which rounds float32 once, ties to even.
-
-    Without the clamp, values that are too large become NaN in e4m3fn and infinity in e5m2.
-    """
-    largest = float(jnp.finfo(dtype).max)
-    return jnp.clip(scaled, -largest, largest).astype(dtype)
-
-
 # ---- MXFP8: blocks of 32 elements that share a power of two, and the byte order of tensor cores.
 
 
-def block_scales(
-    x: Float32[Array, "rows columns"], dtype: Any, *, layout: BlockLayout
-) -> UInt8[Array, "r c"]:
+def _blocks(x: Array, layout: BlockLayout) -> tuple[Array, int]:
+    """Returns x with a dimension of the elements of a block, and which one that is."""
+    rows, columns = x.shape
+    if layout == "row":
+        return x.reshape(rows, columns // BLOCK, BLOCK), 2
+    return x.reshape(rows // BLOCK, BLOCK, columns), 1
+
+
+def _block_scales(blocks: Float32[Array, "..."], axis: int, dtype: Any) -> UInt8[Array, "r c"]:
     """Returns each block's e8m0 byte: its largest magnitude over that of `dtype`, rounded up.
 
     Exact, because it works on the bits of float32: the difference of two numbers counts steps of
     2**-23 of a power of two, and carries from the mantissa into the exponent.
     """
-    amax = jnp.max(_blocks(magnitude_bits(x), layout), axis=_block_axis(layout), initial=0)
+    amax = jnp.max(_magnitude_bits(blocks), axis=axis, initial=0)
     one = 1 << 23
     largest = int(np.float32(jnp.finfo(dtype).max).view(np.int32))
-    exponent = (amax - largest + one - 1) >> 23
-    biased = jnp.maximum(exponent + 127, 0)
+    biased = jnp.maximum(((amax - largest + one - 1) >> 23) + 127, 0)
     return jnp.where(amax >= _FLOAT32_INF, 255, biased).astype(jnp.uint8)
 
 
-def magnitude_bits(x: Float32[Array, "..."]) -> Int32[Array, "..."]:
-    """Returns integers in the order of |x|: infinity above finite values, NaN above all."""
-    return lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF
-
-
-def divide_by_scales(
-    x: Float32[Array, "rows columns"], scales: UInt8[Array, "r c"], *, layout: BlockLayout
-) -> Float32[Array, "rows columns"]:
-    """Divides x by its blocks' scales (of `block_scales`); NaN where the scale is NaN."""
-    # A finite block has a byte of at most 247, for which 2**(127 - byte) is a normal float32.
-    inverse = _power_of_two(jnp.where(scales == 255, 255, 254 - scales))
-    return (_blocks(x, layout) * _per_block(inverse, layout)).reshape(x.shape)
-
-
-def multiply_by_scales(
-    data: Float[Array, "rows columns"], scales: UInt8[Array, "r c"], *, layout: BlockLayout
-) -> Float32[Array, "rows columns"]:
-    """Multiplies data with its blocks' scales; exact, since powers of two only change exponents."""
-    # 2**-127 is a subnormal float32 and would be flushed to zero, so byte 0 halves the data
-    # instead.
-    blocks = _blocks(data.astype(jnp.float32), layout)
-    blocks = jnp.where(_per_block(scales == 0, layout), blocks * 0.5, blocks)
-    factor = _power_of_two(jnp.maximum(scales, 1))
-    return (blocks * _per_block(factor, layout)).reshape(data.shape)
+def _power_of_two(byte: Array) -> Float32[Array, "r c"]:
+    """Returns 2**(byte - 127) for bytes 1 to 254, NaN for 255."""
+    bits = (byte.astype(jnp.int32) << 23) | jnp.where(byte == 255, _FLOAT32_QUIET_BIT, 0)
+    return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def scales_shape(shape: tuple[int, ...], layout: BlockLayout) -> tuple[int, int]:
@@ -418,13 +407,10 @@ def scales_shape(shape: tuple[int, ...], layout: BlockLayout) -> tuple[int, int]
     return (rows, columns // BLOCK) if layout == "row" else (rows // BLOCK, columns)
 
 
-def padded_shape(shape: tuple[int, int], layout: BlockLayout) -> tuple[int, int]:
+def padded_shape(shape: tuple[int, int], layout: BlockLayout) -> tuple[int, ...]:
     """Shape of the scales of 2-D data, as `pad_scales` returns them."""
-    rows, columns = (
-        -(-n // unit) * unit
-        for n, unit in zip(scales_shape(shape, layout), _tile(layout), strict=True)
-    )
-    return rows, columns
+    sizes = zip(scales_shape(shape, layout), _tile(layout), strict=True)
+    return tuple(-(-n // unit) * unit for n, unit in sizes)
 
 
 def tiles_shape(lines: int, contracted: int) -> tuple[int, int, int]:
@@ -532,8 +518,9 @@ def swizzle_scales(
             f"swizzle_scales: scales have shape {scales.shape}; layout {layout!r} needs multiples "
             f"of {_tile(layout)}. Call pad_scales first."
         )
-    rows, columns = (scales if layout == "row" else scales.T).shape
-    tiles = (scales if layout == "row" else scales.T).reshape(rows // 128, 4, 32, columns // 4, 4)
+    scales = scales if layout == "row" else scales.T
+    rows, columns = scales.shape
+    tiles = scales.reshape(rows // 128, 4, 32, columns // 4, 4)
     return tiles.transpose(0, 3, 2, 1, 4).reshape(rows // 128, columns // 4, 512)
 
 
@@ -563,25 +550,3 @@ def unswizzle_scales(
 def _tile(layout: BlockLayout) -> tuple[int, int]:
     """Returns the tile that a tensor core reads at once: 128 rows, 4 blocks each."""
     return (128, 4) if layout == "row" else (4, 128)
-
-
-def _block_axis(layout: BlockLayout) -> int:
-    """Returns the dimension of `_blocks` that counts the elements of a block."""
-    return 2 if layout == "row" else 1
-
-
-def _blocks(x: Array, layout: BlockLayout) -> Array:
-    rows, columns = x.shape
-    if layout == "row":
-        return x.reshape(rows, columns // BLOCK, BLOCK)
-    return x.reshape(rows // BLOCK, BLOCK, columns)
-
-
-def _per_block(scales: Array, layout: BlockLayout) -> Array:
-    return jnp.expand_dims(scales, _block_axis(layout))
-
-
-def _power_of_two(byte: Array) -> Float32[Array, "r c"]:
-    """Returns 2**(byte - 127) for bytes 1 to 254, NaN for 255."""
-    bits = (byte.astype(jnp.int32) << 23) | jnp.where(byte == 255, _FLOAT32_QUIET_BIT, 0)
-    return lax.bitcast_convert_type(bits, jnp.float32)

@@ -7,13 +7,12 @@ Three words mean three things here:
 - A **matmul** is the layer over all ranks: `all_gather_matmul` and `matmul_reduce_scatter`, with
   batches, uneven tokens, global arrays and derivatives. It is made of gemms, in `rank`.
 - An **overlap** is how a gemm communicates: what moves, by which method, in whose memory. The
-  caller names it, as options or by a registered buffer, or it is chosen, in `choice`. It is a
+  caller names it, as options or by a registered buffer, or it is chosen, in `arguments`. It is a
   `CommOverlapConfig`, without a shape unless a buffer is registered.
 """
 
-from jax_cp_dispatch.comm_gemm._gemm import gemm
-from jax_cp_dispatch.comm_gemm._grouped_gemm import grouped_gemm
-from jax_cp_dispatch.comm_gemm.choice import CommGemmChoice, choose_comm_gemm
+from jax_cp_dispatch.comm_gemm._gemm import gemm, grouped_gemm
+from jax_cp_dispatch.comm_gemm.arguments import CommGemmChoice, choose_comm_gemm
 from jax_cp_dispatch.comm_gemm.matmul import all_gather_matmul, matmul_reduce_scatter
 
 __all__ = [

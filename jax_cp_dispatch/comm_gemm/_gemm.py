@@ -1,5 +1,10 @@
-"""`gemm`: one GEMM on one rank, with the communication that its buffer adds, or its derivative."""
+"""The GEMMs of one rank, and their derivatives.
 
+`gemm`: one, with the communication that its buffer adds. `grouped_gemm`: one for each group of
+rows, as in mixture-of-experts layers.
+"""
+
+import dataclasses
 import functools
 import math
 import operator
@@ -8,31 +13,33 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+import numpy as np
+from jax import lax
+from jax.interpreters import mlir
+from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from jax_cp_dispatch._arrays import sum_dtype
+from jax_cp_dispatch._door import check_annotated
+from jax_cp_dispatch._ranks import runtime
 from jax_cp_dispatch._ranks.communicator import AxisName
+from jax_cp_dispatch._ranks.implementations import ON_CPU, ON_GPU, XLA, Operation, register_lowering
+from jax_cp_dispatch._ranks.lowering import Chosen, fall_back
 from jax_cp_dispatch._ranks.options import (
     find_ranks,
     read_options,
     read_options_alone,
     vary_alike,
+    vary_like,
     whole_on_explicit_axes,
 )
-from jax_cp_dispatch.buffers import (
-    CommOverlapConfig,
-    CommOverlapMethod,
-    CommOverlapType,
-    check_buffer,
-    check_flag,
-    find_buffer,
-)
-from jax_cp_dispatch.comm_gemm.checks import (
+from jax_cp_dispatch.buffers import CommOverlapConfig, CommOverlapType, check_flag, find_buffer
+from jax_cp_dispatch.comm_gemm.arguments import (
     check_operand_types,
     read_arrays,
     required_scales,
     result_dtype,
     reverse_mode_only,
+    with_overlap,
 )
 from jax_cp_dispatch.comm_gemm.derivatives import bias_gradient
 from jax_cp_dispatch.comm_gemm.primitive import (
@@ -42,6 +49,9 @@ from jax_cp_dispatch.comm_gemm.primitive import (
     bind_gemm,
     collapse,
     gemm_by_xla,
+    load_blas,
+    make_primitive,
+    threads_per_device,
 )
 from jax_cp_dispatch.scaling import ScalingMode, check_blocks, padded_shape, scales_shape
 
@@ -148,12 +158,12 @@ def gemm(
         options = read_options_alone(op, implementation=implementation, deadline=deadline)
     else:
         options = read_options(op, axis_name, implementation=implementation, deadline=deadline)
-    dims = _read_dims(op, contracting_dims)
-    left, sizes, free_lhs, lhs_transposed = _collapse(op, "lhs", lhs, dims[0])
-    right, of_rhs, free_rhs, rhs_transposed = _collapse(op, "rhs", rhs, dims[1])
-    if sizes != of_rhs:
+    of_lhs, of_rhs = _collapse(op, contracting_dims, lhs, rhs)
+    left, sizes, free_lhs, lhs_transposed = of_lhs
+    right, sizes_of_rhs, free_rhs, rhs_transposed = of_rhs
+    if sizes != sizes_of_rhs:
         raise ValueError(
-            f"{op}: lhs contracts dimensions of {sizes} but rhs of {of_rhs}, of shapes "
+            f"{op}: lhs contracts dimensions of {sizes} but rhs of {sizes_of_rhs}, of shapes "
             f"{lhs.shape} and {rhs.shape}. See contracting_dims."
         )
     call = GemmCall(
@@ -174,7 +184,6 @@ def gemm(
         lhs_scale_inv=given.get("lhs_scale_inv"),
         rhs=rhs.reshape(right),
         rhs_scale_inv=given.get("rhs_scale_inv"),
-        bias=_read_bias(call, given.get("bias")),
     )
     _check_scales(call, operands)
     config = CommOverlapConfig() if comm_overlap is None else find_buffer(op, comm_overlap)
@@ -211,99 +220,96 @@ def gemm(
                 "Call it there, or use all_gather_matmul or matmul_reduce_scatter on global arrays."
             )
         operands = operands._replace(aux_in=aux_in)
-        call = call.replace(comm=comm, overlap=config, gathers_to_aux=return_aux)
-        call = _with_overlap(call, operands, paired_comm_overlap)
+        call = dataclasses.replace(call, comm=comm, overlap=config, gathers_to_aux=return_aux)
+        call = with_overlap(call, operands, paired_comm_overlap)
         return_aux |= config.is_bulk
-    operands = operands._replace(gelu_input=_read_gelu_input(call, given.get("gelu_input")))
+    operands = operands._replace(**_read_epilogue(call, given))
     arrays, tree = jax.tree.flatten(operands)
     operands = jax.tree.unflatten(tree, vary_alike(whole_on_explicit_axes(arrays)))
-    if communicates:
-        results = bind_gemm(call, operands)
-        rows = free_lhs if config.is_bulk else call.out_shape[:1]
+    rows = call.out_shape[:1] if communicates and not config.is_bulk else free_lhs
+    if 0 in (*left, *right):  # jaxlib 0.11 crashes on empty arrays
+        results = gemm_by_xla(call, operands, call.result_shapes(operands))
     else:
         with reverse_mode_only(op):
-            results = _alone(call, operands)
-        rows = free_lhs
+            results = _multiply(call, operands)
     output, pre_gelu = (x if x is None else x.reshape(*rows, *free_rhs) for x in results[:3:2])
     more = (results.bias_grad, pre_gelu, results.aux_out if return_aux else None)
     more = [x for x in more if x is not None]
     return (output, *more) if more else output
 
 
-def _read_dims(op: str, dims: Any) -> list[list[int]]:
-    """Returns two sequences of integers."""
+def _collapse(op: str, dims: Any, lhs: Array, rhs: Array) -> list[tuple[Any, Any, Any, bool]]:
+    """Collapses both operands to two dimensions.
+
+    Returns for each the two sizes, the contracted and the other dimensions, and whether the
+    contracted ones are on the unusual side: first in lhs, last in rhs.
+    """
     try:
-        lhs, rhs = ([operator.index(d) for d in side] for side in dims)
+        of_lhs, of_rhs = ([operator.index(d) for d in side] for side in dims)
     except (TypeError, ValueError):
-        lhs = rhs = []
-    if not lhs or not rhs:
+        of_lhs = of_rhs = []
+    if not of_lhs or not of_rhs:
         raise ValueError(
             f"{op}: contracting_dims is {dims!r}; it needs the dimensions of lhs and those of rhs "
             "that are contracted, as ((-1,), (0,))."
         )
-    return [lhs, rhs]
+    collapsed = []
+    for name, array, given in (("lhs", lhs, of_lhs), ("rhs", rhs, of_rhs)):
+        ndim, count, is_lhs = array.ndim, len(given), name == "lhs"
+        places = [d % ndim if -ndim <= d < ndim else None for d in given]
+        is_first, is_last = places == [*range(count)], places == [*range(ndim - count, ndim)]
+        if not (is_first or is_last):
+            raise ValueError(
+                f"{op}: contracting_dims of {name} are {tuple(given)} for shape {array.shape}; "
+                "they need to be adjacent, first or last, in their order. Transpose it."
+            )
+        contracts_last = is_last if is_lhs else not is_first
+        boundary = ndim - count if contracts_last else count
+        sides = array.shape[:boundary], array.shape[boundary:]
+        contracted, free = sides[::-1] if contracts_last else sides
+        sizes = collapse(array.shape, boundary)
+        collapsed.append((sizes, contracted, free, contracts_last != is_lhs))
+    return collapsed
 
 
-def _collapse(op: str, name: str, array: Array, dims: list[int]):
-    """Collapses lhs or rhs to two dimensions.
-
-    Returns the two sizes, the contracted and the other dimensions of the array, and whether the
-    contracted ones are on the unusual side: first in lhs, last in rhs.
-    """
-    ndim, is_lhs = array.ndim, name == "lhs"
-    places = [d % ndim if -ndim <= d < ndim else ndim for d in dims] if ndim else []
-    count = len(places)
-    is_first, is_last = places == list(range(count)), places == list(range(ndim - count, ndim))
-    if not count or len(set(places)) < count or not (is_first or is_last):
-        raise ValueError(
-            f"{op}: contracting_dims of {name} are {tuple(dims)} for shape {array.shape}; they "
-            "need to be adjacent, first or last, in their order. Transpose it."
-        )
-    contracts_last = is_last if is_lhs else not is_first
-    boundary = ndim - count if contracts_last else count
-    sides = array.shape[:boundary], array.shape[boundary:]
-    contracted, free = sides[::-1] if contracts_last else sides
-    return collapse(array.shape, boundary), contracted, free, contracts_last != is_lhs
-
-
-def _read_bias(call: GemmCall, bias) -> Array | None:
-    n = call.out_shape[1]
+def _read_epilogue(call: GemmCall, given: dict[str, Array]) -> dict[str, Array]:
+    """Returns the bias and the input of GELU that the call needs, in its shapes and type."""
     if call.grad and not (call.fuse_bias or call.fuse_gelu):
         raise ValueError(
             f"{call.op}: got grad without an epilogue; it needs fuse_gelu, fuse_bias or both. Omit "
             "it for a plain product."
         )
-    if (bias is not None) != (call.fuse_bias and not call.grad):
-        raise ValueError(
-            f"{call.op}: got {'a' if bias is not None else 'no'} bias with fuse_bias="
-            f"{call.fuse_bias}, grad={call.grad}; fuse_bias adds a bias without grad, and returns "
-            f"its gradient with grad. {'Omit it' if bias is not None else 'Pass one'}."
-        )
-    if bias is None:
-        return None
-    if bias.size != n:
-        raise ValueError(
-            f"{call.op}: bias has shape {bias.shape}; it needs {n} elements, one per column."
-        )
-    return jnp.asarray(bias, call.out_dtype).reshape(n)
-
-
-def _read_gelu_input(call: GemmCall, gelu_input) -> Array | None:
-    if (gelu_input is not None) != (call.fuse_gelu and call.grad):
-        raise ValueError(
-            f"{call.op}: got {'a' if gelu_input is not None else 'no'} gelu_input with "
-            f"fuse_gelu={call.fuse_gelu}, grad={call.grad}; it is required with "
-            "both, for the derivative of GELU, and only then. "
-            f"{'Omit it' if gelu_input is not None else 'Pass pre_gelu of the forward pass'}."
-        )
-    if gelu_input is None:
-        return None
-    if gelu_input.size != math.prod(call.out_shape):
-        raise ValueError(
-            f"{call.op}: gelu_input has shape {gelu_input.shape}; it needs that of the output, "
-            f"{math.prod(call.out_shape)} elements. Pass pre_gelu of the forward pass."
-        )
-    return jnp.asarray(gelu_input, call.out_dtype).reshape(call.out_shape)
+    size = math.prod(call.out_shape)
+    epilogues = {
+        "bias": (
+            call.fuse_bias and not call.grad,
+            f"fuse_bias={call.fuse_bias}, grad={call.grad}; fuse_bias adds a bias without grad, "
+            "and returns its gradient with grad",
+            "Pass one",
+            call.out_shape[1:],
+            f"{call.out_shape[1]} elements, one per column",
+        ),
+        "gelu_input": (
+            call.fuse_gelu and call.grad,
+            f"fuse_gelu={call.fuse_gelu}, grad={call.grad}; it is required with both, for the "
+            "derivative of GELU, and only then",
+            "Pass pre_gelu of the forward pass",
+            call.out_shape,
+            f"that of the output, {size} elements. Pass pre_gelu of the forward pass",
+        ),
+    }
+    read = {}
+    for name, (is_needed, why, remedy, shape, needs) in epilogues.items():
+        x = given.get(name)
+        if (x is not None) != is_needed:
+            got, remedy = ("no", remedy) if x is None else ("a", "Omit it")
+            raise ValueError(f"{call.op}: got {got} {name} with {why}. {remedy}.")
+        if x is None:
+            continue
+        if x.size != math.prod(shape):
+            raise ValueError(f"{call.op}: {name} has shape {x.shape}; it needs {needs}.")
+        read[name] = jnp.asarray(x, call.out_dtype).reshape(shape)
+    return read
 
 
 def _check_scales(call: GemmCall, operands: GemmOperands) -> None:
@@ -327,104 +333,41 @@ def _check_scales(call: GemmCall, operands: GemmOperands) -> None:
             )
 
 
-# ---- The communication of a gemm with a buffer.
-
-
-def _with_overlap(call: GemmCall, operands: GemmOperands, paired: int | None) -> GemmCall:
-    """Returns the call with the rows that its buffer moves, checked against lhs or aux_in."""
-    op, config, lhs, aux_in = call.op, call.overlap, operands.lhs, operands.aux_in
-    kind, method, is_bulk = config.comm_type, config.method, config.is_bulk
-    if is_bulk != (aux_in is not None):
-        raise ValueError(
-            f"{op}: got {'no' if is_bulk else 'an'} aux_in with buffer {config.id} of {method}; "
-            "an array that moves during an independent GEMM needs CommOverlapMethod.BULK, and "
-            f"vice versa. {'Pass one.' if is_bulk else 'Omit it, or create that buffer.'}"
-        )
-    if call.fuse_gelu and (is_bulk or not config.gathers):
-        raise ValueError(
-            f"{op}: got fuse_gelu with {kind}, {method}; GELU needs a complete sum, and cannot "
-            "run during a bulk transfer. Apply jax.nn.gelu afterwards."
-        )
-    if call.gathers_to_aux and not config.gathers:
-        raise ValueError(f"{op}: got return_aux with {kind}; only an all-gather has one.")
-    if call.lhs_transposed and not is_bulk:
-        raise ValueError(
-            f"{op}: lhs contracts its first dimensions; its chunks are rows, so with {kind} the "
-            "last ones need to be contracted. Transpose it."
-        )
-    p = call.comm.num_ranks
-    moved, name = (aux_in, "aux_in") if is_bulk else (lhs, "lhs")
-    rows = moved.shape[0]
-    if not config.gathers and rows % p:
-        raise ValueError(
-            f"{op}: {rows} rows of {name} are not a multiple of the {p} ranks. Pad them, or use "
-            "matmul_reduce_scatter with row_counts."
-        )
-    total = rows * p if config.gathers else rows
-    columns = call.out_shape[1] if config.is_sum else moved.shape[1]
-    dtype = sum_dtype(call.out_dtype) if config.is_sum else moved.dtype
-    check_buffer(op, config, (total, columns), dtype.name, p)
-    in_ring_order = config.atomic_gemm and config.is_ring
-    if in_ring_order and config.gathers:
-        _check_pair(op, config, paired, p)
-    out_rows = call.out_shape[0]
-    if not is_bulk:
-        out_rows = total if config.gathers else rows // p
-    return call.replace(
-        out_shape=(out_rows, call.out_shape[1]),
-        row_counts=(total // p,) * p,
-        in_ring_order=in_ring_order,
-        gathers_to_aux=call.gathers_to_aux and not is_bulk and not in_ring_order,
-    )
-
-
-def _check_pair(op: str, config: CommOverlapConfig, paired: int | None, num_ranks: int) -> None:
-    ring = (CommOverlapType.RS, CommOverlapMethod.RING_EXCHANGE, True, num_ranks)
-    other = None if paired is None else find_buffer(op, paired)
-    found = other and (other.comm_type, other.method, other.atomic_gemm, other.tp_size)
-    if found != ring:
-        raise ValueError(
-            f"{op}: the atomic ring of buffer {config.id} leaves chunks in the order r-1, r-2, "
-            f"..., r, and is paired with {other.text if other else 'nothing'}; only an atomic "
-            f"RING_EXCHANGE of CommOverlapType.RS with tp_size={num_ranks} consumes chunks in that "
-            "order. Pass its id: paired_comm_overlap=..."
-        )
-
-
-# ---- A gemm that does not communicate, and its derivative: gemms again, of transposed operands.
-
-
-def _alone(call: GemmCall, operands: GemmOperands) -> GemmResults:
-    """Computes a call without communication; differentiable without scales and `grad`."""
-    if 0 in (*operands.lhs.shape, *operands.rhs.shape):  # jaxlib 0.11 crashes on empty arrays
-        return gemm_by_xla(call, operands, call.result_shapes(operands))
-    if call.scaling_mode != ScalingMode.NO_SCALING or call.grad:
-        return bind_gemm(call, operands)
-    results: Any = _differentiable(call, operands.lhs, operands.rhs, operands.bias)
-    return GemmResults(results[0], pre_gelu_out=results[1])
+# ---- The derivative of a gemm that does not communicate: gemms again, of transposed operands.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _differentiable(call: GemmCall, lhs, rhs, bias) -> Any:
-    results = bind_gemm(call, GemmOperands(lhs=lhs, rhs=rhs, bias=bias))
-    return results.output, results.pre_gelu_out
+def _multiply(call: GemmCall, operands: GemmOperands) -> Any:
+    return bind_gemm(call, operands)
 
 
-def _forward(call, lhs, rhs, bias):
-    results: Any = _differentiable(call, lhs, rhs, bias)
-    return results, (lhs, rhs, bias, results[1])
+def _forward(call, operands):
+    results: Any = _multiply(call, operands)
+    return results, (operands, results.pre_gelu_out)
 
 
-def _backward(call: GemmCall, residuals, cotangents):
-    lhs, rhs, bias, pre_gelu = residuals
-    dy, dpre_gelu = cotangents
+def _backward(call: GemmCall, residuals, cotangents: GemmResults):
+    operands, pre_gelu = residuals
+    lhs, rhs, dy = operands.lhs, operands.rhs, cotangents.output
+    if call.comm.axis_names:
+        raise NotImplementedError(
+            f"{call.op}: with communication, no derivative is defined. Use all_gather_matmul or "
+            "matmul_reduce_scatter, which are each other's derivative (reverse mode)."
+        )
+    if call.scaling_mode != ScalingMode.NO_SCALING or call.grad:
+        raise NotImplementedError(
+            f"{call.op}: with scaled operands or grad, no derivative is defined. Define it with "
+            "jax.custom_vjp around the call."
+        )
     if pre_gelu is not None:
         wide = sum_dtype(pre_gelu.dtype)
         _, pull = jax.vjp(jax.nn.gelu, pre_gelu.astype(wide))
-        dy = (pull(dy.astype(wide))[0] + dpre_gelu.astype(wide)).astype(pre_gelu.dtype)
+        of_gelu = cotangents.pre_gelu_out.astype(wide)
+        dy = (pull(dy.astype(wide))[0] + of_gelu).astype(pre_gelu.dtype)
 
     def product(like, left, right, lhs_transposed, rhs_transposed):
-        form = call.replace(
+        form = dataclasses.replace(
+            call,
             fuse_bias=False,
             fuse_gelu=False,
             lhs_transposed=lhs_transposed,
@@ -432,8 +375,7 @@ def _backward(call: GemmCall, residuals, cotangents):
             out_shape=like.shape,
             out_dtype=like.dtype.name,
         )
-        results: Any = _differentiable(form, left, right, None)
-        return results[0]
+        return _multiply(form, GemmOperands(lhs=left, rhs=right)).output
 
     dlhs = (  # dy rhs', or its transpose
         product(lhs, rhs, dy, call.rhs_transposed, True)
@@ -445,7 +387,271 @@ def _backward(call: GemmCall, residuals, cotangents):
         if call.rhs_transposed
         else product(rhs, lhs, dy, not call.lhs_transposed, False)
     )
-    return dlhs, drhs, bias_gradient(dy, bias)
+    return (GemmOperands(lhs=dlhs, rhs=drhs, bias=bias_gradient(dy, operands.bias)),)
 
 
-_differentiable.defvjp(_forward, _backward)
+_multiply.defvjp(_forward, _backward)
+
+
+# ---- A gemm for each group of rows.
+
+
+def _matrices(
+    lhs: Float[Array, "M K"], group_sizes: Shaped[Array, " G"], rhs: Float[Array, "G K N"]
+): ...
+
+
+def _transposed(
+    lhs: Float[Array, "M K"], group_sizes: Shaped[Array, " G"], rhs: Float[Array, "G N K"]
+): ...
+
+
+def _rows(lhs: Float[Array, "M K"], rhs: Float[Array, "M N"]): ...
+
+
+_FORMS: dict[Any, tuple[Any, bool, bool]] = {  # contracting_dims -> contracts_rows, rhs_transposed
+    ((1,), (1,)): (_matrices, False, False),
+    ((1,), (2,)): (_transposed, False, True),
+    ((0,), (0,)): (_rows, True, False),
+}
+
+
+def grouped_gemm(
+    lhs: Float[Array, "M K"],
+    rhs: Float[Array, "..."],
+    group_sizes: Int32[Array, " G"],
+    *,
+    contracting_dims: tuple[Sequence[int], Sequence[int]] = ((1,), (1,)),
+    bias: Float[Array, "G N"] | None = None,
+    scaling_mode: ScalingMode | str = ScalingMode.NO_SCALING,
+    lhs_scale_inv: Float32[Array, " G"] | None = None,
+    rhs_scale_inv: Float32[Array, " G"] | None = None,
+    use_split_accumulator: bool = True,
+    preferred_element_type: Any = None,
+    implementation: str | None = None,
+) -> Float[Array, "..."]:
+    """Multiplies each group of consecutive rows with its own matrix.
+
+    ================  =========  ================================================================
+    contracting_dims  rhs        output
+    ================  =========  ================================================================
+    ((1,), (1,))      [G, K, N]  [M, N]: the rows of group g times matrix g
+    ((1,), (2,))      [G, N, K]  the same
+    ((0,), (0,))      [M, N]     [G, K, N]: the gradient of the matrices, lhs' rhs group by group
+    ================  =========  ================================================================
+
+    Groups may be empty. Rows after the last group become zero and do not contribute to sums. Group
+    sizes are read at run time, not on the host. Call anywhere on arrays of one device, or inside
+    `jax.shard_map` on this rank's arrays. Without scales, differentiable in lhs, rhs and bias, in
+    reverse mode, any number of times.
+
+    Args:
+      lhs: rows, in the order of the groups.
+      rhs: a matrix per group, or rows like lhs.
+      group_sizes: rows of each group; their sum is at most M.
+      contracting_dims: contracted dimensions of lhs and of rhs.
+      bias: one row per group; not if rows are contracted.
+      scaling_mode: NO_SCALING, or a mode of tensor scaling, with one scale per group, for 8-bit
+        operands.
+      lhs_scale_inv, rhs_scale_inv: inverse scales, one per group: output = (lhs scale) (rhs scale).
+      use_split_accumulator, preferred_element_type: see `gemm`.
+      implementation: "in_process", "xla" (`jax.lax.ragged_dot_general`), or None for the first that
+        is available.
+    Returns:
+      The products, accumulated in float32 (float64 for float64), rounded once, bitwise repeatable.
+    Raises:
+      TypeError, ValueError: an argument is invalid.
+      NotImplementedError: a derivative with scaled operands.
+      jax.errors.JaxRuntimeError: a group size is negative, or their sum exceeds M. "xla" does not
+        detect such sizes.
+    References:
+      NVIDIA Transformer Engine, `grouped_gemm`; its oracle is `jax.lax.ragged_dot`.
+    """
+    op = "grouped_gemm"
+    scales = {"lhs_scale_inv": lhs_scale_inv, "rhs_scale_inv": rhs_scale_inv}
+    more = {"group_sizes": group_sizes, "bias": bias, **scales}
+    given = read_arrays(op, grouped_gemm, lhs=lhs, rhs=rhs, **more)
+    lhs, rhs, group_sizes = given["lhs"], given["rhs"], given["group_sizes"]
+    bias = given.get("bias")
+    mode = ScalingMode.read(op, "scaling_mode", scaling_mode)
+    check_operand_types(op, mode, lhs=lhs, rhs=rhs)
+    check_flag(op, "use_split_accumulator", use_split_accumulator)
+    comm = read_options_alone(op, implementation=implementation).communicator()
+    form, contracts_rows, rhs_transposed = _read_groups(op, contracting_dims)
+    check_annotated(op, form, given, {"rhs": "Collapse others. See contracting_dims."})
+    n, num_groups = rhs.shape[1 if contracts_rows or rhs_transposed else 2], len(group_sizes)
+    call = GemmCall(
+        op=op,
+        comm=comm,
+        out_shape=(num_groups, lhs.shape[1], n) if contracts_rows else (len(lhs), n),
+        out_dtype=result_dtype(op, lhs, rhs, preferred_element_type),
+        lhs_transposed=contracts_rows,
+        rhs_transposed=rhs_transposed,
+        scaling_mode=mode,
+        fuse_bias=bias is not None,
+    )
+    if bias is not None:
+        if contracts_rows:
+            raise ValueError(
+                f"{op}: got a bias where rows are contracted; it has no rows to be added to. Omit "
+                "it."
+            )
+        if bias.shape != (num_groups, n):
+            raise ValueError(
+                f"{op}: bias has shape {bias.shape}; it needs {(num_groups, n)}, one row per group."
+            )
+        bias = jnp.asarray(bias, call.out_dtype)
+    of_both = tuple(map(given.get, scales))
+    required_scales(op, mode, lhs=of_both[0], rhs=of_both[1])
+    if mode == ScalingMode.MXFP8_1D_SCALING:
+        raise ValueError(
+            f"{op}: got {mode}; groups have one scale each. Use CURRENT_TENSOR_SCALING or "
+            "DELAYED_TENSOR_SCALING, or dequantize."
+        )
+    arrays, tree = jax.tree.flatten((lhs, rhs, bias, group_sizes, of_both))
+    arrays = vary_alike(whole_on_explicit_axes(arrays))  # as their cotangents do
+    with reverse_mode_only(op):
+        return _multiply_groups(call, *jax.tree.unflatten(tree, arrays))
+
+
+def _read_groups(op: str, given: Any) -> tuple[Any, bool, bool]:
+    try:
+        dims = tuple(map(tuple, given))
+        if dims in _FORMS:
+            return _FORMS[dims]
+    except TypeError:
+        pass
+    raise ValueError(
+        f"{op}: contracting_dims is {given!r}; it needs to be one of "
+        f"{', '.join(map(str, _FORMS))}. Transpose an operand."
+    )
+
+
+# ---- Its primitive, and its derivative: grouped gemms again, of transposed operands.
+
+grouped_gemm_p = make_primitive("grouped_gemm", Operation.GROUPED_GEMM)
+
+
+# The call says by `lhs_transposed` that rows are contracted: lhs [M, K] and rhs [M, N] give
+# [G, K, N]. Otherwise lhs [M, K] and a matrix per group, [G, K, N] or, as `rhs_transposed` says,
+# [G, N, K], give [M, N]. Operands that are not used have one element.
+
+
+def _lower_groups_on_cpu(ctx, *operands, call: GemmCall, **_):
+    load_blas()
+    return jax.ffi.ffi_lowering(runtime.GROUPED_GEMM_TARGET)(
+        ctx,
+        *operands,
+        op=call.op,
+        num_threads=np.int64(threads_per_device()),
+        scaling_mode=np.int64(call.scaling_mode),
+        contracts_rows=call.lhs_transposed,
+        rhs_transposed=call.rhs_transposed,
+        fuse_bias=call.fuse_bias,
+    )
+
+
+def _lower_groups_on_gpu(ctx, *operands, call: GemmCall, choice: Chosen, **params):
+    missing = "grouped products on GPUs are XLA's ragged_dot, without a host's synchronisation"
+    by_xla = fall_back(choice, call.op, call.comm, missing)
+    return by_xla.lower(Operation.GROUPED_GEMM, ctx, *operands, call=call, **params)
+
+
+def _lower_groups_by_xla(ctx, *operands, call: GemmCall, **_):
+    by_xla = functools.partial(grouped_gemm_by_xla, call=call)
+    return mlir.lower_fun(by_xla, multiple_results=False)(ctx, *operands)
+
+
+register_lowering(Operation.GROUPED_GEMM, _lower_groups_on_cpu, on=ON_CPU)
+register_lowering(Operation.GROUPED_GEMM, _lower_groups_on_gpu, on=ON_GPU)
+register_lowering(Operation.GROUPED_GEMM, _lower_groups_by_xla, on=[XLA])
+
+
+def grouped_gemm_by_xla(
+    lhs, lhs_scale_inv, rhs, rhs_scale_inv, bias, group_sizes, *, call: GemmCall
+):
+    """Computes a grouped gemm with `jax.lax.ragged_dot_general`."""
+    wide = sum_dtype(call.out_dtype)
+    num_rows = lhs.shape[0]
+    is_row = jnp.arange(num_rows)[:, None] < group_sizes.sum()
+    of_rows = lambda x: jnp.repeat(x, group_sizes, axis=0, total_repeat_length=num_rows)
+    if call.scaling_mode != ScalingMode.NO_SCALING:
+        lhs = lhs.astype(wide) * of_rows(lhs_scale_inv)[:, None]
+        rhs_scale = of_rows(rhs_scale_inv) if call.lhs_transposed else rhs_scale_inv
+        rhs = rhs.astype(wide) * rhs_scale.reshape(-1, *[1] * (rhs.ndim - 1))
+    contracted = ((0,), (0,)) if call.lhs_transposed else ((1,), (2 if call.rhs_transposed else 1,))
+    numbers = lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(contracted, ((), ())),
+        lhs_ragged_dimensions=[0],
+        rhs_group_dimensions=[] if call.lhs_transposed else [0],
+    )
+    is_exact = max(lhs.dtype.itemsize, rhs.dtype.itemsize) < 4  # in float32; Mosaic refuses HIGHEST
+    product = lax.ragged_dot_general(
+        lhs,
+        rhs,
+        group_sizes,
+        numbers,
+        precision=None if is_exact else lax.Precision.HIGHEST,
+        preferred_element_type=wide,
+    )
+    if call.lhs_transposed:
+        return product.reshape(call.out_shape).astype(call.out_dtype)
+    if call.fuse_bias:
+        product = product + of_rows(bias.astype(wide))
+    return jnp.where(is_row, product, 0).astype(call.out_dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@jax.named_scope("cpd.gemm")
+def _multiply_groups(call: GemmCall, lhs, rhs, bias, group_sizes, scales) -> Any:
+    """Binds one call; `scales` are those of lhs and rhs, or None."""
+    nothing = jnp.zeros(1, jnp.float32)
+    bias = nothing if bias is None else bias.astype(call.out_dtype)
+    of_lhs, of_rhs = (nothing if x is None else x for x in scales)
+    if 0 in (*lhs.shape, *rhs.shape, *group_sizes.shape):  # jaxlib 0.11 crashes on no elements
+        sums = jnp.zeros(call.out_shape, call.out_dtype)
+        if call.fuse_bias and sums.size and group_sizes.size:  # rows have the bias of their group
+            of_rows = jnp.repeat(bias, group_sizes, axis=0, total_repeat_length=len(sums))
+            sums = jnp.where(jnp.arange(len(sums))[:, None] < group_sizes.sum(), of_rows, 0)
+        return vary_like([sums], lhs)[0]
+    operands = vary_alike([lhs, of_lhs, rhs, of_rhs, bias, group_sizes])
+    result = jax.ShapeDtypeStruct(call.out_shape, call.out_dtype)
+    return grouped_gemm_p.bind(*operands, call=call, results=result)[0]
+
+
+def _groups_backward(call: GemmCall, residuals, dy):
+    lhs, rhs, bias, sizes, scales = residuals
+    if call.scaling_mode != ScalingMode.NO_SCALING:
+        raise NotImplementedError(
+            f"{call.op}: no derivative is defined with {call.scaling_mode}. Quantize inside a "
+            "function whose derivative you define, or differentiate it with NO_SCALING (reverse "
+            "mode)."
+        )
+
+    def product(a, b, like, shape, *, contracts_rows=False, rhs_transposed=False) -> Any:
+        form = dataclasses.replace(
+            call,
+            lhs_transposed=contracts_rows,
+            rhs_transposed=rhs_transposed,
+            out_shape=shape,
+            out_dtype=like.dtype.name,
+            fuse_bias=False,
+        )
+        return _multiply_groups(form, a, b, None, sizes, scales)
+
+    if call.lhs_transposed:  # dy [G, K, N]
+        dlhs = product(rhs, dy, lhs, lhs.shape, rhs_transposed=True)
+        drhs = product(lhs, dy, rhs, rhs.shape)
+        return dlhs, drhs, None, None, None
+    dlhs = product(dy, rhs, lhs, lhs.shape, rhs_transposed=not call.rhs_transposed)
+    of_rhs = (dy, lhs) if call.rhs_transposed else (lhs, dy)
+    drhs = product(*of_rhs, rhs, rhs.shape, contracts_rows=True)
+    dbias = None
+    if bias is not None:
+        ones = jnp.ones((lhs.shape[0], 1), dy.dtype)
+        shape = len(bias), 1, bias.shape[1]
+        dbias = product(ones, dy, bias, shape, contracts_rows=True)[:, 0]
+    return dlhs, drhs, dbias, None, None
+
+
+_multiply_groups.defvjp(lambda *x: (_multiply_groups(*x), x[1:]), _groups_backward)

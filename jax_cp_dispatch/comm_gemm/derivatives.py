@@ -23,23 +23,22 @@ from jaxtyping import Array
 from jax_cp_dispatch._arrays import sum_dtype
 from jax_cp_dispatch._ranks.options import vary_alike, vary_like, varying_axes
 from jax_cp_dispatch._residuals import named_gathered_tokens
-from jax_cp_dispatch.comm_gemm.partitioning import (
-    constrain_weight,
-    keeps_token_axes,
-    partition_gradients,
-    partition_product,
-    split_like,
-    with_rows,
-)
 from jax_cp_dispatch.comm_gemm.rank import (
     FORWARD_DTYPE,
     Matmul,
     check_contracted_blocks,
+    constrain,
     gradients_of_rank,
+    keeps_token_axes,
+    partition_gradients,
+    partition_product,
     product_of_rank,
     real_rows,
+    split_like,
+    weight_spec,
+    with_rows,
 )
-from jax_cp_dispatch.scaling import DelayedScaling, MatmulScaling, ScalingMode, largest_magnitude
+from jax_cp_dispatch.scaling import DelayedScaling, MatmulScaling, largest_magnitude
 
 # Any, because type checkers do not know what a partial of it returns.
 _with_own_derivative: Any = functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -68,7 +67,8 @@ def matmul(s: Matmul, keeps: bool, x, w, bias, scales):
 def _forward(s: Matmul, keeps: bool, x, w, bias, scales):
     amaxes = None
     if scales is not None:
-        amaxes = _amax(real_rows(s, x) if s.gathers else x), _amax(s.join(w))
+        both = real_rows(s, x) if s.gathers else x, s.join(w)
+        amaxes = [largest_magnitude(each)[None] for each in both]
     out, gathered = matmul(s, keeps or (s.gathers and s.keeps_gathered), x, w, bias, scales)
     if gathered is None:
         return (out, None), (x, w, bias, scales, amaxes)
@@ -90,13 +90,27 @@ def _backward(s: Matmul, keeps: bool, residuals, cotangents):
         splits_columns = s.mesh is not None and s.gathers
         columns = sum(map(s.num_columns, w)) // (s.comm.num_ranks if splits_columns else 1)
         check_contracted_blocks(s.op, s.scaling_mode, columns)
-        of_adjoint = None if scales is None else scales.of_adjoint()
+        of_adjoint = scales
+        if scales is not None:  # the derivative of dy w' multiplies a tensor like x
+            of_adjoint = Scales(*map(lax.stop_gradient, (scales.dy, scales.w, scales.x)))
         dx, rows_of_all = matmul(s.adjoint(x.dtype), not s.gathers, dy, w, None, of_adjoint)
-        dw = _weight_gradient(s, x, dy if s.gathers else rows_of_all, w)
+        if s.gathers:
+            rows_of_all = dy
+        if 0 in (*x.shape, *rows_of_all.shape):
+            # XLA fails if all operands of a shard_map are empty.
+            dw = tuple(vary_like(map(jnp.zeros_like, w), rows_of_all))
+        else:
+            lhs, rhs = (rows_of_all, x) if s.rhs_transposed else (x, rows_of_all)
+            rows, wide = tuple(range(x.ndim - 1)), sum_dtype(w[0].dtype)
+            dims = ((rows, rows), ((), ()))
+            dw = jax.lax.dot_general(lhs, rhs, dims, preferred_element_type=wide)
+            if s.mesh is not None:
+                dw = constrain(s, dw, *weight_spec(s))
+            dw = s.split(dw.astype(w[0].dtype), [each.shape[-1] for each in w])
     if dgathered is not None:
         dx = dx + _sum_to_ranks(s, dgathered)
     if amaxes is not None:
-        amaxes = Scales(*amaxes, dy=_amax(dy))
+        amaxes = Scales(*amaxes, dy=largest_magnitude(dy)[None])
     return dx, dw, bias_gradient(dy, bias), amaxes
 
 
@@ -108,11 +122,7 @@ def _gradients(s: Matmul, _, x, w, dy):
     """Returns dx and dw if the gathered x was not kept."""
     run = gradients_of_rank if s.mesh is None else _partition_gradients
     dx, dw = run(s, x, s.join(w), dy)
-    return dx, s.split(dw, w)
-
-
-def _gradients_forward(s: Matmul, _, x, w, dy):
-    return _gradients(s, None, x, w, dy), (x, w, dy)
+    return dx, s.split(dw, [each.shape[-1] for each in w])
 
 
 def _gradients_backward(s: Matmul, _, residuals, cotangents):
@@ -124,20 +134,7 @@ def _gradients_backward(s: Matmul, _, residuals, cotangents):
     return dx, dw, more(of_dx, w) + more(x, of_dw)
 
 
-_gradients.defvjp(_gradients_forward, _gradients_backward)
-
-
-def _weight_gradient(s: Matmul, x, dy, w):
-    """Returns x' dy, summed over rows and batches, for each weight."""
-    if 0 in (*x.shape, *dy.shape):  # XLA fails where all operands of a shard_map are empty
-        return tuple(vary_like(map(jnp.zeros_like, w), dy))
-    lhs, rhs = (dy, x) if s.rhs_transposed else (x, dy)
-    rows = tuple(range(x.ndim - 1))
-    wide = sum_dtype(w[0].dtype)
-    dw = jax.lax.dot_general(lhs, rhs, ((rows, rows), ((), ())), preferred_element_type=wide)
-    if s.mesh is not None:
-        dw = constrain_weight(s, dw)
-    return s.split(dw.astype(w[0].dtype), w)
+_gradients.defvjp(lambda *x: (_gradients(*x), x[2:]), _gradients_backward)
 
 
 def bias_gradient(dy, bias):
@@ -163,11 +160,6 @@ def _sum_to_ranks(s: Matmul, gathered):
 # ---- Delayed scales.
 
 
-def gradient_dtype(mode: ScalingMode) -> str:
-    """Returns the type of gradients; they need range rather than precision, except in MXFP8."""
-    return FORWARD_DTYPE if mode == ScalingMode.MXFP8_1D_SCALING else "float8_e5m2"
-
-
 class Scales(NamedTuple):
     """Scales of x, w and dy, f32 [1] each; as cotangents, their amaxes."""
 
@@ -175,26 +167,21 @@ class Scales(NamedTuple):
     w: Any
     dy: Any
 
-    def of_adjoint(self) -> "Scales":
-        """Scales of the product dy w', whose own derivative multiplies a tensor like x."""
-        return Scales(*map(lax.stop_gradient, (self.dy, self.w, self.x)))
-
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def use_scales(mode: ScalingMode, axes: tuple[str, ...], state: MatmulScaling) -> Scales:
+def use_scales(dy_dtype: str, axes: tuple[str, ...], state: MatmulScaling) -> Scales:
     """Returns the state's scales; their cotangents are amaxes, which give the next state.
 
-    `axes` are the mesh axes whose ranks share the state.
+    Args:
+      dy_dtype: 8-bit type of the result's gradient.
+      axes: the mesh axes whose ranks share the state.
+      state: of x, w and dy.
     """
     scales = (state.x.scale, state.w.scale, state.dy.scale)
     return Scales(*vary_alike(scales, also=axes))
 
 
-def _scales_forward(mode, axes, state):
-    return use_scales(mode, axes, state), state
-
-
-def _scales_backward(mode, axes, state: MatmulScaling, amaxes: Scales):
+def _scales_backward(dy_dtype, axes, state: MatmulScaling, amaxes: Scales):
     def next_state(old: DelayedScaling, amax: Array, dtype: str) -> DelayedScaling:
         own = varying_axes(old.scale)
         shared = tuple(a for a in axes if a not in own)
@@ -207,16 +194,12 @@ def _scales_backward(mode, axes, state: MatmulScaling, amaxes: Scales):
         MatmulScaling(
             x=next_state(state.x, amaxes.x, FORWARD_DTYPE),
             w=next_state(state.w, amaxes.w, FORWARD_DTYPE),
-            dy=next_state(state.dy, amaxes.dy, gradient_dtype(mode)),
+            dy=next_state(state.dy, amaxes.dy, dy_dtype),
         ),
     )
 
 
-use_scales.defvjp(_scales_forward, _scales_backward)
-
-
-def _amax(x: Array) -> Array:
-    return largest_magnitude(x)[None]
+use_scales.defvjp(lambda *x: (use_scales(*x), x[2]), _scales_backward)
 
 
 # ---- Examples of `jax.vmap`, on global arrays.

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, TypeVar, cast
 
 import jax
@@ -13,7 +13,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 from jaxtyping import Array, Float, PyTree
 
 from jax_cp_dispatch._arrays import sum_dtype
-from jax_cp_dispatch._ranks.communicator import AxisName, Communicator, other_axes
+from jax_cp_dispatch._ranks.communicator import AxisName, other_axes
 from jax_cp_dispatch._ranks.options import (
     CallContext,
     find_ranks,
@@ -25,21 +25,21 @@ from jax_cp_dispatch._ranks.options import (
     varying_axes,
 )
 from jax_cp_dispatch.buffers import CommOverlapMethod
-from jax_cp_dispatch.comm_gemm.checks import (
+from jax_cp_dispatch.comm_gemm.arguments import (
+    MatmulOptions,
     check_operand_types,
+    choose_overlaps,
     read_arrays,
     result_dtype,
     reverse_mode_only,
 )
-from jax_cp_dispatch.comm_gemm.choice import MatmulOptions, choose_overlaps
-from jax_cp_dispatch.comm_gemm.derivatives import gradient_dtype, matmul, use_scales
-from jax_cp_dispatch.comm_gemm.partitioning import dividing_axes, with_rows
+from jax_cp_dispatch.comm_gemm.derivatives import matmul, use_scales
 from jax_cp_dispatch.comm_gemm.rank import (
     FORWARD_DTYPE,
     Matmul,
     check_contracted_blocks,
-    join_columns,
-    split_columns,
+    dividing_axes,
+    with_rows,
 )
 from jax_cp_dispatch.cost import CommGemmShape
 from jax_cp_dispatch.global_call import MeshAxes, explicit_axes, on_all_ranks
@@ -100,8 +100,8 @@ def all_gather_matmul(
       atomic: run all GEMMs as one step of the schedule, which waits for each chunk by a counter;
         otherwise each is a separate step. On GPUs they stay separate.
       aggregate: move chunks in pairs; needs an even number of ranks, and use_ce.
-      use_ce: whether the ring copies chunks while the GEMM runs; otherwise the GEMM reads other
-        ranks' tokens in place, and only tokens kept for the derivative are copied.
+      use_ce: of the ring. True, or None: chunks are copied while the GEMM runs. False: the GEMM
+        reads other ranks' tokens in their memory; only those kept for the derivative are copied.
       buffer: id of `create_comm_overlap_buffer`, whose parameters then apply. Without it, XLA
         allocates memory for each call.
       row_counts: tokens of each rank (per batch), if they differ. Each rank's x then has T =
@@ -189,7 +189,7 @@ def matmul_reduce_scatter(
       w: this rank's rows, [K, N] or [K, H, N]. All its dimensions but the last are contracted. Of
         those of global arrays, the first is sharded.
       axis_name: the mesh axis of the p ranks, or several, the major one first.
-      bias: added once to the sum; the same on all ranks.
+      bias: [N], added once to the sum; the same on all ranks.
       method: NONE (multiply, then reduce), PIPELINE (reduce columns while the next are multiplied),
         RING_EXCHANGE (send each rank its tokens while the next rank's are multiplied), or "auto"
         (the choice of `choose_comm_gemm`). The derivative uses the same, but the ring instead of
@@ -198,8 +198,9 @@ def matmul_reduce_scatter(
       atomic: run all GEMMs as one step of the schedule, which signals each chunk by a counter;
         otherwise each is a separate step. On GPUs they stay separate. Not with use_ce=False.
       rs_overlap_first_gemm: see `create_comm_overlap_buffer`.
-      use_ce: whether the ring copies chunks while the GEMM runs; otherwise each rank multiplies its
-        tokens of all ranks' x by all their w in place, without copies or stored partial sums.
+      use_ce: of the ring. True, or None: partial sums are copied while the GEMM runs. False: each
+        rank reads the x of its tokens, and w, in the memory of all ranks, and adds their products
+        up; nothing is copied, and no partial sum stored.
       buffer: id of `create_comm_overlap_buffer`, whose parameters then apply; its dtype is that of
         partial sums. Without it, XLA allocates memory for each call, for float32 partial sums.
       row_counts: tokens of each rank (per batch), if they differ: M = sum(row_counts), and the
@@ -259,43 +260,6 @@ class MatmulOperands:
     def tokens_shape(self) -> tuple[int, ...]:
         """(*batch, M)."""
         return self.x.shape[: self.x.ndim - self.num_contracted]
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """Contracted elements, and columns of all weights."""
-        shape = self.ws[0].shape
-        return math.prod(shape[: self.num_contracted]), sum(map(math.prod, self._columns()))
-
-    def multiply(self, run: Callable[..., Array], num_parts: int) -> tuple[Array, ...]:
-        """Returns the product of each weight.
-
-        Args:
-          run: of x [*batch, M, K], weights [K, N] each, and a bias [sum of N] or None.
-          num_parts: the ranks that the columns of all weights belong to; 1: they are one rank's.
-        """
-        k, _ = self.sizes
-        columns = self._columns()
-        sizes = [math.prod(dims) for dims in columns]
-        ws = tuple(w.reshape(k, n) for w, n in zip(self.ws, sizes, strict=True))
-        product = run(self.x.reshape(*self.tokens_shape, k), ws, self._bias(sizes, num_parts))
-        parts = split_columns(product, sizes, num_parts)
-        return tuple(
-            part.reshape(*part.shape[:-1], *dims) for part, dims in zip(parts, columns, strict=True)
-        )
-
-    def _columns(self) -> list[tuple[int, ...]]:
-        return [w.shape[self.num_contracted :] for w in self.ws]
-
-    def _bias(self, sizes: Sequence[int], num_parts: int) -> Array | None:
-        given = [bias for bias in self.biases if bias is not None]
-        if not given:
-            return None
-        dtype = jnp.result_type(*given)
-        flat = [
-            jnp.zeros(n, dtype) if bias is None else bias.reshape(n).astype(dtype)
-            for bias, n in zip(self.biases, sizes, strict=True)
-        ]
-        return join_columns(flat, num_parts)
 
 
 def _gathered(
@@ -380,12 +344,19 @@ def _matmul(
             f"{op}: got row_counts with global arrays, which are split evenly and padded. "
             "Omit it, or call inside jax.shard_map."
         )
-    k, n = operands.sizes
-    if context.is_global:  # each rank has a part
-        k, n = (k, n // p) if gathers else (k // p, n)
     counts = _read_row_counts(options, operands, p, context)
+    k = math.prod(w.shape[: operands.num_contracted])
+    n = sum(math.prod(w.shape[operands.num_contracted :]) for w in operands.ws)
+    # The rows of one group of ranks: their number, and that with equal slots on all ranks.
+    batches = math.prod(operands.tokens_shape[:-1])
+    rows, slot_rows = batches * sum(counts), batches * p * max(counts)
+    if context.is_global:  # each rank has a part, and groups have examples or tokens
+        k, n = (k, n // p) if gathers else (k // p, n)
+        others = other_axes(context.mesh, comm.axis_names)
+        groups = math.prod(context.mesh.shape[a] for a in others)
+        if rows % groups == slot_rows % groups == 0:
+            rows, slot_rows = rows // groups, slot_rows // groups
     check_contracted_blocks(op, mode, k)
-    rows, slot_rows = _group_rows(operands, counts, comm, context)
     dtype = x.dtype.name if mode == ScalingMode.NO_SCALING else FORWARD_DTYPE
     shape = CommGemmShape(cast(Any, op), rows, k, n, p, jnp.dtype(dtype).itemsize)
     partial = sum_dtype(out_dtype).name
@@ -399,7 +370,8 @@ def _matmul(
         out_dtype=out_dtype,
         keeps_gathered=options.gathered == "keep",
         scaling_mode=mode,
-        dy_dtype=gradient_dtype(mode),
+        # Gradients need range rather than precision, except in MXFP8.
+        dy_dtype=FORWARD_DTYPE if mode == ScalingMode.MXFP8_1D_SCALING else "float8_e5m2",
         mesh=context.mesh if context.is_global else None,
     )
     with reverse_mode_only(op):
@@ -469,20 +441,6 @@ def _read_row_counts(
     return counts
 
 
-def _group_rows(
-    operands: MatmulOperands, counts: tuple[int, ...], comm: Communicator, context: CallContext
-) -> tuple[int, int]:
-    """Returns the rows of one group: their number, and that with equal slots on all ranks."""
-    batches = math.prod(operands.tokens_shape[:-1])
-    rows, room = batches * sum(counts), batches * comm.num_ranks * max(counts)
-    if context.is_global:  # split over groups, by examples or by tokens
-        mesh = context.mesh
-        groups = math.prod(mesh.shape[a] for a in other_axes(mesh, comm.axis_names))
-        if rows % groups == room % groups == 0:
-            rows, room = rows // groups, room // groups
-    return rows, room
-
-
 # ---- One rank's arrays, inside `jax.shard_map`.
 
 
@@ -516,12 +474,29 @@ def _of_rank(s: Matmul, operands: MatmulOperands, state) -> tuple[Array, ...]:
     axes, varying = names + s.comm.group_axes, varying_axes(operands.x)
     if varying:  # JAX tracks them; ranks with the same x share the state anyway
         axes = tuple(a for a in axes if a in varying)
-    scales = None if state is None else use_scales(s.scaling_mode, axes, state)
+    scales = None if state is None else use_scales(s.dy_dtype, axes, state)
     return _products(s, operands, scales)
 
 
 def _products(s: Matmul, operands: MatmulOperands, scales) -> tuple[Array, ...]:
-    return operands.multiply(lambda *arrays: matmul(s, False, *arrays, scales)[0], s.num_parts)
+    """Returns the product of each weight; they are multiplied as one matrix."""
+    num_contracted = operands.num_contracted
+    k = math.prod(operands.ws[0].shape[:num_contracted])
+    columns = [w.shape[num_contracted:] for w in operands.ws]
+    sizes = [math.prod(dims) for dims in columns]
+    ws = tuple(w.reshape(k, n) for w, n in zip(operands.ws, sizes, strict=True))
+    bias, given = None, [bias for bias in operands.biases if bias is not None]
+    if given:
+        dtype = jnp.result_type(*given)
+        of_all = [
+            jnp.zeros(n, dtype) if bias is None else bias.reshape(n).astype(dtype)
+            for bias, n in zip(operands.biases, sizes, strict=True)
+        ]
+        bias = s.join(of_all)
+    x = operands.x.reshape(*operands.tokens_shape, k)
+    product, _ = matmul(s, False, x, ws, bias, scales)
+    parts = zip(s.split(product, sizes), columns, strict=True)
+    return tuple(part.reshape(*part.shape[:-1], *dims) for part, dims in parts)
 
 
 # Jitted, so that the compiler sees all of it even without an outer `jit`.
@@ -530,9 +505,8 @@ _one_program = jax.jit(_products, static_argnums=0, inline=True)
 
 # ---- Matmuls of global arrays under plain `jit`, by a Shardy rule or an inner `shard_map`.
 #
-# Over automatic axes the partitioner keeps known shardings, see `partitioning`. Explicit axes are
-# read from the types: batch dimensions, and tokens on axes other than the ranks', keep their
-# sharding.
+# Over automatic axes the partitioner keeps known shardings, see `rank`. Explicit axes are read from
+# the types: batch dimensions, and tokens on axes other than the ranks', keep their sharding.
 
 
 def _of_all_ranks(
@@ -560,7 +534,7 @@ def _of_all_ranks(
         return (place(outs[0], context.mesh, whole)[..., :rows, :],)
     if context.mesh is not None:
         refuse_other_mesh(s.op, context.mesh, (operands.x, *operands.ws))
-    scales = None if state is None else use_scales(s.scaling_mode, (), state)
+    scales = None if state is None else use_scales(s.dy_dtype, (), state)
     outs = _one_program(s, operands, scales)
     return outs if gathers or room == rows else (outs[0][..., :rows, :],)
 
@@ -594,7 +568,7 @@ def _inside_shard_map(s: Matmul, context: CallContext, operands: MatmulOperands,
     operands = jax.tree.map(lambda a, spec: place(a, mesh, spec), operands, specs)
     groups = math.prod(mesh.shape[name] for name in tokens)
     counts = tuple(count // groups for count in s.row_counts)
-    local = s.replace(row_counts=counts, comm=s.comm.inside(mesh), mesh=None)
+    local = dataclasses.replace(s, row_counts=counts, comm=s.comm.inside(mesh), mesh=None)
     return on_all_ranks(
         functools.partial(_of_rank, local),
         (operands, state),

@@ -13,9 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import batching, mlir
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array
 
 from jax_cp_dispatch._arrays import sum_dtype
 from jax_cp_dispatch._ranks import runtime
@@ -44,8 +43,9 @@ from jax_cp_dispatch.buffers import CommOverlapConfig, CommOverlapMethod, CommOv
 from jax_cp_dispatch.scaling import (
     BYTE_FLOATS,
     BlockLayout,
+    Quantized,
     ScalingMode,
-    multiply_by_scales,
+    dequantize,
     pad_scales,
     scales_shape,
     swizzle_scales,
@@ -128,9 +128,6 @@ class GemmCall:
     fuse_gelu: bool = False
     grad: bool = False
     use_split_accumulator: bool = True
-
-    def replace(self, **changes: Any) -> "GemmCall":
-        return dataclasses.replace(self, **changes)
 
     @property
     def is_mxfp8(self) -> bool:
@@ -241,10 +238,44 @@ class GemmCall:
         }
 
 
-# ---- The primitive. Its parameters: the call, which operands there are, and the results.
+# ---- The primitives. Their parameters: the call, which operands there are, and the results.
 
-gemm_p = Primitive("gemm")
-gemm_p.multiple_results = True
+
+def make_primitive(name: str, operation: Operation) -> Primitive:
+    """Returns a primitive that the implementations lower; its callers define derivatives."""
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(_shapes)
+    primitive.def_impl(functools.partial(run_alone, primitive))
+    mlir.register_lowering(primitive, functools.partial(_lower, operation))
+    batching.primitive_batchers[primitive] = functools.partial(one_after_another, primitive)
+    return primitive
+
+
+def _shapes(*operands, results: Any, **_):
+    update = functools.partial(operands[0].update, weak_type=False)
+    return [update(shape=x.shape, dtype=x.dtype) for x in jax.tree.leaves(results)]
+
+
+def _lower(operation: Operation, ctx, *operands, call: GemmCall, **params):
+    def with_all_axes_manual(*operands):  # arrays that vary over automatic axes are gathered
+        mesh = jax.sharding.get_abstract_mesh()
+        local = dataclasses.replace(call, comm=call.comm.inside(mesh))
+        return with_manual_axes(
+            functools.partial(gemm_p.bind, call=local, **params),
+            call.comm.open_axes,
+            mesh,
+            in_specs=(P(),) * len(operands),
+            out_specs=[P()] * len(jax.tree.leaves(params["results"])),
+        )(*operands)
+
+    if call.comm.open_axes:
+        return lower_opened(with_all_axes_manual, ctx, *operands)
+    choice = choose(ctx, call.op, call.comm)
+    return choice.lower(operation, ctx, *operands, call=call, **params)
+
+
+gemm_p = make_primitive("gemm", Operation.GEMM)
 
 
 @jax.named_scope("cpd.gemm")
@@ -258,54 +289,6 @@ def bind_gemm(call: GemmCall, operands: GemmOperands) -> GemmResults:
     return jax.tree.unflatten(jax.tree.structure(results), written)
 
 
-def _shapes(*operands, results: GemmResults, **_):
-    like = operands[0]
-    return [
-        like.update(shape=x.shape, dtype=x.dtype, weak_type=False) for x in jax.tree.leaves(results)
-    ]
-
-
-def _lower(ctx, *operands, call: GemmCall, **params):
-    if call.comm.open_axes:
-        opened = functools.partial(_with_all_axes_manual, call=call, **params)
-        return lower_opened(opened, ctx, *operands)
-    choice = choose(ctx, call.op, call.comm)
-    return choice.lower(Operation.GEMM, ctx, *operands, call=call, **params)
-
-
-def _with_all_axes_manual(*operands, call: GemmCall, tree, results: GemmResults):
-    """Makes automatic axes manual; arrays that vary over them are gathered."""
-    mesh = jax.sharding.get_abstract_mesh()
-    local = call.replace(comm=call.comm.inside(mesh))
-    return with_manual_axes(
-        functools.partial(gemm_p.bind, call=local, tree=tree, results=results),
-        call.comm.open_axes,
-        mesh,
-        in_specs=tuple(P() for _ in operands),
-        out_specs=[P() for _ in jax.tree.leaves(results)],
-    )(*operands)
-
-
-gemm_p.def_abstract_eval(_shapes)
-gemm_p.def_impl(functools.partial(run_alone, gemm_p))
-mlir.register_lowering(gemm_p, _lower)
-batching.primitive_batchers[gemm_p] = functools.partial(one_after_another, gemm_p)
-
-
-def _no_derivative(primals, tangents, *, call: GemmCall, **_):
-    remedy = "Define it with jax.custom_vjp around the call."
-    if call.comm.axis_names:
-        remedy = (
-            "Use all_gather_matmul or matmul_reduce_scatter, which are each other's derivative "
-            "(reverse mode)."
-        )
-    what = "communication" if call.comm.axis_names else "scaled operands or grad"
-    raise NotImplementedError(f"{call.op}: with {what}, no derivative is defined. {remedy}")
-
-
-ad.primitive_jvps[gemm_p] = _no_derivative
-
-
 # ---- The custom call of a gemm: what CPUs and GPUs do alike, and its lowering for CPUs.
 
 
@@ -317,7 +300,6 @@ def load_blas() -> str:
       ImportError: SciPy, which JAX depends on, is not installed.
     """
     cython_blas: Any = importlib.import_module("scipy.linalg.cython_blas")
-
     routines = cython_blas.__pyx_capi__  # jaxlib's LAPACK uses it too
     return runtime.native.load_blas(sgemm=routines["sgemm"], dgemm=routines["dgemm"])
 
@@ -349,28 +331,17 @@ def _lower_custom_call(ctx, *values, call: GemmCall, tree, results, attributes, 
         written = _call_handler(given, shapes, rank_and_group(call.comm), attributes)
         if scratch is not None and results.workspace is not None:
             # It keeps the program's shape, and is never read.
-            written = written._replace(workspace=_zeros(results.workspace))
+            written = written._replace(workspace=jnp.zeros_like(results.workspace))
         return [x for x, shape in zip(written, results, strict=True) if shape is not None]
 
     return mlir.lower_fun(run, multiple_results=True)(ctx, *values)
-
-
-def _zeros(like: jax.ShapeDtypeStruct) -> Array:
-    return jnp.zeros(like.shape, like.dtype)
 
 
 def _lower_on_cpu(ctx, *values, call: GemmCall, tree, results, choice: Chosen):
     prepare_cpu_devices()
     load_blas()
     attributes = call.attributes(jax.tree.unflatten(tree, ctx.avals_in), threads_per_device())
-    attributes |= choice.rank_attributes(ctx, call.comm, _what(call, attributes))
-    params: Any = {"call": call, "tree": tree, "results": results, "attributes": attributes}
-    return _lower_custom_call(ctx, *values, **params)
-
-
-def _what(call: GemmCall, attributes: Mapping[str, Any]) -> str:
-    """Describes the operation beyond its shapes; calls meet only if they agree in this text."""
-    kind = f"{call.overlap.comm_type.name}, {call.overlap.method.name}"
+    # What the call is beyond its shapes; calls meet only if they agree in this text.
     said = {"op", "axis", "num_ranks", "comm_type", "comm_overlap_method", "row_counts"}
     of_a_rank = {"deadline_ms", "num_threads", "aux_axis_boundary"}
     others = [
@@ -378,7 +349,11 @@ def _what(call: GemmCall, attributes: Mapping[str, Any]) -> str:
         for name, value in attributes.items()
         if name not in said | of_a_rank and value
     ]
-    return f"{call.op} ({kind}) of rows {list(call.row_counts)}, {', '.join(others)}"
+    kind = f"{call.overlap.comm_type.name}, {call.overlap.method.name}"
+    what = f"{call.op} ({kind}) of rows {list(call.row_counts)}, {', '.join(others)}"
+    attributes |= choice.rank_attributes(ctx, call.comm, what)
+    params: Any = {"tree": tree, "results": results, "attributes": attributes}
+    return _lower_custom_call(ctx, *values, call=call, **params)
 
 
 # ---- NVIDIA GPUs: a custom call with scratch memory.
@@ -524,7 +499,20 @@ def gemm_by_xla(call: GemmCall, operands: GemmOperands, results: GemmResults) ->
     elif overlap.is_sum and call.in_ring_order:
         lhs = lhs[..., jnp.argsort(_ring_rows(call)), :]
     wide = sum_dtype(lhs.dtype)
-    product = _multiply(call, lhs, rhs, wide)
+    dims = [
+        tuple(range(boundary) if contracts_rows else range(boundary, x.ndim))
+        for x, boundary, contracts_rows in (
+            (lhs, call.lhs_boundary, call.lhs_transposed),
+            (rhs, call.rhs_boundary, not call.rhs_transposed),
+        )
+    ]
+    product = lax.dot_general(
+        lhs,
+        rhs,
+        (dims, ((), ())),
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=wide,
+    )
     if overlap.is_sum:  # a ring without copies reads other ranks' operands: it stores no sums
         moves_sums = not overlap.is_ring or overlap.use_ce
         partial = overlap.buffer_dtype if moves_sums else wide
@@ -540,9 +528,7 @@ def gemm_by_xla(call: GemmCall, operands: GemmOperands, results: GemmResults) ->
         pre_gelu, product = product.astype(call.out_dtype), jax.nn.gelu(product)
     output = product.astype(call.out_dtype)
     if call.grad and call.fuse_bias:
-        summed, axis = rhs, tuple(range(call.rhs_boundary))
-        if call.rhs_transposed:
-            axis = tuple(range(call.rhs_boundary, rhs.ndim))
+        summed, axis = rhs, dims[1]
         if call.fuse_gelu:
             summed, axis = output, tuple(range(output.ndim - 1))
         bias_grad = summed.astype(wide).sum(axis).reshape(-1).astype(call.out_dtype)
@@ -550,7 +536,7 @@ def gemm_by_xla(call: GemmCall, operands: GemmOperands, results: GemmResults) ->
         count = jnp.array(call.row_counts)[lax.axis_index(call.comm.axis_names)]
         output = jnp.where(jnp.arange(output.shape[-2])[:, None] < count, output, 0)
     swizzled = _swizzled(call, operands, results) if call.is_mxfp8 else (None, None)
-    unused = jax.tree.map(_zeros, results.workspace)
+    unused = jax.tree.map(jnp.zeros_like, results.workspace)
     return GemmResults(output, bias_grad, pre_gelu, aux, *swizzled, unused)
 
 
@@ -567,12 +553,11 @@ def _dequantized(call: GemmCall, operands: GemmOperands):
     )
     values = []
     for data, scale, boundary, layout in sides:
+        rows = data.reshape(collapse(data.shape, boundary))
         if call.is_mxfp8:
-            flat = data.reshape(collapse(data.shape, boundary))
-            scale = unpad_scales(scale, shape=scales_shape(flat.shape, layout))
-            values.append(multiply_by_scales(flat, scale, layout=layout).reshape(data.shape))
-        else:
-            values.append(data.astype(jnp.float32) * scale[0])
+            scale = unpad_scales(scale, shape=scales_shape(rows.shape, layout))
+        q = Quantized(data=rows, scale_inv=scale, mode=call.scaling_mode, layout=layout)
+        values.append(dequantize(q).reshape(data.shape))
     return values
 
 
@@ -588,18 +573,6 @@ def _swizzled(call: GemmCall, operands: GemmOperands, results: GemmResults):
         scales = pad_scales(scales.reshape(-1, scales.shape[-1]), layout=of_lhs)
     lhs = None if results.lhs_swizzled is None else swizzle_scales(scales, layout=of_lhs)
     return lhs, swizzle_scales(operands.rhs_scale_inv, layout=of_rhs)
-
-
-def _multiply(call, lhs, rhs, dtype):
-    rows = lambda boundary: tuple(range(boundary))
-    columns = lambda boundary, x: tuple(range(boundary, x.ndim))
-    dims = (
-        rows(call.lhs_boundary) if call.lhs_transposed else columns(call.lhs_boundary, lhs),
-        columns(call.rhs_boundary, rhs) if call.rhs_transposed else rows(call.rhs_boundary),
-    )
-    return lax.dot_general(
-        lhs, rhs, (dims, ((), ())), precision=lax.Precision.HIGHEST, preferred_element_type=dtype
-    )
 
 
 def _gather_rows(call: GemmCall, x):
@@ -629,12 +602,10 @@ def _scatter(call: GemmCall, x, dtype):
 
 def _ring_rows(call: GemmCall):
     """Returns, for each row in ring order, its place in the order of the ranks."""
-    counts = np.array(call.row_counts)
-    begins = np.cumsum(counts) - counts
-    tables = []
-    for rank in range(call.comm.num_ranks):
-        order = [(rank - step) % call.comm.num_ranks for step in range(1, call.comm.num_ranks + 1)]
-        tables.append(np.concatenate([begins[q] + np.arange(counts[q]) for q in order]))
+    p, ends = call.comm.num_ranks, np.cumsum(call.row_counts)
+    rows = [np.arange(end - n, end) for end, n in zip(ends, call.row_counts, strict=True)]
+    orders = [[(rank - step) % p for step in range(1, p + 1)] for rank in range(p)]
+    tables = [np.concatenate([rows[q] for q in order]) for order in orders]
     return jnp.array(np.stack(tables))[lax.axis_index(call.comm.axis_names)]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -313,30 +313,6 @@ class _Plan:
     overflow: Overflow
 
 
-class _Counts(NamedTuple):
-    """Of this rank's choices, and what the ranks know of each other.
-
-    Attributes:
-      dst_rank: see `Routing`; if the place does not exist, W + the expert, or the negative index.
-      within: the number of earlier choices of the same place, and of earlier tokens for that rank,
-        on this rank.
-      choices: of each place, by the rank they come from and the rank of the place.
-      tokens: for each rank, by the rank they come from.
-      wrong: choices without a place, of each rank.
-    """
-
-    dst_rank: Int32[Array, "T k"]
-    within: Int32[Array, "two T k"]
-    choices: Int32[Array, "W W L"]
-    tokens: Int32[Array, "W W"]
-    wrong: Int32[Array, "W 1"]
-
-    @property
-    def rows(self) -> Int32[Array, " W"]:
-        """The rows that each rank needs."""
-        return self.choices.sum((0, 2), dtype=jnp.int32)
-
-
 @jax.named_scope("cpd.plan")
 def _on_rank(plan: _Plan, expert_index: Any, weights: Any, physical_to_logical: Any) -> Routing:
     """Plans the part of one rank."""
@@ -349,49 +325,60 @@ def _on_rank(plan: _Plan, expert_index: Any, weights: Any, physical_to_logical: 
     else:
         is_wrong = expert_index >= plan.num_experts
         place = jnp.where(is_wrong, no_place(expert_index, plan.num_experts), expert_index)
-    counts = _count(plan, place)
-    num_rows, num_dropped = take_in_bounds(counts.rows, rank), jnp.zeros(1, jnp.int32)
+    dst_rank, within, choices, tokens, is_right = _count(plan, place)
+    rows = choices.sum((0, 2), dtype=jnp.int32)  # that each rank needs
+    num_rows, num_dropped = take_in_bounds(rows, rank), jnp.zeros(1, jnp.int32)
     if plan.overflow == "drop":
-        quota = take_in_bounds(quotas(counts.choices, plan.capacity), rank).reshape(-1)
+        quota = take_in_bounds(quotas(choices, plan.capacity), rank).reshape(-1)
         keep = keep_heaviest(place.reshape(-1), others[0].reshape(-1), quota).reshape(place.shape)
         num_dropped = num_dropped + (~keep).sum(dtype=jnp.int32)
         place = jnp.where(keep, place, -1)
-        counts = _count(plan, place)
+        dst_rank, within, choices, tokens, is_right = _count(plan, place)
+        rows = choices.sum((0, 2), dtype=jnp.int32)
 
-    dst_rank, within = counts.dst_rank, counts.within
     # Rows of a rank: by place, then by the rank they come from.
     before = np.arange(plan.num_ranks, dtype=np.int32) < rank
     earlier = lambda x: where_or_zero(before, x).sum(0, dtype=x.dtype)
-    of_place = counts.choices.sum(0, dtype=jnp.int32)
-    first = jnp.cumsum(of_place, 1, dtype=jnp.int32) - of_place + earlier(counts.choices)
+    of_place = choices.sum(0, dtype=jnp.int32)
+    first = jnp.cumsum(of_place, 1, dtype=jnp.int32) - of_place + earlier(choices)
     at = np.arange(plan.num_ranks, dtype=np.int32)[:, None] * plan.capacity + first
     has_place = (place >= 0) & (place < at.size)
     row = take_in_bounds(at.reshape(-1), jnp.where(has_place, place, 0)) + within[0]
     to = jnp.clip(dst_rank, 0, plan.num_ranks - 1)
-    first_row = earlier(counts.tokens)
+    first_row = earlier(tokens)
     offset = take_in_bounds(first_row, to) + within[1]
-    received = take_in_bounds(counts.tokens, rank, axis=1)
+    received = take_in_bounds(tokens, rank, axis=1)
     return Routing(
         dst_rank=dst_rank,
         dst_offset=jnp.where(dst_rank >= 0, offset, 0),
         row=jnp.where(has_place, row, -1),
         num_recv_tokens=jnp.append(received, received.sum(dtype=jnp.int32))[None],
-        num_send_tokens=take_in_bounds(counts.tokens, rank)[None],
+        num_send_tokens=take_in_bounds(tokens, rank)[None],
         first_row=first_row[None],
         group_sizes=take_in_bounds(of_place, rank),
-        rows_of_ranks=counts.rows[None],
-        num_recv_rows=take_in_bounds(counts.choices.sum(2, dtype=jnp.int32), rank, axis=1)[None],
+        rows_of_ranks=rows[None],
+        num_recv_rows=take_in_bounds(choices.sum(2, dtype=jnp.int32), rank, axis=1)[None],
         num_rows=num_rows[None],
         num_dropped=num_dropped,
-        is_valid=((counts.rows <= plan.capacity).all() & (counts.wrong == 0).all())[None],
+        is_valid=((rows <= plan.capacity).all() & is_right)[None],
         capacity=plan.capacity,
         overflow=plan.overflow,
         options=plan.options,
     )
 
 
-def _count(plan: _Plan, place: Int32[Array, "T k"]) -> _Counts:
-    """Counts choices by place and tokens by rank, and exchanges the counts."""
+def _count(plan: _Plan, place: Int32[Array, "T k"]) -> tuple[Any, Any, Any, Any, Any]:
+    """Counts choices by place and tokens by rank, and exchanges the counts.
+
+    Returns:
+      dst_rank: `[T, k]`, see `Routing`; if the place does not exist, W + the expert, or the
+        negative index.
+      within: `[2, T, k]`; the number of earlier choices of the same place, and of earlier tokens
+        for that rank, on this rank.
+      choices: `[W, W, L]`; of each place, by the rank they come from and the rank of the place.
+      tokens: `[W, W]`; for each rank, by the rank they come from.
+      is_right: whether every choice of all ranks has a place, or is -1.
+    """
     num_ranks, num_all = plan.num_ranks, plan.num_ranks * plan.num_places
     to = jnp.where(place < num_all, divided(place, plan.num_places)[0], place - num_all + num_ranks)
     to = jnp.where(place < 0, place, to)
@@ -405,7 +392,7 @@ def _count(plan: _Plan, place: Int32[Array, "T k"]) -> _Counts:
     counts = gather_sequence(plan.options, own[None], num_ranks).reshape(num_ranks, -1)
     choices, tokens, wrong = jnp.split(counts, [num_all, num_all + num_ranks], axis=1)
     choices = choices.reshape(num_ranks, num_ranks, plan.num_places)
-    return _Counts(dst_rank, within.reshape(keys.shape), choices, tokens, wrong)
+    return dst_rank, within.reshape(keys.shape), choices, tokens, (wrong == 0).all()
 
 
 def fit_capacity(

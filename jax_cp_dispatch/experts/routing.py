@@ -116,16 +116,11 @@ class Routing:
         wrong = jnp.where(is_wrong, self.dst_rank, np.iinfo(np.int32).max).min(initial=2**31 - 1)
         to = jnp.where(is_wrong.any(), wrong, np.arange(self.world_size, dtype=np.int32))
         num_tokens = jnp.maximum(self.num_send_tokens[0], is_wrong.any().astype(jnp.int32))
-        return self._plan(to, self.first_row[0], num_tokens, self._received)
-
-    @property
-    def _received(self) -> Any:
-        """The tokens; in place of their sum the rows that this rank needs, if it has too few."""
         received = self.num_recv_tokens[0]
-        if self.overflow == "drop":
-            return received
-        need = self.num_rows[0]
-        return received.at[-1].set(jnp.where(need > self.capacity, need, received[-1]))
+        if self.overflow == "error":  # the rows that this rank needs, if it has too few
+            need = self.num_rows[0]
+            received = received.at[-1].set(jnp.where(need > self.capacity, need, received[-1]))
+        return self._plan(to, self.first_row[0], num_tokens, received)
 
     def _plan(self, dst_rank: Any, dst_offset: Any, num_tokens: Any, received: Any) -> Metadata:
         return Metadata(

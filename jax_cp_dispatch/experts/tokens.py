@@ -297,15 +297,21 @@ def _sum_choices(
 
 def _sum_choices_backward(options, residuals, gradients):
     routing, weights, arrays = residuals
-    options, each = _transposed(options), _each_choice(routing)
-    capacity = routing.capacity
-    parts = [outgoing(gradients, routing.by_choice, capacity=capacity)]
-    if weights is not None:
-        parts.append(outgoing(weights.reshape(-1), each, capacity=capacity))
-    rows, *own = _move(options, routing, parts)
+    options, capacity, plan = _transposed(options), routing.capacity, routing.by_choice
+    parts = [outgoing(gradients, plan, capacity=capacity)]
     if weights is None:
-        return None, None, rows
-    products, dys = _weighted_backward(arrays, rows, own[0])
+        return None, None, _move(options, routing, parts)[0]
+    # The plan that sends a number of each choice, [T * k], to its row.
+    each = dataclasses.replace(
+        plan,
+        dst_rank=plan.dst_rank.reshape(-1),
+        dst_offset=plan.dst_offset.reshape(-1),
+        seq_len=np.ones(weights.size, np.int32),
+        num_seqs=np.int32(weights.size),
+    )
+    parts.append(outgoing(weights.reshape(-1), each, capacity=capacity))
+    rows, own = _move(options, routing, parts)
+    products, dys = _weighted_backward(arrays, rows, own)
     part = returning(products, each, num_tokens=weights.size)
     return None, _move(options, routing, [part])[0].reshape(weights.shape), dys
 
@@ -332,52 +338,30 @@ def _weighted_backward(
     return functools.reduce(jnp.add, reversed(products)), dys
 
 
-def _each_choice(routing: Routing) -> Any:
-    """Returns the plan that sends a number of each choice, `[T * k]`, to its row."""
-    plan = routing.by_choice
-    to, offset = plan.dst_rank.reshape(-1), plan.dst_offset.reshape(-1)
-    one = np.ones(to.size, np.int32)
-    more = {"seq_len": one, "num_seqs": np.int32(to.size)}
-    return dataclasses.replace(plan, dst_rank=to, dst_offset=offset, **more)
-
-
-def _no_places(routing: Routing, arrays: Sequence[Array]) -> Places:
-    """Returns places of the right shapes, which nothing reads."""
-    shape = (_most_tokens(routing), routing.row.shape[1])
-    none = jnp.zeros(shape, jnp.int32), jnp.zeros(routing.capacity, jnp.int32)
-    return Places(*vary_alike([*none, routing.row, *arrays])[:2])
-
-
 # ---- By rank: each token once to each of its ranks, and copies and sums there.
 
 
 def _send_tokens(
-    options: CollectiveOptions, routing: Routing, arrays: Sequence[Array]
+    options: CollectiveOptions, routing: Routing, arrays: Sequence[Array], places: Any = None
 ) -> tuple[list[Array], Places]:
-    """Sends tokens once to each of their ranks, with the rows of their choices there."""
-    # Plus one, so that a row that no rank writes is none.
-    *received, row = _sent(options, routing, [*arrays, routing.row + 1])
-    first = 1 + rank_index(options.axis_names) * routing.capacity
-    return received, Places.of_rows(row - first, routing.capacity)
-
-
-def _most_tokens(routing: Routing) -> int:
-    """A rank receives each token at most once, and has a row for it."""
-    return max(1, min(routing.capacity, routing.world_size * len(routing.row)))
-
-
-def _sent(options: CollectiveOptions, routing: Routing, arrays: Sequence[Array]) -> list[Array]:
+    """Sends tokens once to each of their ranks; and the rows of their choices, if not known."""
     collected = _collected(routing)
-    rows = [take(x, collected.token) for x in arrays]
+    # Plus one, so that a row that no rank writes is none.
+    sent = [*arrays, routing.row + 1] if places is None else arrays
+    rows = [take(x, collected.token) for x in sent]
     part = outgoing(rows, routing.by_rank, capacity=_most_tokens(routing))
-    return _move(options, routing, [part], "experts by rank")[0]
+    received = _move(options, routing, [part], "experts by rank")[0]
+    if places is None:
+        *received, row = received
+        first = 1 + rank_index(options.axis_names) * routing.capacity
+        places = Places.of_rows(row - first, routing.capacity)
+    return received, places
 
 
 def _return_sums(options: CollectiveOptions, routing: Routing, sums: list[Array]) -> list[Array]:
     """Returns the sums of each token from all of its ranks, and adds them up."""
     collected = _collected(routing)
-    num_rows = len(collected.choice)
-    part = returning(sums, routing.by_rank, num_tokens=num_rows)
+    part = returning(sums, routing.by_rank, num_tokens=len(collected.choice))
     rows = _move(options, routing, [part], "experts by rank")[0]
     return only_if_right(routing.is_valid[0], [weighted_sum(x, None, collected) for x in rows])
 
@@ -386,6 +370,28 @@ def _collected(routing: Routing) -> Places:
     """Returns the rows of this rank's tokens where those for one rank are one piece."""
     num_tokens, num_choices = routing.dst_rank.shape
     return Places.of_rows(routing.send_row, num_tokens * min(num_choices, routing.world_size))
+
+
+def _most_tokens(routing: Routing) -> int:
+    """A rank receives each token at most once, and has a row for it."""
+    return max(1, min(routing.capacity, routing.world_size * len(routing.row)))
+
+
+def _nothing(
+    routing: Routing, arrays: Sequence[Array], weights: Array | None = None
+) -> tuple[Array | None, Places]:
+    """Returns received weights and places of the right shapes, which nothing reads."""
+    shape = _most_tokens(routing), routing.row.shape[1]
+    none = [jnp.zeros(shape, jnp.int32), jnp.zeros(routing.capacity, jnp.int32)]
+    given = [routing.row, *arrays]
+    if weights is not None:
+        none.append(jnp.zeros(shape, weights.dtype))
+        given.append(weights)
+    row, choice, *received = vary_alike([*none, *given])[: len(none)]
+    return received[0] if received else None, Places(row, choice)
+
+
+# ---- The choice of one of both ways.
 
 
 def _where_it_runs(
@@ -415,7 +421,7 @@ def _to_rows(options, mode, routing, arrays, with_places=False):
 
     def by_choice(leaves):
         part = outgoing(leaves, routing.by_choice, capacity=routing.capacity)
-        places = _no_places(routing, leaves) if with_places else None
+        places = _nothing(routing, leaves)[1] if with_places else None
         return _move(options, routing, [part])[0], places
 
     def by_rank(leaves):
@@ -433,16 +439,10 @@ def _to_rows(options, mode, routing, arrays, with_places=False):
 
 def _to_rows_backward(options, mode, residuals, gradients):
     routing, places = residuals
-    options = _transposed(options)
     real = [g for g in gradients if g.dtype != jax.dtypes.float0]  # integers have none
-
-    def by_rank(real, places):
-        return _return_sums(options, routing, [weighted_sum(g, None, places) for g in real])
-
-    by_choice = lambda real, _: _sum_choices(options, routing, None, real)
     sums: list[Array] = []
     if real:
-        sums = _where_it_runs(options, by_choice, by_rank, real, places, summed=real)
+        sums, _ = _sum_rows_forward(_transposed(options), routing, None, real, places)
     rest = iter(sums)
     return None, [None if g.dtype == jax.dtypes.float0 else next(rest) for g in gradients]
 
@@ -450,22 +450,24 @@ def _to_rows_backward(options, mode, residuals, gradients):
 # ---- Rows to sums.
 
 
-def _sum_rows_forward(options, routing, weights, arrays):
-    def by_choice(weights, arrays):
-        received = None
-        if weights is not None:  # as nothing is received, nothing reads it
-            received = jnp.zeros((_most_tokens(routing), weights.shape[1]), weights.dtype)
-            received = vary_alike([received, weights, routing.row])[0]
-        places = _no_places(routing, arrays)
-        return _sum_choices(options, routing, weights, arrays), received, places
+def _sum_rows_forward(options, routing, weights, arrays, places=None):
+    """Returns the sums; on the way back of `_to_rows`, places are known."""
 
-    def by_rank(weights, arrays):
-        received, places = _send_tokens(options, routing, [] if weights is None else [weights])
-        received = received[0] if received else None
-        sums = [weighted_sum(y, received, places) for y in arrays]
-        return _return_sums(options, routing, sums), received, places
+    def by_choice(weights, arrays, _):
+        sums = _sum_choices(options, routing, weights, arrays)
+        return sums, *_nothing(routing, arrays, weights)
 
-    sums, *received = _where_it_runs(options, by_choice, by_rank, weights, arrays, summed=arrays)
+    def by_rank(weights, arrays, places):
+        received = []
+        if places is None:
+            sent = [] if weights is None else [weights]
+            received, places = _send_tokens(options, routing, sent)
+        own = received[0] if received else None
+        sums = [weighted_sum(y, own, places) for y in arrays]
+        return _return_sums(options, routing, sums), own, places
+
+    operands = weights, arrays, places
+    sums, *received = _where_it_runs(options, by_choice, by_rank, *operands, summed=arrays)
     return sums, (routing, weights, arrays, *received)
 
 
@@ -477,7 +479,8 @@ def _sum_rows_backward(options, residuals, gradients):
 
     def by_rank(gradients, weights, arrays, received, places):
         back = _transposed(options)
-        rows = [take(x, places.token) for x in _sent(back, routing, gradients)]
+        rows, _ = _send_tokens(back, routing, gradients, places)
+        rows = [take(x, places.token) for x in rows]
         if weights is None:
             return None, rows
         own = take(received.reshape(-1), places.choice)

@@ -74,8 +74,8 @@ def runs(jaxpr):
 
 
 def with_results_of(fn, name, *operands):
-    """Computes `fn`, and returns the results of its last call of a primitive, also unused ones."""
+    """Computes `fn`, and returns all results of its last equation with or around a primitive."""
     closed = jax.make_jaxpr(fn)(*operands)
-    *_, equation = (e for e in closed.jaxpr.eqns if e.primitive.name == name)
+    *_, equation = (e for e in closed.jaxpr.eqns if f"= {name}[" in str(e))
     jaxpr = closed.jaxpr.replace(outvars=equation.outvars)
     return jaxpr_as_fun(closed.replace(jaxpr=jaxpr))(*operands)
