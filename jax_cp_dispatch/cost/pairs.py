@@ -1,6 +1,6 @@
 """Counts query-key pairs: of documents, and between the ranks that hold them.
 
-The one count of the planner, of FLOPs and of costs. `csrc/planner/pair_count.h` is the same closed
+The one count of the planner, of FLOPs and of costs. `csrc/planner/problem.h` is the same closed
 form for the search of the planner.
 """
 

@@ -276,7 +276,7 @@ def sum_rows(
 def _move(
     options: CollectiveOptions, routing: Routing, parts: list[Argument], kind: str = "experts"
 ) -> list[Any]:
-    """Makes one exchange. Errors then speak of experts; see csrc/dispatch/messages.h."""
+    """Makes one exchange. Errors then speak of experts; see csrc/dispatch/messages.cc."""
     name = f"{kind}:{routing.capacity}"
     return move(options, [part._replace(capacity_name=name) for part in parts])
 

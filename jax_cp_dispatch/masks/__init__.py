@@ -2,7 +2,7 @@
 
 `mask`: the interface, and the bases of masks of numbers, with closed forms of their ranges and
 pairs, and of masks that data decides. `static` are the masks of numbers, `arrays` those of arrays.
-`pairs` counts from the ranges of any mask; `csrc/planner/pair_count.h` counts the same pairs in the
+`pairs` counts from the ranges of any mask; `csrc/planner/problem.h` counts the same pairs in the
 planner. `read` reads the argument `mask=` of all functions.
 """
 
