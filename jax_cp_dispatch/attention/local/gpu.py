@@ -221,7 +221,7 @@ def cudnn_serves(options: PassOptions, q, v) -> bool:
     H, Hv = q.shape[3], v.shape[3]
     return (
         options.dense is not None
-        and q.dtype in (jnp.bfloat16, jnp.float16)
+        and q.dtype in _DTYPES
         and H == Hv <= _LARGEST_HEAD
         and H % 8 == 0
         and options.logit_soft_cap is None

@@ -227,10 +227,9 @@ class KeyRanges(NamedTuple):
         """Returns the ranges of one block of `num_rows` queries."""
         queries = self.queries
         if queries is not None:
-            of_block = {
-                name: block_of(getattr(queries, name), index) for name in queries._fields[:2]
-            }
-            queries = queries._replace(**of_block)
+            queries = queries._replace(
+                index=block_of(queries.index, index), indices=block_of(queries.indices, index)
+            )
         own = KeyRanges(block_of(self.rows, index))
         start, end = own.rows[:, 0], own.rows[:, 1]
         before = lambda x: divided(x, options.block_kv)[0]

@@ -256,7 +256,8 @@ def _walk(table, num_rows, copied, step):
         for n, (source, buffer) in enumerate(zip(sources, buffers, strict=True)):
             together = buffer.shape[1]
             blocks = source.at[pl.ds(m * together, together), block]
-            yield pltpu.make_async_copy(blocks, buffer.at[slot], arrived.at[slot, n])
+            arrival = arrived.at[slot, jnp.int32(n)]  # an int would be int64 if these are enabled
+            yield pltpu.make_async_copy(blocks, buffer.at[slot], arrival)
 
     def start(block, slot):
         for copy in copies(block, slot):
