@@ -6,7 +6,6 @@ Larger blocks waste more pairs: a document rarely ends at the end of a block.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -187,14 +186,8 @@ def call(
     own, walked, first = arrays
     (matrices, rows), together = own[0].shape[:2], own[0].shape[0] // visits[0].shape[0]
     axes = jax.typeof(own[0]).manual_axis_type
-    inputs = [visits, own, first, walked]
-    counts = [*map(len, inputs), len(outs), len(walked), 1, len(scratch)]
 
-    def body(*refs):
-        refs = iter(refs)
-        tables, owned, before, sources, results, buffers, (arrived,), rest = (
-            tuple(itertools.islice(refs, count)) for count in counts
-        )
+    def body(tables, owned, before, sources, results, buffers, arrived, rest):
         one = kernel(owned, before, results, rest)
 
         def step(row, other, slot):
@@ -212,34 +205,32 @@ def call(
         _walk(tables[not of_queries], rows, (sources, buffers, arrived), step)
         one.end()
 
-    def spec(shape):
-        return pl.BlockSpec((together, None, *shape[2:]), lambda m, row: (m, row, 0, 0))
+    def specs(shapes):
+        block = lambda m, row: (m, row, 0, 0)
+        return [pl.BlockSpec((together, None, *shape[2:]), block) for shape in shapes]
 
-    table_specs = [
+    tables = [
         pl.BlockSpec((None, *x.shape[1:]), lambda m, row: (m, 0, 0), memory_space=pltpu.SMEM)
         for x in visits
     ]
-    copies = [pl.BlockSpec(memory_space=pl.ANY)] * len(walked)
+    copied = [pl.BlockSpec(memory_space=pl.ANY)] * len(walked)
+    owned, before = (specs([x.shape for x in part]) for part in (own, first))
+    results = [jax.ShapeDtypeStruct(shape, jnp.float32, manual_axis_type=axes) for shape in outs]
     buffers = [pltpu.VMEM((2, together, *x.shape[2:]), x.dtype) for x in walked]
-    results = pl.pallas_call(
+    arrived = pltpu.SemaphoreType.DMA((2, len(walked)))
+    (results,) = pl.pallas_call(
         body,
         grid=(matrices // together, rows),
-        in_specs=[*table_specs, *(spec(x.shape) for x in (*own, *first)), *copies],
-        out_specs=[*map(spec, outs)],
-        out_shape=[
-            jax.ShapeDtypeStruct(shape, jnp.float32, manual_axis_type=axes) for shape in outs
-        ],
-        scratch_shapes=[
-            *buffers,
-            pltpu.SemaphoreType.DMA((2, len(walked))),
-            *(pltpu.VMEM(shape, jnp.float32) for shape in scratch),
-        ],
+        in_specs=[tables, owned, before, copied],
+        out_specs=[specs(outs)],
+        out_shape=[results],
+        scratch_shapes=[buffers, arrived, [pltpu.VMEM(shape, jnp.float32) for shape in scratch]],
         input_output_aliases={len(visits) + len(own) + n: n for n in range(len(first))},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=_VMEM_BYTES
         ),
         name=kernel.func.__name__.strip("_"),
-    )(*itertools.chain(*inputs))
+    )(*map(list, (visits, own, first, walked)))
     return tuple(results)
 
 
