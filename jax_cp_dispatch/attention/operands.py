@@ -54,7 +54,7 @@ class Operands(NamedTuple):
         wide = self._replace(sink=_widened(self.sink), weights=_widened(self.weights))
         if self.v is None:
             wide = wide._replace(k=_widened(self.k))
-        wide = in_reverse_only(exchange.op, wide)
+        wide = jax.tree.map(lambda x: in_reverse_only(exchange.op, x), wide)
         varying: Operands = vary_together(wide, also=exchange.axis_names)
         narrow = lambda x, like: x.astype(like.dtype)
         k = jax.tree.map(narrow, varying.k, self.k)

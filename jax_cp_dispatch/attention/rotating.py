@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Shaped
 
-from jax_cp_dispatch._arrays import are_covered, take_in_bounds, where_or_zero
+from jax_cp_dispatch._arrays import are_covered, sum_dtype, take_in_bounds, where_or_zero
 from jax_cp_dispatch._ranks.options import CollectiveOptions, vary_together
 from jax_cp_dispatch._residuals import named_context
 from jax_cp_dispatch.attention.key_chunks import Chunking, KeyOrder, Schedule, move_chunks, reverse
@@ -30,13 +30,12 @@ from jax_cp_dispatch.attention.local.ranges import (
     PassOptions,
     RowRanges,
     SoftmaxGradients,
-    begin_dq,
-    finish_dq,
+    from_rows,
     pass_options,
     rank_blocks,
     tile_cotangents,
-    tile_queries,
     tile_ranges,
+    to_rows,
     with_rows,
 )
 from jax_cp_dispatch.attention.operands import (
@@ -145,7 +144,8 @@ class Rotation:
         is_key = used if ranges.is_key is None else ranges.is_key
         unused = 0 if self.call.expansion is None else UNUSED_ROW
         own = (self.chunking.tile(jnp.where(is_key[:, :, None, None], x, unused)) for x in kv)
-        return tile_queries(self.passes, q, used, self.num_groups), tuple(own)
+        q = jnp.where(used[:, :, None, None], q, 0)
+        return to_rows(q, self.num_groups, self.passes.block_q), tuple(own)
 
     def begin(self, q, kv, ranges: TokenRanges):
         """Returns query blocks, a rank's own chunks, and the softmax before the first step."""
@@ -299,7 +299,8 @@ def gradient_steps(rotation: Rotation, operands: Operands, ranges: TokenRanges, 
 
     last = schedule.num_ranks - 1
     held = schedule.fetch_keys(exchange, own, own, 0) if last else own
-    dq, dkv, dweights = gradients(own, begin_dq(queries), 0)
+    dq = jnp.zeros_like(jnp.swapaxes(queries, 2, 3), sum_dtype(queries.dtype))
+    dq, dkv, dweights = gradients(own, dq, 0)
     if last:
         travelling, home = schedule.begin(dkv)
         carry = held, (dq, dweights), travelling, home
@@ -310,7 +311,8 @@ def gradient_steps(rotation: Rotation, operands: Operands, ranges: TokenRanges, 
         arrived, home = schedule.return_gradients(exchange, travelling, home, last + 1)
         dkv = home if arrived is None else arrived
     dkv = jax.tree.map(lambda x: rotation.chunking.untile(x, rotation.q_shape[0]), dkv)
-    return finish_dq(dq, rotation.q_shape, rotation.num_groups), dkv, dweights
+    dq = from_rows(jnp.swapaxes(dq, 2, 3), rotation.q_shape, rotation.num_groups)
+    return dq, dkv, dweights
 
 
 def _forward(rotation: Rotation, operands: Operands, ranges: TokenRanges):

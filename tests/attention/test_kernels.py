@@ -174,7 +174,7 @@ def only_kernels(monkeypatch):
     monkeypatch.setattr(local, "fused_gradients", gpu.fused_gradients)
     monkeypatch.setattr(rotating, "attend_blocks", gpu.attend_blocks)
     monkeypatch.setattr(rotating, "block_gradients", gpu.block_gradients)
-    for name in ("_forward", "_backward"):  # cached traces would bypass the patch
+    for name in ("attend_ranges", "range_gradients"):  # cached traces would bypass the patch
         monkeypatch.setattr(local, name, getattr(local, name).__wrapped__)
 
 
@@ -208,8 +208,8 @@ def test_options_by_kernels(options):
 
     by_kernels = results()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local, "fused_attention", passes.attention_in_tiles)
-        patch.setattr(local, "fused_gradients", passes.gradients_in_tiles)
+        for name in ("fused_attention", "fused_gradients"):
+            patch.setattr(local, name, getattr(passes, name).__wrapped__)
         by_blocks = results()
     for actual, expected in zip(by_kernels, by_blocks, strict=True):
         assert_close(actual, expected, 1e-5)

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jax_cp_dispatch._arrays import are_covered
+from jax_cp_dispatch._arrays import are_covered, sum_dtype
 from jax_cp_dispatch._dispatch import Argument, move, start
 from jax_cp_dispatch._ranks.implementations import moves_beside_work
 from jax_cp_dispatch._ranks.options import CollectiveOptions
@@ -30,8 +30,8 @@ from jax_cp_dispatch.attention.local.passes import forbid_second_derivative, sin
 from jax_cp_dispatch.attention.local.ranges import (
     PassOptions,
     SoftmaxGradients,
-    accumulator,
     pass_options,
+    ranges_of_rows,
     rank_blocks,
 )
 from jax_cp_dispatch.attention.operands import (
@@ -300,7 +300,8 @@ def attend_rows(
     call: Call, block_rows: int, q: Array, kv: Any, ranges: MaskRanges, sink=None
 ) -> Any:
     """Returns the output in the dtype of q, its lse, and the largest logits or None."""
-    found = attend_ranges(_passes(call, block_rows, q, kv[0]), q, kv, ranges, sink)
+    rows = ranges_of_rows(ranges, q.shape[:2])
+    found = attend_ranges(_passes(call, block_rows, q, kv[0]), q, kv, rows, sink)
     return *found, *[None] * (3 - len(found))
 
 
@@ -316,12 +317,12 @@ def row_gradients(
     """Returns dq in the dtype of q, and dk and dv in `dkv_dtype`; None is that of sums."""
     passes = _passes(call, block_rows, q, kv[0], dkv_dtype)
     passes = dataclasses.replace(passes, return_max_logits=False)
-    return range_gradients(passes, q, kv, ranges, whole)
+    return range_gradients(passes, q, kv, ranges_of_rows(ranges, q.shape[:2]), whole)
 
 
 def _passes(call: Call, block_rows: int, q, k, dkv_dtype: Any = None) -> PassOptions:
     (T, N), (S, K) = q.shape[1:3], k.shape[1:3]
-    gradient_dtypes = q.dtype, *[dkv_dtype or accumulator(q)] * 2
+    gradient_dtypes = q.dtype, *[dkv_dtype or sum_dtype(q.dtype)] * 2
     blocks = rank_blocks(T, S, N, K, rows=block_rows)
     dtypes = {"out_dtype": q.dtype, "gradient_dtypes": gradient_dtypes}
     return pass_options(q, k, **call.softmax, **blocks, **dtypes)

@@ -29,6 +29,7 @@ from jax_cp_dispatch.attention.local.ranges import (
     PassOptions,
     RowRanges,
     SoftmaxGradients,
+    with_rows,
 )
 
 ATTEND_TARGET = "jax_cp_dispatch.attend"
@@ -73,12 +74,11 @@ def why_not(dtype, head_sizes: tuple[int, int]) -> str | None:
 
 
 def fused_attention(options: PassOptions, q, k, v, ranges: RowRanges, sink):
-    """`fused_attention` of `passes.py`, of heads that the kernels serve."""
     B, T, N, _ = q.shape
-    row = _array((B, N, T), jnp.float32)
+    row = jax.ShapeDtypeStruct((B, N, T), jnp.float32)
     narrow = jnp.dtype(options.out_dtype) == q.dtype
     call = _Call.of(options, q, k, v, ranges)
-    out = _array((B, T, N, call.v.shape[3]), q.dtype if narrow else jnp.float32)
+    out = jax.ShapeDtypeStruct((B, T, N, call.v.shape[3]), q.dtype if narrow else jnp.float32)
     shapes = out, row, *[row] * options.return_max_logits
     sinks = () if sink is None else (sink.astype(jnp.float32),)
     out, *others = call.run(ATTEND_TARGET, shapes, sinks)
@@ -89,7 +89,7 @@ def fused_gradients(options: PassOptions, q, k, v, ranges: RowRanges, whole: Sof
     out, lse, dout, dlse = whole
     out = out if out.dtype == q.dtype else out.astype(jnp.float32)
     call = _Call.of(options, q, k, v, ranges)
-    dout, out = (_padded(x, call.v.shape[3]) for x in (dout.astype(q.dtype), out))
+    dout, out = (with_rows(x, call.v.shape[3], 3) for x in (dout.astype(q.dtype), out))
     others = () if dlse is None else (dlse.astype(jnp.float32),)
     wide = [jnp.dtype(x) != q.dtype for x in options.gradient_dtypes]
     results = call.gradients(wide, (dout, lse.astype(jnp.float32)), (out, *others))
@@ -97,16 +97,22 @@ def fused_gradients(options: PassOptions, q, k, v, ranges: RowRanges, whole: Sof
     return tuple(dx[..., : x.shape[3]].astype(to) for dx, x, to in of)
 
 
+# Blocks `[M, blocks, rows, ...]` are arrays of M batch rows and one head.
+
+
 def attend_blocks(
     options: PassOptions, q, ranges: KeyRanges, kv, seen: OnlineSoftmax | None
 ) -> OnlineSoftmax:
-    rows, size = q.shape[:3], kv[1].shape[3]
     call = _Call.of_blocks(options, q, kv, ranges)
-    row, wide = _array(_as_row(rows), jnp.float32), (*rows, call.v.shape[3])
-    shapes = row, row, _array(_as_head(wide), jnp.float32)
-    others = () if seen is None else (*map(_row, seen[:2]), _padded(_head(seen.acc), wide[3]))
-    peak, total, acc = call.run(ATTEND_MORE_TARGET, shapes, others, in_place=len(others))
-    acc = acc.reshape(wide)[..., :size]
+    rows, size = q.shape[:3], call.v.shape[3]
+    M, num_rows = rows[0], rows[1] * rows[2]
+    row = jax.ShapeDtypeStruct((M, 1, num_rows), jnp.float32)
+    acc = jax.ShapeDtypeStruct((M, num_rows, 1, size), jnp.float32)
+    others = ()
+    if seen is not None:
+        others = _row(seen.peak), _row(seen.total), with_rows(_head(seen.acc), size, 3)
+    peak, total, acc = call.run(ATTEND_MORE_TARGET, (row, row, acc), others, in_place=len(others))
+    acc = acc.reshape(*rows, size)[..., : kv[1].shape[3]]
     return OnlineSoftmax(peak.reshape(rows), total.reshape(rows), acc)
 
 
@@ -115,12 +121,20 @@ def block_gradients(
 ):
     dout, lse, delta = cotangents
     call = _Call.of_blocks(options, q, kv, ranges)
-    dout = _padded(_head(dout.astype(q.dtype)), call.v.shape[3])
-    before = _padded(_head(jnp.swapaxes(dq, 2, 3)), call.q.shape[3])
+    dout = with_rows(_head(dout.astype(q.dtype)), call.v.shape[3], 3)
+    before = with_rows(_head(jnp.swapaxes(dq, 2, 3)), call.q.shape[3], 3)
     results = call.gradients([True] * 3, (dout, _row(lse)), (_row(delta), before), has_delta=True)
     of = zip(results, (q, *kv), strict=True)
     dq, *dkv = (dx[..., : x.shape[3]].reshape(x.shape) for dx, x in of)
     return jnp.swapaxes(dq, 2, 3), *dkv
+
+
+def _head(x):
+    return x.reshape(x.shape[0], -1, 1, x.shape[3])
+
+
+def _row(x):
+    return x.reshape(x.shape[0], 1, -1)
 
 
 class _Call(NamedTuple):
@@ -138,12 +152,11 @@ class _Call(NamedTuple):
         size, value_size = cast(tuple[int, int], _served(q.shape[3], v.shape[3]))
         bounds = tuple(jnp.clip(clip_to_int32(x), 0, k.shape[1]) for x in ranges[:2])
         queries = () if ranges.queries is None else tuple(ranges.queries)
-        q, k, v = _padded(q, size), _padded(k, size), _padded(v, value_size)
-        return cls(options, q, k, v, bounds, queries)
+        sizes = zip((q, k, v), (size, size, value_size), strict=True)
+        return cls(options, *(with_rows(x, n, 3) for x, n in sizes), bounds, queries)
 
     @classmethod
     def of_blocks(cls, options: PassOptions, q, kv, ranges: KeyRanges) -> _Call:
-        """Of blocks `[M, blocks, rows, ...]`: arrays of M batch rows and one head."""
         tokens = lambda x: x.reshape(x.shape[0], -1)
         queries = ranges.queries
         if queries is not None:
@@ -157,12 +170,11 @@ class _Call(NamedTuple):
         """Returns dq, dk and dv; float32 those that are `wide`. A dq that is given is added to."""
         B, T, N, _ = self.q.shape
         pairs = zip((self.q, self.k, self.v), wide, strict=True)
-        shapes = [_array(x.shape, jnp.float32 if is_wide else x.dtype) for x, is_wide in pairs]
-        shapes += [_array((B, -(-T // _TILE), 8), jnp.int32), _array((B, N, T, 2), jnp.float32)]
-        in_place = int(has_delta)  # of the last one
-        attributes = {"has_delta": np.bool_(has_delta)}
-        results = self.run(GRADIENTS_TARGET, shapes, others, of_rows, in_place, **attributes)
-        return results[:3]
+        shapes = [(x.shape, jnp.float32 if is_wide else x.dtype) for x, is_wide in pairs]
+        shapes += [((B, -(-T // _TILE), 8), jnp.int32), ((B, N, T, 2), jnp.float32)]  # scratch
+        shapes = [jax.ShapeDtypeStruct(*x) for x in shapes]
+        in_place, flag = int(has_delta), np.bool_(has_delta)  # the last operand
+        return self.run(GRADIENTS_TARGET, shapes, others, of_rows, in_place, has_delta=flag)[:3]
 
     def run(self, target, shapes, others, of_rows=(), in_place: int = 0, **attributes):
         operands = (*self[1:4], *self.ranges, *of_rows, *self.queries, *others)
@@ -185,44 +197,12 @@ def _served(size: int, value_size: int) -> tuple[int, int] | None:
     return next(large, None)
 
 
-def _padded(x, size: int):
-    """Features of zeros add nothing to a product."""
-    missing = size - x.shape[-1]
-    return x if missing == 0 else jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)])
-
-
-def _array(shape, dtype):
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-# ---- Blocks `[M, blocks, rows, ...]` as arrays of M batch rows and one head.
-
-
-def _as_head(shape):
-    return shape[0], shape[1] * shape[2], 1, shape[3]
-
-
-def _as_row(shape):
-    return shape[0], 1, shape[1] * shape[2]
-
-
-def _head(x):
-    return x.reshape(_as_head(x.shape))
-
-
-def _row(x):
-    return x.reshape(_as_row(x.shape))
-
-
 # ---- The passes of local attention for CUDA by cuDNN's flash attention: of one dense document.
 #
 # cuDNN has no key range per query, so the ranges must be known to be dense when a program is
-# traced.
-# It reads and writes the arrays of the caller.
-#
-# jax.nn.dot_product_attention stops the gradient of the logarithm of the sum, and does not return
-# it,
-# so this module uses the primitives below it.
+# traced. It reads and writes the arrays of the caller. `jax.nn.dot_product_attention` stops the
+# gradient of the logarithm of the sum, and does not return it, so these passes use the primitives
+# below it.
 
 _LARGEST_HEAD = 128  # 256 on Hopper and later, which is unknown when a program is lowered
 _CALL: dict[str, Any] = {
@@ -241,7 +221,7 @@ def cudnn_serves(options: PassOptions, q, v) -> bool:
     H, Hv = q.shape[3], v.shape[3]
     return (
         options.dense is not None
-        and q.dtype in (jnp.bfloat16, jnp.float16)
+        and q.dtype in _DTYPES
         and H == Hv <= _LARGEST_HEAD
         and H % 8 == 0
         and options.logit_soft_cap is None
@@ -250,26 +230,21 @@ def cudnn_serves(options: PassOptions, q, v) -> bool:
 
 
 def cudnn_attention(options: PassOptions, q, k, v, ranges: RowRanges, sink: None):
-    """`fused_attention` of `passes.py`, without a sink."""
-    out, lse = fused._dot_product_attention_fwd_p.bind(
-        q, k, v, *_unused(q), is_training=True, **_options(options)
-    )
+    forward = fused._dot_product_attention_fwd_p
+    out, lse = _cudnn(forward, options, (q, k, v), is_training=True)
     return out.astype(options.out_dtype), lse
 
 
 def cudnn_gradients(options: PassOptions, q, k, v, ranges: RowRanges, whole: SoftmaxGradients):
     """`fused_gradients` of `passes.py`, without a cotangent of the lse. Results are rounded."""
     of_outputs = whole.lse, whole.out.astype(q.dtype), whole.dout.astype(q.dtype)
-    results = fused._dot_product_attention_bwd_p.bind(
-        q, k, v, *_unused(q), *of_outputs, **_options(options)
-    )
+    results = _cudnn(fused._dot_product_attention_bwd_p, options, (q, k, v), *of_outputs)
     return tuple(x.astype(to) for x, to in zip(results, options.gradient_dtypes, strict=True))
 
 
-def _options(options: PassOptions) -> dict[str, Any]:
-    mask = fused.MaskType.CAUSAL if options.dense == CAUSAL else fused.MaskType.NO_MASK
-    return {"mask_type": mask, "scale": options.scale, **_CALL}
-
-
-def _unused(q):
-    return [jnp.zeros(0, q.dtype)] * 7  # bias, lengths, offsets and tables of pages
+def _cudnn(primitive, options: PassOptions, qkv, *of_outputs, **others):
+    unused = [jnp.zeros(0, qkv[0].dtype)] * 7  # bias, lengths, offsets and tables of pages
+    others |= {"mask_type": fused.MaskType.NO_MASK, "scale": options.scale, **_CALL}
+    if options.dense == CAUSAL:
+        others["mask_type"] = fused.MaskType.CAUSAL
+    return primitive.bind(*qkv, *unused, *of_outputs, **others)

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jaxtyping import Array, DTypeLike, Float, Int, Integer
@@ -26,24 +27,28 @@ from jax_cp_dispatch.attention.local.passes import (
     sink_gradient,
 )
 from jax_cp_dispatch.attention.local.ranges import (
+    CAUSAL,
+    FULL,
+    KeyQueries,
     PassOptions,
     RowRanges,
     SoftmaxGradients,
-    accumulator,
-    check_blocks,
     check_heads,
-    check_result_dtype,
     check_softmax,
     pass_options,
-    ranges_of_mask,
     ranges_of_rows,
-    read_ranges,
 )
-from jax_cp_dispatch.documents.documents import Documents, read_given, trusted
-from jax_cp_dispatch.documents.segment_ids import STEPS_OF_DOCUMENTS
-from jax_cp_dispatch.masks import Mask, MaskRanges
+from jax_cp_dispatch.documents.documents import (
+    Documents,
+    attended_tokens,
+    read_given,
+    read_whole,
+    with_segment_ids,
+)
+from jax_cp_dispatch.documents.segment_ids import STEPS_OF_DOCUMENTS, check_documents
+from jax_cp_dispatch.masks import Causal, Full, Mask, MaskRanges
 from jax_cp_dispatch.masks.mask import PACKED
-from jax_cp_dispatch.masks.read import check_mask_order
+from jax_cp_dispatch.masks.read import check_mask_arrays
 
 _STEPS_OF_RANGES = {
     **dict.fromkeys(("kv_start", "kv_end"), "Pass one range of keys per query row."),
@@ -139,9 +144,9 @@ def local_attention(
     _check_options(op, q, k, v, softmax, blocks)
     given, named = MaskRanges(kv_start, kv_end, q_start, q_end), (segment_ids, positions, mask)
     if kv_start is None and kv_end is None:
-        ranges, dense = _read_mask((q.shape, k.shape), given, documents, *named)
+        ranges, dense = _read_mask(q.shape[1], k.shape[:2], given, documents, named)
     elif documents is None and all(x is None for x in named):
-        ranges, dense = read_ranges(op, q.shape[:2], given), None
+        ranges, dense = _read_ranges(op, q.shape[:2], given), None
     else:
         raise TypeError(
             f"{op}: got ranges of keys, and a mask or documents. Pass either kv_start and kv_end, "
@@ -153,10 +158,10 @@ def local_attention(
         **blocks,
         return_max_logits=return_max_logits,
         dense=dense,
-        out_dtype=check_result_dtype(op, "out_dtype", out_dtype, q),
+        out_dtype=_read_dtype(op, "out_dtype", out_dtype, q),
         gradient_dtypes=(q.dtype,) * 3,
     )
-    q, k, v, sink = in_reverse_only(op, (q, k, v, sink))
+    q, k, v, sink = jax.tree.map(functools.partial(in_reverse_only, op), (q, k, v, sink))
     with jax.disable_jit(False):  # see `_attend`; the user may have disabled it
         return _attend(options, *vary_together((q, k, v, ranges, sink)))
 
@@ -206,95 +211,109 @@ def local_attention_backward(
     softmax = {"scale": scale, "logit_soft_cap": logit_soft_cap}
     blocks = {"block_q": block_q, "block_kv": block_kv, "block_heads": block_heads}
     _check_options(op, q, k, v, softmax, blocks)
-    of_q = check_result_dtype(op, "dq_dtype", dq_dtype, q)
-    of_kv = check_result_dtype(op, "dkv_dtype", dkv_dtype, q)
+    of_q = _read_dtype(op, "dq_dtype", dq_dtype, q)
+    of_kv = _read_dtype(op, "dkv_dtype", dkv_dtype, q)
     options = pass_options(q, k, **softmax, **blocks, gradient_dtypes=(of_q, of_kv, of_kv))
     given = MaskRanges(kv_start, kv_end, q_start, q_end)
-    ranges = read_ranges(op, q.shape[:2], given)
+    ranges = _read_ranges(op, q.shape[:2], given)
     whole = SoftmaxGradients(out, lse, dout, dlse)
     q, k, v, whole = forbid_second_derivative(op, (q, k, v, whole))
-    return _backward(options, *vary_together((q, k, v, ranges, whole)))
+    return range_gradients(options, q, (k, v), ranges, whole)
 
 
 def _check_options(op: str, q, k, v, softmax: dict[str, Any], blocks: dict[str, Any]) -> None:
     check_heads(op, q, k, v)
     check_softmax(op, **softmax)
-    check_blocks(op, **blocks, num_kv_heads=k.shape[2])
+    K = k.shape[2]
+    for what, number in blocks.items():
+        divides = what == "block_heads"
+        fits = isinstance(number, int | np.integer) and not isinstance(number, bool)
+        fits = fits and number >= 1 and not (divides and K % number)
+        if number is not None and not fits:
+            needed = f"an integer that divides the {K} KV heads" if divides else "an integer >= 1"
+            raise ValueError(f"{op}: {what} is {number}, but must be {needed}, or None.")
+
+
+def _read_dtype(op: str, what: str, asked: Any, q: Any) -> Any:
+    """Returns the dtype that is asked for: that of q, or by default that of sums."""
+    of_operands, of_sums = jnp.dtype(q.dtype), jnp.dtype(sum_dtype(q.dtype))
+    if asked is None:
+        return of_sums
+    if jnp.dtype(asked) not in (of_operands, of_sums):
+        raise ValueError(
+            f"{op}: {what} is {jnp.dtype(asked)}, but must be the dtype of q, {of_operands}, or "
+            f"{of_sums}. Pass one of them, or None for {of_sums}."
+        )
+    return jnp.dtype(asked)
+
+
+def _read_ranges(op: str, shape: tuple[int, ...], given: MaskRanges) -> RowRanges:
+    """Returns the ranges of rows; `shape` is B and T."""
+    needed = {"kv_start": given.k_start, "kv_end": given.k_end}
+    if given.q_start is not None or given.q_end is not None:
+        needed |= {"q_start": given.q_start, "q_end": given.q_end}
+    for name, x in needed.items():
+        if x is None:
+            raise TypeError(f"{op}: {name} is missing; a range has a start and an end. Pass it.")
+    return ranges_of_rows(given, shape)
 
 
 def _read_mask(
-    shapes: tuple[Any, Any], given: MaskRanges, documents: Any, *named: Any
+    T: int, shape: tuple[int, int], given: MaskRanges, documents: Any, named: tuple[Any, Any, Any]
 ) -> tuple[RowRanges, str | None]:
-    """Returns the ranges of a mask; `named` are segment ids, positions and the mask."""
-    op, mask = "local_attention", named[2]
+    """Returns the ranges of a mask, and how they are dense, if that is known.
+
+    Args:
+      shape: B and S.
+      named: segment ids, positions and the mask.
+    """
+    op, S = "local_attention", shape[1]
     if given.q_start is not None or given.q_end is not None:
         raise TypeError(
             f"{op}: got q_start or q_end without kv_start and kv_end. Pass all four, or "
             "mask=masks.Ranges(...)."
         )
-    if documents is None:
-        check_mask_order(op, mask, PACKED)
-        return ranges_of_mask(op, shapes, trusted(*named))
-    found = read_given(op, documents, *named, follows_plan=False)
-    if found.order != PACKED:
+    packed = read_given(op, documents, *named, follows_plan=False)
+    if packed.order != PACKED:
         raise ValueError(
-            f"{op}: the documents are in {found.order}, of which a rank holds a part. "
+            f"{op}: the documents are in {packed.order}, of which a rank holds a part. "
             "Pass documents in packed order, or call context_parallel_attention."
         )
-    return ranges_of_mask(op, shapes, found)
+    if T > S:
+        raise ValueError(
+            f"{op}: got {T} queries and {S} keys; with a mask, queries are the last of the keys' "
+            "tokens. Pass kv_start and kv_end."
+        )
+    dense = None
+    if packed.segment_ids is None and packed.positions is None:
+        simple = packed.mask.simplified()
+        dense = CAUSAL if isinstance(simple, Causal) and T == S else None
+        dense = FULL if isinstance(simple, Full) else dense
+    check_documents(op, packed.segment_ids, packed.positions, shape, "k has B, S =")
+    check_mask_arrays(op, packed.mask, shape)
+    packed = read_whole(op, packed, 1)
+    if packed.positions is not None:
+        packed = with_segment_ids(packed, shape)
+    ranges = attended_tokens(jax.tree.map(jnp.asarray, packed), shape)
+    start, end = (x[:, S - T :] for x in ranges[:2])
+    if ranges.q_start is None:
+        return RowRanges(start, end), dense
+    index = jnp.broadcast_to(jnp.arange(S - T, S, dtype=jnp.int32), (shape[0], T))
+    return RowRanges(start, end, KeyQueries(index, ranges.q_start, ranges.q_end)), dense
 
 
-def attend_ranges(
-    options: PassOptions, q: Array, kv: Any, ranges: MaskRanges, sink: Array | None
-) -> tuple[Array, ...]:
-    """`local_attention` of checked arguments, without a derivative: for the rules of others."""
-    return _forward(options, *vary_together((q, *kv, ranges_of_rows(ranges, q.shape[:2]), sink)))
-
-
-def range_gradients(
-    options: PassOptions, q: Array, kv: Any, ranges: MaskRanges, whole: SoftmaxGradients
-) -> tuple[Array, ...]:
-    """`local_attention_backward` of checked arguments."""
-    return _backward(options, *vary_together((q, *kv, ranges_of_rows(ranges, q.shape[:2]), whole)))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(options, q, k, v, ranges, sink):
-    return _forward(options, q, k, v, ranges, sink)
-
-
-def _attention_fwd(options, *primals):
-    is_primal = lambda x: isinstance(x, CustomVJPPrimal)
-    q, k, v, ranges, sink = jax.tree.map(lambda x: x.value, primals, is_leaf=is_primal)
-    operands = (*forbid_second_derivative("local_attention", (q, k, v)), ranges)
-    out, lse, *rest = named_context(_forward(options, *operands, sink))
-    return (out, lse, *rest), (*operands, out, lse, sink)
-
-
-def _attention_bwd(options, residuals, cotangents):
-    dout, dlse, *_ = cotangents
-    *operands, out, lse, sink = residuals
-    if isinstance(dout, SymbolicZero):
-        (dout,) = vary_like([jnp.zeros_like(out)], operands[0])
-    dlse = None if isinstance(dlse, SymbolicZero) else dlse  # most programs use `out` alone
-    dout, dlse = forbid_second_derivative("local_attention", (dout, dlse))
-    whole = SoftmaxGradients(out, lse, dout, dlse)
-    grads = _backward(dataclasses.replace(options, return_max_logits=False), *operands, whole)
-    dsink = None if sink is None else sink_gradient(sink, whole)
-    return *grads, None, dsink
-
-
-_attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)
-# Under jit, because shard_map outside of jit takes no symbolic zeros.
-_attend = jax.jit(_attention, static_argnums=0)
+# ---- Attention of checked arguments, and its derivative.
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _forward(options, q, k, v, ranges: RowRanges, sink):
-    B, T, N, _ = q.shape
-    S, _, Hv = v.shape[1:]
+def attend_ranges(
+    options: PassOptions, q: Array, kv: Any, ranges: RowRanges, sink: Array | None
+) -> tuple[Array, ...]:
+    """`local_attention` of checked arguments, without a derivative: for the rules of others."""
+    q, (k, v), ranges, sink = vary_together((q, kv, ranges, sink))
+    (B, T, N, _), (S, _, Hv) = q.shape, v.shape[1:]
     if B * T * S == 0:
-        dtype = accumulator(q)
+        dtype = sum_dtype(q.dtype)
         empty = [jnp.zeros((B, T, N, Hv), options.out_dtype), jnp.full((B, N, T), -jnp.inf, dtype)]
         empty += [jnp.full(N, -jnp.inf, dtype)] * options.return_max_logits
         return tuple(vary_like(empty, q))
@@ -304,12 +323,47 @@ def _forward(options, q, k, v, ranges: RowRanges, sink):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _backward(options, q, k, v, ranges: RowRanges, whole: SoftmaxGradients):
-    B, T = q.shape[:2]
-    if B * T * k.shape[1] == 0:
+def range_gradients(
+    options: PassOptions, q: Array, kv: Any, ranges: RowRanges, whole: SoftmaxGradients
+) -> tuple[Array, ...]:
+    """`local_attention_backward` of checked arguments."""
+    q, (k, v), ranges, whole = vary_together((q, kv, ranges, whole))
+    if q.shape[0] * q.shape[1] * k.shape[1] == 0:
         arrays = zip((q, k, v), options.gradient_dtypes, strict=True)
         return tuple(vary_like((jnp.zeros(x.shape, dtype) for x, dtype in arrays), q))
     return fused_gradients(options, q, k, v, ranges, whole)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(options, q, k, v, ranges, sink):
+    return attend_ranges(options, q, (k, v), ranges, sink)
+
+
+def _attention_fwd(options, *primals):
+    is_primal = lambda x: isinstance(x, CustomVJPPrimal)
+    q, k, v, ranges, sink = jax.tree.map(lambda x: x.value, primals, is_leaf=is_primal)
+    q, k, v = forbid_second_derivative("local_attention", (q, k, v))
+    out, lse, *rest = named_context(attend_ranges(options, q, (k, v), ranges, sink))
+    return (out, lse, *rest), (q, k, v, ranges, out, lse, sink)
+
+
+def _attention_bwd(options, residuals, cotangents):
+    dout, dlse, *_ = cotangents
+    q, k, v, ranges, out, lse, sink = residuals
+    if isinstance(dout, SymbolicZero):
+        (dout,) = vary_like([jnp.zeros_like(out)], q)
+    dlse = None if isinstance(dlse, SymbolicZero) else dlse  # most programs use `out` alone
+    dout, dlse = forbid_second_derivative("local_attention", (dout, dlse))
+    whole = SoftmaxGradients(out, lse, dout, dlse)
+    options = dataclasses.replace(options, return_max_logits=False)
+    grads = range_gradients(options, q, (k, v), ranges, whole)
+    dsink = None if sink is None else sink_gradient(sink, whole)
+    return *grads, None, dsink
+
+
+_attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)
+# Under jit, because shard_map outside of jit takes no symbolic zeros.
+_attend = jax.jit(_attention, static_argnums=0)
 
 
 # ---- Merges two attention results over disjoint keys into the result over both.

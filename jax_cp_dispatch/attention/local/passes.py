@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,205 +20,62 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
+from jax_cp_dispatch._arrays import divided, sum_dtype
 from jax_cp_dispatch._ranks.options import vary_like
 from jax_cp_dispatch.attention.local import gpu
 from jax_cp_dispatch.attention.local.ranges import (
+    BlockIndex,
     KeyRanges,
     OnlineSoftmax,
     OutputCotangents,
     PassOptions,
     RowRanges,
     SoftmaxGradients,
-    accumulator,
-    begin_dq,
     block_of,
-    each_key_block,
-    each_query_block,
-    finish_dq,
     from_rows,
-    matmul,
-    positions,
     set_block,
     soft_capped,
     tile_cotangents,
     tile_operands,
-    widen,
 )
 
-
-@jax.named_scope("cpd.attention")
-def fused_attention(options: PassOptions, q, k, v, ranges: RowRanges, sink) -> tuple[Array, ...]:
-    """Returns out `[B, T, N, Hv]` in `options.out_dtype`, and lse `[B, N, T]`.
-
-    With `options.return_max_logits`, also the largest logit of each row, like lse. A sink is
-    `[B, N]`, or None.
-    """
-    return tuple(_attention(options, q, k, v, ranges, sink))
+_Pass = TypeVar("_Pass", bound=Callable[..., Any])
 
 
-@jax.named_scope("cpd.attention_backward")
-def fused_gradients(
-    options: PassOptions, q, k, v, ranges: RowRanges, whole: SoftmaxGradients
-) -> tuple[Array, Array, Array]:
-    """Returns dq, dk and dv in `options.gradient_dtypes`.
-
-    The softmax may be that of more keys than these.
-    """
-    dq, dk, dv = _attention_gradients(options, q, k, v, ranges, whole)
-    return dq, dk, dv
-
-
-@jax.named_scope("cpd.attention")
-def attend_blocks(options, q, ranges: KeyRanges, kv, seen: OnlineSoftmax | None) -> OnlineSoftmax:
-    """Adds key blocks to the softmax of the query blocks; None if they are the first ones."""
-    return OnlineSoftmax(*_blocks(options, q, ranges, tuple(kv), seen))
-
-
-@jax.named_scope("cpd.attention_backward")
-def block_gradients(options, q, cotangents: OutputCotangents, ranges: KeyRanges, kv, dq):
-    """Adds the part of one set of keys to `dq`, `[B*K, nq, H, G*block_q]`; returns all three."""
-    return _block_gradients(options, q, cotangents, ranges, tuple(kv), dq)
-
-
-def attention_in_tiles(options: PassOptions, q, k, v, ranges: RowRanges, sink) -> tuple[Array, ...]:
-    of = tile_operands(options, q, k, v, ranges)
-    softmax = attend_blocks(options, of.q, of.ranges, (of.k, of.v), None)
-    out, lse = add_sink(*softmax.result(q.shape, k.shape[2]), sink)
-    results = out.astype(options.out_dtype), lse
-    if options.return_max_logits:
-        results += (softmax.max_logits(q.shape, k.shape[2]),)
-    return results
-
-
-def gradients_in_tiles(
-    options: PassOptions, q, k, v, ranges: RowRanges, whole: SoftmaxGradients
-) -> tuple[Array, ...]:
-    num_groups = k.shape[2]
-    of = tile_operands(options, q, k, v, ranges)
-    cotangents = tile_cotangents(options, of.used, whole, num_groups)
-    kv = of.k, of.v
-    dq, *dkv = block_gradients(options, of.q, cotangents, of.ranges, kv, begin_dq(of.q))
-    dk, dv = (from_rows(dx, x.shape, num_groups) for dx, x in zip(dkv, (k, v), strict=True))
-    found = finish_dq(dq, q.shape, num_groups), dk, dv
-    return tuple(x.astype(to) for x, to in zip(found, options.gradient_dtypes, strict=True))
-
-
-# ---- Blockwise, on every platform: an online softmax over each query block's keys.
-#
-# Forward, logits are `[matrices, G * block_q, block_kv]`: both products then read and write them
-# without a transposition. Backward, which recomputes the probabilities, they are transposed, so
-# that four of the five products do; only `dq` is accumulated transposed.
-
-
-def attend_blockwise(
-    options, q, ranges: KeyRanges, kv, seen: OnlineSoftmax | None
-) -> OnlineSoftmax:
-    seen = seen or OnlineSoftmax.of_nothing(q, kv[1].shape[3])
-    q, (k, v) = options.scale * widen(q), map(widen, kv)
-
-    def one_query_block(seen, index):
-        q_block, own = block_of(q, index), ranges.of_queries(index)
-        blocks, rows, queries = own.key_blocks(options), own.of_heads(q.shape[2]), own.queries
-
-        def exponentials(masked, j, logits, peak, of_pair):
-            logits, _ = soft_capped(options, logits)
-            if masked:
-                column = positions(options, j)[None, None]
-                allowed = (column >= rows[:, 0, :, None]) & (column < rows[:, 1, :, None])
-                if of_pair is not None:
-                    allowed &= of_pair.allow()
-                logits = jnp.where(allowed, logits, -jnp.inf)
-            new_peak = jnp.maximum(peak, jnp.max(logits, axis=2))
-            return jnp.exp(logits - new_peak[..., None]), new_peak
-
-        def add_block(j, row):
-            peak, total, acc = row
-            of_pair = queries and queries.of_keys(index.at(j))
-            # Most blocks are inside all ranges; a mask would cost them a pass over the logits.
-            is_whole = (j >= blocks.first_whole) & (j < blocks.last_whole)
-            p, new_peak = lax.cond(
-                is_whole if of_pair is None else is_whole & of_pair.hide_none(),
-                functools.partial(exponentials, False),
-                functools.partial(exponentials, True),
-                j,
-                matmul(q_block, block_of(k, index.at(j)), (2, 2)),
-                peak,
-                of_pair,
-            )
-            keep = jnp.exp(peak - new_peak)
-            total = total * keep + jnp.sum(p, axis=2)
-            acc = acc * keep[..., None] + matmul(p, block_of(v, index.at(j)), (2, 1))
-            return new_peak, total, acc
-
-        row = tuple(block_of(x, index) for x in seen)
-        row = each_key_block(index, (blocks.first, blocks.last, queries), add_block, row)
-        return OnlineSoftmax(*(set_block(x, index, y) for x, y in zip(seen, row, strict=True)))
-
-    return each_query_block(options, one_query_block, seen, q)
-
-
-def gradients_blockwise(options, q, cotangents: OutputCotangents, ranges: KeyRanges, kv, dq):
-    q, (k, v) = options.scale * widen(q), map(widen, kv)
-    cotangents = cotangents._replace(dout=widen(cotangents.dout))
-    k_columns = options.scale * jnp.swapaxes(k, 2, 3)
-
-    def one_query_block(carry, index):
-        q_block, dout, lse, delta = (block_of(x, index) for x in (q, *cotangents))
-        own = ranges.of_queries(index)
-        blocks, rows, queries = own.key_blocks(options), own.of_heads(q.shape[2]), own.queries
-
-        def add_block(j, carry):
-            dq_block, dk, dv = carry
-            there = index.at(j)
-            k_block, v_block = block_of(k, there), block_of(v, there)
-            position = positions(options, j)[None, :, None]
-            logits, slope = soft_capped(options, matmul(k_block, q_block, (2, 2)))
-            allowed = (position >= rows[:, :1]) & (position < rows[:, 1:])
-            if queries is not None:
-                allowed &= jnp.swapaxes(queries.of_keys(there).allow(), 1, 2)
-            p = jnp.exp(jnp.where(allowed, logits, -jnp.inf) - lse[:, None])
-            ds = p * (matmul(v_block, dout, (2, 2)) - delta[:, None]) * slope
-            dq_block = dq_block + matmul(block_of(k_columns, there), ds, (2, 1))
-            dk = set_block(dk, there, block_of(dk, there) + matmul(ds, q_block, (2, 1)))
-            dv = set_block(dv, there, block_of(dv, there) + matmul(p, dout, (2, 1)))
-            return dq_block, dk, dv
-
-        dq, *dkv = carry
-        row = block_of(dq, index), *dkv
-        dq_block, *dkv = each_key_block(index, (blocks.first, blocks.last, queries), add_block, row)
-        return set_block(dq, index, dq_block), *dkv
-
-    zeros = vary_like((jnp.zeros_like(k), jnp.zeros_like(v)), q)
-    return each_query_block(options, one_query_block, (dq, *zeros), q)
-
-
-# ---- The primitives.
-
-
-def _define(
-    name: str, shapes: Callable[..., Any], otherwise: Callable[..., Any], **platforms: Any
-) -> Callable[..., Any]:
-    """Returns the call of a new primitive, `(options, *operands)`, all of a leading batch axis.
+def _primitive(
+    name: str,
+    scope: str,
+    shapes: Callable[..., Any],
+    results: Callable[[Any], Any] = tuple,
+    **platforms: Callable[..., Any],
+) -> Callable[[_Pass], _Pass]:
+    """Makes a pass `(options, *operands)` a primitive; all arrays have a leading batch axis.
 
     Args:
+      scope: of its operations, in profiles.
       shapes: from options and avals to the avals of the results.
-      otherwise: computes the results.
-      platforms: of each one, `(ctx, options, *avals)` to what computes them there, or None.
+      results: from the list of arrays to what the pass returns.
+      platforms: of each one, `(ctx, options, *avals)` to what computes the pass there; None: the
+        decorated function, as on all other platforms.
     """
     primitive = Primitive(name)
     primitive.multiple_results = True
 
-    def bind(options, *operands):
-        leaves, tree = jax.tree.flatten(operands)
-        return primitive.bind(*leaves, options=options, tree=tree)
+    def decorate(otherwise):
+        @functools.wraps(otherwise)
+        @jax.named_scope(scope)
+        def bind(options, *operands):
+            leaves, tree = jax.tree.flatten(operands)
+            return results(primitive.bind(*leaves, options=options, tree=tree))
 
-    def call(pass_, *leaves, options, tree):
-        return tuple(pass_(options, *tree.unflatten(leaves)))
+        def lower(find, ctx, *leaves, options, tree):
+            chosen = find(ctx, options, *tree.unflatten(ctx.avals_in)) or otherwise
+            call = lambda *leaves: tuple(chosen(options, *tree.unflatten(leaves)))
+            return mlir.lower_fun(call, multiple_results=True)(ctx, *leaves)
 
-    def lower(find, ctx, *leaves, options, tree):
-        pass_ = find(ctx, options, *tree.unflatten(ctx.avals_in)) or otherwise
-        lower = mlir.lower_fun(functools.partial(call, pass_), multiple_results=True)
-        return lower(ctx, *leaves, options=options, tree=tree)
+        for platform, find in {None: lambda *_: None, **platforms}.items():
+            mlir.register_lowering(primitive, functools.partial(lower, find), platform=platform)
+        return bind
 
     def batch(operands, dims, **params):
         (size,) = {x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None}
@@ -231,43 +88,41 @@ def _define(
     )
     primitive.def_impl(jax.jit(primitive.bind, static_argnames=("options", "tree")))
     batching.primitive_batchers[primitive] = batch
-    for platform, find in {None: lambda *_: None, **platforms}.items():
-        mlir.register_lowering(primitive, functools.partial(lower, find), platform=platform)
-    return bind
+    return decorate
 
 
-# Shapes; `update` keeps the mesh axes over which an array varies.
+# ---- Over whole arrays. `update` keeps the mesh axes over which an array varies.
 
 
 def _attention_shapes(options, q, k, v, *_):
     B, T, N, _ = q.shape
     out = q.update(shape=(B, T, N, v.shape[3]), dtype=options.out_dtype, weak_type=False)
     sharding = q.sharding.update(spec=P(None, None, None))
-    row = q.update(shape=(B, N, T), dtype=accumulator(q), weak_type=False, sharding=sharding)
+    dtype = sum_dtype(q.dtype)
+    row = q.update(shape=(B, N, T), dtype=dtype, weak_type=False, sharding=sharding)
     return [out, row, *[row] * options.return_max_logits]
-
-
-def _attention_gradients_shapes(options, q, k, v, *_):
-    pairs = zip((q, k, v), options.gradient_dtypes, strict=True)
-    return [x.update(dtype=jnp.dtype(dtype), weak_type=False) for x, dtype in pairs]
-
-
-def _blocks_shapes(_, q, ranges, kv, *__):
-    row = q.update(shape=q.shape[:3], dtype=accumulator(q), weak_type=False)
-    return [row, row, row.update(shape=(*q.shape[:3], kv[1].shape[3]))]
-
-
-def _block_gradients_shapes(_, q, cotangents, ranges, kv, dq):
-    return [x.update(dtype=dq.dtype, weak_type=False) for x in (dq, *kv)]
-
-
-# Which kernels.
 
 
 def _cuda_attention(ctx, options, q, k, v, *ranges_and_sink):
     if ranges_and_sink[1] is None and gpu.cudnn_serves(options, q, v):
         return gpu.cudnn_attention
     return gpu.fused_attention if gpu.kernels_serve(q, v) else None
+
+
+@_primitive("local_attention", "cpd.attention", _attention_shapes, cuda=_cuda_attention)
+def fused_attention(options: PassOptions, q, k, v, ranges: RowRanges, sink) -> tuple[Array, ...]:
+    """Returns out `[B, T, N, Hv]` in `options.out_dtype`, and lse `[B, N, T]`.
+
+    With `options.return_max_logits`, also the largest logit of each row, like lse. A sink is
+    `[B, N]`, or None.
+    """
+    q_blocks, kv, key_ranges, _ = tile_operands(options, q, k, v, ranges)
+    softmax = attend_blocks(options, q_blocks, key_ranges, kv, None)
+    out, lse = add_sink(*softmax.result(q.shape, k.shape[2]), sink)
+    results = out.astype(options.out_dtype), lse
+    if options.return_max_logits:
+        results += (softmax.max_logits(q.shape, k.shape[2]),)
+    return results
 
 
 def _cuda_gradients(ctx, options, q, k, v, *ranges_and_whole):
@@ -277,37 +132,173 @@ def _cuda_gradients(ctx, options, q, k, v, *ranges_and_whole):
     return gpu.fused_gradients if gpu.kernels_serve(q, v) else None
 
 
-def _tpu(name, ctx, options, q, *others):
+@_primitive(
+    "local_attention_gradients",
+    "cpd.attention_backward",
+    lambda options, q, k, v, *_: [
+        x.update(dtype=jnp.dtype(dtype), weak_type=False)
+        for x, dtype in zip((q, k, v), options.gradient_dtypes, strict=True)
+    ],
+    cuda=_cuda_gradients,
+)
+def fused_gradients(
+    options: PassOptions, q, k, v, ranges: RowRanges, whole: SoftmaxGradients
+) -> tuple[Array, ...]:
+    """Returns dq, dk and dv in `options.gradient_dtypes`.
+
+    The softmax may be that of more keys than these.
+    """
+    num_groups = k.shape[2]
+    q_blocks, kv, key_ranges, used = tile_operands(options, q, k, v, ranges)
+    cotangents = tile_cotangents(options, used, whole, num_groups)
+    dq = jnp.zeros_like(jnp.swapaxes(q_blocks, 2, 3), sum_dtype(q.dtype))
+    dq, *dkv = block_gradients(options, q_blocks, cotangents, key_ranges, kv, dq)
+    dk, dv = (from_rows(dx, x.shape, num_groups) for dx, x in zip(dkv, (k, v), strict=True))
+    found = from_rows(jnp.swapaxes(dq, 2, 3), q.shape, num_groups), dk, dv
+    return tuple(x.astype(to) for x, to in zip(found, options.gradient_dtypes, strict=True))
+
+
+# ---- Over blocks: an online softmax over each query block's keys, in loops on every platform.
+#
+# Forward, logits are `[matrices, G * block_q, block_kv]`: both products then read and write them
+# without a transposition. Backward, which recomputes the probabilities, they are transposed, so
+# that four of the five products do; only `dq` is accumulated transposed.
+#
+# A loop over query blocks writes its carry in place; a `lax.scan` would copy its results. Products
+# are of the dtype of sums: on CPU, GEMMs in narrower types are slower.
+
+
+# In both passes, the operand before the last is k and v.
+
+
+def _cuda_blocks(name, ctx, options, q, *others):
+    return getattr(gpu, name) if gpu.kernels_serve(q, others[-2][1]) else None
+
+
+def _tpu_blocks(name, ctx, options, q, *others):
     from jax_cp_dispatch.attention.local import tpu  # imports Pallas, which takes half a second
 
     return getattr(tpu, name) if tpu.serves(ctx, options, q, *others[-2]) else None
 
 
-_attention = _define("local_attention", _attention_shapes, attention_in_tiles, cuda=_cuda_attention)
-_attention_gradients = _define(
-    "local_attention_gradients",
-    _attention_gradients_shapes,
-    gradients_in_tiles,
-    cuda=_cuda_gradients,
-)
-_blocks = _define(
+def matmul(x, y, contract):
+    """Multiplies per matrix at highest precision; `contract`: axis of x, axis of y."""
+    dimensions = ((contract[:1], contract[1:]), ((0,), (0,)))
+    return lax.dot_general(x, y, dimensions, precision=lax.Precision.HIGHEST)
+
+
+@_primitive(
     "attend_blocks",
-    _blocks_shapes,
-    attend_blockwise,
-    cuda=lambda _, __, q, ranges, kv, *___: (
-        gpu.attend_blocks if gpu.kernels_serve(q, kv[1]) else None
-    ),
-    tpu=functools.partial(_tpu, "attend_blocks"),
+    "cpd.attention",
+    lambda options, q, ranges, kv, seen: [
+        q.update(shape=(*q.shape[:3], *features), dtype=sum_dtype(q.dtype), weak_type=False)
+        for features in ((), (), kv[1].shape[3:])
+    ],
+    OnlineSoftmax._make,
+    cuda=functools.partial(_cuda_blocks, "attend_blocks"),
+    tpu=functools.partial(_tpu_blocks, "attend_blocks"),
 )
-_block_gradients = _define(
+def attend_blocks(
+    options: PassOptions, q, ranges: KeyRanges, kv, seen: OnlineSoftmax | None
+) -> OnlineSoftmax:
+    """Adds key blocks to the softmax of the query blocks; None if they are the first ones."""
+    (num_matrices, num_blocks, num_rows), together = q.shape[:3], options.block_heads
+    dtype = sum_dtype(q.dtype)
+    seen = seen or OnlineSoftmax.of_nothing(q, kv[1].shape[3])
+    q, (k, v) = options.scale * q.astype(dtype), (x.astype(dtype) for x in kv)
+
+    def one_query_block(number, seen):
+        matrices, block = divided(number, num_blocks)
+        index = BlockIndex(matrices * together, together, block)
+        q_block, own = block_of(q, index), ranges.of_block(options, index, num_rows)
+
+        def exponentials(masked, j, logits, peak, of_pair):
+            logits, _ = soft_capped(options, logits)
+            if masked:
+                column = j * options.block_kv + jnp.arange(options.block_kv, dtype=jnp.int32)
+                column, start = column[None, None], own.rows[:, 0, :, None]
+                allowed = (column >= start) & (column < own.rows[:, 1, :, None])
+                if of_pair is not None:
+                    allowed &= of_pair.allow()
+                logits = jnp.where(allowed, logits, -jnp.inf)
+            new_peak = jnp.maximum(peak, jnp.max(logits, axis=2))
+            return jnp.exp(logits - new_peak[..., None]), new_peak
+
+        def add_block(j, row):
+            peak, total, acc = row
+            there = index._replace(block=j)
+            of_pair = own.queries and own.queries.of_keys(there)
+            # Most blocks are inside all ranges; a mask would cost them a pass over the logits.
+            is_whole = (j >= own.first_whole) & (j < own.last_whole)
+            if of_pair is not None:
+                is_early = jnp.max(of_pair.indices[:, 1]) < jnp.min(of_pair.ends[:, 0])
+                is_late = jnp.min(of_pair.indices[:, 0]) >= jnp.max(of_pair.starts[:, 1])
+                is_whole &= is_early & is_late
+            p, new_peak = lax.cond(
+                is_whole,
+                functools.partial(exponentials, False),
+                functools.partial(exponentials, True),
+                *(j, matmul(q_block, block_of(k, there), (2, 2)), peak, of_pair),
+            )
+            keep = jnp.exp(peak - new_peak)
+            total = total * keep + jnp.sum(p, axis=2)
+            acc = acc * keep[..., None] + matmul(p, block_of(v, there), (2, 1))
+            return new_peak, total, acc
+
+        row = own.each_key_block(add_block, tuple(block_of(x, index) for x in seen))
+        return OnlineSoftmax(*(set_block(x, index, y) for x, y in zip(seen, row, strict=True)))
+
+    return lax.fori_loop(0, num_matrices // together * num_blocks, one_query_block, seen)
+
+
+@_primitive(
     "block_gradients",
-    _block_gradients_shapes,
-    gradients_blockwise,
-    cuda=lambda _, __, q, cotangents, ranges, kv, dq: (
-        gpu.block_gradients if gpu.kernels_serve(q, kv[1]) else None
-    ),
-    tpu=functools.partial(_tpu, "block_gradients"),
+    "cpd.attention_backward",
+    lambda options, q, cotangents, ranges, kv, dq: [
+        x.update(dtype=dq.dtype, weak_type=False) for x in (dq, *kv)
+    ],
+    cuda=functools.partial(_cuda_blocks, "block_gradients"),
+    tpu=functools.partial(_tpu_blocks, "block_gradients"),
 )
+def block_gradients(
+    options: PassOptions, q, cotangents: OutputCotangents, ranges: KeyRanges, kv, dq
+) -> tuple[Array, ...]:
+    """Adds the part of one set of keys to `dq`, `[B*K, nq, H, G*block_q]`; returns all three."""
+    (num_matrices, num_blocks, num_rows), together = q.shape[:3], options.block_heads
+    dtype = sum_dtype(q.dtype)
+    q, (k, v) = options.scale * q.astype(dtype), (x.astype(dtype) for x in kv)
+    cotangents = cotangents._replace(dout=cotangents.dout.astype(dtype))
+    k_columns = options.scale * jnp.swapaxes(k, 2, 3)
+
+    def one_query_block(number, carry):
+        matrices, block = divided(number, num_blocks)
+        index = BlockIndex(matrices * together, together, block)
+        q_block, dout, lse, delta = (block_of(x, index) for x in (q, *cotangents))
+        own = ranges.of_block(options, index, num_rows)
+
+        def add_block(j, carry):
+            dq_block, dk, dv = carry
+            there = index._replace(block=j)
+            k_block, v_block = block_of(k, there), block_of(v, there)
+            column = j * options.block_kv + jnp.arange(options.block_kv, dtype=jnp.int32)
+            column = column[None, :, None]
+            logits, slope = soft_capped(options, matmul(k_block, q_block, (2, 2)))
+            allowed = (column >= own.rows[:, :1]) & (column < own.rows[:, 1:])
+            if own.queries is not None:
+                allowed &= jnp.swapaxes(own.queries.of_keys(there).allow(), 1, 2)
+            p = jnp.exp(jnp.where(allowed, logits, -jnp.inf) - lse[:, None])
+            ds = p * (matmul(v_block, dout, (2, 2)) - delta[:, None]) * slope
+            dq_block = dq_block + matmul(block_of(k_columns, there), ds, (2, 1))
+            dk = set_block(dk, there, block_of(dk, there) + matmul(ds, q_block, (2, 1)))
+            dv = set_block(dv, there, block_of(dv, there) + matmul(p, dout, (2, 1)))
+            return dq_block, dk, dv
+
+        dq, *dkv = carry
+        dq_block, *dkv = own.each_key_block(add_block, (block_of(dq, index), *dkv))
+        return set_block(dq, index, dq_block), *dkv
+
+    zeros = vary_like((jnp.zeros_like(k), jnp.zeros_like(v)), q)
+    return lax.fori_loop(0, num_matrices // together * num_blocks, one_query_block, (dq, *zeros))
 
 
 # ---- Attention is differentiable once, in reverse mode: other derivatives raise named errors.
@@ -316,19 +307,15 @@ _block_gradients = _define(
 # function that was called. They leave nothing in a compiled program.
 
 
-def in_reverse_only(op: str, arrays: Any) -> Any:
-    """Returns a pytree, differentiable in reverse mode only; forward mode is an error."""
-    return jax.tree.map(functools.partial(_in_reverse_only, op), arrays)
-
-
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _in_reverse_only(op: str, x: Any) -> Any:
+def in_reverse_only(op: str, x: Any) -> Any:
+    """Returns an array, differentiable in reverse mode only; forward mode is an error."""
     return x
 
 
-@_in_reverse_only.defjvp
+@in_reverse_only.defjvp
 def _to_transpose(op, primals, tangents):
-    return _in_reverse_only(op, *primals), _tangent_p.bind(*tangents, op=op)
+    return in_reverse_only(op, *primals), _tangent_p.bind(*tangents, op=op)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

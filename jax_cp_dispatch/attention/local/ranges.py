@@ -14,7 +14,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -23,16 +22,7 @@ from jaxtyping import Array, Bool, Int32
 from jax_cp_dispatch._arguments import clip_to_int32
 from jax_cp_dispatch._arrays import are_covered, divided, sum_dtype
 from jax_cp_dispatch._ranks.options import vary_like
-from jax_cp_dispatch.documents.documents import (
-    Documents,
-    attended_tokens,
-    read_whole,
-    replaced,
-    with_segment_ids,
-)
-from jax_cp_dispatch.documents.segment_ids import check_documents
-from jax_cp_dispatch.masks import Causal, Full, MaskRanges
-from jax_cp_dispatch.masks.read import check_mask_arrays, read_mask
+from jax_cp_dispatch.masks import MaskRanges
 
 # ---- The options of the passes.
 
@@ -79,7 +69,8 @@ def pass_options(
     block_q = block_q or even_block(T, max(128, _BLOCK // (N // K)))
     block_kv = block_kv or even_block(S, _BLOCK)
     logits_of_head = N // K * block_q * block_kv
-    together = max(x for x in divisors(K) if x == 1 or x * logits_of_head <= _LOGITS)
+    most_heads = max(1, _LOGITS // logits_of_head)
+    together = max(x for x in range(1, min(K, most_heads) + 1) if K % x == 0)
     return PassOptions(
         scale=H**-0.5 if scale is None else float(scale),
         logit_soft_cap=None if logit_soft_cap is None else float(logit_soft_cap),
@@ -117,10 +108,6 @@ def even_block(length: int, block: int) -> int:
     return min(sizes, key=lambda size: (-length % size, -size))
 
 
-def divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]
-
-
 # ---- Rows in blocks: the layout `[B*K, blocks, rows, ...]`, and access to single blocks.
 
 
@@ -132,12 +119,6 @@ def to_rows(x, num_groups, block, fill: int | float = 0):
     x = x.reshape(B, num_blocks, block, num_groups, N // num_groups, F)
     x = jnp.transpose(x, (0, 3, 1, 4, 2, 5))
     return x.reshape(B * num_groups, num_blocks, -1, F)
-
-
-def tile_tokens(x, block, fill):
-    """`[B, L] -> [B, num_blocks, block]`; pads the last block with `fill`."""
-    num_blocks = -(-x.shape[1] // block)
-    return with_rows(x, num_blocks * block, 1, fill).reshape(x.shape[0], num_blocks, block)
 
 
 def from_rows(x, shape, num_groups):
@@ -165,29 +146,26 @@ class BlockIndex(NamedTuple):
     num_matrices: int
     block: Array
 
-    def at(self, block) -> BlockIndex:
-        return self._replace(block=block)
+    def corner(self, x) -> list[Any]:
+        """Returns where the block begins in `x`, `[M, blocks, ...]`; all int32, as JAX requires."""
+        return [self.matrix, self.block, *[np.int32(0)] * (x.ndim - 2)]
 
 
 def block_of(x, index: BlockIndex):
     """Returns `x[matrices, block]`, `[matrices, ...]`."""
     sizes = (index.num_matrices, 1, *x.shape[2:])
-    x = lax.dynamic_slice(x, _corner(x, index), sizes, allow_negative_indices=False)
+    x = lax.dynamic_slice(x, index.corner(x), sizes, allow_negative_indices=False)
     return x.reshape(-1, *x.shape[2:])
 
 
 def set_block(x, index: BlockIndex, block):
     """Returns `x` with `block` at `index`."""
     block = block.reshape(index.num_matrices, 1, *block.shape[1:])
-    return lax.dynamic_update_slice(x, block, _corner(x, index), allow_negative_indices=False)
+    return lax.dynamic_update_slice(x, block, index.corner(x), allow_negative_indices=False)
 
 
-def _corner(x, index: BlockIndex):
-    return [jnp.int32(corner) for corner in (index.matrix, index.block, *[0] * (x.ndim - 2))]
-
-
-# ---- The queries that may see each key row, in blocks: for masks whose keys have ranges of
-# queries.
+# ---- What each query sees, in rows and in blocks: a range of keys, of which some masks hide keys
+# from queries outside a range.
 
 LAST_INDEX = 2**31 - 1
 
@@ -205,6 +183,14 @@ class KeyQueries(NamedTuple):
     end: Int32[Array, "B S"]
 
 
+class RowRanges(NamedTuple):
+    """The key rows [kv_start, kv_end) of each query, `[B, T]`, and who may see each key row."""
+
+    kv_start: Array
+    kv_end: Array
+    queries: KeyQueries | None = None  # None: all
+
+
 class QueryRanges(NamedTuple):
     """`KeyQueries` in blocks, and the smallest and largest numbers of each block."""
 
@@ -215,92 +201,21 @@ class QueryRanges(NamedTuple):
     end: Array  # [B*K, nk, block_kv]
     ends: Array  # [B*K, nk, 2]
 
-    def of_queries(self, index: BlockIndex) -> QueryRanges:
-        """Returns the numbers of one block of queries, with those of all keys."""
-        return self._replace(
-            index=block_of(self.index, index), indices=block_of(self.indices, index)
-        )
-
     def of_keys(self, index: BlockIndex) -> QueryRanges:
+        """Returns the numbers of one block of keys, of those of one block of queries."""
         names = ("start", "starts", "end", "ends")
         return self._replace(**{name: block_of(getattr(self, name), index) for name in names})
-
-    def visible_blocks(
-        self, index: BlockIndex, first: Int32[Array, ""], last: Int32[Array, ""]
-    ) -> tuple[Int32[Array, " nk"], Int32[Array, ""]]:
-        """Returns the key blocks in [first, last) that one block of queries may see, and how many.
-
-        The smallest start and the largest end of a block of keys decide.
-        """
-        starts, ends = (
-            lax.dynamic_slice_in_dim(x, index.matrix, index.num_matrices)
-            for x in (self.starts[..., 0], self.ends[..., 1])
-        )
-        block = jnp.arange(ends.shape[1], dtype=jnp.int32)
-        is_visible = (block >= first) & (block < last)
-        is_visible &= jnp.min(starts, 0) <= jnp.max(self.indices[:, 1])
-        is_visible &= jnp.max(ends, 0) > jnp.min(self.indices[:, 0])
-        count = jnp.cumsum(is_visible, dtype=jnp.int32)
-        place = jnp.where(is_visible, count - 1, block.size)
-        return jnp.zeros_like(place).at[place].set(block + 0 * place, mode="drop"), count[-1]
-
-    # ---- Of one block of queries and one of keys.
-
-    def hide_none(self) -> Bool[Array, ""]:
-        are_early = jnp.max(self.indices[:, 1]) < jnp.min(self.ends[:, 0])
-        return are_early & (jnp.min(self.indices[:, 0]) >= jnp.max(self.starts[:, 1]))
 
     def allow(self) -> Bool[Array, "matrices rows block_kv"]:
         index = self.index[..., None]
         return (index >= self.start[:, None]) & (index < self.end[:, None])
 
 
-def each_key_block(
-    index: BlockIndex, bounds: tuple[Array, Array, QueryRanges | None], body: Callable, carry: Any
-) -> Any:
-    """Runs `carry = body(j, carry)` over the key blocks that a block of queries may see.
-
-    `bounds`: its first key block, one past its last, and its `QueryRanges.of_queries`.
-    """
-    first, last, queries = bounds
-    if queries is None:
-        return lax.fori_loop(first, last, body, carry)
-    blocks, count = queries.visible_blocks(index, first, last)
-    return lax.fori_loop(0, count, lambda i, carry: body(blocks[i], carry), carry)
-
-
-def tile_query_ranges(
-    options: PassOptions, queries: KeyQueries, used: Bool[Array, "B T"], q_shape, num_groups: int
-) -> QueryRanges:
-    """Cuts the numbers of queries `[B, T, N, H]` and of key rows; `used`: queries with keys."""
-
-    def of_queries(x, fill):
-        x = jnp.broadcast_to(x[:, :, None, None], (*x.shape, q_shape[2], 1))
-        return to_rows(x, num_groups, options.block_q, fill)[..., 0]
-
-    def of_keys(x, fill):
-        x = jnp.broadcast_to(x[:, :, None, None], (*x.shape, num_groups, 1))
-        return to_rows(x, num_groups, options.block_kv, fill)[..., 0]
-
-    first = of_queries(jnp.where(used, queries.index, LAST_INDEX), LAST_INDEX)
-    last = of_queries(jnp.where(used, queries.index, -1), -1)
-    start, end = of_keys(queries.start, LAST_INDEX), of_keys(queries.end, 0)
-    extremes = lambda x: jnp.stack([x.min(-1), x.max(-1)], -1)
-    return QueryRanges(
-        index=of_queries(queries.index, 0),
-        indices=jnp.stack([first.min(-1), last.max(-1)], -1),
-        start=start,
-        starts=extremes(start),
-        end=end,
-        ends=extremes(end),
-    )
-
-
 class KeyRanges(NamedTuple):
-    """The key rows of each query, which the G heads of a group share."""
+    """`RowRanges` in blocks; the G heads of a group share their rows."""
 
     rows: Array  # [B*K, nq, 2, block_q]: start and end
-    queries: QueryRanges | None = None  # that may see each key row; None: all
+    queries: QueryRanges | None = None
 
     def of_heads(self, num_rows: int) -> Array:
         """Returns start and end of the `num_rows` rows of each block, `[..., 2, G*block_q]`."""
@@ -308,48 +223,57 @@ class KeyRanges(NamedTuple):
         heads = jnp.broadcast_to(self.rows[..., None, :], (*lead, num_rows // block_q, block_q))
         return heads.reshape(*lead, num_rows)
 
-    def of_queries(self, index: BlockIndex) -> KeyRanges:
-        """Returns the ranges of one block of queries, with `rows` `[matrices, 2, block_q]`."""
-        queries = self.queries and self.queries.of_queries(index)
-        return KeyRanges(block_of(self.rows, index), queries)
-
-    def key_blocks(self, options: PassOptions) -> KeyBlocks:
-        """Returns the key blocks of one block of queries: as one pass that compiles once."""
-        start, end = self.rows[:, 0], self.rows[:, 1]
+    def of_block(self, options: PassOptions, index: BlockIndex, num_rows: int) -> BlockRanges:
+        """Returns the ranges of one block of `num_rows` queries."""
+        queries = self.queries
+        if queries is not None:
+            queries = queries._replace(
+                index=block_of(queries.index, index), indices=block_of(queries.indices, index)
+            )
+        own = KeyRanges(block_of(self.rows, index))
+        start, end = own.rows[:, 0], own.rows[:, 1]
         before = lambda x: divided(x, options.block_kv)[0]
         after = lambda x: before(x + (options.block_kv - 1))
         bounds = before(start), after(end), after(start), before(end)
+        # One pass over all four, which compiles once.
         extremes, fills = (lax.min, lax.max, lax.max, lax.min), (LAST_INDEX, 0, 0, LAST_INDEX)
         combined = lambda xs, ys: [f(x, y) for f, x, y in zip(extremes, xs, ys, strict=True)]
-        return KeyBlocks(*lax.reduce(bounds, tuple(map(np.int32, fills)), combined, (0, 1)))
+        blocks = lax.reduce(bounds, tuple(map(np.int32, fills)), combined, (0, 1))
+        return BlockRanges(index, own.of_heads(num_rows), queries, *blocks)
 
 
-class KeyBlocks(NamedTuple):
-    """The key blocks that a block of queries visits, and those that all its queries see whole."""
+class BlockRanges(NamedTuple):
+    """What one block of queries sees: keys of the blocks [first, last)."""
 
+    index: BlockIndex  # pyright: ignore[reportIncompatibleMethodOverride]
+    rows: Array  # [matrices, 2, G*block_q]: start and end
+    queries: QueryRanges | None  # its own numbers, with those of all keys
     first: Array
-    last: Array  # one past it
-    first_whole: Array
-    last_whole: Array  # likewise
+    last: Array
+    first_whole: Array  # all its queries see the blocks [first_whole, last_whole) whole
+    last_whole: Array
+
+    def each_key_block(self, body: Callable, carry: Any) -> Any:
+        """Runs `carry = body(j, carry)` over the blocks of keys that these queries may see."""
+        if self.queries is None:
+            return lax.fori_loop(self.first, self.last, body, carry)
+        matrix, num_matrices, _ = self.index
+        starts, ends = (
+            lax.dynamic_slice_in_dim(x, matrix, num_matrices)
+            for x in (self.queries.starts[..., 0], self.queries.ends[..., 1])
+        )
+        block = jnp.arange(ends.shape[1], dtype=jnp.int32)
+        is_visible = (block >= self.first) & (block < self.last)
+        is_visible &= jnp.min(starts, 0) <= jnp.max(self.queries.indices[:, 1])
+        is_visible &= jnp.max(ends, 0) > jnp.min(self.queries.indices[:, 0])
+        count = jnp.cumsum(is_visible, dtype=jnp.int32)
+        place = jnp.where(is_visible, count - 1, block.size)
+        blocks = jnp.zeros_like(place).at[place].set(block + 0 * place, mode="drop")
+        return lax.fori_loop(0, count[-1], lambda i, carry: body(blocks[i], carry), carry)
 
 
-class RowRanges(NamedTuple):
-    """The key rows [kv_start, kv_end) of each query, `[B, T]`, and who may see each key row."""
-
-    kv_start: Array
-    kv_end: Array
-    queries: KeyQueries | None = None
-
-
-class BlockedOperands(NamedTuple):
-    q: Array  # [B*K, nq, G*block_q, H]
-    k: Array  # [B*K, nk, block_kv, H]
-    v: Array  # [B*K, nk, block_kv, Hv]
-    ranges: KeyRanges
-    used: Array  # [B, T] queries with a non-empty range
-
-
-def tile_operands(options: PassOptions, q, k, v, ranges: RowRanges) -> BlockedOperands:
+def tile_operands(options: PassOptions, q, k, v, ranges: RowRanges):
+    """Returns blocks of q, of k and v, and of the ranges; and which queries `[B, T]` see keys."""
     kv_start, kv_end, queries = ranges
     S, K = k.shape[1:3]
     # Constant ranges are common, and XLA takes seconds to fold the code that depends on them.
@@ -360,13 +284,9 @@ def tile_operands(options: PassOptions, q, k, v, ranges: RowRanges) -> BlockedOp
     if queries is not None:
         attended &= queries.start < queries.end
     k, v = (jnp.where(attended[:, :, None, None], x, 0) for x in (k, v))
-    return BlockedOperands(
-        q=tile_queries(options, q, used, K),
-        k=to_rows(k, K, options.block_kv),
-        v=to_rows(v, K, options.block_kv),
-        ranges=tile_ranges(options, RowRanges(start, end, queries), q.shape, K, S),
-        used=used,
-    )
+    q_blocks = to_rows(jnp.where(used[:, :, None, None], q, 0), K, options.block_q)
+    kv = tuple(to_rows(x, K, options.block_kv) for x in (k, v))
+    return q_blocks, kv, tile_ranges(options, RowRanges(start, end, queries), q.shape, K, S), used
 
 
 def tile_ranges(
@@ -374,39 +294,45 @@ def tile_ranges(
 ) -> KeyRanges:
     """Cuts ranges in `[0, num_keys]`, for queries `[B, T, N, H]`."""
     kv_start, kv_end, queries = ranges
+    B, T, N, _ = q_shape
     used = kv_start < kv_end
-    start, end = jnp.where(used, kv_start, num_keys), jnp.where(used, kv_end, 0)
-    blocks = [tile_tokens(start, options.block_q, num_keys), tile_tokens(end, options.block_q, 0)]
+    num_blocks, blocks = -(-T // options.block_q), []
+    for x, fill in ((kv_start, num_keys), (kv_end, 0)):
+        x = with_rows(jnp.where(used, x, fill), num_blocks * options.block_q, 1, fill)
+        blocks.append(x.reshape(B, num_blocks, options.block_q))
     rows = jnp.stack(blocks, axis=2)
-    rows = jnp.broadcast_to(rows[:, None], (rows.shape[0], num_groups, *rows.shape[1:]))
+    rows = jnp.broadcast_to(rows[:, None], (B, num_groups, *rows.shape[1:]))
     rows = rows.reshape(-1, *rows.shape[2:])
     if queries is None:
         return KeyRanges(rows)
-    return KeyRanges(rows, tile_query_ranges(options, queries, used, q_shape, num_groups))
+
+    def tiled(x, num_heads, block, fill):
+        x = jnp.broadcast_to(x[:, :, None, None], (*x.shape, num_heads, 1))
+        return to_rows(x, num_groups, block, fill)[..., 0]
+
+    first, last, index = (
+        tiled(x, N, options.block_q, fill)
+        for x, fill in (
+            (jnp.where(used, queries.index, LAST_INDEX), LAST_INDEX),
+            (jnp.where(used, queries.index, -1), -1),
+            (queries.index, 0),
+        )
+    )
+    start = tiled(queries.start, num_groups, options.block_kv, LAST_INDEX)
+    end = tiled(queries.end, num_groups, options.block_kv, 0)
+    extremes = lambda x, y: jnp.stack([x.min(-1), y.max(-1)], -1)
+    indices, starts, ends = extremes(first, last), extremes(start, start), extremes(end, end)
+    return KeyRanges(rows, QueryRanges(index, indices, start, starts, end, ends))
 
 
-def tile_queries(options: PassOptions, q, used, num_groups):
-    """Returns query blocks; rows outside `used`, `[B, T]`, are zero."""
-    return to_rows(jnp.where(used[:, :, None, None], q, 0), num_groups, options.block_q)
-
-
-def each_query_block(options: PassOptions, one_block, carry, q):
-    """Runs `carry = one_block(carry, index)` over the blocks of q, of all matrices.
-
-    The carry is written in place without a copy; results of a `lax.scan` would be copied.
-    """
-    num_matrices, num_blocks = q.shape[:2]
-    together = options.block_heads
-
-    def body(number, carry):
-        matrices, block = divided(number, num_blocks)
-        return one_block(carry, BlockIndex(matrices * together, together, block))
-
-    return lax.fori_loop(0, num_matrices // together * num_blocks, body, carry)
-
-
-def positions(options: PassOptions, j):
-    return j * options.block_kv + jnp.arange(options.block_kv, dtype=jnp.int32)
+def ranges_of_rows(given: MaskRanges, shape: tuple[int, ...]) -> RowRanges:
+    """Returns the ranges of checked rows; `shape` is B and T."""
+    k_start, k_end = clip_to_int32(given.k_start), clip_to_int32(given.k_end)
+    if given.q_start is None:
+        return RowRanges(k_start, k_end)
+    index = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
+    start, end = (jnp.clip(clip_to_int32(x), 0, shape[1]) for x in (given.q_start, given.q_end))
+    return RowRanges(k_start, k_end, KeyQueries(index, start, end))
 
 
 def soft_capped(options: PassOptions, logits):
@@ -416,21 +342,6 @@ def soft_capped(options: PassOptions, logits):
         return logits, 1
     ratio = jnp.tanh(logits / cap)
     return cap * ratio, 1 - ratio * ratio
-
-
-def matmul(x, y, contract):
-    """Multiplies per matrix at highest precision; `contract`: axis of x, axis of y."""
-    dimensions = ((contract[:1], contract[1:]), ((0,), (0,)))
-    return lax.dot_general(x, y, dimensions, precision=lax.Precision.HIGHEST)
-
-
-def widen(x):
-    """Converts `x` to the accumulator's dtype: on CPU, GEMMs in narrower types are slower."""
-    return x.astype(accumulator(x))
-
-
-def accumulator(x):
-    return sum_dtype(x.dtype)
 
 
 # ---- The softmax of query blocks, and its cotangents.
@@ -446,7 +357,7 @@ class OnlineSoftmax(NamedTuple):
     @classmethod
     def of_nothing(cls, q, num_features) -> OnlineSoftmax:
         # A finite first peak keeps exp(-inf - peak) = 0 for rows without keys so far.
-        dtype = accumulator(q)
+        dtype = sum_dtype(q.dtype)
         peak = jnp.full(q.shape[:3], jnp.finfo(dtype).min, dtype)
         acc = jnp.zeros((*q.shape[:3], num_features), dtype)
         return cls(*vary_like((peak, jnp.zeros_like(peak), acc), q))
@@ -487,29 +398,17 @@ class SoftmaxGradients(NamedTuple):
 
 def tile_cotangents(options, used, whole: SoftmaxGradients, num_groups) -> OutputCotangents:
     out, lse, dout, dlse = whole
-    dtype = accumulator(lse)
+    dtype = sum_dtype(lse.dtype)
     lse = jnp.swapaxes(lse.astype(dtype), 1, 2)
     used = used[:, :, None] & (lse > -jnp.inf)
     delta = jnp.sum(dout.astype(dtype) * out.astype(dtype), axis=-1)
     if dlse is not None:
         delta = delta - jnp.swapaxes(dlse, 1, 2).astype(dtype)
-
-    def rows(x, fill: float = 0):
-        return to_rows(x[..., None], num_groups, options.block_q, fill)[..., 0]
-
-    return OutputCotangents(
-        to_rows(jnp.where(used[..., None], dout, 0), num_groups, options.block_q),
-        rows(jnp.where(used, lse, jnp.inf), jnp.inf),
-        rows(jnp.where(used, delta, 0)),
+    dout, lse, delta = (
+        to_rows(jnp.where(used[..., None], x, fill), num_groups, options.block_q, fill)
+        for x, fill in ((dout, 0), (lse[..., None], jnp.inf), (delta[..., None], 0))
     )
-
-
-def begin_dq(q):
-    return jnp.zeros_like(jnp.swapaxes(q, 2, 3), accumulator(q))
-
-
-def finish_dq(dq, shape, num_groups):
-    return from_rows(jnp.swapaxes(dq, 2, 3), shape, num_groups)
+    return OutputCotangents(dout, lse[..., 0], delta[..., 0])
 
 
 # ---- Checks of the doors.
@@ -536,105 +435,19 @@ def check_heads(name: str, q: Any, k: Any, v: Any) -> None:
             )
 
 
-def check_result_dtype(name: str, what: str, asked: Any, q: Any) -> Any:
-    """Returns the dtype that is asked for: that of q, or by default that of sums."""
-    of_operands, of_sums = jnp.dtype(q.dtype), jnp.dtype(sum_dtype(q.dtype))
-    if asked is None:
-        return of_sums
-    if jnp.dtype(asked) not in (of_operands, of_sums):
-        raise ValueError(
-            f"{name}: {what} is {jnp.dtype(asked)}, but must be the dtype of q, {of_operands}, or "
-            f"{of_sums}. Pass one of them, or None for {of_sums}."
-        )
-    return jnp.dtype(asked)
-
-
 def check_softmax(name: str, scale: Any, logit_soft_cap: Any) -> None:
-    _check_number(name, "scale", scale)
-    _check_number(name, "logit_soft_cap", logit_soft_cap)
+    for what, value in (("scale", scale), ("logit_soft_cap", logit_soft_cap)):
+        is_number = not isinstance(value, bool | np.bool_ | str | bytes)
+        try:
+            float(0 if value is None or not is_number else value)
+        except (TypeError, ValueError):
+            is_number = False
+        if not is_number:
+            raise TypeError(
+                f"{name}: {what} is {value!r}, but must be a number that is known when the program "
+                "is traced, or None."
+            )
     if logit_soft_cap is not None and not float(logit_soft_cap) > 0:
         raise ValueError(
             f"{name}: logit_soft_cap is {float(logit_soft_cap)}, but must be > 0, or None."
         )
-
-
-def check_blocks(name: str, block_q, block_kv, block_heads, *, num_kv_heads: int) -> None:
-    for what, number in (("block_q", block_q), ("block_kv", block_kv)):
-        is_integer = isinstance(number, (int, np.integer)) and not isinstance(number, bool)
-        if number is not None and not (is_integer and number >= 1):
-            raise ValueError(f"{name}: {what} is {number}, but must be an integer >= 1, or None.")
-    is_integer = isinstance(block_heads, (int, np.integer))
-    if block_heads is not None and not (is_integer and block_heads in divisors(num_kv_heads)):
-        raise ValueError(
-            f"{name}: block_heads is {block_heads}, but must be an integer that divides the "
-            f"{num_kv_heads} KV heads, or None."
-        )
-
-
-def _check_number(name: str, what: str, value: Any) -> None:
-    try:
-        if not isinstance(value, bool | np.bool_ | str | bytes):
-            float(0 if value is None else value)
-            return
-    except (TypeError, ValueError):
-        pass
-    raise TypeError(
-        f"{name}: {what} is {value!r}, but must be a number that is known when the program is "
-        "traced, or None."
-    )
-
-
-# ---- Reads the ranges of `local_attention`, given as rows or by a mask.
-
-
-def read_ranges(op: str, shape: tuple[int, ...], given: MaskRanges) -> RowRanges:
-    """Returns the ranges of rows; `shape` is B and T."""
-    needed = {"kv_start": given.k_start, "kv_end": given.k_end}
-    if given.q_start is not None or given.q_end is not None:
-        needed |= {"q_start": given.q_start, "q_end": given.q_end}
-    for name, x in needed.items():
-        if x is None:
-            raise TypeError(f"{op}: {name} is missing; a range has a start and an end. Pass it.")
-    return ranges_of_rows(given, shape)
-
-
-def ranges_of_rows(given: MaskRanges, shape: tuple[int, ...]) -> RowRanges:
-    """Returns the ranges of checked rows; `shape` is B and T."""
-    k_start, k_end = clip_to_int32(given.k_start), clip_to_int32(given.k_end)
-    if given.q_start is None:
-        return RowRanges(k_start, k_end)
-    index = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
-    start, end = (jnp.clip(clip_to_int32(x), 0, shape[1]) for x in (given.q_start, given.q_end))
-    return RowRanges(k_start, k_end, KeyQueries(index, start, end))
-
-
-def ranges_of_mask(
-    op: str, shapes: tuple[Any, Any], packed: Documents
-) -> tuple[RowRanges, str | None]:
-    """Returns the ranges of a mask, and how they are dense, if that is known.
-
-    Args:
-      shapes: of q and of k.
-    """
-    (B, T), S = shapes[0][:2], shapes[1][1]
-    if T > S:
-        raise ValueError(
-            f"{op}: got {T} queries and {S} keys; with a mask, queries are the last of the keys' "
-            "tokens. Pass kv_start and kv_end."
-        )
-    mask, dense = read_mask(op, packed.mask), None
-    if packed.segment_ids is None and packed.positions is None:
-        simple = mask.simplified()
-        dense = CAUSAL if isinstance(simple, Causal) and T == S else None
-        dense = FULL if isinstance(simple, Full) else dense
-    check_documents(op, packed.segment_ids, packed.positions, (B, S), "k has B, S =")
-    check_mask_arrays(op, mask, (B, S))
-    packed = read_whole(op, replaced(packed, mask=mask), 1)
-    if packed.positions is not None:
-        packed = with_segment_ids(packed, (B, S))
-    ranges = attended_tokens(jax.tree.map(jnp.asarray, packed), (B, S))
-    start, end = (x[:, S - T :] for x in ranges[:2])
-    if ranges.q_start is None:
-        return RowRanges(start, end), dense
-    index = jnp.broadcast_to(jnp.arange(S - T, S, dtype=jnp.int32), (B, T))
-    return RowRanges(start, end, KeyQueries(index, ranges.q_start, ranges.q_end)), dense

@@ -6,7 +6,6 @@ Larger blocks waste more pairs: a document rarely ends at the end of a block.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -23,8 +22,8 @@ from jax_cp_dispatch.attention.local.ranges import (
     OnlineSoftmax,
     OutputCotangents,
     PassOptions,
-    divisors,
     soft_capped,
+    with_rows,
 )
 
 # ---- Blocks of 128 queries and keys, the lanes of a TPU, and the pairs of them that meet.
@@ -55,63 +54,30 @@ class TpuBlocks(NamedTuple):
 
 def tile(options: PassOptions, q, ranges: KeyRanges, kv) -> TpuBlocks:
     num_keys = kv[0].shape[1] * kv[0].shape[2]
-    bounds = ranges.of_heads(q.shape[2])
-    rows = [tile_rows(options, bounds[:, :, n], fill) for n, fill in enumerate((num_keys, 0))]
+    bounds, queries = ranges.of_heads(q.shape[2]), ranges.queries
+    rows = [(bounds[:, :, 0], num_keys), (bounds[:, :, 1], 0)]
     of_keys = None
-    if (queries := ranges.queries) is not None:
-        rows.append(tile_rows(options, queries.index))
-        of_keys = jnp.stack(
-            [_tile_keys(x[..., None])[..., 0] for x in (queries.start, queries.end)]
-        )
-        of_keys = jnp.moveaxis(of_keys, 0, 2)
-    k, v = map(_tile_keys, kv)
-    return TpuBlocks(tile_queries(options, q), k, v, jnp.stack(rows, 2), of_keys)
+    if queries is not None:
+        rows.append((queries.index, 0))
+        of_keys = [tile_again(x, x.shape[2], LANES) for x in (queries.start, queries.end)]
+        of_keys = jnp.stack(of_keys, 2)
+    rows = [tile_again(x, options.block_q, LANES, fill) for x, fill in rows]
+    k, v = (tile_again(x, x.shape[2], LANES) for x in kv)
+    return TpuBlocks(tile_again(q, options.block_q, LANES), k, v, jnp.stack(rows, 2), of_keys)
 
 
-def matrices_together(options: PassOptions, blocks: TpuBlocks) -> int:
-    """Returns how many KV heads one step computes: if few queries share a head, several."""
-    most = max(1, _ROWS // blocks.q.shape[2])
-    return max(x for x in divisors(options.kv_heads) if x <= most)
-
-
-def tile_queries(options: PassOptions, x, fill: int | float = 0):
-    """`[M, blocks, G*block_q, F] -> [M, blocks, G*128, F]`; pads the last block with `fill`."""
-    return _tile_again(x, options.block_q, LANES, fill)
-
-
-def untile_queries(options: PassOptions, x, num_blocks: int):
-    return _tile_again(x, LANES, options.block_q, 0)[:, :num_blocks]
-
-
-def tile_rows(options: PassOptions, x, fill: int | float = 0):
-    """`tile_queries` of one number per row, `[M, blocks, G*block_q]`."""
-    return tile_queries(options, x[..., None], fill)[..., 0]
-
-
-def untile_keys(x, like):
-    """Returns keys or values in the blocks of `like`, `[M, nk, block_kv, F]`."""
-    x = x.reshape(x.shape[0], -1, x.shape[3])[:, : like.shape[1] * like.shape[2]]
-    return x.reshape(like.shape)
-
-
-def _tile_again(x, rows: int, new_rows: int, fill: int | float):
+def tile_again(x, rows: int, new_rows: int, fill: int | float = 0):
+    """`[M, blocks, G*rows, ...] -> [M, blocks, G*new_rows, ...]`; pads the last with `fill`."""
     if rows == new_rows:
         return x
-    M, blocks, all_rows, F = x.shape
+    M, blocks, all_rows, *features = x.shape
     heads = all_rows // rows
-    x = jnp.swapaxes(x.reshape(M, blocks, heads, rows, F), 1, 2).reshape(M, heads, -1, F)
-    x = _padded(x, new_rows, fill).reshape(M, heads, -1, new_rows, F)
-    return jnp.swapaxes(x, 1, 2).reshape(M, -1, heads * new_rows, F)
-
-
-def _tile_keys(x):
-    x = _padded(x.reshape(x.shape[0], 1, -1, x.shape[3]), LANES, 0)
-    return x.reshape(x.shape[0], -1, LANES, x.shape[3])
-
-
-def _padded(x, multiple: int, fill: int | float):
-    widths = [(0, 0), (0, 0), (0, -x.shape[2] % multiple), (0, 0)]
-    return jnp.pad(x, widths, constant_values=fill)
+    x = jnp.swapaxes(x.reshape(M, blocks, heads, rows, *features), 1, 2)
+    x = x.reshape(M, heads, blocks * rows, *features)
+    num_blocks = -(-blocks * rows // new_rows)
+    x = with_rows(x, num_blocks * new_rows, 2, fill)
+    x = jnp.swapaxes(x.reshape(M, heads, num_blocks, new_rows, *features), 1, 2)
+    return x.reshape(M, num_blocks, heads * new_rows, *features)
 
 
 # Columns of both tables: the steps of all walks before, the first block and one past the last.
@@ -132,7 +98,9 @@ class Visits(NamedTuple):
 
 def find_visits(options: PassOptions, blocks: TpuBlocks) -> Visits:
     """Finds the walks; `jax.numpy` only, of shapes that do not depend on the ranges."""
-    together = matrices_together(options, blocks)
+    # If few queries share a KV head, one step computes several of these.
+    most = min(options.kv_heads, max(1, _ROWS // blocks.q.shape[2]))
+    together = max(x for x in range(1, most + 1) if options.kv_heads % x == 0)
     num_keys = blocks.k.shape[1] * LANES
     start, end = blocks.of_queries[:, :, 0], blocks.of_queries[:, :, 1]
     used = start < end
@@ -178,17 +146,6 @@ def find_walk(table, row):
     return table[FIRST, row], jnp.maximum(table[LAST, row], table[FIRST, row] + 1)
 
 
-def relation(visits: Visits, i, j):
-    """Whether block i of queries meets block j of keys; and if so, without hiding a pair."""
-    q, k = visits
-    meet = (q[FIRST, i] <= j) & (j < q[LAST, i])
-    full = (q[FULL_FIRST, i] <= j) & (j < q[FULL_LAST, i])
-    if k.shape[0] > START_MIN:
-        meet &= (k[START_MIN, j] <= q[INDEX_MAX, i]) & (k[END_MAX, j] > q[INDEX_MIN, i])
-        full &= (k[START_MAX, j] <= q[INDEX_MIN, i]) & (k[END_MIN, j] > q[INDEX_MAX, i])
-    return meet, full
-
-
 # ---- Calls a kernel on a grid of blocks, each of which walks over the blocks that it meets.
 
 _VMEM_BYTES = 32 * 2**20  # more than XLA's default of 16 MB, and a quarter of a TPU v5e's
@@ -199,7 +156,7 @@ class Kernel(NamedTuple):
 
     begin: Callable[[], None]
     add: Callable[[Sequence[Any], Any, bool], None]  # walked blocks, block of keys, masked
-    end: Callable[[], None]
+    end: Callable[[], None] = lambda: None
 
 
 class Arrays(NamedTuple):
@@ -229,20 +186,17 @@ def call(
     own, walked, first = arrays
     (matrices, rows), together = own[0].shape[:2], own[0].shape[0] // visits[0].shape[0]
     axes = jax.typeof(own[0]).manual_axis_type
-    inputs = [visits, own, first, walked]
-    counts = [*map(len, inputs), len(outs), len(walked), 1, len(scratch)]
 
-    def body(*refs):
-        refs = iter(refs)
-        tables, owned, before, sources, results, buffers, (arrived,), rest = (
-            tuple(itertools.islice(refs, count)) for count in counts
-        )
-        tables = Visits(*tables)
+    def body(tables, owned, before, sources, results, buffers, arrived, rest):
         one = kernel(owned, before, results, rest)
 
         def step(row, other, slot):
-            i, j = (row, other) if of_queries else (other, row)
-            meet, full = relation(tables, i, j)
+            (i, j), (q, k) = (row, other) if of_queries else (other, row), tables
+            meet = (q[FIRST, i] <= j) & (j < q[LAST, i])
+            full = (q[FULL_FIRST, i] <= j) & (j < q[FULL_LAST, i])  # they hide no pair
+            if k.shape[0] > START_MIN:
+                meet &= (k[START_MIN, j] <= q[INDEX_MAX, i]) & (k[END_MAX, j] > q[INDEX_MIN, i])
+                full &= (k[START_MAX, j] <= q[INDEX_MIN, i]) & (k[END_MIN, j] > q[INDEX_MAX, i])
             held = [buffer.at[slot] for buffer in buffers]
             pl.when(meet & full)(lambda: one.add(held, j, False))
             pl.when(meet & ~full)(lambda: one.add(held, j, True))
@@ -251,34 +205,32 @@ def call(
         _walk(tables[not of_queries], rows, (sources, buffers, arrived), step)
         one.end()
 
-    def spec(shape):
-        return pl.BlockSpec((together, None, *shape[2:]), lambda m, row: (m, row, 0, 0))
+    def specs(shapes):
+        block = lambda m, row: (m, row, 0, 0)
+        return [pl.BlockSpec((together, None, *shape[2:]), block) for shape in shapes]
 
-    table_specs = [
+    tables = [
         pl.BlockSpec((None, *x.shape[1:]), lambda m, row: (m, 0, 0), memory_space=pltpu.SMEM)
         for x in visits
     ]
-    copies = [pl.BlockSpec(memory_space=pl.ANY)] * len(walked)
+    copied = [pl.BlockSpec(memory_space=pl.ANY)] * len(walked)
+    owned, before = (specs([x.shape for x in part]) for part in (own, first))
+    results = [jax.ShapeDtypeStruct(shape, jnp.float32, manual_axis_type=axes) for shape in outs]
     buffers = [pltpu.VMEM((2, together, *x.shape[2:]), x.dtype) for x in walked]
-    results = pl.pallas_call(
+    arrived = pltpu.SemaphoreType.DMA((2, len(walked)))
+    (results,) = pl.pallas_call(
         body,
         grid=(matrices // together, rows),
-        in_specs=[*table_specs, *(spec(x.shape) for x in (*own, *first)), *copies],
-        out_specs=[*map(spec, outs)],
-        out_shape=[
-            jax.ShapeDtypeStruct(shape, jnp.float32, manual_axis_type=axes) for shape in outs
-        ],
-        scratch_shapes=[
-            *buffers,
-            pltpu.SemaphoreType.DMA((2, len(walked))),
-            *(pltpu.VMEM(shape, jnp.float32) for shape in scratch),
-        ],
+        in_specs=[tables, owned, before, copied],
+        out_specs=[specs(outs)],
+        out_shape=[results],
+        scratch_shapes=[buffers, arrived, [pltpu.VMEM(shape, jnp.float32) for shape in scratch]],
         input_output_aliases={len(visits) + len(own) + n: n for n in range(len(first))},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=_VMEM_BYTES
         ),
         name=kernel.func.__name__.strip("_"),
-    )(*itertools.chain(*inputs))
+    )(*map(list, (visits, own, first, walked)))
     return tuple(results)
 
 
@@ -295,7 +247,8 @@ def _walk(table, num_rows, copied, step):
         for n, (source, buffer) in enumerate(zip(sources, buffers, strict=True)):
             together = buffer.shape[1]
             blocks = source.at[pl.ds(m * together, together), block]
-            yield pltpu.make_async_copy(blocks, buffer.at[slot], arrived.at[slot, n])
+            arrival = arrived.at[slot, jnp.int32(n)]  # an int would be int64 if these are enabled
+            yield pltpu.make_async_copy(blocks, buffer.at[slot], arrival)
 
     def start(block, slot):
         for copy in copies(block, slot):
@@ -329,33 +282,32 @@ def dot(x, y, axis_x, axis_y):
     return lax.dot_general(x, y, axes, precision=precision, preferred_element_type=jnp.float32)
 
 
-def block_logits(options, q, k):
-    """Returns scaled and capped logits, and their derivative with respect to the scaled ones."""
-    return soft_capped(options, options.scale * dot(k, q, 1, 1))
+def block_logits(options, of_queries, of_keys, h, j, masked):
+    """Returns logits `[128, R]` of head h and block j of keys, and their derivative.
+
+    The derivative is with respect to the scaled logits. A mask makes them -inf outside the ranges.
+    """
+    (ranges, q, *_), (k, _, *key_ranges) = of_queries, of_keys
+    logits, slope = soft_capped(options, options.scale * dot(k[h], q[h], 1, 1))
+    if not masked:
+        return logits, slope
+    bounds = ranges[h]
+    key = j * LANES + lax.broadcasted_iota(jnp.int32, logits.shape, 0)
+    allowed = (bounds[0:1] <= key) & (key < bounds[1:2])
+    if key_ranges:
+        # Rows `[1, 128]` become columns by a transposition that TPUs have.
+        column = lambda row: jnp.broadcast_to(row, (LANES, LANES)).T[:, :1]
+        start, end = (column(key_ranges[0][h][n : n + 1]) for n in range(2))
+        allowed &= (start <= bounds[2:3]) & (bounds[2:3] < end)
+    return jnp.where(allowed, logits, -jnp.inf), slope
 
 
-def allowed(j, of_queries, of_keys=None):
-    """Which pairs the ranges allow, for block j of keys; see `TpuBlocks`."""
-    shape = (LANES, of_queries.shape[1])
-    key = j * LANES + lax.broadcasted_iota(jnp.int32, shape, 0)
-    inside = (of_queries[0:1] <= key) & (key < of_queries[1:2])
-    if of_keys is None:
-        return inside
-    # Rows `[1, 128]` become columns by a transposition that TPUs have.
-    column = lambda row: jnp.broadcast_to(row, (LANES, LANES)).T[:, :1]
-    start, end = (column(of_keys[n : n + 1]) for n in range(2))
-    index = of_queries[2:3]
-    return inside & (start <= index) & (index < end)
-
-
-def gradients_of(options, q, cotangents, kv, mask):
-    """Returns p and the gradient of `k q^T`, `[128, R]`, of one query head's `kv`."""
-    (dout, sums), (k, v) = cotangents, kv
-    logits, slope = block_logits(options, q, k)
-    if mask is not None:
-        logits = jnp.where(mask, logits, -jnp.inf)
-    p = jnp.exp(logits - sums[0:1])
-    return p, p * (dot(v, dout, 1, 1) - sums[1:2]) * slope * options.scale
+def gradients_of(options, of_queries, of_keys, h, j, masked):
+    """Returns p and the gradient of `k q^T`, `[128, R]`, of head h and block j of keys."""
+    (*_, dout, sums), v = of_queries, of_keys[1]
+    logits, slope = block_logits(options, of_queries, of_keys, h, j, masked)
+    p = jnp.exp(logits - sums[h][0:1])
+    return p, p * (dot(v[h], dout[h], 1, 1) - sums[h][1:2]) * slope * options.scale
 
 
 def attend_blocks(
@@ -363,12 +315,11 @@ def attend_blocks(
 ) -> OnlineSoftmax:
     blocks = tile(options, q, ranges, kv)
     visits = find_visits(options, blocks)
-    M, nq, R, _ = blocks.q.shape
+    (M, nq, R, _), Hv = blocks.q.shape, blocks.v.shape[3]
     state = ()
     if seen is not None:
-        peak, total = (tile_rows(options, x)[:, :, None] for x in seen[:2])
-        state = peak, total, tile_queries(options, seen.acc)
-    Hv = blocks.v.shape[3]
+        peak, total, acc = (tile_again(x, options.block_q, LANES) for x in seen)
+        state = peak[:, :, None], total[:, :, None], acc
     peak, total, acc = call(
         functools.partial(_forward, options),
         visits,
@@ -377,14 +328,13 @@ def attend_blocks(
         of_queries=True,
         scratch=[(M // visits.of_queries.shape[0], Hv, R)],
     )
-    untile = functools.partial(untile_queries, options, num_blocks=q.shape[1])
-    peak, total = (untile(jnp.swapaxes(x, 2, 3))[..., 0] for x in (peak, total))
-    return OnlineSoftmax(peak, total, untile(acc))
+    found = (tile_again(x, LANES, options.block_q) for x in (peak[:, :, 0], total[:, :, 0], acc))
+    return OnlineSoftmax(*(x[:, : q.shape[1]] for x in found))
 
 
 def _forward(options, own, seen, outs, scratch) -> Kernel:
-    (of_queries, q), (peak, total, out), (acc,) = own, outs, scratch
-    heads = range(q.shape[0])
+    (peak, total, out), (acc,) = outs, scratch
+    heads = range(acc.shape[0])
 
     def begin():
         if not seen:
@@ -397,12 +347,9 @@ def _forward(options, own, seen, outs, scratch) -> Kernel:
             acc[h] = seen[2][h].T
 
     def add(walked, j, masked):
-        k, v, *of_keys = walked
+        v = walked[1]
         for h in heads:
-            logits, _ = block_logits(options, q[h], k[h])  # [128, R]
-            if masked:
-                mask = allowed(j, of_queries[h], *(x[h] for x in of_keys))
-                logits = jnp.where(mask, logits, -jnp.inf)
+            logits, _ = block_logits(options, own, walked, h, j, masked)
             old = peak[h]  # [1, R]
             new = jnp.maximum(old, logits.max(0, keepdims=True))
             p, keep = jnp.exp(logits - new), jnp.exp(old - new)
@@ -417,67 +364,66 @@ def _forward(options, own, seen, outs, scratch) -> Kernel:
     return Kernel(begin, add, end)
 
 
-def add_to_dq(options: PassOptions, blocks: TpuBlocks, visits: Visits, cotangents, dq):
-    """Returns `dq`, `[M, nq, H, G*block_q]`, plus the part of these keys.
-
-    Args:
-      cotangents: dout `[M, nq, R, Hv]`; lse and delta `[M, nq, 2, R]`.
-    """
-    num_blocks = dq.shape[1]
-    dq = jnp.swapaxes(tile_queries(options, jnp.swapaxes(dq, 2, 3)), 2, 3)
-    (dq,) = call(
+def block_gradients(
+    options: PassOptions, q, cotangents: OutputCotangents, ranges: KeyRanges, kv, dq
+):
+    blocks = tile(options, q, ranges, kv)
+    visits = find_visits(options, blocks)
+    lse = tile_again(cotangents.lse, options.block_q, LANES, jnp.inf)
+    delta = tile_again(cotangents.delta, options.block_q, LANES)
+    dout = tile_again(cotangents.dout, options.block_q, LANES).astype(q.dtype)
+    of_queries = blocks.of_queries, blocks.q, dout, jnp.stack([lse, delta], 2)
+    by_features = lambda x: jnp.swapaxes(x, 2, 3)
+    before = by_features(tile_again(by_features(dq), options.block_q, LANES))
+    (after,) = call(
         functools.partial(_dq, options),
         visits,
-        Arrays((blocks.of_queries, blocks.q, *cotangents), blocks.key_arrays, (dq,)),
-        [dq.shape],
+        Arrays(of_queries, blocks.key_arrays, (before,)),
+        [before.shape],
         of_queries=True,
     )
-    return jnp.swapaxes(untile_queries(options, jnp.swapaxes(dq, 2, 3), num_blocks), 2, 3)
+    dkv = call(
+        functools.partial(_dkv, options),
+        visits,
+        Arrays(blocks.key_arrays, of_queries),
+        [blocks.k.shape, blocks.v.shape],
+        of_queries=False,
+    )
+    dq = by_features(tile_again(by_features(after), LANES, options.block_q)[:, : q.shape[1]])
+    pairs = zip(dkv, kv, strict=True)
+    return dq, *(tile_again(dx, LANES, x.shape[2])[:, : x.shape[1]] for dx, x in pairs)
 
 
 def _dq(options, own, first, outs, scratch) -> Kernel:
-    (of_queries, q, dout, sums), (before,), (dq,) = own, first, outs
+    (before,), (dq,) = first, outs
 
     def begin():
         dq[...] = before[...]
 
     def add(walked, j, masked):
-        k, v, *of_keys = walked
-        for h in range(q.shape[0]):
-            mask = allowed(j, of_queries[h], *(x[h] for x in of_keys)) if masked else None
-            _, ds = gradients_of(options, q[h], (dout[h], sums[h]), (k[h], v[h]), mask)
+        k = walked[0]
+        for h in range(k.shape[0]):
+            _, ds = gradients_of(options, own, walked, h, j, masked)
             dq[h] += dot(k[h], ds.astype(k.dtype), 0, 0)  # [H, R]
 
-    return Kernel(begin, add, lambda: None)
-
-
-def dk_and_dv(options: PassOptions, blocks: TpuBlocks, visits: Visits, cotangents):
-    """Returns the float32 gradients of `blocks.k` and `blocks.v`; `cotangents`: see `add_to_dq`."""
-    return call(
-        functools.partial(_dkv, options),
-        visits,
-        Arrays(blocks.key_arrays, (blocks.of_queries, blocks.q, *cotangents)),
-        [blocks.k.shape, blocks.v.shape],
-        of_queries=False,
-    )
+    return Kernel(begin, add)
 
 
 def _dkv(options, own, first, outs, scratch) -> Kernel:
-    (k, v, *of_keys), (dk, dv) = own, outs
+    dk, dv = outs
 
     def begin():
         for x in outs:
             x[...] = jnp.zeros(x.shape, x.dtype)
 
     def add(walked, j, masked):
-        of_queries, q, dout, sums = walked
-        for h in range(k.shape[0]):
-            mask = allowed(j, of_queries[h], *(x[h] for x in of_keys)) if masked else None
-            p, ds = gradients_of(options, q[h], (dout[h], sums[h]), (k[h], v[h]), mask)
+        _, q, dout, _ = walked
+        for h in range(q.shape[0]):
+            p, ds = gradients_of(options, walked, own, h, j, masked)
             dv[h] += dot(p.astype(dout.dtype), dout[h], 1, 0)  # [128, Hv]
             dk[h] += dot(ds.astype(q.dtype), q[h], 1, 0)
 
-    return Kernel(begin, add, lambda: None)
+    return Kernel(begin, add)
 
 
 # What has been compiled: larger blocks exceed a TPU core's memory.
@@ -498,16 +444,3 @@ def serves(ctx, options: PassOptions, q, k, v) -> bool:
         alone = manual | set(axes.mesh.manual_axes) == set(axes.mesh.axis_names)
     is_small = heads <= _MOST_HEADS and max(k.shape[3], v.shape[3]) <= _LARGEST_HEAD
     return alone and is_small and q.dtype in (jnp.bfloat16, jnp.float32)
-
-
-def block_gradients(
-    options: PassOptions, q, cotangents: OutputCotangents, ranges: KeyRanges, kv, dq
-):
-    blocks = tile(options, q, ranges, kv)
-    visits = find_visits(options, blocks)
-    lse, delta = tile_rows(options, cotangents.lse, jnp.inf), tile_rows(options, cotangents.delta)
-    dout = tile_queries(options, cotangents.dout).astype(q.dtype)
-    of_outputs = dout, jnp.stack([lse, delta], 2)
-    dq = add_to_dq(options, blocks, visits, of_outputs, dq)
-    dk, dv = dk_and_dv(options, blocks, visits, of_outputs)
-    return dq, *map(untile_keys, (dk, dv), kv)
