@@ -290,8 +290,7 @@ class Auto:
         self,
         call: Call,
         operands: Operands,
-        packed: Documents,
-        plan: Plan | None,
+        documents: Documents,
         *,
         num_tokens: int,
         num_groups: int,
@@ -301,27 +300,27 @@ class Auto:
         Operands are padded to a multiple of the ranks. `num_tokens` are those of a batch row on all
         ranks; each of `num_groups` parts of the batch has ranks of its own.
         """
-        is_zigzag = call.order.layout == "zigzag"
+        is_zigzag, plan = call.order.layout == "zigzag", documents.plan
         if plan is not None:
             return Placed() if plan.is_placed else Balanced(self.config), plan
         if has_no_tokens(operands):
             return Zigzag() if is_zigzag else Balanced(self.config), None
-        if any(isinstance(x, Tracer) for x in (packed.segment_ids, packed.positions)):
+        if any(isinstance(x, Tracer) for x in (documents.segment_ids, documents.positions)):
             raise ValueError(
                 f"{call.op}: algorithm='auto' reads segment_ids on the host, but they are "
                 "traced. Call choose_algorithm outside jit, once for similar batches, and pass "
                 "the algorithm of its result."
             )
-        if not all(is_on_host(x) for x in jax.tree.leaves(packed.mask)):  # planned in the program
+        if not all(map(is_on_host, jax.tree.leaves(documents.mask))):  # planned in the program
             return Zigzag() if is_zigzag else Balanced(self.config), None
         hardware = self.hardware or default_hardware()
-        workload = _workload(call, operands, packed, num_tokens, num_groups)
+        workload = _workload(call, operands, documents, num_tokens, num_groups)
         estimate = None
         if not is_zigzag and num_groups > 1:  # each group makes its own plan in the program
             estimate = Balanced().plan_for(workload, hardware)
         elif not is_zigzag:
             shape = operands.q.shape[0], num_tokens
-            known = with_segment_ids(packed, shape)
+            known = with_segment_ids(documents, shape)
             try:
                 estimate = plan = Balanced(self.config).plan_before(known, call.num_ranks)
             except DoesNotFitError:
@@ -352,7 +351,7 @@ def read_algorithm(op: str, algorithm: Any) -> Algorithm | Auto:
 
 
 def _workload(
-    call: Call, operands: Operands, packed: Documents, num_tokens: int, num_groups: int
+    call: Call, operands: Operands, documents: Documents, num_tokens: int, num_groups: int
 ) -> Workload:
     """Returns the work of one group; the rows of the first represent all."""
     (B, _, N, H), T = operands.q.shape, num_tokens
@@ -363,8 +362,8 @@ def _workload(
     order = slice(None)
     if call.order.layout == "zigzag":
         order = zigzag_permutation(T, call.num_ranks, inverse=True)
-    packed = jax.tree.map(lambda x: np.asarray(x)[:rows, order], packed)
-    mask, segment_ids, positions = packed.mask, packed.segment_ids, packed.positions
+    documents = jax.tree.map(lambda x: np.asarray(x)[:rows, order], documents)
+    mask, segment_ids, positions = documents.mask, documents.segment_ids, documents.positions
     if segment_ids is not None or positions is not None:
         ids = np.ones((rows, T), np.int32) if segment_ids is None else segment_ids
         if mask.has_arrays:  # padding is a document for each token: columns stay as they are

@@ -217,21 +217,22 @@ def _on_rank(
     axes: MeshAxes | None,
 ) -> Outputs:
     """Computes attention of this rank's rows, which explicit axes may shard."""
-    packed, plan, axis_name = replaced(given, plans=()), given.plan, call.exchange.axis_name
+    axis_name = call.exchange.axis_name
     num_tokens = operands.q.shape[1] * call.num_ranks
     ranks = f"axis {axis_name!r} has {call.num_ranks} ranks"
     check_call_ranks(OP, given, num_tokens, call.num_ranks, ranks)
-    if plan is None:
-        ids, positions = normalize_segment_ids(OP, packed.segment_ids, packed.positions)
-        packed = replaced(packed, segment_ids=ids, positions=positions)
+    if given.plan is None:
+        ids, positions = normalize_segment_ids(OP, given.segment_ids, given.positions)
+        given = replaced(given, segment_ids=ids, positions=positions)
     if isinstance(algorithm, Auto):
         num_groups = 1 if axes is None else axes.num_groups
         sizes = {"num_tokens": num_tokens, "num_groups": num_groups}
-        algorithm, plan = algorithm.choose(call, operands, packed, plan, **sizes)
-    refuse(algorithm, call, packed.mask, plan)
+        algorithm, plan = algorithm.choose(call, operands, given, **sizes)
+        given = replaced(given, plans=() if plan is None else (plan,))
+    refuse(algorithm, call, given.mask)
     if axes is None:
-        return run_unless_empty(algorithm, call, operands, packed, plan)
-    return _program(operands, plan, packed, algorithm=algorithm, call=call, axes=axes)
+        return run_unless_empty(algorithm, call, operands, given)
+    return _program(operands, given, algorithm=algorithm, call=call, axes=axes)
 
 
 def _on_global_arrays(
@@ -242,31 +243,30 @@ def _on_global_arrays(
     axes: MeshAxes,
 ) -> Outputs:
     """Pads the tokens, plans what is known, and runs one program on all ranks."""
-    packed, plan = replaced(given, plans=()), given.plan
-    (B, T), num_ranks = operands.q.shape[:2], call.num_ranks
+    (B, T), num_ranks, plan = operands.q.shape[:2], call.num_ranks, given.plan
     check_call_ranks(OP, given, T, num_ranks, axes.described)
     _check_plan(call, axes, T, plan)
     if not isinstance(algorithm, Auto):
-        refuse(algorithm, call, packed.mask, plan)
+        refuse(algorithm, call, given.mask)
+    missing, documents = -T % num_ranks, given
     if plan is None:  # those with a plan were read
-        packed = read_whole(OP, packed, num_ranks)
-    missing = -T % num_ranks
-    if missing and plan is None:
-        packed = with_segment_ids(packed, (B, T))
+        documents = read_whole(OP, given, num_ranks)
+        if missing:
+            documents = pad_tokens(with_segment_ids(documents, (B, T)), missing)
     q, k, v = pad_tokens((operands.q, operands.k, operands.v), missing)
-    operands, packed = operands._replace(q=q, k=k, v=v), pad_tokens(packed, missing)
+    operands = operands._replace(q=q, k=k, v=v)
     if isinstance(algorithm, Auto):
         sizes = {"num_tokens": T + missing, "num_groups": axes.num_groups}
-        algorithm, plan = algorithm.choose(call, operands, packed, plan, **sizes)
-        refuse(algorithm, call, packed.mask, plan)
-    is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(packed))
+        algorithm, plan = algorithm.choose(call, operands, documents, **sizes)
+        refuse(algorithm, call, documents.mask)
+    is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(documents))
     if plan is None and not (is_traced or axes.batch or has_no_tokens(operands)):
-        plan = algorithm.plan_before(with_segment_ids(packed, (B, T + missing)), num_ranks)
+        plan = algorithm.plan_before(with_segment_ids(documents, (B, T + missing)), num_ranks)
     if plan is not None and given.plan is None:
-        packed = trusted(mask=plan.mask)  # nothing to compare
-    if all(map(is_on_host, jax.tree.leaves(packed))):
+        documents = trusted(mask=plan.mask, plans=(plan,))  # nothing to compare
+    if all(map(is_on_host, jax.tree.leaves(replaced(documents, plans=())))):
         call = dataclasses.replace(call, checks_order=False)  # checked above
-    outputs = _program(operands, plan, packed, algorithm=algorithm, call=call, axes=axes)
+    outputs = _program(operands, documents, algorithm=algorithm, call=call, axes=axes)
     if missing:
         out, lse = cut_tokens((outputs.out, outputs.lse), T, axes.mesh)
         outputs = outputs._replace(out=out, lse=lse)
@@ -276,8 +276,7 @@ def _on_global_arrays(
 @partial(jax.jit, static_argnames=("algorithm", "call", "axes"))
 def _program(
     operands: Operands,
-    plan: Any,
-    packed: Documents,
+    documents: Documents,
     *,
     algorithm: Algorithm,
     call: Call,
@@ -285,7 +284,10 @@ def _program(
 ) -> Outputs:
     sequence = axes.rows
     rows = P(*sequence, axes.heads)
-    of_plan = sequence if is_stack(plan) else P(axes.sequence)
+    of_plans = tuple(sequence if is_stack(x) else P(axes.sequence) for x in documents.plans)
+    of_documents = replaced(
+        documents, segment_ids=sequence, positions=sequence, mask=sequence, plans=of_plans
+    )
     of_keys, of_weights = rows, P()
     if call.expansion is None:
         k, v = (axes.repeat_kv_heads(x, operands.q.shape[2]) for x in operands.moved)
@@ -303,8 +305,8 @@ def _program(
     )
 
     def attend_on_rank(*sharded: Any) -> Outputs:
-        *arrays, plan, packed = sharded
-        outputs = run_unless_empty(algorithm, call, Operands(*arrays), packed, plan)
+        *arrays, documents = sharded
+        outputs = run_unless_empty(algorithm, call, Operands(*arrays), documents)
         if outputs.max_logits is None or not axes.batch:
             return outputs
         (largest,) = vary_alike([lax.stop_gradient(outputs.max_logits)], also=axes.batch)
@@ -312,9 +314,9 @@ def _program(
 
     return on_all_ranks(
         attend_on_rank,
-        (*operands, plan, packed),
+        (*operands, documents),
         axes=axes,
-        in_specs=(*of_operands, of_plan, sequence),
+        in_specs=(*of_operands, of_documents),
         out_specs=out_specs,
         num_differentiable=len(operands),
     )

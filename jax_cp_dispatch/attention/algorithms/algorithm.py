@@ -87,7 +87,7 @@ class Algorithm(abc.ABC):
     def check(self, op: str) -> None:  # noqa: B027 - most have no options
         """Checks the types of its options, but not whether they match the ranks."""
 
-    def why_not(self, call: Call, mask: Any, plan: Plan | None = None) -> str | None:
+    def why_not(self, call: Call, mask: Any) -> str | None:
         """Returns None, or the sentence why it cannot serve this call, and the next step.
 
         `mask` is that of the documents; with a plan, it may be a `MaskKind`.
@@ -104,25 +104,19 @@ class Algorithm(abc.ABC):
         """Returns those of the axes of the sequence over which it shares the heads."""
         return ()
 
-    def plan_before(self, packed: Documents, num_ranks: int) -> Plan | None:
+    def plan_before(self, documents: Documents, num_ranks: int) -> Plan | None:
         """Returns a plan of known documents that are not sharded over groups, if it follows one."""
         return None
 
     @abc.abstractmethod
-    def run(
-        self,
-        call: Call,
-        operands: Operands,
-        packed: Documents,
-        plan: Plan | None,
-    ) -> Outputs:
+    def run(self, call: Call, operands: Operands, documents: Documents) -> Outputs:
         """Computes one rank's part; differentiable.
 
         Args:
           call: checked.
           operands: the rank's rows.
-          packed: the mask, and the documents of the rank's columns.
-          plan: of all ranks, or the rank's slice.
+          documents: those of the rank's columns, with their mask, and at most one plan: that of all
+            ranks, or the rank's slice.
         """
 
     def rank_program(self, call: Call, batch: Batch, *, backward: bool) -> RankProgram | None:
@@ -224,15 +218,15 @@ class Algorithm(abc.ABC):
 
 
 def run_unless_empty(
-    algorithm: Algorithm, call: Call, operands: Operands, packed: Any, plan: Any
+    algorithm: Algorithm, call: Call, operands: Operands, documents: Documents
 ) -> Outputs:
     """Returns `algorithm.run(...)`; without tokens there is nothing to plan or to move."""
-    if plan is None and has_no_tokens(operands):
+    if documents.plan is None and has_no_tokens(operands):
         return empty_outputs(call, operands)
-    return algorithm.run(call, operands, packed, plan)
+    return algorithm.run(call, operands, documents)
 
 
-def refuse(algorithm: Algorithm, call: Call, mask: Any, plan: Plan | None = None) -> None:
-    why = algorithm.why_not(call, mask, plan)
+def refuse(algorithm: Algorithm, call: Call, mask: Any) -> None:
+    why = algorithm.why_not(call, mask)
     if why is not None:
         raise ValueError(f"{call.op}: {why}")

@@ -41,6 +41,7 @@ from jax_cp_dispatch.cost.pairs import (
 from jax_cp_dispatch.documents.documents import (
     Documents,
     gathered_ranges,
+    replaced,
     trusted,
     with_segment_ids,
 )
@@ -52,6 +53,7 @@ from jax_cp_dispatch.documents.layouts import (
 )
 from jax_cp_dispatch.documents.segment_ids import gather_sequence
 from jax_cp_dispatch.masks import Mask, MaskRanges, StaticMask
+from jax_cp_dispatch.masks.mask import PACKED, PLACED
 from jax_cp_dispatch.metadata import Metadata
 from jax_cp_dispatch.planning import Placement, Plan, PlanConfig, place_tokens, plan_attention
 from jax_cp_dispatch.planning.inside_jit import rank_plan
@@ -87,26 +89,26 @@ class Balanced(Algorithm):
     def check(self, op: str) -> None:
         check_plan_config(op, self.config)
 
-    def why_not(self, call: Call, mask: Any, plan: Plan | None = None) -> str | None:
-        if call.order.name == "zigzag" or (plan is not None and plan.is_placed):
-            return (
-                f"algorithm='balanced' needs tokens in packed order; got {call.order}. Pass "
-                f"algorithm={call.order.name!r}, or the tokens and their documents as packed."
-            )
-        return super().why_not(call, mask, plan)
+    def why_not(self, call: Call, mask: Any) -> str | None:
+        if call.order == PACKED:
+            return None
+        return (
+            f"algorithm='balanced' needs tokens in packed order; got {call.order}. Pass "
+            f"algorithm={call.order.name!r}, or the tokens and their documents as packed."
+        )
 
-    def plan_before(self, packed: Documents, num_ranks: int) -> Plan:
-        return plan_read(packed, num_ranks, self.config)
+    def plan_before(self, documents: Documents, num_ranks: int) -> Plan:
+        return plan_read(documents, num_ranks, self.config)
 
-    def run(self, call: Call, operands: Operands, packed: Documents, plan: Any) -> Outputs:
-        if plan is None:  # the same on every rank, from the documents of all
-            packed = jax.tree.map(jnp.asarray, with_segment_ids(packed, operands.q.shape[:2]))
-            packed = gather_sequence(call.exchange, packed, call.num_ranks)
+    def run(self, call: Call, operands: Operands, documents: Documents) -> Outputs:
+        if documents.plan is None:  # the same on every rank, from the documents of all
+            whole = jax.tree.map(jnp.asarray, with_segment_ids(documents, operands.q.shape[:2]))
+            whole = gather_sequence(call.exchange, whole, call.num_ranks)
             rank = lax.axis_index(call.exchange.axis_name)
             sizes = {"num_ranks": call.num_ranks, "config": self.config}
-            plan = named_context(rank_plan(packed, **sizes, rank=rank))
-            packed = trusted(mask=plan.mask)  # nothing to compare
-        return attend_by_plan(call, operands, plan, packed)
+            plan = named_context(rank_plan(whole, **sizes, rank=rank))
+            documents = trusted(mask=plan.mask, plans=(plan,))  # nothing to compare
+        return attend_by_plan(call, operands, documents)
 
     def rank_program(self, call: Call, batch: Batch, *, backward: bool) -> RankProgram:
         plan = batch.plan or self.plan_before(batch.packed, batch.num_ranks)
@@ -160,16 +162,16 @@ class Placed(Algorithm):
         "Place the tokens of every batch with place_tokens, and pass its documents."
     )
 
-    def why_not(self, call: Call, mask: Any, plan: Plan | None = None) -> str | None:
-        if plan is not None and plan.is_placed:
+    def why_not(self, call: Call, mask: Any) -> str | None:
+        if call.order == PLACED:
             return None
         return (
             f"algorithm='placed' needs tokens in placed order; got {call.order}. Pass "
             "documents=place_tokens(...).documents, and q, k, v in that order: Placement.apply."
         )
 
-    def run(self, call: Call, operands: Operands, packed: Documents, plan: Any) -> Outputs:
-        return attend_by_plan(call, operands, plan, packed)
+    def run(self, call: Call, operands: Operands, documents: Documents) -> Outputs:
+        return attend_by_plan(call, operands, documents)
 
     def rank_program(self, call: Call, batch: Batch, *, backward: bool) -> RankProgram:
         plan = batch.plan
@@ -212,12 +214,12 @@ class Placed(Algorithm):
 BLOCK_ROWS = 128
 
 
-def attend_by_plan(call: Call, operands: Operands, plan: Plan, packed: Documents) -> Outputs:
-    """Computes this rank's part of attention by a plan.
+def attend_by_plan(call: Call, operands: Operands, documents: Documents) -> Outputs:
+    """Computes this rank's part of attention by the plan of the documents.
 
-    Ranks compare the checksums of their plans, and of the ids, positions and mask of `packed`.
+    Ranks compare the checksums of their plans, and of ids, positions and mask, if these are given.
     """
-    plan = plan_of_group(call.op, plan)
+    plan, packed = plan_of_group(call.op, documents.plan), replaced(documents, plans=())
     check_plan_rows(call.op, operands, plan, packed)
     return _attend_planned(PlannedMovement(call, not plan.is_placed), operands, plan, packed)
 
@@ -417,8 +419,8 @@ class Halo(Algorithm):
     name: ClassVar[str] = "halo"
     layout: str = dataclasses.field(default="contiguous", compare=False, repr=False)
 
-    def why_not(self, call: Call, mask: Any, plan: Plan | None = None) -> str | None:
-        reason = super().why_not(call, mask, plan)
+    def why_not(self, call: Call, mask: Any) -> str | None:
+        reason = super().why_not(call, mask)
         if reason is None and not isinstance(mask, StaticMask):
             return (
                 f"algorithm='halo' needs a mask of numbers that say how far a query sees; with "
@@ -427,9 +429,9 @@ class Halo(Algorithm):
             )
         return reason
 
-    def run(self, call: Call, operands: Operands, packed: Documents, plan: Any) -> Outputs:
+    def run(self, call: Call, operands: Operands, documents: Documents) -> Outputs:
         layout = _layout(call.order.layout, call.num_ranks, operands.q.shape[1])
-        return _attend_halo(call, held_rows(layout, packed.mask), operands, packed)
+        return _attend_halo(call, held_rows(layout, documents.mask), operands, documents)
 
     @classmethod
     def candidates(cls, workload: Workload, hardware: Hardware, *, layout: str, can_place: bool):

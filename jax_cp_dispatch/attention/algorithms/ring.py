@@ -72,10 +72,10 @@ class RingFamily(Algorithm):
         schedule = self.schedule(call.op, call.num_ranks)
         return Rotation.of(call, schedule, *qkv, zigzag=self.computes_in_zigzag(mask))
 
-    def run(self, call: Call, operands: Operands, packed: Documents, plan: Any) -> Outputs:
+    def run(self, call: Call, operands: Operands, documents: Documents) -> Outputs:
         keys = key_shapes(call.expansion, operands)
-        rotation = self.rotation(call, packed.mask, operands.q, *keys)
-        return attend_sequence(rotation, operands, packed)
+        rotation = self.rotation(call, documents.mask, operands.q, *keys)
+        return attend_sequence(rotation, operands, documents)
 
     def rank_program(self, call: Call, batch: Batch, *, backward: bool) -> RankProgram:
         """Of tokens in the order that the algorithm computes, as in zigzag layout."""
