@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
@@ -24,13 +25,13 @@ from jax_cp_dispatch.attention.algorithms.planned import check_plan_config, move
 from jax_cp_dispatch.attention.operands import Call, Operands, has_no_tokens, key_shapes
 from jax_cp_dispatch.cost import HARDWARE, Hardware, Moves, Prediction, Workload
 from jax_cp_dispatch.cost.pairs import wasted_pairs
-from jax_cp_dispatch.documents.documents import Documents, with_segment_ids
+from jax_cp_dispatch.documents.documents import Documents, trusted, with_segment_ids
 from jax_cp_dispatch.documents.layouts import check_layout, zigzag_permutation
 from jax_cp_dispatch.documents.table import document_lengths
-from jax_cp_dispatch.global_call import kv_copies
+from jax_cp_dispatch.global_call import MeshAxes, kv_copies
 from jax_cp_dispatch.masks import Mask, StaticMask
 from jax_cp_dispatch.masks.read import read_mask_on_host
-from jax_cp_dispatch.planning import Plan, PlanConfig
+from jax_cp_dispatch.planning import PlanConfig
 from jax_cp_dispatch.planning.request import DoesNotFitError
 
 _CLOSE = 1.03
@@ -291,20 +292,17 @@ class Auto:
         call: Call,
         operands: Operands,
         documents: Documents,
-        *,
-        num_tokens: int,
-        num_groups: int,
-    ) -> tuple[Algorithm, Plan | None]:
-        """Returns the algorithm, and its plan, if it has one: that of the call, or else a new one.
+        axes: MeshAxes,
+    ) -> tuple[Algorithm, Documents]:
+        """Returns the algorithm, and the documents with its plan: that of the call, or a new one.
 
-        Operands are padded to a multiple of the ranks. `num_tokens` are those of a batch row on all
-        ranks; each of `num_groups` parts of the batch has ranks of its own.
+        Operands are padded to a multiple of the ranks.
         """
-        is_zigzag, plan = call.order.layout == "zigzag", documents.plan
-        if plan is not None:
-            return Placed() if plan.is_placed else Balanced(self.config), plan
+        balanced, is_zigzag = Balanced(self.config), call.order.layout == "zigzag"
+        if documents.plan is not None:
+            return Placed() if documents.plan.is_placed else balanced, documents
         if has_no_tokens(operands):
-            return Zigzag() if is_zigzag else Balanced(self.config), None
+            return Zigzag() if is_zigzag else balanced, documents
         if any(isinstance(x, Tracer) for x in (documents.segment_ids, documents.positions)):
             raise ValueError(
                 f"{call.op}: algorithm='auto' reads segment_ids on the host, but they are "
@@ -312,26 +310,28 @@ class Auto:
                 "the algorithm of its result."
             )
         if not all(map(is_on_host, jax.tree.leaves(documents.mask))):  # planned in the program
-            return Zigzag() if is_zigzag else Balanced(self.config), None
+            return Zigzag() if is_zigzag else balanced, documents
         hardware = self.hardware or default_hardware()
+        num_tokens = operands.q.shape[1] * (1 if axes.sequence else call.num_ranks)
+        num_groups = axes.num_devices(axes.batch)
         workload = _workload(call, operands, documents, num_tokens, num_groups)
-        estimate = None
+        estimate = plan = None
         if not is_zigzag and num_groups > 1:  # each group makes its own plan in the program
             estimate = Balanced().plan_for(workload, hardware)
         elif not is_zigzag:
             shape = operands.q.shape[0], num_tokens
             known = with_segment_ids(documents, shape)
-            try:
-                estimate = plan = Balanced(self.config).plan_before(known, call.num_ranks)
-            except DoesNotFitError:
-                estimate = None
+            with contextlib.suppress(DoesNotFitError):
+                estimate = plan = balanced.plan_before(known, call.num_ranks)
         layout: Any = {"layout": call.order.layout}
         compared = candidates(workload, hardware, **layout)
         moves: dict[Algorithm, Any] = {x: None for x in compared if not x.follows_plan}
         if estimate is not None:
-            moves[Balanced(self.config)] = moves_of_plan(estimate, hardware)
+            moves[balanced] = moves_of_plan(estimate, hardware)
         choice, _ = choose_for(workload, moves, hardware=hardware, with_backward=True, **layout)
-        return choice.algorithm, plan if choice.algorithm.follows_plan else None
+        if plan is not None and choice.algorithm.follows_plan:
+            documents = trusted(mask=plan.mask, plans=(plan,))  # nothing to compare
+        return choice.algorithm, documents
 
 
 _BY_NAME: dict[str, type[Algorithm] | type[Auto]] = {x.name: x for x in (*ALGORITHMS, Auto)}

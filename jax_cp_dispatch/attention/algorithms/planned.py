@@ -18,7 +18,7 @@ from jax_cp_dispatch._arrays import take_in_bounds
 from jax_cp_dispatch._dispatch import Argument, outgoing, returning
 from jax_cp_dispatch._ranks.options import vary_together
 from jax_cp_dispatch._residuals import checkpoint_name_kv, named_context
-from jax_cp_dispatch.attention.algorithms.algorithm import Algorithm, Batch, RankProgram, Shape
+from jax_cp_dispatch.attention.algorithms.algorithm import Algorithm, RankProgram, Shape
 from jax_cp_dispatch.attention.algorithms.exchange_once import (
     Exchange,
     Movement,
@@ -110,9 +110,11 @@ class Balanced(Algorithm):
             documents = trusted(mask=plan.mask, plans=(plan,))  # nothing to compare
         return attend_by_plan(call, operands, documents)
 
-    def rank_program(self, call: Call, batch: Batch, *, backward: bool) -> RankProgram:
-        plan = batch.plan or self.plan_before(batch.packed, batch.num_ranks)
-        return planned_program(call, plan, batch.qkv, backward=backward)
+    def rank_program(
+        self, call: Call, documents: Documents, qkv: list[Shape], *, backward: bool
+    ) -> RankProgram:
+        plan = documents.plan or self.plan_before(documents, call.num_ranks)
+        return planned_program(call, plan, qkv, backward=backward)
 
     @classmethod
     def candidates(cls, workload: Workload, hardware: Hardware, *, layout: str, can_place: bool):
@@ -173,12 +175,14 @@ class Placed(Algorithm):
     def run(self, call: Call, operands: Operands, documents: Documents) -> Outputs:
         return attend_by_plan(call, operands, documents)
 
-    def rank_program(self, call: Call, batch: Batch, *, backward: bool) -> RankProgram:
-        plan = batch.plan
+    def rank_program(
+        self, call: Call, documents: Documents, qkv: list[Shape], *, backward: bool
+    ) -> RankProgram:
+        plan = documents.plan
         if plan is None:
-            ids, mask = batch.packed.segment_ids, batch.packed.mask
-            plan = place_tokens(segment_ids=ids, world_size=batch.num_ranks, mask=mask).plan
-        return planned_program(call, plan, batch.qkv, backward=backward)
+            ids, mask = documents.segment_ids, documents.mask
+            plan = place_tokens(segment_ids=ids, world_size=call.num_ranks, mask=mask).plan
+        return planned_program(call, plan, qkv, backward=backward)
 
     @classmethod
     def candidates(cls, workload: Workload, hardware: Hardware, *, layout: str, can_place: bool):
@@ -398,22 +402,23 @@ Leaf: TypeAlias = Any
 class Halo(Algorithm):
     """Each rank receives the keys that its queries still see, from the ranks before and after.
 
-    Queries stay. A mask of numbers says how far a query sees (`Mask.reach`). So many rows of
-    keys and values move across each border of a rank's part of the sequence, from as many ranks as
-    hold them, in one exchange; in zigzag layout a rank has two parts. The rank then attends in one
-    call. Documents shorten what a query sees, not what moves. Tokens stay as they are.
+    Queries stay, and tokens keep their order. `Mask.reach` says how many tokens before and after
+    itself a query sees. A rank receives the keys and values of that many tokens before and after
+    its own, from all ranks that hold some, in one exchange, and attends in one call. In zigzag
+    layout it holds two parts of the sequence, and receives the tokens around each. Shorter
+    documents do not reduce what moves.
 
-    Use it for windows and chunks shorter than the sequence. Where the mask has no limit, a rank
-    receives all rows on that side, in one exchange: causal attention takes the memory of all keys.
-    A mask whose arrays decide, or a window with first tokens, has no reach that is known before the
-    batch.
+    Use it for windows and chunks that are shorter than the sequence. On a side where the mask has
+    no limit, a rank receives all tokens: for causal attention, memory holds all keys. Masks whose
+    reach depends on the batch are refused: those of arrays, and windows with first tokens.
 
     The gradients of keys and values return by the transpose of the same exchange, are summed over
     the ranks in float32, and rounded once. Residuals per rank: q, the held k and v, the output, its
     lse, and the ranges of its rows.
 
     Attributes:
-      layout: of predictions: "contiguous" or "zigzag". A call has the order of its documents.
+      layout: the order of tokens that predictions assume: "contiguous" or "zigzag". Calls do not
+        read it: they take the order of their documents.
     """
 
     name: ClassVar[str] = "halo"
