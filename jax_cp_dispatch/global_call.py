@@ -19,8 +19,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxtyping import Array, Float
 
 from jax_cp_dispatch._arguments import is_on_host
-from jax_cp_dispatch._ranks.communicator import AxisName
 from jax_cp_dispatch._ranks.options import (
+    CollectiveOptions,
     can_check_varying,
     find_mesh,
     is_on_rank,
@@ -39,6 +39,7 @@ from jax_cp_dispatch.documents.documents import (
     replaced,
     with_segment_ids,
 )
+from jax_cp_dispatch.documents.segment_ids import normalize_segment_ids
 from jax_cp_dispatch.planning.plan import check_groups
 
 # ---- The KV heads of each of the devices that share the heads.
@@ -121,10 +122,8 @@ class MeshAxes:
 
 
 def find_axes(
-    op: str,
+    options: CollectiveOptions,
     *arrays: Any,
-    axis_name: AxisName,
-    mesh: Any = None,
     batch_axis: Names = None,
     head_axis: Names = None,
     others: Any = (),
@@ -133,20 +132,20 @@ def find_axes(
     """Finds the axes of a call; on global arrays also its mesh, and the axes that are None.
 
     Args:
-      op: for messages.
+      options: of the call.
       arrays: [B, T, ...]; axis 2 of the first is that of the heads.
-      axis_name, mesh, batch_axis, head_axis: of the call.
+      batch_axis, head_axis: as the caller names them.
       others: a pytree of its other arrays.
       covers_batch: whether a plan is for all rows of the batch, whose axes are then not inferred.
     """
-    ranks = _names(axis_name)
+    op, ranks = options.op, options.axis_names
     if is_on_rank(op, ranks):
         axes = explicit_axes(op, *arrays, others=others, covers_batch=covers_batch)
         if axes is None:
             return MeshAxes(jax.sharding.get_abstract_mesh(), ranks, (), (), frozenset())
         return dataclasses.replace(axes, ranks=ranks)
-    mesh = _find_mesh(op, mesh, ranks, arrays)
-    given = {"axis_name": axis_name, "batch_axis": batch_axis, "head_axis": head_axis}
+    mesh = _find_mesh(options, arrays)
+    given = {"axis_name": options.axis_name, "batch_axis": batch_axis, "head_axis": head_axis}
     for keyword, named in given.items():
         if not set(_names(named)) <= set(mesh.axis_names):
             raise ValueError(
@@ -183,19 +182,19 @@ def find_axes(
     return axes
 
 
-def _find_mesh(op: str, mesh: Any, ranks: tuple[str, ...], arrays: Any) -> Mesh | AbstractMesh:
+def _find_mesh(options: CollectiveOptions, arrays: Any) -> Mesh | AbstractMesh:
     """Finds the mesh of global arrays; warns if it has explicit axes but is not set.
 
     JAX then cannot transpose operations on the result.
     """
-    around = jax.sharding.get_abstract_mesh()
+    op, around = options.op, jax.sharding.get_abstract_mesh()
     if around.manual_axes:  # JAX needs the same mesh in a nested shard_map
         return around
-    found = find_mesh(ranks, mesh, around, arrays)
+    found = find_mesh(options.axis_names, options.mesh, around, arrays)
     if found is None:
         raise ValueError(
-            f"{op}: no mesh with axis {ranks[0]!r} was found. Pass mesh=, call it under "
-            "jax.set_mesh, or place the arrays on such a mesh."
+            f"{op}: no mesh with axis {options.axis_names[0]!r} was found. Pass mesh=, call it "
+            "under jax.set_mesh, or place the arrays on such a mesh."
         )
     refuse_other_mesh(op, found, arrays)
     is_unset = around.empty and all(jax.typeof(x).sharding.mesh.empty for x in arrays)
@@ -330,6 +329,9 @@ def fit_documents(
     num_tokens, is_global = shape[1], bool(axes.sequence)
     check_call_ranks(op, documents, num_tokens * (1 if is_global else num_ranks), num_ranks, ranks)
     if not is_global:
+        if plan is None:
+            ids, positions = normalize_segment_ids(op, documents.segment_ids, documents.positions)
+            documents = replaced(documents, segment_ids=ids, positions=positions)
         return documents, 0, True
     missing = -num_tokens % num_ranks
     if missing and (plan is not None or documents.order.layout == "zigzag"):

@@ -102,7 +102,7 @@ def attention_keywords(
     order = zigzag_order(size(sequence)) if is_reordered else PACKED
     tokens = decoder_segment_ids, given.get("bidirectional_mask")
     documents = None
-    if decoder_segment_ids is not None or is_reordered:  # of tokens that are in this order already
+    if decoder_segment_ids is not None or is_reordered:  # the tokens are in this order already
         ids = decoder_segment_ids
         ids = jnp.ones(query.shape[:2], jnp.int32) if ids is None else ids
         documents = Documents.in_order(ids, None, (), order=order, columns=query.shape[1])

@@ -22,7 +22,7 @@ from jax_cp_dispatch.attention.algorithms import (
     Zigzag,
 )
 from jax_cp_dispatch.attention.algorithms.planned import check_plan_config, moves_of_plan
-from jax_cp_dispatch.attention.operands import Call, Operands, has_no_tokens, key_shapes
+from jax_cp_dispatch.attention.operands import Call, Operands, key_shapes
 from jax_cp_dispatch.cost import HARDWARE, Hardware, Moves, Prediction, Workload
 from jax_cp_dispatch.cost.pairs import wasted_pairs
 from jax_cp_dispatch.documents.documents import Documents, trusted, with_segment_ids
@@ -301,7 +301,7 @@ class Auto:
         balanced, is_zigzag = Balanced(self.config), call.order.layout == "zigzag"
         if documents.plan is not None:
             return Placed() if documents.plan.is_placed else balanced, documents
-        if has_no_tokens(operands):
+        if 0 in operands.q.shape[:2]:  # there are no tokens
             return Zigzag() if is_zigzag else balanced, documents
         if any(isinstance(x, Tracer) for x in (documents.segment_ids, documents.positions)):
             raise ValueError(

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Integer, PyTree
 
 from jax_cp_dispatch._arguments import HostOrDevice
 from jax_cp_dispatch._door import door
-from jax_cp_dispatch._ranks.communicator import AxisName, check_axis_name, check_mesh
+from jax_cp_dispatch._ranks.communicator import AxisName
 from jax_cp_dispatch._ranks.options import is_traced, read_options, vary_alike
 from jax_cp_dispatch.attention.algorithms import Algorithm, refuse, run_unless_empty
 from jax_cp_dispatch.attention.choose import Auto, read_algorithm
@@ -26,19 +26,17 @@ from jax_cp_dispatch.attention.operands import (
     Outputs,
     check_rows,
     check_specs,
-    has_no_tokens,
     read_operands,
     with_own_heads,
 )
 from jax_cp_dispatch.documents.documents import (
     Documents,
     read_given,
-    replaced,
     trusted,
     with_segment_ids,
     without_plan,
 )
-from jax_cp_dispatch.documents.segment_ids import STEPS_OF_DOCUMENTS, normalize_segment_ids
+from jax_cp_dispatch.documents.segment_ids import STEPS_OF_DOCUMENTS
 from jax_cp_dispatch.global_call import (
     MeshAxes,
     cut_tokens,
@@ -50,7 +48,7 @@ from jax_cp_dispatch.global_call import (
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.mask import PACKED
 from jax_cp_dispatch.masks.read import check_mask_arrays
-from jax_cp_dispatch.planning.plan import check_plan, is_of_all, is_stack
+from jax_cp_dispatch.planning.plan import check_plan, is_of_all
 
 
 @door(
@@ -166,8 +164,7 @@ def context_parallel_attention(
         another rank or plan; or as `dispatch`. With `implementation="xla"` the output is NaN
         instead.
     """
-    names = check_axis_name(OP, axis_name)
-    check_mesh(OP, mesh)
+    exchange = read_options(OP, axis_name, mesh, implementation, deadline, num_comm_sm)
     chosen = read_algorithm(OP, algorithm)
     follows_plan = chosen.follows_plan
     given = read_given(OP, documents, segment_ids, positions, mask, follows_plan=follows_plan)
@@ -177,9 +174,7 @@ def context_parallel_attention(
             given = without_plan(OP, given)
     operands, expansion = read_operands(q, k, v, sink, (expand, weights, weight_specs))
     axes = find_axes(
-        *(OP, q, *operands.moved),
-        axis_name=axis_name,
-        mesh=mesh,
+        *(exchange, q, *operands.moved),
         batch_axis=batch_axis,
         head_axis=head_axis,
         others=(operands, given),
@@ -191,10 +186,9 @@ def context_parallel_attention(
     if axes.manual and expansion is not None:
         sharing = chosen.head_axes(axes.sequence)
         check_specs(expansion, operands.weights, axes, sharing)
-    exchange = {"deadline": deadline, "num_comm_sm": num_comm_sm}
     call = Call(
-        read_options(OP, axis_name, implementation=implementation, **exchange),
-        tuple(axes.mesh.shape[name] for name in names),
+        exchange,
+        tuple(axes.mesh.shape[name] for name in axes.ranks),
         q.shape[2] // axes.num_devices(axes.heads),
         order=given.order,
         scale=scale,
@@ -220,16 +214,13 @@ def _run(
     B, T = operands.q.shape[:2]
     documents, missing, checks_order = fit_documents(OP, documents, axes, (B, T))
     call = dataclasses.replace(call, checks_order=checks_order)
-    if documents.plan is None and not axes.sequence:
-        ids, positions = normalize_segment_ids(OP, documents.segment_ids, documents.positions)
-        documents = replaced(documents, segment_ids=ids, positions=positions)
     q, k, v = pad_tokens((operands.q, operands.k, operands.v), missing)
     operands = operands._replace(q=q, k=k, v=v)
     if isinstance(algorithm, Auto):
         algorithm, documents = algorithm.choose(call, operands, documents, axes)
     refuse(algorithm, call, documents.mask)
     is_known = bool(axes.sequence) and not is_traced(jax.tree.leaves(documents))
-    if documents.plan is None and is_known and not axes.batch and not has_no_tokens(operands):
+    if documents.plan is None and is_known and not axes.batch and B * T:
         known = with_segment_ids(documents, (B, T + missing))
         if (plan := algorithm.plan_before(known, call.num_ranks)) is not None:
             documents = trusted(mask=plan.mask, plans=(plan,))  # nothing to compare
@@ -253,10 +244,6 @@ def _program(
 ) -> Outputs:
     sequence = axes.rows
     rows = P(*sequence, axes.heads)
-    of_plans = tuple(sequence if is_stack(x) else P(axes.sequence) for x in documents.plans)
-    of_documents = replaced(
-        documents, segment_ids=sequence, positions=sequence, mask=sequence, plans=of_plans
-    )
     of_keys, of_weights = rows, P()
     if call.expansion is None:
         k, v = (axes.repeat_kv_heads(x, operands.q.shape[2]) for x in operands.moved)
@@ -282,7 +269,7 @@ def _program(
         attend_on_rank,
         (*operands, documents),
         axes=axes,
-        in_specs=(*of_operands, of_documents),
+        in_specs=(*of_operands, documents.specs(axes.sequence, axes.batch)),
         out_specs=out_specs,
         num_differentiable=len(operands),
     )

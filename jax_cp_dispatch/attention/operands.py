@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, PyTree, Shaped
 
 from jax_cp_dispatch._arguments import HostOrDevice
 from jax_cp_dispatch._arrays import sum_dtype
-from jax_cp_dispatch._door import door
+from jax_cp_dispatch._door import check_annotated
 from jax_cp_dispatch._ranks.options import CollectiveOptions, vary_together
 from jax_cp_dispatch.attention.local.passes import forbid_second_derivative, in_reverse_only
 from jax_cp_dispatch.attention.local.ranges import SoftmaxGradients, check_heads
@@ -93,10 +93,6 @@ def softmax_gradients(op: str, out: Any, lse: Any, cotangents: Outputs) -> Softm
     return SoftmaxGradients(out, lse, dout, None if dlse is None else jnp.swapaxes(dlse, 1, 2))
 
 
-def has_no_tokens(operands: Operands) -> bool:
-    return 0 in operands.q.shape[:2]
-
-
 def check_rows(op: str, operands: Operands, segment_ids: Any, positions: Any) -> None:
     """Requires that arrays of one rank, or of all ranks, match."""
     q, k, v, *_ = operands
@@ -110,7 +106,7 @@ def check_rows(op: str, operands: Operands, segment_ids: Any, positions: Any) ->
 Rows = Sequence[Shaped[Array, "R _"]]
 KeysAndValues = tuple[Float[Array, "R K H"], Float[Array, "R K Hv"]]
 Shape = jax.ShapeDtypeStruct
-# Of latent rows that no query reads: `expand` of zeros may be NaN, and 0 times it in a gradient.
+# Latent rows that no query reads have this value: `expand` of zeros may be NaN, as is 0 times NaN.
 UNUSED_ROW = 1
 
 
@@ -190,40 +186,40 @@ class Expansion:
 OP = "context_parallel_attention"
 
 
+# The arrays of a call: keys and values, or latent rows.
+
+
+class _Keys(NamedTuple):
+    q: Float[HostOrDevice, "B T N H"]
+    k: Float[HostOrDevice, "B T K H"]
+    v: Float[HostOrDevice, "B T K Hv"]
+
+
+class _Latents(NamedTuple):
+    q: Float[HostOrDevice, "B T N H"]
+    k: PyTree[Shaped[HostOrDevice, "B T ..."]]
+
+
 def read_operands(
     q: Any, k: Any, v: Any, sink: Any, expanding: tuple[Any, Any, Any]
 ) -> tuple[Operands, Expansion | None]:
-    """Checks the arrays of a call with `expand`, `weights` and `weight_specs`."""
-    if expanding[0] is None:
+    """Checks the arrays of a call with `expand`, `weights` and `weight_specs`.
+
+    Latent rows become keys of one head, `[B, T, 1, F]` each.
+    """
+    expand, weights, weight_specs = expanding
+    if expand is None:
         if v is None:
             raise TypeError(f"{OP}: v is missing. Pass k and v, or latent rows with expand=.")
-        if any(x is not None for x in expanding):
+        if weights is not None or weight_specs is not None:
             raise TypeError(f"{OP}: got weights or weight_specs without expand. Pass it too.")
-        return _read_keys(q, k, v)._replace(sink=sink), None
+        step = "For queries and keys of different lengths, use local_attention on one device."
+        check_annotated(OP, _Keys, {"q": q, "k": k, "v": v}, {"k": step})
+        return Operands(q, k, v, sink), None
     if v is not None:
         raise TypeError(f"{OP}: got v with expand. Pass latent rows in place of k, and no v.")
-    operands, expansion = _read_latents(q, k, *expanding)
-    return operands._replace(sink=sink), expansion
-
-
-@door(OP, k="For queries and keys of different lengths, use local_attention on one device.")
-def _read_keys(
-    q: Float[HostOrDevice, "B T N H"],
-    k: Float[HostOrDevice, "B T K H"],
-    v: Float[HostOrDevice, "B T K Hv"],
-) -> Operands:
-    return Operands(q, k, v)
-
-
-@door(OP, k="Pass rows [B, T, ...] of the same tokens.")
-def _read_latents(
-    q: Float[HostOrDevice, "B T N H"],
-    k: PyTree[Shaped[HostOrDevice, "B T ..."]],
-    expand: Any,
-    weights: Any,
-    weight_specs: Any,
-) -> tuple[Operands, Expansion]:
-    """Returns rows as keys of one head, `[B, T, 1, F]` each, and their expansion."""
+    step = "Pass rows [B, T, ...] of the same tokens."
+    check_annotated(OP, _Latents, {"q": q, "k": k}, {"k": step})
     if not callable(expand):
         raise TypeError(
             f"{OP}: expand is of type {type(expand).__name__}. Pass a function (weights, rows) -> "
@@ -234,7 +230,7 @@ def _read_latents(
     specs = _specs(weights, weight_specs)
     expansion = Expansion(expand, weights_tree, rows_tree, tuple(x.shape[2:] for x in rows), specs)
     one_head = tuple(x.reshape(*x.shape[:2], 1, math.prod(x.shape[2:])) for x in rows)
-    operands = Operands(q, one_head, None, weights=tuple(held))
+    operands = Operands(q, one_head, None, sink, tuple(held))
     _check_expanded(expansion, operands)
     return operands, expansion
 

@@ -43,8 +43,7 @@ def ranks_of(options: CollectiveOptions, tokens: Any) -> tuple[MeshAxes | None, 
     op, names = options.op, options.axis_names
     if is_on_rank(op, names):
         return None, jax.lax.axis_size(options.axis_name)
-    none: dict[str, tuple[str, ...]] = {"batch_axis": (), "head_axis": ()}
-    axes = find_axes(op, tokens, axis_name=options.axis_name, mesh=options.mesh, **none)
+    axes = find_axes(options, tokens, batch_axis=(), head_axis=())
     num_ranks = axes.num_devices(names)
     rows_per_rank(op, "the first array", tokens.shape[0], num_ranks)
     return axes, num_ranks

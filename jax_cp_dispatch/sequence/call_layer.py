@@ -25,7 +25,6 @@ from jax_cp_dispatch._ranks.options import (
 from jax_cp_dispatch.documents import Documents
 from jax_cp_dispatch.documents.documents import (
     read_given_tokens,
-    replaced,
     trusted,
 )
 from jax_cp_dispatch.documents.segment_ids import check_documents
@@ -39,7 +38,7 @@ from jax_cp_dispatch.global_call import (
     refuse_explicit_axes,
 )
 from jax_cp_dispatch.masks.mask import PACKED
-from jax_cp_dispatch.planning.plan import is_of_all, is_stack
+from jax_cp_dispatch.planning.plan import is_of_all
 from jax_cp_dispatch.sequence.pieces import Pieces, confirmed, find_pieces
 
 
@@ -59,8 +58,8 @@ class LayerOptions(TypedDict, total=False):
 
 def exchange_of(op: str, call: LayerOptions) -> CollectiveOptions:
     """Returns the checked options of the exchanges of a layer."""
-    given = call.get("implementation"), call.get("deadline")
-    return read_options(op, call["axis_name"], None, *given)
+    given = (call.get(name) for name in ("mesh", "implementation", "deadline"))
+    return read_options(op, call["axis_name"], *given)
 
 
 # ---- What a document takes from one call to the next: `initial_state`, `return_state`.
@@ -94,7 +93,7 @@ def check_state(op: str, state: Any, like: Any, next_step: str) -> None:
 
     Args:
       op, next_step: for messages.
-      state: of the caller; None is none.
+      state: the caller's, or None.
       like: a pytree of `jax.ShapeDtypeStruct`.
     """
     if state is None:
@@ -175,9 +174,7 @@ def call_layer(
             )
         has_all = lambda x: x.ndim > 2 and layer.num_heads in (None, x.shape[2])
         axes = find_axes(  # first the arrays whose axis 2 is that of all heads
-            *(op, *sorted(jax.tree.leaves(tokens), key=lambda x: not has_all(x))),
-            axis_name=call["axis_name"],
-            mesh=call.get("mesh"),
+            *(layer.exchange, *sorted(jax.tree.leaves(tokens), key=lambda x: not has_all(x))),
             batch_axis=call.get("batch_axis"),
             head_axis=call.get("head_axis"),
             others=(weights, carried, given),
@@ -190,7 +187,7 @@ def call_layer(
     else:
         tokens = pad_tokens(tokens, missing)
         if axes.sequence and all(x.ndim < 3 for x in jax.tree.leaves(tokens)):
-            axes = dataclasses.replace(axes, heads=())  # of one device: no array has such an axis
+            axes = dataclasses.replace(axes, heads=())  # no array has such an axis
         out, state = _program(layer, axes, tokens, weights, carried, given)
         out = cut_tokens(out, shape[1], axes.mesh) if missing else out
     return (out, state) if carried.is_returned else out
@@ -270,8 +267,7 @@ def _program(layer: Layer, axes: MeshAxes, tokens, weights, carried, given):
     sequence = axes.rows
     rows = jax.tree.map(lambda x: P(*sequence, axes.heads) if x.ndim > 2 else sequence, tokens)
     shared = jax.tree.map(lambda x: P(*[None] * (x.ndim - 1), axes.heads), weights)
-    of_plans = tuple(sequence if is_stack(x) else P(axes.sequence) for x in given.plans)
-    documents = replaced(given, segment_ids=sequence, positions=sequence, plans=of_plans)
+    documents = given.specs(axes.sequence, axes.batch)
     of_heads = P(*sequence, axes.heads) if axes.heads else sequence
     before_heads = [axes.batch] + [None] * (carried.head_axis - 1)
     state = lambda ndim: P(*before_heads, axes.heads) if ndim > len(before_heads) else P(axes.batch)

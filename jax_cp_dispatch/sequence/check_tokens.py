@@ -96,8 +96,7 @@ def check_tokens(
             "token_checksums of the same arrays."
         )
     tokens = leaves, documents.segment_ids, documents.positions
-    of_mesh: dict[str, Any] = {"mesh": mesh, "batch_axis": batch_axis, "head_axis": ()}
-    axes = find_axes(_OP, *leaves, axis_name=axis_name, **of_mesh)
+    axes = find_axes(options, *leaves, batch_axis=batch_axis, head_axis=())
     order = trusted(order=documents.order, columns=documents.columns)
     _, missing, _ = fit_documents(_OP, order, axes, leaves[0].shape[:2])
     if not axes.sequence:

@@ -57,15 +57,6 @@ def receive_halo(
       after: instead, the tokens after each piece of `pieces.earlier`.
       shifted: move only those that a shift by `width` moves into the piece; others are zero.
     """
-    metadata = _metadata(pieces, width, after, shifted)
-    to = pieces.num_slots
-    part = outgoing(rows, metadata, capacity=to * width, fingerprint=pieces.fingerprint)
-    (received,) = move(exchange, [part])
-    return jax.tree.map(lambda x: x.reshape(to, width, *x.shape[1:]), received)
-
-
-def _metadata(pieces: Pieces, width: int, after: bool, shifted: bool) -> Metadata:
-    """Returns this rank's view: slots for its pieces and the pieces that need rows of them."""
     senders, targets = pieces.earlier, pieces.later
     own, mine = pieces.own_earlier, pieces.own_later
     if after:
@@ -83,7 +74,7 @@ def _metadata(pieces: Pieces, width: int, after: bool, shifted: bool) -> Metadat
     def slots(x: Array) -> Array:
         return jnp.where(moves, x, 0).reshape(-1).astype(jnp.uint32)
 
-    return Metadata(
+    metadata = Metadata(
         dst_rank=jnp.where(moves, targets.rank[target], -1).reshape(-1),
         dst_offset=slots(targets.slot[target] * width + first - origin),
         seq_len=slots(tokens),
@@ -91,6 +82,10 @@ def _metadata(pieces: Pieces, width: int, after: bool, shifted: bool) -> Metadat
         num_recv_tokens=jnp.append(received, received.sum(dtype=jnp.int32)).astype(jnp.uint32),
         world_size=pieces.world_size,
     )
+    to = pieces.num_slots
+    part = outgoing(rows, metadata, capacity=to * width, fingerprint=pieces.fingerprint)
+    (moved,) = move(exchange, [part])
+    return jax.tree.map(lambda x: x.reshape(to, width, *x.shape[1:]), moved)
 
 
 def _needed(
@@ -98,8 +93,8 @@ def _needed(
 ) -> tuple[Array, Array, Array]:
     """Returns what each target needs of each sender, [senders, targets]; see `receive_halo`.
 
-    The tokens between their starts (`_FAR` if it needs nothing), the first token in the document,
-    and how many.
+    The results are the tokens between their starts (`_FAR` if it needs nothing), the first token in
+    the document, and how many tokens.
     """
     senders = Cuts._make(x[:, None] for x in senders)
     targets = Cuts._make(x[None] for x in targets)

@@ -17,7 +17,6 @@ from jax_cp_dispatch.attention.operands import (
     Call,
     Operands,
     Outputs,
-    has_no_tokens,
     key_shapes,
 )
 from jax_cp_dispatch.cost import Hardware, Moves, Prediction, StepCost, Workload
@@ -214,7 +213,7 @@ def run_unless_empty(
     algorithm: Algorithm, call: Call, operands: Operands, documents: Documents
 ) -> Outputs:
     """Returns `algorithm.run(...)`; without tokens there is nothing to plan or to move."""
-    if documents.plan is not None or not has_no_tokens(operands):
+    if documents.plan is not None or 0 not in operands.q.shape[:2]:
         return algorithm.run(call, operands, documents)
     q, (_, v) = operands.q, key_shapes(call.expansion, operands)
     B, T, N, _ = q.shape
