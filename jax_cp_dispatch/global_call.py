@@ -1,4 +1,4 @@
-"""Runs the function of one rank on all ranks, from global arrays; also in a `shard_map`."""
+"""A call on one rank or on global arrays: its axes, its documents, one program on all ranks."""
 
 from __future__ import annotations
 
@@ -240,12 +240,13 @@ def _axes_of(
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Returns the axes that shard a dimension, by the first array with a known sharding.
 
-    Else the automatic axes over which it may be sharded, in traced arrays.
+    The second result is the automatic axes over which traced arrays may be sharded, if there are
+    none of the former.
     """
-    # An outer `shard_map` or `vmap` uses some, which shard nothing visible here.
+    # Axes of an outer `shard_map` or `vmap` shard nothing visible here.
     taken = {*taken, *mesh.manual_axes, *mapped_axes()}
     for array in arrays:
-        # All axes of a placed array, explicit axes of a traced one.
+        # A placed array shows all axes, and a traced one the explicit axes.
         typed = jax.typeof(array) if is_traced([array]) else array
         sharding = getattr(typed, "sharding", None)
         if isinstance(sharding, NamedSharding) and dim < len(sharding.spec):
