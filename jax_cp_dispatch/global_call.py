@@ -1,4 +1,4 @@
-"""Runs the function of one rank on all ranks, from global arrays; also in a `shard_map`."""
+"""A call on one rank or on global arrays: its axes, its documents, one program on all ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,10 +18,12 @@ from jax.custom_batching import custom_vmap
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P
 from jaxtyping import Array, Float
 
-from jax_cp_dispatch._ranks.communicator import AxisName
+from jax_cp_dispatch._arguments import is_on_host
 from jax_cp_dispatch._ranks.options import (
+    CollectiveOptions,
     can_check_varying,
     find_mesh,
+    is_on_rank,
     is_traced,
     mapped_axes,
     refuse_mapped_explicit_axes,
@@ -30,6 +32,15 @@ from jax_cp_dispatch._ranks.options import (
     varying_axes,
 )
 from jax_cp_dispatch._text import warn_caller
+from jax_cp_dispatch.documents.documents import (
+    Documents,
+    check_call_ranks,
+    read_whole,
+    replaced,
+    with_segment_ids,
+)
+from jax_cp_dispatch.documents.segment_ids import normalize_segment_ids
+from jax_cp_dispatch.planning.plan import check_groups
 
 # ---- The KV heads of each of the devices that share the heads.
 
@@ -65,76 +76,44 @@ class OwnHeads(NamedTuple):
         return lax.dynamic_slice_in_dim(repeated, first, self.num_heads, axis=1)
 
 
-# ---- The mesh of a call with global arrays and what its axes shard: given, or inferred.
+# ---- The mesh of a call and what its axes shard: given, or inferred.
 
 Names = str | Sequence[str] | None
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshAxes:
-    """A mesh and the axes that a call uses.
+    """A mesh and the axes that a call uses, the major axis first.
 
     Attributes:
-      sequence: axes that shard the sequence, major axis first; () on one rank, where they are
-        manual.
-      batch, heads: axes that shard B, and N and K; major axis first.
+      ranks: the axes that share the sequence.
+      batch, heads: the axes that shard B, and N and K.
+      manual: the axes that a `shard_map` makes manual: all that are not; on one rank the explicit
+        ones, or none if they shard nothing, and the call runs as it is.
     """
 
     mesh: Mesh | AbstractMesh
-    sequence: tuple[str, ...]
+    ranks: tuple[str, ...]
     batch: tuple[str, ...]
     heads: tuple[str, ...]
+    manual: frozenset[str]
 
     @property
-    def manual(self) -> set[str]:
-        """The axes that a `shard_map` makes manual: all that are not, on one rank the explicit."""
-        if not self.sequence:
-            return set(explicit_names(self.mesh))
-        return set(self.mesh.axis_names) - set(_manual_axes(self.mesh))
-
-    def num_devices(self, names: Sequence[str]) -> int:
-        return math.prod(self.mesh.shape[name] for name in names)
-
-    @property
-    def axis_name(self) -> AxisName:
-        """The axes of the sequence, as an axis name."""
-        first, *others = self.sequence
-        return self.sequence if others else first
+    def sequence(self) -> tuple[str, ...]:
+        """The axes that shard the arrays by their tokens; () on one rank."""
+        return tuple(name for name in self.ranks if name in self.manual)
 
     @property
     def rows(self) -> P:
         """How arrays [B, T, ...] are sharded by their tokens."""
         return P(self.batch, self.sequence)
 
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """The devices of each axis of the sequence."""
-        return tuple(self.mesh.shape[name] for name in self.sequence)
-
-    @property
-    def num_ranks(self) -> int:
-        return self.num_devices(self.sequence)
-
-    @property
-    def described(self) -> str:
-        """The axes of the sequence and their devices, for messages."""
-        name, *others = map(repr, self.sequence)
-        if not others:
-            return f"mesh axis {name} has {self.num_ranks} devices"
-        return f"mesh axes {', '.join([name, *others])} have {self.num_ranks} devices"
-
-    @property
-    def num_groups(self) -> int:
-        """The number of equal parts of the batch."""
-        return self.num_devices(self.batch)
-
-    def kv_copies(self, num_heads: int, num_kv_heads: int) -> int:
-        """Returns `kv_copies` for the devices of the heads."""
-        return kv_copies(num_heads, num_kv_heads, self.num_devices(self.heads))
+    def num_devices(self, names: Sequence[str]) -> int:
+        return math.prod(self.mesh.shape[name] for name in names)
 
     def repeat_kv_heads(self, x: Array | np.ndarray, num_heads: int) -> Array | np.ndarray:
         """Repeats each head of K or V `kv_copies` times; gradients of the copies are summed."""
-        copies = self.kv_copies(num_heads, x.shape[2])
+        copies = kv_copies(num_heads, x.shape[2], self.num_devices(self.heads))
         if copies == 1:
             return x
         if AxisType.Explicit in self.mesh.axis_types:  # cannot repeat a sharded dimension
@@ -142,65 +121,31 @@ class MeshAxes:
         return jnp.repeat(x, copies, axis=2)
 
 
-class GivenAxes(NamedTuple):
-    """The mesh and the axes as the caller names them; None: to be found."""
+def find_axes(
+    options: CollectiveOptions,
+    *arrays: Any,
+    batch_axis: Names = None,
+    head_axis: Names = None,
+    others: Any = (),
+    covers_batch: bool = False,
+) -> MeshAxes:
+    """Finds the axes of a call; on global arrays also its mesh, and the axes that are None.
 
-    mesh: Any
-    axis_name: AxisName
-    batch_axis: Names
-    head_axis: Names
-
-
-def find_axes(op: str, *arrays: Any, given: GivenAxes, covers_batch: bool) -> MeshAxes:
-    """Finds the mesh (surroundings, `mesh`, or the arrays), and infers the axes that are None.
-
-    Arrays are [B, T, ...]; axis 2 of the first is that of the heads. With a plan that covers the
-    whole batch, no axes of the batch are inferred.
+    Args:
+      options: of the call.
+      arrays: [B, T, ...]; axis 2 of the first is that of the heads.
+      batch_axis, head_axis: as the caller names them.
+      others: a pytree of its other arrays.
+      covers_batch: whether a plan is for all rows of the batch, whose axes are then not inferred.
     """
-    mesh, axis_name, batch_axis, head_axis = given
-    sequence = _names(axis_name)
-    mesh = _find_mesh(op, mesh, sequence, arrays)
-    if not _manual_axes(mesh):
-        refuse_other_mesh(op, mesh, arrays)
-    names = {"axis_name": axis_name, "batch_axis": batch_axis, "head_axis": head_axis}
-    _check_names(op, mesh, names)
-    refuse_mapped_explicit_axes(op, mesh)
-    batch, heads = _names(batch_axis), _names(head_axis)
-    search = _Search(op, arrays, mesh, frozenset((*sequence, *heads)))
-    search.warn_of_unset_mesh()
-    if batch_axis is None and covers_batch:
-        search.warn_of_plan()
-    elif batch_axis is None:
-        batch = search.found(0)
-        if not batch:
-            search.warn_of_unnamed("batch_axis", "B", 0)
-    if head_axis is None:
-        search = search._replace(taken=frozenset((*sequence, *batch)))
-        heads = search.found(2)
-        if not heads:
-            search.warn_of_unnamed("head_axis", "N", 2)
-    axes = MeshAxes(mesh, sequence, batch, heads)
-    first = arrays[0]
-    _check_divides(op, "B", first.shape[0], "batch_axis", axes)
-    if heads:
-        _check_divides(op, "N", (*first.shape, 1)[2], "head_axis", axes)
-    return axes
-
-
-def _find_mesh(op, mesh, sequence, arrays) -> Mesh | AbstractMesh:
-    around = jax.sharding.get_abstract_mesh()
-    if around.manual_axes:  # JAX needs the same mesh in a nested shard_map
-        return around
-    found = find_mesh(sequence, mesh, around, arrays)
-    if found is None:
-        raise ValueError(
-            f"{op}: no mesh with axis {sequence[0]!r} was found. Pass mesh=, call it under "
-            "jax.set_mesh, or place the arrays on such a mesh."
-        )
-    return found
-
-
-def _check_names(op: str, mesh, given: dict[str, Names]) -> None:
+    op, ranks = options.op, options.axis_names
+    if is_on_rank(op, ranks):
+        axes = explicit_axes(op, *arrays, others=others, covers_batch=covers_batch)
+        if axes is None:
+            return MeshAxes(jax.sharding.get_abstract_mesh(), ranks, (), (), frozenset())
+        return dataclasses.replace(axes, ranks=ranks)
+    mesh = _find_mesh(options, arrays)
+    given = {"axis_name": options.axis_name, "batch_axis": batch_axis, "head_axis": head_axis}
     for keyword, named in given.items():
         if not set(_names(named)) <= set(mesh.axis_names):
             raise ValueError(
@@ -213,117 +158,126 @@ def _check_names(op: str, mesh, given: dict[str, Names]) -> None:
             f"{op}: {', '.join(f'{keyword} is {named!r}' for keyword, named in given.items())}; a "
             "mesh axis can shard one dimension only. Name each once."
         )
-
-
-def _check_divides(op: str, dim: str, size: int, keyword: str, axes: MeshAxes):
-    names = axes.batch if dim == "B" else axes.heads
-    devices = axes.num_devices(names)
-    if size % devices:
-        if dim == "B":
-            step = "pad the batch with rows of segment id 0"
-            whole = "the whole batch"
-        else:
-            step, whole = "name an axis of fewer devices", "all heads"
+    refuse_mapped_explicit_axes(op, mesh)
+    batch, heads = _names(batch_axis), _names(head_axis)
+    if batch_axis is None:
+        batch = _infer(op, 0, arrays, mesh, (*ranks, *heads), covers_batch)
+    if head_axis is None:
+        heads = _infer(op, 2, arrays, mesh, (*ranks, *batch), False)
+    manual = frozenset(mesh.axis_names) - frozenset(mesh.manual_axes)
+    axes = MeshAxes(mesh, ranks, batch, heads, manual)
+    B, _, N, *_ = *arrays[0].shape, 1, 1
+    if B % axes.num_devices(batch):
         raise ValueError(
-            f"{op}: {dim} is {size} but {keyword} {names!r} has {devices} devices, which must "
-            f"divide it. Pass {keyword}=(), and each of them computes {whole}; or {step}."
+            f"{op}: B is {B} but batch_axis {batch!r} has {axes.num_devices(batch)} devices, which "
+            "must divide it. Pass batch_axis=(), and each of them computes the whole batch; or pad "
+            "the batch with rows of segment id 0."
         )
+    if N % axes.num_devices(heads):
+        raise ValueError(
+            f"{op}: N is {N} but head_axis {heads!r} has {axes.num_devices(heads)} devices, "
+            "which must divide it. Pass head_axis=(), and each of them computes all heads; or name "
+            "an axis of fewer devices."
+        )
+    return axes
 
 
-# ---- Inference of axes that are not named.
+def _find_mesh(options: CollectiveOptions, arrays: Any) -> Mesh | AbstractMesh:
+    """Finds the mesh of global arrays; warns if it has explicit axes but is not set.
 
-
-class _Search(NamedTuple):
-    """Looks for axes that shard arrays; warns, once in a process, where they cannot be seen.
-
-    Attributes:
-      taken: axes that shard something else.
+    JAX then cannot transpose operations on the result.
     """
-
-    op: str
-    arrays: tuple[Any, ...]
-    mesh: Any
-    taken: frozenset[str]
-
-    def found(self, dim: int) -> tuple[str, ...]:
-        """Returns the axes of a dimension, from the first array with a known sharding."""
-        hidden = self.taken | _hidden_axes(self.mesh)
-        for array in self.arrays:
-            # All axes of a placed array, explicit axes of a traced one.
-            typed = jax.typeof(array) if is_traced([array]) else array
-            sharding = getattr(typed, "sharding", None)
-            if isinstance(sharding, NamedSharding) and dim < len(sharding.spec):
-                entry, sizes = sharding.spec[dim], sharding.mesh.shape
-                names = (entry,) if isinstance(entry, str) else entry or ()
-                is_here = lambda name, sizes=sizes: 1 < sizes[name] == self.mesh.shape.get(name)
-                if found := tuple(x for x in names if x not in hidden and is_here(x)):
-                    return found
-        return ()
-
-    def untold(self, dim: int) -> tuple[str, ...]:
-        """Returns automatic axes over which a dimension of traced arrays may be sharded."""
-        mesh, size = self.mesh, (*self.arrays[0].shape, 0)[dim]
-        if not size or not is_traced(self.arrays):
-            return ()
-        hidden = self.taken | _hidden_axes(mesh)
-        return tuple(
-            axis
-            for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-            if kind == AxisType.Auto and axis not in hidden and mesh.shape[axis] > 1
-            if size % mesh.shape[axis] == 0
+    op, around = options.op, jax.sharding.get_abstract_mesh()
+    if around.manual_axes:  # JAX needs the same mesh in a nested shard_map
+        return around
+    found = find_mesh(options.axis_names, options.mesh, around, arrays)
+    if found is None:
+        raise ValueError(
+            f"{op}: no mesh with axis {options.axis_names[0]!r} was found. Pass mesh=, call it "
+            "under jax.set_mesh, or place the arrays on such a mesh."
         )
+    refuse_other_mesh(op, found, arrays)
+    is_unset = around.empty and all(jax.typeof(x).sharding.mesh.empty for x in arrays)
+    if is_unset and AxisType.Explicit in found.axis_types and is_traced(arrays):
+        _warn_once(
+            op,
+            "mesh",
+            "the mesh has explicit axes but is not set, so gradients of operations on the result, "
+            "such as a linear layer, can fail in JAX with a ShardingTypeError. Call under "
+            "jax.set_mesh(mesh), or make the mesh with axis_types=(AxisType.Auto,) * "
+            f"{len(found.axis_names)}.",
+        )
+    return found
 
-    def warn_once(self, about: str, message: str) -> None:
-        with _warn_lock:
-            if about in _warned:
-                return
-            _warned.add(about)
-        warn_caller(f"{self.op}: {message}")
 
-    def warn_of_unset_mesh(self) -> None:
-        """Warns if no mesh is set and JAX therefore cannot transpose operations on the result."""
-        is_set = not jax.sharding.get_abstract_mesh().empty
-        if is_set or AxisType.Explicit not in self.mesh.axis_types or not is_traced(self.arrays):
-            return
-        if all(jax.typeof(x).sharding.mesh.empty for x in self.arrays):
-            self.warn_once(
-                "mesh",
-                "the mesh has explicit axes but is not set, so gradients of operations on the "
-                "result, such as a linear layer, can fail in JAX with a ShardingTypeError. Call "
-                "under jax.set_mesh(mesh), or make the mesh with axis_types=(AxisType.Auto,) * "
-                f"{len(self.mesh.axis_names)}.",
-            )
+def _infer(
+    op: str, dim: int, arrays: Any, mesh: Any, taken: Sequence[str], covers_batch: bool
+) -> tuple[str, ...]:
+    """Returns the axes of dimension B or N; warns, once in a process, if they cannot be seen.
 
-    def warn_of_unnamed(self, keyword: str, name: str, dim: int) -> None:
-        """Warns if a dimension may be sharded over an axis without any way to know."""
-        if axes := self.untold(dim):
-            self.warn_once(
-                keyword,
-                f"{keyword} is not given, and a traced program does not show whether {name} = "
-                f"{self.arrays[0].shape[dim]} is sharded over the automatic mesh axes {axes}. Over "
-                "an axis that is not named, q, k and v are gathered, and each of its devices "
-                f"repeats the work of all. Pass as {keyword} the axis over which {name} is "
-                f"sharded, or {keyword}=() if there is none.",
-            )
+    `taken` are axes that shard something else. A plan that covers the batch leaves none for B.
+    """
+    keyword, name = ("batch_axis", "B") if dim == 0 else ("head_axis", "N")
+    seen, possible = _axes_of(dim, arrays, mesh, taken)
+    if covers_batch:
+        _warn_of_plan(op, seen, possible, arrays[0].shape[0])
+        return ()
+    if possible:
+        _warn_once(
+            op,
+            keyword,
+            f"{keyword} is not given, and a traced program does not show whether {name} = "
+            f"{arrays[0].shape[dim]} is sharded over the automatic mesh axes {possible}. Over an "
+            "axis that is not named, q, k and v are gathered, and each of its devices repeats the "
+            f"work of all. Pass as {keyword} the axis over which {name} is sharded, or "
+            f"{keyword}=() if there is none.",
+        )
+    return seen
 
-    def warn_of_plan(self) -> None:
-        """Warns of a plan for all rows of a batch that mesh axes shard, or may shard."""
-        if axes := self.found(0):
-            unless = "that is what you want"
-            why = (
-                f"so q, k and v, whose batch is sharded over {axes}, are gathered, and each of its "
-                "devices repeats the work of all"
-            )
-        elif axes := self.untold(0):
-            unless = "the batch is not sharded"
-            why = (
-                f"and a traced program does not show whether B = {self.arrays[0].shape[0]} is "
-                f"sharded over the automatic mesh axes {axes}. If it is, q, k and v are gathered "
-                "over these axes, and each of their devices repeats the work of all"
-            )
-        else:
-            return
-        self.warn_once(
+
+def _axes_of(
+    dim: int, arrays: Any, mesh: Any, taken: Sequence[str]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns the axes that shard a dimension, by the first array with a known sharding.
+
+    The second result is the automatic axes over which traced arrays may be sharded, if there are
+    none of the former.
+    """
+    # Axes of an outer `shard_map` or `vmap` shard nothing visible here.
+    taken = {*taken, *mesh.manual_axes, *mapped_axes()}
+    for array in arrays:
+        # A placed array shows all axes, and a traced one the explicit axes.
+        typed = jax.typeof(array) if is_traced([array]) else array
+        sharding = getattr(typed, "sharding", None)
+        if isinstance(sharding, NamedSharding) and dim < len(sharding.spec):
+            sizes = sharding.mesh.shape
+            is_here = lambda name, sizes=sizes: 1 < sizes[name] == mesh.shape.get(name)
+            names = _names(sharding.spec[dim])
+            if seen := tuple(x for x in names if x not in taken and is_here(x)):
+                return seen, ()
+    if not is_traced(arrays) or not (size := (*arrays[0].shape, 0)[dim]):
+        return (), ()
+    automatic = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    automatic = [x for x, kind in automatic if kind == AxisType.Auto and x not in taken]
+    return (), tuple(x for x in automatic if mesh.shape[x] > 1 and size % mesh.shape[x] == 0)
+
+
+def _warn_of_plan(op: str, seen: tuple[str, ...], possible: tuple[str, ...], batch: int) -> None:
+    """Warns of a plan for all rows of a batch that mesh axes shard, or may shard."""
+    unless = "that is what you want" if seen else "the batch is not sharded"
+    why = (
+        f"so q, k and v, whose batch is sharded over {seen}, are gathered, and each of its "
+        "devices repeats the work of all"
+    )
+    if not seen:
+        why = (
+            f"and a traced program does not show whether B = {batch} is sharded over the automatic "
+            f"mesh axes {possible}. If it is, q, k and v are gathered over these axes, and each of "
+            "their devices repeats the work of all"
+        )
+    if seen or possible:
+        _warn_once(
+            op,
             "plan",
             f"the plan is for all rows of the batch, {why}. Pass stack_plans of one plan per group "
             "and batch_axis, or segment_ids instead of the plan. Or pass batch_axis=() if "
@@ -335,22 +289,71 @@ _warned: set[str] = set()
 _warn_lock = threading.Lock()
 
 
-def _hidden_axes(mesh) -> set[str]:
-    """Returns axes that an outer `shard_map` or `vmap` uses, which shard nothing visible here."""
-    return {*_manual_axes(mesh), *mapped_axes()}
+def _warn_once(op: str, about: str, message: str) -> None:
+    with _warn_lock:
+        if about in _warned:
+            return
+        _warned.add(about)
+    warn_caller(f"{op}: {message}")
 
 
-def explicit_names(mesh) -> tuple[str, ...]:
+def explicit_names(mesh: Any) -> tuple[str, ...]:
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return tuple(name for name, kind in kinds if kind == AxisType.Explicit)
 
 
-def _manual_axes(mesh) -> tuple[str, ...]:
-    return tuple(getattr(mesh, "manual_axes", ()))
+def _names(axes: Names) -> tuple[str, ...]:
+    return (axes,) if isinstance(axes, str) else tuple(axes or ())
 
 
-def _names(axis: Names) -> tuple[str, ...]:
-    return (axis,) if isinstance(axis, str) else tuple(axis or ())
+# ---- The documents of a call, and one program on all ranks.
+
+
+def fit_documents(
+    op: str, documents: Documents, axes: MeshAxes, shape: tuple[int, int]
+) -> tuple[Documents, int, bool]:
+    """Requires documents of the call's tokens and ranks; reads and pads those of global arrays.
+
+    Args:
+      op: for messages.
+      documents: of the call.
+      axes: see `find_axes`.
+      shape: B and T of the arrays.
+    Returns:
+      The documents of tokens that the ranks divide; how many tokens are appended to each row; and
+      whether the ranks need to check the order of the tokens, which is not known on the host.
+    """
+    num_ranks, plan, (name, *more) = axes.num_devices(axes.ranks), documents.plan, axes.ranks
+    ranks = f"mesh axis {name!r} has {num_ranks} devices"
+    if more:
+        ranks = f"mesh axes {', '.join(map(repr, axes.ranks))} have {num_ranks} devices"
+    num_tokens, is_global = shape[1], bool(axes.sequence)
+    check_call_ranks(op, documents, num_tokens * (1 if is_global else num_ranks), num_ranks, ranks)
+    if not is_global:
+        if plan is None:
+            ids, positions = normalize_segment_ids(op, documents.segment_ids, documents.positions)
+            documents = replaced(documents, segment_ids=ids, positions=positions)
+        return documents, 0, True
+    missing = -num_tokens % num_ranks
+    if missing and (plan is not None or documents.order.layout == "zigzag"):
+        raise ValueError(
+            f"{op}: T is {num_tokens} but {ranks}, which must divide it with a plan, and in zigzag "
+            "order. Pad the tokens (segment 0 is padding) before you plan or reorder them."
+        )
+    if plan is not None:
+        if plan.world_size != num_ranks:
+            again = "Place the tokens again" if plan.is_placed else "Plan again"
+            raise ValueError(
+                f"{op}: the plan is for world_size={plan.world_size} but {ranks}. {again} with "
+                "that world_size."
+            )
+        check_groups(op, plan, num_groups=axes.num_devices(axes.batch), batch=axes.batch)
+    else:
+        documents = read_whole(op, documents, num_ranks)
+    known = all(map(is_on_host, jax.tree.leaves(replaced(documents, plans=()))))
+    if missing:
+        documents = pad_tokens(with_segment_ids(documents, shape), missing)
+    return documents, missing, not known
 
 
 def on_all_ranks(
@@ -373,7 +376,8 @@ def on_all_ranks(
       num_differentiable: how many operands, the first ones, have derivatives.
     """
     shard_map = partial(jax.shard_map, check_vma=can_check_varying())
-    if varies_outside(operands, axes.manual):
+    # Whether an operand varies over an axis that a surrounding `shard_map` has made manual.
+    if any(varying_axes(x) - axes.manual for x in jax.tree.leaves(operands)):
         shard_map = partial(shard_map_inside, num_differentiable=num_differentiable)
     mapped = shard_map(
         run, mesh=axes.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes.manual
@@ -409,18 +413,13 @@ def cut_tokens(tree: Any, num_tokens: int, mesh: Any) -> Any:
     return jax.tree.map(cut, tree)
 
 
-def varies_outside(operands: Any, manual: set[str]) -> bool:
-    """Whether an operand varies over an axis that a surrounding `shard_map` has made manual."""
-    return any(varying_axes(x) - manual for x in jax.tree.leaves(operands))
-
-
 def shard_map_inside(
     attend: Callable[..., Any],
     *,
     mesh: Mesh | AbstractMesh,
     in_specs: tuple[Any, ...],
     out_specs: Any,
-    axis_names: set[str],
+    axis_names: Set[str],
     num_differentiable: int,
 ) -> Callable[..., Any]:
     """Returns `jax.shard_map(attend, ...)`, for use inside another.
@@ -509,19 +508,17 @@ def explicit_axes(op: str, *arrays: Any, others: Any, covers_batch: bool) -> Mes
     Axes of batch and heads are those of the types; over others, arrays are gathered.
 
     Args:
-      op, arrays, covers_batch: see `find_axes`.
-      others: a pytree of the other arrays.
+      op, arrays, others, covers_batch: see `find_axes`.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if not _are_sharded((arrays, others)):
         return None
-    search = _Search(op, arrays, mesh, frozenset())
-    batch = search.found(0)
+    batch, _ = _axes_of(0, arrays, mesh, ())
     if batch and covers_batch:
-        search.warn_of_plan()
+        _warn_of_plan(op, batch, (), 0)
         batch = ()
-    heads = search._replace(taken=frozenset(batch)).found(2)
-    return MeshAxes(mesh, (), batch, heads)
+    heads, _ = _axes_of(2, arrays, mesh, batch)
+    return MeshAxes(mesh, (), batch, heads, frozenset(explicit_names(mesh)))
 
 
 def refuse_explicit_axes(op: str, arrays: Any) -> None:

@@ -36,7 +36,7 @@ from jax_cp_dispatch.attention.algorithms import (
     Placed,
     refuse,
 )
-from jax_cp_dispatch.attention.algorithms.algorithm import Batch, RankProgram, Shape
+from jax_cp_dispatch.attention.algorithms.algorithm import RankProgram, Shape
 from jax_cp_dispatch.attention.choose import Auto, read_algorithm
 from jax_cp_dispatch.attention.local.ranges import check_softmax
 from jax_cp_dispatch.attention.operands import Call, Operands, check_rows
@@ -622,23 +622,24 @@ def balance_profile(
     """
     sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_size": head_size}
     check_positive(_OP, repeats=repeats, **sizes)
-    documents = document_table(_OP, world_size=world_size, lengths=lengths, columns=columns)
-    mask = read_mask_on_host(_OP, mask, (documents.batch, documents.columns))
-    rows = documents.batch, documents.columns // world_size
+    table = document_table(_OP, world_size=world_size, lengths=lengths, columns=columns)
+    mask = read_mask_on_host(_OP, mask, (table.batch, table.columns))
+    rows = table.batch, table.columns // world_size
     heads = num_heads, num_kv_heads, num_kv_heads
     dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
     qkv = [Shape((*rows, n, head_size), dtype) for n in heads]
     call = Call(read_options(_OP, "ranks"), (world_size,), num_heads)
-    batch = Batch(world_size, trusted(documents.numbers(), mask=mask), qkv)
     programs = []
     for given in algorithms:
-        is_plan = isinstance(given, Plan)
-        algorithm, its_batch = (
-            _of_plan(given, batch) if is_plan else (read_algorithm(_OP, given), batch)
-        )
+        documents = trusted(table.numbers(), mask=mask)
+        if isinstance(given, Plan):
+            algorithm = _algorithm_of(given, world_size, rows)
+            documents = replaced(documents, plans=(given,))
+        else:
+            algorithm = read_algorithm(_OP, given)
         program = None
         if not isinstance(algorithm, Auto):
-            program = algorithm.rank_program(call, its_batch, backward=backward)
+            program = algorithm.rank_program(call, documents, qkv, backward=backward)
         if program is None:
             raise ValueError(
                 f"{_OP}: got algorithm {algorithm.name!r}. Name algorithms that can be measured: "
@@ -648,9 +649,8 @@ def balance_profile(
     return time_ranks(programs, "pairs", repeats)
 
 
-def _of_plan(plan: Plan, batch: Batch) -> tuple[Algorithm, Batch]:
-    """Returns the algorithm that follows a plan, and the batch with it."""
-    rows, world_size = batch.qkv[0].shape[:2], batch.num_ranks
+def _algorithm_of(plan: Plan, world_size: int, rows: tuple[int, int]) -> Algorithm:
+    """Returns the algorithm that follows a plan of these ranks, each with these rows `[B, T]`."""
     held = plan.batch, plan.num_tokens // plan.batch
     if plan.fingerprint.shape[:-1] != (world_size,) or held != rows:
         ranks = list(plan.fingerprint.shape[:-1])
@@ -659,7 +659,7 @@ def _of_plan(plan: Plan, batch: Batch) -> tuple[Algorithm, Batch]:
             f"documents need one of [{world_size}] with {rows[0]} x {rows[1]}. Pass the "
             "plan of all ranks for these documents."
         )
-    return Placed() if plan.is_placed else Balanced(), batch._replace(plan=plan)
+    return Placed() if plan.is_placed else Balanced()
 
 
 def _run_ranks(program: RankProgram) -> Callable[[int], Any]:

@@ -101,7 +101,11 @@ def attention_keywords(
     is_reordered = self._load_balanced_context_parallel()
     order = zigzag_order(size(sequence)) if is_reordered else PACKED
     tokens = decoder_segment_ids, given.get("bidirectional_mask")
-    documents = token_documents(query, decoder_segment_ids, order)
+    documents = None
+    if decoder_segment_ids is not None or is_reordered:  # the tokens are in this order already
+        ids = decoder_segment_ids
+        ids = jnp.ones(query.shape[:2], jnp.int32) if ids is None else ids
+        documents = Documents.in_order(ids, None, (), order=order, columns=query.shape[1])
     return {
         **{"q": query, "k": key, "v": value, "documents": documents},
         **{"mesh": self.mesh, "axis_name": sequence, "head_axis": heads, "batch_axis": batch},
@@ -111,15 +115,6 @@ def attention_keywords(
         "scale": 1.0,  # queries are scaled already
         "logit_soft_cap": self.attn_logits_soft_cap or None,
     }
-
-
-def token_documents(query, segment_ids, order: Order) -> Documents | None:
-    """Returns the documents of tokens that are in this order already."""
-    if segment_ids is None and order == PACKED:
-        return None
-    if segment_ids is None:
-        segment_ids = jnp.ones(query.shape[:2], jnp.int32)
-    return Documents.in_order(segment_ids, None, (), order=order, columns=query.shape[1])
 
 
 def what_is_missing(self, query, key, **given) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
@@ -21,16 +22,16 @@ from jax_cp_dispatch.attention.algorithms import (
     Zigzag,
 )
 from jax_cp_dispatch.attention.algorithms.planned import check_plan_config, moves_of_plan
-from jax_cp_dispatch.attention.operands import Call, Operands, has_no_tokens, key_shapes
+from jax_cp_dispatch.attention.operands import Call, Operands, key_shapes
 from jax_cp_dispatch.cost import HARDWARE, Hardware, Moves, Prediction, Workload
 from jax_cp_dispatch.cost.pairs import wasted_pairs
-from jax_cp_dispatch.documents.documents import Documents, with_segment_ids
+from jax_cp_dispatch.documents.documents import Documents, trusted, with_segment_ids
 from jax_cp_dispatch.documents.layouts import check_layout, zigzag_permutation
 from jax_cp_dispatch.documents.table import document_lengths
-from jax_cp_dispatch.global_call import kv_copies
+from jax_cp_dispatch.global_call import MeshAxes, kv_copies
 from jax_cp_dispatch.masks import Mask, StaticMask
 from jax_cp_dispatch.masks.read import read_mask_on_host
-from jax_cp_dispatch.planning import Plan, PlanConfig
+from jax_cp_dispatch.planning import PlanConfig
 from jax_cp_dispatch.planning.request import DoesNotFitError
 
 _CLOSE = 1.03
@@ -290,49 +291,47 @@ class Auto:
         self,
         call: Call,
         operands: Operands,
-        packed: Documents,
-        plan: Plan | None,
-        *,
-        num_tokens: int,
-        num_groups: int,
-    ) -> tuple[Algorithm, Plan | None]:
-        """Returns the algorithm, and its plan, if it has one: that of the call, or else a new one.
+        documents: Documents,
+        axes: MeshAxes,
+    ) -> tuple[Algorithm, Documents]:
+        """Returns the algorithm, and the documents with its plan: that of the call, or a new one.
 
-        Operands are padded to a multiple of the ranks. `num_tokens` are those of a batch row on all
-        ranks; each of `num_groups` parts of the batch has ranks of its own.
+        Operands are padded to a multiple of the ranks.
         """
-        is_zigzag = call.order.layout == "zigzag"
-        if plan is not None:
-            return Placed() if plan.is_placed else Balanced(self.config), plan
-        if has_no_tokens(operands):
-            return Zigzag() if is_zigzag else Balanced(self.config), None
-        if any(isinstance(x, Tracer) for x in (packed.segment_ids, packed.positions)):
+        balanced, is_zigzag = Balanced(self.config), call.order.layout == "zigzag"
+        if documents.plan is not None:
+            return Placed() if documents.plan.is_placed else balanced, documents
+        if 0 in operands.q.shape[:2]:  # there are no tokens
+            return Zigzag() if is_zigzag else balanced, documents
+        if any(isinstance(x, Tracer) for x in (documents.segment_ids, documents.positions)):
             raise ValueError(
                 f"{call.op}: algorithm='auto' reads segment_ids on the host, but they are "
                 "traced. Call choose_algorithm outside jit, once for similar batches, and pass "
                 "the algorithm of its result."
             )
-        if not all(is_on_host(x) for x in jax.tree.leaves(packed.mask)):  # planned in the program
-            return Zigzag() if is_zigzag else Balanced(self.config), None
+        if not all(map(is_on_host, jax.tree.leaves(documents.mask))):  # planned in the program
+            return Zigzag() if is_zigzag else balanced, documents
         hardware = self.hardware or default_hardware()
-        workload = _workload(call, operands, packed, num_tokens, num_groups)
-        estimate = None
+        num_tokens = operands.q.shape[1] * (1 if axes.sequence else call.num_ranks)
+        num_groups = axes.num_devices(axes.batch)
+        workload = _workload(call, operands, documents, num_tokens, num_groups)
+        estimate = plan = None
         if not is_zigzag and num_groups > 1:  # each group makes its own plan in the program
             estimate = Balanced().plan_for(workload, hardware)
         elif not is_zigzag:
             shape = operands.q.shape[0], num_tokens
-            known = with_segment_ids(packed, shape)
-            try:
-                estimate = plan = Balanced(self.config).plan_before(known, call.num_ranks)
-            except DoesNotFitError:
-                estimate = None
+            known = with_segment_ids(documents, shape)
+            with contextlib.suppress(DoesNotFitError):
+                estimate = plan = balanced.plan_before(known, call.num_ranks)
         layout: Any = {"layout": call.order.layout}
         compared = candidates(workload, hardware, **layout)
         moves: dict[Algorithm, Any] = {x: None for x in compared if not x.follows_plan}
         if estimate is not None:
-            moves[Balanced(self.config)] = moves_of_plan(estimate, hardware)
+            moves[balanced] = moves_of_plan(estimate, hardware)
         choice, _ = choose_for(workload, moves, hardware=hardware, with_backward=True, **layout)
-        return choice.algorithm, plan if choice.algorithm.follows_plan else None
+        if plan is not None and choice.algorithm.follows_plan:
+            documents = trusted(mask=plan.mask, plans=(plan,))  # nothing to compare
+        return choice.algorithm, documents
 
 
 _BY_NAME: dict[str, type[Algorithm] | type[Auto]] = {x.name: x for x in (*ALGORITHMS, Auto)}
@@ -352,7 +351,7 @@ def read_algorithm(op: str, algorithm: Any) -> Algorithm | Auto:
 
 
 def _workload(
-    call: Call, operands: Operands, packed: Documents, num_tokens: int, num_groups: int
+    call: Call, operands: Operands, documents: Documents, num_tokens: int, num_groups: int
 ) -> Workload:
     """Returns the work of one group; the rows of the first represent all."""
     (B, _, N, H), T = operands.q.shape, num_tokens
@@ -363,8 +362,8 @@ def _workload(
     order = slice(None)
     if call.order.layout == "zigzag":
         order = zigzag_permutation(T, call.num_ranks, inverse=True)
-    packed = jax.tree.map(lambda x: np.asarray(x)[:rows, order], packed)
-    mask, segment_ids, positions = packed.mask, packed.segment_ids, packed.positions
+    documents = jax.tree.map(lambda x: np.asarray(x)[:rows, order], documents)
+    mask, segment_ids, positions = documents.mask, documents.segment_ids, documents.positions
     if segment_ids is not None or positions is not None:
         ids = np.ones((rows, T), np.int32) if segment_ids is None else segment_ids
         if mask.has_arrays:  # padding is a document for each token: columns stay as they are

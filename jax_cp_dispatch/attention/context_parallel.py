@@ -9,14 +9,13 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
 from jaxtyping import Array, Float, Integer, PyTree
 
-from jax_cp_dispatch._arguments import HostOrDevice, is_on_host
+from jax_cp_dispatch._arguments import HostOrDevice
 from jax_cp_dispatch._door import door
-from jax_cp_dispatch._ranks.communicator import AxisName, check_axis_name, check_mesh
-from jax_cp_dispatch._ranks.options import is_on_rank, read_options, vary_alike
+from jax_cp_dispatch._ranks.communicator import AxisName
+from jax_cp_dispatch._ranks.options import is_traced, read_options, vary_alike
 from jax_cp_dispatch.attention.algorithms import Algorithm, refuse, run_unless_empty
 from jax_cp_dispatch.attention.choose import Auto, read_algorithm
 from jax_cp_dispatch.attention.local.ranges import check_softmax
@@ -27,34 +26,29 @@ from jax_cp_dispatch.attention.operands import (
     Outputs,
     check_rows,
     check_specs,
-    has_no_tokens,
     read_operands,
     with_own_heads,
 )
 from jax_cp_dispatch.documents.documents import (
     Documents,
-    check_call_ranks,
     read_given,
-    read_whole,
-    replaced,
     trusted,
     with_segment_ids,
     without_plan,
 )
-from jax_cp_dispatch.documents.segment_ids import STEPS_OF_DOCUMENTS, normalize_segment_ids
+from jax_cp_dispatch.documents.segment_ids import STEPS_OF_DOCUMENTS
 from jax_cp_dispatch.global_call import (
-    GivenAxes,
     MeshAxes,
     cut_tokens,
-    explicit_axes,
     find_axes,
+    fit_documents,
     on_all_ranks,
     pad_tokens,
 )
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.mask import PACKED
 from jax_cp_dispatch.masks.read import check_mask_arrays
-from jax_cp_dispatch.planning.plan import check_groups, check_plan, is_of_all, is_stack
+from jax_cp_dispatch.planning.plan import check_plan, is_of_all
 
 
 @door(
@@ -127,8 +121,8 @@ def context_parallel_attention(
         algorithm. Ids known on the host must not be negative; of traced ids, negative ones are
         padding. A document in several pieces in its batch row is an error: on the host if ids are
         known there, else on all ranks.
-      positions: likewise, the position of each token in its document; None if segment ids alone
-        separate the documents.
+      positions: the position of each token in its document, which also ends where they do not
+        increase. None: segment ids alone separate the documents.
       batch_axis: of global arrays: mesh axis over which B is sharded, or several; groups along them
         are independent. `()`: none. None: inferred from q, k and v. Types show explicit axes.
         Automatic axes are known only for placed arrays outside `jit`; otherwise a warning asks for
@@ -142,16 +136,18 @@ def context_parallel_attention(
         (inside `jax.shard_map`, of the ranks of `axis_name`), scaled and capped, without the sink
         and without derivative. The result is then `(out, lse)`, `(out, max_logits)` or `(out, lse,
         max_logits)`.
-      expand: `f(weights, rows) -> (k, v)`, from rows `[R, ...]` to `[R, K, H]` and `[R, K, Hv]` in
-        q's dtype. The latent rows move, and each rank expands those that it attends to, once per
-        pass; in rings, at every step. It acts on each row alone, and closes over no traced array.
-        Gradients of latent rows are summed over the ranks in float32.
+      expand: a function `(weights, rows) -> (k, v)`, from latent rows `[R, ...]` to keys
+        `[R, K, H]` and values `[R, K, Hv]` in q's dtype. It must expand each row alone, and close
+        over no traced array. Latent rows move in place of keys; each rank expands those that it
+        attends to, once per pass, and in rings at every step. Gradients of latent rows are summed
+        over the ranks in float32.
       weights: a pytree of arrays, the same on all ranks of `axis_name`; their gradients are summed
         over all ranks.
-      weight_specs: of global arrays: how weights are sharded over `head_axis`: a `PartitionSpec`
-        for each, or for each part of the pytree. From its part, `expand` returns the device's part
-        of the KV heads. None: weights are whole; each device expands all heads, and keeps those of
-        its query heads. With "ulysses", then also over the axes that share the heads.
+      weight_specs: for global arrays: a `PartitionSpec` for each array of weights, or for each part
+        of the pytree, that shards the weights over `head_axis`. From its part of the weights, a
+        device then expands its part of the KV heads. None: each device expands all heads from whole
+        weights, and keeps those of its query heads. With "ulysses", which shares the heads over
+        axes of the ranks, specs may name these too, after those of `head_axis`.
       scale: factor on the logits; None is `1 / sqrt(H)`.
       logit_soft_cap: c > 0 replaces a scaled logit x with `c * tanh(x / c)`.
       implementation: of the exchanges; None selects one.
@@ -168,8 +164,7 @@ def context_parallel_attention(
         another rank or plan; or as `dispatch`. With `implementation="xla"` the output is NaN
         instead.
     """
-    names = check_axis_name(OP, axis_name)
-    check_mesh(OP, mesh)
+    exchange = read_options(OP, axis_name, mesh, implementation, deadline, num_comm_sm)
     chosen = read_algorithm(OP, algorithm)
     follows_plan = chosen.follows_plan
     given = read_given(OP, documents, segment_ids, positions, mask, follows_plan=follows_plan)
@@ -178,26 +173,23 @@ def context_parallel_attention(
         if given.order == PACKED and given.plan.is_placed:  # unplaced
             given = without_plan(OP, given)
     operands, expansion = read_operands(q, k, v, sink, (expand, weights, weight_specs))
-    on_rank = is_on_rank(OP, names)
-    moved = q, *operands.moved
-    if on_rank:
-        axes = explicit_axes(
-            OP, *moved, others=(operands, given), covers_batch=is_of_all(given.plan)
-        )
-    else:
-        given_axes = GivenAxes(mesh, axis_name, batch_axis, head_axis)
-        axes = find_axes(OP, *moved, given=given_axes, covers_batch=is_of_all(given.plan))
+    axes = find_axes(
+        *(exchange, q, *operands.moved),
+        batch_axis=batch_axis,
+        head_axis=head_axis,
+        others=(operands, given),
+        covers_batch=is_of_all(given.plan),
+    )
     check_rows(OP, operands, given.segment_ids, given.positions)
     check_softmax(OP, scale, logit_soft_cap)
     check_mask_arrays(OP, given.mask, q.shape[:2])
-    if axes is not None and expansion is not None:
+    if axes.manual and expansion is not None:
         sharing = chosen.head_axes(axes.sequence)
-        check_specs(OP, expansion, operands.weights, axes, sharing)
-    exchange = {"deadline": deadline, "num_comm_sm": num_comm_sm}
+        check_specs(expansion, operands.weights, axes, sharing)
     call = Call(
-        read_options(OP, axis_name, implementation=implementation, **exchange),
-        tuple(map(lax.axis_size, names)) if axes is None or on_rank else axes.sizes,
-        q.shape[2] // (1 if axes is None else axes.num_devices(axes.heads)),
+        exchange,
+        tuple(axes.mesh.shape[name] for name in axes.ranks),
+        q.shape[2] // axes.num_devices(axes.heads),
         order=given.order,
         scale=scale,
         logit_soft_cap=logit_soft_cap,
@@ -205,68 +197,36 @@ def context_parallel_attention(
         return_max_logits=return_max_logits,
         expansion=expansion,
     )
-    run: Callable[..., Outputs] = _on_rank if on_rank else _on_global_arrays
-    return call.returned(run(chosen, call, operands, given, axes))
+    out, lse, max_logits = _run(chosen, call, operands, given, axes)
+    asked = [lse] if return_lse else []
+    asked += [max_logits] if return_max_logits else []
+    return (out, *asked) if asked else out
 
 
-def _on_rank(
+def _run(
     algorithm: Algorithm | Auto,
     call: Call,
     operands: Operands,
-    given: Documents,
-    axes: MeshAxes | None,
-) -> Outputs:
-    """Computes attention of this rank's rows, which explicit axes may shard."""
-    packed, plan, axis_name = replaced(given, plans=()), given.plan, call.exchange.axis_name
-    num_tokens = operands.q.shape[1] * call.num_ranks
-    ranks = f"axis {axis_name!r} has {call.num_ranks} ranks"
-    check_call_ranks(OP, given, num_tokens, call.num_ranks, ranks)
-    if plan is None:
-        ids, positions = normalize_segment_ids(OP, packed.segment_ids, packed.positions)
-        packed = replaced(packed, segment_ids=ids, positions=positions)
-    if isinstance(algorithm, Auto):
-        num_groups = 1 if axes is None else axes.num_groups
-        sizes = {"num_tokens": num_tokens, "num_groups": num_groups}
-        algorithm, plan = algorithm.choose(call, operands, packed, plan, **sizes)
-    refuse(algorithm, call, packed.mask, plan)
-    if axes is None:
-        return run_unless_empty(algorithm, call, operands, packed, plan)
-    return _program(operands, plan, packed, algorithm=algorithm, call=call, axes=axes)
-
-
-def _on_global_arrays(
-    algorithm: Algorithm | Auto,
-    call: Call,
-    operands: Operands,
-    given: Documents,
+    documents: Documents,
     axes: MeshAxes,
 ) -> Outputs:
-    """Pads the tokens, plans what is known, and runs one program on all ranks."""
-    packed, plan = replaced(given, plans=()), given.plan
-    (B, T), num_ranks = operands.q.shape[:2], call.num_ranks
-    check_call_ranks(OP, given, T, num_ranks, axes.described)
-    _check_plan(call, axes, T, plan)
-    if not isinstance(algorithm, Auto):
-        refuse(algorithm, call, packed.mask, plan)
-    if plan is None:  # those with a plan were read
-        packed = read_whole(OP, packed, num_ranks)
-    missing = -T % num_ranks
-    if missing and plan is None:
-        packed = with_segment_ids(packed, (B, T))
+    """Computes attention: on global arrays, pads the tokens, and plans what is known."""
+    B, T = operands.q.shape[:2]
+    documents, missing, checks_order = fit_documents(OP, documents, axes, (B, T))
+    call = dataclasses.replace(call, checks_order=checks_order)
     q, k, v = pad_tokens((operands.q, operands.k, operands.v), missing)
-    operands, packed = operands._replace(q=q, k=k, v=v), pad_tokens(packed, missing)
+    operands = operands._replace(q=q, k=k, v=v)
     if isinstance(algorithm, Auto):
-        sizes = {"num_tokens": T + missing, "num_groups": axes.num_groups}
-        algorithm, plan = algorithm.choose(call, operands, packed, plan, **sizes)
-        refuse(algorithm, call, packed.mask, plan)
-    is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(packed))
-    if plan is None and not (is_traced or axes.batch or has_no_tokens(operands)):
-        plan = algorithm.plan_before(with_segment_ids(packed, (B, T + missing)), num_ranks)
-    if plan is not None and given.plan is None:
-        packed = trusted(mask=plan.mask)  # nothing to compare
-    if all(map(is_on_host, jax.tree.leaves(packed))):
-        call = dataclasses.replace(call, checks_order=False)  # checked above
-    outputs = _program(operands, plan, packed, algorithm=algorithm, call=call, axes=axes)
+        algorithm, documents = algorithm.choose(call, operands, documents, axes)
+    refuse(algorithm, call, documents.mask)
+    is_known = bool(axes.sequence) and not is_traced(jax.tree.leaves(documents))
+    if documents.plan is None and is_known and not axes.batch and B * T:
+        known = with_segment_ids(documents, (B, T + missing))
+        if (plan := algorithm.plan_before(known, call.num_ranks)) is not None:
+            documents = trusted(mask=plan.mask, plans=(plan,))  # nothing to compare
+    if not axes.manual:
+        return run_unless_empty(algorithm, call, operands, documents)
+    outputs = _program(operands, documents, algorithm=algorithm, call=call, axes=axes)
     if missing:
         out, lse = cut_tokens((outputs.out, outputs.lse), T, axes.mesh)
         outputs = outputs._replace(out=out, lse=lse)
@@ -276,8 +236,7 @@ def _on_global_arrays(
 @partial(jax.jit, static_argnames=("algorithm", "call", "axes"))
 def _program(
     operands: Operands,
-    plan: Any,
-    packed: Documents,
+    documents: Documents,
     *,
     algorithm: Algorithm,
     call: Call,
@@ -285,7 +244,6 @@ def _program(
 ) -> Outputs:
     sequence = axes.rows
     rows = P(*sequence, axes.heads)
-    of_plan = sequence if is_stack(plan) else P(axes.sequence)
     of_keys, of_weights = rows, P()
     if call.expansion is None:
         k, v = (axes.repeat_kv_heads(x, operands.q.shape[2]) for x in operands.moved)
@@ -293,18 +251,15 @@ def _program(
     else:
         of_keys, of_weights = sequence, call.expansion.specs
         sharing = algorithm.head_axes(axes.sequence)
-        expansion = with_own_heads(call.op, call.expansion, operands, axes, sharing)
+        expansion = with_own_heads(call.expansion, operands, axes, sharing)
         call = dataclasses.replace(call, expansion=expansion)
     of_operands = Operands(rows, of_keys, of_keys, P(axes.heads), of_weights)
-    out_specs = Outputs(
-        rows,
-        rows if call.return_lse else None,
-        P(axes.heads) if call.return_max_logits else None,
-    )
+    lse_rows = rows if call.return_lse else None
+    out_specs = Outputs(rows, lse_rows, P(axes.heads) if call.return_max_logits else None)
 
     def attend_on_rank(*sharded: Any) -> Outputs:
-        *arrays, plan, packed = sharded
-        outputs = run_unless_empty(algorithm, call, Operands(*arrays), packed, plan)
+        *arrays, documents = sharded
+        outputs = run_unless_empty(algorithm, call, Operands(*arrays), documents)
         if outputs.max_logits is None or not axes.batch:
             return outputs
         (largest,) = vary_alike([lax.stop_gradient(outputs.max_logits)], also=axes.batch)
@@ -312,26 +267,9 @@ def _program(
 
     return on_all_ranks(
         attend_on_rank,
-        (*operands, plan, packed),
+        (*operands, documents),
         axes=axes,
-        in_specs=(*of_operands, of_plan, sequence),
+        in_specs=(*of_operands, documents.specs(axes.sequence, axes.batch)),
         out_specs=out_specs,
         num_differentiable=len(operands),
     )
-
-
-def _check_plan(call: Call, axes: MeshAxes, num_tokens: int, plan: Any) -> None:
-    """Requires that order and plan match the tokens, the ranks and the other arguments."""
-    if (plan is not None or call.order.layout == "zigzag") and num_tokens % axes.num_ranks:
-        raise ValueError(
-            f"{OP}: T is {num_tokens} but {axes.described}, which must divide it with a plan, and "
-            "in zigzag order. Pad the tokens (segment 0 is padding) before you plan or reorder "
-            "them."
-        )
-    if plan is not None and plan.world_size != axes.num_ranks:
-        raise ValueError(
-            f"{OP}: the plan is for world_size={plan.world_size} but {axes.described}. Plan again "
-            "with that world_size."
-        )
-    if plan is not None:
-        check_groups(OP, plan, num_groups=axes.num_groups, batch=axes.batch)

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, PyTree, Shaped
 
 from jax_cp_dispatch._arguments import HostOrDevice
 from jax_cp_dispatch._arrays import sum_dtype
-from jax_cp_dispatch._door import door
+from jax_cp_dispatch._door import check_annotated
 from jax_cp_dispatch._ranks.options import CollectiveOptions, vary_together
 from jax_cp_dispatch.attention.local.passes import forbid_second_derivative, in_reverse_only
 from jax_cp_dispatch.attention.local.ranges import SoftmaxGradients, check_heads
@@ -51,9 +51,11 @@ class Operands(NamedTuple):
         A sink and weights are the same on all ranks: their gradients are summed over them, in
         float32, and those of latent rows over ranks of other heads.
         """
-        wide = self._replace(sink=_widened(self.sink), weights=_widened(self.weights))
+        to_sums = lambda x: x.astype(sum_dtype(x.dtype)) if is_float(x) else x
+        widen = lambda tree: jax.tree.map(to_sums, tree)
+        wide = self._replace(sink=widen(self.sink), weights=widen(self.weights))
         if self.v is None:
-            wide = wide._replace(k=_widened(self.k))
+            wide = wide._replace(k=widen(self.k))
         wide = jax.tree.map(lambda x: in_reverse_only(exchange.op, x), wide)
         varying: Operands = vary_together(wide, also=exchange.axis_names)
         narrow = lambda x, like: x.astype(like.dtype)
@@ -85,27 +87,10 @@ def rounded(gradients: Any, arrays: Any) -> tuple[Any, ...]:
     return tuple(None if x is None else x.astype(like.dtype) for x, like in pairs)
 
 
-def _widened(tree: Any) -> Any:
-    return jax.tree.map(lambda x: x.astype(sum_dtype(x.dtype)) if is_float(x) else x, tree)
-
-
 def softmax_gradients(op: str, out: Any, lse: Any, cotangents: Outputs) -> SoftmaxGradients:
     """Returns the whole softmax, lse `[B, N, T]`, and its cotangents, those of `Outputs`."""
     dout, dlse, _ = forbid_second_derivative(op, cotangents)
     return SoftmaxGradients(out, lse, dout, None if dlse is None else jnp.swapaxes(dlse, 1, 2))
-
-
-def has_no_tokens(operands: Operands) -> bool:
-    return 0 in operands.q.shape[:2]
-
-
-def empty_outputs(call: Call, operands: Operands) -> Outputs:
-    q, (_, v) = operands.q, key_shapes(call.expansion, operands)
-    B, T, N, _ = q.shape
-    dtype = sum_dtype(q.dtype)
-    lse = jnp.full((B, T, N), -jnp.inf, dtype) if call.return_lse else None
-    max_logits = jnp.full(N, -jnp.inf, dtype) if call.return_max_logits else None
-    return Outputs(jnp.zeros((B, T, N, v.shape[3]), q.dtype), lse, max_logits)
 
 
 def check_rows(op: str, operands: Operands, segment_ids: Any, positions: Any) -> None:
@@ -121,7 +106,7 @@ def check_rows(op: str, operands: Operands, segment_ids: Any, positions: Any) ->
 Rows = Sequence[Shaped[Array, "R _"]]
 KeysAndValues = tuple[Float[Array, "R K H"], Float[Array, "R K Hv"]]
 Shape = jax.ShapeDtypeStruct
-# Of latent rows that no query reads: `expand` of zeros may be NaN, and 0 times it in a gradient.
+# Latent rows that no query reads have this value: `expand` of zeros may be NaN, as is 0 times NaN.
 UNUSED_ROW = 1
 
 
@@ -201,40 +186,40 @@ class Expansion:
 OP = "context_parallel_attention"
 
 
+# The arrays of a call: keys and values, or latent rows.
+
+
+class _Keys(NamedTuple):
+    q: Float[HostOrDevice, "B T N H"]
+    k: Float[HostOrDevice, "B T K H"]
+    v: Float[HostOrDevice, "B T K Hv"]
+
+
+class _Latents(NamedTuple):
+    q: Float[HostOrDevice, "B T N H"]
+    k: PyTree[Shaped[HostOrDevice, "B T ..."]]
+
+
 def read_operands(
     q: Any, k: Any, v: Any, sink: Any, expanding: tuple[Any, Any, Any]
 ) -> tuple[Operands, Expansion | None]:
-    """Checks the arrays of a call with `expand`, `weights` and `weight_specs`."""
-    if expanding[0] is None:
+    """Checks the arrays of a call with `expand`, `weights` and `weight_specs`.
+
+    Latent rows become keys of one head, `[B, T, 1, F]` each.
+    """
+    expand, weights, weight_specs = expanding
+    if expand is None:
         if v is None:
             raise TypeError(f"{OP}: v is missing. Pass k and v, or latent rows with expand=.")
-        if any(x is not None for x in expanding):
+        if weights is not None or weight_specs is not None:
             raise TypeError(f"{OP}: got weights or weight_specs without expand. Pass it too.")
-        return _read_keys(q, k, v)._replace(sink=sink), None
+        step = "For queries and keys of different lengths, use local_attention on one device."
+        check_annotated(OP, _Keys, {"q": q, "k": k, "v": v}, {"k": step})
+        return Operands(q, k, v, sink), None
     if v is not None:
         raise TypeError(f"{OP}: got v with expand. Pass latent rows in place of k, and no v.")
-    operands, expansion = _read_latents(q, k, *expanding)
-    return operands._replace(sink=sink), expansion
-
-
-@door(OP, k="For queries and keys of different lengths, use local_attention on one device.")
-def _read_keys(
-    q: Float[HostOrDevice, "B T N H"],
-    k: Float[HostOrDevice, "B T K H"],
-    v: Float[HostOrDevice, "B T K Hv"],
-) -> Operands:
-    return Operands(q, k, v)
-
-
-@door(OP, k="Pass rows [B, T, ...] of the same tokens.")
-def _read_latents(
-    q: Float[HostOrDevice, "B T N H"],
-    k: PyTree[Shaped[HostOrDevice, "B T ..."]],
-    expand: Any,
-    weights: Any,
-    weight_specs: Any,
-) -> tuple[Operands, Expansion]:
-    """Returns rows as keys of one head, `[B, T, 1, F]` each, and their expansion."""
+    step = "Pass rows [B, T, ...] of the same tokens."
+    check_annotated(OP, _Latents, {"q": q, "k": k}, {"k": step})
     if not callable(expand):
         raise TypeError(
             f"{OP}: expand is of type {type(expand).__name__}. Pass a function (weights, rows) -> "
@@ -242,31 +227,31 @@ def _read_latents(
         )
     rows, rows_tree = jax.tree.flatten(k)
     held, weights_tree = jax.tree.flatten(weights)
-    specs = _specs(OP, weights, weight_specs)
+    specs = _specs(weights, weight_specs)
     expansion = Expansion(expand, weights_tree, rows_tree, tuple(x.shape[2:] for x in rows), specs)
     one_head = tuple(x.reshape(*x.shape[:2], 1, math.prod(x.shape[2:])) for x in rows)
-    operands = Operands(q, one_head, None, weights=tuple(held))
-    _check_expanded(OP, expansion, operands)
+    operands = Operands(q, one_head, None, sink, tuple(held))
+    _check_expanded(expansion, operands)
     return operands, expansion
 
 
-def _specs(op: str, weights: Any, weight_specs: Any) -> tuple[P, ...]:
+def _specs(weights: Any, weight_specs: Any) -> tuple[P, ...]:
     is_spec = lambda x: isinstance(x, P)
     specs = P() if weight_specs is None else weight_specs
     if not all(map(is_spec, jax.tree.leaves(specs, is_leaf=is_spec))):
-        raise TypeError(f"{op}: weight_specs needs to be a pytree of PartitionSpec.")
+        raise TypeError(f"{OP}: weight_specs needs to be a pytree of PartitionSpec.")
     try:
         spread = lambda spec, part: [spec] * len(jax.tree.leaves(part))
         specs = jax.tree.map(spread, specs, weights, is_leaf=is_spec)
     except ValueError as error:
         raise ValueError(
-            f"{op}: weight_specs does not match weights: {error}. Pass one PartitionSpec for each "
+            f"{OP}: weight_specs does not match weights: {error}. Pass one PartitionSpec for each "
             "array of weights, or for each part of the pytree."
         ) from error
     return tuple(jax.tree.leaves(specs, is_leaf=is_spec))
 
 
-def _check_expanded(op: str, expansion: Expansion, operands: Operands) -> None:
+def _check_expanded(expansion: Expansion, operands: Operands) -> None:
     """Requires keys and values of the queries, one for each row, and no traced constants."""
     q = operands.q
     num_rows, (N, H) = q.shape[0] * q.shape[1], q.shape[2:]
@@ -274,17 +259,17 @@ def _check_expanded(op: str, expansion: Expansion, operands: Operands) -> None:
     for x in program.consts:
         if isinstance(x, Tracer):
             raise ValueError(
-                f"{op}: expand closes over a traced array of shape {list(x.shape)}. Pass it as "
+                f"{OP}: expand closes over a traced array of shape {list(x.shape)}. Pass it as "
                 "weights=, and read it from the first argument of expand."
             )
     needs = f"(k, v), [R, K, {H}] and [R, K, Hv] in {q.dtype}, of R = {num_rows} rows"
     if not (isinstance(found, tuple | list) and len(found) == 2):
         raise TypeError(
-            f"{op}: expand returned {type(found).__name__}; it needs to return {needs}."
+            f"{OP}: expand returned {type(found).__name__}; it needs to return {needs}."
         )
     k, v = found
     described = (
-        f"{op}: expand returned k and v of shapes {k.shape} and {v.shape} in {k.dtype} and "
+        f"{OP}: expand returned k and v of shapes {k.shape} and {v.shape} in {k.dtype} and "
         f"{v.dtype}; it needs to return {needs}"
     )
     is_right = k.ndim == v.ndim == 3 and k.shape[:2] == v.shape[:2] and k.shape[0] == num_rows
@@ -352,23 +337,12 @@ class Call:
         names = ("scale", "logit_soft_cap", "return_max_logits")
         return {name: getattr(self, name) for name in names}
 
-    def returned(self, outputs: Outputs) -> Any:
-        """Returns what the caller asked for: the output alone, or a tuple."""
-        out, lse, max_logits = outputs
-        asked = [lse] if self.return_lse else []
-        asked += [max_logits] if self.return_max_logits else []
-        return (out, *asked) if asked else out
-
 
 # ---- The KV heads that each device expands from latent rows, if the heads are sharded.
 
 
 def check_specs(
-    op: str,
-    expansion: Expansion,
-    weights: tuple[Any, ...],
-    axes: MeshAxes,
-    sharing: tuple[str, ...],
+    expansion: Expansion, weights: tuple[Any, ...], axes: MeshAxes, sharing: tuple[str, ...]
 ) -> None:
     """Requires weights sharded evenly over the axes of the heads, or the first of these.
 
@@ -385,40 +359,39 @@ def check_specs(
                 if name in (*axes.sequence, *axes.batch):  # which cannot be head_axis
                     step = "Remove it"
                 raise ValueError(
-                    f"{op}: weight_specs shard weights over axis {name!r}, but heads are sharded "
+                    f"{OP}: weight_specs shard weights over axis {name!r}, but heads are sharded "
                     f"over {all_heads}. {step} from weight_specs; weights are gathered over "
                     "other axes."
                 )
         if names != axes.heads[: len(names)]:
             raise ValueError(
-                f"{op}: weight_specs shard weights over {names}, but q is sharded by heads over "
+                f"{OP}: weight_specs shard weights over {names}, but q is sharded by heads over "
                 f"{axes.heads}, so a device would expand the heads of others. Shard weights over "
                 "the same axes in the same order, or over the first of them."
             )
         if len(spec) > x.ndim:
             raise ValueError(
-                f"{op}: weight_specs has {spec} for weights of shape {list(x.shape)}. Pass at most "
+                f"{OP}: weight_specs has {spec} for weights of shape {list(x.shape)}. Pass at most "
                 "one entry for each dimension."
             )
         for size, part in zip(x.shape, spec, strict=False):
             devices = axes.num_devices(_names(part))
             if size % devices:
                 raise ValueError(
-                    f"{op}: weight_specs shard a dimension of {size} of weights over {devices} "
+                    f"{OP}: weight_specs shard a dimension of {size} of weights over {devices} "
                     f"devices, which must divide it. Omit {part!r} there: each device then expands "
                     "all heads, and keeps those of its query heads."
                 )
 
 
 def with_own_heads(
-    op: str, expansion: Expansion, operands: Operands, axes: MeshAxes, sharing: tuple[str, ...]
+    expansion: Expansion, operands: Operands, axes: MeshAxes, sharing: tuple[str, ...]
 ) -> Expansion:
     """Returns the expansion of each device, for its query heads.
 
     Weights that are whole give all KV heads, of which each device keeps its own.
 
     Args:
-      op: for messages.
       expansion: of whole weights.
       operands: whole.
       axes: of the mesh.
@@ -428,12 +401,26 @@ def with_own_heads(
     shared = max((_names(spec) for spec in expansion.specs), key=len, default=())
     others = axes.heads[len(shared) :]
     N, K = operands.q.shape[2], key_shapes(expansion, operands)[0].shape[2]
-    parts = axes.num_devices(shared)
-    _check_parts(op, expansion, operands, axes, K / parts)
-    devices, K = axes.num_devices(others), K // parts
+    num_parts, devices = axes.num_devices(shared), axes.num_devices(others)
+
+    def part(spec: Any, x: Any):
+        entries = (*spec, *(None,) * (x.ndim - len(spec)))
+        sizes = (n // axes.num_devices(_names(e)) for n, e in zip(x.shape, entries, strict=True))
+        return Shape(tuple(sizes), x.dtype)
+
+    parts = tuple(map(part, expansion.specs, operands.weights))
+    found = [x.shape[2] for x in key_shapes(expansion, operands._replace(weights=parts))]
+    if found != [K / num_parts] * 2:
+        raise ValueError(
+            f"{OP}: expand returns {found[0]} heads of k and {found[1]} of v from a device's part "
+            f"of the weights, but that part needs to give {K / num_parts:g} of the KV heads of "
+            "all. Pass weight_specs that shard the dimension of the heads, in all weights that "
+            "have one."
+        )
+    K //= num_parts
     if devices == 1 or K == 1:
         return expansion
-    copies = kv_copies(N // parts, K, devices)
+    copies = kv_copies(N // num_parts, K, devices)
     own = OwnHeads(others, copies, K * copies // devices)
     return dataclasses.replace(expansion, own_heads=(own,))
 
@@ -443,26 +430,6 @@ def _with_shared_heads(expansion: Expansion, axes: MeshAxes, sharing: tuple[str,
     named = {x for spec in expansion.specs for x in _names(spec)}
     also = sharing if named.intersection(sharing) else ()
     return dataclasses.replace(axes, heads=(*axes.heads, *also))
-
-
-def _check_parts(
-    op: str, expansion: Expansion, operands: Operands, axes: MeshAxes, num_heads: float
-) -> None:
-    """Requires that a device's part of the weights gives its part of the KV heads."""
-
-    def part(spec: Any, x: Any):
-        entries = (*spec, *(None,) * (x.ndim - len(spec)))
-        sizes = (n // axes.num_devices(_names(e)) for n, e in zip(x.shape, entries, strict=True))
-        return jax.ShapeDtypeStruct(tuple(sizes), x.dtype)
-
-    parts = tuple(map(part, expansion.specs, operands.weights))
-    found = [x.shape[2] for x in key_shapes(expansion, operands._replace(weights=parts))]
-    if found != [num_heads] * 2:
-        raise ValueError(
-            f"{op}: expand returns {found[0]} heads of k and {found[1]} of v from a device's part "
-            f"of the weights, but that part needs to give {num_heads:g} of the KV heads of all. "
-            "Pass weight_specs that shard the dimension of the heads, in all weights that have one."
-        )
 
 
 def _names(entries: Any) -> tuple[str, ...]:

@@ -572,7 +572,7 @@ def _inside_shard_map(s: Matmul, context: CallContext, operands: MatmulOperands,
     return on_all_ranks(
         functools.partial(_of_rank, local),
         (operands, state),
-        axes=MeshAxes(mesh, names, (), ()),
+        axes=MeshAxes(mesh, names, (), (), frozenset(context.open_axes)),
         in_specs=(specs, P()),
         out_specs=by_columns if gathers else by_rows,
         num_differentiable=2,

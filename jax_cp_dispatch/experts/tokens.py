@@ -29,7 +29,7 @@ from jax_cp_dispatch._ranks.communicator import rank_index
 from jax_cp_dispatch._ranks.implementations import IMPLEMENTATIONS
 from jax_cp_dispatch._ranks.options import CollectiveOptions, is_on_rank, vary_alike, whole_rows
 from jax_cp_dispatch.experts.routing import Routing
-from jax_cp_dispatch.global_call import GivenAxes, MeshAxes, find_axes, on_all_ranks
+from jax_cp_dispatch.global_call import MeshAxes, find_axes, on_all_ranks
 from jax_cp_dispatch.scaling import ScalingMode, check_blocks, dequantize, quantize
 
 # ---- Runs a function of one rank where it is called: on this rank, or on all ranks' arrays.
@@ -43,10 +43,10 @@ def ranks_of(options: CollectiveOptions, tokens: Any) -> tuple[MeshAxes | None, 
     op, names = options.op, options.axis_names
     if is_on_rank(op, names):
         return None, jax.lax.axis_size(options.axis_name)
-    given = GivenAxes(options.mesh, options.axis_name, (), ())
-    axes = find_axes(op, tokens, given=given, covers_batch=False)
-    rows_per_rank(op, "the first array", tokens.shape[0], axes.num_ranks)
-    return axes, axes.num_ranks
+    axes = find_axes(options, tokens, batch_axis=(), head_axis=())
+    num_ranks = axes.num_devices(names)
+    rows_per_rank(op, "the first array", tokens.shape[0], num_ranks)
+    return axes, num_ranks
 
 
 def on_ranks(

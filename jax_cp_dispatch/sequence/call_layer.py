@@ -24,26 +24,21 @@ from jax_cp_dispatch._ranks.options import (
 )
 from jax_cp_dispatch.documents import Documents
 from jax_cp_dispatch.documents.documents import (
-    check_call_ranks,
     read_given_tokens,
-    read_whole,
-    replaced,
     trusted,
-    with_segment_ids,
 )
-from jax_cp_dispatch.documents.segment_ids import check_documents, is_on_host
+from jax_cp_dispatch.documents.segment_ids import check_documents
 from jax_cp_dispatch.global_call import (
-    GivenAxes,
     MeshAxes,
     cut_tokens,
-    explicit_axes,
     find_axes,
+    fit_documents,
     on_all_ranks,
     pad_tokens,
     refuse_explicit_axes,
 )
 from jax_cp_dispatch.masks.mask import PACKED
-from jax_cp_dispatch.planning.plan import check_groups, is_of_all, is_stack
+from jax_cp_dispatch.planning.plan import is_of_all
 from jax_cp_dispatch.sequence.pieces import Pieces, confirmed, find_pieces
 
 
@@ -63,8 +58,8 @@ class LayerOptions(TypedDict, total=False):
 
 def exchange_of(op: str, call: LayerOptions) -> CollectiveOptions:
     """Returns the checked options of the exchanges of a layer."""
-    given = call.get("implementation"), call.get("deadline")
-    return read_options(op, call["axis_name"], None, *given)
+    given = (call.get(name) for name in ("mesh", "implementation", "deadline"))
+    return read_options(op, call["axis_name"], *given)
 
 
 # ---- What a document takes from one call to the next: `initial_state`, `return_state`.
@@ -98,7 +93,7 @@ def check_state(op: str, state: Any, like: Any, next_step: str) -> None:
 
     Args:
       op, next_step: for messages.
-      state: of the caller; None is none.
+      state: the caller's, or None.
       like: a pytree of `jax.ShapeDtypeStruct`.
     """
     if state is None:
@@ -153,50 +148,55 @@ def call_layer(
       carried: the state before and behind.
       call: the documents and the mesh.
     """
-    exchange, documents = layer.exchange, call.get("documents")
-    op, names = exchange.op, exchange.axis_names
-    on_rank = is_on_rank(op, names)
-    if isinstance(documents, Pieces):
-        if not on_rank:
+    op, names, given = layer.exchange.op, layer.exchange.axis_names, call.get("documents")
+    shape = jax.tree.leaves(tokens)[0].shape[:2]
+    axes, missing = None, 0
+    if isinstance(given, Pieces):
+        if not is_on_rank(op, names):
             raise ValueError(
                 f"{op}: got the pieces of one rank as documents, but global arrays. Pass "
                 f"Documents, or call {op} inside jax.shard_map over {names[0]!r}."
             )
-        if carried.is_used and documents.row_ends is None:
+        if carried.is_used and given.row_ends is None:
             raise ValueError(
                 f"{op}: initial_state and return_state need packed order, but the pieces are of "
                 "documents in another one. Pass document_pieces of packed documents."
             )
         refuse_explicit_axes(op, (tokens, weights, carried))
-        return _on_rank(layer, tokens, weights, carried, documents)
-    given = read_given_tokens(op, documents, call.get("segment_ids"), call.get("positions"))
-    shape = jax.tree.leaves(tokens)[0].shape[:2]
-    check_documents(op, given.segment_ids, given.positions, shape, "the tokens have B, T =")
-    if carried.is_used and given.order != PACKED:
-        raise ValueError(
-            f"{op}: the documents are in {given.order}; initial_state and return_state need packed "
-            "order, in which a row's last tokens are its latest. Pass packed documents and tokens, "
-            "or whole documents in this order."
+    else:
+        given = read_given_tokens(op, given, call.get("segment_ids"), call.get("positions"))
+        check_documents(op, given.segment_ids, given.positions, shape, "the tokens have B, T =")
+        if carried.is_used and given.order != PACKED:
+            raise ValueError(
+                f"{op}: the documents are in {given.order}; initial_state and return_state need "
+                "packed order, in which a row's last tokens are its latest. Pass packed documents "
+                "and tokens, or whole documents in this order."
+            )
+        has_all = lambda x: x.ndim > 2 and layer.num_heads in (None, x.shape[2])
+        axes = find_axes(  # first the arrays whose axis 2 is that of all heads
+            *(layer.exchange, *sorted(jax.tree.leaves(tokens), key=lambda x: not has_all(x))),
+            batch_axis=call.get("batch_axis"),
+            head_axis=call.get("head_axis"),
+            others=(weights, carried, given),
+            covers_batch=is_of_all(given.plan),
         )
-    leaves, covers_batch = _by_heads(layer, tokens), is_of_all(given.plan)
-    if on_rank:
-        num_ranks = jax.lax.axis_size(exchange.axis_name)
-        ranks = f"axis {exchange.axis_name!r} has {num_ranks} ranks"
-        check_call_ranks(op, given, shape[1] * num_ranks, num_ranks, ranks)
-        others = weights, carried, given
-        axes = explicit_axes(op, *leaves, others=others, covers_batch=covers_batch)
-        if axes is None:
-            return _on_rank(layer, tokens, weights, carried, given)
-        return _program(layer, axes, tokens, weights, carried, given)
-    named = call.get("mesh"), call["axis_name"], call.get("batch_axis"), call.get("head_axis")
-    axes = find_axes(op, *leaves, given=GivenAxes(*named), covers_batch=covers_batch)
-    return _on_global_arrays(layer, tokens, weights, carried, given, axes)
+        given, missing, checks_order = fit_documents(op, given, axes, shape)
+        layer = dataclasses.replace(layer, checks_order=checks_order)
+    if axes is None or not axes.manual:
+        out, state = _on_rank(layer, tokens, weights, carried, given)
+    else:
+        tokens = pad_tokens(tokens, missing)
+        if axes.sequence and all(x.ndim < 3 for x in jax.tree.leaves(tokens)):
+            axes = dataclasses.replace(axes, heads=())  # no array has such an axis
+        out, state = _program(layer, axes, tokens, weights, carried, given)
+        out = cut_tokens(out, shape[1], axes.mesh) if missing else out
+    return (out, state) if carried.is_returned else out
 
 
 def _on_rank(
     layer: Layer, tokens: Any, weights: Any, carried: Carried, given: Documents | Pieces
-) -> Any:
-    """Computes this rank's part."""
+) -> tuple[Any, Any]:
+    """Computes this rank's part, and the state of all ranks, if it is returned."""
     exchange, leaves = layer.exchange, jax.tree.leaves(tokens)
     names, shape = exchange.axis_names, leaves[0].shape[:2]
     is_placed = not isinstance(given, Pieces) and given.plan is not None
@@ -228,8 +228,6 @@ def _on_rank(
             is_right &= confirmed(exchange, pieces.fingerprint)
         out = only_if_right(is_right, out)
     out, contribution = out
-    if not carried.is_returned:
-        return out
 
     def summed(x: Any) -> Any:  # each number is of one rank, and zero on the others
         total = jax.lax.psum(x.astype(jnp.uint8) if x.dtype == bool else x, names)
@@ -238,7 +236,7 @@ def _on_rank(
     return out, jax.tree.map(summed, contribution)
 
 
-def _of_no_tokens(layer: Layer, tokens: Any, weights: Any, carried: Carried) -> Any:
+def _of_no_tokens(layer: Layer, tokens: Any, weights: Any, carried: Carried) -> tuple[Any, Any]:
     """Computes a row of padding and removes it, so the result has its shapes and dtypes."""
     batch, num_tokens = jax.tree.leaves(tokens)[0].shape[:2]
     missing = [(0, int(n == 0)) for n in (batch, num_tokens)]
@@ -247,54 +245,9 @@ def _of_no_tokens(layer: Layer, tokens: Any, weights: Any, carried: Carried) -> 
     initial = jax.tree.map(lambda x: pad(x, 1), carried.initial)
     padding = jnp.zeros(jax.tree.leaves(rows)[0].shape[:2], jnp.int32)
     carried = dataclasses.replace(carried, initial=initial)
-    out = _on_rank(layer, rows, weights, carried, trusted(padding))
-    out, *states = out if carried.is_returned else (out,)
+    out, state = _on_rank(layer, rows, weights, carried, trusted(padding))
     out = jax.tree.map(lambda x: x[:batch, :num_tokens], out)
-    return (out, *jax.tree.map(lambda x: x[:batch], states)) if states else out
-
-
-def _on_global_arrays(
-    layer: Layer, tokens: Any, weights: Any, carried: Carried, given: Documents, axes: MeshAxes
-) -> Any:
-    """Pads the tokens, and runs one program on all ranks."""
-    op, plan = layer.exchange.op, given.plan
-    batch, num_tokens = jax.tree.leaves(tokens)[0].shape[:2]
-    check_call_ranks(op, given, num_tokens, axes.num_ranks, axes.described)
-    missing = -num_tokens % axes.num_ranks
-    if plan is not None:
-        if plan.world_size != axes.num_ranks:
-            raise ValueError(
-                f"{op}: the plan is for world_size={plan.world_size} but {axes.described}. Place "
-                "the tokens again with that world_size."
-            )
-        if missing:
-            raise ValueError(
-                f"{op}: T is {num_tokens} but {axes.described}, which must divide it with a plan. "
-                "Pass the tokens of the placement."
-            )
-        check_groups(op, plan, num_groups=axes.num_groups, batch=axes.batch)
-    else:
-        given = read_whole(op, given, axes.num_ranks)
-        if all(map(is_on_host, jax.tree.leaves(given))):  # checked above
-            layer = dataclasses.replace(layer, checks_order=False)
-        if missing:
-            given = with_segment_ids(given, (batch, num_tokens))
-        given = pad_tokens(given, missing)
-    tokens = pad_tokens(tokens, missing)
-    if all(x.ndim < 3 for x in jax.tree.leaves(tokens)):
-        axes = dataclasses.replace(axes, heads=())  # of one device: no array has such an axis
-    out = _program(layer, axes, tokens, weights, carried, given)
-    if not missing:
-        return out
-    out, *states = out if carried.is_returned else (out,)
-    out = cut_tokens(out, num_tokens, axes.mesh)
-    return (out, *states) if states else out
-
-
-def _by_heads(layer: Layer, tokens: Any) -> list[Any]:
-    """Returns the arrays, first those whose axis 2 is that of all heads."""
-    has_all = lambda x: x.ndim > 2 and layer.num_heads in (None, x.shape[2])
-    return sorted(jax.tree.leaves(tokens), key=lambda x: not has_all(x))
+    return out, jax.tree.map(lambda x: x[:batch], state)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -314,22 +267,21 @@ def _program(layer: Layer, axes: MeshAxes, tokens, weights, carried, given):
     sequence = axes.rows
     rows = jax.tree.map(lambda x: P(*sequence, axes.heads) if x.ndim > 2 else sequence, tokens)
     shared = jax.tree.map(lambda x: P(*[None] * (x.ndim - 1), axes.heads), weights)
-    of_plans = tuple(sequence if is_stack(x) else P(axes.sequence) for x in given.plans)
-    documents = replaced(given, segment_ids=sequence, positions=sequence, plans=of_plans)
+    documents = given.specs(axes.sequence, axes.batch)
     of_heads = P(*sequence, axes.heads) if axes.heads else sequence
     before_heads = [axes.batch] + [None] * (carried.head_axis - 1)
     state = lambda ndim: P(*before_heads, axes.heads) if ndim > len(before_heads) else P(axes.batch)
     initial = jax.tree.map(lambda x: state(x.ndim), carried.initial)
-    out_specs = rows if layer.like_tokens else of_heads
+    states = None
     if carried.is_returned:
-        states = jax.tree.map(lambda x: state(x.ndim), tokens)
-        out_specs = out_specs, states if layer.like_tokens else state(3 if axes.heads else 1)
+        states = state(3 if axes.heads else 1)
+        if layer.like_tokens:
+            states = jax.tree.map(lambda x: state(x.ndim), tokens)
 
     def of_rank(tokens, weights, carried, given):
-        out = _on_rank(layer, tokens, weights, carried, given)
-        first, *states = out if carried.is_returned else (out,)
+        out, states = _on_rank(layer, tokens, weights, carried, given)
         heads = axes.heads
-        if heads and not layer.like_tokens and any(x.ndim < 3 for x in jax.tree.leaves(first)):
+        if heads and not layer.like_tokens and any(x.ndim < 3 for x in jax.tree.leaves(out)):
             raise ValueError(
                 f"{op}: an output is [B, T] but head_axis {heads!r} shards axis 2 of the inputs, "
                 "so each of its devices has an output of its own. Return [B, T, heads], or pass "
@@ -340,13 +292,13 @@ def _program(layer: Layer, axes: MeshAxes, tokens, weights, carried, given):
                 f"{op}: a state is [B] but head_axis {heads!r} shards axis 1 of states. Use states "
                 "[B, heads], or pass head_axis=()."
             )
-        return out
+        return out, states
 
     return on_all_ranks(
         of_rank,
         (tokens, weights, carried, given),
         axes=axes,
         in_specs=(rows, shared, dataclasses.replace(carried, initial=initial), documents),
-        out_specs=out_specs,
+        out_specs=(rows if layer.like_tokens else of_heads, states),
         num_differentiable=3,
     )

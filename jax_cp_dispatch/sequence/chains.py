@@ -132,12 +132,6 @@ class CutPieces:
         if self.pieces.world_size == 1:
             none = jax.tree.map(jnp.zeros_like, states)
             return none if initial is None else self.initial(initial)
-        received = self._received(states, maps, apply)
-        if initial is None:
-            return received
-        return jax.tree.map(lambda x, y: chosen(self.opening, x, y), initial, received)
-
-    def _received(self, states: Any, maps: Any, apply: Callable[[Any, Any], Any]) -> Any:
         exchange, shape = self.exchange, self.pieces.chains
         plans, kind, last = _links(self)
         limits: Any = {
@@ -168,7 +162,10 @@ class CutPieces:
         after = lax.scan(step, none, (kind, first, others))[1]
         chain, step_of = divided(last, shape[1])
         at = At(jnp.stack([step_of, chain], 1), (0, 1))
-        return jax.tree.map(lambda x: where_or_zero(self.crosses, at.take(x)), after)
+        before = jax.tree.map(lambda x: where_or_zero(self.crosses, at.take(x)), after)
+        if initial is None:
+            return before
+        return jax.tree.map(lambda x, y: chosen(self.opening, x, y), initial, before)
 
 
 def _chosen(use: Bool[Array, " P"], cuts: Cuts, others: Cuts) -> Cuts:
@@ -233,13 +230,13 @@ def _follows(earlier: Cuts, later: Cuts) -> Array:
 
 
 class Links(NamedTuple):
-    """The cut pieces of this rank.
+    """The cut pieces of this rank in chunks.
 
     Attributes:
-      cuts: their exchange.
-      later: in chunks, those that continue earlier ones.
-      earlier: those that later ones continue.
-      decays: of the latter, if rows read nothing: then they are their maps.
+      cuts: the pieces, and the exchange of their maps.
+      later: the pieces that continue earlier ones.
+      earlier: the pieces that later ones continue.
+      decays: the maps of `earlier`, if rows read nothing; else None.
     """
 
     cuts: CutPieces
@@ -249,7 +246,7 @@ class Links(NamedTuple):
 
     @property
     def crosses(self) -> Span:
-        """Those of `later` that states of other ranks enter."""
+        """The pieces of `later` that states of other ranks enter."""
         return self.later._replace(used=self.cuts.crosses)
 
     @classmethod
@@ -291,10 +288,10 @@ def read(
     links: Links | None,
     initial: Float[Array, "P N H V"] | None = None,
 ) -> tuple[Float[Array, "G L N V"], Float[Array, "P N H V"] | None]:
-    """Returns what queries read: from the states, and by their scores with rows of their chunk.
+    """Returns what queries read, and the state behind each closing piece, if there are any.
 
-    And the state behind each closing piece, if there are any. Queries are decayed from the start of
-    their piece or chunk. `initial`: before the opening pieces.
+    Queries read from the states, and by their scores from rows of their chunk. They are decayed
+    from the start of their piece or chunk. `initial` are the states before the opening pieces.
     """
     states, new, entering, behind = _carry((chunks, links), steps, initial)
     out = dot(q * chunks.into, states) + dot(scores, new)
@@ -310,7 +307,7 @@ def _carry(
 ) -> tuple[Array, Array, Any, Any]:
     """Returns the state before each chunk, what its rows add, and the states that enter pieces.
 
-    And those behind pieces of `earlier`, for the closing ones.
+    The last result is the states behind pieces of `earlier`, if some of these are closing ones.
     """
     return _carry_forward(fixed, steps, initial)[0]
 
@@ -379,7 +376,7 @@ _carry.defvjp(_carry_forward, _carry_backward)
 
 
 def _maps(steps: Steps, chunks: Chunks, links: Links, initial: Any) -> tuple[Any, Array]:
-    """Returns the maps of `earlier`, from S to product S + added: of walks where there are any.
+    """Returns the maps of `earlier`, from S to product S + added, by walks through their chunks.
 
     If rows read, the product is the state from the identity if rows add nothing. An initial state
     is part of what an opening piece adds.

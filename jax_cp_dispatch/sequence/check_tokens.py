@@ -22,12 +22,12 @@ from jaxtyping import Array, Bool, PyTree, Shaped, UInt32
 from jax_cp_dispatch._arguments import HostOrDevice, check_type
 from jax_cp_dispatch._door import door
 from jax_cp_dispatch._ranks.communicator import AxisName
-from jax_cp_dispatch._ranks.options import CollectiveOptions, is_on_rank, read_options, vary_alike
+from jax_cp_dispatch._ranks.options import CollectiveOptions, read_options, vary_alike
 from jax_cp_dispatch.documents import Documents
-from jax_cp_dispatch.documents.documents import check_call_ranks, read_given_tokens
+from jax_cp_dispatch.documents.documents import trusted
 from jax_cp_dispatch.documents.fingerprint import WRONG_TOKENS, mix, order_fingerprint
 from jax_cp_dispatch.documents.segment_ids import gather_sequence
-from jax_cp_dispatch.global_call import GivenAxes, find_axes, on_all_ranks, pad_tokens
+from jax_cp_dispatch.global_call import find_axes, fit_documents, on_all_ranks, pad_tokens
 from jax_cp_dispatch.sequence.pieces import confirmed
 
 _OP, _OF_LOADER = "check_tokens", "token_checksums"
@@ -95,24 +95,19 @@ def check_tokens(
             f"{_OP}: checksums are of {checksums.shape[1]} arrays but got {len(leaves)}. Pass "
             "token_checksums of the same arrays."
         )
-    given = read_given_tokens(_OP, documents, None, None)
     tokens = leaves, documents.segment_ids, documents.positions
-    num_tokens = leaves[0].shape[1]
-    if is_on_rank(_OP, options.axis_names):
-        num_ranks = jax.lax.axis_size(axis_name)
-        ranks = f"axis {axis_name!r} has {num_ranks} ranks"
-        check_call_ranks(_OP, given, num_tokens * num_ranks, num_ranks, ranks)
+    axes = find_axes(options, *leaves, batch_axis=batch_axis, head_axis=())
+    order = trusted(order=documents.order, columns=documents.columns)
+    _, missing, _ = fit_documents(_OP, order, axes, leaves[0].shape[:2])
+    if not axes.sequence:
         return _on_rank(options, options.axis_names, tokens, checksums)
-    given_axes = GivenAxes(mesh, axis_name, batch_axis, ())
-    axes = find_axes(_OP, *leaves, given=given_axes, covers_batch=False)
-    check_call_ranks(_OP, given, num_tokens, axes.num_ranks, axes.described)
     # All groups fail together: else some would wait for others, in sums of gradients.
     options = dataclasses.replace(options, axis_names=(*axes.batch, *axes.sequence))
     return on_all_ranks(
         partial(_on_rank, options, axes.sequence),
-        (pad_tokens(tokens, -num_tokens % axes.num_ranks), checksums),
+        (pad_tokens(tokens, missing), checksums),
         axes=axes,
-        in_specs=(P(axes.batch, axes.axis_name), P(axes.batch)),
+        in_specs=(axes.rows, P(axes.batch)),
         out_specs=P(),
         num_differentiable=0,
     )

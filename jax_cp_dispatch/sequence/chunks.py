@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int32, PyTree, Shaped
 from jax_cp_dispatch._arrays import At
 from jax_cp_dispatch._ranks.options import vary_alike, vary_like
 from jax_cp_dispatch._residuals import PAIRS, named_pairs
+from jax_cp_dispatch.global_call import pad_tokens
 from jax_cp_dispatch.sequence.pieces import Cuts
 
 
@@ -42,7 +43,7 @@ class Span(NamedTuple):
     """Pieces of this rank in chunks, [P].
 
     Attributes:
-      first, last: its first and last chunk.
+      first, last: the first and last chunk of each piece.
       places: the one of them where a state enters or leaves it, and its group of rows.
       row: its last row, in its chunk.
       used: whether there is such a piece.
@@ -85,7 +86,7 @@ class Chunks:
       ids: i32 [n, G, C]; the piece of each row.
       into: [n, G, 1, C, 1]; 1 for the rows of a piece that entered the chunk from the one before,
         else 0.
-      last: likewise; 1 for the rows of the piece of the last row.
+      last: [n, G, 1, C, 1]; 1 for the rows of the piece of the last row, else 0.
     """
 
     num_rows: int = dataclasses.field(metadata={"static": True})
@@ -167,9 +168,7 @@ def split(
     x: Shaped[Array, "G L ..."], size: int, *, multiple: int = 1
 ) -> Shaped[Array, "n G C ..."]:
     """Cuts rows into a multiple of so many chunks; the last ones are padded with zeros."""
-    missing = -x.shape[1] % (size * multiple)
-    if missing:
-        x = jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))
+    x = pad_tokens(x, -x.shape[1] % (size * multiple))
     return x.reshape(x.shape[0], x.shape[1] // size, size, *x.shape[2:]).swapaxes(0, 1)
 
 
@@ -265,7 +264,7 @@ def decayed_scores(
 
 @jax.custom_vjp
 def _channel_scores(rows, k, log):
-    """By halves of intervals: both factors decay from the middle, so no exponential exceeds 1.
+    """Halves intervals: both factors decay from the middle, so no exponential exceeds 1.
 
     The derivative computes the factors again: they are as large as the keys, for each level.
     """
@@ -375,7 +374,7 @@ def walk(
     start = jnp.zeros((*kd.shape[1:3], kd.shape[-1], u.shape[-1]), u.dtype)
     at: Any = None
     group: Any = None
-    born = start  # of entering states: what remains behind their first chunks
+    born = start  # what remains of entering states behind their first chunks
     if later is not None and entering is not None:
         first, mask = later.chunk(), later.mask
         at, group = later.places[:, 0], later.places[:, 1]

@@ -81,10 +81,9 @@ def gated_delta_rule(
         the state.
       beta: how far a token's value replaces what the state holds for its key.
       scale: factor on the output; None is `1 / sqrt(H)`.
-      axis_name: the mesh axis over which the sequence is sharded, or several, major axis first.
-      documents, segment_ids, positions: see `causal_conv`.
-      mesh, batch_axis, head_axis: for global arrays, see `context_parallel_attention`.
-      implementation, deadline: of the exchange, see `dispatch`.
+      axis_name, documents, segment_ids, positions, mesh, batch_axis, implementation, deadline: see
+        `causal_conv`.
+      head_axis: for global arrays: the mesh axis that shards the heads.
       initial_state: for documents that continue: the state S of each head before the first document
         of each batch row, the same on all ranks; zeros in a row that begins a document. Only in
         packed order.
@@ -128,10 +127,9 @@ def linear_attention(
       log_decay: at most 0, per head [B, T, N], or per channel of the key [B, T, N, H]; -inf resets
         the state.
       scale: factor on the output; None is 1, as in Mamba-2, not the `1 / sqrt(H)` of other layers.
-      axis_name: the mesh axis over which the sequence is sharded, or several, major axis first.
-      documents, segment_ids, positions: see `causal_conv`.
-      mesh, batch_axis, head_axis: for global arrays, see `context_parallel_attention`.
-      implementation, deadline: of the exchange, see `dispatch`.
+      axis_name, documents, segment_ids, positions, mesh, batch_axis, implementation, deadline: see
+        `causal_conv`.
+      head_axis: for global arrays: the mesh axis that shards the heads.
       initial_state, return_state: see `gated_delta_rule`.
     Returns:
       The output, in v's dtype; or (output, state), the state in float32 (float64 for float64), on

@@ -36,10 +36,9 @@ from jax_cp_dispatch.documents.layouts import (
 from jax_cp_dispatch.documents.segment_ids import (
     begin_columns,
     gather_sequence,
-    normalize_segment_ids,
     starts_in_order,
 )
-from jax_cp_dispatch.global_call import refuse_explicit_axes
+from jax_cp_dispatch.global_call import pad_tokens, refuse_explicit_axes
 from jax_cp_dispatch.masks.mask import PACKED
 from jax_cp_dispatch.metadata import Metadata
 from jax_cp_dispatch.planning.plan import plan_of_group
@@ -96,8 +95,8 @@ class Pieces:
 
     Attributes:
       begin: i32 [G, L]; the first row of each row's piece, counted over all groups; -1 for padding.
-      later: pieces that continue an earlier one: at least all of the documents of this rank.
-      earlier: pieces that a later one continues, likewise.
+      later: pieces that continue an earlier one: at least those of the documents of this rank.
+      earlier: pieces that a later one continues: at least those of the documents of this rank.
       rank: the index of this rank on the axis.
       fingerprint: i32 [9] or None; what an exchange compares, see `dispatch`.
       row_ends: in packed order, the first and the last document of each batch row; else None.
@@ -136,15 +135,8 @@ class Pieces:
     def arrange(self, x: PyTree[Shaped[Array, "B T ..."]]) -> PyTree[Shaped[Array, "G L ..."]]:
         """Puts the rank's rows [B, T, ...] into groups."""
         groups, rows = self.begin.shape
-        per_row = groups * rows // self.batch
-
-        def arranged(x: Any) -> Any:
-            missing = max(per_row - self.num_tokens, 0)
-            if missing:
-                x = jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))
-            return x.reshape(groups, rows, *x.shape[2:])
-
-        return jax.tree.map(arranged, x)
+        x = pad_tokens(x, max(groups * rows // self.batch - self.num_tokens, 0))
+        return jax.tree.map(lambda x: x.reshape(groups, rows, *x.shape[2:]), x)
 
     def restore(self, x: PyTree[Shaped[Array, "G L ..."]]) -> PyTree[Shaped[Array, "B T ..."]]:
         """The inverse of `arrange`."""
@@ -227,8 +219,7 @@ def find_pieces(
     if segment_ids is None:
         ones = np.ones if positions is None else jnp.ones
         segment_ids = ones(shape, np.int32)
-    documents = normalize_segment_ids(exchange.op, segment_ids, positions)
-    is_zigzag = given.order.layout == "zigzag"
+    documents, is_zigzag = (segment_ids, positions), given.order.layout == "zigzag"
     return _pieces_of_ids(exchange, documents, is_zigzag, checks_order, finds_row_ends)
 
 
@@ -507,8 +498,8 @@ def _part(pieces: Pieces, begin: Array, end: Array) -> Cuts:
 def _chunk_ends(starts: Int32[Array, "B L"]) -> dict[str, Int32[Array, " B"]]:
     """Returns where the tokens of this rank's part of each row begin and end, as its edges.
 
-    And how many tokens its first and its last piece have. `starts`: the first row of each row's
-    piece, -1 for padding.
+    They include how many tokens its first and its last piece have. `starts` is the first row of
+    each row's piece, -1 for padding.
     """
     row, is_token = jnp.arange(starts.shape[1], dtype=jnp.int32)[None], starts >= 0
     begin = jnp.where(is_token, row, starts.shape[1]).min(1, keepdims=True)
@@ -522,7 +513,7 @@ def _chunk_ends(starts: Int32[Array, "B L"]) -> dict[str, Int32[Array, " B"]]:
 
 
 def _find_row_ends(edges: dict[str, Int32[Array, "B C"]], later: Cuts, rows: int) -> RowEnds:
-    """Finds them.
+    """Returns where the first and the last document of each batch row begin and end.
 
     Args:
       edges: of the chunks of all ranks, in the order of the sequence, with `_chunk_ends`.

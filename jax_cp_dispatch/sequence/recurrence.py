@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol, Unpack, runtime_checkable
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int32, PyTree, Shaped
+from jaxtyping import Array, Float, Int32, PyTree, Shaped
 
 from jax_cp_dispatch._arguments import HostOrDevice, is_on_host
 from jax_cp_dispatch._arrays import chosen, run_begins, sum_dtype, where_or_zero
@@ -63,11 +64,10 @@ def recurrence(
         `states[jnp.minimum(i, P)]` serves all. G counts batch rows, or their halves in zigzag
         order; it is 1 in placed order.
         Maps are applied one by one, so a function that composes them is not needed.
-      axis_name: the mesh axis over which the sequence is sharded, or several, major axis first.
-      documents, segment_ids, positions: see `causal_conv`.
-      mesh, batch_axis, head_axis: for global arrays, see `context_parallel_attention`; `head_axis`
-        shards axis 2 of each array, and of the outputs, which then have one.
-      implementation, deadline: of the exchange, see `dispatch`.
+      axis_name, documents, segment_ids, positions, mesh, batch_axis, implementation, deadline: see
+        `causal_conv`.
+      head_axis: for global arrays: the mesh axis that shards axis 2 of each array, and of the
+        outputs, which then have one.
       initial_state, return_state: see `gated_delta_rule`; a state is what `apply` returns, with a
         first axis B, and `head_axis` shards axis 1.
     Returns:
@@ -112,10 +112,9 @@ def linear_recurrence(
     Args:
       x: inputs.
       log_decay: at most 0; -inf resets.
-      axis_name: the mesh axis over which the sequence is sharded, or several, major axis first.
-      documents, segment_ids, positions: see `causal_conv`.
-      mesh, batch_axis, head_axis: for global arrays, see `context_parallel_attention`.
-      implementation, deadline: of the exchange, see `dispatch`.
+      axis_name, documents, segment_ids, positions, mesh, batch_axis, implementation, deadline: see
+        `causal_conv`.
+      head_axis: for global arrays: the mesh axis that shards axis 2.
       initial_state, return_state: see `gated_delta_rule`; `head_axis` shards axis 1 of a state.
     Returns:
       h, in the dtype of x; or (h, state), the state in float32 (float64 for float64), on all ranks.
@@ -125,7 +124,7 @@ def linear_recurrence(
     """
     op = "linear_recurrence"
     check_decay(op, log_decay, call)
-    layer = Layer(exchange_of(op, call), Recur(LinearRecurrence()))
+    layer = Layer(exchange_of(op, call), Recur(_linear_recurrence))
     tokens, carried = {"x": x, "log_decay": log_decay}, Carried(initial_state, return_state)
     return call_layer(layer, tokens, (), carried, call)
 
@@ -150,26 +149,17 @@ def check_decay(op: str, log_decay: Any, call: LayerOptions) -> None:
         )
 
 
-@runtime_checkable
-class Kernel(Protocol):
-    """A recurrence on one rank; hashable."""
-
-    def __call__(
-        self, inputs: Any, ids: Int32[Array, "G L"], cuts: CutPieces | None, initial: Any
-    ) -> tuple[Any, Any]:
-        """Returns the outputs [G, L, ...] of rows [G, L, ...], whose pieces have these ids.
-
-        Without `cuts`, all pieces start from zero. The initial states [P, ...] enter the opening
-        ones; the second result has the states behind the closing ones, [P, ...].
-        """
-        ...
-
-
 @dataclasses.dataclass(frozen=True)
 class Recur:
-    """The recurrence of one rank's rows, with any kernel; hashable."""
+    """The recurrence of one rank's rows; hashable.
 
-    kernel: Kernel
+    Attributes:
+      kernel: `(inputs, ids, cuts, initial) -> (outputs, states)`, of rows [G, L, ...] whose pieces
+        have these ids [G, L]. Without `cuts`, all pieces start from zero. The initial states
+        [P, ...] enter the opening ones; the states are those behind the closing ones, [P, ...].
+    """
+
+    kernel: Callable[..., tuple[Any, Any]]
 
     @jax.named_scope("cpd.recurrence")
     def __call__(
@@ -186,29 +176,14 @@ class Recur:
         is_cut = pieces.world_size > 1 or carried.is_used
         initial = carried.initial
         outputs, behind = self.kernel(inputs, cuts.ids(), cuts if is_cut else None, initial)
-        state = _last_states(pieces, behind, cuts.closing, initial) if carried.is_returned else None
+        state = None
+        if carried.is_returned:  # the rank with the end of a last document contributes its state
+            state = jax.tree.map(lambda x: where_or_zero(cuts.closing, x), behind)
+        if carried.is_returned and initial is not None:  # it stays in rows without tokens
+            stays = (pieces.row_ends.last_end == 0) & (pieces.rank == 0)
+            keep = lambda x, y: chosen(stays, y.astype(x.dtype), x)
+            state = jax.tree.map(keep, state, initial)
         return pieces.restore(jax.tree.map(inert, outputs)), state
-
-
-def _last_states(
-    pieces: Pieces,
-    behind: PyTree[Shaped[Array, "B ..."]],
-    closing: Bool[Array, " B"],
-    initial: PyTree[Shaped[Array, "B ..."]] | None,
-) -> PyTree[Shaped[Array, "B ..."]]:
-    """Returns this rank's contribution to the states behind the last documents.
-
-    Args:
-      pieces: of this rank.
-      behind: the state behind the last document of each batch row, if this rank has it.
-      closing: whether it has.
-      initial: stays as it is in rows without tokens.
-    """
-    own = jax.tree.map(lambda x: where_or_zero(closing, x), behind)
-    if initial is None:
-        return own
-    stays = (pieces.row_ends.last_end == 0) & (pieces.rank == 0)
-    return jax.tree.map(lambda x, y: chosen(stays, y.astype(x.dtype), x), own, initial)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,40 +239,33 @@ class OfUser:
         return jax.vmap(summary)(cuts)
 
 
-@dataclasses.dataclass(frozen=True)
-class LinearRecurrence:
-    """The elementwise recurrence on one rank, by one associative scan."""
+def _linear_recurrence(
+    inputs: dict[str, Array], ids: Int32[Array, "G L"], cuts: CutPieces | None, initial: Any
+) -> tuple[Array, Any]:
+    """Computes the elementwise recurrence on one rank, by one associative scan."""
+    dtype, inputs = inputs["x"].dtype, widened(inputs)
+    x, decay = inputs["x"], jnp.exp(inputs["log_decay"])
+    new = run_begins(ids).reshape(*ids.shape, *[1] * (x.ndim - 2))
 
-    def __call__(
-        self,
-        inputs: dict[str, Array],
-        ids: Int32[Array, "G L"],
-        cuts: CutPieces | None,
-        initial: Any,
-    ) -> tuple[Array, Any]:
-        dtype, inputs = inputs["x"].dtype, widened(inputs)
-        x, decay = inputs["x"], jnp.exp(inputs["log_decay"])
-        new = run_begins(ids).reshape(*ids.shape, *[1] * (x.ndim - 2))
+    def join(left: Any, right: Any) -> Any:
+        (new0, decay0, h0), (new1, decay1, h1) = left, right
+        decay = jnp.where(new1, decay1, decay0 * decay1)
+        return new0 | new1, decay, jnp.where(new1, h1, decay1 * h0 + h1)
 
-        def join(left: Any, right: Any) -> Any:
-            (new0, decay0, h0), (new1, decay1, h1) = left, right
-            decay = jnp.where(new1, decay1, decay0 * decay1)
-            return new0 | new1, decay, jnp.where(new1, h1, decay1 * h0 + h1)
-
-        _, decay, h = jax.lax.associative_scan(join, (new, decay, x), axis=1)
-        behind = None
-        if cuts is not None:
-            last = jnp.maximum(cuts.earlier.row + cuts.earlier.length - 1, 0)
-            at_last = lambda x: jax.lax.collapse(x, 0, 2)[last]
-            added, product = at_last(h), at_last(decay)
-            if initial is not None:
-                initial = initial.astype(x.dtype)
-                added += product * where_or_zero(cuts.opening & cuts.follows, initial)
-            state = jnp.asarray(cuts.states_before(added, (product, added), _apply, initial))
-            index = jnp.where(ids <= len(state), ids, 0)  # pieces 1, ..., P are entered
-            h = h + decay * jnp.pad(state, [(1, 0)] + [(0, 0)] * (state.ndim - 1))[index]
-            behind = None if cuts.closing is None else at_last(h)
-        return h.astype(dtype), behind
+    _, decay, h = jax.lax.associative_scan(join, (new, decay, x), axis=1)
+    behind = None
+    if cuts is not None:
+        last = jnp.maximum(cuts.earlier.row + cuts.earlier.length - 1, 0)
+        at_last = lambda x: jax.lax.collapse(x, 0, 2)[last]
+        added, product = at_last(h), at_last(decay)
+        if initial is not None:
+            initial = initial.astype(x.dtype)
+            added += product * where_or_zero(cuts.opening & cuts.follows, initial)
+        state = jnp.asarray(cuts.states_before(added, (product, added), _apply, initial))
+        index = jnp.where(ids <= len(state), ids, 0)  # pieces 1, ..., P are entered
+        h = h + decay * jnp.pad(state, [(1, 0)] + [(0, 0)] * (state.ndim - 1))[index]
+        behind = None if cuts.closing is None else at_last(h)
+    return h.astype(dtype), behind
 
 
 def _apply(map_: Any, state: Any) -> Any:

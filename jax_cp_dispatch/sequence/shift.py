@@ -57,15 +57,6 @@ def receive_halo(
       after: instead, the tokens after each piece of `pieces.earlier`.
       shifted: move only those that a shift by `width` moves into the piece; others are zero.
     """
-    metadata = _metadata(pieces, width, after, shifted)
-    to = pieces.num_slots
-    part = outgoing(rows, metadata, capacity=to * width, fingerprint=pieces.fingerprint)
-    (received,) = move(exchange, [part])
-    return jax.tree.map(lambda x: x.reshape(to, width, *x.shape[1:]), received)
-
-
-def _metadata(pieces: Pieces, width: int, after: bool, shifted: bool) -> Metadata:
-    """Returns this rank's view: slots for its pieces and the pieces that need rows of them."""
     senders, targets = pieces.earlier, pieces.later
     own, mine = pieces.own_earlier, pieces.own_later
     if after:
@@ -83,7 +74,7 @@ def _metadata(pieces: Pieces, width: int, after: bool, shifted: bool) -> Metadat
     def slots(x: Array) -> Array:
         return jnp.where(moves, x, 0).reshape(-1).astype(jnp.uint32)
 
-    return Metadata(
+    metadata = Metadata(
         dst_rank=jnp.where(moves, targets.rank[target], -1).reshape(-1),
         dst_offset=slots(targets.slot[target] * width + first - origin),
         seq_len=slots(tokens),
@@ -91,6 +82,10 @@ def _metadata(pieces: Pieces, width: int, after: bool, shifted: bool) -> Metadat
         num_recv_tokens=jnp.append(received, received.sum(dtype=jnp.int32)).astype(jnp.uint32),
         world_size=pieces.world_size,
     )
+    to = pieces.num_slots
+    part = outgoing(rows, metadata, capacity=to * width, fingerprint=pieces.fingerprint)
+    (moved,) = move(exchange, [part])
+    return jax.tree.map(lambda x: x.reshape(to, width, *x.shape[1:]), moved)
 
 
 def _needed(
@@ -98,8 +93,8 @@ def _needed(
 ) -> tuple[Array, Array, Array]:
     """Returns what each target needs of each sender, [senders, targets]; see `receive_halo`.
 
-    The tokens between their starts (`_FAR` if it needs nothing), the first token in the document,
-    and how many.
+    The results are the tokens between their starts (`_FAR` if it needs nothing), the first token in
+    the document, and how many tokens.
     """
     senders = Cuts._make(x[:, None] for x in senders)
     targets = Cuts._make(x[None] for x in targets)
@@ -183,14 +178,9 @@ def shift(
       x: arrays of any dtype.
       offset: tokens; negative: the row of a later token.
       fill: the value where the document has no such token, and in padding.
-      axis_name: the mesh axis over which the sequence is sharded, or several, major axis first.
-      documents: what the tokens are, and their order, in which the arrays are; or, inside
-        `jax.shard_map`, the `document_pieces` of them. A plan of another batch is an error.
-      segment_ids, positions: the short form for packed order, see `context_parallel_attention`;
-        without it, each batch row is one document.
-      mesh, batch_axis, head_axis: for global arrays, see `context_parallel_attention`; `head_axis`
-        shards axis 2.
-      implementation, deadline: of the exchange, see `dispatch`.
+      axis_name, documents, segment_ids, positions, mesh, batch_axis, implementation, deadline: see
+        `causal_conv`.
+      head_axis: for global arrays: the mesh axis that shards axis 2.
       initial_state: for documents that continue: the V = `offset` rows before the first document of
         each batch row, in the structure of `x`, the same on all ranks; `fill` in a row that begins
         a document. Only in packed order, and for positive offsets.
@@ -242,7 +232,15 @@ class _Shift(NamedTuple):
         own = rows = [x.reshape(size, *x.shape[2:]) for x in leaves]
         source = _sources(pieces, offset)
         if offset and pieces.world_size > 1:
-            rows = _with_halo(exchange, pieces, rows, offset)
+            rows = list(own)
+            # One exchange for all arrays that vary over the same mesh axes: beside others, an array
+            # would begin to vary over their axes.
+            for axes in dict.fromkeys(map(varying_axes, own)):
+                moved = {i: x for i, x in enumerate(own) if varying_axes(x) == axes}
+                to = {"after": offset < 0, "shifted": True}
+                halo = receive_halo(exchange, pieces, moved, abs(offset), **to)
+                for i, x in moved.items():
+                    rows[i] = jnp.concatenate([x, jax.lax.collapse(halo[i], 0, 2)])
 
         def shifted(x: Array) -> Array:
             valid = (source >= 0).reshape(-1, *[1] * (x.ndim - 1))
@@ -274,22 +272,6 @@ def _after(
     is_first = place < width
     place = jnp.where(is_first, place, 0).reshape(*place.shape, *[1] * (x.ndim - 2))
     return chosen(is_first, jnp.take_along_axis(state, place, axis=1).astype(x.dtype), x)
-
-
-def _with_halo(
-    exchange: CollectiveOptions, pieces: Pieces, rows: list[Array], offset: int
-) -> list[Array]:
-    """Appends the halo: one exchange for all arrays that vary over the same mesh axes.
-
-    Beside others, an array would begin to vary over their axes.
-    """
-    whole = dict(enumerate(rows))
-    for axes in dict.fromkeys(map(varying_axes, rows)):
-        own = {i: x for i, x in enumerate(rows) if varying_axes(x) == axes}
-        halo = receive_halo(exchange, pieces, own, abs(offset), after=offset < 0, shifted=True)
-        for i, x in own.items():
-            whole[i] = jnp.concatenate([x, jax.lax.collapse(halo[i], 0, 2)])
-    return list(whole.values())
 
 
 def _sources(pieces: Pieces, offset: int) -> Array:

@@ -202,7 +202,7 @@ def attended(monkeypatch):
     for kind in (Ring, Zigzag, Halo, Hamilton, Ulysses, Balanced, Placed):
 
         def recorded(algorithm, *operands, run=kind.run):
-            seen.append((algorithm, operands[-1]))
+            seen.append((algorithm, operands[-1].plan))
             return run(algorithm, *operands)
 
         monkeypatch.setattr(kind, "run", recorded)

@@ -8,15 +8,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
+from jax_cp_dispatch._arrays import sum_dtype
 from jax_cp_dispatch.attention.operands import (
     Call,
     Operands,
     Outputs,
-    empty_outputs,
-    has_no_tokens,
+    key_shapes,
 )
 from jax_cp_dispatch.cost import Hardware, Moves, Prediction, StepCost, Workload
 from jax_cp_dispatch.cost.pairs import equal_pairs
@@ -30,22 +31,6 @@ from jax_cp_dispatch.planning import Plan
 # a rank would receive may have any values: only their number and the ranges determine the time.
 
 Shape = jax.ShapeDtypeStruct
-
-
-class Batch(NamedTuple):
-    """The batch of a profile.
-
-    Attributes:
-      num_ranks: W.
-      packed: the mask and the documents `[B, W * T]`, on the host.
-      qkv: shapes of q, k and v of one rank, `[B, T, heads, H]`.
-      plan: of all ranks, or None.
-    """
-
-    num_ranks: int
-    packed: Documents
-    qkv: list[Shape]
-    plan: Any = None
 
 
 class RankProgram(NamedTuple):
@@ -87,7 +72,7 @@ class Algorithm(abc.ABC):
     def check(self, op: str) -> None:  # noqa: B027 - most have no options
         """Checks the types of its options, but not whether they match the ranks."""
 
-    def why_not(self, call: Call, mask: Any, plan: Plan | None = None) -> str | None:
+    def why_not(self, call: Call, mask: Any) -> str | None:
         """Returns None, or the sentence why it cannot serve this call, and the next step.
 
         `mask` is that of the documents; with a plan, it may be a `MaskKind`.
@@ -104,29 +89,32 @@ class Algorithm(abc.ABC):
         """Returns those of the axes of the sequence over which it shares the heads."""
         return ()
 
-    def plan_before(self, packed: Documents, num_ranks: int) -> Plan | None:
+    def plan_before(self, documents: Documents, num_ranks: int) -> Plan | None:
         """Returns a plan of known documents that are not sharded over groups, if it follows one."""
         return None
 
     @abc.abstractmethod
-    def run(
-        self,
-        call: Call,
-        operands: Operands,
-        packed: Documents,
-        plan: Plan | None,
-    ) -> Outputs:
+    def run(self, call: Call, operands: Operands, documents: Documents) -> Outputs:
         """Computes one rank's part; differentiable.
 
         Args:
           call: checked.
           operands: the rank's rows.
-          packed: the mask, and the documents of the rank's columns.
-          plan: of all ranks, or the rank's slice.
+          documents: those of the rank's columns, with their mask, and at most one plan: that of all
+            ranks, or the rank's slice.
         """
 
-    def rank_program(self, call: Call, batch: Batch, *, backward: bool) -> RankProgram | None:
-        """Returns its part of one rank alone, for `balance_profile`; None: it is not measured."""
+    def rank_program(
+        self, call: Call, documents: Documents, qkv: list[Shape], *, backward: bool
+    ) -> RankProgram | None:
+        """Returns its part of one rank alone, for `balance_profile`; None: it is not measured.
+
+        Args:
+          call: over all ranks.
+          documents: `[B, W * T]`, on the host, with their mask, and at most one plan.
+          qkv: shapes of q, k and v of one rank, `[B, T, heads, H]`.
+          backward: whether it also computes the gradients.
+        """
         return None
 
     @classmethod
@@ -158,10 +146,8 @@ class Algorithm(abc.ABC):
         """Predicts the time of a workload; call on the host.
 
         Args:
-          workload: shapes and documents.
-          hardware: rates of ranks and links.
+          workload, hardware, moves: see `step_costs`.
           with_backward: predict forward and backward pass together, instead of the forward pass.
-          moves: see `step_costs`.
         Raises:
           ValueError: as `step_costs`.
         """
@@ -224,15 +210,20 @@ class Algorithm(abc.ABC):
 
 
 def run_unless_empty(
-    algorithm: Algorithm, call: Call, operands: Operands, packed: Any, plan: Any
+    algorithm: Algorithm, call: Call, operands: Operands, documents: Documents
 ) -> Outputs:
     """Returns `algorithm.run(...)`; without tokens there is nothing to plan or to move."""
-    if plan is None and has_no_tokens(operands):
-        return empty_outputs(call, operands)
-    return algorithm.run(call, operands, packed, plan)
+    if documents.plan is not None or 0 not in operands.q.shape[:2]:
+        return algorithm.run(call, operands, documents)
+    q, (_, v) = operands.q, key_shapes(call.expansion, operands)
+    B, T, N, _ = q.shape
+    dtype = sum_dtype(q.dtype)
+    lse = jnp.full((B, T, N), -jnp.inf, dtype) if call.return_lse else None
+    max_logits = jnp.full(N, -jnp.inf, dtype) if call.return_max_logits else None
+    return Outputs(jnp.zeros((B, T, N, v.shape[3]), q.dtype), lse, max_logits)
 
 
-def refuse(algorithm: Algorithm, call: Call, mask: Any, plan: Plan | None = None) -> None:
-    why = algorithm.why_not(call, mask, plan)
+def refuse(algorithm: Algorithm, call: Call, mask: Any) -> None:
+    why = algorithm.why_not(call, mask)
     if why is not None:
         raise ValueError(f"{call.op}: {why}")

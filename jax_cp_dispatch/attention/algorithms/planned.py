@@ -18,7 +18,7 @@ from jax_cp_dispatch._arrays import take_in_bounds
 from jax_cp_dispatch._dispatch import Argument, outgoing, returning
 from jax_cp_dispatch._ranks.options import vary_together
 from jax_cp_dispatch._residuals import checkpoint_name_kv, named_context
-from jax_cp_dispatch.attention.algorithms.algorithm import Algorithm, Batch, RankProgram, Shape
+from jax_cp_dispatch.attention.algorithms.algorithm import Algorithm, RankProgram, Shape
 from jax_cp_dispatch.attention.algorithms.exchange_once import (
     Exchange,
     Movement,
@@ -41,6 +41,7 @@ from jax_cp_dispatch.cost.pairs import (
 from jax_cp_dispatch.documents.documents import (
     Documents,
     gathered_ranges,
+    replaced,
     trusted,
     with_segment_ids,
 )
@@ -52,6 +53,7 @@ from jax_cp_dispatch.documents.layouts import (
 )
 from jax_cp_dispatch.documents.segment_ids import gather_sequence
 from jax_cp_dispatch.masks import Mask, MaskRanges, StaticMask
+from jax_cp_dispatch.masks.mask import PACKED, PLACED
 from jax_cp_dispatch.metadata import Metadata
 from jax_cp_dispatch.planning import Placement, Plan, PlanConfig, place_tokens, plan_attention
 from jax_cp_dispatch.planning.inside_jit import rank_plan
@@ -87,30 +89,32 @@ class Balanced(Algorithm):
     def check(self, op: str) -> None:
         check_plan_config(op, self.config)
 
-    def why_not(self, call: Call, mask: Any, plan: Plan | None = None) -> str | None:
-        if call.order.name == "zigzag" or (plan is not None and plan.is_placed):
-            return (
-                f"algorithm='balanced' needs tokens in packed order; got {call.order}. Pass "
-                f"algorithm={call.order.name!r}, or the tokens and their documents as packed."
-            )
-        return super().why_not(call, mask, plan)
+    def why_not(self, call: Call, mask: Any) -> str | None:
+        if call.order == PACKED:
+            return None
+        return (
+            f"algorithm='balanced' needs tokens in packed order; got {call.order}. Pass "
+            f"algorithm={call.order.name!r}, or the tokens and their documents as packed."
+        )
 
-    def plan_before(self, packed: Documents, num_ranks: int) -> Plan:
-        return plan_read(packed, num_ranks, self.config)
+    def plan_before(self, documents: Documents, num_ranks: int) -> Plan:
+        return plan_read(documents, num_ranks, self.config)
 
-    def run(self, call: Call, operands: Operands, packed: Documents, plan: Any) -> Outputs:
-        if plan is None:  # the same on every rank, from the documents of all
-            packed = jax.tree.map(jnp.asarray, with_segment_ids(packed, operands.q.shape[:2]))
-            packed = gather_sequence(call.exchange, packed, call.num_ranks)
+    def run(self, call: Call, operands: Operands, documents: Documents) -> Outputs:
+        if documents.plan is None:  # the same on every rank, from the documents of all
+            whole = jax.tree.map(jnp.asarray, with_segment_ids(documents, operands.q.shape[:2]))
+            whole = gather_sequence(call.exchange, whole, call.num_ranks)
             rank = lax.axis_index(call.exchange.axis_name)
             sizes = {"num_ranks": call.num_ranks, "config": self.config}
-            plan = named_context(rank_plan(packed, **sizes, rank=rank))
-            packed = trusted(mask=plan.mask)  # nothing to compare
-        return attend_by_plan(call, operands, plan, packed)
+            plan = named_context(rank_plan(whole, **sizes, rank=rank))
+            documents = trusted(mask=plan.mask, plans=(plan,))  # nothing to compare
+        return attend_by_plan(call, operands, documents)
 
-    def rank_program(self, call: Call, batch: Batch, *, backward: bool) -> RankProgram:
-        plan = batch.plan or self.plan_before(batch.packed, batch.num_ranks)
-        return planned_program(call, plan, batch.qkv, backward=backward)
+    def rank_program(
+        self, call: Call, documents: Documents, qkv: list[Shape], *, backward: bool
+    ) -> RankProgram:
+        plan = documents.plan or self.plan_before(documents, call.num_ranks)
+        return planned_program(call, plan, qkv, backward=backward)
 
     @classmethod
     def candidates(cls, workload: Workload, hardware: Hardware, *, layout: str, can_place: bool):
@@ -160,23 +164,25 @@ class Placed(Algorithm):
         "Place the tokens of every batch with place_tokens, and pass its documents."
     )
 
-    def why_not(self, call: Call, mask: Any, plan: Plan | None = None) -> str | None:
-        if plan is not None and plan.is_placed:
+    def why_not(self, call: Call, mask: Any) -> str | None:
+        if call.order == PLACED:
             return None
         return (
             f"algorithm='placed' needs tokens in placed order; got {call.order}. Pass "
             "documents=place_tokens(...).documents, and q, k, v in that order: Placement.apply."
         )
 
-    def run(self, call: Call, operands: Operands, packed: Documents, plan: Any) -> Outputs:
-        return attend_by_plan(call, operands, plan, packed)
+    def run(self, call: Call, operands: Operands, documents: Documents) -> Outputs:
+        return attend_by_plan(call, operands, documents)
 
-    def rank_program(self, call: Call, batch: Batch, *, backward: bool) -> RankProgram:
-        plan = batch.plan
+    def rank_program(
+        self, call: Call, documents: Documents, qkv: list[Shape], *, backward: bool
+    ) -> RankProgram:
+        plan = documents.plan
         if plan is None:
-            ids, mask = batch.packed.segment_ids, batch.packed.mask
-            plan = place_tokens(segment_ids=ids, world_size=batch.num_ranks, mask=mask).plan
-        return planned_program(call, plan, batch.qkv, backward=backward)
+            ids, mask = documents.segment_ids, documents.mask
+            plan = place_tokens(segment_ids=ids, world_size=call.num_ranks, mask=mask).plan
+        return planned_program(call, plan, qkv, backward=backward)
 
     @classmethod
     def candidates(cls, workload: Workload, hardware: Hardware, *, layout: str, can_place: bool):
@@ -212,12 +218,12 @@ class Placed(Algorithm):
 BLOCK_ROWS = 128
 
 
-def attend_by_plan(call: Call, operands: Operands, plan: Plan, packed: Documents) -> Outputs:
-    """Computes this rank's part of attention by a plan.
+def attend_by_plan(call: Call, operands: Operands, documents: Documents) -> Outputs:
+    """Computes this rank's part of attention by the plan of the documents.
 
-    Ranks compare the checksums of their plans, and of the ids, positions and mask of `packed`.
+    Ranks compare the checksums of their plans, and of ids, positions and mask, if these are given.
     """
-    plan = plan_of_group(call.op, plan)
+    plan, packed = plan_of_group(call.op, documents.plan), replaced(documents, plans=())
     check_plan_rows(call.op, operands, plan, packed)
     return _attend_planned(PlannedMovement(call, not plan.is_placed), operands, plan, packed)
 
@@ -396,29 +402,30 @@ Leaf: TypeAlias = Any
 class Halo(Algorithm):
     """Each rank receives the keys that its queries still see, from the ranks before and after.
 
-    Queries stay. A mask of numbers says how far a query sees (`Mask.reach`). So many rows of
-    keys and values move across each border of a rank's part of the sequence, from as many ranks as
-    hold them, in one exchange; in zigzag layout a rank has two parts. The rank then attends in one
-    call. Documents shorten what a query sees, not what moves. Tokens stay as they are.
+    Queries stay, and tokens keep their order. `Mask.reach` says how many tokens before and after
+    itself a query sees. A rank receives the keys and values of that many tokens before and after
+    its own, from all ranks that hold some, in one exchange, and attends in one call. In zigzag
+    layout it holds two parts of the sequence, and receives the tokens around each. Shorter
+    documents do not reduce what moves.
 
-    Use it for windows and chunks shorter than the sequence. Where the mask has no limit, a rank
-    receives all rows on that side, in one exchange: causal attention takes the memory of all keys.
-    A mask whose arrays decide, or a window with first tokens, has no reach that is known before the
-    batch.
+    Use it for windows and chunks that are shorter than the sequence. On a side where the mask has
+    no limit, a rank receives all tokens: for causal attention, memory holds all keys. Masks whose
+    reach depends on the batch are refused: those of arrays, and windows with first tokens.
 
     The gradients of keys and values return by the transpose of the same exchange, are summed over
     the ranks in float32, and rounded once. Residuals per rank: q, the held k and v, the output, its
     lse, and the ranges of its rows.
 
     Attributes:
-      layout: of predictions: "contiguous" or "zigzag". A call has the order of its documents.
+      layout: the order of tokens that predictions assume: "contiguous" or "zigzag". Calls do not
+        read it: they take the order of their documents.
     """
 
     name: ClassVar[str] = "halo"
     layout: str = dataclasses.field(default="contiguous", compare=False, repr=False)
 
-    def why_not(self, call: Call, mask: Any, plan: Plan | None = None) -> str | None:
-        reason = super().why_not(call, mask, plan)
+    def why_not(self, call: Call, mask: Any) -> str | None:
+        reason = super().why_not(call, mask)
         if reason is None and not isinstance(mask, StaticMask):
             return (
                 f"algorithm='halo' needs a mask of numbers that say how far a query sees; with "
@@ -427,9 +434,9 @@ class Halo(Algorithm):
             )
         return reason
 
-    def run(self, call: Call, operands: Operands, packed: Documents, plan: Any) -> Outputs:
+    def run(self, call: Call, operands: Operands, documents: Documents) -> Outputs:
         layout = _layout(call.order.layout, call.num_ranks, operands.q.shape[1])
-        return _attend_halo(call, held_rows(layout, packed.mask), operands, packed)
+        return _attend_halo(call, held_rows(layout, documents.mask), operands, documents)
 
     @classmethod
     def candidates(cls, workload: Workload, hardware: Hardware, *, layout: str, can_place: bool):

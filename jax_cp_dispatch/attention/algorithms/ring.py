@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float64
 
 from jax_cp_dispatch._arguments import check_integer
-from jax_cp_dispatch.attention.algorithms.algorithm import Algorithm, Batch, RankProgram, Shape
+from jax_cp_dispatch.attention.algorithms.algorithm import Algorithm, RankProgram, Shape
 from jax_cp_dispatch.attention.key_chunks import CycleSchedule, DirectSchedule, OneRank, Schedule
 from jax_cp_dispatch.attention.operands import Call, Operands, Outputs, key_shapes
 from jax_cp_dispatch.attention.rotating import (
@@ -72,15 +72,16 @@ class RingFamily(Algorithm):
         schedule = self.schedule(call.op, call.num_ranks)
         return Rotation.of(call, schedule, *qkv, zigzag=self.computes_in_zigzag(mask))
 
-    def run(self, call: Call, operands: Operands, packed: Documents, plan: Any) -> Outputs:
+    def run(self, call: Call, operands: Operands, documents: Documents) -> Outputs:
         keys = key_shapes(call.expansion, operands)
-        rotation = self.rotation(call, packed.mask, operands.q, *keys)
-        return attend_sequence(rotation, operands, packed)
+        rotation = self.rotation(call, documents.mask, operands.q, *keys)
+        return attend_sequence(rotation, operands, documents)
 
-    def rank_program(self, call: Call, batch: Batch, *, backward: bool) -> RankProgram:
+    def rank_program(
+        self, call: Call, documents: Documents, qkv: list[Shape], *, backward: bool
+    ) -> RankProgram:
         """Of tokens in the order that the algorithm computes, as in zigzag layout."""
-        num_ranks, packed, qkv, _ = batch
-        rotation = self.rotation(call, packed.mask, *qkv)
+        rotation = self.rotation(call, documents.mask, *qkv)
         rotation = dataclasses.replace(rotation, schedule=OneRank(rotation.schedule))
 
         def run(rank, q, k, v, of_tokens):
@@ -92,9 +93,9 @@ class RingFamily(Algorithm):
             dq, dkv, _ = gradient_steps(rotation, operands, of_tokens, outputs, rank)
             return out, dq, *dkv
 
-        packed = jax.tree.map(jnp.asarray, packed)
+        packed = jax.tree.map(jnp.asarray, documents)
         seen = attended_tokens(packed, packed.segment_ids.shape)
-        tokens = [np.asarray(rotation.layout.positions(rank)) for rank in range(num_ranks)]
+        tokens = [np.asarray(rotation.layout.positions(rank)) for rank in range(call.num_ranks)]
         ranges = [ranges_of_rows(packed.mask, seen, token) for token in tokens]
         pairs = pairs_per_query(jax.tree.map(np.asarray, seen)).sum(0)
         of_ranks = np.array([pairs[token[token >= 0]].sum() for token in tokens])

@@ -32,7 +32,6 @@ from jax_cp_dispatch.global_call import kv_copies
 from jax_cp_dispatch.masks import MaskRanges
 from jax_cp_dispatch.masks.mask import zigzag_order
 from jax_cp_dispatch.metadata.fields import single_rows
-from jax_cp_dispatch.planning import Plan
 
 # ---- Tokens of all heads for all tokens of a share of the heads, and back: an all-to-all.
 #
@@ -207,7 +206,7 @@ def attend_two_levels(
             num_columns = num_inner * operands.q.shape[1]
             order = zigzag_permutation(num_columns, num_inner, inverse=True)
             packed = jax.tree.map(lambda x: x[:, order], packed)
-    outputs = outer.run(of_outer, part, packed, None)
+    outputs = outer.run(of_outer, part, packed)
     lses = [] if outputs.lse is None else [outputs.lse[..., None]]
     out, *lses = heads.to_tokens([outputs.out, *lses])
     largest = outputs.max_logits
@@ -283,7 +282,7 @@ class Ulysses(Algorithm):
             )
         self.outer.check(op)
 
-    def why_not(self, call: Call, mask: Any, plan: Plan | None = None) -> str | None:
+    def why_not(self, call: Call, mask: Any) -> str | None:
         sharing = call.num_ranks
         if self.outer is not None:
             if len(call.axis_sizes) < 2:
@@ -299,7 +298,7 @@ class Ulysses(Algorithm):
                 "divide them: each rank computes a share of the heads. Pass algorithm='zigzag' or "
                 "'balanced', or use fewer ranks."
             )
-        reason = super().why_not(call, mask, plan)
+        reason = super().why_not(call, mask)
         if reason is None and self.outer is not None:
             reason = self.outer.why_not(outer_call(call), mask)
             reason = reason and f"{reason} Or pass Ulysses(outer=Zigzag())."
@@ -308,16 +307,16 @@ class Ulysses(Algorithm):
     def head_axes(self, names: tuple[str, ...]) -> tuple[str, ...]:
         return names if self.outer is None else names[-1:]
 
-    def run(self, call: Call, operands: Operands, packed: Documents, plan: Any) -> Outputs:
+    def run(self, call: Call, operands: Operands, documents: Documents) -> Outputs:
         names, num_heads, copies = self.head_axes(call.exchange.axis_names), call.num_heads, 1
         if call.expansion is not None:
             expansion = call.expansion.sharing(names, num_heads, operands)
             call = dataclasses.replace(call, expansion=expansion)
         if self.outer is not None:
-            return attend_two_levels(self.outer, call, operands, packed)
+            return attend_two_levels(self.outer, call, operands, documents)
         if call.expansion is None:
             copies = kv_copies(num_heads, operands.k.shape[2], call.num_ranks)
-        return _attend_share_of_heads(ShareOfHeads(call, copies), operands, packed)
+        return _attend_share_of_heads(ShareOfHeads(call, copies), operands, documents)
 
     @classmethod
     def candidates(cls, workload: Workload, hardware: Hardware, *, layout: str, can_place: bool):

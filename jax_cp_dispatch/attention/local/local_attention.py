@@ -386,7 +386,7 @@ def merge_partials(
 
     Args:
       out: output over the keys seen so far; zero where `lse` is `-inf`.
-      lse: their logarithm of the sum of exponentials.
+      lse: the logarithm of the sum of exponentials of the logits of these keys.
       block_out: output over further keys.
       block_lse: the same for the further keys.
       sink: a logit per head without a value, see `local_attention`. Pass it with the last part
