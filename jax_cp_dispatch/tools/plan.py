@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jax_cp_dispatch import masks
-from jax_cp_dispatch._text import byte_count, count, duration, paragraph, table
+from jax_cp_dispatch._text import byte_count, duration, paragraph, table
 from jax_cp_dispatch.attention import Balanced, Choice, Placed
 from jax_cp_dispatch.attention.algorithms.planned import moves_of_plan
 from jax_cp_dispatch.attention.choose import candidates, choose_for
@@ -253,14 +253,14 @@ def fill_ranks(
 def _print_batch(given: Sequence[Sequence[int]], workload: Workload, num_nodes: int) -> None:
     lengths = [length for row in workload.rows for length in row]
     rows, num_tokens = workload.rows_per_rank, workload.num_ranks * workload.rows_per_rank
-    print(f"{workload.num_ranks} ranks of {count(rows)} tokens; nodes: {num_nodes}")
+    print(f"{workload.num_ranks} ranks of {rows:,} tokens; nodes: {num_nodes}")
     print(
-        f"  documents  {count(len(lengths))} of {count(min(lengths))} to {count(max(lengths))} "
-        f"tokens; batch rows: {count(len(workload.rows))}"
+        f"  documents  {len(lengths):,} of {min(lengths):,} to {max(lengths):,} "
+        f"tokens; batch rows: {len(workload.rows):,}"
     )
-    print(f"  tokens     {count(num_tokens)}; {count(num_tokens - sum(lengths))} of them padding")
+    print(f"  tokens     {num_tokens:,}; {num_tokens - sum(lengths):,} of them padding")
     if too_many := sum(map(sum, given)) - sum(lengths):
-        print(f"  too long   {count(too_many)} tokens exceed the ranks; they are cut off")
+        print(f"  too long   {too_many:,} tokens exceed the ranks; they are cut off")
 
 
 def _print_comparison(
