@@ -1,6 +1,5 @@
 """Random scenarios for tests and benchmarks, and a simulation of their exchange."""
 
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -57,11 +56,6 @@ def gen_seq_lens(
             f"gen_seq_lens: total_len {total_len} is less than num_seqs {num_seqs}, but each "
             f"length is at least 1. Pass total_len>={num_seqs}."
         )
-    return _gen_seq_lens(key, world_size, num_seqs, total_len)
-
-
-@partial(jax.jit, static_argnums=(1, 2, 3))
-def _gen_seq_lens(key: Array, world_size: int, num_seqs: int, total_len: int) -> Array:
     spare = total_len - num_seqs
     cuts = jax.random.randint(key, (world_size, num_seqs - 1), 0, spare + 1, dtype=jnp.int32)
     cuts = jnp.pad(jnp.sort(cuts, 1), ((0, 0), (1, 0)))
@@ -77,30 +71,26 @@ def draw_qkv_dispatch(
     check_integer(op, "total_seq_len", total_seq_len)
     if total_seq_len % max_cp_degree:
         raise ValueError(
-            f"create_qkv_dispatch: total_seq_len {total_seq_len} is not divisible by max_cp_degree "
+            f"{op}: total_seq_len {total_seq_len} is not divisible by max_cp_degree "
             f"{max_cp_degree}, but every document is cut into equal shards. Pass a multiple of "
             f"{max_cp_degree}."
         )
     if total_seq_len < num_seqs * max_cp_degree:
         raise ValueError(
-            f"create_qkv_dispatch: total_seq_len {total_seq_len} is too short for num_seqs "
+            f"{op}: total_seq_len {total_seq_len} is too short for num_seqs "
             f"{num_seqs} documents of at least max_cp_degree {max_cp_degree} tokens. Pass "
             f"total_seq_len>={num_seqs * max_cp_degree}."
         )
     powers = [2**i for i in range(int(max_cp_degree).bit_length()) if max_cp_degree % 2**i == 0]
     choices = np.array(sorted({*powers, max_cp_degree}))
 
-    @jax.jit
-    def draw(key):
-        key_len, key_degree, key_rank = jax.random.split(key, 3)
-        units = gen_seq_lens(key_len, world_size, num_seqs, total_seq_len // max_cp_degree)
-        choice = jax.random.randint(key_degree, units.shape, 0, len(choices))
-        return units, choice, jax.random.uniform(key_rank, (*units.shape, world_size))
-
-    units, choice, priority = jax.device_get(draw(key))
-    doc_len, doc_degree = units * max_cp_degree, choices[choice]
+    key_len, key_degree, key_rank = jax.random.split(key, 3)
+    units = gen_seq_lens(key_len, world_size, num_seqs, total_seq_len // max_cp_degree)
+    choice = jax.random.randint(key_degree, units.shape, 0, len(choices))
+    doc_len, doc_degree = np.asarray(units) * max_cp_degree, choices[choice]
     # Each document has its own order of ranks, in which it distributes its shards.
-    order = priority.argsort(-1)
+    priority = jax.random.uniform(key_rank, (*units.shape, world_size))
+    order = np.asarray(priority).argsort(-1)
 
     num_slots = num_seqs * max_cp_degree
     slot = np.arange(num_slots)
