@@ -194,10 +194,11 @@ SMALL_DISPATCH, _STEPS = "small dispatch in a loop", 20
 
 def small_messages(ranks: Ranks) -> Iterator[Row]:
     """Measures the time of one small exchange inside `lax.scan`."""
-    exchange = programs.SmallExchange(ranks)
-    loop = lambda name: ranks.program(programs.scanned(exchange.operations[name], _STEPS))
-    names = "dispatch", "ppermute"
-    seconds = ranks.measure({x: partial(loop(x), exchange.x, exchange.metadata) for x in names})
+    x, plan, operations = programs.small_exchange(ranks)
+    loop = lambda name: ranks.program(programs.scanned(operations[name], _STEPS))
+    seconds = ranks.measure(
+        {name: partial(loop(name), x, plan) for name in ("dispatch", "ppermute")}
+    )
     yield dict.fromkeys(("rate", "unit", "of_limit", "limit")) | {
         "what": SMALL_DISPATCH,
         "size": f"{programs.SMALL[0]} × {programs.SMALL[1]} float32, {ranks.name}",

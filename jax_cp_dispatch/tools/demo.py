@@ -62,7 +62,12 @@ def run(arguments: argparse.Namespace) -> int:
         plan = make_plan()
         seconds["planning"] = call_seconds(make_plan)
     ranks = Ranks.of_devices(num_ranks, repeats=1)
-    operands = [ranks.put(x, BY_COLUMN) for x in embed(tokens)]
+    rng, (N, H) = np.random.default_rng(0), HEADS.values()
+    # q, k, v and a cotangent [1, T, heads, H]: random embeddings of the tokens.
+    table = [
+        rng.standard_normal((256, n, H), np.float32) for n in (N, NUM_KV_HEADS, NUM_KV_HEADS, N)
+    ]
+    operands = [ranks.put(x[tokens], BY_COLUMN) for x in table]
     documents = ranks.put_documents(Documents(ids).with_plan(plan))
     over: Any = {"mesh": ranks.mesh, "axis_name": AXIS, "algorithm": "balanced"}
     attend = partial(context_parallel_attention, **over)
@@ -144,13 +149,6 @@ def pack(texts: Iterable[bytes], *, num_tokens: int, longest: int) -> tuple[np.n
         if len(tokens) == num_tokens:
             break
     return np.frombuffer(tokens.ljust(num_tokens, b"\0"), np.uint8)[None], lengths
-
-
-def embed(tokens: np.ndarray) -> list[np.ndarray]:
-    """Returns q, k, v and a cotangent `[1, T, heads, H]`: random embeddings of the tokens."""
-    rng, (N, H) = np.random.default_rng(0), HEADS.values()
-    heads = N, NUM_KV_HEADS, NUM_KV_HEADS, N
-    return [rng.standard_normal((256, n, H), np.float32)[tokens] for n in heads]
 
 
 @partial(jax.jit, static_argnums=0)

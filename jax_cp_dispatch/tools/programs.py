@@ -210,26 +210,22 @@ def _collectives(
 SMALL = (16, 8)
 
 
-class SmallExchange:
-    """One segment of each rank to the next; `combine` moves rows in reverse.
+def small_exchange(ranks: Ranks) -> tuple[jax.Array, Any, dict[str, Callable[..., Any]]]:
+    """Returns rows of all ranks, the plan that sends those of each to the next, and operations.
 
-    Attributes:
-      x, metadata: operands, over all ranks.
-      operations: functions of one rank's rows and metadata, by name.
+    These are functions of one rank's rows and plan, by name; `combine` moves rows in reverse.
     """
-
-    def __init__(self, ranks: Ranks):
-        num_ranks, (tokens, width) = ranks.count, SMALL
-        to_next = (np.arange(num_ranks, dtype=np.int32) + 1) % num_ranks
-        plan, _ = compute_metadata(np.full((num_ranks, 1), tokens), to_next[:, None])
-        pairs = list(enumerate(to_next.tolist()))
-        x = np.random.default_rng(0).standard_normal((num_ranks * tokens, width), np.float32)
-        self.x, self.metadata = ranks.put(x), jax.tree.map(ranks.put, plan)
-        self.operations: dict[str, Callable[..., Any]] = {
-            "dispatch": partial(dispatch, axis_name=AXIS, capacity=tokens),
-            "combine": partial(combine, axis_name=AXIS, num_tokens=tokens),
-            "ppermute": lambda x, m: lax.ppermute(x, AXIS, pairs),
-        }
+    num_ranks, (tokens, width) = ranks.count, SMALL
+    to_next = (np.arange(num_ranks, dtype=np.int32) + 1) % num_ranks
+    plan, _ = compute_metadata(np.full((num_ranks, 1), tokens), to_next[:, None])
+    pairs = list(enumerate(to_next.tolist()))
+    x = np.random.default_rng(0).standard_normal((num_ranks * tokens, width), np.float32)
+    operations: dict[str, Callable[..., Any]] = {
+        "dispatch": partial(dispatch, axis_name=AXIS, capacity=tokens),
+        "combine": partial(combine, axis_name=AXIS, num_tokens=tokens),
+        "ppermute": lambda x, m: lax.ppermute(x, AXIS, pairs),
+    }
+    return ranks.put(x), jax.tree.map(ranks.put, plan), operations
 
 
 def scanned(operation: Callable[..., Any], steps: int) -> Callable[..., Any]:
