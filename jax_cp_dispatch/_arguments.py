@@ -11,15 +11,6 @@ from jaxtyping import Array
 HostOrDevice: TypeAlias = Array | np.ndarray
 
 
-def check_array(op: str, name: str, x: Any) -> None:
-    """Requires an array of JAX or NumPy, or its shape and dtype."""
-    if not isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
-        remedy = f"Pass numpy.asarray({name})." if x is not None else "Pass it."
-        raise TypeError(
-            f"{op}: {name} is of type {type(x).__name__}; it needs to be an array. {remedy}"
-        )
-
-
 def check_type(op: str, name: str, value: Any, kind: type, remedy: str) -> None:
     """Requires an object of this class."""
     if not isinstance(value, kind):

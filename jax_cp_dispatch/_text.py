@@ -272,12 +272,10 @@ def _describe(
     loads: Mapping[str, np.ndarray],
     moves: Mapping[str, Int[np.ndarray, "W W"]],
 ) -> str:
-    """Returns a title, lines of a name and a text, and two kinds of tables.
+    """Returns a title, lines of a name and a text, and tables of loads and moves.
 
-    Args:
-      title, lines: the first ones.
-      loads: of each rank; fractions have three digits.
-      moves: rows from each rank to each, by what they are.
+    Loads are those of each rank; fractions have three digits. Moves are rows from each rank to
+    each, by what they are.
     """
     loads = dict(loads)
     for what, sent in moves.items():

@@ -669,15 +669,10 @@ def _run_ranks(program: RankProgram) -> Callable[[int], Any]:
 def time_ranks(
     programs: Sequence[tuple[str, Callable[[int], Any], np.ndarray]], unit: str, repeats: int
 ) -> tuple[BalanceProfile, ...]:
-    """Times each rank of each program.
+    """Times each rank of each program: a name, what runs one rank, and the work [W] in `unit`.
 
     Ranks and programs take turns in each round. On CPU, seconds are processor time, so other
     processes do not count.
-
-    Args:
-      programs: of each its name, what runs one rank and returns its arrays, and the work [W].
-      unit: of the work.
-      repeats: rounds.
     """
     now = time.process_time if jax.default_backend() == "cpu" else time.perf_counter
     for _, run, _ in programs:  # compile, and touch memory

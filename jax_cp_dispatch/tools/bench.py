@@ -149,16 +149,11 @@ def _rows(
     limit: tuple[str, float],
     alternative: tuple[str, float],
 ) -> Iterator[Row]:
-    """Yields a row for each operation, with its rate over all ranks.
+    """Yields a row for each operation, with its rate over all ranks, from its median seconds.
 
-    `of_limit` is its speed as a fraction of the limit that was measured in the same run; `speedup`
-    is how many times as fast as the alternative it is.
-
-    Args:
-      seconds: of each operation, medians.
-      size: of all, with the number of ranks.
-      amount: what each moves or computes, and the unit of its rate.
-      limit, alternative: what they are, and their seconds for the same amount.
+    `amount` is what each moves or computes, with the unit of the rate. `of_limit` is the speed as a
+    fraction of the limit, `speedup` as a multiple of the alternative: both have a name, and the
+    seconds that they took for the same amount in the same run.
     """
     names = {"unit": amount[1], "limit": limit[0], "alternative": alternative[0]}
     for what, value in seconds.items():

@@ -165,10 +165,8 @@ _LEAST_ROWS = 256  # documents are padded to powers of two from here, so that fe
 def largest_difference(lengths: list[int], operands: Any, results: Any) -> dict[str, float]:
     """Returns the largest difference from dense attention, relative to the largest entry.
 
-    Args:
-      lengths: of the documents.
-      operands: q, k, v and the cotangent `[1, T, heads, H]`, on the host.
-      results: the output and the gradients of q, k and v.
+    It compares the output and the gradients of q, k and v. `operands` are these three and the
+    cotangent, `[1, T, heads, H]`, on the host.
     """
     expected = [np.zeros(x.shape, x.dtype) for x in results]
     for stop, length in zip(np.cumsum(lengths), lengths, strict=True):

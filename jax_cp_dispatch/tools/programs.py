@@ -51,11 +51,11 @@ class Ranks:
     @property
     def name(self) -> str:
         """Such as "8 devices"; of processes with one device each "2 processes"."""
-        kind = "GPU" if self.is_gpu else "device"
-        if jax.process_count() > 1:
-            kind = "process" if jax.process_count() == self.count else f"{kind} of processes"
-        plural = {"process": "processes"}.get(kind, f"{kind}s")
-        return f"{self.count} {kind if self.count == 1 else plural}"
+        processes = f"{jax.process_count()} processes"
+        if 1 < jax.process_count() == self.count:
+            return processes
+        devices = f"{self.count} {'GPU' if self.is_gpu else 'device'}{'s' * (self.count > 1)}"
+        return devices if jax.process_count() == 1 else f"{devices} of {processes}"
 
     def put(self, x: Any, spec: P = BY_RANK) -> jax.Array:
         """Shards an array that every process holds."""
