@@ -197,25 +197,20 @@ def _simulate(
     src = jnp.cumsum(length, 1) - length if plan.src_offset is None else plan.src_offset
     src = jnp.asarray(src).astype(jnp.int32) + num_tokens * jnp.arange(world_size)[:, None]
 
-    # Each range's start is marked with its shard. Only the range of the last mark at or before a
-    # row can hold that row.
     dst = jnp.asarray(plan.dst_rank).reshape(*length.shape, -1)
     start = jnp.asarray(plan.dst_offset).reshape(dst.shape).astype(jnp.int32)
-    moves = (dst >= 0) & (length > 0)[..., None] & (start < num_rows)
-    shard = jnp.arange(length.size, dtype=jnp.int32).reshape(*length.shape, 1)
-    mark = jnp.where(moves, dst * num_rows + start, world_size * num_rows)
-    marks = jnp.full(world_size * num_rows, -1, jnp.int32)
-    marks = marks.at[mark.ravel()].set(jnp.broadcast_to(shard, dst.shape).ravel(), mode="drop")
-    marks = marks.reshape(world_size, num_rows)
 
-    row = jnp.arange(num_rows, dtype=jnp.int32)[None]
-    last = jax.lax.cummax(jnp.where(marks >= 0, row, -1), axis=1)
-    shard = jnp.take_along_axis(marks, jnp.maximum(last, 0), 1)
-    within = row - last
-    source = jnp.take(src.ravel(), shard, mode="clip") + within
-    written = (last >= 0) & (within < jnp.take(length.ravel(), shard, mode="clip"))
+    # All rows that move, in the order of the shards and their copies: from where, and to where.
+    moves = jnp.where(dst >= 0, jnp.clip(num_rows - start, 0, length[..., None]), 0).ravel()
+    moved = jnp.arange(world_size * num_rows, dtype=jnp.int32)
+    copy = jnp.repeat(jnp.arange(dst.size), moves, total_repeat_length=moved.size)
+    within = moved - (jnp.cumsum(moves) - moves)[copy]
+    target = (dst * num_rows + start).ravel()[copy] + within
+    target = jnp.where(within < moves[copy], target, moved.size)
+    source = jnp.broadcast_to(src[..., None], dst.shape).ravel()[copy] + within
+    source = jnp.full(moved.size, -1, jnp.int32).at[target].set(source, mode="drop")
 
     rows = tensor.reshape(-1, *tensor.shape[2:])
-    moved = jnp.take(rows, jnp.where(written, source, 0), axis=0, mode="clip")
-    written = written.reshape(written.shape + (1,) * (output.ndim - 2))
-    return jnp.where(written, moved.astype(output.dtype), output)
+    received = jnp.take(rows, jnp.maximum(source, 0), axis=0, mode="clip").reshape(output.shape)
+    written = (source >= 0).reshape(world_size, num_rows, *[1] * (output.ndim - 2))
+    return jnp.where(written, received.astype(output.dtype), output)
