@@ -16,6 +16,8 @@ from jax_cp_dispatch._arguments import host_value
 WIDTH = 100
 
 Number: TypeAlias = int | float | np.integer | np.floating
+_PREFIXES = ("", *"KMGTP")
+_UNITS = ((1, "s"), (1e3, "ms"), (1e6, "µs"), (1e9, "ns"))
 
 
 def outline(self: Any) -> str:
@@ -41,14 +43,10 @@ def short_count(number: Number) -> str:
 def byte_count(number: Number) -> str:
     """Returns 65536 as "65.5 KB"."""
     power = 0
-    while number >= 999.5 and power < len(_PREFIXES):
+    while number >= 999.5 and power < len(_PREFIXES) - 1:
         number, power = number / 1000, power + 1
     digits = 0 if number >= 99.95 or not power else 1
-    return f"{number:.{digits}f} {_PREFIXES[power - 1] if power else ''}B"
-
-
-_PREFIXES = "KMGTP"
-_UNITS = ((1, "s"), (1e3, "ms"), (1e6, "µs"), (1e9, "ns"))
+    return f"{number:.{digits}f} {_PREFIXES[power]}B"
 
 
 def duration(seconds: float | np.floating) -> str:

@@ -507,9 +507,8 @@ class _Steps:
             seconds = [0.0] * len(times)
             while pending:
                 now = time.perf_counter() - begin
-                for rank, data in pending:
-                    if data.is_ready():
-                        seconds[rank] = max(seconds[rank], now)
+                for rank, _ in pending:
+                    seconds[rank] = now
                 pending = [entry for entry in pending if not entry[1].is_ready()]
                 time.sleep(_POLL)
             for of_rank, value in zip(times, seconds, strict=True):
