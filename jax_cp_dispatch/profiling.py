@@ -339,10 +339,8 @@ class AttentionProfile:
         ranks = [(f"rank {rank.rank}", rank) for rank in self.ranks]
 
         def times(rows: Sequence[tuple[str, Any]]) -> str:
-            texts = [
-                (name, f"{1e3 * x.communication:.2f}", f"{1e3 * x.computation:.2f}")
-                for name, x in rows
-            ]
+            ms = lambda seconds: f"{1e3 * seconds:.2f}"
+            texts = [(name, ms(x.communication), ms(x.computation)) for name, x in rows]
             return table(("", COMMUNICATION, COMPUTATION), texts, indent=0)
 
         return (

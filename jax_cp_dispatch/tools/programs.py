@@ -180,9 +180,9 @@ def _collectives(
     def received(starts: np.ndarray) -> jax.Array:
         """Returns where each received row is, from the starts [W, W] of segments; else -1."""
         rows = np.full((ranks.count, capacity), -1, np.int32)
-        for row, of_rank in zip(rows, zip(starts.T, lengths.T, strict=True), strict=True):
-            found = [at + np.arange(n) for at, n in zip(*of_rank, strict=True)]
-            row[: sum(map(len, found))] = np.concatenate(found)
+        for row, begin, counts in zip(rows, starts.T, lengths.T, strict=True):
+            first = np.repeat(begin + counts - np.cumsum(counts), counts)
+            row[: len(first)] = first + np.arange(len(first))
         return ranks.put(rows)
 
     def fill(rows, indices):
