@@ -181,7 +181,9 @@ def try_implementations() -> Iterator[Finding]:
     """Yields a finding for each transport, except that between processes."""
     try:
         table = available_implementations()
-    except Exception:  # JAX has no devices, which is a finding already
+    except Exception as error:
+        remedy = "Repair the devices first. If JAX has some, report this with the output."
+        yield Finding("transports", _first_line(error), "wrong", remedy)
         return
     for name, implementation in table.items():
         if name == "shared_memory":
