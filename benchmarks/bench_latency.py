@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
-from jax_cp_dispatch.tools.programs import SMALL, Ranks, SmallExchange, scanned
+from jax_cp_dispatch.tools.programs import SMALL, Ranks, scanned, small_exchange
 
 STEPS = 200
 
@@ -38,10 +38,9 @@ def calls(programs, x, metadata, repeats):
 
 def measure(world_size, repeats):
     ranks = Ranks.of_devices(world_size, repeats)
-    exchange = SmallExchange(ranks)
-    x, metadata = exchange.x, exchange.metadata
+    x, metadata, operations = small_exchange(ranks)
     rows = np.asarray(x).reshape(world_size, *SMALL)
-    ops = exchange.operations | {"no exchange": lambda x, _: x + 1}
+    ops = operations | {"no exchange": lambda x, _: x + 1}
     programs = {name: ranks.program(op) for name, op in ops.items()}
     loops = {name: ranks.program(scanned(op, STEPS)) for name, op in ops.items()}
     for step, name in ((1, "dispatch"), (1, "ppermute"), (-1, "combine")):

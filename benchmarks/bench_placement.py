@@ -87,13 +87,7 @@ def measure(lengths: list[int], world_size: int, repeats: int) -> dict[str, obje
         row |= of_layers(lengths, world_size, placement)
     if world_size <= 128:
         for name in ("min_heap", "greedy"):
-            outcome = getattr(peer_placements, name)(lengths, world_size)
-            row[name] = {
-                "imbalance": round(float(outcome.imbalance), 4),
-                "q_moved_share": round(outcome.q, 4),
-                "kv_moved_share": round(outcome.kv, 4),
-                "bytes_per_token": round(outcome.bytes_per_token),
-            }
+            row[name] = getattr(peer_placements, name)(lengths, world_size).row()
     row["bytes_per_token"] = round(peer_placements.KV_BYTES * row["kv_moved_share"])
     return row
 

@@ -77,14 +77,7 @@ def measure(
         row["inside_jit"]["plan_ms"] = round(milliseconds, 2)
     if world_size <= MOST_OF_PEER:
         peer = peer_placements.greedy(lengths, world_size, num_kv_heads=num_kv_heads)
-        row["greedy"] = {
-            "imbalance": round(peer.imbalance, 4),
-            "q_moved_share": round(peer.q, 4),
-            "kv_moved_share": round(peer.kv, 4),
-            "bytes_per_token": round(
-                peer_placements.bytes_per_token(peer.q, peer.kv, num_kv_heads)
-            ),
-        }
+        row["greedy"] = peer.row(num_kv_heads)
     return row
 
 

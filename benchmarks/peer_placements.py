@@ -25,9 +25,14 @@ class Outcome(NamedTuple):
     q: float
     kv: float
 
-    @property
-    def bytes_per_token(self) -> float:
-        return bytes_per_token(self.q, self.kv)
+    def row(self, num_kv_heads: int = HEADS["num_kv_heads"]) -> dict[str, float]:
+        """Returns what a file of results says about it."""
+        return {
+            "imbalance": round(float(self.imbalance), 4),
+            "q_moved_share": round(self.q, 4),
+            "kv_moved_share": round(self.kv, 4),
+            "bytes_per_token": round(bytes_per_token(self.q, self.kv, num_kv_heads)),
+        }
 
 
 def bytes_per_token(q: float, kv: float, num_kv_heads: int = HEADS["num_kv_heads"]) -> float:

@@ -91,9 +91,10 @@ def _with_shared_keywords(function: Callable[..., Any]) -> inspect.Signature:
     """Returns the signature; keywords of an unpacked TypedDict come first, None unless required."""
     signature = inspect.signature(function)
     *own, last = signature.parameters.values()
-    shared = last.kind == last.VAR_KEYWORD and _unpacked(typing.get_type_hints(function))
-    if not shared:
+    hint = last.kind == last.VAR_KEYWORD and typing.get_type_hints(function).get(last.name)
+    if typing.get_origin(hint) is not typing.Unpack:
         return signature
+    (shared,) = typing.get_args(hint)
     keywords = []
     for name, hint in shared.__annotations__.items():
         text, default = hint.__forward_arg__, None
@@ -103,12 +104,6 @@ def _with_shared_keywords(function: Callable[..., Any]) -> inspect.Signature:
         keywords.append(keyword)
     first = sum(x.kind != last.KEYWORD_ONLY for x in own)
     return signature.replace(parameters=[*own[:first], *keywords, *own[first:]])
-
-
-def _unpacked(hints: dict[str, Any]) -> Any:
-    """Returns the TypedDict whose keywords a function takes, or None."""
-    found = (typing.get_args(x) for x in hints.values() if typing.get_origin(x) is typing.Unpack)
-    return next((shared for (shared,) in found), None)
 
 
 def check_annotated(
@@ -150,28 +145,27 @@ def check_annotated(
 @functools.cache
 def _needs(annotated: Any) -> dict[str, tuple[_Need, bool]]:
     """Returns what each parameter needs, and whether it may be None."""
-    hints = typing.get_type_hints(annotated)
-    if (shared := _unpacked(hints)) is not None:
-        hints |= typing.get_type_hints(shared)
-    read = {name: _alternatives(hint) for name, hint in hints.items() if name != "return"}
-    either = {name: (found - {None}, None in found) for name, found in read.items()}
-    return {
-        name: (need, is_optional)
-        for name, (needs, is_optional) in either.items()
-        if len(needs) == 1 and isinstance(need := next(iter(needs)), _Need)
-    }
-
-
-def _alternatives(hint: Any, is_tree: bool = False) -> set[Any]:
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return set().union(*(_alternatives(x, is_tree) for x in typing.get_args(hint)))
-    if hasattr(hint, "leaftype"):
-        return _alternatives(hint.leaftype, is_tree=True)
-    if hasattr(hint, "dim_str"):
-        name = hint.dtype.__name__
-        kind, words = _KINDS.get(name, (name.lower(), f"{name.lower()} "))
-        return {_Need(kind, words, tuple(hint.dim_str.split()), is_tree)}
-    return {None if hint is type(None) else "another"}
+    needs, hints = {}, list(typing.get_type_hints(annotated).items())
+    for name, hint in hints:
+        if typing.get_origin(hint) is typing.Unpack:
+            hints += typing.get_type_hints(*typing.get_args(hint)).items()
+        found, kinds = set(), [(hint, False)]
+        for kind, is_tree in kinds:
+            if typing.get_origin(kind) in (typing.Union, types.UnionType):
+                kinds += [(x, is_tree) for x in typing.get_args(kind)]
+            elif hasattr(kind, "leaftype"):
+                kinds.append((kind.leaftype, True))
+            elif hasattr(kind, "dim_str"):
+                dtype = kind.dtype.__name__
+                of_dtype = _KINDS.get(dtype, (dtype.lower(), f"{dtype.lower()} "))
+                found.add(_Need(*of_dtype, tuple(kind.dim_str.split()), is_tree))
+            else:
+                found.add(None if kind is type(None) else "another")
+        is_optional = None in found
+        found.discard(None)
+        if name != "return" and len(found) == 1 and isinstance(need := found.pop(), _Need):
+            needs[name] = need, is_optional
+    return needs
 
 
 @functools.lru_cache(maxsize=1024)  # a model makes the same call in every layer
@@ -184,43 +178,30 @@ def _fault(
       annotated: as in `check_annotated`.
       arrays: parameter, name of the array, shape and dtype.
     """
-    sizes: dict[str, tuple[Any, str]] = {}  # of each dimension, and the array that set it
+    bound: dict[str, tuple[Any, str]] = {}  # the size of each name, and the array that set it
     for name, at, shape, dtype in arrays:
         need, _ = _needs(annotated)[name]
-        is_of_kind = jnp.issubdtype(dtype, need.kind)
-        found = _sizes(need.dims, shape, sizes) if is_of_kind else None
-        if found is None:
-            error = ValueError if is_of_kind else TypeError
-            text = f"{at} is {dtype}{list(shape)}; it needs {_described(need, sizes)}"
-            return error, name, text
-        sizes.update((dim, (size, at)) for dim, size in found.items() if dim not in sizes)
+        is_of_kind, is_right = jnp.issubdtype(dtype, need.kind), True
+        sizes = {dim: size for dim, (size, _) in bound.items()}
+        dims, axes = list(need.dims), list(shape)
+        several = next((dim for dim in dims if dim[0] in ".*"), None)
+        if several is not None:
+            begin = dims.index(several)
+            end = max(begin, begin + 1 + len(axes) - len(dims))
+            found = tuple(axes[begin:end])
+            known = found if several == "..." else sizes.setdefault(several[1:], found)
+            is_right = found in ([known] if isinstance(known, tuple) else [(), (known,)])
+            del dims[begin], axes[begin:end]
+        is_right = is_of_kind and is_right and len(dims) == len(axes)
+        for dim, size in zip(dims, axes, strict=False):
+            if is_right and dim != "_":
+                known = sizes.setdefault(dim, size) if dim.isidentifier() else eval(dim, {}, sizes)
+                is_right = known == size
+        if not is_right:
+            text = f"{at} is {dtype}{list(shape)}; it needs {_described(need, bound)}"
+            return ValueError if is_of_kind else TypeError, name, text
+        bound = {dim: bound.get(dim, (size, at)) for dim, size in sizes.items()}
     return None
-
-
-def _sizes(
-    dims: tuple[str, ...], shape: tuple[Any, ...], bound: Mapping[str, tuple[Any, str]]
-) -> dict[str, Any] | None:
-    """Returns the sizes of all names, or None if the shape is another one."""
-    sizes = {dim: size for dim, (size, _) in bound.items()}
-    for i, dim in enumerate(dims):
-        if dim[0] in ".*":
-            end = max(i, i + 1 + len(shape) - len(dims))
-            several = shape[i:end]
-            known = several if dim == "..." else sizes.setdefault(dim[1:], several)
-            if several not in ([known] if isinstance(known, tuple) else [(), (known,)]):
-                return None
-            dims, shape = dims[:i] + dims[i + 1 :], shape[:i] + shape[end:]
-            break
-    if len(dims) != len(shape):
-        return None
-    for dim, size in zip(dims, shape, strict=True):
-        if dim.isidentifier():
-            is_one = dim == "_" or sizes.setdefault(dim, size) == size
-        else:
-            is_one = eval(dim, {}, sizes) == size
-        if not is_one:
-            return None
-    return sizes
 
 
 def _described(need: _Need, sizes: Mapping[str, tuple[Any, str]]) -> str:

@@ -16,37 +16,37 @@ from jax_cp_dispatch._arguments import host_value
 WIDTH = 100
 
 Number: TypeAlias = int | float | np.integer | np.floating
+_PREFIXES = ("", *"KMGTP")
+_UNITS = ((1, "s"), (1e3, "ms"), (1e6, "µs"), (1e9, "ns"))
 
 
 def outline(self: Any) -> str:
     """A `__repr__` for a dataclass or a NamedTuple: arrays are dtype and shape, int32[4,8]."""
-    is_dataclass = dataclasses.is_dataclass(self)
-    names = [f.name for f in dataclasses.fields(self)] if is_dataclass else self._fields
-    fields = (f"{name}={_outlined(getattr(self, name))}" for name in names)
+    if dataclasses.is_dataclass(self):
+        names = [field.name for field in dataclasses.fields(self)]
+    elif hasattr(self, "_fields"):
+        names = self._fields
+    elif hasattr(self, "dtype") and hasattr(self, "shape"):
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+    else:
+        return repr(self)
+    fields = (f"{name}={outline(getattr(self, name))}" for name in names)
     return f"{type(self).__name__}({', '.join(fields)})"
-
-
-def _outlined(value: Any) -> str:
-    if dataclasses.is_dataclass(value) or hasattr(value, "_fields"):
-        return outline(value)
-    if hasattr(value, "dtype") and hasattr(value, "shape"):
-        return f"{value.dtype}[{','.join(map(str, value.shape))}]"
-    return repr(value)
-
-
-def count(number: Number) -> str:
-    """Returns 65536 as "65,536"."""
-    return f"{round(number):,}"
 
 
 def short_count(number: Number) -> str:
     """Returns a count in at most five characters: 65536 as "65.5K"."""
-    return str(round(number)) if number < 9999.5 else _scaled(number, " KMGTP").replace(" ", "")
+    is_short = number < 9999.5
+    return str(round(number)) if is_short else byte_count(number)[:-1].replace(" ", "")
 
 
 def byte_count(number: Number) -> str:
     """Returns 65536 as "65.5 KB"."""
-    return _scaled(number, " KMGTP") + "B"
+    power = 0
+    while number >= 999.5 and power < len(_PREFIXES) - 1:
+        number, power = number / 1000, power + 1
+    digits = 0 if number >= 99.95 or not power else 1
+    return f"{number:.{digits}f} {_PREFIXES[power]}B"
 
 
 def duration(seconds: float | np.floating) -> str:
@@ -55,18 +55,6 @@ def duration(seconds: float | np.floating) -> str:
     value = seconds * scale
     digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
     return f"{value:.{digits}f} {unit}"
-
-
-_UNITS = ((1, "s"), (1e3, "ms"), (1e6, "µs"), (1e9, "ns"))
-
-
-def _scaled(number: Number, units: str) -> str:
-    """Returns a number with the largest of the decimal units (the first is 1) below it."""
-    power = 0
-    while number >= 999.5 and power < len(units) - 1:
-        number, power = number / 1000, power + 1
-    digits = 0 if number >= 99.95 or not power else 1
-    return f"{number:.{digits}f} {units[power].strip()}"
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, indent: int = 2) -> str:
@@ -123,32 +111,23 @@ def rows_between_ranks(op: str, metadata: Any) -> Int[np.ndarray, "W W"]:
 
 def describe_metadata(metadata: Any) -> str:
     """Returns the text of `Metadata.describe`."""
-    op = "Metadata.describe"
-    if known(op, metadata.seq_len).ndim == 1:
-        return _describe_view(op, metadata)
-    sent = rows_between_ranks(op, metadata)
-    in_use, slots = known(op, metadata.num_seqs), np.shape(metadata.seq_len)[1]
-    lines = [
-        ("rows", f"{count(sent.sum())} received; {count(_away(sent))} of them from another rank"),
-        (
-            "slots",
-            f"at most {count(in_use.max())} of {count(slots)} in use (rank {in_use.argmax()})",
-        ),
-    ]
-    return _describe(f"Metadata: {metadata.world_size} ranks", lines, {}, {"rows": sent})
-
-
-def _describe_view(op: str, metadata: Any) -> str:
+    op, num_ranks = "Metadata.describe", metadata.world_size
+    tokens = known(op, metadata.seq_len)
+    if tokens.ndim > 1:
+        sent = rows_between_ranks(op, metadata)
+        in_use, slots = known(op, metadata.num_seqs), tokens.shape[1]
+        used = f"at most {in_use.max():,} of {slots:,} in use (rank {in_use.argmax()})"
+        rows = f"{sent.sum():,} received; {_away(sent):,} of them from another rank"
+        lines = [("rows", rows), ("slots", used)]
+        return _describe(f"Metadata: {num_ranks} ranks", lines, {}, {"rows": sent})
     received = known(op, metadata.num_recv_tokens)[:-1].astype(np.int64)
-    target, tokens = known(op, metadata.dst_rank), known(op, metadata.seq_len)
-    tokens = tokens.reshape(*tokens.shape, *[1] * (target.ndim - 1))
-    sent = np.zeros(metadata.world_size, np.int64)
-    np.add.at(sent, target[target >= 0], np.broadcast_to(tokens, target.shape)[target >= 0])
-    sums = ("sends", sent.sum()), ("receives", received.sum())
-    lines = [(name, f"{count(x)} rows") for name, x in sums]
+    target = known(op, metadata.dst_rank)
+    moved = np.broadcast_to(tokens.reshape(-1, *[1] * (target.ndim - 1)), target.shape)
+    sent = np.zeros(num_ranks, np.int64)
+    np.add.at(sent, target[target >= 0], moved[target >= 0])
+    lines = [("sends", f"{sent.sum():,} rows"), ("receives", f"{received.sum():,} rows")]
     loads = {"rows to a rank": sent, "rows from a rank": received}
-    title = f"Metadata: the view of one of {metadata.world_size} ranks"
-    return _describe(title, lines, loads, {})
+    return _describe(f"Metadata: the view of one of {num_ranks} ranks", lines, loads, {})
 
 
 def describe_plan(
@@ -184,22 +163,22 @@ def describe_plan(
     padding = all_tokens - computed.sum()
     lines = [
         ("work", work),
-        ("tokens", f"{count(computed.sum())} queries, {count(padding)} padding"),
+        ("tokens", f"{computed.sum():,} queries, {padding:,} padding"),
     ]
     per_token = lambda rows: f"({rows / max(all_tokens, 1):.3f} per token)"
     for what, sent in moves.items():
-        lines.append((what, f"{count(_away(sent))} move {per_token(_away(sent))}"))
+        lines.append((what, f"{_away(sent):,} move {per_token(_away(sent))}"))
     if ranks_per_node is not None:
         _, away = plan.num_tokens_moved_between_nodes(ranks_per_node)
-        text = f"{count(away)} keys move between nodes of {ranks_per_node} ranks"
+        text = f"{away:,} keys move between nodes of {ranks_per_node} ranks"
         lines.append(("nodes", f"{text} {per_token(away)}"))
     for what, sent in moves.items():
         need, size = sent.sum(0), sizes[what]
-        used = f"at most {count(need.max())} rows of {what} on rank {need.argmax()}"
-        lines.append(("capacity", f"{used}; {need.max() / size:.0%} of {count(size)}"))
+        used = f"at most {need.max():,} rows of {what} on rank {need.argmax()}"
+        lines.append(("capacity", f"{used}; {need.max() / size:.0%} of {size:,}"))
     part = "mean" if speeds is None else "share"
     shares = {f"work / {part} before planning": before, f"work / {part} as planned": after}
-    title = f"{op.partition('.')[0]}: {num_ranks} ranks of {count(plan.num_tokens)} tokens"
+    title = f"{op.partition('.')[0]}: {num_ranks} ranks of {plan.num_tokens:,} tokens"
     return _describe(title, lines, shares | {"queries computed": computed}, moves)
 
 
@@ -212,18 +191,18 @@ def describe_routing(op: str, routing: Any) -> str:
     need = known(op, routing.num_rows).astype(np.int64)
     dropped, all_rows = int(known(op, routing.num_dropped).sum()), int(need.sum())
     lines = [
-        ("rows", f"{count(load.sum())} for experts; max/mean {imbalance(load):.3f} of the "
+        ("rows", f"{load.sum():,} for experts; max/mean {imbalance(load):.3f} of the "
          f"ranks (rank {load.argmax()}), {imbalance(rows):.3f} of the experts (place "
          f"{rows.argmax()})"),
-        ("capacity", f"at most {count(need.max())} rows needed on rank {need.argmax()}; "
-         f"{need.max() / routing.capacity:.0%} of {count(routing.capacity)}"),
-        ("dropped", f"{count(dropped)} choices ({dropped / max(all_rows, 1):.1%})"),
-        ("tokens", f"{count(_away(sent))} move to another rank "
+        ("capacity", f"at most {need.max():,} rows needed on rank {need.argmax()}; "
+         f"{need.max() / routing.capacity:.0%} of {routing.capacity:,}"),
+        ("dropped", f"{dropped:,} choices ({dropped / max(all_rows, 1):.1%})"),
+        ("tokens", f"{_away(sent):,} move to another rank "
          f"({_away(sent) / max(num_tokens, 1):.3f} per token), where they have "
          f"{load.sum() / max(int(sent.sum()), 1):.3f} rows each"),
     ]  # fmt: skip
     title = (
-        f"Routing: {num_ranks} ranks of {num_places} experts, {count(num_tokens)} tokens of "
+        f"Routing: {num_ranks} ranks of {num_places} experts, {num_tokens:,} tokens of "
         f"{num_choices} choices"
     )
     return _describe(title, lines, {"rows of experts": load, "rows needed": need}, {"tokens": sent})
@@ -291,12 +270,10 @@ def _describe(
     loads: Mapping[str, np.ndarray],
     moves: Mapping[str, Int[np.ndarray, "W W"]],
 ) -> str:
-    """Returns a title, lines of a name and a text, and two kinds of tables.
+    """Returns a title, lines of a name and a text, and tables of loads and moves.
 
-    Args:
-      title, lines: the first ones.
-      loads: of each rank; fractions have three digits.
-      moves: rows from each rank to each, by what they are.
+    Loads are those of each rank; fractions have three digits. Moves are rows from each rank to
+    each, by what they are.
     """
     loads = dict(loads)
     for what, sent in moves.items():
@@ -340,9 +317,9 @@ def _describe_traffic(what: str, sent: Int[np.ndarray, "W W"]) -> str:
         return f"{title}\n{table(header, rows, indent=4)}"
     order = np.argsort(-away, axis=None, kind="stable")[: min(_NUM_PAIRS, pairs)]
     shown = list(zip(*np.unravel_index(order, away.shape), strict=True))
-    rows = [[f"rank {i} to rank {j}", count(int(away[i, j]))] for i, j in shown]
+    rows = [[f"rank {i} to rank {j}", f"{away[i, j]:,}"] for i, j in shown]
     share = sum(away[i, j] for i, j in shown) / away.sum()
-    title = f"  {what.capitalize()} move between {count(pairs)} pairs of ranks; the largest"
+    title = f"  {what.capitalize()} move between {pairs:,} pairs of ranks; the largest"
     rest = f"    These are {share:.0%} of all {what} that move."
     return f"{title}\n{table(('', what), rows, indent=4)}\n{rest}"
 

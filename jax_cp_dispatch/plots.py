@@ -15,15 +15,7 @@ from jax_cp_dispatch.profiling import COMMUNICATION, COMPUTATION, OverlapProfile
 
 __all__ = ["plot_overlap", "plot_plan", "plot_timeline"]
 
-COLORS = (
-    *("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd"),
-    *("#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf"),
-)
 LINE = "#cbd2d9"
-
-
-def color(number: int) -> str:
-    return COLORS[number % len(COLORS)]
 
 
 def figure_class(op: str) -> Any:
@@ -83,7 +75,7 @@ def plot_overlap(profiles: Mapping[str, OverlapProfile], path: str | os.PathLike
         for lane, kind in enumerate(_LANES):
             for place, rank in enumerate(of_run):
                 spans = [x for x in run.spans if x.rank == rank and x.kind == kind]
-                _draw_bars(axes, place, lane, color(lane), ((x.start, x.duration) for x in spans))
+                _draw_bars(axes, place, lane, f"C{lane}", ((x.start, x.duration) for x in spans))
                 for span in spans:
                     name = span.name.partition(" (")[0]  # without the function and its axis
                     if _LETTER * len(name) * total < span.duration:
@@ -126,11 +118,11 @@ def plot_timeline(
     before = rearrangement or {}
     for place, (name, costs) in enumerate(steps.items()):
         begin = before.get(name, 0.0)
-        _draw_bars(axes, place, 1, color(2), [(0.0, begin)])
+        _draw_bars(axes, place, 1, "C2", [(0.0, begin)])
         starts = begin + np.cumsum([0.0, *(max(x.compute, x.communication) for x in costs)])
         for lane, kind in enumerate(("compute", "communication")):
             times = (getattr(x, kind) for x in costs)
-            _draw_bars(axes, place, lane, color(lane), zip(starts, times, strict=False))
+            _draw_bars(axes, place, lane, f"C{lane}", zip(starts, times, strict=False))
     axes.set_yticks(range(len(steps)), list(steps))
     axes.invert_yaxis()
     axes.set(title=f"{title}: predicted, not measured", xlabel="ms", xlim=(0, None))
@@ -156,7 +148,7 @@ def _draw_bars(
 
 
 def _draw_legend(figure: Any, axes: Any, names: Sequence[str], *, loc: str) -> None:
-    boxes = [axes.bar(0, 0, color=color(i), label=name) for i, name in enumerate(names)]
+    boxes = [axes.bar(0, 0, color=f"C{i}", label=name) for i, name in enumerate(names)]
     figure.legend(handles=boxes, loc=loc, ncols=len(names))
 
 
@@ -211,16 +203,12 @@ def plot_plan(plan: Plan | Placement | Metadata, path: str | pathlib.Path) -> No
     first.set_xlabel("rank")
     first.locator_params(axis="x", integer=True)
     for axes, (what, rows) in zip(others, sent.items(), strict=True):
-        _draw_traffic(figure, axes, what, rows)
+        moved = np.array(rows, float)
+        np.fill_diagonal(moved, 0)
+        shown = {"cmap": "viridis", "vmin": 0, "vmax": max(moved.max(), 1)}
+        image = axes.imshow(np.where(moved > 0, moved, np.nan), **shown)
+        figure.colorbar(image, ax=axes, label="tokens")
+        axes.set(title=f"{what} that move", xlabel="to rank", ylabel="from rank")
+        axes.locator_params(integer=True)
     figure.legend(loc="outside lower left", ncols=2)
     save(figure, path)
-
-
-def _draw_traffic(figure: Any, axes: Any, what: str, sent: Any) -> None:
-    moved = np.array(sent, float)
-    np.fill_diagonal(moved, 0)
-    shown = {"cmap": "viridis", "vmin": 0, "vmax": max(moved.max(), 1)}
-    image = axes.imshow(np.where(moved > 0, moved, np.nan), **shown)
-    figure.colorbar(image, ax=axes, label="tokens")
-    axes.set(title=f"{what} that move", xlabel="to rank", ylabel="from rank")
-    axes.locator_params(integer=True)

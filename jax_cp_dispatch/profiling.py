@@ -114,21 +114,19 @@ def write_chrome_trace(spans: Iterable[Span], path: str | os.PathLike) -> pathli
       Trace Event Format (Google), "complete" and "metadata" events; times in microseconds.
     """
     spans = sorted(spans)
-    events: list[dict] = []
+    events: list[dict[str, Any]] = []
     for rank in sorted({span.rank for span in spans}):
-        events.append(_label("process_name", rank, 0, f"rank {rank}"))
-        events += [_label("thread_name", rank, i, kind) for i, kind in enumerate(_KINDS)]
-    for rank, kind, name, *times in spans:
-        start, duration = (1e6 * x for x in times)
-        event = {"ph": "X", "name": name, "cat": kind, "pid": rank, "tid": _KINDS.index(kind)}
-        events.append(event | {"ts": start, "dur": duration})
+        names = [("process_name", 0, f"rank {rank}")]
+        names += [("thread_name", thread, kind) for thread, kind in enumerate(_KINDS)]
+        for what, thread, text in names:
+            label = {"ph": "M", "name": what, "args": {"name": text}}
+            events.append(label | {"pid": rank, "tid": thread})
+    for rank, kind, name, start, duration in spans:
+        event = {"ph": "X", "name": name, "cat": kind, "ts": 1e6 * start, "dur": 1e6 * duration}
+        events.append(event | {"pid": rank, "tid": _KINDS.index(kind)})
     path = pathlib.Path(path)
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
     return path
-
-
-def _label(name: str, rank: int, thread: int, text: str) -> dict:
-    return {"ph": "M", "name": name, "pid": rank, "tid": thread, "args": {"name": text}}
 
 
 def busy_seconds(spans: Iterable[Span], *kinds: str) -> dict[int, float]:
@@ -341,10 +339,8 @@ class AttentionProfile:
         ranks = [(f"rank {rank.rank}", rank) for rank in self.ranks]
 
         def times(rows: Sequence[tuple[str, Any]]) -> str:
-            texts = [
-                (name, f"{1e3 * x.communication:.2f}", f"{1e3 * x.computation:.2f}")
-                for name, x in rows
-            ]
+            ms = lambda seconds: f"{1e3 * seconds:.2f}"
+            texts = [(name, ms(x.communication), ms(x.computation)) for name, x in rows]
             return table(("", COMMUNICATION, COMPUTATION), texts, indent=0)
 
         return (
@@ -497,29 +493,25 @@ class _Steps:
 
     def run(self, fn: Callable[..., Any], *operands: Any) -> tuple[list[float], Any]:
         """Returns median seconds until each rank was ready, and the result; warms up first."""
-        program = partial(_on_ranks, fn, *self._over)
-        result = jax.block_until_ready(program(*operands))
-        runs = []
+        result = jax.block_until_ready(_on_ranks(fn, *self._over, *operands))
+        times: list[list[float]] = [[] for _ in set(self._rank.values())]
         for _ in range(self._repeats):
             begin = time.perf_counter()
-            runs.append(self._until_ready(program(*operands), begin))
-        return [statistics.median(seconds) for seconds in zip(*runs, strict=True)], result
-
-    def _until_ready(self, result: Any, begin: float) -> list[float]:
-        seconds = [0.0] * (1 + max(self._rank.values()))
-        pending = [
-            (self._rank[shard.device], shard.data)
-            for leaf in jax.tree.leaves(result)
-            for shard in leaf.addressable_shards
-        ]
-        while pending:
-            now = time.perf_counter() - begin
-            for rank, data in pending:
-                if data.is_ready():
-                    seconds[rank] = max(seconds[rank], now)
-            pending = [entry for entry in pending if not entry[1].is_ready()]
-            time.sleep(_POLL)
-        return seconds
+            pending = [
+                (self._rank[shard.device], shard.data)
+                for leaf in jax.tree.leaves(_on_ranks(fn, *self._over, *operands))
+                for shard in leaf.addressable_shards
+            ]
+            seconds = [0.0] * len(times)
+            while pending:
+                now = time.perf_counter() - begin
+                for rank, _ in pending:
+                    seconds[rank] = now
+                pending = [entry for entry in pending if not entry[1].is_ready()]
+                time.sleep(_POLL)
+            for of_rank, value in zip(times, seconds, strict=True):
+                of_rank.append(value)
+        return list(map(statistics.median, times)), result
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
@@ -674,15 +666,10 @@ def _run_ranks(program: RankProgram) -> Callable[[int], Any]:
 def time_ranks(
     programs: Sequence[tuple[str, Callable[[int], Any], np.ndarray]], unit: str, repeats: int
 ) -> tuple[BalanceProfile, ...]:
-    """Times each rank of each program.
+    """Times each rank of each program: a name, what runs one rank, and the work [W] in `unit`.
 
     Ranks and programs take turns in each round. On CPU, seconds are processor time, so other
     processes do not count.
-
-    Args:
-      programs: of each its name, what runs one rank and returns its arrays, and the work [W].
-      unit: of the work.
-      repeats: rounds.
     """
     now = time.process_time if jax.default_backend() == "cpu" else time.perf_counter
     for _, run, _ in programs:  # compile, and touch memory

@@ -1,6 +1,5 @@
 """Random scenarios for tests and benchmarks, and a simulation of their exchange."""
 
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -57,11 +56,6 @@ def gen_seq_lens(
             f"gen_seq_lens: total_len {total_len} is less than num_seqs {num_seqs}, but each "
             f"length is at least 1. Pass total_len>={num_seqs}."
         )
-    return _gen_seq_lens(key, world_size, num_seqs, total_len)
-
-
-@partial(jax.jit, static_argnums=(1, 2, 3))
-def _gen_seq_lens(key: Array, world_size: int, num_seqs: int, total_len: int) -> Array:
     spare = total_len - num_seqs
     cuts = jax.random.randint(key, (world_size, num_seqs - 1), 0, spare + 1, dtype=jnp.int32)
     cuts = jnp.pad(jnp.sort(cuts, 1), ((0, 0), (1, 0)))
@@ -77,30 +71,26 @@ def draw_qkv_dispatch(
     check_integer(op, "total_seq_len", total_seq_len)
     if total_seq_len % max_cp_degree:
         raise ValueError(
-            f"create_qkv_dispatch: total_seq_len {total_seq_len} is not divisible by max_cp_degree "
+            f"{op}: total_seq_len {total_seq_len} is not divisible by max_cp_degree "
             f"{max_cp_degree}, but every document is cut into equal shards. Pass a multiple of "
             f"{max_cp_degree}."
         )
     if total_seq_len < num_seqs * max_cp_degree:
         raise ValueError(
-            f"create_qkv_dispatch: total_seq_len {total_seq_len} is too short for num_seqs "
+            f"{op}: total_seq_len {total_seq_len} is too short for num_seqs "
             f"{num_seqs} documents of at least max_cp_degree {max_cp_degree} tokens. Pass "
             f"total_seq_len>={num_seqs * max_cp_degree}."
         )
     powers = [2**i for i in range(int(max_cp_degree).bit_length()) if max_cp_degree % 2**i == 0]
     choices = np.array(sorted({*powers, max_cp_degree}))
 
-    @jax.jit
-    def draw(key):
-        key_len, key_degree, key_rank = jax.random.split(key, 3)
-        units = gen_seq_lens(key_len, world_size, num_seqs, total_seq_len // max_cp_degree)
-        choice = jax.random.randint(key_degree, units.shape, 0, len(choices))
-        return units, choice, jax.random.uniform(key_rank, (*units.shape, world_size))
-
-    units, choice, priority = jax.device_get(draw(key))
-    doc_len, doc_degree = units * max_cp_degree, choices[choice]
+    key_len, key_degree, key_rank = jax.random.split(key, 3)
+    units = gen_seq_lens(key_len, world_size, num_seqs, total_seq_len // max_cp_degree)
+    choice = jax.random.randint(key_degree, units.shape, 0, len(choices))
+    doc_len, doc_degree = np.asarray(units) * max_cp_degree, choices[choice]
     # Each document has its own order of ranks, in which it distributes its shards.
-    order = priority.argsort(-1)
+    priority = jax.random.uniform(key_rank, (*units.shape, world_size))
+    order = np.asarray(priority).argsort(-1)
 
     num_slots = num_seqs * max_cp_degree
     slot = np.arange(num_slots)
@@ -207,25 +197,20 @@ def _simulate(
     src = jnp.cumsum(length, 1) - length if plan.src_offset is None else plan.src_offset
     src = jnp.asarray(src).astype(jnp.int32) + num_tokens * jnp.arange(world_size)[:, None]
 
-    # Each range's start is marked with its shard. Only the range of the last mark at or before a
-    # row can hold that row.
     dst = jnp.asarray(plan.dst_rank).reshape(*length.shape, -1)
     start = jnp.asarray(plan.dst_offset).reshape(dst.shape).astype(jnp.int32)
-    moves = (dst >= 0) & (length > 0)[..., None] & (start < num_rows)
-    shard = jnp.arange(length.size, dtype=jnp.int32).reshape(*length.shape, 1)
-    mark = jnp.where(moves, dst * num_rows + start, world_size * num_rows)
-    marks = jnp.full(world_size * num_rows, -1, jnp.int32)
-    marks = marks.at[mark.ravel()].set(jnp.broadcast_to(shard, dst.shape).ravel(), mode="drop")
-    marks = marks.reshape(world_size, num_rows)
 
-    row = jnp.arange(num_rows, dtype=jnp.int32)[None]
-    last = jax.lax.cummax(jnp.where(marks >= 0, row, -1), axis=1)
-    shard = jnp.take_along_axis(marks, jnp.maximum(last, 0), 1)
-    within = row - last
-    source = jnp.take(src.ravel(), shard, mode="clip") + within
-    written = (last >= 0) & (within < jnp.take(length.ravel(), shard, mode="clip"))
+    # All rows that move, in the order of the shards and their copies: from where, and to where.
+    moves = jnp.where(dst >= 0, jnp.clip(num_rows - start, 0, length[..., None]), 0).ravel()
+    moved = jnp.arange(world_size * num_rows, dtype=jnp.int32)
+    copy = jnp.repeat(jnp.arange(dst.size), moves, total_repeat_length=moved.size)
+    within = moved - (jnp.cumsum(moves) - moves)[copy]
+    target = (dst * num_rows + start).ravel()[copy] + within
+    target = jnp.where(within < moves[copy], target, moved.size)
+    source = jnp.broadcast_to(src[..., None], dst.shape).ravel()[copy] + within
+    source = jnp.full(moved.size, -1, jnp.int32).at[target].set(source, mode="drop")
 
     rows = tensor.reshape(-1, *tensor.shape[2:])
-    moved = jnp.take(rows, jnp.where(written, source, 0), axis=0, mode="clip")
-    written = written.reshape(written.shape + (1,) * (output.ndim - 2))
-    return jnp.where(written, moved.astype(output.dtype), output)
+    received = jnp.take(rows, jnp.maximum(source, 0), axis=0, mode="clip").reshape(output.shape)
+    written = (source >= 0).reshape(world_size, num_rows, *[1] * (output.ndim - 2))
+    return jnp.where(written, received.astype(output.dtype), output)

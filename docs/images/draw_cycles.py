@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jax_cp_dispatch.cycles import hamiltonian_cycles, two_level_cycles
-from jax_cp_dispatch.plots import LINE, color, figure_class, save
+from jax_cp_dispatch.plots import LINE, figure_class, save
 
 _SIZE = 1.25  # inches of a diagram
 
@@ -66,7 +66,7 @@ def _draw(axes: Any, cycles: Mapping[int, Sequence[int]], places: list[complex])
     """Draws arrows, bent so that opposite ones differ, and the ranks."""
     at = [(place.real, place.imag) for place in places]
     for chunk, cycle in cycles.items():
-        look = {"arrowstyle": "-|>", "connectionstyle": "arc3,rad=0.2", "color": color(chunk)}
+        look = {"arrowstyle": "-|>", "connectionstyle": "arc3,rad=0.2", "color": f"C{chunk}"}
         look |= {"shrinkA": 5, "shrinkB": 5, "mutation_scale": 7}
         for a, b in zip(cycle, (*cycle[1:], cycle[0]), strict=True):
             axes.annotate("", xy=at[b], xytext=at[a], arrowprops=look)

@@ -6,7 +6,7 @@ from typing import Any
 
 from jax_cp_dispatch.attention.algorithms.planned import HeldRows
 from jax_cp_dispatch.documents.layouts import contiguous_layout, zigzag_layout
-from jax_cp_dispatch.plots import LINE, color, figure_class, save
+from jax_cp_dispatch.plots import LINE, figure_class, save
 
 _RANKS, _TOKENS, _REACH = 4, 12, 4  # tokens of a rank; keys before its own that a query sees
 
@@ -41,7 +41,7 @@ def _bar(axes: Any, receiver: int, owner: int, first: int, tokens: int) -> None:
     """A rank's own keys fill its line; those that it receives are hatched."""
     is_own = owner == receiver
     axes.barh(
-        receiver, tokens, 0.8 if is_own else 0.4, first, color=color(owner),
+        receiver, tokens, 0.8 if is_own else 0.4, first, color=f"C{owner}",
         hatch=None if is_own else "////", edgecolor="#ffffff", linewidth=0.5,
     )  # fmt: skip
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from jax_cp_dispatch.documents.documents import attended_tokens, trusted
 from jax_cp_dispatch.masks import Mask
-from jax_cp_dispatch.plots import COLORS, LINE, figure_class, save
+from jax_cp_dispatch.plots import LINE, figure_class, save
 
 _SIZE = 1.7  # inches of a mask
 _COLUMNS = 5
@@ -33,7 +33,7 @@ def draw(folder: pathlib.Path) -> None:
     for axes, (title, mask) in zip(panels, masks.items(), strict=False):
         from matplotlib.colors import ListedColormap
 
-        axes.imshow(_pairs(mask, segment_ids), cmap=ListedColormap(["#ffffff", COLORS[0]]))
+        axes.imshow(_pairs(mask, segment_ids), cmap=ListedColormap(["#ffffff", "C0"]))
         for edge in edges:
             axes.axhline(edge, color=LINE, linewidth=0.8)
             axes.axvline(edge, color=LINE, linewidth=0.8)

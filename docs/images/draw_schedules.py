@@ -13,7 +13,7 @@ from jax_cp_dispatch.documents.layouts import (
     contiguous_layout,
     zigzag_layout,
 )
-from jax_cp_dispatch.plots import LINE, color, figure_class, save
+from jax_cp_dispatch.plots import LINE, figure_class, save
 
 _BAR = 0.05  # height of a bar, of the side of the triangle
 
@@ -94,10 +94,10 @@ def _draw_step(
         axes.plot([0, at, at], [at, at, total], color=LINE, linewidth=0.5)
     for rank, rectangles in enumerate(ranks):
         for key, keys, query, queries in rectangles:
-            part = Rectangle((key, query), keys, queries, facecolor=color(rank))
+            part = Rectangle((key, query), keys, queries, facecolor=f"C{rank}")
             axes.add_patch(part).set_clip_path(past)
         place = total * (1 + _BAR * (rank + 1.5))
-        axes.barh(place, total * work[rank], 0.8 * _BAR * total, color=color(rank))
+        axes.barh(place, total * work[rank], 0.8 * _BAR * total, color=f"C{rank}")
     bottom = total * (1 + _BAR * (len(ranks) + 1.5))
     axes.set(xlim=(0, total), ylim=(bottom, 0), aspect="equal", xticks=[], yticks=[])
     for side in axes.spines.values():

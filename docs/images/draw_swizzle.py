@@ -6,7 +6,7 @@ import sys
 import jax.numpy as jnp
 import numpy as np
 
-from jax_cp_dispatch.plots import LINE, color, figure_class, save
+from jax_cp_dispatch.plots import LINE, figure_class, save
 from jax_cp_dispatch.scaling import swizzle_scales
 
 ROWS, BLOCKS, BAND = 128, 4, 32  # of a tile; rows of one colour
@@ -39,9 +39,10 @@ def draw(folder: pathlib.Path) -> None:
 
 def colors(scales: np.ndarray) -> np.ndarray:
     """RGBA of scales: coloured by the band of rows, darker by the block."""
+    from matplotlib.colors import to_rgb
+
     row, block = np.divmod(scales, BLOCKS)
-    rgb = np.array([[int(color(x)[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-                    for x in range(ROWS // BAND)])  # fmt: skip
+    rgb = np.array([to_rgb(f"C{x}") for x in range(ROWS // BAND)])
     return np.concatenate([rgb[row // BAND], np.array(SHADES)[block][..., None]], -1)
 
 

@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 from jax_cp_dispatch._arguments import check_positive, check_type
 from jax_cp_dispatch._text import imbalance, known, rows_of_experts
 from jax_cp_dispatch.experts.routing import Routing
-from jax_cp_dispatch.plots import color, figure_class, save
+from jax_cp_dispatch.plots import figure_class, save
 from jax_cp_dispatch.profiling import BalanceProfile, time_ranks
 
 
@@ -37,7 +37,7 @@ def plot_load(routing: Any, path: str | os.PathLike) -> None:
     axes = figure.subplots()
     bottom = np.zeros(len(rows))
     for place, of_place in enumerate(rows.T):
-        axes.bar(ranks, of_place, bottom=bottom, color=color(place), edgecolor="white")
+        axes.bar(ranks, of_place, bottom=bottom, color=f"C{place}", edgecolor="white")
         bottom += of_place
     lost = need - bottom
     (full,) = np.nonzero(lost)

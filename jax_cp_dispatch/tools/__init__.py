@@ -16,8 +16,6 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import jax
-import jaxlib.version
-import numpy as np
 
 Name = TypeVar("Name", bound=Hashable)
 
@@ -106,14 +104,12 @@ def call_seconds(run: Callable[[], Any], calls: int = 1) -> float:
 
 def machine() -> dict[str, Any]:
     """Returns the processor's model, its cores, and the system."""
-    model, info = platform.processor(), pathlib.Path("/proc/cpuinfo")
-    if info.is_file():
-        names = (
-            x.split(":")[1].strip() for x in info.read_text().splitlines() if "model name" in x
-        )
-        model = next(names, "unknown")
+    info = pathlib.Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    models = [x.split(":")[1].strip() for x in lines if "model name" in x]
     system = f"{platform.system()} {platform.machine()}"
-    return {"cpu": model, "cores": os.cpu_count(), "system": system}
+    models.append(platform.processor() or "unknown")
+    return {"cpu": models[0], "cores": os.cpu_count(), "system": system}
 
 
 def version_of(*packages: str) -> str | None:
@@ -126,10 +122,6 @@ def version_of(*packages: str) -> str | None:
 
 def versions(*packages: str) -> dict[str, str]:
     """Returns the versions of Python, JAX and NumPy, and of those `packages` that are installed."""
-    of_packages = {name: version_of(name) for name in packages}
-    return {
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "jaxlib": jaxlib.version.__version__,
-        "numpy": np.__version__,
-    } | {name: version for name, version in of_packages.items() if version}
+    found = {name: version_of(name) for name in ("jax", "jaxlib", "numpy", *packages)}
+    installed = {name: version for name, version in found.items() if version}
+    return {"python": platform.python_version()} | installed

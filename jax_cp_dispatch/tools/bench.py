@@ -149,16 +149,11 @@ def _rows(
     limit: tuple[str, float],
     alternative: tuple[str, float],
 ) -> Iterator[Row]:
-    """Yields a row for each operation, with its rate over all ranks.
+    """Yields a row for each operation, with its rate over all ranks, from its median seconds.
 
-    `of_limit` is its speed as a fraction of the limit that was measured in the same run; `speedup`
-    is how many times as fast as the alternative it is.
-
-    Args:
-      seconds: of each operation, medians.
-      size: of all, with the number of ranks.
-      amount: what each moves or computes, and the unit of its rate.
-      limit, alternative: what they are, and their seconds for the same amount.
+    `amount` is what each moves or computes, with the unit of the rate. `of_limit` is the speed as a
+    fraction of the limit, `speedup` as a multiple of the alternative: both have a name, and the
+    seconds that they took for the same amount in the same run.
     """
     names = {"unit": amount[1], "limit": limit[0], "alternative": alternative[0]}
     for what, value in seconds.items():
@@ -194,10 +189,11 @@ SMALL_DISPATCH, _STEPS = "small dispatch in a loop", 20
 
 def small_messages(ranks: Ranks) -> Iterator[Row]:
     """Measures the time of one small exchange inside `lax.scan`."""
-    exchange = programs.SmallExchange(ranks)
-    loop = lambda name: ranks.program(programs.scanned(exchange.operations[name], _STEPS))
-    names = "dispatch", "ppermute"
-    seconds = ranks.measure({x: partial(loop(x), exchange.x, exchange.metadata) for x in names})
+    x, plan, operations = programs.small_exchange(ranks)
+    loop = lambda name: ranks.program(programs.scanned(operations[name], _STEPS))
+    seconds = ranks.measure(
+        {name: partial(loop(name), x, plan) for name in ("dispatch", "ppermute")}
+    )
     yield dict.fromkeys(("rate", "unit", "of_limit", "limit")) | {
         "what": SMALL_DISPATCH,
         "size": f"{programs.SMALL[0]} × {programs.SMALL[1]} float32, {ranks.name}",

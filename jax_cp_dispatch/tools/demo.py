@@ -62,7 +62,12 @@ def run(arguments: argparse.Namespace) -> int:
         plan = make_plan()
         seconds["planning"] = call_seconds(make_plan)
     ranks = Ranks.of_devices(num_ranks, repeats=1)
-    operands = [ranks.put(x, BY_COLUMN) for x in embed(tokens)]
+    rng, (N, H) = np.random.default_rng(0), HEADS.values()
+    # q, k, v and a cotangent [1, T, heads, H]: random embeddings of the tokens.
+    table = [
+        rng.standard_normal((256, n, H), np.float32) for n in (N, NUM_KV_HEADS, NUM_KV_HEADS, N)
+    ]
+    operands = [ranks.put(x[tokens], BY_COLUMN) for x in table]
     documents = ranks.put_documents(Documents(ids).with_plan(plan))
     over: Any = {"mesh": ranks.mesh, "axis_name": AXIS, "algorithm": "balanced"}
     attend = partial(context_parallel_attention, **over)
@@ -146,13 +151,6 @@ def pack(texts: Iterable[bytes], *, num_tokens: int, longest: int) -> tuple[np.n
     return np.frombuffer(tokens.ljust(num_tokens, b"\0"), np.uint8)[None], lengths
 
 
-def embed(tokens: np.ndarray) -> list[np.ndarray]:
-    """Returns q, k, v and a cotangent `[1, T, heads, H]`: random embeddings of the tokens."""
-    rng, (N, H) = np.random.default_rng(0), HEADS.values()
-    heads = N, NUM_KV_HEADS, NUM_KV_HEADS, N
-    return [rng.standard_normal((256, n, H), np.float32)[tokens] for n in heads]
-
-
 @partial(jax.jit, static_argnums=0)
 def _with_gradients(attend: Callable[..., Any], q, k, v, dout, **options):
     """Returns the output, and the gradients of q, k and v."""
@@ -167,10 +165,8 @@ _LEAST_ROWS = 256  # documents are padded to powers of two from here, so that fe
 def largest_difference(lengths: list[int], operands: Any, results: Any) -> dict[str, float]:
     """Returns the largest difference from dense attention, relative to the largest entry.
 
-    Args:
-      lengths: of the documents.
-      operands: q, k, v and the cotangent `[1, T, heads, H]`, on the host.
-      results: the output and the gradients of q, k and v.
+    It compares the output and the gradients of q, k and v. `operands` are these three and the
+    cotangent, `[1, T, heads, H]`, on the host.
     """
     expected = [np.zeros(x.shape, x.dtype) for x in results]
     for stop, length in zip(np.cumsum(lengths), lengths, strict=True):

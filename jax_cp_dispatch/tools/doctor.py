@@ -86,26 +86,68 @@ def run(options: argparse.Namespace) -> int:
 
 # ---- The machine.
 
+_HEADS = (64, 128, 256)
 # The receive buffers of a model soon fill less shared memory than this.
 _SMALL_SHARED_MEMORY = 1 << 30
 
 
 def look_at_machine() -> Iterator[Finding]:
     """Yields findings; starts JAX's backend."""
-    memory = _gigabytes(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    gigabytes = lambda count: f"{count / 2**30:.1f} GiB"
+    memory = gigabytes(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     cores = len(os.sched_getaffinity(0))
     yield Finding("python", f"{platform.python_version()} on {platform.platform()}")
     yield Finding("processor", f"{platform.machine()}, {cores} cores, {memory}")
     yield Finding("jax", f"{jax.__version__}, jaxlib {version_of('jaxlib')}")
-    yield from (_devices(), _threads(), _gpu())
+
+    threads = Finding("threads of XLA", f"PJRT_NPROC={os.environ.get('PJRT_NPROC', '(not set)')}")
+    try:
+        devices = jax.devices()
+        found = f"{len(devices)} of {devices[0].platform}, {jax.process_count()} process(es)"
+        remedy = "For several virtual ones: jax_cp_dispatch.cpu_devices.start_cpu_devices(n)."
+        yield _optional("devices", found, len(devices) > 1, remedy)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            warn_of_deadlock(jax.local_device_count() if jax.default_backend() == "cpu" else 0)
+        if caught:
+            remedy = f"Set {str(caught[0].message).rsplit('Set ', 1)[-1]}"
+            threads = threads._replace(verdict="wrong", remedy=remedy)
+    except Exception as error:  # JAX raises errors of several classes
+        remedy = "Set JAX_PLATFORMS=cpu, or repair the platform that JAX names."
+        yield Finding("devices", _first_line(error), "wrong", remedy)
+    yield threads
+
     if has_gpu():
-        yield _attention_on_gpus()
+        plugin = version_of("jax-cuda13-plugin", "jax-cuda12-plugin")
+        found = f"and JAX's CUDA plugin {plugin}" if plugin else "but JAX has no CUDA plugin"
+        remedy = "pip install 'jax[cuda13]', or [cuda12] for an older driver."
+        yield _optional("GPU", f"a driver, {found}", plugin is not None, remedy)
+        reasons = {size: why_not(jnp.dtype("bfloat16"), (size, size)) for size in _HEADS}
+        served = [size for size, reason in reasons.items() if reason is None]
+        found = f"slow passes: {reasons[_HEADS[0]]}"
+        if served:
+            kernels = "kernels for bfloat16 and float16; slow passes for float32 and heads above"
+            found = f"{kernels} {max(served)}"
+        remedy = "Build the package with CUDA, and do not set JAX_CP_DISPATCH_ATTENTION_KERNEL=0."
+        yield _optional("attention on GPUs", found, bool(served), remedy)
+    else:
+        remedy = "Only for GPUs: a machine with an NVIDIA GPU and its driver."
+        yield Finding("GPU", "no NVIDIA driver", "missing", remedy)
     package = version_of("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")
     nvshmem = f"package {package}" if package else ctypes.util.find_library("nvshmem_host")
     found = nvshmem or "neither package nor library"
     remedy = "Only for GPUs of several hosts: pip install nvidia-nvshmem-cu13 (or -cu12)."
     yield _optional("NVSHMEM", found, nvshmem is not None, remedy)
-    yield _shared_memory()
+
+    folder = pathlib.Path("/dev/shm")
+    if folder.is_dir() and os.access(folder, os.W_OK):
+        usage = shutil.disk_usage(folder)
+        found = f"/dev/shm has {gigabytes(usage.free)} free of {gigabytes(usage.total)}"
+        remedy = "Enlarge it: mount -o remount,size=8G /dev/shm; for a container --shm-size=8g."
+        yield _optional("shared memory", found, usage.free >= _SMALL_SHARED_MEMORY, remedy)
+    else:
+        remedy = "Mount it: mount -t tmpfs tmpfs /dev/shm."
+        yield Finding("shared memory", "/dev/shm cannot be written", "missing", remedy)
     setting = pathlib.Path("/proc/sys/kernel/yama/ptrace_scope")
     scope = setting.read_text().strip() if setting.is_file() else "0"
     remedy = "Only for copies straight into a peer's memory: sysctl kernel.yama.ptrace_scope=0."
@@ -114,74 +156,18 @@ def look_at_machine() -> Iterator[Finding]:
     is_enough = soft == resource.RLIM_INFINITY or soft >= 1024
     remedy = "Only for jobs of several processes: raise the limit, ulimit -n 1024."
     yield _optional("open files", f"{soft}, at most {hard}", is_enough, remedy)
+
     version, remedy = version_of("matplotlib"), "pip install 'jax_cp_dispatch[plots]'."
     found = f"matplotlib {version}" if version else "no matplotlib"
     yield _optional("pictures", found, version is not None, remedy)
 
 
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(": ")
+
+
 def _optional(name: str, found: str, is_there: bool, remedy: str) -> Finding:
     return Finding(name, found) if is_there else Finding(name, found, "missing", remedy)
-
-
-def _gigabytes(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB"
-
-
-def _devices() -> Finding:
-    try:
-        devices = jax.devices()
-    except RuntimeError as error:
-        remedy = "Set JAX_PLATFORMS=cpu, or repair the platform that JAX names."
-        return Finding("devices", str(error).splitlines()[0], "wrong", remedy)
-    found = f"{len(devices)} of {devices[0].platform}, {jax.process_count()} process(es)"
-    remedy = "For several virtual ones: jax_cp_dispatch.cpu_devices.start_cpu_devices(n)."
-    return _optional("devices", found, len(devices) > 1, remedy)
-
-
-def _threads() -> Finding:
-    found = f"PJRT_NPROC={os.environ.get('PJRT_NPROC', '(not set)')}"
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        warn_of_deadlock(jax.local_device_count() if jax.default_backend() == "cpu" else 0)
-    if caught:
-        remedy = str(caught[0].message).rsplit("Set ", 1)[-1]
-        return Finding("threads of XLA", found, "wrong", f"Set {remedy}")
-    return Finding("threads of XLA", found)
-
-
-def _gpu() -> Finding:
-    if not has_gpu():
-        remedy = "Only for GPUs: a machine with an NVIDIA GPU and its driver."
-        return Finding("GPU", "no NVIDIA driver", "missing", remedy)
-    plugin = version_of("jax-cuda13-plugin", "jax-cuda12-plugin")
-    found = f"and JAX's CUDA plugin {plugin}" if plugin else "but JAX has no CUDA plugin"
-    remedy = "pip install 'jax[cuda13]', or [cuda12] for an older driver."
-    return _optional("GPU", f"a driver, {found}", plugin is not None, remedy)
-
-
-_HEADS = (64, 128, 256)
-
-
-def _attention_on_gpus() -> Finding:
-    reasons = {size: why_not(jnp.dtype("bfloat16"), (size, size)) for size in _HEADS}
-    served = [size for size, reason in reasons.items() if reason is None]
-    found = f"slow passes: {reasons[_HEADS[0]]}"
-    if served:
-        kernels = "kernels for bfloat16 and float16; slow passes for float32 and heads above"
-        found = f"{kernels} {max(served)}"
-    remedy = "Build the package with CUDA, and do not set JAX_CP_DISPATCH_ATTENTION_KERNEL=0."
-    return _optional("attention on GPUs", found, bool(served), remedy)
-
-
-def _shared_memory() -> Finding:
-    folder = pathlib.Path("/dev/shm")
-    if not (folder.is_dir() and os.access(folder, os.W_OK)):
-        remedy = "Mount it: mount -t tmpfs tmpfs /dev/shm."
-        return Finding("shared memory", "/dev/shm cannot be written", "missing", remedy)
-    usage = shutil.disk_usage(folder)
-    found = f"/dev/shm has {_gigabytes(usage.free)} free of {_gigabytes(usage.total)}"
-    remedy = "Enlarge it: mount -o remount,size=8G /dev/shm; for a container --shm-size=8g."
-    return _optional("shared memory", found, usage.free >= _SMALL_SHARED_MEMORY, remedy)
 
 
 # ---- The transports.
@@ -193,7 +179,13 @@ _RIGHT = "right"
 
 def try_implementations() -> Iterator[Finding]:
     """Yields a finding for each transport, except that between processes."""
-    for name, implementation in available_implementations().items():
+    try:
+        table = available_implementations()
+    except Exception as error:
+        remedy = "Repair the devices first. If JAX has some, report this with the output."
+        yield Finding("transports", _first_line(error), "wrong", remedy)
+        return
+    for name, implementation in table.items():
         if name == "shared_memory":
             continue
         if not implementation.available:
@@ -203,7 +195,7 @@ def try_implementations() -> Iterator[Finding]:
         try:
             wrong = move(name)
         except Exception as error:  # any error is a finding
-            wrong = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            wrong = _first_line(error)
         yield _tried(name, f"on {jax.device_count()} ranks", start, wrong)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jax_cp_dispatch import masks
-from jax_cp_dispatch._text import byte_count, count, duration, paragraph, table
+from jax_cp_dispatch._text import byte_count, duration, paragraph, table
 from jax_cp_dispatch.attention import Balanced, Choice, Placed
 from jax_cp_dispatch.attention.algorithms.planned import moves_of_plan
 from jax_cp_dispatch.attention.choose import candidates, choose_for
@@ -175,15 +175,7 @@ def _make_folder(folder: pathlib.Path) -> None:
 
 
 def read_lengths(path: pathlib.Path, row: int | None = None) -> Sequence[Sequence[int]]:
-    """Returns the lengths of the documents of each batch row, or of the batch row `row` alone.
-
-    Args:
-      path: a .json file with a list of lengths, or with a list of such lists, one per batch row; or
-        a .npy file with segment ids [T] or [B, T].
-      row: counted from 0.
-    Raises:
-      InputError: the file or its content is unusable.
-    """
+    """Returns the lengths of the documents of each batch row of a file, or of one row alone."""
     kind = path.suffix.lower()
     if kind not in (".json", ".npy"):
         raise InputError(
@@ -226,11 +218,7 @@ def _from_json(path: pathlib.Path) -> Sequence[Sequence[int]]:
 def fill_ranks(
     rows: Sequence[Sequence[int]], options: argparse.Namespace
 ) -> tuple[tuple[tuple[int, ...], ...], int]:
-    """Returns the lengths that the ranks hold of each batch row, and the tokens of a rank.
-
-    Raises:
-      InputError: plans cannot number the tokens of a rank, or count the pairs.
-    """
+    """Returns the lengths that the ranks hold of each batch row, and the tokens of a rank."""
     tokens_per_rank = options.tokens_per_rank or -(-max(map(sum, rows)) // options.ranks)
     if len(rows) * tokens_per_rank > _MOST_ROWS:
         raise InputError(
@@ -253,14 +241,14 @@ def fill_ranks(
 def _print_batch(given: Sequence[Sequence[int]], workload: Workload, num_nodes: int) -> None:
     lengths = [length for row in workload.rows for length in row]
     rows, num_tokens = workload.rows_per_rank, workload.num_ranks * workload.rows_per_rank
-    print(f"{workload.num_ranks} ranks of {count(rows)} tokens; nodes: {num_nodes}")
+    print(f"{workload.num_ranks} ranks of {rows:,} tokens; nodes: {num_nodes}")
     print(
-        f"  documents  {count(len(lengths))} of {count(min(lengths))} to {count(max(lengths))} "
-        f"tokens; batch rows: {count(len(workload.rows))}"
+        f"  documents  {len(lengths):,} of {min(lengths):,} to {max(lengths):,} "
+        f"tokens; batch rows: {len(workload.rows):,}"
     )
-    print(f"  tokens     {count(num_tokens)}; {count(num_tokens - sum(lengths))} of them padding")
+    print(f"  tokens     {num_tokens:,}; {num_tokens - sum(lengths):,} of them padding")
     if too_many := sum(map(sum, given)) - sum(lengths):
-        print(f"  too long   {count(too_many)} tokens exceed the ranks; they are cut off")
+        print(f"  too long   {too_many:,} tokens exceed the ranks; they are cut off")
 
 
 def _print_comparison(
@@ -270,10 +258,7 @@ def _print_comparison(
     passes: str,
     num_nodes: int,
 ) -> None:
-    """Prints times and bytes of every algorithm, the fastest first, and the reason of the choice.
-
-    With one node, there are no columns for bytes between nodes.
-    """
+    """Prints times and bytes of all algorithms, the fastest first, and the reason of the choice."""
     times = "predicted", "compute", "exchange", "waiting", "work"
     moved = ("inside", "busiest", "between", "busiest") if num_nodes > 1 else ("bytes", "busiest")
     rows = []

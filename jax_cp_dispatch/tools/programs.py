@@ -51,11 +51,11 @@ class Ranks:
     @property
     def name(self) -> str:
         """Such as "8 devices"; of processes with one device each "2 processes"."""
-        kind = "GPU" if self.is_gpu else "device"
-        if jax.process_count() > 1:
-            kind = "process" if jax.process_count() == self.count else f"{kind} of processes"
-        plural = {"process": "processes"}.get(kind, f"{kind}s")
-        return f"{self.count} {kind if self.count == 1 else plural}"
+        processes = f"{jax.process_count()} processes"
+        if 1 < jax.process_count() == self.count:
+            return processes
+        devices = f"{self.count} {'GPU' if self.is_gpu else 'device'}{'s' * (self.count > 1)}"
+        return devices if jax.process_count() == 1 else f"{devices} of {processes}"
 
     def put(self, x: Any, spec: P = BY_RANK) -> jax.Array:
         """Shards an array that every process holds."""
@@ -180,9 +180,9 @@ def _collectives(
     def received(starts: np.ndarray) -> jax.Array:
         """Returns where each received row is, from the starts [W, W] of segments; else -1."""
         rows = np.full((ranks.count, capacity), -1, np.int32)
-        for row, of_rank in zip(rows, zip(starts.T, lengths.T, strict=True), strict=True):
-            found = [at + np.arange(n) for at, n in zip(*of_rank, strict=True)]
-            row[: sum(map(len, found))] = np.concatenate(found)
+        for row, begin, counts in zip(rows, starts.T, lengths.T, strict=True):
+            first = np.repeat(begin + counts - np.cumsum(counts), counts)
+            row[: len(first)] = first + np.arange(len(first))
         return ranks.put(rows)
 
     def fill(rows, indices):
@@ -210,26 +210,22 @@ def _collectives(
 SMALL = (16, 8)
 
 
-class SmallExchange:
-    """One segment of each rank to the next; `combine` moves rows in reverse.
+def small_exchange(ranks: Ranks) -> tuple[jax.Array, Any, dict[str, Callable[..., Any]]]:
+    """Returns rows of all ranks, the plan that sends those of each to the next, and operations.
 
-    Attributes:
-      x, metadata: operands, over all ranks.
-      operations: functions of one rank's rows and metadata, by name.
+    These are functions of one rank's rows and plan, by name; `combine` moves rows in reverse.
     """
-
-    def __init__(self, ranks: Ranks):
-        num_ranks, (tokens, width) = ranks.count, SMALL
-        to_next = (np.arange(num_ranks, dtype=np.int32) + 1) % num_ranks
-        plan, _ = compute_metadata(np.full((num_ranks, 1), tokens), to_next[:, None])
-        pairs = list(enumerate(to_next.tolist()))
-        x = np.random.default_rng(0).standard_normal((num_ranks * tokens, width), np.float32)
-        self.x, self.metadata = ranks.put(x), jax.tree.map(ranks.put, plan)
-        self.operations: dict[str, Callable[..., Any]] = {
-            "dispatch": partial(dispatch, axis_name=AXIS, capacity=tokens),
-            "combine": partial(combine, axis_name=AXIS, num_tokens=tokens),
-            "ppermute": lambda x, m: lax.ppermute(x, AXIS, pairs),
-        }
+    num_ranks, (tokens, width) = ranks.count, SMALL
+    to_next = (np.arange(num_ranks, dtype=np.int32) + 1) % num_ranks
+    plan, _ = compute_metadata(np.full((num_ranks, 1), tokens), to_next[:, None])
+    pairs = list(enumerate(to_next.tolist()))
+    x = np.random.default_rng(0).standard_normal((num_ranks * tokens, width), np.float32)
+    operations: dict[str, Callable[..., Any]] = {
+        "dispatch": partial(dispatch, axis_name=AXIS, capacity=tokens),
+        "combine": partial(combine, axis_name=AXIS, num_tokens=tokens),
+        "ppermute": lambda x, m: lax.ppermute(x, AXIS, pairs),
+    }
+    return ranks.put(x), jax.tree.map(ranks.put, plan), operations
 
 
 def scanned(operation: Callable[..., Any], steps: int) -> Callable[..., Any]:

@@ -70,12 +70,9 @@ def test_a_full_output_gives_one_line(tmp_path):
     assert (done.returncode, said) == (2, [f"plan: {space}"])
 
 
-def test_the_help_names_the_launcher(capsys, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["jax_cp_dispatch", "--help"])
-    with pytest.raises(SystemExit) as end:
-        main()
-    assert end.value.code == 0
-    assert "python -m jax_cp_dispatch.launch runs a program" in capsys.readouterr().out
+def test_the_help_names_the_launcher(command):
+    code, said = command("--help")
+    assert code == 0 and "python -m jax_cp_dispatch.launch runs a program" in said.out
 
 
 @pytest.mark.parametrize(
@@ -222,7 +219,8 @@ def test_failures_and_missing_transports_are_reported(command, only_transports, 
     assert code == 1
 
 
-def test_a_missing_gpu_library_or_memory_names_its_remedy(monkeypatch):
+def test_missing_devices_a_library_or_memory_name_their_remedy(monkeypatch):
+    monkeypatch.setattr(doctor.jax, "devices", lambda: [][0])
     monkeypatch.setattr(doctor, "has_gpu", lambda: True)
     monkeypatch.setattr(doctor, "version_of", lambda *names: None)
     monkeypatch.setattr(runtime, "cuda", None)
@@ -238,6 +236,8 @@ def test_a_missing_gpu_library_or_memory_names_its_remedy(monkeypatch):
         ("pictures", "[plots]"),
     ):
         assert found[name].verdict == "missing" and remedy in found[name].remedy
+    _, says, verdict, remedy = found["devices"]
+    assert (says[:12], verdict, remedy[:21]) == ("IndexError: ", "wrong", "Set JAX_PLATFORMS=cpu")
 
 
 # ---- What import refuses.
