@@ -21,7 +21,7 @@ from jax_cp_dispatch.documents.table import (
     document_table,
     list_documents,
 )
-from jax_cp_dispatch.masks import Mask
+from jax_cp_dispatch.masks import Mask, MaskRanges, StaticMask
 from jax_cp_dispatch.masks.read import check_mask_arrays, read_mask, read_mask_on_host
 from jax_cp_dispatch.metadata import Metadata
 from jax_cp_dispatch.planning.config import (
@@ -40,28 +40,19 @@ from jax_cp_dispatch.planning.request import (
     Pieces,
     PlanRequest,
     Transfers,
+    by_slot,
     check_longest_keys,
-    check_mean_queries,
     check_rank,
     home_pieces,
     lay_out,
     list_transfers,
     make_metadata,
     native_problem,
-    num_sent,
     pieces_fingerprint,
     rank_sums,
     static_sizes,
 )
-from jax_cp_dispatch.planning.runs import (
-    CutPieces,
-    cut_pieces,
-    cut_table,
-    fallback_row_ranges,
-    list_runs,
-    row_ranges,
-)
-from jax_cp_dispatch.planning.seen_keys import seen_keys
+from jax_cp_dispatch.planning.runs import CutPieces, cut_pieces, cut_table, row_ranges
 
 _OP = "plan_attention"
 
@@ -79,63 +70,59 @@ class _Work(NamedTuple):
     queries: Transfers | None = None
     cut: CutPieces | None = None
 
-    @property
-    def largest(self) -> Int32[np.ndarray, " 5"]:
-        return np.array([x.max(initial=0) for x in self.needs.values()], np.int32)
-
 
 def _make_plan(
     request: PlanRequest,
     work: _Work,
     sizes: Mapping[str, int],
-    largest: Int32[np.ndarray, " 5"],
-    held: Pieces,
+    home: Pieces,
     in_order: Mask | None,
 ) -> Plan:
     """Returns a plan, or its part of one rank.
 
     Args:
       sizes: the capacities.
-      largest: `Plan.largest_needs` of a rank.
-      held, in_order: see `pieces_fingerprint`.
+      home: the pieces of documents where the batch has them.
+      in_order: a mask with arrays, in the order of the rows that ranks pass to attention.
     """
-    documents, num_ranks, here = request.documents, request.num_ranks, request.held
-    pieces, of_rank = work.pieces, {"num_ranks": num_ranks, "rank": request.rank}
-    slots = {"q": sizes.get("max_q_transfers", 0), "kv": sizes["max_kv_transfers"]}
-    q_capacity, q_metadata, table, num_cuts = request.num_tokens, None, None, 0
+    documents, num_ranks, pieces = request.documents, request.num_ranks, work.pieces
+    q_capacity, q_metadata, table = request.num_tokens, None, None
     if work.queries is not None:
         q_capacity = sizes["q_capacity"]
-        q_metadata = make_metadata(work.queries, num_slots=slots["q"], **of_rank)
+        q_metadata = make_metadata(work.queries, request, sizes["max_q_transfers"])
     if work.cut is not None:
         num_cuts, num_linked = sizes["max_cut_pieces"], sizes["max_linked_pieces"]
-        table = cut_table(work.cut, num_slots=num_cuts, num_linked=num_linked, rank=request.rank)
-    has_lengths = q_metadata is None or request.needs_lengths
-    runs: Any = list_runs(
-        pieces,
-        np.bincount(pieces.rank, minlength=num_ranks),
-        num_runs=sizes["max_pieces"],
-        num_rows=q_capacity,
-        lengths=documents.lengths if has_lengths else None,
-        rank=request.rank,
-    )
-    rows = rank_sums(pieces.rank, pieces.end - pieces.start, num_ranks)[here]
-    num_rows = {"num_queries": q_capacity, "num_keys": sizes["kv_capacity"]}
+        table = cut_table(work.cut, request.held, num_slots=num_cuts, num_linked=num_linked)
+    zero = np.int32(0)
+    of_runs = {
+        "run_row": (pieces.row, np.int32(q_capacity)),
+        "run_position": (pieces.start, zero),
+        "run_origin": (pieces.origin, zero),
+    }
+    reads_lengths = isinstance(request.seen, StaticMask) and not request.mask.is_causal
+    if work.queries is None or reads_lengths:
+        of_runs["run_length"] = documents.lengths[pieces.document], zero
+    runs: Any = by_slot(request, pieces.rank, sizes["max_pieces"], of_runs)
+    num_rows = rank_sums(pieces.rank, pieces.end - pieces.start, num_ranks)[request.held]
+    needs = [x.max(initial=0 if table is None else 1) for x in work.needs.values()]
+    rows = {"num_queries": q_capacity, "num_keys": sizes["kv_capacity"]}
+    held = home if work.queries is not None else pieces
     return Plan(
         q_metadata=q_metadata,
-        kv_metadata=make_metadata(work.keys, num_slots=slots["kv"], **of_rank),
+        kv_metadata=make_metadata(work.keys, request, sizes["max_kv_transfers"]),
         **runs,
         cut_pieces=table,
-        ranges=row_ranges(request, pieces, work.spans, **num_rows),
-        num_rows=rows.astype(np.int32),
-        pairs_before=request.pairs(home_pieces(documents, num_ranks)),
+        ranges=row_ranges(request, pieces, work.spans, **rows),
+        num_rows=num_rows.astype(np.int32),
+        pairs_before=request.pairs(home),
         pairs=request.pairs(pieces),
-        largest_needs=np.tile(largest, (len(rows), 1)),
-        fingerprint=pieces_fingerprint(request, pieces, held, in_order)[here].copy(),
+        largest_needs=np.tile(np.array(needs, np.int32), (len(num_rows), 1)),
+        fingerprint=pieces_fingerprint(request, pieces, held, in_order)[request.held],
         num_tokens=request.num_tokens,
         batch=documents.batch,
         q_capacity=q_capacity,
         kv_capacity=sizes["kv_capacity"],
-        max_cut_pieces=num_cuts,
+        max_cut_pieces=0 if table is None else sizes["max_cut_pieces"],
         mask=request.mask.kind,
     )
 
@@ -150,12 +137,13 @@ def fallback_plan(request: PlanRequest, needs: Int32[np.ndarray, " 5"], *, is_pl
       needs: of the plan with the best balance, as in `Plan.largest_needs`.
     """
     nothing, moves = Pieces(*np.zeros((6, 0), np.int64)), Transfers(*np.zeros((5, 0), np.int64))
+    documents, num_held = request.documents, len(request.held)
     sizes = {name: getattr(request.config, name) or 1 for name in ALL_CAPACITIES}
-    work = _Work(nothing, nothing, moves, {}, moves)
+    queries, cut = moves, None
     if is_placed:
-        cut = cut_pieces(nothing, request.documents.lengths, request.num_ranks)
-        work = _Work(nothing, nothing, moves, {}, cut=cut)
-    plan = _make_plan(request, work, sizes, needs, nothing, None)
+        queries, cut = None, cut_pieces(nothing, documents.lengths, request.num_ranks)
+    work = _Work(nothing, nothing, moves, {}, queries, cut)
+    plan = _make_plan(request, work, sizes, home_pieces(documents, request.num_ranks), None)
     needed = dict(zip(plan.capacities, needs, strict=True))
 
     def announce(metadata: Metadata, need: np.integer) -> Metadata:
@@ -164,14 +152,17 @@ def fallback_plan(request: PlanRequest, needs: Int32[np.ndarray, " 5"], *, is_pl
         total = received[:, -1].copy()
         return dataclasses.replace(metadata, num_recv_tokens=received, num_total_recv_tokens=total)
 
-    num_held, rows = len(plan.pairs), (plan.q_capacity, plan.kv_capacity)
+    # All rows attend to row 0, and all queries to the keys.
+    edges = zip(plan.ranges or (), (0, 1, 0, np.iinfo(np.int32).max), strict=False)
+    ranges = [x if x is None else np.full_like(x, edge) for x, edge in edges]
     return dataclasses.replace(
         plan,
         q_metadata=None if is_placed else announce(plan.q_metadata, needed["q_capacity"]),
         kv_metadata=announce(plan.kv_metadata, needed["kv_capacity"]),
-        ranges=fallback_row_ranges(request, num_held, num_queries=rows[0], num_keys=rows[1]),
+        ranges=MaskRanges(*ranges) if ranges else None,
         num_rows=np.full(num_held, -1, np.int32),
         pairs=plan.pairs_before,
+        largest_needs=np.tile(needs, (num_held, 1)),
         fingerprint=fallback_fingerprint(num_held, request.mask),
     )
 
@@ -184,11 +175,11 @@ def _plan_on_host(request: PlanRequest, *, fallback: str | None) -> Plan:
     Raises:
       DoesNotFitError: a capacity of the config is too small, and there is no fallback.
     """
-    config, columns = request.config, request.documents.columns // request.num_ranks
-    check_ranks(_OP, config, request.num_ranks)
-    home = home_pieces(request.documents, request.num_ranks)
+    config, documents, num_ranks = request.config, request.documents, request.num_ranks
+    check_ranks(_OP, config, num_ranks)
+    home = home_pieces(documents, num_ranks)
     work = _move_queries(request, home)
-    rows = 8 * min(config.rows_per_block, columns), request.documents.num_tokens
+    rows = 8 * min(config.rows_per_block, documents.columns // num_ranks), documents.num_tokens
     steps: Any = {
         "q_capacity": ("would receive {} rows of queries", *rows),
         "kv_capacity": ("would receive {} rows of keys", *rows),
@@ -198,44 +189,48 @@ def _plan_on_host(request: PlanRequest, *, fallback: str | None) -> Plan:
     }
     try:
         check_longest_keys(_OP, request)
-        check_mean_queries(_OP, request)
+        num_queries = int(documents.lengths.sum())
+        mean = -(-num_queries // num_ranks)
+        if config.q_capacity is not None and config.q_capacity < mean:
+            raise DoesNotFitError(
+                f"{_OP}: {num_queries} queries are computed by {num_ranks} ranks, so a rank "
+                f"receives at least {mean} of them, but q_capacity is {config.q_capacity}. Pass "
+                f"q_capacity>={mean} or None in PlanConfig."
+            )
         sizes = static_sizes(_OP, config, work.needs, steps)
     except DoesNotFitError as error:
         # The search under capacities gives up balance, so its own needs would mislead.
         free = dataclasses.replace(config, q_capacity=None, kv_capacity=None)
-        needs = _move_queries(request._replace(config=free), home).largest
+        of_ranks = _move_queries(request._replace(config=free), home).needs
+        needs = {name: x.max(initial=0) for name, x in of_ranks.items()}
         if fallback is None:
-            needed = (f"{name}={need}" for name, need in zip(CAPACITIES, needs, strict=True))
+            needed = ", ".join(f"{name}={need}" for name, need in needs.items())
             raise DoesNotFitError(
-                f"{error} The plan with the best balance needs {', '.join(needed)}."
+                f"{error} The plan with the best balance needs {needed}."
             ) from None
-        return fallback_plan(request, needs, is_placed=False)
+        return fallback_plan(request, np.array([*needs.values()], np.int32), is_placed=False)
     in_order = request.mask if request.mask.has_arrays else None
-    return _make_plan(request, work, sizes, work.largest, home, in_order)
+    return _make_plan(request, work, sizes, home, in_order)
 
 
 def _move_queries(request: PlanRequest, home: Pieces) -> _Work:
+    """Assigns queries to ranks; lists what then moves from home, and what each rank needs."""
     documents, config, num_ranks = request.documents, request.config, request.num_ranks
-    problem = native_problem(
-        native.QueryProblem,
-        request,
-        {
-            "columns": (documents.first % documents.columns).tolist(),
-            "columns_per_rank": documents.columns // num_ranks,
-            "query_cost": config.query_cost,
-            "key_cost": config.key_cost,
-            "max_queries": config.q_capacity,
-            "max_keys": config.kv_capacity,
-            "wanted_piece": config.rows_per_block,
-        },
-    )
-    assigned = native.move_queries(problem)
-    pieces, spans = lay_out(assigned.astype(np.int64), request.seen)
+    limits = {
+        "columns": (documents.first % documents.columns).tolist(),
+        "columns_per_rank": documents.columns // num_ranks,
+        "query_cost": config.query_cost,
+        "key_cost": config.key_cost,
+        "max_queries": config.q_capacity,
+        "max_keys": config.kv_capacity,
+        "wanted_piece": config.rows_per_block,
+    }
+    assigned = native.move_queries(native_problem(native.QueryProblem, [request], limits))
+    pieces, spans = lay_out(assigned.astype(np.int64), request)
     queries, keys = (list_transfers(home, x) for x in (pieces, spans))
     needs = (
         *(rank_sums(x.target, x.tokens, num_ranks) for x in (queries, keys)),
-        *(num_sent(x, num_ranks) for x in (queries, keys)),
-        np.bincount(pieces.rank, minlength=num_ranks),
+        *(np.bincount(x, minlength=num_ranks) for x in (queries.source, keys.source, pieces.rank)),
     )
     return _Work(pieces, spans, keys, dict(zip(CAPACITIES, needs, strict=True)), queries)
 
@@ -337,8 +332,7 @@ def plan_attention(
     )
     mask = read_mask_on_host(_OP, mask, (documents.batch, documents.columns))
     check_document_mask(_OP, mask, documents)
-    seen = seen_keys(mask, documents)
-    request = PlanRequest(documents, positions, world_size, seen, config, rank)
+    request = PlanRequest(documents, positions, world_size, config, rank).with_mask(mask)
     return _plan_on_host(request, fallback=fallback)
 
 
@@ -346,48 +340,42 @@ def plan_read(documents: Documents, num_ranks: int, config: PlanConfig) -> Plan:
     """`plan_attention` of documents that `read_whole` has read, with their mask, on the host."""
     table = list_documents(documents.segment_ids, documents.positions)
     check_sizes(_OP, table, num_ranks)
-    seen = seen_keys(jax.tree.map(np.asarray, documents.mask), table)
-    request = PlanRequest(table, documents.positions, num_ranks, seen, config, None)
-    return _plan_on_host(request, fallback=None)
+    request = PlanRequest(table, documents.positions, num_ranks, config, None)
+    mask = jax.tree.map(np.asarray, documents.mask)
+    return _plan_on_host(request.with_mask(mask), fallback=None)
 
 
 # ---- The plan and the order of placed tokens, from the pieces that each rank holds.
 
 
-def plan_placed(
-    request: PlanRequest, held: Pieces, in_order: Mask | None
-) -> tuple[Plan, PlanConfig]:
+def plan_placed(request: PlanRequest, held: Pieces, in_order: Mask | None) -> Plan:
     """Returns the plan of one mask for pieces in their rows, which are the same for all masks.
 
-    With `request.rank`, the plan is the part of that rank. Also returns a config of what all ranks
-    need. `in_order` is a mask with arrays, in placed order; None for others.
+    With `request.rank`, the plan is the part of that rank. `in_order` is a mask with arrays, in
+    placed order; None for others.
     """
     order = np.lexsort((held.start, held.document, held.rank))
     assigned = np.stack([held.rank, held.document, held.start, held.end], axis=1)[order]
-    pieces, spans = lay_out(assigned, request.seen, held)
-    num_ranks = request.num_ranks
+    pieces, spans = lay_out(assigned, request, held)
+    documents, num_ranks = request.documents, request.num_ranks
     keys = list_transfers(pieces, spans)
-    cut = cut_pieces(pieces, request.documents.lengths, num_ranks)
+    cut = cut_pieces(pieces, documents.lengths, num_ranks)
     needs = (
         rank_sums(keys.target, keys.tokens, num_ranks),
-        num_sent(keys, num_ranks),
-        np.bincount(pieces.rank, minlength=num_ranks),
+        *(np.bincount(x, minlength=num_ranks) for x in (keys.source, pieces.rank)),
         *(cut.held, cut.linked),
     )
     needs = dict(zip(PLACED_CAPACITIES, needs, strict=True))
-    work = _Work(pieces, spans, keys, needs, cut=cut)
     steps: Any = {
         "max_kv_transfers": ("would send {} ranges of keys", 8),
         "max_pieces": ("would hold {} pieces", 8),
-        "kv_capacity": ("would receive {} rows", 1024, num_ranks * request.num_tokens),
+        "kv_capacity": ("would receive {} rows", 1024, documents.num_tokens),
         "max_cut_pieces": ("would hold {} pieces of cut documents", 4),
         "max_linked_pieces": ("would share cut documents with {} pieces on other ranks", 4),
     }
     sizes = static_sizes("place_tokens", request.config, needs, steps)
-    largest = np.maximum(work.largest, 1)
-    plan = _make_plan(request, work, sizes, largest, pieces, in_order)
-    needed: Any = dict(zip(PLACED_CAPACITIES, largest.tolist(), strict=True))
-    return plan, dataclasses.replace(request.config, **needed)
+    work = _Work(pieces, spans, keys, needs, cut=cut)
+    return _make_plan(request, work, sizes, home_pieces(documents, num_ranks), in_order)
 
 
 def expand_ranges(

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jax_cp_dispatch._ranks.runtime import native
 from jax_cp_dispatch._text import by_group, describe_mask, describe_plan, outline, work_by_share
 from jax_cp_dispatch.documents import Documents
 from jax_cp_dispatch.documents.documents import check_document_mask, check_moved, permuted
-from jax_cp_dispatch.documents.table import DocumentTable, Row, document_table
+from jax_cp_dispatch.documents.table import Row, document_table
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.mask import PACKED, PLACED
 from jax_cp_dispatch.masks.read import read_mask_on_host
@@ -41,16 +41,15 @@ from jax_cp_dispatch.planning.request import (
     DoesNotFitError,
     Pieces,
     PlanRequest,
+    QueryTable,
     check_all_ranks,
     check_longest_keys,
     check_rank,
     lay_out,
     native_problem,
     num_moved,
-    order_by_rank,
 )
 from jax_cp_dispatch.planning.runs import describe_cuts
-from jax_cp_dispatch.planning.seen_keys import describe_layers, seen_keys
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -166,7 +165,7 @@ class Placement:
                 "queries of each key. Pass it to place_tokens, as one of masks."
             )
         in_order = put_mask_in_order(request, (self.source, self.place, self.tokens))
-        return plan_placed(request, pieces, in_order)[0]
+        return plan_placed(request, pieces, in_order)
 
     def slice_of(self, rank: int) -> "Placement":
         """Returns the part of one rank: the tokens that it holds, and its slice of the plan.
@@ -417,37 +416,6 @@ def place_tokens(
     masks_read = [read_mask_on_host(_OP, x, shape) for x in masks_read]
     for read in masks_read:
         check_document_mask(_OP, read, documents)
-    _check_groups(documents, num_groups, rank)
-    check_ranks(_OP, config, world_size)
-    num_tokens = documents.num_tokens // num_groups // world_size
-    if config.block is not None and config.block > max(num_tokens, 1):
-        raise ValueError(
-            f"{_OP}: block is {config.block} but a rank holds {num_tokens} tokens. Pass "
-            f"block<={num_tokens}."
-        )
-    check_fallback(_OP, fallback, config, PLACED_CAPACITIES)
-    check_rank(_OP, rank, world_size)
-    groups = [
-        _place_group(
-            [PlanRequest(rows, at, world_size, seen_keys(x, rows), config, rank) for x in own],
-            layers,
-        )
-        for rows, at, own in _split_groups(documents, positions, masks_read, num_groups)
-    ]
-    reasons = [
-        f"{_OP}: {f'in group {n} of {num_groups}, ' if num_groups > 1 else ''}{group.reason}"
-        for n, group in enumerate(groups)
-        if group.reason is not None
-    ]
-    if reasons:
-        if fallback is None:
-            raise DoesNotFitError("\n".join(reasons))
-        groups = [_left_in_place(x) for x in groups]
-    return _joined(groups, "\n".join(reasons) or None)
-
-
-def _check_groups(documents: DocumentTable, num_groups: int, rank: int | None) -> None:
-    """Requires groups of equal batch rows, all ranks of them."""
     check_positive(_OP, num_groups=num_groups)
     if documents.batch % num_groups:
         raise ValueError(
@@ -460,6 +428,55 @@ def _check_groups(documents: DocumentTable, num_groups: int, rank: int | None) -
             f"{_OP}: got rank with num_groups={num_groups}. Omit rank, and call slice_of on one of "
             "Placement.groups."
         )
+    check_ranks(_OP, config, world_size)
+    num_tokens = documents.num_tokens // num_groups // world_size
+    if config.block is not None and config.block > max(num_tokens, 1):
+        raise ValueError(
+            f"{_OP}: block is {config.block} but a rank holds {num_tokens} tokens. Pass "
+            f"block<={num_tokens}."
+        )
+    check_fallback(_OP, fallback, config, PLACED_CAPACITIES)
+    check_rank(_OP, rank, world_size)
+    request = PlanRequest(documents, positions, world_size, config, rank)
+    groups = list(_split_groups(request, masks_read, num_groups))
+    placed: list[Any] = []
+    reasons = []
+    for number, requests in enumerate(groups):
+        try:
+            placed.append(_place(requests, layers))
+        except DoesNotFitError as error:
+            text, placed_freely = _place_freely(requests, layers)
+            placed.append(placed_freely)
+            where = f"in group {number} of {num_groups}, " if num_groups > 1 else ""
+            reasons.append(f"{_OP}: {where}{str(error).removeprefix(f'{_OP}: ')}{text}")
+    if reasons and fallback is None:
+        raise DoesNotFitError("\n".join(reasons))
+    if reasons:
+        placed = [_left_in_place(*of_group) for of_group in zip(groups, placed, strict=True)]
+    pieces, of_groups, plans = zip(*placed, strict=True)
+    size = documents.num_tokens // num_groups
+    moves = []
+    for number, (source, place, tokens) in enumerate(of_groups):
+        here = slice(None) if rank is None else place // max(num_tokens, 1) == rank
+        moves.append((number * size + source[here], number * size + place[here], tokens[here]))
+    source, place, tokens = (np.concatenate(x) for x in zip(*moves, strict=True))
+    plans = _join_plans(plans)
+    needed: Any = dict(zip(PLACED_CAPACITIES, _largest_needs(plans).tolist(), strict=True))
+    return Placement(
+        batch=documents.batch,
+        columns=documents.columns,
+        world_size=world_size,
+        plans=plans,
+        layers=layers,
+        config=config,
+        made_of=tuple((tuple(x), y) for x, y in zip(groups, pieces, strict=True)),
+        source=source,
+        place=place,
+        tokens=tokens,
+        needed=None if reasons else dataclasses.replace(config, **needed),
+        reason="\n".join(reasons) or None,
+        rank=rank,
+    )
 
 
 def _read_layers(
@@ -489,9 +506,10 @@ def _read_layers(
 
 
 def _split_groups(
-    documents: DocumentTable, positions: Any, masks: Sequence[Mask], num: int
-) -> Iterator[tuple[DocumentTable, Any, list[Mask]]]:
-    """Yields the documents, positions and masks of each group of consecutive batch rows."""
+    request: PlanRequest, masks: Sequence[Mask], num: int
+) -> Iterator[list[PlanRequest]]:
+    """Yields the requests of each group of consecutive batch rows, one for each mask."""
+    documents, positions = request.documents, request.positions
     rows = documents.batch // num
     group = documents.first // max(rows * documents.columns, 1)
     for number in range(num):
@@ -499,68 +517,65 @@ def _split_groups(
         held = group == number
         first = documents.first[held] - number * rows * documents.columns
         fields = {x: getattr(documents, x)[held] for x in ("lengths", "ids", "given_ids")}
-        own = documents._replace(**fields, first=first, batch=rows)
-        at = None if positions is None else np.asarray(positions)[of_group]
-        yield own, at, [jax.tree.map(lambda x, rows=of_group: x[rows], mask) for mask in masks]
+        own = request._replace(
+            documents=documents._replace(**fields, first=first, batch=rows),
+            positions=None if positions is None else np.asarray(positions)[of_group],
+        )
+        cut = lambda x, rows=of_group: x[rows]
+        yield [own.with_mask(jax.tree.map(cut, mask)) for mask in masks]
 
 
-def _place_group(requests: Requests, layers: tuple[int, ...]) -> Placement:
-    """Places the tokens of a group, or says why they do not fit, without the function's name."""
+# The pieces of documents in the rows of the ranks, or None; what `list_moves` returns; the plans.
+Placed: TypeAlias = tuple[Pieces | None, Sequence[np.ndarray], tuple[Plan, ...]]
+
+
+def _place(requests: Requests, layers: tuple[int, ...]) -> Placed:
+    """Places the tokens of a group, and plans each mask.
+
+    Raises:
+      DoesNotFitError: a capacity of the config is too small.
+    """
     request = requests[0]
-    try:
-        pieces = _place(requests, layers)
-        moves = list_moves(request, pieces)
-        plans, needed = _plans(requests, pieces, moves)
-        reason = None
-    except DoesNotFitError as error:
-        pieces, needed, moves = None, None, no_moves(request.documents, request.num_ranks)
-        text, needs = _capacities_that_suffice(requests, layers)
-        plans = tuple(fallback_plan(x, needs, is_placed=True) for x in requests)
-        reason = str(error).removeprefix(f"{_OP}: ") + text
-    here = order_by_rank(moves[1] // max(request.num_tokens, 1), request.rank)
-    return Placement(
-        batch=request.documents.batch,
-        columns=request.documents.columns,
-        world_size=request.num_ranks,
-        plans=plans,
-        layers=layers,
-        made_of=((tuple(requests), pieces),),
-        config=request.config,
-        needed=needed,
-        reason=reason,
-        rank=request.rank,
-        source=moves[0][here],
-        place=moves[1][here],
-        tokens=moves[2][here],
-    )
+    for each in requests:
+        check_longest_keys(_OP, each)
+    limits = {"tokens_per_rank": request.num_tokens, "max_received": request.config.kv_capacity}
+    problem = native_problem(native.PlacementProblem, requests, limits, layers)
+    assigned = native.place_documents(problem).astype(np.int64)  # nanobind says "long long"
+    # A table of queries needs the pieces of a document in order; other masks take any order.
+    with_table = (x for x in requests if isinstance(x.seen, QueryTable))
+    pieces, _ = lay_out(assigned, next(with_table, request))
+    moves = list_moves(request, pieces)
+    plans = [plan_placed(x, pieces, put_mask_in_order(x, moves)) for x in requests]
+    same = {name: getattr(plans[0], name) for name in _OF_ALL_MASKS}
+    plans[1:] = [dataclasses.replace(x, **same) for x in plans[1:]]
+    return pieces, moves, tuple(plans)
 
 
-def _left_in_place(group: Placement) -> Placement:
-    """Returns a group as if it did not fit."""
-    requests = group.made_of[0][0]
-    needs = np.asarray(group.plan.largest_needs)[0]
+def _place_freely(requests: Requests, layers: tuple[int, ...]) -> tuple[str, Placed | None]:
+    """Places the tokens of a group without limits; says which capacities suffice, all at once.
+
+    Without capacities in the config, the sentence is empty, and nothing is placed.
+    """
+    none: dict[str, Any] = dict.fromkeys(PLACED_CAPACITIES)
+    free = dataclasses.replace(requests[0].config, **none)
+    if free == requests[0].config:
+        return "", None
+    placed = _place([x._replace(config=free) for x in requests], layers)
+    needs = _largest_needs(placed[2]).tolist()
+    sizes = ", ".join(f"{name}={x}" for name, x in zip(PLACED_CAPACITIES, needs, strict=True))
+    return f" The placement with the best balance needs {sizes}.", placed
+
+
+def _left_in_place(requests: Requests, placed: Placed) -> Placed:
+    """Returns the fallback of a group that needs what this placement needs."""
+    needs = _largest_needs(placed[2])
     plans = tuple(fallback_plan(x, needs, is_placed=True) for x in requests)
-    moves = no_moves(requests[0].documents, requests[0].num_ranks)
-    here = order_by_rank(moves[1] // max(requests[0].num_tokens, 1), group.rank)
-    named = {name: x[here] for name, x in zip(("source", "place", "tokens"), moves, strict=True)}
-    return dataclasses.replace(group, plans=plans, made_of=((requests, None),), **named)
+    return None, no_moves(requests[0].documents, requests[0].num_ranks), plans
 
 
-def _joined(groups: list[Placement], reason: str | None) -> Placement:
-    """Returns the placement of all groups."""
-    first, size = groups[0], groups[0].batch * groups[0].columns
-    moved = lambda name: [n * size + getattr(group, name) for n, group in enumerate(groups)]
-    return dataclasses.replace(
-        first,
-        batch=sum(x.batch for x in groups),
-        plans=_join_plans([x.plans for x in groups]),
-        made_of=tuple(x.made_of[0] for x in groups),
-        needed=None if reason is not None else _largest(first.config, [x.needed for x in groups]),
-        reason=reason,
-        source=np.concatenate(moved("source")),
-        place=np.concatenate(moved("place")),
-        tokens=np.concatenate([x.tokens for x in groups]),
-    )
+def _largest_needs(plans: Sequence[Plan]) -> Int32[np.ndarray, " 5"]:
+    """Returns capacities that suffice for all of these, in the order of `PLACED_CAPACITIES`."""
+    return np.max([np.reshape(x.largest_needs, (-1, 5)).max(0) for x in plans], axis=0)
 
 
 def _join_plans(of_groups: Sequence[tuple[Plan, ...]]) -> tuple[Plan, ...]:
@@ -568,54 +583,3 @@ def _join_plans(of_groups: Sequence[tuple[Plan, ...]]) -> tuple[Plan, ...]:
     if len(of_groups) == 1:
         return of_groups[0]
     return tuple(stack_plans(plans) for plans in zip(*of_groups, strict=True))
-
-
-def _largest(config: PlanConfig, needed: Sequence[Any]) -> PlanConfig:
-    """Returns capacities that suffice for all of these."""
-    most = {name: max(getattr(x, name) for x in needed) for name in PLACED_CAPACITIES}
-    return dataclasses.replace(config, **most)
-
-
-def _place(requests: Requests, layers: tuple[int, ...]) -> Pieces:
-    """Returns the pieces of documents in the rows of the ranks."""
-    request, seen = requests[0], [x.seen for x in requests]
-    for each in requests:
-        check_longest_keys(_OP, each)
-    limits = {"tokens_per_rank": request.num_tokens, "max_received": request.config.kv_capacity}
-    problem = native_problem(native.PlacementProblem, request, limits)
-    if len(requests) > 1:
-        describe_layers(problem, seen, layers, request.documents)
-    assigned = native.place_documents(problem).astype(np.int64)  # nanobind says "long long"
-    # A table of queries needs the pieces of a document in order; other masks take any order.
-    return lay_out(assigned, next((x for x in seen if x.table is not None), seen[0]))[0]
-
-
-def _plans(
-    requests: Requests, pieces: Pieces, moves: Sequence[np.ndarray]
-) -> tuple[tuple[Plan, ...], PlanConfig]:
-    """Returns a plan for each mask, and the capacities that they need."""
-    built = [plan_placed(x, pieces, put_mask_in_order(x, moves)) for x in requests]
-    first = built[0][0]
-    same = {name: getattr(first, name) for name in _OF_ALL_MASKS}
-    plans = (first, *(dataclasses.replace(x, **same) for x, _ in built[1:]))
-    return plans, _largest(requests[0].config, [x for _, x in built])
-
-
-def _capacities_that_suffice(
-    requests: Requests, layers: tuple[int, ...]
-) -> tuple[str, Int32[np.ndarray, " 5"]]:
-    """Returns a sentence with capacities that suffice, all at once, and `Plan.largest_needs`.
-
-    Without capacities, it is empty.
-    """
-    none: dict[str, Any] = dict.fromkeys(PLACED_CAPACITIES)
-    free = dataclasses.replace(requests[0].config, **none)
-    if free == requests[0].config:
-        return "", np.zeros(len(PLACED_CAPACITIES), np.int32)
-    requests = [x._replace(config=free) for x in requests]
-    pieces = _place(requests, layers)
-    _, needed = _plans(requests, pieces, list_moves(requests[0], pieces))
-    needs = [getattr(needed, name) for name in PLACED_CAPACITIES]
-    sizes = ", ".join(f"{name}={x}" for name, x in zip(PLACED_CAPACITIES, needs, strict=True))
-    text = f" The placement with the best balance needs {sizes}."
-    return text, np.array(needs, np.int32)

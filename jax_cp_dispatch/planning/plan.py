@@ -18,20 +18,9 @@ from jax_cp_dispatch.documents.fingerprint import check_batch
 from jax_cp_dispatch.documents.segment_ids import Ids
 from jax_cp_dispatch.masks import Mask, MaskRanges, StaticMask
 from jax_cp_dispatch.masks.mask import MaskKind
-from jax_cp_dispatch.planning.config import (
-    CAPACITIES,
-    PLACED_CAPACITIES,
-    PlanConfig,
-)
-from jax_cp_dispatch.planning.request import (
-    check_all_ranks,
-    num_moved,
-)
-from jax_cp_dispatch.planning.runs import (
-    key_ranges,
-    local_rows,
-    local_runs,
-)
+from jax_cp_dispatch.planning.config import CAPACITIES, PLACED_CAPACITIES, PlanConfig
+from jax_cp_dispatch.planning.request import check_all_ranks, num_moved
+from jax_cp_dispatch.planning.runs import key_ranges, local_rows, local_runs
 
 # ---- Saved plans and placements: a pickle names its format, so that another version can refuse it.
 #
@@ -40,7 +29,7 @@ from jax_cp_dispatch.planning.runs import (
 # saved plan: they stay.
 
 # To be counted up with every change of the fields of `Plan` or `Placement`, or of their meaning.
-FORMAT = 1
+FORMAT = 2
 
 
 def reduce_saved(self: Any) -> tuple[Any, ...]:
