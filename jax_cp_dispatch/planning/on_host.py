@@ -22,7 +22,7 @@ from jax_cp_dispatch.documents.table import (
     list_documents,
 )
 from jax_cp_dispatch.masks import Mask, MaskRanges, StaticMask
-from jax_cp_dispatch.masks.read import check_mask_arrays, read_mask, read_mask_on_host
+from jax_cp_dispatch.masks.read import read_mask, read_mask_on_host
 from jax_cp_dispatch.metadata import Metadata
 from jax_cp_dispatch.planning.config import (
     ALL_CAPACITIES,
@@ -31,9 +31,8 @@ from jax_cp_dispatch.planning.config import (
     PlanConfig,
     check_fallback,
     check_ranks,
-    check_traced,
 )
-from jax_cp_dispatch.planning.inside_jit import check_shapes, plan_inside
+from jax_cp_dispatch.planning.inside_jit import plan_inside
 from jax_cp_dispatch.planning.plan import Plan
 from jax_cp_dispatch.planning.request import (
     DoesNotFitError,
@@ -238,7 +237,6 @@ def _move_queries(request: PlanRequest, home: Pieces) -> _Work:
 # ---- `plan_attention`: plans attention of packed documents, on the host or inside a program.
 
 
-@jax.named_scope("cpd.plan")
 def plan_attention(
     segment_ids: Shaped[Array | np.ndarray, "..."] | None = None,
     positions: Shaped[Array | np.ndarray, "..."] | None = None,
@@ -311,17 +309,15 @@ def plan_attention(
     if segment_ids is not None and lengths is None:
         if columns is not None:
             raise ValueError(f"{_OP}: got columns without lengths. Omit columns.")
-        grid = check_shapes(_OP, segment_ids, positions, world_size, config)
-        check_mask_arrays(_OP, mask, segment_ids.shape)
         arrays = jax.tree.leaves((segment_ids, positions, mask))
         if any(isinstance(x, jax.core.Tracer) for x in arrays):
-            check_traced(_OP, config)
             if rank is not None:
                 raise ValueError(
                     f"{_OP}: rank is {rank} but the plan is made inside jit, by all ranks. Omit "
                     "rank, or plan outside jit."
                 )
-            return plan_inside(segment_ids, positions, grid=grid, mask=mask, config=config)
+            options = {"num_ranks": world_size, "mask": mask, "config": config}
+            return plan_inside(segment_ids, positions, **options)
     documents = document_table(
         _OP,
         world_size=world_size,

@@ -54,7 +54,7 @@ from jax_cp_dispatch.documents.segment_ids import gather_sequence
 from jax_cp_dispatch.masks import Mask, MaskRanges, StaticMask
 from jax_cp_dispatch.metadata import Metadata
 from jax_cp_dispatch.planning import Placement, Plan, PlanConfig, place_tokens, plan_attention
-from jax_cp_dispatch.planning.inside_jit import rank_plan
+from jax_cp_dispatch.planning.inside_jit import plan_inside
 from jax_cp_dispatch.planning.on_host import plan_read
 from jax_cp_dispatch.planning.plan import plan_of_group
 
@@ -103,8 +103,14 @@ class Balanced(Algorithm):
             packed = jax.tree.map(jnp.asarray, with_segment_ids(packed, operands.q.shape[:2]))
             packed = gather_sequence(call.exchange, packed, call.num_ranks)
             rank = lax.axis_index(call.exchange.axis_name)
-            sizes = {"num_ranks": call.num_ranks, "config": self.config}
-            plan = named_context(rank_plan(packed, **sizes, rank=rank))
+            plan = plan_inside(
+                *(packed.segment_ids, packed.positions),
+                num_ranks=call.num_ranks,
+                mask=packed.mask,
+                config=self.config,
+                rank=rank,
+            )
+            plan = named_context(plan)
             packed = trusted(mask=plan.mask)  # nothing to compare
         return attend_by_plan(call, operands, plan, packed)
 
