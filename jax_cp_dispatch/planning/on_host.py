@@ -1,7 +1,7 @@
 """Plans attention on the host, from the documents of a batch; NumPy and C++, without JAX."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -14,13 +14,7 @@ from jax_cp_dispatch._ranks.runtime import native
 from jax_cp_dispatch.documents import Documents
 from jax_cp_dispatch.documents.documents import check_document_mask
 from jax_cp_dispatch.documents.fingerprint import fallback_fingerprint
-from jax_cp_dispatch.documents.table import (
-    DocumentTable,
-    Row,
-    check_sizes,
-    document_table,
-    list_documents,
-)
+from jax_cp_dispatch.documents.table import Row, check_sizes, document_table, list_documents
 from jax_cp_dispatch.masks import Mask, MaskRanges, StaticMask
 from jax_cp_dispatch.masks.read import read_mask, read_mask_on_host
 from jax_cp_dispatch.metadata import Metadata
@@ -341,7 +335,7 @@ def plan_read(documents: Documents, num_ranks: int, config: PlanConfig) -> Plan:
     return _plan_on_host(request.with_mask(mask), fallback=None)
 
 
-# ---- The plan and the order of placed tokens, from the pieces that each rank holds.
+# ---- The plan of placed tokens, from the pieces that each rank holds.
 
 
 def plan_placed(request: PlanRequest, held: Pieces, in_order: Mask | None) -> Plan:
@@ -372,85 +366,3 @@ def plan_placed(request: PlanRequest, held: Pieces, in_order: Mask | None) -> Pl
     sizes = static_sizes("place_tokens", request.config, needs, steps)
     work = _Work(pieces, spans, keys, needs, cut=cut)
     return _make_plan(request, work, sizes, home_pieces(documents, num_ranks), in_order)
-
-
-def expand_ranges(
-    start: Int[np.ndarray, " P"], value: Int[np.ndarray, " P"], tokens: Int[np.ndarray, " P"]
-) -> Int[np.ndarray, " N"]:
-    """Returns the values of consecutive indices, of ranges of indices, minus the first index."""
-    order = np.argsort(start)
-    return np.repeat((value - start)[order], tokens[order])
-
-
-def by_columns(
-    x: Shaped[Any, "places ..."], batch: int, num_held: int, num_groups: int = 1
-) -> Shaped[Any, "B T ..."]:
-    """Returns rows of ranks, one rank of a group after another, as columns of the batch rows."""
-    rest = x.shape[1:]
-    rows = x.shape[0] // max(batch * num_held, 1)
-    x = x.reshape(num_groups, num_held, batch // num_groups, rows, *rest).swapaxes(1, 2)
-    return x.reshape(batch, num_held * rows, *rest)
-
-
-def pieces_ascend(pieces: Pieces) -> bool:
-    """Whether the pieces of a document on a rank are in order."""
-    order = np.lexsort((pieces.row, pieces.document, pieces.rank))
-    rank, document, start = (x[order] for x in (pieces.rank, pieces.document, pieces.start))
-    same = (rank[1:] == rank[:-1]) & (document[1:] == document[:-1])
-    return not (same & (start[1:] < start[:-1])).any()
-
-
-def put_mask_in_order(request: PlanRequest, moves: Sequence[np.ndarray]) -> Mask | None:
-    """Returns a mask with arrays in placed order; None for others.
-
-    `moves`: source, place and length of every range, of all ranks.
-    """
-    if not request.mask.has_arrays:
-        return None
-    source, place, tokens = moves
-    token = expand_ranges(place, source, tokens)
-    token = token + np.arange(len(token))
-    batch = request.documents.batch
-    put = lambda x: by_columns(np.asarray(x).reshape(-1)[token], batch, request.num_ranks)
-    return jax.tree.map(put, request.mask)
-
-
-def list_moves(request: PlanRequest, pieces: Pieces) -> list[np.ndarray]:
-    """Returns source, place and length of every range, by place; padding comes last per rank."""
-    documents, num_ranks, num_tokens = request.documents, request.num_ranks, request.num_tokens
-    tokens = pieces.end - pieces.start
-    source = documents.first[pieces.document] + pieces.start
-    place = pieces.rank * num_tokens + pieces.row
-    used = np.zeros(num_ranks, np.int64)
-    np.add.at(used, pieces.rank, tokens)
-    free_first = np.arange(num_ranks) * num_tokens + used
-    padding = _match(*documents.padding(), free_first, num_tokens - used)
-    moves = [np.concatenate(x) for x in zip((source, place, tokens), padding, strict=True)]
-    order = np.argsort(moves[1])
-    return [x[order] for x in moves]
-
-
-def no_moves(documents: DocumentTable, num_ranks: int) -> tuple[np.ndarray, ...]:
-    """Returns source, place and length of every range if all tokens stay in their columns."""
-    rows = documents.columns // num_ranks
-    rank, batch = np.divmod(np.arange(num_ranks * documents.batch), documents.batch)
-    source = batch * documents.columns + rank * rows
-    return source, np.arange(len(source)) * rows, np.full(len(source), rows)
-
-
-def _match(source, source_tokens, place, place_tokens):
-    """Splits two lists of ranges with equal sums into ranges of equal length on both sides."""
-    source_ends, place_ends = np.cumsum(source_tokens), np.cumsum(place_tokens)
-    ends = np.union1d(source_ends, place_ends)
-    ends = ends[ends > 0]
-    starts = np.concatenate([[0], ends])[:-1].astype(np.int64)
-    i = np.searchsorted(source_ends, starts, side="right")
-    j = np.searchsorted(place_ends, starts, side="right")
-    first = [
-        of[k] + starts - (ends_of[k] - tokens_of[k])
-        for of, ends_of, tokens_of, k in (
-            (source, source_ends, source_tokens, i),
-            (place, place_ends, place_tokens, j),
-        )
-    ]
-    return first[0], first[1], ends - starts

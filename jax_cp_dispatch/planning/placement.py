@@ -26,16 +26,7 @@ from jax_cp_dispatch.planning.config import (
     check_fallback,
     check_ranks,
 )
-from jax_cp_dispatch.planning.on_host import (
-    by_columns,
-    expand_ranges,
-    fallback_plan,
-    list_moves,
-    no_moves,
-    pieces_ascend,
-    plan_placed,
-    put_mask_in_order,
-)
+from jax_cp_dispatch.planning.on_host import fallback_plan, plan_placed
 from jax_cp_dispatch.planning.plan import Plan, reduce_saved, slice_plan, stack_plans
 from jax_cp_dispatch.planning.request import (
     DoesNotFitError,
@@ -48,6 +39,7 @@ from jax_cp_dispatch.planning.request import (
     lay_out,
     native_problem,
     num_moved,
+    rank_sums,
 )
 from jax_cp_dispatch.planning.runs import describe_cuts
 
@@ -159,13 +151,16 @@ class Placement:
                 f"{op}: this is the part of rank {self.rank}, which does not know the order of all "
                 "tokens. Call it on the placement of all ranks, then slice_of."
             )
-        if read.has_query_ranges and not pieces_ascend(pieces):
+        order = np.lexsort((pieces.row, pieces.document, pieces.rank))
+        rank, document, start, *_ = pieces.take(order)
+        follows = (rank[1:] == rank[:-1]) & (document[1:] == document[:-1])
+        if read.has_query_ranges and (follows & (start[1:] < start[:-1])).any():
             raise ValueError(
                 f"{op}: a rank holds pieces of a document out of order, and {read} limits the "
                 "queries of each key. Pass it to place_tokens, as one of masks."
             )
-        in_order = put_mask_in_order(request, (self.source, self.place, self.tokens))
-        return plan_placed(request, pieces, in_order)
+        moves = self.source, self.place, self.tokens
+        return plan_placed(request, pieces, _put_mask_in_order(request, moves))
 
     def slice_of(self, rank: int) -> "Placement":
         """Returns the part of one rank: the tokens that it holds, and its slice of the plan.
@@ -194,13 +189,13 @@ class Placement:
 
         Read-only, like `inverse`.
         """
-        return self._map(self.place, self.source, (self.rank or 0) * self.plan.num_tokens)
+        return _expanded(self.place, self.source, self.tokens, self.batch * self.columns)
 
     @functools.cached_property
     def inverse(self) -> Int[np.ndarray, " BT"]:
         """The place of each token."""
         self._check_whole("inverse")
-        return self._map(self.source, self.place, 0)
+        return _expanded(self.source, self.place, self.tokens, self.batch * self.columns)
 
     @property
     def needs(self) -> PlanConfig:
@@ -220,7 +215,7 @@ class Placement:
         For several groups, they are `[groups, W]`.
         """
         self._check_whole("pairs_before")
-        return self._sum(np.asarray(x.pairs_before) for x in self.plans)
+        return self._sum("pairs_before")
 
     @property
     def imbalance(self) -> Float32[np.ndarray, ""]:
@@ -229,7 +224,7 @@ class Placement:
         For several groups, it is the largest; `describe` also compares the ranks of all groups.
         """
         self._check_whole("imbalance")
-        return self._imbalance(self._pairs)
+        return self._imbalance(self._sum("pairs"))
 
     @property
     def imbalance_before(self) -> Float32[np.ndarray, ""]:
@@ -270,7 +265,7 @@ class Placement:
             return f"{op}: no tokens were placed. {self.reason}"
         if self.num_groups > 1:
             texts = [x.describe() for x in self.groups]
-            return by_group(texts, self._pairs, self.config.rank_speeds)
+            return by_group(texts, self._sum("pairs"), self.config.rank_speeds)
         plan, config = self.plan, self.config
         constraints = {"speeds": config.rank_speeds, "ranks_per_node": config.ranks_per_node}
         text = describe_plan(op, plan, **constraints)
@@ -281,29 +276,18 @@ class Placement:
             lines.append(describe_mask(layers, sum(self.layers), each))
         return "\n".join(lines)
 
-    @property
-    def _pairs(self) -> Float32[np.ndarray, "*groups W"]:
-        return self._sum(np.asarray(x.pairs) for x in self.plans)
-
-    def _sum(self, pairs: Iterable[Any]) -> Any:
+    def _sum(self, pairs: str) -> Float32[np.ndarray, "*groups W"]:
         """Returns the sum over the layers."""
-        return sum(n * x for n, x in zip(self.layers, pairs, strict=True))
+        of_plans = zip(self.layers, self.plans, strict=True)
+        return sum(n * np.asarray(getattr(plan, pairs)) for n, plan in of_plans)
 
     def _imbalance(self, pairs: Any) -> Float32[np.ndarray, ""]:
         return np.asarray(work_by_share(pairs, self.config.rank_speeds).max(), np.float32)
 
-    def _map(self, start: np.ndarray, value: np.ndarray, first: int) -> np.ndarray:
-        """Returns the values of consecutive indices from `first`, of ranges of indices."""
-        dtype = np.int32 if self.batch * self.columns < 2**31 else np.int64
-        values = expand_ranges(start, value, self.tokens).astype(dtype)
-        values += np.arange(first, first + len(values), dtype=dtype)
-        values.flags.writeable = False  # `apply` and `restore` use them again
-        return values
-
     def _apply(self, x: Any) -> Any:
         xp = np if isinstance(x, np.ndarray) else jnp
         x = xp.take(x.reshape(self.batch * self.columns, *x.shape[2:]), self.permutation, axis=0)
-        return by_columns(x, self.batch, self._num_held, self.num_groups)
+        return _by_columns(x, self.batch, self._num_held, self.num_groups)
 
     def _restore(self, x: Any) -> Any:
         xp, shape = np if isinstance(x, np.ndarray) else jnp, x.shape
@@ -525,7 +509,7 @@ def _split_groups(
         yield [own.with_mask(jax.tree.map(cut, mask)) for mask in masks]
 
 
-# The pieces of documents in the rows of the ranks, or None; what `list_moves` returns; the plans.
+# The pieces of documents in the rows of the ranks, or None; what `_list_moves` returns; the plans.
 Placed: TypeAlias = tuple[Pieces | None, Sequence[np.ndarray], tuple[Plan, ...]]
 
 
@@ -544,8 +528,8 @@ def _place(requests: Requests, layers: tuple[int, ...]) -> Placed:
     # A table of queries needs the pieces of a document in order; other masks take any order.
     with_table = (x for x in requests if isinstance(x.seen, QueryTable))
     pieces, _ = lay_out(assigned, next(with_table, request))
-    moves = list_moves(request, pieces)
-    plans = [plan_placed(x, pieces, put_mask_in_order(x, moves)) for x in requests]
+    moves = _list_moves(request, pieces)
+    plans = [plan_placed(x, pieces, _put_mask_in_order(x, moves)) for x in requests]
     same = {name: getattr(plans[0], name) for name in _OF_ALL_MASKS}
     plans[1:] = [dataclasses.replace(x, **same) for x in plans[1:]]
     return pieces, moves, tuple(plans)
@@ -568,9 +552,13 @@ def _place_freely(requests: Requests, layers: tuple[int, ...]) -> tuple[str, Pla
 
 def _left_in_place(requests: Requests, placed: Placed) -> Placed:
     """Returns the fallback of a group that needs what this placement needs."""
+    documents, num_ranks = requests[0].documents, requests[0].num_ranks
+    rows = documents.columns // num_ranks
+    rank, batch = np.divmod(np.arange(num_ranks * documents.batch), documents.batch)
+    source = batch * documents.columns + rank * rows
+    moves = source, np.arange(len(source)) * rows, np.full(len(source), rows)
     needs = _largest_needs(placed[2])
-    plans = tuple(fallback_plan(x, needs, is_placed=True) for x in requests)
-    return None, no_moves(requests[0].documents, requests[0].num_ranks), plans
+    return None, moves, tuple(fallback_plan(x, needs, is_placed=True) for x in requests)
 
 
 def _largest_needs(plans: Sequence[Plan]) -> Int32[np.ndarray, " 5"]:
@@ -583,3 +571,75 @@ def _join_plans(of_groups: Sequence[tuple[Plan, ...]]) -> tuple[Plan, ...]:
     if len(of_groups) == 1:
         return of_groups[0]
     return tuple(stack_plans(plans) for plans in zip(*of_groups, strict=True))
+
+
+# ---- The order of placed tokens: ranges of them that move from the batch to places.
+
+
+def _list_moves(request: PlanRequest, pieces: Pieces) -> list[np.ndarray]:
+    """Returns source, place and length of every range, by place; padding comes last per rank."""
+    documents, num_ranks, num_tokens = request.documents, request.num_ranks, request.num_tokens
+    tokens = pieces.end - pieces.start
+    source = documents.first[pieces.document] + pieces.start
+    place = pieces.rank * num_tokens + pieces.row
+    used = rank_sums(pieces.rank, tokens, num_ranks)
+
+    # Gaps between documents, and the rows that are left on each rank, are as many tokens. Both are
+    # cut where one of them ends.
+    free = np.arange(num_ranks) * num_tokens + used, num_tokens - used
+    sides = [(first, size, np.cumsum(size)) for first, size in (documents.padding(), free)]
+    ends = np.union1d(sides[0][2], sides[1][2])
+    ends = ends[ends > 0]
+    starts = np.concatenate([[0], ends])[:-1].astype(np.int64)
+    padding = []
+    for first, size, end in sides:
+        at = np.searchsorted(end, starts, side="right")
+        padding.append(first[at] + starts - (end[at] - size[at]))
+    padding.append(ends - starts)
+
+    moves = [np.concatenate(x) for x in zip((source, place, tokens), padding, strict=True)]
+    order = np.argsort(moves[1])
+    return [x[order] for x in moves]
+
+
+def _expanded(
+    start: Int[np.ndarray, " P"],
+    value: Int[np.ndarray, " P"],
+    tokens: Int[np.ndarray, " P"],
+    num_tokens: int,
+) -> Int[np.ndarray, " N"]:
+    """Returns the value of each index of ranges of consecutive indices; read-only.
+
+    `num_tokens`: of the batch; no value is larger.
+    """
+    dtype = np.int32 if num_tokens < 2**31 else np.int64
+    order = np.argsort(start)
+    values = np.repeat((value - start)[order], tokens[order]).astype(dtype)
+    first = int(start.min(initial=num_tokens))
+    values += np.arange(first, first + len(values), dtype=dtype)
+    values.flags.writeable = False
+    return values
+
+
+def _by_columns(
+    x: Shaped[Any, "places ..."], batch: int, num_held: int, num_groups: int = 1
+) -> Shaped[Any, "B T ..."]:
+    """Returns rows of ranks, one rank of a group after another, as columns of the batch rows."""
+    rest = x.shape[1:]
+    rows = x.shape[0] // max(batch * num_held, 1)
+    x = x.reshape(num_groups, num_held, batch // num_groups, rows, *rest).swapaxes(1, 2)
+    return x.reshape(batch, num_held * rows, *rest)
+
+
+def _put_mask_in_order(request: PlanRequest, moves: Sequence[np.ndarray]) -> Mask | None:
+    """Returns a mask with arrays in placed order; None for others.
+
+    `moves`: source, place and length of every range, of all ranks.
+    """
+    if not request.mask.has_arrays:
+        return None
+    source, place, tokens = moves
+    token = _expanded(place, source, tokens, request.documents.num_tokens)
+    batch = request.documents.batch
+    put = lambda x: _by_columns(np.asarray(x).reshape(-1)[token], batch, request.num_ranks)
+    return jax.tree.map(put, request.mask)

@@ -324,7 +324,7 @@ def slice_plan(op: str, plan: Plan, rank: int) -> Plan:
 
 _OP = "stack_plans"
 
-_CAPACITIES = ("q_capacity", "kv_capacity", "max_cut_pieces")
+_STATIC_CAPACITIES = ("q_capacity", "kv_capacity", "max_cut_pieces")
 # What unused entries contain; those of all other fields are 0.
 _UNUSED = {"dst_rank": -1, "cut_pieces": -1, "run_row": np.iinfo(np.int32).max}
 
@@ -353,23 +353,6 @@ def stack_plans(plans: Iterable[Plan]) -> Plan:
     if not isinstance(plans, Iterable):
         raise TypeError(f"{_OP}: got {type(plans).__name__}. Pass a list of plans.")
     plans = list(plans)
-    _check(plans)
-    capacities = {name: max(getattr(plan, name) for plan in plans) for name in _CAPACITIES}
-    flat = [
-        jax.tree_util.tree_flatten_with_path(dataclasses.replace(plan, **capacities))
-        for plan in plans
-    ]
-    leaves, tree = zip(*(leaves for leaves, _ in flat), strict=True), flat[0][1]
-    return jax.tree.unflatten(
-        tree,
-        [
-            _stacked(str(getattr(of_plans[0][0][-1], "name", "")), [x for _, x in of_plans])
-            for of_plans in leaves
-        ],
-    )
-
-
-def _check(plans: list[Plan]) -> None:
     if not plans:
         raise ValueError(f"{_OP}: got an empty list. Pass at least one plan.")
     for plan in plans:
@@ -392,17 +375,18 @@ def _check(plans: list[Plan]) -> None:
             f"{_OP}: the plans have fingerprints of shapes {shapes}. Stack plans of all ranks "
             "only, or stacks of the same number of plans."
         )
+    sizes = {name: max(getattr(plan, name) for plan in plans) for name in _STATIC_CAPACITIES}
 
+    def stacked(path, *arrays):
+        xp = np if all(isinstance(x, np.ndarray) for x in arrays) else jnp
+        shape = np.max([x.shape for x in arrays], axis=0)
+        unused = _UNUSED.get(getattr(path[-1], "name", ""), 0)
+        missing = ([(0, y - x) for x, y in zip(a.shape, shape, strict=True)] for a in arrays)
+        padded = [xp.pad(a, m, constant_values=unused) for a, m in zip(arrays, missing, strict=True)]
+        return xp.stack(padded)
 
-def _stacked(name: str, arrays: list[Any]) -> Shaped[Array | np.ndarray, "..."]:
-    xp = np if all(isinstance(x, np.ndarray) for x in arrays) else jnp
-    shape = np.max([x.shape for x in arrays], axis=0)
-
-    def padded(x):
-        missing = [(0, size - have) for have, size in zip(x.shape, shape, strict=True)]
-        return xp.pad(x, missing, constant_values=_UNUSED.get(name, 0))
-
-    return xp.stack([padded(x) for x in arrays])
+    padded_to = (dataclasses.replace(plan, **sizes) for plan in plans)
+    return jax.tree_util.tree_map_with_path(stacked, *padded_to)
 
 
 def is_stack(plan: Plan | None) -> bool:
