@@ -62,11 +62,6 @@ class BlockGrid:
         return self.batch * self.columns
 
     @property
-    def unit(self) -> int:
-        """Largest length that divides all block lengths, and therefore all start rows of blocks."""
-        return math.gcd(self.block, self.columns)
-
-    @property
     def lengths(self) -> np.ndarray:
         """Rows of block j, int32 [J]."""
         start = self.block * np.arange(self.per_piece, dtype=np.int32)
@@ -90,11 +85,6 @@ class BlockGrid:
         short = self.per_piece * self.block - self.columns
         x = jnp.pad(x, ((0, 0), (0, 0), (0, short)), constant_values=fill)
         return x.reshape(*self.shape, self.block)
-
-    def by_rank(self, x: Shaped[Array, "..."]) -> Shaped[Array, "W S *rest"]:
-        """Reorders blocks in global order, [B * W * J, ...], into slots of ranks."""
-        x = x.reshape(*self.shape, *x.shape[1:]).swapaxes(0, 1)
-        return x.reshape(self.num_ranks, self.batch * self.per_piece, *x.shape[3:])
 
 
 def block_ranges(

@@ -59,7 +59,7 @@ from jax_cp_dispatch.planning.blocks import (
     seen_by_rows,
     seen_columns,
 )
-from jax_cp_dispatch.planning.config import CAPACITIES, PlanConfig, check_traced
+from jax_cp_dispatch.planning.config import CAPACITIES, PlanConfig
 from jax_cp_dispatch.planning.plan import Plan
 from jax_cp_dispatch.planning.request import Transfers
 
@@ -74,7 +74,11 @@ def list_traced(received: Received, grid: BlockGrid) -> tuple[Transfers, Int32[A
     Also, for each range of queries, the runs of its target up to those of these queries; 0 for
     keys.
     """
-    num_ranks, size = grid.num_ranks, num_transfers_bound(grid)
+    num_ranks = grid.num_ranks
+    # One range of each for each block, and cuts of keys: no more than between ranks for a causal
+    # mask. Rounded up, because sums of other sizes compile to more.
+    size = grid.num_blocks + kv_transfers_bound(grid, is_causal=True) * num_ranks
+    size = -(-size // WINDOW) * WINDOW
     batch, home, start, length = places(received.block, grid)
     is_used = received.rank < num_ranks
     num_runs = received.runs_before + received.num_runs
@@ -155,16 +159,6 @@ def kv_transfers_bound(grid: BlockGrid, *, is_causal: bool) -> int:
     """
     others = grid.num_ranks - 1
     return grid.batch * (grid.per_piece + (others if is_causal else 2 * others))
-
-
-def num_transfers_bound(grid: BlockGrid) -> int:
-    """Returns the maximum ranges of queries and keys of all ranks, after cuts at homes.
-
-    One of each for each block, and cuts of keys: no more than between ranks for a causal mask.
-    Rounded up, because sums of other sizes compile to more.
-    """
-    bound = grid.num_blocks + kv_transfers_bound(grid, is_causal=True) * grid.num_ranks
-    return -(-bound // WINDOW) * WINDOW
 
 
 @partial(jax.jit, static_argnames=("grid", "tolerance"))
@@ -409,7 +403,13 @@ def plan_inside(
     """
     grid = check_shapes(_OP, segment_ids, positions, num_ranks, config)
     check_mask_arrays(_OP, mask, segment_ids.shape)
-    check_traced(_OP, config)
+    names = ("rank_speeds", "ranks_per_node")
+    given = [name for name in names if getattr(config, name) is not None]
+    if given:
+        raise ValueError(
+            f"{_OP}: plans made inside jit do not support {', '.join(given)} of PlanConfig. Plan "
+            "outside jit, for example in the data loader, or use their defaults."
+        )
     q = config.q_capacity or q_bound(grid)
     capacities = Capacities(
         q=q,

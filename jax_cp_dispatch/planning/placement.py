@@ -48,10 +48,11 @@ from jax_cp_dispatch.planning.runs import describe_cuts
 class Placement:
     """The assignment of the tokens of a batch `[batch, columns]` to ranks. Picklable; NumPy only.
 
-    Places index the rows of all ranks: rank r holds places `[r * T, (r + 1) * T)`, with `T = batch
-    * columns / world_size`; of several groups, rank r of group g is number `g * W + r`, and T that
-    of its rows. In an array `[batch, columns, ...]` that is sharded over its columns,
-    these are the rank's columns of each batch row, one batch row after another.
+    A place is a row of a rank, counted over all ranks: rank r holds places `[r * T, (r + 1) * T)`,
+    with `T = batch * columns / world_size`. In an array `[batch, columns, ...]` whose columns are
+    sharded over the ranks, these are the rank's columns of the first batch row, then those of the
+    second, and so on. Each of several groups has its own batch rows and W ranks. T then counts the
+    tokens of one of these ranks, and rank r of group g is number `g * W + r`.
 
     Attributes:
       batch, columns: shape of the batch.
@@ -115,10 +116,16 @@ class Placement:
 
         Documents that were given by their lengths are numbered from 1 in each batch row.
         """
-        ids, positions = (
-            np.concatenate(x) for x in zip(*map(_ids_and_positions, self.made_of), strict=True)
-        )
-        ids, positions = self.apply((ids, positions))
+        ids, positions = [], []
+        for (request, *_), _ in self.made_of:
+            table = request.documents
+            number = table.numbers()
+            ids.append(np.append(np.int32(0), table.ids)[number])
+            first = np.append(0, table.first % table.columns)[number]
+            counted = np.where(number > 0, np.arange(table.columns) - first, 0)
+            given = counted if request.positions is None else np.asarray(request.positions)
+            positions.append(given.astype(np.int32))
+        ids, positions = self.apply((np.concatenate(ids), np.concatenate(positions)))
         return Documents.in_order(ids, positions, self.plans, order=PLACED, columns=self.columns)
 
     def plan_for(self, mask: Mask | str) -> Plan:
@@ -303,20 +310,6 @@ class Placement:
 
     def _check_whole(self, name: str) -> None:
         check_all_ranks(f"Placement.{name}", self._num_held, self.world_size)
-
-
-def _ids_and_positions(made_of: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the ids and positions of a group, in the order of the batch."""
-    request = made_of[0][0]
-    table = request.documents
-    tokens, shape = table.tokens(), (table.batch, table.columns)
-    ids = np.zeros(table.num_tokens, np.int32)
-    ids[tokens] = np.repeat(table.ids, table.lengths)
-    if request.positions is not None:
-        return ids.reshape(shape), np.asarray(request.positions).astype(np.int32)
-    positions = np.zeros(table.num_tokens, np.int32)
-    positions[tokens] = tokens - np.repeat(table.first, table.lengths)
-    return ids.reshape(shape), positions.reshape(shape)
 
 
 # ---- `place_tokens`: assigns the tokens of a batch to ranks.

@@ -88,12 +88,12 @@ class Plan:
         sent.
       run_length: i32 `[W, P]`; tokens of the document. If queries move, None for a mask that is
         causal or has arrays.
-      cut_pieces: of a placement, i32 `[W, X, 9]`; the cut pieces of each rank, `max_cut_pieces` of
-        them, and those on other ranks of the same documents: document, tokens before it, its
-        tokens, its first row, tokens after it, its rank, its number among the cut pieces of its
-        rank, its number in the document, and the row where its rank receives what the pieces before
-        it send; -1 in unused entries. The piece before one is that of the same document with the
-        number before.
+      cut_pieces: of a placement, i32 `[W, X, 9]`: for each rank, the `max_cut_pieces` pieces of cut
+        documents that it holds, then the pieces of the same documents on other ranks. The nine
+        numbers of a piece are its document, the tokens of the document before it, its own tokens,
+        its first row, the tokens of the document after it, its rank, its number among the cut
+        pieces of this rank, its number in the document, and the row where its rank receives what
+        earlier pieces send. They are -1 in unused entries.
       ranges: of a mask with arrays, what the rows see: the keys of each query, i32 `[W,
         q_capacity]`, and the queries of each key, `[W, kv_capacity]`; see `local_ranges`.
       num_rows: i32 `[W]`; rows of queries that a rank computes; -1 in a fallback.
