@@ -167,7 +167,7 @@ class Capacities(NamedTuple):
 # ---- The keys that a rank may need inside `jit`: a bound of the mask, which the assignment keeps.
 #
 # A block of queries needs whole blocks of keys, from the one with the first key that a query of it
-# sees to the one with the last. Where a mask has a reach, these are at most `_keys_of_block`.
+# sees to the one with the last. Where a mask has a reach, their number is limited: see `kv_bound`.
 
 
 def kv_bound(grid: BlockGrid, mask: Mask) -> int:
@@ -178,10 +178,11 @@ def kv_bound(grid: BlockGrid, mask: Mask) -> int:
     keys, and what is beyond those of its first and its last block, no more than these alone need.
     """
     everything = grid.num_ranks * grid.rows
-    if None in mask.reach:
+    before, after = mask.reach
+    if before is None or after is None:
         return everything
     of_block = grid.block
-    for reach in mask.reach:  # the most rows of the blocks with so many keys beside a block
+    for reach in (before, after):  # the most rows of the blocks with so many keys beside a block
         if grid.columns % grid.block == 0:
             of_block += -(-reach // grid.block) * grid.block
         elif reach:

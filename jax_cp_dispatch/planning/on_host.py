@@ -14,6 +14,7 @@ from jax_cp_dispatch._ranks.runtime import native
 from jax_cp_dispatch.documents import Documents
 from jax_cp_dispatch.documents.documents import check_document_mask
 from jax_cp_dispatch.documents.fingerprint import fallback_fingerprint
+from jax_cp_dispatch.documents.segment_ids import check_ids
 from jax_cp_dispatch.documents.table import Row, check_sizes, document_table, list_documents
 from jax_cp_dispatch.masks import Mask, MaskRanges, StaticMask
 from jax_cp_dispatch.masks.read import read_mask, read_mask_on_host
@@ -303,6 +304,7 @@ def plan_attention(
     if segment_ids is not None and lengths is None:
         if columns is not None:
             raise ValueError(f"{_OP}: got columns without lengths. Omit columns.")
+        check_ids(_OP, segment_ids, positions)  # refuses lists, which are rather lengths
         arrays = jax.tree.leaves((segment_ids, positions, mask))
         if any(isinstance(x, jax.core.Tracer) for x in arrays):
             if rank is not None:

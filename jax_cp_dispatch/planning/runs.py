@@ -29,7 +29,7 @@ class LocalRuns(NamedTuple):
       row: the first row of each run, ascending; unused runs have the number of rows, or more.
       position: the place in its document of that row's token; -1 in a run of padding.
       origin: the received row where the document starts, or would start.
-      num_rows: rows in use; all others are padding. -1: a fallback, see `fallback`.
+      num_rows: rows in use; all others are padding. -1: a fallback, see `key_ranges`.
       length: tokens of the document; None if the mask is causal.
     """
 
