@@ -142,32 +142,31 @@ class Placement:
         if self.reason is not None:
             raise ValueError(f"{op}: no tokens were placed. {self.reason}")
         read = read_mask_on_host(op, mask, (self.batch, self.columns))
-        batch = self.batch // self.num_groups
-        own = lambda n: jax.tree.map(lambda x: x[n * batch : (n + 1) * batch], read)
-        plans = [(group._plan_for(op, own(n)),) for n, group in enumerate(self.groups)]
-        return _join_plans(plans)[0]
-
-    def _plan_for(self, op: str, read: Mask) -> Plan:
-        """Returns the plan of a single group."""
-        ((requests, pieces),) = self.made_of
-        assert pieces is not None
-        check_document_mask(op, read, requests[0].documents)
-        request = requests[0].with_mask(read)._replace(rank=self.rank)
         if read.has_arrays and self.rank is not None:
             raise ValueError(
                 f"{op}: this is the part of rank {self.rank}, which does not know the order of all "
                 "tokens. Call it on the placement of all ranks, then slice_of."
             )
-        order = np.lexsort((pieces.row, pieces.document, pieces.rank))
-        rank, document, start, *_ = pieces.take(order)
-        follows = (rank[1:] == rank[:-1]) & (document[1:] == document[:-1])
-        if read.has_query_ranges and (follows & (start[1:] < start[:-1])).any():
-            raise ValueError(
-                f"{op}: a rank holds pieces of a document out of order, and {read} limits the "
-                "queries of each key. Pass it to place_tokens, as one of masks."
-            )
-        moves = self.source, self.place, self.tokens
-        return plan_placed(request, pieces, _put_mask_in_order(request, moves))
+        plans, batch = [], self.batch // self.num_groups
+        for number, group in enumerate(self.groups):
+            ((requests, pieces),) = group.made_of
+            assert pieces is not None
+            rows = slice(number * batch, (number + 1) * batch)
+            own = jax.tree.map(lambda x, rows=rows: x[rows], read)
+            check_document_mask(op, own, requests[0].documents)
+            if own.has_query_ranges:
+                order = np.lexsort((pieces.row, pieces.document, pieces.rank))
+                rank, document, start, *_ = pieces.take(order)
+                follows = (rank[1:] == rank[:-1]) & (document[1:] == document[:-1])
+                if (follows & (start[1:] < start[:-1])).any():
+                    raise ValueError(
+                        f"{op}: a rank holds pieces of a document out of order, and {own} limits "
+                        "the queries of each key. Pass it to place_tokens, as one of masks."
+                    )
+            request = requests[0].with_mask(own)._replace(rank=self.rank)
+            moves = group.source, group.place, group.tokens
+            plans.append((plan_placed(request, pieces, _put_mask_in_order(request, moves)),))
+        return _join_plans(plans)[0]
 
     def slice_of(self, rank: int) -> "Placement":
         """Returns the part of one rank: the tokens that it holds, and its slice of the plan.
@@ -283,7 +282,7 @@ class Placement:
             lines.append(describe_mask(layers, sum(self.layers), each))
         return "\n".join(lines)
 
-    def _sum(self, pairs: str) -> Float32[np.ndarray, "*groups W"]:
+    def _sum(self, pairs: str) -> Any:
         """Returns the sum over the layers."""
         of_plans = zip(self.layers, self.plans, strict=True)
         return sum(n * np.asarray(getattr(plan, pairs)) for n, plan in of_plans)
