@@ -1,13 +1,13 @@
 """Plans attention on the host, from the documents of a batch; NumPy and C++, without JAX."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.core
 import numpy as np
-from jaxtyping import Array, Int, Int32, Shaped
+from jaxtyping import Array, Int32, Shaped
 
 from jax_cp_dispatch._arguments import check_integer, check_type
 from jax_cp_dispatch._ranks.runtime import native
@@ -20,7 +20,6 @@ from jax_cp_dispatch.masks import Mask, MaskRanges, StaticMask
 from jax_cp_dispatch.masks.read import read_mask, read_mask_on_host
 from jax_cp_dispatch.metadata import Metadata
 from jax_cp_dispatch.planning.config import (
-    ALL_CAPACITIES,
     CAPACITIES,
     PLACED_CAPACITIES,
     PlanConfig,
@@ -33,7 +32,6 @@ from jax_cp_dispatch.planning.request import (
     DoesNotFitError,
     Pieces,
     PlanRequest,
-    Transfers,
     by_slot,
     check_longest_keys,
     check_rank,
@@ -46,47 +44,69 @@ from jax_cp_dispatch.planning.request import (
     rank_sums,
     static_sizes,
 )
-from jax_cp_dispatch.planning.runs import CutPieces, cut_pieces, cut_table, row_ranges
+from jax_cp_dispatch.planning.runs import cut_pieces, cut_table, row_ranges
 
 _OP = "plan_attention"
 
 
-class _Work(NamedTuple):
-    """What ranks compute, its keys, what moves, and what each rank needs, by capacity.
-
-    Queries that stay, those of a placement, do not move; some of their documents are cut.
-    """
-
-    pieces: Pieces
-    spans: Pieces
-    keys: Transfers
-    needs: dict[str, Int[np.ndarray, " W"]]
-    queries: Transfers | None = None
-    cut: CutPieces | None = None
+# What a rank would do that exceeds a capacity, of a plan that moves queries, and of a placement.
+_ACTIONS = {
+    "q_capacity": "would receive {} rows of queries",
+    "kv_capacity": "would receive {} rows of keys",
+    "max_q_transfers": "would send {} ranges of queries",
+    "max_kv_transfers": "would send {} ranges of keys",
+    "max_pieces": "would compute {} pieces",
+}
+_PLACED_ACTIONS = {
+    "max_kv_transfers": "would send {} ranges of keys",
+    "max_pieces": "would hold {} pieces",
+    "kv_capacity": "would receive {} rows",
+    "max_cut_pieces": "would hold {} pieces of cut documents",
+    "max_linked_pieces": "would share cut documents with {} pieces on other ranks",
+}
 
 
 def _make_plan(
-    request: PlanRequest,
-    work: _Work,
-    sizes: Mapping[str, int],
-    home: Pieces,
-    in_order: Mask | None,
+    request: PlanRequest, pieces: Pieces, spans: Pieces, in_order: Mask | None, *, is_placed: bool
 ) -> Plan:
     """Returns a plan, or its part of one rank.
 
+    Costs time and memory in proportion to the pieces, and for all ranks W * W counts of rows.
+
     Args:
-      sizes: the capacities.
-      home: the pieces of documents where the batch has them.
+      pieces, spans: what ranks compute, and its keys; see `lay_out`.
       in_order: a mask with arrays, in the order of the rows that ranks pass to attention.
+      is_placed: whether these rows are the pieces, so that queries stay.
+    Raises:
+      DoesNotFitError: a capacity of the config is too small.
     """
-    documents, num_ranks, pieces = request.documents, request.num_ranks, work.pieces
-    q_capacity, q_metadata, table = request.num_tokens, None, None
-    if work.queries is not None:
-        q_capacity = sizes["q_capacity"]
-        q_metadata = make_metadata(work.queries, request, sizes["max_q_transfers"])
-    if work.cut is not None:
+    documents, config, num_ranks = request.documents, request.config, request.num_ranks
+    home = home_pieces(documents, num_ranks)
+    held = pieces if is_placed else home
+    keys = list_transfers(held, spans)
+    counts = lambda ranks: np.bincount(ranks, minlength=num_ranks)
+    num_keys = rank_sums(keys.target, keys.tokens, num_ranks)
+    of_pieces = counts(keys.source), counts(pieces.rank)
+    q_metadata, table = None, None
+    if is_placed:
+        cut = cut_pieces(pieces, documents.lengths, num_ranks)
+        values = num_keys, *of_pieces, cut.held, cut.linked
+        needs = dict(zip(PLACED_CAPACITIES, values, strict=True))
+        steps = {"kv_capacity": 1024, "max_cut_pieces": 4, "max_linked_pieces": 4}
+        sizes = static_sizes("place_tokens", request, needs, _PLACED_ACTIONS, steps)
+        q_capacity, least = request.num_tokens, 1
         num_cuts, num_linked = sizes["max_cut_pieces"], sizes["max_linked_pieces"]
-        table = cut_table(work.cut, request.held, num_slots=num_cuts, num_linked=num_linked)
+        table = cut_table(cut, request.held, num_slots=num_cuts, num_linked=num_linked)
+    else:
+        queries = list_transfers(home, pieces)
+        num_queries = rank_sums(queries.target, queries.tokens, num_ranks)
+        values = num_queries, num_keys, counts(queries.source), *of_pieces
+        needs = dict(zip(CAPACITIES, values, strict=True))
+        rows = 8 * min(config.rows_per_block, documents.columns // num_ranks)
+        steps = {"q_capacity": rows, "kv_capacity": rows}
+        sizes = static_sizes(_OP, request, needs, _ACTIONS, steps)
+        q_capacity, least, num_cuts = sizes["q_capacity"], 0, 0
+        q_metadata = make_metadata(queries, request, sizes["max_q_transfers"])
     zero = np.int32(0)
     of_runs = {
         "run_row": (pieces.row, np.int32(q_capacity)),
@@ -94,29 +114,28 @@ def _make_plan(
         "run_origin": (pieces.origin, zero),
     }
     reads_lengths = isinstance(request.seen, StaticMask) and not request.mask.is_causal
-    if work.queries is None or reads_lengths:
+    if is_placed or reads_lengths:
         of_runs["run_length"] = documents.lengths[pieces.document], zero
     runs: Any = by_slot(request, pieces.rank, sizes["max_pieces"], of_runs)
     num_rows = rank_sums(pieces.rank, pieces.end - pieces.start, num_ranks)[request.held]
-    needs = [x.max(initial=0 if table is None else 1) for x in work.needs.values()]
+    largest = np.array([x.max(initial=least) for x in needs.values()], np.int32)
     rows = {"num_queries": q_capacity, "num_keys": sizes["kv_capacity"]}
-    held = home if work.queries is not None else pieces
     return Plan(
         q_metadata=q_metadata,
-        kv_metadata=make_metadata(work.keys, request, sizes["max_kv_transfers"]),
+        kv_metadata=make_metadata(keys, request, sizes["max_kv_transfers"]),
         **runs,
         cut_pieces=table,
-        ranges=row_ranges(request, pieces, work.spans, **rows),
+        ranges=row_ranges(request, pieces, spans, **rows),
         num_rows=num_rows.astype(np.int32),
         pairs_before=request.pairs(home),
         pairs=request.pairs(pieces),
-        largest_needs=np.tile(np.array(needs, np.int32), (len(num_rows), 1)),
+        largest_needs=np.tile(largest, (len(num_rows), 1)),
         fingerprint=pieces_fingerprint(request, pieces, held, in_order)[request.held],
         num_tokens=request.num_tokens,
         batch=documents.batch,
         q_capacity=q_capacity,
         kv_capacity=sizes["kv_capacity"],
-        max_cut_pieces=0 if table is None else sizes["max_cut_pieces"],
+        max_cut_pieces=num_cuts,
         mask=request.mask.kind,
     )
 
@@ -128,16 +147,11 @@ def fallback_plan(request: PlanRequest, needs: Int32[np.ndarray, " 5"], *, is_pl
     needs, so if attention uses it nevertheless, the error names them.
 
     Args:
+      request: of a config with all capacities.
       needs: of the plan with the best balance, as in `Plan.largest_needs`.
     """
-    nothing, moves = Pieces(*np.zeros((6, 0), np.int64)), Transfers(*np.zeros((5, 0), np.int64))
-    documents, num_held = request.documents, len(request.held)
-    sizes = {name: getattr(request.config, name) or 1 for name in ALL_CAPACITIES}
-    queries, cut = moves, None
-    if is_placed:
-        queries, cut = None, cut_pieces(nothing, documents.lengths, request.num_ranks)
-    work = _Work(nothing, nothing, moves, {}, queries, cut)
-    plan = _make_plan(request, work, sizes, home_pieces(documents, request.num_ranks), None)
+    nothing, num_held = Pieces(*np.zeros((6, 0), np.int64)), len(request.held)
+    plan = _make_plan(request, nothing, nothing, None, is_placed=is_placed)
     needed = dict(zip(plan.capacities, needs, strict=True))
 
     def announce(metadata: Metadata, need: np.integer) -> Metadata:
@@ -164,26 +178,14 @@ def fallback_plan(request: PlanRequest, needs: Int32[np.ndarray, " 5"], *, is_pl
 def _plan_on_host(request: PlanRequest, *, fallback: str | None) -> Plan:
     """Returns the plan of a batch, or its part of one rank.
 
-    Costs time and memory in proportion to the pieces, and for all ranks W * W counts of rows.
-
     Raises:
       DoesNotFitError: a capacity of the config is too small, and there is no fallback.
     """
-    config, documents, num_ranks = request.config, request.documents, request.num_ranks
+    config, num_ranks = request.config, request.num_ranks
     check_ranks(_OP, config, num_ranks)
-    home = home_pieces(documents, num_ranks)
-    work = _move_queries(request, home)
-    rows = 8 * min(config.rows_per_block, documents.columns // num_ranks), documents.num_tokens
-    steps: Any = {
-        "q_capacity": ("would receive {} rows of queries", *rows),
-        "kv_capacity": ("would receive {} rows of keys", *rows),
-        "max_q_transfers": ("would send {} ranges of queries", 8),
-        "max_kv_transfers": ("would send {} ranges of keys", 8),
-        "max_pieces": ("would compute {} pieces", 8),
-    }
     try:
         check_longest_keys(_OP, request)
-        num_queries = int(documents.lengths.sum())
+        num_queries = int(request.documents.lengths.sum())
         mean = -(-num_queries // num_ranks)
         if config.q_capacity is not None and config.q_capacity < mean:
             raise DoesNotFitError(
@@ -191,28 +193,26 @@ def _plan_on_host(request: PlanRequest, *, fallback: str | None) -> Plan:
                 f"receives at least {mean} of them, but q_capacity is {config.q_capacity}. Pass "
                 f"q_capacity>={mean} or None in PlanConfig."
             )
-        sizes = static_sizes(_OP, config, work.needs, steps)
+        return _move_queries(request)
     except DoesNotFitError as error:
         # The search under capacities gives up balance, so its own needs would mislead.
-        free = dataclasses.replace(config, q_capacity=None, kv_capacity=None)
-        of_ranks = _move_queries(request._replace(config=free), home).needs
-        needs = {name: x.max(initial=0) for name, x in of_ranks.items()}
+        none: dict[str, Any] = dict.fromkeys(CAPACITIES)
+        free = request._replace(config=dataclasses.replace(config, **none))
+        needs = np.asarray(_move_queries(free).largest_needs)[0]
         if fallback is None:
-            needed = ", ".join(f"{name}={need}" for name, need in needs.items())
+            needed = (f"{name}={need}" for name, need in zip(CAPACITIES, needs, strict=True))
             raise DoesNotFitError(
-                f"{error} The plan with the best balance needs {needed}."
+                f"{error} The plan with the best balance needs {', '.join(needed)}."
             ) from None
-        return fallback_plan(request, np.array([*needs.values()], np.int32), is_placed=False)
-    in_order = request.mask if request.mask.has_arrays else None
-    return _make_plan(request, work, sizes, home, in_order)
+        return fallback_plan(request, needs, is_placed=False)
 
 
-def _move_queries(request: PlanRequest, home: Pieces) -> _Work:
-    """Assigns queries to ranks; lists what then moves from home, and what each rank needs."""
-    documents, config, num_ranks = request.documents, request.config, request.num_ranks
+def _move_queries(request: PlanRequest) -> Plan:
+    """Returns the plan of queries that `csrc/planner` assigns to ranks."""
+    documents, config = request.documents, request.config
     limits = {
         "columns": (documents.first % documents.columns).tolist(),
-        "columns_per_rank": documents.columns // num_ranks,
+        "columns_per_rank": documents.columns // request.num_ranks,
         "query_cost": config.query_cost,
         "key_cost": config.key_cost,
         "max_queries": config.q_capacity,
@@ -221,12 +221,19 @@ def _move_queries(request: PlanRequest, home: Pieces) -> _Work:
     }
     assigned = native.move_queries(native_problem(native.QueryProblem, [request], limits))
     pieces, spans = lay_out(assigned.astype(np.int64), request)
-    queries, keys = (list_transfers(home, x) for x in (pieces, spans))
-    needs = (
-        *(rank_sums(x.target, x.tokens, num_ranks) for x in (queries, keys)),
-        *(np.bincount(x, minlength=num_ranks) for x in (queries.source, keys.source, pieces.rank)),
-    )
-    return _Work(pieces, spans, keys, dict(zip(CAPACITIES, needs, strict=True)), queries)
+    in_order = request.mask if request.mask.has_arrays else None
+    return _make_plan(request, pieces, spans, in_order, is_placed=False)
+
+
+def plan_placed(request: PlanRequest, held: Pieces, in_order: Mask | None) -> Plan:
+    """Returns the plan of one mask for pieces in their rows, which are the same for all masks.
+
+    With `request.rank`, the plan is the part of that rank. `in_order` is a mask with arrays, in
+    placed order; None for others.
+    """
+    order = np.lexsort((held.start, held.document, held.rank))
+    assigned = np.stack([held.rank, held.document, held.start, held.end], axis=1)[order]
+    return _make_plan(request, *lay_out(assigned, request, held), in_order, is_placed=True)
 
 
 # ---- `plan_attention`: plans attention of packed documents, on the host or inside a program.
@@ -335,36 +342,3 @@ def plan_read(documents: Documents, num_ranks: int, config: PlanConfig) -> Plan:
     request = PlanRequest(table, documents.positions, num_ranks, config, None)
     mask = jax.tree.map(np.asarray, documents.mask)
     return _plan_on_host(request.with_mask(mask), fallback=None)
-
-
-# ---- The plan of placed tokens, from the pieces that each rank holds.
-
-
-def plan_placed(request: PlanRequest, held: Pieces, in_order: Mask | None) -> Plan:
-    """Returns the plan of one mask for pieces in their rows, which are the same for all masks.
-
-    With `request.rank`, the plan is the part of that rank. `in_order` is a mask with arrays, in
-    placed order; None for others.
-    """
-    order = np.lexsort((held.start, held.document, held.rank))
-    assigned = np.stack([held.rank, held.document, held.start, held.end], axis=1)[order]
-    pieces, spans = lay_out(assigned, request, held)
-    documents, num_ranks = request.documents, request.num_ranks
-    keys = list_transfers(pieces, spans)
-    cut = cut_pieces(pieces, documents.lengths, num_ranks)
-    needs = (
-        rank_sums(keys.target, keys.tokens, num_ranks),
-        *(np.bincount(x, minlength=num_ranks) for x in (keys.source, pieces.rank)),
-        *(cut.held, cut.linked),
-    )
-    needs = dict(zip(PLACED_CAPACITIES, needs, strict=True))
-    steps: Any = {
-        "max_kv_transfers": ("would send {} ranges of keys", 8),
-        "max_pieces": ("would hold {} pieces", 8),
-        "kv_capacity": ("would receive {} rows", 1024, documents.num_tokens),
-        "max_cut_pieces": ("would hold {} pieces of cut documents", 4),
-        "max_linked_pieces": ("would share cut documents with {} pieces on other ranks", 4),
-    }
-    sizes = static_sizes("place_tokens", request.config, needs, steps)
-    work = _Work(pieces, spans, keys, needs, cut=cut)
-    return _make_plan(request, work, sizes, home_pieces(documents, num_ranks), in_order)

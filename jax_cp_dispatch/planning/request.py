@@ -474,39 +474,41 @@ class DoesNotFitError(ValueError):
 
 def static_sizes(
     op: str,
-    config: PlanConfig,
+    request: PlanRequest,
     needs: Mapping[str, Int[np.ndarray, " W"]],
-    steps: Mapping[str, tuple[Any, ...]],
+    actions: Mapping[str, str],
+    steps: Mapping[str, int],
 ) -> dict[str, int]:
     """Returns the sizes in the config if sufficient; else needs, rounded up to share programs.
 
     Args:
       op: the public function, for error messages.
-      config: has sizes, or None.
+      request: its config has sizes, or None.
       needs: of each rank, by the names of sizes.
-      steps: by name: what a rank would do, with `{}` for its need; the smallest step of rounding
-        (larger needs are rounded up by at most 1/8); and what any batch of this shape needs at
-        most, if that is known.
+      actions: what a rank would do, with `{}` for its need; in the order of their checks.
+      steps: the smallest step of rounding, if it is not 8; larger needs are rounded up by at most
+        1/8.
     Raises:
       DoesNotFitError: a given size is too small.
     """
     sizes = {}
-    for name, (what, step, *most) in steps.items():
+    for name, action in actions.items():
         need, rank = int(needs[name].max()), int(needs[name].argmax())
-        given = getattr(config, name)
+        given = getattr(request.config, name)
         if need > np.iinfo(np.int32).max:
             raise ValueError(
-                f"{op}: rank {rank} {what.format(need)}, but row numbers have 32 bits. Plan for "
+                f"{op}: rank {rank} {action.format(need)}, but row numbers have 32 bits. Plan for "
                 "more ranks, or fewer tokens at a time."
             )
         if given is None:
-            step = max(step, 1 << max(need.bit_length() - 4, 0))
-            size = max(-(-need // step), 1) * step
-            given = min(size, *(max(x, 1) for x in most)) if most else size
+            step = max(steps.get(name, 8), 1 << max(need.bit_length() - 4, 0))
+            given = max(-(-need // step), 1) * step
+            if name.endswith("_capacity"):  # no batch of this shape needs more
+                given = min(given, max(request.documents.num_tokens, 1))
         elif given < need:
             raise DoesNotFitError(
-                f"{op}: rank {rank} {what.format(need)} but {name} is {given}. Pass {name}>={need} "
-                "or None in PlanConfig."
+                f"{op}: rank {rank} {action.format(need)} but {name} is {given}. Pass {name}>="
+                f"{need} or None in PlanConfig."
             )
         sizes[name] = given
     return sizes
