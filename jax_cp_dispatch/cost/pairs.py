@@ -7,7 +7,7 @@ form for the search of the planner.
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -17,7 +17,6 @@ from jax_cp_dispatch.cost.attention import (
     Hardware,
     Rows,
     StepCost,
-    Traffic,
     Workload,
     all_others,
     attention_seconds,

@@ -397,9 +397,9 @@ def plan_inside(
 ) -> Plan:
     """Returns a plan of traced arrays.
 
-    With `rank`, the index on the mesh axis, it is for the program that follows. It then has `ranges`
-    for every mask, of this rank alone: for all ranks, they would be as many times as large. The
-    fingerprint has no checksums of the batch.
+    With `rank`, the index on the mesh axis, it is for the program that follows. It then has
+    `ranges` for every mask, of this rank alone: for all ranks, they would be as many times as
+    large. The fingerprint has no checksums of the batch.
     """
     grid = check_shapes(_OP, segment_ids, positions, num_ranks, config)
     check_mask_arrays(_OP, mask, segment_ids.shape)

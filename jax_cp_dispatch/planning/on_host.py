@@ -84,6 +84,7 @@ def _make_plan(
     home = home_pieces(documents, num_ranks)
     held = pieces if is_placed else home
     keys = list_transfers(held, spans)
+    of_ranks: Any = {"num_ranks": num_ranks, "rank": request.rank}
     counts = lambda ranks: np.bincount(ranks, minlength=num_ranks)
     num_keys = rank_sums(keys.target, keys.tokens, num_ranks)
     of_pieces = counts(keys.source), counts(pieces.rank)
@@ -106,7 +107,7 @@ def _make_plan(
         steps = {"q_capacity": rows, "kv_capacity": rows}
         sizes = static_sizes(_OP, request, needs, _ACTIONS, steps)
         q_capacity, least, num_cuts = sizes["q_capacity"], 0, 0
-        q_metadata = make_metadata(queries, request, sizes["max_q_transfers"])
+        q_metadata = make_metadata(queries, num_slots=sizes["max_q_transfers"], **of_ranks)
     zero = np.int32(0)
     of_runs = {
         "run_row": (pieces.row, np.int32(q_capacity)),
@@ -116,13 +117,13 @@ def _make_plan(
     reads_lengths = isinstance(request.seen, StaticMask) and not request.mask.is_causal
     if is_placed or reads_lengths:
         of_runs["run_length"] = documents.lengths[pieces.document], zero
-    runs: Any = by_slot(request, pieces.rank, sizes["max_pieces"], of_runs)
+    runs: Any = by_slot(pieces.rank, of_runs, num_slots=sizes["max_pieces"], **of_ranks)
     num_rows = rank_sums(pieces.rank, pieces.end - pieces.start, num_ranks)[request.held]
     largest = np.array([x.max(initial=least) for x in needs.values()], np.int32)
     rows = {"num_queries": q_capacity, "num_keys": sizes["kv_capacity"]}
     return Plan(
         q_metadata=q_metadata,
-        kv_metadata=make_metadata(keys, request, sizes["max_kv_transfers"]),
+        kv_metadata=make_metadata(keys, num_slots=sizes["max_kv_transfers"], **of_ranks),
         **runs,
         cut_pieces=table,
         ranges=row_ranges(request, pieces, spans, **rows),

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float32, Int32, Shaped
+from jaxtyping import Array, Bool, Float32, Int32
 
 from jax_cp_dispatch._arguments import check_integer
 from jax_cp_dispatch._text import describe_plan, exceeded, known, outline
@@ -381,8 +381,10 @@ def stack_plans(plans: Iterable[Plan]) -> Plan:
         xp = np if all(isinstance(x, np.ndarray) for x in arrays) else jnp
         shape = np.max([x.shape for x in arrays], axis=0)
         unused = _UNUSED.get(getattr(path[-1], "name", ""), 0)
-        missing = ([(0, y - x) for x, y in zip(a.shape, shape, strict=True)] for a in arrays)
-        padded = [xp.pad(a, m, constant_values=unused) for a, m in zip(arrays, missing, strict=True)]
+        padded = []
+        for x in arrays:
+            missing = [(0, size - have) for have, size in zip(x.shape, shape, strict=True)]
+            padded.append(xp.pad(x, missing, constant_values=unused))
         return xp.stack(padded)
 
     padded_to = (dataclasses.replace(plan, **sizes) for plan in plans)

@@ -208,8 +208,10 @@ def native_problem(
         else:
             problem.set_layers(list(zip(counts, layers, strict=True)))
         return problem
-    of_tables = lambda x: x.seen if isinstance(x.seen, QueryTable) else query_table(x.seen, documents)
-    tables = [of_tables(x) for x in requests]
+    tables = [
+        x.seen if isinstance(x.seen, QueryTable) else query_table(x.seen, documents)
+        for x in requests
+    ]
     pairs = sum(n * x.pairs_before for n, x in zip(layers, tables, strict=True))
     first, last = zip(*(x.running_keys(documents.lengths) for x in tables), strict=True)
     problem.set_table(pairs, np.min(first, axis=0), np.max(last, axis=0))
@@ -310,9 +312,7 @@ def home_pieces(documents: DocumentTable, num_ranks: int) -> Pieces:
     return Pieces(rank, number, start, end, row, row - start)
 
 
-def sums_before(
-    rank: Int[np.ndarray, " N"], size: Int[np.ndarray, " N"]
-) -> Int[np.ndarray, " N"]:
+def sums_before(rank: Int[np.ndarray, " N"], size: Int[np.ndarray, " N"]) -> Int[np.ndarray, " N"]:
     """Returns the sum of the sizes before each entry on its rank; entries are sorted by rank."""
     before = np.cumsum(size) - size
     return before - before[np.searchsorted(rank, rank, side="left")]
@@ -328,26 +328,28 @@ def rank_sums(
 
 
 def by_slot(
-    request: PlanRequest,
-    rank: Int[np.ndarray, " N"],
-    num_slots: int,
+    ranks: Int[np.ndarray, " N"],
     columns: Mapping[str, tuple[Int[np.ndarray, " N"], np.integer]],
+    *,
+    num_ranks: int,
+    num_slots: int,
+    rank: int | None = None,
 ) -> dict[str, Int[np.ndarray, "held slots"]]:
-    """Returns the entries of each rank whose part is made in a row of a table, in their order.
+    """Returns tables with the entries of each rank in a row, in their order.
 
     Args:
-      request: of the ranks.
-      rank: of each entry.
-      num_slots: at least the entries of any rank.
+      ranks: of each entry.
       columns: by the name of a table, the value of each entry, and that of unused slots.
+      num_ranks: rows of a table.
+      num_slots: at least the entries of any rank.
+      rank: the only one whose row is made; None: all.
     """
-    here = request.rank
-    order = np.argsort(rank, kind="stable") if here is None else np.flatnonzero(rank == here)
-    rank = rank[order] - (here or 0)
-    index = rank, sums_before(rank, np.ones_like(rank))
+    order = np.argsort(ranks, kind="stable") if rank is None else np.flatnonzero(ranks == rank)
+    row = ranks[order] - (rank or 0)
+    index = row, sums_before(row, np.ones_like(row))
     tables = {}
     for name, (values, unused) in columns.items():
-        tables[name] = np.full((len(request.held), num_slots), unused)
+        tables[name] = np.full((num_ranks if rank is None else 1, num_slots), unused)
         tables[name][index] = values[order]
     return tables
 
@@ -401,32 +403,36 @@ def list_transfers(pieces: Pieces, spans: Pieces) -> Transfers:
     return Transfers(source, target, source_row, target_row, tokens)
 
 
-def make_metadata(transfers: Transfers, request: PlanRequest, num_slots: int) -> Metadata:
-    """Returns forward metadata; `num_slots` is at least the number of ranges that a rank sends.
+def make_metadata(
+    transfers: Transfers, *, num_ranks: int, num_slots: int | None = None, rank: int | None = None
+) -> Metadata:
+    """Returns forward metadata; `num_slots` is at least the ranges that any rank sends.
 
-    With `request.rank`, all arrays have a leading axis of size 1, for that rank. So there is no
-    array of size W * W, or of all slots.
+    With `rank`, all arrays have a leading axis of size 1, for that rank. So there is no array of
+    size W * W, or of all slots.
     """
     source, target, source_row, target_row, tokens = transfers
-    held, num_ranks = request.held, request.num_ranks
-    zero = np.uint32(0)
+    sent, zero = np.bincount(source, minlength=num_ranks), np.uint32(0)
     slots = {
         "dst_rank": (target, np.int32(-1)),
         "dst_offset": (target_row, zero),
         "seq_len": (tokens, zero),
         "src_offset": (source_row, zero),
     }
-    received = np.zeros((len(held), num_ranks + 1), np.uint32)
-    is_here = slice(None) if request.rank is None else target == request.rank
-    index = target[is_here] - held.start, source[is_here]
+    num_slots = int(sent.max()) if num_slots is None else num_slots
+    tables: Any = by_slot(source, slots, num_ranks=num_ranks, num_slots=num_slots, rank=rank)
+    held, is_here = slice(None), slice(None)
+    if rank is not None:
+        held, is_here = slice(rank, rank + 1), target == rank
+    received = np.zeros((len(sent[held]), num_ranks + 1), np.uint32)
+    index = target[is_here] - (rank or 0), source[is_here]
     np.add.at(received, index, tokens[is_here].astype(np.uint32))
     totals = received.sum(1, dtype=np.uint32)
     received[:, -1] = totals
-    tables: Any = by_slot(request, source, num_slots, slots)
     return Metadata(
         **tables,
         num_recv_tokens=received,
-        num_seqs=np.bincount(source, minlength=num_ranks)[held].astype(np.int32),
+        num_seqs=sent[held].astype(np.int32),
         num_total_recv_tokens=totals,
         world_size=num_ranks,
     )
