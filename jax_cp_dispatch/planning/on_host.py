@@ -103,8 +103,8 @@ def _make_plan(
         num_queries = rank_sums(queries.target, queries.tokens, num_ranks)
         values = num_queries, num_keys, counts(queries.source), *of_pieces
         needs = dict(zip(CAPACITIES, values, strict=True))
-        rows = 8 * min(config.rows_per_block, documents.columns // num_ranks)
-        steps = {"q_capacity": rows, "kv_capacity": rows}
+        of_blocks = 8 * min(config.rows_per_block, documents.columns // num_ranks)
+        steps = {"q_capacity": of_blocks, "kv_capacity": of_blocks}
         sizes = static_sizes(_OP, request, needs, _ACTIONS, steps)
         q_capacity, least, num_cuts = sizes["q_capacity"], 0, 0
         q_metadata = make_metadata(queries, num_slots=sizes["max_q_transfers"], **of_ranks)
@@ -161,7 +161,7 @@ def fallback_plan(request: PlanRequest, needs: Int32[np.ndarray, " 5"], *, is_pl
         total = received[:, -1].copy()
         return dataclasses.replace(metadata, num_recv_tokens=received, num_total_recv_tokens=total)
 
-    # All rows attend to row 0, and all queries to the keys.
+    # All queries see the key in row 0, and each key has all queries.
     edges = zip(plan.ranges or (), (0, 1, 0, np.iinfo(np.int32).max), strict=False)
     ranges = [x if x is None else np.full_like(x, edge) for x, edge in edges]
     return dataclasses.replace(

@@ -360,7 +360,7 @@ def by_slot(
 class Transfers(NamedTuple):
     """Ranges of rows that move from one rank to another, in the order of the receivers' rows.
 
-    NumPy on the host. Inside `jit`, ranges of queries come first, then those of keys. Their sources
+    NumPy on the host. Inside `jit`, ranges of queries come first, then those of keys, whose sources
     are W + rank. Unused entries have source 2 W, target W and no tokens.
     """
 
